@@ -1,0 +1,233 @@
+// Package store is the one contract between the guard and what it keeps: ordered
+// keys, and batches of conditional writes that land whole or not at all.
+//
+// Everything that must survive a crash (executions, their index entries, result
+// bodies, and the riders of other packages) is encoded on top of it, once. The
+// memory store is the reference and is for tests; badger is the embedded default.
+// A new store is right when it passes the suite in package storetest.
+package store
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"time"
+)
+
+// Limits that every store keeps, so that what one store takes another takes too.
+const (
+	// MaxKey is the longest key, in bytes. A key has at least one byte.
+	MaxKey = 512
+	// MaxValue is the largest value of an ordinary write, in bytes. Ordinary
+	// values are what promises rest on (P2); stores keep them where the error of
+	// their sync is seen.
+	MaxValue = 64 << 10
+	// MaxBulk is the largest value of a bulk write, in bytes.
+	MaxBulk = 1 << 20
+	// MaxBatch is the largest number of writes in one commit.
+	MaxBatch = 128
+)
+
+// Store holds versioned values under ordered keys. All methods are safe for
+// concurrent use. Values and keys that a store returns belong to the caller.
+// Keys and values that are given to Commit must not change until it returns.
+type Store interface {
+	// Get returns what stands under key now, or ErrNotFound. An entry whose
+	// expiry has passed is not found, whether or not it was swept. A bulk value
+	// that is missing or does not match its checksum is ErrDamaged.
+	Get(ctx context.Context, key []byte) (Entry, error)
+
+	// Scan yields the living entries of r in the order of their keys. It reads
+	// one consistent snapshot. The last pair carries the error, if any.
+	Scan(ctx context.Context, r Range) iter.Seq2[Entry, error]
+
+	// Commit makes all writes of batch durable, or none. It returns the version
+	// that all of them carry. Where a condition does not hold, the error is a
+	// *Conflict that names the first write that lost and what stands there.
+	//
+	// ctx is honoured until the batch is queued, never after: from there on the
+	// batch may land. ErrUnknown says that the store cannot tell whether it did
+	// (a failed sync, a lost connection); any other error says that it did not.
+	Commit(ctx context.Context, batch ...Write) (Version, error)
+
+	// Watch returns a channel that is closed when the entry under key may have
+	// changed since the call. Waking without a change is allowed, sleeping
+	// through one is not. cancel frees the watch; calling it twice is harmless.
+	Watch(key []byte) (changed <-chan struct{}, cancel func())
+
+	// Now is the clock by which expiries and leases are judged. It is the
+	// store's own where several nodes share the store.
+	Now(ctx context.Context) (time.Time, error)
+
+	// Close waits for commits under way and releases the store. Later calls
+	// return ErrClosed.
+	Close() error
+}
+
+// Version tells two states of one key apart. It is opaque, never zero, and a
+// store never gives the same version to two writes of one key.
+type Version uint64
+
+// Entry is one living key.
+type Entry struct {
+	Key     []byte
+	Value   []byte
+	Version Version
+	// Expires is when the entry stops being found; zero is never.
+	Expires time.Time
+}
+
+// Range is From <= key < To. An empty To is the end of the store.
+type Range struct {
+	From, To []byte
+	// Limit is the largest number of entries; zero is no limit.
+	Limit int
+	// Reverse yields the entries from the last to the first.
+	Reverse bool
+}
+
+// Prefix is the range of all keys that begin with p. An empty p is everything.
+func Prefix(p []byte) Range {
+	to := bytes.Clone(p)
+	for i := len(to) - 1; i >= 0; i-- {
+		if to[i] != 0xff {
+			to[i]++
+			return Range{From: p, To: to[:i+1]}
+		}
+	}
+	return Range{From: p}
+}
+
+// Write is one change of a batch. A key stands in a batch once at most.
+type Write struct {
+	Key []byte
+	// If is the condition on what stands under Key; the zero value is none.
+	If Condition
+	// Delete removes the entry; Value, Expires and Bulk are then unused.
+	// Deleting what is not there succeeds unless If says otherwise.
+	Delete bool
+	Value  []byte
+	// Expires is when the entry stops being found; zero is never. A time that
+	// has passed already is allowed and the same as an entry that expired.
+	Expires time.Time
+	// Bulk marks a large value that is written once and needed for a while: it
+	// must have an Expires and no condition. It is durable before any other
+	// write of its batch is, and may be kept apart so that its space comes back
+	// whole after its expiry.
+	Bulk bool
+}
+
+// Condition is what a write asks of the entry under its key. An expired entry
+// counts as absent.
+type Condition struct {
+	kind    conditionKind
+	version Version
+}
+
+type conditionKind uint8
+
+const (
+	conditionAny conditionKind = iota
+	conditionAbsent
+	conditionVersion
+)
+
+// Absent holds where the key has no living entry.
+func Absent() Condition { return Condition{kind: conditionAbsent} }
+
+// VersionIs holds where the living entry carries exactly version v.
+func VersionIs(v Version) Condition { return Condition{kind: conditionVersion, version: v} }
+
+// None reports whether c asks nothing, so that a store need not read.
+func (c Condition) None() bool { return c.kind == conditionAny }
+
+// Holds reports whether c accepts found, the living entry under the key or nil.
+func (c Condition) Holds(found *Entry) bool {
+	switch c.kind {
+	case conditionAbsent:
+		return found == nil
+	case conditionVersion:
+		return found != nil && found.Version == c.version
+	default:
+		return true
+	}
+}
+
+// Errors that stores return, possibly wrapped.
+var (
+	// ErrNotFound: no living entry under the key.
+	ErrNotFound = errors.New("store: not found")
+	// ErrClosed: the store was closed by its owner.
+	ErrClosed = errors.New("store: closed")
+	// ErrUnhealthy: the store closed itself after a failed sync. What it holds
+	// is known again only after it has been opened anew.
+	ErrUnhealthy = errors.New("store: closed itself after a failed sync, restart needed")
+	// ErrUnknown: whether the batch landed cannot be told. Treat its entries as
+	// unknown, never as not recorded.
+	ErrUnknown = errors.New("store: outcome of the commit unknown")
+	// ErrDamaged: the entry is there, its bulk value is missing or altered.
+	ErrDamaged = errors.New("store: value damaged")
+	// ErrInvalid: the batch breaks a limit or a rule of Write.
+	ErrInvalid = errors.New("store: invalid batch")
+)
+
+// Conflict is the error of a batch whose condition did not hold.
+type Conflict struct {
+	// Index is the place in the batch of the first write that lost.
+	Index int
+	// Key is that write's key.
+	Key []byte
+	// Found is the living entry that stands there, or nil.
+	Found *Entry
+}
+
+func (c *Conflict) Error() string {
+	if c.Found == nil {
+		return fmt.Sprintf("store: write %d lost: nothing stands under its key", c.Index)
+	}
+	return fmt.Sprintf("store: write %d lost to version %d", c.Index, c.Found.Version)
+}
+
+// Check returns an ErrInvalid that says which rule of Write or limit batch breaks.
+// Stores call it before they do anything else.
+func Check(batch []Write) error {
+	switch {
+	case len(batch) == 0:
+		return fmt.Errorf("%w: no writes", ErrInvalid)
+	case len(batch) > MaxBatch:
+		return fmt.Errorf("%w: %d writes, at most %d", ErrInvalid, len(batch), MaxBatch)
+	}
+	for i := range batch {
+		if err := batch[i].check(); err != nil {
+			return fmt.Errorf("%w: write %d: %s", ErrInvalid, i, err)
+		}
+		for j := range i {
+			if bytes.Equal(batch[i].Key, batch[j].Key) {
+				return fmt.Errorf("%w: writes %d and %d have the same key", ErrInvalid, j, i)
+			}
+		}
+	}
+	return nil
+}
+
+func (w *Write) check() error {
+	switch {
+	case len(w.Key) == 0:
+		return errors.New("empty key")
+	case len(w.Key) > MaxKey:
+		return fmt.Errorf("key of %d bytes, at most %d", len(w.Key), MaxKey)
+	case w.Delete:
+		return nil
+	case w.Bulk && w.Expires.IsZero():
+		return errors.New("bulk value without an expiry")
+	case w.Bulk && !w.If.None():
+		return errors.New("bulk value with a condition")
+	case w.Bulk && len(w.Value) > MaxBulk:
+		return fmt.Errorf("bulk value of %d bytes, at most %d", len(w.Value), MaxBulk)
+	case !w.Bulk && len(w.Value) > MaxValue:
+		return fmt.Errorf("value of %d bytes, at most %d", len(w.Value), MaxValue)
+	}
+	return nil
+}
