@@ -28,6 +28,10 @@ const (
 	MaxBulk = 1 << 20
 	// MaxBatch is the largest number of writes in one commit.
 	MaxBatch = 128
+	// MaxBatchBytes bounds the keys and ordinary values of one commit together, in
+	// bytes, so that a batch fits into one transaction of every store. Bulk values
+	// do not count.
+	MaxBatchBytes = 2 << 20
 )
 
 // Store holds versioned values under ordered keys. All methods are safe for
@@ -35,7 +39,8 @@ const (
 // Keys and values that are given to Commit must not change until it returns.
 type Store interface {
 	// Get returns what stands under key now, or ErrNotFound. An entry whose
-	// expiry has passed is not found, whether or not it was swept. A bulk value
+	// expiry has passed (Now is at or after it) is not found, whether or not it
+	// was swept. A bulk value
 	// that is missing or does not match its checksum is ErrDamaged.
 	Get(ctx context.Context, key []byte) (Entry, error)
 
@@ -54,7 +59,9 @@ type Store interface {
 
 	// Watch returns a channel that is closed when the entry under key may have
 	// changed since the call. Waking without a change is allowed, sleeping
-	// through one is not. cancel frees the watch; calling it twice is harmless.
+	// through one is not. An expiry that passes is no change: whoever waits knows
+	// it. Close wakes every watch. cancel frees the watch; calling it twice is
+	// harmless.
 	Watch(key []byte) (changed <-chan struct{}, cancel func())
 
 	// Now is the clock by which expiries and leases are judged. It is the
@@ -199,15 +206,23 @@ func Check(batch []Write) error {
 	case len(batch) > MaxBatch:
 		return fmt.Errorf("%w: %d writes, at most %d", ErrInvalid, len(batch), MaxBatch)
 	}
+	size := 0
 	for i := range batch {
 		if err := batch[i].check(); err != nil {
 			return fmt.Errorf("%w: write %d: %s", ErrInvalid, i, err)
+		}
+		size += len(batch[i].Key)
+		if !batch[i].Delete && !batch[i].Bulk {
+			size += len(batch[i].Value)
 		}
 		for j := range i {
 			if bytes.Equal(batch[i].Key, batch[j].Key) {
 				return fmt.Errorf("%w: writes %d and %d have the same key", ErrInvalid, j, i)
 			}
 		}
+	}
+	if size > MaxBatchBytes {
+		return fmt.Errorf("%w: %d bytes of keys and values, at most %d", ErrInvalid, size, MaxBatchBytes)
 	}
 	return nil
 }

@@ -1,0 +1,161 @@
+// Package answer is how bytes go to a client: at once, but for their end, which
+// waits until the outcome is recorded (P7). It records them on the way, and plays
+// recorded answers back.
+package answer
+
+import (
+	"net/http"
+	"strconv"
+	"time"
+)
+
+// stallLimit is how long a client may take for a write once its answer is larger
+// than stallAfter bytes. A client that stalls is treated as one that left: its
+// execution goes on and is recorded.
+const (
+	stallLimit = 30 * time.Second
+	stallAfter = 64 << 10
+)
+
+// Writer sends an answer and holds back its end: with Content-Length the last byte,
+// else the return of the handler (terminating chunk, END_STREAM), for answers
+// without a body the header. Release lets the end go.
+//
+// Errors of the client's connection are swallowed: the first one makes the writer
+// drop everything that follows.
+type Writer struct {
+	w       http.ResponseWriter
+	control *http.ResponseController
+	head    bool // the request was HEAD
+
+	status  int
+	held    bool // the header is the end, and waits
+	left    int64
+	last    []byte // the byte that waits
+	sent    bool
+	written int64
+	gone    bool
+	timed   bool
+}
+
+// NewWriter returns a Writer on w for an answer to r.
+func NewWriter(w http.ResponseWriter, r *http.Request) *Writer {
+	return &Writer{w: w, control: http.NewResponseController(w), head: r.Method == http.MethodHead, left: -1}
+}
+
+// Header is the client's header map.
+func (w *Writer) Header() http.Header { return w.w.Header() }
+
+// Sent reports whether anything of the final answer has left, so that it cannot be
+// replaced any more.
+func (w *Writer) Sent() bool { return w.sent }
+
+// WriteHeader sends the header, or holds it where it is the end. Informational
+// statuses pass through.
+func (w *Writer) WriteHeader(status int) {
+	if informational(status) {
+		w.w.WriteHeader(status)
+		return
+	}
+	if w.status != 0 {
+		return
+	}
+	w.status = status
+	w.left = contentLength(w.Header())
+	if w.head || !bodyAllowed(status) || w.left == 0 {
+		w.held = true
+		return
+	}
+	w.sent = true
+	w.w.WriteHeader(status)
+}
+
+// Write sends p, but for the last byte of a body of known length. It never fails.
+func (w *Writer) Write(p []byte) (int, error) {
+	if w.status == 0 {
+		w.WriteHeader(http.StatusOK)
+	}
+	n := len(p)
+	if n == 0 || w.held {
+		return n, nil
+	}
+	if w.left >= 0 {
+		if int64(n) >= w.left {
+			if w.left == 0 {
+				return n, nil // beyond Content-Length
+			}
+			p = p[:w.left]
+			w.last = append(w.last, p[len(p)-1])
+			p = p[:len(p)-1]
+			w.left = 0
+		} else {
+			w.left -= int64(n)
+		}
+	}
+	w.send(p)
+	return n, nil
+}
+
+func (w *Writer) send(p []byte) {
+	if w.gone || len(p) == 0 {
+		return
+	}
+	w.written += int64(len(p))
+	if w.written > stallAfter {
+		w.timed = true
+		_ = w.control.SetWriteDeadline(time.Now().Add(stallLimit)) // unsupported: the server's own limits hold
+	}
+	if _, err := w.w.Write(p); err != nil {
+		w.gone = true
+	}
+}
+
+// Flush sends what is buffered on the way to the client.
+func (w *Writer) Flush() { _ = w.FlushError() }
+
+// FlushError is Flush for http.ResponseController. It never fails.
+func (w *Writer) FlushError() error {
+	if w.status == 0 {
+		w.WriteHeader(http.StatusOK)
+	}
+	if w.held || w.gone {
+		return nil
+	}
+	if err := w.control.Flush(); err != nil {
+		w.gone = true
+	}
+	return nil
+}
+
+// Release lets the end of the answer go.
+func (w *Writer) Release() {
+	if w.held {
+		w.held, w.sent = false, true
+		w.w.WriteHeader(w.status)
+	}
+	w.send(w.last)
+	w.last = nil
+	if w.timed {
+		// The connection may carry further requests, which have limits of their own.
+		_ = w.control.SetWriteDeadline(time.Time{})
+	}
+}
+
+func informational(status int) bool { return status >= 100 && status < 200 && status != 101 }
+
+func bodyAllowed(status int) bool {
+	return status != http.StatusNoContent && status != http.StatusNotModified && status >= 200
+}
+
+// contentLength is the announced length of a body, or -1.
+func contentLength(h http.Header) int64 {
+	v := h["Content-Length"]
+	if len(v) == 0 {
+		return -1
+	}
+	n, err := strconv.ParseInt(v[0], 10, 64)
+	if err != nil || n < 0 {
+		return -1
+	}
+	return n
+}

@@ -1,0 +1,167 @@
+package caddymodule
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	"go.uber.org/zap"
+)
+
+func init() {
+	caddy.RegisterModule(new(App))
+}
+
+// App is what all guards of one configuration share: the store in which executions
+// are recorded, and the keys that seal it.
+//
+// An `agent_guard` handler works without any configuration of the app: records then
+// go to a Badger store in Caddy's data directory, and a key file is made beside it.
+type App struct {
+	// The store that keeps the executions. Default: `badger`, in the directory
+	// `agent_guard` below Caddy's data directory. A store is opened when the
+	// server starts, not when a configuration is validated, and is shared by
+	// configuration reloads.
+	StoreRaw json.RawMessage `json:"store,omitempty" caddy:"namespace=agent_guard.stores inline_key=module"`
+
+	// The file that holds the key ring. It is made, with mode 0600, together with
+	// a new store; it is never made for a store that holds anything, because
+	// without its key no execution can be found. Default: the store's path with
+	// `.key` appended. Keep a copy of it apart from the store's.
+	KeyFile string `json:"key_file,omitempty"`
+
+	// The key itself instead of a file, usually a placeholder like
+	// `{env.AGENT_GUARD_KEY}` or `{file./run/secrets/key}`: the content of a key
+	// file, or 32 random bytes in base64 (`openssl rand -base64 32`).
+	Key string `json:"key,omitempty"`
+
+	// How long the process waits for running executions when it exits. What is
+	// still running then is found in doubt at the next start. Default: 30s.
+	Drain caddy.Duration `json:"drain,omitempty"`
+
+	logger *zap.Logger
+	spec   engineSpec
+
+	mu   sync.Mutex
+	held *engine // the configuration's own reference
+}
+
+// CaddyModule returns the Caddy module information.
+func (*App) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "agent_guard", New: func() caddy.Module { return new(App) }}
+}
+
+// Provision checks the options. It opens nothing: `caddy validate` works beside a
+// running server.
+func (a *App) Provision(ctx caddy.Context) error {
+	a.logger = ctx.Logger()
+	if a.StoreRaw == nil {
+		a.StoreRaw = caddyconfig.JSONModuleObject(new(BadgerStore), "module", "badger", nil)
+	}
+	mod, err := ctx.LoadModule(a, "StoreRaw")
+	if err != nil {
+		return fmt.Errorf("agent_guard: loading the store: %w", err)
+	}
+	opener, ok := mod.(StoreOpener)
+	if !ok {
+		return fmt.Errorf("agent_guard: %T is no store: it does not implement StoreOpener", mod)
+	}
+	path, err := opener.StorePath()
+	if err != nil {
+		return fmt.Errorf("agent_guard: store: %w", err)
+	}
+	repl := caddy.NewReplacer()
+	a.spec = engineSpec{opener: opener, path: path, logger: a.logger}
+	switch {
+	case a.Key != "" && a.KeyFile != "":
+		return errors.New("agent_guard: keys: give either a file or a value, not both")
+	case a.Key != "":
+		if a.spec.key, err = repl.ReplaceOrErr(a.Key, true, true); err != nil {
+			return fmt.Errorf("agent_guard: keys: %w", err)
+		}
+	case a.KeyFile != "":
+		if a.spec.keyFile, err = filepath.Abs(repl.ReplaceKnown(a.KeyFile, "")); err != nil {
+			return fmt.Errorf("agent_guard: keys: file %q: %w", a.KeyFile, err)
+		}
+	default:
+		a.spec.keyFile = path + ".key"
+	}
+	if a.Drain < 0 {
+		return fmt.Errorf("agent_guard: drain is %v; it must not be negative", time.Duration(a.Drain))
+	}
+	if a.Drain == 0 {
+		a.Drain = caddy.Duration(30 * time.Second)
+	}
+	return nil
+}
+
+// Start opens the store, if no configuration before this one has it open.
+func (a *App) Start() error {
+	_, err := a.engine()
+	return err
+}
+
+// Stop waits for running executions when the process is about to exit. On a reload
+// they go on: each holds the engine open by itself.
+func (a *App) Stop() error {
+	a.mu.Lock()
+	held := a.held
+	a.mu.Unlock()
+	if held == nil || !caddy.Exiting() {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.Drain))
+	defer cancel()
+	if left := held.guard.Drain(ctx); left > 0 {
+		a.logger.Warn("executions are still running at exit; they will be found in doubt",
+			zap.Int("running", left), zap.Duration("drain", time.Duration(a.Drain)))
+	}
+	return nil
+}
+
+// Cleanup gives the configuration's reference back. It tolerates every half-built
+// state: an App whose Provision failed never acquired one.
+func (a *App) Cleanup() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.held == nil {
+		return nil
+	}
+	held := a.held
+	a.held = nil
+	return held.release()
+}
+
+// engine returns the open engine, opening it on first use: Caddy starts apps in no
+// particular order, so a request may come before Start.
+func (a *App) engine() (*engine, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.held != nil {
+		return a.held, nil
+	}
+	e, err := engines.acquire(a.spec)
+	if err != nil {
+		return nil, err
+	}
+	a.held = e
+	return e, nil
+}
+
+// acquire returns the engine with a reference of its own for one guarded request,
+// which may outlive its configuration.
+func (a *App) acquire() (*engine, error) {
+	return engines.acquire(a.spec)
+}
+
+var (
+	_ caddy.App          = (*App)(nil)
+	_ caddy.Provisioner  = (*App)(nil)
+	_ caddy.CleanerUpper = (*App)(nil)
+)

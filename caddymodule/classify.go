@@ -1,0 +1,82 @@
+package caddymodule
+
+import (
+	"net/http"
+	"strings"
+
+	"golang.org/x/net/http/httpguts"
+)
+
+// classify says whether r is guarded, and as which action. What it lets through is
+// forwarded untouched and unwrapped.
+func (h *Handler) classify(r *http.Request) (*Action, bool, error) {
+	consequential, err := h.consequential(r)
+	if err != nil || !consequential {
+		return nil, false, err
+	}
+	action, err := h.action(r)
+	if err != nil {
+		return nil, false, err
+	}
+	if isUpgrade(r) || isGRPC(r) && action.GRPC != grpcUnary {
+		replacer(r).Set("http.agent_guard.status", "unguarded")
+		return nil, false, nil
+	}
+	return action, true, nil
+}
+
+// consequential: a call that is not known to be harmless changes something, unless
+// the configuration says otherwise.
+func (h *Handler) consequential(r *http.Request) (bool, error) {
+	if safeMethod(r.Method) {
+		if len(h.consequentialSets) == 0 {
+			return false, nil
+		}
+		return h.consequentialSets.AnyMatchWithError(r)
+	}
+	if len(h.exemptSets) == 0 {
+		return true, nil
+	}
+	exempt, err := h.exemptSets.AnyMatchWithError(r)
+	if exempt {
+		replacer(r).Set("http.agent_guard.status", "unguarded")
+	}
+	return !exempt, err
+}
+
+// safeMethod lists the methods that are registered as safe. The case counts: an
+// upstream may read `post` as POST, so that what is not exactly one of these is
+// guarded. CONNECT makes tunnels, which cannot be guarded.
+func safeMethod(method string) bool {
+	switch method {
+	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace, http.MethodConnect,
+		"QUERY", "SEARCH", "PROPFIND", "REPORT":
+		return true
+	}
+	return false
+}
+
+// action is the first whose matchers match; the last one matches everything.
+func (h *Handler) action(r *http.Request) (*Action, error) {
+	for _, a := range h.actions {
+		if len(a.matchers) == 0 {
+			return a, nil
+		}
+		matched, err := a.matchers.AnyMatchWithError(r)
+		if err != nil {
+			return nil, err
+		}
+		if matched {
+			return a, nil
+		}
+	}
+	panic("agent_guard: the default action matches everything")
+}
+
+func isUpgrade(r *http.Request) bool {
+	return r.Header.Get("Upgrade") != "" && httpguts.HeaderValuesContainsToken(r.Header["Connection"], "Upgrade")
+}
+
+func isGRPC(r *http.Request) bool {
+	return strings.HasPrefix(strings.ToLower(r.Header.Get("Content-Type")), "application/grpc")
+}

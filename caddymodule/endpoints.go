@@ -1,0 +1,186 @@
+package caddymodule
+
+import (
+	"encoding/json"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+func init() {
+	caddy.RegisterModule(Endpoints{})
+}
+
+const (
+	wellKnown  = "/.well-known/cascade/"
+	policyPath = wellKnown + "policy"
+)
+
+// serveEndpoint answers the well-known paths of a guard. It reports false for
+// everything else.
+func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
+	if !strings.HasPrefix(r.URL.Path, wellKnown) {
+		return false
+	}
+	if r.URL.Path == policyPath {
+		servePolicy(w, r, h)
+		return true
+	}
+	return serveCommon(w, r)
+}
+
+// serveCommon answers the well-known paths that need no guard.
+func serveCommon(w http.ResponseWriter, r *http.Request) bool {
+	slug, ok := strings.CutPrefix(r.URL.Path, problem.BasePath)
+	if !ok || slug == "" {
+		return false
+	}
+	if allowRead(w, r) {
+		problem.ServePage(w, r, slug)
+	}
+	return true
+}
+
+func allowRead(w http.ResponseWriter, r *http.Request) bool {
+	if r.Method == http.MethodGet || r.Method == http.MethodHead {
+		return true
+	}
+	w.Header().Set("Allow", "GET, HEAD")
+	w.WriteHeader(http.StatusMethodNotAllowed)
+	return false
+}
+
+// Endpoints answers the well-known paths that do not belong to one guarded route,
+// on a site of their own: GET /.well-known/cascade/problems/{slug}. The paths of a
+// route are answered by its `agent_guard` handler.
+type Endpoints struct{}
+
+// CaddyModule returns the Caddy module information.
+func (Endpoints) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "http.handlers.agent_guard_endpoints", New: func() caddy.Module { return new(Endpoints) }}
+}
+
+// ServeHTTP answers what is ours and hands on what is not.
+func (Endpoints) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	if serveCommon(w, r) {
+		return nil
+	}
+	return next.ServeHTTP(w, r)
+}
+
+// parseEndpoints reads
+//
+//	agent_guard_endpoints [<matcher>]
+func parseEndpoints(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
+	h.Next() // the directive's name
+	if h.NextArg() {
+		return nil, h.ArgErr()
+	}
+	if h.NextBlock(0) {
+		return nil, h.Errf("agent_guard_endpoints has no option %q", h.Val())
+	}
+	return Endpoints{}, nil
+}
+
+// policyDocument is the published idempotency policy of a guard. Its members are
+// an API. Durations are in seconds, sizes in bytes.
+type policyDocument struct {
+	Guard        string          `json:"guard"`
+	ExecutionID  policyID        `json:"execution_id"`
+	Methods      string          `json:"guarded_methods"`
+	Fingerprint  policyCompared  `json:"fingerprint"`
+	MaxBody      int64           `json:"max_body_bytes"`
+	AttachWait   float64         `json:"attach_wait_s"`
+	Actions      []policyAction  `json:"actions"`
+	Problems     []policyProblem `json:"problems"`
+	Headers      policyHeaders   `json:"headers"`
+	Guarantee    string          `json:"guarantee"`
+	DocumentedBy string          `json:"describedby"`
+}
+
+type policyID struct {
+	Sources []IDSource `json:"sources"`
+	Format  string     `json:"format"`
+	Missing string     `json:"missing"`
+	Window  float64    `json:"derive_window_s,omitempty"`
+}
+
+type policyCompared struct {
+	Covers   string   `json:"covers"`
+	Excluded []string `json:"excluded_json_pointers,omitempty"`
+}
+
+type policyAction struct {
+	Name         string        `json:"name"`
+	RetainResult float64       `json:"retain_result_s"`
+	RetainKey    float64       `json:"retain_key_s"`
+	MaxResult    int64         `json:"max_result_bytes"`
+	Deadline     float64       `json:"deadline_s"`
+	Preset       guard.Preset  `json:"preset"`
+	Outcomes     []OutcomeRule `json:"outcomes,omitempty"`
+	OnUnknown    string        `json:"on_unknown"`
+	Settle       string        `json:"settle"`
+}
+
+type policyProblem struct {
+	Type       string `json:"type"`
+	Status     int    `json:"status"`
+	Title      string `json:"title"`
+	SafeNewKey bool   `json:"safe_new_key"`
+}
+
+type policyHeaders struct {
+	ID       string `json:"execution_id"`
+	Status   string `json:"execution_status"`
+	Replayed string `json:"replayed"`
+}
+
+func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
+	if !allowRead(w, r) {
+		return
+	}
+	seconds := func(d caddy.Duration) float64 { return time.Duration(d).Seconds() }
+	doc := policyDocument{
+		Guard: h.Name,
+		ExecutionID: policyID{
+			Sources: h.ExecutionID, Missing: h.MissingID,
+			Format: "1 to 255 visible ASCII characters; a quoted string and the bare characters are the same id",
+		},
+		Methods: "all but GET, HEAD, OPTIONS, TRACE, CONNECT, QUERY, SEARCH, PROPFIND and REPORT, unless configured otherwise",
+		Fingerprint: policyCompared{
+			Covers:   "method, host, path, query and body; JSON bodies by value, multipart bodies by part, others by byte; no header fields",
+			Excluded: h.FingerprintExclude,
+		},
+		MaxBody:    h.MaxBody,
+		AttachWait: seconds(h.AttachWait),
+		Headers:    policyHeaders{headerExecutionID, headerExecutionStatus, headerReplayed},
+		Guarantee: "A call is sent to the upstream at most once while its key is retained, unless it is known not to have been executed " +
+			"or the action's on_unknown or preset says otherwise. A call whose outcome is unknown stays in doubt, whatever its age.",
+		DocumentedBy: problem.BasePath,
+	}
+	if h.MissingID == missingDerive {
+		doc.ExecutionID.Window = seconds(h.DeriveWindow)
+	}
+	for _, a := range h.actions {
+		doc.Actions = append(doc.Actions, policyAction{
+			Name: a.Name, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
+			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Settle: a.Settle,
+		})
+	}
+	for _, k := range problem.Kinds() {
+		doc.Problems = append(doc.Problems, policyProblem{problem.BasePath + k.Slug, k.Status, k.Title, k.SafeNewKey})
+	}
+	w.Header().Set("Content-Type", "application/json")
+	enc := json.NewEncoder(w)
+	enc.SetIndent("", "  ")
+	_ = enc.Encode(doc) // only the client's leaving can fail here
+}
+
+var _ caddyhttp.MiddlewareHandler = Endpoints{}

@@ -1,0 +1,204 @@
+package caddymodule
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"time"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+// forwarding is what came of handing a call on.
+type forwarding struct {
+	rec      *answer.Recorder
+	err      error
+	panicked any
+	proof    sent.Verdict
+	unframed bool
+	overdue  bool
+}
+
+// execute forwards the claimed call, settles what came of it, and lets the end of
+// the answer go. The client's leaving stops none of it (P7).
+func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
+	x.note("executed", "")
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(x.r.Context()), time.Duration(x.action.Deadline))
+	defer cancel()
+
+	var f forwarding
+	settled := false
+	defer func() {
+		if !settled { // a panic of our own: nothing is proven
+			_ = e.Settle(context.Background(), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseInterrupted})
+		}
+	}()
+	f = x.forward(ctx, e, next)
+	outcome := x.judge(&f)
+	if x.action.Settle == settleAsync && outcome.Whole {
+		settled = true
+		x.settleLater(e, outcome)
+		f.rec.Release()
+		return nil
+	}
+	err := e.Settle(context.Background(), outcome)
+	settled = true
+	return x.finish(&f, outcome, err)
+}
+
+// settleLater records the outcome after the answer has gone.
+func (x *exchange) settleLater(e *guard.Execution, outcome guard.Outcome) {
+	release := x.release
+	x.release = nil
+	go func() {
+		defer release()
+		if err := e.Settle(context.Background(), outcome); err != nil {
+			x.h.logger.Error("the outcome of an answered call could not be recorded; it is in doubt",
+				zap.Stringer("key", x.call.Key), zap.Error(err))
+		}
+	}()
+}
+
+// forward hands the call to the next handler. Where it is proven that not a byte
+// was sent because the connection had gone stale, it does so once more.
+func (x *exchange) forward(ctx context.Context, e *guard.Execution, next caddyhttp.Handler) forwarding {
+	var armed context.Context
+	cut := func() bool { return armed.Err() != nil }
+	rec := answer.NewRecorder(x.w, recording{e}, x.marks("executed"), cut)
+	for again := false; ; again = true {
+		var watch *sent.Watch
+		armed, watch = sent.Arm(ctx)
+		f := forwarding{rec: rec}
+		f.err, f.panicked = handOn(next, rec, x.request(armed))
+		f.overdue = errors.Is(ctx.Err(), context.DeadlineExceeded)
+		f.unframed = watch.Unframed()
+		f.proof = watch.Proof(f.err, sent.Retries(armed))
+		watch.Release()
+		if again || f.panicked != nil || rec.Status() != 0 || !f.failed() || !f.proof.Again {
+			return f
+		}
+		rec.Reset()
+	}
+}
+
+// failed reports that no answer came.
+func (f *forwarding) failed() bool { return f.err != nil || f.rec.Interrupted() }
+
+func handOn(next caddyhttp.Handler, w http.ResponseWriter, r *http.Request) (err error, panicked any) {
+	defer func() { panicked = recover() }()
+	return next.ServeHTTP(w, r), nil
+}
+
+// recording feeds an execution from a Recorder.
+type recording struct{ e *guard.Execution }
+
+func (r recording) Start(status int, header map[string][]string) {
+	r.e.Recording().Start(status, header)
+}
+func (r recording) Write(p []byte) { r.e.Write(p) }
+func (r recording) SetTrailer(trailer map[string][]string) {
+	r.e.Recording().SetTrailer(trailer)
+}
+
+// request is the request to forward: the call's own, with the body that was read,
+// naming this execution as the parent of what it may cause.
+func (x *exchange) request(ctx context.Context) *http.Request {
+	r := x.r.WithContext(ctx)
+	r.Header = x.r.Header.Clone()
+	r.Header.Del("Expect") // the body is here
+	r.Header.Del(headerExecutionID)
+	r.Header.Set(headerExecutionParent, x.call.Scope.ID)
+	if x.call.Workflow != "" {
+		r.Header.Set(headerWorkflowID, x.call.Workflow)
+	}
+	answer.NarrowEncoding(r.Header)
+	r.TransferEncoding = nil
+	r.ContentLength = x.body.Size()
+	r.Body = http.NoBody
+	if r.ContentLength > 0 {
+		r.Body = x.body.NewReader()
+	}
+	return r
+}
+
+// judge reads what came of the call.
+func (x *exchange) judge(f *forwarding) guard.Outcome {
+	rec := f.rec
+	switch {
+	case f.panicked != nil, f.err != nil && rec.Status() != 0:
+		return guard.Outcome{Verdict: guard.InDoubt, Cause: x.late(f, guard.CauseTruncated), Status: rec.Status()}
+	case f.failed() && f.proof.NotSent():
+		return guard.Outcome{Verdict: guard.Released, Cause: guard.CauseNotSent}
+	case f.err != nil:
+		return guard.Outcome{Verdict: guard.InDoubt, Cause: x.late(f, guard.CauseLost)}
+	case rec.Interrupted():
+		return guard.Outcome{Verdict: guard.InDoubt, Cause: x.late(f, guard.CauseInterrupted)}
+	}
+	rec.Finish()
+	o := guard.Outcome{Status: rec.Status(), Cause: guard.CauseStatus, Whole: rec.Whole()}
+	switch {
+	case !o.Whole:
+		o.Verdict, o.Cause = guard.InDoubt, guard.CauseTruncated
+	case f.unframed && x.action.Unframed != unframedComplete:
+		o.Verdict, o.Cause = guard.InDoubt, guard.CauseUnframed
+	default:
+		o.Verdict = x.action.judge(o.Status, rec.Header(), rec.Trailer())
+	}
+	return o
+}
+
+// late names the deadline as the cause where it has passed.
+func (x *exchange) late(f *forwarding, cause guard.Cause) guard.Cause {
+	if f.overdue {
+		return guard.CauseDeadline
+	}
+	return cause
+}
+
+// finish ends the client's answer as the settled outcome allows.
+func (x *exchange) finish(f *forwarding, o guard.Outcome, unrecorded error) error {
+	switch {
+	case f.panicked != nil:
+		panic(f.panicked)
+	case unrecorded != nil:
+		x.h.logger.Error("the outcome of a call could not be recorded; it is in doubt",
+			zap.Stringer("key", x.call.Key), zap.Error(unrecorded))
+		x.abortIfSent()
+		f.rec.Reset()
+		return x.inDoubtAnswer(guard.CauseUnrecorded)
+	case o.Whole:
+		f.rec.Release()
+		return nil
+	}
+	x.abortIfSent()
+	f.rec.Reset()
+	if o.Verdict == guard.Released {
+		x.w.Header().Del(headerExecutionStatus)
+		x.note("refused", "")
+		if f.err == nil {
+			return caddyhttp.Error(http.StatusBadGateway, errNotSent)
+		}
+		return f.err
+	}
+	return x.inDoubtAnswer(o.Cause)
+}
+
+// errNotSent is the error of a call that could not be sent on two connections.
+var errNotSent = errors.New("agent_guard: the upstream closed the connection before anything was sent")
+
+func (x *exchange) abortIfSent() {
+	if x.w.Sent() {
+		panic(http.ErrAbortHandler)
+	}
+}
+
+func (x *exchange) inDoubtAnswer(cause guard.Cause) error {
+	x.w.Header().Del(headerExecutionStatus)
+	return x.problem(problem.InDoubt, "Cause: "+string(cause)+".", guard.StateInDoubt)
+}

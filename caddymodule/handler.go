@@ -1,0 +1,89 @@
+package caddymodule
+
+import (
+	"errors"
+	"net/http"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+// ServeHTTP is the way of a request (docs/request.md). Calls that change nothing
+// take its first step only.
+func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	if h.Endpoints != endpointsOff && h.serveEndpoint(w, r) {
+		return nil
+	}
+	action, guarded, err := h.classify(r)
+	if err != nil {
+		return err
+	}
+	if !guarded {
+		return next.ServeHTTP(w, r)
+	}
+	x := &exchange{h: h, w: answer.NewWriter(w, r), r: r, action: action}
+	defer x.close()
+	err = x.serve(next)
+	var p *problem.Problem
+	if errors.As(err, &p) {
+		x.refuse(w, p)
+		return nil
+	}
+	return err
+}
+
+// serve takes a guarded call through its steps.
+func (x *exchange) serve(next caddyhttp.Handler) error {
+	if err := x.open(); err != nil {
+		return err
+	}
+	if err := x.identify(); err != nil { // 1 and 2
+		return err
+	}
+	for {
+		found, err := x.find() // 3
+		if err != nil {
+			return err
+		}
+		if found.Standing != guard.Free {
+			next, err := x.answer(found)
+			if err != nil || next == stepDone {
+				return err
+			}
+			if next == stepFind {
+				continue
+			}
+		}
+		execution, err := x.claim(found) // 4 and 5
+		if errors.Is(err, guard.ErrTaken) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		return x.execute(execution, next) // 6, 7 and 8
+	}
+}
+
+// refuse answers with a problem.
+func (x *exchange) refuse(w http.ResponseWriter, p *problem.Problem) {
+	if p.ExecutionID == "" {
+		p.ExecutionID = x.call.Scope.ID
+	}
+	if p.ExecutionID != "" {
+		w.Header().Set(headerExecutionID, p.ExecutionID)
+	}
+	x.note("refused", p.Kind().Slug)
+	level := zap.DebugLevel
+	if p.Cause != nil {
+		level = zap.ErrorLevel
+	}
+	if entry := x.h.logger.Check(level, "guarded call refused"); entry != nil {
+		entry.Write(zap.String("problem", p.Kind().Slug), zap.Stringer("key", x.call.Key), zap.Error(p.Cause))
+	}
+	p.Write(w)
+}

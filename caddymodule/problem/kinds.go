@@ -1,0 +1,145 @@
+package problem
+
+import (
+	"net/http"
+	"strings"
+	"time"
+)
+
+// Kind is one kind of problem. The kinds are the variables of this package.
+type Kind struct {
+	// Slug names the kind; it ends the problem's type URI.
+	Slug string
+	// Status is the HTTP status.
+	Status int
+	// Title says it in a few words, the same for every occurrence.
+	Title string
+	// SafeNewKey says whether the call may be sent again under a new key without
+	// any danger that its effect happens twice.
+	SafeNewKey bool
+
+	retry      bool // a retry of the same call can cure it
+	retryAfter time.Duration
+	meaning    string // for people: what it means
+	caller     string // for people: what the caller should do
+	operator   string // for people: what the operator can do
+}
+
+// Code is the slug with underscores, as error codes are written.
+func (k Kind) Code() string { return strings.ReplaceAll(k.Slug, "-", "_") }
+
+func (k Kind) errorType() string {
+	if k.Status == http.StatusBadRequest || k.Status == http.StatusRequestEntityTooLarge {
+		return "invalid_request_error"
+	}
+	return "idempotency_error"
+}
+
+// The kinds of problems.
+var (
+	ExecutionIDMissing = Kind{
+		Slug: "execution-id-missing", Status: http.StatusBadRequest, SafeNewKey: true,
+		Title:    "The call names no execution id",
+		meaning:  "This route runs a call that changes something only if the caller names the intended effect, so that a retry can be told from a second effect.",
+		caller:   "Send one Idempotency-Key header with a random value of 1 to 255 visible ASCII characters, the same for every retry of this one call.",
+		operator: "`missing_id mint` lets such calls through under an id that the gateway makes up; `missing_id derive` finds equal calls within a short window.",
+	}
+	ExecutionIDInvalid = Kind{
+		Slug: "execution-id-invalid", Status: http.StatusBadRequest, SafeNewKey: true,
+		Title:    "The execution id is malformed",
+		meaning:  "The id is empty, too long, has characters that are not visible ASCII, or stands on more than one header line.",
+		caller:   "Send one header line with 1 to 255 visible ASCII characters, plain or as a quoted string.",
+		operator: "The accepted places of the id are set with `execution_id`.",
+	}
+	CallerUnstable = Kind{
+		Slug: "caller-unstable", Status: http.StatusBadRequest, SafeNewKey: true,
+		Title:    "The credentials change with every attempt",
+		meaning:  "The Authorization scheme signs each request anew, so the gateway cannot tell that a retry comes from the same caller, and must not show one caller's result to another.",
+		caller:   "Use a credential that stays the same over retries, or ask the operator to name the caller another way.",
+		operator: "Set `caller` to a placeholder that is the same for every attempt, for example the key id of the signature.",
+	}
+	FingerprintMismatch = Kind{
+		Slug: "fingerprint-mismatch", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
+		Title:    "The execution id was used for another request",
+		meaning:  "An execution with this id is recorded, and its host, query or body differ from this call's. Nothing was forwarded.",
+		caller:   "If this is meant as another effect, send it under a new id. If it is a retry, send exactly what was sent before.",
+		operator: "Members that change with every attempt can be left out with `fingerprint_exclude`.",
+	}
+	InProgress = Kind{
+		Slug: "in-progress", Status: http.StatusConflict,
+		Title: "The call is still running",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "An earlier attempt with this id is being executed and has not answered yet.",
+		caller:   "Send the same call again after Retry-After; it then gets the result of the running execution.",
+		operator: "`attach_wait` is how long a retry waits for the first byte before it gets this answer.",
+	}
+	InDoubt = Kind{
+		Slug: "in-doubt", Status: http.StatusConflict,
+		Title:    "The call may have been executed, and nobody knows",
+		meaning:  "The call was sent, and no answer came that says what became of it: the connection broke, the deadline passed, the upstream answered with a status that leaves it open, or the gateway died. It is not run again without evidence.",
+		caller:   "Do not retry, and do not send it under a new id: the effect may have happened. Look at the target system, or ask the operator.",
+		operator: "Find out in the target system whether it was applied. `on_unknown probe` asks a status URL by itself; `on_unknown retry` runs it again, at the risk of a second effect.",
+	}
+	RolledBack = Kind{
+		Slug: "rolled-back", Status: http.StatusConflict, SafeNewKey: true,
+		Title:    "The execution was undone",
+		meaning:  "The effect with this id was rolled back. A late duplicate does not bring it back.",
+		caller:   "If the effect is wanted again, send it under a new id.",
+		operator: "Nothing needs to be done.",
+	}
+	ResultExpired = Kind{
+		Slug: "result-expired", Status: http.StatusConflict,
+		Title:    "The call was executed, its result is no longer kept",
+		meaning:  "The call was executed some time ago. Its answer was kept for the time that this route states; the id stays taken, so that a late retry does not run again.",
+		caller:   "Do not send it under a new id. Look up what became of it in the target system.",
+		operator: "`retain_result` is how long results are kept.",
+	}
+	ResultUnavailable = Kind{
+		Slug: "result-unavailable", Status: http.StatusConflict,
+		Title:    "The call was executed, its result was not kept",
+		meaning:  "The call was executed. Its answer was too large to keep, could not be stored, or is damaged; the id stays taken.",
+		caller:   "Do not send it under a new id. Look up what became of it in the target system.",
+		operator: "`max_result` is the size up to which answers are kept.",
+	}
+	StoreUnavailable = Kind{
+		Slug: "store-unavailable", Status: http.StatusServiceUnavailable,
+		Title: "The execution cannot be recorded now",
+		retry: true, retryAfter: 5 * time.Second,
+		meaning:  "The gateway's store does not answer or is full. Nothing is forwarded that could not be recorded.",
+		caller:   "Send the same call under the same id again after Retry-After.",
+		operator: "The gateway's log says what is wrong with the store: disk space, permissions, or a failed sync, after which the process must be restarted.",
+	}
+	ShuttingDown = Kind{
+		Slug: "shutting-down", Status: http.StatusServiceUnavailable,
+		Title: "The gateway is shutting down",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "The process finishes the calls that are running and starts no new ones. Nothing was forwarded.",
+		caller:   "Send the same call under the same id again after Retry-After.",
+		operator: "`drain` is how long the process waits for running calls.",
+	}
+	BodyTooLarge = Kind{
+		Slug: "body-too-large", Status: http.StatusRequestEntityTooLarge, SafeNewKey: true,
+		Title:    "The request body is too large",
+		meaning:  "A guarded call is read whole before it is forwarded, and this one is larger than the route allows. Nothing was forwarded.",
+		caller:   "Send less.",
+		operator: "`max_body` is the limit.",
+	}
+)
+
+// Kinds lists all kinds, in the order in which they are documented.
+func Kinds() []Kind {
+	return []Kind{
+		ExecutionIDMissing, ExecutionIDInvalid, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
+		RolledBack, ResultExpired, ResultUnavailable, StoreUnavailable, ShuttingDown, BodyTooLarge,
+	}
+}
+
+// Find returns the kind with this slug.
+func Find(slug string) (Kind, bool) {
+	for _, k := range Kinds() {
+		if k.Slug == slug {
+			return k, true
+		}
+	}
+	return Kind{}, false
+}

@@ -1,0 +1,55 @@
+package badger
+
+import (
+	"io"
+	"os"
+	"runtime"
+
+	badgerdb "github.com/dgraph-io/badger/v4"
+)
+
+// disk is what makes things durable, apart so that tests can let it fail.
+type disk interface {
+	// commit returns when txn is durable under ts.
+	commit(txn *badgerdb.Txn, ts uint64) error
+	// write puts b at off.
+	write(f *os.File, b []byte, off int64) error
+	// sync returns when the contents of f are durable.
+	sync(f *os.File) error
+	// syncDir returns when the entries of dir are durable.
+	syncDir(dir string) error
+	// free is the space in bytes that is left for dir; ok is false where the
+	// system does not tell.
+	free(dir string) (bytes uint64, ok bool)
+}
+
+type osDisk struct{}
+
+func (osDisk) commit(txn *badgerdb.Txn, ts uint64) error { return txn.CommitAt(ts, nil) }
+
+func (osDisk) write(f *os.File, b []byte, off int64) error {
+	n, err := f.WriteAt(b, off)
+	if err == nil && n < len(b) {
+		err = io.ErrShortWrite
+	}
+	return err
+}
+
+func (osDisk) sync(f *os.File) error { return syncData(f) }
+
+func (osDisk) syncDir(dir string) error {
+	if runtime.GOOS == "windows" {
+		return nil // directories cannot be synced there
+	}
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	err = d.Sync()
+	if closeErr := d.Close(); err == nil {
+		err = closeErr
+	}
+	return err
+}
+
+func (osDisk) free(dir string) (uint64, bool) { return freeSpace(dir) }

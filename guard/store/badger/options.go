@@ -1,0 +1,95 @@
+package badger
+
+import (
+	"log/slog"
+	"time"
+
+	badgerdb "github.com/dgraph-io/badger/v4"
+	"github.com/dgraph-io/badger/v4/options"
+)
+
+// Options are the settings of a store; the zero value is what production wants.
+type Options struct {
+	// Now is the clock by which expiries are judged; nil is time.Now.
+	Now func() time.Time
+	// Logger receives what an operator should know; nil is silence. Keys and
+	// values are in no message.
+	Logger *slog.Logger
+	// BulkWindow is the width of a time partition of bulk values: their space
+	// comes back at most this long after their expiry. Whole seconds; zero is
+	// DefaultBulkWindow. It may change from one opening to the next.
+	BulkWindow time.Duration
+	// GroupWait is the longest time that a commit waits for others to share its
+	// sync. It applies only while DefaultGroup or more commits come at a time, so
+	// a single client never waits. Zero is DefaultGroupWait, negative is none.
+	GroupWait time.Duration
+	// MinFree is the free disk space in bytes under which Commit returns ErrFull.
+	// Below it a write to Badger's mapped files may kill the process, so it is
+	// more than Badger may need between two looks at the disk. Zero is
+	// DefaultMinFree, negative is no limit.
+	MinFree int64
+	// VerifyEvery is the time between two checks of everything in Badger's
+	// tables, for the blocks that decay while the store is open. Zero is
+	// DefaultVerifyEvery, negative is never. They are also checked at Open.
+	VerifyEvery time.Duration
+}
+
+// What the zero Options mean.
+const (
+	DefaultBulkWindow  = time.Hour
+	DefaultGroupWait   = 300 * time.Microsecond
+	DefaultMinFree     = 512 << 20
+	DefaultVerifyEvery = 24 * time.Hour
+	// DefaultGroup is the number of commits at a time from which on waiting for
+	// more of them pays.
+	DefaultGroup = 4
+)
+
+func (o Options) withDefaults() Options {
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	if o.BulkWindow == 0 {
+		o.BulkWindow = DefaultBulkWindow
+	}
+	o.BulkWindow = max(o.BulkWindow.Truncate(time.Second), time.Second)
+	if o.GroupWait == 0 {
+		o.GroupWait = DefaultGroupWait
+	}
+	if o.MinFree == 0 {
+		o.MinFree = DefaultMinFree
+	}
+	if o.VerifyEvery == 0 {
+		o.VerifyEvery = DefaultVerifyEvery
+	}
+	return o
+}
+
+const (
+	memTableSize = 16 << 20
+	// valueThreshold is Badger's largest. No value of ours reaches it, so nothing
+	// goes to the value log, whose sync errors Badger only logs (P2).
+	valueThreshold = 1 << 20
+)
+
+// badgerOptions is the small-memory profile for one writer.
+func badgerOptions(dir string, o Options) badgerdb.Options {
+	return badgerdb.DefaultOptions(dir).
+		WithSyncWrites(true).
+		WithDetectConflicts(false).
+		WithMemTableSize(memTableSize).
+		WithNumMemtables(2).
+		WithBlockCacheSize(16 << 20).
+		WithIndexCacheSize(0). // indexes are mapped, not cached, while tables are not encrypted
+		WithNumCompactors(2).
+		WithCompression(options.None). // values are sealed above, so they do not shrink
+		WithMetricsEnabled(false).
+		WithValueLogFileSize(1 << 20).
+		WithValueThreshold(valueThreshold).
+		WithNumVersionsToKeep(1).
+		WithChecksumVerificationMode(options.OnBlockRead).
+		WithLogger(logger{o.Logger})
+}

@@ -1,0 +1,123 @@
+package badger
+
+import (
+	"runtime"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// queue hands batches to the committer, all that wait at a time: one slice fills
+// while the committer works on the other.
+type queue struct {
+	wait time.Duration // the longest
+
+	mu      sync.Mutex
+	waiting []*batch
+	spare   []*batch
+	closed  bool
+
+	wake chan struct{} // something waits, or the queue was closed
+
+	// flight is how many commits were in flight of late, in sixteenths; the
+	// committer's alone.
+	flight int
+}
+
+func newQueue(wait time.Duration) *queue {
+	return &queue{wait: wait, wake: make(chan struct{}, 1)}
+}
+
+// put queues b, or fails where the queue was closed.
+func (q *queue) put(b *batch) error {
+	q.mu.Lock()
+	if q.closed {
+		q.mu.Unlock()
+		return store.ErrClosed
+	}
+	q.waiting = append(q.waiting, b)
+	first := len(q.waiting) == 1
+	q.mu.Unlock()
+	if first {
+		signal(q.wake)
+	}
+	return nil
+}
+
+// take waits for batches and returns them in the order of their coming. It returns
+// nil when the queue is closed and empty. The slice is good until the next take.
+func (q *queue) take() []*batch {
+	for {
+		if q.state() > 0 {
+			q.gather()
+		}
+		q.mu.Lock()
+		if len(q.waiting) > 0 {
+			group := q.waiting
+			q.waiting, q.spare = q.spare[:0], group
+			q.mu.Unlock()
+			return group
+		}
+		closed := q.closed
+		q.mu.Unlock()
+		if closed {
+			return nil
+		}
+		<-q.wake
+	}
+}
+
+// landed tells how many batches are about to be answered. Together with those that
+// wait they are the commits in flight.
+func (q *queue) landed(n int) {
+	now := 16 * (n + max(q.state(), 0))
+	q.flight += (now - q.flight) / 4
+	if now > q.flight { // quick to rise, so that a burst is met at once
+		q.flight = now
+	}
+}
+
+// gather gives the others of a busy stretch a moment to join: each sync that they
+// share is one that nobody pays alone. Where few are in flight nobody waits.
+func (q *queue) gather() {
+	expected := (q.flight + 8) / 16
+	if q.wait <= 0 || expected < DefaultGroup {
+		return
+	}
+	// Those who were answered just now come back at once if they come back at
+	// all, and need this processor to do so. A sleep is longer than that.
+	begun := time.Now()
+	for time.Since(begun) < q.wait/6 {
+		if n := q.state(); n < 0 || n >= expected {
+			return
+		}
+		runtime.Gosched()
+	}
+	pause(q.wait - q.wait/6)
+}
+
+// state is how many wait, or -1 where the queue is closed.
+func (q *queue) state() int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.closed {
+		return -1
+	}
+	return len(q.waiting)
+}
+
+// close lets take return what waits and then nil.
+func (q *queue) close() {
+	q.mu.Lock()
+	q.closed = true
+	q.mu.Unlock()
+	signal(q.wake)
+}
+
+func signal(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}

@@ -1,0 +1,181 @@
+// Package memory is the reference store: the contract of package store in a few
+// lines, for tests. Nothing survives the process, so promise P2 does not hold on it.
+//
+// It starts no goroutine and does no I/O, so that it lives inside testing/synctest.
+package memory
+
+import (
+	"bytes"
+	"context"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/internal/watch"
+)
+
+// Options are the settings of a memory store; the zero value is ready.
+type Options struct {
+	// Now is the clock by which expiries are judged; nil is time.Now.
+	Now func() time.Time
+}
+
+// Store keeps everything in memory. Make one with New.
+type Store struct {
+	now     func() time.Time
+	watches *watch.Keys
+
+	mu      sync.RWMutex
+	entries []store.Entry // by key, expired ones included until they are overwritten
+	version store.Version
+	closed  bool
+}
+
+var _ store.Store = (*Store)(nil)
+
+// New returns an empty store.
+func New(o Options) *Store {
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	return &Store{now: o.Now, watches: watch.New()}
+}
+
+// Get implements store.Store.
+func (s *Store) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	if err := ctx.Err(); err != nil {
+		return store.Entry{}, err
+	}
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	if s.closed {
+		return store.Entry{}, store.ErrClosed
+	}
+	found := s.living(key, s.now())
+	if found == nil {
+		return store.Entry{}, store.ErrNotFound
+	}
+	return clone(*found), nil
+}
+
+// Commit implements store.Store.
+func (s *Store) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	if err := store.Check(batch); err != nil {
+		return 0, err
+	}
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	version, err := s.apply(batch)
+	if err != nil {
+		return 0, err
+	}
+	for i := range batch {
+		s.watches.Wake(batch[i].Key)
+	}
+	return version, nil
+}
+
+func (s *Store) apply(batch []store.Write) (store.Version, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return 0, store.ErrClosed
+	}
+	now := s.now()
+	for i := range batch {
+		if batch[i].If.None() {
+			continue
+		}
+		found := s.living(batch[i].Key, now)
+		if batch[i].If.Holds(found) {
+			continue
+		}
+		lost := &store.Conflict{Index: i, Key: bytes.Clone(batch[i].Key)}
+		if found != nil {
+			e := clone(*found)
+			lost.Found = &e
+		}
+		return 0, lost
+	}
+	s.version++
+	for i := range batch {
+		s.put(&batch[i])
+	}
+	return s.version, nil
+}
+
+func (s *Store) put(w *store.Write) {
+	i, ok := s.find(w.Key)
+	switch {
+	case w.Delete && ok:
+		s.entries = slices.Delete(s.entries, i, i+1)
+	case w.Delete:
+	default:
+		e := clone(store.Entry{Key: w.Key, Value: w.Value, Version: s.version, Expires: w.Expires.Round(0)})
+		if ok {
+			s.entries[i] = e
+		} else {
+			s.entries = slices.Insert(s.entries, i, e)
+		}
+	}
+}
+
+// Watch implements store.Store.
+func (s *Store) Watch(key []byte) (changed <-chan struct{}, cancel func()) {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	if s.closed {
+		gone := make(chan struct{})
+		close(gone)
+		return gone, func() {}
+	}
+	return s.watches.Watch(key)
+}
+
+// Now implements store.Store.
+func (s *Store) Now(context.Context) (time.Time, error) {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	if s.closed {
+		return time.Time{}, store.ErrClosed
+	}
+	return s.now(), nil
+}
+
+// Close implements store.Store.
+func (s *Store) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return store.ErrClosed
+	}
+	s.closed, s.entries = true, nil
+	s.watches.WakeAll()
+	return nil
+}
+
+// find returns where key stands, or would stand.
+func (s *Store) find(key []byte) (int, bool) {
+	return slices.BinarySearchFunc(s.entries, key, func(e store.Entry, key []byte) int {
+		return bytes.Compare(e.Key, key)
+	})
+}
+
+func (s *Store) living(key []byte, now time.Time) *store.Entry {
+	i, ok := s.find(key)
+	if !ok || expired(&s.entries[i], now) {
+		return nil
+	}
+	return &s.entries[i]
+}
+
+func expired(e *store.Entry, now time.Time) bool {
+	return !e.Expires.IsZero() && !now.Before(e.Expires)
+}
+
+func clone(e store.Entry) store.Entry {
+	e.Key, e.Value = bytes.Clone(e.Key), bytes.Clone(e.Value)
+	return e
+}

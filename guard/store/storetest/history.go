@@ -1,0 +1,222 @@
+package storetest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/anishathalye/porcupine"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// The keys of a history: few, so that clients meet.
+var historyKeys = [...]string{"x", "y", "z"}
+
+const (
+	historyClients = 5
+	historySteps   = 40
+)
+
+func exerciseLinearizability(t *testing.T, open Opener) {
+	for round := range 8 {
+		t.Run(fmt.Sprintf("History%d", round), func(t *testing.T) {
+			b := newBench(t, open)
+			history, err := record(t.Context(), b.Store, uint64(round))
+			if err != nil {
+				t.Fatal(err)
+			}
+			// Unknown means that the checker ran out of time; it proves nothing.
+			if result := porcupine.CheckOperationsTimeout(model, history, patience); result != porcupine.Ok {
+				t.Fatalf("history of %d operations is not linearizable (%s)", len(history), result)
+			}
+		})
+	}
+}
+
+// record lets several clients read and write the same few keys at the same time
+// and returns what each of them saw.
+func record(ctx context.Context, s store.Store, seed uint64) ([]porcupine.Operation, error) {
+	var (
+		tick    atomic.Int64 // a clock that never shows the same time twice
+		mu      sync.Mutex
+		history []porcupine.Operation
+		failure error
+		start   = make(chan struct{})
+		all     sync.WaitGroup
+	)
+	for id := range historyClients {
+		all.Go(func() {
+			c := client{Store: s, id: id, random: rand.New(rand.NewPCG(seed, uint64(id)))}
+			<-start
+			for step := range historySteps {
+				in := c.choose(step)
+				call := tick.Add(1)
+				out, err := c.do(ctx, in)
+				returned := tick.Add(1)
+				mu.Lock()
+				history = append(history, porcupine.Operation{
+					ClientId: id, Input: in, Call: call, Output: out, Return: returned,
+				})
+				if err != nil {
+					failure = err
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	close(start)
+	all.Wait()
+	return history, failure
+}
+
+// client remembers the versions that it saw, so that its conditions hold often.
+type client struct {
+	store.Store
+	id     int
+	random *rand.Rand
+	seen   [len(historyKeys)]store.Version
+}
+
+type (
+	// request is what a client asks: a get of one key, a scan, or a batch.
+	request struct {
+		kind  requestKind
+		key   int
+		batch []change
+	}
+	requestKind uint8
+
+	// change is one write of a batch on historyKeys[key].
+	change struct {
+		key    int
+		remove bool
+		value  string
+		want   store.Version // wantAny, wantAbsent or a version
+	}
+
+	// answer is what the client saw. lost is -1 where the batch landed.
+	answer struct {
+		cells   [len(historyKeys)]cell
+		version store.Version
+		lost    int
+	}
+
+	// cell is one key's state; version 0 is absent.
+	cell struct {
+		version store.Version
+		value   string
+	}
+)
+
+const (
+	get requestKind = iota
+	scan
+	commit
+)
+
+const (
+	wantAbsent store.Version = 0
+	wantAny                  = ^store.Version(0)
+)
+
+func (c *client) choose(step int) request {
+	switch n := c.random.IntN(10); {
+	case n < 3:
+		return request{kind: get, key: c.random.IntN(len(historyKeys))}
+	case n < 4:
+		return request{kind: scan}
+	}
+	order := c.random.Perm(len(historyKeys))
+	r := request{kind: commit}
+	for i := range 1 + c.random.IntN(len(historyKeys)) {
+		key := order[i]
+		w := change{key: key, want: c.seen[key], value: fmt.Sprintf("%d-%d-%d", c.id, step, i)}
+		switch n := c.random.IntN(10); {
+		case n < 2:
+			w.want = wantAny
+		case n < 4:
+			w.want = wantAbsent
+		}
+		if c.random.IntN(4) == 0 {
+			w.remove, w.value = true, ""
+		}
+		r.batch = append(r.batch, w)
+	}
+	return r
+}
+
+func (c *client) do(ctx context.Context, r request) (answer, error) {
+	switch r.kind {
+	case get:
+		return c.get(ctx, r.key)
+	case scan:
+		return c.scan(ctx)
+	default:
+		return c.commit(ctx, r.batch)
+	}
+}
+
+func (c *client) get(ctx context.Context, key int) (a answer, err error) {
+	e, err := c.Get(ctx, []byte(historyKeys[key]))
+	if errors.Is(err, store.ErrNotFound) {
+		c.seen[key] = wantAbsent
+		return a, nil
+	}
+	a.cells[key] = cell{e.Version, string(e.Value)}
+	c.seen[key] = e.Version
+	return a, err
+}
+
+func (c *client) scan(ctx context.Context) (a answer, err error) {
+	for e, err := range c.Scan(ctx, store.Range{}) {
+		if err != nil {
+			return a, err
+		}
+		for key, name := range historyKeys {
+			if name == string(e.Key) {
+				a.cells[key] = cell{e.Version, string(e.Value)}
+			}
+		}
+	}
+	for key := range a.cells {
+		c.seen[key] = a.cells[key].version
+	}
+	return a, nil
+}
+
+func (c *client) commit(ctx context.Context, batch []change) (answer, error) {
+	writes := make([]store.Write, len(batch))
+	for i, w := range batch {
+		writes[i] = store.Write{Key: []byte(historyKeys[w.key]), Value: []byte(w.value), Delete: w.remove}
+		switch w.want {
+		case wantAny:
+		case wantAbsent:
+			writes[i].If = store.Absent()
+		default:
+			writes[i].If = store.VersionIs(w.want)
+		}
+	}
+	v, err := c.Commit(ctx, writes...)
+	var lost *store.Conflict
+	if errors.As(err, &lost) {
+		a := answer{lost: lost.Index}
+		key := batch[lost.Index].key
+		if lost.Found != nil {
+			a.cells[key] = cell{lost.Found.Version, string(lost.Found.Value)}
+		}
+		c.seen[key] = a.cells[key].version
+		return a, nil
+	}
+	for _, w := range batch {
+		c.seen[w.key] = v
+		if w.remove {
+			c.seen[w.key] = wantAbsent
+		}
+	}
+	return answer{version: v, lost: -1}, err
+}

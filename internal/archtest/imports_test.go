@@ -1,0 +1,107 @@
+package archtest
+
+import (
+	"path"
+	"strings"
+)
+
+// layer is what the packages of one part of the tree may import of ours, besides the
+// packages below their own. A path with an exclamation mark at its end stands for that
+// package alone, without it for all below it too.
+type layer struct {
+	part  string
+	may   []string
+	tests []string // what their tests may import besides
+}
+
+// leaves import nothing of ours.
+var leaves = []string{"guard/spool!", "guard/fingerprint!", "guard/execid!", "guard/seal!"}
+
+// layers is the order of the house (DESIGN, "The house"): cmd -> caddymodule ->
+// guard/* -> guard -> guard/store. The first layer that holds a package decides. A
+// package in no layer is a new top-level entry: write its ADR, then its line here.
+var layers = []layer{
+	{part: "guard/spool!"},
+	{part: "guard/fingerprint!"},
+	{part: "guard/execid!"},
+	{part: "guard/seal!"},
+	{part: "guard/store!"},
+	{part: "guard/store", may: []string{"guard/store!", "guard/store/internal"}, tests: []string{"guard/store"}},
+	{part: "guard!", may: append([]string{"guard/store!"}, leaves...), tests: []string{"guard", "internal"}},
+	{part: "guard", may: append([]string{
+		"guard!", "guard/store!", "guard/checkpoint", "guard/rollback", "guard/hitl", "guard/workflow",
+	}, leaves...), tests: []string{"guard", "internal"}},
+	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}},
+	{part: "ect", may: []string{"ect"}, tests: []string{"internal"}},
+	{part: "caddymodule", may: []string{"caddymodule", "guard", "breaker", "ect"}, tests: []string{".!", "internal"}},
+	{part: ".!", may: []string{"caddymodule!"}, tests: []string{"internal"}},
+	{part: "cmd", may: []string{".!", "caddymodule"}, tests: []string{"internal"}},
+	{part: "e2e", may: []string{".!", "caddymodule", "guard", "breaker", "ect", "e2e", "internal"}},
+	{part: "bench", may: []string{".!", "caddymodule", "guard", "breaker", "ect", "bench", "internal"}},
+	{part: "internal", may: []string{"internal"}},
+}
+
+// fence keeps other people's modules where they are known.
+type fence struct {
+	module string // import path prefix
+	inside []string
+	tests  bool // also allowed in every _test.go
+}
+
+var fences = []fence{
+	{module: "github.com/caddyserver", inside: []string{"caddymodule", "cmd", ".!", "e2e", "bench"}},
+	{module: "go.uber.org/zap", inside: []string{"caddymodule", "cmd", ".!", "e2e", "bench"}},
+	{module: "github.com/dgraph-io", inside: []string{"guard/store/badger", "bench"}},
+	{module: "github.com/jackc/pgx", inside: []string{"guard/store/postgres", "bench"}},
+	{module: "github.com/lestrrat-go", inside: []string{"ect!"}},
+	{module: "github.com/anishathalye/porcupine", inside: []string{"guard/store/storetest"}, tests: true},
+}
+
+// checkImports holds the directions of imports.
+func checkImports(t *tree) []violation {
+	var found []violation
+	for i := range t.gos {
+		f := &t.gos[i]
+		l := layerOf(f.dir)
+		if l == nil {
+			found = append(found, violation{"layers", f.path, "package " + f.dir + " has no place in the house"})
+			continue
+		}
+		for _, imported := range f.imports() {
+			if what := t.forbidden(f, l, imported); what != "" {
+				found = append(found, violation{"imports", f.path, what})
+			}
+		}
+	}
+	return found
+}
+
+func layerOf(dir string) *layer {
+	for i := range layers {
+		if within(dir, layers[i].part) {
+			return &layers[i]
+		}
+	}
+	return nil
+}
+
+// forbidden says why f in layer l may not import the package, or nothing.
+func (t *tree) forbidden(f *goFile, l *layer, imported string) string {
+	if ours, ok := strings.CutPrefix(imported+"/", t.module+"/"); ok {
+		dir := path.Clean(ours)
+		// Packages below one's own are parts of it, except where a layer is a
+		// single package.
+		own := dir == f.dir || within(dir, f.dir) && !strings.HasSuffix(l.part, "!")
+		if own || within(dir, l.may...) || f.test && within(dir, l.tests...) {
+			return ""
+		}
+		return f.dir + " imports " + dir
+	}
+	for _, fence := range fences {
+		if !within(imported, fence.module) || within(f.dir, fence.inside...) || fence.tests && f.test {
+			continue
+		}
+		return f.dir + " imports " + imported
+	}
+	return ""
+}

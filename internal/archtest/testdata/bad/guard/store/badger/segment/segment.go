@@ -1,0 +1,2 @@
+// Package segment is part of badger.
+package segment
