@@ -75,7 +75,9 @@ func (x *exchange) forward(ctx context.Context, e *guard.Execution, next caddyht
 		var watch *sent.Watch
 		armed, watch = sent.Arm(ctx)
 		f := forwarding{rec: rec}
-		f.err, f.panicked = handOn(next, rec, x.request(armed))
+		r := x.request(armed)
+		f.err, f.panicked = handOn(next, rec, r)
+		_ = r.Body.Close() // nobody else does where no connection was made
 		f.overdue = errors.Is(ctx.Err(), context.DeadlineExceeded)
 		f.unframed = watch.Unframed()
 		f.proof = watch.Proof(f.err, sent.Retries(armed))
