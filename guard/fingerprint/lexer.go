@@ -186,9 +186,6 @@ func (s *source) number() (tok []byte, ok bool) {
 			return nil, false
 		}
 	}
-	if n > maxNumber {
-		return nil, false
-	}
 	tok = s.win[s.i : s.i+n]
 	s.i += n
 	return tok, true

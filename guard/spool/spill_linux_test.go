@@ -2,6 +2,7 @@ package spool_test
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -101,5 +102,21 @@ func TestNoFileIsLeftOpen(t *testing.T) {
 	}
 	if open := openFiles(t, dir); len(open) != 0 {
 		t.Fatalf("left open: %v", open)
+	}
+}
+
+// A file that cannot be given back properly is told, not swallowed.
+func TestCloseGivesTheFilesError(t *testing.T) {
+	dir := t.TempDir()
+	gone := spool.New(spool.Options{Memory: -1, Dir: dir}.WithNamedFiles())
+	if _, err := gone.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		t.Fatal(err)
+	}
+	var spill *spool.SpillError
+	if err := gone.Close(); !errors.As(err, &spill) || spill.Error() == "" {
+		t.Fatalf("Close without the file: %v", err)
 	}
 }

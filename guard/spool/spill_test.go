@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"io/fs"
+	"os"
 	"path/filepath"
 	"syscall"
 	"testing"
@@ -189,5 +190,30 @@ func TestFileIsClosedWithTheLastUser(t *testing.T) {
 	closed(t, b)
 	if f.closes != 1 {
 		t.Fatalf("closed %d times", f.closes)
+	}
+}
+
+// Where the name cannot go at once, it goes with the last user.
+func TestNamedFileIsRemovedWithTheLastUser(t *testing.T) {
+	dir := t.TempDir()
+	names := func() int {
+		entries, err := os.ReadDir(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(entries)
+	}
+	s := spool.New(spool.Options{Memory: -1, Dir: dir}.WithNamedFiles())
+	if _, err := s.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	r := s.NewReader()
+	closed(t, s)
+	if names() != 1 {
+		t.Fatal("the test shows nothing")
+	}
+	closed(t, r)
+	if names() != 0 {
+		t.Fatal("the file is still there")
 	}
 }
