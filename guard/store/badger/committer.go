@@ -16,9 +16,8 @@ const maxGroupBulk = 8 << 20
 // one Badger transaction and one sync.
 type committer struct {
 	*Store
-	next   store.Version // the next version to give
-	marked store.Version // the version of the marker
-	spent  []*bulkValue  // scratch
+	next  store.Version // the next version to give
+	spent []*bulkValue  // scratch
 }
 
 func (c *committer) run() {
@@ -136,15 +135,8 @@ func (c *committer) appendBulk(all []*batch) ([]*batch, error) {
 }
 
 func (c *committer) commitTxn(g *group) error {
-	last := c.next - 1
-	if last-c.marked >= markEvery {
-		if err := g.txn.Set(markerKey, markerValue()); err != nil {
-			return err
-		}
-		c.marked = last
-	}
 	c.counters.commits.Add(1)
-	if err := c.disk.commit(g.txn, uint64(last)); err != nil {
+	if err := c.disk.commit(g.txn, uint64(c.next-1)); err != nil {
 		return fmt.Errorf("committing: %w", err)
 	}
 	return c.directory.settle()

@@ -13,14 +13,15 @@ import (
 )
 
 // The marker is one entry of our own, always there: it shows that Badger still has
-// what it was given, and it keeps versions from being given twice. Badger only knows
-// the highest version that is still stored; entries with higher ones may have been
-// deleted and compacted away. The marker is written anew every markEvery versions,
-// so no version ever given is further above the highest one stored than that and
-// one group; the first version after an opening is twice as far.
+// what it was given, and it keeps versions from being given twice. Badger knows only
+// the highest version that it still stores, and compaction drops deleted ones; but it
+// drops none before the store says so, which is after the marker was written above
+// all that were found.
 const (
-	markEvery = 1 << 20
-	format    = 1
+	// versionGap lies between the highest version found and the marker, for those
+	// that the damaged end of a log may have held.
+	versionGap = 1 << 20
+	format     = 1
 )
 
 var markerKey = []byte{markerSpace}
@@ -39,11 +40,11 @@ func mark(db *badgerdb.DB, d disk, fresh bool) (store.Version, error) {
 	case err != nil:
 		return 0, err
 	case raw == nil && !fresh:
-		return 0, errors.New("Badger has lost entries, the marker among them")
+		return 0, errors.New("entries are lost, the marker among them")
 	case raw != nil && !bytes.Equal(raw, markerValue()):
 		return 0, fmt.Errorf("the marker is %q, written by another version of this program", raw)
 	}
-	version := db.MaxVersion() + 2*markEvery
+	version := db.MaxVersion() + versionGap
 	txn = db.NewTransactionAt(version, true)
 	defer txn.Discard()
 	if err := txn.Set(bytes.Clone(markerKey), markerValue()); err != nil {

@@ -17,11 +17,10 @@ import (
 // ErrLocked where the directory is in use, ErrCorrupt where its contents are not
 // whole, and that of the system where it cannot be read or written.
 //
-// Covered by the check for damage are the manifest and every byte of every table.
-// Not covered are the logs of memory tables, of which a crash may leave any end
-// torn: Badger drops what follows the first damaged entry in them. They exist only
-// after a crash, for at most the last few ten MiB written. Bulk values are checked
-// when they are read.
+// Covered by the check for damage are the manifest, every byte of every table, and
+// after a crash the logs of memory tables, except for the last transaction in each:
+// that one may be torn without having been acknowledged, and nothing tells the one
+// case from the other. Bulk values are checked when they are read.
 func Open(dir string, o Options) (*Store, error) {
 	return openWith(dir, o, osDisk{})
 }
@@ -108,12 +107,8 @@ func (s *Store) examine() (fresh bool, err error) {
 		return false, err
 	}
 	if found && s.seal.current.State != stateCreating {
-		tables, err := s.seal.check()
-		if err != nil {
+		if err := s.examineContents(); err != nil {
 			return false, err
-		}
-		if err := verifyTables(s.lsm(), tables, true, nil); err != nil {
-			return false, corrupt(s.dir, "%w", err)
 		}
 		if err := removeUnborn(s.lsm()); err != nil {
 			return false, err
@@ -133,6 +128,24 @@ func (s *Store) examine() (fresh bool, err error) {
 	}
 	// A creation that did not finish has acknowledged nothing.
 	return true, os.RemoveAll(s.lsm())
+}
+
+// examineContents checks everything that Badger will trust.
+func (s *Store) examineContents() error {
+	tables, err := s.seal.check()
+	if err != nil {
+		return err
+	}
+	for _, err := range []error{verifyTables(s.lsm(), tables, true, nil), checkLogs(s.lsm())} {
+		if err == nil {
+			continue
+		}
+		if errors.Is(err, fs.ErrPermission) {
+			return fmt.Errorf("badger: %w", err)
+		}
+		return corrupt(s.dir, "%w", err)
+	}
+	return nil
 }
 
 func (s *Store) bodiesDir() string { return filepath.Join(s.dir, "bodies") }
@@ -202,7 +215,7 @@ func (s *Store) start(fresh bool) error {
 	s.lookAtDisk()
 	s.discard()
 	s.sweep()
-	c := &committer{Store: s, next: marked + 1, marked: marked}
+	c := &committer{Store: s, next: marked + 1}
 	s.committing.Go(c.run)
 	s.background.Go(s.maintain)
 	s.background.Go(s.verifyLoop)

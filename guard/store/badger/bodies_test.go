@@ -1,0 +1,343 @@
+package badger
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// manual is a clock that the test sets.
+type manual struct {
+	mu  sync.Mutex
+	now time.Time
+}
+
+func newManual() *manual { return &manual{now: time.Unix(1_700_000_000, 0)} }
+
+func (m *manual) Now() time.Time {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.now
+}
+
+func (m *manual) advance(d time.Duration) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.now = m.now.Add(d)
+}
+
+func (m *manual) bulk(key string, size int, ttl time.Duration) store.Write {
+	return store.Write{Key: []byte(key), Value: bytes.Repeat([]byte(key), size)[:size], Bulk: true, Expires: m.Now().Add(ttl)}
+}
+
+func segments(t *testing.T, s *Store) []string {
+	t.Helper()
+	entries, err := os.ReadDir(s.bodiesDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, e := range entries {
+		names = append(names, filepath.Join(s.bodiesDir(), e.Name()))
+	}
+	return names
+}
+
+// The value is durable before anything that names it (Write.Bulk), the new file's
+// name included.
+func TestBulkIsSyncedFirst(t *testing.T) {
+	m := newManual()
+	s, d := newFaulty(t, Options{Now: m.Now})
+	mustCommit(t, s, m.bulk("a", 1000, time.Hour), put("outcome", "1"))
+	want := []string{"write", "sync", "syncDir bodies", "commit"}
+	got := d.calls[:min(len(d.calls), len(want))]
+	if !slices.Equal(got, want) {
+		t.Errorf("calls %q, want %q first", d.calls, want)
+	}
+	d.reset()
+	mustCommit(t, s, m.bulk("b", 1000, time.Hour))
+	if n := d.count("syncDir bodies"); n != 0 {
+		t.Errorf("directory synced %d times for a file that was there", n)
+	}
+}
+
+// P4: a disk that is full for bulk values fails the batches that have some, and
+// those alone.
+func TestBulkWriteFails(t *testing.T) {
+	m := newManual()
+	s, d := newFaulty(t, Options{Now: m.Now})
+	mustCommit(t, s, m.bulk("before", 5000, time.Hour))
+	h := hold(t, s, d)
+	var all sync.WaitGroup
+	results := make([]error, 3)
+	h.queue(t, results, 0, &all, put("small", "1"))
+	h.queue(t, results, 1, &all, m.bulk("big", 5000, time.Hour), insert("outcome", "1"))
+	h.queue(t, results, 2, &all, insert("outcome", "2"))
+	d.set(func() { d.onWrite = func(string) error { return errDisk } })
+	h.let(nil)
+	all.Wait()
+	if results[0] != nil || results[2] != nil {
+		t.Errorf("batches without bulk values: %v, %v; want them to land", results[0], results[2])
+	}
+	wantErr(t, "batch with a bulk value", results[1], errDisk)
+	for _, not := range []error{store.ErrUnknown, store.ErrUnhealthy} {
+		if errors.Is(results[1], not) {
+			t.Errorf("batch with a bulk value: %v, but it is known that it did not land", results[1])
+		}
+	}
+	wantValue(t, s, "outcome", "2")
+	_, err := s.Get(t.Context(), []byte("big"))
+	wantErr(t, "get", err, store.ErrNotFound)
+
+	d.set(func() { d.onWrite = nil })
+	after := m.bulk("after", 3000, time.Hour)
+	mustCommit(t, s, after)
+	wantValue(t, s, "after", string(after.Value))
+	wantValue(t, s, "before", string(m.bulk("before", 5000, time.Hour).Value))
+}
+
+func TestBulkSyncFails(t *testing.T) {
+	m := newManual()
+	s, d := newFaulty(t, Options{Now: m.Now})
+	mustCommit(t, s, put("there", "1"))
+	d.reset()
+	d.set(func() { d.onSync = func(string) error { return errDisk } })
+	_, err := s.Commit(t.Context(), m.bulk("a", 1000, time.Hour), put("outcome", "1"))
+	wantErr(t, "commit", err, store.ErrUnhealthy)
+	if errors.Is(err, store.ErrUnknown) {
+		t.Error("unknown, although nothing went to Badger")
+	}
+	_, err = s.Get(t.Context(), []byte("there"))
+	wantErr(t, "get", err, store.ErrUnhealthy)
+	if n := d.count("commit"); n != 0 {
+		t.Errorf("%d commits after the failed sync", n)
+	}
+	dir := s.dir
+	_ = s.Close()
+	again := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
+	wantValue(t, again, "there", "1")
+	_, err = again.Get(t.Context(), []byte("outcome"))
+	wantErr(t, "get", err, store.ErrNotFound)
+}
+
+func TestDamagedBulk(t *testing.T) {
+	for name, damage := range map[string]func(t *testing.T, file string){
+		"missing":              func(t *testing.T, file string) { must(t, os.Remove(file)) },
+		"cut":                  func(t *testing.T, file string) { must(t, os.Truncate(file, 1500)) },
+		"empty":                func(t *testing.T, file string) { must(t, os.Truncate(file, 0)) },
+		"flipped in the value": func(t *testing.T, file string) { flip(t, file, -1) },
+		"flipped in the sum":   func(t *testing.T, file string) { flip(t, file, 1000+segmentHeader+1+12) },
+		"another key's": func(t *testing.T, file string) {
+			b, err := os.ReadFile(file)
+			must(t, err)
+			other, _ := appendSegment(nil, []byte("x"), b[len(b)-1000:])
+			copy(b[len(b)-len(other):], other)
+			must(t, os.WriteFile(file, b, 0o600))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := newManual()
+			dir := t.TempDir()
+			s := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
+			mustCommit(t, s, m.bulk("a", 1000, time.Hour), put("ordinary", "1"))
+			v := mustCommit(t, s, m.bulk("b", 1000, time.Hour))
+			file := segments(t, s)[0]
+			must(t, s.Close())
+			damage(t, file)
+			s = reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
+			_, err := s.Get(t.Context(), []byte("b"))
+			wantErr(t, "get", err, store.ErrDamaged)
+			if errors.Is(err, store.ErrNotFound) {
+				t.Error("damaged reads as absent")
+			}
+			var last error
+			for _, last = range s.Scan(t.Context(), store.Range{From: []byte("b"), To: []byte("c")}) {
+			}
+			wantErr(t, "scan", last, store.ErrDamaged)
+			wantValue(t, s, "ordinary", "1")
+			// Its entry still stands for conditions.
+			_, err = s.Commit(t.Context(), insert("b", "1"))
+			wantErr(t, "insert", err, store.ErrDamaged)
+			mustCommit(t, s, store.Write{Key: []byte("b"), Delete: true, If: store.VersionIs(v)})
+		})
+	}
+}
+
+func TestSegmentsAreDroppedWhole(t *testing.T) {
+	m := newManual()
+	dir := t.TempDir()
+	s := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
+	for i := range 5 {
+		mustCommit(t, s, m.bulk(fmt.Sprintf("early-%d", i), 10_000, 30*time.Minute))
+	}
+	mustCommit(t, s, m.bulk("late", 10_000, 5*time.Hour))
+	if n := len(segments(t, s)); n != 2 {
+		t.Fatalf("%d segments, want 2", n)
+	}
+	s.sweep()
+	if n := len(segments(t, s)); n != 2 {
+		t.Fatalf("%d segments after a sweep before the expiry, want 2", n)
+	}
+	m.advance(2 * time.Hour)
+	s.sweep()
+	if n := len(segments(t, s)); n != 1 || s.Stats().Dropped != 1 {
+		t.Errorf("%d segments and %d dropped, want 1 and 1", n, s.Stats().Dropped)
+	}
+	wantValue(t, s, "late", string(m.bulk("late", 10_000, 0).Value))
+	_, err := s.Get(t.Context(), []byte("early-0"))
+	wantErr(t, "get", err, store.ErrNotFound)
+
+	// Also at opening, with what a crash left between rename and removal.
+	must(t, s.Close())
+	must(t, os.WriteFile(filepath.Join(dir, "bodies", "1"+segmentSuffix+droppedSuffix), []byte("x"), 0o600))
+	m.advance(10 * time.Hour)
+	s = reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
+	if left := segments(t, s); len(left) != 0 {
+		t.Errorf("left after opening: %q", left)
+	}
+}
+
+func TestBulkWindowMayChange(t *testing.T) {
+	m := newManual()
+	dir := t.TempDir()
+	s := reopenWith(t, dir, Options{Now: m.Now, BulkWindow: 24 * time.Hour}, osDisk{})
+	mustCommit(t, s, m.bulk("day", 1000, time.Hour))
+	must(t, s.Close())
+	s = reopenWith(t, dir, Options{Now: m.Now, BulkWindow: time.Minute}, osDisk{})
+	mustCommit(t, s, m.bulk("minute", 1000, time.Hour))
+	s.sweep()
+	wantValue(t, s, "day", string(m.bulk("day", 1000, 0).Value))
+	wantValue(t, s, "minute", string(m.bulk("minute", 1000, 0).Value))
+	for i := range 2 {
+		m.advance(24*time.Hour + 2*sweepGrace)
+		s.sweep()
+		if n := len(segments(t, s)); i == 1 && n != 0 {
+			t.Errorf("%d segments long after the last expiry", n)
+		}
+	}
+}
+
+func TestHandlesAreBounded(t *testing.T) {
+	m := newManual()
+	s, _ := newFaulty(t, Options{Now: m.Now})
+	const n = 3 * maxHandles
+	var many []store.Write
+	for i := range n {
+		many = append(many, m.bulk(fmt.Sprintf("key-%03d", i), 100, time.Duration(i+1)*time.Hour))
+	}
+	mustCommit(t, s, many...) // all at once: more than may stay open
+	for range 2 {
+		for _, w := range many {
+			wantValue(t, s, string(w.Key), string(w.Value))
+		}
+		s.bodies.mu.Lock()
+		if open := len(s.bodies.handles); open > maxHandles {
+			t.Errorf("%d files open, want at most %d", open, maxHandles)
+		}
+		s.bodies.mu.Unlock()
+		for _, w := range many {
+			mustCommit(t, s, w)
+		}
+	}
+	if left := len(segments(t, s)); left < n {
+		t.Errorf("%d segments, want %d", left, n)
+	}
+
+	var readers sync.WaitGroup
+	for r := range 4 {
+		readers.Go(func() {
+			for i := range many {
+				w := many[(i*(2*r+1))%n]
+				e, err := s.Get(t.Context(), w.Key)
+				if err != nil || !bytes.Equal(e.Value, w.Value) {
+					t.Errorf("get %q beside others: %v", w.Key, err)
+				}
+			}
+		})
+	}
+	readers.Wait()
+}
+
+func TestTornTailIsSkipped(t *testing.T) {
+	m := newManual()
+	dir := t.TempDir()
+	s := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
+	mustCommit(t, s, m.bulk("a", 1000, time.Hour))
+	file := segments(t, s)[0]
+	must(t, s.Close())
+	f, err := os.OpenFile(file, os.O_APPEND|os.O_WRONLY, 0)
+	must(t, err)
+	_, err = f.WriteString("agb1 torn")
+	must(t, errors.Join(err, f.Close()))
+	s = reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
+	mustCommit(t, s, m.bulk("b", 1000, time.Hour))
+	wantValue(t, s, "a", string(m.bulk("a", 1000, 0).Value))
+	wantValue(t, s, "b", string(m.bulk("b", 1000, 0).Value))
+}
+
+func TestPartition(t *testing.T) {
+	for _, c := range []struct {
+		expires int64
+		window  time.Duration
+		want    int64
+	}{
+		{0, time.Hour, 3600}, {1, time.Hour, 3600}, {3599, time.Hour, 3600}, {3600, time.Hour, 7200},
+		{-1, time.Hour, 0}, {-3600, time.Hour, 0}, {-3601, time.Hour, -3600}, {10, time.Second, 11},
+	} {
+		got := partition(time.Unix(c.expires, 0), c.window)
+		if got != c.want {
+			t.Errorf("partition(%d, %v) = %d, want %d", c.expires, c.window, got, c.want)
+		}
+		if end, ok := segmentEnd(segmentName(got)); !ok || end != got {
+			t.Errorf("name of segment %d reads as %d", got, end)
+		}
+	}
+}
+
+func TestFilesAreTheOwnersAlone(t *testing.T) {
+	m := newManual()
+	s, _ := newFaulty(t, Options{Now: m.Now})
+	mustCommit(t, s, m.bulk("a", 1000, time.Hour))
+	must(t, filepath.WalkDir(s.dir, func(path string, e os.DirEntry, err error) error {
+		if err != nil || path == s.dir {
+			return err // the test made it
+		}
+		info, err := e.Info()
+		if err != nil {
+			return err
+		}
+		inBadger := strings.HasPrefix(path, s.lsm()+string(filepath.Separator)) // behind its directory's mode
+		if mode := info.Mode().Perm(); mode&0o077 != 0 && !inBadger {
+			t.Errorf("%s has mode %o", path, mode)
+		}
+		return nil
+	}))
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// flip changes one byte; a negative offset counts from the end.
+func flip(t *testing.T, file string, offset int) {
+	t.Helper()
+	b, err := os.ReadFile(file)
+	must(t, err)
+	if offset < 0 {
+		offset += len(b)
+	}
+	b[offset] ^= 0x20
+	must(t, os.WriteFile(file, b, 0o600))
+}

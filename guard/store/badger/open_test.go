@@ -1,0 +1,306 @@
+package badger
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+func TestDirectoryInUse(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "a", "b") // made with its parents
+	s := reopenWith(t, dir, Options{}, osDisk{})
+	mustCommit(t, s, put("a", "1"))
+	_, err := Open(dir, Options{})
+	wantErr(t, "second open", err, ErrLocked)
+	if err == nil || !strings.Contains(err.Error(), dir) {
+		t.Errorf("%q does not name the directory", err)
+	}
+	wantValue(t, s, "a", "1")
+	must(t, s.Close())
+	again := reopenWith(t, dir, Options{}, osDisk{})
+	wantValue(t, again, "a", "1")
+}
+
+func TestUnusableDirectory(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	must(t, os.WriteFile(file, nil, 0o600))
+	for _, dir := range []string{file, filepath.Join(file, "below")} {
+		_, err := Open(dir, Options{})
+		if err == nil || errors.Is(err, ErrCorrupt) || errors.Is(err, ErrLocked) {
+			t.Errorf("open of %s: %v; want an error that says it is no directory", dir, err)
+		}
+	}
+}
+
+// seeded makes a store with tables and bulk values on disk, closed in order.
+func seeded(t *testing.T) (dir string) {
+	t.Helper()
+	dir = t.TempDir()
+	for round := range 3 {
+		s := reopenWith(t, dir, Options{}, osDisk{})
+		for i := range 20 {
+			mustCommit(t, s, put(fmt.Sprintf("%d-%d", round, i), strings.Repeat("v", 4000)))
+		}
+		must(t, s.Close()) // writes a table
+	}
+	return dir
+}
+
+// image copies the files of a store as a crash at this moment would leave them.
+func image(t *testing.T, from string) (to string) {
+	t.Helper()
+	to = t.TempDir()
+	must(t, os.CopyFS(to, os.DirFS(from)))
+	return to
+}
+
+func tablesIn(t *testing.T, dir string) []string {
+	t.Helper()
+	names, err := filepath.Glob(filepath.Join(dir, "lsm", "*.sst"))
+	must(t, err)
+	if len(names) == 0 {
+		t.Fatal("the store has no tables")
+	}
+	return names
+}
+
+func refused(t *testing.T, dir string) {
+	t.Helper()
+	before := listing(t, dir)
+	s, err := Open(dir, Options{})
+	if err == nil {
+		_ = s.Close()
+	}
+	wantErr(t, "open", err, ErrCorrupt)
+	if err != nil && (!strings.Contains(err.Error(), dir) || !strings.Contains(err.Error(), "backup")) {
+		t.Errorf("%q does not say where and what to do", err)
+	}
+	if after := listing(t, dir); !slices.Equal(before, after) {
+		t.Errorf("the refusal changed the files:\n%q\n%q", before, after)
+	}
+}
+
+func listing(t *testing.T, dir string) (names []string) {
+	t.Helper()
+	must(t, filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
+		if err != nil || e.IsDir() || e.Name() == "lock" {
+			return err
+		}
+		info, err := e.Info()
+		names = append(names, fmt.Sprintf("%s %d", path, info.Size()))
+		return err
+	}))
+	return names
+}
+
+// P1: a store that has forgotten something must not open, for its keys would be free.
+func TestDamageIsFoundAtOpen(t *testing.T) {
+	closed := seeded(t)
+	manifest := func(dir string) string { return filepath.Join(dir, "lsm", "MANIFEST") }
+	change := func(file string, f func([]byte) []byte) {
+		b, err := os.ReadFile(file)
+		must(t, err)
+		must(t, os.WriteFile(file, f(b), 0o600))
+	}
+	for name, damage := range map[string]func(dir string){
+		"manifest missing": func(dir string) { must(t, os.Remove(manifest(dir))) },
+		"manifest empty":   func(dir string) { must(t, os.Truncate(manifest(dir), 0)) },
+		"manifest garbage": func(dir string) {
+			change(manifest(dir), func(b []byte) []byte { return slices.Repeat([]byte("garbage!"), len(b)/8) })
+		},
+		"manifest flipped": func(dir string) { flip(t, manifest(dir), -3) },
+		"manifest longer":  func(dir string) { change(manifest(dir), func(b []byte) []byte { return append(b, 0, 0) }) },
+		"STORE missing":    func(dir string) { must(t, os.Remove(filepath.Join(dir, "STORE"))) },
+		"STORE garbage": func(dir string) {
+			change(filepath.Join(dir, "STORE"), func([]byte) []byte { return []byte("{") })
+		},
+		"lsm missing":   func(dir string) { must(t, os.RemoveAll(filepath.Join(dir, "lsm"))) },
+		"table missing": func(dir string) { must(t, os.Remove(tablesIn(t, dir)[0])) },
+		"table empty":   func(dir string) { must(t, os.Truncate(tablesIn(t, dir)[0], 0)) },
+		"table of 3 bytes": func(dir string) {
+			must(t, os.Truncate(tablesIn(t, dir)[0], 3))
+		},
+		"table garbage": func(dir string) {
+			change(tablesIn(t, dir)[0], func(b []byte) []byte { return slices.Repeat([]byte("garbage!"), len(b)/8) })
+		},
+		"table zeros": func(dir string) {
+			change(tablesIn(t, dir)[0], func(b []byte) []byte { return make([]byte, len(b)) })
+		},
+		"key registry garbage": func(dir string) {
+			change(filepath.Join(dir, "lsm", "KEYREGISTRY"), func(b []byte) []byte { return slices.Repeat([]byte("?"), len(b)) })
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := image(t, closed)
+			damage(dir)
+			if name == "key registry garbage" { // found by Badger itself, after it has begun
+				_, err := Open(dir, Options{})
+				wantErr(t, "open", err, ErrCorrupt)
+				return
+			}
+			refused(t, dir)
+		})
+	}
+}
+
+// Every cut and every flipped byte in a table is found, and none ends the process.
+func TestEveryByteOfATableIsChecked(t *testing.T) {
+	name := tablesIn(t, seeded(t))[0]
+	must(t, checkTable(name))
+	whole, err := os.ReadFile(name)
+	must(t, err)
+	bad := filepath.Join(t.TempDir(), "000001.sst")
+	step := max(1, len(whole)/400)
+	for i := 0; i < len(whole); i++ {
+		// The ends are looked at byte by byte, the middle in steps.
+		if i > 200 && i < len(whole)-600 && i%step != 0 {
+			continue
+		}
+		must(t, os.WriteFile(bad, whole[:i], 0o600))
+		if checkTable(bad) == nil {
+			t.Errorf("cut to %d of %d bytes: not found", i, len(whole))
+		}
+		b := slices.Clone(whole)
+		b[i] ^= 0x41
+		must(t, os.WriteFile(bad, b, 0o600))
+		if checkTable(bad) == nil {
+			t.Errorf("byte %d of %d flipped: not found", i, len(whole))
+		}
+	}
+}
+
+// After a crash a manifest may have a torn end, but not a lost one.
+func TestManifestAfterACrash(t *testing.T) {
+	dir := seeded(t)
+	s := reopenWith(t, dir, Options{}, osDisk{})
+	mustCommit(t, s, put("last", "1"))
+	crashed := image(t, dir)
+	manifest, err := os.ReadFile(filepath.Join(crashed, "lsm", "MANIFEST"))
+	must(t, err)
+
+	t.Run("as it was", func(t *testing.T) {
+		again := reopenWith(t, image(t, crashed), Options{}, osDisk{})
+		wantValue(t, again, "last", "1")
+		wantValue(t, again, "0-0", strings.Repeat("v", 4000))
+	})
+	t.Run("torn end", func(t *testing.T) {
+		torn := image(t, crashed)
+		must(t, os.WriteFile(filepath.Join(torn, "lsm", "MANIFEST"), append(manifest, 0, 0, 0, 40, 1), 0o600))
+		again := reopenWith(t, torn, Options{}, osDisk{})
+		wantValue(t, again, "last", "1")
+	})
+	for _, cut := range []int{len(manifest) - 1, len(manifest) / 2, 16, 15, 3, 0} {
+		t.Run(fmt.Sprintf("cut to %d of %d", cut, len(manifest)), func(t *testing.T) {
+			bad := image(t, crashed)
+			must(t, os.Truncate(filepath.Join(bad, "lsm", "MANIFEST"), int64(cut)))
+			refused(t, bad)
+		})
+	}
+}
+
+// After a crash the newest log may have a torn end. Damage before acknowledged
+// transactions is no torn end (P1, P2).
+func TestLogsAfterACrash(t *testing.T) {
+	dir := seeded(t)
+	s := reopenWith(t, dir, Options{}, osDisk{})
+	const n = 10
+	for i := range n {
+		mustCommit(t, s, insert(fmt.Sprintf("crash-%d", i), "1"), put("other", fmt.Sprint(i)))
+	}
+	crashed := image(t, dir)
+	logs, err := filepath.Glob(filepath.Join(crashed, "lsm", "*.mem"))
+	must(t, err)
+	if len(logs) != 1 {
+		t.Fatalf("%d logs, want 1", len(logs))
+	}
+	content, err := os.ReadFile(logs[0])
+	must(t, err)
+	end := wholePart(content)
+	if got := transactionsIn(content); got != n+1 || end >= len(content) {
+		t.Fatalf("%d transactions and an end at %d, want %d and one before %d", got, end, n+1, len(content))
+	}
+	damaged := func(t *testing.T, at int) string {
+		dir := image(t, crashed)
+		flip(t, filepath.Join(dir, "lsm", filepath.Base(logs[0])), at)
+		return dir
+	}
+	t.Run("as it was", func(t *testing.T) {
+		again := reopenWith(t, image(t, crashed), Options{}, osDisk{})
+		wantValue(t, again, fmt.Sprintf("crash-%d", n-1), "1")
+	})
+	t.Run("torn end", func(t *testing.T) {
+		again := reopenWith(t, damaged(t, end-1), Options{}, osDisk{})
+		wantValue(t, again, fmt.Sprintf("crash-%d", n-2), "1")
+		_, err := again.Get(t.Context(), fmt.Appendf(nil, "crash-%d", n-1))
+		wantErr(t, "the torn transaction", err, store.ErrNotFound)
+	})
+	for _, at := range []int{logHeader, logHeader + 5, end / 4, end / 2} {
+		t.Run(fmt.Sprintf("flipped at %d of %d", at, end), func(t *testing.T) { refused(t, damaged(t, at)) })
+	}
+}
+
+// A crash between the creation of a log and its first byte must not lock the store
+// for ever.
+func TestUnbornLogsAreRemoved(t *testing.T) {
+	dir := seeded(t)
+	for _, name := range []string{"00099.mem", "000099.vlog"} {
+		must(t, os.WriteFile(filepath.Join(dir, "lsm", name), nil, 0o600))
+	}
+	s := reopenWith(t, dir, Options{}, osDisk{})
+	wantValue(t, s, "2-19", strings.Repeat("v", 4000))
+}
+
+func TestCreationThatDidNotFinishBeginsAnew(t *testing.T) {
+	dir := t.TempDir()
+	sealer := &sealer{dir: dir, lsm: filepath.Join(dir, "lsm"), disk: osDisk{}}
+	must(t, sealer.creating())
+	must(t, os.MkdirAll(sealer.lsm, 0o700))
+	must(t, os.WriteFile(sealer.manifest(), []byte("Bdg"), 0o600))
+	s := reopenWith(t, dir, Options{}, osDisk{})
+	mustCommit(t, s, put("a", "1"))
+	must(t, s.Close())
+	s = reopenWith(t, dir, Options{}, osDisk{})
+	wantValue(t, s, "a", "1")
+}
+
+func TestFailureAtOpenIsNotTakenForDamageLater(t *testing.T) {
+	dir := seeded(t)
+	d := &faultyDisk{left: 1 << 40, onCommit: func() error { return errDisk }}
+	if _, err := openWith(dir, Options{}, d); err == nil {
+		t.Fatal("opened although the marker could not be written")
+	}
+	s := reopenWith(t, dir, Options{}, osDisk{})
+	wantValue(t, s, "0-0", strings.Repeat("v", 4000))
+}
+
+func TestOtherFormIsRefused(t *testing.T) {
+	dir := seeded(t)
+	must(t, os.WriteFile(filepath.Join(dir, "STORE"), []byte(`{"format":2,"state":"closed"}`), 0o600))
+	_, err := Open(dir, Options{})
+	if err == nil || errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), "form 2") {
+		t.Errorf("open: %v; want an error that names the form", err)
+	}
+}
+
+// P1: a table that decays while the store is open would read as free keys.
+func TestVerifyClosesADamagedStore(t *testing.T) {
+	dir := seeded(t)
+	s := reopenWith(t, dir, Options{}, osDisk{})
+	must(t, s.Verify())
+	wantValue(t, s, "0-0", strings.Repeat("v", 4000))
+	name := tablesIn(t, dir)[0]
+	f, err := os.OpenFile(name, os.O_RDWR, 0) // in place: the file is mapped
+	must(t, err)
+	_, err = f.WriteAt([]byte("damage"), 100)
+	must(t, errors.Join(err, f.Close()))
+	wantErr(t, "verify", s.Verify(), ErrCorrupt)
+	_, err = s.Get(t.Context(), []byte("1-0"))
+	wantErr(t, "get", err, store.ErrUnhealthy)
+}
