@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
@@ -22,6 +23,9 @@ const (
 	headerWorkflowID      = "Workflow-Id"
 	headerReplayed        = "Idempotent-Replayed"
 )
+
+// statusClientClosed is Caddy's status for a client that has left.
+const statusClientClosed = 499
 
 // exchange is one guarded call on its way.
 type exchange struct {
@@ -161,7 +165,15 @@ func (x *exchange) problem(k problem.Kind, detail string, state guard.State) *pr
 	return p
 }
 
+// gone ends a call whose client has left before anything was claimed for it.
+func (x *exchange) gone() error {
+	return caddyhttp.Error(statusClientClosed, x.r.Context().Err())
+}
+
 func (x *exchange) storeFailed(err error) error {
+	if x.r.Context().Err() != nil {
+		return x.gone()
+	}
 	if errors.Is(err, guard.ErrDraining) {
 		return x.problem(problem.ShuttingDown, "Send the call again.", 0)
 	}
@@ -298,7 +310,7 @@ func (x *exchange) attach(flight *guard.Flight) (step, error) {
 		// In doubt: the record says why. Released unsent: one of those that wait runs.
 		return stepFind, nil
 	case x.r.Context().Err() != nil:
-		return stepDone, x.r.Context().Err()
+		return stepDone, x.gone()
 	case err != nil:
 		return stepDone, x.problem(problem.InProgress, "An earlier attempt has not answered yet.", guard.StateSending)
 	}
