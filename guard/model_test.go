@@ -31,12 +31,15 @@ type modelCall struct {
 func TestP1Model(t *testing.T) {
 	for seed := range uint64(40) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) { runModel(t, rand.New(rand.NewPCG(seed, 1))) })
+			synctest.Test(t, func(t *testing.T) {
+				pass := func(d time.Duration) { time.Sleep(d) }
+				runModel(t, rand.New(rand.NewPCG(seed, 1)), pass)
+			})
 		})
 	}
 }
 
-func runModel(t *testing.T, rnd *rand.Rand) {
+func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 	ctx := context.Background()
 	mem, ring := memory.New(memory.Options{}), seal.Generate()
 	open := func() *Guard {
@@ -74,7 +77,7 @@ func runModel(t *testing.T, rnd *rand.Rand) {
 				}
 			}
 		default:
-			time.Sleep(time.Duration(rnd.Int64N(int64(2 * time.Hour))))
+			pass(time.Duration(rnd.Int64N(int64(2 * time.Hour))))
 			now = time.Now()
 		}
 		for _, m := range calls {
