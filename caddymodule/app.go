@@ -1,7 +1,6 @@
 package caddymodule
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,6 +10,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
+	"github.com/caddyserver/caddy/v2/modules/caddyevents"
 	"go.uber.org/zap"
 )
 
@@ -33,7 +33,8 @@ type App struct {
 	// The file that holds the key ring. It is made, with mode 0600, together with
 	// a new store; it is never made for a store that holds anything, because
 	// without its key no execution can be found. Default: the store's path with
-	// `.key` appended. Keep a copy of it apart from the store's.
+	// `.key` appended. Placeholders are replaced once, at load; one without a
+	// value is an error. Keep a copy of it apart from the store's.
 	KeyFile string `json:"key_file,omitempty"`
 
 	// The key itself instead of a file, usually a placeholder like
@@ -41,8 +42,9 @@ type App struct {
 	// file, or 32 random bytes in base64 (`openssl rand -base64 32`).
 	Key string `json:"key,omitempty"`
 
-	// How long the process waits for running executions when it exits. What is
-	// still running then is found in doubt at the next start. Default: 30s.
+	// How long the process waits for running executions when it exits; new guarded
+	// calls get 503 meanwhile. What is still running then is cut, and is in doubt.
+	// Default: 30s.
 	Drain caddy.Duration `json:"drain,omitempty"`
 
 	logger *zap.Logger
@@ -86,19 +88,28 @@ func (a *App) Provision(ctx caddy.Context) error {
 			return fmt.Errorf("agent_guard: keys: %w", err)
 		}
 	case a.KeyFile != "":
-		if a.spec.keyFile, err = filepath.Abs(repl.ReplaceKnown(a.KeyFile, "")); err != nil {
+		// An unset variable must not lead to another file than was meant.
+		if a.spec.keyFile, err = repl.ReplaceOrErr(a.KeyFile, true, true); err == nil {
+			a.spec.keyFile, err = filepath.Abs(a.spec.keyFile)
+		}
+		if err != nil {
 			return fmt.Errorf("agent_guard: keys: file %q: %w", a.KeyFile, err)
 		}
 	default:
 		a.spec.keyFile = path + ".key"
 	}
-	if a.Drain < 0 {
-		return fmt.Errorf("agent_guard: drain is %v; it must not be negative", time.Duration(a.Drain))
+	if err := checkDuration(a.Drain); err != nil {
+		return fmt.Errorf("agent_guard: drain: %w", err)
 	}
 	if a.Drain == 0 {
 		a.Drain = caddy.Duration(30 * time.Second)
 	}
-	return nil
+	a.spec.drain = time.Duration(a.Drain)
+	events, err := ctx.App("events")
+	if err != nil {
+		return fmt.Errorf("agent_guard: %w", err)
+	}
+	return events.(*caddyevents.App).On(exitEvent, exitWatch{})
 }
 
 // Start opens the store, if no configuration before this one has it open.
@@ -107,23 +118,9 @@ func (a *App) Start() error {
 	return err
 }
 
-// Stop waits for running executions when the process is about to exit. On a reload
-// they go on: each holds the engine open by itself.
-func (a *App) Stop() error {
-	a.mu.Lock()
-	held := a.held
-	a.mu.Unlock()
-	if held == nil || !caddy.Exiting() {
-		return nil
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.Drain))
-	defer cancel()
-	if left := held.guard.Drain(ctx); left > 0 {
-		a.logger.Warn("executions are still running at exit; they will be found in doubt",
-			zap.Int("running", left), zap.Duration("drain", time.Duration(a.Drain)))
-	}
-	return nil
-}
+// Stop does nothing: on a reload running executions go on, each holding the engine
+// open by itself, and an exit has waited for them before it (exit.go).
+func (a *App) Stop() error { return nil }
 
 // Cleanup gives the configuration's reference back. It tolerates every half-built
 // state: an App whose Provision failed never acquired one.
@@ -150,6 +147,7 @@ func (a *App) engine() (*engine, error) {
 	if err != nil {
 		return nil, err
 	}
+	e.drain.Store(int64(a.Drain))
 	a.held = e
 	return e, nil
 }

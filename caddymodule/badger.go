@@ -25,8 +25,8 @@ func init() {
 // one process. Every commit is synced to disk before anything depends on it.
 type BadgerStore struct {
 	// The directory. It is made, with mode 0700, where it does not exist.
-	// Placeholders are replaced once, at load. Default: `agent_guard` below
-	// Caddy's data directory.
+	// Placeholders are replaced once, at load; one without a value is an error.
+	// Default: `agent_guard` below Caddy's data directory.
 	Path string `json:"path,omitempty"`
 }
 
@@ -54,11 +54,15 @@ func (b *BadgerStore) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 
 // StorePath is the absolute path of the directory, with symbolic links resolved.
 func (b *BadgerStore) StorePath() (string, error) {
-	path := caddy.NewReplacer().ReplaceKnown(b.Path, "")
-	if path == "" {
-		path = filepath.Join(caddy.AppDataDir(), "agent_guard")
+	if b.Path == "" {
+		return resolve(filepath.Join(caddy.AppDataDir(), "agent_guard"))
 	}
-	path, err := filepath.Abs(path)
+	// An unset variable must not lead to another store than was meant: all that
+	// was executed would run again (P1).
+	path, err := caddy.NewReplacer().ReplaceOrErr(b.Path, true, true)
+	if err == nil {
+		path, err = filepath.Abs(path)
+	}
 	if err != nil {
 		return "", fmt.Errorf("badger: path %q: %w", b.Path, err)
 	}

@@ -26,6 +26,7 @@ func (x *exchange) readBody() error {
 	}
 	x.body = spool.New(spool.Options{Limit: limit})
 	if x.r.Body == nil || x.r.Body == http.NoBody {
+		x.read = true
 		return nil
 	}
 	_, err := io.Copy(x.body, x.r.Body)
@@ -33,6 +34,7 @@ func (x *exchange) readBody() error {
 	var max *http.MaxBytesError
 	switch {
 	case err == nil:
+		x.read = true
 		return nil
 	case errors.Is(err, spool.ErrLimit), errors.As(err, &max):
 		return tooLarge()
@@ -45,11 +47,20 @@ func (x *exchange) readBody() error {
 	return caddyhttp.Error(http.StatusBadRequest, fmt.Errorf("reading the request's body: %w", err))
 }
 
-func (x *exchange) lookUpBody(p fingerprint.Pointer) (string, bool, error) {
+// lookUpBody reads the id at p in a JSON body. A body that is no JSON has none.
+func (x *exchange) lookUpBody(p fingerprint.Pointer) (string, error) {
 	if !isJSON(x.r.Header.Get("Content-Type")) {
-		return "", false, nil
+		return "", errNoID
 	}
-	return fingerprint.Lookup(x.body, x.body.Size(), p)
+	id, found, err := fingerprint.Lookup(x.body, x.body.Size(), p)
+	switch {
+	case errors.Is(err, fingerprint.ErrNotJSON), err == nil && !found:
+		return "", errNoID
+	case errors.Is(err, fingerprint.ErrNotScalar), errors.Is(err, fingerprint.ErrAmbiguous),
+		errors.Is(err, fingerprint.ErrValueTooLong):
+		return "", invalidID(err)
+	}
+	return id, err
 }
 
 // isJSON reports a media type whose body is JSON.

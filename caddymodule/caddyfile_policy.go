@@ -1,7 +1,11 @@
 package caddymodule
 
 import (
+	"fmt"
+	"maps"
 	"net/http"
+	"slices"
+	"strings"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -9,196 +13,183 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
-// parseOption reads one option of a policy. It reports false for a name that is
-// none. What needs requests of the guard's own is noted in h, with its place.
-func (p *Policy) parseOption(d *caddyfile.Dispenser, h *Handler) (known bool, err error) {
-	switch d.Val() {
-	case "deadline":
-		err = parseDuration(d, &p.Deadline)
-	case "retain_result":
-		err = parseDuration(d, &p.RetainResult)
-	case "retain_key":
-		err = parseDuration(d, &p.RetainKey)
-	case "max_result":
-		err = parseSize(d, &p.MaxResult)
-	case "preset":
-		err = p.parsePreset(d)
-	case "outcome":
-		err = p.parseOutcome(d)
-	case "on_unknown":
-		err = p.parseOnUnknown(d, h)
-	case "settle":
-		err = parseChoice(d, &p.Settle, settleAwaited, settleAsync)
-	case "unframed":
-		err = parseChoice(d, &p.Unframed, unframedDoubt, unframedComplete)
-	case "grpc":
-		err = parseChoice(d, &p.GRPC, grpcUnary)
-	default:
-		return false, nil
+// policyOptions are the options of a guard and of its actions.
+func policyOptions() options[*Policy] {
+	type dispenser = *caddyfile.Dispenser
+	return options[*Policy]{
+		"deadline": {usage: "deadline <duration>", parse: func(d dispenser, p *Policy) error {
+			return parseDuration(d, &p.Deadline)
+		}},
+		"retain_result": {usage: "retain_result <duration>", parse: func(d dispenser, p *Policy) error {
+			return parseDuration(d, &p.RetainResult)
+		}},
+		"retain_key": {usage: "retain_key <duration>", parse: func(d dispenser, p *Policy) error {
+			return parseDuration(d, &p.RetainKey)
+		}},
+		"max_result": {usage: "max_result <size>", parse: func(d dispenser, p *Policy) error {
+			return parseSize(d, &p.MaxResult)
+		}},
+		"preset": {usage: "preset default | stripe | acp | strict", parse: func(d dispenser, p *Policy) error {
+			var name string
+			if err := parseChoice(d, &name, presets()...); err != nil {
+				return err
+			}
+			p.Preset = guard.Preset(name)
+			return nil
+		}},
+		"outcome": {several: true, usage: "outcome completed | released | in_doubt <statuses...>", parse: parseOutcome},
+		"on_unknown": {usage: "on_unknown block | retry | probe <method> <uri> { ... }",
+			parse: parseOnUnknown},
+		"settle": {usage: "settle awaited | async", parse: func(d dispenser, p *Policy) error {
+			return parseChoice(d, &p.Settle, settleAwaited, settleAsync)
+		}},
+		"unframed": {usage: "unframed doubt | complete", parse: func(d dispenser, p *Policy) error {
+			return parseChoice(d, &p.Unframed, unframedDoubt, unframedComplete)
+		}},
+		"grpc": {usage: "grpc unary", parse: func(d dispenser, p *Policy) error {
+			return parseChoice(d, &p.GRPC, grpcUnary)
+		}},
 	}
-	return true, err
 }
 
-func (p *Policy) parsePreset(d *caddyfile.Dispenser) error {
-	var names []string
-	for _, preset := range guard.Presets() {
-		names = append(names, string(preset))
-	}
-	var name string
-	err := parseChoice(d, &name, names...)
-	p.Preset = guard.Preset(name)
-	return err
-}
-
-func (p *Policy) parseOutcome(d *caddyfile.Dispenser) error {
+func parseOutcome(d *caddyfile.Dispenser, p *Policy) error {
+	var rule OutcomeRule
 	if !d.NextArg() {
-		return d.ArgErr()
+		return errSyntax
 	}
-	rule := OutcomeRule{Outcome: d.Val()}
+	rule.Outcome = d.Val()
 	if _, err := guard.ParseVerdict(rule.Outcome); err != nil {
-		return d.Errf("%v", err)
+		return err
 	}
-	if err := parseResponse(d, &rule.Match, nil); err != nil {
+	if err := parseAnswer(d, "outcome", &rule.Match, &rule.Match, answerOptions()); err != nil {
 		return err
 	}
 	p.Outcomes = append(p.Outcomes, rule)
 	return nil
 }
 
-// parseResponse reads a response matcher: statuses on the line, or a block. further
-// reads what a block may have besides.
-func parseResponse(d *caddyfile.Dispenser, m *caddyhttp.ResponseMatcher, further func() (bool, error)) error {
-	statuses := func(words []string) error {
-		codes, err := parseStatuses(words)
-		if err != nil {
-			return d.Errf("%v", err)
-		}
-		m.StatusCode = append(m.StatusCode, codes...)
-		return nil
-	}
-	words := d.RemainingArgs()
-	if err := statuses(words); err != nil {
-		return err
-	}
-	empty := len(words) == 0
-	for nesting := d.Nesting(); d.NextBlock(nesting); empty = false {
-		switch d.Val() {
-		case "status":
-			words := d.RemainingArgs()
-			if len(words) == 0 {
-				return d.ArgErr()
+// answerOptions are the options of a block that describes answers.
+func answerOptions() options[*caddyhttp.ResponseMatcher] {
+	return options[*caddyhttp.ResponseMatcher]{
+		"status": {several: true, usage: "status <statuses...>", parse: func(d *caddyfile.Dispenser, m *caddyhttp.ResponseMatcher) error {
+			codes, err := parseStatuses(d.RemainingArgs())
+			if err == nil && len(codes) == 0 {
+				err = errSyntax
 			}
-			if err := statuses(words); err != nil {
-				return err
+			m.StatusCode = append(m.StatusCode, codes...)
+			return err
+		}},
+		"header": {several: true, usage: "header <field> <value>", parse: func(d *caddyfile.Dispenser, m *caddyhttp.ResponseMatcher) error {
+			if d.CountRemainingArgs() == 0 {
+				return errSyntax
 			}
-		case "header":
 			if m.Headers == nil {
 				m.Headers = http.Header{}
 			}
-			matcher := caddyhttp.MatchHeader(m.Headers)
+			matcher := caddyhttp.MatchHeader(m.Headers) // the same map
 			if err := matcher.UnmarshalCaddyfile(d.NewFromNextSegment()); err != nil {
 				return err
 			}
-			m.Headers = http.Header(matcher)
-		default:
-			known := false
-			var err error
-			if further != nil {
-				known, err = further()
-			}
-			if err != nil {
-				return err
-			}
-			if !known {
-				return d.Errf("%q says nothing about an answer; use status or header", d.Val())
-			}
-		}
+			return checkAnswer(m)
+		}},
 	}
-	if empty {
-		return d.Err("it would match every answer; name a status or a header")
-	}
-	return nil
 }
 
-func (p *Policy) parseOnUnknown(d *caddyfile.Dispenser, h *Handler) error {
-	at := d.Token()
-	if !d.NextArg() {
-		return d.ArgErr()
-	}
-	p.OnUnknown = d.Val()
-	switch p.OnUnknown {
-	case onUnknownBlock, onUnknownRetry:
-		return noMore(d)
-	case onUnknownProbe:
-		h.ownRequests = &at
-		p.Probe = new(Probe)
-		return p.Probe.parse(d)
-	}
-	return d.Errf("on_unknown %q is unknown; use %s, %s or %s", p.OnUnknown, onUnknownBlock, onUnknownProbe, onUnknownRetry)
-}
-
-// parse reads <method> <uri> and the block of a probe.
-func (p *Probe) parse(d *caddyfile.Dispenser) error {
-	if !d.Args(&p.Method, &p.URI) {
-		return d.ArgErr()
-	}
-	if err := noMore(d); err != nil {
+// parseAnswer reads statuses on the line, or a block of opts. Both go into m, which
+// is a part of into.
+func parseAnswer[T any](d *caddyfile.Dispenser, kind string, m *caddyhttp.ResponseMatcher, into T, opts options[T]) error {
+	var err error
+	if m.StatusCode, err = parseStatuses(d.RemainingArgs()); err != nil || len(m.StatusCode) > 0 {
 		return err
 	}
-	for nesting := d.Nesting(); d.NextBlock(nesting); {
-		var err error
-		switch d.Val() {
-		case "header":
-			var field, value string
-			if !d.Args(&field, &value) {
-				return d.ArgErr()
-			}
-			if p.Header == nil {
-				p.Header = map[string]string{}
-			}
-			p.Header[field] = value
-			err = noMore(d)
-		case "applied":
-			err = parseEvidence(d, &p.Applied)
-		case "not_applied":
-			err = parseEvidence(d, &p.NotApplied)
-		case "use_answer":
-			p.UseAnswer = true
-			err = noMore(d)
-		case "timeout":
-			err = parseDuration(d, &p.Timeout)
-		default:
-			err = d.Errf("a probe has no option %q", d.Val())
-		}
-		if err != nil {
-			return err
-		}
+	at := originOf(d)
+	if err := opts.readBlock(d, kind, into, at); err != nil {
+		return err
 	}
-	check := *p
-	if err := check.provision(); err != nil {
-		return d.Errf("%v", err)
+	if len(at) == 1 {
+		return fmt.Errorf("it would match every answer; give statuses, or a block of %s", strings.Join(slices.Sorted(maps.Keys(opts)), ", "))
 	}
 	return nil
+}
+
+func parseOnUnknown(d *caddyfile.Dispenser, p *Policy) error {
+	if err := parseChoice(d, &p.OnUnknown, onUnknownBlock, onUnknownProbe, onUnknownRetry); err != nil {
+		return err
+	}
+	if p.OnUnknown != onUnknownProbe {
+		return nil
+	}
+	p.Probe = new(Probe)
+	var err error
+	if p.Probe.Method, p.Probe.URI, err = parsePair(d); err != nil {
+		return err
+	}
+	if d.NextArg() {
+		return errSyntax
+	}
+	if err := probeOptions().readBlock(d, "a probe", p.Probe, originOf(d)); err != nil {
+		return err
+	}
+	check := *p.Probe // what Provision makes of it is not for the JSON
+	return check.provision()
+}
+
+// probeOptions are the options of a status probe.
+func probeOptions() options[*Probe] {
+	type dispenser = *caddyfile.Dispenser
+	return options[*Probe]{
+		"header": {several: true, usage: "header <field> <value>", parse: func(d dispenser, p *Probe) error {
+			if err := parseEntry(d, &p.Header); err != nil {
+				return err
+			}
+			return checkFields(slices.Sorted(maps.Keys(p.Header)))
+		}},
+		"applied": {usage: "applied <statuses...>", parse: func(d dispenser, p *Probe) error {
+			return parseEvidence(d, &p.Applied)
+		}},
+		"not_applied": {usage: "not_applied <statuses...>", parse: func(d dispenser, p *Probe) error {
+			return parseEvidence(d, &p.NotApplied)
+		}},
+		"use_answer": {usage: "use_answer", parse: func(_ dispenser, p *Probe) error {
+			p.UseAnswer = true
+			return nil
+		}},
+		"timeout": {usage: "timeout <duration>", parse: func(d dispenser, p *Probe) error {
+			return parseDuration(d, &p.Timeout)
+		}},
+	}
 }
 
 func parseEvidence(d *caddyfile.Dispenser, into **Evidence) error {
-	if *into != nil {
-		return d.Errf("%s stands twice", d.Val())
-	}
 	e := new(Evidence)
 	*into = e
-	return parseResponse(d, &e.ResponseMatcher, func() (bool, error) {
-		if d.Val() != "json" {
-			return false, nil
-		}
-		var pointer, value string
-		if !d.Args(&pointer, &value) {
-			return true, d.ArgErr()
-		}
-		if e.JSON == nil {
-			e.JSON = map[string]string{}
-		}
-		e.JSON[pointer] = value
-		return true, noMore(d)
-	})
+	return parseAnswer(d, d.Val(), &e.ResponseMatcher, e, evidenceOptions())
+}
+
+// evidenceOptions are the options of a block of evidence.
+func evidenceOptions() options[*Evidence] {
+	return options[*Evidence]{
+		"json": {several: true, usage: "json <pointer> <value>", parse: func(d *caddyfile.Dispenser, e *Evidence) error {
+			if err := parseEntry(d, &e.JSON); err != nil {
+				return err
+			}
+			return e.provision()
+		}},
+	}.merge(within(func(e *Evidence) *caddyhttp.ResponseMatcher { return &e.ResponseMatcher }, answerOptions()))
+}
+
+// parseEntry reads a key and its value.
+func parseEntry(d *caddyfile.Dispenser, into *map[string]string) error {
+	name, value, err := parsePair(d)
+	if err != nil {
+		return err
+	}
+	if _, ok := (*into)[name]; ok {
+		return fmt.Errorf("%s is given twice", name)
+	}
+	if *into == nil {
+		*into = map[string]string{}
+	}
+	(*into)[name] = value
+	return nil
 }

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"io/fs"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap"
@@ -35,6 +37,12 @@ type engine struct {
 	ring  *seal.Ring
 	// keys tells whether another configuration brings another key.
 	keys string
+
+	logger  *zap.Logger
+	drain   atomic.Int64 // nanoseconds, as the latest configuration says
+	exiting sync.Once
+	uncut   context.Context // of all executions; ended by cut
+	cut     context.CancelFunc
 }
 
 // engineSpec says how to open an engine.
@@ -42,6 +50,7 @@ type engineSpec struct {
 	opener       StoreOpener
 	path         string
 	key, keyFile string
+	drain        time.Duration // how long an exit waits for executions
 	logger       *zap.Logger
 }
 
@@ -90,7 +99,10 @@ func (e *engine) release() error {
 }
 
 // Destruct closes the store. It is called by the pool, once nobody uses it.
-func (e *engine) Destruct() error { return e.store.Close() }
+func (e *engine) Destruct() error {
+	e.cut()
+	return e.store.Close()
+}
 
 func openEngine(spec engineSpec) (_ *engine, err error) {
 	st, err := spec.opener.OpenStore(spec.logger)
@@ -116,7 +128,10 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 			zap.Int("in_doubt", recovered.InDoubt), zap.Int("released", recovered.Released))
 	}
 	spec.logger.Info("store open", zap.String("path", spec.path))
-	return &engine{path: spec.path, store: st, guard: g, ring: ring, keys: spec.keys()}, nil
+	e := &engine{path: spec.path, store: st, guard: g, ring: ring, keys: spec.keys(), logger: spec.logger}
+	e.drain.Store(int64(spec.drain))
+	e.uncut, e.cut = context.WithCancel(context.Background())
+	return e, nil
 }
 
 // loadRing reads the key ring. A new one is made only for a store that never held

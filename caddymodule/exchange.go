@@ -38,8 +38,10 @@ type exchange struct {
 	guard   *guard.Guard
 	release func() // of the engine; taken over by who works on after the answer
 	body    *spool.Spool
+	read    bool // the request's body was read to its end
 	call    guard.Call
 	wait    time.Time // when a retry stops waiting for a running execution
+	probing *probing  // the probe that this call makes
 }
 
 // open takes a reference to the engine, which a running execution keeps.
@@ -56,6 +58,7 @@ func (x *exchange) open() error {
 }
 
 func (x *exchange) close() {
+	x.probed()
 	if x.body != nil {
 		_ = x.body.Close()
 	}
@@ -194,6 +197,7 @@ func (x *exchange) find() (guard.Finding, error) {
 // claim makes this call the owner of its key. guard.ErrTaken says to look again.
 func (x *exchange) claim(found guard.Finding) (*guard.Execution, error) {
 	execution, err := x.guard.Claim(x.r.Context(), &x.call, found)
+	x.probed()
 	if err != nil && !errors.Is(err, guard.ErrTaken) {
 		return nil, x.storeFailed(err)
 	}

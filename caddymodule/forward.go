@@ -29,7 +29,7 @@ type forwarding struct {
 // the answer go. The client's leaving stops none of it (P7).
 func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 	x.note("executed", "")
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(x.r.Context()), time.Duration(x.action.Deadline))
+	ctx, cancel := x.engine.detach(x.r.Context(), time.Duration(x.action.Deadline))
 	defer cancel()
 
 	var f forwarding
@@ -112,6 +112,8 @@ func (r recording) SetTrailer(trailer map[string][]string) {
 // naming this execution as the parent of what it may cause.
 func (x *exchange) request(ctx context.Context) *http.Request {
 	r := x.r.WithContext(ctx)
+	target := *x.r.URL // which inner handlers rewrite, and may have to once more
+	r.URL = &target
 	r.Header = x.r.Header.Clone()
 	r.Header.Del("Expect") // the body is here
 	r.Header.Del(headerExecutionID)

@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -23,7 +24,7 @@ const anonymous = "anonymous"
 // its own, so that no caller can take another kind's name.
 func (h *Handler) caller(g *guard.Guard, r *http.Request) (string, error) {
 	if h.Caller != "" {
-		if name := replacer(r).ReplaceAll(h.Caller, ""); name != "" {
+		if name, ok := filled(r, h.Caller); ok {
 			return "explicit:" + name, nil
 		}
 	}
@@ -33,8 +34,8 @@ func (h *Handler) caller(g *guard.Guard, r *http.Request) (string, error) {
 	if id, _ := replacer(r).GetString("http.auth.user.id"); id != "" {
 		return "user:" + id, nil
 	}
-	if credentials := present(r.Header, h.Credentials); credentials != "" {
-		if unstable(r.Header["Authorization"], h.Credentials) {
+	if credentials := present(r.Header, h.credentials); credentials != "" {
+		if slices.Contains(h.credentials, "Authorization") && unstable(r.Header["Authorization"]) {
 			return "", problem.New(problem.CallerUnstable,
 				"The Authorization scheme is neither Basic nor Bearer, and no `caller` is configured.")
 		}
@@ -71,7 +72,7 @@ func subject(cert *x509.Certificate) string {
 func present(h http.Header, names []string) string {
 	var b strings.Builder
 	for _, name := range names {
-		for _, value := range h[http.CanonicalHeaderKey(name)] {
+		for _, value := range h[name] {
 			b.WriteString(name + "=" + strconv.Itoa(len(value)) + ":" + value + ";")
 		}
 	}
@@ -80,14 +81,10 @@ func present(h http.Header, names []string) string {
 
 // unstable reports an Authorization whose value changes with every attempt, as
 // signatures do.
-func unstable(authorization, credentials []string) bool {
-	counts := false
-	for _, name := range credentials {
-		counts = counts || strings.EqualFold(name, "Authorization")
-	}
+func unstable(authorization []string) bool {
 	for _, value := range authorization {
 		scheme, _, _ := strings.Cut(strings.TrimSpace(value), " ")
-		if counts && !strings.EqualFold(scheme, "Basic") && !strings.EqualFold(scheme, "Bearer") {
+		if !strings.EqualFold(scheme, "Basic") && !strings.EqualFold(scheme, "Bearer") {
 			return true
 		}
 	}
@@ -100,14 +97,26 @@ func workflow(r *http.Request) string {
 	if id := r.Header.Get("Workflow-Id"); execid.Check(id) == nil {
 		return id
 	}
-	parts := strings.Split(r.Header.Get("Traceparent"), "-")
-	if len(parts) < 4 || len(parts[0]) != 2 || len(parts[1]) != 32 || strings.Trim(parts[1], "0") == "" {
+	return traceID(r.Header.Get("Traceparent"))
+}
+
+// traceID is the trace id of a traceparent (W3C Trace Context, section 3.2), or
+// empty where that is malformed. Versions after 00 may have further fields.
+func traceID(traceparent string) string {
+	const version, trace, parent, flags = 2, 32, 16, 2 // lengths in hexadecimal digits
+	fields := strings.Split(traceparent, "-")
+	if len(fields) < 4 || fields[0] == "ff" || fields[0] == "00" && len(fields) != 4 {
 		return ""
 	}
-	if _, err := hex.DecodeString(parts[1]); err != nil {
+	for i, length := range []int{version, trace, parent, flags} {
+		if len(fields[i]) != length || strings.Trim(fields[i], "0123456789abcdef") != "" {
+			return ""
+		}
+	}
+	if strings.Trim(fields[1], "0") == "" || strings.Trim(fields[2], "0") == "" {
 		return ""
 	}
-	return parts[1]
+	return fields[1]
 }
 
 // IDSource is a place where callers name the intended effect. Exactly one member is set.
@@ -116,7 +125,7 @@ type IDSource struct {
 	// quoted string and the bare characters are the same id.
 	Header string `json:"header,omitempty"`
 
-	// A placeholder. Empty is no id.
+	// Text with placeholders. One without a value makes it no id.
 	Placeholder string `json:"placeholder,omitempty"`
 
 	// A JSON pointer (RFC 6901) into the request's JSON body, to a string or a
@@ -150,30 +159,36 @@ func (x *exchange) fromSource(s *IDSource, index int) (string, error) {
 		}
 		id, err = execid.ParseHeader(lines)
 	case s.Placeholder != "":
-		if id = replacer(x.r).ReplaceAll(s.Placeholder, ""); id == "" {
+		var ok bool
+		if id, ok = filled(x.r, s.Placeholder); !ok {
 			return "", errNoID
 		}
 		err = execid.Check(id)
 	default:
-		var found bool
-		if id, found, err = x.lookUpBody(x.h.pointers[index]); err != nil {
+		if id, err = x.lookUpBody(x.h.pointers[index]); err != nil {
 			return "", err
-		}
-		if !found {
-			return "", errNoID
 		}
 		err = execid.Check(id)
 	}
 	if err != nil {
-		return "", problem.New(problem.ExecutionIDInvalid, sentence(err))
+		return "", invalidID(err)
 	}
 	return id, nil
 }
+
+func invalidID(err error) error { return problem.New(problem.ExecutionIDInvalid, sentence(err)) }
 
 // sentence makes an error's text one.
 func sentence(err error) string {
 	text := err.Error()
 	return strings.ToUpper(text[:1]) + text[1:] + "."
+}
+
+// filled fills the placeholders of text, all of which must have a value: with the
+// rest alone, different callers or calls would look the same (P1, P3).
+func filled(r *http.Request, text string) (string, bool) {
+	value, err := replacer(r).ReplaceOrErr(text, true, true)
+	return value, err == nil && value != ""
 }
 
 func replacer(r *http.Request) *caddy.Replacer {

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
@@ -38,8 +37,8 @@ type Handler struct {
 	// `default`.
 	Name string `json:"name,omitempty"`
 
-	// Where callers name the intended effect, in order. Default: the header
-	// `Idempotency-Key`, then `Execution-Id`.
+	// Where callers name the intended effect, in order; the first that has an id
+	// counts. Default: the header `Idempotency-Key`, then `Execution-Id`.
 	ExecutionID []IDSource `json:"execution_id,omitempty"`
 
 	// What happens to a call without an id: `require` (400), `mint` (it runs under
@@ -56,14 +55,17 @@ type Handler struct {
 	// the same execution. Goes before `missing_id`. Default: false.
 	Inherit bool `json:"inherit,omitempty"`
 
-	// Who the caller is, as a placeholder like `{http.auth.user.tenant}`. Where it
-	// is empty, and by default: the subject of a verified client certificate, else
+	// Who the caller is, as text with placeholders like `{http.auth.user.tenant}`.
+	// Where one of them has no value, and by default: the subject of a verified
+	// client certificate, else
 	// `{http.auth.user.id}`, else a hash of the credential fields, else a hash of
 	// the cookies, else `anonymous`. No caller ever gets another one's result.
 	Caller string `json:"caller,omitempty"`
 
-	// The header fields that are credentials. Default: `Authorization`,
-	// `X-Api-Key`, `Api-Key`.
+	// The header fields that are credentials, in any order. Default:
+	// `Authorization`, `X-Api-Key`, `Api-Key`. An `Authorization` whose scheme is
+	// neither Basic nor Bearer is refused (400 `caller-unstable`) where none of the
+	// better identities applies.
 	Credentials []string `json:"credentials,omitempty"`
 
 	// Further calls that are guarded, among those with a safe method.
@@ -103,6 +105,7 @@ type Handler struct {
 	app               *App
 	logger            *zap.Logger
 	actions           []*Action // Actions and the default one
+	credentials       []string  // Credentials, canonical and sorted
 	consequentialSets caddyhttp.MatcherSets
 	exemptSets        caddyhttp.MatcherSets
 	pointers          []fingerprint.Pointer // of ExecutionID, by index
@@ -110,8 +113,7 @@ type Handler struct {
 	upstream          caddyhttp.Handler
 	probes            *prober
 
-	// ownRequests is the first option that makes requests of the guard's own.
-	ownRequests *caddyfile.Token
+	origin origin // of a Caddyfile's guard
 }
 
 const (
@@ -143,8 +145,11 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	if err := h.provisionIDs(); err != nil {
 		return err
 	}
-	if err := h.provisionMatchers(ctx); err != nil {
-		return err
+	if err := provisionMatchers(ctx, h, "ConsequentialRaw", h.ConsequentialRaw, &h.consequentialSets); err != nil {
+		return fmt.Errorf("consequential: %w", err)
+	}
+	if err := provisionMatchers(ctx, h, "ExemptRaw", h.ExemptRaw, &h.exemptSets); err != nil {
+		return fmt.Errorf("exempt: %w", err)
 	}
 	if h.UpstreamRaw != nil {
 		mods, err := ctx.LoadModule(h, "UpstreamRaw")
@@ -153,10 +158,8 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 		}
 		h.upstream = compile(mods.([]any))
 	}
-	for i, a := range h.actions {
-		if err := h.provisionAction(ctx, a); err != nil {
-			return fmt.Errorf("action %d (%s): %w", i+1, a.Name, err)
-		}
+	if err := h.provisionActions(ctx); err != nil {
+		return err
 	}
 	if h.Caller == "" {
 		h.logger.Warn("calls without any credential share one space of execution ids; require authentication, or name the caller with `caller`",
@@ -171,113 +174,120 @@ func (h *Handler) setDefaults() {
 	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
 	inherit(&h.MaxBody, 32<<20)
 	inherit(&h.AttachWait, caddy.Duration(30*time.Second))
-	if h.ExecutionID == nil {
+	// An empty list is as good as none: without any credential field, every caller
+	// would be the same (P3).
+	if len(h.ExecutionID) == 0 {
 		h.ExecutionID = []IDSource{{Header: "Idempotency-Key"}, {Header: headerExecutionID}}
 	}
-	if h.Credentials == nil {
+	if len(h.Credentials) == 0 {
 		h.Credentials = []string{"Authorization", "X-Api-Key", "Api-Key"}
 	}
 	h.Policy.inherit(&defaults)
-	h.actions = append(slices.Clip(h.Actions), &Action{Name: defaultAction})
 }
 
 func (h *Handler) provisionIDs() error {
+	if h.Caller != "" {
+		if err := checkPlaceholder(h.Caller); err != nil {
+			return fmt.Errorf("caller: %w", err)
+		}
+	}
+	if err := checkFields(h.Credentials); err != nil {
+		return fmt.Errorf("credentials: %w", err)
+	}
+	h.credentials = canonical(h.Credentials)
 	h.pointers = make([]fingerprint.Pointer, len(h.ExecutionID))
-	for i, s := range h.ExecutionID {
-		set := 0
-		for _, v := range []string{s.Header, s.Placeholder, s.JSON} {
-			if v != "" {
-				set++
-			}
+	for i := range h.ExecutionID {
+		source := &h.ExecutionID[i]
+		if err := source.check(); err != nil {
+			return fmt.Errorf("execution_id: source %d: %w", i+1, err)
 		}
-		if set != 1 {
-			return fmt.Errorf("execution_id source %d names %d places; it needs exactly one of header, placeholder and json", i+1, set)
-		}
-		if s.JSON != "" {
-			p, err := fingerprint.ParsePointer(s.JSON)
-			if err != nil {
-				return fmt.Errorf("execution_id json %q: %w", s.JSON, err)
-			}
-			h.pointers[i] = p
-		}
+		h.pointers[i], _ = fingerprint.ParsePointer(source.JSON) // checked
 	}
-	for _, text := range h.FingerprintExclude {
-		p, err := fingerprint.ParsePointer(text)
-		if err != nil {
-			return fmt.Errorf("fingerprint_exclude %q: %w", text, err)
-		}
-		h.fingerprints.Exclude = append(h.fingerprints.Exclude, p)
+	var err error
+	if h.fingerprints.Exclude, err = parsePointers(h.FingerprintExclude); err != nil {
+		return fmt.Errorf("fingerprint_exclude: %w", err)
 	}
 	return nil
 }
 
-func (h *Handler) provisionMatchers(ctx caddy.Context) error {
-	for _, m := range []struct {
-		name, field string
-		raw         caddyhttp.RawMatcherSets
-		sets        *caddyhttp.MatcherSets
-	}{
-		{"consequential", "ConsequentialRaw", h.ConsequentialRaw, &h.consequentialSets},
-		{"exempt", "ExemptRaw", h.ExemptRaw, &h.exemptSets},
-	} {
-		if len(m.raw) == 0 {
-			continue
-		}
-		mods, err := ctx.LoadModule(h, m.field)
-		if err != nil {
-			return fmt.Errorf("%s: %w", m.name, err)
-		}
-		if err := m.sets.FromInterface(mods); err != nil {
-			return fmt.Errorf("%s: %w", m.name, err)
+// provisionMatchers loads the matchers in the named field of host.
+func provisionMatchers(ctx caddy.Context, host any, field string, raw caddyhttp.RawMatcherSets, into *caddyhttp.MatcherSets) error {
+	if len(raw) == 0 {
+		return nil
+	}
+	for i, set := range raw {
+		if len(set) == 0 {
+			return fmt.Errorf("matcher set %d is empty and would match every call; name a matcher, or leave the set out", i+1)
 		}
 	}
+	mods, err := ctx.LoadModule(host, field)
+	if err != nil {
+		return err
+	}
+	return into.FromInterface(mods)
+}
+
+// provisionActions makes h.actions of the configured ones and the default one.
+func (h *Handler) provisionActions(ctx caddy.Context) error {
+	fallback := &Action{Name: defaultAction}
+	if err := h.provisionPolicy(fallback); err != nil {
+		return err
+	}
+	for i, a := range h.Actions {
+		if a == nil {
+			return fmt.Errorf("actions: action %d is null; leave it out", i+1)
+		}
+		if err := checkName(a.Name, h.Actions[:i]); err != nil {
+			return fmt.Errorf("actions: action %d: %w", i+1, err)
+		}
+		if err := provisionMatchers(ctx, a, "MatcherSetsRaw", a.MatcherSetsRaw, &a.matchers); err != nil {
+			return fmt.Errorf("action %s: match: %w", a.Name, err)
+		}
+		if err := h.provisionPolicy(a); err != nil {
+			return fmt.Errorf("action %s: %w", a.Name, err)
+		}
+	}
+	h.actions = append(slices.Clip(h.Actions), fallback)
 	return nil
 }
 
-func (h *Handler) provisionAction(ctx caddy.Context, a *Action) error {
-	if len(a.MatcherSetsRaw) > 0 {
-		mods, err := ctx.LoadModule(a, "MatcherSetsRaw")
-		if err != nil {
-			return fmt.Errorf("match: %w", err)
-		}
-		if err := a.matchers.FromInterface(mods); err != nil {
-			return fmt.Errorf("match: %w", err)
-		}
-	}
+// provisionPolicy completes the policy of an action.
+func (h *Handler) provisionPolicy(a *Action) error {
 	a.inherit(&h.Policy)
-	a.rules = guard.Rules{Preset: a.Preset}
 	if err := a.Policy.validate(); err != nil {
 		return err
+	}
+	a.rules = guard.Rules{Preset: a.Preset}
+	for i := range a.Outcomes {
+		a.Outcomes[i].verdict, _ = guard.ParseVerdict(a.Outcomes[i].Outcome) // validated
 	}
 	if a.OnUnknown != onUnknownProbe {
 		return nil
 	}
 	if h.upstream == nil {
-		return errors.New("on_unknown probe needs an `upstream`: the handlers by which the guard's own requests reach the upstream")
+		return errors.New("on_unknown: probe needs an `upstream`: the handlers by which the guard's own requests reach the upstream")
 	}
 	return a.Probe.provision()
 }
 
 // Validate checks what Provision has set.
 func (h *Handler) Validate() error {
-	if !slices.Contains([]string{missingRequire, missingMint, missingDerive}, h.MissingID) {
-		return fmt.Errorf("missing_id %q is unknown; use %s, %s or %s", h.MissingID, missingRequire, missingMint, missingDerive)
+	if err := oneOf(h.MissingID, missingRequire, missingMint, missingDerive); err != nil {
+		return fmt.Errorf("missing_id: %w", err)
 	}
-	if h.Endpoints != "" && h.Endpoints != endpointsOff {
-		return fmt.Errorf("endpoints %q is unknown; leave it out or use off", h.Endpoints)
-	}
-	if h.DeriveWindow < 0 || h.AttachWait < 0 || h.MaxBody < 0 {
-		return errors.New("derive_window, attach_wait and max_body must not be negative")
-	}
-	names := map[string]bool{}
-	for _, a := range h.actions {
-		switch {
-		case a.Name == "":
-			return errors.New("an action has no name")
-		case names[a.Name]:
-			return fmt.Errorf("two actions have the name %q; %q is also the name of what no action matches", a.Name, defaultAction)
+	if h.Endpoints != "" {
+		if err := oneOf(h.Endpoints, endpointsOff); err != nil {
+			return fmt.Errorf("endpoints: %w, or leave it out", err)
 		}
-		names[a.Name] = true
+	}
+	if err := checkDuration(h.DeriveWindow); err != nil {
+		return fmt.Errorf("derive_window: %w", err)
+	}
+	if err := checkDuration(h.AttachWait); err != nil {
+		return fmt.Errorf("attach_wait: %w", err)
+	}
+	if h.MaxBody < 0 {
+		return fmt.Errorf("max_body: %d bytes is negative; it must be positive", h.MaxBody)
 	}
 	return nil
 }

@@ -3,10 +3,10 @@ package caddymodule
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"slices"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -94,6 +94,7 @@ type Action struct {
 
 	matchers caddyhttp.MatcherSets
 	rules    guard.Rules
+	origin   origin // of a Caddyfile's action
 }
 
 const (
@@ -130,11 +131,13 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.MaxResult, base.MaxResult)
 	inherit(&p.Preset, base.Preset)
 	inherit(&p.OnUnknown, base.OnUnknown)
-	inherit(&p.Probe, base.Probe)
+	if p.OnUnknown == onUnknownProbe {
+		inherit(&p.Probe, base.Probe)
+	}
 	inherit(&p.Settle, base.Settle)
 	inherit(&p.Unframed, base.Unframed)
 	inherit(&p.GRPC, base.GRPC)
-	p.Outcomes = append(slices.Clip(p.Outcomes), base.Outcomes...)
+	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
 }
 
 func inherit[T comparable](v *T, base T) {
@@ -144,49 +147,82 @@ func inherit[T comparable](v *T, base T) {
 	}
 }
 
-// validate checks p after it has inherited.
+// validate checks p after it has inherited. Its errors name the option.
 func (p *Policy) validate() error {
-	for name, d := range map[string]caddy.Duration{
-		"deadline": p.Deadline, "retain_result": p.RetainResult, "retain_key": p.RetainKey,
-	} {
-		if d <= 0 {
-			return fmt.Errorf("%s is %v; it must be positive", name, time.Duration(d))
+	wrong := func(err error, options ...string) error { return &invalid{options, err} }
+	for _, d := range []struct {
+		name  string
+		value caddy.Duration
+	}{{"deadline", p.Deadline}, {"retain_result", p.RetainResult}, {"retain_key", p.RetainKey}} {
+		if err := checkDuration(d.value); err != nil {
+			return wrong(err, d.name)
 		}
 	}
 	if p.RetainKey < p.RetainResult {
-		return fmt.Errorf("retain_key (%v) is shorter than retain_result (%v): a result cannot outlive its key",
-			time.Duration(p.RetainKey), time.Duration(p.RetainResult))
+		return wrong(fmt.Errorf("%v is shorter than retain_result, which is %v; a result cannot outlive its key",
+			time.Duration(p.RetainKey), time.Duration(p.RetainResult)), "retain_key", "retain_result")
 	}
 	if p.MaxResult < 0 {
-		return fmt.Errorf("max_result is %d bytes; it must not be negative", p.MaxResult)
-	}
-	if !slices.Contains(guard.Presets(), p.Preset) {
-		return fmt.Errorf("preset %q is unknown; use one of %v", p.Preset, guard.Presets())
+		return wrong(fmt.Errorf("%d bytes is negative; it must be positive", p.MaxResult), "max_result")
 	}
 	for _, word := range []struct {
 		name, value string
 		known       []string
 	}{
+		{"preset", string(p.Preset), presets()},
 		{"on_unknown", p.OnUnknown, []string{onUnknownBlock, onUnknownProbe, onUnknownRetry}},
 		{"settle", p.Settle, []string{settleAwaited, settleAsync}},
 		{"unframed", p.Unframed, []string{unframedDoubt, unframedComplete}},
-		{"grpc", p.GRPC, []string{"", grpcUnary}},
+		{"grpc", p.GRPC, []string{grpcUnary}},
 	} {
-		if !slices.Contains(word.known, word.value) {
-			return fmt.Errorf("%s %q is unknown; use %s", word.name, word.value, strings.Trim(strings.Join(word.known, ", "), ", "))
+		if word.name == "grpc" && word.value == "" {
+			continue
+		}
+		if err := oneOf(word.value, word.known...); err != nil {
+			return wrong(err, word.name)
 		}
 	}
-	if p.OnUnknown == onUnknownProbe && p.Probe == nil {
-		return errors.New("on_unknown probe needs a probe with a status URL")
+	switch probing := p.OnUnknown == onUnknownProbe; {
+	case probing && p.Probe == nil:
+		return wrong(errors.New("probe needs a `probe` with the status URL to ask"), "on_unknown")
+	case !probing && p.Probe != nil:
+		return wrong(fmt.Errorf("it is never asked, as on_unknown is %s; set on_unknown to probe", p.OnUnknown), "probe")
 	}
 	for i := range p.Outcomes {
-		verdict, err := guard.ParseVerdict(p.Outcomes[i].Outcome)
-		if err != nil {
-			return fmt.Errorf("outcome rule %d: %w", i+1, err)
+		if err := p.Outcomes[i].check(); err != nil {
+			return wrong(fmt.Errorf("rule %d: %w", i+1, err), "outcomes")
 		}
-		p.Outcomes[i].verdict = verdict
 	}
 	return nil
+}
+
+func presets() []string {
+	var names []string
+	for _, preset := range guard.Presets() {
+		names = append(names, string(preset))
+	}
+	return names
+}
+
+// check finds rules that would say nothing, or match every answer or none.
+func (r *OutcomeRule) check() error {
+	if _, err := guard.ParseVerdict(r.Outcome); err != nil {
+		return err
+	}
+	if len(r.Match.StatusCode) == 0 && len(r.Match.Headers) == 0 {
+		return errors.New("it would match every answer; name a status or a header")
+	}
+	return checkAnswer(&r.Match)
+}
+
+// checkAnswer checks what a response matcher names.
+func checkAnswer(m *caddyhttp.ResponseMatcher) error {
+	for _, code := range m.StatusCode {
+		if err := checkStatus(code); err != nil {
+			return err
+		}
+	}
+	return checkFields(slices.Sorted(maps.Keys(m.Headers)))
 }
 
 // judge reads a whole answer.
@@ -209,7 +245,7 @@ func judgeGRPC(header http.Header, trailer map[string][]string) guard.Verdict {
 	if values := trailer["Grpc-Status"]; len(values) > 0 {
 		text = values[0]
 	}
-	code, err := strconv.Atoi(text)
+	code, err := strconv.ParseUint(text, 10, 32) // no sign
 	if err != nil {
 		return guard.InDoubt
 	}

@@ -5,8 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -14,6 +16,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
+	"golang.org/x/net/http/httpguts"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -69,8 +72,14 @@ const maxProbeAnswer = 256 << 10
 func (p *Probe) provision() error {
 	inherit(&p.Method, http.MethodGet)
 	inherit(&p.Timeout, caddy.Duration(10*time.Second))
-	if p.Timeout < 0 {
-		return fmt.Errorf("probe: timeout is %v; it must be positive", time.Duration(p.Timeout))
+	if err := checkMethod(p.Method); err != nil {
+		return fmt.Errorf("probe: %w", err)
+	}
+	if err := checkDuration(p.Timeout); err != nil {
+		return fmt.Errorf("probe: timeout: %w", err)
+	}
+	if err := checkFields(slices.Sorted(maps.Keys(p.Header))); err != nil {
+		return fmt.Errorf("probe: header: %w", err)
 	}
 	path, query, _ := strings.Cut(p.URI, "?")
 	if !strings.HasPrefix(path, "/") {
@@ -83,13 +92,25 @@ func (p *Probe) provision() error {
 	if p.query, err = parseTemplate(query, url.QueryEscape); err != nil {
 		return fmt.Errorf("probe: URI %q: %w", p.URI, err)
 	}
+	if _, err := url.ParseRequestURI(p.path.sample()); err != nil || strings.ContainsAny(p.URI, "# \t") {
+		return fmt.Errorf("probe: URI %q is malformed; write a path and a query, escaped", p.URI)
+	}
 	if p.Applied == nil && p.NotApplied == nil {
 		return errors.New("probe: neither applied nor not_applied is set, so that no answer would say anything")
 	}
-	for name, e := range map[string]*Evidence{"applied": p.Applied, "not_applied": p.NotApplied} {
-		if err := e.provision(); err != nil {
-			return fmt.Errorf("probe: %s: %w", name, err)
-		}
+	if err := p.Applied.provision(); err != nil {
+		return fmt.Errorf("probe: applied: %w", err)
+	}
+	if err := p.NotApplied.provision(); err != nil {
+		return fmt.Errorf("probe: not_applied: %w", err)
+	}
+	return nil
+}
+
+// checkMethod finds what no upstream would know.
+func checkMethod(method string) error {
+	if !httpguts.ValidHeaderFieldName(method) || strings.ToUpper(method) != method {
+		return fmt.Errorf("%q is no method; write one in capital letters, like GET", method)
 	}
 	return nil
 }
@@ -100,6 +121,9 @@ func (e *Evidence) provision() error {
 	}
 	if len(e.StatusCode) == 0 && len(e.Headers) == 0 && len(e.JSON) == 0 {
 		return errors.New("it names no status, header or json, and would match every answer")
+	}
+	if err := checkAnswer(&e.ResponseMatcher); err != nil {
+		return err
 	}
 	e.pointers = map[string]fingerprint.Pointer{}
 	for text := range e.JSON {
@@ -155,6 +179,19 @@ func parseTemplate(text string, escape func(string) string) (template, error) {
 	return t, nil
 }
 
+// sample is the template with something in the place of each value.
+func (t template) sample() string {
+	var b strings.Builder
+	for _, part := range t {
+		if part.placeholder {
+			b.WriteString("x")
+		} else {
+			b.WriteString(part.text)
+		}
+	}
+	return b.String()
+}
+
 // fill writes the template out. A placeholder without a value is an error: the
 // request would ask something else than was meant.
 func (t template) fill(repl *caddy.Replacer) (string, error) {
@@ -165,8 +202,8 @@ func (t template) fill(repl *caddy.Replacer) (string, error) {
 			continue
 		}
 		value, _ := repl.GetString(part.text)
-		if value == "" || value == "." || value == ".." {
-			return "", fmt.Errorf("placeholder {%s} has no usable value", part.text)
+		if value == "" {
+			return "", fmt.Errorf("placeholder {%s} has no value", part.text)
 		}
 		b.WriteString(part.escape(value))
 	}
@@ -199,14 +236,25 @@ func (a *probeAnswer) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
+// target is the escaped path and the query to ask.
+func (p *Probe) target(repl *caddy.Replacer) (path, query string, err error) {
+	if path, err = p.path.fill(repl); err != nil {
+		return "", "", err
+	}
+	// Whoever chooses the values must not choose another path.
+	for segment := range strings.SplitSeq(path, "/") {
+		if segment == "." || segment == ".." {
+			return "", "", fmt.Errorf("the path %q would lead elsewhere", path)
+		}
+	}
+	query, err = p.query.fill(repl)
+	return path, query, err
+}
+
 // ask sends the probe for the call of x.
 func (p *Probe) ask(x *exchange) (*probeAnswer, error) {
 	repl := replacer(x.r)
-	path, err := p.path.fill(repl)
-	if err != nil {
-		return nil, err
-	}
-	query, err := p.query.fill(repl)
+	path, query, err := p.target(repl)
 	if err != nil {
 		return nil, err
 	}
@@ -242,51 +290,92 @@ func (p *Probe) ask(x *exchange) (*probeAnswer, error) {
 	return a, nil
 }
 
-// prober lets one probe run for a key at a time; the others wait for it.
+// prober lets one probe run for a key at a time; the others wait for what it finds.
 type prober struct {
 	mu      sync.Mutex
-	running map[guard.Key]chan struct{}
+	running map[guard.Key]*probing
 }
 
-// enter returns nil for the one that may probe, who must call leave. Others get a
-// channel that is closed when the probe is over.
-func (p *prober) enter(key guard.Key) <-chan struct{} {
+// probing is a probe that runs.
+type probing struct {
+	over chan struct{}
+	// doubt says, once over is closed, that the call stays in doubt.
+	doubt bool
+}
+
+// enter returns the probe of key, and whether the caller is to make it. Who makes it
+// must call leave.
+func (p *prober) enter(key guard.Key) (probe *probing, first bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if done, ok := p.running[key]; ok {
-		return done
+	if probe, ok := p.running[key]; ok {
+		return probe, false
 	}
 	if p.running == nil {
-		p.running = map[guard.Key]chan struct{}{}
+		p.running = map[guard.Key]*probing{}
 	}
-	p.running[key] = make(chan struct{})
-	return nil
+	probe = &probing{over: make(chan struct{})}
+	p.running[key] = probe
+	return probe, true
 }
 
-func (p *prober) leave(key guard.Key) {
+func (p *prober) leave(key guard.Key, probe *probing) {
 	p.mu.Lock()
-	defer p.mu.Unlock()
-	close(p.running[key])
 	delete(p.running, key)
+	p.mu.Unlock()
+	close(probe.over)
 }
 
-// probe asks the upstream about a call in doubt.
+// probe settles a call in doubt by asking the upstream about it. Of many retries one
+// asks; the others do what its answer allows.
 func (x *exchange) probe(found guard.Finding) (step, error) {
-	if done := x.h.probes.enter(x.call.Key); done != nil {
+	probe, first := x.h.probes.enter(x.call.Key)
+	if !first {
 		select {
-		case <-done:
-			return stepFind, nil
+		case <-probe.over:
 		case <-x.r.Context().Done():
-			return stepDone, x.r.Context().Err()
+			return stepDone, x.gone()
 		}
+		if probe.doubt {
+			return stepDone, x.inDoubt(found.Record.Cause)
+		}
+		return stepFind, nil
 	}
-	defer x.h.probes.leave(x.call.Key)
+	x.probing = probe
+	// It may have been settled since it was found.
+	found, err := x.find()
+	if err != nil || found.Standing != guard.Doubtful {
+		x.probed()
+		return stepFind, err
+	}
+	next, err := x.settleDoubt(found)
+	if next == stepDone && err == nil {
+		probe.doubt = true
+		err = x.inDoubt(found.Record.Cause)
+	}
+	if next != stepClaim { // those who wait must find the claim
+		x.probed()
+	}
+	return next, err
+}
+
+// probed lets those go who wait for the probe of this call.
+func (x *exchange) probed() {
+	if x.probing != nil {
+		x.h.probes.leave(x.call.Key, x.probing)
+		x.probing = nil
+	}
+}
+
+// settleDoubt asks, and records that the call was applied. stepDone says that it stays
+// in doubt.
+func (x *exchange) settleDoubt(found guard.Finding) (step, error) {
 	p := x.action.Probe
 	a, err := p.ask(x)
 	if err != nil {
 		x.h.logger.Warn("the status probe gave no answer; the call stays in doubt",
 			zap.Stringer("key", x.call.Key), zap.Error(err))
-		return stepDone, x.inDoubt(found.Record.Cause)
+		return stepDone, nil
 	}
 	switch {
 	case p.Applied.matches(a):
@@ -294,15 +383,16 @@ func (x *exchange) probe(found guard.Finding) (step, error) {
 		if p.UseAnswer {
 			head = &guard.Head{Status: a.status, Header: answer.Replayable(a.header)}
 		}
-		err := x.guard.Applied(x.r.Context(), x.call.Key, found, head, a.body)
+		// Others wait for this, whether or not the caller does.
+		err := x.guard.Applied(context.WithoutCancel(x.r.Context()), x.call.Key, found, head, a.body)
 		if err != nil && !errors.Is(err, guard.ErrTaken) {
-			return stepDone, x.storeFailed(err)
+			return stepFind, x.storeFailed(err)
 		}
 		return stepFind, nil
 	case p.NotApplied.matches(a):
 		return stepClaim, nil
 	}
-	return stepDone, x.inDoubt(found.Record.Cause)
+	return stepDone, nil
 }
 
 // compile chains handlers, the first outermost.

@@ -2,6 +2,7 @@ package caddymodule
 
 import (
 	"encoding/json"
+	"errors"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
@@ -14,19 +15,9 @@ import (
 	_ "github.com/agent-guard/caddy-agent-guard/caddymodule/transport"
 )
 
-// guardOptions are the options of agent_proxy that are agent_guard's. All others
-// are reverse_proxy's.
-var guardOptions = map[string]bool{
-	"name": true, "caller": true, "credentials": true, "execution_id": true, "missing_id": true, "inherit": true,
-	"consequential": true, "exempt": true, "fingerprint_exclude": true, "max_body": true, "attach_wait": true,
-	"endpoints": true, "action": true,
-	"deadline": true, "retain_result": true, "retain_key": true, "max_result": true, "preset": true, "outcome": true,
-	"on_unknown": true, "settle": true, "unframed": true, "grpc": true,
-}
-
 // parseProxy reads the shortcut
 //
-//	agent_proxy [<matcher>] <upstreams...> {
+//	agent_proxy [<matcher>] [<upstreams...>] {
 //		<options of agent_guard>
 //		<options of reverse_proxy>
 //		transport agent_guard {
@@ -37,15 +28,14 @@ var guardOptions = map[string]bool{
 // It is agent_guard, then reverse_proxy with the transport agent_guard, which the
 // block for it configures.
 func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
-	if !h.Next() {
-		return nil, h.ArgErr()
-	}
+	h.Next() // the directive's name
+	name := h.Token()
 	matchers, err := h.ExtractMatcherSet()
 	if err != nil {
 		return nil, err
 	}
-	h.Next() // the directive's name again: the look for a matcher has rewound
-	guardTokens, proxyTokens, err := split(h.NewFromNextSegment())
+	h.Next() // the name again: the look for a matcher has rewound
+	guardTokens, proxyTokens, err := split(h.NextSegment())
 	if err != nil {
 		return nil, err
 	}
@@ -54,16 +44,26 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	if err := guard.UnmarshalCaddyfile(caddyfile.NewDispenser(guardTokens)); err != nil {
 		return nil, err
 	}
+	if upstream, ok := guard.origin["upstream"]; ok {
+		return nil, errorAt(upstream[0], errors.New("upstream: agent_proxy is its own; leave the block out, or use agent_guard and reverse_proxy"))
+	}
 	proxy := new(reverseproxy.Handler)
 	d := caddyfile.NewDispenser(proxyTokens)
 	if err := proxy.UnmarshalCaddyfile(d); err != nil {
-		return nil, err
+		return nil, errorAt(name, err)
 	}
 	if err := proxy.FinalizeUnmarshalCaddyfile(h.WithDispenser(d)); err != nil {
-		return nil, err
+		return nil, errorAt(name, err)
 	}
+	if len(proxy.Upstreams) == 0 && proxy.DynamicUpstreamsRaw == nil {
+		return nil, errorAt(name, errors.New("agent_proxy has no upstream; name one behind it, or in its block with `to` or `dynamic`"))
+	}
+	if proxy.TransportRaw, err = guarded(proxy.TransportRaw); err != nil {
+		return nil, errorAt(name, err)
+	}
+
 	proxyRaw := caddyconfig.JSONModuleObject(proxy, "handler", "reverse_proxy", nil)
-	if guard.ownRequests != nil {
+	if _, own := guard.ownRequests(); own {
 		guard.UpstreamRaw = []json.RawMessage{proxyRaw}
 	}
 	route := caddyhttp.Route{HandlersRaw: []json.RawMessage{
@@ -75,58 +75,53 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	return []httpcaddyfile.ConfigValue{{Class: "route", Value: route}}, nil
 }
 
-// split parts the tokens of an agent_proxy segment into those of a directive with
-// the guard's options and one with the rest.
-func split(d *caddyfile.Dispenser) (guard, proxy []caddyfile.Token, err error) {
-	d.Next()
-	name := d.Token()
-	guard = []caddyfile.Token{name}
-	proxy = append([]caddyfile.Token{name}, tokensOfArgs(d)...)
-	brace := func(text string, like caddyfile.Token) caddyfile.Token {
-		token := like.Clone()
-		token.Text = text
-		return token
+// split parts the tokens of an agent_proxy directive into those of one with the
+// guard's options and of one with all others.
+func split(whole caddyfile.Segment) (guard, proxy []caddyfile.Token, err error) {
+	d := caddyfile.NewDispenser(whole)
+	d.Next() // the directive's name
+	line := 1 + len(d.RemainingArgs())
+	guard = append(guard, whole[0])
+	proxy = append(proxy, whole[:line]...)
+	if line == len(whole) {
+		return guard, proxy, nil // no block
 	}
-	line := func(token caddyfile.Token, n int) caddyfile.Token {
-		token.Line += n
-		return token
-	}
-	guard = append(guard, brace("{", name))
-	proxy = append(proxy, brace("{", name))
+	open, end := whole[line], whole[len(whole)-1]
 	transported := false
-	last := name
+	guard = append(guard, open)
+	proxy = append(proxy, open)
+	ours := guardOptions()
 	for d.NextBlock(0) {
-		option := d.Token()
-		segment := d.NextSegment()
-		last = segment[len(segment)-1]
-		if guardOptions[option.Text] {
-			guard = append(guard, segment...)
+		option := d.NextSegment()
+		if _, known := ours[option.Directive()]; known {
+			guard = append(guard, option...)
 			continue
 		}
-		if option.Text == "transport" {
-			if len(segment) < 2 || segment[1].Text != "agent_guard" {
-				return nil, nil, errorAt(&option, "agent_proxy forwards with the transport agent_guard, which takes the options of transport http too; "+
-					"for another transport use agent_guard and reverse_proxy, and read in the manual what that costs")
+		if option.Directive() == "transport" {
+			switch {
+			case transported:
+				return nil, nil, errorAt(option[0], errors.New("transport stands twice"))
+			case len(option) > 1 && option[1].Text != "agent_guard":
+				return nil, nil, errorAt(option[0], errors.New("transport: agent_proxy forwards with agent_guard, which takes the options of transport http too; "+
+					"for another transport use agent_guard and reverse_proxy, and read in the manual what that costs"))
 			}
 			transported = true
 		}
-		proxy = append(proxy, segment...)
+		proxy = append(proxy, option...)
 	}
-	if !transported {
-		for _, word := range []string{"transport", "agent_guard"} {
-			proxy = append(proxy, line(brace(word, last), 1))
-		}
-	}
-	guard = append(guard, line(brace("}", last), 2))
-	proxy = append(proxy, line(brace("}", last), 2))
-	return guard, proxy, nil
+	return append(guard, end), append(proxy, end), nil
 }
 
-// tokensOfArgs takes the rest of the line.
-func tokensOfArgs(d *caddyfile.Dispenser) []caddyfile.Token {
-	var tokens []caddyfile.Token
-	for d.NextArg() {
-		tokens = append(tokens, d.Token())
+// guarded makes the transport agent_guard of the one that reverse_proxy has made:
+// none, or http with what the scheme of the upstreams asks for. agent_guard has all
+// options of http.
+func guarded(raw json.RawMessage) (json.RawMessage, error) {
+	transport := map[string]json.RawMessage{}
+	if raw != nil {
+		if err := json.Unmarshal(raw, &transport); err != nil {
+			return nil, err
+		}
 	}
-	return tokens
+	transport["protocol"] = json.RawMessage(`"agent_guard"`)
+	return json.Marshal(transport)
 }

@@ -48,6 +48,10 @@ func NewRecorder(w *Writer, sink Sink, marks http.Header, cut func() bool) *Reco
 }
 
 func (r *Recorder) mark() {
+	for _, name := range ours {
+		delete(r.Header(), name)
+		delete(r.Header(), http.TrailerPrefix+name)
+	}
 	for name, values := range r.marks {
 		r.Header()[name] = values
 	}
@@ -134,6 +138,7 @@ func (r *Recorder) Finish() {
 	if t := r.Trailer(); len(t) > 0 {
 		r.sink.SetTrailer(t)
 	}
+	r.mark() // in the trailer too
 }
 
 // Trailer is what was written after the body.
@@ -191,17 +196,20 @@ func difference(before, after http.Header) map[string][]string {
 	return diff
 }
 
+// ours are the fields in which nobody but the gateway says something about an
+// execution.
+var ours = [...]string{"Execution-Id", "Execution-Status", "Execution-Checkpoint", "Idempotent-Replayed"}
+
 // neverReplayed lists fields of one connection, one moment or one client, and those
 // that we set ourselves.
 func neverReplayed(name string) bool {
 	switch name {
 	case "Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection",
 		"Te", "Transfer-Encoding", "Upgrade",
-		"Date", "Set-Cookie", "Set-Cookie2", "Server-Timing",
-		"Execution-Id", "Execution-Status", "Execution-Checkpoint", "Idempotent-Replayed":
+		"Date", "Set-Cookie", "Set-Cookie2", "Server-Timing":
 		return true
 	}
-	return strings.HasPrefix(name, http.TrailerPrefix)
+	return slices.Contains(ours[:], name) || strings.HasPrefix(name, http.TrailerPrefix)
 }
 
 // Replayable is what of h can be replayed.

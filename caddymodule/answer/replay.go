@@ -4,6 +4,7 @@ import (
 	"compress/gzip"
 	"errors"
 	"io"
+	"maps"
 	"net/http"
 	"slices"
 	"strconv"
@@ -25,8 +26,17 @@ type Source struct {
 // Play sends src to the client of w, with marks as further header fields. The end
 // of the answer is released when the body has ended with io.EOF. Any other error is
 // returned: if w.Sent() then, the connection must be aborted, so that the client
-// sees that the answer is not whole.
+// sees that the answer is not whole; else w is as it was, for another answer.
 func Play(w *Writer, r *http.Request, src Source, marks http.Header) error {
+	before := maps.Clone(w.Header())
+	err := play(w, r, src, marks)
+	if err != nil && !w.Sent() {
+		w.takeBack(before)
+	}
+	return err
+}
+
+func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 	h := w.Header()
 	for name, values := range src.Head.Header {
 		if values == nil {
@@ -90,7 +100,7 @@ func setTrailer(w *Writer, trailer map[string][]string) {
 // guarded request asked its upstream for nothing but gzip (NarrowEncoding), so
 // other codings need no care.
 func unasked(h http.Header, r *http.Request) bool {
-	return strings.EqualFold(h.Get("Content-Encoding"), "gzip") && !acceptsGzip(r.Header)
+	return isGzip(h.Get("Content-Encoding")) && !acceptsGzip(r.Header)
 }
 
 // plain makes the header that of the decoded body.
@@ -123,19 +133,24 @@ func acceptsGzip(h http.Header) bool {
 		for item := range strings.SplitSeq(line, ",") {
 			coding, params, _ := strings.Cut(item, ";")
 			accepted := true
-			if q, ok := strings.CutPrefix(strings.ToLower(strings.ReplaceAll(params, " ", "")), "q="); ok {
+			if q, ok := strings.CutPrefix(strings.ToLower(strings.Join(strings.Fields(params), "")), "q="); ok {
 				weight, err := strconv.ParseFloat(q, 64)
 				accepted = err == nil && weight > 0
 			}
-			switch strings.ToLower(strings.TrimSpace(coding)) {
-			case "gzip", "x-gzip":
+			switch coding = strings.TrimSpace(coding); {
+			case isGzip(coding):
 				return accepted
-			case "*":
+			case coding == "*":
 				any = accepted
 			}
 		}
 	}
 	return any
+}
+
+// isGzip recognises both names of the coding (RFC 9110, section 8.4.1.3).
+func isGzip(coding string) bool {
+	return strings.EqualFold(coding, "gzip") || strings.EqualFold(coding, "x-gzip")
 }
 
 // gunzip decodes when it is first read, so that the header can go before a live

@@ -4,6 +4,8 @@
 package answer
 
 import (
+	"errors"
+	"maps"
 	"net/http"
 	"strconv"
 	"time"
@@ -70,6 +72,13 @@ func (w *Writer) WriteHeader(status int) {
 	w.w.WriteHeader(status)
 }
 
+// takeBack forgets an answer of which nothing was sent.
+func (w *Writer) takeBack(header http.Header) {
+	clear(w.Header())
+	maps.Copy(w.Header(), header)
+	w.status, w.held, w.left, w.last = 0, false, -1, nil
+}
+
 // Write sends p, but for the last byte of a body of known length. It never fails.
 func (w *Writer) Write(p []byte) (int, error) {
 	if w.status == 0 {
@@ -121,7 +130,7 @@ func (w *Writer) FlushError() error {
 	if w.held || w.gone {
 		return nil
 	}
-	if err := w.control.Flush(); err != nil {
+	if err := w.control.Flush(); err != nil && !errors.Is(err, http.ErrNotSupported) {
 		w.gone = true
 	}
 	return nil

@@ -47,6 +47,8 @@ type contextKey struct{}
 //
 // Every further request made with the context counts as a copy: a response
 // handler or a forward_auth between here and reverse_proxy is cut off like one.
+// A transport that reports no events does not blow the fuse: with fastcgi,
+// lb_retry_match does send again (and Proof proves nothing).
 func Arm(ctx context.Context) (context.Context, *Watch) {
 	forgetEarlierProxy(ctx)
 	w := &Watch{parent: ctx}

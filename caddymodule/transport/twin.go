@@ -39,10 +39,8 @@ func (t *Transport) twin() (*http.Transport, error) {
 	}
 
 	// Clone copies the hooks of the original's HTTP/2, which would put guarded
-	// requests on connections of the original's pool.
-	rt.TLSNextProto = nil
+	// requests on connections of the original's pool. This replaces them.
 	if slices.Contains(t.Versions, "2") || slices.Contains(t.Versions, "h2c") {
-		//nolint:staticcheck // the twin must speak HTTP/2 exactly as Caddy's transport does
 		//lint:ignore SA1019 the twin must speak HTTP/2 exactly as Caddy's transport does
 		if err := http2.ConfigureTransport(rt); err != nil {
 			return nil, fmt.Errorf("configuring HTTP/2 for guarded requests: %w", err)

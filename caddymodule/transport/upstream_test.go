@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -27,9 +28,14 @@ type serverConn struct {
 // first byte.
 type upstream struct {
 	addr     string
-	listener net.Listener
 	arrivals atomic.Int64
-	open     sync.WaitGroup
+
+	listener  net.Listener
+	accepting sync.WaitGroup
+	open      sync.WaitGroup
+
+	accepted *sync.Cond // guards conns, and wakes when one is added
+	conns    []*net.TCPConn
 }
 
 func newUpstream(t *testing.T, do answer) *upstream {
@@ -48,14 +54,18 @@ func listen(t *testing.T, config *tls.Config, do answer) *upstream {
 	if err != nil {
 		t.Fatal(err)
 	}
-	u := &upstream{addr: l.Addr().String(), listener: l}
+	u := &upstream{addr: l.Addr().String(), listener: l, accepted: sync.NewCond(new(sync.Mutex))}
 	t.Cleanup(u.close)
-	u.open.Go(func() {
+	u.accepting.Go(func() {
 		for {
 			c, err := l.Accept()
 			if err != nil {
 				return
 			}
+			u.accepted.L.Lock()
+			u.conns = append(u.conns, c.(*net.TCPConn))
+			u.accepted.L.Unlock()
+			u.accepted.Broadcast()
 			if config != nil {
 				c = tls.Server(c, config)
 			}
@@ -80,12 +90,31 @@ func (u *upstream) serve(c net.Conn, do answer) {
 
 func (u *upstream) close() { _ = u.listener.Close() }
 
-// total ends the upstream and returns what arrived in its life. The proxy must
-// have given up its connections, so that nothing can arrive any more.
+// total ends the upstream and returns what arrived in its life. It accepts every
+// connection that was made by now, and reads each to its end.
 func (u *upstream) total() int {
+	// Connections are accepted in the order in which they were made, so this one
+	// is the last.
+	if last, err := net.Dial("tcp", u.addr); err == nil {
+		_ = last.Close()
+		u.waitFor(last.LocalAddr().String())
+	}
 	u.close()
+	u.accepting.Wait()
+	for _, c := range u.conns {
+		_ = c.CloseWrite()
+	}
 	u.open.Wait()
 	return int(u.arrivals.Load())
+}
+
+// waitFor waits until the connection from addr is accepted.
+func (u *upstream) waitFor(addr string) {
+	u.accepted.L.Lock()
+	defer u.accepted.L.Unlock()
+	for !slices.ContainsFunc(u.conns, func(c *net.TCPConn) bool { return c.RemoteAddr().String() == addr }) {
+		u.accepted.Wait()
+	}
 }
 
 // read reads one whole request.

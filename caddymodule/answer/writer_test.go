@@ -1,0 +1,216 @@
+package answer_test
+
+import (
+	"bytes"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+)
+
+// P7 and step 8: everything flows at once but the end, which Release lets go.
+func TestTheEndIsHeldBack(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		method string
+		status int
+		length string // Content-Length
+		writes []string
+		before []string // what the client has before Release
+		after  []string // and what it gets then
+	}{
+		{"the last byte of a known length", http.MethodPost, 201, "6", []string{"abc", "def"},
+			[]string{"status 201", "write abc", "write de"}, []string{"write f"}},
+		{"one byte", http.MethodPost, 200, "1", []string{"a"}, []string{"status 200"}, []string{"write a"}},
+		{"all in one write", http.MethodPost, 200, "3", []string{"abc"}, []string{"status 200", "write ab"}, []string{"write c"}},
+		{"the last byte in a write of its own", http.MethodPost, 200, "3", []string{"ab", "c"}, []string{"status 200", "write ab"}, []string{"write c"}},
+		{"nothing of an unknown length but its end, which is the return", http.MethodPost, 200, "", []string{"abc", "def"},
+			[]string{"status 200", "write abc", "write def"}, nil},
+		{"a length that is no number is unknown", http.MethodPost, 200, "many", []string{"abc"}, []string{"status 200", "write abc"}, nil},
+		{"a negative length is unknown", http.MethodPost, 200, "-1", []string{"abc"}, []string{"status 200", "write abc"}, nil},
+		{"the header of an empty body", http.MethodPost, 200, "0", nil, nil, []string{"status 200"}},
+		{"the header of an empty body, whatever is written", http.MethodPost, 200, "0", []string{"x"}, nil, []string{"status 200"}},
+		{"the header of 204", http.MethodPost, 204, "", []string{"x"}, nil, []string{"status 204"}},
+		{"the header of 304", http.MethodPost, 304, "7", nil, nil, []string{"status 304"}},
+		{"the header for HEAD", http.MethodHead, 200, "7", nil, nil, []string{"status 200"}},
+		{"what is beyond the length is dropped", http.MethodPost, 200, "3", []string{"abcd", "efg"}, []string{"status 200", "write ab"}, []string{"write c"}},
+		{"an empty write is none", http.MethodPost, 200, "2", []string{"", "ab", ""}, []string{"status 200", "write a"}, []string{"write b"}},
+		{"a body that stays short has no end to release", http.MethodPost, 200, "9", []string{"abc"}, []string{"status 200", "write abc"}, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			r := post()
+			r.Method = c.method
+			to := newClient()
+			w := answer.NewWriter(to, r)
+			if c.length != "" {
+				w.Header().Set("Content-Length", c.length)
+			}
+			w.WriteHeader(c.status)
+			for _, text := range c.writes {
+				if n, err := w.Write([]byte(text)); n != len(text) || err != nil {
+					t.Errorf("writing %q: %d, %v", text, n, err)
+				}
+			}
+			if !slices.Equal(to.log, c.before) {
+				t.Errorf("before its release the client has %q, want %q", to.log, c.before)
+			}
+			if w.Sent() != (len(c.before) > 0) {
+				t.Errorf("Sent is %v with %q", w.Sent(), to.log)
+			}
+			w.Release()
+			if got := to.log[len(c.before):]; !slices.Equal(got, c.after) {
+				t.Errorf("Release lets go %q, want %q", got, c.after)
+			}
+			if !w.Sent() {
+				t.Error("Sent is false after Release")
+			}
+			w.Release()
+			if len(to.log) != len(c.before)+len(c.after) {
+				t.Errorf("the second Release sends again: %q", to.log)
+			}
+		})
+	}
+}
+
+func TestWritingWithoutAHeaderIsA200(t *testing.T) {
+	to := newClient()
+	w := answer.NewWriter(to, post())
+	_, _ = w.Write([]byte("abc"))
+	w.WriteHeader(500) // too late
+	if want := []string{"status 200", "write abc"}; !slices.Equal(to.log, want) {
+		t.Errorf("the client has %q, want %q", to.log, want)
+	}
+}
+
+// P7: bytes flow at once, so a flush reaches the client, but not the held end.
+func TestFlush(t *testing.T) {
+	to := newClient()
+	w := answer.NewWriter(to, post())
+	w.Flush() // sends the header
+	_, _ = w.Write([]byte("data: 1\n\n"))
+	if err := http.NewResponseController(w).Flush(); err != nil {
+		t.Error(err)
+	}
+	if want := []string{"status 200", "flush", "write data: 1\n\n", "flush"}; !slices.Equal(to.log, want) {
+		t.Errorf("the client has %q, want %q", to.log, want)
+	}
+
+	to = newClient()
+	w = answer.NewWriter(to, post())
+	w.WriteHeader(204)
+	w.Flush()
+	if len(to.log) != 0 {
+		t.Errorf("a flush let a held header go: %q", to.log)
+	}
+}
+
+// A writer that cannot flush is no client that has left: the answer goes on.
+func TestAnswerGoesOnWhereNothingCanBeFlushed(t *testing.T) {
+	to := newClient()
+	w := answer.NewWriter(plainClient{to}, post())
+	w.Flush()
+	_, _ = w.Write([]byte("abc"))
+	if want := []string{"status 200", "write abc"}; !slices.Equal(to.log, want) {
+		t.Errorf("the client has %q, want %q", to.log, want)
+	}
+}
+
+func TestInformationalAnswersPassAtOnce(t *testing.T) {
+	to := newClient()
+	w := answer.NewWriter(to, post())
+	w.WriteHeader(http.StatusContinue)
+	w.WriteHeader(http.StatusEarlyHints)
+	if w.Sent() {
+		t.Error("an informational answer counts as the final one")
+	}
+	w.WriteHeader(204)
+	w.Release()
+	if want := []string{"status 100", "status 103", "status 204"}; !slices.Equal(to.log, want) {
+		t.Errorf("the client has %q, want %q", to.log, want)
+	}
+}
+
+// P7: the client's leaving stops nothing: writes succeed and are dropped.
+func TestTheClientsLeavingIsNotNoticed(t *testing.T) {
+	to := newClient()
+	w := answer.NewWriter(to, post())
+	_, _ = w.Write([]byte("abc"))
+	to.gone = true
+	for range 2 {
+		if n, err := w.Write([]byte("def")); n != 3 || err != nil {
+			t.Errorf("writing to a client that left: %d, %v", n, err)
+		}
+	}
+	to.gone = false // once gone, always gone: what it missed cannot be made up for
+	_, _ = w.Write([]byte("ghi"))
+	if err := w.FlushError(); err != nil {
+		t.Errorf("flushing to a client that left: %v", err)
+	}
+	w.Release()
+	if string(to.body) != "abc" {
+		t.Errorf("the client that left after abc has %q", to.body)
+	}
+}
+
+// A failed flush tells of the client's leaving as a failed write does.
+func TestAFailedFlushIsTheClientsLeaving(t *testing.T) {
+	to := newClient()
+	w := answer.NewWriter(to, post())
+	w.WriteHeader(200)
+	to.gone = true
+	if err := w.FlushError(); err != nil {
+		t.Errorf("flushing to a client that left: %v", err)
+	}
+	to.gone = false
+	_, _ = w.Write([]byte("abc"))
+	if len(to.body) != 0 {
+		t.Errorf("the client that left has %q", to.body)
+	}
+}
+
+// P7: a client that stalls is treated as one that left, so that it cannot hold an
+// execution; the limit is for this answer, not for the connection.
+func TestStallingClientsHaveADeadline(t *testing.T) {
+	t.Run("small answers set none", func(t *testing.T) {
+		to := newClient()
+		w := answer.NewWriter(to, post())
+		_, _ = w.Write(bytes.Repeat([]byte("x"), 64<<10))
+		w.Release()
+		if len(to.deadlines) != 0 {
+			t.Errorf("deadlines %v", to.deadlines)
+		}
+	})
+	t.Run("large ones set one for each write, and clear it", func(t *testing.T) {
+		to := newClient()
+		w := answer.NewWriter(to, post())
+		begin := time.Now()
+		for range 4 {
+			_, _ = w.Write(bytes.Repeat([]byte("x"), 32<<10))
+		}
+		if len(to.deadlines) != 2 {
+			t.Fatalf("%d deadlines for two writes beyond 64 KiB", len(to.deadlines))
+		}
+		for _, d := range to.deadlines {
+			if d.Before(begin.Add(30*time.Second)) || d.After(time.Now().Add(30*time.Second)) {
+				t.Errorf("deadline %v after the first write, want 30s after its own", d.Sub(begin))
+			}
+		}
+		w.Release()
+		if last := to.deadlines[len(to.deadlines)-1]; !last.IsZero() {
+			t.Errorf("Release leaves the deadline %v to the connection's next request", last)
+		}
+	})
+	t.Run("writers without deadlines work", func(t *testing.T) {
+		to := newClient()
+		w := answer.NewWriter(plainClient{to}, post())
+		_, _ = w.Write(bytes.Repeat([]byte("x"), 128<<10))
+		_, _ = w.Write([]byte("end"))
+		w.Release()
+		if !strings.HasSuffix(string(to.body), "xend") || len(to.body) != 128<<10+3 {
+			t.Errorf("%d bytes arrived", len(to.body))
+		}
+	})
+}

@@ -1,0 +1,178 @@
+package caddymodule
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+)
+
+// newApp is an app whose store is in dir, with further members, and the error of its
+// Provision.
+func newApp(t *testing.T, dir, members string) (*App, error) {
+	t.Helper()
+	ctx, err := caddy.ProvisionContext(&caddy.Config{Admin: &caddy.AdminConfig{Disabled: true}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	app := new(App)
+	config := fmt.Sprintf(`{"store": {"module": "badger", "path": %q}%s}`, filepath.Join(dir, "store"), members)
+	if err := json.Unmarshal([]byte(config), app); err != nil {
+		t.Fatal(err)
+	}
+	return app, app.Provision(ctx)
+}
+
+// references counts who holds the store in dir open.
+func references(t *testing.T, dir string) int {
+	t.Helper()
+	path, err := resolve(filepath.Join(dir, "store"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	n, _ := engines.pool.References(path)
+	return n
+}
+
+// An app that is given up half-built gives back what it has acquired, which may be
+// nothing, and never another configuration's reference.
+func TestCleanupOfHalfBuiltApps(t *testing.T) {
+	dir := t.TempDir()
+	running, err := newApp(t, dir, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 { // a configuration holds one reference, however often it is started
+		if err := running.Start(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	refused, err := newApp(t, dir, `, "key": "a", "key_file": "b"`)
+	if err == nil {
+		t.Fatal("two keys are accepted")
+	}
+	validated, err := newApp(t, dir, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, app := range map[string]*App{"untouched": new(App), "refused": refused, "only validated": validated} {
+		for range 2 {
+			if err := app.Cleanup(); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		if n := references(t, dir); n != 1 {
+			t.Fatalf("after the cleanup of an app that was %s, the running one's store has %d references, want 1", name, n)
+		}
+	}
+	for range 2 {
+		if err := running.Cleanup(); err != nil {
+			t.Error(err)
+		}
+	}
+	if n := references(t, dir); n != 0 {
+		t.Errorf("%d references are left", n)
+	}
+}
+
+// A reload to another key would make all that is recorded unreadable: it is refused,
+// and the running configuration goes on.
+func TestTheKeyDoesNotChangeWithAReload(t *testing.T) {
+	dir := t.TempDir()
+	running, err := newApp(t, dir, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := running.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := running.Cleanup(); err != nil {
+			t.Error(err)
+		}
+	}()
+	other, err := newApp(t, dir, fmt.Sprintf(`, "key_file": %q`, filepath.Join(dir, "other.key")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := other.Start(); err == nil || !strings.Contains(err.Error(), "another key source") {
+		t.Errorf("starting with another key: %v", err)
+	}
+	if err := other.Cleanup(); err != nil {
+		t.Error(err)
+	}
+	if n := references(t, dir); n != 1 {
+		t.Errorf("%d references, want 1", n)
+	}
+}
+
+// "Store": a non-empty store whose key file is missing refuses to start, and never
+// gets a new one; put back, it opens.
+func TestALostKeyFileIsNotMadeAnew(t *testing.T) {
+	dir := t.TempDir()
+	key := filepath.Join(dir, "store.key")
+	start := func() error {
+		t.Helper()
+		app, err := newApp(t, dir, "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = app.Start()
+		if err := app.Cleanup(); err != nil {
+			t.Error(err)
+		}
+		return err
+	}
+	if err := start(); err != nil {
+		t.Fatal(err)
+	}
+	info, err := os.Stat(key)
+	if err != nil || info.Mode().Perm() != 0o600 {
+		t.Fatalf("the key file: %v, %v", info, err)
+	}
+	saved := filepath.Join(dir, "saved")
+	if err := os.Rename(key, saved); err != nil {
+		t.Fatal(err)
+	}
+	if err := start(); err == nil || !strings.Contains(err.Error(), key+" is missing") {
+		t.Errorf("starting without the key: %v", err)
+	}
+	if _, err := os.Stat(key); err == nil {
+		t.Error("a new key was made")
+	}
+	if err := os.Rename(saved, key); err != nil {
+		t.Fatal(err)
+	}
+	if err := start(); err != nil {
+		t.Errorf("starting with the key put back: %v", err)
+	}
+}
+
+// The key can come from the environment instead of a file; no file is made then.
+func TestKeyByValue(t *testing.T) {
+	text, err := seal.Generate().MarshalText()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("AGENT_GUARD_TEST_KEY", string(text))
+	dir := t.TempDir()
+	app, err := newApp(t, dir, `, "key": "{env.AGENT_GUARD_TEST_KEY}"`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := app.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if err := app.Cleanup(); err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Stat(filepath.Join(dir, "store.key")); err == nil {
+		t.Error("a key file was made")
+	}
+}

@@ -1,0 +1,132 @@
+package caddymodule
+
+import (
+	"encoding/json"
+	"net/http"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+)
+
+func paths(patterns ...string) caddyhttp.MatcherSets {
+	var sets caddyhttp.MatcherSets
+	for _, pattern := range patterns {
+		sets = append(sets, caddyhttp.MatcherSet{caddyhttp.MatchPath{pattern}})
+	}
+	return sets
+}
+
+// "Words", consequential, and step 1: what is guarded.
+func TestClassify(t *testing.T) {
+	h := &Handler{
+		consequentialSets: paths("/export", "/run"),
+		exemptSets:        paths("/search", "/find"),
+		actions: []*Action{
+			{Name: "grpc", matchers: paths("/pkg.service/*"), Policy: Policy{GRPC: grpcUnary}},
+			{Name: "pay", matchers: paths("/pay", "/charge")},
+			{Name: "pay_again", matchers: paths("/pay")},
+			{Name: defaultAction},
+		},
+	}
+	upgrade := []string{"Connection", "keep-alive, Upgrade", "Upgrade", "websocket"}
+	grpc := []string{"Content-Type", "application/grpc+proto"}
+	for _, c := range []struct {
+		name   string
+		r      *http.Request
+		action string // empty: not guarded
+		status string // the placeholder of what is let through
+	}{
+		{"POST", request("POST", "/"), "default", ""},
+		{"PUT", request("PUT", "/"), "default", ""},
+		{"PATCH", request("PATCH", "/"), "default", ""},
+		{"DELETE", request("DELETE", "/"), "default", ""},
+		{"an unknown method", request("FROB", "/"), "default", ""},
+		{"a method in small letters, which an upstream may read otherwise", request("get", "/"), "default", ""},
+		{"GET", request("GET", "/"), "", ""},
+		{"HEAD", request("HEAD", "/"), "", ""},
+		{"OPTIONS", request("OPTIONS", "/"), "", ""},
+		{"TRACE", request("TRACE", "/"), "", ""},
+		{"QUERY", request("QUERY", "/"), "", ""},
+		{"SEARCH", request("SEARCH", "/"), "", ""},
+		{"PROPFIND", request("PROPFIND", "/"), "", ""},
+		{"REPORT", request("REPORT", "/"), "", ""},
+		{"a GET that is consequential", request("GET", "/export"), "default", ""},
+		{"by the other line", request("GET", "/run"), "default", ""},
+		{"a POST that is exempt", request("POST", "/search"), "", "unguarded"},
+		{"by the other line, exempt", request("POST", "/find"), "", "unguarded"},
+		{"exempt is for unsafe methods", request("GET", "/search"), "", ""},
+		{"consequential is for safe methods", request("POST", "/export"), "default", ""},
+		{"an action", request("POST", "/pay"), "pay", ""},
+		{"by its other line", request("POST", "/charge"), "pay", ""},
+		{"an upgrade", request("GET", "/export", upgrade...), "", "unguarded"},
+		{"an upgrade with POST", request("POST", "/pay", upgrade...), "", "unguarded"},
+		{"Upgrade without Connection is none", request("POST", "/pay", "Upgrade", "websocket"), "pay", ""},
+		{"Connection without Upgrade is none", request("POST", "/pay", "Connection", "upgrade"), "pay", ""},
+		{"gRPC", request("POST", "/pay", grpc...), "", "unguarded"},
+		{"gRPC in capitals", request("POST", "/pay", "Content-Type", "Application/GRPC"), "", "unguarded"},
+		{"unary gRPC", request("POST", "/pkg.Service/Pay", grpc...), "grpc", ""},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			action, guarded, err := h.classify(c.r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			name := ""
+			if guarded {
+				name = action.Name
+			}
+			status, _ := replacer(c.r).GetString("http.agent_guard.status")
+			if name != c.action || status != c.status {
+				t.Errorf("action %q, status %q; want %q, %q", name, status, c.action, c.status)
+			}
+		})
+	}
+}
+
+func TestTunnelsAreNotGuarded(t *testing.T) {
+	r := request("POST", "/")
+	r.Method = http.MethodConnect
+	if _, guarded, err := (&Handler{actions: []*Action{{Name: defaultAction}}}).classify(r); guarded || err != nil {
+		t.Errorf("CONNECT: guarded %v, %v", guarded, err)
+	}
+}
+
+// Matchers of the configuration reach the decision: several lines are alternatives,
+// several matchers of one block must all match.
+func TestConfiguredMatchers(t *testing.T) {
+	t.Setenv("XDG_DATA_HOME", t.TempDir())
+	ctx, err := caddy.ProvisionContext(&caddy.Config{Admin: &caddy.AdminConfig{Disabled: true}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	mod, err := ctx.LoadModuleByID("http.handlers.agent_guard", json.RawMessage(`{
+		"exempt": [{"path": ["/search"]}, {"path": ["/find"], "header": {"X-Dry-Run": ["yes"]}}],
+		"consequential": [{"path": ["/export"]}],
+		"actions": [
+			{"name": "pay", "match": [{"path": ["/pay"], "method": ["POST"]}, {"path": ["/charge"]}]},
+			{"name": "rest"}
+		]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := mod.(*Handler)
+	for _, c := range []struct {
+		r    *http.Request
+		want string
+	}{
+		{request("POST", "/search"), ""},
+		{request("POST", "/find", "X-Dry-Run", "yes"), ""},
+		{request("POST", "/find"), "rest"},
+		{request("GET", "/export"), "rest"},
+		{request("GET", "/search"), ""},
+		{request("POST", "/pay"), "pay"},
+		{request("PUT", "/pay"), "rest"},
+		{request("PUT", "/charge"), "pay"},
+	} {
+		action, guarded, err := h.classify(c.r)
+		if err != nil || guarded != (c.want != "") || guarded && action.Name != c.want {
+			t.Errorf("%s %s: %v, %v, %v; want %q", c.r.Method, c.r.URL, action, guarded, err, c.want)
+		}
+	}
+}

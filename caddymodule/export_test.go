@@ -1,0 +1,21 @@
+package caddymodule
+
+import (
+	"maps"
+	"slices"
+)
+
+// OptionNames lists the options of each block of the Caddyfile.
+func OptionNames() map[string][]string {
+	return map[string][]string{
+		"the global option":    names(appOptions()),
+		"agent_guard":          names(guardOptions()),
+		"an action":            names(actionOptions()),
+		"a probe":              names(probeOptions()),
+		"a probe's evidence":   names(evidenceOptions()),
+		"an outcome's block":   names(answerOptions()),
+		"an action or a guard": names(policyOptions()),
+	}
+}
+
+func names[T any](opts options[T]) []string { return slices.Sorted(maps.Keys(opts)) }

@@ -1,0 +1,158 @@
+package caddymodule
+
+import (
+	"fmt"
+	"net/http"
+	"reflect"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+// An action's options go over its handler's, and those over the defaults.
+func TestInherit(t *testing.T) {
+	probe, other := new(Probe), new(Probe)
+	rule := func(status int) OutcomeRule {
+		return OutcomeRule{Outcome: "completed", Match: caddyhttp.ResponseMatcher{StatusCode: []int{status}}}
+	}
+	handler := Policy{
+		Deadline: 1, RetainResult: 2, RetainKey: 3, MaxResult: 4, Preset: guard.PresetStripe, OnUnknown: onUnknownProbe, Probe: probe,
+		Settle: settleAsync, Unframed: unframedComplete, GRPC: grpcUnary, Outcomes: []OutcomeRule{rule(404)},
+	}
+	own := Policy{
+		Deadline: 10, RetainResult: 20, RetainKey: 30, MaxResult: 40, Preset: guard.PresetACP, OnUnknown: onUnknownProbe, Probe: other,
+		Settle: settleAwaited, Unframed: unframedDoubt, GRPC: "", Outcomes: []OutcomeRule{rule(409)},
+	}
+	both := own
+	both.GRPC, both.Outcomes = grpcUnary, []OutcomeRule{rule(409), rule(404)} // the action's rules go first
+	retry := handler
+	retry.OnUnknown, retry.Probe = onUnknownRetry, nil // the handler's probe goes with its word
+	for _, c := range []struct {
+		name            string
+		action, handler Policy
+		want            Policy
+	}{
+		{"nothing said", Policy{}, Policy{}, Policy{
+			Deadline: caddy.Duration(5 * time.Minute), RetainResult: caddy.Duration(24 * time.Hour), RetainKey: caddy.Duration(720 * time.Hour),
+			MaxResult: 8 << 20, Preset: guard.PresetDefault, OnUnknown: onUnknownBlock, Settle: settleAwaited, Unframed: unframedDoubt,
+		}},
+		{"the handler's", Policy{}, handler, handler},
+		{"the action's", own, handler, both},
+		{"another word for doubts", Policy{OnUnknown: onUnknownRetry}, handler, retry},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			h, got := c.handler, c.action
+			h.inherit(&defaults)
+			got.inherit(&h)
+			if !reflect.DeepEqual(got, c.want) {
+				t.Errorf("got  %+v\nwant %+v", got, c.want)
+			}
+		})
+	}
+	if got := (Policy{}); !reflect.DeepEqual(defaults.Outcomes, got.Outcomes) || len(handler.Outcomes) != 1 {
+		t.Error("inheriting has changed what was inherited from")
+	}
+}
+
+// provisioned is an action with this policy, on a handler that says nothing.
+func provisioned(t *testing.T, p Policy) *Action {
+	t.Helper()
+	h := defaulted(t, Handler{})
+	a := &Action{Name: "a", Policy: p}
+	if err := h.provisionPolicy(a); err != nil {
+		t.Fatal(err)
+	}
+	return a
+}
+
+// "Outcome of a forwarded request": the rules go before the preset, the first that
+// matches decides.
+func TestOutcomeRules(t *testing.T) {
+	match := func(status []int, header http.Header) caddyhttp.ResponseMatcher {
+		return caddyhttp.ResponseMatcher{StatusCode: status, Headers: header}
+	}
+	a := provisioned(t, Policy{Outcomes: []OutcomeRule{
+		{Outcome: "completed", Match: match([]int{502}, http.Header{"X-Executed": {"yes"}})},
+		{Outcome: "released", Match: match([]int{502, 409}, nil)},
+		{Outcome: "in_doubt", Match: match(nil, http.Header{"X-Maybe": {"*"}})},
+		{Outcome: "in_doubt", Match: match([]int{4}, nil)},
+	}})
+	for _, c := range []struct {
+		status int
+		header http.Header
+		want   guard.Verdict
+	}{
+		{502, http.Header{"X-Executed": {"yes"}}, guard.Completed},
+		{502, http.Header{"X-Executed": {"no"}}, guard.Released},
+		{502, nil, guard.Released},
+		{409, http.Header{"X-Maybe": {"who knows"}}, guard.Released},
+		{200, http.Header{"X-Maybe": {"who knows"}}, guard.InDoubt},
+		{401, nil, guard.InDoubt},
+		{200, nil, guard.Completed},
+		{504, nil, guard.InDoubt},
+		{503, http.Header{"Retry-After": {"1"}}, guard.Released},
+		{503, nil, guard.InDoubt},
+	} {
+		if got := a.judge(c.status, c.header, nil); got != c.want {
+			t.Errorf("%d %v is %v, want %v", c.status, c.header, got, c.want)
+		}
+	}
+}
+
+func TestPresetsReachTheRules(t *testing.T) {
+	for preset, want := range map[guard.Preset]guard.Verdict{
+		"": guard.Completed, guard.PresetDefault: guard.Completed, guard.PresetStripe: guard.Completed,
+		guard.PresetACP: guard.Released, guard.PresetStrict: guard.InDoubt,
+	} {
+		if got := provisioned(t, Policy{Preset: preset}).judge(500, nil, nil); got != want {
+			t.Errorf("500 with preset %q is %v, want %v", preset, got, want)
+		}
+	}
+}
+
+// "Settled here": unary gRPC calls are judged by grpc-status.
+func TestJudgeGRPC(t *testing.T) {
+	want := map[string]guard.Verdict{
+		"": guard.InDoubt, "x": guard.InDoubt, "-7": guard.InDoubt, "+7": guard.InDoubt, "0x7": guard.InDoubt,
+	}
+	for code := range 17 {
+		verdict := guard.Completed
+		switch code {
+		case 7, 8, 16:
+			verdict = guard.Released
+		case 2, 4, 13, 14:
+			verdict = guard.InDoubt
+		}
+		want[fmt.Sprint(code)] = verdict
+	}
+	a := provisioned(t, Policy{GRPC: grpcUnary})
+	for text, verdict := range want {
+		trailer := map[string][]string{"Grpc-Status": {text}}
+		if got := a.judge(200, http.Header{}, trailer); got != verdict {
+			t.Errorf("grpc-status %q in the trailer is %v, want %v", text, got, verdict)
+		}
+		if got := a.judge(200, http.Header{"Grpc-Status": {text}}, nil); got != verdict {
+			t.Errorf("grpc-status %q in the header is %v, want %v", text, got, verdict)
+		}
+	}
+	if got := a.judge(200, http.Header{}, nil); got != guard.InDoubt {
+		t.Errorf("no grpc-status is %v, want in_doubt", got)
+	}
+	if got := a.judge(200, http.Header{"Grpc-Status": {"0"}}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.InDoubt {
+		t.Errorf("the trailer's status does not go before the header's: %v", got)
+	}
+	if got := a.judge(503, http.Header{"Retry-After": {"1"}}, map[string][]string{"Grpc-Status": {"0"}}); got != guard.Released {
+		t.Errorf("an answer that is not gRPC's is %v, want released by its HTTP status", got)
+	}
+	if got := provisioned(t, Policy{}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.Completed {
+		t.Errorf("grpc-status counts where no action says so: %v", got)
+	}
+	a = provisioned(t, Policy{GRPC: grpcUnary, Outcomes: []OutcomeRule{{Outcome: "completed", Match: caddyhttp.ResponseMatcher{StatusCode: []int{200}}}}})
+	if got := a.judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.Completed {
+		t.Errorf("rules do not go before grpc-status: %v", got)
+	}
+}

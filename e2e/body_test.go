@@ -1,0 +1,156 @@
+package e2e
+
+import (
+	"bufio"
+	"crypto/sha256"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"strings"
+	"testing"
+)
+
+// Step 2: a body over the cap is refused before anything is claimed or forwarded,
+// whether its length is announced or not.
+func TestBodyTooLarge(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n max_body 1KiB\n}", u.addr)
+	most := strings.Repeat("x", 1<<10)
+	for i, r := range []request{
+		{body: most + "x"},
+		{reader: onlyReader{strings.NewReader(most + "x")}},
+		{reader: onlyReader{strings.NewReader(strings.Repeat(most, 100))}},
+	} {
+		r.path, r.id = fmt.Sprint("/over/", i), "k"
+		doc := g.call(r).terminal(t, 413, "body-too-large")
+		if !*doc.SafeNewKey || !strings.Contains(doc.Detail, "1024") {
+			t.Errorf("%+v", doc)
+		}
+		u.arrived(r.path, 0)
+		r.reader, r.body = nil, "{}" // the key is free
+		g.call(r).want(t, 201, "arrival 1", "executed")
+	}
+	for i, r := range []request{{body: most}, {reader: onlyReader{strings.NewReader(most)}}} {
+		r.path, r.id = fmt.Sprint("/at/", i), "k"
+		g.call(r).want(t, 201, "arrival 1", "executed")
+		if u.last(r.path).body != most {
+			t.Error("the body was changed")
+		}
+	}
+	if got := g.call(request{method: http.MethodGet, path: "/read", body: most + "x"}); got.status != 201 {
+		t.Errorf("what is not guarded got %d", got.status)
+	}
+}
+
+// Step 2: a body that does not fit into memory arrives as it was sent, and is
+// compared like any other.
+func TestBodySpills(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	u.on("/x", func(w http.ResponseWriter, a *arrival) {
+		fmt.Fprintf(w, "%x %d %v", sha256.Sum256([]byte(a.body)), a.ContentLength, a.TransferEncoding)
+	})
+	noise := make([]byte, 5<<20+1)
+	source := rand.NewChaCha8([32]byte{1})
+	_, _ = source.Read(noise) // never fails
+	want := fmt.Sprintf("%x %d []", sha256.Sum256(noise), len(noise))
+	octets := headers{"Content-Type": "application/octet-stream"}
+	g.call(request{path: "/x", id: "k", body: string(noise), header: octets}).want(t, 200, want, "executed")
+	g.call(request{path: "/x", id: "k", reader: onlyReader{strings.NewReader(string(noise))}, header: octets}).want(t, 200, want, "replayed")
+	noise[len(noise)-1]++
+	g.call(request{path: "/x", id: "k", body: string(noise), header: octets}).terminal(t, 422, "fingerprint-mismatch")
+	u.arrived("/x", 1)
+}
+
+// Trap 21: a client that waits for 100 gets it, and the upstream, to which the body
+// goes at once, is not asked.
+func TestExpectContinue(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n max_body 1KiB\n}", u.addr)
+	conn := g.dial()
+	in := bufio.NewReader(conn)
+	write(t, conn, "POST /x HTTP/1.1\r\nHost: x\r\nIdempotency-Key: k\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n")
+	if line, err := in.ReadString('\n'); err != nil || !strings.HasPrefix(line, "HTTP/1.1 100 ") {
+		t.Fatalf("%q %v", line, err)
+	}
+	if line, err := in.ReadString('\n'); err != nil || line != "\r\n" {
+		t.Fatalf("%q %v", line, err)
+	}
+	write(t, conn, "hello")
+	answers(t, in, http.MethodPost).want(t, 201, "arrival 1", "executed")
+	if last := u.last("/x"); last.body != "hello" || last.Header.Get("Expect") != "" {
+		t.Errorf("%q, %v", last.body, last.Header)
+	}
+	// One that is refused is not asked for, and the client not left waiting.
+	for slug, head := range map[string]string{
+		"body-too-large":  "Content-Length: 5000\r\n",
+		"caller-unstable": "Content-Length: 5\r\nAuthorization: DPoP x\r\n",
+	} {
+		conn = g.dial()
+		write(t, conn, "POST /x HTTP/1.1\r\nHost: x\r\nIdempotency-Key: k\r\n"+head+"Expect: 100-continue\r\n\r\n")
+		got := answers(t, bufio.NewReader(conn), http.MethodPost)
+		got.terminal(t, got.status, slug)
+	}
+}
+
+// A request that is broken off in its body was never whole: nothing is forwarded and
+// its key is free.
+func TestBrokenOffRequest(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	head := "POST /x HTTP/1.1\r\nHost: " + g.addr + "\r\nIdempotency-Key: k\r\nContent-Type: application/json\r\n"
+	for _, rest := range []string{
+		"Content-Length: 12\r\n\r\n{\"amo",
+		"Transfer-Encoding: chunked\r\n\r\n5\r\n{\"amo\r\n",
+		"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+	} {
+		conn := g.dial()
+		write(t, conn, head+rest)
+		_ = conn.(interface{ CloseWrite() error }).CloseWrite()
+		got, err := io.ReadAll(conn)
+		if err != nil || len(got) > 0 && !strings.HasPrefix(string(got), "HTTP/1.1 400 ") {
+			t.Errorf("%q: %q %v", rest, got, err)
+		}
+	}
+	u.arrived("/x", 0)
+	g.call(request{path: "/x", id: "k"}).want(t, 201, "arrival 1", "executed")
+}
+
+// The same over HTTP/2, where a client resets its stream.
+func TestBrokenOffStream(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	out, in := io.Pipe()
+	leave := g.leaving(request{path: "/x", id: "k", reader: onlyReader{out}, client: g.h2cClient()})
+	write(t, in, `{"amo`)
+	eventually(t, "the gateway reads the body", func() bool { return waiting("caddymodule.(*exchange).readBody") == 1 })
+	leave()
+	_ = in.Close()
+	eventually(t, "the call is over", func() bool { return waiting("caddymodule.(*Handler).ServeHTTP") == 0 })
+	u.arrived("/x", 0)
+	g.call(request{path: "/x", id: "k"}).want(t, 201, "arrival 1", "executed")
+}
+
+// A large answer is replayed as it was, from the embedded store too.
+func TestLargeAnswerIsReplayed(t *testing.T) {
+	u := newUpstream(t)
+	for _, badger := range []bool{false, true} {
+		g := launch(t, setup{site: "agent_proxy " + u.addr, badger: badger})
+		for _, size := range []int{500, 513, 256 << 10, 256<<10 + 1, 3<<20 + 7, 8 << 20} {
+			noise := make([]byte, size)
+			source := rand.NewChaCha8([32]byte{2})
+			_, _ = source.Read(noise) // never fails
+			r := request{path: fmt.Sprintf("/%v/%d", badger, size), id: "k"}
+			u.on(r.path, status(200, string(noise)))
+			for _, execution := range []string{"executed", "replayed", "replayed"} {
+				got := g.call(r)
+				if got.cut || got.body != string(noise) || got.header.Get("Execution-Status") != execution {
+					t.Errorf("%s: %d bytes, cut %v, %s; want %s", r.path, len(got.body), got.cut, got.header.Get("Execution-Status"), execution)
+				}
+			}
+			u.arrived(r.path, 1)
+		}
+		stop(t)
+	}
+}

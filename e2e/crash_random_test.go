@@ -1,0 +1,259 @@
+//go:build unix
+
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+)
+
+const (
+	crashClients = 16
+	// crashAfter is the longest that a round's load lasts, in events.
+	crashAfter = 1000
+)
+
+// crashRun is a store's history over many kills.
+type crashRun struct {
+	t        *testing.T
+	upstream *procUpstream
+	site     *procSite
+	random   *rand.Rand
+
+	mu       sync.Mutex
+	calls    map[string]procCall
+	answered map[string][32]byte // the digest of each answer whose end was seen
+	open     []string            // those without, of this round
+	settled  map[string]bool     // in doubt for good
+	tally    struct{ attached, replayed, doubtful, ran int }
+}
+
+// P1, P2, P7: whatever the moment of a SIGKILL, no call is executed twice, and every
+// answer whose end was seen is there afterwards.
+func TestCrashAtRandomMoments(t *testing.T) {
+	rounds := 5
+	if text := os.Getenv("AGENT_GUARD_CRASH_ROUNDS"); text != "" {
+		var err error
+		if rounds, err = strconv.Atoi(text); err != nil || rounds < 1 {
+			t.Fatalf("AGENT_GUARD_CRASH_ROUNDS is %q", text)
+		}
+	}
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed) // kills hit where the scheduler lets them: it repeats the plan only
+	upstream := procNewUpstream(t)
+	run := &crashRun{
+		t: t, upstream: upstream, site: procNewSite(t, upstream.addr), random: rand.New(rand.NewPCG(seed, 0)),
+		calls: map[string]procCall{}, answered: map[string][32]byte{}, settled: map[string]bool{},
+	}
+	gateway := run.site.start(t)
+	for round := range rounds {
+		first := len(run.calls)
+		run.load(gateway, round)
+		run.upstream.watch(nil)
+		gateway = run.restart()
+		run.retry()
+		if t.Failed() {
+			t.Fatalf("round %d of %d, %d calls before it", round+1, rounds, first)
+		}
+	}
+	run.verifyAll()
+	gateway.end(t)
+
+	count := upstream.audit(t)
+	for id := range run.answered {
+		if count[id] != 1 {
+			t.Errorf("P1: %s was answered and executed %d times", id, count[id])
+		}
+	}
+	if run.tally.doubtful == 0 && run.tally.ran == 0 && run.tally.replayed == 0 {
+		t.Error("no kill hit an open call")
+	}
+	t.Logf("%d kills, %d calls answered, none lost, none executed twice; open at a kill: %d in doubt, %d recorded, %d had not run",
+		rounds, len(run.answered), run.tally.doubtful, run.tally.replayed, run.tally.ran)
+}
+
+// watch has f called at each effect.
+func (u *procUpstream) watch(f func(n int)) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.seen = f
+}
+
+// load lets clients call until the gateway is killed, at a moment that the random
+// source chooses: after so many effects or after so many answers.
+func (r *crashRun) load(gateway *procGateway, round int) {
+	ctx, cancel := context.WithTimeout(context.Background(), procBound)
+	defer cancel()
+	var events atomic.Int64
+	moment := 1 + r.random.Int64N(crashAfter)
+	byEffect := r.random.IntN(2) == 0
+	event := func(effect bool) {
+		if effect == byEffect && events.Add(1) == moment {
+			_ = gateway.cmd.Process.Kill()
+		}
+	}
+	r.upstream.watch(func(int) { event(true) })
+	r.open = r.open[:0]
+	var number atomic.Int64
+	var clients sync.WaitGroup
+	for range crashClients {
+		clients.Go(func() {
+			client := procDial()
+			defer client.CloseIdleConnections()
+			for {
+				c := crashCall(fmt.Sprintf("round-%d-%d", round, number.Add(1)))
+				twin := r.twin(ctx, gateway, client, c)
+				a, err := procPost(ctx, client, r.site.addr, c)
+				if second := <-twin; err != nil && second.err == nil {
+					a, err = second.answer, nil // one of them saw the end
+				}
+				r.note(c, a, err)
+				if err != nil {
+					return
+				}
+				event(false)
+			}
+		})
+	}
+	clients.Wait()
+	if ctx.Err() != nil {
+		r.t.Error("the gateway survived its round")
+	}
+	<-gateway.dead
+}
+
+// crashCall is a call of one of several shapes.
+func crashCall(id string) procCall {
+	c := procCall{id: id, header: map[string]string{}}
+	switch n := len(id) + int(id[len(id)-1]); n % 8 {
+	case 0:
+		c.header[procSize] = "3000"
+	case 1:
+		c.header[procChunked] = "yes"
+	case 2:
+		c.header[procStatus] = "204"
+	case 3:
+		if id[len(id)-2]%4 == 0 {
+			c.header[procSize] = "600000"
+		}
+	}
+	return c
+}
+
+// twin sends some calls a second time beside the first.
+func (r *crashRun) twin(ctx context.Context, gateway *procGateway, client *http.Client, c procCall) <-chan procFuture {
+	if c.id[len(c.id)-1]%4 != 0 {
+		none := make(chan procFuture, 1)
+		none <- procFuture{err: context.Canceled}
+		return none
+	}
+	return gateway.begin(ctx, client, c)
+}
+
+// note remembers what came of a call in the load.
+func (r *crashRun) note(c procCall, a procAnswer, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.calls[c.id] = c
+	switch {
+	case err != nil:
+		r.open = append(r.open, c.id)
+	case a.execution() == "":
+		r.t.Errorf("%s: refused without a kill: %v", c.id, a)
+	default:
+		if a.execution() == "attached" {
+			r.tally.attached++
+		}
+		r.answered[c.id] = a.digest()
+	}
+}
+
+// restart starts the gateway again; now and then it is killed in its start first.
+func (r *crashRun) restart() *procGateway {
+	if r.random.IntN(4) == 0 {
+		g := r.site.launch(r.t)
+		// What a start says, a line at a time, is as good a clock as any.
+		<-g.log.line(1 + r.random.IntN(12))
+		g.kill()
+	}
+	return r.site.start(r.t)
+}
+
+// retry repeats what was open at the kill until it is settled.
+func (r *crashRun) retry() {
+	r.each(r.open, func(client *http.Client, c procCall) error {
+		a, err := procDefinite(r.t.Context(), client, r.site.addr, c)
+		if err != nil {
+			return err
+		}
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		switch {
+		case a.problem() == "in-doubt":
+			r.tally.doubtful++
+			r.settled[c.id] = true
+			return nil
+		case a.replayed():
+			r.tally.replayed++
+		case a.executed():
+			r.tally.ran++
+		default:
+			return fmt.Errorf("neither in doubt nor an answer: %v", a)
+		}
+		r.answered[c.id] = a.digest()
+		return nil
+	})
+}
+
+// verifyAll checks every call of every round.
+func (r *crashRun) verifyAll() {
+	ids := make([]string, 0, len(r.calls))
+	for id := range r.calls {
+		ids = append(ids, id)
+	}
+	r.each(ids, func(client *http.Client, c procCall) error {
+		a, err := procPost(r.t.Context(), client, r.site.addr, c)
+		if err != nil {
+			return err
+		}
+		if r.settled[c.id] {
+			if a.problem() != "in-doubt" {
+				return fmt.Errorf("P1: it was in doubt, and is not any more: %v", a)
+			}
+			return nil
+		}
+		if !a.replayed() || a.digest() != r.answered[c.id] {
+			return fmt.Errorf("P1: its end was seen, and it is not replayed: %v", a)
+		}
+		return nil
+	})
+}
+
+// each does something with calls, several at a time.
+func (r *crashRun) each(ids []string, do func(client *http.Client, c procCall) error) {
+	next := make(chan procCall)
+	var clients sync.WaitGroup
+	for range crashClients {
+		clients.Go(func() {
+			client := procDial()
+			defer client.CloseIdleConnections()
+			for c := range next {
+				if err := do(client, c); err != nil {
+					r.t.Errorf("%s: %v", c.id, err)
+				}
+			}
+		})
+	}
+	for _, id := range ids {
+		next <- r.calls[id]
+	}
+	close(next)
+	clients.Wait()
+}

@@ -1,0 +1,93 @@
+package e2e
+
+import (
+	"net/http"
+	"reflect"
+	"strings"
+	"testing"
+)
+
+// Section "Words": the upstream is told the parent of what the call may cause, and
+// the workflow. It gets no Execution-Id, which an agent would hand on.
+func TestWhatTheUpstreamReceives(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	const trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+	for _, row := range []struct {
+		name       string
+		header     headers
+		id, parent string
+		workflow   string
+	}{
+		{name: "plain", id: "k", parent: "k"},
+		{name: "quoted", id: `"k"`, parent: "k"},
+		{name: "named", id: "k", parent: "k", header: headers{"Workflow-Id": "w"}, workflow: "w"},
+		{name: "traced", id: "k", parent: "k", header: headers{"Traceparent": trace}, workflow: "4bf92f3577b34da6a3ce929d0e0e4736"},
+		{name: "both", id: "k", parent: "k", header: headers{"Traceparent": trace, "Workflow-Id": "w"}, workflow: "w"},
+		{name: "no-trace", id: "k", parent: "k", header: headers{"Traceparent": "00-" + strings.Repeat("0", 32) + "-00f067aa0ba902b7-01"}},
+		{name: "bad-trace", id: "k", parent: "k", header: headers{"Traceparent": "00-xyz-1-01"}},
+		{name: "child", id: "k", parent: "k", header: headers{"Execution-Parent": "grandparent"}},
+		{name: "own", header: headers{"Execution-Id": "e"}, parent: "e"},
+	} {
+		t.Run(row.name, func(t *testing.T) {
+			r := request{path: "/" + row.name, id: row.id, header: row.header}
+			g.call(r).want(t, 201, "arrival 1", "executed")
+			got := u.last(r.path).Header
+			for name, want := range map[string]string{
+				"Execution-Parent": row.parent, "Workflow-Id": row.workflow, "Execution-Id": "",
+				"Idempotency-Key": row.id, "Traceparent": row.header["Traceparent"], "Content-Type": "application/json",
+			} {
+				if v := strings.Join(got[name], "|"); v != want {
+					t.Errorf("%s is %q, want %q", name, v, want)
+				}
+			}
+		})
+	}
+	got := g.call(request{path: "/minted"})
+	if parent := u.last("/minted").Header.Get("Execution-Parent"); parent == "" || parent != got.header.Get("Execution-Id") {
+		t.Errorf("minted %q, forwarded %q", got.header.Get("Execution-Id"), parent)
+	}
+}
+
+// What is forwarded is else what was sent: line, length, credentials and body.
+func TestForwardedRequestIsTheCallers(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	body := "a=1&b=%20"
+	g.call(request{
+		method: http.MethodPatch, path: "/a%2Fb/c%20d?q=%2F&q=2", id: "k", body: body, host: "shop.example",
+		header: headers{"Authorization": "Bearer t", "Content-Type": "application/x-www-form-urlencoded", "X-Any": "1", "Cookie": "c=1"},
+	}).want(t, 201, "arrival 1", "executed")
+	got := u.last("/a%2Fb/c%20d")
+	if got.Method != "PATCH" || got.RequestURI != "/a%2Fb/c%20d?q=%2F&q=2" || got.body != body || got.Host != "shop.example" ||
+		got.ContentLength != int64(len(body)) || len(got.TransferEncoding) > 0 {
+		t.Errorf("%s %s %s %q %d %v", got.Method, got.Host, got.RequestURI, got.body, got.ContentLength, got.TransferEncoding)
+	}
+	for name, want := range map[string]string{
+		"Authorization": "Bearer t", "X-Any": "1", "Cookie": "c=1", "Content-Type": "application/x-www-form-urlencoded",
+		"X-Forwarded-Host": "shop.example", "X-Forwarded-Proto": "http",
+	} {
+		if got.Header.Get(name) != want {
+			t.Errorf("%s is %q, want %q", name, got.Header.Get(name), want)
+		}
+	}
+}
+
+// Trap 17: of Accept-Encoding the upstream sees what a replay can undo.
+func TestForwardedAcceptEncoding(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n transport agent_guard {\n compression off\n}\n}", u.addr)
+	for accept, want := range map[string][]string{
+		"gzip": {"gzip"}, "br, gzip;q=0.5": {"gzip"}, "*": {"gzip"}, "x-gzip": {"gzip"},
+		"br": {"identity"}, "gzip;q=0": {"identity"}, "gzip;q=0, *": {"identity"}, "identity": {"identity"}, "": nil,
+	} {
+		r := request{path: "/x", header: headers{"Accept-Encoding": accept}}
+		if accept == "" {
+			r.header = nil
+		}
+		g.call(r)
+		if got := u.last("/x").Header["Accept-Encoding"]; !reflect.DeepEqual(got, want) {
+			t.Errorf("%q became %q, want %q", accept, got, want)
+		}
+	}
+}

@@ -1,0 +1,438 @@
+// Package e2e holds the gateway to its promises over real sockets: the plugin as
+// Caddy loads it, between clients and upstreams that count what arrives.
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	_ "github.com/caddyserver/caddy/v2/modules/standard"
+
+	_ "github.com/agent-guard/caddy-agent-guard"
+)
+
+// patience bounds every wait. No test comes near it unless something is broken.
+const patience = 20 * time.Second
+
+// gateway is a Caddy with one site that runs in this process. Caddy is global, so
+// there is one at a time.
+type gateway struct {
+	t      *testing.T
+	addr   string // host:port
+	scheme string
+	store  *testStore // nil with the real one
+	client *http.Client
+}
+
+// setup is what a test says of its gateway.
+type setup struct {
+	// global are further global options.
+	global string
+	// site are the site's directives. %s in it is the upstream's address.
+	site string
+	// badger takes the embedded store instead of one in memory.
+	badger bool
+	// address makes a site address of the port; nil is http.
+	address func(port string) string
+}
+
+// start runs a gateway until the end of the test. Its site is a Caddyfile's.
+func start(t *testing.T, site string, args ...any) *gateway {
+	t.Helper()
+	return launch(t, setup{site: fmt.Sprintf(site, args...)})
+}
+
+func launch(t *testing.T, s setup) *gateway {
+	t.Helper()
+	dir := t.TempDir()
+	g := &gateway{t: t, scheme: "http"}
+	storeOption := "badger " + filepath.Join(dir, "store")
+	if !s.badger {
+		g.store = newTestStore(filepath.Join(dir, "store"))
+		storeOption = "e2e " + g.store.path
+		t.Cleanup(g.store.forget)
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.addr = l.Addr().String()
+	_, port, _ := net.SplitHostPort(g.addr)
+	_ = l.Close()
+	address := "http://:" + port
+	if s.address != nil {
+		address = s.address(port)
+		g.scheme, _, _ = strings.Cut(address, "://")
+	}
+	load(t, fmt.Sprintf(`{
+	admin off
+	persist_config off
+	auto_https off
+	storage file_system %q
+	default_bind 127.0.0.1
+	grace_period 10s
+	log {
+		output discard
+	}
+	servers {
+		protocols h1 h2 h2c
+	}
+	agent_guard {
+		store %s
+	}
+	%s
+}
+%s {
+	%s
+}
+`, dir, storeOption, s.global, address, s.site))
+	g.client = g.newClient(nil)
+	return g
+}
+
+// load runs a Caddyfile until the end of the test.
+func load(t *testing.T, text string) {
+	t.Helper()
+	config, warnings, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(text), map[string]any{"filename": "Caddyfile"})
+	if err != nil {
+		t.Fatalf("%v\n%s", err, text)
+	}
+	for _, w := range warnings {
+		if !strings.Contains(w.Message, "not formatted") {
+			t.Logf("adapting: %s", w)
+		}
+	}
+	if err := caddy.Load(config, true); err != nil {
+		t.Fatalf("%v\n%s", err, config)
+	}
+	t.Cleanup(func() { stop(t) })
+}
+
+// stop ends the gateway before the test does, so that another can be started.
+func stop(t *testing.T) {
+	t.Helper()
+	if err := caddy.Stop(); err != nil {
+		t.Errorf("stopping: %v", err)
+	}
+}
+
+// newClient makes a client that opens a connection for each call, adds nothing of
+// its own, and so sends nothing twice.
+func (g *gateway) newClient(config *tls.Config) *http.Client {
+	transport := &http.Transport{
+		DisableKeepAlives: true, DisableCompression: true, TLSClientConfig: config,
+	}
+	g.t.Cleanup(transport.CloseIdleConnections)
+	return &http.Client{
+		Transport: transport, Timeout: patience,
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+}
+
+// request is a call to make. What is not set is a POST with a small JSON body.
+type request struct {
+	method string
+	path   string
+	id     string // Idempotency-Key
+	body   string
+	host   string
+	header map[string]string
+	client *http.Client
+	// reader takes the place of body; its length is not announced.
+	reader io.Reader
+	// trailer is sent after the body.
+	trailer http.Header
+}
+
+// reply is what the client saw.
+type reply struct {
+	status  int
+	header  http.Header
+	trailer http.Header
+	body    string
+	cut     bool // the answer was not whole
+	proto   int
+	length  int64
+}
+
+func (g *gateway) url(path string) string { return g.scheme + "://" + g.addr + path }
+
+// build makes the http.Request of r.
+func (g *gateway) build(r request) *http.Request {
+	g.t.Helper()
+	method := r.method
+	if method == "" {
+		method = http.MethodPost
+	}
+	var body io.Reader
+	switch {
+	case r.reader != nil:
+		body = r.reader
+	case r.body != "":
+		body = strings.NewReader(r.body)
+	case method != http.MethodGet && method != http.MethodHead && method != http.MethodOptions:
+		body = strings.NewReader(`{"amount":1}`)
+	}
+	req, err := http.NewRequest(method, g.url(r.path), body)
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	if body != nil {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	if r.id != "" {
+		req.Header.Set("Idempotency-Key", r.id)
+	}
+	for name, value := range r.header {
+		req.Header.Set(name, value)
+	}
+	if r.host != "" {
+		req.Host = r.host
+	}
+	req.Trailer = r.trailer
+	return req
+}
+
+// send makes the call and returns the answer as soon as its header is there.
+func (g *gateway) send(r request) (*http.Response, error) {
+	client := r.client
+	if client == nil {
+		client = g.client
+	}
+	return client.Do(g.build(r))
+}
+
+// call makes the call and reads the whole answer.
+func (g *gateway) call(r request) reply {
+	g.t.Helper()
+	res, err := g.send(r)
+	if err != nil {
+		g.t.Fatalf("%s %s: %v", r.method, r.path, err)
+	}
+	return read(res)
+}
+
+// broken makes a call whose connection ends without an answer.
+func (g *gateway) broken(r request) {
+	g.t.Helper()
+	res, err := g.send(r)
+	if err == nil {
+		got := read(res)
+		g.t.Fatalf("%s was answered: %d %q", r.path, got.status, got.body)
+	}
+}
+
+func read(res *http.Response) reply {
+	defer res.Body.Close()
+	body, err := io.ReadAll(res.Body)
+	return reply{
+		status: res.StatusCode, header: res.Header, trailer: res.Trailer, body: string(body),
+		cut: err != nil, proto: res.ProtoMajor, length: res.ContentLength,
+	}
+}
+
+// calls makes n equal calls at once and returns their answers.
+func (g *gateway) calls(n int, r request) []reply {
+	g.t.Helper()
+	results := make(chan func() (reply, error), n)
+	for range n {
+		req, client := g.build(r), g.client
+		if r.client != nil {
+			client = r.client
+		}
+		go func() {
+			res, err := client.Do(req)
+			if err != nil {
+				results <- func() (reply, error) { return reply{}, err }
+				return
+			}
+			got := read(res)
+			results <- func() (reply, error) { return got, nil }
+		}()
+	}
+	all := make([]reply, 0, n)
+	for range n {
+		got, err := (<-results)()
+		if err != nil {
+			g.t.Fatal(err)
+		}
+		all = append(all, got)
+	}
+	return all
+}
+
+// withCancel makes r one that can be broken off.
+func withCancel(r *http.Request) (*http.Request, func()) {
+	ctx, cancel := context.WithCancel(r.Context())
+	return r.WithContext(ctx), cancel
+}
+
+// pending is a call that was begun in the background.
+type pending struct {
+	t    *testing.T
+	done chan struct{}
+	got  reply
+	err  error
+}
+
+// begin makes a call in the background.
+func (g *gateway) begin(r request) *pending {
+	g.t.Helper()
+	p := &pending{t: g.t, done: make(chan struct{})}
+	req, client := g.build(r), g.client
+	if r.client != nil {
+		client = r.client
+	}
+	go func() {
+		defer close(p.done)
+		res, err := client.Do(req)
+		if err != nil {
+			p.err = err
+			return
+		}
+		p.got = read(res)
+	}()
+	return p
+}
+
+// answer waits for the whole answer.
+func (p *pending) answer() reply {
+	p.t.Helper()
+	wait(p.t, p.done, "the answer")
+	if p.err != nil {
+		p.t.Fatal(p.err)
+	}
+	return p.got
+}
+
+// unanswered fails where the call is already over.
+func (p *pending) unanswered(when string) {
+	p.t.Helper()
+	select {
+	case <-p.done:
+		p.t.Fatalf("answered %s: %d %q %v", when, p.got.status, p.got.body, p.err)
+	default:
+	}
+}
+
+// wait waits for a channel to be closed or to give something.
+func wait[T any](t *testing.T, c <-chan T, what string) T {
+	t.Helper()
+	select {
+	case v := <-c:
+		return v
+	case <-time.After(patience):
+		t.Fatalf("%s did not come", what)
+		panic("unreachable")
+	}
+}
+
+// eventually asks until the answer is yes.
+func eventually(t *testing.T, what string, yes func() bool) {
+	t.Helper()
+	deadline := time.After(patience)
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
+	for !yes() {
+		select {
+		case <-tick.C:
+		case <-deadline:
+			t.Fatalf("never: %s", what)
+		}
+	}
+}
+
+// problemDoc is the body of a problem.
+type problemDoc struct {
+	Type        string `json:"type"`
+	Title       string `json:"title"`
+	Status      int    `json:"status"`
+	Detail      string `json:"detail"`
+	ExecutionID string `json:"execution_id"`
+	State       string `json:"state"`
+	SafeNewKey  *bool  `json:"safe_new_key"`
+	Error       *struct {
+		Type    *string `json:"type"`
+		Code    *string `json:"code"`
+		Message *string `json:"message"`
+	} `json:"error"`
+}
+
+// problem reads r as the problem with this slug.
+func (r reply) problem(t *testing.T, status int, slug string) problemDoc {
+	t.Helper()
+	var doc problemDoc
+	if err := json.NewDecoder(bytes.NewReader([]byte(r.body))).Decode(&doc); err != nil {
+		t.Fatalf("want the problem %s, got %d %q (%v)", slug, r.status, r.body, err)
+	}
+	if r.status != status || doc.Status != status || doc.Type != "/.well-known/cascade/problems/"+slug {
+		t.Fatalf("want the problem %d %s, got %d %q", status, slug, r.status, r.body)
+	}
+	if got := r.header.Get("Content-Type"); got != "application/problem+json" {
+		t.Errorf("%s has Content-Type %q", slug, got)
+	}
+	if r.cut {
+		t.Errorf("%s was cut", slug)
+	}
+	return doc
+}
+
+// terminal reads r as a problem that no SDK may retry.
+func (r reply) terminal(t *testing.T, status int, slug string) problemDoc {
+	t.Helper()
+	doc := r.problem(t, status, slug)
+	if doc.Error == nil || doc.Error.Type == nil || doc.Error.Code == nil || doc.Error.Message == nil {
+		t.Errorf("%s has no whole error member: %s", slug, r.body)
+	}
+	if got := r.header.Get("X-Should-Retry"); got != "false" {
+		t.Errorf("%s has X-Should-Retry %q", slug, got)
+	}
+	if got := r.header.Get("Retry-After"); got != "" {
+		t.Errorf("%s has Retry-After %q", slug, got)
+	}
+	return doc
+}
+
+// retryable reads r as a problem that SDKs shall retry.
+func (r reply) retryable(t *testing.T, status int, slug string) problemDoc {
+	t.Helper()
+	doc := r.problem(t, status, slug)
+	if doc.Error != nil || r.header.Get("X-Should-Retry") != "" {
+		t.Errorf("%s keeps SDKs from retrying: %v %s", slug, r.header, r.body)
+	}
+	if r.header.Get("Retry-After") == "" {
+		t.Errorf("%s has no Retry-After", slug)
+	}
+	return doc
+}
+
+// want checks status, body and Execution-Status of a whole answer.
+func (r reply) want(t *testing.T, status int, body, execution string) {
+	t.Helper()
+	if r.cut || r.status != status || r.body != body || r.header.Get("Execution-Status") != execution {
+		t.Errorf("got %d %q (%s, cut %v), want %d %q (%s)",
+			r.status, r.body, r.header.Get("Execution-Status"), r.cut, status, body, execution)
+	}
+	replayed := ""
+	if execution == "replayed" {
+		replayed = "true"
+	}
+	if got := r.header.Get("Idempotent-Replayed"); got != replayed {
+		t.Errorf("Idempotent-Replayed is %q for an answer that was %s", got, execution)
+	}
+	if execution != "" && r.header.Get("Execution-Id") == "" {
+		t.Error("the answer names no Execution-Id")
+	}
+}

@@ -1,0 +1,457 @@
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/http/httptrace"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
+)
+
+// outcome is what a retry of a forwarded call finds.
+type outcome int
+
+const (
+	released  outcome = iota // it runs again
+	completed                // it gets the first answer again
+	inDoubt                  // it is refused
+)
+
+// check makes the call again and holds the outcome.
+func (g *gateway) check(u *upstream, r request, first reply, want outcome) {
+	g.t.Helper()
+	again := g.call(r)
+	switch want {
+	case released:
+		again.want(g.t, 201, "arrival 2", "executed")
+		u.arrived(r.path, 2)
+	case completed:
+		again.want(g.t, first.status, first.body, "replayed")
+		u.arrived(r.path, 1)
+	case inDoubt:
+		doc := again.terminal(g.t, 409, "in-doubt")
+		if doc.State != "in_doubt" || doc.ExecutionID != r.id || *doc.SafeNewKey {
+			g.t.Errorf("in doubt: %s", again.body)
+		}
+		if got := again.header.Get("Execution-Id"); got != r.id {
+			g.t.Errorf("Execution-Id is %q", got)
+		}
+		u.arrived(r.path, 1)
+	}
+}
+
+// Section "Outcome of a forwarded request": what a status means. The answer itself
+// always goes to the caller.
+func TestOutcomeByStatus(t *testing.T) {
+	type row struct {
+		code   int
+		header []string
+		preset map[string]outcome // those that differ from the default
+		want   outcome
+	}
+	acp := map[string]outcome{"acp": released}
+	strict := func(more outcome) map[string]outcome {
+		return map[string]outcome{"strict": inDoubt, "acp": released, "stripe": more}
+	}
+	rows := []row{
+		{code: 200, want: completed},
+		{code: 201, want: completed},
+		{code: 302, header: []string{"Location", "/elsewhere"}, want: completed},
+		{code: 400, want: completed},
+		{code: 401, want: released},
+		{code: 403, want: released},
+		{code: 404, want: completed},
+		{code: 407, want: released},
+		{code: 408, want: inDoubt, preset: map[string]outcome{"stripe": completed}},
+		{code: 409, want: completed},
+		{code: 421, want: released},
+		{code: 422, want: completed},
+		{code: 425, want: released},
+		{code: 429, want: released},
+		{code: 429, header: []string{"Retry-After", "7"}, want: released},
+		{code: 499, want: inDoubt, preset: map[string]outcome{"stripe": completed}},
+		{code: 500, want: completed, preset: strict(completed)},
+		{code: 501, want: completed, preset: strict(completed)},
+		{code: 502, want: inDoubt, preset: strict(completed)},
+		{code: 503, want: inDoubt, preset: strict(completed)},
+		{code: 503, header: []string{"Retry-After", "7"}, want: released, preset: map[string]outcome{"strict": inDoubt}},
+		{code: 504, want: inDoubt, preset: strict(completed)},
+		{code: 520, want: completed, preset: map[string]outcome{"acp": acp["acp"], "strict": inDoubt}},
+	}
+	for _, preset := range []string{"default", "stripe", "acp", "strict"} {
+		t.Run(preset, func(t *testing.T) {
+			u := newUpstream(t)
+			g := start(t, "agent_proxy %s {\n preset %s\n}", u.addr, preset)
+			for i, row := range rows {
+				want, differs := row.preset[preset]
+				if !differs {
+					want = row.want
+				}
+				r := request{path: fmt.Sprintf("/%d/%d", row.code, i), id: "k"}
+				u.on(r.path, first(status(row.code, "the answer", row.header...)))
+				got := g.call(r)
+				got.want(t, row.code, "the answer", "executed")
+				for j := 0; j < len(row.header); j += 2 {
+					if v := got.header.Get(row.header[j]); v != row.header[j+1] {
+						t.Errorf("%d lost its %s: %q", row.code, row.header[j], v)
+					}
+				}
+				g.check(u, r, got, want)
+			}
+		})
+	}
+}
+
+// Section "Outcome of a forwarded request": `outcome` rules go before the preset,
+// the first that matches decides, those of an action before the site's.
+func TestOutcomeRules(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, `agent_proxy %s {
+		action special {
+			match path /special
+			outcome in_doubt 200
+		}
+		outcome released 418
+		outcome released {
+			status 200
+			header X-Executed no
+		}
+		outcome completed 502
+		outcome in_doubt {
+			status 2xx
+			header X-Later *
+		}
+		outcome in_doubt 418
+	}`, u.addr)
+	for _, row := range []struct {
+		path   string
+		code   int
+		header []string
+		want   outcome
+	}{
+		{path: "/teapot", code: 418, want: released},
+		{path: "/refused", code: 200, header: []string{"X-Executed", "no"}, want: released},
+		{path: "/executed", code: 200, header: []string{"X-Executed", "yes"}, want: completed},
+		{path: "/gateway", code: 502, want: completed},
+		{path: "/later", code: 202, header: []string{"X-Later", "1"}, want: inDoubt},
+		{path: "/now", code: 202, want: completed},
+		{path: "/special", code: 200, want: inDoubt},
+		{path: "/preset", code: 504, want: inDoubt},
+	} {
+		t.Run(row.path, func(t *testing.T) {
+			r := request{path: row.path, id: "k"}
+			u.on(row.path, first(status(row.code, "x", row.header...)))
+			got := g.call(r)
+			got.want(t, row.code, "x", "executed")
+			g.check(u, r, got, row.want)
+		})
+	}
+}
+
+// Section "Outcome of a forwarded request": a connection that is lost after a byte
+// was sent, and answers that are not whole, are in doubt (traps 3, 16; P6).
+func TestOutcomeOfBrokenAnswers(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	for _, row := range []struct {
+		name   string
+		answer func(http.ResponseWriter, *arrival)
+		// header is whether the client sees the header of the broken answer.
+		header bool
+		cause  string
+	}{
+		{name: "reset", answer: reset, cause: "connection_lost"},
+		{name: "closed", answer: raw(""), cause: "connection_lost"},
+		{name: "half-header", answer: raw("HTTP/1.1 200 OK\r\nContent-Le"), cause: "connection_lost"},
+		{name: "garbage", answer: raw("220 smtp ready\r\n"), cause: "connection_lost"},
+		{name: "short-length", answer: raw("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\npart"), header: true, cause: "answer_truncated"},
+		{name: "no-body-yet", answer: raw("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"), header: true, cause: "answer_truncated"},
+		{name: "short-chunk", answer: raw("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\npart"), header: true, cause: "answer_truncated"},
+		{name: "no-last-chunk", answer: raw("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n"), header: true, cause: "answer_truncated"},
+	} {
+		t.Run(row.name, func(t *testing.T) {
+			r := request{path: "/" + row.name, id: "k"}
+			u.on(r.path, first(row.answer))
+			got := g.call(r)
+			if row.header {
+				if got.status != 200 || !got.cut || got.header.Get("Execution-Status") != "executed" {
+					t.Errorf("got %d %q, cut %v", got.status, got.body, got.cut)
+				}
+			} else {
+				doc := got.terminal(t, 409, "in-doubt")
+				if !strings.Contains(doc.Detail, row.cause) {
+					t.Errorf("the cause is not told: %s", got.body)
+				}
+				if s := got.header.Get("Execution-Status"); s != "" {
+					t.Errorf("Execution-Status is %q", s)
+				}
+			}
+			g.check(u, r, got, inDoubt)
+			if again := g.call(r); !strings.Contains(again.body, row.cause) {
+				t.Errorf("the record does not tell %s: %s", row.cause, again.body)
+			}
+		})
+	}
+}
+
+// Section "Sent or not": a body that is framed by nothing but the end of its
+// connection may be cut: in doubt, unless the route says `unframed complete`.
+func TestOutcomeUnframed(t *testing.T) {
+	for _, row := range []struct {
+		option string
+		want   outcome
+	}{{"", inDoubt}, {"unframed complete", completed}} {
+		t.Run(row.option, func(t *testing.T) {
+			u := newUpstream(t)
+			g := start(t, "agent_proxy %s {\n%s\n}", u.addr, row.option)
+			for name, text := range map[string]string{
+				"1.0":   "HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nall of it",
+				"1.1":   "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall of it",
+				"empty": "HTTP/1.0 200 OK\r\n\r\n",
+			} {
+				r := request{path: "/" + name, id: "k"}
+				u.on(r.path, first(raw(text)))
+				got := g.call(r)
+				_, body, _ := strings.Cut(text, "\r\n\r\n")
+				got.want(t, 200, body, "executed")
+				g.check(u, r, got, row.want)
+			}
+		})
+	}
+}
+
+// P6: an answer that does not come before the action's deadline is in doubt, whether
+// nothing of it came or its end is missing.
+func TestOutcomeDeadline(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n deadline 100ms\n}", u.addr)
+	u.on("/silent", func(_ http.ResponseWriter, a *arrival) { <-a.Context().Done() })
+	u.on("/slow", func(w http.ResponseWriter, a *arrival) {
+		fmt.Fprint(w, "begin")
+		w.(http.Flusher).Flush()
+		<-a.Context().Done()
+	})
+
+	r := request{path: "/silent", id: "k"}
+	got := g.call(r)
+	if doc := got.terminal(t, 409, "in-doubt"); !strings.Contains(doc.Detail, "deadline") {
+		t.Errorf("detail: %s", doc.Detail)
+	}
+	g.check(u, r, got, inDoubt)
+
+	r.path = "/slow"
+	if got = g.call(r); !got.cut || got.body != "begin" {
+		t.Errorf("got %q, cut %v", got.body, got.cut)
+	}
+	g.check(u, r, got, inDoubt)
+	if again := g.call(r); !strings.Contains(again.body, "deadline") {
+		t.Errorf("the record does not tell the deadline: %s", again.body)
+	}
+}
+
+// P1: only a proof releases. An upstream that is not there is one: the retry runs
+// as soon as it is.
+func TestOutcomeNotSent(t *testing.T) {
+	for _, directive := range []string{
+		"agent_proxy %s",
+		"agent_guard\nreverse_proxy %s",
+		"agent_proxy %s {\n lb_retries 2\n lb_try_interval 1ms\n}",
+	} {
+		addr := unreachable(t)
+		g := start(t, directive, addr)
+		r := request{path: "/x", id: "k"}
+		for range 2 {
+			got := g.call(r)
+			if got.status != 502 || got.header.Get("Execution-Status") != "" {
+				t.Errorf("unreachable: %d %v", got.status, got.header)
+			}
+		}
+		l, err := net.Listen("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		arrivals := make(chan struct{}, 10)
+		server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			arrivals <- struct{}{}
+			fmt.Fprint(w, "up")
+		})}
+		go server.Serve(l)
+		t.Cleanup(func() { server.Close() })
+		g.call(r).want(t, 200, "up", "executed")
+		g.call(r).want(t, 200, "up", "replayed")
+		if len(arrivals) != 1 {
+			t.Errorf("%d arrivals", len(arrivals))
+		}
+	}
+}
+
+// Section "Sent or not": while no byte was sent the next upstream is tried; after one
+// none is, whatever Caddy is told to retry, and Go does not send again either (trap 20).
+func TestSentOnce(t *testing.T) {
+	for _, proxy := range []string{"agent_proxy %s {\n%s\n}", "agent_guard\nreverse_proxy %s {\n%s\n}"} {
+		u, other := newUpstream(t), newUpstream(t)
+		const retry = "lb_policy first\n fail_duration 1m\n lb_retries 3\n lb_try_interval 1ms\n lb_retry_match {\n method POST DELETE\n}"
+
+		g := start(t, proxy, unreachable(t)+" "+u.addr, retry)
+		g.call(request{path: "/next", id: "k"}).want(t, 201, "arrival 1", "executed")
+		g.call(request{path: "/next", id: "k"}).want(t, 201, "arrival 1", "replayed")
+		u.arrived("/next", 1)
+		stop(t)
+
+		g = start(t, proxy, u.addr+" "+other.addr, retry)
+		r := request{path: "/reset", id: "k"}
+		u.on(r.path, first(reset))
+		got := g.call(r)
+		got.terminal(t, 409, "in-doubt")
+		g.check(u, r, got, inDoubt)
+		other.arrived(r.path, 0)
+
+		stop(t)
+
+		// A call without a body on a connection that has been used: what Go re-sends.
+		g = start(t, proxy, u.addr, "")
+		r = request{method: http.MethodDelete, path: "/bodiless", id: "k", reader: http.NoBody}
+		u.on(r.path, first(reset))
+		g.call(request{path: "/warm", id: "k"}).want(t, 201, "arrival 1", "executed")
+		got = g.call(r)
+		got.terminal(t, 409, "in-doubt")
+		g.check(u, r, got, inDoubt)
+		stop(t)
+	}
+}
+
+// Section "Sent or not": where a connection turns out to be dead before a byte was
+// written, the guard forwards the call once more, as it was.
+func TestForwardedAgain(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "route {\n agent_guard\n uri strip_prefix /a\n e2e_do stale\n reverse_proxy %s\n}", u.addr)
+	r := request{path: "/a/a/x?q", id: "k"}
+	g.call(r).want(t, 201, "arrival 1", "executed")
+	g.call(r).want(t, 201, "arrival 1", "replayed")
+	if last := u.last("/a/x"); last.body != `{"amount":1}` || last.RequestURI != "/a/x?q" {
+		t.Errorf("%s %q", last.RequestURI, last.body)
+	}
+}
+
+// P1: a handler of somebody else's proves nothing, whatever it returns (trap 3).
+func TestOutcomeOfOtherHandlers(t *testing.T) {
+	for _, row := range []struct {
+		do     string
+		answer bool // an answer comes
+	}{
+		{"error", true}, {"panic", false}, {"late_panic", false}, {"late_error", false},
+	} {
+		t.Run(row.do, func(t *testing.T) {
+			g := start(t, "route {\n agent_guard\n e2e_do %s\n}", row.do)
+			r := request{path: "/x", id: "k"}
+			if row.answer {
+				g.call(r).terminal(t, 409, "in-doubt")
+			} else if res, err := g.send(r); err == nil {
+				if got := read(res); !got.cut {
+					t.Errorf("answered %d %q", got.status, got.body)
+				}
+			}
+			g.call(r).terminal(t, 409, "in-doubt")
+		})
+	}
+	g := start(t, "route {\n agent_guard\n e2e_do nothing\n}")
+	g.call(request{path: "/x", id: "k"}).want(t, 200, "", "executed")
+	g.call(request{path: "/x", id: "k"}).want(t, 200, "", "replayed")
+}
+
+// The retentions are apart: a result that is no longer kept does not free its key,
+// a key that is no longer kept does. What is in doubt stays (promise P1).
+func TestRetention(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n retain_result 1h\n retain_key 2h\n}", u.addr)
+	u.on("/doubt", reset)
+	r, doubt := request{path: "/x", id: "k"}, request{path: "/doubt", id: "k"}
+	g.call(r).want(t, 201, "arrival 1", "executed")
+	g.call(doubt).terminal(t, 409, "in-doubt")
+
+	g.store.pass(59 * time.Minute)
+	g.call(r).want(t, 201, "arrival 1", "replayed")
+	g.store.pass(2 * time.Minute)
+	doc := g.call(r).terminal(t, 409, "result-expired")
+	if doc.State != "completed" || *doc.SafeNewKey {
+		t.Errorf("%+v", doc)
+	}
+	g.store.pass(time.Hour)
+	g.call(r).want(t, 201, "arrival 2", "executed")
+	g.store.pass(24 * 365 * time.Hour)
+	g.call(doubt).terminal(t, 409, "in-doubt")
+	u.arrived("/doubt", 1)
+}
+
+func init() {
+	caddy.RegisterModule(do{})
+	httpcaddyfile.RegisterHandlerDirective("e2e_do", func(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
+		d := new(do)
+		h.Next()
+		if !h.Args(&d.What) {
+			return nil, h.ArgErr()
+		}
+		return d, nil
+	})
+}
+
+// do is a handler that ends in a certain way.
+type do struct {
+	What string `json:"what"`
+
+	before bool
+}
+
+func (do) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "http.handlers.e2e_do", New: func() caddy.Module { return new(do) }}
+}
+
+func (d *do) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	if d.What == "stale" {
+		if d.before {
+			return next.ServeHTTP(w, r)
+		}
+		d.before = true
+		return stale(r)
+	}
+	late := strings.HasPrefix(d.What, "late_")
+	if late {
+		fmt.Fprint(w, "begin")
+		_ = http.NewResponseController(w).Flush()
+	}
+	switch strings.TrimPrefix(d.What, "late_") {
+	case "panic":
+		panic(http.ErrAbortHandler)
+	case "error":
+		return caddyhttp.Error(http.StatusServiceUnavailable, errors.New("no upstreams available, or so"))
+	}
+	return nil
+}
+
+// stale ends the way reverse_proxy does with our transport, where a connection that
+// it was given is dead.
+func stale(r *http.Request) error {
+	attempt := sent.FromContext(r.Context()).Attempt()
+	trace := httptrace.ContextClientTrace(r.Context())
+	trace.GetConn("upstream:80")
+	trace.GotConn(httptrace.GotConnInfo{Conn: deadConn{}, Reused: true})
+	err := errors.New("the connection is dead")
+	attempt.Done(err)
+	r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer).Set("http.reverse_proxy.retries", 0)
+	return caddyhttp.Error(http.StatusBadGateway, err)
+}
+
+// deadConn is a counted connection on which nothing is written.
+type deadConn struct{ net.Conn }
+
+func (deadConn) Count(*sent.Attempt) {}
+func (deadConn) Multiplexed() bool   { return false }

@@ -1,0 +1,256 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+)
+
+// stripeRetries is what stripe-go 84 does with an answer: below 400 and 429 with
+// lock_timeout aside, it gives up exactly where the body has an `error` object that
+// parses; everything else counts as a failure of the transport.
+func stripeRetries(r reply) bool {
+	var body struct {
+		Error *struct {
+			Type    string `json:"type"`
+			Code    string `json:"code"`
+			Message string `json:"message"`
+		} `json:"error"`
+	}
+	if r.status < 400 {
+		return false
+	}
+	if json.Unmarshal([]byte(r.body), &body) != nil || body.Error == nil {
+		return true
+	}
+	return r.status == 429 && body.Error.Code == "lock_timeout"
+}
+
+// stainlessRetries is what the SDKs made by Stainless (anthropic, openai) do.
+func stainlessRetries(r reply) bool {
+	switch r.header.Get("X-Should-Retry") {
+	case "true":
+		return true
+	case "false":
+		return false
+	}
+	return r.status == 408 || r.status == 409 || r.status == 429 || r.status >= 500
+}
+
+// retryableRetries is what go-retryablehttp does.
+func retryableRetries(r reply) bool {
+	return r.status == 429 || r.status == 0 || r.status >= 500 && r.status != 501
+}
+
+// provoked makes the gateway answer with every kind of problem that it has.
+func provoked(t *testing.T) map[string]reply {
+	t.Helper()
+	u, hold := newUpstream(t), newGate(t)
+	g := start(t, `agent_proxy %s {
+		missing_id require
+		max_body 1KiB
+		attach_wait 20ms
+		retain_result 1h
+		action small {
+			match path /large
+			max_result 10
+		}
+	}`, u.addr)
+	u.on("/held", func(w http.ResponseWriter, a *arrival) {
+		hold.pass()
+		status(201, "")(w, a)
+	})
+	u.on("/doubt", reset)
+	u.on("/large", status(200, "more than ten bytes"))
+	got := map[string]reply{
+		"execution-id-missing": g.call(request{path: "/x"}),
+		"execution-id-invalid": g.call(request{path: "/x", id: "a b"}),
+		"caller-unstable":      g.call(request{path: "/x", id: "k", header: headers{"Authorization": "DPoP x"}}),
+		"body-too-large":       g.call(request{path: "/x", id: "k", body: strings.Repeat("x", 2000)}),
+	}
+	again := func(slug string, one, two request) {
+		g.call(one)
+		got[slug] = g.call(two)
+	}
+	again("fingerprint-mismatch", request{path: "/x", id: "k"}, request{path: "/x", id: "k", body: "{}"})
+	again("in-doubt", request{path: "/doubt", id: "k"}, request{path: "/doubt", id: "k"})
+	again("result-unavailable", request{path: "/large", id: "k"}, request{path: "/large", id: "k"})
+
+	running := g.begin(request{path: "/held", id: "k"})
+	wait(t, hold.arrived, "the call")
+	got["in-progress"] = g.call(request{path: "/held", id: "k"})
+	hold.open()
+	running.answer()
+
+	g.call(request{path: "/expires", id: "k"})
+	g.store.pass(2 * 3600e9)
+	got["result-expired"] = g.call(request{path: "/expires", id: "k"})
+	g.store.failCommits(errBroken)
+	got["store-unavailable"] = g.call(request{path: "/y", id: "k"})
+	g.store.onCommit(nil)
+	return got
+}
+
+// Section "Errors" and trap 28: the form of every problem, and that SDKs retry what a
+// retry can cure and nothing else.
+func TestProblems(t *testing.T) {
+	retry := map[string]bool{"in-progress": true, "store-unavailable": true, "shutting-down": true}
+	state := map[string]string{
+		"in-doubt": "in_doubt", "result-unavailable": "completed", "result-expired": "completed", "in-progress": "running",
+	}
+	// A process that ends and a rollback are needed for these.
+	elsewhere := map[string]bool{"shutting-down": true, "rolled-back": true}
+	all := provoked(t)
+	for _, k := range problem.Kinds() {
+		got, ok := all[k.Slug]
+		if !ok {
+			if !elsewhere[k.Slug] {
+				t.Errorf("%s was not provoked", k.Slug)
+			}
+			continue
+		}
+		t.Run(k.Slug, func(t *testing.T) {
+			doc := got.problem(t, k.Status, k.Slug)
+			if retry[k.Slug] {
+				got.retryable(t, k.Status, k.Slug)
+			} else {
+				got.terminal(t, k.Status, k.Slug)
+			}
+			for sdk, retries := range map[string]bool{
+				"stripe-go": stripeRetries(got), "stainless": stainlessRetries(got),
+			} {
+				if retries != retry[k.Slug] {
+					t.Errorf("%s retries: %v", sdk, retries)
+				}
+			}
+			if retryableRetries(got) && !retry[k.Slug] {
+				t.Error("go-retryablehttp retries")
+			}
+			if doc.Title != k.Title || doc.Detail == "" || doc.SafeNewKey == nil || *doc.SafeNewKey != k.SafeNewKey || doc.State != state[k.Slug] {
+				t.Errorf("%+v", doc)
+			}
+			id := "k"
+			if k.Slug == "execution-id-missing" || k.Slug == "execution-id-invalid" || k.Slug == "caller-unstable" || k.Slug == "body-too-large" {
+				id = "" // not known yet
+			}
+			if doc.ExecutionID != id || got.header.Get("Execution-Id") != id {
+				t.Errorf("execution_id %q, Execution-Id %q, want %q", doc.ExecutionID, got.header.Get("Execution-Id"), id)
+			}
+			for name, want := range map[string]string{
+				"Cache-Control": "no-store", "Link": `</.well-known/cascade/policy>; rel="describedby"`,
+				"Execution-Status": "", "Idempotent-Replayed": "", "Content-Length": fmt.Sprint(len(got.body)),
+			} {
+				if v := got.header.Get(name); v != want {
+					t.Errorf("%s is %q, want %q", name, v, want)
+				}
+			}
+			// In the order in which people read it, and nothing else.
+			var members map[string]any
+			if err := json.Unmarshal([]byte(got.body), &members); err != nil {
+				t.Fatal(err)
+			}
+			for name := range members {
+				switch name {
+				case "type", "title", "status", "detail", "execution_id", "state", "safe_new_key", "error":
+				default:
+					t.Errorf("unknown member %s", name)
+				}
+			}
+		})
+	}
+}
+
+// The types of problems lead to what explains them; the policy is published. Both
+// need no credentials, and touch neither store nor upstream.
+func TestEndpoints(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n name payments\n missing_id derive 90s\n fingerprint_exclude /t\n action pay {\n match path /pay\n preset stripe\n retain_key 48h\n}\n}", u.addr)
+	g.store.onGet(func() error { return errBroken })
+	g.store.failCommits(errBroken)
+	for _, k := range problem.Kinds() {
+		for accept, kind := range map[string]string{"": "text/plain", "text/html,*/*": "text/html"} {
+			got := g.call(request{method: "GET", path: problem.BasePath + k.Slug, header: headers{"Accept": accept}})
+			if got.status != 200 || !strings.HasPrefix(got.header.Get("Content-Type"), kind) || !strings.Contains(got.body, k.Title) {
+				t.Errorf("%s: %d %v", k.Slug, got.status, got.header)
+			}
+		}
+	}
+	if got := g.call(request{method: "GET", path: problem.BasePath + "no-such"}); got.status != 404 {
+		t.Errorf("an unknown problem: %d", got.status)
+	}
+	const policy = "/.well-known/cascade/policy"
+	got := g.call(request{method: "GET", path: policy})
+	var doc struct {
+		Guard       string `json:"guard"`
+		ExecutionID struct {
+			Missing string  `json:"missing"`
+			Window  float64 `json:"derive_window_s"`
+		} `json:"execution_id"`
+		Fingerprint struct {
+			Excluded []string `json:"excluded_json_pointers"`
+		} `json:"fingerprint"`
+		Actions []struct {
+			Name      string  `json:"name"`
+			Preset    string  `json:"preset"`
+			RetainKey float64 `json:"retain_key_s"`
+		} `json:"actions"`
+		Problems []struct {
+			Type string `json:"type"`
+		} `json:"problems"`
+	}
+	if err := json.Unmarshal([]byte(got.body), &doc); err != nil || got.status != 200 || got.header.Get("Content-Type") != "application/json" {
+		t.Fatalf("%d %v %v", got.status, got.header, err)
+	}
+	if doc.Guard != "payments" || doc.ExecutionID.Missing != "derive" || doc.ExecutionID.Window != 90 ||
+		fmt.Sprint(doc.Fingerprint.Excluded) != "[/t]" || len(doc.Problems) != len(problem.Kinds()) ||
+		fmt.Sprint(doc.Actions) != "[{pay stripe 172800} {default default 2.592e+06}]" {
+		t.Errorf("policy %+v", doc)
+	}
+	head := g.call(request{method: "HEAD", path: policy})
+	if head.status != 200 || head.body != "" {
+		t.Errorf("HEAD: %d", head.status)
+	}
+	for _, path := range []string{policy, problem.BasePath + "in-doubt"} {
+		if got := g.call(request{path: path, id: "k"}); got.status != 405 || got.header.Get("Allow") != "GET, HEAD" {
+			t.Errorf("POST %s: %d %v", path, got.status, got.header)
+		}
+	}
+	if u.total() != 0 {
+		t.Errorf("%d calls reached the upstream", u.total())
+	}
+}
+
+// `endpoints off` leaves the paths to the upstream; agent_guard_endpoints answers what
+// belongs to no route.
+func TestEndpointsElsewhere(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, `
+	handle /.well-known/cascade/problems/in-doubt {
+		agent_guard_endpoints
+		respond "fell through" 418
+	}
+	handle /.well-known/cascade/policy {
+		agent_guard_endpoints
+		respond "fell through" 418
+	}
+	handle {
+		agent_proxy %s {
+			endpoints off
+		}
+	}`, u.addr)
+	get := func(path string) reply { return g.call(request{method: "GET", path: path}) }
+	if got := get(problem.BasePath + "in-doubt"); got.status != 200 {
+		t.Errorf("%d", got.status)
+	}
+	if got := get("/.well-known/cascade/policy"); got.status != 418 {
+		t.Errorf("%d", got.status)
+	}
+	if got := get(problem.BasePath + "in-progress"); got.status != 201 || got.body != "arrival 1" {
+		t.Errorf("%d %q", got.status, got.body)
+	}
+	g.call(request{path: "/.well-known/cascade/x", id: "k"}).want(t, 201, "arrival 1", "executed")
+}

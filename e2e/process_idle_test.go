@@ -1,0 +1,98 @@
+//go:build unix
+
+package e2e
+
+import (
+	"fmt"
+	"net"
+	"net/http"
+	"sync"
+	"testing"
+	"time"
+)
+
+// P1, section "Sent or not": 4,000 calls to an upstream that closes its idle
+// connections while they are about to be used.
+func TestProcessUpstreamClosesIdleConnections(t *testing.T) {
+	tests := []struct {
+		name      string
+		idle      time.Duration // the upstream's
+		keepalive string        // the gateway's
+		certain   bool          // no call may be in doubt
+		rounds    int           // of 500 calls
+	}{
+		// Nothing is used twice, so nothing can be stale.
+		{"off", 3 * time.Millisecond, "off", true, 2},
+		// The gateway gives connections up well before the upstream does.
+		{"less than the upstream's", 400 * time.Millisecond, "100ms", true, 8},
+		// Requests race with the closing. A byte was sent, so there is doubt; but
+		// never a second sending.
+		{"more than the upstream's", 3 * time.Millisecond, "2s", false, 3},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			upstream := procServeUpstream(t, l, &http.Server{IdleTimeout: test.idle})
+			site := procNewSite(t, upstream.addr)
+			site.guard = "transport agent_guard {\n keepalive_guarded " + test.keepalive + "\n }"
+			gateway := site.start(t)
+			client := procDial()
+			defer client.CloseIdleConnections()
+
+			var mu sync.Mutex
+			var answers []procFuture
+			var calls []procCall
+			call := func() {
+				mu.Lock()
+				c := procCall{id: fmt.Sprint("call-", len(calls))}
+				calls, answers = append(calls, c), append(answers, procFuture{})
+				n := len(calls) - 1
+				mu.Unlock()
+				a, err := procPost(t.Context(), client, site.addr, c)
+				mu.Lock()
+				defer mu.Unlock()
+				answers[n] = procFuture{a, err}
+			}
+			// Many at once, which leaves many connections; then one after the other,
+			// while the rest are idle.
+			for range test.rounds {
+				var burst sync.WaitGroup
+				for range 40 {
+					burst.Go(call)
+				}
+				burst.Wait()
+				for range 460 {
+					call()
+				}
+			}
+
+			var done, doubtful, free int
+			for n, f := range answers {
+				id := calls[n].id
+				switch arrived := upstream.arrivals(id); {
+				case f.err != nil:
+					t.Fatal(f.err)
+				case f.answer.status == http.StatusCreated && arrived == 1:
+					done++
+				case f.answer.problem() == "in-doubt" && arrived <= 1 && !test.certain:
+					doubtful++
+				case f.answer.status == http.StatusBadGateway && f.answer.problem() == "" && arrived == 0 && !test.certain:
+					free++
+					// It says that nothing was sent, so the key is free.
+					if a := gateway.post(t, calls[n]); a.status != http.StatusCreated && a.problem() != "in-doubt" && a.status != http.StatusBadGateway {
+						t.Errorf("%s: after a release: %v", id, a)
+					}
+				default:
+					t.Errorf("%s: %d arrivals, %v", id, arrived, f.answer)
+				}
+			}
+			if test.certain && upstream.total() != len(calls) {
+				t.Errorf("P1: %d calls, %d executions", len(calls), upstream.total())
+			}
+			t.Logf("%d calls: %d done, %d in doubt, %d proven unsent", len(calls), done, doubtful, free)
+		})
+	}
+}

@@ -1,0 +1,302 @@
+//go:build unix
+
+package e2e
+
+import (
+	"bytes"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// wantProcSays fails unless the text holds all the words.
+func wantProcSays(t *testing.T, text string, words ...string) {
+	t.Helper()
+	for _, word := range words {
+		if !strings.Contains(text, word) {
+			t.Errorf("%q is not in what the gateway says:\n%s", word, text)
+		}
+	}
+}
+
+// section "Store": one directory, one process.
+func TestProcessRefusesADirectoryInUse(t *testing.T) {
+	upstream := procNewUpstream(t)
+	site := procNewSite(t, upstream.addr)
+	gateway := site.start(t)
+	first := gateway.post(t, procCall{id: "one"})
+
+	second := procNewSite(t, upstream.addr)
+	second.store = "badger " + site.path("data")
+	said := second.refused(t)
+	wantProcSays(t, said, site.path("data"), "in use", "stop the process that has it open")
+
+	wantProcReplay(t, first, gateway.post(t, procCall{id: "one"}))
+	gateway.end(t)
+	// Once the first is gone, the second may have it, and its place.
+	second.addr = site.addr
+	wantProcReplay(t, first, second.start(t).post(t, procCall{id: "one"}))
+}
+
+// P1: a store that is not whole would forget executions, so it is refused, each time,
+// with what to do.
+func TestProcessRefusesADamagedStore(t *testing.T) {
+	truncate := func(b []byte) []byte { return b[:len(b)/2] }
+	garbage := func(b []byte) []byte {
+		for i := range min(len(b), 64) {
+			b[i] ^= 0x5a
+		}
+		return b
+	}
+	middle := func(b []byte) []byte {
+		b[len(b)/2] ^= 0xff
+		return b
+	}
+	tests := []struct {
+		name   string
+		killed bool // the last process was killed, so that its log is there
+		files  string
+		damage func([]byte) []byte // nil removes the file
+	}{
+		{"manifest truncated", false, "lsm/MANIFEST", truncate},
+		{"manifest garbage", false, "lsm/MANIFEST", garbage},
+		{"manifest gone", false, "lsm/MANIFEST", nil},
+		{"table truncated", false, "lsm/*.sst", truncate},
+		{"table garbage", false, "lsm/*.sst", garbage},
+		{"table with one byte flipped", false, "lsm/*.sst", middle},
+		{"table gone", false, "lsm/*.sst", nil},
+		{"key registry garbage", false, "lsm/KEYREGISTRY", garbage},
+		{"log header garbage", true, "lsm/*.mem", garbage},
+		{"log gone", true, "lsm/*.mem", nil},
+		{"log empty", true, "lsm/*.mem", func([]byte) []byte { return nil }},
+		{"store file truncated", false, "STORE", truncate},
+		{"store file garbage", false, "STORE", garbage},
+		{"store file gone", false, "STORE", nil},
+		{"everything of Badger gone", false, "lsm/*", nil},
+	}
+	upstream := procNewUpstream(t)
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			site := procNewSite(t, upstream.addr)
+			id := strings.ReplaceAll(test.name, " ", "-")
+			gateway := site.start(t)
+			gateway.post(t, procCall{id: id})
+			if test.killed {
+				gateway.kill()
+			} else {
+				gateway.end(t)
+			}
+			files, err := filepath.Glob(site.path("data/" + test.files))
+			if err != nil || len(files) == 0 {
+				t.Fatalf("nothing to damage at %s: %v", test.files, err)
+			}
+			for _, file := range files {
+				procDamage(t, file, test.damage)
+			}
+			for range 2 { // the second look must not find it mended
+				said := site.refused(t)
+				wantProcSays(t, said, site.path("data"), "restore the whole directory from a backup")
+			}
+		})
+	}
+}
+
+func procDamage(t *testing.T, file string, damage func([]byte) []byte) {
+	t.Helper()
+	if damage == nil {
+		if err := os.Remove(file); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	b, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(file, damage(b), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// section "Store": the key file.
+func TestProcessKeyFile(t *testing.T) {
+	upstream := procNewUpstream(t)
+	site := procNewSite(t, upstream.addr)
+	key := site.path("data.key")
+	gateway := site.start(t)
+	first := gateway.post(t, procCall{id: "one"})
+	gateway.end(t)
+
+	info, err := os.Stat(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info.Mode() != 0o600 {
+		t.Errorf("P8: the key file has mode %v, not 0600", info.Mode())
+	}
+	right, err := os.ReadFile(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	write := func(b []byte) {
+		t.Helper()
+		if err := os.WriteFile(key, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	t.Run("missing", func(t *testing.T) {
+		if err := os.Remove(key); err != nil {
+			t.Fatal(err)
+		}
+		said := site.refused(t)
+		wantProcSays(t, said, key, "is missing", "put the file back from your backup")
+		if _, err := os.Stat(key); !os.IsNotExist(err) {
+			t.Errorf("P1: a new key was made for a store that holds executions: %v", err)
+		}
+	})
+	t.Run("of another store", func(t *testing.T) {
+		other := procNewSite(t, upstream.addr)
+		other.start(t).end(t)
+		wrong, err := os.ReadFile(other.path("data.key"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		write(wrong)
+		wantProcSays(t, site.refused(t), site.path("data"), "give the key that was made with the store")
+	})
+	t.Run("damaged", func(t *testing.T) {
+		write(right[:len(right)/2])
+		wantProcSays(t, site.refused(t), key)
+	})
+	t.Run("empty", func(t *testing.T) {
+		write(nil)
+		wantProcSays(t, site.refused(t), key)
+	})
+	t.Run("not a file", func(t *testing.T) {
+		if err := os.Remove(key); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Mkdir(key, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		wantProcSays(t, site.refused(t), key)
+		if err := os.Remove(key); err != nil {
+			t.Fatal(err)
+		}
+	})
+	write(right)
+	wantProcReplay(t, first, site.start(t).post(t, procCall{id: "one"}))
+}
+
+// A file that the gateway's user cannot read is named, and is not taken for a missing
+// one.
+func TestProcessKeyFileUnreadable(t *testing.T) {
+	upstream := procNewUpstream(t)
+	site := procNewSite(t, upstream.addr)
+	site.start(t).end(t)
+	key := site.path("data.key")
+	if os.Getuid() == 0 {
+		// Nothing is unreadable to root: the gateway runs as somebody else, whose is
+		// everything but the key.
+		const nobody = 65534
+		site.user = &syscall.Credential{Uid: nobody, Gid: nobody}
+		err := filepath.WalkDir(site.dir, func(path string, _ fs.DirEntry, err error) error {
+			if err != nil || path == key {
+				return err
+			}
+			return os.Chown(path, nobody, nobody)
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		site.binary = procPublicBinary(t)
+	} else if err := os.Chmod(key, 0); err != nil {
+		t.Fatal(err)
+	}
+	before, err := os.Lstat(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantProcSays(t, site.refused(t), key, "permission denied")
+	if after, err := os.Lstat(key); err != nil || !os.SameFile(before, after) {
+		t.Errorf("the key file was replaced: %v", err)
+	}
+}
+
+// procPublicBinary copies this binary to where other users may run it.
+func procPublicBinary(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "agb")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(os.Args[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(dir, "gateway")
+	if err := os.WriteFile(path, b, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// section "Store": the key from a placeholder.
+func TestProcessKeyFromTheEnvironment(t *testing.T) {
+	const (
+		key   = "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY="
+		other = "ZmVkY2JhOTg3NjU0MzIxMGZlZGNiYTk4NzY1NDMyMTA="
+	)
+	upstream := procNewUpstream(t)
+	site := procNewSite(t, upstream.addr)
+	site.app = "keys value {env.PROC_KEY}"
+	site.env = []string{"PROC_KEY=" + key}
+	gateway := site.start(t)
+	first := gateway.post(t, procCall{id: "one"})
+	gateway.end(t)
+	if _, err := os.Stat(site.path("data.key")); !os.IsNotExist(err) {
+		t.Errorf("a key file was made beside a key that was given: %v", err)
+	}
+
+	site.env = []string{"PROC_KEY=" + other}
+	wantProcSays(t, site.refused(t), "give the key that was made with the store")
+	site.env = nil
+	wantProcSays(t, site.refused(t), "keys", "env.PROC_KEY")
+	site.env = []string{"PROC_KEY=too short"}
+	said := site.refused(t)
+	wantProcSays(t, said, "keys", "32")
+	if strings.Contains(said, "too short") {
+		t.Errorf("P8: the log holds the key:\n%s", said)
+	}
+
+	site.env = []string{"PROC_KEY=" + key}
+	gateway = site.start(t)
+	wantProcReplay(t, first, gateway.post(t, procCall{id: "one"}))
+	if bytes.Contains([]byte(gateway.log.String()), []byte(key)) {
+		t.Error("P8: the log holds the key")
+	}
+	_, config, err := gateway.admin("GET", "/config/", "", "")
+	if err != nil || strings.Contains(config, key) {
+		t.Errorf("P8: the admin API shows the key (%v):\n%s", err, config)
+	}
+}
+
+// section "Store": a directory that cannot be written is named.
+func TestProcessRefusesAPlaceThatIsNoDirectory(t *testing.T) {
+	site := procNewSite(t, "127.0.0.1:1")
+	if err := os.WriteFile(site.path("data"), []byte("not a store"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	wantProcSays(t, site.refused(t), site.path("data"), "not a directory")
+	if b, err := os.ReadFile(site.path("data")); err != nil || string(b) != "not a store" {
+		t.Errorf("the file was touched: %q, %v", b, err)
+	}
+}

@@ -1,0 +1,142 @@
+package e2e
+
+import (
+	"errors"
+	"net/http"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+var errBroken = errors.New("the disk is full")
+
+// P4: nothing is forwarded that could not be recorded. What changes nothing goes on,
+// and so does all of the site once the store is back.
+func TestClaimFails(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	r := request{path: "/x", id: "k"}
+	g.call(request{path: "/known", id: "k"}).want(t, 201, "arrival 1", "executed")
+	for name, broken := range map[string]func(){
+		"commit": func() { g.store.failCommits(errBroken) },
+		"closed": func() { g.store.failCommits(store.ErrUnhealthy) },
+		"get":    func() { g.store.onGet(func() error { return errBroken }) },
+	} {
+		broken()
+		for range 3 {
+			doc := g.call(r).retryable(t, 503, "store-unavailable")
+			if doc.State != "" || doc.ExecutionID != "k" {
+				t.Errorf("%s: %+v", name, doc)
+			}
+		}
+		if got := g.call(request{method: http.MethodGet, path: "/read"}); got.status != 201 {
+			t.Errorf("%s: a read got %d", name, got.status)
+		}
+		g.store.onCommit(nil)
+		g.store.onGet(nil)
+	}
+	u.arrived("/x", 0)
+	g.call(r).want(t, 201, "arrival 1", "executed")
+	g.call(request{path: "/known", id: "k"}).want(t, 201, "arrival 1", "replayed")
+}
+
+// Calls that waited for a claim which failed are not lost: they fail too, or run.
+func TestClaimFailsForMany(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	commits := newGate(t)
+	g.store.onCommit(func([]store.Write) error {
+		commits.pass()
+		return errBroken
+	})
+	r := request{path: "/x", id: "k"}
+	owner := g.begin(r)
+	wait(t, commits.arrived, "the claim")
+	var waiting []*pending
+	for range 10 {
+		waiting = append(waiting, g.begin(r))
+	}
+	commits.open()
+	for _, p := range append(waiting, owner) {
+		p.answer().retryable(t, 503, "store-unavailable")
+	}
+	u.arrived("/x", 0)
+}
+
+// Trap 4: an outcome that could not be recorded is in doubt, and said to be, to the
+// caller, to those that follow, and to every retry. The end of the answer does not leave.
+func TestSettleFails(t *testing.T) {
+	for _, row := range endings {
+		t.Run(row.name, func(t *testing.T) {
+			u, hold := newUpstream(t), newGate(t)
+			g := start(t, "header X-Outer o\nagent_proxy %s {\n consequential {\n  method HEAD\n }\n}", u.addr)
+			u.on("/x", func(w http.ResponseWriter, a *arrival) {
+				hold.pass()
+				w.Header().Set("X-Upstream", "u")
+				g.store.failCommits(errBroken)
+				row.answer(w, a)
+			})
+			r := request{method: row.method, path: "/x", id: "k"}
+			owner := g.begin(r)
+			wait(t, hold.arrived, "the call")
+			follower := g.begin(r)
+			followers(t, 1)
+			hold.open()
+			for name, p := range map[string]*pending{"owner": owner, "follower": follower} {
+				wait(t, p.done, "the "+name)
+				switch {
+				case p.err != nil: // aborted before the header had left
+				case p.got.status == 409 && row.method == http.MethodHead:
+				case p.got.status == 409:
+					p.got.terminal(t, 409, "in-doubt")
+					if p.got.header.Get("X-Upstream") != "" || p.got.header.Get("Execution-Status") != "" || p.got.header.Get("X-Outer") != "o" {
+						t.Errorf("%s: %v", name, p.got.header)
+					}
+				case !p.got.cut:
+					t.Errorf("the %s saw the end: %d %q %v", name, p.got.status, p.got.body, p.got.header)
+				}
+			}
+			for range 2 {
+				if got := g.call(r); row.method != http.MethodHead {
+					got.terminal(t, 409, "in-doubt")
+				} else if got.status != 409 {
+					t.Errorf("retry: %d", got.status)
+				}
+			}
+			g.store.onCommit(nil)
+			if got := g.call(r); got.status != 409 {
+				t.Errorf("once the store is back: %d", got.status)
+			}
+			u.arrived("/x", 1)
+			g.call(request{path: "/other", id: "k"}).want(t, 201, "arrival 1", "executed")
+		})
+	}
+}
+
+// A result that the store does not take is lost, not the key: the call is not run
+// again for it.
+func TestResultIsNotTaken(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	large := make([]byte, 4<<10)
+	for i := range large {
+		large[i] = 'x'
+	}
+	u.on("/x", status(200, string(large)))
+	r := request{path: "/x", id: "k"}
+	g.store.onCommit(func(batch []store.Write) error {
+		for _, w := range batch {
+			if w.Bulk {
+				return errBroken
+			}
+		}
+		return nil
+	})
+	g.call(r).want(t, 200, string(large), "executed")
+	g.store.onCommit(nil)
+	doc := g.call(r).terminal(t, 409, "result-unavailable")
+	if doc.State != "completed" || *doc.SafeNewKey {
+		t.Errorf("%+v", doc)
+	}
+	u.arrived("/x", 1)
+}

@@ -1,0 +1,201 @@
+//go:build unix
+
+package e2e
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+)
+
+// procUpstream is a tool server that does something for every request that arrives,
+// and writes it into a ledger, on disk, before it answers. The ledger is the only
+// truth about what was executed: gateways come and go.
+type procUpstream struct {
+	addr   string
+	server *http.Server
+	path   string
+
+	mu      sync.Mutex
+	ledger  *os.File
+	effects int
+	count   map[string]int
+	scripts map[string]procScript
+	seen    func(n int) // called with the number of effects, once each is in the ledger
+}
+
+// procScript answers one execution instead of the usual answer.
+type procScript func(w http.ResponseWriter, r *http.Request, effect int)
+
+func procNewUpstream(t *testing.T) *procUpstream {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return procServeUpstream(t, l, new(http.Server))
+}
+
+func procServeUpstream(t *testing.T, l net.Listener, server *http.Server) *procUpstream {
+	t.Helper()
+	u := &procUpstream{
+		addr: l.Addr().String(), server: server, path: filepath.Join(t.TempDir(), "ledger"),
+		count: map[string]int{}, scripts: map[string]procScript{},
+	}
+	var err error
+	if u.ledger, err = os.OpenFile(u.path, os.O_CREATE|os.O_EXCL|os.O_WRONLY|os.O_APPEND, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	server.Handler = u
+	go func() { _ = server.Serve(l) }()
+	t.Cleanup(func() {
+		_ = server.Close()
+		u.audit(t)
+		_ = u.ledger.Close()
+	})
+	return u
+}
+
+// script sets what becomes of the next execution of id.
+func (u *procUpstream) script(id string, s procScript) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.scripts[id] = s
+}
+
+// arrivals is how often id was executed.
+func (u *procUpstream) arrivals(id string) int {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.count[id]
+}
+
+// total is how many effects there are.
+func (u *procUpstream) total() int {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.effects
+}
+
+func (u *procUpstream) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if _, err := io.ReadAll(r.Body); err != nil {
+		return // not a whole request: nothing is done
+	}
+	id := r.Header.Get("Idempotency-Key")
+	effect, script, seen := u.execute(id)
+	if seen != nil {
+		seen(effect)
+	}
+	if script == nil {
+		script = procAnswerAsAsked
+	}
+	script(w, r, effect)
+}
+
+// execute has the effect: it is on disk when execute returns.
+func (u *procUpstream) execute(id string) (int, procScript, func(int)) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.effects++
+	if _, err := fmt.Fprintf(u.ledger, "%d %s\n", u.effects, id); err != nil {
+		panic(err)
+	}
+	if err := u.ledger.Sync(); err != nil {
+		panic(err)
+	}
+	u.count[id]++
+	script := u.scripts[id]
+	delete(u.scripts, id)
+	return u.effects, script, u.seen
+}
+
+// The request's fields by which a client asks for a shape of the answer.
+const (
+	procSize    = "X-Answer-Size"    // bytes that follow the effect's number
+	procStatus  = "X-Answer-Status"  // default 201
+	procChunked = "X-Answer-Chunked" // without Content-Length
+)
+
+func procAnswerAsAsked(w http.ResponseWriter, r *http.Request, effect int) {
+	status := http.StatusCreated
+	if text := r.Header.Get(procStatus); text != "" {
+		status, _ = strconv.Atoi(text)
+	}
+	size, _ := strconv.Atoi(r.Header.Get(procSize))
+	body := procBody(effect, size)
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Effect", strconv.Itoa(effect))
+	if r.Header.Get(procChunked) == "" && status != http.StatusNoContent {
+		w.Header().Set("Content-Length", strconv.Itoa(len(body)))
+	}
+	w.WriteHeader(status)
+	if status != http.StatusNoContent {
+		_, _ = io.WriteString(w, body)
+	}
+}
+
+// procBody is the answer of an effect.
+func procBody(effect, size int) string {
+	return fmt.Sprintf(`{"effect":%d,"note":"%s"}`, effect, strings.Repeat(strconv.Itoa(effect%10), size))
+}
+
+// audit reads the ledger from its file and fails where an id stands in it twice
+// (P1). It returns how often each id stands there.
+func (u *procUpstream) audit(t *testing.T) map[string]int {
+	t.Helper()
+	f, err := os.Open(u.path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	count := map[string]int{}
+	lines := bufio.NewScanner(f)
+	for n := 1; lines.Scan(); n++ {
+		number, id, ok := strings.Cut(lines.Text(), " ")
+		if !ok || number != strconv.Itoa(n) {
+			t.Fatalf("line %d of the ledger is %q", n, lines.Text())
+		}
+		count[id]++
+		if count[id] > 1 && !strings.HasPrefix(id, procTwice) {
+			t.Errorf("P1: %q was executed %d times", id, count[id])
+		}
+	}
+	if err := lines.Err(); err != nil {
+		t.Fatal(err)
+	}
+	return count
+}
+
+// procTwice begins the ids of calls that may run again: a test's upstream refuses
+// them first.
+const procTwice = "refused-"
+
+// procHold is an execution that waits for the test.
+type procHold struct {
+	arrived chan struct{}
+	release chan struct{}
+	once    sync.Once
+}
+
+// hold lets the next execution of id wait, after its effect and before its answer.
+func (u *procUpstream) hold(t *testing.T, id string) *procHold {
+	h := &procHold{arrived: make(chan struct{}), release: make(chan struct{})}
+	u.script(id, func(w http.ResponseWriter, r *http.Request, effect int) {
+		close(h.arrived)
+		<-h.release
+		procAnswerAsAsked(w, r, effect)
+	})
+	t.Cleanup(h.let)
+	return h
+}
+
+// let lets it go on.
+func (h *procHold) let() { h.once.Do(func() { close(h.release) }) }
