@@ -76,7 +76,7 @@ func (x *exchange) forward(ctx context.Context, e *guard.Execution, next caddyht
 		armed, watch = sent.Arm(ctx)
 		f := forwarding{rec: rec}
 		r := x.request(armed)
-		f.err, f.panicked = handOn(next, rec, r)
+		f.panicked, f.err = handOn(next, rec, r)
 		_ = r.Body.Close() // nobody else does where no connection was made
 		f.overdue = errors.Is(ctx.Err(), context.DeadlineExceeded)
 		f.unframed = watch.Unframed()
@@ -92,9 +92,9 @@ func (x *exchange) forward(ctx context.Context, e *guard.Execution, next caddyht
 // failed reports that no answer came.
 func (f *forwarding) failed() bool { return f.err != nil || f.rec.Interrupted() }
 
-func handOn(next caddyhttp.Handler, w http.ResponseWriter, r *http.Request) (err error, panicked any) {
+func handOn(next caddyhttp.Handler, w http.ResponseWriter, r *http.Request) (panicked any, err error) {
 	defer func() { panicked = recover() }()
-	return next.ServeHTTP(w, r), nil
+	return nil, next.ServeHTTP(w, r)
 }
 
 // recording feeds an execution from a Recorder.

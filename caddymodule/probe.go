@@ -278,7 +278,7 @@ func (p *Probe) ask(x *exchange) (*probeAnswer, error) {
 	a := &probeAnswer{header: http.Header{}}
 	server, _ := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
 	r = caddyhttp.PrepareRequest(r, caddy.NewReplacer(), a, server)
-	err, panicked := handOn(x.h.upstream, a, r)
+	panicked, err := handOn(x.h.upstream, a, r)
 	switch {
 	case panicked != nil:
 		return nil, fmt.Errorf("the answer was cut short: %v", panicked)

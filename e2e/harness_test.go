@@ -9,6 +9,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"path/filepath"
@@ -64,13 +65,8 @@ func launch(t *testing.T, s setup) *gateway {
 		storeOption = "e2e " + g.store.path
 		t.Cleanup(g.store.forget)
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	g.addr = l.Addr().String()
+	g.addr = freeAddress(t)
 	_, port, _ := net.SplitHostPort(g.addr)
-	_ = l.Close()
 	address := "http://:" + port
 	if s.address != nil {
 		address = s.address(port)
@@ -100,6 +96,21 @@ func launch(t *testing.T, s setup) *gateway {
 `, dir, storeOption, s.global, address, s.site))
 	g.client = g.newClient(nil)
 	return g
+}
+
+// freeAddress returns an address on which nobody listens. It is not among those that
+// systems give to outgoing connections, so it stays free for those who ask for it.
+func freeAddress(t *testing.T) string {
+	t.Helper()
+	for range 1000 {
+		l, err := net.Listen("tcp", fmt.Sprint("127.0.0.1:", 20_000+rand.IntN(10_000)))
+		if err == nil {
+			defer l.Close()
+			return l.Addr().String()
+		}
+	}
+	t.Fatal("no port is free")
+	return ""
 }
 
 // load runs a Caddyfile until the end of the test.

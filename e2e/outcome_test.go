@@ -266,7 +266,7 @@ func TestOutcomeNotSent(t *testing.T) {
 		"agent_guard\nreverse_proxy %s",
 		"agent_proxy %s {\n lb_retries 2\n lb_try_interval 1ms\n}",
 	} {
-		addr := unreachable(t)
+		addr := freeAddress(t)
 		g := start(t, directive, addr)
 		r := request{path: "/x", id: "k"}
 		for range 2 {
@@ -301,7 +301,7 @@ func TestSentOnce(t *testing.T) {
 		u, other := newUpstream(t), newUpstream(t)
 		const retry = "lb_policy first\n fail_duration 1m\n lb_retries 3\n lb_try_interval 1ms\n lb_retry_match {\n method POST DELETE\n}"
 
-		g := start(t, proxy, unreachable(t)+" "+u.addr, retry)
+		g := start(t, proxy, freeAddress(t)+" "+u.addr, retry)
 		g.call(request{path: "/next", id: "k"}).want(t, 201, "arrival 1", "executed")
 		g.call(request{path: "/next", id: "k"}).want(t, 201, "arrival 1", "replayed")
 		u.arrived("/next", 1)

@@ -200,14 +200,3 @@ func (g *gate) pass() {
 	g.once.Do(func() { close(g.arrived) })
 	<-g.opened
 }
-
-// unreachable returns an address that refuses connections.
-func unreachable(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
-}

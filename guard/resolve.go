@@ -48,4 +48,3 @@ func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Hea
 	}
 	return nil
 }
-

@@ -38,7 +38,7 @@ func (w *Watch) Attempt() *Attempt {
 func (a *Attempt) Begin() bool {
 	a.watch.mu.Lock()
 	defer a.watch.mu.Unlock()
-	if false {
+	if a.sealed {
 		return false
 	}
 	a.watch.blown = true

@@ -21,7 +21,7 @@ type slyConn struct {
 	net.Conn
 	onWrite func(c *slyConn, p []byte) (int, error)
 	held    atomic.Bool // until it was written to, it does not close
-	once    sync.Once
+	closed  atomic.Bool
 	written chan struct{} // closed with the first write while held
 	closing chan struct{} // closed with the first Close
 }
@@ -42,7 +42,10 @@ func (c *slyConn) Write(p []byte) (int, error) {
 }
 
 func (c *slyConn) Close() error {
-	c.once.Do(func() { close(c.closing) })
+	if c.closed.Swap(true) {
+		return nil
+	}
+	close(c.closing)
 	if c.held.Load() {
 		<-c.written
 	}
