@@ -1,0 +1,117 @@
+package caddymodule
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+// prober lets one probe run for a key at a time; the others wait for what it finds.
+type prober struct {
+	mu      sync.Mutex
+	running map[guard.Key]*probing
+}
+
+// probing is a probe that runs.
+type probing struct {
+	over chan struct{}
+	// doubt says, once over is closed, that the call stays in doubt.
+	doubt bool
+}
+
+// enter returns the probe of key, and whether the caller is to make it. Who makes it
+// must call leave.
+func (p *prober) enter(key guard.Key) (probe *probing, first bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if probe, ok := p.running[key]; ok {
+		return probe, false
+	}
+	if p.running == nil {
+		p.running = map[guard.Key]*probing{}
+	}
+	probe = &probing{over: make(chan struct{})}
+	p.running[key] = probe
+	return probe, true
+}
+
+func (p *prober) leave(key guard.Key, probe *probing) {
+	p.mu.Lock()
+	delete(p.running, key)
+	p.mu.Unlock()
+	close(probe.over)
+}
+
+// probe settles a call in doubt by asking the upstream about it. Of many retries one
+// asks; the others do what its answer allows.
+func (x *exchange) probe(found guard.Finding) (step, error) {
+	probe, first := x.h.probes.enter(x.call.Key)
+	if !first {
+		select {
+		case <-probe.over:
+		case <-x.r.Context().Done():
+			return stepDone, x.gone()
+		}
+		if probe.doubt {
+			return stepDone, x.inDoubt(found.Record.Cause)
+		}
+		return stepFind, nil
+	}
+	x.probing = probe
+	// It may have been settled since it was found.
+	found, err := x.find()
+	if err != nil || found.Standing != guard.Doubtful {
+		x.probed()
+		return stepFind, err
+	}
+	next, err := x.settleDoubt(found)
+	if next == stepDone && err == nil {
+		probe.doubt = true
+		err = x.inDoubt(found.Record.Cause)
+	}
+	if next != stepClaim { // those who wait must find the claim
+		x.probed()
+	}
+	return next, err
+}
+
+// probed lets those go who wait for the probe of this call.
+func (x *exchange) probed() {
+	if x.probing != nil {
+		x.h.probes.leave(x.call.Key, x.probing)
+		x.probing = nil
+	}
+}
+
+// settleDoubt asks, and records that the call was applied. stepDone says that it stays
+// in doubt.
+func (x *exchange) settleDoubt(found guard.Finding) (step, error) {
+	p := x.action.Probe
+	a, err := p.ask(x)
+	if err != nil {
+		x.h.logger.Warn("the status probe gave no answer; the call stays in doubt",
+			zap.Stringer("key", x.call.Key), zap.Error(err))
+		return stepDone, nil
+	}
+	switch {
+	case p.Applied.matches(a):
+		var head *guard.Head
+		if p.UseAnswer {
+			head = &guard.Head{Status: a.status, Header: answer.Replayable(a.header)}
+		}
+		// Others wait for this, whether or not the caller does.
+		err := x.guard.Applied(context.WithoutCancel(x.r.Context()), x.call.Key, found, head, a.body)
+		if err != nil && !errors.Is(err, guard.ErrTaken) {
+			return stepFind, x.storeFailed(err)
+		}
+		return stepFind, nil
+	case p.NotApplied.matches(a):
+		return stepClaim, nil
+	}
+	return stepDone, nil
+}

@@ -1,0 +1,22 @@
+package caddymodule
+
+import (
+	"errors"
+	"net/http"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+)
+
+// compile chains handlers, the first outermost.
+func compile(mods []any) caddyhttp.Handler {
+	next := caddyhttp.Handler(caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error {
+		return caddyhttp.Error(http.StatusBadGateway, errors.New("agent_guard: no handler in `upstream` answered"))
+	}))
+	for i := len(mods) - 1; i >= 0; i-- {
+		middleware, inner := mods[i].(caddyhttp.MiddlewareHandler), next
+		next = caddyhttp.HandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
+			return middleware.ServeHTTP(w, r, inner)
+		})
+	}
+	return next
+}
