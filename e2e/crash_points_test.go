@@ -63,6 +63,9 @@ func TestCrashAroundCommits(t *testing.T) {
 			if c.id == "" {
 				c.id = "call-" + string(rune('a'+i))
 			}
+			if !gateway.alive() { // the test before has failed
+				gateway = site.start(t)
+			}
 			first := gateway.post(t, procCall{id: c.id + "-before", header: map[string]string{procSize: "5000"}})
 			reached := stages.arm(test.point)
 			lost := gateway.begin(t.Context(), procDial(), c)
@@ -166,13 +169,17 @@ func TestCrashWhileTheUpstreamWorks(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer l.Close()
+		gateway.end(t)
 		site.upstream = l.Addr().String()
-		gateway.reload(t)
+		gateway = site.start(t)
+		accepted := make(chan net.Conn, 1)
+		go func() {
+			if conn, err := l.Accept(); err == nil {
+				accepted <- conn
+			}
+		}()
 		lost := gateway.begin(t.Context(), procDial(), procCall{id: "unread"})
-		conn, err := l.Accept()
-		if err != nil {
-			t.Fatal(err)
-		}
+		conn := procReceive(t, "a connection", accepted)
 		gateway.kill()
 		_ = conn.Close()
 		procReceive(t, "the call ends", lost)

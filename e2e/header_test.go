@@ -14,6 +14,7 @@ func TestReplayedHeaders(t *testing.T) {
 	u := newUpstream(t)
 	g := start(t, `
 	header X-Outer outer
+	header X-Request {http.request.uuid}
 	header X-Deferred deferred {
 		defer
 	}
@@ -41,6 +42,11 @@ func TestReplayedHeaders(t *testing.T) {
 		want.Del(name)
 	}
 	again.header.Del("Date")
+	// What others say of each request is said of the retry.
+	if got := again.header.Get("X-Request"); got == "" || got == want.Get("X-Request") {
+		t.Errorf("the replay is of the request %q", got)
+	}
+	want.Set("X-Request", again.header.Get("X-Request"))
 	want.Set("Execution-Status", "replayed")
 	want.Set("Idempotent-Replayed", "true")
 	if !reflect.DeepEqual(again.header, want) {

@@ -348,7 +348,7 @@ func TestOutcomeOfOtherHandlers(t *testing.T) {
 		do     string
 		answer bool // an answer comes
 	}{
-		{"error", true}, {"panic", false}, {"late_panic", false}, {"late_error", false},
+		{"error", true}, {"panic", false}, {"late_panic", false}, {"late_error", false}, {"short", false},
 	} {
 		t.Run(row.do, func(t *testing.T) {
 			g := start(t, "route {\n agent_guard\n e2e_do %s\n}", row.do)
@@ -422,6 +422,11 @@ func (d *do) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Ha
 		}
 		d.before = true
 		return stale(r)
+	}
+	if d.What == "short" {
+		w.Header().Set("Content-Length", "9")
+		fmt.Fprint(w, "part")
+		return nil
 	}
 	late := strings.HasPrefix(d.What, "late_")
 	if late {

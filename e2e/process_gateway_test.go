@@ -60,6 +60,7 @@ type procSite struct {
 	addr string     // of the guarded site
 
 	// What the configuration says. Empty is the default.
+	global   string // further global options
 	store    string // in the app's block; default: badger <dir>/data
 	app      string // further options of the app's block
 	guard    string // options of agent_proxy
@@ -115,6 +116,7 @@ func (s *procSite) config() string {
 	servers {
 		protocols h1 h2c
 	}
+	%s
 	agent_guard {
 		store %s
 		%s
@@ -126,7 +128,7 @@ http://%s {
 		%s
 	}
 }
-`, s.path("admin"), st, s.app, s.addr, s.upstream, s.guard)
+`, s.path("admin"), s.global, st, s.app, s.addr, s.upstream, s.guard)
 }
 
 // command is this binary in a role.

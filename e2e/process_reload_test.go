@@ -103,8 +103,7 @@ func TestProcessReloadKeepsKeys(t *testing.T) {
 	wantProcReplay(t, first, gateway.insist(t, procCall{id: "one"}))
 }
 
-// An execution that began under one configuration is found through the next one, also
-// by calls to another directory's place in the file.
+// P1: an execution that began under one configuration is found through the next one.
 func TestProcessReloadWhileACallRuns(t *testing.T) {
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
@@ -113,7 +112,12 @@ func TestProcessReloadWhileACallRuns(t *testing.T) {
 	owner := gateway.begin(t.Context(), procDial(), procCall{id: "running"})
 	procReceive(t, "arrival", hold.arrived)
 
-	site.guard = "deadline 20s"
+	site.guard = "attach_wait 1ms"
+	gateway.reload(t)
+	if a := gateway.insist(t, procCall{id: "running"}); a.problem() != "in-progress" {
+		t.Errorf("P1: the new configuration does not see the running call: %v", a)
+	}
+	site.guard = ""
 	gateway.reload(t)
 	followers := make([]<-chan procAnswer, 3)
 	for i := range followers {

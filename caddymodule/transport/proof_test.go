@@ -148,7 +148,7 @@ func TestRefusedDialMovesOn(t *testing.T) {
 				_, err = io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
 				return err == nil
 			})
-			p := newProxy(t, twoUpstreams, protocol, 1, refusing(t), up.addr)
+			p := newProxy(t, twoUpstreams, protocol, 1, refusing(1)[0], up.addr)
 			o := forward(p, request("POST", body))
 			p.end()
 			if arrived := up.total(); arrived != 1 || o.status != 200 || o.NotSent() || o.retries != -1 {
@@ -173,7 +173,7 @@ func TestAllUpstreamsRefuse(t *testing.T) {
 					// and the error is still that of the second.
 					config = strings.Replace(config, `"retries": %d`, `"retries": %d, "try_interval": "1ms"`, 1)
 				}
-				p := newProxy(t, config, protocol, retries, refusing(t), refusing(t))
+				p := newProxy(t, config, append([]any{protocol, retries}, refusing(2)...)...)
 				o := forward(p, request("POST", "x"))
 				// Only our transport can tell an iteration without an upstream
 				// from one that nobody saw.
@@ -190,7 +190,7 @@ func TestAllUpstreamsRefuse(t *testing.T) {
 // error text against Caddy's.
 func TestNoUpstreamAvailable(t *testing.T) {
 	for _, protocol := range []string{"agent_guard", "http", "fastcgi"} {
-		p := newProxy(t, twoUpstreams, protocol, 1, refusing(t), refusing(t))
+		p := newProxy(t, twoUpstreams, append([]any{protocol, 1}, refusing(2)...)...)
 		forward(p, request("POST", "")) // takes both down
 		o := forward(p, request("POST", ""))
 		if o.Reason != sent.NoUpstream || o.Again || o.retries != 1 {
@@ -208,7 +208,7 @@ func TestFastCGIAfterBytes(t *testing.T) {
 		"load_balancing": {"selection_policy": {"policy": "first"}, "retries": 1, "retry_match": [{"method": ["POST"]}]},
 		"health_checks": {"passive": {"fail_duration": "1h"}},
 		"upstreams": [{"dial": "%s"}, {"dial": "%s"}]
-	}`, up.addr, refusing(t))
+	}`, up.addr, refusing(1)[0])
 	r := request("POST", "x")
 	r.Header.Set("Content-Length", "1")
 	o := forward(p, r)
@@ -238,7 +238,7 @@ func TestDialErrorAfterAnAnswer(t *testing.T) {
 				{"handler": "reverse_proxy", "transport": {"protocol": "%s"}, "upstreams": [{"dial": "%s"}]}
 			]}]}],
 			"upstreams": [{"dial": "%s"}]
-		}`, protocol, refusing(t), l.Addr())
+		}`, protocol, refusing(1)[0], l.Addr())
 		r := request("POST", "x")
 		r.Header.Set("Content-Length", "1")
 		o := forward(p, r)

@@ -156,13 +156,12 @@ func okThen(do answer) answer {
 	}
 }
 
-// refusing returns an address that refuses connections.
-func refusing(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
+// refusing returns n addresses that refuse connections. A port that was free a
+// moment ago may be another test's by now; these are given to nobody by chance.
+func refusing(n int) []any {
+	addrs := make([]any, n)
+	for i := range addrs {
+		addrs[i] = fmt.Sprintf("127.0.0.1:%d", i+2)
 	}
-	defer l.Close()
-	return l.Addr().String()
+	return addrs
 }
