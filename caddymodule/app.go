@@ -11,6 +11,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 )
 
@@ -47,6 +48,7 @@ type App struct {
 	// Default: 30s.
 	Drain caddy.Duration `json:"drain,omitempty"`
 
+	ctx    caddy.Context
 	logger *zap.Logger
 	spec   engineSpec
 
@@ -62,7 +64,7 @@ func (*App) CaddyModule() caddy.ModuleInfo {
 // Provision checks the options. It opens nothing: `caddy validate` works beside a
 // running server.
 func (a *App) Provision(ctx caddy.Context) error {
-	a.logger = ctx.Logger()
+	a.ctx, a.logger = ctx, ctx.Logger()
 	if a.StoreRaw == nil {
 		a.StoreRaw = caddyconfig.JSONModuleObject(new(BadgerStore), "module", "badger", nil)
 	}
@@ -114,6 +116,11 @@ func (a *App) Provision(ctx caddy.Context) error {
 
 // Start opens the store, if no configuration before this one has it open.
 func (a *App) Start() error {
+	if app, err := a.ctx.AppIfConfigured("http"); err == nil {
+		if err := checkResends(app.(*caddyhttp.App)); err != nil {
+			return fmt.Errorf("agent_guard: %w", err)
+		}
+	}
 	_, err := a.engine()
 	return err
 }

@@ -1,0 +1,56 @@
+package e2e
+
+import (
+	"encoding/json"
+	"os"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+)
+
+var readmeBlock = regexp.MustCompile("(?s)<!-- caddyfile: (\\w+) -->\n```\n(.*?)```")
+
+// What the README shows of the Caddyfile can be used as it stands.
+func TestReadmeExamplesLoad(t *testing.T) {
+	readme, err := os.ReadFile("../README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	around := map[string]string{
+		"whole":  "%",
+		"site":   "http://localhost:8080 {\n%\n}",
+		"policy": "http://localhost:8080 {\nagent_proxy localhost:9001 {\n%\n}\n}",
+	}
+	seen := map[string]int{}
+	for _, block := range readmeBlock.FindAllStringSubmatch(string(readme), -1) {
+		kind, text := block[1], block[2]
+		seen[kind]++
+		whole := strings.Replace(around[kind], "%", text, 1)
+		adapted, warnings, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(whole), map[string]any{"filename": "README.md"})
+		if err != nil {
+			t.Errorf("%v in\n%s", err, text)
+			continue
+		}
+		for _, w := range warnings {
+			if !strings.Contains(w.Message, "not formatted") {
+				t.Errorf("%s in\n%s", w, text)
+			}
+		}
+		var config caddy.Config
+		if err := json.Unmarshal(adapted, &config); err != nil {
+			t.Fatal(err)
+		}
+		config.Admin = &caddy.AdminConfig{Disabled: true}
+		if err := caddy.Validate(&config); err != nil {
+			t.Errorf("%v in\n%s", err, text)
+		}
+	}
+	for kind := range around {
+		if seen[kind] == 0 {
+			t.Errorf("the README has no block of the kind %s", kind)
+		}
+	}
+}
