@@ -93,6 +93,7 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	if err != nil {
 		panic("problem: " + err.Error()) // strings and numbers always marshal
 	}
+	body = append(body, '\n')
 	h.Set("Content-Type", "application/problem+json")
 	h.Set("Content-Length", strconv.Itoa(len(body)))
 	h.Set("Cache-Control", "no-store")
