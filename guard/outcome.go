@@ -116,7 +116,7 @@ const (
 	CauseUnframed    Cause = "answer_unframed"    // the answer ended with its connection
 	CauseDeadline    Cause = "deadline"           // the action's deadline passed
 	CauseInterrupted Cause = "interrupted"        // the forwarding was cut off from inside
-	CauseNoAnswer    Cause = "no_answer"          // the handler returned without one
+	CauseNoAnswer    Cause = "no_answer"          // what the upstream answered was not passed on
 	CauseUnrecorded  Cause = "outcome_unrecorded" // the store did not take the outcome
 	CauseDied        Cause = "gateway_died"       // its process ended before the outcome
 )
