@@ -13,14 +13,22 @@ import (
 type conn struct {
 	net.Conn
 	h2c     bool
+	stale   func() // told when the connection was found closed before a request
 	attempt atomic.Pointer[sent.Attempt]
+	unused  atomic.Bool // by the present attempt
 }
 
-var errAttemptOver = errors.New("the request was given up before this write")
+var (
+	errAttemptOver = errors.New("the request was given up before this write")
+	errGone        = errors.New("the upstream has closed the kept connection")
+)
 
 // Count implements sent.Conn. HTTP/1 calls it for each request that the
 // connection is used for, before the first byte.
-func (c *conn) Count(a *sent.Attempt) { c.attempt.Store(a) }
+func (c *conn) Count(a *sent.Attempt) {
+	c.attempt.Store(a)
+	c.unused.Store(true)
+}
 
 // Multiplexed implements sent.Conn.
 func (c *conn) Multiplexed() bool { return c.h2c }
@@ -31,6 +39,12 @@ func (c *conn) Write(p []byte) (int, error) {
 	a := c.attempt.Load()
 	if a == nil {
 		return c.Conn.Write(p)
+	}
+	// An end that has arrived but that nobody has read yet would swallow the request
+	// and leave it in doubt.
+	if c.unused.Swap(false) && gone(c.Conn) {
+		c.stale()
+		return 0, errGone
 	}
 	if !a.Begin() {
 		return 0, errAttemptOver

@@ -22,7 +22,9 @@ import (
 // whose guest modules Caddy loads only once.
 func (t *Transport) twin() (*http.Transport, error) {
 	rt := t.Transport.Clone()
-	dial := counting(t.Transport.DialContext, slices.Contains(t.Versions, "h2c"))
+	// Where one kept connection was closed, those of its age are about to be.
+	stale := func() { t.guarded.CloseIdleConnections() }
+	dial := counting(t.Transport.DialContext, stale, slices.Contains(t.Versions, "h2c"))
 	rt.DialContext = dial
 	if t.Transport.DialTLSContext != nil {
 		// Caddy's function makes the TCP connection itself, below TLS, where it
@@ -53,13 +55,13 @@ type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error
 
 // counting wraps the connections that dial makes. cleartext HTTP/2 is all or
 // nothing in a transport, so it is known here.
-func counting(dial dialFunc, h2c bool) dialFunc {
+func counting(dial dialFunc, stale func(), h2c bool) dialFunc {
 	return func(ctx context.Context, network, addr string) (net.Conn, error) {
 		c, err := dial(ctx, network, addr)
 		if err != nil {
 			return nil, err
 		}
-		return &conn{Conn: c, h2c: h2c}, nil
+		return &conn{Conn: c, h2c: h2c, stale: stale}, nil
 	}
 }
 
