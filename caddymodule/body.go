@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -45,6 +46,17 @@ func (x *exchange) readBody() error {
 	}
 	// The client broke off or sent a malformed body.
 	return caddyhttp.Error(http.StatusBadRequest, fmt.Errorf("reading the request's body: %w", err))
+}
+
+// giveBack makes the body readable again for the site's error routes, which would else
+// forward the call without it. It is freed with the request.
+func (x *exchange) giveBack() {
+	if !x.read || x.body.Size() == 0 {
+		return
+	}
+	body := x.body.NewReader()
+	x.r.Body = body
+	context.AfterFunc(x.r.Context(), func() { _ = body.Close() })
 }
 
 // lookUpBody reads the id at p in a JSON body. A body that is no JSON has none.

@@ -143,6 +143,8 @@ func (x *exchange) judge(f *forwarding) guard.Outcome {
 		return guard.Outcome{Verdict: guard.InDoubt, Cause: x.late(f, guard.CauseLost)}
 	case rec.Interrupted():
 		return guard.Outcome{Verdict: guard.InDoubt, Cause: x.late(f, guard.CauseInterrupted)}
+	case rec.Status() == 0 && x.answered():
+		return guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseNoAnswer}
 	}
 	rec.Finish()
 	o := guard.Outcome{Status: rec.Status(), Cause: guard.CauseStatus, Whole: rec.Whole()}
@@ -155,6 +157,14 @@ func (x *exchange) judge(f *forwarding) guard.Outcome {
 		o.Verdict = x.action.judge(o.Status, rec.Header(), rec.Trailer())
 	}
 	return o
+}
+
+// answered reports that an upstream has answered. Where nothing was passed on of that,
+// such as of an upgrade that nobody asked for, the silence of the handlers does not
+// mean 200 (P6).
+func (x *exchange) answered() bool {
+	_, set := replacer(x.r).Get("http.reverse_proxy.status_code")
+	return set
 }
 
 // late names the deadline as the cause where it has passed.

@@ -33,6 +33,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 		x.refuse(w, p)
 		return nil
 	}
+	if err != nil {
+		x.giveBack()
+	}
 	return err
 }
 

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 )
 
 // steps is an answer that goes on by one piece for every signal.
@@ -47,7 +48,11 @@ func (s *steps) answer(w http.ResponseWriter, a *arrival) {
 // piece lets the next piece go, and every reader must get it.
 func (s *steps) piece(text string, readers ...io.Reader) {
 	s.t.Helper()
-	s.next <- text
+	select {
+	case s.next <- text:
+	case <-time.After(patience):
+		s.t.Fatal("the upstream's answer is over already")
+	}
 	for i, r := range readers {
 		buf := make([]byte, len(text))
 		if _, err := io.ReadFull(r, buf); err != nil || string(buf) != text {

@@ -43,6 +43,22 @@ func TestBodyTooLarge(t *testing.T) {
 	}
 }
 
+// The limit of Caddy's own directive is one too; a length that is announced it refuses
+// itself.
+func TestBodyOverTheSitesLimit(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "request_body {\n max_size 10\n}\nagent_proxy %s", u.addr)
+	for i, r := range []request{{body: "more than ten"}, {reader: onlyReader{strings.NewReader("more than ten")}}} {
+		r.path, r.id = fmt.Sprint("/", i), "k"
+		if got := g.call(r); i == 0 && got.status != 413 {
+			t.Errorf("%d %q", got.status, got.body)
+		} else if i > 0 {
+			got.terminal(t, 413, "body-too-large")
+		}
+		u.arrived(r.path, 0)
+	}
+}
+
 // Step 2: a body that does not fit into memory arrives as it was sent, and is
 // compared like any other.
 func TestBodySpills(t *testing.T) {

@@ -17,7 +17,7 @@ import (
 const (
 	crashClients = 16
 	// crashAfter is the longest that a round's load lasts, in events.
-	crashAfter = 1000
+	crashAfter = 700
 )
 
 // crashRun is a store's history over many kills.
@@ -180,7 +180,7 @@ func (r *crashRun) restart() *procGateway {
 	if r.random.IntN(4) == 0 {
 		g := r.site.launch(r.t)
 		// What a start says, a line at a time, is as good a clock as any.
-		<-g.log.line(1 + r.random.IntN(12))
+		procReceive(r.t, "a line of its log", g.log.line(1+r.random.IntN(10)))
 		g.kill()
 	}
 	return r.site.start(r.t)

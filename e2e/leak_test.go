@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"os"
 	"runtime"
+	"runtime/debug"
 	"runtime/pprof"
 	"strings"
 	"testing"
@@ -20,6 +21,62 @@ func TestNothingLeaks(t *testing.T) {
 	}
 	eventually(t, "the goroutines are gone", func() bool { return runtime.NumGoroutine() <= goroutines })
 	eventually(t, "the files are closed", func() bool { return openFiles() <= files })
+}
+
+// The file of a spilled body goes with its call, whatever becomes of that.
+func TestSpilledBodiesAreFreed(t *testing.T) {
+	u := newUpstream(t)
+	u.on("/reset", reset)
+	u.on("/refused", status(429, ""))
+	g := start(t, `
+	handle /unsent* {
+		agent_proxy %s
+	}
+	handle {
+		agent_proxy %s {
+			max_body 3MiB
+		}
+	}
+	handle_errors {
+		reverse_proxy /unsent %[2]s
+	}`, freeAddress(t), u.addr)
+	spilled := strings.Repeat("x", 2<<20)
+	calls := func() {
+		for _, path := range []string{"/ok", "/reset", "/refused", "/unsent", "/unsent/unread"} {
+			for range 2 {
+				g.call(request{path: path, id: "k", body: spilled})
+			}
+		}
+		g.call(request{path: "/ok", id: "k", body: spilled + "x"})
+		g.call(request{path: "/ok", id: "a b", body: spilled})
+		g.call(request{path: "/ok", id: "large", reader: onlyReader{strings.NewReader(spilled + spilled)}})
+		conn := g.dial()
+		write(t, conn, "POST /ok HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n"+spilled)
+		_ = conn.Close()
+		eventually(t, "all calls are over", func() bool { return waiting("caddymodule.(*Handler).ServeHTTP") == 0 })
+	}
+	runtime.GC()
+	// What nobody closed would be closed by the garbage collector.
+	defer debug.SetGCPercent(debug.SetGCPercent(-1))
+	before := unlinkedFiles() // of other tests
+	calls()
+	eventually(t, "the files are closed", func() bool { return unlinkedFiles() <= before })
+}
+
+// unlinkedFiles counts the open files of this process that have no name any more.
+func unlinkedFiles() int {
+	const list = "/proc/self/fd/"
+	entries, err := os.ReadDir(list)
+	if err != nil {
+		return 0 // this system has no such list
+	}
+	n := 0
+	for _, e := range entries {
+		if name, err := os.Readlink(list + e.Name()); err == nil && strings.HasSuffix(name, " (deleted)") {
+			n++
+		}
+	}
+	return n
 }
 
 // settled waits until the number of goroutines does not fall any more.

@@ -9,9 +9,6 @@ import (
 	"net/http/httptest"
 	"sync"
 	"testing"
-
-	"golang.org/x/net/http2"
-	"golang.org/x/net/http2/h2c"
 )
 
 // arrival is one request as the upstream got it.
@@ -38,7 +35,7 @@ type upstream struct {
 func newUpstream(t *testing.T) *upstream {
 	t.Helper()
 	u := makeUpstream(t)
-	u.run(u)
+	u.run(false)
 	return u
 }
 
@@ -46,7 +43,7 @@ func newUpstream(t *testing.T) *upstream {
 func newH2CUpstream(t *testing.T) *upstream {
 	t.Helper()
 	u := makeUpstream(t)
-	u.run(h2c.NewHandler(u, new(http2.Server)))
+	u.run(true)
 	return u
 }
 
@@ -54,8 +51,12 @@ func makeUpstream(t *testing.T) *upstream {
 	return &upstream{t: t, seen: map[string][]*arrival{}, handlers: map[string]func(http.ResponseWriter, *arrival){}}
 }
 
-func (u *upstream) run(h http.Handler) {
-	server := httptest.NewServer(h)
+func (u *upstream) run(h2c bool) {
+	server := httptest.NewUnstartedServer(u)
+	server.Config.Protocols = new(http.Protocols)
+	server.Config.Protocols.SetHTTP1(true)
+	server.Config.Protocols.SetUnencryptedHTTP2(h2c)
+	server.Start()
 	u.addr = server.Listener.Addr().String()
 	u.t.Cleanup(func() {
 		server.CloseClientConnections()

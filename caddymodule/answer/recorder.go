@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"net/textproto"
 	"slices"
+	"strconv"
 	"strings"
 )
 
@@ -86,6 +87,10 @@ func (r *Recorder) WriteHeader(status int) {
 	if informational(status) {
 		r.Writer.WriteHeader(status)
 		return
+	}
+	if status < 100 || status > 999 {
+		// As net/http would, but before anything is recorded.
+		panic("agent_guard: invalid status " + strconv.Itoa(status))
 	}
 	if r.status != 0 || r.interrupted {
 		return
