@@ -5,11 +5,16 @@ import (
 	"strings"
 
 	"golang.org/x/net/http/httpguts"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
 )
 
 // classify says whether r is guarded, and as which action. What it lets through is
 // forwarded untouched and unwrapped.
 func (h *Handler) classify(r *http.Request) (*Action, bool, error) {
+	if sent.FromContext(r.Context()) != nil {
+		return nil, false, nil // guarded on the way here: it would wait for itself
+	}
 	consequential, err := h.consequential(r)
 	if err != nil || !consequential {
 		return nil, false, err
@@ -73,8 +78,21 @@ func (h *Handler) action(r *http.Request) (*Action, error) {
 	panic("agent_guard: the default action matches everything")
 }
 
+// isUpgrade reports that r asks for a protocol that is not HTTP. An offer to go on
+// with HTTP/2 or TLS, which some clients make with every call, may be ignored and is.
 func isUpgrade(r *http.Request) bool {
-	return r.Header.Get("Upgrade") != "" && httpguts.HeaderValuesContainsToken(r.Header["Connection"], "Upgrade")
+	if !httpguts.HeaderValuesContainsToken(r.Header["Connection"], "Upgrade") {
+		return false
+	}
+	for _, line := range r.Header["Upgrade"] {
+		for protocol := range strings.SplitSeq(line, ",") {
+			name, _, _ := strings.Cut(strings.ToLower(strings.TrimSpace(protocol)), "/")
+			if name != "" && name != "h2c" && name != "http" && name != "tls" {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 func isGRPC(r *http.Request) bool {

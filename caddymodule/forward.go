@@ -115,7 +115,8 @@ func (x *exchange) request(ctx context.Context) *http.Request {
 	target := *x.r.URL // which inner handlers rewrite, and may have to once more
 	r.URL = &target
 	r.Header = x.r.Header.Clone()
-	r.Header.Del("Expect") // the body is here
+	r.Header.Del("Expect")  // the body is here
+	r.Header.Del("Upgrade") // what is guarded stays HTTP (isUpgrade)
 	r.Header.Del(headerExecutionID)
 	r.Header.Set(headerExecutionParent, x.call.Scope.ID)
 	if x.call.Workflow != "" {
@@ -148,13 +149,14 @@ func (x *exchange) judge(f *forwarding) guard.Outcome {
 	}
 	rec.Finish()
 	o := guard.Outcome{Status: rec.Status(), Cause: guard.CauseStatus, Whole: rec.Whole()}
-	switch {
-	case !o.Whole:
+	if !o.Whole {
 		o.Verdict, o.Cause = guard.InDoubt, guard.CauseTruncated
-	case f.unframed && x.action.Unframed != unframedComplete:
+		return o
+	}
+	o.Verdict = x.action.judge(o.Status, rec.Header(), rec.Trailer())
+	// A refusal says so in its status, however its body ends.
+	if f.unframed && o.Verdict == guard.Completed && x.action.Unframed != unframedComplete {
 		o.Verdict, o.Cause = guard.InDoubt, guard.CauseUnframed
-	default:
-		o.Verdict = x.action.judge(o.Status, rec.Header(), rec.Trailer())
 	}
 	return o
 }

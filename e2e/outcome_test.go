@@ -231,6 +231,12 @@ func TestOutcomeUnframed(t *testing.T) {
 				got.want(t, 200, body, "executed")
 				g.check(u, r, got, row.want)
 			}
+			// A refusal says so in its status, however its body ends.
+			r := request{path: "/refused", id: "k"}
+			u.on(r.path, first(raw("HTTP/1.0 429 Too Many Requests\r\n\r\nlater")))
+			got := g.call(r)
+			got.want(t, 429, "later", "executed")
+			g.check(u, r, got, released)
 		})
 	}
 }
