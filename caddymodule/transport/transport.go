@@ -5,11 +5,13 @@ package transport
 
 import (
 	"context"
+	"maps"
 	"net/http"
 	"slices"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
@@ -115,7 +117,17 @@ func (t *Transport) send(req *http.Request, attempt *sent.Attempt) (*http.Respon
 		return t.HTTPTransport.RoundTrip(req)
 	}
 	t.SetScheme(req)
-	return t.guarded.RoundTrip(req)
+	return t.guarded.RoundTrip(withOwnVars(req))
+}
+
+// withOwnVars gives req a copy of Caddy's variables. A dial reads them in a goroutine
+// that may outlive the attempt, when others write them again.
+func withOwnVars(req *http.Request) *http.Request {
+	vars, ok := req.Context().Value(caddyhttp.VarsCtxKey).(map[string]any)
+	if !ok {
+		return req
+	}
+	return req.WithContext(context.WithValue(req.Context(), caddyhttp.VarsCtxKey, maps.Clone(vars)))
 }
 
 // unframed reports whether the body of res ends only with its connection. A body
