@@ -73,7 +73,9 @@ func TestP1UnrecordedOutcomeIsDoubt(t *testing.T) {
 		}
 		follower.Close()
 		f.fail = nil
-		r.standing(c, guard.Doubtful)
+		if found := r.standing(c, guard.Doubtful); found.Record.Cause != guard.CauseUnrecorded {
+			t.Errorf("%v: the cause is %q", verdict, found.Record.Cause)
+		}
 		r.restart()
 		r.standing(c, guard.Doubtful)
 	}

@@ -189,8 +189,9 @@ func (g *Guard) standing(ctx context.Context, r *Record) (Standing, error) {
 		}
 		return Replayable, nil
 	default:
-		if r.Node == g.node {
-			return Doubtful, nil // its owner is gone, its outcome was not recorded
+		if r.Node == g.node { // its owner is gone, its outcome was not recorded
+			r.Cause = CauseUnrecorded
+			return Doubtful, nil
 		}
 		return RunningElsewhere, nil
 	}

@@ -230,15 +230,12 @@ func (f *Follower) Read(ctx context.Context, p []byte) (int, error) {
 		return 0, err
 	}
 	if size > f.off {
-		n, err := f.r.readAt(p, f.off)
+		n, _ := f.r.readAt(p, f.off)
 		f.off += int64(n)
 		if n > 0 {
 			return n, nil
 		}
-		if err != nil && !errors.Is(err, io.EOF) {
-			return 0, ErrCut
-		}
-		return 0, ErrCut // bytes that were counted but not recorded
+		return 0, ErrCut // bytes that were overwritten, or counted but not recorded
 	}
 	if ending.whole() {
 		return 0, io.EOF
