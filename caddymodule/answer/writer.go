@@ -11,13 +11,9 @@ import (
 	"time"
 )
 
-// stallLimit is how long a client may take for a write once its answer is larger
-// than stallAfter bytes. A client that stalls is treated as one that left: its
-// execution goes on and is recorded.
-const (
-	stallLimit = 30 * time.Second
-	stallAfter = 64 << 10
-)
+// stallLimit is how long a client may take for one write. A client that stalls is
+// treated as one that left: its execution goes on and is recorded.
+const stallLimit = 30 * time.Second
 
 // Writer sends an answer and holds back its end: with Content-Length the last byte,
 // else the return of the handler (terminating chunk, END_STREAM), for answers
@@ -30,14 +26,13 @@ type Writer struct {
 	control *http.ResponseController
 	head    bool // the request was HEAD
 
-	status  int
-	held    bool // the header is the end, and waits
-	left    int64
-	last    []byte // the byte that waits
-	sent    bool
-	written int64
-	gone    bool
-	timed   bool
+	status int
+	held   bool // the header is the end, and waits
+	left   int64
+	last   []byte // the byte that waits
+	sent   bool
+	gone   bool
+	stall  *time.Timer // ends the write that is under way
 }
 
 // NewWriter returns a Writer on w for an answer to r.
@@ -109,14 +104,29 @@ func (w *Writer) send(p []byte) {
 	if w.gone || len(p) == 0 {
 		return
 	}
-	w.written += int64(len(p))
-	if w.written > stallAfter {
-		w.timed = true
-		_ = w.control.SetWriteDeadline(time.Now().Add(stallLimit)) // unsupported: the server's own limits hold
-	}
-	if _, err := w.w.Write(p); err != nil {
+	err := w.bounded(func() error {
+		_, err := w.w.Write(p)
+		return err
+	})
+	if err != nil {
 		w.gone = true
 	}
+}
+
+// bounded ends op where the client stalls. A write deadline that stands while nothing
+// is written would reset a healthy HTTP/2 stream whose upstream is silent, so there is
+// one only once op is overdue.
+func (w *Writer) bounded(op func() error) error {
+	if w.stall == nil {
+		w.stall = time.AfterFunc(stallLimit, func() { _ = w.control.SetWriteDeadline(time.Now()) })
+	} else {
+		w.stall.Reset(stallLimit)
+	}
+	err := op()
+	if !w.stall.Stop() {
+		w.gone = true // the deadline stands, or is about to
+	}
+	return err
 }
 
 // Flush sends what is buffered on the way to the client.
@@ -130,7 +140,7 @@ func (w *Writer) FlushError() error {
 	if w.held || w.gone {
 		return nil
 	}
-	if err := w.control.Flush(); err != nil && !errors.Is(err, http.ErrNotSupported) {
+	if err := w.bounded(w.control.Flush); err != nil && !errors.Is(err, http.ErrNotSupported) {
 		w.gone = true
 	}
 	return nil
@@ -144,10 +154,6 @@ func (w *Writer) Release() {
 	}
 	w.send(w.last)
 	w.last = nil
-	if w.timed {
-		// The connection may carry further requests, which have limits of their own.
-		_ = w.control.SetWriteDeadline(time.Time{})
-	}
 }
 
 func informational(status int) bool { return status >= 100 && status < 200 && status != 101 }

@@ -3,9 +3,11 @@ package answer_test
 import (
 	"bytes"
 	"net/http"
+	"os"
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
@@ -173,44 +175,82 @@ func TestAFailedFlushIsTheClientsLeaving(t *testing.T) {
 
 // P7: a client that stalls is treated as one that left, so that it cannot hold an
 // execution; the limit is for this answer, not for the connection.
-func TestStallingClientsHaveADeadline(t *testing.T) {
-	t.Run("small answers set none", func(t *testing.T) {
+// stalled is a client that takes nothing until its connection's deadline has passed.
+type stalled struct {
+	header   http.Header
+	deadline chan struct{}
+}
+
+func (s *stalled) Header() http.Header { return s.header }
+func (s *stalled) WriteHeader(int)     {}
+
+func (s *stalled) Write([]byte) (int, error) {
+	<-s.deadline
+	return 0, os.ErrDeadlineExceeded
+}
+
+func (s *stalled) FlushError() error {
+	_, err := s.Write(nil)
+	return err
+}
+
+func (s *stalled) SetWriteDeadline(t time.Time) error {
+	if !t.After(time.Now()) {
+		close(s.deadline)
+	}
+	return nil
+}
+
+// P7: a client that stalls is taken for one that left, and holds nothing up for longer
+// than that takes.
+func TestStallingClientsAreGivenUp(t *testing.T) {
+	for name, stall := range map[string]func(*answer.Writer){
+		"in a write": func(w *answer.Writer) { _, _ = w.Write([]byte("x")) },
+		"in a flush": func(w *answer.Writer) { w.Flush() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := answer.NewWriter(&stalled{http.Header{}, make(chan struct{})}, post())
+				begin := time.Now()
+				w.WriteHeader(200)
+				stall(w)
+				_, _ = w.Write([]byte("dropped"))
+				w.Flush()
+				w.Release()
+				if took := time.Since(begin); took != 30*time.Second {
+					t.Errorf("given up after %v", took)
+				}
+			})
+		})
+	}
+}
+
+// P7: silence of the upstream is not the client's stalling, and sets no deadline.
+func TestSilenceSetsNoDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		to := newClient()
 		w := answer.NewWriter(to, post())
-		_, _ = w.Write(bytes.Repeat([]byte("x"), 64<<10))
+		_, _ = w.Write(bytes.Repeat([]byte("x"), 128<<10))
+		w.Flush()
+		time.Sleep(time.Hour)
+		_, _ = w.Write([]byte("end"))
 		w.Release()
 		if len(to.deadlines) != 0 {
 			t.Errorf("deadlines %v", to.deadlines)
 		}
-	})
-	t.Run("large ones set one for each write, and clear it", func(t *testing.T) {
-		to := newClient()
-		w := answer.NewWriter(to, post())
-		begin := time.Now()
-		for range 4 {
-			_, _ = w.Write(bytes.Repeat([]byte("x"), 32<<10))
-		}
-		if len(to.deadlines) != 2 {
-			t.Fatalf("%d deadlines for two writes beyond 64 KiB", len(to.deadlines))
-		}
-		for _, d := range to.deadlines {
-			if d.Before(begin.Add(30*time.Second)) || d.After(time.Now().Add(30*time.Second)) {
-				t.Errorf("deadline %v after the first write, want 30s after its own", d.Sub(begin))
-			}
-		}
-		w.Release()
-		if last := to.deadlines[len(to.deadlines)-1]; !last.IsZero() {
-			t.Errorf("Release leaves the deadline %v to the connection's next request", last)
-		}
-	})
-	t.Run("writers without deadlines work", func(t *testing.T) {
-		to := newClient()
-		w := answer.NewWriter(plainClient{to}, post())
-		_, _ = w.Write(bytes.Repeat([]byte("x"), 128<<10))
-		_, _ = w.Write([]byte("end"))
-		w.Release()
-		if !strings.HasSuffix(string(to.body), "xend") || len(to.body) != 128<<10+3 {
+		if !strings.HasSuffix(string(to.body), "xend") {
 			t.Errorf("%d bytes arrived", len(to.body))
 		}
 	})
+}
+
+func TestWritersWithoutDeadlinesWork(t *testing.T) {
+	to := newClient()
+	w := answer.NewWriter(plainClient{to}, post())
+	_, _ = w.Write(bytes.Repeat([]byte("x"), 128<<10))
+	_, _ = w.Write([]byte("end"))
+	w.Release()
+	if !strings.HasSuffix(string(to.body), "xend") || len(to.body) != 128<<10+3 {
+		t.Errorf("%d bytes arrived", len(to.body))
+	}
 }
