@@ -13,6 +13,8 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 )
 
 func init() {
@@ -87,7 +89,10 @@ func (a *App) Provision(ctx caddy.Context) error {
 		return errors.New("agent_guard: keys: give either a file or a value, not both")
 	case a.Key != "":
 		if a.spec.key, err = repl.ReplaceOrErr(a.Key, true, true); err != nil {
-			return fmt.Errorf("agent_guard: keys: %w", err)
+			return fmt.Errorf("agent_guard: keys: value: %w", err)
+		}
+		if _, err := seal.Parse([]byte(a.spec.key)); err != nil {
+			return fmt.Errorf("agent_guard: keys: value %s: %w", a.Key, err)
 		}
 	case a.KeyFile != "":
 		// An unset variable must not lead to another file than was meant.
@@ -119,6 +124,10 @@ func (a *App) Start() error {
 	if app, err := a.ctx.AppIfConfigured("http"); err == nil {
 		if err := checkResends(app.(*caddyhttp.App)); err != nil {
 			return fmt.Errorf("agent_guard: %w", err)
+		}
+		for _, server := range unguardedErrorRoutes(app.(*caddyhttp.App)) {
+			a.logger.Warn("reverse_proxy in handle_errors is not guarded: a call that was released there runs again with each retry; "+
+				"use agent_proxy in its place", zap.String("server", server))
 		}
 	}
 	_, err := a.engine()

@@ -5,14 +5,15 @@ import (
 	"strings"
 
 	"golang.org/x/net/http/httpguts"
-
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
 )
+
+// guardedBy is the context key of calls that a guard of this name has forwarded.
+type guardedBy struct{ name string }
 
 // classify says whether r is guarded, and as which action. What it lets through is
 // forwarded untouched and unwrapped.
 func (h *Handler) classify(r *http.Request) (*Action, bool, error) {
-	if sent.FromContext(r.Context()) != nil {
+	if r.Context().Value(guardedBy{h.Name}) != nil {
 		return nil, false, nil // guarded on the way here: it would wait for itself
 	}
 	consequential, err := h.consequential(r)

@@ -39,7 +39,7 @@ func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 // serveCommon answers the well-known paths that need no guard.
 func serveCommon(w http.ResponseWriter, r *http.Request) bool {
 	slug, ok := strings.CutPrefix(r.URL.Path, problem.BasePath)
-	if !ok || slug == "" {
+	if !ok {
 		return false
 	}
 	if allowRead(w, r) {
@@ -155,7 +155,7 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 		},
 		Methods: "all but GET, HEAD, OPTIONS, TRACE, CONNECT, QUERY, SEARCH, PROPFIND and REPORT, unless configured otherwise",
 		Fingerprint: policyCompared{
-			Covers:   "method, host, path, query and body; JSON bodies by value, multipart bodies by part, others by byte; no header fields",
+			Covers:   "method, host, path, query and body; JSON bodies by value, multipart bodies by part, others by byte; of the header only the media type and Content-Encoding",
 			Excluded: h.FingerprintExclude,
 		},
 		MaxBody:    h.MaxBody,

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -81,6 +82,9 @@ func (p *enginePool) acquire(spec engineSpec) (*engine, error) {
 	if err != nil {
 		return nil, err
 	}
+	if !loaded {
+		p.warnOfOthers(spec)
+	}
 	e := value.(*engine)
 	if loaded && e.keys != spec.keys() {
 		_, _ = p.pool.Delete(spec.path) // not the last reference: it was loaded
@@ -88,6 +92,18 @@ func (p *enginePool) acquire(spec engineSpec) (*engine, error) {
 			"the source of the key changes with a restart only", spec.path)
 	}
 	return e, nil
+}
+
+// warnOfOthers tells of a configuration that takes another store than the one before:
+// what that has recorded is unknown to it.
+func (p *enginePool) warnOfOthers(spec engineSpec) {
+	p.pool.Range(func(path, _ any) bool {
+		if path != spec.path {
+			spec.logger.Warn("another store is open as well; retries of calls that it has recorded run again where this one is used",
+				zap.String("store", spec.path), zap.Any("other", path))
+		}
+		return true
+	})
 }
 
 // release gives one reference back.
@@ -142,6 +158,10 @@ func loadRing(ctx context.Context, st store.Store, spec engineSpec) (*seal.Ring,
 	}
 	ring, err := seal.Load(spec.keyFile)
 	if !errors.Is(err, fs.ErrNotExist) {
+		if info, statErr := os.Stat(spec.keyFile); statErr == nil && info.Mode().Perm()&0o077 != 0 {
+			spec.logger.Warn("others than the owner may use the key file; give it the mode 0600",
+				zap.String("file", spec.keyFile), zap.Stringer("mode", info.Mode()))
+		}
 		return ring, err
 	}
 	fresh, err := guard.Fresh(ctx, st)
@@ -150,7 +170,7 @@ func loadRing(ctx context.Context, st store.Store, spec engineSpec) (*seal.Ring,
 	}
 	if !fresh {
 		return nil, fmt.Errorf("the key file %s is missing, and the store %s holds executions that were sealed with it: "+
-			"put the file back from your backup; if it is lost for good, move the store away to begin anew, "+
+			"put the file back from your backup, or correct its path; if it is lost for good, move the store away to begin anew, "+
 			"knowing that retries of earlier calls will then run again", spec.keyFile, spec.path)
 	}
 	return seal.Create(spec.keyFile)

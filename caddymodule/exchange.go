@@ -8,6 +8,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/google/uuid"
+	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
@@ -42,6 +43,8 @@ type exchange struct {
 	call    guard.Call
 	wait    time.Time // when a retry stops waiting for a running execution
 	probing *probing  // the probe that this call makes
+
+	doubtful bool // it was forwarded, and is in doubt
 }
 
 // open takes a reference to the engine, which a running execution keeps.
@@ -218,7 +221,7 @@ func (x *exchange) answer(found guard.Finding) (step, error) {
 	switch found.Standing {
 	case guard.Mismatch:
 		return stepDone, x.problem(problem.FingerprintMismatch,
-			"The host, the query or the body differ from the call that this id was first used for.", 0)
+			"The host, the query, the media type or the body differ from the call that this id was first used for.", 0)
 	case guard.RunningHere:
 		return x.attach(found.Flight)
 	case guard.RunningElsewhere:
@@ -294,6 +297,11 @@ func (x *exchange) played(err error) error {
 
 // attach follows the execution that is running in this process.
 func (x *exchange) attach(flight *guard.Flight) (step, error) {
+	if x.r.Header.Get(headerExecutionParent) == x.call.Scope.ID {
+		x.h.logger.Warn("a call has come back to the guard that runs it; give the guards of a chain different names",
+			zap.Stringer("key", x.call.Key), zap.String("guard", x.h.Name))
+		return stepDone, x.problem(problem.InProgress, "It has come back to the guard that runs it.", guard.StateSending)
+	}
 	follower := flight.Follow()
 	if follower == nil {
 		select {
@@ -311,8 +319,10 @@ func (x *exchange) attach(flight *guard.Flight) (step, error) {
 	cancel()
 	switch {
 	case errors.Is(err, guard.ErrNoAnswer):
-		// In doubt: the record says why. Released unsent: one of those that wait runs.
-		return stepFind, nil
+		if flight.Ending() == guard.EndedInDoubt {
+			return stepDone, x.followedIntoDoubt()
+		}
+		return stepFind, nil // released unsent: one of those that wait runs
 	case x.r.Context().Err() != nil:
 		return stepDone, x.gone()
 	case err != nil:
@@ -326,6 +336,21 @@ func (x *exchange) attach(flight *guard.Flight) (step, error) {
 		return stepFind, nil
 	}
 	return stepDone, x.played(err)
+}
+
+// followedIntoDoubt refuses a call that has waited for an execution that is now in
+// doubt. on_unknown is for calls that come afterwards: applied here, each of those that
+// wait would run in its turn.
+func (x *exchange) followedIntoDoubt() error {
+	found, err := x.find()
+	if err != nil {
+		return err
+	}
+	cause := guard.CauseUnrecorded
+	if found.Standing == guard.Doubtful {
+		cause = found.Record.Cause
+	}
+	return x.inDoubt(cause)
 }
 
 // followed makes a follower an io.Reader.

@@ -43,13 +43,27 @@ func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 	outcome := x.judge(&f)
 	if x.action.Settle == settleAsync && outcome.Whole {
 		settled = true
+		if outcome.Verdict == guard.InDoubt {
+			x.doubted(outcome)
+		}
 		x.settleLater(e, outcome)
 		f.rec.Release()
 		return nil
 	}
 	err := e.Settle(context.Background(), outcome)
 	settled = true
+	if outcome.Verdict == guard.InDoubt {
+		x.doubted(outcome)
+	}
 	return x.finish(&f, outcome, err)
+}
+
+// doubted tells the operator, who is the one to find out.
+func (x *exchange) doubted(o guard.Outcome) {
+	x.doubtful = true
+	x.note("in_doubt", "")
+	x.h.logger.Warn("a call is in doubt", zap.Stringer("key", x.call.Key), zap.String("guard", x.h.Name),
+		zap.String("action", x.action.Name), zap.String("cause", string(o.Cause)), zap.Int("status", o.Status))
 }
 
 // settleLater records the outcome after the answer has gone.
@@ -111,7 +125,7 @@ func (r recording) SetTrailer(trailer map[string][]string) {
 // request is the request to forward: the call's own, with the body that was read,
 // naming this execution as the parent of what it may cause.
 func (x *exchange) request(ctx context.Context) *http.Request {
-	r := x.r.WithContext(ctx)
+	r := x.r.WithContext(context.WithValue(ctx, guardedBy{x.h.Name}, true))
 	target := *x.r.URL // which inner handlers rewrite, and may have to once more
 	r.URL = &target
 	r.Header = x.r.Header.Clone()
@@ -144,7 +158,7 @@ func (x *exchange) judge(f *forwarding) guard.Outcome {
 		return guard.Outcome{Verdict: guard.InDoubt, Cause: x.late(f, guard.CauseLost)}
 	case rec.Interrupted():
 		return guard.Outcome{Verdict: guard.InDoubt, Cause: x.late(f, guard.CauseInterrupted)}
-	case rec.Status() == 0 && x.answered():
+	case rec.Status() == 0 && x.unanswered():
 		return guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseNoAnswer}
 	}
 	rec.Finish()
@@ -153,7 +167,12 @@ func (x *exchange) judge(f *forwarding) guard.Outcome {
 		o.Verdict, o.Cause = guard.InDoubt, guard.CauseTruncated
 		return o
 	}
-	o.Verdict = x.action.judge(o.Status, rec.Header(), rec.Trailer())
+	var ruled bool
+	o.Verdict, ruled = x.action.judge(o.Status, rec.Header(), rec.Trailer())
+	if !ruled && o.Verdict == guard.Completed && (x.masked(o.Status) || rec.Refused() && o.Status == http.StatusConflict) {
+		o.Verdict = guard.InDoubt
+		return o
+	}
 	// A refusal says so in its status, however its body ends.
 	if f.unframed && o.Verdict == guard.Completed && x.action.Unframed != unframedComplete {
 		o.Verdict, o.Cause = guard.InDoubt, guard.CauseUnframed
@@ -161,12 +180,27 @@ func (x *exchange) judge(f *forwarding) guard.Outcome {
 	return o
 }
 
-// answered reports that an upstream has answered. Where nothing was passed on of that,
-// such as of an upgrade that nobody asked for, the silence of the handlers does not
-// mean 200 (P6).
-func (x *exchange) answered() bool {
-	_, set := replacer(x.r).Get("http.reverse_proxy.status_code")
-	return set
+// unanswered reports that silence does not mean 200 (P6): no handler took the call, or
+// an upstream has answered and nothing was passed on of that, such as of an upgrade
+// that nobody asked for.
+func (x *exchange) unanswered() bool {
+	_, answered := replacer(x.r).Get(upstreamStatus)
+	return answered || caddyhttp.GetVar(x.r.Context(), "unhandled") == true
+}
+
+const upstreamStatus = "http.reverse_proxy.status_code"
+
+// masked reports that a handler behind the guard has put status in the place of one of
+// the upstream's that leaves open whether the call was executed (P6).
+func (x *exchange) masked(status int) bool {
+	repl := replacer(x.r)
+	value, _ := repl.Get(upstreamStatus)
+	upstream, ok := value.(int)
+	if !ok || upstream == status {
+		return false
+	}
+	_, retryAfter := repl.Get("http.reverse_proxy.header.Retry-After")
+	return x.action.rules.Judge(upstream, retryAfter) == guard.InDoubt
 }
 
 // late names the deadline as the cause where it has passed.

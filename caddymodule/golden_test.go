@@ -2,6 +2,7 @@ package caddymodule_test
 
 import (
 	"bytes"
+	"encoding/base64"
 	"encoding/json"
 	"flag"
 	"os"
@@ -30,6 +31,7 @@ func adapt(t *testing.T, input string) (string, error) {
 	t.Helper()
 	// The default of a {$VARIABLE} is tested, too: this one is set.
 	t.Setenv("AGENT_GUARD_TEST_DEADLINE", "45s")
+	t.Setenv("AGENT_GUARD_TEST_KEY", base64.StdEncoding.EncodeToString(make([]byte, 32)))
 	out, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(input), nil)
 	if err != nil {
 		return "", err

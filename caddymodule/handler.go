@@ -80,11 +80,16 @@ func (x *exchange) refuse(w http.ResponseWriter, p *problem.Problem) {
 	if p.ExecutionID != "" {
 		w.Header().Set(headerExecutionID, p.ExecutionID)
 	}
+	w.Header().Set(headerExecutionStatus, answer.StatusRefused)
 	if !x.read && x.r.ProtoMajor == 1 && x.r.Header.Get("Expect") != "" {
 		// Else the server would wait for a body that the client was not asked for.
 		w.Header().Set("Connection", "close")
 	}
-	x.note("refused", p.Kind().Slug)
+	status := "refused"
+	if x.doubtful {
+		status = "in_doubt"
+	}
+	x.note(status, p.Kind().Slug)
 	level := zap.DebugLevel
 	if p.Cause != nil {
 		level = zap.ErrorLevel

@@ -91,8 +91,9 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"unknown option of store":   {withApp(`"store": {"module": "badger", "compact": true}`), `json: unknown field "compact"`},
 		"store in an unset place":   {withApp(`"store": {"module": "badger", "path": "{env.AGENT_GUARD_TEST_UNSET}/store"}`), `agent_guard: store: badger: path "{env.AGENT_GUARD_TEST_UNSET}/store": evaluated placeholder {env.AGENT_GUARD_TEST_UNSET} is empty`},
 		"two keys":                  {withApp(`"key": "a", "key_file": "b"`), `agent_guard: keys: give either a file or a value, not both`},
-		"an unset key":              {withApp(`"key": "{env.AGENT_GUARD_TEST_UNSET}"`), `agent_guard: keys: evaluated placeholder {env.AGENT_GUARD_TEST_UNSET} is empty`},
-		"an unknown key":            {withApp(`"key": "{nosuch.placeholder}"`), `agent_guard: keys: unrecognized placeholder {nosuch.placeholder}`},
+		"an unset key":              {withApp(`"key": "{env.AGENT_GUARD_TEST_UNSET}"`), `agent_guard: keys: value: evaluated placeholder {env.AGENT_GUARD_TEST_UNSET} is empty`},
+		"an unknown key":            {withApp(`"key": "{nosuch.placeholder}"`), `agent_guard: keys: value: unrecognized placeholder {nosuch.placeholder}`},
+		"a key that is none":        {withApp(`"key": "short"`), `agent_guard: keys: value short: seal: the key is neither`},
 		"a key file nowhere":        {withApp(`"key_file": "{env.AGENT_GUARD_TEST_UNSET}/key"`), `agent_guard: keys: file "{env.AGENT_GUARD_TEST_UNSET}/key": evaluated placeholder {env.AGENT_GUARD_TEST_UNSET} is empty`},
 		"drain":                     {withApp(`"drain": -1`), `agent_guard: drain: -1ns is negative; it must be positive`},
 	} {

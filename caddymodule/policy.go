@@ -225,17 +225,17 @@ func checkAnswer(m *caddyhttp.ResponseMatcher) error {
 	return checkFields(slices.Sorted(maps.Keys(m.Headers)))
 }
 
-// judge reads a whole answer.
-func (a *Action) judge(status int, header http.Header, trailer map[string][]string) guard.Verdict {
+// judge reads a whole answer. ruled says that a rule of the configuration has decided.
+func (a *Action) judge(status int, header http.Header, trailer map[string][]string) (v guard.Verdict, ruled bool) {
 	for i := range a.Outcomes {
 		if rule := &a.Outcomes[i]; rule.Match.Match(status, header) {
-			return rule.verdict
+			return rule.verdict, true
 		}
 	}
 	if a.GRPC == grpcUnary && status == http.StatusOK {
-		return judgeGRPC(header, trailer)
+		return judgeGRPC(header, trailer), false
 	}
-	return a.rules.Judge(status, header.Get("Retry-After") != "")
+	return a.rules.Judge(status, header.Get("Retry-After") != ""), false
 }
 
 // judgeGRPC reads the status of a unary call: in the trailer, or in the header of

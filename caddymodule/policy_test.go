@@ -97,7 +97,7 @@ func TestOutcomeRules(t *testing.T) {
 		{503, http.Header{"Retry-After": {"1"}}, guard.Released},
 		{503, nil, guard.InDoubt},
 	} {
-		if got := a.judge(c.status, c.header, nil); got != c.want {
+		if got, _ := a.judge(c.status, c.header, nil); got != c.want {
 			t.Errorf("%d %v is %v, want %v", c.status, c.header, got, c.want)
 		}
 	}
@@ -108,7 +108,7 @@ func TestPresetsReachTheRules(t *testing.T) {
 		"": guard.Completed, guard.PresetDefault: guard.Completed, guard.PresetStripe: guard.Completed,
 		guard.PresetACP: guard.Released, guard.PresetStrict: guard.InDoubt,
 	} {
-		if got := provisioned(t, Policy{Preset: preset}).judge(500, nil, nil); got != want {
+		if got, _ := provisioned(t, Policy{Preset: preset}).judge(500, nil, nil); got != want {
 			t.Errorf("500 with preset %q is %v, want %v", preset, got, want)
 		}
 	}
@@ -132,27 +132,27 @@ func TestJudgeGRPC(t *testing.T) {
 	a := provisioned(t, Policy{GRPC: grpcUnary})
 	for text, verdict := range want {
 		trailer := map[string][]string{"Grpc-Status": {text}}
-		if got := a.judge(200, http.Header{}, trailer); got != verdict {
+		if got, _ := a.judge(200, http.Header{}, trailer); got != verdict {
 			t.Errorf("grpc-status %q in the trailer is %v, want %v", text, got, verdict)
 		}
-		if got := a.judge(200, http.Header{"Grpc-Status": {text}}, nil); got != verdict {
+		if got, _ := a.judge(200, http.Header{"Grpc-Status": {text}}, nil); got != verdict {
 			t.Errorf("grpc-status %q in the header is %v, want %v", text, got, verdict)
 		}
 	}
-	if got := a.judge(200, http.Header{}, nil); got != guard.InDoubt {
+	if got, _ := a.judge(200, http.Header{}, nil); got != guard.InDoubt {
 		t.Errorf("no grpc-status is %v, want in_doubt", got)
 	}
-	if got := a.judge(200, http.Header{"Grpc-Status": {"0"}}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.InDoubt {
+	if got, _ := a.judge(200, http.Header{"Grpc-Status": {"0"}}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.InDoubt {
 		t.Errorf("the trailer's status does not go before the header's: %v", got)
 	}
-	if got := a.judge(503, http.Header{"Retry-After": {"1"}}, map[string][]string{"Grpc-Status": {"0"}}); got != guard.Released {
+	if got, _ := a.judge(503, http.Header{"Retry-After": {"1"}}, map[string][]string{"Grpc-Status": {"0"}}); got != guard.Released {
 		t.Errorf("an answer that is not gRPC's is %v, want released by its HTTP status", got)
 	}
-	if got := provisioned(t, Policy{}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.Completed {
+	if got, _ := provisioned(t, Policy{}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.Completed {
 		t.Errorf("grpc-status counts where no action says so: %v", got)
 	}
 	a = provisioned(t, Policy{GRPC: grpcUnary, Outcomes: []OutcomeRule{{Outcome: "completed", Match: caddyhttp.ResponseMatcher{StatusCode: []int{200}}}}})
-	if got := a.judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.Completed {
+	if got, _ := a.judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.Completed {
 		t.Errorf("rules do not go before grpc-status: %v", got)
 	}
 }

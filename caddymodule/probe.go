@@ -86,7 +86,27 @@ func (p *Probe) provision() error {
 	if err := p.NotApplied.provision(); err != nil {
 		return fmt.Errorf("probe: not_applied: %w", err)
 	}
+	if !p.asksForACall() {
+		return fmt.Errorf("probe: URI %q is the same for every call; name the call in it, with {http.agent_guard.execution_id}", p.URI)
+	}
+	if p.UseAnswer && p.Method == http.MethodHead {
+		return errors.New("probe: use_answer needs an answer with a body; HEAD has none")
+	}
 	return nil
+}
+
+// asksForACall reports that the request says which call it asks for: else one answer
+// would speak for all calls.
+func (p *Probe) asksForACall() bool {
+	if p.path.varies() || p.query.varies() {
+		return true
+	}
+	for _, value := range p.Header {
+		if t, err := parseTemplate(value, nil); err == nil && t.varies() {
+			return true
+		}
+	}
+	return false
 }
 
 // checkMethod finds what no upstream would know.
@@ -131,7 +151,7 @@ func (p *Probe) target(repl *caddy.Replacer) (path, query string, err error) {
 	// Whoever chooses the values must not choose another path.
 	for segment := range strings.SplitSeq(path, "/") {
 		if segment == "." || segment == ".." {
-			return "", "", fmt.Errorf("the path %q would lead elsewhere", path)
+			return "", "", errors.New("a value in the path would lead elsewhere")
 		}
 	}
 	query, err = p.query.fill(repl)
@@ -159,7 +179,11 @@ func (p *Probe) ask(x *exchange) (*probeAnswer, error) {
 	r.RequestURI = r.URL.RequestURI()
 	r.Host, r.RemoteAddr = x.r.Host, x.r.RemoteAddr
 	for name, value := range p.Header {
-		r.Header.Set(name, repl.ReplaceAll(value, ""))
+		// Asked without its credential, an upstream may answer as if there were nothing.
+		if value, err = repl.ReplaceOrErr(value, true, true); err != nil {
+			return nil, fmt.Errorf("header %s: %w", name, err)
+		}
+		r.Header.Set(name, value)
 	}
 	r.Header.Set("Accept-Encoding", "identity")
 	a := &probeAnswer{header: http.Header{}}

@@ -3,6 +3,7 @@ package caddymodule
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/caddyserver/caddy/v2"
@@ -36,6 +37,14 @@ func parseTemplate(text string, escape func(string) string) (template, error) {
 		text = after
 	}
 	return t, nil
+}
+
+// varies reports that a placeholder is not the same for all requests.
+func (t template) varies() bool {
+	return slices.ContainsFunc(t, func(part templatePart) bool {
+		space, _, _ := strings.Cut(part.text, ".")
+		return part.placeholder && !slices.Contains([]string{"env", "file", "system", "time"}, space)
+	})
 }
 
 // sample is the template with something in the place of each value.

@@ -64,3 +64,39 @@ func resends(proxy *reverseproxy.Handler, guard *Handler) bool {
 	// Without matchers only GET is sent again after its connection was made.
 	return len(lb.RetryMatch) > 0 || len(guard.consequentialSets) > 0
 }
+
+// unguardedErrorRoutes lists the servers with a guard whose error routes forward calls
+// past it. A call that was provably not sent comes there, and its key is free: what
+// is forwarded there is recorded nowhere.
+func unguardedErrorRoutes(app *caddyhttp.App) []string {
+	var names []string
+	for name, server := range app.Servers {
+		if server.Errors == nil {
+			continue
+		}
+		guard, err := resendsIn(server.Routes, nil)
+		if err == nil && guard != nil && forwardsUnguarded(server.Errors.Routes) {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+func forwardsUnguarded(routes caddyhttp.RouteList) bool {
+	for _, route := range routes {
+	handlers:
+		for _, handler := range route.Handlers {
+			switch h := handler.(type) {
+			case *Handler:
+				break handlers // what follows is guarded
+			case *caddyhttp.Subroute:
+				if forwardsUnguarded(h.Routes) {
+					return true
+				}
+			case *reverseproxy.Handler:
+				return true
+			}
+		}
+	}
+	return false
+}

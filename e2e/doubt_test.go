@@ -145,7 +145,7 @@ func stillInDoubt(t *testing.T, g *gateway, u *upstream, r request) {
 func TestProbeEvidence(t *testing.T) {
 	u := newUpstream(t)
 	g := start(t, `agent_proxy %s {
-		on_unknown probe GET /find {
+		on_unknown probe GET /find?id={http.agent_guard.execution_id} {
 			applied {
 				status 2xx
 				header X-State final
@@ -223,7 +223,7 @@ func TestProbeGoesPastSiteAuth(t *testing.T) {
 	respond @stranger "stranger" 401
 	agent_guard {
 		consequential path /status*
-		on_unknown probe GET /status {
+		on_unknown probe GET /status?id={http.agent_guard.execution_id} {
 			not_applied 404
 		}
 		upstream {

@@ -87,7 +87,7 @@ func TestUpstreamCannotSpeakForTheGuard(t *testing.T) {
 	check("replay", g.call(request{path: "/201", id: "k"}), "replayed")
 	doc := g.call(request{path: "/504", id: "k"})
 	doc.terminal(t, 409, "in-doubt")
-	if doc.header.Get("Execution-Status") != "" || doc.header.Get("Idempotent-Replayed") != "" {
+	if doc.header.Get("Execution-Status") != "refused" || doc.header.Get("Idempotent-Replayed") != "" {
 		t.Errorf("in doubt: %v", doc.header)
 	}
 	u.on("/trailers", func(w http.ResponseWriter, a *arrival) {
@@ -117,7 +117,7 @@ func TestProblemsHaveNoHeadersOfAnAttempt(t *testing.T) {
 	got := g.call(request{path: "/x", id: "k"})
 	g.store.onCommit(nil)
 	got.terminal(t, 409, "in-doubt")
-	if got.header.Get("X-Upstream") != "" || got.header.Get("Etag") != "" || got.header.Get("Execution-Status") != "" {
+	if got.header.Get("X-Upstream") != "" || got.header.Get("Etag") != "" || got.header.Get("Execution-Status") != "refused" {
 		t.Errorf("header %v", got.header)
 	}
 	if got.header.Get("X-Outer") != "o" {

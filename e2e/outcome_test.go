@@ -185,7 +185,7 @@ func TestOutcomeOfBrokenAnswers(t *testing.T) {
 				if !strings.Contains(doc.Detail, row.cause) {
 					t.Errorf("the cause is not told: %s", got.body)
 				}
-				if s := got.header.Get("Execution-Status"); s != "" {
+				if s := got.header.Get("Execution-Status"); s != "refused" {
 					t.Errorf("Execution-Status is %q", s)
 				}
 			}

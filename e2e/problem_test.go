@@ -142,7 +142,7 @@ func TestProblems(t *testing.T) {
 			}
 			for name, want := range map[string]string{
 				"Cache-Control": "no-store", "Link": `</.well-known/cascade/policy>; rel="describedby"`,
-				"Execution-Status": "", "Idempotent-Replayed": "", "Content-Length": fmt.Sprint(len(got.body)),
+				"Execution-Status": "refused", "Idempotent-Replayed": "", "Content-Length": fmt.Sprint(len(got.body)),
 			} {
 				if v := got.header.Get(name); v != want {
 					t.Errorf("%s is %q, want %q", name, v, want)

@@ -44,8 +44,15 @@ type procAnswer struct {
 	body   string
 }
 
-func (a procAnswer) execution() string { return a.header.Get("Execution-Status") }
-func (a procAnswer) executed() bool    { return a.execution() == "executed" }
+// execution is what the answer says of the call's execution; empty where it is not one's.
+func (a procAnswer) execution() string {
+	if status := a.header.Get("Execution-Status"); status != "refused" {
+		return status
+	}
+	return ""
+}
+
+func (a procAnswer) executed() bool { return a.execution() == "executed" }
 
 // replayed reports that the answer says in both ways that it is a replay.
 func (a procAnswer) replayed() bool {

@@ -89,7 +89,7 @@ func TestSettleFails(t *testing.T) {
 				case p.got.status == 409 && row.method == http.MethodHead:
 				case p.got.status == 409:
 					p.got.terminal(t, 409, "in-doubt")
-					if p.got.header.Get("X-Upstream") != "" || p.got.header.Get("Execution-Status") != "" || p.got.header.Get("X-Outer") != "o" {
+					if p.got.header.Get("X-Upstream") != "" || p.got.header.Get("Execution-Status") != "refused" || p.got.header.Get("X-Outer") != "o" {
 						t.Errorf("%s: %v", name, p.got.header)
 					}
 				case !p.got.cut:

@@ -100,6 +100,25 @@ func TestP1KeyIsKeptWhereTheAnswerCannotBe(t *testing.T) {
 	}
 }
 
+// Nor does it keep evidence from being recorded.
+func TestAppliedWithoutRoomForTheAnswer(t *testing.T) {
+	r, f := newFailing(t)
+	c := r.call("a")
+	r.settle(r.claim(c), guard.Outcome{Verdict: guard.InDoubt})
+	f.fail = func(batch []store.Write) error {
+		for _, w := range batch {
+			if w.Bulk {
+				return errDisk
+			}
+		}
+		return nil
+	}
+	if err := r.Applied(ctx, c.Key, r.standing(c, guard.Doubtful), &guard.Head{Status: 200}, make([]byte, 1000)); err != nil {
+		t.Fatal(err)
+	}
+	r.standing(c, guard.ResultUnavailable)
+}
+
 // A result that is missing or altered is reported, and never a reason to run again.
 func TestDamagedResultIsUnavailable(t *testing.T) {
 	for _, size := range []int{1000, 600 << 10} {

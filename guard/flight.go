@@ -23,7 +23,6 @@ func (e Ending) whole() bool { return e == EndedAnswered }
 type Flight struct {
 	key         Key
 	fingerprint Fingerprint
-	id          string
 	recording   *Recording
 	done        chan struct{}
 	ending      Ending // valid once done is closed
@@ -62,7 +61,7 @@ func (t *flights) start(c *Call) *Flight {
 		return nil
 	}
 	f := &Flight{
-		key: c.Key, fingerprint: c.Fingerprint, id: c.Scope.ID,
+		key: c.Key, fingerprint: c.Fingerprint,
 		recording: newRecording(c.ResultCap), done: make(chan struct{}),
 	}
 	if shard.m == nil {

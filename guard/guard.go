@@ -60,9 +60,6 @@ func Open(ctx context.Context, st store.Store, sealer Sealer) (*Guard, Recovery,
 	return g, recovery, nil
 }
 
-// Store is the store that the guard keeps its records in.
-func (g *Guard) Store() store.Store { return g.store }
-
 // Drain lets no new execution begin and waits for the running ones, until ctx
 // ends. It returns how many are still running: if the process ends now, they will
 // be found in doubt.

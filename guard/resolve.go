@@ -33,7 +33,17 @@ func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Hea
 			record.Result.Expires = now.Add(record.KeepResult)
 		}
 	}
-	batch := g.put(key, found.Record, &record, store.VersionIs(found.version))
+	err = g.apply(ctx, key, found, &record, tail)
+	if tail != nil && errors.Is(err, ErrStore) {
+		// The answer did not fit; that the call was executed is what must be kept.
+		record.Result = StoredResult{}
+		err = g.apply(ctx, key, found, &record, nil)
+	}
+	return err
+}
+
+func (g *Guard) apply(ctx context.Context, key Key, found Finding, record *Record, tail []byte) error {
+	batch := g.put(key, found.Record, record, store.VersionIs(found.version))
 	if tail != nil {
 		name := pieceKey(key, record.Claim, headPiece)
 		batch = append(batch, store.Write{

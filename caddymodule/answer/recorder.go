@@ -33,7 +33,12 @@ type Recorder struct {
 	length      int64 // announced, or -1
 	size        int64
 	interrupted bool
+	refused     bool
 }
+
+// StatusRefused is the Execution-Status of a guard's own problems: what they say is
+// of that guard's record, and not of an execution.
+const StatusRefused = "refused"
 
 // NewRecorder returns a recorder on w. marks are header fields that the answer
 // carries whatever the upstream says; cut tells whether the forwarded request was
@@ -74,6 +79,9 @@ func (r *Recorder) Status() int { return r.status }
 // Interrupted reports that the handler gave the call up because we had cancelled it.
 func (r *Recorder) Interrupted() bool { return r.interrupted }
 
+// Refused reports that the answer is another guard's refusal.
+func (r *Recorder) Refused() bool { return r.refused }
+
 // Whole reports whether the body has the announced length.
 func (r *Recorder) Whole() bool {
 	if r.length < 0 || r.head || !bodyAllowed(r.status) {
@@ -100,6 +108,7 @@ func (r *Recorder) WriteHeader(status int) {
 		return
 	}
 	r.status = status
+	r.refused = slices.Contains(r.Header()["Execution-Status"], StatusRefused)
 	r.mark()
 	r.length = contentLength(r.Header())
 	r.sink.Start(status, difference(r.before, r.Header()))

@@ -61,7 +61,7 @@ var (
 	FingerprintMismatch = Kind{
 		Slug: "fingerprint-mismatch", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
 		Title:    "The execution id was used for another request",
-		meaning:  "An execution with this id is recorded, and its host, query or body differ from this call's. Nothing was forwarded.",
+		meaning:  "An execution with this id is recorded, and its host, query, media type or body differ from this call's. Nothing was forwarded.",
 		caller:   "If this is meant as another effect, send it under a new id. If it is a retry, send exactly what was sent before.",
 		operator: "Members that change with every attempt can be left out with `fingerprint_exclude`.",
 	}

@@ -1,6 +1,7 @@
 package problem
 
 import (
+	"fmt"
 	"html/template"
 	"net/http"
 	"strings"
@@ -42,9 +43,21 @@ What the caller should do: {{.Caller}}
 What the operator can do: {{.Operator}}
 `))
 
+// serveIndex lists the problems.
+func serveIndex(w http.ResponseWriter) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	for _, k := range Kinds() {
+		_, _ = fmt.Fprintf(w, "%s%s\n\t%d %s\n", BasePath, k.Slug, k.Status, k.Title) // only the client's leaving can fail here
+	}
+}
+
 // ServePage explains the kind with this slug to a person, as HTML where the client
-// asks for it, else as plain text.
+// asks for it, else as plain text. An empty slug lists all kinds.
 func ServePage(w http.ResponseWriter, r *http.Request, slug string) {
+	if slug == "" {
+		serveIndex(w)
+		return
+	}
 	k, ok := Find(slug)
 	if !ok {
 		http.Error(w, "There is no problem of this name.", http.StatusNotFound)

@@ -86,6 +86,13 @@ func TestEveryProblemIsExplainedToAPerson(t *testing.T) {
 			}
 		}
 	}
+	index := httptest.NewRecorder()
+	problem.ServePage(index, httptest.NewRequest(http.MethodGet, "/", nil), "")
+	for _, k := range problem.Kinds() {
+		if !strings.Contains(index.Body.String(), problem.BasePath+k.Slug+"\n") {
+			t.Errorf("the index lacks %s", k.Slug)
+		}
+	}
 	w := httptest.NewRecorder()
 	problem.ServePage(w, httptest.NewRequest(http.MethodGet, "/", nil), "no-such")
 	if w.Code != http.StatusNotFound {

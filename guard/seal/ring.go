@@ -123,7 +123,7 @@ func Parse(text []byte) (*Ring, error) {
 func derive(text []byte) (*Ring, error) {
 	secret, err := base64.StdEncoding.DecodeString(string(text))
 	if err != nil || len(secret) != keySize {
-		return nil, errors.New("seal: the key is neither a key ring's JSON nor 32 bytes in standard base64")
+		return nil, errors.New("seal: the key is neither a key ring's JSON nor 32 bytes in standard base64; make one with `openssl rand -base64 32`")
 	}
 	part := func(info string) [keySize]byte {
 		key, err := hkdf.Key(sha256.New, secret, nil, "agent-guard "+info, keySize)

@@ -18,9 +18,9 @@ func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Versio
 	if err := ctx.Err(); err != nil {
 		return 0, err
 	}
-	if s.full.Load() {
+	if err := s.admit(writes); err != nil {
 		s.counters.full.Add(1)
-		return 0, fmt.Errorf("%w: less than %d bytes free for %s", ErrFull, s.options.MinFree, s.dir)
+		return 0, err
 	}
 	b := newBatch(writes, s.options.Now())
 	if err := s.queue.put(b); err != nil {

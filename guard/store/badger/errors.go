@@ -6,17 +6,21 @@ import (
 )
 
 var (
-	// ErrLocked: another process, or this one, has the directory open.
+	// ErrLocked: another process, or this one, has the directory open. The text
+	// does not name the directory: who opens it does.
 	ErrLocked = errors.New("badger: directory is in use")
 	// ErrCorrupt: what lies in the directory is not whole. Opening it would
 	// forget executions, so it is refused (P1); the message says what to do.
 	ErrCorrupt = errors.New("badger: store is damaged")
-	// ErrFull: too little free disk space; nothing was written (P4).
+	// ErrFull: too little free disk space for this batch; nothing was written (P4).
+	// Below Options.MinFree that holds for every batch that may begin something and
+	// for every bulk value; an outcome without its result still fits. Below a
+	// quarter of it nothing does.
 	ErrFull = errors.New("badger: disk is full")
 )
 
 func corrupt(dir, format string, args ...any) error {
-	return fmt.Errorf("%w: %s: %w; restore the whole directory from a backup, "+
-		"or move it away to begin with an empty store that remembers no execution",
+	return fmt.Errorf("%w: %s: %w; restore the whole directory from a backup "+
+		"(calls executed since then are forgotten and would run again), or move it away to begin with an empty store that remembers no execution",
 		ErrCorrupt, dir, fmt.Errorf(format, args...))
 }

@@ -6,6 +6,7 @@ import (
 	"runtime"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -270,19 +271,50 @@ func TestFailedSyncOfTheDirectory(t *testing.T) {
 	wantErr(t, "get", err, store.ErrUnhealthy)
 }
 
-// P4.
+// P4: below the mark nothing new begins. P6: what runs is still settled.
 func TestFullDisk(t *testing.T) {
 	s, d := newFaulty(t, Options{MinFree: 1000})
-	mustCommit(t, s, put("a", "1"))
-	d.set(func() { d.left = 999 })
-	s.lookAtDisk()
-	_, err := s.Commit(t.Context(), put("b", "1"))
-	wantErr(t, "commit on a full disk", err, ErrFull)
-	wantValue(t, s, "a", "1")
-	if s.Stats().Full != 1 {
-		t.Errorf("%d refusals counted, want 1", s.Stats().Full)
+	look := func(left uint64) {
+		d.set(func() { d.left = left })
+		s.lookAtDisk()
 	}
-	d.set(func() { d.left = 1000 })
-	s.lookAtDisk()
-	mustCommit(t, s, put("b", "1"))
+	replace := func(key, value string, v store.Version) store.Write {
+		return store.Write{Key: []byte(key), Value: []byte(value), If: store.VersionIs(v)}
+	}
+	body := store.Write{Key: []byte("body"), Value: []byte("b"), Expires: time.Now().Add(time.Hour), Bulk: true}
+	running := mustCommit(t, s, insert("a", "running"))
+	refused := uint64(0)
+	refuse := func(what string, writes ...store.Write) {
+		t.Helper()
+		_, err := s.Commit(t.Context(), writes...)
+		wantErr(t, what, err, ErrFull)
+		if refused++; s.Stats().Full != refused {
+			t.Errorf("%s: %d refusals counted, want %d", what, s.Stats().Full, refused)
+		}
+	}
+
+	look(999)
+	refuse("a claim", insert("b", "1"))
+	refuse("a write without a condition", put("b", "1"))
+	refuse("a claim with a conditional rider", insert("b", "1"), replace("a", "other", running))
+	refuse("a bulk value", body)
+	refuse("an outcome with a bulk value", replace("a", "done", running), body)
+	wantValue(t, s, "a", "running")
+
+	look(250)
+	done := mustCommit(t, s, replace("a", "done", running), put("index", ""), insert("rider", "1"))
+	wantValue(t, s, "a", "done")
+	wantValue(t, s, "rider", "1")
+
+	look(249)
+	refuse("an outcome below the floor", replace("a", "again", done))
+	refuse("a release below the floor", store.Write{Key: []byte("a"), If: store.VersionIs(done), Delete: true})
+	wantValue(t, s, "a", "done")
+
+	look(999) // a release, from the floor up
+	mustCommit(t, s, store.Write{Key: []byte("a"), If: store.VersionIs(done), Delete: true})
+	refuse("a claim of what was released", insert("a", "1"))
+
+	look(1000)
+	mustCommit(t, s, insert("a", "1"), body)
 }

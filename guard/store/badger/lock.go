@@ -21,7 +21,8 @@ func lock(dir string) (*os.File, error) {
 		return nil, fmt.Errorf("locking %s: %w", dir, err)
 	case !taken:
 		f.Close()
-		return nil, fmt.Errorf("%w: %s: stop the process that has it open, or give this one a directory of its own", ErrLocked, dir)
+		return nil, fmt.Errorf("%w: stop the process that has it open, "+
+			"or give this one a directory of its own with `store badger <path>`", ErrLocked)
 	}
 	return f, nil
 }

@@ -26,25 +26,6 @@ func (s *Store) maintain() {
 	}
 }
 
-// lookAtDisk closes the store for writing while the disk is nearly full: Badger
-// writes to mapped files, and there a full disk kills the process (P4).
-func (s *Store) lookAtDisk() {
-	if s.options.MinFree < 0 {
-		return
-	}
-	free, ok := s.disk.free(s.dir)
-	full := ok && free < uint64(s.options.MinFree)
-	if s.full.Swap(full) == full {
-		return
-	}
-	if full {
-		s.options.Logger.Error("disk is nearly full, nothing more is recorded until space is freed",
-			"dir", s.dir, "free", free, "needed", s.options.MinFree)
-	} else {
-		s.options.Logger.Info("disk has space again", "dir", s.dir, "free", free)
-	}
-}
-
 // discard tells Badger which versions nobody reads any more.
 func (s *Store) discard() {
 	s.reading.Lock()

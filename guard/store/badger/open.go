@@ -15,7 +15,8 @@ import (
 
 // Open opens the store in dir, which it makes where there is none. The error wraps
 // ErrLocked where the directory is in use, ErrCorrupt where its contents are not
-// whole, and that of the system where it cannot be read or written.
+// whole, and that of the system where it cannot be read or written. A directory that
+// holds other files and no store is refused and left as it is.
 //
 // Covered by the check for damage are the manifest, every byte of every table, and
 // after a crash the logs of memory tables, except for the last transaction in each:
@@ -29,6 +30,9 @@ func openWith(dir string, o Options, d disk) (*Store, error) {
 	dir, err := prepare(dir, d)
 	if err != nil {
 		return nil, fmt.Errorf("badger: directory of the store: %w", err)
+	}
+	if err := refuseForeign(dir); err != nil { // before a lock is left among them
+		return nil, err
 	}
 	held, err := lock(dir)
 	if err != nil {
@@ -83,6 +87,36 @@ func prepare(dir string, d disk) (string, error) {
 			return dir, err
 		}
 	}
+}
+
+// refuseForeign returns an error where dir holds files of others and nothing of a
+// store. All that a store may have written is known by its name, so a store that is
+// being made at this moment is not taken for foreign.
+func refuseForeign(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("badger: directory of the store: %w", err)
+	}
+	foreign := false
+	for _, e := range entries {
+		switch e.Name() {
+		case "STORE":
+			return nil
+		case "lsm", "bodies":
+			inside, err := os.ReadDir(filepath.Join(dir, e.Name()))
+			if len(inside) > 0 {
+				return nil // what is left of a store, which examine judges
+			}
+			foreign = foreign || err != nil // no directory, so not ours
+		case "STORE.new", "lock", "lost+found":
+		default:
+			foreign = true
+		}
+	}
+	if foreign {
+		return errors.New("badger: the directory holds other files and no store; give the store a directory of its own")
+	}
+	return nil
 }
 
 func (s *Store) open() error {

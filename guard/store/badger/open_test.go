@@ -19,8 +19,11 @@ func TestDirectoryInUse(t *testing.T) {
 	mustCommit(t, s, put("a", "1"))
 	_, err := Open(dir, Options{})
 	wantErr(t, "second open", err, ErrLocked)
-	if err == nil || !strings.Contains(err.Error(), dir) {
-		t.Errorf("%q does not name the directory", err)
+	if err == nil || !strings.Contains(err.Error(), "give this one a directory of its own with `store badger <path>`") {
+		t.Errorf("%q does not say what to do", err)
+	}
+	if err != nil && strings.Contains(err.Error(), dir) {
+		t.Errorf("%q names the directory, as its caller does", err)
 	}
 	wantValue(t, s, "a", "1")
 	must(t, s.Close())
@@ -37,6 +40,58 @@ func TestUnusableDirectory(t *testing.T) {
 			t.Errorf("open of %s: %v; want an error that says it is no directory", dir, err)
 		}
 	}
+}
+
+// A store among other files would be lost with them, or they with it.
+func TestDirectoryOfOthersIsRefused(t *testing.T) {
+	for _, name := range []string{"notes.txt", "pictures/", ".hidden", "lsm", "bodies"} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			if made, isDir := strings.CutSuffix(name, "/"); isDir {
+				must(t, os.Mkdir(filepath.Join(dir, made), 0o700))
+			} else {
+				must(t, os.WriteFile(filepath.Join(dir, name), []byte("mine"), 0o600))
+			}
+			s, err := Open(dir, Options{})
+			if err == nil {
+				_ = s.Close()
+				t.Fatal("it was opened")
+			}
+			if errors.Is(err, ErrCorrupt) || errors.Is(err, ErrLocked) ||
+				!strings.Contains(err.Error(), "holds other files and no store; give the store a directory of its own") {
+				t.Errorf("open: %v; want an error that says what to do", err)
+			}
+			if entries, err := os.ReadDir(dir); err != nil || len(entries) != 1 {
+				t.Errorf("the refusal left something behind: %v, %v", entries, err)
+			}
+		})
+	}
+}
+
+// What a file system, a creation that was cut short, or a user of a store that is
+// there puts into the directory is in nobody's way.
+func TestDirectoryThatMayBecomeAStore(t *testing.T) {
+	dir := t.TempDir()
+	must(t, os.Mkdir(filepath.Join(dir, "lost+found"), 0o700))
+	for _, name := range []string{"lock", "STORE.new"} {
+		must(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
+	}
+	for _, name := range []string{"lsm", "bodies"} {
+		must(t, os.Mkdir(filepath.Join(dir, name), 0o700))
+	}
+	s := reopenWith(t, dir, Options{}, osDisk{})
+	mustCommit(t, s, put("a", "1"))
+	must(t, s.Close())
+	must(t, os.WriteFile(filepath.Join(dir, "notes.txt"), nil, 0o600))
+	wantValue(t, reopenWith(t, dir, Options{}, osDisk{}), "a", "1")
+}
+
+// P1: a store without its STORE is damaged, whatever lies beside it.
+func TestDamageBesideOtherFiles(t *testing.T) {
+	dir := seeded(t)
+	must(t, os.Remove(filepath.Join(dir, "STORE")))
+	must(t, os.WriteFile(filepath.Join(dir, "notes.txt"), nil, 0o600))
+	refused(t, dir)
 }
 
 // seeded makes a store with tables and bulk values on disk, closed in order.
@@ -79,8 +134,9 @@ func refused(t *testing.T, dir string) {
 		_ = s.Close()
 	}
 	wantErr(t, "open", err, ErrCorrupt)
-	if err != nil && (!strings.Contains(err.Error(), dir) || !strings.Contains(err.Error(), "backup")) {
-		t.Errorf("%q does not say where and what to do", err)
+	if err != nil && (!strings.Contains(err.Error(), dir) || !strings.Contains(err.Error(),
+		"restore the whole directory from a backup (calls executed since then are forgotten and would run again)")) {
+		t.Errorf("%q does not say where, what to do, and what it costs", err)
 	}
 	if after := listing(t, dir); !slices.Equal(before, after) {
 		t.Errorf("the refusal changed the files:\n%q\n%q", before, after)

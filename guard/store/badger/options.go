@@ -23,10 +23,14 @@ type Options struct {
 	// sync. It applies only while DefaultGroup or more commits come at a time, so
 	// a single client never waits. Zero is DefaultGroupWait, negative is none.
 	GroupWait time.Duration
-	// MinFree is the free disk space in bytes under which Commit returns ErrFull.
-	// Below it a write to Badger's mapped files may kill the process, so it is
-	// more than Badger may need between two looks at the disk. Zero is
-	// DefaultMinFree, negative is no limit.
+	// MinFree is the free disk space in bytes under which nothing new begins:
+	// Commit then takes only batches whose first write has a VersionIs condition
+	// and that carry no bulk value, so that executions under way are settled
+	// instead of becoming doubtful, and returns ErrFull for all others. Under a
+	// quarter of it Commit returns ErrFull for every batch: there a write to
+	// Badger's mapped files may kill the process, so the quarter is more than
+	// Badger may need between two looks at the disk. Zero is DefaultMinFree,
+	// negative is no limit.
 	MinFree int64
 	// VerifyEvery is the time between two checks of everything in Badger's
 	// tables, for the blocks that decay while the store is open. Zero is

@@ -56,7 +56,7 @@ type Store struct {
 	scansMu sync.Mutex
 
 	failure atomic.Pointer[error] // set once, by the first failed sync
-	full    atomic.Bool
+	room    atomic.Int32          // a room; what the disk has left
 
 	closing    chan struct{} // closed first
 	background sync.WaitGroup
