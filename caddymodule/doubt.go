@@ -8,8 +8,40 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
+
+// inDoubt refuses a call that may have been executed.
+func (x *exchange) inDoubt(cause guard.Cause) error {
+	return x.problem(problem.InDoubt, "Cause: "+string(cause)+".", guard.StateInDoubt)
+}
+
+// doubt settles a call in doubt as its action says.
+func (x *exchange) doubt(found guard.Finding) (step, error) {
+	switch x.action.OnUnknown {
+	case onUnknownRetry:
+		return stepClaim, nil
+	case onUnknownProbe:
+		return x.probe(found)
+	}
+	return stepDone, x.inDoubt(found.Record.Cause)
+}
+
+// followedIntoDoubt refuses a call that has waited for an execution that is now in
+// doubt. on_unknown is for calls that come afterwards: applied here, each of those that
+// wait would run in its turn.
+func (x *exchange) followedIntoDoubt() error {
+	found, err := x.find()
+	if err != nil {
+		return err
+	}
+	cause := guard.CauseUnrecorded
+	if found.Standing == guard.Doubtful {
+		cause = found.Record.Cause
+	}
+	return x.inDoubt(cause)
+}
 
 // prober lets one probe run for a key at a time; the others wait for what it finds.
 type prober struct {

@@ -53,11 +53,11 @@ func (x *exchange) serve(next caddyhttp.Handler) error {
 			return err
 		}
 		if found.Standing != guard.Free {
-			next, err := x.answer(found)
-			if err != nil || next == stepDone {
+			then, err := x.answer(found)
+			if err != nil || then == stepDone {
 				return err
 			}
-			if next == stepFind {
+			if then == stepFind {
 				continue
 			}
 		}
