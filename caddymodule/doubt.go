@@ -28,19 +28,27 @@ func (x *exchange) doubt(found guard.Finding) (step, error) {
 	return stepDone, x.inDoubt(found.Record.Cause)
 }
 
-// followedIntoDoubt refuses a call that has waited for an execution that is now in
-// doubt. on_unknown is for calls that come afterwards: applied here, each of those that
-// wait would run in its turn.
-func (x *exchange) followedIntoDoubt() error {
+// followedInVain goes on with a call that got nothing from the execution that it
+// followed. Released unsent, one of those that wait may run. In doubt, none: on_unknown
+// is for calls that come afterwards; applied here, each would run in its turn.
+func (x *exchange) followedInVain(flight *guard.Flight) (step, error) {
+	select {
+	case <-flight.Done():
+	default:
+		return stepFind, nil
+	}
+	if flight.Ending() != guard.EndedInDoubt {
+		return stepFind, nil
+	}
 	found, err := x.find()
 	if err != nil {
-		return err
+		return stepDone, err
 	}
 	cause := guard.CauseUnrecorded
 	if found.Standing == guard.Doubtful {
 		cause = found.Record.Cause
 	}
-	return x.inDoubt(cause)
+	return stepDone, x.inDoubt(cause)
 }
 
 // prober lets one probe run for a key at a time; the others wait for what it finds.

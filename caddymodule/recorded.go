@@ -109,10 +109,7 @@ func (x *exchange) attach(flight *guard.Flight) (step, error) {
 	cancel()
 	switch {
 	case errors.Is(err, guard.ErrNoAnswer):
-		if flight.Ending() == guard.EndedInDoubt {
-			return stepDone, x.followedIntoDoubt()
-		}
-		return stepFind, nil // released unsent: one of those that wait runs
+		return x.followedInVain(flight)
 	case x.r.Context().Err() != nil:
 		return stepDone, x.gone()
 	case err != nil:
@@ -123,7 +120,7 @@ func (x *exchange) attach(flight *guard.Flight) (step, error) {
 		Head: head, Body: followed{x.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
 	}, x.marks("attached"))
 	if err != nil && !x.w.Sent() {
-		return stepFind, nil
+		return x.followedInVain(flight)
 	}
 	return stepDone, x.played(err)
 }
