@@ -141,7 +141,14 @@ func (p *pieces) rest(rec *Recording, r *Record) ([]byte, error) {
 		r.Result.Inline = tail
 		return nil, nil
 	}
+	r.Result.Size = int64(p.stored)*pieceSize + int64(len(tail))
 	return tail, nil
+}
+
+// tail is the write that stores what rest returned.
+func (g *Guard) tail(key Key, record *Record, tail []byte) store.Write {
+	name := pieceKey(key, record.Claim, headPiece)
+	return store.Write{Key: name, Value: g.sealer.Seal(nil, tail, name), Expires: record.Result.Expires, Bulk: true}
 }
 
 // Result is a recorded answer.
