@@ -63,16 +63,16 @@ func TestListIsWhatAFullLookGives(t *testing.T) {
 		}
 		caller := r.Caller("user:1")
 		filters := map[string]guard.Filter{
-			"all":      {},
-			"in doubt": {States: []guard.State{guard.StateInDoubt}},
-			"running":  {States: []guard.State{guard.StateClaimed, guard.StateSending}},
-			"done":     {States: []guard.State{guard.StateCompleted}, Action: "refund"},
-			"caller":   {Caller: &caller},
+			"all":                              {},
+			"in doubt":                         {States: []guard.State{guard.StateInDoubt}},
+			"running":                          {States: []guard.State{guard.StateClaimed, guard.StateSending}},
+			"done":                             {States: []guard.State{guard.StateCompleted}, Action: "refund"},
+			"caller":                           {Caller: &caller},
 			"doubts of a caller in a workflow": {Caller: &caller, Workflow: "w-1", States: []guard.State{guard.StateInDoubt}},
-			"workflow": {Workflow: "w-2"},
-			"guard":    {Guard: "other", Method: "POST"},
-			"nobody":   {Method: "PUT"},
-			"time":     {From: begun.Add(10 * time.Second), To: begun.Add(40 * time.Second)},
+			"workflow":                         {Workflow: "w-2"},
+			"guard":                            {Guard: "other", Method: "POST"},
+			"nobody":                           {Method: "PUT"},
+			"time":                             {From: begun.Add(10 * time.Second), To: begun.Add(40 * time.Second)},
 		}
 		for name, f := range filters {
 			want := map[guard.Key]bool{}
