@@ -53,7 +53,7 @@ func (g *Guard) Look(ctx context.Context, key Key) (Recorded, error) {
 }
 
 // Expand returns the one recorded key that begins with the hexadecimal digits of
-// prefix.
+// prefix. Where there is none, keys count that are free and were resolved once.
 func (g *Guard) Expand(ctx context.Context, prefix string) (Key, error) {
 	if len(prefix) < minPrefix || len(prefix) > 2*keySize {
 		return Key{}, ErrKeyForm
@@ -66,26 +66,32 @@ func (g *Guard) Expand(ctx context.Context, prefix string) (Key, error) {
 	if err != nil {
 		return Key{}, ErrKeyForm
 	}
-	r := store.Range{
-		From:  append([]byte{spaceRecord}, from...),
-		To:    store.Prefix(append([]byte{spaceRecord}, to...)).To,
-		Limit: 2,
+	key, err := g.expand(ctx, spaceRecord, from, to, keyIn)
+	if errors.Is(err, ErrUnknown) {
+		key, err = g.expand(ctx, spaceResolved, from, to, func(name []byte) Key { return Key(name[1 : 1+keySize]) })
 	}
-	var keys []Key
+	return key, err
+}
+
+// expand returns the one key between from and to in a space of the store.
+func (g *Guard) expand(ctx context.Context, space byte, from, to []byte, keyOf func(name []byte) Key) (Key, error) {
+	r := store.Range{From: append([]byte{space}, from...), To: store.Prefix(append([]byte{space}, to...)).To}
+	var key Key
+	found := false
 	for entry, err := range g.store.Scan(ctx, r) {
 		if err != nil {
 			return Key{}, fmt.Errorf("%w: %w", ErrStore, err)
 		}
-		keys = append(keys, keyIn(entry.Key))
+		next := keyOf(entry.Key)
+		if found && next != key {
+			return Key{}, ErrAmbiguous
+		}
+		key, found = next, true
 	}
-	switch len(keys) {
-	case 0:
+	if !found {
 		return Key{}, ErrUnknown
-	case 1:
-		return keys[0], nil
-	default:
-		return Key{}, ErrAmbiguous
 	}
+	return key, nil
 }
 
 // ByID returns the executions that caller has named id: more than one where it used
