@@ -1,0 +1,22 @@
+package admin
+
+// Report is what a store tells of itself: what it did since it was opened.
+type Report struct {
+	// Commits are transactions, each with one sync; Batches are what landed in them,
+	// and Writes the single writes. Batches over Commits is RecordsPerSync.
+	Commits        uint64  `json:"commits"`
+	Batches        uint64  `json:"batches"`
+	Writes         uint64  `json:"writes"`
+	RecordsPerSync float64 `json:"records_per_sync"`
+	// Conflicts are batches that lost to another.
+	Conflicts uint64 `json:"conflicts"`
+	// Bytes and BodyBytes are the bytes written: of records, and of result bodies.
+	Bytes     uint64 `json:"bytes_written"`
+	BodyBytes uint64 `json:"body_bytes_written"`
+	// BodySyncs are the syncs of files of result bodies.
+	BodySyncs uint64 `json:"body_syncs"`
+	// Dropped are the files of result bodies that were dropped after their expiry.
+	Dropped uint64 `json:"segments_dropped"`
+	// Refused are the batches that were refused for want of disk space.
+	Refused uint64 `json:"refused_disk_full"`
+}

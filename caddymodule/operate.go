@@ -1,0 +1,110 @@
+package caddymodule
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	caddycmd "github.com/caddyserver/caddy/v2/cmd"
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/cli"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
+)
+
+func init() {
+	caddy.RegisterModule(AdminAPI{})
+	caddycmd.RegisterCommand(cli.Command())
+}
+
+// AdminAPI adds the routes below `/agent_guard/` to Caddy's admin endpoint, by which
+// operators see executions, settle what is in doubt, and look at the store. The
+// command `caddy agent-guard` uses them. It has no options.
+type AdminAPI struct{}
+
+// CaddyModule returns the Caddy module information.
+func (AdminAPI) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "admin.api.agent_guard", New: func() caddy.Module { return new(AdminAPI) }}
+}
+
+// Routes implements caddy.AdminRouter. Which stores are open is asked with each
+// request: this module is made before any app, and is never cleaned up.
+func (AdminAPI) Routes() []caddy.AdminRoute {
+	return []caddy.AdminRoute{{Pattern: admin.Prefix, Handler: admin.New(&engines)}}
+}
+
+// Paths lists the open engines.
+func (p *enginePool) Paths() (all []string) {
+	p.pool.Range(func(path, _ any) bool {
+		all = append(all, path.(string))
+		return true
+	})
+	return all
+}
+
+// errNotOpen keeps Borrow from opening what is not open.
+var errNotOpen = errors.New("agent_guard: not open")
+
+// Borrow returns the open engine at path with a reference of its own.
+func (p *enginePool) Borrow(path string) (admin.Store, bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	value, _, err := p.pool.LoadOrNew(path, func() (caddy.Destructor, error) { return nil, errNotOpen })
+	if err != nil {
+		return nil, false
+	}
+	return borrowed{value.(*engine)}, true
+}
+
+// borrowed is an engine as the admin API sees it.
+type borrowed struct{ e *engine }
+
+// Path implements admin.Store.
+func (b borrowed) Path() string { return b.e.path }
+
+// Guard implements admin.Store.
+func (b borrowed) Guard() *guard.Guard { return b.e.guard }
+
+// Now implements admin.Store.
+func (b borrowed) Now(ctx context.Context) (time.Time, error) { return b.e.store.Now(ctx) }
+
+// Release implements admin.Store. A store that nobody else uses any more is closed,
+// and logs by itself what goes wrong then.
+func (b borrowed) Release() { _ = b.e.release() }
+
+// Resolved implements admin.Store.
+func (b borrowed) Resolved(key guard.Key, found *guard.Record, decision guard.Resolution) {
+	b.e.logger.Info("an operator has settled an execution that was in doubt",
+		zap.Stringer("key", key), zap.String("guard", found.Guard), zap.String("action", found.Action),
+		zap.String("cause", string(found.Cause)), zap.Bool("applied", decision.Applied),
+		zap.String("operator", decision.Operator), zap.String("reason", decision.Reason))
+}
+
+// counting is what a store implements that counts what it does.
+type counting interface{ Stats() badger.Stats }
+
+// Report implements admin.Store.
+func (b borrowed) Report() *admin.Report {
+	st, ok := b.e.store.(counting)
+	if !ok {
+		return nil
+	}
+	s := st.Stats()
+	r := &admin.Report{
+		Commits: s.Commits, Batches: s.Batches, Writes: s.Writes, Conflicts: s.Conflicts,
+		Bytes: s.Bytes, BodyBytes: s.BulkBytes, BodySyncs: s.BulkSyncs, Dropped: s.Dropped, Refused: s.Full,
+	}
+	if s.Commits > 0 {
+		r.RecordsPerSync = float64(s.Batches) / float64(s.Commits)
+	}
+	return r
+}
+
+var (
+	_ caddy.AdminRouter = AdminAPI{}
+	_ admin.Stores      = (*enginePool)(nil)
+	_ admin.Store       = borrowed{}
+)
