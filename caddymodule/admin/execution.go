@@ -50,9 +50,9 @@ type Execution struct {
 	Settled  time.Time `json:"settled,omitzero"`
 	// Age is the seconds since Created.
 	Age int64 `json:"age"`
-	// Cause is why it is in doubt.
+	// Cause is why it is in doubt, or by what it was judged.
 	Cause string `json:"cause,omitempty"`
-	// Status is that of the upstream's answer; 0 without one.
+	// Status is that of the upstream's answer, or of the one that an operator gave; 0 without one.
 	Status int `json:"status,omitempty"`
 	// Node is the gateway that ran it.
 	Node string `json:"node,omitempty"`

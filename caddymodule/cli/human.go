@@ -6,12 +6,13 @@ import (
 	"strings"
 	"time"
 	"unicode"
+	"unicode/utf8"
 )
 
 // printable shows text of a caller's on a terminal: without anything that the terminal
 // would obey, and with nothing that looks like something else.
 func printable(text string) string {
-	if !strings.ContainsFunc(text, func(r rune) bool { return !unicode.IsPrint(r) }) {
+	if utf8.ValidString(text) && !strings.ContainsFunc(text, func(r rune) bool { return !unicode.IsPrint(r) }) {
 		return text
 	}
 	return strconv.QuoteToGraphic(text)

@@ -164,13 +164,16 @@ func (o *listOutput) page(executions []json.RawMessage) error {
 		if err := json.Unmarshal(text, &x); err != nil {
 			return err
 		}
-		status := ""
+		status, cause := "", ""
 		if x.Status != 0 {
 			status = strconv.Itoa(x.Status)
 		}
+		if x.State == guard.StateInDoubt.String() {
+			cause = x.Cause
+		}
 		rows = append(rows, []string{
 			short(x.Key, 16), x.State, ago(x.Age), printable(x.Guard), printable(x.Action), printable(x.Method),
-			dash(status), dash(x.Cause), short(x.Caller, 8), cut(printable(x.Path), 60),
+			dash(status), dash(cause), short(x.Caller, 8), cut(printable(x.Path), 60),
 		})
 	}
 	o.listed += len(rows)
