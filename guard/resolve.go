@@ -43,6 +43,7 @@ func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Hea
 }
 
 func (g *Guard) apply(ctx context.Context, key Key, found Finding, record *Record, tail []byte) error {
+	defer g.writers.enter().leave()
 	batch := g.put(key, found.Record, record, store.VersionIs(found.version))
 	if tail != nil {
 		name := pieceKey(key, record.Claim, headPiece)
