@@ -466,3 +466,35 @@ func TestKeyIsNotedBeforeItIsUsed(t *testing.T) {
 	r.restart()
 	r.wantInUse(1, 2)
 }
+
+// What is settled between the look at a record and its commit stays settled.
+func TestP1ResealLosesToWhatChangedMeanwhile(t *testing.T) {
+	r, f := newFailing(t)
+	c, gone := r.call("a"), r.call("gone")
+	for _, c := range []*guard.Call{c, gone} {
+		r.settle(r.claim(c), guard.Outcome{Verdict: guard.InDoubt})
+	}
+	found, lost := r.standing(c, guard.Doubtful), r.standing(gone, guard.Doubtful)
+	r.rotate()
+	f.fail = func(batch []store.Write) error {
+		if len(batch) < 3 || batch[1].Key[0] != 'x' {
+			return nil
+		}
+		f.fail = nil
+		if err := r.Applied(ctx, c.Key, found, &guard.Head{Status: 200}, []byte("proof")); err != nil {
+			t.Error(err)
+		}
+		e, err := r.Claim(ctx, gone, lost)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.settle(e, guard.Outcome{Verdict: guard.Released})
+		return nil
+	}
+	if p := r.reseal(); p.Resealed != 1 || len(p.Left) != 0 { // the key check
+		t.Errorf("progress %+v", p)
+	}
+	r.replays(c, []byte("proof"))
+	r.standing(gone, guard.Free)
+	r.wantInUse(2)
+}
