@@ -56,6 +56,7 @@ func (g *Guard) applied(ctx context.Context, found Finding, answer *Head, body [
 }
 
 func (g *Guard) apply(ctx context.Context, key Key, found Finding, record *Record, tail []byte, riders ...store.Write) error {
+	defer g.writers.enter().leave()
 	batch := g.put(key, found.Record, record, store.VersionIs(found.version))
 	if tail != nil {
 		batch = append(batch, g.tail(key, record, tail))
@@ -118,6 +119,7 @@ func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answe
 	case len(body) > pieceSize:
 		return ErrAnswerTooLarge
 	}
+	defer g.writers.enter().leave() // what is sealed here is committed by apply
 	record, tail, err := g.applied(ctx, found.Finding, answer, body)
 	if err != nil {
 		return err
