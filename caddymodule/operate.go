@@ -3,6 +3,7 @@ package caddymodule
 import (
 	"context"
 	"errors"
+	"net/http"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -81,6 +82,37 @@ func (b borrowed) Resolved(key guard.Key, found *guard.Record, decision guard.Re
 		zap.Stringer("key", key), zap.String("guard", found.Guard), zap.String("action", found.Action),
 		zap.String("cause", string(found.Cause)), zap.Bool("applied", decision.Applied),
 		zap.String("operator", decision.Operator), zap.String("reason", decision.Reason))
+}
+
+// Keys implements admin.Store.
+func (b borrowed) Keys(ctx context.Context) (*admin.KeyStatus, error) {
+	is, err := b.e.keyStatus(ctx)
+	if err != nil {
+		return nil, err
+	}
+	status := &admin.KeyStatus{Source: is.Source, File: is.File, Keys: make([]admin.Key, 0, len(is.Keys))}
+	for _, key := range is.Keys {
+		status.Keys = append(status.Keys, admin.Key(key))
+	}
+	if pass := is.Resealing; pass != nil {
+		status.Resealing = &admin.Resealing{
+			Key: pass.Key, Seen: pass.Seen, Resealed: pass.Resealed, Damaged: pass.Damaged, Left: []admin.KeyLeft{},
+			Started: pass.Started, Finished: pass.Finished, Done: pass.Done, Error: pass.Err,
+		}
+		for _, left := range pass.Left {
+			status.Resealing.Left = append(status.Resealing.Left, admin.KeyLeft(left))
+		}
+	}
+	return status, nil
+}
+
+// RotateKeys implements admin.Store.
+func (b borrowed) RotateKeys(ctx context.Context) error {
+	_, err := b.e.rotateKeys(ctx)
+	if errors.Is(err, errKeyGiven) {
+		return caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
+	}
+	return err
 }
 
 // counting is what a store implements that counts what it does.

@@ -237,7 +237,7 @@ func TestGoldenProcessOperate(t *testing.T) {
 		stats.Executions["running"].Count != 1 || stats.Store.Commits == 0 || stats.Store.Batches < stats.Store.Commits {
 		t.Errorf("%+v", stats)
 	}
-	for _, args := range [][]string{{}, {"executions"}, {"store"}, {"executions", "resolve", "--help"}} {
+	for _, args := range [][]string{{}, {"executions"}, {"store"}, {"keys"}, {"executions", "resolve", "--help"}} {
 		if got := site.operate(t, args...).says(t); !strings.Contains(got, "Usage:") {
 			t.Errorf("%v prints no help: %s", args, got)
 		}
@@ -398,6 +398,53 @@ func TestProcessOperateRefusals(t *testing.T) {
 	procPoll(t, "the store is closed", func() bool {
 		return strings.Contains(site.operate(t, "store", "stats").err, "no store is open")
 	})
+}
+
+// Section "CLI", P1: a rotation by the command; a retry after it is a replay.
+func TestProcessOperatorRotatesTheKey(t *testing.T) {
+	upstream := procNewUpstream(t)
+	site := procNewSite(t, upstream.addr)
+	gateway := site.start(t)
+	first := gateway.post(t, procCall{id: "one"})
+	type status struct {
+		Source, File string
+		Keys         []struct {
+			ID            int
+			Newest, InUse bool
+		}
+		Resealing *struct {
+			Key, Resealed int
+			Done          bool
+		}
+	}
+	before := procDocument[status](t, site.operate(t, "keys", "list", "-o", "json").says(t))
+	if before.Source != "file" || before.File != site.path("data.key") || len(before.Keys) != 1 {
+		t.Errorf("%+v", before)
+	}
+	rotated := site.operate(t, "keys", "rotate")
+	if !strings.Contains(rotated.says(t), "2    seals") || !strings.Contains(rotated.err, "Copy the key file anew") {
+		t.Errorf("%+v", rotated)
+	}
+	wantProcReplay(t, first, gateway.post(t, procCall{id: "one"}))
+	procPoll(t, "everything is sealed anew", func() bool {
+		now := procDocument[status](t, site.operate(t, "keys", "list", "-o", "json").says(t))
+		return len(now.Keys) == 2 && now.Keys[1].Newest && now.Resealing != nil && now.Resealing.Key == 2 && now.Resealing.Done
+	})
+	if got := site.operate(t, "keys", "list").says(t); !strings.Contains(got, "1    unused") || !strings.Contains(got, "Re-sealing to key 2: done, ") {
+		t.Errorf("%s", got)
+	}
+	gateway.end(t)
+	gateway = site.start(t)
+	wantProcReplay(t, first, gateway.post(t, procCall{id: "one"}))
+	gateway.end(t)
+
+	value := procNewSite(t, upstream.addr)
+	value.app = "keys value MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY="
+	value.start(t)
+	value.operate(t, "keys", "rotate").fails(t, "the key is given as a value, which the gateway cannot change")
+	if got := value.operate(t, "keys", "list").says(t); !strings.Contains(got, "given as a value") {
+		t.Errorf("%s", got)
+	}
 }
 
 // Section "Admin API": with two stores open, which one is asked must be said.

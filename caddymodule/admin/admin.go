@@ -46,6 +46,11 @@ type Store interface {
 	Report() *Report
 	// Resolved tells the log, and who listens to events, of a decision.
 	Resolved(key guard.Key, found *guard.Record, decision guard.Resolution)
+	// Keys is the state of the key ring.
+	Keys(ctx context.Context) (*KeyStatus, error)
+	// RotateKeys makes a new sealing key. Where the gateway cannot do that by its
+	// configuration, the error is a caddy.APIError.
+	RotateKeys(ctx context.Context) error
 	// Release ends the borrowing.
 	Release()
 }
@@ -70,8 +75,13 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 		return a.on(w, r, http.MethodPost, a.resolve(parts[1]))
 	case slices.Equal(parts, []string{"store"}):
 		return a.on(w, r, http.MethodGet, a.store)
+	case slices.Equal(parts, []string{"keys"}):
+		return a.on(w, r, http.MethodGet, a.keys)
+	case slices.Equal(parts, []string{"keys", "rotate"}):
+		return a.on(w, r, http.MethodPost, a.rotate)
 	}
-	return refuse(http.StatusNotFound, "%s has no %s; there are executions, executions/{key}, executions/{key}/resolve and store",
+	return refuse(http.StatusNotFound,
+		"%s has no %s; there are executions, executions/{key}, executions/{key}/resolve, store, keys and keys/rotate",
 		Prefix, strings.Join(parts, "/"))
 }
 

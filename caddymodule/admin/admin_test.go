@@ -3,6 +3,7 @@ package admin_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -35,10 +36,12 @@ type rig struct {
 
 // opened is a store as the API borrows it.
 type opened struct {
-	rig   *rig
-	path  string
-	guard *guard.Guard
-	store store.Store
+	rig      *rig
+	path     string
+	guard    *guard.Guard
+	store    store.Store
+	rotated  int
+	rotation error
 
 	mu       sync.Mutex
 	borrowed int
@@ -49,7 +52,16 @@ func (o *opened) Path() string                               { return o.path }
 func (o *opened) Guard() *guard.Guard                        { return o.guard }
 func (o *opened) Now(ctx context.Context) (time.Time, error) { return o.store.Now(ctx) }
 func (o *opened) Report() *admin.Report                      { return &admin.Report{Commits: 7} }
-func (o *opened) Release()                                   { o.borrow(-1) }
+func (o *opened) Keys(context.Context) (*admin.KeyStatus, error) {
+	return &admin.KeyStatus{Source: "file", Keys: make([]admin.Key, o.rotated+1)}, nil
+}
+
+func (o *opened) RotateKeys(context.Context) error {
+	o.rotated++
+	return o.rotation
+}
+
+func (o *opened) Release() { o.borrow(-1) }
 
 func (o *opened) borrow(n int) {
 	o.mu.Lock()
@@ -201,6 +213,7 @@ func TestRoutes(t *testing.T) {
 	key := o.doubt(call{id: "a"}).Hex()
 	for target, allow := range map[string]string{
 		"executions": "GET", "executions/" + key: "GET", "executions/" + key + "/resolve": "POST", "store": "GET",
+		"keys": "GET", "keys/rotate": "POST",
 	} {
 		for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {
 			if method == allow {
@@ -216,7 +229,7 @@ func TestRoutes(t *testing.T) {
 		t.Errorf("HEAD: %d %v", refused.HTTPStatus, w)
 	}
 	for _, target := range []string{
-		"", "nothing", "executions/", "executions/" + key + "/", "executions/" + key + "/delete", "executions//resolve", "store/", "store/x",
+		"", "nothing", "executions/", "executions/" + key + "/", "executions/" + key + "/delete", "executions//resolve", "store/", "store/x", "keys/", "keys/rotate/x",
 	} {
 		r.refuses("GET", target, "", http.StatusNotFound, "there are executions")
 	}
@@ -290,3 +303,24 @@ func TestStoreStatusAfterAFailedSync(t *testing.T) {
 type unhealthy struct{ store.Store }
 
 func (unhealthy) Now(context.Context) (time.Time, error) { return time.Time{}, store.ErrUnhealthy }
+
+// Section "Admin API": keys are listed and rotated; a key that is no file cannot be.
+func TestKeys(t *testing.T) {
+	r, o := newRig(t)
+	var status admin.KeyStatus
+	if r.get("keys", &status); len(status.Keys) != 1 {
+		t.Errorf("%+v", status)
+	}
+	w, refused := r.ask("POST", "keys/rotate", "")
+	if refused.HTTPStatus != 0 || json.Unmarshal(w.Body.Bytes(), &status) != nil || len(status.Keys) != 2 {
+		t.Errorf("%v %s", refused, w.Body)
+	}
+	o.rotation = caddy.APIError{HTTPStatus: http.StatusConflict, Err: errors.New("it is a value")}
+	r.refuses("POST", "keys/rotate", "", http.StatusConflict, "it is a value")
+	o.rotation = errors.New("read-only file system")
+	r.refuses("POST", "keys/rotate", "", http.StatusInternalServerError, "read-only file system")
+	r.refuses("POST", "keys/rotate?twice=1", "", http.StatusBadRequest, `"twice" is no parameter`)
+	if o.rotated != 3 {
+		t.Errorf("rotated %d times", o.rotated)
+	}
+}

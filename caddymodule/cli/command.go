@@ -30,7 +30,7 @@ func Command() caddycmd.Command {
 			group(cmd)
 			var o options
 			o.flags(cmd)
-			cmd.AddCommand(executions(&o), storeGroup(&o))
+			cmd.AddCommand(executions(&o), storeGroup(&o), keys(&o))
 		},
 	}
 }

@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"testing"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 )
 
 // What callers choose cannot give orders to an operator's terminal, nor pretend to be
@@ -73,5 +75,44 @@ func TestTablePages(t *testing.T) {
 	want := "A    B  C\na    b  c\n日本語  b  c\nx    long  y\nx    y     z\n"
 	if out.String() != want {
 		t.Errorf("got\n%s\nwant\n%s", &out, want)
+	}
+}
+
+// Section "CLI": what is said of keys, in every state that they can be in.
+func TestPrintKeys(t *testing.T) {
+	now := time.Date(2026, 11, 20, 14, 0, 0, 0, time.UTC)
+	status := &admin.KeyStatus{Source: "file", File: "/data/guard.key", Keys: []admin.Key{
+		{ID: 1, Created: now.AddDate(0, -6, 0)},
+		{ID: 2, Created: now.AddDate(0, -1, 0), InUse: true, Until: now.Add(5 * time.Hour)},
+		{ID: 3, Created: now.Add(-time.Minute), Newest: true, InUse: true},
+	}, Resealing: &admin.Resealing{
+		Key: 3, Seen: 10, Resealed: 7, Damaged: 1, Done: true, Finished: now.Add(-time.Second), Left: []admin.KeyLeft{{ID: 2, Records: 1, Results: 2}},
+	}}
+	var out bytes.Buffer
+	if err := printKeys(&out, status, now); err != nil {
+		t.Fatal(err)
+	}
+	want := `The key ring is in /data/guard.key.
+KEY  USE     CREATED                          NEEDED UNTIL
+1    unused  2026-05-20T14:00:00Z (184d ago)  -
+2    opens   2026-10-20T14:00:00Z (31d ago)   2026-11-20T19:00:00Z (in 5h)
+3    seals   2026-11-20T13:59:00Z (1m ago)    -
+Re-sealing to key 3: done, 2026-11-20T13:59:59Z (1s ago); 10 values seen, 7 sealed anew, 1 damaged.
+Key 2 still has 1 records and 2 parts of answers.
+`
+	if out.String() != want {
+		t.Errorf("got\n%s\nwant\n%s", &out, want)
+	}
+	for want, r := range map[string]*admin.Resealing{
+		"Re-sealing to key 2: running; 3 values seen, 0 sealed anew, 0 damaged.":                                     {Key: 2, Seen: 3},
+		"Re-sealing to key 2: stopped, and will be tried again: disk full; 0 values seen, 0 sealed anew, 0 damaged.": {Key: 2, Error: "disk full"},
+	} {
+		if got := describeResealing(r, now); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+	out.Reset()
+	if err := printKeys(&out, &admin.KeyStatus{Source: "value"}, now); err != nil || !bytes.Contains(out.Bytes(), []byte("given as a value")) {
+		t.Errorf("%v %s", err, &out)
 	}
 }
