@@ -47,7 +47,7 @@ func (g *Guard) applied(ctx context.Context, found Finding, answer *Head, body [
 	recording.Start(answer.Status, answer.Header)
 	recording.Write(body)
 	var none pieces
-	tail, err := none.rest(recording, &record)
+	tail, err := none.rest(nil, recording, &record)
 	if err == nil {
 		record.Status = answer.Status
 		record.Result.Expires = now.Add(record.KeepResult)
