@@ -54,7 +54,7 @@ func runTable(ctx context.Context, args []string, out, log io.Writer) error {
 	flags.StringVar(&o.Dir, "dir", os.TempDir(), "directory on the file system to measure")
 	flags.StringVar(&o.GOGC, "gogc", o.GOGC, "GOGC of every process")
 	flags.StringVar(&o.GOMEMLIMIT, "gomemlimit", o.GOMEMLIMIT, "GOMEMLIMIT of every process")
-	flags.StringVar(&o.Rows, "rows", "", "only the rows with this in their name")
+	flags.StringVar(&o.Rows, "rows", "", "regular expression of the rows to measure, as 'awaited @64$'")
 	flags.BoolVar(&check, "check", false, "exit 1 where a bar is not reached")
 	f.flags(flags)
 	if err := parse(flags, args, log); err != nil {

@@ -2,7 +2,6 @@ package table
 
 import (
 	"os"
-	"path/filepath"
 	"runtime"
 	"time"
 
@@ -18,8 +17,11 @@ type Machine struct {
 	FileSystem string `json:"file_system"`
 	// Load is the load average before the run: what others did on the machine.
 	Load string `json:"load"`
-	// Sync is the median of an append and its sync.
-	Sync time.Duration `json:"sync"`
+	// Sync is the median of an append and its sync in a file whose bytes are there
+	// already, as in a store's log; Growing that in a file that grows, for which the
+	// file system's own journal has to be written too.
+	Sync    time.Duration `json:"sync"`
+	Growing time.Duration `json:"growing"`
 }
 
 // look finds out about the machine and the file system of dir.
@@ -29,7 +31,10 @@ func look(dir string) (Machine, error) {
 		CPU: processor(), FileSystem: fileSystem(dir), Load: loadAverage(),
 	}
 	var err error
-	m.Sync, err = syncTime(dir)
+	if m.Sync, err = syncTime(dir, syncSamples*syncAppend); err != nil {
+		return m, err
+	}
+	m.Growing, err = syncTime(dir, 0)
 	return m, err
 }
 
@@ -38,16 +43,16 @@ const (
 	syncAppend  = 256
 )
 
-// syncTime is the median time of an append of 256 bytes and its fdatasync, into a file
-// of written zeros, as a store's log is.
-func syncTime(dir string) (time.Duration, error) {
-	f, err := os.Create(filepath.Join(dir, "agent-guard-bench-sync"))
+// syncTime is the median time of an append of 256 bytes and its fdatasync, in a file
+// that begins with so many written zeros.
+func syncTime(dir string, written int) (time.Duration, error) {
+	f, err := os.CreateTemp(dir, "agent-guard-bench-sync")
 	if err != nil {
 		return 0, err
 	}
 	defer os.Remove(f.Name())
 	defer f.Close()
-	if _, err := f.Write(make([]byte, syncSamples*syncAppend)); err != nil {
+	if _, err := f.Write(make([]byte, written)); err != nil {
 		return 0, err
 	}
 	if err := f.Sync(); err != nil {

@@ -24,9 +24,9 @@ func loadAverage() string {
 	text, _ := os.ReadFile("/proc/loadavg")
 	load, _, found := strings.Cut(string(text), " ")
 	if !found {
-		return "an unknown number of cores"
+		return "unknown"
 	}
-	return load + " cores"
+	return load
 }
 
 // fileSystem is the type of the file system that holds dir: the one of the longest

@@ -3,7 +3,7 @@ package table
 import (
 	"context"
 	"fmt"
-	"strings"
+	"regexp"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
@@ -15,6 +15,10 @@ import (
 func Run(ctx context.Context, o Options, progress func(string)) (_ *Report, err error) {
 	if err := o.check(); err != nil {
 		return nil, err
+	}
+	wanted, err := regexp.Compile(o.Rows)
+	if err != nil {
+		return nil, fmt.Errorf("rows: %w", err)
 	}
 	report := &Report{Settings: settings(o)}
 	if report.Machine, err = look(o.Dir); err != nil {
@@ -30,16 +34,17 @@ func Run(ctx context.Context, o Options, progress func(string)) (_ *Report, err 
 		}
 	}()
 	for i := range rows {
-		if !strings.Contains(rows[i].name, o.Rows) {
+		name := fmt.Sprintf("%s @%d", rows[i].name, rows[i].conns)
+		if !wanted.MatchString(name) {
 			continue
 		}
-		progress(fmt.Sprintf("%s @%d against %s", rows[i].name, rows[i].conns, rows[i].reference))
+		progress(name + " against " + string(rows[i].reference))
 		if err := measure(ctx, o, s, &rows[i], report); err != nil {
-			return nil, fmt.Errorf("%s @%d: %w", rows[i].name, rows[i].conns, err)
+			return nil, fmt.Errorf("%s: %w", name, err)
 		}
 	}
 	if len(report.Rows) == 0 {
-		return nil, fmt.Errorf("no row has %q in its name", o.Rows)
+		return nil, fmt.Errorf("no row matches %q", o.Rows)
 	}
 	return report, nil
 }

@@ -19,7 +19,7 @@ type Options struct {
 	Dir string
 	// GOGC and GOMEMLIMIT are those of every process.
 	GOGC, GOMEMLIMIT string
-	// Rows says which rows are measured, by a part of their name; empty is all.
+	// Rows matches the rows to measure, as "POST, outcome awaited @64"; empty is all.
 	Rows string
 }
 

@@ -45,8 +45,9 @@ func (r *Report) Markdown(w io.Writer) error {
 func (r *Report) preface() []string {
 	m, s := r.Machine, r.Settings
 	return []string{
-		fmt.Sprintf("%s on %s/%s, %d cores (%s), %s in use by others at the start.", s.Go, m.OS, m.Arch, m.Cores, m.CPU, m.Load),
-		fmt.Sprintf("Stores on %s; append of 256 B and fdatasync: p50 %s.", m.FileSystem, m.Sync.Round(time.Microsecond)),
+		fmt.Sprintf("%s on %s/%s, %d cores (%s), load average %s at the start.", s.Go, m.OS, m.Arch, m.Cores, m.CPU, m.Load),
+		fmt.Sprintf("Stores on %s; append of 256 B and fdatasync: p50 %s in a file of written zeros, %s in one that grows.",
+			m.FileSystem, m.Sync.Round(time.Microsecond), m.Growing.Round(time.Microsecond)),
 		fmt.Sprintf("GOGC=%s and GOMEMLIMIT=%s in every process; generator, upstream and each gateway are processes of their own on the loopback.", s.GOGC, s.GOMEMLIMIT),
 		fmt.Sprintf("200 B JSON POST, 1 KiB answer, no think time; %d pairs of rounds of %s, in turn; ratios are medians over the pairs.", s.Rounds, s.Round),
 	}
