@@ -9,7 +9,7 @@ import (
 
 // BenchmarkClassify is all that a call which changes nothing pays for the guard (7).
 func BenchmarkClassify(b *testing.B) {
-	h := defaulted(b, Handler{})
+	h := defaulted(b, Handler{actions: []*Action{{Name: defaultAction}}})
 	for _, method := range []string{http.MethodGet, http.MethodPost} {
 		b.Run(method, func(b *testing.B) {
 			r := request(method, "/v1/charges", "Content-Type", "application/json")

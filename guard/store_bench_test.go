@@ -2,7 +2,6 @@ package guard_test
 
 import (
 	"fmt"
-	"io"
 	"sync/atomic"
 	"testing"
 
@@ -136,26 +135,4 @@ func at64(b *testing.B, do func(n int64) error) {
 			b.Error(err)
 		}
 	}
-}
-
-// BenchmarkReplayOver is a replay of 1 KiB from each store.
-func BenchmarkReplayOver(b *testing.B) {
-	overStores(b, func(b *testing.B, g *guard.Guard) {
-		c := benchCall(g, "1")
-		run(b, g, c, make([]byte, 1<<10))
-		b.ReportAllocs()
-		for b.Loop() {
-			found, err := g.Find(ctx, c.Key, c.Fingerprint)
-			if err != nil || found.Standing != guard.Replayable {
-				b.Fatal(found.Standing, err)
-			}
-			result, err := g.Result(ctx, c.Key, found)
-			if err != nil {
-				b.Fatal(err)
-			}
-			if _, err := io.Copy(io.Discard, result.Body(ctx)); err != nil {
-				b.Fatal(err)
-			}
-		}
-	})
 }
