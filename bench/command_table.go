@@ -42,6 +42,17 @@ func (f *form) print(out io.Writer, r *table.Report) error {
 	}
 }
 
+// finish prints the report; with check a bar that was not reached is an error.
+func (f *form) finish(out io.Writer, r *table.Report, check bool) error {
+	if err := f.print(out, r); err != nil {
+		return err
+	}
+	if n := r.Below(); check && n > 0 {
+		return fmt.Errorf("%d of the bars were not reached: %w", n, errBelow)
+	}
+	return nil
+}
+
 func runTable(ctx context.Context, args []string, out, log io.Writer) error {
 	o, quick := table.Default, false
 	var f form
@@ -77,11 +88,5 @@ func runTable(ctx context.Context, args []string, out, log io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if err := f.print(out, report); err != nil {
-		return err
-	}
-	if n := report.Below(); check && n > 0 {
-		return fmt.Errorf("%d of the bars were not reached: %w", n, errBelow)
-	}
-	return nil
+	return f.finish(out, report, check)
 }

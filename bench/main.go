@@ -14,6 +14,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
 	"github.com/agent-guard/caddy-agent-guard/bench/peer"
 	"github.com/agent-guard/caddy-agent-guard/bench/proc"
+	"github.com/agent-guard/caddy-agent-guard/bench/records"
 	"github.com/agent-guard/caddy-agent-guard/bench/upstream"
 )
 
@@ -22,6 +23,9 @@ var roles = proc.Roles{
 	gateway.Role:  gateway.Run,
 	upstream.Role: upstream.Run,
 	peer.Role:     peer.Run,
+
+	records.FillRole: records.Fill,
+	records.OpenRole: records.Open,
 }
 
 // command is a subcommand. It writes its result to out, and what it does to log.
@@ -32,6 +36,7 @@ type command struct {
 
 var commands = []command{
 	{"table", "ratios to a bare reverse_proxy, and to peers (about three minutes)", runTable},
+	{"store", "opening and memory with a million records (about three minutes)", runStore},
 }
 
 // errBelow is the error of a run whose result is not what it should be.

@@ -44,7 +44,7 @@ func serve(t *testing.T, status int) (*seen, string) {
 func TestFreshKeys(t *testing.T) {
 	s, addr := serve(t, 201)
 	request := load.Payment(200)
-	request.Fresh = true
+	request.Keys = load.Fresh
 	result, err := load.Run(t.Context(), load.Job{
 		Addr: addr, Request: request, Conns: 4, For: time.Minute, Limit: 100, Status: 201, Line: "mark: yes",
 	})

@@ -15,10 +15,10 @@ type Request struct {
 	Method, Path string
 	// Body is sent with Content-Type application/json, if there is one.
 	Body []byte
-	// Key is the value of Idempotency-Key; empty is none. Fresh gives every
-	// request a key of its own instead.
-	Key   string
-	Fresh bool
+	// Key is the value of Idempotency-Key; empty is none.
+	Key string
+	// Keys, if set, appends the next request's key instead: always KeyLength bytes.
+	Keys func([]byte) []byte
 }
 
 // Payment is a POST with a JSON body of n bytes.
@@ -28,8 +28,8 @@ func Payment(n int) Request {
 	return Request{Method: http.MethodPost, Path: "/v1/charges", Body: []byte(body)}
 }
 
-// keyLength is that of a UUID, because some take nothing else.
-const keyLength = 36
+// KeyLength is that of a UUID, because some take nothing else.
+const KeyLength = 36
 
 var (
 	keyPrefix = func() string {
@@ -42,11 +42,14 @@ var (
 
 // NewKey makes a key that no other call of this process has, and hardly one of
 // another, in the form of a UUID.
-func NewKey() string { return string(appendKey(make([]byte, 0, keyLength))) }
+func NewKey() string { return string(Fresh(make([]byte, 0, KeyLength))) }
 
-func appendKey(b []byte) []byte {
-	b = append(b, keyPrefix...)
-	n := keyNumber.Add(1)
+// Fresh appends what NewKey makes.
+func Fresh(b []byte) []byte { return NumberedKey(b, keyPrefix, keyNumber.Add(1)) }
+
+// NumberedKey appends a key of KeyLength bytes, 24 of which are the prefix's.
+func NumberedKey(b []byte, prefix string, n uint64) []byte {
+	b = append(b, prefix...)
 	var number [6]byte
 	for i := range number {
 		number[i] = byte(n >> (8 * (len(number) - 1 - i)))
@@ -54,9 +57,10 @@ func appendKey(b []byte) []byte {
 	return hex.AppendEncode(b, number[:])
 }
 
-// wire is a request as it is sent; key is where its fresh key goes, or nil.
+// wire is a request as it is sent; key is where its next key goes.
 type wire struct {
 	all, key []byte
+	keys     func([]byte) []byte
 }
 
 func (r Request) wire(host string) wire {
@@ -66,8 +70,8 @@ func (r Request) wire(host string) wire {
 		fmt.Fprintf(&b, "Content-Type: application/json\r\nContent-Length: %d\r\n", len(r.Body))
 	}
 	at := 0
-	if r.Fresh {
-		r.Key = NewKey()
+	if r.Keys != nil {
+		r.Key = string(r.Keys(make([]byte, 0, KeyLength)))
 	}
 	if r.Key != "" {
 		b.WriteString("Idempotency-Key: ")
@@ -76,17 +80,17 @@ func (r Request) wire(host string) wire {
 	}
 	b.WriteString("\r\n")
 	b.Write(r.Body)
-	w := wire{all: b.Bytes()}
-	if r.Fresh {
-		w.key = w.all[at : at+keyLength]
+	w := wire{all: b.Bytes(), keys: r.Keys}
+	if r.Keys != nil {
+		w.key = w.all[at : at+KeyLength]
 	}
 	return w
 }
 
 // next is the bytes of the next request.
 func (w wire) next() []byte {
-	if w.key != nil {
-		appendKey(w.key[:0])
+	if w.keys != nil {
+		w.keys(w.key[:0])
 	}
 	return w.all
 }

@@ -19,6 +19,8 @@ type Spec struct {
 	Env []string
 	// Mark is in the line that says that the process works; empty is that of Ready.
 	Mark string
+	// Within is how long that may take; 0 is three minutes.
+	Within time.Duration
 }
 
 // Proc is a running process.
@@ -33,7 +35,7 @@ type Proc struct {
 	lines []string // the last that it wrote
 }
 
-// patience is how long a process may take to start or to end.
+// patience is how long a process may take to start, unless it says so, or to end.
 const patience = 3 * time.Minute
 
 // Start runs a part and waits until it works.
@@ -45,6 +47,10 @@ func Start(s Spec) (*Proc, error) {
 	mark := s.Mark
 	if mark == "" {
 		mark = readyMark
+	}
+	within := s.Within
+	if within == 0 {
+		within = patience
 	}
 	dead, ready := make(chan struct{}), make(chan string, 1)
 	p := &Proc{cmd: exec.Command(binary, s.Args...), Dead: dead}
@@ -70,7 +76,7 @@ func Start(s Spec) (*Proc, error) {
 		return p, nil
 	case <-dead:
 		return nil, fmt.Errorf("%s did not start:\n%s", s.Role, p.Tail())
-	case <-time.After(patience):
+	case <-time.After(within):
 		p.Kill()
 		return nil, fmt.Errorf("%s is not ready:\n%s", s.Role, p.Tail())
 	}

@@ -24,8 +24,8 @@ type Machine struct {
 	Growing time.Duration `json:"growing"`
 }
 
-// look finds out about the machine and the file system of dir.
-func look(dir string) (Machine, error) {
+// Look finds out about the machine and the file system of dir.
+func Look(dir string) (Machine, error) {
 	m := Machine{
 		OS: runtime.GOOS, Arch: runtime.GOARCH, Cores: runtime.NumCPU(),
 		CPU: processor(), FileSystem: fileSystem(dir), Load: loadAverage(),

@@ -21,7 +21,7 @@ func Run(ctx context.Context, o Options, progress func(string)) (_ *Report, err 
 		return nil, fmt.Errorf("rows: %w", err)
 	}
 	report := &Report{Settings: settings(o)}
-	if report.Machine, err = look(o.Dir); err != nil {
+	if report.Machine, err = Look(o.Dir); err != nil {
 		return nil, err
 	}
 	s, err := newScene(o)

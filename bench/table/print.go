@@ -18,7 +18,9 @@ func (r *Report) Text(w io.Writer) error {
 	for _, cells := range r.cells() {
 		fmt.Fprintln(t, strings.Join(cells, "\t"))
 	}
-	fmt.Fprintln(t)
+	if len(r.Rows) > 0 {
+		fmt.Fprintln(t)
+	}
 	for _, f := range r.Figures {
 		fmt.Fprintln(t, strings.Join([]string{f.Name, f.value(), f.Verdict.Bar, f.Verdict.String()}, "\t"))
 	}
@@ -44,16 +46,24 @@ func (r *Report) Markdown(w io.Writer) error {
 
 func (r *Report) preface() []string {
 	m, s := r.Machine, r.Settings
-	return []string{
+	lines := []string{
 		fmt.Sprintf("%s on %s/%s, %d cores (%s), load average %s at the start.", s.Go, m.OS, m.Arch, m.Cores, m.CPU, m.Load),
 		fmt.Sprintf("Stores on %s; append of 256 B and fdatasync: p50 %s in a file of written zeros, %s in one that grows.",
 			m.FileSystem, m.Sync.Round(time.Microsecond), m.Growing.Round(time.Microsecond)),
 		fmt.Sprintf("GOGC=%s and GOMEMLIMIT=%s in every process; generator, upstream and each gateway are processes of their own on the loopback.", s.GOGC, s.GOMEMLIMIT),
-		fmt.Sprintf("200 B JSON POST, 1 KiB answer, no think time; %d pairs of rounds of %s, in turn; ratios are medians over the pairs.", s.Rounds, s.Round),
 	}
+	if s.Rounds > 0 {
+		lines = append(lines, fmt.Sprintf(
+			"200 B JSON POST, 1 KiB answer, no think time; %d pairs of rounds of %s, in turn; ratios are medians over the pairs.", s.Rounds, s.Round))
+	}
+	return lines
 }
 
+// cells are the rows as text, the first one their titles; nothing without rows.
 func (r *Report) cells() [][]string {
+	if len(r.Rows) == 0 {
+		return nil
+	}
 	all := [][]string{{"row", "conns", "of", "ratio", "low-high", "subject", "value", "against", "value", "bar", ""}}
 	for _, row := range r.Rows {
 		all = append(all, []string{

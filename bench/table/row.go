@@ -69,7 +69,7 @@ func (r *row) request() load.Request {
 		return request
 	default:
 		request := load.Payment(requestSize)
-		request.Fresh = true
+		request.Keys = load.Fresh
 		return request
 	}
 }
