@@ -3,6 +3,7 @@ package caddymodule
 import (
 	"errors"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -87,6 +88,7 @@ func (x *exchange) identify() error {
 		Fingerprint: fp,
 		Scope:       guard.Scope{Caller: caller, Guard: x.h.Name, Method: x.r.Method, Path: x.r.URL.EscapedPath()},
 		Origin:      guard.OriginGiven,
+		Host:        strings.ToLower(x.r.Host),
 		Action:      x.action.Name,
 		Workflow:    workflow(x.r),
 		Deadline:    time.Duration(policy.Deadline),

@@ -34,6 +34,7 @@ type Guard struct {
 	flights flights
 	running gate
 	writers *writers
+	usages  usages
 }
 
 // Errors of Guard.
@@ -205,12 +206,15 @@ func (g *Guard) standing(ctx context.Context, r *Record) (Standing, error) {
 // claim's commit carries riders of other packages; where a rider's condition does
 // not hold the error is its *store.Conflict, and nothing is claimed.
 //
+// A *QuotaError says that the caller holds too much already.
+//
 // The owner must settle the execution, whatever happens.
 func (g *Guard) Claim(ctx context.Context, c *Call, found Finding, riders ...store.Write) (*Execution, error) {
 	if !g.running.enter() {
 		return nil, ErrDraining
 	}
-	flight := g.flights.start(c)
+	caller := g.Caller(c.Scope.Caller)
+	flight := g.flights.start(c, caller)
 	if flight == nil {
 		g.running.leave()
 		return nil, ErrTaken
@@ -230,7 +234,11 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	record := g.newRecord(c, now)
+	usage, err := g.admit(ctx, flight.caller, c.Quota, now)
+	if err != nil {
+		return nil, err
+	}
+	record := g.newRecord(c, flight.caller, now)
 	condition := store.Absent()
 	if found.Record != nil {
 		condition = store.VersionIs(found.version)
@@ -238,6 +246,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	batch := append(g.put(c.Key, found.Record, &record, condition), riders...)
 	version, err := g.store.Commit(ctx, batch...)
 	if err != nil {
+		g.leave(usage)
 		var lost *store.Conflict
 		switch {
 		case !errors.As(err, &lost):
@@ -247,5 +256,8 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 		}
 		return nil, lost
 	}
-	return &Execution{g: g, flight: flight, record: record, version: version}, nil
+	if found.Record != nil {
+		g.resolved(found.Record, nil)
+	}
+	return &Execution{g: g, flight: flight, record: record, version: version, usage: usage}, nil
 }

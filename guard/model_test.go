@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"testing"
 	"testing/synctest"
@@ -162,6 +163,7 @@ func modelSettle(t *testing.T, m *modelCall, rnd *rand.Rand) {
 func checkIndex(t *testing.T, g *Guard) {
 	t.Helper()
 	want, have := map[string]bool{}, map[string]bool{}
+	accounts, found := map[string]string{}, map[string]string{}
 	for entry, err := range g.store.Scan(context.Background(), store.Range{}) {
 		if err != nil {
 			t.Fatal(err)
@@ -174,11 +176,18 @@ func checkIndex(t *testing.T, g *Guard) {
 			}
 			key := Key(entry.Key[1:])
 			want[string(stateKey(r.State, r.Created, key))] = true
+			if r.State.Open() {
+				continue
+			}
 			want[string(g.callerKey(r, key))] = true
+			accounts[string(g.callerKey(r, key))] = string(accountOf(r, r.size()).encode())
 			if r.Workflow != "" {
 				want[string(g.workflowKey(r, key))] = true
 			}
-		case spaceCaller, spaceState, spaceWorkflow:
+		case spaceCaller:
+			found[string(entry.Key)] = string(entry.Value)
+			have[string(entry.Key)] = true
+		case spaceState, spaceWorkflow:
 			have[string(entry.Key)] = true
 		}
 	}
@@ -191,6 +200,9 @@ func checkIndex(t *testing.T, g *Guard) {
 		if !want[k] {
 			t.Fatalf("an entry of index %q belongs to no record", k[0])
 		}
+	}
+	if !maps.Equal(accounts, found) {
+		t.Fatal("an account does not tell what its record does")
 	}
 }
 
@@ -206,7 +218,7 @@ func TestRecoveryTellsClaimedFromSending(t *testing.T) {
 	plant := func(id, node string, state State) Call {
 		c := Call{Scope: Scope{ID: id}}
 		c.Key = g.Key(c.Scope)
-		r := g.newRecord(&c, time.Now())
+		r := g.newRecord(&c, g.Caller(c.Scope.Caller), time.Now())
 		r.State, r.Node, r.Boot = state, node, "another life"
 		if _, err := mem.Commit(ctx, g.put(c.Key, nil, &r, store.Absent())...); err != nil {
 			t.Fatal(err)
@@ -244,7 +256,7 @@ func TestResealLeavesOtherNodesRunning(t *testing.T) {
 	for _, node := range []string{g.node, "elsewhere"} {
 		c := Call{Scope: Scope{ID: node}}
 		c.Key = g.Key(c.Scope)
-		r := g.newRecord(&c, time.Now())
+		r := g.newRecord(&c, g.Caller(""), time.Now())
 		r.Node = node
 		if _, err := mem.Commit(ctx, g.put(c.Key, nil, &r, store.Absent())...); err != nil {
 			t.Fatal(err)
