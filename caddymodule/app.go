@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -37,12 +38,16 @@ type App struct {
 	// a new store; it is never made for a store that holds anything, because
 	// without its key no execution can be found. Default: the store's path with
 	// `.key` appended. Placeholders are replaced once, at load; one without a
-	// value is an error. Keep a copy of it apart from the store's.
+	// value is an error. Keep a copy of it apart from the store's. It is read again
+	// with every configuration: sealing keys that were added to it are used from
+	// then on, without a restart.
 	KeyFile string `json:"key_file,omitempty"`
 
 	// The key itself instead of a file, usually a placeholder like
 	// `{env.AGENT_GUARD_KEY}` or `{file./run/secrets/key}`: the content of a key
-	// file, or 32 random bytes in base64 (`openssl rand -base64 32`).
+	// file, or 32 random bytes in base64 (`openssl rand -base64 32`). A later
+	// configuration may bring the ring with more sealing keys, or from another
+	// place; its index key stays that of the store.
 	Key string `json:"key,omitempty"`
 
 	// How long the process waits for running executions when it exits; new guarded
@@ -54,8 +59,9 @@ type App struct {
 	logger *zap.Logger
 	spec   engineSpec
 
-	mu   sync.Mutex
-	held *engine // the configuration's own reference
+	mu       sync.Mutex
+	held     *engine     // the configuration's own reference
+	accepted atomic.Bool // the engine has taken the configuration's keys over
 }
 
 // CaddyModule returns the Caddy module information.
@@ -148,6 +154,7 @@ func (a *App) Cleanup() error {
 	}
 	held := a.held
 	a.held = nil
+	held.leave(&a.spec)
 	return held.release()
 }
 
@@ -159,11 +166,12 @@ func (a *App) engine() (*engine, error) {
 	if a.held != nil {
 		return a.held, nil
 	}
-	e, err := engines.acquire(a.spec)
+	e, err := a.acquire()
 	if err != nil {
 		return nil, err
 	}
 	e.drain.Store(int64(a.Drain))
+	e.join(&a.spec)
 	a.held = e
 	return e, nil
 }
@@ -171,7 +179,11 @@ func (a *App) engine() (*engine, error) {
 // acquire returns the engine with a reference of its own for one guarded request,
 // which may outlive its configuration.
 func (a *App) acquire() (*engine, error) {
-	return engines.acquire(a.spec)
+	e, err := engines.acquire(a.spec, a.accepted.Load())
+	if err == nil {
+		a.accepted.Store(true)
+	}
+	return e, err
 }
 
 var (

@@ -2,10 +2,7 @@ package caddymodule
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
-	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -36,8 +33,10 @@ type engine struct {
 	store store.Store
 	guard *guard.Guard
 	ring  *seal.Ring
-	// keys tells whether another configuration brings another key.
-	keys string
+
+	keying    sync.Mutex    // held while the ring changes; guards configs
+	configs   []*engineSpec // that hold the engine, the latest last
+	resealing resealing
 
 	logger  *zap.Logger
 	drain   atomic.Int64 // nanoseconds, as the latest configuration says
@@ -55,14 +54,6 @@ type engineSpec struct {
 	logger       *zap.Logger
 }
 
-// keys names the source of the key, to tell two of them apart.
-func (s *engineSpec) keys() string {
-	if s.key != "" {
-		return "value:" + s.key
-	}
-	return "file:" + s.keyFile
-}
-
 // enginePool is the process's pool of open engines, by path.
 type enginePool struct {
 	// mu is held over opening and closing too: UsagePool.Delete unlocks before it
@@ -73,7 +64,9 @@ type enginePool struct {
 
 var engines = enginePool{pool: caddy.NewUsagePool()}
 
-func (p *enginePool) acquire(spec engineSpec) (*engine, error) {
+// acquire returns the engine of spec with one more reference. A configuration whose
+// keys were not accepted yet brings them to an engine that is open already.
+func (p *enginePool) acquire(spec engineSpec, accepted bool) (*engine, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	value, loaded, err := p.pool.LoadOrNew(spec.path, func() (caddy.Destructor, error) {
@@ -86,10 +79,11 @@ func (p *enginePool) acquire(spec engineSpec) (*engine, error) {
 		p.warnOfOthers(spec)
 	}
 	e := value.(*engine)
-	if loaded && e.keys != spec.keys() {
-		_, _ = p.pool.Delete(spec.path) // not the last reference: it was loaded
-		return nil, fmt.Errorf("agent_guard: the store %s is open with another key source; "+
-			"the source of the key changes with a restart only", spec.path)
+	if loaded && !accepted {
+		if err := e.adoptKeys(context.Background(), spec); err != nil {
+			_, _ = p.pool.Delete(spec.path) // not the last reference: it was loaded
+			return nil, fmt.Errorf("agent_guard: keys: %w", err)
+		}
 	}
 	return e, nil
 }
@@ -117,6 +111,7 @@ func (e *engine) release() error {
 // Destruct closes the store. It is called by the pool, once nobody uses it.
 func (e *engine) Destruct() error {
 	e.cut()
+	e.resealing.end()
 	return e.store.Close()
 }
 
@@ -144,34 +139,9 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 			zap.Int("in_doubt", recovered.InDoubt), zap.Int("released", recovered.Released))
 	}
 	spec.logger.Info("store open", zap.String("path", spec.path))
-	e := &engine{path: spec.path, store: st, guard: g, ring: ring, keys: spec.keys(), logger: spec.logger}
+	e := &engine{path: spec.path, store: st, guard: g, ring: ring, logger: spec.logger}
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
+	e.startResealing(ctx)
 	return e, nil
-}
-
-// loadRing reads the key ring. A new one is made only for a store that never held
-// anything: a lost key must not look like an empty store.
-func loadRing(ctx context.Context, st store.Store, spec engineSpec) (*seal.Ring, error) {
-	if spec.key != "" {
-		return seal.Parse([]byte(spec.key))
-	}
-	ring, err := seal.Load(spec.keyFile)
-	if !errors.Is(err, fs.ErrNotExist) {
-		if info, statErr := os.Stat(spec.keyFile); statErr == nil && info.Mode().Perm()&0o077 != 0 {
-			spec.logger.Warn("others than the owner may use the key file; give it the mode 0600",
-				zap.String("file", spec.keyFile), zap.Stringer("mode", info.Mode()))
-		}
-		return ring, err
-	}
-	fresh, err := guard.Fresh(ctx, st)
-	if err != nil {
-		return nil, err
-	}
-	if !fresh {
-		return nil, fmt.Errorf("the key file %s is missing, and the store %s holds executions that were sealed with it: "+
-			"put the file back from your backup, or correct its path; if it is lost for good, move the store away to begin anew, "+
-			"knowing that retries of earlier calls will then run again", spec.keyFile, spec.path)
-	}
-	return seal.Create(spec.keyFile)
 }

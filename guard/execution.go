@@ -74,6 +74,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, riders ...store.Write
 
 func (e *Execution) settle(ctx context.Context, o Outcome, riders []store.Write) error {
 	g := e.g
+	defer g.writers.enter().leave()
 	var tail []byte
 	var pieces pieces
 	if e.keeper != nil {

@@ -18,6 +18,10 @@ type Sealer interface {
 	Open(dst, sealed, name []byte) ([]byte, error)
 	// Index derives 32 bytes from parts, stable for the life of the store.
 	Index(domain string, parts ...string) [32]byte
+	// KeyIDs lists the keys with which it opens, by id, the last of which seals.
+	KeyIDs() []uint32
+	// KeyOf is the id of the key under which a value is sealed.
+	KeyOf(sealed []byte) uint32
 }
 
 // Guard is one node's view of all executions in one store. It is safe for
@@ -29,6 +33,7 @@ type Guard struct {
 	boot    string
 	flights flights
 	running gate
+	writers *writers
 	usages  usages
 }
 
@@ -50,7 +55,7 @@ var (
 // one Guard may be open on a store of this process.
 func Open(ctx context.Context, st store.Store, sealer Sealer) (*Guard, Recovery, error) {
 	boot := newClaim()
-	g := &Guard{store: st, sealer: sealer, boot: hex.EncodeToString(boot[:])}
+	g := &Guard{store: st, sealer: sealer, boot: hex.EncodeToString(boot[:]), writers: newWriters()}
 	if err := g.identify(ctx); err != nil {
 		return nil, Recovery{}, err
 	}
@@ -224,6 +229,7 @@ func (g *Guard) Claim(ctx context.Context, c *Call, found Finding, riders ...sto
 }
 
 func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Finding, riders []store.Write) (*Execution, error) {
+	defer g.writers.enter().leave()
 	now, err := g.store.Now(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)

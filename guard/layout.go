@@ -10,7 +10,7 @@ import (
 // The store's keys begin with a letter that says what stands there. Nothing of a
 // caller is readable in them: hashes are keyed, and only times are plain.
 //
-//	m name                        what the store is: layout, key check, node
+//	m name                        what the store is: layout, key check, node, keys in use
 //	x key                         the record of an execution
 //	s state created key           index: executions by state and age
 //	c caller id key               index: a caller's settled executions by id; the value
@@ -95,7 +95,8 @@ func (r *Record) expires() time.Time {
 }
 
 // put is the batch that brings the record of key from old to new, index entries
-// included. Either may be nil: nothing there before, nothing there after.
+// included. Either may be nil: nothing there before, nothing there after. Whoever
+// commits it is in g.writers from before the call until after the commit.
 func (g *Guard) put(key Key, old, new *Record, condition store.Condition) []store.Write {
 	writes := 7 // of a settle: the record, its five index entries, its answer
 	if new != nil && new.State.Open() {

@@ -56,6 +56,7 @@ func (g *Guard) applied(ctx context.Context, found Finding, answer *Head, body [
 }
 
 func (g *Guard) apply(ctx context.Context, key Key, found Finding, record *Record, tail []byte, riders ...store.Write) error {
+	defer g.writers.enter().leave()
 	batch := g.put(key, found.Record, record, store.VersionIs(found.version))
 	if tail != nil {
 		batch = append(batch, g.tail(key, record, tail))
@@ -125,6 +126,7 @@ func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answe
 	if answer != nil && !record.Result.Kept {
 		return ErrAnswerTooLarge
 	}
+	defer g.writers.enter().leave()
 	r.At, r.Cause, r.Action = record.Settled, found.Record.Cause, found.Record.Action
 	name := resolvedKey(found.Key, r.At)
 	rider := store.Write{Key: name, Value: g.sealer.Seal(nil, r.encode(nil), name), Expires: r.At.Add(keepResolutions)}

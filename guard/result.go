@@ -103,6 +103,7 @@ func (k *keeper) store() error {
 	k.pieces.sum.Write(buf)
 	r := &k.e.record
 	name := pieceKey(k.e.flight.key, r.Claim, headPiece+1+k.pieces.stored)
+	defer k.e.g.writers.enter().leave()
 	write := store.Write{
 		Key: name, Value: k.e.g.sealer.Seal(nil, buf, name), Bulk: true,
 		// The result's own time begins when it is settled, at the deadline at the latest.

@@ -117,7 +117,7 @@ func (s *Store) entry(key, raw []byte, now time.Time) (store.Entry, error) {
 		return store.Entry{}, store.ErrNotFound
 	}
 	if err != nil {
-		return store.Entry{}, err
+		return store.Entry{Key: key}, err
 	}
 	return e, nil
 }
