@@ -94,8 +94,13 @@ func (e *Execution) settle(ctx context.Context, o Outcome, riders []store.Write)
 		return e.keep(ctx, &record, nil, riders)
 	}
 	record.State = StateCompleted
-	if tail, err = pieces.rest(e.flight.recording, &record); err == nil {
+	buf := scratch.Get().(*[]byte)
+	defer freeScratch(buf)
+	if tail, err = pieces.rest((*buf)[:0], e.flight.recording, &record); err == nil {
 		record.Result.Expires = now.Add(record.KeepResult)
+	}
+	if tail != nil {
+		*buf = tail
 	}
 	err = e.keep(ctx, &record, tail, riders)
 	if err == nil || tail == nil || errors.Is(err, store.ErrUnknown) {

@@ -33,8 +33,8 @@ type Guard struct {
 	boot    string
 	flights flights
 	running gate
-	usages  usages
 	writers *writers
+	usages  usages
 }
 
 // Errors of Guard.

@@ -98,16 +98,21 @@ func (r *Record) expires() time.Time {
 // included. Either may be nil: nothing there before, nothing there after. Whoever
 // commits it is in g.writers from before the call until after the commit.
 func (g *Guard) put(key Key, old, new *Record, condition store.Condition) []store.Write {
-	batch := make([]store.Write, 1, 8) // most settles fit
+	writes := 7 // of a settle: the record, its five index entries, its answer
+	if new != nil && new.State.Open() {
+		writes = 3
+	}
+	batch := make([]store.Write, 1, writes)
 	name := recordKey(key)
 	size := 0 // of the new record, before it is sealed
 	if new == nil {
 		batch[0] = store.Write{Key: name, If: condition, Delete: true}
 	} else {
-		var buf [1024]byte
-		plain := new.encode(buf[:0])
-		size = len(plain)
-		sealed := g.sealer.Seal(make([]byte, 0, size+64), plain, name)
+		plain := scratch.Get().(*[]byte)
+		*plain = new.encode((*plain)[:0])
+		size = len(*plain)
+		sealed := g.sealer.Seal(make([]byte, 0, size+64), *plain, name)
+		freeScratch(plain)
 		batch[0] = store.Write{Key: name, If: condition, Value: sealed, Expires: new.expires()}
 	}
 	// An entry is written anew where its key, its value or its expiry changes; value

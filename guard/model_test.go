@@ -256,7 +256,7 @@ func TestResealLeavesOtherNodesRunning(t *testing.T) {
 	for _, node := range []string{g.node, "elsewhere"} {
 		c := Call{Scope: Scope{ID: node}}
 		c.Key = g.Key(c.Scope)
-		r := g.newRecord(&c, g.Caller(c.Scope.Caller), time.Now())
+		r := g.newRecord(&c, g.Caller(""), time.Now())
 		r.Node = node
 		if _, err := mem.Commit(ctx, g.put(c.Key, nil, &r, store.Absent())...); err != nil {
 			t.Fatal(err)

@@ -204,8 +204,10 @@ func (r *Record) encode(dst []byte) []byte {
 
 // size is the number of bytes of the record before it is sealed.
 func (r *Record) size() int {
-	var buf [1024]byte
-	return len(r.encode(buf[:0]))
+	b := scratch.Get().(*[]byte)
+	defer freeScratch(b)
+	*b = r.encode((*b)[:0])
+	return len(*b)
 }
 
 func decodeRecord(b []byte) (*Record, error) {

@@ -51,7 +51,7 @@ type KeyLeft struct {
 }
 
 // Reseal seals anew, with the newest key, what was sealed with an older one: all
-// records and resolutions, and the key check. Pieces of answers are left to expire and are counted.
+// records, what operators have resolved, and the key check. Pieces of answers are left to expire and are counted.
 // When it is done the store notes which of the older keys it still needs
 // (KeysInUse). It tells report, where there is one, after each step.
 //
@@ -165,6 +165,17 @@ func (r *resealer) records(ctx context.Context) error {
 	})
 }
 
+func (r *resealer) resolutions(ctx context.Context) error {
+	return r.walk(ctx, spaceResolved, resealPage, func(entry store.Entry) {
+		if !r.older(entry.Value) {
+			return
+		}
+		if plain := r.open(entry); plain != nil {
+			r.pending = append(r.pending, opened{entry, plain})
+		}
+	})
+}
+
 // record decides what becomes of a record under an older key.
 func (r *resealer) record(entry store.Entry) {
 	plain := r.open(entry)
@@ -177,7 +188,7 @@ func (r *resealer) record(entry store.Entry) {
 		r.left(entry, KeyLeft{Records: 1})
 		return
 	}
-	if record.State == StateClaimed || record.State == StateSending {
+	if record.State.Open() {
 		key := Key(entry.Key[1:])
 		switch {
 		case record.Node != r.g.node:
@@ -191,18 +202,6 @@ func (r *resealer) record(entry store.Entry) {
 		}
 	}
 	r.pending = append(r.pending, opened{entry, plain})
-}
-
-// resolutions moves what operators have decided.
-func (r *resealer) resolutions(ctx context.Context) error {
-	return r.walk(ctx, spaceResolved, resealPage, func(entry store.Entry) {
-		if !r.older(entry.Value) {
-			return
-		}
-		if plain := r.open(entry); plain != nil {
-			r.pending = append(r.pending, opened{entry, plain})
-		}
-	})
 }
 
 // awaitRunning waits for the executions whose records could not be touched, and

@@ -125,8 +125,21 @@ func TestP1RetryAfterRotationReplays(t *testing.T) {
 		}
 		doubt := r.call("doubt")
 		r.settle(r.claim(doubt), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost})
+		decided := r.call("decided")
+		r.settle(r.claim(decided), guard.Outcome{Verdict: guard.InDoubt})
+		found, err := r.Look(ctx, decided.Key)
+		if err == nil {
+			err = r.Resolve(ctx, found, guard.Resolution{Operator: "ada", Reason: "the bank says so"}, nil, nil)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		first := r.lacking(0) // which has key 1 only
 		check := func(when string) {
 			t.Helper()
+			if all, err := r.Resolutions(ctx, decided.Key); err != nil || len(all) != 1 || all[0].Operator != "ada" {
+				t.Errorf("%s: resolutions %+v, %v", when, all, err)
+			}
 			for _, k := range all {
 				r.replays(k.call, k.body)
 			}
@@ -145,11 +158,19 @@ func TestP1RetryAfterRotationReplays(t *testing.T) {
 				r.replays(all[steps].call, all[steps].body)
 			}
 		})
-		if err != nil || p.Key != 2 || p.Resealed != len(all)+2 || p.Seen < p.Resealed || p.Damaged != 0 || between == 0 {
+		if err != nil || p.Key != 2 || p.Resealed != len(all)+3 || p.Seen < p.Resealed || p.Damaged != 0 || between == 0 {
 			t.Errorf("progress %+v after %d steps, %d in the middle; %v", p, steps, between, err)
 		}
 		if x, m := r.under("x"), r.under("mkey"); x[1] != 0 || x[2] != len(all)+1 || m[1] != 0 || m[2] != 1 {
 			t.Errorf("records by key: %v, key check: %v", x, m)
+		}
+		for entry, err := range r.mem.Scan(ctx, store.Range{}) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := first.Open(nil, entry.Value, entry.Key); err == nil && entry.Key[0] != 'r' {
+				t.Fatalf("P8: the old key still opens a value in space %q", entry.Key[0])
+			}
 		}
 		pieces := r.under("r")
 		left := p.Left[1]
@@ -497,27 +518,4 @@ func TestP1ResealLosesToWhatChangedMeanwhile(t *testing.T) {
 	r.replays(c, []byte("proof"))
 	r.standing(gone, guard.Free)
 	r.wantInUse(2)
-}
-
-// What operators have decided outlives the key under which it was sealed: it moves too,
-// also where the execution's own key is long free.
-func TestResealMovesResolutions(t *testing.T) {
-	r := newRig(t)
-	c, found := r.doubtful("a")
-	if err := r.Resolve(ctx, found, guard.Resolution{Operator: "ada", Reason: "none there"}, nil, nil); err != nil {
-		t.Fatal(err)
-	}
-	r.rotate()
-	r.reseal()
-	newest := r.ring.KeyIDs()[1]
-	r.wantInUse(newest)
-	if under := r.under("o"); under[newest] != 1 || len(under) != 1 {
-		t.Errorf("resolutions by key: %v", under)
-	}
-	r.ring = r.lacking(1)
-	r.restart()
-	all, err := r.Resolutions(ctx, c.Key)
-	if err != nil || len(all) != 1 || all[0].Reason != "none there" {
-		t.Errorf("%+v, %v", all, err)
-	}
 }

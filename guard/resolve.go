@@ -47,7 +47,7 @@ func (g *Guard) applied(ctx context.Context, found Finding, answer *Head, body [
 	recording.Start(answer.Status, answer.Header)
 	recording.Write(body)
 	var none pieces
-	tail, err := none.rest(recording, &record)
+	tail, err := none.rest(nil, recording, &record)
 	if err == nil {
 		record.Status = answer.Status
 		record.Result.Expires = now.Add(record.KeepResult)
@@ -119,7 +119,6 @@ func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answe
 	case len(body) > pieceSize:
 		return ErrAnswerTooLarge
 	}
-	defer g.writers.enter().leave() // what is sealed here is committed by apply
 	record, tail, err := g.applied(ctx, found.Finding, answer, body)
 	if err != nil {
 		return err
@@ -127,6 +126,7 @@ func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answe
 	if answer != nil && !record.Result.Kept {
 		return ErrAnswerTooLarge
 	}
+	defer g.writers.enter().leave()
 	r.At, r.Cause, r.Action = record.Settled, found.Record.Cause, found.Record.Action
 	name := resolvedKey(found.Key, r.At)
 	rider := store.Write{Key: name, Value: g.sealer.Seal(nil, r.encode(nil), name), Expires: r.At.Add(keepResolutions)}

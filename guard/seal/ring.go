@@ -30,13 +30,20 @@ type Ring struct {
 	index    [keySize]byte
 	keys     atomic.Pointer[keySet] // so that nobody who seals or opens waits for a rotation
 	changing sync.Mutex             // held while another set is made and put in its place
-	macs     sync.Pool
+	macs     sync.Pool              // of *macState
 }
 
 // keySet is what a rotation replaces. It never changes.
 type keySet struct {
 	newest  uint32
 	sealing map[uint32]*sealingKey
+}
+
+// macState is what deriving takes, so that it allocates nothing.
+type macState struct {
+	mac hash.Hash
+	in  []byte
+	out [sha256.Size]byte
 }
 
 type sealingKey struct {
@@ -66,7 +73,7 @@ func newKey(raw [keySize]byte, created time.Time) *sealingKey {
 func newRing(index [keySize]byte, keys *keySet) *Ring {
 	r := &Ring{index: index}
 	r.keys.Store(keys)
-	r.macs.New = func() any { return hmac.New(sha256.New, r.index[:]) }
+	r.macs.New = func() any { return &macState{mac: hmac.New(sha256.New, r.index[:]), in: make([]byte, 0, 512)} }
 	return r
 }
 
@@ -110,10 +117,7 @@ const Overhead = 4 + nonceSize + tagSize
 func (r *Ring) Seal(dst, plaintext, name []byte) []byte {
 	keys := r.keys.Load()
 	dst = binary.BigEndian.AppendUint32(dst, keys.newest)
-	var nonce [nonceSize]byte
-	_, _ = rand.Read(nonce[:])
-	dst = append(dst, nonce[:]...)
-	return keys.sealing[keys.newest].aead.seal(dst, nonce[:], plaintext, name)
+	return keys.sealing[keys.newest].aead.seal(dst, plaintext, name)
 }
 
 // Open appends the plain value to dst, or returns ErrOpen.
@@ -136,18 +140,16 @@ func (r *Ring) Open(dst, sealed, name []byte) ([]byte, error) {
 // parts and domain, and telling nothing of them to who lacks the key. Parts are
 // length-prefixed, so that no two lists of parts run into each other.
 func (r *Ring) Index(domain string, parts ...string) [32]byte {
-	mac := r.macs.Get().(hash.Hash)
-	defer r.macs.Put(mac)
-	mac.Reset()
-	var buf [256]byte
-	b := appendPart(buf[:0], domain)
+	m := r.macs.Get().(*macState)
+	defer r.macs.Put(m)
+	m.mac.Reset()
+	m.in = appendPart(m.in[:0], domain)
 	for _, part := range parts {
-		b = appendPart(b, part)
+		m.in = appendPart(m.in, part)
 	}
-	mac.Write(b)
-	var sum [32]byte
-	mac.Sum(sum[:0])
-	return sum
+	m.mac.Write(m.in)
+	m.mac.Sum(m.out[:0])
+	return m.out
 }
 
 func appendPart(b []byte, part string) []byte {
