@@ -22,9 +22,9 @@ type Answer struct {
 	Status int `json:"status"`
 	// Header is the header, names with their values.
 	Header map[string][]string `json:"header,omitempty"`
-	// Body is the body as text, BodyBase64 in base64: one of them at most, and at most
-	// 256 KiB.
-	Body       string `json:"body,omitempty"`
+	// Body is the body as text: at most 256 KiB.
+	Body string `json:"body,omitempty"`
+	// BodyBase64 is the body in base64, where it is no text.
 	BodyBase64 string `json:"body_base64,omitempty"`
 }
 

@@ -32,22 +32,26 @@ type Execution struct {
 	ExecutionID string `json:"execution_id,omitempty"`
 	// Origin says where that came from: given, minted or derived.
 	Origin string `json:"origin,omitempty"`
-	// Guard and Action are the configured names.
-	Guard  string `json:"guard,omitempty"`
+	// Guard is the guard's configured name.
+	Guard string `json:"guard,omitempty"`
+	// Action is the action's configured name.
 	Action string `json:"action,omitempty"`
-	// Method, Host and Path are the call's; its query is not recorded.
+	// Method is the call's.
 	Method string `json:"method,omitempty"`
-	Host   string `json:"host,omitempty"`
-	Path   string `json:"path,omitempty"`
+	// Host is the call's.
+	Host string `json:"host,omitempty"`
+	// Path is the call's. Its query is not recorded.
+	Path string `json:"path,omitempty"`
 	// Caller is the keyed hash of who asked, in hexadecimal.
 	Caller string `json:"caller,omitempty"`
 	// Workflow is the workflow's id, if any.
 	Workflow string `json:"workflow,omitempty"`
-	// Created is when it was claimed, Deadline until when it may run, Settled when its
-	// outcome was recorded.
-	Created  time.Time `json:"created,omitzero"`
+	// Created is when it was claimed.
+	Created time.Time `json:"created,omitzero"`
+	// Deadline is until when it may run.
 	Deadline time.Time `json:"deadline,omitzero"`
-	Settled  time.Time `json:"settled,omitzero"`
+	// Settled is when its outcome was recorded.
+	Settled time.Time `json:"settled,omitzero"`
 	// Age is the seconds since Created.
 	Age int64 `json:"age"`
 	// Cause is why it is in doubt, or by what it was judged.
@@ -83,11 +87,13 @@ type Resolution struct {
 	At time.Time `json:"at"`
 	// Applied says that the call was executed.
 	Applied bool `json:"applied"`
-	// Operator and Reason say who decided, and on what evidence.
+	// Operator is who decided.
 	Operator string `json:"operator"`
-	Reason   string `json:"reason"`
-	// Cause is why it was in doubt, Action what it was.
-	Cause  string `json:"cause,omitempty"`
+	// Reason is on what evidence.
+	Reason string `json:"reason"`
+	// Cause is why it was in doubt.
+	Cause string `json:"cause,omitempty"`
+	// Action is the action's name at that time.
 	Action string `json:"action,omitempty"`
 }
 

@@ -19,8 +19,9 @@ type KeyStatus struct {
 
 // Key is one sealing key.
 type Key struct {
-	// ID is its number, Created when it was made.
-	ID      uint32    `json:"id"`
+	// ID is its number.
+	ID uint32 `json:"id"`
+	// Created is when it was made.
 	Created time.Time `json:"created,omitzero"`
 	// Newest says that what is sealed now is sealed with it.
 	Newest bool `json:"newest"`
@@ -34,16 +35,17 @@ type Key struct {
 type Resealing struct {
 	// Key is the sealing key to which values are moved.
 	Key uint32 `json:"key"`
-	// Seen counts the values that were looked at, Resealed those that were sealed
-	// anew, Damaged those that do not open.
-	Seen     int `json:"seen"`
+	// Seen counts the values that were looked at.
+	Seen int `json:"seen"`
+	// Resealed counts those that were sealed anew.
 	Resealed int `json:"resealed"`
-	Damaged  int `json:"damaged"`
+	// Damaged counts those that do not open.
+	Damaged int `json:"damaged"`
 	// Left is what stands under older keys, as far as was looked.
 	Left []KeyLeft `json:"left"`
-	// Started and Finished are its times; Finished is left out while it runs, and
-	// where it failed.
-	Started  time.Time `json:"started"`
+	// Started is when it began.
+	Started time.Time `json:"started"`
+	// Finished is when it was done; left out while it runs, and where it failed.
 	Finished time.Time `json:"finished,omitzero"`
 	// Done says that everything was looked at.
 	Done bool `json:"done"`
@@ -55,8 +57,9 @@ type Resealing struct {
 type KeyLeft struct {
 	// ID is the key's number.
 	ID uint32 `json:"id"`
-	// Records could not be moved; Results are parts of answers, which expire.
+	// Records are those that could not be moved.
 	Records int `json:"records"`
+	// Results are parts of answers, which expire.
 	Results int `json:"results"`
 	// Until is when the last of it expires; left out where some of it does not.
 	Until time.Time `json:"until,omitzero"`

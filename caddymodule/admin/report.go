@@ -2,16 +2,19 @@ package admin
 
 // Report is what a store tells of itself: what it did since it was opened.
 type Report struct {
-	// Commits are transactions, each with one sync; Batches are what landed in them,
-	// and Writes the single writes. Batches over Commits is RecordsPerSync.
-	Commits        uint64  `json:"commits"`
-	Batches        uint64  `json:"batches"`
-	Writes         uint64  `json:"writes"`
+	// Commits are transactions, each with one sync.
+	Commits uint64 `json:"commits"`
+	// Batches are what landed in them.
+	Batches uint64 `json:"batches"`
+	// Writes are the single writes in those.
+	Writes uint64 `json:"writes"`
+	// RecordsPerSync is Batches over Commits.
 	RecordsPerSync float64 `json:"records_per_sync"`
 	// Conflicts are batches that lost to another.
 	Conflicts uint64 `json:"conflicts"`
-	// Bytes and BodyBytes are the bytes written: of records, and of result bodies.
-	Bytes     uint64 `json:"bytes_written"`
+	// Bytes are the bytes of records that were written.
+	Bytes uint64 `json:"bytes_written"`
+	// BodyBytes are the bytes of result bodies that were written.
 	BodyBytes uint64 `json:"body_bytes_written"`
 	// BodySyncs are the syncs of files of result bodies.
 	BodySyncs uint64 `json:"body_syncs"`

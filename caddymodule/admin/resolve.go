@@ -24,10 +24,10 @@ const (
 type Decision struct {
 	// Decision is applied or not_applied.
 	Decision string `json:"decision"`
-	// Operator and Reason say who decides, and on what evidence: 256 and 1,024 bytes
-	// at most. They are recorded and logged.
+	// Operator says who decides: 256 bytes at most. It is recorded and logged.
 	Operator string `json:"operator"`
-	Reason   string `json:"reason"`
+	// Reason says on what evidence: 1,024 bytes at most. It is recorded and logged.
+	Reason string `json:"reason"`
 	// Result is the answer that retries get from now on. It goes with applied only;
 	// without one they are told that the call was executed and its result is gone.
 	Result *Answer `json:"result,omitempty"`

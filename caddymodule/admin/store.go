@@ -27,11 +27,13 @@ const maxCounted = 10_000
 type StoreStatus struct {
 	// Path names the store.
 	Path string `json:"path"`
-	// Health is ok, closed or unknown; Problem says what is wrong.
-	Health  string `json:"health"`
+	// Health is ok, closed or unknown.
+	Health string `json:"health"`
+	// Problem is what is wrong, where it is not ok.
 	Problem string `json:"problem,omitempty"`
-	// Node is the gateway that the store belongs to, Boot its present life.
+	// Node is the gateway that the store belongs to.
 	Node string `json:"node"`
+	// Boot is the present life of that gateway.
 	Boot string `json:"boot"`
 	// Executions are the numbers of executions by state; left out where they cannot
 	// be counted.
@@ -42,12 +44,14 @@ type StoreStatus struct {
 
 // Count is how many executions there are in a state.
 type Count struct {
+	// Count is their number.
 	Count int `json:"count"`
 	// AtLeast says that there are more: the counting stops at 10,000.
 	AtLeast bool `json:"at_least,omitempty"`
-	// Oldest is when the first of them was claimed, OldestAge the seconds since.
-	Oldest    time.Time `json:"oldest,omitzero"`
-	OldestAge int64     `json:"oldest_age,omitempty"`
+	// Oldest is when the first of them was claimed.
+	Oldest time.Time `json:"oldest,omitzero"`
+	// OldestAge are the seconds since.
+	OldestAge int64 `json:"oldest_age,omitempty"`
 }
 
 // store answers GET store. A store that is not well is no reason for an error: it is
