@@ -322,6 +322,8 @@ func TestProcessOperatorResolves(t *testing.T) {
 			t.Errorf("the log lacks %s", want)
 		}
 	}
+	// P8: neither what was given as the answer, nor the call's credential, nor its id.
+	procFind(t, "the log", []byte(gateway.log.String()), []string{"ch_1", procCredential, again})
 	gateway.end(t)
 }
 
@@ -468,6 +470,44 @@ func TestProcessOperateTwoStores(t *testing.T) {
 	procReceive(t, "the call ends", owner)
 	// A look keeps no store open.
 	procPoll(t, "the first store is closed", func() bool { return site.operate(t, "store", "stats").code == 0 })
+}
+
+// Section "Admin API": who may ask is decided by Caddy's admin endpoint, as for
+// everything else there; the command keeps its rules.
+func TestProcessAdminProtects(t *testing.T) {
+	upstream := procNewUpstream(t)
+	site := procNewSite(t, upstream.addr)
+	addr := procFreeAddr(t)
+	site.raw = strings.Replace(site.config(), "admin unix/"+site.path("admin"), "admin "+addr+" {\n enforce_origin\n }", 1)
+	site.start(t)
+	site.operate(t, "store", "stats", "--address", addr).says(t)
+	client := procDial()
+	defer client.CloseIdleConnections()
+	for name, change := range map[string]func(*http.Request){
+		"no origin":      func(*http.Request) {},
+		"another origin": func(r *http.Request) { r.Header.Set("Origin", "http://evil.example") },
+		"another host":   func(r *http.Request) { r.Host = "evil.example"; r.Header.Set("Origin", "http://"+addr) },
+	} {
+		for _, method := range []string{"GET", "POST"} {
+			req, err := http.NewRequest(method, "http://"+addr+"/agent_guard/keys/rotate", strings.NewReader("{}"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			change(req)
+			resp, err := client.Do(req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			resp.Body.Close()
+			if resp.StatusCode != http.StatusForbidden {
+				t.Errorf("%s, %s: %s", method, name, resp.Status)
+			}
+		}
+	}
+	keys := procDocument[struct{ Keys []struct{ ID int } }](t, site.operate(t, "keys", "list", "-o", "json", "--address", addr).says(t))
+	if len(keys.Keys) != 1 {
+		t.Errorf("somebody else has rotated the key: %+v", keys)
+	}
 }
 
 // Section "CLI": the shell completes our commands, the words of flags, and keys of the
