@@ -78,7 +78,7 @@ var (
 		Title:    "The call may have been executed, and nobody knows",
 		meaning:  "The call was sent, and no answer came that says what became of it: the connection broke, the deadline passed, the upstream answered with a status that leaves it open, or the gateway died. It is not run again without evidence.",
 		caller:   "Do not retry, and do not send it under a new id: the effect may have happened. Look at the target system, or ask the operator.",
-		operator: "Find out in the target system whether it was applied. `on_unknown probe` asks a status URL by itself; `on_unknown retry` runs it again, at the risk of a second effect.",
+		operator: "Find out in the target system whether it was applied, and record it with `caddy agent-guard executions resolve`. `on_unknown probe` asks a status URL by itself; `on_unknown retry` runs it again, at the risk of a second effect.",
 	}
 	RolledBack = Kind{
 		Slug: "rolled-back", Status: http.StatusConflict, SafeNewKey: true,
