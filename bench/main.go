@@ -37,6 +37,7 @@ type command struct {
 var commands = []command{
 	{"table", "ratios to a bare reverse_proxy, and to peers (about three minutes)", runTable},
 	{"store", "opening and memory with a million records (about three minutes)", runStore},
+	{"soak", "minutes of load with kills and reloads, and what was executed", runSoak},
 }
 
 // errBelow is the error of a run whose result is not what it should be.
