@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"syscall"
 
 	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
 	"github.com/agent-guard/caddy-agent-guard/bench/peer"
@@ -45,7 +46,7 @@ var errBelow = errors.New("below the bar")
 
 func main() {
 	proc.Child(roles)
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	os.Exit(run(ctx, os.Args[1:], os.Stdout, os.Stderr))
 }

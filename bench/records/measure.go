@@ -211,12 +211,12 @@ func (r *run) use(ctx context.Context, g *gateway.Gateway, line string) (before,
 	if before, err = look(ctx, g); err != nil {
 		return before, after, err
 	}
-	request := request(r.Records)
+	payment := request(r.Records)
 	if line != "Execution-Status: replayed" {
-		request.Keys = load.Fresh
+		payment.Keys = load.Fresh
 	}
 	if _, err := load.Run(ctx, load.Job{
-		Addr: g.Addr, Request: request, Conns: 64, For: 5 * time.Minute, Limit: r.Calls, Status: 200, Line: line,
+		Addr: g.Addr, Request: payment, Conns: 64, For: 5 * time.Minute, Limit: r.Calls, Status: 200, Line: line,
 	}); err != nil {
 		return before, after, err
 	}

@@ -23,16 +23,20 @@ var quantities = []quantity{
 	{"disk", func(s Sample) int64 { return s.Disk }, 128 << 20, mebi},
 }
 
-// factor is how much larger the last half may be than the first.
-const factor = 1.3
+const (
+	// factor is how much larger the last half may be than the first.
+	factor = 1.3
+	// enough samples show more than how a fresh process fills its caches.
+	enough = 20
+)
 
 // growth says what has grown within one life of the gateway: its largest value in the
-// last half of the samples is far over that in the first.
+// last half of the samples is far over that in the first. Too few samples say nothing.
 func growth(samples []Sample) []string {
-	half := len(samples) / 2
-	if half == 0 {
+	if len(samples) < enough {
 		return nil
 	}
+	half := len(samples) / 2
 	var all []string
 	for _, q := range quantities {
 		first, last := most(samples[:half], q.of), most(samples[half:], q.of)

@@ -19,11 +19,13 @@ func steady(n int) []Sample {
 
 // What stays as it is has not grown; what doubles and more has, and is named.
 func TestGrowth(t *testing.T) {
-	if got := growth(steady(20)); len(got) != 0 {
+	if got := growth(steady(enough)); len(got) != 0 {
 		t.Errorf("nothing grew, and yet: %q", got)
 	}
-	if got := growth(steady(1)); len(got) != 0 {
-		t.Errorf("of one sample: %q", got)
+	few := steady(enough - 1)
+	few[len(few)-1].Goroutines = 900
+	if got := growth(few); len(got) != 0 {
+		t.Errorf("judged by %d samples: %q", len(few), got)
 	}
 	for name, grow := range map[string]func(*Sample){
 		"goroutines":       func(s *Sample) { s.Goroutines = 900 },
@@ -32,12 +34,12 @@ func TestGrowth(t *testing.T) {
 		"heap":             func(s *Sample) { s.Heap = 900 << 20 },
 		"disk":             func(s *Sample) { s.Disk = 900 << 20 },
 	} {
-		all := steady(20)
-		grow(&all[19])
+		all := steady(enough)
+		grow(&all[enough-1])
 		if got := growth(all); len(got) != 1 || !strings.HasPrefix(got[0], name+" grew") {
 			t.Errorf("%s grew: %q", name, got)
 		}
-		first := steady(20)
+		first := steady(enough)
 		grow(&first[0]) // a start that needs more is no growth
 		if got := growth(first); len(got) != 0 {
 			t.Errorf("%s shrank: %q", name, got)

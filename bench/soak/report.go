@@ -23,6 +23,8 @@ type Report struct {
 	Samples []Sample `json:"samples"`
 	// Audit is the oracle's word.
 	Audit *ledger.Audit `json:"audit"`
+	// Judged is the number of samples of the last life; too few show no growth.
+	Judged int `json:"judged"`
 	// Growth says what the gateway used ever more of; none is what is wanted.
 	Growth []string `json:"growth,omitempty"`
 }
@@ -58,7 +60,10 @@ func (r *Report) Text(w io.Writer) {
 	for _, g := range r.Growth {
 		fmt.Fprintf(w, "GROWTH: %s\n", g)
 	}
+	if r.Judged < enough {
+		fmt.Fprintf(w, "%d samples of the last life are too few to show growth\n", r.Judged)
+	}
 	if r.Good() {
-		fmt.Fprintln(w, "every acknowledged call was executed exactly once, none twice; nothing grew")
+		fmt.Fprintln(w, "good: every acknowledged call was executed exactly once, none twice, and no growth was seen")
 	}
 }

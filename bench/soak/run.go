@@ -182,7 +182,7 @@ func (r *run) idle(ctx context.Context) (err error) {
 			life = append(life, s)
 		}
 	}
-	r.report.Growth = growth(life)
+	r.report.Judged, r.report.Growth = len(life), growth(life)
 	tick := time.NewTicker(200 * time.Millisecond)
 	defer tick.Stop()
 	for deadline := time.After(idleWithin); ; {
