@@ -59,7 +59,7 @@ func most(samples []Sample, of func(Sample) int64) int64 {
 // files, and a connection or two to the upstream may not have ended yet.
 const (
 	idleGoroutines = 20
-	idleFiles      = 60
+	idleFiles      = 150
 	// idleWithin is how long it may take to become idle.
 	idleWithin = time.Minute
 )
