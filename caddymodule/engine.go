@@ -44,6 +44,10 @@ type engine struct {
 	exiting sync.Once
 	uncut   context.Context // of all executions; ended by cut
 	cut     context.CancelFunc
+	// waits ends the waits of callers who ask what becomes of executions: an exit does,
+	// after its drain.
+	waits    context.Context
+	endWaits context.CancelFunc
 }
 
 // engineSpec says how to open an engine.
@@ -117,6 +121,7 @@ func (e *engine) release() error {
 // Destruct closes the store. It is called by the pool, once nobody uses it.
 func (e *engine) Destruct() error {
 	e.cut()
+	e.endWaits()
 	return e.store.Close()
 }
 
@@ -147,6 +152,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e := &engine{path: spec.path, store: st, guard: g, ring: ring, keys: spec.keys(), logger: spec.logger}
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
+	e.waits, e.endWaits = context.WithCancel(context.Background())
 	return e, nil
 }
 

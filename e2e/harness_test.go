@@ -41,6 +41,8 @@ type gateway struct {
 type setup struct {
 	// global are further global options.
 	global string
+	// app are further options of the app.
+	app string
 	// site are the site's directives. %s in it is the upstream's address.
 	site string
 	// badger takes the embedded store instead of one in memory.
@@ -87,13 +89,14 @@ func launch(t *testing.T, s setup) *gateway {
 	}
 	agent_guard {
 		store %s
+		%s
 	}
 	%s
 }
 %s {
 	%s
 }
-`, dir, storeOption, s.global, address, s.site))
+`, dir, storeOption, s.app, s.global, address, s.site))
 	g.client = g.newClient(nil)
 	return g
 }
@@ -374,6 +377,7 @@ type problemDoc struct {
 	ExecutionID string `json:"execution_id"`
 	State       string `json:"state"`
 	SafeNewKey  *bool  `json:"safe_new_key"`
+	StatusURL   string `json:"status_url"`
 	Error       *struct {
 		Type    *string `json:"type"`
 		Code    *string `json:"code"`

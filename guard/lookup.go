@@ -90,8 +90,9 @@ func (g *Guard) Expand(ctx context.Context, prefix string) (Key, error) {
 }
 
 // ByID returns the executions that caller has named id: more than one where it used
-// the id for several methods, paths or guards. What another caller has named so is
-// not found, and takes no other way than what nobody has (P3).
+// the id for several methods, paths or guards; of more than a thousand that are
+// settled, some. What another caller has named so is not found, and takes no other way
+// than what nobody has (P3).
 func (g *Guard) ByID(ctx context.Context, caller CallerHash, id string) ([]Recorded, error) {
 	mine := func(r *Record) bool { return r.Caller == caller && r.ID == shorten(id, maxRecordedID) }
 	prefix := g.idPrefix(caller, id)
@@ -131,10 +132,15 @@ func (g *Guard) ByID(ctx context.Context, caller CallerHash, id string) ([]Recor
 	return all, nil
 }
 
-// keysUnder lists the keys in an index whose entries begin with prefix.
+// maxNamed is the largest number of settled executions that ByID returns.
+const maxNamed = 1000
+
+// keysUnder lists the keys in an index whose entries begin with prefix, up to maxNamed.
 func (g *Guard) keysUnder(ctx context.Context, prefix []byte) ([]Key, error) {
 	var keys []Key
-	for entry, err := range g.store.Scan(ctx, store.Prefix(prefix)) {
+	r := store.Prefix(prefix)
+	r.Limit = maxNamed
+	for entry, err := range g.store.Scan(ctx, r) {
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", ErrStore, err)
 		}
