@@ -47,6 +47,8 @@ type setup struct {
 	site string
 	// badger takes the embedded store instead of one in memory.
 	badger bool
+	// store is one in memory that another gateway had; nil is a new one.
+	store *testStore
 	// address makes a site address of the port; nil is http.
 	address func(port string) string
 }
@@ -63,9 +65,12 @@ func launch(t *testing.T, s setup) *gateway {
 	g := &gateway{t: t, scheme: "http"}
 	storeOption := "badger " + filepath.Join(dir, "store")
 	if !s.badger {
-		g.store = newTestStore(filepath.Join(dir, "store"))
+		g.store = s.store
+		if g.store == nil {
+			g.store = newTestStore(filepath.Join(dir, "store"))
+			t.Cleanup(g.store.forget)
+		}
 		storeOption = "e2e " + g.store.path
-		t.Cleanup(g.store.forget)
 	}
 	g.addr = freeAddress(t)
 	_, port, _ := net.SplitHostPort(g.addr)
