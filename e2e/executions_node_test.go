@@ -16,33 +16,31 @@ type otherNode struct {
 	t *testing.T
 }
 
-// beside returns another node and a gateway on one store.
-func beside(t *testing.T, site string) (*otherNode, *gateway) {
+// openBeside opens a gateway's store as another node, before the gateway does, which
+// takes another name then.
+func openBeside(t *testing.T, st store.Store, keyFile string) *otherNode {
 	t.Helper()
-	g := launch(t, setup{site: site})
-	stop(t)
-	ring, err := seal.Load(g.store.path + ".key")
+	ring, err := seal.Load(keyFile)
 	if err != nil {
 		t.Fatal(err)
 	}
-	other, _, err := guard.Open(t.Context(), g.store.memory, ring)
+	other, _, err := guard.Open(t.Context(), st, ring)
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The gateway takes another name than the one that this node has read.
-	if _, err := g.store.memory.Commit(t.Context(), store.Write{Key: []byte("mnode"), Value: []byte("node-of-the-gateway")}); err != nil {
+	if _, err := st.Commit(t.Context(), store.Write{Key: []byte("mnode"), Value: []byte("node-of-the-gateway")}); err != nil {
 		t.Fatal(err)
 	}
-	return &otherNode{other, t}, launch(t, setup{site: site, store: g.store})
+	return &otherNode{other, t}
 }
 
-// run begins a call of ann's to /x.
-func (n *otherNode) run(id string) *guard.Execution {
+// run begins a call to /x of the caller with these credentials.
+func (n *otherNode) run(id, host, credentials string) *guard.Execution {
 	n.t.Helper()
-	hash := n.Caller("X-Api-Key=3:ann;")
+	hash := n.Caller(credentials)
 	c := guard.Call{
 		Scope: guard.Scope{Caller: "credential:" + hex.EncodeToString(hash[:]), Guard: "default", Method: "POST", Path: "/x", ID: id},
-		Host:  "site.example", Action: "default", Deadline: time.Minute, KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 1 << 20,
+		Host:  host, Action: "default", Deadline: time.Minute, KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 1 << 20,
 	}
 	c.Key = n.Key(c.Scope)
 	e, err := n.Claim(n.t.Context(), &c, guard.Finding{})
@@ -55,13 +53,17 @@ func (n *otherNode) run(id string) *guard.Execution {
 // Section "Endpoints": what runs on another node is shown and waited for as well; its
 // answer can be had once it is whole.
 func TestExecutionsOfAnotherNode(t *testing.T) {
-	node, g := beside(t, "agent_proxy 127.0.0.1:1")
+	const site, annsKey = "agent_proxy 127.0.0.1:1", "X-Api-Key=3:ann;"
+	g := launch(t, setup{site: site}) // makes the key
+	stop(t)
+	node := openBeside(t, g.store.memory, g.store.path+".key")
+	g = launch(t, setup{site: site, store: g.store})
 	ask := func(what string) request {
 		r := asking(what, ann)
 		r.host = "site.example"
 		return r
 	}
-	e := node.run("k")
+	e := node.run("k", "site.example", annsKey)
 	if got := g.call(ask("k")).execution(t, "k"); got.State != "running" {
 		t.Fatalf("%+v", got)
 	}
@@ -83,7 +85,7 @@ func TestExecutionsOfAnotherNode(t *testing.T) {
 	}
 	output.answer().want(t, 201, "done there", "replayed")
 
-	e = node.run("doubt")
+	e = node.run("doubt", "site.example", annsKey)
 	output = g.begin(ask("doubt/output?wait=60s"))
 	awaited(t, 1)
 	if err := e.Settle(t.Context(), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost}); err != nil {

@@ -4,11 +4,15 @@ package e2e
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptrace"
 	"strings"
 	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
 
 // procAsk makes a GET that is on its way to the gateway when procAsk returns: over
@@ -87,5 +91,37 @@ func TestProcessExitEndsWaits(t *testing.T) {
 				t.Errorf("the gateway ended with %v", gateway.err)
 			}
 		})
+	}
+}
+
+// An exit does not wait for what runs on another node: whoever asks is told so.
+func TestProcessExitEndsWaitsForOtherNodes(t *testing.T) {
+	site := procNewSite(t, "127.0.0.1:1")
+	site.start(t).end(t) // makes the store
+	st, err := badger.Open(site.path("data"), badger.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	bearer := "Bearer " + procCredential
+	openBeside(t, st, site.path("data.key")).run("k", site.addr, fmt.Sprintf("Authorization=%d:%s;", len(bearer), bearer))
+	if err := st.Close(); err != nil {
+		t.Fatal(err)
+	}
+	gateway := site.start(t)
+	client := procDialH2()
+	began := time.Now()
+	state := procAsk(t, client, site.addr, executionsPath+"k?wait=60s")
+	output := procAsk(t, client, site.addr, executionsPath+"k/output?wait=60s")
+	gateway.term(t)
+	if f := procReceive(t, "the state", state); f.err != nil || !strings.Contains(f.answer.body, `"state": "running"`) {
+		t.Errorf("%v, %v", f.answer, f.err)
+	}
+	if f := procReceive(t, "the output", output); f.err != nil || f.answer.problem() != "in-progress" {
+		t.Errorf("%v, %v", f.answer, f.err)
+	}
+	client.CloseIdleConnections()
+	gateway.wait(t)
+	if took := time.Since(began); took > 50*time.Second {
+		t.Errorf("the exit waited for %v", took)
 	}
 }
