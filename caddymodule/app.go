@@ -55,6 +55,9 @@ type App struct {
 	// Default: 30s.
 	Drain caddy.Duration `json:"drain,omitempty"`
 
+	// What one caller may hold in the store at a time. Default: no bounds.
+	Quota Quota `json:"quota,omitzero"`
+
 	ctx    caddy.Context
 	logger *zap.Logger
 	spec   engineSpec
@@ -118,6 +121,9 @@ func (a *App) Provision(ctx caddy.Context) error {
 		a.Drain = caddy.Duration(30 * time.Second)
 	}
 	a.spec.drain = time.Duration(a.Drain)
+	if err := a.Quota.validate(); err != nil {
+		return fmt.Errorf("agent_guard: quota: %w", err)
+	}
 	events, err := ctx.App("events")
 	if err != nil {
 		return fmt.Errorf("agent_guard: %w", err)

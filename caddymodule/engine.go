@@ -43,6 +43,10 @@ type engine struct {
 	exiting sync.Once
 	uncut   context.Context // of all executions; ended by cut
 	cut     context.CancelFunc
+	// waits ends the waits of callers who ask what becomes of executions: an exit does,
+	// after its drain.
+	waits    context.Context
+	endWaits context.CancelFunc
 }
 
 // engineSpec says how to open an engine.
@@ -112,6 +116,7 @@ func (e *engine) release() error {
 func (e *engine) Destruct() error {
 	e.cut()
 	e.resealing.end()
+	e.endWaits()
 	return e.store.Close()
 }
 
@@ -143,5 +148,6 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
 	e.startResealing(ctx)
+	e.waits, e.endWaits = context.WithCancel(context.Background())
 	return e, nil
 }

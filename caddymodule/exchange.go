@@ -95,6 +95,7 @@ func (x *exchange) identify() error {
 		KeepResult:  time.Duration(policy.RetainResult),
 		KeepKey:     time.Duration(policy.RetainKey),
 		ResultCap:   policy.MaxResult,
+		Quota:       x.h.app.Quota.ofCaller(),
 	}
 	id, err := x.statedID()
 	if errors.Is(err, errNoID) {
@@ -201,6 +202,9 @@ func (x *exchange) find() (guard.Finding, error) {
 func (x *exchange) claim(found guard.Finding) (*guard.Execution, error) {
 	execution, err := x.guard.Claim(x.r.Context(), &x.call, found)
 	x.probed()
+	if over := (*guard.QuotaError)(nil); errors.As(err, &over) {
+		return nil, x.overQuota(over)
+	}
 	if err != nil && !errors.Is(err, guard.ErrTaken) {
 		return nil, x.storeFailed(err)
 	}

@@ -80,6 +80,7 @@ func (x *exchange) refuse(w http.ResponseWriter, p *problem.Problem) {
 	if p.ExecutionID != "" {
 		w.Header().Set(headerExecutionID, p.ExecutionID)
 	}
+	x.pointToStatus(p)
 	w.Header().Set(headerExecutionStatus, answer.StatusRefused)
 	if !x.read && x.r.ProtoMajor == 1 && x.r.Header.Get("Expect") != "" {
 		// Else the server would wait for a body that the client was not asked for.

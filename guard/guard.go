@@ -234,7 +234,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	usage, err := g.admit(ctx, flight.caller, c.Quota, now)
+	usage, err := g.admit(ctx, flight.caller, c.Quota, now, found.Record != nil)
 	if err != nil {
 		return nil, err
 	}
