@@ -14,6 +14,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 )
 
@@ -53,6 +54,11 @@ type App struct {
 	ctx    caddy.Context
 	logger *zap.Logger
 	spec   engineSpec
+
+	events    *caddyevents.App
+	pending   pendingEvents
+	counts    *metrics.Set // of the store; held until Cleanup
+	collector *metrics.Collector
 
 	mu   sync.Mutex
 	held *engine // the configuration's own reference
@@ -116,7 +122,9 @@ func (a *App) Provision(ctx caddy.Context) error {
 	if err != nil {
 		return fmt.Errorf("agent_guard: %w", err)
 	}
-	return events.(*caddyevents.App).On(exitEvent, exitWatch{})
+	a.events = events.(*caddyevents.App)
+	a.provisionMetrics()
+	return a.events.On(exitEvent, exitWatch{})
 }
 
 // Start opens the store, if no configuration before this one has it open.
@@ -143,11 +151,16 @@ func (a *App) Stop() error { return nil }
 func (a *App) Cleanup() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	if a.counts != nil {
+		releaseCounts(a.spec.path)
+		a.counts = nil
+	}
 	if a.held == nil {
 		return nil
 	}
 	held := a.held
 	a.held = nil
+	held.audience.leave(a)
 	return held.release()
 }
 
@@ -165,6 +178,8 @@ func (a *App) engine() (*engine, error) {
 	}
 	e.drain.Store(int64(a.Drain))
 	a.held = e
+	e.audience.join(a)
+	e.tellRecovered()
 	return e, nil
 }
 

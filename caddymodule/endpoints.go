@@ -98,6 +98,7 @@ type policyDocument struct {
 	Fingerprint  policyCompared  `json:"fingerprint"`
 	MaxBody      int64           `json:"max_body_bytes"`
 	AttachWait   float64         `json:"attach_wait_s"`
+	FailOpen     bool            `json:"fail_open,omitempty"`
 	Actions      []policyAction  `json:"actions"`
 	Problems     []policyProblem `json:"problems"`
 	Headers      policyHeaders   `json:"headers"`
@@ -160,6 +161,7 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 		},
 		MaxBody:    h.MaxBody,
 		AttachWait: seconds(h.AttachWait),
+		FailOpen:   h.FailOpen,
 		Headers:    policyHeaders{headerExecutionID, headerExecutionStatus, headerReplayed},
 		Guarantee: "A call is sent to the upstream at most once while its key is retained, unless it is known not to have been executed " +
 			"or the action's on_unknown or preset says otherwise. A call whose outcome is unknown stays in doubt, whatever its age.",
@@ -167,6 +169,9 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 	}
 	if h.MissingID == missingDerive {
 		doc.ExecutionID.Window = seconds(h.DeriveWindow)
+	}
+	if h.FailOpen {
+		doc.Guarantee += " While the gateway's records are unavailable, calls are forwarded unguarded, marked Execution-Status: unguarded; the guarantee does not hold for them."
 	}
 	for _, a := range h.actions {
 		doc.Actions = append(doc.Actions, policyAction{
