@@ -91,21 +91,28 @@ func version() string {
 }
 
 // snapshot looks at the store, if it is open. It opens nothing.
+//
+// Any configuration may have opened it: after a reload that fails late, Caddy's admin
+// endpoint shows the registry of the configuration that was given up.
 func (a *App) snapshot() *metrics.Snapshot {
-	e, err := a.peek()
-	if err != nil || e == nil {
+	e := engines.peek(a.spec.path)
+	if e == nil {
 		return nil
 	}
 	defer func() { _ = e.release() }() // closing the store logs its own errors
 	return e.snapshot()
 }
 
-// peek returns the engine with a reference of its own, or nil where it is not open.
-func (a *App) peek() (*engine, error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.held == nil {
-		return nil, nil
+var errNotOpen = errors.New("agent_guard: the store is not open")
+
+// peek returns the engine over the store at path with a reference of its own, or nil
+// where it is not open.
+func (p *enginePool) peek(path string) *engine {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	value, _, err := p.pool.LoadOrNew(path, func() (caddy.Destructor, error) { return nil, errNotOpen })
+	if err != nil {
+		return nil
 	}
-	return a.acquire() // there already, as held is a reference
+	return value.(*engine)
 }
