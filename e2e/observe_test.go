@@ -420,6 +420,10 @@ func TestFailOpen(t *testing.T) {
 	if got := g.samples("/metrics")[`agent_guard_fail_open_total{action="default",guard="default"}`]; got != fmt.Sprint(arrivals) {
 		t.Errorf("%s calls are counted, want %d", got, arrivals)
 	}
+	policy := g.call(request{method: "GET", path: "/.well-known/cascade/policy"}).body
+	if !strings.Contains(policy, `"fail_open": true`) || !strings.Contains(policy, "forwarded unguarded") {
+		t.Errorf("the published policy promises too much: %s", policy)
+	}
 	// Guarded again as soon as the store is back.
 	g.call(request{path: "/y", id: "k"}).want(t, 201, "arrival 1", "executed")
 	g.call(request{path: "/y", id: "k"}).want(t, 201, "arrival 1", "replayed")

@@ -172,6 +172,7 @@ http://%s {
 	handle /closed/* {
 		agent_proxy 127.0.0.1:1 {
 			name closed
+			fail_open
 		}
 	}
 	handle {
@@ -286,7 +287,7 @@ http://%s {
 	if !slices.Equal(problems, want) {
 		t.Errorf("the calls have met %v, want %v", problems, want)
 	}
-	for _, line := range []string{"a call is in doubt", "guarded call refused", "the status probe gave no answer", "agent_guard.fingerprint_mismatch", "executions were open"} {
+	for _, line := range []string{"a call is in doubt", "guarded call refused", "the status probe gave no answer", "agent_guard.fingerprint_mismatch", "executions were open", "fail_open: while the store is unavailable"} {
 		if !strings.Contains(logs, line) {
 			t.Errorf("nothing was logged of %q, so that the test says little", line)
 		}
