@@ -102,6 +102,7 @@ type policyDocument struct {
 	Fingerprint  policyCompared  `json:"fingerprint"`
 	MaxBody      int64           `json:"max_body_bytes"`
 	AttachWait   float64         `json:"attach_wait_s"`
+	FailOpen     bool            `json:"fail_open,omitempty"`
 	Actions      []policyAction  `json:"actions"`
 	Problems     []policyProblem `json:"problems"`
 	Headers      policyHeaders   `json:"headers"`
@@ -180,6 +181,7 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 		},
 		MaxBody:    h.MaxBody,
 		AttachWait: seconds(h.AttachWait),
+		FailOpen:   h.FailOpen,
 		Headers:    policyHeaders{headerExecutionID, headerExecutionStatus, headerReplayed},
 		Executions: policyAsked{
 			Status:  executionsPath + "{id}{?wait,key,method,path}",
@@ -195,6 +197,9 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 	}
 	if h.MissingID == missingDerive {
 		doc.ExecutionID.Window = seconds(h.DeriveWindow)
+	}
+	if h.FailOpen {
+		doc.Guarantee += " While the gateway's records are unavailable, calls are forwarded unguarded, marked Execution-Status: unguarded; the guarantee does not hold for them."
 	}
 	for _, a := range h.actions {
 		doc.Actions = append(doc.Actions, policyAction{

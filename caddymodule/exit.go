@@ -53,6 +53,8 @@ func (p *enginePool) exit() {
 func (e *engine) exit() {
 	e.exiting.Do(func() {
 		defer e.endWaits()
+		e.draining.Store(true)
+		defer e.flushEvents()
 		drain := time.Duration(e.drain.Load())
 		left := e.await(drain)
 		if left == 0 {

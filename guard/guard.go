@@ -46,6 +46,9 @@ var (
 	// ErrStore: the store did not answer or did not take a record. Nothing may be
 	// forwarded (P4).
 	ErrStore = errors.New("guard: the store is unavailable")
+	// ErrUnreadable: a record stands under the key and cannot be read. It comes with
+	// ErrStore.
+	ErrUnreadable = errors.New("guard: the record cannot be read")
 	// ErrUnrecorded: the outcome did not reach the store: the execution is in doubt.
 	ErrUnrecorded = errors.New("guard: the outcome could not be recorded")
 )
@@ -164,11 +167,11 @@ func (g *Guard) load(ctx context.Context, key Key) (*Record, store.Version, erro
 func (g *Guard) open(sealed, name []byte) (*Record, error) {
 	plain, err := g.sealer.Open(nil, sealed, name)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
 	}
 	record, err := decodeRecord(plain)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
 	}
 	return record, nil
 }
