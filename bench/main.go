@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"syscall"
 
 	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
 	"github.com/agent-guard/caddy-agent-guard/bench/peer"
@@ -37,6 +38,7 @@ type command struct {
 var commands = []command{
 	{"table", "ratios to a bare reverse_proxy, and to peers (about three minutes)", runTable},
 	{"store", "opening and memory with a million records (about three minutes)", runStore},
+	{"soak", "minutes of load with kills and reloads, and what was executed", runSoak},
 }
 
 // errBelow is the error of a run whose result is not what it should be.
@@ -44,7 +46,7 @@ var errBelow = errors.New("below the bar")
 
 func main() {
 	proc.Child(roles)
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	os.Exit(run(ctx, os.Args[1:], os.Stdout, os.Stderr))
 }

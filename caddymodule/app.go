@@ -15,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 )
 
@@ -55,9 +56,17 @@ type App struct {
 	// Default: 30s.
 	Drain caddy.Duration `json:"drain,omitempty"`
 
+	// What one caller may hold in the store at a time. Default: no bounds.
+	Quota Quota `json:"quota,omitzero"`
+
 	ctx    caddy.Context
 	logger *zap.Logger
 	spec   engineSpec
+
+	events    *caddyevents.App
+	pending   pendingEvents
+	counts    *metrics.Set // of the store; held until Cleanup
+	collector *metrics.Collector
 
 	mu       sync.Mutex
 	held     *engine     // the configuration's own reference
@@ -118,11 +127,16 @@ func (a *App) Provision(ctx caddy.Context) error {
 		a.Drain = caddy.Duration(30 * time.Second)
 	}
 	a.spec.drain = time.Duration(a.Drain)
+	if err := a.Quota.validate(); err != nil {
+		return fmt.Errorf("agent_guard: quota: %w", err)
+	}
 	events, err := ctx.App("events")
 	if err != nil {
 		return fmt.Errorf("agent_guard: %w", err)
 	}
-	return events.(*caddyevents.App).On(exitEvent, exitWatch{})
+	a.events = events.(*caddyevents.App)
+	a.provisionMetrics()
+	return a.events.On(exitEvent, exitWatch{})
 }
 
 // Start opens the store, if no configuration before this one has it open.
@@ -149,12 +163,17 @@ func (a *App) Stop() error { return nil }
 func (a *App) Cleanup() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	if a.counts != nil {
+		releaseCounts(a.spec.path)
+		a.counts = nil
+	}
 	if a.held == nil {
 		return nil
 	}
 	held := a.held
 	a.held = nil
 	held.leave(&a.spec)
+	held.audience.leave(a)
 	return held.release()
 }
 
@@ -173,6 +192,8 @@ func (a *App) engine() (*engine, error) {
 	e.drain.Store(int64(a.Drain))
 	e.join(&a.spec)
 	a.held = e
+	e.audience.join(a)
+	e.tellRecovered()
 	return e, nil
 }
 

@@ -28,6 +28,8 @@ type BadgerStore struct {
 	// Placeholders are replaced once, at load; one without a value is an error.
 	// Default: `agent_guard` below Caddy's data directory.
 	Path string `json:"path,omitempty"`
+
+	observer badger.Observer
 }
 
 // CaddyModule returns the Caddy module information.
@@ -96,7 +98,8 @@ func (b *BadgerStore) OpenStore(logger *zap.Logger) (store.Store, error) {
 		return nil, err
 	}
 	st, err := badger.Open(path, badger.Options{
-		Logger: slog.New(zapslog.NewHandler(logger.Named("badger").Core())),
+		Logger:   slog.New(zapslog.NewHandler(logger.Named("badger").Core())),
+		Observer: b.observer,
 	})
 	if err != nil {
 		return nil, err

@@ -10,6 +10,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -38,11 +39,21 @@ type engine struct {
 	configs   []*engineSpec // that hold the engine, the latest last
 	resealing resealing
 
-	logger  *zap.Logger
-	drain   atomic.Int64 // nanoseconds, as the latest configuration says
-	exiting sync.Once
-	uncut   context.Context // of all executions; ended by cut
-	cut     context.CancelFunc
+	opener   StoreOpener  // by which the store was opened
+	counts   *metrics.Set // held until the engine is closed
+	audience audience
+	watch    watch
+
+	logger   *zap.Logger
+	drain    atomic.Int64 // nanoseconds, as the latest configuration says
+	draining atomic.Bool  // nothing new begins
+	exiting  sync.Once
+	uncut    context.Context // of all executions; ended by cut
+	cut      context.CancelFunc
+	// waits ends the waits of callers who ask what becomes of executions: an exit does,
+	// after its drain.
+	waits    context.Context
+	endWaits context.CancelFunc
 }
 
 // engineSpec says how to open an engine.
@@ -112,10 +123,22 @@ func (e *engine) release() error {
 func (e *engine) Destruct() error {
 	e.cut()
 	e.resealing.end()
+	e.endWaits()
+	e.stopWatch()
+	defer releaseCounts(e.path)
 	return e.store.Close()
 }
 
 func openEngine(spec engineSpec) (_ *engine, err error) {
+	counts := acquireCounts(spec.path)
+	defer func() {
+		if err != nil {
+			releaseCounts(spec.path)
+		}
+	}()
+	if observed, ok := spec.opener.(ObservedOpener); ok {
+		observed.ObserveStore(counts)
+	}
 	st, err := spec.opener.OpenStore(spec.logger)
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: opening the store %s: %w", spec.path, err)
@@ -139,9 +162,15 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 			zap.Int("in_doubt", recovered.InDoubt), zap.Int("released", recovered.Released))
 	}
 	spec.logger.Info("store open", zap.String("path", spec.path))
-	e := &engine{path: spec.path, store: st, guard: g, ring: ring, logger: spec.logger}
+	e := &engine{
+		path: spec.path, store: st, guard: g, ring: ring,
+		opener: spec.opener, counts: counts, logger: spec.logger,
+	}
+	counts.Recovered(recovered)
+	e.startWatch(recovered)
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
 	e.startResealing(ctx)
+	e.waits, e.endWaits = context.WithCancel(context.Background())
 	return e, nil
 }

@@ -159,6 +159,7 @@ func (e *engine) rotateKeys(ctx context.Context) (uint32, error) {
 		return 0, err
 	}
 	e.logger.Info("sealing key rotated", zap.Uint32("key", id))
+	e.emit(eventKeysRotated, nil)
 	e.reseal()
 	return id, nil
 }

@@ -2,6 +2,7 @@ package caddymodule
 
 import (
 	"context"
+	"encoding/hex"
 	"errors"
 	"net/http"
 	"time"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/cli"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
@@ -46,18 +48,10 @@ func (p *enginePool) Paths() (all []string) {
 	return all
 }
 
-// errNotOpen keeps Borrow from opening what is not open.
-var errNotOpen = errors.New("agent_guard: not open")
-
 // Borrow returns the open engine at path with a reference of its own.
 func (p *enginePool) Borrow(path string) (admin.Store, bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	value, _, err := p.pool.LoadOrNew(path, func() (caddy.Destructor, error) { return nil, errNotOpen })
-	if err != nil {
-		return nil, false
-	}
-	return borrowed{value.(*engine)}, true
+	e := p.peek(path)
+	return borrowed{e}, e != nil
 }
 
 // borrowed is an engine as the admin API sees it.
@@ -82,6 +76,23 @@ func (b borrowed) Resolved(key guard.Key, found *guard.Record, decision guard.Re
 		zap.Stringer("key", key), zap.String("guard", found.Guard), zap.String("action", found.Action),
 		zap.String("cause", string(found.Cause)), zap.Bool("applied", decision.Applied),
 		zap.String("operator", decision.Operator), zap.String("reason", decision.Reason))
+	outcome := guard.Released
+	if decision.Applied {
+		outcome = guard.Completed
+	}
+	b.e.emit(eventResolved, map[string]any{
+		"guard": found.Guard, "action": found.Action, "key": key.String(), "caller": hex.EncodeToString(found.Caller[:]),
+		"outcome": outcome.String(), "by": "operator",
+	})
+}
+
+// Quota implements admin.Store. It is that of the latest configuration.
+func (b borrowed) Quota() *admin.Quota {
+	a := b.e.audience.latest()
+	if a == nil || a.Quota == (Quota{}) {
+		return nil
+	}
+	return &admin.Quota{OpenExecutions: a.Quota.OpenExecutions, StoredBytes: a.Quota.StoredBytes}
 }
 
 // Keys implements admin.Store.
@@ -132,7 +143,27 @@ func (b borrowed) Report() *admin.Report {
 	if s.Commits > 0 {
 		r.RecordsPerSync = float64(s.Batches) / float64(s.Commits)
 	}
+	reporter, ok := b.e.opener.(StoreReporter)
+	if !ok {
+		return r
+	}
+	r.Size = reporter.ReportStore(b.e.store).Bytes
+	if disk := reporter.ReportDisk(b.e.store); disk != nil {
+		r.Disk = &admin.Disk{Free: disk.Free, Takes: takes(disk.Watermark)}
+	}
 	return r
+}
+
+// takes says what a store still takes, in the words of the admin API.
+func takes(w metrics.Watermark) string {
+	switch w {
+	case metrics.DiskEnough:
+		return admin.TakesEverything
+	case metrics.DiskLow:
+		return admin.TakesOutcomes
+	default:
+		return admin.TakesNothing
+	}
 }
 
 var (

@@ -161,6 +161,7 @@ func (g *procGateway) doubtful(t *testing.T, upstream *procUpstream, c procCall)
 func TestGoldenProcessOperate(t *testing.T) {
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
+	site.app = "quota {\n open_executions 200\n stored_bytes 1GiB\n }"
 	site.guard = "action charge {\n match path /v1/charges\n }\n action mail {\n match path /v1/mail*\n }"
 	gateway := site.start(t)
 	list := func(args ...string) procOutput {
@@ -225,7 +226,7 @@ func TestGoldenProcessOperate(t *testing.T) {
 	}
 
 	// How much was written so far depends on how the commits met.
-	text := regexp.MustCompile(`(?m)^(commits|records per sync|batches|writes|written)( +).*$`).
+	text := regexp.MustCompile(`(?m)^(size|free|commits|records per sync|batches|writes|written)( +).*$`).
 		ReplaceAllString(site.operate(t, "store", "stats").says(t), "$1${2}N")
 	procGolden(t, "stats", strings.ReplaceAll(text, site.dir, "DIR"))
 	stats := procDocument[struct {

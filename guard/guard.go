@@ -46,6 +46,9 @@ var (
 	// ErrStore: the store did not answer or did not take a record. Nothing may be
 	// forwarded (P4).
 	ErrStore = errors.New("guard: the store is unavailable")
+	// ErrUnreadable: a record stands under the key and cannot be read. It comes with
+	// ErrStore.
+	ErrUnreadable = errors.New("guard: the record cannot be read")
 	// ErrUnrecorded: the outcome did not reach the store: the execution is in doubt.
 	ErrUnrecorded = errors.New("guard: the outcome could not be recorded")
 )
@@ -164,11 +167,11 @@ func (g *Guard) load(ctx context.Context, key Key) (*Record, store.Version, erro
 func (g *Guard) open(sealed, name []byte) (*Record, error) {
 	plain, err := g.sealer.Open(nil, sealed, name)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
 	}
 	record, err := decodeRecord(plain)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
 	}
 	return record, nil
 }
@@ -234,7 +237,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	usage, err := g.admit(ctx, flight.caller, c.Quota, now)
+	usage, err := g.admit(ctx, flight.caller, c.Quota, now, found.Record != nil)
 	if err != nil {
 		return nil, err
 	}

@@ -1,8 +1,10 @@
 package guard_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -11,6 +13,8 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
 // listed collects all pages of a listing.
@@ -183,6 +187,55 @@ func TestP3ByIDFindsOnesOwn(t *testing.T) {
 	r.restart()
 	if found, err := r.ByID(ctx, r.Caller("user:ada"), "1"); err != nil || len(found) != 2 {
 		t.Errorf("after a restart: %+v, %v", found, err)
+	}
+}
+
+// onScan runs what a test says before a scan.
+type onScan struct {
+	*memory.Store
+	before func()
+}
+
+func (s *onScan) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	s.before()
+	return s.Store.Scan(ctx, r)
+}
+
+// An execution that is settled, or run again, while it is looked for is found all the
+// same, whichever index it moves from.
+func TestByIDFindsWhatMoves(t *testing.T) {
+	for name, move := range map[string]func(r *rig, c *guard.Call, e *guard.Execution){
+		"settled": func(r *rig, c *guard.Call, e *guard.Execution) { r.settle(e, answered(e, nil)) },
+		"run again": func(r *rig, c *guard.Call, _ *guard.Execution) {
+			if _, err := r.Claim(ctx, c, r.find(c)); err != nil {
+				r.t.Error(err)
+			}
+		},
+	} {
+		for at := 1; at <= 5; at++ {
+			r := newRig(t)
+			scans := 0
+			st := &onScan{Store: r.mem, before: func() { scans++ }}
+			g, _, err := guard.Open(ctx, st, r.ring)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Guard = g
+			c := r.call("1")
+			e := r.claim(c)
+			if name == "run again" {
+				r.settle(e, guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost})
+			}
+			scans = 0
+			st.before = func() {
+				if scans++; scans == at {
+					move(r, c, e)
+				}
+			}
+			if found, err := r.ByID(ctx, r.Caller(c.Scope.Caller), "1"); err != nil || len(found) != 1 {
+				t.Errorf("%s at scan %d: %d found, %v", name, at, len(found), err)
+			}
+		}
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -95,20 +96,27 @@ func (g *Guard) expand(ctx context.Context, space byte, from, to []byte, keyOf f
 }
 
 // ByID returns the executions that caller has named id: more than one where it used
-// the id for several methods, paths or guards. What another caller has named so is
-// not found, and takes no other way than what nobody has (P3).
+// the id for several methods, paths or guards; of more than a thousand that are
+// settled, some. What another caller has named so is not found, and takes no other way
+// than what nobody has (P3).
 func (g *Guard) ByID(ctx context.Context, caller CallerHash, id string) ([]Recorded, error) {
 	mine := func(r *Record) bool { return r.Caller == caller && r.ID == shorten(id, maxRecordedID) }
-	keys, err := g.openKeys(ctx, func(f *Flight) bool { return f.caller == caller && f.id == id })
+	prefix := g.idPrefix(caller, id)
+	settled, err := g.keysUnder(ctx, prefix)
 	if err != nil {
 		return nil, err
 	}
-	for entry, err := range g.store.Scan(ctx, store.Prefix(g.idPrefix(caller, id))) {
-		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		keys = append(keys, keyIn(entry.Key))
+	open, err := g.openKeys(ctx, func(f *Flight) bool { return f.caller == caller && f.id == id })
+	if err != nil {
+		return nil, err
 	}
+	// Once more: what was open may have been settled before it was met there. What was
+	// in doubt may be run again, so the first look is needed too.
+	since, err := g.keysUnder(ctx, prefix)
+	if err != nil {
+		return nil, err
+	}
+	keys := slices.Concat(settled, open, since)
 	var all []Recorded
 	seen := make(map[Key]bool, len(keys))
 	for _, key := range keys {
@@ -128,6 +136,23 @@ func (g *Guard) ByID(ctx context.Context, caller CallerHash, id string) ([]Recor
 		}
 	}
 	return all, nil
+}
+
+// maxNamed is the largest number of settled executions that ByID returns.
+const maxNamed = 1000
+
+// keysUnder lists the keys in an index whose entries begin with prefix, up to maxNamed.
+func (g *Guard) keysUnder(ctx context.Context, prefix []byte) ([]Key, error) {
+	var keys []Key
+	r := store.Prefix(prefix)
+	r.Limit = maxNamed
+	for entry, err := range g.store.Scan(ctx, r) {
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		keys = append(keys, keyIn(entry.Key))
+	}
+	return keys, nil
 }
 
 // openKeys lists the keys of executions that have not come to an end, by the index

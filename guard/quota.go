@@ -106,11 +106,16 @@ func (u *usages) known(caller CallerHash) *usage {
 	return u.m[caller]
 }
 
-// admit enters an execution of caller, or returns a QuotaError. The usage that it got
-// must be left again; it is nil where there is no quota.
-func (g *Guard) admit(ctx context.Context, caller CallerHash, q Quota, now time.Time) (*usage, error) {
-	if q.none() {
+// admit enters an execution of caller, or returns a QuotaError. One that runs again is
+// counted already, as a doubt, and always admitted: else a caller full of doubts could
+// settle none of them. The usage that it got must be left again; it is nil where there
+// is no quota, and nothing is remembered of the caller from when there was one.
+func (g *Guard) admit(ctx context.Context, caller CallerHash, q Quota, now time.Time, again bool) (*usage, error) {
+	if q.none() && g.usages.known(caller) == nil {
 		return nil, nil
+	}
+	if again {
+		q = Quota{}
 	}
 	u := g.usages.of(caller)
 	err := u.check(ctx, g, caller, q, now)

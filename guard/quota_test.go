@@ -83,6 +83,34 @@ func TestQuotaCountsARunAgainOnce(t *testing.T) {
 	r.claim(r.bounded("a", "3", q))
 }
 
+// A caller whose room is full of doubts can run them again, or it could settle none.
+func TestQuotaLetsDoubtsRunAgain(t *testing.T) {
+	r := newRig(t)
+	q := guard.Quota{Open: 1, Bytes: 1}
+	c := r.bounded("a", "1", q)
+	r.settle(r.claim(c), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost})
+	r.refused(r.bounded("a", "2", q))
+	again, err := r.Claim(ctx, c, r.standing(c, guard.Doubtful))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.refused(r.bounded("a", "2", q))
+	r.settle(again, guard.Outcome{Verdict: guard.Released})
+	r.claim(r.bounded("a", "2", q))
+}
+
+// A quota that is taken away and set again counts what came in between.
+func TestQuotaCountsWhileThereIsNone(t *testing.T) {
+	r := newRig(t)
+	q := guard.Quota{Open: 2}
+	r.settle(r.claim(r.bounded("a", "1", q)), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost})
+	r.settle(r.claim(r.bounded("a", "2", guard.Quota{})), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost})
+	r.claim(r.bounded("a", "3", guard.Quota{}))
+	if over := r.refused(r.bounded("a", "4", q)); over.Open != 3 {
+		t.Errorf("holds %d", over.Open)
+	}
+}
+
 func TestQuotaBoundsStoredBytes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)

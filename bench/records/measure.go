@@ -153,7 +153,7 @@ func (r *run) memory(ctx context.Context, full *gateway.Gateway) error {
 	if err != nil {
 		return err
 	}
-	var anonymous []float64
+	var opened, used []float64 // anonymous memory of each, in MiB
 	for _, g := range []struct {
 		name string
 		*gateway.Gateway
@@ -163,39 +163,63 @@ func (r *run) memory(ctx context.Context, full *gateway.Gateway) error {
 		{"guard, empty store", empty, "Execution-Status: executed"},
 		{"guard, full store, replays", full, "Execution-Status: replayed"},
 	} {
-		usage, err := r.use(ctx, g.Gateway, g.line)
+		before, after, err := r.use(ctx, g.Gateway, g.line)
 		if err != nil {
 			return fmt.Errorf("%s: %w", g.name, err)
 		}
-		mib := float64(usage.RssAnon) / mebi
-		anonymous = append(anonymous, mib)
-		r.figure("anonymous memory, "+g.name, mib, "MiB", table.Verdict{})
-		r.figure("resident memory with mapped files, "+g.name, float64(usage.RSS)/mebi, "MiB", table.Verdict{})
+		opened, used = append(opened, before.anonymous()), append(used, after.anonymous())
+		r.figure(g.name+": anonymous memory once it serves", before.anonymous(), "MiB", table.Verdict{})
+		r.figure(fmt.Sprintf("%s: the same after %d calls", g.name, r.Calls), after.anonymous(), "MiB", table.Verdict{})
+		r.figure(g.name+": of it Go's heap", float64(after.heap)/mebi, "MiB", table.Verdict{})
+		r.figure(g.name+": resident with mapped files", float64(after.RSS)/mebi, "MiB", table.Verdict{})
 	}
-	over := anonymous[2] - anonymous[0]
-	r.figure("anonymous memory, full store over bare", over, "MiB", table.AtMost(over, maxMemory))
+	over := opened[2] - opened[0]
+	r.figure("anonymous memory, full store over bare, once it serves", over, "MiB", table.AtMost(over, maxMemory))
+	over = used[2] - used[0]
+	r.figure("anonymous memory, full store over bare, after calls", over, "MiB", table.AtMost(over, maxMemory))
 	return nil
 }
 
-// use is what a gateway uses after its calls.
-func (r *run) use(ctx context.Context, g *gateway.Gateway, line string) (_ proc.Usage, err error) {
+// usage is what a gateway uses at one moment.
+type usage struct {
+	proc.Usage
+	heap int64
+}
+
+func (u usage) anonymous() float64 { return float64(u.RssAnon) / mebi }
+
+func look(ctx context.Context, g *gateway.Gateway) (u usage, err error) {
+	if u.Usage, err = proc.UsageOf(g.Proc().Pid()); err != nil {
+		return u, err
+	}
+	stats, err := g.Stats(ctx)
+	u.heap = stats.Heap
+	return u, err
+}
+
+// use is what a gateway uses once it serves, and after its calls.
+func (r *run) use(ctx context.Context, g *gateway.Gateway, line string) (before, after usage, err error) {
 	g.Env = r.env
 	if err := g.Start(); err != nil {
-		return proc.Usage{}, err
+		return before, after, err
 	}
 	defer func() {
 		if stopping := g.Proc().Stop(); err == nil {
 			err = stopping
 		}
 	}()
-	request := request(r.Records)
+	if before, err = look(ctx, g); err != nil {
+		return before, after, err
+	}
+	payment := request(r.Records)
 	if line != "Execution-Status: replayed" {
-		request.Keys = load.Fresh
+		payment.Keys = load.Fresh
 	}
 	if _, err := load.Run(ctx, load.Job{
-		Addr: g.Addr, Request: request, Conns: 64, For: 5 * time.Minute, Limit: r.Calls, Status: 200, Line: line,
+		Addr: g.Addr, Request: payment, Conns: 64, For: 5 * time.Minute, Limit: r.Calls, Status: 200, Line: line,
 	}); err != nil {
-		return proc.Usage{}, err
+		return before, after, err
 	}
-	return proc.UsageOf(g.Proc().Pid())
+	after, err = look(ctx, g)
+	return before, after, err
 }

@@ -15,8 +15,9 @@ type Machine struct {
 	CPU        string `json:"cpu"`
 	Cores      int    `json:"cores"`
 	FileSystem string `json:"file_system"`
-	// Load is the load average before the run: what others did on the machine.
-	Load string `json:"load"`
+	// Others is the part of the processors that others used during the run, from 0
+	// to 1; -1 where the system does not tell.
+	Others float64 `json:"others"`
 	// Sync is the median of an append and its sync in a file whose bytes are there
 	// already, as in a store's log; Growing that in a file that grows, for which the
 	// file system's own journal has to be written too.
@@ -28,7 +29,7 @@ type Machine struct {
 func Look(dir string) (Machine, error) {
 	m := Machine{
 		OS: runtime.GOOS, Arch: runtime.GOARCH, Cores: runtime.NumCPU(),
-		CPU: processor(), FileSystem: fileSystem(dir), Load: loadAverage(),
+		CPU: processor(), FileSystem: fileSystem(dir), Others: -1,
 	}
 	var err error
 	if m.Sync, err = syncTime(dir, syncSamples*syncAppend); err != nil {

@@ -20,15 +20,6 @@ func processor() string {
 	return "unknown processor"
 }
 
-func loadAverage() string {
-	text, _ := os.ReadFile("/proc/loadavg")
-	load, _, found := strings.Cut(string(text), " ")
-	if !found {
-		return "unknown"
-	}
-	return load
-}
-
 // fileSystem is the type of the file system that holds dir: the one of the longest
 // mount point above it.
 func fileSystem(dir string) string {

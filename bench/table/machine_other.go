@@ -9,6 +9,4 @@ func syncData(f *os.File) error { return f.Sync() }
 
 func processor() string { return "unknown processor" }
 
-func loadAverage() string { return "unknown" }
-
 func fileSystem(string) string { return "unknown" }

@@ -24,6 +24,7 @@ func Run(ctx context.Context, o Options, progress func(string)) (_ *Report, err 
 	if report.Machine, err = Look(o.Dir); err != nil {
 		return nil, err
 	}
+	before := soFar()
 	s, err := newScene(o)
 	if err != nil {
 		return nil, err
@@ -32,6 +33,8 @@ func Run(ctx context.Context, o Options, progress func(string)) (_ *Report, err 
 		if closing := s.close(); err == nil {
 			err = closing
 		}
+		// Processes count once they have ended.
+		report.Machine.Others = others(before, soFar(), report.Machine.Cores)
 	}()
 	for i := range rows {
 		name := fmt.Sprintf("%s @%d", rows[i].name, rows[i].conns)

@@ -47,7 +47,7 @@ func (r *Report) Markdown(w io.Writer) error {
 func (r *Report) preface() []string {
 	m, s := r.Machine, r.Settings
 	lines := []string{
-		fmt.Sprintf("%s on %s/%s, %d cores (%s), load average %s at the start.", s.Go, m.OS, m.Arch, m.Cores, m.CPU, m.Load),
+		fmt.Sprintf("%s on %s/%s, %d cores (%s)%s.", s.Go, m.OS, m.Arch, m.Cores, m.CPU, m.company()),
 		fmt.Sprintf("Stores on %s; append of 256 B and fdatasync: p50 %s in a file of written zeros, %s in one that grows.",
 			m.FileSystem, m.Sync.Round(time.Microsecond), m.Growing.Round(time.Microsecond)),
 		fmt.Sprintf("GOGC=%s and GOMEMLIMIT=%s in every process; generator, upstream and each gateway are processes of their own on the loopback.", s.GOGC, s.GOMEMLIMIT),
@@ -84,3 +84,18 @@ func number(v float64) string {
 	}
 	return fmt.Sprintf("%.2f", v)
 }
+
+// company tells of others on the machine.
+func (m Machine) company() string {
+	switch {
+	case m.Others < 0:
+		return ""
+	case m.Others > tolerable:
+		return fmt.Sprintf(", of which others used %.0f %%: TOO BUSY, these numbers say little", 100*m.Others)
+	default:
+		return fmt.Sprintf(", of which others used %.0f %%", 100*m.Others)
+	}
+}
+
+// tolerable is how much of the processors others may use without spoiling the run.
+const tolerable = 0.1

@@ -82,7 +82,8 @@ func (k *keeper) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	effect, err := k.execute(r.Header.Get("Idempotency-Key"))
 	if err != nil {
-		panic(err) // the run is worth nothing without its ledger
+		fmt.Fprintln(os.Stderr, "the run is worth nothing without its ledger:", err)
+		os.Exit(1)
 	}
 	w.Header().Set(EffectHeader, strconv.Itoa(effect))
 	plain(w, r)

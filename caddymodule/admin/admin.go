@@ -44,6 +44,8 @@ type Store interface {
 	Now(ctx context.Context) (time.Time, error)
 	// Report is what the store tells of itself; nil where it cannot.
 	Report() *Report
+	// Quota is what one caller may hold; nil where nothing bounds it.
+	Quota() *Quota
 	// Resolved tells the log, and who listens to events, of a decision.
 	Resolved(key guard.Key, found *guard.Record, decision guard.Resolution)
 	// Keys is the state of the key ring.

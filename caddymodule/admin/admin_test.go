@@ -51,6 +51,7 @@ type opened struct {
 func (o *opened) Path() string                               { return o.path }
 func (o *opened) Guard() *guard.Guard                        { return o.guard }
 func (o *opened) Now(ctx context.Context) (time.Time, error) { return o.store.Now(ctx) }
+func (o *opened) Quota() *admin.Quota                        { return &admin.Quota{OpenExecutions: 9} }
 func (o *opened) Report() *admin.Report                      { return &admin.Report{Commits: 7} }
 func (o *opened) Keys(context.Context) (*admin.KeyStatus, error) {
 	return &admin.KeyStatus{Source: "file", Keys: make([]admin.Key, o.rotated+1)}, nil
@@ -271,7 +272,7 @@ func TestStoreStatus(t *testing.T) {
 	doubts := st.Executions["in_doubt"]
 	if st.Health != admin.HealthOK || st.Problem != "" || st.Node != o.guard.Node() || st.Boot != o.guard.Boot() || st.Node == "" ||
 		doubts.Count != 3 || doubts.AtLeast || doubts.OldestAge != 180 || !doubts.Oldest.Equal(r.now.Add(-3*time.Minute)) ||
-		st.Executions["running"].Count != 1 || len(st.Executions) != 5 || st.Store == nil || st.Store.Commits != 7 {
+		st.Executions["running"].Count != 1 || len(st.Executions) != 5 || st.Store == nil || st.Store.Commits != 7 || st.Quota.OpenExecutions != 9 {
 		t.Errorf("%+v", st)
 	}
 	o.settle(running, guard.Outcome{Verdict: guard.Released})

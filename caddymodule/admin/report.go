@@ -20,6 +20,36 @@ type Report struct {
 	BodySyncs uint64 `json:"body_syncs"`
 	// Dropped are the files of result bodies that were dropped after their expiry.
 	Dropped uint64 `json:"segments_dropped"`
+	// Size are the bytes that the store takes of the disk, by part.
+	Size map[string]uint64 `json:"size_bytes,omitempty"`
+	// Disk is left out where the system does not tell.
+	Disk *Disk `json:"disk,omitempty"`
 	// Refused are the batches that were refused for want of disk space.
 	Refused uint64 `json:"refused_disk_full"`
+}
+
+// Disk is what is left of a store's disk.
+type Disk struct {
+	// Free are the free bytes.
+	Free uint64 `json:"free_bytes"`
+	// Takes says what the store takes for it: everything, outcomes, or nothing.
+	Takes string `json:"takes"`
+}
+
+// What a store takes, by the space that its disk has left (P4).
+const (
+	// TakesEverything: there is enough.
+	TakesEverything = "everything"
+	// TakesOutcomes: nothing new begins, what is running can end.
+	TakesOutcomes = "outcomes"
+	// TakesNothing: what is running ends in doubt.
+	TakesNothing = "nothing"
+)
+
+// Quota is what one caller may hold in a store at a time; a zero member is no bound.
+type Quota struct {
+	// OpenExecutions is the largest number of executions that run or are in doubt.
+	OpenExecutions int `json:"open_executions,omitempty"`
+	// StoredBytes is the largest size of records and answers.
+	StoredBytes int64 `json:"stored_bytes,omitempty"`
 }

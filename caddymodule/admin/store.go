@@ -38,6 +38,9 @@ type StoreStatus struct {
 	// Executions are the numbers of executions by state; left out where they cannot
 	// be counted.
 	Executions map[string]Count `json:"executions,omitempty"`
+	// Quota is what one caller may hold, by the latest configuration; left out where
+	// nothing bounds it.
+	Quota *Quota `json:"quota,omitempty"`
 	// Store is what the store tells of itself; left out where it cannot.
 	Store *Report `json:"store,omitempty"`
 }
@@ -61,7 +64,8 @@ func (a *API) store(r *http.Request, st Store, p *params) (any, error) {
 		return nil, err
 	}
 	status := StoreStatus{
-		Path: st.Path(), Health: HealthOK, Node: st.Guard().Node(), Boot: st.Guard().Boot(), Store: st.Report(),
+		Path: st.Path(), Health: HealthOK, Node: st.Guard().Node(), Boot: st.Guard().Boot(),
+		Quota: st.Quota(), Store: st.Report(),
 	}
 	var err error
 	if status.Executions, err = count(r.Context(), st); err != nil {

@@ -2,8 +2,11 @@ package cli
 
 import (
 	"fmt"
+	"maps"
 	"net/url"
+	"slices"
 	"strconv"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -52,6 +55,7 @@ func describeStore(st *admin.StoreStatus) string {
 			s.line(state.String(), describeCount(c))
 		}
 	}
+	s.line("quota", describeQuota(st.Quota))
 	if r := st.Store; r != nil {
 		describeReport(&s, r)
 	}
@@ -69,7 +73,37 @@ func describeCount(c admin.Count) string {
 	return text
 }
 
+func describeQuota(q *admin.Quota) string {
+	var bounds []string
+	if q != nil && q.OpenExecutions > 0 {
+		bounds = append(bounds, strconv.Itoa(q.OpenExecutions)+" open executions")
+	}
+	if q != nil && q.StoredBytes > 0 {
+		bounds = append(bounds, size(uint64(q.StoredBytes))+" stored")
+	}
+	return strings.Join(bounds, ", ")
+}
+
+// describeSize is the sum with its parts.
+func describeSize(parts map[string]uint64) string {
+	var sum uint64
+	var all []string
+	for _, part := range slices.Sorted(maps.Keys(parts)) {
+		sum += parts[part]
+		all = append(all, printable(part)+" "+size(parts[part]))
+	}
+	if all == nil {
+		return ""
+	}
+	return size(sum) + ": " + strings.Join(all, ", ")
+}
+
 func describeReport(s *sheet, r *admin.Report) {
+	s.line("size", describeSize(r.Size))
+	if r.Disk != nil {
+		s.line("free", size(r.Disk.Free))
+		s.line("takes", printable(r.Disk.Takes))
+	}
 	number := func(n uint64) string { return strconv.FormatUint(n, 10) }
 	s.line("commits", number(r.Commits))
 	s.line("records per sync", strconv.FormatFloat(r.RecordsPerSync, 'f', 1, 64))

@@ -3,6 +3,7 @@ package badger
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	badgerdb "github.com/dgraph-io/badger/v4"
 
@@ -136,10 +137,17 @@ func (c *committer) appendBulk(all []*batch) ([]*batch, error) {
 
 func (c *committer) commitTxn(g *group) error {
 	c.counters.commits.Add(1)
+	begun := time.Now()
 	if err := c.disk.commit(g.txn, uint64(c.next-1)); err != nil {
 		return fmt.Errorf("committing: %w", err)
 	}
-	return c.directory.settle()
+	if err := c.directory.settle(); err != nil {
+		return err
+	}
+	if c.options.Observer != nil {
+		c.options.Observer.Committed(len(g.winners), time.Since(begun))
+	}
+	return nil
 }
 
 // publish lets the group be read, then wakes and answers, in this order: whoever is

@@ -36,6 +36,14 @@ type Options struct {
 	// tables, for the blocks that decay while the store is open. Zero is
 	// DefaultVerifyEvery, negative is never. They are also checked at Open.
 	VerifyEvery time.Duration
+	// Observer is told of every group of commits; nil is nobody.
+	Observer Observer
+}
+
+// Observer is told what a store does, for metrics. It must not wait.
+type Observer interface {
+	// Committed says that batches became durable together, and how long that took.
+	Committed(batches int, took time.Duration)
 }
 
 // What the zero Options mean.
