@@ -35,7 +35,9 @@ func TestEventsOfOperators(t *testing.T) {
 	u.on("/x", status(http.StatusGatewayTimeout, ""))
 	for id, decision := range map[string]string{"secret-1": "applied", "secret-2": "not_applied"} {
 		g.call(request{path: "/x", id: id})
-		var page struct{ Executions []struct{ Key, Caller string } }
+		var page struct {
+			Executions []struct{ Key, Caller string }
+		}
 		operator(t, "GET", "executions?state=in_doubt", "", &page)
 		if len(page.Executions) != 1 {
 			t.Fatalf("%+v", page)
