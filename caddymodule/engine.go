@@ -28,6 +28,13 @@ type StoreOpener interface {
 	OpenStore(logger *zap.Logger) (store.Store, error)
 }
 
+// StoreAdjuster is a StoreOpener with options that may change while the store is open.
+type StoreAdjuster interface {
+	// AdjustStore gives such options to a store that an earlier configuration has
+	// opened.
+	AdjustStore(st store.Store)
+}
+
 // engine is an open store with the guard over it. It is shared by all
 // configurations and requests that name the same store, and closed when the last
 // of them is gone.
@@ -90,6 +97,9 @@ func (p *enginePool) acquire(spec engineSpec) (*engine, error) {
 		_, _ = p.pool.Delete(spec.path) // not the last reference: it was loaded
 		return nil, fmt.Errorf("agent_guard: the store %s is open with another key source; "+
 			"the source of the key changes with a restart only", spec.path)
+	}
+	if a, ok := spec.opener.(StoreAdjuster); ok && loaded {
+		a.AdjustStore(e.store)
 	}
 	return e, nil
 }
