@@ -15,10 +15,12 @@ func (b *BadgerStore) ReportStore(st store.Store) metrics.StoreReport {
 	if !ok {
 		return metrics.StoreReport{}
 	}
-	usage := s.Usage()
+	stats := s.Stats()
 	return metrics.StoreReport{
-		Bytes:   map[string]uint64{"lsm": usage.LSM, "bodies": usage.Bodies},
-		Refused: s.Stats().Full,
+		Bytes: map[string]uint64{
+			"lsm": uint64(stats.Space.LSM), "bodies": uint64(stats.Space.Bodies), "log": uint64(stats.Space.Log),
+		},
+		Refused: stats.Full,
 	}
 }
 
@@ -28,11 +30,18 @@ func (b *BadgerStore) ReportDisk(st store.Store) *metrics.DiskReport {
 	if !ok {
 		return nil
 	}
-	free, level, ok := s.Disk()
-	if !ok {
+	stats := s.Stats()
+	if !stats.FreeKnown {
 		return nil
 	}
-	return &metrics.DiskReport{Free: free, Watermark: metrics.Watermark(level)}
+	watermark := metrics.DiskEnough
+	switch stats.Room {
+	case badger.RoomLow:
+		watermark = metrics.DiskLow
+	case badger.RoomNone:
+		watermark = metrics.DiskFull
+	}
+	return &metrics.DiskReport{Free: stats.Free, Watermark: watermark}
 }
 
 var (

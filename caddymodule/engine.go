@@ -26,6 +26,13 @@ type StoreOpener interface {
 	OpenStore(logger *zap.Logger) (store.Store, error)
 }
 
+// StoreAdjuster is a StoreOpener with options that may change while the store is open.
+type StoreAdjuster interface {
+	// AdjustStore gives such options to a store that an earlier configuration has
+	// opened.
+	AdjustStore(st store.Store)
+}
+
 // engine is an open store with the guard over it. It is shared by all
 // configurations and requests that name the same store, and closed when the last
 // of them is gone.
@@ -95,6 +102,9 @@ func (p *enginePool) acquire(spec engineSpec, accepted bool) (*engine, error) {
 			_, _ = p.pool.Delete(spec.path) // not the last reference: it was loaded
 			return nil, fmt.Errorf("agent_guard: keys: %w", err)
 		}
+	}
+	if a, ok := spec.opener.(StoreAdjuster); ok && loaded {
+		a.AdjustStore(e.store)
 	}
 	return e, nil
 }

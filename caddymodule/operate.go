@@ -139,6 +139,7 @@ func (b borrowed) Report() *admin.Report {
 	r := &admin.Report{
 		Commits: s.Commits, Batches: s.Batches, Writes: s.Writes, Conflicts: s.Conflicts,
 		Bytes: s.Bytes, BodyBytes: s.BulkBytes, BodySyncs: s.BulkSyncs, Dropped: s.Dropped, Refused: s.Full,
+		Dead: s.Space.Dead, Reclaimed: s.ReclaimedBytes, MaxSize: s.MaxSize, Verifying: s.Verifying,
 	}
 	if s.Commits > 0 {
 		r.RecordsPerSync = float64(s.Batches) / float64(s.Commits)
@@ -149,7 +150,7 @@ func (b borrowed) Report() *admin.Report {
 	}
 	r.Size = reporter.ReportStore(b.e.store).Bytes
 	if disk := reporter.ReportDisk(b.e.store); disk != nil {
-		r.Disk = &admin.Disk{Free: disk.Free, Takes: takes(disk.Watermark)}
+		r.Disk = &admin.Disk{Free: disk.Free, MinFree: s.MinFree, Takes: takes(disk.Watermark)}
 	}
 	return r
 }

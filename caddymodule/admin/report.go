@@ -22,6 +22,14 @@ type Report struct {
 	Dropped uint64 `json:"segments_dropped"`
 	// Size are the bytes that the store takes of the disk, by part.
 	Size map[string]uint64 `json:"size_bytes,omitempty"`
+	// Dead are the bytes of expired and replaced records that compaction can give back.
+	Dead int64 `json:"dead_bytes"`
+	// Reclaimed are the bytes that compactions for their sake have given back.
+	Reclaimed uint64 `json:"reclaimed_bytes"`
+	// MaxSize is the largest size of the store in bytes, 0 without a limit.
+	MaxSize int64 `json:"max_size_bytes,omitempty"`
+	// Verifying is true while what was there before this opening is still read.
+	Verifying bool `json:"verifying"`
 	// Disk is left out where the system does not tell.
 	Disk *Disk `json:"disk,omitempty"`
 	// Refused are the batches that were refused for want of disk space.
@@ -32,6 +40,8 @@ type Report struct {
 type Disk struct {
 	// Free are the free bytes.
 	Free uint64 `json:"free_bytes"`
+	// MinFree are the free bytes below which nothing new begins.
+	MinFree int64 `json:"min_free_bytes"`
 	// Takes says what the store takes for it: everything, outcomes, or nothing.
 	Takes string `json:"takes"`
 }

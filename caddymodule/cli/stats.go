@@ -100,8 +100,13 @@ func describeSize(parts map[string]uint64) string {
 
 func describeReport(s *sheet, r *admin.Report) {
 	s.line("size", describeSize(r.Size))
+	if r.MaxSize > 0 {
+		s.line("largest size", size(uint64(r.MaxSize)))
+	}
+	s.line("dead", size(uint64(max(r.Dead, 0))))
+	s.line("reclaimed", size(r.Reclaimed))
 	if r.Disk != nil {
-		s.line("free", size(r.Disk.Free))
+		s.line("free", size(r.Disk.Free)+", at least "+size(uint64(max(r.Disk.MinFree, 0))))
 		s.line("takes", printable(r.Disk.Takes))
 	}
 	number := func(n uint64) string { return strconv.FormatUint(n, 10) }

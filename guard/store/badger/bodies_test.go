@@ -327,7 +327,7 @@ func TestFilesAreTheOwnersAlone(t *testing.T) {
 	}))
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)

@@ -49,9 +49,11 @@ func openWith(dir string, o Options, d disk) (*Store, error) {
 		watches: watch.New(),
 		scans:   make(map[uint64]int),
 		closing: make(chan struct{}),
+		known:   newKnown(dir),
 	}
 	s.seal = &sealer{dir: dir, lsm: s.lsm(), disk: d}
 	s.directory = &dirSync{dir: s.lsm(), disk: d}
+	s.limits.Store(s.options.limits())
 	s.queue = newQueue(s.options.GroupWait)
 	if err := s.open(); err != nil {
 		held.Close()
@@ -126,9 +128,12 @@ func (s *Store) open() error {
 	}
 	s.db, err = openBadger(s.lsm(), s.options)
 	if err != nil {
+		s.vetting.release(err)
 		return s.explain(err)
 	}
+	s.vetting.place(s.db.Tables())
 	if err := s.start(fresh); err != nil {
+		s.vetting.release(err)
 		return errors.Join(err, s.db.Close())
 	}
 	return nil
@@ -170,7 +175,7 @@ func (s *Store) examineContents() error {
 	if err != nil {
 		return err
 	}
-	for _, err := range []error{verifyTables(s.lsm(), tables, true, nil), checkLogs(s.lsm())} {
+	for _, err := range []error{s.verifyAtOpen(tables), checkLogs(s.lsm())} {
 		if err == nil {
 			continue
 		}

@@ -56,7 +56,20 @@ type Store struct {
 	scansMu sync.Mutex
 
 	failure atomic.Pointer[error] // set once, by the first failed sync
-	room    atomic.Int32          // a room; what the disk has left
+	room    atomic.Int32          // a Room; what the disk has left
+
+	known   *known // of Badger's tables
+	vetting vetting
+
+	limits    atomic.Pointer[limits]
+	free      atomic.Uint64 // bytes on the disk, at the last look
+	freeKnown atomic.Bool
+	over      atomic.Bool  // the store is larger than it may be
+	size      atomic.Int64 // when last measured
+	grown     atomic.Int64 // what had been written by then
+	space     atomic.Pointer[Space]
+	looking   sync.Mutex
+	reserved  [2]time.Time // guarded by looking; of Badger's directory: as last seen, as looked through
 
 	closing    chan struct{} // closed first
 	background sync.WaitGroup
@@ -72,7 +85,11 @@ func (s *Store) Get(ctx context.Context, key []byte) (store.Entry, error) {
 		return store.Entry{}, err
 	}
 	now := s.options.Now()
-	raw, err := s.getRaw(userKey(key))
+	name := userKey(key)
+	if err := s.vet(name, name); err != nil {
+		return store.Entry{}, err
+	}
+	raw, err := s.getRaw(name)
 	if err != nil {
 		return store.Entry{}, err
 	}
@@ -201,7 +218,7 @@ func (s *Store) close() error {
 	err := s.closeBadger()
 	s.bodies.close()
 	if err == nil && s.unhealthy() == nil {
-		err = s.seal.closed()
+		err = errors.Join(s.remember(), s.seal.closed())
 	}
 	return errors.Join(err, s.lock.Close())
 }

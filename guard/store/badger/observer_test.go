@@ -55,21 +55,3 @@ func TestObserver(t *testing.T) {
 		t.Errorf("told of %d batches in %d groups (%v), want 100 in %d", o.batches, o.groups, o.wrong, stats.Commits)
 	}
 }
-
-// Usage grows with what is kept, part by part, and the disk has space.
-func TestUsage(t *testing.T) {
-	s := open(t, t.TempDir(), badger.Options{})
-	defer s.Close()
-	before := s.Usage()
-	bulk := store.Write{Key: []byte("b"), Value: make([]byte, 500_000), Bulk: true, Expires: time.Now().Add(time.Hour)}
-	if _, err := s.Commit(t.Context(), bulk); err != nil {
-		t.Fatal(err)
-	}
-	after := s.Usage()
-	if after.Bodies < before.Bodies+500_000 || after.LSM == 0 {
-		t.Errorf("from %+v to %+v after 500000 bytes of bulk", before, after)
-	}
-	if free, level, ok := s.Disk(); ok && (free == 0 || level != 0) {
-		t.Errorf("%d bytes free, level %d", free, level)
-	}
-}
