@@ -38,6 +38,7 @@ func (s *Store) tidyLoop() {
 	defer tidy.Stop()
 	defer verify.Stop()
 	var rested time.Time
+	var seen uint64 // batches
 	for {
 		select {
 		case <-s.closing:
@@ -46,8 +47,11 @@ func (s *Store) tidyLoop() {
 			_ = s.verifyNew() // it has told the logger and closed the store
 		case <-tidy.C:
 			s.sweep()
+			batches := s.counters.batches.Load()
+			busy := batches-seen > busyBatches
+			seen = batches
 			if begun := time.Now(); begun.After(rested) {
-				s.reclaim()
+				s.reclaim(busy)
 				rested = begun.Add(reclaimShare * time.Since(begun))
 			}
 			s.measure()

@@ -25,8 +25,11 @@ const (
 	leastDead = 8 << 20
 	// deadShare of all tables is worth one: more than one byte in so many.
 	deadShare = 4
-	// deadShareLow is the same while space is short.
-	deadShareLow = 20
+	// deadShareLow is the same while space is short, deadShareBusy while there are
+	// more than busyBatches a minute, which a compaction takes the processor from.
+	deadShareLow  = 20
+	deadShareBusy = 2
+	busyBatches   = 6000
 	// stretch is how many bytes of the last level are merged in one round.
 	stretch = 256 << 20
 	// nudgeVersion is older than everything else.
@@ -84,10 +87,13 @@ func (s *Store) stock() (stock, error) {
 }
 
 // pays reports whether compaction is worth what it costs: what lives is written anew.
-func (k stock) pays(short bool) bool {
+func (k stock) pays(short, busy bool) bool {
 	share := int64(deadShare)
-	if short {
+	switch {
+	case short:
 		share = deadShareLow
+	case busy:
+		share = deadShareBusy
 	}
 	return k.dead >= leastDead && k.dead*share >= k.total
 }
@@ -114,10 +120,10 @@ func (k stock) stretch(most int64) (found lot) {
 }
 
 // reclaim compacts for as long as it pays.
-func (s *Store) reclaim() {
+func (s *Store) reclaim(busy bool) {
 	for s.verifyNew() == nil {
 		before, err := s.stock()
-		if err != nil || !before.pays(s.short()) || s.isClosing() {
+		if err != nil || !before.pays(s.short(), busy) || s.isClosing() {
 			return
 		}
 		err = s.reclaimRound(before)

@@ -129,7 +129,7 @@ func TestKeysOutliveTheirResults(t *testing.T) {
 		time.Sleep(expiredFor)
 		must(t, s.merge([]byte{userSpace}, []byte{userSpace})) // what was in memory too
 		s.sweep()
-		s.reclaim()
+		s.reclaim(false)
 		s.measure()
 		got := s.Stats().Space
 		if got.Bodies != 0 {
@@ -222,19 +222,21 @@ func TestReclaimBesideCommits(t *testing.T) {
 func TestReclaimPays(t *testing.T) {
 	const mib = 1 << 20
 	for _, row := range []struct {
-		dead, total int64
-		pays, short bool
+		dead, total       int64
+		pays, short, busy bool
 	}{
-		{0, 0, false, false},
-		{7 * mib, 7 * mib, false, false}, // not worth the writing
-		{8 * mib, 32 * mib, true, true},
-		{8 * mib, 33 * mib, false, true},
-		{8 * mib, 161 * mib, false, false},
-		{300 * mib, 1000 * mib, true, true},
+		{0, 0, false, false, false},
+		{7 * mib, 7 * mib, false, false, false}, // not worth the writing
+		{8 * mib, 16 * mib, true, true, true},
+		{8 * mib, 32 * mib, true, true, false},
+		{8 * mib, 33 * mib, false, true, false},
+		{8 * mib, 161 * mib, false, false, false},
+		{300 * mib, 1000 * mib, true, true, false},
 	} {
 		k := stock{dead: row.dead, total: row.total}
-		if k.pays(false) != row.pays || k.pays(true) != row.short {
-			t.Errorf("%d dead of %d: %v, short %v", row.dead, row.total, k.pays(false), k.pays(true))
+		if k.pays(false, false) != row.pays || k.pays(true, true) != row.short || k.pays(false, true) != row.busy {
+			t.Errorf("%d dead of %d: %v, short %v, busy %v", row.dead, row.total,
+				k.pays(false, false), k.pays(true, true), k.pays(false, true))
 		}
 	}
 }
