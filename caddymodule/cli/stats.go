@@ -99,10 +99,11 @@ func describeSize(parts map[string]uint64) string {
 }
 
 func describeReport(s *sheet, r *admin.Report) {
-	s.line("size", describeSize(r.Size))
+	sizes := describeSize(r.Size)
 	if r.MaxSize > 0 {
-		s.line("largest size", size(uint64(r.MaxSize)))
+		sizes += "; at most " + size(uint64(r.MaxSize))
 	}
+	s.line("size", sizes)
 	s.line("dead", size(uint64(max(r.Dead, 0))))
 	s.line("reclaimed", size(r.Reclaimed))
 	if r.Disk != nil {
