@@ -82,7 +82,6 @@ const (
 // badgerOptions is the small-memory profile for one writer.
 func badgerOptions(dir string, o Options) badgerdb.Options {
 	return badgerdb.DefaultOptions(dir).
-		WithSyncWrites(true).
 		WithDetectConflicts(false).
 		WithMemTableSize(memTableSize).
 		WithNumMemtables(2).
