@@ -66,9 +66,9 @@ func (a *applier) applyActive() error {
 	if err := a.apply(l); err != nil {
 		return err
 	}
-	a.durable.Store(a.ts)
-	a.overlay.landed(a.ts)
 	a.log.applied(l.seq, a.ts)
+	a.durable.Store(a.ts)
+	a.overlay.landed(a.ts) // which gives l away
 	return nil
 }
 

@@ -83,11 +83,11 @@ func TestOldFormIsCarriedOver(t *testing.T) {
 func TestOldFormAfterACrashOnTheWay(t *testing.T) {
 	dir, _ := oldStore(t, 10)
 	var crashed string
-	d := &imagingDisk{at: func(what string) {
+	d := newImaging(func(what string) {
 		if what == "syncDir lsm" && crashed == "" {
 			crashed = image(t, dir)
 		}
-	}}
+	})
 	s := reopenWith(t, dir, Options{}, d)
 	must(t, s.Close())
 	must(t, os.MkdirAll(filepath.Join(crashed, "wal"), 0o700))

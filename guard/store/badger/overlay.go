@@ -18,7 +18,7 @@ type overlay struct {
 	spare   *layer
 	durable uint64        // the timestamp at which Badger has all that came before
 	applied uint64        // the last frame that Badger has
-	changed chan struct{} // closed when applied moves
+	changed chan struct{} // closed when a layer begins or ends its way to Badger
 
 	some chan struct{} // there is something to apply
 	full chan struct{} // and enough of it
@@ -93,6 +93,7 @@ func (o *overlay) freeze() *layer {
 	if o.active == nil {
 		o.active = newLayer()
 	}
+	o.tell()
 	return o.frozen
 }
 
@@ -107,6 +108,11 @@ func (o *overlay) landed(ts uint64) {
 		*l = layer{values: l.values}
 		o.spare = l
 	}
+	o.tell()
+}
+
+// tell is called with mu held.
+func (o *overlay) tell() {
 	close(o.changed)
 	o.changed = make(chan struct{})
 }

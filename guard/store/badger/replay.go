@@ -108,7 +108,7 @@ func (r *recovery) replay(dir string, a *applier, m marker) (changed bool, err e
 			return changed, err
 		}
 	}
-	if len(l.values) > 0 || r.seq > m.seq {
+	if len(l.values) > 0 || l.seq > m.seq {
 		err = flush()
 	}
 	return changed, err

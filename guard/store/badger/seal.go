@@ -104,6 +104,13 @@ func (s *sealer) logged(log logRange) error {
 	})
 }
 
+// log is what the seal knows of the log.
+func (s *sealer) log() logRange {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.current.Log
+}
+
 // grown remembers a manifest that has changed since.
 func (s *sealer) grown() error {
 	info, err := os.Stat(s.manifest())
