@@ -2,6 +2,7 @@ package badger
 
 import (
 	"errors"
+	"sync"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -9,27 +10,51 @@ import (
 // maxGroupBulk bounds the memory of one group's large bulk values, in bytes.
 const maxGroupBulk = 8 << 20
 
-// committer is the one goroutine that answers commits. It gathers the batches that
-// wait into one frame of the log and one sync.
+// committer answers commits, one group at a time: it gathers the batches that wait into
+// one frame of the log and one sync. Who comes alone commits in his own goroutine, since
+// two changes of goroutine cost as much as the sync.
 type committer struct {
 	*Store
+	turn  sync.Mutex    // held by who commits
 	next  store.Version // the next version to give
 	spent []*bulkValue  // scratch
 	frame []byte        // scratch
 }
 
 func (c *committer) run() {
-	for {
-		waiting := c.queue.take()
-		if waiting == nil {
-			return
-		}
-		for len(waiting) > 0 {
-			n := fitting(waiting)
-			c.commitGroup(waiting[:n])
-			waiting = waiting[n:]
-		}
+	for c.queue.await() {
+		c.commitWaiting()
 	}
+}
+
+func (c *committer) commitWaiting() {
+	c.turn.Lock()
+	defer c.turn.Unlock()
+	for waiting := c.queue.take(); len(waiting) > 0; {
+		n := fitting(waiting)
+		c.commitGroup(waiting[:n])
+		waiting = waiting[n:]
+	}
+}
+
+// commitAlone commits b at once where nobody else does and nobody else is expected.
+// Those who come meanwhile wait for the goroutine.
+func (c *committer) commitAlone(b *batch) bool {
+	if !c.queue.quiet() || !c.turn.TryLock() {
+		return false
+	}
+	defer c.turn.Unlock()
+	if !c.queue.quiet() {
+		return false
+	}
+	c.commitGroup([]*batch{b})
+	return true
+}
+
+// wait returns when nobody commits, once the queue is closed.
+func (c *committer) wait() {
+	c.turn.Lock()
+	defer c.turn.Unlock()
 }
 
 // fitting is how many batches from the first fit into one frame, at least one.

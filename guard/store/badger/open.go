@@ -283,9 +283,9 @@ func (s *Store) start(fresh bool, found recovery) error {
 	s.lookAtDisk()
 	s.discard()
 	s.sweep()
-	c := &committer{Store: s, next: max(store.Version(s.applier.ts), found.version) + versionGap}
+	s.committer = &committer{Store: s, next: max(store.Version(s.applier.ts), found.version) + versionGap}
 	k := &keeper{Store: s, flush: s.applier.flush}
-	s.committing.Go(c.run)
+	s.committing.Go(s.committer.run)
 	s.applying.Go(func() { s.applier.run(s.committed) })
 	s.background.Go(func() { k.run(s.committed) })
 	s.background.Go(s.maintain)

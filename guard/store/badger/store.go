@@ -37,15 +37,16 @@ type Store struct {
 	disk    disk
 	lock    *os.File
 
-	db       *badgerdb.DB
-	bodies   *bodies
-	log      *wal
-	overlay  *overlay
-	applier  *applier
-	seal     *sealer
-	watches  *watch.Keys
-	queue    *queue
-	counters counters
+	db        *badgerdb.DB
+	bodies    *bodies
+	log       *wal
+	overlay   *overlay
+	applier   *applier
+	committer *committer
+	seal      *sealer
+	watches   *watch.Keys
+	queue     *queue
+	counters  counters
 
 	// durable is the timestamp up to which Badger has whole layers of the overlay:
 	// scans see what is at or below it.
@@ -210,6 +211,7 @@ func (s *Store) close() error {
 	close(s.closing)
 	s.queue.close()
 	s.committing.Wait()
+	s.committer.wait()
 	close(s.committed)
 	s.applying.Wait()
 	s.background.Wait()
