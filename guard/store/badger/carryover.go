@@ -43,7 +43,7 @@ func (s *Store) carryOver() error {
 }
 
 func (s *Store) flushOld() error {
-	db, err := openBadger(s.lsm(), s.options, true)
+	db, err := s.openBadger(true)
 	if err != nil {
 		return s.explain(err)
 	}

@@ -130,8 +130,7 @@ func (s *Store) open() error {
 	if err := removeMemory(s.lsm()); err != nil {
 		return fmt.Errorf("badger: %w", err)
 	}
-	s.db, err = openBadger(s.lsm(), s.options, false)
-	if err != nil {
+	if s.db, err = s.openBadger(false); err != nil {
 		return s.explain(err)
 	}
 	if err := s.start(fresh, found); err != nil {
@@ -151,7 +150,7 @@ func (s *Store) abandon() error {
 	if s.db == nil {
 		return nil
 	}
-	return s.db.Close()
+	return s.closeBadger()
 }
 
 // examine finds out whether the store is new, or else whole, and what its log holds.
@@ -236,13 +235,13 @@ func removeMemory(lsm string) error {
 	return nil
 }
 
-func openBadger(dir string, o Options, sync bool) (db *badgerdb.DB, err error) {
+func (s *Store) openBadger(sync bool) (db *badgerdb.DB, err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			db, err = nil, fmt.Errorf("opening panicked: %v", r)
 		}
 	}()
-	return badgerdb.OpenManaged(badgerOptions(dir, o).WithSyncWrites(sync))
+	return badgerdb.OpenManaged(badgerOptions(s.lsm(), s.options, s.fail).WithSyncWrites(sync))
 }
 
 // explain tells a directory that cannot be used from contents that are not whole.
@@ -309,14 +308,19 @@ func (s *Store) recover(found *recovery) error {
 	}
 	if changed {
 		// Badger's memory goes to tables when it is closed.
-		err := s.db.Close()
+		err := s.closeBadger()
 		s.db = nil
+		if err == nil {
+			err = s.Err()
+		}
 		if err != nil {
 			return fmt.Errorf("badger: replaying the log: %w", err)
 		}
-		if s.db, err = openBadger(s.lsm(), s.options, false); err != nil {
+		db, err := s.openBadger(false)
+		if err != nil {
 			return s.explain(err)
 		}
+		s.db, s.applier.ts = db, db.MaxVersion()
 		if m, err = s.marked(found); err == nil && m.seq != found.seq {
 			err = fmt.Errorf("badger: replaying the log: the tables end with frame %d, the log with %d", m.seq, found.seq)
 		}

@@ -80,7 +80,7 @@ const (
 )
 
 // badgerOptions is the small-memory profile for one writer.
-func badgerOptions(dir string, o Options) badgerdb.Options {
+func badgerOptions(dir string, o Options, failed func(error)) badgerdb.Options {
 	return badgerdb.DefaultOptions(dir).
 		WithDetectConflicts(false).
 		WithMemTableSize(memTableSize).
@@ -94,5 +94,5 @@ func badgerOptions(dir string, o Options) badgerdb.Options {
 		WithValueThreshold(valueThreshold).
 		WithNumVersionsToKeep(1).
 		WithChecksumVerificationMode(options.OnBlockRead).
-		WithLogger(logger{o.Logger})
+		WithLogger(logger{to: o.Logger, failed: failed})
 }

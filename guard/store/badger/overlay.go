@@ -10,13 +10,19 @@ import (
 // which commits wait for the applier.
 const maxLayer = 4 << 20
 
+// maxAbsent bounds the keys that are known not to stand.
+const maxAbsent = 16 << 10
+
 // overlay is what is in the log and not yet in Badger. Reads look here first.
 type overlay struct {
 	mu      sync.RWMutex
 	active  *layer // the committer adds to it
 	frozen  *layer // the applier is bringing it to Badger; nil is none
 	spare   *layer
-	durable uint64        // the timestamp at which Badger has all that came before
+	durable uint64 // the timestamp at which Badger has all that came before
+	// absent are keys that Badger has not at durable. Who claims a key has looked
+	// for it just before.
+	absent  map[string]struct{}
 	applied uint64        // the last frame that Badger has
 	changed chan struct{} // closed when a layer begins or ends its way to Badger
 
@@ -41,7 +47,7 @@ func (l *layer) put(key string, value []byte) {
 
 func newOverlay(ts, seq uint64) *overlay {
 	return &overlay{
-		active: newLayer(), durable: ts, applied: seq,
+		active: newLayer(), durable: ts, applied: seq, absent: make(map[string]struct{}),
 		changed: make(chan struct{}), some: make(chan struct{}, 1), full: make(chan struct{}, 1),
 	}
 }
@@ -59,7 +65,17 @@ func (o *overlay) get(key []byte) (value []byte, ok bool, ts uint64) {
 			return value, true, 0
 		}
 	}
-	return nil, false, o.durable
+	_, ok = o.absent[string(key)]
+	return nil, ok, o.durable
+}
+
+// lacks notes that Badger has nothing under key at ts.
+func (o *overlay) lacks(key []byte, ts uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.durable == ts && len(o.absent) < maxAbsent {
+		o.absent[string(key)] = struct{}{}
+	}
 }
 
 // publish adds the changes of a frame.
@@ -103,6 +119,7 @@ func (o *overlay) landed(ts uint64) {
 	defer o.mu.Unlock()
 	l := o.frozen
 	o.frozen, o.durable, o.applied = nil, ts, l.seq
+	clear(o.absent)
 	if l.size <= 2*maxLayer { // else its map has grown beyond what is usual
 		clear(l.values)
 		*l = layer{values: l.values}

@@ -4,10 +4,13 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"os"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/dgraph-io/badger/v4/table"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -110,7 +113,7 @@ func TestExpiryBeforeApplying(t *testing.T) {
 func TestReadsWhileApplying(t *testing.T) {
 	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
 	number := func(e store.Entry) uint64 { return binary.BigEndian.Uint64(e.Value) }
-	const commits = 1500
+	const commits = 400
 	var answered sync.Map // of no key: the last number
 	answered.Store("", uint64(0))
 	done := make(chan struct{})
@@ -221,6 +224,58 @@ func TestBackPressure(t *testing.T) {
 	for i := range n {
 		wantValue(t, s, fmt.Sprintf("%03d", i), value)
 	}
+}
+
+// What is known not to stand is known only until it does.
+func TestAbsenceIsForgotten(t *testing.T) {
+	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
+	key := []byte("a")
+	missing := func() {
+		t.Helper()
+		for range 2 {
+			_, err := s.Get(t.Context(), key)
+			wantErr(t, "get", err, store.ErrNotFound)
+		}
+	}
+	missing()
+	mustCommit(t, s, insert("a", "1"))
+	wantValue(t, s, "a", "1")
+	must(t, s.drain(t.Context()))
+	wantValue(t, s, "a", "1")
+	mustCommit(t, s, remove("a"))
+	missing()
+	must(t, s.drain(t.Context()))
+	missing()
+	mustCommit(t, s, insert("a", "2"))
+	must(t, s.drain(t.Context()))
+	wantValue(t, s, "a", "2")
+	for i := range 2 * maxAbsent {
+		_, _ = s.Get(t.Context(), fmt.Append(nil, i))
+	}
+	if n := len(s.overlay.absent); n > maxAbsent {
+		t.Errorf("%d keys are known not to stand, want %d at most", n, maxAbsent)
+	}
+}
+
+// P2: Badger writes a table once more where that failed, and its success then proves
+// nothing.
+func TestTableThatCannotBeWritten(t *testing.T) {
+	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
+	mustCommit(t, s, put("a", "1"))
+	must(t, s.drain(t.Context()))
+	for id := range uint64(3) {
+		must(t, os.Mkdir(table.NewFilename(id+1, s.lsm()), 0o700))
+	}
+	signal(s.applier.flush)
+	wait(t, s.failed)
+	_, err := s.Commit(t.Context(), put("b", "1"))
+	wantErr(t, "commit", err, store.ErrUnhealthy)
+	for id := range uint64(3) {
+		_ = os.Remove(table.NewFilename(id+1, s.lsm()))
+	}
+	dir := s.dir
+	_ = s.Close()
+	wantValue(t, reopenWith(t, dir, Options{}, osDisk{}), "a", "1")
 }
 
 // P4, P6: where Badger or the files of bulk values take no more, the store closes

@@ -112,7 +112,11 @@ func (s *Store) find(key []byte) ([]byte, error) {
 	}
 	txn := s.db.NewTransactionAt(ts, false)
 	defer txn.Discard()
-	return lookUp(txn, key)
+	raw, err := lookUp(txn, key)
+	if raw == nil && err == nil {
+		s.overlay.lacks(key, ts)
+	}
+	return raw, err
 }
 
 // entry makes the user's entry of raw, or ErrNotFound where it has expired by now.
@@ -246,11 +250,13 @@ func (s *Store) finish() error {
 const closePatience = 10 * time.Second
 
 func (s *Store) closeBadger() error {
-	if s.unhealthy() == nil {
-		return s.db.Close()
-	}
 	done := make(chan error, 1)
 	go func() { done <- s.db.Close() }()
+	select {
+	case err := <-done:
+		return err
+	case <-s.failed:
+	}
 	select {
 	case err := <-done:
 		return err
