@@ -4,6 +4,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -40,6 +41,12 @@ func (d *faultyDisk) reset() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.calls = nil
+}
+
+func (d *faultyDisk) all() []string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return slices.Clone(d.calls)
 }
 
 func (d *faultyDisk) count(what string) (n int) {
