@@ -81,11 +81,11 @@ func createLog(dir string, number uint64, size int64, d disk) (l *logFile, err e
 func (l *logFile) again(number uint64, d disk) (*logFile, error) {
 	name := l.f.Name()
 	next := filepath.Join(filepath.Dir(name), logName(number))
+	l.f.Close() // some systems rename no open file
 	if err := os.Rename(name, next); err != nil {
-		return nil, errors.Join(err, l.remove())
+		return nil, errors.Join(err, os.Remove(name))
 	}
 	f, err := os.OpenFile(next, os.O_RDWR, 0)
-	l.f.Close()
 	if err != nil {
 		return nil, errors.Join(err, os.Remove(next))
 	}

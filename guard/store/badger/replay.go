@@ -144,3 +144,58 @@ func (a *applier) lacks(key, value []byte) (bool, error) {
 	}
 	return false, err
 }
+
+// recover brings Badger and the files of bulk values to the end of the log, durably,
+// so that the log can begin anew.
+func (s *Store) recover(found *recovery) error {
+	m, err := s.marked(found)
+	if err != nil {
+		return err
+	}
+	if err := found.confirm(s.walDir(), s.disk); err != nil {
+		return fmt.Errorf("badger: log: %w", err)
+	}
+	changed, err := found.replay(s.walDir(), s.applier, m)
+	if err != nil {
+		return fmt.Errorf("badger: replaying the log: %w", err)
+	}
+	if changed {
+		// Badger's memory goes to tables when it is closed.
+		err := s.closeBadger()
+		s.db = nil
+		if err == nil {
+			err = s.Err()
+		}
+		if err != nil {
+			return fmt.Errorf("badger: replaying the log: %w", err)
+		}
+		db, err := s.openBadger(false)
+		if err != nil {
+			return s.explain(err)
+		}
+		s.db, s.applier.ts = db, db.MaxVersion()
+		if m, err = s.marked(found); err == nil && m.seq != found.seq {
+			err = fmt.Errorf("badger: replaying the log: the tables end with frame %d, the log with %d", m.seq, found.seq)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return s.settle()
+}
+
+// marked returns Badger's marker, which must agree with the seal and the log.
+func (s *Store) marked(found *recovery) (marker, error) {
+	m, there, err := readMarker(s.db)
+	switch {
+	case err != nil:
+		return m, corrupt(s.dir, "%w", err)
+	case !there && found.Settled > 0:
+		return m, corrupt(s.dir, "entries are lost, the marker among them")
+	case m.seq < found.Settled:
+		return m, corrupt(s.dir, "entries are lost: the tables end with frame %d, the log begins behind %d", m.seq, found.Settled)
+	case m.seq > found.seq:
+		return m, corrupt(s.dir, "the log is cut: it ends with frame %d, the tables have %d", found.seq, m.seq)
+	}
+	return m, nil
+}

@@ -225,11 +225,11 @@ func (s *Store) close() error {
 	s.watches.WakeAll()
 
 	err := s.closeBadger()
+	s.log.close()
 	if err == nil && s.unhealthy() == nil {
 		err = s.finish()
 	}
 	s.bodies.close()
-	s.log.close()
 	return errors.Join(err, s.lock.Close())
 }
 
@@ -242,7 +242,7 @@ func (s *Store) finish() error {
 	if err := s.seal.closed(s.log.ranged().none(s.log.seq)); err != nil {
 		return err
 	}
-	return removeLogs(s.walDir(), s.seal.current.Log)
+	return removeLogs(s.walDir(), s.seal.log())
 }
 
 // closePatience bounds the close of a store whose disk has failed: Badger would
