@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -14,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 )
 
@@ -37,12 +39,16 @@ type App struct {
 	// a new store; it is never made for a store that holds anything, because
 	// without its key no execution can be found. Default: the store's path with
 	// `.key` appended. Placeholders are replaced once, at load; one without a
-	// value is an error. Keep a copy of it apart from the store's.
+	// value is an error. Keep a copy of it apart from the store's. It is read again
+	// with every configuration: sealing keys that were added to it are used from
+	// then on, without a restart.
 	KeyFile string `json:"key_file,omitempty"`
 
 	// The key itself instead of a file, usually a placeholder like
 	// `{env.AGENT_GUARD_KEY}` or `{file./run/secrets/key}`: the content of a key
-	// file, or 32 random bytes in base64 (`openssl rand -base64 32`).
+	// file, or 32 random bytes in base64 (`openssl rand -base64 32`). A later
+	// configuration may bring the ring with more sealing keys, or from another
+	// place; its index key stays that of the store.
 	Key string `json:"key,omitempty"`
 
 	// How long the process waits for running executions when it exits; new guarded
@@ -50,12 +56,21 @@ type App struct {
 	// Default: 30s.
 	Drain caddy.Duration `json:"drain,omitempty"`
 
+	// What one caller may hold in the store at a time. Default: no bounds.
+	Quota Quota `json:"quota,omitzero"`
+
 	ctx    caddy.Context
 	logger *zap.Logger
 	spec   engineSpec
 
-	mu   sync.Mutex
-	held *engine // the configuration's own reference
+	events    *caddyevents.App
+	pending   pendingEvents
+	counts    *metrics.Set // of the store; held until Cleanup
+	collector *metrics.Collector
+
+	mu       sync.Mutex
+	held     *engine     // the configuration's own reference
+	accepted atomic.Bool // the engine has taken the configuration's keys over
 }
 
 // CaddyModule returns the Caddy module information.
@@ -112,11 +127,16 @@ func (a *App) Provision(ctx caddy.Context) error {
 		a.Drain = caddy.Duration(30 * time.Second)
 	}
 	a.spec.drain = time.Duration(a.Drain)
+	if err := a.Quota.validate(); err != nil {
+		return fmt.Errorf("agent_guard: quota: %w", err)
+	}
 	events, err := ctx.App("events")
 	if err != nil {
 		return fmt.Errorf("agent_guard: %w", err)
 	}
-	return events.(*caddyevents.App).On(exitEvent, exitWatch{})
+	a.events = events.(*caddyevents.App)
+	a.provisionMetrics()
+	return a.events.On(exitEvent, exitWatch{})
 }
 
 // Start opens the store, if no configuration before this one has it open.
@@ -143,11 +163,17 @@ func (a *App) Stop() error { return nil }
 func (a *App) Cleanup() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	if a.counts != nil {
+		releaseCounts(a.spec.path)
+		a.counts = nil
+	}
 	if a.held == nil {
 		return nil
 	}
 	held := a.held
 	a.held = nil
+	held.leave(&a.spec)
+	held.audience.leave(a)
 	return held.release()
 }
 
@@ -159,19 +185,26 @@ func (a *App) engine() (*engine, error) {
 	if a.held != nil {
 		return a.held, nil
 	}
-	e, err := engines.acquire(a.spec)
+	e, err := a.acquire()
 	if err != nil {
 		return nil, err
 	}
 	e.drain.Store(int64(a.Drain))
+	e.join(&a.spec)
 	a.held = e
+	e.audience.join(a)
+	e.tellRecovered()
 	return e, nil
 }
 
 // acquire returns the engine with a reference of its own for one guarded request,
 // which may outlive its configuration.
 func (a *App) acquire() (*engine, error) {
-	return engines.acquire(a.spec)
+	e, err := engines.acquire(a.spec, a.accepted.Load())
+	if err == nil {
+		a.accepted.Store(true)
+	}
+	return e, err
 }
 
 var (

@@ -81,37 +81,6 @@ func TestCleanupOfHalfBuiltApps(t *testing.T) {
 	}
 }
 
-// A reload to another key would make all that is recorded unreadable: it is refused,
-// and the running configuration goes on.
-func TestTheKeyDoesNotChangeWithAReload(t *testing.T) {
-	dir := t.TempDir()
-	running, err := newApp(t, dir, "")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := running.Start(); err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		if err := running.Cleanup(); err != nil {
-			t.Error(err)
-		}
-	}()
-	other, err := newApp(t, dir, fmt.Sprintf(`, "key_file": %q`, filepath.Join(dir, "other.key")))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := other.Start(); err == nil || !strings.Contains(err.Error(), "another key source") {
-		t.Errorf("starting with another key: %v", err)
-	}
-	if err := other.Cleanup(); err != nil {
-		t.Error(err)
-	}
-	if n := references(t, dir); n != 1 {
-		t.Errorf("%d references, want 1", n)
-	}
-}
-
 // "Store": a non-empty store whose key file is missing refuses to start, and never
 // gets a new one; put back, it opens.
 func TestALostKeyFileIsNotMadeAnew(t *testing.T) {

@@ -29,6 +29,10 @@ func init() {
 //		store <module> [<options...>]
 //		keys  file <path> | value <placeholder>
 //		drain <duration>
+//		quota {
+//			open_executions <number>
+//			stored_bytes    <size>
+//		}
 //	}
 func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
 	d.Next() // the option's name
@@ -53,6 +57,7 @@ func appOptions() options[*App] {
 		"drain": {usage: "drain <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
 			return parseDuration(d, &a.Drain)
 		}},
+		"quota": {usage: "quota { ... }", parse: parseQuota},
 	}
 }
 

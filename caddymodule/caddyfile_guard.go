@@ -22,6 +22,7 @@ import (
 //		fingerprint_exclude <json pointers...>
 //		max_body            <size>
 //		attach_wait         <duration>
+//		fail_open
 //		endpoints           off
 //		upstream {
 //			<handler directives...>
@@ -146,6 +147,10 @@ func guardOptions() options[*Handler] {
 		}},
 		"attach_wait": {usage: "attach_wait <duration>", parse: func(d dispenser, h *Handler) error {
 			return parseDuration(d, &h.AttachWait)
+		}},
+		"fail_open": {usage: "fail_open", parse: func(_ dispenser, h *Handler) error {
+			h.FailOpen = true
+			return nil
 		}},
 		"endpoints": {usage: "endpoints off", parse: func(d dispenser, h *Handler) error {
 			return parseChoice(d, &h.Endpoints, endpointsOff)

@@ -5,6 +5,8 @@ import (
 	"strings"
 
 	"golang.org/x/net/http/httpguts"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 )
 
 // guardedBy is the context key of calls that a guard of this name has forwarded.
@@ -24,30 +26,45 @@ func (h *Handler) classify(r *http.Request) (*Action, bool, error) {
 	if err != nil {
 		return nil, false, err
 	}
-	if isUpgrade(r) || isGRPC(r) && action.GRPC != grpcUnary {
-		replacer(r).Set("http.agent_guard.status", "unguarded")
-		return nil, false, nil
+	switch {
+	case isUpgrade(r):
+		h.passThrough(r, metrics.Upgrade)
+	case isGRPC(r) && action.GRPC != grpcUnary:
+		h.passThrough(r, metrics.GRPC)
+	default:
+		return action, true, nil
 	}
-	return action, true, nil
+	return nil, false, nil
 }
 
 // consequential: a call that is not known to be harmless changes something, unless
 // the configuration says otherwise.
 func (h *Handler) consequential(r *http.Request) (bool, error) {
 	if safeMethod(r.Method) {
-		if len(h.consequentialSets) == 0 {
-			return false, nil
+		var declared bool
+		var err error
+		if len(h.consequentialSets) > 0 {
+			declared, err = h.consequentialSets.AnyMatchWithError(r)
 		}
-		return h.consequentialSets.AnyMatchWithError(r)
+		if !declared && err == nil {
+			h.counts.Unguarded(metrics.Safe)
+		}
+		return declared, err
 	}
 	if len(h.exemptSets) == 0 {
 		return true, nil
 	}
 	exempt, err := h.exemptSets.AnyMatchWithError(r)
 	if exempt {
-		replacer(r).Set("http.agent_guard.status", "unguarded")
+		h.passThrough(r, metrics.Exempt)
 	}
 	return !exempt, err
+}
+
+// passThrough notes that r might have been guarded, and is not.
+func (h *Handler) passThrough(r *http.Request, why metrics.Reason) {
+	h.counts.Unguarded(why)
+	replacer(r).Set(placeholderSpace+"status", statusUnguarded)
 }
 
 // safeMethod lists the methods that are registered as safe. The case counts: an

@@ -7,6 +7,8 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 )
 
 func paths(patterns ...string) caddyhttp.MatcherSets {
@@ -20,6 +22,7 @@ func paths(patterns ...string) caddyhttp.MatcherSets {
 // "Words", consequential, and step 1: what is guarded.
 func TestClassify(t *testing.T) {
 	h := &Handler{
+		counts:            new(metrics.Guard),
 		consequentialSets: paths("/export", "/run"),
 		exemptSets:        paths("/search", "/find"),
 		actions: []*Action{
@@ -90,7 +93,7 @@ func TestClassify(t *testing.T) {
 func TestTunnelsAreNotGuarded(t *testing.T) {
 	r := request("POST", "/")
 	r.Method = http.MethodConnect
-	if _, guarded, err := (&Handler{actions: []*Action{{Name: defaultAction}}}).classify(r); guarded || err != nil {
+	if _, guarded, err := (&Handler{counts: new(metrics.Guard), actions: []*Action{{Name: defaultAction}}}).classify(r); guarded || err != nil {
 		t.Errorf("CONNECT: guarded %v, %v", guarded, err)
 	}
 }

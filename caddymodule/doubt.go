@@ -8,6 +8,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
@@ -134,12 +135,14 @@ func (x *exchange) settleDoubt(found guard.Finding) (step, error) {
 	p := x.action.Probe
 	a, err := p.ask(x)
 	if err != nil {
+		x.action.counts.Probed(metrics.Unknown)
 		x.h.logger.Warn("the status probe gave no answer; the call stays in doubt",
 			zap.Stringer("key", x.call.Key), zap.Error(err))
 		return stepDone, nil
 	}
 	switch {
 	case p.Applied.matches(a):
+		x.action.counts.Probed(metrics.Applied)
 		var head *guard.Head
 		if p.UseAnswer {
 			head = &guard.Head{Status: a.status, Header: answer.Replayable(a.header)}
@@ -149,9 +152,20 @@ func (x *exchange) settleDoubt(found guard.Finding) (step, error) {
 		if err != nil && !errors.Is(err, guard.ErrTaken) {
 			return stepFind, x.storeFailed(err)
 		}
+		if err == nil {
+			x.resolved(guard.Completed)
+		}
 		return stepFind, nil
 	case p.NotApplied.matches(a):
+		x.action.counts.Probed(metrics.NotApplied)
+		x.resolved(guard.Released)
 		return stepClaim, nil
 	}
+	x.action.counts.Probed(metrics.Unknown)
 	return stepDone, nil
+}
+
+// resolved tells that a probe has settled the doubt about this call.
+func (x *exchange) resolved(v guard.Verdict) {
+	x.emit(eventResolved, map[string]any{"outcome": v.String(), "by": "probe"})
 }

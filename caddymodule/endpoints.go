@@ -33,6 +33,10 @@ func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 		servePolicy(w, r, h)
 		return true
 	}
+	if strings.HasPrefix(r.URL.EscapedPath(), executionsPath) {
+		h.serveExecutions(w, r)
+		return true
+	}
 	return serveCommon(w, r)
 }
 
@@ -98,9 +102,12 @@ type policyDocument struct {
 	Fingerprint  policyCompared  `json:"fingerprint"`
 	MaxBody      int64           `json:"max_body_bytes"`
 	AttachWait   float64         `json:"attach_wait_s"`
+	FailOpen     bool            `json:"fail_open,omitempty"`
 	Actions      []policyAction  `json:"actions"`
 	Problems     []policyProblem `json:"problems"`
 	Headers      policyHeaders   `json:"headers"`
+	Executions   policyAsked     `json:"executions"`
+	Quota        *policyQuota    `json:"quota,omitempty"`
 	Guarantee    string          `json:"guarantee"`
 	DocumentedBy string          `json:"describedby"`
 }
@@ -142,6 +149,20 @@ type policyHeaders struct {
 	Replayed string `json:"replayed"`
 }
 
+// policyAsked says how callers ask about their executions, as URI templates (RFC 6570).
+type policyAsked struct {
+	Status  string  `json:"status"`
+	Output  string  `json:"output"`
+	MaxWait float64 `json:"max_wait_s"`
+}
+
+// policyQuota is what one caller may hold at a time; a member that is missing is no
+// bound.
+type policyQuota struct {
+	Open  int   `json:"open_executions,omitempty"`
+	Bytes int64 `json:"stored_bytes,omitempty"`
+}
+
 func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 	if !allowRead(w, r) {
 		return
@@ -160,13 +181,25 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 		},
 		MaxBody:    h.MaxBody,
 		AttachWait: seconds(h.AttachWait),
+		FailOpen:   h.FailOpen,
 		Headers:    policyHeaders{headerExecutionID, headerExecutionStatus, headerReplayed},
+		Executions: policyAsked{
+			Status:  executionsPath + "{id}{?wait,key,method,path}",
+			Output:  executionsPath + "{id}/output{?wait,key,method,path}",
+			MaxWait: longestWait.Seconds(),
+		},
 		Guarantee: "A call is sent to the upstream at most once while its key is retained, unless it is known not to have been executed " +
 			"or the action's on_unknown or preset says otherwise. A call whose outcome is unknown stays in doubt, whatever its age.",
 		DocumentedBy: problem.BasePath,
 	}
+	if q := h.app.Quota; q != (Quota{}) {
+		doc.Quota = &policyQuota{q.OpenExecutions, q.StoredBytes}
+	}
 	if h.MissingID == missingDerive {
 		doc.ExecutionID.Window = seconds(h.DeriveWindow)
+	}
+	if h.FailOpen {
+		doc.Guarantee += " While the gateway's records are unavailable, calls are forwarded unguarded, marked Execution-Status: unguarded; the guarantee does not hold for them."
 	}
 	for _, a := range h.actions {
 		doc.Actions = append(doc.Actions, policyAction{

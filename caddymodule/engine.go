@@ -2,10 +2,7 @@ package caddymodule
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
-	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -13,6 +10,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -28,6 +26,13 @@ type StoreOpener interface {
 	OpenStore(logger *zap.Logger) (store.Store, error)
 }
 
+// StoreAdjuster is a StoreOpener with options that may change while the store is open.
+type StoreAdjuster interface {
+	// AdjustStore gives such options to a store that an earlier configuration has
+	// opened.
+	AdjustStore(st store.Store)
+}
+
 // engine is an open store with the guard over it. It is shared by all
 // configurations and requests that name the same store, and closed when the last
 // of them is gone.
@@ -36,14 +41,26 @@ type engine struct {
 	store store.Store
 	guard *guard.Guard
 	ring  *seal.Ring
-	// keys tells whether another configuration brings another key.
-	keys string
 
-	logger  *zap.Logger
-	drain   atomic.Int64 // nanoseconds, as the latest configuration says
-	exiting sync.Once
-	uncut   context.Context // of all executions; ended by cut
-	cut     context.CancelFunc
+	keying    sync.Mutex    // held while the ring changes; guards configs
+	configs   []*engineSpec // that hold the engine, the latest last
+	resealing resealing
+
+	opener   StoreOpener  // by which the store was opened
+	counts   *metrics.Set // held until the engine is closed
+	audience audience
+	watch    watch
+
+	logger   *zap.Logger
+	drain    atomic.Int64 // nanoseconds, as the latest configuration says
+	draining atomic.Bool  // nothing new begins
+	exiting  sync.Once
+	uncut    context.Context // of all executions; ended by cut
+	cut      context.CancelFunc
+	// waits ends the waits of callers who ask what becomes of executions: an exit does,
+	// after its drain.
+	waits    context.Context
+	endWaits context.CancelFunc
 }
 
 // engineSpec says how to open an engine.
@@ -53,14 +70,6 @@ type engineSpec struct {
 	key, keyFile string
 	drain        time.Duration // how long an exit waits for executions
 	logger       *zap.Logger
-}
-
-// keys names the source of the key, to tell two of them apart.
-func (s *engineSpec) keys() string {
-	if s.key != "" {
-		return "value:" + s.key
-	}
-	return "file:" + s.keyFile
 }
 
 // enginePool is the process's pool of open engines, by path.
@@ -73,7 +82,9 @@ type enginePool struct {
 
 var engines = enginePool{pool: caddy.NewUsagePool()}
 
-func (p *enginePool) acquire(spec engineSpec) (*engine, error) {
+// acquire returns the engine of spec with one more reference. A configuration whose
+// keys were not accepted yet brings them to an engine that is open already.
+func (p *enginePool) acquire(spec engineSpec, accepted bool) (*engine, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	value, loaded, err := p.pool.LoadOrNew(spec.path, func() (caddy.Destructor, error) {
@@ -86,10 +97,14 @@ func (p *enginePool) acquire(spec engineSpec) (*engine, error) {
 		p.warnOfOthers(spec)
 	}
 	e := value.(*engine)
-	if loaded && e.keys != spec.keys() {
-		_, _ = p.pool.Delete(spec.path) // not the last reference: it was loaded
-		return nil, fmt.Errorf("agent_guard: the store %s is open with another key source; "+
-			"the source of the key changes with a restart only", spec.path)
+	if loaded && !accepted {
+		if err := e.adoptKeys(context.Background(), spec); err != nil {
+			_, _ = p.pool.Delete(spec.path) // not the last reference: it was loaded
+			return nil, fmt.Errorf("agent_guard: keys: %w", err)
+		}
+	}
+	if a, ok := spec.opener.(StoreAdjuster); ok && loaded {
+		a.AdjustStore(e.store)
 	}
 	return e, nil
 }
@@ -117,10 +132,23 @@ func (e *engine) release() error {
 // Destruct closes the store. It is called by the pool, once nobody uses it.
 func (e *engine) Destruct() error {
 	e.cut()
+	e.resealing.end()
+	e.endWaits()
+	e.stopWatch()
+	defer releaseCounts(e.path)
 	return e.store.Close()
 }
 
 func openEngine(spec engineSpec) (_ *engine, err error) {
+	counts := acquireCounts(spec.path)
+	defer func() {
+		if err != nil {
+			releaseCounts(spec.path)
+		}
+	}()
+	if observed, ok := spec.opener.(ObservedOpener); ok {
+		observed.ObserveStore(counts)
+	}
 	st, err := spec.opener.OpenStore(spec.logger)
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: opening the store %s: %w", spec.path, err)
@@ -144,34 +172,15 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 			zap.Int("in_doubt", recovered.InDoubt), zap.Int("released", recovered.Released))
 	}
 	spec.logger.Info("store open", zap.String("path", spec.path))
-	e := &engine{path: spec.path, store: st, guard: g, ring: ring, keys: spec.keys(), logger: spec.logger}
+	e := &engine{
+		path: spec.path, store: st, guard: g, ring: ring,
+		opener: spec.opener, counts: counts, logger: spec.logger,
+	}
+	counts.Recovered(recovered)
+	e.startWatch(recovered)
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
+	e.startResealing(ctx)
+	e.waits, e.endWaits = context.WithCancel(context.Background())
 	return e, nil
-}
-
-// loadRing reads the key ring. A new one is made only for a store that never held
-// anything: a lost key must not look like an empty store.
-func loadRing(ctx context.Context, st store.Store, spec engineSpec) (*seal.Ring, error) {
-	if spec.key != "" {
-		return seal.Parse([]byte(spec.key))
-	}
-	ring, err := seal.Load(spec.keyFile)
-	if !errors.Is(err, fs.ErrNotExist) {
-		if info, statErr := os.Stat(spec.keyFile); statErr == nil && info.Mode().Perm()&0o077 != 0 {
-			spec.logger.Warn("others than the owner may use the key file; give it the mode 0600",
-				zap.String("file", spec.keyFile), zap.Stringer("mode", info.Mode()))
-		}
-		return ring, err
-	}
-	fresh, err := guard.Fresh(ctx, st)
-	if err != nil {
-		return nil, err
-	}
-	if !fresh {
-		return nil, fmt.Errorf("the key file %s is missing, and the store %s holds executions that were sealed with it: "+
-			"put the file back from your backup, or correct its path; if it is lost for good, move the store away to begin anew, "+
-			"knowing that retries of earlier calls will then run again", spec.keyFile, spec.path)
-	}
-	return seal.Create(spec.keyFile)
 }

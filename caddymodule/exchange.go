@@ -3,6 +3,7 @@ package caddymodule
 import (
 	"errors"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -43,7 +44,16 @@ type exchange struct {
 	probing *probing  // the probe that this call makes
 
 	doubtful bool // it was forwarded, and is in doubt
+	found    bool // an execution of this id was met
+	noted    noted
 }
+
+// The statuses of calls that were not executed, as logs and matchers see them.
+const (
+	statusInDoubt   = "in_doubt"
+	statusRefused   = answer.StatusRefused
+	statusUnguarded = "unguarded"
+)
 
 // open takes a reference to the engine, which a running execution keeps.
 func (x *exchange) open() error {
@@ -59,6 +69,8 @@ func (x *exchange) open() error {
 }
 
 func (x *exchange) close() {
+	x.traceCall()
+	x.unpublish()
 	x.probed()
 	if x.body != nil {
 		_ = x.body.Close()
@@ -87,12 +99,14 @@ func (x *exchange) identify() error {
 		Fingerprint: fp,
 		Scope:       guard.Scope{Caller: caller, Guard: x.h.Name, Method: x.r.Method, Path: x.r.URL.EscapedPath()},
 		Origin:      guard.OriginGiven,
+		Host:        strings.ToLower(x.r.Host),
 		Action:      x.action.Name,
 		Workflow:    workflow(x.r),
 		Deadline:    time.Duration(policy.Deadline),
 		KeepResult:  time.Duration(policy.RetainResult),
 		KeepKey:     time.Duration(policy.RetainKey),
 		ResultCap:   policy.MaxResult,
+		Quota:       x.h.app.Quota.ofCaller(),
 	}
 	id, err := x.statedID()
 	if errors.Is(err, errNoID) {
@@ -104,7 +118,6 @@ func (x *exchange) identify() error {
 	x.call.Scope.ID = id
 	x.call.Key = x.guard.Key(x.call.Scope)
 	x.wait = time.Now().Add(time.Duration(x.h.AttachWait))
-	x.note("", "")
 	return nil
 }
 
@@ -148,14 +161,11 @@ func (h *Handler) firstHeader() string {
 	return "Idempotency-Key"
 }
 
-// note publishes what is known of the call to logs and matchers.
+// note says to logs and matchers what becomes of the call.
 func (x *exchange) note(status, slug string) {
-	repl := replacer(x.r)
-	repl.Set("http.agent_guard.execution_id", x.call.Scope.ID)
-	repl.Set("http.agent_guard.action", x.action.Name)
-	repl.Set("http.agent_guard.status", status)
+	x.noted.status = status
 	if slug != "" {
-		repl.Set("http.agent_guard.problem", slug)
+		x.noted.problem = slug
 	}
 }
 
@@ -199,6 +209,9 @@ func (x *exchange) find() (guard.Finding, error) {
 func (x *exchange) claim(found guard.Finding) (*guard.Execution, error) {
 	execution, err := x.guard.Claim(x.r.Context(), &x.call, found)
 	x.probed()
+	if over := (*guard.QuotaError)(nil); errors.As(err, &over) {
+		return nil, x.overQuota(over)
+	}
 	if err != nil && !errors.Is(err, guard.ErrTaken) {
 		return nil, x.storeFailed(err)
 	}

@@ -52,6 +52,9 @@ func (p *enginePool) exit() {
 // drain is cut, and recorded as in doubt, so that it does not keep the process.
 func (e *engine) exit() {
 	e.exiting.Do(func() {
+		defer e.endWaits()
+		e.draining.Store(true)
+		defer e.flushEvents()
 		drain := time.Duration(e.drain.Load())
 		left := e.await(drain)
 		if left == 0 {

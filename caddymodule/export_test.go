@@ -9,6 +9,7 @@ import (
 func OptionNames() map[string][]string {
 	return map[string][]string{
 		"the global option":    names(appOptions()),
+		"a quota":              names(quotaOptions()),
 		"agent_guard":          names(guardOptions()),
 		"an action":            names(actionOptions()),
 		"a probe":              names(probeOptions()),

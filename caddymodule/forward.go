@@ -29,6 +29,7 @@ type forwarding struct {
 // the answer go. The client's leaving stops none of it (P7).
 func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 	x.note("executed", "")
+	x.action.counts.Begun()
 	ctx, cancel := x.engine.detach(x.r.Context(), time.Duration(x.action.Deadline))
 	defer cancel()
 
@@ -37,10 +38,12 @@ func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 	defer func() {
 		if !settled { // a panic of our own: nothing is proven
 			_ = e.Settle(context.Background(), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseInterrupted})
+			x.action.counts.Settled(guard.InDoubt)
 		}
 	}()
 	f = x.forward(ctx, e, next)
 	outcome := x.judge(&f)
+	x.noted.outcome = outcome.Verdict
 	if x.action.Settle == settleAsync && outcome.Whole {
 		settled = true
 		if outcome.Verdict == guard.InDoubt {
@@ -52,16 +55,27 @@ func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 	}
 	err := e.Settle(context.Background(), outcome)
 	settled = true
+	x.settled(outcome, err)
 	if outcome.Verdict == guard.InDoubt {
 		x.doubted(outcome)
 	}
 	return x.finish(&f, outcome, err)
 }
 
+// settled counts the end of the execution. What could not be recorded is in doubt.
+func (x *exchange) settled(o guard.Outcome, unrecorded error) {
+	if unrecorded != nil {
+		o.Verdict = guard.InDoubt
+	}
+	x.action.counts.Settled(o.Verdict)
+}
+
 // doubted tells the operator, who is the one to find out.
 func (x *exchange) doubted(o guard.Outcome) {
 	x.doubtful = true
-	x.note("in_doubt", "")
+	x.note(statusInDoubt, "")
+	x.noted.cause = o.Cause
+	x.emit(eventInDoubt, map[string]any{"cause": string(o.Cause), "status": o.Status})
 	x.h.logger.Warn("a call is in doubt", zap.Stringer("key", x.call.Key), zap.String("guard", x.h.Name),
 		zap.String("action", x.action.Name), zap.String("cause", string(o.Cause)), zap.Int("status", o.Status))
 }
@@ -72,7 +86,10 @@ func (x *exchange) settleLater(e *guard.Execution, outcome guard.Outcome) {
 	x.release = nil
 	go func() {
 		defer release()
-		if err := e.Settle(context.Background(), outcome); err != nil {
+		err := e.Settle(context.Background(), outcome)
+		x.settled(outcome, err)
+		if err != nil {
+			x.unrecorded()
 			x.h.logger.Error("the outcome of an answered call could not be recorded; it is in doubt",
 				zap.Stringer("key", x.call.Key), zap.Error(err))
 		}
@@ -219,6 +236,10 @@ func (x *exchange) finish(f *forwarding, o guard.Outcome, unrecorded error) erro
 	case unrecorded != nil:
 		x.h.logger.Error("the outcome of a call could not be recorded; it is in doubt",
 			zap.Stringer("key", x.call.Key), zap.Error(unrecorded))
+		x.unrecorded()
+		x.doubtful = true
+		x.note(statusInDoubt, "")
+		x.noted.outcome, x.noted.cause = guard.InDoubt, guard.CauseUnrecorded
 		x.abortIfSent()
 		f.rec.Reset()
 		return x.inDoubtAnswer(guard.CauseUnrecorded)
@@ -230,13 +251,21 @@ func (x *exchange) finish(f *forwarding, o guard.Outcome, unrecorded error) erro
 	f.rec.Reset()
 	if o.Verdict == guard.Released {
 		x.w.Header().Del(headerExecutionStatus)
-		x.note("refused", "")
+		x.note(statusRefused, "")
 		if f.err == nil {
 			return caddyhttp.Error(http.StatusBadGateway, errNotSent)
 		}
 		return f.err
 	}
 	return x.inDoubtAnswer(o.Cause)
+}
+
+// unrecorded tells of an execution whose outcome the store did not take.
+func (x *exchange) unrecorded() {
+	if x.doubtful {
+		return // told already
+	}
+	x.emit(eventInDoubt, map[string]any{"cause": string(guard.CauseUnrecorded), "status": 0})
 }
 
 // errNotSent is the error of a call that could not be sent on two connections.

@@ -26,8 +26,12 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 		return next.ServeHTTP(w, r)
 	}
 	x := &exchange{h: h, w: answer.NewWriter(w, r), r: r, action: action}
+	x.publish()
 	defer x.close()
 	err = x.serve(next)
+	if err != nil && x.failsOpen(err) {
+		err = x.forwardUnguarded(w, next, err)
+	}
 	var p *problem.Problem
 	if errors.As(err, &p) {
 		x.refuse(w, p)
@@ -53,6 +57,7 @@ func (x *exchange) serve(next caddyhttp.Handler) error {
 			return err
 		}
 		if found.Standing != guard.Free {
+			x.found = true
 			then, err := x.answer(found)
 			if err != nil || then == stepDone {
 				return err
@@ -63,6 +68,7 @@ func (x *exchange) serve(next caddyhttp.Handler) error {
 		}
 		execution, err := x.claim(found) // 4 and 5
 		if errors.Is(err, guard.ErrTaken) {
+			x.found = true
 			continue
 		}
 		if err != nil {
@@ -80,16 +86,18 @@ func (x *exchange) refuse(w http.ResponseWriter, p *problem.Problem) {
 	if p.ExecutionID != "" {
 		w.Header().Set(headerExecutionID, p.ExecutionID)
 	}
+	x.pointToStatus(p)
 	w.Header().Set(headerExecutionStatus, answer.StatusRefused)
 	if !x.read && x.r.ProtoMajor == 1 && x.r.Header.Get("Expect") != "" {
 		// Else the server would wait for a body that the client was not asked for.
 		w.Header().Set("Connection", "close")
 	}
-	status := "refused"
+	status := statusRefused
 	if x.doubtful {
-		status = "in_doubt"
+		status = statusInDoubt
 	}
 	x.note(status, p.Kind().Slug)
+	x.action.counts.Refused(p.Kind().Slug)
 	level := zap.DebugLevel
 	if p.Cause != nil {
 		level = zap.ErrorLevel

@@ -11,6 +11,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
@@ -27,10 +28,13 @@ func init() {
 // follows the execution that is still running. Calls that change nothing pass
 // through untouched.
 //
-// It sets the placeholders `{http.agent_guard.execution_id}`,
-// `{http.agent_guard.action}` and `{http.agent_guard.status}` (`executed`,
-// `replayed`, `attached`, `refused`, `unguarded`; empty for calls that change
-// nothing), and `{http.agent_guard.problem}` on refusals.
+// It sets placeholders for logs and matchers: `{http.agent_guard.status}`
+// (`executed`, `replayed`, `attached`, `in_doubt`, `refused`, `unguarded`; empty for
+// calls that change nothing), and for guarded calls `{http.agent_guard.guard}`,
+// `.action`, `.execution_id`, `.key`, `.caller` and `.workflow`, `.outcome`
+// (`completed`, `released`, `in_doubt`), `.cause` of a doubt, `.problem` of a
+// refusal, and `.age` of a replayed execution in seconds. What does not apply is
+// empty.
 type Handler struct {
 	// The guard's name. It is part of the execution key: two handlers of one name
 	// share their keys, so that a call can move from one to the other. Default:
@@ -88,6 +92,12 @@ type Handler struct {
 	// before it gets 409 `in-progress`. Default: 30s.
 	AttachWait caddy.Duration `json:"attach_wait,omitempty"`
 
+	// Forwards calls unguarded, marked `Execution-Status: unguarded`, where the
+	// store is unavailable and nothing was claimed for them, in place of refusing
+	// them with 503: such a call, and each retry of it, runs. Where the store
+	// answers, what it has found stands. Default: false.
+	FailOpen bool `json:"fail_open,omitempty"`
+
 	// `off` lets the well-known paths through to the upstream instead of answering
 	// them. Default: on.
 	Endpoints string `json:"endpoints,omitempty"`
@@ -112,6 +122,8 @@ type Handler struct {
 	fingerprints      fingerprint.Config
 	upstream          caddyhttp.Handler
 	probes            *prober
+	counts            *metrics.Guard
+	failures          *stretch // calls that were forwarded for want of a store
 
 	origin origin // of a Caddyfile's guard
 }
@@ -135,7 +147,7 @@ func (Handler) CaddyModule() caddy.ModuleInfo {
 // Provision sets defaults and loads matchers and the upstream chain.
 func (h *Handler) Provision(ctx caddy.Context) error {
 	h.logger = ctx.Logger()
-	h.probes = new(prober)
+	h.probes, h.failures = new(prober), new(stretch)
 	app, err := ctx.App("agent_guard")
 	if err != nil {
 		return err
@@ -164,6 +176,10 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	if h.Caller == "" {
 		h.logger.Warn("calls without any credential share one space of execution ids; require authentication, or name the caller with `caller`",
 			zap.String("guard", h.Name), zap.String("caller", anonymous))
+	}
+	if h.FailOpen {
+		h.logger.Warn("fail_open: while the store is unavailable, calls are forwarded unguarded and their retries run again",
+			zap.String("guard", h.Name))
 	}
 	return nil
 }
@@ -248,6 +264,10 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 		}
 	}
 	h.actions = append(slices.Clip(h.Actions), fallback)
+	h.counts = h.app.collector.Guard(h.Name)
+	for _, a := range h.actions {
+		a.counts = h.app.collector.Action(h.Name, a.Name)
+	}
 	return nil
 }
 

@@ -96,6 +96,8 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"a key that is none":        {withApp(`"key": "short"`), `agent_guard: keys: value short: seal: the key is neither`},
 		"a key file nowhere":        {withApp(`"key_file": "{env.AGENT_GUARD_TEST_UNSET}/key"`), `agent_guard: keys: file "{env.AGENT_GUARD_TEST_UNSET}/key": evaluated placeholder {env.AGENT_GUARD_TEST_UNSET} is empty`},
 		"drain":                     {withApp(`"drain": -1`), `agent_guard: drain: -1ns is negative; it must be positive`},
+		"quota's number":            {withApp(`"quota": {"open_executions": -1}`), `agent_guard: quota: open_executions: -1 is negative; it must be positive`},
+		"quota's size":              {withApp(`"quota": {"stored_bytes": -1}`), `agent_guard: quota: stored_bytes: -1 bytes is negative; it must be positive`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			err := provision(t, c.config)

@@ -12,6 +12,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -94,6 +95,7 @@ type Action struct {
 
 	matchers caddyhttp.MatcherSets
 	rules    guard.Rules
+	counts   *metrics.Action
 	origin   origin // of a Caddyfile's action
 }
 

@@ -26,6 +26,7 @@ const (
 func (x *exchange) answer(found guard.Finding) (step, error) {
 	switch found.Standing {
 	case guard.Mismatch:
+		x.emit(eventMismatch, nil)
 		return stepDone, x.problem(problem.FingerprintMismatch,
 			"The host, the query, the media type or the body differ from the call that this id was first used for.", 0)
 	case guard.RunningHere:
@@ -65,6 +66,8 @@ func (x *exchange) replay(found guard.Finding) error {
 		return x.storeFailed(err)
 	}
 	x.note("replayed", "")
+	x.noted.outcome, x.noted.created = guard.Completed, result.Created
+	x.action.counts.Replayed()
 	marks := x.marks("replayed")
 	marks[headerReplayed] = []string{"true"}
 	err = answer.Play(x.w, x.r, answer.Source{
@@ -116,6 +119,7 @@ func (x *exchange) attach(flight *guard.Flight) (step, error) {
 		return stepDone, x.problem(problem.InProgress, "An earlier attempt has not answered yet.", guard.StateSending)
 	}
 	x.note("attached", "")
+	x.action.counts.Attached()
 	err = answer.Play(x.w, x.r, answer.Source{
 		Head: head, Body: followed{x.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
 	}, x.marks("attached"))

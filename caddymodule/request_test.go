@@ -24,7 +24,7 @@ func request(method, target string, fields ...string) *http.Request {
 }
 
 // testGuard is a guard over a store in memory.
-func testGuard(t *testing.T) *guard.Guard {
+func testGuard(t testing.TB) *guard.Guard {
 	t.Helper()
 	st := memory.New(memory.Options{})
 	g, _, err := guard.Open(t.Context(), st, seal.Generate())
@@ -40,7 +40,7 @@ func testGuard(t *testing.T) *guard.Guard {
 }
 
 // defaulted is a handler as Provision makes it, without what needs a context.
-func defaulted(t *testing.T, h Handler) *Handler {
+func defaulted(t testing.TB, h Handler) *Handler {
 	t.Helper()
 	h.setDefaults()
 	if err := h.provisionIDs(); err != nil {

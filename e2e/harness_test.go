@@ -41,10 +41,14 @@ type gateway struct {
 type setup struct {
 	// global are further global options.
 	global string
+	// app are further options of the app.
+	app string
 	// site are the site's directives. %s in it is the upstream's address.
 	site string
 	// badger takes the embedded store instead of one in memory.
 	badger bool
+	// store is one in memory that another gateway had; nil is a new one.
+	store *testStore
 	// address makes a site address of the port; nil is http.
 	address func(port string) string
 }
@@ -61,9 +65,12 @@ func launch(t *testing.T, s setup) *gateway {
 	g := &gateway{t: t, scheme: "http"}
 	storeOption := "badger " + filepath.Join(dir, "store")
 	if !s.badger {
-		g.store = newTestStore(filepath.Join(dir, "store"))
+		g.store = s.store
+		if g.store == nil {
+			g.store = newTestStore(filepath.Join(dir, "store"))
+			t.Cleanup(g.store.forget)
+		}
 		storeOption = "e2e " + g.store.path
-		t.Cleanup(g.store.forget)
 	}
 	g.addr = freeAddress(t)
 	_, port, _ := net.SplitHostPort(g.addr)
@@ -87,13 +94,14 @@ func launch(t *testing.T, s setup) *gateway {
 	}
 	agent_guard {
 		store %s
+		%s
 	}
 	%s
 }
 %s {
 	%s
 }
-`, dir, storeOption, s.global, address, s.site))
+`, dir, storeOption, s.app, s.global, address, s.site))
 	g.client = g.newClient(nil)
 	return g
 }
@@ -374,6 +382,7 @@ type problemDoc struct {
 	ExecutionID string `json:"execution_id"`
 	State       string `json:"state"`
 	SafeNewKey  *bool  `json:"safe_new_key"`
+	StatusURL   string `json:"status_url"`
 	Error       *struct {
 		Type    *string `json:"type"`
 		Code    *string `json:"code"`

@@ -50,7 +50,7 @@ func retryableRetries(r reply) bool {
 func provoked(t *testing.T) map[string]reply {
 	t.Helper()
 	u, hold := newUpstream(t), newGate(t)
-	g := start(t, `agent_proxy %s {
+	g := launch(t, setup{app: "quota {\n open_executions 2\n}", site: fmt.Sprintf(`agent_proxy %s {
 		missing_id require
 		max_body 1KiB
 		attach_wait 20ms
@@ -59,7 +59,7 @@ func provoked(t *testing.T) map[string]reply {
 			match path /large
 			max_result 10
 		}
-	}`, u.addr)
+	}`, u.addr)})
 	u.on("/held", func(w http.ResponseWriter, a *arrival) {
 		hold.pass()
 		status(201, "")(w, a)
@@ -80,6 +80,14 @@ func provoked(t *testing.T) map[string]reply {
 	again("in-doubt", request{path: "/doubt", id: "k"}, request{path: "/doubt", id: "k"})
 	again("result-unavailable", request{path: "/large", id: "k"}, request{path: "/large", id: "k"})
 
+	u.on("/doubt/2", reset)
+	for _, path := range []string{"/doubt", "/doubt/2", "/y"} {
+		got["quota-exceeded"] = g.call(request{path: path, id: "k", header: ann})
+	}
+	got["authentication-required"] = g.call(asking("k", nil))
+	got["execution-unknown"] = g.call(asking("k", bob))
+	got["parameter-invalid"] = g.call(asking("k?wait=soon", ann))
+
 	running := g.begin(request{path: "/held", id: "k"})
 	wait(t, hold.arrived, "the call")
 	got["in-progress"] = g.call(request{path: "/held", id: "k"})
@@ -98,7 +106,7 @@ func provoked(t *testing.T) map[string]reply {
 // Section "Errors" and trap 28: the form of every problem, and that SDKs retry what a
 // retry can cure and nothing else.
 func TestProblems(t *testing.T) {
-	retry := map[string]bool{"in-progress": true, "store-unavailable": true, "shutting-down": true}
+	retry := map[string]bool{"in-progress": true, "store-unavailable": true, "shutting-down": true, "quota-exceeded": true}
 	state := map[string]string{
 		"in-doubt": "in_doubt", "result-unavailable": "completed", "result-expired": "completed", "in-progress": "running",
 	}
@@ -134,7 +142,8 @@ func TestProblems(t *testing.T) {
 				t.Errorf("%+v", doc)
 			}
 			id := "k"
-			if k.Slug == "execution-id-missing" || k.Slug == "execution-id-invalid" || k.Slug == "caller-unstable" || k.Slug == "body-too-large" {
+			switch k.Slug {
+			case "execution-id-missing", "execution-id-invalid", "caller-unstable", "body-too-large", "authentication-required":
 				id = "" // not known yet
 			}
 			if doc.ExecutionID != id || got.header.Get("Execution-Id") != id {
@@ -168,7 +177,10 @@ func TestProblems(t *testing.T) {
 // need no credentials, and touch neither store nor upstream.
 func TestEndpoints(t *testing.T) {
 	u := newUpstream(t)
-	g := start(t, "agent_proxy %s {\n name payments\n missing_id derive 90s\n fingerprint_exclude /t\n action pay {\n match path /pay\n preset stripe\n retain_key 48h\n}\n}", u.addr)
+	g := launch(t, setup{
+		app:  "quota {\n stored_bytes 1MiB\n}",
+		site: fmt.Sprintf("agent_proxy %s {\n name payments\n missing_id derive 90s\n fingerprint_exclude /t\n action pay {\n match path /pay\n preset stripe\n retain_key 48h\n}\n}", u.addr),
+	})
 	g.store.onGet(func() error { return errBroken })
 	g.store.failCommits(errBroken)
 	for _, k := range problem.Kinds() {
@@ -201,6 +213,12 @@ func TestEndpoints(t *testing.T) {
 		Problems []struct {
 			Type string `json:"type"`
 		} `json:"problems"`
+		Executions struct {
+			Status  string  `json:"status"`
+			Output  string  `json:"output"`
+			MaxWait float64 `json:"max_wait_s"`
+		} `json:"executions"`
+		Quota map[string]int `json:"quota"`
 	}
 	if err := json.Unmarshal([]byte(got.body), &doc); err != nil || got.status != 200 || got.header.Get("Content-Type") != "application/json" {
 		t.Fatalf("%d %v %v", got.status, got.header, err)
@@ -208,6 +226,10 @@ func TestEndpoints(t *testing.T) {
 	if doc.Guard != "payments" || doc.ExecutionID.Missing != "derive" || doc.ExecutionID.Window != 90 ||
 		fmt.Sprint(doc.Fingerprint.Excluded) != "[/t]" || len(doc.Problems) != len(problem.Kinds()) ||
 		fmt.Sprint(doc.Actions) != "[{pay stripe 172800} {default default 2.592e+06}]" {
+		t.Errorf("policy %+v", doc)
+	}
+	if doc.Executions.Status != executionsPath+"{id}{?wait,key,method,path}" || doc.Executions.Output != executionsPath+"{id}/output{?wait,key,method,path}" ||
+		doc.Executions.MaxWait != 60 || fmt.Sprint(doc.Quota) != "map[stored_bytes:1048576]" {
 		t.Errorf("policy %+v", doc)
 	}
 	head := g.call(request{method: "HEAD", path: policy})
@@ -253,4 +275,7 @@ func TestEndpointsElsewhere(t *testing.T) {
 		t.Errorf("%d %q", got.status, got.body)
 	}
 	g.call(request{path: "/.well-known/cascade/x", id: "k"}).want(t, 201, "arrival 1", "executed")
+	if got := g.call(asking("k", ann)); got.status != 201 || got.body != "arrival 1" {
+		t.Errorf("%d %q", got.status, got.body)
+	}
 }

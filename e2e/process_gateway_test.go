@@ -167,6 +167,7 @@ func (s *procSite) launch(t *testing.T) *procGateway {
 	g := &procGateway{site: s, log: new(procLog), dead: make(chan struct{})}
 	g.cmd = s.command(context.Background(), "gateway", "run", "--config", s.path("Caddyfile"), "--adapter", "caddyfile")
 	g.cmd.Stdout, g.cmd.Stderr = g.log, g.log
+	g.cmd.WaitDelay = procBound // a wrapper that was killed may leave the gateway behind
 	stdin, err := g.cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)

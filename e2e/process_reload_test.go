@@ -190,8 +190,9 @@ func TestProcessFailedReload(t *testing.T) {
 	tests := []struct{ name, store, app, guard, says string }{
 		{name: "unknown option", guard: "no_such_option", says: "no_such_option"},
 		{name: "refused option", guard: "preset nonsense", says: "nonsense"},
-		{name: "another key", app: "keys value MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=", says: "the source of the key changes with a restart only"},
-		{name: "another key file", app: "keys file " + taken.path("data.key"), says: "the source of the key changes with a restart only"},
+		{name: "another key", app: "keys value MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=", says: "keeps the index key that it was made with"},
+		{name: "another key file", app: "keys file " + taken.path("data.key"), says: "keeps the index key that it was made with"},
+		{name: "a key file that is missing", app: "keys file " + taken.path("none"), says: "is missing"},
 		{name: "a directory in use", store: "badger " + taken.path("data"), says: "stop the process that has it open"},
 		{name: "a directory that cannot be made", store: "badger /dev/null/agent_guard", says: "not a directory"},
 	}

@@ -87,27 +87,28 @@ func BenchmarkExecution(b *testing.B) {
 func BenchmarkReplay(b *testing.B) {
 	for _, size := range []int{100, 1 << 10} {
 		b.Run(fmt.Sprint(size), func(b *testing.B) {
-			g := benchGuard(b)
-			c := benchCall(g, "1")
-			run(b, g, c, make([]byte, size))
-			buf := make([]byte, 32<<10)
-			b.ReportAllocs()
-			for b.Loop() {
-				found, err := g.Find(ctx, c.Key, c.Fingerprint)
-				if err != nil || found.Standing != guard.Replayable {
-					b.Fatal(found.Standing, err)
+			overStores(b, func(b *testing.B, g *guard.Guard) {
+				c := benchCall(g, "1")
+				run(b, g, c, make([]byte, size))
+				buf := make([]byte, 32<<10)
+				b.ReportAllocs()
+				for b.Loop() {
+					found, err := g.Find(ctx, c.Key, c.Fingerprint)
+					if err != nil || found.Standing != guard.Replayable {
+						b.Fatal(found.Standing, err)
+					}
+					result, err := g.Result(ctx, c.Key, found)
+					if err != nil {
+						b.Fatal(err)
+					}
+					for body := result.Body(ctx); err == nil; {
+						_, err = body.Read(buf)
+					}
+					if err != io.EOF {
+						b.Fatal(err)
+					}
 				}
-				result, err := g.Result(ctx, c.Key, found)
-				if err != nil {
-					b.Fatal(err)
-				}
-				for body := result.Body(ctx); err == nil; {
-					_, err = body.Read(buf)
-				}
-				if err != io.EOF {
-					b.Fatal(err)
-				}
-			}
+			})
 		})
 	}
 }

@@ -11,6 +11,9 @@ type Key [32]byte
 // String is a short form for logs; it tells nothing of the caller or the id.
 func (k Key) String() string { return hex.EncodeToString(k[:8]) }
 
+// Hex is the whole key in hexadecimal, as operators name an execution.
+func (k Key) Hex() string { return hex.EncodeToString(k[:]) }
+
 // Fingerprint is the hash of what a call asks for. The same key with another
 // fingerprint is another request under a used id, and refused.
 type Fingerprint [32]byte
@@ -42,8 +45,10 @@ type Call struct {
 	Fingerprint Fingerprint
 	Scope       Scope
 	Origin      Origin
-	Action      string
-	Workflow    string
+	// Host is recorded, not keyed: who looks an execution up must name it.
+	Host     string
+	Action   string
+	Workflow string
 	// Deadline is the longest that the execution may take.
 	Deadline time.Duration
 	// KeepResult and KeepKey are how long after its settling the result can be
@@ -52,6 +57,8 @@ type Call struct {
 	// ResultCap is the largest answer body that is kept, in bytes. A larger one
 	// flows on, its key stays taken and its result is unavailable.
 	ResultCap int64
+	// Quota is what the call's caller may hold at a time.
+	Quota Quota
 }
 
 // Key derives the execution key of s.

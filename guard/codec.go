@@ -31,6 +31,14 @@ func (e *encoder) string(tag byte, v string) {
 	e.b = append(e.b, v...)
 }
 
+// marked writes v after a valueMark, so that it is written where it is empty too.
+func (e *encoder) marked(tag byte, v string) {
+	e.b = append(e.b, tag)
+	e.b = binary.AppendUvarint(e.b, uint64(len(v)+1))
+	e.b = append(e.b, valueMark)
+	e.b = append(e.b, v...)
+}
+
 func (e *encoder) int(tag byte, v int64) {
 	if v == 0 {
 		return

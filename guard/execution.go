@@ -14,6 +14,7 @@ type Execution struct {
 	flight  *Flight
 	record  Record
 	version store.Version
+	usage   *usage // nil where its caller has no quota
 	keeper  *keeper
 }
 
@@ -57,6 +58,9 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, riders ...store.Write
 	switch {
 	case err != nil:
 		err = fmt.Errorf("%w: %w", ErrUnrecorded, err)
+		orphan := e.record
+		orphan.State = StateInDoubt // as the next life of this node will record it
+		e.usage.settled(&orphan)
 	case o.Whole:
 		ending = EndedAnswered
 	case o.Verdict == Released:
@@ -64,11 +68,13 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, riders ...store.Write
 	}
 	e.g.flights.end(e.flight, ending)
 	e.g.running.leave()
+	e.g.leave(e.usage)
 	return err
 }
 
 func (e *Execution) settle(ctx context.Context, o Outcome, riders []store.Write) error {
 	g := e.g
+	defer g.writers.enter().leave()
 	var tail []byte
 	var pieces pieces
 	if e.keeper != nil {
@@ -85,13 +91,18 @@ func (e *Execution) settle(ctx context.Context, o Outcome, riders []store.Write)
 	record.Settled, record.Cause, record.Status = now, o.Cause, o.Status
 	if o.Verdict == InDoubt {
 		record.State = StateInDoubt
-		return e.commit(ctx, g.put(e.flight.key, &e.record, &record, store.VersionIs(e.version)), riders)
+		return e.keep(ctx, &record, nil, riders)
 	}
 	record.State = StateCompleted
-	if tail, err = pieces.rest(e.flight.recording, &record); err == nil {
+	buf := scratch.Get().(*[]byte)
+	defer freeScratch(buf)
+	if tail, err = pieces.rest((*buf)[:0], e.flight.recording, &record); err == nil {
 		record.Result.Expires = now.Add(record.KeepResult)
 	}
-	err = e.commit(ctx, e.completed(&record, tail), riders)
+	if tail != nil {
+		*buf = tail
+	}
+	err = e.keep(ctx, &record, tail, riders)
 	if err == nil || tail == nil || errors.Is(err, store.ErrUnknown) {
 		return err
 	}
@@ -100,18 +111,20 @@ func (e *Execution) settle(ctx context.Context, o Outcome, riders []store.Write)
 	}
 	// The answer did not fit; the key must be kept all the same (P1).
 	record.Result = StoredResult{}
-	return e.commit(ctx, e.completed(&record, nil), riders)
+	return e.keep(ctx, &record, nil, riders)
 }
 
-func (e *Execution) completed(record *Record, tail []byte) []store.Write {
+// keep records the settled execution, with its answer where tail is not nil.
+func (e *Execution) keep(ctx context.Context, record *Record, tail []byte, riders []store.Write) error {
 	batch := e.g.put(e.flight.key, &e.record, record, store.VersionIs(e.version))
-	if tail == nil {
-		return batch
+	if tail != nil {
+		batch = append(batch, e.g.tail(e.flight.key, record, tail))
 	}
-	name := pieceKey(e.flight.key, record.Claim, headPiece)
-	return append(batch, store.Write{
-		Key: name, Value: e.g.sealer.Seal(nil, tail, name), Expires: record.Result.Expires, Bulk: true,
-	})
+	err := e.commit(ctx, batch, riders)
+	if err == nil {
+		e.usage.settled(record)
+	}
+	return err
 }
 
 func (e *Execution) commit(ctx context.Context, batch, riders []store.Write) error {

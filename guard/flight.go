@@ -23,6 +23,8 @@ func (e Ending) whole() bool { return e == EndedAnswered }
 type Flight struct {
 	key         Key
 	fingerprint Fingerprint
+	caller      CallerHash
+	id          string
 	recording   *Recording
 	done        chan struct{}
 	ending      Ending // valid once done is closed
@@ -53,7 +55,7 @@ func (t *flights) find(key Key) *Flight {
 }
 
 // start registers a flight, or returns nil where one is registered already.
-func (t *flights) start(c *Call) *Flight {
+func (t *flights) start(c *Call, caller CallerHash) *Flight {
 	shard := &t[c.Key[0]%64]
 	shard.Lock()
 	defer shard.Unlock()
@@ -61,7 +63,7 @@ func (t *flights) start(c *Call) *Flight {
 		return nil
 	}
 	f := &Flight{
-		key: c.Key, fingerprint: c.Fingerprint,
+		key: c.Key, fingerprint: c.Fingerprint, caller: caller, id: c.Scope.ID,
 		recording: newRecording(c.ResultCap), done: make(chan struct{}),
 	}
 	if shard.m == nil {

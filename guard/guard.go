@@ -18,6 +18,10 @@ type Sealer interface {
 	Open(dst, sealed, name []byte) ([]byte, error)
 	// Index derives 32 bytes from parts, stable for the life of the store.
 	Index(domain string, parts ...string) [32]byte
+	// KeyIDs lists the keys with which it opens, by id, the last of which seals.
+	KeyIDs() []uint32
+	// KeyOf is the id of the key under which a value is sealed.
+	KeyOf(sealed []byte) uint32
 }
 
 // Guard is one node's view of all executions in one store. It is safe for
@@ -29,6 +33,8 @@ type Guard struct {
 	boot    string
 	flights flights
 	running gate
+	writers *writers
+	usages  usages
 }
 
 // Errors of Guard.
@@ -40,6 +46,9 @@ var (
 	// ErrStore: the store did not answer or did not take a record. Nothing may be
 	// forwarded (P4).
 	ErrStore = errors.New("guard: the store is unavailable")
+	// ErrUnreadable: a record stands under the key and cannot be read. It comes with
+	// ErrStore.
+	ErrUnreadable = errors.New("guard: the record cannot be read")
 	// ErrUnrecorded: the outcome did not reach the store: the execution is in doubt.
 	ErrUnrecorded = errors.New("guard: the outcome could not be recorded")
 )
@@ -49,7 +58,7 @@ var (
 // one Guard may be open on a store of this process.
 func Open(ctx context.Context, st store.Store, sealer Sealer) (*Guard, Recovery, error) {
 	boot := newClaim()
-	g := &Guard{store: st, sealer: sealer, boot: hex.EncodeToString(boot[:])}
+	g := &Guard{store: st, sealer: sealer, boot: hex.EncodeToString(boot[:]), writers: newWriters()}
 	if err := g.identify(ctx); err != nil {
 		return nil, Recovery{}, err
 	}
@@ -158,11 +167,11 @@ func (g *Guard) load(ctx context.Context, key Key) (*Record, store.Version, erro
 func (g *Guard) open(sealed, name []byte) (*Record, error) {
 	plain, err := g.sealer.Open(nil, sealed, name)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
 	}
 	record, err := decodeRecord(plain)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
 	}
 	return record, nil
 }
@@ -200,12 +209,15 @@ func (g *Guard) standing(ctx context.Context, r *Record) (Standing, error) {
 // claim's commit carries riders of other packages; where a rider's condition does
 // not hold the error is its *store.Conflict, and nothing is claimed.
 //
+// A *QuotaError says that the caller holds too much already.
+//
 // The owner must settle the execution, whatever happens.
 func (g *Guard) Claim(ctx context.Context, c *Call, found Finding, riders ...store.Write) (*Execution, error) {
 	if !g.running.enter() {
 		return nil, ErrDraining
 	}
-	flight := g.flights.start(c)
+	caller := g.Caller(c.Scope.Caller)
+	flight := g.flights.start(c, caller)
 	if flight == nil {
 		g.running.leave()
 		return nil, ErrTaken
@@ -220,11 +232,16 @@ func (g *Guard) Claim(ctx context.Context, c *Call, found Finding, riders ...sto
 }
 
 func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Finding, riders []store.Write) (*Execution, error) {
+	defer g.writers.enter().leave()
 	now, err := g.store.Now(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	record := g.newRecord(c, now)
+	usage, err := g.admit(ctx, flight.caller, c.Quota, now, found.Record != nil)
+	if err != nil {
+		return nil, err
+	}
+	record := g.newRecord(c, flight.caller, now)
 	condition := store.Absent()
 	if found.Record != nil {
 		condition = store.VersionIs(found.version)
@@ -232,6 +249,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	batch := append(g.put(c.Key, found.Record, &record, condition), riders...)
 	version, err := g.store.Commit(ctx, batch...)
 	if err != nil {
+		g.leave(usage)
 		var lost *store.Conflict
 		switch {
 		case !errors.As(err, &lost):
@@ -241,5 +259,8 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 		}
 		return nil, lost
 	}
-	return &Execution{g: g, flight: flight, record: record, version: version}, nil
+	if found.Record != nil {
+		g.resolved(found.Record, nil)
+	}
+	return &Execution{g: g, flight: flight, record: record, version: version, usage: usage}, nil
 }

@@ -33,7 +33,7 @@ func (h *Head) encode(dst []byte) []byte {
 		for k, values := range fields {
 			e.string(name, k)
 			for _, v := range values {
-				e.bytes(value, append([]byte{valueMark}, v...))
+				e.marked(value, v)
 			}
 		}
 	}

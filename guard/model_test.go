@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"testing"
 	"testing/synctest"
@@ -76,6 +77,9 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 					m.open, m.state = nil, Doubtful
 				}
 			}
+		case op < 18: // the sealing key rotates, and running executions are not waited for
+			modelRotate(t, g, ring)
+			now = time.Now()
 		default:
 			pass(time.Duration(rnd.Int64N(int64(2 * time.Hour))))
 			now = time.Now()
@@ -96,6 +100,21 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 			}
 		}
 		checkIndex(t, g)
+	}
+}
+
+func modelRotate(t *testing.T, g *Guard, ring *seal.Ring) {
+	next, err := ring.Rotated()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	if _, err := ring.Adopt(next, nil, func(id uint32) error { return g.UseKey(ctx, id) }); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := g.Reseal(ctx, nil); err != nil && !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatal(err)
 	}
 }
 
@@ -144,6 +163,7 @@ func modelSettle(t *testing.T, m *modelCall, rnd *rand.Rand) {
 func checkIndex(t *testing.T, g *Guard) {
 	t.Helper()
 	want, have := map[string]bool{}, map[string]bool{}
+	accounts, found := map[string]string{}, map[string]string{}
 	for entry, err := range g.store.Scan(context.Background(), store.Range{}) {
 		if err != nil {
 			t.Fatal(err)
@@ -156,11 +176,18 @@ func checkIndex(t *testing.T, g *Guard) {
 			}
 			key := Key(entry.Key[1:])
 			want[string(stateKey(r.State, r.Created, key))] = true
+			if r.State.Open() {
+				continue
+			}
 			want[string(g.callerKey(r, key))] = true
+			accounts[string(g.callerKey(r, key))] = string(accountOf(r, r.size()).encode())
 			if r.Workflow != "" {
 				want[string(g.workflowKey(r, key))] = true
 			}
-		case spaceCaller, spaceState, spaceWorkflow:
+		case spaceCaller:
+			found[string(entry.Key)] = string(entry.Value)
+			have[string(entry.Key)] = true
+		case spaceState, spaceWorkflow:
 			have[string(entry.Key)] = true
 		}
 	}
@@ -173,6 +200,9 @@ func checkIndex(t *testing.T, g *Guard) {
 		if !want[k] {
 			t.Fatalf("an entry of index %q belongs to no record", k[0])
 		}
+	}
+	if !maps.Equal(accounts, found) {
+		t.Fatal("an account does not tell what its record does")
 	}
 }
 
@@ -188,7 +218,7 @@ func TestRecoveryTellsClaimedFromSending(t *testing.T) {
 	plant := func(id, node string, state State) Call {
 		c := Call{Scope: Scope{ID: id}}
 		c.Key = g.Key(c.Scope)
-		r := g.newRecord(&c, time.Now())
+		r := g.newRecord(&c, g.Caller(c.Scope.Caller), time.Now())
 		r.State, r.Node, r.Boot = state, node, "another life"
 		if _, err := mem.Commit(ctx, g.put(c.Key, nil, &r, store.Absent())...); err != nil {
 			t.Fatal(err)
@@ -212,4 +242,43 @@ func TestRecoveryTellsClaimedFromSending(t *testing.T) {
 		}
 	}
 	checkIndex(t, g)
+}
+
+// Another node's running execution holds the version of its record: it is left alone,
+// and so the key stays in use. What an earlier life of this node left is nobody's.
+func TestResealLeavesOtherNodesRunning(t *testing.T) {
+	ctx := context.Background()
+	mem, ring := memory.New(memory.Options{}), seal.Generate()
+	g, _, err := Open(ctx, mem, ring)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, node := range []string{g.node, "elsewhere"} {
+		c := Call{Scope: Scope{ID: node}}
+		c.Key = g.Key(c.Scope)
+		r := g.newRecord(&c, g.Caller(""), time.Now())
+		r.Node = node
+		if _, err := mem.Commit(ctx, g.put(c.Key, nil, &r, store.Absent())...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	modelRotate(t, g, ring)
+	var keys []uint32
+	for entry, err := range mem.Scan(ctx, store.Prefix([]byte{spaceRecord})) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, err := g.open(entry.Value, entry.Key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		keys = append(keys, ring.KeyOf(entry.Value))
+		if want := map[bool]uint32{true: 2, false: 1}[r.Node == g.node]; keys[len(keys)-1] != want {
+			t.Errorf("the record of node %s is under key %d, want %d", r.Node, keys[len(keys)-1], want)
+		}
+	}
+	uses, err := g.KeysInUse(ctx)
+	if err != nil || len(keys) != 2 || len(uses) != 2 || !uses[0].Until.IsZero() {
+		t.Errorf("%d records; in use %+v, %v", len(keys), uses, err)
+	}
 }

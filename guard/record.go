@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"fmt"
 	"time"
 )
 
@@ -40,6 +41,24 @@ func (s State) String() string {
 	}
 }
 
+// Open reports whether the execution has not come to an end yet.
+func (s State) Open() bool { return s == StateClaimed || s == StateSending }
+
+// States lists the states, in the order in which they are documented.
+func States() []State {
+	return []State{StateClaimed, StateSending, StateCompleted, StateInDoubt, StateRolledBack}
+}
+
+// ParseState reads the words of State.String.
+func ParseState(word string) (State, error) {
+	for _, s := range States() {
+		if s.String() == word {
+			return s, nil
+		}
+	}
+	return 0, fmt.Errorf("%q is no state; use claimed, running, completed, in_doubt or rolled_back", word)
+}
+
 // Record is what is kept of one execution. It is sealed in the store.
 type Record struct {
 	State       State
@@ -50,6 +69,7 @@ type Record struct {
 	Origin      Origin
 	Guard       string
 	Action      string
+	Host        string
 	Method      string
 	Path        string
 	Workflow    string
@@ -73,7 +93,9 @@ type StoredResult struct {
 	// Pieces is the number of full pieces of the body kept beside the head.
 	Pieces int
 	// Sum is the SHA-256 over the body and then the encoded head.
-	Sum     [32]byte
+	Sum [32]byte
+	// Size is how many bytes are stored beside the record.
+	Size    int64
 	Expires time.Time
 }
 
@@ -91,16 +113,17 @@ func shorten(s string, most int) string {
 	return s[:most]
 }
 
-func (g *Guard) newRecord(c *Call, now time.Time) Record {
+func (g *Guard) newRecord(c *Call, caller CallerHash, now time.Time) Record {
 	return Record{
 		State:       StateSending,
 		Claim:       newClaim(),
 		Fingerprint: c.Fingerprint,
-		Caller:      g.Caller(c.Scope.Caller),
+		Caller:      caller,
 		ID:          shorten(c.Scope.ID, maxRecordedID),
 		Origin:      c.Origin,
 		Guard:       shorten(c.Scope.Guard, maxRecordedText),
 		Action:      shorten(c.Action, maxRecordedText),
+		Host:        shorten(c.Host, maxRecordedText),
 		Method:      shorten(c.Scope.Method, maxRecordedText),
 		Path:        shorten(c.Scope.Path, maxRecordedText),
 		Workflow:    shorten(c.Workflow, maxRecordedText),
@@ -141,6 +164,8 @@ const (
 	tagResultExpires
 	tagKeepResult
 	tagKeepKey
+	tagHost
+	tagResultSize
 )
 
 func (r *Record) encode(dst []byte) []byte {
@@ -172,7 +197,17 @@ func (r *Record) encode(dst []byte) []byte {
 	e.time(tagResultExpires, r.Result.Expires)
 	e.int(tagKeepResult, int64(r.KeepResult))
 	e.int(tagKeepKey, int64(r.KeepKey))
+	e.string(tagHost, r.Host)
+	e.int(tagResultSize, r.Result.Size)
 	return e.b
+}
+
+// size is the number of bytes of the record before it is sealed.
+func (r *Record) size() int {
+	b := scratch.Get().(*[]byte)
+	defer freeScratch(b)
+	*b = r.encode((*b)[:0])
+	return len(*b)
 }
 
 func decodeRecord(b []byte) (*Record, error) {
@@ -230,6 +265,10 @@ func decodeRecord(b []byte) (*Record, error) {
 			r.KeepResult = time.Duration(d.int())
 		case tagKeepKey:
 			r.KeepKey = time.Duration(d.int())
+		case tagHost:
+			r.Host = d.string()
+		case tagResultSize:
+			r.Result.Size = d.int()
 		}
 	}
 	if d.err == nil && (r.State < StateClaimed || r.State > StateRolledBack) {

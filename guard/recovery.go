@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -49,9 +50,15 @@ func (g *Guard) identify(ctx context.Context) error {
 	if string(layout.Value) != layoutVersion {
 		return fmt.Errorf("%w: layout %q, this build knows %q", ErrLayout, layout.Value, layoutVersion)
 	}
+	if id := g.sealer.KeyOf(entry.Value); !slices.Contains(g.sealer.KeyIDs(), id) {
+		return fmt.Errorf("%w: it is sealing key %d", ErrMissingKey, id)
+	}
 	plain, err := g.sealer.Open(nil, entry.Value, check)
 	if err != nil || string(plain) != g.keyCheck() {
 		return ErrWrongKey
+	}
+	if err := g.checkKeys(ctx); err != nil {
+		return err
 	}
 	node, err := g.store.Get(ctx, metaKey("node"))
 	if err != nil {
@@ -78,10 +85,12 @@ func (g *Guard) christen(ctx context.Context) error {
 	}
 	g.node = "node-" + g.boot
 	check := metaKey("key")
+	ids := g.sealer.KeyIDs()
 	_, err = g.store.Commit(ctx,
 		store.Write{Key: check, If: store.Absent(), Value: g.sealer.Seal(nil, []byte(g.keyCheck()), check)},
 		store.Write{Key: metaKey("layout"), If: store.Absent(), Value: []byte(layoutVersion)},
 		store.Write{Key: metaKey("node"), If: store.Absent(), Value: []byte(g.node)},
+		store.Write{Key: metaKey(keysName), If: store.Absent(), Value: encodeUses([]KeyUse{{ID: ids[len(ids)-1]}})},
 	)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)

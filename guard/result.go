@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"hash"
 	"io"
+	"slices"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -20,6 +21,8 @@ const (
 	// maxInline is the largest encoded answer that stands in the record itself: it
 	// saves small answers a write of their own.
 	maxInline = 512
+	// lengthSize is the size of the encoded head's length, which stands before it.
+	lengthSize = 4
 )
 
 // ErrResultUnavailable: the result is missing or altered in the store. The call was
@@ -100,6 +103,7 @@ func (k *keeper) store() error {
 	k.pieces.sum.Write(buf)
 	r := &k.e.record
 	name := pieceKey(k.e.flight.key, r.Claim, headPiece+1+k.pieces.stored)
+	defer k.e.g.writers.enter().leave()
 	write := store.Write{
 		Key: name, Value: k.e.g.sealer.Seal(nil, buf, name), Bulk: true,
 		// The result's own time begins when it is settled, at the deadline at the latest.
@@ -112,36 +116,46 @@ func (k *keeper) store() error {
 	return nil
 }
 
-// rest encodes the head and what is left of the body, and notes in r where the
-// answer is. What it returns is to be stored as the head piece; nil where the
+// rest appends the head and what is left of the body to tail, and notes in r where
+// the answer is. What it returns is to be stored as the head piece; nil where the
 // answer stands in r itself. errNotKept leaves r without a result.
-func (p *pieces) rest(rec *Recording, r *Record) ([]byte, error) {
+func (p *pieces) rest(tail []byte, rec *Recording, r *Record) ([]byte, error) {
 	head, whole := rec.complete()
 	if !whole || p.failed {
 		return nil, errNotKept
 	}
-	left := make([]byte, head.Size-int64(p.stored)*pieceSize)
+	size := int(head.Size - int64(p.stored)*pieceSize)
+	tail = head.encode(append(tail[:0], make([]byte, lengthSize)...))
+	encoded := len(tail)
+	if encoded-lengthSize+size > store.MaxBulk-1024 {
+		return nil, errNotKept
+	}
+	tail = slices.Grow(tail, size)[:encoded+size]
+	left := tail[encoded:]
 	if n, err := rec.readAt(left, int64(p.stored)*pieceSize); n < len(left) {
 		return nil, fmt.Errorf("%w: %w", errNotKept, err)
 	}
-	encoded := head.encode(nil)
 	if p.sum == nil {
 		p.sum = sha256.New()
 	}
 	p.sum.Write(left)
-	p.sum.Write(encoded)
-	tail := binary.AppendUvarint(make([]byte, 0, len(encoded)+len(left)+binary.MaxVarintLen64), uint64(len(encoded)))
-	tail = append(append(tail, encoded...), left...)
-	if len(tail) > store.MaxBulk-1024 {
-		return nil, errNotKept
-	}
+	p.sum.Write(tail[lengthSize:encoded])
+	binary.BigEndian.PutUint32(tail, uint32(encoded-lengthSize))
 	r.Result = StoredResult{Kept: true, Pieces: p.stored}
 	p.sum.Sum(r.Result.Sum[:0])
 	if p.stored == 0 && len(tail) <= maxInline {
-		r.Result.Inline = tail
+		r.Result.Inline = bytes.Clone(tail)
 		return nil, nil
 	}
+	r.Result.Size = int64(p.stored)*pieceSize + int64(len(tail))
 	return tail, nil
+}
+
+// tail is the write that stores what rest returned.
+func (g *Guard) tail(key Key, record *Record, tail []byte) store.Write {
+	name := pieceKey(key, record.Claim, headPiece)
+	return store.Write{Key: name, Bulk: true, Value: g.sealer.Seal(make([]byte, 0, len(tail)+64), tail, name),
+		Expires: record.Result.Expires}
 }
 
 // Result is a recorded answer.
@@ -169,11 +183,11 @@ func (g *Guard) Result(ctx context.Context, key Key, found Finding) (*Result, er
 			return nil, err
 		}
 	}
-	size, n := binary.Uvarint(tail)
-	if n <= 0 || size > uint64(len(tail)-n) {
+	if len(tail) < lengthSize || int64(binary.BigEndian.Uint32(tail)) > int64(len(tail)-lengthSize) {
 		return nil, ErrResultUnavailable
 	}
-	encoded, rest := tail[n:][:size], tail[n+int(size):]
+	size := lengthSize + int(binary.BigEndian.Uint32(tail))
+	encoded, rest := tail[lengthSize:size], tail[size:]
 	head, err := decodeHead(encoded)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrResultUnavailable, err)

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
@@ -57,7 +58,9 @@ func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 	if src.Live {
 		w.Flush()
 	}
-	buf := make([]byte, 32<<10)
+	memory := buffers.Get().(*[32 << 10]byte)
+	defer buffers.Put(memory)
+	buf := memory[:]
 	for {
 		n, err := body.Read(buf)
 		if n > 0 {
@@ -80,6 +83,9 @@ func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 	setTrailer(w, src.Trailer())
 	return nil
 }
+
+// buffers are what bodies are played through.
+var buffers = sync.Pool{New: func() any { return new([32 << 10]byte) }}
 
 func setTrailer(w *Writer, trailer map[string][]string) {
 	if len(trailer) == 0 {

@@ -29,7 +29,8 @@ type Kind struct {
 func (k Kind) Code() string { return strings.ReplaceAll(k.Slug, "-", "_") }
 
 func (k Kind) errorType() string {
-	if k.Status == http.StatusBadRequest || k.Status == http.StatusRequestEntityTooLarge {
+	switch k.Status {
+	case http.StatusBadRequest, http.StatusUnauthorized, http.StatusNotFound, http.StatusRequestEntityTooLarge:
 		return "invalid_request_error"
 	}
 	return "idempotency_error"
@@ -78,7 +79,7 @@ var (
 		Title:    "The call may have been executed, and nobody knows",
 		meaning:  "The call was sent, and no answer came that says what became of it: the connection broke, the deadline passed, the upstream answered with a status that leaves it open, or the gateway died. It is not run again without evidence.",
 		caller:   "Do not retry, and do not send it under a new id: the effect may have happened. Look at the target system, or ask the operator.",
-		operator: "Find out in the target system whether it was applied. `on_unknown probe` asks a status URL by itself; `on_unknown retry` runs it again, at the risk of a second effect.",
+		operator: "Find out in the target system whether it was applied, and record it with `caddy agent-guard executions resolve`. `on_unknown probe` asks a status URL by itself; `on_unknown retry` runs it again, at the risk of a second effect.",
 	}
 	RolledBack = Kind{
 		Slug: "rolled-back", Status: http.StatusConflict, SafeNewKey: true,
@@ -100,6 +101,14 @@ var (
 		meaning:  "The call was executed. Its answer was too large to keep, could not be stored, or is damaged; the id stays taken.",
 		caller:   "Do not send it under a new id. Look up what became of it in the target system.",
 		operator: "`max_result` is the size up to which answers are kept.",
+	}
+	QuotaExceeded = Kind{
+		Slug: "quota-exceeded", Status: http.StatusTooManyRequests, SafeNewKey: true,
+		Title: "The caller has too much open or stored",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "The gateway bounds what one caller may hold in its store at a time: executions that run or are in doubt, and bytes of records and answers. This caller is at a bound. Nothing was recorded or forwarded; answers of earlier calls are still given.",
+		caller:   "Send the same call again after Retry-After. Executions in doubt count until they are settled, stored answers until they expire.",
+		operator: "The `quota` in the global options is the bound; a reload changes it at once. Look for the caller's executions in doubt, and for answers that are kept longer than needed (`retain_result`).",
 	}
 	StoreUnavailable = Kind{
 		Slug: "store-unavailable", Status: http.StatusServiceUnavailable,
@@ -124,13 +133,35 @@ var (
 		caller:   "Send less.",
 		operator: "`max_body` is the limit.",
 	}
+	AuthenticationRequired = Kind{
+		Slug: "authentication-required", Status: http.StatusUnauthorized,
+		Title:    "Only the caller of an execution may ask about it",
+		meaning:  "The request has no credential. What became of an execution is told to the identity that made the call, and never to callers without any.",
+		caller:   "Ask with the credential that the call was made with.",
+		operator: "Who the caller is comes from a client certificate, Caddy's authentication, `caller` or the fields of `credentials`. Calls without any of them can be looked up by an operator only.",
+	}
+	ExecutionUnknown = Kind{
+		Slug: "execution-unknown", Status: http.StatusNotFound,
+		Title:    "No execution of this caller has this id",
+		meaning:  "At this route and host nothing is recorded under this id for the identity that asks. It was never called, was refused or released without being executed, its key is no longer kept, or it was called with another credential.",
+		caller:   "Ask with the credential and at the host that the call was made with. This is no proof that the call was never executed: a retry is safe under the same id and credential, for as long as keys are kept.",
+		operator: "A credential that was rotated is another caller; an identity from Caddy's authentication, or `caller`, stays the same.",
+	}
+	ParameterInvalid = Kind{
+		Slug: "parameter-invalid", Status: http.StatusBadRequest,
+		Title:    "The question is malformed",
+		meaning:  "A parameter of a request to one of the gateway's own paths cannot be read. This says nothing about any execution.",
+		caller:   "Correct what the detail names.",
+		operator: "Nothing needs to be done.",
+	}
 )
 
 // Kinds lists all kinds, in the order in which they are documented.
 func Kinds() []Kind {
 	return []Kind{
 		ExecutionIDMissing, ExecutionIDInvalid, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
-		RolledBack, ResultExpired, ResultUnavailable, StoreUnavailable, ShuttingDown, BodyTooLarge,
+		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, StoreUnavailable, ShuttingDown, BodyTooLarge,
+		AuthenticationRequired, ExecutionUnknown, ParameterInvalid,
 	}
 }
 

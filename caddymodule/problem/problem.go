@@ -25,6 +25,8 @@ type Problem struct {
 	ExecutionID string
 	// State is the recorded execution's state, where there is one to tell of.
 	State string
+	// StatusURL is where the caller can ask what becomes of the execution, if it can.
+	StatusURL string
 	// RetryAfter is set where a retry helps; it is sent in whole seconds, at least 1.
 	RetryAfter time.Duration
 	// Cause is for the log, never for the caller.
@@ -63,6 +65,7 @@ type document struct {
 	ExecutionID string   `json:"execution_id,omitempty"`
 	State       string   `json:"state,omitempty"`
 	SafeNewKey  bool     `json:"safe_new_key"`
+	StatusURL   string   `json:"status_url,omitempty"`
 	Error       *sdkBody `json:"error,omitempty"`
 }
 
@@ -80,6 +83,7 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	doc := document{
 		Type: BasePath + k.Slug, Title: k.Title, Status: k.Status, Detail: p.Detail,
 		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: k.SafeNewKey,
+		StatusURL: p.StatusURL,
 	}
 	h := w.Header()
 	if k.retry {
@@ -98,6 +102,9 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	h.Set("Content-Length", strconv.Itoa(len(body)))
 	h.Set("Cache-Control", "no-store")
 	h.Add("Link", `</.well-known/cascade/policy>; rel="describedby"`)
+	if p.StatusURL != "" {
+		h.Add("Link", "<"+p.StatusURL+`>; rel="status"`)
+	}
 	w.WriteHeader(k.Status)
 	_, _ = w.Write(body) // the client may be gone; there is nobody to tell
 }

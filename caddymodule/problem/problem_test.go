@@ -14,7 +14,7 @@ import (
 // Terminal problems carry what stops the SDKs' retries; retryable ones carry none
 // of it (an `error` member makes stripe-go give up).
 func TestProblemsTellSDKsWhetherToRetry(t *testing.T) {
-	retryable := map[string]bool{"in-progress": true, "store-unavailable": true, "shutting-down": true}
+	retryable := map[string]bool{"in-progress": true, "store-unavailable": true, "shutting-down": true, "quota-exceeded": true}
 	for _, k := range problem.Kinds() {
 		t.Run(k.Slug, func(t *testing.T) {
 			p := problem.New(k, "some detail")
@@ -54,6 +54,20 @@ func TestProblemsTellSDKsWhetherToRetry(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// Where the caller can ask what becomes of the call, a problem says so in both ways.
+func TestProblemLeadsToTheStatus(t *testing.T) {
+	p := problem.New(problem.InDoubt, "")
+	p.StatusURL = "/status/k"
+	w := httptest.NewRecorder()
+	p.Write(w)
+	if links := w.Header().Values("Link"); len(links) != 2 || links[1] != `</status/k>; rel="status"` {
+		t.Errorf("links %q", links)
+	}
+	if !strings.Contains(w.Body.String(), `"status_url":"/status/k"`) {
+		t.Errorf("body %s", w.Body)
 	}
 }
 

@@ -3,24 +3,21 @@
 // A Ring holds two kinds of keys. The index key turns callers and execution ids
 // into the store's keys; it is made with the store and never changes, so that a
 // retry finds its execution for as long as that is kept. Sealing keys encrypt
-// values; the newest seals, all of them open.
+// values; the newest seals, all of them open. They rotate while the ring is in use.
 package seal
 
 import (
-	"bytes"
-	"crypto/hkdf"
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
-	"encoding/base64"
 	"encoding/binary"
-	"encoding/json"
 	"errors"
-	"fmt"
 	"hash"
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
+	"time"
 )
 
 // ErrOpen is returned for a sealed value that was altered, stands under another
@@ -30,109 +27,86 @@ var ErrOpen = errors.New("seal: the value does not open: altered, misplaced, or 
 // Ring seals and opens values and derives the store's keys. It is safe for
 // concurrent use.
 type Ring struct {
-	index   [keySize]byte
+	index    [keySize]byte
+	keys     atomic.Pointer[keySet] // so that nobody who seals or opens waits for a rotation
+	changing sync.Mutex             // held while another set is made and put in its place
+	macs     sync.Pool              // of *macState
+}
+
+// keySet is what a rotation replaces. It never changes.
+type keySet struct {
 	newest  uint32
 	sealing map[uint32]*sealingKey
-	macs    sync.Pool
+}
+
+// macState is what deriving takes, so that it allocates nothing.
+type macState struct {
+	mac hash.Hash
+	in  []byte
+	out [sha256.Size]byte
 }
 
 type sealingKey struct {
-	raw  [keySize]byte
-	aead *xaes
+	raw     [keySize]byte
+	created time.Time // zero where nobody has noted it
+	aead    *xaes
 }
 
 // Generate makes a ring of fresh random keys.
 func Generate() *Ring {
-	var index, sealing [keySize]byte
+	var index [keySize]byte
 	_, _ = rand.Read(index[:]) // never fails
-	_, _ = rand.Read(sealing[:])
-	return newRing(index, 1, map[uint32][keySize]byte{1: sealing})
+	return newRing(index, &keySet{newest: 1, sealing: map[uint32]*sealingKey{1: freshKey()}})
 }
 
-func newRing(index [keySize]byte, newest uint32, sealing map[uint32][keySize]byte) *Ring {
-	r := &Ring{index: index, newest: newest, sealing: make(map[uint32]*sealingKey, len(sealing))}
-	for id, key := range sealing {
-		r.sealing[id] = &sealingKey{raw: key, aead: newXAES(key)}
-	}
-	r.macs.New = func() any { return hmac.New(sha256.New, r.index[:]) }
+// freshKey makes a random sealing key. Its time is written with whole seconds.
+func freshKey() *sealingKey {
+	var raw [keySize]byte
+	_, _ = rand.Read(raw[:])
+	return newKey(raw, time.Now().UTC().Truncate(time.Second))
+}
+
+func newKey(raw [keySize]byte, created time.Time) *sealingKey {
+	return &sealingKey{raw: raw, created: created, aead: newXAES(raw)}
+}
+
+func newRing(index [keySize]byte, keys *keySet) *Ring {
+	r := &Ring{index: index}
+	r.keys.Store(keys)
+	r.macs.New = func() any { return &macState{mac: hmac.New(sha256.New, r.index[:]), in: make([]byte, 0, 512)} }
 	return r
 }
 
-// ringFile is the text of a ring. Binary members are standard base64.
-type ringFile struct {
-	Version int          `json:"version"`
-	Index   []byte       `json:"index"`
-	Newest  uint32       `json:"newest"`
-	Sealing []sealingRow `json:"sealing"`
+// Key describes a sealing key and shows nothing of it.
+type Key struct {
+	// ID is its number. Higher ones are newer.
+	ID uint32
+	// Created is when it was made; zero where that is not known.
+	Created time.Time
+	// Newest marks the one that seals.
+	Newest bool
 }
 
-type sealingRow struct {
-	ID  uint32 `json:"id"`
-	Key []byte `json:"key"`
+// Keys lists the sealing keys, the newest last.
+func (r *Ring) Keys() []Key {
+	keys := r.keys.Load()
+	var all []Key
+	for _, id := range slices.Sorted(maps.Keys(keys.sealing)) {
+		all = append(all, Key{ID: id, Created: keys.sealing[id].created, Newest: id == keys.newest})
+	}
+	return all
 }
 
-// MarshalText writes the ring as the JSON that Parse reads.
-func (r *Ring) MarshalText() ([]byte, error) {
-	f := ringFile{Version: 1, Index: r.index[:], Newest: r.newest}
-	for _, id := range slices.Sorted(maps.Keys(r.sealing)) {
-		f.Sealing = append(f.Sealing, sealingRow{ID: id, Key: r.sealing[id].raw[:]})
-	}
-	text, err := json.MarshalIndent(f, "", "\t")
-	return append(text, '\n'), err
-}
+// KeyIDs lists the ids of the sealing keys, the newest last.
+func (r *Ring) KeyIDs() []uint32 { return slices.Sorted(maps.Keys(r.keys.Load().sealing)) }
 
-// Parse reads a ring: the JSON of MarshalText, or the standard base64 of 32 random
-// bytes (`openssl rand -base64 32`), from which both keys are derived. Errors say
-// what is wrong and never show key material.
-func Parse(text []byte) (*Ring, error) {
-	text = bytes.TrimSpace(text)
-	if len(text) == 0 {
-		return nil, errors.New("seal: the key is empty; give the key ring's JSON or 32 random bytes in base64")
+// KeyOf is the id of the key under which a value is sealed; 0, which no key has, for
+// what is too short to be one.
+func (*Ring) KeyOf(sealed []byte) uint32 {
+	if len(sealed) < Overhead {
+		return 0
 	}
-	if text[0] != '{' {
-		return derive(text)
-	}
-	var f ringFile
-	dec := json.NewDecoder(bytes.NewReader(text))
-	dec.DisallowUnknownFields()
-	if err := dec.Decode(&f); err != nil {
-		return nil, errors.New("seal: the key ring is not the JSON that the gateway wrote")
-	}
-	switch {
-	case f.Version != 1:
-		return nil, fmt.Errorf("seal: key ring of version %d; this build reads version 1", f.Version)
-	case len(f.Index) != keySize:
-		return nil, fmt.Errorf("seal: the index key has %d bytes, it needs %d", len(f.Index), keySize)
-	}
-	sealing := make(map[uint32][keySize]byte, len(f.Sealing))
-	for _, row := range f.Sealing {
-		if len(row.Key) != keySize {
-			return nil, fmt.Errorf("seal: sealing key %d has %d bytes, it needs %d", row.ID, len(row.Key), keySize)
-		}
-		if _, twice := sealing[row.ID]; twice || row.ID > f.Newest {
-			return nil, fmt.Errorf("seal: sealing key %d stands twice or is newer than the newest", row.ID)
-		}
-		sealing[row.ID] = [keySize]byte(row.Key)
-	}
-	if _, ok := sealing[f.Newest]; !ok {
-		return nil, fmt.Errorf("seal: the newest sealing key, %d, is missing", f.Newest)
-	}
-	return newRing([keySize]byte(f.Index), f.Newest, sealing), nil
-}
-
-func derive(text []byte) (*Ring, error) {
-	secret, err := base64.StdEncoding.DecodeString(string(text))
-	if err != nil || len(secret) != keySize {
-		return nil, errors.New("seal: the key is neither a key ring's JSON nor 32 bytes in standard base64; make one with `openssl rand -base64 32`")
-	}
-	part := func(info string) [keySize]byte {
-		key, err := hkdf.Key(sha256.New, secret, nil, "agent-guard "+info, keySize)
-		if err != nil {
-			panic("seal: " + err.Error()) // the length is a constant that HKDF allows
-		}
-		return [keySize]byte(key)
-	}
-	return newRing(part("index"), 1, map[uint32][keySize]byte{1: part("sealing 1")}), nil
+	return binary.BigEndian.Uint32(sealed)
 }
 
 // Overhead is the number of bytes by which a sealed value is longer than the plain one.
@@ -141,11 +115,9 @@ const Overhead = 4 + nonceSize + tagSize
 // Seal appends the sealed plaintext to dst. name is the place of the value, usually
 // its key in the store: it opens there only.
 func (r *Ring) Seal(dst, plaintext, name []byte) []byte {
-	dst = binary.BigEndian.AppendUint32(dst, r.newest)
-	var nonce [nonceSize]byte
-	_, _ = rand.Read(nonce[:])
-	dst = append(dst, nonce[:]...)
-	return r.sealing[r.newest].aead.seal(dst, nonce[:], plaintext, name)
+	keys := r.keys.Load()
+	dst = binary.BigEndian.AppendUint32(dst, keys.newest)
+	return keys.sealing[keys.newest].aead.seal(dst, plaintext, name)
 }
 
 // Open appends the plain value to dst, or returns ErrOpen.
@@ -153,7 +125,7 @@ func (r *Ring) Open(dst, sealed, name []byte) ([]byte, error) {
 	if len(sealed) < Overhead {
 		return nil, ErrOpen
 	}
-	key, ok := r.sealing[binary.BigEndian.Uint32(sealed)]
+	key, ok := r.keys.Load().sealing[binary.BigEndian.Uint32(sealed)]
 	if !ok {
 		return nil, ErrOpen
 	}
@@ -168,18 +140,16 @@ func (r *Ring) Open(dst, sealed, name []byte) ([]byte, error) {
 // parts and domain, and telling nothing of them to who lacks the key. Parts are
 // length-prefixed, so that no two lists of parts run into each other.
 func (r *Ring) Index(domain string, parts ...string) [32]byte {
-	mac := r.macs.Get().(hash.Hash)
-	defer r.macs.Put(mac)
-	mac.Reset()
-	var buf [256]byte
-	b := appendPart(buf[:0], domain)
+	m := r.macs.Get().(*macState)
+	defer r.macs.Put(m)
+	m.mac.Reset()
+	m.in = appendPart(m.in[:0], domain)
 	for _, part := range parts {
-		b = appendPart(b, part)
+		m.in = appendPart(m.in, part)
 	}
-	mac.Write(b)
-	var sum [32]byte
-	mac.Sum(sum[:0])
-	return sum
+	m.mac.Write(m.in)
+	m.mac.Sum(m.out[:0])
+	return m.out
 }
 
 func appendPart(b []byte, part string) []byte {

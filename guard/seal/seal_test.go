@@ -120,9 +120,12 @@ func TestParseSaysWhatIsWrongWithoutShowingKeys(t *testing.T) {
 		`{"version":1,"index":"AAAA"}`:        "index key has 3 bytes",
 		`{"version":1,"surprise":1}`:          "JSON",
 		`{"version":1,"index":"` + key + `"}`: "newest sealing key",
-		`{"version":1,"index":"` + key + `","newest":1,"sealing":[{"id":1,"key":"AAAA"}]}`:                                     "sealing key 1 has 3 bytes",
-		`{"version":1,"index":"` + key + `","newest":1,"sealing":[{"id":2,"key":"` + key + `"}]}`:                              "newer",
-		`{"version":1,"index":"` + key + `","newest":1,"sealing":[{"id":1,"key":"` + key + `"},{"id":1,"key":"` + key + `"}]}`: "twice",
+		`{"version":1,"index":"` + key + `","newest":1,"sealing":[{"id":1,"key":"AAAA"}]}`:                                              "sealing key 1 has 3 bytes",
+		`{"version":1,"index":"` + key + `","newest":1,"sealing":[{"id":2,"key":"` + key + `"}]}`:                                       "newer",
+		`{"version":1,"index":"` + key + `","newest":0,"sealing":[{"key":"` + key + `"}]}`:                                              "has no id",
+		`{"version":1,"index":"` + key + `","newest":1,"sealing":[{"id":1,"created":"today","key":"` + key + `"}]}`:                     "RFC 3339",
+		`{"version":1,"index":"` + key + `","newest":1,"sealing":[{"id":1,"created":"0000-01-01T00:00:00+01:00","key":"` + key + `"}]}`: "RFC 3339",
+		`{"version":1,"index":"` + key + `","newest":1,"sealing":[{"id":1,"key":"` + key + `"},{"id":1,"key":"` + key + `"}]}`:          "twice",
 	} {
 		_, err := seal.Parse([]byte(text))
 		if err == nil || !strings.Contains(err.Error(), want) {
@@ -166,13 +169,33 @@ func FuzzParse(f *testing.F) {
 	text, _ := seal.Generate().MarshalText()
 	f.Add(text)
 	f.Add([]byte("AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="))
+	f.Add([]byte(`{"version":1,"index":"AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=","newest":7,"sealing":[` +
+		`{"id":7,"created":"2026-11-20T09:00:00+02:00","key":"AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="}]}`))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		ring, err := seal.Parse(text)
 		if err != nil {
 			return
 		}
-		if _, err := ring.Open(nil, ring.Seal(nil, text, nil), nil); err != nil {
+		sealed := ring.Seal(nil, text, nil)
+		next, err := ring.Rotated()
+		if err != nil {
+			return // its numbers are used up
+		}
+		again, err := next.MarshalText()
+		if err != nil {
 			t.Fatal(err)
+		}
+		read, err := seal.Parse(again)
+		if err != nil {
+			t.Fatalf("%v\n%s", err, again)
+		}
+		for _, r := range []*seal.Ring{ring, next, read} {
+			if _, err := r.Open(nil, sealed, nil); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if read.Index("d") != ring.Index("d") {
+			t.Fatal("the index key changed")
 		}
 	})
 }

@@ -3,6 +3,8 @@ package seal
 import (
 	"crypto/aes"
 	"crypto/cipher"
+	"crypto/rand"
+	"sync/atomic"
 )
 
 const (
@@ -17,7 +19,21 @@ const (
 type xaes struct {
 	block cipher.Block
 	k1    [aes.BlockSize]byte
+	// current is the derived key that seals at present: deriving one for every
+	// value would cost more than the sealing.
+	current atomic.Pointer[derived]
 }
+
+// derived is AES-256-GCM under the key that the first half of a nonce gives.
+type derived struct {
+	half [12]byte
+	aead cipher.AEAD
+	used atomic.Uint32
+}
+
+// maxUses is how many values are sealed under one derived key. The other half of
+// their nonces is random: after 2^24 of them the chance that two are equal is 2^-49.
+const maxUses = 1 << 24
 
 func newXAES(key [keySize]byte) *xaes {
 	block, err := aes.NewCipher(key[:])
@@ -56,10 +72,29 @@ func (x *xaes) aead(nonce []byte) cipher.AEAD {
 	return aead
 }
 
-func (x *xaes) seal(dst, nonce, plaintext, data []byte) []byte {
-	return x.aead(nonce).Seal(dst, nonce[12:nonceSize], plaintext, data)
+// seal appends a random nonce and the sealed plaintext to dst.
+func (x *xaes) seal(dst, plaintext, data []byte) []byte {
+	d := x.current.Load()
+	if d == nil || d.used.Add(1) > maxUses {
+		var nonce [nonceSize]byte
+		_, _ = rand.Read(nonce[:]) // never fails
+		d = &derived{half: [12]byte(nonce[:12]), aead: x.aead(nonce[:])}
+		d.used.Store(1)
+		x.current.Store(d)
+	}
+	dst = append(dst, d.half[:]...)
+	at := len(dst)
+	dst = append(dst, make([]byte, nonceSize-len(d.half))...)
+	_, _ = rand.Read(dst[at:])
+	return d.aead.Seal(dst, dst[at:], plaintext, data)
 }
 
 func (x *xaes) open(dst, nonce, sealed, data []byte) ([]byte, error) {
-	return x.aead(nonce).Open(dst, nonce[12:nonceSize], sealed, data)
+	aead := cipher.AEAD(nil)
+	if d := x.current.Load(); d != nil && string(d.half[:]) == string(nonce[:12]) {
+		aead = d.aead
+	} else {
+		aead = x.aead(nonce)
+	}
+	return aead.Open(dst, nonce[12:nonceSize], sealed, data)
 }

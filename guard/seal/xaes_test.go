@@ -18,7 +18,7 @@ func TestXAESVectors(t *testing.T) {
 	} {
 		x := newXAES([keySize]byte(bytes.Repeat([]byte{v.key}, keySize)))
 		nonce := []byte("ABCDEFGHIJKLMNOPQRSTUVWX")
-		got := x.seal(nil, nonce, []byte("XAES-256-GCM"), []byte(v.data))
+		got := x.aead(nonce).Seal(nil, nonce[12:], []byte("XAES-256-GCM"), []byte(v.data))
 		if hex.EncodeToString(got) != v.sealed {
 			t.Errorf("key %x: sealed %x, want %s", v.key, got, v.sealed)
 		}
@@ -26,5 +26,36 @@ func TestXAESVectors(t *testing.T) {
 		if err != nil || string(plain) != "XAES-256-GCM" {
 			t.Errorf("key %x: opened %q, %v", v.key, plain, err)
 		}
+	}
+}
+
+// A derived key seals many values, each under a nonce of its own, and is replaced
+// after its last use. Values of earlier ones open.
+func TestXAESDerivedKeysWearOut(t *testing.T) {
+	x := newXAES([keySize]byte(bytes.Repeat([]byte{7}, keySize)))
+	nonces := map[string]bool{}
+	var sealed [][]byte
+	for range 100 {
+		sealed = append(sealed, x.seal(nil, []byte("value"), []byte("name")))
+	}
+	first := x.current.Load()
+	first.used.Store(maxUses)
+	for range 100 {
+		sealed = append(sealed, x.seal(nil, []byte("value"), []byte("name")))
+	}
+	if x.current.Load() == first {
+		t.Error("a worn-out key still seals")
+	}
+	halves := map[string]int{}
+	for _, s := range sealed {
+		nonces[string(s[:nonceSize])] = true
+		halves[string(s[:12])]++
+		plain, err := x.open(nil, s[:nonceSize], s[nonceSize:], []byte("name"))
+		if err != nil || string(plain) != "value" {
+			t.Fatalf("opened %q, %v", plain, err)
+		}
+	}
+	if len(nonces) != 200 || len(halves) != 2 || halves[string(first.half[:])] != 100 {
+		t.Errorf("%d nonces under %d derived keys", len(nonces), len(halves))
 	}
 }

@@ -45,7 +45,8 @@ type Store interface {
 	Get(ctx context.Context, key []byte) (Entry, error)
 
 	// Scan yields the living entries of r in the order of their keys. It reads
-	// one consistent snapshot. The last pair carries the error, if any.
+	// one consistent snapshot. The last pair carries the error, if any; that of an
+	// ErrDamaged carries the key as well, so that a caller may go on behind it.
 	Scan(ctx context.Context, r Range) iter.Seq2[Entry, error]
 
 	// Commit makes all writes of batch durable, or none. It returns the version

@@ -168,10 +168,14 @@ func TestDamagedBulk(t *testing.T) {
 			if errors.Is(err, store.ErrNotFound) {
 				t.Error("damaged reads as absent")
 			}
+			var entry store.Entry
 			var last error
-			for _, last = range s.Scan(t.Context(), store.Range{From: []byte("b"), To: []byte("c")}) {
+			for entry, last = range s.Scan(t.Context(), store.Range{From: []byte("b"), To: []byte("c")}) {
 			}
 			wantErr(t, "scan", last, store.ErrDamaged)
+			if string(entry.Key) != "b" {
+				t.Errorf("the scan does not tell which entry is damaged: %q", entry.Key)
+			}
 			wantValue(t, s, "ordinary", "1")
 			// Its entry still stands for conditions.
 			_, err = s.Commit(t.Context(), insert("b", "1"))
@@ -333,7 +337,7 @@ func TestFilesAreTheOwnersAlone(t *testing.T) {
 	}))
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)

@@ -19,7 +19,6 @@ func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Versio
 		return 0, err
 	}
 	if err := s.admit(writes); err != nil {
-		s.counters.full.Add(1)
 		return 0, err
 	}
 	b := newBatch(writes, s.options.Now())

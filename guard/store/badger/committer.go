@@ -3,6 +3,7 @@ package badger
 import (
 	"errors"
 	"sync"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -93,6 +94,7 @@ func (c *committer) commitGroup(all []*batch) {
 		return
 	}
 	c.counters.commits.Add(1)
+	begun := time.Now()
 	c.frame, err = c.log.append(frame, c.next-1)
 	if err != nil {
 		c.fail(err)
@@ -100,6 +102,9 @@ func (c *committer) commitGroup(all []*batch) {
 		// there either.
 		finish(append(g.winners, g.dependent...), store.ErrUnknown)
 		return
+	}
+	if c.options.Observer != nil {
+		c.options.Observer.Committed(len(g.winners), time.Since(begun))
 	}
 	c.publish(g)
 }

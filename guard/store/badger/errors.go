@@ -17,6 +17,9 @@ var (
 	// for every bulk value; an outcome without its result still fits. Below a
 	// quarter of it nothing does.
 	ErrFull = errors.New("badger: disk is full")
+	// ErrQuota: the store has reached Options.MaxSize. It is an ErrFull, and refuses
+	// what that refuses below Options.MinFree.
+	ErrQuota = fmt.Errorf("%w: the store has reached its largest size", ErrFull)
 )
 
 func corrupt(dir, format string, args ...any) error {

@@ -51,7 +51,7 @@ func (s *Store) examineContents() (found recovery, err error) {
 	if err != nil {
 		return found, err
 	}
-	if err := verifyTables(s.lsm(), tables, true, nil); err != nil {
+	if err := s.verifyAtOpen(tables); err != nil {
 		return found, s.damaged(err)
 	}
 	if found, err = survey(s.walDir(), s.seal.current.Log); err != nil {

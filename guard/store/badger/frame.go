@@ -27,7 +27,7 @@ const (
 	frameAlign  = 8
 	// maxFrame bounds the changes of one group. A single batch that store.Check
 	// admits, with small bulk values only, is smaller.
-	maxFrame = 8 << 20
+	maxFrame = 6 << 20
 
 	changeHeader = 7
 	changePut    = 1

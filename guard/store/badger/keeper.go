@@ -45,6 +45,9 @@ func (k *keeper) run(stop <-chan struct{}) {
 // keep drops what can be dropped. An error means that the disk is no longer to be
 // trusted.
 func (k *keeper) keep() error {
+	if err := k.log.rest(); err != nil {
+		k.options.Logger.Warn("giving back files of the log", "dir", k.dir, "error", err)
+	}
 	size, applied := k.log.waiting()
 	if applied == 0 {
 		return nil

@@ -3,25 +3,58 @@ package badger
 import "time"
 
 const (
-	lookEvery  = time.Second // at the disk's free space, and for old versions
-	sweepEvery = time.Minute
+	roomEvery  = 100 * time.Millisecond // looks at the disk's free space
+	lookEvery  = time.Second            // for old versions
+	tidyEvery  = time.Minute            // what has expired
+	verifySoon = 10 * time.Second       // tables that compaction has made
+	// reclaimShare bounds what compaction for space may take of the time: one part
+	// in so many.
+	reclaimShare = 10
 )
 
 // maintain runs until the store closes.
 func (s *Store) maintain() {
-	look, sweep := time.NewTicker(lookEvery), time.NewTicker(sweepEvery)
+	s.background.Go(s.tidyLoop)
+	free, look := time.NewTicker(roomEvery), time.NewTicker(lookEvery)
+	defer free.Stop()
 	defer look.Stop()
-	defer sweep.Stop()
 	for {
 		select {
 		case <-s.closing:
 			return
-		case <-look.C:
+		case <-free.C:
 			s.lookAtDisk()
+		case <-look.C:
 			s.discard()
 			s.resealIfChanged()
-		case <-sweep.C:
+		}
+	}
+}
+
+// tidyLoop runs until the store closes. It has a goroutine of its own, for a
+// compaction may take a while.
+func (s *Store) tidyLoop() {
+	tidy, verify := time.NewTicker(tidyEvery), time.NewTicker(verifySoon)
+	defer tidy.Stop()
+	defer verify.Stop()
+	var rested time.Time
+	var seen uint64 // batches
+	for {
+		select {
+		case <-s.closing:
+			return
+		case <-verify.C:
+			_ = s.verifyNew() // it has told the logger and closed the store
+		case <-tidy.C:
 			s.sweep()
+			batches := s.counters.batches.Load()
+			busy := batches-seen > busyBatches
+			seen = batches
+			if begun := time.Now(); begun.After(rested) {
+				s.reclaim(busy)
+				rested = begun.Add(reclaimShare * time.Since(begun))
+			}
+			s.measure()
 		}
 	}
 }

@@ -19,7 +19,7 @@ import (
 func oldStore(t *testing.T, n int) (dir string, last uint64) {
 	t.Helper()
 	at := t.TempDir()
-	s := &Store{dir: at, options: Options{}.withDefaults(), disk: osDisk{}, failed: make(chan struct{})}
+	s := &Store{dir: at, options: Options{}.withDefaults(), disk: osDisk{}, failed: make(chan struct{}), known: newKnown(at)}
 	s.seal = &sealer{dir: at, lsm: s.lsm(), disk: s.disk}
 	must(t, os.Mkdir(s.lsm(), 0o700))
 	open := func() *badgerdb.DB {

@@ -53,8 +53,10 @@ func openWith(dir string, o Options, d disk) (*Store, error) {
 		closing: make(chan struct{}),
 
 		committed: make(chan struct{}),
+		known:     newKnown(dir),
 	}
 	s.seal = &sealer{dir: dir, lsm: s.lsm(), disk: d}
+	s.limits.Store(s.options.limits())
 	s.queue = newQueue(s.options.GroupWait)
 	if err := s.open(); err != nil {
 		held.Close()
@@ -125,15 +127,20 @@ func refuseForeign(dir string) error {
 func (s *Store) open() error {
 	fresh, found, err := s.examine()
 	if err != nil {
+		s.vetting.release(err)
 		return err
 	}
 	if err := removeMemory(s.lsm()); err != nil {
+		s.vetting.release(err)
 		return fmt.Errorf("badger: %w", err)
 	}
 	if s.db, err = s.openBadger(false); err != nil {
+		s.vetting.release(err)
 		return s.explain(err)
 	}
+	s.vetting.place(s.db.Tables())
 	if err := s.start(fresh, found); err != nil {
+		s.vetting.release(err)
 		return errors.Join(err, s.abandon())
 	}
 	return nil

@@ -32,17 +32,36 @@ type Options struct {
 	// Badger may need between two looks at the disk. Zero is DefaultMinFree,
 	// negative is no limit.
 	MinFree int64
+	// MaxSize is the largest size of the whole directory in bytes, as the file
+	// system counts them. Over it Commit refuses with ErrQuota what it refuses below
+	// MinFree, until enough has expired. What is under way is settled, so the store
+	// may come to be a little larger. Zero is no limit.
+	MaxSize int64
 	// VerifyEvery is the time between two checks of everything in Badger's
 	// tables, for the blocks that decay while the store is open. Zero is
-	// DefaultVerifyEvery, negative is never. They are also checked at Open.
+	// DefaultVerifyEvery, negative is never. They are also checked at Open or, if
+	// they have not changed since an orderly close, right after it.
 	VerifyEvery time.Duration
+	// Observer is told of every group of commits; nil is nobody.
+	Observer Observer
+}
+
+// Observer is told what a store does, for metrics. It must not wait.
+type Observer interface {
+	// Committed says that batches became durable together, and how long that took.
+	Committed(batches int, took time.Duration)
 }
 
 // What the zero Options mean.
 const (
-	DefaultBulkWindow  = time.Hour
-	DefaultGroupWait   = 300 * time.Microsecond
-	DefaultMinFree     = 512 << 20
+	DefaultBulkWindow = time.Hour
+	DefaultGroupWait  = 300 * time.Microsecond
+	// DefaultMinFree is what Badger can come to need before it is told to stop: the
+	// logs and tables of all memory tables, one of them on its way out and one of
+	// them not yet removed; the value log, twice the size of its file; a compaction
+	// of level 0 with the level below; and a margin for what others write to the
+	// disk between two looks.
+	DefaultMinFree     = memTableSize*(numMemTables+2) + 2*valueLogSize + levelZero + freeMargin
 	DefaultVerifyEvery = 24 * time.Hour
 	// DefaultGroup is the number of commits at a time from which on waiting for
 	// more of them pays.
@@ -74,6 +93,12 @@ func (o Options) withDefaults() Options {
 
 const (
 	memTableSize = 16 << 20
+	numMemTables = 2
+	valueLogSize = 1 << 20
+	// levelZero is a compaction of level 0: five tables are Badger's mark for it, and
+	// the level below is about as large.
+	levelZero  = 2 * 5 * memTableSize
+	freeMargin = 64 << 20
 	// valueThreshold is Badger's largest. No value of ours reaches it, so nothing
 	// goes to the value log, whose sync errors Badger only logs (P2).
 	valueThreshold = 1 << 20
@@ -84,13 +109,13 @@ func badgerOptions(dir string, o Options, failed func(error)) badgerdb.Options {
 	return badgerdb.DefaultOptions(dir).
 		WithDetectConflicts(false).
 		WithMemTableSize(memTableSize).
-		WithNumMemtables(2).
+		WithNumMemtables(numMemTables).
 		WithBlockCacheSize(16 << 20).
 		WithIndexCacheSize(0). // indexes are mapped, not cached, while tables are not encrypted
 		WithNumCompactors(2).
 		WithCompression(options.None). // values are sealed above, so they do not shrink
 		WithMetricsEnabled(false).
-		WithValueLogFileSize(1 << 20).
+		WithValueLogFileSize(valueLogSize).
 		WithValueThreshold(valueThreshold).
 		WithNumVersionsToKeep(1).
 		WithChecksumVerificationMode(options.OnBlockRead).

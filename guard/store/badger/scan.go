@@ -32,6 +32,10 @@ func (s *Store) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, 
 			return
 		}
 		defer c.close()
+		if err := s.vet(c.from, c.to); err != nil {
+			yield(store.Entry{}, err)
+			return
+		}
 		left := math.MaxInt
 		if r.Limit > 0 {
 			left = r.Limit

@@ -31,8 +31,13 @@ func TestStats(t *testing.T) {
 	if got.Bytes < 1000 || got.Bytes > 1500 {
 		t.Errorf("%d bytes, want 1000 and what keys and headers take", got.Bytes)
 	}
-	got.Bytes, got.Applied = 0, 0 // the latter comes when it comes
-	want := badger.Stats{Batches: 2, Writes: 3, Conflicts: 1, Commits: 2, BulkBytes: 5000}
+	if got.Free == 0 {
+		t.Error("it is not known what the disk has left")
+	}
+	got.Bytes, got.Free, got.Space = 0, 0, badger.Space{}
+	got.Applied = 0 // it comes when it comes
+	want := badger.Stats{Batches: 2, Writes: 3, Conflicts: 1, Commits: 2, BulkBytes: 5000,
+		FreeKnown: true, Room: badger.RoomEnough, MinFree: badger.DefaultMinFree, Healthy: true}
 	if got != want {
 		t.Errorf("stats %+v, want %+v", got, want)
 	}

@@ -62,7 +62,20 @@ type Store struct {
 
 	failure atomic.Pointer[error] // set once, by the first failed sync
 	failed  chan struct{}         // closed then
-	room    atomic.Int32          // a room; what the disk has left
+	room    atomic.Int32          // a Room; what the disk has left
+
+	known   *known // of Badger's tables
+	vetting vetting
+
+	limits    atomic.Pointer[limits]
+	free      atomic.Uint64 // bytes on the disk, at the last look
+	freeKnown atomic.Bool
+	over      atomic.Bool  // the store is larger than it may be
+	size      atomic.Int64 // when last measured
+	grown     atomic.Int64 // what had been written by then
+	space     atomic.Pointer[Space]
+	looking   sync.Mutex
+	reserved  [2]time.Time // guarded by looking; of Badger's directory: as last seen, as looked through
 
 	closing    chan struct{} // closed first
 	committed  chan struct{} // closed when the committer has ended
@@ -80,7 +93,11 @@ func (s *Store) Get(ctx context.Context, key []byte) (store.Entry, error) {
 		return store.Entry{}, err
 	}
 	now := s.options.Now()
-	raw, err := s.getRaw(key)
+	name := userKey(key)
+	if err := s.vet(name, name); err != nil {
+		return store.Entry{}, err
+	}
+	raw, err := s.getRaw(name)
 	if err != nil {
 		return store.Entry{}, err
 	}
@@ -96,7 +113,7 @@ func (s *Store) getRaw(key []byte) ([]byte, error) {
 	if err := s.usable(); err != nil {
 		return nil, err
 	}
-	raw, err := s.find(userKey(key))
+	raw, err := s.find(key)
 	if err != nil {
 		return nil, fmt.Errorf("badger: reading: %w", err)
 	}
@@ -139,7 +156,7 @@ func (s *Store) entry(key, raw []byte, now time.Time) (store.Entry, error) {
 		return store.Entry{}, store.ErrNotFound
 	}
 	if err != nil {
-		return store.Entry{}, err
+		return store.Entry{Key: key}, err
 	}
 	return e, nil
 }
@@ -227,7 +244,7 @@ func (s *Store) close() error {
 	err := s.closeBadger()
 	s.log.close()
 	if err == nil && s.unhealthy() == nil {
-		err = s.finish()
+		err = errors.Join(s.remember(), s.finish())
 	}
 	s.bodies.close()
 	return errors.Join(err, s.lock.Close())

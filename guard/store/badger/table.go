@@ -1,7 +1,6 @@
 package badger
 
 import (
-	"bufio"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -10,22 +9,15 @@ import (
 	"os"
 
 	"github.com/dgraph-io/badger/v4/fb"
-	"github.com/dgraph-io/badger/v4/pb"
-	"google.golang.org/protobuf/proto"
 )
 
-// checkTable reads a table file of Badger and compares every part with its checksum.
-// Badger's own check ends the process, or panics in a goroutine of its own, on files
-// that are cut or garbled in the wrong place.
+// inspectTable reads a table file of Badger, compares every part with its checksum,
+// and counts what will expire. Badger's own check ends the process, or panics in a
+// goroutine of its own, on files that are cut or garbled in the wrong place.
 //
 // From the end: 4 bytes length of the checksum, the checksum of the index, 4 bytes
 // length of the index, the index; before them the blocks that the index lists.
-func checkTable(name string) (err error) {
-	f, err := os.Open(name)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
+func inspectTable(f *os.File) (c census, err error) {
 	defer func() {
 		// The index is read by generated code that trusts its offsets. It is
 		// covered by a checksum, but so short a one proves little.
@@ -35,38 +27,64 @@ func checkTable(name string) (err error) {
 	}()
 	info, err := f.Stat()
 	if err != nil {
-		return err
+		return c, err
 	}
 	index, blocks, err := readIndex(f, info.Size())
 	if err != nil {
-		return err
+		return c, err
 	}
-	r := bufio.NewReaderSize(f, 1<<20)
-	if _, err := f.Seek(0, io.SeekStart); err != nil {
-		return err
-	}
+	r := blockReader{f: f, end: blocks}
+	count := counting{buckets: make(map[int64]int64)}
 	var at int64
 	var offset fb.BlockOffset
 	for i := range index.OffsetsLength() {
 		if !index.Offsets(&offset, i) {
-			return fmt.Errorf("block %d is not in the index", i)
+			return c, fmt.Errorf("block %d is not in the index", i)
 		}
-		if int64(offset.Offset()) != at || at+int64(offset.Len()) > blocks {
-			return fmt.Errorf("block %d lies outside", i)
+		length := int64(offset.Len())
+		if int64(offset.Offset()) != at || at+length > blocks {
+			return c, fmt.Errorf("block %d lies outside", i)
 		}
-		block := make([]byte, offset.Len())
-		if _, err := io.ReadFull(r, block); err != nil {
-			return fmt.Errorf("block %d: %w", i, err)
+		block, err := r.read(at, int(length))
+		if err != nil {
+			return c, fmt.Errorf("block %d: %w", i, err)
 		}
-		if err := checkBlock(block); err != nil {
-			return fmt.Errorf("block %d: %w", i, err)
+		entries, err := checkBlock(block)
+		if err != nil {
+			return c, fmt.Errorf("block %d: %w", i, err)
 		}
-		at += int64(len(block))
+		if err := count.block(entries); err != nil {
+			return c, fmt.Errorf("block %d: %w", i, err)
+		}
+		at += length
 	}
 	if index.OffsetsLength() == 0 || at != blocks {
-		return errors.New("the index does not cover the file")
+		return c, errors.New("the index does not cover the file")
 	}
-	return nil
+	return count.census(info.Size()), nil
+}
+
+// blockReader reads blocks, one after the other, in large pieces.
+type blockReader struct {
+	f     *os.File
+	end   int64 // of the blocks
+	piece []byte
+	from  int64 // where piece begins
+}
+
+func (r *blockReader) read(at int64, length int) ([]byte, error) {
+	const large = 512 << 10
+	if at < r.from || at+int64(length) > r.from+int64(len(r.piece)) {
+		size := int(min(int64(max(large, length)), r.end-at))
+		if cap(r.piece) < size {
+			r.piece = make([]byte, size)
+		}
+		r.from, r.piece = at, r.piece[:size]
+		if _, err := r.f.ReadAt(r.piece, at); err != nil {
+			return nil, err
+		}
+	}
+	return r.piece[at-r.from:][:length], nil
 }
 
 // readIndex returns the index of a table and the size of the blocks before it.
@@ -106,28 +124,31 @@ func readIndex(f io.ReaderAt, size int64) (*fb.TableIndex, int64, error) {
 	return fb.GetRootAsTableIndex(index, 0), end, nil
 }
 
-// checkBlock checks one block: data, then the checksum over it, then its length.
-func checkBlock(block []byte) error {
+// checkBlock checks one block: entries, then the checksum over them, then its length.
+func checkBlock(block []byte) (entries []byte, err error) {
 	if len(block) < 4 {
-		return errors.New("too short")
+		return nil, errors.New("too short")
 	}
 	end := len(block) - 4
 	length := int(binary.BigEndian.Uint32(block[end:]))
 	if length < 0 || length > end {
-		return errors.New("length of the checksum is garbled")
+		return nil, errors.New("length of the checksum is garbled")
 	}
-	return checkSum(block[:end-length], block[end-length:end])
+	return block[:end-length], checkSum(block[:end-length], block[end-length:end])
 }
 
+// checkSum compares data with a checksum as Badger writes it: the message
+// pb.Checksum, of which CRC-32C is the default algorithm, so that only its sum, field
+// 2, is there.
 func checkSum(data, sum []byte) error {
-	var want pb.Checksum
-	if err := proto.Unmarshal(sum, &want); err != nil {
-		return fmt.Errorf("checksum is garbled: %w", err)
+	var want uint64
+	if len(sum) > 0 {
+		n := 0
+		if want, n = binary.Uvarint(sum[1:]); sum[0] != 2<<3 || n != len(sum)-1 {
+			return errors.New("checksum is garbled or of an unknown kind")
+		}
 	}
-	if want.Algo != pb.Checksum_CRC32C {
-		return fmt.Errorf("unknown checksum %d", want.Algo)
-	}
-	if got := uint64(crc32.Checksum(data, castagnoli)); got != want.Sum {
+	if uint64(crc32.Checksum(data, castagnoli)) != want {
 		return errors.New("checksum does not match")
 	}
 	return nil

@@ -4,22 +4,102 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
+	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 
+	badgerdb "github.com/dgraph-io/badger/v4"
 	"github.com/dgraph-io/badger/v4/table"
 )
 
-// Why all tables are read whole, at Open and from time to time: where a block does
+// Why all tables are read whole, around Open and from time to time: where a block does
 // not match its checksum, Badger's Get says "not found" and its compaction leaves
 // the rest of the table out, both without a word. To the guard that would be a key
 // that is free (P1).
 
-// verifyTables checks the tables ids in dir, several at a time. Tables that are
+// damagedFile says that a table was found damaged while the store was open. Badger's
+// compaction may have replaced that table since, by one whose checksums are right and
+// whose entries are not all there, so the tables cannot tell any more.
+const damagedFile = "DAMAGED"
+
+// verifyAtOpen checks the tables of a store that is about to be opened. After an
+// orderly close those of the last level that are as they were known to be are left
+// to vetting.
+func (s *Store) verifyAtOpen(ids []uint64) error {
+	if err := s.condemned(); err != nil {
+		return err
+	}
+	now := ids
+	if s.seal.current.State == stateClosed {
+		s.known.load()
+		s.known.keep(ids)
+		var err error
+		if now, err = s.putOff(ids); err != nil {
+			return err
+		}
+	}
+	err := s.known.checkAll(s.lsm(), now, true, nil)
+	if err != nil {
+		s.vetting.release(err)
+	}
+	return err
+}
+
+// condemned returns an error where the store was found damaged before.
+func (s *Store) condemned() error {
+	why, err := os.ReadFile(filepath.Join(s.dir, damagedFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return fmt.Errorf("was found damaged before: %s", why)
+}
+
+// putOff hands to vetting what may wait and returns the rest.
+func (s *Store) putOff(ids []uint64) (now []uint64, err error) {
+	listed, err := s.listed()
+	if err != nil {
+		return nil, err
+	}
+	last := badgerdb.DefaultOptions("").MaxLevels - 1
+	for _, id := range ids {
+		if int(listed[id].Level) != last {
+			now = append(now, id)
+			continue
+		}
+		f, err := os.Open(table.NewFilename(id, s.lsm()))
+		if err == nil && s.known.same(id, f) {
+			s.vetting.add(id, f)
+			continue
+		}
+		if err == nil {
+			f.Close()
+		}
+		now = append(now, id)
+	}
+	return now, nil
+}
+
+// listed are the tables that Badger's manifest names.
+func (s *Store) listed() (map[uint64]badgerdb.TableManifest, error) {
+	f, err := os.Open(s.seal.manifest())
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	manifest, _, err := badgerdb.ReplayManifestFile(f, 0, badgerdb.Options{})
+	return manifest.Tables, err
+}
+
+// checkAll checks the tables ids in dir, several at a time. Tables that are
 // missing are errors where all is true; a running store may have compacted them.
-func verifyTables(dir string, ids []uint64, all bool, stop <-chan struct{}) error {
+func (k *known) checkAll(dir string, ids []uint64, all bool, stop <-chan struct{}) error {
 	next := make(chan uint64)
 	failed := make(chan struct{})
 	var once sync.Once
@@ -28,8 +108,8 @@ func verifyTables(dir string, ids []uint64, all bool, stop <-chan struct{}) erro
 	for range min(len(ids), runtime.GOMAXPROCS(0), 4) {
 		workers.Go(func() {
 			for id := range next {
-				err := checkTable(table.NewFilename(id, dir))
-				if err == nil || !all && errors.Is(err, fs.ErrNotExist) {
+				gone, err := k.checkIn(dir, id)
+				if err == nil || gone && !all {
 					continue
 				}
 				once.Do(func() {
@@ -55,19 +135,49 @@ feed:
 }
 
 // Verify reads all of Badger's tables and checks them against their checksums. A
-// table that does not match closes the store, as a failed sync does. Bulk values are
-// not checked; they are when they are read.
+// table that does not match closes the store for good: it does not open again, until
+// a backup has replaced it. Bulk values are not checked; they are when they are read.
 func (s *Store) Verify() error {
+	return s.verify(func(uint64) bool { return true })
+}
+
+// verifyNew checks the tables that nothing is known of, which compaction has made
+// since. It also counts what is in them.
+func (s *Store) verifyNew() error {
+	return s.verify(func(id uint64) bool {
+		_, ok := s.known.get(id)
+		return !ok
+	})
+}
+
+func (s *Store) verify(which func(id uint64) bool) error {
 	ids, err := s.tables()
 	if err != nil {
 		return err
 	}
-	if err := verifyTables(s.lsm(), ids, false, s.closing); err != nil {
+	s.known.keep(ids)
+	chosen := ids[:0]
+	for _, id := range ids {
+		if which(id) {
+			chosen = append(chosen, id)
+		}
+	}
+	if err := s.known.checkAll(s.lsm(), chosen, false, s.closing); err != nil {
 		err = corrupt(s.dir, "%w", err)
-		s.fail(err)
+		s.condemn(err)
 		return err
 	}
 	return nil
+}
+
+// condemn closes the store for good.
+func (s *Store) condemn(err error) {
+	name := filepath.Join(s.dir, damagedFile)
+	noted := os.WriteFile(name, []byte(err.Error()), 0o600)
+	if noted == nil {
+		noted = s.disk.syncDir(s.dir)
+	}
+	s.fail(errors.Join(err, noted))
 }
 
 func (s *Store) tables() ([]uint64, error) {
@@ -83,8 +193,33 @@ func (s *Store) tables() ([]uint64, error) {
 	return ids, nil
 }
 
+// closePatienceForTables bounds what an orderly close adds to what is known, so that
+// the next opening has less to read.
+const closePatienceForTables = time.Second
+
+// remember keeps what is known of the tables, after Badger was closed.
+func (s *Store) remember() error {
+	listed, err := s.listed()
+	if err != nil {
+		return err
+	}
+	ids := slices.Collect(maps.Keys(listed))
+	s.known.keep(ids)
+	begun := time.Now()
+	for _, id := range ids {
+		if _, ok := s.known.get(id); ok || time.Since(begun) > closePatienceForTables {
+			continue
+		}
+		if _, err := s.known.checkIn(s.lsm(), id); err != nil {
+			return fmt.Errorf("table %s: %w", filepath.Base(table.IDToFilename(id)), err)
+		}
+	}
+	return s.known.save()
+}
+
 // verifyLoop runs until the store closes.
 func (s *Store) verifyLoop() {
+	s.vetAll()
 	if s.options.VerifyEvery < 0 {
 		return
 	}

@@ -1,10 +1,12 @@
 package badger
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"sync"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -12,10 +14,12 @@ import (
 const (
 	// logSize is the size of a file of the log. The first one after opening is
 	// smaller, so that opening need not wait for a disk.
-	logSize      = 16 << 20
+	logSize      = 8 << 20
 	firstLogSize = 1 << 20
-	// maxSpare bounds the files that are kept to be used again.
-	maxSpare = 3
+	// maxSpare bounds the files that are kept to be used again, spareFor the time
+	// after which a quiet store gives them back.
+	maxSpare = 6
+	spareFor = time.Minute
 )
 
 // wal is the store's own log: the only thing that is synced before a commit is
@@ -39,6 +43,7 @@ type wal struct {
 	files   []*logFile // those that the seal names, oldest first
 	settled uint64     // the last frame of those that are gone
 	spare   []*logFile
+	busy    time.Time // when a file was last made
 }
 
 type preparedLog struct {
@@ -149,6 +154,7 @@ func (w *wal) prepare() {
 
 func (w *wal) make() (*logFile, error) {
 	w.mu.Lock()
+	w.busy = time.Now()
 	number := w.files[len(w.files)-1].number + 1
 	var spare *logFile
 	if n := len(w.spare); n > 0 {
@@ -233,6 +239,21 @@ func (w *wal) drop(n int) error {
 		}
 	}
 	return nil
+}
+
+// rest gives the spare files back where none was needed of late.
+func (w *wal) rest() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if time.Since(w.busy) < spareFor {
+		return nil
+	}
+	var err error
+	for _, f := range w.spare {
+		err = errors.Join(err, f.remove())
+	}
+	w.spare = nil
+	return err
 }
 
 // close lets go of the files.

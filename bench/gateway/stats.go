@@ -1,0 +1,69 @@
+package gateway
+
+import (
+	"encoding/json"
+	"net/http"
+	"runtime/metrics"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
+)
+
+func init() {
+	caddy.RegisterModule(Admin{})
+}
+
+const statsPath = "/bench/stats"
+
+// Stats is what a gateway's process has done.
+type Stats struct {
+	Goroutines int `json:"goroutines"`
+	// Heap are the bytes of living and not yet swept objects, GCs the number of
+	// collections.
+	Heap int64 `json:"heap"`
+	GCs  int64 `json:"gcs"`
+	// Opening is how long the store took to open.
+	Opening time.Duration `json:"opening"`
+	// Store are the store's counters; zero without one.
+	Store badger.Stats `json:"store"`
+}
+
+// Admin serves Stats on Caddy's admin endpoint.
+type Admin struct{}
+
+// CaddyModule returns the Caddy module information.
+func (Admin) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "admin.api.bench", New: func() caddy.Module { return new(Admin) }}
+}
+
+// Routes are the paths that are served.
+func (Admin) Routes() []caddy.AdminRoute {
+	return []caddy.AdminRoute{{Pattern: statsPath, Handler: caddy.AdminHandlerFunc(serveStats)}}
+}
+
+func serveStats(w http.ResponseWriter, _ *http.Request) error {
+	w.Header().Set("Content-Type", "application/json")
+	return json.NewEncoder(w).Encode(readStats())
+}
+
+func readStats() Stats {
+	samples := []metrics.Sample{
+		{Name: "/sched/goroutines:goroutines"},
+		{Name: "/memory/classes/heap/objects:bytes"},
+		{Name: "/gc/cycles/total:gc-cycles"},
+	}
+	metrics.Read(samples)
+	s := Stats{
+		Goroutines: int(samples[0].Value.Uint64()),
+		Heap:       int64(samples[1].Value.Uint64()),
+		GCs:        int64(samples[2].Value.Uint64()),
+	}
+	if o := opened.Load(); o != nil {
+		s.Opening, s.Store = o.took, o.store.Stats()
+	}
+	return s
+}
+
+var _ caddy.AdminRouter = Admin{}

@@ -1,0 +1,97 @@
+package load_test
+
+import (
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/bench/load"
+)
+
+// seen is a server that remembers what it was asked.
+type seen struct {
+	mu     sync.Mutex
+	keys   map[string]int
+	bodies map[string]int
+	status int
+}
+
+func (s *seen) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body, _ := io.ReadAll(r.Body)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.keys[r.Header.Get("Idempotency-Key")]++
+	s.bodies[string(body)]++
+	w.Header().Set("Mark", "yes")
+	w.WriteHeader(s.status)
+	_, _ = io.WriteString(w, strings.Repeat("x", 1<<10))
+}
+
+func serve(t *testing.T, status int) (*seen, string) {
+	t.Helper()
+	s := &seen{keys: map[string]int{}, bodies: map[string]int{}, status: status}
+	server := httptest.NewServer(s)
+	t.Cleanup(server.Close)
+	return s, server.Listener.Addr().String()
+}
+
+// Every request of a round has a key of its own, and the round's limit holds; each
+// connection makes one more, before the clock starts.
+func TestFreshKeys(t *testing.T) {
+	s, addr := serve(t, 201)
+	request := load.Payment(200)
+	request.Keys = load.Fresh
+	result, err := load.Run(t.Context(), load.Job{
+		Addr: addr, Request: request, Conns: 4, For: time.Minute, Limit: 100, Status: 201, Line: "mark: yes",
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if result.Requests != 100 || len(result.Latencies) != 100 || result.Rate() <= 0 {
+		t.Errorf("got %d requests, %d latencies, %f/s", result.Requests, len(result.Latencies), result.Rate())
+	}
+	if len(s.keys) != 104 {
+		t.Errorf("%d different keys of 104 requests", len(s.keys))
+	}
+	for key := range s.keys {
+		if len(key) != 36 {
+			t.Errorf("the key %q has not the length of a UUID", key)
+		}
+	}
+	for body := range s.bodies {
+		if len(body) != 200 {
+			t.Errorf("a body of %d bytes: %s", len(body), body)
+		}
+	}
+}
+
+func TestOneKey(t *testing.T) {
+	s, addr := serve(t, 200)
+	request := load.Payment(200)
+	request.Key = load.NewKey()
+	if _, err := load.Run(t.Context(), load.Job{
+		Addr: addr, Request: request, Conns: 2, For: time.Minute, Limit: 10, Status: 200,
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if len(s.keys) != 1 || s.keys[request.Key] != 12 {
+		t.Errorf("keys %v, want %s 12 times", s.keys, request.Key)
+	}
+}
+
+// A round in which something else was measured than what was meant is no round.
+func TestUnexpectedAnswersEndTheRound(t *testing.T) {
+	_, addr := serve(t, 503)
+	job := load.Job{Addr: addr, Request: load.Request{Method: "GET", Path: "/"}, Conns: 2, For: time.Minute, Limit: 10, Status: 200}
+	if _, err := load.Run(t.Context(), job); err == nil || !strings.Contains(err.Error(), "503") {
+		t.Errorf("another status: %v", err)
+	}
+	job.Status, job.Line = 503, "Execution-Status: replayed"
+	if _, err := load.Run(t.Context(), job); err == nil || !strings.Contains(err.Error(), "replayed") {
+		t.Errorf("a missing line: %v", err)
+	}
+}

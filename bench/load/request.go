@@ -1,0 +1,96 @@
+package load
+
+import (
+	"bytes"
+	"crypto/rand"
+	"encoding/hex"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync/atomic"
+)
+
+// Request is the request of a round.
+type Request struct {
+	Method, Path string
+	// Body is sent with Content-Type application/json, if there is one.
+	Body []byte
+	// Key is the value of Idempotency-Key; empty is none.
+	Key string
+	// Keys, if set, appends the next request's key instead: always KeyLength bytes.
+	Keys func([]byte) []byte
+}
+
+// Payment is a POST with a JSON body of n bytes.
+func Payment(n int) Request {
+	const head, tail = `{"amount":1999,"currency":"eur","note":"`, `"}`
+	body := head + strings.Repeat("n", max(n-len(head)-len(tail), 0)) + tail
+	return Request{Method: http.MethodPost, Path: "/v1/charges", Body: []byte(body)}
+}
+
+// KeyLength is that of a UUID, because some take nothing else.
+const KeyLength = 36
+
+var (
+	keyPrefix = func() string {
+		var b [4]byte
+		_, _ = rand.Read(b[:]) // never fails
+		return hex.EncodeToString(b[:]) + "-0000-4000-8000-"
+	}()
+	keyNumber atomic.Uint64
+)
+
+// NewKey makes a key that no other call of this process has, and hardly one of
+// another, in the form of a UUID.
+func NewKey() string { return string(Fresh(make([]byte, 0, KeyLength))) }
+
+// Fresh appends what NewKey makes.
+func Fresh(b []byte) []byte { return NumberedKey(b, keyPrefix, keyNumber.Add(1)) }
+
+// NumberedKey appends a key of KeyLength bytes, 24 of which are the prefix's.
+func NumberedKey(b []byte, prefix string, n uint64) []byte {
+	b = append(b, prefix...)
+	var number [6]byte
+	for i := range number {
+		number[i] = byte(n >> (8 * (len(number) - 1 - i)))
+	}
+	return hex.AppendEncode(b, number[:])
+}
+
+// wire is a request as it is sent; key is where its next key goes.
+type wire struct {
+	all, key []byte
+	keys     func([]byte) []byte
+}
+
+func (r Request) wire(host string) wire {
+	var b bytes.Buffer
+	fmt.Fprintf(&b, "%s %s HTTP/1.1\r\nHost: %s\r\n", r.Method, r.Path, host)
+	if len(r.Body) > 0 {
+		fmt.Fprintf(&b, "Content-Type: application/json\r\nContent-Length: %d\r\n", len(r.Body))
+	}
+	at := 0
+	if r.Keys != nil {
+		r.Key = string(r.Keys(make([]byte, 0, KeyLength)))
+	}
+	if r.Key != "" {
+		b.WriteString("Idempotency-Key: ")
+		at = b.Len()
+		b.WriteString(r.Key + "\r\n")
+	}
+	b.WriteString("\r\n")
+	b.Write(r.Body)
+	w := wire{all: b.Bytes(), keys: r.Keys}
+	if r.Keys != nil {
+		w.key = w.all[at : at+KeyLength]
+	}
+	return w
+}
+
+// next is the bytes of the next request.
+func (w wire) next() []byte {
+	if w.keys != nil {
+		w.keys(w.key[:0])
+	}
+	return w.all
+}

@@ -1,0 +1,140 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/bench/proc"
+	"github.com/agent-guard/caddy-agent-guard/bench/soak"
+	"github.com/agent-guard/caddy-agent-guard/bench/table"
+)
+
+// The parts of a benchmark run in processes of this binary.
+func TestMain(m *testing.M) {
+	proc.Child(roles)
+	os.Exit(m.Run())
+}
+
+// bench runs a command and returns its exit status and what it wrote.
+func bench(t *testing.T, args ...string) (status int, out, log string) {
+	t.Helper()
+	var o, l bytes.Buffer
+	status = run(t.Context(), args, &o, &l)
+	return status, o.String(), l.String()
+}
+
+func TestCommandLine(t *testing.T) {
+	for _, c := range []struct {
+		args string
+		want int
+		says string
+	}{
+		{"", 2, "usage"},
+		{"frobnicate", 2, "usage"},
+		{"table -h", 0, "-rounds"},
+		{"table -frobnicate", 2, "frobnicate"},
+		{"table quickly", 2, "quickly"},
+		{"table -json -markdown", 2, "not both"},
+		{"table -rounds many", 2, "many"},
+		{"table -rounds 0", 1, "rounds: at least 1"},
+		{"table -round 1us", 1, "too short"},
+		{"table -rows (", 1, "rows: "},
+		{"table -rows nosuch", 1, `no row matches "nosuch"`},
+		{"store -records 0", 1, "at least 1"},
+		{"store -json -markdown", 2, "not both"},
+		{"soak -for 1ms", 1, "for: at least 1s"},
+		{"soak -clients 0", 1, "clients: at least 1"},
+		{"soak -rate -1", 1, "rate: not negative"},
+		{"soak -every 1ms", 1, "every: at least 100ms"},
+		{"soak -keep 1s", 1, "keep: at least 20s"},
+	} {
+		status, _, log := bench(t, strings.Fields(c.args)...)
+		if status != c.want || !strings.Contains(log, c.says) {
+			t.Errorf("%q: exit status %d, want %d, and %q in %q", c.args, status, c.want, c.says, log)
+		}
+	}
+}
+
+// A bar that was not reached is the exit status, where that was asked for.
+func TestCheck(t *testing.T) {
+	var out bytes.Buffer
+	r := &table.Report{Figures: []table.Figure{{Name: "one", Value: 1, Verdict: table.AtLeast(1, 2)}}}
+	if err := new(form).finish(&out, r, false); err != nil {
+		t.Error(err)
+	}
+	if err := new(form).finish(&out, r, true); err == nil {
+		t.Error("a bar was not reached, and the check says nothing")
+	}
+	r.Figures[0].Verdict = table.AtMost(1, 2)
+	if err := new(form).finish(&out, r, true); err != nil {
+		t.Error(err)
+	}
+}
+
+// The whole table, with rounds that are too short to say anything.
+func TestTable(t *testing.T) {
+	status, out, log := bench(t, "table", "-quick", "-rounds", "1", "-round", "20ms", "-limit", "500", "-dir", t.TempDir(), "-json")
+	var report table.Report
+	if err := json.Unmarshal([]byte(out), &report); status != 0 || err != nil {
+		t.Fatalf("exit status %d, %v\n%s\n%s", status, err, out, log)
+	}
+	if len(report.Rows) != 16 || len(report.Figures) != 4 {
+		t.Errorf("%d rows and %d figures", len(report.Rows), len(report.Figures))
+	}
+	bars := 0
+	for _, row := range report.Rows {
+		if row.Ratio.Median <= 0 || row.SubjectValue <= 0 || row.ReferenceValue <= 0 {
+			t.Errorf("%s @%d was not measured: %+v", row.Name, row.Conns, row)
+		}
+		if row.Verdict.Bar != "" {
+			bars++
+		}
+	}
+	if bars != 12 {
+		t.Errorf("%d rows have a bar", bars)
+	}
+	if m := report.Machine; m.Sync <= 0 || m.Growing <= 0 || m.Cores < 1 || m.FileSystem == "" {
+		t.Errorf("the machine is not described: %+v", m)
+	}
+	if s := report.Settings; s.GOGC != "100" || s.Rounds != 1 {
+		t.Errorf("the settings are not stated: %+v", s)
+	}
+}
+
+// Replays of a reopened store are found by calls over HTTP: what fills it makes the
+// records that a gateway makes.
+func TestStore(t *testing.T) {
+	status, out, log := bench(t, "store", "-records", "3000", "-calls", "500", "-openings", "1", "-dir", t.TempDir())
+	if status != 0 {
+		t.Fatalf("exit status %d\n%s\n%s", status, out, log)
+	}
+	for _, figure := range []string{"B per record", "opening store and guard", "over bare, once it serves", "over bare, after calls"} {
+		if !strings.Contains(out, figure) {
+			t.Errorf("no %q in\n%s", figure, out)
+		}
+	}
+}
+
+// P1, P2: ten seconds of load with kills and reloads, and nothing is lost or done
+// twice.
+func TestSoak(t *testing.T) {
+	status, out, log := bench(t, "soak", "-for", "10s", "-every", "2500ms", "-clients", "8", "-rate", "300", "-dir", t.TempDir(), "-json")
+	var report soak.Report
+	if err := json.Unmarshal([]byte(out), &report); status != 0 || err != nil {
+		t.Fatalf("exit status %d, %v\n%s\n%s", status, err, out, log)
+	}
+	if report.Kills == 0 || report.Reloads == 0 || report.Replays == 0 || report.Losses == 0 {
+		t.Errorf("%d kills, %d reloads, %d replays, %d lost attempts: not much of a soak",
+			report.Kills, report.Reloads, report.Replays, report.Losses)
+	}
+	a := report.Audit
+	if a.Acknowledged == 0 || int64(a.Acknowledged+a.Doubtful+a.Open) != report.Calls {
+		t.Errorf("of %d calls: %+v", report.Calls, a)
+	}
+	if len(report.Samples) < 3 || report.Idle.Goroutines == 0 {
+		t.Errorf("%d samples, idle %+v", len(report.Samples), report.Idle)
+	}
+}

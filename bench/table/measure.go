@@ -1,0 +1,151 @@
+package table
+
+import (
+	"context"
+	"fmt"
+	"regexp"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
+	"github.com/agent-guard/caddy-agent-guard/bench/load"
+	"github.com/agent-guard/caddy-agent-guard/bench/stat"
+)
+
+// Run measures the table. progress is told what is under way.
+func Run(ctx context.Context, o Options, progress func(string)) (_ *Report, err error) {
+	if err := o.check(); err != nil {
+		return nil, err
+	}
+	wanted, err := regexp.Compile(o.Rows)
+	if err != nil {
+		return nil, fmt.Errorf("rows: %w", err)
+	}
+	report := &Report{Settings: settings(o)}
+	if report.Machine, err = Look(o.Dir); err != nil {
+		return nil, err
+	}
+	before := soFar()
+	s, err := newScene(o)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if closing := s.close(); err == nil {
+			err = closing
+		}
+		// Processes count once they have ended.
+		report.Machine.Others = others(before, soFar(), report.Machine.Cores)
+	}()
+	for i := range rows {
+		name := fmt.Sprintf("%s @%d", rows[i].name, rows[i].conns)
+		if !wanted.MatchString(name) {
+			continue
+		}
+		progress(name + " against " + string(rows[i].reference))
+		if err := measure(ctx, o, s, &rows[i], report); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	if len(report.Rows) == 0 {
+		return nil, fmt.Errorf("no row matches %q", o.Rows)
+	}
+	return report, nil
+}
+
+// side is one of the two that a row compares.
+type side struct {
+	place place
+	job   load.Job
+	rates []float64
+	tails []float64
+	calls int
+}
+
+func newSide(o Options, s *scene, r *row, p place, line string) (*side, error) {
+	addr, err := s.addr(p)
+	if err != nil {
+		return nil, err
+	}
+	return &side{place: p, job: load.Job{
+		Addr: addr, Request: r.request(), Conns: r.conns, For: o.Round, Limit: o.Limit, Status: 200, Line: line,
+	}}, nil
+}
+
+func (s *side) round(ctx context.Context) error {
+	result, err := load.Run(ctx, s.job)
+	if err != nil {
+		return err
+	}
+	s.rates = append(s.rates, result.Rate())
+	s.tails = append(s.tails, float64(stat.Percentile(result.Latencies, 99)))
+	s.calls += result.Requests
+	return nil
+}
+
+// measure takes rounds of the two sides in turn, and who begins changes each time:
+// what happens to the machine happens to both.
+func measure(ctx context.Context, o Options, s *scene, r *row, report *Report) error {
+	subject, err := newSide(o, s, r, r.subject, r.proof())
+	if err != nil {
+		return err
+	}
+	reference, err := newSide(o, s, r, r.reference, "")
+	if err != nil {
+		return err
+	}
+	if r.kind == replay {
+		// The first call is executed, all others are not.
+		once := subject.job
+		once.Conns, once.Limit, once.For, once.Line = 1, 1, time.Minute, ""
+		if _, err := load.Run(ctx, once); err != nil {
+			return err
+		}
+	}
+	for _, side := range []*side{subject, reference} { // what is cold gets warm
+		if err := side.round(ctx); err != nil {
+			return err
+		}
+		side.rates, side.tails, side.calls = nil, nil, 0
+	}
+	before, err := s.stats(ctx, r)
+	if err != nil {
+		return err
+	}
+	for n := range o.Rounds {
+		first, second := subject, reference
+		if n%2 == 1 {
+			first, second = second, first
+		}
+		if err := first.round(ctx); err != nil {
+			return err
+		}
+		if err := second.round(ctx); err != nil {
+			return err
+		}
+	}
+	after, err := s.stats(ctx, r)
+	if err != nil {
+		return err
+	}
+	report.add(r, subject, reference)
+	if r.syncs {
+		report.syncs(r, before[0], after[0])
+		for i, side := range []*side{subject, reference} {
+			report.collections(r, side, after[i].GCs-before[i].GCs)
+		}
+	}
+	return nil
+}
+
+// stats are those of both sides, where the row needs them.
+func (s *scene) stats(ctx context.Context, r *row) (both [2]gateway.Stats, err error) {
+	if !r.syncs {
+		return both, nil
+	}
+	for i, p := range []place{r.subject, r.reference} {
+		if both[i], err = s.gateways[p].Stats(ctx); err != nil {
+			return both, err
+		}
+	}
+	return both, nil
+}

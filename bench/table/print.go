@@ -1,0 +1,101 @@
+package table
+
+import (
+	"fmt"
+	"io"
+	"strings"
+	"text/tabwriter"
+	"time"
+)
+
+// Text prints the report as aligned columns.
+func (r *Report) Text(w io.Writer) error {
+	for _, line := range r.preface() {
+		fmt.Fprintln(w, line)
+	}
+	fmt.Fprintln(w)
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	for _, cells := range r.cells() {
+		fmt.Fprintln(t, strings.Join(cells, "\t"))
+	}
+	if len(r.Rows) > 0 {
+		fmt.Fprintln(t)
+	}
+	for _, f := range r.Figures {
+		fmt.Fprintln(t, strings.Join([]string{f.Name, f.value(), f.Verdict.Bar, f.Verdict.String()}, "\t"))
+	}
+	return t.Flush()
+}
+
+// Markdown prints the report for a document.
+func (r *Report) Markdown(w io.Writer) error {
+	fmt.Fprintln(w, strings.Join(r.preface(), " "))
+	fmt.Fprintln(w)
+	for i, cells := range r.cells() {
+		fmt.Fprintln(w, "| "+strings.Join(cells, " | ")+" |")
+		if i == 0 {
+			fmt.Fprintln(w, strings.Repeat("|---", len(cells))+"|")
+		}
+	}
+	fmt.Fprint(w, "\n| figure | value | bar | |\n|---|---|---|---|\n")
+	for _, f := range r.Figures {
+		fmt.Fprintf(w, "| %s | %s | %s | %s |\n", f.Name, f.value(), f.Verdict.Bar, f.Verdict)
+	}
+	return nil
+}
+
+func (r *Report) preface() []string {
+	m, s := r.Machine, r.Settings
+	lines := []string{
+		fmt.Sprintf("%s on %s/%s, %d cores (%s)%s.", s.Go, m.OS, m.Arch, m.Cores, m.CPU, m.company()),
+		fmt.Sprintf("Stores on %s; append of 256 B and fdatasync: p50 %s in a file of written zeros, %s in one that grows.",
+			m.FileSystem, m.Sync.Round(time.Microsecond), m.Growing.Round(time.Microsecond)),
+		fmt.Sprintf("GOGC=%s and GOMEMLIMIT=%s in every process; generator, upstream and each gateway are processes of their own on the loopback.", s.GOGC, s.GOMEMLIMIT),
+	}
+	if s.Rounds > 0 {
+		lines = append(lines, fmt.Sprintf(
+			"200 B JSON POST, 1 KiB answer, no think time; %d pairs of rounds of %s, in turn; ratios are medians over the pairs.", s.Rounds, s.Round))
+	}
+	return lines
+}
+
+// cells are the rows as text, the first one their titles; nothing without rows.
+func (r *Report) cells() [][]string {
+	if len(r.Rows) == 0 {
+		return nil
+	}
+	all := [][]string{{"row", "conns", "of", "ratio", "low-high", "subject", "value", "against", "value", "bar", ""}}
+	for _, row := range r.Rows {
+		all = append(all, []string{
+			row.Name, fmt.Sprint(row.Conns), row.Of,
+			fmt.Sprintf("%.2f", row.Ratio.Median), fmt.Sprintf("%.2f-%.2f", row.Ratio.Low, row.Ratio.High),
+			row.Subject, number(row.SubjectValue), row.Reference, number(row.ReferenceValue),
+			row.Verdict.Bar, row.Verdict.String(),
+		})
+	}
+	return all
+}
+
+func (f Figure) value() string { return strings.TrimSpace(number(f.Value) + " " + f.Unit) }
+
+func number(v float64) string {
+	if v >= 100 {
+		return fmt.Sprintf("%.0f", v)
+	}
+	return fmt.Sprintf("%.2f", v)
+}
+
+// company tells of others on the machine.
+func (m Machine) company() string {
+	switch {
+	case m.Others < 0:
+		return ""
+	case m.Others > tolerable:
+		return fmt.Sprintf(", of which others used %.0f %%: TOO BUSY, these numbers say little", 100*m.Others)
+	default:
+		return fmt.Sprintf(", of which others used %.0f %%", 100*m.Others)
+	}
+}
+
+// tolerable is how much of the processors others may use without spoiling the run.
+const tolerable = 0.1

@@ -1,0 +1,87 @@
+package table
+
+import "github.com/agent-guard/caddy-agent-guard/bench/load"
+
+// kind is what a row's requests are.
+type kind uint8
+
+const (
+	get    kind = iota // changes nothing, so it passes through
+	post               // each a call of its own
+	replay             // the same call again and again
+)
+
+// row is one line of the table: a subject, and what it is compared with.
+type row struct {
+	name               string
+	kind               kind
+	conns              int
+	subject, reference place
+	// bar is what the product has to reach, 0 where it is no promise; tail is the
+	// largest ratio of the 99th percentiles.
+	bar, tail float64
+	// syncs has the records per sync reported.
+	syncs bool
+}
+
+// place is a server of the scene.
+type place string
+
+const (
+	bare            place = "reverse_proxy"
+	static          place = "respond"
+	guarded         place = "agent_proxy"
+	async           place = "agent_proxy, settle async"
+	noop            place = "no-op handler"
+	naive           place = "naive map"
+	fiberPlain      place = "fiber"
+	fiberIdempotent place = "fiber, idempotency"
+)
+
+// rows is the table. The bars hold on two processors.
+var rows = []row{
+	{name: "GET, passed through", kind: get, conns: 1, subject: guarded, reference: bare, bar: 0.97},
+	{name: "GET, passed through", kind: get, conns: 16, subject: guarded, reference: bare, bar: 0.97},
+	{name: "GET, passed through", kind: get, conns: 64, subject: guarded, reference: bare, bar: 0.97},
+	{name: "GET, passed through", kind: get, conns: 256, subject: guarded, reference: bare, bar: 0.97},
+	{name: "POST, outcome awaited", kind: post, conns: 1, subject: guarded, reference: bare, bar: 0.33},
+	{name: "POST, outcome awaited", kind: post, conns: 16, subject: guarded, reference: bare, bar: 0.42},
+	{name: "POST, outcome awaited", kind: post, conns: 64, subject: guarded, reference: bare, bar: 0.70, tail: 1.6, syncs: true},
+	{name: "POST, outcome awaited", kind: post, conns: 256, subject: guarded, reference: bare, bar: 0.85},
+	{name: "POST, outcome not awaited", kind: post, conns: 64, subject: async, reference: bare, bar: 0.75},
+	{name: "replay of one key", kind: replay, conns: 64, subject: guarded, reference: bare, bar: 2.5},
+	{name: "replay of one key", kind: replay, conns: 64, subject: guarded, reference: static, bar: 0.85},
+	{name: "POST through a no-op handler", kind: post, conns: 64, subject: noop, reference: bare},
+	{name: "POST, naive middleware in memory", kind: post, conns: 64, subject: naive, reference: bare},
+	{name: "POST, fiber's middleware in memory", kind: post, conns: 64, subject: fiberIdempotent, reference: fiberPlain},
+	{name: "POST, fiber's middleware in memory", kind: post, conns: 64, subject: fiberIdempotent, reference: bare},
+}
+
+const requestSize = 200
+
+func (r *row) request() load.Request {
+	switch r.kind {
+	case get:
+		return load.Request{Method: "GET", Path: "/v1/charges"}
+	case replay:
+		request := load.Payment(requestSize)
+		request.Key = load.NewKey()
+		return request
+	default:
+		request := load.Payment(requestSize)
+		request.Keys = load.Fresh
+		return request
+	}
+}
+
+// proof is a line that an answer of the subject has where it did what the row says.
+func (r *row) proof() string {
+	switch {
+	case r.kind == get || r.subject != guarded && r.subject != async:
+		return ""
+	case r.kind == replay:
+		return "Execution-Status: replayed"
+	default:
+		return "Execution-Status: executed"
+	}
+}

@@ -1,0 +1,171 @@
+// Package admin is what operators ask of the guard over Caddy's admin endpoint, below
+// /agent_guard/: executions, what is in doubt and how it is settled, the state of the
+// stores, and the keys. Who may ask is decided by that endpoint: its address, its
+// origins, and its access rules where it is remote.
+//
+// Nothing here gives out a body, an answer or a credential of a call.
+package admin
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Prefix is the path below which everything is.
+const Prefix = "/agent_guard/"
+
+// Stores are the stores that are open in this process.
+type Stores interface {
+	// Paths lists them.
+	Paths() []string
+	// Borrow keeps the store at path open until Release is called; false where it is
+	// not open.
+	Borrow(path string) (Store, bool)
+}
+
+// Store is an open store with the guard over it.
+type Store interface {
+	// Path names it.
+	Path() string
+	// Guard is the guard over it.
+	Guard() *guard.Guard
+	// Now is the clock by which ages and expiries are judged.
+	Now(ctx context.Context) (time.Time, error)
+	// Report is what the store tells of itself; nil where it cannot.
+	Report() *Report
+	// Quota is what one caller may hold; nil where nothing bounds it.
+	Quota() *Quota
+	// Resolved tells the log, and who listens to events, of a decision.
+	Resolved(key guard.Key, found *guard.Record, decision guard.Resolution)
+	// Keys is the state of the key ring.
+	Keys(ctx context.Context) (*KeyStatus, error)
+	// RotateKeys makes a new sealing key. Where the gateway cannot do that by its
+	// configuration, the error is a caddy.APIError.
+	RotateKeys(ctx context.Context) error
+	// Release ends the borrowing.
+	Release()
+}
+
+// API serves the routes.
+type API struct {
+	stores Stores
+}
+
+// New makes the API over stores.
+func New(stores Stores) *API { return &API{stores: stores} }
+
+// ServeHTTP implements caddy.AdminHandler.
+func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
+	parts := strings.Split(strings.TrimPrefix(r.URL.Path, Prefix), "/")
+	switch {
+	case slices.Equal(parts, []string{"executions"}):
+		return a.on(w, r, http.MethodGet, a.list)
+	case len(parts) == 2 && parts[0] == "executions" && parts[1] != "":
+		return a.on(w, r, http.MethodGet, a.show(parts[1]))
+	case len(parts) == 3 && parts[0] == "executions" && parts[1] != "" && parts[2] == "resolve":
+		return a.on(w, r, http.MethodPost, a.resolve(parts[1]))
+	case slices.Equal(parts, []string{"store"}):
+		return a.on(w, r, http.MethodGet, a.store)
+	case slices.Equal(parts, []string{"keys"}):
+		return a.on(w, r, http.MethodGet, a.keys)
+	case slices.Equal(parts, []string{"keys", "rotate"}):
+		return a.on(w, r, http.MethodPost, a.rotate)
+	}
+	return refuse(http.StatusNotFound,
+		"%s has no %s; there are executions, executions/{key}, executions/{key}/resolve, store, keys and keys/rotate",
+		Prefix, strings.Join(parts, "/"))
+}
+
+// handler answers a request about a store. Its query is read from params, so that
+// what nobody reads can be refused.
+type handler func(r *http.Request, st Store, p *params) (any, error)
+
+// on calls serve with the store that the request names, and writes what it returns.
+func (a *API) on(w http.ResponseWriter, r *http.Request, method string, serve handler) error {
+	if r.Method != method && (r.Method != http.MethodHead || method != http.MethodGet) {
+		w.Header().Set("Allow", method)
+		return refuse(http.StatusMethodNotAllowed, "%s is not for %s; use %s", r.URL.Path, r.Method, method)
+	}
+	p, err := newParams(r)
+	if err != nil {
+		return err
+	}
+	st, err := a.borrow(p.one("store"))
+	if err != nil {
+		return err
+	}
+	defer st.Release()
+	answer, err := serve(r, st, p)
+	if err != nil {
+		return refusal(err)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Cache-Control", "no-store")
+	encoder := json.NewEncoder(w)
+	encoder.SetEscapeHTML(false)
+	_ = encoder.Encode(answer) // whoever asked has gone
+	return nil
+}
+
+// borrow returns the store at path, or the only one where path is empty.
+func (a *API) borrow(path string) (Store, error) {
+	open := a.stores.Paths()
+	slices.Sort(open)
+	if path == "" {
+		switch len(open) {
+		case 0:
+			return nil, refuse(http.StatusNotFound, "no store is open: the running configuration has no agent_guard")
+		case 1:
+			path = open[0]
+		default:
+			return nil, refuse(http.StatusBadRequest, "several stores are open; name one with store: %s", strings.Join(open, ", "))
+		}
+	}
+	if st, ok := a.stores.Borrow(path); ok {
+		return st, nil
+	}
+	if len(open) == 0 {
+		open = []string{"none"}
+	}
+	return nil, refuse(http.StatusNotFound, "the store %s is not open; open: %s", path, strings.Join(open, ", "))
+}
+
+func refuse(status int, format string, args ...any) error {
+	return caddy.APIError{HTTPStatus: status, Err: fmt.Errorf(format, args...)}
+}
+
+// refusal is err with its status. The core's errors say what is wrong; the prefix
+// that tells packages apart is of no use to an operator.
+func refusal(err error) error {
+	if api := (caddy.APIError{}); errors.As(err, &api) {
+		return api
+	}
+	status := http.StatusInternalServerError
+	switch {
+	case errors.Is(err, guard.ErrUnknown):
+		status = http.StatusNotFound
+	case errors.Is(err, guard.ErrAmbiguous), errors.Is(err, guard.ErrKeyForm), errors.Is(err, guard.ErrCursor),
+		errors.Is(err, guard.ErrResolution), errors.Is(err, guard.ErrAnswerTooLarge):
+		status = http.StatusBadRequest
+	case errors.Is(err, guard.ErrNotInDoubt):
+		status = http.StatusConflict
+	case errors.Is(err, guard.ErrTaken):
+		return refuse(http.StatusConflict, "the execution has changed meanwhile; look at it again")
+	case errors.Is(err, guard.ErrStore), errors.Is(err, store.ErrClosed), errors.Is(err, store.ErrUnhealthy):
+		status = http.StatusServiceUnavailable
+	}
+	return refuse(status, "%s", strings.TrimPrefix(err.Error(), "guard: "))
+}
+
+var _ caddy.AdminHandler = (*API)(nil)

@@ -1,0 +1,327 @@
+package admin_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+var ctx = context.Background()
+
+// rig is an API over stores that a test fills.
+type rig struct {
+	t      *testing.T
+	api    *admin.API
+	stores map[string]*opened
+	now    time.Time
+}
+
+// opened is a store as the API borrows it.
+type opened struct {
+	rig      *rig
+	path     string
+	guard    *guard.Guard
+	store    store.Store
+	rotated  int
+	rotation error
+
+	mu       sync.Mutex
+	borrowed int
+	resolved []guard.Resolution
+}
+
+func (o *opened) Path() string                               { return o.path }
+func (o *opened) Guard() *guard.Guard                        { return o.guard }
+func (o *opened) Now(ctx context.Context) (time.Time, error) { return o.store.Now(ctx) }
+func (o *opened) Quota() *admin.Quota                        { return &admin.Quota{OpenExecutions: 9} }
+func (o *opened) Report() *admin.Report                      { return &admin.Report{Commits: 7} }
+func (o *opened) Keys(context.Context) (*admin.KeyStatus, error) {
+	return &admin.KeyStatus{Source: "file", Keys: make([]admin.Key, o.rotated+1)}, nil
+}
+
+func (o *opened) RotateKeys(context.Context) error {
+	o.rotated++
+	return o.rotation
+}
+
+func (o *opened) Release() { o.borrow(-1) }
+
+func (o *opened) borrow(n int) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.borrowed += n
+}
+
+func (o *opened) Resolved(_ guard.Key, _ *guard.Record, decision guard.Resolution) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.resolved = append(o.resolved, decision)
+}
+
+func (r *rig) Paths() []string { return slices.Collect(maps.Keys(r.stores)) }
+
+func (r *rig) Borrow(path string) (admin.Store, bool) {
+	st, ok := r.stores[path]
+	if ok {
+		st.borrow(1)
+	}
+	return st, ok
+}
+
+// newRig is an API over one store, at a moment that stands still until the test moves
+// it.
+func newRig(t *testing.T) (*rig, *opened) {
+	r := &rig{t: t, stores: map[string]*opened{}, now: time.Date(2026, 11, 20, 14, 0, 0, 0, time.UTC)}
+	r.api = admin.New(r)
+	return r, r.open("/data/one")
+}
+
+func (r *rig) open(path string) *opened {
+	r.t.Helper()
+	st := memory.New(memory.Options{Now: func() time.Time { return r.now }})
+	g, _, err := guard.Open(ctx, st, seal.Generate())
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	o := &opened{rig: r, path: path, guard: g, store: st}
+	r.stores[path] = o
+	r.t.Cleanup(func() {
+		if o.borrowed != 0 {
+			r.t.Errorf("%s is still borrowed %d times", path, o.borrowed)
+		}
+	})
+	return o
+}
+
+// call is one to record; what a test does not set is filled in.
+type call struct {
+	id, caller, guard, method, path, action, workflow string
+}
+
+// claim begins an execution.
+func (o *opened) claim(c call) (guard.Key, *guard.Execution) {
+	o.rig.t.Helper()
+	fill := func(s *string, value string) {
+		if *s == "" {
+			*s = value
+		}
+	}
+	fill(&c.caller, "user:ada")
+	fill(&c.guard, "default")
+	fill(&c.method, "POST")
+	fill(&c.path, "/v1/charges")
+	fill(&c.action, "charge")
+	scope := guard.Scope{Caller: c.caller, Guard: c.guard, Method: c.method, Path: c.path, ID: c.id}
+	key := o.guard.Key(scope)
+	e, err := o.guard.Claim(ctx, &guard.Call{
+		Key: key, Scope: scope, Origin: guard.OriginGiven, Host: "api.example", Action: c.action, Workflow: c.workflow,
+		Deadline: time.Minute, KeepResult: time.Hour, KeepKey: 48 * time.Hour, ResultCap: 1 << 20,
+	}, guard.Finding{})
+	if err != nil {
+		o.rig.t.Fatal(err)
+	}
+	return key, e
+}
+
+func (o *opened) settle(e *guard.Execution, outcome guard.Outcome) {
+	o.rig.t.Helper()
+	if outcome.Verdict == guard.Completed {
+		e.Recording().Start(201, map[string][]string{"X-Secret": {"of the answer"}})
+		e.Write([]byte(`{"secret":"of the answer"}`))
+		outcome.Status, outcome.Whole = 201, true
+	}
+	if err := e.Settle(ctx, outcome); err != nil {
+		o.rig.t.Fatal(err)
+	}
+}
+
+// doubt records an execution that is in doubt.
+func (o *opened) doubt(c call) guard.Key {
+	o.rig.t.Helper()
+	key, e := o.claim(c)
+	o.settle(e, guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost, Status: 502})
+	return key
+}
+
+// ask makes a request as Caddy hands it over, and returns the answer or the error.
+func (r *rig) ask(method, target, body string) (*httptest.ResponseRecorder, caddy.APIError) {
+	r.t.Helper()
+	w := httptest.NewRecorder()
+	err := r.api.ServeHTTP(w, httptest.NewRequest(method, "/agent_guard/"+target, strings.NewReader(body)))
+	if err == nil {
+		if w.Code != http.StatusOK || w.Header().Get("Content-Type") != "application/json" || w.Header().Get("Cache-Control") != "no-store" {
+			r.t.Errorf("%s %s: %d, %v", method, target, w.Code, w.Header())
+		}
+		return w, caddy.APIError{}
+	}
+	refused, ok := err.(caddy.APIError)
+	if !ok {
+		r.t.Fatalf("%s %s: %T %v is not an error of the API", method, target, err, err)
+	}
+	if w.Body.Len() > 0 {
+		r.t.Errorf("%s %s: an error after %q", method, target, w.Body)
+	}
+	return w, refused
+}
+
+// get reads what is answered into v.
+func (r *rig) get(target string, v any) {
+	r.t.Helper()
+	w, refused := r.ask(http.MethodGet, target, "")
+	if refused.HTTPStatus != 0 {
+		r.t.Fatalf("%s: %d %v", target, refused.HTTPStatus, refused)
+	}
+	decoder := json.NewDecoder(w.Body)
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(v); err != nil {
+		r.t.Fatalf("%s: %v", target, err)
+	}
+	if _, err := decoder.Token(); err != io.EOF {
+		r.t.Errorf("%s: more than one document", target)
+	}
+}
+
+// refuses fails unless the request is refused with the status and the words.
+func (r *rig) refuses(method, target, body string, status int, words string) {
+	r.t.Helper()
+	_, refused := r.ask(method, target, body)
+	if refused.HTTPStatus != status || !strings.Contains(refused.Error(), words) {
+		r.t.Errorf("%s %s %s: %d %v, want %d ...%s", method, target, body, refused.HTTPStatus, refused, status, words)
+	}
+}
+
+// Section "Admin API": what is not there, and what a route is not for.
+func TestRoutes(t *testing.T) {
+	r, o := newRig(t)
+	key := o.doubt(call{id: "a"}).Hex()
+	for target, allow := range map[string]string{
+		"executions": "GET", "executions/" + key: "GET", "executions/" + key + "/resolve": "POST", "store": "GET",
+		"keys": "GET", "keys/rotate": "POST",
+	} {
+		for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {
+			if method == allow {
+				continue
+			}
+			w, refused := r.ask(method, target, "")
+			if refused.HTTPStatus != http.StatusMethodNotAllowed || w.Header().Get("Allow") != allow {
+				t.Errorf("%s %s: %d, Allow %q", method, target, refused.HTTPStatus, w.Header().Get("Allow"))
+			}
+		}
+	}
+	if w, refused := r.ask("HEAD", "store", ""); refused.HTTPStatus != 0 {
+		t.Errorf("HEAD: %d %v", refused.HTTPStatus, w)
+	}
+	for _, target := range []string{
+		"", "nothing", "executions/", "executions/" + key + "/", "executions/" + key + "/delete", "executions//resolve", "store/", "store/x", "keys/", "keys/rotate/x",
+	} {
+		r.refuses("GET", target, "", http.StatusNotFound, "there are executions")
+	}
+}
+
+// Section "Admin API": with several stores, one is named; nothing is opened by asking.
+func TestStoresByName(t *testing.T) {
+	r, _ := newRig(t)
+	two := r.open("/data/two")
+	two.doubt(call{id: "a"})
+	for _, target := range []string{"executions", "store", "executions/abcd"} {
+		r.refuses("GET", target, "", http.StatusBadRequest, "name one with store: /data/one, /data/two")
+		r.refuses("GET", target+"?store=/data/three", "", http.StatusNotFound, "the store /data/three is not open; open: /data/one, /data/two")
+	}
+	var page admin.Page
+	r.get("executions?store=/data/two", &page)
+	if len(page.Executions) != 1 {
+		t.Errorf("%+v", page)
+	}
+	var st admin.StoreStatus
+	if r.get("store?store=/data/one", &st); st.Path != "/data/one" || st.Executions["in_doubt"].Count != 0 {
+		t.Errorf("%+v", st)
+	}
+	clear(r.stores)
+	r.refuses("GET", "store", "", http.StatusNotFound, "no store is open")
+	r.refuses("GET", "store?store=/data/one", "", http.StatusNotFound, "open: none")
+}
+
+// Section "Admin API": what is said of a store, and that one which is not well says so.
+func TestStoreStatus(t *testing.T) {
+	r, o := newRig(t)
+	for i := range 3 {
+		o.doubt(call{id: fmt.Sprint(i)})
+		r.now = r.now.Add(time.Minute)
+	}
+	_, running := o.claim(call{id: "runs"})
+	var st admin.StoreStatus
+	r.get("store", &st)
+	doubts := st.Executions["in_doubt"]
+	if st.Health != admin.HealthOK || st.Problem != "" || st.Node != o.guard.Node() || st.Boot != o.guard.Boot() || st.Node == "" ||
+		doubts.Count != 3 || doubts.AtLeast || doubts.OldestAge != 180 || !doubts.Oldest.Equal(r.now.Add(-3*time.Minute)) ||
+		st.Executions["running"].Count != 1 || len(st.Executions) != 5 || st.Store == nil || st.Store.Commits != 7 || st.Quota.OpenExecutions != 9 {
+		t.Errorf("%+v", st)
+	}
+	o.settle(running, guard.Outcome{Verdict: guard.Released})
+	if err := o.store.Close(); err != nil {
+		t.Fatal(err)
+	}
+	st = admin.StoreStatus{}
+	r.get("store", &st)
+	if st.Health != admin.HealthUnknown || st.Problem == "" || st.Executions != nil || st.Store == nil {
+		t.Errorf("closed: %+v", st)
+	}
+	for _, target := range []string{"executions", "executions/abcd"} {
+		r.refuses("GET", target, "", http.StatusServiceUnavailable, "store")
+	}
+}
+
+// Section "Admin API": a store that closed itself after a failed sync says that only a
+// restart helps.
+func TestStoreStatusAfterAFailedSync(t *testing.T) {
+	r, o := newRig(t)
+	o.store = unhealthy{o.store}
+	var st admin.StoreStatus
+	r.get("store", &st)
+	if st.Health != admin.HealthClosed || !strings.Contains(st.Problem, "restart") {
+		t.Errorf("%+v", st)
+	}
+}
+
+type unhealthy struct{ store.Store }
+
+func (unhealthy) Now(context.Context) (time.Time, error) { return time.Time{}, store.ErrUnhealthy }
+
+// Section "Admin API": keys are listed and rotated; a key that is no file cannot be.
+func TestKeys(t *testing.T) {
+	r, o := newRig(t)
+	var status admin.KeyStatus
+	if r.get("keys", &status); len(status.Keys) != 1 {
+		t.Errorf("%+v", status)
+	}
+	w, refused := r.ask("POST", "keys/rotate", "")
+	if refused.HTTPStatus != 0 || json.Unmarshal(w.Body.Bytes(), &status) != nil || len(status.Keys) != 2 {
+		t.Errorf("%v %s", refused, w.Body)
+	}
+	o.rotation = caddy.APIError{HTTPStatus: http.StatusConflict, Err: errors.New("it is a value")}
+	r.refuses("POST", "keys/rotate", "", http.StatusConflict, "it is a value")
+	o.rotation = errors.New("read-only file system")
+	r.refuses("POST", "keys/rotate", "", http.StatusInternalServerError, "read-only file system")
+	r.refuses("POST", "keys/rotate?twice=1", "", http.StatusBadRequest, `"twice" is no parameter`)
+	if o.rotated != 3 {
+		t.Errorf("rotated %d times", o.rotated)
+	}
+}

@@ -1,0 +1,52 @@
+package answer_test
+
+import (
+	"net/http"
+	"strconv"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+)
+
+// discard is a client and a sink that keep nothing.
+type discard struct{ header http.Header }
+
+func (d discard) Header() http.Header                  { return d.header }
+func (discard) WriteHeader(int)                        {}
+func (discard) Write(p []byte) (int, error)            { return len(p), nil }
+func (discard) Start(int, map[string][]string)         {}
+func (discard) SetTrailer(trailer map[string][]string) {}
+
+// sinkOf hides that a client returns something from Write.
+type sinkOf struct{ discard }
+
+func (sinkOf) Write([]byte) {}
+
+// BenchmarkCapture is the recorder's own cost for an answer on its way: its header
+// difference, its bytes, and the end that is held back.
+func BenchmarkCapture(b *testing.B) {
+	for _, size := range []int{1 << 10, 64 << 10} {
+		b.Run(strconv.Itoa(size), func(b *testing.B) {
+			body, r := make([]byte, size), post()
+			marks := http.Header{"Execution-Status": {"executed"}, "Execution-Id": {"1"}}
+			b.SetBytes(int64(size))
+			b.ReportAllocs()
+			for b.Loop() {
+				to := discard{http.Header{"Server": {"Caddy"}}}
+				w := answer.NewWriter(to, r)
+				rec := answer.NewRecorder(w, sinkOf{}, marks, never)
+				rec.Header()["Content-Type"] = []string{"application/json"}
+				rec.Header()["Content-Length"] = []string{strconv.Itoa(size)}
+				rec.WriteHeader(http.StatusOK)
+				if n, err := rec.Write(body); n != size || err != nil {
+					b.Fatal(n, err)
+				}
+				rec.Finish()
+				if !rec.Whole() {
+					b.Fatal("the answer is not whole")
+				}
+				rec.Release()
+			}
+		})
+	}
+}

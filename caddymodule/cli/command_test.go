@@ -1,0 +1,250 @@
+package cli
+
+import (
+	"bytes"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/spf13/cobra"
+)
+
+// run runs `caddy agent-guard` in this process.
+func run(t *testing.T, args ...string) (out, diagnostics string, err error) {
+	t.Helper()
+	command := Command()
+	cmd := &cobra.Command{Use: command.Name, Short: command.Short, Long: command.Long}
+	command.CobraFunc(cmd)
+	root := &cobra.Command{Use: "caddy", SilenceUsage: true}
+	root.AddCommand(cmd)
+	var stdout, stderr bytes.Buffer
+	root.SetOut(&stdout)
+	root.SetErr(&stderr)
+	root.SetArgs(append([]string{"agent-guard"}, args...))
+	err = root.ExecuteContext(t.Context())
+	return stdout.String(), stderr.String(), err
+}
+
+// refuses fails unless the command fails with these words, before it prints anything.
+func refuses(t *testing.T, words string, args ...string) {
+	t.Helper()
+	out, _, err := run(t, args...)
+	if err == nil || !strings.Contains(err.Error(), words) || out != "" {
+		t.Errorf("%q: %v, want ...%s\n%s", args, err, words, out)
+	}
+}
+
+// asked is a server that answers with an empty listing, and hears what was asked.
+func asked(t *testing.T) (address string, last func() *http.Request) {
+	t.Helper()
+	var got *http.Request
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		got = r
+		_, _ = w.Write([]byte(`{"executions": []}`))
+	}))
+	t.Cleanup(server.Close)
+	return server.Listener.Addr().String(), func() *http.Request { return got }
+}
+
+// Section "CLI": every flag of a listing reaches the server.
+func TestListAsks(t *testing.T) {
+	address, last := asked(t)
+	for args, want := range map[string]string{
+		"":                                "limit=50",
+		"--state in_doubt,completed":      "limit=50&state=in_doubt&state=completed",
+		"--state running --state free":    "",
+		"--state claimed --state running": "limit=50&state=claimed&state=running",
+		"--guard g --action a":            "action=a&guard=g&limit=50",
+		"--method PUT --workflow w":       "limit=50&method=PUT&workflow=w",
+		"--caller 00ff":                   "caller=00ff&limit=50",
+		"--older-than 10m":                "limit=50&min_age=10m",
+		"--newer-than 2d":                 "limit=50&max_age=2d",
+		"--limit 7 --after x":             "after=x&limit=7",
+		"--limit 5000":                    "limit=1000",
+		"--all --limit 20":                "limit=20",
+		"--store /data/one":               "limit=50&store=%2Fdata%2Fone",
+	} {
+		_, _, err := run(t, append([]string{"executions", "list", "--address", address}, strings.Fields(args)...)...)
+		if want == "" {
+			if err == nil {
+				t.Errorf("%s is accepted", args)
+			}
+			continue
+		}
+		if err != nil {
+			t.Errorf("%s: %v", args, err)
+			continue
+		}
+		if got := last().URL; got.Path != "/agent_guard/executions" || got.Query().Encode() != want {
+			t.Errorf("%s asks for %s, want %s", args, got, want)
+		}
+	}
+	if origin := last().Header.Get("Origin"); origin != "http://"+address {
+		t.Errorf("origin %q", origin)
+	}
+}
+
+// Section "CLI": pages are followed until as many as were asked for are there; a page
+// with none is not the last one.
+func TestListFollowsPages(t *testing.T) {
+	pages := map[string]string{
+		"":  `{"executions": [{"key": "a"}, {"key": "b"}], "next": "1"}`,
+		"1": `{"executions": [], "next": "2"}`,
+		"2": `{"executions": [{"key": "c"}], "next": "3"}`,
+		"3": `{"executions": [{"key": "d"}]}`,
+	}
+	var limits []string
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		limits = append(limits, r.URL.Query().Get("limit"))
+		_, _ = w.Write([]byte(pages[r.URL.Query().Get("after")]))
+	}))
+	defer server.Close()
+	list := func(args ...string) (string, string) {
+		t.Helper()
+		limits = nil
+		args = append([]string{"executions", "list", "--address", server.Listener.Addr().String()}, args...)
+		out, diagnostics, err := run(t, args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return strings.ReplaceAll(out, "\n", ""), diagnostics
+	}
+	if out, _ := list("-o", "json", "--limit", "3"); out != `{"executions":[  {"key": "a"},  {"key": "b"},  {"key": "c"}],"next":"3"}` || strings.Join(limits, " ") != "3 1 1" {
+		t.Errorf("%s, asked for %v", out, limits)
+	}
+	if out, _ := list("-o", "json", "--all", "--limit", "2"); !strings.HasSuffix(out, `{"key": "d"}]}`) || strings.Join(limits, " ") != "2 2 2 2" {
+		t.Errorf("%s, asked for %v", out, limits)
+	}
+	if _, hint := list("--limit", "2"); hint != "There are more: --after 1 goes on, --all lists all.\n" {
+		t.Errorf("%q", hint)
+	}
+	if out, hint := list("--all"); hint != "" || strings.Count(out, "KEY") != 1 {
+		t.Errorf("%q %q", out, hint)
+	}
+}
+
+// Section "CLI": what is asked wrongly is refused before anybody is asked.
+func TestWrongFlags(t *testing.T) {
+	dir := t.TempDir()
+	off := filepath.Join(dir, "off.json")
+	if err := os.WriteFile(off, []byte(`{"admin": {"disabled": true}}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	large := filepath.Join(dir, "large")
+	if err := os.WriteFile(large, make([]byte, maxBody+1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	resolve := func(args string) []string {
+		return append([]string{"executions", "resolve", "abcd", "--reason", "x"}, strings.Fields(args)...)
+	}
+	for _, c := range []struct {
+		words string
+		args  []string
+	}{
+		{"says `admin off`", []string{"executions", "list", "--config", off}},
+		{"no such file", []string{"executions", "list", "--config", filepath.Join(dir, "none")}},
+		{"--adapter goes with --config", []string{"store", "stats", "--adapter", "caddyfile"}},
+		{"is no address of an admin endpoint", []string{"store", "stats", "--address", ":1-9"}},
+		{"use table or json", []string{"keys", "list", "--output", "xml"}},
+		{"use claimed, running, completed, in_doubt or rolled_back", []string{"executions", "list", "--state", "doubtful"}},
+		{`--older-than: "soon" is no duration; write one like 10m, 4h or 2d`, []string{"executions", "list", "--older-than", "soon"}},
+		{`--newer-than: "-1h" is no duration`, []string{"executions", "list", "--newer-than=-1h"}},
+		{"--limit must be at least 1", []string{"executions", "list", "--limit", "0"}},
+		{`unknown command "more"`, []string{"executions", "list", "more"}},
+		{`unknown command "lists" for "caddy agent-guard executions"`, []string{"executions", "lists"}},
+		{`unknown command "nothing" for "caddy agent-guard"`, []string{"nothing"}},
+		{"give one KEY; there are 0", []string{"executions", "show"}},
+		{"give one KEY; there are 2", []string{"executions", "show", "a", "b"}},
+		{`required flag(s) "reason" not set`, []string{"executions", "resolve", "abcd", "--applied"}},
+		{"[applied not-applied]", resolve("")},
+		{"[applied not-applied]", resolve("--applied --not-applied")},
+		{"[body body-file]", resolve("--applied --status 200 --body a --body-file b")},
+		{"--body needs the --status of the answer", resolve("--applied --body y")},
+		{"--header needs the --status of the answer", resolve("--applied --header a:b")},
+		{"--body-file needs the --status of the answer", resolve("--applied --body-file y")},
+		{"write it as 'Name: value'", resolve("--applied --status 200 --header X")},
+		{"no such file", resolve("--applied --status 200 --body-file " + filepath.Join(dir, "none"))},
+		{"more than 256 KiB", resolve("--applied --status 200 --body-file " + large)},
+		{"--not-applied takes no answer", resolve("--not-applied --yes --status 200")},
+	} {
+		refuses(t, c.words, c.args...)
+	}
+}
+
+// Section "CLI": answers of something else, and no answer at all, say what to do.
+func TestWrongServers(t *testing.T) {
+	serve := func(handler http.HandlerFunc) string {
+		server := httptest.NewServer(handler)
+		t.Cleanup(server.Close)
+		return server.Listener.Addr().String()
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	nobody := l.Addr().String()
+	l.Close()
+	for words, address := range map[string]string{
+		"is caddy running, with its admin endpoint on? tried " + nobody + "; name another with --address": nobody,
+		"knows no agent guard":                             serve(http.NotFound),
+		"answers something else than the agent guard does": serve(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("hello")) }),
+		"answers 502 Bad Gateway":                          serve(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(502) }),
+		`"\x1b[2J"`: serve(func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(400)
+			_, _ = w.Write([]byte(`{"error": "\u001b[2J"}`))
+		}),
+		"has more than 16777216 bytes": serve(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(make([]byte, 17<<20)) }),
+	} {
+		refuses(t, words, "store", "stats", "--address", address)
+	}
+}
+
+// Section "CLI": the admin endpoint is the one of the configuration, Unix sockets with
+// their mode included.
+func TestFindAddress(t *testing.T) {
+	dir := t.TempDir()
+	config := filepath.Join(dir, "caddy.json")
+	t.Setenv("AGENT_GUARD_TEST_ADMIN", "localhost:2020")
+	for listen, want := range map[string]string{
+		`{"admin": {"listen": "unix//run/admin.sock|0220"}}`:    "unix//run/admin.sock|0220",
+		`{"admin": {"listen": "{env.AGENT_GUARD_TEST_ADMIN}"}}`: "localhost:2020",
+		`{"admin": {"listen": "localhost:2021"}, "apps": {}}`:   "localhost:2021",
+		`{}`: caddy.DefaultAdminListen,
+	} {
+		if err := os.WriteFile(config, []byte(listen), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		o := options{config: config}
+		if got, err := o.findAddress(); got != want || err != nil {
+			t.Errorf("%s: %q, %v", listen, got, err)
+		}
+	}
+	l, err := net.Listen("unix", filepath.Join(dir, "s"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Origin") != "" || r.Host != "127.0.0.1" {
+			t.Errorf("host %q, %v", r.Host, r.Header)
+		}
+		_, _ = w.Write([]byte(`{"health": "ok"}`))
+	})}
+	go func() { _ = server.Serve(l) }()
+	defer server.Close()
+	for _, address := range []string{"unix/" + filepath.Join(dir, "s"), "unix/" + filepath.Join(dir, "s") + "|0200"} {
+		o := options{address: address}
+		c, err := o.client()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if text, err := c.get(t.Context(), "store", url.Values{}, &struct{}{}); err != nil || string(text) != `{"health": "ok"}` {
+			t.Errorf("%s: %s, %v", address, text, err)
+		}
+	}
+}

@@ -1,0 +1,226 @@
+package cli
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/url"
+	"strconv"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/spf13/cobra"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+// listing is what `executions list` was asked for.
+type listing struct {
+	*options
+	states                                  []string
+	guard, action, method, caller, workflow string
+	olderThan, newerThan                    string
+	limit                                   int
+	after                                   string
+	all                                     bool
+}
+
+func stateWords() (words []string) {
+	for _, s := range guard.States() {
+		words = append(words, s.String())
+	}
+	return words
+}
+
+func list(o *options) *cobra.Command {
+	l := listing{options: o}
+	cmd := &cobra.Command{
+		Use:   "list",
+		Short: "Lists executions, the youngest first",
+		Long: `Lists executions, the youngest first. Filters may be combined; --state may
+stand several times.
+
+Ages count from when a call was claimed. A caller is named by its hash, as
+listings and logs show it.`,
+		Example: `  # What waits for a decision?
+  caddy agent-guard executions list --state in_doubt
+
+  # What has been running for longer than it should?
+  caddy agent-guard executions list --state running --older-than 10m
+
+  # All payments of the last two days, for a script
+  caddy agent-guard executions list --action charge --newer-than 2d --all --output json`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return l.run(cmd) },
+	}
+	f := cmd.Flags()
+	f.Var(&words{&l.states, stateWords()}, "state", "Only those in this state: claimed, running, completed, in_doubt or rolled_back")
+	f.StringVar(&l.guard, "guard", "", "Only those of the guard with this name")
+	f.StringVar(&l.action, "action", "", "Only those of this action")
+	f.StringVar(&l.method, "method", "", "Only those with this method")
+	f.StringVar(&l.caller, "caller", "", "Only those of the caller with this hash")
+	f.StringVar(&l.workflow, "workflow", "", "Only those of this workflow")
+	f.StringVar(&l.olderThan, "older-than", "", "Only those claimed longer ago, like 10m or 2d")
+	f.StringVar(&l.newerThan, "newer-than", "", "Only those claimed since, like 10m or 2d")
+	f.IntVar(&l.limit, "limit", 50, "The most to list; with --all, how many to ask for at a time")
+	f.StringVar(&l.after, "after", "", "Where to go on, as an earlier listing says")
+	f.BoolVar(&l.all, "all", false, "List all there are")
+	complete(cmd, "state", stateWords()...)
+	for _, flag := range []string{"guard", "action", "caller", "workflow", "older-than", "newer-than", "limit", "after"} {
+		complete(cmd, flag)
+	}
+	complete(cmd, "method", "POST", "PUT", "PATCH", "DELETE")
+	return cmd
+}
+
+// query is the listing's query, without its page.
+func (l *listing) query() (url.Values, error) {
+	if l.limit < 1 {
+		return nil, errors.New("--limit must be at least 1")
+	}
+	q := url.Values{}
+	for _, state := range l.states {
+		q.Add("state", state)
+	}
+	for name, value := range map[string]string{
+		"guard": l.guard, "action": l.action, "method": l.method, "caller": l.caller, "workflow": l.workflow,
+	} {
+		if value != "" {
+			q.Set(name, value)
+		}
+	}
+	for name, flag := range map[string]struct{ flag, age string }{
+		"min_age": {"--older-than", l.olderThan}, "max_age": {"--newer-than", l.newerThan},
+	} {
+		if flag.age == "" {
+			continue
+		}
+		if age, err := caddy.ParseDuration(flag.age); err != nil || age < 0 {
+			return nil, fmt.Errorf("%s: %q is no duration; write one like 10m, 4h or 2d", flag.flag, flag.age)
+		}
+		q.Set(name, flag.age)
+	}
+	return q, nil
+}
+
+func (l *listing) run(cmd *cobra.Command) error {
+	query, err := l.query()
+	if err != nil {
+		return err
+	}
+	c, err := l.client()
+	if err != nil {
+		return err
+	}
+	out := newListOutput(l, cmd)
+	for listed := 0; ; {
+		want := l.limit
+		if !l.all {
+			want -= listed
+		}
+		query.Set("limit", strconv.Itoa(min(want, guard.MaxPage)))
+		if l.after != "" {
+			query.Set("after", l.after)
+		}
+		var page struct {
+			Executions []json.RawMessage `json:"executions"`
+			Next       string            `json:"next"`
+		}
+		if _, err := c.get(cmd.Context(), "executions", query, &page); err != nil {
+			return err
+		}
+		if err := out.page(page.Executions); err != nil {
+			return err
+		}
+		listed += len(page.Executions)
+		l.after = page.Next
+		if page.Next == "" || !l.all && listed >= l.limit {
+			return out.end(page.Next)
+		}
+	}
+}
+
+// listOutput prints pages as they come.
+type listOutput struct {
+	cmd    *cobra.Command
+	json   bool
+	table  table
+	listed int
+}
+
+func newListOutput(l *listing, cmd *cobra.Command) *listOutput {
+	return &listOutput{cmd: cmd, json: l.json(), table: table{out: cmd.OutOrStdout()}}
+}
+
+var listHeader = []string{"KEY", "STATE", "AGE", "GUARD", "ACTION", "METHOD", "STATUS", "CAUSE", "CALLER", "PATH"}
+
+func (o *listOutput) page(executions []json.RawMessage) error {
+	if o.json {
+		return o.jsonPage(executions)
+	}
+	rows := make([][]string, 0, len(executions))
+	for _, text := range executions {
+		var x admin.Execution
+		if err := json.Unmarshal(text, &x); err != nil {
+			return err
+		}
+		status, cause := "", ""
+		if x.Status != 0 {
+			status = strconv.Itoa(x.Status)
+		}
+		if x.State == guard.StateInDoubt.String() {
+			cause = x.Cause
+		}
+		rows = append(rows, []string{
+			short(x.Key, 16), x.State, ago(x.Age), printable(x.Guard), printable(x.Action), printable(x.Method),
+			dash(status), dash(cause), short(x.Caller, 8), cut(printable(x.Path), 60),
+		})
+	}
+	o.listed += len(rows)
+	if o.listed == 0 {
+		return nil
+	}
+	return o.table.print(listHeader, rows)
+}
+
+// jsonPage writes a part of the one document.
+func (o *listOutput) jsonPage(executions []json.RawMessage) error {
+	out := o.cmd.OutOrStdout()
+	for _, text := range executions {
+		mark := ",\n  "
+		if o.listed == 0 {
+			mark = "{\"executions\":[\n  "
+		}
+		o.listed++
+		if _, err := fmt.Fprintf(out, "%s%s", mark, text); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// end says how to go on where there is more.
+func (o *listOutput) end(next string) error {
+	if o.json {
+		return o.jsonEnd(next)
+	}
+	if o.listed == 0 {
+		fmt.Fprintln(o.cmd.ErrOrStderr(), "no executions")
+	}
+	if next != "" {
+		fmt.Fprintf(o.cmd.ErrOrStderr(), "There are more: --after %s goes on, --all lists all.\n", next)
+	}
+	return nil
+}
+
+func (o *listOutput) jsonEnd(next string) error {
+	begin := ""
+	if o.listed == 0 {
+		begin = `{"executions":[`
+	}
+	if next != "" {
+		next = fmt.Sprintf(",\n\"next\":%q", next)
+	}
+	_, err := fmt.Fprintf(o.cmd.OutOrStdout(), "%s]%s}\n", begin, next)
+	return err
+}

@@ -1,0 +1,289 @@
+package caddymodule
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// bound is how long a test waits for what should happen at once.
+const bound = 20 * time.Second
+
+// heard is a handler of events that notes them, after what a test lets it do first.
+type heard struct {
+	mu     sync.Mutex
+	events []caddy.Event
+	came   chan struct{}
+	first  func()
+}
+
+func (h *heard) Handle(_ context.Context, e caddy.Event) error {
+	if h.first != nil {
+		h.first()
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.events = append(h.events, e)
+	h.came <- struct{}{}
+	return nil
+}
+
+func (h *heard) next(t *testing.T) caddy.Event {
+	t.Helper()
+	select {
+	case <-h.came:
+	case <-time.After(bound):
+		t.Fatal("no event came")
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.events[len(h.events)-1]
+}
+
+// listening is an app with a handler for the event called name.
+func listening(t *testing.T, name string, first func()) (*App, *heard) {
+	t.Helper()
+	app, err := newApp(t, t.TempDir(), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := app.Cleanup(); err != nil {
+			t.Error(err)
+		}
+	})
+	h := &heard{came: make(chan struct{}, 10*maxEvents), first: first}
+	if err := app.events.On(name, h); err != nil {
+		t.Fatal(err)
+	}
+	return app, h
+}
+
+// Emitting waits for no handler: what is too much for one that hangs is dropped and
+// counted, and what was queued is told once it goes on.
+func TestEmitNeverWaits(t *testing.T) {
+	hang := make(chan struct{})
+	var entered sync.Once
+	inside := make(chan struct{})
+	app, h := listening(t, "agent_guard.test", func() {
+		entered.Do(func() { close(inside) })
+		<-hang
+	})
+	app.emit("agent_guard.test", map[string]any{"n": 0})
+	<-inside
+	const more = 50
+	for n := range maxEvents + more {
+		app.emit("agent_guard.test", map[string]any{"n": n + 1})
+	}
+	close(hang)
+	app.pending.flush()
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(h.events) != maxEvents+1 {
+		t.Errorf("%d events were told, want %d", len(h.events), maxEvents+1)
+	}
+	for n, e := range h.events {
+		if e.Data["n"] != n {
+			t.Fatalf("event %d is %v", n, e.Data)
+		}
+	}
+	if got := gathered(t, app, "agent_guard_events_dropped_total"); got != more {
+		t.Errorf("%v dropped events are counted, want %d", got, more)
+	}
+}
+
+// gathered is the value of a metric without labels.
+func gathered(t *testing.T, app *App, name string) float64 {
+	t.Helper()
+	families, err := app.ctx.GetMetricsRegistry().Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		if f.GetName() == name {
+			return f.GetMetric()[0].GetCounter().GetValue() + f.GetMetric()[0].GetGauge().GetValue()
+		}
+	}
+	t.Fatalf("%s is not registered", name)
+	return 0
+}
+
+// A handler that panics takes neither the process nor other events with it.
+func TestHandlersMayPanic(t *testing.T) {
+	panics := true
+	app, h := listening(t, "agent_guard.test", func() {
+		if panics {
+			panics = false
+			panic("the handler's own fault")
+		}
+	})
+	app.emit("agent_guard.test", nil)
+	app.emit("agent_guard.test", nil)
+	if e := h.next(t); e.Name() != "agent_guard.test" {
+		t.Errorf("%v", e.Name())
+	}
+}
+
+// An engine's events go to the configuration that was loaded last, and back to the one
+// before where that is given up.
+func TestEventsGoToTheLatestConfiguration(t *testing.T) {
+	const name = "agent_guard.test"
+	var e engine
+	e.emit(name, nil) // to nobody
+	first, heardFirst := listening(t, name, nil)
+	second, heardSecond := listening(t, name, nil)
+	e.audience.join(first)
+	e.audience.join(second)
+	e.emit(name, map[string]any{"n": 1})
+	if got := heardSecond.next(t); got.Data["n"] != 1 {
+		t.Errorf("%v", got.Data)
+	}
+	e.audience.leave(second)
+	e.emit(name, map[string]any{"n": 2})
+	if got := heardFirst.next(t); got.Data["n"] != 2 {
+		t.Errorf("%v", got.Data)
+	}
+	if len(heardFirst.events) != 1 || len(heardSecond.events) != 1 {
+		t.Errorf("%d and %d events", len(heardFirst.events), len(heardSecond.events))
+	}
+}
+
+// told is an engine over a store whose state a test sets, and what it tells.
+type told struct {
+	storeModule
+	*engine
+	heard *heard
+}
+
+// storeModule opens a memory store and reports what a test says.
+type storeModule struct {
+	disk *metrics.DiskReport
+}
+
+func (*storeModule) StorePath() (string, error) { return "", nil }
+func (*storeModule) OpenStore(*zap.Logger) (store.Store, error) {
+	return memory.New(memory.Options{}), nil
+}
+func (*storeModule) ReportStore(store.Store) metrics.StoreReport  { return metrics.StoreReport{} }
+func (m *storeModule) ReportDisk(store.Store) *metrics.DiskReport { return m.disk }
+func (m *storeModule) set(free uint64, watermark metrics.Watermark) {
+	m.disk = &metrics.DiskReport{Free: free, Watermark: watermark}
+}
+
+func newTold(t *testing.T) *told {
+	t.Helper()
+	app, h := listening(t, "", nil) // all events
+	w := &told{heard: h}
+	w.engine = &engine{store: memory.New(memory.Options{}), opener: &w.storeModule}
+	w.audience.join(app)
+	return w
+}
+
+// The store's state is told when it changes, and only then.
+func TestChangesOfTheStoreAreTold(t *testing.T) {
+	w := newTold(t)
+	was := state{healthy: true}
+	for i, step := range []struct {
+		do   func()
+		want string
+	}{
+		{func() {}, ""},
+		{func() { w.set(900, metrics.DiskEnough) }, ""},
+		{func() { w.set(90, metrics.DiskLow) }, eventDiskLow},
+		{func() { w.set(80, metrics.DiskLow) }, ""},
+		{func() { w.set(9, metrics.DiskFull) }, eventDiskLow},
+		{func() { w.disk = nil }, ""}, // not known for a moment
+		{func() { w.set(80, metrics.DiskLow) }, ""},
+		{func() { w.set(900, metrics.DiskEnough) }, eventDiskRecovered},
+		{func() { _ = w.store.Close() }, eventStoreUnhealthy},
+		{func() {}, ""},
+	} {
+		step.do()
+		before := len(w.heard.came)
+		was = w.tellChanges(was)
+		w.audience.latest().pending.flush()
+		if got := len(w.heard.came) - before; got != min(len(step.want), 1) {
+			t.Fatalf("step %d: %d events", i, got)
+		}
+		if step.want == "" {
+			continue
+		}
+		e := w.heard.events[len(w.heard.events)-1]
+		if e.Name() != step.want {
+			t.Errorf("step %d: %s, want %s", i, e.Name(), step.want)
+		}
+		if w.disk != nil && step.want != eventStoreUnhealthy && e.Data["free_bytes"] != w.disk.Free {
+			t.Errorf("step %d: %v", i, e.Data)
+		}
+	}
+}
+
+// What the last process left open is told once, to the configuration that comes first.
+func TestRecoveryIsToldOnce(t *testing.T) {
+	w := newTold(t)
+	w.watch.recovered = guard.Recovery{InDoubt: 3, Released: 1}
+	for range 2 {
+		w.tellRecovered()
+	}
+	w.audience.latest().pending.flush()
+	if len(w.heard.events) != 1 {
+		t.Fatalf("%d events", len(w.heard.events))
+	}
+	e := w.heard.events[0]
+	if e.Name() != eventRecovered || fmt.Sprint(e.Data) != "map[in_doubt:3 released:1]" {
+		t.Errorf("%s %v", e.Name(), e.Data)
+	}
+}
+
+// Every event has its row in the manual, and every row its event.
+func TestEventsAreDocumented(t *testing.T) {
+	compare(t, "../docs/observability.md", "events.go", regexp.MustCompile("(?m)^\\| `(agent_guard\\.[a-z_]+)` \\| "),
+		regexp.MustCompile(`(?m)^	event[A-Za-z]+ += "(agent_guard\.[a-z_]+)"$`))
+}
+
+// Every placeholder has its row in the manual, and every row its placeholder.
+func TestPlaceholdersAreDocumented(t *testing.T) {
+	compare(t, "../README.md", "placeholders.go", regexp.MustCompile("\\{http\\.agent_guard\\.([a-z_]+)\\}`(?:, `[^|]*)? \\| |\\| `\\{http\\.agent_guard\\.([a-z_]+)\\}`, "),
+		regexp.MustCompile(`(?m)^	case "([a-z_]+)":$`))
+}
+
+// Every attribute of spans has its row in the manual, and every row its attribute.
+func TestSpanAttributesAreDocumented(t *testing.T) {
+	compare(t, "../docs/observability.md", "tracing.go", regexp.MustCompile("`(agent_guard\\.execution\\.[a-z_]+)`"),
+		regexp.MustCompile(`attribute.String\("([a-z_.]+)"`))
+}
+
+// compare holds the names that a document lists to those of a source file.
+func compare(t *testing.T, document, source string, listed, named *regexp.Regexp) {
+	t.Helper()
+	find := func(file string, form *regexp.Regexp) []string {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var names []string
+		for _, m := range form.FindAllStringSubmatch(string(text), -1) {
+			names = append(names, strings.Join(m[1:], ""))
+		}
+		slices.Sort(names)
+		return slices.Compact(names)
+	}
+	in, of := find(document, listed), find(source, named)
+	if len(of) == 0 || !slices.Equal(in, of) {
+		t.Errorf("%s lists %v, and %s has %v", document, in, source, of)
+	}
+}

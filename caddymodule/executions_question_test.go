@@ -1,0 +1,68 @@
+package caddymodule
+
+import (
+	"errors"
+	"net/url"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/execid"
+)
+
+// Whatever the id, the path that the gateway makes of it leads back to it.
+func FuzzIDInAPath(f *testing.F) {
+	for _, id := range []string{"order-7", "a/b", "..", ".", `"`, `"\`, `"a"`, "%2F", "a?b#c;d&e=f", "output", "~!*'()"} {
+		f.Add(id)
+	}
+	f.Fuzz(func(t *testing.T, id string) {
+		if execid.Check(id) != nil {
+			return
+		}
+		for suffix, output := range map[string]bool{"": false, "/output": true, "/output?key=ab": true} {
+			u, err := url.Parse(executionsPath + inPath(id) + suffix)
+			if err != nil {
+				t.Fatalf("%q: %v", id, err)
+			}
+			q, err := parseQuestion(u)
+			if err != nil || q.id != id || q.output != output {
+				t.Errorf("%q: %+v, %v", id, q, err)
+			}
+		}
+	})
+}
+
+// Whatever is asked, it is read or refused with a 400, and no wait is too long.
+func FuzzQuestion(f *testing.F) {
+	for _, text := range []string{"a", "a/output", "a?wait=30s", "a?wait=60", "%", "a?wait=-1", "a/b", "%22a%22", "a?key=AB&method=POST&path=%2Fx", "a?wait=9e9h"} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		u, err := url.Parse(executionsPath + text)
+		if err != nil {
+			return
+		}
+		q, err := parseQuestion(u)
+		var p *problem.Problem
+		switch {
+		case err == nil:
+			if execid.Check(q.id) != nil || q.wait < 0 || q.wait > longestWait {
+				t.Errorf("%q is read as %+v", text, q)
+			}
+		case !errors.As(err, &p) || p.Kind().Status != 400:
+			t.Errorf("%q: %v", text, err)
+		}
+	})
+}
+
+// A wait is a duration or a number of seconds, and bounded.
+func TestParseWait(t *testing.T) {
+	for text, want := range map[string]time.Duration{
+		"0": 0, "30": 30 * time.Second, "30s": 30 * time.Second, "1m": time.Minute, "250ms": 250 * time.Millisecond,
+		"61": time.Minute, "24h": time.Minute, "18446744073709551615": time.Minute,
+	} {
+		if got, err := parseWait(text); err != nil || got != want {
+			t.Errorf("%s: %v, %v", text, got, err)
+		}
+	}
+}

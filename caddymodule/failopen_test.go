@@ -1,0 +1,117 @@
+package caddymodule
+
+import (
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// brokenOpener is a store that cannot be opened.
+type brokenOpener struct{ storeModule }
+
+func (*brokenOpener) OpenStore(*zap.Logger) (store.Store, error) {
+	return nil, errors.New("the disk is gone")
+}
+
+// opens is a store that can be, and whose memory a test holds.
+type opens struct {
+	storeModule
+	memory *memory.Store
+}
+
+func (o *opens) OpenStore(*zap.Logger) (store.Store, error) { return lent{o.memory}, nil }
+
+// lent is a store that its engine does not close.
+type lent struct{ *memory.Store }
+
+func (lent) Close() error { return nil }
+
+// handlerOver is a handler over an app with a store of its own.
+func handlerOver(t *testing.T, opener StoreOpener, failOpen bool) *Handler {
+	t.Helper()
+	app, err := newApp(t, t.TempDir(), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := app.Cleanup(); err != nil {
+			t.Error(err)
+		}
+	})
+	app.spec.opener = opener
+	h := defaulted(t, Handler{FailOpen: failOpen})
+	h.app, h.logger, h.probes, h.failures = app, zap.NewNop(), new(prober), new(stretch)
+	if err := h.provisionActions(app.ctx); err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+// serve makes a call and returns its status and its Execution-Status.
+func serve(t *testing.T, h *Handler) (int, string) {
+	t.Helper()
+	w := httptest.NewRecorder()
+	next := caddyhttp.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
+		w.WriteHeader(http.StatusTeapot)
+		return nil
+	})
+	if err := h.ServeHTTP(w, request("POST", "/x", "Idempotency-Key", "k"), next); err != nil {
+		t.Fatal(err)
+	}
+	return w.Code, w.Header().Get("Execution-Status")
+}
+
+// P4: a store that cannot be opened refuses the call, unless the route says fail_open.
+func TestFailOpenWithoutAStore(t *testing.T) {
+	if code, status := serve(t, handlerOver(t, new(brokenOpener), false)); code != 503 || status != "refused" {
+		t.Errorf("fail closed: %d %s", code, status)
+	}
+	if code, status := serve(t, handlerOver(t, new(brokenOpener), true)); code != http.StatusTeapot || status != "unguarded" {
+		t.Errorf("fail open: %d %s", code, status)
+	}
+}
+
+// An exit starts nothing new, also where the store is gone.
+func TestFailOpenNotOnExit(t *testing.T) {
+	o := &opens{memory: memory.New(memory.Options{})}
+	h := handlerOver(t, o, true)
+	e, err := h.app.engine()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := o.memory.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if code, status := serve(t, h); code != http.StatusTeapot || status != "unguarded" {
+		t.Errorf("before the exit: %d %s", code, status)
+	}
+	e.exit()
+	if code, status := serve(t, h); code != 503 || status != "refused" {
+		t.Errorf("on exit: %d %s", code, status)
+	}
+}
+
+// What happens often is told of at once, then once in a while, with its number.
+func TestStretch(t *testing.T) {
+	var s stretch
+	at := time.Unix(1_700_000_000, 0)
+	for i, step := range []struct {
+		after time.Duration
+		want  uint64
+	}{
+		{0, 1}, {0, 0}, {tellEvery - 1, 0}, {1, 3}, {tellEvery, 1}, {time.Second, 0}, {tellEvery, 2},
+	} {
+		at = at.Add(step.after)
+		if got := s.due(at); got != step.want {
+			t.Errorf("step %d: %d, want %d", i, got, step.want)
+		}
+	}
+}

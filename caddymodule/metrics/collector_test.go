@@ -1,0 +1,343 @@
+package metrics_test
+
+import (
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+// healthy is an open store of which everything is known.
+func healthy() *metrics.Snapshot {
+	return &metrics.Snapshot{
+		Opened: time.Unix(1_700_000_000, 0), Healthy: true,
+		Doubts: &metrics.Doubts{N: 3, OldestAge: 90 * time.Second},
+		Report: &metrics.StoreReport{Bytes: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4},
+		Disk:   &metrics.DiskReport{Free: 1 << 30, Watermark: metrics.DiskLow},
+	}
+}
+
+// registered is a registry of a configuration, pedantic as Caddy's.
+func registered(t testing.TB, c prometheus.Collector) *prometheus.Registry {
+	t.Helper()
+	r := prometheus.NewPedanticRegistry()
+	if err := r.Register(c); err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// series gathers all samples as `name{label="value",...}`; histograms by their count.
+func series(t testing.TB, r prometheus.Gatherer) map[string]float64 {
+	t.Helper()
+	families, err := r.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := map[string]float64{}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			var labels []string
+			for _, l := range m.GetLabel() {
+				labels = append(labels, fmt.Sprintf("%s=%q", l.GetName(), l.GetValue()))
+			}
+			name := f.GetName() + "{" + strings.Join(labels, ",") + "}"
+			switch {
+			case m.GetCounter() != nil:
+				all[name] = m.GetCounter().GetValue()
+			case m.GetGauge() != nil:
+				all[name] = m.GetGauge().GetValue()
+			default:
+				all[name] = float64(m.GetHistogram().GetSampleCount())
+			}
+		}
+	}
+	return all
+}
+
+// What is registered is what Families says: names, types, help and labels.
+func TestFamiliesAreRegistered(t *testing.T) {
+	set := metrics.NewSet()
+	c := metrics.NewCollector(set, "v1", "badger", healthy)
+	c.Action("default", "pay")
+	got, err := registered(t, c).Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := map[string]*metrics.Family{}
+	for _, f := range metrics.Families() {
+		want[f.Name] = f
+	}
+	for _, f := range got {
+		w := want[f.GetName()]
+		if w == nil {
+			t.Errorf("%s is registered and no family", f.GetName())
+			continue
+		}
+		delete(want, f.GetName())
+		if kind := strings.ToLower(f.GetType().String()); kind != w.Type || f.GetHelp() != w.Help {
+			t.Errorf("%s: %s %q, want %s %q", w.Name, kind, f.GetHelp(), w.Type, w.Help)
+		}
+		for _, m := range f.GetMetric() {
+			var labels []string
+			for _, l := range m.GetLabel() {
+				labels = append(labels, l.GetName())
+			}
+			if sorted := slices.Sorted(slices.Values(w.Labels)); !slices.Equal(labels, sorted) {
+				t.Errorf("%s has the labels %v, want %v", w.Name, labels, sorted)
+			}
+		}
+	}
+	for name := range want {
+		t.Errorf("%s is not registered", name)
+	}
+}
+
+// The conventions of Prometheus: what counts ends in _total, what has a unit names a
+// base unit, and nothing else does.
+func TestNamesFollowConventions(t *testing.T) {
+	form := regexp.MustCompile(`^agent_guard_[a-z]+(_[a-z]+)*$`)
+	for _, f := range metrics.Families() {
+		if !form.MatchString(f.Name) {
+			t.Errorf("%s is no name", f.Name)
+		}
+		if strings.HasSuffix(f.Name, "_total") != (f.Type == "counter") {
+			t.Errorf("%s is a %s", f.Name, f.Type)
+		}
+		for _, unit := range []string{"_ms", "_milliseconds", "_minutes", "_kb", "_percent"} {
+			if strings.Contains(f.Name, unit) {
+				t.Errorf("%s is in no base unit", f.Name)
+			}
+		}
+		if !strings.HasSuffix(f.Help, ".") || f.Help == "." {
+			t.Errorf("%s: %q is no sentence", f.Name, f.Help)
+		}
+	}
+}
+
+// Each thing that happens is counted where it belongs, and nowhere else.
+func TestCounts(t *testing.T) {
+	set := metrics.NewSet()
+	c := metrics.NewCollector(set, "v1", "badger", healthy)
+	a, g := c.Action("g", "pay"), c.Guard("g")
+	c.Action("g", "other")
+	r := registered(t, c)
+	at := func(name, more string) string { return "agent_guard_" + name + `{action="pay",guard="g"` + more + "}" }
+	settle := func(v guard.Verdict) func() {
+		return func() {
+			a.Begun()
+			a.Settled(v)
+		}
+	}
+	for _, c := range []struct {
+		do   func()
+		want string
+	}{
+		{a.Begun, at("running", "")},
+		{settle(guard.Completed), at("executions_total", `,outcome="completed"`)},
+		{settle(guard.Released), at("executions_total", `,outcome="released"`)},
+		{settle(guard.InDoubt), at("executions_total", `,outcome="in_doubt"`)},
+		{a.Replayed, at("replays_total", "")},
+		{a.Attached, at("attaches_total", "")},
+		{a.FailedOpen, at("fail_open_total", "")},
+		{func() { a.Probed(metrics.Applied) }, at("probes_total", `,result="applied"`)},
+		{func() { a.Probed(metrics.NotApplied) }, at("probes_total", `,result="not_applied"`)},
+		{func() { a.Probed(metrics.Unknown) }, at("probes_total", `,result="unknown"`)},
+		{func() { g.Unguarded(metrics.Safe) }, `agent_guard_unguarded_total{guard="g",reason="safe"}`},
+		{func() { g.Unguarded(metrics.Exempt) }, `agent_guard_unguarded_total{guard="g",reason="exempt"}`},
+		{func() { g.Unguarded(metrics.Upgrade) }, `agent_guard_unguarded_total{guard="g",reason="upgrade"}`},
+		{func() { g.Unguarded(metrics.GRPC) }, `agent_guard_unguarded_total{guard="g",reason="grpc"}`},
+		{func() { set.Recovered(guard.Recovery{InDoubt: 1}) }, `agent_guard_recovered_total{outcome="in_doubt"}`},
+		{func() { set.Recovered(guard.Recovery{Released: 1}) }, `agent_guard_recovered_total{outcome="released"}`},
+		{set.EventDropped, `agent_guard_events_dropped_total{}`},
+	} {
+		before := series(t, r)
+		if _, ok := before[c.want]; !ok {
+			t.Errorf("%s is not there before it happens, so that the first time would not show as an increase", c.want)
+		}
+		c.do()
+		for name, v := range series(t, r) {
+			if v != before[name] && name != c.want || name == c.want && v != before[name]+1 {
+				t.Errorf("%s went from %v to %v, want 1 more of %s", name, before[name], v, c.want)
+			}
+		}
+	}
+	for _, k := range problem.Kinds() {
+		name := at("problems_total", `,problem="`+k.Slug+`"`)
+		before := series(t, r)
+		a.Refused(k.Slug)
+		if after := series(t, r); after[name] != before[name]+1 {
+			t.Errorf("%s went from %v to %v", name, before[name], after[name])
+		}
+	}
+	before := len(series(t, r))
+	a.Refused("no-such-problem")
+	if after := len(series(t, r)); after != before {
+		t.Errorf("an unknown problem has made %d series of %d", after, before)
+	}
+	set.Committed(7, 3*time.Millisecond)
+	after := series(t, r)
+	for _, name := range []string{"agent_guard_store_commit_duration_seconds{}", "agent_guard_store_commit_batches{}"} {
+		if after[name] != 1 {
+			t.Errorf("%s has %v observations", name, after[name])
+		}
+	}
+}
+
+// The state of the store is shown as far as it is known: what is not known is absent,
+// as a zero would say that all is well.
+func TestSnapshots(t *testing.T) {
+	store := func(now *metrics.Snapshot) map[string]float64 {
+		c := metrics.NewCollector(metrics.NewSet(), "v1", "badger", func() *metrics.Snapshot { return now })
+		all := series(t, registered(t, c))
+		for name := range all {
+			if strings.Contains(name, "recovered") || strings.Contains(name, "commit") || strings.Contains(name, "dropped") || strings.Contains(name, "info") {
+				delete(all, name)
+			}
+		}
+		return all
+	}
+	opened := time.UnixMilli(1_700_000_000_500)
+	for name, c := range map[string]struct {
+		now  *metrics.Snapshot
+		want map[string]float64
+	}{
+		"all": {healthy(), map[string]float64{
+			"agent_guard_in_doubt{}": 3, "agent_guard_in_doubt_oldest_age_seconds{}": 90,
+			"agent_guard_store_healthy{}": 1, "agent_guard_store_opened_timestamp_seconds{}": 1.7e9,
+			`agent_guard_store_bytes{part="lsm"}`: 10, `agent_guard_store_bytes{part="bodies"}`: 20,
+			"agent_guard_store_refused_total{}": 4, "agent_guard_store_free_bytes{}": 1 << 30, "agent_guard_store_watermark{}": 1,
+		}},
+		"not open": {nil, map[string]float64{"agent_guard_store_healthy{}": 0}},
+		"closed itself": {&metrics.Snapshot{Opened: opened}, map[string]float64{
+			"agent_guard_store_healthy{}": 0, "agent_guard_store_opened_timestamp_seconds{}": 1_700_000_000.5,
+		}},
+		"no doubt": {&metrics.Snapshot{Opened: opened, Healthy: true, Doubts: &metrics.Doubts{}}, map[string]float64{
+			"agent_guard_store_healthy{}": 1, "agent_guard_store_opened_timestamp_seconds{}": 1_700_000_000.5,
+			"agent_guard_in_doubt{}": 0, "agent_guard_in_doubt_oldest_age_seconds{}": 0,
+		}},
+	} {
+		got := store(c.now)
+		if fmt.Sprint(got) != fmt.Sprint(c.want) {
+			t.Errorf("%s: %v, want %v", name, got, c.want)
+		}
+	}
+}
+
+// A new configuration goes on with the counts of the one before, shows what it names
+// and nothing else, and has no series twice.
+func TestCountsGoOnOverConfigurations(t *testing.T) {
+	set := metrics.NewSet()
+	old := metrics.NewCollector(set, "v1", "badger", healthy)
+	old.Action("a", "pay").Replayed()
+	old.Action("a", "gone").Replayed()
+	next := metrics.NewCollector(set, "v1", "badger", healthy)
+	next.Action("a", "pay").Replayed() // two handlers of one name
+	next.Action("a", "pay").Replayed()
+	next.Action("b", "pay")
+	got := series(t, registered(t, next))
+	for name, want := range map[string]float64{
+		`agent_guard_replays_total{action="pay",guard="a"}`: 3,
+		`agent_guard_replays_total{action="pay",guard="b"}`: 0,
+	} {
+		if v, ok := got[name]; !ok || v != want {
+			t.Errorf("%s is %v (%v), want %v", name, v, ok, want)
+		}
+	}
+	for name := range got {
+		if strings.Contains(name, `"gone"`) {
+			t.Errorf("%s is of an action that is not configured any more", name)
+		}
+	}
+	next.Action("a", "gone")
+	if v := series(t, registered(t, next))[`agent_guard_replays_total{action="gone",guard="a"}`]; v != 1 {
+		t.Errorf("an action that came back has %v replays, want 1", v)
+	}
+}
+
+// Requests count while a scrape reads; none is lost.
+func TestCountsUnderConcurrency(t *testing.T) {
+	const workers, each = 8, 2000
+	c := metrics.NewCollector(metrics.NewSet(), "v1", "badger", healthy)
+	r := registered(t, c)
+	var all sync.WaitGroup
+	for range workers {
+		all.Go(func() {
+			for range each {
+				a := c.Action("g", "pay")
+				a.Begun()
+				a.Settled(guard.Completed)
+			}
+		})
+	}
+	for range 20 {
+		series(t, r)
+	}
+	all.Wait()
+	got := series(t, r)
+	if n := got[`agent_guard_executions_total{action="pay",guard="g",outcome="completed"}`]; n != workers*each {
+		t.Errorf("%v executions, want %d", n, workers*each)
+	}
+	if n := got[`agent_guard_running{action="pay",guard="g"}`]; n != 0 {
+		t.Errorf("%v are running", n)
+	}
+}
+
+// The way of a call allocates nothing for its counts.
+func TestCountingAllocatesNothing(t *testing.T) {
+	set := metrics.NewSet()
+	c := metrics.NewCollector(set, "v1", "badger", healthy)
+	a, g := c.Action("g", "pay"), c.Guard("g")
+	slug := problem.BodyTooLarge.Slug // the last
+	if n := testing.AllocsPerRun(100, func() {
+		a.Begun()
+		a.Settled(guard.InDoubt)
+		a.Replayed()
+		a.Refused(slug)
+		g.Unguarded(metrics.Safe)
+		set.Committed(3, time.Millisecond)
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
+func BenchmarkCountExecution(b *testing.B) {
+	a := metrics.NewCollector(metrics.NewSet(), "v1", "badger", healthy).Action("g", "pay")
+	b.ReportAllocs()
+	b.RunParallel(func(pb *testing.PB) {
+		for pb.Next() {
+			a.Begun()
+			a.Settled(guard.Completed)
+		}
+	})
+}
+
+func BenchmarkCountRefusal(b *testing.B) {
+	a := metrics.NewCollector(metrics.NewSet(), "v1", "badger", healthy).Action("g", "pay")
+	b.ReportAllocs()
+	for b.Loop() {
+		a.Refused(problem.InDoubt.Slug)
+	}
+}
+
+func BenchmarkScrape(b *testing.B) {
+	c := metrics.NewCollector(metrics.NewSet(), "v1", "badger", healthy)
+	for i := range 20 {
+		c.Action("g", fmt.Sprint("action", i))
+	}
+	r := registered(b, c)
+	for b.Loop() {
+		if _, err := r.Gather(); err != nil {
+			b.Fatal(err)
+		}
+	}
+}

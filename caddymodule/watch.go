@@ -1,0 +1,140 @@
+package caddymodule
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+// How an engine is looked at.
+const (
+	lookEvery    = time.Second     // for changes that are told as events
+	doubtsEvery  = 5 * time.Second // at the doubts, at most
+	lookPatience = 5 * time.Second
+)
+
+// watch is what an engine knows of its own state over time.
+type watch struct {
+	opened    time.Time
+	recovered guard.Recovery // told of once
+	stop      chan struct{}
+	done      sync.WaitGroup
+
+	mu     sync.Mutex
+	looked time.Time // at the doubts
+	doubts *metrics.Doubts
+}
+
+// snapshot is the state of the engine at this moment; its doubts may be some seconds
+// old, since counting them reads the store.
+func (e *engine) snapshot() *metrics.Snapshot {
+	now := &metrics.Snapshot{Opened: e.watch.opened, Healthy: e.healthy(), Doubts: e.doubts()}
+	if reporter, ok := e.opener.(StoreReporter); ok {
+		report := reporter.ReportStore(e.store)
+		now.Report, now.Disk = &report, reporter.ReportDisk(e.store)
+	}
+	return now
+}
+
+// healthy reports that the store answers.
+func (e *engine) healthy() bool {
+	ctx, cancel := context.WithTimeout(context.Background(), lookPatience)
+	defer cancel()
+	_, err := e.store.Now(ctx)
+	return err == nil
+}
+
+// doubts counts the executions in doubt, or returns nil where that cannot be done.
+func (e *engine) doubts() *metrics.Doubts {
+	w := &e.watch
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.doubts != nil && time.Since(w.looked) < doubtsEvery {
+		return w.doubts
+	}
+	w.doubts, w.looked = nil, time.Now()
+	ctx, cancel := context.WithTimeout(context.Background(), lookPatience)
+	defer cancel()
+	n, oldest, err := e.guard.Doubts(ctx)
+	if err != nil {
+		return nil
+	}
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return nil
+	}
+	w.doubts = &metrics.Doubts{N: n}
+	if n > 0 {
+		w.doubts.OldestAge = max(0, now.Sub(oldest))
+	}
+	return w.doubts
+}
+
+// tellRecovered tells once what the last process had left open: at the opening itself
+// nobody listens yet.
+func (e *engine) tellRecovered() {
+	e.watch.mu.Lock()
+	found := e.watch.recovered
+	e.watch.recovered = guard.Recovery{}
+	e.watch.mu.Unlock()
+	if found != (guard.Recovery{}) {
+		e.emit(eventRecovered, map[string]any{"in_doubt": found.InDoubt, "released": found.Released})
+	}
+}
+
+// startWatch begins to look for changes of the store's state.
+func (e *engine) startWatch(found guard.Recovery) {
+	e.watch.opened, e.watch.recovered, e.watch.stop = time.Now(), found, make(chan struct{})
+	e.watch.done.Go(func() {
+		tick := time.NewTicker(lookEvery)
+		defer tick.Stop()
+		was := state{healthy: true}
+		for {
+			select {
+			case <-e.watch.stop:
+				return
+			case <-tick.C:
+				was = e.tellChanges(was)
+			}
+		}
+	})
+}
+
+func (e *engine) stopWatch() {
+	close(e.watch.stop)
+	e.watch.done.Wait()
+}
+
+// state is what changes of are told.
+type state struct {
+	healthy   bool
+	watermark metrics.Watermark
+}
+
+// tellChanges emits what is not as it was, and returns what is.
+func (e *engine) tellChanges(was state) state {
+	is := state{healthy: e.healthy()}
+	if was.healthy && !is.healthy {
+		e.emit(eventStoreUnhealthy, nil)
+	}
+	reporter, ok := e.opener.(StoreReporter)
+	if !ok {
+		return is
+	}
+	disk := reporter.ReportDisk(e.store)
+	if disk == nil {
+		is.watermark = was.watermark
+		return is
+	}
+	is.watermark = disk.Watermark
+	switch {
+	case is.watermark > was.watermark:
+		e.emit(eventDiskLow, map[string]any{"free_bytes": disk.Free, "watermark": int(is.watermark)})
+	case is.watermark == metrics.DiskEnough && was.watermark != metrics.DiskEnough:
+		e.emit(eventDiskRecovered, map[string]any{"free_bytes": disk.Free})
+	}
+	return is
+}

@@ -1,0 +1,101 @@
+package e2e
+
+import (
+	"fmt"
+	"maps"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2"
+)
+
+const everyEvent = `events {
+	on agent_guard.execution_in_doubt e2e
+	on agent_guard.execution_resolved e2e
+	on agent_guard.executions_recovered e2e
+	on agent_guard.fingerprint_mismatch e2e
+	on agent_guard.fail_open e2e
+	on agent_guard.store_unhealthy e2e
+	on agent_guard.disk_low e2e
+	on agent_guard.disk_recovered e2e
+}`
+
+// Handlers that are bound through Caddy's events app hear what happens to calls, with
+// data that name nobody (P8).
+func TestEvents(t *testing.T) {
+	o, u := observed(t), newUpstream(t)
+	g := launch(t, setup{global: everyEvent, site: fmt.Sprintf(`agent_proxy %s {
+		on_unknown probe GET /status?id={http.agent_guard.execution_id} {
+			applied 200
+			not_applied 404
+		}
+	}`, u.addr)})
+	u.on("/x", status(504, ""))
+	asked := 404
+	u.on("/status", func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(asked) })
+	header := map[string]string{"Authorization": "Bearer secret-credential", "Workflow-Id": "secret-flow"}
+	var key string
+	expect := func(name string, more map[string]any) {
+		t.Helper()
+		e := o.event()
+		if key == "" {
+			key, _ = e.Data["key"].(string)
+		}
+		caller, _ := e.Data["caller"].(string)
+		want := map[string]any{"guard": "default", "action": "default", "key": key, "caller": caller}
+		maps.Copy(want, more)
+		if e.Name() != name || fmt.Sprint(e.Data) != fmt.Sprint(want) {
+			t.Errorf("%s %v, want %s %v", e.Name(), e.Data, name, want)
+		}
+		if !shortHash.MatchString(key) || !longHash.MatchString(caller) {
+			t.Errorf("key %q, caller %q", key, caller)
+		}
+		if e.Origin() == nil || e.Origin().CaddyModule().ID != "agent_guard" {
+			t.Errorf("%s comes from %v", name, e.Origin())
+		}
+		if text := fmt.Sprint(e.Data); strings.Contains(text, "secret") {
+			t.Errorf("P8: %s", text)
+		}
+	}
+	call := func(body string) {
+		g.call(request{path: "/x", id: "secret-id", header: header, body: `"secret` + body + `"`})
+	}
+	doubt := map[string]any{"cause": "upstream_status", "status": 504}
+	call("")
+	expect("agent_guard.execution_in_doubt", doubt)
+	call("")
+	expect("agent_guard.execution_resolved", map[string]any{"outcome": "released", "by": "probe"})
+	expect("agent_guard.execution_in_doubt", doubt) // it ran again
+	asked = 200
+	call("")
+	expect("agent_guard.execution_resolved", map[string]any{"outcome": "completed", "by": "probe"})
+	call("another")
+	expect("agent_guard.fingerprint_mismatch", nil)
+}
+
+// The store's state is told without any call.
+func TestEventsOfTheStore(t *testing.T) {
+	o, u := observed(t), newUpstream(t)
+	g := launch(t, setup{global: everyEvent, site: "agent_proxy " + u.addr})
+	g.call(request{path: "/x", id: "k"}).want(t, 201, "arrival 1", "executed")
+	_ = g.store.memory.Close()
+	if e := o.event(); e.Name() != "agent_guard.store_unhealthy" || len(e.Data) != 0 {
+		t.Errorf("%s %v", e.Name(), e.Data)
+	}
+}
+
+// A handler of events that hangs holds up no call.
+func TestEventHandlersHoldUpNothing(t *testing.T) {
+	o, u := observed(t), newUpstream(t)
+	o.events = make(chan caddy.Event) // nobody takes
+	g := launch(t, setup{global: everyEvent, site: "agent_proxy " + u.addr})
+	u.on("/x", status(504, ""))
+	for n := range 5 {
+		g.call(request{path: "/x", id: fmt.Sprint(n)})
+	}
+	u.arrived("/x", 5)
+	for range 5 { // let it end
+		o.event()
+	}
+}

@@ -1,0 +1,317 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// ann and bob are two callers.
+var ann, bob = headers{"X-Api-Key": "ann"}, headers{"X-Api-Key": "bob"}
+
+const executionsPath = "/.well-known/cascade/executions/"
+
+// asking is a question about executions: what follows executionsPath.
+func asking(what string, h headers) request {
+	return request{method: http.MethodGet, path: executionsPath + what, header: h}
+}
+
+// executionDoc is one execution in the answer.
+type executionDoc struct {
+	Key        string    `json:"key"`
+	Method     string    `json:"method"`
+	Path       string    `json:"path"`
+	Action     string    `json:"action"`
+	Workflow   string    `json:"workflow"`
+	State      string    `json:"state"`
+	Cause      string    `json:"cause"`
+	Created    time.Time `json:"created"`
+	Deadline   time.Time `json:"deadline"`
+	Settled    time.Time `json:"settled"`
+	Status     int       `json:"status"`
+	Replayable bool      `json:"replayable"`
+	SafeNewKey *bool     `json:"safe_new_key"`
+	OutputURL  string    `json:"output_url"`
+	Result     *struct {
+		Kept    bool      `json:"kept"`
+		Expires time.Time `json:"expires"`
+	} `json:"result"`
+}
+
+// executions reads r as a list of executions of the id.
+func (r reply) executions(t *testing.T, status int, id string) []executionDoc {
+	t.Helper()
+	var doc struct {
+		ID         string         `json:"execution_id"`
+		Executions []executionDoc `json:"executions"`
+	}
+	if err := json.Unmarshal([]byte(r.body), &doc); err != nil || r.status != status || doc.ID != id {
+		t.Fatalf("want %d and the executions of %s, got %d %q (%v)", status, id, r.status, r.body, err)
+	}
+	for name, want := range map[string]string{
+		"Content-Type": "application/json", "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
+		"Cross-Origin-Resource-Policy": "same-origin", "Content-Length": fmt.Sprint(len(r.body)), "Execution-Status": "",
+	} {
+		if got := r.header.Get(name); got != want {
+			t.Errorf("%s is %q, want %q", name, got, want)
+		}
+	}
+	return doc.Executions
+}
+
+// execution reads r as the state of one execution.
+func (r reply) execution(t *testing.T, id string) executionDoc {
+	t.Helper()
+	all := r.executions(t, 200, id)
+	if len(all) != 1 {
+		t.Fatalf("%d executions: %s", len(all), r.body)
+	}
+	return all[0]
+}
+
+// awaited waits until n questions wait for the end of an execution.
+func awaited(t *testing.T, n int) {
+	t.Helper()
+	eventually(t, fmt.Sprintf("%d questions wait", n), func() bool {
+		return waiting("guard.(*Guard).awaitChange") == n
+	})
+}
+
+// Section "Endpoints": what is told of an execution in each state.
+func TestExecutionStatus(t *testing.T) {
+	u, hold := newUpstream(t), newGate(t)
+	g := start(t, `agent_proxy %s {
+		retain_result 1h
+		action charge {
+			match path /v1/*
+			deadline 2m
+			max_result 10
+		}
+	}`, u.addr)
+	u.on("/held", func(w http.ResponseWriter, a *arrival) {
+		hold.pass()
+		status(201, "")(w, a)
+	})
+	u.on("/doubt", reset)
+	u.on("/v1/large", status(202, "more than ten bytes"))
+	send := func(path, id string) request {
+		return request{path: path, id: id, header: headers{"X-Api-Key": "ann", "Workflow-Id": "w-1"}}
+	}
+	before := time.Now().Add(-time.Second)
+	g.call(send("/done?x=1", "done"))
+	g.call(send("/doubt", "doubt"))
+	g.call(send("/v1/large", "large"))
+	running := g.begin(send("/held", "held"))
+	wait(t, hold.arrived, "the call")
+
+	want := map[string]string{
+		"done":  `POST /done default w-1 completed "" 201 kept true`,
+		"doubt": `POST /doubt default w-1 in_doubt "connection_lost" 0 - false`,
+		"large": `POST /v1/large charge w-1 completed "" 202 lost false`,
+		"held":  `POST /held default w-1 running "" 0 - false`,
+	}
+	told := func(e executionDoc) string {
+		result := "-"
+		if e.Result != nil {
+			result = map[bool]string{true: "kept", false: "lost"}[e.Result.Kept]
+		}
+		return fmt.Sprintf("%s %s %s %s %s %q %d %s %v", e.Method, e.Path, e.Action, e.Workflow, e.State, e.Cause, e.Status, result, e.Replayable)
+	}
+	for id, want := range want {
+		e := g.call(asking(id, ann)).execution(t, id)
+		if got := told(e); got != want {
+			t.Errorf("%s: %s, want %s", id, got, want)
+		}
+		if len(e.Key) != 64 || *e.SafeNewKey || e.OutputURL != executionsPath+id+"/output?key="+e.Key {
+			t.Errorf("%s: %+v", id, e)
+		}
+		if e.Created.Before(before) || e.Created.Location() != time.UTC {
+			t.Errorf("%s: created %v", id, e.Created)
+		}
+		open := e.State == "running"
+		if e.Deadline.IsZero() == open || e.Settled.IsZero() != open {
+			t.Errorf("%s: deadline %v, settled %v", id, e.Deadline, e.Settled)
+		}
+		if open && e.Deadline.Sub(e.Created) != 5*time.Minute {
+			t.Errorf("deadline %v of %v", e.Deadline, e.Created)
+		}
+		if id == "done" && e.Result.Expires.Sub(e.Settled) != time.Hour {
+			t.Errorf("result until %v, settled %v", e.Result.Expires, e.Settled)
+		}
+		head := asking(id, ann)
+		head.method = http.MethodHead
+		if got := g.call(head); got.status != 200 || got.body != "" || got.length <= 0 {
+			t.Errorf("HEAD %s: %d %q %d", id, got.status, got.body, got.length)
+		}
+	}
+	// The members are an API.
+	var members map[string]any
+	var list []map[string]any
+	body := g.call(asking("done", ann)).body
+	if err := json.Unmarshal([]byte(body), &struct{ Executions *[]map[string]any }{&list}); err != nil {
+		t.Fatal(err)
+	}
+	members = list[0]
+	for _, name := range []string{"key", "method", "path", "action", "workflow", "state", "created", "settled",
+		"status", "result", "replayable", "safe_new_key", "output_url"} {
+		if _, ok := members[name]; !ok {
+			t.Errorf("no member %s in %s", name, body)
+		}
+		delete(members, name)
+	}
+	if len(members) > 0 {
+		t.Errorf("unknown members %v", members)
+	}
+
+	hold.open()
+	running.answer()
+	g.store.pass(2 * time.Hour)
+	e := g.call(asking("done", ann)).execution(t, "done")
+	if !e.Result.Kept || e.Replayable || e.State != "completed" {
+		t.Errorf("after its time: %+v", e)
+	}
+	for _, method := range []string{"POST", "PUT", "DELETE", "OPTIONS"} {
+		r := asking("done", ann)
+		r.method, r.id = method, "k"
+		if got := g.call(r); got.status != 405 || got.header.Get("Allow") != "GET, HEAD" {
+			t.Errorf("%s: %d %v", method, got.status, got.header)
+		}
+	}
+}
+
+// An id that was used more than once is a list, which can be narrowed; the output of a
+// list is the list.
+func TestExecutionsOfOneID(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	for _, r := range []request{{path: "/a b"}, {path: "/a%2Fb"}, {method: "PUT", path: "/a%2Fb"}} {
+		r.id, r.header = "k", ann
+		r.path = strings.ReplaceAll(r.path, " ", "%20")
+		g.call(r)
+	}
+	all := g.call(asking("k", ann)).executions(t, 200, "k")
+	if len(all) != 3 || !slices.IsSortedFunc(all, func(a, b executionDoc) int { return b.Created.Compare(a.Created) }) {
+		t.Fatalf("%+v", all)
+	}
+	if listed := g.call(asking("k/output", ann)).executions(t, 300, "k"); len(listed) != 3 {
+		t.Errorf("%+v", listed)
+	}
+	for query, n := range map[string]int{
+		"method=PUT": 1, "method=POST": 2, "path=" + url.QueryEscape("/a%2Fb"): 2, "path=" + url.QueryEscape("/a%20b"): 1,
+		"method=POST&path=" + url.QueryEscape("/a%2Fb"): 1, "key=" + all[1].Key: 1, "key=" + strings.ToUpper(all[1].Key): 1, "unknown=1": 3,
+	} {
+		if got := g.call(asking("k?"+query, ann)).executions(t, 200, "k"); len(got) != n {
+			t.Errorf("%s: %d, want %d", query, len(got), n)
+		}
+	}
+	for _, query := range []string{"method=put", "path=/a", "key=00"} {
+		g.call(asking("k?"+query, ann)).terminal(t, 404, "execution-unknown")
+	}
+	for _, e := range all {
+		got := g.call(request{method: "GET", path: e.OutputURL, header: ann})
+		if got.status != 201 || got.header.Get("Execution-Status") != "replayed" {
+			t.Errorf("%s: %d %q", e.OutputURL, got.status, got.body)
+		}
+	}
+}
+
+// Ids are written and checked as in header fields; what is wrong with a question is
+// said.
+func TestExecutionIDInAPath(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n execution_id json /id\n}", u.addr)
+	for i, id := range []string{"a/b", "a%b", "..", ".", `"quoted"`, `"`, "a?b#c", "a,b", "output", strings.Repeat("x", 255)} {
+		path := fmt.Sprint("/", i)
+		u.on(path, reset)
+		body, err := json.Marshal(headers{"id": id})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := request{path: path, body: string(body), header: ann}
+		doc := g.call(r).terminal(t, 409, "in-doubt")
+		if doc.ExecutionID != id || doc.StatusURL == "" {
+			t.Fatalf("%q: %+v", id, doc)
+		}
+		got := g.call(request{method: "GET", path: doc.StatusURL, header: ann}).execution(t, id)
+		if got.Path != path {
+			t.Errorf("%q leads to %+v", id, got)
+		}
+		g.call(request{method: "GET", path: got.OutputURL, header: ann}).terminal(t, 409, "in-doubt")
+	}
+	if got := g.call(asking("%22a/b%22", ann)); got.status != 400 {
+		t.Errorf("a bare slash: %d", got.status)
+	}
+	g.call(asking("%22a%2Fb%22", ann)).execution(t, "a/b")
+	for what, slug := range map[string]string{
+		"": "execution-id-invalid", "a%20b": "execution-id-invalid", "%C3%A4": "execution-id-invalid", "%22a": "execution-id-invalid",
+		strings.Repeat("x", 256): "execution-id-invalid", "/output": "execution-id-invalid",
+		"a/": "parameter-invalid", "a/b": "parameter-invalid", "a/output/": "parameter-invalid",
+		"a?wait=soon": "parameter-invalid", "a?wait=": "parameter-invalid", "a?wait": "parameter-invalid", "a?wait=-1s": "parameter-invalid",
+		"a?wait=-1": "parameter-invalid", "a?wait=1e9": "parameter-invalid", "a?path=%zz": "parameter-invalid", "a?wait=1s;2s": "parameter-invalid",
+		"a?wait=99999999999999999999999": "parameter-invalid",
+	} {
+		g.call(asking(what, ann)).terminal(t, 400, slug)
+	}
+	for _, what := range []string{"none?wait=10000h", "none?wait=999999999", "none?wait=0", "none?wait=1m30s"} {
+		g.call(asking(what, ann)).terminal(t, 404, "execution-unknown")
+	}
+	// Beside the path, not below it.
+	if got := g.call(request{method: "GET", path: strings.TrimSuffix(executionsPath, "/")}); got.status != 201 {
+		t.Errorf("%d", got.status)
+	}
+}
+
+// Problems of calls that run or are in doubt lead to their state, where it can be
+// asked for.
+func TestProblemsLeadToTheStatus(t *testing.T) {
+	u, hold := newUpstream(t), newGate(t)
+	g := start(t, `
+	handle /off/* {
+		agent_proxy %[1]s {
+			name off
+			endpoints off
+		}
+	}
+	handle {
+		agent_proxy %[1]s {
+			attach_wait 20ms
+		}
+	}`, u.addr)
+	u.on("/doubt", reset)
+	u.on("/off/doubt", reset)
+	u.on("/held", func(http.ResponseWriter, *arrival) { hold.pass() })
+	leads := func(r reply, want string) {
+		t.Helper()
+		doc := r.problem(t, 409, r.slug())
+		links := r.header.Values("Link")
+		if doc.StatusURL != want || (want != "") != slices.Contains(links, "<"+want+`>; rel="status"`) {
+			t.Errorf("status_url %q, links %q, want %q", doc.StatusURL, links, want)
+		}
+	}
+	leads(g.call(request{path: "/doubt", id: "k", header: ann}), executionsPath+"k")
+	leads(g.call(request{path: "/doubt", id: "k"}), "")
+	leads(g.call(request{path: "/off/doubt", id: "k", header: ann}), "")
+	running := g.begin(request{path: "/held", id: "h", header: ann})
+	wait(t, hold.arrived, "the call")
+	leads(g.call(request{path: "/held", id: "h", header: ann}), executionsPath+"h")
+	leads(g.call(asking("h/output", ann)), executionsPath+"h")
+	leads(g.call(asking("k/output", ann)), executionsPath+"k")
+	hold.open()
+	running.answer()
+	g.call(request{path: "/ok", id: "k", header: ann})
+	if doc := g.call(request{path: "/ok", id: "k", header: ann, body: "{}"}).terminal(t, 422, "fingerprint-mismatch"); doc.StatusURL != "" {
+		t.Errorf("a mismatch leads to %s", doc.StatusURL)
+	}
+}
+
+// slug is that of the problem in r.
+func (r reply) slug() string {
+	var doc problemDoc
+	_ = json.Unmarshal([]byte(r.body), &doc) // the caller compares
+	return doc.Type[strings.LastIndexByte(doc.Type, '/')+1:]
+}

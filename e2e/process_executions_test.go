@@ -1,0 +1,127 @@
+//go:build unix
+
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptrace"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
+)
+
+// procAsk makes a GET that is on its way to the gateway when procAsk returns: over
+// HTTP/2 requests of one connection are taken in their order, and a later one is
+// answered.
+func procAsk(t *testing.T, client *http.Client, addr, path string) <-chan procFuture {
+	t.Helper()
+	get := func(ctx context.Context, path string) (procAnswer, error) {
+		req, err := http.NewRequestWithContext(ctx, "GET", "http://"+addr+path, nil)
+		if err != nil {
+			return procAnswer{}, err
+		}
+		req.Header.Set("Authorization", "Bearer "+procCredential)
+		resp, err := client.Do(req)
+		if err != nil {
+			return procAnswer{}, err
+		}
+		defer resp.Body.Close()
+		body, err := io.ReadAll(resp.Body)
+		return procAnswer{status: resp.StatusCode, header: resp.Header, body: string(body)}, err
+	}
+	wrote := make(chan httptrace.WroteRequestInfo, 1)
+	ctx := httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{
+		WroteRequest: func(info httptrace.WroteRequestInfo) { wrote <- info },
+	})
+	done := make(chan procFuture, 1)
+	go func() {
+		a, err := get(ctx, path)
+		done <- procFuture{a, err}
+	}()
+	procReceive(t, "the question is sent", wrote)
+	if a, err := get(t.Context(), "/.well-known/cascade/policy"); err != nil || a.status != http.StatusOK {
+		t.Fatalf("%v, %v", a, err)
+	}
+	return done
+}
+
+// Section "Exit": who waits for an execution is told what becomes of it while the
+// process drains, and keeps it no longer than that.
+func TestProcessExitEndsWaits(t *testing.T) {
+	for name, c := range map[string]struct {
+		drain  string
+		answer bool
+		status string
+		output func(a procAnswer) bool
+	}{
+		"completed": {"60s", true, `"state": "completed"`, func(a procAnswer) bool { return a.status == http.StatusCreated && a.execution() == "attached" }},
+		"too slow":  {"300ms", false, `"state": "in_doubt"`, func(a procAnswer) bool { return a.problem() == "in-doubt" }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			upstream := procNewUpstream(t)
+			site := procNewSite(t, upstream.addr)
+			site.app = "drain " + c.drain
+			gateway := site.start(t)
+			hold := upstream.hold(t, "k")
+			owner := gateway.begin(t.Context(), procDial(), procCall{id: "k"})
+			procReceive(t, "arrival", hold.arrived)
+			client := procDialH2()
+			state := procAsk(t, client, site.addr, executionsPath+"k?wait=60s")
+			output := procAsk(t, client, site.addr, executionsPath+"k/output?wait=60s")
+			gateway.term(t)
+			procReceive(t, "the gateway knows", gateway.log.when("exiting; byeee"))
+			if c.answer {
+				hold.let()
+			}
+			if f := procReceive(t, "the state", state); f.err != nil || f.answer.status != http.StatusOK || !strings.Contains(f.answer.body, c.status) {
+				t.Errorf("%v, %v", f.answer, f.err)
+			}
+			if f := procReceive(t, "the output", output); f.err != nil || !c.output(f.answer) {
+				t.Errorf("%v, %v", f.answer, f.err)
+			}
+			procReceive(t, "the call ends", owner)
+			client.CloseIdleConnections()
+			gateway.wait(t)
+			if gateway.err != nil {
+				t.Errorf("the gateway ended with %v", gateway.err)
+			}
+		})
+	}
+}
+
+// An exit does not wait for what runs on another node: whoever asks is told so.
+func TestProcessExitEndsWaitsForOtherNodes(t *testing.T) {
+	site := procNewSite(t, "127.0.0.1:1")
+	site.start(t).end(t) // makes the store
+	st, err := badger.Open(site.path("data"), badger.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	bearer := "Bearer " + procCredential
+	openBeside(t, st, site.path("data.key")).run("k", site.addr, fmt.Sprintf("Authorization=%d:%s;", len(bearer), bearer))
+	if err := st.Close(); err != nil {
+		t.Fatal(err)
+	}
+	gateway := site.start(t)
+	client := procDialH2()
+	began := time.Now()
+	state := procAsk(t, client, site.addr, executionsPath+"k?wait=60s")
+	output := procAsk(t, client, site.addr, executionsPath+"k/output?wait=60s")
+	gateway.term(t)
+	if f := procReceive(t, "the state", state); f.err != nil || !strings.Contains(f.answer.body, `"state": "running"`) {
+		t.Errorf("%v, %v", f.answer, f.err)
+	}
+	if f := procReceive(t, "the output", output); f.err != nil || f.answer.problem() != "in-progress" {
+		t.Errorf("%v, %v", f.answer, f.err)
+	}
+	client.CloseIdleConnections()
+	gateway.wait(t)
+	if took := time.Since(began); took > 50*time.Second {
+		t.Errorf("the exit waited for %v", took)
+	}
+}

@@ -1,0 +1,283 @@
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	procInside = "AGENT_GUARD_E2E_INSIDE" // a namespace that may mount
+	procDiskMB = 448
+	// procMark is above what the store asks for by default, of the disk's free space.
+	procMarkMB = 256
+)
+
+// procSmallDisk mounts a small file system and reports true. Where this process may
+// not, the test runs again in a namespace of its own, which may, and false is
+// reported: there is nothing left to do here.
+func procSmallDisk(t *testing.T) (dir string, here bool) {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "agd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	err = unix.Mount("tmpfs", dir, "tmpfs", 0, fmt.Sprintf("size=%dm", procDiskMB))
+	if err == nil {
+		t.Cleanup(func() {
+			if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+				t.Error(err)
+			}
+		})
+		return dir, true
+	}
+	if os.Getenv(procInside) != "" || !errors.Is(err, unix.EPERM) {
+		t.Fatalf("no small file system could be mounted: %v", err)
+	}
+	again := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$", "-test.v")
+	again.Env = append(os.Environ(), procInside+"=yes")
+	again.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags:  syscall.CLONE_NEWUSER | syscall.CLONE_NEWNS,
+		UidMappings: []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getuid(), Size: 1}},
+		GidMappings: []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getgid(), Size: 1}},
+	}
+	out, err := again.CombinedOutput()
+	if err != nil {
+		t.Fatalf("this test needs a small file system: run it as root with CAP_SYS_ADMIN, or where users may make namespaces: %v\n%s", err, out)
+	}
+	t.Logf("in a namespace of its own:\n%s", out)
+	return dir, false
+}
+
+// procFiller takes space from the disk, at the pace of a disk.
+type procFiller struct {
+	t    *testing.T
+	name string
+}
+
+// free is the free space in bytes.
+func (f *procFiller) free() int64 {
+	var s unix.Statfs_t
+	if err := unix.Statfs(filepath.Dir(f.name), &s); err != nil {
+		f.t.Fatal(err)
+	}
+	return int64(s.Bavail) * s.Bsize
+}
+
+// until leaves free bytes to the disk; with none, it ends when the disk takes no more.
+func (f *procFiller) until(free int64) {
+	f.t.Helper()
+	file, err := os.OpenFile(f.name, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	defer file.Close()
+	const piece = 4 << 20
+	pace := time.NewTicker(20 * time.Millisecond)
+	defer pace.Stop()
+	for f.free() > free {
+		if _, err := file.Write(make([]byte, min(piece, f.free()-free))); errors.Is(err, unix.ENOSPC) {
+			return
+		} else if err != nil {
+			f.t.Fatal(err)
+		}
+		<-pace.C
+	}
+}
+
+// atOnce takes all that is left in one go.
+func (f *procFiller) atOnce() {
+	f.t.Helper()
+	file, err := os.OpenFile(f.name, os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	defer file.Close()
+	info, err := file.Stat()
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	if err := unix.Fallocate(int(file.Fd()), 0, info.Size(), f.free()); err != nil && !errors.Is(err, unix.ENOSPC) {
+		f.t.Fatal(err)
+	}
+	f.until(0) // what it would not give in one piece
+}
+
+func (f *procFiller) remove() {
+	f.t.Helper()
+	if err := os.Remove(f.name); err != nil {
+		f.t.Fatal(err)
+	}
+}
+
+// wantProcFull checks that the gateway forwards nothing that it cannot record, and
+// that all else flows.
+func wantProcFull(t *testing.T, gateway *procGateway, upstream *procUpstream, known procAnswer, round string) {
+	t.Helper()
+	n := 0
+	procPoll(t, "a refusal", func() bool {
+		n++
+		return gateway.post(t, procCall{id: fmt.Sprintf("%s-%d", round, n)}).problem() == "store-unavailable"
+	})
+	before := upstream.total()
+	for i := range 20 {
+		a := gateway.post(t, procCall{id: fmt.Sprintf("%s-refused-%d", round, i)})
+		if a.status != http.StatusServiceUnavailable || a.problem() != "store-unavailable" {
+			t.Errorf("%s: a new call got %v", round, a)
+		}
+		wantProcReplay(t, known, gateway.post(t, procCall{id: "known"}))
+	}
+	if got := upstream.total(); got != before {
+		t.Errorf("P4: %s: %d calls were forwarded that could not be recorded", round, got-before)
+	}
+	read, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+gateway.site.addr+"/read", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	read.Header.Set("Idempotency-Key", round+"-read")
+	resp, err := http.DefaultClient.Do(read)
+	if err != nil {
+		t.Fatalf("%s: a read: %v", round, err)
+	}
+	_ = resp.Body.Close()
+	if resp.StatusCode >= 300 {
+		t.Errorf("%s: a read got %d", round, resp.StatusCode)
+	}
+	if !gateway.alive() {
+		t.Fatalf("%s: the gateway is dead: %v", round, gateway.err)
+	}
+}
+
+// wantProcRoom waits until new calls are taken.
+func wantProcRoom(t *testing.T, gateway *procGateway, round string) {
+	t.Helper()
+	n := 0
+	procPoll(t, "a call that is taken", func() bool {
+		n++
+		return gateway.post(t, procCall{id: fmt.Sprintf("%s-%d", round, n)}).executed()
+	})
+}
+
+// P4: on a disk that is nearly full, or full to the last byte while calls run, nothing
+// is forwarded that could not be recorded, everything else flows, the process lives,
+// nothing runs twice, and all of it is over once there is space.
+func TestProcessFullDisk(t *testing.T) {
+	disk, here := procSmallDisk(t)
+	if !here {
+		return
+	}
+	upstream := procNewUpstream(t)
+	site := procNewSite(t, upstream.addr)
+	site.store = "badger " + filepath.Join(disk, "data")
+	gateway := site.start(t)
+	filler := &procFiller{t: t, name: filepath.Join(disk, "filler")}
+	known := gateway.post(t, procCall{id: "known"})
+
+	filler.until(procMarkMB << 20)
+	wantProcFull(t, gateway, upstream, known, "nearly-full")
+	filler.remove()
+	wantProcRoom(t, gateway, "space-again")
+	for _, said := range []string{"disk is nearly full", "disk has space again"} {
+		if !gateway.log.has(said) {
+			t.Errorf("%q is not in the log", said)
+		}
+	}
+
+	answers := procFillUnderLoad(t, gateway, filler)
+	wantProcFull(t, gateway, upstream, known, "full")
+	filler.remove()
+	wantProcRoom(t, gateway, "recovered")
+	client := procDial()
+	defer client.CloseIdleConnections()
+	replays, bare, doubts := 0, 0, 0
+	for id, first := range answers {
+		if first.problem() == "store-unavailable" {
+			if n := upstream.arrivals(id); n != 0 {
+				t.Errorf("P4: %s was refused and executed %d times", id, n)
+			}
+			continue
+		}
+		a, err := procDefinite(t.Context(), client, site.addr, procCall{id: id})
+		switch {
+		case err != nil:
+			t.Fatal(err)
+		case a.problem() == "in-doubt":
+			if doubts++; first.executed() {
+				t.Errorf("P2: %s was answered and is in doubt", id)
+			}
+		case a.problem() == "result-unavailable":
+			bare++ // settled when there was space for nothing more
+		case first.executed():
+			replays++
+			wantProcReplay(t, first, a)
+		}
+		if n := upstream.arrivals(id); n > 1 {
+			t.Errorf("P1: %s was executed %d times", id, n)
+		}
+	}
+	t.Logf("%d calls while the disk became full: %d replayed, %d without their results, %d in doubt", len(answers), replays, bare, doubts)
+	gateway.end(t)
+	wantProcReplay(t, known, site.start(t).post(t, procCall{id: "known"}))
+}
+
+// procFillUnderLoad fills the disk to the last byte while clients call, and keeps it
+// full until many of them were refused. It returns the first answer to each call.
+func procFillUnderLoad(t *testing.T, gateway *procGateway, filler *procFiller) map[string]procAnswer {
+	t.Helper()
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	var mu sync.Mutex
+	answers := map[string]procAnswer{}
+	var taken, refused atomic.Int64
+	var clients sync.WaitGroup
+	for worker := range 8 {
+		clients.Go(func() {
+			client := procDial()
+			defer client.CloseIdleConnections()
+			for n := 0; ctx.Err() == nil; n++ {
+				c := procCall{id: fmt.Sprintf("load-%d-%d", worker, n), header: map[string]string{procSize: "2000"}}
+				a, err := procPost(context.WithoutCancel(ctx), client, gateway.site.addr, c)
+				if err != nil {
+					a = procAnswer{} // its end was not seen
+				}
+				mu.Lock()
+				answers[c.id] = a
+				mu.Unlock()
+				switch {
+				case a.executed():
+					taken.Add(1)
+				case a.problem() == "store-unavailable":
+					refused.Add(1)
+				}
+				if !gateway.alive() {
+					return
+				}
+			}
+		})
+	}
+	procPoll(t, "load", func() bool { return taken.Load() > 200 || !gateway.alive() })
+	filler.atOnce()
+	full := refused.Load()
+	procPoll(t, "refusals", func() bool {
+		filler.until(0) // what compaction has freed
+		return refused.Load() > full+500 || !gateway.alive()
+	})
+	if !gateway.alive() {
+		t.Fatalf("P4: the gateway died on the full disk: %v\n%s", gateway.err, gateway.log.tail(4000))
+	}
+	stop()
+	clients.Wait()
+	return answers
+}

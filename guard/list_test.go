@@ -1,0 +1,268 @@
+package guard_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// listed collects all pages of a listing.
+func (r *rig) listed(f guard.Filter, limit int) []guard.Recorded {
+	r.t.Helper()
+	var all []guard.Recorded
+	for after := ""; ; {
+		page, err := r.List(ctx, f, after, limit)
+		if err != nil {
+			r.t.Fatal(err)
+		}
+		if len(page.Executions) > limit {
+			r.t.Fatalf("%d executions on a page of %d", len(page.Executions), limit)
+		}
+		all = append(all, page.Executions...)
+		if page.Next == "" {
+			return all
+		}
+		after = page.Next
+	}
+}
+
+// A listing by any filter, in pages of any size, is what a look at every single
+// execution gives, the youngest first.
+func TestListIsWhatAFullLookGives(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		rnd := rand.New(rand.NewPCG(7, 7))
+		r := newRig(t)
+		begun := time.Now()
+		var calls []*guard.Call
+		for i := range 120 {
+			c := r.call(fmt.Sprint(i))
+			c.Scope.Caller = fmt.Sprint("user:", rnd.IntN(3))
+			c.Scope.Guard = []string{"default", "other"}[rnd.IntN(2)]
+			c.Key = r.Key(c.Scope)
+			c.Action = []string{"charge", "refund"}[rnd.IntN(2)]
+			c.Workflow = []string{"", "w-1", "w-2"}[rnd.IntN(3)]
+			e := r.claim(c)
+			switch rnd.IntN(4) {
+			case 0: // runs on
+			case 1:
+				r.settle(e, guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost})
+			default:
+				r.settle(e, answered(e, []byte("x")))
+			}
+			calls = append(calls, c)
+			if rnd.IntN(3) > 0 { // several are of the same moment
+				time.Sleep(time.Second)
+			}
+		}
+		caller := r.Caller("user:1")
+		filters := map[string]guard.Filter{
+			"all":                              {},
+			"in doubt":                         {States: []guard.State{guard.StateInDoubt}},
+			"running":                          {States: []guard.State{guard.StateClaimed, guard.StateSending}},
+			"done":                             {States: []guard.State{guard.StateCompleted}, Action: "refund"},
+			"caller":                           {Caller: &caller},
+			"doubts of a caller in a workflow": {Caller: &caller, Workflow: "w-1", States: []guard.State{guard.StateInDoubt}},
+			"workflow":                         {Workflow: "w-2"},
+			"guard":                            {Guard: "other", Method: "POST"},
+			"nobody":                           {Method: "PUT"},
+			"time":                             {From: begun.Add(10 * time.Second), To: begun.Add(40 * time.Second)},
+		}
+		for name, f := range filters {
+			want := map[guard.Key]bool{}
+			for _, c := range calls {
+				found, err := r.Look(ctx, c.Key)
+				if err != nil {
+					t.Fatal(err)
+				}
+				record := found.Record
+				if (len(f.States) == 0 || slices.Contains(f.States, record.State)) &&
+					(f.Action == "" || f.Action == record.Action) && (f.Guard == "" || f.Guard == record.Guard) &&
+					(f.Method == "" || f.Method == record.Method) && (f.Workflow == "" || f.Workflow == record.Workflow) &&
+					(f.Caller == nil || *f.Caller == record.Caller) &&
+					!record.Created.Before(f.From) && (f.To.IsZero() || record.Created.Before(f.To)) {
+					want[c.Key] = true
+				}
+			}
+			for _, limit := range []int{1, 7, 1000} {
+				got := r.listed(f, limit)
+				if len(got) != len(want) {
+					t.Errorf("%s, pages of %d: %d executions, want %d", name, limit, len(got), len(want))
+				}
+				for i, found := range got {
+					if !want[found.Key] {
+						t.Errorf("%s: %v does not belong here", name, found.Key)
+					}
+					delete(want, found.Key)
+					if i > 0 && found.Record.Created.After(got[i-1].Record.Created) {
+						t.Errorf("%s: not the youngest first", name)
+					}
+				}
+				for _, found := range got {
+					want[found.Key] = true
+				}
+			}
+		}
+	})
+}
+
+// What has expired is on no page, and an execution whose owner is gone is listed as
+// in doubt.
+func TestListFollowsTimeAndDeath(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		done, running := r.call("done"), r.call("running")
+		e := r.claim(done)
+		r.settle(e, answered(e, nil))
+		r.claim(running)
+		if n := len(r.listed(guard.Filter{}, 10)); n != 2 {
+			t.Fatalf("%d executions, want 2", n)
+		}
+		r.restart()
+		got := r.listed(guard.Filter{States: []guard.State{guard.StateInDoubt}}, 10)
+		if len(got) != 1 || got[0].Key != running.Key || got[0].State() != guard.StateInDoubt {
+			t.Fatalf("in doubt: %+v", got)
+		}
+		time.Sleep(31 * 24 * time.Hour)
+		if got := r.listed(guard.Filter{}, 10); len(got) != 1 || got[0].Key != running.Key {
+			t.Fatalf("after all keys have expired: %+v", got)
+		}
+	})
+}
+
+func TestListRefusesAForeignCursor(t *testing.T) {
+	r := newRig(t)
+	for _, cursor := range []string{"x", "AAAA", strings.Repeat("A", 53)} {
+		if _, err := r.List(ctx, guard.Filter{}, cursor, 10); !errors.Is(err, guard.ErrCursor) {
+			t.Errorf("%q: %v", cursor, err)
+		}
+	}
+}
+
+// P3: by id a caller finds its own executions, running and settled, and nobody else's.
+func TestP3ByIDFindsOnesOwn(t *testing.T) {
+	r := newRig(t)
+	make := func(caller, path, id string) *guard.Call {
+		c := r.call(id)
+		c.Scope.Caller, c.Scope.Path = caller, path
+		c.Key = r.Key(c.Scope)
+		return c
+	}
+	done, running := make("user:ada", "/a", "1"), make("user:ada", "/b", "1")
+	foreign, other := make("user:eve", "/a", "1"), make("user:ada", "/a", "2")
+	for _, c := range []*guard.Call{done, foreign, other} {
+		e := r.claim(c)
+		r.settle(e, answered(e, nil))
+	}
+	r.claim(running)
+	r.claim(make("user:eve", "/b", "1"))
+
+	found, err := r.ByID(ctx, r.Caller("user:ada"), "1")
+	if err != nil || len(found) != 2 {
+		t.Fatalf("%+v, %v", found, err)
+	}
+	standings := map[guard.Key]guard.Standing{}
+	for _, f := range found {
+		standings[f.Key] = f.Standing
+		if f.Record == nil {
+			t.Errorf("%v without a record", f.Key)
+		}
+	}
+	if standings[done.Key] != guard.Replayable || standings[running.Key] != guard.RunningHere {
+		t.Errorf("%v", standings)
+	}
+	if found, err := r.ByID(ctx, r.Caller("user:bob"), "1"); err != nil || len(found) != 0 {
+		t.Errorf("another caller finds %+v, %v", found, err)
+	}
+	r.restart()
+	if found, err := r.ByID(ctx, r.Caller("user:ada"), "1"); err != nil || len(found) != 2 {
+		t.Errorf("after a restart: %+v, %v", found, err)
+	}
+}
+
+// onScan runs what a test says before a scan.
+type onScan struct {
+	*memory.Store
+	before func()
+}
+
+func (s *onScan) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	s.before()
+	return s.Store.Scan(ctx, r)
+}
+
+// An execution that is settled, or run again, while it is looked for is found all the
+// same, whichever index it moves from.
+func TestByIDFindsWhatMoves(t *testing.T) {
+	for name, move := range map[string]func(r *rig, c *guard.Call, e *guard.Execution){
+		"settled": func(r *rig, c *guard.Call, e *guard.Execution) { r.settle(e, answered(e, nil)) },
+		"run again": func(r *rig, c *guard.Call, _ *guard.Execution) {
+			if _, err := r.Claim(ctx, c, r.find(c)); err != nil {
+				r.t.Error(err)
+			}
+		},
+	} {
+		for at := 1; at <= 5; at++ {
+			r := newRig(t)
+			scans := 0
+			st := &onScan{Store: r.mem, before: func() { scans++ }}
+			g, _, err := guard.Open(ctx, st, r.ring)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Guard = g
+			c := r.call("1")
+			e := r.claim(c)
+			if name == "run again" {
+				r.settle(e, guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost})
+			}
+			scans = 0
+			st.before = func() {
+				if scans++; scans == at {
+					move(r, c, e)
+				}
+			}
+			if found, err := r.ByID(ctx, r.Caller(c.Scope.Caller), "1"); err != nil || len(found) != 1 {
+				t.Errorf("%s at scan %d: %d found, %v", name, at, len(found), err)
+			}
+		}
+	}
+}
+
+func TestExpandNamesOneKey(t *testing.T) {
+	r := newRig(t)
+	var keys []guard.Key
+	for i := range 300 {
+		c := r.call(fmt.Sprint(i))
+		r.claim(c)
+		keys = append(keys, c.Key)
+	}
+	for _, key := range keys[:20] {
+		for _, n := range []int{15, 16, 64} {
+			if got, err := r.Expand(ctx, key.Hex()[:n]); err != nil || got != key {
+				t.Errorf("%d digits: %v, %v", n, got, err)
+			}
+		}
+	}
+	for text, want := range map[string]error{
+		"abc": guard.ErrKeyForm, "ghij": guard.ErrKeyForm, keys[0].Hex() + "00": guard.ErrKeyForm,
+		"00000000000000000000": guard.ErrUnknown,
+	} {
+		if _, err := r.Expand(ctx, text); !errors.Is(err, want) {
+			t.Errorf("%q: %v, want %v", text, err, want)
+		}
+	}
+	if _, err := r.Look(ctx, guard.Key{}); !errors.Is(err, guard.ErrUnknown) {
+		t.Errorf("nothing looked up: %v", err)
+	}
+}

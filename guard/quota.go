@@ -1,0 +1,244 @@
+package guard
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Quota bounds what one caller may hold in the store at a time, so that a flood of
+// one does not become an outage of all. A zero member is no bound.
+type Quota struct {
+	// Open is the largest number of executions that run or are in doubt.
+	Open int
+	// Bytes is the largest size of a caller's records and answers. It is looked at
+	// before a call is claimed; the answer of a call that runs is kept whatever its
+	// size, so the bound may be passed by the answers of the open executions.
+	Bytes int64
+}
+
+func (q Quota) none() bool { return q.Open <= 0 && q.Bytes <= 0 }
+
+// QuotaError refuses a claim. Nothing was recorded of it.
+type QuotaError struct {
+	// Open and Bytes are what the caller holds.
+	Open  int
+	Bytes int64
+	Quota Quota
+	// Retry is when, at the earliest, it holds less by expiry alone; zero where the
+	// end of open executions is what to wait for.
+	Retry time.Time
+}
+
+func (e *QuotaError) Error() string {
+	if e.Quota.Open > 0 && e.Open >= e.Quota.Open {
+		return fmt.Sprintf("guard: the caller has %d open executions, at most %d", e.Open, e.Quota.Open)
+	}
+	return fmt.Sprintf("guard: the caller has %d bytes stored, at most %d", e.Bytes, e.Quota.Bytes)
+}
+
+// usages is what the callers hold that were bounded of late. What is not in it is
+// counted from the index of the caller's executions.
+type usages struct {
+	mu sync.Mutex
+	m  map[CallerHash]*usage
+}
+
+// maxUsages is how many callers are remembered; beyond it, idle ones are forgotten.
+const maxUsages = 10_000
+
+// usage is what one caller holds.
+type usage struct {
+	users int // who enter or have entered; guarded by usages.mu
+
+	mu      sync.Mutex
+	counted bool
+	running int
+	doubts  int
+	bytes   int64
+	expiry  map[int64]int64 // bytes by the end of the window in which they expire
+}
+
+// window is how exactly expiring bytes are remembered.
+const window = int64(10 * time.Minute)
+
+// of returns the usage of caller, which is not forgotten until it is given back.
+func (u *usages) of(caller CallerHash) *usage {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.m == nil {
+		u.m = map[CallerHash]*usage{}
+	}
+	held := u.m[caller]
+	if held == nil {
+		if len(u.m) >= maxUsages {
+			u.forget()
+		}
+		held = &usage{expiry: map[int64]int64{}}
+		u.m[caller] = held
+	}
+	held.users++
+	return held
+}
+
+func (u *usages) giveBack(held *usage) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	held.users--
+}
+
+// forget drops the callers who run nothing, with mu held.
+func (u *usages) forget() {
+	for caller, held := range u.m {
+		if held.users == 0 {
+			delete(u.m, caller)
+		}
+	}
+}
+
+// known returns the usage of caller if it is remembered.
+func (u *usages) known(caller CallerHash) *usage {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.m[caller]
+}
+
+// admit enters an execution of caller, or returns a QuotaError. One that runs again is
+// counted already, as a doubt, and always admitted: else a caller full of doubts could
+// settle none of them. The usage that it got must be left again; it is nil where there
+// is no quota, and nothing is remembered of the caller from when there was one.
+func (g *Guard) admit(ctx context.Context, caller CallerHash, q Quota, now time.Time, again bool) (*usage, error) {
+	if q.none() && g.usages.known(caller) == nil {
+		return nil, nil
+	}
+	if again {
+		q = Quota{}
+	}
+	u := g.usages.of(caller)
+	err := u.check(ctx, g, caller, q, now)
+	if err != nil {
+		g.usages.giveBack(u)
+		return nil, err
+	}
+	return u, nil
+}
+
+func (u *usage) check(ctx context.Context, g *Guard, caller CallerHash, q Quota, now time.Time) error {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if !u.counted {
+		if err := u.count(ctx, g, caller); err != nil {
+			return err
+		}
+	}
+	retry := u.expire(now)
+	open := u.running + u.doubts
+	switch {
+	case q.Open > 0 && open >= q.Open:
+		return &QuotaError{Open: open, Bytes: u.bytes, Quota: q}
+	case q.Bytes > 0 && u.bytes >= q.Bytes:
+		return &QuotaError{Open: open, Bytes: u.bytes, Quota: q, Retry: retry}
+	}
+	u.running++
+	return nil
+}
+
+// count reads what caller holds from the index, once, with mu held: those who come
+// at the same time wait for it.
+func (u *usage) count(ctx context.Context, g *Guard, caller CallerHash) error {
+	u.doubts, u.bytes = 0, 0
+	clear(u.expiry)
+	for entry, err := range g.store.Scan(ctx, store.Prefix(callerPrefix(caller))) {
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		a, err := decodeAccount(entry.Value)
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		u.add(a, entry.Expires)
+	}
+	u.counted = true
+	return nil
+}
+
+// add counts an execution that is settled and whose record expires at the given time.
+func (u *usage) add(a account, expires time.Time) {
+	if a.state == StateInDoubt {
+		u.doubts++
+	}
+	u.keep(a.record, expires)
+	if a.result > 0 {
+		u.keep(a.result, a.resultExpires)
+	}
+}
+
+func (u *usage) keep(bytes int64, expires time.Time) {
+	u.bytes += bytes
+	if !expires.IsZero() {
+		at := expires.UnixNano()
+		u.expiry[at-at%window+window] += bytes
+	}
+}
+
+// expire forgets what has expired and returns when the next does.
+func (u *usage) expire(now time.Time) (next time.Time) {
+	var earliest int64
+	for end, bytes := range u.expiry {
+		if end <= now.UnixNano() {
+			u.bytes -= bytes
+			delete(u.expiry, end)
+		} else if earliest == 0 || end < earliest {
+			earliest = end
+		}
+	}
+	if earliest == 0 {
+		return time.Time{}
+	}
+	return time.Unix(0, earliest)
+}
+
+// settled counts what is recorded of an execution that was admitted to u.
+func (u *usage) settled(r *Record) {
+	if u == nil {
+		return
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.counted {
+		u.add(accountOf(r, r.size()), r.expires())
+	}
+}
+
+// leave ends an execution that was admitted to u.
+func (g *Guard) leave(u *usage) {
+	if u == nil {
+		return
+	}
+	u.mu.Lock()
+	u.running--
+	u.mu.Unlock()
+	g.usages.giveBack(u)
+}
+
+// resolved counts that a doubt of r's caller was settled, or is run again. Next is
+// what is recorded now; nil where that is not in the index.
+func (g *Guard) resolved(r, next *Record) {
+	u := g.usages.known(r.Caller)
+	if u == nil {
+		return
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if !u.counted {
+		return
+	}
+	u.doubts = max(u.doubts-1, 0)
+	u.bytes = max(u.bytes-int64(r.size()), 0)
+	if next != nil {
+		u.add(accountOf(next, next.size()), next.expires())
+	}
+}

@@ -1,0 +1,5 @@
+//go:build !race
+
+package badger
+
+const manyRecords = 300_000
