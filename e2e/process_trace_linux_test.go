@@ -194,7 +194,7 @@ func (trace procTrace) checkCall(t *testing.T, request, gateway, upstream string
 		t.Fatal("not in the trace: the answer goes to the client")
 	}
 
-	log := func(c *procSyscall) bool { return strings.HasSuffix(c.file, ".mem") }
+	log := func(c *procSyscall) bool { return strings.HasSuffix(c.file, ".wal") }
 	trace.wantSync(t, "P2: the claim", trace[received].end, trace[sent].start, log)
 	trace.wantSync(t, "P7: the outcome", trace[answered].end, trace[last].start, log)
 	if bulk {

@@ -11,30 +11,37 @@ import (
 type batch struct {
 	writes []store.Write
 	staged []staged
-	bulk   int   // bytes of bulk values
-	size   int64 // of its entries in a Badger transaction
+	bulk   int // bytes of bulk values that go to their files first
+	inline int // bytes of the others
+	size   int // of its changes in a frame, and about what they take in memory
 
 	// What the committer answers, before it sends to done.
 	done    chan struct{}
 	version store.Version
 	err     error
 	lost    int    // the write that lost, or -1
-	found   []byte // what stands under its key, as in Badger; nil is nothing
+	found   []byte // what stands under its key; nil is nothing
 
 	// onGroup is set where the verdict rests on an earlier batch of the same
 	// group: it stands only if that group's sync succeeds.
 	onGroup bool
 }
 
-// staged is one write as Badger will hold it.
+// staged is one write as the log will hold it.
 type staged struct {
-	key     []byte // with the byte in front
-	value   []byte // header and value; nil deletes
-	expires time.Time
+	key   []byte // with the byte in front
+	value []byte // header and value; nil deletes
+	apart bool   // value is a pointer, to be filled in
 }
 
-// entryOverhead is what Badger adds to key and value when it sizes a transaction.
-const entryOverhead = 12
+const (
+	// entryOverhead is what Badger adds to key and value when it sizes a
+	// transaction.
+	entryOverhead = 12
+	// maxInline is the size from which on a bulk value goes straight to its file,
+	// with a sync of its own. Writing it twice would cost more.
+	maxInline = 32 << 10
+)
 
 var batches = sync.Pool{New: func() any { return &batch{done: make(chan struct{}, 1)} }}
 
@@ -45,7 +52,7 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 	b.writes, b.lost = writes, -1
 	total := 0
 	for i := range writes {
-		total += 1 + len(writes[i].Key) + headerSize + max(len(writes[i].Value), pointerSize)
+		total += 1 + len(writes[i].Key) + headerSize + stagedSize(&writes[i])
 	}
 	memory := make([]byte, 0, total)
 	take := func(n int) []byte {
@@ -55,7 +62,7 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 	}
 	for i := range writes {
 		w := &writes[i]
-		s := staged{key: take(1 + len(w.Key)), expires: w.Expires}
+		s := staged{key: take(1 + len(w.Key))}
 		s.key[0] = userSpace
 		copy(s.key[1:], w.Key)
 		// A write that has expired already is the same as a deletion, and must not
@@ -63,29 +70,32 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 		gone := w.Delete || !w.Expires.IsZero() && !now.Before(w.Expires)
 		switch {
 		case gone:
-		case w.Bulk:
-			s.value = take(headerSize + pointerSize)
-			putHeader(s.value, w.Expires, true)
+		case w.Bulk && len(w.Value) >= maxInline:
+			s.value, s.apart = take(headerSize+pointerSize), true
+			putHeader(s.value, w.Expires, flagBulk)
 			b.bulk += len(w.Value)
+		case w.Bulk:
+			s.value = take(headerSize + len(w.Value))
+			putHeader(s.value, w.Expires, flagBulk|flagInline)
+			copy(s.value[headerSize:], w.Value)
+			b.inline += len(w.Value)
 		default:
 			s.value = take(headerSize + len(w.Value))
-			putHeader(s.value, w.Expires, false)
+			putHeader(s.value, w.Expires, 0)
 			copy(s.value[headerSize:], w.Value)
 		}
-		b.size += int64(len(s.key)+len(s.value)) + entryOverhead
+		b.size += len(s.key) + len(s.value) + entryOverhead
 		b.staged = append(b.staged, s)
 	}
 	return b
 }
 
-// hasBulk reports whether the batch waits for files of bulk values.
-func (b *batch) hasBulk() bool {
-	for i := range b.writes {
-		if b.writes[i].Bulk && b.staged[i].value != nil {
-			return true
-		}
+// stagedSize is the size of what stands in a value behind its header.
+func stagedSize(w *store.Write) int {
+	if w.Bulk && len(w.Value) >= maxInline {
+		return pointerSize
 	}
-	return false
+	return len(w.Value)
 }
 
 func (b *batch) finish(err error) {
@@ -93,7 +103,7 @@ func (b *batch) finish(err error) {
 	b.done <- struct{}{}
 }
 
-// release gives the batch back; its memory may live on in Badger.
+// release gives the batch back; its memory lives on in the overlay.
 func (b *batch) release() {
 	clear(b.staged)
 	*b = batch{done: b.done, staged: b.staged[:0]}

@@ -43,6 +43,7 @@ type handle struct {
 	f      *os.File
 	used   uint64
 	pinned bool  // an append is under way; not to be closed
+	dirty  bool  // written and not synced; not to be closed
 	size   int64 // where the next append goes; the appender's
 }
 
@@ -71,43 +72,39 @@ type syncError struct{ error }
 
 func (e syncError) Unwrap() error { return e.error }
 
-// append makes values durable and fills in their pointers. Any error but a
-// syncError leaves the files usable: what was written of the values is garbage
-// that no pointer names.
+// append makes values durable and fills in their pointers; syncs is called before
+// each sync. Any error but a syncError leaves the files usable: what was written of
+// the values is garbage that no pointer names.
 func (b *bodies) append(values []*bulkValue, syncs func()) error {
 	b.writing.Lock()
 	defer b.writing.Unlock()
+	written, err := b.writeAll(values)
+	defer b.unpin(written)
+	if err != nil {
+		return err
+	}
+	return b.sync(written, syncs)
+}
 
+// writeAll writes values to their files and returns these, pinned. It is called with
+// writing held.
+func (b *bodies) writeAll(values []*bulkValue) (written []*handle, err error) {
 	bySegment := make(map[int64][]*bulkValue)
 	for _, v := range values {
 		end := partition(v.expires, b.window)
 		bySegment[end] = append(bySegment[end], v)
 	}
-	written := make([]*handle, 0, len(bySegment))
-	defer func() { b.unpin(written) }()
 	for end, values := range bySegment {
 		h, err := b.forAppend(end)
 		if err != nil {
-			return err
+			return written, err
 		}
 		written = append(written, h)
 		if err := b.write(h, end, values); err != nil {
-			return err
+			return written, err
 		}
 	}
-	for _, h := range written {
-		syncs()
-		if err := b.disk.sync(h.f); err != nil {
-			return syncError{fmt.Errorf("syncing bulk values: %w", err)}
-		}
-	}
-	if b.created {
-		if err := b.disk.syncDir(b.dir); err != nil {
-			return syncError{fmt.Errorf("syncing the directory of bulk values: %w", err)}
-		}
-		b.created = false
-	}
-	return nil
+	return written, nil
 }
 
 func (b *bodies) write(h *handle, end int64, values []*bulkValue) error {
@@ -125,6 +122,9 @@ func (b *bodies) write(h *handle, end int64, values []*bulkValue) error {
 		return fmt.Errorf("writing bulk values: %w", err)
 	}
 	h.size += int64(len(buf))
+	b.mu.Lock()
+	h.dirty = true
+	b.mu.Unlock()
 	return nil
 }
 
@@ -186,7 +186,7 @@ func (b *bodies) evict() {
 		var found *handle
 		for end, h := range b.handles {
 			// The newest was opened for a caller who has not used it yet.
-			if h.pinned || h.used == b.clock {
+			if h.pinned || h.dirty || h.used == b.clock {
 				continue
 			}
 			if found == nil || h.used < found.used {

@@ -39,8 +39,10 @@ func (m *manual) bulk(key string, size int, ttl time.Duration) store.Write {
 	return store.Write{Key: []byte(key), Value: bytes.Repeat([]byte(key), size)[:size], Bulk: true, Expires: m.Now().Add(ttl)}
 }
 
+// segments lists the files of bulk values, once all that was committed is in them.
 func segments(t *testing.T, s *Store) []string {
 	t.Helper()
+	must(t, s.drain(t.Context()))
 	entries, err := os.ReadDir(s.bodiesDir())
 	if err != nil {
 		t.Fatal(err)
@@ -52,21 +54,27 @@ func segments(t *testing.T, s *Store) []string {
 	return names
 }
 
-// The value is durable before anything that names it (Write.Bulk), the new file's
-// name included.
+// A large value is durable before anything that names it (Write.Bulk), the new file's
+// name included. A small one shares the frame, and its sync, with what names it.
 func TestBulkIsSyncedFirst(t *testing.T) {
 	m := newManual()
 	s, d := newFaulty(t, Options{Now: m.Now})
-	mustCommit(t, s, m.bulk("a", 1000, time.Hour), put("outcome", "1"))
+	mustCommit(t, s, m.bulk("a", maxInline, time.Hour), put("outcome", "1"))
 	want := []string{"write", "sync", "syncDir bodies", "commit"}
-	got := d.calls[:min(len(d.calls), len(want))]
-	if !slices.Equal(got, want) {
-		t.Errorf("calls %q, want %q first", d.calls, want)
+	got := d.all()
+	if !slices.Equal(got[:min(len(got), len(want))], want) {
+		t.Errorf("calls %q, want %q first", got, want)
 	}
 	d.reset()
-	mustCommit(t, s, m.bulk("b", 1000, time.Hour))
+	mustCommit(t, s, m.bulk("b", maxInline, time.Hour))
 	if n := d.count("syncDir bodies"); n != 0 {
 		t.Errorf("directory synced %d times for a file that was there", n)
+	}
+	must(t, s.drain(t.Context()))
+	d.reset()
+	mustCommit(t, s, m.bulk("c", maxInline-1, time.Hour), put("outcome", "2"))
+	if got = d.all(); got[0] != "commit" || slices.Contains(got, "sync") {
+		t.Errorf("calls %q for a small value, want the frame alone", got)
 	}
 }
 
@@ -80,7 +88,7 @@ func TestBulkWriteFails(t *testing.T) {
 	var all sync.WaitGroup
 	results := make([]error, 3)
 	h.queue(t, results, 0, &all, put("small", "1"))
-	h.queue(t, results, 1, &all, m.bulk("big", 5000, time.Hour), insert("outcome", "1"))
+	h.queue(t, results, 1, &all, m.bulk("big", maxInline, time.Hour), insert("outcome", "1"))
 	h.queue(t, results, 2, &all, insert("outcome", "2"))
 	d.set(func() { d.onWrite = func(string) error { return errDisk } })
 	h.let(nil)
@@ -99,7 +107,7 @@ func TestBulkWriteFails(t *testing.T) {
 	wantErr(t, "get", err, store.ErrNotFound)
 
 	d.set(func() { d.onWrite = nil })
-	after := m.bulk("after", 3000, time.Hour)
+	after := m.bulk("after", maxInline+3000, time.Hour)
 	mustCommit(t, s, after)
 	wantValue(t, s, "after", string(after.Value))
 	wantValue(t, s, "before", string(m.bulk("before", 5000, time.Hour).Value))
@@ -111,10 +119,10 @@ func TestBulkSyncFails(t *testing.T) {
 	mustCommit(t, s, put("there", "1"))
 	d.reset()
 	d.set(func() { d.onSync = func(string) error { return errDisk } })
-	_, err := s.Commit(t.Context(), m.bulk("a", 1000, time.Hour), put("outcome", "1"))
+	_, err := s.Commit(t.Context(), m.bulk("a", maxInline, time.Hour), put("outcome", "1"))
 	wantErr(t, "commit", err, store.ErrUnhealthy)
 	if errors.Is(err, store.ErrUnknown) {
-		t.Error("unknown, although nothing went to Badger")
+		t.Error("unknown, although nothing went to the log")
 	}
 	_, err = s.Get(t.Context(), []byte("there"))
 	wantErr(t, "get", err, store.ErrUnhealthy)
@@ -149,6 +157,7 @@ func TestDamagedBulk(t *testing.T) {
 			dir := t.TempDir()
 			s := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
 			mustCommit(t, s, m.bulk("a", 1000, time.Hour), put("ordinary", "1"))
+			segments(t, s) // so that it is the first in its file
 			v := mustCommit(t, s, m.bulk("b", 1000, time.Hour))
 			file := segments(t, s)[0]
 			must(t, s.Close())
@@ -243,6 +252,7 @@ func TestHandlesAreBounded(t *testing.T) {
 		for _, w := range many {
 			wantValue(t, s, string(w.Key), string(w.Value))
 		}
+		must(t, s.drain(t.Context()))
 		s.bodies.mu.Lock()
 		if open := len(s.bodies.handles); open > maxHandles {
 			t.Errorf("%d files open, want at most %d", open, maxHandles)

@@ -22,8 +22,10 @@ func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Versio
 		return 0, err
 	}
 	b := newBatch(writes, s.options.Now())
-	if err := s.queue.put(b); err != nil {
-		return 0, err
+	if !s.committer.commitAlone(b) {
+		if err := s.queue.put(b); err != nil {
+			return 0, err
+		}
 	}
 	<-b.done
 	version, err := b.version, b.err

@@ -10,8 +10,10 @@ import (
 
 // disk is what makes things durable, apart so that tests can let it fail.
 type disk interface {
-	// commit returns when txn is durable under ts.
-	commit(txn *badgerdb.Txn, ts uint64) error
+	// record puts a frame of the log at off and returns when it is durable.
+	record(f *os.File, frame []byte, off int64) error
+	// apply lets Badger have txn under ts. It is not durable there.
+	apply(txn *badgerdb.Txn, ts uint64) error
 	// write puts b at off.
 	write(f *os.File, b []byte, off int64) error
 	// sync returns when the contents of f are durable.
@@ -25,7 +27,14 @@ type disk interface {
 
 type osDisk struct{}
 
-func (osDisk) commit(txn *badgerdb.Txn, ts uint64) error { return txn.CommitAt(ts, nil) }
+func (d osDisk) record(f *os.File, frame []byte, off int64) error {
+	if err := d.write(f, frame, off); err != nil {
+		return err
+	}
+	return d.sync(f)
+}
+
+func (osDisk) apply(txn *badgerdb.Txn, ts uint64) error { return txn.CommitAt(ts, nil) }
 
 func (osDisk) write(f *os.File, b []byte, off int64) error {
 	n, err := f.WriteAt(b, off)

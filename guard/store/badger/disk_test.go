@@ -4,6 +4,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -22,8 +23,9 @@ type faultyDisk struct {
 
 	mu       sync.Mutex
 	calls    []string
-	onCommit func() error // before the real one; an error replaces it
-	landed   func() error // after the real one; an error hides that it landed
+	onCommit func() error // before a frame is recorded; an error replaces that
+	landed   func() error // after it; an error hides that it landed
+	onApply  func() error // before Badger has a layer; an error replaces that
 	onWrite  func(name string) error
 	onSync   func(name string) error
 	left     uint64 // free space
@@ -39,6 +41,12 @@ func (d *faultyDisk) reset() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.calls = nil
+}
+
+func (d *faultyDisk) all() []string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return slices.Clone(d.calls)
 }
 
 func (d *faultyDisk) count(what string) (n int) {
@@ -60,7 +68,19 @@ func (d *faultyDisk) set(f func()) {
 
 func (d *faultyDisk) get(f func()) { d.set(f) }
 
-func (d *faultyDisk) commit(txn *badgerdb.Txn, ts uint64) error {
+func (d *faultyDisk) apply(txn *badgerdb.Txn, ts uint64) error {
+	d.called("apply")
+	var hook func() error
+	d.get(func() { hook = d.onApply })
+	if hook != nil {
+		if err := hook(); err != nil {
+			return err
+		}
+	}
+	return d.osDisk.apply(txn, ts)
+}
+
+func (d *faultyDisk) record(f *os.File, frame []byte, off int64) error {
 	d.called("commit")
 	var before, after func() error
 	d.get(func() { before, after = d.onCommit, d.landed })
@@ -69,7 +89,7 @@ func (d *faultyDisk) commit(txn *badgerdb.Txn, ts uint64) error {
 			return err
 		}
 	}
-	if err := d.osDisk.commit(txn, ts); err != nil || after == nil {
+	if err := d.osDisk.record(f, frame, off); err != nil || after == nil {
 		return err
 	}
 	return after()

@@ -15,30 +15,23 @@ import (
 const grace = time.Hour
 
 // evaluate judges the batches in order, each by what the ones before it leave, and
-// collects the winners' writes. Losers whom Badger's durable state refuses are
+// collects the winners' writes. Losers whom the durable state refuses are
 // answered at once; those who lose to a winner of this group wait for its sync.
-func (c *committer) evaluate(all []*batch) (*group, error) {
+func (c *committer) evaluate(all []*batch) *group {
 	c.reading.RLock()
 	defer c.reading.RUnlock()
 	g := &group{
-		txn:     c.db.NewTransactionAt(c.durable.Load(), true),
 		winners: make([]*batch, 0, len(all)),
 		pending: make(map[string][]byte),
 	}
-	reader := c.db.NewTransactionAt(c.durable.Load(), false)
-	defer reader.Discard()
 	now := c.options.Now()
-	for i, b := range all {
-		err := c.judge(g, reader, b, now)
+	for _, b := range all {
+		err := c.judge(g, b, now)
 		switch {
 		case err != nil:
 			b.finish(notWritten(err))
 		case b.lost < 0:
-			if err := c.stage(g, b, now); err != nil {
-				// Half of it may stand in the transaction, so nobody's can be kept.
-				g.winners = append(g.winners, all[i:]...)
-				return g, err
-			}
+			c.stage(g, b)
 			g.winners = append(g.winners, b)
 		case b.onGroup:
 			c.counters.conflicts.Add(1)
@@ -48,11 +41,11 @@ func (c *committer) evaluate(all []*batch) (*group, error) {
 			b.finish(nil)
 		}
 	}
-	return g, nil
+	return g
 }
 
 // judge finds the first write whose condition does not hold.
-func (c *committer) judge(g *group, reader *badgerdb.Txn, b *batch, now time.Time) error {
+func (c *committer) judge(g *group, b *batch, now time.Time) error {
 	for i := range b.writes {
 		condition := b.writes[i].If
 		if condition.None() {
@@ -63,7 +56,7 @@ func (c *committer) judge(g *group, reader *badgerdb.Txn, b *batch, now time.Tim
 			b.onGroup = true
 		} else {
 			var err error
-			if raw, err = lookUp(reader, b.staged[i].key); err != nil {
+			if raw, err = c.find(b.staged[i].key); err != nil {
 				return err
 			}
 		}
@@ -98,26 +91,16 @@ func standing(raw []byte, now time.Time) (*store.Entry, error) {
 	return &store.Entry{Version: r.version}, nil
 }
 
-func (c *committer) stage(g *group, b *batch, now time.Time) error {
+func (c *committer) stage(g *group, b *batch) {
 	b.version = c.next
 	c.next++
 	for i := range b.staged {
 		w := &b.staged[i]
+		if w.value != nil {
+			putVersion(w.value, b.version)
+		}
 		g.pending[string(w.key)] = w.value
-		if w.value == nil {
-			if err := g.txn.Delete(w.key); err != nil {
-				return err
-			}
-			continue
-		}
-		putVersion(w.value, b.version)
-		e := badgerdb.NewEntry(w.key, w.value)
-		e.ExpiresAt = hint(w.expires, now)
-		if err := g.txn.SetEntry(e); err != nil {
-			return err
-		}
 	}
-	return nil
 }
 
 // hint tells Badger's compaction when it may drop an entry, by the machine's clock.
@@ -131,6 +114,16 @@ func hint(expires, now time.Time) uint64 {
 		return 0
 	}
 	return uint64(time.Now().Add(left + grace).Unix())
+}
+
+// stands reports whether Badger has anything under key. What its clock takes for
+// expired it has not.
+func stands(txn *badgerdb.Txn, key []byte) (bool, error) {
+	_, err := txn.Get(key)
+	if errors.Is(err, badgerdb.ErrKeyNotFound) {
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // lookUp returns a copy of what stands under key, living or not; nil is nothing.

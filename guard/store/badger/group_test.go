@@ -261,16 +261,6 @@ func TestFailedSync(t *testing.T) {
 	}
 }
 
-// The directory that names Badger's new log is part of the sync (P2).
-func TestFailedSyncOfTheDirectory(t *testing.T) {
-	s, _ := newFaulty(t, Options{})
-	s.directory.dir = s.dir + "-gone"
-	_, err := s.Commit(t.Context(), put("a", "1"))
-	wantErr(t, "commit", err, store.ErrUnknown)
-	_, err = s.Get(t.Context(), []byte("a"))
-	wantErr(t, "get", err, store.ErrUnhealthy)
-}
-
 // P4: below the mark nothing new begins. P6: what runs is still settled.
 func TestFullDisk(t *testing.T) {
 	s, d := newFaulty(t, Options{MinFree: 1000})

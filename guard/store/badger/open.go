@@ -10,6 +10,7 @@ import (
 
 	badgerdb "github.com/dgraph-io/badger/v4"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/internal/watch"
 )
 
@@ -19,9 +20,9 @@ import (
 // holds other files and no store is refused and left as it is.
 //
 // Covered by the check for damage are the manifest, every byte of every table, and
-// after a crash the logs of memory tables, except for the last transaction in each:
-// that one may be torn without having been acknowledged, and nothing tells the one
-// case from the other. Bulk values are checked when they are read.
+// after a crash the log, except for its last frame: that one may be torn without
+// having been acknowledged, and nothing tells the one case from the other. Bulk values
+// are checked when they are read.
 func Open(dir string, o Options) (*Store, error) {
 	return openWith(dir, o, osDisk{})
 }
@@ -48,11 +49,13 @@ func openWith(dir string, o Options, d disk) (*Store, error) {
 		lock:    held,
 		watches: watch.New(),
 		scans:   make(map[uint64]int),
+		failed:  make(chan struct{}),
 		closing: make(chan struct{}),
-		known:   newKnown(dir),
+
+		committed: make(chan struct{}),
+		known:     newKnown(dir),
 	}
 	s.seal = &sealer{dir: dir, lsm: s.lsm(), disk: d}
-	s.directory = &dirSync{dir: s.lsm(), disk: d}
 	s.limits.Store(s.options.limits())
 	s.queue = newQueue(s.options.GroupWait)
 	if err := s.open(); err != nil {
@@ -104,7 +107,7 @@ func refuseForeign(dir string) error {
 		switch e.Name() {
 		case "STORE":
 			return nil
-		case "lsm", "bodies":
+		case "lsm", "bodies", "wal":
 			inside, err := os.ReadDir(filepath.Join(dir, e.Name()))
 			if len(inside) > 0 {
 				return nil // what is left of a store, which examine judges
@@ -122,105 +125,70 @@ func refuseForeign(dir string) error {
 }
 
 func (s *Store) open() error {
-	fresh, err := s.examine()
+	fresh, found, err := s.examine()
 	if err != nil {
+		s.vetting.release(err)
 		return err
 	}
-	s.db, err = openBadger(s.lsm(), s.options)
-	if err != nil {
+	if err := removeMemory(s.lsm()); err != nil {
+		s.vetting.release(err)
+		return fmt.Errorf("badger: %w", err)
+	}
+	if s.db, err = s.openBadger(false); err != nil {
 		s.vetting.release(err)
 		return s.explain(err)
 	}
 	s.vetting.place(s.db.Tables())
-	if err := s.start(fresh); err != nil {
+	if err := s.start(fresh, found); err != nil {
 		s.vetting.release(err)
-		return errors.Join(err, s.db.Close())
+		return errors.Join(err, s.abandon())
 	}
 	return nil
 }
 
-// examine finds out whether the store is new, or else whole.
-func (s *Store) examine() (fresh bool, err error) {
-	found, err := s.seal.load()
-	if err != nil {
-		return false, err
+// abandon closes what start has opened.
+func (s *Store) abandon() error {
+	if s.bodies != nil {
+		s.bodies.close()
 	}
-	if found && s.seal.current.State != stateCreating {
-		if err := s.examineContents(); err != nil {
-			return false, err
-		}
-		if err := removeUnborn(s.lsm()); err != nil {
-			return false, err
-		}
-		// Before Badger changes anything, so that a crash is not taken for damage.
-		return false, s.seal.opened()
+	if s.log != nil {
+		s.log.close()
 	}
-	if !found {
-		for _, name := range []string{s.lsm(), s.bodiesDir()} {
-			if entries, err := os.ReadDir(name); err == nil && len(entries) > 0 {
-				return false, corrupt(s.dir, "STORE is missing, but %s is not empty", filepath.Base(name))
-			}
-		}
-		if err := s.seal.creating(); err != nil {
-			return false, err
-		}
+	if s.db == nil {
+		return nil
 	}
-	// A creation that did not finish has acknowledged nothing.
-	return true, os.RemoveAll(s.lsm())
-}
-
-// examineContents checks everything that Badger will trust.
-func (s *Store) examineContents() error {
-	tables, err := s.seal.check()
-	if err != nil {
-		return err
-	}
-	for _, err := range []error{s.verifyAtOpen(tables), checkLogs(s.lsm())} {
-		if err == nil {
-			continue
-		}
-		if errors.Is(err, fs.ErrPermission) {
-			return fmt.Errorf("badger: %w", err)
-		}
-		return corrupt(s.dir, "%w", err)
-	}
-	return nil
+	return s.closeBadger()
 }
 
 func (s *Store) bodiesDir() string { return filepath.Join(s.dir, "bodies") }
 
-// removeUnborn removes log files of no length. A crash between their creation and
-// their first byte leaves them behind, and Badger refuses to open beside them.
-func removeUnborn(lsm string) error {
-	entries, err := os.ReadDir(lsm)
-	if err != nil {
-		return err
-	}
-	for _, e := range entries {
-		if !strings.HasSuffix(e.Name(), ".mem") && !strings.HasSuffix(e.Name(), ".vlog") {
-			continue
-		}
-		info, err := e.Info()
+func (s *Store) walDir() string { return filepath.Join(s.dir, "wal") }
+
+// removeMemory removes the logs of Badger's memory tables, which hold nothing that the
+// tables or the log have not, and its value log, which holds nothing at all. None of
+// them is synced, so a crash leaves anything in them; then Badger may refuse to open.
+func removeMemory(lsm string) error {
+	for _, pattern := range []string{"*.mem", "*.vlog"} {
+		names, err := filepath.Glob(filepath.Join(lsm, pattern))
 		if err != nil {
 			return err
 		}
-		if info.Size() > 0 {
-			continue
-		}
-		if err := os.Remove(filepath.Join(lsm, e.Name())); err != nil {
-			return err
+		for _, name := range names {
+			if err := os.Remove(name); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
 }
 
-func openBadger(dir string, o Options) (db *badgerdb.DB, err error) {
+func (s *Store) openBadger(sync bool) (db *badgerdb.DB, err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			db, err = nil, fmt.Errorf("opening panicked: %v", r)
 		}
 	}()
-	return badgerdb.OpenManaged(badgerOptions(dir, o))
+	return badgerdb.OpenManaged(badgerOptions(s.lsm(), s.options, s.fail).WithSyncWrites(sync))
 }
 
 // explain tells a directory that cannot be used from contents that are not whole.
@@ -235,27 +203,37 @@ func (s *Store) explain(err error) error {
 	return corrupt(s.dir, "%w", err)
 }
 
-func (s *Store) start(fresh bool) error {
-	marked, err := mark(s.db, s.disk, fresh)
-	if err != nil {
-		return corrupt(s.dir, "%w", err)
-	}
-	s.durable.Store(uint64(marked))
-	if err := s.directory.settle(); err != nil {
-		return err
-	}
+func (s *Store) start(fresh bool, found recovery) error {
+	var err error
 	s.bodies, err = openBodies(s.bodiesDir(), s.options.BulkWindow, s.disk)
 	if err != nil {
 		return fmt.Errorf("badger: bulk values: %w", err)
 	}
+	s.applier = &applier{
+		Store: s, ts: s.db.MaxVersion(), hurry: make(chan struct{}, 1), flush: make(chan struct{}, 1),
+	}
+	if !fresh {
+		if err := s.recover(&found); err != nil {
+			return err
+		}
+	}
+	s.log, err = beginLog(s.walDir(), s.seal.current.Log, found.seq, s.disk, s.seal.logged)
+	if err != nil {
+		return fmt.Errorf("badger: log: %w", err)
+	}
 	if err := s.seal.opened(); err != nil {
 		return fmt.Errorf("badger: %w", err)
 	}
+	s.durable.Store(s.applier.ts)
+	s.overlay = newOverlay(s.applier.ts, found.seq)
 	s.lookAtDisk()
 	s.discard()
 	s.sweep()
-	c := &committer{Store: s, next: marked + 1}
-	s.committing.Go(c.run)
+	s.committer = &committer{Store: s, next: max(store.Version(s.applier.ts), found.version) + versionGap}
+	k := &keeper{Store: s, flush: s.applier.flush}
+	s.committing.Go(s.committer.run)
+	s.applying.Go(func() { s.applier.run(s.committed) })
+	s.background.Go(func() { k.run(s.committed) })
 	s.background.Go(s.maintain)
 	s.background.Go(s.verifyLoop)
 	return nil

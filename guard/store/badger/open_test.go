@@ -270,58 +270,6 @@ func TestManifestAfterACrash(t *testing.T) {
 	}
 }
 
-// After a crash the newest log may have a torn end. Damage before acknowledged
-// transactions is no torn end (P1, P2).
-func TestLogsAfterACrash(t *testing.T) {
-	dir := seeded(t)
-	s := reopenWith(t, dir, Options{}, osDisk{})
-	const n = 10
-	for i := range n {
-		mustCommit(t, s, insert(fmt.Sprintf("crash-%d", i), "1"), put("other", fmt.Sprint(i)))
-	}
-	crashed := image(t, dir)
-	logs, err := filepath.Glob(filepath.Join(crashed, "lsm", "*.mem"))
-	must(t, err)
-	if len(logs) != 1 {
-		t.Fatalf("%d logs, want 1", len(logs))
-	}
-	content, err := os.ReadFile(logs[0])
-	must(t, err)
-	end := wholePart(content)
-	if got := transactionsIn(content); got != n+1 || end >= len(content) {
-		t.Fatalf("%d transactions and an end at %d, want %d and one before %d", got, end, n+1, len(content))
-	}
-	damaged := func(t *testing.T, at int) string {
-		dir := image(t, crashed)
-		flip(t, filepath.Join(dir, "lsm", filepath.Base(logs[0])), at)
-		return dir
-	}
-	t.Run("as it was", func(t *testing.T) {
-		again := reopenWith(t, image(t, crashed), Options{}, osDisk{})
-		wantValue(t, again, fmt.Sprintf("crash-%d", n-1), "1")
-	})
-	t.Run("torn end", func(t *testing.T) {
-		again := reopenWith(t, damaged(t, end-1), Options{}, osDisk{})
-		wantValue(t, again, fmt.Sprintf("crash-%d", n-2), "1")
-		_, err := again.Get(t.Context(), fmt.Appendf(nil, "crash-%d", n-1))
-		wantErr(t, "the torn transaction", err, store.ErrNotFound)
-	})
-	for _, at := range []int{logHeader, logHeader + 5, end / 4, end / 2} {
-		t.Run(fmt.Sprintf("flipped at %d of %d", at, end), func(t *testing.T) { refused(t, damaged(t, at)) })
-	}
-}
-
-// A crash between the creation of a log and its first byte must not lock the store
-// for ever.
-func TestUnbornLogsAreRemoved(t *testing.T) {
-	dir := seeded(t)
-	for _, name := range []string{"00099.mem", "000099.vlog"} {
-		must(t, os.WriteFile(filepath.Join(dir, "lsm", name), nil, 0o600))
-	}
-	s := reopenWith(t, dir, Options{}, osDisk{})
-	wantValue(t, s, "2-19", strings.Repeat("v", 4000))
-}
-
 func TestCreationThatDidNotFinishBeginsAnew(t *testing.T) {
 	dir := t.TempDir()
 	sealer := &sealer{dir: dir, lsm: filepath.Join(dir, "lsm"), disk: osDisk{}}
@@ -337,9 +285,9 @@ func TestCreationThatDidNotFinishBeginsAnew(t *testing.T) {
 
 func TestFailureAtOpenIsNotTakenForDamageLater(t *testing.T) {
 	dir := seeded(t)
-	d := &faultyDisk{left: 1 << 40, onCommit: func() error { return errDisk }}
+	d := &faultyDisk{left: 1 << 40, onWrite: func(string) error { return errDisk }}
 	if _, err := openWith(dir, Options{}, d); err == nil {
-		t.Fatal("opened although the marker could not be written")
+		t.Fatal("opened although no log could be made")
 	}
 	s := reopenWith(t, dir, Options{}, osDisk{})
 	wantValue(t, s, "0-0", strings.Repeat("v", 4000))
@@ -347,9 +295,9 @@ func TestFailureAtOpenIsNotTakenForDamageLater(t *testing.T) {
 
 func TestOtherFormIsRefused(t *testing.T) {
 	dir := seeded(t)
-	must(t, os.WriteFile(filepath.Join(dir, "STORE"), []byte(`{"format":2,"state":"closed"}`), 0o600))
+	must(t, os.WriteFile(filepath.Join(dir, "STORE"), []byte(`{"format":3,"state":"closed"}`), 0o600))
 	_, err := Open(dir, Options{})
-	if err == nil || errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), "form 2") {
+	if err == nil || errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), "form 3") {
 		t.Errorf("open: %v; want an error that names the form", err)
 	}
 }

@@ -105,9 +105,8 @@ const (
 )
 
 // badgerOptions is the small-memory profile for one writer.
-func badgerOptions(dir string, o Options) badgerdb.Options {
+func badgerOptions(dir string, o Options, failed func(error)) badgerdb.Options {
 	return badgerdb.DefaultOptions(dir).
-		WithSyncWrites(true).
 		WithDetectConflicts(false).
 		WithMemTableSize(memTableSize).
 		WithNumMemtables(numMemTables).
@@ -120,5 +119,5 @@ func badgerOptions(dir string, o Options) badgerdb.Options {
 		WithValueThreshold(valueThreshold).
 		WithNumVersionsToKeep(1).
 		WithChecksumVerificationMode(options.OnBlockRead).
-		WithLogger(logger{o.Logger})
+		WithLogger(logger{to: o.Logger, failed: failed})
 }

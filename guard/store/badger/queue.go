@@ -3,6 +3,7 @@ package badger
 import (
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -20,9 +21,8 @@ type queue struct {
 
 	wake chan struct{} // something waits, or the queue was closed
 
-	// flight is how many commits were in flight of late, in sixteenths; the
-	// committer's alone.
-	flight int
+	// flight is how many commits were in flight of late, in sixteenths.
+	flight atomic.Int64
 }
 
 func newQueue(wait time.Duration) *queue {
@@ -45,43 +45,54 @@ func (q *queue) put(b *batch) error {
 	return nil
 }
 
-// take waits for batches and returns them in the order of their coming. It returns
-// nil when the queue is closed and empty. The slice is good until the next take.
-func (q *queue) take() []*batch {
+// await returns when batches wait and had time to become more, or false when the queue
+// is closed and empty.
+func (q *queue) await() bool {
 	for {
-		if q.state() > 0 {
-			q.gather()
-		}
 		q.mu.Lock()
-		if len(q.waiting) > 0 {
-			group := q.waiting
-			q.waiting, q.spare = q.spare[:0], group
-			q.mu.Unlock()
-			return group
-		}
-		closed := q.closed
+		some, closed := len(q.waiting) > 0, q.closed
 		q.mu.Unlock()
-		if closed {
-			return nil
+		switch {
+		case some:
+			q.gather()
+			return true
+		case closed:
+			return false
 		}
 		<-q.wake
 	}
 }
 
+// take returns the batches that wait, in the order of their coming. The slice is good
+// until the next take.
+func (q *queue) take() []*batch {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	group := q.waiting
+	q.waiting, q.spare = q.spare[:0], group
+	return group
+}
+
+// quiet reports whether nobody waits and few have come of late, so that there is no
+// company to wait for.
+func (q *queue) quiet() bool {
+	return q.expected() < DefaultGroup && q.state() == 0
+}
+
+func (q *queue) expected() int { return int(q.flight.Load()+8) / 16 }
+
 // landed tells how many batches are about to be answered. Together with those that
 // wait they are the commits in flight.
 func (q *queue) landed(n int) {
-	now := 16 * (n + max(q.state(), 0))
-	q.flight += (now - q.flight) / 4
-	if now > q.flight { // quick to rise, so that a burst is met at once
-		q.flight = now
-	}
+	now, before := 16*int64(n+max(q.state(), 0)), q.flight.Load()
+	// Quick to rise, so that a burst is met at once.
+	q.flight.Store(max(now, before+(now-before)/4))
 }
 
 // gather gives the others of a busy stretch a moment to join: each sync that they
 // share is one that nobody pays alone. Where few are in flight nobody waits.
 func (q *queue) gather() {
-	expected := (q.flight + 8) / 16
+	expected := q.expected()
 	if q.wait <= 0 || expected < DefaultGroup {
 		return
 	}

@@ -231,7 +231,7 @@ func (s *Store) nudge(left, right []byte) error {
 		}
 		if err := txn.CommitAt(nudgeVersion, nil); err != nil {
 			err = fmt.Errorf("writing beside what has expired: %w", err)
-			s.fail(err) // the log of everybody's entries is what could not be synced
+			s.fail(err) // Badger takes nothing more, from nobody
 			return err
 		}
 	}

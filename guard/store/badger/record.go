@@ -35,25 +35,26 @@ const (
 
 	flagExpires = 1 << 0
 	flagBulk    = 1 << 1
-	knownFlags  = flagExpires | flagBulk
+	// flagInline marks a bulk value that stands here itself: in the log and the
+	// overlay, not in Badger.
+	flagInline = 1 << 2
+	knownFlags = flagExpires | flagBulk | flagInline
 )
 
 type record struct {
 	version store.Version
 	expires time.Time
-	bulk    bool
-	value   []byte // the user's value, or the pointer where bulk
+	bulk    bool   // value is a pointer
+	value   []byte // the user's value, or the pointer
 }
 
 // putHeader writes everything but the version, which only the committer knows.
-func putHeader(b []byte, expires time.Time, bulk bool) {
+func putHeader(b []byte, expires time.Time, flags byte) {
+	b[0] |= flags
 	if !expires.IsZero() {
 		b[0] |= flagExpires
 		binary.BigEndian.PutUint64(b[9:], uint64(expires.Unix()))
 		binary.BigEndian.PutUint32(b[17:], uint32(expires.Nanosecond()))
-	}
-	if bulk {
-		b[0] |= flagBulk
 	}
 }
 
@@ -70,7 +71,7 @@ func decode(b []byte) (record, error) {
 	}
 	r := record{
 		version: store.Version(binary.BigEndian.Uint64(b[1:])),
-		bulk:    b[0]&flagBulk != 0,
+		bulk:    b[0]&(flagBulk|flagInline) == flagBulk,
 		value:   b[headerSize:],
 	}
 	if b[0]&flagExpires != 0 {

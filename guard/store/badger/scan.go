@@ -26,7 +26,7 @@ const (
 // Scan implements store.Store.
 func (s *Store) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
 	return func(yield func(store.Entry, error) bool) {
-		c, err := s.newCursor(r)
+		c, err := s.newCursor(ctx, r)
 		if err != nil {
 			yield(store.Entry{}, err)
 			return
@@ -75,7 +75,10 @@ type fetched struct {
 	key, raw []byte
 }
 
-func (s *Store) newCursor(r store.Range) (*cursor, error) {
+func (s *Store) newCursor(ctx context.Context, r store.Range) (*cursor, error) {
+	if err := s.drain(ctx); err != nil {
+		return nil, err
+	}
 	s.reading.RLock()
 	defer s.reading.RUnlock()
 	if err := s.usable(); err != nil {
@@ -91,6 +94,24 @@ func (s *Store) newCursor(r store.Range) (*cursor, error) {
 	defer s.scansMu.Unlock()
 	s.scans[c.ts]++
 	return c, nil
+}
+
+// drain returns when Badger has all that can be read now.
+func (s *Store) drain(ctx context.Context) error {
+	for seq := s.overlay.newest(); ; {
+		changed := s.overlay.behind(seq)
+		if changed == nil {
+			return nil
+		}
+		signal(s.applier.hurry)
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-s.failed:
+			return store.ErrUnhealthy
+		}
+	}
 }
 
 func (c *cursor) close() {

@@ -32,6 +32,8 @@ type seal struct {
 	ManifestHead string `json:"manifest_head"`
 	// Manifest is the SHA-256 of the whole, where State is closed.
 	Manifest string `json:"manifest,omitempty"`
+	// Log says which files of the log there are.
+	Log logRange `json:"log"`
 }
 
 const (
@@ -64,7 +66,7 @@ func (s *sealer) load() (found bool, err error) {
 		return false, corrupt(s.dir, "STORE cannot be read: %w", err)
 	}
 	switch {
-	case s.current.Format != format:
+	case s.current.Format != format && s.current.Format != oldFormat:
 		return false, fmt.Errorf("badger: %s was written in form %d by another version of this program; this one reads form %d",
 			s.dir, s.current.Format, format)
 	case s.current.State != stateCreating && s.current.State != stateOpen && s.current.State != stateClosed:
@@ -75,14 +77,39 @@ func (s *sealer) load() (found bool, err error) {
 
 // creating marks a new store, whose contents a crash makes worthless.
 func (s *sealer) creating() error {
-	return s.write(seal{Format: format, State: stateCreating})
+	return s.update(func(now *seal) error {
+		*now = seal{Format: format, State: stateCreating, Log: logRange{First: 1}}
+		return nil
+	})
 }
 
 // opened marks a store that is in use.
-func (s *sealer) opened() error { return s.take(stateOpen) }
+func (s *sealer) opened() error {
+	return s.update(func(now *seal) error { return s.take(now, stateOpen) })
+}
 
-// closed marks a store that was closed in order.
-func (s *sealer) closed() error { return s.take(stateClosed) }
+// closed marks a store that was closed in order, with the log that it leaves.
+func (s *sealer) closed(log logRange) error {
+	return s.update(func(now *seal) error {
+		now.Format, now.Log = format, log
+		return s.take(now, stateClosed)
+	})
+}
+
+// logged remembers the files of the log.
+func (s *sealer) logged(log logRange) error {
+	return s.update(func(now *seal) error {
+		now.Log = log
+		return nil
+	})
+}
+
+// log is what the seal knows of the log.
+func (s *sealer) log() logRange {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.current.Log
+}
 
 // grown remembers a manifest that has changed since.
 func (s *sealer) grown() error {
@@ -96,26 +123,32 @@ func (s *sealer) grown() error {
 	if same {
 		return nil
 	}
-	return s.take(stateOpen)
+	return s.opened()
 }
 
 func (s *sealer) manifest() string { return filepath.Join(s.lsm, badgerdb.ManifestFilename) }
 
-func (s *sealer) take(state string) error {
+// take notes what the manifest is now.
+func (s *sealer) take(now *seal, state string) error {
 	manifest, err := os.ReadFile(s.manifest())
 	if err != nil {
 		return err
 	}
-	now := seal{Format: format, State: state, ManifestSize: int64(len(manifest)), ManifestHead: sum(head(manifest))}
+	now.State, now.ManifestSize, now.ManifestHead, now.Manifest = state, int64(len(manifest)), sum(head(manifest)), ""
 	if state == stateClosed {
 		now.Manifest = sum(manifest)
 	}
-	return s.write(now)
+	return nil
 }
 
-func (s *sealer) write(now seal) error {
+// update writes the seal as change makes it of the present one.
+func (s *sealer) update(change func(now *seal) error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	now := s.current
+	if err := change(&now); err != nil {
+		return err
+	}
 	b, err := json.Marshal(now)
 	if err != nil {
 		return err

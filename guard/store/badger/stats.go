@@ -11,9 +11,12 @@ type Stats struct {
 	Batches, Writes uint64
 	// Conflicts are batches whose condition did not hold.
 	Conflicts uint64
-	// Commits are Badger transactions, each with one sync of its log; Batches
-	// over Commits is what group commit gains.
+	// Commits are frames of the log, each with one sync; Batches over Commits is
+	// what group commit gains.
 	Commits uint64
+	// Applied are the writes that went on to Badger; the others were overwritten
+	// or deleted before.
+	Applied uint64
 	// BulkSyncs are syncs of files of bulk values.
 	BulkSyncs uint64
 	// Bytes of keys and ordinary values, and bytes of bulk values, that landed.
@@ -43,9 +46,9 @@ type Stats struct {
 }
 
 type counters struct {
-	batches, writes, conflicts, commits, bulkSyncs, bytes, bulkBytes, dropped, full atomic.Uint64
-	reclaimed, reclaimedBytes                                                       atomic.Uint64
-	lastReclaim                                                                     atomic.Int64 // Unix nanoseconds
+	batches, writes, conflicts, commits, applied, bulkSyncs, bytes, bulkBytes, dropped, full atomic.Uint64
+	reclaimed, reclaimedBytes                                                                atomic.Uint64
+	lastReclaim                                                                              atomic.Int64 // Unix nanoseconds
 }
 
 // Stats returns the counts of this moment, and what was last measured. It touches no
@@ -57,6 +60,7 @@ func (s *Store) Stats() Stats {
 		Writes:    c.writes.Load(),
 		Conflicts: c.conflicts.Load(),
 		Commits:   c.commits.Load(),
+		Applied:   c.applied.Load(),
 		BulkSyncs: c.bulkSyncs.Load(),
 		Bytes:     c.bytes.Load(),
 		BulkBytes: c.bulkBytes.Load(),

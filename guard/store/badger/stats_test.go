@@ -35,7 +35,8 @@ func TestStats(t *testing.T) {
 		t.Error("it is not known what the disk has left")
 	}
 	got.Bytes, got.Free, got.Space = 0, 0, badger.Space{}
-	want := badger.Stats{Batches: 2, Writes: 3, Conflicts: 1, Commits: 2, BulkSyncs: 1, BulkBytes: 5000,
+	got.Applied = 0 // it comes when it comes
+	want := badger.Stats{Batches: 2, Writes: 3, Conflicts: 1, Commits: 2, BulkBytes: 5000,
 		FreeKnown: true, Room: badger.RoomEnough, MinFree: badger.DefaultMinFree, Healthy: true}
 	if got != want {
 		t.Errorf("stats %+v, want %+v", got, want)

@@ -1,19 +1,21 @@
-// Package badger is the embedded store: ordinary values in Badger, bulk values in
-// files by time of expiry beside it, and one committer that lets concurrent commits
-// share a sync.
+// Package badger is the embedded store: a log of its own that concurrent commits share,
+// and behind it ordinary values in Badger and bulk values in files by time of expiry.
 //
-// What Commit has acknowledged was synced before (P2). After a failed sync the store
-// closes itself: every later call fails until it is opened anew (P4).
+// What Commit has acknowledged was synced to the log before (P2). Reads find it in
+// memory at once, and in Badger a little later. After a failed sync the store closes
+// itself: every later call fails until it is opened anew (P4).
 //
 // A directory holds:
 //
 //	lock      taken by the process that has it open
 //	STORE     form and state of the store; see seal
+//	wal/      the log
 //	lsm/      Badger
 //	bodies/   bulk values
 package badger
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -37,14 +39,17 @@ type Store struct {
 
 	db        *badgerdb.DB
 	bodies    *bodies
+	log       *wal
+	overlay   *overlay
+	applier   *applier
+	committer *committer
 	seal      *sealer
-	directory *dirSync
 	watches   *watch.Keys
 	queue     *queue
 	counters  counters
 
-	// durable is the timestamp that reads see: everything at or below it was
-	// synced, so reads neither wait for a commit nor see one that may yet fail.
+	// durable is the timestamp up to which Badger has whole layers of the overlay:
+	// scans see what is at or below it.
 	durable atomic.Uint64
 
 	// reading is held shared by every access to Badger and alone by what changes
@@ -56,6 +61,7 @@ type Store struct {
 	scansMu sync.Mutex
 
 	failure atomic.Pointer[error] // set once, by the first failed sync
+	failed  chan struct{}         // closed then
 	room    atomic.Int32          // a Room; what the disk has left
 
 	known   *known // of Badger's tables
@@ -72,8 +78,10 @@ type Store struct {
 	reserved  [2]time.Time // guarded by looking; of Badger's directory: as last seen, as looked through
 
 	closing    chan struct{} // closed first
+	committed  chan struct{} // closed when the committer has ended
 	background sync.WaitGroup
 	committing sync.WaitGroup
+	applying   sync.WaitGroup
 	closeOnce  sync.Once
 }
 
@@ -105,13 +113,27 @@ func (s *Store) getRaw(key []byte) ([]byte, error) {
 	if err := s.usable(); err != nil {
 		return nil, err
 	}
-	txn := s.db.NewTransactionAt(s.durable.Load(), false)
-	defer txn.Discard()
-	raw, err := lookUp(txn, key)
+	raw, err := s.find(key)
 	if err != nil {
 		return nil, fmt.Errorf("badger: reading: %w", err)
 	}
 	return raw, nil
+}
+
+// find returns what stands under a key of Badger's, living or not; nil is nothing. It
+// may share the overlay's memory. It is called with reading held.
+func (s *Store) find(key []byte) ([]byte, error) {
+	raw, ok, ts := s.overlay.get(key)
+	if ok {
+		return raw, nil
+	}
+	txn := s.db.NewTransactionAt(ts, false)
+	defer txn.Discard()
+	raw, err := lookUp(txn, key)
+	if raw == nil && err == nil {
+		s.overlay.lacks(key, ts)
+	}
+	return raw, err
 }
 
 // entry makes the user's entry of raw, or ErrNotFound where it has expired by now.
@@ -124,7 +146,7 @@ func (s *Store) entry(key, raw []byte, now time.Time) (store.Entry, error) {
 	if !now.IsZero() && !r.living(now) {
 		return store.Entry{}, store.ErrNotFound
 	}
-	e := store.Entry{Key: key, Value: r.value, Version: r.version, Expires: r.expires}
+	e := store.Entry{Key: key, Value: bytes.Clone(r.value), Version: r.version, Expires: r.expires}
 	if !r.bulk {
 		return e, nil
 	}
@@ -167,6 +189,7 @@ func (s *Store) Err() error {
 func (s *Store) fail(cause error) {
 	if s.failure.CompareAndSwap(nil, &cause) {
 		s.options.Logger.Error("store closed itself, restart needed", "dir", s.dir, "error", cause)
+		close(s.failed)
 		s.watches.WakeAll()
 	}
 }
@@ -209,6 +232,9 @@ func (s *Store) close() error {
 	close(s.closing)
 	s.queue.close()
 	s.committing.Wait()
+	s.committer.wait()
+	close(s.committed)
+	s.applying.Wait()
 	s.background.Wait()
 	s.reading.Lock()
 	s.closed = true
@@ -216,11 +242,24 @@ func (s *Store) close() error {
 	s.watches.WakeAll()
 
 	err := s.closeBadger()
-	s.bodies.close()
+	s.log.close()
 	if err == nil && s.unhealthy() == nil {
-		err = errors.Join(s.remember(), s.seal.closed())
+		err = errors.Join(s.remember(), s.finish())
 	}
+	s.bodies.close()
 	return errors.Join(err, s.lock.Close())
+}
+
+// finish seals a store that was closed in order, whose log is empty: all of it is in
+// Badger's tables.
+func (s *Store) finish() error {
+	if err := s.settle(); err != nil {
+		return err
+	}
+	if err := s.seal.closed(s.log.ranged().none(s.log.seq)); err != nil {
+		return err
+	}
+	return removeLogs(s.walDir(), s.seal.log())
 }
 
 // closePatience bounds the close of a store whose disk has failed: Badger would
@@ -228,11 +267,13 @@ func (s *Store) close() error {
 const closePatience = 10 * time.Second
 
 func (s *Store) closeBadger() error {
-	if s.unhealthy() == nil {
-		return s.db.Close()
-	}
 	done := make(chan error, 1)
 	go func() { done <- s.db.Close() }()
+	select {
+	case err := <-done:
+		return err
+	case <-s.failed:
+	}
 	select {
 	case err := <-done:
 		return err

@@ -30,11 +30,8 @@ const damagedFile = "DAMAGED"
 // orderly close those of the last level that are as they were known to be are left
 // to vetting.
 func (s *Store) verifyAtOpen(ids []uint64) error {
-	if why, err := os.ReadFile(filepath.Join(s.dir, damagedFile)); !errors.Is(err, fs.ErrNotExist) {
-		if err != nil {
-			return err
-		}
-		return fmt.Errorf("was found damaged before: %s", why)
+	if err := s.condemned(); err != nil {
+		return err
 	}
 	now := ids
 	if s.seal.current.State == stateClosed {
@@ -50,6 +47,18 @@ func (s *Store) verifyAtOpen(ids []uint64) error {
 		s.vetting.release(err)
 	}
 	return err
+}
+
+// condemned returns an error where the store was found damaged before.
+func (s *Store) condemned() error {
+	why, err := os.ReadFile(filepath.Join(s.dir, damagedFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return fmt.Errorf("was found damaged before: %s", why)
 }
 
 // putOff hands to vetting what may wait and returns the rest.

@@ -158,6 +158,7 @@ func TestTablesAreReadBeforeTheyAnswer(t *testing.T) {
 		s := &Store{
 			dir: t.TempDir(), options: open.options, disk: osDisk{}, watches: open.watches,
 			known: newKnown(dir), db: open.db, scans: make(map[uint64]int),
+			failed: make(chan struct{}), overlay: newOverlay(open.durable.Load(), 0),
 		}
 		s.limits.Store(open.options.limits())
 		if s.vetting.done.Load() {

@@ -11,8 +11,8 @@ import (
 	"strconv"
 )
 
-// The logs of Badger's memory tables are all there is of the last few MiB after a
-// crash. Badger reads each up to the first entry that does not match and forgets the
+// A store of the old form has no log of its own. There the logs of Badger's memory
+// tables are all there is of the last few MiB after a crash. Badger reads each up to the first entry that does not match and forgets the
 // rest without a word. A torn end is normal, for the last transaction may not have
 // been acknowledged; but as every transaction is synced before the next one is
 // written, more than one of them behind the tear means that acknowledged ones are
@@ -21,7 +21,7 @@ import (
 // An entry: meta, user meta, varints of the lengths of key and value and of the
 // expiry, key, value, CRC-32C over all of it.
 const (
-	logHeader = 20 // before the first entry
+	memHeader = 20 // before the first entry
 	metaTxn   = 1 << 6
 	metaEnd   = 1 << 7 // of a transaction; its value is the timestamp
 )
@@ -48,7 +48,7 @@ func checkLogs(dir string) error {
 
 // wholePart is the offset behind the last whole transaction, as Badger finds it.
 func wholePart(log []byte) int {
-	end, at := logHeader, logHeader
+	end, at := memHeader, memHeader
 	var current uint64 // the transaction under way
 	for {
 		e, ok := nextEntry(log, at)

@@ -1,0 +1,320 @@
+package badger
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/dgraph-io/badger/v4/table"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+func remove(key string) store.Write { return store.Write{Key: []byte(key), Delete: true} }
+
+// holdApplier stops the applier before it writes to Badger, and returns what lets it go.
+func holdApplier(t *testing.T, d *faultyDisk) (entered chan struct{}, release func()) {
+	t.Helper()
+	entered = make(chan struct{})
+	released := make(chan struct{})
+	release = sync.OnceFunc(func() { close(released) })
+	t.Cleanup(release) // before the store is closed
+	tell := sync.OnceFunc(func() { close(entered) })
+	d.set(func() {
+		d.onApply = func() error {
+			tell()
+			<-released
+			return nil
+		}
+	})
+	return entered, release
+}
+
+// What came and went before Badger was told never goes there.
+func TestCoalescing(t *testing.T) {
+	s, d := newFaulty(t, Options{})
+	mustCommit(t, s, put("stood", "1"), put("stays", "1"), put("again", "1"), put("over", "1"))
+	must(t, s.drain(t.Context()))
+	before := s.Stats().Applied
+	entered, release := holdApplier(t, d)
+	mustCommit(t, s, put("blocker", "1"))
+	wait(t, entered) // what follows is one layer
+	mustCommit(t, s, insert("brief", "1"), put("index/sending", ""))
+	mustCommit(t, s, remove("brief"), remove("index/sending"), put("index/done", ""))
+	mustCommit(t, s, remove("stood"))
+	mustCommit(t, s, remove("never"))
+	mustCommit(t, s, remove("again"))
+	last := mustCommit(t, s, insert("again", "2"))
+	for i := range 5 {
+		mustCommit(t, s, put("over", fmt.Sprint(i)))
+	}
+	check := func(what string, s *Store) {
+		t.Helper()
+		for _, gone := range []string{"brief", "index/sending", "stood", "never"} {
+			if _, err := s.Get(t.Context(), []byte(gone)); !errors.Is(err, store.ErrNotFound) {
+				t.Errorf("%s: get %q: %v", what, gone, err)
+			}
+		}
+		wantValue(t, s, "stays", "1")
+		wantValue(t, s, "over", "4")
+		e, err := s.Get(t.Context(), []byte("again"))
+		if err != nil || string(e.Value) != "2" || e.Version != last {
+			t.Errorf("%s: get again: %+v, %v; want version %d", what, e, err, last)
+		}
+	}
+	check("from the overlay", s)
+	dir := crashed(t, s.dir)
+	release()
+	must(t, s.drain(t.Context()))
+	check("from Badger", s)
+	for key, want := range map[string]int{"brief": 0, "index/sending": 0, "never": 0, "stood": 2, "again": 2, "over": 2, "index/done": 1} {
+		if got := versions(t, s, key); got != want {
+			t.Errorf("Badger has %d versions of %q, want %d", got, key, want)
+		}
+	}
+	// blocker, stood, again, over, index/done, and twice the marker
+	if got := s.Stats().Applied - before; got != 6 {
+		t.Errorf("%d writes went to Badger, want 6", got)
+	}
+	check("after an ordinary end", flushed(t, s, Options{}))
+	check("after a crash", reopenWith(t, dir, Options{}, osDisk{}))
+}
+
+// A bulk value that expires before its file was written gets none.
+func TestExpiryBeforeApplying(t *testing.T) {
+	m := newManual()
+	s, d := newFaulty(t, Options{Now: m.Now})
+	entered, release := holdApplier(t, d)
+	mustCommit(t, s, put("blocker", "1"))
+	wait(t, entered)
+	short := m.bulk("short", 1000, time.Minute)
+	mustCommit(t, s, short, m.bulk("long", 1000, 3*time.Hour))
+	wantValue(t, s, "short", string(short.Value))
+	m.advance(time.Hour)
+	_, err := s.Get(t.Context(), []byte("short"))
+	wantErr(t, "get from the overlay", err, store.ErrNotFound)
+	release()
+	if n := len(segments(t, s)); n != 1 {
+		t.Errorf("%d files of bulk values, want one for what lives", n)
+	}
+	_, err = s.Get(t.Context(), []byte("short"))
+	wantErr(t, "get", err, store.ErrNotFound)
+	wantValue(t, s, "long", string(m.bulk("long", 1000, 0).Value))
+	mustCommit(t, s, insert("short", "2"))
+}
+
+// Reads never go back in time, and scans see whole commits and all that was answered,
+// while the overlay is brought to Badger.
+func TestReadsWhileApplying(t *testing.T) {
+	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
+	number := func(e store.Entry) uint64 { return binary.BigEndian.Uint64(e.Value) }
+	const commits = 400
+	var answered sync.Map // of no key: the last number
+	answered.Store("", uint64(0))
+	done := make(chan struct{})
+	var all sync.WaitGroup
+	all.Go(func() {
+		defer close(done)
+		for n := range uint64(commits) {
+			value := string(binary.BigEndian.AppendUint64(nil, n+1))
+			if _, err := s.Commit(t.Context(), put("a", value), put("b", value), put(fmt.Sprint("other-", n%100), value)); err != nil {
+				t.Errorf("commit: %v", err)
+				return
+			}
+			answered.Store("", n+1)
+			if n%7 == 0 {
+				signal(s.applier.hurry)
+			}
+		}
+	})
+	running := func() bool {
+		select {
+		case <-done:
+			return false
+		default:
+			return true
+		}
+	}
+	least := func() uint64 {
+		n, _ := answered.Load("")
+		return n.(uint64)
+	}
+	for range 3 {
+		all.Go(func() {
+			var last uint64
+			for running() {
+				from := least()
+				e, err := s.Get(t.Context(), []byte("a"))
+				if from == 0 && errors.Is(err, store.ErrNotFound) {
+					continue
+				}
+				if err != nil || number(e) < last || number(e) < from {
+					t.Errorf("get: %x, %v, after %d was read and %d was answered", e.Value, err, last, from)
+					return
+				}
+				last = number(e)
+			}
+		})
+	}
+	all.Go(func() {
+		for running() {
+			from := least()
+			var pair []uint64
+			for e, err := range s.Scan(t.Context(), store.Range{From: []byte("a"), To: []byte("c")}) {
+				if err != nil {
+					t.Errorf("scan: %v", err)
+					return
+				}
+				pair = append(pair, number(e))
+			}
+			if from == 0 {
+				continue
+			}
+			if len(pair) != 2 || pair[0] != pair[1] || pair[0] < from {
+				t.Errorf("scan: %v, after %d was answered", pair, from)
+				return
+			}
+		}
+	})
+	all.Wait()
+}
+
+// P4: what waits for Badger is bounded; commits wait, and none is lost.
+func TestBackPressure(t *testing.T) {
+	s, d := newFaulty(t, Options{})
+	entered, release := holdApplier(t, d)
+	value := strings.Repeat("v", 60_000)
+	const n = 300 // three times what there is room for
+	var all sync.WaitGroup
+	var committed sync.Map
+	all.Go(func() {
+		for i := range n {
+			if _, err := s.Commit(t.Context(), put(fmt.Sprintf("%03d", i), value)); err != nil {
+				t.Errorf("commit: %v", err)
+				return
+			}
+			committed.Store(i, true)
+		}
+	})
+	wait(t, entered)
+	for s.overlay.crowded() == nil {
+		wantValue(t, s, "000", value) // reads go on
+	}
+	h := &held{s: s, d: d}
+	results := make([]error, 1)
+	h.queue(t, results, 0, &all, put("behind", "1"))
+	size := 0
+	s.overlay.mu.RLock()
+	size = s.overlay.active.size + s.overlay.frozen.size
+	s.overlay.mu.RUnlock()
+	if size > 3*maxLayer {
+		t.Errorf("%d bytes wait for Badger", size)
+	}
+	if _, all := committed.Load(n - 1); all {
+		t.Error("all commits were answered while Badger took nothing")
+	}
+	release()
+	all.Wait()
+	must(t, results[0])
+	for i := range n {
+		wantValue(t, s, fmt.Sprintf("%03d", i), value)
+	}
+}
+
+// What is known not to stand is known only until it does.
+func TestAbsenceIsForgotten(t *testing.T) {
+	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
+	key := []byte("a")
+	missing := func() {
+		t.Helper()
+		for range 2 {
+			_, err := s.Get(t.Context(), key)
+			wantErr(t, "get", err, store.ErrNotFound)
+		}
+	}
+	missing()
+	mustCommit(t, s, insert("a", "1"))
+	wantValue(t, s, "a", "1")
+	must(t, s.drain(t.Context()))
+	wantValue(t, s, "a", "1")
+	mustCommit(t, s, remove("a"))
+	missing()
+	must(t, s.drain(t.Context()))
+	missing()
+	mustCommit(t, s, insert("a", "2"))
+	must(t, s.drain(t.Context()))
+	wantValue(t, s, "a", "2")
+	for i := range 2 * maxAbsent {
+		_, _ = s.Get(t.Context(), fmt.Append(nil, i))
+	}
+	if n := len(s.overlay.absent); n > maxAbsent {
+		t.Errorf("%d keys are known not to stand, want %d at most", n, maxAbsent)
+	}
+}
+
+// P2: Badger writes a table once more where that failed, and its success then proves
+// nothing.
+func TestTableThatCannotBeWritten(t *testing.T) {
+	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
+	mustCommit(t, s, put("a", "1"))
+	must(t, s.drain(t.Context()))
+	for id := range uint64(3) {
+		must(t, os.Mkdir(table.NewFilename(id+1, s.lsm()), 0o700))
+	}
+	signal(s.applier.flush)
+	wait(t, s.failed)
+	_, err := s.Commit(t.Context(), put("b", "1"))
+	wantErr(t, "commit", err, store.ErrUnhealthy)
+	for id := range uint64(3) {
+		_ = os.Remove(table.NewFilename(id+1, s.lsm()))
+	}
+	dir := s.dir
+	_ = s.Close()
+	wantValue(t, reopenWith(t, dir, Options{}, osDisk{}), "a", "1")
+}
+
+// P4, P6: where Badger or the files of bulk values take no more, the store closes
+// itself; what was answered is in the log.
+func TestApplyingFails(t *testing.T) {
+	m := newManual()
+	for name, fail := range map[string]func(d *faultyDisk){
+		"Badger":            func(d *faultyDisk) { d.onApply = func() error { return errDisk } },
+		"bulk values":       func(d *faultyDisk) { d.onWrite = func(string) error { return errDisk } },
+		"while it is full":  func(d *faultyDisk) { d.onApply = func() error { return errDisk } },
+		"and a scan waits":  func(d *faultyDisk) { d.onApply = func() error { return errDisk } },
+		"and a close waits": func(d *faultyDisk) { d.onApply = func() error { return errDisk } },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, d := newFaulty(t, Options{Now: m.Now})
+			d.set(func() { fail(d) })
+			mustCommit(t, s, put("a", "1"), m.bulk("b", 1000, time.Hour))
+			switch name {
+			case "while it is full":
+				value := strings.Repeat("v", 60_000)
+				for i := 0; ; i++ {
+					if _, err := s.Commit(t.Context(), put(fmt.Sprint(i), value)); err != nil {
+						wantErr(t, "commit", err, store.ErrUnhealthy)
+						break
+					}
+				}
+			case "and a close waits":
+			default:
+				var err error
+				for _, err = range s.Scan(t.Context(), store.Range{}) {
+				}
+				wantErr(t, "scan", err, store.ErrUnhealthy)
+				wantErr(t, "cause", s.Err(), errDisk)
+			}
+			dir := s.dir
+			_ = s.Close()
+			again := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
+			wantValue(t, again, "a", "1")
+			wantValue(t, again, "b", string(m.bulk("b", 1000, 0).Value))
+		})
+	}
+}
