@@ -65,7 +65,8 @@ type App struct {
 
 	events    *caddyevents.App
 	pending   pendingEvents
-	counts    *metrics.Set // of the store; held until Cleanup
+	counts    *metrics.Set // of the store
+	counting  bool         // counts are held, until Cleanup
 	collector *metrics.Collector
 
 	mu       sync.Mutex
@@ -163,9 +164,9 @@ func (a *App) Stop() error { return nil }
 func (a *App) Cleanup() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.counts != nil {
+	if a.counting { // what has outlived the configuration goes on to count
 		releaseCounts(a.spec.path)
-		a.counts = nil
+		a.counting = false
 	}
 	if a.held == nil {
 		return nil

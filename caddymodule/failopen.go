@@ -79,7 +79,8 @@ type stretch struct {
 func (s *stretch) due(now time.Time) uint64 {
 	s.untold.Add(1)
 	last := s.told.Load()
-	if last != 0 && now.UnixNano()-last < int64(tellEvery) || !s.told.CompareAndSwap(last, now.UnixNano()) {
+	since := now.UnixNano() - last // negative where the clock was set back
+	if last != 0 && since >= 0 && since < int64(tellEvery) || !s.told.CompareAndSwap(last, now.UnixNano()) {
 		return 0
 	}
 	return s.untold.Swap(0)

@@ -108,6 +108,7 @@ func TestStretch(t *testing.T) {
 		want  uint64
 	}{
 		{0, 1}, {0, 0}, {tellEvery - 1, 0}, {1, 3}, {tellEvery, 1}, {time.Second, 0}, {tellEvery, 2},
+		{-time.Hour, 1}, {time.Second, 0}, // the clock was set back
 	} {
 		at = at.Add(step.after)
 		if got := s.due(at); got != step.want {
