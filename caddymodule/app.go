@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -104,11 +105,15 @@ func (a *App) Provision(ctx caddy.Context) error {
 	case a.Key != "" && a.KeyFile != "":
 		return errors.New("agent_guard: keys: give either a file or a value, not both")
 	case a.Key != "":
+		if strings.Contains(a.Key, `"`) { // which an error of the replacer would show (P8)
+			return errors.New("agent_guard: keys: value: a key ring's JSON cannot stand in the configuration; " +
+				"give a placeholder that has it as its value, like {env.AGENT_GUARD_KEY}")
+		}
 		if a.spec.key, err = repl.ReplaceOrErr(a.Key, true, true); err != nil {
 			return fmt.Errorf("agent_guard: keys: value: %w", err)
 		}
 		if _, err := seal.Parse([]byte(a.spec.key)); err != nil {
-			return fmt.Errorf("agent_guard: keys: value %s: %w", a.Key, err)
+			return fmt.Errorf("agent_guard: keys: value: %w", err)
 		}
 	case a.KeyFile != "":
 		// An unset variable must not lead to another file than was meant.

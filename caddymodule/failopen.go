@@ -24,7 +24,9 @@ func (x *exchange) failsOpen(err error) bool {
 	case !x.h.FailOpen || x.found || x.exiting():
 		return false
 	case x.engine == nil:
-		return true // the store could not be opened
+		// The store could not be opened. Where it could and only the keys are refused,
+		// an earlier call may stand in it.
+		return !errors.Is(err, errKeys) && !errors.Is(err, guard.ErrWrongKey) && !errors.Is(err, guard.ErrMissingKey)
 	case errors.Is(err, store.ErrUnknown):
 		return false // the claim may stand
 	case errors.Is(err, guard.ErrUnreadable):
