@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -65,7 +66,8 @@ type App struct {
 
 	events    *caddyevents.App
 	pending   pendingEvents
-	counts    *metrics.Set // of the store; held until Cleanup
+	counts    *metrics.Set // of the store
+	counting  bool         // counts are held, until Cleanup
 	collector *metrics.Collector
 
 	mu       sync.Mutex
@@ -103,11 +105,15 @@ func (a *App) Provision(ctx caddy.Context) error {
 	case a.Key != "" && a.KeyFile != "":
 		return errors.New("agent_guard: keys: give either a file or a value, not both")
 	case a.Key != "":
+		if strings.Contains(a.Key, `"`) { // which an error of the replacer would show (P8)
+			return errors.New("agent_guard: keys: value: a key ring's JSON cannot stand in the configuration; " +
+				"give a placeholder that has it as its value, like {env.AGENT_GUARD_KEY}")
+		}
 		if a.spec.key, err = repl.ReplaceOrErr(a.Key, true, true); err != nil {
 			return fmt.Errorf("agent_guard: keys: value: %w", err)
 		}
 		if _, err := seal.Parse([]byte(a.spec.key)); err != nil {
-			return fmt.Errorf("agent_guard: keys: value %s: %w", a.Key, err)
+			return fmt.Errorf("agent_guard: keys: value: %w", err)
 		}
 	case a.KeyFile != "":
 		// An unset variable must not lead to another file than was meant.
@@ -163,9 +169,9 @@ func (a *App) Stop() error { return nil }
 func (a *App) Cleanup() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.counts != nil {
+	if a.counting { // what has outlived the configuration goes on to count
 		releaseCounts(a.spec.path)
-		a.counts = nil
+		a.counting = false
 	}
 	if a.held == nil {
 		return nil
@@ -190,6 +196,9 @@ func (a *App) engine() (*engine, error) {
 		return nil, err
 	}
 	e.drain.Store(int64(a.Drain))
+	if adjuster, ok := a.spec.opener.(StoreAdjuster); ok {
+		adjuster.AdjustStore(e.store)
+	}
 	e.join(&a.spec)
 	a.held = e
 	e.audience.join(a)

@@ -145,3 +145,25 @@ func TestKeyByValue(t *testing.T) {
 		t.Error("a key file was made")
 	}
 }
+
+// P8: a key that stands in the configuration itself, and is not one, is shown by no error.
+func TestP8AKeyInTheConfigurationIsNotShown(t *testing.T) {
+	text, err := seal.Generate().MarshalText()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, key := range map[string]string{"a ring": string(text), "one letter too many": "x" + strings.Repeat("s3cret", 7) + "A="} {
+		value, err := json.Marshal(key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = newApp(t, t.TempDir(), `, "key": `+string(value))
+		if err == nil {
+			t.Fatalf("%s: accepted", name)
+		}
+		if strings.Contains(err.Error(), "s3cret") {
+			t.Errorf("%s: %v", name, err)
+		}
+		wantNoSecret(t, string(text), err.Error())
+	}
+}

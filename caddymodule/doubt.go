@@ -158,7 +158,6 @@ func (x *exchange) settleDoubt(found guard.Finding) (step, error) {
 		return stepFind, nil
 	case p.NotApplied.matches(a):
 		x.action.counts.Probed(metrics.NotApplied)
-		x.resolved(guard.Released)
 		return stepClaim, nil
 	}
 	x.action.counts.Probed(metrics.Unknown)

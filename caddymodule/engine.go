@@ -28,8 +28,7 @@ type StoreOpener interface {
 
 // StoreAdjuster is a StoreOpener with options that may change while the store is open.
 type StoreAdjuster interface {
-	// AdjustStore gives such options to a store that an earlier configuration has
-	// opened.
+	// AdjustStore gives such options to the open store, once for each configuration.
 	AdjustStore(st store.Store)
 }
 
@@ -85,28 +84,33 @@ var engines = enginePool{pool: caddy.NewUsagePool()}
 // acquire returns the engine of spec with one more reference. A configuration whose
 // keys were not accepted yet brings them to an engine that is open already.
 func (p *enginePool) acquire(spec engineSpec, accepted bool) (*engine, error) {
+	e, opened, err := p.hold(spec)
+	if err != nil || opened || accepted {
+		return e, err
+	}
+	// Not under p.mu: it may wait for a rotation, and that for the store.
+	if err := e.adoptKeys(context.Background(), spec); err != nil {
+		_ = e.release() // closing the store logs its own errors
+		return nil, fmt.Errorf("%w: %w", errKeys, err)
+	}
+	return e, nil
+}
+
+// hold returns the engine of spec with one more reference, and whether it had to be
+// opened.
+func (p *enginePool) hold(spec engineSpec) (_ *engine, opened bool, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	value, loaded, err := p.pool.LoadOrNew(spec.path, func() (caddy.Destructor, error) {
 		return openEngine(spec)
 	})
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
 	if !loaded {
 		p.warnOfOthers(spec)
 	}
-	e := value.(*engine)
-	if loaded && !accepted {
-		if err := e.adoptKeys(context.Background(), spec); err != nil {
-			_, _ = p.pool.Delete(spec.path) // not the last reference: it was loaded
-			return nil, fmt.Errorf("agent_guard: keys: %w", err)
-		}
-	}
-	if a, ok := spec.opener.(StoreAdjuster); ok && loaded {
-		a.AdjustStore(e.store)
-	}
-	return e, nil
+	return value.(*engine), !loaded, nil
 }
 
 // warnOfOthers tells of a configuration that takes another store than the one before:
@@ -161,7 +165,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	ctx := context.Background()
 	ring, err := loadRing(ctx, st, spec)
 	if err != nil {
-		return nil, fmt.Errorf("agent_guard: keys: %w", err)
+		return nil, fmt.Errorf("%w: %w", errKeys, err)
 	}
 	g, recovered, err := guard.Open(ctx, st, ring)
 	if err != nil {

@@ -287,3 +287,29 @@ func compare(t *testing.T, document, source string, listed, named *regexp.Regexp
 		t.Errorf("%s lists %v, and %s has %v", document, in, source, of)
 	}
 }
+
+// An execution that has outlived its configuration may tell of its end to nobody: that
+// ends nothing else, however many do.
+func TestEmitAfterTheConfigurationIsGone(t *testing.T) {
+	hang := make(chan struct{})
+	var entered sync.Once
+	inside := make(chan struct{})
+	app, _ := listening(t, "agent_guard.test", func() {
+		entered.Do(func() { close(inside) })
+		<-hang
+	})
+	app.emit("agent_guard.test", nil)
+	<-inside
+	var all sync.WaitGroup
+	all.Go(func() {
+		for range 2 * maxEvents {
+			app.emit("agent_guard.test", nil)
+		}
+	})
+	if err := app.Cleanup(); err != nil {
+		t.Error(err)
+	}
+	all.Wait()
+	close(hang)
+	app.pending.flush()
+}

@@ -208,6 +208,9 @@ func (x *exchange) find() (guard.Finding, error) {
 // claim makes this call the owner of its key. guard.ErrTaken says to look again.
 func (x *exchange) claim(found guard.Finding) (*guard.Execution, error) {
 	execution, err := x.guard.Claim(x.r.Context(), &x.call, found)
+	if err == nil && x.probing != nil { // the probe has said that it was not applied
+		x.resolved(guard.Released)
+	}
 	x.probed()
 	if over := (*guard.QuotaError)(nil); errors.As(err, &over) {
 		return nil, x.overQuota(over)

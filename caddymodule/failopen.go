@@ -24,7 +24,9 @@ func (x *exchange) failsOpen(err error) bool {
 	case !x.h.FailOpen || x.found || x.exiting():
 		return false
 	case x.engine == nil:
-		return true // the store could not be opened
+		// The store could not be opened. Where it could and only the keys are refused,
+		// an earlier call may stand in it.
+		return !errors.Is(err, errKeys) && !errors.Is(err, guard.ErrWrongKey) && !errors.Is(err, guard.ErrMissingKey)
 	case errors.Is(err, store.ErrUnknown):
 		return false // the claim may stand
 	case errors.Is(err, guard.ErrUnreadable):
@@ -79,7 +81,8 @@ type stretch struct {
 func (s *stretch) due(now time.Time) uint64 {
 	s.untold.Add(1)
 	last := s.told.Load()
-	if last != 0 && now.UnixNano()-last < int64(tellEvery) || !s.told.CompareAndSwap(last, now.UnixNano()) {
+	since := now.UnixNano() - last // negative where the clock was set back
+	if last != 0 && since >= 0 && since < int64(tellEvery) || !s.told.CompareAndSwap(last, now.UnixNano()) {
 		return 0
 	}
 	return s.untold.Swap(0)

@@ -4,12 +4,14 @@ import (
 	"errors"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"testing"
 	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
@@ -79,6 +81,34 @@ func TestFailOpenWithoutAStore(t *testing.T) {
 	}
 }
 
+// P1: where the store is there and only the keys are refused, an earlier call may stand
+// in it.
+func TestFailOpenNotWithoutKeys(t *testing.T) {
+	dir := t.TempDir()
+	running := started(t, dir, "")
+	h := handlerOver(t, nil, true)
+	h.app.spec = running.spec
+	h.app.spec.keyFile = dir + "/other.key"
+	if _, err := seal.Create(h.app.spec.keyFile); err != nil {
+		t.Fatal(err)
+	}
+	if code, status := serve(t, h); code != 503 || status != "refused" {
+		t.Errorf("beside a running configuration: %d %s", code, status)
+	}
+	if err := running.Cleanup(); err != nil {
+		t.Fatal(err)
+	}
+	if code, status := serve(t, h); code != 503 || status != "refused" {
+		t.Errorf("with another store's keys: %d %s", code, status)
+	}
+	if err := os.Remove(h.app.spec.keyFile); err != nil {
+		t.Fatal(err)
+	}
+	if code, status := serve(t, h); code != 503 || status != "refused" {
+		t.Errorf("without a key file: %d %s", code, status)
+	}
+}
+
 // An exit starts nothing new, also where the store is gone.
 func TestFailOpenNotOnExit(t *testing.T) {
 	o := &opens{memory: memory.New(memory.Options{})}
@@ -108,6 +138,7 @@ func TestStretch(t *testing.T) {
 		want  uint64
 	}{
 		{0, 1}, {0, 0}, {tellEvery - 1, 0}, {1, 3}, {tellEvery, 1}, {time.Second, 0}, {tellEvery, 2},
+		{-time.Hour, 1}, {time.Second, 0}, // the clock was set back
 	} {
 		at = at.Add(step.after)
 		if got := s.due(at); got != step.want {

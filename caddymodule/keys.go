@@ -20,6 +20,9 @@ import (
 var errKeyGiven = errors.New("the key is given as a value, which the gateway cannot change: " +
 	"add a new sealing key to the ring there, and load the configuration again")
 
+// errKeys: the store can be opened, and the keys are not the ones that it needs.
+var errKeys = errors.New("agent_guard: keys")
+
 // readRing reads the key ring from where spec has it.
 func readRing(spec engineSpec) (*seal.Ring, error) {
 	if spec.key != "" {

@@ -60,7 +60,7 @@ func releaseCounts(path string) {
 // provisionMetrics takes the counts of the app's store and shows them to the registry
 // of its configuration. Where that does not take them, guarding goes on all the same.
 func (a *App) provisionMetrics() {
-	a.counts = acquireCounts(a.spec.path)
+	a.counts, a.counting = acquireCounts(a.spec.path), true
 	kind := "unknown"
 	if mod, ok := a.spec.opener.(caddy.Module); ok {
 		kind = mod.CaddyModule().ID.Name()

@@ -93,7 +93,7 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"two keys":                  {withApp(`"key": "a", "key_file": "b"`), `agent_guard: keys: give either a file or a value, not both`},
 		"an unset key":              {withApp(`"key": "{env.AGENT_GUARD_TEST_UNSET}"`), `agent_guard: keys: value: evaluated placeholder {env.AGENT_GUARD_TEST_UNSET} is empty`},
 		"an unknown key":            {withApp(`"key": "{nosuch.placeholder}"`), `agent_guard: keys: value: unrecognized placeholder {nosuch.placeholder}`},
-		"a key that is none":        {withApp(`"key": "short"`), `agent_guard: keys: value short: seal: the key is neither`},
+		"a key that is none":        {withApp(`"key": "short"`), `agent_guard: keys: value: seal: the key is neither`},
 		"a key file nowhere":        {withApp(`"key_file": "{env.AGENT_GUARD_TEST_UNSET}/key"`), `agent_guard: keys: file "{env.AGENT_GUARD_TEST_UNSET}/key": evaluated placeholder {env.AGENT_GUARD_TEST_UNSET} is empty`},
 		"drain":                     {withApp(`"drain": -1`), `agent_guard: drain: -1ns is negative; it must be positive`},
 		"quota's number":            {withApp(`"quota": {"open_executions": -1}`), `agent_guard: quota: open_executions: -1 is negative; it must be positive`},

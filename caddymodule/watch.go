@@ -23,9 +23,10 @@ type watch struct {
 	stop      chan struct{}
 	done      sync.WaitGroup
 
-	mu     sync.Mutex
-	looked time.Time // at the doubts
-	doubts *metrics.Doubts
+	mu       sync.Mutex
+	looked   time.Time // at the doubts
+	doubts   *metrics.Doubts
+	counting chan struct{} // closed when the look that is under way is over; nil without one
 }
 
 // snapshot is the state of the engine at this moment; its doubts may be some seconds
@@ -47,15 +48,45 @@ func (e *engine) healthy() bool {
 	return err == nil
 }
 
-// doubts counts the executions in doubt, or returns nil where that cannot be done.
+// doubts counts the executions in doubt, or returns nil where that cannot be done. A
+// store that hangs is read by one look at a time, and for each scrape not for long.
 func (e *engine) doubts() *metrics.Doubts {
 	w := &e.watch
 	w.mu.Lock()
-	defer w.mu.Unlock()
 	if w.doubts != nil && time.Since(w.looked) < doubtsEvery {
+		defer w.mu.Unlock()
 		return w.doubts
 	}
-	w.doubts, w.looked = nil, time.Now()
+	over := w.counting
+	if over == nil {
+		over = make(chan struct{})
+		w.counting = over
+		go e.lookAtDoubts(over)
+	}
+	w.mu.Unlock()
+	late := time.NewTimer(lookPatience)
+	defer late.Stop()
+	select {
+	case <-over:
+	case <-late.C:
+		return nil
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.doubts
+}
+
+// lookAtDoubts notes the doubts, and that the look is over.
+func (e *engine) lookAtDoubts(over chan<- struct{}) {
+	found := e.countDoubts()
+	w := &e.watch
+	w.mu.Lock()
+	w.doubts, w.looked, w.counting = found, time.Now(), nil
+	w.mu.Unlock()
+	close(over)
+}
+
+func (e *engine) countDoubts() *metrics.Doubts {
 	ctx, cancel := context.WithTimeout(context.Background(), lookPatience)
 	defer cancel()
 	n, oldest, err := e.guard.Doubts(ctx)
@@ -66,11 +97,11 @@ func (e *engine) doubts() *metrics.Doubts {
 	if err != nil {
 		return nil
 	}
-	w.doubts = &metrics.Doubts{N: n}
+	found := &metrics.Doubts{N: n}
 	if n > 0 {
-		w.doubts.OldestAge = max(0, now.Sub(oldest))
+		found.OldestAge = max(0, now.Sub(oldest))
 	}
-	return w.doubts
+	return found
 }
 
 // tellRecovered tells once what the last process had left open: at the opening itself

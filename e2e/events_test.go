@@ -64,6 +64,9 @@ func TestEvents(t *testing.T) {
 	doubt := map[string]any{"cause": "upstream_status", "status": 504}
 	call("")
 	expect("agent_guard.execution_in_doubt", doubt)
+	g.store.failCommits(errBroken)
+	call("") // what the probe says is not recorded: it stays in doubt, and nothing is told
+	g.store.onCommit(nil)
 	call("")
 	expect("agent_guard.execution_resolved", map[string]any{"outcome": "released", "by": "probe"})
 	expect("agent_guard.execution_in_doubt", doubt) // it ran again

@@ -66,9 +66,9 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, riders ...store.Write
 	case o.Verdict == Released:
 		ending = EndedUnsent
 	}
+	e.g.leave(e.usage) // before those who follow wake, of whom one may claim
 	e.g.flights.end(e.flight, ending)
 	e.g.running.leave()
-	e.g.leave(e.usage)
 	return err
 }
 

@@ -89,6 +89,9 @@ func (g *Guard) List(ctx context.Context, f Filter, after string, limit int) (Pa
 	var page Page
 	for opened := 0; opened < maxOpened; {
 		n := min(max(4*limit, 64), maxOpened)
+		if f.Caller != nil {
+			n = maxOpened // every look at its index reads all of it
+		}
 		positions, err := g.positions(ctx, &f, at, n)
 		if err != nil {
 			return Page{}, err

@@ -266,3 +266,27 @@ func TestExpandNamesOneKey(t *testing.T) {
 		t.Errorf("nothing looked up: %v", err)
 	}
 }
+
+// The index of a caller is in no order of age, so each look at it is at all of it: a page
+// of one needs no more of them than a large one.
+func TestListOfACallerReadsItsIndexOnce(t *testing.T) {
+	r := newRig(t)
+	for i := range 300 {
+		c := r.call(fmt.Sprint(i))
+		r.settle(r.claim(c), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost})
+	}
+	scans := 0
+	g, _, err := guard.Open(ctx, &onScan{r.mem, func() { scans++ }}, r.ring)
+	if err != nil {
+		t.Fatal(err)
+	}
+	caller := g.Caller("user:ada")
+	scans = 0
+	page, err := g.List(ctx, guard.Filter{Caller: &caller, Action: "nothing of the kind"}, "", 1)
+	if err != nil || len(page.Executions) != 0 || page.Next != "" {
+		t.Fatal(page, err)
+	}
+	if scans != 3 { // the caller's, and the two of what runs
+		t.Errorf("%d scans", scans)
+	}
+}

@@ -60,10 +60,15 @@ type usage struct {
 	doubts  int
 	bytes   int64
 	expiry  map[int64]int64 // bytes by the end of the window in which they expire
+	soonest int64           // the first of these ends; 0 without one
 }
 
-// window is how exactly expiring bytes are remembered.
-const window = int64(10 * time.Minute)
+// How exactly expiring bytes are remembered: by windows of a 64th to a 32nd of the time
+// that is left, so that there are few of them however long a key is kept.
+const (
+	leastWindow = 10 * time.Minute
+	windows     = 64
+)
 
 // of returns the usage of caller, which is not forgotten until it is given back.
 func (u *usages) of(caller CallerHash) *usage {
@@ -130,7 +135,8 @@ func (u *usage) check(ctx context.Context, g *Guard, caller CallerHash, q Quota,
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if !u.counted {
-		if err := u.count(ctx, g, caller); err != nil {
+		// Where that is much it takes long, and is not begun anew because a client has left.
+		if err := u.count(context.WithoutCancel(ctx), g, caller, now); err != nil {
 			return err
 		}
 	}
@@ -148,8 +154,8 @@ func (u *usage) check(ctx context.Context, g *Guard, caller CallerHash, q Quota,
 
 // count reads what caller holds from the index, once, with mu held: those who come
 // at the same time wait for it.
-func (u *usage) count(ctx context.Context, g *Guard, caller CallerHash) error {
-	u.doubts, u.bytes = 0, 0
+func (u *usage) count(ctx context.Context, g *Guard, caller CallerHash, now time.Time) error {
+	u.doubts, u.bytes, u.soonest = 0, 0, 0
 	clear(u.expiry)
 	for entry, err := range g.store.Scan(ctx, store.Prefix(callerPrefix(caller))) {
 		if err != nil {
@@ -159,46 +165,58 @@ func (u *usage) count(ctx context.Context, g *Guard, caller CallerHash) error {
 		if err != nil {
 			return fmt.Errorf("%w: %w", ErrStore, err)
 		}
-		u.add(a, entry.Expires)
+		u.add(a, now, entry.Expires)
 	}
 	u.counted = true
 	return nil
 }
 
 // add counts an execution that is settled and whose record expires at the given time.
-func (u *usage) add(a account, expires time.Time) {
+func (u *usage) add(a account, now, expires time.Time) {
 	if a.state == StateInDoubt {
 		u.doubts++
 	}
-	u.keep(a.record, expires)
+	u.keep(a.record, now, expires)
 	if a.result > 0 {
-		u.keep(a.result, a.resultExpires)
+		u.keep(a.result, now, a.resultExpires)
 	}
 }
 
-func (u *usage) keep(bytes int64, expires time.Time) {
+func (u *usage) keep(bytes int64, now, expires time.Time) {
 	u.bytes += bytes
-	if !expires.IsZero() {
-		at := expires.UnixNano()
-		u.expiry[at-at%window+window] += bytes
+	if expires.IsZero() {
+		return
+	}
+	window := leastWindow
+	for window < expires.Sub(now)/windows {
+		window *= 2
+	}
+	at := expires.UnixNano()
+	end := at - at%int64(window) + int64(window)
+	u.expiry[end] += bytes
+	if u.soonest == 0 || end < u.soonest {
+		u.soonest = end
 	}
 }
 
-// expire forgets what has expired and returns when the next does.
+// expire forgets what has expired and returns when the next does; the zero time where
+// nothing will.
 func (u *usage) expire(now time.Time) (next time.Time) {
-	var earliest int64
-	for end, bytes := range u.expiry {
-		if end <= now.UnixNano() {
-			u.bytes -= bytes
-			delete(u.expiry, end)
-		} else if earliest == 0 || end < earliest {
-			earliest = end
+	if u.soonest != 0 && u.soonest <= now.UnixNano() {
+		u.soonest = 0
+		for end, bytes := range u.expiry {
+			if end <= now.UnixNano() {
+				u.bytes -= bytes
+				delete(u.expiry, end)
+			} else if u.soonest == 0 || end < u.soonest {
+				u.soonest = end
+			}
 		}
 	}
-	if earliest == 0 {
+	if u.soonest == 0 {
 		return time.Time{}
 	}
-	return time.Unix(0, earliest)
+	return time.Unix(0, u.soonest)
 }
 
 // settled counts what is recorded of an execution that was admitted to u.
@@ -209,7 +227,7 @@ func (u *usage) settled(r *Record) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.counted {
-		u.add(accountOf(r, r.size()), r.expires())
+		u.add(accountOf(r, r.size()), r.Settled, r.expires())
 	}
 }
 
@@ -239,6 +257,6 @@ func (g *Guard) resolved(r, next *Record) {
 	u.doubts = max(u.doubts-1, 0)
 	u.bytes = max(u.bytes-int64(r.size()), 0)
 	if next != nil {
-		u.add(accountOf(next, next.size()), next.expires())
+		u.add(accountOf(next, next.size()), next.Settled, next.expires())
 	}
 }

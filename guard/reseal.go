@@ -51,9 +51,9 @@ type KeyLeft struct {
 }
 
 // Reseal seals anew, with the newest key, what was sealed with an older one: all
-// records, what operators have resolved, and the key check. Pieces of answers are left to expire and are counted.
-// When it is done the store notes which of the older keys it still needs
-// (KeysInUse). It tells report, where there is one, after each step.
+// records, what operators have resolved, and the key check. Pieces of answers are left
+// to expire and are counted. When it is done the store notes which of the older keys it
+// still needs (KeysInUse). It tells report, where there is one, after each step.
 //
 // It goes beside the traffic, whose commits win; a record whose execution runs is
 // sealed anew by its own outcome, for which Reseal waits. It may be stopped at any
@@ -94,7 +94,8 @@ func (r *resealer) run(ctx context.Context) error {
 	if err := r.g.writers.turn(ctx); err != nil {
 		return err
 	}
-	for _, step := range []func(context.Context) error{r.keyCheck, r.records, r.resolutions, r.awaitRunning, r.results, r.note} {
+	steps := []func(context.Context) error{r.keyCheck, r.records, r.resolutions, r.awaitRunning, r.results, r.note}
+	for _, step := range steps {
 		if err := step(ctx); err != nil {
 			return err
 		}

@@ -59,7 +59,13 @@ func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 		w.Flush()
 	}
 	memory := buffers.Get().(*[32 << 10]byte)
-	defer buffers.Put(memory)
+	defer func() {
+		// After a failed write an HTTP/2 connection may still read what it was given:
+		// in its place would be another caller's answer (P3).
+		if !w.gone {
+			buffers.Put(memory)
+		}
+	}()
 	buf := memory[:]
 	for {
 		n, err := body.Read(buf)

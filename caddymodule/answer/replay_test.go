@@ -230,3 +230,34 @@ func TestEmptyBodiesMarkedAsGzip(t *testing.T) {
 		}
 	}
 }
+
+// leaver is a client whose connection still has what it was given to write when the
+// write has failed, as HTTP/2 has where the stream is reset.
+type leaver struct {
+	*client
+	kept []byte
+}
+
+func (l *leaver) Write(p []byte) (int, error) {
+	l.kept = p
+	return 0, errors.New("the stream is reset")
+}
+
+// P3: the memory of an answer is not another caller's as long as a connection may
+// still read it.
+func TestP3MemoryOfAFailedWriteIsNotUsedAgain(t *testing.T) {
+	const mine = "mine, and nobody else's"
+	for range 100 { // the pool does not always give back what was put last
+		gone := &leaver{client: newClient()}
+		if err := answer.Play(answer.NewWriter(gone, post()), post(), replayed(200, nil, strings.NewReader(mine), nil), nil); err != nil {
+			t.Fatal(err)
+		}
+		other := replayed(200, nil, strings.NewReader(strings.Repeat("x", 2*len(mine))), nil)
+		if err := answer.Play(answer.NewWriter(newClient(), post()), post(), other, nil); err != nil {
+			t.Fatal(err)
+		}
+		if string(gone.kept) != mine {
+			t.Fatalf("the connection of one caller writes %q of another's answer", gone.kept)
+		}
+	}
+}
