@@ -16,6 +16,7 @@ type Attempt struct {
 	unknown  bool     // bytes may have left that nobody counts
 	sealed   bool     // no write may begin
 	unframed bool
+	onConn   func()
 }
 
 // Attempt opens the next attempt of our transport. It returns nil, and cancels
@@ -31,6 +32,14 @@ func (w *Watch) Attempt() *Attempt {
 	w.attempt = &Attempt{watch: w}
 	w.inside = true
 	return w.attempt
+}
+
+// OnConn lets f be called once a connection was obtained, before anything is written
+// to it. It is not called where the request is cut off there.
+func (a *Attempt) OnConn(f func()) {
+	a.watch.mu.Lock()
+	defer a.watch.mu.Unlock()
+	a.onConn = f
 }
 
 // Begin announces a write of the request's bytes. If it returns false, nothing

@@ -129,13 +129,18 @@ func (w *Watch) gotConn(info httptrace.GotConnInfo) {
 		}
 		return
 	}
+	var onConn func()
 	if w.inside {
 		w.attempt.take(info.Conn, shared)
+		onConn = w.attempt.onConn
 	} else {
 		w.outside = true
 	}
 	w.blown = !shared
 	w.mu.Unlock()
+	if onConn != nil {
+		onConn()
+	}
 }
 
 // wroteHeaderField blows the fuse for HTTP/2, and for transports that do not

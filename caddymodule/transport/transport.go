@@ -49,6 +49,7 @@ type Transport struct {
 
 	guarded *http.Transport
 	http3   bool
+	h2c     bool
 }
 
 // CaddyModule returns the Caddy module information.
@@ -70,6 +71,7 @@ func (t *Transport) Provision(ctx caddy.Context) error {
 		t.KeepaliveGuarded = DefaultKeepaliveGuarded
 	}
 	t.http3 = slices.Contains(t.Versions, "3")
+	t.h2c = slices.Contains(t.Versions, "h2c")
 	guarded, err := t.twin()
 	if err != nil {
 		return err
@@ -117,17 +119,21 @@ func (t *Transport) send(req *http.Request, attempt *sent.Attempt) (*http.Respon
 		return t.HTTPTransport.RoundTrip(req)
 	}
 	t.SetScheme(req)
-	return t.guarded.RoundTrip(withOwnVars(req))
+	own := req.WithContext(withOwnVars(req.Context()))
+	late := t.lateBodyOf(own, attempt)
+	res, err := t.guarded.RoundTrip(own)
+	late.close()
+	return res, err
 }
 
-// withOwnVars gives req a copy of Caddy's variables. A dial reads them in a goroutine
-// that may outlive the attempt, when others write them again.
-func withOwnVars(req *http.Request) *http.Request {
-	vars, ok := req.Context().Value(caddyhttp.VarsCtxKey).(map[string]any)
+// withOwnVars gives a request a copy of Caddy's variables. A dial reads them in a
+// goroutine that may outlive the attempt, when others write them again.
+func withOwnVars(ctx context.Context) context.Context {
+	vars, ok := ctx.Value(caddyhttp.VarsCtxKey).(map[string]any)
 	if !ok {
-		return req
+		return ctx
 	}
-	return req.WithContext(context.WithValue(req.Context(), caddyhttp.VarsCtxKey, maps.Clone(vars)))
+	return context.WithValue(ctx, caddyhttp.VarsCtxKey, maps.Clone(vars))
 }
 
 // unframed reports whether the body of res ends only with its connection. A body
