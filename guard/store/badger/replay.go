@@ -15,7 +15,6 @@ type recovery struct {
 	logRange
 	seq     uint64        // of the last frame
 	version store.Version // the highest
-	torn    bool
 
 	// Where the last frame lies.
 	file uint64
