@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 // operationsGuide is the guide for whoever is on call.
@@ -62,7 +63,12 @@ func (b *operationsBench) doubt(t *testing.T) (key string, c procCall) {
 	c = procCall{id: fmt.Sprint(procTwice, "lost-", b.calls)}
 	b.upstream.script(c.id, procLost)
 	b.gateway.post(t, c)
-	found := regexp.MustCompile(`"msg":"a call is in doubt","key":"([0-9a-f]{16})"`).FindAllStringSubmatch(b.gateway.log.String(), -1)
+	lines := regexp.MustCompile(`"msg":"a call is in doubt","key":"([0-9a-f]{16})"`)
+	select { // the log comes through a pipe
+	case <-b.gateway.log.wait(func(text []byte) bool { return len(lines.FindAll(text, -1)) >= b.calls }):
+	case <-time.After(patience):
+	}
+	found := lines.FindAllStringSubmatch(b.gateway.log.String(), -1)
 	if len(found) != b.calls {
 		t.Fatalf("%d doubts are in the log, not %d", len(found), b.calls)
 	}
