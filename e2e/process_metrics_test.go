@@ -22,6 +22,12 @@ func (g *procGateway) metrics(t *testing.T) map[string]string {
 func (g *procGateway) metricsText(t *testing.T) string {
 	t.Helper()
 	status, text, err := g.admin("GET", "/metrics", "", "")
+	for range 10 { // the admin endpoint of the configuration before closes its connections
+		if err == nil {
+			break
+		}
+		status, text, err = g.admin("GET", "/metrics", "", "")
+	}
 	if err != nil || status != http.StatusOK {
 		t.Fatalf("/metrics: %d %v\n%.2000s", status, err, text)
 	}
