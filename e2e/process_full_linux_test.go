@@ -190,7 +190,7 @@ func TestProcessFullDisk(t *testing.T) {
 	filler.remove()
 	wantProcRoom(t, gateway, "space-again")
 	for _, said := range []string{"disk is nearly full", "disk has space again"} {
-		if !gateway.log.has(said) {
+		if !gateway.log.says(said) {
 			t.Errorf("%q is not in the log", said)
 		}
 	}

@@ -53,7 +53,7 @@ func TestProcessFailedSync(t *testing.T) {
 	if got := upstream.total(); got != before {
 		t.Errorf("P4: %d calls were forwarded after the sync had failed", got-before)
 	}
-	if !gateway.log.has("store closed itself, restart needed") {
+	if !gateway.log.says("store closed itself, restart needed") {
 		t.Error("the log does not say that the store has closed itself")
 	}
 	// It stays closed over a reload.

@@ -91,6 +91,17 @@ func (l *procLog) has(text string) bool {
 	return bytes.Contains(l.text.Bytes(), []byte(text))
 }
 
+// says waits until the process has said text, and reports whether it has: what it says
+// comes through a pipe.
+func (l *procLog) says(text string) bool {
+	select {
+	case <-l.when(text):
+		return true
+	case <-time.After(patience):
+		return false
+	}
+}
+
 func (l *procLog) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -309,7 +309,7 @@ func TestProcessOperatorResolves(t *testing.T) {
 	for _, want := range []string{
 		`"msg":"an operator has settled an execution that was in doubt"`, `"operator":"bob"`, `"reason":"looked at the dashboard"`, `"key":"` + free[:16] + `"`,
 	} {
-		if !gateway.log.has(want) {
+		if !gateway.log.says(want) {
 			t.Errorf("the log lacks %s", want)
 		}
 	}

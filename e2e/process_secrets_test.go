@@ -122,7 +122,7 @@ func TestProcessSecretsStayInside(t *testing.T) {
 			check("started again")
 			gateway.end(t)
 			check("ended")
-			if level == "DEBUG" && !gateway.log.has("guarded call refused") {
+			if level == "DEBUG" && !gateway.log.says("guarded call refused") {
 				t.Error("the guard has logged nothing that could tell")
 			}
 		})
