@@ -171,9 +171,10 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
 	}
-	if recovered.InDoubt > 0 || recovered.Released > 0 {
+	if recovered != (guard.Recovery{}) {
 		spec.logger.Warn("executions were open when the last process ended",
-			zap.Int("in_doubt", recovered.InDoubt), zap.Int("released", recovered.Released))
+			zap.Int("in_doubt", recovered.InDoubt), zap.Int("released", recovered.Released),
+			zap.Int("unrecorded", recovered.Unrecorded))
 	}
 	spec.logger.Info("store open", zap.String("path", spec.path))
 	e := &engine{

@@ -152,6 +152,7 @@ func (q *inquiry) refuse(err error) {
 	if p.Kind() == problem.AuthenticationRequired {
 		h.Set("WWW-Authenticate", q.h.challenge())
 	}
+	q.h.actions[len(q.h.actions)-1].counts.Refused(p.Kind().Slug) // the action default
 	p.Write(q.w)
 }
 

@@ -48,7 +48,7 @@ func (x *exchange) forwardUnguarded(w http.ResponseWriter, next caddyhttp.Handle
 	x.note(statusUnguarded, problem.StoreUnavailable.Slug)
 	if calls := x.h.failures.due(time.Now()); calls > 0 {
 		x.h.logger.Warn("the store is unavailable; calls are forwarded unguarded, and retries of them run again",
-			zap.String("guard", x.h.Name), zap.Uint64("calls", calls), zap.Error(cause))
+			zap.String("guard", x.h.Name), zap.Uint64("calls", calls), zap.Error(rootOf(cause)))
 		x.emit(eventFailOpen, map[string]any{"calls": calls})
 	}
 	r := x.r
@@ -65,6 +65,14 @@ func (x *exchange) forwardUnguarded(w http.ResponseWriter, next caddyhttp.Handle
 		defer r.Body.Close()
 	}
 	return next.ServeHTTP(answer.Mark(w, headerExecutionStatus, statusUnguarded), r)
+}
+
+// rootOf is the cause behind a problem, which speaks of a refusal.
+func rootOf(err error) error {
+	if p := (*problem.Problem)(nil); errors.As(err, &p) && p.Cause != nil {
+		return p.Cause
+	}
+	return err
 }
 
 // tellEvery is how often calls that were forwarded unguarded are told of.

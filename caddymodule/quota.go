@@ -84,7 +84,14 @@ func (x *exchange) overQuota(over *guard.QuotaError) *problem.Problem {
 	if over.Quota.Open > 0 && over.Open >= over.Quota.Open {
 		detail = fmt.Sprintf("The caller has %d executions that run or are in doubt, at most %d.", over.Open, over.Quota.Open)
 	}
+	full := over.Quota.Open > 0 && over.Doubts >= over.Quota.Open
+	if full {
+		detail += " All of them are in doubt: an operator or a probe makes room, a retry does not."
+	}
 	p := x.problem(problem.QuotaExceeded, detail, 0)
+	if full {
+		p.RetryAfter = max(p.RetryAfter, time.Minute)
+	}
 	if !over.Retry.IsZero() {
 		p.RetryAfter = max(p.RetryAfter, time.Until(over.Retry))
 	}

@@ -3,6 +3,7 @@ package guard_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -172,4 +173,26 @@ func TestP1AlteredRecordIsNotAFreeKey(t *testing.T) {
 	if found, err := r.Find(ctx, c.Key, c.Fingerprint); !errors.Is(err, guard.ErrStore) {
 		t.Errorf("found %+v, %v", found, err)
 	}
+}
+
+// P4: a store without room does not keep the gateway from starting. What was open is in
+// doubt all the same, and is recorded so once there is room.
+func TestP4RecoveryOnAFullDisk(t *testing.T) {
+	r, full := newFailing(t)
+	c := r.call("a")
+	r.claim(c)
+	full.fail = func([]store.Write) error { return fmt.Errorf("disk: %w", store.ErrFull) }
+	g, recovery, err := guard.Open(ctx, full, r.ring)
+	if err != nil || recovery != (guard.Recovery{Unrecorded: 1}) {
+		t.Fatalf("%+v, %v", recovery, err)
+	}
+	r.Guard = g
+	r.standing(c, guard.Doubtful)
+
+	full.fail = nil
+	if g, recovery, err = guard.Open(ctx, full, r.ring); err != nil || recovery != (guard.Recovery{InDoubt: 1}) {
+		t.Fatalf("with room again: %+v, %v", recovery, err)
+	}
+	r.Guard = g
+	r.standing(c, guard.Doubtful)
 }

@@ -24,10 +24,11 @@ func (q Quota) none() bool { return q.Open <= 0 && q.Bytes <= 0 }
 
 // QuotaError refuses a claim. Nothing was recorded of it.
 type QuotaError struct {
-	// Open and Bytes are what the caller holds.
-	Open  int
-	Bytes int64
-	Quota Quota
+	// Open and Bytes are what the caller holds; Doubts of Open are in doubt.
+	Open   int
+	Doubts int
+	Bytes  int64
+	Quota  Quota
 	// Retry is when, at the earliest, it holds less by expiry alone; zero where the
 	// end of open executions is what to wait for.
 	Retry time.Time
@@ -144,9 +145,9 @@ func (u *usage) check(ctx context.Context, g *Guard, caller CallerHash, q Quota,
 	open := u.running + u.doubts
 	switch {
 	case q.Open > 0 && open >= q.Open:
-		return &QuotaError{Open: open, Bytes: u.bytes, Quota: q}
+		return &QuotaError{Open: open, Doubts: u.doubts, Bytes: u.bytes, Quota: q}
 	case q.Bytes > 0 && u.bytes >= q.Bytes:
-		return &QuotaError{Open: open, Bytes: u.bytes, Quota: q, Retry: retry}
+		return &QuotaError{Open: open, Doubts: u.doubts, Bytes: u.bytes, Quota: q, Retry: retry}
 	}
 	u.running++
 	return nil

@@ -104,6 +104,9 @@ type Recovery struct {
 	InDoubt int
 	// Released: it was claimed and not sent.
 	Released int
+	// Unrecorded: it may have been sent, and the store had no room to say so. It is
+	// in doubt all the same; the next opening records it.
+	Unrecorded int
 }
 
 // recover settles the open records of other lives of this node. It runs once, when
@@ -133,9 +136,9 @@ func (g *Guard) recoverOne(ctx context.Context, key Key, done *Recovery) error {
 		return err
 	}
 	var next *Record
+	count := &done.Released
 	switch record.State {
 	case StateClaimed:
-		done.Released++
 	case StateSending:
 		now, err := g.store.Now(ctx)
 		if err != nil {
@@ -143,13 +146,20 @@ func (g *Guard) recoverOne(ctx context.Context, key Key, done *Recovery) error {
 		}
 		doubt := *record
 		doubt.State, doubt.Cause, doubt.Settled = StateInDoubt, CauseDied, now
-		next = &doubt
-		done.InDoubt++
+		next, count = &doubt, &done.InDoubt
 	default:
 		return nil
 	}
-	if _, err := g.store.Commit(ctx, g.put(key, record, next, store.VersionIs(version))...); err != nil {
+	_, err = g.store.Commit(ctx, g.put(key, record, next, store.VersionIs(version))...)
+	if errors.Is(err, store.ErrFull) {
+		// What has no owner counts as in doubt (standing). A full disk must not keep
+		// everything else from flowing (P4).
+		done.Unrecorded++
+		return nil
+	}
+	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
+	*count++
 	return nil
 }

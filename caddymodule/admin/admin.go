@@ -25,6 +25,10 @@ import (
 // Prefix is the path below which everything is.
 const Prefix = "/agent_guard/"
 
+// Mark is a header field of every answer, by which a client knows that it is an agent
+// guard that has answered, and not whatever else listens at that address.
+const Mark = "Agent-Guard-Admin"
+
 // Stores are the stores that are open in this process.
 type Stores interface {
 	// Paths lists them.
@@ -112,6 +116,7 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, method string, serve ha
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
+	w.Header().Set(Mark, "1")
 	encoder := json.NewEncoder(w)
 	encoder.SetEscapeHTML(false)
 	_ = encoder.Encode(answer) // whoever asked has gone

@@ -54,7 +54,7 @@ type Execution struct {
 	Settled time.Time `json:"settled,omitzero"`
 	// Age is the seconds since Created.
 	Age int64 `json:"age"`
-	// Cause is why it is in doubt, or by what it was judged.
+	// Cause is why it is in doubt.
 	Cause string `json:"cause,omitempty"`
 	// Status is that of the upstream's answer, or of the one that an operator gave; 0 without one.
 	Status int `json:"status,omitempty"`
@@ -110,6 +110,7 @@ func view(r *guard.Recorded, now time.Time) Execution {
 		Cause: string(record.Cause), Status: record.Status, Node: record.Node,
 	}
 	if record.State == guard.StateCompleted {
+		x.Cause = ""
 		kept := record.Result
 		x.Result = &Result{
 			Kept: kept.Kept, Size: kept.Size + int64(len(kept.Inline)), Expires: utc(kept.Expires),

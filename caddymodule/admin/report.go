@@ -63,3 +63,15 @@ type Quota struct {
 	// StoredBytes is the largest size of records and answers.
 	StoredBytes int64 `json:"stored_bytes,omitempty"`
 }
+
+// shortage says what is wrong where the store does not take everything.
+func (r *Report) shortage() string {
+	switch {
+	case r.Disk == nil || r.Disk.Takes == TakesEverything:
+		return ""
+	case r.MaxSize > 0 && int64(r.Disk.Free) >= r.Disk.MinFree:
+		return "the store has reached max_size: guarded calls get 503 until enough has expired"
+	default:
+		return "the disk is nearly full: guarded calls get 503 until there is space"
+	}
+}

@@ -77,6 +77,9 @@ func (a *API) store(r *http.Request, st Store, p *params) (any, error) {
 			status.Health = HealthClosed
 		}
 	}
+	if status.Problem == "" && status.Store != nil {
+		status.Problem = status.Store.shortage()
+	}
 	return status, nil
 }
 

@@ -143,6 +143,8 @@ func (c *client) ask(ctx context.Context, method, path string, query url.Values,
 		return nil, fmt.Errorf("the answer of %s has more than %d bytes", c.address, maxAnswer)
 	case resp.StatusCode != http.StatusOK:
 		return nil, c.refused(resp, text)
+	case resp.Header.Get(admin.Mark) == "":
+		return nil, fmt.Errorf("%s answers something else than the agent guard does; name the admin endpoint with --address", c.address)
 	}
 	if err := json.Unmarshal(text, answer); err != nil {
 		return nil, fmt.Errorf("%s answers something else than the agent guard does: %w", c.address, err)

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+
 	"github.com/caddyserver/caddy/v2"
 	"github.com/spf13/cobra"
 )
@@ -45,6 +47,7 @@ func asked(t *testing.T) (address string, last func() *http.Request) {
 	t.Helper()
 	var got *http.Request
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set(admin.Mark, "1")
 		got = r
 		_, _ = w.Write([]byte(`{"executions": []}`))
 	}))
@@ -101,6 +104,7 @@ func TestListFollowsPages(t *testing.T) {
 	}
 	var limits []string
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set(admin.Mark, "1")
 		limits = append(limits, r.URL.Query().Get("limit"))
 		_, _ = w.Write([]byte(pages[r.URL.Query().Get("after")]))
 	}))
@@ -192,9 +196,10 @@ func TestWrongServers(t *testing.T) {
 	l.Close()
 	for words, address := range map[string]string{
 		"is caddy running, with its admin endpoint on? tried " + nobody + "; name another with --address": nobody,
-		"knows no agent guard":                             serve(http.NotFound),
-		"answers something else than the agent guard does": serve(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("hello")) }),
-		"answers 502 Bad Gateway":                          serve(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(502) }),
+		"knows no agent guard":                                   serve(http.NotFound),
+		"answers something else than the agent guard does":       serve(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("hello")) }),
+		"answers something else than the agent guard does; name": serve(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte(`{"status":"ok"}`)) }),
+		"answers 502 Bad Gateway":                                serve(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(502) }),
 		`"\x1b[2J"`: serve(func(w http.ResponseWriter, _ *http.Request) {
 			w.WriteHeader(400)
 			_, _ = w.Write([]byte(`{"error": "\u001b[2J"}`))
@@ -230,6 +235,7 @@ func TestFindAddress(t *testing.T) {
 		t.Fatal(err)
 	}
 	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set(admin.Mark, "1")
 		if r.Header.Get("Origin") != "" || r.Host != "127.0.0.1" {
 			t.Errorf("host %q, %v", r.Host, r.Header)
 		}

@@ -175,6 +175,9 @@ var (
 	// ErrUnknown: whether the batch landed cannot be told. Treat its entries as
 	// unknown, never as not recorded.
 	ErrUnknown = errors.New("store: outcome of the commit unknown")
+	// ErrFull: there is no room for the batch now, and nothing of it was written.
+	// There may be later.
+	ErrFull = errors.New("store: no room")
 	// ErrDamaged: the entry is there, its bulk value is missing or altered.
 	ErrDamaged = errors.New("store: value damaged")
 	// ErrInvalid: the batch breaks a limit or a rule of Write.

@@ -1,7 +1,9 @@
 package badger
 
 import (
+	"errors"
 	"fmt"
+	"syscall"
 	"time"
 
 	badgerdb "github.com/dgraph-io/badger/v4"
@@ -39,7 +41,7 @@ func (a *applier) run(stop <-chan struct{}) {
 			<-stop
 			return
 		}
-		if err := a.applyActive(); err != nil {
+		if err := a.applyActive(stop); err != nil {
 			a.fail(err)
 		}
 	}
@@ -58,18 +60,44 @@ func (a *applier) linger(stop <-chan struct{}) {
 	}
 }
 
-func (a *applier) applyActive() error {
+func (a *applier) applyActive(stop <-chan struct{}) error {
 	l := a.overlay.freeze()
 	if l == nil {
 		return nil
 	}
-	if err := a.apply(l); err != nil {
-		return err
+	for {
+		err := a.apply(l)
+		if err == nil {
+			break
+		}
+		if !noSpace(err) || !a.awaitSpace(stop) {
+			return err
+		}
 	}
 	a.log.applied(l.seq, a.ts)
 	a.durable.Store(a.ts)
 	a.overlay.landed(a.ts) // which gives l away
 	return nil
+}
+
+// awaitSpace waits a moment for space on the disk; false is that nothing is to be waited
+// for. The layer is in the log and is read from memory meanwhile, so that a full disk
+// costs nothing but time (P4).
+func (a *applier) awaitSpace(stop <-chan struct{}) bool {
+	timer := time.NewTimer(roomEvery)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-a.failed:
+	case <-stop:
+	}
+	return false
+}
+
+// noSpace reports an error that is over once somebody frees space.
+func noSpace(err error) bool {
+	return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
 }
 
 // apply writes a layer to Badger, bulk values to their files first. The marker comes

@@ -3,6 +3,8 @@ package badger
 import (
 	"errors"
 	"fmt"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 var (
@@ -16,7 +18,7 @@ var (
 	// Below Options.MinFree that holds for every batch that may begin something and
 	// for every bulk value; an outcome without its result still fits. Below a
 	// quarter of it nothing does.
-	ErrFull = errors.New("badger: disk is full")
+	ErrFull = fmt.Errorf("badger: %w", store.ErrFull)
 	// ErrQuota: the store has reached Options.MaxSize. It is an ErrFull, and refuses
 	// what that refuses below Options.MinFree.
 	ErrQuota = fmt.Errorf("%w: the store has reached its largest size", ErrFull)

@@ -7,6 +7,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -317,4 +318,44 @@ func TestApplyingFails(t *testing.T) {
 			wantValue(t, again, "b", string(m.bulk("b", 1000, 0).Value))
 		})
 	}
+}
+
+// P4: values that find no space in their files wait for it in the log and in memory.
+func TestApplyingWaitsForSpace(t *testing.T) {
+	m := newManual()
+	s, d := newFaulty(t, Options{Now: m.Now})
+	tried := make(chan struct{}, 1)
+	d.set(func() {
+		d.onWrite = func(string) error {
+			select {
+			case tried <- struct{}{}:
+			default:
+			}
+			return &os.PathError{Op: "write", Path: "x", Err: syscall.ENOSPC}
+		}
+	})
+	mustCommit(t, s, put("a", "1"), m.bulk("b", 1000, time.Hour))
+	for range 3 {
+		<-tried
+	}
+	wantValue(t, s, "b", string(m.bulk("b", 1000, 0).Value))
+	mustCommit(t, s, put("c", "2"))
+	d.set(func() { d.onWrite = nil })
+	n := 0
+	for _, err := range s.Scan(t.Context(), store.Range{}) { // waits for what is not applied
+		if err != nil {
+			t.Fatal(err)
+		}
+		n++
+	}
+	if err := s.Err(); n != 3 || err != nil {
+		t.Errorf("%d entries, %v", n, err)
+	}
+
+	d.set(func() { d.onWrite = func(string) error { return syscall.ENOSPC } })
+	mustCommit(t, s, m.bulk("d", 1000, time.Hour))
+	dir := s.dir
+	_ = s.Close() // still without space: the log keeps it
+	again := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
+	wantValue(t, again, "d", string(m.bulk("d", 1000, 0).Value))
 }
