@@ -256,9 +256,6 @@ func remedies(t *Token) bool {
 
 // meet counts a node and puts it on the list of those to go on from.
 func (w *walker) meet(n Node) error {
-	if n.ID == w.token.id && n.Workflow == w.token.workflow {
-		return refuse(CodeCycle)
-	}
 	key := nodeKey{n.ID, n.Workflow}
 	if _, again := w.seen[key]; again {
 		return nil
@@ -302,6 +299,9 @@ func (w *walker) ancestors(ctx context.Context, parents []Node, trusting bool) e
 // up meets the parent of an ancestor. One that is gone was there when its child was
 // recorded, unless parents may be missing.
 func (w *walker) up(ctx context.Context, n Node, id string) error {
+	if sameScope(id, n.Workflow, w.token.id, w.token.workflow) {
+		return refuse(CodeCycle) // the token is not in the graph yet
+	}
 	nodes, err := w.dag.Nodes(ctx, id)
 	if err != nil {
 		return unavailable(err)

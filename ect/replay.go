@@ -21,7 +21,6 @@ type Replays interface {
 // nothing is known of further ones: forgetting would let tokens in twice.
 type ReplayCache struct {
 	size int
-	now  func() time.Time
 
 	mu   sync.Mutex
 	byID map[string][]*replayEntry // by jti; nearly always one
@@ -39,17 +38,16 @@ func NewReplayCache(size int) *ReplayCache {
 	if size <= 0 {
 		size = 100_000
 	}
-	return &ReplayCache{size: size, now: time.Now, byID: make(map[string][]*replayEntry)}
+	return &ReplayCache{size: size, byID: make(map[string][]*replayEntry)}
 }
 
 var errReplaysFull = errors.New("the memory for ids that were used is full")
 
 // Add implements Replays. An id is unique within its workflow, and anywhere for a token
 // without one.
-func (c *ReplayCache) Add(_ context.Context, t *Token, until time.Time) (bool, error) {
+func (c *ReplayCache) Add(_ context.Context, t *Token, now, until time.Time) (bool, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	now := c.now()
 	for len(c.due) > 0 && now.After(c.due[0].until) {
 		c.forget(heap.Pop(&c.due).(*replayEntry))
 	}

@@ -55,17 +55,22 @@ func (v *Verifier) VerifyAll(ctx context.Context, raws []string, p Presentation)
 	if err := v.walk(ctx, tokens, p.DAG); err != nil {
 		return nil, err
 	}
-	return tokens, v.use(ctx, tokens)
+	if err := v.use(ctx, tokens, p.Now); err != nil {
+		return nil, err
+	}
+	return tokens, nil
 }
 
 // use takes the steps that leave a trace, once nothing can be refused any more: a
 // refused token must not use up an id.
-func (v *Verifier) use(ctx context.Context, tokens []*Token) error {
+func (v *Verifier) use(ctx context.Context, tokens []*Token, now time.Time) error {
 	for _, t := range tokens {
 		if v.p.Replays == nil {
 			break
 		}
-		fresh, err := v.p.Replays.Add(ctx, t, seconds(t.expires).Add(v.p.Skew))
+		// Counted from now, so that a step of the clock forgets nothing.
+		until := now.Add(seconds(t.expires).Add(v.p.Skew).Sub(now))
+		fresh, err := v.p.Replays.Add(ctx, t, now, until)
 		if err != nil {
 			return unavailable(err)
 		}
