@@ -11,9 +11,9 @@ import (
 // Replays remembers the ids of tokens.
 type Replays interface {
 	// Add records the token's id if it is not there, as one step, and reports whether
-	// it was not. The id need not be remembered after until. An error means that
-	// nothing is known.
-	Add(ctx context.Context, t *Token, until time.Time) (fresh bool, err error)
+	// it was not. The id need not be remembered after until, a time of the same clock
+	// as now. An error means that nothing is known.
+	Add(ctx context.Context, t *Token, now, until time.Time) (fresh bool, err error)
 }
 
 // ReplayCache is Replays in memory, for requests that write nothing. It holds for one
