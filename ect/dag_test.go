@@ -3,6 +3,7 @@ package ect_test
 import (
 	"context"
 	"errors"
+	"slices"
 	"testing"
 	"time"
 
@@ -263,6 +264,26 @@ func TestInline(t *testing.T) {
 	tokens, err = all(same, same)
 	if err != nil || len(tokens) != 1 {
 		t.Errorf("%v, %v", tokens, err)
+	}
+}
+
+// TestInlineLedger: parents are appended before their children.
+func TestInlineLedger(t *testing.T) {
+	ledger := &book{}
+	f := newFamily(t, func(p *ect.Policy) { p.MinLevel, p.Ledger = ect.L3, ledger })
+	token := func(n int, parents ...string) string {
+		return f.a.send(t, f.a.header(), with(map[string]any{"jti": id(n), "par": append([]string{}, parents...)}))
+	}
+	raws := []string{token(3, id(2), id(1)), token(2, id(1)), token(1)}
+	tokens, err := f.v.VerifyAll(t.Context(), raws, ect.Presentation{Now: at, DAG: f.g})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := []string{id(1), id(2), id(3)}; !slices.Equal(ledger.appended, want) {
+		t.Errorf("appended %v", ledger.appended)
+	}
+	if tokens[0].ID() != id(3) || tokens[0].Worth() != ect.L3 {
+		t.Errorf("%s is worth %v", tokens[0].ID(), tokens[0].Worth())
 	}
 }
 

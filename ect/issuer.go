@@ -4,6 +4,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"time"
 
@@ -105,7 +106,7 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 	if c.id == "" {
 		c.id = uuid.NewString()
 	}
-	if len(c.audience) == 0 || len(c.audience) > maxAudience {
+	if len(c.audience) == 0 || len(c.audience) > maxAudience || slices.Contains(c.audience, "") {
 		return nil, refuse(CodeAudience)
 	}
 	if event, ok := ParseEvent(claims.Action); ok {

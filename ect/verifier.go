@@ -78,8 +78,11 @@ func (v *Verifier) use(ctx context.Context, tokens []*Token, now time.Time) erro
 			return refuse(CodeReplayed)
 		}
 	}
-	for _, t := range tokens {
-		if v.p.Ledger == nil || t.level < L2 {
+	if v.p.Ledger == nil {
+		return nil
+	}
+	for _, t := range parentsFirst(tokens) {
+		if t.level < L2 {
 			continue
 		}
 		if err := v.p.Ledger.Append(ctx, t); err != nil {
@@ -91,6 +94,21 @@ func (v *Verifier) use(ctx context.Context, tokens []*Token, now time.Time) erro
 		t.level = L3
 	}
 	return nil
+}
+
+// parentsFirst orders the tokens of one request so that none comes before its parent.
+func parentsFirst(tokens []*Token) []*Token {
+	ordered := make([]*Token, 0, len(tokens))
+	rest := slices.Clone(tokens)
+	for len(rest) > 0 {
+		// Where they form a circle, which nobody has looked for, any one is next.
+		next := max(0, slices.IndexFunc(rest, func(t *Token) bool {
+			return !slices.ContainsFunc(rest, func(other *Token) bool { return slices.Contains(t.parents, other.id) })
+		}))
+		ordered = append(ordered, rest[next])
+		rest = slices.Delete(rest, next, next+1)
+	}
+	return ordered
 }
 
 // VerifyStored verifies a token that was recorded: its form, signature, issuer and
