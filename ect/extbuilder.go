@@ -96,10 +96,13 @@ func (b *ExtBuilder) Outcomes(m Member, list []Outcome) *ExtBuilder {
 func (b *ExtBuilder) JSON(m Member, raw string) *ExtBuilder {
 	s := scanner{s: raw}
 	s.space()
-	value, _, ok := s.raw()
+	value, depth, ok := s.raw()
 	if s.space(); !ok || s.i != len(raw) {
 		b.fail(fmt.Errorf("ect: the value of the extension %s is not JSON", m))
 		value = "null"
+	}
+	if depth+1 > maxExtDepth {
+		b.fail(errExtSize)
 	}
 	from := len(b.values)
 	b.values = append(b.values, value...)
@@ -134,20 +137,30 @@ func (b *ExtBuilder) encode(dst []byte, v Vocabulary) (out []byte, cut bool, err
 		}
 		cut = true
 	}
-	s := scanner{s: string(dst[begin:])}
-	if _, ok := s.readExt(); !ok { // a name twice by way of the vocabulary, or too deep
-		return dst, false, errExtSize
+	return dst, cut, b.distinct(v)
+}
+
+// distinct holds that no two members have one name in the vocabulary.
+func (b *ExtBuilder) distinct(v Vocabulary) error {
+	if v == Cascade {
+		return nil // where add has seen to it
 	}
-	return dst, cut, nil
+	var seen names
+	for _, m := range b.members {
+		if !seen.add(v.Member(m.member)) {
+			return fmt.Errorf("ect: the extension %s is set twice", v.Member(m.member))
+		}
+	}
+	return nil
 }
 
 // shorten gives the members with the longest list that may be cut shorter by excess
-// bytes, or empty. Without such a list it gives nil.
+// bytes, or empty. Without such a list it gives nil. The builder keeps its own.
 func (b *ExtBuilder) shorten(members []extMember, excess int) []extMember {
 	longest, size := -1, 2
 	for i, m := range members {
 		row, ok := memberRows[string(m.member)]
-		if ok && memberTable[row].cut && m.to-m.from > size {
+		if ok && memberTable[row].cut && b.values[m.from] == '[' && m.to-m.from > size {
 			longest, size = i, m.to-m.from
 		}
 	}

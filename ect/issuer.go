@@ -117,11 +117,9 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 		return nil, err
 	}
 	d := &Draft{content: set.content}
-	payload, err := d.encode(claims.Ext, claims.Vocabulary)
-	if err != nil {
+	if err := d.encode(claims.Ext, claims.Vocabulary); err != nil {
 		return nil, err
 	}
-	d.payload = string(payload)
 	return d, nil
 }
 
@@ -150,7 +148,7 @@ func (c *claimSet) issuable() error {
 }
 
 // encode writes the payload: the claims in the order of the draft's figure.
-func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) ([]byte, error) {
+func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) error {
 	names := spellings[d.spelling]
 	b := make([]byte, 0, 1024)
 	b = appendText(append(b, `{"iss":`...), d.issuer)
@@ -175,16 +173,18 @@ func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) ([]byte, error) {
 	if !d.output.IsZero() {
 		b = appendText(append(b, `,"out_hash":`...), d.output.String())
 	}
+	from := len(b)
 	if ext != nil && len(ext.members) > 0 {
 		b = append(append(append(b, `,"`...), names.ext...), `":`...)
-		from := len(b)
+		from = len(b)
 		var err error
 		if b, d.cut, err = ext.encode(b, v); err != nil {
-			return nil, err
+			return err
 		}
-		d.ext = string(b[from:])
 	}
-	return append(b, '}'), nil
+	d.payload = string(append(b, '}'))
+	d.ext = d.payload[from:len(b)]
+	return nil
 }
 
 // ParseDraft reads the payload of a Draft that was kept.

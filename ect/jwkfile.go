@@ -2,6 +2,8 @@ package ect
 
 import (
 	"crypto"
+	"crypto/ecdsa"
+	"crypto/ed25519"
 	"errors"
 	"fmt"
 
@@ -33,9 +35,29 @@ func privateKeys(text []byte) ([]ringKey, error) {
 		var raw any
 		_ = entry.Raw(&raw) // keyOf has done it
 		private, _ := raw.(crypto.Signer)
+		if private != nil && !isPair(private) {
+			return nil, fmt.Errorf("ect: key %d of the key file has a private part that does not belong to its public one", i+1)
+		}
 		keys = append(keys, ringKey{Key: *k, private: private, created: created})
 	}
 	return keys, nil
+}
+
+// isPair reports whether the private part makes the public one: else nobody could verify
+// what is signed with it.
+func isPair(private crypto.Signer) bool {
+	switch key := private.(type) {
+	case *ecdsa.PrivateKey:
+		secret, err := key.ECDH()
+		if err != nil {
+			return false
+		}
+		point, err := key.PublicKey.ECDH()
+		return err == nil && secret.PublicKey().Equal(point)
+	case ed25519.PrivateKey:
+		return len(key) == ed25519.PrivateKeySize && ed25519.NewKeyFromSeed(key.Seed()).Equal(key)
+	}
+	return false
 }
 
 // marshalKeys writes keys as a set: the private parts too, or what others may see.

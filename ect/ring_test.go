@@ -273,7 +273,10 @@ func TestGivenKeys(t *testing.T) {
 	}
 	for name, text := range map[string][]byte{
 		"public": public, "empty": []byte(`{"keys":[]}`), "none": nil, "symmetric": []byte(`{"kty":"oct","k":"AAAA"}`), "text": []byte("secret"),
-		"twice": []byte(`{"keys":[` + string(parsed.Keys[0]) + "," + string(parsed.Keys[0]) + `]}`),
+		"of two keys": []byte(`{"kty":"EC","crv":"P-256","d":"` + strings.Repeat("0", 43) + `","x":"X-sGb3XpNWAdgKNHGPJDHSNzPvPHv-i5G3SxjgBmme0","y":"LkJWp7tcZCn6mEyLmem4EqLyvnCtogrv86jRCSHju7A"}`),
+		"too large":   []byte(`{"kty":"EC","crv":"P-256","d":"` + strings.Repeat("0", 44) + `","x":"X-sGb3XpNWAdgKNHGPJDHSNzPvPHv-i5G3SxjgBmme0","y":"LkJWp7tcZCn6mEyLmem4EqLyvnCtogrv86jRCSHju7A"}`),
+		"other seed":  []byte(`{"kty":"OKP","crv":"Ed25519","x":"11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo","d":"` + strings.Repeat("A", 43) + `"}`),
+		"twice":       []byte(`{"keys":[` + string(parsed.Keys[0]) + "," + string(parsed.Keys[0]) + `]}`),
 	} {
 		if _, err := ect.ParseRing(text); err == nil {
 			t.Errorf("%s can sign", name)
