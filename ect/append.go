@@ -38,15 +38,6 @@ func appendText(b []byte, v string) []byte {
 	return append(b, '"')
 }
 
-// appendName writes a member's name and the colon, after a comma where one is due.
-func appendName(b []byte, name string) []byte {
-	if n := len(b); n > 0 && b[n-1] != '{' {
-		b = append(b, ',')
-	}
-	b = appendText(b, name)
-	return append(b, ':')
-}
-
 // appendTexts writes an array of strings.
 func appendTexts(b []byte, vs []string) []byte {
 	b = append(b, '[')
