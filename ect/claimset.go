@@ -27,8 +27,9 @@ type claimSet struct {
 	hasWorkflow           bool
 }
 
-// decode reads the payload. Claims that mean nothing here are skipped, but must be JSON
-// that cannot be read in two ways.
+// decode reads the payload, and brings ids into the form in which they are compared.
+// Claims that mean nothing here are skipped, but must be JSON that cannot be read in
+// two ways.
 func (c *claimSet) decode(payload string, written Spelling) error {
 	c.payload = payload
 	var code Code
@@ -98,6 +99,13 @@ func (c *claimSet) decode(payload string, written Spelling) error {
 	if event, ok := ParseEvent(c.action); ok {
 		c.event = event
 	}
+	for _, id := range []*string{&c.id, &c.workflow} {
+		if canonical, ok := canonicalUUID(*id); ok {
+			*id = canonical
+		}
+	}
+	c.input, _ = ParseHash(c.inputText)
+	c.output, _ = ParseHash(c.outputText)
 	return nil
 }
 
@@ -165,8 +173,7 @@ type forms struct {
 	maxParents int
 }
 
-// check holds that the claims are there and have their form, and brings ids into the
-// one in which they are compared: steps 11 and 12.
+// check holds that the claims are there and have their form: steps 11 and 12.
 func (c *claimSet) check(f forms) error {
 	if c.id == "" {
 		return refuse(CodeID)
@@ -189,11 +196,10 @@ func (c *claimSet) check(f forms) error {
 	if err := c.checkParents(f); err != nil {
 		return err
 	}
-	var ok bool
-	if c.input, ok = ParseHash(c.inputText); c.hasInput && !ok {
+	if c.hasInput && c.input.IsZero() {
 		return refuse(CodeInputHash)
 	}
-	if c.output, ok = ParseHash(c.outputText); c.hasOutput && !ok {
+	if c.hasOutput && c.output.IsZero() {
 		return refuse(CodeOutputHash)
 	}
 	if !c.Ext().consistent() {

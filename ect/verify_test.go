@@ -506,6 +506,11 @@ func TestInsecure(t *testing.T) {
 	if err != nil || u.Level() != ect.L1 || u.Action() != "recommend_treatment" {
 		t.Errorf("%+v, %v", u, err)
 	}
+	raw = a.send(t, a.header(), with(map[string]any{"jti": strings.ToUpper(taskID)}))
+	u, err = ect.ParseInsecure(raw)
+	if err != nil || u.ID() != taskID || u.InputHash() != ect.Sum([]byte("test")) {
+		t.Errorf("%+v, %v", u, err)
+	}
 	_, err = ect.ParseInsecure("x.y.z")
 	wantCode(t, err, ect.CodeMalformed)
 }
