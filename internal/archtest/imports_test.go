@@ -46,6 +46,7 @@ type fence struct {
 	module string // import path prefix
 	inside []string
 	tests  bool // also allowed in every _test.go
+	hidden bool // and shown by no exported name there
 }
 
 var fences = []fence{
@@ -53,7 +54,7 @@ var fences = []fence{
 	{module: "go.uber.org/zap", inside: []string{"caddymodule", "cmd", ".!", "e2e", "bench"}},
 	{module: "github.com/dgraph-io", inside: []string{"guard/store/badger", "bench"}},
 	{module: "github.com/jackc/pgx", inside: []string{"guard/store/postgres", "bench"}},
-	{module: "github.com/lestrrat-go", inside: []string{"ect!"}},
+	{module: "github.com/lestrrat-go", inside: []string{"ect!"}, hidden: true},
 	{module: "github.com/anishathalye/porcupine", inside: []string{"guard/store/storetest"}, tests: true},
 }
 
@@ -70,6 +71,11 @@ func checkImports(t *tree) []violation {
 		for _, imported := range f.imports() {
 			if what := t.forbidden(f, l, imported); what != "" {
 				found = append(found, violation{"imports", f.path, what})
+			}
+			for _, fence := range fences {
+				if fence.hidden && !f.test && within(imported, fence.module) {
+					found = append(found, t.shown(f, imported)...)
+				}
 			}
 		}
 	}

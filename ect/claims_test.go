@@ -1,0 +1,303 @@
+package ect_test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// judge verifies the example with other claims.
+func judge(t *testing.T, change func(*ect.Policy)) func(claims map[string]any) (*ect.Token, error) {
+	t.Helper()
+	a := newAgent(t, "k", "ES256")
+	v := verifier(t, parseSet(t, clinical, a.jwk(t, nil)), change)
+	return func(claims map[string]any) (*ect.Token, error) {
+		t.Helper()
+		return v.Verify(t.Context(), a.send(t, a.header(), claims), ect.Presentation{Now: at})
+	}
+}
+
+// TestRequiredClaims: what is missing or has the wrong type is refused (14, 8).
+func TestRequiredClaims(t *testing.T) {
+	verify := judge(t, nil)
+	for _, c := range []struct {
+		claim string
+		wrong []any
+		want  ect.Code
+	}{
+		{"jti", []any{nil, "", 7, []string{taskID}, true}, ect.CodeID},
+		{"exec_act", []any{nil, "", 7, "a\nb", "a\x00", "a\u0085b", "a\u2028b", strings.Repeat("a", 257)}, ect.CodeAction},
+		{"par", []any{nil, taskID, 7, []any{7}, []any{nil}, map[string]any{}, []string{""}}, ect.CodeParents},
+		{"wid", []any{"", 7, []string{workflow}}, ect.CodeWorkflow},
+		{"ext", []any{"x", 7, []any{}, true}, ect.CodeExt},
+	} {
+		for _, wrong := range c.wrong {
+			_, err := verify(with(map[string]any{c.claim: wrong}))
+			if t.Run(c.claim, func(t *testing.T) { wantCode(t, err, c.want) }); t.Failed() {
+				t.Errorf("%s was %v", c.claim, wrong)
+			}
+		}
+	}
+	for _, right := range []map[string]any{
+		{"exec_act": strings.Repeat("a", 256)}, {"exec_act": "prüfe die Spezifikation"}, {"wid": nil},
+		{"inp_hash": nil, "out_hash": nil}, {"sub": "ignored", "tid": 1, "pol": "x", "target": map[string]any{"a": []int{1}}},
+	} {
+		_, err := verify(with(right))
+		wantCode(t, err, "")
+	}
+}
+
+// TestMissingParents: the lenient switch reads them as none.
+func TestMissingParents(t *testing.T) {
+	token, err := judge(t, func(p *ect.Policy) { p.LenientParents = true })(with(map[string]any{"par": nil}))
+	if err != nil || token.Parents() == nil || len(token.Parents()) != 0 {
+		t.Errorf("%v, %v", token, err)
+	}
+}
+
+// TestSpellings: either is read; both must be equal (14, 9).
+func TestSpellings(t *testing.T) {
+	verify := judge(t, nil)
+	one, two := []string{id(1)}, []string{id(2)}
+	for _, c := range []struct {
+		changes  map[string]any
+		want     ect.Code
+		spelling ect.Spelling
+	}{
+		{map[string]any{"par": one}, "", ect.Draft00},
+		{map[string]any{"par": nil, "pred": one}, "", ect.Draft01},
+		{map[string]any{"par": one, "pred": one}, "", ect.Draft00},
+		{map[string]any{"par": one, "pred": []string{strings.ToUpper(id(1))}}, "", ect.Draft00},
+		{map[string]any{"par": one, "pred": two}, ect.CodeParents, 0},
+		{map[string]any{"par": one, "pred": []string{}}, ect.CodeParents, 0},
+		{map[string]any{"par": one, "pred": "x"}, ect.CodeParents, 0},
+		{map[string]any{"ext": map[string]any{"a": 1}}, "", ect.Draft00},
+		{map[string]any{"ect_ext": map[string]any{"a": 1}}, "", ect.Draft00},
+		{map[string]any{"ext": map[string]any{"a": 1}, "ect_ext": map[string]any{"a": 1}}, "", ect.Draft00},
+		{map[string]any{"ext": map[string]any{"a": 1}, "ect_ext": map[string]any{"a": 2}}, ect.CodeExt, 0},
+		{map[string]any{"ext": map[string]any{"a": 1}, "ect_ext": map[string]any{}}, ect.CodeExt, 0},
+	} {
+		token, err := verify(with(c.changes))
+		wantCode(t, err, c.want)
+		if err != nil {
+			continue
+		}
+		if token.Spelling() != c.spelling {
+			t.Errorf("%v: spelling %v", c.changes, token.Spelling())
+		}
+		if c.changes["par"] != nil && token.Parents()[0] != id(1) {
+			t.Errorf("parents %v", token.Parents())
+		}
+		if n, ok := token.Ext().Int("a"); (c.changes["ext"] != nil || c.changes["ect_ext"] != nil) && (!ok || n != 1) {
+			t.Errorf("extensions %s", token.Ext().JSON())
+		}
+	}
+}
+
+// TestIDs: UUIDs in any case, never nil or max; other ids where that is allowed
+// (14, 10).
+func TestIDs(t *testing.T) {
+	strict, open := judge(t, nil), judge(t, func(p *ect.Policy) { p.AnyID = true })
+	for _, wrong := range []string{
+		"task-001", "550e8400e29b41d4a716446655440000", "{" + taskID + "}", "urn:uuid:" + taskID, taskID + " ",
+		"550e8400-e29b-41d4-a716-44665544000g", "550e8400-e29b-41d4-a716_446655440000",
+	} {
+		for claim, code := range map[string]ect.Code{"jti": ect.CodeID, "wid": ect.CodeWorkflow} {
+			_, err := strict(with(map[string]any{claim: wrong}))
+			wantCode(t, err, code)
+			if !strings.Contains(wrong, " ") {
+				_, err = open(with(map[string]any{claim: wrong}))
+				wantCode(t, err, "")
+			}
+		}
+		_, err := strict(with(map[string]any{"par": []string{wrong}}))
+		wantCode(t, err, ect.CodeParents)
+	}
+	for _, never := range []string{"00000000-0000-0000-0000-000000000000", "FFFFFFFF-ffff-FFFF-ffff-ffffffffffff"} {
+		_, err := strict(with(map[string]any{"jti": never}))
+		wantCode(t, err, ect.CodeID)
+	}
+	token, err := strict(with(map[string]any{
+		"jti": strings.ToUpper(taskID), "wid": strings.ToUpper(workflow), "par": []string{strings.ToUpper(id(10))},
+	}))
+	if err != nil || token.ID() != taskID || token.Workflow() != workflow || token.Parents()[0] != id(10) {
+		t.Errorf("%v, %v", token, err)
+	}
+	// The chain of the reference implementation has ids of its own.
+	token, err = open(with(map[string]any{"jti": "task-002", "par": []string{"task-001"}}))
+	if err != nil || token.ID() != "task-002" || token.Parents()[0] != "task-001" {
+		t.Errorf("%v, %v", token, err)
+	}
+}
+
+// TestHashes: 43 characters of base64url and nothing else (14, 11).
+func TestHashes(t *testing.T) {
+	verify := judge(t, nil)
+	const good = "47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU"
+	for _, c := range []struct {
+		value any
+		ok    bool
+	}{
+		{good, true}, {good + "=", false}, {"sha-256:" + good, false}, {"sha256:" + good, false},
+		{"47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU", false}, {good[1:], false}, {good + "A", false},
+		{strings.Repeat("A", 42) + "B", false}, {"", false}, {7, false}, {"\n" + good[1:], false},
+	} {
+		for claim, code := range map[string]ect.Code{"inp_hash": ect.CodeInputHash, "out_hash": ect.CodeOutputHash} {
+			_, err := verify(with(map[string]any{claim: c.value}))
+			if c.ok {
+				code = ""
+			}
+			if t.Run(claim, func(t *testing.T) { wantCode(t, err, code) }); t.Failed() {
+				t.Errorf("%s was %v", claim, c.value)
+			}
+		}
+	}
+	token, err := verify(figure())
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantCode(t, token.CheckInput(ect.Sum([]byte("test"))), "")
+	wantCode(t, token.CheckInput(ect.Sum([]byte("tesT"))), ect.CodeInputHash)
+	wantCode(t, token.CheckInput(ect.Hash{}), ect.CodeInputHash)
+	if token, err = verify(with(map[string]any{"inp_hash": nil})); err != nil {
+		t.Fatal(err)
+	}
+	wantCode(t, token.CheckInput(ect.Sum(nil)), "")
+}
+
+// extOf is a payload with these extensions, byte by byte.
+func extOf(ext string) string {
+	return fmt.Sprintf(`{"iss":%q,"aud":%q,"iat":%d,"exp":%d,"jti":%q,"exec_act":"a","par":[],"ext":%s}`,
+		clinical, gateway, issued, expires, taskID, ext)
+}
+
+// TestExtLimits: 4096 octets as received and depth 5 pass, one more of either does not;
+// unknown members survive (14, 12).
+func TestExtLimits(t *testing.T) {
+	a := newAgent(t, "k", "ES256")
+	v := verifier(t, parseSet(t, clinical, a.jwk(t, nil)), nil)
+	sized := func(n int) string { return `{"a":"` + strings.Repeat("x", n-len(`{"a":""}`)) + `"}` }
+	deep := func(n int) string { return strings.Repeat(`{"a":`, n) + "1" + strings.Repeat("}", n) }
+	lists := func(n int) string { return `{"a":` + strings.Repeat(`[`, n-1) + strings.Repeat("]", n-1) + "}" }
+	for _, c := range []struct {
+		ext  string
+		want ect.Code
+	}{
+		{sized(4096), ""}, {sized(4097), ect.CodeExt}, {`{` + strings.Repeat(" ", 4096) + `}`, ect.CodeExt},
+		{deep(5), ""}, {deep(6), ect.CodeExt}, {lists(5), ""}, {lists(6), ect.CodeExt}, {deep(100), ect.CodeExt},
+		{`{}`, ""}, {`{"a":1,"a":1}`, ect.CodeExt}, {`{"a":{"b":1,"\u0062":2}}`, ect.CodeExt}, {`{"a":01}`, ect.CodeExt},
+	} {
+		token, err := v.Verify(t.Context(), a.sendJSON(t, a.header(), extOf(c.ext)), ect.Presentation{Now: at})
+		wantCode(t, err, c.want)
+		if err == nil && token.Ext().JSON() != c.ext {
+			t.Errorf("%.40s became %.40s", c.ext, token.Ext().JSON())
+		}
+	}
+	token, err := v.Verify(t.Context(), a.sendJSON(t, a.header(), extOf(`{"com.example.x":{"y":[1]},"é":"\ud83d\ude00"}`)), ect.Presentation{Now: at})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if raw, ok := token.Ext().Raw("com.example.x"); !ok || raw != `{"y":[1]}` {
+		t.Errorf("got %s", raw)
+	}
+	if text, ok := token.Ext().Text("é"); !ok || text != "😀" {
+		t.Errorf("got %q", text)
+	}
+}
+
+// TestAmbiguousJSON: what two readers may read in two ways is refused though it is
+// signed.
+func TestAmbiguousJSON(t *testing.T) {
+	a := newAgent(t, "k", "ES256")
+	v := verifier(t, parseSet(t, clinical, a.jwk(t, nil)), nil)
+	good := extOf("{}")
+	for _, payload := range []string{
+		strings.Replace(good, `"par":[]`, `"par":[],"par":[]`, 1),
+		strings.Replace(good, `"par":[]`, `"par":[],"p\u0061r":[]`, 1),
+		strings.Replace(good, `"par":[]`, `"par":[],"x":{"y":1,"y":1}`, 1),
+		strings.Replace(good, `"par":[]`, `"par":[],"x":"`+"\xff"+`"`, 1),
+		strings.Replace(good, `"par":[]`, `"par":[],"x":"\ud800"`, 1),
+		strings.Replace(good, `"par":[]`, `"par":[],"x":"`+"\x01"+`"`, 1),
+		strings.Replace(good, `"par":[]`, `"par":[],"x":`+strings.Repeat("[", 40)+strings.Repeat("]", 40), 1),
+		strings.Replace(good, `"par":[]`, `"par":[],"x":+1`, 1),
+		strings.Replace(good, `"par":[]`, `"par":[],"x":1.`, 1),
+		strings.Replace(good, `"par":[]`, `"par":[],"x":.1`, 1),
+		strings.Replace(good, `"par":[]`, `"par":[],"x":NaN`, 1),
+		strings.Replace(good, `"par":[]`, `"par":[],`, 1),
+		good + " {}", good + "x", "[" + good + "]", "null", `"x"`, "", good[:len(good)-1], "\ufeff" + good,
+	} {
+		_, err := v.Verify(t.Context(), a.sendJSON(t, a.header(), payload), ect.Presentation{Now: at})
+		if t.Run("", func(t *testing.T) { wantCode(t, err, ect.CodeMalformed) }); t.Failed() {
+			t.Fatalf("payload %s", payload)
+		}
+	}
+	for _, payload := range []string{" \t\r\n" + good + "\n", strings.ReplaceAll(good, ",", " ,\n ")} {
+		_, err := v.Verify(t.Context(), a.sendJSON(t, a.header(), payload), ect.Presentation{Now: at})
+		wantCode(t, err, "")
+	}
+	wide := `{"x":{`
+	for i := range 200 {
+		wide += fmt.Sprintf(`"m%d":0,`, i)
+	}
+	_, err := v.Verify(t.Context(), a.sendJSON(t, a.header(), strings.Replace(good, `{`, wide+`"m17":0},`, 1)), ect.Presentation{Now: at})
+	wantCode(t, err, ect.CodeMalformed)
+	_, err = v.Verify(t.Context(), a.sendJSON(t, a.header(), strings.Replace(good, `{`, wide+`"z":0},`, 1)), ect.Presentation{Now: at})
+	wantCode(t, err, "")
+}
+
+// TestDecisions: the rules of the policy companion, only where they are switched on
+// (14, 17).
+func TestDecisions(t *testing.T) {
+	on, off := judge(t, func(p *ect.Policy) { p.Decisions = true }), judge(t, nil)
+	for _, c := range []struct {
+		ext map[string]any
+		ok  bool
+	}{
+		{map[string]any{"pol": "policy_v1", "pol_decision": "approved"}, true},
+		{map[string]any{"pol": "policy_v1", "pol_decision": "rejected", "pol_timestamp": issued}, true},
+		{map[string]any{"pol": "policy_v1", "pol_decision": "pending_human_review"}, true},
+		{map[string]any{"pol": "policy_v1"}, true},
+		{map[string]any{"pol_decision": "approved"}, false},
+		{map[string]any{"pol": "", "pol_decision": "approved"}, false},
+		{map[string]any{"pol": 7, "pol_decision": "approved"}, false},
+		{map[string]any{"pol": "policy_v1", "pol_decision": "Approved"}, false},
+		{map[string]any{"pol": "policy_v1", "pol_decision": true}, false},
+		{map[string]any{"pol": "policy_v1", "pol_timestamp": issued + 1}, false},
+		{map[string]any{"pol": "policy_v1", "pol_timestamp": "now"}, false},
+	} {
+		want := ect.CodePolicy
+		if c.ok {
+			want = ""
+		}
+		_, err := on(with(map[string]any{"ext": c.ext}))
+		wantCode(t, err, want)
+		_, err = off(with(map[string]any{"ext": c.ext}))
+		wantCode(t, err, "")
+	}
+}
+
+// TestParentForms: what can be said of parents without looking them up.
+func TestParentForms(t *testing.T) {
+	verify := judge(t, nil)
+	many := func(n int) []string {
+		list := make([]string, n)
+		for i := range list {
+			list[i] = id(i + 1)
+		}
+		return list
+	}
+	for _, c := range []struct {
+		parents []string
+		want    ect.Code
+	}{
+		{many(100), ""}, {many(101), ect.CodeTooManyParents},
+		{[]string{id(1), id(2), id(1)}, ect.CodeDuplicateParent},
+		{[]string{id(10), strings.ToUpper(id(10))}, ect.CodeDuplicateParent},
+		{[]string{taskID}, ect.CodeCycle}, {[]string{strings.ToUpper(taskID)}, ect.CodeCycle},
+	} {
+		_, err := verify(with(map[string]any{"par": c.parents}))
+		wantCode(t, err, c.want)
+	}
+}

@@ -1,0 +1,249 @@
+package ect
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// Presentation is the way in which a token is presented.
+type Presentation struct {
+	// Now is the time by which it is judged.
+	Now time.Time
+	// Peer is who the transport has proven to be at the other end. The iss of a token
+	// of level L1 is held against it; there, nothing else speaks for it.
+	Peer string
+	// DAG finds the tokens that are recorded. Without, parents are not looked up, and
+	// the Lineage says so.
+	DAG DAG
+}
+
+// Verify takes a token through all checks. A refusal is an *Error; any other error says
+// that nothing is known of the token.
+func (v *Verifier) Verify(ctx context.Context, raw string, p Presentation) (*Token, error) {
+	tokens, err := v.VerifyAll(ctx, []string{raw}, p)
+	if err != nil {
+		return nil, err
+	}
+	return tokens[0], nil
+}
+
+// VerifyAll verifies the tokens of one request, all or none. They may be each other's
+// parents. The same bytes twice count once.
+func (v *Verifier) VerifyAll(ctx context.Context, raws []string, p Presentation) ([]*Token, error) {
+	if len(raws) == 0 {
+		return nil, refuse(CodeMissing)
+	}
+	tokens := make([]*Token, 0, len(raws))
+	for i, raw := range raws {
+		if slices.Contains(raws[:i], raw) {
+			continue
+		}
+		t, err := v.open(ctx, raw, &p)
+		if err != nil {
+			return nil, err
+		}
+		for _, other := range tokens {
+			if sameScope(t.id, t.workflow, other.id, other.workflow) {
+				return nil, refuse(CodeReplayed)
+			}
+		}
+		tokens = append(tokens, t)
+	}
+	if err := v.walk(ctx, tokens, p.DAG); err != nil {
+		return nil, err
+	}
+	if err := v.use(ctx, tokens, p.Now); err != nil {
+		return nil, err
+	}
+	return tokens, nil
+}
+
+// use takes the steps that leave a trace, once nothing can be refused any more: a
+// refused token must not use up an id.
+func (v *Verifier) use(ctx context.Context, tokens []*Token, now time.Time) error {
+	for _, t := range tokens {
+		if v.p.Replays == nil {
+			break
+		}
+		// Counted from now, so that a step of the clock forgets nothing.
+		until := now.Add(seconds(t.expires).Add(v.p.Skew).Sub(now))
+		fresh, err := v.p.Replays.Add(ctx, t, now, until)
+		if err != nil {
+			return unavailable(err)
+		}
+		if !fresh {
+			return refuse(CodeReplayed)
+		}
+	}
+	if v.p.Ledger == nil {
+		return nil
+	}
+	for _, t := range parentsFirst(tokens) {
+		if t.level < L2 {
+			continue
+		}
+		if err := v.p.Ledger.Append(ctx, t); err != nil {
+			if v.p.MinLevel < L3 {
+				continue // it stays L2
+			}
+			return unavailable(err)
+		}
+		t.level = L3
+	}
+	return nil
+}
+
+// parentsFirst orders the tokens of one request so that none comes before its parent.
+func parentsFirst(tokens []*Token) []*Token {
+	ordered := make([]*Token, 0, len(tokens))
+	rest := slices.Clone(tokens)
+	for len(rest) > 0 {
+		// Where they form a circle, which nobody has looked for, any one is next.
+		next := max(0, slices.IndexFunc(rest, func(t *Token) bool {
+			return !slices.ContainsFunc(rest, func(other *Token) bool { return slices.Contains(t.parents, other.id) })
+		}))
+		ordered = append(ordered, rest[next])
+		rest = slices.Delete(rest, next, next+1)
+	}
+	return ordered
+}
+
+// VerifyStored verifies a token that was recorded: its form, signature, issuer and
+// audience, also under keys that were replaced since, but neither its age nor whether
+// it was seen before.
+func (v *Verifier) VerifyStored(ctx context.Context, raw string) (*Token, error) {
+	return v.open(ctx, raw, nil)
+}
+
+// open takes the steps that need nothing but the token and the keys. Without a
+// presentation the token is a record.
+func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Token, error) {
+	if len(raw) > MaxToken {
+		return nil, refuse(CodeTooLarge)
+	}
+	parts, signed := split(raw)
+	if !signed {
+		return v.openUnsigned(raw, p)
+	}
+	head, ok := parseHeader(parts.header)
+	if !ok {
+		return nil, refuse(CodeMalformed)
+	}
+	alg, err := head.check(v.allowed)
+	if err != nil {
+		return nil, err
+	}
+	signature, ok := decode64(parts.signature)
+	if !ok {
+		return nil, refuse(CodeMalformed)
+	}
+	payload, ok := decode64(parts.payload)
+	if !ok {
+		return nil, refuse(CodeMalformed)
+	}
+	o := opening{
+		alg: alg, kid: head.kid, spelling: head.spelling, signed: []byte(parts.signed), signature: signature,
+		payload: string(payload), worst: CodeKeyID,
+	}
+	if err := v.findKey(ctx, &o, p == nil); err != nil {
+		return nil, err
+	}
+	if err := v.checkAudience(&o.claims); err != nil {
+		return nil, err
+	}
+	if err := v.checkRest(&o.claims, p); err != nil {
+		return nil, err
+	}
+	return &Token{content: o.claims.content, raw: raw, level: L2, key: o.key}, nil
+}
+
+// openUnsigned reads level L1: JSON in base64url. What has three parts, or any dot, is
+// never read so, whatever is wrong with it.
+func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
+	payload, ok := decode64(raw)
+	if !ok {
+		return nil, refuse(CodeMalformed)
+	}
+	var claims claimSet
+	err := claims.decode(string(payload), Draft00)
+	if v.p.MinLevel > L1 && !isCode(err, CodeMalformed) {
+		return nil, refuse(CodeLevel)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if claims.issuer != "" {
+		foreign := p != nil && p.Peer != "" && p.Peer != claims.issuer
+		if foreign || !validIdentity(claims.issuer) {
+			return nil, refuse(CodeIssuer)
+		}
+	}
+	if len(claims.audience) > 0 {
+		if err := v.checkAudience(&claims); err != nil {
+			return nil, err
+		}
+	}
+	if err := v.checkRest(&claims, p); err != nil {
+		return nil, err
+	}
+	return &Token{content: claims.content, raw: raw, level: L1}, nil
+}
+
+func (v *Verifier) checkAudience(c *claimSet) error {
+	for _, name := range c.audience {
+		if slices.Contains(v.p.Audience, name) {
+			return nil
+		}
+	}
+	return refuse(CodeAudience)
+}
+
+// checkRest takes steps 9 to 12; the first two only for a token that is presented.
+func (v *Verifier) checkRest(c *claimSet, p *Presentation) error {
+	switch {
+	case c.expires == 0:
+		return refuse(CodeExpires)
+	case c.issuedAt == 0:
+		return refuse(CodeIssuedAt)
+	}
+	if v.p.MaxLife > 0 && c.expires-c.issuedAt > int64(v.p.MaxLife/time.Second) {
+		return refuse(CodeExpires)
+	}
+	if p != nil {
+		if err := v.fresh(c, p.Now); err != nil {
+			return err
+		}
+	}
+	if err := c.check(v.forms); err != nil {
+		return err
+	}
+	if v.p.Decisions {
+		return c.checkPolicy()
+	}
+	return nil
+}
+
+// fresh holds steps 9 and 10.
+func (v *Verifier) fresh(c *claimSet, now time.Time) error {
+	issued := seconds(c.issuedAt)
+	switch {
+	case now.After(seconds(c.expires).Add(v.p.Skew)):
+		return refuse(CodeExpired)
+	case now.Sub(issued) > v.p.MaxAge:
+		return refuse(CodeTooOld)
+	case issued.After(now.Add(v.p.Skew)):
+		return refuse(CodeNotYet)
+	}
+	return nil
+}
+
+// unavailable marks an error as one that says nothing about the token.
+func unavailable(err error) error {
+	if errors.Is(err, ErrUnavailable) {
+		return err
+	}
+	return fmt.Errorf("%w: %w", ErrUnavailable, err)
+}
