@@ -11,7 +11,6 @@ import (
 
 	"golang.org/x/mod/sumdb/note"
 	"golang.org/x/mod/sumdb/tlog"
-
 )
 
 // An export is lines of text, each ended by a newline: a title, the signed head, one
@@ -260,4 +259,3 @@ func (r *exportReader) end(tree *frontier, head Head, count []byte, known []Head
 	}
 	return nil
 }
-
