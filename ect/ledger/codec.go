@@ -28,7 +28,7 @@ const (
 )
 
 const (
-	fieldOverhead = 1 + 3  // a tag and a length below 2 MiB
+	fieldOverhead = 1 + 2  // a tag and a length below 16 KiB
 	fixedOverhead = 1 << 8 // version, numbers, and the tags and lengths of single fields
 )
 

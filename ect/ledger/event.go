@@ -17,9 +17,8 @@ const (
 	MaxIssuer = 2048
 	// MaxParents is the largest number of parents.
 	MaxParents = 100
-	// maxLeaf is the largest encoding of an entry: a hundred parents of MaxName would
-	// not fit beside the largest payload, and no real token has both.
-	maxLeaf = 60 << 10
+	// maxLeaf is the longest encoding of an entry.
+	maxLeaf = MaxPayload + MaxIssuer + 3*MaxName + MaxParents*(MaxName+fieldOverhead) + fixedOverhead
 )
 
 // Event is one thing that was decided.
@@ -98,15 +97,10 @@ func (e *Event) check() error {
 	case !encodable(e.Time) || !encodable(e.KeepUntil):
 		return fmt.Errorf("%w: a time is out of range", ErrInvalid)
 	}
-	size := len(e.ID) + len(e.Workflow) + len(e.Action) + len(e.Issuer) + len(e.Payload)
 	for _, p := range e.Parents {
 		if p == "" || len(p) > MaxName {
 			return fmt.Errorf("%w: a parent of %d bytes, from 1 to %d", ErrInvalid, len(p), MaxName)
 		}
-		size += len(p) + fieldOverhead
-	}
-	if size > maxLeaf-fixedOverhead {
-		return fmt.Errorf("%w: %d bytes in all, at most %d", ErrInvalid, size, maxLeaf-fixedOverhead)
 	}
 	return nil
 }

@@ -30,8 +30,14 @@ const (
 	lastPause  = 5 * time.Second
 )
 
-// A move must fit into one commit, with the largest entries too.
-const _ = uint(store.MaxBatchBytes - maxMoved*(maxLeaf+1024) - treeWrites*(tileWidth*tlog.HashSize+64))
+// What sealing adds, and the keys of an entry.
+const sealedMore = 1 << 10
+
+// The largest entry must fit into a value, and a move of such entries into a commit.
+const (
+	_ = uint(store.MaxValue - maxLeaf - sealedMore)
+	_ = uint(store.MaxBatchBytes - maxMoved*(maxLeaf+sealedMore) - treeWrites*(tileWidth*tlog.HashSize+64))
+)
 
 // run moves events until the log is closed and nothing waits, or ctx ends.
 func (l *Log) run(ctx context.Context) {
