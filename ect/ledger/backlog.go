@@ -31,8 +31,8 @@ const (
 	ticketGone                   // in the tree, or never recorded
 )
 
-// maxOpen bounds the tickets that are looked after. With more, the oldest is taken
-// for abandoned: the scan of everything finds it, should it land.
+// maxOpen bounds the tickets whose commit is waited for. With more, the oldest is
+// taken for abandoned: the scan of everything finds it, should it land.
 const maxOpen = 1 << 16
 
 // queue knows which events of this process are on their way, by ticket, so that the
@@ -74,10 +74,11 @@ func (q *queue) open() (uint64, error) {
 		return 0, q.ended
 	}
 	q.tickets = append(q.tickets, standingTicket{})
-	if len(q.tickets) > maxOpen {
+	number := q.first + uint64(len(q.tickets)-1)
+	if len(q.tickets) > maxOpen && q.tickets[0].standing == ticketOpen {
 		q.set(q.first, ticketGone)
 	}
-	return q.first + uint64(len(q.tickets)-1), nil
+	return number, nil
 }
 
 // landed says that the ticket's event is recorded.

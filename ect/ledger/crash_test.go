@@ -238,6 +238,27 @@ func TestForkRefused(t *testing.T) {
 	drain(t, a)
 	stale := b.Head()
 	before := len(contents(t, mem))
+	// What a moved can be proved by b at once.
+	e, err := b.Lookup(t.Context(), testEvent(4).Workflow, "id-4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := b.Receipt(t.Context(), e.Index)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if head, err := r.Check(e.Leaf, testOrigin, testKeys); err != nil || head.Size != 5 {
+		t.Errorf("a receipt of what the other moved: size %d, %v", head.Size, err)
+	}
+	for _, index := range []int64{-1, 5, 1 << 62} {
+		if _, err := b.Receipt(t.Context(), index); !errors.Is(err, ErrNotFound) {
+			t.Errorf("a receipt of entry %d: %v", index, err)
+		}
+		if _, err := b.Entry(t.Context(), index); !errors.Is(err, ErrNotFound) {
+			t.Errorf("entry %d: %v", index, err)
+		}
+	}
+
 	m := mover{Log: b, all: true}
 	found, _, err := m.scan(t.Context(), 0)
 	if err != nil {

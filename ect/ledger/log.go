@@ -1,6 +1,7 @@
 package ledger
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -246,7 +247,11 @@ func (l *Log) Close(ctx context.Context) error {
 func (l *Log) Origin() string { return l.origin }
 
 // Head is the newest signed head.
-func (l *Log) Head() Head { return l.now.Load().head }
+func (l *Log) Head() Head {
+	head := l.now.Load().head
+	head.Note = bytes.Clone(head.Note)
+	return head
+}
 
 // Stats are the log's counts.
 func (l *Log) Stats() Stats {

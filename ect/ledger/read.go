@@ -22,7 +22,11 @@ const (
 // Entry is the entry of this log at index. An entry that was pruned is ErrPruned, one
 // that is missing ErrTampered.
 func (l *Log) Entry(ctx context.Context, index int64) (Entry, error) {
-	if index < 0 || index >= l.now.Load().size {
+	s, err := l.current(ctx, index+1)
+	if err != nil {
+		return Entry{}, err
+	}
+	if index < 0 || index >= s.size {
 		return Entry{}, ErrNotFound
 	}
 	return l.entry(ctx, l.id, index)

@@ -26,7 +26,10 @@ type Receipt struct {
 
 // Receipt proves the entry at index against the newest head.
 func (l *Log) Receipt(ctx context.Context, index int64) (Receipt, error) {
-	s := l.now.Load()
+	s, err := l.current(ctx, index+1)
+	if err != nil {
+		return Receipt{}, err
+	}
 	proof, err := l.prove(ctx, s, index, s.size)
 	if err != nil {
 		return Receipt{}, err
@@ -37,7 +40,11 @@ func (l *Log) Receipt(ctx context.Context, index int64) (Receipt, error) {
 // Prove makes the inclusion proof of the entry at index in the tree of a size, for
 // whoever has a head of that size.
 func (l *Log) Prove(ctx context.Context, index, size int64) (tlog.RecordProof, error) {
-	return l.prove(ctx, l.now.Load(), index, size)
+	s, err := l.current(ctx, size)
+	if err != nil {
+		return nil, err
+	}
+	return l.prove(ctx, s, index, size)
 }
 
 func (l *Log) prove(ctx context.Context, s *state, index, size int64) (tlog.RecordProof, error) {
@@ -50,7 +57,10 @@ func (l *Log) prove(ctx context.Context, s *state, index, size int64) (tlog.Reco
 // ProveConsistency makes the proof that the tree of size new begins with all entries of
 // the tree of size old. The tree of size 0 needs none.
 func (l *Log) ProveConsistency(ctx context.Context, old, new int64) (tlog.TreeProof, error) {
-	s := l.now.Load()
+	s, err := l.current(ctx, new)
+	if err != nil {
+		return nil, err
+	}
 	if old < 0 || old > new || new > s.size {
 		return nil, fmt.Errorf("%w: from size %d to %d of %d", ErrNotFound, old, new, s.size)
 	}

@@ -51,7 +51,7 @@ func (l *Log) run(ctx context.Context) {
 		switch {
 		case ctx.Err() != nil:
 			return
-		case errors.Is(err, ErrTampered), errors.Is(err, store.ErrClosed):
+		case errors.Is(err, ErrTampered), errors.Is(err, store.ErrClosed), errors.Is(err, store.ErrUnhealthy):
 			l.options.Logger.Error("the ledger takes nothing more", slog.Any("error", err))
 			l.queue.close(err)
 			return
@@ -186,6 +186,11 @@ func (m *mover) scan(ctx context.Context, from uint64) (found []waiting, end boo
 		}
 		n++
 		t, ok := ticketIn(e.Key)
+		if !m.all && t.boot != m.boot {
+			// What another process recorded before it may stand below: take all in order.
+			m.all = true
+			return nil, false, nil
+		}
 		if !ok || m.damaged[t] {
 			continue
 		}

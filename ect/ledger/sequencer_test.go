@@ -1,6 +1,7 @@
 package ledger
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -439,4 +440,96 @@ func (r *rotating) Open(dst, sealed, name []byte) ([]byte, error) {
 		return nil, seal.ErrOpen
 	}
 	return r.Ring.Open(dst, sealed[1:], name)
+}
+
+// TestAbandonedTickets: whoever never says what came of a commit costs bounded memory,
+// and hides nothing: the event is found by the next look at everything.
+func TestAbandonedTickets(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		mem := memory.New(memory.Options{})
+		l := mustOpen(t, testOptions(mem))
+		l.Start()
+		p, err := l.Record(testEvent(0))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range maxOpen + 10 {
+			if _, err := l.queue.open(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if n := len(l.queue.tickets); n != maxOpen {
+			t.Errorf("%d tickets are looked after", n)
+		}
+		if _, err := mem.Commit(t.Context(), p.Writes()...); err != nil {
+			t.Fatal(err)
+		}
+		if e, err := l.Wait(t.Context(), testEvent(0).Workflow, "id-0"); err != nil || e.Index != 0 {
+			t.Errorf("index %d: %v", e.Index, err)
+		}
+		if err := p.Done(nil); err != nil { // late, and of no consequence
+			t.Error(err)
+		}
+		if b := l.Backlog(); b.Entries != 0 {
+			t.Errorf("%+v", b)
+		}
+		if err := l.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// TestVerifyInUse: while events come and are pruned, nothing is called wrong that is
+// not, and every export holds.
+func TestVerifyInUse(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustStart(t, testOptions(mem))
+	appendEvents(t, l, 0, tileWidth)
+	done := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		defer close(done)
+		for n := tileWidth; n < 4*tileWidth; n++ {
+			e := testEvent(n)
+			e.Unsigned = n%2 == 0
+			if err := l.Append(t.Context(), []Event{e}); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	wg.Go(func() {
+		for over := false; !over; {
+			select {
+			case <-done:
+				over = true
+			default:
+			}
+			if _, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	for over, n := false, 0; !over; n++ {
+		select {
+		case <-done:
+			over = true
+		default:
+		}
+		r, err := l.Verify(t.Context())
+		if err == nil {
+			err = r.Err()
+		}
+		if err != nil {
+			t.Fatalf("look %d: %v%s", n, err, allFaults(&r))
+		}
+		var b bytes.Buffer
+		head, err := l.Export(t.Context(), &b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if x, err := VerifyExport(&b, testOrigin, testKeys, nil, head, r.Head); err != nil || x.Head.Size < r.Head.Size {
+			t.Fatalf("look %d: %v", n, err)
+		}
+	}
+	wg.Wait()
 }

@@ -166,3 +166,24 @@ func (s *state) rootAt(ctx context.Context, on *shelf, size int64) (tlog.Hash, e
 	}
 	return tlog.TreeHash(size, s.hashes(ctx, on))
 }
+
+// current is a state of at least that size, where there is one. What another process
+// moved, and what this one did a moment ago, is in the store before it is at hand.
+func (l *Log) current(ctx context.Context, size int64) (*state, error) {
+	s := l.now.Load()
+	if size <= s.size {
+		return s, nil
+	}
+	head, _, err := l.storedHead(ctx)
+	if err != nil || head.Size < size {
+		return s, err
+	}
+	if now := l.now.Load(); size <= now.size {
+		return now, nil
+	}
+	found, err := l.load(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return found, found.contains(ctx, l.shelf, &s.head)
+}

@@ -89,7 +89,7 @@ func TestTamperEveryByte(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			for i, e := range all {
+			for _, e := range all {
 				if !chosen(e) {
 					continue
 				}
@@ -107,7 +107,7 @@ func TestTamperEveryByte(t *testing.T) {
 						break
 					}
 					altered := bytes.Clone(e.Value)
-					altered[at] ^= 1 << (i % 8)
+					altered[at] ^= 1 << (at % 8)
 					put(store.Write{Key: e.Key, Value: altered})
 					where := index
 					if e.Key[1] == spaceTile && e.Key[logKeySize] == 0 {
@@ -120,7 +120,7 @@ func TestTamperEveryByte(t *testing.T) {
 				put(store.Write{Key: e.Key, Value: e.Value})
 				for at := range e.Key {
 					moved := bytes.Clone(e.Key)
-					moved[at] ^= 1 << (i % 8)
+					moved[at] ^= 1 << (at % 8)
 					if slices.ContainsFunc(all, func(o store.Entry) bool { return bytes.Equal(o.Key, moved) }) {
 						continue // swaps are below
 					}
@@ -192,6 +192,10 @@ func TestTamperWhole(t *testing.T) {
 		}, 30, "missing"},
 		{"an entry more", []store.Write{{Key: s.entryKey(size), Value: value(s.entryKey(size - 1))}}, size, "stands behind"},
 		{"an id more", []store.Write{{Key: s.idKey("w", "forged"), Value: value(s.idKey("", "id-30"))}}, 30, "an id leads here"},
+		{"an id that leads behind the end", []store.Write{
+			{Key: s.idKey("w", "forged"), Value: (&account{log: s.id, index: size + 7}).encode()},
+		}, size + 7, "behind the signed head"},
+		{"a place in a list behind the end", []store.Write{{Key: s.workflowKey("forged", s.id, size+7)}}, size + 7, "behind the signed head"},
 		{"a place in a list more", []store.Write{{Key: s.workflowKey("forged", s.id, 31)}}, 31, "a workflow that is not its own"},
 		{"a pruned entry put back", []store.Write{
 			{Key: s.entryKey(1), Value: value(s.entryKey(5))},
@@ -239,6 +243,24 @@ func TestTamperRewritten(t *testing.T) {
 	o.Known = []Head{seen}
 	if _, err := Open(t.Context(), o); !errors.Is(err, ErrTampered) {
 		t.Errorf("another history opened: %v", err)
+	}
+}
+
+// TestVerifyWithoutHead: where the head is gone the rest is looked at all the same, and
+// a forged entry far away does not make it endless.
+func TestVerifyWithoutHead(t *testing.T) {
+	o, all := tamperBase(t, testRing)
+	s := newShelf(&o)
+	for _, w := range []store.Write{{Key: s.entryKey(1 << 50)}, {Key: s.entryKey(-1)}, {Key: append(logKey(spaceEntry, s.id, 0), 0)}, {Key: []byte{space, spaceWorkflow}}} {
+		o.Store = filled(t, all)
+		batch := []store.Write{{Key: s.headKey(), Delete: true}, {Key: s.entryKey(20), Delete: true}, w}
+		if _, err := o.Store.Commit(t.Context(), batch...); err != nil {
+			t.Fatal(err)
+		}
+		r, err := Verify(t.Context(), o)
+		if err != nil || !faultsNaming(&r, -1) || !faultsNaming(&r, 20) {
+			t.Errorf("with %q: %v%s", w.Key, err, allFaults(&r))
+		}
 	}
 }
 

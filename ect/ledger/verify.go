@@ -116,16 +116,34 @@ func (v *verifier) head() error {
 		v.report.Head = head
 		return nil
 	}
-	last := v.entries(0, 1)
-	last.Reverse = true
-	for e, err := range v.store.Scan(v.ctx, last) {
+	if err := v.guessSize(); err != nil {
+		return err
+	}
+	if v.report.Head.Size > 0 && v.report.Count == 0 {
+		v.fault(-1, "the signed head is missing")
+	}
+	return nil
+}
+
+// guessSize takes the log to be as long as its last entry says, unless that is out of
+// all proportion to what is there.
+func (v *verifier) guessSize() error {
+	last, there := int64(0), int64(0)
+	for e, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spaceEntry, v.id, 0))) {
 		if err != nil {
 			return err
 		}
-		v.report.Head.Size = indexIn(e.Key) + 1
-		if version == 0 && v.report.Count == 0 {
-			v.fault(-1, "the signed head is missing")
+		last = max(last, indexIn(e.Key))
+		there++
+	}
+	for _, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spacePruned, v.id, 0))) {
+		if err != nil {
+			return err
 		}
+		there += tileWidth
+	}
+	if there > 0 {
+		v.report.Head.Size = min(last, 2*there+tileWidth) + 1
 	}
 	return nil
 }
@@ -198,21 +216,23 @@ func (v *verifier) end() error {
 	if v.signed && v.tree.root() != head.Root {
 		v.fault(-1, "the entries do not fit the signed head of size %d", head.Size)
 	}
-	var last int64 = -1
 	r := v.entries(head.Size, 1)
 	r.Reverse = true
 	for e, err := range v.store.Scan(v.ctx, r) {
 		if err != nil {
 			return err
 		}
-		last = indexIn(e.Key)
+		return v.behind(indexIn(e.Key), "stands ")
 	}
-	if last < 0 || !v.signed {
-		return nil
-	}
-	now, _, err := v.storedHead(v.ctx) // a log that is in use has grown meanwhile
-	if errors.Is(err, ErrTampered) || err == nil && now.Size <= last {
-		v.fault(last, "stands behind the signed head of size %d", now.Size)
+	return nil
+}
+
+// behind holds that an index which is not below the size of the head is one of a log
+// that has grown meanwhile.
+func (v *verifier) behind(index int64, what string) error {
+	now, _, err := v.storedHead(v.ctx)
+	if errors.Is(err, ErrTampered) || err == nil && (index < 0 || now.Size <= index) {
+		v.fault(index, "%sbehind the signed head", what)
 		return nil
 	}
 	return err

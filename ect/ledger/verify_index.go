@@ -26,6 +26,10 @@ func (v *verifier) accounts() error {
 			}
 		case where.index < v.report.Head.Size:
 			leading++
+		default:
+			if err := v.behind(where.index, "an id leads here, "); err != nil {
+				return err
+			}
 		}
 	}
 	if leading == v.report.Entries {
@@ -81,16 +85,24 @@ func (v *verifier) waits(key []byte, where account) error {
 func (v *verifier) workflows() error {
 	const size = 2 + idHash + 16
 	mine := func(key []byte) (int64, bool) {
-		at := indexIn(key)
-		return at, len(key) == size && logID(key[2+idHash:][:8]) == v.id && at < v.report.Head.Size
+		if len(key) != size || logID(key[2+idHash:][:8]) != v.id {
+			return 0, false
+		}
+		return indexIn(key), true
 	}
 	n := int64(0)
 	for found, err := range v.store.Scan(v.ctx, store.Prefix([]byte{space, spaceWorkflow})) {
 		if err != nil {
 			return err
 		}
-		if _, ok := mine(found.Key); ok {
+		at, ok := mine(found.Key)
+		switch {
+		case ok && at < v.report.Head.Size:
 			n++
+		case ok:
+			if err := v.behind(at, "stands in a workflow's list, "); err != nil {
+				return err
+			}
 		}
 	}
 	if n == v.listed {
@@ -101,7 +113,7 @@ func (v *verifier) workflows() error {
 			return err
 		}
 		at, ok := mine(found.Key)
-		if !ok {
+		if !ok || at >= v.report.Head.Size {
 			continue
 		}
 		e, err := v.read(v.ctx, v.id, at)
@@ -149,8 +161,11 @@ func (v *verifier) waiting(t ticket, found store.Entry) error {
 		return err
 	}
 	where, ok := decodeAccount(now.Value)
-	if err == nil && ok && where.log == v.id && (!where.waiting || where.ticket == t) {
-		return nil // or it came into the tree meanwhile
+	if err == nil && ok && where.log == v.id && where.waiting && where.ticket == t {
+		return nil
+	}
+	if _, err := v.store.Get(v.ctx, found.Key); err != nil {
+		return v.answered(err) // it came into the tree meanwhile
 	}
 	v.fault(-1, "an event that waits is not to be found by its id (ticket %d)", t.number)
 	return nil
