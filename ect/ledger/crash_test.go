@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"sync"
 	"testing"
 	"time"
@@ -59,6 +60,52 @@ func TestCrashAtEveryCommit(t *testing.T) {
 			t.Errorf("a whole life has %d commits, so little was tried", commits)
 		}
 	}
+}
+
+// TestCrashInPruning: what a pruning that was cut short left behind goes with the next,
+// also where an entry of the same tile must be kept for long.
+func TestCrashInPruning(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustOpen(t, testOptions(mem))
+	for n := range tileWidth {
+		e := testEvent(n)
+		if n == 7 {
+			e.KeepUntil = time.Now().Add(time.Hour)
+		}
+		if err := l.Append(t.Context(), []Event{e}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	drain(t, l)
+	life := mustOpen(t, testOptions(&crashing{Store: mem, left: 3, landed: true}))
+	if n, err := life.Prune(t.Context(), time.Now().Add(time.Minute)); !errors.Is(err, errCrash) || n != 2*pruneStep {
+		t.Fatalf("%d pruned: %v", n, err)
+	}
+	mustVerify(t, l)
+	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != tileWidth-1-3*pruneStep {
+		t.Errorf("%d pruned by the next: %v", n, err)
+	}
+	if r := mustVerify(t, l); r.Entries != 1 {
+		t.Errorf("%d entries are left", r.Entries)
+	}
+	// Until that one may go, nobody reads the tile again.
+	reads := &counting{Store: mem}
+	again := mustOpen(t, testOptions(reads))
+	reads.scans = 0
+	if n, err := again.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != 0 || reads.scans != 0 {
+		t.Errorf("%d pruned after %d scans: %v", n, reads.scans, err)
+	}
+}
+
+// counting is a store that counts its scans.
+type counting struct {
+	store.Store
+	scans int
+}
+
+func (s *counting) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	s.scans++
+	return s.Store.Scan(ctx, r)
 }
 
 // crashLife is one life on a store. It returns how many events were acknowledged, and
@@ -225,6 +272,45 @@ func checkOrder(t testing.TB, l *Log, producers int) {
 			t.Fatalf("entry %d is %s, expected was number %d of its producer", i, e.ID, next[p])
 		}
 		next[p]++
+	}
+}
+
+// TestOrderOverProcesses: a sequencer that comes upon another process's events takes
+// them from their first, wherever its own begin.
+func TestOrderOverProcesses(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	a, b := mustOpen(t, testOptions(mem)), mustOpen(t, testOptions(mem))
+	for range 3 { // b's own begin behind the first of a
+		p, err := b.Record(testEvent(100))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = p.Done(errCrash)
+	}
+	appendEvents(t, a, 0, 6)
+	appendEvents(t, b, 6, 7)
+	m := mover{Log: b}
+	for rest := true; rest; {
+		var err error
+		if rest, err = m.move(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	next := 0
+	for i := range b.Head().Size {
+		e, err := b.Entry(t.Context(), i)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if e.ID != "id-6" {
+			if e.ID != fmt.Sprintf("id-%d", next) {
+				t.Errorf("entry %d is %s, expected was id-%d", i, e.ID, next)
+			}
+			next++
+		}
+	}
+	if next != 6 {
+		t.Errorf("%d of the other's events were moved", next)
 	}
 }
 

@@ -533,3 +533,60 @@ func TestVerifyInUse(t *testing.T) {
 	}
 	wg.Wait()
 }
+
+// TestBacklogOfOthers: what another life left counts, and less with each move.
+func TestBacklogOfOthers(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	appendEvents(t, mustOpen(t, testOptions(mem)), 0, 2*maxMoved+5)
+	l := mustOpen(t, testOptions(mem))
+	m := mover{Log: l, all: true}
+	for _, want := range []int{2*maxMoved + 5, maxMoved + 5, 5, 0} {
+		if b := l.Backlog(); b.Entries != want {
+			t.Errorf("%d wait instead of %d", b.Entries, want)
+		}
+		if _, err := m.move(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestMovedByOthers: what another process moved into the tree is not waited for; what
+// landed while the sequencer looked is.
+func TestMovedByOthers(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	a, b := mustOpen(t, testOptions(mem)), mustOpen(t, testOptions(mem))
+	appendEvents(t, a, 0, 3)
+	drain(t, b)
+	if got := a.Backlog().Entries; got != 3 {
+		t.Errorf("%d wait as far as a can know, instead of 3", got)
+	}
+	look, _ := a.queue.look()
+	appendEvents(t, a, 3, 4) // the scan that began before need not have seen it
+	a.queue.looked(look, nil, 0, false)
+	if got := a.Backlog().Entries; got != 1 {
+		t.Errorf("%d wait instead of 1", got)
+	}
+}
+
+// TestClockStepsBack: the times of entries never decrease with their index.
+func TestClockStepsBack(t *testing.T) {
+	now := time.Unix(1_000_000, 0)
+	mem := memory.New(memory.Options{Now: func() time.Time { return now }})
+	l := mustOpen(t, testOptions(mem))
+	for n, step := range []time.Duration{0, time.Hour, -2 * time.Hour, time.Minute, 3 * time.Hour} {
+		now = now.Add(step)
+		appendEvents(t, l, n, n+1)
+		if n == 3 {
+			l = mustOpen(t, testOptions(mem)) // it is known again after a restart
+		}
+		drain(t, l)
+	}
+	last := time.Time{}
+	for i := range l.Head().Size {
+		e, err := l.Entry(t.Context(), i)
+		if err != nil || e.Recorded.Before(last) {
+			t.Errorf("entry %d of %s follows one of %s: %v", i, e.Recorded, last, err)
+		}
+		last = e.Recorded
+	}
+}
