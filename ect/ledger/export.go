@@ -117,8 +117,9 @@ const maxLine = (maxLeaf+2)/3*4 + 16
 // VerifyExport reads an export of the log called origin and proves it against its
 // head, which one of keys must have signed, and against heads that are known from
 // elsewhere. visit, if any, gets the entries that have their content, in their order;
-// what it gets is proved only when VerifyExport returns without an error. The error is
-// ErrProof unless reading or visit failed.
+// what it gets is proved only when VerifyExport returns without an error. Whether an
+// entry without its content was pruned by the log, or emptied by whoever handed the
+// export on, cannot be told. The error is ErrProof unless reading or visit failed.
 func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func(Entry) error, known ...Head) (Exported, error) {
 	r := exportReader{r: bufio.NewReaderSize(from, maxLine)}
 	title, err := r.line()

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/mod/sumdb/note"
 	"golang.org/x/mod/sumdb/tlog"
@@ -14,9 +15,11 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
+// smallLog is the same log in every process, so that fuzzing has one to forge.
 func smallLog(t testing.TB, size int) *Log {
 	t.Helper()
-	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
+	now := func() time.Time { return time.Unix(1_800_000_000, 0) }
+	l := mustOpen(t, testOptions(memory.New(memory.Options{Now: now})))
 	appendEvents(t, l, 0, size)
 	drain(t, l)
 	return l
