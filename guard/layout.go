@@ -18,6 +18,7 @@ import (
 //	w workflow created key        index: a workflow's settled executions by age
 //	r key claim piece             the result of a claim: its head, then full pieces
 //	o key at                      what an operator has resolved, sealed
+//	l ...                         the ledger's (package ect/ledger)
 //
 // What still runs is found by state only: it is little, and the two other entries
 // would be written for nothing where the call ends a moment later.

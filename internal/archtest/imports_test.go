@@ -32,6 +32,8 @@ var layers = []layer{
 		"guard!", "guard/store!", "guard/checkpoint", "guard/rollback", "guard/hitl", "guard/workflow",
 	}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}},
+	// The ledger stands on the storage contract and on nothing else of the guard.
+	{part: "ect/ledger!", may: []string{"ect", "guard/store!"}, tests: []string{"guard/store", "guard/seal!", "internal"}},
 	{part: "ect", may: []string{"ect"}, tests: []string{"internal"}},
 	{part: "caddymodule", may: []string{"caddymodule", "guard", "breaker", "ect"}, tests: []string{".!", "internal"}},
 	{part: ".!", may: []string{"caddymodule!"}, tests: []string{"internal"}},

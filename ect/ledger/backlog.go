@@ -1,0 +1,255 @@
+package ledger
+
+import (
+	"context"
+	"sync"
+	"time"
+)
+
+// Backlog is what waits for the sequencer.
+type Backlog struct {
+	// Entries is the number of events that are recorded and not yet in the tree.
+	Entries int
+	// Age is how long the oldest of them has waited.
+	Age time.Duration
+}
+
+// Backlog is what waits for the sequencer now.
+func (l *Log) Backlog() Backlog { return l.queue.backlog() }
+
+// Admit waits until the backlog is below its bounds, or returns why it never will be:
+// the end of ctx, of the log, or ErrTampered. It reserves nothing: the backlog may
+// exceed its bound by what was admitted together.
+func (l *Log) Admit(ctx context.Context) error { return l.queue.admit(ctx) }
+
+// standing is where a ticket stands.
+type standing uint8
+
+const (
+	ticketOpen   standing = iota // its commit is under way
+	ticketLanded                 // it waits for the sequencer
+	ticketGone                   // in the tree, or never recorded
+)
+
+// maxOpen bounds the tickets whose commit is waited for. With more, the oldest is
+// taken for abandoned: the scan of everything finds it, should it land.
+const maxOpen = 1 << 16
+
+// queue knows which events of this process are on their way, by ticket, so that the
+// sequencer need not look where nothing can stand, and so that claims can wait for it.
+type queue struct {
+	entries int
+	age     time.Duration
+	wake    chan struct{} // of one: there is something to do
+
+	mu        sync.Mutex
+	first     uint64 // the number of tickets[0]
+	tickets   []standingTicket
+	waiting   int // landed ones
+	inherited int // events of other lives and processes, as far as seen
+	since     time.Time
+	looks     uint64 // scans begun
+	ended     error
+	changed   chan struct{} // closed and made anew when less waits, or at the end
+}
+
+type standingTicket struct {
+	standing standing
+	look     uint64 // the scans that had begun when it landed
+	at       time.Time
+}
+
+func newQueue(first uint64, entries int, age time.Duration) *queue {
+	return &queue{
+		entries: entries, age: age, first: first,
+		wake: make(chan struct{}, 1), changed: make(chan struct{}),
+	}
+}
+
+// open gives the next ticket.
+func (q *queue) open() (uint64, error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.ended != nil {
+		return 0, q.ended
+	}
+	q.tickets = append(q.tickets, standingTicket{})
+	number := q.first + uint64(len(q.tickets)-1)
+	if len(q.tickets) > maxOpen && q.tickets[0].standing == ticketOpen {
+		q.set(q.first, ticketGone)
+	}
+	return number, nil
+}
+
+// landed says that the ticket's event is recorded.
+func (q *queue) landed(number uint64) {
+	q.mu.Lock()
+	// Gone already: the sequencer was faster than the one who recorded it.
+	if t := q.find(number); t != nil && t.standing == ticketOpen {
+		*t = standingTicket{ticketLanded, q.looks, time.Now()}
+		q.waiting++
+	}
+	q.mu.Unlock()
+	q.rouse()
+}
+
+// gone says that the ticket's event is in the tree, or was never recorded.
+func (q *queue) gone(number uint64) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.set(number, ticketGone)
+}
+
+// lost says that nobody knows. The next scan of everything will.
+func (q *queue) lost(number uint64) {
+	q.gone(number)
+	q.rouse()
+}
+
+// set is called with mu held.
+func (q *queue) set(number uint64, to standing) {
+	t := q.find(number)
+	if t == nil || t.standing == ticketGone {
+		return
+	}
+	if t.standing == ticketLanded {
+		q.waiting--
+	}
+	t.standing = to
+	q.trim()
+}
+
+// trim forgets the tickets that are gone, from the first. It is called with mu held.
+func (q *queue) trim() {
+	n := 0
+	for n < len(q.tickets) && q.tickets[n].standing == ticketGone {
+		n++
+	}
+	q.tickets, q.first = q.tickets[n:], q.first+uint64(n)
+}
+
+func (q *queue) find(number uint64) *standingTicket {
+	if number < q.first || number-q.first >= uint64(len(q.tickets)) {
+		return nil
+	}
+	return &q.tickets[number-q.first]
+}
+
+func (q *queue) rouse() {
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
+
+// look begins a scan: below from nothing of this process can stand.
+func (q *queue) look() (look, from uint64) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.looks++
+	return q.looks, q.first
+}
+
+// looked ends a scan that saw all there was from a number on: what had landed before it
+// began and is not among seen was moved by another process. Of a scan of everything,
+// foreign is the number of events of others.
+func (q *queue) looked(look uint64, seen map[uint64]bool, foreign int, all bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for i := 0; i < len(q.tickets); i++ {
+		t := &q.tickets[i]
+		number := q.first + uint64(i)
+		if t.standing == ticketLanded && t.look < look && !seen[number] {
+			t.standing = ticketGone
+			q.waiting--
+		}
+	}
+	q.trim()
+	if all {
+		q.inherit(foreign)
+	}
+	q.shrink()
+}
+
+// inherit is called with mu held, or before the queue is used.
+func (q *queue) inherit(foreign int) {
+	if q.inherited == 0 {
+		q.since = time.Now()
+	}
+	q.inherited = foreign
+}
+
+// moved says which events reached the tree.
+func (q *queue) moved(own []uint64, foreign int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for _, number := range own {
+		q.set(number, ticketGone)
+	}
+	q.inherited = max(0, q.inherited-foreign)
+	q.shrink()
+}
+
+// shrink wakes those who wait for less. It is called with mu held.
+func (q *queue) shrink() {
+	close(q.changed)
+	q.changed = make(chan struct{})
+}
+
+func (q *queue) backlog() Backlog {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.measure()
+}
+
+func (q *queue) measure() Backlog {
+	b := Backlog{Entries: q.waiting + q.inherited}
+	if q.inherited > 0 {
+		b.Age = time.Since(q.since)
+	}
+	if q.waiting > 0 {
+		for i := range q.tickets {
+			if q.tickets[i].standing == ticketLanded {
+				b.Age = max(b.Age, time.Since(q.tickets[i].at))
+				break
+			}
+		}
+	}
+	return b
+}
+
+func (q *queue) admit(ctx context.Context) error {
+	for {
+		q.mu.Lock()
+		b, changed, ended := q.measure(), q.changed, q.ended
+		q.mu.Unlock()
+		switch {
+		case ended != nil:
+			return ended
+		case b.Entries < q.entries && b.Age < q.age:
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// close lets nothing more in. The first reason stays.
+func (q *queue) close(why error) {
+	q.mu.Lock()
+	if q.ended == nil {
+		q.ended = why
+		q.shrink()
+	}
+	q.mu.Unlock()
+	q.rouse()
+}
+
+func (q *queue) closed() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.ended != nil
+}

@@ -1,0 +1,462 @@
+package ledger
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// TestCrashAtEveryCommit kills the process at its n-th commit, before and after that
+// landed, for every n of a life: opening, recording, moving over the end of a tile,
+// pruning. Whatever the point, the next life finds a log that verifies, holds each
+// acknowledged event once and in order, and goes on.
+func TestCrashAtEveryCommit(t *testing.T) {
+	for _, landed := range []bool{false, true} {
+		commits := 0
+		for n := 1; ; n++ {
+			mem := memory.New(memory.Options{})
+			life := &crashing{Store: mem, left: n, landed: landed}
+			acked, tried := crashLife(life)
+			if !life.dead {
+				commits = n - 1
+				break
+			}
+			l := mustOpen(t, testOptions(mem))
+			drain(t, l)
+			mustVerify(t, l)
+			size := int(l.Head().Size)
+			if size != acked && !(size == tried && size <= acked+10) {
+				t.Fatalf("crash at commit %d, landed %v: %d entries, %d acknowledged, %d tried", n, landed, size, acked, tried)
+			}
+			for i := range size {
+				e, err := l.Entry(t.Context(), int64(i))
+				if errors.Is(err, ErrPruned) {
+					continue
+				}
+				if err != nil || e.ID != testEvent(i).ID || string(e.Payload) != "token of "+string(testEvent(i).Payload) {
+					t.Fatalf("crash at commit %d, landed %v: entry %d is %q with %q: %v", n, landed, i, e.ID, e.Payload, err)
+				}
+			}
+			if size == 0 {
+				continue
+			}
+			// An event that came through is refused again, one that did not is not.
+			for i, want := range map[int]error{size - 1: ErrDuplicate, size: nil} {
+				if err := l.Append(t.Context(), []Event{testEvent(i)}); !errors.Is(err, want) {
+					t.Fatalf("crash at commit %d, landed %v: event %d once more: %v", n, landed, i, err)
+				}
+			}
+		}
+		// 1 head, 27 times 10 events with a move or two, and what is pruned.
+		if commits < 60 {
+			t.Errorf("a whole life has %d commits, so little was tried", commits)
+		}
+	}
+}
+
+// TestCrashInPruning: what a pruning that was cut short left behind goes with the next,
+// also where an entry of the same tile must be kept for long.
+func TestCrashInPruning(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustOpen(t, testOptions(mem))
+	for n := range tileWidth {
+		e := testEvent(n)
+		if n == 7 {
+			e.KeepUntil = time.Now().Add(time.Hour)
+		}
+		if err := l.Append(t.Context(), []Event{e}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	drain(t, l)
+	life := mustOpen(t, testOptions(&crashing{Store: mem, left: 3, landed: true}))
+	if n, err := life.Prune(t.Context(), time.Now().Add(time.Minute)); !errors.Is(err, errCrash) || n != 2*pruneStep {
+		t.Fatalf("%d pruned: %v", n, err)
+	}
+	mustVerify(t, l)
+	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != tileWidth-1-3*pruneStep {
+		t.Errorf("%d pruned by the next: %v", n, err)
+	}
+	if r := mustVerify(t, l); r.Entries != 1 {
+		t.Errorf("%d entries are left", r.Entries)
+	}
+	// Until that one may go, nobody reads the tile again.
+	reads := &counting{Store: mem}
+	again := mustOpen(t, testOptions(reads))
+	reads.scans = 0
+	if n, err := again.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != 0 || reads.scans != 0 {
+		t.Errorf("%d pruned after %d scans: %v", n, reads.scans, err)
+	}
+}
+
+// counting is a store that counts its scans.
+type counting struct {
+	store.Store
+	scans int
+}
+
+func (s *counting) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	s.scans++
+	return s.Store.Scan(ctx, r)
+}
+
+// crashLife is one life on a store. It returns how many events were acknowledged, and
+// how many were tried.
+func crashLife(st store.Store) (acked, tried int) {
+	ctx := context.Background()
+	l, err := Open(ctx, testOptions(st))
+	if err != nil {
+		return 0, 0
+	}
+	for range 27 {
+		var events []Event
+		for range 10 {
+			e := testEvent(tried)
+			e.Unsigned = true
+			events = append(events, e)
+			tried++
+		}
+		if l.Append(ctx, events) != nil {
+			return acked, tried
+		}
+		acked = tried
+		if tryDrain(l) != nil {
+			return acked, tried
+		}
+	}
+	_, _ = l.Prune(ctx, time.Now().Add(time.Hour))
+	return acked, tried
+}
+
+// unknowing is a store whose commits end in ErrUnknown now and then, landed or not.
+type unknowing struct {
+	store.Store
+	mu sync.Mutex
+	n  int
+}
+
+func (s *unknowing) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	s.mu.Lock()
+	s.n++
+	n := s.n
+	s.mu.Unlock()
+	if n%5 == 2 {
+		return 0, store.ErrUnknown
+	}
+	v, err := s.Store.Commit(ctx, batch...)
+	if n%5 == 4 && err == nil {
+		return 0, store.ErrUnknown
+	}
+	return v, err
+}
+
+// TestUnknownCommits: where the store cannot tell, the log finds out by itself, and
+// no event is lost or there twice.
+func TestUnknownCommits(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	mustOpen(t, testOptions(mem)) // the first head
+	l := mustOpen(t, testOptions(&unknowing{Store: mem}))
+	certain := map[string]bool{}
+	for n := range 200 {
+		if err := l.Append(t.Context(), []Event{testEvent(n)}); err == nil {
+			certain[testEvent(n).ID] = true
+		} else if !errors.Is(err, store.ErrUnknown) {
+			t.Fatal(err)
+		}
+	}
+	if len(certain) < 100 {
+		t.Fatalf("only %d events were certain", len(certain))
+	}
+	l.Start() // from here on all commits are its own
+	if err := l.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if l.Stats().Retries == 0 {
+		t.Error("no move was tried again")
+	}
+	last := -1
+	for i := range l.Head().Size {
+		e, err := l.Entry(t.Context(), i)
+		if err != nil {
+			t.Fatal(err)
+		}
+		delete(certain, e.ID)
+		var n int
+		if _, err := fmt.Sscanf(e.ID, "id-%d", &n); err != nil || n <= last {
+			t.Fatalf("entry %d is %s, behind id-%d", i, e.ID, last)
+		}
+		last = n
+	}
+	if len(certain) > 0 {
+		t.Errorf("acknowledged and lost: %v", certain)
+	}
+	if r := mustVerify(t, l); r.Waiting != 0 {
+		t.Errorf("%d events still wait", r.Waiting)
+	}
+}
+
+// TestTwoProcesses: two sequencers on one log do not fork it. Whatever they interleave,
+// every head that either of them showed is a continuation of those of smaller size.
+func TestTwoProcesses(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	const producers, each = 4, 60
+	logs := []*Log{mustStart(t, testOptions(mem)), mustStart(t, testOptions(mem))}
+	var mu sync.Mutex
+	bySize := map[int64]Head{}
+	see := func(h Head) {
+		mu.Lock()
+		defer mu.Unlock()
+		if old, ok := bySize[h.Size]; ok && old.Root != h.Root {
+			t.Errorf("two roots of size %d", h.Size)
+		}
+		bySize[h.Size] = h
+	}
+	var wg sync.WaitGroup
+	for p := range producers {
+		l := logs[p%2]
+		wg.Go(func() {
+			for n := range each {
+				e := testEvent(n)
+				e.ID = fmt.Sprintf("%d-%d", p, n)
+				if err := l.Append(t.Context(), []Event{e}); err != nil {
+					t.Error(err)
+					return
+				}
+				see(l.Head())
+			}
+		})
+	}
+	wg.Wait()
+	for _, l := range logs {
+		if err := l.Close(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	l := mustOpen(t, testOptions(mem))
+	if l.Head().Size != producers*each {
+		t.Fatalf("%d entries instead of %d", l.Head().Size, producers*each)
+	}
+	mustVerify(t, l)
+	checkOrder(t, l, producers)
+	for _, h := range bySize {
+		proof, err := l.ProveConsistency(t.Context(), h.Size, l.Head().Size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := CheckConsistency(proof, h, l.Head()); err != nil {
+			t.Errorf("the head of size %d: %v", h.Size, err)
+		}
+	}
+}
+
+// checkOrder holds that the events called producer-number stand once and in the order
+// of their producer.
+func checkOrder(t testing.TB, l *Log, producers int) {
+	t.Helper()
+	next := make([]int, producers)
+	for i := range l.Head().Size {
+		e, err := l.Entry(t.Context(), i)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var p, n int
+		if _, err := fmt.Sscanf(e.ID, "%d-%d", &p, &n); err != nil || n != next[p] {
+			t.Fatalf("entry %d is %s, expected was number %d of its producer", i, e.ID, next[p])
+		}
+		next[p]++
+	}
+}
+
+// TestOrderOverProcesses: a sequencer that comes upon another process's events takes
+// them from their first, wherever its own begin.
+func TestOrderOverProcesses(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	a, b := mustOpen(t, testOptions(mem)), mustOpen(t, testOptions(mem))
+	for range 3 { // b's own begin behind the first of a
+		p, err := b.Record(testEvent(100))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = p.Done(errCrash)
+	}
+	appendEvents(t, a, 0, 6)
+	appendEvents(t, b, 6, 7)
+	m := mover{Log: b}
+	for rest := true; rest; {
+		var err error
+		if rest, err = m.move(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	next := 0
+	for i := range b.Head().Size {
+		e, err := b.Entry(t.Context(), i)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if e.ID != "id-6" {
+			if e.ID != fmt.Sprintf("id-%d", next) {
+				t.Errorf("entry %d is %s, expected was id-%d", i, e.ID, next)
+			}
+			next++
+		}
+	}
+	if next != 6 {
+		t.Errorf("%d of the other's events were moved", next)
+	}
+}
+
+// TestForkRefused: the commit of a sequencer that did not see the other's is refused as
+// a whole; it then goes on from there, without a second root for any size.
+func TestForkRefused(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	a, b := mustOpen(t, testOptions(mem)), mustOpen(t, testOptions(mem))
+	appendEvents(t, a, 0, 3)
+	appendEvents(t, b, 3, 5)
+	drain(t, a)
+	stale := b.Head()
+	before := len(contents(t, mem))
+	// What a moved can be proved by b at once.
+	e, err := b.Lookup(t.Context(), testEvent(4).Workflow, "id-4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := b.Receipt(t.Context(), e.Index)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if head, err := r.Check(e.Leaf, testOrigin, testKeys); err != nil || head.Size != 5 {
+		t.Errorf("a receipt of what the other moved: size %d, %v", head.Size, err)
+	}
+	for _, index := range []int64{-1, 5, 1 << 62} {
+		if _, err := b.Receipt(t.Context(), index); !errors.Is(err, ErrNotFound) {
+			t.Errorf("a receipt of entry %d: %v", index, err)
+		}
+		if _, err := b.Entry(t.Context(), index); !errors.Is(err, ErrNotFound) {
+			t.Errorf("entry %d: %v", index, err)
+		}
+	}
+
+	m := mover{Log: b, all: true}
+	found, _, err := m.scan(t.Context(), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(found) != 0 {
+		t.Fatalf("%d events wait though all were moved", len(found))
+	}
+	appendEvents(t, b, 5, 6)
+	found, _, err = m.scan(t.Context(), 0)
+	if err != nil || len(found) != 1 {
+		t.Fatal(len(found), err)
+	}
+	// b still believes in the empty tree; its first attempt must change nothing.
+	if err := m.commit(t.Context(), found); err != nil {
+		t.Fatal(err)
+	}
+	if after := len(contents(t, mem)); after != before+2 { // the event that waits, and its id
+		t.Errorf("the refused move left something behind: %d entries, %d before", after, before)
+	}
+	if b.Head().Size != a.Head().Size || stale.Size != 0 {
+		t.Errorf("b stands at %d, a at %d", b.Head().Size, a.Head().Size)
+	}
+	drain(t, b)
+	if r := mustVerify(t, b); r.Entries != 6 {
+		t.Errorf("%d entries instead of 6", r.Entries)
+	}
+}
+
+// TestOlderCopyRefused: a store that was put back to an earlier state is refused where a
+// later head is known, and so is one whose end was cut off.
+func TestOlderCopyRefused(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustOpen(t, testOptions(mem))
+	appendEvents(t, l, 0, 10)
+	drain(t, l)
+	older := contents(t, mem)
+	appendEvents(t, l, 10, 20)
+	drain(t, l)
+
+	o := testOptions(filled(t, older))
+	if _, err := Open(t.Context(), o); err != nil {
+		t.Fatalf("without a later head it cannot be known: %v", err)
+	}
+	o.Known = []Head{l.Head()}
+	if _, err := Open(t.Context(), o); !errors.Is(err, ErrTampered) {
+		t.Errorf("an older copy opened: %v", err)
+	}
+	if r, err := Verify(t.Context(), o); err != nil || r.Err() == nil {
+		t.Errorf("an older copy verified: %v", err)
+	}
+
+	// A log that runs notices as well, before it adds anything to the older tree.
+	put := func() {
+		for _, e := range contents(t, mem) {
+			if _, err := mem.Commit(t.Context(), store.Write{Key: e.Key, Delete: true}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, e := range older {
+			if _, err := mem.Commit(t.Context(), store.Write{Key: e.Key, Value: e.Value}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	put()
+	appendEvents(t, l, 30, 31)
+	if err := tryDrain(l); !errors.Is(err, ErrTampered) {
+		t.Errorf("it went on from an older state: %v", err)
+	}
+}
+
+// TestOnBadger: the same on the embedded store, over a restart.
+func TestOnBadger(t *testing.T) {
+	dir := t.TempDir()
+	for life := range 2 {
+		st, err := badger.Open(dir, badger.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l := mustOpen(t, testOptions(st))
+		l.Start()
+		var wg sync.WaitGroup
+		const producers, each = 4, 40
+		for p := range producers {
+			wg.Go(func() {
+				for n := range each {
+					e := testEvent(n)
+					e.ID, e.Unsigned = fmt.Sprintf("%d-%d", p, life*each+n), true
+					if err := l.Append(t.Context(), []Event{e}); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+		}
+		wg.Wait()
+		if err := l.Close(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if got := l.Head().Size; got != int64((life+1)*producers*each) {
+			t.Errorf("%d entries in life %d", got, life)
+		}
+		mustVerify(t, l)
+		checkOrder(t, l, producers)
+		if life == 1 {
+			if n, err := l.Prune(t.Context(), time.Now().Add(time.Hour)); err != nil || n != tileWidth {
+				t.Errorf("%d entries pruned: %v", n, err)
+			}
+			mustVerify(t, l)
+		}
+		if err := st.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}

@@ -1,0 +1,259 @@
+package ledger
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/mod/sumdb/note"
+	"golang.org/x/mod/sumdb/tlog"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+const testOrigin = "example.com/ledger/a"
+
+// The keys of the tests' heads. Nothing else is signed with them.
+var testSigner, testKeys = newHeadKey("ledger.example")
+
+func newHeadKey(name string) (note.Signer, note.Verifiers) {
+	// Deterministic, so that a failure can be repeated.
+	private, public, err := note.GenerateKey(bytes.NewReader(bytes.Repeat([]byte(name[:1]), 64)), name)
+	if err != nil {
+		panic(err)
+	}
+	signer, err := note.NewSigner(private)
+	if err != nil {
+		panic(err)
+	}
+	verifier, err := note.NewVerifier(public)
+	if err != nil {
+		panic(err)
+	}
+	return signer, note.VerifierList(verifier)
+}
+
+// clearSealer seals nothing, so that what is found in a test is found by the tree.
+type clearSealer struct{ *seal.Ring }
+
+func (clearSealer) Seal(dst, plaintext, _ []byte) []byte       { return append(dst, plaintext...) }
+func (clearSealer) Open(dst, sealed, _ []byte) ([]byte, error) { return append(dst, sealed...), nil }
+func (clearSealer) KeyIDs() []uint32                           { return []uint32{1} }
+func (clearSealer) KeyOf([]byte) uint32                        { return 1 }
+func (s clearSealer) Index(d string, parts ...string) [32]byte { return s.Ring.Index(d, parts...) }
+
+var testRing = seal.Generate()
+
+func testOptions(st store.Store) Options {
+	return Options{
+		Store: st, Sealer: testRing, Origin: testOrigin, HeadSigner: testSigner, HeadKeys: testKeys,
+		Signer: tokenMaker{}, Gather: -1,
+	}
+}
+
+// tokenMaker makes tokens that tell what they were made from.
+type tokenMaker struct{}
+
+func (tokenMaker) Sign(_ context.Context, e Event) ([]byte, error) {
+	return append([]byte("token of "), e.Payload...), nil
+}
+
+func mustOpen(t testing.TB, o Options) *Log {
+	t.Helper()
+	l, err := Open(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+func mustStart(t testing.TB, o Options) *Log {
+	t.Helper()
+	l := mustOpen(t, o)
+	l.Start()
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if err := l.Close(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	return l
+}
+
+// drain moves everything into the tree, without the sequencer.
+func drain(t testing.TB, l *Log) {
+	t.Helper()
+	if err := tryDrain(l); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func tryDrain(l *Log) error {
+	m := mover{Log: l, all: true}
+	for {
+		rest, err := m.move(context.Background())
+		if err != nil || !rest {
+			return err
+		}
+	}
+}
+
+func testEvent(n int) Event {
+	e := Event{
+		ID: fmt.Sprintf("id-%d", n), Workflow: fmt.Sprintf("workflow-%d", n%3), Action: "pay", Issuer: "spiffe://example.com/a",
+		Time: time.Unix(int64(n), 0), Payload: []byte(fmt.Sprintf("payload-%d", n)),
+	}
+	if n%3 == 0 {
+		e.Workflow = ""
+	}
+	if n > 0 {
+		e.Parents = []string{fmt.Sprintf("id-%d", n-1)}
+	}
+	return e
+}
+
+func appendEvents(t testing.TB, l *Log, from, to int) {
+	t.Helper()
+	for n := from; n < to; n++ {
+		if err := l.Append(t.Context(), []Event{testEvent(n)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func mustVerify(t testing.TB, l *Log) Report {
+	t.Helper()
+	r, err := l.Verify(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Err(); err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// naive is the obviously right tree: all leaf hashes, and what tlog makes of them.
+type naive struct{ stored []tlog.Hash }
+
+func (n *naive) ReadHashes(indexes []int64) ([]tlog.Hash, error) {
+	hashes := make([]tlog.Hash, len(indexes))
+	for i, at := range indexes {
+		hashes[i] = n.stored[at]
+	}
+	return hashes, nil
+}
+
+func naiveTree(t testing.TB, leaves []tlog.Hash) *naive {
+	t.Helper()
+	n := &naive{}
+	for i, h := range leaves {
+		stored, err := tlog.StoredHashesForRecordHash(int64(i), h, n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n.stored = append(n.stored, stored...)
+	}
+	return n
+}
+
+func (n *naive) root(t testing.TB, size int) tlog.Hash {
+	t.Helper()
+	h, err := tlog.TreeHash(int64(size), n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+func numbered(n int) tlog.Hash {
+	return tlog.RecordHash(binary.BigEndian.AppendUint64(nil, uint64(n)))
+}
+
+var errCrash = errors.New("crashed")
+
+// crashing is a store that dies at its n-th commit, before or after it landed. What
+// died answers nothing.
+type crashing struct {
+	store.Store
+	mu     sync.Mutex
+	left   int
+	landed bool
+	dead   bool
+}
+
+func (s *crashing) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.dead {
+		return 0, errCrash
+	}
+	s.left--
+	if s.left > 0 {
+		return s.Store.Commit(ctx, batch...)
+	}
+	s.dead = true
+	if s.landed {
+		if _, err := s.Store.Commit(ctx, batch...); err != nil {
+			return 0, err
+		}
+	}
+	return 0, errCrash
+}
+
+// contents is everything in a store.
+func contents(t testing.TB, st store.Store) []store.Entry {
+	t.Helper()
+	var all []store.Entry
+	for e, err := range st.Scan(t.Context(), store.Range{}) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, e)
+	}
+	return all
+}
+
+// filled is a store with those contents.
+func filled(t testing.TB, all []store.Entry) *memory.Store {
+	t.Helper()
+	st := memory.New(memory.Options{})
+	for len(all) > 0 {
+		n := min(len(all), store.MaxBatch)
+		batch := make([]store.Write, n)
+		for i := range batch {
+			batch[i] = store.Write{Key: all[i].Key, Value: all[i].Value}
+		}
+		if _, err := st.Commit(t.Context(), batch...); err != nil {
+			t.Fatal(err)
+		}
+		all = all[n:]
+	}
+	return st
+}
+
+func faultsNaming(r *Report, index int64) bool {
+	for _, f := range r.Faults {
+		if f.Index == index {
+			return true
+		}
+	}
+	return false
+}
+
+func allFaults(r *Report) string {
+	var b strings.Builder
+	for _, f := range r.Faults {
+		b.WriteString("\n\t" + f.String())
+	}
+	return b.String()
+}

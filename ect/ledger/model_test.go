@@ -1,0 +1,218 @@
+package ledger
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.org/x/mod/sumdb/tlog"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// modelEntry is what the obviously right model knows of an entry.
+type modelEntry struct {
+	event  Event
+	leaf   tlog.Hash
+	at     time.Time
+	pruned bool
+}
+
+// TestModel drives a log through random histories of commits, moves, deaths and
+// prunings, and compares it with a slice of leaves: every entry at its place, every
+// proof by package tlog's own check, every head a continuation of those before.
+func TestModel(t *testing.T) {
+	for seed := range uint64(6) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				runModel(t, rand.New(rand.NewPCG(seed, 7)), func(d time.Duration) { time.Sleep(d) })
+			})
+		})
+	}
+}
+
+func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
+	ctx := t.Context()
+	mem := memory.New(memory.Options{})
+	o := testOptions(mem)
+	l := mustOpen(t, o)
+	var entries []modelEntry
+	var queued []Event
+	heads := []Head{l.Head()}
+	move := func() {
+		drain(t, l)
+		for _, e := range queued {
+			if e.Unsigned {
+				e.Payload, e.Unsigned = append([]byte("token of "), e.Payload...), false
+			}
+			entries = append(entries, modelEntry{event: e, at: time.Now()})
+		}
+		queued = nil
+		heads = append(heads, l.Head())
+	}
+	n := 0
+	for range 300 {
+		switch op := rnd.IntN(12); {
+		case op < 7:
+			events := make([]Event, 1+rnd.IntN(5))
+			for i := range events {
+				events[i] = testEvent(n)
+				events[i].Unsigned = rnd.IntN(2) == 0
+				if rnd.IntN(4) == 0 {
+					events[i].KeepUntil = time.Now().Add(time.Duration(rnd.IntN(10)) * time.Hour)
+				}
+				n++
+			}
+			if err := l.Append(ctx, events); err != nil {
+				t.Fatal(err)
+			}
+			queued = append(queued, events...)
+		case op < 8 && n > 0: // an id that is taken
+			again := testEvent(rnd.IntN(n))
+			place := len(entries)
+			for i := range entries {
+				if entries[i].event.ID == again.ID {
+					place = i
+				}
+			}
+			if place < len(entries) && entries[place].pruned {
+				continue
+			}
+			if err := l.Append(ctx, []Event{again}); !errors.Is(err, ErrDuplicate) {
+				t.Fatalf("%s a second time: %v", again.ID, err)
+			}
+		case op < 10:
+			move()
+		case op < 11:
+			l = mustOpen(t, o) // the process died and came back
+		default:
+			pass(time.Duration(rnd.IntN(60)) * time.Minute)
+			before := time.Now().Add(-time.Duration(rnd.IntN(120)) * time.Minute)
+			want := 0
+			for i := range entries[:l.Head().Size&^(tileWidth-1)] {
+				e := &entries[i]
+				if !e.pruned && e.at.Before(before) && !e.event.KeepUntil.After(time.Now()) {
+					e.pruned = true
+					want++
+				}
+			}
+			if got, err := l.Prune(ctx, before); err != nil || got != want {
+				t.Fatalf("%d entries pruned instead of %d: %v", got, want, err)
+			}
+		}
+	}
+	move()
+	compareModel(t, l, entries, heads, rnd)
+}
+
+func compareModel(t *testing.T, l *Log, entries []modelEntry, heads []Head, rnd *rand.Rand) {
+	ctx := t.Context()
+	if got := int(l.Head().Size); got != len(entries) {
+		t.Fatalf("%d entries instead of %d", got, len(entries))
+	}
+	leaves := make([]tlog.Hash, len(entries))
+	pruned := int64(0)
+	listed := map[string][]string{}
+	for i := range entries {
+		m := &entries[i]
+		tileHash, err := l.now.Load().hashes(ctx, l.shelf).ReadHashes([]int64{tlog.StoredHashIndex(0, int64(i))})
+		if err != nil {
+			t.Fatal(err)
+		}
+		leaves[i] = tileHash[0]
+		e, err := l.Entry(ctx, int64(i))
+		if m.pruned {
+			pruned++
+			if !errors.Is(err, ErrPruned) {
+				t.Fatalf("entry %d was pruned: %v", i, err)
+			}
+			if _, err := l.Lookup(ctx, m.event.Workflow, m.event.ID); !errors.Is(err, ErrNotFound) {
+				t.Fatalf("entry %d was pruned and is found by its id: %v", i, err)
+			}
+			continue
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if tlog.RecordHash(e.Leaf) != leaves[i] || e.ID != m.event.ID || !bytes.Equal(e.Payload, m.event.Payload) ||
+			!e.Recorded.Equal(m.at) || !e.KeepUntil.Equal(m.event.KeepUntil) || e.Unsigned || e.Log != testOrigin {
+			t.Fatalf("entry %d is %+v instead of %+v", i, e, m)
+		}
+		byID, err := l.Lookup(ctx, m.event.Workflow, m.event.ID)
+		if err != nil || byID.Index != int64(i) {
+			t.Fatalf("entry %d by its id: %d, %v", i, byID.Index, err)
+		}
+		if m.event.Workflow != "" {
+			listed[m.event.Workflow] = append(listed[m.event.Workflow], m.event.ID)
+		}
+	}
+	model := naiveTree(t, leaves)
+	if l.Head().Root != model.root(t, len(leaves)) {
+		t.Fatal("another root")
+	}
+	for range 100 {
+		size := 1 + rnd.IntN(len(leaves))
+		index := rnd.IntN(size)
+		proof, err := l.Prove(ctx, int64(index), int64(size))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := tlog.CheckRecord(proof, int64(size), model.root(t, size), int64(index), leaves[index]); err != nil {
+			t.Fatal(err)
+		}
+		older := 1 + rnd.IntN(size)
+		between, err := l.ProveConsistency(ctx, int64(older), int64(size))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := tlog.CheckTree(between, int64(size), model.root(t, size), int64(older), model.root(t, older)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	checkHeads(t, l, heads)
+	for workflow, want := range listed {
+		if got := listAll(t, l, workflow, 1+rnd.IntN(7)); fmt.Sprint(got) != fmt.Sprint(want) {
+			t.Fatalf("workflow %s lists %v instead of %v", workflow, got, want)
+		}
+	}
+	r := mustVerify(t, l)
+	if r.Pruned != pruned || r.Entries != int64(len(entries))-pruned {
+		t.Fatalf("verified %d entries and %d pruned ones, instead of %d pruned of %d", r.Entries, r.Pruned, pruned, len(entries))
+	}
+}
+
+// checkHeads holds that each head is a continuation of the one before.
+func checkHeads(t testing.TB, l *Log, heads []Head) {
+	t.Helper()
+	for i := 1; i < len(heads); i++ {
+		old, now := heads[i-1], heads[i]
+		proof, err := l.ProveConsistency(t.Context(), old.Size, now.Size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := CheckConsistency(proof, old, now); err != nil {
+			t.Fatalf("from size %d to %d: %v", old.Size, now.Size, err)
+		}
+	}
+}
+
+func listAll(t testing.TB, l *Log, workflow string, limit int) []string {
+	t.Helper()
+	var ids []string
+	for at := Cursor(""); ; {
+		page, err := l.List(t.Context(), workflow, at, limit)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, e := range page.Entries {
+			ids = append(ids, e.ID)
+		}
+		if at = page.Next; at == "" {
+			return ids
+		}
+	}
+}

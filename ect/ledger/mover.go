@@ -1,0 +1,242 @@
+package ledger
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+
+	"golang.org/x/mod/sumdb/tlog"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// mover is the sequencer's own state.
+type mover struct {
+	*Log
+	all     bool            // the next scan begins at the start of the outbox
+	damaged map[ticket]bool // do not open; found by the present scans of everything
+}
+
+// waiting is an event on its way into the tree.
+type waiting struct {
+	ticket ticket
+	key    []byte
+	event  Event
+}
+
+// move moves the first events of the outbox into the tree, by one commit. rest says
+// that there may be more.
+func (m *mover) move(ctx context.Context) (rest bool, err error) {
+	look, from := m.queue.look()
+	if m.all && m.damaged == nil {
+		m.damaged = make(map[ticket]bool)
+	}
+	if m.all {
+		from = 0
+	}
+	found, end, err := m.scan(ctx, from)
+	if err != nil {
+		return false, err
+	}
+	if end {
+		m.settle(look, found)
+	}
+	if len(found) == 0 {
+		return !end, nil
+	}
+	if err := m.commit(ctx, found); err != nil {
+		return false, err
+	}
+	return true, nil
+}
+
+// settle tells the queue what a scan that reached the end saw, and ends the scans of
+// everything once nothing is left of them but what does not open.
+func (m *mover) settle(look uint64, found []waiting) {
+	seen, foreign := make(map[uint64]bool), 0
+	for _, w := range found {
+		if w.ticket.boot == m.boot {
+			seen[w.ticket.number] = true
+		} else {
+			foreign++
+		}
+	}
+	m.queue.looked(look, seen, foreign, m.all)
+	if m.all && len(found) == 0 {
+		m.counts.damaged.Store(int64(len(m.damaged)))
+		if !m.queue.closed() {
+			m.all, m.damaged = false, nil
+		}
+	}
+}
+
+// scan reads the first events from a number on. end says that there are no others.
+func (m *mover) scan(ctx context.Context, from uint64) (found []waiting, end bool, err error) {
+	r := store.Prefix(logKey(spaceOutbox, m.id, 0))
+	r.From, r.Limit = m.outboxFrom(from), maxMoved+len(m.damaged)
+	n := 0
+	for e, err := range m.store.Scan(ctx, r) {
+		if err != nil {
+			return nil, false, err
+		}
+		n++
+		t, ok := ticketIn(e.Key)
+		if !m.all && t.boot != m.boot {
+			// What another process recorded before it may stand below: take all in order.
+			m.all = true
+			return nil, false, nil
+		}
+		if !ok || m.damaged[t] {
+			continue
+		}
+		plain, err := m.sealer.Open(nil, e.Value, e.Key)
+		var entry Entry
+		if err == nil {
+			entry, err = decode(plain)
+		}
+		if err != nil {
+			m.skip(t, err)
+			continue
+		}
+		found = append(found, waiting{t, e.Key, entry.Event})
+	}
+	return found, n < r.Limit, nil
+}
+
+// skip leaves an event that does not open where it is: Verify names it, and a ring
+// that is complete again opens it. Events behind it go on.
+func (m *mover) skip(t ticket, err error) {
+	if m.damaged == nil {
+		m.damaged = make(map[ticket]bool)
+	}
+	m.damaged[t] = true
+	m.counts.damaged.Store(int64(len(m.damaged)))
+	if t.boot == m.boot {
+		m.queue.gone(t.number)
+	}
+	m.options.Logger.Error("an event that waits for the ledger does not open", slog.Any("error", err))
+}
+
+// token makes the token of an event that has none.
+func (m *mover) token(ctx context.Context, e *Event) error {
+	if !e.Unsigned || m.options.Signer == nil {
+		return nil
+	}
+	token, err := m.options.Signer.Sign(ctx, *e)
+	if err == nil {
+		signed := *e
+		signed.Payload, signed.Unsigned = token, false
+		if err = signed.check(); err == nil {
+			*e = signed
+			return nil
+		}
+		err = fmt.Errorf("%w: its token: %w", ErrRefused, err)
+	}
+	if !errors.Is(err, ErrRefused) {
+		return fmt.Errorf("signing an event: %w", err)
+	}
+	m.counts.refused.Add(1)
+	m.options.Logger.Error("an event goes into the ledger without a token", slog.String("id", e.ID), slog.Any("error", err))
+	return nil
+}
+
+// tokens makes the tokens of as many events as it can, from the first.
+func (m *mover) tokens(ctx context.Context, found []waiting) ([]waiting, error) {
+	for i := range found {
+		if err := m.token(ctx, &found[i].event); err != nil {
+			if i == 0 {
+				return nil, err
+			}
+			return found[:i], nil
+		}
+	}
+	return found, nil
+}
+
+// commit puts events into the tree.
+func (m *mover) commit(ctx context.Context, found []waiting) error {
+	found, err := m.tokens(ctx, found)
+	if err != nil {
+		return err
+	}
+	now, err := m.store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	before := m.now.Load()
+	if now = now.Round(0); now.Before(before.recorded) {
+		now = before.recorded
+	}
+	after := &state{tree: before.clone(), recorded: now}
+	batch := make([]store.Write, 1, treeWrites+movedWrites*len(found))
+	var tiles []tile
+	var own []uint64
+	for i := range found {
+		w := &found[i]
+		index := after.size
+		leaf := w.event.encodeLeaf(make([]byte, 0, len(w.event.Payload)+fixedOverhead), index, now)
+		hash := tlog.RecordHash(leaf)
+		tiles = after.add(hash, tiles)
+		batch = m.entryWrites(batch, &w.event, index, leaf, hash)
+		batch = append(batch, store.Write{Key: w.key, Delete: true})
+		if w.ticket.boot == m.boot {
+			own = append(own, w.ticket.number)
+		}
+	}
+	for _, t := range tiles {
+		batch = append(batch, store.Write{Key: m.tileKey(t.level, t.n), Value: joinHashes(t.hashes)})
+	}
+	if after.head, err = m.sign(after.tree); err != nil {
+		return err
+	}
+	batch[0] = store.Write{Key: m.headKey(), Value: after.head.Note, If: store.VersionIs(before.version)}
+	after.version, err = m.store.Commit(ctx, batch...)
+	if err == nil {
+		m.now.Store(after)
+		m.queue.moved(own, len(found)-len(own))
+		return nil
+	}
+	return m.failed(ctx, before, err)
+}
+
+// entryWrites are what an entry is in the store. Where the tree ends nothing may
+// stand: what does was put there by somebody else.
+func (m *mover) entryWrites(batch []store.Write, e *Event, index int64, leaf []byte, hash tlog.Hash) []store.Write {
+	key := m.entryKey(index)
+	where := account{log: m.id, index: index, check: checkOf(hash)}
+	batch = append(batch,
+		store.Write{Key: key, If: store.Absent(), Value: m.sealer.Seal(make([]byte, 0, len(leaf)+64), leaf, key)},
+		store.Write{Key: m.idKey(e.Workflow, e.ID), Value: where.encode()},
+	)
+	if e.Workflow != "" {
+		batch = append(batch, store.Write{Key: m.workflowKey(e.Workflow, m.id, index)})
+	}
+	return batch
+}
+
+// failed finds out what a commit that did not succeed left behind. Where another
+// process moved the log on, this one goes on from there, if the tree grew out of the
+// one that it knew.
+func (m *mover) failed(ctx context.Context, before *state, failure error) error {
+	lost := (*store.Conflict)(nil)
+	if !errors.As(failure, &lost) && !errors.Is(failure, store.ErrUnknown) {
+		return failure
+	}
+	found, err := m.load(ctx)
+	if err != nil {
+		return err
+	}
+	if err := found.contains(ctx, m.shelf, &before.head); err != nil {
+		return err
+	}
+	if lost != nil && found.version == before.version {
+		return fmt.Errorf("%w: something stands in the way of entry %d", ErrTampered, before.size)
+	}
+	if found.version == before.version {
+		return failure // it did not land
+	}
+	m.now.Store(found)
+	m.all = true
+	return nil
+}

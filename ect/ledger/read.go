@@ -1,0 +1,217 @@
+package ledger
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+const (
+	// MaxPage is the largest number of entries of one page.
+	MaxPage = 256
+	// maxPageBytes ends a page early.
+	maxPageBytes = 4 << 20
+	// maxFound is the largest number of workflows in which Find finds one id.
+	maxFound = 16
+)
+
+// Entry is the entry of this log at index. An entry that was pruned is ErrPruned, one
+// that is missing ErrTampered.
+func (l *Log) Entry(ctx context.Context, index int64) (Entry, error) {
+	s, err := l.current(ctx, index+1)
+	if err != nil {
+		return Entry{}, err
+	}
+	if index < 0 || index >= s.size {
+		return Entry{}, ErrNotFound
+	}
+	return l.entry(ctx, l.id, index)
+}
+
+func (l *Log) entry(ctx context.Context, log logID, index int64) (Entry, error) {
+	e, err := l.read(ctx, log, index)
+	if errors.Is(err, store.ErrNotFound) {
+		return Entry{}, l.absent(ctx, log, index)
+	}
+	if err != nil {
+		return Entry{}, err
+	}
+	if e.Index != index {
+		return Entry{}, fmt.Errorf("%w: entry %d stands at %d", ErrTampered, e.Index, index)
+	}
+	e.Log, err = l.originOf(ctx, log)
+	return e, err
+}
+
+// absent says why nothing stands at an index below the log's size.
+func (l *Log) absent(ctx context.Context, log logID, index int64) error {
+	on := *l.shelf
+	on.id = log
+	marks, _, err := on.pruned(ctx, index>>tileHeight)
+	if err != nil {
+		return err
+	}
+	if marks.has(index) {
+		return ErrPruned
+	}
+	return fmt.Errorf("%w: entry %d is missing", ErrTampered, index)
+}
+
+// originOf is the name of a log of this store, as its head tells.
+func (l *Log) originOf(ctx context.Context, log logID) (string, error) {
+	if log == l.id {
+		return l.origin, nil
+	}
+	if origin, ok := l.origins.Load(log); ok {
+		return origin.(string), nil
+	}
+	found, err := l.store.Get(ctx, logKey(spaceHead, log, 0))
+	if err != nil {
+		return "", err
+	}
+	text, _, ok := cutNote(found.Value)
+	if !ok {
+		return "", fmt.Errorf("%w: the head of another log", ErrTampered)
+	}
+	head, err := parseHeadText(text)
+	if err != nil || logOf(l.sealer, head.Origin) != log {
+		return "", fmt.Errorf("%w: the head of another log", ErrTampered)
+	}
+	l.origins.Store(log, head.Origin)
+	return head.Origin, nil
+}
+
+// Lookup finds an event of a workflow by its id, in any log of the store. ErrWaiting
+// says that it is recorded and has no place yet.
+func (l *Log) Lookup(ctx context.Context, workflow, id string) (Entry, error) {
+	found, err := l.store.Get(ctx, l.idKey(workflow, id))
+	if errors.Is(err, store.ErrNotFound) {
+		return Entry{}, ErrNotFound
+	}
+	if err != nil {
+		return Entry{}, err
+	}
+	e, err := l.account(ctx, found.Value)
+	if err == nil && (e.ID != id || e.Workflow != workflow) {
+		err = fmt.Errorf("%w: entry %d is not the one that its id leads to", ErrTampered, e.Index)
+	}
+	return e, err
+}
+
+// Find finds the events with an id in all workflows, 16 at most. Those without a place
+// in a tree yet are left out.
+func (l *Log) Find(ctx context.Context, id string) ([]Entry, error) {
+	r := store.Prefix(l.idPrefix(id))
+	r.Limit = maxFound
+	var all []Entry
+	for found, err := range l.store.Scan(ctx, r) {
+		if err != nil {
+			return nil, err
+		}
+		e, err := l.account(ctx, found.Value)
+		if errors.Is(err, ErrWaiting) || errors.Is(err, ErrPruned) {
+			continue
+		}
+		if err == nil && e.ID != id {
+			err = fmt.Errorf("%w: entry %d is not the one that its id leads to", ErrTampered, e.Index)
+		}
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, e)
+	}
+	return all, nil
+}
+
+func (l *Log) account(ctx context.Context, value []byte) (Entry, error) {
+	where, ok := decodeAccount(value)
+	switch {
+	case !ok:
+		return Entry{}, fmt.Errorf("%w: what stands under an id", ErrTampered)
+	case where.waiting:
+		return Entry{}, ErrWaiting
+	}
+	return l.entry(ctx, where.log, where.index)
+}
+
+// Wait waits until an event that was recorded is in the tree, and returns its entry.
+func (l *Log) Wait(ctx context.Context, workflow, id string) (Entry, error) {
+	key := l.idKey(workflow, id)
+	for {
+		changed, cancel := l.store.Watch(key)
+		e, err := l.Lookup(ctx, workflow, id)
+		if !errors.Is(err, ErrWaiting) {
+			cancel()
+			return e, err
+		}
+		select {
+		case <-changed:
+		case <-l.stopped: // by a close, or because the log was altered
+			cancel()
+			if e, err = l.Lookup(ctx, workflow, id); errors.Is(err, ErrWaiting) {
+				err = errors.Join(err, l.queue.admit(ctx))
+			}
+			return e, err
+		case <-ctx.Done():
+			cancel()
+			return Entry{}, ctx.Err()
+		}
+		cancel()
+	}
+}
+
+// Cursor is a place in a workflow's list; empty is its start.
+type Cursor string
+
+// Page is a part of a list.
+type Page struct {
+	Entries []Entry
+	// Next is where the next page begins; empty at the end.
+	Next Cursor
+}
+
+// List lists a workflow's entries, by log and index, from 1 to MaxPage at once. A page
+// may be shorter where entries are large.
+func (l *Log) List(ctx context.Context, workflow string, from Cursor, limit int) (Page, error) {
+	if workflow == "" || limit < 1 || limit > MaxPage {
+		return Page{}, fmt.Errorf("%w: a workflow, and a page of 1 to %d", ErrInvalid, MaxPage)
+	}
+	r := store.Prefix(l.workflowPrefix(workflow))
+	if from != "" {
+		at, err := hex.DecodeString(string(from))
+		if err != nil || len(at) != 16 {
+			return Page{}, fmt.Errorf("%w: not a cursor", ErrInvalid)
+		}
+		r.From = append(r.From, at...)
+	}
+	r.Limit = limit + 1
+	var page Page
+	size := 0
+	for found, err := range l.store.Scan(ctx, r) {
+		if err != nil {
+			return Page{}, err
+		}
+		at := found.Key[len(found.Key)-16:]
+		if len(page.Entries) == limit || size > maxPageBytes {
+			page.Next = Cursor(hex.EncodeToString(at))
+			break
+		}
+		e, err := l.entry(ctx, logID(at[:8]), int64(binary.BigEndian.Uint64(at[8:])))
+		if errors.Is(err, ErrPruned) {
+			continue // a moment ago
+		}
+		if err == nil && e.Workflow != workflow {
+			err = fmt.Errorf("%w: entry %d is of another workflow", ErrTampered, e.Index)
+		}
+		if err != nil {
+			return Page{}, err
+		}
+		size += len(e.Leaf)
+		page.Entries = append(page.Entries, e)
+	}
+	return page, nil
+}

@@ -1,0 +1,333 @@
+package ledger
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// TestTwoLogsOneStore: an event that one node recorded is known to the other, with the
+// log that holds it; an id is taken once for both.
+func TestTwoLogsOneStore(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	a := mustOpen(t, testOptions(mem))
+	o := testOptions(mem)
+	o.Origin = "example.com/ledger/b"
+	b := mustOpen(t, o)
+	event := func(id string) []Event {
+		return []Event{{ID: id, Workflow: "w", Payload: []byte("p")}}
+	}
+	if err := a.Append(t.Context(), event("1")); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Append(t.Context(), event("1")); !errors.Is(err, ErrDuplicate) {
+		t.Errorf("recorded by both: %v", err)
+	}
+	if _, err := b.Lookup(t.Context(), "w", "1"); !errors.Is(err, ErrWaiting) {
+		t.Errorf("it waits, and is %v", err)
+	}
+	if err := b.Append(t.Context(), event("2")); err != nil {
+		t.Fatal(err)
+	}
+	drain(t, b)
+	drain(t, a)
+	for _, l := range []*Log{a, b} {
+		for id, origin := range map[string]string{"1": testOrigin, "2": o.Origin} {
+			e, err := l.Lookup(t.Context(), "w", id)
+			if err != nil || e.Log != origin || e.Index != 0 {
+				t.Errorf("event %s is %d of %s: %v", id, e.Index, e.Log, err)
+			}
+		}
+		if ids := listAll(t, l, "w", 1); len(ids) != 2 {
+			t.Errorf("listed: %v", ids)
+		}
+		mustVerify(t, l)
+	}
+}
+
+// TestFind: one id in several workflows is several events.
+func TestFind(t *testing.T) {
+	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
+	for n := range maxFound + 4 {
+		e := testEvent(0)
+		if e.Workflow = fmt.Sprint(n); n == 0 {
+			e.Workflow = ""
+		}
+		if err := l.Append(t.Context(), []Event{e}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if all, err := l.Find(t.Context(), "id-0"); err != nil || len(all) != 0 {
+		t.Errorf("%d found before they are in the tree: %v", len(all), err)
+	}
+	drain(t, l)
+	all, err := l.Find(t.Context(), "id-0")
+	if err != nil || len(all) != maxFound {
+		t.Errorf("%d found: %v", len(all), err)
+	}
+	if all, err := l.Find(t.Context(), "id"); err != nil || len(all) != 0 {
+		t.Errorf("%d found by another id: %v", len(all), err)
+	}
+	if _, err := l.Lookup(t.Context(), "nowhere", "id-0"); !errors.Is(err, ErrNotFound) {
+		t.Errorf("in another workflow: %v", err)
+	}
+}
+
+// TestListBounds: a page has what was asked for at most, and less where entries are
+// large; cursors that were not given are refused.
+func TestListBounds(t *testing.T) {
+	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
+	const large = 2*maxPageBytes/MaxPayload + 10
+	for n := range large {
+		e := Event{ID: fmt.Sprint(n), Workflow: "w", Payload: bytes.Repeat([]byte{'p'}, MaxPayload)}
+		if err := l.Append(t.Context(), []Event{e}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	drain(t, l)
+	page, err := l.List(t.Context(), "w", "", MaxPage)
+	if err != nil || len(page.Entries) > maxPageBytes/MaxPayload+1 || page.Next == "" {
+		t.Errorf("a page of %d, next %q: %v", len(page.Entries), page.Next, err)
+	}
+	if ids := listAll(t, l, "w", MaxPage); len(ids) != large {
+		t.Errorf("%d listed", len(ids))
+	}
+	for _, c := range []struct {
+		workflow string
+		from     Cursor
+		limit    int
+	}{{"", "", 1}, {"w", "", 0}, {"w", "", MaxPage + 1}, {"w", "zz", 1}, {"w", "00", 1}} {
+		if _, err := l.List(t.Context(), c.workflow, c.from, c.limit); !errors.Is(err, ErrInvalid) {
+			t.Errorf("%+v: %v", c, err)
+		}
+	}
+	if page, err := l.List(t.Context(), "empty", "", 1); err != nil || len(page.Entries) != 0 || page.Next != "" {
+		t.Errorf("%+v, %v", page, err)
+	}
+}
+
+// TestEventLimits: what is at a limit comes through, what is over it is refused before
+// anything is written.
+func TestEventLimits(t *testing.T) {
+	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
+	fits := func(change func(*Event)) error {
+		e := testEvent(1)
+		change(&e)
+		_, err := l.Record(e)
+		return err
+	}
+	name := strings.Repeat("n", MaxName)
+	parents := func(n int) []string {
+		all := make([]string, n)
+		for i := range all {
+			all[i] = fmt.Sprintf("%036d", i)
+		}
+		return all
+	}
+	for what, change := range map[string]func(*Event){
+		"names":   func(e *Event) { e.ID, e.Workflow, e.Action, e.Parents = name, name, name, []string{name} },
+		"issuer":  func(e *Event) { e.Issuer = strings.Repeat("i", MaxIssuer) },
+		"payload": func(e *Event) { e.Payload = make([]byte, MaxPayload) },
+		"all":     func(e *Event) { *e = largestEvent(name) },
+		"parents": func(e *Event) { e.Payload, e.Parents = make([]byte, MaxPayload), parents(MaxParents) },
+	} {
+		if err := fits(change); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	for what, change := range map[string]func(*Event){
+		"no id":        func(e *Event) { e.ID = "" },
+		"id":           func(e *Event) { e.ID = name + "n" },
+		"workflow":     func(e *Event) { e.Workflow = name + "n" },
+		"action":       func(e *Event) { e.Action = name + "n" },
+		"issuer":       func(e *Event) { e.Issuer = strings.Repeat("i", MaxIssuer+1) },
+		"no payload":   func(e *Event) { e.Payload = nil },
+		"payload":      func(e *Event) { e.Payload = make([]byte, MaxPayload+1) },
+		"parents":      func(e *Event) { e.Parents = parents(MaxParents + 1) },
+		"empty parent": func(e *Event) { e.Parents = []string{""} },
+		"long parent":  func(e *Event) { e.Parents = []string{name + "n"} },
+		"time":         func(e *Event) { e.Time = time.Unix(1<<60, 0) },
+	} {
+		if err := fits(change); !errors.Is(err, ErrInvalid) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	for _, n := range []int{0, MaxEvents + 1} {
+		if _, err := l.Record(make([]Event, n)...); !errors.Is(err, ErrInvalid) {
+			t.Errorf("%d events: %v", n, err)
+		}
+	}
+	if _, err := l.Record(testEvent(1), testEvent(1)); !errors.Is(err, ErrDuplicate) {
+		t.Errorf("one id twice: %v", err)
+	}
+}
+
+// largestEvent is one at all limits.
+func largestEvent(id string) Event {
+	name := strings.Repeat("n", MaxName)
+	return Event{
+		ID: id, Workflow: name, Action: name, Issuer: strings.Repeat("i", MaxIssuer), Parents: longParents(),
+		Time: time.Unix(1_000_000_000, 999), KeepUntil: time.Unix(2_000_000_000, 999), Payload: make([]byte, MaxPayload),
+	}
+}
+
+func longParents() []string {
+	all := make([]string, MaxParents)
+	for i := range all {
+		all[i] = strings.Repeat("p", MaxName-3) + fmt.Sprintf("%03d", i)
+	}
+	return all
+}
+
+// TestLargestMove: as many of the largest events as one move takes fit into a commit,
+// also where a tile becomes full with it.
+func TestLargestMove(t *testing.T) {
+	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
+	appendEvents(t, l, 0, tileWidth-2)
+	drain(t, l)
+	before := l.Head().Size
+	for n := range maxMoved {
+		large := largestEvent(fmt.Sprintf("%0*d", MaxName, n))
+		if err := l.Append(t.Context(), []Event{large}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m := mover{Log: l}
+	if _, err := m.move(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := l.Head().Size - before; got != maxMoved {
+		t.Errorf("%d moved at once instead of %d", got, maxMoved)
+	}
+	e, err := l.Entry(t.Context(), before)
+	if err != nil || len(e.Leaf) > maxLeaf || len(e.Leaf) < maxLeaf-fixedOverhead {
+		t.Errorf("the largest leaf has %d bytes: %v", len(e.Leaf), err)
+	}
+	mustVerify(t, l)
+}
+
+// TestP8NothingReadable: nothing that a caller gave stands readable in the store.
+func TestP8NothingReadable(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustOpen(t, testOptions(mem))
+	e := Event{
+		ID: "secret-id", Workflow: "secret-workflow", Action: "secret-action", Issuer: "secret-issuer",
+		Parents: []string{"secret-parent"}, Payload: []byte("secret-payload"),
+	}
+	look := func(when string) {
+		for _, entry := range contents(t, mem) {
+			if bytes.Contains(entry.Key, []byte("secret")) || bytes.Contains(entry.Value, []byte("secret")) {
+				t.Errorf("%s: %q holds %q", when, entry.Key, entry.Value)
+			}
+		}
+	}
+	if err := l.Append(t.Context(), []Event{e}); err != nil {
+		t.Fatal(err)
+	}
+	look("waiting")
+	drain(t, l)
+	look("in the tree")
+}
+
+// TestPruneKeeps: what must be kept is kept, by the age of the log and by the entry's
+// own time, and a second look takes what has become free.
+func TestPruneKeeps(t *testing.T) {
+	now := time.Unix(1_000_000, 0)
+	mem := memory.New(memory.Options{Now: func() time.Time { return now }})
+	l := mustOpen(t, testOptions(mem))
+	kept := map[int64]time.Time{}
+	for n := range 3 * tileWidth {
+		e := testEvent(n)
+		if n%5 == 0 {
+			e.KeepUntil = now.Add(time.Duration(n) * time.Minute)
+			kept[int64(n)] = e.KeepUntil
+		}
+		if err := l.Append(t.Context(), []Event{e}); err != nil {
+			t.Fatal(err)
+		}
+		if n%tileWidth == 0 {
+			drain(t, l)
+			now = now.Add(time.Second)
+		}
+	}
+	drain(t, l)
+	head := l.Head()
+	if n, err := l.Prune(t.Context(), now.Add(-time.Hour)); err != nil || n != 0 {
+		t.Errorf("%d young ones pruned: %v", n, err)
+	}
+	total := 0
+	for range 100 {
+		n, err := l.Prune(t.Context(), now)
+		if err != nil {
+			t.Fatal(err)
+		}
+		total += n
+		for index, until := range kept {
+			if _, err := l.Entry(t.Context(), index); until.After(now) && err != nil {
+				t.Fatalf("entry %d must be kept until %s, now is %s: %v", index, until, now, err)
+			}
+		}
+		now = now.Add(10 * time.Minute)
+	}
+	r := mustVerify(t, l)
+	if total != 3*tileWidth || r.Pruned != int64(total) || r.Entries != 0 {
+		t.Errorf("%d pruned of %d; %+v", total, 3*tileWidth, r)
+	}
+	for _, index := range []int64{0, 255, 256, 767} {
+		proof, err := l.Prove(t.Context(), index, head.Size)
+		if err != nil || len(proof) == 0 {
+			t.Errorf("entry %d cannot be proved any more: %v", index, err)
+		}
+	}
+	// The disk keeps the hashes, and little else.
+	for _, e := range contents(t, mem) {
+		if !strings.ContainsRune("htp", rune(e.Key[1])) {
+			t.Errorf("left behind: %q", e.Key)
+		}
+	}
+	l = mustOpen(t, testOptions(mem))
+	if err := l.Append(t.Context(), []Event{testEvent(1)}); err != nil {
+		t.Errorf("a pruned id is taken: %v", err)
+	}
+	drain(t, l)
+	checkHeads(t, l, []Head{head, l.Head()})
+	mustVerify(t, l)
+}
+
+// TestWaitEnds: who waits for an event's place is told when there will be none.
+func TestWaitEnds(t *testing.T) {
+	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
+	if _, err := l.Wait(t.Context(), "w", "nothing"); !errors.Is(err, ErrNotFound) {
+		t.Errorf("what was never recorded: %v", err)
+	}
+	appendEvents(t, l, 1, 2)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := l.Wait(ctx, testEvent(1).Workflow, "id-1"); !errors.Is(err, context.Canceled) {
+		t.Errorf("canceled: %v", err)
+	}
+	// Something stands where the entry would: the sequencer stops.
+	if _, err := l.store.Commit(t.Context(), store.Write{Key: l.entryKey(0), Value: []byte("x")}); err != nil {
+		t.Fatal(err)
+	}
+	l.Start()
+	if _, err := l.Wait(t.Context(), testEvent(1).Workflow, "id-1"); !errors.Is(err, ErrTampered) || !errors.Is(err, ErrWaiting) {
+		t.Errorf("of a log that was altered: %v", err)
+	}
+	if err := l.Admit(t.Context()); !errors.Is(err, ErrTampered) {
+		t.Errorf("admitted: %v", err)
+	}
+	if _, err := l.Record(testEvent(2)); !errors.Is(err, ErrTampered) {
+		t.Errorf("recorded: %v", err)
+	}
+	if err := l.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
+}

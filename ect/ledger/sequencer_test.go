@@ -1,0 +1,592 @@
+package ledger
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// TestManyProducers: under concurrency each event is in the tree once, in the order of
+// its producer; of those who record one id at the same time exactly one succeeds.
+func TestManyProducers(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustStart(t, testOptions(mem))
+	const producers, each = 16, 40
+	var wg sync.WaitGroup
+	var won, refused atomic.Int64
+	for p := range producers {
+		wg.Go(func() {
+			for n := range each {
+				if err := l.Admit(t.Context()); err != nil {
+					t.Error(err)
+				}
+				e := testEvent(n)
+				e.ID, e.Unsigned = fmt.Sprintf("%d-%d", p, n), n%2 == 0
+				if err := l.Append(t.Context(), []Event{e}); err != nil {
+					t.Error(err)
+				}
+				contended := testEvent(n)
+				contended.ID, contended.Workflow = fmt.Sprintf("all-%d", n), "contended"
+				switch err := l.Append(t.Context(), []Event{contended}); {
+				case err == nil:
+					won.Add(1)
+				case errors.Is(err, ErrDuplicate):
+					refused.Add(1)
+				default:
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if won.Load() != each || refused.Load() != each*(producers-1) {
+		t.Errorf("of each contended id one must win: %d won, %d were refused", won.Load(), refused.Load())
+	}
+	for p := range producers { // receipts while it runs
+		e, err := l.Wait(t.Context(), testEvent(each-1).Workflow, fmt.Sprintf("%d-%d", p, each-1))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, err := l.Receipt(t.Context(), e.Index)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.Check(e.Leaf, testOrigin, testKeys); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := l.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if b := l.Backlog(); b.Entries != 0 || b.Age != 0 {
+		t.Errorf("left behind: %+v", b)
+	}
+	mustVerify(t, l)
+	if got := len(listAll(t, l, "contended", MaxPage)); got != each {
+		t.Errorf("%d contended events are in the tree", got)
+	}
+	next := make([]int, producers)
+	for i := range l.Head().Size {
+		e, err := l.Entry(t.Context(), i)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var p, n int
+		if e.Workflow == "contended" {
+			continue
+		}
+		if _, err := fmt.Sscanf(e.ID, "%d-%d", &p, &n); err != nil || n != next[p] {
+			t.Fatalf("entry %d is %s, expected was number %d of its producer", i, e.ID, next[p])
+		}
+		next[p]++
+	}
+}
+
+// TestOneCommit: the state change and the event land together or not at all.
+func TestOneCommit(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustOpen(t, testOptions(mem))
+	change := store.Write{Key: []byte("x"), Value: []byte("1"), If: store.Absent()}
+	for i, want := range []error{nil, ErrDuplicate} {
+		p, err := l.Record(testEvent(0))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = mem.Commit(t.Context(), append([]store.Write{{Key: []byte{byte('a' + i)}}}, p.Writes()...)...)
+		if err := p.Done(err); !errors.Is(err, want) {
+			t.Errorf("attempt %d: %v", i, err)
+		}
+	}
+	if _, err := mem.Get(t.Context(), []byte("b")); !errors.Is(err, store.ErrNotFound) {
+		t.Error("the change of a refused event landed")
+	}
+	for i := range 2 { // the change is refused the second time, and the event with it
+		p, err := l.Record(testEvent(1 + i))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = mem.Commit(t.Context(), append([]store.Write{change}, p.Writes()...)...)
+		err = p.Done(err)
+		if lost := (*store.Conflict)(nil); i == 1 && (!errors.As(err, &lost) || errors.Is(err, ErrDuplicate)) {
+			t.Errorf("the conflict is not the caller's own: %v", err)
+		}
+	}
+	drain(t, l)
+	if got := l.Head().Size; got != 2 {
+		t.Errorf("%d events instead of 2", got)
+	}
+	if b := l.Backlog(); b.Entries != 0 {
+		t.Errorf("what did not land is waited for: %+v", b)
+	}
+}
+
+// TestLateLanding: an event whose commit is slower than that of a later one is not
+// forgotten, and moves when it is there.
+func TestLateLanding(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustOpen(t, testOptions(mem))
+	slow, err := l.Record(testEvent(0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	appendEvents(t, l, 1, 3)
+	drain(t, l)
+	m := mover{Log: l} // one that does not look at everything
+	_, err = mem.Commit(t.Context(), slow.Writes()...)
+	if err := slow.Done(err); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := m.move(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if e, err := l.Lookup(t.Context(), testEvent(0).Workflow, "id-0"); err != nil || e.Index != 2 {
+		t.Errorf("index %d: %v", e.Index, err)
+	}
+	mustVerify(t, l)
+}
+
+// gated is a store whose commits from the sequencer wait until the gate is open: those
+// that carry a head.
+type gated struct {
+	store.Store
+	open chan struct{}
+}
+
+func (s *gated) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	if batch[0].Key[1] == spaceHead && batch[0].If != store.Absent() {
+		select {
+		case <-s.open:
+		case <-ctx.Done():
+			return 0, ctx.Err()
+		}
+	}
+	return s.Store.Commit(ctx, batch...)
+}
+
+// TestBacklogBounds: with as many events waiting as allowed, or one that waits too
+// long, claims wait; they go on when the sequencer has caught up, and are told when it
+// never will.
+func TestBacklogBounds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &gated{Store: memory.New(memory.Options{}), open: make(chan struct{})}
+		o := testOptions(g)
+		o.MaxBacklog, o.MaxAge, o.Gather = 5, time.Minute, time.Millisecond
+		l := mustOpen(t, o)
+		l.Start()
+		admitted := func() bool {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			return l.Admit(ctx) == nil
+		}
+		appendEvents(t, l, 0, 4)
+		if !admitted() {
+			t.Error("not admitted below the bounds")
+		}
+		appendEvents(t, l, 4, 5)
+		if admitted() {
+			t.Error("admitted over the bound of entries")
+		}
+		if b := l.Backlog(); b.Entries != 5 || b.Age < time.Second || b.Age > 10*time.Second {
+			t.Errorf("%+v", b)
+		}
+		waiting := make(chan error)
+		go func() { waiting <- l.Admit(t.Context()) }()
+		synctest.Wait()
+		close(g.open)
+		if err := <-waiting; err != nil {
+			t.Error(err)
+		}
+		synctest.Wait()
+		if b := l.Backlog(); b.Entries != 0 || b.Age != 0 {
+			t.Errorf("%+v", b)
+		}
+		g.open = make(chan struct{}) // the sequencer sleeps
+		appendEvents(t, l, 5, 6)
+		if !admitted() {
+			t.Error("not admitted with one young event")
+		}
+		time.Sleep(time.Minute)
+		if admitted() {
+			t.Error("admitted over the bound of age")
+		}
+		go func() { waiting <- l.Admit(t.Context()) }()
+		synctest.Wait()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := l.Close(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("closed with events left: %v", err)
+		}
+		if err := <-waiting; !errors.Is(err, ErrClosed) {
+			t.Errorf("who waits at the end is told %v", err)
+		}
+		if _, err := l.Record(testEvent(9)); !errors.Is(err, ErrClosed) {
+			t.Errorf("recorded behind the end: %v", err)
+		}
+
+		// What was left counts for the next life, until it is moved.
+		next := mustOpen(t, o)
+		if b := next.Backlog(); b.Entries != 1 {
+			t.Errorf("%+v", b)
+		}
+		close(g.open)
+		next.Start()
+		if _, err := next.Wait(t.Context(), testEvent(5).Workflow, "id-5"); err != nil {
+			t.Error(err)
+		}
+		if err := next.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if b := next.Backlog(); b.Entries != 0 {
+			t.Errorf("%+v", b)
+		}
+	})
+}
+
+// TestStoreDown: while the store takes nothing the events wait; nothing is lost, and
+// the sequencer goes on by itself.
+func TestStoreDown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		down := &failing{Store: memory.New(memory.Options{})}
+		l := mustOpen(t, testOptions(down))
+		appendEvents(t, l, 0, 40)
+		down.down.Store(true)
+		l.Start()
+		time.Sleep(time.Minute)
+		if s := l.Stats(); s.Size != 0 || s.Retries < 10 || s.Retries > 50 || s.Backlog.Entries != 40 {
+			t.Errorf("%+v", s)
+		}
+		down.down.Store(false)
+		if _, err := l.Wait(t.Context(), testEvent(39).Workflow, "id-39"); err != nil {
+			t.Error(err)
+		}
+		if err := l.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		mustVerify(t, l)
+	})
+}
+
+type failing struct {
+	store.Store
+	down atomic.Bool
+}
+
+func (s *failing) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	if s.down.Load() {
+		return 0, errors.New("no space left")
+	}
+	return s.Store.Commit(ctx, batch...)
+}
+
+// moody signs as its mood is.
+type moody struct {
+	sign func(Event) ([]byte, error)
+}
+
+func (m *moody) Sign(_ context.Context, e Event) ([]byte, error) { return m.sign(e) }
+
+// TestSigner: an event that cannot be signed for now holds those behind it up and
+// nothing before it; one that never can goes into the tree as it is, marked.
+func TestSigner(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	o := testOptions(mem)
+	away := errors.New("the key is away")
+	signer := &moody{}
+	o.Signer = signer
+	l := mustOpen(t, o)
+	for n := range 6 {
+		e := testEvent(n)
+		e.Unsigned = n != 0
+		if err := l.Append(t.Context(), []Event{e}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	calls := map[string]int{}
+	signer.sign = func(e Event) ([]byte, error) {
+		calls[e.ID]++
+		if e.ID == "id-3" {
+			return nil, away
+		}
+		return []byte("signed " + e.ID), nil
+	}
+	if err := tryDrain(l); !errors.Is(err, away) {
+		t.Errorf("the failure is %v", err)
+	}
+	if l.Head().Size != 3 || calls["id-4"] != 0 {
+		t.Errorf("%d entries, calls %v", l.Head().Size, calls)
+	}
+	signer.sign = func(e Event) ([]byte, error) {
+		switch e.ID {
+		case "id-3":
+			return nil, fmt.Errorf("no such claim: %w", ErrRefused)
+		case "id-4":
+			return make([]byte, MaxPayload+1), nil
+		}
+		return []byte("signed " + e.ID), nil
+	}
+	drain(t, l)
+	for n, want := range []string{"payload-0", "signed id-1", "signed id-2", "payload-3", "payload-4", "signed id-5"} {
+		e, err := l.Entry(t.Context(), int64(n))
+		if err != nil || string(e.Payload) != want || e.Unsigned != (n == 3 || n == 4) {
+			t.Errorf("entry %d: %q, unsigned %v, %v", n, e.Payload, e.Unsigned, err)
+		}
+	}
+	if got := l.Stats().Refused; got != 2 {
+		t.Errorf("%d refused", got)
+	}
+	mustVerify(t, l)
+
+	o.Signer = nil
+	if _, err := mustOpen(t, o).Record(Event{ID: "u", Payload: []byte("p"), Unsigned: true}); !errors.Is(err, ErrInvalid) {
+		t.Errorf("unsigned without a signer: %v", err)
+	}
+}
+
+// TestDamagedWaiting: an event that does not open is left for those who look into it;
+// the others go on, many damaged ones in front of them or not.
+func TestDamagedWaiting(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustOpen(t, testOptions(mem))
+	const damaged = 2*maxMoved + 3
+	appendEvents(t, l, 0, damaged+5)
+	n := 0
+	for _, e := range contents(t, mem) {
+		if e.Key[1] == spaceOutbox && n < damaged {
+			n++
+			e.Value[len(e.Value)-1] ^= 1
+			if _, err := mem.Commit(t.Context(), store.Write{Key: e.Key, Value: e.Value}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	drain(t, l)
+	if s := l.Stats(); s.Size != 5 || s.Damaged != damaged || s.Backlog.Entries != 0 {
+		t.Errorf("%+v", s)
+	}
+	r, err := l.Verify(t.Context())
+	if err != nil || r.Count != damaged || r.Waiting != damaged {
+		t.Errorf("%d faults, %d waiting: %v", r.Count, r.Waiting, err)
+	}
+}
+
+// TestReseal: after a rotation everything opens under the newest key alone, and the
+// tree is the same.
+func TestReseal(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	o := testOptions(mem)
+	ring := &rotating{Ring: seal.Generate()}
+	o.Sealer = ring
+	l := mustOpen(t, o)
+	appendEvents(t, l, 0, 300)
+	drain(t, l)
+	appendEvents(t, l, 300, 310)
+	before := l.Head()
+	ring.rotate()
+	if n, err := l.Reseal(t.Context()); err != nil || n != 310 {
+		t.Fatalf("%d sealed anew: %v", n, err)
+	}
+	if n, err := l.Reseal(t.Context()); err != nil || n != 0 {
+		t.Errorf("%d sealed anew a second time: %v", n, err)
+	}
+	ring.forget()
+	drain(t, l)
+	if r := mustVerify(t, l); r.Entries != 310 {
+		t.Errorf("%d entries", r.Entries)
+	}
+	checkHeads(t, l, []Head{before, l.Head()})
+}
+
+// rotating is two rings with one index key: a first byte says which one sealed.
+type rotating struct {
+	*seal.Ring
+	newer   *seal.Ring
+	forgets bool
+}
+
+func (r *rotating) rotate() { r.newer = seal.Generate() }
+func (r *rotating) forget() { r.forgets = true }
+
+func (r *rotating) KeyIDs() []uint32 {
+	if r.newer != nil {
+		return []uint32{1, 2}
+	}
+	return []uint32{1}
+}
+
+func (r *rotating) KeyOf(sealed []byte) uint32 { return uint32(sealed[0]) }
+
+func (r *rotating) Seal(dst, plaintext, name []byte) []byte {
+	if r.newer != nil {
+		return r.newer.Seal(append(dst, 2), plaintext, name)
+	}
+	return r.Ring.Seal(append(dst, 1), plaintext, name)
+}
+
+func (r *rotating) Open(dst, sealed, name []byte) ([]byte, error) {
+	switch {
+	case sealed[0] == 2:
+		return r.newer.Open(dst, sealed[1:], name)
+	case r.forgets:
+		return nil, seal.ErrOpen
+	}
+	return r.Ring.Open(dst, sealed[1:], name)
+}
+
+// TestAbandonedTickets: whoever never says what came of a commit costs bounded memory,
+// and hides nothing: the event is found by the next look at everything.
+func TestAbandonedTickets(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		mem := memory.New(memory.Options{})
+		l := mustOpen(t, testOptions(mem))
+		l.Start()
+		p, err := l.Record(testEvent(0))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range maxOpen + 10 {
+			if _, err := l.queue.open(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if n := len(l.queue.tickets); n != maxOpen {
+			t.Errorf("%d tickets are looked after", n)
+		}
+		if _, err := mem.Commit(t.Context(), p.Writes()...); err != nil {
+			t.Fatal(err)
+		}
+		if e, err := l.Wait(t.Context(), testEvent(0).Workflow, "id-0"); err != nil || e.Index != 0 {
+			t.Errorf("index %d: %v", e.Index, err)
+		}
+		if err := p.Done(nil); err != nil { // late, and of no consequence
+			t.Error(err)
+		}
+		if b := l.Backlog(); b.Entries != 0 {
+			t.Errorf("%+v", b)
+		}
+		if err := l.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// TestVerifyInUse: while events come and are pruned, nothing is called wrong that is
+// not, and every export holds.
+func TestVerifyInUse(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustStart(t, testOptions(mem))
+	appendEvents(t, l, 0, tileWidth)
+	done := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		defer close(done)
+		for n := tileWidth; n < 4*tileWidth; n++ {
+			e := testEvent(n)
+			e.Unsigned = n%2 == 0
+			if err := l.Append(t.Context(), []Event{e}); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	wg.Go(func() {
+		for over := false; !over; {
+			select {
+			case <-done:
+				over = true
+			default:
+			}
+			if _, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	for over, n := false, 0; !over; n++ {
+		select {
+		case <-done:
+			over = true
+		default:
+		}
+		r, err := l.Verify(t.Context())
+		if err == nil {
+			err = r.Err()
+		}
+		if err != nil {
+			t.Fatalf("look %d: %v%s", n, err, allFaults(&r))
+		}
+		var b bytes.Buffer
+		head, err := l.Export(t.Context(), &b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if x, err := VerifyExport(&b, testOrigin, testKeys, nil, head, r.Head); err != nil || x.Head.Size < r.Head.Size {
+			t.Fatalf("look %d: %v", n, err)
+		}
+	}
+	wg.Wait()
+}
+
+// TestBacklogOfOthers: what another life left counts, and less with each move.
+func TestBacklogOfOthers(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	appendEvents(t, mustOpen(t, testOptions(mem)), 0, 2*maxMoved+5)
+	l := mustOpen(t, testOptions(mem))
+	m := mover{Log: l, all: true}
+	for _, want := range []int{2*maxMoved + 5, maxMoved + 5, 5, 0} {
+		if b := l.Backlog(); b.Entries != want {
+			t.Errorf("%d wait instead of %d", b.Entries, want)
+		}
+		if _, err := m.move(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestMovedByOthers: what another process moved into the tree is not waited for; what
+// landed while the sequencer looked is.
+func TestMovedByOthers(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	a, b := mustOpen(t, testOptions(mem)), mustOpen(t, testOptions(mem))
+	appendEvents(t, a, 0, 3)
+	drain(t, b)
+	if got := a.Backlog().Entries; got != 3 {
+		t.Errorf("%d wait as far as a can know, instead of 3", got)
+	}
+	look, _ := a.queue.look()
+	appendEvents(t, a, 3, 4) // the scan that began before need not have seen it
+	a.queue.looked(look, nil, 0, false)
+	if got := a.Backlog().Entries; got != 1 {
+		t.Errorf("%d wait instead of 1", got)
+	}
+}
+
+// TestClockStepsBack: the times of entries never decrease with their index.
+func TestClockStepsBack(t *testing.T) {
+	now := time.Unix(1_000_000, 0)
+	mem := memory.New(memory.Options{Now: func() time.Time { return now }})
+	l := mustOpen(t, testOptions(mem))
+	for n, step := range []time.Duration{0, time.Hour, -2 * time.Hour, time.Minute, 3 * time.Hour} {
+		now = now.Add(step)
+		appendEvents(t, l, n, n+1)
+		if n == 3 {
+			l = mustOpen(t, testOptions(mem)) // it is known again after a restart
+		}
+		drain(t, l)
+	}
+	last := time.Time{}
+	for i := range l.Head().Size {
+		e, err := l.Entry(t.Context(), i)
+		if err != nil || e.Recorded.Before(last) {
+			t.Errorf("entry %d of %s follows one of %s: %v", i, e.Recorded, last, err)
+		}
+		last = e.Recorded
+	}
+}
