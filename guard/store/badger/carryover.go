@@ -19,7 +19,7 @@ func (s *Store) carryOver() error {
 	if err != nil {
 		return err
 	}
-	for _, err := range []error{s.condemned(), s.known.checkAll(s.lsm(), tables, true, nil), checkLogs(s.lsm())} {
+	for _, err := range []error{s.condemned(), s.known.checkAll(s.lsm(), tables, nil, nil), checkLogs(s.lsm())} {
 		if err != nil {
 			return s.damaged(err)
 		}

@@ -3,8 +3,6 @@ package badger
 import (
 	"cmp"
 	"encoding/json"
-	"errors"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -127,12 +125,12 @@ func (k *known) check(id uint64, f *os.File) error {
 	return nil
 }
 
-// checkIn checks a table in dir; gone is true where there is none.
-func (k *known) checkIn(dir string, id uint64) (gone bool, err error) {
+// checkIn checks a table in dir.
+func (k *known) checkIn(dir string, id uint64) error {
 	f, err := os.Open(table.NewFilename(id, dir))
 	if err != nil {
-		return errors.Is(err, fs.ErrNotExist), err
+		return err
 	}
 	defer f.Close()
-	return false, k.check(id, f)
+	return k.check(id, f)
 }

@@ -42,7 +42,7 @@ func (s *Store) verifyAtOpen(ids []uint64) error {
 			return err
 		}
 	}
-	err := s.known.checkAll(s.lsm(), now, true, nil)
+	err := s.known.checkAll(s.lsm(), now, nil, nil)
 	if err != nil {
 		s.vetting.release(err)
 	}
@@ -97,9 +97,10 @@ func (s *Store) listed() (map[uint64]badgerdb.TableManifest, error) {
 	return manifest.Tables, err
 }
 
-// checkAll checks the tables ids in dir, several at a time. Tables that are
-// missing are errors where all is true; a running store may have compacted them.
-func (k *known) checkAll(dir string, ids []uint64, all bool, stop <-chan struct{}) error {
+// checkAll checks the tables ids in dir, several at a time. In a running store gone
+// says whether Badger has dropped a table meanwhile: it cuts the file to nothing and
+// removes it, under whoever reads it. Before Badger is open, gone is nil.
+func (k *known) checkAll(dir string, ids []uint64, gone func(id uint64) bool, stop <-chan struct{}) error {
 	next := make(chan uint64)
 	failed := make(chan struct{})
 	var once sync.Once
@@ -108,8 +109,8 @@ func (k *known) checkAll(dir string, ids []uint64, all bool, stop <-chan struct{
 	for range min(len(ids), runtime.GOMAXPROCS(0), 4) {
 		workers.Go(func() {
 			for id := range next {
-				gone, err := k.checkIn(dir, id)
-				if err == nil || gone && !all {
+				err := k.checkIn(dir, id)
+				if err == nil || gone != nil && gone(id) {
 					continue
 				}
 				once.Do(func() {
@@ -162,12 +163,19 @@ func (s *Store) verify(which func(id uint64) bool) error {
 			chosen = append(chosen, id)
 		}
 	}
-	if err := s.known.checkAll(s.lsm(), chosen, false, s.closing); err != nil {
+	if err := s.known.checkAll(s.lsm(), chosen, s.dropped, s.closing); err != nil {
 		err = corrupt(s.dir, "%w", err)
 		s.condemn(err)
 		return err
 	}
 	return nil
+}
+
+// dropped reports that Badger does not have the table any more: it forgets a table
+// before it touches its file. Of a store that closes nobody knows.
+func (s *Store) dropped(id uint64) bool {
+	ids, err := s.tables()
+	return err != nil || !slices.Contains(ids, id)
 }
 
 // condemn closes the store for good.
@@ -210,7 +218,7 @@ func (s *Store) remember() error {
 		if _, ok := s.known.get(id); ok || time.Since(begun) > closePatienceForTables {
 			continue
 		}
-		if _, err := s.known.checkIn(s.lsm(), id); err != nil {
+		if err := s.known.checkIn(s.lsm(), id); err != nil {
 			return fmt.Errorf("table %s: %w", filepath.Base(table.IDToFilename(id)), err)
 		}
 	}

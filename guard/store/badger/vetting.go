@@ -29,8 +29,8 @@ type unvetted struct {
 	left, right []byte // its first and last key
 	once        sync.Once
 	err         error
-	// file stays open, so that the table can be read even after a compaction has
-	// replaced it: what is wrong with it is then wrong with what replaced it.
+	// file stays open, so that the table can be read while a compaction replaces it:
+	// what is wrong with it is then wrong with what replaced it.
 	file *os.File
 }
 
@@ -74,6 +74,9 @@ func (s *Store) vet(first, last []byte) error {
 func (s *Store) vetTable(t *unvetted) error {
 	t.once.Do(func() {
 		err := s.known.check(t.id, t.file)
+		if err != nil && empty(t.file) && s.dropped(t.id) {
+			err = nil // a compaction was faster, and Badger has cut the file: nobody can tell
+		}
 		t.file.Close()
 		if err != nil {
 			t.err = corrupt(s.dir, "table %s: %w", filepath.Base(table.IDToFilename(t.id)), err)
@@ -81,6 +84,11 @@ func (s *Store) vetTable(t *unvetted) error {
 		}
 	})
 	return t.err
+}
+
+func empty(f *os.File) bool {
+	info, err := f.Stat()
+	return err == nil && info.Size() == 0
 }
 
 // vetAll reads what is left.

@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	badgerdb "github.com/dgraph-io/badger/v4"
+	"github.com/dgraph-io/badger/v4/table"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -248,5 +249,33 @@ func TestNewTablesAreRead(t *testing.T) {
 	}
 	if len(s.known.facts) != len(ids) {
 		t.Errorf("%d tables are known, %d are there", len(s.known.facts), len(ids))
+	}
+}
+
+// Badger cuts the file of a table that it drops, under whoever reads it. That is no
+// damage; the same of a table that it has is.
+func TestDroppedTablesAreNoDamage(t *testing.T) {
+	s := reopenWith(t, settledStore(t), Options{}, osDisk{})
+	const never = 9999
+	name := table.NewFilename(never, s.lsm())
+	if err := os.WriteFile(name, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	check := func(gone func(uint64) bool) error { return s.known.checkAll(s.lsm(), []uint64{never}, gone, nil) }
+	if err := check(s.dropped); err != nil {
+		t.Errorf("a dropped table: %v", err)
+	}
+	if check(func(uint64) bool { return false }) == nil || check(nil) == nil {
+		t.Error("a table without content is taken for whole")
+	}
+	if err := os.Remove(name); err != nil {
+		t.Fatal(err)
+	}
+	if err := check(s.dropped); err != nil {
+		t.Errorf("and removed: %v", err)
+	}
+	ids, err := s.tables()
+	if err != nil || len(ids) == 0 || s.dropped(ids[0]) {
+		t.Errorf("tables %v, %v", ids, err)
 	}
 }
