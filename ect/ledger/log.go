@@ -164,12 +164,11 @@ func Open(ctx context.Context, o Options) (*Log, error) {
 // adopt puts the signature of the present key on a head that lacks it, and makes the
 // first head of an empty log.
 func (l *Log) adopt(ctx context.Context, s *state) (*state, error) {
-	mine := note.VerifierList()
-	if v, err := l.keys.Verifier(l.signer.Name(), l.signer.KeyHash()); err == nil {
-		mine = note.VerifierList(v)
-	} else {
+	key, err := l.keys.Verifier(l.signer.Name(), l.signer.KeyHash())
+	if err != nil {
 		return nil, fmt.Errorf("ledger: the keys of the heads lack the signer's: %w", err)
 	}
+	mine := note.VerifierList(key)
 	condition := store.Absent()
 	if s.version != 0 {
 		if _, err := ParseHead(s.head.Note, l.origin, mine); err == nil {

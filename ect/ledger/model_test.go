@@ -17,7 +17,6 @@ import (
 // modelEntry is what the obviously right model knows of an entry.
 type modelEntry struct {
 	event  Event
-	leaf   tlog.Hash
 	at     time.Time
 	pruned bool
 }
