@@ -31,10 +31,11 @@ type operationsBench struct {
 
 func newOperationsBench(t *testing.T) *operationsBench {
 	t.Helper()
-	b := &operationsBench{upstream: procNewUpstream(t), admin: procFreeAddr(t)}
+	b := &operationsBench{upstream: procNewUpstream(t)}
 	b.site = procNewSite(t, b.upstream.addr)
+	b.admin = b.site.admin
 	b.site.guard = "action charge {\n match path /v1/charges\n }"
-	b.site.raw = strings.Replace(b.site.config(), "admin unix/"+b.site.path("admin"), "admin "+b.admin, 1)
+	b.site.raw = b.site.config()
 	b.gateway = b.site.start(t)
 	script := fmt.Sprintf("#!/bin/sh\n%s=command exec '%s' \"$@\"\n", procRole, os.Args[0])
 	if err := os.Mkdir(b.site.path("bin"), 0o700); err != nil {

@@ -59,7 +59,7 @@ func TestProcessFailedSync(t *testing.T) {
 	// It stays closed over a reload.
 	site.guard = "deadline 61s"
 	gateway.reload(t)
-	if a := gateway.post(t, procCall{id: "reloaded"}); a.problem() != "store-unavailable" {
+	if a := gateway.insist(t, procCall{id: "reloaded"}); a.problem() != "store-unavailable" {
 		t.Errorf("a call after a reload: %v", a)
 	}
 	if status, text, err := gateway.admin("POST", "/stop", "", ""); err != nil || status != http.StatusOK {

@@ -162,7 +162,7 @@ func TestProcessLogNamesNobody(t *testing.T) {
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.raw = fmt.Sprintf(`{
-	admin unix/%s
+	admin %s
 	persist_config off
 	log default {
 		level DEBUG
@@ -198,7 +198,7 @@ http://%s {
 		}
 	}
 }
-`, site.path("admin"), site.path("data"), site.addr, site.upstream)
+`, site.admin, site.path("data"), site.addr, site.upstream)
 	site.env = []string{"OTEL_TRACES_EXPORTER=none"}
 	gateway := site.start(t)
 

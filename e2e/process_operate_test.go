@@ -35,7 +35,7 @@ func (s *procSite) operate(t *testing.T, args ...string) procOutput {
 func (s *procSite) operator(t *testing.T, args ...string) *exec.Cmd {
 	t.Helper()
 	cmd := s.command(t.Context(), "command", append([]string{"agent-guard"}, args...)...)
-	cmd.Env = append(cmd.Env, "CADDY_ADMIN=unix/"+s.path("admin"), "USER=ada")
+	cmd.Env = append(cmd.Env, "CADDY_ADMIN="+s.admin, "USER=ada")
 	return cmd
 }
 
@@ -160,6 +160,7 @@ func (g *procGateway) doubtful(t *testing.T, upstream *procUpstream, c procCall)
 func TestGoldenProcessOperate(t *testing.T) {
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
+	site.admin = "unix/" + site.path("admin")
 	site.app = "quota {\n open_executions 200\n stored_bytes 1GiB\n }"
 	site.guard = "action charge {\n match path /v1/charges\n }\n action mail {\n match path /v1/mail*\n }"
 	gateway := site.start(t)
@@ -196,14 +197,14 @@ func TestGoldenProcessOperate(t *testing.T) {
 		t.Errorf("in the order %s", got)
 	}
 	for filter, want := range map[string]string{
-		"--state in_doubt,completed":                     "in_doubt completed ",
-		"--workflow w-1":                                 "in_doubt ",
-		"--caller " + all.Executions[0].Caller:           "running in_doubt completed ",
-		"--limit 1 --all":                                "running in_doubt completed ",
-		"--limit 2 --after " + procNext(t, site, 2):      "completed ",
-		"--config " + site.path("Caddyfile"):             "running in_doubt completed ",
-		"--store " + site.path("data"):                   "running in_doubt completed ",
-		"--address unix/" + site.path("admin") + "|0200": "running in_doubt completed ",
+		"--state in_doubt,completed":                "in_doubt completed ",
+		"--workflow w-1":                            "in_doubt ",
+		"--caller " + all.Executions[0].Caller:      "running in_doubt completed ",
+		"--limit 1 --all":                           "running in_doubt completed ",
+		"--limit 2 --after " + procNext(t, site, 2): "completed ",
+		"--config " + site.path("Caddyfile"):        "running in_doubt completed ",
+		"--store " + site.path("data"):              "running in_doubt completed ",
+		"--address " + site.admin + "|0200":         "running in_doubt completed ",
 	} {
 		got := procDocument[procPage](t, list(append(strings.Fields(filter), "-o", "json")...).says(t))
 		if states(got) != want {
@@ -323,7 +324,7 @@ func TestProcessOperateRefusals(t *testing.T) {
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.operate(t, "executions", "list").fails(t, "no server is reachable", "is caddy running, with its admin endpoint on?",
-		"tried unix/"+site.path("admin"), "name another with --address")
+		"tried "+site.admin, "name another with --address")
 	free := procFreeAddr(t)
 	site.operate(t, "store", "stats", "--address", free).fails(t, "tried "+free)
 
@@ -433,8 +434,8 @@ func TestProcessOperateTwoStores(t *testing.T) {
 func TestProcessAdminProtects(t *testing.T) {
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
-	addr := procFreeAddr(t)
-	site.raw = strings.Replace(site.config(), "admin unix/"+site.path("admin"), "admin "+addr+" {\n enforce_origin\n }", 1)
+	addr := site.admin
+	site.raw = strings.Replace(site.config(), "admin "+addr, "admin "+addr+" {\n enforce_origin\n }", 1)
 	site.start(t)
 	site.operate(t, "store", "stats", "--address", addr).says(t)
 	client := procDial()
@@ -474,7 +475,7 @@ func TestProcessOperateCompletion(t *testing.T) {
 	offers := func(args ...string) []string {
 		t.Helper()
 		cmd := site.command(t.Context(), "command", append([]string{"__complete", "agent-guard"}, args...)...)
-		cmd.Env = append(cmd.Env, "CADDY_ADMIN=unix/"+site.path("admin"))
+		cmd.Env = append(cmd.Env, "CADDY_ADMIN="+site.admin)
 		var words []string
 		for line := range strings.Lines(procRun(t, cmd).says(t)) {
 			// Flags that are required are offered too.

@@ -235,8 +235,8 @@ func procServed(t *testing.T, gateway *procGateway, id string) (a procAnswer) {
 
 // without is a configuration in which the guard does not stand.
 func (s *procSite) without() string {
-	return fmt.Sprintf("{\n admin unix/%s\n persist_config off\n servers {\n protocols h1 h2c\n }\n }\nhttp://%s {\n bind 127.0.0.1\n respond 404\n }\n",
-		s.path("admin"), s.addr)
+	return fmt.Sprintf("{\n admin %s\n persist_config off\n servers {\n protocols h1 h2c\n }\n }\nhttp://%s {\n bind 127.0.0.1\n respond 404\n }\n",
+		s.admin, s.addr)
 }
 
 // A call goes on when a reload takes the guard away, and is recorded.
