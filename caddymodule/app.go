@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -60,6 +61,15 @@ type App struct {
 	// What one caller may hold in the store at a time. Default: no bounds.
 	Quota Quota `json:"quota,omitzero"`
 
+	// Who the gateway is in the tokens that it issues. With it, every decision about
+	// a guarded call is told to the ledger of the store. Default: no identity and no
+	// ledger.
+	Identity *Identity `json:"identity,omitempty"`
+
+	// Whose tokens are believed. It needs an identity. Default: tokens of callers are
+	// passed through and mean nothing.
+	Trust *Trust `json:"trust,omitempty"`
+
 	ctx    caddy.Context
 	logger *zap.Logger
 	spec   engineSpec
@@ -73,6 +83,7 @@ type App struct {
 	mu       sync.Mutex
 	held     *engine     // the configuration's own reference
 	accepted atomic.Bool // the engine has taken the configuration's keys over
+	way      atomic.Pointer[testimony]
 }
 
 // CaddyModule returns the Caddy module information.
@@ -136,6 +147,9 @@ func (a *App) Provision(ctx caddy.Context) error {
 	if err := a.Quota.validate(); err != nil {
 		return fmt.Errorf("agent_guard: quota: %w", err)
 	}
+	if err := a.provisionTokens(); err != nil {
+		return err
+	}
 	events, err := ctx.App("events")
 	if err != nil {
 		return fmt.Errorf("agent_guard: %w", err)
@@ -143,6 +157,26 @@ func (a *App) Provision(ctx caddy.Context) error {
 	a.events = events.(*caddyevents.App)
 	a.provisionMetrics()
 	return a.events.On(exitEvent, exitWatch{})
+}
+
+// provisionTokens checks identity and trust.
+func (a *App) provisionTokens() error {
+	if a.Identity == nil {
+		if a.Trust != nil {
+			return errors.New("agent_guard: trust: it needs an `identity`, which is what tokens name in their aud")
+		}
+		return nil
+	}
+	if err := a.Identity.provision(a.spec.path); err != nil {
+		return fmt.Errorf("agent_guard: identity: %w", err)
+	}
+	if a.Trust == nil {
+		return nil
+	}
+	if err := a.Trust.provision(a.logger); err != nil {
+		return fmt.Errorf("agent_guard: trust: %w", err)
+	}
+	return nil
 }
 
 // Start opens the store, if no configuration before this one has it open.
@@ -194,6 +228,14 @@ func (a *App) engine() (*engine, error) {
 	e, err := a.acquire()
 	if err != nil {
 		return nil, err
+	}
+	if a.Identity != nil {
+		way, err := e.testify(context.Background(), a.Identity, a.Trust, a.ctx.Slogger())
+		if err != nil {
+			_ = e.release() // closing the store logs its own errors
+			return nil, err
+		}
+		a.way.Store(way)
 	}
 	e.drain.Store(int64(a.Drain))
 	if adjuster, ok := a.spec.opener.(StoreAdjuster); ok {

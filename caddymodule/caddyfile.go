@@ -33,6 +33,18 @@ func init() {
 //			open_executions <number>
 //			stored_bytes    <size>
 //		}
+//		identity <uri> {
+//			key_file  <path>
+//			algorithm ES256 | ES384 | EdDSA
+//			spelling  00 | 01
+//			life      <duration>
+//			retain    <duration>
+//		}
+//		trust jwks_file <path> [<owner>]
+//		trust jwks_url  <url>  [<owner>]
+//		trust {
+//			...
+//		}
 //	}
 func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
 	d.Next() // the option's name
@@ -57,7 +69,9 @@ func appOptions() options[*App] {
 		"drain": {usage: "drain <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
 			return parseDuration(d, &a.Drain)
 		}},
-		"quota": {usage: "quota { ... }", parse: parseQuota},
+		"quota":    {usage: "quota { ... }", parse: parseQuota},
+		"identity": {usage: "identity <uri> { ... }", parse: parseIdentity},
+		"trust":    {usage: "trust jwks_file <path> [<owner>] | jwks_url <url> [<owner>] | { ... }", several: true, parse: parseTrust},
 	}
 }
 

@@ -14,6 +14,8 @@ import (
 //		name                <name>
 //		caller              <placeholder>
 //		credentials         <fields...>
+//		require_ect
+//		identity            <uri>
 //		execution_id        header <fields...> | placeholder <placeholder> | json <pointer>
 //		missing_id          require | mint | derive [<window>]
 //		inherit
@@ -115,6 +117,16 @@ func guardOptions() options[*Handler] {
 				return err
 			}
 			return checkPlaceholder(h.Caller)
+		}},
+		"require_ect": {usage: "require_ect", parse: func(_ dispenser, h *Handler) error {
+			h.RequireECT = true
+			return nil
+		}},
+		"identity": {usage: "identity <uri>", parse: func(d dispenser, h *Handler) error {
+			if err := parseWord(d, &h.UpstreamIdentity); err != nil {
+				return err
+			}
+			return checkIdentity(h.UpstreamIdentity)
 		}},
 		"credentials": {usage: "credentials <fields...>", parse: func(d dispenser, h *Handler) error {
 			if err := parseWords(d, &h.Credentials); err != nil {

@@ -148,7 +148,9 @@ func (x *exchange) settleDoubt(found guard.Finding) (step, error) {
 			head = &guard.Head{Status: a.status, Header: answer.Replayable(a.header)}
 		}
 		// Others wait for this, whether or not the caller does.
-		err := x.guard.Applied(context.WithoutCancel(x.r.Context()), x.call.Key, found, head, a.body)
+		ctx := context.WithoutCancel(x.r.Context())
+		told := x.story.way.settledBy(ctx, x.engine, x.call.Key, found.Record, true, "probe")
+		err := told.Done(x.guard.Applied(ctx, x.call.Key, found, head, a.body, told.Writes()...))
 		if err != nil && !errors.Is(err, guard.ErrTaken) {
 			return stepFind, x.storeFailed(err)
 		}

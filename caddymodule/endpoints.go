@@ -21,6 +21,7 @@ func init() {
 const (
 	wellKnown  = "/.well-known/cascade/"
 	policyPath = wellKnown + "policy"
+	jwksPath   = wellKnown + "jwks"
 )
 
 // serveEndpoint answers the well-known paths of a guard. It reports false for
@@ -31,6 +32,10 @@ func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 	}
 	if r.URL.Path == policyPath {
 		servePolicy(w, r, h)
+		return true
+	}
+	if r.URL.Path == jwksPath {
+		h.app.serveKeys(w, r)
 		return true
 	}
 	if strings.HasPrefix(r.URL.EscapedPath(), executionsPath) {

@@ -44,6 +44,7 @@ type engine struct {
 	keying    sync.Mutex    // held while the ring changes; guards configs
 	configs   []*engineSpec // that hold the engine, the latest last
 	resealing resealing
+	archive   archive
 
 	opener   StoreOpener  // by which the store was opened
 	counts   *metrics.Set // held until the engine is closed
@@ -139,6 +140,7 @@ func (e *engine) Destruct() error {
 	e.resealing.end()
 	e.endWaits()
 	e.stopWatch()
+	e.closeArchive()
 	defer releaseCounts(e.path)
 	return e.store.Close()
 }

@@ -22,6 +22,8 @@ const (
 	headerExecutionStatus = "Execution-Status"
 	headerWorkflowID      = "Workflow-Id"
 	headerReplayed        = "Idempotent-Replayed"
+
+	headerExecutionCheckpoint = "Execution-Checkpoint"
 )
 
 // statusClientClosed is Caddy's status for a client that has left.
@@ -43,6 +45,9 @@ type exchange struct {
 	wait    time.Time // when a retry stops waiting for a running execution
 	probing *probing  // the probe that this call makes
 
+	story    story
+	verified bool // its tokens, or that it needs none
+
 	doubtful bool // it was forwarded, and is in doubt
 	found    bool // an execution of this id was met
 	noted    noted
@@ -59,12 +64,13 @@ const (
 func (x *exchange) open() error {
 	e, err := x.h.app.acquire()
 	if err != nil {
-		p := problem.New(problem.StoreUnavailable, "The gateway's store cannot be opened.")
-		p.Cause = err
-		return p
+		return storeClosed(err)
 	}
 	x.engine, x.guard = e, e.guard
 	x.release = func() { _ = e.release() } // closing the store logs its own errors
+	if x.story.way, err = x.h.app.testimony(); err != nil {
+		return storeClosed(err)
+	}
 	return nil
 }
 
@@ -83,11 +89,20 @@ func (x *exchange) close() {
 // identify makes the guarded call of the request: its caller, workflow, execution
 // id and fingerprint.
 func (x *exchange) identify() error {
-	caller, err := x.h.caller(x.guard, x.r)
+	tokens := &x.story.tokens
+	var err error
+	if *tokens, err = x.h.verifyTokens(x.story.way, x.r); err != nil {
+		return err
+	}
+	x.verified = true
+	caller, err := x.h.caller(x.guard, x.r, tokens)
 	if err != nil {
 		return err
 	}
 	if err := x.readBody(); err != nil {
+		return err
+	}
+	if err := tokens.checkInput(x.bodyHash); err != nil {
 		return err
 	}
 	fp, err := x.fingerprintBody()
@@ -101,7 +116,7 @@ func (x *exchange) identify() error {
 		Origin:      guard.OriginGiven,
 		Host:        strings.ToLower(x.r.Host),
 		Action:      x.action.Name,
-		Workflow:    workflow(x.r),
+		Workflow:    workflow(x.r, tokens),
 		Deadline:    time.Duration(policy.Deadline),
 		KeepResult:  time.Duration(policy.RetainResult),
 		KeepKey:     time.Duration(policy.RetainKey),
@@ -109,6 +124,9 @@ func (x *exchange) identify() error {
 		Quota:       x.h.app.Quota.ofCaller(),
 	}
 	id, err := x.statedID()
+	if errors.Is(err, errNoID) && len(tokens.own) == 1 {
+		id, err = tokens.own[0].ID(), nil
+	}
 	if errors.Is(err, errNoID) {
 		id, err = x.missingID()
 	}
@@ -118,7 +136,7 @@ func (x *exchange) identify() error {
 	x.call.Scope.ID = id
 	x.call.Key = x.guard.Key(x.call.Scope)
 	x.wait = time.Now().Add(time.Duration(x.h.AttachWait))
-	return nil
+	return x.begin()
 }
 
 // unkept makes a problem of an error in reading the kept body again.
@@ -188,6 +206,9 @@ func (x *exchange) storeFailed(err error) error {
 	if x.r.Context().Err() != nil {
 		return x.gone()
 	}
+	if already := (*problem.Problem)(nil); errors.As(err, &already) {
+		return already
+	}
 	if errors.Is(err, guard.ErrDraining) {
 		return x.problem(problem.ShuttingDown, "Send the call again.", 0)
 	}
@@ -207,7 +228,13 @@ func (x *exchange) find() (guard.Finding, error) {
 
 // claim makes this call the owner of its key. guard.ErrTaken says to look again.
 func (x *exchange) claim(found guard.Finding) (*guard.Execution, error) {
-	execution, err := x.guard.Claim(x.r.Context(), &x.call, found)
+	told, err := x.announce(found)
+	if err != nil {
+		x.probed()
+		return nil, err
+	}
+	execution, err := x.guard.Claim(x.r.Context(), &x.call, found, told.Writes()...)
+	err = x.announced(told, err)
 	if err == nil && x.probing != nil { // the probe has said that it was not applied
 		x.resolved(guard.Released)
 	}

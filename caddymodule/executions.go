@@ -73,7 +73,18 @@ func (q *inquiry) serve() error {
 // authenticate finds out who asks, in the way in which callers are told apart.
 // Callers without any credential share their ids, and are told nothing (P3).
 func (q *inquiry) authenticate() error {
-	caller, err := q.h.caller(q.engine.guard, q.r)
+	way, err := q.h.app.testimony()
+	if err != nil {
+		return err
+	}
+	tokens, err := q.h.verifyTokens(way, q.r)
+	if err != nil {
+		return err
+	}
+	if err := way.spend(&tokens, q.r); err != nil {
+		return err
+	}
+	caller, err := q.h.caller(q.engine.guard, q.r, &tokens)
 	if err != nil {
 		return err
 	}

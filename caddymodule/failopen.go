@@ -23,6 +23,8 @@ func (x *exchange) failsOpen(err error) bool {
 	switch {
 	case !x.h.FailOpen || x.found || x.exiting():
 		return false
+	case !x.verified && x.h.needsTokens(x.r):
+		return false // whose call it is, is not known
 	case x.engine == nil:
 		// The store could not be opened. Where it could and only the keys are refused,
 		// an earlier call may stand in it.

@@ -12,6 +12,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -37,7 +38,7 @@ func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 	settled := false
 	defer func() {
 		if !settled { // a panic of our own: nothing is proven
-			_ = e.Settle(context.Background(), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseInterrupted})
+			_ = x.settle(e, guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseInterrupted}, nil)
 			x.action.counts.Settled(guard.InDoubt)
 		}
 	}()
@@ -49,11 +50,11 @@ func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 		if outcome.Verdict == guard.InDoubt {
 			x.doubted(outcome)
 		}
-		x.settleLater(e, outcome)
+		x.settleLater(e, outcome, f.rec.Header())
 		f.rec.Release()
 		return nil
 	}
-	err := e.Settle(context.Background(), outcome)
+	err := x.settle(e, outcome, f.rec.Header())
 	settled = true
 	x.settled(outcome, err)
 	if outcome.Verdict == guard.InDoubt {
@@ -81,12 +82,12 @@ func (x *exchange) doubted(o guard.Outcome) {
 }
 
 // settleLater records the outcome after the answer has gone.
-func (x *exchange) settleLater(e *guard.Execution, outcome guard.Outcome) {
+func (x *exchange) settleLater(e *guard.Execution, outcome guard.Outcome, answer http.Header) {
 	release := x.release
 	x.release = nil
 	go func() {
 		defer release()
-		err := e.Settle(context.Background(), outcome)
+		err := x.settle(e, outcome, answer)
 		x.settled(outcome, err)
 		if err != nil {
 			x.unrecorded()
@@ -101,7 +102,7 @@ func (x *exchange) settleLater(e *guard.Execution, outcome guard.Outcome) {
 func (x *exchange) forward(ctx context.Context, e *guard.Execution, next caddyhttp.Handler) forwarding {
 	var armed context.Context
 	cut := func() bool { return armed.Err() != nil }
-	rec := answer.NewRecorder(x.w, recording{e}, x.marks("executed"), cut)
+	rec := answer.NewRecorder(x.w, recording{e}, marked(x.marks("executed"), x.call.Checkpoint), cut)
 	for again := false; ; again = true {
 		var watch *sent.Watch
 		armed, watch = sent.Arm(ctx)
@@ -152,6 +153,9 @@ func (x *exchange) request(ctx context.Context) *http.Request {
 	r.Header.Set(headerExecutionParent, x.call.Scope.ID)
 	if x.call.Workflow != "" {
 		r.Header.Set(headerWorkflowID, x.call.Workflow)
+	}
+	if x.story.forwarded != nil {
+		r.Header.Add(ect.FieldName, x.story.forwarded.Raw())
 	}
 	answer.NarrowEncoding(r.Header)
 	r.TransferEncoding = nil

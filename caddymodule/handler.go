@@ -23,7 +23,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 		return err
 	}
 	if !guarded {
-		return next.ServeHTTP(w, r)
+		return h.pass(w, r, next)
 	}
 	x := &exchange{h: h, w: answer.NewWriter(w, r), r: r, action: action}
 	x.publish()
@@ -43,6 +43,30 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	return err
 }
 
+// pass hands on what is not guarded. A token is verified all the same.
+func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	err := h.verifySafe(r)
+	if err == nil {
+		return next.ServeHTTP(w, r)
+	}
+	var p *problem.Problem
+	if !errors.As(err, &p) {
+		return err
+	}
+	h.refuseUnguarded(w, p)
+	return nil
+}
+
+// refuseUnguarded answers a request that is not guarded with a problem.
+func (h *Handler) refuseUnguarded(w http.ResponseWriter, p *problem.Problem) {
+	w.Header().Set(headerExecutionStatus, answer.StatusRefused)
+	h.actions[len(h.actions)-1].counts.Refused(p.Kind().Slug) // the action default
+	if p.Cause != nil {
+		h.logger.Error("request refused", zap.String("problem", p.Kind().Slug), zap.Error(p.Cause))
+	}
+	p.Write(w)
+}
+
 // serve takes a guarded call through its steps.
 func (x *exchange) serve(next caddyhttp.Handler) error {
 	if err := x.open(); err != nil {
@@ -58,6 +82,9 @@ func (x *exchange) serve(next caddyhttp.Handler) error {
 		}
 		if found.Standing != guard.Free {
 			x.found = true
+			if _, err := x.reviewTokens(); err != nil {
+				return err
+			}
 			then, err := x.answer(found)
 			if err != nil || then == stepDone {
 				return err
@@ -88,6 +115,9 @@ func (x *exchange) refuse(w http.ResponseWriter, p *problem.Problem) {
 	}
 	x.pointToStatus(p)
 	w.Header().Set(headerExecutionStatus, answer.StatusRefused)
+	if x.call.Checkpoint != "" {
+		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
+	}
 	if !x.read && x.r.ProtoMajor == 1 && x.r.Header.Get("Expect") != "" {
 		// Else the server would wait for a body that the client was not asked for.
 		w.Header().Set("Connection", "close")

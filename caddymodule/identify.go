@@ -22,11 +22,14 @@ const anonymous = "anonymous"
 
 // caller says who asks: the first identity that applies. Each kind has a prefix of
 // its own, so that no caller can take another kind's name.
-func (h *Handler) caller(g *guard.Guard, r *http.Request) (string, error) {
+func (h *Handler) caller(g *guard.Guard, r *http.Request, tokens *presented) (string, error) {
 	if h.Caller != "" {
 		if name, ok := filled(r, h.Caller); ok {
 			return "explicit:" + name, nil
 		}
+	}
+	if issuer := tokens.issuer(); issuer != "" {
+		return "issuer:" + issuer, nil
 	}
 	if r.TLS != nil && len(r.TLS.VerifiedChains) > 0 {
 		return "certificate:" + subject(r.TLS.VerifiedChains[0][0]), nil
@@ -91,9 +94,13 @@ func unstable(authorization []string) bool {
 	return false
 }
 
-// workflow is the id shared by the calls of one piece of work: Workflow-Id, else
+// workflow is the id shared by the calls of one piece of work: that of a verified token,
+// else Workflow-Id, else
 // the trace id of traceparent, else none.
-func workflow(r *http.Request) string {
+func workflow(r *http.Request, tokens *presented) string {
+	if id := tokens.workflow(); id != "" {
+		return id
+	}
 	if id := r.Header.Get("Workflow-Id"); execid.Check(id) == nil {
 		return id
 	}

@@ -74,7 +74,7 @@ func TestCaller(t *testing.T) {
 			if c.user != "" {
 				replacer(c.r).Set("http.auth.user.id", c.user)
 			}
-			got, err := defaulted(t, c.h).caller(testGuard(t), c.r)
+			got, err := defaulted(t, c.h).caller(testGuard(t), c.r, new(presented))
 			if err != nil || !regexp.MustCompile("^"+c.want+"$").MatchString(got) {
 				t.Errorf("caller %q, %v; want %s", got, err, c.want)
 			}
@@ -87,7 +87,7 @@ func TestCallersAreToldApart(t *testing.T) {
 	g := testGuard(t)
 	caller := func(h Handler, fields ...string) string {
 		t.Helper()
-		name, err := defaulted(t, h).caller(g, request("POST", "/", fields...))
+		name, err := defaulted(t, h).caller(g, request("POST", "/", fields...), new(presented))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -123,7 +123,7 @@ func TestCallersAreToldApart(t *testing.T) {
 	if one != two {
 		t.Error("the spelling and order of `credentials` make another caller")
 	}
-	name, err := defaulted(t, Handler{}).caller(testGuard(t), request("POST", "/", "X-Api-Key", "k"))
+	name, err := defaulted(t, Handler{}).caller(testGuard(t), request("POST", "/", "X-Api-Key", "k"), new(presented))
 	if err != nil || name == caller(Handler{}, "X-Api-Key", "k") {
 		t.Errorf("the hash of a credential is the same under another store's key: %v", err)
 	}
@@ -133,7 +133,7 @@ func TestCallersAreToldApart(t *testing.T) {
 func TestCallersHideCredentials(t *testing.T) {
 	g := testGuard(t)
 	for _, field := range []string{"Authorization", "X-Api-Key", "Api-Key", "Cookie"} {
-		name, err := defaulted(t, Handler{}).caller(g, request("POST", "/", field, "Bearer s3cr3t"))
+		name, err := defaulted(t, Handler{}).caller(g, request("POST", "/", field, "Bearer s3cr3t"), new(presented))
 		if err != nil || strings.Contains(name, "s3cr3t") {
 			t.Errorf("%s: caller %q, %v", field, name, err)
 		}
@@ -147,13 +147,13 @@ func TestUnstableCredentialsAreRefused(t *testing.T) {
 		"AWS4-HMAC-SHA256 Credential=a": true, "Digest username=a": true, "Signature keyId=a": true, "DPoP a": true,
 		"GNAP a": true, "Negotiate a": true, "raw-token": true, "Bearer,Signature a": true,
 	} {
-		_, err := defaulted(t, Handler{}).caller(testGuard(t), request("POST", "/", "Authorization", value))
+		_, err := defaulted(t, Handler{}).caller(testGuard(t), request("POST", "/", "Authorization", value), new(presented))
 		var p *problem.Problem
 		if got := errors.As(err, &p) && p.Kind() == problem.CallerUnstable; got != refused {
 			t.Errorf("%q: refused %v (%v), want %v", value, got, err, refused)
 		}
 	}
-	_, err := defaulted(t, Handler{}).caller(testGuard(t), request("POST", "/", "Authorization", "Bearer a", "Authorization", "Digest b"))
+	_, err := defaulted(t, Handler{}).caller(testGuard(t), request("POST", "/", "Authorization", "Bearer a", "Authorization", "Digest b"), new(presented))
 	if err == nil {
 		t.Error("a second, unstable Authorization line is not refused")
 	}
@@ -185,7 +185,7 @@ func TestWorkflow(t *testing.T) {
 		{"no flags", []string{"Traceparent", "00-" + trace + "-00f067aa0ba902b7"}, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			if got := workflow(request("POST", "/", c.fields...)); got != c.want {
+			if got := workflow(request("POST", "/", c.fields...), new(presented)); got != c.want {
 				t.Errorf("workflow %q, want %q", got, c.want)
 			}
 		})

@@ -98,6 +98,16 @@ type Handler struct {
 	// answers, what it has found stands. Default: false.
 	FailOpen bool `json:"fail_open,omitempty"`
 
+	// Refuses requests without an Execution Context Token (403 `ect-invalid`), those
+	// that change nothing too. It needs `trust` in the global options. Default: false.
+	RequireECT bool `json:"require_ect,omitempty"`
+
+	// The identity of the upstream, a URI. Calls are then forwarded with a token of
+	// the gateway's as a further `Execution-Context` line, which names the upstream in
+	// its `aud` and is what the upstream's own tokens can name as their parent. It
+	// needs `identity` in the global options. Default: none is sent.
+	UpstreamIdentity string `json:"identity,omitempty"`
+
 	// `off` lets the well-known paths through to the upstream instead of answering
 	// them. Default: on.
 	Endpoints string `json:"endpoints,omitempty"`
@@ -156,6 +166,15 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	h.setDefaults()
 	if err := h.provisionIDs(); err != nil {
 		return err
+	}
+	if h.RequireECT && app.(*App).Trust == nil {
+		return errors.New("require_ect: it needs `trust` in the global options, which says whose tokens are believed")
+	}
+	if err := checkIdentity(h.UpstreamIdentity); err != nil {
+		return fmt.Errorf("identity: %w", err)
+	}
+	if h.UpstreamIdentity != "" && app.(*App).Identity == nil {
+		return errors.New("identity: it needs an `identity` in the global options, in whose name tokens are sent to the upstream")
 	}
 	if err := provisionMatchers(ctx, h, "ConsequentialRaw", h.ConsequentialRaw, &h.consequentialSets); err != nil {
 		return fmt.Errorf("consequential: %w", err)

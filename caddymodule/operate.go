@@ -15,6 +15,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/cli"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
 
@@ -69,6 +70,16 @@ func (b borrowed) Now(ctx context.Context) (time.Time, error) { return b.e.store
 // Release implements admin.Store. A store that nobody else uses any more is closed,
 // and logs by itself what goes wrong then.
 func (b borrowed) Release() { _ = b.e.release() }
+
+// Testify implements admin.Store.
+func (b borrowed) Testify(ctx context.Context, key guard.Key, found *guard.Record, d guard.Resolution) ([]store.Write, func(error) error) {
+	var way *testimony
+	if a := b.e.audience.latest(); a != nil {
+		way = a.way.Load()
+	}
+	told := way.settledBy(ctx, b.e, key, found, d.Applied, "operator")
+	return told.Writes(), told.Done
+}
 
 // Resolved implements admin.Store.
 func (b borrowed) Resolved(key guard.Key, found *guard.Record, decision guard.Resolution) {

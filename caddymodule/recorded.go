@@ -43,6 +43,7 @@ func (x *exchange) answer(found guard.Finding) (step, error) {
 	case guard.RolledBack:
 		return stepDone, x.problem(problem.RolledBack, "It was undone.", guard.StateRolledBack)
 	default:
+		x.call.Checkpoint = found.Record.Checkpoint
 		return x.doubt(found)
 	}
 }
@@ -68,7 +69,7 @@ func (x *exchange) replay(found guard.Finding) error {
 	x.note("replayed", "")
 	x.noted.outcome, x.noted.created = guard.Completed, result.Created
 	x.action.counts.Replayed()
-	marks := x.marks("replayed")
+	marks := marked(x.marks("replayed"), found.Record.Checkpoint)
 	marks[headerReplayed] = []string{"true"}
 	err = answer.Play(x.w, x.r, answer.Source{
 		Head: &result.Head, Body: result.Body(x.r.Context()),
@@ -122,7 +123,7 @@ func (x *exchange) attach(flight *guard.Flight) (step, error) {
 	x.action.counts.Attached()
 	err = answer.Play(x.w, x.r, answer.Source{
 		Head: head, Body: followed{x.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
-	}, x.marks("attached"))
+	}, marked(x.marks("attached"), flight.Checkpoint()))
 	if err != nil && !x.w.Sent() {
 		return x.followedInVain(flight)
 	}

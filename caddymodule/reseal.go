@@ -111,6 +111,11 @@ func (e *engine) keepResealed(ctx context.Context) {
 func (e *engine) resealOnce(ctx context.Context) bool {
 	ids := e.ring.KeyIDs()
 	e.logger.Info("re-sealing started", zap.Uint32("key", ids[len(ids)-1]))
+	if err := e.resealArchive(ctx); err != nil && ctx.Err() == nil {
+		e.logger.Warn("re-sealing the ledger failed", zap.Error(err))
+		e.resealing.last.Store(&resealStatus{Key: ids[len(ids)-1], Left: []keyLeft{}, Started: time.Now(), Err: err.Error()})
+		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
+	}
 	p, err := e.guard.Reseal(ctx, func(p guard.ResealProgress) { e.resealing.last.Store(newResealStatus(p)) })
 	status := newResealStatus(p)
 	fields := []zap.Field{

@@ -37,6 +37,7 @@ func (e *engine) snapshot() *metrics.Snapshot {
 		report := reporter.ReportStore(e.store)
 		now.Report, now.Disk = &report, reporter.ReportDisk(e.store)
 	}
+	now.Ledger = e.archive.report()
 	return now
 }
 

@@ -49,6 +49,8 @@ type Call struct {
 	Host     string
 	Action   string
 	Workflow string
+	// Checkpoint is the id of the token that announces the call; it may be empty.
+	Checkpoint string
 	// Deadline is the longest that the execution may take.
 	Deadline time.Duration
 	// KeepResult and KeepKey are how long after its settling the result can be

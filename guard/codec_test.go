@@ -13,7 +13,7 @@ func fullRecord() Record {
 	at := time.Unix(1_800_000_000, 123).UTC()
 	r := Record{
 		State: StateCompleted, ID: "id", Origin: OriginMinted, Guard: "g", Action: "a", Host: "h", Method: "POST", Path: "/p",
-		Workflow: "w", Node: "n", Boot: "b", Created: at, Deadline: at.Add(1), Settled: at.Add(2), Cause: CauseStatus,
+		Workflow: "w", Checkpoint: "k", Node: "n", Boot: "b", Created: at, Deadline: at.Add(1), Settled: at.Add(2), Cause: CauseStatus,
 		Status: 201, KeepResult: time.Hour, KeepKey: 2 * time.Hour,
 		Result: StoredResult{Kept: true, Inline: []byte("inline"), Pieces: 3, Size: 4, Expires: at.Add(3)},
 	}

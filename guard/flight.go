@@ -25,6 +25,7 @@ type Flight struct {
 	fingerprint Fingerprint
 	caller      CallerHash
 	id          string
+	checkpoint  string
 	recording   *Recording
 	done        chan struct{}
 	ending      Ending // valid once done is closed
@@ -33,6 +34,9 @@ type Flight struct {
 // Follow reads the flight's answer from its beginning, or returns nil where the
 // answer is too large for newcomers.
 func (f *Flight) Follow() *Follower { return f.recording.follow() }
+
+// Checkpoint is the id of the token that announced the execution; empty without one.
+func (f *Flight) Checkpoint() string { return f.checkpoint }
 
 // Done is closed when the execution is settled.
 func (f *Flight) Done() <-chan struct{} { return f.done }
@@ -63,7 +67,7 @@ func (t *flights) start(c *Call, caller CallerHash) *Flight {
 		return nil
 	}
 	f := &Flight{
-		key: c.Key, fingerprint: c.Fingerprint, caller: caller, id: c.Scope.ID,
+		key: c.Key, fingerprint: c.Fingerprint, caller: caller, id: c.Scope.ID, checkpoint: c.Checkpoint,
 		recording: newRecording(c.ResultCap), done: make(chan struct{}),
 	}
 	if shard.m == nil {

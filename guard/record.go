@@ -73,6 +73,7 @@ type Record struct {
 	Method      string
 	Path        string
 	Workflow    string
+	Checkpoint  string // the id of the token that announced it; empty without one
 	Node, Boot  string
 	Created     time.Time
 	Deadline    time.Time
@@ -127,6 +128,7 @@ func (g *Guard) newRecord(c *Call, caller CallerHash, now time.Time) Record {
 		Method:      shorten(c.Scope.Method, maxRecordedText),
 		Path:        shorten(c.Scope.Path, maxRecordedText),
 		Workflow:    shorten(c.Workflow, maxRecordedText),
+		Checkpoint:  shorten(c.Checkpoint, maxRecordedText),
 		Node:        g.node,
 		Boot:        g.boot,
 		Created:     now,
@@ -166,6 +168,7 @@ const (
 	tagKeepKey
 	tagHost
 	tagResultSize
+	tagCheckpoint
 )
 
 func (r *Record) encode(dst []byte) []byte {
@@ -199,6 +202,7 @@ func (r *Record) encode(dst []byte) []byte {
 	e.int(tagKeepKey, int64(r.KeepKey))
 	e.string(tagHost, r.Host)
 	e.int(tagResultSize, r.Result.Size)
+	e.string(tagCheckpoint, r.Checkpoint)
 	return e.b
 }
 
@@ -269,6 +273,8 @@ func decodeRecord(b []byte) (*Record, error) {
 			r.Host = d.string()
 		case tagResultSize:
 			r.Result.Size = d.int()
+		case tagCheckpoint:
+			r.Checkpoint = d.string()
 		}
 	}
 	if d.err == nil && (r.State < StateClaimed || r.State > StateRolledBack) {

@@ -11,19 +11,20 @@ import (
 
 // Applied settles a doubtful execution with the evidence that it was executed. With
 // an answer, that becomes the result; without one the result is unavailable. The
-// answer's body is at most 256 KiB; a larger one is not kept.
+// answer's body is at most 256 KiB; a larger one is not kept. The commit carries riders
+// of other packages.
 //
 // ErrTaken says that the execution is not in doubt any more: look it up again.
-func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Head, body []byte) error {
+func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Head, body []byte, riders ...store.Write) error {
 	record, tail, err := g.applied(ctx, found, answer, body)
 	if err != nil {
 		return err
 	}
-	err = g.apply(ctx, key, found, record, tail)
+	err = g.apply(ctx, key, found, record, tail, riders...)
 	if tail != nil && errors.Is(err, ErrStore) {
 		// The answer did not fit; that the call was executed is what must be kept.
 		record.Result = StoredResult{}
-		err = g.apply(ctx, key, found, record, nil)
+		err = g.apply(ctx, key, found, record, nil, riders...)
 	}
 	return err
 }
@@ -107,10 +108,10 @@ var (
 // Resolve settles a doubtful execution as an operator decides (P1). Where it was
 // applied, a given answer is replayed from now on; without one a retry is told that
 // the call was executed and its result is not available. The decision, who made it
-// and why are recorded in the same commit.
+// and why are recorded in the same commit, which carries riders of other packages.
 //
 // ErrTaken says that the execution changed since it was looked up.
-func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answer *Head, body []byte) error {
+func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answer *Head, body []byte, riders ...store.Write) error {
 	switch {
 	case found.Standing != Doubtful:
 		return ErrNotInDoubt
@@ -129,11 +130,11 @@ func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answe
 	defer g.writers.enter().leave()
 	r.At, r.Cause, r.Action = record.Settled, found.Record.Cause, found.Record.Action
 	name := resolvedKey(found.Key, r.At)
-	rider := store.Write{Key: name, Value: g.sealer.Seal(nil, r.encode(nil), name), Expires: r.At.Add(keepResolutions)}
+	noted := store.Write{Key: name, Value: g.sealer.Seal(nil, r.encode(nil), name), Expires: r.At.Add(keepResolutions)}
 	if !r.Applied {
 		record, tail = nil, nil
 	}
-	return g.apply(ctx, found.Key, found.Finding, record, tail, rider)
+	return g.apply(ctx, found.Key, found.Finding, record, tail, append(riders, noted)...)
 }
 
 // Resolutions lists what operators have decided about the execution key, the oldest

@@ -50,6 +50,9 @@ type Store interface {
 	Report() *Report
 	// Quota is what one caller may hold; nil where nothing bounds it.
 	Quota() *Quota
+	// Testify returns the evidence of a decision, which lands in its commit, and who
+	// must be told what came of that: it hands the error on.
+	Testify(ctx context.Context, key guard.Key, found *guard.Record, decision guard.Resolution) (riders []store.Write, landed func(error) error)
 	// Resolved tells the log, and who listens to events, of a decision.
 	Resolved(key guard.Key, found *guard.Record, decision guard.Resolution)
 	// Keys is the state of the key ring.

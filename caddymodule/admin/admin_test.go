@@ -70,6 +70,10 @@ func (o *opened) borrow(n int) {
 	o.borrowed += n
 }
 
+func (o *opened) Testify(context.Context, guard.Key, *guard.Record, guard.Resolution) ([]store.Write, func(error) error) {
+	return nil, func(err error) error { return err }
+}
+
 func (o *opened) Resolved(_ guard.Key, _ *guard.Record, decision guard.Resolution) {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -64,7 +64,8 @@ func (a *API) resolve(name string) handler {
 			return nil, refuse(http.StatusConflict, "the execution is not in doubt: it is %s", found.State())
 		}
 		decided := guard.Resolution{Applied: d.Decision == DecisionApplied, Operator: d.Operator, Reason: d.Reason}
-		if err := g.Resolve(r.Context(), found, decided, head, body); err != nil {
+		evidence, landed := st.Testify(r.Context(), key, found.Record, decided)
+		if err := landed(g.Resolve(r.Context(), found, decided, head, body, evidence...)); err != nil {
 			return nil, err
 		}
 		st.Resolved(key, found.Record, decided)

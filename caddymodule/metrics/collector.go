@@ -3,6 +3,7 @@ package metrics
 import (
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -49,6 +50,21 @@ type Snapshot struct {
 	Report *StoreReport
 	// Disk is nil where the store does not know.
 	Disk *DiskReport
+	// Ledger is nil where no configuration has an identity.
+	Ledger *LedgerReport
+}
+
+// LedgerReport is how the ledger is.
+type LedgerReport struct {
+	// Entries is the size of the tree.
+	Entries int64
+	// Backlog is the number of events that wait for their place in it, and Age how
+	// long the oldest of them has waited.
+	Backlog int
+	Age     time.Duration
+	// Unsigned counts the events that went into the tree without a token, Retries the
+	// moves that failed and were tried again, since the store was opened.
+	Unsigned, Retries int64
 }
 
 // Doubts are the executions in doubt.
@@ -122,6 +138,10 @@ func (c *Collector) Collect(ch chan<- prometheus.Metric) {
 		for r, name := range reasonNames {
 			out.count(unguarded, g.unguarded[r].Load(), g.name, name)
 		}
+		g.tokens.Range(func(result, n any) bool {
+			out.count(tokens, n.(*atomic.Uint64).Load(), g.name, result.(string))
+			return true
+		})
 	}
 	for _, a := range actions {
 		out.action(a)
@@ -198,6 +218,13 @@ func (s sink) snapshot(now *Snapshot) {
 	if disk := now.Disk; disk != nil {
 		s.gauge(storeFree, float64(disk.Free))
 		s.gauge(storeWatermark, float64(disk.Watermark))
+	}
+	if l := now.Ledger; l != nil {
+		s.gauge(ledgerEntries, float64(l.Entries))
+		s.gauge(ledgerBacklog, float64(l.Backlog))
+		s.gauge(ledgerAge, l.Age.Seconds())
+		s.count(ledgerUnsigned, uint64(l.Unsigned))
+		s.count(ledgerRetries, uint64(l.Retries))
 	}
 }
 

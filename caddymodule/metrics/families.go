@@ -51,6 +51,8 @@ var (
 	probes     = family("probes_total", counter, "Status probes, by what they found.", "guard", "action", "result")
 	unguarded  = family("unguarded_total", counter, "Calls that are not guarded and were passed through.", "guard", "reason")
 
+	tokens = family("tokens_total", counter, "Requests with Execution Context Tokens, by what came of verifying them.", "guard", "result")
+
 	inDoubt       = family("in_doubt", gauge, "Executions that are in doubt now; counted up to 100000.")
 	inDoubtOldest = family("in_doubt_oldest_age_seconds", gauge, "Age of the oldest execution in doubt; 0 without one.")
 	recovered     = family("recovered_total", counter, "Executions that an earlier process had left open, by what became of them.", "outcome")
@@ -64,6 +66,12 @@ var (
 	commitSeconds  = &Family{Name: nameCommitSeconds, Type: histogram, Help: helpCommitSeconds}
 	commitBatches  = &Family{Name: nameCommitBatches, Type: histogram, Help: helpCommitBatches}
 
+	ledgerEntries  = family("ledger_entries", gauge, "Entries of the ledger's tree.")
+	ledgerBacklog  = family("ledger_backlog", gauge, "Events that are recorded and wait for their place in the ledger's tree.")
+	ledgerAge      = family("ledger_backlog_age_seconds", gauge, "How long the oldest event has waited for its place in the ledger's tree.")
+	ledgerUnsigned = family("ledger_unsigned_total", counter, "Events that went into the ledger without a token, since the store was opened.")
+	ledgerRetries  = family("ledger_retries_total", counter, "Moves into the ledger's tree that failed and were tried again, since the store was opened.")
+
 	eventsDropped = family("events_dropped_total", counter, "Events that were dropped because handlers of events were too slow.")
 	info          = family("info", gauge, "Always 1; its labels tell the version of the plugin and the kind of store.", "version", "store")
 )
@@ -74,8 +82,9 @@ func Families() []*Family {
 }
 
 var families = []*Family{
-	executions, running, replays, attaches, problems, failOpen, probes, unguarded,
+	executions, running, replays, attaches, problems, failOpen, probes, unguarded, tokens,
 	inDoubt, inDoubtOldest, recovered,
 	storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
+	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
 	eventsDropped, info,
 }

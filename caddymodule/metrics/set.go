@@ -88,6 +88,7 @@ var reasonNames = [reasons]string{"safe", "exempt", "upgrade", "grpc"}
 type Guard struct {
 	name      string
 	unguarded [reasons]atomic.Uint64
+	tokens    sync.Map // what came of verifying -> *atomic.Uint64
 
 	mu      sync.Mutex
 	actions []*Action
@@ -95,6 +96,20 @@ type Guard struct {
 
 // Unguarded counts a call that was passed through.
 func (g *Guard) Unguarded(r Reason) { g.unguarded[r].Add(1) }
+
+// Token counts the tokens of a request that were verified or refused. result is a word
+// of this program: verified, unavailable, or the code of the refusal. Empty is nothing
+// to count.
+func (g *Guard) Token(result string) {
+	if result == "" {
+		return
+	}
+	n, ok := g.tokens.Load(result)
+	if !ok {
+		n, _ = g.tokens.LoadOrStore(result, new(atomic.Uint64))
+	}
+	n.(*atomic.Uint64).Add(1)
+}
 
 // action returns the counts of the action of this name.
 func (g *Guard) action(name string) *Action {

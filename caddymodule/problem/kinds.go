@@ -147,6 +147,13 @@ var (
 		caller:   "Ask with the credential and at the host that the call was made with. This is no proof that the call was never executed: a retry is safe under the same id and credential, for as long as keys are kept.",
 		operator: "A credential that was rotated is another caller; an identity from Caddy's authentication, or `caller`, stays the same.",
 	}
+	ECTInvalid = Kind{
+		Slug: "ect-invalid", Status: http.StatusForbidden, SafeNewKey: true,
+		Title:    "The Execution Context Token is not accepted",
+		meaning:  "The request carries a token that cannot be verified, that was used for another call, or that is missing where one is required. `reason` says which in one word. Nothing was recorded or forwarded. What cannot be parsed at all is answered with 400.",
+		caller:   "Make a new token for this call: its own `jti`, an `aud` that names this gateway, an `iat` of now, parents of the same workflow. A retry may send the same bytes again, with the same call.",
+		operator: "`trust` says whose keys are believed and how strictly; the metric `agent_guard_tokens_total` counts the reasons.",
+	}
 	ParameterInvalid = Kind{
 		Slug: "parameter-invalid", Status: http.StatusBadRequest,
 		Title:    "The question is malformed",
@@ -161,7 +168,7 @@ func Kinds() []Kind {
 	return []Kind{
 		ExecutionIDMissing, ExecutionIDInvalid, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
 		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, StoreUnavailable, ShuttingDown, BodyTooLarge,
-		AuthenticationRequired, ExecutionUnknown, ParameterInvalid,
+		AuthenticationRequired, ExecutionUnknown, ECTInvalid, ParameterInvalid,
 	}
 }
 

@@ -7,6 +7,7 @@
 package problem
 
 import (
+	"cmp"
 	"encoding/json"
 	"net/http"
 	"strconv"
@@ -25,6 +26,10 @@ type Problem struct {
 	ExecutionID string
 	// State is the recorded execution's state, where there is one to tell of.
 	State string
+	// Status is the HTTP status, where it is not that of the kind.
+	Status int
+	// Reason is a short stable code that says more than the kind; it may be empty.
+	Reason string
 	// StatusURL is where the caller can ask what becomes of the execution, if it can.
 	StatusURL string
 	// RetryAfter is set where a retry helps; it is sent in whole seconds, at least 1.
@@ -62,6 +67,7 @@ type document struct {
 	Title       string   `json:"title"`
 	Status      int      `json:"status"`
 	Detail      string   `json:"detail,omitempty"`
+	Reason      string   `json:"reason,omitempty"`
 	ExecutionID string   `json:"execution_id,omitempty"`
 	State       string   `json:"state,omitempty"`
 	SafeNewKey  bool     `json:"safe_new_key"`
@@ -81,7 +87,7 @@ type sdkBody struct {
 func (p *Problem) Write(w http.ResponseWriter) {
 	k := p.kind
 	doc := document{
-		Type: BasePath + k.Slug, Title: k.Title, Status: k.Status, Detail: p.Detail,
+		Type: BasePath + k.Slug, Title: k.Title, Status: cmp.Or(p.Status, k.Status), Detail: p.Detail, Reason: p.Reason,
 		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: k.SafeNewKey,
 		StatusURL: p.StatusURL,
 	}
@@ -105,6 +111,6 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	if p.StatusURL != "" {
 		h.Add("Link", "<"+p.StatusURL+`>; rel="status"`)
 	}
-	w.WriteHeader(k.Status)
+	w.WriteHeader(doc.Status)
 	_, _ = w.Write(body) // the client may be gone; there is nobody to tell
 }

@@ -1,0 +1,56 @@
+package evidence
+
+import (
+	"context"
+	"errors"
+
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// spaceLedger begins all keys of the ledger (package ect/ledger).
+const spaceLedger = 'l'
+
+// Begun reports whether the store holds a ledger.
+func Begun(ctx context.Context, st store.Store) (bool, error) {
+	for _, err := range st.Scan(ctx, store.Range{From: []byte{spaceLedger}, To: []byte{spaceLedger + 1}, Limit: 1}) {
+		return err == nil, err
+	}
+	return false, nil
+}
+
+// CallOf is a recorded call as evidence speaks of it. What led to it are the parents of
+// its checkpoint, as far as that is in the ledger.
+func (e *Evidence) CallOf(ctx context.Context, key guard.Key, r *guard.Record) Call {
+	c := Call{Key: key, Caller: r.Caller, Action: r.Action, Workflow: WorkflowID(r.Workflow)}
+	entry, err := e.log.Lookup(ctx, c.Workflow, r.Checkpoint)
+	if errors.Is(err, ledger.ErrWaiting) {
+		entry, err = e.log.Wait(ctx, c.Workflow, r.Checkpoint)
+	}
+	if err == nil {
+		c.Parents = entry.Parents
+	}
+	return c
+}
+
+// TellDeath tells of an execution that is in doubt, unless that was told before.
+func (e *Evidence) TellDeath(ctx context.Context, w *Witness, key guard.Key, r *guard.Record) error {
+	c := e.CallOf(ctx, key, r)
+	_, err := e.log.Lookup(ctx, c.Workflow, NodeID(r.Checkpoint))
+	if !errors.Is(err, ledger.ErrNotFound) {
+		if err == nil || errors.Is(err, ledger.ErrWaiting) || errors.Is(err, ledger.ErrPruned) {
+			return nil
+		}
+		return err
+	}
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	drafts, err := w.Outcome(now, &c, &Outcome{Checkpoint: r.Checkpoint, Verdict: guard.InDoubt, Cause: r.Cause, Status: r.Status})
+	if err != nil {
+		return err
+	}
+	return e.Append(ctx, now.Add(r.KeepResult), nil, drafts...)
+}

@@ -1,0 +1,148 @@
+package evidence
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Use says what a token was presented for: an execution key, or the hash of a request
+// that changes nothing.
+type Use [sha256.Size]byte
+
+const (
+	// spaceUsed begins the store's keys of tokens that were used: a keyed hash of
+	// workflow and id leads to the hash of the token's bytes and its Use.
+	spaceUsed = 'j'
+	// spaceLink begins the store's keys of executions by workflow and id, which lead to
+	// their checkpoint.
+	spaceLink = 'p'
+	// hashed is how much of a keyed hash stands in a key.
+	hashed = 16
+)
+
+// clockMargin is by how much longer than a token is accepted it is remembered, so that
+// a step of the clock lets it in no second time.
+const clockMargin = time.Hour
+
+func (e *Evidence) usedKey(t *ect.Token) []byte {
+	hash := e.sealer.Index("token used", t.Workflow(), t.ID())
+	return append(append(make([]byte, 0, 1+hashed), spaceUsed), hash[:hashed]...)
+}
+
+// Bound is the write that records what a token is used for, on the condition that it
+// was not used before. It rides in the claim's commit, so that the same token cannot
+// claim two keys, over restarts and nodes.
+func (e *Evidence) Bound(t *ect.Token, u Use) store.Write {
+	digest := t.Digest()
+	return store.Write{
+		Key: e.usedKey(t), Value: append(append(make([]byte, 0, 2*sha256.Size), digest[:]...), u[:]...),
+		If: store.Absent(), Expires: t.Expires().Add(ect.Skew + clockMargin),
+	}
+}
+
+// Standing says how a token stands to a use.
+type Standing uint8
+
+// The standings of a token.
+const (
+	// Unused: nothing is known of it.
+	Unused Standing = iota
+	// Same: these bytes were used for this before: a retry.
+	Same
+	// Other: the id was used for something else, or with other bytes.
+	Other
+)
+
+func (u used) standing(t *ect.Token, use Use) Standing {
+	if u.digest == t.Digest() && u.use == use {
+		return Same
+	}
+	return Other
+}
+
+// Recorded looks up in the store how a token stands to a use.
+func (e *Evidence) Recorded(ctx context.Context, t *ect.Token, use Use) (Standing, error) {
+	item, err := e.store.Get(ctx, e.usedKey(t))
+	if errors.Is(err, store.ErrNotFound) {
+		return Unused, nil
+	}
+	if err != nil {
+		return Unused, err
+	}
+	if len(item.Value) != 2*sha256.Size {
+		return Unused, fmt.Errorf("evidence: the record of a used token has %d bytes", len(item.Value))
+	}
+	return used{digest: [32]byte(item.Value), use: Use(item.Value[sha256.Size:])}.standing(t, use), nil
+}
+
+// Take remembers in memory what a token is used for, as one step, and says how it
+// stood. ect.ErrUnavailable says that there is no room: nothing is known then.
+func (e *Evidence) Take(t *ect.Token, use Use, now time.Time) (Standing, error) {
+	return e.uses.take(t, use, now)
+}
+
+// Forget gives the memory back where the store knows what the token was used for.
+func (e *Evidence) Forget(t *ect.Token) { e.uses.forget(t) }
+
+// maxUses bounds the uses in memory; each takes about 150 bytes.
+const maxUses = 500_000
+
+type used struct {
+	digest [sha256.Size]byte
+	use    Use
+	until  time.Time
+}
+
+// uses are the tokens that are being claimed with, and those whose use nobody records.
+type uses struct {
+	mu    sync.Mutex
+	most  int
+	m     map[scope]used
+	swept time.Time
+}
+
+func newUses(most int) *uses { return &uses{most: most, m: map[scope]used{}} }
+
+func (u *uses) take(t *ect.Token, use Use, now time.Time) (Standing, error) {
+	name := scope{t.Workflow(), t.ID()}
+	digest := t.Digest()
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if before, ok := u.m[name]; ok && now.Before(before.until) {
+		return before.standing(t, use), nil
+	}
+	if len(u.m) >= u.most && !u.sweep(now) {
+		// Forgetting one would let it in a second time.
+		return Unused, fmt.Errorf("%w: %d tokens are remembered already", ect.ErrUnavailable, len(u.m))
+	}
+	u.m[name] = used{digest, use, t.Expires().Add(ect.Skew + clockMargin)}
+	return Unused, nil
+}
+
+// sweep forgets what cannot be presented any more, at most once a second, and reports
+// whether there is room now.
+func (u *uses) sweep(now time.Time) bool {
+	if now.Sub(u.swept).Abs() < time.Second {
+		return false
+	}
+	u.swept = now
+	for name, before := range u.m {
+		if !now.Before(before.until) {
+			delete(u.m, name)
+		}
+	}
+	return len(u.m) < u.most
+}
+
+func (u *uses) forget(t *ect.Token) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	delete(u.m, scope{t.Workflow(), t.ID()})
+}

@@ -1,0 +1,216 @@
+package evidence
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+// The gateway's own extension members, in the nodes that tell what came of a call.
+const (
+	// MemberOutcome is completed, released or in_doubt.
+	MemberOutcome ect.Member = "agent_guard.outcome"
+	// MemberCause says why, in the words of guard.Cause.
+	MemberCause ect.Member = "agent_guard.cause"
+	// MemberStatus is the status of the upstream's answer.
+	MemberStatus ect.Member = "agent_guard.status"
+	// MemberCaller is the keyed hash of the caller, in hexadecimal.
+	MemberCaller ect.Member = "agent_guard.caller"
+	// MemberExecution is the short form of the execution key.
+	MemberExecution ect.Member = "agent_guard.execution"
+	// MemberBy says who settled a doubt: an operator or a probe.
+	MemberBy ect.Member = "agent_guard.settled_by"
+)
+
+// Witness tells of calls in the name of one identity.
+type Witness struct {
+	e      *Evidence
+	issuer *ect.Issuer
+}
+
+// Witness makes tokens for an identity. Life is ect.DefaultLife if zero.
+func (e *Evidence) Witness(identity string, spelling ect.Spelling, life time.Duration) (*Witness, error) {
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: e.ring, Spelling: spelling, Life: life})
+	if err != nil {
+		return nil, err
+	}
+	return &Witness{e, issuer}, nil
+}
+
+// Identity is the issuer of all tokens.
+func (w *Witness) Identity() string { return w.issuer.Identity() }
+
+// Call is what evidence says of a call.
+type Call struct {
+	// Key is the execution key.
+	Key guard.Key
+	// Caller is the keyed hash of the caller.
+	Caller guard.CallerHash
+	// Action is the configured name of the action.
+	Action string
+	// Workflow is the id of the workflow as WorkflowID gives it; it may be empty.
+	Workflow string
+	// Parents are the ids of the tokens that led to the call.
+	Parents []string
+	// Target is the resource that the call changes, without its query.
+	Target string
+	// RollbackURI is where a rollback of the call is asked for.
+	RollbackURI string
+	// TTL is how long the call can be rolled back.
+	TTL time.Duration
+	// Audience are further verifiers of the checkpoint.
+	Audience []string
+}
+
+// WorkflowID is the UUID of a workflow. A UUID stands for itself and a trace id for the
+// UUID of the same digits; of any other name one is derived, always the same.
+func WorkflowID(name string) string {
+	if name == "" {
+		return ""
+	}
+	if id, err := uuid.Parse(name); err == nil && (len(name) == 36 || len(name) == 32) && id != uuid.Nil && id != uuid.Max {
+		return id.String()
+	}
+	return derived("agent_guard workflow", name)
+}
+
+// derived makes a UUID (version 8, RFC 9562) of a name.
+func derived(domain, name string) string {
+	sum := sha256.Sum256([]byte(domain + "\x00" + name))
+	id := uuid.UUID(sum[:16])
+	id[6] = id[6]&0x0f | 0x80
+	id[8] = id[8]&0x3f | 0x80
+	return id.String()
+}
+
+// actionName is the exec_act of an action. An action that is called like an event of
+// the drafts would be read as one.
+func actionName(action string) string {
+	if _, ok := ect.ParseEvent(action); ok {
+		return "call:" + action
+	}
+	return action
+}
+
+// Checkpoint drafts the token that announces a call (cascade 4.2.1). It is recorded
+// before anything leaves.
+func (w *Witness) Checkpoint(now time.Time, c *Call) (*ect.Draft, error) {
+	ext := new(ect.ExtBuilder).
+		// Nothing undoes a call yet.
+		Bool(ect.MemberReversible, false).
+		Text(ect.MemberRollbackURI, c.RollbackURI).
+		Text(ect.MemberTarget, c.Target).
+		Text(ect.MemberDescription, c.Action).
+		Int(ect.MemberTTL, int64(c.TTL/time.Second)).
+		Text(MemberCaller, hex.EncodeToString(c.Caller[:])).
+		Text(MemberExecution, c.Key.String())
+	return w.issuer.Draft(now, ect.Claims{
+		Audience: append([]string{w.Identity()}, c.Audience...), Workflow: c.Workflow,
+		Action: string(ect.EventCheckpoint), Parents: c.Parents, Ext: ext,
+	})
+}
+
+// Sign signs a draft at once, for those who cannot wait for the sequencer.
+func (w *Witness) Sign(d *ect.Draft) (*ect.Token, error) { return w.issuer.Sign(d) }
+
+// Outcome is what came of a call.
+type Outcome struct {
+	Checkpoint string
+	Verdict    guard.Verdict
+	Cause      guard.Cause
+	Status     int
+	// By says who settled a doubt; empty for the call itself.
+	By string
+	// UpstreamErrors are the ids of the errors that the upstream has told of.
+	UpstreamErrors []string
+}
+
+// failed reports that the call did not do what its caller wanted, or may not have.
+func (o *Outcome) failed() bool {
+	return o.By == "" && (o.Verdict != guard.Completed || o.Status >= 400)
+}
+
+// NodeID is the id of the node that tells what came of the call with a checkpoint: it
+// can be told once, whoever tells it. How a doubt was settled is told by another one.
+func NodeID(checkpoint string) string { return derived("agent_guard outcome", checkpoint) }
+
+// Outcome drafts the action's node, and an error where the call has failed (ATD "Error
+// Signaling"). The node follows from the call's parents and from its checkpoint.
+func (w *Witness) Outcome(now time.Time, c *Call, o *Outcome) ([]*ect.Draft, error) {
+	id := NodeID(o.Checkpoint)
+	if o.By != "" {
+		id = derived("agent_guard settled", o.Checkpoint)
+	}
+	ext := new(ect.ExtBuilder).
+		Text(MemberOutcome, o.Verdict.String()).
+		Text(MemberCaller, hex.EncodeToString(c.Caller[:])).
+		Text(MemberExecution, c.Key.String())
+	if o.Cause != "" {
+		ext.Text(MemberCause, string(o.Cause))
+	}
+	if o.Status != 0 {
+		ext.Int(MemberStatus, int64(o.Status))
+	}
+	if o.By != "" {
+		ext.Text(MemberBy, o.By)
+	}
+	parents := append(make([]string, 0, len(c.Parents)+1), c.Parents...)
+	if len(parents) < ect.MaxParents {
+		parents = append(parents, o.Checkpoint)
+	}
+	node, err := w.issuer.Draft(now, ect.Claims{
+		Audience: []string{w.Identity()}, ID: id, Workflow: c.Workflow, Action: actionName(c.Action), Parents: parents, Ext: ext,
+	})
+	if err != nil {
+		return nil, err
+	}
+	if !o.failed() {
+		return []*ect.Draft{node}, nil
+	}
+	failure, err := w.failure(now, c, o, id)
+	return []*ect.Draft{node, failure}, err
+}
+
+func (w *Witness) failure(now time.Time, c *Call, o *Outcome, node string) (*ect.Draft, error) {
+	severity, kind := classify(o)
+	ext := new(ect.ExtBuilder).
+		Text(ect.MemberSeverity, severity).
+		Text(ect.MemberErrorType, kind).
+		Text(ect.MemberDescription, c.Action+": "+string(o.Cause)).
+		Text(ect.MemberCheckpointID, o.Checkpoint).
+		Texts(ect.MemberUpstreamErrors, o.UpstreamErrors)
+	// Of the action that failed: the caller's own token, and our node of it.
+	parents := append(make([]string, 0, len(c.Parents)+1), node)
+	if len(c.Parents) < ect.MaxParents {
+		parents = append(parents, c.Parents...)
+	}
+	return w.issuer.Draft(now, ect.Claims{
+		Audience: []string{w.Identity()}, ID: derived("agent_guard error", node), Workflow: c.Workflow,
+		Action: string(ect.EventError), Parents: parents, Ext: ext,
+	})
+}
+
+// classify gives severity and type of a failure. What is in doubt needs a person.
+func classify(o *Outcome) (severity, kind string) {
+	switch {
+	case o.Verdict == guard.InDoubt && o.Cause == guard.CauseDeadline:
+		return "critical", "timeout"
+	case o.Verdict == guard.InDoubt:
+		return "critical", "outcome_unknown"
+	case o.Cause == guard.CauseNotSent:
+		return "warning", "upstream_unreachable"
+	case o.Status == 429:
+		return "warning", "rate_limited"
+	case o.Verdict == guard.Released:
+		return "warning", "refused"
+	case o.Status < 500:
+		return "warning", "action_failed"
+	default:
+		return "error", "action_failed"
+	}
+}

@@ -1,0 +1,211 @@
+package caddymodule
+
+import (
+	"crypto/sha256"
+	"errors"
+	"net/http"
+	"slices"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// maxPresented is how many tokens one request may carry.
+const maxPresented = 10
+
+// presented are the verified tokens of one request.
+type presented struct {
+	// all are the tokens as they came, parents and callers' own.
+	all []*ect.Token
+	// own are those that the caller has made: not ours, and not another one's parent.
+	own []*ect.Token
+	// leaves are the ids of those that are no other one's parent: what led to the
+	// request.
+	leaves []string
+}
+
+// issuer is the caller that the tokens speak of; empty without one.
+func (p *presented) issuer() string {
+	if len(p.own) == 0 {
+		return ""
+	}
+	return p.own[0].Issuer()
+}
+
+// workflow is that of the tokens; empty where none of them names one.
+func (p *presented) workflow() string {
+	for _, t := range p.all {
+		if t.Workflow() != "" {
+			return t.Workflow()
+		}
+	}
+	return ""
+}
+
+// checkInput holds tokens that name the body they were made for against the one that
+// was sent: a token that was taken from another call is refused.
+func (p *presented) checkInput(body func() (ect.Hash, error)) error {
+	if !slices.ContainsFunc(p.own, func(t *ect.Token) bool { return !t.InputHash().IsZero() }) {
+		return nil
+	}
+	sum, err := body()
+	if err != nil {
+		return err
+	}
+	for _, t := range p.own {
+		if err := t.CheckInput(sum); err != nil {
+			return refusedToken(err)
+		}
+	}
+	return nil
+}
+
+// verifyTokens verifies the tokens of a request. Without `trust` they mean nothing.
+func (h *Handler) verifyTokens(way *testimony, r *http.Request) (presented, error) {
+	if way == nil || way.verifier == nil {
+		return presented{}, nil
+	}
+	p, err := way.verify(r)
+	if err == nil && len(p.own) == 0 && h.RequireECT {
+		err = &ect.Error{Code: ect.CodeMissing}
+	}
+	h.counts.Token(tokenResult(&p, err))
+	if err != nil {
+		return presented{}, refusedToken(err)
+	}
+	return p, nil
+}
+
+// tokenResult is how metrics name what came of a verification; empty for a request
+// without tokens.
+func tokenResult(p *presented, err error) string {
+	var refused *ect.Error
+	switch {
+	case errors.As(err, &refused):
+		return string(refused.Code)
+	case err != nil:
+		return "unavailable"
+	case len(p.all) > 0:
+		return "verified"
+	}
+	return ""
+}
+
+// verify verifies the tokens of a request. A refusal is an *ect.Error.
+func (t *testimony) verify(r *http.Request) (presented, error) {
+	raws, err := ect.ParseFields(r.Header[ect.FieldName])
+	if err != nil || len(raws) == 0 {
+		return presented{}, err
+	}
+	if len(raws) > maxPresented {
+		return presented{}, &ect.Error{Code: ect.CodeTooManyParents}
+	}
+	all, err := t.verifier.VerifyAll(r.Context(), raws, ect.Presentation{
+		Now: time.Now(), Peer: peer(r), DAG: t.evidence.GraphOf(raws[0]),
+	})
+	if err != nil {
+		return presented{}, err
+	}
+	p := presented{all: all}
+	for _, token := range all {
+		if w := p.workflow(); token.Workflow() != "" && token.Workflow() != w {
+			return presented{}, &ect.Error{Code: ect.CodeWorkflow}
+		}
+		parent := slices.ContainsFunc(all, func(other *ect.Token) bool { return slices.Contains(other.Parents(), token.ID()) })
+		if parent {
+			continue
+		}
+		p.leaves = append(p.leaves, token.ID())
+		if token.Issuer() == t.witness.Identity() {
+			continue // handed on by who got it with a call
+		}
+		if len(p.own) > 0 && p.issuer() != token.Issuer() {
+			return presented{}, &ect.Error{Code: ect.CodeIssuer} // whoever sends it is one caller
+		}
+		p.own = append(p.own, token)
+	}
+	return p, nil
+}
+
+// peer is who the connection has proven to be at the other end: a URI, as workload
+// certificates have one.
+func peer(r *http.Request) string {
+	if r.TLS == nil || len(r.TLS.VerifiedChains) == 0 {
+		return ""
+	}
+	for _, uri := range r.TLS.VerifiedChains[0][0].URIs {
+		return uri.String()
+	}
+	return ""
+}
+
+// refusedToken makes a problem of what went wrong with a token.
+func refusedToken(err error) error {
+	var refused *ect.Error
+	if !errors.As(err, &refused) {
+		p := problem.New(problem.StoreUnavailable, "What is needed to verify the token cannot be had.")
+		p.Cause = err
+		return p
+	}
+	p := problem.New(problem.ECTInvalid, refused.Detail())
+	p.Status, p.Reason = refused.Status(), string(refused.Code)
+	return p
+}
+
+func replayedToken() error { return refusedToken(&ect.Error{Code: ect.CodeReplayed}) }
+
+// needsTokens reports that a request has tokens to be verified, or lacks them.
+func (h *Handler) needsTokens(r *http.Request) bool {
+	return h.app.Trust != nil && (h.RequireECT || len(r.Header[ect.FieldName]) > 0)
+}
+
+// verifySafe verifies the tokens of a request that changes nothing. It writes nothing:
+// what such tokens are used for is remembered in memory.
+func (h *Handler) verifySafe(r *http.Request) error {
+	if !h.needsTokens(r) {
+		return nil
+	}
+	way, err := h.app.testimony()
+	if err != nil {
+		return storeClosed(err)
+	}
+	p, err := h.verifyTokens(way, r)
+	if err != nil {
+		return err
+	}
+	return way.spend(&p, r)
+}
+
+// spend uses the tokens up for a request that changes nothing: the same bytes may come
+// with the same request again, and with no other.
+func (t *testimony) spend(p *presented, r *http.Request) error {
+	if len(p.own) == 0 {
+		return nil
+	}
+	use := evidence.Use(sha256.Sum256([]byte(r.Method + "\x00" + r.Host + "\x00" + r.URL.RequestURI())))
+	for _, token := range p.own {
+		standing, err := t.evidence.Take(token, use, time.Now())
+		if err != nil {
+			return refusedToken(err)
+		}
+		if standing == evidence.Unused {
+			// It may have claimed a key.
+			if standing, err = t.evidence.Recorded(r.Context(), token, use); err != nil {
+				return refusedToken(err)
+			}
+		}
+		if standing == evidence.Other {
+			return replayedToken()
+		}
+	}
+	return nil
+}
+
+// storeClosed makes a problem of a store that cannot be opened.
+func storeClosed(err error) error {
+	p := problem.New(problem.StoreUnavailable, "The gateway's store cannot be opened.")
+	p.Cause = err
+	return p
+}

@@ -1,0 +1,285 @@
+package caddymodule
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// Trust says whose Execution Context Tokens are believed. With it, a token in the field
+// `Execution-Context` is verified before anything else, and a bad one is refused with
+// 403 `ect-invalid`; its issuer is the caller, its `wid` the workflow. Without it,
+// tokens are passed through and mean nothing.
+type Trust struct {
+	// Where public keys are. A token that names no key of them is refused.
+	Keys []KeySource `json:"keys,omitempty"`
+
+	// Further names of the gateway that tokens may have in their `aud`, besides its
+	// identity.
+	Audience []string `json:"audience,omitempty"`
+
+	// The algorithms that are accepted: `ES256`, `ES384`, `EdDSA`. Default: `ES256`.
+	Algorithms []string `json:"algorithms,omitempty"`
+
+	// `L1` accepts tokens without a signature too; only where the connection itself
+	// proves who sends them. Default: `L2`.
+	MinLevel string `json:"min_level,omitempty"`
+
+	// By how much clocks may differ. Default: 30s.
+	Skew caddy.Duration `json:"skew,omitempty"`
+
+	// How old a token may be when it is presented. Default: 15m.
+	MaxAge caddy.Duration `json:"max_age,omitempty"`
+
+	// The longest time between `iat` and `exp`. Default: any.
+	MaxLife caddy.Duration `json:"max_life,omitempty"`
+
+	// How many parents a token may have. Default: 100.
+	MaxParents int `json:"max_parents,omitempty"`
+
+	// How many ancestors a token may have. Default: 10000.
+	MaxAncestors int `json:"max_ancestors,omitempty"`
+
+	// Accepts tokens with parents that the ledger does not hold, such as those of
+	// another domain. Default: false.
+	AllowPartial bool `json:"allow_partial,omitempty"`
+
+	// Accepts parents of another workflow. Default: false.
+	CrossWorkflow bool `json:"cross_workflow,omitempty"`
+
+	// Reads a token without parents (`par`) as one that has none. Default: false.
+	LenientParents bool `json:"lenient_parents,omitempty"`
+
+	sources []ect.Source
+}
+
+// KeySource is a place with public keys. Exactly one of file and URL is set.
+type KeySource struct {
+	// A file with a JSON Web Key Set. It is read again when it changes.
+	File string `json:"file,omitempty"`
+
+	// A URL with a JSON Web Key Set: https, or http on the loopback interface. Keys
+	// are fetched when they are first needed, again in the background when they are
+	// 15 minutes old, and when a token names one that is not known, at most twice a
+	// minute. While the URL does not answer they are used for 24 hours.
+	URL string `json:"url,omitempty"`
+
+	// Whose the keys are that do not say so themselves (by `sub`, or a certificate):
+	// an identity, or a SPIFFE trust domain like `spiffe://example.com` for all
+	// identities in it. Keys that belong to nobody are not used.
+	Owner string `json:"owner,omitempty"`
+}
+
+// provision opens the sources of keys. A file that cannot be read is an error here; a
+// URL may be down.
+func (t *Trust) provision(logger *zap.Logger) error {
+	if len(t.Keys) == 0 {
+		return errors.New("no keys are given; name some with `jwks_file` or `jwks_url`")
+	}
+	for i := range t.Keys {
+		source, err := t.Keys[i].open(logger)
+		if err != nil {
+			return fmt.Errorf("keys: source %d: %w", i+1, err)
+		}
+		t.sources = append(t.sources, source)
+	}
+	_, err := t.verifier("urn:agent-guard:check", t.sources...)
+	return err
+}
+
+func (k *KeySource) open(logger *zap.Logger) (ect.Source, error) {
+	var owner ect.Owner
+	if k.Owner != "" {
+		var err error
+		if owner, err = ect.ParseOwner(k.Owner); err != nil {
+			return nil, fmt.Errorf("owner: %w", err)
+		}
+	}
+	if (k.File == "") == (k.URL == "") {
+		return nil, errors.New("give either a file or a URL")
+	}
+	place := k.File + k.URL
+	changed := func(set *ect.Set, err error) {
+		if err != nil {
+			logger.Warn("the keys of trusted issuers could not be read; those that were read before stay",
+				zap.String("keys", place), zap.Error(err))
+			return
+		}
+		logger.Info("keys of trusted issuers read", zap.String("keys", place), zap.Int("count", set.Len()))
+		tellSkipped(logger, place, set)
+	}
+	if k.URL != "" {
+		return ect.NewURLSource(ect.URLOptions{URL: k.URL, Owner: owner, Fetched: changed})
+	}
+	path, err := caddy.NewReplacer().ReplaceOrErr(k.File, true, true)
+	if err == nil {
+		path, err = filepath.Abs(path)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("file %q: %w", k.File, err)
+	}
+	source, err := ect.NewFileSource(ect.FileOptions{Path: path, Owner: owner, Changed: changed})
+	if err != nil {
+		return nil, err
+	}
+	tellSkipped(logger, place, source.Set())
+	return source, nil
+}
+
+// tellSkipped warns of keys that are not used: their owners will be refused.
+func tellSkipped(logger *zap.Logger, place string, set *ect.Set) {
+	for _, s := range set.Skipped() {
+		logger.Warn("a key is not used", zap.String("keys", place), zap.String("kid", s.KeyID), zap.String("reason", s.Reason))
+	}
+}
+
+// verifier makes the verifier of a gateway called identity.
+func (t *Trust) verifier(identity string, sources ...ect.Source) (*ect.Verifier, error) {
+	policy := ect.Policy{
+		Audience: append([]string{identity}, t.Audience...), Sources: sources,
+		Skew: time.Duration(t.Skew), MaxAge: time.Duration(t.MaxAge), MaxLife: time.Duration(t.MaxLife),
+		MaxParents: t.MaxParents, MaxAncestors: t.MaxAncestors,
+		AllowPartial: t.AllowPartial, CrossWorkflow: t.CrossWorkflow, LenientParents: t.LenientParents,
+	}
+	for _, name := range t.Algorithms {
+		algorithm, err := ect.ParseAlgorithm(name)
+		if err != nil {
+			return nil, fmt.Errorf("algorithms: %w", oneOf(name, algorithmNames()...))
+		}
+		policy.Algorithms = append(policy.Algorithms, algorithm)
+	}
+	switch strings.ToUpper(t.MinLevel) {
+	case "", "L2":
+	case "L1":
+		policy.MinLevel = ect.L1
+	default:
+		return nil, fmt.Errorf("min_level: %w", oneOf(t.MinLevel, "L1", "L2"))
+	}
+	return ect.NewVerifier(policy)
+}
+
+// parseTrust reads
+//
+//	trust jwks_file <path> [<owner>]
+//	trust jwks_url  <url>  [<owner>]
+//	trust {
+//		jwks_file     <path> [<owner>]
+//		jwks_url      <url>  [<owner>]
+//		audience      <names...>
+//		algorithms    <ES256 | ES384 | EdDSA>...
+//		min_level     L1 | L2
+//		skew          <duration>
+//		max_age       <duration>
+//		max_life      <duration>
+//		max_parents   <number>
+//		max_ancestors <number>
+//		allow_partial
+//		cross_workflow
+//		lenient_parents
+//	}
+//
+// Several lines add to each other.
+func parseTrust(d *caddyfile.Dispenser, a *App) error {
+	if a.Trust == nil {
+		a.Trust = new(Trust)
+	}
+	if d.NextArg() {
+		kind := d.Val()
+		if err := oneOf(kind, "jwks_file", "jwks_url"); err != nil {
+			return err
+		}
+		return parseKeySource(d, a.Trust, kind)
+	}
+	at := originOf(d)
+	if err := trustOptions().readBlock(d, "trust", a.Trust, at); err != nil {
+		return err
+	}
+	if len(at) == 1 {
+		return errors.New("it trusts nobody; name keys with `jwks_file` or `jwks_url`")
+	}
+	return nil
+}
+
+// parseKeySource reads a place of keys and, where one is given, their owner.
+func parseKeySource(d *caddyfile.Dispenser, t *Trust, kind string) error {
+	words := d.RemainingArgs()
+	if len(words) == 0 || len(words) > 2 || words[0] == "" {
+		return errSyntax
+	}
+	var k KeySource
+	if kind == "jwks_url" {
+		k.URL = words[0]
+	} else {
+		k.File = words[0]
+	}
+	if len(words) == 2 {
+		k.Owner = words[1]
+		if _, err := ect.ParseOwner(k.Owner); err != nil {
+			return err
+		}
+	}
+	t.Keys = append(t.Keys, k)
+	return nil
+}
+
+func trustOptions() options[*Trust] {
+	type dispenser = *caddyfile.Dispenser
+	source := func(kind, what string) option[*Trust] {
+		return option[*Trust]{usage: kind + " <" + what + "> [<owner>]", several: true, parse: func(d dispenser, t *Trust) error {
+			return parseKeySource(d, t, kind)
+		}}
+	}
+	duration := func(name string, into func(*Trust) *caddy.Duration) option[*Trust] {
+		return option[*Trust]{usage: name + " <duration>", parse: func(d dispenser, t *Trust) error {
+			return parseDuration(d, into(t))
+		}}
+	}
+	count := func(name string, into func(*Trust) *int) option[*Trust] {
+		return option[*Trust]{usage: name + " <number>", parse: func(d dispenser, t *Trust) error {
+			return parseCount(d, into(t))
+		}}
+	}
+	flag := func(name string, into func(*Trust) *bool) option[*Trust] {
+		return option[*Trust]{usage: name, parse: func(_ dispenser, t *Trust) error {
+			*into(t) = true
+			return nil
+		}}
+	}
+	return options[*Trust]{
+		"jwks_file": source("jwks_file", "path"),
+		"jwks_url":  source("jwks_url", "url"),
+		"audience": {usage: "audience <names...>", several: true, parse: func(d dispenser, t *Trust) error {
+			return parseWords(d, &t.Audience)
+		}},
+		"algorithms": {usage: "algorithms ES256 | ES384 | EdDSA ...", parse: func(d dispenser, t *Trust) error {
+			if err := parseWords(d, &t.Algorithms); err != nil {
+				return err
+			}
+			for _, name := range t.Algorithms {
+				if err := oneOf(name, algorithmNames()...); err != nil {
+					return err
+				}
+			}
+			return nil
+		}},
+		"min_level": {usage: "min_level L1 | L2", parse: func(d dispenser, t *Trust) error {
+			return parseChoice(d, &t.MinLevel, "L1", "L2")
+		}},
+		"skew":            duration("skew", func(t *Trust) *caddy.Duration { return &t.Skew }),
+		"max_age":         duration("max_age", func(t *Trust) *caddy.Duration { return &t.MaxAge }),
+		"max_life":        duration("max_life", func(t *Trust) *caddy.Duration { return &t.MaxLife }),
+		"max_parents":     count("max_parents", func(t *Trust) *int { return &t.MaxParents }),
+		"max_ancestors":   count("max_ancestors", func(t *Trust) *int { return &t.MaxAncestors }),
+		"allow_partial":   flag("allow_partial", func(t *Trust) *bool { return &t.AllowPartial }),
+		"cross_workflow":  flag("cross_workflow", func(t *Trust) *bool { return &t.CrossWorkflow }),
+		"lenient_parents": flag("lenient_parents", func(t *Trust) *bool { return &t.LenientParents }),
+	}
+}
