@@ -4,7 +4,9 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/url"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -175,11 +177,15 @@ func identityOptions() options[*Identity] {
 	}
 }
 
-// checkIdentity checks the identity of somebody else; empty is none.
+// checkIdentity checks who somebody is said to be.
 func checkIdentity(name string) error {
-	if name == "" {
-		return nil
+	u, err := url.Parse(name)
+	if err != nil || u.Scheme == "" {
+		return fmt.Errorf("%q is no URI; use one like spiffe://example.com/gateway", name)
 	}
-	_, err := ect.ParseOwner(name)
+	if u.Scheme == "spiffe" && strings.Trim(u.Path, "/") == "" {
+		return fmt.Errorf("%q is a whole trust domain; use an identity in it, like %s/gateway", name, strings.TrimRight(name, "/"))
+	}
+	_, err = ect.ParseOwner(name)
 	return err
 }

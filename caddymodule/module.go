@@ -31,9 +31,10 @@ func init() {
 // It sets placeholders for logs and matchers: `{http.agent_guard.status}`
 // (`executed`, `replayed`, `attached`, `in_doubt`, `refused`, `unguarded`; empty for
 // calls that change nothing), and for guarded calls `{http.agent_guard.guard}`,
-// `.action`, `.execution_id`, `.key`, `.caller` and `.workflow`, `.outcome`
-// (`completed`, `released`, `in_doubt`), `.cause` of a doubt, `.problem` of a
-// refusal, and `.age` of a replayed execution in seconds. What does not apply is
+// `.action`, `.execution_id`, `.key`, `.caller` and `.workflow`, `.issuer` of a
+// verified token, `.checkpoint` of the execution, `.outcome` (`completed`, `released`,
+// `in_doubt`), `.cause` of a doubt, `.problem` of a refusal, and `.age` of a replayed
+// execution in seconds. What does not apply is
 // empty.
 type Handler struct {
 	// The guard's name. It is part of the execution key: two handlers of one name
@@ -170,11 +171,13 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	if h.RequireECT && app.(*App).Trust == nil {
 		return errors.New("require_ect: it needs `trust` in the global options, which says whose tokens are believed")
 	}
-	if err := checkIdentity(h.UpstreamIdentity); err != nil {
-		return fmt.Errorf("identity: %w", err)
-	}
-	if h.UpstreamIdentity != "" && app.(*App).Identity == nil {
-		return errors.New("identity: it needs an `identity` in the global options, in whose name tokens are sent to the upstream")
+	if h.UpstreamIdentity != "" {
+		if err := checkIdentity(h.UpstreamIdentity); err != nil {
+			return fmt.Errorf("identity: %w", err)
+		}
+		if app.(*App).Identity == nil {
+			return errors.New("identity: it needs an `identity` in the global options, in whose name tokens are sent to the upstream")
+		}
 	}
 	if err := provisionMatchers(ctx, h, "ConsequentialRaw", h.ConsequentialRaw, &h.consequentialSets); err != nil {
 		return fmt.Errorf("consequential: %w", err)

@@ -94,6 +94,10 @@ func (x *exchange) placeholder(name string) (any, bool) {
 		return x.callerHash(), true
 	case "workflow":
 		return x.call.Workflow, true
+	case "issuer":
+		return x.story.tokens.issuer(), true
+	case "checkpoint":
+		return x.call.Checkpoint, true
 	case "status":
 		return x.noted.status, true
 	case "outcome":

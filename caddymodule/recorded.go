@@ -69,7 +69,8 @@ func (x *exchange) replay(found guard.Finding) error {
 	x.note("replayed", "")
 	x.noted.outcome, x.noted.created = guard.Completed, result.Created
 	x.action.counts.Replayed()
-	marks := marked(x.marks("replayed"), found.Record.Checkpoint)
+	x.call.Checkpoint = found.Record.Checkpoint
+	marks := marked(x.marks("replayed"), x.call.Checkpoint)
 	marks[headerReplayed] = []string{"true"}
 	err = answer.Play(x.w, x.r, answer.Source{
 		Head: &result.Head, Body: result.Body(x.r.Context()),

@@ -19,6 +19,8 @@ import (
 //	r key claim piece             the result of a claim: its head, then full pieces
 //	o key at                      what an operator has resolved, sealed
 //	l ...                         the ledger's (package ect/ledger)
+//	j ... p ...                   tokens that were used, and checkpoints of executions
+//	                              (package caddymodule/evidence)
 //
 // What still runs is found by state only: it is little, and the two other entries
 // would be written for nothing where the call ends a moment later.

@@ -23,6 +23,7 @@ func healthy() *metrics.Snapshot {
 		Doubts: &metrics.Doubts{N: 3, OldestAge: 90 * time.Second},
 		Report: &metrics.StoreReport{Bytes: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4},
 		Disk:   &metrics.DiskReport{Free: 1 << 30, Watermark: metrics.DiskLow},
+		Ledger: &metrics.LedgerReport{Entries: 5, Backlog: 2, Age: time.Second, Unsigned: 1, Retries: 1},
 	}
 }
 
@@ -69,6 +70,7 @@ func TestFamiliesAreRegistered(t *testing.T) {
 	set := metrics.NewSet()
 	c := metrics.NewCollector(set, "v1", "badger", healthy)
 	c.Action("default", "pay")
+	c.Guard("default").Token("verified")
 	got, err := registered(t, c).Gather()
 	if err != nil {
 		t.Fatal(err)
@@ -216,6 +218,8 @@ func TestSnapshots(t *testing.T) {
 			"agent_guard_store_healthy{}": 1, "agent_guard_store_opened_timestamp_seconds{}": 1.7e9,
 			`agent_guard_store_bytes{part="lsm"}`: 10, `agent_guard_store_bytes{part="bodies"}`: 20,
 			"agent_guard_store_refused_total{}": 4, "agent_guard_store_free_bytes{}": 1 << 30, "agent_guard_store_watermark{}": 1,
+			"agent_guard_ledger_entries{}": 5, "agent_guard_ledger_backlog{}": 2, "agent_guard_ledger_backlog_age_seconds{}": 1,
+			"agent_guard_ledger_unsigned_total{}": 1, "agent_guard_ledger_retries_total{}": 1,
 		}},
 		"not open": {nil, map[string]float64{"agent_guard_store_healthy{}": 0}},
 		"closed itself": {&metrics.Snapshot{Opened: opened}, map[string]float64{
