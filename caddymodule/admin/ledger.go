@@ -52,12 +52,14 @@ type LedgerBacklog struct {
 type LedgerReport struct {
 	// Origin is the log's name.
 	Origin string `json:"origin"`
-	// Size and Root are those of the head that stands in the store.
-	Size int64  `json:"size"`
+	// Size is the number of entries by the head that stands in the store.
+	Size int64 `json:"size"`
+	// Root is the hash of the tree by that head, in base64.
 	Root string `json:"root"`
-	// Entries and Pruned count the entries with and without their content.
+	// Entries is the number of entries that are there.
 	Entries int64 `json:"entries"`
-	Pruned  int64 `json:"pruned"`
+	// Pruned is the number of those that have nothing but their hash any more.
+	Pruned int64 `json:"pruned"`
 	// Waiting counts the events that have no place in the tree yet.
 	Waiting int64 `json:"waiting"`
 	// Faults are the first 1,000 things that are not as they were written.

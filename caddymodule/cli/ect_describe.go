@@ -19,14 +19,14 @@ var ownLines = []string{
 // describeToken is the token line by line.
 func describeToken(t *ect.Unverified, header json.RawMessage, now time.Time) string {
 	s := sheet{width: 11}
-	level := "L1, not signed"
+	level := "L1, without a signature"
 	if t.Level() > ect.L1 {
 		var head struct{ Typ string }
 		_ = json.Unmarshal(header, &head) // it was parsed before
 		s.line("typ", printable(head.Typ))
 		s.line("alg", missing(printable(t.Algorithm())))
 		s.line("kid", missing(printable(t.KeyID())))
-		level = t.Level().String() + ", signed"
+		level = t.Level().String() + ", with a signature"
 	}
 	s.line("level", level)
 	s.line("issuer", missing(printable(t.Issuer())))
@@ -35,8 +35,8 @@ func describeToken(t *ect.Unverified, header json.RawMessage, now time.Time) str
 	s.line("expires", missing(expiry(t.Expires(), now)))
 	s.line("id", missing(printable(t.ID())))
 	s.line("workflow", dash(printable(t.Workflow())))
-	parents := listed(t.Parents())
-	if parents == "" {
+	parents := missing(listed(t.Parents()))
+	if t.Parents() != nil && len(t.Parents()) == 0 {
 		parents = "none: it is a root"
 	}
 	s.line("parents", parents)

@@ -102,6 +102,16 @@ func TestTokenRoundTrip(t *testing.T) {
 				t.Errorf("%s", shown)
 			}
 		}
+		for _, args := range [][]string{{}, {"-"}} {
+			shown, _, err := runWith(t, out, append([]string{"ect", "show"}, args...)...)
+			if err != nil || !strings.HasPrefix(shown, "NOT VERIFIED") {
+				t.Errorf("%v %s", err, shown)
+			}
+		}
+	}
+	piped, _, err := runWith(t, "test", issueArgs(key, "--body", "-")...)
+	if token, failed := ect.ParseInsecure(strings.TrimSpace(piped)); err != nil || failed != nil || token.InputHash() != ect.Sum([]byte("test")) {
+		t.Errorf("%v %v %s", err, failed, piped)
 	}
 }
 
@@ -383,7 +393,7 @@ func TestGoldenDescribeToken(t *testing.T) {
 		"whole": `{"iss":"spiffe://example.com/agent/a","aud":["urn:b","urn:c"],"iat":1772064150,"exp":1772064750,"jti":"` + someID + `","wid":"` + someWID + `",
 			"exec_act":"atd:circuit_close","pred":["7c9e6679-7425-40de-944b-e07fc1f90ae7"],"inp_hash":"n4bQgYhMfWWaL-qgxVrQFaO_TxsrC4Is0V1sFbDwCgg",
 			"out_hash":"LCa0a2j_xo_5m0U8HTBBNBNCLXBkg7-g-YpeiGJm564","ect_ext":{"atd.cooldown_s":60,"own":"\u001b[2J"},"sub":"\u001b]0;evil","target":[1]}`,
-		"event": `{"exec_act":"cascade_detected","exp":1772000000}`,
+		"event": `{"exec_act":"cascade_detected","par":[],"exp":1772000000}`,
 		"bare":  `{"exec_act":"\u202eevil"}`,
 	} {
 		u, err := ect.ParseInsecure(unsigned(payload))

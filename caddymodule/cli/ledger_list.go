@@ -64,6 +64,9 @@ type listedEntry struct {
 }
 
 func (l *entryListing) run(cmd *cobra.Command, file string) error {
+	if file == "-" {
+		return errors.New("list reads twice; give it a file")
+	}
 	keys, known, err := l.read()
 	if err != nil {
 		return err
