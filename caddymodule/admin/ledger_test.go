@@ -98,6 +98,32 @@ func TestLedgerExport(t *testing.T) {
 	}
 }
 
+// timed is a connection that notes until when writes may take.
+type timed struct {
+	*httptest.ResponseRecorder
+	deadlines []time.Time
+}
+
+func (t *timed) SetWriteDeadline(at time.Time) error {
+	t.deadlines = append(t.deadlines, at)
+	return nil
+}
+
+// A reader that takes nothing cannot hold the store for ever; who was served is not
+// cut off later.
+func TestLedgerExportIsBounded(t *testing.T) {
+	r, o := newRig(t)
+	o.ledgerOver(memory.New(memory.Options{}), 1)
+	w := &timed{ResponseRecorder: httptest.NewRecorder()}
+	begin := time.Now()
+	if err := r.api.ServeHTTP(w, httptest.NewRequest("GET", "/agent_guard/ledger/export", nil)); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(w.deadlines); n < 2 || !w.deadlines[0].After(begin) || !w.deadlines[n-1].IsZero() {
+		t.Errorf("%v", w.deadlines)
+	}
+}
+
 // cutting is a store that fails in the middle of a scan.
 type cutting struct {
 	store.Store

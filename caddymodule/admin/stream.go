@@ -3,7 +3,12 @@ package admin
 import (
 	"io"
 	"net/http"
+	"time"
 )
+
+// streamPatience is how long a reader may take nothing: a stream keeps the store open
+// and the ledger from being pruned.
+const streamPatience = 5 * time.Minute
 
 // stream is an answer that is too large to be held: it writes itself, as text.
 type stream func(to io.Writer) error
@@ -12,9 +17,10 @@ type stream func(to io.Writer) error
 // other. After it nothing can be said any more but by breaking off, so that nobody
 // takes a part for the whole.
 func (s stream) serve(w http.ResponseWriter) error {
-	to := streamWriter{to: w}
+	to := streamWriter{to: w, control: http.NewResponseController(w)}
 	err := s(&to)
 	if err == nil {
+		_ = to.control.SetWriteDeadline(time.Time{}) // for the next answer on this connection
 		return nil
 	}
 	if to.begun {
@@ -23,10 +29,11 @@ func (s stream) serve(w http.ResponseWriter) error {
 	return refusal(err)
 }
 
-// streamWriter sets the header at the first byte.
+// streamWriter sets the header at the first byte, and gives each write its time.
 type streamWriter struct {
-	to    http.ResponseWriter
-	begun bool
+	to      http.ResponseWriter
+	control *http.ResponseController
+	begun   bool
 }
 
 func (s *streamWriter) Write(b []byte) (int, error) {
@@ -34,5 +41,6 @@ func (s *streamWriter) Write(b []byte) (int, error) {
 		begin(s.to, "text/plain; charset=utf-8")
 		s.begun = true
 	}
+	_ = s.control.SetWriteDeadline(time.Now().Add(streamPatience)) // where the connection has one
 	return s.to.Write(b)
 }
