@@ -128,6 +128,9 @@ func (b borrowed) Keys(ctx context.Context) (*admin.KeyStatus, error) {
 	return status, nil
 }
 
+// Ledger implements admin.Store.
+func (b borrowed) Ledger() *admin.Ledger { return nil }
+
 // RotateKeys implements admin.Store.
 func (b borrowed) RotateKeys(ctx context.Context) error {
 	_, err := b.e.rotateKeys(ctx)

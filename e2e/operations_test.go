@@ -3,6 +3,8 @@
 package e2e
 
 import (
+	"crypto/rand"
+	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -13,6 +15,13 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/mod/sumdb/note"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
 // operationsGuide is the guide for whoever is on call.
@@ -26,8 +35,12 @@ type operationsBench struct {
 	upstream *procUpstream
 	gateway  *procGateway
 	admin    string // address of the admin endpoint
+	logKey   string // of the ledger that was exported
 	calls    int
 }
+
+// operationsLog names the ledger of the guide.
+const operationsLog = "gateway.example/ledger"
 
 func newOperationsBench(t *testing.T) *operationsBench {
 	t.Helper()
@@ -53,7 +66,7 @@ func (b *operationsBench) run(t *testing.T, block, key string) string {
 	cmd := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", block)
 	cmd.Dir = b.site.dir
 	cmd.Env = append(os.Environ(), "PATH="+b.site.path("bin")+":"+os.Getenv("PATH"), "USER=ada", "HOME="+b.site.dir,
-		"CADDY_ADMIN="+b.admin, "ADMIN="+b.admin, "KEY="+key)
+		"CADDY_ADMIN="+b.admin, "ADMIN="+b.admin, "KEY="+key, "LOG="+operationsLog, "LOG_KEY="+b.logKey)
 	return procRun(t, cmd).says(t)
 }
 
@@ -74,6 +87,49 @@ func (b *operationsBench) doubt(t *testing.T) (key string, c procCall) {
 		t.Fatalf("%d doubts are in the log, not %d", len(found), b.calls)
 	}
 	return found[b.calls-1][1], c
+}
+
+// exportLedger writes what the guide takes from a gateway: an export, a head from
+// before it, and the public keys of the tokens.
+func (b *operationsBench) exportLedger(t *testing.T) {
+	t.Helper()
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	private, public, err := note.GenerateKey(rand.Reader, "gateway.example")
+	must(err)
+	signer, err := note.NewSigner(private)
+	must(err)
+	verifier, err := note.NewVerifier(public)
+	must(err)
+	log, err := ledger.Open(t.Context(), ledger.Options{
+		Store: memory.New(memory.Options{}), Sealer: seal.Generate(), Origin: operationsLog,
+		HeadSigner: signer, HeadKeys: note.VerifierList(verifier),
+	})
+	must(err)
+	log.Start()
+	ring, err := ect.GenerateRing(ect.ES256)
+	must(err)
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/gateway", Ring: ring})
+	must(err)
+	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{issuer.Identity()}, Action: string(ect.EventCheckpoint)})
+	must(err)
+	must(os.WriteFile(b.site.path("head-2026-10.txt"), log.Head().Note, 0o600))
+	must(log.Append(t.Context(), []ledger.Event{{
+		ID: token.ID(), Action: token.Action(), Issuer: token.Issuer(), Time: token.IssuedAt(), Payload: []byte(token.Raw()),
+	}}))
+	must(log.Close(t.Context())) // moves what waits
+	file, err := os.Create(b.site.path("ledger.export"))
+	must(err)
+	_, err = log.Export(t.Context(), file)
+	must(errors.Join(err, file.Close()))
+	set, err := ring.PublicSet(time.Now(), issuer.Identity())
+	must(err)
+	must(os.WriteFile(b.site.path("gateway-keys.json"), set, 0o600))
+	b.logKey = public
 }
 
 // The guide's commands do what it says they do, as they stand there.
@@ -139,6 +195,11 @@ func TestOperationsRun(t *testing.T) {
 	block("stats", "", "health", "records per sync")
 	block("rotate", "", "2    seals")
 	block("keys", "", "2    seals")
+	block("agent-key", "", "spiffe://example.com/agent/billing", "billing.key", "trusted.json")
+	block("agent-token", "", "VERIFIED: signed with the key ", "expires in")
+	b.exportLedger(t)
+	block("ledger-verify", "", "ledger.export holds.", "it has grown out of all 1 that are known", "1 signatures hold")
+	block("ledger-list", "", "checkpoint")
 	for name := range blocks {
 		t.Errorf("nobody has run the block %s", name)
 	}

@@ -57,6 +57,8 @@ type Store interface {
 	Resolved(key guard.Key, found *guard.Record, decision guard.Resolution)
 	// Keys is the state of the key ring.
 	Keys(ctx context.Context) (*KeyStatus, error)
+	// Ledger is the log of what was decided; nil where the store has none.
+	Ledger() *Ledger
 	// RotateKeys makes a new sealing key. Where the gateway cannot do that by its
 	// configuration, the error is a caddy.APIError.
 	RotateKeys(ctx context.Context) error
@@ -88,14 +90,21 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 		return a.on(w, r, http.MethodGet, a.keys)
 	case slices.Equal(parts, []string{"keys", "rotate"}):
 		return a.on(w, r, http.MethodPost, a.rotate)
+	case slices.Equal(parts, []string{"ledger", "head"}):
+		return a.on(w, r, http.MethodGet, a.ledgerHead)
+	case slices.Equal(parts, []string{"ledger", "export"}):
+		return a.on(w, r, http.MethodGet, a.ledgerExport)
+	case slices.Equal(parts, []string{"ledger", "verify"}):
+		return a.on(w, r, http.MethodGet, a.ledgerVerify)
 	}
 	return refuse(http.StatusNotFound,
-		"%s has no %s; there are executions, executions/{key}, executions/{key}/resolve, store, keys and keys/rotate",
+		"%s has no %s; there are executions, executions/{key}, executions/{key}/resolve, store, keys, keys/rotate, "+
+			"ledger/head, ledger/export and ledger/verify",
 		Prefix, strings.Join(parts, "/"))
 }
 
-// handler answers a request about a store. Its query is read from params, so that
-// what nobody reads can be refused.
+// handler answers a request about a store, with what is to be encoded as JSON or with
+// a stream. Its query is read from params, so that what nobody reads can be refused.
 type handler func(r *http.Request, st Store, p *params) (any, error)
 
 // on calls serve with the store that the request names, and writes what it returns.
@@ -117,13 +126,21 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, method string, serve ha
 	if err != nil {
 		return refusal(err)
 	}
-	w.Header().Set("Content-Type", "application/json")
-	w.Header().Set("Cache-Control", "no-store")
-	w.Header().Set(Mark, "1")
+	if stream, ok := answer.(stream); ok {
+		return stream.serve(w)
+	}
+	begin(w, "application/json")
 	encoder := json.NewEncoder(w)
 	encoder.SetEscapeHTML(false)
 	_ = encoder.Encode(answer) // whoever asked has gone
 	return nil
+}
+
+// begin sets the header of an answer.
+func begin(w http.ResponseWriter, mediaType string) {
+	w.Header().Set("Content-Type", mediaType)
+	w.Header().Set("Cache-Control", "no-store")
+	w.Header().Set(Mark, "1")
 }
 
 // borrow returns the store at path, or the only one where path is empty.
@@ -173,7 +190,7 @@ func refusal(err error) error {
 	case errors.Is(err, guard.ErrStore), errors.Is(err, store.ErrClosed), errors.Is(err, store.ErrUnhealthy):
 		status = http.StatusServiceUnavailable
 	}
-	return refuse(status, "%s", strings.TrimPrefix(err.Error(), "guard: "))
+	return refuse(status, "%s", strings.TrimPrefix(strings.TrimPrefix(err.Error(), "guard: "), "ledger: "))
 }
 
 var _ caddy.AdminHandler = (*API)(nil)

@@ -40,6 +40,7 @@ type opened struct {
 	path     string
 	guard    *guard.Guard
 	store    store.Store
+	ledger   *admin.Ledger
 	rotated  int
 	rotation error
 
@@ -56,6 +57,8 @@ func (o *opened) Report() *admin.Report                      { return &admin.Rep
 func (o *opened) Keys(context.Context) (*admin.KeyStatus, error) {
 	return &admin.KeyStatus{Source: "file", Keys: make([]admin.Key, o.rotated+1)}, nil
 }
+
+func (o *opened) Ledger() *admin.Ledger { return o.ledger }
 
 func (o *opened) RotateKeys(context.Context) error {
 	o.rotated++
@@ -171,7 +174,7 @@ func (r *rig) ask(method, target, body string) (*httptest.ResponseRecorder, cadd
 	w := httptest.NewRecorder()
 	err := r.api.ServeHTTP(w, httptest.NewRequest(method, "/agent_guard/"+target, strings.NewReader(body)))
 	if err == nil {
-		if w.Code != http.StatusOK || w.Header().Get("Content-Type") != "application/json" || w.Header().Get("Cache-Control") != "no-store" {
+		if w.Code != http.StatusOK || w.Header().Get("Content-Type") == "" || w.Header().Get(admin.Mark) == "" || w.Header().Get("Cache-Control") != "no-store" {
 			r.t.Errorf("%s %s: %d, %v", method, target, w.Code, w.Header())
 		}
 		return w, caddy.APIError{}
@@ -190,8 +193,8 @@ func (r *rig) ask(method, target, body string) (*httptest.ResponseRecorder, cadd
 func (r *rig) get(target string, v any) {
 	r.t.Helper()
 	w, refused := r.ask(http.MethodGet, target, "")
-	if refused.HTTPStatus != 0 {
-		r.t.Fatalf("%s: %d %v", target, refused.HTTPStatus, refused)
+	if refused.HTTPStatus != 0 || w.Header().Get("Content-Type") != "application/json" {
+		r.t.Fatalf("%s: %d %v %v", target, refused.HTTPStatus, refused, w.Header())
 	}
 	decoder := json.NewDecoder(w.Body)
 	decoder.DisallowUnknownFields()
@@ -218,7 +221,7 @@ func TestRoutes(t *testing.T) {
 	key := o.doubt(call{id: "a"}).Hex()
 	for target, allow := range map[string]string{
 		"executions": "GET", "executions/" + key: "GET", "executions/" + key + "/resolve": "POST", "store": "GET",
-		"keys": "GET", "keys/rotate": "POST",
+		"keys": "GET", "keys/rotate": "POST", "ledger/head": "GET", "ledger/export": "GET", "ledger/verify": "GET",
 	} {
 		for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {
 			if method == allow {
@@ -234,7 +237,7 @@ func TestRoutes(t *testing.T) {
 		t.Errorf("HEAD: %d %v", refused.HTTPStatus, w)
 	}
 	for _, target := range []string{
-		"", "nothing", "executions/", "executions/" + key + "/", "executions/" + key + "/delete", "executions//resolve", "store/", "store/x", "keys/", "keys/rotate/x",
+		"", "nothing", "executions/", "executions/" + key + "/", "executions/" + key + "/delete", "executions//resolve", "store/", "store/x", "keys/", "keys/rotate/x", "ledger", "ledger/", "ledger/head/x",
 	} {
 		r.refuses("GET", target, "", http.StatusNotFound, "there are executions")
 	}

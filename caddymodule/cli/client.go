@@ -112,6 +112,56 @@ func (c *client) post(ctx context.Context, path string, question, answer any) (j
 }
 
 func (c *client) ask(ctx context.Context, method, path string, query url.Values, body []byte, answer any) (json.RawMessage, error) {
+	resp, err := c.send(ctx, method, path, query, body)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("reading the answer of %s: %w", c.address, err)
+	case len(text) > maxAnswer:
+		return nil, fmt.Errorf("the answer of %s has more than %d bytes", c.address, maxAnswer)
+	case resp.StatusCode != http.StatusOK:
+		return nil, c.refused(resp, text)
+	case resp.Header.Get(admin.Mark) == "":
+		return nil, c.foreign()
+	}
+	if err := json.Unmarshal(text, answer); err != nil {
+		return nil, fmt.Errorf("%s answers something else than the agent guard does: %w", c.address, err)
+	}
+	return text, nil
+}
+
+// copy writes what stands at path to w as it comes, however long it is.
+func (c *client) copy(ctx context.Context, path string, w io.Writer) error {
+	resp, err := c.send(ctx, http.MethodGet, path, url.Values{}, nil)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+		if err != nil {
+			return fmt.Errorf("reading the answer of %s: %w", c.address, err)
+		}
+		return c.refused(resp, text)
+	}
+	if resp.Header.Get(admin.Mark) == "" {
+		return c.foreign()
+	}
+	if _, err := io.Copy(w, resp.Body); err != nil {
+		return fmt.Errorf("it broke off: %w", err)
+	}
+	return nil
+}
+
+// patient waits for an answer as long as it takes.
+func (c *client) patient() { c.http.Timeout = 0 }
+
+// send makes the request.
+func (c *client) send(ctx context.Context, method, path string, query url.Values, body []byte) (*http.Response, error) {
 	if c.store != "" {
 		query.Set("store", c.store)
 	}
@@ -134,22 +184,12 @@ func (c *client) ask(ctx context.Context, method, path string, query url.Values,
 	if err != nil {
 		return nil, c.unreachable(err)
 	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("reading the answer of %s: %w", c.address, err)
-	case len(text) > maxAnswer:
-		return nil, fmt.Errorf("the answer of %s has more than %d bytes", c.address, maxAnswer)
-	case resp.StatusCode != http.StatusOK:
-		return nil, c.refused(resp, text)
-	case resp.Header.Get(admin.Mark) == "":
-		return nil, fmt.Errorf("%s answers something else than the agent guard does; name the admin endpoint with --address", c.address)
-	}
-	if err := json.Unmarshal(text, answer); err != nil {
-		return nil, fmt.Errorf("%s answers something else than the agent guard does: %w", c.address, err)
-	}
-	return text, nil
+	return resp, nil
+}
+
+// foreign says that it was somebody else who has answered.
+func (c *client) foreign() error {
+	return fmt.Errorf("%s answers something else than the agent guard does; name the admin endpoint with --address", c.address)
 }
 
 // unreachable says what to do where there is no answer.

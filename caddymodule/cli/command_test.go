@@ -20,12 +20,19 @@ import (
 // run runs `caddy agent-guard` in this process.
 func run(t *testing.T, args ...string) (out, diagnostics string, err error) {
 	t.Helper()
+	return runWith(t, "", args...)
+}
+
+// runWith runs it with something on its standard input.
+func runWith(t *testing.T, stdin string, args ...string) (out, diagnostics string, err error) {
+	t.Helper()
 	command := Command()
 	cmd := &cobra.Command{Use: command.Name, Short: command.Short, Long: command.Long}
 	command.CobraFunc(cmd)
 	root := &cobra.Command{Use: "caddy", SilenceUsage: true}
 	root.AddCommand(cmd)
 	var stdout, stderr bytes.Buffer
+	root.SetIn(strings.NewReader(stdin))
 	root.SetOut(&stdout)
 	root.SetErr(&stderr)
 	root.SetArgs(append([]string{"agent-guard"}, args...))

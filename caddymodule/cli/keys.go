@@ -54,6 +54,7 @@ Make a new copy of the key file afterwards: older copies lack the key.`,
 			return err
 		},
 	}
+	o.server(cmd)
 	cmd.AddCommand(list, rotate)
 	return cmd
 }

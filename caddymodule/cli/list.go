@@ -143,20 +143,24 @@ func (l *listing) run(cmd *cobra.Command) error {
 // listOutput prints pages as they come.
 type listOutput struct {
 	cmd    *cobra.Command
-	json   bool
+	json   *jsonList // nil for a table
 	table  table
 	listed int
 }
 
 func newListOutput(l *listing, cmd *cobra.Command) *listOutput {
-	return &listOutput{cmd: cmd, json: l.json(), table: table{out: cmd.OutOrStdout()}}
+	o := &listOutput{cmd: cmd, table: table{out: cmd.OutOrStdout()}}
+	if l.json() {
+		o.json = &jsonList{out: cmd.OutOrStdout(), name: "executions"}
+	}
+	return o
 }
 
 var listHeader = []string{"KEY", "STATE", "AGE", "GUARD", "ACTION", "METHOD", "STATUS", "CAUSE", "CALLER", "PATH"}
 
 func (o *listOutput) page(executions []json.RawMessage) error {
-	if o.json {
-		return o.jsonPage(executions)
+	if o.json != nil {
+		return o.json.add(executions...)
 	}
 	rows := make([][]string, 0, len(executions))
 	for _, text := range executions {
@@ -183,26 +187,10 @@ func (o *listOutput) page(executions []json.RawMessage) error {
 	return o.table.print(listHeader, rows)
 }
 
-// jsonPage writes a part of the one document.
-func (o *listOutput) jsonPage(executions []json.RawMessage) error {
-	out := o.cmd.OutOrStdout()
-	for _, text := range executions {
-		mark := ",\n  "
-		if o.listed == 0 {
-			mark = "{\"executions\":[\n  "
-		}
-		o.listed++
-		if _, err := fmt.Fprintf(out, "%s%s", mark, text); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // end says how to go on where there is more.
 func (o *listOutput) end(next string) error {
-	if o.json {
-		return o.jsonEnd(next)
+	if o.json != nil {
+		return o.json.end(next)
 	}
 	if o.listed == 0 {
 		fmt.Fprintln(o.cmd.ErrOrStderr(), "no executions")
@@ -211,16 +199,4 @@ func (o *listOutput) end(next string) error {
 		fmt.Fprintf(o.cmd.ErrOrStderr(), "There are more: --after %s goes on, --all lists all.\n", next)
 	}
 	return nil
-}
-
-func (o *listOutput) jsonEnd(next string) error {
-	begin := ""
-	if o.listed == 0 {
-		begin = `{"executions":[`
-	}
-	if next != "" {
-		next = fmt.Sprintf(",\n\"next\":%q", next)
-	}
-	_, err := fmt.Fprintf(o.cmd.OutOrStdout(), "%s]%s}\n", begin, next)
-	return err
 }

@@ -1,0 +1,105 @@
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"os"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/mod/sumdb/note"
+
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+)
+
+func ledgerGroup(o *options) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "ledger",
+		Short: "Shows, exports and verifies the ledger",
+		Long: `Shows, exports and verifies the ledger: the log of what the gateway has decided.
+
+verify and list work on an export, without a server and on any machine. They
+need the log's name and its public key, which ` + "`ledger head`" + ` shows. Note both when
+the gateway is set up, and keep heads from time to time elsewhere: who can
+change the log can change what the server says too, but not what you have kept.`,
+	}
+	group(cmd)
+	cmd.AddCommand(ledgerHead(o), ledgerExport(o), ledgerCheck(o), ledgerVerify(o), ledgerList(o))
+	return cmd
+}
+
+// evidence is what an export is held against.
+type evidence struct {
+	origin string
+	keys   []string
+	heads  []string // files
+}
+
+func (e *evidence) flags(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.StringVar(&e.origin, "origin", "", "Name of the log, as 'ledger head' shows it")
+	f.StringArrayVar(&e.keys, "key", nil, "Public key of its heads, as 'ledger head' shows it; may stand several times")
+	f.StringArrayVar(&e.heads, "head", nil, "File with a head that was kept before, as 'ledger head --note' prints it; may stand several times")
+	require(cmd, "origin", "key")
+	complete(cmd, "origin")
+	complete(cmd, "key")
+}
+
+// read reads the keys, and the heads that were kept.
+func (e *evidence) read() (note.Verifiers, []ledger.Head, error) {
+	var keys []note.Verifier
+	for _, text := range e.keys {
+		key, err := note.NewVerifier(text)
+		if err != nil {
+			return nil, nil, fmt.Errorf("--key: %q is no public key of a ledger; `ledger head` shows it, and it looks like gateway.example+8b3c1a7e+AVq0…", text)
+		}
+		keys = append(keys, key)
+	}
+	verifiers := note.VerifierList(keys...)
+	var heads []ledger.Head
+	for _, file := range e.heads {
+		text, err := readAtMost(nil, file, ledger.MaxHead)
+		if err != nil {
+			return nil, nil, fmt.Errorf("--head: %w", err)
+		}
+		head, err := ledger.ParseHead(text, e.origin, verifiers)
+		if err != nil {
+			return nil, nil, fmt.Errorf("--head: %s: %s", file, plain(err))
+		}
+		heads = append(heads, head)
+	}
+	return verifiers, heads, nil
+}
+
+// unproved is the error of an export that does not hold, or cannot be read.
+func unproved(file string, err error) error {
+	if errors.Is(err, ledger.ErrProof) {
+		return fmt.Errorf("%s DOES NOT HOLD: %s", inputName(file), plain(err))
+	}
+	return err
+}
+
+func inputName(file string) string {
+	if file == "-" {
+		return "the export"
+	}
+	return file
+}
+
+func oneExport(_ *cobra.Command, args []string) error {
+	if len(args) != 1 {
+		return fmt.Errorf("give one FILE with an export; there are %d", len(args))
+	}
+	return nil
+}
+
+// createNew creates a file that nobody else can read, and none that is there.
+func createNew(name string) (*os.File, error) {
+	f, err := os.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if errors.Is(err, os.ErrExist) {
+		return nil, fmt.Errorf("--out: %s is there; name another file", name)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("--out: %w", err)
+	}
+	return f, nil
+}

@@ -1,0 +1,358 @@
+package cli
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"golang.org/x/mod/sumdb/note"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+const origin = "gateway.example/ledger"
+
+// logbook is a real ledger behind a real admin API.
+type logbook struct {
+	admin.Store // the routes of the ledger ask for nothing of it
+	t           *testing.T
+	ledger      admin.Ledger
+	address     string
+}
+
+func (*logbook) Paths() []string                     { return []string{"/data"} }
+func (b *logbook) Borrow(string) (admin.Store, bool) { return b, true }
+func (*logbook) Release()                            {}
+func (b *logbook) Ledger() *admin.Ledger             { return &b.ledger }
+func (b *logbook) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	err := admin.New(b).ServeHTTP(w, r)
+	if refused, ok := err.(caddy.APIError); ok {
+		w.WriteHeader(refused.HTTPStatus)
+		_ = json.NewEncoder(w).Encode(map[string]string{"error": refused.Error()})
+	}
+}
+
+func newLogbook(t *testing.T) *logbook {
+	t.Helper()
+	private, public, err := note.GenerateKey(rand.Reader, "gateway.example")
+	if err != nil {
+		t.Fatal(err)
+	}
+	signer, err := note.NewSigner(private)
+	if err != nil {
+		t.Fatal(err)
+	}
+	verifier, err := note.NewVerifier(public)
+	if err != nil {
+		t.Fatal(err)
+	}
+	log, err := ledger.Open(t.Context(), ledger.Options{
+		Store: memory.New(memory.Options{}), Sealer: seal.Generate(), Origin: origin, HeadSigner: signer, HeadKeys: note.VerifierList(verifier),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	log.Start()
+	b := &logbook{t: t, ledger: admin.Ledger{Log: log, Key: public}}
+	server := httptest.NewServer(b)
+	b.address = server.Listener.Addr().String()
+	t.Cleanup(func() {
+		server.Close()
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if err := log.Close(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	return b
+}
+
+// record puts events into the tree.
+func (b *logbook) record(events ...ledger.Event) {
+	b.t.Helper()
+	for _, e := range events {
+		if err := b.ledger.Log.Append(b.t.Context(), []ledger.Event{e}); err != nil {
+			b.t.Fatal(err)
+		}
+		if _, err := b.ledger.Log.Wait(b.t.Context(), e.Workflow, e.ID); err != nil {
+			b.t.Fatal(err)
+		}
+	}
+}
+
+// issuerOf makes tokens under a fresh key, and the file of the public set.
+func issuerOf(t *testing.T, identity string) (*ect.Issuer, string) {
+	t.Helper()
+	ring, err := ect.GenerateRing(ect.ES256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: ring})
+	if err != nil {
+		t.Fatal(err)
+	}
+	set, err := ring.PublicSet(time.Now(), identity)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return issuer, put(t, "jwks.json", string(set))
+}
+
+// event is the event that a token tells of.
+func event(t *testing.T, issuer *ect.Issuer, action string) ledger.Event {
+	t.Helper()
+	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{gateway}, Action: action, Workflow: someWID})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ledger.Event{
+		ID: token.ID(), Workflow: token.Workflow(), Action: token.Action(), Issuer: token.Issuer(), Time: token.IssuedAt(), Payload: []byte(token.Raw()),
+	}
+}
+
+// evidenceArgs are the flags that an export is verified with.
+func (b *logbook) evidenceArgs(command, file string, more ...string) []string {
+	return append([]string{"ledger", command, file, "--origin", origin, "--key", b.ledger.Key}, more...)
+}
+
+// export exports into a file.
+func (b *logbook) export() string {
+	b.t.Helper()
+	file := filepath.Join(b.t.TempDir(), "ledger.export")
+	if out := says(b.t, "ledger", "export", "--address", b.address, "--out", file); out != "" {
+		b.t.Errorf("%s", out)
+	}
+	return file
+}
+
+// Issue 4, "offline verification": what a server exports holds without it, against its
+// key and against heads that were kept.
+func TestLedgerRoundTrip(t *testing.T) {
+	b := newLogbook(t)
+	signer, _ := issuerOf(t, gateway)
+	b.record(event(t, signer, "checkpoint"))
+	kept := put(t, "head", says(t, "ledger", "head", "--note", "--address", b.address))
+	b.record(event(t, signer, "charge"), event(t, signer, "error"))
+
+	head := document[admin.LedgerHead](t, "ledger", "head", "--address", b.address)
+	shown := says(t, "ledger", "head", "--address", b.address)
+	if head.Size != 3 || head.Origin != origin || !strings.Contains(shown, "\nkey      "+head.Key+"\nsize     3\nroot     "+head.Root+"\nwaiting  nothing\n") {
+		t.Errorf("%+v\n%s", head, shown)
+	}
+	want := fmt.Sprintf("log      %s\nsize     3\nroot     %s\nentries  3\npruned   0\nwaiting  0\nfaults   none\n", origin, head.Root)
+	if out := says(t, "ledger", "check", "--address", b.address); out != want {
+		t.Errorf("%s", out)
+	}
+	file := b.export()
+	if info, err := os.Stat(file); err != nil || runtime.GOOS != "windows" && info.Mode().Perm() != 0o600 {
+		t.Errorf("%v %v", info, err)
+	}
+	refuses(t, "--out: "+file+" is there", "ledger", "export", "--address", b.address, "--out", file)
+	text := says(t, "ledger", "export", "--address", b.address)
+	if written, err := os.ReadFile(file); err != nil || string(written) != text {
+		t.Errorf("%v: the file and the stream differ", err)
+	}
+
+	doc := document[proved](t, b.evidenceArgs("verify", file, "--head", kept)...)
+	if !doc.Holds || doc.Origin != origin || doc.Size != 3 || doc.Root != head.Root || doc.Entries != 3 || doc.Pruned != 0 || doc.Heads != 1 ||
+		doc.Newest.IsZero() || doc.Signatures != nil {
+		t.Errorf("%+v", doc)
+	}
+	said, _, err := runWith(t, text, b.evidenceArgs("verify", "-")...)
+	if err != nil || !strings.HasPrefix(said, "the export holds.\n") || !strings.Contains(said, "heads    none to compare with") || !strings.Contains(said, "root     "+head.Root) {
+		t.Errorf("%v %s", err, said)
+	}
+}
+
+// What was altered is found and named, and nothing of it is printed.
+func TestLedgerVerifyTampered(t *testing.T) {
+	b, other := newLogbook(t), newLogbook(t)
+	signer, _ := issuerOf(t, gateway)
+	for range 4 {
+		b.record(event(t, signer, "charge"))
+	}
+	whole, err := os.ReadFile(b.export())
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.record(event(t, signer, "later"))
+	later := put(t, "head", says(t, "ledger", "head", "--note", "--address", b.address))
+	lines := bytes.SplitAfter(whole, []byte("\n"))
+	joined := func(l ...[]byte) string { return string(bytes.Join(l, nil)) }
+	for _, c := range []struct {
+		words, text string
+		more        []string
+	}{
+		{"DOES NOT HOLD: the proof does not hold: entry 1: reordered", joined(lines[0], lines[1], lines[2], lines[4], lines[3], lines[5], lines[6]), nil},
+		{"DOES NOT HOLD: the proof does not hold: entry 1: reordered", joined(lines[0], lines[1], lines[2], lines[4], lines[5], lines[6]), nil},
+		{"it ends in line", joined(lines[:6]...), nil},
+		{"not an export", "hello\n", nil},
+		{"there were 5", string(whole), []string{"--head", later}},
+		{"something follows the end", string(whole) + "\n", nil},
+		{"a head of the log", string(whole), []string{"--origin", "other.example/ledger"}},
+	} {
+		file := put(t, "altered", c.text)
+		for _, command := range []string{"verify", "list"} {
+			refuses(t, c.words, b.evidenceArgs(command, file, c.more...)...)
+			refuses(t, c.words, append(b.evidenceArgs(command, file, c.more...), "-o", "json")...)
+		}
+	}
+	refuses(t, "DOES NOT HOLD", "ledger", "verify", put(t, "whole", string(whole)), "--origin", origin, "--key", other.ledger.Key)
+	for i := range len(whole) / 64 {
+		altered := bytes.Clone(whole)
+		altered[i*64] ^= 1
+		refuses(t, "DOES NOT HOLD", b.evidenceArgs("verify", put(t, "altered", string(altered)))...)
+	}
+}
+
+// With public keys the tokens are verified too; what nobody has keys for is told, and
+// one that is false is named.
+func TestLedgerVerifyTokens(t *testing.T) {
+	signer, jwks := issuerOf(t, gateway)
+	agent, _ := issuerOf(t, agentA)
+	forger, _ := issuerOf(t, gateway)
+	b := newLogbook(t)
+	bare := ledger.Event{ID: "bare", Payload: []byte(unsigned(`{"jti":"` + someID + `"}`))}
+	b.record(event(t, signer, "checkpoint"), event(t, agent, "charge"), bare, event(t, signer, "error"), event(t, forger, "forged"))
+	file := b.export()
+	doc := document[proved](t, b.evidenceArgs("verify", file, "--jwks", jwks)...)
+	if s := doc.Signatures; s == nil || s.Verified != 2 || s.Unsigned != 1 || len(s.Unknown) != 2 || s.Unknown[agentA] != 1 || s.Unknown[gateway] != 1 {
+		t.Errorf("%+v", doc.Signatures)
+	}
+	want := "tokens   2 signatures hold, 1 entries are not signed, 2 NOT LOOKED AT for want of the keys of " + agentA + ", " + gateway + "\n"
+	if out := says(t, b.evidenceArgs("verify", file, "--jwks", jwks)...); !strings.Contains(out, want) {
+		t.Errorf("%s", out)
+	}
+	refuses(t, "--jwks: keys in", b.evidenceArgs("verify", file, "--jwks", put(t, "bad", "{}"))...)
+
+	for words, alter := range map[string]func(*ledger.Event){
+		"entry 0: its token does not hold: the signature does not hold (signature)": func(e *ledger.Event) { copy(e.Payload[len(e.Payload)-4:], "AAAA") },
+		"entry 0: its id and issuer are not those of its token":                     func(e *ledger.Event) { e.ID = someID },
+		"entry 0: its token cannot be read: malformed":                              func(e *ledger.Event) { e.Payload = []byte("a.b.c") },
+	} {
+		b := newLogbook(t)
+		e := event(t, signer, "charge")
+		alter(&e)
+		b.record(e)
+		refuses(t, "DOES NOT HOLD: "+words, b.evidenceArgs("verify", b.export(), "--jwks", jwks)...)
+	}
+}
+
+// A listing has what the entries say, in their order.
+func TestLedgerList(t *testing.T) {
+	b := newLogbook(t)
+	signer, _ := issuerOf(t, gateway)
+	first, second := event(t, signer, "checkpoint"), event(t, signer, "charge")
+	evil := ledger.Event{ID: "x", Action: "\x1b[2J", Parents: []string{first.ID}, Payload: []byte("p")}
+	b.record(first, second, evil)
+	file := b.export()
+	type listing struct{ Entries []listedEntry }
+	all := document[listing](t, b.evidenceArgs("list", file)...)
+	if len(all.Entries) != 3 {
+		t.Fatalf("%+v", all)
+	}
+	for i, e := range []ledger.Event{first, second, evil} {
+		got := all.Entries[i]
+		if got.Index != int64(i) || got.ID != e.ID || got.Workflow != e.Workflow || got.Action != e.Action || got.Issuer != e.Issuer ||
+			got.Token != string(e.Payload) || got.Recorded.IsZero() || got.Parents == nil || len(got.Parents) != len(e.Parents) {
+			t.Errorf("%d: %+v", i, got)
+		}
+	}
+	for filter, want := range map[string]int{
+		"--action=charge": 1, "--workflow=" + someWID: 2, "--id=" + first.ID: 1, "--id=none": 0,
+	} {
+		if got := document[listing](t, b.evidenceArgs("list", file, filter)...); len(got.Entries) != want {
+			t.Errorf("%s: %+v", filter, got)
+		}
+	}
+	out := strings.Split(says(t, b.evidenceArgs("list", file)...), "\n")
+	if len(out) != 5 || strings.Join(strings.Fields(out[0]), " ") != "INDEX RECORDED ACTION ISSUER WORKFLOW ID" ||
+		!strings.HasSuffix(out[1], gateway+"  "+someWID+"  "+first.ID) || !strings.Contains(out[3], `"\x1b[2J"`) || strings.Contains(out[3], "\x1b") {
+		t.Errorf("%q", out)
+	}
+	nothing, hint, err := run(t, b.evidenceArgs("list", file, "--id", "none")...)
+	if err != nil || nothing != "" || hint != "no entries\n" {
+		t.Errorf("%v %q %q", err, nothing, hint)
+	}
+}
+
+// What a server finds wrong is shown, and is a failure of the command.
+func TestLedgerCheckShowsFaults(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set(admin.Mark, "1")
+		_, _ = w.Write([]byte(`{"origin":"o","size":7,"root":"r","entries":6,"pruned":0,"waiting":2,
+			"faults":[{"index":3,"what":"missing"},{"what":"the head \u001b[2J"}],"count":5}`))
+	}))
+	defer server.Close()
+	want := "log      o\nsize     7\nroot     r\nentries  6\npruned   0\nwaiting  2\nfault    entry 3: missing\nfault    \"the head \\x1b[2J\"\nfault    and 3 more\n"
+	out, _, err := run(t, "ledger", "check", "--address", server.Listener.Addr().String())
+	if err == nil || err.Error() != "the ledger is not as it was written: 5 faults" || out != want {
+		t.Errorf("%v\n%s", err, out)
+	}
+	if out, _, err := run(t, "ledger", "check", "-o", "json", "--address", server.Listener.Addr().String()); err == nil || !strings.Contains(out, `"count": 5`) {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
+
+// An export that breaks off, or is none, leaves no file behind.
+func TestLedgerExportFails(t *testing.T) {
+	for words, handler := range map[string]http.HandlerFunc{
+		"it broke off": func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set(admin.Mark, "1")
+			_, _ = w.Write([]byte("agent-guard ledger export 1\n"))
+			_ = http.NewResponseController(w).Flush()
+			panic(http.ErrAbortHandler)
+		},
+		"knows no agent guard":                             http.NotFound,
+		"answers something else than the agent guard does": func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("hello")) },
+		"configure `identity`": func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(http.StatusNotFound)
+			_, _ = w.Write([]byte("{\"error\":\"no ledger: configure `identity`\"}"))
+		},
+	} {
+		server := httptest.NewServer(handler)
+		file := filepath.Join(t.TempDir(), "export")
+		refuses(t, words, "ledger", "export", "--address", server.Listener.Addr().String(), "--out", file)
+		if _, err := os.Stat(file); !os.IsNotExist(err) {
+			t.Errorf("%s: a file is left: %v", words, err)
+		}
+		server.Close()
+	}
+}
+
+// What is asked wrongly is refused before anything is read.
+func TestWrongLedgerFlags(t *testing.T) {
+	b := newLogbook(t)
+	file := b.export()
+	for _, c := range []struct {
+		words string
+		args  []string
+	}{
+		{`required flag(s) "key", "origin" not set`, []string{"ledger", "verify", file}},
+		{`--key: "abc" is no public key of a ledger`, b.evidenceArgs("verify", file, "--key", "abc")},
+		{"--head: open", b.evidenceArgs("verify", file, "--head", "none")},
+		{"--head: " + file + ": the proof does not hold", b.evidenceArgs("verify", file, "--head", file)},
+		{"no such file", b.evidenceArgs("verify", "none")},
+		{"list reads twice; give it a file", b.evidenceArgs("list", "-")},
+		{"give one FILE with an export; there are 2", b.evidenceArgs("verify", file, file)},
+		{"unknown flag: --address", b.evidenceArgs("verify", file, "--address", b.address)},
+		{"--out: open", []string{"ledger", "export", "--address", b.address, "--out", filepath.Join(file, "x")}},
+	} {
+		refuses(t, c.words, c.args...)
+	}
+}
