@@ -129,7 +129,13 @@ func (b borrowed) Keys(ctx context.Context) (*admin.KeyStatus, error) {
 }
 
 // Ledger implements admin.Store.
-func (b borrowed) Ledger() *admin.Ledger { return nil }
+func (b borrowed) Ledger() *admin.Ledger {
+	told := b.e.archive.open.Load()
+	if told == nil {
+		return nil
+	}
+	return &admin.Ledger{Log: told.Log(), Key: told.HeadKey()}
+}
 
 // RotateKeys implements admin.Store.
 func (b borrowed) RotateKeys(ctx context.Context) error {

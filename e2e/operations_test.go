@@ -3,8 +3,6 @@
 package e2e
 
 import (
-	"crypto/rand"
-	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -15,13 +13,6 @@ import (
 	"strings"
 	"testing"
 	"time"
-
-	"golang.org/x/mod/sumdb/note"
-
-	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/seal"
-	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
 // operationsGuide is the guide for whoever is on call.
@@ -35,12 +26,10 @@ type operationsBench struct {
 	upstream *procUpstream
 	gateway  *procGateway
 	admin    string // address of the admin endpoint
-	logKey   string // of the ledger that was exported
+	log      string // the name of the ledger
+	logKey   string // and its key
 	calls    int
 }
-
-// operationsLog names the ledger of the guide.
-const operationsLog = "gateway.example/ledger"
 
 func newOperationsBench(t *testing.T) *operationsBench {
 	t.Helper()
@@ -48,6 +37,7 @@ func newOperationsBench(t *testing.T) *operationsBench {
 	b.site = procNewSite(t, b.upstream.addr)
 	b.admin = b.site.admin
 	b.site.guard = "action charge {\n match path /v1/charges\n }"
+	b.site.app = "identity spiffe://example.com/gateway"
 	b.site.raw = b.site.config()
 	b.gateway = b.site.start(t)
 	script := fmt.Sprintf("#!/bin/sh\n%s=command exec '%s' \"$@\"\n", procRole, os.Args[0])
@@ -66,7 +56,7 @@ func (b *operationsBench) run(t *testing.T, block, key string) string {
 	cmd := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", block)
 	cmd.Dir = b.site.dir
 	cmd.Env = append(os.Environ(), "PATH="+b.site.path("bin")+":"+os.Getenv("PATH"), "USER=ada", "HOME="+b.site.dir,
-		"CADDY_ADMIN="+b.admin, "ADMIN="+b.admin, "KEY="+key, "LOG="+operationsLog, "LOG_KEY="+b.logKey)
+		"CADDY_ADMIN="+b.admin, "ADMIN="+b.admin, "KEY="+key, "LOG="+b.log, "LOG_KEY="+b.logKey, "GATEWAY=http://"+b.site.addr)
 	return procRun(t, cmd).says(t)
 }
 
@@ -89,47 +79,11 @@ func (b *operationsBench) doubt(t *testing.T) (key string, c procCall) {
 	return found[b.calls-1][1], c
 }
 
-// exportLedger writes what the guide takes from a gateway: an export, a head from
-// before it, and the public keys of the tokens.
-func (b *operationsBench) exportLedger(t *testing.T) {
+// knowLedger notes the name and the key of the gateway's ledger.
+func (b *operationsBench) knowLedger(t *testing.T) {
 	t.Helper()
-	must := func(err error) {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
-	private, public, err := note.GenerateKey(rand.Reader, "gateway.example")
-	must(err)
-	signer, err := note.NewSigner(private)
-	must(err)
-	verifier, err := note.NewVerifier(public)
-	must(err)
-	log, err := ledger.Open(t.Context(), ledger.Options{
-		Store: memory.New(memory.Options{}), Sealer: seal.Generate(), Origin: operationsLog,
-		HeadSigner: signer, HeadKeys: note.VerifierList(verifier),
-	})
-	must(err)
-	log.Start()
-	ring, err := ect.GenerateRing(ect.ES256)
-	must(err)
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/gateway", Ring: ring})
-	must(err)
-	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{issuer.Identity()}, Action: string(ect.EventCheckpoint)})
-	must(err)
-	must(os.WriteFile(b.site.path("head-2026-10.txt"), log.Head().Note, 0o600))
-	must(log.Append(t.Context(), []ledger.Event{{
-		ID: token.ID(), Action: token.Action(), Issuer: token.Issuer(), Time: token.IssuedAt(), Payload: []byte(token.Raw()),
-	}}))
-	must(log.Close(t.Context())) // moves what waits
-	file, err := os.Create(b.site.path("ledger.export"))
-	must(err)
-	_, err = log.Export(t.Context(), file)
-	must(errors.Join(err, file.Close()))
-	set, err := ring.PublicSet(time.Now(), issuer.Identity())
-	must(err)
-	must(os.WriteFile(b.site.path("gateway-keys.json"), set, 0o600))
-	b.logKey = public
+	head := procDocument[struct{ Origin, Key string }](t, b.site.operate(t, "ledger", "head", "-o", "json").says(t))
+	b.log, b.logKey = head.Origin, head.Key
 }
 
 // The guide's commands do what it says they do, as they stand there.
@@ -197,8 +151,12 @@ func TestOperationsRun(t *testing.T) {
 	block("keys", "", "2    seals")
 	block("agent-key", "", "spiffe://example.com/agent/billing", "billing.key", "trusted.json")
 	block("agent-token", "", "VERIFIED: signed with the key ", "expires in")
-	b.exportLedger(t)
-	block("ledger-verify", "", "ledger.export holds.", "it has grown out of all 1 that are known", "1 signatures hold")
+	b.knowLedger(t)
+	block("ledger-keep", "", b.log)
+	block("ledger-check", "")
+	b.doubt(t) // the log grows
+	block("ledger-export", "")
+	block("ledger-verify", "", "ledger.export holds.", "it has grown out of all 1 that are known", "signatures hold")
 	block("ledger-list", "", "checkpoint")
 	for name := range blocks {
 		t.Errorf("nobody has run the block %s", name)
