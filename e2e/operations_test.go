@@ -56,7 +56,7 @@ func (b *operationsBench) run(t *testing.T, block, key string) string {
 	cmd := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", block)
 	cmd.Dir = b.site.dir
 	cmd.Env = append(os.Environ(), "PATH="+b.site.path("bin")+":"+os.Getenv("PATH"), "USER=ada", "HOME="+b.site.dir,
-		"CADDY_ADMIN="+b.admin, "ADMIN="+b.admin, "KEY="+key, "LOG="+b.log, "LOG_KEY="+b.logKey, "GATEWAY=http://"+b.site.addr)
+		"CADDY_ADMIN="+b.admin, "ADMIN="+b.admin, "KEY="+key, "LOG_KEY="+b.logKey, "GATEWAY=http://"+b.site.addr)
 	return procRun(t, cmd).says(t)
 }
 

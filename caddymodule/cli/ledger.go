@@ -18,8 +18,8 @@ func ledgerGroup(o *options) *cobra.Command {
 		Long: `Shows, exports and verifies the ledger: the log of what the gateway has decided.
 
 verify and list work on an export, without a server and on any machine. They
-need the log's name and its public key, which ` + "`ledger head`" + ` shows. Note both when
-the gateway is set up, and keep heads from time to time elsewhere: who can
+need the log's public key, which ` + "`ledger head`" + ` shows. Note it when the
+gateway is set up, and keep heads from time to time elsewhere: who can
 change the log can change what the server says too, but not what you have kept.`,
 	}
 	group(cmd)
@@ -36,10 +36,10 @@ type evidence struct {
 
 func (e *evidence) flags(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.StringVar(&e.origin, "origin", "", "Name of the log, as 'ledger head' shows it")
+	f.StringVar(&e.origin, "origin", "", "Name of the log, where it is not that of its key")
 	f.StringArrayVar(&e.keys, "key", nil, "Public key of its heads, as 'ledger head' shows it; may stand several times")
 	f.StringArrayVar(&e.heads, "head", nil, "File with a head that was kept before, as 'ledger head --note' prints it; may stand several times")
-	require(cmd, "origin", "key")
+	require(cmd, "key")
 	complete(cmd, "origin")
 	complete(cmd, "key")
 }
@@ -53,6 +53,9 @@ func (e *evidence) read() (note.Verifiers, []ledger.Head, error) {
 			return nil, nil, fmt.Errorf("--key: %q is no public key of a ledger; `ledger head` shows it, and it looks like gateway.example+8b3c1a7e+AVq0…", text)
 		}
 		keys = append(keys, key)
+	}
+	if e.origin == "" {
+		e.origin = keys[0].Name() // the gateway's keys are called like their log
 	}
 	verifiers := note.VerifierList(keys...)
 	var heads []ledger.Head

@@ -24,7 +24,7 @@ type entryListing struct {
 func ledgerList(o *options) *cobra.Command {
 	l := entryListing{options: o}
 	cmd := &cobra.Command{
-		Use:   "list FILE --origin NAME --key KEY",
+		Use:   "list FILE --key KEY",
 		Short: "Lists the entries of an export, after verifying it",
 		Long: `Verifies an export as ` + "`ledger verify`" + ` does, and then lists its entries in their
 order. Entries that were pruned have no content and are left out. With --output

@@ -343,7 +343,7 @@ func TestWrongLedgerFlags(t *testing.T) {
 		words string
 		args  []string
 	}{
-		{`required flag(s) "key", "origin" not set`, []string{"ledger", "verify", file}},
+		{`required flag(s) "key" not set`, []string{"ledger", "verify", file}},
 		{`--key: "abc" is no public key of a ledger`, b.evidenceArgs("verify", file, "--key", "abc")},
 		{"--head: open", b.evidenceArgs("verify", file, "--head", "none")},
 		{"--head: " + file + ": the proof does not hold", b.evidenceArgs("verify", file, "--head", file)},

@@ -20,7 +20,7 @@ type verification struct {
 func ledgerVerify(o *options) *cobra.Command {
 	v := verification{options: o}
 	cmd := &cobra.Command{
-		Use:   "verify FILE --origin NAME --key KEY",
+		Use:   "verify FILE --key KEY",
 		Short: "Verifies an export of the ledger, without a server",
 		Long: `Verifies an export of the ledger: that every entry has the content and the
 place that it had when the gateway signed the head of the export, and that none
@@ -35,7 +35,7 @@ under other keys, those of agents, are counted and not looked at.
 
 It exits with 1 and the first entry that does not hold, where one does not.`,
 		Example: `  caddy agent-guard ledger verify ledger.export \
-      --origin gateway.example/ledger --key gateway.example+8b3c1a7e+AVq0… --head head-2026-11.txt`,
+      --key agent-guard/8b3c1a7e+5d0c2f11+AVq0… --head head-2026-11.txt`,
 		Args: oneExport,
 		RunE: func(cmd *cobra.Command, args []string) error { return v.run(cmd, args[0]) },
 	}
