@@ -32,7 +32,9 @@ type crashRun struct {
 	answered map[string][32]byte // the digest of each answer whose end was seen
 	open     []string            // those without, of this round
 	settled  map[string]bool     // in doubt for good
-	tally    struct{ attached, replayed, doubtful, ran int }
+	// checkpoints are the calls' checkpoints, with what must have been told of them.
+	checkpoints map[string]string
+	tally       struct{ attached, replayed, doubtful, ran int }
 }
 
 // P1, P2, P7: whatever the moment of a SIGKILL, no call is executed twice, and every
@@ -51,7 +53,9 @@ func TestCrashAtRandomMoments(t *testing.T) {
 	run := &crashRun{
 		t: t, upstream: upstream, site: procNewSite(t, upstream.addr), random: rand.New(rand.NewPCG(seed, 0)),
 		calls: map[string]procCall{}, answered: map[string][32]byte{}, settled: map[string]bool{},
+		checkpoints: map[string]string{},
 	}
+	run.site.app = "identity spiffe://example.com/gateway"
 	gateway := run.site.start(t)
 	for round := range rounds {
 		first := len(run.calls)
@@ -64,6 +68,7 @@ func TestCrashAtRandomMoments(t *testing.T) {
 		}
 	}
 	run.verifyAll()
+	run.verifyLedger()
 	gateway.end(t)
 
 	count := upstream.audit(t)
@@ -227,12 +232,12 @@ func (r *crashRun) verifyAll() {
 			if a.problem() != "in-doubt" {
 				return fmt.Errorf("P1: it was in doubt, and is not any more: %v", a)
 			}
-			return nil
+			return r.expect(a, "in_doubt")
 		}
 		if !a.replayed() || a.digest() != r.answered[c.id] {
 			return fmt.Errorf("P1: its end was seen, and it is not replayed: %v", a)
 		}
-		return nil
+		return r.expect(a, "completed")
 	})
 }
 

@@ -1,0 +1,105 @@
+//go:build unix
+
+package e2e
+
+import (
+	"errors"
+	"os"
+	"testing"
+
+	"golang.org/x/mod/sumdb/note"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+)
+
+// expect notes what the ledger must tell of a call.
+func (r *crashRun) expect(a procAnswer, outcome string) error {
+	checkpoint := a.header.Get("Execution-Checkpoint")
+	if checkpoint == "" {
+		return errors.New("the answer names no checkpoint")
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.checkpoints[checkpoint] = outcome
+	return nil
+}
+
+// procLedger is what an exported ledger tells, proved against its head.
+type procLedger struct {
+	checkpoints map[string]bool
+	outcomes    map[string]string // by checkpoint
+	entries     int64
+}
+
+// ledger exports the gateway's ledger, once nothing waits for its place in it.
+func (s *procSite) ledger(t *testing.T) procLedger {
+	t.Helper()
+	var head struct {
+		Origin, Key string
+		Backlog     struct{ Entries int }
+	}
+	procPoll(t, "all evidence is in the tree", func() bool {
+		head = procDocument[struct {
+			Origin, Key string
+			Backlog     struct{ Entries int }
+		}](t, s.operate(t, "ledger", "head", "-o", "json").says(t))
+		return head.Backlog.Entries == 0
+	})
+	s.operate(t, "ledger", "check").says(t)
+	file := s.path("ledger.export")
+	_ = os.Remove(file)
+	s.operate(t, "ledger", "export", "--out", file).says(t)
+	from, err := os.Open(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer from.Close()
+	verifier, err := note.NewVerifier(head.Key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := procLedger{checkpoints: map[string]bool{}, outcomes: map[string]string{}}
+	nodes := map[string]string{}
+	exported, err := ledger.VerifyExport(from, head.Origin, note.VerifierList(verifier), func(e ledger.Entry) error {
+		token, err := ect.ParseInsecure(string(e.Payload))
+		if err != nil {
+			return err
+		}
+		if token.Event() == ect.EventCheckpoint {
+			told.checkpoints[token.ID()] = true
+		}
+		if outcome, ok := token.Ext().Text(evidence.MemberOutcome); ok {
+			nodes[token.ID()] = outcome
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for checkpoint := range told.checkpoints {
+		told.outcomes[checkpoint] = nodes[evidence.NodeID(checkpoint)]
+	}
+	told.entries = exported.Entries
+	return told
+}
+
+// verifyLedger holds that the ledger is as it was written, and tells of every call what
+// its caller was told: evidence and state are one commit.
+func (r *crashRun) verifyLedger() {
+	told := r.site.ledger(r.t)
+	for checkpoint, want := range r.checkpoints {
+		if !told.checkpoints[checkpoint] {
+			r.t.Errorf("P2: the checkpoint %s is not in the ledger", checkpoint)
+		} else if got := told.outcomes[checkpoint]; got != want {
+			r.t.Errorf("of %s the ledger tells %q, its caller was told %q", checkpoint, got, want)
+		}
+	}
+	for checkpoint, got := range told.outcomes {
+		if got == "" {
+			r.t.Errorf("nobody has told what came of %s", checkpoint)
+		}
+	}
+	r.t.Logf("%d entries in the ledger", told.entries)
+}
