@@ -152,8 +152,8 @@ func (x *exchange) announce(found guard.Finding) (*evidence.Telling, error) {
 		return nil, nil
 	}
 	ctx := x.r.Context()
-	if err := s.way.evidence.Log().Admit(ctx); err != nil {
-		return nil, x.storeFailed(err)
+	if err := x.admit(ctx); err != nil {
+		return nil, err
 	}
 	now, err := x.engine.store.Now(ctx)
 	if err != nil {
@@ -199,6 +199,17 @@ func (x *exchange) announce(found guard.Finding) (*evidence.Telling, error) {
 		told.Ride(s.way.evidence.Link(s.call.Workflow, x.call.Scope.ID, draft.ID(), expires))
 	}
 	return told, nil
+}
+
+// admit waits while the ledger is far behind, as long as a retry would wait for a
+// running execution.
+func (x *exchange) admit(ctx context.Context) error {
+	ctx, cancel := context.WithDeadline(ctx, x.wait)
+	defer cancel()
+	if err := x.story.way.evidence.Log().Admit(ctx); err != nil {
+		return x.storeFailed(err)
+	}
+	return nil
 }
 
 // announced says what came of the claim. A claim that was lost to a token's earlier use

@@ -139,6 +139,9 @@ func (e *engine) closeArchive() {
 	<-a.ended
 	ctx, cancel := context.WithTimeout(context.Background(), closeGrace)
 	defer cancel()
+	if !e.healthy() {
+		cancel() // nothing can be moved any more
+	}
 	if err := told.Close(ctx); err != nil {
 		e.logger.Warn("not all of the evidence has its place in the ledger yet; the next start goes on", zap.Error(err))
 	}

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -164,7 +166,8 @@ func (h *Handler) needsTokens(r *http.Request) bool {
 // verifySafe verifies the tokens of a request that changes nothing. It writes nothing:
 // what such tokens are used for is remembered in memory.
 func (h *Handler) verifySafe(r *http.Request) error {
-	if !h.needsTokens(r) {
+	// What was verified on the way here would be taken for a second use.
+	if !h.needsTokens(r) || r.Context().Value(guardedBy{h.Name}) != nil || caddyhttp.GetVar(r.Context(), tokensVerified) == true {
 		return nil
 	}
 	way, err := h.app.testimony()
@@ -175,8 +178,16 @@ func (h *Handler) verifySafe(r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	return way.spend(&p, r)
+	if err := way.spend(&p, r); err != nil {
+		return err
+	}
+	caddyhttp.SetVar(r.Context(), tokensVerified, true)
+	return nil
 }
+
+// tokensVerified is the variable of a request that changes nothing and whose tokens a
+// guard has verified.
+const tokensVerified = "agent_guard.tokens_verified"
 
 // spend uses the tokens up for a request that changes nothing: the same bytes may come
 // with the same request again, and with no other.

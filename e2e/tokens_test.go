@@ -273,3 +273,18 @@ func TestForwardedToken(t *testing.T) {
 	}
 	upstream.arrived("/both", 1)
 }
+
+// A request that passes two guards of one name is verified once.
+func TestTokensPassTwoGuards(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: "route {\n agent_guard {\n require_ect\n }\n uri path_regexp ^/v1 /v2\n agent_proxy " + upstream.addr + " {\n require_ect\n }\n }"})
+	for _, method := range []string{"GET", "POST"} {
+		token := a.issue(ect.Claims{Workflow: uuid.NewString()})
+		for range 2 {
+			if got := g.call(with(token, request{method: method, path: "/v1/pay"})); got.status != http.StatusCreated {
+				t.Errorf("%s: %d %s", method, got.status, got.body)
+			}
+		}
+	}
+	upstream.arrived("/v2/pay", 3)
+}
