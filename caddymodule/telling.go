@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -50,17 +51,37 @@ func (x *exchange) begin() error {
 	if x.h.UpstreamIdentity != "" {
 		s.call.Audience = []string{x.h.UpstreamIdentity}
 	}
-	parent := x.r.Header.Get(headerExecutionParent)
-	if len(s.tokens.all) > 0 || parent == "" || s.call.Workflow == "" {
+	if len(s.tokens.all) > 0 {
 		return x.takeTokens()
 	}
-	id, err := s.way.evidence.Parent(x.r.Context(), s.call.Workflow, parent)
-	if err != nil {
-		return x.storeFailed(err)
+	return x.join()
+}
+
+// join finds the place of a call without a token in a workflow: behind the execution
+// that it names as its parent. A workflow that tokens speak of cannot be joined without
+// that: whoever knows its id could write into it, and read it (P3).
+func (x *exchange) join() error {
+	s := &x.story
+	if s.call.Workflow == "" {
+		return nil
 	}
-	if id != "" {
-		s.call.Parents = []string{id}
+	named := s.call.Workflow
+	if s.way.verifier != nil {
+		named = evidence.NamedWorkflowID(x.call.Workflow)
 	}
+	if parent := x.r.Header.Get(headerExecutionParent); parent != "" {
+		for _, workflow := range slices.Compact([]string{s.call.Workflow, named}) {
+			id, err := s.way.evidence.Parent(x.r.Context(), workflow, parent)
+			if err != nil {
+				return x.storeFailed(err)
+			}
+			if id != "" {
+				s.call.Workflow, s.call.Parents = workflow, []string{id}
+				return nil
+			}
+		}
+	}
+	s.call.Workflow = named
 	return nil
 }
 

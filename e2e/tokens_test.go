@@ -288,3 +288,38 @@ func TestTokensPassTwoGuards(t *testing.T) {
 	}
 	upstream.arrived("/v2/pay", 3)
 }
+
+// P3: without a token nobody gets into a workflow of tokens by knowing its id, but by
+// having been called from it.
+func TestJoiningAWorkflow(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr + " {\n name outer\n }", badger: true})
+	wid := uuid.NewString()
+	first := g.call(with(a.issue(ect.Claims{Workflow: wid}), request{path: "/pay"}))
+	arrived := upstream.last("/pay").Header
+	if arrived.Get("Workflow-Id") != wid || arrived.Get("Execution-Parent") != first.header.Get("Execution-Id") {
+		t.Fatalf("%v", arrived)
+	}
+	nested := func(parent string) string {
+		t.Helper()
+		got := g.call(request{path: "/nested", header: map[string]string{
+			"Workflow-Id": wid, "Execution-Parent": parent, "X-Api-Key": "downstream",
+		}})
+		if got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		return got.header.Get("Execution-Checkpoint")
+	}
+	joined, stranger := nested(arrived.Get("Execution-Parent")), nested("guessed")
+	look := func(id string) reply {
+		return g.call(with(a.issue(ect.Claims{Workflow: wid, Action: "look"}), request{
+			method: "GET", path: "/.well-known/cascade/ledger/entries?jti=" + id + "&wait=10s",
+		}))
+	}
+	if got := look(joined); got.status != http.StatusOK {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	if got := look(stranger); got.status != http.StatusNotFound {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+}

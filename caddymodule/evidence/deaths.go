@@ -20,16 +20,19 @@ func Begun(ctx context.Context, st store.Store) (bool, error) {
 	return false, nil
 }
 
-// CallOf is a recorded call as evidence speaks of it. What led to it are the parents of
-// its checkpoint, as far as that is in the ledger.
+// CallOf is a recorded call as evidence speaks of it. Its workflow and what led to it
+// are those of its checkpoint, as far as that is in the ledger.
 func (e *Evidence) CallOf(ctx context.Context, key guard.Key, r *guard.Record) Call {
 	c := Call{Key: key, Caller: r.Caller, Action: r.Action, Workflow: WorkflowID(r.Workflow)}
-	entry, err := e.log.Lookup(ctx, c.Workflow, r.Checkpoint)
-	if errors.Is(err, ledger.ErrWaiting) {
-		entry, err = e.log.Wait(ctx, c.Workflow, r.Checkpoint)
-	}
-	if err == nil {
-		c.Parents = entry.Parents
+	for _, workflow := range []string{c.Workflow, NamedWorkflowID(r.Workflow)} {
+		entry, err := e.log.Lookup(ctx, workflow, r.Checkpoint)
+		if errors.Is(err, ledger.ErrWaiting) {
+			entry, err = e.log.Wait(ctx, workflow, r.Checkpoint)
+		}
+		if err == nil {
+			c.Workflow, c.Parents = workflow, entry.Parents
+			break
+		}
 	}
 	return c
 }

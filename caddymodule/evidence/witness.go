@@ -76,8 +76,12 @@ func WorkflowID(name string) string {
 	if id, err := uuid.Parse(name); err == nil && (len(name) == 36 || len(name) == 32) && id != uuid.Nil && id != uuid.Max {
 		return id.String()
 	}
-	return derived("agent_guard workflow", name)
+	return NamedWorkflowID(name)
 }
+
+// NamedWorkflowID is the UUID of a workflow that is known by nothing but its name: never
+// one that tokens name.
+func NamedWorkflowID(name string) string { return derived("agent_guard workflow", name) }
 
 // derived makes a UUID (version 8, RFC 9562) of a name.
 func derived(domain, name string) string {
