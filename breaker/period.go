@@ -53,7 +53,7 @@ func (p *period) admit(op Op) Permit {
 }
 
 // count adds an outcome and judges by it.
-func (p *period) count(o Outcome, slow bool) {
+func (p *period) count(o *Outcome, slow bool) {
 	if o.RetryAfter > 0 {
 		p.noteRetryAfter(o.RetryAfter)
 	}
@@ -91,25 +91,31 @@ func (p *period) count(o Outcome, slow bool) {
 
 // judge opens the breaker where the outcome, with which the window holds word, makes
 // it exceed a limit.
-func (p *period) judge(word uint64, o Outcome) {
+func (p *period) judge(word uint64, o *Outcome) {
 	rules := p.owner.rules.Load()
 	c := p.counts(word)
+	if c.failures|c.slow|c.overdue == 0 {
+		return
+	}
 	reason := rules.exceeded(c)
 	failed := o.Class != Success
 	if reason == "" && failed && rules.set.Consecutive > 0 && p.streak.Load() >= int64(rules.set.Consecutive) {
 		reason = Consecutive
 	}
-	if reason == "" && (!failed || o.Cause == "" && o.Evidence == "") {
+	b := p.owner
+	if reason == "" {
+		// Of failures at the same instant one is remembered: none waits for another.
+		if failed && (o.Cause != "" || o.Evidence != "") && b.mu.TryLock() {
+			p.last = failureRecord{o.Cause, o.Evidence}
+			b.unlock()
+		}
 		return
 	}
-	b := p.owner
 	b.mu.Lock()
 	if failed {
 		p.last = failureRecord{o.Cause, o.Evidence}
 	}
-	if reason != "" {
-		b.trip(p, reason, c)
-	}
+	b.trip(p, reason, c)
 	b.unlock()
 }
 

@@ -50,7 +50,7 @@ func (p *Permit) Done(o Outcome) {
 		p.endProbe(o)
 	}
 	if p.period != nil {
-		p.period.count(o, p.slow)
+		p.period.count(&o, p.slow)
 	}
 }
 

@@ -143,7 +143,7 @@ func (r *Rules) exceeded(c counts) Reason {
 			return SlowCalls
 		}
 	}
-	if all := c.calls + c.overdue; c.overdue > 0 && all >= uint64(r.set.MinVolume) &&
+	if all := c.calls + c.overdue; all >= uint64(r.set.MinVolume) &&
 		(c.failures+c.overdue)*million > r.threshold*all {
 		return OverdueCalls
 	}
