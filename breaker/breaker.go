@@ -90,7 +90,7 @@ func (b *Breaker) decide(op Op) (Permit, error) {
 		return p.admit(op), nil
 	}
 	permit, refusal := b.grant(op, now)
-	observing := b.mode == Observe
+	observing := b.inForce() == Observe
 	b.unlock()
 	if refusal == nil {
 		return permit, nil
@@ -119,7 +119,22 @@ func (b *Breaker) Rate() (rate float64, calls int) {
 
 // SetRules changes thresholds and times from now on. State, counts and the present
 // cooldown stay.
-func (b *Breaker) SetRules(rules *Rules) { b.rules.Store(rules) }
+func (b *Breaker) SetRules(rules *Rules) {
+	if b.rules.Swap(rules).set.Observe == rules.set.Observe {
+		return
+	}
+	b.mu.Lock()
+	defer b.unlock()
+	b.publish()
+}
+
+// inForce is the mode that the breaker works in. Called with the mutex held.
+func (b *Breaker) inForce() Mode {
+	if b.mode == Auto && b.rules.Load().set.Observe {
+		return Observe
+	}
+	return b.mode
+}
 
 // Keep remembers the caller's reference to an opening, such as the id of the token
 // that tells of it, until the breaker has closed. It shows in events, refusals, status

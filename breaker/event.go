@@ -63,7 +63,7 @@ func (b *Breaker) report(e event) {
 func (b *Breaker) describe(from State, now time.Time) Event {
 	o := &b.outage
 	return Event{
-		Key: b.key, From: from, To: b.state, Mode: b.mode, Generation: b.generation, Time: now,
+		Key: b.key, From: from, To: b.state, Mode: b.inForce(), Generation: b.generation, Time: now,
 		Reason: o.reason, Cause: o.last.cause, Evidence: o.last.evidence, Reference: o.reference,
 		ErrorRate: o.counts.rate(),
 		Calls:     int(o.counts.calls + o.counts.overdue),

@@ -101,6 +101,26 @@ func TestObserve(t *testing.T) {
 	})
 }
 
+// What the rules ask for follows them, and an operator's mode goes before it.
+func TestObserveByRules(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		hook := &recorder{}
+		b := newBreaker(t, breaker.Settings{Observe: true}, hook)
+		calls(t, b, 20, failed)
+		want(t, b, breaker.Open)
+		equal(t, "mode", hook.last(t).Mode, breaker.Observe)
+		equal(t, "mode", b.Status().Mode, breaker.Observe)
+		equal(t, "mode of the snapshot", b.Snapshot().Mode, breaker.Auto)
+		equal(t, "rejected", b.Status().Rejected, 10)
+		b.SetRules(mustRules(t, breaker.Settings{}))
+		refused(t, b, breaker.Op{})
+		b.SetRules(mustRules(t, breaker.Settings{Observe: true}))
+		calls(t, b, 1, ok)
+		b.SetMode(breaker.ForcedOpen)
+		refused(t, b, breaker.Op{})
+	})
+}
+
 // New thresholds change neither state nor counts (reload).
 func TestRulesChangeInPlace(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {

@@ -49,6 +49,8 @@ type Settings struct {
 	// ProbeWait is how long, in HALF_OPEN, a safe call is waited for before an unsafe
 	// one is taken as the probe; by default 5 s, none if negative.
 	ProbeWait time.Duration
+	// Observe makes mode Auto behave as mode Observe: the breaker refuses nobody.
+	Observe bool
 	// GiveUp is after how many failed probes in a row the Hook hears PermanentlyOpen;
 	// by default 3 (ATD, HITL case 4).
 	GiveUp int

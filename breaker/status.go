@@ -6,7 +6,7 @@ import "time"
 type Status struct {
 	Key        Key
 	State      State
-	Mode       Mode
+	Mode       Mode // observe too where the rules ask for it
 	Generation uint64
 	Since      time.Time // of State
 
@@ -50,7 +50,7 @@ func (b *Breaker) Status() Status {
 		c, last = p.counts(p.window.Load()), p.last
 	}
 	s := Status{
-		Key: b.key, State: b.state, Mode: b.mode, Generation: b.generation, Since: b.since,
+		Key: b.key, State: b.state, Mode: b.inForce(), Generation: b.generation, Since: b.since,
 		ErrorRate: c.rate(), Window: rules.set.Window, MinVolume: rules.set.MinVolume, Threshold: rules.set.Threshold,
 		Calls: int(c.calls), Failures: int(c.failures), Slow: int(c.slow), RateLimited: int(c.limited),
 		Overdue: int(c.overdue), Cooldown: o.lasts, NextProbe: o.until, Probing: b.probe.holder != 0,

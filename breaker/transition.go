@@ -21,7 +21,7 @@ func (b *Breaker) publish() {
 		b.refusal.Store(nil)
 		b.live.Store(b.period)
 		return
-	case b.state == Closed, b.mode == Observe, b.state == HalfOpen && b.probe.holder == 0:
+	case b.state == Closed, b.inForce() == Observe, b.state == HalfOpen && b.probe.holder == 0:
 		b.live.Store(nil)
 		b.refusal.Store(nil)
 		return
