@@ -5,7 +5,9 @@ go 1.26.0
 require (
 	github.com/agent-guard/caddy-agent-guard v0.0.0
 	github.com/caddyserver/caddy/v2 v2.11.9
+	github.com/failsafe-go/failsafe-go v0.9.8
 	github.com/gofiber/fiber/v3 v3.1.0
+	github.com/sony/gobreaker/v2 v2.4.0
 	go.uber.org/zap v1.28.0
 	go.uber.org/zap/exp v0.3.0
 )

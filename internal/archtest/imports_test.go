@@ -12,6 +12,7 @@ type layer struct {
 	part  string
 	may   []string
 	tests []string // what their tests may import besides
+	bare  bool     // nothing of anybody else's either: the standard library does
 }
 
 // leaves import nothing of ours.
@@ -31,7 +32,7 @@ var layers = []layer{
 	{part: "guard", may: append([]string{
 		"guard!", "guard/store!", "guard/checkpoint", "guard/rollback", "guard/hitl", "guard/workflow",
 	}, leaves...), tests: []string{"guard", "internal"}},
-	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}},
+	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}, bare: true},
 	// The ledger stands on the storage contract and on nothing else of the guard.
 	{part: "ect/ledger!", may: []string{"ect", "guard/store!"}, tests: []string{"guard/store", "guard/seal!", "internal"}},
 	{part: "ect", may: []string{"ect"}, tests: []string{"internal"}},
@@ -104,6 +105,9 @@ func (t *tree) forbidden(f *goFile, l *layer, imported string) string {
 			return ""
 		}
 		return f.dir + " imports " + dir
+	}
+	if host, _, _ := strings.Cut(imported, "/"); l.bare && strings.Contains(host, ".") {
+		return f.dir + " imports " + imported
 	}
 	for _, fence := range fences {
 		if !within(imported, fence.module) || within(f.dir, fence.inside...) || fence.tests && f.test {

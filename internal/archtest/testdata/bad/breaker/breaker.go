@@ -4,5 +4,5 @@ package breaker
 import (
 	_ "example.com/house/ect"
 	_ "example.com/house/guard"
-	_ "github.com/dgraph-io/ristretto/v2"
+	_ "github.com/google/uuid"
 )

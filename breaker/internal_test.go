@@ -1,0 +1,90 @@
+package breaker
+
+import (
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// A breaker with nothing to count has no timer running, so that idle upstreams cost
+// nothing and a breaker that nobody holds is freed.
+func TestIdleBreakersSleep(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		rules, err := NewRules(Settings{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := New(Key{}, rules, nil)
+		awake := func() bool {
+			synctest.Wait()
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			return b.period.awake
+		}
+		check := func(when string, want bool) {
+			t.Helper()
+			if awake() != want {
+				t.Errorf("%s: awake is %v", when, !want)
+			}
+		}
+		check("new", false)
+		p, _ := b.Acquire(Op{})
+		check("with a call", true)
+		time.Sleep(2 * time.Second)
+		check("with a call that nothing is waited for", false)
+		p.Done(Outcome{Class: Success})
+		check("with a count", true)
+		time.Sleep(59 * time.Second)
+		check("with a count in the window", true)
+		time.Sleep(2 * time.Second)
+		check("after the window", false)
+		p, _ = b.Acquire(Op{Patience: time.Hour})
+		time.Sleep(3 * time.Hour)
+		check("with a call that is overdue", true)
+		p.Done(Outcome{})
+		time.Sleep(time.Second)
+		check("afterwards", false)
+		if b.live.Load() != nil {
+			t.Error("calls pass by a breaker that sleeps")
+		}
+	})
+}
+
+// Every time that is kept has a monotonic reading, so that a step of the wall clock
+// changes nothing.
+func TestTimesAreMonotonic(t *testing.T) {
+	rules, err := NewRules(Settings{ProbeWait: -1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := New(Key{}, rules, nil)
+	monotonic := func(what string, at time.Time) {
+		t.Helper()
+		if !strings.Contains(at.String(), " m=") {
+			t.Errorf("%s, %v, is wall time", what, at)
+		}
+	}
+	p, _ := b.Acquire(Op{})
+	p.Done(Outcome{Class: RateLimited, RetryAfter: time.Second})
+	monotonic("begin of the window", b.period.begun)
+	monotonic("Retry-After", b.period.retryAfter)
+	for range 10 {
+		p, _ := b.Acquire(Op{})
+		p.Done(Outcome{Class: Failure})
+	}
+	monotonic("end of the cooldown", b.outage.until)
+	monotonic("since", b.since)
+	restored, err := Restore(b.Snapshot(), rules, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	monotonic("end of the restored cooldown", restored.outage.until)
+	monotonic("restored since", restored.since)
+	b.SetMode(ForcedOpen)
+	b.SetMode(Auto)
+	if _, err := b.Acquire(Op{}); err != nil {
+		t.Fatal(err)
+	}
+	monotonic("end of the lease", b.probe.ends)
+}

@@ -1,0 +1,393 @@
+package breaker_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+)
+
+// model is a breaker that is slow and obviously right: it keeps every outcome and every
+// call, and looks at all of them each time.
+type model struct {
+	set        breaker.Settings
+	now        time.Time
+	state      breaker.State
+	mode       breaker.Mode
+	generation uint64
+	since      time.Time
+
+	// of the present CLOSED
+	base       time.Time // where its steps begin
+	outcomes   []modelOutcome
+	streak     int
+	retryAfter time.Time
+
+	cooldown, lasts time.Duration
+	until           time.Time
+	total           time.Duration
+	failedProbes    int
+	permanent       int
+	opened          modelCounts
+	probe           *modelCall
+	leaseEnds       time.Time
+
+	calls []*modelCall
+}
+
+type modelOutcome struct {
+	step                int
+	fail, slow, limited bool
+}
+
+type modelCounts struct{ calls, failures, slow, limited, overdue int }
+
+// modelCall is one call beside its real permit.
+type modelCall struct {
+	permit     *breaker.Permit
+	generation uint64 // in which it counts; 0 if in none
+	due        int    // the step in which it is overdue; 0 if never
+	slow       bool
+}
+
+func (m *model) step() int { return int(m.now.Sub(m.base) / (m.set.Window / 60)) }
+
+// patienceSteps rounds up to one of the values that the package documents.
+func patienceSteps(patience, step time.Duration) int {
+	n := int((patience + step - 1) / step)
+	value, by := 1, 1
+	for value < n {
+		if value >= 8*by {
+			by *= 2
+		}
+		value += by
+	}
+	return value
+}
+
+func (m *model) counts() modelCounts {
+	var c modelCounts
+	for _, o := range m.outcomes {
+		if o.step <= m.step()-60 {
+			continue
+		}
+		if o.limited {
+			c.limited++
+			continue
+		}
+		c.calls++
+		if o.fail {
+			c.failures++
+		}
+		if o.slow {
+			c.slow++
+		}
+	}
+	for _, call := range m.calls {
+		if call.generation == m.generation && call.due > 0 && m.step() >= call.due {
+			c.overdue++
+		}
+	}
+	return c
+}
+
+func (m *model) exceeded() bool {
+	c := m.counts()
+	over := func(part, all int, threshold float64) bool {
+		return all >= m.set.MinVolume && float64(part) > threshold*float64(all)
+	}
+	return over(c.failures, c.calls, m.set.Threshold) ||
+		m.set.SlowCall > 0 && over(c.slow, c.calls, m.set.SlowThreshold) ||
+		c.overdue > 0 && over(c.failures+c.overdue, c.calls+c.overdue, m.set.Threshold)
+}
+
+func (m *model) enter(state breaker.State) {
+	m.state, m.since, m.until = state, m.now, time.Time{}
+	m.generation++
+	m.probe = nil
+}
+
+func (m *model) close() {
+	m.enter(breaker.Closed)
+	m.base, m.outcomes, m.streak, m.retryAfter = m.now, nil, 0, time.Time{}
+	m.total, m.failedProbes = 0, 0
+}
+
+func (m *model) open(cooldown time.Duration, retryAfter time.Time) {
+	m.enter(breaker.Open)
+	m.cooldown, m.lasts = cooldown, max(cooldown, retryAfter.Sub(m.now))
+	m.until = m.now.Add(m.lasts)
+	m.total += m.lasts
+}
+
+func (m *model) trip() {
+	if m.mode == breaker.ForcedClosed {
+		return
+	}
+	cooldown := m.cooldown
+	if cooldown == 0 || m.now.Sub(m.since) >= m.set.Healthy {
+		cooldown = m.set.Cooldown
+	}
+	m.opened, m.total, m.failedProbes = m.counts(), 0, 0
+	m.open(cooldown, m.retryAfter)
+}
+
+func (m *model) probeFailed(retryAfter time.Duration) {
+	var until time.Time
+	if retryAfter > 0 {
+		until = m.now.Add(min(retryAfter, m.set.MaxRetryAfter))
+	}
+	m.failedProbes++
+	if m.failedProbes == m.set.GiveUp {
+		m.permanent++
+	}
+	cooldown := m.set.Cooldown
+	if m.cooldown > 0 {
+		cooldown = min(2*m.cooldown, m.set.MaxCooldown)
+	}
+	m.open(cooldown, until)
+}
+
+// pass lets time go by, from one thing that is due to the next.
+func (m *model) pass(d time.Duration) {
+	end := m.now.Add(d)
+	for {
+		next := end
+		earlier := func(at time.Time) {
+			if at.Before(next) {
+				next = at
+			}
+		}
+		switch {
+		case m.state == breaker.Closed:
+			earlier(m.base.Add(time.Duration(m.step()+1) * (m.set.Window / 60)))
+		case m.state == breaker.Open && !m.until.IsZero():
+			earlier(m.until)
+		case m.state == breaker.HalfOpen && m.probe != nil:
+			earlier(m.leaseEnds)
+		}
+		m.now = next
+		if next == end {
+			return
+		}
+		switch m.state {
+		case breaker.Closed:
+			if m.counts().overdue > 0 && m.exceeded() {
+				m.trip()
+			}
+		case breaker.Open:
+			m.enter(breaker.HalfOpen)
+		case breaker.HalfOpen:
+			m.probeFailed(0)
+		}
+	}
+}
+
+// acquire reports whether the call is let through.
+func (m *model) acquire(op breaker.Op) (*modelCall, bool) {
+	call := &modelCall{}
+	switch {
+	case m.state == breaker.Closed:
+		call.generation = m.generation
+		patience := m.set.Patience
+		if op.Patience > 0 {
+			patience = op.Patience
+		}
+		if patience > 0 {
+			call.due = m.step() + patienceSteps(patience, m.set.Window/60) + 1
+		}
+	case m.state == breaker.HalfOpen && m.probe == nil && (op.Safe || m.now.Sub(m.since) >= m.set.ProbeWait):
+		m.probe, m.leaseEnds = call, m.now.Add(m.set.ProbeLease)
+	case m.mode != breaker.Observe:
+		return nil, false
+	}
+	m.calls = append(m.calls, call)
+	return call, true
+}
+
+func (m *model) answered(call *modelCall, latency time.Duration) {
+	call.due = 0
+	call.slow = m.set.SlowCall > 0 && latency > m.set.SlowCall
+	if m.probe == call {
+		if call.slow {
+			m.probeFailed(0)
+			return
+		}
+		m.close()
+		call.generation = m.generation
+	}
+}
+
+func (m *model) done(call *modelCall, o breaker.Outcome) {
+	call.due = 0
+	if m.probe == call {
+		switch o.Class {
+		case breaker.Success:
+			m.close()
+			call.generation = m.generation
+		case breaker.Neutral:
+			m.probe = nil
+			return
+		default:
+			m.probeFailed(o.RetryAfter)
+			return
+		}
+	}
+	if m.state != breaker.Closed || call.generation != m.generation {
+		return
+	}
+	if at := m.now.Add(min(o.RetryAfter, m.set.MaxRetryAfter)); o.RetryAfter > 0 && at.After(m.retryAfter) {
+		m.retryAfter = at
+	}
+	fail := o.Class == breaker.Failure || o.Class == breaker.InBand
+	switch {
+	case o.Class == breaker.Neutral:
+		return
+	case o.Class == breaker.RateLimited:
+		m.outcomes = append(m.outcomes, modelOutcome{step: m.step(), limited: true})
+		return
+	case fail:
+		m.streak++
+	default:
+		m.streak = 0
+	}
+	m.outcomes = append(m.outcomes, modelOutcome{step: m.step(), fail: fail, slow: call.slow})
+	if m.exceeded() || fail && m.set.Consecutive > 0 && m.streak >= m.set.Consecutive {
+		m.trip()
+	}
+}
+
+func (m *model) setMode(mode breaker.Mode) {
+	was := m.mode
+	m.mode = mode
+	switch {
+	case mode == was:
+	case mode == breaker.ForcedOpen:
+		if m.state == breaker.Closed {
+			m.opened, m.total, m.failedProbes, m.lasts = m.counts(), 0, 0, 0
+		}
+		if m.state != breaker.Open {
+			m.enter(breaker.Open)
+		}
+		m.until = time.Time{}
+	case mode == breaker.ForcedClosed && m.state != breaker.Closed:
+		m.close()
+	case was == breaker.ForcedOpen:
+		m.enter(breaker.HalfOpen)
+	}
+}
+
+// restart forgets what dies with the process.
+func (m *model) restart() {
+	m.calls, m.probe, m.permanent = nil, nil, 0
+	m.opened = modelCounts{calls: m.opened.calls + m.opened.overdue, failures: m.opened.failures + m.opened.overdue}
+	if m.state == breaker.Closed {
+		m.base, m.outcomes, m.streak, m.retryAfter = m.now, nil, 0, time.Time{}
+	}
+}
+
+// compare holds the real breaker against the model.
+func (m *model) compare(t *testing.T, b *breaker.Breaker, hook *recorder) {
+	t.Helper()
+	s := b.Status()
+	equal(t, "state", s.State, m.state)
+	equal(t, "mode", s.Mode, m.mode)
+	equal(t, "generation", s.Generation, m.generation)
+	c := m.opened
+	if m.state == breaker.Closed {
+		c = m.counts()
+	}
+	equal(t, "counts", modelCounts{s.Calls, s.Failures, s.Slow, s.RateLimited, s.Overdue}, c)
+	left := time.Duration(0)
+	if !m.until.IsZero() {
+		left = m.until.Sub(m.now)
+	}
+	equal(t, "cooldown left", s.CooldownRemaining, left)
+	equal(t, "probing", s.Probing, m.probe != nil)
+	equal(t, "failed probes", s.FailedProbes, m.failedProbes)
+	equal(t, "reports", len(hook.permanent), m.permanent)
+	snapshot := b.Snapshot()
+	equal(t, "cooldown", snapshot.Cooldown, m.cooldown)
+	equal(t, "total cooldown", snapshot.TotalCooldown, m.total)
+}
+
+// TestModel compares the breaker with the model over random histories, after each step.
+func TestModel(t *testing.T) {
+	for seed := range uint64(100) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			bubble(t, func(t *testing.T, pass func(time.Duration)) {
+				runModel(t, rand.New(rand.NewPCG(seed, 1)), pass)
+			})
+		})
+	}
+}
+
+func pick[T any](rnd *rand.Rand, of ...T) T { return of[rnd.IntN(len(of))] }
+
+func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
+	rules := mustRules(t, breaker.Settings{
+		Window: pick(rnd, 60*time.Second, 10*time.Second), MinVolume: pick(rnd, 3, 10),
+		Consecutive: pick(rnd, 0, 4), SlowCall: pick(rnd, 0, time.Second), Threshold: pick(rnd, 0.5, 0.25),
+		Patience: pick(rnd, 0, 7*time.Second), Healthy: 3 * time.Minute, ProbeLease: 20 * time.Second,
+	})
+	hook := &recorder{}
+	b := breaker.New(upstream, rules, hook)
+	m := &model{set: rules.Settings(), now: time.Now(), since: time.Now(), base: time.Now(), generation: 1}
+	health := 0.5
+	for i := range 600 {
+		var did string
+		switch n := rnd.IntN(100); {
+		case n < 45:
+			op := breaker.Op{Safe: rnd.IntN(2) == 0, Patience: pick(rnd, 0, 0, time.Second, 12*time.Second, 5*time.Minute)}
+			did = fmt.Sprintf("acquire %+v", op)
+			permit, err := b.Acquire(op)
+			call, let := m.acquire(op)
+			if let != (err == nil) {
+				t.Fatalf("step %d: %s: error %v, the model says %v", i, did, err, let)
+			}
+			if let {
+				call.permit = &permit
+			}
+		case n < 55 && len(m.calls) > 0:
+			call := pick(rnd, m.calls...)
+			latency := pick(rnd, time.Millisecond, time.Millisecond, time.Minute)
+			did = fmt.Sprint("answered ", latency)
+			call.permit.Answered(latency)
+			m.answered(call, latency)
+		case n < 85 && len(m.calls) > 0:
+			at := rnd.IntN(len(m.calls))
+			call := m.calls[at]
+			m.calls = append(m.calls[:at], m.calls[at+1:]...)
+			o := breaker.Outcome{Class: breaker.Success, RetryAfter: pick(rnd, 0, 0, 0, 50*time.Second, time.Hour)}
+			if rnd.Float64() > health {
+				o.Class = pick(rnd, breaker.Failure, breaker.Failure, breaker.InBand, breaker.RateLimited, breaker.Neutral)
+			}
+			did = fmt.Sprintf("done %+v", o)
+			call.permit.Done(o)
+			m.done(call, o)
+		case n < 98:
+			d := time.Duration(rnd.Int64N(int64(pick(rnd, time.Second, time.Second, time.Minute, 10*time.Minute))))
+			did = fmt.Sprint("pass ", d)
+			pass(d)
+			m.pass(d)
+		case n < 99:
+			mode := pick(rnd, breaker.Auto, breaker.Auto, breaker.Observe, breaker.ForcedOpen, breaker.ForcedClosed)
+			did = fmt.Sprint("mode ", mode)
+			b.SetMode(mode)
+			m.setMode(mode)
+		case rnd.IntN(3) > 0:
+			health = pick(rnd, 0.1, 0.5, 0.9)
+		default:
+			did = "restart"
+			hook = &recorder{} // the old breaker lives on, and tells the old one
+			b = restart(t, b, m.set, hook)
+			m.restart()
+		}
+		m.compare(t, b, hook)
+		if t.Failed() {
+			t.Fatalf("step %d: %s", i, did)
+		}
+	}
+}

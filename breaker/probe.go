@@ -1,0 +1,83 @@
+package breaker
+
+import (
+	"fmt"
+	"time"
+)
+
+// probe is the one call that is let through in HALF_OPEN. It holds a lease: whatever
+// becomes of the call, recovery goes on when the lease ends.
+type probe struct {
+	leases uint64    // given so far
+	holder uint64    // the lease that is out; 0 without one
+	ends   time.Time // when it ends
+}
+
+// grant makes the call the probe, if there is none and it is suited. Called with the
+// mutex held, in OPEN or HALF_OPEN.
+func (b *Breaker) grant(op Op, now time.Time) (Permit, *OpenError) {
+	if b.state == Open || b.probe.holder != 0 {
+		return Permit{}, b.refuse(b.outage.until)
+	}
+	rules := b.rules.Load()
+	// A call that changes something is risked only when nothing safe has come.
+	if safeUntil := b.since.Add(rules.set.ProbeWait); !op.Safe && now.Before(safeUntil) {
+		return Permit{}, b.refuse(safeUntil)
+	}
+	b.probe.leases++
+	b.probe.holder = b.probe.leases
+	b.probe.ends = now.Add(rules.set.ProbeLease)
+	b.arm(rules.set.ProbeLease)
+	b.publish()
+	return Permit{owner: b, lease: b.probe.holder}, nil
+}
+
+// checkLease ends a lease whose time has come. Called with the mutex held.
+func (b *Breaker) checkLease(now time.Time) {
+	if b.probe.holder == 0 {
+		return
+	}
+	if left := b.probe.ends.Sub(now); left > 0 {
+		b.arm(left)
+		return
+	}
+	lease := b.rules.Load().set.ProbeLease
+	b.reopen(ProbeTimedOut, Outcome{Cause: fmt.Sprintf("no answer within %v", lease)}, now)
+}
+
+// judgeProbe takes the outcome of the probe with that lease. It returns the period in
+// which a call that passed goes on to count, or nothing.
+func (b *Breaker) judgeProbe(lease uint64, o Outcome) *period {
+	b.mu.Lock()
+	defer b.unlock()
+	if b.probe.holder != lease || b.stopped {
+		return nil // too late: the lease had ended
+	}
+	now := time.Now()
+	switch o.Class {
+	case Success:
+		b.close(ProbePassed, now)
+		return b.period
+	case Neutral:
+		b.probe.holder = 0
+		b.publish()
+	default:
+		b.reopen(ProbeFailed, o, now)
+	}
+	return nil
+}
+
+// reopen is what a failed probe does. Called with the mutex held.
+func (b *Breaker) reopen(reason Reason, o Outcome, now time.Time) {
+	rules := b.rules.Load()
+	b.outage.last = failureRecord{o.Cause, o.Evidence}
+	b.outage.failedProbes++
+	var retryAfter time.Time
+	if o.RetryAfter > 0 {
+		retryAfter = now.Add(min(o.RetryAfter, rules.set.MaxRetryAfter))
+	}
+	b.open(reason, rules.doubled(b.outage.cooldown), retryAfter, now)
+	if b.outage.failedProbes == rules.set.GiveUp {
+		b.report(event{kind: permanent, Event: b.describe(HalfOpen, now)})
+	}
+}

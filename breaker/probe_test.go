@@ -1,0 +1,257 @@
+package breaker_test
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+)
+
+// halfOpen opens a new breaker and waits for the cooldown.
+func halfOpen(t *testing.T, s breaker.Settings, hook breaker.Hook, pass func(time.Duration)) *breaker.Breaker {
+	t.Helper()
+	b := newBreaker(t, s, hook)
+	trip(t, b)
+	pass(30 * time.Second)
+	want(t, b, breaker.HalfOpen)
+	return b
+}
+
+// cascade 3.2.2: exactly one probe, even with 200 calls waiting.
+func TestOneProbe(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		b := halfOpen(t, breaker.Settings{}, nil, pass)
+		for round := range 3 {
+			var reached, turned atomic.Int32
+			var group sync.WaitGroup
+			for range 200 {
+				group.Go(func() {
+					p, err := b.Acquire(breaker.Op{Safe: true})
+					if err != nil {
+						turned.Add(1)
+						return
+					}
+					reached.Add(1)
+					<-time.After(10 * time.Second)
+					p.Done(neutral)
+				})
+			}
+			pass(time.Second)
+			equal(t, fmt.Sprint("reached in round ", round), reached.Load(), 1)
+			equal(t, "turned away", turned.Load(), 199)
+			equal(t, "probing", b.Status().Probing, true)
+			group.Wait()
+		}
+	})
+}
+
+// A probe that hangs loses its lease; recovery goes on by itself.
+func TestProbeHangs(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		hook := &recorder{}
+		b := halfOpen(t, breaker.Settings{}, hook, pass)
+		hung := acquire(t, b)
+		equal(t, "probe", hung.Probe(), true)
+		pass(29 * time.Second)
+		want(t, b, breaker.HalfOpen)
+		pass(time.Second)
+		want(t, b, breaker.Open)
+		equal(t, "reason", hook.last(t).Reason, breaker.ProbeTimedOut)
+		equal(t, "cooldown", hook.last(t).Cooldown, time.Minute)
+
+		pass(time.Minute)
+		want(t, b, breaker.HalfOpen)
+		second := acquire(t, b)
+		hung.Answered(time.Millisecond)
+		hung.Done(ok) // too late: the lease is another's
+		want(t, b, breaker.HalfOpen)
+		equal(t, "probing", b.Status().Probing, true)
+		second.Done(ok)
+		want(t, b, breaker.Closed)
+		equal(t, "calls", b.Status().Calls, 1)
+	})
+}
+
+// Every way out frees the probe, and none of these says anything about the upstream.
+func TestProbeIsFreed(t *testing.T) {
+	ways := map[string]func(*breaker.Breaker){
+		"panic": func(b *breaker.Breaker) {
+			defer func() { recover() }()
+			p := acquire(t, b)
+			defer p.Done(neutral)
+			panic("abort")
+		},
+		"Goexit": func(b *breaker.Breaker) {
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				p := acquire(t, b)
+				defer p.Done(neutral)
+				runtime.Goexit()
+			}()
+			<-done
+		},
+		"cancel": func(b *breaker.Breaker) { acquire(t, b).Done(breaker.Outcome{Class: breaker.Neutral}) },
+	}
+	for name, way := range ways {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T, pass func(time.Duration)) {
+				b := halfOpen(t, breaker.Settings{}, nil, pass)
+				for range 1000 {
+					way(b)
+					want(t, b, breaker.HalfOpen)
+				}
+				pass(time.Hour) // the leases' ends change nothing
+				want(t, b, breaker.HalfOpen)
+				calls(t, b, 1, ok)
+				want(t, b, breaker.Closed)
+			})
+		})
+	}
+}
+
+// A safe call is the probe at once, an unsafe one only when nothing safe has come.
+func TestSafeProbeIsPreferred(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		b := halfOpen(t, breaker.Settings{}, nil, pass)
+		e := refused(t, b, breaker.Op{})
+		equal(t, "advice", e.RetryAfter(), 5*time.Second)
+		pass(2 * time.Second)
+		safe := acquire(t, b)
+		safe.Done(neutral)
+		refused(t, b, breaker.Op{})
+		pass(3 * time.Second)
+		p, err := b.Acquire(breaker.Op{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.Done(ok)
+		want(t, b, breaker.Closed)
+	})
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		b := halfOpen(t, breaker.Settings{ProbeWait: -1}, nil, pass)
+		p, err := b.Acquire(breaker.Op{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.Done(ok)
+		want(t, b, breaker.Closed)
+	})
+}
+
+// A result belongs to the generation of its permit.
+func TestLateResultsNeverMoveTheState(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		b := newBreaker(t, breaker.Settings{}, nil)
+		var before []*breaker.Permit
+		for range 60 {
+			before = append(before, acquire(t, b))
+		}
+		settle := func(o breaker.Outcome) {
+			t.Helper()
+			state, generation := b.Status().State, b.Status().Generation
+			for range 10 {
+				before[0].Answered(time.Millisecond)
+				before[0].Done(o)
+				before = before[1:]
+			}
+			want(t, b, state)
+			equal(t, "generation", b.Status().Generation, generation)
+		}
+		trip(t, b)
+		settle(ok)
+		settle(failed)
+		pass(30 * time.Second)
+		settle(ok)
+		settle(failed)
+		calls(t, b, 1, ok)
+		settle(ok)
+		settle(failed)
+		equal(t, "calls", b.Status().Calls, 1)
+	})
+}
+
+// The answer of a probe closes the breaker; a stream behind it holds nothing, and its
+// failure counts when it comes (ADR 0022).
+func TestAnsweredProbeGoesOnAsACall(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		b := halfOpen(t, breaker.Settings{}, nil, pass)
+		stream := acquire(t, b)
+		stream.Answered(time.Millisecond)
+		want(t, b, breaker.Closed)
+		equal(t, "probe", stream.Probe(), false)
+		pass(time.Hour)
+		equal(t, "calls", b.Status().Calls, 0)
+		calls(t, b, 9, failed)
+		stream.Done(breaker.Outcome{Class: breaker.InBand})
+		want(t, b, breaker.Open)
+	})
+}
+
+// cascade 3.2.2: the counters are reset on close. With a window of 60 s and a cooldown
+// of 30 s the failures before the trip would open it again.
+func TestWindowIsClearAfterClose(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		b := halfOpen(t, breaker.Settings{}, nil, pass)
+		calls(t, b, 1, ok)
+		calls(t, b, 1, ok)
+		want(t, b, breaker.Closed)
+		equal(t, "failures", b.Status().Failures, 0)
+		calls(t, b, 7, failed)
+		want(t, b, breaker.Closed) // nine calls are below the volume
+		equal(t, "calls", b.Status().Calls, 9)
+	})
+}
+
+func TestDoneCountsOnce(t *testing.T) {
+	bubble(t, func(t *testing.T, _ func(time.Duration)) {
+		b := newBreaker(t, breaker.Settings{}, nil)
+		p := acquire(t, b)
+		var group sync.WaitGroup
+		for range 100 {
+			group.Go(func() { p.Done(failed) })
+		}
+		group.Wait()
+		p.Answered(time.Hour)
+		equal(t, "calls", b.Status().Calls, 1)
+	})
+}
+
+func TestZeroPermitDoesNothing(t *testing.T) {
+	var p breaker.Permit
+	p.Answered(time.Second)
+	p.Done(failed)
+	equal(t, "probe", p.Probe(), false)
+}
+
+func TestRefusalSaysWhy(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		b := newBreaker(t, breaker.Settings{}, nil)
+		trip(t, b)
+		pass(8 * time.Second)
+		e := refused(t, b, breaker.Op{Safe: true})
+		equal(t, "state", e.State, breaker.Open)
+		equal(t, "advice", e.RetryAfter(), 22*time.Second)
+		equal(t, "generation", e.Generation, 2)
+		equal(t, "key", e.Key, upstream)
+		equal(t, "reason", e.Reason, breaker.ErrorRate)
+		equal(t, "evidence", e.Evidence, "error-1")
+		equal(t, "text", e.Error(), "breaker: localhost:9001 is open: status 502")
+		pass(22 * time.Second)
+		equal(t, "advice afterwards", e.RetryAfter(), 0)
+
+		acquire(t, b)
+		e = refused(t, b, breaker.Op{Safe: true})
+		equal(t, "state", e.State, breaker.HalfOpen)
+		equal(t, "advice", e.RetryAfter(), time.Second)
+		equal(t, "rejected", b.Status().Rejected, 2)
+		if err := error(e); !errors.As(fmt.Errorf("dial: %w", err), &e) {
+			t.Error("a wrapped refusal is not found")
+		}
+	})
+}

@@ -1,0 +1,57 @@
+package breaker
+
+import (
+	"fmt"
+	"time"
+)
+
+// OpenError refuses a call: nothing of it was sent. Calls share it, so it is not to be
+// changed.
+type OpenError struct {
+	Key        Key
+	State      State // Open or HalfOpen
+	Mode       Mode
+	Generation uint64
+	// Until is when the next probe may be let through; zero where nobody knows: a probe
+	// is under way, or the breaker is forced open.
+	Until time.Time
+	// Reason, Cause and Evidence are those of the opening, Cause and Evidence as they
+	// came with the failure.
+	Reason   Reason
+	Cause    string
+	Evidence string
+	// Reference is what Keep remembered of the opening.
+	Reference string
+}
+
+func (e *OpenError) Error() string {
+	text := fmt.Sprintf("breaker: %v is %v", e.Key, e.State)
+	if e.Mode == ForcedOpen {
+		return text + " (forced)"
+	}
+	if e.Cause != "" {
+		text += ": " + e.Cause
+	}
+	return text
+}
+
+// unknownWait is the advice where it is not known how long to wait.
+const unknownWait = time.Second
+
+// RetryAfter is how long to wait before the call is worth another attempt, from now;
+// never less than 0. It is 1 s where nobody knows.
+func (e *OpenError) RetryAfter() time.Duration {
+	if e.Until.IsZero() {
+		return unknownWait
+	}
+	return max(time.Until(e.Until), 0)
+}
+
+// refuse describes the present state. Called with the mutex held.
+func (b *Breaker) refuse(until time.Time) *OpenError {
+	o := &b.outage
+	return &OpenError{
+		Key: b.key, State: b.state, Mode: b.mode, Generation: b.generation, Until: until,
+		Reason: o.reason, Cause: o.last.cause, Evidence: o.last.evidence, Reference: o.reference,
+	}
+}

@@ -1,0 +1,163 @@
+package breaker
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"time"
+)
+
+// Settings say when a breaker opens and how it closes. A zero member is its default.
+type Settings struct {
+	// Window is how far back the error rate looks: 1 s to 1 h, by default 60 s. It
+	// moves in 60 steps.
+	Window time.Duration
+	// Threshold is the share of failures, over 0 and under 1, above which the breaker
+	// opens; by default 0.5. A rate equal to it keeps the breaker closed.
+	Threshold float64
+	// MinVolume is how many calls must have ended in the window, or be overdue, before
+	// a rate is judged; by default 10.
+	MinVolume int
+	// Consecutive is how many failures in a row open the breaker whatever the rate;
+	// 0 is never.
+	Consecutive int
+	// SlowCall is the latency above which an answer is slow; 0 is never. A probe that
+	// is slow has failed.
+	SlowCall time.Duration
+	// SlowThreshold is the share of slow calls, over 0 and under 1, above which the
+	// breaker opens; by default 0.5.
+	SlowThreshold float64
+	// Patience is how long a call may go without an answer before it counts as a
+	// failure while it hangs; 0 is for ever. Op.Patience goes before it. It is rounded
+	// up, by at most a quarter and two steps of the window.
+	Patience time.Duration
+
+	// Cooldown is how long the breaker stays open at first, by default 30 s. A failed
+	// probe doubles it, up to MaxCooldown, by default 300 s.
+	Cooldown, MaxCooldown time.Duration
+	// Jitter shortens each cooldown by a random share of up to Jitter, 0 to 0.5, so
+	// that many gateways do not probe at the same instant; by default 0.
+	Jitter float64
+	// MaxRetryAfter bounds what an upstream can ask for; by default MaxCooldown.
+	MaxRetryAfter time.Duration
+	// Healthy is how long the breaker must have been closed for its next cooldown to
+	// be the base again; by default 10 min. Before, it opens for as long as it did last.
+	Healthy time.Duration
+
+	// ProbeLease is how long a probe may go without an answer; by default 30 s.
+	ProbeLease time.Duration
+	// ProbeWait is how long, in HALF_OPEN, a safe call is waited for before an unsafe
+	// one is taken as the probe; by default 5 s, none if negative.
+	ProbeWait time.Duration
+	// Observe makes mode Auto behave as mode Observe: the breaker refuses nobody.
+	Observe bool
+	// GiveUp is after how many failed probes in a row the Hook hears PermanentlyOpen;
+	// by default 3 (ATD, HITL case 4).
+	GiveUp int
+}
+
+// Rules are settings that were checked. They can be shared by many breakers.
+type Rules struct {
+	set       Settings
+	beat      time.Duration // one step of the window
+	threshold uint64        // in millionths
+	slow      uint64        // in millionths
+	class     int           // of Patience; -1 without one
+}
+
+// million is the resolution of thresholds: shares are compared as whole numbers, so
+// that exactly 30 % is not above 0.3.
+const million = 1_000_000
+
+const day = 24 * time.Hour
+
+// NewRules fills in the defaults. It fails on a value out of its range and names it.
+func NewRules(s Settings) (*Rules, error) {
+	or(&s.Window, 60*time.Second)
+	or(&s.Threshold, 0.5)
+	or(&s.MinVolume, 10)
+	or(&s.SlowThreshold, 0.5)
+	or(&s.Cooldown, 30*time.Second)
+	or(&s.MaxCooldown, max(300*time.Second, s.Cooldown))
+	or(&s.MaxRetryAfter, s.MaxCooldown)
+	or(&s.Healthy, 10*time.Minute)
+	or(&s.ProbeLease, 30*time.Second)
+	or(&s.ProbeWait, 5*time.Second)
+	or(&s.GiveUp, 3)
+	for _, check := range []struct {
+		ok    bool
+		name  string
+		value any
+		right string
+	}{
+		{s.Window >= time.Second && s.Window <= time.Hour, "Window", s.Window, "from 1s to 1h"},
+		{share(s.Threshold), "Threshold", s.Threshold, "above 0 and below 1"},
+		{s.MinVolume > 0, "MinVolume", s.MinVolume, "positive"},
+		{s.Consecutive >= 0, "Consecutive", s.Consecutive, "positive, or 0 for never"},
+		{s.SlowCall >= 0, "SlowCall", s.SlowCall, "positive, or 0 for never"},
+		{share(s.SlowThreshold), "SlowThreshold", s.SlowThreshold, "above 0 and below 1"},
+		{s.Patience >= 0, "Patience", s.Patience, "positive, or 0 for ever"},
+		{s.Cooldown > 0, "Cooldown", s.Cooldown, "positive"},
+		{s.MaxCooldown >= s.Cooldown && s.MaxCooldown <= day, "MaxCooldown", s.MaxCooldown, "no shorter than Cooldown, at most 24h"},
+		{s.Jitter >= 0 && s.Jitter <= 0.5, "Jitter", s.Jitter, "from 0 to 0.5"},
+		{s.MaxRetryAfter > 0 && s.MaxRetryAfter <= day, "MaxRetryAfter", s.MaxRetryAfter, "positive, at most 24h"},
+		{s.Healthy > 0, "Healthy", s.Healthy, "positive"},
+		{s.ProbeLease > 0, "ProbeLease", s.ProbeLease, "positive"},
+		{s.GiveUp > 0, "GiveUp", s.GiveUp, "positive"},
+	} {
+		if !check.ok {
+			return nil, fmt.Errorf("breaker: %s is %v; it has to be %s", check.name, check.value, check.right)
+		}
+	}
+	r := &Rules{
+		set:       s,
+		beat:      s.Window / buckets,
+		threshold: uint64(math.Round(s.Threshold * million)),
+		slow:      uint64(math.Round(s.SlowThreshold * million)),
+		class:     -1,
+	}
+	if s.Patience > 0 {
+		r.class = r.classFor(s.Patience)
+	}
+	return r, nil
+}
+
+// Settings returns the settings with the defaults filled in.
+func (r *Rules) Settings() Settings { return r.set }
+
+func or[T comparable](v *T, fallback T) {
+	var zero T
+	if *v == zero {
+		*v = fallback
+	}
+}
+
+func share(f float64) bool { return f > 0 && f < 1 }
+
+// exceeded says which limit the counts of a window are above, or nothing. Strictly
+// above: cascade 3.2.1.
+func (r *Rules) exceeded(c counts) Reason {
+	if c.calls >= uint64(r.set.MinVolume) {
+		if c.failures*million > r.threshold*c.calls {
+			return ErrorRate
+		}
+		if r.set.SlowCall > 0 && c.slow*million > r.slow*c.calls {
+			return SlowCalls
+		}
+	}
+	if all := c.calls + c.overdue; all >= uint64(r.set.MinVolume) &&
+		(c.failures+c.overdue)*million > r.threshold*all {
+		return OverdueCalls
+	}
+	return ""
+}
+
+// shortened is the cooldown with the jitter taken off.
+func (r *Rules) shortened(cooldown time.Duration) time.Duration {
+	return cooldown - time.Duration(rand.Float64()*r.set.Jitter*float64(cooldown))
+}
+
+// doubled is the cooldown after a failed probe (cascade 3.2.2).
+func (r *Rules) doubled(cooldown time.Duration) time.Duration {
+	return min(max(cooldown, r.set.Cooldown/2)*2, r.set.MaxCooldown)
+}
