@@ -2,6 +2,7 @@ package caddymodule
 
 import (
 	"encoding/json"
+	"errors"
 	"net/http"
 	"strings"
 	"time"
@@ -15,7 +16,7 @@ import (
 )
 
 func init() {
-	caddy.RegisterModule(Endpoints{})
+	caddy.RegisterModule(new(Endpoints))
 }
 
 const (
@@ -34,19 +35,22 @@ func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 		servePolicy(w, r, h)
 		return true
 	}
-	if r.URL.Path == jwksPath {
-		h.app.serveKeys(w, r)
-		return true
-	}
 	if strings.HasPrefix(r.URL.EscapedPath(), executionsPath) {
 		h.serveExecutions(w, r)
 		return true
 	}
-	return serveCommon(w, r)
+	return h.serveCommon(w, r)
 }
 
-// serveCommon answers the well-known paths that need no guard.
-func serveCommon(w http.ResponseWriter, r *http.Request) bool {
+// serveCommon answers the well-known paths that do not belong to one guarded route.
+func (h *Handler) serveCommon(w http.ResponseWriter, r *http.Request) bool {
+	if h.app != nil && r.URL.Path == jwksPath {
+		h.app.serveKeys(w, r)
+		return true
+	}
+	if h.serveLedger(w, r) {
+		return true
+	}
 	slug, ok := strings.CutPrefix(r.URL.Path, problem.BasePath)
 	if !ok {
 		return false
@@ -66,19 +70,40 @@ func allowRead(w http.ResponseWriter, r *http.Request) bool {
 	return false
 }
 
-// Endpoints answers the well-known paths that do not belong to one guarded route,
-// on a site of their own: GET /.well-known/cascade/problems/{slug}. The paths of a
-// route are answered by its `agent_guard` handler.
-type Endpoints struct{}
+// Endpoints answers the well-known paths that do not belong to one guarded route, on a
+// site of their own: below /.well-known/cascade/ the pages of `problems`, and where an
+// `identity` is configured `jwks`, `ledger`, `workflows` and `errors`. Who asks is found
+// out as by an `agent_guard` without options. The paths of a route are answered by its
+// `agent_guard` handler.
+type Endpoints struct {
+	// h is a guard without a route.
+	h *Handler
+}
 
 // CaddyModule returns the Caddy module information.
-func (Endpoints) CaddyModule() caddy.ModuleInfo {
+func (*Endpoints) CaddyModule() caddy.ModuleInfo {
 	return caddy.ModuleInfo{ID: "http.handlers.agent_guard_endpoints", New: func() caddy.Module { return new(Endpoints) }}
 }
 
+// Provision finds the app, if there is one.
+func (e *Endpoints) Provision(ctx caddy.Context) error {
+	e.h = &Handler{logger: ctx.Logger(), Name: "endpoints"}
+	e.h.setDefaults()
+	e.h.credentials = canonical(e.h.Credentials)
+	app, err := ctx.AppIfConfigured("agent_guard")
+	if errors.Is(err, caddy.ErrNotConfigured) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	e.h.app = app.(*App)
+	return e.h.provisionActions(ctx)
+}
+
 // ServeHTTP answers what is ours and hands on what is not.
-func (Endpoints) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	if serveCommon(w, r) {
+func (e *Endpoints) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	if e.h.serveCommon(w, r) {
 		return nil
 	}
 	return next.ServeHTTP(w, r)
@@ -95,7 +120,7 @@ func parseEndpoints(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error)
 	if h.NextBlock(0) {
 		return nil, h.Errf("agent_guard_endpoints has no option %q", h.Val())
 	}
-	return Endpoints{}, nil
+	return new(Endpoints), nil
 }
 
 // policyDocument is the published idempotency policy of a guard. Its members are
@@ -221,4 +246,7 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 	_ = enc.Encode(doc) // only the client's leaving can fail here
 }
 
-var _ caddyhttp.MiddlewareHandler = Endpoints{}
+var (
+	_ caddy.Provisioner           = (*Endpoints)(nil)
+	_ caddyhttp.MiddlewareHandler = (*Endpoints)(nil)
+)

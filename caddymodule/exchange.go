@@ -77,6 +77,7 @@ func (x *exchange) open() error {
 func (x *exchange) close() {
 	x.traceCall()
 	x.unpublish()
+	x.giveTokensBack()
 	x.probed()
 	if x.body != nil {
 		_ = x.body.Close()

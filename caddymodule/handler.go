@@ -85,6 +85,7 @@ func (x *exchange) serve(next caddyhttp.Handler) error {
 			if _, err := x.reviewTokens(); err != nil {
 				return err
 			}
+			x.story.kept = true // it is answered for this call, or claims it
 			then, err := x.answer(found)
 			if err != nil || then == stepDone {
 				return err

@@ -25,6 +25,10 @@ type story struct {
 	// recorded and bound say of which of the tokens the store knows: that they are in
 	// the ledger, and that they were used for this call.
 	recorded, bound map[*ect.Token]bool
+	// taken are those that this call has taken in memory first; kept says that they
+	// were used for it.
+	taken []*ect.Token
+	kept  bool
 	call            evidence.Call
 	// forwarded is the checkpoint as a token, for upstreams with an identity.
 	forwarded *ect.Token
@@ -109,14 +113,37 @@ func rollbackURI(r *http.Request) string {
 // takeTokens keeps the caller's tokens for this call while it is on its way.
 func (x *exchange) takeTokens() error {
 	s := &x.story
+	use := evidence.Use(x.call.Key)
 	for _, t := range s.tokens.own {
-		standing, err := s.way.evidence.Take(t, evidence.Use(x.call.Key), time.Now())
-		if err == nil && standing == evidence.Other {
-			return replayedToken()
+		standing, err := s.way.evidence.Take(t, use, time.Now())
+		switch {
+		case err != nil: // memory is full, and the claim's commit decides
+		case standing == evidence.Unused:
+			s.taken = append(s.taken, t)
+		case standing == evidence.Other:
+			// Somebody tries it for something else. What was recorded counts.
+			recorded, err := s.way.evidence.Recorded(x.r.Context(), t, use)
+			if err != nil {
+				return x.storeFailed(err)
+			}
+			if recorded != evidence.Same {
+				return replayedToken()
+			}
+			s.know(&s.bound, t)
 		}
-		// Where memory is full, the claim's commit decides.
 	}
 	return nil
+}
+
+// giveTokensBack forgets what was taken for a call that came to nothing.
+func (x *exchange) giveTokensBack() {
+	s := &x.story
+	if s.kept {
+		return
+	}
+	for _, t := range s.taken {
+		s.way.evidence.Forget(t, evidence.Use(x.call.Key))
+	}
 }
 
 // reviewTokens looks up what the store knows of the tokens. It reports whether anything
@@ -134,7 +161,7 @@ func (x *exchange) reviewTokens() (learned bool, err error) {
 		}
 		if standing == evidence.Same && !s.bound[t] {
 			s.know(&s.bound, t)
-			s.way.evidence.Forget(t)
+			s.way.evidence.Forget(t, evidence.Use(x.call.Key))
 			learned = true
 		}
 	}
@@ -241,8 +268,9 @@ func (x *exchange) announced(told *evidence.Telling, err error) error {
 	}
 	err = told.Done(err)
 	if err == nil {
+		x.story.kept = true
 		for _, t := range x.story.tokens.own {
-			x.story.way.evidence.Forget(t) // the store knows
+			x.story.way.evidence.Forget(t, evidence.Use(x.call.Key)) // the store knows
 		}
 		return nil
 	}

@@ -203,7 +203,10 @@ func (t *testimony) spend(p *presented, r *http.Request) error {
 		}
 		if standing == evidence.Unused {
 			// It may have claimed a key.
-			if standing, err = t.evidence.Recorded(r.Context(), token, use); err != nil {
+			if standing, err = t.evidence.Recorded(r.Context(), token, use); err != nil || standing == evidence.Other {
+				t.evidence.Forget(token, use)
+			}
+			if err != nil {
 				return refusedToken(err)
 			}
 		}

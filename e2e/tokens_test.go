@@ -313,7 +313,7 @@ func TestJoiningAWorkflow(t *testing.T) {
 	joined, stranger := nested(arrived.Get("Execution-Parent")), nested("guessed")
 	look := func(id string) reply {
 		return g.call(with(a.issue(ect.Claims{Workflow: wid, Action: "look"}), request{
-			method: "GET", path: "/.well-known/cascade/ledger/entries?jti=" + id + "&wait=10s",
+			method: "GET", path: "/.well-known/cascade/ledger/entries?jti=" + id + "&wid=" + wid + "&wait=10s",
 		}))
 	}
 	if got := look(joined); got.status != http.StatusOK {

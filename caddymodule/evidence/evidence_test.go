@@ -302,7 +302,9 @@ func TestTakenTokens(t *testing.T) {
 	if n != 1 {
 		t.Errorf("%d uses were the first", n)
 	}
-	b.told.Forget(token)
+	for n := range 50 {
+		b.told.Forget(token, evidence.Use{byte(n)})
+	}
 	if got, err := b.told.Take(token, evidence.Use{99}, now); err != nil || got != evidence.Unused {
 		t.Errorf("%v %v", got, err)
 	}

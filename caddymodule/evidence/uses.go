@@ -88,8 +88,9 @@ func (e *Evidence) Take(t *ect.Token, use Use, now time.Time) (Standing, error) 
 	return e.uses.take(t, use, now)
 }
 
-// Forget gives the memory back where the store knows what the token was used for.
-func (e *Evidence) Forget(t *ect.Token) { e.uses.forget(t) }
+// Forget takes back that a token is used for this: the store knows what it was used for,
+// or it was not used after all.
+func (e *Evidence) Forget(t *ect.Token, use Use) { e.uses.forget(t, use) }
 
 // maxUses bounds the uses in memory; each takes about 150 bytes.
 const maxUses = 500_000
@@ -141,8 +142,11 @@ func (u *uses) sweep(now time.Time) bool {
 	return len(u.m) < u.most
 }
 
-func (u *uses) forget(t *ect.Token) {
+func (u *uses) forget(t *ect.Token, use Use) {
+	name := scope{t.Workflow(), t.ID()}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	delete(u.m, scope{t.Workflow(), t.ID()})
+	if u.m[name].standing(t, use) == Same {
+		delete(u.m, name)
+	}
 }

@@ -30,7 +30,7 @@ func (k Kind) Code() string { return strings.ReplaceAll(k.Slug, "-", "_") }
 
 func (k Kind) errorType() string {
 	switch k.Status {
-	case http.StatusBadRequest, http.StatusUnauthorized, http.StatusNotFound, http.StatusRequestEntityTooLarge:
+	case http.StatusBadRequest, http.StatusUnauthorized, http.StatusNotFound, http.StatusGone, http.StatusRequestEntityTooLarge:
 		return "invalid_request_error"
 	}
 	return "idempotency_error"
@@ -154,6 +154,27 @@ var (
 		caller:   "Make a new token for this call: its own `jti`, an `aud` that names this gateway, an `iat` of now, parents of the same workflow. A retry may send the same bytes again, with the same call.",
 		operator: "`trust` says whose keys are believed and how strictly; the metric `agent_guard_tokens_total` counts the reasons.",
 	}
+	EntryUnknown = Kind{
+		Slug: "entry-unknown", Status: http.StatusNotFound,
+		Title:    "The ledger has no such entry for this reader",
+		meaning:  "Nothing stands there, or it belongs to a workflow in which the identity that asks has no part. The two are not told apart.",
+		caller:   "Ask with the identity that took part in the workflow. An entry reaches the ledger a moment after its request.",
+		operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
+	}
+	EntryPruned = Kind{
+		Slug: "entry-pruned", Status: http.StatusGone,
+		Title:    "The content of the entry is no longer kept",
+		meaning:  "The entry was recorded and its content was pruned after the retention. Its hash is still in the tree, and proofs over it still hold.",
+		caller:   "Use a copy of the entry that was made before, if there is one; its receipt and the inclusion proof still prove it.",
+		operator: "`retain` in the `identity` is how long the ledger keeps contents.",
+	}
+	WorkflowUnknown = Kind{
+		Slug: "workflow-unknown", Status: http.StatusNotFound,
+		Title:    "No workflow of this reader has this id",
+		meaning:  "Nothing is recorded under this workflow id, or the identity that asks has no part in it. The two are not told apart.",
+		caller:   "Ask with the identity that took part in the workflow.",
+		operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
+	}
 	ParameterInvalid = Kind{
 		Slug: "parameter-invalid", Status: http.StatusBadRequest,
 		Title:    "The question is malformed",
@@ -168,7 +189,8 @@ func Kinds() []Kind {
 	return []Kind{
 		ExecutionIDMissing, ExecutionIDInvalid, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
 		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, StoreUnavailable, ShuttingDown, BodyTooLarge,
-		AuthenticationRequired, ExecutionUnknown, ECTInvalid, ParameterInvalid,
+		AuthenticationRequired, ExecutionUnknown, ECTInvalid, EntryUnknown, EntryPruned, WorkflowUnknown,
+		ParameterInvalid,
 	}
 }
 

@@ -1,0 +1,114 @@
+package graph
+
+import (
+	"context"
+	"slices"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+)
+
+// share is how much of a workflow a reader may see (ADR 0023): all of it who has issued
+// a token in it, and what is linked to its own calls who took part without. Strangers
+// may use the same name for a workflow. The zero share is nothing.
+type share struct {
+	whole bool
+	ids   map[string]bool // where it is not the whole
+}
+
+func (s *share) has(id string) bool { return s.whole || s.ids[id] }
+func (s *share) empty() bool        { return !s.whole && len(s.ids) == 0 }
+
+// sharing finds out the share of a reader while entries are read.
+type sharing struct {
+	*Server
+	who   Reader
+	whole bool
+	links map[string][]string // id -> those that it is linked to, both ways
+	mine  []string
+}
+
+// add takes an entry. It reports whether nothing more can come of others.
+func (p *sharing) add(e *ledger.Entry) bool {
+	if event, _ := ect.ParseEvent(e.Action); event != ect.EventError {
+		// Who has told of an error need not have any other part in the workflow.
+		p.whole = p.whole || p.issued(e, p.who)
+	}
+	if p.called(e, p.who) {
+		p.mine = append(p.mine, e.ID)
+	}
+	if p.links == nil {
+		p.links = make(map[string][]string)
+	}
+	for _, parent := range e.Parents {
+		p.links[e.ID] = append(p.links[e.ID], parent)
+		p.links[parent] = append(p.links[parent], e.ID)
+	}
+	return p.whole
+}
+
+func (p *sharing) share() share {
+	if p.whole {
+		return share{whole: true}
+	}
+	s := share{ids: make(map[string]bool)}
+	for todo := slices.Clone(p.mine); len(todo) > 0; {
+		id := todo[len(todo)-1]
+		todo = todo[:len(todo)-1]
+		if !s.ids[id] {
+			s.ids[id] = true
+			todo = append(todo, p.links[id]...)
+		}
+	}
+	return s
+}
+
+// shareOf finds out what a reader may see of a workflow.
+func (s *Server) shareOf(ctx context.Context, wid string, who Reader) (share, error) {
+	if wid == "" {
+		return share{}, nil
+	}
+	p := sharing{Server: s, who: who}
+	_, err := s.each(ctx, wid, p.add)
+	return p.share(), err
+}
+
+// mayRead reports whether the reader may see an entry.
+func (s *Server) mayRead(ctx context.Context, e *ledger.Entry, who Reader) (bool, error) {
+	if s.issued(e, who) || s.called(e, who) {
+		return true, nil
+	}
+	part, err := s.shareOf(ctx, e.Workflow, who)
+	return part.has(e.ID), err
+}
+
+// each gives the entries of a workflow in their order, at most MaxNodes, until visit
+// has enough. It reports whether there are more than it gave.
+func (s *Server) each(ctx context.Context, wid string, visit func(*ledger.Entry) (enough bool)) (more bool, err error) {
+	var next ledger.Cursor
+	for left := s.MaxNodes; ; {
+		page, err := s.Log.List(ctx, wid, next, min(left, ledger.MaxPage))
+		if err != nil {
+			return false, err
+		}
+		for i := range page.Entries {
+			if visit(&page.Entries[i]) {
+				return true, nil
+			}
+		}
+		left -= len(page.Entries)
+		switch next = page.Next; {
+		case next == "":
+			return false, nil
+		case left <= 0:
+			return true, nil
+		}
+	}
+}
+
+// workflowIDs are the ids that a name can stand for: that of tokens, and that of calls
+// without any (ADR 0023).
+func workflowIDs(name string) []string {
+	return slices.Compact([]string{evidence.WorkflowID(name), evidence.NamedWorkflowID(name)})
+}

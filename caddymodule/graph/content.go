@@ -1,0 +1,99 @@
+package graph
+
+import (
+	"encoding/hex"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
+)
+
+// extOf are the extension members of an entry's token, or of what a token could not be
+// made of. It was verified, or made here, before it was recorded.
+func extOf(e *ledger.Entry) ect.Ext {
+	if e.Unsigned {
+		if d, err := ect.ParseDraft(string(e.Payload)); err == nil {
+			return d.Ext()
+		}
+		return ect.Ext{}
+	}
+	if u, err := ect.ParseInsecure(string(e.Payload)); err == nil {
+		return u.Ext()
+	}
+	return ect.Ext{}
+}
+
+// own reports whether an entry is the gateway's.
+func (s *Server) own(e *ledger.Entry) bool { return slices.Contains(s.Identities, e.Issuer) }
+
+// issued reports whether an entry is a token of the reader's own.
+func (s *Server) issued(e *ledger.Entry, who Reader) bool {
+	return who.Issuer != "" && e.Issuer == who.Issuer && !s.own(e)
+}
+
+// called reports whether an entry is the gateway's, of one of the reader's calls.
+func (s *Server) called(e *ledger.Entry, who Reader) bool {
+	if who.Caller == [16]byte{} || !s.own(e) {
+		return false
+	}
+	caller, _ := extOf(e).Text(evidence.MemberCaller)
+	hash, err := hex.DecodeString(caller)
+	return err == nil && slices.Equal(hash, who.Caller[:])
+}
+
+// recordOf is an entry as the graph reads it.
+func (s *Server) recordOf(e *ledger.Entry) workflow.Record {
+	r := workflow.Record{
+		ID: e.ID, Parents: e.Parents, Action: e.Action, Issuer: e.Issuer, Time: e.Time, Own: s.own(e),
+	}
+	event, _ := ect.ParseEvent(e.Action)
+	r.Event = workflow.Event(event)
+	ext := extOf(e)
+	text := func(m ect.Member) string {
+		v, _ := ext.Text(m)
+		return v
+	}
+	if r.Own {
+		r.Outcome, r.Execution = workflow.Outcome(text(evidence.MemberOutcome)), text(evidence.MemberExecution)
+	}
+	r.CheckpointID = canonical(text(ect.MemberCheckpointID))
+	r.Severity = text(ect.MemberSeverity)
+	r.Status = text(ect.MemberStatus)
+	switch {
+	case event == ect.EventWorkflowComplete:
+		r.Status = text(ect.MemberTerminalStatus)
+	case r.Status == "" && e.Action == "aerr:rollback_escalated":
+		r.Status = "escalated"
+	case event == ect.EventCheckpoint:
+		r.Reversible, _ = ext.Bool(ect.MemberReversible)
+		r.Expires = e.Time.Add(ttlOf(ext))
+	}
+	return r
+}
+
+// ttlOf is how long a checkpoint is kept: not at all where it does not say so, since
+// then nobody has promised to (cascade 4.2.2).
+func ttlOf(ext ect.Ext) time.Duration {
+	const longest = 100 * 365 * 24 * time.Hour
+	seconds, _ := ext.Number(ect.MemberTTL)
+	if seconds >= longest.Seconds() {
+		return longest
+	}
+	return time.Duration(max(seconds, 0) * float64(time.Second))
+}
+
+// levelOf is the assurance that an entry's token gives by itself.
+func levelOf(e *ledger.Entry) string {
+	if e.Unsigned {
+		return ""
+	}
+	u, err := ect.ParseInsecure(string(e.Payload))
+	if err != nil {
+		return ""
+	}
+	return strings.ToUpper(u.Level().String())
+}

@@ -1,0 +1,126 @@
+package caddymodule
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"net/http"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/graph"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// serveLedger answers the paths of the ledger, of workflows and of errors. It reports
+// false for other paths.
+func (h *Handler) serveLedger(w http.ResponseWriter, r *http.Request) bool {
+	if h.app == nil || !graph.Handles(r) {
+		return false
+	}
+	err := h.askLedger(w, r)
+	if err == nil || r.Context().Err() != nil {
+		return true
+	}
+	var p *problem.Problem
+	if !errors.As(err, &p) {
+		errors.As(storeClosed(err), &p)
+	}
+	if p.Kind() == problem.AuthenticationRequired {
+		w.Header().Set("WWW-Authenticate", h.challenge())
+	}
+	h.refuseUnguarded(w, p)
+	return true
+}
+
+func (h *Handler) askLedger(w http.ResponseWriter, r *http.Request) error {
+	e, err := h.app.acquire()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = e.release() }() // closing the store logs its own errors
+	way, err := h.app.testimony()
+	if err != nil {
+		return err
+	}
+	if way == nil {
+		http.Error(w, "This gateway has no identity, and so no ledger.", http.StatusNotFound)
+		return nil
+	}
+	who, err := h.reader(e, way, r)
+	if err != nil {
+		return err
+	}
+	return graph.New(graph.Options{
+		Log: way.evidence.Log(), HeadKey: way.evidence.HeadKey(), Identities: []string{way.witness.Identity()},
+		Verify: way.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return way.record(ctx, e, tokens) },
+		Waits: e.waits,
+	}).Serve(w, r, who)
+}
+
+// reader is who asks, as callers are told apart. Tokens of a POST are what is told, and
+// speak for themselves.
+func (h *Handler) reader(e *engine, way *testimony, r *http.Request) (graph.Reader, error) {
+	var tokens presented
+	if r.Method != http.MethodPost {
+		var err error
+		if tokens, err = h.verifyTokens(way, r); err != nil {
+			return graph.Reader{}, err
+		}
+		if err := way.spend(&tokens, r); err != nil {
+			return graph.Reader{}, err
+		}
+	}
+	caller, err := h.caller(e.guard, r, &tokens)
+	if err != nil {
+		return graph.Reader{}, err
+	}
+	return graph.Reader{Issuer: tokens.issuer(), Caller: e.guard.Caller(caller), Anonymous: caller == anonymous}, nil
+}
+
+// verifyErrors verifies what agents tell of.
+func (t *testimony) verifyErrors(r *http.Request, raws []string) ([]*ect.Token, error) {
+	if t.verifier == nil {
+		return nil, &ect.Error{Code: ect.CodeKeyID} // nobody is trusted
+	}
+	return t.verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: peer(r), DAG: t.evidence.GraphOf(raws[0])})
+}
+
+// toldOf is what a token is used for that only tells of something.
+var toldOf = evidence.Use(sha256.Sum256([]byte("agent_guard errors")))
+
+// record takes tokens of agents into the ledger. They can be used for nothing else.
+func (t *testimony) record(ctx context.Context, e *engine, tokens []*ect.Token) error {
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	telling, err := t.evidence.Tell(now, tokens)
+	if err != nil {
+		return err
+	}
+	for _, token := range tokens {
+		telling.Ride(t.evidence.Bound(token, toldOf))
+	}
+	_, err = e.store.Commit(ctx, telling.Writes()...)
+	err = telling.Done(err)
+	if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
+		for _, token := range tokens {
+			standing, failed := t.evidence.Recorded(ctx, token, toldOf)
+			if failed != nil {
+				return failed
+			}
+			if standing == evidence.Other {
+				return &ect.Error{Code: ect.CodeReplayed} // it was used for a call
+			}
+		}
+	}
+	if err == nil {
+		e.logger.Info("agents have told of errors", zap.Int("count", len(tokens)), zap.String("issuer", tokens[0].Issuer()))
+	}
+	return err
+}

@@ -1,0 +1,244 @@
+package workflow_test
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	. "github.com/agent-guard/caddy-agent-guard/guard/workflow"
+)
+
+const gateway = "spiffe://example.com/gateway"
+
+// by gives a record to its issuer; the gateway's are its own.
+func by(issuer string, r Record) Record {
+	r.Issuer, r.Own = issuer, issuer == gateway
+	return r
+}
+
+func task(id string, parents ...string) Record {
+	return by("a", Record{ID: id, Parents: parents, Action: "act"})
+}
+
+func ckpt(id string, parents ...string) Record {
+	return by("a", Record{ID: id, Parents: parents, Event: Checkpoint, Action: "checkpoint", Reversible: true})
+}
+
+// claim is the gateway's checkpoint, settled its node after the call.
+func claim(id string, parents ...string) Record { return by(gateway, ckpt(id, parents...)) }
+
+func settled(id string, o Outcome, parents ...string) Record {
+	return by(gateway, Record{ID: id, Parents: parents, Action: "pay", Outcome: o})
+}
+
+func failure(id, checkpoint string, parents ...string) Record {
+	return by("a", Record{ID: id, Parents: parents, Event: Error, CheckpointID: checkpoint, Severity: "error"})
+}
+
+// undone is a result of a rollback by an issuer.
+func undone(issuer, id, checkpoint, status string, parents ...string) Record {
+	return by(issuer, Record{ID: id, Parents: parents, Event: RollbackComplete, CheckpointID: checkpoint, Status: status})
+}
+
+func start(id, checkpoint string, parents ...string) Record {
+	return by("a", Record{ID: id, Parents: parents, Event: RollbackStart, CheckpointID: checkpoint})
+}
+
+func ids(g *Graph) string {
+	var all []string
+	for _, n := range g.Nodes() {
+		all = append(all, n.ID)
+	}
+	return strings.Join(all, " ")
+}
+
+func edges(g *Graph) []string {
+	var all []string
+	for _, e := range g.Edges() {
+		all = append(all, fmt.Sprintf("%s-%s->%s", e.From, e.Kind, e.To))
+	}
+	slices.Sort(all)
+	return all
+}
+
+func wantEdges(t *testing.T, g *Graph, want ...string) {
+	t.Helper()
+	slices.Sort(want)
+	if got := edges(g); !slices.Equal(got, want) {
+		t.Errorf("edges\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}
+
+// figure7 is the graph of cascade's Figure 7.
+func figure7(more ...Record) *Graph {
+	return New(append([]Record{ckpt("A"), task("A1", "A"), ckpt("B", "A1"), task("B1", "B"), task("B2", "B")}, more...))
+}
+
+// Cascade 4.1.1, Figure 7: what is undone, in the reverse of the topological order.
+func TestRollbackOrderOfFigure7(t *testing.T) {
+	g := figure7()
+	below, more := g.Descendants("A", 100)
+	slices.Reverse(below)
+	if got := strings.Join(append(below, "A"), ", "); got != "B2, B1, B, A1, A" || more {
+		t.Errorf("rollback order %s, more %v", got, more)
+	}
+	wantEdges(t, g, "A-caused->A1", "A1-caused->B", "B-caused->B1", "B-caused->B2")
+	for id, want := range map[string]string{"A": "A1", "B": "B1 B2"} {
+		if n, _ := g.Node(id); strings.Join(n.Guards, " ") != want {
+			t.Errorf("%s was made for %v, want %s", id, n.Guards, want)
+		}
+	}
+	if got := fmt.Sprint(g.Roots(), g.Leaves(), g.Unordered()); got != "[A] [B1 B2] []" {
+		t.Error(got)
+	}
+	if above, _ := g.Ancestors("B2", 100); fmt.Sprint(above) != "[A A1 B]" {
+		t.Errorf("ancestors %v", above)
+	}
+}
+
+// Cascade 4.4.2, Figure 13: the audit trail, whose results stand below one start.
+func TestEdgesOfFigure13(t *testing.T) {
+	g := New([]Record{
+		task("T"), ckpt("C", "T"), failure("E", "C", "T"), start("S", "C", "E"),
+		undone("a", "RA", "", "completed", "S"), undone("a", "RB", "", "completed", "S"),
+		by("a", Record{ID: "RC", Parents: []string{"S"}, Event: Compensate}),
+	})
+	wantEdges(t, g, "T-checkpoint_of->C", "T-error_of->E", "E-caused->S", "S-caused->RA", "S-caused->RB", "S-caused->RC")
+	if below, _ := g.Descendants("T", 100); fmt.Sprint(below) != "[C E S RA RB RC]" {
+		t.Errorf("descendants %v", below)
+	}
+	if n, _ := g.Node("T"); n.State != RolledBack {
+		t.Errorf("T is %s", n.State)
+	}
+}
+
+// ATD, "Hierarchical Checkpoints": the parents of a group are what it contains, and
+// did not cause it.
+func TestGroupsContain(t *testing.T) {
+	g := New([]Record{
+		task("T1"), ckpt("C1", "T1"), task("T2", "T1"), ckpt("C2", "T2"),
+		ckpt("G", "C1", "C2"), ckpt("C3", "T2"), ckpt("H", "G", "C3"), task("T3", "T2"),
+	})
+	wantEdges(t, g, "T1-checkpoint_of->C1", "T1-caused->T2", "T2-checkpoint_of->C2", "T2-checkpoint_of->C3",
+		"G-contains->C1", "G-contains->C2", "H-contains->G", "H-contains->C3", "T2-caused->T3")
+	if below, _ := g.Descendants("T1", 100); slices.Contains(below, "G") || slices.Contains(below, "H") {
+		t.Errorf("a failure reaches a group: %v", below)
+	}
+	below, _ := g.Descendants("G", 100)
+	slices.Sort(below)
+	if fmt.Sprint(below) != "[C1 C2 C3 T1 T2 T3]" {
+		t.Errorf("a group reaches %v", below)
+	}
+	if above, _ := g.Ancestors("C1", 100); fmt.Sprint(above) != "[T1]" {
+		t.Errorf("ancestors of what is contained: %v", above)
+	}
+	if above, _ := g.Ancestors("G", 100); len(above) > 0 {
+		t.Errorf("ancestors of a group: %v", above)
+	}
+	if order := strings.Fields(ids(g)); slices.Index(order, "H") > slices.Index(order, "G") || slices.Index(order, "G") > slices.Index(order, "C1") {
+		t.Errorf("a group comes before what it contains: %v", order)
+	}
+}
+
+// A checkpoint with an action among its parents is no group, also beside checkpoints:
+// its edges cannot be turned around.
+func TestMixedParentsAreNoGroup(t *testing.T) {
+	g := New([]Record{task("T1"), ckpt("C1", "T1"), task("T2", "C1"), ckpt("M", "T2", "C1")})
+	wantEdges(t, g, "T1-checkpoint_of->C1", "C1-caused->T2", "T2-checkpoint_of->M", "C1-caused->M")
+	if len(g.Unordered()) > 0 {
+		t.Errorf("a cycle: %v", g.Unordered())
+	}
+}
+
+// ATD, "Topological Order": parents first; else in the order of recording.
+func TestTopologicalOrder(t *testing.T) {
+	g := New([]Record{task("d", "b", "c"), task("b", "a"), task("x"), task("c", "a"), task("a")})
+	if got := ids(g); got != "x a b c d" {
+		t.Errorf("order %s", got)
+	}
+}
+
+func TestDuplicatesAndMissingParents(t *testing.T) {
+	g := New([]Record{task("a", "gone", "a", "gone"), task("b", "a", "a"), by("z", task("a", "b"))})
+	a, ok := g.Node("a")
+	if !ok || a.Issuer != "a" || fmt.Sprint(a.Missing) != "[gone gone]" || len(g.Nodes()) != 2 {
+		t.Errorf("%+v", g.Nodes())
+	}
+	wantEdges(t, g, "a-caused->b")
+	if _, ok := g.Node("gone"); ok {
+		t.Error("a node that is not recorded")
+	}
+	for _, walk := range []func(string, int) ([]string, bool){g.Descendants, g.Ancestors} {
+		if found, more := walk("gone", 10); found == nil || len(found) > 0 || more {
+			t.Errorf("from a node that is not recorded: %v %v", found, more)
+		}
+	}
+	if g := New(nil); len(g.Nodes()) != 0 || len(g.Roots()) != 0 || g.Summary().Status != StatusRunning {
+		t.Errorf("the empty graph: %+v", g.Summary())
+	}
+}
+
+// Hostile input: what lies on a cycle is named, and nothing runs for ever.
+func TestCyclesAreNamed(t *testing.T) {
+	g := New([]Record{
+		task("root"), task("a", "b", "root"), task("b", "a"), task("behind", "b"),
+		ckpt("c1", "c2"), ckpt("c2", "c1"),
+	})
+	if got := fmt.Sprint(g.Unordered()); got != "[a b behind c1 c2]" {
+		t.Errorf("unordered %s", got)
+	}
+	if below, more := g.Descendants("root", 100); len(below) != 3 || more {
+		t.Errorf("descendants %v", below)
+	}
+	if above, _ := g.Ancestors("behind", 100); len(above) != 3 {
+		t.Errorf("ancestors %v", above)
+	}
+	if below, _ := g.Descendants("c1", 100); fmt.Sprint(below) != "[c2]" {
+		t.Errorf("of groups in each other: %v", below)
+	}
+}
+
+// Walks end at their limit, and say so.
+func TestWalksAreBounded(t *testing.T) {
+	g := figure7()
+	for limit, want := range map[int]bool{0: true, 3: true, 4: false, 100: false} {
+		below, more := g.Descendants("A", limit)
+		above, moreAbove := g.Ancestors("B2", limit-1)
+		if len(below) != min(limit, 4) || more != want || moreAbove != want || len(above) != max(0, min(limit-1, 3)) {
+			t.Errorf("limit %d: %v %v, %v %v", limit, below, more, above, moreAbove)
+		}
+	}
+}
+
+// 10,000 nodes, each with as many parents as are allowed.
+func TestLargeGraph(t *testing.T) {
+	const size, width = 10_000, 100
+	records := make([]Record, size)
+	for i := range records {
+		records[i] = task(fmt.Sprint(i))
+		switch i % 5 {
+		case 1:
+			records[i].Event = Checkpoint
+		case 2:
+			records[i].Event, records[i].CheckpointID = Error, fmt.Sprint(i-1)
+		case 3:
+			records[i].Event, records[i].Status = RollbackComplete, "completed"
+		case 4:
+			records[i].Event = RollbackRequest
+		}
+		for p := max(0, i-width); p < i; p++ {
+			records[i].Parents = append(records[i].Parents, fmt.Sprint(p))
+		}
+	}
+	g := New(records)
+	below, more := g.Descendants("0", size)
+	above, _ := g.Ancestors(fmt.Sprint(size-1), size)
+	if len(below) != size-1 || more || len(above) != size-1 || len(g.Unordered()) > 0 {
+		t.Errorf("%d below, %d above", len(below), len(above))
+	}
+	g.RecoveryPoints(records[0].Time)
+	if n := len(g.Edges()); n != size*width-width*(width+1)/2 {
+		t.Errorf("%d edges", n)
+	}
+}

@@ -1,0 +1,110 @@
+package workflow
+
+import "slices"
+
+// Status is the state of a whole workflow: running, or one of ATD's terminal words.
+type Status string
+
+// The states of a workflow.
+const (
+	// StatusRunning: nothing has begun, something runs, or something failed that can
+	// still be undone.
+	StatusRunning Status = "running"
+	// StatusSuccess: everything that is recorded is done.
+	StatusSuccess Status = "success"
+	// StatusPartial: some of it is done, and some was undone.
+	StatusPartial Status = "partial"
+	// StatusFailed: something failed and there is no way back.
+	StatusFailed Status = "failed"
+	// StatusRolledBack: everything was undone.
+	StatusRolledBack Status = "rolled_back"
+	// StatusEscalated: a human has to decide.
+	StatusEscalated Status = "escalated"
+)
+
+// Summary says how a workflow stands.
+type Summary struct {
+	// Status follows from the states of the tasks. It is final only as long as nothing
+	// more is recorded.
+	Status Status
+	// Stated is the terminal status that the workflow's own last token says, if there
+	// is one. It is a claim: Status need not agree.
+	Stated string
+	// Tasks counts the tasks by their states. A call that the gateway guards is one
+	// task, however many tokens tell of it; a checkpoint without a task stands for one.
+	Tasks map[State]int
+}
+
+// Summary counts.
+func (g *Graph) Summary() Summary {
+	s := Summary{Status: StatusRunning, Tasks: make(map[State]int)}
+	total, lost, last := 0, false, -1
+	for i := range g.nodes {
+		node := &g.nodes[i]
+		if node.Event == WorkflowComplete && g.seq[i] > last {
+			last, s.Stated = g.seq[i], node.Status
+		}
+		if !g.counts(i) {
+			continue
+		}
+		total++
+		s.Tasks[node.State]++
+		lost = lost || node.State == Failed && !g.reversible(i)
+	}
+	n := s.Tasks
+	switch {
+	case n[Escalated] > 0:
+		s.Status = StatusEscalated
+	case lost:
+		s.Status = StatusFailed
+	case total == 0 || n[Running]+n[Pending]+n[Failed] > 0:
+	case n[RolledBack] == total:
+		s.Status = StatusRolledBack
+	case n[RolledBack] > 0:
+		s.Status = StatusPartial
+	default:
+		s.Status = StatusSuccess
+	}
+	return s
+}
+
+// counts reports whether node i is a task of its own.
+func (g *Graph) counts(i int) bool {
+	node := &g.nodes[i]
+	if node.isCheckpoint() {
+		if node.Own && len(g.executions[node.Execution]) > 0 {
+			return false // called again
+		}
+		called := func(c int) bool { return g.nodes[c].isCheckpoint() && g.nodes[c].Own }
+		return len(g.guards[i]) == 0 && !g.groups[i] && (node.Own || !slices.ContainsFunc(g.children[i], called))
+	}
+	return node.task() && len(node.Settles) == 0 && !g.repeated(i)
+}
+
+// repeated reports whether node i is a settlement of a claim that a later one has
+// settled again.
+func (g *Graph) repeated(i int) bool {
+	if !g.nodes[i].settlement() {
+		return false
+	}
+	if slices.ContainsFunc(g.executions[g.nodes[i].Execution], func(c int) bool { return g.seq[c] > g.seq[i] }) {
+		return true
+	}
+	for _, p := range g.parents[i] {
+		if !g.claimOf(i, p) {
+			continue
+		}
+		for _, c := range g.children[p] {
+			if g.claimOf(c, p) && g.seq[c] > g.seq[i] {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// reversible reports whether a checkpoint of task i, or i itself where it is one, can
+// be undone.
+func (g *Graph) reversible(i int) bool {
+	return g.nodes[i].isCheckpoint() && g.nodes[i].Reversible || g.undoable[i]
+}
