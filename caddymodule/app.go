@@ -213,6 +213,9 @@ func (a *App) Cleanup() error {
 	held := a.held
 	a.held = nil
 	held.leave(&a.spec)
+	if a.Identity != nil {
+		held.leaveArchive(a.Identity)
+	}
 	held.audience.leave(a)
 	return held.release()
 }

@@ -20,6 +20,8 @@ const (
 	eventDiskLow        = "agent_guard.disk_low"
 	eventDiskRecovered  = "agent_guard.disk_recovered"
 	eventKeysRotated    = "agent_guard.keys_rotated"
+
+	eventIdentityRotated = "agent_guard.identity_rotated"
 )
 
 // maxEvents is how many events wait for handlers at most.

@@ -14,6 +14,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/cli"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
@@ -141,6 +142,18 @@ func (b borrowed) Ledger() *admin.Ledger {
 func (b borrowed) RotateKeys(ctx context.Context) error {
 	_, err := b.e.rotateKeys(ctx)
 	if errors.Is(err, errKeyGiven) {
+		return caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
+	}
+	return err
+}
+
+// Identity implements admin.Store.
+func (b borrowed) Identity() *admin.Identity { return b.e.identityStatus() }
+
+// RotateIdentity implements admin.Store.
+func (b borrowed) RotateIdentity(stolen bool) error {
+	err := b.e.rotateIdentity(stolen)
+	if errors.Is(err, errKeyElsewhere) || errors.Is(err, ect.ErrBusy) {
 		return caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
 	}
 	return err

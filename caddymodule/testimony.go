@@ -24,11 +24,12 @@ import (
 // It stays open with the engine: a reload that takes the identity away tells nothing
 // more, and what waits is still moved into the tree.
 type archive struct {
-	mu     sync.Mutex // held while it is opened, and while its keys change
-	open   atomic.Pointer[evidence.Evidence]
-	retain atomic.Int64 // nanoseconds, as the latest configuration says
-	stop   context.CancelFunc
-	ended  chan struct{}
+	mu         sync.Mutex  // held while it is opened, and while its keys change; guards identities
+	identities []*Identity // of the configurations that hold it, the latest last
+	open       atomic.Pointer[evidence.Evidence]
+	retain     atomic.Int64 // nanoseconds, as the latest configuration says
+	stop       context.CancelFunc
+	ended      chan struct{}
 }
 
 // testimony is how one configuration tells of calls, and whom it believes.
@@ -39,12 +40,16 @@ type testimony struct {
 }
 
 // testify opens the ledger for a configuration.
-func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slog.Logger) (*testimony, error) {
+func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slog.Logger) (_ *testimony, err error) {
 	told, err := e.tell(ctx, i, logger)
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
-	e.archive.retain.Store(int64(i.Retain))
+	defer func() {
+		if err != nil {
+			e.leaveArchive(i)
+		}
+	}()
 	witness, err := told.Witness(i.Name, i.spelling, time.Duration(i.Life))
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
@@ -77,6 +82,7 @@ func (e *engine) tell(ctx context.Context, i *Identity, logger *slog.Logger) (*e
 			return nil, err
 		}
 		told.Ring().Reload(ring)
+		a.join(i)
 		return told, nil
 	}
 	begun, err := evidence.Begun(ctx, e.store)
@@ -100,6 +106,7 @@ func (e *engine) tell(ctx context.Context, i *Identity, logger *slog.Logger) (*e
 	e.logger.Info("ledger open", zap.String("log", told.Log().Origin()), zap.String("key", told.HeadKey()),
 		zap.Int64("entries", told.Log().Head().Size))
 	a.open.Store(told)
+	a.join(i)
 	var pruning context.Context
 	pruning, a.stop = context.WithCancel(context.Background())
 	a.ended = make(chan struct{})

@@ -31,7 +31,8 @@ func TestEventsOfOperators(t *testing.T) {
 	g := launch(t, setup{global: `events {
 		on agent_guard.execution_resolved e2e
 		on agent_guard.keys_rotated e2e
-	}`, site: "agent_proxy " + u.addr})
+		on agent_guard.identity_rotated e2e
+	}`, app: "identity spiffe://example.com/gateway", site: "agent_proxy " + u.addr})
 	u.on("/x", status(http.StatusGatewayTimeout, ""))
 	for id, decision := range map[string]string{"secret-1": "applied", "secret-2": "not_applied"} {
 		g.call(request{path: "/x", id: id})
@@ -56,6 +57,10 @@ func TestEventsOfOperators(t *testing.T) {
 	}
 	operator(t, "POST", "keys/rotate", "", &struct{}{})
 	if e := o.event(); e.Name() != "agent_guard.keys_rotated" || len(e.Data) != 0 {
+		t.Errorf("%s %v", e.Name(), e.Data)
+	}
+	operator(t, "POST", "identity/rotate", "", &struct{}{})
+	if e := o.event(); e.Name() != "agent_guard.identity_rotated" || len(e.Data) != 0 {
 		t.Errorf("%s %v", e.Name(), e.Data)
 	}
 }

@@ -56,7 +56,8 @@ func (b *operationsBench) run(t *testing.T, block, key string) string {
 	cmd := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", block)
 	cmd.Dir = b.site.dir
 	cmd.Env = append(os.Environ(), "PATH="+b.site.path("bin")+":"+os.Getenv("PATH"), "USER=ada", "HOME="+b.site.dir,
-		"CADDY_ADMIN="+b.admin, "ADMIN="+b.admin, "KEY="+key, "LOG_KEY="+b.logKey, "GATEWAY=http://"+b.site.addr)
+		"CADDY_ADMIN="+b.admin, "ADMIN="+b.admin, "KEY="+key, "LOG_KEY="+b.logKey, "GATEWAY=http://"+b.site.addr,
+		"IDENTITY="+b.site.path("data.identity"))
 	return procRun(t, cmd).says(t)
 }
 
@@ -151,6 +152,13 @@ func TestOperationsRun(t *testing.T) {
 	block("keys", "", "2    seals")
 	block("agent-key", "", "spiffe://example.com/agent/billing", "billing.key", "trusted.json")
 	block("agent-token", "", "VERIFIED: signed with the key ", "expires in")
+	block("identity", "", "The gateway is spiffe://example.com/gateway", "signs")
+	block("identity-rotate", "", "verifies", "signs")
+	block("identity-stolen", "", "signs")
+	block("identity-records", "")
+	if keys, err := os.ReadFile(b.site.path("all-gateway-keys.json")); err != nil || strings.Count(string(keys), `"kid"`) != 3 || strings.Contains(string(keys), `"d"`) {
+		t.Errorf("%v: %s", err, keys)
+	}
 	b.knowLedger(t)
 	block("ledger-keep", "", b.log)
 	block("ledger-check", "")

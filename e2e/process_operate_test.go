@@ -486,8 +486,9 @@ func TestProcessOperateCompletion(t *testing.T) {
 		return words[:len(words)-1] // the last is for the shell
 	}
 	for typed, want := range map[string][]string{
-		"":                                   {"executions", "store"},
+		"":                                   {"executions", "store", "identity"},
 		"executions ":                        {"list", "resolve", "show"},
+		"identity ":                          {"rotate", "show"},
 		"executions list --output ":          {"table", "json"},
 		"executions list -o j":               {"json"},
 		"executions list --state in":         {"in_doubt"},

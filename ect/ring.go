@@ -144,6 +144,8 @@ type RingKey struct {
 	Until time.Time
 	// Signs marks the one in use.
 	Signs bool
+	// Revoked says that nothing that it has signed is believed any more.
+	Revoked bool
 }
 
 // List gives the keys of the ring, the one that signs last.
@@ -152,14 +154,15 @@ func (r *Ring) List() []RingKey {
 	list := make([]RingKey, len(keys.all))
 	for i := range keys.all {
 		k := &keys.all[i]
-		list[i] = RingKey{k.id, k.algorithm, k.created, k.notAfter, &k.Key == keys.signer.key}
+		list[i] = RingKey{k.id, k.algorithm, k.created, k.notAfter, &k.Key == keys.signer.key, k.revoked}
 	}
 	return list
 }
 
 // PublicSet is the JSON Web Key Set for others to verify with: the key that signs, and
 // replaced ones until the last token that they have signed has expired. owner goes with
-// each key as "sub".
+// each key as "sub". At the zero time they are all there that were not revoked: what
+// records are verified with.
 func (r *Ring) PublicSet(now time.Time, owner string) ([]byte, error) {
 	var published []ringKey
 	for _, k := range r.keys.Load().all {
@@ -194,8 +197,8 @@ func (s ringSource) Keys(_ context.Context, kid string) ([]*Key, error) {
 	return []*Key{&k}, nil
 }
 
-// rotated is the ring with a fresh key that signs. The one before it verifies until
-// keep has passed, and after that only what is recorded.
+// rotated is the ring with a fresh key that signs. Those before it verify until keep has
+// passed at the latest, and after that only what is recorded.
 func (k *ringKeys) rotated(alg Algorithm, now time.Time, keep time.Duration) (*ringKeys, error) {
 	fresh, err := generateKey(alg)
 	if err != nil {
@@ -205,7 +208,7 @@ func (k *ringKeys) rotated(alg Algorithm, now time.Time, keep time.Duration) (*r
 	next := make([]ringKey, 0, len(k.all)+1)
 	for _, old := range k.all {
 		old.private = nil
-		if old.notAfter.IsZero() {
+		if old.notAfter.IsZero() || old.notAfter.After(until) {
 			old.notAfter = until
 		}
 		next = append(next, old)

@@ -158,6 +158,64 @@ func TestRotation(t *testing.T) {
 	}
 }
 
+// TestRotationOfAStolenKey: a rotation that keeps nothing ends the publication of every
+// key before it, and of none of their records.
+func TestRotationOfAStolenKey(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "ect.jwks")
+	ring, err := ect.CreateRing(path, ect.ES256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := issue(t, ring)
+	if _, err := ring.Rotate(path, ect.ES256, at, time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	second := issue(t, ring)
+	for range 2 { // a later rotation prolongs nothing
+		if _, err := ring.Rotate(path, ect.ES256, at, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := ring.Rotate(path, ect.ES256, at, time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	soon := at.Add(2 * time.Second)
+	if n := published(t, ring, soon).Len(); n != 2 {
+		t.Errorf("%d keys are published", n)
+	}
+	all := published(t, ring, time.Time{})
+	if all.Len() != 5 {
+		t.Errorf("%d keys verify records", all.Len())
+	}
+	for _, token := range []*ect.Token{first, second} {
+		if _, err := verifier(t, published(t, ring, soon), nil).VerifyStored(t.Context(), token.Raw()); err == nil {
+			t.Error("a stolen key is published")
+		}
+		if _, err := verifier(t, all, nil).VerifyStored(t.Context(), token.Raw()); err != nil {
+			t.Error(err)
+		}
+	}
+
+	// By hand, not even its records are believed any more.
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text = bytes.Replace(text, []byte(`"kid": "`+first.Key().ID()+`"`), []byte(`"revoked": true, "kid": "`+first.Key().ID()+`"`), 1)
+	revoked, err := ect.ParseRing(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, key := range revoked.List() {
+		if key.Revoked != (key.ID == first.Key().ID()) {
+			t.Errorf("%+v", key)
+		}
+	}
+	if n := published(t, revoked, time.Time{}).Len(); n != 4 {
+		t.Errorf("%d keys verify records", n)
+	}
+}
+
 // TestRotationBesideUse: nothing is signed with a key that the file does not hold, and
 // nobody waits.
 func TestRotationBesideUse(t *testing.T) {

@@ -60,7 +60,8 @@ func CreateRing(path string, alg Algorithm) (*Ring, error) {
 
 // Rotate puts a fresh key of the algorithm into the file at path, which holds this
 // ring, and then signs with it. The key before loses its private part and is published
-// for as long as keep says: the longest life of a token that it has signed.
+// for as long as keep says: the longest life of a token that it has signed. Keys that
+// were replaced earlier are not published longer than that either.
 //
 // The file is replaced as a whole and is durable before the new key signs. A crash on
 // the way leaves the old file, or the new one, whose key was not used yet.

@@ -62,6 +62,13 @@ type Store interface {
 	// RotateKeys makes a new sealing key. Where the gateway cannot do that by its
 	// configuration, the error is a caddy.APIError.
 	RotateKeys(ctx context.Context) error
+	// Identity is who the gateway is in its tokens, with its keys; nil where the latest
+	// configuration does not say.
+	Identity() *Identity
+	// RotateIdentity makes a new signing key. With stolen, none of those before it is
+	// published any more. Where the key file does not allow it, the error is a
+	// caddy.APIError.
+	RotateIdentity(stolen bool) error
 	// Release ends the borrowing.
 	Release()
 }
@@ -90,6 +97,10 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 		return a.on(w, r, http.MethodGet, a.keys)
 	case slices.Equal(parts, []string{"keys", "rotate"}):
 		return a.on(w, r, http.MethodPost, a.rotate)
+	case slices.Equal(parts, []string{"identity"}):
+		return a.on(w, r, http.MethodGet, a.identity)
+	case slices.Equal(parts, []string{"identity", "rotate"}):
+		return a.on(w, r, http.MethodPost, a.rotateIdentity)
 	case slices.Equal(parts, []string{"ledger", "head"}):
 		return a.on(w, r, http.MethodGet, a.ledgerHead)
 	case slices.Equal(parts, []string{"ledger", "export"}):
@@ -99,7 +110,7 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	}
 	return refuse(http.StatusNotFound,
 		"%s has no %s; there are executions, executions/{key}, executions/{key}/resolve, store, keys, keys/rotate, "+
-			"ledger/head, ledger/export and ledger/verify",
+			"identity, identity/rotate, ledger/head, ledger/export and ledger/verify",
 		Prefix, strings.Join(parts, "/"))
 }
 

@@ -43,6 +43,8 @@ type opened struct {
 	ledger   *admin.Ledger
 	rotated  int
 	rotation error
+	identity *admin.Identity
+	stolen   []bool // of each rotation of the identity
 
 	mu       sync.Mutex
 	borrowed int
@@ -62,6 +64,16 @@ func (o *opened) Ledger() *admin.Ledger { return o.ledger }
 
 func (o *opened) RotateKeys(context.Context) error {
 	o.rotated++
+	return o.rotation
+}
+
+func (o *opened) Identity() *admin.Identity { return o.identity }
+
+func (o *opened) RotateIdentity(stolen bool) error {
+	o.stolen = append(o.stolen, stolen)
+	if o.rotation == nil {
+		o.identity.Keys = append(o.identity.Keys, admin.IdentityKey{ID: "next", Signs: true})
+	}
 	return o.rotation
 }
 
@@ -221,7 +233,7 @@ func TestRoutes(t *testing.T) {
 	key := o.doubt(call{id: "a"}).Hex()
 	for target, allow := range map[string]string{
 		"executions": "GET", "executions/" + key: "GET", "executions/" + key + "/resolve": "POST", "store": "GET",
-		"keys": "GET", "keys/rotate": "POST", "ledger/head": "GET", "ledger/export": "GET", "ledger/verify": "GET",
+		"keys": "GET", "keys/rotate": "POST", "identity": "GET", "identity/rotate": "POST", "ledger/head": "GET", "ledger/export": "GET", "ledger/verify": "GET",
 	} {
 		for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {
 			if method == allow {
@@ -237,7 +249,7 @@ func TestRoutes(t *testing.T) {
 		t.Errorf("HEAD: %d %v", refused.HTTPStatus, w)
 	}
 	for _, target := range []string{
-		"", "nothing", "executions/", "executions/" + key + "/", "executions/" + key + "/delete", "executions//resolve", "store/", "store/x", "keys/", "keys/rotate/x", "ledger", "ledger/", "ledger/head/x",
+		"", "nothing", "executions/", "executions/" + key + "/", "executions/" + key + "/delete", "executions//resolve", "store/", "store/x", "keys/", "keys/rotate/x", "identity/", "identity/rotate/x", "ledger", "ledger/", "ledger/head/x",
 	} {
 		r.refuses("GET", target, "", http.StatusNotFound, "there are executions")
 	}

@@ -20,6 +20,7 @@ type publishing struct {
 	alg           string
 	private       string // the key file
 	owner, public string
+	replaced      bool // keys that are not published any more too
 }
 
 const publicHelp = `The owner is whose tokens the key may sign: an identity, which is the iss of
@@ -60,6 +61,9 @@ func public(o *options) *cobra.Command {
 		Short: "Publishes the public half of a key that is there",
 		Long: `Publishes the public half of a key file.
 
+With --replaced, keys that were replaced are in the set for as long as the file
+has them. They verify records, such as those of a ledger.
+
 ` + publicHelp,
 		Example: `  caddy agent-guard ect public --key agent.key --owner spiffe://example.com/agent/a > set.json`,
 		Args:    cobra.NoArgs,
@@ -76,6 +80,7 @@ func public(o *options) *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&p.private, "key", "", "File with the key")
+	cmd.Flags().BoolVar(&p.replaced, "replaced", false, "Also keys that were replaced and are not published any more")
 	p.flags(cmd)
 	require(cmd, "key")
 	return cmd
@@ -169,7 +174,11 @@ type published struct {
 
 // publish adds the ring's public keys to set, or prints them where that is nil.
 func (p *publishing) publish(cmd *cobra.Command, ring *ect.Ring, set *keySet) error {
-	text, err := ring.PublicSet(time.Now(), p.owner)
+	at := time.Now()
+	if p.replaced {
+		at = time.Time{}
+	}
+	text, err := ring.PublicSet(at, p.owner)
 	if err != nil {
 		return err
 	}
