@@ -39,6 +39,7 @@ func init() {
 //			spelling  00 | 01
 //			life      <duration>
 //			retain    <duration>
+//			public_url <url>
 //		}
 //		trust jwks_file <path> [<owner>]
 //		trust jwks_url  <url>  [<owner>]

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
+	"unicode"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 )
@@ -63,6 +65,7 @@ import (
 //		timeout     <duration>
 //	}
 //	settle        awaited | async
+//	target        <text>
 //	unframed      doubt | complete
 //	grpc          unary
 //
@@ -254,6 +257,8 @@ func checkName(name string, others []*Action) error {
 	switch {
 	case name == "":
 		return errors.New("an action has no name; give it one")
+	case len(name) > maxName || strings.ContainsFunc(name, unprintable):
+		return fmt.Errorf("the name %.40q is too long, or has characters that are not printable; it has at most %d bytes and stands in tokens", name, maxName)
 	case name == defaultAction:
 		return fmt.Errorf("%q is the name of what no action matches; choose another", defaultAction)
 	case slices.ContainsFunc(others, func(a *Action) bool { return a.Name == name }):
@@ -261,5 +266,10 @@ func checkName(name string, others []*Action) error {
 	}
 	return nil
 }
+
+// maxName leaves room for what stands before a name in a token.
+const maxName = 200
+
+func unprintable(r rune) bool { return !unicode.IsPrint(r) }
 
 var _ caddyfile.Unmarshaler = (*Handler)(nil)

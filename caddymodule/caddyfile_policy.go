@@ -23,6 +23,9 @@ func policyOptions() options[*Policy] {
 		"retain_result": {usage: "retain_result <duration>", parse: func(d dispenser, p *Policy) error {
 			return parseDuration(d, &p.RetainResult)
 		}},
+		"target": {usage: "target <text>", parse: func(d *caddyfile.Dispenser, p *Policy) error {
+			return parseWord(d, &p.Target)
+		}},
 		"retain_key": {usage: "retain_key <duration>", parse: func(d dispenser, p *Policy) error {
 			return parseDuration(d, &p.RetainKey)
 		}},

@@ -125,8 +125,8 @@ func (x *exchange) identify() error {
 		Quota:       x.h.app.Quota.ofCaller(),
 	}
 	id, err := x.statedID()
-	if errors.Is(err, errNoID) && len(tokens.own) == 1 {
-		id, err = tokens.own[0].ID(), nil
+	if joint := tokens.executionID(); errors.Is(err, errNoID) && joint != "" {
+		id, err = joint, nil
 	}
 	if errors.Is(err, errNoID) {
 		id, err = x.missingID()

@@ -82,10 +82,11 @@ func (x *exchange) serve(next caddyhttp.Handler) error {
 		}
 		if found.Standing != guard.Free {
 			x.found = true
-			if _, err := x.reviewTokens(); err != nil {
+			if err := x.keepTokens(); errors.Is(err, guard.ErrTaken) {
+				continue
+			} else if err != nil {
 				return err
 			}
-			x.story.kept = true // it is answered for this call, or claims it
 			then, err := x.answer(found)
 			if err != nil || then == stepDone {
 				return err

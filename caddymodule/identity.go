@@ -44,6 +44,11 @@ type Identity struct {
 	// not expire by it. Default: 10m.
 	Life caddy.Duration `json:"life,omitempty"`
 
+	// Where others reach this gateway, like `https://gateway.example.com`. Checkpoints
+	// name it as the place where a rollback is asked for; without it they name the
+	// path alone. It is never taken from a request.
+	PublicURL string `json:"public_url,omitempty"`
+
 	// How long the ledger keeps what its entries say. Their hashes stay, so that it
 	// can be verified as before. Default: 90d.
 	Retain caddy.Duration `json:"retain,omitempty"`
@@ -82,6 +87,9 @@ func (i *Identity) provision(store string) error {
 	if err := checkDuration(i.Retain); err != nil {
 		return fmt.Errorf("retain: %w", err)
 	}
+	if err := checkPublicURL(i.PublicURL); err != nil {
+		return fmt.Errorf("public_url: %w", err)
+	}
 	if i.KeyFile == "" {
 		i.KeyFile = store + ".identity"
 		return nil
@@ -95,6 +103,28 @@ func (i *Identity) provision(store string) error {
 	}
 	i.KeyFile = path
 	return nil
+}
+
+// checkPublicURL checks where the gateway is reached; empty is not known.
+func checkPublicURL(text string) error {
+	u, err := url.Parse(text)
+	switch {
+	case text == "":
+		return nil
+	case err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "" || u.User != nil || u.RawQuery != "" || u.Fragment != "":
+		return fmt.Errorf("%q is no address of a gateway; use one like https://gateway.example.com", text)
+	case len(text) > maxPublicURL:
+		return fmt.Errorf("it is longer than %d bytes", maxPublicURL)
+	}
+	return nil
+}
+
+// maxPublicURL leaves room in the extensions of a token.
+const maxPublicURL = 512
+
+// rollbackURI is where a rollback is asked for.
+func (i *Identity) rollbackURI() string {
+	return strings.TrimRight(i.PublicURL, "/") + wellKnown + "rollback"
 }
 
 func algorithmNames() []string {
@@ -128,6 +158,7 @@ func (i *Identity) loadRing(fresh bool) (*ect.Ring, error) {
 //		spelling  00 | 01
 //		life      <duration>
 //		retain    <duration>
+//		public_url <url>
 //	}
 func parseIdentity(d *caddyfile.Dispenser, a *App) error {
 	a.Identity = new(Identity)
@@ -170,6 +201,12 @@ func identityOptions() options[*Identity] {
 				return fmt.Errorf("%v is out of range; it must be between 1s and 24h", life)
 			}
 			return nil
+		}},
+		"public_url": {usage: "public_url <url>", parse: func(d dispenser, i *Identity) error {
+			if err := parseWord(d, &i.PublicURL); err != nil {
+				return err
+			}
+			return checkPublicURL(i.PublicURL)
 		}},
 		"retain": {usage: "retain <duration>", parse: func(d dispenser, i *Identity) error {
 			return parseDuration(d, &i.Retain)

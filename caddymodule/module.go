@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -314,6 +315,9 @@ func (h *Handler) provisionPolicy(a *Action) error {
 
 // Validate checks what Provision has set.
 func (h *Handler) Validate() error {
+	if len(h.Name) > maxName || strings.ContainsFunc(h.Name, unprintable) {
+		return fmt.Errorf("name: %.40q is too long, or has characters that are not printable; it has at most %d bytes", h.Name, maxName)
+	}
 	if err := oneOf(h.MissingID, missingRequire, missingMint, missingDerive); err != nil {
 		return fmt.Errorf("missing_id: %w", err)
 	}

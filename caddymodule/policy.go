@@ -59,6 +59,11 @@ type Policy struct {
 	// Default: `awaited`.
 	Settle string `json:"settle,omitempty"`
 
+	// The system that the calls change, as their checkpoints name it
+	// (`cascade.target`); placeholders are filled. It stands in signed tokens that
+	// others read: nothing that is secret may be in it. Default: the guard's name.
+	Target string `json:"target,omitempty"`
+
 	// How an answer is read whose body is framed by nothing but the end of its
 	// connection, so that a cut cannot be seen: `doubt` or `complete`.
 	// Default: `doubt`.
@@ -129,6 +134,7 @@ var defaults = Policy{
 func (p *Policy) inherit(base *Policy) {
 	inherit(&p.Deadline, base.Deadline)
 	inherit(&p.RetainResult, base.RetainResult)
+	inherit(&p.Target, base.Target)
 	inherit(&p.RetainKey, base.RetainKey)
 	inherit(&p.MaxResult, base.MaxResult)
 	inherit(&p.Preset, base.Preset)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -25,20 +26,31 @@ type story struct {
 	// recorded and bound say of which of the tokens the store knows: that they are in
 	// the ledger, and that they were used for this call.
 	recorded, bound map[*ect.Token]bool
+	// ancestors are tokens that were seen before, wrote nothing, and led to these.
+	ancestors []*ect.Token
+	// use is what the tokens are used for: this key with this request, so that a token
+	// is good for no other body.
+	use evidence.Use
 	// taken are those that this call has taken in memory first; kept says that they
 	// were used for it.
 	taken []*ect.Token
 	kept  bool
-	call            evidence.Call
+	call  evidence.Call
 	// forwarded is the checkpoint as a token, for upstreams with an identity.
 	forwarded *ect.Token
 }
 
-// Longest forms in a token, whose extensions have 4 KiB.
-const (
-	maxTarget = 512
-	maxHost   = 255
-)
+// maxTarget leaves room in the extensions of a token.
+const maxTarget = 512
+
+// target names the system that the call changes: as configured, never as the caller
+// has sent it unless a placeholder says so (cascade Table 2).
+func (x *exchange) target() string {
+	if text, ok := filled(x.r, x.action.Target); ok {
+		return shortened(text, maxTarget)
+	}
+	return x.h.Name
+}
 
 // begin is what the ledger will be told of the call. Its key is known.
 func (x *exchange) begin() error {
@@ -49,8 +61,7 @@ func (x *exchange) begin() error {
 	s.call = evidence.Call{
 		Key: x.call.Key, Caller: x.guard.Caller(x.call.Scope.Caller), Action: x.action.Name,
 		Workflow: evidence.WorkflowID(x.call.Workflow), Parents: s.tokens.leaves,
-		Target:      x.call.Scope.Method + " " + shortened(x.call.Host+x.call.Scope.Path, maxTarget),
-		RollbackURI: rollbackURI(x.r), TTL: time.Duration(x.action.RetainResult),
+		Target: x.target(), RollbackURI: s.way.rollback, TTL: time.Duration(x.action.RetainResult),
 	}
 	if x.h.UpstreamIdentity != "" {
 		s.call.Audience = []string{x.h.UpstreamIdentity}
@@ -101,28 +112,19 @@ func shortened(s string, most int) string {
 	}, s)
 }
 
-// rollbackURI is where a rollback of the call is asked for: this gateway.
-func rollbackURI(r *http.Request) string {
-	scheme := "http"
-	if r.TLS != nil {
-		scheme = "https"
-	}
-	return scheme + "://" + shortened(r.Host, maxHost) + wellKnown + "rollback"
-}
-
 // takeTokens keeps the caller's tokens for this call while it is on its way.
 func (x *exchange) takeTokens() error {
 	s := &x.story
-	use := evidence.Use(x.call.Key)
+	s.use = sha256.Sum256(append(x.call.Key[:], x.call.Fingerprint[:]...))
 	for _, t := range s.tokens.own {
-		standing, err := s.way.evidence.Take(t, use, time.Now())
+		standing, err := s.way.evidence.Take(t, s.use, time.Now())
 		switch {
 		case err != nil: // memory is full, and the claim's commit decides
 		case standing == evidence.Unused:
 			s.taken = append(s.taken, t)
 		case standing == evidence.Other:
 			// Somebody tries it for something else. What was recorded counts.
-			recorded, err := s.way.evidence.Recorded(x.r.Context(), t, use)
+			recorded, err := s.way.evidence.Recorded(x.r.Context(), t, s.use)
 			if err != nil {
 				return x.storeFailed(err)
 			}
@@ -142,7 +144,7 @@ func (x *exchange) giveTokensBack() {
 		return
 	}
 	for _, t := range s.taken {
-		s.way.evidence.Forget(t, evidence.Use(x.call.Key))
+		s.way.evidence.Forget(t, s.use)
 	}
 }
 
@@ -152,7 +154,7 @@ func (x *exchange) reviewTokens() (learned bool, err error) {
 	s := &x.story
 	ctx := x.r.Context()
 	for _, t := range s.tokens.own {
-		standing, err := s.way.evidence.Recorded(ctx, t, evidence.Use(x.call.Key))
+		standing, err := s.way.evidence.Recorded(ctx, t, s.use)
 		if err != nil {
 			return false, x.storeFailed(err)
 		}
@@ -161,24 +163,21 @@ func (x *exchange) reviewTokens() (learned bool, err error) {
 		}
 		if standing == evidence.Same && !s.bound[t] {
 			s.know(&s.bound, t)
-			s.way.evidence.Forget(t, evidence.Use(x.call.Key))
+			s.way.evidence.Forget(t, s.use)
 			learned = true
 		}
 	}
-	for _, t := range s.tokens.all {
-		nodes, err := s.way.evidence.Graph(t.Workflow()).Nodes(ctx, t.ID())
+	for _, t := range slices.Concat(s.tokens.all, s.ancestors) {
+		standing, err := s.way.evidence.Holds(ctx, t)
 		if err != nil {
 			return false, x.storeFailed(err)
 		}
-		for _, n := range nodes {
-			switch {
-			case n.Workflow != t.Workflow():
-			case n.Digest != t.Digest():
-				return false, replayedToken()
-			case !s.recorded[t]:
-				s.know(&s.recorded, t)
-				learned = true
-			}
+		if standing == evidence.Other {
+			return false, replayedToken()
+		}
+		if standing == evidence.Same && !s.recorded[t] {
+			s.know(&s.recorded, t)
+			learned = true
 		}
 	}
 	return learned, nil
@@ -212,12 +211,7 @@ func (x *exchange) announce(found guard.Finding) (*evidence.Telling, error) {
 		return nil, x.storeFailed(err)
 	}
 	x.call.Checkpoint = draft.ID()
-	var tokens []*ect.Token
-	for _, t := range s.tokens.all {
-		if !s.recorded[t] {
-			tokens = append(tokens, t)
-		}
-	}
+	tokens := s.unrecorded()
 	drafts := []*ect.Draft{draft}
 	if x.h.UpstreamIdentity != "" {
 		if s.forwarded, err = s.way.witness.Sign(draft); err != nil {
@@ -237,16 +231,66 @@ func (x *exchange) announce(found guard.Finding) (*evidence.Telling, error) {
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
-	for _, t := range s.tokens.own {
-		if !s.bound[t] {
-			told.Ride(s.way.evidence.Bound(t, evidence.Use(x.call.Key)))
-		}
-	}
+	s.bind(told)
 	if s.call.Workflow != "" {
 		expires := now.Add(x.call.Deadline + max(x.call.KeepKey, x.call.KeepResult))
 		told.Ride(s.way.evidence.Link(s.call.Workflow, x.call.Scope.ID, draft.ID(), expires))
 	}
 	return told, nil
+}
+
+// maxAncestors bounds the tokens that are recorded because of others, so that all events
+// fit into one commit.
+const maxAncestors = ledger.MaxEvents - maxPresented - 2
+
+// unrecorded are the tokens that the ledger lacks: what led to others first.
+func (s *story) unrecorded() []*ect.Token {
+	if len(s.tokens.all) == 0 {
+		return nil
+	}
+	s.ancestors = s.way.evidence.Unrecorded(s.tokens.all, maxAncestors)
+	return slices.DeleteFunc(slices.Concat(s.ancestors, s.tokens.all), func(t *ect.Token) bool { return s.recorded[t] })
+}
+
+// bind lets the riders say what the caller's tokens are used for.
+func (s *story) bind(told *evidence.Telling) {
+	for _, t := range s.tokens.own {
+		if !s.bound[t] {
+			told.Ride(s.way.evidence.Bound(t, s.use))
+		}
+	}
+}
+
+// keepTokens records the tokens of a call that is answered from what is recorded: what
+// its caller does next will name them as parents. It reports guard.ErrTaken where
+// somebody else was first, to look again.
+func (x *exchange) keepTokens() error {
+	s := &x.story
+	if len(s.tokens.all) == 0 {
+		return nil
+	}
+	if _, err := x.reviewTokens(); err != nil {
+		return err
+	}
+	tokens := s.unrecorded()
+	if len(tokens) == 0 {
+		return nil
+	}
+	ctx := x.r.Context()
+	if err := x.admit(ctx); err != nil {
+		return err
+	}
+	now, err := x.engine.store.Now(ctx)
+	if err != nil {
+		return x.storeFailed(err)
+	}
+	told, err := s.way.evidence.Tell(now.Add(s.call.TTL), tokens)
+	if err != nil {
+		return x.storeFailed(err)
+	}
+	s.bind(told)
+	_, err = x.engine.store.Commit(ctx, told.Writes()...)
+	return x.announced(told, err)
 }
 
 // admit waits while the ledger is far behind, as long as a retry would wait for a
@@ -269,8 +313,12 @@ func (x *exchange) announced(told *evidence.Telling, err error) error {
 	err = told.Done(err)
 	if err == nil {
 		x.story.kept = true
+		for _, t := range slices.Concat(x.story.ancestors, x.story.tokens.all) {
+			x.story.know(&x.story.recorded, t)
+		}
 		for _, t := range x.story.tokens.own {
-			x.story.way.evidence.Forget(t, evidence.Use(x.call.Key)) // the store knows
+			x.story.way.evidence.Forget(t, x.story.use) // the store knows
+			x.story.know(&x.story.bound, t)
 		}
 		return nil
 	}
@@ -359,10 +407,10 @@ func (x *exchange) upstreamErrors(ctx context.Context, answer http.Header) []*ec
 	var errs []*ect.Token
 	for _, raw := range raws {
 		t, err := s.way.verifier.Verify(ctx, raw, ect.Presentation{Now: time.Now(), DAG: s.way.evidence.Graph(s.call.Workflow)})
-		if err != nil || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow {
+		if err != nil || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow || checkEvent(t) != nil {
 			continue
 		}
-		if known, err := s.way.evidence.Graph(t.Workflow()).Nodes(ctx, t.ID()); err == nil && len(known) == 0 {
+		if known, err := s.way.evidence.Holds(ctx, t); err == nil && known == evidence.Unused {
 			errs = append(errs, t)
 		}
 	}

@@ -37,6 +37,7 @@ type testimony struct {
 	evidence *evidence.Evidence
 	witness  *evidence.Witness
 	verifier *ect.Verifier // nil without trust
+	rollback string        // where a rollback is asked for
 }
 
 // testify opens the ledger for a configuration.
@@ -54,7 +55,7 @@ func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slo
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
-	way := &testimony{evidence: told, witness: witness}
+	way := &testimony{evidence: told, witness: witness, rollback: i.rollbackURI()}
 	if t == nil {
 		return way, nil
 	}

@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"context"
 	"crypto/sha256"
 	"errors"
 	"net/http"
@@ -8,6 +9,7 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
@@ -112,6 +114,9 @@ func (t *testimony) verify(r *http.Request) (presented, error) {
 	}
 	p := presented{all: all}
 	for _, token := range all {
+		if err := checkEvent(token); err != nil {
+			return presented{}, err
+		}
 		if w := p.workflow(); token.Workflow() != "" && token.Workflow() != w {
 			return presented{}, &ect.Error{Code: ect.CodeWorkflow}
 		}
@@ -129,6 +134,38 @@ func (t *testimony) verify(r *http.Request) (presented, error) {
 		p.own = append(p.own, token)
 	}
 	return p, nil
+}
+
+// checkEvent holds that a token of an event that the drafts define says what it must
+// (cascade 4.2.1, ATD "Exec Act Table").
+func checkEvent(t *ect.Token) error {
+	for _, m := range t.Lacks() {
+		// An error can come from where no checkpoint is.
+		if t.Event() != ect.EventError || m != ect.MemberCheckpointID {
+			return &ect.Error{Code: ect.CodeExt}
+		}
+	}
+	if t.Event() == ect.EventError && len(t.Parents()) == 0 {
+		return &ect.Error{Code: ect.CodeParents}
+	}
+	return nil
+}
+
+// executionID is the id of a call that has no other: that of its token, or one made of
+// several; empty without any.
+func (p *presented) executionID() string {
+	switch len(p.own) {
+	case 0:
+		return ""
+	case 1:
+		return p.own[0].ID()
+	}
+	ids := make([]string, 0, len(p.own))
+	for _, t := range p.own {
+		ids = append(ids, t.ID())
+	}
+	slices.Sort(ids)
+	return evidence.JointID(ids)
 }
 
 // peer is who the connection has proven to be at the other end: a URI, as workload
@@ -178,9 +215,13 @@ func (h *Handler) verifySafe(r *http.Request) error {
 	if err != nil {
 		return err
 	}
+	if err := h.checkUnguardedInput(&p, r); err != nil {
+		return err
+	}
 	if err := way.spend(&p, r); err != nil {
 		return err
 	}
+	way.evidence.Seen(p.all)
 	caddyhttp.SetVar(r.Context(), tokensVerified, true)
 	return nil
 }
@@ -189,13 +230,36 @@ func (h *Handler) verifySafe(r *http.Request) error {
 // guard has verified.
 const tokensVerified = "agent_guard.tokens_verified"
 
+// checkUnguardedInput holds the body of a request that is not guarded against the hash
+// that its token names. Only for that is such a body read before it is handed on.
+func (h *Handler) checkUnguardedInput(p *presented, r *http.Request) error {
+	return p.checkInput(func() (ect.Hash, error) {
+		if r.Body == nil || r.Body == http.NoBody {
+			return ect.Sum(nil), nil
+		}
+		x := &exchange{h: h, r: r}
+		if err := x.readBody(); err != nil {
+			return ect.Hash{}, err
+		}
+		context.AfterFunc(r.Context(), func() { _ = x.body.Close() })
+		x.giveBack()
+		r.ContentLength, r.TransferEncoding = x.body.Size(), nil
+		r.Header.Del("Expect") // the body is here
+		return x.bodyHash()
+	})
+}
+
 // spend uses the tokens up for a request that changes nothing: the same bytes may come
 // with the same request again, and with no other.
 func (t *testimony) spend(p *presented, r *http.Request) error {
 	if len(p.own) == 0 {
 		return nil
 	}
-	use := evidence.Use(sha256.Sum256([]byte(r.Method + "\x00" + r.Host + "\x00" + r.URL.RequestURI())))
+	request := r.Method + "\x00" + r.Host + "\x00" + r.URL.RequestURI()
+	if r.Body != nil && r.Body != http.NoBody {
+		request += "\x00" + uuid.NewString() // another body would be another request
+	}
+	use := evidence.Use(sha256.Sum256([]byte(request)))
 	for _, token := range p.own {
 		standing, err := t.evidence.Take(token, use, time.Now())
 		if err != nil {

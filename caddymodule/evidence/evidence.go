@@ -42,7 +42,8 @@ type Evidence struct {
 	sealer ledger.Sealer
 	ring   *ect.Ring
 	key    string
-	recent *recent
+	recent *recent[ect.Node]   // recorded, or asked for
+	seen   *recent[*ect.Token] // presented, and not recorded
 	uses   *uses
 }
 
@@ -68,7 +69,7 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	log.Start()
 	return &Evidence{
 		log: log, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
-		recent: newRecent(), uses: newUses(maxUses),
+		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), uses: newUses(maxUses),
 	}, nil
 }
 

@@ -193,10 +193,11 @@ func TestFailures(t *testing.T) {
 		{evidence.Outcome{Verdict: guard.Released, By: "probe"}, "", ""},
 		{evidence.Outcome{Verdict: guard.Completed, Status: 422}, "warning", "action_failed"},
 		{evidence.Outcome{Verdict: guard.Completed, Status: 500}, "error", "action_failed"},
-		{evidence.Outcome{Verdict: guard.Released, Status: 429}, "warning", "rate_limited"},
-		{evidence.Outcome{Verdict: guard.Released, Status: 401}, "warning", "refused"},
-		{evidence.Outcome{Verdict: guard.Released, Cause: guard.CauseNotSent}, "warning", "upstream_unreachable"},
-		{evidence.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost}, "critical", "outcome_unknown"},
+		{evidence.Outcome{Verdict: guard.Completed, Status: 500, UpstreamErrors: []string{uuid.NewString()}}, "error", "upstream_cascade"},
+		{evidence.Outcome{Verdict: guard.Released, Status: 429}, "warning", "resource_exhausted"},
+		{evidence.Outcome{Verdict: guard.Released, Status: 401}, "warning", "constraint_violation"},
+		{evidence.Outcome{Verdict: guard.Released, Cause: guard.CauseNotSent}, "error", "action_failed"},
+		{evidence.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost}, "critical", "unknown"},
 	} {
 		b := newBench(t)
 		told := b.tell(t, call(""), c.outcome)

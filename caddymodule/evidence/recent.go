@@ -21,30 +21,83 @@ type scope struct{ workflow, id string }
 // recent remembers the nodes that were recorded or asked for last. Most tokens name
 // parents that are minutes old, and some of these still wait for their place in the
 // tree. When the younger half is full it becomes the older one.
-type recent struct {
+type recent[T any] struct {
 	mu             sync.Mutex
-	younger, older map[scope]ect.Node
+	younger, older map[scope]T
 }
 
-func newRecent() *recent { return &recent{younger: map[scope]ect.Node{}} }
+func newRecent[T any]() *recent[T] { return &recent[T]{younger: map[scope]T{}} }
 
-func (r *recent) add(n ect.Node) {
+func (r *recent[T]) add(name scope, v T) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(r.younger) >= remembered {
-		r.younger, r.older = make(map[scope]ect.Node, remembered), r.younger
+		r.younger, r.older = make(map[scope]T, remembered), r.younger
 	}
-	r.younger[scope{n.Workflow, n.ID}] = n
+	r.younger[name] = v
 }
 
-func (r *recent) find(workflow, id string) (ect.Node, bool) {
+func (r *recent[T]) find(workflow, id string) (T, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	n, ok := r.younger[scope{workflow, id}]
+	v, ok := r.younger[scope{workflow, id}]
 	if !ok {
-		n, ok = r.older[scope{workflow, id}]
+		v, ok = r.older[scope{workflow, id}]
 	}
-	return n, ok
+	return v, ok
+}
+
+// Seen remembers tokens of requests that wrote nothing: what follows from them may name
+// them as parents, and then they are recorded with it.
+func (e *Evidence) Seen(tokens []*ect.Token) {
+	for _, t := range tokens {
+		e.seen.add(scope{t.Workflow(), t.ID()}, t)
+	}
+}
+
+// Unrecorded are the tokens that were seen, stand in no ledger as far as is remembered,
+// and are among the ancestors of the given ones: parents first, and at most limit.
+func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
+	var found []*ect.Token
+	for _, t := range tokens {
+		for _, id := range t.Parents() {
+			if _, recorded := e.recent.find(t.Workflow(), id); recorded {
+				continue
+			}
+			parent, ok := e.seen.find(t.Workflow(), id)
+			if !ok || slices.Contains(found, parent) || slices.Contains(tokens, parent) {
+				continue
+			}
+			found = append(found, e.Unrecorded([]*ect.Token{parent}, limit)...)
+			if len(found) < limit && !slices.Contains(found, parent) {
+				found = append(found, parent)
+			}
+		}
+	}
+	return found
+}
+
+// Holds looks up in the ledger how a token stands: Same is recorded, Other says that
+// another one has its id.
+func (e *Evidence) Holds(ctx context.Context, t *ect.Token) (Standing, error) {
+	n, ok := e.recent.find(t.Workflow(), t.ID())
+	if !ok {
+		entry, err := e.log.Lookup(ctx, t.Workflow(), t.ID())
+		if errors.Is(err, ledger.ErrWaiting) {
+			entry, err = e.log.Wait(ctx, t.Workflow(), t.ID())
+		}
+		switch {
+		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
+			return Unused, nil
+		case err != nil:
+			return Unused, err
+		}
+		n = nodeOf(&entry)
+	}
+	if n.Digest == t.Digest() {
+		return Same, nil
+	}
+	return Other, nil
 }
 
 // graph is the graph of recorded tokens as a token of one workflow sees it.
@@ -81,6 +134,9 @@ func (g graph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	if n, ok := g.e.recent.find(g.workflow, id); ok {
 		return []ect.Node{n}, nil
 	}
+	if t, ok := g.e.seen.find(g.workflow, id); ok {
+		return []ect.Node{t.Node()}, nil
+	}
 	entries, err := g.e.log.Find(ctx, id)
 	if err != nil && !errors.Is(err, ledger.ErrNotFound) {
 		return nil, err
@@ -103,7 +159,7 @@ func (g graph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	for i := range entries {
 		n := nodeOf(&entries[i])
 		if n.Workflow == g.workflow {
-			g.e.recent.add(n)
+			g.e.recent.add(scope{n.Workflow, n.ID}, n)
 		}
 		nodes = append(nodes, n)
 	}

@@ -42,13 +42,27 @@ func (e *Evidence) Tell(keep time.Time, tokens []*ect.Token, drafts ...*ect.Draf
 
 func eventOf(token *ect.Token, keep time.Time) ledger.Event {
 	// A pruned id could be presented again.
-	if until := token.Expires().Add(ect.Skew + clockMargin); until.After(keep) {
-		keep = until
+	for _, until := range []time.Time{token.Expires().Add(ect.Skew + clockMargin), promised(token)} {
+		if until.After(keep) {
+			keep = until
+		}
 	}
 	return ledger.Event{
 		ID: token.ID(), Workflow: token.Workflow(), Action: token.Action(), Issuer: token.Issuer(), Parents: token.Parents(),
 		Time: token.IssuedAt(), KeepUntil: keep, Payload: []byte(token.Raw()),
 	}
+}
+
+// longestPromise bounds what somebody else's checkpoint can ask of the ledger.
+const longestPromise = 366 * 24 * time.Hour
+
+// promised is until when a checkpoint of an agent's says that it is kept (cascade 4.2.2).
+func promised(token *ect.Token) time.Time {
+	seconds, ok := token.Ext().Number(ect.MemberTTL)
+	if token.Event() != ect.EventCheckpoint || !ok || seconds <= 0 {
+		return time.Time{}
+	}
+	return token.IssuedAt().Add(time.Duration(min(seconds, longestPromise.Seconds()) * float64(time.Second)))
 }
 
 // node is a draft as the graph knows it, before it is signed.
@@ -87,7 +101,7 @@ func (t *Telling) Done(err error) error {
 	err = t.pending.Done(err)
 	if err == nil {
 		for _, n := range t.nodes {
-			t.e.recent.add(n)
+			t.e.recent.add(scope{n.Workflow, n.ID}, n)
 		}
 	}
 	return err

@@ -3,6 +3,7 @@ package evidence
 import (
 	"crypto/sha256"
 	"encoding/hex"
+	"strings"
 	"time"
 
 	"github.com/google/uuid"
@@ -57,9 +58,10 @@ type Call struct {
 	Workflow string
 	// Parents are the ids of the tokens that led to the call.
 	Parents []string
-	// Target is the resource that the call changes, without its query.
+	// Target is the system that the call changes.
 	Target string
-	// RollbackURI is where a rollback of the call is asked for.
+	// RollbackURI is where a rollback of the call is asked for, never made of what a
+	// caller has sent.
 	RollbackURI string
 	// TTL is how long the call can be rolled back.
 	TTL time.Duration
@@ -82,6 +84,10 @@ func WorkflowID(name string) string {
 // NamedWorkflowID is the UUID of a workflow that is known by nothing but its name: never
 // one that tokens name.
 func NamedWorkflowID(name string) string { return derived("agent_guard workflow", name) }
+
+// JointID is the execution id of a call whose caller has sent several tokens and no
+// other id: the same for the same tokens.
+func JointID(ids []string) string { return derived("agent_guard tokens", strings.Join(ids, ",")) }
 
 // derived makes a UUID (version 8, RFC 9562) of a name.
 func derived(domain, name string) string {
@@ -199,19 +205,22 @@ func (w *Witness) failure(now time.Time, c *Call, o *Outcome, node string) (*ect
 	})
 }
 
-// classify gives severity and type of a failure. What is in doubt needs a person.
+// classify gives severity and type of a failure, in ATD's words ("Error Signaling").
+// What is in doubt needs a person.
 func classify(o *Outcome) (severity, kind string) {
 	switch {
 	case o.Verdict == guard.InDoubt && o.Cause == guard.CauseDeadline:
 		return "critical", "timeout"
 	case o.Verdict == guard.InDoubt:
-		return "critical", "outcome_unknown"
+		return "critical", "unknown"
 	case o.Cause == guard.CauseNotSent:
-		return "warning", "upstream_unreachable"
+		return "error", "action_failed"
 	case o.Status == 429:
-		return "warning", "rate_limited"
+		return "warning", "resource_exhausted"
 	case o.Verdict == guard.Released:
-		return "warning", "refused"
+		return "warning", "constraint_violation"
+	case len(o.UpstreamErrors) > 0:
+		return "error", "upstream_cascade"
 	case o.Status < 500:
 		return "warning", "action_failed"
 	default:

@@ -9,33 +9,29 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 )
 
-// share is how much of a workflow a reader may see (ADR 0023): all of it who has issued
-// a token in it, and what is linked to its own calls who took part without. Strangers
-// may use the same name for a workflow. The zero share is nothing.
+// share is what of a workflow a reader may see (ADR 0023): what is linked to its own
+// nodes, by tokens and by calls. To name a workflow in a token is not enough (cascade
+// 6.1), and strangers may use the same name for one. The zero share is nothing.
 type share struct {
-	whole bool
-	ids   map[string]bool // where it is not the whole
+	ids map[string]bool
 }
 
-func (s *share) has(id string) bool { return s.whole || s.ids[id] }
-func (s *share) empty() bool        { return !s.whole && len(s.ids) == 0 }
+func (s *share) has(id string) bool { return s.ids[id] }
+func (s *share) empty() bool        { return len(s.ids) == 0 }
 
 // sharing finds out the share of a reader while entries are read.
 type sharing struct {
 	*Server
 	who   Reader
-	whole bool
 	links map[string][]string // id -> those that it is linked to, both ways
 	mine  []string
 }
 
-// add takes an entry. It reports whether nothing more can come of others.
+// add takes an entry. It reports whether nothing more can come of others, which is never.
 func (p *sharing) add(e *ledger.Entry) bool {
-	if event, _ := ect.ParseEvent(e.Action); event != ect.EventError {
-		// Who has told of an error need not have any other part in the workflow.
-		p.whole = p.whole || p.issued(e, p.who)
-	}
-	if p.called(e, p.who) {
+	event, _ := ect.ParseEvent(e.Action)
+	// Who has told of an error need not have any other part in the workflow.
+	if p.called(e, p.who) || event != ect.EventError && p.issued(e, p.who) {
 		p.mine = append(p.mine, e.ID)
 	}
 	if p.links == nil {
@@ -45,13 +41,10 @@ func (p *sharing) add(e *ledger.Entry) bool {
 		p.links[e.ID] = append(p.links[e.ID], parent)
 		p.links[parent] = append(p.links[parent], e.ID)
 	}
-	return p.whole
+	return false
 }
 
 func (p *sharing) share() share {
-	if p.whole {
-		return share{whole: true}
-	}
 	s := share{ids: make(map[string]bool)}
 	for todo := slices.Clone(p.mine); len(todo) > 0; {
 		id := todo[len(todo)-1]

@@ -134,7 +134,7 @@ func (q *question) entryInWorkflow(wid, id string, wait time.Duration) (found bo
 	case errors.Is(err, ledger.ErrNotFound):
 		return false, nil
 	case errors.Is(err, ledger.ErrWaiting), errors.Is(err, ledger.ErrPruned):
-		if !part.whole {
+		if part.empty() {
 			return false, nil // nobody knows whose it is
 		}
 	case err != nil:

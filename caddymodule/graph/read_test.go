@@ -90,8 +90,8 @@ func TestEntry(t *testing.T) {
 // An event of which no token could be made says so.
 func TestUnsignedEntry(t *testing.T) {
 	g := newGate(t)
-	g.add(alice, flow, "act", nil)
-	err := g.log.Append(t.Context(), []ledger.Event{{ID: "x", Workflow: flow, Action: "checkpoint", Issuer: gateway, Payload: []byte("no draft"), Unsigned: true}})
+	task := g.add(alice, flow, "act", nil)
+	err := g.log.Append(t.Context(), []ledger.Event{{ID: "x", Workflow: flow, Parents: []string{task.ID()}, Action: "checkpoint", Issuer: gateway, Payload: []byte("no draft"), Unsigned: true}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -326,8 +326,8 @@ func TestPathsAndMethods(t *testing.T) {
 // What is recorded and has no place yet can be waited for, by who takes part.
 func TestWaiting(t *testing.T) {
 	g := newGate(t)
-	g.add(alice, flow, "act", nil)
-	held := ledger.Event{ID: "held", Workflow: flow, Action: "act", Issuer: gateway, Payload: []byte("held"), Unsigned: true}
+	task := g.add(alice, flow, "act", nil)
+	held := ledger.Event{ID: "held", Workflow: flow, Parents: []string{task.ID()}, Action: "act", Issuer: gateway, Payload: []byte("held"), Unsigned: true}
 	if err := g.log.Append(t.Context(), []ledger.Event{held}); err != nil {
 		t.Fatal(err)
 	}

@@ -103,7 +103,8 @@ func TestWorkflow(t *testing.T) {
 }
 
 // P3 and ADR 0023: who took part without a token sees what is linked to its own calls,
-// since strangers may use the same name; the issuer of a token sees all of it.
+// since strangers may use the same name; and so does the issuer of a token, who can name
+// any workflow in it (cascade 6.1).
 func TestCallersSeeWhatIsLinked(t *testing.T) {
 	g := newGate(t)
 	other := [16]byte{7}
@@ -132,7 +133,13 @@ func TestCallersSeeWhatIsLinked(t *testing.T) {
 	g.add(alice, flow, "act", nil)
 	doc = workflowDoc{}
 	g.get("workflows/"+flow, asAlice).read(200, &doc)
-	if len(doc.Nodes) != 5 {
+	if len(doc.Nodes) != 1 {
+		t.Errorf("%+v", doc)
+	}
+	g.add(alice, flow, "act", nil, inner)
+	doc = workflowDoc{}
+	g.get("workflows/"+flow, asAlice).read(200, &doc)
+	if len(doc.Nodes) != 4 {
 		t.Errorf("%+v", doc)
 	}
 }
