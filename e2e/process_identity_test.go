@@ -129,7 +129,7 @@ func TestProcessRotatesTheIdentity(t *testing.T) {
 	var calls atomic.Int64
 	var clients sync.WaitGroup
 	stop := make(chan struct{})
-	for worker := range 4 {
+	for worker := range 2 {
 		clients.Go(func() {
 			for n := 0; ; n++ {
 				c := procCall{id: fmt.Sprintf("rotated-%d-%d", worker, n)}
