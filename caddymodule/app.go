@@ -173,7 +173,7 @@ func (a *App) provisionTokens() error {
 	if a.Trust == nil {
 		return nil
 	}
-	if err := a.Trust.provision(a.logger); err != nil {
+	if err := a.Trust.provision(a.Identity.Algorithm, a.logger); err != nil {
 		return fmt.Errorf("agent_guard: trust: %w", err)
 	}
 	return nil

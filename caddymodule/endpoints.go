@@ -12,6 +12,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -137,6 +138,7 @@ type policyDocument struct {
 	Problems     []policyProblem `json:"problems"`
 	Headers      policyHeaders   `json:"headers"`
 	Executions   policyAsked     `json:"executions"`
+	Tokens       *policyTokens   `json:"tokens,omitempty"`
 	Quota        *policyQuota    `json:"quota,omitempty"`
 	Guarantee    string          `json:"guarantee"`
 	DocumentedBy string          `json:"describedby"`
@@ -144,9 +146,11 @@ type policyDocument struct {
 
 type policyID struct {
 	Sources []IDSource `json:"sources"`
-	Format  string     `json:"format"`
-	Missing string     `json:"missing"`
-	Window  float64    `json:"derive_window_s,omitempty"`
+	// Token says that the id of a verified token counts where no source has one.
+	Token   bool    `json:"token_id,omitempty"`
+	Format  string  `json:"format"`
+	Missing string  `json:"missing"`
+	Window  float64 `json:"derive_window_s,omitempty"`
 }
 
 type policyCompared struct {
@@ -186,6 +190,19 @@ type policyAsked struct {
 	MaxWait float64 `json:"max_wait_s"`
 }
 
+// policyTokens says what becomes of Execution Context Tokens.
+type policyTokens struct {
+	Header   string   `json:"header"`
+	Audience []string `json:"audience"`
+	Required bool     `json:"required"`
+	// Keys and Ledger are where the gateway's own keys and its ledger are, Workflow
+	// where a workflow can be looked at, Errors where agents tell of theirs.
+	Keys     string `json:"jwks"`
+	Ledger   string `json:"ledger"`
+	Workflow string `json:"workflow"`
+	Errors   string `json:"errors"`
+}
+
 // policyQuota is what one caller may hold at a time; a member that is missing is no
 // bound.
 type policyQuota struct {
@@ -221,6 +238,13 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 		Guarantee: "A call is sent to the upstream at most once while its key is retained, unless it is known not to have been executed " +
 			"or the action's on_unknown or preset says otherwise. A call whose outcome is unknown stays in doubt, whatever its age.",
 		DocumentedBy: problem.BasePath,
+	}
+	if i, t := h.app.Identity, h.app.Trust; t != nil {
+		doc.ExecutionID.Token = true
+		doc.Tokens = &policyTokens{
+			Header: ect.FieldName, Audience: append([]string{i.Name}, t.Audience...), Required: h.RequireECT,
+			Keys: jwksPath, Ledger: wellKnown + "ledger/head", Workflow: wellKnown + "workflows/{id}", Errors: wellKnown + "errors",
+		}
 	}
 	if q := h.app.Quota; q != (Quota{}) {
 		doc.Quota = &policyQuota{q.OpenExecutions, q.StoredBytes}

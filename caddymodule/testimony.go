@@ -65,7 +65,7 @@ func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slo
 	}
 	// What the gateway has told itself comes back as a parent.
 	sources := append([]ect.Source{told.Ring().Source(owner)}, t.sources...)
-	if way.verifier, err = t.verifier(i.Name, sources...); err != nil {
+	if way.verifier, err = t.verifier(i.Name, i.Algorithm, sources...); err != nil {
 		return nil, fmt.Errorf("agent_guard: trust: %w", err)
 	}
 	return way, nil
@@ -95,10 +95,10 @@ func (e *engine) tell(ctx context.Context, i *Identity, logger *slog.Logger) (*e
 		return nil, err
 	}
 	told, err := evidence.Open(ctx, evidence.Options{
-		Store: e.store, Sealer: e.ring, Node: e.guard.Node(), Ring: ring, Logger: logger,
+		Store: e.store, Sealer: e.ring, Node: e.guard.Node(), Ring: ring, HeadFile: i.KeyFile + ".head", Logger: logger,
 	})
 	if err != nil {
-		return nil, e.altered(err)
+		return nil, e.altered(err, i)
 	}
 	if err := e.tellDeaths(ctx, told, i); err != nil {
 		_ = told.Close(ctx) // the first error is the one to tell
@@ -128,12 +128,13 @@ func (a *archive) report() *metrics.LedgerReport {
 }
 
 // altered says what to do about a ledger that was altered.
-func (e *engine) altered(err error) error {
+func (e *engine) altered(err error, i *Identity) error {
 	if !errors.Is(err, ledger.ErrTampered) {
 		return err
 	}
 	return fmt.Errorf("%w: %s holds a ledger that is not as it was written, or an older copy of it; "+
-		"keep the store for examination, and start without `identity`, or with another store", err, e.path)
+		"if you have put a backup back, remove %s, the newest head that was seen, and keep it: what it covers beyond the backup is lost; "+
+		"else keep the store for examination, and start without `identity`, or with another store", err, e.path, i.KeyFile+".head")
 }
 
 // closeArchive ends the ledger. It is called once nobody uses the engine any more.
@@ -160,14 +161,22 @@ const (
 	closeGrace = 10 * time.Second
 	// pruneEvery is how often old entries are pruned.
 	pruneEvery = time.Hour
+	// headEvery is how often the newest head is kept beside the store.
+	headEvery = 10 * time.Second
 )
 
 func (e *engine) keepPruned(ctx context.Context, told *evidence.Evidence) {
 	defer close(e.archive.ended)
-	tick := time.NewTicker(pruneEvery)
+	tick, heads := time.NewTicker(pruneEvery), time.NewTicker(headEvery)
 	defer tick.Stop()
+	defer heads.Stop()
 	for {
 		select {
+		case <-heads.C:
+			if err := told.KeepHead(); err != nil {
+				e.logger.Warn("the head of the ledger cannot be kept beside the store", zap.Error(err))
+			}
+			continue
 		case <-tick.C:
 		case <-ctx.Done():
 			return

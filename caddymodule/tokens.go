@@ -126,7 +126,16 @@ func (t *testimony) verify(r *http.Request) (presented, error) {
 		}
 		p.leaves = append(p.leaves, token.ID())
 		if token.Issuer() == t.witness.Identity() {
-			continue // handed on by who got it with a call
+			// Handed on by who got it with a call. Whatever its signature says, what
+			// the ledger does not hold was not told by this gateway.
+			standing, err := t.evidence.Holds(r.Context(), token)
+			if err != nil {
+				return presented{}, err
+			}
+			if standing != evidence.Same {
+				return presented{}, &ect.Error{Code: ect.CodeParentUnknown}
+			}
+			continue
 		}
 		if len(p.own) > 0 && p.issuer() != token.Issuer() {
 			return presented{}, &ect.Error{Code: ect.CodeIssuer} // whoever sends it is one caller
@@ -234,7 +243,7 @@ const tokensVerified = "agent_guard.tokens_verified"
 // that its token names. Only for that is such a body read before it is handed on.
 func (h *Handler) checkUnguardedInput(p *presented, r *http.Request) error {
 	return p.checkInput(func() (ect.Hash, error) {
-		if r.Body == nil || r.Body == http.NoBody {
+		if r.ContentLength == 0 {
 			return ect.Sum(nil), nil
 		}
 		x := &exchange{h: h, r: r}
@@ -256,7 +265,7 @@ func (t *testimony) spend(p *presented, r *http.Request) error {
 		return nil
 	}
 	request := r.Method + "\x00" + r.Host + "\x00" + r.URL.RequestURI()
-	if r.Body != nil && r.Body != http.NoBody {
+	if r.ContentLength != 0 {
 		request += "\x00" + uuid.NewString() // another body would be another request
 	}
 	use := evidence.Use(sha256.Sum256([]byte(request)))

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -26,7 +27,8 @@ type Trust struct {
 	// identity.
 	Audience []string `json:"audience,omitempty"`
 
-	// The algorithms that are accepted: `ES256`, `ES384`, `EdDSA`. Default: `ES256`.
+	// The algorithms that are accepted: `ES256`, `ES384`, `EdDSA`. That of the
+	// gateway's own keys must be among them. Default: `ES256`, and the gateway's.
 	Algorithms []string `json:"algorithms,omitempty"`
 
 	// `L1` accepts tokens without a signature too; only where the connection itself
@@ -80,7 +82,7 @@ type KeySource struct {
 
 // provision opens the sources of keys. A file that cannot be read is an error here; a
 // URL may be down.
-func (t *Trust) provision(logger *zap.Logger) error {
+func (t *Trust) provision(own string, logger *zap.Logger) error {
 	if len(t.Keys) == 0 {
 		return errors.New("no keys are given; name some with `jwks_file` or `jwks_url`")
 	}
@@ -91,8 +93,19 @@ func (t *Trust) provision(logger *zap.Logger) error {
 		}
 		t.sources = append(t.sources, source)
 	}
-	_, err := t.verifier("urn:agent-guard:check", t.sources...)
+	if len(t.Algorithms) > 0 && !slices.Contains(t.Algorithms, own) {
+		return fmt.Errorf("algorithms: %s is missing, with which the gateway itself signs: its tokens come back as parents", own)
+	}
+	_, err := t.verifier("urn:agent-guard:check", own, t.sources...)
 	return err
+}
+
+// algorithms are what is accepted: by default ES256, and what the gateway signs with.
+func (t *Trust) algorithms(own string) []string {
+	if len(t.Algorithms) > 0 {
+		return t.Algorithms
+	}
+	return slices.Compact([]string{ect.ES256.String(), own})
 }
 
 func (k *KeySource) open(logger *zap.Logger) (ect.Source, error) {
@@ -141,15 +154,16 @@ func tellSkipped(logger *zap.Logger, place string, set *ect.Set) {
 	}
 }
 
-// verifier makes the verifier of a gateway called identity.
-func (t *Trust) verifier(identity string, sources ...ect.Source) (*ect.Verifier, error) {
+// verifier makes the verifier of a gateway called identity, whose own keys are for the
+// algorithm own.
+func (t *Trust) verifier(identity, own string, sources ...ect.Source) (*ect.Verifier, error) {
 	policy := ect.Policy{
 		Audience: append([]string{identity}, t.Audience...), Sources: sources,
 		Skew: time.Duration(t.Skew), MaxAge: time.Duration(t.MaxAge), MaxLife: time.Duration(t.MaxLife),
 		MaxParents: t.MaxParents, MaxAncestors: t.MaxAncestors,
 		AllowPartial: t.AllowPartial, CrossWorkflow: t.CrossWorkflow, LenientParents: t.LenientParents,
 	}
-	for _, name := range t.Algorithms {
+	for _, name := range t.algorithms(own) {
 		algorithm, err := ect.ParseAlgorithm(name)
 		if err != nil {
 			return nil, fmt.Errorf("algorithms: %w", oneOf(name, algorithmNames()...))

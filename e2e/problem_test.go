@@ -50,7 +50,7 @@ func retryableRetries(r reply) bool {
 func provoked(t *testing.T) map[string]reply {
 	t.Helper()
 	u, hold := newUpstream(t), newGate(t)
-	g := launch(t, setup{app: "quota {\n open_executions 2\n}", site: fmt.Sprintf(`agent_proxy %s {
+	g := launch(t, setup{app: "quota {\n open_executions 2\n}\n" + trusting(t), site: fmt.Sprintf(`agent_proxy %s {
 		missing_id require
 		max_body 1KiB
 		attach_wait 20ms
@@ -88,6 +88,10 @@ func provoked(t *testing.T) map[string]reply {
 	got["execution-unknown"] = g.call(asking("k", bob))
 	got["parameter-invalid"] = g.call(asking("k?wait=soon", ann))
 
+	got["ect-invalid"] = g.call(request{path: "/x", id: "k", header: headers{"Execution-Context": "a.b.c"}})
+	got["workflow-unknown"] = g.call(request{method: "GET", path: "/.well-known/cascade/workflows/w", header: ann})
+	got["entry-unknown"] = g.call(request{method: "GET", path: "/.well-known/cascade/ledger/entries/7", header: ann})
+
 	running := g.begin(request{path: "/held", id: "k"})
 	wait(t, hold.arrived, "the call")
 	got["in-progress"] = g.call(request{path: "/held", id: "k"})
@@ -114,7 +118,7 @@ func TestProblems(t *testing.T) {
 	// with those of the ledger.
 	elsewhere := map[string]bool{
 		"shutting-down": true, "rolled-back": true,
-		"entry-unknown": true, "entry-pruned": true, "workflow-unknown": true,
+		"entry-pruned": true, // package graph
 	}
 	all := provoked(t)
 	for _, k := range problem.Kinds() {

@@ -56,6 +56,9 @@ func (a *agent) issue(c ect.Claims) *ect.Token {
 // agents.
 func trusting(t *testing.T, agents ...*agent) string {
 	t.Helper()
+	if len(agents) == 0 {
+		agents = []*agent{newAgent(t, "nobody")}
+	}
 	dir := t.TempDir()
 	all := struct {
 		Keys []json.RawMessage `json:"keys"`
@@ -311,6 +314,7 @@ func TestJoiningAWorkflow(t *testing.T) {
 		return got.header.Get("Execution-Checkpoint")
 	}
 	joined, stranger := nested(arrived.Get("Execution-Parent")), nested("guessed")
+	g.settledView(a, wid, 5) // the nested call's two nodes among them
 	look := func(id string) reply {
 		return g.call(with(a.issue(ect.Claims{Workflow: wid, Action: "look"}), request{
 			method: "GET", path: "/.well-known/cascade/ledger/entries?jti=" + id + "&wid=" + wid + "&wait=10s",

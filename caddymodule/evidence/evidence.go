@@ -9,8 +9,10 @@ package evidence
 import (
 	"context"
 	"crypto/ed25519"
+	"errors"
 	"fmt"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/mod/sumdb/note"
@@ -20,7 +22,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Options are the settings of an Evidence. All but Logger are required.
+// Options are the settings of an Evidence. All but HeadFile and Logger are required.
 type Options struct {
 	// Store is the guard's own, so that evidence lands in its commits.
 	Store store.Store
@@ -30,6 +32,8 @@ type Options struct {
 	Node string
 	// Ring holds the keys that tokens are signed with.
 	Ring *ect.Ring
+	// HeadFile is where the newest head is kept beside the store; empty is nowhere.
+	HeadFile string
 	// Logger gets what the sequencer cannot tell anybody; nil is none.
 	Logger *slog.Logger
 }
@@ -37,6 +41,9 @@ type Options struct {
 // Evidence is the ledger over one store, and what is remembered beside it. It is safe
 // for concurrent use.
 type Evidence struct {
+	headFile string
+	kept     atomic.Int64 // the size of the head in the file
+
 	log    *ledger.Log
 	store  store.Store
 	sealer ledger.Sealer
@@ -59,18 +66,24 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	if err != nil {
 		return nil, err
 	}
+	known, err := readHead(o.HeadFile, origin, head)
+	if err != nil {
+		return nil, err
+	}
 	log, err := ledger.Open(ctx, ledger.Options{
 		Store: o.Store, Sealer: o.Sealer, Origin: origin, HeadSigner: head,
 		HeadKeys: note.VerifierList(head.Verifier), Signer: signer, Logger: o.Logger,
+		Known: known,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("evidence: %w", err)
 	}
 	log.Start()
-	return &Evidence{
-		log: log, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
+	e := &Evidence{
+		headFile: o.HeadFile, log: log, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
 		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), uses: newUses(maxUses),
-	}, nil
+	}
+	return e, e.KeepHead()
 }
 
 // Log is the ledger.
@@ -84,7 +97,9 @@ func (e *Evidence) HeadKey() string { return e.key }
 
 // Close lets the sequencer finish until ctx ends; what is left is found by the next
 // life of the gateway.
-func (e *Evidence) Close(ctx context.Context) error { return e.log.Close(ctx) }
+func (e *Evidence) Close(ctx context.Context) error {
+	return errors.Join(e.log.Close(ctx), e.KeepHead())
+}
 
 // headKey signs the heads of a log. It is derived from the key with which the store's
 // index was made: it belongs to the store as that does, and never changes (ADR 0023).

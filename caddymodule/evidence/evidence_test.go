@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -13,6 +15,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -32,6 +35,8 @@ type bench struct {
 	told    *evidence.Evidence
 	witness *evidence.Witness
 	agent   *ect.Issuer
+
+	headFile string
 }
 
 func newBench(t *testing.T) *bench {
@@ -57,7 +62,7 @@ func newRing(t *testing.T) *ect.Ring {
 // open begins a life of the gateway.
 func (b *bench) open(t *testing.T) {
 	t.Helper()
-	told, err := evidence.Open(t.Context(), evidence.Options{Store: b.store, Sealer: b.sealer, Node: "n1", Ring: b.ring})
+	told, err := evidence.Open(t.Context(), evidence.Options{Store: b.store, Sealer: b.sealer, Node: "n1", Ring: b.ring, HeadFile: b.headFile})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -413,6 +418,47 @@ func TestHeadKey(t *testing.T) {
 	if other := newBench(t); other.told.HeadKey() == key {
 		t.Error("two stores have one key")
 	}
+}
+
+// An older copy of the whole store is betrayed by the head that was kept beside it, and
+// so is a log that is not the one that it was.
+func TestOlderCopies(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "identity.head")
+	b := newBench(t)
+	b.close(t)
+	b.headFile = file
+	b.open(t)
+	old := copyOf(t, b.store)
+	b.tell(t, call(""), evidence.Outcome{Verdict: guard.Completed, Status: 200})
+	b.close(t) // keeps the head
+	newer := b.store
+	b.store = old
+	if _, err := evidence.Open(t.Context(), evidence.Options{Store: old, Sealer: b.sealer, Node: "n1", Ring: b.ring, HeadFile: file}); !errors.Is(err, ledger.ErrTampered) {
+		t.Errorf("the older copy: %v", err)
+	}
+	b.store = newer
+	b.open(t)
+	b.close(t)
+	if err := os.WriteFile(file, []byte("no head"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := evidence.Open(t.Context(), evidence.Options{Store: newer, Sealer: b.sealer, Node: "n1", Ring: b.ring, HeadFile: file}); err == nil {
+		t.Error("what is no head was taken for one")
+	}
+}
+
+func copyOf(t *testing.T, from store.Store) store.Store {
+	t.Helper()
+	to := memory.New(memory.Options{})
+	for e, err := range from.Scan(t.Context(), store.Range{}) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := to.Commit(t.Context(), store.Write{Key: e.Key, Value: e.Value, Expires: e.Expires}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return to
 }
 
 // P8: neither a token nor an id can be read in the store.

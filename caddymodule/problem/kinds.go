@@ -135,8 +135,8 @@ var (
 	}
 	AuthenticationRequired = Kind{
 		Slug: "authentication-required", Status: http.StatusUnauthorized,
-		Title:    "Only the caller of an execution may ask about it",
-		meaning:  "The request has no credential. What became of an execution is told to the identity that made the call, and never to callers without any.",
+		Title:    "Only who took part may ask about it",
+		meaning:  "The request has no credential. What became of an execution is told to the identity that made the call, and what a workflow's tokens say to those who took part in it; never to callers without any.",
 		caller:   "Ask with the credential that the call was made with.",
 		operator: "Who the caller is comes from a client certificate, Caddy's authentication, `caller` or the fields of `credentials`. Calls without any of them can be looked up by an operator only.",
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -138,7 +139,26 @@ func (l *Log) account(ctx context.Context, value []byte) (Entry, error) {
 	return l.entry(ctx, where.log, where.index)
 }
 
-// Wait waits until an event that was recorded is in the tree, and returns its entry.
+// shown waits until the newest head covers an entry of this log: it is shown a moment
+// after the commit that both stand in.
+func (l *Log) shown(ctx context.Context, e *Entry) error {
+	for e.Log == l.options.Origin && l.Head().Size <= e.Index {
+		select {
+		case <-time.After(headPause):
+		case <-l.stopped:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
+}
+
+// headPause is about how long a head takes from its commit until it is shown.
+const headPause = time.Millisecond
+
+// Wait waits until an event that was recorded is in the tree, and returns its entry. The
+// newest head covers it then.
 func (l *Log) Wait(ctx context.Context, workflow, id string) (Entry, error) {
 	key := l.idKey(workflow, id)
 	for {
@@ -146,6 +166,9 @@ func (l *Log) Wait(ctx context.Context, workflow, id string) (Entry, error) {
 		e, err := l.Lookup(ctx, workflow, id)
 		if !errors.Is(err, ErrWaiting) {
 			cancel()
+			if err == nil {
+				err = l.shown(ctx, &e)
+			}
 			return e, err
 		}
 		select {
