@@ -288,6 +288,9 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 	}
 	h.actions = append(slices.Clip(h.Actions), fallback)
 	h.counts = h.app.collector.Guard(h.Name)
+	if h.app.Trust != nil {
+		h.counts.Tokens()
+	}
 	for _, a := range h.actions {
 		a.counts = h.app.collector.Action(h.Name, a.Name)
 	}

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
 // stripeRetries is what stripe-go 84 does with an answer: below 400 and 429 with
@@ -88,9 +89,9 @@ func provoked(t *testing.T) map[string]reply {
 	got["execution-unknown"] = g.call(asking("k", bob))
 	got["parameter-invalid"] = g.call(asking("k?wait=soon", ann))
 
-	got["ect-invalid"] = g.call(request{path: "/x", id: "k", header: headers{"Execution-Context": "a.b.c"}})
+	got["ect-invalid"] = g.call(request{path: "/x", id: "k", header: headers{"Execution-Context": newAgent(t, "stranger").issue(ect.Claims{}).Raw()}})
 	got["workflow-unknown"] = g.call(request{method: "GET", path: "/.well-known/cascade/workflows/w", header: ann})
-	got["entry-unknown"] = g.call(request{method: "GET", path: "/.well-known/cascade/ledger/entries/7", header: ann})
+	got["entry-unknown"] = g.call(request{method: "GET", path: "/.well-known/cascade/ledger/entries/999999", header: ann})
 
 	running := g.begin(request{path: "/held", id: "k"})
 	wait(t, hold.arrived, "the call")
@@ -151,7 +152,8 @@ func TestProblems(t *testing.T) {
 			}
 			id := "k"
 			switch k.Slug {
-			case "execution-id-missing", "execution-id-invalid", "caller-unstable", "body-too-large", "authentication-required":
+			case "execution-id-missing", "execution-id-invalid", "caller-unstable", "body-too-large", "authentication-required",
+				"ect-invalid", "entry-unknown", "workflow-unknown":
 				id = "" // not known yet
 			}
 			if doc.ExecutionID != id || got.header.Get("Execution-Id") != id {
@@ -172,7 +174,7 @@ func TestProblems(t *testing.T) {
 			}
 			for name := range members {
 				switch name {
-				case "type", "title", "status", "detail", "execution_id", "state", "safe_new_key", "error":
+				case "type", "title", "status", "detail", "execution_id", "state", "reason", "safe_new_key", "error":
 				default:
 					t.Errorf("unknown member %s", name)
 				}

@@ -39,6 +39,7 @@ func (g *procGateway) metricsText(t *testing.T) string {
 func TestProcessMetricsGoOnOverReloads(t *testing.T) {
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
+	site.app = trusting(t)
 	gateway := site.start(t)
 	upstream.script("doubt", func(w http.ResponseWriter, _ *http.Request, _ int) { w.WriteHeader(http.StatusGatewayTimeout) })
 	const labels = `{action="default",guard="default"`

@@ -97,6 +97,9 @@ type Guard struct {
 // Unguarded counts a call that was passed through.
 func (g *Guard) Unguarded(r Reason) { g.unguarded[r].Add(1) }
 
+// Tokens shows that tokens are verified, before any was.
+func (g *Guard) Tokens() { g.tokens.LoadOrStore("verified", new(atomic.Uint64)) }
+
 // Token counts the tokens of a request that were verified or refused. result is a word
 // of this program: verified, unavailable, or the code of the refusal. Empty is nothing
 // to count.
