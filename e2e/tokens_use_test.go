@@ -1,0 +1,196 @@
+package e2e
+
+import (
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// What follows from a request that wrote nothing, and from a retry with a new token, may
+// name its token as a parent: that is recorded with it, or was with the retry.
+func TestParentsOfEveryKind(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr, badger: true})
+	wid := uuid.NewString()
+	look := a.issue(ect.Claims{Workflow: wid, Action: "look"})
+	again := a.issue(ect.Claims{Workflow: wid, Action: "look_again", Parents: []string{look.ID()}})
+	for _, token := range []*ect.Token{look, again} {
+		if got := g.call(with(token, request{method: "GET", path: "/balance"})); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+	}
+	first := a.issue(ect.Claims{Workflow: wid, Parents: []string{again.ID()}})
+	retry := a.issue(ect.Claims{Workflow: wid, Parents: []string{first.ID()}})
+	next := a.issue(ect.Claims{Workflow: wid, Parents: []string{retry.ID()}})
+	for _, c := range []struct {
+		token      *ect.Token
+		id, status string
+	}{{first, "order-7", "executed"}, {retry, "order-7", "replayed"}, {next, "order-8", "executed"}} {
+		if got := g.call(with(c.token, request{path: "/pay", id: c.id})); got.header.Get("Execution-Status") != c.status {
+			t.Fatalf("%d %v %s, want %s", got.status, got.header, got.body, c.status)
+		}
+	}
+	// Five tokens; checkpoint and node of two calls.
+	view := g.settledView(a, wid, 9)
+	for _, token := range []*ect.Token{look, again, first, retry, next} {
+		if view.state(token.ID()) == "none" {
+			t.Errorf("%s is not in the workflow: %+v", token.Action(), view)
+		}
+	}
+}
+
+// A token is good for one body, and one that names the hash of a body for that alone,
+// guarded or not.
+func TestTokensAndBodies(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr + " {\n exempt path /search\n }"})
+	token := a.issue(ect.Claims{})
+	if got := g.call(with(token, request{path: "/pay", id: "k", body: `{"amount":1}`})); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	g.call(with(token, request{path: "/pay", id: "k", body: `{"amount":2}`})).refusedFor(t, 403, "replayed")
+	if got := g.call(with(token, request{path: "/pay", id: "k", body: `{"amount": 1.0}`})); got.header.Get("Execution-Status") != "replayed" {
+		t.Errorf("the same by value: %d %s", got.status, got.body)
+	}
+	for _, path := range []string{"/pay", "/search"} {
+		body := `{"query":"` + strings.Repeat("x", 3<<10) + `"}`
+		named := func() *ect.Token { return a.issue(ect.Claims{Input: ect.Sum([]byte(body))}) }
+		if got := g.call(with(named(), request{path: path, body: body})); got.status != http.StatusCreated {
+			t.Errorf("%s: %d %s", path, got.status, got.body)
+		} else if arrived := upstream.last(path); arrived.Body != nil && arrived.ContentLength != int64(len(body)) {
+			t.Errorf("%s: %d bytes arrived, want %d", path, arrived.ContentLength, len(body))
+		}
+		g.call(with(named(), request{path: path, body: "{}"})).refusedFor(t, 403, "inp_hash")
+	}
+	search := a.issue(ect.Claims{})
+	if got := g.call(with(search, request{path: "/search", body: "{}"})); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	g.call(with(search, request{path: "/search", body: `{"x":1}`})).refusedFor(t, 403, "replayed")
+}
+
+// Several tokens and no other id: the same tokens are the same call.
+func TestSeveralTokensOneCall(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr})
+	wid := uuid.NewString()
+	one, two := a.issue(ect.Claims{Workflow: wid}), a.issue(ect.Claims{Workflow: wid})
+	for _, c := range []struct{ field, status string }{
+		{one.Raw() + ", " + two.Raw(), "executed"}, {two.Raw() + "," + one.Raw(), "replayed"},
+	} {
+		got := g.call(request{path: "/pay", header: map[string]string{ect.FieldName: c.field}})
+		if got.header.Get("Execution-Status") != c.status {
+			t.Errorf("%d %v %s, want %s", got.status, got.header, got.body, c.status)
+		}
+	}
+	upstream.arrived("/pay", 1)
+}
+
+// Tokens of two agents are nobody's call, and neither are those of two workflows.
+func TestTokensThatDoNotBelongTogether(t *testing.T) {
+	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
+	g := launch(t, setup{app: trusting(t, a, b), site: "agent_proxy " + upstream.addr})
+	wid := uuid.NewString()
+	both := func(one, two *ect.Token) request {
+		return request{path: "/pay", header: map[string]string{ect.FieldName: one.Raw() + ", " + two.Raw()}}
+	}
+	g.call(both(a.issue(ect.Claims{Workflow: wid}), b.issue(ect.Claims{Workflow: wid}))).refusedFor(t, 403, "iss")
+	g.call(both(a.issue(ect.Claims{Workflow: wid}), a.issue(ect.Claims{Workflow: uuid.NewString()}))).refusedFor(t, 403, "wid")
+	upstream.arrived("/pay", 0)
+}
+
+// cascade 4.2.1 and ATD: a token of an event says what the drafts ask, or is refused.
+func TestEventsOfAgents(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr})
+	ext := func() *ect.ExtBuilder { return new(ect.ExtBuilder) }
+	for name, c := range map[string]struct {
+		claims ect.Claims
+		reason string
+	}{
+		"a checkpoint that does not say whether it is reversible": {ect.Claims{Action: "checkpoint", Ext: ext().Int(ect.MemberTTL, 60).Text(ect.MemberRollbackURI, "https://a.example/.well-known/cascade/rollback")}, "ext"},
+		"an error without a severity":                             {ect.Claims{Action: "atd:error", Ext: ext().Text(ect.MemberErrorType, "timeout")}, "ext"},
+		"an error of nothing":                                     {ect.Claims{Action: "error", Ext: ext().Text(ect.MemberErrorType, "timeout").Text(ect.MemberSeverity, "error")}, "par"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g.call(with(a.issue(c.claims), request{path: "/pay"})).refusedFor(t, 403, c.reason)
+		})
+	}
+	upstream.arrived("/pay", 0)
+}
+
+// What a caller sends is not what the gateway signs: neither the address for rollbacks
+// nor the target are taken from a request (cascade Table 2).
+func TestCheckpointsAreNotTheCallersWords(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	app := strings.Replace(trusting(t, a), "key_file", "public_url https://gateway.example.com\n key_file", 1)
+	g := launch(t, setup{app: app, badger: true, site: "agent_proxy " + upstream.addr + " {\n target billing.example.com\n identity spiffe://example.com/billing\n }"})
+	g.call(with(a.issue(ect.Claims{}), request{path: "/pay/secret-5e11", host: "evil.example"}))
+	lines := upstream.last("/pay/secret-5e11").Header.Values(ect.FieldName)
+	token, err := ect.ParseInsecure(lines[len(lines)-1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	uri, _ := token.Ext().Text(ect.MemberRollbackURI)
+	target, _ := token.Ext().Text(ect.MemberTarget)
+	if uri != "https://gateway.example.com/.well-known/cascade/rollback" || target != "billing.example.com" {
+		t.Errorf("%s", token.Payload())
+	}
+	for _, secret := range []string{"evil.example", "secret-5e11"} {
+		if strings.Contains(token.Payload(), secret) {
+			t.Errorf("%s is in %s", secret, token.Payload())
+		}
+	}
+}
+
+// A token in the gateway's name that the ledger does not hold was not told by it, whoever
+// has the key.
+func TestForgedTokensOfTheGateway(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	app := trusting(t, a)
+	g := launch(t, setup{app: app, site: "agent_proxy " + upstream.addr})
+	g.call(with(a.issue(ect.Claims{}), request{path: "/pay"})) // makes the key
+	_, rest, _ := strings.Cut(app, "key_file ")
+	file, _, _ := strings.Cut(rest, "\n")
+	ring, err := ect.LoadRing(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: gatewayIdentity, Ring: ring})
+	if err != nil {
+		t.Fatal(err)
+	}
+	thief := &agent{t, ring, issuer}
+	g.call(with(thief.issue(ect.Claims{Workflow: uuid.NewString()}), request{path: "/pay"})).refusedFor(t, 403, "parent-unknown")
+}
+
+// Errors that an upstream sends along are recorded with the failure that they explain.
+func TestUpstreamErrorsAreChained(t *testing.T) {
+	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
+	g := launch(t, setup{app: trusting(t, a, b), badger: true, site: "agent_proxy " + upstream.addr + " {\n identity " + b.issuer.Identity() + "\n }"})
+	wid := uuid.NewString()
+	var sent *ect.Token
+	upstream.on("/pay", func(w http.ResponseWriter, in *arrival) {
+		lines := in.Header.Values(ect.FieldName)
+		checkpoint, err := ect.ParseInsecure(lines[len(lines)-1])
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		sent = b.issue(ect.Claims{
+			Workflow: wid, Action: "error", Parents: []string{checkpoint.ID()},
+			Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "timeout").Text(ect.MemberCheckpointID, ""),
+		})
+		w.Header().Set(ect.FieldName, sent.Raw())
+		w.WriteHeader(http.StatusInternalServerError)
+	})
+	g.call(with(a.issue(ect.Claims{Workflow: wid}), request{path: "/pay"}))
+	view := g.settledView(a, wid, 5) // token, checkpoint, the upstream's error, node, error
+	if view.state(sent.ID()) == "none" {
+		t.Errorf("%+v", view)
+	}
+}
