@@ -165,7 +165,7 @@ func TestUnknownCommits(t *testing.T) {
 	mustOpen(t, testOptions(mem)) // the first head
 	l := mustOpen(t, testOptions(&unknowing{Store: mem}))
 	certain := map[string]bool{}
-	for n := range 200 {
+	for n := range 8 * maxMoved {
 		if err := l.Append(t.Context(), []Event{testEvent(n)}); err == nil {
 			certain[testEvent(n).ID] = true
 		} else if !errors.Is(err, store.ErrUnknown) {

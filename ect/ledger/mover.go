@@ -171,12 +171,17 @@ func (m *mover) commit(ctx context.Context, found []waiting) (n int, err error) 
 	}
 	after := &state{tree: before.clone(), recorded: now}
 	batch := make([]store.Write, 1, treeWrites+movedWrites*len(found))
+	room := maxMovedBytes
 	var tiles []tile
 	var own []uint64
 	for i := range found {
 		w := &found[i]
 		index := after.size
 		leaf := w.event.encodeLeaf(make([]byte, 0, len(w.event.Payload)+fixedOverhead), index, now)
+		if room -= len(leaf) + sealedMore; room < 0 {
+			found = found[:i]
+			break
+		}
 		hash := tlog.RecordHash(leaf)
 		tiles = after.add(hash, tiles)
 		batch = m.entryWrites(batch, &w.event, index, leaf, hash)
