@@ -128,7 +128,7 @@ func (m *mover) token(ctx context.Context, e *Event) error {
 	token, err := m.options.Signer.Sign(ctx, *e)
 	if err == nil {
 		signed := *e
-		signed.Payload, signed.Unsigned = token, false
+		signed.Payload, signed.Unsigned, signed.Draft = token, false, nil
 		if err = signed.check(); err == nil {
 			*e = signed
 			return nil
