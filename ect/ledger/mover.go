@@ -185,6 +185,11 @@ func (m *mover) commit(ctx context.Context, found []waiting) (n int, err error) 
 		hash := tlog.RecordHash(leaf)
 		tiles = after.add(hash, tiles)
 		batch = m.entryWrites(batch, &w.event, index, leaf, hash)
+		if i == 0 {
+			// Where the tree ends nothing may stand: what does was put there by
+			// somebody else.
+			batch[entryWrite].If = store.Absent()
+		}
 		batch = append(batch, store.Write{Key: m.outboxKey(w.ticket), Delete: true})
 		if w.ticket.boot == m.boot {
 			own = append(own, w.ticket.number)
@@ -206,13 +211,15 @@ func (m *mover) commit(ctx context.Context, found []waiting) (n int, err error) 
 	return 0, m.failed(ctx, before, err)
 }
 
-// entryWrites are what an entry is in the store. Where the tree ends nothing may
-// stand: what does was put there by somebody else.
+// entryWrite is where the first entry of a move stands in its batch, behind the head.
+const entryWrite = 1
+
+// entryWrites are what an entry is in the store.
 func (m *mover) entryWrites(batch []store.Write, e *Event, index int64, leaf []byte, hash tlog.Hash) []store.Write {
 	key := m.entryKey(index)
 	where := account{log: m.id, index: index, check: checkOf(hash)}
 	batch = append(batch,
-		store.Write{Key: key, If: store.Absent(), Value: m.sealer.Seal(make([]byte, 0, len(leaf)+64), leaf, key)},
+		store.Write{Key: key, Value: m.sealer.Seal(make([]byte, 0, len(leaf)+64), leaf, key)},
 		store.Write{Key: m.idKey(e.Workflow, e.ID), Value: where.encode()},
 	)
 	if e.Workflow != "" {
