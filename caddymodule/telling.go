@@ -118,19 +118,16 @@ func (x *exchange) reviewTokens() (learned bool, err error) {
 		}
 	}
 	for _, t := range s.tokens.all {
-		nodes, err := s.way.evidence.Graph(t.Workflow()).Nodes(ctx, t.ID())
-		if err != nil {
+		node, found, err := s.way.evidence.Find(ctx, t.Workflow(), t.ID())
+		switch {
+		case err != nil:
 			return false, x.storeFailed(err)
-		}
-		for _, n := range nodes {
-			switch {
-			case n.Workflow != t.Workflow():
-			case n.Digest != t.Digest():
-				return false, replayedToken()
-			case !s.recorded[t]:
-				s.know(&s.recorded, t)
-				learned = true
-			}
+		case !found:
+		case node.Digest != t.Digest():
+			return false, replayedToken()
+		case !s.recorded[t]:
+			s.know(&s.recorded, t)
+			learned = true
 		}
 	}
 	return learned, nil
@@ -302,7 +299,7 @@ func (x *exchange) upstreamErrors(ctx context.Context, answer http.Header) []*ec
 		if err != nil || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow {
 			continue
 		}
-		if known, err := s.way.evidence.Graph(t.Workflow()).Nodes(ctx, t.ID()); err == nil && len(known) == 0 {
+		if _, known, err := s.way.evidence.Find(ctx, t.Workflow(), t.ID()); err == nil && !known {
 			errs = append(errs, t)
 		}
 	}
