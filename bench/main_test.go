@@ -81,7 +81,11 @@ func TestTable(t *testing.T) {
 	if err := json.Unmarshal([]byte(out), &report); status != 0 || err != nil {
 		t.Fatalf("exit status %d, %v\n%s\n%s", status, err, out, log)
 	}
-	if len(report.Rows) != 16 || len(report.Figures) != 4 {
+	figures := 7
+	if proc.Tells {
+		figures += 8 // the work of both sides, in four rows
+	}
+	if len(report.Rows) != 19 || len(report.Figures) != figures {
 		t.Errorf("%d rows and %d figures", len(report.Rows), len(report.Figures))
 	}
 	bars := 0
@@ -93,7 +97,7 @@ func TestTable(t *testing.T) {
 			bars++
 		}
 	}
-	if bars != 12 {
+	if bars != 15 {
 		t.Errorf("%d rows have a bar", bars)
 	}
 	if m := report.Machine; m.Sync <= 0 || m.Growing <= 0 || m.Cores < 1 || m.FileSystem == "" {

@@ -44,6 +44,8 @@ type Gateway struct {
 	Store bool
 	// Window is the bulk window of the store; 0 is the default.
 	Window time.Duration
+	// Options are further options of the guard's app, one a line.
+	Options string
 	// Env is added to the environment of the process.
 	Env []string
 
@@ -83,7 +85,7 @@ func (g *Gateway) admin() string { return filepath.Join(g.Dir, "admin") }
 func (g *Gateway) caddyfile() string {
 	app := ""
 	if g.Store {
-		app = fmt.Sprintf("agent_guard {\n\t\tstore bench %s %s\n\t}", g.StorePath(), g.Window)
+		app = fmt.Sprintf("agent_guard {\n\t\tstore bench %s %s\n%s\n\t}", g.StorePath(), g.Window, g.Options)
 	}
 	_, port, _ := net.SplitHostPort(g.Addr)
 	return fmt.Sprintf(`{
@@ -137,6 +139,12 @@ func (g *Gateway) Stats(ctx context.Context) (Stats, error) {
 		err = json.Unmarshal(body, &s)
 	}
 	return s, err
+}
+
+// Drain returns once all that the gateway has told its ledger stands in its tree.
+func (g *Gateway) Drain(ctx context.Context) error {
+	_, err := g.ask(ctx, http.MethodPost, drainPath, "")
+	return err
 }
 
 // ask asks the admin API.

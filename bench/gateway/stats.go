@@ -30,7 +30,7 @@ type Stats struct {
 	Store badger.Stats `json:"store"`
 }
 
-// Admin serves Stats on Caddy's admin endpoint.
+// Admin serves Stats, and waits for the ledger, on Caddy's admin endpoint.
 type Admin struct{}
 
 // CaddyModule returns the Caddy module information.
@@ -40,7 +40,10 @@ func (Admin) CaddyModule() caddy.ModuleInfo {
 
 // Routes are the paths that are served.
 func (Admin) Routes() []caddy.AdminRoute {
-	return []caddy.AdminRoute{{Pattern: statsPath, Handler: caddy.AdminHandlerFunc(serveStats)}}
+	return []caddy.AdminRoute{
+		{Pattern: statsPath, Handler: caddy.AdminHandlerFunc(serveStats)},
+		{Pattern: drainPath, Handler: caddy.AdminHandlerFunc(serveDrain)},
+	}
 }
 
 func serveStats(w http.ResponseWriter, _ *http.Request) error {

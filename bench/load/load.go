@@ -28,6 +28,9 @@ type Job struct {
 	// Line is a header line that the first answer of each connection has, if set:
 	// proof that what is measured is what is meant.
 	Line string
+	// Drain, if set, returns once the server has done all that it put off. It is
+	// called before the clock starts, and after the last answer within the round.
+	Drain func(context.Context) error
 }
 
 // Result is what came of a round.
@@ -35,6 +38,8 @@ type Result struct {
 	// Requests that were answered, and the time that they took together.
 	Requests int
 	Elapsed  time.Duration
+	// Draining is the part of Elapsed after the last answer.
+	Draining time.Duration
 	// Latencies of all requests, in no order.
 	Latencies []time.Duration
 }
@@ -80,6 +85,7 @@ func Run(ctx context.Context, j Job) (Result, error) {
 			cancel(err)
 		}
 	})
+	drain(ctx, &j, cancel)
 	var left atomic.Int64
 	left.Store(int64(j.Limit))
 	start := time.Now()
@@ -90,7 +96,9 @@ func Run(ctx context.Context, j Job) (Result, error) {
 			}
 		})
 	}
-	result := Result{Elapsed: time.Since(start)}
+	answered := time.Now()
+	drain(ctx, &j, cancel)
+	result := Result{Elapsed: time.Since(start), Draining: time.Since(answered)}
 	if err := context.Cause(ctx); err != nil {
 		return Result{}, fmt.Errorf("load on %s: %w", j.Addr, err)
 	}
@@ -102,6 +110,16 @@ func Run(ctx context.Context, j Job) (Result, error) {
 		return Result{}, errors.New("no request was made: the round is too short")
 	}
 	return result, nil
+}
+
+// drain drains where that was asked for, unless the round has failed already.
+func drain(ctx context.Context, j *Job, failed context.CancelCauseFunc) {
+	if j.Drain == nil || ctx.Err() != nil {
+		return
+	}
+	if err := j.Drain(ctx); err != nil {
+		failed(err)
+	}
 }
 
 func each(clients []*client, do func(*client)) {

@@ -2,6 +2,7 @@ package load
 
 import (
 	"bytes"
+	"cmp"
 	"crypto/rand"
 	"encoding/hex"
 	"fmt"
@@ -15,9 +16,12 @@ type Request struct {
 	Method, Path string
 	// Body is sent with Content-Type application/json, if there is one.
 	Body []byte
-	// Key is the value of Idempotency-Key; empty is none.
+	// Field is the header field that tells one call from another; empty is
+	// Idempotency-Key.
+	Field string
+	// Key is its value; empty is none.
 	Key string
-	// Keys, if set, appends the next request's key instead: always KeyLength bytes.
+	// Keys, if set, appends the next request's key instead: always as many bytes.
 	Keys func([]byte) []byte
 }
 
@@ -71,10 +75,10 @@ func (r Request) wire(host string) wire {
 	}
 	at := 0
 	if r.Keys != nil {
-		r.Key = string(r.Keys(make([]byte, 0, KeyLength)))
+		r.Key = string(r.Keys(nil)) // says how long they are, and is not sent
 	}
 	if r.Key != "" {
-		b.WriteString("Idempotency-Key: ")
+		b.WriteString(cmp.Or(r.Field, "Idempotency-Key") + ": ")
 		at = b.Len()
 		b.WriteString(r.Key + "\r\n")
 	}
@@ -82,7 +86,7 @@ func (r Request) wire(host string) wire {
 	b.Write(r.Body)
 	w := wire{all: b.Bytes(), keys: r.Keys}
 	if r.Keys != nil {
-		w.key = w.all[at : at+KeyLength]
+		w.key = w.all[at : at+len(r.Key)]
 	}
 	return w
 }

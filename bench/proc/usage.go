@@ -1,5 +1,7 @@
 package proc
 
+import "time"
+
 // Usage is what a process uses at one moment. On systems that do not tell, it is
 // zero.
 type Usage struct {
@@ -8,4 +10,6 @@ type Usage struct {
 	RssAnon int64 `json:"rss_anon"`
 	// Files is the number of open file descriptors.
 	Files int `json:"files"`
+	// Work is the processor time so far, in steps of 10 ms.
+	Work time.Duration `json:"work"`
 }

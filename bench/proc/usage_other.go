@@ -4,6 +4,9 @@ package proc
 
 import "os"
 
+// Tells says that UsageOf tells anything.
+const Tells = false
+
 // UsageOf tells nothing here.
 func UsageOf(int) (Usage, error) { return Usage{}, nil }
 

@@ -8,6 +8,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
 	"github.com/agent-guard/caddy-agent-guard/bench/load"
+	"github.com/agent-guard/caddy-agent-guard/bench/proc"
 	"github.com/agent-guard/caddy-agent-guard/bench/stat"
 )
 
@@ -54,11 +55,16 @@ func Run(ctx context.Context, o Options, progress func(string)) (_ *Report, err 
 
 // side is one of the two that a row compares.
 type side struct {
-	place place
-	job   load.Job
-	rates []float64
-	tails []float64
-	calls int
+	place  place
+	job    load.Job
+	caller *caller // where each call has a token
+	rates  []float64
+	tails  []float64
+	drains []float64
+	calls  int
+	// gateway is the process whose work is reported; nil where it is not, or cannot be.
+	gateway *proc.Proc
+	work    time.Duration
 }
 
 func newSide(o Options, s *scene, r *row, p place, line string) (*side, error) {
@@ -66,20 +72,65 @@ func newSide(o Options, s *scene, r *row, p place, line string) (*side, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &side{place: p, job: load.Job{
+	made := &side{place: p, job: load.Job{
 		Addr: addr, Request: r.request(), Conns: r.conns, For: o.Round, Limit: o.Limit, Status: 200, Line: line,
-	}}, nil
+	}}
+	if sites[p].ledger {
+		made.job.Drain = s.gateways[p].Drain
+	}
+	if g := s.gateways[p]; g != nil && proc.Tells && (sites[r.subject].ledger || r.syncs) {
+		made.gateway = g.Proc()
+	}
+	if r.kind == signed {
+		made.caller = s.caller
+		most := max(int(o.Round.Seconds()*tokensPerSecond), 1)
+		if o.Limit == 0 || o.Limit > most {
+			made.job.Limit = most
+		}
+	}
+	return made, nil
 }
 
+// tokensPerSecond bounds the calls with tokens of a round, because all are signed
+// before its clock starts. A round that has made them is over.
+const tokensPerSecond = 30_000
+
 func (s *side) round(ctx context.Context) error {
+	if s.caller != nil {
+		// One for each connection is used before the clock starts, one is measured.
+		all, err := s.caller.tokens(s.job.Limit + 2*s.job.Conns)
+		if err != nil {
+			return err
+		}
+		s.job.Request.Keys = all.append
+	}
+	before, err := s.used()
+	if err != nil {
+		return err
+	}
 	result, err := load.Run(ctx, s.job)
 	if err != nil {
 		return err
 	}
+	after, err := s.used()
+	if err != nil {
+		return err
+	}
+	s.work += after - before
 	s.rates = append(s.rates, result.Rate())
 	s.tails = append(s.tails, float64(stat.Percentile(result.Latencies, 99)))
+	s.drains = append(s.drains, float64(result.Draining))
 	s.calls += result.Requests
 	return nil
+}
+
+// used is the processor time of the gateway so far.
+func (s *side) used() (time.Duration, error) {
+	if s.gateway == nil {
+		return 0, nil
+	}
+	u, err := proc.UsageOf(s.gateway.Pid())
+	return u.Work, err
 }
 
 // measure takes rounds of the two sides in turn, and who begins changes each time:
@@ -105,7 +156,7 @@ func measure(ctx context.Context, o Options, s *scene, r *row, report *Report) e
 		if err := side.round(ctx); err != nil {
 			return err
 		}
-		side.rates, side.tails, side.calls = nil, nil, 0
+		side.rates, side.tails, side.drains, side.calls, side.work = nil, nil, nil, 0, 0
 	}
 	before, err := s.stats(ctx, r)
 	if err != nil {

@@ -118,6 +118,9 @@ func (r *Report) add(row *row, subject, reference *side) {
 	}
 	line.Verdict = AtLeast(line.Ratio.Median, row.bar)
 	r.Rows = append(r.Rows, line)
+	r.draining(row, subject)
+	r.work(row, subject)
+	r.work(row, reference)
 	if row.tail == 0 {
 		return
 	}
@@ -127,6 +130,31 @@ func (r *Report) add(row *row, subject, reference *side) {
 	line.ReferenceValue = stat.Median(reference.tails) / float64(time.Millisecond)
 	line.Verdict = AtMost(line.Ratio.Median, row.tail)
 	r.Rows = append(r.Rows, line)
+}
+
+// draining reports how long a round waited for the sequencer.
+func (r *Report) draining(row *row, s *side) {
+	if s.job.Drain == nil {
+		return
+	}
+	r.Figures = append(r.Figures, Figure{
+		Name:  fmt.Sprintf("ledger's backlog moved after the last answer @%d, %s", row.conns, s.place),
+		Value: stat.Median(s.drains) / float64(time.Millisecond), Unit: "ms of a round",
+	})
+}
+
+// work reports what a call cost a gateway's process: unlike the ratio, that says nearly
+// the same on a machine that has others to serve.
+func (r *Report) work(row *row, s *side) {
+	if s.gateway == nil {
+		return
+	}
+	// Each connection makes a call before the clock starts.
+	calls := s.calls + len(s.rates)*s.job.Conns
+	r.Figures = append(r.Figures, Figure{
+		Name:  fmt.Sprintf("processor time of %s, %s @%d", s.place, row.name, row.conns),
+		Value: s.work.Seconds() * 1e6 / float64(calls), Unit: "µs per call",
+	})
 }
 
 // syncs reports how many records shared a sync. A call is two records: its claim

@@ -1,6 +1,9 @@
 package table
 
-import "github.com/agent-guard/caddy-agent-guard/bench/load"
+import (
+	"github.com/agent-guard/caddy-agent-guard/bench/load"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
 
 // kind is what a row's requests are.
 type kind uint8
@@ -9,6 +12,7 @@ const (
 	get    kind = iota // changes nothing, so it passes through
 	post               // each a call of its own
 	replay             // the same call again and again
+	signed             // each a call of its own, with a token that names it
 )
 
 // row is one line of the table: a subject, and what it is compared with.
@@ -34,6 +38,9 @@ const (
 	async           place = "agent_proxy, settle async"
 	noop            place = "no-op handler"
 	naive           place = "naive map"
+	ledgered        place = "agent_proxy, ledger"
+	trusting        place = "agent_proxy, ledger, trust"
+	sending         place = "agent_proxy, ledger, trust, upstream's identity"
 	fiberPlain      place = "fiber"
 	fiberIdempotent place = "fiber, idempotency"
 )
@@ -49,6 +56,9 @@ var rows = []row{
 	{name: "POST, outcome awaited", kind: post, conns: 64, subject: guarded, reference: bare, bar: 0.70, tail: 1.6, syncs: true},
 	{name: "POST, outcome awaited", kind: post, conns: 256, subject: guarded, reference: bare, bar: 0.85},
 	{name: "POST, outcome not awaited", kind: post, conns: 64, subject: async, reference: bare, bar: 0.75},
+	{name: "POST, with ledger", kind: post, conns: 64, subject: ledgered, reference: bare, bar: 0.60},
+	{name: "POST, with ledger, token verified", kind: signed, conns: 64, subject: trusting, reference: bare, bar: 0.55},
+	{name: "POST, with ledger, token verified, token sent on", kind: signed, conns: 64, subject: sending, reference: bare, bar: 0.50},
 	{name: "replay of one key", kind: replay, conns: 64, subject: guarded, reference: bare, bar: 2.5},
 	{name: "replay of one key", kind: replay, conns: 64, subject: guarded, reference: static, bar: 0.85},
 	{name: "POST through a no-op handler", kind: post, conns: 64, subject: noop, reference: bare},
@@ -67,6 +77,10 @@ func (r *row) request() load.Request {
 		request := load.Payment(requestSize)
 		request.Key = load.NewKey()
 		return request
+	case signed:
+		request := load.Payment(requestSize)
+		request.Field = ect.FieldName // the keys are made for each round
+		return request
 	default:
 		request := load.Payment(requestSize)
 		request.Keys = load.Fresh
@@ -77,7 +91,7 @@ func (r *row) request() load.Request {
 // proof is a line that an answer of the subject has where it did what the row says.
 func (r *row) proof() string {
 	switch {
-	case r.kind == get || r.subject != guarded && r.subject != async:
+	case r.kind == get || !sites[r.subject].guarded:
 		return ""
 	case r.kind == replay:
 		return "Execution-Status: replayed"

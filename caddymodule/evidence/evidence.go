@@ -137,9 +137,12 @@ func newSigner(ring *ect.Ring) (signer, error) {
 
 // Sign implements ledger.Signer.
 func (s signer) Sign(_ context.Context, e ledger.Event) ([]byte, error) {
-	draft, err := ect.ParseDraft(string(e.Payload))
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ledger.ErrRefused, err)
+	draft, ok := e.Draft.(*ect.Draft)
+	if !ok { // recorded in an earlier life
+		var err error
+		if draft, err = ect.ParseDraft(string(e.Payload)); err != nil {
+			return nil, fmt.Errorf("%w: %w", ledger.ErrRefused, err)
+		}
 	}
 	token, err := s.issuer.Sign(draft)
 	if err != nil {

@@ -80,19 +80,9 @@ func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
 // Holds looks up in the ledger how a token stands: Same is recorded, Other says that
 // another one has its id.
 func (e *Evidence) Holds(ctx context.Context, t *ect.Token) (Standing, error) {
-	n, ok := e.recent.find(t.Workflow(), t.ID())
-	if !ok {
-		entry, err := e.log.Lookup(ctx, t.Workflow(), t.ID())
-		if errors.Is(err, ledger.ErrWaiting) {
-			entry, err = e.log.Wait(ctx, t.Workflow(), t.ID())
-		}
-		switch {
-		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
-			return Unused, nil
-		case err != nil:
-			return Unused, err
-		}
-		n = nodeOf(&entry)
+	n, ok, err := e.find(ctx, t.Workflow(), t.ID())
+	if err != nil || !ok {
+		return Unused, err
 	}
 	if n.Digest == t.Digest() {
 		return Same, nil
@@ -104,29 +94,35 @@ func (e *Evidence) Holds(ctx context.Context, t *ect.Token) (Standing, error) {
 type graph struct {
 	e        *Evidence
 	workflow string
+	// own is the token's id: nobody asks under what other workflows it stands, since an
+	// id is taken in its workflow only.
+	own string
 }
 
 // Graph finds recorded tokens for those of a workflow; "" is none.
-func (e *Evidence) Graph(workflow string) ect.DAG { return graph{e, workflow} }
+func (e *Evidence) Graph(workflow string) ect.DAG { return graph{e: e, workflow: workflow} }
 
 // GraphOf finds recorded tokens for one that is not verified yet.
-func (e *Evidence) GraphOf(raw string) ect.DAG { return unread{e, raw} }
+func (e *Evidence) GraphOf(raw string) ect.DAG { return &unread{e: e, raw: raw} }
 
-// unread is the graph as a token sees it whose workflow is read when it is needed:
-// tokens without parents need none.
+// unread is the graph as a token sees it that is read when it is needed.
 type unread struct {
 	e   *Evidence
 	raw string
+	as  ect.DAG // once it was read
 }
 
 // Nodes implements ect.DAG.
-func (u unread) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
-	token, err := ect.ParseInsecure(u.raw)
-	if err != nil {
-		return nil, err
+func (u *unread) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
+	if u.as == nil {
+		token, err := ect.ParseInsecure(u.raw)
+		if err != nil {
+			return nil, err
+		}
+		// A workflow that is a lie finds the parents of another one, which are refused.
+		u.as = graph{u.e, token.Workflow(), token.ID()}
 	}
-	// A workflow that is a lie finds the parents of another one, which are refused.
-	return graph{u.e, token.Workflow()}.Nodes(ctx, id)
+	return u.as.Nodes(ctx, id)
 }
 
 // Nodes implements ect.DAG.
@@ -137,33 +133,48 @@ func (g graph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	if t, ok := g.e.seen.find(g.workflow, id); ok {
 		return []ect.Node{t.Node()}, nil
 	}
+	n, ok, err := g.e.find(ctx, g.workflow, id)
+	if err == nil && !ok && g.workflow != "" {
+		n, ok, err = g.e.find(ctx, "", id)
+	}
+	switch {
+	case err != nil:
+		return nil, err
+	case ok:
+		return []ect.Node{n}, nil
+	case g.workflow != "" && id == g.own:
+		return nil, nil
+	}
 	entries, err := g.e.log.Find(ctx, id)
 	if err != nil && !errors.Is(err, ledger.ErrNotFound) {
 		return nil, err
 	}
-	here := func(entry ledger.Entry) bool { return entry.Workflow == g.workflow }
-	if !slices.ContainsFunc(entries, here) {
-		// What waits for its place in the tree is as good as there.
-		entry, err := g.e.log.Lookup(ctx, g.workflow, id)
-		if errors.Is(err, ledger.ErrWaiting) {
-			entry, err = g.e.log.Wait(ctx, g.workflow, id)
-		}
-		switch {
-		case err == nil:
-			entries = append(entries, entry)
-		case !errors.Is(err, ledger.ErrNotFound) && !errors.Is(err, ledger.ErrPruned):
-			return nil, err
-		}
-	}
 	nodes := make([]ect.Node, 0, len(entries))
 	for i := range entries {
-		n := nodeOf(&entries[i])
-		if n.Workflow == g.workflow {
-			g.e.recent.add(scope{n.Workflow, n.ID}, n)
-		}
-		nodes = append(nodes, n)
+		nodes = append(nodes, nodeOf(&entries[i]))
 	}
 	return nodes, nil
+}
+
+// find finds the recorded token of a workflow with an id. What waits for its place in
+// the tree is as good as there.
+func (e *Evidence) find(ctx context.Context, workflow, id string) (ect.Node, bool, error) {
+	if n, ok := e.recent.find(workflow, id); ok {
+		return n, true, nil
+	}
+	entry, err := e.log.Lookup(ctx, workflow, id)
+	if errors.Is(err, ledger.ErrWaiting) {
+		entry, err = e.log.Wait(ctx, workflow, id)
+	}
+	switch {
+	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
+		return ect.Node{}, false, nil
+	case err != nil:
+		return ect.Node{}, false, err
+	}
+	n := nodeOf(&entry)
+	e.recent.add(scope{n.Workflow, n.ID}, n)
+	return n, true, nil
 }
 
 // nodeOf is an entry as the graph knows it. What was recorded had been verified.

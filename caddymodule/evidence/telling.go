@@ -29,7 +29,7 @@ func (e *Evidence) Tell(keep time.Time, tokens []*ect.Token, drafts ...*ect.Draf
 	for _, d := range drafts {
 		events = append(events, ledger.Event{
 			ID: d.ID(), Workflow: d.Workflow(), Action: d.Action(), Issuer: d.Issuer(), Parents: d.Parents(),
-			Time: d.IssuedAt(), KeepUntil: keep, Payload: []byte(d.Payload()), Unsigned: true,
+			Time: d.IssuedAt(), KeepUntil: keep, Payload: []byte(d.Payload()), Unsigned: true, Draft: d,
 		})
 		t.nodes = append(t.nodes, e.node(d))
 	}

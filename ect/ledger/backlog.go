@@ -35,8 +35,9 @@ const (
 // taken for abandoned: the scan of everything finds it, should it land.
 const maxOpen = 1 << 16
 
-// queue knows which events of this process are on their way, by ticket, so that the
-// sequencer need not look where nothing can stand, and so that claims can wait for it.
+// queue has the events of this process that are on their way, by ticket, so that the
+// sequencer need not read what was written a moment ago, and so that claims can wait for
+// it.
 type queue struct {
 	entries int
 	age     time.Duration
@@ -57,6 +58,7 @@ type standingTicket struct {
 	standing standing
 	look     uint64 // the scans that had begun when it landed
 	at       time.Time
+	event    *Event // what it stands for, until it is gone
 }
 
 func newQueue(first uint64, entries int, age time.Duration) *queue {
@@ -66,14 +68,14 @@ func newQueue(first uint64, entries int, age time.Duration) *queue {
 	}
 }
 
-// open gives the next ticket.
-func (q *queue) open() (uint64, error) {
+// open gives the next ticket, for an event that does not change any more.
+func (q *queue) open(e *Event) (uint64, error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.ended != nil {
 		return 0, q.ended
 	}
-	q.tickets = append(q.tickets, standingTicket{})
+	q.tickets = append(q.tickets, standingTicket{event: e})
 	number := q.first + uint64(len(q.tickets)-1)
 	if len(q.tickets) > maxOpen && q.tickets[0].standing == ticketOpen {
 		q.set(q.first, ticketGone)
@@ -86,7 +88,7 @@ func (q *queue) landed(number uint64) {
 	q.mu.Lock()
 	// Gone already: the sequencer was faster than the one who recorded it.
 	if t := q.find(number); t != nil && t.standing == ticketOpen {
-		*t = standingTicket{ticketLanded, q.looks, time.Now()}
+		t.standing, t.look, t.at = ticketLanded, q.looks, time.Now()
 		q.waiting++
 	}
 	q.mu.Unlock()
@@ -115,7 +117,7 @@ func (q *queue) set(number uint64, to standing) {
 	if t.standing == ticketLanded {
 		q.waiting--
 	}
-	t.standing = to
+	t.standing, t.event = to, nil
 	q.trim()
 }
 
@@ -142,32 +144,42 @@ func (q *queue) rouse() {
 	}
 }
 
-// look begins a scan: below from nothing of this process can stand.
-func (q *queue) look() (look, from uint64) {
+// recorded are the first events of this process that landed, at most so many, in the
+// order of their tickets.
+func (q *queue) recorded(boot [8]byte, most int) []waiting {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	found := make([]waiting, 0, min(q.waiting, most))
+	for i := 0; len(found) < cap(found); i++ {
+		if t := &q.tickets[i]; t.standing == ticketLanded {
+			found = append(found, waiting{ticket: ticket{q.first + uint64(i), boot}, event: *t.event})
+		}
+	}
+	return found
+}
+
+// look begins a scan of the whole outbox.
+func (q *queue) look() uint64 {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.looks++
-	return q.looks, q.first
+	return q.looks
 }
 
-// looked ends a scan that saw all there was from a number on: what had landed before it
-// began and is not among seen was moved by another process. Of a scan of everything,
-// foreign is the number of events of others.
-func (q *queue) looked(look uint64, seen map[uint64]bool, foreign int, all bool) {
+// looked ends a scan that saw all there was: what had landed before it began and is not
+// among seen was moved by another process. foreign is the number of events of others.
+func (q *queue) looked(look uint64, seen map[uint64]bool, foreign int) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	for i := 0; i < len(q.tickets); i++ {
+	for i := range q.tickets {
 		t := &q.tickets[i]
-		number := q.first + uint64(i)
-		if t.standing == ticketLanded && t.look < look && !seen[number] {
-			t.standing = ticketGone
+		if t.standing == ticketLanded && t.look < look && !seen[q.first+uint64(i)] {
+			t.standing, t.event = ticketGone, nil
 			q.waiting--
 		}
 	}
 	q.trim()
-	if all {
-		q.inherit(foreign)
-	}
+	q.inherit(foreign)
 	q.shrink()
 }
 

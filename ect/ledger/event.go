@@ -43,6 +43,9 @@ type Event struct {
 	// Unsigned says that Payload is what the log's Signer makes the token from. In an
 	// Entry it says that no token could be made of it.
 	Unsigned bool
+	// Draft is Payload as the Signer takes it, where that is at hand: it is not
+	// recorded, so that after a crash there is none.
+	Draft any
 }
 
 // Entry is an event with its place in a log.

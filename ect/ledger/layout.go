@@ -97,11 +97,7 @@ type ticket struct {
 }
 
 func (s *shelf) outboxKey(t ticket) []byte {
-	return append(s.outboxFrom(t.number), t.boot[:]...)
-}
-
-func (s *shelf) outboxFrom(number uint64) []byte {
-	return binary.BigEndian.AppendUint64(logKey(spaceOutbox, s.id, 16), number)
+	return append(binary.BigEndian.AppendUint64(logKey(spaceOutbox, s.id, 16), t.number), t.boot[:]...)
 }
 
 func ticketIn(key []byte) (ticket, bool) {

@@ -14,67 +14,77 @@ import (
 // mover is the sequencer's own state.
 type mover struct {
 	*Log
-	all     bool            // the next scan begins at the start of the outbox
+	all     bool            // the next move reads the outbox
 	damaged map[ticket]bool // do not open; found by the present scans of everything
 }
 
 // waiting is an event on its way into the tree.
 type waiting struct {
 	ticket ticket
-	key    []byte
 	event  Event
 }
 
-// move moves the first events of the outbox into the tree, by one commit. rest says
-// that there may be more.
+// move moves the first events that wait into the tree, by one commit. rest says that
+// there may be more.
+//
+// Events of this process are at hand. What others left or landed unknown to anybody is
+// read from the outbox, when the log is opened, after a commit that was lost, and now
+// and then.
 func (m *mover) move(ctx context.Context) (rest bool, err error) {
-	look, from := m.queue.look()
-	if m.all && m.damaged == nil {
+	if m.all {
+		return m.moveAll(ctx)
+	}
+	found := m.queue.recorded(m.boot, maxMoved)
+	if len(found) == 0 {
+		return false, nil
+	}
+	n, err := m.commit(ctx, found)
+	return n < len(found) || n == maxMoved, err
+}
+
+// moveAll moves the first events of the outbox.
+func (m *mover) moveAll(ctx context.Context) (rest bool, err error) {
+	look := m.queue.look()
+	if m.damaged == nil {
 		m.damaged = make(map[ticket]bool)
 	}
-	if m.all {
-		from = 0
-	}
-	found, end, err := m.scan(ctx, from)
+	found, end, err := m.scan(ctx)
 	if err != nil {
 		return false, err
 	}
 	if end {
 		m.settle(look, found)
 	}
-	if len(found) == 0 {
-		return !end, nil
+	n := 0
+	if len(found) > 0 {
+		if n, err = m.commit(ctx, found); err != nil {
+			return false, err
+		}
 	}
-	if err := m.commit(ctx, found); err != nil {
-		return false, err
+	if end && n == len(found) && !m.queue.closed() {
+		m.all, m.damaged = false, nil
 	}
-	return true, nil
+	return !end || n > 0 || n < len(found), nil
 }
 
-// settle tells the queue what a scan that reached the end saw, and ends the scans of
-// everything once nothing is left of them but what does not open.
+// settle tells the queue what a scan that reached the end saw.
 func (m *mover) settle(look uint64, found []waiting) {
 	seen, foreign := make(map[uint64]bool), 0
-	for _, w := range found {
-		if w.ticket.boot == m.boot {
-			seen[w.ticket.number] = true
+	for i := range found {
+		if t := &found[i].ticket; t.boot == m.boot {
+			seen[t.number] = true
 		} else {
 			foreign++
 		}
 	}
-	m.queue.looked(look, seen, foreign, m.all)
-	if m.all && len(found) == 0 {
-		m.counts.damaged.Store(int64(len(m.damaged)))
-		if !m.queue.closed() {
-			m.all, m.damaged = false, nil
-		}
-	}
+	m.queue.looked(look, seen, foreign)
+	m.counts.damaged.Store(int64(len(m.damaged)))
 }
 
-// scan reads the first events from a number on. end says that there are no others.
-func (m *mover) scan(ctx context.Context, from uint64) (found []waiting, end bool, err error) {
+// scan reads the first events of the outbox. end says that there are no others.
+func (m *mover) scan(ctx context.Context) (found []waiting, end bool, err error) {
 	r := store.Prefix(logKey(spaceOutbox, m.id, 0))
-	r.From, r.Limit = m.outboxFrom(from), maxMoved+len(m.damaged)
+	r.Limit = maxMoved + len(m.damaged)
 	n := 0
 	for e, err := range m.store.Scan(ctx, r) {
 		if err != nil {
@@ -82,11 +92,6 @@ func (m *mover) scan(ctx context.Context, from uint64) (found []waiting, end boo
 		}
 		n++
 		t, ok := ticketIn(e.Key)
-		if !m.all && t.boot != m.boot {
-			// What another process recorded before it may stand below: take all in order.
-			m.all = true
-			return nil, false, nil
-		}
 		if !ok || m.damaged[t] {
 			continue
 		}
@@ -99,7 +104,7 @@ func (m *mover) scan(ctx context.Context, from uint64) (found []waiting, end boo
 			m.skip(t, err)
 			continue
 		}
-		found = append(found, waiting{t, e.Key, entry.Event})
+		found = append(found, waiting{t, entry.Event})
 	}
 	return found, n < r.Limit, nil
 }
@@ -107,9 +112,6 @@ func (m *mover) scan(ctx context.Context, from uint64) (found []waiting, end boo
 // skip leaves an event that does not open where it is: Verify names it, and a ring
 // that is complete again opens it. Events behind it go on.
 func (m *mover) skip(t ticket, err error) {
-	if m.damaged == nil {
-		m.damaged = make(map[ticket]bool)
-	}
 	m.damaged[t] = true
 	m.counts.damaged.Store(int64(len(m.damaged)))
 	if t.boot == m.boot {
@@ -126,7 +128,7 @@ func (m *mover) token(ctx context.Context, e *Event) error {
 	token, err := m.options.Signer.Sign(ctx, *e)
 	if err == nil {
 		signed := *e
-		signed.Payload, signed.Unsigned = token, false
+		signed.Payload, signed.Unsigned, signed.Draft = token, false, nil
 		if err = signed.check(); err == nil {
 			*e = signed
 			return nil
@@ -154,15 +156,14 @@ func (m *mover) tokens(ctx context.Context, found []waiting) ([]waiting, error) 
 	return found, nil
 }
 
-// commit puts events into the tree.
-func (m *mover) commit(ctx context.Context, found []waiting) error {
-	found, err := m.tokens(ctx, found)
-	if err != nil {
-		return err
+// commit puts events into the tree, and returns how many, from the first.
+func (m *mover) commit(ctx context.Context, found []waiting) (n int, err error) {
+	if found, err = m.tokens(ctx, found); err != nil {
+		return 0, err
 	}
 	now, err := m.store.Now(ctx)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	before := m.now.Load()
 	if now = now.Round(0); now.Before(before.recorded) {
@@ -170,16 +171,26 @@ func (m *mover) commit(ctx context.Context, found []waiting) error {
 	}
 	after := &state{tree: before.clone(), recorded: now}
 	batch := make([]store.Write, 1, treeWrites+movedWrites*len(found))
+	room := maxMovedBytes
 	var tiles []tile
 	var own []uint64
 	for i := range found {
 		w := &found[i]
 		index := after.size
 		leaf := w.event.encodeLeaf(make([]byte, 0, len(w.event.Payload)+fixedOverhead), index, now)
+		if room -= len(leaf) + sealedMore; room < 0 {
+			found = found[:i]
+			break
+		}
 		hash := tlog.RecordHash(leaf)
 		tiles = after.add(hash, tiles)
 		batch = m.entryWrites(batch, &w.event, index, leaf, hash)
-		batch = append(batch, store.Write{Key: w.key, Delete: true})
+		if i == 0 {
+			// Where the tree ends nothing may stand: what does was put there by
+			// somebody else.
+			batch[entryWrite].If = store.Absent()
+		}
+		batch = append(batch, store.Write{Key: m.outboxKey(w.ticket), Delete: true})
 		if w.ticket.boot == m.boot {
 			own = append(own, w.ticket.number)
 		}
@@ -188,25 +199,27 @@ func (m *mover) commit(ctx context.Context, found []waiting) error {
 		batch = append(batch, store.Write{Key: m.tileKey(t.level, t.n), Value: joinHashes(t.hashes)})
 	}
 	if after.head, err = m.sign(after.tree); err != nil {
-		return err
+		return 0, err
 	}
 	batch[0] = store.Write{Key: m.headKey(), Value: after.head.Note, If: store.VersionIs(before.version)}
 	after.version, err = m.store.Commit(ctx, batch...)
 	if err == nil {
 		m.now.Store(after)
 		m.queue.moved(own, len(found)-len(own))
-		return nil
+		return len(found), nil
 	}
-	return m.failed(ctx, before, err)
+	return 0, m.failed(ctx, before, err)
 }
 
-// entryWrites are what an entry is in the store. Where the tree ends nothing may
-// stand: what does was put there by somebody else.
+// entryWrite is where the first entry of a move stands in its batch, behind the head.
+const entryWrite = 1
+
+// entryWrites are what an entry is in the store.
 func (m *mover) entryWrites(batch []store.Write, e *Event, index int64, leaf []byte, hash tlog.Hash) []store.Write {
 	key := m.entryKey(index)
 	where := account{log: m.id, index: index, check: checkOf(hash)}
 	batch = append(batch,
-		store.Write{Key: key, If: store.Absent(), Value: m.sealer.Seal(make([]byte, 0, len(leaf)+64), leaf, key)},
+		store.Write{Key: key, Value: m.sealer.Seal(make([]byte, 0, len(leaf)+64), leaf, key)},
 		store.Write{Key: m.idKey(e.Workflow, e.ID), Value: where.encode()},
 	)
 	if e.Workflow != "" {

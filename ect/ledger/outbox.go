@@ -23,7 +23,7 @@ type Pending struct {
 
 // Record makes the writes by which events reach the log, in their order: they ride in
 // the commit of the state change that the events tell of. An id that its workflow has
-// already makes that commit fail.
+// already makes that commit fail. What the events refer to must not change any more.
 //
 // Done must be called with the error of the commit, whatever it is.
 func (l *Log) Record(events ...Event) (*Pending, error) {
@@ -40,7 +40,7 @@ func (l *Log) Record(events ...Event) (*Pending, error) {
 	}
 	p := &Pending{l: l, writes: make([]store.Write, 0, 2*len(events))}
 	for i := range events {
-		e := &events[i]
+		e := new(events[i])
 		id := l.idKey(e.Workflow, e.ID)
 		for j := range p.writes {
 			if bytes.Equal(p.writes[j].Key, id) {
@@ -48,7 +48,7 @@ func (l *Log) Record(events ...Event) (*Pending, error) {
 				return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
 			}
 		}
-		number, err := l.queue.open()
+		number, err := l.queue.open(e)
 		if err != nil {
 			p.abandon()
 			return nil, err

@@ -67,9 +67,9 @@ func (s *shelf) pruned(ctx context.Context, n int64) (marks, store.Version, erro
 	return m, found.Version, nil
 }
 
-// pruneStep is the number of entries of one commit: an entry has three keys, the marks
-// of the tile are one.
-const pruneStep = (store.MaxBatch - 1) / 3
+// pruneStep is the number of entries of one commit. An entry has three keys, and a
+// commit of many would hold up the calls that share its sync.
+const pruneStep = 42
 
 // Prune takes away the entries that were recorded before a time and whose KeepUntil has
 // passed, and returns how many. Their leaf hashes stay, so that the tree can be

@@ -186,27 +186,32 @@ func longParents() []string {
 	return all
 }
 
-// TestLargestMove: as many of the largest events as one move takes fit into a commit,
-// also where a tile becomes full with it.
+// TestLargestMove: as many events as one move takes fit into a commit, and of the largest
+// ones as many as its bytes allow, also where a tile becomes full with them.
 func TestLargestMove(t *testing.T) {
 	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
 	appendEvents(t, l, 0, tileWidth-2)
 	drain(t, l)
-	before := l.Head().Size
-	for n := range maxMoved {
-		large := largestEvent(fmt.Sprintf("%0*d", MaxName, n))
-		if err := l.Append(t.Context(), []Event{large}); err != nil {
+	const large = maxMovedBytes/(maxLeaf+sealedMore) + 1 // one more than fits
+	first := l.Head().Size
+	for n := range large {
+		event := largestEvent(fmt.Sprintf("%0*d", MaxName, n))
+		if err := l.Append(t.Context(), []Event{event}); err != nil {
 			t.Fatal(err)
 		}
 	}
+	appendEvents(t, l, tileWidth, tileWidth+maxMoved)
 	m := mover{Log: l}
-	if _, err := m.move(t.Context()); err != nil {
-		t.Fatal(err)
+	for _, want := range []int64{large - 1, maxMoved, 1} {
+		before := l.Head().Size
+		if _, err := m.move(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if got := l.Head().Size - before; got != want {
+			t.Errorf("%d moved at once instead of %d", got, want)
+		}
 	}
-	if got := l.Head().Size - before; got != maxMoved {
-		t.Errorf("%d moved at once instead of %d", got, maxMoved)
-	}
-	e, err := l.Entry(t.Context(), before)
+	e, err := l.Entry(t.Context(), first)
 	if err != nil || len(e.Leaf) > maxLeaf || len(e.Leaf) < maxLeaf-fixedOverhead {
 		t.Errorf("the largest leaf has %d bytes: %v", len(e.Leaf), err)
 	}

@@ -20,6 +20,8 @@ const (
 	treeWrites = 1 + 64/tileHeight
 	// maxMoved is the largest number of events of one move.
 	maxMoved = (store.MaxBatch - treeWrites) / movedWrites
+	// maxMovedBytes bounds their entries together, with what is written beside them.
+	maxMovedBytes = store.MaxBatchBytes - treeWrites*(tileWidth*tlog.HashSize+64)
 
 	// sweepEvery is how often the sequencer looks at the whole outbox: for events
 	// whose commit landed unknown to anybody, and those that did not open before.
@@ -29,13 +31,13 @@ const (
 	lastPause  = 5 * time.Second
 )
 
-// What sealing adds, and the keys of an entry.
-const sealedMore = 1 << 10
+// sealedMore is more than what sealing adds to an entry, with its keys and its account.
+const sealedMore = 1 << 9
 
-// The largest entry must fit into a value, and a move of such entries into a commit.
+// The largest entry must fit into a value, and into a move.
 const (
 	_ = uint(store.MaxValue - maxLeaf - sealedMore)
-	_ = uint(store.MaxBatchBytes - maxMoved*(maxLeaf+sealedMore) - treeWrites*(tileWidth*tlog.HashSize+64))
+	_ = uint(maxMovedBytes - maxLeaf - sealedMore)
 )
 
 // run moves events until the log is closed and nothing waits, or ctx ends.

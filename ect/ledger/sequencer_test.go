@@ -454,7 +454,7 @@ func TestAbandonedTickets(t *testing.T) {
 			t.Fatal(err)
 		}
 		for range maxOpen + 10 {
-			if _, err := l.queue.open(); err != nil {
+			if _, err := l.queue.open(new(Event)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -560,9 +560,9 @@ func TestMovedByOthers(t *testing.T) {
 	if got := a.Backlog().Entries; got != 3 {
 		t.Errorf("%d wait as far as a can know, instead of 3", got)
 	}
-	look, _ := a.queue.look()
+	look := a.queue.look()
 	appendEvents(t, a, 3, 4) // the scan that began before need not have seen it
-	a.queue.looked(look, nil, 0, false)
+	a.queue.looked(look, nil, 0)
 	if got := a.Backlog().Entries; got != 1 {
 		t.Errorf("%d wait instead of 1", got)
 	}

@@ -27,7 +27,7 @@ const (
 	// MaxBulk is the largest value of a bulk write, in bytes.
 	MaxBulk = 1 << 20
 	// MaxBatch is the largest number of writes in one commit.
-	MaxBatch = 128
+	MaxBatch = 1024
 	// MaxBatchBytes bounds the keys and ordinary values of one commit together, in
 	// bytes, so that a batch fits into one transaction of every store. Bulk values
 	// do not count.
@@ -211,6 +211,10 @@ func Check(batch []Write) error {
 		return fmt.Errorf("%w: %d writes, at most %d", ErrInvalid, len(batch), MaxBatch)
 	}
 	size := 0
+	var seen map[string]int // where comparing all with all would take long
+	if len(batch) > fewWrites {
+		seen = make(map[string]int, len(batch))
+	}
 	for i := range batch {
 		if err := batch[i].check(); err != nil {
 			return fmt.Errorf("%w: write %d: %s", ErrInvalid, i, err)
@@ -219,16 +223,35 @@ func Check(batch []Write) error {
 		if !batch[i].Delete && !batch[i].Bulk {
 			size += len(batch[i].Value)
 		}
-		for j := range i {
-			if bytes.Equal(batch[i].Key, batch[j].Key) {
-				return fmt.Errorf("%w: writes %d and %d have the same key", ErrInvalid, j, i)
-			}
+		if j := before(batch[:i], batch[i].Key, seen); j >= 0 {
+			return fmt.Errorf("%w: writes %d and %d have the same key", ErrInvalid, j, i)
 		}
 	}
 	if size > MaxBatchBytes {
 		return fmt.Errorf("%w: %d bytes of keys and values, at most %d", ErrInvalid, size, MaxBatchBytes)
 	}
 	return nil
+}
+
+// fewWrites is the size of a batch up to which its keys are compared with each other.
+const fewWrites = 32
+
+// before is the place of the write among the earlier ones that has this key, or -1. seen,
+// if any, has their keys, and gets this one.
+func before(earlier []Write, key []byte, seen map[string]int) int {
+	if seen != nil {
+		if j, ok := seen[string(key)]; ok {
+			return j
+		}
+		seen[string(key)] = len(earlier)
+		return -1
+	}
+	for j := range earlier {
+		if bytes.Equal(key, earlier[j].Key) {
+			return j
+		}
+	}
+	return -1
 }
 
 func (w *Write) check() error {
