@@ -5,6 +5,7 @@ import (
 	"crypto/ecdsa"
 	"crypto/ed25519"
 	"crypto/elliptic"
+	"crypto/rand"
 	"crypto/sha256"
 	"crypto/sha512"
 	"errors"
@@ -107,14 +108,6 @@ func (a Algorithm) digest(dst, text []byte) []byte {
 	return append(dst, sum[:]...)
 }
 
-// hash is the function behind digest.
-func (a Algorithm) hash() crypto.Hash {
-	if a == ES384 {
-		return crypto.SHA384
-	}
-	return crypto.SHA256
-}
-
 // verify checks a raw signature. The standard library is called directly: a library
 // for JWS spends as much again on what surrounds the call (ADR 0020).
 func (a Algorithm) verify(public crypto.PublicKey, text, signature []byte) bool {
@@ -132,16 +125,14 @@ func (a Algorithm) verify(public crypto.PublicKey, text, signature []byte) bool 
 	return false
 }
 
-// sign appends the raw signature of text. That of an elliptic curve is deterministic
-// (RFC 6979): a fifth cheaper than one with fresh randomness, and an event that is signed
-// again after a crash gets the same token.
+// sign appends the raw signature of text.
 func (a Algorithm) sign(dst []byte, private crypto.Signer, text []byte) ([]byte, error) {
 	switch key := private.(type) {
 	case ed25519.PrivateKey:
 		return append(dst, ed25519.Sign(key, text)...), nil
 	case *ecdsa.PrivateKey:
 		var sum [sha512.Size384]byte
-		der, err := key.Sign(nil, a.digest(sum[:0], text), a.hash())
+		der, err := ecdsa.SignASN1(rand.Reader, key, a.digest(sum[:0], text))
 		if err != nil {
 			return nil, err
 		}
