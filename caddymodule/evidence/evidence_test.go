@@ -461,6 +461,29 @@ func copyOf(t *testing.T, from store.Store) store.Store {
 	return to
 }
 
+// cascade 4.2.2: an agent's checkpoint is kept as long as it says itself.
+func TestPromisesOfAgents(t *testing.T) {
+	b := newBench(t)
+	now := time.Now()
+	long := b.token(t, ect.Claims{Action: "checkpoint", Ext: new(ect.ExtBuilder).Bool(ect.MemberReversible, true).Int(ect.MemberTTL, 90*24*3600)})
+	endless := b.token(t, ect.Claims{Action: "checkpoint", Ext: new(ect.ExtBuilder).Bool(ect.MemberReversible, true).Number(ect.MemberTTL, 1e300)})
+	short := b.token(t, ect.Claims{})
+	if err := b.told.Append(t.Context(), now, []*ect.Token{long, endless, short}); err != nil {
+		t.Fatal(err)
+	}
+	for token, want := range map[*ect.Token]time.Duration{long: 90 * 24 * time.Hour, endless: 366 * 24 * time.Hour, short: time.Hour} {
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		entry, err := b.told.Log().Wait(ctx, "", token.ID())
+		cancel()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if kept := entry.KeepUntil.Sub(now); kept < want-time.Minute || kept > want+time.Hour {
+			t.Errorf("%s is kept for %v, want %v", token.Action(), kept, want)
+		}
+	}
+}
+
 // P8: neither a token nor an id can be read in the store.
 func TestP8NothingIsReadable(t *testing.T) {
 	b := newBench(t)
