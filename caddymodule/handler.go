@@ -82,7 +82,7 @@ func (x *exchange) serve(next caddyhttp.Handler) error {
 		}
 		if found.Standing != guard.Free {
 			x.found = true
-			if err := x.keepTokens(); errors.Is(err, guard.ErrTaken) {
+			if err := x.keepTokens(found); errors.Is(err, guard.ErrTaken) {
 				continue
 			} else if err != nil {
 				return err
@@ -94,6 +94,9 @@ func (x *exchange) serve(next caddyhttp.Handler) error {
 			if then == stepFind {
 				continue
 			}
+		}
+		if err := x.story.tokens.inTime(); err != nil {
+			return err // nothing new begins with them
 		}
 		execution, err := x.claim(found) // 4 and 5
 		if errors.Is(err, guard.ErrTaken) {

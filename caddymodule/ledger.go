@@ -104,7 +104,7 @@ func (t *testimony) record(ctx context.Context, e *engine, tokens []*ect.Token) 
 		return err
 	}
 	for _, token := range tokens {
-		telling.Ride(t.evidence.Bound(token, toldOf))
+		telling.Ride(t.evidence.Bound(token, toldOf, time.Time{}))
 	}
 	_, err = e.store.Commit(ctx, telling.Writes()...)
 	err = telling.Done(err)

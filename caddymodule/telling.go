@@ -116,6 +116,9 @@ func shortened(s string, most int) string {
 func (x *exchange) takeTokens() error {
 	s := &x.story
 	s.use = sha256.Sum256(append(x.call.Key[:], x.call.Fingerprint[:]...))
+	if s.tokens.late != nil {
+		return x.lateTokens()
+	}
 	for _, t := range s.tokens.own {
 		standing, err := s.way.evidence.Take(t, s.use, time.Now())
 		switch {
@@ -132,6 +135,25 @@ func (x *exchange) takeTokens() error {
 				return replayedToken()
 			}
 			s.know(&s.bound, t)
+		}
+	}
+	return nil
+}
+
+// lateTokens lets tokens whose time is over pass for the very call that they were used
+// for, and refuses them for any other.
+func (x *exchange) lateTokens() error {
+	s := &x.story
+	if s.tokens.late == nil {
+		return nil
+	}
+	for _, t := range s.tokens.own {
+		standing, err := s.way.evidence.Recorded(x.r.Context(), t, s.use)
+		if err != nil {
+			return x.storeFailed(err)
+		}
+		if standing != evidence.Same {
+			return refusedToken(s.tokens.late)
 		}
 	}
 	return nil
@@ -231,9 +253,9 @@ func (x *exchange) announce(found guard.Finding) (*evidence.Telling, error) {
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
-	s.bind(told)
+	expires := x.kept(now)
+	s.bind(told, expires)
 	if s.call.Workflow != "" {
-		expires := now.Add(x.call.Deadline + max(x.call.KeepKey, x.call.KeepResult))
 		told.Ride(s.way.evidence.Link(s.call.Workflow, x.call.Scope.ID, draft.ID(), expires))
 	}
 	return told, nil
@@ -252,25 +274,31 @@ func (s *story) unrecorded() []*ect.Token {
 	return slices.DeleteFunc(slices.Concat(s.ancestors, s.tokens.all), func(t *ect.Token) bool { return s.recorded[t] })
 }
 
-// bind lets the riders say what the caller's tokens are used for.
-func (s *story) bind(told *evidence.Telling) {
+// bind lets the riders say what the caller's tokens are used for, for as long as the key
+// is kept: a retry must find it, however late it comes.
+func (s *story) bind(told *evidence.Telling, until time.Time) {
 	for _, t := range s.tokens.own {
 		if !s.bound[t] {
-			told.Ride(s.way.evidence.Bound(t, s.use))
+			told.Ride(s.way.evidence.Bound(t, s.use, until))
 		}
 	}
+}
+
+// kept is until when the key of the call is kept, should it end at its deadline.
+func (x *exchange) kept(now time.Time) time.Time {
+	return now.Add(x.call.Deadline + max(x.call.KeepKey, x.call.KeepResult))
 }
 
 // keepTokens records the tokens of a call that is answered from what is recorded: what
 // its caller does next will name them as parents. It reports guard.ErrTaken where
 // somebody else was first, to look again.
-func (x *exchange) keepTokens() error {
+func (x *exchange) keepTokens(found guard.Finding) error {
 	s := &x.story
-	if len(s.tokens.all) == 0 {
+	if len(s.tokens.all) == 0 || s.tokens.late != nil {
 		return nil
 	}
-	if _, err := x.reviewTokens(); err != nil {
-		return err
+	if _, err := x.reviewTokens(); err != nil || found.Standing == guard.Mismatch {
+		return err // a refusal is no step of the workflow
 	}
 	tokens := s.unrecorded()
 	if len(tokens) == 0 {
@@ -284,13 +312,37 @@ func (x *exchange) keepTokens() error {
 	if err != nil {
 		return x.storeFailed(err)
 	}
-	told, err := s.way.evidence.Tell(now.Add(s.call.TTL), tokens)
+	drafts, err := x.retold(now, found, tokens)
 	if err != nil {
 		return x.storeFailed(err)
 	}
-	s.bind(told)
+	told, err := s.way.evidence.Tell(now.Add(s.call.TTL), tokens, drafts...)
+	if err != nil {
+		return x.storeFailed(err)
+	}
+	s.bind(told, x.kept(now))
 	_, err = x.engine.store.Commit(ctx, told.Writes()...)
 	return x.announced(told, err)
+}
+
+// retold says of the tokens of a retry what came of the call that they ask for once more.
+// While it runs that is not known.
+func (x *exchange) retold(now time.Time, found guard.Finding, tokens []*ect.Token) ([]*ect.Draft, error) {
+	r := found.Record
+	if r == nil || r.Checkpoint == "" || !slices.ContainsFunc(tokens, func(t *ect.Token) bool { return slices.Contains(x.story.tokens.own, t) }) {
+		return nil, nil
+	}
+	came := evidence.Outcome{Checkpoint: r.Checkpoint, Cause: r.Cause, Status: r.Status}
+	switch r.State {
+	case guard.StateCompleted:
+		came.Verdict = guard.Completed
+	case guard.StateInDoubt:
+		came.Verdict = guard.InDoubt
+	default:
+		return nil, nil
+	}
+	d, err := x.story.way.witness.Retold(now, &x.story.call, &came)
+	return []*ect.Draft{d}, err
 }
 
 // admit waits while the ledger is far behind, as long as a retry would wait for a

@@ -28,6 +28,9 @@ type presented struct {
 	// leaves are the ids of those that are no other one's parent: what led to the
 	// request.
 	leaves []string
+	// late is the refusal of tokens whose time is over. They are good for what they
+	// were used for before, and for nothing else.
+	late error
 }
 
 // issuer is the caller that the tokens speak of; empty without one.
@@ -82,6 +85,14 @@ func (h *Handler) verifyTokens(way *testimony, r *http.Request) (presented, erro
 	return p, nil
 }
 
+// inTime refuses tokens whose time is over, where they could only be used anew.
+func (p *presented) inTime() error {
+	if p.late != nil {
+		return refusedToken(p.late)
+	}
+	return nil
+}
+
 // tokenResult is how metrics name what came of a verification; empty for a request
 // without tokens.
 func tokenResult(p *presented, err error) string {
@@ -91,6 +102,8 @@ func tokenResult(p *presented, err error) string {
 		return string(refused.Code)
 	case err != nil:
 		return "unavailable"
+	case p.late != nil:
+		return "late"
 	case len(p.all) > 0:
 		return "verified"
 	}
@@ -109,10 +122,13 @@ func (t *testimony) verify(r *http.Request) (presented, error) {
 	all, err := t.verifier.VerifyAll(r.Context(), raws, ect.Presentation{
 		Now: time.Now(), Peer: peer(r), DAG: t.evidence.GraphOf(raws[0]),
 	})
-	if err != nil {
-		return presented{}, err
-	}
 	p := presented{all: all}
+	if err != nil {
+		if p.late, p.all = err, t.late(r, raws, err); len(p.all) == 0 {
+			return presented{}, err
+		}
+	}
+	all = p.all
 	for _, token := range all {
 		if err := checkEvent(token); err != nil {
 			return presented{}, err
@@ -143,6 +159,24 @@ func (t *testimony) verify(r *http.Request) (presented, error) {
 		p.own = append(p.own, token)
 	}
 	return p, nil
+}
+
+// late are tokens whose time is over, as the records that they may be (P1): a retry
+// comes when it comes, and must not be told to try again under another name.
+func (t *testimony) late(r *http.Request, raws []string, refused error) []*ect.Token {
+	var why *ect.Error
+	if !errors.As(refused, &why) || why.Code != ect.CodeExpired && why.Code != ect.CodeTooOld {
+		return nil
+	}
+	all := make([]*ect.Token, 0, len(raws))
+	for _, raw := range raws {
+		token, err := t.verifier.VerifyStored(r.Context(), raw)
+		if err != nil {
+			return nil
+		}
+		all = append(all, token)
+	}
+	return all
 }
 
 // checkEvent holds that a token of an event that the drafts define says what it must
@@ -261,6 +295,9 @@ func (h *Handler) checkUnguardedInput(p *presented, r *http.Request) error {
 // spend uses the tokens up for a request that changes nothing: the same bytes may come
 // with the same request again, and with no other.
 func (t *testimony) spend(p *presented, r *http.Request) error {
+	if err := p.inTime(); err != nil {
+		return err
+	}
 	if len(p.own) == 0 {
 		return nil
 	}

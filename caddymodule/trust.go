@@ -74,9 +74,11 @@ type KeySource struct {
 	// minute. While the URL does not answer they are used for 24 hours.
 	URL string `json:"url,omitempty"`
 
-	// Whose the keys are that do not say so themselves (by `sub`, or a certificate):
-	// an identity, or a SPIFFE trust domain like `spiffe://example.com` for all
-	// identities in it. Keys that belong to nobody are not used.
+	// Whose the keys are: an identity, or a SPIFFE trust domain like
+	// `spiffe://example.com` for all identities in it. A key that says itself whose it
+	// is (by `sub`, or a certificate) is used only where that is within the owner.
+	// Without an owner each key must say so, and may name anybody. Keys that belong to
+	// nobody are not used.
 	Owner string `json:"owner,omitempty"`
 }
 
@@ -142,6 +144,9 @@ func (k *KeySource) open(logger *zap.Logger) (ect.Source, error) {
 	source, err := ect.NewFileSource(ect.FileOptions{Path: path, Owner: owner, Changed: changed})
 	if err != nil {
 		return nil, err
+	}
+	if source.Set().Len() == 0 {
+		return nil, fmt.Errorf("keys in %s: the set is empty; put the public key of an agent into it, as `caddy agent-guard ect keygen --public` does", path)
 	}
 	tellSkipped(logger, place, source.Set())
 	return source, nil

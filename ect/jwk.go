@@ -196,7 +196,7 @@ func ownerOf(entry jwk.Key, owner Owner) (Owner, string) {
 		if err != nil {
 			return Owner{}, `its member "sub" is not an identity`
 		}
-		return o, ""
+		return owner.bound(o)
 	}
 	if chain := entry.X509CertChain(); chain != nil && chain.Len() > 0 {
 		if name := certifiedName(entry, chain); name != "" {
@@ -204,7 +204,7 @@ func ownerOf(entry jwk.Key, owner Owner) (Owner, string) {
 			if err != nil {
 				return Owner{}, "the URI in its certificate is not an identity"
 			}
-			return o, ""
+			return owner.bound(o)
 		}
 	}
 	if owner.IsZero() {

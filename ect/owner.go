@@ -57,6 +57,15 @@ func (o Owner) String() string {
 	return "nobody"
 }
 
+// bound is the owner that a key of a set names, which the owner of the set must cover:
+// who publishes a set cannot speak for others. A set that is nobody's may name anybody.
+func (o Owner) bound(named Owner) (Owner, string) {
+	if !o.IsZero() && o != named && (named.kind != oneIdentity || !o.permits(named.name)) {
+		return Owner{}, fmt.Sprintf("it is said to belong to %s, and the set to %s", named, o)
+	}
+	return named, ""
+}
+
 // permits reports whether the owner may say that it is issuer.
 func (o Owner) permits(issuer string) bool {
 	switch o.kind {

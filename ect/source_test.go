@@ -97,14 +97,36 @@ func TestCertifiedOwner(t *testing.T) {
 		owner string
 	}{
 		"its own":       {a.jwk(t, chain), clinical},
-		"another key's": {b.jwk(t, chain), "spiffe://fallback.org"},
+		"another key's": {b.jwk(t, chain), "spiffe://example.com"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			set := parseSet(t, "spiffe://fallback.org", c.key)
+			set := parseSet(t, "spiffe://example.com", c.key)
 			if set.Len() != 1 || set.All()[0].Owner().String() != c.owner {
 				t.Errorf("keys %v, skipped %v", set.All(), set.Skipped())
 			}
 		})
+	}
+}
+
+// TestOwnersBound: who publishes a set speaks for itself, and for nobody else.
+func TestOwnersBound(t *testing.T) {
+	a := newAgent(t, "k", "ES256")
+	for _, c := range []struct {
+		set, sub string
+		used     bool
+	}{
+		{"spiffe://example.com", clinical, true},
+		{"spiffe://example.com", "spiffe://example.com", true},
+		{clinical, clinical, true},
+		{"spiffe://partner.org", clinical, false},
+		{"spiffe://partner.org", "spiffe://example.com", false},
+		{clinical, "spiffe://example.com", false},
+		{clinical, "spiffe://example.com/agent/other", false},
+	} {
+		set := parseSet(t, c.set, a.jwk(t, map[string]any{"sub": c.sub}))
+		if (set.Len() == 1) != c.used || len(set.Skipped()) == 1 == c.used {
+			t.Errorf("%s in a set of %s: keys %v, skipped %v", c.sub, c.set, set.All(), set.Skipped())
+		}
 	}
 }
 

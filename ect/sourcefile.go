@@ -15,7 +15,8 @@ import (
 type FileOptions struct {
 	// Path is a file with a JSON Web Key Set.
 	Path string
-	// Owner is whose the keys are that do not say so themselves.
+	// Owner is whose the keys are that do not say so themselves; those that do must be
+	// within it. The zero Owner bounds nothing.
 	Owner Owner
 	// Look is how long nobody looks whether the file has changed; one second if zero.
 	Look time.Duration

@@ -17,7 +17,8 @@ import (
 type URLOptions struct {
 	// URL is where a JSON Web Key Set is: https, or http on the loopback interface.
 	URL string
-	// Owner is whose the keys are that do not say so themselves.
+	// Owner is whose the keys are that do not say so themselves; those that do must be
+	// within it. The zero Owner bounds nothing.
 	Owner Owner
 	// Client fetches; one with a timeout of five seconds if nil.
 	Client *http.Client

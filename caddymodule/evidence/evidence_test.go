@@ -262,10 +262,10 @@ func TestBoundTokens(t *testing.T) {
 	ctx := t.Context()
 	token := b.token(t, ect.Claims{Workflow: uuid.NewString()})
 	use, other := evidence.Use{1}, evidence.Use{2}
-	if _, err := b.store.Commit(ctx, b.told.Bound(token, use)); err != nil {
+	if _, err := b.store.Commit(ctx, b.told.Bound(token, use, time.Time{})); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := b.store.Commit(ctx, b.told.Bound(token, other)); !errors.As(err, new(*store.Conflict)) {
+	if _, err := b.store.Commit(ctx, b.told.Bound(token, other, time.Time{})); !errors.As(err, new(*store.Conflict)) {
 		t.Errorf("bound a second time: %v", err)
 	}
 	b.close(t)
@@ -492,7 +492,7 @@ func TestP8NothingIsReadable(t *testing.T) {
 	c := call(workflow, token.ID())
 	c.Target = "POST marker-target"
 	b.tell(t, c, evidence.Outcome{Verdict: guard.Completed, Status: 200}, token)
-	if _, err := b.store.Commit(t.Context(), b.told.Bound(token, evidence.Use{1}), b.told.Link(workflow, "marker-id", uuid.NewString(), time.Now().Add(time.Hour))); err != nil {
+	if _, err := b.store.Commit(t.Context(), b.told.Bound(token, evidence.Use{1}, time.Time{}), b.told.Link(workflow, "marker-id", uuid.NewString(), time.Now().Add(time.Hour))); err != nil {
 		t.Fatal(err)
 	}
 	b.close(t)

@@ -38,12 +38,16 @@ func (e *Evidence) usedKey(t *ect.Token) []byte {
 
 // Bound is the write that records what a token is used for, on the condition that it
 // was not used before. It rides in the claim's commit, so that the same token cannot
-// claim two keys, over restarts and nodes.
-func (e *Evidence) Bound(t *ect.Token, u Use) store.Write {
+// claim two keys, over restarts and nodes. It is kept until then, and at least as long as
+// the token could be presented.
+func (e *Evidence) Bound(t *ect.Token, u Use, until time.Time) store.Write {
+	if end := t.Expires().Add(ect.Skew + clockMargin); end.After(until) {
+		until = end
+	}
 	digest := t.Digest()
 	return store.Write{
 		Key: e.usedKey(t), Value: append(append(make([]byte, 0, 2*sha256.Size), digest[:]...), u[:]...),
-		If: store.Absent(), Expires: t.Expires().Add(ect.Skew + clockMargin),
+		If: store.Absent(), Expires: until,
 	}
 }
 

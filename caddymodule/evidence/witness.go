@@ -24,6 +24,8 @@ const (
 	MemberCaller ect.Member = "agent_guard.caller"
 	// MemberExecution is the short form of the execution key.
 	MemberExecution ect.Member = "agent_guard.execution"
+	// MemberRetry marks what is told to the tokens of a retry.
+	MemberRetry ect.Member = "agent_guard.retry"
 	// MemberBy says who settled a doubt: an operator or a probe.
 	MemberBy ect.Member = "agent_guard.settled_by"
 )
@@ -184,6 +186,29 @@ func (w *Witness) Outcome(now time.Time, c *Call, o *Outcome) ([]*ect.Draft, err
 	}
 	failure, err := w.failure(now, c, o, id)
 	return []*ect.Draft{node, failure}, err
+}
+
+// Retold drafts the node that tells what came of a call to those of its caller's tokens
+// that came with a retry.
+func (w *Witness) Retold(now time.Time, c *Call, o *Outcome) (*ect.Draft, error) {
+	ext := new(ect.ExtBuilder).
+		Text(MemberOutcome, o.Verdict.String()).
+		Text(MemberCaller, hex.EncodeToString(c.Caller[:])).
+		Text(MemberExecution, c.Key.String()).
+		Bool(MemberRetry, true)
+	if o.Cause != "" {
+		ext.Text(MemberCause, string(o.Cause))
+	}
+	if o.Status != 0 {
+		ext.Int(MemberStatus, int64(o.Status))
+	}
+	parents := append(make([]string, 0, len(c.Parents)+1), c.Parents...)
+	if len(parents) < ect.MaxParents {
+		parents = append(parents, o.Checkpoint)
+	}
+	return w.issuer.Draft(now, ect.Claims{
+		Audience: []string{w.Identity()}, Workflow: c.Workflow, Action: actionName(c.Action), Parents: parents, Ext: ext,
+	})
 }
 
 func (w *Witness) failure(now time.Time, c *Call, o *Outcome, node string) (*ect.Draft, error) {

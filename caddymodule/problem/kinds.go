@@ -148,10 +148,10 @@ var (
 		operator: "A credential that was rotated is another caller; an identity from Caddy's authentication, or `caller`, stays the same.",
 	}
 	ECTInvalid = Kind{
-		Slug: "ect-invalid", Status: http.StatusForbidden, SafeNewKey: true,
+		Slug: "ect-invalid", Status: http.StatusForbidden,
 		Title:    "The Execution Context Token is not accepted",
-		meaning:  "The request carries a token that cannot be verified, that was used for another call, or that is missing where one is required. `reason` says which in one word. Nothing was recorded or forwarded. What cannot be parsed at all is answered with 400.",
-		caller:   "Make a new token for this call: its own `jti`, an `aud` that names this gateway, an `iat` of now, parents of the same workflow. A retry may send the same bytes again, with the same call.",
+		meaning:  "The request carries a token that cannot be verified, that was used for another call, or that is missing where one is required. `reason` says which in one word. This request was not forwarded; an earlier one may have been. What cannot be parsed at all is answered with 400.",
+		caller:   "For a call that was never sent, make a new token: its own `jti`, an `aud` that names this gateway, an `iat` of now, parents of the same workflow. A retry sends the same bytes with the same call, also when the token's time is over; or a new token with the same Idempotency-Key, which is the safer way.",
 		operator: "`trust` says whose keys are believed and how strictly; the metric `agent_guard_tokens_total` counts the reasons.",
 	}
 	EntryUnknown = Kind{
