@@ -17,6 +17,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 )
@@ -239,6 +240,12 @@ func (a *App) engine() (*engine, error) {
 			return nil, err
 		}
 		a.way.Store(way)
+	}
+	if a.Identity == nil {
+		if begun, err := evidence.Begun(context.Background(), e.store); err == nil && begun {
+			a.logger.Warn("the store holds a ledger, and no `identity` is configured: nothing more is told to it, and tokens mean nothing",
+				zap.String("store", a.spec.path))
+		}
 	}
 	e.drain.Store(int64(a.Drain))
 	if adjuster, ok := a.spec.opener.(StoreAdjuster); ok {

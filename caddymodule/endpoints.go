@@ -40,7 +40,11 @@ func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 		h.serveExecutions(w, r)
 		return true
 	}
-	return h.serveCommon(w, r)
+	if !h.serveCommon(w, r) {
+		// Everything below is the gateway's: what it does not answer is no call to guard.
+		http.Error(w, "The gateway answers nothing at this path.", http.StatusNotFound)
+	}
+	return true
 }
 
 // serveCommon answers the well-known paths that do not belong to one guarded route.

@@ -138,7 +138,11 @@ func (x *exchange) refuse(w http.ResponseWriter, p *problem.Problem) {
 		level = zap.ErrorLevel
 	}
 	if entry := x.h.logger.Check(level, "guarded call refused"); entry != nil {
-		entry.Write(zap.String("problem", p.Kind().Slug), zap.Stringer("key", x.call.Key), zap.Error(p.Cause))
+		fields := []zap.Field{zap.String("problem", p.Kind().Slug), zap.Error(p.Cause)}
+		if x.identified() {
+			fields = append(fields, zap.Stringer("key", x.call.Key))
+		}
+		entry.Write(fields...)
 	}
 	p.Write(w)
 }

@@ -95,7 +95,16 @@ func (e *engine) adoptKeys(ctx context.Context, spec engineSpec) error {
 func (e *engine) join(spec *engineSpec) {
 	e.keying.Lock()
 	defer e.keying.Unlock()
-	e.configs = append(e.configs, spec)
+	if e.configs = append(e.configs, spec); len(e.ring.KeyIDs()) > 1 {
+		e.reseal() // what could not be sealed anew before, for want of a configuration
+	}
+}
+
+// joined reports whether a configuration holds the engine.
+func (e *engine) joined() bool {
+	e.keying.Lock()
+	defer e.keying.Unlock()
+	return len(e.configs) > 0
 }
 
 // leave takes a configuration back. One that failed to load leaves the file of the

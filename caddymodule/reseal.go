@@ -111,7 +111,11 @@ func (e *engine) keepResealed(ctx context.Context) {
 func (e *engine) resealOnce(ctx context.Context) bool {
 	ids := e.ring.KeyIDs()
 	e.logger.Info("re-sealing started", zap.Uint32("key", ids[len(ids)-1]))
-	if err := e.resealArchive(ctx); err != nil && ctx.Err() == nil {
+	err := e.resealArchive(ctx)
+	if errors.Is(err, errSealedLedger) && !e.joined() {
+		return true // the configuration that opens it comes, and asks again
+	}
+	if err != nil && ctx.Err() == nil {
 		e.logger.Warn("re-sealing the ledger failed", zap.Error(err))
 		e.resealing.last.Store(&resealStatus{Key: ids[len(ids)-1], Left: []keyLeft{}, Started: time.Now(), Err: err.Error()})
 		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)

@@ -133,7 +133,7 @@ func (e *engine) altered(err error, i *Identity) error {
 		return err
 	}
 	return fmt.Errorf("%w: %s holds a ledger that is not as it was written, or an older copy of it; "+
-		"if you have put a backup back, remove %s, the newest head that was seen, and keep it: what it covers beyond the backup is lost; "+
+		"if you have put a backup back, move %s away, the newest head that was seen: what it covers beyond the backup is lost; "+
 		"else keep the store for examination, and start without `identity`, or with another store", err, e.path, i.KeyFile+".head")
 }
 

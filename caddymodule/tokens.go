@@ -227,7 +227,7 @@ func peer(r *http.Request) string {
 func refusedToken(err error) error {
 	var refused *ect.Error
 	if !errors.As(err, &refused) {
-		p := problem.New(problem.StoreUnavailable, "What is needed to verify the token cannot be had.")
+		p := problem.New(problem.ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.")
 		p.Cause = err
 		return p
 	}

@@ -260,9 +260,11 @@ func TestExecutionIDInAPath(t *testing.T) {
 	for _, what := range []string{"none?wait=10000h", "none?wait=999999999", "none?wait=0", "none?wait=1m30s"} {
 		g.call(asking(what, ann)).terminal(t, 404, "execution-unknown")
 	}
-	// Beside the path, not below it.
-	if got := g.call(request{method: "GET", path: strings.TrimSuffix(executionsPath, "/")}); got.status != 201 {
-		t.Errorf("%d", got.status)
+	// Beside the path, not below it: nothing of the upstream's is there.
+	for _, method := range []string{"GET", "POST"} {
+		if got := g.call(request{method: method, path: strings.TrimSuffix(executionsPath, "/"), id: "k"}); got.status != 404 {
+			t.Errorf("%s: %d", method, got.status)
+		}
 	}
 }
 

@@ -200,6 +200,8 @@ func TestErrorsOfAgents(t *testing.T) {
 	}
 	post(report(a, wid, uuid.NewString())).refusedFor(t, 403, "parent-unknown")
 	post(report(a, uuid.NewString(), token.ID())).refusedFor(t, 403, "parent-unknown")
+	// Nobody calls a workflow failed that it has no part in, whatever ids it knows.
+	post(report(b, wid, token.ID())).refusedFor(t, 403, "parent-unknown")
 	// It was told, and is no token for a call.
 	g.call(with(good, request{path: "/pay"})).refusedFor(t, 403, "replayed")
 	// A token of a call is no error to tell.

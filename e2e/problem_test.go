@@ -111,7 +111,7 @@ func provoked(t *testing.T) map[string]reply {
 // Section "Errors" and trap 28: the form of every problem, and that SDKs retry what a
 // retry can cure and nothing else.
 func TestProblems(t *testing.T) {
-	retry := map[string]bool{"in-progress": true, "store-unavailable": true, "shutting-down": true, "quota-exceeded": true}
+	retry := map[string]bool{"in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true}
 	state := map[string]string{
 		"in-doubt": "in_doubt", "result-unavailable": "completed", "result-expired": "completed", "in-progress": "running",
 	}
@@ -119,7 +119,7 @@ func TestProblems(t *testing.T) {
 	// with those of the ledger.
 	elsewhere := map[string]bool{
 		"shutting-down": true, "rolled-back": true,
-		"entry-pruned": true, // package graph
+		"entry-pruned": true, "ect-unavailable": true, // packages graph and tokens
 	}
 	all := provoked(t)
 	for _, k := range problem.Kinds() {

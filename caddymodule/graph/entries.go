@@ -42,7 +42,7 @@ type waitingDocument struct {
 }
 
 func unknownEntry() error {
-	return problem.New(problem.EntryUnknown, "For the identity that asks.")
+	return problem.New(problem.EntryUnknown, "Nothing of it is known for the identity that asks.")
 }
 
 // notThere makes the problem of an entry that cannot be had.

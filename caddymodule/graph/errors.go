@@ -199,6 +199,13 @@ func (q *question) reach(wid, id string) (ledger.Entry, error) {
 // in the token's own workflow. Foreign is as unknown (P3).
 func (q *question) checkParents(tokens []*ect.Token, all []*ect.Unverified) error {
 	for _, t := range tokens {
+		concerned, err := q.concerned(t, tokens)
+		if err != nil {
+			return err
+		}
+		if !concerned {
+			return refused(ect.CodeParentUnknown)
+		}
 		for _, id := range t.Parents() {
 			known, err := q.knows(t.Workflow(), id, all)
 			if err != nil {
@@ -221,6 +228,36 @@ func (q *question) checkParents(tokens []*ect.Token, all []*ect.Unverified) erro
 		}
 	}
 	return nil
+}
+
+// concerned reports whether an error's issuer has to do with what it tells of (ATD,
+// "False Error Injection"): a parent is linked to a node of its own, or was made for it,
+// as the checkpoint is that an upstream gets with a call.
+func (q *question) concerned(t *ect.Token, tokens []*ect.Token) (bool, error) {
+	part, err := q.shareOf(q.r.Context(), t.Workflow(), Reader{Issuer: t.Issuer()})
+	if err != nil {
+		return false, err
+	}
+	for _, id := range t.Parents() {
+		along := slices.ContainsFunc(tokens, func(o *ect.Token) bool { return o.ID() == id && o.Issuer() == t.Issuer() && o != t })
+		if along || part.has(id) {
+			return true, nil
+		}
+		e, err := q.reach(t.Workflow(), id)
+		switch {
+		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
+			continue
+		case err != nil:
+			return false, err
+		}
+		if e.Issuer == t.Issuer() {
+			return true, nil
+		}
+		if u, err := ect.ParseInsecure(string(e.Payload)); err == nil && slices.Contains(u.Audience(), t.Issuer()) {
+			return true, nil
+		}
+	}
+	return false, nil
 }
 
 // knows reports whether a workflow has a token, be it one that came along.

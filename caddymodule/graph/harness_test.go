@@ -196,7 +196,7 @@ func events(tokens ...*ect.Token) []ledger.Event {
 // token is a token that is not recorded.
 func (g *gate) token(issuer string, c ect.Claims) *ect.Token {
 	g.t.Helper()
-	c.Audience = []string{gateway}
+	c.Audience = []string{gateway, bob}
 	token, err := g.issuers[issuer].Issue(time.Now(), c)
 	if err != nil {
 		g.t.Fatal(err)

@@ -100,7 +100,7 @@ func (q *question) workflow() error {
 			return q.writeJSON(http.StatusOK, doc)
 		}
 	}
-	return problem.New(problem.WorkflowUnknown, "For the identity that asks.")
+	return problem.New(problem.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 }
 
 // read reads what the reader may see of a workflow.

@@ -175,6 +175,14 @@ var (
 		caller:   "Ask with the identity that took part in the workflow.",
 		operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
 	}
+	ECTUnavailable = Kind{
+		Slug: "ect-unavailable", Status: http.StatusServiceUnavailable,
+		Title: "The Execution Context Token cannot be verified now",
+		retry: true, retryAfter: 5 * time.Second,
+		meaning:  "What is needed to verify the token cannot be had at the moment: the keys of its issuer, or the ledger. Nothing is known of the token, and nothing was forwarded.",
+		caller:   "Send the same call with the same token again after Retry-After.",
+		operator: "The gateway's log says what is missing: a `jwks_url` that does not answer, the store, or memory for the tokens of requests that change nothing.",
+	}
 	ParameterInvalid = Kind{
 		Slug: "parameter-invalid", Status: http.StatusBadRequest,
 		Title:    "The question is malformed",
@@ -189,7 +197,7 @@ func Kinds() []Kind {
 	return []Kind{
 		ExecutionIDMissing, ExecutionIDInvalid, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
 		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, StoreUnavailable, ShuttingDown, BodyTooLarge,
-		AuthenticationRequired, ExecutionUnknown, ECTInvalid, EntryUnknown, EntryPruned, WorkflowUnknown,
+		AuthenticationRequired, ExecutionUnknown, ECTInvalid, ECTUnavailable, EntryUnknown, EntryPruned, WorkflowUnknown,
 		ParameterInvalid,
 	}
 }
