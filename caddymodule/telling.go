@@ -248,15 +248,21 @@ func (x *exchange) announce(found guard.Finding) (*evidence.Telling, error) {
 		}
 		drafts = append(drafts, settled...)
 	}
+	var link *store.Write
+	expires := x.kept(now)
+	if s.call.Workflow != "" {
+		if link, err = s.way.evidence.Link(ctx, &s.call, x.call.Scope.ID, draft.ID(), expires); err != nil {
+			return nil, x.storeFailed(err)
+		}
+	}
 	keep := now.Add(s.call.TTL)
 	told, err := s.way.evidence.Tell(keep, tokens, drafts...)
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
-	expires := x.kept(now)
 	s.bind(told, expires)
-	if s.call.Workflow != "" {
-		told.Ride(s.way.evidence.Link(s.call.Workflow, x.call.Scope.ID, draft.ID(), expires))
+	if link != nil {
+		told.Ride(*link)
 	}
 	return told, nil
 }
@@ -428,20 +434,37 @@ func (x *exchange) tellOutcome(ctx context.Context, o guard.Outcome, answer http
 		return nil // then nothing is recorded either
 	}
 	came := evidence.Outcome{Checkpoint: x.call.Checkpoint, Verdict: o.Verdict, Cause: o.Cause, Status: o.Status}
-	upstream := x.upstreamErrors(ctx, answer)
-	for _, t := range upstream {
-		came.UpstreamErrors = append(came.UpstreamErrors, t.ID())
-	}
+	came.UpstreamErrors = x.keepUpstreamErrors(ctx, now, answer)
 	drafts, err := s.way.witness.Outcome(now, &s.call, &came)
 	if err == nil {
 		var told *evidence.Telling
-		if told, err = s.way.evidence.Tell(now.Add(s.call.TTL), upstream, drafts...); err == nil {
+		if told, err = s.way.evidence.Tell(now.Add(s.call.TTL), nil, drafts...); err == nil {
 			return told
 		}
 	}
 	x.h.logger.Error("the ledger cannot be told what came of a call", zap.Stringer("key", x.call.Key), zap.Error(err))
 	return nil
 }
+
+// keepUpstreamErrors records what the upstream tells of with its answer, and returns the
+// ids. It has commits of its own: an id that others take at the same time must not keep
+// the outcome from being recorded (P6).
+func (x *exchange) keepUpstreamErrors(ctx context.Context, now time.Time, answer http.Header) (ids []string) {
+	ctx, cancel := context.WithTimeout(ctx, upstreamErrorTime)
+	defer cancel()
+	for _, t := range x.upstreamErrors(ctx, answer) {
+		err := x.story.way.evidence.Append(ctx, now.Add(x.story.call.TTL), []*ect.Token{t})
+		if err == nil {
+			ids = append(ids, t.ID())
+		} else if !errors.Is(err, ledger.ErrDuplicate) {
+			x.h.logger.Warn("an error that an upstream has told of could not be recorded", zap.Stringer("key", x.call.Key), zap.Error(err))
+		}
+	}
+	return ids
+}
+
+// upstreamErrorTime is how long an outcome waits for what its errors need.
+const upstreamErrorTime = 5 * time.Second
 
 // upstreamErrors are the errors that the upstream has told of with its answer (ATD
 // "Error Signaling", upstream_errors). What cannot be verified, or is known already, is

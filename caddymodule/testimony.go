@@ -65,7 +65,11 @@ func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slo
 	}
 	// What the gateway has told itself comes back as a parent.
 	sources := append([]ect.Source{told.Ring().Source(owner)}, t.sources...)
-	if way.verifier, err = t.verifier(i.Name, i.Algorithm, sources...); err != nil {
+	own := []string{i.Algorithm}
+	for _, k := range told.Ring().List() { // a key that was given may be for another
+		own = append(own, k.Algorithm.String())
+	}
+	if way.verifier, err = t.verifier(i.Name, own, sources...); err != nil {
 		return nil, fmt.Errorf("agent_guard: trust: %w", err)
 	}
 	return way, nil
@@ -100,10 +104,7 @@ func (e *engine) tell(ctx context.Context, i *Identity, logger *slog.Logger) (*e
 	if err != nil {
 		return nil, e.altered(err, i)
 	}
-	if err := e.tellDeaths(ctx, told, i); err != nil {
-		_ = told.Close(ctx) // the first error is the one to tell
-		return nil, err
-	}
+	e.tellDeaths(ctx, told, i)
 	e.logger.Info("ledger open", zap.String("log", told.Log().Origin()), zap.String("key", told.HeadKey()),
 		zap.Int64("entries", told.Log().Head().Size))
 	a.open.Store(told)
@@ -192,8 +193,22 @@ func (e *engine) keepPruned(ctx context.Context, told *evidence.Evidence) {
 }
 
 // tellDeaths tells of the executions that an earlier life of the gateway has left in
-// doubt: it died before it could. What was told already is not told again.
-func (e *engine) tellDeaths(ctx context.Context, told *evidence.Evidence, i *Identity) error {
+// doubt: it died before it could. What was told already is not told again. What cannot be
+// told, such as while the disk is full, is told by a later life: it must not keep this one
+// from answering.
+func (e *engine) tellDeaths(ctx context.Context, told *evidence.Evidence, i *Identity) {
+	ctx, cancel := context.WithTimeout(ctx, deathsTime)
+	defer cancel()
+	if err := e.tellEachDeath(ctx, told, i); err != nil {
+		e.logger.Error("the ledger cannot be told of all executions that the last process has left in doubt; the next start goes on",
+			zap.Error(err))
+	}
+}
+
+// deathsTime is how long a start may take to tell of deaths.
+const deathsTime = 30 * time.Second
+
+func (e *engine) tellEachDeath(ctx context.Context, told *evidence.Evidence, i *Identity) error {
 	witness, err := told.Witness(i.Name, i.spelling, time.Duration(i.Life))
 	if err != nil {
 		return err

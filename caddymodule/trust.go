@@ -13,6 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 )
 
 // Trust says whose Execution Context Tokens are believed. With it, a token in the field
@@ -44,7 +45,7 @@ type Trust struct {
 	// The longest time between `iat` and `exp`. Default: any.
 	MaxLife caddy.Duration `json:"max_life,omitempty"`
 
-	// How many parents a token may have. Default: 100.
+	// How many parents a token may have, at most 100. Default: 100.
 	MaxParents int `json:"max_parents,omitempty"`
 
 	// How many ancestors a token may have. Default: 10000.
@@ -98,16 +99,22 @@ func (t *Trust) provision(own string, logger *zap.Logger) error {
 	if len(t.Algorithms) > 0 && !slices.Contains(t.Algorithms, own) {
 		return fmt.Errorf("algorithms: %s is missing, with which the gateway itself signs: its tokens come back as parents", own)
 	}
-	_, err := t.verifier("urn:agent-guard:check", own, t.sources...)
+	if t.MaxParents > ledger.MaxParents {
+		return fmt.Errorf("max_parents: %d; the ledger takes tokens with at most %d", t.MaxParents, ledger.MaxParents)
+	}
+	_, err := t.verifier("urn:agent-guard:check", []string{own}, t.sources...)
 	return err
 }
 
-// algorithms are what is accepted: by default ES256, and what the gateway signs with.
-func (t *Trust) algorithms(own string) []string {
+// algorithms are what is accepted: by default ES256, and what the gateway signs and has
+// signed with.
+func (t *Trust) algorithms(own []string) []string {
 	if len(t.Algorithms) > 0 {
 		return t.Algorithms
 	}
-	return slices.Compact([]string{ect.ES256.String(), own})
+	all := append([]string{ect.ES256.String()}, own...)
+	slices.Sort(all)
+	return slices.Compact(all)
 }
 
 func (k *KeySource) open(logger *zap.Logger) (ect.Source, error) {
@@ -160,8 +167,8 @@ func tellSkipped(logger *zap.Logger, place string, set *ect.Set) {
 }
 
 // verifier makes the verifier of a gateway called identity, whose own keys are for the
-// algorithm own.
-func (t *Trust) verifier(identity, own string, sources ...ect.Source) (*ect.Verifier, error) {
+// algorithms own.
+func (t *Trust) verifier(identity string, own []string, sources ...ect.Source) (*ect.Verifier, error) {
 	policy := ect.Policy{
 		Audience: append([]string{identity}, t.Audience...), Sources: sources,
 		Skew: time.Duration(t.Skew), MaxAge: time.Duration(t.MaxAge), MaxLife: time.Duration(t.MaxLife),

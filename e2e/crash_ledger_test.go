@@ -71,7 +71,8 @@ func (s *procSite) ledger(t *testing.T) procLedger {
 			told.checkpoints[token.ID()] = true
 		}
 		if outcome, ok := token.Ext().Text(evidence.MemberOutcome); ok {
-			nodes[token.ID()] = outcome
+			parents := token.Parents()
+			nodes[parents[len(parents)-1]] = outcome // its checkpoint
 		}
 		return nil
 	})
@@ -79,7 +80,7 @@ func (s *procSite) ledger(t *testing.T) procLedger {
 		t.Fatal(err)
 	}
 	for checkpoint := range told.checkpoints {
-		told.outcomes[checkpoint] = nodes[evidence.NodeID(checkpoint)]
+		told.outcomes[checkpoint] = nodes[checkpoint]
 	}
 	told.entries = exported.Entries
 	return told

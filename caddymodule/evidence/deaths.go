@@ -3,6 +3,7 @@ package evidence
 import (
 	"context"
 	"errors"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -21,13 +22,18 @@ func Begun(ctx context.Context, st store.Store) (bool, error) {
 }
 
 // CallOf is a recorded call as evidence speaks of it. Its workflow and what led to it
-// are those of its checkpoint, as far as that is in the ledger.
+// are those of its checkpoint, as far as that is in the ledger. One that waits for its
+// place is waited for a moment only: where the disk is full, or its event is damaged, it
+// may never get there.
 func (e *Evidence) CallOf(ctx context.Context, key guard.Key, r *guard.Record) Call {
 	c := Call{Key: key, Caller: r.Caller, Action: r.Action, Workflow: WorkflowID(r.Workflow)}
 	for _, workflow := range []string{c.Workflow, NamedWorkflowID(r.Workflow)} {
 		entry, err := e.log.Lookup(ctx, workflow, r.Checkpoint)
 		if errors.Is(err, ledger.ErrWaiting) {
-			entry, err = e.log.Wait(ctx, workflow, r.Checkpoint)
+			c.Workflow = workflow
+			waits, cancel := context.WithTimeout(ctx, placeTime)
+			entry, err = e.log.Wait(waits, workflow, r.Checkpoint)
+			cancel()
 		}
 		if err == nil {
 			c.Workflow, c.Parents = workflow, entry.Parents
@@ -37,10 +43,13 @@ func (e *Evidence) CallOf(ctx context.Context, key guard.Key, r *guard.Record) C
 	return c
 }
 
+// placeTime is how long a checkpoint may take to its place in the tree.
+const placeTime = 2 * time.Second
+
 // TellDeath tells of an execution that is in doubt, unless that was told before.
 func (e *Evidence) TellDeath(ctx context.Context, w *Witness, key guard.Key, r *guard.Record) error {
 	c := e.CallOf(ctx, key, r)
-	_, err := e.log.Lookup(ctx, c.Workflow, NodeID(r.Checkpoint))
+	_, err := e.log.Lookup(ctx, c.Workflow, e.NodeID(r.Checkpoint))
 	if !errors.Is(err, ledger.ErrNotFound) {
 		if err == nil || errors.Is(err, ledger.ErrWaiting) || errors.Is(err, ledger.ErrPruned) {
 			return nil

@@ -83,7 +83,10 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 		headFile: o.HeadFile, log: log, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
 		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), uses: newUses(maxUses),
 	}
-	return e, e.KeepHead()
+	if err := e.KeepHead(); err != nil {
+		return nil, errors.Join(err, log.Close(ctx))
+	}
+	return e, nil
 }
 
 // Log is the ledger.

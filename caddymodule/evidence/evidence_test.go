@@ -356,20 +356,81 @@ func TestParentsAreFound(t *testing.T) {
 	}
 }
 
+// P6: nobody can take the id of a node before it is told: it follows from a secret of
+// the store.
+func TestNodeIDsAreSecret(t *testing.T) {
+	b, other := newBench(t), newBench(t)
+	checkpoint := uuid.NewString()
+	id := b.told.NodeID(checkpoint)
+	if id == other.told.NodeID(checkpoint) {
+		t.Error("two stores give one id")
+	}
+	b.close(t)
+	if b.open(t); b.told.NodeID(checkpoint) != id {
+		t.Error("the next life gives another id")
+	}
+	for _, domain := range []string{"outcome", "settled"} {
+		o := evidence.Outcome{Checkpoint: checkpoint, Verdict: guard.Completed}
+		if domain == "settled" {
+			o.By = "operator"
+		}
+		one, err := b.witness.Outcome(time.Now(), call(""), &o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		two, err := other.witness.Outcome(time.Now(), call(""), &o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if one[0].ID() == two[0].ID() {
+			t.Errorf("%s: two stores give one id", domain)
+		}
+	}
+}
+
+// link records that an execution has a checkpoint.
+func (b *bench) link(t *testing.T, c *evidence.Call, execution, checkpoint string) {
+	t.Helper()
+	w, err := b.told.Link(t.Context(), c, execution, checkpoint, time.Now().Add(time.Hour))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if w == nil {
+		return
+	}
+	if _, err := b.store.Commit(t.Context(), *w); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // A call that names its parent finds that one's checkpoint, in the same workflow only.
 func TestLinks(t *testing.T) {
 	b := newBench(t)
 	ctx := t.Context()
-	checkpoint := uuid.NewString()
-	if _, err := b.store.Commit(ctx, b.told.Link("w", "order-7", checkpoint, time.Now().Add(time.Hour))); err != nil {
-		t.Fatal(err)
-	}
-	for _, c := range []struct{ workflow, execution, want string }{
-		{"w", "order-7", checkpoint}, {"v", "order-7", ""}, {"w", "order-8", ""},
-	} {
-		if got, err := b.told.Parent(ctx, c.workflow, c.execution); err != nil || got != c.want {
-			t.Errorf("%s %s: %q %v", c.workflow, c.execution, got, err)
+	checkpoint, later := uuid.NewString(), uuid.NewString()
+	b.link(t, call("w"), "order-7", checkpoint)
+	parent := func(workflow, execution, want string) {
+		t.Helper()
+		if got, err := b.told.Parent(ctx, workflow, execution); err != nil || got != want {
+			t.Errorf("%s %s: %q %v, want %q", workflow, execution, got, err, want)
 		}
+	}
+	parent("w", "order-7", checkpoint)
+	parent("v", "order-7", "")
+	parent("w", "order-8", "")
+	b.link(t, call("w"), "order-7", later)
+	parent("w", "order-7", later)
+	// An agent that hands its id on does not take the place of who called it.
+	nested := call("w", later)
+	nested.Caller = guard.CallerHash{9}
+	b.link(t, nested, "order-7", uuid.NewString())
+	parent("w", "order-7", later)
+	// P3: two callers, one id: nobody is found by it any more.
+	stranger := call("w")
+	stranger.Caller = guard.CallerHash{8}
+	for _, c := range []*evidence.Call{stranger, stranger, call("w")} {
+		b.link(t, c, "order-7", uuid.NewString())
+		parent("w", "order-7", "")
 	}
 }
 
@@ -394,7 +455,7 @@ func TestDeathsAreToldOnce(t *testing.T) {
 		if err := b.told.TellDeath(t.Context(), b.witness, guard.Key{1}, &record); err != nil {
 			t.Fatal(err)
 		}
-		node := b.entry(t, workflow, evidence.NodeID(checkpoint.ID()))
+		node := b.entry(t, workflow, b.told.NodeID(checkpoint.ID()))
 		if fmt.Sprint(node.Parents()) != fmt.Sprint([]string{token.ID(), checkpoint.ID()}) {
 			t.Errorf("%s", node.Payload())
 		}
@@ -492,7 +553,8 @@ func TestP8NothingIsReadable(t *testing.T) {
 	c := call(workflow, token.ID())
 	c.Target = "POST marker-target"
 	b.tell(t, c, evidence.Outcome{Verdict: guard.Completed, Status: 200}, token)
-	if _, err := b.store.Commit(t.Context(), b.told.Bound(token, evidence.Use{1}, time.Time{}), b.told.Link(workflow, "marker-id", uuid.NewString(), time.Now().Add(time.Hour))); err != nil {
+	b.link(t, call(workflow), "marker-id", uuid.NewString())
+	if _, err := b.store.Commit(t.Context(), b.told.Bound(token, evidence.Use{1}, time.Time{})); err != nil {
 		t.Fatal(err)
 	}
 	b.close(t)

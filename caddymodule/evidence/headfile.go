@@ -44,6 +44,9 @@ func (e *Evidence) KeepHead() error {
 		return fmt.Errorf("evidence: keeping the head of the ledger: %w", err)
 	}
 	_, err = temp.Write(head.Note)
+	if err == nil {
+		err = temp.Sync() // the name must not lead to less after a power failure
+	}
 	err = errors.Join(err, temp.Close())
 	if err == nil {
 		err = os.Rename(temp.Name(), e.headFile)

@@ -56,25 +56,49 @@ func (e *Evidence) Seen(tokens []*ect.Token) {
 }
 
 // Unrecorded are the tokens that were seen, stand in no ledger as far as is remembered,
-// and are among the ancestors of the given ones: parents first, and at most limit.
+// and are among the ancestors of the given ones: the nearest, at most limit, and of these
+// parents first. Each is looked at once, however many ways lead to it.
 func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
-	var found []*ect.Token
+	known := make(map[scope]bool, len(tokens)+limit)
 	for _, t := range tokens {
-		for _, id := range t.Parents() {
-			if _, recorded := e.recent.find(t.Workflow(), id); recorded {
+		known[scope{t.Workflow(), t.ID()}] = true
+	}
+	var near []*ect.Token
+	for todo := slices.Clone(tokens); len(todo) > 0; todo = todo[1:] {
+		for _, id := range todo[0].Parents() {
+			name := scope{todo[0].Workflow(), id}
+			if _, recorded := e.recent.find(name.workflow, name.id); recorded || known[name] {
 				continue
 			}
-			parent, ok := e.seen.find(t.Workflow(), id)
-			if !ok || slices.Contains(found, parent) || slices.Contains(tokens, parent) {
-				continue
-			}
-			found = append(found, e.Unrecorded([]*ect.Token{parent}, limit)...)
-			if len(found) < limit && !slices.Contains(found, parent) {
-				found = append(found, parent)
+			if parent, ok := e.seen.find(name.workflow, name.id); ok && len(near) < limit {
+				known[name] = true
+				near, todo = append(near, parent), append(todo, parent)
 			}
 		}
 	}
-	return found
+	return parentsFirst(near)
+}
+
+// parentsFirst orders tokens so that each stands behind those of its parents that are
+// among them.
+func parentsFirst(tokens []*ect.Token) []*ect.Token {
+	ordered := make([]*ect.Token, 0, len(tokens))
+	var put func(*ect.Token)
+	put = func(t *ect.Token) {
+		if slices.Contains(ordered, t) {
+			return
+		}
+		for _, other := range tokens {
+			if other.Workflow() == t.Workflow() && slices.Contains(t.Parents(), other.ID()) {
+				put(other) // what was verified has no cycles
+			}
+		}
+		ordered = append(ordered, t)
+	}
+	for _, t := range tokens {
+		put(t)
+	}
+	return ordered
 }
 
 // Holds looks up in the ledger how a token stands: Same is recorded, Other says that

@@ -94,7 +94,10 @@ func JointID(ids []string) string { return derived("agent_guard tokens", strings
 // derived makes a UUID (version 8, RFC 9562) of a name.
 func derived(domain, name string) string {
 	sum := sha256.Sum256([]byte(domain + "\x00" + name))
-	id := uuid.UUID(sum[:16])
+	return asUUID([16]byte(sum[:16]))
+}
+
+func asUUID(id uuid.UUID) string {
 	id[6] = id[6]&0x0f | 0x80
 	id[8] = id[8]&0x3f | 0x80
 	return id.String()
@@ -148,15 +151,22 @@ func (o *Outcome) failed() bool {
 }
 
 // NodeID is the id of the node that tells what came of the call with a checkpoint: it
-// can be told once, whoever tells it. How a doubt was settled is told by another one.
-func NodeID(checkpoint string) string { return derived("agent_guard outcome", checkpoint) }
+// can be told once, in whatever life of the gateway. How a doubt was settled is told by
+// another one. Nobody else can make these ids: whoever took one before would keep the
+// outcome from being recorded (P6).
+func (e *Evidence) NodeID(checkpoint string) string { return e.secretID("outcome node", checkpoint) }
+
+func (e *Evidence) secretID(domain, name string) string {
+	hash := e.sealer.Index(domain, name)
+	return asUUID([16]byte(hash[:16]))
+}
 
 // Outcome drafts the action's node, and an error where the call has failed (ATD "Error
 // Signaling"). The node follows from the call's parents and from its checkpoint.
 func (w *Witness) Outcome(now time.Time, c *Call, o *Outcome) ([]*ect.Draft, error) {
-	id := NodeID(o.Checkpoint)
+	id := w.e.NodeID(o.Checkpoint)
 	if o.By != "" {
-		id = derived("agent_guard settled", o.Checkpoint)
+		id = w.e.secretID("settled node", o.Checkpoint)
 	}
 	ext := new(ect.ExtBuilder).
 		Text(MemberOutcome, o.Verdict.String()).
@@ -225,7 +235,7 @@ func (w *Witness) failure(now time.Time, c *Call, o *Outcome, node string) (*ect
 		parents = append(parents, c.Parents...)
 	}
 	return w.issuer.Draft(now, ect.Claims{
-		Audience: []string{w.Identity()}, ID: derived("agent_guard error", node), Workflow: c.Workflow,
+		Audience: []string{w.Identity()}, ID: w.e.secretID("error of node", node), Workflow: c.Workflow,
 		Action: string(ect.EventError), Parents: parents, Ext: ext,
 	})
 }

@@ -104,7 +104,7 @@ func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pr
 	m.next = math.MaxInt64
 	r := l.entries(n<<tileHeight, 0)
 	r.To = l.entryKey((n + 1) << tileHeight)
-	var gone []Entry
+	var gone []prunable
 	for found, err := range l.store.Scan(ctx, r) {
 		if err != nil {
 			return 0, false, err
@@ -120,7 +120,7 @@ func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pr
 		case e.KeepUntil.After(now):
 			m.next = min(m.next, e.KeepUntil.UnixNano())
 		default:
-			gone = append(gone, e)
+			gone = append(gone, prunable{e, found.Version})
 		}
 	}
 	if younger || m.count()+len(gone) == tileWidth {
@@ -143,7 +143,13 @@ func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pr
 	return pruned, younger, nil
 }
 
-func (l *Log) pruneCommit(ctx context.Context, n int64, m marks, version store.Version, step []Entry, last bool) (store.Version, error) {
+// prunable is an entry that may go, as it stands in the store.
+type prunable struct {
+	Entry
+	version store.Version
+}
+
+func (l *Log) pruneCommit(ctx context.Context, n int64, m marks, version store.Version, step []prunable, last bool) (store.Version, error) {
 	condition := store.Absent()
 	if version != 0 {
 		condition = store.VersionIs(version)
@@ -151,18 +157,20 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m marks, version store.V
 	if !last {
 		m.next = 0
 	}
-	batch := make([]store.Write, 1, 1+3*len(step))
+	batch := make([]store.Write, 0, 1+3*len(step))
 	for i := range step {
 		e := &step[i]
 		m.set(e.Index)
 		batch = append(batch,
-			store.Write{Key: l.entryKey(e.Index), Delete: true},
+			// A store that has no room takes a batch that begins with what stands there
+			// already: pruning is what makes room.
+			store.Write{Key: l.entryKey(e.Index), Delete: true, If: store.VersionIs(e.version)},
 			store.Write{Key: l.idKey(e.Workflow, e.ID), Delete: true},
 		)
 		if e.Workflow != "" {
 			batch = append(batch, store.Write{Key: l.workflowKey(e.Workflow, l.id, e.Index), Delete: true})
 		}
 	}
-	batch[0] = store.Write{Key: l.prunedKey(n), If: condition, Value: m.encode()}
+	batch = append(batch, store.Write{Key: l.prunedKey(n), If: condition, Value: m.encode()})
 	return l.store.Commit(ctx, batch...)
 }
