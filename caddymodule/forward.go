@@ -143,7 +143,11 @@ func (r recording) SetTrailer(trailer map[string][]string) {
 // request is the request to forward: the call's own, with the body that was read,
 // naming this execution as the parent of what it may cause.
 func (x *exchange) request(ctx context.Context) *http.Request {
-	r := x.r.WithContext(context.WithValue(ctx, guardedBy{x.h.Name}, true))
+	ctx = context.WithValue(ctx, guardedBy{x.h.Name}, true)
+	if len(x.story.tokens.own) > 0 {
+		ctx = context.WithValue(ctx, tokensHanded{}, true)
+	}
+	r := x.r.WithContext(ctx)
 	target := *x.r.URL // which inner handlers rewrite, and may have to once more
 	r.URL = &target
 	r.Header = x.r.Header.Clone()

@@ -50,6 +50,15 @@ func (h *Handler) caller(g *guard.Guard, r *http.Request, tokens *presented) (st
 	return anonymous, nil
 }
 
+// inEvidence is a caller as the ledger knows it. Names that a site gives by itself mean
+// nothing at another guard or host (P3, ADR 0018).
+func (h *Handler) inEvidence(g *guard.Guard, caller, host string) guard.CallerHash {
+	if strings.HasPrefix(caller, "explicit:") || strings.HasPrefix(caller, "user:") {
+		caller = "at:" + strconv.Quote(h.Name) + strconv.Quote(strings.ToLower(host)) + caller
+	}
+	return g.Caller(caller)
+}
+
 func keyed(g *guard.Guard, secret string) string {
 	hash := g.Caller(secret)
 	return hex.EncodeToString(hash[:])

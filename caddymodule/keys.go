@@ -95,8 +95,9 @@ func (e *engine) adoptKeys(ctx context.Context, spec engineSpec) error {
 func (e *engine) join(spec *engineSpec) {
 	e.keying.Lock()
 	defer e.keying.Unlock()
-	if e.configs = append(e.configs, spec); len(e.ring.KeyIDs()) > 1 {
-		e.reseal() // what could not be sealed anew before, for want of a configuration
+	e.configs = append(e.configs, spec)
+	if e.archive.unsealed.Swap(false) {
+		e.reseal()
 	}
 }
 

@@ -79,7 +79,7 @@ func (h *Handler) reader(e *engine, way *testimony, r *http.Request) (graph.Read
 	if err != nil {
 		return graph.Reader{}, err
 	}
-	return graph.Reader{Issuer: tokens.issuer(), Caller: e.guard.Caller(caller), Anonymous: caller == anonymous}, nil
+	return graph.Reader{Issuer: tokens.issuer(), Caller: h.inEvidence(e.guard, caller, r.Host), Anonymous: caller == anonymous}, nil
 }
 
 // verifyErrors verifies what agents tell of.
@@ -90,11 +90,19 @@ func (t *testimony) verifyErrors(r *http.Request, raws []string) ([]*ect.Token, 
 	return t.verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: peer(r), DAG: t.evidence.GraphOf(raws[0])})
 }
 
+// admitTime is how long errors of agents wait while the ledger is far behind.
+const admitTime = 5 * time.Second
+
 // toldOf is what a token is used for that only tells of something.
 var toldOf = evidence.Use(sha256.Sum256([]byte("agent_guard errors")))
 
 // record takes tokens of agents into the ledger. They can be used for nothing else.
 func (t *testimony) record(ctx context.Context, e *engine, tokens []*ect.Token) error {
+	admitted, cancel := context.WithTimeout(ctx, admitTime)
+	defer cancel()
+	if err := t.evidence.Log().Admit(admitted); err != nil {
+		return err
+	}
 	now, err := e.store.Now(ctx)
 	if err != nil {
 		return err

@@ -113,7 +113,8 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 	e.logger.Info("re-sealing started", zap.Uint32("key", ids[len(ids)-1]))
 	err := e.resealArchive(ctx)
 	if errors.Is(err, errSealedLedger) && !e.joined() {
-		return true // the configuration that opens it comes, and asks again
+		e.archive.unsealed.Store(true) // the configuration that opens it comes, and asks again
+		return true
 	}
 	if err != nil && ctx.Err() == nil {
 		e.logger.Warn("re-sealing the ledger failed", zap.Error(err))

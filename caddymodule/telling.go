@@ -35,7 +35,9 @@ type story struct {
 	// were used for it.
 	taken []*ect.Token
 	kept  bool
-	call  evidence.Call
+	// handed says that a guard around this one uses the tokens, for the same request.
+	handed bool
+	call   evidence.Call
 	// forwarded is the checkpoint as a token, for upstreams with an identity.
 	forwarded *ect.Token
 }
@@ -59,7 +61,7 @@ func (x *exchange) begin() error {
 		return nil
 	}
 	s.call = evidence.Call{
-		Key: x.call.Key, Caller: x.guard.Caller(x.call.Scope.Caller), Action: x.action.Name,
+		Key: x.call.Key, Caller: x.h.inEvidence(x.guard, x.call.Scope.Caller, x.r.Host), Action: x.action.Name,
 		Workflow: evidence.WorkflowID(x.call.Workflow), Parents: s.tokens.leaves,
 		Target: x.target(), RollbackURI: s.way.rollback, TTL: time.Duration(x.action.RetainResult),
 	}
@@ -116,6 +118,10 @@ func shortened(s string, most int) string {
 func (x *exchange) takeTokens() error {
 	s := &x.story
 	s.use = sha256.Sum256(append(x.call.Key[:], x.call.Fingerprint[:]...))
+	if x.r.Context().Value(tokensHanded{}) != nil {
+		s.handed = true // a guard around this one has bound them
+		return nil
+	}
 	if s.tokens.late != nil {
 		return x.lateTokens()
 	}
@@ -175,7 +181,11 @@ func (x *exchange) giveTokensBack() {
 func (x *exchange) reviewTokens() (learned bool, err error) {
 	s := &x.story
 	ctx := x.r.Context()
-	for _, t := range s.tokens.own {
+	own := s.tokens.own
+	if s.handed {
+		own = nil
+	}
+	for _, t := range own {
 		standing, err := s.way.evidence.Recorded(ctx, t, s.use)
 		if err != nil {
 			return false, x.storeFailed(err)
@@ -284,7 +294,7 @@ func (s *story) unrecorded() []*ect.Token {
 // is kept: a retry must find it, however late it comes.
 func (s *story) bind(told *evidence.Telling, until time.Time) {
 	for _, t := range s.tokens.own {
-		if !s.bound[t] {
+		if !s.bound[t] && !s.handed {
 			told.Ride(s.way.evidence.Bound(t, s.use, until))
 		}
 	}
@@ -311,9 +321,6 @@ func (x *exchange) keepTokens(found guard.Finding) error {
 		return nil
 	}
 	ctx := x.r.Context()
-	if err := x.admit(ctx); err != nil {
-		return err
-	}
 	now, err := x.engine.store.Now(ctx)
 	if err != nil {
 		return x.storeFailed(err)
@@ -328,8 +335,17 @@ func (x *exchange) keepTokens(found guard.Finding) error {
 	}
 	s.bind(told, x.kept(now))
 	_, err = x.engine.store.Commit(ctx, told.Writes()...)
+	if conflict := (*store.Conflict)(nil); err != nil && !errors.As(err, &conflict) {
+		_ = told.Done(err)
+		x.h.logger.Warn("the tokens of a retry could not be recorded; it is answered all the same", zap.Stringer("key", x.call.Key), zap.Error(err))
+		return nil
+	}
 	return x.announced(told, err)
 }
+
+// tokensHanded is the context key of requests that a guard has forwarded with the tokens
+// that it has bound: a guard behind it in this process takes them for the same call.
+type tokensHanded struct{}
 
 // retold says of the tokens of a retry what came of the call that they ask for once more.
 // While it runs that is not known.

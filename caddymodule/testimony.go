@@ -171,12 +171,15 @@ func (e *engine) keepPruned(ctx context.Context, told *evidence.Evidence) {
 	tick, heads := time.NewTicker(pruneEvery), time.NewTicker(headEvery)
 	defer tick.Stop()
 	defer heads.Stop()
+	failed := false // to keep the head, and that was told
 	for {
 		select {
 		case <-heads.C:
-			if err := told.KeepHead(); err != nil {
+			err := told.KeepHead()
+			if err != nil && !failed {
 				e.logger.Warn("the head of the ledger cannot be kept beside the store", zap.Error(err))
 			}
+			failed = err != nil
 			continue
 		case <-tick.C:
 		case <-ctx.Done():

@@ -83,8 +83,9 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 		headFile: o.HeadFile, log: log, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
 		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), uses: newUses(maxUses),
 	}
-	if err := e.KeepHead(); err != nil {
-		return nil, errors.Join(err, log.Close(ctx))
+	if err := e.KeepHead(); err != nil && o.Logger != nil {
+		o.Logger.Warn("the head of the ledger cannot be kept beside the identity's key: an older copy of the store would not be told from it",
+			slog.Any("error", err))
 	}
 	return e, nil
 }

@@ -188,7 +188,9 @@ func (e *Evidence) find(ctx context.Context, workflow, id string) (ect.Node, boo
 	}
 	entry, err := e.log.Lookup(ctx, workflow, id)
 	if errors.Is(err, ledger.ErrWaiting) {
-		entry, err = e.log.Wait(ctx, workflow, id)
+		waits, cancel := context.WithTimeout(ctx, placeTime)
+		entry, err = e.log.Wait(waits, workflow, id)
+		cancel()
 	}
 	switch {
 	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
