@@ -30,6 +30,8 @@ type archive struct {
 	retain     atomic.Int64 // nanoseconds, as the latest configuration says
 	stop       context.CancelFunc
 	ended      chan struct{}
+	// unsealed: it could not be sealed anew, because no configuration held the engine.
+	unsealed atomic.Bool
 }
 
 // testimony is how one configuration tells of calls, and whom it believes.
