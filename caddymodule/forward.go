@@ -259,7 +259,7 @@ func (x *exchange) finish(f *forwarding, o guard.Outcome, unrecorded error) erro
 		if f.err == nil {
 			return caddyhttp.Error(http.StatusBadGateway, errNotSent)
 		}
-		return f.err
+		return refusedByCircuit(f.err)
 	}
 	return x.inDoubtAnswer(o.Cause)
 }

@@ -50,6 +50,9 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	if upstream, ok := guard.origin["upstream"]; ok {
 		return nil, errorAt(upstream[0], errors.New("upstream: agent_proxy is its own; leave the block out, or use agent_guard and reverse_proxy"))
 	}
+	if err := guard.parseHandlers(h, "fallback", &guard.FallbackRaw); err != nil {
+		return nil, err
+	}
 	proxy := new(reverseproxy.Handler)
 	d := caddyfile.NewDispenser(parts.proxy)
 	if err := proxy.UnmarshalCaddyfile(d); err != nil {

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 )
 
@@ -94,6 +95,10 @@ func provoked(t *testing.T) map[string]reply {
 	hold.open()
 	running.answer()
 
+	force(t, u.addr, breaker.ForcedOpen)
+	got["circuit-open"] = g.call(request{path: "/y", id: "k"})
+	force(t, u.addr, breaker.ForcedClosed)
+
 	g.call(request{path: "/expires", id: "k"})
 	g.store.pass(2 * 3600e9)
 	got["result-expired"] = g.call(request{path: "/expires", id: "k"})
@@ -106,7 +111,7 @@ func provoked(t *testing.T) map[string]reply {
 // Section "Errors" and trap 28: the form of every problem, and that SDKs retry what a
 // retry can cure and nothing else.
 func TestProblems(t *testing.T) {
-	retry := map[string]bool{"in-progress": true, "store-unavailable": true, "shutting-down": true, "quota-exceeded": true}
+	retry := map[string]bool{"in-progress": true, "store-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true}
 	state := map[string]string{
 		"in-doubt": "in_doubt", "result-unavailable": "completed", "result-expired": "completed", "in-progress": "running",
 	}
@@ -164,7 +169,7 @@ func TestProblems(t *testing.T) {
 			}
 			for name := range members {
 				switch name {
-				case "type", "title", "status", "detail", "execution_id", "state", "safe_new_key", "error":
+				case "type", "title", "status", "detail", "execution_id", "state", "reason", "safe_new_key", "error":
 				default:
 					t.Errorf("unknown member %s", name)
 				}

@@ -58,6 +58,15 @@ func (m *Member) Keep(e breaker.Event, reference string) {
 	}
 }
 
+// SetMode sets what an operator wants of a breaker. It reports false where there is none.
+func (m *Member) SetMode(key breaker.Key, mode breaker.Mode) bool {
+	b := m.pool.registry.Find(key)
+	if b != nil {
+		b.SetMode(mode)
+	}
+	return b != nil
+}
+
 // Snapshot is what of a breaker has to outlive the process. There is nothing where a
 // new breaker would do as well, and where the configuration forces the mode.
 func (m *Member) Snapshot(key breaker.Key) (breaker.Snapshot, bool) {

@@ -96,8 +96,7 @@ func (t *Transport) Provision(ctx caddy.Context) error {
 // Cleanup closes the idle connections of both transports, and lets the breakers go.
 func (t *Transport) Cleanup() error {
 	if t.circuits != nil {
-		_ = t.circuits.Close() // it has nothing to tell
-		t.circuits = nil
+		_ = t.circuits.Close() // it has nothing to tell; calls on their way still settle
 	}
 	if t.guarded != nil {
 		t.guarded.CloseIdleConnections()
