@@ -92,11 +92,21 @@ func (e *engine) keepCircuit(ctx context.Context, key breaker.Key) error {
 	return err
 }
 
-// keepCircuits records the states of all breakers, sealed with the newest key.
+// keepCircuits records the states of all breakers, sealed with the newest key. Where a
+// state changes meanwhile, it is recorded once more: this commit may have come after
+// that of the change.
 func (e *engine) keepCircuits(ctx context.Context) error {
-	for _, s := range e.circuits.Status() {
-		if err := e.keepCircuit(ctx, s.Key); err != nil {
-			return err
+	before := map[breaker.Key]uint64{}
+	for settled := false; !settled; {
+		settled = true
+		for _, s := range e.circuits.Status() {
+			if before[s.Key] == s.Generation {
+				continue
+			}
+			before[s.Key], settled = s.Generation, false
+			if err := e.keepCircuit(ctx, s.Key); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
