@@ -29,27 +29,40 @@ func joinProxies(app *caddyhttp.App) {
 }
 
 func joinIn(routes caddyhttp.RouteList) {
+	var guards []*Handler // from which all calls come to what is looked at
 	for _, route := range routes {
-		var guard *Handler
+		own := 0 // guards of this route, at the end of guards
 		for _, handler := range route.Handlers {
 			switch h := handler.(type) {
 			case *Handler:
-				guard = h
+				guards, own = append(guards, h), own+1
+				continue
+			case *reverseproxy.Handler:
+				t, ours := h.Transport.(*transport.Transport)
+				for i, guard := range guards {
+					// Calls come here from another route only if this one takes all.
+					if ours && (i >= len(guards)-own || takesAll(&route)) {
+						guard.proxy.Store(t)
+					}
+				}
 			case *caddyhttp.Subroute:
 				joinIn(h.Routes)
-				guard = nil
-			case *reverseproxy.Handler:
-				if t, ours := h.Transport.(*transport.Transport); ours && guard != nil {
-					guard.proxy.Store(t)
-				}
-				guard = nil
 			default:
-				if !passesOn(h) {
-					guard = nil
+				if passesOn(h) {
+					continue
 				}
 			}
+			guards, own = nil, 0
+		}
+		if route.Terminal {
+			guards = nil
 		}
 	}
+}
+
+// takesAll reports whether every request that comes to a route takes it.
+func takesAll(route *caddyhttp.Route) bool {
+	return len(route.MatcherSets) == 0 && route.Group == ""
 }
 
 // passesOn reports whether a handler leaves the answer to those behind it.

@@ -10,6 +10,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -143,7 +144,8 @@ func (r recording) SetTrailer(trailer map[string][]string) {
 // request is the request to forward: the call's own, with the body that was read,
 // naming this execution as the parent of what it may cause.
 func (x *exchange) request(ctx context.Context) *http.Request {
-	r := x.r.WithContext(context.WithValue(ctx, guardedBy{x.h.Name}, true))
+	ctx = circuits.WithEvidence(context.WithValue(ctx, guardedBy{x.h.Name}, true), x.call.Checkpoint)
+	r := x.r.WithContext(ctx)
 	target := *x.r.URL // which inner handlers rewrite, and may have to once more
 	r.URL = &target
 	r.Header = x.r.Header.Clone()

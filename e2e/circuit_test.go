@@ -71,13 +71,7 @@ func TestCircuitRefusesBeforeTheClaim(t *testing.T) {
 	for range 2 {
 		g.call(request{method: "GET", path: "/down"})
 	}
-	writes := 0
-	g.store.onCommit(func([]store.Write) error { writes++; return nil })
 	g.call(request{path: "/b", id: "two"}).refused(t, u.addr)
-	g.store.onCommit(nil)
-	if writes != 0 {
-		t.Errorf("%d commits for a call that was refused", writes)
-	}
 	g.call(request{method: "GET", path: "/b"}).refused(t, u.addr)
 	g.call(request{path: "/a", id: "one"}).want(t, 201, "arrival 1", "replayed")
 	u.arrived("/b", 0)
@@ -85,6 +79,38 @@ func TestCircuitRefusesBeforeTheClaim(t *testing.T) {
 	force(t, u.addr, breaker.ForcedClosed)
 	g.call(request{path: "/b", id: "two"}).want(t, 201, "arrival 1", "executed")
 	g.call(request{path: "/b", id: "two"}).want(t, 201, "arrival 1", "replayed")
+}
+
+// Which upstreams a guard has behind it is seen in its route, past handlers that only
+// pass on. Where something else may answer, a refused call is claimed and released.
+func TestCircuitBehindOtherHandlers(t *testing.T) {
+	for name, test := range map[string]struct {
+		site    string
+		claimed bool
+	}{
+		"next to it":                    {"agent_guard\nPROXY", false},
+		"in a route":                    {"route {\nagent_guard\nheader X-A b\nrewrite * /b\nPROXY\n}", false},
+		"behind a handler that answers": {"route {\nagent_guard\nrespond /c c\nPROXY\n}", true},
+		"in a route inside":             {"route {\nagent_guard\nhandle {\nPROXY\n}\n}", true},
+		"behind a matcher":              {"route {\nagent_guard\n@b path /b\nreverse_proxy @b UP\n}", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			u := newUpstream(t)
+			up := fmt.Sprintf("%s {\ntransport agent_guard {\n%s\n}\n}", u.addr, tripping)
+			g := start(t, "%s", strings.NewReplacer("PROXY", "reverse_proxy "+up, "UP", up).Replace(test.site))
+			g.call(request{method: "GET", path: "/b"})
+			force(t, u.addr, breaker.ForcedOpen)
+			var writes atomic.Int64
+			g.store.onCommit(func([]store.Write) error { writes.Add(1); return nil })
+			g.call(request{path: "/b", id: "k"}).refused(t, u.addr)
+			g.store.onCommit(nil)
+			if claimed := writes.Load() > 0; claimed != test.claimed {
+				t.Errorf("%d commits for a call that was refused", writes.Load())
+			}
+			force(t, u.addr, breaker.ForcedClosed)
+			g.call(request{path: "/b", id: "k"}).want(t, 201, "arrival 2", "executed")
+		})
+	}
 }
 
 // The Retry-After of the refusal is what is left of the cooldown.

@@ -15,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
 )
 
@@ -65,23 +66,23 @@ func (c *call) request(req *http.Request) *http.Request {
 // runtime.Goexit.
 func (c *call) leave() {
 	if c.ReadCloser == nil {
-		c.permit.Done(breaker.Outcome{})
+		c.settle(breaker.Outcome{})
 	}
 }
 
 // answered judges what RoundTrip has returned.
 func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 	if err != nil {
-		c.permit.Done(c.unanswered(err))
+		c.settle(c.unanswered(err))
 		return res, err
 	}
 	if outcome, bad := c.header(res); bad {
-		c.permit.Done(outcome)
+		c.settle(outcome)
 		return res, nil
 	}
 	if res.Body == http.NoBody {
 		c.permit.Answered(time.Since(c.began))
-		c.permit.Done(breaker.Outcome{Class: breaker.Success})
+		c.settle(breaker.Outcome{Class: breaker.Success})
 		return res, nil
 	}
 	c.res, c.ReadCloser = res, res.Body
@@ -138,14 +139,13 @@ func causeOf(err error) string {
 // header judges an answer by its status and header. bad says that this settles it.
 func (c *call) header(res *http.Response) (outcome breaker.Outcome, bad bool) {
 	retryAfter := retryAfter(res.Header)
+	limited, failed := res.StatusCode == http.StatusTooManyRequests, c.t.circuits.Failed(res.StatusCode)
 	switch {
-	case res.StatusCode == http.StatusTooManyRequests:
+	case (limited || failed) && res.Header.Get("Execution-Status") == "refused":
+		return breaker.Outcome{}, true // a gateway like this one did not call what is behind it
+	case limited:
 		return breaker.Outcome{Class: breaker.RateLimited, RetryAfter: retryAfter, Cause: "status 429"}, true
-	case c.t.circuits.Failed(res.StatusCode):
-		if res.Header.Get("Execution-Status") == "refused" {
-			// A gateway like this one did not call what is behind it (section 9).
-			return breaker.Outcome{}, true
-		}
+	case failed:
 		return breaker.Outcome{
 			Class: breaker.Failure, RetryAfter: retryAfter, Cause: fmt.Sprintf("status %d", res.StatusCode),
 		}, true
@@ -179,7 +179,7 @@ func (c *call) Read(p []byte) (int, error) {
 		fault, good := c.look.see(p[:n])
 		switch {
 		case fault != "":
-			c.permit.Done(breaker.Outcome{Class: breaker.InBand, Cause: fault})
+			c.settle(breaker.Outcome{Class: breaker.InBand, Cause: fault})
 		case good && !c.judged.Load():
 			c.good()
 		}
@@ -188,6 +188,14 @@ func (c *call) Read(p []byte) (int, error) {
 		c.ended(err)
 	}
 	return n, err
+}
+
+// settle tells the breaker what came of the call, with the caller's reference to it.
+func (c *call) settle(o breaker.Outcome) {
+	if o.Class != breaker.Success && o.Class != breaker.Neutral {
+		o.Evidence = circuits.EvidenceOf(c.ctx)
+	}
+	c.permit.Done(o)
 }
 
 // good says that the answer has begun well.
@@ -218,16 +226,16 @@ func (c *call) ended(err error) {
 	default:
 		o = breaker.Outcome{Class: breaker.InBand, Cause: "answer cut off"}
 	}
-	c.permit.Done(o)
+	c.settle(o)
 }
 
 // Close settles the permit of an answer that is not read to its end. That is not the
 // upstream's fault: it has answered, unless its body was still to be looked into.
 func (c *call) Close() error {
 	if c.ctx.Err() == nil && c.judged.Load() {
-		c.permit.Done(breaker.Outcome{Class: breaker.Success})
+		c.settle(breaker.Outcome{Class: breaker.Success})
 	} else {
-		c.permit.Done(breaker.Outcome{})
+		c.settle(breaker.Outcome{})
 	}
 	return c.ReadCloser.Close()
 }

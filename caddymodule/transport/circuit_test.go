@@ -66,6 +66,7 @@ func TestOutcomes(t *testing.T) {
 			do: says("HTTP/1.1 500 Oops\r\nContent-Length: 0\r\n\r\n"), want: "1 0 0"},
 		{name: "429", do: says("HTTP/1.1 429 Slow Down\r\nContent-Length: 0\r\n\r\n"), want: "0 0 1"},
 		{name: "the refusal of a gateway behind", do: says("HTTP/1.1 503 No\r\nExecution-Status: refused\r\nContent-Length: 0\r\n\r\n"), want: "0 0 0"},
+		{name: "the limit of a gateway behind", do: says("HTTP/1.1 429 No\r\nExecution-Status: refused\r\nContent-Length: 0\r\n\r\n"), want: "0 0 0"},
 		{name: "reset", do: func(c *serverConn, _ int) bool { c.read(); return c.reset() }, want: "1 1 0", cause: "connection reset"},
 		{name: "hung up", do: says(""), want: "1 1 0", cause: "connection closed without an answer"},
 		{name: "no header in time", settings: `"response_header_timeout": "10ms"`, do: func(c *serverConn, _ int) bool {
@@ -204,6 +205,16 @@ func TestDeadlinePasses(t *testing.T) {
 	defer cancel()
 	forward(p, request("POST", "").WithContext(ctx))
 	if s := statusOf(t, up.addr); s.Failures != 1 || s.Cause != "deadline passed" {
+		t.Errorf("%+v", s)
+	}
+}
+
+// A failure is known by what its caller says of it.
+func TestEvidence(t *testing.T) {
+	up := newUpstream(t, says("HTTP/1.1 502 No\r\nContent-Length: 0\r\n\r\n"))
+	p := newProxy(t, `{"transport": {"protocol": "agent_guard"}, "upstreams": [{"dial": "%s"}]}`, up.addr)
+	forward(p, request("POST", "").WithContext(circuits.WithEvidence(t.Context(), "token")))
+	if s := statusOf(t, up.addr); s.Evidence != "token" {
 		t.Errorf("%+v", s)
 	}
 }

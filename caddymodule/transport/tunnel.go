@@ -39,7 +39,7 @@ func (t *tunnel) Read(p []byte) (int, error) {
 		t.fromServer.see(p[:n])
 	}
 	if err != nil {
-		t.permit.Done(t.outcome())
+		t.settle(t.outcome())
 	}
 	return n, err
 }
