@@ -104,7 +104,7 @@ func refusedByCircuit(err error) error {
 // circuitOpen is the problem of a call that a breaker has refused.
 func circuitOpen(open *breaker.OpenError) *problem.Problem {
 	detail := fmt.Sprintf("The circuit breaker of %v is %s", open.Key, map[breaker.State]string{
-		breaker.Open: "open", breaker.HalfOpen: "half-open, and another call is its probe",
+		breaker.Open: "open", breaker.HalfOpen: "half-open, and lets one call through at a time",
 	}[open.State])
 	switch {
 	case open.Mode == breaker.ForcedOpen:
