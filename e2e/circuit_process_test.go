@@ -30,10 +30,10 @@ func procTripped(t *testing.T, site *procSite, upstream *procUpstream) *procGate
 // wantProcRefused makes a call that the breaker refuses, and a replay that it does not.
 func wantProcRefused(t *testing.T, gateway *procGateway, upstream *procUpstream) {
 	t.Helper()
-	if a := gateway.post(t, procCall{id: "refused"}); a.problem() != "circuit-open" || a.status != http.StatusServiceUnavailable {
+	if a := gateway.insist(t, procCall{id: "refused"}); a.problem() != "circuit-open" || a.status != http.StatusServiceUnavailable {
 		t.Errorf("while the breaker is open: %v", a)
 	}
-	if a := gateway.post(t, procCall{id: "before"}); !a.replayed() {
+	if a := gateway.insist(t, procCall{id: "before"}); !a.replayed() {
 		t.Errorf("a recorded call while the breaker is open: %v", a)
 	}
 	if upstream.arrivals("refused") != 0 {
@@ -72,7 +72,7 @@ func TestCircuitSurvives(t *testing.T) {
 
 	site.guard = "breaker {\n mode forced_closed\n}"
 	gateway.reload(t)
-	if a := gateway.post(t, procCall{id: "refused"}); !a.executed() || upstream.arrivals("refused") != 1 {
+	if a := gateway.insist(t, procCall{id: "refused"}); !a.executed() || upstream.arrivals("refused") != 1 {
 		t.Errorf("forced closed: %v, %d arrivals", a, upstream.arrivals("refused"))
 	}
 	gateway.end(t)
@@ -86,7 +86,7 @@ func TestCircuitOfAnUpstreamThatIsGone(t *testing.T) {
 	gateway := procTripped(t, site, upstream)
 	site.upstream = other.addr
 	gateway.reload(t)
-	if a := gateway.post(t, procCall{id: "refused"}); !a.executed() {
+	if a := gateway.insist(t, procCall{id: "refused"}); !a.executed() {
 		t.Errorf("at the other upstream: %v", a)
 	}
 	gateway.kill()
@@ -97,7 +97,7 @@ func TestCircuitOfAnUpstreamThatIsGone(t *testing.T) {
 	site.upstream = upstream.addr
 	gateway.kill()
 	gateway = site.start(t)
-	if a := gateway.post(t, procCall{id: "back"}); !a.executed() {
+	if a := gateway.insist(t, procCall{id: "back"}); !a.executed() {
 		t.Errorf("at the first upstream again: %v", a)
 	}
 }
