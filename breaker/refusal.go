@@ -47,6 +47,11 @@ func (e *OpenError) RetryAfter() time.Duration {
 	return max(time.Until(e.Until), 0)
 }
 
+// Refusal is what any call would be refused with at this moment, or nil: what Acquire
+// would do is then not known. It takes no lock, counts nothing, and promises nothing
+// for the next moment.
+func (b *Breaker) Refusal() *OpenError { return b.refusal.Load() }
+
 // refuse describes the present state. Called with the mutex held.
 func (b *Breaker) refuse(until time.Time) *OpenError {
 	o := &b.outage

@@ -109,7 +109,7 @@ func (r *Registry) Status() []Status {
 func (r *Registry) Snapshot() []Snapshot {
 	var all []Snapshot
 	for _, b := range *r.breakers.Load() {
-		if s := b.Snapshot(); !s.blank() {
+		if s := b.Snapshot(); !s.Blank() {
 			all = append(all, s)
 		}
 	}

@@ -102,8 +102,8 @@ func (b *Breaker) Snapshot() Snapshot {
 	}
 }
 
-// blank reports whether a new breaker would do as well.
-func (s Snapshot) blank() bool { return s.State == Closed && s.Mode == Auto && s.Cooldown == 0 }
+// Blank reports whether a new breaker would do as well.
+func (s Snapshot) Blank() bool { return s.State == Closed && s.Mode == Auto && s.Cooldown == 0 }
 
 // Restore returns a breaker that goes on where the snapshot was taken. OPEN ends when
 // it would have ended, judged by the wall clock, but never later than if no time had

@@ -186,6 +186,7 @@ func (a *App) Start() error {
 		if err := checkResends(app.(*caddyhttp.App)); err != nil {
 			return fmt.Errorf("agent_guard: %w", err)
 		}
+		joinProxies(app.(*caddyhttp.App))
 		for _, server := range unguardedErrorRoutes(app.(*caddyhttp.App)) {
 			a.logger.Warn("reverse_proxy in handle_errors is not guarded: a call that was released there runs again with each retry; "+
 				"use agent_proxy in its place", zap.String("server", server))

@@ -115,7 +115,10 @@ func parseGuard(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 	if err := guard.UnmarshalCaddyfile(h.Dispenser); err != nil {
 		return nil, err
 	}
-	if err := guard.parseUpstream(h); err != nil {
+	if err := guard.parseHandlers(h, "upstream", &guard.UpstreamRaw); err != nil {
+		return nil, err
+	}
+	if err := guard.parseHandlers(h, "fallback", &guard.FallbackRaw); err != nil {
 		return nil, err
 	}
 	if at, own := guard.ownRequests(); own && guard.UpstreamRaw == nil {
@@ -125,10 +128,10 @@ func parseGuard(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 	return guard, nil
 }
 
-// parseUpstream reads the handlers for the guard's own requests, which takes the
-// helper that UnmarshalCaddyfile does not have.
-func (h *Handler) parseUpstream(helper httpcaddyfile.Helper) error {
-	segment, ok := h.origin["upstream"]
+// parseHandlers reads the handlers in the block of an option, which takes the helper
+// that UnmarshalCaddyfile does not have.
+func (h *Handler) parseHandlers(helper httpcaddyfile.Helper, option string, into *[]json.RawMessage) error {
+	segment, ok := h.origin[option]
 	if !ok {
 		return nil
 	}
@@ -137,9 +140,12 @@ func (h *Handler) parseUpstream(helper httpcaddyfile.Helper) error {
 		return err
 	}
 	if subroute, ok := handler.(*caddyhttp.Subroute); ok && len(subroute.Routes) == 0 {
-		return errorAt(segment[0], errors.New("upstream: no handler is given; write those that lead to the upstream, like reverse_proxy"))
+		return errorAt(segment[0], fmt.Errorf("%s: no handler is given; write %s", option, map[string]string{
+			"upstream": "those that lead to the upstream, like reverse_proxy",
+			"fallback": "those that answer, like respond",
+		}[option]))
 	}
-	h.UpstreamRaw = []json.RawMessage{caddyconfig.JSONModuleObject(handler, "handler", "subroute", nil)}
+	*into = []json.RawMessage{caddyconfig.JSONModuleObject(handler, "handler", "subroute", nil)}
 	return nil
 }
 

@@ -31,6 +31,9 @@ import (
 //		upstream {
 //			<handler directives...>
 //		}
+//		fallback {
+//			<handler directives...>
+//		}
 //		<policy>
 //		action <name> {
 //			match <matchers>
@@ -170,16 +173,20 @@ func guardOptions() options[*Handler] {
 		"endpoints": {usage: "endpoints off", parse: func(d dispenser, h *Handler) error {
 			return parseChoice(d, &h.Endpoints, endpointsOff)
 		}},
-		"upstream": {usage: "upstream { <handler directives...> }", parse: func(d dispenser, _ *Handler) error {
-			if d.NextArg() {
-				return errSyntax
-			}
-			for d.Next() { // see parseUpstream
-			}
-			return nil
-		}},
-		"action": {several: true, named: true, usage: "action <name> { ... }", parse: parseAction},
+		"upstream": {usage: "upstream { <handler directives...> }", parse: skipHandlers},
+		"fallback": {usage: "fallback { <handler directives...> }", parse: skipHandlers},
+		"action":   {several: true, named: true, usage: "action <name> { ... }", parse: parseAction},
 	}.merge(within(func(h *Handler) *Policy { return &h.Policy }, policyOptions()))
+}
+
+// skipHandlers leaves a block of handlers to parseHandlers.
+func skipHandlers(d *caddyfile.Dispenser, _ *Handler) error {
+	if d.NextArg() {
+		return errSyntax
+	}
+	for d.Next() {
+	}
+	return nil
 }
 
 func parseExecutionID(d *caddyfile.Dispenser, h *Handler) error {

@@ -10,6 +10,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
@@ -45,6 +46,7 @@ type engine struct {
 	configs   []*engineSpec // that hold the engine, the latest last
 	resealing resealing
 	archive   archive
+	circuits  *circuits.Member
 
 	opener   StoreOpener  // by which the store was opened
 	counts   *metrics.Set // held until the engine is closed
@@ -137,6 +139,7 @@ func (e *engine) release() error {
 // Destruct closes the store. It is called by the pool, once nobody uses it.
 func (e *engine) Destruct() error {
 	e.cut()
+	e.circuits.Leave()
 	e.resealing.end()
 	e.endWaits()
 	e.stopWatch()
@@ -187,6 +190,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.startWatch(recovered)
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
+	e.startCircuits(ctx)
 	e.startResealing(ctx)
 	e.waits, e.endWaits = context.WithCancel(context.Background())
 	return e, nil

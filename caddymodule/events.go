@@ -8,8 +8,8 @@ import (
 	"go.uber.org/zap"
 )
 
-// The events that the app emits. Their data name guards, actions, states and hashes,
-// never an id, a path or a caller (P8). docs/observability.md lists them.
+// The events that the app emits. Their data name guards, actions, states, hashes and
+// upstreams, never an id, a path or a caller (P8). docs/observability.md lists them.
 const (
 	eventInDoubt        = "agent_guard.execution_in_doubt"
 	eventResolved       = "agent_guard.execution_resolved"
@@ -22,6 +22,8 @@ const (
 	eventKeysRotated    = "agent_guard.keys_rotated"
 
 	eventIdentityRotated = "agent_guard.identity_rotated"
+	eventCircuit         = "agent_guard.circuit_changed"
+	eventCircuitGivesUp  = "agent_guard.circuit_permanently_open"
 )
 
 // maxEvents is how many events wait for handlers at most.

@@ -229,6 +229,10 @@ func (x *exchange) find() (guard.Finding, error) {
 
 // claim makes this call the owner of its key. guard.ErrTaken says to look again.
 func (x *exchange) claim(found guard.Finding) (*guard.Execution, error) {
+	if err := x.circuitsOpen(); err != nil {
+		x.probed()
+		return nil, err
+	}
 	told, err := x.announce(found)
 	if err != nil {
 		x.probed()

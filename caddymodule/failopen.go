@@ -53,20 +53,26 @@ func (x *exchange) forwardUnguarded(w http.ResponseWriter, next caddyhttp.Handle
 			zap.String("guard", x.h.Name), zap.Uint64("calls", calls), zap.Error(rootOf(cause)))
 		x.emit(eventFailOpen, map[string]any{"calls": calls})
 	}
-	r := x.r
-	if x.read {
-		r = r.WithContext(r.Context())
-		r.Header = r.Header.Clone()
-		r.Header.Del("Expect") // the body is here
-		r.TransferEncoding = nil
-		r.ContentLength = x.body.Size()
-		r.Body = http.NoBody
-		if r.ContentLength > 0 {
-			r.Body = x.body.NewReader()
-		}
-		defer r.Body.Close()
-	}
+	r := x.unguardedRequest()
+	defer r.Body.Close()
 	return next.ServeHTTP(answer.Mark(w, headerExecutionStatus, statusUnguarded), r)
+}
+
+// unguardedRequest is the client's request, with the body that may have been read.
+func (x *exchange) unguardedRequest() *http.Request {
+	if !x.read {
+		return x.r
+	}
+	r := x.r.WithContext(x.r.Context())
+	r.Header = r.Header.Clone()
+	r.Header.Del("Expect") // the body is here
+	r.TransferEncoding = nil
+	r.ContentLength = x.body.Size()
+	r.Body = http.NoBody
+	if r.ContentLength > 0 {
+		r.Body = x.body.NewReader()
+	}
+	return r
 }
 
 // rootOf is the cause behind a problem, which speaks of a refusal.

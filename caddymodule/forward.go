@@ -10,6 +10,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -143,7 +144,7 @@ func (r recording) SetTrailer(trailer map[string][]string) {
 // request is the request to forward: the call's own, with the body that was read,
 // naming this execution as the parent of what it may cause.
 func (x *exchange) request(ctx context.Context) *http.Request {
-	ctx = context.WithValue(ctx, guardedBy{x.h.Name}, true)
+	ctx = circuits.WithEvidence(context.WithValue(ctx, guardedBy{x.h.Name}, true), x.call.Checkpoint)
 	if len(x.story.tokens.own) > 0 {
 		ctx = context.WithValue(ctx, tokensHanded{}, true)
 	}
@@ -263,7 +264,7 @@ func (x *exchange) finish(f *forwarding, o guard.Outcome, unrecorded error) erro
 		if f.err == nil {
 			return caddyhttp.Error(http.StatusBadGateway, errNotSent)
 		}
-		return f.err
+		return refusedByCircuit(f.err)
 	}
 	return x.inDoubtAnswer(o.Cause)
 }

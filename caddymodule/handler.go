@@ -30,10 +30,13 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	defer x.close()
 	err = x.serve(next)
 	if err != nil && x.failsOpen(err) {
-		err = x.forwardUnguarded(w, next, err)
+		err = refusedByCircuit(x.forwardUnguarded(w, next, err))
 	}
 	var p *problem.Problem
 	if errors.As(err, &p) {
+		if answered, err := x.degrade(w, p); answered {
+			return err
+		}
 		x.refuse(w, p)
 		return nil
 	}
@@ -47,7 +50,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
 	err := h.verifySafe(r)
 	if err == nil {
-		return next.ServeHTTP(w, r)
+		err = h.passOn(w, r, next)
 	}
 	var p *problem.Problem
 	if !errors.As(err, &p) {

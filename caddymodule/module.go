@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -13,6 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/transport"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
@@ -118,6 +120,13 @@ type Handler struct {
 	// lead to the same upstream as the calls do, and past site authentication.
 	UpstreamRaw []json.RawMessage `json:"upstream,omitempty" caddy:"namespace=http.handlers inline_key=handler"`
 
+	// The handlers that answer a call in place of 503 `circuit-open`, while the circuit
+	// breakers refuse it: with a cached value, for example, or from another upstream.
+	// Their answer is marked `Execution-Status: refused`, is not recorded, and takes no
+	// key: each retry comes here again until an upstream is back, and then runs. So
+	// what changes something does not belong here. Default: the problem.
+	FallbackRaw []json.RawMessage `json:"fallback,omitempty" caddy:"namespace=http.handlers inline_key=handler"`
+
 	// How calls are judged and kept, where their action does not say otherwise.
 	Policy
 
@@ -133,6 +142,8 @@ type Handler struct {
 	pointers          []fingerprint.Pointer // of ExecutionID, by index
 	fingerprints      fingerprint.Config
 	upstream          caddyhttp.Handler
+	fallback          caddyhttp.Handler
+	proxy             *atomic.Pointer[transport.Transport] // behind it, where that is known
 	probes            *prober
 	counts            *metrics.Guard
 	failures          *stretch // calls that were forwarded for want of a store
@@ -160,6 +171,7 @@ func (Handler) CaddyModule() caddy.ModuleInfo {
 func (h *Handler) Provision(ctx caddy.Context) error {
 	h.logger = ctx.Logger()
 	h.probes, h.failures = new(prober), new(stretch)
+	h.proxy = new(atomic.Pointer[transport.Transport])
 	app, err := ctx.App("agent_guard")
 	if err != nil {
 		return err
@@ -191,7 +203,14 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 		if err != nil {
 			return fmt.Errorf("upstream: %w", err)
 		}
-		h.upstream = compile(mods.([]any))
+		h.upstream = compile(mods.([]any), "upstream")
+	}
+	if h.FallbackRaw != nil {
+		mods, err := ctx.LoadModule(h, "FallbackRaw")
+		if err != nil {
+			return fmt.Errorf("fallback: %w", err)
+		}
+		h.fallback = compile(mods.([]any), "fallback")
 	}
 	if err := h.provisionActions(ctx); err != nil {
 		return err

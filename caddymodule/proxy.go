@@ -11,6 +11,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	// agent_proxy writes this transport into its configuration.
 	_ "github.com/agent-guard/caddy-agent-guard/caddymodule/transport"
 )
@@ -20,13 +21,15 @@ import (
 //	agent_proxy [<matcher>] [<upstreams...>] {
 //		<options of agent_guard>
 //		<options of reverse_proxy>
+//		breaker off | { ... }
 //		transport agent_guard {
 //			<options of the transport>
 //		}
 //	}
 //
 // It is agent_guard, then reverse_proxy with the transport agent_guard, which the
-// block for it configures.
+// block for it configures. breaker is an option of that transport, which may stand
+// outside of its block as well.
 func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	h.Next() // the directive's name
 	name := h.Token()
@@ -35,20 +38,23 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 		return nil, err
 	}
 	h.Next() // the name again: the look for a matcher has rewound
-	guardTokens, proxyTokens, err := split(h.NextSegment())
+	parts, err := split(h.NextSegment())
 	if err != nil {
 		return nil, err
 	}
 
 	guard := new(Handler)
-	if err := guard.UnmarshalCaddyfile(caddyfile.NewDispenser(guardTokens)); err != nil {
+	if err := guard.UnmarshalCaddyfile(caddyfile.NewDispenser(parts.guard)); err != nil {
 		return nil, err
 	}
 	if upstream, ok := guard.origin["upstream"]; ok {
 		return nil, errorAt(upstream[0], errors.New("upstream: agent_proxy is its own; leave the block out, or use agent_guard and reverse_proxy"))
 	}
+	if err := guard.parseHandlers(h, "fallback", &guard.FallbackRaw); err != nil {
+		return nil, err
+	}
 	proxy := new(reverseproxy.Handler)
-	d := caddyfile.NewDispenser(proxyTokens)
+	d := caddyfile.NewDispenser(parts.proxy)
 	if err := proxy.UnmarshalCaddyfile(d); err != nil {
 		return nil, errorAt(name, err)
 	}
@@ -58,7 +64,7 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	if len(proxy.Upstreams) == 0 && proxy.DynamicUpstreamsRaw == nil {
 		return nil, errorAt(name, errors.New("agent_proxy has no upstream; name one behind it, or in its block with `to` or `dynamic`"))
 	}
-	if proxy.TransportRaw, err = guarded(proxy.TransportRaw); err != nil {
+	if proxy.TransportRaw, err = guarded(proxy.TransportRaw, parts.breaker); err != nil {
 		return nil, errorAt(name, err)
 	}
 
@@ -75,47 +81,58 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	return []httpcaddyfile.ConfigValue{{Class: "route", Value: route}}, nil
 }
 
-// split parts the tokens of an agent_proxy directive into those of one with the
-// guard's options and of one with all others.
-func split(whole caddyfile.Segment) (guard, proxy []caddyfile.Token, err error) {
+// proxyParts are the tokens of an agent_proxy directive, by whose they are.
+type proxyParts struct {
+	guard   []caddyfile.Token // a directive with the guard's options
+	proxy   []caddyfile.Token // one with all others
+	breaker caddyfile.Segment // the transport's option; nil without it
+}
+
+// split parts the tokens of an agent_proxy directive.
+func split(whole caddyfile.Segment) (parts proxyParts, err error) {
 	d := caddyfile.NewDispenser(whole)
 	d.Next() // the directive's name
 	line := 1 + len(d.RemainingArgs())
-	guard = append(guard, whole[0])
-	proxy = append(proxy, whole[:line]...)
+	parts.guard = append(parts.guard, whole[0])
+	parts.proxy = append(parts.proxy, whole[:line]...)
 	if line == len(whole) {
-		return guard, proxy, nil // no block
+		return parts, nil // no block
 	}
 	open, end := whole[line], whole[len(whole)-1]
+	parts.guard = append(parts.guard, open)
+	parts.proxy = append(parts.proxy, open)
 	transported := false
-	guard = append(guard, open)
-	proxy = append(proxy, open)
 	ours := guardOptions()
 	for d.NextBlock(0) {
 		option := d.NextSegment()
-		if _, known := ours[option.Directive()]; known {
-			guard = append(guard, option...)
+		name := option.Directive()
+		if _, known := ours[name]; known {
+			parts.guard = append(parts.guard, option...)
 			continue
 		}
-		if option.Directive() == "transport" {
-			switch {
-			case transported:
-				return nil, nil, errorAt(option[0], errors.New("transport stands twice"))
-			case len(option) > 1 && option[1].Text != "agent_guard":
-				return nil, nil, errorAt(option[0], errors.New("transport: agent_proxy forwards with agent_guard, which takes the options of transport http too; "+
-					"for another transport use agent_guard and reverse_proxy, and read in the manual what that costs"))
-			}
-			transported = true
+		switch {
+		case name == "breaker" && parts.breaker != nil:
+			return parts, errorAt(option[0], errors.New("breaker stands twice"))
+		case name == "breaker":
+			parts.breaker = option
+			continue
+		case name == "transport" && transported:
+			return parts, errorAt(option[0], errors.New("transport stands twice"))
+		case name == "transport" && len(option) > 1 && option[1].Text != "agent_guard":
+			return parts, errorAt(option[0], errors.New("transport: agent_proxy forwards with agent_guard, which takes the options of transport http too; "+
+				"for another transport use agent_guard and reverse_proxy, and read in the manual what that costs"))
 		}
-		proxy = append(proxy, option...)
+		transported = transported || name == "transport"
+		parts.proxy = append(parts.proxy, option...)
 	}
-	return append(guard, end), append(proxy, end), nil
+	parts.guard, parts.proxy = append(parts.guard, end), append(parts.proxy, end)
+	return parts, nil
 }
 
 // guarded makes the transport agent_guard of the one that reverse_proxy has made:
 // none, or http with what the scheme of the upstreams asks for. agent_guard has all
-// options of http.
-func guarded(raw json.RawMessage) (json.RawMessage, error) {
+// options of http. breaker is the option of this name, if it stands outside.
+func guarded(raw json.RawMessage, breaker caddyfile.Segment) (json.RawMessage, error) {
 	transport := map[string]json.RawMessage{}
 	if raw != nil {
 		if err := json.Unmarshal(raw, &transport); err != nil {
@@ -123,5 +140,17 @@ func guarded(raw json.RawMessage) (json.RawMessage, error) {
 		}
 	}
 	transport["protocol"] = json.RawMessage(`"agent_guard"`)
+	if breaker != nil {
+		if transport["breaker"] != nil {
+			return nil, errorAt(breaker[0], errors.New("breaker: the transport has one already; write one of them"))
+		}
+		d := caddyfile.NewDispenser(breaker)
+		d.Next()
+		settings := new(circuits.Settings)
+		if err := settings.UnmarshalCaddyfile(d); err != nil {
+			return nil, err
+		}
+		transport["breaker"] = caddyconfig.JSON(settings, nil)
+	}
 	return json.Marshal(transport)
 }

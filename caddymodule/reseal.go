@@ -121,6 +121,9 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 		e.resealing.last.Store(&resealStatus{Key: ids[len(ids)-1], Left: []keyLeft{}, Started: time.Now(), Err: err.Error()})
 		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
 	}
+	if err := e.keepCircuits(ctx); err != nil && ctx.Err() == nil {
+		e.logger.Warn("the states of the circuit breakers stay under an older key", zap.Error(err))
+	}
 	p, err := e.guard.Reseal(ctx, func(p guard.ResealProgress) { e.resealing.last.Store(newResealStatus(p)) })
 	status := newResealStatus(p)
 	fields := []zap.Field{

@@ -145,6 +145,7 @@ func stillInDoubt(t *testing.T, g *gateway, u *upstream, r request) {
 func TestProbeEvidence(t *testing.T) {
 	u := newUpstream(t)
 	g := start(t, `agent_proxy %s {
+		breaker off
 		on_unknown probe GET /find?id={http.agent_guard.execution_id} {
 			applied {
 				status 2xx

@@ -224,7 +224,7 @@ func TestExecutionsOfOneID(t *testing.T) {
 // said.
 func TestExecutionIDInAPath(t *testing.T) {
 	u := newUpstream(t)
-	g := start(t, "agent_proxy %s {\n execution_id json /id\n}", u.addr)
+	g := start(t, "agent_proxy %s {\n execution_id json /id\n breaker off\n}", u.addr)
 	for i, id := range []string{"a/b", "a%b", "..", ".", `"quoted"`, `"`, "a?b#c", "a,b", "output", strings.Repeat("x", 255)} {
 		path := fmt.Sprint("/", i)
 		u.on(path, reset)

@@ -36,7 +36,7 @@ func newOperationsBench(t *testing.T) *operationsBench {
 	b := &operationsBench{upstream: procNewUpstream(t)}
 	b.site = procNewSite(t, b.upstream.addr)
 	b.admin = b.site.admin
-	b.site.guard = "action charge {\n match path /v1/charges\n }"
+	b.site.guard = "action charge {\n match path /v1/charges\n }\n breaker off"
 	b.site.app = "identity spiffe://example.com/gateway"
 	b.site.raw = b.site.config()
 	b.gateway = b.site.start(t)

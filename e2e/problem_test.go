@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
@@ -99,6 +100,10 @@ func provoked(t *testing.T) map[string]reply {
 	hold.open()
 	running.answer()
 
+	force(t, u.addr, breaker.ForcedOpen)
+	got["circuit-open"] = g.call(request{path: "/y", id: "k"})
+	force(t, u.addr, breaker.ForcedClosed)
+
 	g.call(request{path: "/expires", id: "k"})
 	g.store.pass(2 * 3600e9)
 	got["result-expired"] = g.call(request{path: "/expires", id: "k"})
@@ -111,7 +116,7 @@ func provoked(t *testing.T) map[string]reply {
 // Section "Errors" and trap 28: the form of every problem, and that SDKs retry what a
 // retry can cure and nothing else.
 func TestProblems(t *testing.T) {
-	retry := map[string]bool{"in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true}
+	retry := map[string]bool{"in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true}
 	state := map[string]string{
 		"in-doubt": "in_doubt", "result-unavailable": "completed", "result-expired": "completed", "in-progress": "running",
 	}

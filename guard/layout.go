@@ -19,6 +19,7 @@ import (
 //	r key claim piece             the result of a claim: its head, then full pieces
 //	o key at                      what an operator has resolved, sealed
 //	l ...                         the ledger's (package ect/ledger)
+//	b name                        the state of a circuit breaker, sealed (package caddymodule)
 //	j ... p ...                   tokens that were used, and checkpoints of executions
 //	                              (package caddymodule/evidence)
 //

@@ -126,6 +126,14 @@ var (
 		caller:   "Send the same call under the same id again after Retry-After.",
 		operator: "`drain` is how long the process waits for running calls.",
 	}
+	CircuitOpen = Kind{
+		Slug: "circuit-open", Status: http.StatusServiceUnavailable,
+		Title: "The upstream is failing and is not called",
+		retry: true, retryAfter: time.Second,
+		meaning:  "Too many calls to the upstream have failed, so its circuit breaker refuses calls for a while and then lets one through to see whether it is back. `reason` says where the breaker stands: open or half_open. Nothing was forwarded.",
+		caller:   "Send the same call under the same id again after Retry-After.",
+		operator: "The detail names the upstream, and what its last failure was. `breaker` in the transport's block sets when a breaker opens and for how long; `mode forced_closed` overrules it; `fallback` answers in the place of this problem.",
+	}
 	BodyTooLarge = Kind{
 		Slug: "body-too-large", Status: http.StatusRequestEntityTooLarge, SafeNewKey: true,
 		Title:    "The request body is too large",
@@ -196,7 +204,7 @@ var (
 func Kinds() []Kind {
 	return []Kind{
 		ExecutionIDMissing, ExecutionIDInvalid, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
-		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, StoreUnavailable, ShuttingDown, BodyTooLarge,
+		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge,
 		AuthenticationRequired, ExecutionUnknown, ECTInvalid, ECTUnavailable, EntryUnknown, EntryPruned, WorkflowUnknown,
 		ParameterInvalid,
 	}

@@ -77,6 +77,12 @@ func (w *Watch) Release() {
 	w.cancel()
 }
 
+// Cut reports whether the fuse has ended the forward, and not its caller: the first
+// sending failed on the way, and a second one was about to begin.
+func (w *Watch) Cut(ctx context.Context) bool {
+	return ctx.Err() != nil && w.parent.Err() == nil
+}
+
 // Ours reports whether every connection that was asked for was asked for by our
 // transport, so that Unframed can be relied on.
 func (w *Watch) Ours() bool {

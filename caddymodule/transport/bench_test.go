@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/transport"
@@ -25,10 +26,11 @@ func BenchmarkRoundTrip(b *testing.B) {
 		b.Fatal(err)
 	}
 	defer tr.Cleanup()
+	served := context.WithValue(context.Background(), caddyhttp.ServerCtxKey, new(caddyhttp.Server)) // else breakers are passed by
 	run := func(b *testing.B, rt http.RoundTripper, guarded bool) {
 		b.ReportAllocs()
 		for b.Loop() {
-			ctx, release := context.Background(), func() {}
+			ctx, release := served, func() {}
 			if guarded {
 				var watch *sent.Watch
 				ctx, watch = sent.Arm(ctx)

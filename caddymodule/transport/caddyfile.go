@@ -3,6 +3,8 @@ package transport
 import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 )
 
 // option parses one option of ours; the dispenser stands on its name.
@@ -12,6 +14,7 @@ type option func(t *Transport, d *caddyfile.Dispenser) error
 // HTTP transport.
 func options() map[string]option {
 	return map[string]option{
+		"breaker":           parseBreaker,
 		"keepalive_guarded": parseKeepaliveGuarded,
 	}
 }
@@ -19,6 +22,7 @@ func options() map[string]option {
 // UnmarshalCaddyfile sets up the transport from Caddyfile tokens. Syntax:
 //
 //	transport agent_guard {
+//		breaker           off | { ... }
 //		keepalive_guarded off|<duration>
 //		# and all options of transport http
 //	}
@@ -45,6 +49,14 @@ func (t *Transport) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	// What is left is the block of transport http, with its lines, which errors name.
 	d.Reset()
 	return t.HTTPTransport.UnmarshalCaddyfile(d)
+}
+
+func parseBreaker(t *Transport, d *caddyfile.Dispenser) error {
+	if t.Breaker != nil {
+		return d.Errf("%s is given twice", d.Val())
+	}
+	t.Breaker = new(circuits.Settings)
+	return t.Breaker.UnmarshalCaddyfile(d)
 }
 
 func parseKeepaliveGuarded(t *Transport, d *caddyfile.Dispenser) error {

@@ -17,3 +17,27 @@ func Redial(t *Transport, dial func(ctx context.Context, network, addr string) (
 
 // Guarded returns the transport of the guarded requests.
 func Guarded(t *Transport) *http.Transport { return t.guarded }
+
+// SeeEvents looks for an error in an event stream that comes in pieces of step bytes.
+func SeeEvents(stream []byte, step int) (fault string, good bool) {
+	e := new(events)
+	for len(stream) > 0 && fault == "" {
+		n := min(step, len(stream))
+		var now bool
+		fault, now = e.see(stream[:n])
+		good, stream = good || now, stream[n:]
+	}
+	return fault, good
+}
+
+// SeeFrames follows one side of a WebSocket that comes in pieces of step bytes, and
+// returns the code of its close frame.
+func SeeFrames(stream []byte, step int) int {
+	f := new(frames)
+	for len(stream) > 0 {
+		n := min(step, len(stream))
+		f.see(stream[:n])
+		stream = stream[n:]
+	}
+	return f.code
+}

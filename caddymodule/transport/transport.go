@@ -1,6 +1,7 @@
 // Package transport is the transport agent_guard of Caddy's reverse_proxy: its
 // HTTP transport, which in addition proves what of a guarded request was sent
-// (section "Sent or not").
+// (section "Sent or not"), and passes each request by the circuit breaker of its
+// upstream (section "Breakers").
 package transport
 
 import (
@@ -14,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
 )
 
@@ -35,6 +37,8 @@ const DefaultKeepaliveGuarded = caddy.Duration(2 * time.Second)
 // cannot be told from those of others; what is proven there is that the request
 // was never encoded. Over HTTP/3 nothing is proven.
 //
+// Every request, guarded or not, passes the circuit breaker of its upstream.
+//
 // As guarded requests have connections of their own, max_conns_per_host and
 // keepalive_idle_conns hold for each kind of request, not for both together.
 type Transport struct {
@@ -46,6 +50,15 @@ type Transport struct {
 	// own idle timeout. It never lengthens keep_alive.idle_timeout. A negative
 	// value disables the reuse of connections for guarded requests. Default: `2s`.
 	KeepaliveGuarded caddy.Duration `json:"keepalive_guarded,omitempty"`
+
+	// The circuit breakers of the upstreams, one for each address. A call that one
+	// refuses fails like one whose connection is refused, so that `lb_retries` or
+	// `lb_try_duration` take it to the next upstream, whatever its method. Default: on,
+	// with the defaults of its options.
+	Breaker *circuits.Settings `json:"breaker,omitempty"`
+
+	circuits *circuits.Circuits // nil if they are off
+	inBand   lookInto
 
 	guarded *http.Transport
 	http3   bool
@@ -77,30 +90,59 @@ func (t *Transport) Provision(ctx caddy.Context) error {
 		return err
 	}
 	t.guarded = guarded
-	return nil
+	return t.openCircuits(ctx)
 }
 
-// Cleanup closes the idle connections of both transports.
+// Cleanup closes the idle connections of both transports, and lets the breakers go.
 func (t *Transport) Cleanup() error {
+	if t.circuits != nil {
+		_ = t.circuits.Close() // it has nothing to tell; calls on their way still settle
+	}
 	if t.guarded != nil {
 		t.guarded.CloseIdleConnections()
 	}
 	return t.HTTPTransport.Cleanup()
 }
 
-// RoundTrip implements http.RoundTripper. For a guarded request it reports to the
-// request's watch what it sends, and refuses to send it a second time.
+// RoundTrip implements http.RoundTripper. It asks the upstream's breaker first. For a
+// guarded request it reports to the request's watch what it sends, and refuses to send
+// it a second time.
 func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	watch := sent.FromContext(req.Context())
-	if watch == nil {
-		return t.HTTPTransport.RoundTrip(req)
-	}
-	attempt := watch.Attempt()
-	if attempt == nil {
-		if req.Body != nil {
-			_ = req.Body.Close() // the contract of RoundTripper; the request failed already
+	var attempt *sent.Attempt
+	if watch != nil {
+		if attempt = watch.Attempt(); attempt == nil {
+			closeBody(req)
+			return nil, context.Canceled
 		}
-		return nil, context.Canceled
+	}
+	c, err := t.admit(req, watch)
+	if err != nil {
+		closeBody(req)
+		if attempt != nil {
+			attempt.Done(err)
+		}
+		return nil, err
+	}
+	if c == nil {
+		return t.forward(req, attempt)
+	}
+	defer c.leave()
+	res, err := t.forward(c.request(req), attempt)
+	return c.answered(res, err)
+}
+
+// closeBody is the contract of RoundTripper for a request that is not sent.
+func closeBody(req *http.Request) {
+	if req.Body != nil {
+		_ = req.Body.Close() // the request failed already
+	}
+}
+
+// forward sends a request: one that is guarded with its attempt, others without.
+func (t *Transport) forward(req *http.Request, attempt *sent.Attempt) (*http.Response, error) {
+	if attempt == nil {
+		return t.HTTPTransport.RoundTrip(req)
 	}
 	res, err := t.send(req, attempt)
 	if err == nil && unframed(req, res) {

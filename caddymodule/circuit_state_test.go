@@ -1,0 +1,125 @@
+package caddymodule
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// tripped opens the breaker of an upstream.
+func tripped(t *testing.T, upstream string) *breaker.Breaker {
+	t.Helper()
+	c := leadingTo(t, upstream)
+	permit, err := c.Breaker(upstream, "GET").Acquire(breaker.Op{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	permit.Done(breaker.Outcome{Class: breaker.Failure, Cause: "connection refused"})
+	if c.Refusal("GET") == nil {
+		t.Fatal("a failure has not opened the breaker")
+	}
+	return c.Breaker(upstream, "GET")
+}
+
+func leadingTo(t *testing.T, upstream string) *circuits.Circuits {
+	t.Helper()
+	c, err := circuits.Open(circuits.Settings{Consecutive: 1}, []string{upstream}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return c
+}
+
+// keptCircuits are the entries of breakers in the store.
+func keptCircuits(t *testing.T, st store.Store) (all []store.Entry) {
+	t.Helper()
+	for entry, err := range st.Scan(t.Context(), store.Prefix([]byte{spaceCircuit})) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, entry)
+	}
+	return all
+}
+
+// The state of a breaker is recorded with each change, sealed, and moves to a new sealing
+// key; that of a closed one expires, and that of a new one is none.
+func TestCircuitStateIsRecorded(t *testing.T) {
+	e := started(t, t.TempDir(), "").held
+	b := tripped(t, "a:1")
+	kept := keptCircuits(t, e.store)
+	if len(kept) != 1 || !kept[0].Expires.IsZero() || bytes.Contains(append(kept[0].Key, kept[0].Value...), []byte("a:1")) {
+		t.Fatalf("an open breaker is recorded as %v", kept)
+	}
+	id := rotateKeys(t, e)
+	resealed(t, e, id)
+	if kept = keptCircuits(t, e.store); len(kept) != 1 || e.ring.KeyOf(kept[0].Value) != id {
+		t.Errorf("after a rotation: %v", kept)
+	}
+	b.SetMode(breaker.ForcedClosed)
+	b.SetMode(breaker.Auto)
+	if kept = keptCircuits(t, e.store); len(kept) != 1 || kept[0].Expires.IsZero() {
+		t.Errorf("a closed breaker is recorded as %v", kept)
+	}
+	leadingTo(t, "b:1").Breaker("b:1", "GET")
+	if kept = keptCircuits(t, e.store); len(kept) != 1 {
+		t.Errorf("a breaker that has never opened is recorded: %v", kept)
+	}
+}
+
+// What cannot be read, or is of an upstream that is gone, goes; the rest is restored.
+func TestCircuitStateIsRead(t *testing.T) {
+	dir := t.TempDir()
+	app, err := newApp(t, dir, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := app.Start(); err != nil {
+		t.Fatal(err)
+	}
+	here, err := circuits.Open(circuits.Settings{Consecutive: 1}, []string{"a:1", "gone:1"}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, upstream := range []string{"a:1", "gone:1"} {
+		permit, err := here.Breaker(upstream, "GET").Acquire(breaker.Op{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		permit.Done(breaker.Outcome{Class: breaker.Failure})
+	}
+	until := here.Breaker("a:1", "GET").Status().NextProbe
+	for _, name := range []string{"damaged", "no state"} {
+		w := store.Write{Key: append([]byte{spaceCircuit}, name...), Value: []byte(name)}
+		if name == "no state" {
+			w.Value = app.held.ring.Seal(nil, []byte("{}"), w.Key)
+		}
+		if _, err := app.held.store.Commit(t.Context(), w); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// The end of the process, as far as breakers go.
+	if err := app.Cleanup(); err != nil {
+		t.Fatal(err)
+	}
+	if err := here.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	after := leadingTo(t, "a:1")
+	e := started(t, dir, "").held
+	if s := after.Breaker("a:1", "GET").Status(); s.State != breaker.Open || s.NextProbe.Unix()-until.Unix() > 1 {
+		t.Errorf("restored as %+v, want open until %v", s, until)
+	}
+	if kept := keptCircuits(t, e.store); len(kept) != 1 {
+		t.Errorf("%d states are left, not 1", len(kept))
+	}
+}

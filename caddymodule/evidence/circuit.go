@@ -1,0 +1,67 @@
+package evidence
+
+import (
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// Circuit is a change of a circuit breaker, as evidence speaks of it (cascade 3.2.4).
+type Circuit struct {
+	// Event is ect.EventCircuitOpen, ect.EventCircuitHalfOpen or ect.EventCircuitClose.
+	Event ect.Event
+	// Downstream is the identity of the upstream, or its address where none is known.
+	Downstream string
+	// Workflow is that of the failure that opened it; it may be empty.
+	Workflow string
+	// Parent is the error that opened it, or its last opening; it may be empty.
+	Parent string
+	// ErrorRate is that of the window when it opened, 0 to 1.
+	ErrorRate float64
+	// Window is how far back the rate looked.
+	Window time.Duration
+	// Cooldown is how long it is open; TotalCooldown the sum since it was closed.
+	Cooldown, TotalCooldown time.Duration
+	// Reason says why, in a word.
+	Reason string
+}
+
+// Circuit drafts the token of a change (cascade Figures 4 and 5).
+func (w *Witness) Circuit(now time.Time, c *Circuit) (*ect.Draft, error) {
+	ext := new(ect.ExtBuilder).Text(ect.MemberDownstreamAgent, c.Downstream)
+	if c.Reason != "" {
+		ext.Text(ect.MemberReason, c.Reason)
+	}
+	switch c.Event {
+	case ect.EventCircuitClose:
+		ext.Number(ect.MemberTotalCooldown, c.TotalCooldown.Seconds())
+	default:
+		ext.Number(ect.MemberErrorRate, c.ErrorRate).
+			Number(ect.MemberWindow, c.Window.Seconds()).
+			Number(ect.MemberCooldown, c.Cooldown.Seconds())
+	}
+	claims := ect.Claims{Audience: []string{w.Identity()}, Workflow: c.Workflow, Action: string(c.Event), Ext: ext}
+	if c.Parent != "" {
+		claims.Parents = []string{c.Parent}
+	}
+	return w.issuer.Draft(now, claims)
+}
+
+// UpstreamFailure drafts the error of a call that is not guarded, so that there is one
+// from which the opening of a breaker follows.
+func (w *Witness) UpstreamFailure(now time.Time, downstream, cause string) (*ect.Draft, error) {
+	return w.issuer.Draft(now, ect.Claims{
+		Audience: []string{w.Identity()}, Action: string(ect.EventError), Ext: new(ect.ExtBuilder).
+				Text(ect.MemberSeverity, "error").
+				Text(ect.MemberErrorType, "action_failed").
+				Text(ect.MemberDescription, cause).
+				Text(ect.MemberDownstreamAgent, downstream).
+				Text(ect.MemberCheckpointID, ""),
+	})
+}
+
+// ErrorID is the id of the error that is told of a call with this checkpoint, should it
+// fail.
+func (e *Evidence) ErrorID(checkpoint string) string {
+	return e.secretID("error of node", e.NodeID(checkpoint))
+}

@@ -1,0 +1,400 @@
+package e2e
+
+import (
+	"encoding/binary"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// circuit is the breaker of an upstream as it stands; closed if there is none.
+func circuit(t *testing.T, upstream string) breaker.Status {
+	t.Helper()
+	m := circuits.Join()
+	defer m.Leave()
+	for _, s := range m.Status() {
+		if s.Key.Upstream == upstream {
+			return s
+		}
+	}
+	return breaker.Status{}
+}
+
+// force does what an operator can do to a breaker.
+func force(t *testing.T, upstream string, mode breaker.Mode) {
+	t.Helper()
+	m := circuits.Join()
+	defer m.Leave()
+	if !m.SetMode(breaker.Key{Upstream: upstream}, mode) {
+		t.Fatalf("%s has no breaker", upstream)
+	}
+}
+
+// halfOpen lets the next suitable call be the probe.
+func halfOpen(t *testing.T, upstream string) {
+	t.Helper()
+	force(t, upstream, breaker.ForcedOpen)
+	force(t, upstream, breaker.Auto)
+}
+
+// tripping opens a breaker with its second failure in a row, for longer than any test.
+const tripping = `breaker {
+	consecutive 2
+	cooldown 10h
+	probe_prefer off
+}`
+
+// refused reads an answer as the refusal of an upstream's breaker.
+func (r reply) refused(t *testing.T, upstream string) {
+	t.Helper()
+	doc := r.retryable(t, 503, "circuit-open")
+	if !strings.Contains(doc.Detail, upstream) || r.header.Get("Execution-Status") != "refused" {
+		t.Errorf("refused with %q, %q", doc.Detail, r.header.Get("Execution-Status"))
+	}
+}
+
+// DESIGN, "Breakers": an open breaker refuses a call before it is claimed, what is
+// recorded is replayed all the same, and the key of the refused call is free.
+func TestCircuitRefusesBeforeTheClaim(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n%s\n}", u.addr, tripping)
+	g.call(request{path: "/a", id: "one"}).want(t, 201, "arrival 1", "executed")
+	u.on("/down", status(503, ""))
+	for range 2 {
+		g.call(request{method: "GET", path: "/down"})
+	}
+	g.call(request{path: "/b", id: "two"}).refused(t, u.addr)
+	g.call(request{method: "GET", path: "/b"}).refused(t, u.addr)
+	g.call(request{path: "/a", id: "one"}).want(t, 201, "arrival 1", "replayed")
+	u.arrived("/b", 0)
+
+	force(t, u.addr, breaker.ForcedClosed)
+	g.call(request{path: "/b", id: "two"}).want(t, 201, "arrival 1", "executed")
+	g.call(request{path: "/b", id: "two"}).want(t, 201, "arrival 1", "replayed")
+}
+
+// Which upstreams a guard has behind it is seen in its route, past handlers that only
+// pass on. Where something else may answer, a refused call is claimed and released.
+func TestCircuitBehindOtherHandlers(t *testing.T) {
+	for name, test := range map[string]struct {
+		site    string
+		claimed bool
+	}{
+		"next to it":                    {"agent_guard\nPROXY", false},
+		"in a route":                    {"route {\nagent_guard\nheader X-A b\nrewrite * /b\nPROXY\n}", false},
+		"behind a handler that answers": {"route {\nagent_guard\nrespond /c c\nPROXY\n}", true},
+		"in a route inside":             {"route {\nagent_guard\nhandle {\nPROXY\n}\n}", true},
+		"behind a matcher":              {"route {\nagent_guard\n@b path /b\nreverse_proxy @b UP\n}", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			u := newUpstream(t)
+			up := fmt.Sprintf("%s {\ntransport agent_guard {\n%s\n}\n}", u.addr, tripping)
+			g := start(t, "%s", strings.NewReplacer("PROXY", "reverse_proxy "+up, "UP", up).Replace(test.site))
+			g.call(request{method: "GET", path: "/b"})
+			force(t, u.addr, breaker.ForcedOpen)
+			var writes atomic.Int64
+			g.store.onCommit(func([]store.Write) error { writes.Add(1); return nil })
+			g.call(request{path: "/b", id: "k"}).refused(t, u.addr)
+			g.store.onCommit(nil)
+			if claimed := writes.Load() > 0; claimed != test.claimed {
+				t.Errorf("%d commits for a call that was refused", writes.Load())
+			}
+			force(t, u.addr, breaker.ForcedClosed)
+			g.call(request{path: "/b", id: "k"}).want(t, 201, "arrival 2", "executed")
+		})
+	}
+}
+
+// The Retry-After of the refusal is what is left of the cooldown.
+func TestCircuitRetryAfter(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n%s\n}", u.addr, tripping)
+	u.on("/down", status(500, ""))
+	for range 2 {
+		g.call(request{method: "GET", path: "/down"})
+	}
+	if after := g.call(request{path: "/", id: "k"}).header.Get("Retry-After"); len(after) != len("36000") {
+		t.Errorf("Retry-After %s with a cooldown of 10h", after)
+	}
+}
+
+// Upstreams that are known only with the call: the transport's refusal releases the key.
+func TestCircuitOfADynamicUpstream(t *testing.T) {
+	u := newUpstream(t)
+	_, port, _ := net.SplitHostPort(u.addr)
+	g := start(t, `agent_proxy {
+		dynamic a {
+			name localhost
+			port %s
+			versions ipv4
+		}
+		%s
+	}`, port, tripping)
+	u.on("/down", status(500, ""))
+	for range 2 {
+		g.call(request{method: "GET", path: "/down"})
+	}
+	for range 2 {
+		g.call(request{path: "/a", id: "k"}).refused(t, u.addr)
+	}
+	u.arrived("/a", 0)
+	force(t, u.addr, breaker.ForcedClosed)
+	g.call(request{path: "/a", id: "k"}).want(t, 201, "arrival 1", "executed")
+}
+
+// Graceful degradation: a fallback answers, with the call's body, and takes no key.
+func TestCircuitFallback(t *testing.T) {
+	u, other := newUpstream(t), newUpstream(t)
+	g := start(t, `agent_proxy %s {
+		%s
+		fallback {
+			header X-Why {http.agent_guard.problem}
+			reverse_proxy %s
+		}
+	}`, u.addr, tripping, other.addr)
+	u.on("/down", status(500, ""))
+	for range 2 {
+		g.call(request{method: "GET", path: "/down"})
+	}
+	for n := range 2 {
+		got := g.call(request{path: "/a", id: "k", body: `{"n":1}`})
+		got.want(t, 201, fmt.Sprint("arrival ", n+1), "refused")
+		if got.header.Get("X-Why") != "circuit-open" || got.header.Get("Execution-Id") != "k" || other.last("/a").body != `{"n":1}` {
+			t.Errorf("%v, with the body %q", got.header, other.last("/a").body)
+		}
+	}
+	if got := g.call(request{method: "GET", path: "/read"}); got.body != "arrival 1" || got.header.Get("Execution-Status") != "refused" {
+		t.Errorf("a call that changes nothing: %q %v", got.body, got.header)
+	}
+	u.arrived("/a", 0)
+	force(t, u.addr, breaker.ForcedClosed)
+	g.call(request{path: "/a", id: "k", body: `{"n":1}`}).want(t, 201, "arrival 1", "executed")
+}
+
+// Section 7.1: what over real sockets is a failure opens the breaker.
+func TestCircuitFailures(t *testing.T) {
+	for name, test := range map[string]struct {
+		do    func(http.ResponseWriter, *arrival)
+		site  string
+		cause string
+	}{
+		"reset": {do: reset, cause: "connection reset"},
+		"hang":  {do: func(_ http.ResponseWriter, a *arrival) { <-a.Context().Done() }, site: "deadline 20ms", cause: "deadline passed"},
+		"cut in chunks": {do: raw("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"),
+			cause: "answer cut off"},
+		"event stream that breaks": {do: raw("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n"),
+			cause: "answer cut off"},
+		"error event": {do: func(w http.ResponseWriter, _ *arrival) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			_, _ = io.WriteString(w, "data: 1\n\nevent: error\ndata: {}\n\n")
+		}, cause: "error event"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			u := newUpstream(t)
+			g := start(t, "agent_proxy %s {\n%s\n%s\n}", u.addr,
+				strings.Replace(tripping, "consecutive", "in_band sse_error\nconsecutive", 1), test.site)
+			u.on("/bad", test.do)
+			for n := range 2 {
+				if res, err := g.send(request{path: "/bad", id: fmt.Sprint(n)}); err == nil {
+					read(res)
+				}
+			}
+			eventually(t, "the breaker opens", func() bool { return circuit(t, u.addr).State == breaker.Open })
+			if s := circuit(t, u.addr); s.Cause != test.cause || s.Calls != 2 {
+				t.Errorf("%+v, want the cause %q", s, test.cause)
+			}
+			g.call(request{path: "/good", id: "k"}).refused(t, u.addr)
+			u.arrived("/good", 0)
+		})
+	}
+}
+
+// Clients that leave, before the answer and in the middle of a stream, and calls that
+// the guard refuses, open no breaker.
+func TestCircuitNeutral(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n missing_id require\n breaker {\n consecutive 1\n }\n}", u.addr)
+	arrived := make(chan struct{})
+	u.on("/stream", func(w http.ResponseWriter, a *arrival) {
+		if a.n%2 == 0 {
+			w.WriteHeader(200)
+			_ = http.NewResponseController(w).Flush()
+		}
+		arrived <- struct{}{}
+		<-a.Context().Done()
+	})
+	for range 100 {
+		req, leave := withCancel(g.build(request{method: "GET", path: "/stream"}))
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			if res, err := g.client.Do(req); err == nil {
+				read(res)
+			}
+		}()
+		wait(t, arrived, "the call")
+		leave()
+		wait(t, done, "the client's end")
+		g.call(request{path: "/x"}).terminal(t, 400, "execution-id-missing")
+	}
+	g.call(request{path: "/a", id: "k"}).want(t, 201, "arrival 1", "executed")
+	if s := circuit(t, u.addr); s.State != breaker.Closed || s.Failures != 0 {
+		t.Errorf("%+v", s)
+	}
+}
+
+// Exactly one of 200 calls is the probe, and its answer closes the breaker.
+func TestCircuitProbesOnce(t *testing.T) {
+	for name, site := range map[string]string{
+		"known upstream":   "agent_proxy %s {\n%s\n}",
+		"unknown upstream": "agent_guard\nroute {\n reverse_proxy %s {\n transport agent_guard {\n%s\n}\n}\n}",
+	} {
+		t.Run(name, func(t *testing.T) {
+			u, hold := newUpstream(t), newGate(t)
+			u.on("/probe", func(w http.ResponseWriter, a *arrival) {
+				hold.pass()
+				status(201, "back")(w, a)
+			})
+			g := start(t, site, u.addr, tripping)
+			g.call(request{method: "GET", path: "/first"})
+			halfOpen(t, u.addr)
+			var refused, passed atomic.Int64
+			results := make(chan error, 200)
+			for n := range 200 {
+				req := g.build(request{path: "/probe", id: fmt.Sprint(n)})
+				go func() {
+					res, err := g.client.Do(req)
+					if err == nil {
+						switch read(res).status {
+						case 503:
+							if refused.Add(1) == 199 {
+								hold.open()
+							}
+						case 201:
+							passed.Add(1)
+						}
+					}
+					results <- err
+				}()
+			}
+			for range 200 {
+				if err := wait(t, results, "an answer"); err != nil {
+					t.Error(err)
+				}
+			}
+			if got := u.arrivals("/probe"); got != 1 || passed.Load() != 1 || refused.Load() != 199 {
+				t.Errorf("%d arrivals, %d passed, %d refused", got, passed.Load(), refused.Load())
+			}
+			if s := circuit(t, u.addr); s.State != breaker.Closed {
+				t.Errorf("after the probe: %+v", s)
+			}
+		})
+	}
+}
+
+// Two upstreams, one failing: load balancing moves on, a POST too, and the other's
+// breaker is untouched. The dead one is dialled until its breaker opens, and no more.
+func TestCircuitsAreApart(t *testing.T) {
+	u := newUpstream(t)
+	dead := freeAddress(t)
+	g := start(t, `agent_proxy %s %s {
+		lb_policy round_robin
+		lb_retries 1
+		breaker {
+			consecutive 2
+			cooldown 10h
+		}
+	}`, dead, u.addr)
+	for n := range 20 {
+		g.call(request{path: "/a", id: fmt.Sprint(n)}).want(t, 201, fmt.Sprint("arrival ", n+1), "executed")
+	}
+	if s := circuit(t, dead); s.State != breaker.Open || s.Calls != 2 || s.Cause != "connection refused" || s.Rejected == 0 {
+		t.Errorf("the dead upstream: %+v", s)
+	}
+	if s := circuit(t, u.addr); s.State != breaker.Closed || s.Calls != 20 || s.Failures != 0 {
+		t.Errorf("the living one: %+v", s)
+	}
+}
+
+// HTTP/2 upstreams are guarded by breakers too: by status, by reset streams, and back by
+// a probe.
+func TestCircuitHTTP2(t *testing.T) {
+	u := newH2CUpstream(t)
+	g := start(t, "agent_proxy h2c://%s {\n%s\n}", u.addr, tripping)
+	u.on("/bad", func(w http.ResponseWriter, a *arrival) {
+		if a.ProtoMajor != 2 {
+			t.Errorf("%s", a.Proto)
+		}
+		if a.n > 1 {
+			w.WriteHeader(200)
+			_ = http.NewResponseController(w).Flush()
+			panic(http.ErrAbortHandler)
+		}
+		w.WriteHeader(502)
+	})
+	for n := range 2 {
+		if res, err := g.send(request{path: "/bad", id: fmt.Sprint(n)}); err == nil {
+			read(res)
+		}
+	}
+	g.call(request{path: "/a", id: "k"}).refused(t, u.addr)
+	halfOpen(t, u.addr)
+	g.call(request{path: "/a", id: "k"}).want(t, 201, "arrival 1", "executed")
+	if s := circuit(t, u.addr); s.State != breaker.Closed {
+		t.Errorf("%+v", s)
+	}
+}
+
+// Section 7.1: WebSockets are judged by how the upstream closes them.
+func TestCircuitWebSocket(t *testing.T) {
+	closing := func(code uint16) string {
+		return "\x81\x02hi\x88\x02" + string(binary.BigEndian.AppendUint16(nil, code))
+	}
+	for name, test := range map[string]struct {
+		frames string
+		cause  string
+	}{
+		"normal":         {closing(1000), ""},
+		"client's fault": {closing(1008), ""},
+		"internal error": {closing(1011), "websocket closed with 1011"},
+		"cut":            {"\x81\x02hi", "websocket cut off"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			u := newUpstream(t)
+			g := start(t, "agent_proxy %s", u.addr)
+			u.on("/ws", func(w http.ResponseWriter, _ *arrival) {
+				conn, buf := hijack(w)
+				defer conn.Close()
+				_, _ = buf.WriteString("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + test.frames)
+				_ = buf.Flush()
+			})
+			conn, err := net.Dial("tcp", g.addr)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			fmt.Fprintf(conn, "GET /ws HTTP/1.1\r\nHost: %s\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"+
+				"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n", g.addr)
+			got := make(chan string, 1)
+			go func() {
+				text, _ := io.ReadAll(conn)
+				got <- string(text)
+			}()
+			if text := wait(t, got, "the end of the connection"); !strings.HasSuffix(text, test.frames) {
+				t.Errorf("the client got %q", text)
+			}
+			eventually(t, "the call is counted", func() bool { return circuit(t, u.addr).Calls == 1 })
+			if s := circuit(t, u.addr); s.Cause != test.cause || (s.Failures == 1) != (test.cause != "") {
+				t.Errorf("%+v", s)
+			}
+		})
+	}
+}
