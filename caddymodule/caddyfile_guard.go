@@ -17,6 +17,7 @@ import (
 //		caller              <placeholder>
 //		credentials         <fields...>
 //		require_ect
+//		deadline_header     <field>
 //		identity            <uri>
 //		execution_id        header <fields...> | placeholder <placeholder> | json <pointer>
 //		missing_id          require | mint | derive [<window>]
@@ -123,6 +124,12 @@ func guardOptions() options[*Handler] {
 				return err
 			}
 			return checkPlaceholder(h.Caller)
+		}},
+		"deadline_header": {usage: "deadline_header <field>", parse: func(d dispenser, h *Handler) error {
+			if err := parseWord(d, &h.DeadlineHeader); err != nil {
+				return err
+			}
+			return checkFields([]string{h.DeadlineHeader})
 		}},
 		"require_ect": {usage: "require_ect", parse: func(_ dispenser, h *Handler) error {
 			h.RequireECT = true

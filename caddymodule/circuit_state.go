@@ -30,6 +30,7 @@ const (
 // of them from now on.
 func (e *engine) startCircuits(ctx context.Context) {
 	e.circuits = circuits.Join()
+	e.startCircuitTeller()
 	e.circuits.Hear(circuitHook{e})
 	var gone []store.Write
 	for entry, err := range e.store.Scan(ctx, store.Prefix([]byte{spaceCircuit})) {
@@ -126,6 +127,9 @@ func (h circuitHook) Transition(ev breaker.Event) {
 	h.e.logger.Log(level, "a circuit breaker is "+ev.To.String(), circuitFields(ev)...)
 	h.e.emit(eventCircuit, circuitData(ev))
 
+	if !h.e.teller.tell(ev) {
+		h.e.logger.Warn("too many changes of circuit breakers wait for the ledger; one is not told", circuitFields(ev)...)
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), circuitPatience)
 	defer cancel()
 	if err := h.e.keepCircuit(ctx, ev.Key); err != nil && !errors.Is(err, store.ErrClosed) {

@@ -30,7 +30,7 @@ const (
 // everything else.
 func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 	if !strings.HasPrefix(r.URL.Path, wellKnown) {
-		return false
+		return h.serveCircuits(w, r) // under AERR's name
 	}
 	if r.URL.Path == policyPath {
 		servePolicy(w, r, h)
@@ -53,7 +53,7 @@ func (h *Handler) serveCommon(w http.ResponseWriter, r *http.Request) bool {
 		h.app.serveKeys(w, r)
 		return true
 	}
-	if h.serveLedger(w, r) {
+	if h.serveLedger(w, r) || h.serveCircuits(w, r) {
 		return true
 	}
 	slug, ok := strings.CutPrefix(r.URL.Path, problem.BasePath)

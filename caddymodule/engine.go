@@ -47,6 +47,7 @@ type engine struct {
 	resealing resealing
 	archive   archive
 	circuits  *circuits.Member
+	teller    circuitTeller // of what becomes of them
 
 	opener   StoreOpener  // by which the store was opened
 	counts   *metrics.Set // held until the engine is closed
@@ -140,6 +141,7 @@ func (e *engine) release() error {
 func (e *engine) Destruct() error {
 	e.cut()
 	e.circuits.Leave()
+	e.teller.end()
 	e.resealing.end()
 	e.endWaits()
 	e.stopWatch()

@@ -118,7 +118,7 @@ func (x *exchange) identify() error {
 		Host:        strings.ToLower(x.r.Host),
 		Action:      x.action.Name,
 		Workflow:    workflow(x.r, tokens),
-		Deadline:    time.Duration(policy.Deadline),
+		Deadline:    x.deadline(),
 		KeepResult:  time.Duration(policy.RetainResult),
 		KeepKey:     time.Duration(policy.RetainKey),
 		ResultCap:   policy.MaxResult,

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"net/http"
-	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
@@ -32,7 +31,7 @@ type forwarding struct {
 func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 	x.note("executed", "")
 	x.action.counts.Begun()
-	ctx, cancel := x.engine.detach(x.r.Context(), time.Duration(x.action.Deadline))
+	ctx, cancel := x.engine.detach(x.r.Context(), x.call.Deadline)
 	defer cancel()
 
 	var f forwarding

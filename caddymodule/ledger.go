@@ -22,9 +22,14 @@ func (h *Handler) serveLedger(w http.ResponseWriter, r *http.Request) bool {
 	if h.app == nil || !graph.Handles(r) {
 		return false
 	}
-	err := h.askLedger(w, r)
+	h.answered(w, r, h.askLedger(w, r))
+	return true
+}
+
+// answered answers with what went wrong, if anything did.
+func (h *Handler) answered(w http.ResponseWriter, r *http.Request, err error) {
 	if err == nil || r.Context().Err() != nil {
-		return true
+		return
 	}
 	var p *problem.Problem
 	if !errors.As(err, &p) {
@@ -34,7 +39,6 @@ func (h *Handler) serveLedger(w http.ResponseWriter, r *http.Request) bool {
 		w.Header().Set("WWW-Authenticate", h.challenge())
 	}
 	h.refuseUnguarded(w, p)
-	return true
 }
 
 func (h *Handler) askLedger(w http.ResponseWriter, r *http.Request) error {

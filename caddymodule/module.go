@@ -96,6 +96,12 @@ type Handler struct {
 	// before it gets 409 `in-progress`. Default: 30s.
 	AttachWait caddy.Duration `json:"attach_wait,omitempty"`
 
+	// The request header field in which callers say how long they wait, in seconds
+	// (`10`, `0.5`) or with a unit. A call may take nine tenths of that, and no more
+	// than its action's `deadline`. `grpc-timeout` is read besides. Default:
+	// `Request-Timeout`.
+	DeadlineHeader string `json:"deadline_header,omitempty"`
+
 	// Forwards calls unguarded, marked `Execution-Status: unguarded`, where the
 	// store is unavailable and nothing was claimed for them, in place of refusing
 	// them with 503: such a call, and each retry of it, runs. Where the store
@@ -228,6 +234,7 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 
 func (h *Handler) setDefaults() {
 	inherit(&h.Name, "default")
+	inherit(&h.DeadlineHeader, headerRequestTimeout)
 	inherit(&h.MissingID, missingMint)
 	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
 	inherit(&h.MaxBody, 32<<20)
@@ -248,6 +255,9 @@ func (h *Handler) provisionIDs() error {
 		if err := checkPlaceholder(h.Caller); err != nil {
 			return fmt.Errorf("caller: %w", err)
 		}
+	}
+	if err := checkFields([]string{h.DeadlineHeader}); err != nil {
+		return fmt.Errorf("deadline_header: %w", err)
 	}
 	if err := checkFields(h.Credentials); err != nil {
 		return fmt.Errorf("credentials: %w", err)

@@ -37,7 +37,7 @@ func (e *engine) snapshot() *metrics.Snapshot {
 		report := reporter.ReportStore(e.store)
 		now.Report, now.Disk = &report, reporter.ReportDisk(e.store)
 	}
-	now.Ledger = e.archive.report()
+	now.Ledger, now.Circuits = e.archive.report(), e.circuitReport()
 	return now
 }
 

@@ -1,9 +1,12 @@
 package evidence
 
 import (
+	"context"
+	"errors"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 )
 
 // Circuit is a change of a circuit breaker, as evidence speaks of it (cascade 3.2.4).
@@ -65,3 +68,25 @@ func (w *Witness) UpstreamFailure(now time.Time, downstream, cause string) (*ect
 func (e *Evidence) ErrorID(checkpoint string) string {
 	return e.secretID("error of node", e.NodeID(checkpoint))
 }
+
+// WorkflowOf waits for a token that the gateway has told or will tell, and returns the
+// workflow that it stands in. It ends with ctx.
+func (e *Evidence) WorkflowOf(ctx context.Context, id string) (string, error) {
+	for {
+		entries, err := e.log.Find(ctx, id)
+		if len(entries) > 0 {
+			return entries[0].Workflow, nil
+		}
+		if err != nil && !errors.Is(err, ledger.ErrNotFound) {
+			return "", err
+		}
+		select {
+		case <-time.After(findPause):
+		case <-ctx.Done():
+			return "", ctx.Err()
+		}
+	}
+}
+
+// findPause is about how long an event takes to its place in the tree.
+const findPause = 10 * time.Millisecond

@@ -52,6 +52,20 @@ type Snapshot struct {
 	Disk *DiskReport
 	// Ledger is nil where no configuration has an identity.
 	Ledger *LedgerReport
+	// Circuits are the breakers of the process.
+	Circuits []CircuitReport
+}
+
+// CircuitReport is how one circuit breaker is.
+type CircuitReport struct {
+	// Upstream is its address, Class read or write where they are apart, else empty.
+	Upstream, Class string
+	// State is 0 for closed, 1 for half-open, 2 for open.
+	State int
+	// ErrorRate is that of the window, 0 to 1.
+	ErrorRate float64
+	// Openings and Rejected count since the process began.
+	Openings, Rejected uint64
 }
 
 // LedgerReport is how the ledger is.
@@ -218,6 +232,12 @@ func (s sink) snapshot(now *Snapshot) {
 	if disk := now.Disk; disk != nil {
 		s.gauge(storeFree, float64(disk.Free))
 		s.gauge(storeWatermark, float64(disk.Watermark))
+	}
+	for _, c := range now.Circuits {
+		s.gauge(circuitState, float64(c.State), c.Upstream, c.Class)
+		s.gauge(circuitErrors, c.ErrorRate, c.Upstream, c.Class)
+		s.count(circuitOpenings, c.Openings, c.Upstream, c.Class)
+		s.count(circuitRejected, c.Rejected, c.Upstream, c.Class)
 	}
 	if l := now.Ledger; l != nil {
 		s.gauge(ledgerEntries, float64(l.Entries))

@@ -20,10 +20,11 @@ import (
 func healthy() *metrics.Snapshot {
 	return &metrics.Snapshot{
 		Opened: time.Unix(1_700_000_000, 0), Healthy: true,
-		Doubts: &metrics.Doubts{N: 3, OldestAge: 90 * time.Second},
-		Report: &metrics.StoreReport{Bytes: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4},
-		Disk:   &metrics.DiskReport{Free: 1 << 30, Watermark: metrics.DiskLow},
-		Ledger: &metrics.LedgerReport{Entries: 5, Backlog: 2, Age: time.Second, Unsigned: 1, Retries: 1},
+		Doubts:   &metrics.Doubts{N: 3, OldestAge: 90 * time.Second},
+		Report:   &metrics.StoreReport{Bytes: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4},
+		Disk:     &metrics.DiskReport{Free: 1 << 30, Watermark: metrics.DiskLow},
+		Circuits: []metrics.CircuitReport{{Upstream: "10.0.0.7:9001", State: 2, ErrorRate: 0.5, Openings: 1, Rejected: 7}},
+		Ledger:   &metrics.LedgerReport{Entries: 5, Backlog: 2, Age: time.Second, Unsigned: 1, Retries: 1},
 	}
 }
 
@@ -218,6 +219,8 @@ func TestSnapshots(t *testing.T) {
 			"agent_guard_store_healthy{}": 1, "agent_guard_store_opened_timestamp_seconds{}": 1.7e9,
 			`agent_guard_store_bytes{part="lsm"}`: 10, `agent_guard_store_bytes{part="bodies"}`: 20,
 			"agent_guard_store_refused_total{}": 4, "agent_guard_store_free_bytes{}": 1 << 30, "agent_guard_store_watermark{}": 1,
+			`agent_guard_circuit_state{class="",upstream="10.0.0.7:9001"}`: 2, `agent_guard_circuit_error_ratio{class="",upstream="10.0.0.7:9001"}`: 0.5,
+			`agent_guard_circuit_openings_total{class="",upstream="10.0.0.7:9001"}`: 1, `agent_guard_circuit_rejected_total{class="",upstream="10.0.0.7:9001"}`: 7,
 			"agent_guard_ledger_entries{}": 5, "agent_guard_ledger_backlog{}": 2, "agent_guard_ledger_backlog_age_seconds{}": 1,
 			"agent_guard_ledger_unsigned_total{}": 1, "agent_guard_ledger_retries_total{}": 1,
 		}},

@@ -66,6 +66,11 @@ var (
 	commitSeconds  = &Family{Name: nameCommitSeconds, Type: histogram, Help: helpCommitSeconds}
 	commitBatches  = &Family{Name: nameCommitBatches, Type: histogram, Help: helpCommitBatches}
 
+	circuitState    = family("circuit_state", gauge, "State of the circuit breaker of an upstream: 0 closed, 1 half-open, 2 open.", "upstream", "class")
+	circuitErrors   = family("circuit_error_ratio", gauge, "Share of failures in the breaker's window.", "upstream", "class")
+	circuitOpenings = family("circuit_openings_total", counter, "Times that the breaker has opened, since the process began.", "upstream", "class")
+	circuitRejected = family("circuit_rejected_total", counter, "Calls that the breaker has refused, since the process began.", "upstream", "class")
+
 	ledgerEntries  = family("ledger_entries", gauge, "Entries of the ledger's tree.")
 	ledgerBacklog  = family("ledger_backlog", gauge, "Events that are recorded and wait for their place in the ledger's tree.")
 	ledgerAge      = family("ledger_backlog_age_seconds", gauge, "How long the oldest event has waited for its place in the ledger's tree.")
@@ -85,6 +90,7 @@ var families = []*Family{
 	executions, running, replays, attaches, problems, failOpen, probes, unguarded, tokens,
 	inDoubt, inDoubtOldest, recovered,
 	storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
+	circuitState, circuitErrors, circuitOpenings, circuitRejected,
 	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
 	eventsDropped, info,
 }

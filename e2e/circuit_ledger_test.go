@@ -1,0 +1,113 @@
+package e2e
+
+import (
+	"net/http"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// circuitsView is what the page of breakers tells.
+type circuitsView struct {
+	Circuits []struct {
+		Downstream  string  `json:"downstream_agent"`
+		State       string  `json:"state"`
+		ErrorRate   float64 `json:"error_rate"`
+		Window      float64 `json:"window_s"`
+		LastFailure string  `json:"last_failure_ect"`
+		Remaining   float64 `json:"cooldown_remaining_s"`
+		Upstream    string  `json:"upstream"`
+		Opened      string  `json:"open_ect"`
+		Cause       string  `json:"last_cause"`
+		Rejected    uint64  `json:"rejected"`
+	}
+}
+
+// cascade 3.2.3 and 3.2.4: an upstream that fails is seen at the endpoint, and each
+// change of its breaker is a token that follows from the error that caused it.
+func TestCircuitIsToldAndSeen(t *testing.T) {
+	u, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n breaker {\n consecutive 2\n cooldown 10h\n probe_prefer off\n downstream " + u.addr + " spiffe://example.com/agent/b\n }\n }"})
+	u.on("/down", status(503, ""))
+	wid := uuid.NewString()
+	for range 2 {
+		g.call(with(a.issue(ect.Claims{Workflow: wid}), request{path: "/down"}))
+	}
+	if got := g.call(request{method: "GET", path: "/.well-known/cascade/circuits"}); got.status != http.StatusUnauthorized {
+		t.Errorf("without a credential: %d", got.status)
+	}
+	var seen circuitsView
+	for deadline := time.Now().Add(patience); ; {
+		seen = document[circuitsView](t, g.get(a, "circuits"))
+		if len(seen.Circuits) == 1 && seen.Circuits[0].Opened != "" {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%+v", seen)
+		}
+	}
+	c := seen.Circuits[0]
+	if c.State != "open" || c.Downstream != "spiffe://example.com/agent/b" || c.Upstream != u.addr || c.ErrorRate != 1 ||
+		c.Window != 60 || c.Remaining < 35_000 || c.Cause == "" {
+		t.Errorf("%+v", c)
+	}
+	// Two tokens, with checkpoint, node and error each, and the opening.
+	view := g.settledView(a, wid, 9)
+	kinds := map[string]string{}
+	for _, n := range view.Nodes {
+		kinds[n.JTI] = n.Event
+	}
+	if kinds[c.Opened] != "circuit_breaker_open" || kinds[c.LastFailure] != "error" {
+		t.Errorf("%+v\n%+v", c, view)
+	}
+	linked := false
+	for _, e := range view.Edges {
+		linked = linked || e.From == c.LastFailure && e.To == c.Opened
+	}
+	if !linked {
+		t.Errorf("the opening does not follow from the error: %+v", view.Edges)
+	}
+
+	halfOpen(t, u.addr)
+	if got := g.call(with(a.issue(ect.Claims{Workflow: wid}), request{path: "/works"})); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	for _, path := range []string{"/.well-known/cascade/circuits", "/.well-known/aerr/circuits", "/aerr/circuits"} {
+		got := g.call(with(a.issue(ect.Claims{Action: "look"}), request{method: "GET", path: path + "?state=closed"}))
+		if closed := document[circuitsView](t, got); len(closed.Circuits) != 1 || closed.Circuits[0].State != "closed" {
+			t.Errorf("%s: %+v", path, closed)
+		}
+	}
+}
+
+// An upstream that fails calls which are not guarded has an error of its own.
+func TestCircuitOfUnguardedCalls(t *testing.T) {
+	u, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + tripping + "\n}"})
+	u.on("/down", status(503, ""))
+	for range 2 {
+		g.call(request{method: "GET", path: "/down"})
+	}
+	for deadline := time.Now().Add(patience); ; {
+		seen := document[circuitsView](t, g.get(a, "circuits"))
+		if len(seen.Circuits) == 1 && seen.Circuits[0].Opened != "" {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%+v", seen)
+		}
+	}
+}
+
+// cascade 3.3.1: a call ends before its caller gives up.
+func TestCallersDeadline(t *testing.T) {
+	u, hold := newUpstream(t), newGate(t)
+	defer hold.open()
+	u.on("/slow", func(http.ResponseWriter, *arrival) { hold.pass() })
+	g := start(t, "agent_proxy %s", u.addr)
+	got := g.call(request{path: "/slow", id: "k", header: headers{"Request-Timeout": "0.2"}})
+	got.problem(t, http.StatusConflict, "in-doubt")
+}
