@@ -109,11 +109,37 @@ func seeded(t *testing.T) (dir string) {
 }
 
 // image copies the files of a store as a crash at this moment would leave them.
+//
+// A copy takes time, in which Badger may drop a table that the manifest has named: one
+// during which tables or manifest have changed is taken again.
 func image(t *testing.T, from string) (to string) {
 	t.Helper()
-	to = t.TempDir()
-	must(t, os.CopyFS(to, os.DirFS(from)))
-	return to
+	tables := func() (all []string) {
+		entries, err := os.ReadDir(filepath.Join(from, "lsm"))
+		must(t, err)
+		for _, e := range entries {
+			info, err := e.Info()
+			switch {
+			case errors.Is(err, fs.ErrNotExist):
+			case err != nil:
+				t.Fatal(err)
+			case e.Name() == "MANIFEST" || strings.HasSuffix(e.Name(), ".sst"):
+				all = append(all, fmt.Sprint(e.Name(), info.Size(), info.ModTime()))
+			}
+		}
+		return all
+	}
+	for {
+		before := tables()
+		to = t.TempDir()
+		err := os.CopyFS(to, os.DirFS(from))
+		if err == nil && slices.Equal(before, tables()) {
+			return to
+		}
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			t.Fatal(err)
+		}
+	}
 }
 
 func tablesIn(t *testing.T, dir string) []string {
