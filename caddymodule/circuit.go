@@ -114,7 +114,7 @@ func circuitOpen(open *breaker.OpenError) *problem.Problem {
 	}
 	p := problem.New(problem.CircuitOpen, detail+".")
 	p.Reason = open.State.String()
-	p.RetryAfter = open.RetryAfter()
+	p.RetryAfter, p.Cause = open.RetryAfter(), open
 	return p
 }
 

@@ -127,7 +127,7 @@ func (h circuitHook) Transition(ev breaker.Event) {
 	h.e.logger.Log(level, "a circuit breaker is "+ev.To.String(), circuitFields(ev)...)
 	h.e.emit(eventCircuit, circuitData(ev))
 
-	if !h.e.teller.tell(ev) {
+	if !h.e.changed(ev) {
 		h.e.logger.Warn("too many changes of circuit breakers wait for the ledger; one is not told", circuitFields(ev)...)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), circuitPatience)

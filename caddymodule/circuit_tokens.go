@@ -15,6 +15,8 @@ import (
 )
 
 const (
+	// maxCircuits is how many breakers are remembered beside themselves.
+	maxCircuits = 1024
 	// maxCircuitEvents is how many changes of breakers wait to be told of at most.
 	maxCircuitEvents = 256
 	// circuitErrorTime is how long the error that opened a breaker may take to its
@@ -27,24 +29,30 @@ const (
 // circuitTeller tells the ledger of the changes of breakers, in their order and off the
 // way of the calls that have caused them.
 type circuitTeller struct {
-	events chan breaker.Event
-	stop   context.CancelFunc
-	ended  chan struct{}
+	waiting chan func(context.Context)
+	stop    context.CancelFunc
+	ended   chan struct{}
+	// opened is the last opening that was told of each breaker that is not closed. Only
+	// who tells uses it.
+	opened map[breaker.Key]string
+	// rejections are the workflows that were told that a breaker rejects them.
+	rejections rejections
 	// openings counts the openings of each breaker: breaker.Key -> *atomic.Uint64.
 	openings sync.Map
 }
 
 func (e *engine) startCircuitTeller() {
 	t := &e.teller
-	t.events, t.ended = make(chan breaker.Event, maxCircuitEvents), make(chan struct{})
+	t.opened = map[breaker.Key]string{}
+	t.waiting, t.ended = make(chan func(context.Context), maxCircuitEvents), make(chan struct{})
 	var ctx context.Context
 	ctx, t.stop = context.WithCancel(context.Background())
 	go func() {
 		defer close(t.ended)
 		for {
 			select {
-			case ev := <-t.events:
-				e.tellCircuit(ctx, ev)
+			case tell := <-t.waiting:
+				tell(ctx)
 			case <-ctx.Done():
 				return
 			}
@@ -58,14 +66,27 @@ func (t *circuitTeller) end() {
 	<-t.ended
 }
 
-// tell takes a change that is to be told of.
-func (t *circuitTeller) tell(ev breaker.Event) bool {
+// changed counts a change and has it told; false says that too many wait.
+func (e *engine) changed(ev breaker.Event) bool {
 	if ev.To == breaker.Open {
-		n, _ := t.openings.LoadOrStore(ev.Key, new(atomic.Uint64))
+		n, _ := e.teller.openings.LoadOrStore(ev.Key, new(atomic.Uint64))
 		n.(*atomic.Uint64).Add(1)
 	}
+	return e.teller.later(func(ctx context.Context) { e.tellCircuit(ctx, ev) })
+}
+
+// opens remembers what was told of an opening.
+func (t *circuitTeller) opens(key breaker.Key, id string) {
+	if len(t.opened) >= maxCircuits {
+		clear(t.opened) // breakers that were dropped; the others know themselves
+	}
+	t.opened[key] = id
+}
+
+// later has something told in its turn; false says that too much waits.
+func (t *circuitTeller) later(tell func(context.Context)) bool {
 	select {
-	case t.events <- ev:
+	case t.waiting <- tell:
 		return true
 	default:
 		return false
@@ -84,43 +105,75 @@ func (e *engine) tellCircuit(ctx context.Context, ev breaker.Event) {
 		return // nothing can be recorded then
 	}
 	c := evidence.Circuit{
-		Event: circuitEvents[ev.To], Downstream: e.circuits.Downstream(ev.Key.Upstream), Parent: ev.Reference,
+		Event: circuitEvents[ev.To], Downstream: e.circuits.Downstream(ev.Key.Upstream),
 		ErrorRate: ev.ErrorRate, Window: ev.Window, Cooldown: ev.Cooldown, TotalCooldown: ev.TotalCooldown, Reason: string(ev.Reason),
 	}
-	var drafts []*ect.Draft
-	switch {
-	case ev.Reference != "":
-		c.Workflow, _ = way.evidence.WorkflowOf(ctx, ev.Reference)
-	case ev.Evidence != "":
-		c.Parent = way.evidence.ErrorID(ev.Evidence)
-		waits, cancel := context.WithTimeout(ctx, circuitErrorTime)
-		c.Workflow, err = way.evidence.WorkflowOf(waits, c.Parent)
-		cancel()
-	}
-	if err != nil || c.Parent == "" {
-		// Of a call that is not guarded nobody else tells.
-		failure, err := way.witness.UpstreamFailure(now, c.Downstream, ev.Cause)
-		if err != nil {
-			e.untold(ev, err)
-			return
-		}
-		drafts, c.Parent, c.Workflow = append(drafts, failure), failure.ID(), ""
-	}
-	draft, err := way.witness.Circuit(now, &c)
-	if err == nil {
-		err = way.evidence.Append(ctx, now.Add(keepCircuitTokens), nil, append(drafts, draft)...)
-	}
-	if err != nil {
-		e.untold(ev, err)
-		return
+	last := e.teller.opened[ev.Key] // newer than the event's, which is of the moment of the change
+	if last == "" {
+		last = ev.Reference
 	}
 	if ev.To != breaker.Open {
+		if ev.To == breaker.Closed {
+			delete(e.teller.opened, ev.Key)
+		}
+		if last != "" {
+			c.Parents = []string{last}
+			c.Workflow, _ = e.workflowOf(ctx, way, last) // none where the opening is pruned
+		}
+		if _, err := e.tellDraft(ctx, way, now, &c); err != nil {
+			e.untold(ev.Key, ev.To, err)
+		}
 		return
 	}
-	e.circuits.Keep(ev, draft.ID())
-	if err := e.keepCircuit(ctx, ev.Key); err != nil { // with the reference
-		e.untold(ev, err)
+	id, err := e.tellOpening(ctx, way, now, &c, ev, last)
+	if err != nil {
+		e.untold(ev.Key, ev.To, err)
+		return
 	}
+	e.teller.opens(ev.Key, id)
+	e.circuits.Keep(ev, id)
+	if err := e.keepCircuit(ctx, ev.Key); err != nil { // with the reference
+		e.untold(ev.Key, ev.To, err)
+	}
+}
+
+// tellOpening tells of an opening in the workflow of the call whose failure caused it,
+// and returns its id. It follows from the opening before it too, if that is of the same
+// workflow.
+func (e *engine) tellOpening(ctx context.Context, way *testimony, now time.Time, c *evidence.Circuit, ev breaker.Event, last string) (string, error) {
+	if ev.Evidence != "" {
+		failure := way.evidence.ErrorID(ev.Evidence)
+		if workflow, err := e.workflowOf(ctx, way, failure); err == nil {
+			c.Workflow = workflow
+			if c.Parents, err = way.evidence.Known(ctx, workflow, []string{failure, last}); err != nil {
+				return "", err
+			}
+			return e.tellDraft(ctx, way, now, c)
+		}
+	}
+	// Of a call that is not guarded nobody else tells.
+	failure, err := way.witness.UpstreamFailure(now, c.Downstream, ev.Cause)
+	if err != nil {
+		return "", err
+	}
+	c.Parents = []string{failure.ID()}
+	return e.tellDraft(ctx, way, now, c, failure)
+}
+
+// tellDraft records a change, behind what it follows from, and returns its id.
+func (e *engine) tellDraft(ctx context.Context, way *testimony, now time.Time, c *evidence.Circuit, before ...*ect.Draft) (string, error) {
+	draft, err := way.witness.Circuit(now, c)
+	if err != nil {
+		return "", err
+	}
+	return draft.ID(), way.evidence.Append(ctx, now.Add(keepCircuitTokens), nil, append(before, draft)...)
+}
+
+// workflowOf waits for what was told a moment ago.
+func (e *engine) workflowOf(ctx context.Context, way *testimony, id string) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, circuitErrorTime)
+	defer cancel()
+	return way.evidence.WorkflowOf(ctx, id)
 }
 
 // circuitEvents are the events of changes, by the new state.
@@ -128,8 +181,8 @@ var circuitEvents = map[breaker.State]ect.Event{
 	breaker.Open: ect.EventCircuitOpen, breaker.HalfOpen: ect.EventCircuitHalfOpen, breaker.Closed: ect.EventCircuitClose,
 }
 
-func (e *engine) untold(ev breaker.Event, err error) {
-	e.logger.Error("the ledger cannot be told of a circuit breaker", zap.Stringer("upstream", ev.Key), zap.Stringer("to", ev.To), zap.Error(err))
+func (e *engine) untold(key breaker.Key, to breaker.State, err error) {
+	e.logger.Error("the ledger cannot be told of a circuit breaker", zap.Stringer("upstream", key), zap.Stringer("to", to), zap.Error(err))
 }
 
 // latestWay is how the latest configuration tells; nil without an identity.

@@ -34,6 +34,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	}
 	var p *problem.Problem
 	if errors.As(err, &p) {
+		x.tellRejection(p)
 		if answered, err := x.degrade(w, p); answered {
 			return err
 		}

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"net/http"
+	"slices"
 	"testing"
 	"time"
 
@@ -80,6 +81,67 @@ func TestCircuitIsToldAndSeen(t *testing.T) {
 		if closed := document[circuitsView](t, got); len(closed.Circuits) != 1 || closed.Circuits[0].State != "closed" {
 			t.Errorf("%s: %+v", path, closed)
 		}
+	}
+	// What follows from the opening: three nodes of the call that closed it, and two.
+	view = g.settledView(a, wid, 14)
+	for _, n := range view.Nodes {
+		kinds[n.JTI] = n.Event
+	}
+	var follow []string
+	for _, e := range view.Edges {
+		if e.From == c.Opened {
+			follow = append(follow, kinds[e.To])
+		}
+	}
+	slices.Sort(follow)
+	if want := []string{"circuit_breaker_close", "circuit_breaker_half_open"}; !slices.Equal(follow, want) {
+		t.Errorf("%v follow from the opening, want %v: %+v", follow, want, view)
+	}
+}
+
+// cascade 3.3.2: a gateway is the boundary of its workflows. What a breaker rejects of a
+// workflow is told to it, once for each opening.
+func TestRejectionsAreToldOnce(t *testing.T) {
+	u, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + tripping + "\n}"})
+	u.on("/down", status(503, ""))
+	storm, later := uuid.NewString(), uuid.NewString()
+	began := map[string]*ect.Token{storm: a.issue(ect.Claims{Workflow: storm}), later: a.issue(ect.Claims{Workflow: later})}
+	for _, token := range began {
+		if got := g.call(with(token, request{path: "/works"})); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+	}
+	for range 2 {
+		g.call(request{method: "GET", path: "/down"})
+	}
+	for range 5 {
+		next := a.issue(ect.Claims{Workflow: storm, Parents: []string{began[storm].ID()}})
+		g.call(with(next, request{path: "/works"})).refused(t, u.addr)
+	}
+	next := a.issue(ect.Claims{Workflow: later, Parents: []string{began[later].ID()}})
+	g.call(with(next, request{path: "/works"})).refused(t, u.addr)
+	// They are told in their order: what was told of the first workflow stands there
+	// when the second has its own.
+	for _, wid := range []string{later, storm} {
+		view := g.settledView(a, wid, 4)
+		var rejections, linked int
+		for _, n := range view.Nodes {
+			if n.Event == "circuit_breaker_open" {
+				rejections++
+				for _, e := range view.Edges {
+					if e.From == began[wid].ID() && e.To == n.JTI {
+						linked++
+					}
+				}
+			}
+		}
+		if rejections != 1 || linked != 1 {
+			t.Errorf("%d rejections, %d behind the token that led to them: %+v", rejections, linked, view)
+		}
+	}
+	if got := u.arrivals("/works"); got != 2 {
+		t.Errorf("the upstream has seen %d calls", got)
 	}
 }
 

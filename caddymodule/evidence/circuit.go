@@ -3,6 +3,7 @@ package evidence
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -17,8 +18,8 @@ type Circuit struct {
 	Downstream string
 	// Workflow is that of the failure that opened it; it may be empty.
 	Workflow string
-	// Parent is the error that opened it, or its last opening; it may be empty.
-	Parent string
+	// Parents are the error that opened it, or its last opening; it may be empty.
+	Parents []string
 	// ErrorRate is that of the window when it opened, 0 to 1.
 	ErrorRate float64
 	// Window is how far back the rate looked.
@@ -43,11 +44,7 @@ func (w *Witness) Circuit(now time.Time, c *Circuit) (*ect.Draft, error) {
 			Number(ect.MemberWindow, c.Window.Seconds()).
 			Number(ect.MemberCooldown, c.Cooldown.Seconds())
 	}
-	claims := ect.Claims{Audience: []string{w.Identity()}, Workflow: c.Workflow, Action: string(c.Event), Ext: ext}
-	if c.Parent != "" {
-		claims.Parents = []string{c.Parent}
-	}
-	return w.issuer.Draft(now, claims)
+	return w.issuer.Draft(now, ect.Claims{Audience: []string{w.Identity()}, Workflow: c.Workflow, Action: string(c.Event), Parents: c.Parents, Ext: ext})
 }
 
 // UpstreamFailure drafts the error of a call that is not guarded, so that there is one
@@ -86,6 +83,28 @@ func (e *Evidence) WorkflowOf(ctx context.Context, id string) (string, error) {
 			return "", ctx.Err()
 		}
 	}
+}
+
+// Known are those of the ids that are recorded in a workflow, or in none, in their order
+// and each once.
+func (e *Evidence) Known(ctx context.Context, workflow string, ids []string) ([]string, error) {
+	var known []string
+	for _, id := range ids {
+		if id == "" || slices.Contains(known, id) {
+			continue
+		}
+		_, ok, err := e.find(ctx, workflow, id)
+		if err == nil && !ok && workflow != "" {
+			_, ok, err = e.find(ctx, "", id)
+		}
+		if err != nil {
+			return nil, err
+		}
+		if ok {
+			known = append(known, id)
+		}
+	}
+	return known, nil
 }
 
 // findPause is about how long an event takes to its place in the tree.

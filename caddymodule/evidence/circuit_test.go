@@ -24,7 +24,7 @@ func TestTokensOfCircuits(t *testing.T) {
 	parent := failure.ID()
 	for _, event := range []ect.Event{ect.EventCircuitOpen, ect.EventCircuitHalfOpen, ect.EventCircuitClose} {
 		d, err := b.witness.Circuit(time.Now(), &evidence.Circuit{
-			Event: event, Downstream: "spiffe://example.com/agent/b", Workflow: workflow, Parent: parent,
+			Event: event, Downstream: "spiffe://example.com/agent/b", Workflow: workflow, Parents: []string{parent},
 			ErrorRate: 0.75, Window: time.Minute, Cooldown: 30 * time.Second, TotalCooldown: 90 * time.Second, Reason: "error_rate",
 		})
 		if err != nil {
@@ -32,6 +32,9 @@ func TestTokensOfCircuits(t *testing.T) {
 		}
 		if d.Event() != event || len(d.Lacks()) > 0 || len(d.Parents()) != 1 || d.Parents()[0] != parent || d.Workflow() != workflow {
 			t.Errorf("%s lacks %v", d.Payload(), d.Lacks())
+		}
+		if event == ect.EventCircuitHalfOpen && d.Action() != "aerr:circuit_half_open" {
+			t.Errorf("%q is a name that no document has", d.Action())
 		}
 		rate, hasRate := d.Ext().Number(ect.MemberErrorRate)
 		total, hasTotal := d.Ext().Number(ect.MemberTotalCooldown)
