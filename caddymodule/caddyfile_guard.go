@@ -131,6 +131,12 @@ func guardOptions() options[*Handler] {
 			}
 			return checkFields([]string{h.DeadlineHeader})
 		}},
+		"operators": {usage: "operators <callers...>", parse: func(d dispenser, h *Handler) error {
+			if err := parseWords(d, &h.Operators); err != nil {
+				return err
+			}
+			return checkOperators(h.Operators)
+		}},
 		"require_ect": {usage: "require_ect", parse: func(_ dispenser, h *Handler) error {
 			h.RequireECT = true
 			return nil

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 )
 
 // circuitsPath shows the breakers, and aerrCircuitsPath does so under AERR's name.
@@ -53,8 +52,7 @@ type circuitDocument struct {
 	Rejected     uint64     `json:"rejected"`
 }
 
-// serveCircuits answers GET /.well-known/cascade/circuits (cascade 3.2.3), to everybody
-// with a credential: the state of upstreams tells how the house is built.
+// serveCircuits answers GET /.well-known/cascade/circuits (cascade 3.2.3).
 func (h *Handler) serveCircuits(w http.ResponseWriter, r *http.Request) bool {
 	if h.app == nil || r.URL.Path != circuitsPath && r.URL.Path != aerrCircuitsPath && r.URL.Path != aerrBarePath {
 		return false
@@ -75,17 +73,18 @@ func (h *Handler) askCircuits(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	who, err := h.reader(e, way, r)
+	who, caller, err := h.asker(e, way, r)
 	if err != nil {
 		return err
 	}
-	if who.Anonymous {
-		return problem.New(problem.AuthenticationRequired, "Ask with a credential.")
+	may, err := h.circuitsFor(e, way, r, who, caller)
+	if err != nil {
+		return err
 	}
 	only := r.URL.Query().Get("state")
 	doc := circuitsDocument{Circuits: []circuitDocument{}}
 	for _, s := range e.circuits.Status() {
-		if c := e.describeCircuit(way, &s); only == "" || strings.EqualFold(only, c.State) {
+		if c := e.describeCircuit(way, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
 			doc.Circuits = append(doc.Circuits, c)
 		}
 	}

@@ -59,31 +59,40 @@ func (h *Handler) askLedger(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
+	return way.graph(e).Serve(w, r, who)
+}
+
+// graph answers of what is recorded.
+func (t *testimony) graph(e *engine) *graph.Server {
 	return graph.New(graph.Options{
-		Log: way.evidence.Log(), HeadKey: way.evidence.HeadKey(), Identities: []string{way.witness.Identity()},
-		Verify: way.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return way.record(ctx, e, tokens) },
+		Log: t.evidence.Log(), HeadKey: t.evidence.HeadKey(), Identities: []string{t.witness.Identity()},
+		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
 		Waits: e.waits,
-	}).Serve(w, r, who)
+	})
 }
 
 // reader is who asks, as callers are told apart. Tokens of a POST are what is told, and
 // speak for themselves.
 func (h *Handler) reader(e *engine, way *testimony, r *http.Request) (graph.Reader, error) {
+	who, _, err := h.asker(e, way, r)
+	return who, err
+}
+
+// asker is the reader, and the name that it has as a caller.
+func (h *Handler) asker(e *engine, way *testimony, r *http.Request) (who graph.Reader, caller string, err error) {
 	var tokens presented
 	if r.Method != http.MethodPost {
-		var err error
 		if tokens, err = h.verifyTokens(way, r); err != nil {
-			return graph.Reader{}, err
+			return who, "", err
 		}
 		if err := way.spend(&tokens, r); err != nil {
-			return graph.Reader{}, err
+			return who, "", err
 		}
 	}
-	caller, err := h.caller(e.guard, r, &tokens)
-	if err != nil {
-		return graph.Reader{}, err
+	if caller, err = h.caller(e.guard, r, &tokens); err != nil {
+		return who, "", err
 	}
-	return graph.Reader{Issuer: tokens.issuer(), Caller: h.inEvidence(e.guard, caller, r.Host), Anonymous: caller == anonymous}, nil
+	return graph.Reader{Issuer: tokens.issuer(), Caller: h.inEvidence(e.guard, caller, r.Host), Anonymous: caller == anonymous}, caller, nil
 }
 
 // verifyErrors verifies what agents tell of.

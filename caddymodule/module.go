@@ -112,6 +112,14 @@ type Handler struct {
 	// that change nothing too. It needs `trust` in the global options. Default: false.
 	RequireECT bool `json:"require_ect,omitempty"`
 
+	// Callers who see the circuit breakers of all upstreams at
+	// `/.well-known/cascade/circuits`: `issuer:` and the issuer of a verified token,
+	// `certificate:dn:` and the subject of a client's certificate (`certificate:uri:` and
+	// its URI where it has none), `user:` and a name of Caddy's authentication, or
+	// `caller:` and a value of `caller`. Everybody else sees those of the upstreams
+	// behind this guard, and what was told to a workflow of theirs. Default: none.
+	Operators []string `json:"operators,omitempty"`
+
 	// The identity of the upstream, a URI. Calls are then forwarded with a token of
 	// the gateway's as a further `Execution-Context` line, which names the upstream in
 	// its `aud` and is what the upstream's own tokens can name as their parent. It
@@ -263,6 +271,9 @@ func (h *Handler) provisionIDs() error {
 		return fmt.Errorf("credentials: %w", err)
 	}
 	h.credentials = canonical(h.Credentials)
+	if err := checkOperators(h.Operators); err != nil {
+		return fmt.Errorf("operators: %w", err)
+	}
 	h.pointers = make([]fingerprint.Pointer, len(h.ExecutionID))
 	for i := range h.ExecutionID {
 		source := &h.ExecutionID[i]

@@ -145,6 +145,54 @@ func TestRejectionsAreToldOnce(t *testing.T) {
 	}
 }
 
+// cascade 6.2 and ATD "Circuit Breaker State Leakage": operators see all breakers,
+// callers those behind the guard that they ask and those that have failed a workflow of
+// theirs, and a credential that nobody has verified is nobody.
+func TestWhoSeesCircuits(t *testing.T) {
+	here, there := newUpstream(t), newUpstream(t)
+	a, b, ops := newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "ops")
+	g := launch(t, setup{app: trusting(t, a, b, ops), badger: true, site: "@there path /there/*\n" +
+		"agent_proxy @there " + there.addr + " {\n" + tripping + "\n}\n" +
+		"agent_proxy " + here.addr + " {\n operators issuer:spiffe://example.com/agent/ops\n" + tripping + "\n}"})
+	there.on("/there/down", status(503, ""))
+	g.call(request{method: "GET", path: "/here"}) // so that there is a breaker
+	wid := uuid.NewString()
+	for range 2 {
+		g.call(with(a.issue(ect.Claims{Workflow: wid}), request{path: "/there/down"}))
+	}
+	g.settledView(a, wid, 9) // with the opening
+	for _, tt := range []struct {
+		who  *agent
+		path string
+		want []string
+	}{
+		{ops, "circuits", []string{here.addr, there.addr}},
+		{ops, "circuits?wid=" + wid, []string{there.addr}},
+		{ops, "circuits?state=open", []string{there.addr}},
+		{a, "circuits", []string{here.addr}},
+		{a, "circuits?wid=" + wid, []string{there.addr}},
+		{a, "circuits?state=open", nil},
+		{b, "circuits", []string{here.addr}},
+	} {
+		var got []string
+		for _, c := range document[circuitsView](t, g.get(tt.who, tt.path)).Circuits {
+			got = append(got, c.Upstream)
+		}
+		slices.Sort(got)
+		slices.Sort(tt.want)
+		if !slices.Equal(got, tt.want) {
+			t.Errorf("%s sees %v, want %v", tt.path, got, tt.want)
+		}
+	}
+	// Others' workflows and none are the same.
+	for _, id := range []string{wid, uuid.NewString()} {
+		g.get(b, "circuits?wid="+id).problem(t, http.StatusNotFound, "workflow-unknown")
+	}
+	for _, h := range []headers{nil, {"Authorization": "Bearer made-up"}, {"Cookie": "a=b"}} {
+		g.call(request{method: "GET", path: "/.well-known/cascade/circuits", header: h}).problem(t, http.StatusUnauthorized, "authentication-required")
+	}
+}
+
 // An upstream that fails calls which are not guarded has an error of its own.
 func TestCircuitOfUnguardedCalls(t *testing.T) {
 	u, a := newUpstream(t), newAgent(t, "a")

@@ -9,6 +9,7 @@ package circuits
 
 import (
 	"net/http"
+	"slices"
 	"strings"
 
 	"github.com/caddyserver/caddy/v2"
@@ -125,13 +126,9 @@ func Safe(method string) bool {
 
 // leadsTo reports whether calls of this transport may go to the upstream.
 func (c *Circuits) leadsTo(upstream string) bool {
-	if c.open {
-		return true
-	}
-	for _, known := range c.upstreams {
-		if known == upstream {
-			return true
-		}
-	}
-	return false
+	return c.open || c.Known(upstream)
 }
+
+// Known reports whether an upstream is one of those that are known from the
+// configuration.
+func (c *Circuits) Known(upstream string) bool { return slices.Contains(c.upstreams, upstream) }

@@ -52,6 +52,11 @@ func (t *Transport) Refusal(method string) *breaker.OpenError {
 	return t.circuits.Refusal(method)
 }
 
+// LeadsTo reports whether an upstream is one of the static ones.
+func (t *Transport) LeadsTo(upstream string) bool {
+	return t.circuits != nil && t.circuits.Known(upstream)
+}
+
 // refusedError is a breaker's refusal. reverse_proxy and the proof of sending read it as
 // what it amounts to: no connection was made.
 type refusedError struct {
