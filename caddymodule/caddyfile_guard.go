@@ -17,6 +17,7 @@ import (
 //		caller              <placeholder>
 //		credentials         <fields...>
 //		require_ect
+//		operators           <callers...>
 //		deadline_header     <field>
 //		identity            <uri>
 //		execution_id        header <fields...> | placeholder <placeholder> | json <pointer>
