@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/graph"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 )
@@ -15,7 +16,7 @@ import (
 // callers those behind the guard that they ask, which its refusals would tell them of
 // too, and who takes part in a workflow what was told to it. A credential that nobody
 // here has verified is no identity.
-func (h *Handler) circuitsFor(e *engine, way *testimony, r *http.Request, who graph.Reader, caller string) (func(*circuitDocument) bool, error) {
+func (h *Handler) circuitsFor(e *engine, way *testimony, r *http.Request, who graph.Reader, caller string) (func(*circuits.Circuit) bool, error) {
 	kind, name, _ := strings.Cut(caller, ":")
 	switch kind {
 	case "issuer", "certificate", "user":
@@ -30,14 +31,14 @@ func (h *Handler) circuitsFor(e *engine, way *testimony, r *http.Request, who gr
 		return circuitsOf(e, way, r, who, wid, operator)
 	}
 	if operator {
-		return func(*circuitDocument) bool { return true }, nil
+		return func(*circuits.Circuit) bool { return true }, nil
 	}
 	proxy := h.proxy.Load()
-	return func(c *circuitDocument) bool { return proxy != nil && proxy.LeadsTo(c.Upstream) }, nil
+	return func(c *circuits.Circuit) bool { return proxy != nil && proxy.LeadsTo(c.Upstream) }, nil
 }
 
 // circuitsOf are the breakers that have failed a workflow, as it was told.
-func circuitsOf(e *engine, way *testimony, r *http.Request, who graph.Reader, wid string, all bool) (func(*circuitDocument) bool, error) {
+func circuitsOf(e *engine, way *testimony, r *http.Request, who graph.Reader, wid string, all bool) (func(*circuits.Circuit) bool, error) {
 	unknown := problem.New(problem.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 	if way == nil {
 		return nil, unknown
@@ -49,7 +50,7 @@ func circuitsOf(e *engine, way *testimony, r *http.Request, who graph.Reader, wi
 	if !found {
 		return nil, unknown
 	}
-	return func(c *circuitDocument) bool { return names[c.Downstream] }, nil
+	return func(c *circuits.Circuit) bool { return names[c.Downstream] }, nil
 }
 
 // operatorKinds are the kinds of callers that can be operators.

@@ -4,9 +4,9 @@ import (
 	"encoding/json"
 	"net/http"
 	"strings"
-	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 )
 
 // circuitsPath shows the breakers, and aerrCircuitsPath does so under AERR's name.
@@ -15,42 +15,6 @@ const (
 	aerrCircuitsPath = "/.well-known/aerr/circuits"
 	aerrBarePath     = "/aerr/circuits"
 )
-
-// circuitsDocument is Figure 3 of the cascade draft, with more members. They are an API.
-type circuitsDocument struct {
-	Circuits []circuitDocument `json:"circuits"`
-}
-
-type circuitDocument struct {
-	// Downstream is the identity of the upstream where one is configured, else its address.
-	Downstream        string  `json:"downstream_agent"`
-	State             string  `json:"state"`
-	ErrorRate         float64 `json:"error_rate"`
-	Window            float64 `json:"window_s"`
-	LastFailure       string  `json:"last_failure_ect,omitempty"`
-	CooldownRemaining float64 `json:"cooldown_remaining_s"`
-
-	Upstream     string     `json:"upstream"`
-	Class        string     `json:"class,omitempty"` // read or write, where they are apart
-	Mode         string     `json:"mode"`
-	Generation   uint64     `json:"generation"`
-	Since        *time.Time `json:"since,omitempty"`
-	MinVolume    int        `json:"min_volume"`
-	Threshold    float64    `json:"threshold"`
-	Calls        int        `json:"calls"`
-	Failures     int        `json:"failures"`
-	Slow         int        `json:"slow"`
-	RateLimited  int        `json:"rate_limited"`
-	Overdue      int        `json:"overdue"`
-	Cooldown     float64    `json:"cooldown_s"`
-	NextProbe    *time.Time `json:"next_probe,omitempty"`
-	Probing      bool       `json:"probing"`
-	FailedProbes int        `json:"failed_probes"`
-	Reason       string     `json:"reason,omitempty"`
-	LastCause    string     `json:"last_cause,omitempty"`
-	Opened       string     `json:"open_ect,omitempty"`
-	Rejected     uint64     `json:"rejected"`
-}
 
 // serveCircuits answers GET /.well-known/cascade/circuits (cascade 3.2.3).
 func (h *Handler) serveCircuits(w http.ResponseWriter, r *http.Request) bool {
@@ -82,7 +46,7 @@ func (h *Handler) askCircuits(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	only := r.URL.Query().Get("state")
-	doc := circuitsDocument{Circuits: []circuitDocument{}}
+	doc := circuits.Document{Circuits: []circuits.Circuit{}}
 	for _, s := range e.circuits.Status() {
 		if c := e.describeCircuit(way, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
 			doc.Circuits = append(doc.Circuits, c)
@@ -96,24 +60,12 @@ func (h *Handler) askCircuits(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-func (e *engine) describeCircuit(way *testimony, s *breaker.Status) circuitDocument {
-	doc := circuitDocument{
-		Downstream: e.circuits.Downstream(s.Key.Upstream), State: s.State.String(), ErrorRate: s.ErrorRate, Window: s.Window.Seconds(),
-		CooldownRemaining: s.CooldownRemaining.Seconds(), Upstream: s.Key.Upstream, Class: s.Key.Class, Mode: s.Mode.String(),
-		Generation: s.Generation, MinVolume: s.MinVolume, Threshold: s.Threshold, Calls: s.Calls, Failures: s.Failures, Slow: s.Slow,
-		RateLimited: s.RateLimited, Overdue: s.Overdue, Cooldown: s.Cooldown.Seconds(), Probing: s.Probing, FailedProbes: s.FailedProbes,
-		Reason: string(s.Reason), LastCause: s.Cause, Opened: s.Reference, Rejected: s.Rejected,
-	}
+// describeCircuit describes a breaker, with the error that its last failure has in the
+// ledger.
+func (e *engine) describeCircuit(way *testimony, s *breaker.Status) circuits.Circuit {
+	c := e.circuits.Describe(s)
 	if way != nil && s.Evidence != "" {
-		doc.LastFailure = way.evidence.ErrorID(s.Evidence)
+		c.LastFailure = way.evidence.ErrorID(s.Evidence)
 	}
-	if !s.Since.IsZero() {
-		at := s.Since.UTC()
-		doc.Since = &at
-	}
-	if !s.NextProbe.IsZero() {
-		at := s.NextProbe.UTC()
-		doc.NextProbe = &at
-	}
-	return doc
+	return c
 }

@@ -78,6 +78,10 @@ func (e *engine) restoreCircuit(entry store.Entry) (bool, error) {
 // keepCircuit records the state of a breaker. A new breaker's is not recorded.
 func (e *engine) keepCircuit(ctx context.Context, key breaker.Key) error {
 	name := e.ring.Index("circuit", key.Upstream, key.Class)
+	// What is recorded last has to be the newest.
+	turn := &e.keeping[int(name[0])%len(e.keeping)]
+	turn.Lock()
+	defer turn.Unlock()
 	w := store.Write{Key: append([]byte{spaceCircuit}, name[:16]...), Delete: true}
 	if s, ok := e.circuits.Snapshot(key); ok {
 		plain, err := s.Encode()
@@ -85,7 +89,7 @@ func (e *engine) keepCircuit(ctx context.Context, key breaker.Key) error {
 			return err
 		}
 		w.Delete, w.Value = false, e.ring.Seal(nil, plain, w.Key)
-		if s.State == breaker.Closed {
+		if s.State == breaker.Closed && s.Mode == breaker.Auto {
 			w.Expires = s.At.Add(circuitMemory)
 		}
 	}

@@ -54,7 +54,7 @@ func keptCircuits(t *testing.T, st store.Store) (all []store.Entry) {
 // key; that of a closed one expires, and that of a new one is none.
 func TestCircuitStateIsRecorded(t *testing.T) {
 	e := started(t, t.TempDir(), "").held
-	b := tripped(t, "a:1")
+	tripped(t, "a:1")
 	kept := keptCircuits(t, e.store)
 	if len(kept) != 1 || !kept[0].Expires.IsZero() || bytes.Contains(append(kept[0].Key, kept[0].Value...), []byte("a:1")) {
 		t.Fatalf("an open breaker is recorded as %v", kept)
@@ -64,8 +64,15 @@ func TestCircuitStateIsRecorded(t *testing.T) {
 	if kept = keptCircuits(t, e.store); len(kept) != 1 || e.ring.KeyOf(kept[0].Value) != id {
 		t.Errorf("after a rotation: %v", kept)
 	}
-	b.SetMode(breaker.ForcedClosed)
-	b.SetMode(breaker.Auto)
+	for _, mode := range []breaker.Mode{breaker.ForcedClosed, breaker.Auto} {
+		if known, err := (borrowed{e}).SetCircuitMode(t.Context(), breaker.Key{Upstream: "a:1"}, mode); !known || err != nil {
+			t.Fatal(known, err)
+		}
+		// What an operator has set does not expire.
+		if kept = keptCircuits(t, e.store); len(kept) != 1 || kept[0].Expires.IsZero() != (mode != breaker.Auto) {
+			t.Errorf("%v is recorded as %v", mode, kept)
+		}
+	}
 	if kept = keptCircuits(t, e.store); len(kept) != 1 || kept[0].Expires.IsZero() {
 		t.Errorf("a closed breaker is recorded as %v", kept)
 	}

@@ -47,7 +47,8 @@ type engine struct {
 	resealing resealing
 	archive   archive
 	circuits  *circuits.Member
-	teller    circuitTeller // of what becomes of them
+	teller    circuitTeller  // of what becomes of them
+	keeping   [16]sync.Mutex // for recording each of them
 
 	opener   StoreOpener  // by which the store was opened
 	counts   *metrics.Set // held until the engine is closed

@@ -11,7 +11,9 @@ import (
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/cli"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -157,6 +159,25 @@ func (b borrowed) RotateIdentity(stolen bool) error {
 		return caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
 	}
 	return err
+}
+
+// Circuits implements admin.Store.
+func (b borrowed) Circuits() []circuits.Circuit {
+	way := b.e.latestWay()
+	all := []circuits.Circuit{}
+	for _, s := range b.e.circuits.Status() {
+		all = append(all, b.e.describeCircuit(way, &s))
+	}
+	return all
+}
+
+// SetCircuitMode implements admin.Store.
+func (b borrowed) SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error) {
+	if !b.e.circuits.SetMode(key, mode) {
+		return false, nil
+	}
+	b.e.logger.Warn("an operator has set the mode of a circuit breaker", zap.Stringer("upstream", key), zap.Stringer("mode", mode))
+	return true, b.e.keepCircuit(ctx, key) // not every mode changes the state
 }
 
 // counting is what a store implements that counts what it does.

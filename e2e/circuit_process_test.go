@@ -78,6 +78,36 @@ func TestCircuitSurvives(t *testing.T) {
 	gateway.end(t)
 }
 
+// What an operator says of a breaker holds until it is taken back, over kill -9.
+func TestCircuitModeByAnOperator(t *testing.T) {
+	upstream := procNewUpstream(t)
+	site := procNewSite(t, upstream.addr)
+	gateway := site.start(t)
+	if a := gateway.post(t, procCall{id: "before"}); !a.executed() {
+		t.Fatal(a)
+	}
+	site.operate(t, "circuits", "set", upstream.addr, "forced_open").says(t)
+	wantProcRefused(t, gateway, upstream)
+	gateway.kill()
+	gateway = site.start(t)
+	wantProcRefused(t, gateway, upstream)
+	site.operate(t, "circuits", "set", "127.0.0.1:1", "auto").fails(t, `the upstream "127.0.0.1:1" has no circuit breaker`)
+	site.operate(t, "circuits", "set", upstream.addr, "observe").says(t)
+	for _, id := range []string{"lost-1", "lost-2"} {
+		upstream.script(id, procLost)
+		gateway.post(t, procCall{id: id})
+	}
+	gateway.kill()
+	gateway = site.start(t)
+	if out := site.operate(t, "circuits", "list").says(t); !strings.Contains(out, upstream.addr) || !strings.Contains(out, "observe") {
+		t.Errorf("after a kill:\n%s", out)
+	}
+	if a := gateway.insist(t, procCall{id: "refused"}); !a.executed() || upstream.arrivals("refused") != 1 {
+		t.Errorf("observed: %v, %d arrivals", a, upstream.arrivals("refused"))
+	}
+	gateway.end(t)
+}
+
 // An upstream that the configuration has no more is forgotten.
 func TestCircuitOfAnUpstreamThatIsGone(t *testing.T) {
 	upstream, other := procNewUpstream(t), procNewUpstream(t)

@@ -36,7 +36,7 @@ func newOperationsBench(t *testing.T) *operationsBench {
 	b := &operationsBench{upstream: procNewUpstream(t)}
 	b.site = procNewSite(t, b.upstream.addr)
 	b.admin = b.site.admin
-	b.site.guard = "action charge {\n match path /v1/charges\n }\n breaker off"
+	b.site.guard = "action charge {\n match path /v1/charges\n }\n breaker {\n min_volume 1000\n }"
 	b.site.app = "identity spiffe://example.com/gateway"
 	b.site.raw = b.site.config()
 	b.gateway = b.site.start(t)
@@ -57,7 +57,7 @@ func (b *operationsBench) run(t *testing.T, block, key string) string {
 	cmd.Dir = b.site.dir
 	cmd.Env = append(os.Environ(), "PATH="+b.site.path("bin")+":"+os.Getenv("PATH"), "USER=ada", "HOME="+b.site.dir,
 		"CADDY_ADMIN="+b.admin, "ADMIN="+b.admin, "KEY="+key, "LOG_KEY="+b.logKey, "GATEWAY=http://"+b.site.addr,
-		"IDENTITY="+b.site.path("data.identity"))
+		"IDENTITY="+b.site.path("data.identity"), "UPSTREAM="+b.upstream.addr)
 	return procRun(t, cmd).says(t)
 }
 
@@ -166,6 +166,8 @@ func TestOperationsRun(t *testing.T) {
 	block("ledger-export", "")
 	block("ledger-verify", "", "ledger.export holds.", "it has grown out of all 1 that are known", "signatures hold")
 	block("ledger-list", "", "checkpoint")
+	block("circuits", "", b.upstream.addr, "closed", "auto")
+	block("circuits-set", "", "forced_open", "auto")
 	for name := range blocks {
 		t.Errorf("nobody has run the block %s", name)
 	}

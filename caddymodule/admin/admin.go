@@ -1,6 +1,6 @@
 // Package admin is what operators ask of the guard over Caddy's admin endpoint, below
 // /agent_guard/: executions, what is in doubt and how it is settled, the state of the
-// stores, and the keys. Who may ask is decided by that endpoint: its address, its
+// stores, the keys, and circuit breakers. Who may ask is decided by that endpoint: its address, its
 // origins, and its access rules where it is remote.
 //
 // Nothing here gives out a body, an answer or a credential of a call.
@@ -18,6 +18,8 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -69,6 +71,11 @@ type Store interface {
 	// published any more. Where the key file does not allow it, the error is a
 	// caddy.APIError.
 	RotateIdentity(stolen bool) error
+	// Circuits are the circuit breakers of this process, sorted by upstream; never nil.
+	Circuits() []circuits.Circuit
+	// SetCircuitMode sets what an operator wants of a breaker, and records it. It reports
+	// false where there is no such breaker.
+	SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error)
 	// Release ends the borrowing.
 	Release()
 }
@@ -101,6 +108,10 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 		return a.on(w, r, http.MethodGet, a.identity)
 	case slices.Equal(parts, []string{"identity", "rotate"}):
 		return a.on(w, r, http.MethodPost, a.rotateIdentity)
+	case slices.Equal(parts, []string{"circuits"}):
+		return a.on(w, r, http.MethodGet, a.circuits)
+	case slices.Equal(parts, []string{"circuits", "mode"}):
+		return a.on(w, r, http.MethodPost, a.circuitMode)
 	case slices.Equal(parts, []string{"ledger", "head"}):
 		return a.on(w, r, http.MethodGet, a.ledgerHead)
 	case slices.Equal(parts, []string{"ledger", "export"}):
@@ -110,7 +121,7 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	}
 	return refuse(http.StatusNotFound,
 		"%s has no %s; there are executions, executions/{key}, executions/{key}/resolve, store, keys, keys/rotate, "+
-			"identity, identity/rotate, ledger/head, ledger/export and ledger/verify",
+			"identity, identity/rotate, circuits, circuits/mode, ledger/head, ledger/export and ledger/verify",
 		Prefix, strings.Join(parts, "/"))
 }
 

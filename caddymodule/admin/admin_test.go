@@ -17,7 +17,9 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -45,6 +47,8 @@ type opened struct {
 	rotation error
 	identity *admin.Identity
 	stolen   []bool // of each rotation of the identity
+	circuits []circuits.Circuit
+	unkept   error // with which a mode is not recorded
 
 	mu       sync.Mutex
 	borrowed int
@@ -68,6 +72,18 @@ func (o *opened) RotateKeys(context.Context) error {
 }
 
 func (o *opened) Identity() *admin.Identity { return o.identity }
+
+func (o *opened) Circuits() []circuits.Circuit { return o.circuits }
+
+func (o *opened) SetCircuitMode(_ context.Context, key breaker.Key, mode breaker.Mode) (bool, error) {
+	for i := range o.circuits {
+		if c := &o.circuits[i]; c.Upstream == key.Upstream && c.Class == key.Class {
+			c.Mode = mode.String()
+			return true, o.unkept
+		}
+	}
+	return false, nil
+}
 
 func (o *opened) RotateIdentity(stolen bool) error {
 	o.stolen = append(o.stolen, stolen)

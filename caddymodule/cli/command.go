@@ -13,8 +13,8 @@ import (
 const long = `Shows what the agent guard of a running server has recorded, and settles
 what is in doubt; makes and reads tokens, and verifies the ledger.
 
-executions, store, keys, identity, and head, export and check of ledger ask the
-server's admin endpoint. It is that of --address, else the one that --config
+executions, store, keys, identity, circuits, and head, export and check of ledger
+ask the server's admin endpoint. It is that of --address, else the one that --config
 names, else Caddy's default, which the environment variable CADDY_ADMIN changes.
 Unix sockets are written unix//run/caddy/admin.sock. ect, and verify and list
 of ledger, work on files without a server.
@@ -32,7 +32,7 @@ func Command() caddycmd.Command {
 			group(cmd)
 			var o options
 			o.form(cmd)
-			cmd.AddCommand(executions(&o), storeGroup(&o), keys(&o), identity(&o), tokens(&o), ledgerGroup(&o))
+			cmd.AddCommand(executions(&o), storeGroup(&o), keys(&o), identity(&o), circuitGroup(&o), tokens(&o), ledgerGroup(&o))
 		},
 	}
 }
