@@ -16,20 +16,29 @@ type probe struct {
 // grant makes the call the probe, if there is none and it is suited. Called with the
 // mutex held, in OPEN or HALF_OPEN.
 func (b *Breaker) grant(op Op, now time.Time) (Permit, *OpenError) {
-	if b.state == Open || b.probe.holder != 0 {
-		return Permit{}, b.refuse(b.outage.until)
+	if refusal := b.unsuited(op, now); refusal != nil {
+		return Permit{}, refusal
 	}
 	rules := b.rules.Load()
-	// A call that changes something is risked only when nothing safe has come.
-	if safeUntil := b.since.Add(rules.set.ProbeWait); !op.Safe && now.Before(safeUntil) {
-		return Permit{}, b.refuse(safeUntil)
-	}
 	b.probe.leases++
 	b.probe.holder = b.probe.leases
 	b.probe.ends = now.Add(rules.set.ProbeLease)
 	b.arm(rules.set.ProbeLease)
 	b.publish()
 	return Permit{owner: b, lease: b.probe.holder}, nil
+}
+
+// unsuited refuses a call that cannot be the probe now. Called with the mutex held, in
+// OPEN or HALF_OPEN.
+func (b *Breaker) unsuited(op Op, now time.Time) *OpenError {
+	if b.state == Open || b.probe.holder != 0 {
+		return b.refuse(b.outage.until)
+	}
+	// A call that changes something is risked only when nothing safe has come.
+	if safeUntil := b.since.Add(b.rules.Load().set.ProbeWait); !op.Safe && now.Before(safeUntil) {
+		return b.refuse(safeUntil)
+	}
+	return nil
 }
 
 // checkLease ends a lease whose time has come. Called with the mutex held.

@@ -52,6 +52,20 @@ func (e *OpenError) RetryAfter() time.Duration {
 // for the next moment.
 func (b *Breaker) Refusal() *OpenError { return b.refusal.Load() }
 
+// RefusalOf is what a call of this kind would be refused with at this moment, or nil:
+// beside Refusal, that a half-open breaker still waits for a safe call to be the probe.
+func (b *Breaker) RefusalOf(op Op) *OpenError {
+	if refusal := b.refusal.Load(); refusal != nil || op.Safe || b.live.Load() != nil {
+		return refusal
+	}
+	b.mu.Lock()
+	defer b.unlock()
+	if b.state == Closed || b.inForce() == Observe {
+		return nil
+	}
+	return b.unsuited(op, time.Now())
+}
+
 // refuse describes the present state. Called with the mutex held.
 func (b *Breaker) refuse(until time.Time) *OpenError {
 	o := &b.outage

@@ -111,7 +111,10 @@ func (b *Breaker) trip(p *period, reason Reason, c counts) bool {
 	if cooldown == 0 || now.Sub(b.since) >= rules.set.Healthy {
 		cooldown = rules.set.Cooldown
 	}
-	b.outage = outage{began: b.generation + 1, counts: c, last: p.last}
+	b.outage = outage{began: b.generation + 1, counts: c}
+	if reason != SlowCalls && c.failures > 0 {
+		b.outage.last = p.last // else it has nothing to do with the opening
+	}
 	b.open(reason, cooldown, p.retryAfter, now)
 	return true
 }
@@ -134,7 +137,7 @@ func (b *Breaker) forceOpen(now time.Time) {
 	if b.state == Closed {
 		p := b.period
 		b.outage = outage{
-			began: b.generation + 1, cooldown: b.outage.cooldown, counts: p.counts(p.window.Load()), last: p.last,
+			began: b.generation + 1, cooldown: b.outage.cooldown, counts: p.counts(p.window.Load()),
 		}
 	}
 	b.outage.until = time.Time{}

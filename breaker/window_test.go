@@ -238,9 +238,10 @@ func TestSlowCalls(t *testing.T) {
 			p.Answered(latency)
 			p.Done(ok)
 		}
-		for range 7 {
+		for range 6 {
 			call(time.Second) // not above
 		}
+		acquire(t, b).Done(breaker.Outcome{Class: breaker.Failure, Cause: "status 500", Evidence: "error-1"})
 		for range 3 {
 			call(2 * time.Second)
 		}
@@ -249,6 +250,7 @@ func TestSlowCalls(t *testing.T) {
 		call(2 * time.Second)
 		want(t, b, breaker.Open)
 		equal(t, "reason", hook.last(t).Reason, breaker.SlowCalls)
+		equal(t, "evidence", hook.last(t).Evidence, "") // failures have nothing to do with it
 
 		// A probe that is slow proves nothing.
 		pass(30 * time.Second)

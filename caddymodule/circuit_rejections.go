@@ -57,14 +57,17 @@ func (x *exchange) tellRejection(p *problem.Problem) {
 		return
 	}
 	e, way, workflow := x.engine, s.way, s.call.Workflow
-	if !e.teller.rejections.first(open, workflow) {
+	t := &e.teller
+	// Changes of breakers always find room, and whoever is not told now may be with the
+	// next rejection.
+	if len(t.waiting) >= maxCircuitEvents/2 || !t.rejections.first(open, workflow) {
 		return
 	}
 	ids := slices.Clone(s.call.Parents)
 	for _, t := range s.tokens.all {
 		ids = append(ids, t.Parents()...)
 	}
-	e.teller.later(func(ctx context.Context) { e.tellRejected(ctx, way, open, workflow, ids) })
+	t.later(func(ctx context.Context) { e.tellRejected(ctx, way, open, workflow, ids) })
 }
 
 // tellRejected tells of a rejection. It follows from whatever of ids is recorded: the

@@ -50,9 +50,13 @@ func (e *engine) startCircuits(ctx context.Context) {
 		n := min(len(gone), store.MaxBatch)
 		if _, err := e.store.Commit(ctx, gone[:n]...); err != nil {
 			e.logger.Warn("the states of circuit breakers that are gone cannot be deleted", zap.Error(err))
-			return
+			break
 		}
 		gone = gone[n:]
+	}
+	// What opened before this store did is in it from now on.
+	if err := e.keepCircuits(ctx); err != nil {
+		e.logger.Warn("the states of circuit breakers cannot be recorded", zap.Error(err))
 	}
 }
 

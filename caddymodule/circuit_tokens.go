@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"cmp"
 	"context"
 	"sync"
 	"sync/atomic"
@@ -85,7 +86,7 @@ func (t *circuitTeller) opens(key breaker.Key, id string) {
 
 // later has something told in its turn; false says that too much waits.
 func (t *circuitTeller) later(tell func(context.Context)) bool {
-	select {
+	select { // never waits: calls do
 	case t.waiting <- tell:
 		return true
 	default:
@@ -141,7 +142,7 @@ func (e *engine) tellCircuit(ctx context.Context, ev breaker.Event) {
 // and returns its id. It follows from the opening before it too, if that is of the same
 // workflow.
 func (e *engine) tellOpening(ctx context.Context, way *testimony, now time.Time, c *evidence.Circuit, ev breaker.Event, last string) (string, error) {
-	if ev.Evidence != "" {
+	if ev.Evidence != "" && ev.Reason != breaker.ByOperator {
 		failure := way.evidence.ErrorID(ev.Evidence)
 		if workflow, err := e.workflowOf(ctx, way, failure); err == nil {
 			c.Workflow = workflow
@@ -151,8 +152,11 @@ func (e *engine) tellOpening(ctx context.Context, way *testimony, now time.Time,
 			return e.tellDraft(ctx, way, now, c)
 		}
 	}
+	if ev.Reason == breaker.ByOperator {
+		return e.tellDraft(ctx, way, now, c) // nothing has failed
+	}
 	// Of a call that is not guarded nobody else tells.
-	failure, err := way.witness.UpstreamFailure(now, c.Downstream, ev.Cause)
+	failure, err := way.witness.UpstreamFailure(now, c.Downstream, cmp.Or(ev.Cause, string(ev.Reason)))
 	if err != nil {
 		return "", err
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
@@ -144,6 +145,9 @@ func (r recording) SetTrailer(trailer map[string][]string) {
 // naming this execution as the parent of what it may cause.
 func (x *exchange) request(ctx context.Context) *http.Request {
 	ctx = circuits.WithEvidence(context.WithValue(ctx, guardedBy{x.h.Name}, true), x.call.Checkpoint)
+	if most := time.Duration(x.action.Deadline); x.call.Deadline < most {
+		ctx = circuits.Impatient(ctx, most)
+	}
 	if len(x.story.tokens.own) > 0 {
 		ctx = context.WithValue(ctx, tokensHanded{}, true)
 	}

@@ -65,7 +65,7 @@ func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Ha
 func (h *Handler) refuseUnguarded(w http.ResponseWriter, p *problem.Problem) {
 	w.Header().Set(headerExecutionStatus, answer.StatusRefused)
 	h.actions[len(h.actions)-1].counts.Refused(p.Kind().Slug) // the action default
-	if p.Cause != nil {
+	if p.Cause != nil && p.Kind() != problem.CircuitOpen {    // which is told once, when it opens
 		h.logger.Error("request refused", zap.String("problem", p.Kind().Slug), zap.Error(p.Cause))
 	}
 	p.Write(w)
@@ -138,7 +138,7 @@ func (x *exchange) refuse(w http.ResponseWriter, p *problem.Problem) {
 	x.note(status, p.Kind().Slug)
 	x.action.counts.Refused(p.Kind().Slug)
 	level := zap.DebugLevel
-	if p.Cause != nil {
+	if p.Cause != nil && p.Kind() != problem.CircuitOpen {
 		level = zap.ErrorLevel
 	}
 	if entry := x.h.logger.Check(level, "guarded call refused"); entry != nil {

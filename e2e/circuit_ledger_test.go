@@ -3,6 +3,7 @@ package e2e
 import (
 	"net/http"
 	"slices"
+	"strconv"
 	"testing"
 	"time"
 
@@ -49,6 +50,7 @@ func TestCircuitIsToldAndSeen(t *testing.T) {
 		if time.Now().After(deadline) {
 			t.Fatalf("%+v", seen)
 		}
+		time.Sleep(10 * time.Millisecond) // each question is a token
 	}
 	c := seen.Circuits[0]
 	if c.State != "open" || c.Downstream != "spiffe://example.com/agent/b" || c.Upstream != u.addr || c.ErrorRate != 1 ||
@@ -209,7 +211,18 @@ func TestCircuitOfUnguardedCalls(t *testing.T) {
 		if time.Now().After(deadline) {
 			t.Fatalf("%+v", seen)
 		}
+		time.Sleep(10 * time.Millisecond) // each question is a token
 	}
+}
+
+// What callers wait for opens no breaker: anybody could cut an upstream off from all.
+func TestImpatientCallersOpenNothing(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n"+tripping+"\n}", u.addr)
+	for i := range 5 {
+		g.call(request{path: "/a", id: "impatient-" + strconv.Itoa(i), header: headers{"Request-Timeout": "1ns"}})
+	}
+	g.call(request{path: "/a", id: "k"}).want(t, 201, "arrival 1", "executed")
 }
 
 // cascade 3.3.1: a call ends before its caller gives up.
@@ -218,6 +231,6 @@ func TestCallersDeadline(t *testing.T) {
 	defer hold.open()
 	u.on("/slow", func(http.ResponseWriter, *arrival) { hold.pass() })
 	g := start(t, "agent_proxy %s", u.addr)
-	got := g.call(request{path: "/slow", id: "k", header: headers{"Request-Timeout": "0.2"}})
+	got := g.call(request{path: "/slow", id: "k", header: headers{"Request-Timeout": "2"}})
 	got.problem(t, http.StatusConflict, "in-doubt")
 }

@@ -187,7 +187,7 @@ func TestCircuitFailures(t *testing.T) {
 		cause string
 	}{
 		"reset": {do: reset, cause: "connection reset"},
-		"hang":  {do: func(_ http.ResponseWriter, a *arrival) { <-a.Context().Done() }, site: "deadline 20ms", cause: "deadline passed"},
+		"hang":  {do: func(_ http.ResponseWriter, a *arrival) { <-a.Context().Done() }, site: "deadline 1s", cause: "deadline passed"},
 		"cut in chunks": {do: raw("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"),
 			cause: "answer cut off"},
 		"event stream that breaks": {do: raw("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n"),

@@ -90,8 +90,8 @@ func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
 		}
 	}
 	b := c.pool.registry.Get(key, c.checked.rules)
-	if c.forced || c.pool.forces.Load() > 0 {
-		c.pool.enforce(b, c.set.Mode)
+	if c.pool.forces.Load() > 0 && b.Key() == key { // not where many share one
+		c.pool.enforce(b)
 	}
 	return b
 }
@@ -104,11 +104,12 @@ func (c *Circuits) Refusal(method string) *breaker.OpenError {
 	}
 	var first *breaker.OpenError
 	for _, upstream := range c.upstreams {
-		refusal := c.Breaker(upstream, method).Refusal()
+		refusal := c.Breaker(upstream, method).RefusalOf(breaker.Op{Safe: Safe(method)})
 		if refusal == nil {
 			return nil
 		}
-		if first == nil || refusal.Until.Before(first.Until) {
+		// Without an end nobody knows, and whoever has one is sooner.
+		if first == nil || !refusal.Until.IsZero() && (first.Until.IsZero() || refusal.Until.Before(first.Until)) {
 			first = refusal
 		}
 	}

@@ -102,6 +102,47 @@ func TestForcedModes(t *testing.T) {
 	}
 }
 
+// Of several transports that lead to an upstream the latest decides, whoever calls: two
+// that disagree must not take turns.
+func TestModesOfSeveralTransports(t *testing.T) {
+	auto := open(t, circuits.Settings{}, []string{"a:1", "b:1"}, false)
+	forced := open(t, circuits.Settings{Mode: breaker.ForcedOpen}, []string{"a:1"}, false)
+	dynamic := open(t, circuits.Settings{Mode: breaker.ForcedClosed}, nil, true) // knows of none
+	for range 3 {
+		for _, c := range []*circuits.Circuits{auto, forced, dynamic} {
+			if s := c.Breaker("a:1", "POST").Status(); s.Mode != breaker.ForcedOpen || s.Generation > 2 {
+				t.Errorf("%+v", s)
+			}
+			if s := c.Breaker("b:1", "POST").Status(); s.Mode != breaker.Auto {
+				t.Errorf("%+v", s)
+			}
+		}
+	}
+}
+
+// While a half-open breaker waits for a safe probe, others are refused before anything
+// is claimed for them; and what is back at a known time is back first.
+func TestRefusalOfUnsuitedProbes(t *testing.T) {
+	c := open(t, circuits.Settings{}, []string{"a:1"}, false)
+	c.Breaker("a:1", "POST").SetMode(breaker.ForcedOpen)
+	two := open(t, circuits.Settings{}, []string{"a:1", "b:1"}, false)
+	trip(t, two.Breaker("b:1", "POST"))
+	if r := two.Refusal("POST"); r == nil || r.Key.Upstream != "b:1" {
+		t.Errorf("%+v", r)
+	}
+	c.Breaker("a:1", "POST").SetMode(breaker.Auto)
+	if r := c.Refusal("POST"); r == nil || r.State != breaker.HalfOpen || r.RetryAfter() == 0 {
+		t.Errorf("POST: %+v", r)
+	}
+	if r := c.Refusal("GET"); r != nil {
+		t.Errorf("GET: %+v", r)
+	}
+	observed := open(t, circuits.Settings{Mode: breaker.Observe}, []string{"a:1"}, false)
+	if r := observed.Refusal("POST"); r != nil {
+		t.Errorf("observed: %+v", r)
+	}
+}
+
 // listener notes what it hears.
 type listener struct {
 	m      *circuits.Member

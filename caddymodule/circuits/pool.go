@@ -13,7 +13,7 @@ import (
 // pool is the process's breakers, while anybody holds them.
 type pool struct {
 	registry *breaker.Registry
-	forces   atomic.Int64 // how many breakers are forced by a configuration
+	forces   atomic.Int64 // how many breakers and users force a mode, or are forced
 
 	// mu is never held while a breaker or the registry is called: what these tell the
 	// hook comes back here.
@@ -63,6 +63,7 @@ func (p *pool) join(c *Circuits) {
 		}
 	}
 	p.users = append(slices.Clip(p.users), c)
+	p.count()
 }
 
 // leave takes a user out, and forgets the upstreams that none of the others leads to.
@@ -70,6 +71,7 @@ func (p *pool) leave(c *Circuits) {
 	p.mu.Lock()
 	p.users = slices.DeleteFunc(slices.Clone(p.users), func(u *Circuits) bool { return u == c })
 	rest := p.users
+	p.count()
 	p.mu.Unlock()
 	var gone []breaker.Key
 	p.registry.Drop(func(key breaker.Key) bool {
@@ -88,16 +90,44 @@ func (p *pool) leave(c *Circuits) {
 
 // enforce brings a breaker into the mode that a configuration forces, or out of the one
 // that an earlier configuration did. A mode that nothing here has forced is left alone.
-func (p *pool) enforce(b *breaker.Breaker, mode breaker.Mode) {
-	if mode == breaker.Observe { // which the rules do
-		mode = breaker.Auto
-	}
+func (p *pool) enforce(b *breaker.Breaker) {
 	p.mu.Lock()
+	mode := p.wanted(b.Key().Upstream)
 	changed := p.force(b.Key(), mode)
 	p.mu.Unlock()
 	if changed {
 		b.SetMode(mode)
 	}
+}
+
+// wanted is the mode of an upstream's breaker: that of the latest transport that is
+// known to lead there, whoever calls. p.mu is held.
+func (p *pool) wanted(upstream string) breaker.Mode {
+	var who *Circuits
+	for _, user := range slices.Backward(p.users) {
+		if user.Known(upstream) {
+			who = user
+			break
+		}
+		if who == nil && user.open {
+			who = user
+		}
+	}
+	if who == nil || !who.forced { // to observe is for the rules
+		return breaker.Auto
+	}
+	return who.set.Mode
+}
+
+// count counts what asks for enforce. p.mu is held.
+func (p *pool) count() {
+	n := len(p.forced)
+	for _, user := range p.users {
+		if user.forced {
+			n++
+		}
+	}
+	p.forces.Store(int64(n))
 }
 
 // force notes what is forced. p.mu is held.
@@ -110,7 +140,7 @@ func (p *pool) force(key breaker.Key, mode breaker.Mode) (changed bool) {
 	} else {
 		p.forced[key] = mode
 	}
-	p.forces.Store(int64(len(p.forced)))
+	p.count()
 	return true
 }
 

@@ -28,6 +28,8 @@ type call struct {
 	permit breaker.Permit
 	began  time.Time
 	upload *upload // of a request whose body comes from the client
+	// impatient says that the deadline is the caller's own.
+	impatient bool
 
 	io.ReadCloser // the answer's body; nil before
 	res           *http.Response
@@ -106,7 +108,7 @@ func (c *call) unanswered(err error) breaker.Outcome {
 		return breaker.Outcome{} // an idle connection was stale, or the client's body failed
 	case c.watch != nil && c.watch.Cut(c.ctx):
 		failure.Cause = "connection lost"
-	case errors.Is(c.ctx.Err(), context.DeadlineExceeded):
+	case c.overdue():
 		failure.Cause = "deadline passed"
 	case c.ctx.Err() != nil:
 		return breaker.Outcome{} // the client has left
@@ -114,6 +116,12 @@ func (c *call) unanswered(err error) breaker.Outcome {
 		failure.Cause = causeOf(err)
 	}
 	return failure
+}
+
+// overdue reports that the upstream has not met the deadline. A caller that waits for
+// less than the action may take says nothing of the upstream by that.
+func (c *call) overdue() bool {
+	return !c.impatient && errors.Is(c.ctx.Err(), context.DeadlineExceeded)
 }
 
 // causeOf names an error of a transport in a few words without anything of the request.
@@ -219,7 +227,7 @@ func (c *call) ended(err error) {
 		if fault != "" {
 			o = breaker.Outcome{Class: breaker.InBand, Cause: fault}
 		}
-	case errors.Is(c.ctx.Err(), context.DeadlineExceeded):
+	case c.overdue():
 		o = breaker.Outcome{Class: breaker.Failure, Cause: "deadline passed"}
 	case c.ctx.Err() != nil:
 		o.Class = breaker.Neutral

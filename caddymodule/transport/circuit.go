@@ -77,9 +77,14 @@ func (t *Transport) admit(req *http.Request, watch *sent.Watch) (*call, error) {
 	if dial, ok := reverseproxy.GetDialInfo(ctx); ok {
 		upstream = circuits.AddressOf(dial.Network, dial.Address)
 	}
+	if ctx.Err() != nil {
+		return nil, ctx.Err() // over before it could be sent
+	}
 	c := &call{t: t, ctx: ctx, watch: watch, began: time.Now()}
 	op := breaker.Op{Safe: circuits.Safe(req.Method)}
-	if deadline, ok := ctx.Deadline(); ok {
+	if patience, ok := circuits.PatienceOf(ctx); ok {
+		op.Patience, c.impatient = patience, true
+	} else if deadline, ok := ctx.Deadline(); ok {
 		op.Patience = max(deadline.Sub(c.began), 1)
 	}
 	var err error

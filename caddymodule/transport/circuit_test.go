@@ -201,10 +201,29 @@ func (brokenBody) Read([]byte) (int, error) { return 0, errors.New("the client i
 func TestDeadlinePasses(t *testing.T) {
 	up := newUpstream(t, func(c *serverConn, _ int) bool { c.read(); _, _ = c.in.ReadByte(); return false })
 	p := newProxy(t, `{"transport": {"protocol": "agent_guard"}, "upstreams": [{"dial": "%s"}]}`, up.addr)
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
 	forward(p, request("POST", "").WithContext(ctx))
 	if s := statusOf(t, up.addr); s.Failures != 1 || s.Cause != "deadline passed" {
+		t.Errorf("%+v", s)
+	}
+}
+
+// A caller that waits for less than the call may take says nothing of the upstream, and a
+// call that was over before it could be sent even less.
+func TestCallersDeadlinePasses(t *testing.T) {
+	up := newUpstream(t, func(c *serverConn, _ int) bool { c.read(); _, _ = c.in.ReadByte(); return false })
+	p := newProxy(t, `{"transport": {"protocol": "agent_guard"}, "upstreams": [{"dial": "%s"}]}`, up.addr)
+	impatient := circuits.Impatient(t.Context(), time.Hour)
+	for _, left := range []time.Duration{time.Second, -1} {
+		ctx, cancel := context.WithTimeout(impatient, left)
+		forward(p, request("POST", "").WithContext(ctx))
+		cancel()
+	}
+	over, cancel := context.WithTimeout(t.Context(), -1)
+	defer cancel()
+	forward(p, request("POST", "").WithContext(over))
+	if s := statusOf(t, up.addr); s.Failures != 0 || s.Calls != 0 || s.Overdue != 0 {
 		t.Errorf("%+v", s)
 	}
 }
@@ -252,10 +271,10 @@ func TestRetryAfter(t *testing.T) {
 		value     string
 		low, high time.Duration
 	}{
-		{"120", 119 * time.Second, 120 * time.Second},
+		{"120", 100 * time.Second, 120 * time.Second},
 		{time.Now().Add(2 * time.Minute).UTC().Format(http.TimeFormat), 100 * time.Second, 120 * time.Second},
-		{"100000", 299 * time.Second, 300 * time.Second},
-		{"soon", 29 * time.Second, 30 * time.Second},
+		{"100000", 280 * time.Second, 300 * time.Second},
+		{"soon", 10 * time.Second, 30 * time.Second},
 	} {
 		up := newUpstream(t, says("HTTP/1.1 503 Busy\r\nRetry-After: "+tt.value+"\r\nContent-Length: 0\r\n\r\n"))
 		p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"consecutive": 1}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
