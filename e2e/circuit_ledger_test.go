@@ -50,7 +50,6 @@ func TestCircuitIsToldAndSeen(t *testing.T) {
 		if time.Now().After(deadline) {
 			t.Fatalf("%+v", seen)
 		}
-		time.Sleep(10 * time.Millisecond) // each question is a token
 	}
 	c := seen.Circuits[0]
 	if c.State != "open" || c.Downstream != "spiffe://example.com/agent/b" || c.Upstream != u.addr || c.ErrorRate != 1 ||
@@ -211,7 +210,6 @@ func TestCircuitOfUnguardedCalls(t *testing.T) {
 		if time.Now().After(deadline) {
 			t.Fatalf("%+v", seen)
 		}
-		time.Sleep(10 * time.Millisecond) // each question is a token
 	}
 }
 
