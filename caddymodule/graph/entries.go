@@ -115,11 +115,12 @@ func (q *question) entryByID() error {
 // takes whether something is there.
 func (q *question) entryInWorkflow(wid, id string, wait time.Duration) (found bool, err error) {
 	ctx := q.r.Context()
-	part, err := q.shareOf(ctx, wid, q.who)
-	if err != nil {
-		return false, err
-	}
 	e, err := q.Log.Lookup(ctx, wid, id)
+	// Afterwards, so that an entry that has got its place meanwhile is in it.
+	part, shareErr := q.shareOf(ctx, wid, q.who)
+	if shareErr != nil {
+		return false, shareErr
+	}
 	if errors.Is(err, ledger.ErrWaiting) && wait > 0 && !part.empty() {
 		waits, cancel := q.wait(wait)
 		defer cancel()
