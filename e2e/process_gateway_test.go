@@ -292,10 +292,11 @@ func (g *procGateway) admin(method, path, contentType, body string) (int, string
 }
 
 // load loads a configuration into the running gateway. The admin endpoint of the
-// configuration before it may still close, with connections that it has not read from.
+// configuration before it may still close, with connections that it has not read from:
+// then nothing came of the request, and to load the same twice changes nothing.
 func (g *procGateway) load(config string) error {
 	status, text, err := g.admin("POST", "/load", "text/caddyfile", config)
-	for errors.Is(err, syscall.ECONNRESET) && g.alive() {
+	for more := 20; (errors.Is(err, syscall.ECONNRESET) || errors.Is(err, io.EOF)) && g.alive() && more > 0; more-- {
 		status, text, err = g.admin("POST", "/load", "text/caddyfile", config)
 	}
 	if err == nil && status != http.StatusOK {
