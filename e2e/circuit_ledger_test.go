@@ -101,7 +101,7 @@ func TestCircuitIsToldAndSeen(t *testing.T) {
 }
 
 // cascade 3.3.2: a gateway is the boundary of its workflows. What a breaker rejects of a
-// workflow is told to it, once for each opening.
+// workflow is told to it, once until the breaker changes its state.
 func TestRejectionsAreToldOnce(t *testing.T) {
 	u, a := newUpstream(t), newAgent(t, "a")
 	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + tripping + "\n}"})
