@@ -21,11 +21,19 @@ var (
 // that is due then.
 func bubble(t *testing.T, test func(t *testing.T, pass func(time.Duration))) {
 	t.Helper()
+	crowd(t, func(t *testing.T, pass, _ func(time.Duration)) { test(t, pass) })
+}
+
+// crowd is bubble for many callers at once: they wait with sleep. Timers with channels,
+// many of them due at the same instant of a bubble, crash the race detector
+// (golang/go#78156).
+func crowd(t *testing.T, test func(t *testing.T, pass, sleep func(time.Duration))) {
+	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		test(t, func(d time.Duration) {
 			time.Sleep(d)
 			synctest.Wait()
-		})
+		}, time.Sleep)
 	})
 }
 

@@ -24,7 +24,7 @@ func halfOpen(t *testing.T, s breaker.Settings, hook breaker.Hook, pass func(tim
 
 // cascade 3.2.2: exactly one probe, even with 200 calls waiting.
 func TestOneProbe(t *testing.T) {
-	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+	crowd(t, func(t *testing.T, pass, sleep func(time.Duration)) {
 		b := halfOpen(t, breaker.Settings{}, nil, pass)
 		for round := range 3 {
 			var reached, turned atomic.Int32
@@ -37,7 +37,7 @@ func TestOneProbe(t *testing.T) {
 						return
 					}
 					reached.Add(1)
-					<-time.After(10 * time.Second)
+					sleep(10 * time.Second)
 					p.Done(neutral)
 				})
 			}

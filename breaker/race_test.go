@@ -11,7 +11,7 @@ import (
 
 // Nothing is lost or counted twice, however many calls end at once.
 func TestCountsAreExactAtOnce(t *testing.T) {
-	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+	crowd(t, func(t *testing.T, pass, sleep func(time.Duration)) {
 		b := newBreaker(t, breaker.Settings{SlowCall: time.Second, Patience: time.Minute}, nil)
 		b.SetMode(breaker.ForcedClosed)
 		const callers, each = 16, 1000
@@ -32,7 +32,7 @@ func TestCountsAreExactAtOnce(t *testing.T) {
 						p.Done(breaker.Outcome{Class: breaker.RateLimited})
 					}
 					if i%100 == 0 {
-						<-time.After(time.Millisecond)
+						sleep(time.Millisecond)
 					}
 				}
 			})
@@ -55,7 +55,7 @@ func TestCountsAreExactAtOnce(t *testing.T) {
 // Calls that become overdue, are answered and end at the same instants leave nothing
 // behind.
 func TestOverdueIsExactAtOnce(t *testing.T) {
-	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+	crowd(t, func(t *testing.T, pass, sleep func(time.Duration)) {
 		b := newBreaker(t, breaker.Settings{}, nil)
 		b.SetMode(breaker.ForcedClosed)
 		var group sync.WaitGroup
@@ -68,10 +68,10 @@ func TestOverdueIsExactAtOnce(t *testing.T) {
 						t.Error(err)
 						return
 					}
-					<-time.After(time.Duration(rnd.IntN(10)) * time.Second)
+					sleep(time.Duration(rnd.IntN(10)) * time.Second)
 					if rnd.IntN(2) == 0 {
 						p.Answered(time.Second)
-						<-time.After(time.Duration(rnd.IntN(10)) * time.Second)
+						sleep(time.Duration(rnd.IntN(10)) * time.Second)
 					}
 					p.Done(ok)
 				}
@@ -89,7 +89,7 @@ func TestOverdueIsExactAtOnce(t *testing.T) {
 
 // Everything at once: the race detector looks on, and it all comes to an end.
 func TestEverythingAtOnce(t *testing.T) {
-	bubble(t, func(t *testing.T, _ func(time.Duration)) {
+	crowd(t, func(t *testing.T, _, sleep func(time.Duration)) {
 		hook := &recorder{}
 		b := newBreaker(t, breaker.Settings{Patience: time.Second, ProbeWait: -1}, hook)
 		other := mustRules(t, breaker.Settings{MinVolume: 5, Window: 10 * time.Second})
@@ -99,7 +99,7 @@ func TestEverythingAtOnce(t *testing.T) {
 				rnd := rand.New(rand.NewPCG(uint64(i), 1))
 				for range 200 {
 					p, err := b.Acquire(breaker.Op{Safe: rnd.IntN(2) == 0, Patience: time.Duration(rnd.IntN(3)) * time.Second})
-					<-time.After(time.Duration(rnd.IntN(3000)) * time.Millisecond)
+					sleep(time.Duration(rnd.IntN(3000)) * time.Millisecond)
 					if err == nil && rnd.IntN(3) > 0 {
 						p.Answered(time.Second)
 					}
