@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"testing"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/durable"
 )
 
 // TestSignatureForms: every raw signature becomes the DER that the standard library
@@ -80,14 +82,14 @@ func TestBusy(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	unlock, err := lockFile(path + ".lock")
+	lock, err := durable.Lock(path + ".lock")
 	if err != nil {
 		t.Fatal(err)
 	}
 	if _, err := ring.Rotate(path, EdDSA, time.Now(), time.Minute); !errors.Is(err, ErrBusy) {
 		t.Errorf("got %v", err)
 	}
-	unlock()
+	lock.Close()
 	if _, err := ring.Rotate(path, EdDSA, time.Now(), time.Minute); err != nil {
 		t.Error(err)
 	}

@@ -1,7 +1,6 @@
 package cli
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -10,6 +9,7 @@ import (
 	"path/filepath"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/internal/durable"
 )
 
 // keySet is a file with a JSON Web Key Set to which keys are added. What it holds
@@ -120,22 +120,9 @@ func (s *keySet) write() error {
 	if _, err := ect.ParseSet(text, ect.Owner{}); err != nil {
 		return errors.New(plain(err)) // it has become too large
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(s.path), ".keys-*")
-	if err != nil {
-		return err
+	err = durable.Swap(s.path, s.was, append(text, '\n'), s.mode)
+	if errors.Is(err, durable.ErrChanged) {
+		return fmt.Errorf("%s: %w", s.path, err)
 	}
-	defer os.Remove(tmp.Name()) // gone already, once it is renamed
-	_, err = tmp.Write(append(text, '\n'))
-	err = errors.Join(err, tmp.Chmod(s.mode), tmp.Sync(), tmp.Close())
-	if err != nil {
-		return err
-	}
-	now, err := os.ReadFile(s.path)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	if !bytes.Equal(now, s.was) {
-		return fmt.Errorf("%s was changed by somebody else at the same moment; try again", s.path)
-	}
-	return os.Rename(tmp.Name(), s.path)
+	return err
 }

@@ -5,11 +5,11 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 
 	"golang.org/x/mod/sumdb/note"
 
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/internal/durable"
 )
 
 // readHead reads the head that was kept beside the store: a log that has not grown out
@@ -39,20 +39,7 @@ func (e *Evidence) KeepHead() error {
 	if e.headFile == "" || head.Size == e.kept.Load() {
 		return nil
 	}
-	temp, err := os.CreateTemp(filepath.Dir(e.headFile), filepath.Base(e.headFile)+".*")
-	if err != nil {
-		return fmt.Errorf("evidence: keeping the head of the ledger: %w", err)
-	}
-	_, err = temp.Write(head.Note)
-	if err == nil {
-		err = temp.Sync() // the name must not lead to less after a power failure
-	}
-	err = errors.Join(err, temp.Close())
-	if err == nil {
-		err = os.Rename(temp.Name(), e.headFile)
-	}
-	if err != nil {
-		_ = os.Remove(temp.Name()) // the first error is the one to tell
+	if err := durable.Write(e.headFile, head.Note, durable.Private); err != nil {
 		return fmt.Errorf("evidence: keeping the head of the ledger: %w", err)
 	}
 	e.kept.Store(head.Size)

@@ -25,9 +25,9 @@ var layers = []layer{
 	{part: "guard/spool!"},
 	{part: "guard/fingerprint!"},
 	{part: "guard/execid!"},
-	{part: "guard/seal!"},
+	{part: "guard/seal!", may: []string{"internal/durable"}},
 	{part: "guard/store!"},
-	{part: "guard/store", may: []string{"guard/store!", "guard/store/internal"}, tests: []string{"guard/store"}},
+	{part: "guard/store", may: []string{"guard/store!", "guard/store/internal", "internal/durable"}, tests: []string{"guard/store"}},
 	{part: "guard!", may: append([]string{"guard/store!"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard", may: append([]string{
 		"guard!", "guard/store!", "guard/checkpoint", "guard/rollback", "guard/hitl", "guard/workflow",
@@ -35,8 +35,8 @@ var layers = []layer{
 	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}, bare: true},
 	// The ledger stands on the storage contract and on nothing else of the guard.
 	{part: "ect/ledger!", may: []string{"ect", "guard/store!"}, tests: []string{"guard/store", "guard/seal!", "internal"}},
-	{part: "ect", may: []string{"ect"}, tests: []string{"internal"}},
-	{part: "caddymodule", may: []string{"caddymodule", "guard", "breaker", "ect"}, tests: []string{".!", "internal"}},
+	{part: "ect", may: []string{"ect", "internal/durable"}, tests: []string{"internal"}},
+	{part: "caddymodule", may: []string{"caddymodule", "guard", "breaker", "ect", "internal/durable"}, tests: []string{".!", "internal"}},
 	{part: ".!", may: []string{"caddymodule!"}, tests: []string{"internal"}},
 	{part: "cmd", may: []string{".!", "caddymodule"}, tests: []string{"internal"}},
 	{part: "e2e", may: []string{".!", "caddymodule", "guard", "breaker", "ect", "e2e", "internal"}},

@@ -1,6 +1,6 @@
 //go:build !windows
 
-package seal
+package durable
 
 import (
 	"errors"

@@ -1,0 +1,178 @@
+// Package durable writes small files that have to outlive a crash whole: keys, sets of
+// keys, heads of a log. Each file is the old one or the new one at any time, and the new
+// one is on disk when a function returns without an error.
+package durable
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+)
+
+// ErrChanged is returned where somebody else changed the file at the same moment.
+var ErrChanged = errors.New("the file was changed by somebody else at the same moment; try again")
+
+// ErrBusy is returned where another process edits the same file at this moment.
+var ErrBusy = errors.New("somebody else changes the file at this moment; try again")
+
+// Private is the mode of files that hold secrets.
+const Private fs.FileMode = 0o600
+
+// Create writes a new file with mode Private, and its directory with 0700 where that is
+// missing. It never writes over a file that is there: that is an fs.ErrExist.
+func Create(path string, text []byte) error {
+	dir := filepath.Dir(path)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return err
+	}
+	tmp, err := writeBeside(path, text, Private)
+	if err != nil {
+		return err
+	}
+	defer os.Remove(tmp)
+	// A link, unlike a rename, fails where the name is taken.
+	if err := os.Link(tmp, path); err != nil {
+		if errors.Is(err, fs.ErrExist) {
+			return fs.ErrExist
+		}
+		return err
+	}
+	return syncDir(dir)
+}
+
+// Write puts a file in the place of what is there.
+func Write(path string, text []byte, mode fs.FileMode) error {
+	return replace(path, text, mode, func() error { return nil })
+}
+
+// Swap puts a file in the place of one that still says was, which is nil for a file that
+// is not there yet; else it returns ErrChanged.
+func Swap(path string, was, text []byte, mode fs.FileMode) error {
+	return replace(path, text, mode, func() error {
+		now, err := os.ReadFile(path)
+		if err != nil && !(was == nil && errors.Is(err, fs.ErrNotExist)) {
+			return err
+		}
+		if !bytes.Equal(now, was) {
+			return ErrChanged
+		}
+		return nil
+	})
+}
+
+// tries is how often Edit begins again after somebody's change.
+const tries = 3
+
+// Edit puts what edit makes of a file, which has to be there, in its place, with mode
+// Private. It waits for nobody: where another process edits it, that is ErrBusy. Who
+// writes the file by hand knows nothing of that lock; then edit is called again with
+// what was written, and after a few times the error is ErrChanged. A link stays a link.
+func Edit(path string, edit func(was []byte) ([]byte, error)) error {
+	path, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return err
+	}
+	lock, err := Lock(path + ".lock")
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	var next []byte
+	for range tries {
+		var was []byte
+		if was, err = os.ReadFile(path); err != nil {
+			return err
+		}
+		if next, err = edit(was); err != nil {
+			return err
+		}
+		if err = Swap(path, was, next, Private); !errors.Is(err, ErrChanged) {
+			break
+		}
+	}
+	if err != nil {
+		return err
+	}
+	// Nobody may rely on what is not in the file.
+	if now, err := os.ReadFile(path); err != nil {
+		return err
+	} else if !bytes.Equal(now, next) {
+		return ErrChanged
+	}
+	return nil
+}
+
+// Lock takes the lock of that name, which is a file, for this process. It waits for
+// nobody: who was stopped while it held the lock must not stop others. Where it is taken
+// the error is ErrBusy. Closing the file frees it, and so does the end of the process.
+func Lock(name string) (*os.File, error) {
+	f, err := os.OpenFile(name, os.O_CREATE|os.O_RDWR, Private)
+	if err != nil {
+		return nil, err
+	}
+	taken, err := tryLock(f)
+	if err == nil && !taken {
+		err = ErrBusy
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+// replace renames a new file to path once check has passed.
+func replace(path string, text []byte, mode fs.FileMode, check func() error) error {
+	tmp, err := writeBeside(path, text, mode)
+	if err != nil {
+		return err
+	}
+	defer os.Remove(tmp) // gone already, once it is renamed
+	if err := check(); err != nil {
+		return err
+	}
+	if err := os.Rename(tmp, path); err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+// writeBeside writes text into a new file in the directory of path, syncs it and returns
+// its name.
+func writeBeside(path string, text []byte, mode fs.FileMode) (name string, err error) {
+	tmp, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-*") // it makes it 0600
+	if err != nil {
+		return "", err
+	}
+	if _, err = tmp.Write(text); err == nil && mode != Private {
+		err = tmp.Chmod(mode)
+	}
+	if err == nil {
+		err = tmp.Sync() // the name must not lead to less after a power failure
+	}
+	if closing := tmp.Close(); err == nil {
+		err = closing
+	}
+	if err != nil {
+		_ = os.Remove(tmp.Name())
+		return "", fmt.Errorf("writing beside %s: %w", path, err)
+	}
+	return tmp.Name(), nil
+}
+
+// syncDir makes a new name durable. Where directories cannot be synced, the file system
+// orders names itself or offers nothing better.
+func syncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	if err := d.Sync(); err != nil && !errors.Is(err, errors.ErrUnsupported) && !errors.Is(err, fs.ErrPermission) && !errors.Is(err, fs.ErrInvalid) {
+		return err
+	}
+	return nil
+}
