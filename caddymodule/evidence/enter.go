@@ -11,10 +11,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Enter records tokens of a request that has no commit of its own, parents first, and
-// what those in own are used for, all in one commit. What is recorded already stays as
-// it is. It returns once all of them stand in the tree under a signed head (facts of
-// level L3: sync).
+// Enter records tokens of a request that has no commit of its own, and what those in own
+// are used for, all in one commit. What is recorded already stays as it is. It returns
+// once all of them stand in the tree under a signed head (level L3, synchronously).
 //
 // An *ect.Error says that one was used for something else; of any other error nothing is
 // known.
@@ -65,7 +64,7 @@ func (e *Evidence) lacks(ctx context.Context, all, own []*ect.Token, use Use) (m
 			unbound = append(unbound, t)
 		}
 	}
-	return parentsFirst(missing), unbound, nil
+	return missing, unbound, nil
 }
 
 // enter is the commit of Enter.

@@ -17,10 +17,13 @@ type Telling struct {
 	links   []store.Write
 }
 
-// Tell takes tokens that callers have presented and drafts of our own into the ledger,
-// in their order. keep is the time before which they are not pruned.
+// Tell takes tokens that callers have presented into the ledger, parents first, and
+// behind them drafts of our own, in their order. keep is the time before which they are not pruned.
 func (e *Evidence) Tell(keep time.Time, tokens []*ect.Token, drafts ...*ect.Draft) (*Telling, error) {
 	t := &Telling{e: e, nodes: make([]ect.Node, 0, len(tokens)+len(drafts))}
+	if len(tokens) > 1 {
+		tokens = parentsFirst(tokens)
+	}
 	events := make([]ledger.Event, 0, len(tokens)+len(drafts))
 	for _, token := range tokens {
 		events = append(events, eventOf(token, keep))
