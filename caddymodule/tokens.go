@@ -255,6 +255,13 @@ func (h *Handler) verifySafe(r *http.Request) error {
 	if err != nil {
 		return storeClosed(err)
 	}
+	if way.ledgerFirst { // it writes, and the store must not close meanwhile
+		e, err := h.app.acquire()
+		if err != nil {
+			return storeClosed(err)
+		}
+		defer func() { _ = e.release() }() // closing the store logs its own errors
+	}
 	p, err := h.verifyTokens(way, r)
 	if err != nil {
 		return err

@@ -126,6 +126,50 @@ func TestLevel3ProvesBeforeForwarding(t *testing.T) {
 	}
 }
 
+// ECT level L3: the checkpoint that an upstream gets as a token can be proven too, also
+// where the caller has sent none. What the upstream tells of may name it as a parent.
+func TestLevel3ForwardedCheckpoint(t *testing.T) {
+	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
+	g := launch(t, setup{app: trusting(t, a, b) + level3, site: "agent_proxy " + upstream.addr + " {\n identity " + b.issuer.Identity() + "\n }"})
+	hold := newGate(t)
+	var moved atomic.Bool
+	wid := uuid.NewString()
+	upstream.on("/pay", func(w http.ResponseWriter, in *arrival) {
+		if !moved.Load() {
+			t.Error("the upstream has got a checkpoint that the ledger had not taken")
+		}
+		lines := in.Header.Values(ect.FieldName)
+		checkpoint, err := ect.ParseInsecure(lines[len(lines)-1])
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		told := b.issue(ect.Claims{
+			Workflow: wid, Action: "error", Parents: []string{checkpoint.ID()},
+			Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "timeout").Text(ect.MemberCheckpointID, ""),
+		})
+		w.Header().Set(ect.FieldName, told.Raw())
+		w.WriteHeader(http.StatusInternalServerError)
+	})
+	g.store.onCommit(func(batch []store.Write) error {
+		if isMove(batch) {
+			hold.pass()
+		}
+		return nil
+	})
+	bare := g.begin(request{path: "/pay", id: "bare"})
+	wait(t, hold.arrived, "the sequencer")
+	eventually(t, "the call waits for the ledger", func() bool { return waiting("ledger.(*Log).Wait") == 1 })
+	upstream.arrived("/pay", 0)
+	moved.Store(true)
+	hold.open()
+	if got := bare.answer(); got.status != http.StatusInternalServerError {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	g.call(with(a.issue(ect.Claims{Workflow: wid}), request{path: "/pay", id: "k"}))
+	g.settledView(a, wid, 5) // token, checkpoint, the upstream's error, node, error
+}
+
 // ECT level L3: what is unsigned, or has a parent that is neither in the ledger nor
 // there, is refused, whatever the method.
 func TestLevel3Refuses(t *testing.T) {
