@@ -164,7 +164,7 @@ func (a *App) Provision(ctx caddy.Context) error {
 func (a *App) provisionTokens() error {
 	if a.Identity == nil {
 		if a.Trust != nil {
-			return errors.New("agent_guard: trust: it needs an `identity`, which is what tokens name in their aud")
+			return a.Trust.lacksIdentity()
 		}
 		return nil
 	}

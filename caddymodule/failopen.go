@@ -25,6 +25,8 @@ func (x *exchange) failsOpen(err error) bool {
 		return false
 	case !x.verified && x.h.needsTokens(x.r):
 		return false // whose call it is, is not known
+	case x.story.way != nil && x.story.way.ledgerFirst && len(x.story.tokens.all) > 0:
+		return false // its tokens are good for nothing before they stand in the ledger
 	case x.engine == nil:
 		// The store could not be opened. Where it could and only the keys are refused,
 		// an earlier call may stand in it.

@@ -43,6 +43,10 @@ func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 			x.action.counts.Settled(guard.InDoubt)
 		}
 	}()
+	if err := x.prove(ctx); err != nil {
+		settled = true
+		return x.unproven(e, err)
+	}
 	f = x.forward(ctx, e, next)
 	outcome := x.judge(&f)
 	x.noted.outcome = outcome.Verdict
@@ -246,12 +250,7 @@ func (x *exchange) finish(f *forwarding, o guard.Outcome, unrecorded error) erro
 	case f.panicked != nil:
 		panic(f.panicked)
 	case unrecorded != nil:
-		x.h.logger.Error("the outcome of a call could not be recorded; it is in doubt",
-			zap.Stringer("key", x.call.Key), zap.Error(unrecorded))
-		x.unrecorded()
-		x.doubtful = true
-		x.note(statusInDoubt, "")
-		x.noted.outcome, x.noted.cause = guard.InDoubt, guard.CauseUnrecorded
+		x.outcomeLost(unrecorded)
 		x.abortIfSent()
 		f.rec.Reset()
 		return x.inDoubtAnswer(guard.CauseUnrecorded)
@@ -270,6 +269,16 @@ func (x *exchange) finish(f *forwarding, o guard.Outcome, unrecorded error) erro
 		return refusedByCircuit(f.err)
 	}
 	return x.inDoubtAnswer(o.Cause)
+}
+
+// outcomeLost notes that the store did not take the outcome of the call.
+func (x *exchange) outcomeLost(err error) {
+	x.h.logger.Error("the outcome of a call could not be recorded; it is in doubt",
+		zap.Stringer("key", x.call.Key), zap.Error(err))
+	x.unrecorded()
+	x.doubtful = true
+	x.note(statusInDoubt, "")
+	x.noted.outcome, x.noted.cause = guard.InDoubt, guard.CauseUnrecorded
 }
 
 // unrecorded tells of an execution whose outcome the store did not take.

@@ -156,10 +156,17 @@ func (x *exchange) keepTokens(found guard.Finding) error {
 	if _, err := x.reviewTokens(); err != nil || found.Standing == guard.Mismatch {
 		return err // a refusal is no step of the workflow
 	}
-	tokens := s.unrecorded()
-	if len(tokens) == 0 {
-		return nil
+	if tokens := s.unrecorded(); len(tokens) > 0 {
+		if err := x.recordTokens(found, tokens); err != nil {
+			return err
+		}
 	}
+	return x.proveRetry()
+}
+
+// recordTokens records tokens of a retry by a commit of their own.
+func (x *exchange) recordTokens(found guard.Finding, tokens []*ect.Token) error {
+	s := &x.story
 	ctx := x.r.Context()
 	now, err := x.engine.store.Now(ctx)
 	if err != nil {
@@ -177,6 +184,9 @@ func (x *exchange) keepTokens(found guard.Finding) error {
 	_, err = x.engine.store.Commit(ctx, told.Writes()...)
 	if conflict := (*store.Conflict)(nil); err != nil && !errors.As(err, &conflict) {
 		_ = told.Done(err)
+		if s.way.ledgerFirst {
+			return x.storeFailed(err)
+		}
 		x.h.logger.Warn("the tokens of a retry could not be recorded; it is answered all the same", zap.Stringer("key", x.call.Key), zap.Error(err))
 		return nil
 	}

@@ -39,7 +39,9 @@ type testimony struct {
 	evidence *evidence.Evidence
 	witness  *evidence.Witness
 	verifier *ect.Verifier // nil without trust
-	rollback string        // where a rollback is asked for
+	// ledgerFirst: tokens stand in the ledger before anybody relies on them (level L3).
+	ledgerFirst bool
+	rollback    string // where a rollback is asked for
 }
 
 // testify opens the ledger for a configuration.
@@ -74,6 +76,7 @@ func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slo
 	if way.verifier, err = t.verifier(i.Name, own, sources...); err != nil {
 		return nil, fmt.Errorf("agent_guard: trust: %w", err)
 	}
+	way.ledgerFirst = t.minLevel() == ect.L3
 	return way, nil
 }
 

@@ -244,7 +244,8 @@ func (h *Handler) needsTokens(r *http.Request) bool {
 }
 
 // verifySafe verifies the tokens of a request that changes nothing. It writes nothing:
-// what such tokens are used for is remembered in memory.
+// what such tokens are used for is remembered in memory. Only at level L3 they are
+// recorded before the request goes on.
 func (h *Handler) verifySafe(r *http.Request) error {
 	// What was verified on the way here would be taken for a second use.
 	if !h.needsTokens(r) || r.Context().Value(guardedBy{h.Name}) != nil || caddyhttp.GetVar(r.Context(), tokensVerified) == true {
@@ -253,6 +254,13 @@ func (h *Handler) verifySafe(r *http.Request) error {
 	way, err := h.app.testimony()
 	if err != nil {
 		return storeClosed(err)
+	}
+	if way.ledgerFirst { // it writes, and the store must not close meanwhile
+		e, err := h.app.acquire()
+		if err != nil {
+			return storeClosed(err)
+		}
+		defer func() { _ = e.release() }() // closing the store logs its own errors
 	}
 	p, err := h.verifyTokens(way, r)
 	if err != nil {
@@ -264,7 +272,9 @@ func (h *Handler) verifySafe(r *http.Request) error {
 	if err := way.spend(&p, r); err != nil {
 		return err
 	}
-	way.evidence.Seen(p.all)
+	if !way.ledgerFirst {
+		way.evidence.Seen(p.all)
+	}
 	caddyhttp.SetVar(r.Context(), tokensVerified, true)
 	return nil
 }
@@ -298,7 +308,7 @@ func (t *testimony) spend(p *presented, r *http.Request) error {
 	if err := p.inTime(); err != nil {
 		return err
 	}
-	if len(p.own) == 0 {
+	if len(p.all) == 0 {
 		return nil
 	}
 	request := r.Method + "\x00" + r.Host + "\x00" + r.URL.RequestURI()
@@ -308,7 +318,7 @@ func (t *testimony) spend(p *presented, r *http.Request) error {
 	use := evidence.Use(sha256.Sum256([]byte(request)))
 	for _, token := range p.own {
 		standing, err := t.evidence.Take(token, use, time.Now())
-		if err != nil {
+		if err != nil && !t.ledgerFirst { // else the store remembers
 			return refusedToken(err)
 		}
 		if standing == evidence.Unused {
@@ -323,6 +333,9 @@ func (t *testimony) spend(p *presented, r *http.Request) error {
 		if standing == evidence.Other {
 			return replayedToken()
 		}
+	}
+	if t.ledgerFirst {
+		return t.enter(r, p, use)
 	}
 	return nil
 }

@@ -33,7 +33,9 @@ type Trust struct {
 	Algorithms []string `json:"algorithms,omitempty"`
 
 	// `L1` accepts tokens without a signature too; only where the connection itself
-	// proves who sends them. Default: `L2`.
+	// proves who sends them. `L3` accepts a signed token once it stands in the gateway's
+	// ledger, and can be proven to: nothing goes on before that, and after 5 s without
+	// it the request gets 503. It excludes `allow_partial`. Default: `L2`.
 	MinLevel string `json:"min_level,omitempty"`
 
 	// By how much clocks may differ. Default: 30s.
@@ -102,8 +104,27 @@ func (t *Trust) provision(own string, logger *zap.Logger) error {
 	if t.MaxParents > ledger.MaxParents {
 		return fmt.Errorf("max_parents: %d; the ledger takes tokens with at most %d", t.MaxParents, ledger.MaxParents)
 	}
+	if err := t.checkLevel(); err != nil {
+		return err
+	}
 	_, err := t.verifier("urn:agent-guard:check", []string{own}, t.sources...)
 	return err
+}
+
+// checkLevel holds that other options leave the level what it is.
+func (t *Trust) checkLevel() error {
+	if t.AllowPartial && t.minLevel() == ect.L3 {
+		return errors.New("`min_level L3` and `allow_partial` exclude each other: at L3 every parent stands in the ledger; leave one of them out")
+	}
+	return nil
+}
+
+// lacksIdentity says what an app without an identity, and so without a ledger, lacks.
+func (t *Trust) lacksIdentity() error {
+	if t.minLevel() == ect.L3 {
+		return errors.New("agent_guard: trust: `min_level L3` needs an `identity`: only with one there is a ledger for tokens to stand in")
+	}
+	return errors.New("agent_guard: trust: it needs an `identity`, which is what tokens name in their aud")
 }
 
 // algorithms are what is accepted: by default ES256, and what the gateway signs and has
@@ -182,14 +203,27 @@ func (t *Trust) verifier(identity string, own []string, sources ...ect.Source) (
 		}
 		policy.Algorithms = append(policy.Algorithms, algorithm)
 	}
+	if policy.MinLevel = t.minLevel(); policy.MinLevel == 0 {
+		return nil, fmt.Errorf("min_level: %w", oneOf(t.MinLevel, levelNames...))
+	}
+	// The commit of the call, or one before the request goes on, takes the tokens.
+	policy.CallerAppends = policy.MinLevel == ect.L3
+	return ect.NewVerifier(policy)
+}
+
+var levelNames = []string{"L1", "L2", "L3"}
+
+// minLevel is the lowest level that passes; zero where there is no such level.
+func (t *Trust) minLevel() ect.Level {
 	switch strings.ToUpper(t.MinLevel) {
 	case "", "L2":
+		return ect.L2
 	case "L1":
-		policy.MinLevel = ect.L1
-	default:
-		return nil, fmt.Errorf("min_level: %w", oneOf(t.MinLevel, "L1", "L2"))
+		return ect.L1
+	case "L3":
+		return ect.L3
 	}
-	return ect.NewVerifier(policy)
+	return 0
 }
 
 // parseTrust reads
@@ -201,7 +235,7 @@ func (t *Trust) verifier(identity string, own []string, sources ...ect.Source) (
 //		jwks_url      <url>  [<owner>]
 //		audience      <names...>
 //		algorithms    <ES256 | ES384 | EdDSA>...
-//		min_level     L1 | L2
+//		min_level     L1 | L2 | L3
 //		skew          <duration>
 //		max_age       <duration>
 //		max_life      <duration>
@@ -231,7 +265,7 @@ func parseTrust(d *caddyfile.Dispenser, a *App) error {
 	if len(at) == 1 {
 		return errors.New("it trusts nobody; name keys with `jwks_file` or `jwks_url`")
 	}
-	return nil
+	return a.Trust.checkLevel()
 }
 
 // parseKeySource reads a place of keys and, where one is given, their owner.
@@ -296,8 +330,8 @@ func trustOptions() options[*Trust] {
 			}
 			return nil
 		}},
-		"min_level": {usage: "min_level L1 | L2", parse: func(d dispenser, t *Trust) error {
-			return parseChoice(d, &t.MinLevel, "L1", "L2")
+		"min_level": {usage: "min_level L1 | L2 | L3", parse: func(d dispenser, t *Trust) error {
+			return parseChoice(d, &t.MinLevel, levelNames...)
 		}},
 		"skew":            duration("skew", func(t *Trust) *caddy.Duration { return &t.Skew }),
 		"max_age":         duration("max_age", func(t *Trust) *caddy.Duration { return &t.MaxAge }),

@@ -7,6 +7,26 @@ import (
 	"go.uber.org/zap"
 )
 
+// Level L3 needs a ledger with every parent in it: what takes that away is refused, and
+// the error names it.
+func TestLevel3Needs(t *testing.T) {
+	trust := Trust{Keys: []KeySource{{URL: "http://localhost:1/jwks"}}, MinLevel: "L3"}
+	if err := trust.provision("ES256", zap.NewNop()); err != nil {
+		t.Error(err)
+	}
+	trust.AllowPartial = true
+	holds := func(err error, names ...string) {
+		t.Helper()
+		for _, name := range names {
+			if err == nil || !strings.Contains(err.Error(), name) {
+				t.Errorf("%v does not name %s", err, name)
+			}
+		}
+	}
+	holds(trust.provision("ES256", zap.NewNop()), "min_level L3", "allow_partial")
+	holds((&App{Trust: &trust}).provisionTokens(), "min_level L3", "identity", "ledger")
+}
+
 // A token with more parents than the ledger takes could be verified and never recorded:
 // each of its calls would get 503.
 func TestMaxParentsIsWhatTheLedgerTakes(t *testing.T) {

@@ -381,6 +381,7 @@ type problemDoc struct {
 	Detail      string `json:"detail"`
 	ExecutionID string `json:"execution_id"`
 	State       string `json:"state"`
+	Reason      string `json:"reason"`
 	SafeNewKey  *bool  `json:"safe_new_key"`
 	StatusURL   string `json:"status_url"`
 	Error       *struct {

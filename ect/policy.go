@@ -51,8 +51,12 @@ type Policy struct {
 	// Replays remembers the ids that were seen. Without, the caller does, in the
 	// commit that the token is used for.
 	Replays Replays
-	// Ledger makes tokens L3; it is required where MinLevel is.
+	// Ledger makes tokens L3. Where MinLevel is L3, it is required, or CallerAppends.
 	Ledger Ledger
+	// CallerAppends says that the caller takes the tokens into the ledger itself, in the
+	// commit that they are used for and before anybody relies on them. They are told to
+	// be L2: only the caller knows when they are more. It excludes Ledger.
+	CallerAppends bool
 }
 
 // Ledger is the audit ledger that a token of level L3 stands in.
@@ -82,8 +86,11 @@ func NewVerifier(p Policy) (*Verifier, error) {
 	if p.MinLevel > L3 {
 		return nil, fmt.Errorf("ect: there is no level %d", p.MinLevel)
 	}
-	if p.MinLevel == L3 && p.Ledger == nil {
+	if p.MinLevel == L3 && p.Ledger == nil && !p.CallerAppends {
 		return nil, errors.New("ect: level L3 needs a ledger")
+	}
+	if p.CallerAppends && p.Ledger != nil {
+		return nil, errors.New("ect: tokens are appended to the ledger by the verifier or by its caller, not by both")
 	}
 	if len(p.Algorithms) == 0 {
 		p.Algorithms = []Algorithm{ES256}

@@ -423,6 +423,40 @@ func TestL3(t *testing.T) {
 	}
 }
 
+// TestL3ByTheCaller: who records tokens in the commit that they are used for gets them as
+// L2, and only with parents that are recorded or come along.
+func TestL3ByTheCaller(t *testing.T) {
+	policy := func(p *ect.Policy) { p.MinLevel, p.CallerAppends = ect.L3, true }
+	f := newFamily(t, policy)
+	send := func(n int, parents ...string) string {
+		return f.a.send(t, f.a.header(), with(map[string]any{"jti": id(n), "par": append([]string{}, parents...)}))
+	}
+	verify := func(raws ...string) error {
+		tokens, err := f.v.VerifyAll(t.Context(), raws, ect.Presentation{Now: at, DAG: f.g})
+		for _, token := range tokens {
+			if token.Level() != ect.L2 {
+				t.Errorf("nobody has recorded it, and it is %v", token.Level())
+			}
+		}
+		return err
+	}
+	f.g.add(ect.Node{ID: id(1), Workflow: workflow, Level: ect.L3})
+	f.g.add(ect.Node{ID: id(2), Workflow: workflow, Level: ect.L2})
+	if err := verify(send(3, id(1))); err != nil {
+		t.Error(err)
+	}
+	wantCode(t, verify(send(4, id(2))), ect.CodeLevel)
+	wantCode(t, verify(send(5, id(9))), ect.CodeParentUnknown)
+	if err := verify(send(5, id(9)), send(9)); err != nil {
+		t.Error(err)
+	}
+	set := parseSet(t, clinical, f.a.jwk(t, nil))
+	both := ect.Policy{Audience: []string{gateway}, Sources: []ect.Source{set}, Ledger: &book{}, CallerAppends: true}
+	if _, err := ect.NewVerifier(both); err == nil {
+		t.Error("appended by two")
+	}
+}
+
 // down is a source that knows nothing at the moment.
 type down struct{}
 

@@ -203,12 +203,13 @@ func (e *Evidence) find(ctx context.Context, workflow, id string) (ect.Node, boo
 	return n, true, nil
 }
 
-// nodeOf is an entry as the graph knows it. What was recorded had been verified.
+// nodeOf is an entry as the graph knows it. What was recorded had been verified; what
+// carries a signature besides is of level L3, since it stands in the ledger.
 func nodeOf(entry *ledger.Entry) ect.Node {
 	n := ect.Node{
-		ID: entry.ID, Workflow: entry.Workflow, IssuedAt: entry.Time, Parents: entry.Parents, Level: ect.L2,
+		ID: entry.ID, Workflow: entry.Workflow, IssuedAt: entry.Time, Parents: entry.Parents, Level: ect.L3,
 	}
-	if !strings.Contains(string(entry.Payload), ".") {
+	if entry.Unsigned || !strings.Contains(string(entry.Payload), ".") {
 		n.Level = ect.L1
 	}
 	if !entry.Unsigned {

@@ -17,14 +17,17 @@ type Telling struct {
 	links   []store.Write
 }
 
-// Tell takes tokens that callers have presented and drafts of our own into the ledger,
-// in their order. keep is the time before which they are not pruned.
+// Tell takes tokens that callers have presented into the ledger, parents first, and
+// behind them drafts of our own, in their order. keep is the time before which they are not pruned.
 func (e *Evidence) Tell(keep time.Time, tokens []*ect.Token, drafts ...*ect.Draft) (*Telling, error) {
 	t := &Telling{e: e, nodes: make([]ect.Node, 0, len(tokens)+len(drafts))}
+	if len(tokens) > 1 {
+		tokens = parentsFirst(tokens)
+	}
 	events := make([]ledger.Event, 0, len(tokens)+len(drafts))
 	for _, token := range tokens {
 		events = append(events, eventOf(token, keep))
-		t.nodes = append(t.nodes, token.Node())
+		t.nodes = append(t.nodes, recorded(token))
 	}
 	for _, d := range drafts {
 		events = append(events, ledger.Event{
@@ -65,9 +68,21 @@ func promised(token *ect.Token) time.Time {
 	return token.IssuedAt().Add(time.Duration(min(seconds, longestPromise.Seconds()) * float64(time.Second)))
 }
 
+// recorded is a presented token as the graph knows it from its commit on.
+func recorded(t *ect.Token) ect.Node {
+	n := t.Node()
+	if n.Level < ect.L2 {
+		return n
+	}
+	if n.Level = ect.L3; n.Weakest > 0 {
+		n.Weakest = t.Lineage().Weakest
+	}
+	return n
+}
+
 // node is a draft as the graph knows it, before it is signed.
 func (e *Evidence) node(d *ect.Draft) ect.Node {
-	n := ect.Node{ID: d.ID(), Workflow: d.Workflow(), IssuedAt: d.IssuedAt(), Parents: d.Parents(), Level: ect.L2, Weakest: ect.L2}
+	n := ect.Node{ID: d.ID(), Workflow: d.Workflow(), IssuedAt: d.IssuedAt(), Parents: d.Parents(), Level: ect.L3, Weakest: ect.L3}
 	for _, id := range n.Parents {
 		parent, ok := e.recent.find(n.Workflow, id)
 		if !ok || parent.Weakest == 0 {

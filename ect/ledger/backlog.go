@@ -202,6 +202,13 @@ func (q *queue) moved(own []uint64, foreign int) {
 	q.shrink()
 }
 
+// next is closed when the sequencer has moved something, or has ended.
+func (q *queue) next() <-chan struct{} {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.changed
+}
+
 // shrink wakes those who wait for less. It is called with mu held.
 func (q *queue) shrink() {
 	close(q.changed)

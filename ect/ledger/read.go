@@ -6,7 +6,6 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -142,20 +141,20 @@ func (l *Log) account(ctx context.Context, value []byte) (Entry, error) {
 // shown waits until the newest head covers an entry of this log: it is shown a moment
 // after the commit that both stand in.
 func (l *Log) shown(ctx context.Context, e *Entry) error {
-	for e.Log == l.options.Origin && l.Head().Size <= e.Index {
+	for {
+		moved := l.queue.next() // before the look, so that nothing is missed
+		if e.Log != l.options.Origin || l.now.Load().size > e.Index {
+			return nil
+		}
 		select {
-		case <-time.After(headPause):
+		case <-moved:
 		case <-l.stopped:
 			return nil
 		case <-ctx.Done():
 			return ctx.Err()
 		}
 	}
-	return nil
 }
-
-// headPause is about how long a head takes from its commit until it is shown.
-const headPause = time.Millisecond
 
 // Wait waits until an event that was recorded is in the tree, and returns its entry. The
 // newest head covers it then.

@@ -1,0 +1,319 @@
+package e2e
+
+import (
+	"encoding/base64"
+	"net/http"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/google/uuid"
+	"golang.org/x/mod/sumdb/note"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+const level3 = "\n trust {\n min_level L3\n }"
+
+// proves holds that the ledger can prove a token: its entry with a receipt, and the
+// inclusion proof by itself.
+func (g *gateway) proves(a *agent, token *ect.Token) {
+	g.t.Helper()
+	got := g.get(a, "ledger/entries?jti="+token.ID()+"&wid="+token.Workflow())
+	if got.status != http.StatusOK {
+		g.t.Errorf("the entry of %s: %d %s", token.Action(), got.status, got.body)
+		return
+	}
+	entry := document[struct {
+		Token   string
+		Leaf    []byte
+		Receipt *ledger.Receipt
+	}](g.t, got)
+	head := document[struct{ Origin, Key string }](g.t, g.get(a, "ledger/head"))
+	key, err := note.NewVerifier(head.Key)
+	if err != nil {
+		g.t.Error(err)
+		return
+	}
+	if entry.Token != token.Raw() || entry.Receipt == nil {
+		g.t.Errorf("of %s the ledger has %s", token.Action(), got.body)
+		return
+	}
+	if _, err := entry.Receipt.Check(entry.Leaf, head.Origin, note.VerifierList(key)); err != nil {
+		g.t.Error(err)
+	}
+	if got := g.get(a, "ledger/proof?index="+strconv.FormatInt(entry.Receipt.Index, 10)); got.status != http.StatusOK {
+		g.t.Errorf("the inclusion proof: %d %s", got.status, got.body)
+	}
+}
+
+// isMove reports whether a commit moves events into the ledger's tree: it takes them
+// from the outbox.
+func isMove(batch []store.Write) bool {
+	for i := range batch {
+		if batch[i].Delete && batch[i].Key[0] == 'l' {
+			return true
+		}
+	}
+	return false
+}
+
+// ECT level L3: nobody relies on a token before it stands in the ledger. The upstream
+// sees a request once its token can be proven, and not while the sequencer is held up.
+func TestLevel3ProvesBeforeForwarding(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
+	wid := uuid.NewString()
+	parent := a.issue(ect.Claims{Workflow: wid, Action: "plan"})
+	token := a.issue(ect.Claims{Workflow: wid, Parents: []string{parent.ID()}})
+	look := a.issue(ect.Claims{Workflow: wid, Action: "look"})
+	hold := newGate(t)
+	var moved atomic.Bool
+	shows := func(tokens ...*ect.Token) func(http.ResponseWriter, *arrival) {
+		return func(w http.ResponseWriter, _ *arrival) {
+			if !moved.Load() {
+				t.Error("the upstream was called while the ledger had not taken the token")
+			}
+			for _, token := range tokens {
+				g.proves(a, token)
+			}
+			w.WriteHeader(http.StatusCreated)
+		}
+	}
+	upstream.on("/pay", shows(parent, token))
+	upstream.on("/balance", shows(look))
+	g.store.onCommit(func(batch []store.Write) error {
+		if isMove(batch) {
+			hold.pass()
+		}
+		return nil
+	})
+	call := g.begin(request{path: "/pay", header: map[string]string{ect.FieldName: token.Raw() + ", " + parent.Raw()}})
+	read := g.begin(with(look, request{method: "GET", path: "/balance"}))
+	wait(t, hold.arrived, "the sequencer")
+	eventually(t, "both wait for the ledger", func() bool { return waiting("ledger.(*Log).Wait") == 2 })
+	if upstream.total() != 0 {
+		t.Errorf("%d requests arrived", upstream.total())
+	}
+	moved.Store(true)
+	hold.open()
+	for _, p := range []*pending{call, read} {
+		if got := p.answer(); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+	}
+
+	// The same call with the same token is a replay, any other use is none.
+	r := request{path: "/pay", header: map[string]string{ect.FieldName: token.Raw() + ", " + parent.Raw()}}
+	if got := g.call(r); got.header.Get("Execution-Status") != "replayed" {
+		t.Errorf("%d %v %s", got.status, got.header, got.body)
+	}
+	g.call(with(token, request{path: "/else"})).refusedFor(t, 403, "replayed")
+	upstream.arrived("/pay", 1)
+	upstream.arrived("/else", 0)
+
+	// What follows names parents that stand in the ledger, a token or the gateway's own.
+	next := a.issue(ect.Claims{Workflow: wid, Parents: []string{token.ID(), call.answer().header.Get("Execution-Checkpoint")}})
+	upstream.on("/next", func(w http.ResponseWriter, _ *arrival) {
+		g.proves(a, next)
+		w.WriteHeader(http.StatusCreated)
+	})
+	if got := g.call(with(next, request{path: "/next"})); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+}
+
+// ECT level L3: the checkpoint that an upstream gets as a token can be proven too, also
+// where the caller has sent none. What the upstream tells of may name it as a parent.
+func TestLevel3ForwardedCheckpoint(t *testing.T) {
+	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
+	g := launch(t, setup{app: trusting(t, a, b) + level3, site: "agent_proxy " + upstream.addr + " {\n identity " + b.issuer.Identity() + "\n }"})
+	hold := newGate(t)
+	var moved atomic.Bool
+	wid := uuid.NewString()
+	upstream.on("/pay", func(w http.ResponseWriter, in *arrival) {
+		if !moved.Load() {
+			t.Error("the upstream has got a checkpoint that the ledger had not taken")
+		}
+		lines := in.Header.Values(ect.FieldName)
+		checkpoint, err := ect.ParseInsecure(lines[len(lines)-1])
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		told := b.issue(ect.Claims{
+			Workflow: wid, Action: "error", Parents: []string{checkpoint.ID()},
+			Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "timeout").Text(ect.MemberCheckpointID, ""),
+		})
+		w.Header().Set(ect.FieldName, told.Raw())
+		w.WriteHeader(http.StatusInternalServerError)
+	})
+	g.store.onCommit(func(batch []store.Write) error {
+		if isMove(batch) {
+			hold.pass()
+		}
+		return nil
+	})
+	bare := g.begin(request{path: "/pay", id: "bare"})
+	wait(t, hold.arrived, "the sequencer")
+	eventually(t, "the call waits for the ledger", func() bool { return waiting("ledger.(*Log).Wait") == 1 })
+	upstream.arrived("/pay", 0)
+	moved.Store(true)
+	hold.open()
+	if got := bare.answer(); got.status != http.StatusInternalServerError {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	g.call(with(a.issue(ect.Claims{Workflow: wid}), request{path: "/pay", id: "k"}))
+	g.settledView(a, wid, 5) // token, checkpoint, the upstream's error, node, error
+}
+
+// ECT level L3: what is unsigned, or has a parent that is neither in the ledger nor
+// there, is refused, whatever the method.
+func TestLevel3Refuses(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
+	unsigned := base64.RawURLEncoding.EncodeToString([]byte(a.issue(ect.Claims{}).Payload()))
+	orphan := a.issue(ect.Claims{Parents: []string{uuid.NewString()}}).Raw()
+	for _, method := range []string{"POST", "GET"} {
+		for field, reason := range map[string]string{unsigned: "level", orphan: "parent-unknown"} {
+			r := request{method: method, path: "/pay", header: map[string]string{ect.FieldName: field}}
+			g.call(r).refusedFor(t, 403, reason)
+		}
+	}
+	if upstream.total() != 0 {
+		t.Errorf("%d calls arrived", upstream.total())
+	}
+}
+
+// ECT level L3: the token of a request that changes nothing stands in the ledger before
+// the request goes on, and what it was used for is known after a restart.
+func TestLevel3RecordsSafeRequests(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	s := setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr}
+	g := launch(t, s)
+	wid := uuid.NewString()
+	look := a.issue(ect.Claims{Workflow: wid, Action: "look"})
+	upstream.on("/balance", func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(http.StatusOK) })
+	same := with(look, request{method: "GET", path: "/balance", host: "gateway.example"}) // the port changes
+	var all sync.WaitGroup
+	for range 4 {
+		all.Go(func() {
+			if got := g.call(same); got.status != http.StatusOK {
+				t.Errorf("%d %s", got.status, got.body)
+			}
+		})
+	}
+	all.Wait()
+	g.proves(a, look)
+	others := []request{{path: "/pay"}, {method: "GET", path: "/else"}}
+	for _, r := range others {
+		g.call(with(look, r)).refusedFor(t, 403, "replayed")
+	}
+	stop(t)
+	s.store = g.store
+	g = launch(t, s)
+	for _, r := range others {
+		g.call(with(look, r)).refusedFor(t, 403, "replayed")
+	}
+	if got := g.call(same); got.status != http.StatusOK {
+		t.Errorf("a retry: %d %s", got.status, got.body)
+	}
+	upstream.arrived("/pay", 0)
+	upstream.arrived("/else", 0)
+	pay := a.issue(ect.Claims{Workflow: wid, Parents: []string{look.ID()}})
+	if got := g.call(with(pay, request{path: "/pay"})); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+}
+
+// ECT level L3, P4: of two uses at once one is refused, guarded or not.
+func TestLevel3TokenHasOneUse(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr, badger: true})
+	for range 3 {
+		token := a.issue(ect.Claims{Workflow: uuid.NewString()})
+		before := upstream.total()
+		var passed atomic.Int64
+		var all sync.WaitGroup
+		for n := range 12 {
+			all.Go(func() {
+				r := request{path: "/pay", id: uuid.NewString()}
+				if n%2 == 0 {
+					r = request{method: "GET", path: "/balance?n=" + strconv.Itoa(n)}
+				}
+				if got := g.call(with(token, r)); got.status == http.StatusCreated {
+					passed.Add(1)
+				} else {
+					got.refusedFor(t, 403, "replayed")
+				}
+			})
+		}
+		all.Wait()
+		if passed.Load() != 1 || upstream.total() != before+1 {
+			t.Errorf("%d passed, %d arrived", passed.Load(), upstream.total()-before)
+		}
+	}
+}
+
+// ECT level L3, P4: a ledger that takes nothing lets nothing on. The key of a call is
+// free afterwards, and its token is good for it.
+func TestLevel3LedgerFails(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr + " {\n fail_open\n }"})
+	wid := uuid.NewString()
+	done := with(a.issue(ect.Claims{Workflow: wid}), request{path: "/done", id: "done"})
+	if got := g.call(done); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	calls := []request{
+		with(a.issue(ect.Claims{Workflow: wid}), request{path: "/pay", id: "k"}),
+		with(a.issue(ect.Claims{Workflow: wid, Action: "look"}), request{method: "GET", path: "/balance"}),
+		with(a.issue(ect.Claims{Workflow: wid}), request{path: "/done", id: "done"}), // a retry with a new token
+	}
+	refused := func(r request, slug string) {
+		t.Helper()
+		doc := g.call(r).retryable(t, 503, slug)
+		if slug == "ect-unavailable" && doc.Reason != "ledger_unavailable" {
+			t.Errorf("%s %s: reason %q", r.method, r.path, doc.Reason)
+		}
+	}
+	t.Run("nothing is written", func(t *testing.T) {
+		g.store.failCommits(errBroken)
+		defer g.store.onCommit(nil)
+		refused(calls[0], "store-unavailable")
+		refused(calls[1], "ect-unavailable")
+		refused(calls[2], "store-unavailable")
+		// What was proven before is answered.
+		if got := g.call(done); got.header.Get("Execution-Status") != "replayed" {
+			t.Errorf("%d %s", got.status, got.body)
+		}
+	})
+	t.Run("nothing gets its place", func(t *testing.T) {
+		g.store.onCommit(func(batch []store.Write) error {
+			if isMove(batch) {
+				return errBroken
+			}
+			return nil
+		})
+		defer g.store.onCommit(nil)
+		var all sync.WaitGroup
+		for _, r := range calls {
+			all.Go(func() { refused(r, "ect-unavailable") })
+		}
+		all.Wait()
+	})
+	if upstream.total() != 1 {
+		t.Errorf("%d calls arrived, want that before the failure", upstream.total())
+	}
+	for i, want := range []string{"executed", "", "replayed"} {
+		got := g.call(calls[i])
+		if got.status != http.StatusCreated || got.header.Get("Execution-Status") != want {
+			t.Errorf("%s: %d %v %s", calls[i].path, got.status, got.header, got.body)
+		}
+	}
+	upstream.arrived("/pay", 1)
+	upstream.arrived("/done", 1)
+}
