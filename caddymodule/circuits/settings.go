@@ -26,6 +26,14 @@ import (
 // statuses of `failure_status`, an answer that is cut off, and what `in_band` names.
 // 429 is in no rate, but fails a probe. Callers that leave and the gateway's own
 // refusals say nothing about the upstream. Health checks of `reverse_proxy` pass by.
+//
+// An answer of gRPC is judged by its `grpc-status` as well, in the header or trailer, as
+// by the HTTP status that means the same: with `failure_status` 5, UNKNOWN (500),
+// DEADLINE_EXCEEDED (504), UNIMPLEMENTED (501), INTERNAL (500), UNAVAILABLE (503) and
+// DATA_LOSS (500) are failures; RESOURCE_EXHAUSTED is 429. CANCELLED (499), and
+// DEADLINE_EXCEEDED once the request's own `grpc-timeout` has passed, say nothing about
+// the upstream. A probe is judged by the first message, or the status where there is
+// none. The status of gRPC-Web is read where it is in the header, not in the body.
 type Settings struct {
 	// Turns the breakers of this transport off. Default: false.
 	Off bool `json:"off,omitempty"`
@@ -82,7 +90,8 @@ type Settings struct {
 	// refuses every call; `forced_closed` none. Default: `auto`.
 	Mode breaker.Mode `json:"mode,omitempty"`
 
-	// The statuses that are failures; one digit is a class. Default: 5.
+	// The statuses that are failures, of HTTP and of gRPC by what they map to; one digit
+	// is a class. Default: 5.
 	FailureStatus []int `json:"failure_status,omitempty"`
 
 	// Which answers are failures although their status is good: those that match any
