@@ -101,6 +101,15 @@ type Settings struct {
 	// The identities of upstreams by their address, a URI each, by which tokens and
 	// documents name them. Default: the address itself.
 	Downstream map[string]string `json:"downstream,omitempty"`
+
+	// A probe closes the breaker only if the upstream's identity in `downstream` has
+	// answered it: by the certificate of a TLS connection, verified, with the identity
+	// among its URIs; or by a token of its in the field `Execution-Context` of the
+	// answer, which the app's `trust` verifies, which was made since the probe was sent,
+	// and which was never used before. Any other answer fails the probe, and goes to its
+	// caller unchanged. Every upstream that is known needs an identity; one that is not
+	// known has none to be held to. Default: false.
+	VerifyProbe bool `json:"verify_probe,omitempty"`
 }
 
 // settings are Settings that were checked.
@@ -113,10 +122,19 @@ type settings struct {
 
 // Validate checks the settings. Errors name the option.
 func (s *Settings) Validate() error {
-	_, err := s.check()
+	_, err := s.checkAll()
 	return err
 }
 
+// checkAll checks the options, and how they go together.
+func (s *Settings) checkAll() (*settings, error) {
+	if s.VerifyProbe && len(s.Downstream) == 0 {
+		return nil, errors.New("verify_probe: there is no identity to hold answers to; name the upstreams' with downstream")
+	}
+	return s.check()
+}
+
+// check checks the options one by one.
 func (s *Settings) check() (*settings, error) {
 	c := &settings{statuses: s.FailureStatus, downstream: map[string]string{}}
 	if s.Mode > breaker.ForcedClosed {

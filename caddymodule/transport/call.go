@@ -30,6 +30,8 @@ type call struct {
 	upload *upload // of a request whose body comes from the client
 	// impatient says that the deadline is the caller's own.
 	impatient bool
+	// identity is who must answer, of a probe that is verified; else empty.
+	identity string
 
 	io.ReadCloser // the answer's body; nil before
 	res           *http.Response
@@ -80,6 +82,10 @@ func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 		return res, err
 	}
 	if outcome, over := c.header(res); over {
+		c.settle(outcome)
+		return res, nil
+	}
+	if outcome, over := c.foreign(res); over {
 		c.settle(outcome)
 		return res, nil
 	}
