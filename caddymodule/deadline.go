@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 )
 
 // headerRequestTimeout is where callers say how long they wait, in seconds.
@@ -34,7 +36,7 @@ func callersTime(h http.Header, field string) (time.Duration, bool) {
 			return d, true
 		}
 	}
-	return parseGRPCTimeout(h.Get("Grpc-Timeout"))
+	return circuits.ParseGRPCTimeout(h.Get("Grpc-Timeout"))
 }
 
 // parseSeconds reads a number of seconds, or a duration with a unit.
@@ -49,19 +51,4 @@ func parseSeconds(text string) (time.Duration, bool) {
 		return 0, false
 	}
 	return time.Duration(math.Ceil(seconds * float64(time.Second))), true
-}
-
-// parseGRPCTimeout reads the field of gRPC: at most eight digits and a unit.
-func parseGRPCTimeout(text string) (time.Duration, bool) {
-	if len(text) < 2 || len(text) > 9 {
-		return 0, false
-	}
-	unit, known := map[byte]time.Duration{
-		'H': time.Hour, 'M': time.Minute, 'S': time.Second, 'm': time.Millisecond, 'u': time.Microsecond, 'n': time.Nanosecond,
-	}[text[len(text)-1]]
-	n, err := strconv.ParseUint(text[:len(text)-1], 10, 32)
-	if !known || err != nil || n == 0 || n > uint64(longest/unit) {
-		return 0, false
-	}
-	return time.Duration(n) * unit, true
 }

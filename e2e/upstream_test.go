@@ -47,6 +47,19 @@ func newH2CUpstream(t *testing.T) *upstream {
 	return u
 }
 
+// newTLSUpstream runs an upstream on HTTP/1 over TLS, whose certificate nobody knows.
+func newTLSUpstream(t *testing.T) *upstream {
+	t.Helper()
+	u := makeUpstream(t)
+	server := httptest.NewTLSServer(u)
+	u.addr = server.Listener.Addr().String()
+	t.Cleanup(func() {
+		server.CloseClientConnections()
+		server.Close()
+	})
+	return u
+}
+
 func makeUpstream(t *testing.T) *upstream {
 	return &upstream{t: t, seen: map[string][]*arrival{}, handlers: map[string]func(http.ResponseWriter, *arrival){}}
 }

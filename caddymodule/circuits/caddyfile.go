@@ -31,6 +31,7 @@ import (
 //		in_band       header <field> [<value>]
 //		in_band       sse_error
 //		downstream    <address> <uri>
+//		verify_probe
 //	}
 //
 // in_band and downstream may stand several times. Statuses are like 503, or 5xx for a
@@ -67,13 +68,16 @@ func (s *Settings) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 		}
 		err := o.parse(s, args)
 		if err == nil {
-			err = s.Validate()
+			_, err = s.check()
 		} else {
 			err = fmt.Errorf("%s: %w", name, err)
 		}
 		if err != nil {
 			return d.Errf("breaker: %v", err)
 		}
+	}
+	if err := s.Validate(); err != nil {
+		return d.Errf("breaker: %v", err)
 	}
 	return nil
 }
@@ -110,6 +114,7 @@ var options = map[string]option{
 		return duration(a[0], &s.Cooldown)
 	}},
 	"by_operation": {parse: func(s *Settings, _ []string) error { s.ByOperation = true; return nil }},
+	"verify_probe": {parse: func(s *Settings, _ []string) error { s.VerifyProbe = true; return nil }},
 	"probe_prefer": {usage: "off|<duration>", least: 1, most: 1, parse: func(s *Settings, a []string) error {
 		if a[0] == "off" {
 			s.ProbePrefer = -1
@@ -149,7 +154,7 @@ var options = map[string]option{
 
 // names are the options' names, for errors.
 const names = "by_operation, consecutive, cooldown, downstream, failure, in_band, jitter, min_volume, mode, " +
-	"patience, probe_prefer, probe_timeout, slow, threshold, window"
+	"patience, probe_prefer, probe_timeout, slow, threshold, verify_probe, window"
 
 func inBand(s *Settings, a []string) error {
 	var b InBand

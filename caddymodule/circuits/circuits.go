@@ -8,6 +8,7 @@
 package circuits
 
 import (
+	"fmt"
 	"net/http"
 	"slices"
 	"strings"
@@ -35,9 +36,10 @@ type Circuits struct {
 
 // Open holds the process's breakers for a transport with these settings, which must be
 // let go with Close. upstreams are those that it is known to lead to, as Caddy dials
-// them; more says that there may be others. It fails on settings that Validate refuses.
+// them; more says that there may be others. It fails on settings that Validate refuses,
+// and with VerifyProbe on an upstream that is known and has no identity.
 func Open(s Settings, upstreams []string, more bool) (*Circuits, error) {
-	checked, err := s.check()
+	checked, err := s.checkAll()
 	if err != nil {
 		return nil, err
 	}
@@ -48,6 +50,9 @@ func Open(s Settings, upstreams []string, more bool) (*Circuits, error) {
 		if err != nil || strings.Contains(dial, "{") {
 			c.open = true
 			continue
+		}
+		if s.VerifyProbe && checked.downstream[address] == "" {
+			return nil, fmt.Errorf("verify_probe: %s has no identity to hold answers to; name it with downstream", address)
 		}
 		c.upstreams = append(c.upstreams, address)
 	}
@@ -94,6 +99,15 @@ func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
 		c.pool.enforce(b)
 	}
 	return b
+}
+
+// Verified is who must have answered a probe of an upstream, by its address; empty where
+// any answer will do.
+func (c *Circuits) Verified(upstream string) string {
+	if !c.set.VerifyProbe {
+		return ""
+	}
+	return c.checked.downstream[upstream]
 }
 
 // Refusal is that of the upstream which is back first, if every upstream is known and

@@ -26,6 +26,14 @@ import (
 // statuses of `failure_status`, an answer that is cut off, and what `in_band` names.
 // 429 is in no rate, but fails a probe. Callers that leave and the gateway's own
 // refusals say nothing about the upstream. Health checks of `reverse_proxy` pass by.
+//
+// An answer of gRPC is judged by its `grpc-status` as well, in the header or trailer, as
+// by the HTTP status that means the same: with `failure_status` 5, UNKNOWN (500),
+// DEADLINE_EXCEEDED (504), UNIMPLEMENTED (501), INTERNAL (500), UNAVAILABLE (503) and
+// DATA_LOSS (500) are failures; RESOURCE_EXHAUSTED is 429. CANCELLED (499), and
+// DEADLINE_EXCEEDED once the request's own `grpc-timeout` has passed, say nothing about
+// the upstream. A probe is judged by the first message, or the status where there is
+// none. The status of gRPC-Web is read where it is in the header, not in the body.
 type Settings struct {
 	// Turns the breakers of this transport off. Default: false.
 	Off bool `json:"off,omitempty"`
@@ -82,7 +90,8 @@ type Settings struct {
 	// refuses every call; `forced_closed` none. Default: `auto`.
 	Mode breaker.Mode `json:"mode,omitempty"`
 
-	// The statuses that are failures; one digit is a class. Default: 5.
+	// The statuses that are failures, of HTTP and of gRPC by what they map to; one digit
+	// is a class. Default: 5.
 	FailureStatus []int `json:"failure_status,omitempty"`
 
 	// Which answers are failures although their status is good: those that match any
@@ -92,6 +101,15 @@ type Settings struct {
 	// The identities of upstreams by their address, a URI each, by which tokens and
 	// documents name them. Default: the address itself.
 	Downstream map[string]string `json:"downstream,omitempty"`
+
+	// A probe closes the breaker only if the upstream's identity in `downstream` has
+	// answered it: by the certificate of a TLS connection, verified, with the identity
+	// among its URIs; or by a token of its in the field `Execution-Context` of the
+	// answer, which the app's `trust` verifies, which was made since the probe was sent,
+	// and which was never used before. Any other answer fails the probe, and goes to its
+	// caller unchanged. Every upstream that is known needs an identity; one that is not
+	// known has none to be held to. Default: false.
+	VerifyProbe bool `json:"verify_probe,omitempty"`
 }
 
 // settings are Settings that were checked.
@@ -104,10 +122,19 @@ type settings struct {
 
 // Validate checks the settings. Errors name the option.
 func (s *Settings) Validate() error {
-	_, err := s.check()
+	_, err := s.checkAll()
 	return err
 }
 
+// checkAll checks the options, and how they go together.
+func (s *Settings) checkAll() (*settings, error) {
+	if s.VerifyProbe && len(s.Downstream) == 0 {
+		return nil, errors.New("verify_probe: there is no identity to hold answers to; name the upstreams' with downstream")
+	}
+	return s.check()
+}
+
+// check checks the options one by one.
 func (s *Settings) check() (*settings, error) {
 	c := &settings{statuses: s.FailureStatus, downstream: map[string]string{}}
 	if s.Mode > breaker.ForcedClosed {

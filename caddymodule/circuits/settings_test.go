@@ -22,6 +22,7 @@ func parse(text string) (circuits.Settings, error) {
 // Every option of the block, as JSON.
 func TestCaddyfile(t *testing.T) {
 	s, err := parse(`breaker {
+		verify_probe
 		window 30s
 		threshold 40%
 		min_volume 20
@@ -52,7 +53,7 @@ func TestCaddyfile(t *testing.T) {
 		`"slow_threshold":0.8,"patience":90000000000,"cooldown":10000000000,"max_cooldown":120000000000,"jitter":0.1,` +
 		`"by_operation":true,"probe_prefer":-1,"probe_timeout":20000000000,"mode":"observe","failure_status":[5,408],` +
 		`"in_band":[{"json":"/error/type","value":"overloaded*"},{"header":"X-Failed"},{"sse_error":true}],` +
-		`"downstream":{"localhost:9001":"spiffe://example.com/a","unix//run/b.sock":"spiffe://example.com/b"}}`
+		`"downstream":{"localhost:9001":"spiffe://example.com/a","unix//run/b.sock":"spiffe://example.com/b"},"verify_probe":true}`
 	if string(got) != want {
 		t.Errorf("got  %s\nwant %s", got, want)
 	}
@@ -82,6 +83,8 @@ func TestCaddyfileErrors(t *testing.T) {
 		"downstream a:1 no-uri":                  "breaker: downstream a:1: ",
 		"downstream a:1 u:a\ndownstream a:1 u:b": "breaker: downstream: a:1 is named twice, at Testfile:3",
 		"jitter 1%\njitter 2%":                   "breaker: jitter stands twice, at Testfile:3",
+		"verify_probe":                           "breaker: verify_probe: there is no identity to hold answers to; name the upstreams' with downstream, at Testfile:3",
+		"verify_probe no":                        "the syntax is `verify_probe`",
 		"by_operation yes":                       "the syntax is `by_operation`",
 		"treshold 50%":                           `breaker has no option "treshold"; it has by_operation, consecutive,`,
 	} {
@@ -109,6 +112,7 @@ func TestValidate(t *testing.T) {
 		"a rule names 0 places":          {InBand: []circuits.InBand{{Value: "x"}}},
 		"sse_error takes no value":       {InBand: []circuits.InBand{{Value: "x", SSEError: true}}},
 		"downstream: ":                   {Downstream: map[string]string{"host:x": "spiffe://example.com/a"}},
+		"verify_probe: there is no ":     {VerifyProbe: true},
 		"downstream a:1: \"\" is no URI": {Downstream: map[string]string{"a:1": ""}},
 	} {
 		err := s.Validate()

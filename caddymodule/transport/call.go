@@ -30,10 +30,13 @@ type call struct {
 	upload *upload // of a request whose body comes from the client
 	// impatient says that the deadline is the caller's own.
 	impatient bool
+	// identity is who must answer, of a probe that is verified; else empty.
+	identity string
 
 	io.ReadCloser // the answer's body; nil before
 	res           *http.Response
 	look          looker      // into the body; nil where nothing is looked for
+	grpc, web     bool        // it is one of gRPC, or of gRPC-Web
 	judged        atomic.Bool // it has begun well
 }
 
@@ -78,7 +81,11 @@ func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 		c.settle(c.unanswered(err))
 		return res, err
 	}
-	if outcome, bad := c.header(res); bad {
+	if outcome, over := c.header(res); over {
+		c.settle(outcome)
+		return res, nil
+	}
+	if outcome, over := c.foreign(res); over {
 		c.settle(outcome)
 		return res, nil
 	}
@@ -93,7 +100,12 @@ func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 		res.Body = newTunnel(c, duplex)
 		return res, nil
 	}
-	if c.look = c.t.inBand.looker(c.t.circuits, res); c.look == nil {
+	c.look = c.t.inBand.looker(c.t.circuits, res)
+	switch {
+	case c.look != nil:
+	case c.grpc && !c.web && c.permit.Probe():
+		c.look = message{}
+	default:
 		c.good()
 	}
 	res.Body = c
@@ -144,24 +156,36 @@ func causeOf(err error) string {
 	return "no answer"
 }
 
-// header judges an answer by its status and header. bad says that this settles it.
-func (c *call) header(res *http.Response) (outcome breaker.Outcome, bad bool) {
-	retryAfter := retryAfter(res.Header)
-	limited, failed := res.StatusCode == http.StatusTooManyRequests, c.t.circuits.Failed(res.StatusCode)
-	switch {
-	case (limited || failed) && res.Header.Get("Execution-Status") == "refused":
-		return breaker.Outcome{}, true // a gateway like this one did not call what is behind it
-	case limited:
-		return breaker.Outcome{Class: breaker.RateLimited, RetryAfter: retryAfter, Cause: "status 429"}, true
-	case failed:
-		return breaker.Outcome{
-			Class: breaker.Failure, RetryAfter: retryAfter, Cause: fmt.Sprintf("status %d", res.StatusCode),
-		}, true
+// header judges an answer by its status and header. over says that this settles it.
+func (c *call) header(res *http.Response) (outcome breaker.Outcome, over bool) {
+	if c.counts(res.StatusCode) {
+		return c.bad(res, breaker.Failure, res.StatusCode, fmt.Sprintf("status %d", res.StatusCode)), true
+	}
+	if c.grpc, c.web = circuits.IsGRPC(res.Header); c.grpc {
+		if outcome, over = c.grpcStatus(res, res.Header); over {
+			return outcome, true
+		}
 	}
 	if fault := c.t.circuits.HeaderFault(res.Header); fault != "" {
-		return breaker.Outcome{Class: breaker.InBand, RetryAfter: retryAfter, Cause: fault}, true
+		return breaker.Outcome{Class: breaker.InBand, RetryAfter: retryAfter(res.Header), Cause: fault}, true
 	}
 	return breaker.Outcome{}, false
+}
+
+// counts reports whether a status of HTTP is a failure or a limit.
+func (c *call) counts(status int) bool {
+	return status == http.StatusTooManyRequests || c.t.circuits.Failed(status)
+}
+
+// bad is what came of an answer whose status counts; class is that of a failure.
+func (c *call) bad(res *http.Response, class breaker.Class, status int, cause string) breaker.Outcome {
+	if res.Header.Get("Execution-Status") == "refused" {
+		return breaker.Outcome{} // a gateway like this one did not call what is behind it
+	}
+	if status == http.StatusTooManyRequests {
+		class = breaker.RateLimited
+	}
+	return breaker.Outcome{Class: class, RetryAfter: retryAfter(res.Header), Cause: cause}
 }
 
 // retryAfter reads Retry-After, in either form; 0 without one.
@@ -226,6 +250,8 @@ func (c *call) ended(err error) {
 		}
 		if fault != "" {
 			o = breaker.Outcome{Class: breaker.InBand, Cause: fault}
+		} else if status, over := c.trailer(); over {
+			o = status
 		}
 	case c.overdue():
 		o = breaker.Outcome{Class: breaker.Failure, Cause: "deadline passed"}

@@ -34,6 +34,11 @@ func (t *Transport) openCircuits(ctx caddy.Context) error {
 			}
 		}
 	}
+	if settings.VerifyProbe {
+		if err := t.openIdentities(ctx); err != nil {
+			return fmt.Errorf("breaker: %w", err)
+		}
+	}
 	opened, err := circuits.Open(settings, upstreams, more)
 	if err != nil {
 		return fmt.Errorf("breaker: %w", err)
@@ -90,6 +95,9 @@ func (t *Transport) admit(req *http.Request, watch *sent.Watch) (*call, error) {
 	var err error
 	if c.permit, err = t.circuits.Breaker(upstream, req.Method).Acquire(op); err != nil {
 		return nil, &refusedError{dial: reverseproxy.NewDialError(err), open: err.(*breaker.OpenError)}
+	}
+	if c.permit.Probe() {
+		c.identity = t.circuits.Verified(upstream)
 	}
 	return c, nil
 }

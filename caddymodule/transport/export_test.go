@@ -18,6 +18,9 @@ func Redial(t *Transport, dial func(ctx context.Context, network, addr string) (
 // Guarded returns the transport of the guarded requests.
 func Guarded(t *Transport) *http.Transport { return t.guarded }
 
+// VerifyWith lets t verify tokens in answers with verify.
+func VerifyWith(t *Transport, verify AnswerVerifier) { t.verify = verify }
+
 // SeeEvents looks for an error in an event stream that comes in pieces of step bytes.
 func SeeEvents(stream []byte, step int) (fault string, good bool) {
 	e := new(events)

@@ -14,6 +14,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"os"
 	"strings"
 	"testing"
@@ -141,8 +142,8 @@ func request(method, body string) *http.Request {
 	return r
 }
 
-// certificate makes a self-signed certificate for 127.0.0.1 and example.com.
-func certificate(t *testing.T) tls.Certificate {
+// certificate makes a self-signed certificate for 127.0.0.1, example.com and these URIs.
+func certificate(t *testing.T, uris ...string) tls.Certificate {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -153,6 +154,13 @@ func certificate(t *testing.T) tls.Certificate {
 		NotAfter:     time.Now().Add(time.Hour),
 		IPAddresses:  []net.IP{net.IPv4(127, 0, 0, 1)},
 		DNSNames:     []string{"example.com"},
+	}
+	for _, text := range uris {
+		uri, err := url.Parse(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		template.URIs = append(template.URIs, uri)
 	}
 	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
 	if err != nil {

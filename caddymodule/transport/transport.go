@@ -59,6 +59,7 @@ type Transport struct {
 
 	circuits *circuits.Circuits // nil if they are off
 	inBand   lookInto
+	verify   AnswerVerifier // of probes' answers; nil where no tokens are trusted
 
 	guarded *http.Transport
 	http3   bool

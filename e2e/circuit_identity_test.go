@@ -1,0 +1,156 @@
+package e2e
+
+import (
+	"encoding/base64"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// signs answers with tokens, which are made when the call has come.
+func signs(make ...func() string) func(http.ResponseWriter, *arrival) {
+	return func(w http.ResponseWriter, _ *arrival) {
+		for _, token := range make {
+			w.Header().Add(ect.FieldName, token())
+		}
+		w.WriteHeader(http.StatusCreated)
+		_, _ = io.WriteString(w, "signed")
+	}
+}
+
+// verifying is the block of a breaker that holds probes to an identity.
+func verifying(upstream, identity string) string {
+	return fmt.Sprintf("breaker {\n cooldown 10h\n probe_prefer off\n downstream %s %s\n verify_probe\n }", upstream, identity)
+}
+
+// probe makes a call that is the probe, which goes to its caller as it came, and returns
+// what it has made of the breaker.
+func (g *gateway) probe(u *upstream, r request) breaker.Status {
+	g.t.Helper()
+	halfOpen(g.t, u.addr)
+	if got := g.call(r); got.status != http.StatusCreated || got.body != "signed" || r.id == "" && got.header.Get("Execution-Status") != "" {
+		g.t.Fatalf("the probe's caller got %d %q %v", got.status, got.body, got.header)
+	}
+	return circuit(g.t, u.addr)
+}
+
+// unsigned is a token of level L1: claims that nobody has signed.
+func unsigned(issuer string) string {
+	now := time.Now().Unix()
+	return base64.RawURLEncoding.EncodeToString(fmt.Appendf(nil, `{"iss":%q,"aud":[%q],"iat":%d,"exp":%d,"jti":%q,"exec_act":"answer","par":[]}`,
+		issuer, gatewayIdentity, now, now+60, uuid.NewString()))
+}
+
+// cascade 6.2: a probe closes the breaker only if a token of the upstream's identity
+// comes with the answer.
+func TestProbeIsVerifiedByToken(t *testing.T) {
+	u, b, other, stranger := newUpstream(t), newAgent(t, "b"), newAgent(t, "c"), newAgent(t, "b")
+	g := launch(t, setup{
+		app: trusting(t, b, other) + "\n trust {\n min_level L1\n }", badger: true,
+		site: "agent_proxy " + u.addr + " {\n" + verifying(u.addr, b.issuer.Identity()) + "\n }",
+	})
+	g.call(request{method: "GET", path: "/"}) // which makes the breaker
+	of := func(a *agent) func() string { return func() string { return a.issue(ect.Claims{}).Raw() } }
+	once := b.issue(ect.Claims{})
+	called := b.issue(ect.Claims{})
+	u.on("/called", status(429, "later")) // which releases the call
+	if got := g.call(with(called, request{path: "/called"})); got.status != http.StatusTooManyRequests {
+		t.Fatal(got)
+	}
+	for i, test := range []struct {
+		name  string
+		make  []func() string
+		cause string // without what all have in common
+	}{
+		{"the upstream", []func() string{of(b)}, ""},
+		{"the upstream, beside what it hands on", []func() string{of(other), of(stranger), of(b)}, ""},
+		{"a token for the first time", []func() string{once.Raw}, ""},
+		{"a token for the second time", []func() string{once.Raw}, "its token is refused (replayed)"},
+		{"the token of a call", []func() string{called.Raw}, "its token is refused (replayed)"},
+		{"another", []func() string{of(other)}, "its token is refused (iss)"},
+		{"a signature of somebody else's", []func() string{of(stranger)}, "its token is refused (kid)"},
+		{"a signature that does not hold", []func() string{func() string { return forge(of(b)()) }}, "its token is refused (signature)"},
+		{"nobody's signature", []func() string{func() string { return unsigned(b.issuer.Identity()) }}, "its token is refused (level)"},
+		{"a token for another gateway", []func() string{func() string {
+			return b.issue(ect.Claims{Audience: []string{"spiffe://example.com/else"}}).Raw()
+		}}, "its token is refused (aud)"},
+		{"a token from before the probe", []func() string{func() string {
+			token, err := b.issuer.Issue(time.Now().Add(-2*time.Minute), ect.Claims{Audience: []string{gatewayIdentity}, Action: "answer"})
+			if err != nil {
+				panic(err)
+			}
+			return token.Raw()
+		}}, "its token is refused (too-old)"},
+		{"no token", []func() string{func() string { return "" }}, "its token is refused (missing)"},
+		{"nothing", nil, "it has proven nothing"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			path := fmt.Sprint("/", i)
+			u.on(path, signs(test.make...))
+			r := request{method: "GET", path: path}
+			if i%2 == 0 {
+				r.method, r.id = "POST", uuid.NewString()
+			}
+			s := g.probe(u, r)
+			if test.cause == "" {
+				if s.State != breaker.Closed {
+					t.Errorf("%+v", s)
+				}
+			} else if s.State != breaker.Open || s.Cause != "probe answered by somebody else: "+test.cause {
+				t.Errorf("%+v, want %q", s, test.cause)
+			}
+		})
+	}
+	// A call may still be tried again, though an answer has come with its token.
+	force(t, u.addr, breaker.ForcedClosed)
+	u.on("/called", signs())
+	g.call(with(called, request{path: "/called"})).want(t, 201, "signed", "executed")
+}
+
+// forge changes what a token says and leaves its signature.
+func forge(raw string) string {
+	parts := strings.Split(raw, ".")
+	payload, err := base64.RawURLEncoding.DecodeString(parts[1])
+	if err != nil {
+		panic(err)
+	}
+	parts[1] = base64.RawURLEncoding.EncodeToString([]byte(strings.Replace(string(payload), "charge_card", "charge_cart", 1)))
+	return strings.Join(parts, ".")
+}
+
+// Whoever calls, the probe is verified: also where no guard stands before the proxy. A
+// certificate that is not verified proves nothing, and a token does beside it.
+func TestProbeIsVerifiedWithoutAGuard(t *testing.T) {
+	u, b := newTLSUpstream(t), newAgent(t, "b")
+	g := launch(t, setup{app: trusting(t, b), badger: true, site: "reverse_proxy " + u.addr +
+		" {\n transport agent_guard {\n tls_insecure_skip_verify\n" + verifying(u.addr, b.issuer.Identity()) + "\n }\n }"})
+	g.call(request{method: "GET", path: "/"})
+	u.on("/none", signs())
+	u.on("/token", signs(func() string { return b.issue(ect.Claims{}).Raw() }))
+	if s := g.probe(u, request{path: "/none"}); s.State != breaker.Open || s.Cause != "probe answered by somebody else: its certificate is not verified" {
+		t.Errorf("%+v", s)
+	}
+	if s := g.probe(u, request{path: "/token"}); s.State != breaker.Closed {
+		t.Errorf("%+v", s)
+	}
+}
+
+// Without the option anybody's answer closes the breaker.
+func TestProbeIsNotVerifiedUnlessAsked(t *testing.T) {
+	u, b := newUpstream(t), newAgent(t, "b")
+	g := launch(t, setup{app: trusting(t, b), badger: true, site: "agent_proxy " + u.addr + " {\n" +
+		strings.Replace(verifying(u.addr, b.issuer.Identity()), "verify_probe", "", 1) + "\n }"})
+	g.call(request{method: "GET", path: "/"})
+	u.on("/none", signs())
+	if s := g.probe(u, request{path: "/none", id: "k"}); s.State != breaker.Closed {
+		t.Errorf("%+v", s)
+	}
+}
