@@ -156,10 +156,17 @@ func causeOf(err error) string {
 	return "no answer"
 }
 
+// calledOff is what proxies answer, or log, where the client has left. It says nothing of
+// the upstream, unless `failure` names it.
+const calledOff = 499
+
 // header judges an answer by its status and header. over says that this settles it.
 func (c *call) header(res *http.Response) (outcome breaker.Outcome, over bool) {
 	if c.counts(res.StatusCode) {
 		return c.bad(res, breaker.Failure, res.StatusCode, fmt.Sprintf("status %d", res.StatusCode)), true
+	}
+	if res.StatusCode == calledOff {
+		return breaker.Outcome{}, true
 	}
 	if c.grpc, c.web = circuits.IsGRPC(res.Header); c.grpc {
 		if outcome, over = c.grpcStatus(res, res.Header); over {

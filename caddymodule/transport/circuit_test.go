@@ -65,6 +65,7 @@ func TestOutcomes(t *testing.T) {
 		{name: "a status that is not", settings: `"failure_status": [503]`,
 			do: says("HTTP/1.1 500 Oops\r\nContent-Length: 0\r\n\r\n"), want: "1 0 0"},
 		{name: "429", do: says("HTTP/1.1 429 Slow Down\r\nContent-Length: 0\r\n\r\n"), want: "0 0 1"},
+		{name: "499", do: says("HTTP/1.1 499 Client Closed Request\r\nContent-Length: 0\r\n\r\n"), want: "0 0 0"},
 		{name: "the refusal of a gateway behind", do: says("HTTP/1.1 503 No\r\nExecution-Status: refused\r\nContent-Length: 0\r\n\r\n"), want: "0 0 0"},
 		{name: "the limit of a gateway behind", do: says("HTTP/1.1 429 No\r\nExecution-Status: refused\r\nContent-Length: 0\r\n\r\n"), want: "0 0 0"},
 		{name: "reset", do: func(c *serverConn, _ int) bool { c.read(); return c.reset() }, want: "1 1 0", cause: "connection reset"},
