@@ -230,6 +230,7 @@ func TestCircuitNeutral(t *testing.T) {
 		}
 		arrived <- struct{}{}
 		<-a.Context().Done()
+		left <- struct{}{}
 	})
 	for range 100 {
 		req, leave := withCancel(g.build(request{method: "GET", path: "/stream"}))
@@ -245,8 +246,13 @@ func TestCircuitNeutral(t *testing.T) {
 		wait(t, done, "the client's end")
 		g.call(request{path: "/x"}).terminal(t, 400, "execution-id-missing")
 	}
+	for range 100 {
+		wait(t, left, "the end of a call at the upstream")
+	}
 	g.call(request{path: "/a", id: "k"}).want(t, 201, "arrival 1", "executed")
-	if s := circuit(t, u.addr); s.State != breaker.Closed || s.Failures != 0 {
+	// A call is settled at the end of its answer, which its client may see before.
+	eventually(t, "the last call is counted", func() bool { return circuit(t, u.addr).Calls > 0 })
+	if s := circuit(t, u.addr); s.State != breaker.Closed || s.Calls != 1 || s.Failures != 0 {
 		t.Errorf("%+v", s)
 	}
 }
