@@ -8,6 +8,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
@@ -41,7 +42,7 @@ func joinIn(routes caddyhttp.RouteList) {
 				t, ours := h.Transport.(*transport.Transport)
 				for i, guard := range guards {
 					// Calls come here from another route only if this one takes all.
-					if ours && (i >= len(guards)-own || takesAll(&route)) {
+					if ours && !changesMethod(h.Rewrite) && (i >= len(guards)-own || takesAll(&route)) {
 						guard.proxy.Store(t)
 					}
 				}
@@ -65,14 +66,22 @@ func takesAll(route *caddyhttp.Route) bool {
 	return len(route.MatcherSets) == 0 && route.Group == ""
 }
 
-// passesOn reports whether a handler leaves the answer to those behind it.
+// changesMethod reports whether the call that a guard has seen comes out with another
+// method: a breaker may then let one through and refuse the other.
+func changesMethod(r *rewrite.Rewrite) bool { return r != nil && r.Method != "" }
+
+// passesOn reports whether a handler leaves the call to those behind it, as it is as far
+// as breakers go.
 func passesOn(handler caddyhttp.MiddlewareHandler) bool {
+	if r, ok := handler.(*rewrite.Rewrite); ok {
+		return !changesMethod(r)
+	}
 	module, ok := handler.(caddy.Module)
 	if !ok {
 		return false
 	}
 	switch module.CaddyModule().ID.Name() {
-	case "headers", "rewrite", "vars", "map", "request_body", "encode", "tracing", "log_append":
+	case "headers", "vars", "map", "request_body", "encode", "tracing", "log_append":
 		return true
 	}
 	return false

@@ -93,11 +93,15 @@ func TestCircuitBehindOtherHandlers(t *testing.T) {
 		"behind a handler that answers": {"route {\nagent_guard\nrespond /c c\nPROXY\n}", true},
 		"in a route inside":             {"route {\nagent_guard\nhandle {\nPROXY\n}\n}", true},
 		"behind a matcher":              {"route {\nagent_guard\n@b path /b\nreverse_proxy @b UP\n}", true},
+		// Which calls are refused depends on the method.
+		"behind another method": {"route {\nagent_guard\nmethod PUT\nPROXY\n}", true},
+		"with another method":   {"route {\nagent_guard\nreverse_proxy METHOD\n}", true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			u := newUpstream(t)
 			up := fmt.Sprintf("%s {\ntransport agent_guard {\n%s\n}\n}", u.addr, tripping)
-			g := start(t, "%s", strings.NewReplacer("PROXY", "reverse_proxy "+up, "UP", up).Replace(test.site))
+			g := start(t, "%s", strings.NewReplacer("PROXY", "reverse_proxy "+up, "UP", up,
+				"METHOD", strings.Replace(up, "{\n", "{\nmethod PUT\n", 1)).Replace(test.site))
 			g.call(request{method: "GET", path: "/b"})
 			force(t, u.addr, breaker.ForcedOpen)
 			var writes atomic.Int64
@@ -222,7 +226,7 @@ func TestCircuitFailures(t *testing.T) {
 func TestCircuitNeutral(t *testing.T) {
 	u := newUpstream(t)
 	g := start(t, "agent_proxy %s {\n missing_id require\n breaker {\n consecutive 1\n }\n}", u.addr)
-	arrived := make(chan struct{})
+	arrived, left := make(chan struct{}), make(chan struct{}, 100)
 	u.on("/stream", func(w http.ResponseWriter, a *arrival) {
 		if a.n%2 == 0 {
 			w.WriteHeader(200)
