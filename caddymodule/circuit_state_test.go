@@ -85,6 +85,19 @@ func TestCircuitStateIsRecorded(t *testing.T) {
 	}
 }
 
+// What is counted of a breaker goes with it: upstreams that come and go leave nothing.
+func TestOpeningsGoWithTheBreaker(t *testing.T) {
+	e := started(t, t.TempDir(), "").held
+	for range 2 {
+		t.Run("", func(t *testing.T) {
+			tripped(t, "a:1")
+			if all := e.circuitReport(); len(all) != 1 || all[0].Openings != 1 {
+				t.Errorf("%+v", all)
+			}
+		})
+	}
+}
+
 // An operator who cuts an upstream off leaves no error of it in the ledger.
 func TestOperatorsLeaveNoErrors(t *testing.T) {
 	dir := t.TempDir()

@@ -3,8 +3,6 @@ package caddymodule
 import (
 	"cmp"
 	"context"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -38,8 +36,6 @@ type circuitTeller struct {
 	opened map[breaker.Key]string
 	// rejections are the workflows that were told that a breaker rejects them.
 	rejections rejections
-	// openings counts the openings of each breaker: breaker.Key -> *atomic.Uint64.
-	openings sync.Map
 }
 
 func (e *engine) startCircuitTeller() {
@@ -67,12 +63,8 @@ func (t *circuitTeller) end() {
 	<-t.ended
 }
 
-// changed counts a change and has it told; false says that too many wait.
+// changed has a change told; false says that too many wait.
 func (e *engine) changed(ev breaker.Event) bool {
-	if ev.To == breaker.Open {
-		n, _ := e.teller.openings.LoadOrStore(ev.Key, new(atomic.Uint64))
-		n.(*atomic.Uint64).Add(1)
-	}
 	return e.teller.later(func(ctx context.Context) { e.tellCircuit(ctx, ev) })
 }
 
@@ -201,12 +193,7 @@ func (e *engine) latestWay() *testimony {
 // circuitReport is how the breakers are, for metrics.
 func (e *engine) circuitReport() (all []metrics.CircuitReport) {
 	for _, s := range e.circuits.Status() {
-		openings, _ := e.teller.openings.Load(s.Key)
-		n, _ := openings.(*atomic.Uint64)
-		r := metrics.CircuitReport{Upstream: s.Key.Upstream, Class: s.Key.Class, ErrorRate: s.ErrorRate, Rejected: s.Rejected}
-		if n != nil {
-			r.Openings = n.Load()
-		}
+		r := metrics.CircuitReport{Upstream: s.Key.Upstream, Class: s.Key.Class, ErrorRate: s.ErrorRate, Openings: s.Openings, Rejected: s.Rejected}
 		switch s.State {
 		case breaker.HalfOpen:
 			r.State = 1
