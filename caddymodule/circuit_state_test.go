@@ -98,6 +98,38 @@ func TestOpeningsGoWithTheBreaker(t *testing.T) {
 	}
 }
 
+// cascade 3.2.4: what changes while the store is open and the ledger is not yet is told
+// once it is.
+func TestChangesWaitForTheLedger(t *testing.T) {
+	dir := t.TempDir()
+	app, err := newApp(t, dir, withIdentity(filepath.Join(dir, "identity"), ""))
+	if err != nil {
+		t.Fatal(err)
+	}
+	e, err := app.acquire() // as a request does that comes before the start
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := tripped(t, "a:1")
+	told := make(chan struct{})
+	e.teller.later(func(context.Context) { close(told) })
+	if err := app.Start(); err != nil {
+		t.Fatal(err)
+	}
+	<-told
+	opened := b.Status().Reference
+	entry, err := e.latestWay().evidence.Log().Wait(t.Context(), "", opened)
+	if err != nil || entry.Action != "circuit_breaker_open" {
+		t.Errorf("%q: %v %+v", opened, err, entry)
+	}
+	if err := app.Cleanup(); err != nil {
+		t.Error(err)
+	}
+	if err := e.release(); err != nil {
+		t.Error(err)
+	}
+}
+
 // An operator who cuts an upstream off leaves no error of it in the ledger.
 func TestOperatorsLeaveNoErrors(t *testing.T) {
 	dir := t.TempDir()

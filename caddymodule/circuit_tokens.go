@@ -3,6 +3,7 @@ package caddymodule
 import (
 	"cmp"
 	"context"
+	"sync"
 	"time"
 
 	"go.uber.org/zap"
@@ -29,6 +30,7 @@ const (
 // way of the calls that have caused them.
 type circuitTeller struct {
 	waiting chan func(context.Context)
+	begin   func() // lets the telling begin
 	stop    context.CancelFunc
 	ended   chan struct{}
 	// opened is the last opening that was told of each breaker that is not closed. Only
@@ -44,8 +46,14 @@ func (e *engine) startCircuitTeller() {
 	t.waiting, t.ended = make(chan func(context.Context), maxCircuitEvents), make(chan struct{})
 	var ctx context.Context
 	ctx, t.stop = context.WithCancel(context.Background())
+	begun := make(chan struct{})
+	t.begin = sync.OnceFunc(func() { close(begun) })
 	go func() {
 		defer close(t.ended)
+		select { // what comes before the ledger is open waits for it
+		case <-begun:
+		case <-ctx.Done():
+		}
 		for {
 			select {
 			case tell := <-t.waiting:
