@@ -12,14 +12,23 @@ import (
 // transition is told once.
 type Member struct {
 	pool *pool
-	hook breaker.Hook
+	hook Hook
+}
+
+// Hook hears what becomes of the process's breakers.
+type Hook interface {
+	breaker.Hook
+	// Dropped hears of the breakers that are forgotten because no transport leads to
+	// their upstreams any more, as they stood. A transport that comes may bring one
+	// back at any moment: what is there is to be asked for, not concluded.
+	Dropped([]breaker.Status)
 }
 
 // Join makes a member until Leave.
 func Join() *Member { return &Member{pool: hold()} }
 
 // Hear tells the hook of every transition from now on. It may call the member.
-func (m *Member) Hear(hook breaker.Hook) {
+func (m *Member) Hear(hook Hook) {
 	m.pool.mu.Lock()
 	defer m.pool.mu.Unlock()
 	m.hook = hook
