@@ -89,6 +89,7 @@ func (e *engine) tellRejected(ctx context.Context, way *testimony, open *breaker
 	}
 	c := evidence.Circuit{
 		Event: ect.EventCircuitOpen, Downstream: e.circuits.Downstream(open.Key.Upstream), Workflow: workflow, Reason: rejectedReason,
+		ErrorType: problem.CircuitOpen.ErrorType,
 	}
 	for _, s := range e.circuits.Status() {
 		if s.Key == open.Key {

@@ -56,8 +56,8 @@ const tripping = `breaker {
 func (r reply) refused(t *testing.T, upstream string) {
 	t.Helper()
 	doc := r.retryable(t, 503, "circuit-open")
-	if !strings.Contains(doc.Detail, upstream) || r.header.Get("Execution-Status") != "refused" {
-		t.Errorf("refused with %q, %q", doc.Detail, r.header.Get("Execution-Status"))
+	if !strings.Contains(doc.Detail, upstream) || doc.ErrorType != "circuit_open" || r.header.Get("Execution-Status") != "refused" {
+		t.Errorf("refused with %q, %q, %q", doc.Detail, doc.ErrorType, r.header.Get("Execution-Status"))
 	}
 }
 

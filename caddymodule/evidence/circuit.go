@@ -28,6 +28,8 @@ type Circuit struct {
 	Cooldown, TotalCooldown time.Duration
 	// Reason says why, in a word.
 	Reason string
+	// ErrorType is the type of the error that a call got; it may be empty.
+	ErrorType string
 }
 
 // Circuit drafts the token of a change (cascade Figures 4 and 5).
@@ -35,6 +37,9 @@ func (w *Witness) Circuit(now time.Time, c *Circuit) (*ect.Draft, error) {
 	ext := new(ect.ExtBuilder).Text(ect.MemberDownstreamAgent, c.Downstream)
 	if c.Reason != "" {
 		ext.Text(ect.MemberReason, c.Reason)
+	}
+	if c.ErrorType != "" {
+		ext.Text(ect.MemberErrorType, c.ErrorType)
 	}
 	switch c.Event {
 	case ect.EventCircuitClose:

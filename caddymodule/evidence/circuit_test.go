@@ -43,6 +43,15 @@ func TestTokensOfCircuits(t *testing.T) {
 		}
 		parent = d.ID()
 	}
+	rejected, err := b.witness.Circuit(time.Now(), &evidence.Circuit{
+		Event: ect.EventCircuitOpen, Downstream: "10.0.0.7:9001", Workflow: workflow, Reason: "rejected", ErrorType: "circuit_open",
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if kind, _ := rejected.Ext().Text(ect.MemberErrorType); kind != "circuit_open" {
+		t.Errorf("%s", rejected.Payload())
+	}
 	unguarded, err := b.witness.UpstreamFailure(time.Now(), "10.0.0.7:9001", "connection refused")
 	if err != nil || len(unguarded.Lacks()) > 0 {
 		t.Errorf("%v %v", err, unguarded.Lacks())
