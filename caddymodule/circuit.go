@@ -2,7 +2,6 @@ package caddymodule
 
 import (
 	"errors"
-	"fmt"
 	"net/http"
 
 	"github.com/caddyserver/caddy/v2"
@@ -10,7 +9,6 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 
-	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
@@ -98,33 +96,7 @@ func (x *exchange) circuitsOpen() error {
 	if open == nil {
 		return nil
 	}
-	return circuitOpen(open)
-}
-
-// refusedByCircuit is err, or the problem that tells of it where a breaker has refused
-// the last attempt: the call was not sent.
-func refusedByCircuit(err error) error {
-	if open := (*breaker.OpenError)(nil); errors.As(err, &open) {
-		return circuitOpen(open)
-	}
-	return err
-}
-
-// circuitOpen is the problem of a call that a breaker has refused.
-func circuitOpen(open *breaker.OpenError) *problem.Problem {
-	detail := fmt.Sprintf("The circuit breaker of %v is %s", open.Key, map[breaker.State]string{
-		breaker.Open: "open", breaker.HalfOpen: "half-open, and lets one call through at a time",
-	}[open.State])
-	switch {
-	case open.Mode == breaker.ForcedOpen:
-		detail += ", as its operator says"
-	case open.Cause != "":
-		detail += ": " + open.Cause
-	}
-	p := problem.New(problem.CircuitOpen, detail+".")
-	p.Reason = open.State.String()
-	p.RetryAfter, p.Cause = open.RetryAfter(), open
-	return p
+	return circuitOpen(open, t.Downstream(open.Key.Upstream), verifiedHere(x.call.Scope.Caller))
 }
 
 // passOn hands on a request that is not guarded. Where a guard around this one has
@@ -134,7 +106,7 @@ func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, next caddyhttp.
 	if err == nil || sent.FromContext(r.Context()) != nil {
 		return err
 	}
-	err = refusedByCircuit(err)
+	err = refusedByCircuit(err, verifiedHere(h.verifiedSafe(r)))
 	var p *problem.Problem
 	if h.fallback == nil || !errors.As(err, &p) || p.Kind() != problem.CircuitOpen {
 		return err

@@ -267,7 +267,7 @@ func (x *exchange) finish(f *forwarding, o guard.Outcome, unrecorded error) erro
 		if f.err == nil {
 			return caddyhttp.Error(http.StatusBadGateway, errNotSent)
 		}
-		return refusedByCircuit(f.err)
+		return refusedByCircuit(f.err, verifiedHere(x.call.Scope.Caller))
 	}
 	return x.inDoubtAnswer(o.Cause)
 }

@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -122,10 +123,10 @@ func TestRejectionsAreToldOnce(t *testing.T) {
 			g.call(request{method: "GET", path: "/down"})
 		}
 		next := a.issue(ect.Claims{Workflow: storm, Parents: []string{began[storm].ID()}})
-		g.call(with(next, request{path: "/works"})).refused(t, u.addr)
+		g.call(with(next, request{path: "/works"})).refusedSaying(t, "The circuit breaker of "+u.addr+" is open: status 503.")
 	}
 	next := a.issue(ect.Claims{Workflow: later, Parents: []string{began[later].ID()}})
-	g.call(with(next, request{path: "/works"})).refused(t, u.addr)
+	g.call(with(next, request{path: "/works"})).refusedSaying(t, "The circuit breaker of "+u.addr+" is open: status 503.")
 	// They are told in their order: what was told of the first workflow stands there
 	// when the second has its own.
 	for _, wid := range []string{later, storm} {
@@ -195,6 +196,39 @@ func TestWhoSeesCircuits(t *testing.T) {
 	}
 	for _, h := range []headers{nil, {"Authorization": "Bearer made-up"}, {"Cookie": "a=b"}} {
 		g.call(request{method: "GET", path: "/.well-known/cascade/circuits", header: h}).problem(t, http.StatusUnauthorized, "authentication-required")
+	}
+}
+
+// cascade 6.2: what a refusal tells of an upstream is for whom the gateway knows, whether
+// the call is guarded or not, before the claim and behind it; the identity that the
+// configuration gives an upstream is for everybody.
+func TestWhatARefusalTells(t *testing.T) {
+	const bare, identity = "the upstream", "spiffe://example.com/agent/b"
+	for name, test := range map[string]struct {
+		site, anonymous, verified string
+	}{
+		"before the claim":         {"agent_proxy UP {\nBREAKER\n}", bare, "UP"},
+		"with an identity":         {"agent_proxy UP {\n" + strings.Replace(tripping, "{", "{\ndownstream UP "+identity, 1) + "\n}", identity, identity},
+		"behind it":                {"agent_guard\nroute {\nreverse_proxy UP {\ntransport agent_guard {\nBREAKER\n}\n}\n}", bare, "UP"},
+		"behind, with an identity": {"agent_guard\nroute {\nreverse_proxy UP {\ntransport agent_guard {\n" + strings.Replace(tripping, "{", "{\ndownstream UP "+identity, 1) + "\n}\n}\n}", identity, identity},
+	} {
+		t.Run(name, func(t *testing.T) {
+			u, a := newUpstream(t), newAgent(t, "a")
+			named := strings.NewReplacer("UP", u.addr, "BREAKER", tripping)
+			g := launch(t, setup{app: trusting(t, a), site: named.Replace(test.site)})
+			u.on("/down", status(503, ""))
+			for range 2 {
+				g.call(request{method: "GET", path: "/down"})
+			}
+			for _, method := range []string{"GET", "POST"} {
+				for _, h := range []headers{nil, {"Authorization": "Bearer made-up"}} {
+					g.call(request{method: method, path: "/x", id: "k", header: h}).
+						refusedSaying(t, "The circuit breaker of "+test.anonymous+" is open.")
+				}
+				g.call(with(a.issue(ect.Claims{Action: "look"}), request{method: method, path: "/x"})).
+					refusedSaying(t, "The circuit breaker of "+named.Replace(test.verified)+" is open: status 503.")
+			}
+		})
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -52,11 +53,18 @@ const tripping = `breaker {
 	probe_prefer off
 }`
 
-// refused reads an answer as the refusal of an upstream's breaker.
-func (r reply) refused(t *testing.T, upstream string) {
+// refused reads an answer as the refusal of a breaker. cascade 6.2: to who is not known
+// here it names neither an upstream's address nor a cause.
+func (r reply) refused(t *testing.T) {
+	t.Helper()
+	r.refusedSaying(t, "The circuit breaker of the upstream is open.", "The circuit breaker of the upstream is half-open, and lets one call through at a time.")
+}
+
+// refusedSaying is refused with one of these details.
+func (r reply) refusedSaying(t *testing.T, details ...string) {
 	t.Helper()
 	doc := r.retryable(t, 503, "circuit-open")
-	if !strings.Contains(doc.Detail, upstream) || doc.ErrorType != "circuit_open" || r.header.Get("Execution-Status") != "refused" {
+	if !slices.Contains(details, doc.Detail) || doc.ErrorType != "circuit_open" || r.header.Get("Execution-Status") != "refused" {
 		t.Errorf("refused with %q, %q, %q", doc.Detail, doc.ErrorType, r.header.Get("Execution-Status"))
 	}
 }
@@ -71,8 +79,8 @@ func TestCircuitRefusesBeforeTheClaim(t *testing.T) {
 	for range 2 {
 		g.call(request{method: "GET", path: "/down"})
 	}
-	g.call(request{path: "/b", id: "two"}).refused(t, u.addr)
-	g.call(request{method: "GET", path: "/b"}).refused(t, u.addr)
+	g.call(request{path: "/b", id: "two"}).refused(t)
+	g.call(request{method: "GET", path: "/b"}).refused(t)
 	g.call(request{path: "/a", id: "one"}).want(t, 201, "arrival 1", "replayed")
 	u.arrived("/b", 0)
 
@@ -106,7 +114,7 @@ func TestCircuitBehindOtherHandlers(t *testing.T) {
 			force(t, u.addr, breaker.ForcedOpen)
 			var writes atomic.Int64
 			g.store.onCommit(func([]store.Write) error { writes.Add(1); return nil })
-			g.call(request{path: "/b", id: "k"}).refused(t, u.addr)
+			g.call(request{path: "/b", id: "k"}).refused(t)
 			g.store.onCommit(nil)
 			if claimed := writes.Load() > 0; claimed != test.claimed {
 				t.Errorf("%d commits for a call that was refused", writes.Load())
@@ -147,7 +155,7 @@ func TestCircuitOfADynamicUpstream(t *testing.T) {
 		g.call(request{method: "GET", path: "/down"})
 	}
 	for range 2 {
-		g.call(request{path: "/a", id: "k"}).refused(t, u.addr)
+		g.call(request{path: "/a", id: "k"}).refused(t)
 	}
 	u.arrived("/a", 0)
 	force(t, u.addr, breaker.ForcedClosed)
@@ -215,7 +223,7 @@ func TestCircuitFailures(t *testing.T) {
 			if s := circuit(t, u.addr); s.Cause != test.cause || s.Calls != 2 {
 				t.Errorf("%+v, want the cause %q", s, test.cause)
 			}
-			g.call(request{path: "/good", id: "k"}).refused(t, u.addr)
+			g.call(request{path: "/good", id: "k"}).refused(t)
 			u.arrived("/good", 0)
 		})
 	}
@@ -355,7 +363,7 @@ func TestCircuitHTTP2(t *testing.T) {
 			read(res)
 		}
 	}
-	g.call(request{path: "/a", id: "k"}).refused(t, u.addr)
+	g.call(request{path: "/a", id: "k"}).refused(t)
 	halfOpen(t, u.addr)
 	g.call(request{path: "/a", id: "k"}).want(t, 201, "arrival 1", "executed")
 	if s := circuit(t, u.addr); s.State != breaker.Closed {

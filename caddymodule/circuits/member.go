@@ -1,6 +1,7 @@
 package circuits
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 
@@ -49,14 +50,7 @@ func (m *Member) Status() []breaker.Status { return m.pool.registry.Status() }
 // Downstream is the identity of an upstream, by its address, where one is configured;
 // else the address.
 func (m *Member) Downstream(upstream string) string {
-	m.pool.mu.Lock()
-	defer m.pool.mu.Unlock()
-	for _, user := range slices.Backward(m.pool.users) {
-		if identity := user.checked.downstream[upstream]; identity != "" {
-			return identity
-		}
-	}
-	return upstream
+	return cmp.Or(m.pool.identity(upstream), upstream)
 }
 
 // Keep remembers a reference to the opening that an event tells of, such as the id of

@@ -99,6 +99,18 @@ func (p *pool) leadsTo(upstream string) bool {
 	return slices.ContainsFunc(p.users, func(u *Circuits) bool { return u.leadsTo(upstream) })
 }
 
+// identity is that of an upstream, as the latest user says that gives it one.
+func (p *pool) identity(upstream string) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, user := range slices.Backward(p.users) {
+		if identity := user.checked.downstream[upstream]; identity != "" {
+			return identity
+		}
+	}
+	return ""
+}
+
 // enforce brings a breaker into the mode that a configuration forces, or out of the one
 // that an earlier configuration did. A mode that nothing here has forced is left alone.
 func (p *pool) enforce(b *breaker.Breaker) {
