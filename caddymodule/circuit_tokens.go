@@ -1,7 +1,6 @@
 package caddymodule
 
 import (
-	"cmp"
 	"context"
 	"sync"
 	"time"
@@ -19,9 +18,8 @@ const (
 	maxCircuits = 1024
 	// maxCircuitEvents is how many changes of breakers wait to be told of at most.
 	maxCircuitEvents = 256
-	// circuitErrorTime is how long the error that opened a breaker may take to its
-	// place in the ledger: it is told with the outcome of its call, a moment later.
-	circuitErrorTime = 5 * time.Second
+	// circuitPlaceTime is how long an opening may take to its place in the ledger.
+	circuitPlaceTime = 5 * time.Second
 	// keepCircuitTokens is how long the ledger keeps what it is told of breakers.
 	keepCircuitTokens = 24 * time.Hour
 )
@@ -110,6 +108,9 @@ func (e *engine) tellCircuit(ctx context.Context, ev breaker.Event) {
 	if way == nil {
 		return
 	}
+	if ev.To == breaker.Open {
+		e.awaitCall(ctx, ev)
+	}
 	now, err := e.store.Now(ctx)
 	if err != nil {
 		return // nothing can be recorded then
@@ -151,26 +152,19 @@ func (e *engine) tellCircuit(ctx context.Context, ev breaker.Event) {
 // and returns its id. It follows from the opening before it too, if that is of the same
 // workflow.
 func (e *engine) tellOpening(ctx context.Context, way *testimony, now time.Time, c *evidence.Circuit, ev breaker.Event, last string) (string, error) {
-	if ev.Evidence != "" && ev.Reason != breaker.ByOperator {
-		failure := way.evidence.ErrorID(ev.Evidence)
-		if workflow, err := e.workflowOf(ctx, way, failure); err == nil {
-			c.Workflow = workflow
-			if c.Parents, err = way.evidence.Known(ctx, workflow, []string{failure, last}); err != nil {
-				return "", err
-			}
-			return e.tellDraft(ctx, way, now, c)
-		}
-	}
 	if ev.Reason == breaker.ByOperator {
 		return e.tellDraft(ctx, way, now, c) // nothing has failed
 	}
-	// Of a call that is not guarded nobody else tells.
-	failure, err := way.witness.UpstreamFailure(now, c.Downstream, cmp.Or(ev.Cause, string(ev.Reason)))
+	failure, drafts, err := e.failureOf(ctx, way, now, c, ev)
 	if err != nil {
 		return "", err
 	}
-	c.Parents = []string{failure.ID()}
-	return e.tellDraft(ctx, way, now, c, failure)
+	before, err := way.evidence.Known(ctx, c.Workflow, []string{last})
+	if err != nil {
+		return "", err
+	}
+	c.Parents = append([]string{failure}, before...)
+	return e.tellDraft(ctx, way, now, c, drafts...)
 }
 
 // tellDraft records a change, behind what it follows from, and returns its id.
@@ -184,7 +178,7 @@ func (e *engine) tellDraft(ctx context.Context, way *testimony, now time.Time, c
 
 // workflowOf waits for what was told a moment ago.
 func (e *engine) workflowOf(ctx context.Context, way *testimony, id string) (string, error) {
-	ctx, cancel := context.WithTimeout(ctx, circuitErrorTime)
+	ctx, cancel := context.WithTimeout(ctx, circuitPlaceTime)
 	defer cancel()
 	return way.evidence.WorkflowOf(ctx, id)
 }
