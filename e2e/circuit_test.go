@@ -1,7 +1,9 @@
 package e2e
 
 import (
+	"bytes"
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -412,6 +414,46 @@ func TestCircuitWebSocket(t *testing.T) {
 			eventually(t, "the call is counted", func() bool { return circuit(t, u.addr).Calls == 1 })
 			if s := circuit(t, u.addr); s.Cause != test.cause || (s.Failures == 1) != (test.cause != "") {
 				t.Errorf("%+v", s)
+			}
+		})
+	}
+}
+
+// The published policy says that breakers stand there, and when they open; of the
+// upstreams it says nothing (cascade 6.2).
+func TestPolicyOfBreakers(t *testing.T) {
+	u := newUpstream(t)
+	for name, test := range map[string]struct{ site, want string }{
+		"by default": {"agent_proxy UP", `{"window_s":60,"threshold":0.5,"min_volume":10,"cooldown_s":30,"max_cooldown_s":300,` +
+			`"problem":"/.well-known/cascade/problems/circuit-open"}`},
+		"every member": {"agent_proxy UP {\nbreaker {\nwindow 30s\nthreshold 20%\nmin_volume 5\nconsecutive 3\ncooldown 10s 1m\n" +
+			"by_operation\ndownstream UP spiffe://example.com/b\n}\nfallback {\nrespond hello\n}\n}",
+			`{"window_s":30,"threshold":0.2,"min_volume":5,"consecutive":3,"cooldown_s":10,"max_cooldown_s":60,"by_operation":true,` +
+				`"problem":"/.well-known/cascade/problems/circuit-open","fallback":true}`},
+		"off":                 {"agent_proxy UP {\nbreaker off\n}", ""},
+		"only observing":      {"agent_proxy UP {\nbreaker {\nmode observe\n}\n}", ""},
+		"nobody sees a proxy": {"agent_guard", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := start(t, "%s", strings.ReplaceAll(test.site, "UP", u.addr))
+			got := g.call(request{method: "GET", path: "/.well-known/cascade/policy"})
+			var doc struct {
+				Breaker json.RawMessage `json:"breaker"`
+			}
+			if err := json.Unmarshal([]byte(got.body), &doc); err != nil {
+				t.Fatal(err)
+			}
+			var member bytes.Buffer
+			if len(doc.Breaker) > 0 {
+				if err := json.Compact(&member, doc.Breaker); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if member.String() != test.want {
+				t.Errorf("the policy says %s, want %s", &member, test.want)
+			}
+			if strings.Contains(got.body, u.addr) || strings.Contains(got.body, "spiffe") {
+				t.Errorf("it names the upstream: %s", got.body)
 			}
 		})
 	}

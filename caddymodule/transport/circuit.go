@@ -52,6 +52,14 @@ func (t *Transport) Refusal(method string) *breaker.OpenError {
 	return t.circuits.Refusal(method)
 }
 
+// BreakerPolicy is what callers may know of the breakers; nil without any that refuse.
+func (t *Transport) BreakerPolicy() *circuits.Policy {
+	if t.circuits == nil {
+		return nil
+	}
+	return t.circuits.Policy()
+}
+
 // Downstream is the identity of an upstream, by its address, where one is configured.
 func (t *Transport) Downstream(upstream string) string {
 	if t.circuits == nil {
