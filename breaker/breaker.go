@@ -23,6 +23,7 @@ type Breaker struct {
 	state      State
 	mode       Mode
 	generation uint64    // one more with every change of state
+	openings   uint64    // since New or Restore
 	since      time.Time // of state
 	period     *period   // in CLOSED
 	outage     outage

@@ -30,6 +30,7 @@ func TestForcedOpen(t *testing.T) {
 		pass(30 * time.Second)
 		calls(t, b, 1, ok)
 		want(t, b, breaker.Closed)
+		equal(t, "openings", b.Status().Openings, 2)
 	})
 }
 
@@ -177,7 +178,7 @@ func TestStatus(t *testing.T) {
 			Key: upstream, State: breaker.Open, Generation: 2, Since: began,
 			ErrorRate: 7.0 / 13, Window: time.Minute, MinVolume: 10, Threshold: 0.5, Calls: 10, Failures: 4, Overdue: 3,
 			Cooldown: 30 * time.Second, CooldownRemaining: 22 * time.Second, NextProbe: began.Add(30 * time.Second),
-			Reason: breaker.OverdueCalls, Cause: "status 502", Evidence: "error-1", Reference: "token-7",
+			Reason: breaker.OverdueCalls, Cause: "status 502", Evidence: "error-1", Reference: "token-7", Openings: 1,
 		})
 		rate, n = b.Rate()
 		equal(t, "rate", rate, 0)

@@ -32,6 +32,8 @@ type Status struct {
 	Cause     string // of the newest failure, as it came with its outcome
 	Evidence  string // of the newest failure
 	Reference string // what Keep remembered
+	// Openings is how many times it has opened since the process began.
+	Openings uint64
 	// Rejected is how many calls were refused, or would have been in mode observe, since
 	// the process began.
 	Rejected uint64
@@ -55,7 +57,7 @@ func (b *Breaker) Status() Status {
 		Calls: int(c.calls), Failures: int(c.failures), Slow: int(c.slow), RateLimited: int(c.limited),
 		Overdue: int(c.overdue), Cooldown: o.lasts, NextProbe: o.until, Probing: b.probe.holder != 0,
 		FailedProbes: o.failedProbes, Reason: o.reason, Cause: last.cause, Evidence: last.evidence,
-		Reference: o.reference, Rejected: b.rejected.Load(),
+		Reference: o.reference, Openings: b.openings, Rejected: b.rejected.Load(),
 	}
 	if !o.until.IsZero() {
 		s.CooldownRemaining = max(o.until.Sub(now), 0)

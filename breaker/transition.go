@@ -9,6 +9,9 @@ func (b *Breaker) enter(to State, reason Reason, now time.Time) {
 	from := b.state
 	b.state, b.since = to, now
 	b.generation++
+	if to == Open {
+		b.openings++
+	}
 	b.outage.reason = reason
 	b.publish()
 	b.report(event{kind: transition, Event: b.describe(from, now)})

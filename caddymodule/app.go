@@ -255,6 +255,7 @@ func (a *App) engine() (*engine, error) {
 	e.join(&a.spec)
 	a.held = e
 	e.audience.join(a)
+	e.teller.begin()
 	e.tellRecovered()
 	return e, nil
 }

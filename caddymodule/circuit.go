@@ -2,14 +2,13 @@ package caddymodule
 
 import (
 	"errors"
-	"fmt"
 	"net/http"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 
-	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
@@ -41,7 +40,7 @@ func joinIn(routes caddyhttp.RouteList) {
 				t, ours := h.Transport.(*transport.Transport)
 				for i, guard := range guards {
 					// Calls come here from another route only if this one takes all.
-					if ours && (i >= len(guards)-own || takesAll(&route)) {
+					if ours && !changesMethod(h.Rewrite) && (i >= len(guards)-own || takesAll(&route)) {
 						guard.proxy.Store(t)
 					}
 				}
@@ -65,14 +64,22 @@ func takesAll(route *caddyhttp.Route) bool {
 	return len(route.MatcherSets) == 0 && route.Group == ""
 }
 
-// passesOn reports whether a handler leaves the answer to those behind it.
+// changesMethod reports whether the call that a guard has seen comes out with another
+// method: a breaker may then let one through and refuse the other.
+func changesMethod(r *rewrite.Rewrite) bool { return r != nil && r.Method != "" }
+
+// passesOn reports whether a handler leaves the call to those behind it, as it is as far
+// as breakers go.
 func passesOn(handler caddyhttp.MiddlewareHandler) bool {
+	if r, ok := handler.(*rewrite.Rewrite); ok {
+		return !changesMethod(r)
+	}
 	module, ok := handler.(caddy.Module)
 	if !ok {
 		return false
 	}
 	switch module.CaddyModule().ID.Name() {
-	case "headers", "rewrite", "vars", "map", "request_body", "encode", "tracing", "log_append":
+	case "headers", "vars", "map", "request_body", "encode", "tracing", "log_append":
 		return true
 	}
 	return false
@@ -89,33 +96,7 @@ func (x *exchange) circuitsOpen() error {
 	if open == nil {
 		return nil
 	}
-	return circuitOpen(open)
-}
-
-// refusedByCircuit is err, or the problem that tells of it where a breaker has refused
-// the last attempt: the call was not sent.
-func refusedByCircuit(err error) error {
-	if open := (*breaker.OpenError)(nil); errors.As(err, &open) {
-		return circuitOpen(open)
-	}
-	return err
-}
-
-// circuitOpen is the problem of a call that a breaker has refused.
-func circuitOpen(open *breaker.OpenError) *problem.Problem {
-	detail := fmt.Sprintf("The circuit breaker of %v is %s", open.Key, map[breaker.State]string{
-		breaker.Open: "open", breaker.HalfOpen: "half-open, and lets one call through at a time",
-	}[open.State])
-	switch {
-	case open.Mode == breaker.ForcedOpen:
-		detail += ", as its operator says"
-	case open.Cause != "":
-		detail += ": " + open.Cause
-	}
-	p := problem.New(problem.CircuitOpen, detail+".")
-	p.Reason = open.State.String()
-	p.RetryAfter, p.Cause = open.RetryAfter(), open
-	return p
+	return circuitOpen(open, t.Downstream(open.Key.Upstream), verifiedHere(x.call.Scope.Caller))
 }
 
 // passOn hands on a request that is not guarded. Where a guard around this one has
@@ -125,7 +106,7 @@ func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, next caddyhttp.
 	if err == nil || sent.FromContext(r.Context()) != nil {
 		return err
 	}
-	err = refusedByCircuit(err)
+	err = refusedByCircuit(err, verifiedHere(h.verifiedSafe(r)))
 	var p *problem.Problem
 	if h.fallback == nil || !errors.As(err, &p) || p.Kind() != problem.CircuitOpen {
 		return err

@@ -13,18 +13,16 @@ import (
 
 // circuitsFor says which breakers a caller may see. The state of upstreams tells how the
 // house is built (cascade 6.2, ATD "Circuit Breaker State Leakage"): operators see all,
-// callers those behind the guard that they ask, which its refusals would tell them of
-// too, and who takes part in a workflow what was told to it. A credential that nobody
+// callers those behind the guard that they ask, which its refusals tell them of too
+// (circuitOpen), and who takes part in a workflow what was told to it. A credential that nobody
 // here has verified is no identity.
 func (h *Handler) circuitsFor(e *engine, way *testimony, r *http.Request, who graph.Reader, caller string) (func(*circuits.Circuit) bool, error) {
-	kind, name, _ := strings.Cut(caller, ":")
-	switch kind {
-	case "issuer", "certificate", "user":
-	case "explicit":
-		caller = "caller:" + name
-	default:
+	if !verifiedHere(caller) {
 		return nil, problem.New(problem.AuthenticationRequired,
 			"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
+	}
+	if name, ok := strings.CutPrefix(caller, "explicit:"); ok {
+		caller = "caller:" + name
 	}
 	operator := slices.Contains(h.Operators, caller)
 	if wid := r.URL.Query().Get("wid"); wid != "" {

@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"context"
 	"encoding/json"
 	"net/http"
 	"strings"
@@ -45,10 +46,12 @@ func (h *Handler) askCircuits(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
+	ctx, cancel := context.WithTimeout(r.Context(), lookPatience)
+	defer cancel()
 	only := r.URL.Query().Get("state")
 	doc := circuits.Document{Circuits: []circuits.Circuit{}}
 	for _, s := range e.circuits.Status() {
-		if c := e.describeCircuit(way, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
+		if c := e.describeCircuit(ctx, way, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
 			doc.Circuits = append(doc.Circuits, c)
 		}
 	}
@@ -62,10 +65,8 @@ func (h *Handler) askCircuits(w http.ResponseWriter, r *http.Request) error {
 
 // describeCircuit describes a breaker, with the error that its last failure has in the
 // ledger.
-func (e *engine) describeCircuit(way *testimony, s *breaker.Status) circuits.Circuit {
+func (e *engine) describeCircuit(ctx context.Context, way *testimony, s *breaker.Status) circuits.Circuit {
 	c := e.circuits.Describe(s)
-	if way != nil && s.Evidence != "" {
-		c.LastFailure = way.evidence.ErrorID(s.Evidence)
-	}
+	c.LastFailure = way.lastFailure(ctx, s)
 	return c
 }

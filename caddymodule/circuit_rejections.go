@@ -24,28 +24,38 @@ type rejections struct {
 }
 
 type rejected struct {
-	generation uint64
+	outage     uint64
+	generation uint64 // since which the workflows are remembered
 	workflows  map[string]struct{}
 }
 
-// first reports whether a workflow is to be told of a rejection, once for each
-// generation of a breaker.
+// first reports whether a workflow is to be told of a rejection: once for each outage of
+// a breaker, however many probes fail in it.
 func (r *rejections) first(open *breaker.OpenError, workflow string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	known := r.of[open.Key]
-	if known == nil || known.generation != open.Generation {
+	full := known != nil && len(known.workflows) >= maxRejected
+	// Where too many are told of for one outage, some are told again with its next turn.
+	if known == nil || known.outage != open.Outage || full && known.generation != open.Generation {
 		if r.of == nil || known == nil && len(r.of) >= maxCircuits {
 			r.of = map[breaker.Key]*rejected{}
 		}
-		known = &rejected{open.Generation, map[string]struct{}{}}
+		known, full = &rejected{open.Outage, open.Generation, map[string]struct{}{}}, false
 		r.of[open.Key] = known
 	}
-	if _, told := known.workflows[workflow]; told || len(known.workflows) >= maxRejected {
+	if _, told := known.workflows[workflow]; told || full {
 		return false
 	}
 	known.workflows[workflow] = struct{}{}
 	return true
+}
+
+// over forgets who was told of an outage: it has ended, or nothing leads to the upstream.
+func (r *rejections) over(key breaker.Key) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.of, key)
 }
 
 // tellRejection tells the workflow of a call that a breaker has rejected it: a gateway
@@ -79,6 +89,7 @@ func (e *engine) tellRejected(ctx context.Context, way *testimony, open *breaker
 	}
 	c := evidence.Circuit{
 		Event: ect.EventCircuitOpen, Downstream: e.circuits.Downstream(open.Key.Upstream), Workflow: workflow, Reason: rejectedReason,
+		ErrorType: problem.CircuitOpen.ErrorType,
 	}
 	for _, s := range e.circuits.Status() {
 		if s.Key == open.Key {

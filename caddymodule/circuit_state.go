@@ -152,6 +152,31 @@ func (h circuitHook) PermanentlyOpen(ev breaker.Event) {
 	h.e.emit(eventCircuitGivesUp, circuitData(ev))
 }
 
+// Dropped implements circuits.Hook. What is recorded of them goes too, an operator's mode
+// included: the upstream would else come back, after any time, in a state that nobody saw
+// in between. A configuration that ends, and leaves none behind, drops nothing for good.
+func (h circuitHook) Dropped(gone []breaker.Status) {
+	if !h.e.audience.lives() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), circuitPatience)
+	defer cancel()
+	for _, s := range gone {
+		level := zap.InfoLevel
+		if s.State != breaker.Closed || s.Mode != breaker.Auto {
+			level = zap.WarnLevel
+		}
+		h.e.logger.Log(level, "a circuit breaker is forgotten: no configuration leads to its upstream any more",
+			zap.String("upstream", s.Key.Upstream), zap.String("class", s.Key.Class), zap.Stringer("state", s.State), zap.Stringer("mode", s.Mode))
+		h.e.teller.forget(s.Key)
+		// It records what there is: by now that may be a new one.
+		if err := h.e.keepCircuit(ctx, s.Key); err != nil && !errors.Is(err, store.ErrClosed) {
+			h.e.logger.Warn("the state of a circuit breaker that is gone cannot be deleted; the next opening of the store does it",
+				zap.Stringer("upstream", s.Key), zap.Error(err))
+		}
+	}
+}
+
 func circuitFields(ev breaker.Event) []zap.Field {
 	return []zap.Field{
 		zap.String("upstream", ev.Key.Upstream), zap.String("class", ev.Key.Class),
@@ -170,4 +195,4 @@ func circuitData(ev breaker.Event) map[string]any {
 	}
 }
 
-var _ breaker.Hook = circuitHook{}
+var _ circuits.Hook = circuitHook{}

@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
+
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -85,6 +87,51 @@ func TestCircuitStateIsRecorded(t *testing.T) {
 	}
 }
 
+// What is counted of a breaker goes with it: upstreams that come and go leave nothing.
+func TestOpeningsGoWithTheBreaker(t *testing.T) {
+	e := started(t, t.TempDir(), "").held
+	for range 2 {
+		t.Run("", func(t *testing.T) {
+			tripped(t, "a:1")
+			if all := e.circuitReport(); len(all) != 1 || all[0].Openings != 1 {
+				t.Errorf("%+v", all)
+			}
+		})
+	}
+}
+
+// cascade 3.2.4: what changes while the store is open and the ledger is not yet is told
+// once it is.
+func TestChangesWaitForTheLedger(t *testing.T) {
+	dir := t.TempDir()
+	app, err := newApp(t, dir, withIdentity(filepath.Join(dir, "identity"), ""))
+	if err != nil {
+		t.Fatal(err)
+	}
+	e, err := app.acquire() // as a request does that comes before the start
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := tripped(t, "a:1")
+	told := make(chan struct{})
+	e.teller.later(func(context.Context) { close(told) })
+	if err := app.Start(); err != nil {
+		t.Fatal(err)
+	}
+	<-told
+	opened := b.Status().Reference
+	entry, err := e.latestWay().evidence.Log().Wait(t.Context(), "", opened)
+	if err != nil || entry.Action != "circuit_breaker_open" {
+		t.Errorf("%q: %v %+v", opened, err, entry)
+	}
+	if err := app.Cleanup(); err != nil {
+		t.Error(err)
+	}
+	if err := e.release(); err != nil {
+		t.Error(err)
+	}
+}
+
 // An operator who cuts an upstream off leaves no error of it in the ledger.
 func TestOperatorsLeaveNoErrors(t *testing.T) {
 	dir := t.TempDir()
@@ -101,6 +148,56 @@ func TestOperatorsLeaveNoErrors(t *testing.T) {
 	}
 	if head := log.Head(); head.Size != 1 {
 		t.Errorf("%d entries are in the ledger, not 1", head.Size)
+	}
+}
+
+// What is recorded of an upstream goes with the configuration that has led there last,
+// and comes back with nothing; the end of the last configuration leaves it.
+func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
+	dir := t.TempDir()
+	e := started(t, dir, "").held
+	old, err := circuits.Open(circuits.Settings{Consecutive: 1}, []string{"a:1", "b:1", "c:1"}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, upstream := range []string{"a:1", "b:1"} {
+		permit, err := old.Breaker(upstream, "GET").Acquire(breaker.Op{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		permit.Done(breaker.Outcome{Class: breaker.Failure})
+	}
+	old.Breaker("c:1", "GET")
+	forced := breaker.Key{Upstream: "c:1"}
+	if known, err := (borrowed{e}).SetCircuitMode(t.Context(), forced, breaker.ForcedClosed); !known || err != nil {
+		t.Fatal(known, err)
+	}
+	if kept := keptCircuits(t, e.store); len(kept) != 3 {
+		t.Fatalf("%d states are recorded, not 3", len(kept))
+	}
+	now := leadingTo(t, "a:1")
+	if err := old.Close(); err != nil {
+		t.Fatal(err)
+	}
+	kept := keptCircuits(t, e.store)
+	if len(kept) != 1 {
+		t.Fatalf("%d states are left, not 1", len(kept))
+	}
+	if now.Breaker("a:1", "GET").Status().State != breaker.Open {
+		t.Error("the upstream that has stayed was forgotten")
+	}
+	if s := leadingTo(t, "c:1").Breaker("c:1", "GET").Status(); s.Mode != breaker.Auto {
+		t.Errorf("an upstream that is back: %+v", s)
+	}
+	// A configuration that ends takes its transports with it, in any order.
+	ended, end := caddy.NewContext(caddy.Context{Context: t.Context()})
+	end()
+	e.audience.latest().ctx = ended
+	if err := now.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if kept = keptCircuits(t, e.store); len(kept) != 1 {
+		t.Errorf("%d states are left after the end, not 1", len(kept))
 	}
 }
 

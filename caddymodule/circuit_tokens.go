@@ -1,10 +1,8 @@
 package caddymodule
 
 import (
-	"cmp"
 	"context"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -20,9 +18,8 @@ const (
 	maxCircuits = 1024
 	// maxCircuitEvents is how many changes of breakers wait to be told of at most.
 	maxCircuitEvents = 256
-	// circuitErrorTime is how long the error that opened a breaker may take to its
-	// place in the ledger: it is told with the outcome of its call, a moment later.
-	circuitErrorTime = 5 * time.Second
+	// circuitPlaceTime is how long an opening may take to its place in the ledger.
+	circuitPlaceTime = 5 * time.Second
 	// keepCircuitTokens is how long the ledger keeps what it is told of breakers.
 	keepCircuitTokens = 24 * time.Hour
 )
@@ -31,6 +28,7 @@ const (
 // way of the calls that have caused them.
 type circuitTeller struct {
 	waiting chan func(context.Context)
+	begin   func() // lets the telling begin
 	stop    context.CancelFunc
 	ended   chan struct{}
 	// opened is the last opening that was told of each breaker that is not closed. Only
@@ -38,8 +36,6 @@ type circuitTeller struct {
 	opened map[breaker.Key]string
 	// rejections are the workflows that were told that a breaker rejects them.
 	rejections rejections
-	// openings counts the openings of each breaker: breaker.Key -> *atomic.Uint64.
-	openings sync.Map
 }
 
 func (e *engine) startCircuitTeller() {
@@ -48,8 +44,14 @@ func (e *engine) startCircuitTeller() {
 	t.waiting, t.ended = make(chan func(context.Context), maxCircuitEvents), make(chan struct{})
 	var ctx context.Context
 	ctx, t.stop = context.WithCancel(context.Background())
+	begun := make(chan struct{})
+	t.begin = sync.OnceFunc(func() { close(begun) })
 	go func() {
 		defer close(t.ended)
+		select { // what comes before the ledger is open waits for it
+		case <-begun:
+		case <-ctx.Done():
+		}
 		for {
 			select {
 			case tell := <-t.waiting:
@@ -67,11 +69,10 @@ func (t *circuitTeller) end() {
 	<-t.ended
 }
 
-// changed counts a change and has it told; false says that too many wait.
+// changed has a change told; false says that too many wait.
 func (e *engine) changed(ev breaker.Event) bool {
-	if ev.To == breaker.Open {
-		n, _ := e.teller.openings.LoadOrStore(ev.Key, new(atomic.Uint64))
-		n.(*atomic.Uint64).Add(1)
+	if ev.To == breaker.Closed {
+		e.teller.rejections.over(ev.Key)
 	}
 	return e.teller.later(func(ctx context.Context) { e.tellCircuit(ctx, ev) })
 }
@@ -82,6 +83,12 @@ func (t *circuitTeller) opens(key breaker.Key, id string) {
 		clear(t.opened) // breakers that were dropped; the others know themselves
 	}
 	t.opened[key] = id
+}
+
+// forget forgets a breaker that is gone: another one may come in its place.
+func (t *circuitTeller) forget(key breaker.Key) {
+	t.rejections.over(key)
+	t.later(func(context.Context) { delete(t.opened, key) })
 }
 
 // later has something told in its turn; false says that too much waits.
@@ -100,6 +107,9 @@ func (e *engine) tellCircuit(ctx context.Context, ev breaker.Event) {
 	way := e.latestWay()
 	if way == nil {
 		return
+	}
+	if ev.To == breaker.Open {
+		e.awaitCall(ctx, ev)
 	}
 	now, err := e.store.Now(ctx)
 	if err != nil {
@@ -142,26 +152,19 @@ func (e *engine) tellCircuit(ctx context.Context, ev breaker.Event) {
 // and returns its id. It follows from the opening before it too, if that is of the same
 // workflow.
 func (e *engine) tellOpening(ctx context.Context, way *testimony, now time.Time, c *evidence.Circuit, ev breaker.Event, last string) (string, error) {
-	if ev.Evidence != "" && ev.Reason != breaker.ByOperator {
-		failure := way.evidence.ErrorID(ev.Evidence)
-		if workflow, err := e.workflowOf(ctx, way, failure); err == nil {
-			c.Workflow = workflow
-			if c.Parents, err = way.evidence.Known(ctx, workflow, []string{failure, last}); err != nil {
-				return "", err
-			}
-			return e.tellDraft(ctx, way, now, c)
-		}
-	}
 	if ev.Reason == breaker.ByOperator {
 		return e.tellDraft(ctx, way, now, c) // nothing has failed
 	}
-	// Of a call that is not guarded nobody else tells.
-	failure, err := way.witness.UpstreamFailure(now, c.Downstream, cmp.Or(ev.Cause, string(ev.Reason)))
+	failure, drafts, err := e.failureOf(ctx, way, now, c, ev)
 	if err != nil {
 		return "", err
 	}
-	c.Parents = []string{failure.ID()}
-	return e.tellDraft(ctx, way, now, c, failure)
+	before, err := way.evidence.Known(ctx, c.Workflow, []string{last})
+	if err != nil {
+		return "", err
+	}
+	c.Parents = append([]string{failure}, before...)
+	return e.tellDraft(ctx, way, now, c, drafts...)
 }
 
 // tellDraft records a change, behind what it follows from, and returns its id.
@@ -175,7 +178,7 @@ func (e *engine) tellDraft(ctx context.Context, way *testimony, now time.Time, c
 
 // workflowOf waits for what was told a moment ago.
 func (e *engine) workflowOf(ctx context.Context, way *testimony, id string) (string, error) {
-	ctx, cancel := context.WithTimeout(ctx, circuitErrorTime)
+	ctx, cancel := context.WithTimeout(ctx, circuitPlaceTime)
 	defer cancel()
 	return way.evidence.WorkflowOf(ctx, id)
 }
@@ -201,12 +204,7 @@ func (e *engine) latestWay() *testimony {
 // circuitReport is how the breakers are, for metrics.
 func (e *engine) circuitReport() (all []metrics.CircuitReport) {
 	for _, s := range e.circuits.Status() {
-		openings, _ := e.teller.openings.Load(s.Key)
-		n, _ := openings.(*atomic.Uint64)
-		r := metrics.CircuitReport{Upstream: s.Key.Upstream, Class: s.Key.Class, ErrorRate: s.ErrorRate, Rejected: s.Rejected}
-		if n != nil {
-			r.Openings = n.Load()
-		}
+		r := metrics.CircuitReport{Upstream: s.Key.Upstream, Class: s.Key.Class, ErrorRate: s.ErrorRate, Openings: s.Openings, Rejected: s.Rejected}
 		switch s.State {
 		case breaker.HalfOpen:
 			r.State = 1

@@ -144,6 +144,7 @@ type policyDocument struct {
 	Executions   policyAsked     `json:"executions"`
 	Tokens       *policyTokens   `json:"tokens,omitempty"`
 	Quota        *policyQuota    `json:"quota,omitempty"`
+	Breaker      *policyBreaker  `json:"breaker,omitempty"`
 	Guarantee    string          `json:"guarantee"`
 	DocumentedBy string          `json:"describedby"`
 }
@@ -253,6 +254,7 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 	if q := h.app.Quota; q != (Quota{}) {
 		doc.Quota = &policyQuota{q.OpenExecutions, q.StoredBytes}
 	}
+	doc.Breaker = h.breakerPolicy()
 	if h.MissingID == missingDerive {
 		doc.ExecutionID.Window = seconds(h.DeriveWindow)
 	}

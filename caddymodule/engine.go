@@ -49,6 +49,7 @@ type engine struct {
 	circuits  *circuits.Member
 	teller    circuitTeller  // of what becomes of them
 	keeping   [16]sync.Mutex // for recording each of them
+	running   runningCalls
 
 	opener   StoreOpener  // by which the store was opened
 	counts   *metrics.Set // held until the engine is closed

@@ -2,6 +2,7 @@ package caddymodule
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -149,6 +150,14 @@ func (u *audience) latest() *App {
 		return nil
 	}
 	return u.apps[len(u.apps)-1]
+}
+
+// lives reports whether any configuration goes on: on a reload the new one does, while
+// what the old one held is given up.
+func (u *audience) lives() bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return slices.ContainsFunc(u.apps, func(a *App) bool { return a.ctx.Err() == nil })
 }
 
 // emit tells of something that happened to the engine or an execution in it.

@@ -32,6 +32,7 @@ type forwarding struct {
 func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 	x.note("executed", "")
 	x.action.counts.Begun()
+	x.engine.running.begin(x.call.Checkpoint)
 	ctx, cancel := x.engine.detach(x.r.Context(), x.call.Deadline)
 	defer cancel()
 
@@ -148,7 +149,8 @@ func (r recording) SetTrailer(trailer map[string][]string) {
 // request is the request to forward: the call's own, with the body that was read,
 // naming this execution as the parent of what it may cause.
 func (x *exchange) request(ctx context.Context) *http.Request {
-	ctx = circuits.WithEvidence(context.WithValue(ctx, guardedBy{x.h.Name}, true), x.call.Checkpoint)
+	ctx = context.WithValue(ctx, guardedBy{x.h.Name}, true)
+	ctx = circuits.WithEvidence(ctx, circuits.Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.story.call.Workflow})
 	if most := time.Duration(x.action.Deadline); x.call.Deadline < most {
 		ctx = circuits.Impatient(ctx, most)
 	}
@@ -266,7 +268,7 @@ func (x *exchange) finish(f *forwarding, o guard.Outcome, unrecorded error) erro
 		if f.err == nil {
 			return caddyhttp.Error(http.StatusBadGateway, errNotSent)
 		}
-		return refusedByCircuit(f.err)
+		return refusedByCircuit(f.err, verifiedHere(x.call.Scope.Caller))
 	}
 	return x.inDoubtAnswer(o.Cause)
 }

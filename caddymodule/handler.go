@@ -30,7 +30,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	defer x.close()
 	err = x.serve(next)
 	if err != nil && x.failsOpen(err) {
-		err = refusedByCircuit(x.forwardUnguarded(w, next, err))
+		err = refusedByCircuit(x.forwardUnguarded(w, next, err), verifiedHere(x.call.Scope.Caller))
 	}
 	var p *problem.Problem
 	if errors.As(err, &p) {

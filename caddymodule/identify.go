@@ -23,19 +23,8 @@ const anonymous = "anonymous"
 // caller says who asks: the first identity that applies. Each kind has a prefix of
 // its own, so that no caller can take another kind's name.
 func (h *Handler) caller(g *guard.Guard, r *http.Request, tokens *presented) (string, error) {
-	if h.Caller != "" {
-		if name, ok := filled(r, h.Caller); ok {
-			return "explicit:" + name, nil
-		}
-	}
-	if issuer := tokens.issuer(); issuer != "" {
-		return "issuer:" + issuer, nil
-	}
-	if r.TLS != nil && len(r.TLS.VerifiedChains) > 0 {
-		return "certificate:" + subject(r.TLS.VerifiedChains[0][0]), nil
-	}
-	if id, _ := replacer(r).GetString("http.auth.user.id"); id != "" {
-		return "user:" + id, nil
+	if name := h.named(r, tokens.issuer()); name != "" {
+		return name, nil
 	}
 	if credentials := present(r.Header, h.credentials); credentials != "" {
 		if slices.Contains(h.credentials, "Authorization") && unstable(r.Header["Authorization"]) {
@@ -48,6 +37,26 @@ func (h *Handler) caller(g *guard.Guard, r *http.Request, tokens *presented) (st
 		return "cookie:" + keyed(g, cookies), nil
 	}
 	return anonymous, nil
+}
+
+// named is the caller whom the gateway itself knows, by the configuration, a token of
+// this issuer, a certificate, or Caddy's authentication; empty if it knows none.
+func (h *Handler) named(r *http.Request, issuer string) string {
+	if h.Caller != "" {
+		if name, ok := filled(r, h.Caller); ok {
+			return "explicit:" + name
+		}
+	}
+	if issuer != "" {
+		return "issuer:" + issuer
+	}
+	if r.TLS != nil && len(r.TLS.VerifiedChains) > 0 {
+		return "certificate:" + subject(r.TLS.VerifiedChains[0][0])
+	}
+	if id, _ := replacer(r).GetString("http.auth.user.id"); id != "" {
+		return "user:" + id
+	}
+	return ""
 }
 
 // inEvidence is a caller as the ledger knows it. Names that a site gives by itself mean

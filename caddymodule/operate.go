@@ -163,10 +163,12 @@ func (b borrowed) RotateIdentity(stolen bool) error {
 
 // Circuits implements admin.Store.
 func (b borrowed) Circuits() []circuits.Circuit {
+	ctx, cancel := context.WithTimeout(context.Background(), lookPatience)
+	defer cancel()
 	way := b.e.latestWay()
 	all := []circuits.Circuit{}
 	for _, s := range b.e.circuits.Status() {
-		all = append(all, b.e.describeCircuit(way, &s))
+		all = append(all, b.e.describeCircuit(ctx, way, &s))
 	}
 	return all
 }

@@ -113,6 +113,7 @@ func (x *exchange) announced(told *evidence.Telling, err error) error {
 
 // settle records what came of the execution, and tells of it in the same commit.
 func (x *exchange) settle(e *guard.Execution, o guard.Outcome, answer http.Header) error {
+	defer x.engine.running.end(x.call.Checkpoint)
 	ctx := context.Background()
 	told := x.tellOutcome(ctx, o, answer)
 	if told == nil {

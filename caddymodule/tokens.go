@@ -248,7 +248,7 @@ func (h *Handler) needsTokens(r *http.Request) bool {
 // recorded before the request goes on.
 func (h *Handler) verifySafe(r *http.Request) error {
 	// What was verified on the way here would be taken for a second use.
-	if !h.needsTokens(r) || r.Context().Value(guardedBy{h.Name}) != nil || caddyhttp.GetVar(r.Context(), tokensVerified) == true {
+	if !h.needsTokens(r) || r.Context().Value(guardedBy{h.Name}) != nil || caddyhttp.GetVar(r.Context(), tokensVerified) != nil {
 		return nil
 	}
 	way, err := h.app.testimony()
@@ -275,12 +275,19 @@ func (h *Handler) verifySafe(r *http.Request) error {
 	if !way.ledgerFirst {
 		way.evidence.Seen(p.all)
 	}
-	caddyhttp.SetVar(r.Context(), tokensVerified, true)
+	caddyhttp.SetVar(r.Context(), tokensVerified, p.issuer())
 	return nil
 }
 
+// verifiedSafe is the caller of a request that changes nothing, by what verifySafe has
+// found and the gateway knows itself; empty where it does not know it.
+func (h *Handler) verifiedSafe(r *http.Request) string {
+	issuer, _ := caddyhttp.GetVar(r.Context(), tokensVerified).(string)
+	return h.named(r, issuer)
+}
+
 // tokensVerified is the variable of a request that changes nothing and whose tokens a
-// guard has verified.
+// guard has verified: their issuer.
 const tokensVerified = "agent_guard.tokens_verified"
 
 // checkUnguardedInput holds the body of a request that is not guarded against the hash

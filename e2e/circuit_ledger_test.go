@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -65,12 +66,8 @@ func TestCircuitIsToldAndSeen(t *testing.T) {
 	if kinds[c.Opened] != "circuit_breaker_open" || kinds[c.LastFailure] != "error" {
 		t.Errorf("%+v\n%+v", c, view)
 	}
-	linked := false
-	for _, e := range view.Edges {
-		linked = linked || e.From == c.LastFailure && e.To == c.Opened
-	}
-	if !linked {
-		t.Errorf("the opening does not follow from the error: %+v", view.Edges)
+	if !view.follows(c.Opened, c.LastFailure) || len(view.Nodes) != 9 {
+		t.Errorf("the opening does not follow from the one error of its call: %+v", view)
 	}
 
 	halfOpen(t, u.addr)
@@ -101,7 +98,7 @@ func TestCircuitIsToldAndSeen(t *testing.T) {
 }
 
 // cascade 3.3.2: a gateway is the boundary of its workflows. What a breaker rejects of a
-// workflow is told to it, once until the breaker changes its state.
+// workflow is told to it, once until the breaker has closed, whatever probes fail.
 func TestRejectionsAreToldOnce(t *testing.T) {
 	u, a := newUpstream(t), newAgent(t, "a")
 	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + tripping + "\n}"})
@@ -116,12 +113,16 @@ func TestRejectionsAreToldOnce(t *testing.T) {
 	for range 2 {
 		g.call(request{method: "GET", path: "/down"})
 	}
-	for range 5 {
+	for n := range 5 {
+		if n == 3 { // another turn of the same outage
+			halfOpen(t, u.addr)
+			g.call(request{method: "GET", path: "/down"})
+		}
 		next := a.issue(ect.Claims{Workflow: storm, Parents: []string{began[storm].ID()}})
-		g.call(with(next, request{path: "/works"})).refused(t, u.addr)
+		g.call(with(next, request{path: "/works"})).refusedSaying(t, "The circuit breaker of "+u.addr+" is open: status 503.")
 	}
 	next := a.issue(ect.Claims{Workflow: later, Parents: []string{began[later].ID()}})
-	g.call(with(next, request{path: "/works"})).refused(t, u.addr)
+	g.call(with(next, request{path: "/works"})).refusedSaying(t, "The circuit breaker of "+u.addr+" is open: status 503.")
 	// They are told in their order: what was told of the first workflow stands there
 	// when the second has its own.
 	for _, wid := range []string{later, storm} {
@@ -191,6 +192,106 @@ func TestWhoSeesCircuits(t *testing.T) {
 	}
 	for _, h := range []headers{nil, {"Authorization": "Bearer made-up"}, {"Cookie": "a=b"}} {
 		g.call(request{method: "GET", path: "/.well-known/cascade/circuits", header: h}).problem(t, http.StatusUnauthorized, "authentication-required")
+	}
+}
+
+// opening is the opening of an upstream's breaker, once it is told.
+func (g *gateway) opening(a *agent, upstream string) (opened, failure string) {
+	g.t.Helper()
+	eventually(g.t, "the opening is told", func() bool {
+		for _, c := range document[circuitsView](g.t, g.get(a, "circuits")).Circuits {
+			if c.Upstream == upstream {
+				opened, failure = c.Opened, c.LastFailure
+			}
+		}
+		return opened != ""
+	})
+	return opened, failure
+}
+
+// cascade 3.2.4: also a failure that its call tells nothing of has an error, in the
+// workflow of the call and behind its checkpoint: one, from which the opening follows.
+// What came of the call is for its own node to say.
+func TestOpeningsOfCallsThatComplete(t *testing.T) {
+	for name, test := range map[string]struct {
+		site, path string
+		calls      int
+	}{
+		"in band": {"agent_proxy UP {\n" + strings.Replace(tripping, "{", "{\nin_band json /error", 1) + "\n}", "/fault", 2},
+		"rescued by load balancing": {"agent_proxy DEAD UP {\nlb_policy first\nlb_retries 1\nfail_duration 1m\n" +
+			strings.Replace(tripping, "consecutive 2", "consecutive 1", 1) + "\n}", "/works", 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			u, a, failing := newUpstream(t), newAgent(t, "a"), ""
+			u.on("/fault", func(w http.ResponseWriter, _ *arrival) {
+				w.Header().Set("Content-Type", "application/json")
+				_, _ = w.Write([]byte(`{"error":{"code":1}}`))
+			})
+			if failing = u.addr; test.calls == 1 {
+				failing = freeAddress(t)
+			}
+			g := launch(t, setup{app: trusting(t, a), badger: true, site: strings.NewReplacer("UP", u.addr, "DEAD", failing).Replace(test.site)})
+			wid := uuid.NewString()
+			var last *ect.Token
+			var checkpoint string
+			for range test.calls {
+				last = a.issue(ect.Claims{Workflow: wid})
+				got := g.call(with(last, request{path: test.path}))
+				if got.status/100 != 2 {
+					t.Fatalf("%d %s", got.status, got.body)
+				}
+				checkpoint = got.header.Get("Execution-Checkpoint")
+			}
+			opened, failure := g.opening(a, failing)
+			// The token, a checkpoint and a node for each call; the error, and the opening.
+			view := g.settledView(a, wid, 3*test.calls+2)
+			events := map[string][]string{}
+			for _, n := range view.Nodes {
+				events[n.Event] = append(events[n.Event], n.JTI)
+			}
+			if got := events["error"]; len(got) != 1 || got[0] != failure {
+				t.Errorf("the errors are %v, and the last failure is %s: %+v", got, failure, view)
+			}
+			if !view.follows(opened, failure) || !view.follows(failure, checkpoint) {
+				t.Errorf("%s does not follow from %s, and that from %s: %+v", opened, failure, checkpoint, view.Edges)
+			}
+			if state := view.state(last.ID()); state != "done" {
+				t.Errorf("the call is %s", state)
+			}
+		})
+	}
+}
+
+// cascade 6.2: what a refusal tells of an upstream is for whom the gateway knows, whether
+// the call is guarded or not, before the claim and behind it; the identity that the
+// configuration gives an upstream is for everybody.
+func TestWhatARefusalTells(t *testing.T) {
+	const bare, identity = "the upstream", "spiffe://example.com/agent/b"
+	for name, test := range map[string]struct {
+		site, anonymous, verified string
+	}{
+		"before the claim":         {"agent_proxy UP {\nBREAKER\n}", bare, "UP"},
+		"with an identity":         {"agent_proxy UP {\n" + strings.Replace(tripping, "{", "{\ndownstream UP "+identity, 1) + "\n}", identity, identity},
+		"behind it":                {"agent_guard\nroute {\nreverse_proxy UP {\ntransport agent_guard {\nBREAKER\n}\n}\n}", bare, "UP"},
+		"behind, with an identity": {"agent_guard\nroute {\nreverse_proxy UP {\ntransport agent_guard {\n" + strings.Replace(tripping, "{", "{\ndownstream UP "+identity, 1) + "\n}\n}\n}", identity, identity},
+	} {
+		t.Run(name, func(t *testing.T) {
+			u, a := newUpstream(t), newAgent(t, "a")
+			named := strings.NewReplacer("UP", u.addr, "BREAKER", tripping)
+			g := launch(t, setup{app: trusting(t, a), site: named.Replace(test.site)})
+			u.on("/down", status(503, ""))
+			for range 2 {
+				g.call(request{method: "GET", path: "/down"})
+			}
+			for _, method := range []string{"GET", "POST"} {
+				for _, h := range []headers{nil, {"Authorization": "Bearer made-up"}} {
+					g.call(request{method: method, path: "/x", id: "k", header: h}).
+						refusedSaying(t, "The circuit breaker of "+test.anonymous+" is open.")
+				}
+				g.call(with(a.issue(ect.Claims{Action: "look"}), request{method: method, path: "/x"})).
+					refusedSaying(t, "The circuit breaker of "+named.Replace(test.verified)+" is open: status 503.")
+			}
+		})
 	}
 }
 

@@ -119,15 +119,28 @@ func TestCircuitOfAnUpstreamThatIsGone(t *testing.T) {
 	if a := gateway.insist(t, procCall{id: "refused"}); !a.executed() {
 		t.Errorf("at the other upstream: %v", a)
 	}
+	if !strings.Contains(gateway.log.String(), "no configuration leads to its upstream any more") {
+		t.Error("the log does not tell that a breaker was forgotten")
+	}
+	// With the upstream at once, so that only the reload can have made it forgotten.
 	gateway.kill()
+	site.upstream = upstream.addr
 	gateway = site.start(t)
 	if circuitUntil.MatchString(gateway.log.String()) {
-		t.Error("the state of a breaker whose upstream is gone was restored")
+		t.Error("the state of a breaker whose upstream was gone is restored")
 	}
-	site.upstream = upstream.addr
-	gateway.kill()
-	gateway = site.start(t)
 	if a := gateway.insist(t, procCall{id: "back"}); !a.executed() {
 		t.Errorf("at the first upstream again: %v", a)
 	}
+}
+
+// OPEN stays OPEN over an orderly end, in which the configuration is given up too.
+func TestCircuitSurvivesAnOrderlyEnd(t *testing.T) {
+	upstream := procNewUpstream(t)
+	site := procNewSite(t, upstream.addr)
+	site.guard = "breaker {\n consecutive 2\n cooldown 10h\n}"
+	procTripped(t, site, upstream).end(t)
+	gateway := site.start(t)
+	wantProcRefused(t, gateway, upstream)
+	gateway.end(t)
 }

@@ -1,11 +1,14 @@
 package e2e
 
 import (
+	"bytes"
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -52,12 +55,19 @@ const tripping = `breaker {
 	probe_prefer off
 }`
 
-// refused reads an answer as the refusal of an upstream's breaker.
-func (r reply) refused(t *testing.T, upstream string) {
+// refused reads an answer as the refusal of a breaker. cascade 6.2: to who is not known
+// here it names neither an upstream's address nor a cause.
+func (r reply) refused(t *testing.T) {
+	t.Helper()
+	r.refusedSaying(t, "The circuit breaker of the upstream is open.", "The circuit breaker of the upstream is half-open, and lets one call through at a time.")
+}
+
+// refusedSaying is refused with one of these details.
+func (r reply) refusedSaying(t *testing.T, details ...string) {
 	t.Helper()
 	doc := r.retryable(t, 503, "circuit-open")
-	if !strings.Contains(doc.Detail, upstream) || r.header.Get("Execution-Status") != "refused" {
-		t.Errorf("refused with %q, %q", doc.Detail, r.header.Get("Execution-Status"))
+	if !slices.Contains(details, doc.Detail) || doc.ErrorType != "circuit_open" || r.header.Get("Execution-Status") != "refused" {
+		t.Errorf("refused with %q, %q, %q", doc.Detail, doc.ErrorType, r.header.Get("Execution-Status"))
 	}
 }
 
@@ -71,8 +81,8 @@ func TestCircuitRefusesBeforeTheClaim(t *testing.T) {
 	for range 2 {
 		g.call(request{method: "GET", path: "/down"})
 	}
-	g.call(request{path: "/b", id: "two"}).refused(t, u.addr)
-	g.call(request{method: "GET", path: "/b"}).refused(t, u.addr)
+	g.call(request{path: "/b", id: "two"}).refused(t)
+	g.call(request{method: "GET", path: "/b"}).refused(t)
 	g.call(request{path: "/a", id: "one"}).want(t, 201, "arrival 1", "replayed")
 	u.arrived("/b", 0)
 
@@ -93,16 +103,20 @@ func TestCircuitBehindOtherHandlers(t *testing.T) {
 		"behind a handler that answers": {"route {\nagent_guard\nrespond /c c\nPROXY\n}", true},
 		"in a route inside":             {"route {\nagent_guard\nhandle {\nPROXY\n}\n}", true},
 		"behind a matcher":              {"route {\nagent_guard\n@b path /b\nreverse_proxy @b UP\n}", true},
+		// Which calls are refused depends on the method.
+		"behind another method": {"route {\nagent_guard\nmethod PUT\nPROXY\n}", true},
+		"with another method":   {"route {\nagent_guard\nreverse_proxy METHOD\n}", true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			u := newUpstream(t)
 			up := fmt.Sprintf("%s {\ntransport agent_guard {\n%s\n}\n}", u.addr, tripping)
-			g := start(t, "%s", strings.NewReplacer("PROXY", "reverse_proxy "+up, "UP", up).Replace(test.site))
+			g := start(t, "%s", strings.NewReplacer("PROXY", "reverse_proxy "+up, "UP", up,
+				"METHOD", strings.Replace(up, "{\n", "{\nmethod PUT\n", 1)).Replace(test.site))
 			g.call(request{method: "GET", path: "/b"})
 			force(t, u.addr, breaker.ForcedOpen)
 			var writes atomic.Int64
 			g.store.onCommit(func([]store.Write) error { writes.Add(1); return nil })
-			g.call(request{path: "/b", id: "k"}).refused(t, u.addr)
+			g.call(request{path: "/b", id: "k"}).refused(t)
 			g.store.onCommit(nil)
 			if claimed := writes.Load() > 0; claimed != test.claimed {
 				t.Errorf("%d commits for a call that was refused", writes.Load())
@@ -143,7 +157,7 @@ func TestCircuitOfADynamicUpstream(t *testing.T) {
 		g.call(request{method: "GET", path: "/down"})
 	}
 	for range 2 {
-		g.call(request{path: "/a", id: "k"}).refused(t, u.addr)
+		g.call(request{path: "/a", id: "k"}).refused(t)
 	}
 	u.arrived("/a", 0)
 	force(t, u.addr, breaker.ForcedClosed)
@@ -211,7 +225,7 @@ func TestCircuitFailures(t *testing.T) {
 			if s := circuit(t, u.addr); s.Cause != test.cause || s.Calls != 2 {
 				t.Errorf("%+v, want the cause %q", s, test.cause)
 			}
-			g.call(request{path: "/good", id: "k"}).refused(t, u.addr)
+			g.call(request{path: "/good", id: "k"}).refused(t)
 			u.arrived("/good", 0)
 		})
 	}
@@ -222,7 +236,7 @@ func TestCircuitFailures(t *testing.T) {
 func TestCircuitNeutral(t *testing.T) {
 	u := newUpstream(t)
 	g := start(t, "agent_proxy %s {\n missing_id require\n breaker {\n consecutive 1\n }\n}", u.addr)
-	arrived := make(chan struct{})
+	arrived, left := make(chan struct{}), make(chan struct{}, 100)
 	u.on("/stream", func(w http.ResponseWriter, a *arrival) {
 		if a.n%2 == 0 {
 			w.WriteHeader(200)
@@ -230,6 +244,7 @@ func TestCircuitNeutral(t *testing.T) {
 		}
 		arrived <- struct{}{}
 		<-a.Context().Done()
+		left <- struct{}{}
 	})
 	for range 100 {
 		req, leave := withCancel(g.build(request{method: "GET", path: "/stream"}))
@@ -245,8 +260,13 @@ func TestCircuitNeutral(t *testing.T) {
 		wait(t, done, "the client's end")
 		g.call(request{path: "/x"}).terminal(t, 400, "execution-id-missing")
 	}
+	for range 100 {
+		wait(t, left, "the end of a call at the upstream")
+	}
 	g.call(request{path: "/a", id: "k"}).want(t, 201, "arrival 1", "executed")
-	if s := circuit(t, u.addr); s.State != breaker.Closed || s.Failures != 0 {
+	// A call is settled at the end of its answer, which its client may see before.
+	eventually(t, "the last call is counted", func() bool { return circuit(t, u.addr).Calls > 0 })
+	if s := circuit(t, u.addr); s.State != breaker.Closed || s.Calls != 1 || s.Failures != 0 {
 		t.Errorf("%+v", s)
 	}
 }
@@ -345,7 +365,7 @@ func TestCircuitHTTP2(t *testing.T) {
 			read(res)
 		}
 	}
-	g.call(request{path: "/a", id: "k"}).refused(t, u.addr)
+	g.call(request{path: "/a", id: "k"}).refused(t)
 	halfOpen(t, u.addr)
 	g.call(request{path: "/a", id: "k"}).want(t, 201, "arrival 1", "executed")
 	if s := circuit(t, u.addr); s.State != breaker.Closed {
@@ -394,6 +414,46 @@ func TestCircuitWebSocket(t *testing.T) {
 			eventually(t, "the call is counted", func() bool { return circuit(t, u.addr).Calls == 1 })
 			if s := circuit(t, u.addr); s.Cause != test.cause || (s.Failures == 1) != (test.cause != "") {
 				t.Errorf("%+v", s)
+			}
+		})
+	}
+}
+
+// The published policy says that breakers stand there, and when they open; of the
+// upstreams it says nothing (cascade 6.2).
+func TestPolicyOfBreakers(t *testing.T) {
+	u := newUpstream(t)
+	for name, test := range map[string]struct{ site, want string }{
+		"by default": {"agent_proxy UP", `{"window_s":60,"threshold":0.5,"min_volume":10,"cooldown_s":30,"max_cooldown_s":300,` +
+			`"problem":"/.well-known/cascade/problems/circuit-open"}`},
+		"every member": {"agent_proxy UP {\nbreaker {\nwindow 30s\nthreshold 20%\nmin_volume 5\nconsecutive 3\ncooldown 10s 1m\n" +
+			"by_operation\ndownstream UP spiffe://example.com/b\n}\nfallback {\nrespond hello\n}\n}",
+			`{"window_s":30,"threshold":0.2,"min_volume":5,"consecutive":3,"cooldown_s":10,"max_cooldown_s":60,"by_operation":true,` +
+				`"problem":"/.well-known/cascade/problems/circuit-open","fallback":true}`},
+		"off":                 {"agent_proxy UP {\nbreaker off\n}", ""},
+		"only observing":      {"agent_proxy UP {\nbreaker {\nmode observe\n}\n}", ""},
+		"nobody sees a proxy": {"agent_guard", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := start(t, "%s", strings.ReplaceAll(test.site, "UP", u.addr))
+			got := g.call(request{method: "GET", path: "/.well-known/cascade/policy"})
+			var doc struct {
+				Breaker json.RawMessage `json:"breaker"`
+			}
+			if err := json.Unmarshal([]byte(got.body), &doc); err != nil {
+				t.Fatal(err)
+			}
+			var member bytes.Buffer
+			if len(doc.Breaker) > 0 {
+				if err := json.Compact(&member, doc.Breaker); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if member.String() != test.want {
+				t.Errorf("the policy says %s, want %s", &member, test.want)
+			}
+			if strings.Contains(got.body, u.addr) || strings.Contains(got.body, "spiffe") {
+				t.Errorf("it names the upstream: %s", got.body)
 			}
 		})
 	}

@@ -379,6 +379,7 @@ type problemDoc struct {
 	Title       string `json:"title"`
 	Status      int    `json:"status"`
 	Detail      string `json:"detail"`
+	ErrorType   string `json:"error_type"`
 	ExecutionID string `json:"execution_id"`
 	State       string `json:"state"`
 	Reason      string `json:"reason"`

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"testing"
 	"time"
 
@@ -53,6 +54,10 @@ func (v workflowView) state(id string) string {
 		}
 	}
 	return "none"
+}
+
+func (v workflowView) follows(id, parent string) bool {
+	return slices.ContainsFunc(v.Edges, func(e struct{ From, To, Kind string }) bool { return e.From == parent && e.To == id })
 }
 
 // settledView is the view of a workflow once so many nodes are in the ledger.

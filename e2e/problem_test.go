@@ -179,7 +179,7 @@ func TestProblems(t *testing.T) {
 			}
 			for name := range members {
 				switch name {
-				case "type", "title", "status", "detail", "execution_id", "state", "reason", "safe_new_key", "error":
+				case "type", "title", "status", "detail", "execution_id", "state", "reason", "error_type", "safe_new_key", "error":
 				default:
 					t.Errorf("unknown member %s", name)
 				}

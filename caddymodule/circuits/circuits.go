@@ -130,6 +130,9 @@ func (c *Circuits) Refusal(method string) *breaker.OpenError {
 	return first
 }
 
+// Identity is that of an upstream, by its address, where one is configured.
+func (c *Circuits) Identity(upstream string) string { return c.pool.identity(upstream) }
+
 // Safe reports whether a method changes nothing, so that a call is suited as a probe.
 func Safe(method string) bool {
 	switch method {

@@ -149,6 +149,7 @@ type listener struct {
 	heard  []breaker.Event
 	ended  []breaker.Event
 	states []breaker.State // of the snapshots
+	gone   []breaker.Status
 }
 
 func (l *listener) Transition(e breaker.Event) {
@@ -157,6 +158,31 @@ func (l *listener) Transition(e breaker.Event) {
 	l.states = append(l.states, s.State)
 }
 func (l *listener) PermanentlyOpen(e breaker.Event) { l.ended = append(l.ended, e) }
+func (l *listener) Dropped(gone []breaker.Status)   { l.gone = append(l.gone, gone...) }
+
+// What a configuration leaves behind is told as it stood, once nothing else leads there.
+func TestDropped(t *testing.T) {
+	old, err := circuits.Open(circuits.Settings{}, []string{"a:1", "b:1"}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	hear := new(listener)
+	hear.m = circuits.Join()
+	defer hear.m.Leave()
+	hear.m.Hear(hear)
+	trip(t, old.Breaker("a:1", "POST"))
+	trip(t, old.Breaker("b:1", "POST"))
+	open(t, circuits.Settings{}, []string{"a:1"}, false)
+	if err := old.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if len(hear.gone) != 1 || hear.gone[0].Key.Upstream != "b:1" || hear.gone[0].State != breaker.Open {
+		t.Errorf("dropped: %+v", hear.gone)
+	}
+	if _, there := hear.m.Snapshot(breaker.Key{Upstream: "b:1"}); there {
+		t.Error("what was dropped has a snapshot")
+	}
+}
 
 // The member that joined last hears of each transition, and may ask back.
 func TestMembers(t *testing.T) {

@@ -71,6 +71,38 @@ type Circuit struct {
 	Rejected uint64 `json:"rejected"`
 }
 
+// Policy is what callers may know of when breakers open, and for how long: nothing of
+// which upstreams there are. Its members are an API; durations are in seconds.
+type Policy struct {
+	// Window is how far back the error rate looks.
+	Window float64 `json:"window_s"`
+	// Threshold is the rate above which a breaker opens, 0 to 1.
+	Threshold float64 `json:"threshold"`
+	// MinVolume is how many calls the rate is judged from on.
+	MinVolume int `json:"min_volume"`
+	// Consecutive is how many failures in a row open it, where they do.
+	Consecutive int `json:"consecutive,omitempty"`
+	// Cooldown is how long it is open at first.
+	Cooldown float64 `json:"cooldown_s"`
+	// MaxCooldown is how long at most, after probes that have failed.
+	MaxCooldown float64 `json:"max_cooldown_s"`
+	// ByOperation says that calls with a safe method have breakers of their own.
+	ByOperation bool `json:"by_operation,omitempty"`
+}
+
+// Policy is that of the breakers as this transport uses them; nil where its settings let
+// them refuse nobody.
+func (c *Circuits) Policy() *Policy {
+	if c.set.Mode == breaker.Observe || c.set.Mode == breaker.ForcedClosed {
+		return nil
+	}
+	s := c.checked.rules.Settings()
+	return &Policy{
+		Window: s.Window.Seconds(), Threshold: s.Threshold, MinVolume: s.MinVolume, Consecutive: s.Consecutive,
+		Cooldown: s.Cooldown.Seconds(), MaxCooldown: s.MaxCooldown.Seconds(), ByOperation: c.set.ByOperation,
+	}
+}
+
 // Describe describes a breaker.
 func (m *Member) Describe(s *breaker.Status) Circuit {
 	c := Circuit{

@@ -1,6 +1,7 @@
 package circuits
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 
@@ -12,14 +13,23 @@ import (
 // transition is told once.
 type Member struct {
 	pool *pool
-	hook breaker.Hook
+	hook Hook
+}
+
+// Hook hears what becomes of the process's breakers.
+type Hook interface {
+	breaker.Hook
+	// Dropped hears of the breakers that are forgotten because no transport leads to
+	// their upstreams any more, as they stood. A transport that comes may bring one
+	// back at any moment: what is there is to be asked for, not concluded.
+	Dropped([]breaker.Status)
 }
 
 // Join makes a member until Leave.
 func Join() *Member { return &Member{pool: hold()} }
 
 // Hear tells the hook of every transition from now on. It may call the member.
-func (m *Member) Hear(hook breaker.Hook) {
+func (m *Member) Hear(hook Hook) {
 	m.pool.mu.Lock()
 	defer m.pool.mu.Unlock()
 	m.hook = hook
@@ -40,14 +50,7 @@ func (m *Member) Status() []breaker.Status { return m.pool.registry.Status() }
 // Downstream is the identity of an upstream, by its address, where one is configured;
 // else the address.
 func (m *Member) Downstream(upstream string) string {
-	m.pool.mu.Lock()
-	defer m.pool.mu.Unlock()
-	for _, user := range slices.Backward(m.pool.users) {
-		if identity := user.checked.downstream[upstream]; identity != "" {
-			return identity
-		}
-	}
-	return upstream
+	return cmp.Or(m.pool.identity(upstream), upstream)
 }
 
 // Keep remembers a reference to the opening that an event tells of, such as the id of

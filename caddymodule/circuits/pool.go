@@ -16,7 +16,7 @@ type pool struct {
 	forces   atomic.Int64 // how many breakers and users force a mode, or are forced
 
 	// mu is never held while a breaker or the registry is called: what these tell the
-	// hook comes back here.
+	// hook comes back here, and so does what the registry asks when it drops.
 	mu      sync.Mutex
 	users   []*Circuits // replaced as a whole
 	hearing []*Member   // the latest last
@@ -70,22 +70,45 @@ func (p *pool) join(c *Circuits) {
 func (p *pool) leave(c *Circuits) {
 	p.mu.Lock()
 	p.users = slices.DeleteFunc(slices.Clone(p.users), func(u *Circuits) bool { return u == c })
-	rest := p.users
 	p.count()
 	p.mu.Unlock()
+	stood := p.registry.Status()
 	var gone []breaker.Key
 	p.registry.Drop(func(key breaker.Key) bool {
-		if slices.ContainsFunc(rest, func(u *Circuits) bool { return u.leadsTo(key.Upstream) }) {
+		if p.leadsTo(key.Upstream) {
 			return false
 		}
 		gone = append(gone, key)
 		return true
 	})
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	for _, key := range gone {
 		p.force(key, breaker.Auto)
 	}
+	p.mu.Unlock()
+	stood = slices.DeleteFunc(stood, func(s breaker.Status) bool { return !slices.Contains(gone, s.Key) })
+	if m := p.latest(); m != nil && len(stood) > 0 {
+		m.hook.Dropped(stood)
+	}
+}
+
+// leadsTo reports whether any user leads to the upstream: one that has come meanwhile too.
+func (p *pool) leadsTo(upstream string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.ContainsFunc(p.users, func(u *Circuits) bool { return u.leadsTo(upstream) })
+}
+
+// identity is that of an upstream, as the latest user says that gives it one.
+func (p *pool) identity(upstream string) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, user := range slices.Backward(p.users) {
+		if identity := user.checked.downstream[upstream]; identity != "" {
+			return identity
+		}
+	}
+	return ""
 }
 
 // enforce brings a breaker into the mode that a configuration forces, or out of the one

@@ -28,6 +28,8 @@ type Circuit struct {
 	Cooldown, TotalCooldown time.Duration
 	// Reason says why, in a word.
 	Reason string
+	// ErrorType is the type of the error that a call got; it may be empty.
+	ErrorType string
 }
 
 // Circuit drafts the token of a change (cascade Figures 4 and 5).
@@ -35,6 +37,9 @@ func (w *Witness) Circuit(now time.Time, c *Circuit) (*ect.Draft, error) {
 	ext := new(ect.ExtBuilder).Text(ect.MemberDownstreamAgent, c.Downstream)
 	if c.Reason != "" {
 		ext.Text(ect.MemberReason, c.Reason)
+	}
+	if c.ErrorType != "" {
+		ext.Text(ect.MemberErrorType, c.ErrorType)
 	}
 	switch c.Event {
 	case ect.EventCircuitClose:
@@ -47,17 +52,41 @@ func (w *Witness) Circuit(now time.Time, c *Circuit) (*ect.Draft, error) {
 	return w.issuer.Draft(now, ect.Claims{Audience: []string{w.Identity()}, Workflow: c.Workflow, Action: string(c.Event), Parents: c.Parents, Ext: ext})
 }
 
-// UpstreamFailure drafts the error of a call that is not guarded, so that there is one
-// from which the opening of a breaker follows.
-func (w *Witness) UpstreamFailure(now time.Time, downstream, cause string) (*ect.Draft, error) {
+// Attempt is a failure of an upstream that no call tells of: its call is not guarded, or
+// has not failed with it.
+type Attempt struct {
+	// Downstream is the identity of the upstream, or its address where none is known.
+	Downstream string
+	// Cause is what happened, in a few words.
+	Cause string
+	// Checkpoint is that of the call; empty if it is not guarded. ID is AttemptID of it
+	// then, and Workflow where it stands.
+	Checkpoint, ID, Workflow string
+}
+
+// Attempt drafts the error of such a failure, so that there is one from which the opening
+// of a breaker follows. It follows from the call's checkpoint.
+func (w *Witness) Attempt(now time.Time, a *Attempt) (*ect.Draft, error) {
+	var parents []string
+	if a.Checkpoint != "" {
+		parents = []string{a.Checkpoint}
+	}
 	return w.issuer.Draft(now, ect.Claims{
-		Audience: []string{w.Identity()}, Action: string(ect.EventError), Ext: new(ect.ExtBuilder).
-				Text(ect.MemberSeverity, "error").
-				Text(ect.MemberErrorType, "action_failed").
-				Text(ect.MemberDescription, cause).
-				Text(ect.MemberDownstreamAgent, downstream).
-				Text(ect.MemberCheckpointID, ""),
+		Audience: []string{w.Identity()}, ID: a.ID, Workflow: a.Workflow, Action: string(ect.EventError), Parents: parents,
+		Ext: new(ect.ExtBuilder).
+			Text(ect.MemberSeverity, "error").
+			Text(ect.MemberErrorType, "action_failed").
+			Text(ect.MemberDescription, a.Cause).
+			Text(ect.MemberDownstreamAgent, a.Downstream).
+			Text(ect.MemberCheckpointID, a.Checkpoint).
+			Bool(MemberAttempt, true),
 	})
+}
+
+// AttemptID is the id of the error that is told of a failure at an upstream of a call
+// with this checkpoint, where the call itself tells none.
+func (e *Evidence) AttemptID(checkpoint, upstream string) string {
+	return e.secretID("error of attempt", checkpoint+" "+upstream)
 }
 
 // ErrorID is the id of the error that is told of a call with this checkpoint, should it

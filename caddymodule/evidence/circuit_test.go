@@ -43,8 +43,26 @@ func TestTokensOfCircuits(t *testing.T) {
 		}
 		parent = d.ID()
 	}
-	unguarded, err := b.witness.UpstreamFailure(time.Now(), "10.0.0.7:9001", "connection refused")
-	if err != nil || len(unguarded.Lacks()) > 0 {
+	rejected, err := b.witness.Circuit(time.Now(), &evidence.Circuit{
+		Event: ect.EventCircuitOpen, Downstream: "10.0.0.7:9001", Workflow: workflow, Reason: "rejected", ErrorType: "circuit_open",
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if kind, _ := rejected.Ext().Text(ect.MemberErrorType); kind != "circuit_open" {
+		t.Errorf("%s", rejected.Payload())
+	}
+	unguarded, err := b.witness.Attempt(time.Now(), &evidence.Attempt{Downstream: "10.0.0.7:9001", Cause: "connection refused"})
+	if err != nil || len(unguarded.Lacks()) > 0 || len(unguarded.Parents()) > 0 {
 		t.Errorf("%v %v", err, unguarded.Lacks())
+	}
+	checkpoint := told[0].ID()
+	rescued, err := b.witness.Attempt(time.Now(), &evidence.Attempt{
+		Downstream: "10.0.0.7:9001", Cause: "connection refused", Checkpoint: checkpoint, Workflow: workflow,
+		ID: b.told.AttemptID(checkpoint, "10.0.0.7:9001"),
+	})
+	if err != nil || len(rescued.Lacks()) > 0 || len(rescued.Parents()) != 1 || rescued.Parents()[0] != checkpoint ||
+		rescued.Workflow() != workflow || rescued.ID() == failure.ID() {
+		t.Errorf("%v %s", err, rescued.Payload())
 	}
 }

@@ -26,6 +26,9 @@ const (
 	MemberExecution ect.Member = "agent_guard.execution"
 	// MemberRetry marks what is told to the tokens of a retry.
 	MemberRetry ect.Member = "agent_guard.retry"
+	// MemberAttempt marks the error of an upstream that says nothing about its call: what
+	// came of that, its node tells.
+	MemberAttempt ect.Member = "agent_guard.attempt"
 	// MemberBy says who settled a doubt: an operator or a probe.
 	MemberBy ect.Member = "agent_guard.settled_by"
 )

@@ -59,6 +59,7 @@ func (s *Server) recordOf(e *ledger.Entry) workflow.Record {
 	}
 	if r.Own {
 		r.Outcome, r.Execution = workflow.Outcome(text(evidence.MemberOutcome)), text(evidence.MemberExecution)
+		r.Attempt, _ = ext.Bool(evidence.MemberAttempt)
 	}
 	r.CheckpointID = canonical(text(ect.MemberCheckpointID))
 	r.Severity = text(ect.MemberSeverity)

@@ -17,6 +17,8 @@ type Kind struct {
 	// SafeNewKey says whether the call may be sent again under a new key without
 	// any danger that its effect happens twice.
 	SafeNewKey bool
+	// ErrorType is the type that AERR's registry has for it; it may be empty.
+	ErrorType string
 
 	retry      bool // a retry of the same call can cure it
 	retryAfter time.Duration
@@ -127,12 +129,12 @@ var (
 		operator: "`drain` is how long the process waits for running calls.",
 	}
 	CircuitOpen = Kind{
-		Slug: "circuit-open", Status: http.StatusServiceUnavailable,
+		Slug: "circuit-open", Status: http.StatusServiceUnavailable, ErrorType: "circuit_open",
 		Title: "The upstream is failing and is not called",
 		retry: true, retryAfter: time.Second,
 		meaning:  "Too many calls to the upstream have failed, so its circuit breaker refuses calls for a while and then lets one through to see whether it is back. `reason` says where the breaker stands: open or half_open. Nothing was forwarded.",
 		caller:   "Send the same call under the same id again after Retry-After.",
-		operator: "The detail names the upstream, and what its last failure was. `breaker` in the transport's block sets when a breaker opens and for how long; `mode forced_closed` overrules it; `fallback` answers in the place of this problem.",
+		operator: "The detail names the upstream, and what its last failure was, to callers whom the gateway knows itself; the log and `caddy agent-guard circuits list` name them too. `breaker` in the transport's block sets when a breaker opens and for how long; `mode forced_closed` overrules it; `fallback` answers in the place of this problem.",
 	}
 	BodyTooLarge = Kind{
 		Slug: "body-too-large", Status: http.StatusRequestEntityTooLarge, SafeNewKey: true,

@@ -68,6 +68,7 @@ type document struct {
 	Status      int      `json:"status"`
 	Detail      string   `json:"detail,omitempty"`
 	Reason      string   `json:"reason,omitempty"`
+	ErrorType   string   `json:"error_type,omitempty"` // beside error: an SDK that finds that would not retry
 	ExecutionID string   `json:"execution_id,omitempty"`
 	State       string   `json:"state,omitempty"`
 	SafeNewKey  bool     `json:"safe_new_key"`
@@ -89,7 +90,7 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	doc := document{
 		Type: BasePath + k.Slug, Title: k.Title, Status: cmp.Or(p.Status, k.Status), Detail: p.Detail, Reason: p.Reason,
 		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: k.SafeNewKey,
-		StatusURL: p.StatusURL,
+		StatusURL: p.StatusURL, ErrorType: k.ErrorType,
 	}
 	h := w.Header()
 	if k.retry {

@@ -71,6 +71,18 @@ func TestProblemLeadsToTheStatus(t *testing.T) {
 	}
 }
 
+// E-states-b: what an open breaker refuses has AERR's error type, where SDKs do not take
+// it for a reason to give up.
+func TestErrorTypeOfAnOpenCircuit(t *testing.T) {
+	for _, k := range problem.Kinds() {
+		w := httptest.NewRecorder()
+		problem.New(k, "").Write(w)
+		if has := strings.Contains(w.Body.String(), `"error_type":"circuit_open"`); has != (k.Slug == "circuit-open") {
+			t.Errorf("%s: %s", k.Slug, w.Body)
+		}
+	}
+}
+
 func TestRetryAfterIsACeilingInSeconds(t *testing.T) {
 	for after, want := range map[time.Duration]string{0: "1", time.Millisecond: "1", 1500 * time.Millisecond: "2", 3 * time.Second: "3"} {
 		p := problem.New(problem.InProgress, "")

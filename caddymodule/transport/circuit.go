@@ -57,6 +57,22 @@ func (t *Transport) Refusal(method string) *breaker.OpenError {
 	return t.circuits.Refusal(method)
 }
 
+// BreakerPolicy is what callers may know of the breakers; nil without any that refuse.
+func (t *Transport) BreakerPolicy() *circuits.Policy {
+	if t.circuits == nil {
+		return nil
+	}
+	return t.circuits.Policy()
+}
+
+// Downstream is the identity of an upstream, by its address, where one is configured.
+func (t *Transport) Downstream(upstream string) string {
+	if t.circuits == nil {
+		return ""
+	}
+	return t.circuits.Identity(upstream)
+}
+
 // LeadsTo reports whether an upstream is one of the static ones.
 func (t *Transport) LeadsTo(upstream string) bool {
 	return t.circuits != nil && t.circuits.Known(upstream)
@@ -67,10 +83,14 @@ func (t *Transport) LeadsTo(upstream string) bool {
 type refusedError struct {
 	dial reverseproxy.DialError
 	open *breaker.OpenError
+	t    *Transport
 }
 
 func (e *refusedError) Error() string   { return e.open.Error() }
 func (e *refusedError) Unwrap() []error { return []error{e.dial, e.open} }
+
+// Downstream is the identity of the upstream that was not called, where one is configured.
+func (e *refusedError) Downstream() string { return e.t.Downstream(e.open.Key.Upstream) }
 
 // admit asks the breaker of the request's upstream. Without a breaker the call is nil.
 func (t *Transport) admit(req *http.Request, watch *sent.Watch) (*call, error) {
@@ -94,7 +114,7 @@ func (t *Transport) admit(req *http.Request, watch *sent.Watch) (*call, error) {
 	}
 	var err error
 	if c.permit, err = t.circuits.Breaker(upstream, req.Method).Acquire(op); err != nil {
-		return nil, &refusedError{dial: reverseproxy.NewDialError(err), open: err.(*breaker.OpenError)}
+		return nil, &refusedError{dial: reverseproxy.NewDialError(err), open: err.(*breaker.OpenError), t: t}
 	}
 	if c.permit.Probe() {
 		c.identity = t.circuits.Verified(upstream)

@@ -233,8 +233,8 @@ func TestCallersDeadlinePasses(t *testing.T) {
 func TestEvidence(t *testing.T) {
 	up := newUpstream(t, says("HTTP/1.1 502 No\r\nContent-Length: 0\r\n\r\n"))
 	p := newProxy(t, `{"transport": {"protocol": "agent_guard"}, "upstreams": [{"dial": "%s"}]}`, up.addr)
-	forward(p, request("POST", "").WithContext(circuits.WithEvidence(t.Context(), "token")))
-	if s := statusOf(t, up.addr); s.Evidence != "token" {
+	forward(p, request("POST", "").WithContext(circuits.WithEvidence(t.Context(), circuits.Evidence{Checkpoint: "token", Workflow: "flow"})))
+	if s := statusOf(t, up.addr); circuits.ParseEvidence(s.Evidence) != (circuits.Evidence{Checkpoint: "token", Workflow: "flow"}) {
 		t.Errorf("%+v", s)
 	}
 }

@@ -130,6 +130,7 @@ type changes chan breaker.Event
 
 func (c changes) Transition(e breaker.Event)    { c <- e }
 func (changes) PermanentlyOpen(e breaker.Event) {}
+func (changes) Dropped([]breaker.Status)        {}
 
 // hear hears of every change until the end of the test.
 func hear(t *testing.T) changes {

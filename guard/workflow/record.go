@@ -61,6 +61,9 @@ type Record struct {
 	Status string
 	// Severity of an error: info, warning, error or critical.
 	Severity string
+	// Attempt marks the gateway's error of one attempt of a call, which says nothing
+	// about what came of the call: its settlement does.
+	Attempt bool
 	// Reversible says of a checkpoint that the action can be undone.
 	Reversible bool
 	// Expires is when a checkpoint ends; zero is never.

@@ -48,6 +48,11 @@ func TestNodeStates(t *testing.T) {
 		"a checkpoint elsewhere is nothing":    {[]Record{task("T"), task("U", "T"), failure("E", "elsewhere", "U")}, "T=done U=failed"},
 		"a task is no checkpoint":              {[]Record{task("T"), task("U", "T"), failure("E", "T", "U")}, "T=done U=failed"},
 
+		"of an attempt, whatever the order": {[]Record{task("T"), by(gateway, Record{ID: "C", Event: Checkpoint, Parents: []string{"T"}}),
+			by(gateway, Record{ID: "S", Outcome: Completed, Parents: []string{"T", "C"}}),
+			by(gateway, Record{ID: "E", Event: Error, CheckpointID: "C", Parents: []string{"C"}, Attempt: true})}, "T=done C=done S=done E="},
+		"failed: others have no attempts": {[]Record{task("T"), by("b", Record{ID: "E", Event: Error, Parents: []string{"T"}, Attempt: true})}, "T=failed"},
+
 		"rolled back": {[]Record{task("T"), ckpt("C", "T"), failure("E", "C", "T"), start("S", "C", "E"), undone("a", "R", "", "completed", "S")},
 			"T=rolled_back C=rolled_back"},
 		"rolled back: ATD": {[]Record{task("T"), ckpt("C", "T"), by("b", Record{ID: "Q", Event: RollbackRequest, Parents: []string{"C"}}),
