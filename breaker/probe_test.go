@@ -238,7 +238,6 @@ func TestRefusalSaysWhy(t *testing.T) {
 		equal(t, "state", e.State, breaker.Open)
 		equal(t, "advice", e.RetryAfter(), 22*time.Second)
 		equal(t, "generation", e.Generation, 2)
-		equal(t, "outage", e.Outage, 2)
 		equal(t, "key", e.Key, upstream)
 		equal(t, "reason", e.Reason, breaker.ErrorRate)
 		equal(t, "evidence", e.Evidence, "error-1")
@@ -249,8 +248,6 @@ func TestRefusalSaysWhy(t *testing.T) {
 		acquire(t, b)
 		e = refused(t, b, breaker.Op{Safe: true})
 		equal(t, "state", e.State, breaker.HalfOpen)
-		equal(t, "generation", e.Generation, 3)
-		equal(t, "outage", e.Outage, 2)
 		equal(t, "advice", e.RetryAfter(), time.Second)
 		equal(t, "rejected", b.Status().Rejected, 2)
 		if err := error(e); !errors.As(fmt.Errorf("dial: %w", err), &e) {

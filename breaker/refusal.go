@@ -12,9 +12,6 @@ type OpenError struct {
 	State      State // Open or HalfOpen
 	Mode       Mode
 	Generation uint64
-	// Outage is the generation in which the breaker left CLOSED: the same for all
-	// refusals until it closes.
-	Outage uint64
 	// Until is when the next probe may be let through; zero where nobody knows: a probe
 	// is under way, or the breaker is forced open.
 	Until time.Time
@@ -73,7 +70,7 @@ func (b *Breaker) RefusalOf(op Op) *OpenError {
 func (b *Breaker) refuse(until time.Time) *OpenError {
 	o := &b.outage
 	return &OpenError{
-		Key: b.key, State: b.state, Mode: b.mode, Generation: b.generation, Outage: o.began, Until: until,
+		Key: b.key, State: b.state, Mode: b.mode, Generation: b.generation, Until: until,
 		Reason: o.reason, Cause: o.last.cause, Evidence: o.last.evidence, Reference: o.reference,
 	}
 }

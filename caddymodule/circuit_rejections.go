@@ -24,38 +24,28 @@ type rejections struct {
 }
 
 type rejected struct {
-	outage     uint64
-	generation uint64 // since which the workflows are remembered
+	generation uint64
 	workflows  map[string]struct{}
 }
 
-// first reports whether a workflow is to be told of a rejection: once for each outage of
-// a breaker, however many probes fail in it.
+// first reports whether a workflow is to be told of a rejection, once for each
+// generation of a breaker.
 func (r *rejections) first(open *breaker.OpenError, workflow string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	known := r.of[open.Key]
-	full := known != nil && len(known.workflows) >= maxRejected
-	// Where too many are told of for one outage, some are told again with its next turn.
-	if known == nil || known.outage != open.Outage || full && known.generation != open.Generation {
+	if known == nil || known.generation != open.Generation {
 		if r.of == nil || known == nil && len(r.of) >= maxCircuits {
 			r.of = map[breaker.Key]*rejected{}
 		}
-		known, full = &rejected{open.Outage, open.Generation, map[string]struct{}{}}, false
+		known = &rejected{open.Generation, map[string]struct{}{}}
 		r.of[open.Key] = known
 	}
-	if _, told := known.workflows[workflow]; told || full {
+	if _, told := known.workflows[workflow]; told || len(known.workflows) >= maxRejected {
 		return false
 	}
 	known.workflows[workflow] = struct{}{}
 	return true
-}
-
-// over forgets who was told of an outage: it has ended, or nothing leads to the upstream.
-func (r *rejections) over(key breaker.Key) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	delete(r.of, key)
 }
 
 // tellRejection tells the workflow of a call that a breaker has rejected it: a gateway

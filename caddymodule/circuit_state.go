@@ -168,7 +168,6 @@ func (h circuitHook) Dropped(gone []breaker.Status) {
 		}
 		h.e.logger.Log(level, "a circuit breaker is forgotten: no configuration leads to its upstream any more",
 			zap.String("upstream", s.Key.Upstream), zap.String("class", s.Key.Class), zap.Stringer("state", s.State), zap.Stringer("mode", s.Mode))
-		h.e.teller.forget(s.Key)
 		// It records what there is: by now that may be a new one.
 		if err := h.e.keepCircuit(ctx, s.Key); err != nil && !errors.Is(err, store.ErrClosed) {
 			h.e.logger.Warn("the state of a circuit breaker that is gone cannot be deleted; the next opening of the store does it",

@@ -71,9 +71,6 @@ func (t *circuitTeller) end() {
 
 // changed has a change told; false says that too many wait.
 func (e *engine) changed(ev breaker.Event) bool {
-	if ev.To == breaker.Closed {
-		e.teller.rejections.over(ev.Key)
-	}
 	return e.teller.later(func(ctx context.Context) { e.tellCircuit(ctx, ev) })
 }
 
@@ -83,12 +80,6 @@ func (t *circuitTeller) opens(key breaker.Key, id string) {
 		clear(t.opened) // breakers that were dropped; the others know themselves
 	}
 	t.opened[key] = id
-}
-
-// forget forgets a breaker that is gone: another one may come in its place.
-func (t *circuitTeller) forget(key breaker.Key) {
-	t.rejections.over(key)
-	t.later(func(context.Context) { delete(t.opened, key) })
 }
 
 // later has something told in its turn; false says that too much waits.
