@@ -11,6 +11,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/transport"
@@ -85,7 +86,7 @@ func (x *exchange) circuitsOpen() error {
 	if t == nil {
 		return nil
 	}
-	open := t.Refusal(x.r.Method)
+	open := t.Refusal(x.r.Method, circuits.ViewOf(x.r.Context()))
 	if open == nil {
 		return nil
 	}
@@ -103,6 +104,9 @@ func refusedByCircuit(err error) error {
 
 // circuitOpen is the problem of a call that a breaker has refused.
 func circuitOpen(open *breaker.OpenError) *problem.Problem {
+	if open.View != nil {
+		return workflowsLimit(open)
+	}
 	detail := fmt.Sprintf("The circuit breaker of %v is %s", open.Key, map[breaker.State]string{
 		breaker.Open: "open", breaker.HalfOpen: "half-open, and lets one call through at a time",
 	}[open.State])
@@ -114,6 +118,20 @@ func circuitOpen(open *breaker.OpenError) *problem.Problem {
 	}
 	p := problem.New(problem.CircuitOpen, detail+".")
 	p.Reason = open.State.String()
+	p.RetryAfter, p.Cause = open.RetryAfter(), open
+	return p
+}
+
+// workflowsLimit is the problem of a call that is refused as its own workflow asks: for
+// this caller the circuit is open, and for others it is not.
+func workflowsLimit(open *breaker.OpenError) *problem.Problem {
+	detail := fmt.Sprintf("The circuit breaker of %v refuses this workflow, and no other: more than %.4g%% of the calls in %v have failed, the limit that the workflow's tokens ask for",
+		open.Key, open.View.Threshold()*100, open.View.Window())
+	if open.Cause != "" {
+		detail += ": " + open.Cause
+	}
+	p := problem.New(problem.CircuitOpen, detail+".")
+	p.Reason = "workflow_threshold"
 	p.RetryAfter, p.Cause = open.RetryAfter(), open
 	return p
 }

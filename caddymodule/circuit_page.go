@@ -45,10 +45,11 @@ func (h *Handler) askCircuits(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	only := r.URL.Query().Get("state")
+	only, view := r.URL.Query().Get("state"), way.asked(r.URL.Query().Get("wid"))
 	doc := circuits.Document{Circuits: []circuits.Circuit{}}
 	for _, s := range e.circuits.Status() {
 		if c := e.describeCircuit(way, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
+			c.SetView(view)
 			doc.Circuits = append(doc.Circuits, c)
 		}
 	}

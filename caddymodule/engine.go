@@ -50,6 +50,8 @@ type engine struct {
 	teller    circuitTeller  // of what becomes of them
 	keeping   [16]sync.Mutex // for recording each of them
 
+	constraints constraints // what workflows ask of breakers
+
 	opener   StoreOpener  // by which the store was opened
 	counts   *metrics.Set // held until the engine is closed
 	audience audience

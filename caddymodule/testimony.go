@@ -40,6 +40,8 @@ type testimony struct {
 	witness  *evidence.Witness
 	verifier *ect.Verifier // nil without trust
 	rollback string        // where a rollback is asked for
+	// constraints are what the engine's workflows ask of breakers.
+	constraints *constraints
 }
 
 // testify opens the ledger for a configuration.
@@ -57,7 +59,7 @@ func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slo
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
-	way := &testimony{evidence: told, witness: witness, rollback: i.rollbackURI()}
+	way := &testimony{evidence: told, witness: witness, rollback: i.rollbackURI(), constraints: &e.constraints}
 	if t == nil {
 		return way, nil
 	}

@@ -379,6 +379,7 @@ type problemDoc struct {
 	Title       string `json:"title"`
 	Status      int    `json:"status"`
 	Detail      string `json:"detail"`
+	Reason      string `json:"reason"`
 	ExecutionID string `json:"execution_id"`
 	State       string `json:"state"`
 	SafeNewKey  *bool  `json:"safe_new_key"`
