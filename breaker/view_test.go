@@ -225,17 +225,25 @@ func TestViewInModesAndStates(t *testing.T) {
 }
 
 // The advice when to come again is right: if nothing is counted until then the call is
-// let through, and a step sooner it is not.
+// let through, and no sooner.
 func TestViewRetryAfter(t *testing.T) {
 	waits := 0
 	for seed := range uint64(50) {
 		bubble(t, func(t *testing.T, pass func(time.Duration)) {
 			rnd := rand.New(rand.NewPCG(seed, 2))
 			b := newBreaker(t, breaker.Settings{Threshold: 0.99, MinVolume: 5}, nil)
-			for range 40 {
-				calls(t, b, rnd.IntN(4), ok)
-				calls(t, b, rnd.IntN(3), failed)
-				pass(time.Duration(rnd.IntN(4)) * time.Second / 2)
+			calls(t, b, 1, ok) // so that not all have failed
+			bad := 0.5
+			for n := range 120 {
+				if n%20 == 0 {
+					bad = pick(rnd, 0.05, 0.2, 0.6)
+				}
+				if rnd.Float64() < bad {
+					calls(t, b, 1, failed)
+				} else {
+					calls(t, b, 1, ok)
+				}
+				pass(time.Duration(rnd.IntN(3)) * time.Second / 2)
 			}
 			if b.Status().State != breaker.Closed {
 				t.Fatal("the breaker has opened")
@@ -246,17 +254,14 @@ func TestViewRetryAfter(t *testing.T) {
 				return
 			}
 			waits++
-			wait := r.RetryAfter()
-			if wait > time.Minute {
+			if wait := r.RetryAfter(); wait > time.Minute {
 				t.Errorf("seed %d: it is to wait for %v, longer than the window", seed, wait)
 			}
-			if wait > time.Second {
-				pass(wait - time.Second)
-				refused(t, b, breaker.Op{View: view})
+			for r.RetryAfter() > time.Second {
 				pass(time.Second)
-			} else {
-				pass(wait)
+				refused(t, b, breaker.Op{View: view})
 			}
+			pass(r.RetryAfter())
 			admitted(t, b, view)
 		})
 	}
