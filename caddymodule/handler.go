@@ -49,9 +49,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 
 // pass hands on what is not guarded. A token is verified all the same.
 func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	tokens, err := h.verifySafe(r)
+	err := h.verifySafe(r)
 	if err == nil {
-		h.app.way.Load().constrain(r, &tokens)
 		err = h.passOn(w, r, next)
 	}
 	var p *problem.Problem

@@ -253,28 +253,32 @@ func (h *Handler) needsTokens(r *http.Request) bool {
 
 // verifySafe verifies the tokens of a request that changes nothing. It writes nothing:
 // what such tokens are used for is remembered in memory.
-func (h *Handler) verifySafe(r *http.Request) (presented, error) {
+func (h *Handler) verifySafe(r *http.Request) error {
+	if !h.needsTokens(r) {
+		h.app.way.Load().constrain(r, &presented{})
+	}
 	// What was verified on the way here would be taken for a second use.
 	if !h.needsTokens(r) || r.Context().Value(guardedBy{h.Name}) != nil || caddyhttp.GetVar(r.Context(), tokensVerified) == true {
-		return presented{}, nil
+		return nil
 	}
 	way, err := h.app.testimony()
 	if err != nil {
-		return presented{}, storeClosed(err)
+		return storeClosed(err)
 	}
 	p, err := h.verifyTokens(way, r)
 	if err != nil {
-		return presented{}, err
+		return err
 	}
 	if err := h.checkUnguardedInput(&p, r); err != nil {
-		return presented{}, err
+		return err
 	}
 	if err := way.spend(&p, r); err != nil {
-		return presented{}, err
+		return err
 	}
 	way.evidence.Seen(p.all)
 	caddyhttp.SetVar(r.Context(), tokensVerified, true)
-	return p, nil
+	way.constrain(r, &p)
+	return nil
 }
 
 // tokensVerified is the variable of a request that changes nothing and whose tokens a

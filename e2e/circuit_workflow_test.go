@@ -152,6 +152,13 @@ func TestWhoMakesAWorkflowStricter(t *testing.T) {
 	for _, step := range []struct{ value, limit string }{{"0.25", "25%"}, {"0.9", "25%"}, {"0.15", "15%"}, {"0.2", "15%"}} {
 		g.call(with(a.asking(told, "atd.circuit_threshold", step.value), request{path: "/b"})).refusedByItself(t, u.addr, step.limit)
 	}
+	// Whose a call is, its token says before a header.
+	for _, method := range []string{"POST", "GET"} {
+		r = request{method: method, path: "/c", header: headers{"Workflow-Id": told}}
+		if got := g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), r)); got.status == 503 {
+			t.Errorf("%s of another workflow: %s", method, got.body)
+		}
+	}
 	// Of several tokens of one call, the strictest.
 	parent := a.asking(named, "atd.circuit_threshold", "0.22")
 	child := a.issue(ect.Claims{Workflow: named, Parents: []string{parent.ID()}, Ext: new(ect.ExtBuilder).Number("atd.circuit_threshold", 0.28)})
