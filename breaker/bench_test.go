@@ -48,6 +48,13 @@ func BenchmarkClosedWithPatienceOfTheCall(b *testing.B) {
 		breaker.Outcome{Class: breaker.Success})
 }
 
+func BenchmarkClosedWithAView(b *testing.B) {
+	br := newBreaker(b, breaker.Settings{}, nil)
+	calls(b, br, 10, ok)
+	calls(b, br, 1, failed) // else there is nothing to look at
+	benchmark(b, br, breaker.Op{View: mustView(b, 0.2, 0)}, breaker.Outcome{Class: breaker.Success})
+}
+
 func BenchmarkFailing(b *testing.B) {
 	br := newBreaker(b, breaker.Settings{}, nil)
 	br.SetMode(breaker.ForcedClosed)

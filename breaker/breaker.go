@@ -64,12 +64,17 @@ type Op struct {
 	// Patience is how long the call may go without an answer until it counts as a
 	// failure while it hangs; 0 is Settings.Patience.
 	Patience time.Duration
+	// View is stricter than the breaker, for this call; nil is as strict.
+	View *View
 }
 
 // Acquire lets the call through or refuses it with an *OpenError. The permit has to
 // be settled with Done on every exit path. It never waits for another call.
 func (b *Breaker) Acquire(op Op) (Permit, error) {
 	if p := b.live.Load(); p != nil {
+		if op.View != nil {
+			return p.admitIn(op)
+		}
 		return p.admit(op), nil
 	}
 	if refusal := b.refusal.Load(); refusal != nil {
@@ -88,7 +93,7 @@ func (b *Breaker) decide(op Op) (Permit, error) {
 		p := b.period
 		b.wake(p, now)
 		b.unlock()
-		return p.admit(op), nil
+		return p.admitIn(op)
 	}
 	permit, refusal := b.grant(op, now)
 	observing := b.inForce() == Observe

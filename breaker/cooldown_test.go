@@ -170,6 +170,7 @@ func TestSettingsAreChecked(t *testing.T) {
 		"breaker: MaxRetryAfter is -1ns; it has to be positive, at most 24h":                            {MaxRetryAfter: -1},
 		"breaker: Healthy is -1ns; it has to be positive":                                               {Healthy: -1},
 		"breaker: ProbeLease is -1ns; it has to be positive":                                            {ProbeLease: -1},
+		"breaker: ViewFloor is 1; it has to be above 0 and below 1, or negative for no views":           {ViewFloor: 1},
 		"breaker: GiveUp is -1; it has to be positive":                                                  {GiveUp: -1},
 	} {
 		_, err := breaker.NewRules(s)
@@ -181,6 +182,6 @@ func TestSettingsAreChecked(t *testing.T) {
 	equal(t, "settings", got, breaker.Settings{
 		Window: time.Minute, Threshold: 0.5, MinVolume: 10, SlowThreshold: 0.5, Cooldown: 10 * time.Minute,
 		MaxCooldown: 10 * time.Minute, MaxRetryAfter: 10 * time.Minute, Healthy: 10 * time.Minute,
-		ProbeLease: 30 * time.Second, ProbeWait: 5 * time.Second, GiveUp: 3,
+		ProbeLease: 30 * time.Second, ProbeWait: 5 * time.Second, ViewFloor: 0.1, GiveUp: 3,
 	})
 }

@@ -21,6 +21,8 @@
 //     nothing until its body ends.
 //   - A permit belongs to the generation in which it was given. Results of an older
 //     generation change nothing.
+//   - A View is how one of many callers is stricter than the breaker: it is refused while
+//     more than its own share of the calls fail, and nobody else is.
 //   - In HALF_OPEN one call holds the probe, under a lease. Its answer closes the
 //     breaker; a failure, or the end of the lease, opens it for twice as long.
 //

@@ -3,6 +3,7 @@ package breaker_test
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -93,14 +94,64 @@ func (m *model) counts() modelCounts {
 	return c
 }
 
+// modelView is a view beside what it was made of.
+type modelView struct {
+	view      *breaker.View
+	threshold float64
+	windows   []time.Duration
+}
+
+func randomView(t *testing.T, rnd *rand.Rand) modelView {
+	v := modelView{threshold: 1}
+	for range rnd.IntN(3) {
+		threshold := pick(rnd, 0.05, 0.2, 0.4, 0.7)
+		window := time.Duration(1+rnd.IntN(80)) * time.Second
+		v.view = v.view.And(mustView(t, threshold, window))
+		v.threshold, v.windows = min(v.threshold, threshold), append(v.windows, window)
+	}
+	return v
+}
+
+// refuses looks at every stretch from the shortest window to the longest, in steps.
+func (m *model) refuses(v modelView) bool {
+	if v.view == nil || m.mode == breaker.ForcedClosed || m.mode == breaker.Observe {
+		return false
+	}
+	threshold := min(max(v.threshold, m.set.ViewFloor), m.set.Threshold)
+	steps := func(window time.Duration) int { return min(stepsIn(window, m.set.Window/60)+1, 60) }
+	from, to := steps(slices.Min(v.windows)), steps(slices.Max(v.windows))
+	if from == 60 && threshold == m.set.Threshold {
+		return false
+	}
+	for n := from; n <= to; n++ {
+		c := modelCounts{overdue: m.counts().overdue}
+		for _, o := range m.outcomes {
+			if o.step > m.step()-n && !o.limited {
+				c.calls++
+				if o.fail {
+					c.failures++
+				}
+			}
+		}
+		if m.over(c.failures, c.calls, threshold) || m.over(c.failures+c.overdue, c.calls+c.overdue, threshold) {
+			return true
+		}
+	}
+	return false
+}
+
+// stepsIn is how many steps a window has, rounded up.
+func stepsIn(window, step time.Duration) int { return int((window + step - 1) / step) }
+
+func (m *model) over(part, all int, threshold float64) bool {
+	return all >= m.set.MinVolume && float64(part) > threshold*float64(all)
+}
+
 func (m *model) exceeded() bool {
 	c := m.counts()
-	over := func(part, all int, threshold float64) bool {
-		return all >= m.set.MinVolume && float64(part) > threshold*float64(all)
-	}
-	return over(c.failures, c.calls, m.set.Threshold) ||
-		m.set.SlowCall > 0 && over(c.slow, c.calls, m.set.SlowThreshold) ||
-		c.overdue > 0 && over(c.failures+c.overdue, c.calls+c.overdue, m.set.Threshold)
+	return m.over(c.failures, c.calls, m.set.Threshold) ||
+		m.set.SlowCall > 0 && m.over(c.slow, c.calls, m.set.SlowThreshold) ||
+		c.overdue > 0 && m.over(c.failures+c.overdue, c.calls+c.overdue, m.set.Threshold)
 }
 
 func (m *model) enter(state breaker.State) {
@@ -186,9 +237,11 @@ func (m *model) pass(d time.Duration) {
 }
 
 // acquire reports whether the call is let through.
-func (m *model) acquire(op breaker.Op) (*modelCall, bool) {
+func (m *model) acquire(op breaker.Op, v modelView) (*modelCall, bool) {
 	call := &modelCall{}
 	switch {
+	case m.state == breaker.Closed && m.refuses(v):
+		return nil, false
 	case m.state == breaker.Closed:
 		call.generation = m.generation
 		patience := m.set.Patience
@@ -341,9 +394,11 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 		switch n := rnd.IntN(100); {
 		case n < 45:
 			op := breaker.Op{Safe: rnd.IntN(2) == 0, Patience: pick(rnd, 0, 0, time.Second, 12*time.Second, 5*time.Minute)}
+			view := randomView(t, rnd)
+			op.View = view.view
 			did = fmt.Sprintf("acquire %+v", op)
 			permit, err := b.Acquire(op)
-			call, let := m.acquire(op)
+			call, let := m.acquire(op, view)
 			if let != (err == nil) {
 				t.Fatalf("step %d: %s: error %v, the model says %v", i, did, err, let)
 			}

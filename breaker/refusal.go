@@ -9,12 +9,16 @@ import (
 // changed.
 type OpenError struct {
 	Key        Key
-	State      State // Open or HalfOpen
+	State      State // Open or HalfOpen; Closed where a View refuses
 	Mode       Mode
 	Generation uint64
 	// Until is when the next probe may be let through; zero where nobody knows: a probe
-	// is under way, or the breaker is forced open.
+	// is under way, or the breaker is forced open. Where a View refuses, it is when the
+	// call may be let through if nothing fails until then.
 	Until time.Time
+	// View is what the call's own view asks for and the settings heed, where it refuses;
+	// else nil.
+	View *View
 	// Reason, Cause and Evidence are those of the opening, Cause and Evidence as they
 	// came with the failure.
 	Reason   Reason
@@ -26,8 +30,11 @@ type OpenError struct {
 
 func (e *OpenError) Error() string {
 	text := fmt.Sprintf("breaker: %v is %v", e.Key, e.State)
-	if e.Mode == ForcedOpen {
+	switch {
+	case e.Mode == ForcedOpen:
 		return text + " (forced)"
+	case e.View != nil:
+		text += fmt.Sprintf(", and fails more than %v of the calls in %v", e.View.Threshold(), e.View.Window())
 	}
 	if e.Cause != "" {
 		text += ": " + e.Cause
@@ -53,10 +60,22 @@ func (e *OpenError) RetryAfter() time.Duration {
 func (b *Breaker) Refusal() *OpenError { return b.refusal.Load() }
 
 // RefusalOf is what a call of this kind would be refused with at this moment, or nil:
-// beside Refusal, that a half-open breaker still waits for a safe call to be the probe.
+// beside Refusal, that its view refuses it, and that a half-open breaker still waits for
+// a safe call to be the probe.
 func (b *Breaker) RefusalOf(op Op) *OpenError {
-	if refusal := b.refusal.Load(); refusal != nil || op.Safe || b.live.Load() != nil {
+	if refusal := b.refusal.Load(); refusal != nil {
 		return refusal
+	}
+	if p := b.live.Load(); p != nil {
+		if op.View != nil {
+			if refusal := p.refused(op.View); refusal != nil && refusal.Mode != Observe {
+				return refusal
+			}
+		}
+		return nil
+	}
+	if op.Safe {
+		return nil
 	}
 	b.mu.Lock()
 	defer b.unlock()

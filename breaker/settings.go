@@ -51,6 +51,9 @@ type Settings struct {
 	ProbeWait time.Duration
 	// Observe makes mode Auto behave as mode Observe: the breaker refuses nobody.
 	Observe bool
+	// ViewFloor is the lowest threshold that a View is heeded with, under 1: a lower one
+	// is raised to it; by default 0.1. Negative heeds no view.
+	ViewFloor float64
 	// GiveUp is after how many failed probes in a row the Hook hears PermanentlyOpen;
 	// by default 3 (ATD, HITL case 4).
 	GiveUp int
@@ -62,6 +65,7 @@ type Rules struct {
 	beat      time.Duration // one step of the window
 	threshold uint64        // in millionths
 	slow      uint64        // in millionths
+	floor     uint64        // of views, in millionths
 	class     int           // of Patience; -1 without one
 }
 
@@ -83,6 +87,7 @@ func NewRules(s Settings) (*Rules, error) {
 	or(&s.Healthy, 10*time.Minute)
 	or(&s.ProbeLease, 30*time.Second)
 	or(&s.ProbeWait, 5*time.Second)
+	or(&s.ViewFloor, 0.1)
 	or(&s.GiveUp, 3)
 	for _, check := range []struct {
 		ok    bool
@@ -103,6 +108,7 @@ func NewRules(s Settings) (*Rules, error) {
 		{s.MaxRetryAfter > 0 && s.MaxRetryAfter <= day, "MaxRetryAfter", s.MaxRetryAfter, "positive, at most 24h"},
 		{s.Healthy > 0, "Healthy", s.Healthy, "positive"},
 		{s.ProbeLease > 0, "ProbeLease", s.ProbeLease, "positive"},
+		{s.ViewFloor < 0 || share(s.ViewFloor), "ViewFloor", s.ViewFloor, "above 0 and below 1, or negative for no views"},
 		{s.GiveUp > 0, "GiveUp", s.GiveUp, "positive"},
 	} {
 		if !check.ok {
@@ -114,6 +120,7 @@ func NewRules(s Settings) (*Rules, error) {
 		beat:      s.Window / buckets,
 		threshold: uint64(math.Round(s.Threshold * million)),
 		slow:      uint64(math.Round(s.SlowThreshold * million)),
+		floor:     uint64(math.Round(max(s.ViewFloor, 0) * million)),
 		class:     -1,
 	}
 	if s.Patience > 0 {
@@ -150,6 +157,13 @@ func (r *Rules) exceeded(c counts) Reason {
 		return OverdueCalls
 	}
 	return ""
+}
+
+// fails reports whether more than a threshold of the calls have failed, or hang.
+func (r *Rules) fails(c counts, threshold uint64) bool {
+	most, all := uint64(r.set.MinVolume), c.calls+c.overdue
+	return c.calls >= most && c.failures*million > threshold*c.calls ||
+		all >= most && (c.failures+c.overdue)*million > threshold*all
 }
 
 // shortened is the cooldown with the jitter taken off.

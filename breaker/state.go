@@ -66,6 +66,7 @@ const (
 	ProbeFailed   Reason = "probe_failed"  // HALF_OPEN to OPEN
 	ProbeTimedOut Reason = "probe_timeout" // HALF_OPEN to OPEN: the lease ran out
 	ByOperator    Reason = "operator_mode" // SetMode
+	StricterView  Reason = "stricter_view" // of a refusal, and no transition: a View
 )
 
 func nameOf(names []string, i int) string {

@@ -10,6 +10,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/answer"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/transport"
@@ -92,7 +93,7 @@ func (x *exchange) circuitsOpen() error {
 	if t == nil {
 		return nil
 	}
-	open := t.Refusal(x.r.Method)
+	open := t.Refusal(x.r.Method, circuits.ViewOf(x.r.Context()))
 	if open == nil {
 		return nil
 	}

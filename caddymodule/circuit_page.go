@@ -48,10 +48,11 @@ func (h *Handler) askCircuits(w http.ResponseWriter, r *http.Request) error {
 	}
 	ctx, cancel := context.WithTimeout(r.Context(), lookPatience)
 	defer cancel()
-	only := r.URL.Query().Get("state")
+	only, view := r.URL.Query().Get("state"), way.asked(r.URL.Query().Get("wid"))
 	doc := circuits.Document{Circuits: []circuits.Circuit{}}
 	for _, s := range e.circuits.Status() {
 		if c := e.describeCircuit(ctx, way, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
+			c.SetView(view)
 			doc.Circuits = append(doc.Circuits, c)
 		}
 	}

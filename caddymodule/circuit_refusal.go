@@ -3,6 +3,7 @@ package caddymodule
 import (
 	"cmp"
 	"errors"
+	"fmt"
 	"strings"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
@@ -47,8 +48,14 @@ func circuitOpen(open *breaker.OpenError, identity string, verified bool) *probl
 		}
 	}
 	detail := "The circuit breaker of " + name + " is open"
-	if open.State == breaker.HalfOpen {
+	switch {
+	case open.View != nil: // for this caller it is open, and for others it is not
+		detail = "The circuit breaker of " + name + " refuses this workflow, and no other, as its tokens ask for a stricter limit"
+	case open.State == breaker.HalfOpen:
 		detail = "The circuit breaker of " + name + " is half-open, and lets one call through at a time"
+	}
+	if open.View != nil && verified {
+		detail += fmt.Sprintf(": more than %.4g%% of the calls in %v have failed", open.View.Threshold()*100, open.View.Window())
 	}
 	switch {
 	case !verified:
@@ -59,6 +66,9 @@ func circuitOpen(open *breaker.OpenError, identity string, verified bool) *probl
 	}
 	p := problem.New(problem.CircuitOpen, detail+".")
 	p.Reason = open.State.String()
+	if open.View != nil {
+		p.Reason = "workflow_threshold"
+	}
 	p.RetryAfter, p.Cause = open.RetryAfter(), open
 	return p
 }

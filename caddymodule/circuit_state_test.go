@@ -23,7 +23,7 @@ func tripped(t *testing.T, upstream string) *breaker.Breaker {
 		t.Fatal(err)
 	}
 	permit.Done(breaker.Outcome{Class: breaker.Failure, Cause: "connection refused"})
-	if c.Refusal("GET") == nil {
+	if c.Refusal("GET", nil) == nil {
 		t.Fatal("a failure has not opened the breaker")
 	}
 	return c.Breaker(upstream, "GET")

@@ -137,7 +137,11 @@ func (x *exchange) identify() error {
 	x.call.Scope.ID = id
 	x.call.Key = x.guard.Key(x.call.Scope)
 	x.wait = time.Now().Add(time.Duration(x.h.AttachWait))
-	return x.begin()
+	if err := x.begin(); err != nil {
+		return err
+	}
+	x.story.way.constrain(x.r, tokens)
+	return nil
 }
 
 // unkept makes a problem of an error in reading the kept body again.

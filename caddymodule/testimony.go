@@ -36,6 +36,8 @@ type archive struct {
 
 // testimony is how one configuration tells of calls, and whom it believes.
 type testimony struct {
+	constraints *constraints // what the engine's workflows ask of breakers
+
 	evidence *evidence.Evidence
 	witness  *evidence.Witness
 	verifier *ect.Verifier // nil without trust
@@ -59,7 +61,7 @@ func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slo
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
-	way := &testimony{evidence: told, witness: witness, rollback: i.rollbackURI()}
+	way := &testimony{constraints: &e.constraints, evidence: told, witness: witness, rollback: i.rollbackURI()}
 	if t == nil {
 		return way, nil
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/google/uuid"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -31,6 +32,8 @@ type presented struct {
 	// late is the refusal of tokens whose time is over. They are good for what they
 	// were used for before, and for nothing else.
 	late error
+	// asked is what they ask of breakers; nil if nothing.
+	asked *breaker.View
 }
 
 // issuer is the caller that the tokens speak of; empty without one.
@@ -133,6 +136,11 @@ func (t *testimony) verify(r *http.Request) (presented, error) {
 		if err := checkEvent(token); err != nil {
 			return presented{}, err
 		}
+		asked, err := askedBy(token)
+		if err != nil {
+			return presented{}, err
+		}
+		p.asked = p.asked.And(asked)
 		if w := p.workflow(); token.Workflow() != "" && token.Workflow() != w {
 			return presented{}, &ect.Error{Code: ect.CodeWorkflow}
 		}
@@ -247,6 +255,9 @@ func (h *Handler) needsTokens(r *http.Request) bool {
 // what such tokens are used for is remembered in memory. Only at level L3 they are
 // recorded before the request goes on.
 func (h *Handler) verifySafe(r *http.Request) error {
+	if !h.needsTokens(r) {
+		h.app.way.Load().constrain(r, &presented{})
+	}
 	// What was verified on the way here would be taken for a second use.
 	if !h.needsTokens(r) || r.Context().Value(guardedBy{h.Name}) != nil || caddyhttp.GetVar(r.Context(), tokensVerified) != nil {
 		return nil
@@ -276,6 +287,7 @@ func (h *Handler) verifySafe(r *http.Request) error {
 		way.evidence.Seen(p.all)
 	}
 	caddyhttp.SetVar(r.Context(), tokensVerified, p.issuer())
+	way.constrain(r, &p)
 	return nil
 }
 

@@ -26,6 +26,8 @@ type circuitsView struct {
 		Opened      string  `json:"open_ect"`
 		Cause       string  `json:"last_cause"`
 		Rejected    uint64  `json:"rejected"`
+
+		WorkflowThreshold float64 `json:"workflow_threshold"`
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 //		patience      <duration>
 //		cooldown      <base> [<longest>]
 //		jitter        <percent>
+//		workflow_threshold off|<percent>
 //		by_operation
 //		probe_prefer  off|<duration>
 //		probe_timeout <duration>
@@ -113,6 +114,13 @@ var options = map[string]option{
 		}
 		return duration(a[0], &s.Cooldown)
 	}},
+	"workflow_threshold": {usage: "off|<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error {
+		if a[0] == "off" {
+			s.WorkflowThreshold = -1
+			return nil
+		}
+		return percent(a[0], &s.WorkflowThreshold)
+	}},
 	"by_operation": {parse: func(s *Settings, _ []string) error { s.ByOperation = true; return nil }},
 	"verify_probe": {parse: func(s *Settings, _ []string) error { s.VerifyProbe = true; return nil }},
 	"probe_prefer": {usage: "off|<duration>", least: 1, most: 1, parse: func(s *Settings, a []string) error {
@@ -154,7 +162,7 @@ var options = map[string]option{
 
 // names are the options' names, for errors.
 const names = "by_operation, consecutive, cooldown, downstream, failure, in_band, jitter, min_volume, mode, " +
-	"patience, probe_prefer, probe_timeout, slow, threshold, verify_probe, window"
+	"patience, probe_prefer, probe_timeout, slow, threshold, verify_probe, window, workflow_threshold"
 
 func inBand(s *Settings, a []string) error {
 	var b InBand

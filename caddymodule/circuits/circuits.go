@@ -111,14 +111,14 @@ func (c *Circuits) Verified(upstream string) string {
 }
 
 // Refusal is that of the upstream which is back first, if every upstream is known and
-// refuses a call of this method at the moment; else nil.
-func (c *Circuits) Refusal(method string) *breaker.OpenError {
+// refuses a call of this method and view at the moment; else nil.
+func (c *Circuits) Refusal(method string, view *breaker.View) *breaker.OpenError {
 	if c.open {
 		return nil
 	}
 	var first *breaker.OpenError
 	for _, upstream := range c.upstreams {
-		refusal := c.Breaker(upstream, method).RefusalOf(breaker.Op{Safe: Safe(method)})
+		refusal := c.Breaker(upstream, method).RefusalOf(breaker.Op{Safe: Safe(method), View: view})
 		if refusal == nil {
 			return nil
 		}

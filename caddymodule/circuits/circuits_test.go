@@ -54,24 +54,24 @@ func TestNobodyHoldsThem(t *testing.T) {
 // one has to be known.
 func TestRefusal(t *testing.T) {
 	c := open(t, circuits.Settings{}, []string{"a:1", "b:1"}, false)
-	if c.Refusal("POST") != nil {
+	if c.Refusal("POST", nil) != nil {
 		t.Error("closed breakers refuse")
 	}
 	trip(t, c.Breaker("b:1", "POST"))
-	if c.Refusal("POST") != nil {
+	if c.Refusal("POST", nil) != nil {
 		t.Error("one open breaker of two refuses")
 	}
 	trip(t, c.Breaker("a:1", "POST"))
 	// Of the two it names the one that is back first.
-	if r := c.Refusal("POST"); r == nil || r.Key.Upstream != "b:1" || r.Cause != "connection refused" {
+	if r := c.Refusal("POST", nil); r == nil || r.Key.Upstream != "b:1" || r.Cause != "connection refused" {
 		t.Errorf("two open breakers: %+v", r)
 	}
 	for _, unknown := range [][]string{{"{env.UPSTREAM}"}, {"a:1", "b:1", "x:1-2"}} {
-		if r := open(t, circuits.Settings{}, unknown, len(unknown) > 1).Refusal("POST"); r != nil {
+		if r := open(t, circuits.Settings{}, unknown, len(unknown) > 1).Refusal("POST", nil); r != nil {
 			t.Errorf("%v: upstreams that are not known refuse: %v", unknown, r)
 		}
 	}
-	if r := open(t, circuits.Settings{Mode: breaker.Observe}, []string{"c:1"}, false).Refusal("POST"); r != nil {
+	if r := open(t, circuits.Settings{Mode: breaker.Observe}, []string{"c:1"}, false).Refusal("POST", nil); r != nil {
 		t.Errorf("an observing breaker refuses: %v", r)
 	}
 }
@@ -80,8 +80,8 @@ func TestRefusal(t *testing.T) {
 func TestByOperation(t *testing.T) {
 	c := open(t, circuits.Settings{ByOperation: true}, []string{"a:1"}, false)
 	trip(t, c.Breaker("a:1", "POST"))
-	if c.Refusal("GET") != nil || c.Refusal("DELETE") == nil {
-		t.Errorf("GET is refused: %v, DELETE: %v", c.Refusal("GET"), c.Refusal("DELETE"))
+	if c.Refusal("GET", nil) != nil || c.Refusal("DELETE", nil) == nil {
+		t.Errorf("GET is refused: %v, DELETE: %v", c.Refusal("GET", nil), c.Refusal("DELETE", nil))
 	}
 }
 
@@ -89,7 +89,7 @@ func TestByOperation(t *testing.T) {
 // does not.
 func TestForcedModes(t *testing.T) {
 	forced := open(t, circuits.Settings{Mode: breaker.ForcedOpen}, []string{"a:1"}, false)
-	if r := forced.Refusal("GET"); r == nil || r.Mode != breaker.ForcedOpen {
+	if r := forced.Refusal("GET", nil); r == nil || r.Mode != breaker.ForcedOpen {
 		t.Fatalf("forced open: %+v", r)
 	}
 	auto := open(t, circuits.Settings{}, []string{"a:1"}, false)
@@ -127,18 +127,18 @@ func TestRefusalOfUnsuitedProbes(t *testing.T) {
 	c.Breaker("a:1", "POST").SetMode(breaker.ForcedOpen)
 	two := open(t, circuits.Settings{}, []string{"a:1", "b:1"}, false)
 	trip(t, two.Breaker("b:1", "POST"))
-	if r := two.Refusal("POST"); r == nil || r.Key.Upstream != "b:1" {
+	if r := two.Refusal("POST", nil); r == nil || r.Key.Upstream != "b:1" {
 		t.Errorf("%+v", r)
 	}
 	c.Breaker("a:1", "POST").SetMode(breaker.Auto)
-	if r := c.Refusal("POST"); r == nil || r.State != breaker.HalfOpen || r.RetryAfter() == 0 {
+	if r := c.Refusal("POST", nil); r == nil || r.State != breaker.HalfOpen || r.RetryAfter() == 0 {
 		t.Errorf("POST: %+v", r)
 	}
-	if r := c.Refusal("GET"); r != nil {
+	if r := c.Refusal("GET", nil); r != nil {
 		t.Errorf("GET: %+v", r)
 	}
 	observed := open(t, circuits.Settings{Mode: breaker.Observe}, []string{"a:1"}, false)
-	if r := observed.Refusal("POST"); r != nil {
+	if r := observed.Refusal("POST", nil); r != nil {
 		t.Errorf("observed: %+v", r)
 	}
 }

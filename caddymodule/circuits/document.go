@@ -69,6 +69,25 @@ type Circuit struct {
 	Opened string `json:"open_ect,omitempty"`
 	// Rejected counts the calls that it has refused since the process began.
 	Rejected uint64 `json:"rejected"`
+
+	// WorkflowThreshold is the rate above which it refuses the workflow that was asked
+	// for, where that has asked for one. The settings bound it.
+	WorkflowThreshold float64 `json:"workflow_threshold,omitempty"`
+	// WorkflowWindow is over how many seconds, where it has asked for that.
+	WorkflowWindow float64 `json:"workflow_window_s,omitempty"`
+}
+
+// SetView shows what a workflow asks of the breaker; nil is nothing.
+func (c *Circuit) SetView(v *breaker.View) {
+	if v == nil {
+		return
+	}
+	if v.Threshold() < 1 {
+		c.WorkflowThreshold = v.Threshold()
+	}
+	if v.Window() <= time.Hour {
+		c.WorkflowWindow = v.Window().Seconds()
+	}
 }
 
 // Policy is what callers may know of when breakers open, and for how long: nothing of

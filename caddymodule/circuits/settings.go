@@ -75,6 +75,12 @@ type Settings struct {
 	// gateways do not probe at the same instant. Default: 0.
 	Jitter float64 `json:"jitter,omitempty"`
 
+	// The lowest threshold that a workflow may ask for, over 0 and under 1. A workflow's
+	// verified tokens can be stricter than `threshold` and `window`, for its own calls
+	// (`atd.circuit_threshold`, `atd.circuit_window_s`); lower thresholds are raised to
+	// this one, and looser values change nothing. Negative heeds none. Default: 0.1.
+	WorkflowThreshold float64 `json:"workflow_threshold,omitempty"`
+
 	// A breaker for reading and another for writing calls of each upstream: those
 	// with a safe method, and all others. Default: false.
 	ByOperation bool `json:"by_operation,omitempty"`
@@ -186,7 +192,7 @@ func (s *Settings) breaker() breaker.Settings {
 		SlowCall: time.Duration(s.SlowCall), SlowThreshold: s.SlowThreshold, Patience: time.Duration(s.Patience),
 		Cooldown: time.Duration(s.Cooldown), MaxCooldown: time.Duration(s.MaxCooldown), Jitter: s.Jitter,
 		ProbeWait: time.Duration(s.ProbePrefer), ProbeLease: time.Duration(s.ProbeTimeout),
-		Observe: s.Mode == breaker.Observe,
+		ViewFloor: s.WorkflowThreshold, Observe: s.Mode == breaker.Observe,
 	}
 }
 
@@ -195,7 +201,7 @@ var optionOf = strings.NewReplacer(
 	"breaker: ", "", "MaxCooldown", "cooldown (longest)", "Cooldown", "cooldown", "Window", "window",
 	"SlowThreshold", "slow (share)", "Threshold", "threshold", "MinVolume", "min_volume", "Consecutive", "consecutive",
 	"SlowCall", "slow", "Patience", "patience", "Jitter", "jitter", "MaxRetryAfter", "cooldown (longest)",
-	"ProbeLease", "probe_timeout",
+	"ProbeLease", "probe_timeout", "ViewFloor", "workflow_threshold", "for no views", "to heed no workflow",
 )
 
 // named is err with the option's name in place of the package's.

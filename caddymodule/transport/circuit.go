@@ -48,13 +48,13 @@ func (t *Transport) openCircuits(ctx caddy.Context) error {
 	return nil
 }
 
-// Refusal tells with what a call of this method would be refused at the moment whatever
-// upstream it came to; nil if it would not, or if nobody knows.
-func (t *Transport) Refusal(method string) *breaker.OpenError {
+// Refusal tells with what a call of this method and view would be refused at the moment
+// whatever upstream it came to; nil if it would not, or if nobody knows.
+func (t *Transport) Refusal(method string, view *breaker.View) *breaker.OpenError {
 	if t.circuits == nil {
 		return nil
 	}
-	return t.circuits.Refusal(method)
+	return t.circuits.Refusal(method, view)
 }
 
 // BreakerPolicy is what callers may know of the breakers; nil without any that refuse.
@@ -106,7 +106,7 @@ func (t *Transport) admit(req *http.Request, watch *sent.Watch) (*call, error) {
 		return nil, ctx.Err() // over before it could be sent
 	}
 	c := &call{t: t, ctx: ctx, watch: watch, began: time.Now()}
-	op := breaker.Op{Safe: circuits.Safe(req.Method)}
+	op := breaker.Op{Safe: circuits.Safe(req.Method), View: circuits.ViewOf(ctx)}
 	if patience, ok := circuits.PatienceOf(ctx); ok {
 		op.Patience, c.impatient = patience, true
 	} else if deadline, ok := ctx.Deadline(); ok {

@@ -126,7 +126,7 @@ func TestRefusedLikeADial(t *testing.T) {
 		t.Fatalf("%+v", s)
 	}
 	forward(p, request("POST", "x")) // its first attempt opens the breaker
-	if r := p.transport(t).Refusal("POST"); r == nil || r.Cause != "connection refused" {
+	if r := p.transport(t).Refusal("POST", nil); r == nil || r.Cause != "connection refused" {
 		t.Fatalf("the breaker does not refuse: %+v", statusOf(t, addr.(string)))
 	}
 	for _, method := range []string{"GET", "POST"} {
@@ -280,7 +280,7 @@ func TestRetryAfter(t *testing.T) {
 		up := newUpstream(t, says("HTTP/1.1 503 Busy\r\nRetry-After: "+tt.value+"\r\nContent-Length: 0\r\n\r\n"))
 		p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"consecutive": 1}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
 		forward(p, request("POST", ""))
-		if r := p.transport(t).Refusal("GET"); r == nil || r.RetryAfter() < tt.low || r.RetryAfter() > tt.high {
+		if r := p.transport(t).Refusal("GET", nil); r == nil || r.RetryAfter() < tt.low || r.RetryAfter() > tt.high {
 			t.Errorf("Retry-After %s: refused with %+v, after %v", tt.value, r, r.RetryAfter())
 		}
 	}
@@ -307,7 +307,7 @@ func TestBreakerOff(t *testing.T) {
 	for range 20 {
 		forward(p, request("GET", ""))
 	}
-	if s := statusOf(t, addr.(string)); s.Calls != 0 || p.transport(t).Refusal("GET") != nil {
+	if s := statusOf(t, addr.(string)); s.Calls != 0 || p.transport(t).Refusal("GET", nil) != nil {
 		t.Errorf("%+v", s)
 	}
 }
@@ -316,7 +316,7 @@ func TestBreakerOff(t *testing.T) {
 func TestDynamicUpstreamsAreNotKnown(t *testing.T) {
 	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"mode": "forced_open"}}, "upstreams": [{"dial": "%s"}],
 		"dynamic_upstreams": {"source": "a", "name": "localhost", "port": "1"}}`, refusing(1)...)
-	if r := p.transport(t).Refusal("POST"); r != nil {
+	if r := p.transport(t).Refusal("POST", nil); r != nil {
 		t.Errorf("refused with %v", r)
 	}
 }

@@ -161,7 +161,7 @@ func (c changes) want(t *testing.T, upstream string, state breaker.State) {
 // halfOpen lets the next call to an upstream be the probe.
 func halfOpen(t *testing.T, p *proxy, upstream string) {
 	t.Helper()
-	p.transport(t).Refusal("GET") // which makes the breaker
+	p.transport(t).Refusal("GET", nil) // which makes the breaker
 	m := circuits.Join()
 	defer m.Leave()
 	key := breaker.Key{Upstream: upstream}

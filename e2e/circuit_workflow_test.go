@@ -1,0 +1,237 @@
+package e2e
+
+import (
+	"fmt"
+	"net"
+	"strings"
+	"testing"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// longWindow keeps what is counted for longer than any test takes.
+const longWindow = "breaker {\n window 1h\n"
+
+// asking is a token of a workflow with this member of its extensions.
+func (a *agent) asking(wid, member, value string) *ect.Token {
+	a.t.Helper()
+	return a.issue(ect.Claims{Workflow: wid, Ext: new(ect.ExtBuilder).JSON(ect.Member(member), value)})
+}
+
+// failThird makes 20 calls that belong to no workflow, of which six fail.
+func (g *gateway) failThird(u *upstream) {
+	g.t.Helper()
+	u.on("/down", status(500, ""))
+	for n := range 20 {
+		path := "/up"
+		if n%10 > 6 {
+			path = "/down"
+		}
+		g.call(request{method: "GET", path: path})
+	}
+	if s := circuit(g.t, u.addr); s.State != breaker.Closed || s.Calls < 20 || s.Failures != 6 {
+		g.t.Fatalf("%+v", s)
+	}
+}
+
+// refusedByItself reads an answer as the refusal that its workflow has asked for. The
+// limit and the upstream are told to who is verified here; the limit is empty for others.
+func (r reply) refusedByItself(t *testing.T, upstream, limit string) {
+	t.Helper()
+	const refuses = " refuses this workflow, and no other, as its tokens ask for a stricter limit"
+	doc := r.retryable(t, 503, "circuit-open")
+	ok := doc.Detail == "The circuit breaker of the upstream"+refuses+"."
+	if limit != "" {
+		ok = strings.HasPrefix(doc.Detail, "The circuit breaker of "+upstream+refuses+": more than "+limit) && strings.HasSuffix(doc.Detail, ": status 500.")
+	}
+	if !ok || doc.Reason != "workflow_threshold" || doc.ErrorType != "circuit_open" || r.header.Get("Execution-Status") != "refused" {
+		t.Errorf("%q, %q, %q, want the limit %q", doc.Detail, doc.Reason, doc.ErrorType, limit)
+	}
+	if len(r.header.Get("Retry-After")) > len("3600") {
+		t.Errorf("Retry-After %s with a window of an hour", r.header.Get("Retry-After"))
+	}
+}
+
+// ATD "Circuit Breaker Policy Configuration": an upstream that fails for 30 % is closed to
+// a workflow that allows 20 %, for its later calls too, and to no other. The refused
+// call's key is free, what is recorded is replayed, and nothing is claimed.
+func TestWorkflowsOwnThreshold(t *testing.T) {
+	u, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + longWindow + "}\n}"})
+	strict, other := uuid.NewString(), uuid.NewString()
+	first := a.asking(strict, "atd.circuit_threshold", "0.2")
+	g.call(with(first, request{path: "/a"})).want(t, 201, "arrival 1", "executed")
+	g.failThird(u)
+
+	next := a.issue(ect.Claims{Workflow: strict})
+	for range 2 {
+		g.call(with(next, request{path: "/b"})).refusedByItself(t, u.addr, "20% of the calls in 1h0m0s")
+	}
+	g.call(request{path: "/b", id: "k", header: headers{"Workflow-Id": strict}}).refusedByItself(t, u.addr, "")
+	g.call(request{method: "GET", path: "/b", header: headers{"Workflow-Id": strings.ToUpper(strict)}}).refusedByItself(t, u.addr, "")
+	g.call(with(a.issue(ect.Claims{Workflow: strict}), request{method: "GET", path: "/b"})).refusedByItself(t, u.addr, "20%")
+	u.arrived("/b", 0)
+	g.call(with(first, request{path: "/a"})).want(t, 201, "arrival 1", "replayed")
+
+	g.call(with(a.issue(ect.Claims{Workflow: other}), request{path: "/c"})).want(t, 201, "arrival 1", "executed")
+	g.call(request{path: "/c", id: "k2", header: headers{"Workflow-Id": other}}).want(t, 201, "arrival 2", "executed")
+	g.call(request{path: "/c", id: "k3"}).want(t, 201, "arrival 3", "executed")
+	if s := circuit(t, u.addr); s.State != breaker.Closed || s.Generation != 1 || s.Rejected != 2 { // what the guard refuses never comes to it
+		t.Errorf("%+v", s)
+	}
+
+	for range 15 { // the upstream is better again
+		g.call(request{method: "GET", path: "/up"})
+	}
+	g.call(with(next, request{path: "/b"})).want(t, 201, "arrival 1", "executed")
+	g.call(with(next, request{path: "/b"})).want(t, 201, "arrival 1", "replayed")
+}
+
+// What a workflow may ask for, and what it means within the bounds of the configuration.
+func TestWorkflowThresholdIsBounded(t *testing.T) {
+	for name, test := range map[string]struct {
+		option        string
+		member, value string
+		limit         string // empty where the call goes on
+	}{
+		"above the rate":         {"", "atd.circuit_threshold", "0.3", ""},
+		"laxer than the breaker": {"", "atd.circuit_threshold", "0.9", ""},
+		"in an object":           {"", "constraints", `{"atd.circuit_threshold":0.25,"atd.circuit_window_s":1800,"atd.resource_cpu":"2"}`, "25% of the calls in 30m0s"},
+		"longer than the window": {"", "constraints", `{"atd.circuit_threshold":0.25,"atd.circuit_window_s":1e9}`, "25% of the calls in 1h0m0s"},
+		"a window alone":         {"", "atd.circuit_window_s", "1800", ""},
+		"somebody else's":        {"", "constraints", `["atd.circuit_threshold"]`, ""},
+		"default floor":          {"", "atd.circuit_threshold", "0.001", "10%"},
+		"floor":                  {"workflow_threshold 28%", "atd.circuit_threshold", "0.001", "28%"},
+		"high floor":             {"workflow_threshold 40%", "atd.circuit_threshold", "0.001", ""},
+		"off":                    {"workflow_threshold off", "atd.circuit_threshold", "0.2", ""},
+		"observed":               {"mode observe", "atd.circuit_threshold", "0.2", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			u, a := newUpstream(t), newAgent(t, "a")
+			g := launch(t, setup{app: trusting(t, a), badger: true,
+				site: "agent_proxy " + u.addr + " {\n" + longWindow + test.option + "\n}\n}"})
+			g.failThird(u)
+			got := g.call(with(a.asking(uuid.NewString(), test.member, test.value), request{path: "/a"}))
+			if test.limit == "" {
+				got.want(t, 201, "arrival 1", "executed")
+				return
+			}
+			got.refusedByItself(t, u.addr, test.limit)
+		})
+	}
+}
+
+// A constraint that cannot be meant refuses its token, on calls that change nothing too:
+// without it the workflow would go on with less care than it has asked for.
+func TestWorkflowThresholdThatCannotBeMeant(t *testing.T) {
+	u, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr})
+	for _, test := range [][2]string{
+		{"atd.circuit_threshold", "0"}, {"atd.circuit_threshold", "1"}, {"atd.circuit_threshold", "-0.2"},
+		{"atd.circuit_threshold", "50"}, {"atd.circuit_threshold", `"0.2"`}, {"atd.circuit_threshold", "null"},
+		{"atd.circuit_threshold", "1e999"}, {"atd.circuit_threshold", "[0.2]"},
+		{"atd.circuit_window_s", "0"}, {"atd.circuit_window_s", "0.9"}, {"atd.circuit_window_s", "-60"}, {"atd.circuit_window_s", `"60s"`},
+		{"constraints", `{"atd.circuit_threshold":2}`}, {"constraints", `{"atd.circuit_window_s":false}`},
+	} {
+		for _, method := range []string{"POST", "GET"} {
+			g.call(with(a.asking(uuid.NewString(), test[0], test[1]), request{method: method, path: "/a"})).refusedFor(t, 403, "ext")
+		}
+	}
+	u.arrived("/a", 0)
+}
+
+// Only who has a token of a workflow makes it stricter, and the strictest value counts.
+func TestWhoMakesAWorkflowStricter(t *testing.T) {
+	u, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + longWindow + "}\n}"})
+	g.failThird(u)
+	named, told := uuid.NewString(), uuid.NewString()
+	// A token of no workflow is for its own call, whatever a header names.
+	r := request{path: "/a", id: "a", header: headers{"Workflow-Id": named}}
+	g.call(with(a.asking("", "atd.circuit_threshold", "0.2"), r)).refusedByItself(t, u.addr, "20%")
+	g.call(request{path: "/a", id: "b", header: headers{"Workflow-Id": named}}).want(t, 201, "arrival 1", "executed")
+
+	for _, step := range []struct{ value, limit string }{{"0.25", "25%"}, {"0.9", "25%"}, {"0.15", "15%"}, {"0.2", "15%"}} {
+		g.call(with(a.asking(told, "atd.circuit_threshold", step.value), request{path: "/b"})).refusedByItself(t, u.addr, step.limit)
+	}
+	// Whose a call is, its token says before a header.
+	for _, method := range []string{"POST", "GET"} {
+		r = request{method: method, path: "/c", header: headers{"Workflow-Id": told}}
+		if got := g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), r)); got.status == 503 {
+			t.Errorf("%s of another workflow: %s", method, got.body)
+		}
+	}
+	// Of several tokens of one call, the strictest.
+	parent := a.asking(named, "atd.circuit_threshold", "0.22")
+	child := a.issue(ect.Claims{Workflow: named, Parents: []string{parent.ID()}, Ext: new(ect.ExtBuilder).Number("atd.circuit_threshold", 0.28)})
+	r = with(child, request{path: "/b"})
+	r.header[ect.FieldName] = parent.Raw() + ", " + child.Raw()
+	g.call(r).refusedByItself(t, u.addr, "22%")
+	u.arrived("/b", 0)
+}
+
+// Upstreams that are known only with the call: the transport asks, and the key is
+// released.
+func TestWorkflowThresholdOfADynamicUpstream(t *testing.T) {
+	u, a := newUpstream(t), newAgent(t, "a")
+	_, port, _ := net.SplitHostPort(u.addr)
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: fmt.Sprintf(`agent_proxy {
+		dynamic a {
+			name localhost
+			port %s
+			versions ipv4
+		}
+		%s
+		}
+	}`, port, longWindow)})
+	g.failThird(u)
+	token := a.asking(uuid.NewString(), "atd.circuit_threshold", "0.2")
+	for range 2 {
+		g.call(with(token, request{path: "/a"})).refusedByItself(t, u.addr, "20%")
+	}
+	u.arrived("/a", 0)
+	force(t, u.addr, breaker.ForcedClosed)
+	g.call(with(token, request{path: "/a"})).want(t, 201, "arrival 1", "executed")
+}
+
+// A fallback answers in the place of this refusal too.
+func TestWorkflowThresholdFallback(t *testing.T) {
+	u, other, a := newUpstream(t), newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + longWindow + "}\n" +
+		"fallback {\n reverse_proxy " + other.addr + "\n }\n}"})
+	g.failThird(u)
+	g.call(with(a.asking(uuid.NewString(), "atd.circuit_threshold", "0.2"), request{path: "/a"})).want(t, 201, "arrival 1", "refused")
+	u.arrived("/a", 0)
+	other.arrived("/a", 1)
+}
+
+// cascade 3.3.2: the workflow is told that its work is rejected, once, and sees which
+// breaker it is and what it has asked of it.
+func TestWorkflowThresholdIsToldOnce(t *testing.T) {
+	u, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + longWindow + "}\n}"})
+	wid := uuid.NewString()
+	first := a.asking(wid, "atd.circuit_threshold", "0.2")
+	g.call(with(first, request{path: "/a"})).want(t, 201, "arrival 1", "executed")
+	g.failThird(u)
+	for range 5 {
+		next := a.issue(ect.Claims{Workflow: wid, Parents: []string{first.ID()}})
+		g.call(with(next, request{path: "/a"})).refusedByItself(t, u.addr, "20%")
+	}
+	rejections := 0
+	for _, n := range g.settledView(a, wid, 4).Nodes {
+		if n.Event == "circuit_breaker_open" {
+			rejections++
+		}
+	}
+	if rejections != 1 {
+		t.Errorf("told %d times", rejections)
+	}
+	seen := document[circuitsView](t, g.get(a, "circuits?wid="+wid))
+	if len(seen.Circuits) != 1 || seen.Circuits[0].State != "closed" || seen.Circuits[0].WorkflowThreshold != 0.2 {
+		t.Errorf("%+v", seen)
+	}
+}
