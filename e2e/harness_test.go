@@ -64,7 +64,9 @@ func launch(t *testing.T, s setup) *gateway {
 	dir := t.TempDir()
 	g := &gateway{t: t, scheme: "http"}
 	storeOption := "badger " + filepath.Join(dir, "store")
-	if !s.badger {
+	if s.badger {
+		t.Cleanup(func() { closed(t, filepath.Join(dir, "store")) })
+	} else {
 		g.store = s.store
 		if g.store == nil {
 			g.store = newTestStore(filepath.Join(dir, "store"))
