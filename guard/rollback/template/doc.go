@@ -51,6 +51,8 @@
 // the call, or begins with http:// or https:// and a fixed host. Bodies of other types
 // than JSON and forms can hold no placeholder, because nobody knows how to escape there.
 //
+// [JSONObject] and [Form] make a body of names and values, for settings that list them.
+//
 // # Errors
 //
 // [Parse] gives a [*ParseError], with the place and what would be right. [Template.Fill]

@@ -160,6 +160,14 @@ func TestParseRefuses(t *testing.T) {
 	}
 }
 
+// The text of an error says where, what, and what would be right.
+func TestParseErrorText(t *testing.T) {
+	_, err := template.Parse(template.Spec{Method: "DELETE", URL: "https://h/v1{request.path}"})
+	if want := "url, at byte 12: {request.path} is more than one segment; write the path out with {request.path.N} in it"; err == nil || err.Error() != want {
+		t.Errorf("%v, want %s", err, want)
+	}
+}
+
 // What looks odd and is right.
 func TestParseAccepts(t *testing.T) {
 	for _, spec := range []template.Spec{
