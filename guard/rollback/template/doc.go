@@ -12,10 +12,10 @@
 //	{request.path.N}          its Nth segment, from 0, decoded: 1 is "ch_7" in /charges/ch_7
 //	{request.query.NAME}      a value of the query, decoded
 //	{request.header.NAME}     a header field
-//	{request.body./POINTER}   a value in the JSON body, by JSON pointer (RFC 6901)
+//	{request.json./POINTER}   a value in the JSON body, by JSON pointer (RFC 6901)
 //	{response.status}         the status code
 //	{response.header.NAME}    a header field of the answer
-//	{response.body./POINTER}  a value in the answer's JSON body
+//	{response.json./POINTER}  a value in the answer's JSON body
 //	{execution.id}            the execution id of the call
 //	{workflow.id}             its workflow
 //	{rollback.id}             the rollback that asks

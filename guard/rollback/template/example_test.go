@@ -11,10 +11,10 @@ import (
 func Example() {
 	refund, err := template.Parse(template.Spec{
 		Method:      "POST",
-		URL:         "/v1/charges/{response.body./id}/refunds?reason={checkpoint.id}",
+		URL:         "/v1/charges/{response.json./id}/refunds?reason={checkpoint.id}",
 		Header:      []template.Field{{Name: "If-Match", Value: "{response.header.ETag}"}},
 		ContentType: "application/json",
-		Body:        `{{"amount":{request.body./amount},"note":"undone by {rollback.id}"}}`,
+		Body:        `{{"amount":{request.json./amount},"note":"undone by {rollback.id}"}}`,
 	})
 	if err != nil {
 		panic(err)
@@ -45,5 +45,5 @@ func Example() {
 	// POST /v1/charges/ch_1/refunds?reason=cp%209%26x%3D1
 	// If-Match: "7"
 	// {"amount":12.50,"note":"undone by rb-3"}
-	// {response.body./id} as a path segment: the value cannot stand in this place
+	// {response.json./id} as a path segment: the value cannot stand in this place
 }

@@ -11,8 +11,8 @@ import (
 // text in them is.
 func TestFields(t *testing.T) {
 	fields := []template.Field{
-		{Name: "charge", Value: "{response.body./id}"},
-		{Name: "amount", Value: "{request.body./amount}"},
+		{Name: "charge", Value: "{response.json./id}"},
+		{Name: "amount", Value: "{request.json./amount}"},
 		{Name: "note \"&=\"", Value: "a=\"{{b}}\"&\\\n é {response.status}%"},
 		{Name: "by", Value: "{rollback.id}{checkpoint.id}"},
 		{Name: "empty"},
@@ -38,7 +38,7 @@ func TestFields(t *testing.T) {
 		}
 		for _, bad := range []template.Field{
 			{Name: "{execution.id}", Value: "x"}, {Name: "x{{", Value: "x"}, {Name: "\xff", Value: "x"}, {Name: "x", Value: "\xff"},
-			{Name: "x", Value: "{response.json./id}"}, {Name: "x", Value: "{"},
+			{Name: "x", Value: "{response.body./id}"}, {Name: "x", Value: "{"},
 		} {
 			var parse *template.ParseError
 			if body, err := c.write([]template.Field{bad}); !errors.As(err, &parse) || body != "" {

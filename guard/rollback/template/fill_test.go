@@ -26,15 +26,15 @@ func TestFillReads(t *testing.T) {
 		"request.query.empty":       `""`,
 		"request.header.x-tenant":   `"acme"`,
 		"request.header.X-Empty":    `""`,
-		"request.body./amount":      `12345678901234567890`,
-		"request.body./to/name":     `"Zoë \"Z\""`,
-		"request.body./live":        `true`,
+		"request.json./amount":      `12345678901234567890`,
+		"request.json./to/name":     `"Zoë \"Z\""`,
+		"request.json./live":        `true`,
 		"response.status":           `201`,
 		"response.header.ETag":      `"\"v1\""`,
-		"response.body./id":         `"ch_7"`,
-		"response.body./fee":        `1e400`,
-		"response.body./void":       `false`,
-		"response.body./lines/1/id": `"l1"`,
+		"response.json./id":         `"ch_7"`,
+		"response.json./fee":        `1e400`,
+		"response.json./void":       `false`,
+		"response.json./lines/1/id": `"l1"`,
 		"execution.id":              `"exec-1"`,
 		"workflow.id":               `"wf-1"`,
 		"rollback.id":               `"rb-1"`,
@@ -56,14 +56,14 @@ func TestFillMisses(t *testing.T) {
 		"request.query.tag":         template.ErrAmbiguous,
 		"request.header.None":       template.ErrAbsent,
 		"request.header.X-Many":     template.ErrAmbiguous,
-		"request.body./to":          template.ErrNotScalar,
-		"request.body./none":        template.ErrAbsent,
-		"response.body./lines":      template.ErrNotScalar,
-		"response.body./lines/0":    template.ErrNotScalar,
-		"response.body./lines/2/id": template.ErrAbsent,
-		"response.body./gone":       template.ErrAbsent,
-		"response.body./gone/x":     template.ErrAbsent,
-		"response.body./id/0":       template.ErrAbsent,
+		"request.json./to":          template.ErrNotScalar,
+		"request.json./none":        template.ErrAbsent,
+		"response.json./lines":      template.ErrNotScalar,
+		"response.json./lines/0":    template.ErrNotScalar,
+		"response.json./lines/2/id": template.ErrAbsent,
+		"response.json./gone":       template.ErrAbsent,
+		"response.json./gone/x":     template.ErrAbsent,
+		"response.json./id/0":       template.ErrAbsent,
 	} {
 		tmpl := mustParse(t, template.Spec{Method: "POST", URL: "/?q={" + name + "}"})
 		_, err := tmpl.Fill(charge())
@@ -72,7 +72,7 @@ func TestFillMisses(t *testing.T) {
 			t.Errorf("{%s}: %v, want %v", name, err, want)
 		}
 	}
-	for _, name := range []string{"execution.id", "workflow.id", "rollback.id", "checkpoint.id", "request.path", "request.path.0", "request.body./a", "response.status", "response.header.ETag", "response.body./id"} {
+	for _, name := range []string{"execution.id", "workflow.id", "rollback.id", "checkpoint.id", "request.path", "request.path.0", "request.json./a", "response.status", "response.header.ETag", "response.json./id"} {
 		src := charge()
 		src.Status, src.Path, src.Request.Body = 0, "", nil
 		src.ExecutionID, src.WorkflowID, src.RollbackID, src.CheckpointID = "", "", "", ""
@@ -94,15 +94,15 @@ func TestFillMalformed(t *testing.T) {
 		{"/{request.path.0}", func(s *template.Source) { s.Path = "*" }, template.ErrAbsent},
 		{"/{request.query.a}", func(s *template.Source) { s.Query = "a=1&b=%z" }, template.ErrMalformed},
 		{"/{request.query.a}", func(s *template.Source) { s.Query = "a=1;a=2" }, template.ErrMalformed},
-		{"/{response.body./id}", func(s *template.Source) { s.Response.Body = nil }, template.ErrAbsent},
-		{"/{response.body./id}", func(s *template.Source) { s.Response.Body = []byte(" ") }, template.ErrNotJSON},
-		{"/{response.body./id}", func(s *template.Source) { s.Response.Body = []byte(`{"id":1}{}`) }, template.ErrNotJSON},
-		{"/{response.body./id}", func(s *template.Source) { s.Response.Body = []byte("{\"id\":\"a\xff\"}") }, template.ErrNotJSON},
-		{"/{response.body./id}", func(s *template.Source) { s.Response.Body = []byte(`{"id":"\ud800"}`) }, template.ErrNotJSON},
-		{"/{response.body./id}", func(s *template.Source) { s.Response.Body = []byte(`{"id":"\ud83dx\ude00"}`) }, template.ErrNotJSON},
-		{"/{response.body./id}", func(s *template.Source) { s.Response.Body = []byte(`{"id":"\udc00\ud83d"}`) }, template.ErrNotJSON},
-		{"/{response.body./id}", func(s *template.Source) { s.Response.ContentType = "text/html" }, template.ErrNotJSON},
-		{"/{response.body./id}", func(s *template.Source) { s.Response.ContentType = "?" }, template.ErrNotJSON},
+		{"/{response.json./id}", func(s *template.Source) { s.Response.Body = nil }, template.ErrAbsent},
+		{"/{response.json./id}", func(s *template.Source) { s.Response.Body = []byte(" ") }, template.ErrNotJSON},
+		{"/{response.json./id}", func(s *template.Source) { s.Response.Body = []byte(`{"id":1}{}`) }, template.ErrNotJSON},
+		{"/{response.json./id}", func(s *template.Source) { s.Response.Body = []byte("{\"id\":\"a\xff\"}") }, template.ErrNotJSON},
+		{"/{response.json./id}", func(s *template.Source) { s.Response.Body = []byte(`{"id":"\ud800"}`) }, template.ErrNotJSON},
+		{"/{response.json./id}", func(s *template.Source) { s.Response.Body = []byte(`{"id":"\ud83dx\ude00"}`) }, template.ErrNotJSON},
+		{"/{response.json./id}", func(s *template.Source) { s.Response.Body = []byte(`{"id":"\udc00\ud83d"}`) }, template.ErrNotJSON},
+		{"/{response.json./id}", func(s *template.Source) { s.Response.ContentType = "text/html" }, template.ErrNotJSON},
+		{"/{response.json./id}", func(s *template.Source) { s.Response.ContentType = "?" }, template.ErrNotJSON},
 	} {
 		src := charge()
 		c.edit(src)
@@ -113,7 +113,7 @@ func TestFillMalformed(t *testing.T) {
 	src := charge()
 	src.Response.ContentType = ""
 	src.Response.Body = []byte(`{"id":"\ud83d\ude00\\ud800"}`)
-	if req := mustFill(t, mustParse(t, template.Spec{Method: "POST", URL: "/?x={response.body./id}"}), src); req.URL != "/?x=%F0%9F%98%80%5Cud800" {
+	if req := mustFill(t, mustParse(t, template.Spec{Method: "POST", URL: "/?x={response.json./id}"}), src); req.URL != "/?x=%F0%9F%98%80%5Cud800" {
 		t.Error(req.URL)
 	}
 }
@@ -280,10 +280,10 @@ func TestFillLimits(t *testing.T) {
 // A whole request, and again: it is the same, and the source is as it was.
 func TestFillIsDeterministic(t *testing.T) {
 	tmpl := mustParse(t, template.Spec{
-		Method: "POST", URL: "https://pay.example:8443/v1/{request.path.2}/refunds:{response.body./seq}?by={checkpoint.id}&q=a%20b",
+		Method: "POST", URL: "https://pay.example:8443/v1/{request.path.2}/refunds:{response.json./seq}?by={checkpoint.id}&q=a%20b",
 		Header:      []template.Field{{"if-match", "{response.header.ETag}"}, {"X-Note", "{{undo}} of {execution.id}"}},
 		ContentType: jsonType,
-		Body:        `{{"charge":{response.body./id},"amount":{request.body./amount},"note":"undo \"{response.body./id}\" for {rollback.id}","live":{request.body./live},"n":[{response.status}]}}`,
+		Body:        `{{"charge":{response.json./id},"amount":{request.json./amount},"note":"undo \"{response.json./id}\" for {rollback.id}","live":{request.json./live},"n":[{response.status}]}}`,
 	})
 	src := charge()
 	want := template.Request{

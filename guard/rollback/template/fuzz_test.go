@@ -20,11 +20,11 @@ import (
 // header, and the shape of a JSON body that the same template has with plain values.
 func FuzzFill(f *testing.F) {
 	for _, s := range []struct{ method, url, header, contentType, body string }{
-		{"DELETE", "/v1/{request.path.1}/x{response.body./id}?a={request.query.q}&b=1", "{response.header.ETag}", "", ""},
-		{"POST", "https://[::1]:8443/%2e{execution.id}", "a {workflow.id}{{", jsonType, `{{"a":"{response.body./id}\n","b":[{response.body./n},{response.status}]}}`},
-		{"POST", "http://h/{rollback.id}:{checkpoint.id}", "", formType, "a={request.body./to/0}&b={request.path}&c"},
+		{"DELETE", "/v1/{request.path.1}/x{response.json./id}?a={request.query.q}&b=1", "{response.header.ETag}", "", ""},
+		{"POST", "https://[::1]:8443/%2e{execution.id}", "a {workflow.id}{{", jsonType, `{{"a":"{response.json./id}\n","b":[{response.json./n},{response.status}]}}`},
+		{"POST", "http://h/{rollback.id}:{checkpoint.id}", "", formType, "a={request.json./to/0}&b={request.path}&c"},
 		{"GET", "/?{", "}", "text/plain", "{{x}}"},
-		{"PUT", "/a/{request.header.X-A}", "{request.body./}", "a/b+json", `"{request.body./~01}"`},
+		{"PUT", "/a/{request.header.X-A}", "{request.json./}", "a/b+json", `"{request.json./~01}"`},
 	} {
 		for _, h := range hostile {
 			f.Add(s.method, s.url, s.header, s.contentType, s.body, h.value, uint8(len(h.value)))
@@ -199,7 +199,7 @@ func FuzzPointer(f *testing.F) {
 	f.Add([]byte(`[true,1e400,"\\u"]`), "/2")
 	f.Add([]byte(` {"~":{"/":0.10}} `), "/~0/~1")
 	f.Fuzz(func(t *testing.T, body []byte, pointer string) {
-		tmpl, err := template.Parse(template.Spec{Method: "POST", URL: "/", ContentType: jsonType, Body: "{response.body." + pointer + "}"})
+		tmpl, err := template.Parse(template.Spec{Method: "POST", URL: "/", ContentType: jsonType, Body: "{response.json." + pointer + "}"})
 		if err != nil {
 			return
 		}

@@ -50,13 +50,13 @@ var namesWithArg = []struct {
 	{"request.path.", requestSegment},
 	{"request.query.", requestQuery},
 	{"request.header.", requestHeader},
-	{"request.body.", requestBody},
+	{"request.json.", requestBody},
 	{"response.header.", responseHeader},
-	{"response.body.", responseBody},
+	{"response.json.", responseBody},
 }
 
-const knownNames = "request.path, request.path.N, request.query.NAME, request.header.NAME, request.body./POINTER, " +
-	"response.status, response.header.NAME, response.body./POINTER, execution.id, workflow.id, rollback.id, checkpoint.id"
+const knownNames = "request.path, request.path.N, request.query.NAME, request.header.NAME, request.json./POINTER, " +
+	"response.status, response.header.NAME, response.json./POINTER, execution.id, workflow.id, rollback.id, checkpoint.id"
 
 // credentials are what a caller is known by (DESIGN, "Caller").
 var credentials = []string{"Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key", "Api-Key"}
@@ -71,7 +71,7 @@ func parseName(text string) (*name, *ParseError) {
 			return n, n.readArg()
 		}
 	}
-	if text == "request.body" || text == "response.body" {
+	if text == "request.json" || text == "response.json" {
 		return nil, bad(0, "{%s} is not one value; name one by JSON pointer, like {%s./id}", text, text)
 	}
 	return nil, bad(0, "placeholder {%s} is unknown; there are %s; write {{ for a brace", text, knownNames)
@@ -99,7 +99,7 @@ func (n *name) readArg() *ParseError {
 		}
 	default:
 		if !strings.HasPrefix(n.arg, "/") {
-			return bad(0, "{%s}: %q is no JSON pointer to a value; begin it with a slash, like {response.body./id}", n.text, n.arg)
+			return bad(0, "{%s}: %q is no JSON pointer to a value; begin it with a slash, like {response.json./id}", n.text, n.arg)
 		}
 		if _, err := fingerprint.ParsePointer(n.arg); err != nil {
 			return bad(0, "{%s}: %v", n.text, err)

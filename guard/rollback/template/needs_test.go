@@ -20,8 +20,8 @@ func TestNeeds(t *testing.T) {
 		{template.Spec{Method: "DELETE", URL: "/{response.status}"}, template.Needs{Status: true}, true},
 		{template.Spec{Method: "DELETE", URL: "/", Header: []template.Field{{"If-Match", "{response.header.etag}"}}}, template.Needs{ResponseHeader: []string{"Etag"}}, true},
 		{template.Spec{
-			Method: "POST", URL: "/{response.body./b}?x={request.query.q}&y={request.query.p}&z={request.query.q}", ContentType: jsonType,
-			Body: `["{response.body./b}",{response.body./a},{request.body./c},{request.header.x-a},{request.header.X-A}]`,
+			Method: "POST", URL: "/{response.json./b}?x={request.query.q}&y={request.query.p}&z={request.query.q}", ContentType: jsonType,
+			Body: `["{response.json./b}",{response.json./a},{request.json./c},{request.header.x-a},{request.header.X-A}]`,
 		}, template.Needs{
 			Query: []string{"p", "q"}, RequestHeader: []string{"X-A"}, RequestBody: []string{"/c"}, ResponseBody: []string{"/a", "/b"},
 		}, true},

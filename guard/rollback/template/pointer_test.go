@@ -65,7 +65,7 @@ func TestPointer(t *testing.T) {
 		{strings.Repeat("[", 10001) + strings.Repeat("]", 10001), "/0", "", template.ErrNotJSON},
 	} {
 		for _, side := range []string{"request", "response"} {
-			tmpl := mustParse(t, template.Spec{Method: "POST", URL: "/", ContentType: jsonType, Body: "{" + side + ".body." + c.pointer + "}"})
+			tmpl := mustParse(t, template.Spec{Method: "POST", URL: "/", ContentType: jsonType, Body: "{" + side + ".json." + c.pointer + "}"})
 			src := &template.Source{Status: 200}
 			if side == "request" {
 				src.Request.Body = []byte(c.doc)
