@@ -66,7 +66,8 @@
 // that hash. A plan can be stored and read back as JSON, with the same hash. The hash
 // covers all that the plan says: also what is known of each step, so that one that has
 // expired meanwhile makes another plan. It does not depend on the order of the nodes,
-// nor on nodes that are outside. Events that are recorded later do not change it.
+// nor on nodes that the plan does not name. Events that are recorded later do not
+// change it.
 //
 // A call in flight can have consequences that are not recorded yet. Whoever executes a
 // plan that waits sees to it that no new calls begin there.
@@ -79,5 +80,5 @@
 // # Limits
 //
 // MaxNodes nodes and MaxEdges links between them. Time and memory grow in proportion to
-// both, but for sorting the ids within one level.
+// both, but for sorting the ids.
 package plan

@@ -14,7 +14,7 @@ func encoded(data []byte) []Node {
 	kinds := []Kind{Action, Action, Action, Checkpoint, Checkpoint, Checkpoint, Group, Event}
 	states := []State{Standing, Undone, InFlight, NeverRan}
 	var nodes []Node
-	for ; len(data) >= 4 && len(nodes) < 100; data = data[4:] {
+	for ; len(data) >= 4 && len(nodes) < 32; data = data[4:] {
 		i := len(nodes)
 		n := Node{ID: fmt.Sprint(i), Kind: kinds[data[0]&7], Done: data[0]&8 != 0, By: string('a' + rune(data[0]>>6))}
 		if data[0]&0x30 == 0x30 {

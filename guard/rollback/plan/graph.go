@@ -15,8 +15,8 @@ type Graph struct {
 	workflow string
 	nodes    []Node
 	index    map[string]int
-	parents  [][]int    // of a node: those of its parents that are nodes, each once
-	guards   [][]int    // of a checkpoint: the actions that it was made for
+	parents  [][]int    // of a node: those of its parents that are nodes
+	guards   [][]int    // of a checkpoint: the actions that it was made for, each once
 	unknown  [][]string // of a group: those of its parents that are no nodes
 	after    []int      // of a node: the place that its consequences follow from
 	groups   []int      // in the order of their second places
@@ -63,23 +63,21 @@ func build(workflow string, nodes []Node) (*Graph, error) {
 // look finds the nodes that are named by others.
 func (g *Graph) look() error {
 	g.parents, g.guards, g.unknown = make([][]int, len(g.nodes)), make([][]int, len(g.nodes)), make([][]string, len(g.nodes))
-	met := make([]int, len(g.nodes)) // the node that met it last, from 1 on
 	for i := range g.nodes {
 		n := &g.nodes[i]
 		for _, id := range n.Parents {
 			switch p, known := g.index[id]; {
 			case !known && n.Kind == Group:
 				g.unknown[i] = append(g.unknown[i], id)
-			case !known || met[p] == i+1:
+			case !known:
 			case n.Kind == Group && !g.nodes[p].isCheckpoint():
 				return &NodeError{n.ID, fmt.Sprintf("the group contains %s, which is no checkpoint", quote(id))}
 			default:
-				met[p] = i + 1
 				g.parents[i] = append(g.parents[i], p)
 			}
 		}
 	}
-	clear(met)
+	met := make([]int, len(g.nodes)) // the checkpoint that named it last, from 1 on
 	for i := range g.nodes {
 		for _, id := range g.nodes[i].Guards {
 			a, known := g.index[id]

@@ -45,8 +45,7 @@ const (
 type Node struct {
 	// ID is the token's jti. It is unique within the workflow.
 	ID string
-	// Parents are the ids in its par. One that stands twice, or is no node, does not
-	// count.
+	// Parents are the ids in its par. Ids that are no nodes do not count, but for a group.
 	Parents []string
 	// Kind says what it is.
 	Kind Kind
@@ -64,7 +63,7 @@ type Node struct {
 	// Expires is the end of a checkpoint's or group's ttl. Zero is never.
 	Expires time.Time
 	// Guards are the actions that a checkpoint was made for. They need not be its
-	// parents.
+	// parents, but have to be nodes.
 	Guards []string
 }
 

@@ -142,6 +142,11 @@ func TestP6MissingCheckpointsOfAGroup(t *testing.T) {
 		wantIDs(t, "missing", planned(t, g, "G", s).Missing, "away gone")
 	}
 	wantIDs(t, "missing from C", planned(t, g, "C", SubDAG).Missing, "")
+	// What follows from the group is found all the same.
+	bare := graph(t, group("G", "gone"), act("T", "G", "G"), before("C", []string{"T", "T"}, "T", "T"))
+	p := planned(t, bare, "G", SubDAG)
+	wantLevels(t, p, "C | G")
+	wantIDs(t, "actions", steps(t, p)["C"].Actions, "T")
 }
 
 // ATD, "Partial Rollback and Blast Radius Containment": only if no completed sibling
