@@ -1,0 +1,83 @@
+package plan
+
+// Lineage is who of a workflow may ask for a rollback.
+type Lineage string
+
+// The policies. What is none of them allows nobody.
+const (
+	// Ancestor: whoever is behind a checkpoint, or behind a node that it follows from
+	// (ATD, "Rollback Authorization").
+	Ancestor Lineage = "ancestor"
+	// Workflow: whoever is behind an action, checkpoint or group that is linked to the
+	// checkpoint, in whatever direction and over however many nodes (cascade 6.1).
+	Workflow Lineage = "workflow"
+)
+
+// MayAsk reports whether an identity may ask for the rollback of a checkpoint. For a
+// checkpoint that is unknown nobody may, so that the answer to it is the one that
+// strangers get.
+//
+// To have told of an error, or to have asked before, is no part in the workflow: events
+// give no right. Who asks for a group must be allowed to ask for all that it contains,
+// and all of that must be known. Among ancestors it gives no right to have made a group
+// of others' checkpoints. A node in another workflow never counts, and that strangers
+// give theirs the same name links nothing.
+func (g *Graph) MayAsk(requester, checkpoint string, policy Lineage) bool {
+	target, known := g.checkpoint(checkpoint)
+	if !known || requester == "" {
+		return false
+	}
+	var near []bool
+	switch policy {
+	case Ancestor:
+		near = g.spread(requester, false)
+	case Workflow:
+		near = g.spread(requester, true)
+	default:
+		return false
+	}
+	some := false
+	for _, i := range g.contained(target) {
+		group := g.nodes[i].Kind == Group
+		if group && len(g.unknown[i]) > 0 || !group && !near[i] {
+			return false
+		}
+		some = some || !group
+	}
+	return some
+}
+
+// spread marks the requester's nodes and what follows from them by the tokens. A group
+// does not follow from what it contains. With any, it goes along every link, and
+// against it too.
+func (g *Graph) spread(requester string, any bool) []bool {
+	links := make([][]int, len(g.nodes))
+	met := make([]bool, len(g.nodes))
+	var todo []int
+	for i := range g.nodes {
+		n := &g.nodes[i]
+		for _, p := range g.parents[i] {
+			if any {
+				links[i] = append(links[i], p)
+			}
+			if any || n.Kind != Group {
+				links[p] = append(links[p], i)
+			}
+		}
+		if n.Kind != Event && n.By == requester {
+			met[i] = true
+			todo = append(todo, i)
+		}
+	}
+	for len(todo) > 0 {
+		last := todo[len(todo)-1]
+		todo = todo[:len(todo)-1]
+		for _, i := range links[last] {
+			if !met[i] {
+				met[i] = true
+				todo = append(todo, i)
+			}
+		}
+	}
+	return met
+}
