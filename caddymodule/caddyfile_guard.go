@@ -118,7 +118,10 @@ func guardOptions() options[*Handler] {
 	type dispenser = *caddyfile.Dispenser
 	return options[*Handler]{
 		"name": {usage: "name <name>", parse: func(d dispenser, h *Handler) error {
-			return parseWord(d, &h.Name)
+			if err := parseWord(d, &h.Name); err != nil {
+				return err
+			}
+			return checkGuardName(h.Name)
 		}},
 		"caller": {usage: "caller <placeholder>", parse: func(d dispenser, h *Handler) error {
 			if err := parseWord(d, &h.Caller); err != nil {
@@ -278,7 +281,7 @@ func checkName(name string, others []*Action) error {
 	switch {
 	case name == "":
 		return errors.New("an action has no name; give it one")
-	case len(name) > maxName || strings.ContainsFunc(name, unprintable):
+	case !fitsTokens(name):
 		return fmt.Errorf("the name %.40q is too long, or has characters that are not printable; it has at most %d bytes and stands in tokens", name, maxName)
 	case name == defaultAction:
 		return fmt.Errorf("%q is the name of what no action matches; choose another", defaultAction)
@@ -291,6 +294,17 @@ func checkName(name string, others []*Action) error {
 // maxName leaves room for what stands before a name in a token.
 const maxName = 200
 
-func unprintable(r rune) bool { return !unicode.IsPrint(r) }
+// fitsTokens reports whether a name can stand in tokens and in logs.
+func fitsTokens(name string) bool {
+	return len(name) <= maxName && !strings.ContainsFunc(name, func(r rune) bool { return !unicode.IsPrint(r) })
+}
+
+// checkGuardName checks the option `name`.
+func checkGuardName(name string) error {
+	if !fitsTokens(name) {
+		return fmt.Errorf("name: %.40q is too long, or has characters that are not printable; it has at most %d bytes", name, maxName)
+	}
+	return nil
+}
 
 var _ caddyfile.Unmarshaler = (*Handler)(nil)

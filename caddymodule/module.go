@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -358,8 +357,8 @@ func (h *Handler) provisionPolicy(a *Action) error {
 
 // Validate checks what Provision has set.
 func (h *Handler) Validate() error {
-	if len(h.Name) > maxName || strings.ContainsFunc(h.Name, unprintable) {
-		return fmt.Errorf("name: %.40q is too long, or has characters that are not printable; it has at most %d bytes", h.Name, maxName)
+	if err := checkGuardName(h.Name); err != nil {
+		return err
 	}
 	if err := oneOf(h.MissingID, missingRequire, missingMint, missingDerive); err != nil {
 		return fmt.Errorf("missing_id: %w", err)
