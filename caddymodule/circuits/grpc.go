@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -18,6 +19,9 @@ const (
 	GRPCCancelled GRPC = 1
 	// GRPCDeadline says that the time for it ran out, the caller's or the upstream's own.
 	GRPCDeadline GRPC = 4
+	// GRPCUnimplemented says that there is no such method, mostly before the upstream
+	// knows who asks.
+	GRPCUnimplemented GRPC = 12
 )
 
 // grpcUnknown is what a status that cannot be read is, as for gRPC's own clients.
@@ -88,4 +92,14 @@ func ParseGRPCTimeout(text string) (time.Duration, bool) {
 		return 0, false
 	}
 	return time.Duration(n) * unit, true
+}
+
+// FailedGRPC reports whether a status of gRPC is a failure by itself. UNIMPLEMENTED is
+// none as one of a class: anybody can ask for a method that there is not, and must not cut
+// the upstream off from others by that.
+func (c *Circuits) FailedGRPC(status GRPC) bool {
+	if status == GRPCUnimplemented {
+		return slices.Contains(c.checked.statuses, status.HTTP())
+	}
+	return c.Failed(status.HTTP())
 }

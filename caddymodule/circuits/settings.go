@@ -29,8 +29,9 @@ import (
 //
 // An answer of gRPC is judged by its `grpc-status` as well, in the header or trailer, as
 // by the HTTP status that means the same: with `failure_status` 5, UNKNOWN (500),
-// DEADLINE_EXCEEDED (504), UNIMPLEMENTED (501), INTERNAL (500), UNAVAILABLE (503) and
-// DATA_LOSS (500) are failures; RESOURCE_EXHAUSTED is 429. CANCELLED (499), and
+// DEADLINE_EXCEEDED (504), INTERNAL (500), UNAVAILABLE (503) and DATA_LOSS (500) are
+// failures; RESOURCE_EXHAUSTED is 429. UNIMPLEMENTED is one only where 501 itself stands
+// there, since anybody can ask for a method that there is not. CANCELLED (499), and
 // DEADLINE_EXCEEDED once the request's own `grpc-timeout` has passed, say nothing about
 // the upstream. A probe is judged by the first message, or the status where there is
 // none. The status of gRPC-Web is read where it is in the header, not in the body.

@@ -18,7 +18,7 @@ func (c *call) grpcStatus(res *http.Response, fields http.Header) (outcome break
 	if status == circuits.GRPCDeadline && c.lateForCaller(res) {
 		return breaker.Outcome{}, true
 	}
-	if c.counts(status.HTTP()) {
+	if status.HTTP() == http.StatusTooManyRequests || c.t.circuits.FailedGRPC(status) {
 		return c.bad(res, breaker.InBand, status.HTTP(), status.String()), true
 	}
 	// Work that somebody called off says neither that the upstream works nor that it

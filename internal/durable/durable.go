@@ -25,7 +25,7 @@ const Private fs.FileMode = 0o600
 // missing. It never writes over a file that is there: that is an fs.ErrExist.
 func Create(path string, text []byte) error {
 	dir := filepath.Dir(path)
-	if err := os.MkdirAll(dir, 0o700); err != nil {
+	if err := makeDir(dir); err != nil {
 		return err
 	}
 	tmp, err := writeBeside(path, text, Private)
@@ -41,6 +41,21 @@ func Create(path string, text []byte) error {
 		return err
 	}
 	return syncDir(dir)
+}
+
+// makeDir makes a directory and what it stands in, durably.
+func makeDir(dir string) error {
+	if _, err := os.Stat(dir); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	parent := filepath.Dir(dir)
+	if err := makeDir(parent); err != nil {
+		return err
+	}
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	return syncDir(parent)
 }
 
 // Write puts a file in the place of what is there.

@@ -42,7 +42,7 @@ func create(t *testing.T, path, text string) {
 
 // TestCreate: a file that is there is never written over, and a secret is for its owner.
 func TestCreate(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "new", "file")
+	path := filepath.Join(t.TempDir(), "one", "new", "file")
 	create(t, path, "one")
 	if err := durable.Create(path, []byte("two")); !errors.Is(err, fs.ErrExist) {
 		t.Errorf("got %v", err)
