@@ -166,7 +166,7 @@ func (c *Courier) due(ctx context.Context) (names [][]byte, wait time.Duration, 
 	}
 	wait = c.o.Poll
 	for l := Stop; l >= Pause; l-- {
-		r := store.Prefix(urgent(l))
+		r := store.Prefix(undelivered(l))
 		r.Limit = duePage
 		for entry, err := range c.desk.store.Scan(ctx, r) {
 			if err != nil {

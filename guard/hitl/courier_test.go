@@ -35,6 +35,7 @@ func TestOpenedEscalationIsDeliveredAtOnce(t *testing.T) {
 			t.Errorf("%+v after %s", got, time.Since(began))
 		}
 		time.Sleep(time.Hour)
+		synctest.Wait()
 		if n := len(r.attempts(e.ID)); n != 1 {
 			t.Errorf("told %d times", n)
 		}
@@ -81,11 +82,13 @@ func TestBackoffDoublesUpToItsBound(t *testing.T) {
 		end := run(t, d, r, hitl.CourierOptions{})
 		defer end()
 		time.Sleep(10 * time.Second)
+		synctest.Wait()
 		if got := get(t, d, e.ID); got.Delivery.LastError != "attempt 4 failed" || got.Delivery.Attempts != 4 || got.State != hitl.Open ||
 			!got.Delivery.Next.Equal(got.Opened.Add(15*time.Second)) {
 			t.Errorf("%+v", got)
 		}
 		time.Sleep(time.Hour)
+		synctest.Wait()
 		var want []time.Duration
 		for _, seconds := range []int{0, 1, 3, 7, 15, 31, 63, 127, 255, 511, 811, 1111, 1411} {
 			want = append(want, time.Duration(seconds)*time.Second)
@@ -109,6 +112,7 @@ func TestMaxAge(t *testing.T) {
 		e := open(t, d, opening("k"))
 		end := run(t, d, r, hitl.CourierOptions{})
 		time.Sleep(100 * 24 * time.Hour)
+		synctest.Wait()
 		end()
 		if got := get(t, d, e.ID); got.State != hitl.Open || got.Delivery.Attempts < 28_000 {
 			t.Errorf("%+v", got)
@@ -122,6 +126,7 @@ func TestMaxAge(t *testing.T) {
 			}
 		}})()
 		time.Sleep(time.Hour)
+		synctest.Wait()
 		if len(reported) != 2 || reported[0].ID != young.ID || reported[1].ID != e.ID {
 			t.Errorf("reported: %+v", reported)
 		}
@@ -140,6 +145,7 @@ func TestRefusedIsNotTriedAgain(t *testing.T) {
 		e := open(t, d, opening("k"))
 		defer run(t, d, r, hitl.CourierOptions{})()
 		time.Sleep(24 * time.Hour)
+		synctest.Wait()
 		if got := get(t, d, e.ID); got.State != hitl.Undeliverable || len(r.attempts(e.ID)) != 1 {
 			t.Errorf("%+v after %v", got, r.attempts(e.ID))
 		}
@@ -161,6 +167,7 @@ func TestReceiverMayAskForLater(t *testing.T) {
 		e := open(t, d, opening("k"))
 		defer run(t, d, r, hitl.CourierOptions{})()
 		time.Sleep(24 * time.Hour)
+		synctest.Wait()
 		want := []time.Duration{0, time.Second, 91 * time.Second, 91*time.Second + time.Hour}
 		if got := r.attempts(e.ID); !slices.Equal(got, want) {
 			t.Errorf("attempts at %v instead of %v", got, want)
@@ -218,6 +225,7 @@ func TestLostRecordOfADeliveryIsToldAgain(t *testing.T) {
 		}
 		defer run(t, p.desk(), r, hitl.CourierOptions{})()
 		time.Sleep(time.Hour)
+		synctest.Wait()
 		if got, want := r.attempts(e.ID), []time.Duration{0, 40 * time.Second}; !slices.Equal(got, want) {
 			t.Errorf("told at %v instead of %v", got, want)
 		}
@@ -261,6 +269,7 @@ func TestAttemptIsLimited(t *testing.T) {
 		}}
 		defer run(t, d, r, hitl.CourierOptions{Attempt: 10 * time.Second})()
 		time.Sleep(time.Hour)
+		synctest.Wait()
 		if got, want := r.attempts(e.ID), []time.Duration{0, 11 * time.Second}; !slices.Equal(got, want) {
 			t.Errorf("told at %v instead of %v", got, want)
 		}
@@ -286,6 +295,7 @@ func TestTwoCouriersTellOnce(t *testing.T) {
 			ids = append(ids, open(t, []*hitl.Desk{a, b}[i%2], opening(fmt.Sprint(i))).ID)
 		}
 		time.Sleep(time.Hour)
+		synctest.Wait()
 		for _, id := range ids {
 			if got := r.attempts(id); len(got) != 2 {
 				t.Errorf("attempts at %v", got)
@@ -300,6 +310,71 @@ func TestTwoCouriersTellOnce(t *testing.T) {
 	})
 }
 
+// Of two couriers that have both seen the same one due, the one whose lease is committed
+// first delivers it.
+func TestLeaseIsTakenByOne(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPlace()
+		e := open(t, p.desk(), opening("k"))
+		r := &receiver{answer: func(context.Context, hitl.Escalation, int) error { time.Sleep(time.Second); return nil }}
+		slow := &faulty{Store: p.Store}
+		var end func()
+		slow.beforeCommit = func() { // it has read the record by now
+			end = run(t, p.desk(), r, hitl.CourierOptions{})
+			synctest.Wait()
+		}
+		defer run(t, hitl.NewDesk(slow, p.ring, 0), r, hitl.CourierOptions{})()
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		defer end()
+		if got := r.attempts(e.ID); len(got) != 1 {
+			t.Errorf("told at %v", got)
+		}
+		if got := get(t, p.desk(), e.ID); got.State != hitl.Notified || got.Delivery.Attempts != 1 {
+			t.Errorf("%+v", got)
+		}
+	})
+}
+
+// A courier whose lease ran out in a failing attempt leaves the one that came after it
+// alone; a delivery it records, whoever has the lease.
+func TestLateOutcome(t *testing.T) {
+	for name, outcome := range map[string]error{"failed": errDown, "delivered": nil} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				p := newPlace()
+				e := open(t, p.desk(), opening("k"))
+				r := &receiver{answer: func(_ context.Context, _ hitl.Escalation, n int) error {
+					if n == 1 { // deaf to its time limit
+						time.Sleep(30 * time.Second)
+						return outcome
+					}
+					time.Sleep(15 * time.Second)
+					return nil
+				}}
+				o := hitl.CourierOptions{Attempt: 10 * time.Second} // a lease of 20 s
+				defer run(t, p.desk(), r, o)()
+				synctest.Wait()
+				defer run(t, p.desk(), r, o)()
+				time.Sleep(31 * time.Second)
+				synctest.Wait()
+				want := hitl.Notified
+				if outcome != nil {
+					want = hitl.Open
+				}
+				if got := get(t, p.desk(), e.ID); got.State != want || got.Delivery.LastError != "" {
+					t.Errorf("after the late one: %+v", got)
+				}
+				time.Sleep(time.Hour)
+				synctest.Wait()
+				if got := get(t, p.desk(), e.ID); got.State != hitl.Notified || got.Delivery.Attempts != 2 || len(r.attempts(e.ID)) != 2 {
+					t.Errorf("%+v, told at %v", got, r.attempts(e.ID))
+				}
+			})
+		})
+	}
+}
+
 // What another node opened before it died is found by looking.
 func TestEscalationOfADeadNodeIsFound(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -309,6 +384,7 @@ func TestEscalationOfADeadNodeIsFound(t *testing.T) {
 		synctest.Wait()
 		e := open(t, p.desk(), opening("k")) // at another desk, which has no courier
 		time.Sleep(20*time.Second - 1)
+		synctest.Wait()
 		if r.attempts(e.ID) != nil {
 			t.Error("the test does not show what it means to")
 		}
@@ -420,6 +496,7 @@ func TestHighestLevelFirst(t *testing.T) {
 		r := &receiver{answer: func(context.Context, hitl.Escalation, int) error { time.Sleep(time.Second); return nil }}
 		defer run(t, d, r, hitl.CourierOptions{Concurrent: 1})()
 		time.Sleep(time.Minute)
+		synctest.Wait()
 		if !slices.Equal(r.order, want) {
 			t.Errorf("order %v instead of %v", r.order, want)
 		}
@@ -443,11 +520,13 @@ func TestP4CourierOutlivesTheStoresTrouble(t *testing.T) {
 			troubles++
 		}})()
 		time.Sleep(time.Minute + time.Second)
+		synctest.Wait()
 		if troubles != 13 || r.order != nil { // every 5 s
 			t.Errorf("%d reports, told %v", troubles, r.order)
 		}
 		away.failing.Store(false)
 		time.Sleep(time.Minute)
+		synctest.Wait()
 		if got := get(t, d, e.ID); got.State != hitl.Notified {
 			t.Errorf("%+v", got)
 		}
@@ -487,6 +566,7 @@ func TestUnreadableIsPostponed(t *testing.T) {
 			troubles++
 		}})()
 		time.Sleep(time.Hour + time.Second)
+		synctest.Wait()
 		if troubles != 13 { // every 5 min
 			t.Errorf("%d reports", troubles)
 		}
@@ -498,6 +578,7 @@ func TestUnreadableIsPostponed(t *testing.T) {
 			t.Fatal(err)
 		}
 		time.Sleep(time.Hour)
+		synctest.Wait()
 		for _, e := range entries(t, p) {
 			if e.Key[1] == 'u' {
 				t.Errorf("%q is left", e.Key)

@@ -256,6 +256,38 @@ func spoil(t *testing.T, p place, id string) {
 	}
 }
 
+func rotate(t *testing.T, ring *seal.Ring) {
+	t.Helper()
+	next, err := ring.Rotated()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ring.Adopt(next, nil, func(uint32) error { return nil }); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// What changes in the middle of a pass is left to whoever changed it, and keeps nothing
+// from being moved.
+func TestResealLosesToChanges(t *testing.T) {
+	p := newPlace()
+	var ids []string
+	for _, key := range []string{"a", "b", "c"} {
+		ids = append(ids, open(t, p.desk(), opening(key)).ID)
+	}
+	rotate(t, p.ring)
+	between := &faulty{Store: p.Store}
+	between.beforeCommit = func() { spoil(t, p, ids[1]) }
+	if moved, err := hitl.NewDesk(between, p.ring, 0).Reseal(t.Context()); err != nil || moved != 2 {
+		t.Fatalf("%d sealed anew, %v", moved, err)
+	}
+	for i, want := range []uint32{2, 0, 2} { // 0: what spoil has written
+		if e, err := p.Store.Get(t.Context(), recordName(ids[i])); err != nil || p.ring.KeyOf(e.Value) != want {
+			t.Errorf("%v, under key %d instead of %d", err, p.ring.KeyOf(e.Value), want)
+		}
+	}
+}
+
 // After a rotation and a pass nothing needs the older key (ADR 0016).
 func TestReseal(t *testing.T) {
 	st := memory.New(memory.Options{})
@@ -267,13 +299,7 @@ func TestReseal(t *testing.T) {
 		open(t, d, opening(strings.Repeat("k", i+1)))
 	}
 	damaged := open(t, d, opening("damaged"))
-	next, err := ring.Rotated()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := ring.Adopt(next, nil, func(uint32) error { return nil }); err != nil {
-		t.Fatal(err)
-	}
+	rotate(t, ring)
 	moved, err := d.Reseal(t.Context())
 	if err != nil || moved != n+1 {
 		t.Fatalf("%d sealed anew, %v", moved, err)

@@ -119,13 +119,28 @@ func errAttempt(n int) error { return fmt.Errorf("attempt %d failed", n) }
 // faulty is a store that fails on demand and watches how much is asked of it.
 type faulty struct {
 	store.Store
-	failing atomic.Bool
-	widest  atomic.Int64 // limit of a scan; a scan without a limit counts as very many
+	// beforeGet and beforeCommit, if any, are called once each: what happens in between.
+	beforeGet, beforeCommit func()
+	failing                 atomic.Bool
+	widest                  atomic.Int64 // limit of a scan; a scan without a limit counts as very many
+}
+
+func (f *faulty) between(what *func()) {
+	if do := *what; do != nil {
+		*what = nil
+		do()
+	}
+}
+
+func (f *faulty) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	f.between(&f.beforeGet)
+	return f.Store.Get(ctx, key)
 }
 
 var errStore = errors.New("the disk is away")
 
 func (f *faulty) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	f.between(&f.beforeCommit)
 	if f.failing.Load() {
 		return 0, errStore
 	}

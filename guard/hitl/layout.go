@@ -15,7 +15,7 @@ import (
 //	h e id                        the escalation, sealed
 //	h t opened id                 index: all by age; the value is level and state
 //	h w workflow opened id        index: a workflow's by age; the same value
-//	h u urgency due id            index: those to be delivered, the highest level first
+//	h u level due id              index: those to be delivered
 const (
 	space           = 'h'
 	kindRecord      = 'e'
@@ -50,10 +50,10 @@ func (d *Desk) workflowPrefix(workflow string) []byte {
 	return append([]byte{space, kindWorkflow}, hash[:16]...)
 }
 
-// urgent is the part of the index of the undelivered that holds one level.
-func urgent(l Level) []byte { return []byte{space, kindUndelivered, 0xff - byte(l)} }
+// undelivered is the part of the index that holds one level.
+func undelivered(l Level) []byte { return []byte{space, kindUndelivered, byte(l)} }
 
-func dueKey(l Level, due time.Time, id uuid.UUID) []byte { return appendPlace(urgent(l), due, id) }
+func dueKey(l Level, due time.Time, id uuid.UUID) []byte { return appendPlace(undelivered(l), due, id) }
 
 const placeSize = 8 + 16
 

@@ -34,7 +34,7 @@ const (
 	// MaxPage is the largest number of escalations on a page.
 	MaxPage = 1000
 	// maxSeen bounds the index entries that are looked at for a page.
-	maxSeen = 20_000
+	maxSeen = 20 * listChunk
 	// listChunk is how many of them are read at once.
 	listChunk = 256
 )
