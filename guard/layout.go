@@ -22,6 +22,7 @@ import (
 //	b name                        the state of a circuit breaker, sealed (package caddymodule)
 //	j ... p ...                   tokens that were used, and checkpoints of executions
 //	                              (package caddymodule/evidence)
+//	k ...                         checkpoints: snapshots, results, marks (package guard/checkpoint)
 //
 // What still runs is found by state only: it is little, and the two other entries
 // would be written for nothing where the call ends a moment later.
