@@ -22,7 +22,7 @@ var ctx = context.Background()
 
 const ttl = 24 * time.Hour
 
-// rig is a vault over a store that outlives it, whose commits can be made to fail.
+// rig is a vault over a store that outlives it and can be made to fail.
 type rig struct {
 	*checkpoint.Vault
 	t    *testing.T
@@ -33,7 +33,17 @@ type rig struct {
 type failing struct {
 	store.Store
 	fail  atomic.Pointer[func(batch []store.Write) error]
+	get   atomic.Pointer[func(key []byte) error]
 	scans atomic.Int64
+}
+
+func (f *failing) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	if get := f.get.Load(); get != nil {
+		if err := (*get)(key); err != nil {
+			return store.Entry{}, err
+		}
+	}
+	return f.Store.Get(ctx, key)
 }
 
 func (f *failing) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {

@@ -241,3 +241,29 @@ func TestNewWorkflowsAreNotScanned(t *testing.T) {
 	s.ID = "once more"
 	r.over(s, terms, checkpoint.OfWorkflow, checkpoint.OverCount)
 }
+
+// A checkpoint that stands long is counted also after others that stand short have come
+// and gone, in another life.
+func TestQuotaCountsTheLongBesideTheShort(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.landed(r.prepare(small("long"), checkpoint.Terms{TTL: 30 * ttl}))
+		r.restart()
+		r.landed(r.prepare(small("short"), checkpoint.Terms{TTL: time.Hour}))
+		time.Sleep(29 * ttl)
+		r.restart()
+		r.over(small("more"), checkpoint.Terms{Caller: checkpoint.Quota{Count: 1}}, checkpoint.OfCaller, checkpoint.OverCount)
+	})
+}
+
+func TestQuotaErrorsSayWhichBound(t *testing.T) {
+	for want, e := range map[string]checkpoint.QuotaError{
+		"checkpoint: the workflow makes more than 6 checkpoints in a minute":  {Of: checkpoint.OfWorkflow, Over: checkpoint.OverRate, Most: 6},
+		"checkpoint: the caller has 3 checkpoints standing already":           {Of: checkpoint.OfCaller, Over: checkpoint.OverCount, Most: 3},
+		"checkpoint: the caller would have more than 10 bytes of checkpoints": {Of: checkpoint.OfCaller, Over: checkpoint.OverBytes, Most: 10},
+	} {
+		if got := e.Error(); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
+	}
+}

@@ -167,7 +167,7 @@ func TestExpiry(t *testing.T) {
 		if _, err := r.Credentials(ctx, "a"); err != nil {
 			t.Error(err)
 		}
-		time.Sleep(1)
+		time.Sleep(time.Nanosecond)
 		r.refuses("a", want, checkpoint.ErrExpired)
 		r.refuses("a", checkpoint.Want{Sum: p.Sum()}, checkpoint.ErrExpired)
 		if _, err := r.Credentials(ctx, "a"); !errors.Is(err, checkpoint.ErrUnknown) {
@@ -333,5 +333,65 @@ func TestWordsOfWays(t *testing.T) {
 	}
 	if _, err := checkpoint.ParseWay("undo"); err == nil {
 		t.Error("no error for a word that is no way")
+	}
+}
+
+// A released checkpoint is never called tampered, also by who reads it at that moment.
+func TestReleasedWhileItIsRead(t *testing.T) {
+	r := newRig(t)
+	p := r.kept(full("c", 300<<10))
+	get := func(key []byte) error {
+		if bytes.HasPrefix(key, []byte("kp")) {
+			r.st.get.Store(nil)
+			r.landed(r.Release(p.Handle()))
+		}
+		return nil
+	}
+	r.st.get.Store(&get)
+	r.refuses("c", checkpoint.Want{Sum: p.Sum()}, checkpoint.ErrReleased)
+}
+
+// A doubt that is settled later gets its result then, from what was opened.
+func TestResultIsRecordedLater(t *testing.T) {
+	onStores(t, func(t *testing.T, r *rig) {
+		p := r.kept(full("c", 1))
+		r.restart()
+		first := r.record(r.open("c", checkpoint.Want{Sum: p.Sum()}).Handle, result(300<<10))
+		c := r.open("c", checkpoint.Want{Sum: p.Sum(), Result: first.Sum()})
+		second := r.record(c.Handle, result(400<<10))
+		r.refuses("c", checkpoint.Want{Sum: p.Sum(), Result: first.Sum()}, checkpoint.ErrTampered)
+		c = r.open("c", checkpoint.Want{Sum: p.Sum(), Result: second.Sum()})
+		if len(c.Result.Image.Body) != 400<<10 {
+			t.Errorf("a result of %d bytes", len(c.Result.Image.Body))
+		}
+	})
+}
+
+// P4: what the store does not tell is not guessed.
+func TestP4ReadingFailsClosed(t *testing.T) {
+	for _, kind := range []string{"kb", "ka", "kp", "ku", "kc", "kn"} {
+		r := newRig(t)
+		p := r.kept(full("c", 300<<10))
+		r.record(p.Handle(), result(300<<10))
+		r.restart()
+		get := func(key []byte) error {
+			if bytes.HasPrefix(key, []byte(kind)) {
+				return errDisk
+			}
+			return nil
+		}
+		r.st.get.Store(&get)
+		var err error
+		switch kind {
+		case "kc":
+			_, err = r.Credentials(ctx, "c")
+		case "kn":
+			_, err = r.Prepare(ctx, full("d", 1), nil, checkpoint.Terms{TTL: ttl})
+		default:
+			_, err = r.Open(ctx, "c", checkpoint.Want{Sum: p.Sum()})
+		}
+		if !errors.Is(err, checkpoint.ErrStore) || !errors.Is(err, errDisk) {
+			t.Errorf("%s: %v", kind, err)
+		}
 	}
 }
