@@ -23,6 +23,7 @@ import (
 //	j ... p ...                   tokens that were used, and checkpoints of executions
 //	                              (package caddymodule/evidence)
 //	h ...                         escalations (package guard/hitl)
+//	k ...                         checkpoints: snapshots, results, marks (package guard/checkpoint)
 //
 // What still runs is found by state only: it is little, and the two other entries
 // would be written for nothing where the call ends a moment later.

@@ -1,0 +1,220 @@
+package checkpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// State is how far the undo of a checkpoint has come.
+type State uint8
+
+// The states of an undo.
+const (
+	// Standing: nothing was begun. It is the state of every checkpoint without a mark.
+	Standing State = iota
+	// Undoing: a rollback is at it.
+	Undoing
+	// Undone: it was undone, and is never undone again.
+	Undone
+	// Failed: an undo has failed for good. Another rollback may try.
+	Failed
+	// Escalated: a person has to look. Another rollback may try.
+	Escalated
+)
+
+// String is the word used in answers and logs.
+func (s State) String() string {
+	switch s {
+	case Standing:
+		return "standing"
+	case Undoing:
+		return "undoing"
+	case Undone:
+		return "undone"
+	case Failed:
+		return "failed"
+	case Escalated:
+		return "escalated"
+	default:
+		return "unknown"
+	}
+}
+
+// steps are the states to which an undo may go from each.
+var steps = map[State][]State{
+	Standing: {Undoing, Escalated},
+	// Back to Standing goes a rollback that gives way before it has sent anything.
+	Undoing: {Undone, Failed, Escalated, Standing},
+	// Undone without another Undoing: a person has done it.
+	Failed:    {Undoing, Undone, Escalated},
+	Escalated: {Undoing, Undone, Failed},
+}
+
+// Mark is what is known of the undo of a checkpoint. It outlives the snapshot.
+type Mark struct {
+	State State
+	// Rollback is the id of the rollback that moved it here; empty for Standing.
+	Rollback string
+	// At is when it was moved here, by the store's clock.
+	At time.Time
+
+	version store.Version // zero where nothing stands
+	expires time.Time
+}
+
+const (
+	tagMarkState = 1 + iota
+	tagMarkRollback
+	tagMarkAt
+)
+
+const maxRollback = 512
+
+func (m *Mark) encode() []byte {
+	var e encoder
+	e.int(tagMarkState, int64(m.State))
+	e.string(tagMarkRollback, m.Rollback)
+	e.time(tagMarkAt, m.At)
+	return e.b
+}
+
+func decodeMark(b []byte) (Mark, error) {
+	var m Mark
+	state := int64(-1)
+	d := decoder{b: b}
+	for d.next() {
+		switch d.tag {
+		case tagMarkState:
+			state = d.int()
+		case tagMarkRollback:
+			m.Rollback = d.string()
+		case tagMarkAt:
+			m.At = d.time()
+		}
+	}
+	// What cannot be read must not pass for one that nobody has begun (P5).
+	if d.err == nil && (state < int64(Undoing) || state > int64(Escalated) || m.Rollback == "") {
+		d.err = errEncoding
+	}
+	m.State = State(state)
+	return m, d.err
+}
+
+// Mark reads how far the undo of a checkpoint has come. Standing is also what is known
+// of an id that was never used. ErrTampered says that a mark stands and cannot be read.
+func (v *Vault) Mark(ctx context.Context, id string) (Mark, error) {
+	key := keyOf(kindMark, v.name(id))
+	entry, err := v.store.Get(ctx, key)
+	if errors.Is(err, store.ErrNotFound) {
+		return Mark{}, nil
+	}
+	if err != nil {
+		return Mark{}, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	plain, err := v.sealer.Open(nil, entry.Value, key)
+	if err != nil {
+		return Mark{}, fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	m, err := decodeMark(plain)
+	if err != nil {
+		return Mark{}, fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	m.version, m.expires = entry.Version, entry.Expires
+	return m, nil
+}
+
+// Step is a change of a Mark.
+type Step struct {
+	To State
+	// Rollback is the id of the rollback that takes the step.
+	Rollback string
+	// Keep is until when the mark is kept: as long as the execution key, at least. Zero
+	// is for ever. A mark is never kept shorter than before, nor than the snapshot.
+	Keep time.Time
+}
+
+// Move makes the write that takes a step, on the condition that the mark is still as it
+// was found; it rides in the commit of whatever else belongs to the step. ErrStep says
+// that the step is none. Where the mark is undone, the credentials go in the same commit.
+//
+// Done must be called with the error of the commit; it returns ErrChanged where somebody
+// else was first.
+func (v *Vault) Move(ctx context.Context, id string, found Mark, step Step) (*Pending, error) {
+	if err := found.may(step); err != nil {
+		return nil, err
+	}
+	n := v.name(id)
+	now, err := v.store.Now(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	keep, err := v.keepMark(ctx, n, found, step.Keep)
+	if err != nil {
+		return nil, err
+	}
+	p := &Pending{turn: v.writers.enter(), lost: ErrChanged}
+	w := store.Write{Key: keyOf(kindMark, n), If: store.Absent(), Expires: keep}
+	if found.version != 0 {
+		w.If = store.VersionIs(found.version)
+	}
+	if step.To == Standing {
+		w.Delete = true
+	} else {
+		m := Mark{State: step.To, Rollback: step.Rollback, At: now}
+		w.Value = v.sealer.Seal(nil, m.encode(), w.Key)
+	}
+	p.writes = []store.Write{w}
+	if step.To == Undone {
+		p.writes = append(p.writes, store.Write{Key: keyOf(kindCredential, n), Delete: true})
+	}
+	return p, nil
+}
+
+// Advance takes a step by a commit of its own, which carries riders.
+func (v *Vault) Advance(ctx context.Context, id string, found Mark, step Step, riders ...store.Write) error {
+	p, err := v.Move(ctx, id, found, step)
+	if err != nil {
+		return err
+	}
+	_, err = v.store.Commit(ctx, append(p.Writes(), riders...)...)
+	if err = p.Done(err); err != nil && !errors.Is(err, ErrChanged) {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return err
+}
+
+func (m *Mark) may(step Step) error {
+	if step.Rollback == "" || len(step.Rollback) > maxRollback {
+		return fmt.Errorf("%w: a rollback id of %d bytes, from 1 to %d", ErrInvalid, len(step.Rollback), maxRollback)
+	}
+	if m.State == Undoing && m.Rollback != step.Rollback {
+		return fmt.Errorf("%w: another rollback is at it", ErrStep)
+	}
+	for _, to := range steps[m.State] {
+		if to == step.To {
+			return nil
+		}
+	}
+	return fmt.Errorf("%w: from %s to %s", ErrStep, m.State, step.To)
+}
+
+// keepMark is until when a mark is kept.
+func (v *Vault) keepMark(ctx context.Context, n name, found Mark, keep time.Time) (time.Time, error) {
+	if keep.IsZero() || found.version != 0 && found.expires.IsZero() {
+		return time.Time{}, nil
+	}
+	entry, err := v.store.Get(ctx, keyOf(kindSnapshot, n))
+	if err != nil && !errors.Is(err, store.ErrNotFound) {
+		return time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	for _, least := range []time.Time{found.expires, entry.Expires} {
+		if keep.Before(least) {
+			keep = least
+		}
+	}
+	return keep, nil
+}

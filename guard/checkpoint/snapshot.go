@@ -1,0 +1,302 @@
+package checkpoint
+
+import (
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+// Snapshot is what is recorded before a call leaves. Its hash is the out_hash of the
+// checkpoint's token.
+type Snapshot struct {
+	// ID is that of the checkpoint's token. It is unique in the store.
+	ID string
+	// Workflow and Caller are whose quotas the checkpoint counts against. Workflow
+	// may be empty.
+	Workflow string
+	Caller   guard.CallerHash
+	// Execution is the key of the guarded call.
+	Execution guard.Key
+	// Action is the configured name of the call's kind.
+	Action string
+	// Upstream is where the call goes: recorded credentials are used there only.
+	Upstream string
+	// Way is how the call is undone, Reason why it cannot be; Reason is empty where
+	// it can.
+	Way    Way
+	Reason Reason
+	// Created and Expires are set by Prepare, by the store's clock. The checkpoint
+	// stands until Expires.
+	Created, Expires time.Time
+	// Credentials is the size in bytes of the credentials that Prepare recorded beside
+	// it; 0 without any.
+	Credentials int
+	// Request is what the undo needs of the request.
+	Request Request
+	// Image is what stood at the target before the call; nil where the undo needs none.
+	Image *Image
+}
+
+// Reversible is what the token says in cascade.reversible.
+func (s *Snapshot) Reversible() bool { return s.Way != Irreversible }
+
+// Message is what is kept of a request or an answer: what was chosen, not all of it.
+type Message struct {
+	// Header are the chosen fields, under canonical names. A name without values
+	// says that the message had no such field.
+	Header      map[string][]string
+	ContentType string
+	Body        []byte
+}
+
+// Request is what is kept of the call.
+type Request struct {
+	Method, Host string
+	// Path is as it was sent, with its escapes; Query without the question mark.
+	Path, Query string
+	Message
+}
+
+// Image is what stood at the target of a call at one moment.
+type Image struct {
+	// Exists is false where there was nothing: then there is no body.
+	Exists bool
+	// Status is that of the answer that the image was made of.
+	Status int
+	ETag   string
+	Message
+}
+
+// Result is what is recorded once a call has ended.
+type Result struct {
+	// Status of the answer; 0 without one.
+	Status int
+	// Reason is why the call cannot be undone although its token says that it can;
+	// empty where it can be.
+	Reason Reason
+	// Answer is what the undo needs of the answer.
+	Answer Message
+	// Image is what stood at the target afterwards; nil where the undo needs none, or
+	// none could be had.
+	Image *Image
+}
+
+// The tags of the fields. A tag is never used again for something else; readers skip
+// tags that they do not know.
+const (
+	tagID = 1 + iota
+	tagWorkflow
+	tagCaller
+	tagExecution
+	tagAction
+	tagUpstream
+	tagWay
+	tagReason
+	tagCreated
+	tagExpires
+	tagRequest
+	tagImage
+	tagStatus
+	tagAnswer
+	tagCredentials
+)
+
+// The tags inside a request, an answer and an image.
+const (
+	tagMethod = 1 + iota
+	tagHost
+	tagPath
+	tagQuery
+	tagHeaderName
+	tagHeaderValue
+	tagContentType
+	tagBody
+	tagExists
+	tagImageStatus
+	tagETag
+)
+
+func (s *Snapshot) encode() []byte {
+	e := salted(512 + s.Request.size() + s.Image.size())
+	e.string(tagID, s.ID)
+	e.string(tagWorkflow, s.Workflow)
+	e.bytes(tagCaller, s.Caller[:])
+	e.bytes(tagExecution, s.Execution[:])
+	e.string(tagAction, s.Action)
+	e.string(tagUpstream, s.Upstream)
+	e.int(tagWay, int64(s.Way))
+	e.string(tagReason, string(s.Reason))
+	e.time(tagCreated, s.Created)
+	e.time(tagExpires, s.Expires)
+	e.int(tagCredentials, int64(s.Credentials))
+	e.bytes(tagRequest, s.Request.encode())
+	e.image(s.Image)
+	return e.b
+}
+
+func decodeSnapshot(b []byte) (*Snapshot, error) {
+	d, err := unsalted(b)
+	if err != nil {
+		return nil, err
+	}
+	s := new(Snapshot)
+	var way int64
+	for d.next() {
+		switch d.tag {
+		case tagID:
+			s.ID = d.string()
+		case tagWorkflow:
+			s.Workflow = d.string()
+		case tagCaller:
+			d.fill(s.Caller[:])
+		case tagExecution:
+			d.fill(s.Execution[:])
+		case tagAction:
+			s.Action = d.string()
+		case tagUpstream:
+			s.Upstream = d.string()
+		case tagWay:
+			way = d.int()
+		case tagReason:
+			s.Reason = Reason(d.string())
+		case tagCreated:
+			s.Created = d.time()
+		case tagExpires:
+			s.Expires = d.time()
+		case tagCredentials:
+			s.Credentials = int(d.int())
+		case tagRequest:
+			d.sub(s.Request.decode)
+		case tagImage:
+			s.Image = new(Image)
+			d.sub(s.Image.decode)
+		}
+	}
+	if d.err == nil && (way < int64(Restore) || way > int64(Irreversible) || s.ID == "") {
+		d.err = errEncoding
+	}
+	s.Way = Way(way)
+	return s, d.err
+}
+
+func (r *Result) encode() []byte {
+	e := salted(256 + r.Answer.size() + r.Image.size())
+	e.int(tagStatus, int64(r.Status))
+	e.string(tagReason, string(r.Reason))
+	var answer encoder
+	answer.message(&r.Answer)
+	e.bytes(tagAnswer, answer.b)
+	e.image(r.Image)
+	return e.b
+}
+
+func decodeResult(b []byte) (*Result, error) {
+	d, err := unsalted(b)
+	if err != nil {
+		return nil, err
+	}
+	r := new(Result)
+	for d.next() {
+		switch d.tag {
+		case tagStatus:
+			r.Status = int(d.int())
+		case tagReason:
+			r.Reason = Reason(d.string())
+		case tagAnswer:
+			d.sub(func(d *decoder) {
+				for d.next() {
+					r.Answer.read(d)
+				}
+			})
+		case tagImage:
+			r.Image = new(Image)
+			d.sub(r.Image.decode)
+		}
+	}
+	return r, d.err
+}
+
+func (r *Request) encode() []byte {
+	e := encoder{make([]byte, 0, 64+r.size())}
+	e.string(tagMethod, r.Method)
+	e.string(tagHost, r.Host)
+	e.string(tagPath, r.Path)
+	e.string(tagQuery, r.Query)
+	e.message(&r.Message)
+	return e.b
+}
+
+func (r *Request) decode(d *decoder) {
+	for d.next() {
+		switch d.tag {
+		case tagMethod:
+			r.Method = d.string()
+		case tagHost:
+			r.Host = d.string()
+		case tagPath:
+			r.Path = d.string()
+		case tagQuery:
+			r.Query = d.string()
+		default:
+			r.read(d)
+		}
+	}
+}
+
+// image writes where there is one, also if nothing is known of it.
+func (e *encoder) image(i *Image) {
+	if i == nil {
+		return
+	}
+	inner := encoder{make([]byte, 0, 64+i.size())}
+	inner.bool(tagExists, i.Exists)
+	inner.int(tagImageStatus, int64(i.Status))
+	inner.string(tagETag, i.ETag)
+	inner.message(&i.Message)
+	field(e, tagImage, inner.b)
+}
+
+func (i *Image) decode(d *decoder) {
+	for d.next() {
+		switch d.tag {
+		case tagExists:
+			i.Exists = d.bool()
+		case tagImageStatus:
+			i.Status = int(d.int())
+		case tagETag:
+			i.ETag = d.string()
+		default:
+			i.read(d)
+		}
+	}
+}
+
+func (e *encoder) message(m *Message) {
+	e.header(tagHeaderName, tagHeaderValue, m.Header)
+	e.string(tagContentType, m.ContentType)
+	e.bytes(tagBody, m.Body)
+}
+
+// read takes the field that d is at, if it is one of a message's.
+func (m *Message) read(d *decoder) {
+	switch d.tag {
+	case tagHeaderName:
+		d.headerName(&m.Header)
+	case tagHeaderValue:
+		d.headerValue(m.Header)
+	case tagContentType:
+		m.ContentType = d.string()
+	case tagBody:
+		m.Body = d.field
+	}
+}
+
+// size is about what the message takes when it is encoded.
+func (m *Message) size() int { return len(m.Body) + 256*len(m.Header) }
+
+func (i *Image) size() int {
+	if i == nil {
+		return 0
+	}
+	return i.Message.size() + len(i.ETag)
+}
