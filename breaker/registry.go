@@ -119,20 +119,19 @@ func (r *Registry) Snapshot() []Snapshot {
 	return all
 }
 
-// Restore adds a breaker from its snapshot, unless its key has one already: what lives
-// knows better. It fails on a snapshot that no breaker can have made.
+// Restore adds a breaker from its snapshot, unless its key has one already that has
+// something to remember: what lives knows better. One that is blank is replaced, so that
+// a call which came first does not undo the snapshot; no call can come between. It fails
+// on a snapshot that no breaker can have made, and changes nothing then.
 func (r *Registry) Restore(s Snapshot, rules *Rules) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	key := Key{s.Upstream, s.Class}
-	if r.Find(key) != nil {
-		return nil
-	}
 	b, err := Restore(s, rules, r.hook)
 	if err != nil {
 		return err
 	}
-	if !r.put(b) {
+	before := r.Find(b.key)
+	if before != nil && !before.stopBlank() || !r.put(b) {
 		b.stop()
 	}
 	return nil
@@ -151,9 +150,11 @@ func (r *Registry) add(key Key, rules *Rules) *Breaker {
 	return b
 }
 
-// put adds b if there is room, or can be made. Called with the mutex held.
+// put adds b, in the place of what its key has, if there is room or can be made. Called
+// with the mutex held.
 func (r *Registry) put(b *Breaker) bool {
 	next := maps.Clone(*r.breakers.Load())
+	delete(next, b.key)
 	if len(next) >= r.max {
 		r.evict(next)
 	}
@@ -197,10 +198,27 @@ func (b *Breaker) idleSince() (time.Time, bool) {
 	return b.period.slept, true
 }
 
+// stopBlank is stop for a breaker that a new one could replace. It reports false, and does
+// nothing, where this one has something to remember.
+func (b *Breaker) stopBlank() bool {
+	b.mu.Lock()
+	defer b.unlock()
+	if b.state != Closed || b.mode != Auto || b.outage.cooldown != 0 {
+		return false
+	}
+	b.end()
+	return true
+}
+
 // stop ends the breaker's life as a state machine. Permits that are out stay valid.
 func (b *Breaker) stop() {
 	b.mu.Lock()
 	defer b.unlock()
+	b.end()
+}
+
+// end is stop, with the mutex held.
+func (b *Breaker) end() {
 	b.stopped = true
 	b.events = nil
 	if b.timer != nil {

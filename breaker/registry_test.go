@@ -163,13 +163,19 @@ func TestRegistrySnapshot(t *testing.T) {
 
 		hook := &recorder{}
 		again := breaker.NewRegistry(0, hook)
-		lives := again.Get(key(0), rules)
+		lives, blank := again.Get(key(0), rules), again.Get(key(2), rules)
+		lives.SetMode(breaker.ForcedClosed)
+		calls(t, blank, 1, ok)
 		for _, s := range all {
 			if err := again.Restore(s, rules); err != nil {
 				t.Fatal(err)
 			}
 		}
-		equal(t, "what lives knows better", lives.Status().Mode, breaker.Auto)
+		equal(t, "what lives knows better", again.Get(key(0), rules).Status().Mode, breaker.ForcedClosed)
+		equal(t, "what lives stays", again.Find(key(0)), lives)
+		if again.Find(key(2)) == blank {
+			t.Error("a breaker that knows nothing has kept out what is recorded")
+		}
 		refused(t, again.Get(key(2), rules), breaker.Op{})
 		pass(30 * time.Second)
 		equal(t, "to", hook.last(t).To, breaker.HalfOpen)
@@ -187,6 +193,37 @@ func TestRegistrySnapshot(t *testing.T) {
 		pass(29 * time.Second)
 		equal(t, "transitions of one without room", len(hook.heard), heard)
 	})
+}
+
+// What is recorded is not lost to calls that come at the same moment.
+func TestRegistryRestoresWhileCallsCome(t *testing.T) {
+	rules := mustRules(t, breaker.Settings{})
+	from := breaker.NewRegistry(0, nil)
+	from.Get(key(0), rules).SetMode(breaker.ForcedOpen)
+	recorded := from.Snapshot()[0]
+	for range 200 {
+		r := breaker.NewRegistry(0, nil)
+		var callers sync.WaitGroup
+		restored := make(chan struct{})
+		for range 2 {
+			callers.Go(func() {
+				for {
+					r.Get(key(0), rules)
+					select {
+					case <-restored:
+						return
+					default:
+					}
+				}
+			})
+		}
+		err := r.Restore(recorded, rules)
+		close(restored)
+		callers.Wait()
+		if mode := r.Get(key(0), rules).Status().Mode; err != nil || mode != breaker.ForcedOpen {
+			t.Fatalf("%v, %v", mode, err)
+		}
+	}
 }
 
 func TestRegistryAtOnce(t *testing.T) {

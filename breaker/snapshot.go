@@ -53,7 +53,7 @@ func (s Snapshot) Encode() ([]byte, error) {
 func DecodeSnapshot(data []byte) (Snapshot, error) {
 	var s Snapshot
 	if err := json.Unmarshal(data, &s); err != nil {
-		return Snapshot{}, fmt.Errorf("breaker: snapshot: %w", err)
+		return Snapshot{}, fmt.Errorf("breaker: snapshot of %q: %w", s.Upstream, err)
 	}
 	if err := s.check(); err != nil {
 		return Snapshot{}, err

@@ -183,8 +183,8 @@ func TestSnapshotIsStable(t *testing.T) {
 	}
 	for _, c := range []struct{ from, to, want string }{
 		{`"v":1`, `"v":2`, `breaker: snapshot of "localhost:9001": v is 2; it has to be 1`},
-		{`"open"`, `"ajar"`, `breaker: snapshot: breaker: "ajar" is no state; it is one of [closed open half_open]`},
-		{`"auto"`, `"auto2"`, `breaker: snapshot: breaker: "auto2" is no mode`},
+		{`"open"`, `"ajar"`, `breaker: snapshot of "localhost:9001": breaker: "ajar" is no state; it is one of [closed open half_open]`},
+		{`"auto"`, `"auto2"`, `breaker: snapshot of "localhost:9001": breaker: "auto2" is no mode`},
 		{`"auto"`, `"forced_closed"`, `state is open; it has to be closed in mode forced_closed`},
 		{`"generation":4`, `"generation":0`, `generation is 0; it has to be positive`},
 		{`"outage":2`, `"outage":5`, `outage is 5; it has to be no later than the generation`},

@@ -48,7 +48,7 @@ func (h *Handler) askCircuits(w http.ResponseWriter, r *http.Request) error {
 	}
 	ctx, cancel := context.WithTimeout(r.Context(), lookPatience)
 	defer cancel()
-	only, view := r.URL.Query().Get("state"), way.asked(r.URL.Query().Get("wid"))
+	only, view := r.URL.Query().Get("state"), way.asked(r.URL.Query().Get("wid"), who.Issuer)
 	doc := circuits.Document{Circuits: []circuits.Circuit{}}
 	for _, s := range e.circuits.Status() {
 		if c := e.describeCircuit(ctx, way, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {

@@ -50,7 +50,7 @@ func circuitOpen(open *breaker.OpenError, identity string, verified bool) *probl
 	detail := "The circuit breaker of " + name + " is open"
 	switch {
 	case open.View != nil: // for this caller it is open, and for others it is not
-		detail = "The circuit breaker of " + name + " refuses this workflow, and no other, as its tokens ask for a stricter limit"
+		detail = "The circuit breaker of " + name + " refuses this caller, and no other, as its tokens ask for a stricter limit"
 	case open.State == breaker.HalfOpen:
 		detail = "The circuit breaker of " + name + " is half-open, and lets one call through at a time"
 	}

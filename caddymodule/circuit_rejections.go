@@ -16,6 +16,10 @@ import (
 // changes. What else it rejects is counted.
 const maxRejected = 1024
 
+// maxRejectedUnverified is how many are told for callers that nobody here has verified.
+// These make up workflows at no cost, and must not use up what others are told with.
+const maxRejectedUnverified = 64
+
 // rejections remembers which workflows were told that a breaker rejects their calls, so
 // that a storm of retries cannot flood the ledger (cascade 3.3.2).
 type rejections struct {
@@ -25,12 +29,14 @@ type rejections struct {
 
 type rejected struct {
 	generation uint64
-	workflows  map[string]struct{}
+	verified   map[string]struct{} // the workflows of callers that are known here
+	unverified map[string]struct{}
 }
 
 // first reports whether a workflow is to be told of a rejection, once for each
-// generation of a breaker.
-func (r *rejections) first(open *breaker.OpenError, workflow string) bool {
+// generation of a breaker. What callers are told who are not verified here counts for
+// them alone.
+func (r *rejections) first(open *breaker.OpenError, workflow string, verified bool) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	known := r.of[open.Key]
@@ -38,13 +44,17 @@ func (r *rejections) first(open *breaker.OpenError, workflow string) bool {
 		if r.of == nil || known == nil && len(r.of) >= maxCircuits {
 			r.of = map[breaker.Key]*rejected{}
 		}
-		known = &rejected{open.Generation, map[string]struct{}{}}
+		known = &rejected{open.Generation, map[string]struct{}{}, map[string]struct{}{}}
 		r.of[open.Key] = known
 	}
-	if _, told := known.workflows[workflow]; told || len(known.workflows) >= maxRejected {
+	workflows, most := known.unverified, maxRejectedUnverified
+	if verified {
+		workflows, most = known.verified, maxRejected
+	}
+	if _, told := workflows[workflow]; told || len(workflows) >= most {
 		return false
 	}
-	known.workflows[workflow] = struct{}{}
+	workflows[workflow] = struct{}{}
 	return true
 }
 
@@ -60,7 +70,7 @@ func (x *exchange) tellRejection(p *problem.Problem) {
 	t := &e.teller
 	// Changes of breakers always find room, and whoever is not told now may be with the
 	// next rejection.
-	if len(t.waiting) >= maxCircuitEvents/2 || !t.rejections.first(open, workflow) {
+	if len(t.waiting) >= maxCircuitEvents/2 || !t.rejections.first(open, workflow, verifiedHere(x.call.Scope.Caller)) {
 		return
 	}
 	ids := slices.Clone(s.call.Parents)

@@ -38,11 +38,13 @@ func (e *engine) startCircuits(ctx context.Context) {
 		if err == nil {
 			kept, err = e.restoreCircuit(entry)
 		}
-		if err != nil {
-			// A breaker that is closed for want of its state opens again by itself.
-			e.logger.Warn("the state of a circuit breaker cannot be read", zap.Error(err))
-		}
-		if !kept && entry.Key != nil {
+		switch {
+		case err != nil:
+			// It may be an operator's mode, under a key that comes back or in the form of
+			// a newer version. The error names the upstream if it is known.
+			e.logger.Warn("the state of a circuit breaker cannot be read; it is left as it is until the breaker changes its state",
+				zap.Error(err))
+		case !kept:
 			gone = append(gone, store.Write{Key: entry.Key, Delete: true})
 		}
 	}
@@ -113,6 +115,10 @@ func (e *engine) keepCircuits(ctx context.Context) error {
 				continue
 			}
 			before[s.Key], settled = s.Generation, false
+			// A new breaker has nothing recorded, unless it is what could not be read.
+			if _, known := e.circuits.Snapshot(s.Key); !known && s.State == breaker.Closed && s.Mode == breaker.Auto {
+				continue
+			}
 			if err := e.keepCircuit(ctx, s.Key); err != nil {
 				return err
 			}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -201,7 +202,8 @@ func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 	}
 }
 
-// What cannot be read, or is of an upstream that is gone, goes; the rest is restored.
+// What is of an upstream that is gone goes, and what cannot be read stays as it is, such
+// as a mode that a newer version has recorded; the rest is restored.
 func TestCircuitStateIsRead(t *testing.T) {
 	dir := t.TempDir()
 	app, err := newApp(t, dir, "")
@@ -223,10 +225,12 @@ func TestCircuitStateIsRead(t *testing.T) {
 		permit.Done(breaker.Outcome{Class: breaker.Failure})
 	}
 	until := here.Breaker("a:1", "GET").Status().NextProbe
-	for _, name := range []string{"damaged", "no state"} {
+	newer := app.held.ring.Index("circuit", "newer:1", "")
+	unread := map[string]string{"damaged": "", "no state": "{}", string(newer[:16]): `{"v":2,"upstream":"newer:1","mode":"forced_open"}`}
+	for name, state := range unread {
 		w := store.Write{Key: append([]byte{spaceCircuit}, name...), Value: []byte(name)}
-		if name == "no state" {
-			w.Value = app.held.ring.Seal(nil, []byte("{}"), w.Key)
+		if state != "" {
+			w.Value = app.held.ring.Seal(nil, []byte(state), w.Key)
 		}
 		if _, err := app.held.store.Commit(t.Context(), w); err != nil {
 			t.Fatal(err)
@@ -241,11 +245,22 @@ func TestCircuitStateIsRead(t *testing.T) {
 	}
 
 	after := leadingTo(t, "a:1")
+	leadingTo(t, "newer:1").Breaker("newer:1", "GET") // a call that came first
 	e := started(t, dir, "").held
 	if s := after.Breaker("a:1", "GET").Status(); s.State != breaker.Open || s.NextProbe.Sub(until).Abs() > 2*time.Second {
 		t.Errorf("restored as %+v, want open until %v", s, until)
 	}
-	if kept := keptCircuits(t, e.store); len(kept) != 1 {
-		t.Errorf("%d states are left, not 1", len(kept))
+	kept := keptCircuits(t, e.store)
+	for _, entry := range kept {
+		name := string(entry.Key[1:])
+		_, bad := unread[name]
+		if _, err := e.restoreCircuit(entry); (err != nil) != bad {
+			t.Errorf("%q is read: %v", name, err)
+		} else if name == string(newer[:16]) && !strings.Contains(err.Error(), "newer:1") {
+			t.Errorf("the upstream is known, and not named: %v", err)
+		}
+	}
+	if len(kept) != 1+len(unread) {
+		t.Errorf("%d states are left, not %d", len(kept), 1+len(unread))
 	}
 }

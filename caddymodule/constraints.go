@@ -24,49 +24,57 @@ const (
 	constraintObject = "constraints"
 )
 
-// maxConstrained is how many workflows' constraints are remembered.
+// maxConstrained is how many askers' constraints are remembered.
 const maxConstrained = 4096
 
-// constraints remembers what the tokens of workflows have asked of breakers, so that it
-// holds for their later calls too. When it is full, the workflow that was not seen for
+// asker is who asks breakers for more care: the issuer of tokens, in one workflow. A
+// token names any workflow that its issuer likes, so that the workflow alone would let
+// one agent make the calls of others stricter.
+type asker struct {
+	workflow string // its UUID
+	issuer   string
+}
+
+// constraints remembers what the tokens of askers have asked of breakers, so that it
+// holds for their later calls too. When it is full, the asker that was not seen for
 // longest is forgotten. The zero value is empty.
 type constraints struct {
 	mu     sync.Mutex
-	of     map[string]*list.Element // by the workflow's UUID
-	recent list.List                // of *constrained, the latest first
+	of     map[asker]*list.Element
+	recent list.List // of *constrained, the latest first
 }
 
 type constrained struct {
-	workflow string
-	view     *breaker.View
+	by   asker
+	view *breaker.View
 }
 
-// add remembers what is asked for a workflow, beside what was asked before: what was
-// strict once stays so.
-func (c *constraints) add(workflow string, asked *breaker.View) {
+// add remembers what is asked, beside what was asked before: what was strict once stays
+// so.
+func (c *constraints) add(by asker, asked *breaker.View) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if at := c.of[workflow]; at != nil {
+	if at := c.of[by]; at != nil {
 		c.recent.MoveToFront(at)
 		known := at.Value.(*constrained)
 		known.view = known.view.And(asked)
 		return
 	}
 	if c.of == nil {
-		c.of = map[string]*list.Element{}
+		c.of = map[asker]*list.Element{}
 	}
 	if len(c.of) >= maxConstrained {
 		oldest := c.recent.Back()
-		delete(c.of, c.recent.Remove(oldest).(*constrained).workflow)
+		delete(c.of, c.recent.Remove(oldest).(*constrained).by)
 	}
-	c.of[workflow] = c.recent.PushFront(&constrained{workflow, asked})
+	c.of[by] = c.recent.PushFront(&constrained{by, asked})
 }
 
-// find is what was asked for a workflow; nil if nothing was, or is remembered.
-func (c *constraints) find(workflow string) *breaker.View {
+// find is what was asked; nil if nothing was, or is remembered.
+func (c *constraints) find(by asker) *breaker.View {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	at := c.of[workflow]
+	at := c.of[by]
 	if at == nil {
 		return nil
 	}
@@ -74,26 +82,25 @@ func (c *constraints) find(workflow string) *breaker.View {
 	return at.Value.(*constrained).view
 }
 
-// constrain lets breakers refuse a request as its workflow asks. It is remembered for
-// the workflow that the tokens name and for no other: whoever only names one in a header
-// must not make it stricter.
+// constrain lets breakers refuse a request as its tokens ask, and as those have asked
+// that its caller has brought in this workflow before.
 func (t *testimony) constrain(r *http.Request, p *presented) {
-	if t == nil || t.verifier == nil {
+	if t == nil || len(p.all) == 0 {
 		return
 	}
-	view := p.asked
-	if id := p.workflow(); view != nil && id != "" {
-		t.constraints.add(evidence.WorkflowID(id), view)
+	if workflow, issuer := p.workflow(), p.issuer(); p.asked != nil && workflow != "" && issuer != "" {
+		t.constraints.add(asker{evidence.WorkflowID(workflow), issuer}, p.asked)
 	}
-	circuits.SetView(r.Context(), view.And(t.asked(workflow(r, p))))
+	circuits.SetView(r.Context(), p.asked.And(t.asked(p.workflow(), p.issuer())))
 }
 
-// asked is what a workflow asks of breakers; nil if nothing is known of it.
-func (t *testimony) asked(workflow string) *breaker.View {
-	if t == nil || workflow == "" {
+// asked is what an issuer has asked of breakers in a workflow; nil if nothing is known
+// of it.
+func (t *testimony) asked(workflow, issuer string) *breaker.View {
+	if t == nil || workflow == "" || issuer == "" {
 		return nil
 	}
-	return t.constraints.find(evidence.WorkflowID(workflow))
+	return t.constraints.find(asker{evidence.WorkflowID(workflow), issuer})
 }
 
 // askedBy is what a token asks of breakers; nil if it asks for nothing. A value that

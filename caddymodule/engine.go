@@ -51,7 +51,7 @@ type engine struct {
 	keeping   [16]sync.Mutex // for recording each of them
 	running   runningCalls
 
-	constraints constraints // what workflows ask of breakers
+	constraints constraints // what askers want of breakers
 
 	opener   StoreOpener  // by which the store was opened
 	counts   *metrics.Set // held until the engine is closed

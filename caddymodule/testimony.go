@@ -36,7 +36,7 @@ type archive struct {
 
 // testimony is how one configuration tells of calls, and whom it believes.
 type testimony struct {
-	constraints *constraints // what the engine's workflows ask of breakers
+	constraints *constraints // what the engine's askers want of breakers
 
 	evidence *evidence.Evidence
 	witness  *evidence.Witness

@@ -255,9 +255,6 @@ func (h *Handler) needsTokens(r *http.Request) bool {
 // what such tokens are used for is remembered in memory. Only at level L3 they are
 // recorded before the request goes on.
 func (h *Handler) verifySafe(r *http.Request) error {
-	if !h.needsTokens(r) {
-		h.app.way.Load().constrain(r, &presented{})
-	}
 	// What was verified on the way here would be taken for a second use.
 	if !h.needsTokens(r) || r.Context().Value(guardedBy{h.Name}) != nil || caddyhttp.GetVar(r.Context(), tokensVerified) != nil {
 		return nil

@@ -145,6 +145,39 @@ func TestRejectionsAreToldOnce(t *testing.T) {
 	}
 }
 
+// cascade 3.3.2: workflows that somebody makes up whom nobody has verified do not keep
+// others from being told.
+func TestMadeUpWorkflowsDoNotHideRejections(t *testing.T) {
+	u, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + tripping + "\n}"})
+	u.on("/down", status(503, ""))
+	wid := uuid.NewString()
+	first := a.issue(ect.Claims{Workflow: wid})
+	g.call(with(first, request{path: "/works"})).want(t, 201, "arrival 1", "executed")
+	for range 2 {
+		g.call(request{method: "GET", path: "/down"})
+	}
+	for n := range 1100 { // more than are told
+		id := strconv.Itoa(n)
+		if got := g.call(request{path: "/works", id: id, header: headers{"Workflow-Id": "made-up-" + id}}); got.status != 503 {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+	}
+	next := a.issue(ect.Claims{Workflow: wid, Parents: []string{first.ID()}})
+	g.call(with(next, request{path: "/works"})).refusedSaying(t, "The circuit breaker of "+u.addr+" is open: status 503.")
+	// Token, checkpoint and node of the first call, and the rejection of the second.
+	told := 0
+	view := g.settledView(a, wid, 4)
+	for _, n := range view.Nodes {
+		if n.Event == "circuit_breaker_open" {
+			told++
+		}
+	}
+	if told != 1 {
+		t.Errorf("told %d times: %+v", told, view)
+	}
+}
+
 // cascade 6.2 and ATD "Circuit Breaker State Leakage": operators see all breakers,
 // callers those behind the guard that they ask and those that have failed a workflow of
 // theirs, and a credential that nobody has verified is nobody.

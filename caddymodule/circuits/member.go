@@ -96,11 +96,6 @@ func (m *Member) Restore(s breaker.Snapshot) (bool, error) {
 	if i < 0 {
 		return false, nil
 	}
-	key := breaker.Key{Upstream: s.Upstream, Class: s.Class}
-	// A call that came before the store was open has made a breaker that knows nothing.
-	if b := p.registry.Find(key); b != nil && b.Snapshot().Blank() {
-		p.registry.Drop(func(other breaker.Key) bool { return other == key })
-	}
 	if err := p.registry.Restore(s, users[i].checked.rules); err != nil {
 		return false, fmt.Errorf("circuits: %w", err)
 	}
