@@ -8,11 +8,11 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 )
 
-// viewVar is the variable of a request that holds what its workflow asks of breakers. A
+// viewVar is the variable of a request that holds what its caller asks for its workflow of breakers. A
 // variable leaves the request as it is, for handlers that nothing stands before.
 const viewVar = "agent_guard.view"
 
-// SetView lets a request be refused as its workflow asks, beside what was set before.
+// SetView lets a request be refused as its caller asks for its workflow, beside what was set before.
 // The view may be nil.
 func SetView(ctx context.Context, v *breaker.View) {
 	if v != nil {
