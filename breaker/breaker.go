@@ -61,6 +61,10 @@ func New(key Key, rules *Rules, hook Hook) *Breaker {
 type Op struct {
 	// Safe says that the call changes nothing (GET, HEAD): it is preferred as a probe.
 	Safe bool
+	// ClientPaced says that the call is sent as fast as its client gives it, until
+	// Lease.Sent. It is not preferred as a probe, and a lease that runs out in that time
+	// says nothing of the upstream.
+	ClientPaced bool
 	// Patience is how long the call may go without an answer until it counts as a
 	// failure while it hangs; 0 is Settings.Patience.
 	Patience time.Duration

@@ -34,6 +34,7 @@ type model struct {
 	opened          modelCounts
 	probe           *modelCall
 	leaseEnds       time.Time
+	paced, alive    bool // the lease that is out
 
 	calls []*modelCall
 }
@@ -231,7 +232,11 @@ func (m *model) pass(d time.Duration) {
 		case breaker.Open:
 			m.enter(breaker.HalfOpen)
 		case breaker.HalfOpen:
-			m.probeFailed(0)
+			if m.paced || m.alive {
+				m.probe = nil
+			} else {
+				m.probeFailed(0)
+			}
 		}
 	}
 }
@@ -251,8 +256,9 @@ func (m *model) acquire(op breaker.Op, v modelView) (*modelCall, bool) {
 		if patience > 0 {
 			call.due = m.step() + patienceSteps(patience, m.set.Window/60) + 1
 		}
-	case m.state == breaker.HalfOpen && m.probe == nil && (op.Safe || m.now.Sub(m.since) >= m.set.ProbeWait):
+	case m.state == breaker.HalfOpen && m.probe == nil && (op.Safe && !op.ClientPaced || m.now.Sub(m.since) >= m.set.ProbeWait):
 		m.probe, m.leaseEnds = call, m.now.Add(m.set.ProbeLease)
+		m.paced, m.alive = op.ClientPaced, false
 	case m.mode != breaker.Observe:
 		return nil, false
 	}
@@ -270,6 +276,12 @@ func (m *model) answered(call *modelCall, latency time.Duration) {
 		}
 		m.close()
 		call.generation = m.generation
+	}
+}
+
+func (m *model) sent(call *modelCall) {
+	if m.probe == call && m.paced && !m.alive {
+		m.paced, m.leaseEnds = false, m.now.Add(m.set.ProbeLease)
 	}
 }
 
@@ -393,7 +405,7 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 		var did string
 		switch n := rnd.IntN(100); {
 		case n < 45:
-			op := breaker.Op{Safe: rnd.IntN(2) == 0, Patience: pick(rnd, 0, 0, time.Second, 12*time.Second, 5*time.Minute)}
+			op := breaker.Op{Safe: rnd.IntN(2) == 0, ClientPaced: rnd.IntN(3) == 0, Patience: pick(rnd, 0, 0, time.Second, 12*time.Second, 5*time.Minute)}
 			view := randomView(t, rnd)
 			op.View = view.view
 			did = fmt.Sprintf("acquire %+v", op)
@@ -411,6 +423,16 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 			did = fmt.Sprint("answered ", latency)
 			call.permit.Answered(latency)
 			m.answered(call, latency)
+		case n < 60 && len(m.calls) > 0:
+			call := pick(rnd, m.calls...)
+			did = "sent"
+			call.permit.Lease().Sent()
+			m.sent(call)
+		case n < 62 && len(m.calls) > 0:
+			call := pick(rnd, m.calls...)
+			did = "alive"
+			call.permit.Lease().Alive()
+			m.alive = m.alive || m.probe == call
 		case n < 85 && len(m.calls) > 0:
 			at := rnd.IntN(len(m.calls))
 			call := m.calls[at]

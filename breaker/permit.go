@@ -57,6 +57,14 @@ func (p *Permit) Done(o Outcome) {
 // Probe reports whether the call is the one that decides whether the breaker closes.
 func (p *Permit) Probe() bool { return p.lease != 0 }
 
+// Lease returns what the call holds as a probe; the zero value where it is none.
+func (p *Permit) Lease() Lease {
+	if p.lease == 0 {
+		return Lease{}
+	}
+	return Lease{owner: p.owner, id: p.lease}
+}
+
 func (p *Permit) stopWaiting() {
 	if p.waits != nil {
 		p.period.queue.leave(p.waits)

@@ -74,7 +74,7 @@ func (b *Breaker) RefusalOf(op Op) *OpenError {
 		}
 		return nil
 	}
-	if op.Safe {
+	if op.preferred() {
 		return nil
 	}
 	b.mu.Lock()

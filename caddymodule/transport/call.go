@@ -43,25 +43,36 @@ type call struct {
 // upload is the body of a request that is read from its client while it is sent.
 type upload struct {
 	io.ReadCloser
+	lease  breaker.Lease
 	failed atomic.Bool
 }
 
-// Read notes a failure, which is the client's.
+// Read notes the end, after which it is the upstream's turn, and a failure, which is the
+// client's.
 func (u *upload) Read(p []byte) (int, error) {
 	n, err := u.ReadCloser.Read(p)
-	if err != nil && err != io.EOF {
+	switch {
+	case err == io.EOF:
+		u.lease.Sent()
+	case err != nil:
 		u.failed.Store(true)
 	}
 	return n, err
 }
 
-// request is req as it is to be sent. A guarded call's body was read before it was
-// claimed; any other's can fail on the client's side.
+// uploads reports whether the body of req is read from its client while it is sent. A
+// guarded call's was read before it was claimed.
+func uploads(req *http.Request, watch *sent.Watch) bool {
+	return watch == nil && req.Body != nil && req.Body != http.NoBody
+}
+
+// request is req as it is to be sent. A body that its client still sends can fail on the
+// client's side.
 func (c *call) request(req *http.Request) *http.Request {
-	if c.watch != nil || req.Body == nil || req.Body == http.NoBody {
+	if !uploads(req, c.watch) {
 		return req
 	}
-	c.upload = &upload{ReadCloser: req.Body}
+	c.upload = &upload{ReadCloser: req.Body, lease: c.permit.Lease()}
 	own := req.WithContext(c.ctx)
 	own.Body = c.upload
 	return own
@@ -105,6 +116,7 @@ func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 	case c.look != nil:
 	case c.grpc && !c.web && c.permit.Probe():
 		c.look = message{}
+		c.permit.Lease().Alive()
 	default:
 		c.good()
 	}

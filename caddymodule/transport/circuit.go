@@ -106,7 +106,7 @@ func (t *Transport) admit(req *http.Request, watch *sent.Watch) (*call, error) {
 		return nil, ctx.Err() // over before it could be sent
 	}
 	c := &call{t: t, ctx: ctx, watch: watch, began: time.Now()}
-	op := breaker.Op{Safe: circuits.Safe(req.Method), View: circuits.ViewOf(ctx)}
+	op := breaker.Op{Safe: circuits.Safe(req.Method), ClientPaced: uploads(req, watch), View: circuits.ViewOf(ctx)}
 	if patience, ok := circuits.PatienceOf(ctx); ok {
 		op.Patience, c.impatient = patience, true
 	} else if deadline, ok := ctx.Deadline(); ok {

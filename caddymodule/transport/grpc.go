@@ -46,7 +46,8 @@ func (c *call) trailer() (outcome breaker.Outcome, over bool) {
 
 // message looks for the first message of a gRPC answer: a probe is good with it, since a
 // call that fails has none, and a long stream must not hold the probe. The status that
-// comes after it counts all the same.
+// comes after it counts all the same. A stream that stays silent until the lease ends
+// says nothing: its header has shown that the upstream lives.
 //
 // Calls that are no probes are good with the header: one that waits for messages is not
 // overdue.
