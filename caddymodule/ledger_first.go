@@ -8,7 +8,6 @@ import (
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -85,14 +84,20 @@ func ledgerFailed(why error) *problem.Problem {
 	return p
 }
 
-// enter takes the tokens of a request that changes nothing into the ledger, with what
-// they are used for, before anybody relies on them (level L3).
-func (t *testimony) enter(r *http.Request, p *presented, use evidence.Use) error {
+// enter takes the tokens of a request that is not guarded into the ledger, with what
+// they are used for, before anybody relies on them (level L3). A use that no retry has
+// again is recorded once nothing but the request is left to do: the advised retry after a
+// 503 would else be refused, though nothing was sent (P4).
+func (t *testimony) enter(r *http.Request, p *presented, use safeUse) error {
 	ctx, cancel := context.WithTimeout(r.Context(), proofTime)
 	defer cancel()
-	err := t.evidence.Enter(ctx, p.all, p.own, use)
-	for _, token := range p.own {
-		t.evidence.Forget(token, use) // the store knows, or it was not used
+	var err error
+	if use.once {
+		if err = t.evidence.Enter(ctx, p.all, nil, use.Use); err == nil {
+			err = t.evidence.Spend(ctx, p.own, use.Use)
+		}
+	} else {
+		err = t.evidence.Enter(ctx, p.all, p.own, use.Use)
 	}
 	var refused *ect.Error
 	switch {

@@ -2,14 +2,12 @@ package caddymodule
 
 import (
 	"context"
-	"crypto/sha256"
 	"errors"
 	"net/http"
 	"slices"
 	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
@@ -316,44 +314,6 @@ func (h *Handler) checkUnguardedInput(p *presented, r *http.Request) error {
 		r.Header.Del("Expect") // the body is here
 		return x.bodyHash()
 	})
-}
-
-// spend uses the tokens up for a request that changes nothing: the same bytes may come
-// with the same request again, and with no other.
-func (t *testimony) spend(p *presented, r *http.Request) error {
-	if err := p.inTime(); err != nil {
-		return err
-	}
-	if len(p.all) == 0 {
-		return nil
-	}
-	request := r.Method + "\x00" + r.Host + "\x00" + r.URL.RequestURI()
-	if r.ContentLength != 0 {
-		request += "\x00" + uuid.NewString() // another body would be another request
-	}
-	use := evidence.Use(sha256.Sum256([]byte(request)))
-	for _, token := range p.own {
-		standing, err := t.evidence.Take(token, use, time.Now())
-		if err != nil && !t.ledgerFirst { // else the store remembers
-			return refusedToken(err)
-		}
-		if standing == evidence.Unused {
-			// It may have claimed a key.
-			if standing, err = t.evidence.Recorded(r.Context(), token, use); err != nil || standing == evidence.Other {
-				t.evidence.Forget(token, use)
-			}
-			if err != nil {
-				return refusedToken(err)
-			}
-		}
-		if standing == evidence.Other {
-			return replayedToken()
-		}
-	}
-	if t.ledgerFirst {
-		return t.enter(r, p, use)
-	}
-	return nil
 }
 
 // storeClosed makes a problem of a store that cannot be opened.

@@ -34,8 +34,9 @@ type Trust struct {
 
 	// `L1` accepts tokens without a signature too; only where the connection itself
 	// proves who sends them. `L3` accepts a signed token once it stands in the gateway's
-	// ledger, and can be proven to: nothing goes on before that, and after 5 s without
-	// it the request gets 503. It excludes `allow_partial`. Default: `L2`.
+	// ledger, and can be proven to: no request goes on before that, and after 5 s without
+	// it the request gets 503. Tokens in answers to probes are not recorded. It excludes
+	// `allow_partial`. Default: `L2`.
 	MinLevel string `json:"min_level,omitempty"`
 
 	// By how much clocks may differ. Default: 30s.

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"context"
 	"encoding/base64"
 	"net/http"
 	"strconv"
@@ -259,10 +260,11 @@ func TestLevel3TokenHasOneUse(t *testing.T) {
 }
 
 // ECT level L3, P4: a ledger that takes nothing lets nothing on. The key of a call is
-// free afterwards, and its token is good for it.
+// free afterwards, and its token is good for it; so is that of an exempted request with a
+// body, which no retry could be told by.
 func TestLevel3LedgerFails(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr + " {\n fail_open\n }"})
+	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr + " {\n fail_open\n exempt path /search\n }"})
 	wid := uuid.NewString()
 	done := with(a.issue(ect.Claims{Workflow: wid}), request{path: "/done", id: "done"})
 	if got := g.call(done); got.status != http.StatusCreated {
@@ -272,6 +274,7 @@ func TestLevel3LedgerFails(t *testing.T) {
 		with(a.issue(ect.Claims{Workflow: wid}), request{path: "/pay", id: "k"}),
 		with(a.issue(ect.Claims{Workflow: wid, Action: "look"}), request{method: "GET", path: "/balance"}),
 		with(a.issue(ect.Claims{Workflow: wid}), request{path: "/done", id: "done"}), // a retry with a new token
+		with(a.issue(ect.Claims{Workflow: wid, Action: "search"}), request{path: "/search"}),
 	}
 	refused := func(r request, slug string) {
 		t.Helper()
@@ -286,6 +289,7 @@ func TestLevel3LedgerFails(t *testing.T) {
 		refused(calls[0], "store-unavailable")
 		refused(calls[1], "ect-unavailable")
 		refused(calls[2], "store-unavailable")
+		refused(calls[3], "ect-unavailable")
 		// What was proven before is answered.
 		if got := g.call(done); got.header.Get("Execution-Status") != "replayed" {
 			t.Errorf("%d %s", got.status, got.body)
@@ -305,15 +309,89 @@ func TestLevel3LedgerFails(t *testing.T) {
 		}
 		all.Wait()
 	})
+	t.Run("no use is recorded", func(t *testing.T) {
+		g.store.onCommit(func(batch []store.Write) error {
+			if len(batch) == 1 && batch[0].Key[0] == 'j' {
+				return errBroken
+			}
+			return nil
+		})
+		defer g.store.onCommit(nil)
+		refused(calls[3], "ect-unavailable")
+	})
 	if upstream.total() != 1 {
 		t.Errorf("%d calls arrived, want that before the failure", upstream.total())
 	}
-	for i, want := range []string{"executed", "", "replayed"} {
+	for i, want := range []string{"executed", "", "replayed", ""} {
 		got := g.call(calls[i])
 		if got.status != http.StatusCreated || got.header.Get("Execution-Status") != want {
 			t.Errorf("%s: %d %v %s", calls[i].path, got.status, got.header, got.body)
 		}
 	}
+	g.call(calls[3]).refusedFor(t, 403, "replayed")
 	upstream.arrived("/pay", 1)
 	upstream.arrived("/done", 1)
+	upstream.arrived("/search", 1)
+}
+
+// ECT level L3, P4: a request with a body whose client leaves while the ledger is waited
+// for has used nothing up.
+func TestLevel3ClientLeaves(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr + " {\n exempt path /search\n }"})
+	hold := newGate(t)
+	g.store.onCommit(func(batch []store.Write) error {
+		if isMove(batch) {
+			hold.pass()
+		}
+		return nil
+	})
+	// The body is read before the wait, so that the server sees the client leave.
+	body := `{"query":"x"}`
+	r := with(a.issue(ect.Claims{Workflow: uuid.NewString(), Input: ect.Sum([]byte(body))}), request{path: "/search", body: body})
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan error, 1)
+	go func() {
+		_, err := g.client.Do(g.build(r).WithContext(ctx))
+		left <- err
+	}()
+	eventually(t, "the request waits for the ledger", func() bool { return waiting("ledger.(*Log).Wait") == 1 })
+	leave()
+	if err := wait(t, left, "the client"); err == nil {
+		t.Error("the request was answered")
+	}
+	eventually(t, "nobody waits for the ledger", func() bool { return waiting("ledger.(*Log).Wait") == 0 })
+	hold.open()
+	eventually(t, "the token is good again", func() bool { return g.call(r).status == http.StatusCreated })
+	upstream.arrived("/search", 1)
+}
+
+// ECT level L3: what an agent tells of is answered once it can be proven.
+func TestLevel3ErrorsOfAgents(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
+	token := a.issue(ect.Claims{Workflow: uuid.NewString()})
+	g.call(with(token, request{path: "/pay"}))
+	told := a.issue(ect.Claims{
+		Workflow: token.Workflow(), Action: string(ect.EventError), Parents: []string{token.ID()},
+		Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "timeout").Text(ect.MemberCheckpointID, ""),
+	})
+	r := with(told, request{path: "/.well-known/cascade/errors", reader: nothing{}})
+	hold := newGate(t)
+	var moved atomic.Bool
+	g.store.onCommit(func(batch []store.Write) error {
+		if isMove(batch) {
+			hold.pass()
+			moved.Store(true)
+		}
+		return nil
+	})
+	post := g.begin(r)
+	wait(t, hold.arrived, "the sequencer")
+	eventually(t, "the answer waits for the ledger", func() bool { return waiting("ledger.(*Log).Wait") == 1 })
+	hold.open()
+	if got := post.answer(); got.status != http.StatusCreated || !moved.Load() {
+		t.Errorf("%d %s, moved %v", got.status, got.body, moved.Load())
+	}
+	g.proves(a, told)
 }

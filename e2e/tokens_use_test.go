@@ -91,6 +91,39 @@ func TestSeveralTokensOneCall(t *testing.T) {
 	upstream.arrived("/pay", 1)
 }
 
+// Of several tokens one was used before: the others are as they were, whatever the level.
+func TestSeveralTokensOneUsed(t *testing.T) {
+	for _, level := range []string{"", level3} {
+		upstream, a := newUpstream(t), newAgent(t, "a")
+		g := launch(t, setup{app: trusting(t, a) + level, site: "agent_proxy " + upstream.addr})
+		wid := uuid.NewString()
+		free, taken, used := a.issue(ect.Claims{Workflow: wid}), a.issue(ect.Claims{Workflow: wid}), a.issue(ect.Claims{Workflow: wid})
+		read := func(path string, tokens ...*ect.Token) reply {
+			var raws []string
+			for _, token := range tokens {
+				raws = append(raws, token.Raw())
+			}
+			return g.call(request{method: "GET", path: path, header: map[string]string{ect.FieldName: strings.Join(raws, ", ")}})
+		}
+		passes := func(got reply) {
+			t.Helper()
+			if got.status != http.StatusCreated {
+				t.Errorf("%d %s", got.status, got.body)
+			}
+		}
+		passes(read("/used", used))
+		passes(read("/both", taken))
+		read("/both", free, taken, used).refusedFor(t, 403, "replayed")
+		passes(read("/else", free))
+		read("/else", taken).refusedFor(t, 403, "replayed")
+		passes(read("/both", taken))
+		free = a.issue(ect.Claims{Workflow: wid})
+		call := request{path: "/pay", id: "k", header: map[string]string{ect.FieldName: free.Raw() + ", " + used.Raw()}}
+		g.call(call).refusedFor(t, 403, "replayed")
+		passes(read("/else", free))
+	}
+}
+
 // Tokens of two agents are nobody's call, and neither are those of two workflows.
 func TestTokensThatDoNotBelongTogether(t *testing.T) {
 	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")

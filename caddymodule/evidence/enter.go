@@ -15,6 +15,8 @@ import (
 // are used for, all in one commit. What is recorded already stays as it is. It returns
 // once all of them stand in the tree under a signed head (level L3, synchronously).
 //
+// Without own the tokens are recorded, and stay good for any one use: see Spend.
+//
 // An *ect.Error says that one was used for something else; of any other error nothing is
 // known.
 func (e *Evidence) Enter(ctx context.Context, all, own []*ect.Token, use Use) error {
@@ -34,6 +36,28 @@ func (e *Evidence) Enter(ctx context.Context, all, own []*ect.Token, use Use) er
 			err = e.landed(ctx, lost.Key) // and look again
 		}
 		if err != nil {
+			return err
+		}
+	}
+}
+
+// Spend records what tokens that have entered are used for, in one commit, or none of it.
+// It waits for nothing behind that commit, so that ctx cannot end a use that stands.
+//
+// An *ect.Error says that one was used for something else. After any other error the use
+// does not stand, unless it is a store.ErrUnknown.
+func (e *Evidence) Spend(ctx context.Context, own []*ect.Token, use Use) error {
+	for {
+		_, unbound, err := e.lacks(ctx, nil, own, use)
+		if err != nil || len(unbound) == 0 {
+			return err
+		}
+		err = e.enter(ctx, nil, unbound, use)
+		lost := (*store.Conflict)(nil)
+		if !errors.As(err, &lost) {
+			return err
+		}
+		if err := e.landed(ctx, lost.Key); err != nil {
 			return err
 		}
 	}
@@ -67,7 +91,7 @@ func (e *Evidence) lacks(ctx context.Context, all, own []*ect.Token, use Use) (m
 	return missing, unbound, nil
 }
 
-// enter is the commit of Enter.
+// enter is the commit of Enter and of Spend.
 func (e *Evidence) enter(ctx context.Context, missing, unbound []*ect.Token, use Use) error {
 	uses := make([]store.Write, 0, len(unbound))
 	for _, t := range unbound {

@@ -97,6 +97,50 @@ func TestOneUseEnters(t *testing.T) {
 	}
 }
 
+// P4: tokens that have entered and were used for nothing are free, over restarts too;
+// then of many uses at once one is recorded, of all tokens or none.
+func TestEnteredTokensAreSpentOnce(t *testing.T) {
+	b := newBench(t)
+	ctx := t.Context()
+	workflow := uuid.NewString()
+	tokens := []*ect.Token{b.token(t, ect.Claims{Workflow: workflow}), b.token(t, ect.Claims{Workflow: workflow})}
+	for range 2 {
+		if err := b.told.Enter(ctx, tokens, nil, evidence.Use{1}); err != nil {
+			t.Fatal(err)
+		}
+		b.close(t)
+		b.open(t)
+	}
+	for _, token := range tokens {
+		if got, err := b.told.Recorded(ctx, token, evidence.Use{2}); err != nil || got != evidence.Unused {
+			t.Errorf("%v %v", got, err)
+		}
+	}
+	var spent atomic.Int64
+	var all sync.WaitGroup
+	for n := range 20 {
+		all.Go(func() {
+			switch err := b.told.Spend(ctx, tokens, evidence.Use{byte(n)}); {
+			case err == nil:
+				spent.Add(1)
+			case refusal(err) != ect.CodeReplayed:
+				t.Error(err)
+			}
+		})
+	}
+	all.Wait()
+	if spent.Load() != 1 {
+		t.Errorf("%d uses were recorded", spent.Load())
+	}
+	fresh := b.token(t, ect.Claims{Workflow: workflow})
+	if got := refusal(b.told.Spend(ctx, append(tokens, fresh), evidence.Use{99})); got != ect.CodeReplayed {
+		t.Errorf("%q", got)
+	}
+	if got, err := b.told.Recorded(ctx, fresh, evidence.Use{99}); err != nil || got != evidence.Unused {
+		t.Errorf("used beside another that was refused: %v %v", got, err)
+	}
+}
+
 // stuck is a store in which nothing leaves the ledger's outbox while it is.
 type stuck struct {
 	store.Store
