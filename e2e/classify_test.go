@@ -138,6 +138,7 @@ func TestUpgradePasses(t *testing.T) {
 func TestGRPC(t *testing.T) {
 	u := newH2CUpstream(t)
 	g := start(t, `agent_proxy h2c://%s {
+		breaker off
 		action unary {
 			match path /unary/*
 			grpc unary

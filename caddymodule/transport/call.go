@@ -44,21 +44,31 @@ type call struct {
 type upload struct {
 	io.ReadCloser
 	lease  breaker.Lease
+	since  time.Time    // when the call began
+	begun  atomic.Bool  // some of it was asked for: there is a connection
+	took   atomic.Int64 // nanoseconds from since until all was sent; 0 before
 	failed atomic.Bool
 }
 
 // Read notes the end, after which it is the upstream's turn, and a failure, which is the
 // client's.
 func (u *upload) Read(p []byte) (int, error) {
+	u.begun.Store(true)
 	n, err := u.ReadCloser.Read(p)
 	switch {
 	case err == io.EOF:
-		u.lease.Sent()
+		if u.took.CompareAndSwap(0, int64(max(time.Since(u.since), 1))) {
+			u.lease.Sent()
+		}
 	case err != nil:
 		u.failed.Store(true)
 	}
 	return n, err
 }
+
+// underWay reports that the client is sending it: what happens meanwhile may be its doing,
+// as an upstream hangs up on who takes too long.
+func (u *upload) underWay() bool { return u != nil && u.begun.Load() && u.took.Load() == 0 }
 
 // uploads reports whether the body of req is read from its client while it is sent. A
 // guarded call's was read before it was claimed.
@@ -72,7 +82,7 @@ func (c *call) request(req *http.Request) *http.Request {
 	if !uploads(req, c.watch) {
 		return req
 	}
-	c.upload = &upload{ReadCloser: req.Body, lease: c.permit.Lease()}
+	c.upload = &upload{ReadCloser: req.Body, lease: c.permit.Lease(), since: c.began}
 	own := req.WithContext(c.ctx)
 	own.Body = c.upload
 	return own
@@ -101,7 +111,7 @@ func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 		return res, nil
 	}
 	if res.Body == http.NoBody {
-		c.permit.Answered(time.Since(c.began))
+		c.permit.Answered(c.latency())
 		c.settle(breaker.Outcome{Class: breaker.Success})
 		return res, nil
 	}
@@ -128,8 +138,8 @@ func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 func (c *call) unanswered(err error) breaker.Outcome {
 	failure := breaker.Outcome{Class: breaker.Failure}
 	switch {
-	case errors.Is(err, errGone), errors.Is(err, errAttemptOver), c.upload != nil && c.upload.failed.Load():
-		return breaker.Outcome{} // an idle connection was stale, or the client's body failed
+	case errors.Is(err, errGone), errors.Is(err, errAttemptOver), c.upload != nil && c.upload.failed.Load(), c.upload.underWay():
+		return breaker.Outcome{} // an idle connection was stale, or the client's body failed, or was too slow
 	case c.watch != nil && c.watch.Cut(c.ctx):
 		failure.Cause = "connection lost"
 	case c.overdue():
@@ -249,10 +259,23 @@ func (c *call) settle(o breaker.Outcome) {
 	c.permit.Done(o)
 }
 
+// latency is how long the upstream has taken so far, without the time that the client took
+// to send the call.
+func (c *call) latency() time.Duration {
+	all := time.Since(c.began)
+	switch {
+	case c.upload == nil:
+		return all
+	case c.upload.underWay():
+		return 0
+	}
+	return all - time.Duration(c.upload.took.Load())
+}
+
 // good says that the answer has begun well.
 func (c *call) good() {
 	c.judged.Store(true)
-	c.permit.Answered(time.Since(c.began))
+	c.permit.Answered(c.latency())
 }
 
 // ended judges the call by the end of its answer.

@@ -92,6 +92,66 @@ func TestUploadIsNotPreferred(t *testing.T) {
 	}
 }
 
+// Whoever sends slowly until the upstream hangs up must not open the breaker for others.
+func TestHangingUpOnASlowUploadIsNoFailure(t *testing.T) {
+	hungUp := make(chan struct{})
+	up := newUpstream(t, func(c *serverConn, _ int) bool {
+		req, err := http.ReadRequest(c.in)
+		if err == nil {
+			_, err = io.ReadFull(req.Body, make([]byte, 1))
+		}
+		if err != nil {
+			t.Error(err)
+		}
+		defer close(hungUp)
+		return c.reset()
+	})
+	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
+	body, client := io.Pipe()
+	defer client.Close()
+	r := request("POST", "")
+	r.Body, r.ContentLength = body, 1<<40
+	done := make(chan error, 1)
+	go func() { done <- unguarded(p, r) }()
+	if _, err := client.Write([]byte("1")); err != nil {
+		t.Fatal(err)
+	}
+	<-hungUp
+	go func() { // until nobody reads any more: what is sent first may still go out
+		for err := error(nil); err == nil; {
+			_, err = client.Write([]byte("2"))
+		}
+	}()
+	if err := <-done; err == nil {
+		t.Error("half a body was sent")
+	}
+	if s := statusOf(t, up.addr); s.Calls != 0 || s.Failures != 0 || s.Overdue != 0 {
+		t.Errorf("the client's slowness counts: %+v", s)
+	}
+}
+
+// The time that a client takes to send is not the upstream's latency.
+func TestSlowUploadIsNoSlowCall(t *testing.T) {
+	up := newUpstream(t, func(c *serverConn, _ int) bool { return c.ok() })
+	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"slow_call": "3s"}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
+	body, client := io.Pipe()
+	r := request("POST", "")
+	r.Body, r.ContentLength = body, 1
+	done := make(chan error, 1)
+	go func() { done <- unguarded(p, r) }()
+	<-time.After(3100 * time.Millisecond)
+	if _, err := client.Write([]byte("1")); err != nil {
+		t.Fatal(err)
+	}
+	client.Close()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if s := statusOf(t, up.addr); s.Calls != 1 || s.Slow != 0 {
+		t.Errorf("the client's slowness is the upstream's: %+v", s)
+	}
+}
+
 // An upstream that has the whole body and is silent has failed the probe.
 func TestSilenceAfterAnUploadFailsTheProbe(t *testing.T) {
 	up := newUpstream(t, func(c *serverConn, _ int) bool {
