@@ -50,15 +50,18 @@ type queue struct {
 	inherited int // events of other lives and processes, as far as seen
 	since     time.Time
 	looks     uint64 // scans begun
+	overtaken uint64 // times that another process has moved the log on
+	unsure    bool   // what landed since the last scan may have been moved by another
 	ended     error
 	changed   chan struct{} // closed and made anew when less waits, or at the end
 }
 
 type standingTicket struct {
-	standing standing
-	look     uint64 // the scans that had begun when it landed
-	at       time.Time
-	event    *Event // what it stands for, until it is gone
+	standing  standing
+	overtaken uint64 // what the queue's was when it was given out
+	look      uint64 // the scans that had begun when it landed
+	at        time.Time
+	event     *Event // what it stands for, until it is gone
 }
 
 func newQueue(first uint64, entries int, age time.Duration) *queue {
@@ -75,7 +78,7 @@ func (q *queue) open(e *Event) (uint64, error) {
 	if q.ended != nil {
 		return 0, q.ended
 	}
-	q.tickets = append(q.tickets, standingTicket{event: e})
+	q.tickets = append(q.tickets, standingTicket{overtaken: q.overtaken, event: e})
 	number := q.first + uint64(len(q.tickets)-1)
 	if len(q.tickets) > maxOpen && q.tickets[0].standing == ticketOpen {
 		q.set(q.first, ticketGone)
@@ -90,6 +93,8 @@ func (q *queue) landed(number uint64) {
 	if t := q.find(number); t != nil && t.standing == ticketOpen {
 		t.standing, t.look, t.at = ticketLanded, q.looks, time.Now()
 		q.waiting++
+		// A scan since then may have found the outbox without it.
+		q.unsure = q.unsure || t.overtaken != q.overtaken
 	}
 	q.mu.Unlock()
 	q.rouse()
@@ -145,17 +150,28 @@ func (q *queue) rouse() {
 }
 
 // recorded are the first events of this process that landed, at most so many, in the
-// order of their tickets.
-func (q *queue) recorded(boot [8]byte, most int) []waiting {
+// order of their tickets. sure says that nobody else can have moved one of them.
+func (q *queue) recorded(boot [8]byte, most int) (found []waiting, sure bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	found := make([]waiting, 0, min(q.waiting, most))
+	if q.unsure {
+		return nil, false
+	}
+	found = make([]waiting, 0, min(q.waiting, most))
 	for i := 0; len(found) < cap(found); i++ {
 		if t := &q.tickets[i]; t.standing == ticketLanded {
 			found = append(found, waiting{ticket: ticket{q.first + uint64(i), boot}, event: *t.event})
 		}
 	}
-	return found
+	return found, true
+}
+
+// overtake says that another process has moved the log on, and perhaps events whose commit
+// is still under way here.
+func (q *queue) overtake() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.overtaken++
 }
 
 // look begins a scan of the whole outbox.
@@ -163,6 +179,7 @@ func (q *queue) look() uint64 {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.looks++
+	q.unsure = false
 	return q.looks
 }
 

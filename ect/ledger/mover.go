@@ -34,7 +34,11 @@ func (m *mover) move(ctx context.Context) (rest bool, err error) {
 	if m.all {
 		return m.moveAll(ctx)
 	}
-	found := m.queue.recorded(m.boot, maxMoved)
+	found, sure := m.queue.recorded(m.boot, maxMoved)
+	if !sure {
+		m.all = true
+		return m.moveAll(ctx)
+	}
 	if len(found) == 0 {
 		return false, nil
 	}
@@ -250,6 +254,7 @@ func (m *mover) failed(ctx context.Context, before *state, failure error) error 
 		return failure // it did not land
 	}
 	m.now.Store(found)
+	m.queue.overtake()
 	m.all = true
 	return nil
 }
