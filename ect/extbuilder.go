@@ -155,7 +155,8 @@ func (b *ExtBuilder) distinct(v Vocabulary) error {
 }
 
 // shorten gives the members with the longest list that may be cut shorter by excess
-// bytes, or empty. Without such a list it gives nil. The builder keeps its own.
+// bytes, or by half where that is more, so that another one becomes the longest before it
+// is empty. Without such a list it gives nil. The builder keeps its own.
 func (b *ExtBuilder) shorten(members []extMember, excess int) []extMember {
 	longest, size := -1, 2
 	for i, m := range members {
@@ -169,6 +170,7 @@ func (b *ExtBuilder) shorten(members []extMember, excess int) []extMember {
 	}
 	m := members[longest]
 	list := string(b.values[m.from:m.to])
+	excess = min(excess, (len(list)+1)/2)
 	s := scanner{s: list}
 	keep := 1
 	s.elements(func() bool {

@@ -33,6 +33,9 @@ func ParseHash(v string) (Hash, bool) {
 	return h, true
 }
 
+// Bytes are the 32 bytes of the hash; zeros for the zero Hash.
+func (h Hash) Bytes() [sha256.Size]byte { return h.sum }
+
 // IsZero reports that there is no hash.
 func (h Hash) IsZero() bool { return !h.set }
 

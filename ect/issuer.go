@@ -27,7 +27,8 @@ type Claims struct {
 	ID string
 	// Workflow is the wid.
 	Workflow string
-	// Action is the exec_act. An event is given by its name in the cascade vocabulary.
+	// Action is the exec_act. An event is given by its name in the cascade vocabulary, or by
+	// the second one that Vocabulary has for it (aerr:rollback_escalated).
 	Action string
 	// Parents are the ids of the tokens that this one follows from.
 	Parents []string
@@ -110,7 +111,7 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 		return nil, refuse(CodeAudience)
 	}
 	if event, ok := ParseEvent(claims.Action); ok {
-		c.event, c.action = event, claims.Vocabulary.Event(event)
+		c.event, c.action = event, claims.Vocabulary.action(claims.Action, event)
 	}
 	set := claimSet{content: c, hasAction: true, hasWorkflow: c.workflow != ""}
 	if err := set.issuable(); err != nil {

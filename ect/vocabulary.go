@@ -94,7 +94,7 @@ const (
 var eventTable = [...]struct {
 	event     Event
 	atd, aerr string
-	also      string // a second name, which is read only
+	also      string // a second name in aerr, which is written where the claims name it
 	needs     []Member
 }{
 	{event: EventCheckpoint, atd: "atd:checkpoint", aerr: "aerr:checkpoint", needs: []Member{MemberReversible, MemberRollbackURI, MemberTTL}},
@@ -225,6 +225,15 @@ func (v Vocabulary) Event(e Event) string {
 		}
 	}
 	return string(e)
+}
+
+// action is the name of e that claims ask for with a word of theirs: that word where it is
+// the vocabulary's second name of the event, else the first.
+func (v Vocabulary) action(word string, e Event) string {
+	if v == AERR && word == eventTable[eventRows[string(e)]].also {
+		return word
+	}
+	return v.Event(e)
 }
 
 // Member is the name of m in the vocabulary.

@@ -126,6 +126,22 @@ func TestAERRRegistrations(t *testing.T) {
 	if event, _ := ect.ParseEvent("aerr:rollback_escalated"); event != ect.EventRollbackComplete {
 		t.Errorf("escalated is %s", event)
 	}
+	issuer := issuerOf(t, edRing(t))
+	for _, c := range []struct {
+		vocabulary   ect.Vocabulary
+		action, want string
+	}{
+		{ect.AERR, "aerr:rollback_escalated", "aerr:rollback_escalated"},
+		{ect.AERR, "rollback_complete", "aerr:rollback_complete"},
+		{ect.AERR, "error", "aerr:error"},
+		{ect.ATD, "aerr:rollback_escalated", "atd:rollback_result"},
+		{ect.Cascade, "aerr:rollback_escalated", "rollback_complete"},
+	} {
+		d, err := issuer.Draft(at, ect.Claims{Audience: []string{gateway}, Action: c.action, Vocabulary: c.vocabulary})
+		if err != nil || d.Action() != c.want {
+			t.Errorf("%s in %s is written %s, %v", c.action, c.vocabulary, d.Action(), err)
+		}
+	}
 	for _, v := range []ect.Vocabulary{ect.Cascade, ect.ATD} { // which have no name for it
 		if got := v.Event(ect.EventCircuitHalfOpen); got != "aerr:circuit_half_open" {
 			t.Errorf("half-open is %q in %s", got, v)

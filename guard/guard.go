@@ -133,7 +133,7 @@ func (g *Guard) Find(ctx context.Context, key Key, fp Fingerprint) (Finding, err
 			return Finding{Standing: Free}, nil
 		}
 		found := Finding{Record: record, version: version}
-		if record.Fingerprint != fp {
+		if record.Fingerprint != fp && !record.blocked() {
 			found.Standing = Mismatch
 			return found, nil
 		}
@@ -174,6 +174,12 @@ func (g *Guard) open(sealed, name []byte) (*Record, error) {
 		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
 	}
 	return record, nil
+}
+
+// blocked reports whether whatever comes under the key is refused: the call that it
+// belonged to never ran, and nobody knows what it asked for.
+func (r *Record) blocked() bool {
+	return r.State == StateRolledBack && r.Fingerprint == Fingerprint{}
 }
 
 func (g *Guard) standing(ctx context.Context, r *Record) (Standing, error) {

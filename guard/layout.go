@@ -24,6 +24,7 @@ import (
 //	                              (package caddymodule/evidence)
 //	h ...                         escalations (package guard/hitl)
 //	k ...                         checkpoints: snapshots, results, marks (package guard/checkpoint)
+//	u ...                         rollbacks: their journal (package guard/rollback)
 //
 // What still runs is found by state only: it is little, and the two other entries
 // would be written for nothing where the call ends a moment later.

@@ -63,6 +63,9 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 	for range 300 {
 		m := calls[rnd.IntN(len(calls))]
 		now := time.Now()
+		if rnd.IntN(80) == 0 {
+			modelUndo(t, g, m)
+		}
 		switch op := rnd.IntN(20); {
 		case op < 8:
 			modelClaim(t, g, m, rnd)
@@ -115,6 +118,19 @@ func modelRotate(t *testing.T, g *Guard, ring *seal.Ring) {
 	}
 	if _, err := g.Reseal(ctx, nil); err != nil && !errors.Is(err, context.DeadlineExceeded) {
 		t.Fatal(err)
+	}
+}
+
+// modelUndo undoes a call, or keeps it from running.
+func modelUndo(t *testing.T, g *Guard, m *modelCall) {
+	err := g.Undone(context.Background(), Undoing{
+		Key: m.call.Key, Caller: g.Caller(m.call.Scope.Caller), Workflow: m.call.Workflow, ID: m.call.Scope.ID,
+	})
+	switch {
+	case m.state == RunningHere && !errors.Is(err, ErrRunning), m.state != RunningHere && err != nil:
+		t.Fatalf("call %s, which is %d, undone: %v", m.call.Scope.ID, m.state, err)
+	case err == nil:
+		m.state = RolledBack
 	}
 }
 

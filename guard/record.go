@@ -100,6 +100,12 @@ type StoredResult struct {
 	Expires time.Time
 }
 
+// Announced reports whether the record is of the call that a token has announced, by the
+// token's id.
+func (r *Record) Announced(checkpoint string) bool {
+	return r.Checkpoint == shorten(checkpoint, maxRecordedText)
+}
+
 // Longest recorded forms. They bound a record, so that it stays where a store's
 // sync error is seen; the key and the fingerprint are of the whole.
 const (

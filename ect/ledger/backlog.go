@@ -2,6 +2,7 @@ package ledger
 
 import (
 	"context"
+	"fmt"
 	"sync"
 	"time"
 )
@@ -22,12 +23,27 @@ func (l *Log) Backlog() Backlog { return l.queue.backlog() }
 // exceed its bound by what was admitted together.
 func (l *Log) Admit(ctx context.Context) error { return l.queue.admit(ctx) }
 
+// Flush waits until all that this process has recorded before, and what others have left
+// behind, is in the tree, so that List and Find show it. ErrWaiting says that some of it
+// never will be, since it does not open. What other nodes record in logs of their own is
+// not waited for.
+func (l *Log) Flush(ctx context.Context) error {
+	if err := l.queue.drain(ctx); err != nil {
+		return err
+	}
+	if n := l.counts.damaged.Load(); n > 0 {
+		return fmt.Errorf("%w: %d events do not open", ErrWaiting, n)
+	}
+	return nil
+}
+
 // standing is where a ticket stands.
 type standing uint8
 
 const (
 	ticketOpen   standing = iota // its commit is under way
 	ticketLanded                 // it waits for the sequencer
+	ticketLost                   // nobody knows whether it landed: a scan will say
 	ticketGone                   // in the tree, or never recorded
 )
 
@@ -51,7 +67,7 @@ type queue struct {
 	since     time.Time
 	looks     uint64 // scans begun
 	overtaken uint64 // times that another process has moved the log on
-	unsure    bool   // what landed since the last scan may have been moved by another
+	unsure    bool   // what landed since the last scan may have been moved by another, or is unknown
 	ended     error
 	changed   chan struct{} // closed and made anew when less waits, or at the end
 }
@@ -107,9 +123,14 @@ func (q *queue) gone(number uint64) {
 	q.set(number, ticketGone)
 }
 
-// lost says that nobody knows. The next scan of everything will.
+// lost says that nobody knows. A scan of everything will.
 func (q *queue) lost(number uint64) {
-	q.gone(number)
+	q.mu.Lock()
+	if t := q.find(number); t != nil && t.standing == ticketOpen {
+		t.standing, t.look = ticketLost, q.looks
+	}
+	q.unsure = true
+	q.mu.Unlock()
 	q.rouse()
 }
 
@@ -184,15 +205,23 @@ func (q *queue) look() uint64 {
 }
 
 // looked ends a scan that saw all there was: what had landed before it began and is not
-// among seen was moved by another process. foreign is the number of events of others.
+// among seen was moved by another process, and what was lost has landed if it is among
+// them. foreign is the number of events of others.
 func (q *queue) looked(look uint64, seen map[uint64]bool, foreign int) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	for i := range q.tickets {
 		t := &q.tickets[i]
-		if t.standing == ticketLanded && t.look < look && !seen[q.first+uint64(i)] {
+		switch there := seen[q.first+uint64(i)]; {
+		case t.look >= look: // since then
+		case t.standing == ticketLanded && !there:
 			t.standing, t.event = ticketGone, nil
 			q.waiting--
+		case t.standing == ticketLost && there:
+			t.standing, t.at = ticketLanded, time.Now()
+			q.waiting++
+		case t.standing == ticketLost:
+			t.standing, t.event = ticketGone, nil
 		}
 	}
 	q.trim()
@@ -271,6 +300,46 @@ func (q *queue) admit(ctx context.Context) error {
 			return ctx.Err()
 		}
 	}
+}
+
+// drain waits until nothing of before waits any more.
+func (q *queue) drain(ctx context.Context) error {
+	q.mu.Lock()
+	end := q.first + uint64(len(q.tickets))
+	q.mu.Unlock()
+	for {
+		q.mu.Lock()
+		waits, changed, ended := q.waitsBefore(end), q.changed, q.ended
+		q.mu.Unlock()
+		switch {
+		case !waits:
+			return nil
+		case ended != nil:
+			return ended
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// waitsBefore reports whether something waits that landed under a ticket before end, or
+// that nobody has counted. It is called with mu held.
+func (q *queue) waitsBefore(end uint64) bool {
+	if q.inherited > 0 || q.unsure {
+		return true
+	}
+	for i := range q.tickets {
+		if q.first+uint64(i) >= end {
+			return false
+		}
+		if t := q.tickets[i].standing; t == ticketLanded || t == ticketLost {
+			return true
+		}
+	}
+	return false
 }
 
 // close lets nothing more in. The first reason stays.

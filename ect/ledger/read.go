@@ -15,8 +15,8 @@ const (
 	MaxPage = 256
 	// maxPageBytes ends a page early.
 	maxPageBytes = 4 << 20
-	// maxFound is the largest number of workflows in which Find finds one id.
-	maxFound = 16
+	// MaxFound is the largest number of workflows in which Find finds one id.
+	MaxFound = 16
 )
 
 // Entry is the entry of this log at index. An entry that was pruned is ErrPruned, one
@@ -106,7 +106,7 @@ func (l *Log) Lookup(ctx context.Context, workflow, id string) (Entry, error) {
 // in a tree yet are left out.
 func (l *Log) Find(ctx context.Context, id string) ([]Entry, error) {
 	r := store.Prefix(l.idPrefix(id))
-	r.Limit = maxFound
+	r.Limit = MaxFound
 	var all []Entry
 	for found, err := range l.store.Scan(ctx, r) {
 		if err != nil {

@@ -55,7 +55,7 @@ func TestTwoLogsOneStore(t *testing.T) {
 // TestFind: one id in several workflows is several events.
 func TestFind(t *testing.T) {
 	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
-	for n := range maxFound + 4 {
+	for n := range MaxFound + 4 {
 		e := testEvent(0)
 		if e.Workflow = fmt.Sprint(n); n == 0 {
 			e.Workflow = ""
@@ -69,7 +69,7 @@ func TestFind(t *testing.T) {
 	}
 	drain(t, l)
 	all, err := l.Find(t.Context(), "id-0")
-	if err != nil || len(all) != maxFound {
+	if err != nil || len(all) != MaxFound {
 		t.Errorf("%d found: %v", len(all), err)
 	}
 	if all, err := l.Find(t.Context(), "id"); err != nil || len(all) != 0 {

@@ -61,6 +61,9 @@ type Mark struct {
 	Rollback string
 	// At is when it was moved here, by the store's clock.
 	At time.Time
+	// Doubt is the id of the rollback under whose key an undo was sent that may have had its
+	// effect; empty without one. Whoever tries again goes on under that key.
+	Doubt string
 
 	version store.Version // zero where nothing stands
 	expires time.Time
@@ -70,6 +73,7 @@ const (
 	tagMarkState = 1 + iota
 	tagMarkRollback
 	tagMarkAt
+	tagMarkDoubt
 )
 
 const maxRollback = 512
@@ -79,6 +83,7 @@ func (m *Mark) encode() []byte {
 	e.int(tagMarkState, int64(m.State))
 	e.string(tagMarkRollback, m.Rollback)
 	e.time(tagMarkAt, m.At)
+	e.string(tagMarkDoubt, m.Doubt)
 	return e.b
 }
 
@@ -94,6 +99,8 @@ func decodeMark(b []byte) (Mark, error) {
 			m.Rollback = d.string()
 		case tagMarkAt:
 			m.At = d.time()
+		case tagMarkDoubt:
+			m.Doubt = d.string()
 		}
 	}
 	// What cannot be read must not pass for one that nobody has begun (P5).
@@ -135,6 +142,8 @@ type Step struct {
 	// Keep is until when the mark is kept: as long as the execution key, at least. Zero
 	// is for ever. A mark is never kept shorter than before, nor than the snapshot.
 	Keep time.Time
+	// Doubt is that of the mark from now on.
+	Doubt string
 }
 
 // Move makes the write that takes a step, on the condition that the mark is still as it
@@ -164,7 +173,7 @@ func (v *Vault) Move(ctx context.Context, id string, found Mark, step Step) (*Pe
 	if step.To == Standing {
 		w.Delete = true
 	} else {
-		m := Mark{State: step.To, Rollback: step.Rollback, At: now}
+		m := Mark{State: step.To, Rollback: step.Rollback, At: now, Doubt: step.Doubt}
 		w.Value = v.sealer.Seal(nil, m.encode(), w.Key)
 	}
 	p.writes = []store.Write{w}
@@ -190,6 +199,9 @@ func (v *Vault) Advance(ctx context.Context, id string, found Mark, step Step, r
 func (m *Mark) may(step Step) error {
 	if step.Rollback == "" || len(step.Rollback) > maxRollback {
 		return fmt.Errorf("%w: a rollback id of %d bytes, from 1 to %d", ErrInvalid, len(step.Rollback), maxRollback)
+	}
+	if len(step.Doubt) > maxRollback || step.To == Standing && m.Doubt != "" {
+		return fmt.Errorf("%w: what is in doubt stays so", ErrStep)
 	}
 	if m.State == Undoing && m.Rollback != step.Rollback {
 		return fmt.Errorf("%w: another rollback is at it", ErrStep)

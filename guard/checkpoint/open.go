@@ -1,6 +1,7 @@
 package checkpoint
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -78,11 +79,40 @@ func (v *Vault) Open(ctx context.Context, id string, want Want) (*Checkpoint, er
 		return nil, err
 	}
 	c.Handle = Handle{
-		name: n, created: c.Snapshot.Created, expires: expires, scopes: v.scopes(c.Snapshot),
+		name: n, created: c.Snapshot.Created, expires: expires,
+		scopes: v.scopes(c.Snapshot, func(kind byte) bool { return bytes.IndexByte(at.counted, kind) >= 0 }),
 		charge: charge(c.Snapshot, plain), part: *at,
 	}
 	c.Handle.part.inline = nil
+	c.Handle.left = c.Snapshot.left()
 	return c, nil
+}
+
+// Before is what stood there before the call of a checkpoint, for the checkpoint of a
+// further attempt of that call. It is as the store has it: what the new one is made of is
+// verified by its own token. The errors are ErrUnknown, also for a call that is undone in
+// another way, ErrTampered and ErrStore.
+func (v *Vault) Before(ctx context.Context, id string) (*Image, error) {
+	n := v.name(id)
+	at, _, err := v.part(ctx, n, kindSnapshot)
+	if err != nil {
+		return nil, err
+	}
+	if at == nil {
+		return nil, ErrUnknown
+	}
+	plain, err := v.join(ctx, n, kindSnapshot, at)
+	if err != nil {
+		return nil, err
+	}
+	s, err := decodeSnapshot(plain)
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
+	case s.Way != Restore || s.Image == nil:
+		return nil, ErrUnknown
+	}
+	return s.Image, nil
 }
 
 // result reads the result that stands at a part; nil where there is none.

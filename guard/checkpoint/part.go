@@ -29,6 +29,8 @@ type part struct {
 	inline []byte
 	salt   []byte // begins the record; in the keys of its pieces
 	pieces int
+	// counted are the kinds of the scopes in which it counts.
+	counted []byte
 	// released stands in a result's place where the call never ran.
 	released bool
 }
@@ -40,6 +42,7 @@ const (
 	tagSalt
 	tagPieces
 	tagReleased
+	tagCounted
 )
 
 func (p *part) encode() []byte {
@@ -50,6 +53,7 @@ func (p *part) encode() []byte {
 	e.bytes(tagSalt, p.salt)
 	e.int(tagPieces, int64(p.pieces))
 	e.bool(tagReleased, p.released)
+	e.bytes(tagCounted, p.counted)
 	return e.b
 }
 
@@ -70,6 +74,8 @@ func decodePart(b []byte) (*part, error) {
 			p.pieces = int(d.int())
 		case tagReleased:
 			p.released = d.bool()
+		case tagCounted:
+			p.counted = d.field
 		}
 	}
 	if d.err == nil && (p.pieces < 0 || p.pieces > maxPieces || p.pieces > 0 && len(p.salt) != saltInKey) {

@@ -21,8 +21,9 @@ const (
 	maxID          = 512
 	maxName        = 4 << 10
 	maxFields      = 32 << 10 // of the request and the image, besides their bodies
+	maxUndo        = 96 << 10
 	maxCredentials = 32 << 10
-	maxRest        = 64 << 10 // of a record, besides its bodies
+	maxRest        = 160 << 10 // of a record, besides its bodies
 	maxPieces      = (2*MaxImage+maxRest)/pieceSize + 1
 )
 
@@ -79,6 +80,7 @@ type Handle struct {
 	scopes           []scope
 	charge           int64
 	part             part
+	left             []byte // what stays if the call never runs
 }
 
 // Prepare makes the writes by which a checkpoint gets on disk in the commit of the
@@ -106,16 +108,21 @@ func (v *Vault) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 	s.fit(t.maxImage())
 	plain := s.encode()
 	p := &Pending{snapshot: &s, lost: ErrTaken, handle: Handle{
-		name: v.name(s.ID), created: now, expires: s.Expires.Add(grace(t.TTL)), scopes: v.scopes(&s),
+		name: v.name(s.ID), created: now, expires: s.Expires.Add(grace(t.TTL)),
+		scopes: v.scopes(&s, func(kind byte) bool { return !t.of(kind).none() }),
 		charge: charge(&s, plain), part: *split(plain),
 	}}
 	h := &p.handle
+	for _, scope := range h.scopes {
+		h.part.counted = append(h.part.counted, scope.kind)
+	}
 	p.sum = h.part.sum
 	held, err := v.reserve(ctx, h, &t, now)
 	if err != nil {
 		return nil, err
 	}
 	p.ended = held.ended
+	h.left = s.left()
 	p.turn = v.writers.enter()
 	p.writes = append(p.writes, v.head(h.name, kindSnapshot, &h.part, store.Absent(), h.expires))
 	p.writes = append(p.writes, v.pieces(h.name, kindSnapshot, &h.part, plain, h.expires)...)
@@ -140,12 +147,12 @@ func (s *Snapshot) fit(maxImage int) {
 		image = len(s.Image.Body)
 	}
 	rest := s.Request.rest() + s.Image.rest()
-	if s.Reversible() && (max(body, image) > maxImage || rest > maxFields || s.Credentials > maxCredentials) {
+	if s.Reversible() && (max(body, image) > maxImage || rest > maxFields || len(s.Undo) > maxUndo || s.Credentials > maxCredentials) {
 		s.Way, s.Reason = Irreversible, ReasonTooLarge
 	}
 	if !s.Reversible() {
 		r := &s.Request
-		s.Image, s.Credentials, r.Message = nil, 0, Message{}
+		s.Image, s.Undo, s.Credentials, r.Message = nil, nil, 0, Message{}
 		r.Method, r.Host, r.Path, r.Query = cut(r.Method), cut(r.Host), cut(r.Path), cut(r.Query)
 	}
 }

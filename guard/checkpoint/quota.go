@@ -10,7 +10,8 @@ import (
 
 // Quota bounds what stands of one workflow or one caller at a time, so that nobody can
 // fill the store with checkpoints (cascade 6.3). A zero member is no bound. Living
-// checkpoints are never given up for new ones (cascade 4.2.2).
+// checkpoints are never given up for new ones (cascade 4.2.2). Who has no bound is not
+// counted, so that a new one counts what is made from then on.
 type Quota struct {
 	// Count is the largest number of checkpoints.
 	Count int
@@ -60,13 +61,26 @@ type bounds struct {
 
 func (b bounds) none() bool { return b.Count <= 0 && b.Bytes <= 0 && b.rate <= 0 }
 
-func (v *Vault) scopes(s *Snapshot) []scope {
-	caller := scope{kind: kindCaller, hash: s.Caller}
-	if s.Workflow == "" {
-		return []scope{caller}
+// of is what t holds a kind of scope to.
+func (t *Terms) of(kind byte) bounds {
+	if kind == kindWorkflow {
+		return bounds{of: OfWorkflow, Quota: t.Workflow, rate: t.Rate}
 	}
-	sum := v.sealer.Index("checkpoints of workflow", s.Workflow)
-	return []scope{caller, {kind: kindWorkflow, hash: [16]byte(sum[:16])}}
+	return bounds{of: OfCaller, Quota: t.Caller}
+}
+
+// scopes are those that s counts in: with a bound of their own, so that nothing is written
+// for the others.
+func (v *Vault) scopes(s *Snapshot, counted func(kind byte) bool) []scope {
+	var found []scope
+	if counted(kindCaller) {
+		found = append(found, scope{kind: kindCaller, hash: s.Caller})
+	}
+	if s.Workflow != "" && counted(kindWorkflow) {
+		sum := v.sealer.Index("checkpoints of workflow", s.Workflow)
+		found = append(found, scope{kind: kindWorkflow, hash: [16]byte(sum[:16])})
+	}
+	return found
 }
 
 // reservation is room for a checkpoint that waits for its commit.
@@ -88,12 +102,8 @@ type room struct {
 func (v *Vault) reserve(ctx context.Context, h *Handle, t *Terms, now time.Time) (*reservation, error) {
 	r := &reservation{v: v, h: h}
 	for _, s := range h.scopes {
-		b := bounds{of: OfCaller, Quota: t.Caller}
-		if s.kind == kindWorkflow {
-			b = bounds{of: OfWorkflow, Quota: t.Workflow, rate: t.Rate}
-		}
 		u := v.usages.of(s)
-		taken, err := u.reserve(ctx, v, h, b, now)
+		taken, err := u.reserve(ctx, v, h, t.of(s.kind), now)
 		if err != nil {
 			v.usages.giveBack(u)
 			r.ended(err)

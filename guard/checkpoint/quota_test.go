@@ -131,18 +131,43 @@ func TestQuotaBoundsTheBytes(t *testing.T) {
 	})
 }
 
-// A quota that is set while checkpoints stand counts those, once.
+// A quota that is set while checkpoints stand counts what is made from then on, and in
+// another life the same.
 func TestQuotaThatIsSetLater(t *testing.T) {
 	r := newRig(t)
-	none, terms := checkpoint.Terms{}, checkpoint.Terms{Workflow: checkpoint.Quota{Count: 4}}
+	none, terms := checkpoint.Terms{}, checkpoint.Terms{Workflow: checkpoint.Quota{Count: 2}}
 	r.landed(r.prepare(small("a"), none))
+	r.landed(r.prepare(small("b"), terms))
 	r.restart()
-	r.landed(r.prepare(small("b"), none))
-	p := r.landed(r.prepare(small("c"), none))
-	r.landed(r.Release(p.Handle()))
-	r.landed(r.prepare(small("d"), terms))
-	r.landed(r.prepare(small("e"), terms))
-	r.over(small("f"), terms, checkpoint.OfWorkflow, checkpoint.OverCount)
+	r.landed(r.prepare(small("c"), terms))
+	r.over(small("d"), terms, checkpoint.OfWorkflow, checkpoint.OverCount)
+}
+
+// Who has no bound is not counted, and costs the store nothing.
+func TestOnlyWhatIsBoundedIsCounted(t *testing.T) {
+	for name, c := range map[string]struct {
+		terms  checkpoint.Terms
+		writes int
+		caller int
+	}{
+		"no bound":           {checkpoint.Terms{}, 1, 0},
+		"a workflow's count": {checkpoint.Terms{Workflow: checkpoint.Quota{Count: 9}}, 3, 0}, // with its note
+		"a workflow's rate":  {checkpoint.Terms{Rate: 9}, 3, 0},
+		"a caller's bytes":   {checkpoint.Terms{Caller: checkpoint.Quota{Bytes: 1 << 30}}, 3, 1},
+	} {
+		r := newRig(t)
+		p := r.landed(r.prepare(small("a"), c.terms))
+		if n := len(p.Writes()); n != c.writes || r.count("ko") != c.caller || r.count("kw")+r.count("ko") != min(c.writes-1, 1) {
+			t.Errorf("%s: %d writes, %d accounts of workflows, %d of callers", name, n, r.count("kw"), r.count("ko"))
+		}
+		// A large result, also one that another life records, is counted in the same scopes.
+		before := r.count("kw") + r.count("ko")
+		r.restart()
+		r.record(r.open("a", checkpoint.Want{Sum: p.Sum()}).Handle, result(300<<10))
+		if n := r.count("kw") + r.count("ko"); n != before {
+			t.Errorf("%s: %d accounts after the result, %d before", name, n, before)
+		}
+	}
 }
 
 // C-6.3-e, A-checkpoint-flooding-c: a workflow makes so many in a minute, also over a
@@ -247,9 +272,10 @@ func TestNewWorkflowsAreNotScanned(t *testing.T) {
 func TestQuotaCountsTheLongBesideTheShort(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
-		r.landed(r.prepare(small("long"), checkpoint.Terms{TTL: 30 * ttl}))
+		many := checkpoint.Quota{Count: 9}
+		r.landed(r.prepare(small("long"), checkpoint.Terms{TTL: 30 * ttl, Caller: many}))
 		r.restart()
-		r.landed(r.prepare(small("short"), checkpoint.Terms{TTL: time.Hour}))
+		r.landed(r.prepare(small("short"), checkpoint.Terms{TTL: time.Hour, Caller: many}))
 		time.Sleep(29 * ttl)
 		r.restart()
 		r.over(small("more"), checkpoint.Terms{Caller: checkpoint.Quota{Count: 1}}, checkpoint.OfCaller, checkpoint.OverCount)

@@ -58,7 +58,7 @@ func (v *Vault) keep(ctx context.Context, pieces []store.Write) error {
 }
 
 // Release makes the writes by which a checkpoint goes whose call never ran. What is left
-// says so until the ttl would have ended (ErrReleased).
+// says so until the ttl would have ended (ErrReleased), and names the call (Released).
 //
 // Done must be called with the error of the commit.
 func (v *Vault) Release(h Handle) *Pending {
@@ -76,7 +76,7 @@ func (v *Vault) Release(h Handle) *Pending {
 	for _, s := range h.scopes {
 		remove(s.account(h.name))
 	}
-	p.writes = append(p.writes, v.head(h.name, kindResult, &part{released: true}, store.Condition{}, h.expires))
+	p.writes = append(p.writes, v.head(h.name, kindResult, &part{released: true, inline: h.left}, store.Condition{}, h.expires))
 	return p
 }
 

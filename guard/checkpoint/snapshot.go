@@ -1,6 +1,7 @@
 package checkpoint
 
 import (
+	"bytes"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -35,6 +36,9 @@ type Snapshot struct {
 	Request Request
 	// Image is what stood at the target before the call; nil where the undo needs none.
 	Image *Image
+	// Undo says how the call is undone, in the words of whoever undoes it: decided before
+	// the call leaves, whatever the configuration says later. Empty where it cannot be.
+	Undo []byte
 }
 
 // Reversible is what the token says in cascade.reversible.
@@ -99,6 +103,7 @@ const (
 	tagStatus
 	tagAnswer
 	tagCredentials
+	tagUndo
 )
 
 // The tags inside a request, an answer and an image.
@@ -131,6 +136,7 @@ func (s *Snapshot) encode() []byte {
 	e.int(tagCredentials, int64(s.Credentials))
 	e.bytes(tagRequest, s.Request.encode())
 	e.image(s.Image)
+	e.bytes(tagUndo, s.Undo)
 	return e.b
 }
 
@@ -170,6 +176,8 @@ func decodeSnapshot(b []byte) (*Snapshot, error) {
 		case tagImage:
 			s.Image = new(Image)
 			d.sub(s.Image.decode)
+		case tagUndo:
+			s.Undo = bytes.Clone(d.field)
 		}
 	}
 	if d.err == nil && (way < int64(Restore) || way > int64(Irreversible) || s.ID == "") {

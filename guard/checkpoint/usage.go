@@ -92,7 +92,7 @@ func (u *usage) reserve(ctx context.Context, v *Vault, h *Handle, b bounds, now 
 	if err := u.load(ctx, v); err != nil {
 		return room{}, err
 	}
-	if !b.none() && !u.counted {
+	if !u.counted {
 		// Where that is much it takes long, and is not begun anew because a client has left.
 		if err := u.count(context.WithoutCancel(ctx), v, b.rate); err != nil {
 			return room{}, err

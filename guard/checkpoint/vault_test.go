@@ -386,7 +386,7 @@ func TestP4ReadingFailsClosed(t *testing.T) {
 		case "kc":
 			_, err = r.Credentials(ctx, "c")
 		case "kn":
-			_, err = r.Prepare(ctx, full("d", 1), nil, checkpoint.Terms{TTL: ttl})
+			_, err = r.Prepare(ctx, full("d", 1), nil, checkpoint.Terms{TTL: ttl, Rate: 9})
 		default:
 			_, err = r.Open(ctx, "c", checkpoint.Want{Sum: p.Sum()})
 		}

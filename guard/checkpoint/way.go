@@ -56,6 +56,8 @@ const (
 	ReasonNoImage Reason = "no-image"
 	// ReasonAbsent: a value that the undo needs is not there.
 	ReasonAbsent Reason = "absent-value"
+	// ReasonMethod: what a call with this method has done cannot be put back.
+	ReasonMethod Reason = "method"
 	// ReasonTooLarge: what the undo needs is larger than what is kept.
 	ReasonTooLarge Reason = "too-large"
 	// ReasonUnkept: the store had no room for what the undo needs of the answer.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -47,19 +48,36 @@ var (
 type Desk struct {
 	store  store.Store
 	sealer Sealer
-	keep   time.Duration
+	keep   atomic.Int64 // nanoseconds
 
 	mu   sync.Mutex
 	news chan struct{} // closed when something was opened here
+	hear func(Escalation)
 }
 
 // NewDesk makes the desk of a store. keep is how long an escalation is kept after its
 // state last changed; zero is DefaultKeep. One that nobody was told of is kept for ever.
 func NewDesk(st store.Store, sealer Sealer, keep time.Duration) *Desk {
+	d := &Desk{store: st, sealer: sealer, news: make(chan struct{}), hear: func(Escalation) {}}
+	d.SetKeep(keep)
+	return d
+}
+
+// SetKeep changes how long an escalation is kept that changes its state from now on; zero
+// is DefaultKeep.
+func (d *Desk) SetKeep(keep time.Duration) {
 	if keep <= 0 {
 		keep = DefaultKeep
 	}
-	return &Desk{store: st, sealer: sealer, keep: keep, news: make(chan struct{})}
+	d.keep.Store(int64(keep))
+}
+
+// Hear lets f hear of each escalation that is opened here from now on, once its commit has
+// landed. It is called by whoever opens, and must not wait.
+func (d *Desk) Hear(f func(Escalation)) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.hear = f
 }
 
 // changed returns a channel that is closed when the next escalation is opened here.
@@ -69,11 +87,12 @@ func (d *Desk) changed() <-chan struct{} {
 	return d.news
 }
 
-func (d *Desk) wake() {
+func (d *Desk) wake() (hear func(Escalation)) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	close(d.news)
 	d.news = make(chan struct{})
+	return d.hear
 }
 
 // Pending is an escalation on its way into a commit.
@@ -139,7 +158,9 @@ func (p *Pending) Done(err error) error {
 		return err
 	}
 	if err == nil || errors.Is(err, store.ErrUnknown) { // it may have landed
-		p.desk.wake()
+		if hear := p.desk.wake(); err == nil {
+			hear(p.escalation)
+		}
 	}
 	var lost *store.Conflict
 	if errors.As(err, &lost) && string(lost.Key) == string(p.writes[0].Key) {

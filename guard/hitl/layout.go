@@ -74,7 +74,7 @@ func (e *Escalation) expires(keep time.Duration) time.Time {
 // put is the batch that brings an escalation from old to new, index entries included.
 // old is nil where there is none yet. The record comes first.
 func (d *Desk) put(id uuid.UUID, old, new *Escalation, condition store.Condition) []store.Write {
-	name, expires := recordKey(id), new.expires(d.keep)
+	name, expires := recordKey(id), new.expires(time.Duration(d.keep.Load()))
 	batch := make([]store.Write, 1, 5)
 	batch[0] = store.Write{Key: name, If: condition, Value: d.sealer.Seal(nil, new.encode(nil), name), Expires: expires}
 	if old == nil || old.State != new.State || !old.Changed.Equal(new.Changed) {

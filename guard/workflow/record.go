@@ -59,10 +59,13 @@ type Record struct {
 	// Status is what a rollback ended as (completed, partial, escalated, failed), or the
 	// terminal status of a workflow.
 	Status string
+	// Whole marks the gateway's result of a rollback as a whole. What became of a
+	// checkpoint in it, the result of that one alone says.
+	Whole bool
 	// Severity of an error: info, warning, error or critical.
 	Severity string
-	// Attempt marks the gateway's error of one attempt of a call, which says nothing
-	// about what came of the call: its settlement does.
+	// Attempt marks the gateway's error of one attempt of a call, or of its rollback,
+	// which says nothing about what came of the call: its settlement does.
 	Attempt bool
 	// Reversible says of a checkpoint that the action can be undone.
 	Reversible bool

@@ -292,3 +292,38 @@ func TestStatesAreDerivedAnew(t *testing.T) {
 		}
 	}
 }
+
+// P6: what became of a checkpoint, its own result says; that of a rollback as a whole
+// counts only where there is none.
+func TestP6ResultOfTheWholeRollback(t *testing.T) {
+	whole := func(id, status, start string) Record {
+		return Record{ID: id, Parents: []string{start}, Event: RollbackComplete, CheckpointID: "C", Status: status, Issuer: "gateway", Own: true, Whole: true}
+	}
+	step := func(id, status, start string) Record {
+		r := whole(id, status, start)
+		r.Whole = false
+		return r
+	}
+	begin := []Record{task("T"), ckpt("C", "T"), start("S", "C", "T")}
+	for name, test := range map[string]struct {
+		more   []Record
+		state  State
+		detail Detail
+	}{
+		"undone, and others were not":        {[]Record{step("R", "completed", "S"), whole("W", "partial", "S")}, RolledBack, ""},
+		"not undone, whatever is said after": {[]Record{step("R", "failed", "S"), whole("W", "completed", "S")}, Running, RollbackFailed},
+		"nothing but the whole":              {[]Record{whole("W", "completed", "S")}, RolledBack, ""},
+		"the whole has failed":               {[]Record{whole("W", "failed", "S")}, Running, RollbackFailed},
+		"once more": {[]Record{
+			step("R", "failed", "S"), whole("W", "failed", "S"), start("S2", "C", "T"), step("R2", "completed", "S2"), whole("W2", "completed", "S2"),
+		}, RolledBack, ""},
+		"once more, with less": {[]Record{whole("W", "failed", "S"), start("S2", "C", "T"), whole("W2", "completed", "S2")}, RolledBack, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := New(append(append([]Record(nil), begin...), test.more...))
+			if n, _ := g.Node("C"); n.State != test.state || n.Detail != test.detail {
+				t.Errorf("%s %s, want %s %s", n.State, n.Detail, test.state, test.detail)
+			}
+		})
+	}
+}

@@ -34,6 +34,9 @@ func (u undo) detail() Detail {
 type rolling struct {
 	asked  int // when it was last asked for; -1 is never
 	direct said
+	// whole is the result of a rollback as a whole, which counts where none is direct: that
+	// of others may have made it less than what this checkpoint's own was.
+	whole said
 	// byStart are results that name no checkpoint, so that only the start below which
 	// they stand does. They may be of different agents (cascade, Figure 13): all count.
 	byStart said
@@ -50,7 +53,7 @@ type said struct {
 func (d *derivation) rollbacks() {
 	all := make([]rolling, len(d.nodes)) // of every checkpoint
 	for i := range all {
-		all[i] = rolling{asked: -1, direct: said{at: -1}, byStart: said{at: -1}}
+		all[i] = rolling{asked: -1, direct: said{at: -1}, whole: said{at: -1}, byStart: said{at: -1}}
 	}
 	for i := range d.nodes {
 		if !d.asks(i) {
@@ -130,9 +133,14 @@ func (d *derivation) result(i int, all []rolling) {
 	}
 	direct := d.targets(i)
 	for _, c := range direct {
-		if d.believed(i, c) {
-			all[c].direct.last(said{d.seq[i], status, node.Own})
+		if !d.believed(i, c) {
+			continue
 		}
+		if node.Whole {
+			all[c].whole.last(said{d.seq[i], status, node.Own})
+			continue
+		}
+		all[c].direct.last(said{d.seq[i], status, node.Own})
 	}
 	if len(direct) > 0 || node.CheckpointID != "" || node.Event == Compensate {
 		return
@@ -170,6 +178,9 @@ func (s *said) all(next said) {
 
 func (r *rolling) standing() said {
 	s := r.direct
+	if s.at < 0 {
+		s = r.whole
+	}
 	if s.at < 0 {
 		s = r.byStart
 	}

@@ -1,0 +1,288 @@
+package rollback
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
+)
+
+// Reasons of steps that are not those of an undo.
+const (
+	reasonTampered    = "checkpoint-tampered" // what was recorded is not what the token says
+	reasonExpired     = "checkpoint-expired"  // its ttl was over when the rollback was asked for
+	reasonForeign     = "foreign"             // another gateway or agent has made it
+	reasonMissing     = "missing"             // the group contains what nobody knows
+	reasonMembers     = "members"             // some of what the group contains was not undone
+	reasonUnavailable = "unavailable"         // the undo could not be carried on in time
+	reasonBusy        = "busy"                // another rollback has left it half undone
+)
+
+// ended is how a step has ended.
+type ended struct {
+	undo.Result
+	status    Status
+	reason    string
+	cancelled bool
+	way       checkpoint.Way
+	call      guard.Undoing // what is refused from now on, where it is completed
+	token     Checkpoint
+}
+
+func undone() ended { return ended{status: Completed} }
+
+func escalated(reason string) ended { return ended{status: Escalated, reason: reason} }
+
+func failed(reason string) ended { return ended{status: Failed, reason: reason} }
+
+// take takes a step until it has ended. It is journaled before anything is sent, so that
+// after a crash at any point it is taken up, and nothing is sent twice: what was begun is
+// asked for again with the same task.
+func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
+	step := r.step(i)
+	if step.State == StepDone {
+		return nil
+	}
+	if c.ending() && step.State == StepPending {
+		return errCut
+	}
+	m, damaged, err := c.mark(ctx, step.Checkpoint)
+	if err != nil {
+		return err
+	}
+	cp, tampered, err := c.token(ctx, step.Checkpoint)
+	if err != nil {
+		return err
+	}
+	end, err := func() (ended, error) {
+		switch {
+		case m.State == checkpoint.Undone:
+			return undone(), nil
+		case r.due.is() && step.State == StepPending:
+			return escalated(string(undo.ReasonTimeout)), nil
+		case damaged || tampered:
+			return failed(reasonTampered), nil
+		case m.State == checkpoint.Undoing && m.Rollback != r.id:
+			return c.busy(r, m.Rollback)
+		case step.What == plan.Gather:
+			e := r.gather(cp.Parents)
+			if e.status != Completed {
+				return e, nil
+			}
+			// Nothing is sent for it. Its mark needs a beginning all the same, and one that is
+			// journaled: otherwise a rollback that gives way leaves it half undone for ever.
+			return e, c.begin(ctx, r, i, &m)
+		case step.What == plan.Escalate:
+			return escalated(string(undo.ReasonIrreversible)), nil
+		case step.What == plan.Expired:
+			return escalated(reasonExpired), nil
+		case !cp.Own:
+			return escalated(reasonForeign), nil
+		}
+		if err := c.begin(ctx, r, i, &m); err != nil {
+			return ended{}, err
+		}
+		return c.undo(ctx, r, i, &cp)
+	}()
+	if err != nil {
+		return err
+	}
+	if step.State == StepRunning && (end.reason == reasonTampered || end.reason == reasonExpired) {
+		end.Unknown = true // P6: its undo may have been sent before what it needs was gone
+	}
+	end.token = cp
+	return c.insist(r, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
+}
+
+// busy waits for a rollback that is at the same checkpoint.
+func (c *Coordinator) busy(r *run, id string) (ended, error) {
+	other := c.known(c.name(id))
+	if other == nil || other.halted.is() {
+		e := failed(reasonBusy)
+		e.Unknown = true
+		return e, nil
+	}
+	select {
+	case <-other.halted.c:
+		return ended{}, fmt.Errorf("%w: another rollback was at the checkpoint", ErrStore) // look again
+	case <-r.due.c:
+		return escalated(string(undo.ReasonTimeout)), nil
+	case <-c.quit:
+		return ended{}, errCut
+	}
+}
+
+// begin journals that a step is taken, with the checkpoint's mark, in one commit.
+func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Mark) error {
+	step := r.step(i)
+	ours := m.State == checkpoint.Undoing && m.Rollback == r.id
+	if ours && step.State == StepRunning {
+		return nil
+	}
+	c.sealing.RLock()
+	defer c.sealing.RUnlock()
+	g := new(cargo)
+	if !ours {
+		p, err := c.o.Vault.Move(ctx, step.Checkpoint, *m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt})
+		if err != nil {
+			return err
+		}
+		g.add(p.Writes(), p.Done)
+	}
+	step.State = StepRunning
+	w, err := c.stepWrite(r.name, i, &step)
+	if err != nil {
+		return g.done(err)
+	}
+	_, err = c.o.Store.Commit(ctx, append(g.writes, w)...)
+	if err = g.done(err); err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	r.setStep(i, &step)
+	return nil
+}
+
+// undo does what a step that was begun asks for.
+func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (ended, error) {
+	what, then := r.step(i).What, r.then[i]
+	for {
+		told := plan.Standing
+		switch what {
+		case plan.Block:
+			told = plan.NeverRan
+		case plan.Wait:
+			told = plan.InFlight
+		}
+		s, err := c.call(ctx, cp, r.id, told)
+		switch {
+		case errors.Is(err, guard.ErrUnreadable) && r.due.is():
+			// It does not heal by itself, and must not hold up what comes after it for ever.
+			e := failed(reasonUnavailable)
+			e.Unknown = true
+			return e, nil
+		case errors.Is(err, ErrStore):
+			return ended{}, err
+		case errors.Is(err, checkpoint.ErrExpired):
+			return escalated(reasonExpired), nil
+		case err != nil:
+			return failed(reasonTampered), nil
+		}
+		switch s.state {
+		case plan.NeverRan:
+			return ended{status: Completed, cancelled: true, call: s.call}, nil
+		case plan.InFlight:
+			over, err := c.await(ctx, r, s.call.Key)
+			if err != nil {
+				return ended{}, err
+			}
+			if !over {
+				return escalated(string(undo.ReasonTimeout)), nil
+			}
+			continue
+		}
+		switch {
+		case !cp.Reversible || !s.opened.Snapshot.Reversible():
+			return escalated(string(undo.ReasonIrreversible)), nil
+		case then == plan.Expired:
+			return escalated(reasonExpired), nil
+		}
+		return c.send(ctx, r, s)
+	}
+}
+
+// await waits for a call in flight. It reports whether that is over; if not, the time of
+// the rollback is.
+func (c *Coordinator) await(ctx context.Context, r *run, key guard.Key) (over bool, err error) {
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	ended := make(chan error, 1)
+	go func() { ended <- c.o.Guard.Await(ctx, key) }()
+	select {
+	case err = <-ended:
+		if err != nil {
+			return false, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		return true, nil
+	case <-r.due.c:
+	case <-c.quit:
+		err = errCut
+	}
+	stop()
+	<-ended
+	return false, err
+}
+
+// send lets the Undoer undo a call that ran. What another rollback has left in doubt goes on
+// under that one's key: only so can it be sent again, or asked for (DESIGN, "Checkpoints and
+// rollback").
+func (c *Coordinator) send(ctx context.Context, r *run, s sight) (ended, error) {
+	brief := r.brief()
+	result, err := c.o.Undoer.Undo(ctx, undo.Task{
+		Rollback: cmp.Or(s.opened.Mark.Doubt, r.id), Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit,
+	})
+	switch {
+	case err != nil && (ctx.Err() != nil || c.ending()):
+		return ended{}, errCut
+	case err != nil && r.due.is():
+		e := failed(reasonUnavailable)
+		e.Unknown = true
+		return e, nil
+	case err != nil:
+		return ended{}, fmt.Errorf("undoing: %w", err)
+	}
+	e := ended{Result: result, status: Completed, way: s.opened.Snapshot.Way, call: s.call}
+	if !result.Done {
+		e.status, e.reason = statusOf(result.Reason), string(result.Reason)
+	}
+	return e, nil
+}
+
+// statusOf tells what a person has to decide from what was tried and has failed.
+func statusOf(r undo.Reason) Status {
+	switch r {
+	case undo.ReasonIrreversible, undo.ReasonChanged, undo.ReasonLost, undo.ReasonTimeout, undo.ReasonNoPostImage:
+		return Escalated
+	}
+	return Failed
+}
+
+// gather is how the step of a group ends: as what it contains has.
+func (r *run) gather(members []string) ended {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	done, failures, missing := 0, 0, 0
+	for _, id := range members {
+		i, known := r.index[id]
+		switch {
+		case !known:
+			missing++
+		case r.steps[i].Status == Completed:
+			done++
+		case r.steps[i].Status == Failed:
+			failures++
+		}
+	}
+	e := undone()
+	switch {
+	case done == len(members):
+		return e
+	case missing > 0:
+		e.reason = reasonMissing
+	default:
+		e.reason = reasonMembers
+	}
+	switch {
+	case done > 0:
+		e.status = Partial
+	case failures+missing > 0:
+		e.status = Failed
+	default:
+		e.status = Escalated
+	}
+	return e
+}
