@@ -71,10 +71,17 @@ type App struct {
 	// passed through and mean nothing.
 	Trust *Trust `json:"trust,omitempty"`
 
+	// Who may ask for rollbacks, and how often.
+	Rollback *Rollback `json:"rollback,omitempty"`
+
+	// Who is told of what only people can decide. Default: the log.
+	HITL *HITL `json:"hitl,omitempty"`
+
 	ctx    caddy.Context
 	logger *zap.Logger
 	spec   engineSpec
 
+	guards    guards
 	events    *caddyevents.App
 	pending   pendingEvents
 	counts    *metrics.Set // of the store
@@ -151,6 +158,20 @@ func (a *App) Provision(ctx caddy.Context) error {
 	if err := a.provisionTokens(); err != nil {
 		return err
 	}
+	if a.Rollback != nil {
+		if err := a.Rollback.provision(); err != nil {
+			return fmt.Errorf("agent_guard: rollback: %w", err)
+		}
+	}
+	if a.HITL != nil {
+		gateway := ""
+		if a.Identity != nil {
+			gateway = a.Identity.Name
+		}
+		if err := a.HITL.provision(gateway); err != nil {
+			return fmt.Errorf("agent_guard: hitl: %w", err)
+		}
+	}
 	events, err := ctx.App("events")
 	if err != nil {
 		return fmt.Errorf("agent_guard: %w", err)
@@ -192,7 +213,10 @@ func (a *App) Start() error {
 				"use agent_proxy in its place", zap.String("server", server))
 		}
 	}
-	_, err := a.engine()
+	e, err := a.engine()
+	if err == nil {
+		e.startRollbacks(context.Background())
+	}
 	return err
 }
 
@@ -209,6 +233,7 @@ func (a *App) Cleanup() error {
 		releaseCounts(a.spec.path)
 		a.counting = false
 	}
+	a.HITL.close()
 	if a.held == nil {
 		return nil
 	}
@@ -241,6 +266,11 @@ func (a *App) engine() (*engine, error) {
 			return nil, err
 		}
 		a.way.Store(way)
+		if err := e.openRollbacks(a.rollbackRetain()); err != nil {
+			e.leaveArchive(a.Identity)
+			_ = e.release() // closing the store logs its own errors
+			return nil, err
+		}
 	}
 	if a.Identity == nil {
 		if begun, err := evidence.Begun(context.Background(), e.store); err == nil && begun {
@@ -256,6 +286,7 @@ func (a *App) engine() (*engine, error) {
 	a.held = e
 	e.audience.join(a)
 	e.teller.begin()
+	e.escalations.adopt(a.HITL)
 	e.tellRecovered()
 	return e, nil
 }

@@ -30,8 +30,11 @@ func init() {
 //		keys  file <path> | value <placeholder>
 //		drain <duration>
 //		quota {
-//			open_executions <number>
-//			stored_bytes    <size>
+//			open_executions  <number>
+//			stored_bytes     <size>
+//			checkpoints      workflow | caller <number>
+//			checkpoint_bytes workflow | caller <size>
+//			checkpoint_rate  <number> | off
 //		}
 //		identity <uri> {
 //			key_file  <path>
@@ -45,6 +48,20 @@ func init() {
 //		trust jwks_url  <url>  [<owner>]
 //		trust {
 //			...
+//		}
+//		rollback {
+//			lineage      ancestor | workflow
+//			coordinators <issuers...>
+//			rate         <number>
+//			wait         <duration>
+//			retain       <duration>
+//		}
+//		hitl {
+//			webhook <url> {
+//				secret  <placeholder>...
+//				timeout <duration>
+//			}
+//			keep <duration>
 //		}
 //	}
 func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
@@ -70,9 +87,11 @@ func appOptions() options[*App] {
 		"drain": {usage: "drain <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
 			return parseDuration(d, &a.Drain)
 		}},
+		"hitl":     {usage: "hitl { ... }", parse: parseHITL},
 		"quota":    {usage: "quota { ... }", parse: parseQuota},
 		"identity": {usage: "identity <uri> { ... }", parse: parseIdentity},
 		"trust":    {usage: "trust jwks_file <path> [<owner>] | jwks_url <url> [<owner>] | { ... }", several: true, parse: parseTrust},
+		"rollback": {usage: "rollback { ... }", parse: parseRollback},
 	}
 }
 
@@ -121,8 +140,8 @@ func parseGuard(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 	if err := guard.parseHandlers(h, "fallback", &guard.FallbackRaw); err != nil {
 		return nil, err
 	}
-	if at, own := guard.ownRequests(); own && guard.UpstreamRaw == nil {
-		return nil, errorAt(at, errors.New("on_unknown: a probe is a request of the guard's own; "+
+	if asks, own := guard.ownRequests(); own && guard.UpstreamRaw == nil {
+		return nil, errorAt(asks.at, errors.New(asks.what+" of the guard's own; "+
 			"give agent_guard an `upstream` block that says how it reaches the upstream, or use agent_proxy"))
 	}
 	return guard, nil
@@ -149,16 +168,31 @@ func (h *Handler) parseHandlers(helper httpcaddyfile.Helper, option string, into
 	return nil
 }
 
+// wanting is an option that makes the guard send requests of its own.
+type wanting struct {
+	at   caddyfile.Token
+	what string
+}
+
 // ownRequests reports whether the guard makes requests of its own, and what asks
 // for the first.
-func (h *Handler) ownRequests() (caddyfile.Token, bool) {
+func (h *Handler) ownRequests() (wanting, bool) {
+	const probe, undo = "on_unknown: a probe is a request", ": an undo is made of requests"
 	if h.OnUnknown == onUnknownProbe {
-		return h.origin["on_unknown"][0], true
+		return wanting{h.origin["on_unknown"][0], probe}, true
+	}
+	if h.DefaultUndo != nil {
+		if _, own := h.DefaultUndo.OwnRequests(); own {
+			return wanting{h.origin["default_undo"][0], "default_undo" + undo}, true
+		}
 	}
 	for _, a := range h.Actions {
 		if a.OnUnknown == onUnknownProbe {
-			return a.origin["on_unknown"][0], true
+			return wanting{a.origin["on_unknown"][0], probe}, true
+		}
+		if option, own := a.OwnRequests(); own {
+			return wanting{a.origin[option][0], option + undo}, true
 		}
 	}
-	return caddyfile.Token{}, false
+	return wanting{}, false
 }

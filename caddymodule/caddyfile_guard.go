@@ -8,6 +8,8 @@ import (
 	"unicode"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
 )
 
 // UnmarshalCaddyfile reads the directive
@@ -30,6 +32,7 @@ import (
 //		attach_wait         <duration>
 //		fail_open
 //		endpoints           off
+//		default_undo        <way>
 //		upstream {
 //			<handler directives...>
 //		}
@@ -38,8 +41,10 @@ import (
 //		}
 //		<policy>
 //		action <name> {
-//			match <matchers>
+//			match       <matchers>
+//			description <text>
 //			<policy>
+//			<way>
 //		}
 //	}
 //
@@ -73,6 +78,33 @@ import (
 //	target        <text>
 //	unframed      doubt | complete
 //	grpc          unary
+//	checkpoint_ttl    <duration>
+//	undo_auth         config | recorded
+//	on_snapshot_error refuse | irreversible
+//	snapshot_timeout  <duration>
+//	on_lost           resend | escalate
+//	on_changed        escalate | overwrite
+//	max_image         <size>
+//
+// <way> is how calls are undone: one of these, or restore and compensate, of which the
+// latter is for what cannot be restored.
+//
+//	restore {
+//		header     <field> <value>
+//		on_changed escalate | overwrite
+//		verify     off
+//	}
+//	compensate <method> <url> {
+//		json   <name> <value>
+//		form   <name> <value>
+//		body   <media type> <text>
+//		header <field> <value>
+//		status <method> <url> {
+//			header <field> <value>
+//		}
+//	}
+//	delegate <uri>
+//	irreversible
 //
 // <evidence> is a list of statuses on the line, or a block of
 //
@@ -102,10 +134,20 @@ func (h *Handler) checkPolicies() error {
 	if err := base.validate(); err != nil {
 		return place(err, h.origin)
 	}
+	if h.DefaultUndo != nil {
+		if _, err := undoing.Compile(h.DefaultUndo, &base.Terms, h.Name, h.Credentials); err != nil {
+			return placeUndo(err, "default_undo", h.origin)
+		}
+	}
 	for _, a := range h.Actions {
 		policy := a.Policy
 		policy.inherit(&base)
-		if err := policy.validate(); err != nil {
+		err := policy.validate()
+		if err == nil {
+			_, err = undoing.Compile(&a.Ways, &policy.Terms, h.Name, h.Credentials)
+			err = undoError(err)
+		}
+		if err != nil {
 			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin, h.origin)
 		}
 	}
@@ -190,9 +232,10 @@ func guardOptions() options[*Handler] {
 		"endpoints": {usage: "endpoints off", parse: func(d dispenser, h *Handler) error {
 			return parseChoice(d, &h.Endpoints, endpointsOff)
 		}},
-		"upstream": {usage: "upstream { <handler directives...> }", parse: skipHandlers},
-		"fallback": {usage: "fallback { <handler directives...> }", parse: skipHandlers},
-		"action":   {several: true, named: true, usage: "action <name> { ... }", parse: parseAction},
+		"default_undo": {usage: "default_undo restore | compensate | delegate | irreversible ...", parse: parseDefaultUndo},
+		"upstream":     {usage: "upstream { <handler directives...> }", parse: skipHandlers},
+		"fallback":     {usage: "fallback { <handler directives...> }", parse: skipHandlers},
+		"action":       {several: true, named: true, usage: "action <name> { ... }", parse: parseAction},
 	}.merge(within(func(h *Handler) *Policy { return &h.Policy }, policyOptions()))
 }
 
@@ -273,7 +316,14 @@ func actionOptions() options[*Action] {
 		"match": {several: true, usage: "match <matchers>", parse: func(d *caddyfile.Dispenser, a *Action) error {
 			return parseMatchers(d, &a.MatcherSetsRaw)
 		}},
-	}.merge(within(func(a *Action) *Policy { return &a.Policy }, policyOptions()))
+		"description": {usage: "description <text>", parse: func(d *caddyfile.Dispenser, a *Action) error {
+			if err := parseWord(d, &a.Description); err != nil {
+				return err
+			}
+			return checkDescription(a.Description)
+		}},
+	}.merge(within(func(a *Action) *Policy { return &a.Policy }, policyOptions())).
+		merge(within(func(a *Action) *undoing.Ways { return &a.Ways }, waysOptions()))
 }
 
 // checkName checks the name of an action that comes after others.

@@ -10,6 +10,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -52,7 +53,7 @@ func policyOptions() options[*Policy] {
 		"grpc": {usage: "grpc unary", parse: func(d dispenser, p *Policy) error {
 			return parseChoice(d, &p.GRPC, grpcUnary)
 		}},
-	}
+	}.merge(within(func(p *Policy) *undoing.Terms { return &p.Terms }, termsOptions()))
 }
 
 func parseOutcome(d *caddyfile.Dispenser, p *Policy) error {

@@ -156,6 +156,7 @@ func (h circuitHook) Transition(ev breaker.Event) {
 func (h circuitHook) PermanentlyOpen(ev breaker.Event) {
 	h.e.logger.Error("an upstream does not come back", circuitFields(ev)...)
 	h.e.emit(eventCircuitGivesUp, circuitData(ev))
+	h.e.escalateCircuit(ev)
 }
 
 // Dropped implements circuits.Hook. What is recorded of them goes too, an operator's mode

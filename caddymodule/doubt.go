@@ -29,6 +29,27 @@ func (x *exchange) doubt(found guard.Finding) (step, error) {
 	return stepDone, x.inDoubt(found.Record.Cause)
 }
 
+// mayHaveRun reports that the call runs although nobody knows whether it did before: its
+// action says so, and no probe has denied it.
+func (x *exchange) mayHaveRun() bool { return x.earlier != "" }
+
+// stillInDoubt is the outcome of an attempt that was not executed, where an earlier one may
+// have been: what is proven of this one says nothing of that (P6).
+func (x *exchange) stillInDoubt(o guard.Outcome) guard.Outcome {
+	if o.Verdict == guard.Released && x.mayHaveRun() {
+		o.Verdict, o.Cause = guard.InDoubt, x.earlier
+	}
+	return o
+}
+
+// refusedInDoubt says with a refusal of the call that it may have been executed before.
+func (x *exchange) refusedInDoubt(err error) error {
+	if p := (*problem.Problem)(nil); errors.As(err, &p) && x.mayHaveRun() {
+		p.Doubtful, p.State = true, guard.StateInDoubt.String()
+	}
+	return err
+}
+
 // followedInVain goes on with a call that got nothing from the execution that it
 // followed. Released unsent, one of those that wait may run. In doubt, none: on_unknown
 // is for calls that come afterwards; applied here, each would run in its turn.

@@ -30,7 +30,7 @@ const (
 // everything else.
 func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 	if !strings.HasPrefix(r.URL.Path, wellKnown) {
-		return h.serveCircuits(w, r) // under AERR's name
+		return h.serveCircuits(w, r) || h.serveRollback(w, r) // under the older drafts' names
 	}
 	if r.URL.Path == policyPath {
 		servePolicy(w, r, h)
@@ -53,7 +53,7 @@ func (h *Handler) serveCommon(w http.ResponseWriter, r *http.Request) bool {
 		h.app.serveKeys(w, r)
 		return true
 	}
-	if h.serveLedger(w, r) || h.serveCircuits(w, r) {
+	if h.serveLedger(w, r) || h.serveCircuits(w, r) || h.serveRollback(w, r) {
 		return true
 	}
 	slug, ok := strings.CutPrefix(r.URL.Path, problem.BasePath)
@@ -77,7 +77,7 @@ func allowRead(w http.ResponseWriter, r *http.Request) bool {
 
 // Endpoints answers the well-known paths that do not belong to one guarded route, on a
 // site of their own: below /.well-known/cascade/ the pages of `problems`, and where an
-// `identity` is configured `jwks`, `ledger`, `workflows` and `errors`. Who asks is found
+// `identity` is configured `jwks`, `ledger`, `workflows`, `errors` and `rollback`. Who asks is found
 // out as by an `agent_guard` without options. The paths of a route are answered by its
 // `agent_guard` handler.
 type Endpoints struct {
@@ -108,7 +108,7 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 
 // ServeHTTP answers what is ours and hands on what is not.
 func (e *Endpoints) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	if e.h.serveCommon(w, r) {
+	if !isOwn(r) && e.h.serveCommon(w, r) {
 		return nil
 	}
 	return next.ServeHTTP(w, r)
@@ -144,6 +144,7 @@ type policyDocument struct {
 	Executions   policyAsked     `json:"executions"`
 	Tokens       *policyTokens   `json:"tokens,omitempty"`
 	Quota        *policyQuota    `json:"quota,omitempty"`
+	Rollback     *policyRollback `json:"rollback,omitempty"`
 	Breaker      *policyBreaker  `json:"breaker,omitempty"`
 	Guarantee    string          `json:"guarantee"`
 	DocumentedBy string          `json:"describedby"`
@@ -173,6 +174,10 @@ type policyAction struct {
 	Outcomes     []OutcomeRule `json:"outcomes,omitempty"`
 	OnUnknown    string        `json:"on_unknown"`
 	Settle       string        `json:"settle"`
+	// Undo are the ways in which calls are undone, in the order in which they are tried;
+	// CheckpointTTL is for how long. Both are missing without an identity.
+	Undo          []string `json:"undo,omitempty"`
+	CheckpointTTL float64  `json:"checkpoint_ttl_s,omitempty"`
 }
 
 type policyProblem struct {
@@ -213,6 +218,16 @@ type policyTokens struct {
 type policyQuota struct {
 	Open  int   `json:"open_executions,omitempty"`
 	Bytes int64 `json:"stored_bytes,omitempty"`
+	// Checkpoints are bounds of a workflow's checkpoints and of a caller's, with an identity.
+	Checkpoints *policyCheckpoints `json:"checkpoints,omitempty"`
+}
+
+type policyCheckpoints struct {
+	Workflow      int   `json:"workflow,omitempty"`
+	WorkflowBytes int64 `json:"workflow_bytes,omitempty"`
+	WorkflowRate  int   `json:"workflow_per_minute,omitempty"`
+	Caller        int   `json:"caller,omitempty"`
+	CallerBytes   int64 `json:"caller_bytes,omitempty"`
 }
 
 func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
@@ -251,10 +266,15 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 			Keys: jwksPath, Ledger: wellKnown + "ledger/head", Workflow: wellKnown + "workflows/{id}", Errors: wellKnown + "errors",
 		}
 	}
-	if q := h.app.Quota; q != (Quota{}) {
-		doc.Quota = &policyQuota{q.OpenExecutions, q.StoredBytes}
+	if q := h.app.Quota; h.app.Identity != nil {
+		t := q.ofCheckpoints(&h.Terms)
+		doc.Quota = &policyQuota{q.OpenExecutions, q.StoredBytes, &policyCheckpoints{
+			t.Workflow.Count, t.Workflow.Bytes, t.Rate, t.Caller.Count, t.Caller.Bytes,
+		}}
+	} else if q.ofCaller() != (guard.Quota{}) {
+		doc.Quota = &policyQuota{Open: q.OpenExecutions, Bytes: q.StoredBytes}
 	}
-	doc.Breaker = h.breakerPolicy()
+	doc.Breaker, doc.Rollback = h.breakerPolicy(), h.app.rollbackPolicy()
 	if h.MissingID == missingDerive {
 		doc.ExecutionID.Window = seconds(h.DeriveWindow)
 	}
@@ -266,6 +286,10 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 			Name: a.Name, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
 			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Settle: a.Settle,
 		})
+		if h.app.Identity != nil {
+			published := &doc.Actions[len(doc.Actions)-1]
+			published.Undo, published.CheckpointTTL = a.undo.Words(), a.TTL().Seconds()
+		}
 	}
 	for _, k := range problem.Kinds() {
 		doc.Problems = append(doc.Problems, policyProblem{problem.BasePath + k.Slug, k.Status, k.Title, k.SafeNewKey})

@@ -13,6 +13,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -40,16 +41,20 @@ type engine struct {
 	path  string
 	store store.Store
 	guard *guard.Guard
+	vault *checkpoint.Vault
 	ring  *seal.Ring
 
 	keying    sync.Mutex    // held while the ring changes; guards configs
 	configs   []*engineSpec // that hold the engine, the latest last
 	resealing resealing
 	archive   archive
+	rollbacks undone
 	circuits  *circuits.Member
 	teller    circuitTeller  // of what becomes of them
 	keeping   [16]sync.Mutex // for recording each of them
 	running   runningCalls
+
+	escalations escalating
 
 	constraints constraints // what askers want of breakers
 
@@ -143,6 +148,8 @@ func (e *engine) release() error {
 
 // Destruct closes the store. It is called by the pool, once nobody uses it.
 func (e *engine) Destruct() error {
+	e.endRollbacks()    // while all that they need is there
+	e.escalations.end() // of what these have escalated it tells as long as it can
 	e.cut()
 	e.circuits.Leave()
 	e.teller.end()
@@ -189,13 +196,14 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	}
 	spec.logger.Info("store open", zap.String("path", spec.path))
 	e := &engine{
-		path: spec.path, store: st, guard: g, ring: ring,
+		path: spec.path, store: st, guard: g, vault: checkpoint.New(st, ring), ring: ring,
 		opener: spec.opener, counts: counts, logger: spec.logger,
 	}
 	counts.Recovered(recovered)
 	e.startWatch(recovered)
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
+	e.startEscalations() // before what may escalate
 	e.startCircuits(ctx)
 	e.startResealing(ctx)
 	e.waits, e.endWaits = context.WithCancel(context.Background())

@@ -10,7 +10,8 @@ import (
 )
 
 // The events that the app emits. Their data name guards, actions, states, hashes and
-// upstreams, never an id, a path or a caller (P8). docs/observability.md lists them.
+// upstreams, never an id of a caller's, a path or a
+// caller (P8). docs/observability.md lists them.
 const (
 	eventInDoubt        = "agent_guard.execution_in_doubt"
 	eventResolved       = "agent_guard.execution_resolved"
@@ -25,6 +26,11 @@ const (
 	eventIdentityRotated = "agent_guard.identity_rotated"
 	eventCircuit         = "agent_guard.circuit_changed"
 	eventCircuitGivesUp  = "agent_guard.circuit_permanently_open"
+
+	eventRollbackStarted  = "agent_guard.rollback_started"
+	eventRollbackFinished = "agent_guard.rollback_finished"
+	eventEscalated        = "agent_guard.escalation_opened"
+	eventUndeliverable    = "agent_guard.escalation_undeliverable"
 )
 
 // maxEvents is how many events wait for handlers at most.

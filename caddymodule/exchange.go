@@ -42,10 +42,12 @@ type exchange struct {
 	body    *spool.Spool
 	read    bool // the request's body was read to its end
 	call    guard.Call
-	wait    time.Time // when a retry stops waiting for a running execution
-	probing *probing  // the probe that this call makes
+	wait    time.Time   // when a retry stops waiting for a running execution
+	probing *probing    // the probe that this call makes
+	earlier guard.Cause // of the doubt in which the attempt before this one stands; empty without one
 
 	story    story
+	capture  capture
 	verified bool // its tokens, or that it needs none
 
 	doubtful bool // it was forwarded, and is in doubt
@@ -231,19 +233,53 @@ func (x *exchange) find() (guard.Finding, error) {
 	return found, nil
 }
 
-// claim makes this call the owner of its key. guard.ErrTaken says to look again.
-func (x *exchange) claim(found guard.Finding) (*guard.Execution, error) {
-	if err := x.circuitsOpen(); err != nil {
-		x.probed()
+// admit refuses a call that must not begin now, before anything is recorded of it, and
+// prepares its claim. leave is called when the claim's commit has ended.
+func (x *exchange) admit(found guard.Finding) (leave func(), err error) {
+	leave, err = x.enter(found) // nothing is read for a call that is barred
+	if err != nil {
 		return nil, err
 	}
-	told, err := x.announce(found)
+	leave()
+	if err := x.circuitsOpen(); err != nil {
+		return nil, err
+	}
+	if err := x.foresee(found); err != nil {
+		return nil, err
+	}
+	if err := x.ledgerAdmits(x.r.Context()); err != nil {
+		return nil, err
+	}
+	return x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
+}
+
+// claim makes this call the owner of its key. guard.ErrTaken says to look again. A call
+// that is refused may have been executed before.
+func (x *exchange) claim(found guard.Finding) (*guard.Execution, error) {
+	x.earlier = ""
+	if found.Standing == guard.Doubtful && x.probing == nil { // which has not denied it
+		x.earlier = found.Record.Cause
+	}
+	execution, err := x.own(found)
+	return execution, x.refusedInDoubt(err)
+}
+
+// own does what claim does.
+func (x *exchange) own(found guard.Finding) (*guard.Execution, error) {
+	leave, err := x.admit(found)
 	if err != nil {
 		x.probed()
 		return nil, err
 	}
-	execution, err := x.guard.Claim(x.r.Context(), &x.call, found, told.Writes()...)
-	err = x.announced(told, err)
+	defer leave()
+	told, err := x.announce(found)
+	if err != nil {
+		x.probed()
+		return nil, x.snapshotEnded(err)
+	}
+	riders := append(told.Writes(), x.capture.pending.Writes()...)
+	execution, err := x.guard.Claim(x.r.Context(), &x.call, found, riders...)
+	err = x.announced(told, x.snapshotEnded(err))
 	if err == nil && x.probing != nil { // the probe has said that it was not applied
 		x.resolved(guard.Released)
 	}

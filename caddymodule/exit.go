@@ -56,7 +56,12 @@ func (e *engine) exit() {
 		e.draining.Store(true)
 		defer e.flushEvents()
 		drain := time.Duration(e.drain.Load())
+		stopping, cancel := context.WithTimeout(context.Background(), drain)
+		defer cancel()
+		var rollbacks sync.WaitGroup
+		rollbacks.Go(func() { e.stopRollbacks(stopping) })
 		left := e.await(drain)
+		rollbacks.Wait()
 		if left == 0 {
 			return
 		}

@@ -10,12 +10,16 @@ func OptionNames() map[string][]string {
 	return map[string][]string{
 		"the global option":    names(appOptions()),
 		"a quota":              names(quotaOptions()),
+		"hitl":                 names(hitlOptions()),
+		"a webhook":            names(webhookOptions()),
 		"agent_guard":          names(guardOptions()),
 		"an action":            names(actionOptions()),
 		"a probe":              names(probeOptions()),
 		"a probe's evidence":   names(evidenceOptions()),
 		"an outcome's block":   names(answerOptions()),
 		"an action or a guard": names(policyOptions()),
+		"restore":              names(restoreOptions()),
+		"compensate":           names(compensationOptions()),
 	}
 }
 

@@ -49,9 +49,10 @@ func (x *exchange) execute(e *guard.Execution, next caddyhttp.Handler) error {
 		return x.unproven(e, err)
 	}
 	f = x.forward(ctx, e, next)
-	outcome := x.judge(&f)
+	outcome := x.stillInDoubt(x.judge(&f))
 	x.noted.outcome = outcome.Verdict
 	if x.action.Settle == settleAsync && outcome.Whole {
+		x.observe(outcome, f.rec.Header())
 		settled = true
 		if outcome.Verdict == guard.InDoubt {
 			x.doubted(outcome)
@@ -108,7 +109,7 @@ func (x *exchange) settleLater(e *guard.Execution, outcome guard.Outcome, answer
 func (x *exchange) forward(ctx context.Context, e *guard.Execution, next caddyhttp.Handler) forwarding {
 	var armed context.Context
 	cut := func() bool { return armed.Err() != nil }
-	rec := answer.NewRecorder(x.w, recording{e}, marked(x.marks("executed"), x.call.Checkpoint), cut)
+	rec := answer.NewRecorder(x.w, recording{e, x}, marked(x.marks("executed"), x.call.Checkpoint), cut)
 	for again := false; ; again = true {
 		var watch *sent.Watch
 		armed, watch = sent.Arm(ctx)
@@ -135,13 +136,19 @@ func handOn(next caddyhttp.Handler, w http.ResponseWriter, r *http.Request) (pan
 	return nil, next.ServeHTTP(w, r)
 }
 
-// recording feeds an execution from a Recorder.
-type recording struct{ e *guard.Execution }
+// recording feeds an execution from a Recorder, and what its undo needs.
+type recording struct {
+	e *guard.Execution
+	x *exchange
+}
 
 func (r recording) Start(status int, header map[string][]string) {
 	r.e.Recording().Start(status, header)
 }
-func (r recording) Write(p []byte) { r.e.Write(p) }
+func (r recording) Write(p []byte) {
+	r.e.Write(p)
+	r.x.overhear(p)
+}
 func (r recording) SetTrailer(trailer map[string][]string) {
 	r.e.Recording().SetTrailer(trailer)
 }
@@ -172,6 +179,9 @@ func (x *exchange) request(ctx context.Context) *http.Request {
 		r.Header.Add(ect.FieldName, x.story.forwarded.Raw())
 	}
 	answer.NarrowEncoding(r.Header)
+	if x.capture.decision.ReadsAnswer() {
+		r.Header.Set("Accept-Encoding", "identity")
+	}
 	r.TransferEncoding = nil
 	r.ContentLength = x.body.Size()
 	r.Body = http.NoBody

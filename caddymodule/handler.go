@@ -15,6 +15,9 @@ import (
 // ServeHTTP is the way of a request (docs/request.md). Calls that change nothing
 // take its first step only.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	if isOwn(r) {
+		return next.ServeHTTP(w, r)
+	}
 	if h.Endpoints != endpointsOff && h.serveEndpoint(w, r) {
 		return nil
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/graph"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -67,8 +68,30 @@ func (t *testimony) graph(e *engine) *graph.Server {
 	return graph.New(graph.Options{
 		Log: t.evidence.Log(), HeadKey: t.evidence.HeadKey(), Identities: []string{t.witness.Identity()},
 		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
-		Waits: e.waits,
+		Verified: t.verified, Undos: e.vault, Execution: e.standing, Waits: e.waits,
 	})
+}
+
+// verified reports whether a token has a signature of the gateway's, whatever its age.
+func (t *testimony) verified(ctx context.Context, raw string) error {
+	token, err := ect.ParseInsecure(raw)
+	if err != nil {
+		return err
+	}
+	_, err = t.itself.Verify(ctx, raw, ect.Presentation{Now: token.IssuedAt()})
+	return err
+}
+
+// standing tells how a guarded call stands; nothing where no record of it is kept.
+func (e *engine) standing(ctx context.Context, key guard.Key) (state string, status int, err error) {
+	found, err := e.guard.Look(ctx, key)
+	if errors.Is(err, guard.ErrUnknown) {
+		return "", 0, nil
+	}
+	if err != nil {
+		return "", 0, err
+	}
+	return found.State().String(), found.Record.Status, nil
 }
 
 // reader is who asks, as callers are told apart. Tokens of a POST are what is told, and

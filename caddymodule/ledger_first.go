@@ -41,7 +41,7 @@ func (x *exchange) prove(ctx context.Context) error {
 // unproven ends a claimed call whose tokens have no place in the ledger: nothing was
 // sent, so that its key is free again.
 func (x *exchange) unproven(e *guard.Execution, why error) error {
-	o := guard.Outcome{Verdict: guard.Released, Cause: guard.CauseNotSent}
+	o := x.stillInDoubt(guard.Outcome{Verdict: guard.Released, Cause: guard.CauseNotSent})
 	x.noted.outcome = o.Verdict
 	unrecorded := x.settle(e, o, nil)
 	x.settled(o, unrecorded)
@@ -49,7 +49,7 @@ func (x *exchange) unproven(e *guard.Execution, why error) error {
 		x.outcomeLost(unrecorded)
 		return x.inDoubtAnswer(guard.CauseUnrecorded)
 	}
-	return x.ledgerFailed(why)
+	return x.refusedInDoubt(x.ledgerFailed(why))
 }
 
 // proveRetry holds, at level L3, that the tokens of a retry can be proven before it is

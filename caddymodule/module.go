@@ -14,6 +14,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/transport"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
@@ -143,6 +144,9 @@ type Handler struct {
 	// How calls are judged and kept, where their action does not say otherwise.
 	Policy
 
+	// How calls are undone that no action matches. Default: they cannot be.
+	DefaultUndo *undoing.Ways `json:"default_undo,omitempty"`
+
 	// Kinds of calls with rules of their own, in order.
 	Actions []*Action `json:"actions,omitempty"`
 
@@ -155,6 +159,7 @@ type Handler struct {
 	pointers          []fingerprint.Pointer // of ExecutionID, by index
 	fingerprints      fingerprint.Config
 	upstream          caddyhttp.Handler
+	upstreamHash      string // of where requests of the guard's own go
 	fallback          caddyhttp.Handler
 	proxy             *atomic.Pointer[transport.Transport] // behind it, where that is known
 	probes            *prober
@@ -212,6 +217,7 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 		return fmt.Errorf("exempt: %w", err)
 	}
 	if h.UpstreamRaw != nil {
+		h.upstreamHash = nameOf(h.UpstreamRaw) // which loading empties
 		mods, err := ctx.LoadModule(h, "UpstreamRaw")
 		if err != nil {
 			return fmt.Errorf("upstream: %w", err)
@@ -236,6 +242,7 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 		h.logger.Warn("fail_open: while the store is unavailable, calls are forwarded unguarded and their retries run again",
 			zap.String("guard", h.Name))
 	}
+	h.app.guards.add(h)
 	return nil
 }
 
@@ -308,6 +315,9 @@ func provisionMatchers(ctx caddy.Context, host any, field string, raw caddyhttp.
 // provisionActions makes h.actions of the configured ones and the default one.
 func (h *Handler) provisionActions(ctx caddy.Context) error {
 	fallback := &Action{Name: defaultAction}
+	if h.DefaultUndo != nil {
+		fallback.Ways = *h.DefaultUndo
+	}
 	if err := h.provisionPolicy(fallback); err != nil {
 		return err
 	}
@@ -345,6 +355,9 @@ func (h *Handler) provisionPolicy(a *Action) error {
 	a.rules = guard.Rules{Preset: a.Preset}
 	for i := range a.Outcomes {
 		a.Outcomes[i].verdict, _ = guard.ParseVerdict(a.Outcomes[i].Outcome) // validated
+	}
+	if err := h.provisionUndo(a); err != nil {
+		return err
 	}
 	if a.OnUnknown != onUnknownProbe {
 		return nil

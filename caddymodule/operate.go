@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
@@ -140,6 +141,14 @@ func (b borrowed) Ledger() *admin.Ledger {
 	return &admin.Ledger{Log: told.Log(), Key: told.HeadKey()}
 }
 
+// Rollbacks implements admin.Store.
+func (b borrowed) Rollbacks() admin.Rollbacks {
+	if c := b.e.rollbacks.coordinator(); c != nil {
+		return c
+	}
+	return nil
+}
+
 // RotateKeys implements admin.Store.
 func (b borrowed) RotateKeys(ctx context.Context) error {
 	_, err := b.e.rotateKeys(ctx)
@@ -160,6 +169,9 @@ func (b borrowed) RotateIdentity(stolen bool) error {
 	}
 	return err
 }
+
+// Desk implements admin.Store.
+func (b borrowed) Desk() *hitl.Desk { return b.e.escalations.desk }
 
 // Circuits implements admin.Store.
 func (b borrowed) Circuits() []circuits.Circuit {

@@ -13,6 +13,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -74,6 +75,8 @@ type Policy struct {
 	// are released; 14, 4, 2, 13 and none are in doubt; others are completed.
 	// Default: unset.
 	GRPC string `json:"grpc,omitempty"`
+
+	undoing.Terms
 }
 
 // OutcomeRule reads certain answers as one outcome.
@@ -98,8 +101,16 @@ type Action struct {
 
 	Policy
 
+	undoing.Ways
+
+	// What the calls do, in a sentence for people: it stands in their checkpoints
+	// (`cascade.description`), so that nothing that is secret may be in it. Default: the
+	// action's name.
+	Description string `json:"description,omitempty"`
+
 	matchers caddyhttp.MatcherSets
 	rules    guard.Rules
+	undo     *undoing.Plan // nil where the calls cannot be undone
 	counts   *metrics.Action
 	origin   origin // of a Caddyfile's action
 }
@@ -128,6 +139,7 @@ var defaults = Policy{
 	OnUnknown:    onUnknownBlock,
 	Settle:       settleAwaited,
 	Unframed:     unframedDoubt,
+	Terms:        undoing.Defaults,
 }
 
 // inherit fills what p leaves out from base.
@@ -146,6 +158,7 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.Unframed, base.Unframed)
 	inherit(&p.GRPC, base.GRPC)
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
+	p.inheritTerms(&base.Terms)
 }
 
 func inherit[T comparable](v *T, base T) {
@@ -201,7 +214,7 @@ func (p *Policy) validate() error {
 			return wrong(fmt.Errorf("rule %d: %w", i+1, err), "outcomes")
 		}
 	}
-	return nil
+	return undoError(p.CheckTerms())
 }
 
 func presets() []string {

@@ -10,6 +10,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -22,10 +23,12 @@ func TestInherit(t *testing.T) {
 	handler := Policy{
 		Deadline: 1, RetainResult: 2, RetainKey: 3, MaxResult: 4, Preset: guard.PresetStripe, OnUnknown: onUnknownProbe, Probe: probe,
 		Settle: settleAsync, Unframed: unframedComplete, GRPC: grpcUnary, Outcomes: []OutcomeRule{rule(404)},
+		Terms: undoing.Terms{UndoAuth: "recorded", OnSnapshotError: "irreversible", SnapshotTimeout: 5, OnLost: "escalate", OnChanged: "overwrite", CheckpointTTL: 6, MaxImage: 7},
 	}
 	own := Policy{
 		Deadline: 10, RetainResult: 20, RetainKey: 30, MaxResult: 40, Preset: guard.PresetACP, OnUnknown: onUnknownProbe, Probe: other,
 		Settle: settleAwaited, Unframed: unframedDoubt, GRPC: "", Outcomes: []OutcomeRule{rule(409)},
+		Terms: undoing.Terms{UndoAuth: "config", OnSnapshotError: "refuse", SnapshotTimeout: 50, OnLost: "resend", OnChanged: "escalate", CheckpointTTL: 60, MaxImage: 70},
 	}
 	both := own
 	both.GRPC, both.Outcomes = grpcUnary, []OutcomeRule{rule(409), rule(404)} // the action's rules go first
@@ -38,7 +41,7 @@ func TestInherit(t *testing.T) {
 	}{
 		{"nothing said", Policy{}, Policy{}, Policy{
 			Deadline: caddy.Duration(5 * time.Minute), RetainResult: caddy.Duration(24 * time.Hour), RetainKey: caddy.Duration(720 * time.Hour),
-			MaxResult: 8 << 20, Preset: guard.PresetDefault, OnUnknown: onUnknownBlock, Settle: settleAwaited, Unframed: unframedDoubt,
+			MaxResult: 8 << 20, Preset: guard.PresetDefault, OnUnknown: onUnknownBlock, Settle: settleAwaited, Unframed: unframedDoubt, Terms: undoing.Defaults,
 		}},
 		{"the handler's", Policy{}, handler, handler},
 		{"the action's", own, handler, both},

@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"golang.org/x/net/http/httpguts"
 )
 
@@ -117,32 +116,6 @@ func checkMethod(method string) error {
 	return nil
 }
 
-// probeAnswer is a response writer that keeps a small answer.
-type probeAnswer struct {
-	status int
-	header http.Header
-	body   []byte
-	large  bool
-}
-
-func (a *probeAnswer) Header() http.Header { return a.header }
-
-func (a *probeAnswer) WriteHeader(status int) {
-	if a.status == 0 && status >= 200 {
-		a.status = status
-	}
-}
-
-func (a *probeAnswer) Write(p []byte) (int, error) {
-	a.WriteHeader(http.StatusOK)
-	if len(a.body)+len(p) > maxProbeAnswer {
-		a.large = true
-		return len(p), nil
-	}
-	a.body = append(a.body, p...)
-	return len(p), nil
-}
-
 // target is the escaped path and the query to ask.
 func (p *Probe) target(repl *caddy.Replacer) (path, query string, err error) {
 	if path, err = p.path.fill(repl); err != nil {
@@ -159,7 +132,7 @@ func (p *Probe) target(repl *caddy.Replacer) (path, query string, err error) {
 }
 
 // ask sends the probe for the call of x.
-func (p *Probe) ask(x *exchange) (*probeAnswer, error) {
+func (p *Probe) ask(x *exchange) (*errandAnswer, error) {
 	repl := replacer(x.r)
 	path, query, err := p.target(repl)
 	if err != nil {
@@ -168,35 +141,20 @@ func (p *Probe) ask(x *exchange) (*probeAnswer, error) {
 	// The caller's leaving must not waste what others are waiting for.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(x.r.Context()), time.Duration(p.Timeout))
 	defer cancel()
-	r, err := http.NewRequestWithContext(ctx, p.Method, (&url.URL{Path: "/"}).String(), http.NoBody)
-	if err != nil {
-		return nil, err
-	}
-	if r.URL.Path, err = url.PathUnescape(path); err != nil {
-		return nil, err
-	}
-	r.URL.RawPath, r.URL.RawQuery = path, query
-	r.RequestURI = r.URL.RequestURI()
-	r.Host, r.RemoteAddr = x.r.Host, x.r.RemoteAddr
+	header := http.Header{}
 	for name, value := range p.Header {
 		// Asked without its credential, an upstream may answer as if there were nothing.
 		if value, err = repl.ReplaceOrErr(value, true, true); err != nil {
 			return nil, fmt.Errorf("header %s: %w", name, err)
 		}
-		r.Header.Set(name, value)
+		header.Set(name, value)
 	}
-	r.Header.Set("Accept-Encoding", "identity")
-	a := &probeAnswer{header: http.Header{}}
-	server, _ := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
-	r = caddyhttp.PrepareRequest(r, caddy.NewReplacer(), a, server)
-	panicked, err := handOn(x.h.upstream, a, r)
-	switch {
-	case panicked != nil:
-		return nil, fmt.Errorf("the answer was cut short: %v", panicked)
-	case err != nil:
+	a, err := x.h.send(ctx, &errand{
+		method: p.Method, path: path, query: query, host: x.r.Host, remote: x.r.RemoteAddr,
+		header: header, most: maxProbeAnswer,
+	})
+	if err != nil {
 		return nil, err
-	case a.large:
-		return nil, fmt.Errorf("the answer is larger than %d bytes", maxProbeAnswer)
 	}
 	return a, nil
 }

@@ -42,7 +42,7 @@ func (e *Evidence) provision() error {
 	return nil
 }
 
-func (e *Evidence) matches(a *probeAnswer) bool {
+func (e *Evidence) matches(a *errandAnswer) bool {
 	if e == nil || !e.Match(a.status, a.header) {
 		return false
 	}

@@ -102,7 +102,7 @@ func FuzzTemplate(f *testing.F) {
 }
 
 func TestEvidence(t *testing.T) {
-	answer := &probeAnswer{status: 200, header: http.Header{"X-Source": {"live"}}, body: []byte(`{"state":"done","n":1.50,"deep":{"/":["x"]},"twice":1,"twice":2}`)}
+	answer := &errandAnswer{status: 200, header: http.Header{"X-Source": {"live"}}, body: []byte(`{"state":"done","n":1.50,"deep":{"/":["x"]},"twice":1,"twice":2}`)}
 	for _, c := range []struct {
 		name string
 		e    *Evidence
@@ -133,7 +133,7 @@ func TestEvidence(t *testing.T) {
 
 // What a probe answers is kept up to a limit; interim answers are not the answer.
 func TestProbeAnswer(t *testing.T) {
-	a := &probeAnswer{header: http.Header{}}
+	a := &errandAnswer{header: http.Header{}, most: maxProbeAnswer}
 	a.WriteHeader(http.StatusEarlyHints)
 	_, _ = a.Write([]byte("abc"))
 	a.WriteHeader(500)

@@ -116,13 +116,24 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 		e.archive.unsealed.Store(true) // the configuration that opens it comes, and asks again
 		return true
 	}
+	if err == nil { // also without an identity: what was made with one needs its key
+		_, err = e.vault.Reseal(ctx)
+	}
+	if err == nil {
+		err = e.resealRollbacks(ctx)
+	}
 	if err != nil && ctx.Err() == nil {
-		e.logger.Warn("re-sealing the ledger failed", zap.Error(err))
+		e.logger.Warn("re-sealing the ledger, the checkpoints and the rollbacks failed", zap.Error(err))
 		e.resealing.last.Store(&resealStatus{Key: ids[len(ids)-1], Left: []keyLeft{}, Started: time.Now(), Err: err.Error()})
 		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
 	}
 	if err := e.keepCircuits(ctx); err != nil && ctx.Err() == nil {
 		e.logger.Warn("the states of the circuit breakers stay under an older key", zap.Error(err))
+	}
+	if err := e.resealEscalations(ctx); err != nil && ctx.Err() == nil {
+		e.logger.Warn("the escalations stay under an older key", zap.Error(err))
+		e.resealing.last.Store(&resealStatus{Key: ids[len(ids)-1], Left: []keyLeft{}, Started: time.Now(), Err: err.Error()})
+		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
 	}
 	p, err := e.guard.Reseal(ctx, func(p guard.ResealProgress) { e.resealing.last.Store(newResealStatus(p)) })
 	status := newResealStatus(p)

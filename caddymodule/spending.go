@@ -176,7 +176,7 @@ func (x *exchange) recordTokens(found guard.Finding, tokens []*ect.Token) error 
 	if err != nil {
 		return x.storeFailed(err)
 	}
-	told, err := s.way.evidence.Tell(now.Add(s.call.TTL), tokens, drafts...)
+	told, err := s.way.evidence.Tell(x.toldUntil(now), tokens, drafts...)
 	if err != nil {
 		return x.storeFailed(err)
 	}

@@ -6,7 +6,6 @@ import (
 	"net/http"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -56,7 +55,7 @@ func (x *exchange) begin() error {
 	s.call = evidence.Call{
 		Key: x.call.Key, Caller: x.h.inEvidence(x.guard, x.call.Scope.Caller, x.r.Host), Action: x.action.Name,
 		Workflow: evidence.WorkflowID(x.call.Workflow), Parents: s.tokens.leaves,
-		Target: x.target(), RollbackURI: s.way.rollback, TTL: time.Duration(x.action.RetainResult),
+		Target: x.target(), Description: x.action.Description, RollbackURI: s.way.rollback, TTL: x.action.TTL(),
 	}
 	if x.h.UpstreamIdentity != "" {
 		s.call.Audience = []string{x.h.UpstreamIdentity}

@@ -25,12 +25,12 @@ func (x *exchange) announce(found guard.Finding) (*evidence.Telling, error) {
 		return nil, nil
 	}
 	ctx := x.r.Context()
-	if err := x.admit(ctx); err != nil {
-		return nil, err
-	}
 	now, err := x.engine.store.Now(ctx)
 	if err != nil {
 		return nil, x.storeFailed(err)
+	}
+	if err := x.keepSnapshot(ctx); err != nil {
+		return nil, err
 	}
 	draft, err := s.way.witness.Checkpoint(now, &s.call)
 	if err != nil {
@@ -59,8 +59,7 @@ func (x *exchange) announce(found guard.Finding) (*evidence.Telling, error) {
 			return nil, x.storeFailed(err)
 		}
 	}
-	keep := now.Add(s.call.TTL)
-	told, err := s.way.evidence.Tell(keep, tokens, drafts...)
+	told, err := s.way.evidence.Tell(x.toldUntil(now), tokens, drafts...)
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
@@ -71,9 +70,19 @@ func (x *exchange) announce(found guard.Finding) (*evidence.Telling, error) {
 	return told, nil
 }
 
-// admit waits while the ledger is far behind, as long as a retry would wait for a
+// toldUntil is how long the ledger keeps at least what it is told of the call: while it
+// can be undone, and a rollback that began in time runs.
+func (x *exchange) toldUntil(now time.Time) time.Time {
+	ttl := x.story.call.TTL
+	return now.Add(max(ttl+ttl/2, x.call.KeepResult))
+}
+
+// ledgerAdmits waits while the ledger is far behind, as long as a retry would wait for a
 // running execution.
-func (x *exchange) admit(ctx context.Context) error {
+func (x *exchange) ledgerAdmits(ctx context.Context) error {
+	if x.story.way == nil {
+		return nil
+	}
 	ctx, cancel := context.WithDeadline(ctx, x.wait)
 	defer cancel()
 	if err := x.story.way.evidence.Log().Admit(ctx); err != nil {
@@ -115,11 +124,10 @@ func (x *exchange) announced(told *evidence.Telling, err error) error {
 func (x *exchange) settle(e *guard.Execution, o guard.Outcome, answer http.Header) error {
 	defer x.engine.running.end(x.call.Checkpoint)
 	ctx := context.Background()
+	result := x.undoable(ctx, o, answer)
 	told := x.tellOutcome(ctx, o, answer)
-	if told == nil {
-		return e.Settle(ctx, o)
-	}
-	return told.Done(e.Settle(ctx, o, told.Writes()...))
+	riders := append(told.Writes(), result.Writes()...)
+	return told.Done(result.Done(e.Settle(ctx, o, riders...)))
 }
 
 // tellOutcome makes the evidence of an outcome. The outcome is recorded whether or not
@@ -138,7 +146,7 @@ func (x *exchange) tellOutcome(ctx context.Context, o guard.Outcome, answer http
 	drafts, err := s.way.witness.Outcome(now, &s.call, &came)
 	if err == nil {
 		var told *evidence.Telling
-		if told, err = s.way.evidence.Tell(now.Add(s.call.TTL), nil, drafts...); err == nil {
+		if told, err = s.way.evidence.Tell(x.toldUntil(now), nil, drafts...); err == nil {
 			return told
 		}
 	}
@@ -153,7 +161,7 @@ func (x *exchange) keepUpstreamErrors(ctx context.Context, now time.Time, answer
 	ctx, cancel := context.WithTimeout(ctx, upstreamErrorTime)
 	defer cancel()
 	for _, t := range x.upstreamErrors(ctx, answer) {
-		err := x.story.way.evidence.Append(ctx, now.Add(x.story.call.TTL), []*ect.Token{t})
+		err := x.story.way.evidence.Append(ctx, x.toldUntil(now), []*ect.Token{t})
 		if err == nil {
 			ids = append(ids, t.ID())
 		} else if !errors.Is(err, ledger.ErrDuplicate) {

@@ -41,6 +41,7 @@ type testimony struct {
 	evidence *evidence.Evidence
 	witness  *evidence.Witness
 	verifier *ect.Verifier // nil without trust
+	itself   *ect.Verifier // of the gateway's own tokens
 	// ledgerFirst: tokens stand in the ledger before anybody relies on them (level L3).
 	ledgerFirst bool
 	rollback    string // where a rollback is asked for
@@ -62,15 +63,22 @@ func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slo
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
 	way := &testimony{constraints: &e.constraints, evidence: told, witness: witness, rollback: i.rollbackURI()}
-	if t == nil {
-		return way, nil
-	}
 	owner, err := ect.ParseOwner(i.Name)
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
+	itself := told.Ring().Source(owner)
+	way.itself, err = ect.NewVerifier(ect.Policy{
+		Audience: []string{i.Name}, Sources: []ect.Source{itself}, Algorithms: ect.Algorithms(), AllowPartial: true,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("agent_guard: identity: %w", err)
+	}
+	if t == nil {
+		return way, nil
+	}
 	// What the gateway has told itself comes back as a parent.
-	sources := append([]ect.Source{told.Ring().Source(owner)}, t.sources...)
+	sources := append([]ect.Source{itself}, t.sources...)
 	own := []string{i.Algorithm}
 	for _, k := range told.Ring().List() { // a key that was given may be for another
 		own = append(own, k.Algorithm.String())

@@ -23,21 +23,26 @@ type watch struct {
 	stop      chan struct{}
 	done      sync.WaitGroup
 
-	mu       sync.Mutex
-	looked   time.Time // at the doubts
-	doubts   *metrics.Doubts
-	counting chan struct{} // closed when the look that is under way is over; nil without one
+	mu     sync.Mutex
+	looked time.Time // at the doubts
+	doubts *metrics.Doubts
+	// escalations are counted with them; nil where they could not be
+	escalations []metrics.EscalationReport
+	counting    chan struct{} // closed when the look that is under way is over; nil without one
 }
 
 // snapshot is the state of the engine at this moment; its doubts may be some seconds
 // old, since counting them reads the store.
 func (e *engine) snapshot() *metrics.Snapshot {
 	now := &metrics.Snapshot{Opened: e.watch.opened, Healthy: e.healthy(), Doubts: e.doubts()}
+	e.watch.mu.Lock()
+	now.Escalations = e.watch.escalations // counted with the doubts
+	e.watch.mu.Unlock()
 	if reporter, ok := e.opener.(StoreReporter); ok {
 		report := reporter.ReportStore(e.store)
 		now.Report, now.Disk = &report, reporter.ReportDisk(e.store)
 	}
-	now.Ledger, now.Circuits = e.archive.report(), e.circuitReport()
+	now.Ledger, now.Circuits, now.Rollbacks = e.archive.report(), e.circuitReport(), e.rollbackReport()
 	return now
 }
 
@@ -79,10 +84,10 @@ func (e *engine) doubts() *metrics.Doubts {
 
 // lookAtDoubts notes the doubts, and that the look is over.
 func (e *engine) lookAtDoubts(over chan<- struct{}) {
-	found := e.countDoubts()
+	found, escalations := e.countDoubts(), e.countEscalations()
 	w := &e.watch
 	w.mu.Lock()
-	w.doubts, w.looked, w.counting = found, time.Now(), nil
+	w.doubts, w.escalations, w.looked, w.counting = found, escalations, time.Now(), nil
 	w.mu.Unlock()
 	close(over)
 }

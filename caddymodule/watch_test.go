@@ -9,6 +9,7 @@ import (
 	"testing/synctest"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -35,11 +36,12 @@ func (s *stuck) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, 
 func TestDoubtsOfAStoreThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		st := &stuck{Store: memory.New(memory.Options{})}
-		g, _, err := guard.Open(t.Context(), st, seal.Generate())
+		ring := seal.Generate()
+		g, _, err := guard.Open(t.Context(), st, ring)
 		if err != nil {
 			t.Fatal(err)
 		}
-		e := &engine{store: st, guard: g}
+		e := &engine{store: st, guard: g, escalations: escalating{desk: hitl.NewDesk(st, ring, 0)}}
 		st.hang = make(chan struct{})
 		var scrapes sync.WaitGroup
 		for range 10 {

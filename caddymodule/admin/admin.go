@@ -1,6 +1,7 @@
 // Package admin is what operators ask of the guard over Caddy's admin endpoint, below
 // /agent_guard/: executions, what is in doubt and how it is settled, the state of the
-// stores, the keys, and circuit breakers. Who may ask is decided by that endpoint: its address, its
+// stores, the keys, circuit breakers, rollbacks, and what waits for a person. Who may ask
+// is decided by that endpoint: its address, its
 // origins, and its access rules where it is remote.
 //
 // Nothing here gives out a body, an answer or a credential of a call.
@@ -21,6 +22,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -76,6 +78,10 @@ type Store interface {
 	// SetCircuitMode sets what an operator wants of a breaker, and records it. It reports
 	// false where there is no such breaker.
 	SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error)
+	// Rollbacks are those over the store; nil where nothing can be rolled back.
+	Rollbacks() Rollbacks
+	// Desk is where escalations are recorded.
+	Desk() *hitl.Desk
 	// Release ends the borrowing.
 	Release()
 }
@@ -112,6 +118,14 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 		return a.on(w, r, http.MethodGet, a.circuits)
 	case slices.Equal(parts, []string{"circuits", "mode"}):
 		return a.on(w, r, http.MethodPost, a.circuitMode)
+	case slices.Equal(parts, []string{"rollback"}):
+		return a.on(w, r, http.MethodPost, coordinated(a.rollback))
+	case len(parts) == 2 && parts[0] == "rollback" && parts[1] != "":
+		return a.on(w, r, http.MethodGet, a.showRollback(parts[1]))
+	case slices.Equal(parts, []string{"rollbacks"}):
+		return a.on(w, r, http.MethodGet, coordinated(a.listRollbacks))
+	case slices.Equal(parts, []string{"escalations"}):
+		return a.on(w, r, http.MethodGet, a.escalations)
 	case slices.Equal(parts, []string{"ledger", "head"}):
 		return a.on(w, r, http.MethodGet, a.ledgerHead)
 	case slices.Equal(parts, []string{"ledger", "export"}):
@@ -121,7 +135,7 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	}
 	return refuse(http.StatusNotFound,
 		"%s has no %s; there are executions, executions/{key}, executions/{key}/resolve, store, keys, keys/rotate, "+
-			"identity, identity/rotate, circuits, circuits/mode, ledger/head, ledger/export and ledger/verify",
+			"identity, identity/rotate, circuits, circuits/mode, rollback, rollback/{id}, rollbacks, escalations, ledger/head, ledger/export and ledger/verify",
 		Prefix, strings.Join(parts, "/"))
 }
 
@@ -202,17 +216,21 @@ func refusal(err error) error {
 	switch {
 	case errors.Is(err, guard.ErrUnknown):
 		status = http.StatusNotFound
-	case errors.Is(err, guard.ErrAmbiguous), errors.Is(err, guard.ErrKeyForm), errors.Is(err, guard.ErrCursor),
+	case errors.Is(err, guard.ErrAmbiguous), errors.Is(err, guard.ErrKeyForm), errors.Is(err, guard.ErrCursor), errors.Is(err, hitl.ErrCursor),
 		errors.Is(err, guard.ErrResolution), errors.Is(err, guard.ErrAnswerTooLarge):
 		status = http.StatusBadRequest
 	case errors.Is(err, guard.ErrNotInDoubt):
 		status = http.StatusConflict
 	case errors.Is(err, guard.ErrTaken):
 		return refuse(http.StatusConflict, "the execution has changed meanwhile; look at it again")
-	case errors.Is(err, guard.ErrStore), errors.Is(err, store.ErrClosed), errors.Is(err, store.ErrUnhealthy):
+	case errors.Is(err, guard.ErrStore), errors.Is(err, hitl.ErrStore), errors.Is(err, store.ErrClosed), errors.Is(err, store.ErrUnhealthy):
 		status = http.StatusServiceUnavailable
 	}
-	return refuse(status, "%s", strings.TrimPrefix(strings.TrimPrefix(err.Error(), "guard: "), "ledger: "))
+	text := err.Error()
+	for _, prefix := range []string{"guard: ", "ledger: ", "hitl: "} {
+		text = strings.TrimPrefix(text, prefix)
+	}
+	return refuse(status, "%s", text)
 }
 
 var _ caddy.AdminHandler = (*API)(nil)

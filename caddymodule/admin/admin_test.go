@@ -21,6 +21,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -48,7 +49,9 @@ type opened struct {
 	identity *admin.Identity
 	stolen   []bool // of each rotation of the identity
 	circuits []circuits.Circuit
+	desk     *hitl.Desk
 	unkept   error // with which a mode is not recorded
+	rollback admin.Rollbacks
 
 	mu       sync.Mutex
 	borrowed int
@@ -64,6 +67,8 @@ func (o *opened) Keys(context.Context) (*admin.KeyStatus, error) {
 	return &admin.KeyStatus{Source: "file", Keys: make([]admin.Key, o.rotated+1)}, nil
 }
 
+func (o *opened) Desk() *hitl.Desk { return o.desk }
+
 func (o *opened) Ledger() *admin.Ledger { return o.ledger }
 
 func (o *opened) RotateKeys(context.Context) error {
@@ -72,6 +77,8 @@ func (o *opened) RotateKeys(context.Context) error {
 }
 
 func (o *opened) Identity() *admin.Identity { return o.identity }
+
+func (o *opened) Rollbacks() admin.Rollbacks { return o.rollback }
 
 func (o *opened) Circuits() []circuits.Circuit { return o.circuits }
 
@@ -132,11 +139,12 @@ func newRig(t *testing.T) (*rig, *opened) {
 func (r *rig) open(path string) *opened {
 	r.t.Helper()
 	st := memory.New(memory.Options{Now: func() time.Time { return r.now }})
-	g, _, err := guard.Open(ctx, st, seal.Generate())
+	ring := seal.Generate()
+	g, _, err := guard.Open(ctx, st, ring)
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	o := &opened{rig: r, path: path, guard: g, store: st}
+	o := &opened{rig: r, path: path, guard: g, store: st, desk: hitl.NewDesk(st, ring, 0)}
 	r.stores[path] = o
 	r.t.Cleanup(func() {
 		if o.borrowed != 0 {

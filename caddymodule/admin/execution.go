@@ -46,6 +46,9 @@ type Execution struct {
 	Caller string `json:"caller,omitempty"`
 	// Workflow is the workflow's id, if any.
 	Workflow string `json:"workflow,omitempty"`
+	// Checkpoint is the id of the token that announced it, by which it is rolled back; empty
+	// without an identity.
+	Checkpoint string `json:"checkpoint,omitempty"`
 	// Created is when it was claimed.
 	Created time.Time `json:"created,omitzero"`
 	// Deadline is until when it may run.
@@ -104,13 +107,15 @@ func view(r *guard.Recorded, now time.Time) Execution {
 		Key: r.Key.Hex(), State: r.State().String(), Detail: detail(r.Standing),
 		ExecutionID: record.ID, Origin: origin(record.Origin), Guard: record.Guard, Action: record.Action,
 		Method: record.Method, Host: record.Host, Path: record.Path,
-		Caller: hex.EncodeToString(record.Caller[:]), Workflow: record.Workflow,
+		Caller: hex.EncodeToString(record.Caller[:]), Workflow: record.Workflow, Checkpoint: record.Checkpoint,
 		Created: utc(record.Created), Deadline: utc(record.Deadline), Settled: utc(record.Settled),
 		Age:   int64(max(now.Sub(record.Created), 0) / time.Second),
 		Cause: string(record.Cause), Status: record.Status, Node: record.Node,
 	}
+	if record.State != guard.StateInDoubt {
+		x.Cause = "" // what an outcome was read from is no cause of a doubt
+	}
 	if record.State == guard.StateCompleted {
-		x.Cause = ""
 		kept := record.Result
 		x.Result = &Result{
 			Kept: kept.Kept, Size: kept.Size + int64(len(kept.Inline)), Expires: utc(kept.Expires),

@@ -10,14 +10,16 @@ import (
 	"github.com/spf13/cobra"
 )
 
-const long = `Shows what the agent guard of a running server has recorded, and settles
-what is in doubt; makes and reads tokens, and verifies the ledger.
+const long = `Shows what the agent guard of a running server has recorded, settles what is in
+doubt, and undoes what calls have done; makes and reads tokens, and verifies the
+ledger.
 
-executions, store, keys, identity, circuits, and head, export and check of ledger
-ask the server's admin endpoint. It is that of --address, else the one that --config
-names, else Caddy's default, which the environment variable CADDY_ADMIN changes.
-Unix sockets are written unix//run/caddy/admin.sock. ect, and verify and list
-of ledger, work on files without a server.
+executions, store, keys, identity, circuits, rollback, rollbacks, escalations,
+and head, export and check of ledger ask the server's admin endpoint. It is that of
+--address, else the one that --config names, else Caddy's default, which the
+environment variable CADDY_ADMIN changes. Unix sockets are written
+unix//run/caddy/admin.sock. ect, and verify and list of ledger, work on files
+without a server.
 
 With --output json they print one document; those that ask the server, what
 the admin API answers. They exit with 0, or with 1 and a message on stderr.`
@@ -26,13 +28,14 @@ the admin API answers. They exit with 0, or with 1 and a message on stderr.`
 func Command() caddycmd.Command {
 	return caddycmd.Command{
 		Name:  "agent-guard",
-		Short: "Shows what was recorded, settles what is in doubt, makes and verifies tokens",
+		Short: "Shows what was recorded, settles what is in doubt, undoes, makes and verifies tokens",
 		Long:  long,
 		CobraFunc: func(cmd *cobra.Command) {
 			group(cmd)
 			var o options
 			o.form(cmd)
-			cmd.AddCommand(executions(&o), storeGroup(&o), keys(&o), identity(&o), circuitGroup(&o), tokens(&o), ledgerGroup(&o))
+			cmd.AddCommand(executions(&o), storeGroup(&o), keys(&o), identity(&o), circuitGroup(&o), escalationGroup(&o),
+				rollbackCommand(&o), rollbacksCommand(&o), tokens(&o), ledgerGroup(&o))
 		},
 	}
 }

@@ -49,7 +49,13 @@ most, and each for one request and its retries.`,
 
   # The next one, which follows from it
   caddy agent-guard ect issue --key agent.key --iss spiffe://example.com/agent/a \
-      --aud spiffe://example.com/gateway --action mail --parent "$TOKEN"`,
+      --aud spiffe://example.com/gateway --action mail --parent "$TOKEN"
+
+  # Ask for the rollback of a checkpoint, and of what followed from it (ATD)
+  caddy agent-guard ect issue --key agent.key --iss spiffe://example.com/agent/a \
+      --aud spiffe://example.com/gateway --action atd:rollback_request \
+      --wid "$WORKFLOW" --parent "$CHECKPOINT" \
+      --ext '{"atd.reason": "wrong price list", "atd.cascade": true}'`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return i.run(cmd) },
 	}

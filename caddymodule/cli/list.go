@@ -2,7 +2,6 @@ package cli
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/url"
 	"strconv"
@@ -20,9 +19,7 @@ type listing struct {
 	states                                  []string
 	guard, action, method, caller, workflow string
 	olderThan, newerThan                    string
-	limit                                   int
-	after                                   string
-	all                                     bool
+	paging
 }
 
 func stateWords() (words []string) {
@@ -62,11 +59,9 @@ listings and logs show it.`,
 	f.StringVar(&l.workflow, "workflow", "", "Only those of this workflow")
 	f.StringVar(&l.olderThan, "older-than", "", "Only those claimed longer ago, like 10m or 2d")
 	f.StringVar(&l.newerThan, "newer-than", "", "Only those claimed since, like 10m or 2d")
-	f.IntVar(&l.limit, "limit", 50, "The most to list; with --all, how many to ask for at a time")
-	f.StringVar(&l.after, "after", "", "Where to go on, as an earlier listing says")
-	f.BoolVar(&l.all, "all", false, "List all there are")
+	l.flags(cmd)
 	complete(cmd, "state", stateWords()...)
-	for _, flag := range []string{"guard", "action", "caller", "workflow", "older-than", "newer-than", "limit", "after"} {
+	for _, flag := range []string{"guard", "action", "caller", "workflow", "older-than", "newer-than"} {
 		complete(cmd, flag)
 	}
 	complete(cmd, "method", "POST", "PUT", "PATCH", "DELETE")
@@ -75,8 +70,8 @@ listings and logs show it.`,
 
 // query is the listing's query, without its page.
 func (l *listing) query() (url.Values, error) {
-	if l.limit < 1 {
-		return nil, errors.New("--limit must be at least 1")
+	if err := l.valid(); err != nil {
+		return nil, err
 	}
 	q := url.Values{}
 	for _, state := range l.states {
@@ -113,31 +108,18 @@ func (l *listing) run(cmd *cobra.Command) error {
 		return err
 	}
 	out := newListOutput(l, cmd)
-	for listed := 0; ; {
-		want := l.limit
-		if !l.all {
-			want -= listed
-		}
-		query.Set("limit", strconv.Itoa(min(want, guard.MaxPage)))
-		if l.after != "" {
-			query.Set("after", l.after)
-		}
+	next, err := l.follow(query, func(query url.Values) ([]json.RawMessage, string, error) {
 		var page struct {
 			Executions []json.RawMessage `json:"executions"`
 			Next       string            `json:"next"`
 		}
-		if _, err := c.get(cmd.Context(), "executions", query, &page); err != nil {
-			return err
-		}
-		if err := out.page(page.Executions); err != nil {
-			return err
-		}
-		listed += len(page.Executions)
-		l.after = page.Next
-		if page.Next == "" || !l.all && listed >= l.limit {
-			return out.end(page.Next)
-		}
+		_, err := c.get(cmd.Context(), "executions", query, &page)
+		return page.Executions, page.Next, err
+	}, out.page)
+	if err != nil {
+		return err
 	}
+	return out.end(next)
 }
 
 // listOutput prints pages as they come.

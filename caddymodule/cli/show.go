@@ -73,6 +73,7 @@ func describe(x *admin.Execution, now time.Time) string {
 	s.line("action", printable(x.Action))
 	s.line("caller", x.Caller)
 	s.line("workflow", printable(x.Workflow))
+	s.line("checkpoint", printable(x.Checkpoint))
 	s.line("node", x.Node)
 	s.line("created", moment(x.Created, now))
 	if x.Settled.IsZero() {

@@ -79,6 +79,31 @@ func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
 	return parentsFirst(near)
 }
 
+// Presented is the token that was seen under an id of a workflow, or of none, behind those
+// that were seen, led to it, and are recorded as little: at most limit of these. Nothing
+// where it was not seen.
+func (e *Evidence) Presented(ctx context.Context, workflow, id string, limit int) ([]*ect.Token, error) {
+	t, ok := e.seen.find(workflow, id)
+	if !ok {
+		t, ok = e.seen.find("", id)
+	}
+	if !ok {
+		return nil, nil
+	}
+	var all []*ect.Token
+	for _, t := range append(e.Unrecorded([]*ect.Token{t}, limit), t) {
+		// What was recorded long ago is remembered no more.
+		told, err := e.Told(ctx, t.Workflow(), t.ID())
+		if err != nil {
+			return nil, err
+		}
+		if !told {
+			all = append(all, t)
+		}
+	}
+	return all, nil
+}
+
 // parentsFirst orders tokens so that each stands behind those of its parents that are
 // among them.
 func parentsFirst(tokens []*ect.Token) []*ect.Token {

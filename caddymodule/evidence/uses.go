@@ -92,6 +92,12 @@ func (e *Evidence) Take(t *ect.Token, use Use, now time.Time) (Standing, error) 
 	return e.uses.take(t, use, now)
 }
 
+// Taken says how a token stands to a use by what is remembered in memory; nothing is
+// remembered of this use.
+func (e *Evidence) Taken(t *ect.Token, use Use, now time.Time) Standing {
+	return e.uses.look(t, use, now)
+}
+
 // Forget takes back that a token is used for this: the store knows what it was used for,
 // or it was not used after all.
 func (e *Evidence) Forget(t *ect.Token, use Use) { e.uses.forget(t, use) }
@@ -129,6 +135,15 @@ func (u *uses) take(t *ect.Token, use Use, now time.Time) (Standing, error) {
 	}
 	u.m[name] = used{digest, use, t.Expires().Add(ect.Skew + clockMargin)}
 	return Unused, nil
+}
+
+func (u *uses) look(t *ect.Token, use Use, now time.Time) Standing {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if before, ok := u.m[scope{t.Workflow(), t.ID()}]; ok && now.Before(before.until) {
+		return before.standing(t, use)
+	}
+	return Unused
 }
 
 // sweep forgets what cannot be presented any more, at most once a second, and reports

@@ -1,6 +1,7 @@
 package evidence
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"strings"
@@ -26,8 +27,8 @@ const (
 	MemberExecution ect.Member = "agent_guard.execution"
 	// MemberRetry marks what is told to the tokens of a retry.
 	MemberRetry ect.Member = "agent_guard.retry"
-	// MemberAttempt marks the error of an upstream that says nothing about its call: what
-	// came of that, its node tells.
+	// MemberAttempt marks the error of an upstream, or of a rollback, that says nothing about
+	// its call: what came of that, its node tells.
 	MemberAttempt ect.Member = "agent_guard.attempt"
 	// MemberBy says who settled a doubt: an operator or a probe.
 	MemberBy ect.Member = "agent_guard.settled_by"
@@ -68,8 +69,16 @@ type Call struct {
 	// RollbackURI is where a rollback of the call is asked for, never made of what a
 	// caller has sent.
 	RollbackURI string
+	// Description says in words what the call does; Action where it is empty.
+	Description string
 	// TTL is how long the call can be rolled back.
 	TTL time.Duration
+	// Checkpoint is the id of the checkpoint's token; a fresh one is made where it is
+	// empty. State is the hash of what is kept for undoing the call, zero without any, and
+	// Reversible says that this undoes it.
+	Checkpoint string
+	State      ect.Hash // See Checkpoint.
+	Reversible bool     // See Checkpoint.
 	// Audience are further verifiers of the checkpoint.
 	Audience []string
 }
@@ -119,17 +128,16 @@ func actionName(action string) string {
 // before anything leaves.
 func (w *Witness) Checkpoint(now time.Time, c *Call) (*ect.Draft, error) {
 	ext := new(ect.ExtBuilder).
-		// Nothing undoes a call yet.
-		Bool(ect.MemberReversible, false).
+		Bool(ect.MemberReversible, c.Reversible).
 		Text(ect.MemberRollbackURI, c.RollbackURI).
 		Text(ect.MemberTarget, c.Target).
-		Text(ect.MemberDescription, c.Action).
+		Text(ect.MemberDescription, cmp.Or(c.Description, c.Action)).
 		Int(ect.MemberTTL, int64(c.TTL/time.Second)).
 		Text(MemberCaller, hex.EncodeToString(c.Caller[:])).
 		Text(MemberExecution, c.Key.String())
 	return w.issuer.Draft(now, ect.Claims{
-		Audience: append([]string{w.Identity()}, c.Audience...), Workflow: c.Workflow,
-		Action: string(ect.EventCheckpoint), Parents: c.Parents, Ext: ext,
+		Audience: append([]string{w.Identity()}, c.Audience...), ID: c.Checkpoint, Workflow: c.Workflow,
+		Action: string(ect.EventCheckpoint), Parents: c.Parents, Output: c.State, Ext: ext,
 	})
 }
 
@@ -159,6 +167,9 @@ func (o *Outcome) failed() bool {
 // outcome from being recorded (P6).
 func (e *Evidence) NodeID(checkpoint string) string { return e.secretID("outcome node", checkpoint) }
 
+// SettledID is the id of the node that tells how a doubt about that call was settled.
+func (e *Evidence) SettledID(checkpoint string) string { return e.secretID("settled node", checkpoint) }
+
 func (e *Evidence) secretID(domain, name string) string {
 	hash := e.sealer.Index(domain, name)
 	return asUUID([16]byte(hash[:16]))
@@ -169,7 +180,7 @@ func (e *Evidence) secretID(domain, name string) string {
 func (w *Witness) Outcome(now time.Time, c *Call, o *Outcome) ([]*ect.Draft, error) {
 	id := w.e.NodeID(o.Checkpoint)
 	if o.By != "" {
-		id = w.e.secretID("settled node", o.Checkpoint)
+		id = w.e.SettledID(o.Checkpoint)
 	}
 	ext := new(ect.ExtBuilder).
 		Text(MemberOutcome, o.Verdict.String()).

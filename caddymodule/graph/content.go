@@ -40,15 +40,27 @@ func (s *Server) called(e *ledger.Entry, who Reader) bool {
 	if who.Caller == [16]byte{} || !s.own(e) {
 		return false
 	}
-	caller, _ := extOf(e).Text(evidence.MemberCaller)
-	hash, err := hex.DecodeString(caller)
-	return err == nil && slices.Equal(hash, who.Caller[:])
+	return CallerOf(e) == who.Caller
+}
+
+// CallerOf is the keyed hash of the caller that an entry of the gateway's tells of; zero
+// where it names none.
+func CallerOf(e *ledger.Entry) (caller [16]byte) {
+	text, _ := extOf(e).Text(evidence.MemberCaller)
+	if hash, err := hex.DecodeString(text); err == nil && len(hash) == len(caller) {
+		copy(caller[:], hash)
+	}
+	return caller
 }
 
 // recordOf is an entry as the graph reads it.
-func (s *Server) recordOf(e *ledger.Entry) workflow.Record {
+func (s *Server) recordOf(e *ledger.Entry) workflow.Record { return RecordOf(e, s.own(e)) }
+
+// RecordOf is an entry as the graph of its workflow reads it. own says that the gateway
+// has issued it.
+func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 	r := workflow.Record{
-		ID: e.ID, Parents: e.Parents, Action: e.Action, Issuer: e.Issuer, Time: e.Time, Own: s.own(e),
+		ID: e.ID, Parents: e.Parents, Action: e.Action, Issuer: e.Issuer, Time: e.Time, Own: own,
 	}
 	event, _ := ect.ParseEvent(e.Action)
 	r.Event = workflow.Event(event)
@@ -60,6 +72,8 @@ func (s *Server) recordOf(e *ledger.Entry) workflow.Record {
 	if r.Own {
 		r.Outcome, r.Execution = workflow.Outcome(text(evidence.MemberOutcome)), text(evidence.MemberExecution)
 		r.Attempt, _ = ext.Bool(evidence.MemberAttempt)
+		_, listed := ext.Raw(ect.MemberCascaded)
+		r.Whole = listed && event == ect.EventRollbackComplete
 	}
 	r.CheckpointID = canonical(text(ect.MemberCheckpointID))
 	r.Severity = text(ect.MemberSeverity)
@@ -71,14 +85,14 @@ func (s *Server) recordOf(e *ledger.Entry) workflow.Record {
 		r.Status = "escalated"
 	case event == ect.EventCheckpoint:
 		r.Reversible, _ = ext.Bool(ect.MemberReversible)
-		r.Expires = e.Time.Add(ttlOf(ext))
+		r.Expires = e.Time.Add(TTLOf(ext))
 	}
 	return r
 }
 
-// ttlOf is how long a checkpoint is kept: not at all where it does not say so, since
+// TTLOf is how long a checkpoint is kept: not at all where it does not say so, since
 // then nobody has promised to (cascade 4.2.2).
-func ttlOf(ext ect.Ext) time.Duration {
+func TTLOf(ext ect.Ext) time.Duration {
 	const longest = 100 * 365 * 24 * time.Hour
 	seconds, _ := ext.Number(ect.MemberTTL)
 	if seconds >= longest.Seconds() {

@@ -25,6 +25,7 @@ const (
 	placeEntry
 	placeWorkflow
 	placeErrors
+	placeCheckpoint
 )
 
 var places = map[string]place{
@@ -48,7 +49,7 @@ func parseRoute(u *url.URL) (route, bool) {
 	if p, ok := places[rest]; ok {
 		return route{place: p}, true
 	}
-	for prefix, p := range map[string]place{"ledger/entries/": placeEntry, "workflows/": placeWorkflow} {
+	for prefix, p := range map[string]place{"ledger/entries/": placeEntry, "workflows/": placeWorkflow, "checkpoints/": placeCheckpoint} {
 		if name, ok := strings.CutPrefix(rest, prefix); ok && name != "" && !strings.Contains(name, "/") {
 			return route{p, name}, true
 		}

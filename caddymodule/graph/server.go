@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // DefaultMaxNodes is how much of a workflow is read.
@@ -37,6 +38,14 @@ type Options struct {
 	// an event of its id and workflow. An id that is taken is ledger.ErrDuplicate.
 	// Required.
 	Record func(ctx context.Context, tokens []*ect.Token) error
+	// Verified reports whether a token of the gateway's has a valid signature. Nil leaves
+	// that unknown.
+	Verified func(ctx context.Context, raw string) error
+	// Undos are what is kept for undoing calls; nil where nothing is.
+	Undos Undos
+	// Execution tells how a guarded call stands, and the status of its answer, if there
+	// was one. Nil is where nobody knows.
+	Execution func(ctx context.Context, key guard.Key) (state string, status int, err error)
 	// Waits ends what waits for the ledger: at an exit. Nil is never.
 	Waits context.Context
 	// MaxNodes is how much of a workflow is read; DefaultMaxNodes if zero.
@@ -118,6 +127,8 @@ func (q *question) answer() error {
 		return q.entry()
 	case placeEntries:
 		return q.entryByID()
+	case placeCheckpoint:
+		return q.checkpoint()
 	}
 	return q.workflow()
 }

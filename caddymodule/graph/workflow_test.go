@@ -13,6 +13,18 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 )
 
+type nodeDoc struct {
+	JTI, State, Detail, Outcome, Iss, Severity, Worst, Entry, Log string
+	Event                                                         string
+	Answer                                                        int    `json:"answer_status"`
+	WorstSeverity                                                 string `json:"worst_severity"`
+	Index                                                         int64
+	Recorded, Expires                                             time.Time
+	Reversible                                                    *bool
+	Guards                                                        []string
+	Missing                                                       []string `json:"missing_parents"`
+}
+
 type workflowDoc struct {
 	WID           string
 	Status        string
@@ -21,18 +33,8 @@ type workflowDoc struct {
 	Tasks         map[string]int
 	Recovery      []string `json:"recovery_points"`
 	Roots, Leaves []string
-	Nodes         []struct {
-		JTI, State, Detail, Outcome, Iss, Severity, Worst, Entry, Log string
-		Event                                                         string
-		Answer                                                        int    `json:"answer_status"`
-		WorstSeverity                                                 string `json:"worst_severity"`
-		Index                                                         int64
-		Recorded, Expires                                             time.Time
-		Reversible                                                    *bool
-		Guards                                                        []string
-		Missing                                                       []string `json:"missing_parents"`
-	}
-	Edges []struct{ From, To, Kind string }
+	Nodes         []nodeDoc
+	Edges         []struct{ From, To, Kind string }
 }
 
 // A-node-states: the gateway's and the agents' tokens together make the graph, with the

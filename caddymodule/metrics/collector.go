@@ -52,8 +52,20 @@ type Snapshot struct {
 	Disk *DiskReport
 	// Ledger is nil where no configuration has an identity.
 	Ledger *LedgerReport
+	// Escalations are how many there are; none where they could not be counted.
+	Escalations []EscalationReport
 	// Circuits are the breakers of the process.
 	Circuits []CircuitReport
+	// Rollbacks is nil where nothing can be rolled back.
+	Rollbacks *RollbackReport
+}
+
+// EscalationReport is how many escalations there are of one level in one state.
+type EscalationReport struct {
+	// Level and State are words of the program.
+	Level, State string
+	// N is their number.
+	N int
 }
 
 // CircuitReport is how one circuit breaker is.
@@ -163,8 +175,12 @@ func (c *Collector) Collect(ch chan<- prometheus.Metric) {
 	for i, v := range []guard.Verdict{guard.InDoubt, guard.Released} {
 		out.count(recovered, c.set.recovered[i].Load(), v.String())
 	}
+	c.set.rollbacks.collect(out)
 	c.set.latency.Collect(ch)
 	c.set.group.Collect(ch)
+	for i, result := range deliveryNames {
+		out.count(deliveries, c.set.deliveries[i].Load(), result)
+	}
 	out.count(eventsDropped, c.set.dropped.Load())
 	out.gauge(info, 1, c.version, c.store)
 	out.snapshot(c.look())
@@ -233,11 +249,18 @@ func (s sink) snapshot(now *Snapshot) {
 		s.gauge(storeFree, float64(disk.Free))
 		s.gauge(storeWatermark, float64(disk.Watermark))
 	}
+	for _, r := range now.Escalations {
+		s.gauge(escalations, float64(r.N), r.Level, r.State)
+	}
 	for _, c := range now.Circuits {
 		s.gauge(circuitState, float64(c.State), c.Upstream, c.Class)
 		s.gauge(circuitErrors, c.ErrorRate, c.Upstream, c.Class)
 		s.count(circuitOpenings, c.Openings, c.Upstream, c.Class)
 		s.count(circuitRejected, c.Rejected, c.Upstream, c.Class)
+	}
+	if r := now.Rollbacks; r != nil {
+		s.gauge(rollbacksRunning, float64(r.Running))
+		s.gauge(rollbackOldest, r.OldestAge.Seconds())
 	}
 	if l := now.Ledger; l != nil {
 		s.gauge(ledgerEntries, float64(l.Entries))

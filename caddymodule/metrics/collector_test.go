@@ -20,11 +20,15 @@ import (
 func healthy() *metrics.Snapshot {
 	return &metrics.Snapshot{
 		Opened: time.Unix(1_700_000_000, 0), Healthy: true,
-		Doubts:   &metrics.Doubts{N: 3, OldestAge: 90 * time.Second},
-		Report:   &metrics.StoreReport{Bytes: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4},
-		Disk:     &metrics.DiskReport{Free: 1 << 30, Watermark: metrics.DiskLow},
-		Circuits: []metrics.CircuitReport{{Upstream: "10.0.0.7:9001", State: 2, ErrorRate: 0.5, Openings: 1, Rejected: 7}},
-		Ledger:   &metrics.LedgerReport{Entries: 5, Backlog: 2, Age: time.Second, Unsigned: 1, Retries: 1},
+		Doubts: &metrics.Doubts{N: 3, OldestAge: 90 * time.Second},
+		Report: &metrics.StoreReport{Bytes: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4},
+		Disk:   &metrics.DiskReport{Free: 1 << 30, Watermark: metrics.DiskLow},
+		Escalations: []metrics.EscalationReport{
+			{Level: "approval", State: "open", N: 2}, {Level: "stop", State: "notified"},
+		},
+		Circuits:  []metrics.CircuitReport{{Upstream: "10.0.0.7:9001", State: 2, ErrorRate: 0.5, Openings: 1, Rejected: 7}},
+		Rollbacks: &metrics.RollbackReport{Running: 2, OldestAge: 30 * time.Second},
+		Ledger:    &metrics.LedgerReport{Entries: 5, Backlog: 2, Age: time.Second, Unsigned: 1, Retries: 1},
 	}
 }
 
@@ -188,7 +192,15 @@ func TestCounts(t *testing.T) {
 		t.Errorf("an unknown problem has made %d series of %d", after, before)
 	}
 	set.Committed(7, 3*time.Millisecond)
+	for _, taken := range []bool{true, false, true} {
+		set.EscalationTold(taken)
+	}
 	after := series(t, r)
+	for name, n := range map[string]float64{"taken": 2, "failed": 1} {
+		if name = `agent_guard_escalation_deliveries_total{result="` + name + `"}`; after[name] != n {
+			t.Errorf("%s is %v", name, after[name])
+		}
+	}
 	for _, name := range []string{"agent_guard_store_commit_duration_seconds{}", "agent_guard_store_commit_batches{}"} {
 		if after[name] != 1 {
 			t.Errorf("%s has %v observations", name, after[name])
@@ -203,7 +215,7 @@ func TestSnapshots(t *testing.T) {
 		c := metrics.NewCollector(metrics.NewSet(), "v1", "badger", func() *metrics.Snapshot { return now })
 		all := series(t, registered(t, c))
 		for name := range all {
-			if strings.Contains(name, "recovered") || strings.Contains(name, "commit") || strings.Contains(name, "dropped") || strings.Contains(name, "info") {
+			if strings.Contains(name, "recovered") || strings.Contains(name, "commit") || strings.Contains(name, "dropped") || strings.HasSuffix(strings.Split(name, "{")[0], "rollbacks_total") || strings.Contains(name, "rollback_steps") || strings.Contains(name, "deliveries") || strings.Contains(name, "info") {
 				delete(all, name)
 			}
 		}
@@ -221,6 +233,8 @@ func TestSnapshots(t *testing.T) {
 			"agent_guard_store_refused_total{}": 4, "agent_guard_store_free_bytes{}": 1 << 30, "agent_guard_store_watermark{}": 1,
 			`agent_guard_circuit_state{class="",upstream="10.0.0.7:9001"}`: 2, `agent_guard_circuit_error_ratio{class="",upstream="10.0.0.7:9001"}`: 0.5,
 			`agent_guard_circuit_openings_total{class="",upstream="10.0.0.7:9001"}`: 1, `agent_guard_circuit_rejected_total{class="",upstream="10.0.0.7:9001"}`: 7,
+			`agent_guard_escalations{level="approval",state="open"}`: 2, `agent_guard_escalations{level="stop",state="notified"}`: 0,
+			"agent_guard_rollbacks_running{}": 2, "agent_guard_rollback_oldest_age_seconds{}": 30,
 			"agent_guard_ledger_entries{}": 5, "agent_guard_ledger_backlog{}": 2, "agent_guard_ledger_backlog_age_seconds{}": 1,
 			"agent_guard_ledger_unsigned_total{}": 1, "agent_guard_ledger_retries_total{}": 1,
 		}},

@@ -157,7 +157,7 @@ func possible(label, value string) bool {
 	case "outcome":
 		return slices.Contains([]string{"completed", "released", "in_doubt"}, value)
 	case "result":
-		return slices.Contains([]string{"applied", "not_applied", "unknown"}, value)
+		return slices.Contains([]string{"applied", "not_applied", "unknown", "taken", "failed"}, value)
 	case "reason":
 		return slices.Contains([]string{"safe", "exempt", "upgrade", "grpc"}, value)
 	}

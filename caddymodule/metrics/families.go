@@ -77,6 +77,13 @@ var (
 	ledgerUnsigned = family("ledger_unsigned_total", counter, "Events that went into the ledger without a token, since the store was opened.")
 	ledgerRetries  = family("ledger_retries_total", counter, "Moves into the ledger's tree that failed and were tried again, since the store was opened.")
 
+	rollbacks        = family("rollbacks_total", counter, "Rollbacks that are finished, by status.", "status")
+	rollbackSteps    = family("rollback_steps_total", counter, "Checkpoints that rollbacks are done with, by what came of them.", "status")
+	rollbacksRunning = family("rollbacks_running", gauge, "Rollbacks that are not finished.")
+	rollbackOldest   = family("rollback_oldest_age_seconds", gauge, "How long ago the oldest unfinished rollback was asked for; 0 without one.")
+	escalations      = family("escalations", gauge, "Escalations that are kept, by level and state; counted up to 100000.", "level", "state")
+	deliveries       = family("escalation_deliveries_total", counter, "Attempts to tell somebody of an escalation, by what came of them.", "result")
+
 	eventsDropped = family("events_dropped_total", counter, "Events that were dropped because handlers of events were too slow.")
 	info          = family("info", gauge, "Always 1; its labels tell the version of the plugin and the kind of store.", "version", "store")
 )
@@ -92,5 +99,7 @@ var families = []*Family{
 	storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
 	circuitState, circuitErrors, circuitOpenings, circuitRejected,
 	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
+	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest,
+	escalations, deliveries,
 	eventsDropped, info,
 }

@@ -26,6 +26,9 @@ type Set struct {
 
 	recovered [2]atomic.Uint64 // in doubt, released
 	dropped   atomic.Uint64
+	rollbacks rollbackCounts
+
+	deliveries [2]atomic.Uint64 // of escalations: failed, taken
 }
 
 // NewSet makes a set in which nothing is counted yet.
@@ -57,6 +60,17 @@ func (s *Set) Recovered(r guard.Recovery) {
 
 // EventDropped counts an event that no handler was asked about.
 func (s *Set) EventDropped() { s.dropped.Add(1) }
+
+var deliveryNames = [2]string{"failed", "taken"}
+
+// EscalationTold counts an attempt to tell somebody of an escalation.
+func (s *Set) EscalationTold(taken bool) {
+	i := 0
+	if taken {
+		i = 1
+	}
+	s.deliveries[i].Add(1)
+}
 
 // guard returns the counts of the guards of this name.
 func (s *Set) guard(name string) *Guard {

@@ -108,9 +108,17 @@ var (
 		Slug: "quota-exceeded", Status: http.StatusTooManyRequests, SafeNewKey: true,
 		Title: "The caller has too much open or stored",
 		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "The gateway bounds what one caller may hold in its store at a time: executions that run or are in doubt, and bytes of records and answers. This caller is at a bound. Nothing was recorded or forwarded; answers of earlier calls are still given.",
-		caller:   "Send the same call again after Retry-After. Executions in doubt count until they are settled, stored answers until they expire.",
+		meaning:  "The gateway bounds what one caller may hold in its store at a time: executions that run or are in doubt, and bytes of records and answers; and what checkpoints stand of one workflow and one caller, and how fast a workflow makes them. This caller, or its workflow, is at a bound. Nothing was recorded or forwarded; answers of earlier calls are still given.",
+		caller:   "Send the same call again after Retry-After. Executions in doubt count until they are settled, stored answers and checkpoints until they expire.",
 		operator: "The `quota` in the global options is the bound; a reload changes it at once. Look for the caller's executions in doubt, and for answers that are kept longer than needed (`retain_result`).",
+	}
+	SnapshotFailed = Kind{
+		Slug: "snapshot-failed", Status: http.StatusServiceUnavailable, SafeNewKey: true,
+		Title: "What the call would change cannot be read now",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "Calls of this kind are undone by putting back what stood there before, and the gateway could not read that from the upstream. Nothing was recorded or forwarded.",
+		caller:   "Send the same call again after Retry-After.",
+		operator: "The gateway's log says what came of the GET: the upstream refuses it (credentials for it go into `restore`, or `undo_auth recorded`), it took longer than `snapshot_timeout`, or the answer is larger than `max_image`. `on_snapshot_error irreversible` lets such calls through, and says in their checkpoints that they cannot be undone.",
 	}
 	StoreUnavailable = Kind{
 		Slug: "store-unavailable", Status: http.StatusServiceUnavailable,
@@ -204,12 +212,12 @@ var (
 
 // Kinds lists all kinds, in the order in which they are documented.
 func Kinds() []Kind {
-	return []Kind{
+	return append([]Kind{
 		ExecutionIDMissing, ExecutionIDInvalid, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
-		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge,
+		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge,
 		AuthenticationRequired, ExecutionUnknown, ECTInvalid, ECTUnavailable, EntryUnknown, EntryPruned, WorkflowUnknown,
 		ParameterInvalid,
-	}
+	}, rollbackKinds()...)
 }
 
 // Find returns the kind with this slug.

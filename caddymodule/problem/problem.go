@@ -32,6 +32,13 @@ type Problem struct {
 	Reason string
 	// StatusURL is where the caller can ask what becomes of the execution, if it can.
 	StatusURL string
+	// ConflictingRollback is the id of the rollback that takes precedence (cascade 4.3.4).
+	ConflictingRollback string
+	// Dependants are ids of actions that keep a rollback from being prepared.
+	Dependants []string
+	// Doubtful says that an earlier attempt of the call may have been executed, so that no
+	// new key is safe, whatever the kind says.
+	Doubtful bool
 	// RetryAfter is set where a retry helps; it is sent in whole seconds, at least 1.
 	RetryAfter time.Duration
 	// Cause is for the log, never for the caller.
@@ -73,6 +80,8 @@ type document struct {
 	State       string   `json:"state,omitempty"`
 	SafeNewKey  bool     `json:"safe_new_key"`
 	StatusURL   string   `json:"status_url,omitempty"`
+	Conflicting string   `json:"conflicting_rollback_id,omitempty"`
+	Dependants  []string `json:"dependants,omitempty"`
 	Error       *sdkBody `json:"error,omitempty"`
 }
 
@@ -89,8 +98,8 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	k := p.kind
 	doc := document{
 		Type: BasePath + k.Slug, Title: k.Title, Status: cmp.Or(p.Status, k.Status), Detail: p.Detail, Reason: p.Reason,
-		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: k.SafeNewKey,
-		StatusURL: p.StatusURL, ErrorType: k.ErrorType,
+		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: k.SafeNewKey && !p.Doubtful,
+		StatusURL: p.StatusURL, ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, Dependants: p.Dependants,
 	}
 	h := w.Header()
 	if k.retry {

@@ -14,7 +14,7 @@ import (
 // Terminal problems carry what stops the SDKs' retries; retryable ones carry none
 // of it (an `error` member makes stripe-go give up).
 func TestProblemsTellSDKsWhetherToRetry(t *testing.T) {
-	retryable := map[string]bool{"in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true}
+	retryable := map[string]bool{"workflow-paused": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true}
 	for _, k := range problem.Kinds() {
 		t.Run(k.Slug, func(t *testing.T) {
 			p := problem.New(k, "some detail")

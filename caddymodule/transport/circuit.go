@@ -98,6 +98,9 @@ func (t *Transport) admit(req *http.Request, watch *sent.Watch) (*call, error) {
 	if t.circuits == nil || ctx.Value(caddyhttp.ServerCtxKey) == nil {
 		return nil, nil // a health check of reverse_proxy has a way of its own to tell
 	}
+	if circuits.IsUndo(ctx) {
+		return nil, nil // what is broken must be undone while it is (ADR 0033)
+	}
 	upstream := req.URL.Host
 	if dial, ok := reverseproxy.GetDialInfo(ctx); ok {
 		upstream = circuits.AddressOf(dial.Network, dial.Address)

@@ -1,0 +1,156 @@
+package admin_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/rollbackapi"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+const rollbackID = "f1b1c2d3-e4f5-4789-abcd-ef0123456789"
+
+// desk is a coordinator that does what it is told.
+type desk struct {
+	asked  []rollback.Request
+	all    map[string]*rollback.Rollback
+	fail   error
+	waited int
+	after  string
+	limit  int
+}
+
+func (d *desk) Plan(_ context.Context, r rollback.Request) (*rollback.Rollback, error) {
+	if d.fail != nil {
+		return nil, d.fail
+	}
+	return &rollback.Rollback{Checkpoint: r.Checkpoint, Scope: r.Scope, Operator: r.Operator, Plan: &plan.Plan{},
+		Steps: []rollback.Step{{Checkpoint: "c1", What: plan.Escalate}, {Checkpoint: "c2", What: plan.Undo, Level: 1}}}, nil
+}
+
+func (d *desk) Execute(_ context.Context, r rollback.Request, _ ...store.Write) (*rollback.Rollback, error) {
+	if d.fail != nil {
+		return nil, d.fail
+	}
+	d.asked = append(d.asked, r)
+	made := &rollback.Rollback{ID: r.ID, Checkpoint: r.Checkpoint, Scope: r.Scope, Operator: r.Operator, Reason: r.Reason, State: rollback.Executing}
+	d.all = map[string]*rollback.Rollback{r.ID: made}
+	return made, nil
+}
+
+func (d *desk) Get(_ context.Context, id string) (*rollback.Rollback, error) {
+	if r, ok := d.all[id]; ok {
+		return r, d.fail
+	}
+	return nil, rollback.ErrUnknown
+}
+
+func (d *desk) Wait(ctx context.Context, id string) (*rollback.Rollback, error) {
+	d.waited++
+	<-ctx.Done()
+	return d.all[id], ctx.Err()
+}
+
+func (d *desk) List(_ context.Context, after string, limit int) (rollback.Page, error) {
+	d.after, d.limit = after, limit
+	if after == "bad" {
+		return rollback.Page{}, rollback.ErrCursor
+	}
+	return rollback.Page{Rollbacks: []*rollback.Rollback{{ID: rollbackID, State: rollback.Finished, Status: rollback.Partial}}, Unreadable: 1, Next: "n"}, nil
+}
+
+// Issue 6 "Rollback": operators ask over the admin API, and are recorded.
+func TestOperatorsRollBack(t *testing.T) {
+	r, st := newRig(t)
+	d := &desk{}
+	st.rollback = d
+	w, refused := r.ask(http.MethodPost, "rollback", fmt.Sprintf(
+		`{"rollback_id": "urn:uuid:%s", "checkpoint_id": "C1B1C2D3-e4f5-6789-abcd-ef0123456789", "scope": "full_workflow", "operator": "ann", "reason": "wrong price"}`, rollbackID))
+	if refused.Err != nil || !strings.Contains(w.Body.String(), `"state":"executing"`) {
+		t.Fatalf("%v %s", refused, w.Body)
+	}
+	want := rollback.Request{ID: rollbackID, Checkpoint: "c1b1c2d3-e4f5-6789-abcd-ef0123456789", Scope: plan.FullWorkflow, Reason: "wrong price", Operator: "ann"}
+	if len(d.asked) != 1 || d.asked[0] != want {
+		t.Errorf("%+v, want %+v", d.asked, want)
+	}
+	var doc rollbackapi.Document
+	r.get("rollback/"+rollbackID, &doc)
+	if doc.Operator != "ann" || doc.RollbackID != "urn:uuid:"+rollbackID || d.waited != 0 {
+		t.Errorf("%+v", doc)
+	}
+	var page admin.RollbackPage
+	r.get("rollbacks?limit=7&after=x", &page)
+	if len(page.Rollbacks) != 1 || page.Next != "n" || page.Unreadable != 1 || d.after != "x" || d.limit != 7 {
+		t.Errorf("%+v", page)
+	}
+
+	// --dry-run touches nothing.
+	w, refused = r.ask(http.MethodPost, "rollback", `{"checkpoint_id": "c", "operator": "ann", "reason": "r", "cascade": true, "dry_run": true}`)
+	if refused.Err != nil || len(d.asked) != 1 || !strings.Contains(w.Body.String(), `"state":"planned"`) || !strings.Contains(w.Body.String(), "cannot be undone") {
+		t.Errorf("%v %s", refused, w.Body)
+	}
+}
+
+// A look at a rollback waits where it is asked to.
+func TestLookingAtARollbackWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, st := newRig(t)
+		d := &desk{all: map[string]*rollback.Rollback{rollbackID: {ID: rollbackID, State: rollback.Executing}}}
+		st.rollback = d
+		began := time.Now()
+		var doc rollbackapi.Document
+		r.get("rollback/"+rollbackID+"?wait=5s", &doc)
+		if time.Since(began) != 5*time.Second || doc.State != "executing" {
+			t.Errorf("%v %+v", time.Since(began), doc)
+		}
+	})
+}
+
+func TestRollbackRefusals(t *testing.T) {
+	r, st := newRig(t)
+	r.refuses(http.MethodGet, "rollbacks", "", http.StatusNotFound, "has no identity")
+	d := &desk{}
+	st.rollback = d
+	const whole = `{"checkpoint_id": "c", "operator": "ann", "reason": "r"}`
+	for body, words := range map[string]string{
+		`{"operator": "ann", "reason": "r"}`:                                           "checkpoint_id",
+		`{"checkpoint_id": "c", "reason": "r"}`:                                        "operator",
+		`{"checkpoint_id": "c", "operator": "ann"}`:                                    "reason",
+		`{"checkpoint_id": "c", "operator": "ann", "reason": "r", "scop": "x"}`:        "scop",
+		`{"checkpoint_id": "c", "operator": "ann", "reason": "r", "scope": "x"}`:       "scope",
+		`{"checkpoint_id": "c", "operator": "ann", "reason": "r", "rollback_id": "x"}`: "UUID",
+		whole + "x": "something stands behind it",
+	} {
+		r.refuses(http.MethodPost, "rollback", body, http.StatusBadRequest, words)
+	}
+	for _, c := range []struct {
+		err    error
+		status int
+		words  string
+	}{
+		{rollback.ErrCheckpointUnknown, 404, "no such checkpoint"},
+		{fmt.Errorf("%w: x", checkpoint.ErrExpired), 410, "expired"},
+		{fmt.Errorf("%w: x", checkpoint.ErrTampered), 409, "does not match its hash"},
+		{&rollback.ConflictError{Winner: "w1"}, 409, "rollback w1 is under way"},
+		{&plan.DependedOnError{Dependants: []string{"d1"}}, 409, `"d1"`},
+		{rollback.ErrMismatch, 422, "another request"},
+		{errors.New("broken"), 503, "broken"},
+	} {
+		d.fail = c.err
+		r.refuses(http.MethodPost, "rollback", whole, c.status, c.words)
+	}
+	r.refuses(http.MethodGet, "rollback/"+rollbackID, "", http.StatusNotFound, "no such rollback")
+	r.refuses(http.MethodGet, "rollback/x", "", http.StatusBadRequest, "UUID")
+	r.refuses(http.MethodGet, "rollbacks?after=bad", "", http.StatusBadRequest, "not where a page begins")
+	r.refuses(http.MethodGet, "rollback", "", http.StatusMethodNotAllowed, "use POST")
+}

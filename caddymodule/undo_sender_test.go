@@ -1,0 +1,487 @@
+package caddymodule
+
+import (
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2"
+	// The undos of tests go through it.
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	_ "github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
+)
+
+// undoWay is a running configuration with a guard "g" whose own requests go to upstream,
+// and the sender over it. The guard's chain has a guard of the same name and the endpoints
+// on the way, which must let an undo by.
+func undoWay(t *testing.T, upstream, transport, members string) (*App, *undoSender) {
+	t.Helper()
+	dir := t.TempDir()
+	return undoWayIn(t, dir, upstream, transport, members)
+}
+
+func undoWayIn(t *testing.T, dir, upstream, transport, members string) (*App, *undoSender) {
+	t.Helper()
+	app := loadedApp(t, fmt.Sprintf(`{
+		"store": {"module": "badger", "path": %q}%s
+	}`, filepath.Join(dir, "store"), members), fmt.Sprintf(`{"servers": {"site": {
+		"listen": ["127.0.0.1:0"], "automatic_https": {"disable": true}, "routes": [{"handle": [
+			{"handler": "agent_guard", "name": "g", "actions": [{"name": "pay"}], "upstream": [
+				{"handler": "agent_guard_endpoints"},
+				{"handler": "agent_guard", "name": "inner", "require_ect": false},
+				{"handler": "reverse_proxy", "transport": {"protocol": "agent_guard"%s}, "upstreams": [{"dial": %q}],
+				 "load_balancing": {"retries": 3, "retry_match": [{"method": ["POST", "PUT"]}]}}
+			]}
+		]}]
+	}}}`, transport, upstream))
+	return app, newUndoSender(app.held)
+}
+
+// loadedApp starts the app agent_guard of a configuration with these two apps. The servers
+// do not listen.
+func loadedApp(t *testing.T, guard, web string) *App {
+	t.Helper()
+	var config caddy.Config
+	if err := json.Unmarshal([]byte(fmt.Sprintf(`{"admin": {"disabled": true}, "apps": {"agent_guard": %s, "http": %s}}`, guard, web)), &config); err != nil {
+		t.Fatal(err)
+	}
+	ctx, err := caddy.ProvisionContext(&config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	loaded, err := ctx.App("agent_guard")
+	if err != nil {
+		t.Fatal(err)
+	}
+	app := loaded.(*App)
+	t.Cleanup(func() {
+		if err := app.Cleanup(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := app.Start(); err != nil {
+		t.Fatal(err)
+	}
+	return app
+}
+
+// refund is a request of an undo for the call of the action pay.
+func refund() *undo.Outgoing {
+	return &undo.Outgoing{
+		Method: "POST", URL: "/v1/refunds?full=1", Header: http.Header{"Content-Type": {"application/json"}},
+		Body: []byte(`{"charge":"c1"}`), Host: "pay.example.com", Guard: "g", Action: "pay",
+		Rollback: "r1", Checkpoint: "c1", Workflow: "w1",
+	}
+}
+
+// asError is the error of an undo that was not sent, or may have been.
+func asError(t *testing.T, err error) *undo.SendError {
+	t.Helper()
+	var e *undo.SendError
+	if !errors.As(err, &e) {
+		t.Fatalf("%v is no SendError", err)
+	}
+	return e
+}
+
+// An undo comes to the upstream of its call as it was made, under its own key, past what
+// stands on the way, and its answer comes back as it is.
+func TestUndoReachesTheUpstreamOfItsCall(t *testing.T) {
+	type arrival struct {
+		*http.Request
+		body string
+	}
+	arrived := make(chan arrival, 1)
+	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		arrived <- arrival{r, string(body)}
+		w.Header().Set("ETag", `"7"`)
+		w.WriteHeader(http.StatusConflict)
+		_, _ = io.WriteString(w, "no")
+	}))
+	defer up.Close()
+	_, s := undoWay(t, up.Listener.Addr().String(), "", "")
+	answer, err := s.Send(t.Context(), refund())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if answer.Status != 409 || string(answer.Body) != "no" || answer.Header.Get("ETag") != `"7"` || answer.Cut {
+		t.Errorf("%+v", answer)
+	}
+	r := <-arrived
+	if r.Method != "POST" || r.RequestURI != "/v1/refunds?full=1" || r.Host != "pay.example.com" || r.body != `{"charge":"c1"}` {
+		t.Errorf("%s %s at %s: %s", r.Method, r.RequestURI, r.Host, r.body)
+	}
+	for name, want := range map[string]string{
+		"Idempotency-Key": "r1:c1", "Workflow-Id": "w1", "Content-Type": "application/json", "X-Forwarded-For": "127.0.0.1",
+		"X-Forwarded-Proto": "http", "Execution-Parent": "", "Authorization": "", "Accept-Encoding": "identity",
+	} {
+		if got := r.Header.Get(name); got != want {
+			t.Errorf("%s: %q, want %q", name, got, want)
+		}
+	}
+	// A look at what there is must not be answered with what there was.
+	look := refund()
+	look.Method, look.Body = "GET", nil
+	if _, err := s.Send(t.Context(), look); err != nil {
+		t.Error(err)
+	}
+	if r := <-arrived; r.Header.Get("Idempotency-Key") != "" {
+		t.Errorf("a GET goes under the key %q", r.Header.Get("Idempotency-Key"))
+	}
+}
+
+// The well-known paths below the guard are the gateway's for callers; an undo whose path
+// is one of them is for the upstream.
+func TestUndoIsNobodysCall(t *testing.T) {
+	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { _, _ = io.WriteString(w, r.URL.Path) }))
+	defer up.Close()
+	app, s := undoWay(t, up.Listener.Addr().String(), "", "")
+	for _, path := range []string{"/.well-known/cascade/policy", "/.well-known/cascade/rollback", "//double"} {
+		o := refund()
+		o.URL = path
+		if answer, err := s.Send(t.Context(), o); err != nil || string(answer.Body) != path {
+			t.Errorf("%s: %+v, %v", path, answer, err)
+		}
+	}
+	page, err := app.held.guard.List(t.Context(), guard.Filter{}, "", 10)
+	if err != nil || len(page.Executions) != 0 {
+		t.Errorf("an undo was taken for a call: %+v, %v", page, err)
+	}
+}
+
+// While the upstream's breaker is open, an undo goes through, and is the only one.
+func TestUndoIsSentPastAnOpenBreaker(t *testing.T) {
+	up := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	defer up.Close()
+	addr := up.Listener.Addr().String()
+	_, s := undoWay(t, addr, `, "breaker": {"mode": "forced_open"}`, "")
+	if answer, err := s.Send(t.Context(), refund()); err != nil || answer.Status != 200 {
+		t.Errorf("%+v, %v", answer, err)
+	}
+	m := circuits.Join()
+	defer m.Leave()
+	for _, b := range m.Status() {
+		if b.Key.Upstream == addr && (b.Calls != 0 || b.Rejected != 0) {
+			t.Errorf("%+v", b)
+		}
+	}
+}
+
+// Where it is proven that not a byte was sent the error says so, and nowhere else; and
+// nothing on the way sends an undo twice (P1).
+func TestP1UndoIsSentOnceOrProvenUnsent(t *testing.T) {
+	const head = "HTTP/1.1 200 OK\r\n"
+	for _, tt := range []struct {
+		name    string
+		answers string // of the upstream; it hangs up then
+		unsent  bool
+		cut     bool
+		ok      bool
+	}{
+		{name: "hangs up"},
+		{name: "cut in its header", answers: head + "Content-"},
+		{name: "cut in a body of known length", answers: head + "Content-Length: 9\r\n\r\nabc"},
+		{name: "cut in a chunk", answers: head + "Transfer-Encoding: chunked\r\n\r\n9\r\nabc"},
+		{name: "ended by nothing but the connection", answers: head + "\r\nabc", ok: true, cut: true},
+		{name: "whole", answers: head + "Content-Length: 3\r\n\r\nabc", ok: true},
+	} {
+		for _, direct := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/direct=%v", tt.name, direct), func(t *testing.T) {
+				addr, count := rawUpstream(t, tt.answers)
+				_, s := undoWay(t, addr, "", "")
+				arrivals := 1
+				o := refund()
+				if direct {
+					o.URL = "http://" + addr + o.URL
+				}
+				if tt.cut { // who looks must not take a part for the whole
+					look := *o
+					look.Method, look.Body = "GET", nil
+					_, err := s.Send(t.Context(), &look)
+					if e := asError(t, err); e.NotSent || !errors.Is(err, errCutShort) {
+						t.Errorf("a look is answered with what may be cut: %+v", e)
+					}
+					arrivals++
+				}
+				answer, err := s.Send(t.Context(), o)
+				if tt.ok {
+					if err != nil || answer.Cut != tt.cut || string(answer.Body) != "abc" {
+						t.Errorf("%+v, %v", answer, err)
+					}
+				} else if e := asError(t, err); e.NotSent || e.Reason != "" {
+					t.Errorf("it arrived, and is said not to be sent: %+v", e)
+				}
+				if n := count(); n != arrivals {
+					t.Errorf("%d arrivals of %d requests", n, arrivals)
+				}
+			})
+		}
+	}
+	t.Run("refused", func(t *testing.T) {
+		_, s := undoWay(t, "127.0.0.1:2", "", "")
+		for _, target := range []string{"/x", "http://127.0.0.1:2/x"} {
+			o := refund()
+			o.URL = target
+			_, err := s.Send(t.Context(), o)
+			if e := asError(t, err); !e.NotSent || e.Reason != "" {
+				t.Errorf("%s: %+v", target, e)
+			}
+		}
+	})
+	t.Run("too late", func(t *testing.T) {
+		up := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }))
+		defer up.Close()
+		_, s := undoWay(t, up.Listener.Addr().String(), "", "")
+		for _, target := range []string{"/x", up.URL + "/x"} {
+			ctx, cancel := context.WithCancel(t.Context())
+			o := refund()
+			o.URL = target
+			time := make(chan struct{})
+			go func() { <-time; cancel() }()
+			up.Config.Handler = http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+				_, _ = io.ReadAll(r.Body)
+				close(time)
+				<-r.Context().Done()
+			})
+			_, err := s.Send(ctx, o)
+			if e := asError(t, err); e.NotSent || !errors.Is(err, context.Canceled) && target == "/x" {
+				t.Errorf("%s: %+v", target, e)
+			}
+			cancel()
+			// What is over before it begins was not sent.
+			if _, err = s.Send(ctx, o); err == nil {
+				t.Errorf("%s is sent after its time", target)
+			}
+		}
+	})
+}
+
+// rawUpstream reads one request on each connection, writes answer, and hangs up. count is
+// how many came.
+func rawUpstream(t *testing.T, answer string) (addr string, count func() int) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var mu sync.Mutex
+	n := 0
+	var all sync.WaitGroup
+	all.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			buf := make([]byte, 4096)
+			for got := ""; !strings.Contains(got, "\r\n\r\n") || strings.HasPrefix(got, "POST") && !strings.HasSuffix(got, "}"); {
+				m, err := c.Read(buf)
+				if err != nil {
+					break
+				}
+				if got == "" {
+					mu.Lock()
+					n++
+					mu.Unlock()
+				}
+				got += string(buf[:m])
+			}
+			_, _ = io.WriteString(c, answer)
+			_ = c.Close()
+		}
+	})
+	t.Cleanup(func() { _ = l.Close(); all.Wait() })
+	return l.Addr().String(), func() int {
+		mu.Lock()
+		defer mu.Unlock()
+		return n
+	}
+}
+
+// Answers are kept up to a limit, and say where they were cut.
+func TestUndoAnswerIsBounded(t *testing.T) {
+	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Length", fmt.Sprint(undo.MaxAnswer+2))
+		_, _ = w.Write(make([]byte, undo.MaxAnswer+2))
+	}))
+	defer up.Close()
+	_, s := undoWay(t, up.Listener.Addr().String(), "", "")
+	for _, target := range []string{"/x", up.URL + "/x"} {
+		o := refund()
+		o.URL = target
+		answer, err := s.Send(t.Context(), o)
+		if err != nil || !answer.Cut || len(answer.Body) != undo.MaxAnswer {
+			t.Errorf("%s: %v", target, err)
+		}
+	}
+}
+
+// P8: what the configuration does not lead to any more is not guessed, and recorded
+// credentials go to no other upstream than the call's.
+func TestP8UndoGoesNowhereElse(t *testing.T) {
+	up := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("something was sent") }))
+	defer up.Close()
+	app, s := undoWay(t, up.Listener.Addr().String(), "", "")
+	recorded := refund()
+	recorded.Recorded, recorded.Upstream = true, app.guards.all[0].upstreamName()+"-other"
+	elsewhere := refund()
+	elsewhere.Recorded, elsewhere.URL, elsewhere.Upstream = true, up.URL+"/x", app.guards.all[0].upstreamName()
+	for name, tt := range map[string]struct {
+		o    *undo.Outgoing
+		want undo.Reason
+	}{
+		"another upstream":           {recorded, undo.ReasonNoCredentials},
+		"a whole URL":                {elsewhere, undo.ReasonNoCredentials},
+		"no such guard":              {with(func(o *undo.Outgoing) { o.Guard = "h" }), undo.ReasonNoUpstream},
+		"no such action":             {with(func(o *undo.Outgoing) { o.Action = "mail" }), undo.ReasonNoUpstream},
+		"a guard without a way":      {with(func(o *undo.Outgoing) { o.Guard, o.Action = "inner", "default" }), undo.ReasonNoUpstream},
+		"neither path nor URL":       {with(func(o *undo.Outgoing) { o.URL = "v1/x" }), undo.ReasonNoUpstream},
+		"another scheme":             {with(func(o *undo.Outgoing) { o.URL = "ftp://example.com/x" }), undo.ReasonNoUpstream},
+		"a delegate without a token": {with(func(o *undo.Outgoing) { o.URL, o.Delegated = up.URL+"/rollback", true }), undo.ReasonNoCredentials},
+	} {
+		_, err := s.Send(t.Context(), tt.o)
+		if e := asError(t, err); !e.NotSent || e.Reason != tt.want {
+			t.Errorf("%s: %+v", name, e)
+		}
+	}
+}
+
+func with(change func(*undo.Outgoing)) *undo.Outgoing {
+	o := refund()
+	change(o)
+	return o
+}
+
+// A redirect is an answer: nothing follows it, with its credentials or without. And a
+// certificate that nobody vouches for ends the request.
+func TestUndoTrustsNoStranger(t *testing.T) {
+	other := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("a redirect is followed") }))
+	defer other.Close()
+	up := httptest.NewServer(http.RedirectHandler(other.URL, http.StatusTemporaryRedirect))
+	defer up.Close()
+	_, s := undoWay(t, up.Listener.Addr().String(), "", "")
+	for _, target := range []string{"/x", up.URL + "/x"} {
+		o := refund()
+		o.URL = target
+		if answer, err := s.Send(t.Context(), o); err != nil || answer.Status != 307 {
+			t.Errorf("%s: %+v, %v", target, answer, err)
+		}
+	}
+	secure := httptest.NewUnstartedServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("a stranger is trusted") }))
+	secure.Config.ErrorLog = nil
+	secure.StartTLS()
+	defer secure.Close()
+	o := refund()
+	o.URL = secure.URL + "/x"
+	_, err := s.Send(t.Context(), o)
+	if e := asError(t, err); e.NotSent || !errors.As(err, new(*tls.CertificateVerificationError)) {
+		t.Errorf("%v", err)
+	}
+}
+
+// An agent that is asked to roll back knows who asks, for what, and a repetition by its
+// bytes, also after a restart of the gateway.
+func TestDelegateIsAskedWithAToken(t *testing.T) {
+	var tokens []string
+	agent := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		tokens = append(tokens, r.Header.Get(ect.FieldName))
+		if key := r.Header.Get("Idempotency-Key"); key == "" {
+			t.Error("no key")
+		}
+	}))
+	defer agent.Close()
+	dir := t.TempDir()
+	identity := withIdentity(filepath.Join(dir, "identity"), "")
+	checkpoint := "6ba7b810-9dad-41d1-80b4-00c04fd430c8"
+	o := with(func(o *undo.Outgoing) {
+		o.URL, o.Delegated, o.Checkpoint, o.Rollback = agent.URL+"/rollback", true, checkpoint, "r1"
+	})
+	for range 2 {
+		t.Run("", func(t *testing.T) {
+			_, s := undoWayIn(t, dir, agent.Listener.Addr().String(), "", identity)
+			for range 2 {
+				if answer, err := s.Send(t.Context(), o); err != nil || answer.Status != 200 {
+					t.Fatalf("%+v, %v", answer, err)
+				}
+			}
+		})
+	}
+	if len(tokens) != 4 || tokens[0] == "" || tokens[1] != tokens[0] || tokens[2] != tokens[0] || tokens[3] != tokens[0] {
+		t.Fatalf("repetitions are not known by their tokens: %q", tokens)
+	}
+	_, s := undoWayIn(t, dir, agent.Listener.Addr().String(), "", identity)
+	o.Rollback = "r2"
+	if _, err := s.Send(t.Context(), o); err != nil {
+		t.Fatal(err)
+	}
+	if tokens[4] == tokens[0] {
+		t.Error("another rollback asks with the same token")
+	}
+	claims, err := ect.ParseInsecure(tokens[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	reason, _ := claims.Ext().Text(ect.MemberRollbackID)
+	if claims.Event() != ect.EventRollbackRequest || len(claims.Lacks()) > 0 || len(claims.Parents()) != 1 || claims.Parents()[0] != checkpoint ||
+		claims.Issuer() != gatewayName || len(claims.Audience()) != 1 || claims.Audience()[0] != agent.URL || reason != "r1" {
+		t.Errorf("%+v", claims)
+	}
+}
+
+// Guards of several sites may share a name. The call's own upstream tells them apart; where
+// it is gone, an undo is not sent to whatever else has the name (P6).
+func TestUndoGuessesNoUpstream(t *testing.T) {
+	led := caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return nil })
+	guard := func(upstream string, actions ...string) *Handler {
+		h := &Handler{Name: "g", upstreamHash: upstream}
+		if upstream != "" {
+			h.upstream = led
+		}
+		for _, name := range actions {
+			h.actions = append(h.actions, &Action{Name: name})
+		}
+		return h
+	}
+	a, b, twin, none := guard("a", "pay", "default"), guard("b", "default"), guard("b", "default"), guard("", "mail", "default")
+	for _, tt := range []struct {
+		name             string
+		all              []*Handler
+		action, upstream string
+		want             *Handler
+		err              error
+	}{
+		{"the call's own", []*Handler{a, b}, "default", "b", b, nil},
+		{"the one with the action", []*Handler{b, a}, "pay", "gone", a, nil},
+		{"several", []*Handler{a, b}, "default", "gone", nil, errManyGuards},
+		{"twins", []*Handler{b, twin}, "default", "gone", b, nil},
+		{"the one that leads anywhere", []*Handler{none, a}, "default", "gone", a, nil},
+		{"for a whole URL", []*Handler{none}, "mail", "", none, nil},
+		{"an action that is gone", []*Handler{a}, "mail", "a", nil, errNoGuard},
+		{"none", nil, "mail", "", nil, errNoGuard},
+	} {
+		var g guards
+		for _, h := range tt.all {
+			g.add(h)
+		}
+		way, err := g.find(&undo.Outgoing{Guard: "g", Action: tt.action, Upstream: tt.upstream})
+		if way.h != tt.want || !errors.Is(err, tt.err) {
+			t.Errorf("%s: %v %v", tt.name, way.h, err)
+		}
+	}
+}
