@@ -33,8 +33,29 @@ type procLedger struct {
 	entries     int64
 }
 
-// ledger exports the gateway's ledger, once nothing waits for its place in it.
+// ledger reads the gateway's ledger.
 func (s *procSite) ledger(t *testing.T) procLedger {
+	t.Helper()
+	told := procLedger{checkpoints: map[string]bool{}, outcomes: map[string]string{}}
+	nodes := map[string]string{}
+	told.entries = s.exported(t, func(token *ect.Unverified) {
+		if token.Event() == ect.EventCheckpoint {
+			told.checkpoints[token.ID()] = true
+		}
+		if outcome, ok := token.Ext().Text(evidence.MemberOutcome); ok {
+			parents := token.Parents()
+			nodes[parents[len(parents)-1]] = outcome // its checkpoint
+		}
+	})
+	for checkpoint := range told.checkpoints {
+		told.outcomes[checkpoint] = nodes[checkpoint]
+	}
+	return told
+}
+
+// exported exports the gateway's ledger, once nothing waits for its place in it, proves it
+// against its head, and has each of its tokens visited. It returns how many there are.
+func (s *procSite) exported(t *testing.T, visit func(*ect.Unverified)) int64 {
 	t.Helper()
 	var head struct {
 		Origin, Key string
@@ -60,30 +81,17 @@ func (s *procSite) ledger(t *testing.T) procLedger {
 	if err != nil {
 		t.Fatal(err)
 	}
-	told := procLedger{checkpoints: map[string]bool{}, outcomes: map[string]string{}}
-	nodes := map[string]string{}
 	exported, err := ledger.VerifyExport(from, head.Origin, note.VerifierList(verifier), func(e ledger.Entry) error {
 		token, err := ect.ParseInsecure(string(e.Payload))
-		if err != nil {
-			return err
+		if err == nil {
+			visit(token)
 		}
-		if token.Event() == ect.EventCheckpoint {
-			told.checkpoints[token.ID()] = true
-		}
-		if outcome, ok := token.Ext().Text(evidence.MemberOutcome); ok {
-			parents := token.Parents()
-			nodes[parents[len(parents)-1]] = outcome // its checkpoint
-		}
-		return nil
+		return err
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	for checkpoint := range told.checkpoints {
-		told.outcomes[checkpoint] = nodes[checkpoint]
-	}
-	told.entries = exported.Entries
-	return told
+	return exported.Entries
 }
 
 // verifyLedger holds that the ledger is as it was written, and tells of every call what

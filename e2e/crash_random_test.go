@@ -40,13 +40,7 @@ type crashRun struct {
 // P1, P2, P7: whatever the moment of a SIGKILL, no call is executed twice, and every
 // answer whose end was seen is there afterwards.
 func TestCrashAtRandomMoments(t *testing.T) {
-	rounds := 5
-	if text := os.Getenv("AGENT_GUARD_CRASH_ROUNDS"); text != "" {
-		var err error
-		if rounds, err = strconv.Atoi(text); err != nil || rounds < 1 {
-			t.Fatalf("AGENT_GUARD_CRASH_ROUNDS is %q", text)
-		}
-	}
+	rounds := crashRounds(t, 5)
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed) // kills hit where the scheduler lets them: it repeats the plan only
 	upstream := procNewUpstream(t)
@@ -82,6 +76,20 @@ func TestCrashAtRandomMoments(t *testing.T) {
 	}
 	t.Logf("%d kills, %d calls answered, none lost, none executed twice; open at a kill: %d in doubt, %d recorded, %d had not run",
 		rounds, len(run.answered), run.tally.doubtful, run.tally.replayed, run.tally.ran)
+}
+
+// crashRounds is how many kills are asked for; plain tests do a few.
+func crashRounds(t *testing.T, plain int) int {
+	t.Helper()
+	text := os.Getenv("AGENT_GUARD_CRASH_ROUNDS")
+	if text == "" {
+		return plain
+	}
+	rounds, err := strconv.Atoi(text)
+	if err != nil || rounds < 1 {
+		t.Fatalf("AGENT_GUARD_CRASH_ROUNDS is %q", text)
+	}
+	return rounds
 }
 
 // watch has f called at each effect.

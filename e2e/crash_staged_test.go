@@ -110,6 +110,9 @@ type procStages struct {
 
 	mu    sync.Mutex
 	armed map[string]chan struct{}
+	left  int           // points yet to pass before the one that was counted
+	nth   chan struct{} // closed there; nil is none
+	name  string        // of the point that was reached by counting
 	over  chan struct{}
 }
 
@@ -141,6 +144,25 @@ func (s *procStages) arm(point string) <-chan struct{} {
 	return reached
 }
 
+// count lets the gateway wait at the nth point from now, whatever its name, counted from
+// 0; the channel is closed once it does.
+func (s *procStages) count(n int) <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.left, s.nth = n, make(chan struct{})
+	return s.nth
+}
+
+// disarm lets the gateway wait nowhere, and names the point that it was stopped at by
+// counting; empty is none.
+func (s *procStages) disarm() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	name := s.name
+	s.armed, s.nth, s.name = map[string]chan struct{}{}, nil, ""
+	return name
+}
+
 func (s *procStages) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	point, err := io.ReadAll(r.Body)
 	if err != nil {
@@ -149,6 +171,12 @@ func (s *procStages) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
 	reached := s.armed[string(point)]
 	delete(s.armed, string(point))
+	if s.nth != nil {
+		if s.left == 0 {
+			reached, s.nth, s.name = s.nth, nil, string(point)
+		}
+		s.left--
+	}
 	s.mu.Unlock()
 	if reached != nil {
 		close(reached)

@@ -35,16 +35,18 @@ func document[T any](t *testing.T, r reply) (v T) {
 
 // workflowView is what a workflow's page tells.
 type workflowView struct {
-	Nodes []struct {
-		JTI      string `json:"jti"`
-		ExecAct  string `json:"exec_act"`
-		Event    string
-		State    string
-		Detail   string
-		Outcome  string
-		Severity string
-	}
+	Nodes []workflowNode
 	Edges []struct{ From, To, Kind string }
+}
+
+type workflowNode struct {
+	JTI      string `json:"jti"`
+	ExecAct  string `json:"exec_act"`
+	Event    string
+	State    string
+	Detail   string
+	Outcome  string
+	Severity string
 }
 
 func (v workflowView) state(id string) string {

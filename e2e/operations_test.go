@@ -148,6 +148,7 @@ func TestOperationsRun(t *testing.T) {
 	}
 	block("running", "")
 	block("stats", "", "health", "records per sync")
+	block("escalations", "")
 	block("rotate", "", "2    seals")
 	block("keys", "", "2    seals")
 	block("agent-key", "", "spiffe://example.com/agent/billing", "billing.key", "trusted.json")

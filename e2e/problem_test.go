@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/uuid"
+
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -61,6 +63,11 @@ func provoked(t *testing.T) map[string]reply {
 			match path /large
 			max_result 10
 		}
+		action snap {
+			match path /snap
+			restore
+			checkpoint_ttl 1s
+		}
 	}`, u.addr)})
 	u.on("/held", func(w http.ResponseWriter, a *arrival) {
 		hold.pass()
@@ -94,6 +101,22 @@ func provoked(t *testing.T) map[string]reply {
 	got["workflow-unknown"] = g.call(request{method: "GET", path: "/.well-known/cascade/workflows/w", header: ann})
 	got["entry-unknown"] = g.call(request{method: "GET", path: "/.well-known/cascade/ledger/entries/999999", header: ann})
 
+	u.on("/snap", func(w http.ResponseWriter, a *arrival) {
+		if a.Method == http.MethodGet {
+			w.WriteHeader(http.StatusInternalServerError)
+		}
+	})
+	got["snapshot-failed"] = g.call(request{method: "PUT", path: "/snap", id: "k", header: bob})
+	look := func(id string) reply {
+		return g.call(request{method: "GET", path: "/.well-known/cascade/checkpoints/" + id, header: bob})
+	}
+	got["not-in-workflow"] = look(uuid.NewString() + "?wait=0")
+	brief := g.call(request{path: "/snap", id: "brief", header: bob}).header.Get("Execution-Checkpoint")
+	eventually(t, "the end of a checkpoint", func() bool {
+		got["checkpoint-expired"] = look(brief)
+		return got["checkpoint-expired"].status != 200
+	})
+
 	running := g.begin(request{path: "/held", id: "k"})
 	wait(t, hold.arrived, "the call")
 	got["in-progress"] = g.call(request{path: "/held", id: "k"})
@@ -116,7 +139,7 @@ func provoked(t *testing.T) map[string]reply {
 // Section "Errors" and trap 28: the form of every problem, and that SDKs retry what a
 // retry can cure and nothing else.
 func TestProblems(t *testing.T) {
-	retry := map[string]bool{"in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true}
+	retry := map[string]bool{"snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true}
 	state := map[string]string{
 		"in-doubt": "in_doubt", "result-unavailable": "completed", "result-expired": "completed", "in-progress": "running",
 	}
@@ -125,6 +148,9 @@ func TestProblems(t *testing.T) {
 	elsewhere := map[string]bool{
 		"shutting-down": true, "rolled-back": true,
 		"entry-pruned": true, "ect-unavailable": true, // packages graph and tokens
+		// Package rollbackapi, and TestP5RollbackOfAPut, TestP3RollbackOfOthers, bars_test.go.
+		"workflow-stopped": true, "workflow-paused": true, "coordinator-required": true, "rollback-conflict": true, "rollback-mismatch": true, "cannot-prepare": true,
+		"checkpoint-unknown": true, "checkpoint-tampered": true,
 	}
 	all := provoked(t)
 	for _, k := range problem.Kinds() {
@@ -158,7 +184,7 @@ func TestProblems(t *testing.T) {
 			id := "k"
 			switch k.Slug {
 			case "execution-id-missing", "execution-id-invalid", "caller-unstable", "body-too-large", "authentication-required",
-				"ect-invalid", "entry-unknown", "workflow-unknown":
+				"ect-invalid", "entry-unknown", "workflow-unknown", "not-in-workflow", "checkpoint-expired":
 				id = "" // not known yet
 			}
 			if doc.ExecutionID != id || got.header.Get("Execution-Id") != id {

@@ -22,6 +22,13 @@ func procDial() *http.Client {
 	}
 }
 
+// gateway is the site as tests see it that need no process of its own.
+func (s *procSite) gateway(t *testing.T) *gateway {
+	g := &gateway{t: t, addr: s.addr, scheme: "http"}
+	g.client = g.newClient(nil)
+	return g
+}
+
 // procDialH2 is procDial over HTTP/2 without TLS.
 func procDialH2() *http.Client {
 	protocols := new(http.Protocols)

@@ -1,0 +1,124 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"testing"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/rollbackapi"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+)
+
+// begins makes a call of an agent, which may be refused.
+func (f *flow) begins(a *agent, path string, parents ...string) reply {
+	f.t.Helper()
+	token := a.issue(ect.Claims{Workflow: f.wid, Action: "do", Parents: parents})
+	return f.call(with(token, request{method: "PUT", path: path, body: "later", header: headers{"Content-Type": "text/plain"}}))
+}
+
+// Facts 7.4, "Joining after rollback began: refused": what follows from what is being undone
+// does not begin, and burns no key; what is recorded is answered, and the rest goes on.
+func TestJoiningAfterRollbackBegan(t *testing.T) {
+	th, a := newThings(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: th.site(), badger: true})
+	f := g.workflow()
+	root, checkpoint := f.does(a, "PUT", "/things/a", "1")
+	hold := newGate(t)
+	th.on("/things/a", func(w http.ResponseWriter, a *arrival) {
+		hold.pass()
+		th.serve(w, a)
+	})
+	id := uuid.NewString()
+	asking := a.issue(ect.Claims{Workflow: f.wid, Action: "undo"})
+	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "cascade": true}`, id, checkpoint)
+	if got := g.call(with(asking, request{path: rollbackapi.Path, body: body, header: headers{"Prefer": "respond-async"}})); got.status != http.StatusAccepted {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	wait(t, hold.arrived, "the undo")
+
+	// A token of a request that wrote nothing stands between.
+	read := a.issue(ect.Claims{Workflow: f.wid, Action: "read", Parents: []string{root.ID()}})
+	if got := f.call(with(read, request{method: "GET", path: "/things/b"})); got.status != http.StatusNotFound {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	for _, parent := range []string{root.ID(), checkpoint, read.ID()} {
+		got := f.begins(a, "/things/b", parent)
+		got.is(t, http.StatusConflict, "workflow-paused")
+		got.retryable(t, http.StatusConflict, "workflow-paused")
+	}
+	late := with(a.issue(ect.Claims{Workflow: f.wid, Action: "do", Parents: []string{checkpoint}}),
+		request{method: "PUT", path: "/things/c", body: "late", header: headers{"Content-Type": "text/plain"}})
+	g.call(late).is(t, http.StatusConflict, "workflow-paused")
+	if got := f.begins(a, "/things/b"); got.status != 200 {
+		t.Errorf("what follows from nothing: %d %s", got.status, got.body)
+	}
+	if got := g.workflow().begins(a, "/things/b"); got.status != 200 {
+		t.Errorf("another workflow: %d %s", got.status, got.body)
+	}
+	th.stands("/things/c", "")
+
+	hold.open()
+	g.call(with(asking, request{path: rollbackapi.Path, body: body, header: headers{"Prefer": "wait=20"}})).undone(t, rollback.Completed)
+	if got := g.call(late); got.status != 200 || got.header.Get("Execution-Status") != "executed" {
+		t.Errorf("the same call afterwards: %d %s", got.status, got.body)
+	}
+	th.stands("/things/c", "late")
+}
+
+// Cascade 4.1.3: a rollback of the whole workflow terminates it, over a restart too, and
+// the ledger is told (ATD "Workflow Boundary ECTs"). What was recorded is answered.
+func TestCascade413FullWorkflowStops(t *testing.T) {
+	th, a := newThings(t), newAgent(t, "a")
+	app := trusting(t, a)
+	g := launch(t, setup{app: app, site: th.site()})
+	f := g.workflow()
+	_, checkpoint := f.does(a, "PUT", "/things/a", "1")
+	mail := with(a.issue(ect.Claims{Workflow: f.wid, Action: "mail"}), request{path: "/mails", body: "hello"})
+	sent := g.call(mail)
+	if sent.status != 201 {
+		t.Fatalf("%d %s", sent.status, sent.body)
+	}
+	f.asks(a, uuid.NewString(), checkpoint, `, "scope": "full_workflow"`).undone(t, rollback.Partial)
+	for _, again := range []bool{false, true} {
+		if again {
+			stop(t)
+			g = launch(t, setup{app: app, site: th.site(), store: g.store})
+			f.gateway = g
+		}
+		got := f.begins(a, "/things/b")
+		got.is(t, http.StatusForbidden, "workflow-stopped")
+		got.terminal(t, http.StatusForbidden, "workflow-stopped")
+		// Another port is another host, and so another call.
+		if got := g.call(mail); !again && (got.status != 201 || got.header.Get("Execution-Status") != "replayed") {
+			t.Errorf("what is recorded: %d %s", got.status, got.body)
+		}
+		if got := g.workflow().begins(a, "/things/c"); got.status != 200 {
+			t.Errorf("another workflow, again %v: %d %s", again, got.status, got.body)
+		}
+	}
+	th.stands("/things/b", "")
+
+	var view struct {
+		Stated string `json:"stated_status"`
+		Nodes  []struct {
+			Action string `json:"exec_act"`
+		} `json:"nodes"`
+	}
+	got := f.call(with(a.issue(ect.Claims{Workflow: f.wid}), request{method: "GET", path: "/.well-known/cascade/workflows/" + f.wid}))
+	if err := json.Unmarshal([]byte(got.body), &view); err != nil {
+		t.Fatal(err)
+	}
+	ends := 0
+	for _, n := range view.Nodes {
+		if n.Action == "workflow_complete" {
+			ends++
+		}
+	}
+	if ends != 1 || view.Stated != "partial" {
+		t.Errorf("%d ends, %q: %s", ends, view.Stated, got.body)
+	}
+}

@@ -1,0 +1,169 @@
+//go:build unix
+
+package e2e
+
+import (
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// Section "CLI": an operator looks at what a rollback would do, and does it; both go the
+// way that agents' rollbacks go, and the operator is recorded.
+func TestProcessOperatorRollsBack(t *testing.T) {
+	lab := newRestLab(t)
+	site := procNewSite(t, lab.addr)
+	site.app = "identity " + gatewayIdentity
+	site.guard = sagaActions
+	site.start(t)
+	g := site.gateway(t)
+	call := func(r request) reply {
+		t.Helper()
+		r.header = headers{"Authorization": "Bearer " + procCredential, "Workflow-Id": "w-" + t.Name()}
+		got := g.call(r)
+		if got.status >= 300 || got.header.Get("Execution-Checkpoint") == "" {
+			t.Fatalf("%d %v %s", got.status, got.header, got.body)
+		}
+		return got
+	}
+	charged := call(charge(7))
+	id := sagaStep{"", charged}.id(t)
+	mailed := call(request{path: "/mail"})
+	checkpoint, mail := charged.header.Get("Execution-Checkpoint"), mailed.header.Get("Execution-Checkpoint")
+
+	plan := site.operate(t, "rollback", checkpoint, "--dry-run").says(t)
+	if !strings.Contains(plan, checkpoint) || !strings.Contains(plan, "undo") {
+		t.Errorf("the plan is\n%s", plan)
+	}
+	irreversible := site.operate(t, "rollback", mail, "--dry-run", "--reason", "a look").says(t)
+	if !strings.Contains(irreversible, "escalate") {
+		t.Errorf("the plan is\n%s", irreversible)
+	}
+	// The checkpoint says that it can be undone; what came of the call says otherwise.
+	lab.on("POST /charges", 1, restSays(http.StatusOK, `{}`))
+	nameless := call(charge(8)).header.Get("Execution-Checkpoint")
+	vain := site.operate(t, "rollback", nameless, "--dry-run").says(t)
+	if !strings.Contains(vain, "escalate") {
+		t.Errorf("the plan is\n%s", vain)
+	}
+	lab.arrived("POST /refunds", 0)
+
+	done := procDocument[struct {
+		rollbackDoc
+		Operator string
+	}](t, site.operate(t, "rollback", checkpoint, "--reason", "ordered twice", "-o", "json").says(t))
+	done.want(t, "completed")
+	if done.Operator != "ada" || strings.Contains(done.ID, "(") {
+		t.Errorf("%+v", done)
+	}
+	lab.wantCharge(id, "refunded")
+
+	site.operate(t, "rollback", uuid.NewString(), "--reason", "no such thing").fails(t, "checkpoint")
+	// What cannot be undone is no success (P6).
+	if got := site.operate(t, "rollback", mail, "--reason", "sent in error", "-o", "json"); got.code == 0 || !strings.Contains(got.out+got.err, "escalated") {
+		t.Errorf("exit code %d: %s%s", got.code, got.out, got.err)
+	}
+	lab.arrived("POST /refunds", 1)
+}
+
+// P8: neither what stood there, nor the credentials that an undo uses, nor what an
+// upstream answers to it, are in a file, a log, a metric, a token or an answer.
+func TestProcessSecretsOfRollbacks(t *testing.T) {
+	const (
+		secretOld  = "secret-state-before-20c4"
+		secretNew  = "secret-state-after-8e11"
+		secretTell = "secret-answer-to-an-undo-55d0"
+	)
+	secrets := []string{secretOld, secretNew, secretTell, procCredential}
+	lab, a := newRestLab(t), newAgent(t, "a")
+	site := procNewSite(t, lab.addr)
+	site.app = trusting(t, a)
+	site.guard = "undo_auth recorded" + sagaActions
+	gateway := site.start(t)
+	s := site.gateway(t).saga(a)
+	lab.write("/docs/x", `{"is":"`+secretOld+`"}`)
+	credential := headers{"Authorization": "Bearer " + procCredential}
+	root := s.do(request{method: "PUT", path: "/docs/x", body: `{"is":"` + secretNew + `"}`, header: credential})
+	credential = headers{"Authorization": "Bearer " + procCredential}
+	charged := s.do(request{path: "/charges", body: `{"amount":1,"note":"` + secretNew + `"}`, header: credential}, root.checkpoint)
+	lab.on("POST /refunds", 1, restDoes(200, `{"note":"`+secretTell+`"}`, "X-Note", secretTell))
+	check := func(when string) {
+		t.Helper()
+		procSearch(t, when, site.dir, secrets)
+		procFind(t, when+": the log", []byte(gateway.log.String()), secrets)
+	}
+	check("before")
+	got := s.ask(rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Cascade: true, Reason: "a test"})
+	s.finished(rollbackID(1)).want(t, "completed")
+	lab.wantCharge(charged.id(t), "refunded")
+	for _, asked := range []string{"POST /refunds", "PUT /docs/x"} {
+		all := lab.all(asked, "")
+		if last := all[len(all)-1]; last.header.Get("Authorization") != credential["Authorization"] {
+			t.Errorf("%s was asked for without the recorded credential", asked)
+		}
+	}
+	procFind(t, "the answer", []byte(got.body), secrets)
+	procFind(t, "the rollback", []byte(s.look(rollbackID(1)).body), secrets)
+	procFind(t, "the checkpoint", []byte(s.checkpoint(root.checkpoint).body), secrets)
+	procFind(t, "the metrics", []byte(gateway.metricsText(t)), secrets)
+	site.exported(t, func(token *ect.Unverified) {
+		procFind(t, "the token "+token.Action(), []byte(token.Payload()), secrets)
+	})
+	check("after")
+	gateway.end(t)
+	check("ended")
+}
+
+// A reload while a rollback is under way: it goes on, by the new configuration, and sends
+// nothing twice.
+func TestProcessReloadsInARollback(t *testing.T) {
+	lab, a := newRestLab(t), newAgent(t, "a")
+	site := procNewSite(t, lab.addr)
+	site.app = trusting(t, a)
+	site.guard = sagaActions
+	gateway := site.start(t)
+	s := site.gateway(t).saga(a)
+	lab.write("/docs/x", `{"n":1}`)
+	root := s.do(put("/docs/x", `{"n":2}`))
+	next := s.do(charge(1), root.checkpoint)
+	hold := newGate(t)
+	lab.on("POST /refunds", 1, restWaits(hold))
+	s.begun(rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Cascade: true})
+	wait(t, hold.arrived, "the refund")
+	site.global = "grace_period 10s" // another configuration
+	gateway.reload(t)
+	hold.open()
+	s.finished(rollbackID(1)).want(t, "completed")
+	lab.wantCharge(next.id(t), "refunded")
+	lab.wantDoc("/docs/x", `{"n":1}`)
+	lab.arrived("POST /refunds", 1)
+}
+
+// Cascade 4.2.1: what only a person can undo waits for one, on disk: operators see it, also
+// after a kill, with its level and its cause.
+func TestProcessEscalationIsRecorded(t *testing.T) {
+	lab, a := newRestLab(t), newAgent(t, "a")
+	site := procNewSite(t, lab.addr)
+	site.app = trusting(t, a)
+	site.guard = sagaActions
+	gateway := site.start(t)
+	s := site.gateway(t).saga(a)
+	mail := s.do(request{path: "/mail"})
+	doc := s.back(rollbackBody{Checkpoint: mail.checkpoint, Reason: "wrong address"})
+	doc.want(t, "escalated", "irreversible")
+	if len(doc.Escalations) != 1 {
+		t.Fatalf("%+v", doc)
+	}
+	for _, when := range []string{"at once", "after a kill"} {
+		if list := site.operate(t, "escalations", "list", "-o", "json").says(t); !strings.Contains(list, doc.Escalations[0]) || !strings.Contains(list, s.wid) {
+			t.Errorf("%s: %s is not among\n%s", when, doc.Escalations[0], list)
+		}
+		gateway.kill()
+		gateway = site.start(t)
+	}
+	lab.wantEffects("asked /mail")
+}

@@ -1,0 +1,191 @@
+package e2e
+
+import (
+	"net/http"
+	"slices"
+	"testing"
+)
+
+// DESIGN "Checkpoints and rollback", compensate: a request made of the call's answer, by
+// the guard and not by who asks.
+func TestRollbackCompensates(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	step := s.do(charge(7))
+	other := s.do(charge(8))
+	s.back(rollbackBody{Checkpoint: step.checkpoint}).want(t, "completed")
+	lab.wantEffects("charged "+step.id(t), "charged "+other.id(t), "refunded "+step.id(t))
+	refund := lab.all("POST /refunds", "")[0]
+	if refund.body != `{"charge":"`+step.id(t)+`"}` || refund.header.Get("Idempotency-Key") == "" {
+		t.Errorf("%+v", refund)
+	}
+	for _, name := range []string{"Authorization", "Execution-Context", "Cookie"} {
+		if got := refund.header.Values(name); len(got) != 0 {
+			t.Errorf("%s of the requester reached the upstream: %q", name, got)
+		}
+	}
+}
+
+// A payment that was declined is not refunded, and calls for no person.
+func TestRollbackOfARefusedCall(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	lab.on("POST /charges", 1, restSays(http.StatusUnprocessableEntity, `{"error":"declined"}`))
+	declined := s.try(charge(7))
+	s.back(rollbackBody{Checkpoint: declined.header.Get("Execution-Checkpoint")}).want(t, "completed")
+	lab.arrived("POST /refunds", 0)
+}
+
+// MicroProfile LRA: what each answer to an undo means. No answer leads to a second effect.
+func TestRollbackAnswers(t *testing.T) {
+	const refunds, asking = "POST /refunds", "GET /refunds/*"
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	type script func(of string)
+	once := func(answer func(*restCall)) script {
+		return func(of string) { lab.onFor(refunds, of, 1, answer) }
+	}
+	for name, c := range map[string]struct {
+		script  script
+		status  string
+		reason  string
+		asked   int // how often the refund was asked for
+		effects int
+	}{
+		"200":         {func(string) {}, "completed", "", 1, 1},
+		"204":         {once(restDoes(204, "")), "completed", "", 1, 1},
+		"200 garbage": {once(restDoes(200, "\x00\xff{")), "completed", "", 1, 1},
+		"200 empty":   {once(restDoes(200, "")), "completed", "", 1, 1},
+		"202": {func(of string) {
+			lab.onFor(refunds, of, 1, restDoes(202, "", "Location", "/refunds/"+of))
+			lab.onFor(asking, of, 1, restSays(202, ""))
+		}, "completed", "", 1, 1},
+		"202 without a place": {once(restDoes(202, "")), "completed", "", 2, 1},
+		"409":                 {once(restSays(409, "")), "failed", "refused", 1, 0},
+		"410":                 {once(restSays(410, "")), "completed", "", 1, 0},
+		"418":                 {once(restSays(418, "")), "failed", "unexpected", 1, 0},
+		"401":                 {once(restSays(401, "")), "failed", "unauthorized", 1, 0},
+		"403":                 {once(restSays(403, "")), "failed", "unauthorized", 1, 0},
+		"302":                 {once(restSays(302, "", "Location", "/refunds")), "failed", "unexpected", 1, 0},
+		"500 once":            {once(restSays(500, "")), "completed", "", 2, 1},
+		"429 once":            {once(restSays(429, "", "Retry-After", "1")), "completed", "", 2, 1},
+		"lost after it":       {once(restLoses), "completed", "", 2, 1},
+		"lost before":         {once(restDrops), "completed", "", 2, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel() // they wait for each other's retries
+			s := g.saga(a)
+			s.t = t
+			step := s.do(charge(7))
+			id := step.id(t)
+			c.script(id)
+			doc := s.back(rollbackBody{Checkpoint: step.checkpoint})
+			if c.reason == "" {
+				doc.want(t, c.status)
+			} else {
+				doc.want(t, c.status, c.reason)
+			}
+			if got := len(lab.all(refunds, id)); got != c.asked {
+				t.Errorf("the refund was asked for %d times, want %d", got, c.asked)
+			}
+			if got := lab.effectsOn("refunded", id); got != c.effects {
+				t.Errorf("%d refunds, want %d", got, c.effects)
+			}
+			if got := len(doc.Escalations) > 0; got != (c.status != "completed") {
+				t.Errorf("escalations %q", doc.Escalations)
+			}
+		})
+	}
+}
+
+// Facts 7.4, participant trouble: down at the rollback, done after it has returned.
+func TestRollbackWaitsForTheUpstream(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	step := s.do(charge(7))
+	lab.down()
+	s.begun(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint})
+	lab.up()
+	s.finished(rollbackID(1)).want(t, "completed")
+	lab.arrived("POST /refunds", 1)
+}
+
+// A slow undo is under way, and never a success (P6).
+func TestRollbackSlowUndo(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	step := s.do(charge(7))
+	hold := newGate(t)
+	lab.on("POST /refunds", 1, restWaits(hold))
+	s.begun(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint})
+	wait(t, hold.arrived, "the refund")
+	if doc := document[rollbackDoc](t, s.look(rollbackID(1))); doc.Status != "" || doc.State != "executing" {
+		t.Errorf("%+v", doc)
+	}
+	hold.open()
+	s.finished(rollbackID(1)).want(t, "completed")
+	lab.arrived("POST /refunds", 1)
+}
+
+// Facts 7.4, lost answer: where a status can be asked for nothing is sent again.
+func TestRollbackAsksForTheStatus(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, `action charge {
+		match path /charges
+		compensate POST /refunds {
+			json charge {response.json./id}
+			status GET /refunds/{response.json./id}
+		}
+	}`, a)
+	s := g.saga(a)
+	lost, dropped := s.do(charge(7)), s.do(charge(8))
+	lab.on("POST /refunds", 1, restLoses)
+	s.back(rollbackBody{Checkpoint: lost.checkpoint}).want(t, "completed")
+	lab.arrived("POST /refunds", 1)
+	lab.on("POST /refunds", 1, restDrops)
+	s.back(rollbackBody{Checkpoint: dropped.checkpoint}).want(t, "completed")
+	lab.wantCharge(dropped.id(t), "refunded")
+}
+
+// `on_lost escalate`: where the upstream is not idempotent, nobody guesses.
+func TestRollbackLostEscalates(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, `action charge {
+		match path /charges
+		compensate POST /refunds {
+			json charge {response.json./id}
+		}
+		on_lost escalate
+	}`, a)
+	s := g.saga(a)
+	step := s.do(charge(7))
+	lab.on("POST /refunds", 1, restLoses)
+	doc := s.back(rollbackBody{Checkpoint: step.checkpoint})
+	doc.want(t, "escalated", "answer-lost")
+	if doc.Effect != "unknown" || len(doc.Escalations) != 1 {
+		t.Errorf("P6: %+v", doc)
+	}
+	lab.arrived("POST /refunds", 1)
+}
+
+// ATD "Rollback Timeout and Escalation": what is not done after half of the ttl is
+// escalated, with an error of the type timeout, and never called done (P6).
+func TestRollbackTimesOut(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, "checkpoint_ttl 3s"+sagaActions, a)
+	s := g.saga(a)
+	step := s.do(charge(7))
+	lab.on("POST /refunds", -1, restSays(500, ""))
+	doc := s.back(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint})
+	if doc.Status == "completed" || !doc.TimedOut || doc.Effect != "unknown" || len(doc.Escalations) == 0 {
+		t.Errorf("P6: %+v", doc)
+	}
+	eventually(t, "an error token", func() bool {
+		return slices.ContainsFunc(s.view().Nodes, func(n workflowNode) bool { return n.Event == "error" })
+	})
+	lab.wantCharge(step.id(t), "open")
+}

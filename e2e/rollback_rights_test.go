@@ -1,0 +1,198 @@
+package e2e
+
+import (
+	"context"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Cascade 6.1 and P3: who has no part in the workflow gets one answer, whether or not
+// there is such a checkpoint, and nothing is touched.
+func TestCascade61OthersMayNot(t *testing.T) {
+	a, b := newAgent(t, "a"), newAgent(t, "b")
+	lab, g := launchLab(t, sagaActions, a, b)
+	s := g.saga(a)
+	root := s.do(charge(1))
+	next := s.do(charge(2), root.checkpoint)
+
+	elsewhere := g.saga(a)
+	elsewhere.do(charge(3))
+	stranger := g.saga(b)
+	stranger.wid = s.wid // a matching wid is not enough
+	below := g.saga(b)
+	below.wid = s.wid
+	below.do(charge(4), next.checkpoint) // it follows from the checkpoint, and is no ancestor
+	var answers, named []string
+	for name, c := range map[string]struct {
+		saga       *saga
+		checkpoint string
+	}{
+		"another workflow":     {elsewhere, root.checkpoint},
+		"a stranger":           {stranger, root.checkpoint},
+		"a descendant":         {below, next.checkpoint},
+		"an unknown one":       {s, uuid.NewString()},
+		"a stranger's unknown": {stranger, uuid.NewString()},
+	} {
+		asked := rollbackBody{ID: rollbackID(1), Checkpoint: c.checkpoint}
+		got := g.call(c.saga.askingAfter(asked))
+		if got.status != http.StatusForbidden {
+			t.Errorf("%s: %d %s", name, got.status, got.body)
+			continue
+		}
+		got.problem(t, http.StatusForbidden, "not-in-workflow")
+		answers = append(answers, got.body)
+		if c.saga.wid != s.wid || strings.Contains(name, "unknown") {
+			// A token that names it as its parent tells no more.
+			named = append(named, c.saga.ask(asked).body)
+		}
+	}
+	for _, all := range [][]string{answers, named} {
+		if slices.Sort(all); all[0] != all[len(all)-1] {
+			t.Errorf("P3: %s\n%s", all[0], all[len(all)-1])
+		}
+	}
+	if got := stranger.look(rollbackID(1)); got.status < 400 {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	lab.arrived("POST /refunds", 0)
+}
+
+// Cascade 6.1: without a token, with a forged one, or with one that was used, nobody asks.
+func TestCascade61Tokens(t *testing.T) {
+	a, stranger := newAgent(t, "a"), newAgent(t, "stranger")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	one, two := s.do(charge(1)), s.do(charge(2))
+
+	forged := g.saga(stranger)
+	forged.wid = s.wid
+	forged.ask(rollbackBody{ID: rollbackID(1), Checkpoint: one.checkpoint}).refusedFor(t, http.StatusForbidden, "kid")
+	altered := s.asking(rollbackBody{ID: rollbackID(1), Checkpoint: one.checkpoint})
+	token := altered.header[ect.FieldName]
+	altered.header[ect.FieldName] = token[:len(token)-4] + "AAAA"
+	g.call(altered).refusedFor(t, http.StatusForbidden, "signature")
+	none := s.asking(rollbackBody{ID: rollbackID(1), Checkpoint: one.checkpoint})
+	delete(none.header, ect.FieldName)
+	if got := g.call(none); got.status != http.StatusUnauthorized && got.status != http.StatusForbidden {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	lab.arrived("POST /refunds", 0)
+
+	asked := s.asking(rollbackBody{ID: rollbackID(1), Checkpoint: one.checkpoint})
+	first := g.call(asked)
+	document[rollbackDoc](t, first).want(t, "completed")
+	// ATD: the same request token again is answered, and does nothing again (P5).
+	if again := g.call(asked); again.status != first.status || again.body != first.body {
+		t.Errorf("P5: %d %s, before: %s", again.status, again.body, first.body)
+	}
+	// For anything else it is used up.
+	replayed := s.asking(rollbackBody{ID: rollbackID(2), Checkpoint: two.checkpoint})
+	replayed.header = asked.header
+	if got := g.call(replayed); got.status < 400 {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	lab.wantCharge(two.id(t), "open")
+	lab.arrived("POST /refunds", 1)
+}
+
+// Cascade 4.2.3 and 6.3: what was altered in the store is not rolled back to, and an error
+// token tells of it.
+func TestCascade423Tampered(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	step := s.do(charge(1))
+	before := len(g.settledView(a, s.wid, 3).Nodes)
+	flipped := 0
+	for e, err := range g.store.memory.Scan(context.Background(), store.Prefix([]byte("kb"))) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		value := append([]byte(nil), e.Value...)
+		value[len(value)/2] ^= 1
+		if _, err := g.store.memory.Commit(context.Background(), store.Write{Key: e.Key, Value: value, Expires: e.Expires}); err != nil {
+			t.Fatal(err)
+		}
+		flipped++
+	}
+	if flipped != 1 {
+		t.Fatalf("%d snapshots", flipped)
+	}
+	s.ask(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint}).problem(t, http.StatusConflict, "checkpoint-tampered")
+	lab.arrived("POST /refunds", 0)
+	v := g.settledView(a, s.wid, before+1)
+	if !slices.ContainsFunc(v.Nodes, func(n workflowNode) bool { return n.Event == "error" }) {
+		t.Errorf("no error token: %+v", v.Nodes)
+	}
+	if doc := document[checkpointDoc](t, s.checkpoint(step.checkpoint)); doc.Verification.Signature != "valid" || doc.Verification.Snapshot == "matches" {
+		t.Errorf("cascade 4.2.2: %+v", doc)
+	}
+}
+
+// Cascade 4.2.3: an expired checkpoint is not used.
+func TestCascade423Expired(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	step := s.do(charge(1))
+	g.store.pass(25 * time.Hour)
+	s.ask(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint}).problem(t, http.StatusGone, "checkpoint-expired")
+	lab.arrived("POST /refunds", 0)
+	s.checkpoint(step.checkpoint).problem(t, http.StatusGone, "checkpoint-expired")
+}
+
+// Cascade 4.2.2: the checkpoint and its verification, also after its rollback.
+func TestCascade422Retrieval(t *testing.T) {
+	a, b := newAgent(t, "a"), newAgent(t, "b")
+	_, g := launchLab(t, sagaActions, a, b)
+	s := g.saga(a)
+	step := s.do(charge(1))
+	g.settledView(a, s.wid, 3)
+	doc := document[checkpointDoc](t, s.checkpoint(step.checkpoint))
+	token, err := ect.ParseInsecure(doc.Token)
+	if err != nil || token.ID() != step.checkpoint || token.OutputHash().IsZero() {
+		t.Fatalf("%v %+v", err, doc)
+	}
+	if doc.Verification.Signature != "valid" || doc.Verification.Snapshot != "matches" || !doc.Reversible || doc.Way != "compensate" {
+		t.Errorf("%+v", doc)
+	}
+	s.back(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint}).want(t, "completed")
+	if doc := document[checkpointDoc](t, s.checkpoint(step.checkpoint)); doc.Undo.State != "undone" {
+		t.Errorf("%+v", doc)
+	}
+	stranger := g.saga(b)
+	if foreign, none := stranger.checkpoint(step.checkpoint), stranger.checkpoint(uuid.NewString()); foreign.status < 400 || foreign.body != none.body {
+		t.Errorf("P3: %d %s, %s", foreign.status, foreign.body, none.body)
+	}
+}
+
+// Cascade 6.1: rollback requests are bounded, and a repetition of one is not counted.
+func TestCascade61Flooding(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	step := s.do(charge(1))
+	first := s.ask(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint})
+	limited := false
+	for n := 2; n < 500 && !limited; n++ {
+		got := s.ask(rollbackBody{ID: rollbackID(n), Checkpoint: step.checkpoint})
+		if limited = got.status == http.StatusTooManyRequests; limited {
+			got.retryable(t, http.StatusTooManyRequests, "quota-exceeded")
+		}
+	}
+	if !limited {
+		t.Error("nobody keeps an agent from asking 500 times at once")
+	}
+	if again := s.ask(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint}); again.status != first.status || again.body != first.body {
+		t.Errorf("P5: %d %s", again.status, again.body)
+	}
+	lab.arrived("POST /refunds", 1)
+}
