@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
 )
@@ -183,6 +184,10 @@ func (h *Handler) provisionUndo(a *Action) error {
 	}
 	if option, own := a.OwnRequests(); own && h.upstream == nil {
 		return fmt.Errorf("%s: it takes requests of the guard's own, and they need an `upstream`: the handlers that lead to the upstream", option)
+	}
+	for _, server := range plan.Exposed() {
+		h.logger.Warn("the credentials of an undo leave without TLS; use https, unless something beneath encrypts",
+			zap.String("guard", h.Name), zap.String("action", a.Name), zap.String("server", server))
 	}
 	a.undo = plan
 	return nil

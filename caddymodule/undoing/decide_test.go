@@ -2,6 +2,7 @@ package undoing_test
 
 import (
 	"net/http"
+	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
@@ -104,6 +105,31 @@ func TestP8OnlyWhatIsNeededIsRecorded(t *testing.T) {
 	d = compile(t, undoing.Ways{Restore: &undoing.Restore{}}).Decide("PUT", call("secret"), true)
 	if d.Request.Body != nil || len(d.Request.Header["Accept"]) != 1 || d.Request.Header["X-Other"] != nil {
 		t.Errorf("%+v", d.Request)
+	}
+}
+
+// P8: credentials that would cross the network in the clear are pointed out.
+func TestP8ExposedCredentials(t *testing.T) {
+	for url, want := range map[string]string{
+		"http://refunds.internal/a":       "http://refunds.internal",
+		"http://refunds.internal:8080/?a": "http://refunds.internal:8080",
+		"https://refunds.internal/a":      "",
+		"http://localhost:8080/a":         "",
+		"http://[::1]:8080/a":             "",
+		"/refunds/a":                      "",
+	} {
+		p := compile(t, undoing.Ways{Compensate: &undoing.Compensation{Request: undoing.Request{
+			Method: "POST", URL: url, Header: map[string]string{"Authorization": "Bearer {env.UNDO_TOKEN}"},
+		}}})
+		if got := strings.Join(p.Exposed(), " "); got != want {
+			t.Errorf("%s: %q is pointed out", url, got)
+		}
+	}
+	p := compile(t, undoing.Ways{Compensate: &undoing.Compensation{Request: undoing.Request{
+		Method: "POST", URL: "http://refunds.internal/a", Header: map[string]string{"X-Version": "7"},
+	}}})
+	if got := p.Exposed(); len(got) != 0 {
+		t.Errorf("%q gets no credential", got)
 	}
 }
 

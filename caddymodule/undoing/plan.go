@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
 
@@ -176,12 +177,25 @@ func checkPlaceholders(value string) error {
 	}
 }
 
+// Exposed names the servers, by scheme and host, that get fields of the configuration
+// without TLS and are not the own machine. It is not an error: a mesh may encrypt beneath.
+func (p *Plan) Exposed() []string {
+	var all []string
+	for origin := range p.config {
+		if u, err := url.Parse(origin); err == nil && u.Scheme == "http" && !loopback(u.Hostname()) {
+			all = append(all, origin)
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
 // Fields are the fields of the configuration that go with a request of an undo to a
 // URL: the credentials of its server and of no other. A placeholder without a value is
 // an error: asked without its credential, a server may answer as if there were nothing.
-func (p *Plan) Fields(url string) (http.Header, error) {
+func (p *Plan) Fields(target string) (http.Header, error) {
 	origin := ""
-	if scheme, rest, ok := strings.Cut(url, "://"); ok && !strings.HasPrefix(url, "/") {
+	if scheme, rest, ok := strings.Cut(target, "://"); ok && !strings.HasPrefix(target, "/") {
 		end := strings.IndexAny(rest, "/?#")
 		if end < 0 {
 			end = len(rest)
