@@ -202,6 +202,8 @@ type keyRow struct {
 
 // keyStatus lists the keys and tells how far re-sealing has come.
 func (e *engine) keyStatus(ctx context.Context) (keyStatus, error) {
+	// Read first: of a pass that is told as done the keys must show what it has left.
+	resealing := e.resealing.last.Load()
 	uses, err := e.guard.KeysInUse(ctx)
 	if err != nil {
 		return keyStatus{}, err
@@ -209,7 +211,7 @@ func (e *engine) keyStatus(ctx context.Context) (keyStatus, error) {
 	e.keying.Lock()
 	file := e.keyFile()
 	e.keying.Unlock()
-	status := keyStatus{Source: "file", File: file, Resealing: e.resealing.last.Load()}
+	status := keyStatus{Source: "file", File: file, Resealing: resealing}
 	if file == "" {
 		status.Source = "value"
 	}
