@@ -94,6 +94,14 @@ func (x *exchange) settleLater(e *guard.Execution, outcome guard.Outcome, answer
 	x.release = nil
 	go func() {
 		defer release()
+		// P7: nobody else's calls end with a panic of ours; this one is in doubt, as in execute.
+		defer func() {
+			if p := recover(); p != nil {
+				x.h.logger.Error("recording the outcome of an answered call panicked; it is in doubt",
+					zap.Stringer("key", x.call.Key), zap.Any("panic", p), zap.Stack("stack"))
+				x.settled(guard.Outcome{Verdict: guard.InDoubt}, x.settle(e, guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseInterrupted}, nil))
+			}
+		}()
 		err := x.settle(e, outcome, answer)
 		x.settled(outcome, err)
 		if err != nil {

@@ -15,7 +15,7 @@ func FuzzPayload(f *testing.F) {
 	v := verifier(f, parseSet(f, clinical, a.jwk(f, nil)), func(p *ect.Policy) { p.Algorithms = ect.Algorithms() })
 	for _, seed := range []string{
 		extOf("{}"), extOf(`{"cascade.ttl":86400,"atd.cascaded":[{"agent":"a","status":"b"}]}`), `{"par":[],"pred":["x"]}`,
-		`{"iat":1e3}`, `{"a":"\ud83d\ude00","b":[[[[]]]],"c":{"d":null}}`, "{}", "", `{"":0,"":0}`,
+		`{"iat":1e3}`, `{"ext":{"a":"\`, `{"a":"\ud83d\ude00","b":[[[[]]]],"c":{"d":null}}`, "{}", "", `{"":0,"":0}`,
 	} {
 		f.Add(seed)
 	}

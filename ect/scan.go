@@ -244,7 +244,10 @@ func (s *scanner) unescape(begin string) (string, bool) {
 
 // escape reads what follows a backslash.
 func (s *scanner) escape() (rune, bool) {
-	c := s.peek()
+	if s.i == len(s.s) {
+		return 0, false
+	}
+	c := s.s[s.i]
 	s.i++
 	switch c {
 	case '"', '\\', '/':
