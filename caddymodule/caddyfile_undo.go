@@ -189,6 +189,10 @@ func (h *Handler) provisionUndo(a *Action) error {
 		h.logger.Warn("the credentials of an undo leave without TLS; use https, unless something beneath encrypts",
 			zap.String("guard", h.Name), zap.String("action", a.Name), zap.String("server", server))
 	}
+	if err := plan.Unset(); err != nil {
+		h.logger.Warn("a header field of an undo has no value; nothing can be undone without it",
+			zap.String("guard", h.Name), zap.String("action", a.Name), zap.Error(err))
+	}
 	a.undo = plan
 	return nil
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -37,7 +38,11 @@ func newUndoSender(e *engine) *undoSender { return &undoSender{e: e, direct: new
 func (s *undoSender) Send(ctx context.Context, o *undo.Outgoing) (*undo.Answer, error) {
 	answer, err := s.dispatch(ctx, o)
 	if err != nil && ctx.Err() == nil {
-		s.e.logger.Warn("a request of an undo got no answer", zap.String("rollback", o.Rollback),
+		what := "a request of an undo got no answer"
+		if proven := (*undo.SendError)(nil); errors.As(err, &proven) && proven.NotSent {
+			what = "a request of an undo was not sent"
+		}
+		s.e.logger.Warn(what, zap.String("rollback", o.Rollback),
 			zap.String("checkpoint", o.Checkpoint), zap.String("method", o.Method), zap.Error(err))
 	}
 	return answer, err

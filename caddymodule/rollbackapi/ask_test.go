@@ -79,6 +79,7 @@ func TestCascade432MalformedRequests(t *testing.T) {
 		"something behind": body(askedID, point, "") + "{}", "no UTF-8": body(askedID, point, ", \"reason\": \"\xff\""),
 		"a long reason": body(askedID, point, `, "reason": "`+strings.Repeat("x", 513)+`"`), "a control character": body(askedID, "a\n", ""),
 		"a long urgency": body(askedID, point, `, "urgency": "`+strings.Repeat("x", 65)+`"`), "cut": body(askedID, point, "")[:40],
+		"a dry run": body(askedID, point, `, "dry_run": true`),
 	} {
 		if got := s.post(Path, text, token); got.Code != 400 {
 			t.Errorf("%s: %d %s", what, got.Code, got.Body)

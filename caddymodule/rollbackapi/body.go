@@ -41,11 +41,14 @@ func (q *question) body() ([]byte, error) {
 }
 
 // parseBody reads Figure 10 of the cascade draft, and AERR's request. Members that it does
-// not know are ignored.
+// not know are ignored, but for one that asks for nothing to be done: operators know it.
 func parseBody(into *rollback.Request, body []byte, dialect ect.Vocabulary) error {
 	members, err := readObject(body)
 	if err != nil {
 		return err
+	}
+	if _, there := members["dry_run"]; there {
+		return badParameter("dry_run is not known here, and nothing was done. Operators look ahead: caddy agent-guard rollback --dry-run.")
 	}
 	text := func(name string) (value string) {
 		if raw, there := members[name]; there && err == nil && json.Unmarshal(raw, &value) != nil {

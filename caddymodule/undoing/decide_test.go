@@ -98,9 +98,15 @@ func TestP8OnlyWhatIsNeededIsRecorded(t *testing.T) {
 			t.Errorf("%s: %v, %v", url, header, err)
 		}
 	}
+	if err := p.Unset(); err != nil {
+		t.Error(err)
+	}
 	t.Setenv("UNDO_TOKEN", "")
 	if header, err := p.Fields("/"); err == nil {
 		t.Errorf("asked without the credential: %v", header)
+	}
+	if err := p.Unset(); err == nil || !strings.Contains(err.Error(), "header Authorization") || !strings.Contains(err.Error(), "UNDO_TOKEN") {
+		t.Errorf("a credential without a value: %v", err)
 	}
 	d = compile(t, undoing.Ways{Restore: &undoing.Restore{}}).Decide("PUT", call("secret"), true)
 	if d.Request.Body != nil || len(d.Request.Header["Accept"]) != 1 || d.Request.Header["X-Other"] != nil {

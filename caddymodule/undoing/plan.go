@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/url"
 	"slices"
@@ -188,6 +189,18 @@ func (p *Plan) Exposed() []string {
 	}
 	slices.Sort(all)
 	return all
+}
+
+// Unset says which field of the configuration has no value now, by the error of Fields.
+// It may have one when something is undone, so that it is no fault of the configuration.
+func (p *Plan) Unset() error {
+	var all []error
+	for _, origin := range slices.Sorted(maps.Keys(p.config)) {
+		if _, err := p.Fields(origin + "/"); err != nil {
+			all = append(all, err)
+		}
+	}
+	return errors.Join(all...)
 }
 
 // Fields are the fields of the configuration that go with a request of an undo to a
