@@ -47,6 +47,14 @@ type Source interface {
 	Keys(ctx context.Context, kid string) ([]*Key, error)
 }
 
+// Remote is what a Source is besides where Keys may have to wait for somebody else. All
+// sources are asked for what they have before any is waited for: who does not answer
+// must not hold up tokens whose keys are elsewhere (P4).
+type Remote interface {
+	// Cached gives the keys of that name that are there already.
+	Cached(kid string) []*Key
+}
+
 // Archive is what a Source offers besides where it still knows keys that are no longer
 // used: records outlive the keys that they were signed with.
 type Archive interface {

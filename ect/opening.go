@@ -7,35 +7,48 @@ import (
 
 // opening is a token on the way to the key that it was signed with.
 type opening struct {
-	alg               Algorithm
-	kid               string
-	spelling          Spelling
-	signed, signature []byte
-	payload           string
-	claims            claimSet
-	decoded           bool
-	key               *Key
-	worst             Code // how far the best key has brought it
+	alg             Algorithm
+	kid             string
+	spelling        Spelling
+	text, signature []byte
+	payload         string
+	claims          claimSet
+	decoded         bool
+	key             *Key
+	worst           Code // how far the best key has brought it
 }
 
-// findKey asks the sources one after the other until a key fits in everything: several
-// owners may have given their keys the same name.
+// findKey finds the key that fits in everything: several owners may have given their
+// keys the same name. What the sources have comes first, and where the signature holds
+// under any of it nobody is waited for.
 func (v *Verifier) findKey(ctx context.Context, o *opening, stored bool) error {
+	var lacking []Source
 	var failed error
 	for _, source := range v.p.Sources {
-		keys, err := source.Keys(ctx, o.kid)
-		if err != nil {
-			failed = unavailable(err)
+		var keys []*Key
+		if remote, ok := source.(Remote); ok {
+			if keys = remote.Cached(o.kid); len(keys) == 0 {
+				lacking = append(lacking, source)
+			}
+		} else {
+			var err error
+			if keys, err = source.Keys(ctx, o.kid); err != nil {
+				failed = unavailable(err)
+			}
 		}
 		if stored {
 			if archive, ok := source.(Archive); ok {
 				keys = append(slices.Clip(keys), archive.Retired(o.kid)...)
 			}
 		}
-		for _, key := range keys[:min(len(keys), maxSameName)] {
-			if fits, err := o.try(key); fits || err != nil {
-				return err
-			}
+		if fits, err := o.tryAll(keys); fits || err != nil {
+			return err
+		}
+	}
+	if !o.signed() && len(lacking) > 0 {
+		fits, err := o.await(ctx, lacking, &failed)
+		if fits || err != nil {
+			return err
 		}
 	}
 	if o.worst == CodeKeyID && failed != nil {
@@ -44,8 +57,46 @@ func (v *Verifier) findKey(ctx context.Context, o *opening, stored bool) error {
 	return refuse(o.worst)
 }
 
+// await asks sources that may take long, all at the same time. The first whose key fits
+// will do. failed is why one of them could not say.
+func (o *opening) await(ctx context.Context, sources []Source, failed *error) (bool, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel() // what the others fetch goes on without us
+	type answer struct {
+		keys []*Key
+		err  error
+	}
+	answers := make(chan answer, len(sources))
+	for _, source := range sources {
+		go func() {
+			keys, err := source.Keys(ctx, o.kid)
+			answers <- answer{keys, err}
+		}()
+	}
+	for range sources {
+		a := <-answers
+		if a.err != nil {
+			*failed = unavailable(a.err)
+		}
+		if fits, err := o.tryAll(a.keys); fits || err != nil {
+			return fits, err
+		}
+	}
+	return false, nil
+}
+
 // maxSameName is how many keys of one name a source may make the verifier try.
 const maxSameName = 8
+
+// tryAll tries keys of one source until one fits.
+func (o *opening) tryAll(keys []*Key) (bool, error) {
+	for _, key := range keys[:min(len(keys), maxSameName)] {
+		if fits, err := o.try(key); fits || err != nil {
+			return fits, err
+		}
+	}
+	return false, nil
+}
 
 // try takes steps 5 to 7 with one key.
 func (o *opening) try(key *Key) (bool, error) {
@@ -53,7 +104,7 @@ func (o *opening) try(key *Key) (bool, error) {
 		o.fail(CodeAlgorithm)
 		return false, nil
 	}
-	if !o.alg.verify(key.public, o.signed, o.signature) {
+	if !o.alg.verify(key.public, o.text, o.signature) {
 		o.fail(CodeSignature)
 		return false, nil
 	}
@@ -78,6 +129,9 @@ func (o *opening) try(key *Key) (bool, error) {
 	o.key = key
 	return true, nil
 }
+
+// signed reports that a key was found under which the signature holds.
+func (o *opening) signed() bool { return o.worst == CodeKeyRevoked || o.worst == CodeIssuer }
 
 // fail notes why a key did not fit, if it came further than those before it.
 func (o *opening) fail(code Code) {

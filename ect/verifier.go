@@ -145,7 +145,7 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 		return nil, refuse(CodeMalformed)
 	}
 	o := opening{
-		alg: alg, kid: head.kid, spelling: head.spelling, signed: []byte(parts.signed), signature: signature,
+		alg: alg, kid: head.kid, spelling: head.spelling, text: []byte(parts.signed), signature: signature,
 		payload: string(payload), worst: CodeKeyID,
 	}
 	if err := v.findKey(ctx, &o, p == nil); err != nil {
