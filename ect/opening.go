@@ -3,6 +3,7 @@ package ect
 import (
 	"context"
 	"slices"
+	"time"
 )
 
 // opening is a token on the way to the key that it was signed with.
@@ -16,12 +17,16 @@ type opening struct {
 	decoded         bool
 	key             *Key
 	worst           Code // how far the best key has brought it
+	// stored: the token is a record; else it is presented now, give or take the skew.
+	stored bool
+	now    time.Time
+	skew   time.Duration
 }
 
 // findKey finds the key that fits in everything: several owners may have given their
 // keys the same name. What the sources have comes first, and where the signature holds
 // under any of it nobody is waited for.
-func (v *Verifier) findKey(ctx context.Context, o *opening, stored bool) error {
+func (v *Verifier) findKey(ctx context.Context, o *opening) error {
 	var lacking []Source
 	var failed error
 	for _, source := range v.p.Sources {
@@ -36,7 +41,7 @@ func (v *Verifier) findKey(ctx context.Context, o *opening, stored bool) error {
 				failed = unavailable(err)
 			}
 		}
-		if stored {
+		if o.stored {
 			if archive, ok := source.(Archive); ok {
 				keys = append(slices.Clip(keys), archive.Retired(o.kid)...)
 			}
@@ -66,10 +71,10 @@ func (o *opening) await(ctx context.Context, sources []Source, failed *error) (b
 		keys []*Key
 		err  error
 	}
-	answers := make(chan answer, len(sources))
+	answers, kid := make(chan answer, len(sources)), o.kid
 	for _, source := range sources {
 		go func() {
-			keys, err := source.Keys(ctx, o.kid)
+			keys, err := source.Keys(ctx, kid)
 			answers <- answer{keys, err}
 		}()
 	}
@@ -122,12 +127,22 @@ func (o *opening) try(key *Key) (bool, error) {
 		o.fail(CodeIssuer)
 		return false, nil
 	}
-	if o.claims.issuedAt != 0 && !key.covers(seconds(o.claims.issuedAt)) {
+	if !o.inTime(key) {
 		o.fail(CodeKeyRevoked)
 		return false, nil
 	}
 	o.key = key
 	return true, nil
+}
+
+// inTime reports whether the key was good when the token says that it was made, and, for
+// one that is presented, still is: iat is the word of whoever has the key, and one that
+// has ended may have got into other hands. Records are older than keys may be.
+func (o *opening) inTime(key *Key) bool {
+	if o.claims.issuedAt != 0 && !key.covers(seconds(o.claims.issuedAt), 0) {
+		return false
+	}
+	return o.stored || key.covers(o.now, o.skew)
 }
 
 // signed reports that a key was found under which the signature holds.

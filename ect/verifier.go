@@ -146,9 +146,12 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 	}
 	o := opening{
 		alg: alg, kid: head.kid, spelling: head.spelling, text: []byte(parts.signed), signature: signature,
-		payload: string(payload), worst: CodeKeyID,
+		payload: string(payload), worst: CodeKeyID, stored: p == nil, skew: v.p.Skew,
 	}
-	if err := v.findKey(ctx, &o, p == nil); err != nil {
+	if p != nil {
+		o.now = p.Now
+	}
+	if err := v.findKey(ctx, &o); err != nil {
 		return nil, err
 	}
 	if err := v.checkAudience(&o.claims); err != nil {
