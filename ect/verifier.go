@@ -235,6 +235,8 @@ func (v *Verifier) fresh(c *claimSet, now time.Time) error {
 	switch {
 	case now.After(seconds(c.expires).Add(v.p.Skew)):
 		return refuse(CodeExpired)
+	case c.expires < c.issuedAt: // not asked of records: earlier versions have accepted such tokens
+		return refuse(CodeExpires)
 	case now.Sub(issued) > v.p.MaxAge:
 		return refuse(CodeTooOld)
 	case issued.After(now.Add(v.p.Skew)):
