@@ -134,7 +134,7 @@ func (c *claimSet) readParents(s *scanner, name string) bool {
 
 func (c *claimSet) readExtensions(s *scanner) bool {
 	raw, ok := s.readExt()
-	if !ok || c.ext != "" && compactJSON(c.ext) != compactJSON(raw) {
+	if !ok || c.ext != "" && !sameJSON(c.ext, raw) {
 		return false
 	}
 	c.ext = raw
