@@ -41,13 +41,13 @@ func (v *Verifier) findKey(ctx context.Context, o *opening) error {
 				failed = unavailable(err)
 			}
 		}
-		if o.stored {
-			if archive, ok := source.(Archive); ok {
-				keys = append(slices.Clip(keys), archive.Retired(o.kid)...)
-			}
-		}
 		if fits, err := o.tryAll(keys); fits || err != nil {
 			return err
+		}
+		if archive, ok := source.(Archive); ok && o.stored {
+			if fits, err := o.tryAll(archive.Retired(o.kid)); fits || err != nil {
+				return err
+			}
 		}
 	}
 	if !o.signed() && len(lacking) > 0 {
@@ -89,9 +89,6 @@ func (o *opening) await(ctx context.Context, sources []Source, failed *error) (b
 	}
 	return false, nil
 }
-
-// maxSameName is how many keys of one name a source may make the verifier try.
-const maxSameName = 8
 
 // tryAll tries keys of one source until one fits.
 func (o *opening) tryAll(keys []*Key) (bool, error) {
