@@ -100,7 +100,9 @@ func (o *opening) tryAll(keys []*Key) (bool, error) {
 	return false, nil
 }
 
-// try takes steps 5 to 7 with one key.
+// try takes steps 5 to 7 with one key. Only that alg is the key's comes before the
+// signature and not behind it: another algorithm can do nothing with the key. The payload
+// is first read between steps 5 and 6, where what is no JSON is refused.
 func (o *opening) try(key *Key) (bool, error) {
 	if key.algorithm != o.alg {
 		o.fail(CodeAlgorithm)
@@ -110,22 +112,22 @@ func (o *opening) try(key *Key) (bool, error) {
 		o.fail(CodeSignature)
 		return false, nil
 	}
+	if key.revoked {
+		o.fail(CodeKeyRevoked)
+		return false, nil
+	}
 	if !o.decoded {
-		if err := o.claims.decode(o.payload, o.spelling); err != nil {
+		if err := o.claims.read(o.payload, o.spelling); err != nil {
 			return false, err
 		}
 		o.decoded = true
 	}
-	if key.revoked {
+	if !o.inTime(key) {
 		o.fail(CodeKeyRevoked)
 		return false, nil
 	}
 	if o.claims.issuer == "" || !key.owner.permits(o.claims.issuer) {
 		o.fail(CodeIssuer)
-		return false, nil
-	}
-	if !o.inTime(key) {
-		o.fail(CodeKeyRevoked)
 		return false, nil
 	}
 	o.key = key
