@@ -167,11 +167,17 @@ func (t *testimony) verify(r *http.Request) (presented, error) {
 	return p, nil
 }
 
-// late are tokens whose time is over, as the records that they may be (P1): a retry
-// comes when it comes, and must not be told to try again under another name.
+// late are tokens whose time is over, or that of their keys, as the records that they may
+// be (P1): a retry comes when it comes, and must not be told to try again under another
+// name. Under a key that was revoked nothing is a record.
 func (t *testimony) late(r *http.Request, raws []string, refused error) []*ect.Token {
 	var why *ect.Error
-	if !errors.As(refused, &why) || why.Code != ect.CodeExpired && why.Code != ect.CodeTooOld {
+	if !errors.As(refused, &why) {
+		return nil
+	}
+	switch why.Code {
+	case ect.CodeExpired, ect.CodeTooOld, ect.CodeKeyRevoked:
+	default:
 		return nil
 	}
 	all := make([]*ect.Token, 0, len(raws))

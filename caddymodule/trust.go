@@ -74,8 +74,9 @@ type KeySource struct {
 
 	// A URL with a JSON Web Key Set: https, or http on the loopback interface. Keys
 	// are fetched when they are first needed, again in the background when they are
-	// 15 minutes old, and when a token names one that is not known, at most twice a
-	// minute. While the URL does not answer they are used for 24 hours.
+	// 15 minutes old, and when a token names one that no source has, at most twice a
+	// minute. While the URL does not answer they are used for 24 hours. Tokens whose keys
+	// are there already, in whatever source, never wait for it.
 	URL string `json:"url,omitempty"`
 
 	// Whose the keys are: an identity, or a SPIFFE trust domain like

@@ -1,7 +1,9 @@
 package e2e
 
 import (
+	"fmt"
 	"net/http"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -261,5 +263,41 @@ func TestLateTokens(t *testing.T) {
 	g.call(with(token, request{path: "/pay", method: "GET"})).refusedFor(t, 403, "expired")
 	upstream.arrived("/pay", 1)
 	upstream.arrived("/refused", 1)
+	upstream.arrived("/new", 0)
+}
+
+// P1: so is a retry under a key that has ended since: it gets the recorded answer. Whatever
+// else such a key has signed is refused, however far back it is dated.
+func TestRetryUnderAnEndedKey(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	app := trusting(t, a)
+	g := launch(t, setup{app: app + "\n trust {\n skew 1s\n }", site: "agent_proxy " + upstream.addr, badger: true})
+	used, unused := a.issue(ect.Claims{}), a.issue(ect.Claims{})
+	first := g.call(with(used, request{path: "/pay"}))
+	if first.status != http.StatusCreated {
+		t.Fatalf("%d %s", first.status, first.body)
+	}
+	path := app[strings.LastIndex(app, " ")+1:]
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := strings.Replace(string(text), `"kty"`, fmt.Sprintf(`"exp":%d,"kty"`, unused.IssuedAt().Unix()), 1)
+	if err := os.WriteFile(path, []byte(ended), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	// The file is looked at once a second, and the key holds for the skew; until then the
+	// reason is that the token was used for something else.
+	for deadline := time.Now().Add(patience); !strings.Contains(g.call(with(used, request{path: "/else"})).body, `"key-revoked"`); {
+		if time.Now().After(deadline) {
+			t.Fatal("the key does not end")
+		}
+	}
+	again := g.call(with(used, request{path: "/pay"}))
+	if again.header.Get("Execution-Status") != "replayed" || again.body != first.body {
+		t.Errorf("%d %v %s", again.status, again.header, again.body)
+	}
+	g.call(with(unused, request{path: "/new"})).refusedFor(t, 403, "key-revoked")
+	upstream.arrived("/pay", 1)
 	upstream.arrived("/new", 0)
 }

@@ -49,35 +49,3 @@ func appendTexts(b []byte, vs []string) []byte {
 	}
 	return append(b, ']')
 }
-
-// compactJSON takes the white space out of valid JSON. Without any it is given back as
-// it is.
-func compactJSON(v string) string {
-	var out []byte
-	text := false
-	for i := 0; i < len(v); i++ {
-		c := v[i]
-		switch {
-		case text && c == '\\':
-			if out != nil {
-				out = append(out, c)
-			}
-			i++
-			c = v[i]
-		case c == '"':
-			text = !text
-		case !text && (c == ' ' || c == '\t' || c == '\n' || c == '\r'):
-			if out == nil {
-				out = append(make([]byte, 0, len(v)), v[:i]...)
-			}
-			continue
-		}
-		if out != nil {
-			out = append(out, c)
-		}
-	}
-	if out == nil {
-		return v
-	}
-	return string(out)
-}

@@ -207,6 +207,26 @@ func TestExtLimits(t *testing.T) {
 	}
 }
 
+// TestBothSpellingsOfExt: ext and ect_ext are one claim where they mean the same, and so is a
+// member under the names of two vocabularies.
+func TestBothSpellingsOfExt(t *testing.T) {
+	a := newAgent(t, "k", "ES256")
+	v := verifier(t, parseSet(t, clinical, a.jwk(t, nil)), nil)
+	both := func(one, two string) string { return extOf(one + `,"ect_ext":` + two) }
+	for payload, want := range map[string]ect.Code{
+		both(`{"a":1,"b":["x",{"c":null,"d":2}]}`, `{ "b" : ["\u0078",{"d":2.0,"c":null}], "a":1 }`): "",
+		both(`{"a":1,"b":2}`, `{"a":2,"b":1}`):                                                       ect.CodeExt,
+		both(`{"a":[1,2]}`, `{"a":[2,1]}`):                                                           ect.CodeExt,
+		extOf(`{"cascade.ttl":60,"atd.ttl":6e1}`):                                                    "",
+		extOf(`{"cascade.ttl":60,"atd.ttl":61}`):                                                     ect.CodeExt,
+	} {
+		_, err := v.Verify(t.Context(), a.sendJSON(t, a.header(), payload), ect.Presentation{Now: at})
+		if t.Run("", func(t *testing.T) { wantCode(t, err, want) }); t.Failed() {
+			t.Fatalf("payload %s", payload)
+		}
+	}
+}
+
 // TestAmbiguousJSON: what two readers may read in two ways is refused though it is
 // signed.
 func TestAmbiguousJSON(t *testing.T) {

@@ -25,60 +25,27 @@ type claimSet struct {
 	hasInput, hasOutput   bool
 	hasAction             bool
 	hasWorkflow           bool
+	faults                []Code // of claims that are JSON and nothing else
 }
 
-// decode reads the payload, and brings ids into the form in which they are compared.
+// read reads the payload, and brings ids into the form in which they are compared.
 // Claims that mean nothing here are skipped, but must be JSON that cannot be read in
-// two ways.
-func (c *claimSet) decode(payload string, written Spelling) error {
+// two ways. A claim that is JSON, and not what it should be, is left out and noted: it is
+// refused at the step that asks for it.
+func (c *claimSet) read(payload string, written Spelling) error {
 	c.payload = payload
 	var code Code
 	s := scanner{s: payload}
 	ok := s.document(func(name string) bool {
-		ok := true
-		wrong := CodeMalformed
-		switch name {
-		case "iss":
-			c.issuer, ok = s.text()
-			wrong = CodeIssuer
-		case "aud":
-			c.audience, ok = s.audience()
-			wrong = CodeAudience
-		case "iat":
-			c.issuedAt, ok = s.date()
-			wrong = CodeIssuedAt
-		case "exp":
-			c.expires, ok = s.date()
-			wrong = CodeExpires
-		case "jti":
-			c.id, ok = s.text()
-			wrong = CodeID
-		case "wid":
-			c.workflow, ok = s.text()
-			c.hasWorkflow = true
-			wrong = CodeWorkflow
-		case "exec_act":
-			c.action, ok = s.text()
-			c.hasAction = true
-			wrong = CodeAction
-		case "par", "pred":
-			ok = c.readParents(&s, name)
-			wrong = CodeParents
-		case "ext", "ect_ext":
-			ok = c.readExtensions(&s)
-			wrong = CodeExt
-		case "inp_hash":
-			c.inputText, ok = s.text()
-			c.hasInput = true
-			wrong = CodeInputHash
-		case "out_hash":
-			c.outputText, ok = s.text()
-			c.hasOutput = true
-			wrong = CodeOutputHash
-		default:
-			_, ok = s.value()
+		from := s.i
+		wrong, ok := c.claim(&s, name)
+		if ok {
+			return true
 		}
-		if !ok {
+		s.i = from
+		if _, ok = s.value(); ok {
+			c.faults = append(c.faults, wrong)
+		} else {
 			code = wrong
 		}
 		return ok
@@ -109,6 +76,63 @@ func (c *claimSet) decode(payload string, written Spelling) error {
 	return nil
 }
 
+// claim reads one claim. If it is wrong it is as one that is not there.
+func (c *claimSet) claim(s *scanner, name string) (wrong Code, ok bool) {
+	switch name {
+	case "iss":
+		c.issuer, ok = s.text()
+		return CodeIssuer, ok
+	case "aud":
+		c.audience, ok = s.audience()
+		return CodeAudience, ok
+	case "iat":
+		c.issuedAt, ok = s.date()
+		return CodeIssuedAt, ok
+	case "exp":
+		c.expires, ok = s.date()
+		return CodeExpires, ok
+	case "jti":
+		c.id, ok = s.text()
+		return CodeID, ok
+	case "wid":
+		c.workflow, ok = s.text()
+		c.hasWorkflow = true
+		return CodeWorkflow, ok
+	case "exec_act":
+		c.action, ok = s.text()
+		c.hasAction = true
+		return CodeAction, ok
+	case "par", "pred":
+		return CodeParents, c.readParents(s, name)
+	case "ext", "ect_ext":
+		return CodeExt, c.readExtensions(s)
+	case "inp_hash":
+		c.inputText, ok = s.text()
+		c.hasInput = true
+		return CodeInputHash, ok
+	case "out_hash":
+		c.outputText, ok = s.text()
+		c.hasOutput = true
+		return CodeOutputHash, ok
+	}
+	_, ok = s.value()
+	return CodeMalformed, ok
+}
+
+// decode reads the payload for those who take no steps: a claim that is wrong is refused.
+func (c *claimSet) decode(payload string, written Spelling) error {
+	if err := c.read(payload, written); err != nil {
+		return err
+	}
+	if len(c.faults) > 0 {
+		return refuse(c.faults[0])
+	}
+	return nil
+}
+
+// faulty reports that a claim is there and is not what it should be.
+func (c *claimSet) faulty(code Code) bool { return slices.Contains(c.faults, code) }
+
 // readParents reads either spelling. Both are one claim, or a contradiction.
 func (c *claimSet) readParents(s *scanner, name string) bool {
 	list := []string{}
@@ -134,7 +158,7 @@ func (c *claimSet) readParents(s *scanner, name string) bool {
 
 func (c *claimSet) readExtensions(s *scanner) bool {
 	raw, ok := s.readExt()
-	if !ok || c.ext != "" && compactJSON(c.ext) != compactJSON(raw) {
+	if !ok || c.ext != "" && !sameJSON(c.ext, raw) {
 		return false
 	}
 	c.ext = raw
@@ -145,7 +169,10 @@ func (c *claimSet) readExtensions(s *scanner) bool {
 func (s *scanner) audience() ([]string, bool) {
 	if s.peek() == '"' {
 		v, ok := s.text()
-		return []string{v}, ok && v != ""
+		if !ok || v == "" {
+			return nil, false
+		}
+		return []string{v}, true
 	}
 	var list []string
 	ok := s.elements(func() bool {
@@ -153,7 +180,10 @@ func (s *scanner) audience() ([]string, bool) {
 		list = append(list, v)
 		return ok && v != "" && len(list) <= maxAudience
 	})
-	return list, ok && len(list) > 0
+	if !ok {
+		return nil, false
+	}
+	return list, len(list) > 0
 }
 
 // date reads a NumericDate, which the draft has as whole seconds.
@@ -163,7 +193,10 @@ func (s *scanner) date() (int64, bool) {
 		return 0, false
 	}
 	v, err := strconv.ParseInt(text, 10, 64)
-	return v, err == nil && v > 0 && v <= maxDate
+	if err != nil || v <= 0 || v > maxDate {
+		return 0, false
+	}
+	return v, true
 }
 
 // forms are the rules of step 12 that a configuration may loosen.
@@ -173,18 +206,18 @@ type forms struct {
 	maxParents int
 }
 
-// check holds that the claims are there and have their form: steps 11 and 12.
+// check holds that the claims are there, which is step 11, and have their form, 12.
 func (c *claimSet) check(f forms) error {
 	if c.id == "" {
 		return refuse(CodeID)
 	}
-	if !c.hasAction || !validAction(c.action) {
+	if !c.hasAction || c.faulty(CodeAction) {
 		return refuse(CodeAction)
 	}
+	if c.faulty(CodeParents) || c.parents == nil && !f.lenient {
+		return refuse(CodeParents)
+	}
 	if c.parents == nil {
-		if !f.lenient {
-			return refuse(CodeParents)
-		}
 		c.parents = []string{}
 	}
 	if !f.canonical(&c.id) {
@@ -192,6 +225,9 @@ func (c *claimSet) check(f forms) error {
 	}
 	if c.hasWorkflow && !f.canonical(&c.workflow) {
 		return refuse(CodeWorkflow)
+	}
+	if !validAction(c.action) {
+		return refuse(CodeAction)
 	}
 	if err := c.checkParents(f); err != nil {
 		return err
@@ -202,7 +238,7 @@ func (c *claimSet) check(f forms) error {
 	if c.hasOutput && c.output.IsZero() {
 		return refuse(CodeOutputHash)
 	}
-	if !c.Ext().consistent() {
+	if c.faulty(CodeExt) || !c.Ext().consistent() {
 		return refuse(CodeExt)
 	}
 	return nil
@@ -217,7 +253,8 @@ func (f forms) canonical(id *string) bool {
 	return f.anyID && *id != "" && len(*id) <= maxAction && printable(*id)
 }
 
-// checkParents holds what can be said of the parents without looking them up.
+// checkParents holds what can be said of the parents without looking them up: of step
+// 14, that no parent is named twice, and none is the token itself.
 func (c *claimSet) checkParents(f forms) error {
 	if len(c.parents) > f.maxParents {
 		return refuse(CodeTooManyParents)

@@ -36,7 +36,7 @@ const (
 	CodeIssuer Code = "iss"
 	// CodeAudience: aud is missing, or does not name the verifier.
 	CodeAudience Code = "aud"
-	// CodeExpires: exp is missing or wrong.
+	// CodeExpires: exp is missing or wrong, or before iat.
 	CodeExpires Code = "exp"
 	// CodeExpired: the token has expired.
 	CodeExpired Code = "expired"

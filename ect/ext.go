@@ -174,7 +174,7 @@ func (e Ext) consistent() bool {
 	return e.raw == "" || s.document(func(name string) bool {
 		text, _, ok := s.raw()
 		if i, known := memberRow(name, e.event); known {
-			if values[i] != "" && compactJSON(values[i]) != compactJSON(text) {
+			if values[i] != "" && !sameJSON(values[i], text) {
 				return false
 			}
 			values[i] = text

@@ -95,18 +95,6 @@ func TestBusy(t *testing.T) {
 	}
 }
 
-// TestCompactJSON: white space goes, except in strings.
-func TestCompactJSON(t *testing.T) {
-	for in, want := range map[string]string{
-		`{"a":1}`: `{"a":1}`, "{ \"a\" :\n1 }": `{"a":1}`, `{"a b":" \" c "}`: `{"a b":" \" c "}`,
-		`{"a": "\\" , "b":"\" "}`: `{"a":"\\","b":"\" "}`, "": "",
-	} {
-		if got := compactJSON(in); got != want {
-			t.Errorf("%s became %s", in, got)
-		}
-	}
-}
-
 // TestTables: no name in a vocabulary stands for two events or two members, and every
 // member that an event needs is in the table.
 func TestTables(t *testing.T) {

@@ -22,6 +22,9 @@ import (
 const (
 	// maxKeys is how many keys one set may have.
 	maxKeys = 10_000
+	// maxSameName is how many keys of one name a source may have the verifier try: each
+	// that is not the right one costs a signature.
+	maxSameName = 8
 	// maxKeySet is the size of a document with keys.
 	maxKeySet = 4 << 20
 )
@@ -43,7 +46,8 @@ type Set struct {
 
 // ParseSet reads a JSON Web Key Set. A key belongs to the identity or trust domain in
 // its member "sub", else to the URI in its certificate, else to owner; without any it
-// is not used. Keys of other kinds or for other uses are skipped, and told of.
+// is not used. Keys of other kinds or for other uses are skipped, and told of; so are
+// those of one name beyond the eighth.
 func ParseSet(text []byte, owner Owner) (*Set, error) {
 	if len(text) > maxKeySet {
 		return nil, errors.New("ect: the set of keys is too large")
@@ -62,6 +66,9 @@ func ParseSet(text []byte, owner Owner) (*Set, error) {
 	for i := range parsed.Len() {
 		entry, _ := parsed.Key(i)
 		key, reason := publicKey(entry, owner)
+		if reason == "" && len(s.byID[key.id]) >= maxSameName {
+			reason = fmt.Sprintf("%d keys of its name stand before it; give keys names of their own", maxSameName)
+		}
 		if reason != "" {
 			s.skipped = append(s.skipped, Skipped{entry.KeyID(), reason})
 			continue

@@ -12,7 +12,7 @@ type Key struct {
 	algorithm Algorithm
 	owner     Owner
 	public    crypto.PublicKey // *ecdsa.PublicKey or ed25519.PublicKey
-	// notBefore and notAfter bound when the key may have signed; zero is unbounded.
+	// notBefore and notAfter bound when the key may sign, and be used; zero is unbounded.
 	notBefore, notAfter time.Time
 	revoked             bool
 }
@@ -29,9 +29,9 @@ func (k *Key) Owner() Owner { return k.owner }
 // Revoked reports that nothing that the key has signed is believed any more.
 func (k *Key) Revoked() bool { return k.revoked }
 
-// covers reports whether a token that was made at this second may be the key's.
-func (k *Key) covers(at time.Time) bool {
-	return !k.revoked && (k.notBefore.IsZero() || !at.Before(k.notBefore)) && (k.notAfter.IsZero() || !at.After(k.notAfter))
+// covers reports whether the key is good at a time, give or take the skew.
+func (k *Key) covers(at time.Time, skew time.Duration) bool {
+	return !k.revoked && (k.notBefore.IsZero() || !at.Add(skew).Before(k.notBefore)) && (k.notAfter.IsZero() || !at.Add(-skew).After(k.notAfter))
 }
 
 // samePublic reports whether two keys are one.
@@ -45,6 +45,14 @@ type Source interface {
 	// Keys gives the keys of that name, none where there are none. Different owners
 	// may use one name. An error means that nothing is known.
 	Keys(ctx context.Context, kid string) ([]*Key, error)
+}
+
+// Remote is what a Source is besides where Keys may have to wait for somebody else. All
+// sources are asked for what they have before any is waited for: who does not answer
+// must not hold up tokens whose keys are elsewhere (P4).
+type Remote interface {
+	// Cached gives the keys of that name that are there already.
+	Cached(kid string) []*Key
 }
 
 // Archive is what a Source offers besides where it still knows keys that are no longer

@@ -27,7 +27,8 @@ const (
 type Policy struct {
 	// Audience are the verifier's own names: aud must have one of them.
 	Audience []string
-	// Sources are where keys are looked up, in this order.
+	// Sources are where keys are looked up, in this order; those that are Remote and
+	// lack the key come last, and together.
 	Sources []Source
 	// Algorithms that are allowed; ES256 alone if empty.
 	Algorithms []Algorithm

@@ -6,7 +6,7 @@ import (
 	"fmt"
 )
 
-// NewSet makes a set of keys.
+// NewSet makes a set of keys. Of those with one name the first eight are tried.
 func NewSet(keys ...*Key) *Set {
 	s := &Set{byID: make(map[string][]*Key), size: len(keys)}
 	for _, k := range keys {
@@ -28,8 +28,8 @@ func (s *Set) All() []*Key {
 }
 
 // retirees keeps keys that a set has lost, for records that they have signed. It is
-// bounded: after that many, older ones are forgotten, and such records cannot be
-// verified again from this source.
+// bounded: after that many names, or keys of one name, older ones are forgotten, and such
+// records cannot be verified again from this source.
 type retirees struct {
 	byID  map[string][]*Key
 	order []string
@@ -57,7 +57,8 @@ func (r *retirees) replace(before, next *Set) *retirees {
 		if _, there := out.byID[id]; !there {
 			out.order = append(out.order, id)
 		}
-		out.byID[id] = append(out.byID[id], gone...)
+		all := append(out.byID[id], gone...)
+		out.byID[id] = all[max(0, len(all)-maxSameName):]
 	}
 	if r != nil {
 		for _, id := range r.order {

@@ -37,7 +37,7 @@ type URLOptions struct {
 
 // URLSource is a URL of public keys. They are fetched at their first use, again in the
 // background when they have reached an age, and at once where a token names a key that
-// is not among them: but never more often than Pause allows, so that nobody can make
+// is not among them, nor in another source: but never more often than Pause allows, so that nobody can make
 // the guard ask by inventing names. While the URL does not answer, keys are used up to
 // the age Stale; then nothing is known any more.
 type URLSource struct {
@@ -100,13 +100,7 @@ func (s *URLSource) Keys(ctx context.Context, kid string) ([]*Key, error) {
 	for waited := false; ; waited = true {
 		s.mu.Lock()
 		now := time.Now()
-		age := now.Sub(s.fetched)
-		usable := s.set != nil && age < s.o.Stale
-		if usable && len(s.set.byID[kid]) > 0 {
-			keys := s.set.byID[kid]
-			if age >= s.o.Refresh {
-				s.begin(now) // nobody waits for it
-			}
+		if keys := s.cached(now, kid); len(keys) > 0 {
 			s.mu.Unlock()
 			return keys, nil
 		}
@@ -114,6 +108,7 @@ func (s *URLSource) Keys(ctx context.Context, kid string) ([]*Key, error) {
 		if !waited {
 			flight = s.begin(now)
 		}
+		usable := s.usable(now)
 		s.mu.Unlock()
 		if flight == nil {
 			if usable {
@@ -129,11 +124,46 @@ func (s *URLSource) Keys(ctx context.Context, kid string) ([]*Key, error) {
 	}
 }
 
+// Cached implements Remote.
+func (s *URLSource) Cached(kid string) []*Key {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.cached(time.Now(), kid)
+}
+
+// cached has what is used fetched again where it is old. Nobody waits for that. The
+// caller holds the mutex.
+func (s *URLSource) cached(now time.Time, kid string) []*Key {
+	if !s.usable(now) || len(s.set.byID[kid]) == 0 {
+		return nil
+	}
+	keys := s.set.byID[kid]
+	s.refresh(now)
+	return keys
+}
+
+// usable reports that the URL has answered, and not too long ago. The caller holds the
+// mutex.
+func (s *URLSource) usable(now time.Time) bool {
+	return s.set != nil && now.Sub(s.fetched) < s.o.Stale
+}
+
+// refresh begins a fetch where keys are old. The caller holds the mutex.
+func (s *URLSource) refresh(now time.Time) {
+	if now.Sub(s.fetched) >= s.o.Refresh {
+		s.begin(now)
+	}
+}
+
 // Retired implements Archive, for what this process has seen.
 func (s *URLSource) Retired(kid string) []*Key {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.retired.retired(kid)
+	keys := s.retired.retired(kid)
+	if len(keys) > 0 {
+		s.refresh(time.Now()) // it may have been revoked since
+	}
+	return keys
 }
 
 // begin gives the fetch under way, or begins one, or gives nil where it is too early.

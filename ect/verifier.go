@@ -61,8 +61,8 @@ func (v *Verifier) VerifyAll(ctx context.Context, raws []string, p Presentation)
 	return tokens, nil
 }
 
-// use takes the steps that leave a trace, once nothing can be refused any more: a
-// refused token must not use up an id.
+// use takes the steps that leave a trace, 13 and 15, once nothing can be refused any more:
+// a refused token must not use up an id. So 13 comes behind 14.
 func (v *Verifier) use(ctx context.Context, tokens []*Token, now time.Time) error {
 	for _, t := range tokens {
 		if v.p.Replays == nil {
@@ -132,23 +132,26 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 	if !ok {
 		return nil, refuse(CodeMalformed)
 	}
-	alg, err := head.check(v.allowed)
-	if err != nil {
-		return nil, err
+	payload, ok := decode64(parts.payload)
+	if !ok {
+		return nil, refuse(CodeMalformed)
 	}
 	signature, ok := decode64(parts.signature)
 	if !ok {
 		return nil, refuse(CodeMalformed)
 	}
-	payload, ok := decode64(parts.payload)
-	if !ok {
-		return nil, refuse(CodeMalformed)
+	alg, err := head.check(v.allowed)
+	if err != nil {
+		return nil, err
 	}
 	o := opening{
-		alg: alg, kid: head.kid, spelling: head.spelling, signed: []byte(parts.signed), signature: signature,
-		payload: string(payload), worst: CodeKeyID,
+		alg: alg, kid: head.kid, spelling: head.spelling, text: []byte(parts.signed), signature: signature,
+		payload: string(payload), worst: CodeKeyID, stored: p == nil, skew: v.p.Skew,
 	}
-	if err := v.findKey(ctx, &o, p == nil); err != nil {
+	if p != nil {
+		o.now = p.Now
+	}
+	if err := v.findKey(ctx, &o); err != nil {
 		return nil, err
 	}
 	if err := v.checkAudience(&o.claims); err != nil {
@@ -168,7 +171,7 @@ func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
 		return nil, refuse(CodeMalformed)
 	}
 	var claims claimSet
-	err := claims.decode(string(payload), Draft00)
+	err := claims.read(string(payload), Draft00)
 	if v.p.MinLevel > L1 && !isCode(err, CodeMalformed) {
 		return nil, refuse(CodeLevel)
 	}
@@ -181,7 +184,10 @@ func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
 			return nil, refuse(CodeIssuer)
 		}
 	}
-	if len(claims.audience) > 0 {
+	if claims.faulty(CodeIssuer) {
+		return nil, refuse(CodeIssuer)
+	}
+	if len(claims.audience) > 0 || claims.faulty(CodeAudience) {
 		if err := v.checkAudience(&claims); err != nil {
 			return nil, err
 		}
@@ -201,21 +207,10 @@ func (v *Verifier) checkAudience(c *claimSet) error {
 	return refuse(CodeAudience)
 }
 
-// checkRest takes steps 9 to 12; the first two only for a token that is presented.
+// checkRest takes steps 9 to 12.
 func (v *Verifier) checkRest(c *claimSet, p *Presentation) error {
-	switch {
-	case c.expires == 0:
-		return refuse(CodeExpires)
-	case c.issuedAt == 0:
-		return refuse(CodeIssuedAt)
-	}
-	if v.p.MaxLife > 0 && c.expires-c.issuedAt > int64(v.p.MaxLife/time.Second) {
-		return refuse(CodeExpires)
-	}
-	if p != nil {
-		if err := v.fresh(c, p.Now); err != nil {
-			return err
-		}
+	if err := v.checkTimes(c, p); err != nil {
+		return err
 	}
 	if err := c.check(v.forms); err != nil {
 		return err
@@ -226,15 +221,26 @@ func (v *Verifier) checkRest(c *claimSet, p *Presentation) error {
 	return nil
 }
 
-// fresh holds steps 9 and 10.
-func (v *Verifier) fresh(c *claimSet, now time.Time) error {
-	issued := seconds(c.issuedAt)
+// checkTimes holds steps 9 and 10. Of a record no age is asked, nor whether it ends before
+// it begins: earlier versions have accepted such tokens.
+func (v *Verifier) checkTimes(c *claimSet, p *Presentation) error {
+	issued, expires := seconds(c.issuedAt), seconds(c.expires)
 	switch {
-	case now.After(seconds(c.expires).Add(v.p.Skew)):
+	case c.expires == 0:
+		return refuse(CodeExpires)
+	case p != nil && p.Now.After(expires.Add(v.p.Skew)):
 		return refuse(CodeExpired)
-	case now.Sub(issued) > v.p.MaxAge:
+	case c.issuedAt == 0:
+		return refuse(CodeIssuedAt)
+	case v.p.MaxLife > 0 && c.expires-c.issuedAt > int64(v.p.MaxLife/time.Second):
+		return refuse(CodeExpires)
+	case p == nil:
+		return nil
+	case c.expires < c.issuedAt:
+		return refuse(CodeExpires)
+	case p.Now.Sub(issued) > v.p.MaxAge:
 		return refuse(CodeTooOld)
-	case issued.After(now.Add(v.p.Skew)):
+	case issued.After(p.Now.Add(v.p.Skew)):
 		return refuse(CodeNotYet)
 	}
 	return nil

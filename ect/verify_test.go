@@ -315,6 +315,22 @@ func TestTimes(t *testing.T) {
 	wantCode(t, err, ect.CodeExpires)
 }
 
+// A token that ends before it begins contradicts itself, also within the skew.
+func TestEndBeforeBeginning(t *testing.T) {
+	a := newAgent(t, "k", "ES256")
+	v := verifier(t, parseSet(t, clinical, a.jwk(t, nil)), func(p *ect.Policy) { p.MinLevel = ect.L1 })
+	for end, want := range map[int]ect.Code{issued: "", issued - 1: ect.CodeExpires, issued - 30: ect.CodeExpires, issued - 31: ect.CodeExpired} {
+		raw := a.send(t, a.header(), with(map[string]any{"exp": end}))
+		for _, raw := range []string{raw, strings.Split(raw, ".")[1]} {
+			_, err := v.Verify(t.Context(), raw, ect.Presentation{Now: at})
+			wantCode(t, err, want)
+			if _, err := v.VerifyStored(t.Context(), raw); err != nil {
+				t.Errorf("a record that was believed: %v", err)
+			}
+		}
+	}
+}
+
 // TestStored: a record is verified whatever its age, also under a replaced key, but
 // not under a revoked one, nor if it was altered (14, 19).
 func TestStored(t *testing.T) {

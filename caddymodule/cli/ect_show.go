@@ -173,7 +173,8 @@ func (s *showing) verdict(doc *shown) string {
 	switch {
 	case doc.Refused != nil:
 		text := fmt.Sprintf("DOES NOT HOLD: %s (%s). Believe nothing of what follows.\n", doc.Refused.Detail, doc.Refused.Code)
-		if code := doc.Refused.Code; code == ect.CodeExpired || code == ect.CodeTooOld {
+		switch doc.Refused.Code {
+		case ect.CodeExpired, ect.CodeTooOld, ect.CodeKeyRevoked: // the last for a key that has ended too
 			text += "As a record it may hold all the same: --stored looks.\n"
 		}
 		return text + "\n"
