@@ -1,6 +1,7 @@
 package graph
 
 import (
+	"errors"
 	"net/http"
 	"slices"
 	"time"
@@ -91,8 +92,13 @@ func (q *question) workflow() error {
 	if err != nil {
 		return err
 	}
+	// Whoever saw the end of a call can rely on its record.
+	whole, err := q.caughtUp(q.r.Context())
+	if err != nil {
+		return err
+	}
 	for _, wid := range workflowIDs(name) {
-		doc, found, err := q.read(wid)
+		doc, found, err := q.read(wid, whole)
 		if err != nil {
 			return err
 		}
@@ -103,8 +109,9 @@ func (q *question) workflow() error {
 	return problem.New(problem.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 }
 
-// read reads what the reader may see of a workflow.
-func (q *question) read(wid string) (doc workflowDocument, found bool, err error) {
+// read reads what the reader may see of a workflow. It is not whole where some of what was
+// recorded cannot be read.
+func (q *question) read(wid string, whole bool) (doc workflowDocument, found bool, err error) {
 	var records []workflow.Record
 	var sources []source
 	p := sharing{Server: q.Server, who: q.who}
@@ -117,8 +124,17 @@ func (q *question) read(wid string) (doc workflowDocument, found bool, err error
 	if err != nil || part.empty() {
 		return doc, false, err
 	}
+	if err := markStrangers(records, func(id string) ([]string, error) {
+		e, err := q.Log.Lookup(q.r.Context(), wid, id)
+		if errors.Is(err, ledger.ErrPruned) {
+			return nil, nil // meanwhile
+		}
+		return audienceOf(&e), err
+	}); err != nil {
+		return doc, false, err
+	}
 	records, sources = inOrder(records, sources, &part)
-	return describe(wid, records, sources, more, time.Now()), true, nil
+	return describe(wid, records, sources, more || !whole, time.Now()), true, nil
 }
 
 // inOrder brings what several nodes of a fleet have recorded into one order, as far as
