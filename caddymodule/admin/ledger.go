@@ -60,12 +60,22 @@ type LedgerReport struct {
 	Entries int64 `json:"entries"`
 	// Pruned is the number of those that have nothing but their hash any more.
 	Pruned int64 `json:"pruned"`
+	// Vouchers are the keys that vouched for what was pruned.
+	Vouchers []LedgerVoucher `json:"vouchers,omitempty"`
 	// Waiting counts the events that have no place in the tree yet.
 	Waiting int64 `json:"waiting"`
 	// Faults are the first 1,000 things that are not as they were written.
 	Faults []LedgerFault `json:"faults"`
 	// Count is the number of all faults; 0 says that the log holds.
 	Count int `json:"count"`
+}
+
+// LedgerVoucher is a key that vouched for what was pruned.
+type LedgerVoucher struct {
+	// Key is its name and its hash, as in the signature of a head.
+	Key string `json:"key"`
+	// Entries is the number of pruned entries that it vouched for.
+	Entries int64 `json:"entries"`
 }
 
 // LedgerFault is one thing that is not as it was written.
@@ -135,6 +145,9 @@ func (a *API) ledgerVerify(r *http.Request, st Store, p *params) (any, error) {
 		Origin: l.Log.Origin(), Size: found.Head.Size, Root: found.Head.Root.String(),
 		Entries: found.Entries, Pruned: found.Pruned, Waiting: found.Waiting,
 		Faults: make([]LedgerFault, 0, len(found.Faults)), Count: found.Count,
+	}
+	for _, v := range found.Vouchers {
+		report.Vouchers = append(report.Vouchers, LedgerVoucher(v))
 	}
 	for _, fault := range found.Faults {
 		f := LedgerFault{What: fault.What}

@@ -146,6 +146,18 @@ func (o *options) check(cmd *cobra.Command) error {
 	return err
 }
 
+// describePruned says how many entries were pruned, and who vouched for it.
+func describePruned(n int64, vouchers []admin.LedgerVoucher) string {
+	said := strconv.FormatInt(n, 10)
+	for i, v := range vouchers {
+		said += [2]string{", vouched for by ", ", "}[min(i, 1)] + printable(v.Key)
+		if len(vouchers) > 1 {
+			said += fmt.Sprintf(" (%d)", v.Entries)
+		}
+	}
+	return said
+}
+
 func describeCheck(r *admin.LedgerReport) string {
 	number := func(n int64) string { return strconv.FormatInt(n, 10) }
 	s := sheet{width: 7}
@@ -153,7 +165,7 @@ func describeCheck(r *admin.LedgerReport) string {
 	s.line("size", number(r.Size))
 	s.line("root", printable(r.Root))
 	s.line("entries", number(r.Entries))
-	s.line("pruned", number(r.Pruned))
+	s.line("pruned", describePruned(r.Pruned, r.Vouchers))
 	s.line("waiting", number(r.Waiting))
 	if r.Count == 0 {
 		s.line("faults", "none")

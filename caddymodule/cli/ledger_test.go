@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"encoding/base64"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -17,6 +18,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"golang.org/x/mod/sumdb/note"
+	"golang.org/x/mod/sumdb/tlog"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -217,6 +219,56 @@ func TestLedgerVerifyTampered(t *testing.T) {
 		altered := bytes.Clone(whole)
 		altered[i*64] ^= 1
 		refuses(t, "DOES NOT HOLD", b.evidenceArgs("verify", put(t, "altered", string(altered)))...)
+	}
+}
+
+// What was pruned is told with who vouched for it; content that somebody else has taken
+// out is not taken for it.
+func TestLedgerVerifyPruned(t *testing.T) {
+	b := newLogbook(t)
+	for i := range 258 {
+		e := ledger.Event{ID: fmt.Sprint("id-", i), Payload: []byte("p")}
+		if i > 1 {
+			e.KeepUntil = time.Now().Add(time.Hour)
+		}
+		b.record(e)
+	}
+	if n, err := b.ledger.Log.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != 2 {
+		t.Fatalf("%d pruned: %v", n, err)
+	}
+	file := b.export()
+	key := strings.Join(strings.SplitN(b.ledger.Key, "+", 3)[:2], "+")
+	doc := document[proved](t, b.evidenceArgs("verify", file)...)
+	if doc.Entries != 256 || doc.Pruned != 2 || len(doc.Vouchers) != 1 || doc.Vouchers[0] != (admin.LedgerVoucher{Key: key, Entries: 2}) {
+		t.Errorf("%+v", doc)
+	}
+	want := "\npruned   2, vouched for by " + key + "\n"
+	if said := says(t, b.evidenceArgs("verify", file)...); !strings.Contains(said, want) {
+		t.Errorf("%s", said)
+	}
+	if said := says(t, "ledger", "check", "--address", b.address); !strings.Contains(said, want) {
+		t.Errorf("%s", said)
+	}
+	whole, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	lines := strings.SplitAfter(string(whole), "\n")
+	for i, line := range lines {
+		if text, ok := strings.CutPrefix(line, "entry "); ok {
+			leaf, err := base64.StdEncoding.DecodeString(strings.TrimSpace(text))
+			if err != nil {
+				t.Fatal(err)
+			}
+			hash := tlog.RecordHash(leaf)
+			lines[i] = "pruned " + base64.StdEncoding.EncodeToString(hash[:]) + "\n"
+		}
+	}
+	refuses(t, "DOES NOT HOLD: the proof does not hold: entry 2: its content is missing, and nobody vouches that it was pruned",
+		b.evidenceArgs("verify", put(t, "emptied", strings.Join(lines, "")))...)
+	two := []admin.LedgerVoucher{{Key: "a", Entries: 1}, {Key: "b", Entries: 2}}
+	if said := describePruned(3, two); said != "3, vouched for by a (1), b (2)" {
+		t.Errorf("%s", said)
 	}
 }
 

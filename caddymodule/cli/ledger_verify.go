@@ -7,6 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 )
 
@@ -24,7 +25,8 @@ func ledgerVerify(o *options) *cobra.Command {
 		Short: "Verifies an export of the ledger, without a server",
 		Long: `Verifies an export of the ledger: that every entry has the content and the
 place that it had when the gateway signed the head of the export, and that none
-is missing. - reads the standard input.
+is missing: of what was pruned by age the hash is left, and a note that the
+gateway has signed says which entries these are. - reads the standard input.
 
 An export is only ever as good as its head. With --head it is held against
 heads that were kept before: the log must have grown out of each of them.
@@ -52,6 +54,8 @@ type proved struct {
 	Root    string `json:"root"`
 	Entries int64  `json:"entries"`
 	Pruned  int64  `json:"pruned"`
+	// Vouchers are the keys that vouched for what was pruned.
+	Vouchers []admin.LedgerVoucher `json:"vouchers,omitempty"`
 	// Heads is the number of known heads that it has grown out of.
 	Heads int `json:"heads"`
 	// Newest is when the last entry came into the log.
@@ -90,6 +94,9 @@ func (v *verification) run(cmd *cobra.Command, file string) error {
 	}
 	doc.Holds, doc.Origin, doc.Size, doc.Root = true, found.Head.Origin, found.Head.Size, found.Head.Root.String()
 	doc.Entries, doc.Pruned, doc.Heads = found.Entries, found.Pruned, len(known)
+	for _, by := range found.Vouchers {
+		doc.Vouchers = append(doc.Vouchers, admin.LedgerVoucher(by))
+	}
 	if v.json() {
 		return encode(cmd.OutOrStdout(), doc)
 	}
@@ -103,7 +110,7 @@ func describeProved(doc *proved, file string, now time.Time) string {
 	s.line("size", strconv.FormatInt(doc.Size, 10))
 	s.line("root", doc.Root)
 	s.line("entries", strconv.FormatInt(doc.Entries, 10))
-	s.line("pruned", strconv.FormatInt(doc.Pruned, 10))
+	s.line("pruned", describePruned(doc.Pruned, doc.Vouchers))
 	s.line("newest", moment(doc.Newest, now))
 	switch doc.Heads {
 	case 0:

@@ -227,14 +227,14 @@ func markStrangers(records []workflow.Record, audience func(id string) ([]string
 	return nil
 }
 
-// Records are the entries of a workflow as its graph reads them. own says of an issuer
-// that it is the gateway.
-func Records(entries []ledger.Entry, own func(issuer string) bool) []workflow.Record {
+// Records are the entries of a workflow as its graph reads them. own says of an entry
+// that it is the gateway's.
+func Records(entries []ledger.Entry, own func(e *ledger.Entry) bool) []workflow.Record {
 	records := make([]workflow.Record, 0, len(entries))
 	at := make(map[string]*ledger.Entry, len(entries))
 	for i := range entries {
 		e := &entries[i]
-		records = append(records, recordOf(e, own(e.Issuer)))
+		records = append(records, recordOf(e, own(e)))
 		if _, twice := at[e.ID]; !twice {
 			at[e.ID] = e
 		}

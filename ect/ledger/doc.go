@@ -11,7 +11,8 @@
 // What stands in the tree is proved by receipts (an index, an inclusion proof, a
 // signed head) and by consistency proofs between two heads, which anybody can check
 // with the public keys alone. Verify reads everything and names what was changed;
-// Export and VerifyExport do the same for those who have no store.
+// Export and VerifyExport do the same for those who have no store. Of what was pruned
+// the hashes stay, and notes signed as the heads are say which entries that were.
 //
 // The payload of an event is opaque here. What a caller gave is sealed in the store
 // (P8); hashes, counts and heads are plain.

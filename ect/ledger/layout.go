@@ -20,7 +20,7 @@ import (
 //	l o log ticket boot      an event that waits for the sequencer, sealed
 //	l e log index            an entry: its leaf, sealed
 //	l t log level number     a tile of 256 hashes; of level 0 full ones only
-//	l p log number           which entries of that tile of level 0 were pruned
+//	l p log number           which entries of that tile of level 0 were pruned, signed
 //	l j id workflow          where the event stands: an account
 //	l w workflow log index   index: a workflow's entries; no value
 //

@@ -100,6 +100,7 @@ type Log struct {
 	queue   *queue
 	now     atomic.Pointer[state] // as it is in the store
 	pruning sync.Mutex            // held by what takes away, and by what must not see that
+	kept    map[int64]bool        // entries that cannot be pruned, and were reported; of pruning
 	origins sync.Map              // logID -> string, of the other logs of the store
 	counts  counts
 

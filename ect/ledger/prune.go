@@ -2,70 +2,17 @@ package ledger
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
-	"math/bits"
+	"slices"
 	"time"
+
+	"golang.org/x/mod/sumdb/tlog"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
-
-// marks says which entries of a full tile were pruned.
-type marks struct {
-	bits [tileWidth / 64]uint64
-	// next is when the first of the others may go, in nanoseconds; 0 is not known.
-	next int64
-}
-
-const marksSize = tileWidth/8 + 8
-
-func (m *marks) has(index int64) bool {
-	i := index & (tileWidth - 1)
-	return m.bits[i/64]>>(i%64)&1 == 1
-}
-
-func (m *marks) set(index int64) {
-	i := index & (tileWidth - 1)
-	m.bits[i/64] |= 1 << (i % 64)
-}
-
-func (m *marks) count() int {
-	n := 0
-	for _, b := range m.bits {
-		n += bits.OnesCount64(b)
-	}
-	return n
-}
-
-func (m *marks) encode() []byte {
-	b := make([]byte, 0, marksSize)
-	for _, v := range m.bits {
-		b = binary.BigEndian.AppendUint64(b, v)
-	}
-	return binary.BigEndian.AppendUint64(b, uint64(m.next))
-}
-
-// pruned reads the marks of a tile; the zero version says that there are none.
-func (s *shelf) pruned(ctx context.Context, n int64) (marks, store.Version, error) {
-	var m marks
-	found, err := s.store.Get(ctx, s.prunedKey(n))
-	if errors.Is(err, store.ErrNotFound) {
-		return m, 0, nil
-	}
-	if err != nil {
-		return m, 0, err
-	}
-	if len(found.Value) != marksSize {
-		return m, 0, fmt.Errorf("%w: the marks of what was pruned of tile %d", ErrTampered, n)
-	}
-	for i := range m.bits {
-		m.bits[i] = binary.BigEndian.Uint64(found.Value[8*i:])
-	}
-	m.next = int64(binary.BigEndian.Uint64(found.Value[tileWidth/8:]))
-	return m, found.Version, nil
-}
 
 // pruneStep is the number of entries of one commit. An entry has three keys, and a
 // commit of many would hold up the calls that share its sync.
@@ -73,8 +20,9 @@ const pruneStep = 42
 
 // Prune takes away the entries that were recorded before a time and whose KeepUntil has
 // passed, and returns how many. Their leaf hashes stay, so that the tree can be
-// verified as before; their ids are free again. Entries of the last, unfinished tile
-// stay until it is full.
+// verified as before; their ids are free again. A note signed with the key of the heads
+// says which they were, in the commit that takes them. Entries of the last, unfinished
+// tile stay until it is full.
 func (l *Log) Prune(ctx context.Context, before time.Time) (int, error) {
 	l.pruning.Lock()
 	defer l.pruning.Unlock()
@@ -97,38 +45,36 @@ func (l *Log) Prune(ctx context.Context, before time.Time) (int, error) {
 // recorded too late, and so were all behind it.
 func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pruned int, younger bool, err error) {
 	m, version, err := l.pruned(ctx, n)
+	if errors.Is(err, ErrTampered) {
+		l.unprunable(n<<tileHeight, err)
+		return 0, false, nil
+	}
 	if err != nil || m.count() == tileWidth || m.next > now.UnixNano() {
 		return 0, false, err
 	}
 	known := m.next
-	m.next = math.MaxInt64
-	r := l.entries(n<<tileHeight, 0)
-	r.To = l.entryKey((n + 1) << tileHeight)
-	var gone []prunable
-	for found, err := range l.store.Scan(ctx, r) {
-		if err != nil {
-			return 0, false, err
-		}
-		e, err := l.openEntry(found.Key, found.Value)
-		switch {
-		case err != nil:
-			return 0, false, err
-		case e.Index != indexIn(found.Key):
-			return 0, false, fmt.Errorf("%w: entry %d stands at %d", ErrTampered, e.Index, indexIn(found.Key))
-		case !e.Recorded.Before(before):
-			younger = true
-		case e.KeepUntil.After(now):
-			m.next = min(m.next, e.KeepUntil.UnixNano())
-		default:
-			gone = append(gone, prunable{e, found.Version})
-		}
+	gone, younger, err := l.prunable(ctx, n, &m, before, now)
+	if err != nil || len(gone) == 0 && m.next == known {
+		return 0, younger, err
 	}
-	if younger || m.count()+len(gone) == tileWidth {
-		m.next = 0 // not all were looked at, or none is left
-	}
-	if len(gone) == 0 && m.next == known {
+	hashes, root, err := l.proved(ctx, n)
+	if errors.Is(err, ErrTampered) {
+		l.unprunable(n<<tileHeight, err)
 		return 0, younger, nil
 	}
+	if err != nil {
+		return 0, younger, err
+	}
+	m.root = root
+	// What goes is vouched for ever after: it must be what the signed tree has.
+	gone = slices.DeleteFunc(gone, func(p prunable) bool {
+		if tlog.RecordHash(p.Leaf) == hashes[p.Index&(tileWidth-1)] {
+			return false
+		}
+		l.unprunable(p.Index, fmt.Errorf("%w: it does not fit its stored hash", ErrTampered))
+		m.next = 0
+		return true
+	})
 	for first := true; first || len(gone) > 0; first = false {
 		step := gone[:min(len(gone), pruneStep)]
 		gone = gone[len(step):]
@@ -141,6 +87,75 @@ func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pr
 		pruned += len(step)
 	}
 	return pruned, younger, nil
+}
+
+// prunable lists the entries of a full tile that may go, and notes in its marks when
+// the first of the others may. What does not open stays, and holds nothing up.
+func (l *Log) prunable(ctx context.Context, n int64, m *marks, before, now time.Time) (gone []prunable, younger bool, err error) {
+	r := l.entries(n<<tileHeight, 0)
+	r.To = l.entryKey((n + 1) << tileHeight)
+	damaged := false
+	next := int64(math.MaxInt64)
+	for found, err := range l.store.Scan(ctx, r) {
+		if err != nil {
+			return nil, false, err
+		}
+		e, err := l.openEntry(found.Key, found.Value)
+		if err == nil && e.Index != indexIn(found.Key) {
+			err = fmt.Errorf("%w: entry %d stands at %d", ErrTampered, e.Index, indexIn(found.Key))
+		}
+		switch {
+		case err != nil:
+			l.unprunable(indexIn(found.Key), err)
+			damaged = true
+		case !e.Recorded.Before(before):
+			younger = true
+		case e.KeepUntil.After(now):
+			next = min(next, e.KeepUntil.UnixNano())
+		default:
+			gone = append(gone, prunable{e, found.Version})
+		}
+	}
+	if damaged || younger || m.count()+len(gone) == tileWidth {
+		next = 0 // not all were looked at, or none is left
+	}
+	m.next = next
+	return gone, younger, nil
+}
+
+// unprunable reports, once a life, what keeps an entry from being pruned: Verify names
+// it, and a ring that is complete again may open it. pruning is held.
+func (l *Log) unprunable(index int64, why error) {
+	if l.kept[index] || len(l.kept) == maxFaults {
+		return
+	}
+	if l.kept == nil {
+		l.kept = make(map[int64]bool)
+	}
+	l.kept[index] = true
+	l.options.Logger.Error("an entry of the ledger cannot be pruned and stays; the others go on",
+		slog.Int64("entry", index), slog.Any("error", why))
+}
+
+// proved are the leaf hashes of a full tile and the root of the tree that ends with it,
+// proved against the signed head.
+func (l *Log) proved(ctx context.Context, n int64) ([]tlog.Hash, tlog.Hash, error) {
+	s := l.now.Load()
+	from := &tiles{ctx: ctx, on: l.shelf, state: s}
+	reader := tlog.TileHashReader(tlog.Tree{N: s.size, Hash: s.root()}, from)
+	indexes := make([]int64, tileWidth)
+	for i := range indexes {
+		indexes[i] = tlog.StoredHashIndex(0, n<<tileHeight+int64(i))
+	}
+	hashes, err := reader.ReadHashes(indexes)
+	root := s.root()
+	if end := (n + 1) << tileHeight; err == nil && end != s.size {
+		root, err = tlog.TreeHash(end, reader)
+	}
+	if err != nil && from.failed == nil {
+		err = fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	return hashes, root, err
 }
 
 // prunable is an entry that may go, as it stands in the store.
@@ -171,6 +186,10 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m marks, version store.V
 			batch = append(batch, store.Write{Key: l.workflowKey(e.Workflow, l.id, e.Index), Delete: true})
 		}
 	}
-	batch = append(batch, store.Write{Key: l.prunedKey(n), If: condition, Value: m.encode()})
+	value, err := l.vouch(n, &m)
+	if err != nil {
+		return 0, err
+	}
+	batch = append(batch, store.Write{Key: l.prunedKey(n), If: condition, Value: value})
 	return l.store.Commit(ctx, batch...)
 }

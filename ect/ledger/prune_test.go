@@ -1,9 +1,19 @@
 package ledger
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/mod/sumdb/note"
+	"golang.org/x/mod/sumdb/tlog"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -35,4 +45,269 @@ func TestPruneMakesRoom(t *testing.T) {
 		t.Errorf("%d pruned: %v", n, err)
 	}
 	mustVerify(t, l)
+}
+
+// excised are the writes that take an entry away with all that leads to it. They need
+// no key: the store's own keys tell what belongs together.
+func excised(t *testing.T, st store.Store, index int64) (batch []store.Write) {
+	t.Helper()
+	for _, e := range contents(t, st) {
+		switch e.Key[1] {
+		case spaceEntry, spaceWorkflow:
+			if indexIn(e.Key) != index {
+				continue
+			}
+		case spaceID:
+			if where, ok := decodeAccount(e.Value); !ok || where.waiting || where.index != index {
+				continue
+			}
+		default:
+			continue
+		}
+		batch = append(batch, store.Write{Key: e.Key, Delete: true})
+	}
+	return batch
+}
+
+// noted is the value of marks, signed.
+func noted(t *testing.T, origin string, signer note.Signer, n int64, m *marks) []byte {
+	t.Helper()
+	msg, err := note.Sign(&note.Note{Text: m.text(origin, n)}, signer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return append(make([]byte, 8), msg...)
+}
+
+// What was pruned is vouched for with the key of the heads: who deletes an entry and
+// writes marks cannot make it look as if it had been.
+func TestPrunedIsVouchedFor(t *testing.T) {
+	const victim = 5
+	other, _ := newHeadKey("other.example")
+	base := func(t *testing.T) (Options, *Log) {
+		o := testOptions(memory.New(memory.Options{}))
+		l := mustOpen(t, o)
+		for n := range 2*tileWidth + 8 {
+			e := testEvent(n)
+			if n != 3 && n != tileWidth+victim {
+				e.KeepUntil = time.Now().Add(time.Hour)
+			}
+			if err := l.Append(t.Context(), []Event{e}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		drain(t, l)
+		return o, l
+	}
+	marked := func(t *testing.T, l *Log) *marks {
+		t.Helper()
+		root, err := l.now.Load().rootAt(t.Context(), l.shelf, tileWidth)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := &marks{root: root}
+		m.set(victim)
+		return m
+	}
+	for name, forge := range map[string]func(*testing.T, Options, *Log) []byte{
+		"nothing": nil,
+		"plain marks": func(_ *testing.T, _ Options, _ *Log) []byte {
+			m := binary.BigEndian.AppendUint64(nil, 1<<victim)
+			return append(m, make([]byte, tileWidth/8)...)
+		},
+		"marks of somebody else": func(t *testing.T, _ Options, l *Log) []byte {
+			return noted(t, testOrigin, other, 0, marked(t, l))
+		},
+		"marks of another log": func(t *testing.T, _ Options, l *Log) []byte {
+			return noted(t, "another", testSigner, 0, marked(t, l))
+		},
+		"marks of another tree": func(t *testing.T, _ Options, l *Log) []byte {
+			m := marked(t, l)
+			m.root = tlog.Hash{1}
+			return noted(t, testOrigin, testSigner, 0, m)
+		},
+		"marks of another tile": func(t *testing.T, _ Options, l *Log) []byte {
+			if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != 2 {
+				t.Fatalf("%d pruned: %v", n, err)
+			}
+			found, err := l.store.Get(t.Context(), l.prunedKey(1))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return found.Value
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o, l := base(t)
+			var value []byte
+			if forge != nil {
+				value = forge(t, o, l)
+			}
+			batch := excised(t, o.Store, victim)
+			if value != nil {
+				batch = append(batch, store.Write{Key: l.prunedKey(0), Value: value})
+			}
+			if _, err := o.Store.Commit(t.Context(), batch...); err != nil {
+				t.Fatal(err)
+			}
+			r, err := Verify(t.Context(), o)
+			index := int64(victim)
+			if name == "marks of another tree" {
+				index = 0
+			}
+			if err != nil || !faultsNaming(&r, index) {
+				t.Errorf("entry %d is not named: %v%s", index, err, allFaults(&r))
+			}
+			var b bytes.Buffer
+			if _, err := l.Export(t.Context(), &b); err == nil {
+				_, err = VerifyExport(&b, testOrigin, testKeys, nil)
+				if !errors.Is(err, ErrProof) || name != "marks of another tree" {
+					t.Errorf("exported, and verified as %v", err)
+				}
+			}
+		})
+	}
+	o, l := base(t)
+	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != 2 {
+		t.Fatalf("%d pruned: %v", n, err)
+	}
+	r := mustVerify(t, l)
+	want := Voucher{Key: "ledger.example+" + keyHash(), Entries: 2}
+	if len(r.Vouchers) != 1 || r.Vouchers[0] != want {
+		t.Errorf("vouched for by %v", r.Vouchers)
+	}
+	if x, err := VerifyExport(bytes.NewReader(exported(t, l)), testOrigin, testKeys, nil); err != nil || len(x.Vouchers) != 1 || x.Vouchers[0] != want {
+		t.Errorf("exported, vouched for by %v: %v", x.Vouchers, err)
+	}
+	// A key that has taken over knows the one before it, as for heads.
+	next, keys := newHeadKey("next.example")
+	old, err := testKeys.Verifier("ledger.example", testSigner.KeyHash())
+	if err != nil {
+		t.Fatal(err)
+	}
+	now, err := keys.Verifier("next.example", next.KeyHash())
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.HeadSigner, o.HeadKeys = next, note.VerifierList(now, old)
+	if r := mustVerify(t, mustOpen(t, o)); len(r.Vouchers) != 1 || r.Vouchers[0] != want {
+		t.Errorf("vouched for by %v", r.Vouchers)
+	}
+}
+
+func keyHash() string {
+	return fmt.Sprintf("%08x", testSigner.KeyHash())
+}
+
+// Of an export every line can be told: content that was taken out by whoever handed it
+// on is not what the log has pruned.
+func TestExportEmptied(t *testing.T) {
+	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
+	for n := range tileWidth + 4 {
+		e := testEvent(n)
+		if n%2 == 0 {
+			e.KeepUntil = time.Now().Add(time.Hour)
+		}
+		if err := l.Append(t.Context(), []Event{e}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	drain(t, l)
+	before := exported(t, l)
+	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != tileWidth/2 {
+		t.Fatalf("%d pruned: %v", n, err)
+	}
+	after := exported(t, l)
+	refuse := func(what, named string, lines ...[]byte) {
+		t.Helper()
+		_, err := VerifyExport(bytes.NewReader(bytes.Join(lines, nil)), testOrigin, testKeys, nil)
+		if !errors.Is(err, ErrProof) || !strings.Contains(err.Error(), named) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	lines := func(text []byte) [][]byte {
+		l := bytes.SplitAfter(text, []byte("\n"))
+		return l[:len(l)-1]
+	}
+	emptied := func(line []byte) []byte {
+		leaf, err := exportBase64.DecodeString(string(bytes.TrimSpace(line[len(exportEntry):])))
+		if err != nil {
+			t.Fatal(err)
+		}
+		hash := tlog.RecordHash(leaf)
+		return []byte(exportPruned + exportBase64.EncodeToString(hash[:]) + "\n")
+	}
+	for _, at := range []int{0, 5, tileWidth - 1, tileWidth, tileWidth + 3} {
+		l := lines(before)
+		l[2+at] = emptied(l[2+at])
+		refuse("never pruned", "entry "+strconv.Itoa(at)+": its content is missing", l...)
+	}
+	const gaps = 2
+	cut := lines(after)
+	if !bytes.HasPrefix(cut[gaps], []byte(exportGaps)) {
+		t.Fatalf("%q", cut[gaps])
+	}
+	at := gaps + 1 + 4
+	cut[at] = emptied(cut[at])
+	refuse("beside others", "entry 4: its content is missing", cut...)
+	refuse("without the note", "entry 1: its content is missing", append(append([][]byte{}, lines(after)[:gaps]...), lines(after)[gaps+1:]...)...)
+	refuse("the note twice", "does not belong here", append(append([][]byte{}, lines(after)[:gaps+1]...), lines(after)[gaps:]...)...)
+	end := gaps + 1 + tileWidth
+	refuse("the note of another tile", "it is of tile 0", append(append(append([][]byte{}, lines(after)[:end]...), cut[gaps]), lines(after)[end:]...)...)
+	refuse("the note in the middle", "does not belong here", append(append(append([][]byte{}, lines(after)[:at]...), cut[gaps]), lines(after)[at:]...)...)
+	back := lines(after)
+	back[gaps+1+1] = lines(before)[2+1]
+	refuse("put back", "entry 1: there, and vouched for as pruned", back...)
+}
+
+// An entry that does not open stays, is reported once, and holds up nothing else.
+func TestPruneGoesOnPastDamage(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	var log bytes.Buffer
+	o := testOptions(mem)
+	o.Logger = slog.New(slog.NewTextHandler(&log, nil))
+	l := mustOpen(t, o)
+	appendEvents(t, l, 0, 3*tileWidth)
+	drain(t, l)
+	broken := []store.Write{
+		{Key: l.entryKey(7), Value: []byte("broken")},
+		{Key: l.entryKey(tileWidth + 9), Value: testRing.Seal(nil, (&Event{ID: "x"}).encodeLeaf(nil, 1, time.Time{}), l.entryKey(tileWidth+9))},
+		// Sealed with the right key, and not what the tree has.
+		{Key: l.entryKey(tileWidth + 11), Value: testRing.Seal(nil, (&Event{ID: "x"}).encodeLeaf(nil, tileWidth+11, time.Unix(1, 0)), l.entryKey(tileWidth+11))},
+	}
+	kept, err := mem.Get(t.Context(), l.entryKey(7))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := mem.Commit(t.Context(), broken...); err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []int{3*tileWidth - 3, 0, 0} {
+		if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != want {
+			t.Errorf("%d pruned instead of %d by the %d. pass: %v", n, want, i+1, err)
+		}
+	}
+	if n := strings.Count(log.String(), "level=ERROR"); n != 3 {
+		t.Errorf("%d reports instead of 3:\n%s", n, log.String())
+	}
+	r, err := Verify(t.Context(), o)
+	if err != nil || !faultsNaming(&r, 7) || !faultsNaming(&r, tileWidth+9) || !faultsNaming(&r, tileWidth+11) {
+		t.Errorf("%v%s", err, allFaults(&r))
+	}
+	// Back from a backup, it goes as the others did.
+	if _, err := mem.Commit(t.Context(), store.Write{Key: l.entryKey(7), Value: kept.Value}); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != 1 {
+		t.Errorf("%d pruned: %v", n, err)
+	}
+	// Marks that do not hold are left as they are, with their tile.
+	if _, err := mem.Commit(t.Context(), store.Write{Key: l.prunedKey(1), Value: []byte("not marks")}); err != nil {
+		t.Fatal(err)
+	}
+	appendEvents(t, l, 3*tileWidth, 4*tileWidth)
+	drain(t, l)
+	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != tileWidth {
+		t.Errorf("%d pruned: %v", n, err)
+	}
 }

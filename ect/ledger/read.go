@@ -49,16 +49,35 @@ func (l *Log) entry(ctx context.Context, log logID, index int64) (Entry, error) 
 
 // absent says why nothing stands at an index below the log's size.
 func (l *Log) absent(ctx context.Context, log logID, index int64) error {
-	on := *l.shelf
-	on.id = log
-	marks, _, err := on.pruned(ctx, index>>tileHeight)
+	m, err := l.marksOf(ctx, log, index>>tileHeight)
 	if err != nil {
 		return err
 	}
-	if marks.has(index) {
+	if m.has(index) {
 		return ErrPruned
 	}
 	return fmt.Errorf("%w: entry %d is missing", ErrTampered, index)
+}
+
+// marksOf are the marks of a tile of a log of the store. Those of other logs are signed
+// with other keys: their own verification looks at that.
+func (l *Log) marksOf(ctx context.Context, log logID, n int64) (marks, error) {
+	if log == l.id {
+		m, _, err := l.pruned(ctx, n)
+		return m, err
+	}
+	on := *l.shelf
+	on.id = log
+	_, msg, version, err := on.storedMarks(ctx, n)
+	if err != nil || version == 0 {
+		return marks{}, err
+	}
+	if text, _, ok := cutNote(msg); ok {
+		if _, of, m, err := parseMarks(text); err == nil && of == n {
+			return m, nil
+		}
+	}
+	return marks{}, fmt.Errorf("%w: the note of what was pruned of tile %d of another log", ErrTampered, n)
 }
 
 // originOf is the name of a log of this store, as its head tells.

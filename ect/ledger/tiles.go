@@ -16,9 +16,10 @@ func (s *state) hashes(ctx context.Context, on *shelf) tlog.HashReader {
 
 // tiles are the tiles of a state: the unfinished ones are at hand.
 type tiles struct {
-	ctx   context.Context
-	on    *shelf
-	state *state
+	ctx    context.Context
+	on     *shelf
+	state  *state
+	failed error // of the store
 }
 
 // Height implements tlog.TileReader.
@@ -33,6 +34,7 @@ func (t *tiles) ReadTiles(wanted []tlog.Tile) ([][]byte, error) {
 	for i, w := range wanted {
 		hashes, err := t.read(w.L, w.N)
 		if err != nil {
+			t.failed = err
 			return nil, err
 		}
 		if len(hashes) < w.W {

@@ -35,6 +35,9 @@ type Report struct {
 	// Entries, Pruned and Waiting count the entries that are there, those that were
 	// pruned, and the events that wait for the sequencer.
 	Entries, Pruned, Waiting int64
+	// Vouchers are the keys that vouched for what was pruned, of which each entry is
+	// counted once.
+	Vouchers []Voucher
 	// Faults are the first 1,000 things that are wrong; Count is the number of all.
 	Faults []Fault
 	Count  int

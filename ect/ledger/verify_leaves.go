@@ -55,6 +55,9 @@ func (t *leaves) verify() error {
 	for _, h := range t.made {
 		v.leaf(h)
 	}
+	if t.marks.by != "" && v.tree.root() != t.marks.root {
+		t.fault(t.first, "the note of what was pruned of the entries from here on is of another tree")
+	}
 	if t.width == tileWidth {
 		v.roots = append(v.roots, rootOf(t.made))
 	}
@@ -99,9 +102,10 @@ func (t *leaves) absent(index int64) {
 	t.made = append(t.made, t.storedHash(index))
 	if t.marks.has(index) {
 		t.v.report.Pruned++
+		(*vouchers)(&t.v.report.Vouchers).add(t.marks.by)
 		return
 	}
-	t.fault(index, "missing")
+	t.fault(index, "missing, and nobody vouches that it was pruned")
 }
 
 func (t *leaves) present(index int64, key, sealed []byte) error {

@@ -1,0 +1,223 @@
+package ledger
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"strconv"
+
+	"golang.org/x/mod/sumdb/note"
+	"golang.org/x/mod/sumdb/tlog"
+)
+
+// Exported is what VerifyExport found to be proved.
+type Exported struct {
+	// Head is the signed head that everything was proved against.
+	Head Head
+	// Entries and Pruned count the entries with and without their content.
+	Entries, Pruned int64
+	// Vouchers are the keys that vouched for what was pruned, of which each entry is
+	// counted once.
+	Vouchers []Voucher
+}
+
+// maxLine is the longest line of an export: a leaf in base64, or a head.
+const maxLine = (maxLeaf+2)/3*4 + 16
+
+// VerifyExport reads an export of the log called origin and proves it against its
+// head, which one of keys must have signed, and against heads that are known from
+// elsewhere. visit, if any, gets the entries that have their content, in their order;
+// what it gets is proved only when VerifyExport returns without an error. An entry without
+// its content must be one that the log has pruned: a note says so that one of keys has
+// signed. The error is ErrProof unless reading or visit failed.
+func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func(Entry) error, known ...Head) (Exported, error) {
+	r := exportReader{r: bufio.NewReaderSize(from, maxLine)}
+	title, err := r.line()
+	if err != nil {
+		return Exported{}, err
+	}
+	if string(title) != exportTitle {
+		return Exported{}, fmt.Errorf("%w: not an export, or one of another version", ErrProof)
+	}
+	kind, value, err := r.next()
+	if err != nil {
+		return Exported{}, err
+	}
+	if kind != exportHead {
+		return Exported{}, fmt.Errorf("%w: no head", ErrProof)
+	}
+	var x Exported
+	if x.Head, err = ParseHead(value, origin, keys); err != nil {
+		return Exported{}, err
+	}
+	t := taker{x: &x, visit: visit, origin: origin, keys: keys}
+	tree := &t.tree
+	for {
+		if err := compare(tree, known); err != nil {
+			return Exported{}, err
+		}
+		kind, value, err := r.next()
+		if err != nil {
+			return Exported{}, err
+		}
+		if kind == exportEnd {
+			return x, r.end(tree, x.Head, value, known)
+		}
+		if err := t.take(kind, value); err != nil {
+			return Exported{}, err
+		}
+	}
+}
+
+// taker takes the lines of an export into the tree.
+type taker struct {
+	x      *Exported
+	tree   frontier
+	visit  func(Entry) error
+	origin string
+	keys   note.Verifiers
+	marks  marks // of the tile in which the next entry stands
+	noted  bool  // the line before was their note
+}
+
+// take takes the line of one entry, or the note of what was pruned of the entries behind.
+func (t *taker) take(kind string, value []byte) error {
+	index := t.tree.size
+	if index >= t.x.Head.Size {
+		return fmt.Errorf("%w: entry %d stands behind the head", ErrProof, index)
+	}
+	begins := index&(tileWidth-1) == 0
+	if kind == exportGaps {
+		if !begins || t.noted {
+			return fmt.Errorf("%w: entry %d: a note of what was pruned does not belong here", ErrProof, index)
+		}
+		n, m, err := openMarks(value, t.origin, t.keys)
+		if err == nil && (n != index>>tileHeight || (n+1)<<tileHeight > t.x.Head.Size) {
+			err = fmt.Errorf("%w: it is of tile %d", ErrProof, n)
+		}
+		if err != nil {
+			return fmt.Errorf("entry %d: the note of what was pruned: %w", index, err)
+		}
+		t.marks, t.noted = m, true
+		return nil
+	}
+	if begins && !t.noted {
+		t.marks = marks{}
+	}
+	t.noted = false
+	if err := t.entry(index, kind, value); err != nil {
+		return err
+	}
+	if t.tree.size&(tileWidth-1) == 0 && t.marks.by != "" && t.tree.root() != t.marks.root {
+		return fmt.Errorf("%w: entry %d: the note of what was pruned of the entries from here on is of another tree",
+			ErrProof, t.tree.size-tileWidth)
+	}
+	return nil
+}
+
+func (t *taker) entry(index int64, kind string, value []byte) error {
+	pruned := t.marks.has(index)
+	switch {
+	case kind == exportPruned && len(value) == tlog.HashSize:
+		if !pruned {
+			return fmt.Errorf("%w: entry %d: its content is missing, and nobody vouches that it was pruned", ErrProof, index)
+		}
+		t.x.Pruned++
+		(*vouchers)(&t.x.Vouchers).add(t.marks.by)
+		t.tree.add(tlog.Hash(value), nil)
+		return nil
+	case kind != exportEntry:
+		return fmt.Errorf("%w: entry %d: not the line of an entry", ErrProof, index)
+	case pruned:
+		return fmt.Errorf("%w: entry %d: there, and vouched for as pruned", ErrProof, index)
+	}
+	e, err := decode(value)
+	if err != nil {
+		return fmt.Errorf("%w: entry %d: %w", ErrProof, index, err)
+	}
+	if e.Index != index {
+		return fmt.Errorf("%w: entry %d: reordered: entry %d stands here", ErrProof, index, e.Index)
+	}
+	t.x.Entries++
+	t.tree.add(tlog.RecordHash(value), nil)
+	if t.visit == nil {
+		return nil
+	}
+	e.Log = t.x.Head.Origin
+	return t.visit(e)
+}
+
+func compare(tree *frontier, known []Head) error {
+	for i := range known {
+		if known[i].Size == tree.size && known[i].Root != tree.root() {
+			return fmt.Errorf("%w: the first %d entries are not those of the known head of that size", ErrProof, tree.size)
+		}
+	}
+	return nil
+}
+
+type exportReader struct {
+	r *bufio.Reader
+	n int
+}
+
+func (r *exportReader) line() ([]byte, error) {
+	r.n++
+	line, err := r.r.ReadSlice('\n')
+	switch {
+	case errors.Is(err, bufio.ErrBufferFull):
+		return nil, fmt.Errorf("%w: line %d is too long", ErrProof, r.n)
+	case errors.Is(err, io.EOF):
+		return nil, fmt.Errorf("%w: it ends in line %d", ErrProof, r.n)
+	case err != nil:
+		return nil, err
+	}
+	return line[:len(line)-1], nil
+}
+
+// next is the kind of the next line, and its value: decoded, but for the end.
+func (r *exportReader) next() (kind string, value []byte, err error) {
+	line, err := r.line()
+	if err != nil {
+		return "", nil, err
+	}
+	for _, kind := range []string{exportEntry, exportPruned, exportGaps, exportHead, exportEnd} {
+		if len(line) <= len(kind) || string(line[:len(kind)]) != kind {
+			continue
+		}
+		text := line[len(kind):]
+		if kind == exportEnd {
+			return kind, text, nil
+		}
+		value := make([]byte, exportBase64.DecodedLen(len(text)))
+		n, err := exportBase64.Decode(value, text)
+		// Carriage returns are passed over in decoding.
+		if err != nil || exportBase64.EncodedLen(n) != len(text) {
+			return "", nil, fmt.Errorf("%w: line %d is not base64", ErrProof, r.n)
+		}
+		return kind, value[:n], nil
+	}
+	return "", nil, fmt.Errorf("%w: line %d is of no known kind", ErrProof, r.n)
+}
+
+// end holds that the tree is whole, and that nothing follows.
+func (r *exportReader) end(tree *frontier, head Head, count []byte, known []Head) error {
+	switch {
+	case string(count) != strconv.FormatInt(head.Size, 10) || tree.size != head.Size:
+		return fmt.Errorf("%w: %d entries instead of %d", ErrProof, tree.size, head.Size)
+	case tree.root() != head.Root:
+		return fmt.Errorf("%w: the entries do not fit the signed head of size %d", ErrProof, head.Size)
+	}
+	for i := range known {
+		if known[i].Size > head.Size {
+			return fmt.Errorf("%w: %d entries, and there were %d", ErrProof, head.Size, known[i].Size)
+		}
+	}
+	if _, err := r.r.ReadByte(); err == nil {
+		return fmt.Errorf("%w: something follows the end", ErrProof)
+	} else if !errors.Is(err, io.EOF) {
+		return err
+	}
+	return nil
+}
