@@ -65,10 +65,11 @@ func TestRollbackAnswers(t *testing.T) {
 		"202 without a place": {once(restDoes(202, "")), "completed", "", 2, 1},
 		"409":                 {once(restSays(409, "")), "failed", "refused", 1, 0},
 		"410":                 {once(restSays(410, "")), "completed", "", 1, 0},
-		"418":                 {once(restSays(418, "")), "failed", "unexpected", 1, 0},
+		"418":                 {once(restSays(418, "")), "escalated", "unexpected", 1, 0},
 		"401":                 {once(restSays(401, "")), "failed", "unauthorized", 1, 0},
 		"403":                 {once(restSays(403, "")), "failed", "unauthorized", 1, 0},
-		"302":                 {once(restSays(302, "", "Location", "/refunds")), "failed", "unexpected", 1, 0},
+		"302":                 {once(restSays(302, "", "Location", "/refunds")), "escalated", "unexpected", 1, 0},
+		"405":                 {once(restSays(405, "")), "failed", "unexpected", 1, 0},
 		"500 once":            {once(restSays(500, "")), "completed", "", 2, 1},
 		"429 once":            {once(restSays(429, "", "Retry-After", "1")), "completed", "", 2, 1},
 		"lost after it":       {once(restLoses), "completed", "", 2, 1},
@@ -92,6 +93,9 @@ func TestRollbackAnswers(t *testing.T) {
 			}
 			if got := lab.effectsOn("refunded", id); got != c.effects {
 				t.Errorf("%d refunds, want %d", got, c.effects)
+			}
+			if got := doc.Effect == "unknown"; got != (c.status == "escalated") {
+				t.Errorf("effect %q", doc.Effect)
 			}
 			if got := len(doc.Escalations) > 0; got != (c.status != "completed") {
 				t.Errorf("escalations %q", doc.Escalations)

@@ -18,6 +18,8 @@ var remedies = map[string]string{
 	string(undo.ReasonRefused):       "the upstream refuses to undo it for good; ask who runs it, and undo it by hand",
 	string(undo.ReasonUnauthorized):  "the upstream did not accept the credentials of the undo; correct `undo_auth`, and undo it by hand or ask again under a new id",
 	string(undo.ReasonUnexpected):    "the upstream's answer to the undo is not known; find out what became of it",
+	string(undo.ReasonPartial):       "the agent that was asked has undone a part of it; look there for the rest, and undo it by hand",
+	string(undo.ReasonEscalated):     "the agent that was asked has left it to a person; look there who decides",
 	string(undo.ReasonLost):          "no answer to the undo came, and it may have had its effect; find out in the target system",
 	string(undo.ReasonUnreachable):   "the upstream could not be reached, and nothing was sent; ask again under a new id when it is back",
 	string(undo.ReasonTimeout):       "it was not done in time; look at it, and ask again under a new id or undo it by hand",

@@ -32,7 +32,7 @@ func (j *job) find(ctx context.Context) (guard.Finding, error) {
 			}
 		case guard.Free:
 			// Nothing was sent, or an operator knows that it was not applied.
-			j.doubt = false
+			j.doubt = j.owed
 			return found, nil
 		default:
 			return found, nil
@@ -75,7 +75,8 @@ func (j *job) attempt(ctx context.Context, found guard.Finding, out *Outgoing, r
 			n.attempts, n.before, n.unknown = j.attempts, j.before, n.unknown || before && n.reading != done
 			e.Recording().Start(n.status, n.header())
 			outcome.Verdict, outcome.Whole = guard.Completed, true
-		case !j.doubt: // a key that was in doubt before is so still: that one was not sent
+		case found.Standing != guard.Doubtful && !n.reading.doubtful():
+			// A key that was in doubt before is so still: that one was not sent.
 			outcome.Verdict = guard.Released
 		}
 		return e.Settle(context.WithoutCancel(ctx), outcome)
@@ -214,6 +215,9 @@ func (j *job) take(n note) {
 
 // applied settles a doubt with what was found out since.
 func (j *job) applied(ctx context.Context, found guard.Finding, n note) error {
+	if found.Standing != guard.Doubtful {
+		return nil // it is the doubt of an earlier rollback, whose answer stands
+	}
 	n.attempts, n.before = j.attempts, j.before
 	head := &guard.Head{Status: n.status, Header: n.header()}
 	err := j.o.Guard.Applied(context.WithoutCancel(ctx), j.key, found, head, nil)

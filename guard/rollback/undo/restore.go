@@ -50,6 +50,9 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 			if err != nil {
 				return Result{}, err
 			}
+			if j.anew(n) {
+				continue
+			}
 			return j.restored(ctx, n)
 		}
 		now, n, err := j.look(ctx)
@@ -168,7 +171,7 @@ func (j *job) putting(ctx context.Context, now *sight) (*Outgoing, error) {
 }
 
 func (j *job) readsTarget(method string) func(*Answer) note {
-	return func(a *Answer) note { return note{reading: byTarget(a, method)} }
+	return func(a *Answer) note { return byTarget(a, method) }
 }
 
 // restored makes the result of a final answer, by another look where that is needed.
@@ -177,7 +180,7 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 	switch {
 	case n.reading == done && !j.spec.Verify:
 		return j.done(), nil
-	case n.reading == done, n.reading == pending, n.reading == changed:
+	case n.reading == done, n.reading == pending, n.reading == changed, n.reading == unexpected && n.unknown:
 	default:
 		return j.result(reasonOf(n.reading)), nil
 	}
@@ -206,6 +209,11 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 			return j.result(ReasonChanged), nil
 		case n.reading == done:
 			return j.result(ReasonUnverified), nil
+		case n.reading == unexpected:
+			if post := j.post(); n.attempts <= 1 && post != nil && now.shows(post) {
+				j.doubt = false // it stands there as it did before the answer
+			}
+			return j.result(ReasonUnexpected), nil
 		}
 		j.doubt = true // 202: it may come yet
 		if !again {

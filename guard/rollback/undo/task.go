@@ -14,6 +14,10 @@ import (
 type Task struct {
 	// Rollback is the rollback's id, a UUID in its canonical form.
 	Rollback string
+	// Again is the id of a later rollback that takes up what Rollback has left in doubt;
+	// empty for the first. What is sent still has the ids of Rollback: only so can the
+	// upstream tell that it is the same.
+	Again string
 	// Checkpoint is what was read and verified.
 	Checkpoint *checkpoint.Checkpoint
 	// Reason is told to delegates.
@@ -35,7 +39,7 @@ var (
 
 func (t *Task) check() error {
 	switch {
-	case t.Rollback == "" || strings.Contains(t.Rollback, "/"):
+	case t.Rollback == "" || strings.Contains(t.Rollback+t.Again, "/"):
 		return fmt.Errorf("%w: the rollback's id is empty or has a slash", ErrTask)
 	case t.Checkpoint == nil || t.Checkpoint.Snapshot == nil:
 		return fmt.Errorf("%w: without a checkpoint", ErrTask)
@@ -78,6 +82,8 @@ const (
 	ReasonUnfilled      Reason = "template"       // the request cannot be made of what was recorded
 	ReasonNoUpstream    Reason = "no-upstream"    // the configuration does not lead there any more
 	ReasonNoCredentials Reason = "no-credentials" // the recorded credentials are gone, or for another upstream
+	ReasonPartial       Reason = "partial"        // the delegate has undone a part
+	ReasonEscalated     Reason = "escalated"      // the delegate has left it to a person
 	ReasonUnverified    Reason = "unverified"     // after it, something else stands there
 	ReasonNoPostImage   Reason = "no-image"       // what stood there is not known
 )
