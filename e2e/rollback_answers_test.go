@@ -38,6 +38,30 @@ func TestRollbackOfARefusedCall(t *testing.T) {
 	lab.arrived("POST /refunds", 0)
 }
 
+// P6: a charge of which nobody knows whether it was made, and whose refund needs its answer, is
+// left to a person, and its checkpoint does not promise anything else.
+func TestRollbackOfACallInDoubt(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	lab.on("POST /charges", 1, restLoses)
+	got := s.try(charge(7))
+	if got.checkpoint == "" {
+		t.Fatalf("no checkpoint: %v %s", got.header, got.body)
+	}
+	lost := got.checkpoint
+	eventually(t, "the checkpoint is known", func() bool { return s.checkpoint(lost).status == 200 })
+	if doc := document[checkpointDoc](t, s.checkpoint(lost)); doc.Reversible || doc.Way != "compensate" {
+		t.Errorf("the checkpoint says %+v", doc)
+	}
+	doc := s.back(rollbackBody{Checkpoint: lost})
+	doc.want(t, "escalated", "template")
+	if doc.Effect != "unknown" || len(doc.Escalations) == 0 {
+		t.Errorf("%+v", doc)
+	}
+	lab.arrived("POST /refunds", 0)
+}
+
 // MicroProfile LRA: what each answer to an undo means. No answer leads to a second effect.
 func TestRollbackAnswers(t *testing.T) {
 	const refunds, asking = "POST /refunds", "GET /refunds/*"

@@ -23,7 +23,7 @@ var remedies = map[string]string{
 	string(undo.ReasonLost):          "no answer to the undo came, and it may have had its effect; find out in the target system",
 	string(undo.ReasonUnreachable):   "the upstream could not be reached, and nothing was sent; ask again under a new id when it is back",
 	string(undo.ReasonTimeout):       "it was not done in time; look at it, and ask again under a new id or undo it by hand",
-	string(undo.ReasonUnfilled):      "the request of the undo cannot be made of what was recorded; undo it by hand",
+	string(undo.ReasonUnfilled):      "the request of the undo cannot be made of what was recorded, as where the answer to the call was lost; find out what became of the call, and undo it by hand",
 	string(undo.ReasonNoUpstream):    "the configuration does not lead to its upstream any more; undo it by hand, or put the route back and ask again under a new id",
 	string(undo.ReasonNoCredentials): "the recorded credentials are gone; undo it by hand",
 	string(undo.ReasonUnverified):    "after the undo something else stands there; look at it",
@@ -57,8 +57,9 @@ func followUp(r *rollback.Rollback) []string {
 			continue // nobody has to do anything yet
 		case s.What == plan.Expired:
 			reason = "expired"
-		case s.What == plan.Escalate:
+		case s.What == plan.Escalate && reason == "":
 			reason = string(undo.ReasonIrreversible)
+		case s.What == plan.Escalate:
 		default:
 			continue
 		}

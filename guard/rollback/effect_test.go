@@ -10,6 +10,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
 )
 
@@ -39,6 +40,7 @@ func TestP6EffectIsToldAsFarAsKnown(t *testing.T) {
 	}{
 		"no sense":           {undo.Result{Reason: undo.ReasonUnexpected, Status: 303, Unknown: true}, rollback.Escalated, "c1=escalated(unexpected)", false, true, false},
 		"turned away":        {undo.Result{Reason: undo.ReasonUnexpected, Status: 405}, rollback.Failed, "c1=failed(unexpected)", false, false, true},
+		"call in doubt":      {undo.Result{Reason: undo.ReasonUnfilled, Unknown: true}, rollback.Escalated, "c1=escalated(template)", false, true, false},
 		"refused":            {undo.Result{Reason: undo.ReasonRefused, Status: 409}, rollback.Failed, "c1=failed(refused)", false, false, true},
 		"refused afterwards": {undo.Result{Reason: undo.ReasonRefused, Status: 409, Unknown: true}, rollback.Failed, "c1=failed(refused)", false, true, false},
 		"a part":             {undo.Result{Reason: undo.ReasonPartial, Status: 200, Unknown: true}, rollback.Partial, "c1=partial(partial)", true, true, false},
@@ -83,5 +85,31 @@ func TestTakesUpADoubt(t *testing.T) {
 	}
 	if task := <-seen; task.Rollback != first.ID || task.Again != second.ID {
 		t.Errorf("second %s as %s, again %q", second.ID, task.Rollback, task.Again)
+	}
+}
+
+// A dry run does not promise an undo that nobody can send: the answer to the call was lost,
+// and with it what the request needs of it.
+func TestPlanSaysWhatACallInDoubtLacks(t *testing.T) {
+	needs := undo.Spec{Guard: "default", Compensate: &template.Spec{Method: "POST", URL: "/refunds/{response.json./id}"}}
+	enough := undo.Spec{Guard: "default", Compensate: &template.Spec{Method: "POST", URL: "/refunds/{execution.id}"}}
+	for _, c := range []struct {
+		spec undo.Spec
+		what plan.What
+	}{{needs, plan.Escalate}, {enough, plan.Undo}} {
+		r := newRig(t)
+		r.spec = c.spec.Encode()
+		e, h := r.claimed("1", checkpoint.Compensate)
+		if err := e.Settle(ctx, guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost}); err != nil {
+			t.Fatal(err)
+		}
+		_ = r.vault.Release(h).Done(errDead) // nothing is recorded of the answer
+		r.ledger.nodes[len(r.ledger.nodes)-1].State = plan.Standing
+		q := request("c1", plan.Single)
+		q.ID = ""
+		b, err := r.Plan(ctx, q)
+		if err != nil || b.Steps[0].What != c.what || b.Steps[0].Unknown != (c.what == plan.Escalate) {
+			t.Errorf("%+v, %v", b.Steps, err)
+		}
 	}
 }

@@ -248,7 +248,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, s sight) (ended, error) 
 func statusOf(r *undo.Result) Status {
 	switch r.Reason {
 	case undo.ReasonIrreversible, undo.ReasonChanged, undo.ReasonLost, undo.ReasonTimeout, undo.ReasonNoPostImage,
-		undo.ReasonEscalated:
+		undo.ReasonEscalated, undo.ReasonUnfilled:
 		return Escalated
 	case undo.ReasonPartial:
 		return Partial

@@ -55,6 +55,8 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 		}
 		out, err := j.undoing(ctx)
 		if why := (barred{}); errors.As(err, &why) {
+			// P6: with a call that is in doubt its effect is, and no undo takes it back.
+			j.doubt = j.doubt || why.why == ReasonUnfilled && j.task.Checkpoint.Result == nil
 			return j.result(why.why), nil
 		}
 		if err != nil {

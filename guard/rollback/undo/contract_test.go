@@ -184,12 +184,18 @@ func TestCompensationOfACallInDoubt(t *testing.T) {
 		r.answers(200)
 		doubtful := task(checkpoint.Compensate, undo.Spec{})
 		doubtful.Checkpoint.Result = nil
-		r.wants(doubtful, undo.Result{Reason: undo.ReasonUnfilled})
+		r.wants(doubtful, undo.Result{Unknown: true, Reason: undo.ReasonUnfilled})
+		if !undo.Lacks(doubtful.Checkpoint) || undo.Lacks(task(checkpoint.Compensate, undo.Spec{}).Checkpoint) {
+			t.Error("it cannot be told before")
+		}
 		if len(r.sent) > 0 {
 			t.Error("sent all the same")
 		}
 		enough := task(checkpoint.Compensate, undo.Spec{Compensate: &template.Spec{Method: "DELETE", URL: "/orders/{execution.id}"}})
 		enough.Checkpoint.Result = nil
+		if undo.Lacks(enough.Checkpoint) {
+			t.Error("it lacks nothing")
+		}
 		r.wants(enough, undo.Result{Done: true, Status: 200, Attempts: 1})
 	})
 }

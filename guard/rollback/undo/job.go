@@ -163,6 +163,21 @@ func (j *job) dress(ctx context.Context, o Outgoing) (*Outgoing, error) {
 	return &o, nil
 }
 
+// Lacks reports that the request of a compensation cannot be made of what is recorded: a
+// call whose answer was lost has not left the values that it needs of it. It is false for
+// what Undo itself has to find out.
+func Lacks(c *checkpoint.Checkpoint) bool {
+	if c.Snapshot.Way != checkpoint.Compensate || c.Result != nil {
+		return false
+	}
+	spec, err := ParseSpec(c.Snapshot.Undo)
+	if err != nil {
+		return false
+	}
+	t, err := spec.templates()
+	return err == nil && t.compensate != nil && t.compensate.Needs().Response()
+}
+
 // undoing is the request that undoes the call, for compensate and delegate.
 func (j *job) undoing(ctx context.Context) (*Outgoing, error) {
 	if j.call.Way == checkpoint.Delegate {

@@ -51,7 +51,8 @@ func (t *Task) check() error {
 type Result struct {
 	// Done says that the effect is gone: proven, or by the contract of the answer.
 	Done bool
-	// Unknown says that nobody knows whether the undo had its effect. Never with Done.
+	// Unknown says that nobody knows whether the undo had its effect, or whether there is one
+	// to be undone. Never with Done.
 	Unknown bool
 	// Reason is a fixed word that says why it is not done; empty where it is.
 	Reason Reason
