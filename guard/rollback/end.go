@@ -69,8 +69,8 @@ func (c *Coordinator) overdue(r *run) error {
 	})
 }
 
-// gaveUp reports whether an undo was given up because no other try would end in time: a
-// little before the time is over. mu is held.
+// gaveUp reports whether an undo was given up because its time was over by the clock of this
+// process, which may be a little ahead of the store's. mu is held.
 func (r *run) gaveUp() bool {
 	return slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(undo.ReasonTimeout) })
 }

@@ -117,9 +117,33 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 			}
 		})
 	}
-	bubble(t, func(t *testing.T, r *rig) { // longer than there is time
-		r.answers(later(429, "999999"))
-		r.wants(task(checkpoint.Compensate, undo.Spec{}), undo.Result{Reason: undo.ReasonTimeout, Status: 429, Attempts: 1})
+}
+
+// ATD, "Rollback Timeout and Escalation": what asks for more time than there is left does not
+// end an undo. It is tried until it is due, and nothing is called a timeout before.
+func TestLongRetryAfterEndsNothing(t *testing.T) {
+	for _, status := range []int{429, 503} {
+		bubble(t, func(t *testing.T, r *rig) {
+			answers := []any{later(status, "999999"), later(status, "999999"), 200}
+			r.answers(answers...)
+			began := time.Now()
+			r.wants(task(checkpoint.Compensate, undo.Spec{}), undo.Result{Done: true, Status: 200, Attempts: 3})
+			if took := time.Since(began); took != due*3/4 { // half of what is left, twice
+				t.Errorf("took %v", took)
+			}
+		})
+		bubble(t, func(t *testing.T, r *rig) {
+			r.answers(later(status, "999999"))
+			task := task(checkpoint.Compensate, undo.Spec{})
+			got := r.undo(task)
+			if got.Reason != undo.ReasonTimeout || got.Attempts < 5 || got.Attempts > 20 || !time.Now().Equal(task.Due) {
+				t.Errorf("%v before it was due: %+v", time.Until(task.Due), got)
+			}
+		})
+	}
+	bubble(t, func(t *testing.T, r *rig) { // what is asked how it stands
+		r.answers(accepted("/jobs/1"), later(202, "999999"), later(503, "999999"), 200)
+		r.wants(task(checkpoint.Compensate, undo.Spec{}), undo.Result{Done: true, Status: 200, Attempts: 1})
 	})
 }
 

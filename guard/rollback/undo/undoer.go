@@ -28,7 +28,8 @@ type Options struct {
 	// Sender sends.
 	Sender Sender
 	// First is how long is waited before an undo is sent again; then twice as long each
-	// time, up to Longest. What an answer says in Retry-After is waited at least.
+	// time, up to Longest. What an answer says in Retry-After is waited
+	// at least, but never more than half of what is left until the task is due.
 	First, Longest time.Duration
 	// Timeout is how long one request may take.
 	Timeout time.Duration
