@@ -22,6 +22,9 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 		}
 		switch found.Standing {
 		case guard.Free, guard.Doubtful:
+			if j.answer != nil {
+				return j.conclude(ctx, *j.answer)
+			}
 			if !j.doubt {
 				break
 			}

@@ -27,8 +27,9 @@ type job struct {
 	scope     guard.Scope
 	key       guard.Key
 
-	doubt         bool // an attempt may have had its effect
-	owed          bool // one of an earlier rollback's may have, and the key is this one's own
+	doubt         bool  // an attempt may have had its effect
+	owed          bool  // one of an earlier rollback's may have, and the key is this one's own
+	answer        *note // that is known, and not recorded
 	attempts      int
 	status        int
 	before, after [32]byte

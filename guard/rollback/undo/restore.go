@@ -43,6 +43,9 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 		}
 		switch found.Standing {
 		case guard.Free, guard.Doubtful:
+			if j.answer != nil {
+				return j.restored(ctx, *j.answer)
+			}
 		case guard.RunningHere, guard.RunningElsewhere:
 			return j.result(ReasonTimeout), nil
 		default:

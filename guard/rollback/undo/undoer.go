@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"net/http"
+	"sync"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -42,7 +43,10 @@ type Options struct {
 
 // Undoer undoes calls. It is safe for concurrent use, also for the same Task twice: one
 // sends, and the other waits for what came of it.
-type Undoer struct{ o Options }
+type Undoer struct {
+	o      Options
+	unkept sync.Map // of guard.Key to note: answers that the store has not taken
+}
 
 // New returns an Undoer.
 func New(o Options) *Undoer {
@@ -51,7 +55,7 @@ func New(o Options) *Undoer {
 	o.Timeout = cmp.Or(o.Timeout, DefaultTimeout)
 	o.Poll = cmp.Or(o.Poll, DefaultPoll)
 	o.Keep = cmp.Or(o.Keep, DefaultKeep)
-	return &Undoer{o}
+	return &Undoer{o: o}
 }
 
 // Undo undoes the call, and returns what came of it, which is never more than what is
