@@ -41,6 +41,8 @@ const (
 	undoMethod = "(undo)"
 	undoPath   = "/"
 	undoAction = "undo"
+	// stateMethod is for no execution at all.
+	stateMethod = "(state)"
 )
 
 func (u *Undoer) newJob(t Task) (*job, error) {

@@ -108,14 +108,14 @@ func (j *job) judge(ctx context.Context, found guard.Finding, now *sight) (*Resu
 	post := j.post()
 	switch {
 	case !j.doubt:
-		j.before = hashOf(now.image)
+		j.before = j.hashOf(now.image)
 	case post != nil && !j.overwrites():
-		j.before = hashOf(post) // nothing else was written over
+		j.before = j.hashOf(post) // nothing else was written over
 	}
 	var r Result
 	switch {
 	case now.shows(j.call.Image):
-		j.after = hashOf(now.image)
+		j.after = j.hashOf(now.image)
 		if j.doubt { // what stands there is the evidence that it was applied
 			if err := j.applied(ctx, found, note{reading: done, status: j.status}); err != nil {
 				return nil, err
@@ -204,7 +204,7 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 			j.doubt = true
 			return j.blind(seen), nil
 		}
-		j.after = hashOf(now.image)
+		j.after = j.hashOf(now.image)
 		switch {
 		case now.shows(j.call.Image):
 			return j.done(), nil

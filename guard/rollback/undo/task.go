@@ -61,8 +61,8 @@ type Result struct {
 	// Attempts counts how often the undo itself was sent. Of earlier lives of the gateway
 	// it counts what they have recorded: at least one where they left it in doubt.
 	Attempts int
-	// Before and After are the SHA-256 of the bodies that stood there before and after the
-	// undo. Zero where nothing stood there, where it was not looked at (After without
+	// Before and After are salted SHA-256 hashes of the bodies that stood there before and
+	// after the undo: equal for equal bodies under one Task.Rollback, and nowhere else. Zero where nothing stood there, where it was not looked at (After without
 	// Verify), and for what is not restored.
 	Before, After [32]byte
 }

@@ -46,6 +46,7 @@ type Options struct {
 type Undoer struct {
 	o      Options
 	unkept sync.Map // of guard.Key to note: answers that the store has not taken
+	hash   func(rollback string, state []byte) [32]byte
 }
 
 // New returns an Undoer.
@@ -55,7 +56,9 @@ func New(o Options) *Undoer {
 	o.Timeout = cmp.Or(o.Timeout, DefaultTimeout)
 	o.Poll = cmp.Or(o.Poll, DefaultPoll)
 	o.Keep = cmp.Or(o.Keep, DefaultKeep)
-	return &Undoer{o: o}
+	u := &Undoer{o: o}
+	u.hash = u.saltedHash
+	return u
 }
 
 // Undo undoes the call, and returns what came of it, which is never more than what is
