@@ -28,9 +28,17 @@ var remedies = map[string]string{
 	string(undo.ReasonNoCredentials): "the recorded credentials are gone; undo it by hand",
 	string(undo.ReasonUnverified):    "after the undo something else stands there; look at it",
 	string(undo.ReasonNoPostImage):   "what stood there after the call is not known; compare by hand before you put it back",
-	"expired":                        "its time to be undone is over; undo it by hand, or decide that it stays",
-	"tampered":                       "what is kept of it is not what was recorded; examine the store, and undo it by hand",
+	reasonExpired:                    "its time to be undone is over; undo it by hand, or decide that it stays",
+	"checkpoint-tampered":            "what is kept of it is not what was recorded; examine the store, and undo it by hand",
+	"foreign":                        "another gateway or agent has made the checkpoint; ask for its rollback there",
+	"missing":                        "the group contains checkpoints that nobody knows here; find out what they stood for",
+	"members":                        "some of what the group contains was not undone; look at the steps of those",
+	"busy":                           "another rollback has left it half undone; look at that one before you ask again under a new id",
+	"unavailable":                    "the undo could not be carried on in time, and it may have had its effect; find out in the target system, and ask again under a new id",
 }
+
+// reasonExpired is also foreseen.
+const reasonExpired = "checkpoint-expired"
 
 const otherRemedy = "it is not undone; look at it"
 
@@ -56,7 +64,7 @@ func followUp(r *rollback.Rollback) []string {
 		case r.State == rollback.Executing:
 			continue // nobody has to do anything yet
 		case s.What == plan.Expired:
-			reason = "expired"
+			reason = reasonExpired
 		case s.What == plan.Escalate && reason == "":
 			reason = string(undo.ReasonIrreversible)
 		case s.What == plan.Escalate:
