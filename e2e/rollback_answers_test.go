@@ -38,6 +38,30 @@ func TestRollbackOfARefusedCall(t *testing.T) {
 	lab.arrived("POST /refunds", 0)
 }
 
+// P6: a charge of which nobody knows whether it was made, and whose refund needs its answer, is
+// left to a person, and its checkpoint does not promise anything else.
+func TestRollbackOfACallInDoubt(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	lab.on("POST /charges", 1, restLoses)
+	got := s.try(charge(7))
+	if got.checkpoint == "" {
+		t.Fatalf("no checkpoint: %v %s", got.header, got.body)
+	}
+	lost := got.checkpoint
+	eventually(t, "the checkpoint is known", func() bool { return s.checkpoint(lost).status == 200 })
+	if doc := document[checkpointDoc](t, s.checkpoint(lost)); doc.Reversible || doc.Way != "compensate" {
+		t.Errorf("the checkpoint says %+v", doc)
+	}
+	doc := s.back(rollbackBody{Checkpoint: lost})
+	doc.want(t, "escalated", "template")
+	if doc.Effect != "unknown" || len(doc.Escalations) == 0 {
+		t.Errorf("%+v", doc)
+	}
+	lab.arrived("POST /refunds", 0)
+}
+
 // MicroProfile LRA: what each answer to an undo means. No answer leads to a second effect.
 func TestRollbackAnswers(t *testing.T) {
 	const refunds, asking = "POST /refunds", "GET /refunds/*"
@@ -65,10 +89,11 @@ func TestRollbackAnswers(t *testing.T) {
 		"202 without a place": {once(restDoes(202, "")), "completed", "", 2, 1},
 		"409":                 {once(restSays(409, "")), "failed", "refused", 1, 0},
 		"410":                 {once(restSays(410, "")), "completed", "", 1, 0},
-		"418":                 {once(restSays(418, "")), "failed", "unexpected", 1, 0},
+		"418":                 {once(restSays(418, "")), "escalated", "unexpected", 1, 0},
 		"401":                 {once(restSays(401, "")), "failed", "unauthorized", 1, 0},
 		"403":                 {once(restSays(403, "")), "failed", "unauthorized", 1, 0},
-		"302":                 {once(restSays(302, "", "Location", "/refunds")), "failed", "unexpected", 1, 0},
+		"302":                 {once(restSays(302, "", "Location", "/refunds")), "escalated", "unexpected", 1, 0},
+		"405":                 {once(restSays(405, "")), "failed", "unexpected", 1, 0},
 		"500 once":            {once(restSays(500, "")), "completed", "", 2, 1},
 		"429 once":            {once(restSays(429, "", "Retry-After", "1")), "completed", "", 2, 1},
 		"lost after it":       {once(restLoses), "completed", "", 2, 1},
@@ -92,6 +117,9 @@ func TestRollbackAnswers(t *testing.T) {
 			}
 			if got := lab.effectsOn("refunded", id); got != c.effects {
 				t.Errorf("%d refunds, want %d", got, c.effects)
+			}
+			if got := doc.Effect == "unknown"; got != (c.status == "escalated") {
+				t.Errorf("effect %q", doc.Effect)
 			}
 			if got := len(doc.Escalations) > 0; got != (c.status != "completed") {
 				t.Errorf("escalations %q", doc.Escalations)

@@ -25,6 +25,10 @@ func TestRollbackDelegates(t *testing.T) {
 	}{
 		"completed":               {(*restCall).usual, "completed", "", 1},
 		"it says that it has not": {restSays(200, `{"status":"failed"}`), "failed", "refused", 0},
+		"in ATD's words":          {restSays(200, `{"exec_act":"atd:rollback_result","ext":{"atd.status":"failed"}}`), "failed", "refused", 0},
+		"in AERR's words":         {restSays(200, `{"exec_act":"aerr:rollback_escalated","ext":{"aerr.status":"escalated"}}`), "escalated", "escalated", 0},
+		"a part":                  {restSays(200, `{"status":"partial"}`), "partial", "partial", 0},
+		"a page":                  {restSays(200, `<html>Welcome</html>`), "escalated", "unexpected", 0},
 		"it has failed":           {restSays(409, ""), "failed", "refused", 0},
 		"it knows nothing":        {restSays(410, ""), "completed", "", 0},
 	} {

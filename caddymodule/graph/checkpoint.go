@@ -13,7 +13,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
 )
 
 // Undos are what is kept for undoing calls. *checkpoint.Vault is one.
@@ -237,6 +239,9 @@ func (q *question) kept(e *ledger.Entry, doc *checkpointDocument) error {
 	state, status, err := q.Execution(q.r.Context(), c.Snapshot.Execution)
 	if err == nil && state != "" {
 		doc.Execution = &checkpointExecution{state, status}
+	}
+	if err == nil && state == guard.StateInDoubt.String() && undo.Lacks(c) {
+		doc.Reversible, doc.Reason = false, string(checkpoint.ReasonAbsent) // its answer was lost
 	}
 	return err
 }

@@ -18,17 +18,27 @@ var remedies = map[string]string{
 	string(undo.ReasonRefused):       "the upstream refuses to undo it for good; ask who runs it, and undo it by hand",
 	string(undo.ReasonUnauthorized):  "the upstream did not accept the credentials of the undo; correct `undo_auth`, and undo it by hand or ask again under a new id",
 	string(undo.ReasonUnexpected):    "the upstream's answer to the undo is not known; find out what became of it",
+	string(undo.ReasonPartial):       "the agent that was asked has undone a part of it; look there for the rest, and undo it by hand",
+	string(undo.ReasonEscalated):     "the agent that was asked has left it to a person; look there who decides",
 	string(undo.ReasonLost):          "no answer to the undo came, and it may have had its effect; find out in the target system",
 	string(undo.ReasonUnreachable):   "the upstream could not be reached, and nothing was sent; ask again under a new id when it is back",
 	string(undo.ReasonTimeout):       "it was not done in time; look at it, and ask again under a new id or undo it by hand",
-	string(undo.ReasonUnfilled):      "the request of the undo cannot be made of what was recorded; undo it by hand",
+	string(undo.ReasonUnfilled):      "the request of the undo cannot be made of what was recorded, as where the answer to the call was lost; find out what became of the call, and undo it by hand",
 	string(undo.ReasonNoUpstream):    "the configuration does not lead to its upstream any more; undo it by hand, or put the route back and ask again under a new id",
 	string(undo.ReasonNoCredentials): "the recorded credentials are gone; undo it by hand",
 	string(undo.ReasonUnverified):    "after the undo something else stands there; look at it",
 	string(undo.ReasonNoPostImage):   "what stood there after the call is not known; compare by hand before you put it back",
-	"expired":                        "its time to be undone is over; undo it by hand, or decide that it stays",
-	"tampered":                       "what is kept of it is not what was recorded; examine the store, and undo it by hand",
+	reasonExpired:                    "its time to be undone is over; undo it by hand, or decide that it stays",
+	"checkpoint-tampered":            "what is kept of it is not what was recorded; examine the store, and undo it by hand",
+	"foreign":                        "another gateway or agent has made the checkpoint; ask for its rollback there",
+	"missing":                        "the group contains checkpoints that nobody knows here; find out what they stood for",
+	"members":                        "some of what the group contains was not undone; look at the steps of those",
+	"busy":                           "another rollback has left it half undone; look at that one before you ask again under a new id",
+	"unavailable":                    "the undo could not be carried on in time, and it may have had its effect; find out in the target system, and ask again under a new id",
 }
+
+// reasonExpired is also foreseen.
+const reasonExpired = "checkpoint-expired"
 
 const otherRemedy = "it is not undone; look at it"
 
@@ -54,9 +64,10 @@ func followUp(r *rollback.Rollback) []string {
 		case r.State == rollback.Executing:
 			continue // nobody has to do anything yet
 		case s.What == plan.Expired:
-			reason = "expired"
-		case s.What == plan.Escalate:
+			reason = reasonExpired
+		case s.What == plan.Escalate && reason == "":
 			reason = string(undo.ReasonIrreversible)
+		case s.What == plan.Escalate:
 		default:
 			continue
 		}

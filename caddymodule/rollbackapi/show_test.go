@@ -1,7 +1,11 @@
 package rollbackapi_test
 
 import (
+	"go/ast"
+	"go/parser"
+	"go/token"
 	"net/http"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -117,5 +121,64 @@ func TestLimit(t *testing.T) {
 	}
 	if _, ok := l.Issuer(now.Add(30*time.Second), 2, "i"); !ok {
 		t.Error("it does not fill")
+	}
+}
+
+// reasons are the fixed words that steps end with, as their packages declare them.
+func reasons(t *testing.T) (all []string) {
+	t.Helper()
+	for _, file := range []string{"../../guard/rollback/step.go", "../../guard/rollback/undo/task.go"} {
+		parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ast.Inspect(parsed, func(n ast.Node) bool {
+			spec, ok := n.(*ast.ValueSpec)
+			if !ok || !strings.HasPrefix(strings.ToLower(spec.Names[0].Name), "reason") {
+				return true
+			}
+			for _, value := range spec.Values {
+				word, err := strconv.Unquote(value.(*ast.BasicLit).Value)
+				if err != nil {
+					t.Fatal(err)
+				}
+				all = append(all, word)
+			}
+			return true
+		})
+	}
+	if len(all) < 20 {
+		t.Fatalf("only %q were found", all)
+	}
+	return all
+}
+
+// B-normative-f: for every reason there is a sentence that says what a person does about it.
+func TestEveryReasonHasARemedy(t *testing.T) {
+	said := map[string]string{}
+	for _, reason := range reasons(t) {
+		for _, step := range []rollback.Step{
+			{What: plan.Undo, State: rollback.StepDone, Status: rollback.Failed},
+			{What: plan.Escalate}, // foreseen
+		} {
+			step.Checkpoint, step.Reason = "c1", reason
+			r := &rollback.Rollback{ID: askedID, Checkpoint: point, State: rollback.Finished, Steps: []rollback.Step{step}}
+			if step.State == "" {
+				r.State = ""
+			}
+			lines := Describe(r, askedID).FollowUp
+			if len(lines) != 1 || strings.Contains(lines[0], "it is not undone; look at it") {
+				t.Errorf("%s: %q", reason, lines)
+				continue
+			}
+			if other, ok := said[lines[0]]; ok && other != reason {
+				t.Errorf("%s and %s say the same", reason, other)
+			}
+			said[lines[0]] = reason
+		}
+	}
+	expired := &rollback.Rollback{ID: askedID, Steps: []rollback.Step{{Checkpoint: "c1", What: plan.Expired}}}
+	if lines := Describe(expired, askedID).FollowUp; len(lines) != 1 || said[lines[0]] != "checkpoint-expired" {
+		t.Errorf("of what has expired it is said %q", lines)
 	}
 }

@@ -130,6 +130,9 @@ func (p *Plan) parse(spec template.Spec, config map[string]string, secret []stri
 	}
 	n := t.Needs()
 	for _, name := range n.RequestHeader {
+		if name == headerToken {
+			return nil, fmt.Errorf("{request.header.%s} is the caller's token, which no template hands on; send a header of your own", name)
+		}
 		if slices.Contains(secret, name) {
 			return nil, fmt.Errorf("{request.header.%s} is a credential of the caller's, which no template hands on; set undo_auth recorded, or a header of your own", name)
 		}

@@ -164,8 +164,8 @@ func part(header map[string]string, credentials []string) (fields, error) {
 			return f, fmt.Errorf("header %s: it is no name of a header field", name)
 		case seen[canonical] != "":
 			return f, fmt.Errorf("header %s: it is the same field as %s; write it once", name, seen[canonical])
-		case canonical == headerKey:
-			return f, fmt.Errorf("header %s: every undo has one of its own, by which it runs once; leave it away", name)
+		case ofGuard[canonical] != "":
+			return f, fmt.Errorf("header %s: %s; leave it away", name, ofGuard[canonical])
 		case value == "":
 			return f, fmt.Errorf("header %s: its value is empty; write one, or leave it away", name)
 		}
@@ -188,7 +188,15 @@ func part(header map[string]string, credentials []string) (fields, error) {
 	return f, nil
 }
 
-const headerKey = "Idempotency-Key"
+// ofGuard are fields that are the guard's to write into an undo, and why.
+var ofGuard = map[string]string{
+	"Idempotency-Key": "every undo has one of its own, by which it runs once",
+	headerToken:       "a token says who calls, and nobody but the guard can issue one for an undo",
+	"Workflow-Id":     "every undo has that of its call's workflow",
+	"Accept-Encoding": "bodies are compared, and so asked for without compression",
+}
+
+const headerToken = "Execution-Context"
 
 // ofProcess reports a placeholder that is not of a call.
 func ofProcess(value string) bool {

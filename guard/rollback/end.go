@@ -69,8 +69,8 @@ func (c *Coordinator) overdue(r *run) error {
 	})
 }
 
-// gaveUp reports whether an undo was given up because no other try would end in time: a
-// little before the time is over. mu is held.
+// gaveUp reports whether an undo was given up because its time was over by the clock of this
+// process, which may be a little ahead of the store's. mu is held.
 func (r *run) gaveUp() bool {
 	return slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(undo.ReasonTimeout) })
 }
@@ -94,9 +94,15 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 		case Failed:
 			o.Key, o.Level, o.Cause = "rollback failed "+h.ID, hitl.Stop, hitl.CauseRollbackFailed
 			o.Summary = "The rollback has failed, and nothing was undone."
+			if h.Unknown {
+				o.Summary = "The rollback has failed, and of some of it nobody knows whether it was undone."
+			}
 		case Partial:
 			o.Key, o.Level, o.Cause = "rollback partial "+h.ID, hitl.Pause, hitl.CauseRollbackPartial
 			o.Summary = "The rollback has undone a part, and another part not."
+			if h.Unknown {
+				o.Summary = "The rollback has undone a part, and of another nobody knows whether it was undone."
+			}
 		}
 		if o.Key != "" {
 			id, err := c.escalate(ctx, g, o)
@@ -126,6 +132,11 @@ func sumUp(p *plan.Plan, steps []Step) (status Status, unknown, mixed bool) {
 			if !s.Cancelled && s.What != plan.Gather { // what a group contains counts by itself
 				undone++
 			}
+		case Partial:
+			if s.What != plan.Gather { // a delegate has undone a part of it
+				undone++
+			}
+			failed++
 		case Escalated:
 			open++
 		default:

@@ -29,5 +29,7 @@ func (c *Coordinator) foresee(ctx context.Context, s *Step) {
 		s.What, s.Reason = plan.Escalate, reasonTampered
 	case err == nil && opened.Result != nil && opened.Result.Reason != "":
 		s.What, s.Reason = plan.Escalate, string(undo.ReasonIrreversible)
+	case err == nil && undo.Lacks(opened):
+		s.What, s.Reason, s.Unknown = plan.Escalate, string(undo.ReasonUnfilled), true
 	}
 }

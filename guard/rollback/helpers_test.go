@@ -244,6 +244,7 @@ type rig struct {
 	vault  *checkpoint.Vault
 	desk   *hitl.Desk
 	undoer *undoer
+	spec   []byte // of the calls that are made; may be nil
 	*rollback.Coordinator
 }
 
@@ -335,7 +336,7 @@ func (r *rig) claimed(id string, way checkpoint.Way, parents ...string) (*guard.
 	c := r.call(id)
 	s := checkpoint.Snapshot{
 		ID: "c" + id, Workflow: "w", Caller: r.guard.Caller(agent), Execution: c.Key, Action: "update", Way: way,
-		Request: checkpoint.Request{Method: "PUT", Path: "/" + id},
+		Request: checkpoint.Request{Method: "PUT", Path: "/" + id}, Undo: r.spec,
 	}
 	if way == checkpoint.Irreversible {
 		s.Reason = checkpoint.ReasonDeclared

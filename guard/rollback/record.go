@@ -175,8 +175,16 @@ func (r *run) opening(brief *Rollback, step *Step, end *ended) (o hitl.Opening, 
 		o.Cause, o.Summary = hitl.CauseIrreversible, "Somebody else has made the checkpoint; this gateway cannot undo its call."
 	case step.Status == Escalated:
 		o.Cause, o.Summary = hitl.CauseIrreversible, "The call was not undone: "+step.Reason+"."
+		if step.Unknown {
+			o.Summary = "Nobody knows whether the call was undone: " + step.Reason + "."
+		}
+	case step.Status == Partial:
+		o.Cause, o.Summary = hitl.CauseRollbackPartial, "Only a part of the call was undone."
 	default:
 		o.Cause, o.Summary = hitl.CauseRollbackFailed, "The undo of the call has failed: "+step.Reason+"."
+		if step.Unknown {
+			o.Summary = "The undo of the call has failed, and nobody knows whether it had its effect: " + step.Reason + "."
+		}
 	}
 	return o, true
 }

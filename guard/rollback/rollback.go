@@ -54,8 +54,8 @@ type Rollback struct {
 	Joined string
 	// Start and Complete are the ids of the tokens that tell of it; empty without.
 	Start, Complete string
-	// Before and After are hashes of the state before and after, SHA-256; zero where there
-	// is no state to be hashed.
+	// Before and After are hashes of the state before and after, SHA-256 with a salt of the
+	// rollback's (ADR 0041); zero where there is no state to be hashed.
 	Before, After [32]byte
 	// Escalations are the ids of what people have to look at.
 	Escalations []string

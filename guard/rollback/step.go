@@ -1,7 +1,6 @@
 package rollback
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -222,9 +221,11 @@ func (c *Coordinator) await(ctx context.Context, r *run, key guard.Key) (over bo
 // rollback").
 func (c *Coordinator) send(ctx context.Context, r *run, s sight) (ended, error) {
 	brief := r.brief()
-	result, err := c.o.Undoer.Undo(ctx, undo.Task{
-		Rollback: cmp.Or(s.opened.Mark.Doubt, r.id), Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit,
-	})
+	task := undo.Task{Rollback: r.id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
+	if first := s.opened.Mark.Doubt; first != "" && first != r.id {
+		task.Rollback, task.Again = first, r.id
+	}
+	result, err := c.o.Undoer.Undo(ctx, task)
 	switch {
 	case err != nil && (ctx.Err() != nil || c.ending()):
 		return ended{}, errCut
@@ -237,16 +238,24 @@ func (c *Coordinator) send(ctx context.Context, r *run, s sight) (ended, error) 
 	}
 	e := ended{Result: result, status: Completed, way: s.opened.Snapshot.Way, call: s.call}
 	if !result.Done {
-		e.status, e.reason = statusOf(result.Reason), string(result.Reason)
+		e.status, e.reason = statusOf(&result), string(result.Reason)
 	}
 	return e, nil
 }
 
-// statusOf tells what a person has to decide from what was tried and has failed.
-func statusOf(r undo.Reason) Status {
-	switch r {
-	case undo.ReasonIrreversible, undo.ReasonChanged, undo.ReasonLost, undo.ReasonTimeout, undo.ReasonNoPostImage:
+// statusOf tells what a person has to decide from what was tried and has failed. An answer
+// from which nobody knows what came of the undo is not known to have failed (P6).
+func statusOf(r *undo.Result) Status {
+	switch r.Reason {
+	case undo.ReasonIrreversible, undo.ReasonChanged, undo.ReasonLost, undo.ReasonTimeout, undo.ReasonNoPostImage,
+		undo.ReasonEscalated, undo.ReasonUnfilled:
 		return Escalated
+	case undo.ReasonPartial:
+		return Partial
+	case undo.ReasonUnexpected:
+		if r.Unknown {
+			return Escalated
+		}
 	}
 	return Failed
 }

@@ -21,7 +21,10 @@ func (j *job) find(ctx context.Context) (guard.Finding, error) {
 		switch found.Standing {
 		case guard.Doubtful:
 			j.doubt, j.attempts, j.status = true, max(j.attempts, 1), found.Record.Status
-			return found, nil
+			recorded, err := j.catchUp(ctx, found)
+			if err != nil || !recorded {
+				return found, err
+			}
 		case guard.RunningHere, guard.RunningElsewhere:
 			if j.overdue() {
 				j.doubt, j.attempts = true, max(j.attempts, 1)
@@ -32,12 +35,34 @@ func (j *job) find(ctx context.Context) (guard.Finding, error) {
 			}
 		case guard.Free:
 			// Nothing was sent, or an operator knows that it was not applied.
-			j.doubt = false
+			j.doubt = j.owed
 			return found, nil
 		default:
 			return found, nil
 		}
 	}
+}
+
+// catchUp records an answer that came while the store took nothing, before anything is sent
+// again. One that is still not recorded when the task is due is known all the same: it
+// is j.answer then.
+func (j *job) catchUp(ctx context.Context, found guard.Finding) (recorded bool, err error) {
+	kept, ok := j.unkept.Load(j.key)
+	if !ok {
+		return false, nil
+	}
+	n := kept.(note)
+	j.attempts, j.before = max(j.attempts, n.attempts), n.before
+	switch err = j.applied(ctx, found, n); {
+	case err == nil:
+		j.unkept.Delete(j.key)
+		return true, nil
+	case !j.overdue():
+		return false, err
+	}
+	j.unkept.Delete(j.key)
+	j.answer = &n
+	return false, nil
 }
 
 func (j *job) await(ctx context.Context) error {
@@ -75,7 +100,8 @@ func (j *job) attempt(ctx context.Context, found guard.Finding, out *Outgoing, r
 			n.attempts, n.before, n.unknown = j.attempts, j.before, n.unknown || before && n.reading != done
 			e.Recording().Start(n.status, n.header())
 			outcome.Verdict, outcome.Whole = guard.Completed, true
-		case !j.doubt: // a key that was in doubt before is so still: that one was not sent
+		case found.Standing != guard.Doubtful && !n.reading.doubtful():
+			// A key that was in doubt before is so still: that one was not sent.
 			outcome.Verdict = guard.Released
 		}
 		return e.Settle(context.WithoutCancel(ctx), outcome)
@@ -96,6 +122,9 @@ func (j *job) attempt(ctx context.Context, found guard.Finding, out *Outgoing, r
 	}
 	j.doubt = j.doubt || n.reading.doubtful()
 	if err := settle(); err != nil {
+		if n.reading.final() {
+			j.unkept.Store(j.key, n)
+		}
 		return n, err
 	}
 	if !n.reading.final() && ctx.Err() != nil {
@@ -214,6 +243,9 @@ func (j *job) take(n note) {
 
 // applied settles a doubt with what was found out since.
 func (j *job) applied(ctx context.Context, found guard.Finding, n note) error {
+	if found.Standing != guard.Doubtful {
+		return nil // it is the doubt of an earlier rollback, whose answer stands
+	}
 	n.attempts, n.before = j.attempts, j.before
 	head := &guard.Head{Status: n.status, Header: n.header()}
 	err := j.o.Guard.Applied(context.WithoutCancel(ctx), j.key, found, head, nil)

@@ -21,8 +21,13 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 			return Result{}, err
 		}
 		switch found.Standing {
-		case guard.Free:
-		case guard.Doubtful:
+		case guard.Free, guard.Doubtful:
+			if j.answer != nil {
+				return j.conclude(ctx, *j.answer)
+			}
+			if !j.doubt {
+				break
+			}
 			cleared, err := j.clear(ctx, found, last)
 			if cleared != nil || err != nil {
 				return orEmpty(cleared), err
@@ -33,6 +38,9 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 			n, err := j.settled(ctx, found, j.reads(nil))
 			if err != nil {
 				return Result{}, err
+			}
+			if j.anew(n) {
+				continue
 			}
 			return j.conclude(ctx, n)
 		}
@@ -50,6 +58,8 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 		}
 		out, err := j.undoing(ctx)
 		if why := (barred{}); errors.As(err, &why) {
+			// P6: with a call that is in doubt its effect is, and no undo takes it back.
+			j.doubt = j.doubt || why.why == ReasonUnfilled && j.task.Checkpoint.Result == nil
 			return j.result(why.why), nil
 		}
 		if err != nil {
@@ -83,14 +93,11 @@ func (j *job) reads(out *Outgoing) func(*Answer) note {
 		to = *out // the sender may change its own
 	}
 	return func(a *Answer) note {
-		n := note{reading: byContract(a, j.delegated())}
-		switch n.reading {
-		case pending:
+		n := byContract(a, j.delegated())
+		if n.reading == pending {
 			if n.location = follow(&to, a.Header.Get("Location")); n.location == "" {
 				n.reading = accepted
 			}
-		case unexpected:
-			n.unknown = a.Cut && j.delegated() && a.Status < 300
 		}
 		return n
 	}
@@ -133,9 +140,9 @@ func (j *job) told(n note) Result {
 	case done:
 		j.status = n.status
 		return j.done()
-	case refused:
-		j.doubt, j.status = false, n.status
-		return j.result(ReasonRefused)
+	case refused, partial, escalated:
+		j.doubt, j.status = n.unknown, n.status
+		return j.result(reasonOf(n.reading))
 	case unauthorized, unexpected, absent:
 		return j.result(reasonOf(n.reading))
 	}
@@ -166,7 +173,7 @@ func (j *job) clear(ctx context.Context, found guard.Finding, last note) (*Resul
 			return &r, nil
 		}
 		return nil, nil
-	case done, refused:
+	case done, refused, escalated:
 		if err := j.applied(ctx, found, n); err != nil {
 			return nil, err
 		}
@@ -189,7 +196,7 @@ func (j *job) ask(ctx context.Context, out *Outgoing, before note) (note, error)
 		}
 		one := *out
 		one.Header = out.Header.Clone()
-		n, _ = j.send(ctx, &one, func(a *Answer) note { return note{reading: byStatus(a, j.delegated())} })
+		n, _ = j.send(ctx, &one, func(a *Answer) note { return byStatus(a, j.delegated()) })
 		switch {
 		case ctx.Err() != nil:
 			return n, ctx.Err()

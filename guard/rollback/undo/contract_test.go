@@ -18,33 +18,44 @@ import (
 // sent once, in this life and in the next (C-4.1.2-b, B-normative-g).
 func TestCascade412FinalAnswers(t *testing.T) {
 	for _, c := range []struct {
-		answer any
-		status int
-		done   bool
-		reason undo.Reason
+		answer  int
+		reason  undo.Reason
+		unknown bool
 	}{
-		{200, 200, true, ""},
-		{"garbage \x00{", 200, true, ""},
-		{201, 201, true, ""},
-		{204, 204, true, ""},
-		{410, 410, true, ""},
-		{409, 409, false, undo.ReasonRefused},
-		{401, 401, false, undo.ReasonUnauthorized},
-		{403, 403, false, undo.ReasonUnauthorized},
-		{404, 404, false, undo.ReasonUnexpected},
-		{418, 418, false, undo.ReasonUnexpected},
-		{400, 400, false, undo.ReasonUnexpected},
-		{302, 302, false, undo.ReasonUnexpected},
-		{412, 412, false, undo.ReasonUnexpected},
-		{99, 99, false, undo.ReasonUnexpected},
-		{999, 999, false, undo.ReasonUnexpected},
-		{0, 0, false, undo.ReasonUnexpected},
+		{200, "", false},
+		{201, "", false},
+		{204, "", false},
+		{410, "", false},
+		{409, undo.ReasonRefused, false},
+		{401, undo.ReasonUnauthorized, false},
+		{403, undo.ReasonUnauthorized, false},
+		// Turned away for what the request is: nothing was done.
+		{405, undo.ReasonUnexpected, false},
+		{411, undo.ReasonUnexpected, false},
+		{413, undo.ReasonUnexpected, false},
+		{414, undo.ReasonUnexpected, false},
+		{415, undo.ReasonUnexpected, false},
+		{421, undo.ReasonUnexpected, false},
+		{426, undo.ReasonUnexpected, false},
+		{431, undo.ReasonUnexpected, false},
+		{501, undo.ReasonUnexpected, false},
+		// P6: the contract does not know it, and it says nothing of the effect.
+		{404, undo.ReasonUnexpected, true},
+		{418, undo.ReasonUnexpected, true},
+		{400, undo.ReasonUnexpected, true},
+		{302, undo.ReasonUnexpected, true},
+		{303, undo.ReasonUnexpected, true},
+		{422, undo.ReasonUnexpected, true},
+		{412, undo.ReasonUnexpected, true},
+		{99, undo.ReasonUnexpected, true},
+		{999, undo.ReasonUnexpected, true},
+		{0, undo.ReasonUnexpected, true},
 	} {
 		for _, way := range []checkpoint.Way{checkpoint.Compensate, checkpoint.Delegate} {
 			t.Run(fmt.Sprint(c.answer, " ", way), func(t *testing.T) {
 				bubble(t, func(t *testing.T, r *rig) {
 					r.answers(c.answer)
-					want := undo.Result{Done: c.done, Reason: c.reason, Status: c.status, Attempts: 1}
+					want := undo.Result{Done: c.reason == "", Unknown: c.unknown, Reason: c.reason, Status: c.answer, Attempts: 1}
 					r.wants(task(way, undo.Spec{}), want)
 					r.restart(-1)
 					r.wants(task(way, undo.Spec{}), want)
@@ -55,6 +66,14 @@ func TestCascade412FinalAnswers(t *testing.T) {
 			})
 		}
 	}
+}
+
+// The body of a compensation's 2xx need not be one that anybody can read.
+func TestCompensationAnswersGarbage(t *testing.T) {
+	bubble(t, func(t *testing.T, r *rig) {
+		r.answers("garbage \x00{")
+		r.wants(task(checkpoint.Compensate, undo.Spec{}), undo.Result{Done: true, Status: 200, Attempts: 1})
+	})
 }
 
 // What passes is tried again, later each time, under one key.
@@ -98,9 +117,33 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 			}
 		})
 	}
-	bubble(t, func(t *testing.T, r *rig) { // longer than there is time
-		r.answers(later(429, "999999"))
-		r.wants(task(checkpoint.Compensate, undo.Spec{}), undo.Result{Reason: undo.ReasonTimeout, Status: 429, Attempts: 1})
+}
+
+// ATD, "Rollback Timeout and Escalation": what asks for more time than there is left does not
+// end an undo. It is tried until it is due, and nothing is called a timeout before.
+func TestLongRetryAfterEndsNothing(t *testing.T) {
+	for _, status := range []int{429, 503} {
+		bubble(t, func(t *testing.T, r *rig) {
+			answers := []any{later(status, "999999"), later(status, "999999"), 200}
+			r.answers(answers...)
+			began := time.Now()
+			r.wants(task(checkpoint.Compensate, undo.Spec{}), undo.Result{Done: true, Status: 200, Attempts: 3})
+			if took := time.Since(began); took != due*3/4 { // half of what is left, twice
+				t.Errorf("took %v", took)
+			}
+		})
+		bubble(t, func(t *testing.T, r *rig) {
+			r.answers(later(status, "999999"))
+			task := task(checkpoint.Compensate, undo.Spec{})
+			got := r.undo(task)
+			if got.Reason != undo.ReasonTimeout || got.Attempts < 5 || got.Attempts > 20 || !time.Now().Equal(task.Due) {
+				t.Errorf("%v before it was due: %+v", time.Until(task.Due), got)
+			}
+		})
+	}
+	bubble(t, func(t *testing.T, r *rig) { // what is asked how it stands
+		r.answers(accepted("/jobs/1"), later(202, "999999"), later(503, "999999"), 200)
+		r.wants(task(checkpoint.Compensate, undo.Spec{}), undo.Result{Done: true, Status: 200, Attempts: 1})
 	})
 }
 
@@ -165,12 +208,18 @@ func TestCompensationOfACallInDoubt(t *testing.T) {
 		r.answers(200)
 		doubtful := task(checkpoint.Compensate, undo.Spec{})
 		doubtful.Checkpoint.Result = nil
-		r.wants(doubtful, undo.Result{Reason: undo.ReasonUnfilled})
+		r.wants(doubtful, undo.Result{Unknown: true, Reason: undo.ReasonUnfilled})
+		if !undo.Lacks(doubtful.Checkpoint) || undo.Lacks(task(checkpoint.Compensate, undo.Spec{}).Checkpoint) {
+			t.Error("it cannot be told before")
+		}
 		if len(r.sent) > 0 {
 			t.Error("sent all the same")
 		}
 		enough := task(checkpoint.Compensate, undo.Spec{Compensate: &template.Spec{Method: "DELETE", URL: "/orders/{execution.id}"}})
 		enough.Checkpoint.Result = nil
+		if undo.Lacks(enough.Checkpoint) {
+			t.Error("it lacks nothing")
+		}
 		r.wants(enough, undo.Result{Done: true, Status: 200, Attempts: 1})
 	})
 }

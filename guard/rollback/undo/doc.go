@@ -8,18 +8,21 @@
 //
 // # Compensate and delegate
 //
-// Answers are read by the contract of MicroProfile LRA. What is not listed is
-// ReasonUnexpected: not done, and not sent again.
+// Answers are read by the contract of MicroProfile LRA (ADR 0035). What is not listed is
+// ReasonUnexpected: of unknown effect, and sent again by another rollback only, under the
+// same key.
 //
-//	2xx            done, whatever the body; of a delegate only if its body does not
-//	               say otherwise (status, cascade.status)
+//	2xx            done, but where the body says that it has failed; of a delegate where
+//	               it says so in the words of one of the drafts, or nothing at all
 //	202            under way: asked for at Location, else by the status request, else sent
 //	               again with the same key after a while
 //	410            it is gone already: done
 //	409            it has failed for good: ReasonRefused
 //	401, 403       ReasonUnauthorized
+//	405, 411, 413, 414, 415, 421, 426, 431, 501
+//	               turned away before anything was done: ReasonUnexpected, without effect
 //	425, 429       not executed: sent again later
-//	408, 5xx       in doubt: asked for, else sent again later
+//	408, other 5xx in doubt: asked for, else sent again later
 //	no answer      in doubt, or sent again later where not a byte was sent
 //
 // What is in doubt is asked for by the status request: 202 says wait, 404 says that

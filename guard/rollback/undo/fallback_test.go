@@ -25,6 +25,72 @@ func (f full) Commit(ctx context.Context, batch ...store.Write) (store.Version, 
 	return f.Store.Commit(ctx, batch...)
 }
 
+// choked is a store that takes nothing while it is full.
+type choked struct {
+	store.Store
+	full *bool
+}
+
+func (c choked) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	if *c.full {
+		return 0, store.ErrFull
+	}
+	return c.Store.Commit(ctx, batch...)
+}
+
+// P1, P6: an answer that the store does not take is kept while the process lives, and
+// recorded before anything is sent again.
+func TestP6AnswerOutlivesAFullStore(t *testing.T) {
+	for _, answer := range []any{200, 409, 404} {
+		for _, spec := range []undo.Spec{{}, {OnLost: undo.Escalate}, {Status: status}} {
+			for _, late := range []bool{false, true} {
+				bubble(t, func(t *testing.T, r *rig) {
+					full := false
+					g, _, err := guard.Open(context.Background(), choked{r.mem, &full}, r.ring)
+					if err != nil {
+						t.Fatal(err)
+					}
+					u := undo.New(undo.Options{Guard: g, Vault: r.vault, Sender: r})
+					r.answers(answer)
+					say := r.answer
+					r.answer = func(o *undo.Outgoing) (*undo.Answer, error) {
+						full = true
+						return say(o)
+					}
+					task := task(checkpoint.Compensate, spec)
+					for range 3 {
+						if got, err := u.Undo(context.Background(), task); err == nil {
+							t.Fatalf("not recorded, and told: %+v", got)
+						}
+					}
+					want := undo.Result{Done: answer == 200, Unknown: answer == 404, Status: answer.(int), Attempts: 1}
+					switch answer {
+					case 409:
+						want.Reason = undo.ReasonRefused
+					case 404:
+						want.Reason = undo.ReasonUnexpected
+					}
+					if late { // the rollback records it
+						r.pass(time.Until(task.Due))
+					} else {
+						full = false
+					}
+					if got, err := u.Undo(context.Background(), task); err != nil || got != want {
+						t.Errorf("%v %+v: %+v, %v", answer, spec, got, err)
+					}
+					if len(r.sent) != 1 {
+						t.Errorf("%d requests", len(r.sent))
+					}
+					if !late { // and it stands in the next life
+						r.restart(-1)
+						r.wants(task, want)
+					}
+				})
+			}
+		}
+	}
+}
+
 // P6: a store that had no room for where to ask does not make it done.
 func TestP6LocationIsLost(t *testing.T) {
 	long := "/jobs/" + strings.Repeat("x", 2000)

@@ -103,6 +103,7 @@ func (r *rig) restart(steps int) {
 	o := r.options
 	o.Guard, o.Vault, o.Sender = g, r.vault, r
 	r.Undoer = undo.New(o)
+	r.HashPlainly()
 }
 
 func (r *rig) step() bool {

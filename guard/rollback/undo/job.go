@@ -27,7 +27,9 @@ type job struct {
 	scope     guard.Scope
 	key       guard.Key
 
-	doubt         bool // an attempt may have had its effect
+	doubt         bool  // an attempt may have had its effect
+	owed          bool  // one of an earlier rollback's may have, and the key is this one's own
+	answer        *note // that is known, and not recorded
 	attempts      int
 	status        int
 	before, after [32]byte
@@ -39,6 +41,8 @@ const (
 	undoMethod = "(undo)"
 	undoPath   = "/"
 	undoAction = "undo"
+	// stateMethod is for no execution at all.
+	stateMethod = "(state)"
 )
 
 func (u *Undoer) newJob(t Task) (*job, error) {
@@ -51,11 +55,31 @@ func (u *Undoer) newJob(t Task) (*job, error) {
 	if err != nil {
 		return nil, err
 	}
-	scope := guard.Scope{
-		Caller: undoCaller, Guard: spec.Guard, Method: undoMethod, Path: undoPath,
-		ID: t.Rollback + "/" + call.ID,
+	j := &job{Undoer: u, task: t, call: call, spec: spec, templates: parsed}
+	j.under(t.Rollback)
+	return j, nil
+}
+
+// under takes the key of a rollback.
+func (j *job) under(rollback string) {
+	j.scope = guard.Scope{
+		Caller: undoCaller, Guard: j.spec.Guard, Method: undoMethod, Path: undoPath,
+		ID: rollback + "/" + j.call.ID,
 	}
-	return &job{Undoer: u, task: t, call: call, spec: spec, templates: parsed, scope: scope, key: u.o.Guard.Key(scope)}, nil
+	j.key = j.o.Guard.Key(j.scope)
+}
+
+// anew goes on under a key of this rollback's own, where an earlier one has left an answer
+// from which nobody knows what came of it: that answer stands, and is the last under its
+// key. The upstream sees no other key than before.
+func (j *job) anew(n note) bool {
+	if j.task.Again == "" || j.owed || !n.unknown || n.reading == pending {
+		return false
+	}
+	j.take(n)
+	j.owed, j.doubt = true, true
+	j.under(j.task.Again)
+	return true
 }
 
 // guarded is the call as the guard knows it.
@@ -74,10 +98,11 @@ func (j *job) guarded() *guard.Call {
 // idempotencyKey is the id under which the undo is sent. Where it would be no valid one
 // it is the hash of what it would be.
 func (j *job) idempotencyKey() string {
-	if id, err := execid.ParseHeader([]string{j.scope.ID}); err == nil && id == j.scope.ID {
+	whole := j.task.Rollback + "/" + j.call.ID
+	if id, err := execid.ParseHeader([]string{whole}); err == nil && id == whole {
 		return id
 	}
-	sum := sha256.Sum256([]byte(j.scope.ID))
+	sum := sha256.Sum256([]byte(whole))
 	return "undo-" + hex.EncodeToString(sum[:])
 }
 
@@ -139,6 +164,21 @@ func (j *job) dress(ctx context.Context, o Outgoing) (*Outgoing, error) {
 	maps.Copy(o.Header, credentials)
 	maps.Copy(o.Header, written) // what the configuration writes wins
 	return &o, nil
+}
+
+// Lacks reports that the request of a compensation cannot be made of what is recorded: a
+// call whose answer was lost has not left the values that it needs of it. It is false for
+// what Undo itself has to find out.
+func Lacks(c *checkpoint.Checkpoint) bool {
+	if c.Snapshot.Way != checkpoint.Compensate || c.Result != nil {
+		return false
+	}
+	spec, err := ParseSpec(c.Snapshot.Undo)
+	if err != nil {
+		return false
+	}
+	t, err := spec.templates()
+	return err == nil && t.compensate != nil && t.compensate.Needs().Response()
 }
 
 // undoing is the request that undoes the call, for compensate and delegate.

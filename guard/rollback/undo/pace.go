@@ -18,24 +18,23 @@ func (j *job) pace(first time.Duration) *pace {
 	return &pace{first: first, next: first, longest: max(first, j.o.Longest), due: j.task.Due, quit: j.task.Quit}
 }
 
-// wait waits for the next try, and for least at any rate. It returns false at once where
-// that would be too late. What is left before the due time is used: the last waits are
-// shorter.
+// wait waits for the next try, and for least at any rate, but not for more than half of what
+// is left: who asks for more time than there is does not end the undo. What is left before
+// the due time is used: the last waits are shorter. It returns false when it is due.
 func (p *pace) wait(ctx context.Context, least time.Duration) (bool, error) {
-	d := p.next
+	d, due := max(p.next, least), false
 	p.next = min(2*p.next, p.longest)
 	if !p.due.IsZero() {
 		left := time.Until(p.due)
-		d = max(min(d, max(left/2, p.first)), least)
-		if d >= left {
-			return false, nil
+		if d = min(d, max(left/2, p.first)); d >= left {
+			d, due = left, true
 		}
 	}
-	timer := time.NewTimer(max(d, least))
+	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
 	case <-timer.C:
-		return true, nil
+		return !due, nil
 	case <-ctx.Done():
 		return false, ctx.Err()
 	case <-p.quit:

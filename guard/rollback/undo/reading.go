@@ -18,7 +18,9 @@ const (
 	refused      reading = "refused"
 	unauthorized reading = "unauthorized"
 	changed      reading = "changed"
-	unexpected   reading = "unexpected"
+	partial      reading = "partial"    // a delegate has undone a part
+	escalated    reading = "escalated"  // a delegate has left it to a person
+	unexpected   reading = "unexpected" // it says nothing that is known here
 
 	// These are not final: nothing is recorded as an answer.
 	accepted reading = "accepted" // under way, and nothing tells where to ask
@@ -33,7 +35,7 @@ const (
 // final reports that the answer decides, and is recorded.
 func (r reading) final() bool {
 	switch r {
-	case done, pending, refused, unauthorized, changed, unexpected:
+	case done, pending, refused, unauthorized, changed, partial, escalated, unexpected:
 		return true
 	}
 	return false
@@ -51,6 +53,10 @@ func reasonOf(r reading) Reason {
 		return ReasonUnauthorized
 	case changed:
 		return ReasonChanged
+	case partial:
+		return ReasonPartial
+	case escalated:
+		return ReasonEscalated
 	default:
 		return ReasonUnexpected
 	}
@@ -64,7 +70,7 @@ type note struct {
 	after   time.Duration // at least to be waited
 	// location is where to ask for what is pending.
 	location string
-	// unknown says that an earlier attempt may have had its effect.
+	// unknown says that this or an earlier attempt may have had its effect.
 	unknown  bool
 	attempts int
 	before   [32]byte
@@ -89,25 +95,45 @@ func common(status int) reading {
 		return refused
 	case status == http.StatusTooEarly, status == http.StatusTooManyRequests:
 		return busy
+	case declined(status):
+		return unexpected
 	case status == http.StatusRequestTimeout, status >= 500 && status < 600:
 		return unclear
 	}
 	return unexpected
 }
 
+// declined reports a status by which a request was turned away for what it is, before
+// anything was done for it (RFC 9110, sections 15.5 and 15.6; RFC 6585, section 5).
+func declined(status int) bool {
+	switch status {
+	case http.StatusMethodNotAllowed, http.StatusLengthRequired, http.StatusRequestEntityTooLarge,
+		http.StatusRequestURITooLong, http.StatusUnsupportedMediaType, http.StatusMisdirectedRequest,
+		http.StatusUpgradeRequired, http.StatusRequestHeaderFieldsTooLarge, http.StatusNotImplemented:
+		return true
+	}
+	return false
+}
+
+// noted is a note of an answer that was read. P6: what says nothing that is known here says
+// nothing of the effect either, unless by its status nothing was done.
+func noted(r reading, status int) note {
+	return note{reading: r, unknown: r == partial || r == unexpected && !declined(status)}
+}
+
 // byContract reads the answer to a compensation or of a delegate (MicroProfile LRA).
-func byContract(a *Answer, delegated bool) reading {
+func byContract(a *Answer, delegated bool) note {
 	if a.Status == http.StatusGone {
-		return done // unknown there is as good as done
+		return note{reading: done} // unknown there is as good as done
 	}
 	r := common(a.Status)
 	switch {
 	case r == done && delegated:
 		return delegateSays(a)
 	case r == done && failed(word(a)):
-		return refused // P6: a refund that was made and has failed, say
+		return note{reading: refused} // P6: a refund that was made and has failed, say
 	}
-	return r
+	return noted(r, a.Status)
 }
 
 // word is the body of an answer, or the member `status` of it, as far as it is a word, in
@@ -138,65 +164,46 @@ func failed(word string) bool {
 }
 
 // byTarget reads the answer to what puts a state back.
-func byTarget(a *Answer, method string) reading {
+func byTarget(a *Answer, method string) note {
 	switch a.Status {
 	case http.StatusPreconditionFailed:
-		return changed
+		return note{reading: changed}
 	case http.StatusNotFound, http.StatusGone:
 		if method == http.MethodDelete {
-			return done
+			return note{reading: done}
 		}
 	}
-	return common(a.Status)
+	return noted(common(a.Status), a.Status)
 }
 
 // byStatus reads the answer to a question for what became of an undo. A 200 means done,
 // but where its body, or the member `status` of it, is a word that says otherwise.
-func byStatus(a *Answer, delegated bool) reading {
+func byStatus(a *Answer, delegated bool) note {
 	if a.Status == http.StatusNotFound {
-		return absent
+		return note{reading: absent}
 	}
-	r := byContract(a, delegated)
-	if r != done || a.Status == http.StatusGone {
-		return r
+	n := byContract(a, delegated)
+	if a.Status == http.StatusGone || n.reading != done && common(a.Status) != done {
+		return n
 	}
 	// P6: what an upstream calls its refund, say, counts for more than that it knows it.
-	switch word(a) {
-	case "active":
-		return absent
-	case "compensating", "pending", "processing", "in_progress", "queued", "running":
-		return pending
-	case "completing", "failedtocomplete": // LRA's words for what is not being undone
-		return unexpected
+	switch text := word(a); {
+	case text == "active":
+		return note{reading: absent}
+	case n.reading != done:
+	case underWay(text):
+		return note{reading: pending}
+	case text == "completing", text == "failedtocomplete": // LRA's words for what is not being undone
+		return noted(unexpected, a.Status)
 	}
-	return done
+	return n
 }
 
-// delegateSays reads the body of a delegate's 200. Only what it calls completed is done
-// (P6); a body that says nothing of it leaves it at the status.
-func delegateSays(a *Answer) reading {
-	if a.Cut {
-		return unexpected // what it says may stand behind the cut
+// underWay reports a word for what has not ended yet.
+func underWay(word string) bool {
+	switch word {
+	case "compensating", "pending", "processing", "in_progress", "queued", "running":
+		return true
 	}
-	var says struct {
-		Status  json.RawMessage `json:"status"`
-		Cascade json.RawMessage `json:"cascade.status"`
-		State   json.RawMessage `json:"state"`
-	}
-	if json.Unmarshal(a.Body, &says) != nil {
-		return done
-	}
-	if string(says.State) == `"executing"` {
-		return pending
-	}
-	for _, status := range []json.RawMessage{says.Status, says.Cascade} {
-		switch string(status) {
-		case "", "null", `"completed"`:
-		case `"executing"`:
-			return pending
-		default:
-			return refused
-		}
-	}
-	return done
+	return false
 }

@@ -3,7 +3,6 @@ package undo_test
 import (
 	"encoding/json"
 	"fmt"
-	"net/http"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
@@ -66,45 +65,6 @@ func TestDelegateRequest(t *testing.T) {
 		}
 		if o.Method != "POST" || !o.Delegated || o.Recorded || o.Host != "" || o.Header.Get("Idempotency-Key") != key {
 			t.Errorf("%+v", o)
-		}
-	})
-}
-
-// P6: what a delegate does not call completed is not done.
-func TestP6DelegateSaysOtherwise(t *testing.T) {
-	for body, want := range map[string]undo.Result{
-		`{"status":"completed"}`:            {Done: true},
-		`{"cascade.status":"completed"}`:    {Done: true},
-		`{"rollback_id":"x","status":null}`: {Done: true},
-		`[]`:                                {Done: true},
-		`{"status":"partial"}`:              {Reason: undo.ReasonRefused},
-		`{"status":"escalated"}`:            {Reason: undo.ReasonRefused},
-		`{"status":"failed","cascade.status":"completed"}`: {Reason: undo.ReasonRefused},
-		`{"status":"completed","cascade.status":"failed"}`: {Reason: undo.ReasonRefused},
-		`{"status":7}`:  {Reason: undo.ReasonRefused},
-		`{"status":""}`: {Reason: undo.ReasonRefused},
-		` {"state":"finished","status":"completed","x":[{}]} `: {Done: true},
-	} {
-		t.Run(body, func(t *testing.T) {
-			bubble(t, func(t *testing.T, r *rig) {
-				r.answers(body)
-				want.Status, want.Attempts = 200, 1
-				r.wants(task(checkpoint.Delegate, undo.Spec{}), want)
-				r.restart(-1)
-				r.wants(task(checkpoint.Delegate, undo.Spec{}), want)
-			})
-		})
-	}
-	bubble(t, func(t *testing.T, r *rig) { // what it says may be behind the cut
-		r.answers(&undo.Answer{Status: 200, Body: []byte(`{"x":"`), Cut: true})
-		r.wants(task(checkpoint.Delegate, undo.Spec{}), undo.Result{Unknown: true, Reason: undo.ReasonUnexpected, Status: 200, Attempts: 1})
-	})
-	bubble(t, func(t *testing.T, r *rig) { // under way: asked for
-		r.answers(&undo.Answer{Status: 200, Header: http.Header{"Location": {"/r/1"}}, Body: []byte(`{"state":"executing"}`)},
-			`{"state":"executing"}`, `{"state":"finished","status":"partial"}`)
-		r.wants(task(checkpoint.Delegate, undo.Spec{}), undo.Result{Reason: undo.ReasonRefused, Status: 200, Attempts: 1})
-		if len(r.changing()) != 1 || !r.sent[1].Delegated || r.sent[1].URL != "https://agent.example/r/1" {
-			t.Errorf("%d, %+v", len(r.changing()), r.sent[1])
 		}
 	})
 }

@@ -43,12 +43,18 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 		}
 		switch found.Standing {
 		case guard.Free, guard.Doubtful:
+			if j.answer != nil {
+				return j.restored(ctx, *j.answer)
+			}
 		case guard.RunningHere, guard.RunningElsewhere:
 			return j.result(ReasonTimeout), nil
 		default:
 			n, err := j.settled(ctx, found, j.readsTarget(j.method()))
 			if err != nil {
 				return Result{}, err
+			}
+			if j.anew(n) {
+				continue
 			}
 			return j.restored(ctx, n)
 		}
@@ -102,14 +108,14 @@ func (j *job) judge(ctx context.Context, found guard.Finding, now *sight) (*Resu
 	post := j.post()
 	switch {
 	case !j.doubt:
-		j.before = hashOf(now.image)
+		j.before = j.hashOf(now.image)
 	case post != nil && !j.overwrites():
-		j.before = hashOf(post) // nothing else was written over
+		j.before = j.hashOf(post) // nothing else was written over
 	}
 	var r Result
 	switch {
 	case now.shows(j.call.Image):
-		j.after = hashOf(now.image)
+		j.after = j.hashOf(now.image)
 		if j.doubt { // what stands there is the evidence that it was applied
 			if err := j.applied(ctx, found, note{reading: done, status: j.status}); err != nil {
 				return nil, err
@@ -168,7 +174,7 @@ func (j *job) putting(ctx context.Context, now *sight) (*Outgoing, error) {
 }
 
 func (j *job) readsTarget(method string) func(*Answer) note {
-	return func(a *Answer) note { return note{reading: byTarget(a, method)} }
+	return func(a *Answer) note { return byTarget(a, method) }
 }
 
 // restored makes the result of a final answer, by another look where that is needed.
@@ -177,7 +183,7 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 	switch {
 	case n.reading == done && !j.spec.Verify:
 		return j.done(), nil
-	case n.reading == done, n.reading == pending, n.reading == changed:
+	case n.reading == done, n.reading == pending, n.reading == changed, n.reading == unexpected && n.unknown:
 	default:
 		return j.result(reasonOf(n.reading)), nil
 	}
@@ -198,7 +204,7 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 			j.doubt = true
 			return j.blind(seen), nil
 		}
-		j.after = hashOf(now.image)
+		j.after = j.hashOf(now.image)
 		switch {
 		case now.shows(j.call.Image):
 			return j.done(), nil
@@ -206,6 +212,11 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 			return j.result(ReasonChanged), nil
 		case n.reading == done:
 			return j.result(ReasonUnverified), nil
+		case n.reading == unexpected:
+			if post := j.post(); n.attempts <= 1 && post != nil && now.shows(post) {
+				j.doubt = false // it stands there as it did before the answer
+			}
+			return j.result(ReasonUnexpected), nil
 		}
 		j.doubt = true // 202: it may come yet
 		if !again {

@@ -197,6 +197,9 @@ func TestRestoreAnswers(t *testing.T) {
 			u.before = func(*undo.Outgoing) (*undo.Answer, error) { return &undo.Answer{Status: status}, nil }
 			r.answer = u.serve
 			want := undo.Result{Reason: reason, Status: status, Attempts: 1, Before: state("new").hash()}
+			if reason == undo.ReasonUnexpected && status != 405 { // P6: it is looked at what came of it
+				want.After = want.Before
+			}
 			task := restoring(u, "old", "new", undo.Spec{Verify: true})
 			r.wants(task, want)
 			r.restart(-1)

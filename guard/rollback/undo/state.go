@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 )
 
@@ -75,11 +76,20 @@ func Same(a, b *checkpoint.Image) bool {
 }
 
 // hashOf is the hash of a state; zero where nothing is there, or not known.
-func hashOf(i *checkpoint.Image) [32]byte {
+func (j *job) hashOf(i *checkpoint.Image) [32]byte {
 	if i == nil || !i.Exists {
 		return [32]byte{}
 	}
-	return sha256.Sum256(i.Body)
+	return j.hash(j.task.Rollback, i.Body)
+}
+
+// saltedHash is the SHA-256 of a record of 64 bytes: a salt of the rollback's, which nobody
+// but this gateway can make, and the SHA-256 of the state (ADR 0041). Equal states are
+// equal within a rollback, and who reads the hash cannot try what it may be of (C-6.3-b).
+func (u *Undoer) saltedHash(rollback string, state []byte) [32]byte {
+	salt := u.o.Guard.Key(guard.Scope{Caller: undoCaller, Method: stateMethod, Path: undoPath, ID: rollback})
+	sum := sha256.Sum256(state)
+	return sha256.Sum256(append(salt[:], sum[:]...))
 }
 
 // strong is the entity tag if a condition can be made of it (RFC 9110, section 13.1.1).

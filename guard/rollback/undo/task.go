@@ -14,6 +14,10 @@ import (
 type Task struct {
 	// Rollback is the rollback's id, a UUID in its canonical form.
 	Rollback string
+	// Again is the id of a later rollback that takes up what Rollback has left in doubt;
+	// empty for the first. What is sent still has the ids of Rollback: only so can the
+	// upstream tell that it is the same.
+	Again string
 	// Checkpoint is what was read and verified.
 	Checkpoint *checkpoint.Checkpoint
 	// Reason is told to delegates.
@@ -35,7 +39,7 @@ var (
 
 func (t *Task) check() error {
 	switch {
-	case t.Rollback == "" || strings.Contains(t.Rollback, "/"):
+	case t.Rollback == "" || strings.Contains(t.Rollback+t.Again, "/"):
 		return fmt.Errorf("%w: the rollback's id is empty or has a slash", ErrTask)
 	case t.Checkpoint == nil || t.Checkpoint.Snapshot == nil:
 		return fmt.Errorf("%w: without a checkpoint", ErrTask)
@@ -47,7 +51,8 @@ func (t *Task) check() error {
 type Result struct {
 	// Done says that the effect is gone: proven, or by the contract of the answer.
 	Done bool
-	// Unknown says that nobody knows whether the undo had its effect. Never with Done.
+	// Unknown says that nobody knows whether the undo had its effect, or whether there is one
+	// to be undone. Never with Done.
 	Unknown bool
 	// Reason is a fixed word that says why it is not done; empty where it is.
 	Reason Reason
@@ -56,8 +61,8 @@ type Result struct {
 	// Attempts counts how often the undo itself was sent. Of earlier lives of the gateway
 	// it counts what they have recorded: at least one where they left it in doubt.
 	Attempts int
-	// Before and After are the SHA-256 of the bodies that stood there before and after the
-	// undo. Zero where nothing stood there, where it was not looked at (After without
+	// Before and After are salted SHA-256 hashes of the bodies that stood there before and
+	// after the undo: equal for equal bodies under one Task.Rollback, and nowhere else. Zero where nothing stood there, where it was not looked at (After without
 	// Verify), and for what is not restored.
 	Before, After [32]byte
 }
@@ -78,6 +83,8 @@ const (
 	ReasonUnfilled      Reason = "template"       // the request cannot be made of what was recorded
 	ReasonNoUpstream    Reason = "no-upstream"    // the configuration does not lead there any more
 	ReasonNoCredentials Reason = "no-credentials" // the recorded credentials are gone, or for another upstream
+	ReasonPartial       Reason = "partial"        // the delegate has undone a part
+	ReasonEscalated     Reason = "escalated"      // the delegate has left it to a person
 	ReasonUnverified    Reason = "unverified"     // after it, something else stands there
 	ReasonNoPostImage   Reason = "no-image"       // what stood there is not known
 )

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"net/http"
+	"sync"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -28,7 +29,8 @@ type Options struct {
 	// Sender sends.
 	Sender Sender
 	// First is how long is waited before an undo is sent again; then twice as long each
-	// time, up to Longest. What an answer says in Retry-After is waited at least.
+	// time, up to Longest. What an answer says in Retry-After is waited
+	// at least, but never more than half of what is left until the task is due.
 	First, Longest time.Duration
 	// Timeout is how long one request may take.
 	Timeout time.Duration
@@ -41,7 +43,11 @@ type Options struct {
 
 // Undoer undoes calls. It is safe for concurrent use, also for the same Task twice: one
 // sends, and the other waits for what came of it.
-type Undoer struct{ o Options }
+type Undoer struct {
+	o      Options
+	unkept sync.Map // of guard.Key to note: answers that the store has not taken
+	hash   func(rollback string, state []byte) [32]byte
+}
 
 // New returns an Undoer.
 func New(o Options) *Undoer {
@@ -50,7 +56,9 @@ func New(o Options) *Undoer {
 	o.Timeout = cmp.Or(o.Timeout, DefaultTimeout)
 	o.Poll = cmp.Or(o.Poll, DefaultPoll)
 	o.Keep = cmp.Or(o.Keep, DefaultKeep)
-	return &Undoer{o}
+	u := &Undoer{o: o}
+	u.hash = u.saltedHash
+	return u
 }
 
 // Undo undoes the call, and returns what came of it, which is never more than what is
