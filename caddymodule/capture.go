@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -212,12 +213,12 @@ func (x *exchange) observe(o guard.Outcome, header http.Header) {
 	if !c.kept || c.result != nil || o.Verdict != guard.Completed {
 		return
 	}
-	result := checkpoint.Result{Status: o.Status}
+	result := checkpoint.Result{Status: o.Status, Upstream: x.upstreamsOwn()}
 	switch c.decision.Way {
 	case checkpoint.Restore:
-		result.Image, result.Reason = x.imageAfter(o.Status)
+		result.Image, result.Reason = x.imageAfter(cmp.Or(result.Upstream, o.Status))
 	case checkpoint.Compensate:
-		if !undo.Refused(o.Status) { // else nothing is to be undone
+		if !undo.Refused(result.Upstream) { // else nothing is to be undone
 			result.Answer, result.Reason = x.answered(o.Status, header)
 		}
 	}

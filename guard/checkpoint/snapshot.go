@@ -75,6 +75,9 @@ type Image struct {
 type Result struct {
 	// Status of the answer; 0 without one.
 	Status int
+	// Upstream is the status of the upstream's own answer, whatever handlers on the way have
+	// made of it; 0 where none is known.
+	Upstream int
 	// Reason is why the call cannot be undone although its token says that it can;
 	// empty where it can be.
 	Reason Reason
@@ -104,6 +107,7 @@ const (
 	tagAnswer
 	tagCredentials
 	tagUndo
+	tagUpstreamStatus
 )
 
 // The tags inside a request, an answer and an image.
@@ -190,6 +194,7 @@ func decodeSnapshot(b []byte) (*Snapshot, error) {
 func (r *Result) encode() []byte {
 	e := salted(256 + r.Answer.size() + r.Image.size())
 	e.int(tagStatus, int64(r.Status))
+	e.int(tagUpstreamStatus, int64(r.Upstream))
 	e.string(tagReason, string(r.Reason))
 	var answer encoder
 	answer.message(&r.Answer)
@@ -208,6 +213,8 @@ func decodeResult(b []byte) (*Result, error) {
 		switch d.tag {
 		case tagStatus:
 			r.Status = int(d.int())
+		case tagUpstreamStatus:
+			r.Upstream = int(d.int())
 		case tagReason:
 			r.Reason = Reason(d.string())
 		case tagAnswer:

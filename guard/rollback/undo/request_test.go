@@ -41,7 +41,7 @@ func TestRefusedCallsNeedNoUndo(t *testing.T) {
 			bubble(t, func(t *testing.T, r *rig) {
 				r.answers(200)
 				task := task(way, undo.Spec{})
-				task.Checkpoint.Result.Status = status
+				task.Checkpoint.Result.Upstream = status
 				if got := r.undo(task); !got.Done || len(r.changing()) == 0 != refused {
 					t.Errorf("%v %d: %+v, sent %d times", way, status, got, len(r.changing()))
 				}
