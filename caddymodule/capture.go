@@ -143,6 +143,12 @@ func (x *exchange) keepSnapshot(ctx context.Context) error {
 	if snapshot.Way == checkpoint.Restore {
 		snapshot.Image = c.image
 	}
+	if x.mayHaveRun() {
+		var err error
+		if snapshot.First, err = x.firstAttempt(ctx, id); err != nil {
+			return x.storeFailed(err)
+		}
+	}
 	var credentials map[string][]string
 	if x.action.Recorded() && (snapshot.Way == checkpoint.Restore || snapshot.Way == checkpoint.Compensate) {
 		credentials = x.credentials()
@@ -159,6 +165,15 @@ func (x *exchange) keepSnapshot(ctx context.Context) error {
 	}
 	s.call.Checkpoint, s.call.State, s.call.Reversible = id, ect.HashOf(p.Sum()), p.Snapshot().Reversible()
 	return nil
+}
+
+// firstAttempt is the checkpoint of the first attempt of a call that may have run before,
+// for the checkpoint of this one.
+func (x *exchange) firstAttempt(ctx context.Context, own string) (string, error) {
+	if x.before == "" {
+		return own, nil
+	}
+	return x.engine.vault.First(ctx, x.before)
 }
 
 // credentials are the fields by which the caller is known to the upstream.
@@ -218,7 +233,7 @@ func (x *exchange) observe(o guard.Outcome, header http.Header) {
 	case checkpoint.Restore:
 		result.Image, result.Reason = x.imageAfter(cmp.Or(result.Upstream, o.Status))
 	case checkpoint.Compensate:
-		if !undo.Refused(result.Upstream) { // else nothing is to be undone
+		if x.mayHaveRun() || !undo.Refused(result.Upstream) { // else nothing is to be undone
 			result.Answer, result.Reason = x.answered(o.Status, header)
 		}
 	}

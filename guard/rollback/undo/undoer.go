@@ -65,7 +65,8 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	}
 	c := t.Checkpoint
 	way := c.Snapshot.Way
-	if (way == checkpoint.Compensate || way == checkpoint.Delegate) && c.Result != nil && Refused(c.Result.Upstream) {
+	if (way == checkpoint.Compensate || way == checkpoint.Delegate) && c.Result != nil && Refused(c.Result.Upstream) &&
+		c.Snapshot.First == "" { // a refusal says nothing of an attempt before it
 		return Result{Done: true}, nil
 	}
 	if c.Snapshot.Way == checkpoint.Irreversible || c.Result != nil && c.Result.Reason != "" {
