@@ -49,7 +49,8 @@ type exchange struct {
 
 	story    story
 	capture  capture
-	verified bool // its tokens, or that it needs none
+	window   *window // in which nobody else must change what is restored; nil without
+	verified bool    // its tokens, or that it needs none
 
 	doubtful bool // it was forwarded, and is in doubt
 	found    bool // an execution of this id was met
@@ -82,6 +83,7 @@ func (x *exchange) close() {
 	x.unpublish()
 	x.giveTokensBack()
 	x.probed()
+	x.window.close()
 	if x.body != nil {
 		_ = x.body.Close()
 	}

@@ -115,6 +115,9 @@ func (x *exchange) settleLater(e *guard.Execution, outcome guard.Outcome, answer
 // forward hands the call to the next handler. Where it is proven that not a byte
 // was sent because the connection had gone stale, it does so once more.
 func (x *exchange) forward(ctx context.Context, e *guard.Execution, next caddyhttp.Handler) forwarding {
+	if x.h.restores {
+		defer x.engine.targets.write(x.place(), x.window)()
+	}
 	var armed context.Context
 	cut := func() bool { return armed.Err() != nil }
 	rec := answer.NewRecorder(x.w, recording{e, x}, marked(x.marks("executed"), x.call.Checkpoint), cut)

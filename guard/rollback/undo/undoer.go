@@ -69,6 +69,9 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 		c.Snapshot.First == "" { // a refusal says nothing of an attempt before it
 		return Result{Done: true}, nil
 	}
+	if c.Result != nil && c.Result.Reason == checkpoint.ReasonChanged {
+		return Result{Reason: ReasonChanged}, nil // whatever on_changed says: what is to be put back is not known
+	}
 	if c.Snapshot.Way == checkpoint.Irreversible || c.Result != nil && c.Result.Reason != "" {
 		return Result{Reason: ReasonIrreversible}, nil
 	}
