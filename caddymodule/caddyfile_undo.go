@@ -3,6 +3,7 @@ package caddymodule
 import (
 	"errors"
 	"fmt"
+	"net/http"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"go.uber.org/zap"
@@ -194,6 +195,7 @@ func (h *Handler) provisionUndo(a *Action) error {
 			zap.String("guard", h.Name), zap.String("action", a.Name), zap.Error(err))
 	}
 	a.undo = plan
+	h.restores = h.restores || plan.Restores(http.MethodPut)
 	return nil
 }
 

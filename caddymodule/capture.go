@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -45,6 +46,8 @@ type capture struct {
 // lost afterwards has read in vain.
 func (x *exchange) foresee(found guard.Finding) error {
 	x.capture = capture{}
+	x.window.close()
+	x.window = nil
 	if x.story.way == nil {
 		return nil
 	}
@@ -57,6 +60,7 @@ func (x *exchange) foresee(found guard.Finding) error {
 		return nil
 	}
 	if plan.Restores(x.r.Method) {
+		x.window = x.engine.targets.open(x.place())
 		err := x.imageBefore(plan, found)
 		if x.r.Context().Err() != nil {
 			return x.gone()
@@ -142,6 +146,12 @@ func (x *exchange) keepSnapshot(ctx context.Context) error {
 	if snapshot.Way == checkpoint.Restore {
 		snapshot.Image = c.image
 	}
+	if x.mayHaveRun() {
+		var err error
+		if snapshot.First, err = x.firstAttempt(ctx, id); err != nil {
+			return x.storeFailed(err)
+		}
+	}
 	var credentials map[string][]string
 	if x.action.Recorded() && (snapshot.Way == checkpoint.Restore || snapshot.Way == checkpoint.Compensate) {
 		credentials = x.credentials()
@@ -158,6 +168,15 @@ func (x *exchange) keepSnapshot(ctx context.Context) error {
 	}
 	s.call.Checkpoint, s.call.State, s.call.Reversible = id, ect.HashOf(p.Sum()), p.Snapshot().Reversible()
 	return nil
+}
+
+// firstAttempt is the checkpoint of the first attempt of a call that may have run before,
+// for the checkpoint of this one.
+func (x *exchange) firstAttempt(ctx context.Context, own string) (string, error) {
+	if x.before == "" {
+		return own, nil
+	}
+	return x.engine.vault.First(ctx, x.before)
 }
 
 // credentials are the fields by which the caller is known to the upstream.
@@ -212,12 +231,12 @@ func (x *exchange) observe(o guard.Outcome, header http.Header) {
 	if !c.kept || c.result != nil || o.Verdict != guard.Completed {
 		return
 	}
-	result := checkpoint.Result{Status: o.Status}
+	result := checkpoint.Result{Status: o.Status, Upstream: x.upstreamsOwn()}
 	switch c.decision.Way {
 	case checkpoint.Restore:
-		result.Image, result.Reason = x.imageAfter(o.Status)
+		result.Image, result.Reason = x.imageAfter(cmp.Or(result.Upstream, o.Status), header)
 	case checkpoint.Compensate:
-		if !undo.Refused(o.Status) { // else nothing is to be undone
+		if x.mayHaveRun() || !undo.Refused(result.Upstream) { // else nothing is to be undone
 			result.Answer, result.Reason = x.answered(o.Status, header)
 		}
 	}
@@ -290,18 +309,29 @@ func (x *exchange) imageBefore(plan *undoing.Plan, found guard.Finding) error {
 	return err
 }
 
+// place names what the call changes, for those who change it too.
+func (x *exchange) place() string { return targetName(x.h.upstreamName(), x.r.URL.EscapedPath()) }
+
+// errDisturbed: the images may be of what somebody else has done.
+var errDisturbed = errors.New("another call has changed the target between the look before this call and the one after it")
+
 // imageAfter reads what the call has left. The end of the answer waits for it, and no
 // longer than for the state before (P7).
-func (x *exchange) imageAfter(status int) (*checkpoint.Image, checkpoint.Reason) {
+func (x *exchange) imageAfter(status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
 	ctx, cancel := x.engine.detach(x.r.Context(), time.Duration(x.action.SnapshotTimeout))
 	defer cancel()
 	image, err := x.readImage(circuits.Undo(ctx), x.capture.images) // past a breaker that has opened meanwhile
-	if err == nil {
-		err = x.agrees(status, image)
+	if x.window.close() {
+		err = errDisturbed
+	} else if err == nil {
+		err = x.agrees(status, header, image)
 	}
 	if err != nil {
 		x.h.logger.Warn("what a call has left could not be read; only a person can undo it",
 			zap.Stringer("key", x.call.Key), zap.String("action", x.action.Name), zap.Error(err))
+		if errors.Is(err, errDisturbed) {
+			return nil, checkpoint.ReasonChanged
+		}
 		return nil, checkpoint.ReasonNoImage
 	}
 	return image, ""
@@ -310,7 +340,7 @@ func (x *exchange) imageAfter(status int) (*checkpoint.Image, checkpoint.Reason)
 // agrees holds that the state after the call is what the upstream says that it has done. A
 // rollback must not take something else for the call's work, nor the old state for a call
 // that was taken back (P6).
-func (x *exchange) agrees(status int, after *checkpoint.Image) error {
+func (x *exchange) agrees(status int, header http.Header, after *checkpoint.Image) error {
 	before, deleted := x.capture.image, x.r.Method == http.MethodDelete
 	switch {
 	case status/100 != 2:
@@ -320,10 +350,18 @@ func (x *exchange) agrees(status int, after *checkpoint.Image) error {
 		}
 	case after.Exists == deleted: // a copy that lags, or something else
 		return fmt.Errorf("the answer %d to a %s, and the state after it do not agree", status, x.r.Method)
+	case after.Exists && !encoded(header) && otherTag(header.Get("ETag"), after.ETag):
+		// RFC 9110, section 8.8.3: that of the answer is of what the call has made.
+		return fmt.Errorf("%w: the entity tag of its answer is another", errDisturbed)
 	case deleted && !before.Exists: // it hides from the guard what was there
 		return fmt.Errorf("the answer %d to a DELETE, and that nothing was there before it do not agree", status)
 	}
 	return nil
+}
+
+// otherTag reports whether two entity tags are there and are of different states.
+func otherTag(a, b string) bool {
+	return a != "" && b != "" && strings.TrimPrefix(a, "W/") != strings.TrimPrefix(b, "W/")
 }
 
 // readImage reads what stands at a target.

@@ -53,6 +53,7 @@ type engine struct {
 	teller    circuitTeller  // of what becomes of them
 	keeping   [16]sync.Mutex // for recording each of them
 	running   runningCalls
+	targets   targets // that guarded calls are at
 
 	escalations escalating
 

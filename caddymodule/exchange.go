@@ -45,10 +45,12 @@ type exchange struct {
 	wait    time.Time   // when a retry stops waiting for a running execution
 	probing *probing    // the probe that this call makes
 	earlier guard.Cause // of the doubt in which the attempt before this one stands; empty without one
+	before  string      // the checkpoint of that attempt, if it has one
 
 	story    story
 	capture  capture
-	verified bool // its tokens, or that it needs none
+	window   *window // in which nobody else must change what is restored; nil without
+	verified bool    // its tokens, or that it needs none
 
 	doubtful bool // it was forwarded, and is in doubt
 	found    bool // an execution of this id was met
@@ -81,6 +83,7 @@ func (x *exchange) close() {
 	x.unpublish()
 	x.giveTokensBack()
 	x.probed()
+	x.window.close()
 	if x.body != nil {
 		_ = x.body.Close()
 	}
@@ -256,9 +259,9 @@ func (x *exchange) admit(found guard.Finding) (leave func(), err error) {
 // claim makes this call the owner of its key. guard.ErrTaken says to look again. A call
 // that is refused may have been executed before.
 func (x *exchange) claim(found guard.Finding) (*guard.Execution, error) {
-	x.earlier = ""
+	x.earlier, x.before = "", ""
 	if found.Standing == guard.Doubtful && x.probing == nil { // which has not denied it
-		x.earlier = found.Record.Cause
+		x.earlier, x.before = found.Record.Cause, found.Record.Checkpoint
 	}
 	execution, err := x.own(found)
 	return execution, x.refusedInDoubt(err)

@@ -115,6 +115,9 @@ func (x *exchange) settleLater(e *guard.Execution, outcome guard.Outcome, answer
 // forward hands the call to the next handler. Where it is proven that not a byte
 // was sent because the connection had gone stale, it does so once more.
 func (x *exchange) forward(ctx context.Context, e *guard.Execution, next caddyhttp.Handler) forwarding {
+	if x.h.restores {
+		defer x.engine.targets.write(x.place(), x.window)()
+	}
 	var armed context.Context
 	cut := func() bool { return armed.Err() != nil }
 	rec := answer.NewRecorder(x.w, recording{e, x}, marked(x.marks("executed"), x.call.Checkpoint), cut)
@@ -246,14 +249,20 @@ const upstreamStatus = "http.reverse_proxy.status_code"
 // masked reports that a handler behind the guard has put status in the place of one of
 // the upstream's that leaves open whether the call was executed (P6).
 func (x *exchange) masked(status int) bool {
-	repl := replacer(x.r)
-	value, _ := repl.Get(upstreamStatus)
-	upstream, ok := value.(int)
-	if !ok || upstream == status {
+	upstream := x.upstreamsOwn()
+	if upstream == 0 || upstream == status {
 		return false
 	}
-	_, retryAfter := repl.Get("http.reverse_proxy.header.Retry-After")
+	_, retryAfter := replacer(x.r).Get("http.reverse_proxy.header.Retry-After")
 	return x.action.rules.Judge(upstream, retryAfter) == guard.InDoubt
+}
+
+// upstreamsOwn is the status of the answer that came from the upstream, whatever handlers
+// behind the guard have made of it; 0 where none came through a proxy.
+func (x *exchange) upstreamsOwn() int {
+	value, _ := replacer(x.r).Get(upstreamStatus)
+	status, _ := value.(int)
+	return status
 }
 
 // late names the deadline as the cause where it has passed.

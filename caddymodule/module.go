@@ -160,6 +160,7 @@ type Handler struct {
 	fingerprints      fingerprint.Config
 	upstream          caddyhttp.Handler
 	upstreamHash      string // of where requests of the guard's own go
+	restores          bool   // an action of it restores
 	fallback          caddyhttp.Handler
 	proxy             *atomic.Pointer[transport.Transport] // behind it, where that is known
 	probes            *prober

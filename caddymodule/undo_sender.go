@@ -84,6 +84,9 @@ func (s *undoSender) dispatch(ctx context.Context, o *undo.Outgoing) (*undo.Answ
 	if err != nil {
 		return nil, unsent(undo.ReasonNoUpstream, fmt.Errorf("the path of the undo cannot be read: %w", err))
 	}
+	if !circuits.Safe(o.Method) && way.h.restores {
+		defer s.e.targets.write(targetName(way.h.upstreamName(), target.EscapedPath()), nil)()
+	}
 	u := undoCall{Outgoing: o, way: way, server: server, target: target, header: undoHeader(o, configured)}
 	answer, again, err := u.forward(ctx)
 	if again {

@@ -13,7 +13,7 @@ func fullSnapshot() Snapshot {
 	m := Message{Header: map[string][]string{"A": {"", "x"}, "B": nil}, ContentType: "t", Body: []byte("body")}
 	return Snapshot{
 		Undo: []byte(`{"guard":"g"}`),
-		ID:   "id", Workflow: "w", Caller: guard.CallerHash{1}, Execution: guard.Key{2}, Action: "a", Upstream: "u",
+		ID:   "id", Workflow: "w", Caller: guard.CallerHash{1}, Execution: guard.Key{2}, First: "f", Action: "a", Upstream: "u",
 		Way: Irreversible, Reason: ReasonTooLarge, Created: at, Expires: at.Add(time.Hour), Credentials: 7,
 		Request: Request{Method: "PUT", Host: "h", Path: "/p", Query: "q", Message: m},
 		Image:   &Image{Exists: true, Status: 200, ETag: "e", Message: m},
@@ -22,7 +22,7 @@ func fullSnapshot() Snapshot {
 
 func fullResult() Result {
 	s := fullSnapshot()
-	return Result{Status: 201, Reason: ReasonUnkept, Answer: s.Request.Message, Image: s.Image}
+	return Result{Status: 201, Upstream: 202, Reason: ReasonUnkept, Answer: s.Request.Message, Image: s.Image}
 }
 
 // filled reports an empty member, so that a new one is not forgotten.

@@ -93,6 +93,32 @@ func (v *Vault) Open(ctx context.Context, id string, want Want) (*Checkpoint, er
 // verified by its own token. The errors are ErrUnknown, also for a call that is undone in
 // another way, ErrTampered and ErrStore.
 func (v *Vault) Before(ctx context.Context, id string) (*Image, error) {
+	s, err := v.standing(ctx, id)
+	switch {
+	case err != nil:
+		return nil, err
+	case s.Way != Restore || s.Image == nil:
+		return nil, ErrUnknown
+	}
+	return s.Image, nil
+}
+
+// First is the checkpoint of the first attempt of a call, as Snapshot.First has it for the
+// attempt after the one whose checkpoint is named; itself where it has gone or cannot be
+// read. The error is ErrStore.
+func (v *Vault) First(ctx context.Context, id string) (string, error) {
+	s, err := v.standing(ctx, id)
+	switch {
+	case err == nil:
+		return s.Root(), nil
+	case errors.Is(err, ErrUnknown), errors.Is(err, ErrTampered):
+		return id, nil
+	}
+	return "", err
+}
+
+// standing is a snapshot as the store has it.
+func (v *Vault) standing(ctx context.Context, id string) (*Snapshot, error) {
 	n := v.name(id)
 	at, _, err := v.part(ctx, n, kindSnapshot)
 	if err != nil {
@@ -106,13 +132,10 @@ func (v *Vault) Before(ctx context.Context, id string) (*Image, error) {
 		return nil, err
 	}
 	s, err := decodeSnapshot(plain)
-	switch {
-	case err != nil:
+	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
-	case s.Way != Restore || s.Image == nil:
-		return nil, ErrUnknown
 	}
-	return s.Image, nil
+	return s, nil
 }
 
 // result reads the result that stands at a part; nil where there is none.

@@ -63,6 +63,8 @@ func (s *Snapshot) check() error {
 	switch {
 	case s.ID == "" || len(s.ID) > maxID:
 		return fmt.Errorf("%w: an id of %d bytes, from 1 to %d", ErrInvalid, len(s.ID), maxID)
+	case len(s.First) > maxID:
+		return fmt.Errorf("%w: a first attempt's id of %d bytes, at most %d", ErrInvalid, len(s.First), maxID)
 	case max(len(s.Workflow), len(s.Action), len(s.Upstream)) > maxName:
 		return fmt.Errorf("%w: a workflow, action or upstream of more than %d bytes", ErrInvalid, maxName)
 	case s.Way < Restore || s.Way > Irreversible:

@@ -31,7 +31,7 @@ func (v *Vault) Record(ctx context.Context, h Handle, r Result, maxImage int) (*
 	plain := r.encode()
 	at := split(plain)
 	if err := v.keep(ctx, v.pieces(h.name, kindResult, at, plain, h.expires)); err != nil {
-		plain = (&Result{Status: r.Status, Reason: ReasonUnkept}).encode()
+		plain = (&Result{Status: r.Status, Upstream: r.Upstream, Reason: ReasonUnkept}).encode()
 		at = split(plain)
 	}
 	p := &Pending{turn: turn, handle: h, sum: at.sum}
@@ -87,7 +87,7 @@ func (r *Result) fit(maxImage int) {
 		body = max(body, len(r.Image.Body))
 	}
 	if body > maxImage || rest > maxFields {
-		*r = Result{Status: r.Status, Reason: ReasonTooLarge}
+		*r = Result{Status: r.Status, Upstream: r.Upstream, Reason: ReasonTooLarge}
 	}
 }
 

@@ -2,6 +2,7 @@ package checkpoint
 
 import (
 	"bytes"
+	"cmp"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -18,6 +19,10 @@ type Snapshot struct {
 	Caller   guard.CallerHash
 	// Execution is the key of the guarded call.
 	Execution guard.Key
+	// First is the checkpoint of the first attempt, where the call may have run before
+	// this one: both are one execution, of one effect, and are undone once. Its own id where
+	// the earlier attempt has no checkpoint; empty where there was none.
+	First string
 	// Action is the configured name of the call's kind.
 	Action string
 	// Upstream is where the call goes: recorded credentials are used there only.
@@ -40,6 +45,9 @@ type Snapshot struct {
 	// the call leaves, whatever the configuration says later. Empty where it cannot be.
 	Undo []byte
 }
+
+// Root is the checkpoint that all attempts of the call share: that of the first.
+func (s *Snapshot) Root() string { return cmp.Or(s.First, s.ID) }
 
 // Reversible is what the token says in cascade.reversible.
 func (s *Snapshot) Reversible() bool { return s.Way != Irreversible }
@@ -75,6 +83,9 @@ type Image struct {
 type Result struct {
 	// Status of the answer; 0 without one.
 	Status int
+	// Upstream is the status of the upstream's own answer, whatever handlers on the way have
+	// made of it; 0 where none is known.
+	Upstream int
 	// Reason is why the call cannot be undone although its token says that it can;
 	// empty where it can be.
 	Reason Reason
@@ -104,6 +115,8 @@ const (
 	tagAnswer
 	tagCredentials
 	tagUndo
+	tagUpstreamStatus
+	tagFirst
 )
 
 // The tags inside a request, an answer and an image.
@@ -127,6 +140,7 @@ func (s *Snapshot) encode() []byte {
 	e.string(tagWorkflow, s.Workflow)
 	e.bytes(tagCaller, s.Caller[:])
 	e.bytes(tagExecution, s.Execution[:])
+	e.string(tagFirst, s.First)
 	e.string(tagAction, s.Action)
 	e.string(tagUpstream, s.Upstream)
 	e.int(tagWay, int64(s.Way))
@@ -157,6 +171,8 @@ func decodeSnapshot(b []byte) (*Snapshot, error) {
 			d.fill(s.Caller[:])
 		case tagExecution:
 			d.fill(s.Execution[:])
+		case tagFirst:
+			s.First = d.string()
 		case tagAction:
 			s.Action = d.string()
 		case tagUpstream:
@@ -190,6 +206,7 @@ func decodeSnapshot(b []byte) (*Snapshot, error) {
 func (r *Result) encode() []byte {
 	e := salted(256 + r.Answer.size() + r.Image.size())
 	e.int(tagStatus, int64(r.Status))
+	e.int(tagUpstreamStatus, int64(r.Upstream))
 	e.string(tagReason, string(r.Reason))
 	var answer encoder
 	answer.message(&r.Answer)
@@ -208,6 +225,8 @@ func decodeResult(b []byte) (*Result, error) {
 		switch d.tag {
 		case tagStatus:
 			r.Status = int(d.int())
+		case tagUpstreamStatus:
+			r.Upstream = int(d.int())
 		case tagReason:
 			r.Reason = Reason(d.string())
 		case tagAnswer:

@@ -54,6 +54,9 @@ const (
 	ReasonNoAction Reason = "no-action"
 	// ReasonNoImage: what stood there could not be fetched.
 	ReasonNoImage Reason = "no-image"
+	// ReasonChanged: somebody else has changed what stood there while the call ran, so that
+	// nobody knows what is the call's own.
+	ReasonChanged Reason = "changed-meanwhile"
 	// ReasonAbsent: a value that the undo needs is not there.
 	ReasonAbsent Reason = "absent-value"
 	// ReasonMethod: what a call with this method has done cannot be put back.

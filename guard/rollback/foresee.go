@@ -29,6 +29,9 @@ func (c *Coordinator) foresee(ctx context.Context, s *Step) {
 		s.What, s.Reason = plan.Escalate, reasonTampered
 	case err == nil && opened.Result != nil && opened.Result.Reason != "":
 		s.What, s.Reason = plan.Escalate, string(undo.ReasonIrreversible)
+		if opened.Result.Reason == checkpoint.ReasonChanged {
+			s.Reason = string(undo.ReasonChanged)
+		}
 	case err == nil && undo.Lacks(opened):
 		s.What, s.Reason, s.Unknown = plan.Escalate, string(undo.ReasonUnfilled), true
 	}

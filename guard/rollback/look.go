@@ -62,6 +62,11 @@ func (c *Coordinator) glance(ctx context.Context, cp *Checkpoint, rollback strin
 	case err != nil && !errors.Is(err, guard.ErrUnknown):
 		return s, fmt.Errorf("%w: %w", ErrStore, err)
 	case err != nil || !found.Record.Announced(cp.ID): // the key is free, or another call's
+		if err == nil {
+			if later, is, err := c.later(ctx, s, &found, rollback); is || err != nil {
+				return later, err
+			}
+		}
 		if told != plan.NeverRan || opened.Result != nil {
 			s.state = plan.Standing
 		}

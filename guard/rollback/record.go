@@ -102,9 +102,19 @@ func (c *Coordinator) reread(ctx context.Context, r *run, i int) (landed bool, e
 	return step.State == StepDone, nil
 }
 
-// move takes the checkpoint's mark to where the step has ended.
+// move takes the checkpoint's mark to where the step has ended, and with it that of the
+// first attempt of its call.
 func (c *Coordinator) move(ctx context.Context, r *run, step *Step, end *ended, g *cargo) error {
-	m, damaged, err := c.mark(ctx, step.Checkpoint)
+	if end.root != "" {
+		if err := c.moveMark(ctx, r, end.root, step, end, g); err != nil {
+			return err
+		}
+	}
+	return c.moveMark(ctx, r, step.Checkpoint, step, end, g)
+}
+
+func (c *Coordinator) moveMark(ctx context.Context, r *run, id string, step *Step, end *ended, g *cargo) error {
+	m, damaged, err := c.mark(ctx, id)
 	if err != nil || damaged {
 		return err
 	}
@@ -126,7 +136,7 @@ func (c *Coordinator) move(ctx context.Context, r *run, step *Step, end *ended, 
 	case end.way != 0: // it was tried, and what came of it is known
 		doubt = ""
 	}
-	p, err := c.o.Vault.Move(ctx, step.Checkpoint, m, checkpoint.Step{To: to, Rollback: r.id, Doubt: doubt})
+	p, err := c.o.Vault.Move(ctx, id, m, checkpoint.Step{To: to, Rollback: r.id, Doubt: doubt})
 	if errors.Is(err, checkpoint.ErrStep) {
 		return nil // as from escalated to escalated by another one
 	}

@@ -1,6 +1,7 @@
 package rollback
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -30,6 +31,7 @@ type ended struct {
 	cancelled bool
 	way       checkpoint.Way
 	call      guard.Undoing // what is refused from now on, where it is completed
+	root      string        // the checkpoint of its first attempt; empty where it is that itself
 	token     Checkpoint
 }
 
@@ -190,7 +192,7 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 		case then == plan.Expired:
 			return escalated(reasonExpired), nil
 		}
-		return c.send(ctx, r, s)
+		return c.once(ctx, r, r.step(i).Checkpoint, s)
 	}
 }
 
@@ -219,10 +221,10 @@ func (c *Coordinator) await(ctx context.Context, r *run, key guard.Key) (over bo
 // send lets the Undoer undo a call that ran. What another rollback has left in doubt goes on
 // under that one's key: only so can it be sent again, or asked for (DESIGN, "Checkpoints and
 // rollback").
-func (c *Coordinator) send(ctx context.Context, r *run, s sight) (ended, error) {
+func (c *Coordinator) send(ctx context.Context, r *run, s sight, doubt string) (ended, error) {
 	brief := r.brief()
 	task := undo.Task{Rollback: r.id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
-	if first := s.opened.Mark.Doubt; first != "" && first != r.id {
+	if first := cmp.Or(doubt, s.opened.Mark.Doubt); first != "" && first != r.id {
 		task.Rollback, task.Again = first, r.id
 	}
 	result, err := c.o.Undoer.Undo(ctx, task)

@@ -40,13 +40,25 @@ func TestRefusedCallsNeedNoUndo(t *testing.T) {
 			bubble(t, func(t *testing.T, r *rig) {
 				r.answers(200)
 				task := task(way, undo.Spec{})
-				task.Checkpoint.Result.Status = status
+				task.Checkpoint.Result.Upstream = status
 				if got := r.undo(task); !got.Done || len(r.changing()) == 0 != refused {
 					t.Errorf("%v %d: %+v, sent %d times", way, status, got, len(r.changing()))
 				}
 			})
 		}
 	}
+}
+
+// P6: a refusal says nothing of an attempt before it.
+func TestARefusedAttemptIsUndone(t *testing.T) {
+	bubble(t, func(t *testing.T, r *rig) {
+		r.answers(200)
+		task := task(checkpoint.Compensate, undo.Spec{})
+		task.Checkpoint.Result.Upstream, task.Checkpoint.Snapshot.First = 400, "ckpt-0"
+		if got := r.undo(task); !got.Done || len(r.changing()) != 1 {
+			t.Errorf("%+v, sent %d times", got, len(r.changing()))
+		}
+	})
 }
 
 // What a delegate is asked.

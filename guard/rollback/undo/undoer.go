@@ -73,8 +73,12 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	}
 	c := t.Checkpoint
 	way := c.Snapshot.Way
-	if (way == checkpoint.Compensate || way == checkpoint.Delegate) && c.Result != nil && Refused(c.Result.Status) {
+	if (way == checkpoint.Compensate || way == checkpoint.Delegate) && c.Result != nil && Refused(c.Result.Upstream) &&
+		c.Snapshot.First == "" { // a refusal says nothing of an attempt before it
 		return Result{Done: true}, nil
+	}
+	if c.Result != nil && c.Result.Reason == checkpoint.ReasonChanged {
+		return Result{Reason: ReasonChanged}, nil // whatever on_changed says: what is to be put back is not known
 	}
 	if c.Snapshot.Way == checkpoint.Irreversible || c.Result != nil && c.Result.Reason != "" {
 		return Result{Reason: ReasonIrreversible}, nil
@@ -94,8 +98,8 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	return Result{Reason: ReasonUnfilled}, nil
 }
 
-// Refused reports that a call had no effect, by the status of the upstream's own answer: a
-// declined payment is not refunded. 408 says nothing of it, and 409 may speak of an earlier
+// Refused reports that a call had no effect, by the status of the upstream's own answer, 0
+// where that is not known: a declined payment is not refunded. 408 says nothing of it, and 409 may speak of an earlier
 // attempt. It counts for what is compensated or delegated; what is restored is compared.
 func Refused(status int) bool {
 	return status/100 == 4 && status != http.StatusRequestTimeout && status != http.StatusConflict

@@ -1,0 +1,42 @@
+package caddymodule
+
+import "testing"
+
+func TestTargets(t *testing.T) {
+	var all targets
+	a, b := targetName("u", "/Docs/%41/"), targetName("u", "//docs/a")
+	if other := targetName("u", "/docs/b"); a != b || a == other || a == targetName("v", "/docs/a") {
+		t.Errorf("%q, %q, %q", a, b, other)
+	}
+	// Alone, one after the other, and beside another target.
+	first := all.open(a)
+	elsewhere := all.open(targetName("u", "/docs/b"))
+	all.write(a, first)()
+	if first.close() || elsewhere.close() || first.close() {
+		t.Error("nobody else has written there")
+	}
+	// A call that only looks disturbs nobody; whoever writes disturbs all others.
+	first, second := all.open(a), all.open(b)
+	over := all.write(a, first)
+	third := all.open(a)
+	over()
+	if first.close() || !second.close() || !third.close() {
+		t.Error("a write was not told to those beside it, or to its own call")
+	}
+	// Two that write at the same time disturb each other, also one without a window.
+	first = all.open(a)
+	over = all.write(a, first)
+	all.write(a, nil)()
+	over()
+	second = all.open(a)
+	over = all.write(a, nil)
+	over2 := all.write(a, second)
+	over()
+	over2()
+	if !first.close() || !second.close() || (*window)(nil).close() {
+		t.Error("writes at the same time went unnoticed")
+	}
+	if len(all.all) != 0 {
+		t.Errorf("%d targets are left", len(all.all))
+	}
+}

@@ -1,0 +1,71 @@
+package rollback
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
+)
+
+// The attempts of one execution have a checkpoint each, and one effect between them. That is
+// undone once (P1): by what is known of the last attempt, and under the mark of the first,
+// which whoever undoes one of them holds.
+
+// later is the sight of the last attempt of a call that has a later one than s.
+func (c *Coordinator) later(ctx context.Context, s sight, found *guard.Recorded, rollback string) (_ sight, is bool, _ error) {
+	id := found.Record.Checkpoint
+	if id == "" {
+		return s, false, nil
+	}
+	cp, tampered, err := c.token(ctx, id)
+	if err != nil || tampered || !cp.Own {
+		return s, false, err
+	}
+	opened, err := c.o.Vault.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires, Rollback: rollback})
+	switch {
+	case errors.Is(err, checkpoint.ErrStore):
+		return s, false, fmt.Errorf("%w: %w", ErrStore, err)
+	case err != nil:
+		return s, false, nil // what is known of the earlier one has to do
+	}
+	if snap := opened.Snapshot; snap.Execution != s.call.Key || snap.First == "" || snap.First != s.opened.Snapshot.Root() {
+		return s, false, nil // another call has the key now
+	}
+	s.opened, s.call.Checkpoint, s.state = opened, cp.ID, plan.Standing
+	if found.Standing == guard.RunningHere || found.Standing == guard.RunningElsewhere {
+		s.state = plan.InFlight
+	}
+	return s, true, nil
+}
+
+// once undoes a call, unless another of its attempts was undone. id is the checkpoint of the
+// step.
+func (c *Coordinator) once(ctx context.Context, r *run, id string, s sight) (ended, error) {
+	root := s.opened.Snapshot.Root()
+	m, damaged, err := c.mark(ctx, root)
+	switch {
+	case err != nil:
+		return ended{}, err
+	case root == id:
+		return c.send(ctx, r, s, m.Doubt)
+	case damaged:
+		return failed(reasonTampered), nil
+	case m.State == checkpoint.Undone:
+		e := undone()
+		e.call = s.call
+		return e, nil
+	case m.State == checkpoint.Undoing && m.Rollback != r.id:
+		return c.busy(r, m.Rollback)
+	case m.State != checkpoint.Undoing:
+		err := c.o.Vault.Advance(ctx, root, m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt})
+		if err != nil {
+			return ended{}, fmt.Errorf("%w: %w", ErrStore, err) // look again
+		}
+	}
+	e, err := c.send(ctx, r, s, m.Doubt)
+	e.root = root
+	return e, err
+}
