@@ -14,7 +14,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -64,8 +63,9 @@ func (q *question) check(who *Asker, body []byte) error {
 		return refused(ect.CodeLevel) // C-6.1-a
 	case t.Workflow() == "":
 		return refused(ect.CodeWorkflow)
-	case q.dialect != ect.Cascade && t.Event() != ect.EventRollbackRequest:
-		return refused(ect.CodeAction) // E-rollback-request-b
+	case t.Event() != ect.EventRollbackRequest:
+		// Whoever was shown a token that says something else could ask with it (ADR 0043).
+		return refusedFor(ect.CodeAction, "Only a token whose exec_act is rollback_request, or that of an older draft, asks for a rollback.")
 	case q.dialect == ect.ATD && len(t.Parents()) != 1:
 		return refused(ect.CodeParents)
 	}
@@ -78,18 +78,21 @@ func (q *question) request(who *Asker, body []byte) (rollback.Request, error) {
 	wanted := rollback.Request{
 		Token: t.ID(), By: t.Issuer(), Lineage: q.Lineage, Coordinator: q.coordinator(t.Issuer()),
 	}
-	var err error
-	if q.dialect == ect.ATD {
-		err = wholeInToken(&wanted, t)
-	} else {
-		err = parseBody(&wanted, body, q.dialect)
-	}
+	said, err := q.said(t, body)
 	if err != nil {
 		return wanted, err
 	}
+	if err := bind(said, t, q.dialect); err != nil {
+		return wanted, err
+	}
+	wanted.ID, wanted.Checkpoint, wanted.Reason, wanted.Urgency = said.id, said.checkpoint, said.reason, said.urgency
+	if wanted.Scope, err = ParseScope(said.scope, said.cascade); err != nil {
+		return wanted, err
+	}
 	wanted.Error, err = q.cause(t)
-	if err == nil && wanted.Error == "" && q.dialect == ect.AERR {
-		err = refused(ect.CodeParents) // E-rollback-request-b
+	wanted.Unnamed = !names(t, said.checkpoint)
+	if q.dialect == ect.AERR && wanted.Error == "" {
+		wanted.Unnamed = true // E-rollback-request-b: only the error that led to it will do
 	}
 	return wanted, err
 }
@@ -175,6 +178,9 @@ func (q *question) accept(who *Asker, wanted rollback.Request) (*rollback.Rollba
 func (q *question) execute(ctx context.Context, who *Asker, wanted *rollback.Request, use evidence.Use, known bool) (*rollback.Rollback, error) {
 	if known {
 		r, err := q.Coordinator.Execute(ctx, *wanted)
+		if err == nil && wanted.Unnamed && wanted.Error == "" {
+			err = rollback.ErrUnnamed
+		}
 		if err == nil {
 			err = q.Tokens.Enter(ctx, who.All)
 		}
@@ -273,20 +279,6 @@ func useOf(r *rollback.Request) evidence.Use {
 		_, _ = sum.Write([]byte(part))
 	}
 	return evidence.Use(sum.Sum(nil))
-}
-
-// wholeInToken reads ATD's form, which says everything in the token.
-func wholeInToken(into *rollback.Request, t *ect.Token) error {
-	into.ID, into.Checkpoint = t.ID(), t.Parents()[0]
-	into.Reason, _ = t.Ext().Text(ect.MemberReason)
-	into.Scope = plan.Single
-	if cascade, _ := t.Ext().Bool(ect.MemberCascade); cascade {
-		into.Scope = plan.SubDAG
-	}
-	if len(into.Reason) > maxReason {
-		return refused(ect.CodeExt)
-	}
-	return nil
 }
 
 func refused(code ect.Code) error { return &ect.Error{Code: code} }

@@ -30,7 +30,7 @@ func TestCascade432Execute(t *testing.T) {
 	}
 	want := rollback.Request{
 		ID: askedID, Checkpoint: point, Scope: plan.SubDAG, Reason: "a cause", Urgency: "high",
-		Token: token.ID(), Error: failure, By: alice, Lineage: plan.Ancestor,
+		Token: token.ID(), Error: failure, Unnamed: true, By: alice, Lineage: plan.Ancestor,
 	}
 	if s.accepted[askedID] != want {
 		t.Errorf("%+v, want %+v", s.accepted[askedID], want)
@@ -45,7 +45,7 @@ func TestCascade432Execute(t *testing.T) {
 func TestCascade413Scope(t *testing.T) {
 	for more, want := range map[string]plan.Scope{
 		``: plan.Single, `, "cascade": false`: plan.Single, `, "cascade": true`: plan.SubDAG,
-		`, "cascade": true, "scope": "single"`: plan.Single, `, "scope": null`: plan.Single,
+		`, "cascade": true, "scope": "sub_dag"`: plan.SubDAG, `, "cascade": false, "scope": "single"`: plan.Single, `, "scope": null`: plan.Single,
 	} {
 		s := newSite(t)
 		s.post(Path, body(askedID, point, more), issued(t, alice, claims(flow))).document(http.StatusOK)
@@ -75,6 +75,7 @@ func TestCascade432MalformedRequests(t *testing.T) {
 		"an id that is none": `{"rollback_id": "x", "checkpoint_id": "c"}`, "the nil id": body("00000000-0000-0000-0000-000000000000", point, ""),
 		"another phase": `{"rollback_id": "urn:uuid:` + askedID + `", "checkpoint_id": "c", "phase": "prepare"}`,
 		"another scope": body(askedID, point, `, "scope": "all"`), "a wrong type": body(askedID, point, `, "cascade": "true"`),
+		"both at once": body(askedID, point, `, "scope": "single", "cascade": true`), "neither": body(askedID, point, `, "scope": "sub_dag", "cascade": false`),
 		"a number": body(askedID, point, `, "reason": 1`), "a duplicate": body(askedID, point, `, "checkpoint_id": "c"`),
 		"something behind": body(askedID, point, "") + "{}", "no UTF-8": body(askedID, point, ", \"reason\": \"\xff\""),
 		"a long reason": body(askedID, point, `, "reason": "`+strings.Repeat("x", 513)+`"`), "a control character": body(askedID, "a\n", ""),
@@ -201,7 +202,9 @@ func TestAERRRollbackRequest(t *testing.T) {
 		if r := s.accepted[askedID]; r.Error != failure || r.Scope != plan.SubDAG || r.Reason != "why" {
 			t.Errorf("%+v", r)
 		}
-		s.post(path, body(askedID, point, ""), issued(t, alice, claims(flow, in(ect.AERR), parents(point)))).refused(403, "ect-invalid", "par")
+		for _, id := range []string{askedID, "11b1c2d3-e4f5-4789-abcd-ef0123456789"} {
+			s.post(path, body(id, point, `, "cascade": true, "reason": "why"`), issued(t, alice, claims(flow, in(ect.AERR), parents(point)))).refused(403, "ect-invalid", "par")
+		}
 	}
 }
 

@@ -87,6 +87,9 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	if r.Operator == "" && !r.Coordinator && !g.MayAsk(r.By, r.Checkpoint, r.Lineage) {
 		return nil, ErrNotInWorkflow
 	}
+	if r.Unnamed && !g.Follows(r.Error, r.Checkpoint) {
+		return nil, ErrUnnamed
+	}
 	now, err := c.now(ctx)
 	if err != nil {
 		return nil, err

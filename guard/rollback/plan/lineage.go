@@ -47,6 +47,18 @@ func (g *Graph) MayAsk(requester, checkpoint string, policy Lineage) bool {
 	return some
 }
 
+// Follows reports whether a node follows from a checkpoint, or from what it was made for:
+// an error that does is one that its rollback can be asked for.
+func (g *Graph) Follows(id, checkpoint string) bool {
+	target, known := g.checkpoint(checkpoint)
+	i, there := g.index[id]
+	if !known || !there {
+		return false
+	}
+	d := draft{Graph: g}
+	return d.reach(d.withGuards(g.contained(target)))[g.after[i]]
+}
+
 // spread marks the requester's nodes and what follows from them by the tokens. A group
 // does not follow from what it contains. With any, it goes along every link, and
 // against it too.
