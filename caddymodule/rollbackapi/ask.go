@@ -5,7 +5,6 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
-	"slices"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
@@ -28,9 +27,6 @@ const (
 func (q *question) ask() error {
 	who, err := q.Ask(q.r)
 	if err != nil {
-		if q.dialect == ect.ATD && isCode(err, ect.CodeParentUnknown) {
-			return notInWorkflow() // its parent is the checkpoint
-		}
 		return err
 	}
 	body, err := q.body()
@@ -47,6 +43,9 @@ func (q *question) ask() error {
 	wanted, err := q.request(who, body)
 	if err != nil {
 		return err
+	}
+	if who.Unseen {
+		return q.unseen(who.Token, wanted.Checkpoint)
 	}
 	r, err := q.accept(who, wanted)
 	if err != nil {
@@ -252,6 +251,20 @@ func (q *question) inWorkflow(ctx context.Context, t *ect.Token, checkpoint stri
 	return nil
 }
 
+// unseen refuses a token for its parents, as it would be refused if these were there: after
+// the same checks, and counted alike (P3).
+func (q *question) unseen(t *ect.Token, checkpoint string) error {
+	if err := q.limit(&q.counted.issuer, q.Limit.Issuer, t.Issuer()); err != nil {
+		return err
+	}
+	ctx, cancel := q.wait(acceptTime)
+	defer cancel()
+	if err := q.inWorkflow(ctx, t, checkpoint); err != nil {
+		return err
+	}
+	return notInWorkflow()
+}
+
 // counted says by whose bounds a request was counted: once, however often it is tried.
 type counted struct{ issuer, workflow bool }
 
@@ -282,8 +295,3 @@ func useOf(r *rollback.Request) evidence.Use {
 }
 
 func refused(code ect.Code) error { return &ect.Error{Code: code} }
-
-func isCode(err error, codes ...ect.Code) bool {
-	var refusal *ect.Error
-	return errors.As(err, &refusal) && slices.Contains(codes, refusal.Code)
-}

@@ -106,9 +106,25 @@ func TestP3UnknownAndForeignAreOne(t *testing.T) {
 	same(t, "of another workflow", unknown, s.post(Path, body(askedID, point, ""), issued(t, alice, claims(foreign))))
 	same(t, "of others", unknown, s.post(Path, body(askedID, point, ""), issued(t, mallory, claims(flow))))
 	same(t, "in ATD's words", unknown, s.post(ATDPath, "", issued(t, mallory, claims(flow, in(ect.ATD), parents(point)))))
-	s.refuse = &ect.Error{Code: ect.CodeParentUnknown}
-	same(t, "a parent that is unknown", unknown, s.send(ATDPath, ""))
-	s.refuse = nil
+	for _, c := range []struct{ path, text string }{
+		{Path, body(askedID, "d1b1c2d3-e4f5-6789-abcd-ef0123456789", "")}, {Path, body(askedID, point, "")}, {ATDPath, ""}, {AERRPath, body(askedID, point, "")},
+	} {
+		token := issued(t, mallory, claims(flow, in(ect.ATD)))
+		s.asking = &Asker{Token: token, All: []*ect.Token{token}, Unseen: true}
+		same(t, "a parent that is unknown", unknown, s.send(c.path, c.text))
+	}
+	// What else is wrong is told alike, and what is counted is counted alike.
+	limited := newSite(t, func(o *Options) { o.Rate = 1 })
+	for _, unseen := range []bool{false, true} {
+		task := issued(t, mallory, claims(flow, func(c *ect.Claims) { c.Action = "task" }))
+		limited.asking = &Asker{Token: task, All: []*ect.Token{task}, Unseen: unseen}
+		limited.send(Path, body(askedID, point, "")).refused(403, "ect-invalid", "exec_act")
+		token := issued(t, []string{mallory, mallory + "2"}[map[bool]int{true: 1}[unseen]], claims(flow))
+		limited.asking = &Asker{Token: token, All: []*ect.Token{token}, Unseen: unseen}
+		limited.send(Path, "{}").refused(400, "parameter-invalid", "")
+		limited.send(Path, body(askedID, point, "")).refused(403, "not-in-workflow", "")
+		limited.send(Path, body(askedID, point, "")).refused(429, "quota-exceeded", "")
+	}
 	if len(s.entered)+len(s.bound)+s.executed > 0 {
 		t.Errorf("entered %v, bound %v", s.entered, s.bound)
 	}
