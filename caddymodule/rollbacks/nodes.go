@@ -60,6 +60,7 @@ func (l *Ledger) Nodes(ctx context.Context, wid, target string) ([]plan.Node, er
 		records = append(records, graph.RecordOf(&entries[i], v.own(entries[i].Issuer)))
 	}
 	nodes := nodesOf(workflow.New(records), by)
+	begun(nodes, entries)
 	if wid == "" {
 		return only(nodes, target), nil
 	}
@@ -184,6 +185,19 @@ func nodesOf(g *workflow.Graph, by map[string]string) []plan.Node {
 		nodes = append(nodes, node)
 	}
 	return nodes
+}
+
+// begun says in which order the nodes began, which is that of the entries.
+func begun(nodes []plan.Node, entries []ledger.Entry) {
+	places := make(map[string]int, len(entries))
+	for i := range entries {
+		if _, twice := places[entries[i].ID]; !twice {
+			places[entries[i].ID] = i
+		}
+	}
+	for i := range nodes {
+		nodes[i].Start = places[nodes[i].ID]
+	}
 }
 
 // stateOf is how a checkpoint stands by what was told of it. A group stands until all that

@@ -1,9 +1,6 @@
 package plan
 
-import (
-	"cmp"
-	"slices"
-)
+import "slices"
 
 // Plan makes the plan of a rollback. It fails with *ScopeError, *UnknownError or
 // *CycleError. What speaks against executing it is in the plan.
@@ -49,7 +46,9 @@ func (d *draft) plan() (*Plan, error) {
 		p.Levels[height-1] = append(p.Levels[height-1], d.step(i, d.Now))
 	}
 	for _, level := range p.Levels {
-		slices.SortFunc(level, func(a, b Step) int { return cmp.Compare(b.Checkpoint, a.Checkpoint) })
+		slices.SortFunc(level, func(a, b Step) int {
+			return latestFirst(&d.nodes[d.index[a.Checkpoint]], &d.nodes[d.index[b.Checkpoint]])
+		})
 	}
 	d.rest(p)
 	return p, nil

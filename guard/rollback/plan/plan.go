@@ -1,7 +1,6 @@
 package plan
 
 import (
-	"cmp"
 	"slices"
 	"time"
 )
@@ -71,7 +70,7 @@ type Step struct {
 	// Then is what is to be done after Wait if the call was executed: Escalate, Expired,
 	// Gather or Undo. Otherwise it is empty.
 	Then What `json:"then,omitempty"`
-	// Actions are those that the checkpoint was made for, the highest id first. A group
+	// Actions are those that the checkpoint was made for, the latest first. A group
 	// has none of its own.
 	Actions []string `json:"actions,omitempty"`
 }
@@ -84,8 +83,9 @@ type Plan struct {
 	Target string `json:"target"`
 	Scope  Scope  `json:"scope"`
 	// Levels are done one after the other, with a barrier between them. Each has a step,
-	// each checkpoint has one step in all of them. Within a level the highest id stands
-	// first, so that ids that grow with time come in the reverse of that.
+	// each checkpoint has one step in all of them. Within a level they stand in the reverse
+	// of their start, so that whoever takes some of them one after the other takes back the
+	// latest first.
 	Levels [][]Step `json:"levels"`
 	// Passed are the actions in the scope that no step undoes, since nobody made a
 	// checkpoint for them, in the order of their ids.
@@ -172,9 +172,10 @@ func (n *Node) what(now time.Time) (what, then What) {
 func (g *Graph) step(i int, now time.Time) Step {
 	s := Step{Checkpoint: g.nodes[i].ID}
 	s.What, s.Then = g.nodes[i].what(now)
-	for _, a := range g.guards[i] {
+	guards := slices.Clone(g.guards[i])
+	slices.SortFunc(guards, func(a, b int) int { return latestFirst(&g.nodes[a], &g.nodes[b]) })
+	for _, a := range guards {
 		s.Actions = append(s.Actions, g.nodes[a].ID)
 	}
-	slices.SortFunc(s.Actions, func(a, b string) int { return cmp.Compare(b, a) })
 	return s
 }
