@@ -119,6 +119,7 @@ type rollbackDoc struct {
 		Action, State, Status, Reason string
 		Level, Attempts               int
 	}
+	Others      int
 	Escalations []string
 	Tokens      struct{ Start, Complete string }
 	ECT         string

@@ -6,6 +6,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/graph"
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
@@ -171,6 +172,8 @@ func nodesOf(g *workflow.Graph, by map[string]string) []plan.Node {
 			node.By = name
 		}
 		switch {
+		case n.Event == workflow.Event(ect.EventWorkflowStart):
+			node.Begins = true
 		case n.Event == "":
 			node.Kind, node.Done = plan.Action, n.State == workflow.Done
 		case n.Event == workflow.Checkpoint:

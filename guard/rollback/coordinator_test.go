@@ -302,10 +302,15 @@ func TestP3WhoMayAsk(t *testing.T) {
 	if err := ask("c1", plan.FullWorkflow, own); err != nil {
 		t.Errorf("the initiator: %v", err)
 	}
-	r.ledger.nodes = append(r.ledger.nodes, plan.Node{ID: "x", Kind: plan.Action, By: "another"})
+	// A root that somebody else makes takes nothing from who was first.
+	r.ledger.nodes = append(r.ledger.nodes, plan.Node{ID: "x", Kind: plan.Action, By: "another", Start: 1})
+	if err := ask("c1", plan.FullWorkflow, own); err != nil {
+		t.Errorf("the initiator, besides others: %v", err)
+	}
+	r.ledger.nodes = append(r.ledger.nodes, plan.Node{ID: "y", Kind: plan.Action, By: "another", Start: -1})
 	var scope *plan.ScopeError
 	if err := ask("c1", plan.FullWorkflow, own); !errors.As(err, &scope) {
-		t.Errorf("one of two initiators: %v", err)
+		t.Errorf("who was not first: %v", err)
 	}
 	unnamed := func(q *rollback.Request) { q.Unnamed = true }
 	if err := ask("c1", plan.Single, unnamed); !errors.Is(err, rollback.ErrUnnamed) {

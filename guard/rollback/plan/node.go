@@ -58,6 +58,9 @@ type Node struct {
 	// Start is where the node stands in the order in which those of its workflow were
 	// begun: the higher of two is the later one. Where two are equal their ids decide.
 	Start int
+	// Begins says of an event that it tells of the begin of the workflow (workflow_start).
+	// It is a part in the workflow as an action is.
+	Begins bool
 	// Done says of an action that it is completed.
 	Done bool
 

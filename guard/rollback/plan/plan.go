@@ -57,6 +57,11 @@ type Request struct {
 	// Coordinator says that the requester has the authority of a rollback coordinator,
 	// without which there is no FullWorkflow (cascade 4.1.3).
 	Coordinator bool
+	// By and Lineage bound SubDAG and FullWorkflow to what By has a part in, and what follows
+	// from that: who has made a checkpoint for somebody else's action does not undo with it
+	// what else has followed from the action. An empty By bounds nothing.
+	By      string
+	Lineage Lineage
 	// Now is the time by which checkpoints expire: one that ends now has expired.
 	Now time.Time
 }
@@ -96,6 +101,9 @@ type Plan struct {
 	// Dependants are the completed actions that no step undoes and that depend on what
 	// the plan undoes, however indirectly, in the order of their ids.
 	Dependants []string `json:"dependants,omitempty"`
+	// Left is how many checkpoints of the workflow a FullWorkflow leaves to others, since they
+	// are not linked to what By has made. Who asks is not told which (P3).
+	Left int `json:"left,omitempty"`
 	// Missing are ids that groups in the plan contain and that are no nodes, in their
 	// order. A rollback that could not look at them is not completed (P6).
 	Missing []string `json:"missing,omitempty"`
