@@ -3,6 +3,7 @@ package caddymodule
 import (
 	"errors"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/graph"
@@ -73,6 +74,10 @@ func (h *Handler) rollbackAsker(e *engine, way *testimony, r *http.Request) (*ro
 		err = way.checkTelling(r.Context(), &tokens, ect.EventRollbackRequest)
 	}
 	h.counts.Token(tokenResult(&tokens, err))
+	unseen := ofParents(err)
+	if unseen {
+		tokens, err = way.unseen(r)
+	}
 	if err != nil {
 		if refusal := (*ect.Error)(nil); errors.As(err, &refusal) {
 			return nil, err
@@ -90,9 +95,35 @@ func (h *Handler) rollbackAsker(e *engine, way *testimony, r *http.Request) (*ro
 		}
 		return nil, &ect.Error{Code: ect.CodeMissing}
 	case 1:
-		return &rollbackapi.Asker{Token: tokens.own[0], All: tokens.all, Late: tokens.late}, nil
+		return &rollbackapi.Asker{Token: tokens.own[0], All: tokens.all, Late: tokens.late, Unseen: unseen}, nil
 	}
 	p := problem.New(problem.ECTInvalid, "Several tokens ask at once; send the one that asks, and at most what led to it.")
 	p.Reason = "several"
 	return nil, p
+}
+
+// ofParents reports whether it is for its parents that a token was refused, or may be.
+func ofParents(err error) bool {
+	var refusal *ect.Error
+	return errors.As(err, &refusal) && slices.Contains([]ect.Code{
+		ect.CodeParentUnknown, ect.CodeParentLater, ect.CodeLevel, ect.CodePolicy, ect.CodeCycle, ect.CodeTooManyAncestors,
+	}, refusal.Code)
+}
+
+// unseen are tokens of which everything holds but what they say of their parents; an error
+// is the same with any parents.
+func (t *testimony) unseen(r *http.Request) (presented, error) {
+	raws, err := ect.ParseFields(r.Header[ect.FieldName])
+	if err != nil {
+		return presented{}, err
+	}
+	var p presented
+	for _, raw := range raws {
+		token, err := t.verifier.VerifyStored(r.Context(), raw)
+		if err != nil {
+			return presented{}, err
+		}
+		p.all = append(p.all, token)
+	}
+	return t.sort(r, p)
 }

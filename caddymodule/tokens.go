@@ -132,7 +132,12 @@ func (t *testimony) verify(r *http.Request) (presented, error) {
 			return presented{}, err
 		}
 	}
-	all = p.all
+	return t.sort(r, p)
+}
+
+// sort finds out who sends verified tokens, and what for.
+func (t *testimony) sort(r *http.Request, p presented) (presented, error) {
+	all := p.all
 	for _, token := range all {
 		if err := checkEvent(token); err != nil {
 			return presented{}, err

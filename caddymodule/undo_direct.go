@@ -57,7 +57,7 @@ func (s *undoSender) delegate(ctx context.Context, app *App, o *undo.Outgoing) (
 	}
 	raw, err := way.witness.Request(ctx, &evidence.Request{
 		Rollback: o.Rollback, Checkpoint: o.Checkpoint, Workflow: evidence.WorkflowID(o.Workflow),
-		Audience: target.Scheme + "://" + target.Host,
+		Audience: target.Scheme + "://" + target.Host, Reason: o.Reason,
 	})
 	if err != nil {
 		return nil, unsent("", err)

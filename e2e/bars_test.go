@@ -33,7 +33,7 @@ func TestJoiningAfterRollbackBegan(t *testing.T) {
 		th.serve(w, a)
 	})
 	id := uuid.NewString()
-	asking := a.issue(ect.Claims{Workflow: f.wid, Action: "undo"})
+	asking := a.issue(f.request(checkpoint, `, "cascade": true`))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "cascade": true}`, id, checkpoint)
 	if got := g.call(with(asking, request{path: rollbackapi.Path, body: body, header: headers{"Prefer": "respond-async"}})); got.status != http.StatusAccepted {
 		t.Fatalf("%d %s", got.status, got.body)

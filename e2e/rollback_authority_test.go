@@ -8,7 +8,7 @@ import (
 )
 
 // Cascade 4.1.3 and 4.3.1: a whole workflow is rolled back by a coordinator only, siblings
-// and all: one of the configuration, or whoever alone has begun the workflow.
+// and all: one of the configuration; or whoever has begun it, as far as that is its own.
 func TestCascade413FullWorkflow(t *testing.T) {
 	a, b, boss := newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "boss")
 	lab := newRestLab(t)
@@ -19,11 +19,13 @@ func TestCascade413FullWorkflow(t *testing.T) {
 	s, other := g.saga(a), g.saga(b)
 	other.wid = s.wid
 	root := s.do(charge(1))
-	sibling := other.do(charge(2)) // another beginning: a has not begun it alone
+	sibling := other.do(charge(2)) // a beginning of b's own
 	below := other.do(charge(3), root.checkpoint)
 	asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "full_workflow"}
-	s.ask(asked).problem(t, http.StatusForbidden, "coordinator-required")
 	other.ask(asked).problem(t, http.StatusForbidden, "not-in-workflow")
+	mine := asked
+	mine.Checkpoint = sibling.checkpoint
+	other.ask(mine).problem(t, http.StatusForbidden, "coordinator-required")
 	lab.arrived("POST /refunds", 0)
 	chief := g.saga(boss)
 	chief.wid = s.wid
@@ -36,9 +38,24 @@ func TestCascade413FullWorkflow(t *testing.T) {
 		lab.wantCharge(step.id(t), "refunded")
 	}
 
+	// Who was first has begun it. What others do under the same id takes nothing from that,
+	// and stays, unless it follows from what is undone.
+	first, stranger := g.saga(a), g.saga(b)
+	stranger.wid = first.wid
+	root, sibling = first.do(charge(6)), stranger.do(charge(7))
+	below = stranger.do(charge(8), root.checkpoint)
+	doc = first.back(rollbackBody{Checkpoint: root.checkpoint, Scope: "full_workflow"})
+	doc.want(t, "completed")
+	if len(doc.Steps) != 2 || doc.Others != 1 {
+		t.Errorf("%+v", doc)
+	}
+	lab.wantCharge(root.id(t), "refunded")
+	lab.wantCharge(below.id(t), "refunded")
+	lab.wantCharge(sibling.id(t), "open")
+
 	alone := g.saga(a)
-	first, second := alone.do(charge(4)), alone.do(charge(5))
-	alone.back(rollbackBody{Checkpoint: first.checkpoint, Scope: "full_workflow"}).want(t, "completed")
+	one, second := alone.do(charge(4)), alone.do(charge(5))
+	alone.back(rollbackBody{Checkpoint: one.checkpoint, Scope: "full_workflow"}).want(t, "completed")
 	lab.wantCharge(second.id(t), "refunded")
 }
 

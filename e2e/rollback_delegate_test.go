@@ -57,7 +57,14 @@ func TestRollbackDelegates(t *testing.T) {
 			}
 			token, err := ect.ParseInsecure(asked[0].header.Get(ect.FieldName))
 			if err != nil || token.Issuer() != gatewayIdentity || token.Workflow() != s.wid {
-				t.Errorf("the agent was asked with %v (%v)", token, err)
+				t.Fatalf("the agent was asked with %v (%v)", token, err)
+			}
+			// Body and token say the same, so that a gateway like this one takes them.
+			id, _ := token.Ext().Text(ect.MemberRollbackID)
+			point, _ := token.Ext().Text(ect.MemberCheckpointID)
+			reason, _ := token.Ext().Text(ect.MemberReason)
+			if cascade, _ := token.Ext().Bool(ect.MemberCascade); id != body.ID || point != body.Checkpoint || reason != body.Reason || cascade != body.Cascade {
+				t.Errorf("%s, and in the body %+v", token.Payload(), body)
 			}
 		})
 	}

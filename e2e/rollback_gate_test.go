@@ -71,22 +71,31 @@ func TestCascade61StrangersUseUpNoRollbacks(t *testing.T) {
 }
 
 // Cascade 6.1: an upstream gets the tokens of requests that change nothing, too. It cannot
-// ask for a rollback with them.
+// ask for a rollback with them, also not after a restart, which forgets that they were used.
 func TestCascade61TokenOfAReadAsksForNothing(t *testing.T) {
 	th, a := newThings(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: th.site(), badger: true})
+	setting := setup{app: trusting(t, a), site: th.site()}
+	g := launch(t, setting)
 	f := g.workflow()
 	_, checkpoint := f.does(a, "PUT", "/things/a", "1")
-	token := a.issue(ect.Claims{Workflow: f.wid, Action: "look"})
-	read := func() reply { return f.call(with(token, request{method: "GET", path: "/things/a"})) }
-	if got := read(); got.status != 200 || th.last("/things/a").Header.Get("Execution-Context") == "" {
-		t.Fatalf("%d %s", got.status, got.body)
+	token := a.issue(ect.Claims{Workflow: f.wid, Action: "look", Parents: []string{checkpoint}})
+	asking := a.issue(f.request(checkpoint, ""))
+	read := func(shown *ect.Token) reply { return f.call(with(shown, request{method: "GET", path: "/things/a"})) }
+	for _, shown := range []*ect.Token{token, asking} {
+		if got := read(shown); got.status != 200 || th.last("/things/a").Header.Get("Execution-Context") == "" {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
 	}
-	f.asksWith(token, uuid.NewString(), checkpoint, "").refusedFor(t, 403, "replayed")
-	th.stands("/things/a", "1")
-	if got := read(); got.status != 200 {
+	f.asksWith(asking, uuid.NewString(), checkpoint, "").refusedFor(t, 403, "replayed")
+	f.asksWith(token, uuid.NewString(), checkpoint, "").refusedFor(t, 403, "exec_act")
+	if got := read(token); got.status != 200 {
 		t.Errorf("the read itself cannot be tried again: %d %s", got.status, got.body)
 	}
+	stop(t)
+	setting.store = g.store
+	f.gateway = launch(t, setting)
+	f.asksWith(token, uuid.NewString(), checkpoint, "").refusedFor(t, 403, "exec_act")
+	th.stands("/things/a", "1")
 }
 
 // P1: a guard inside another one reads what stands there by requests of its own. They are

@@ -136,7 +136,25 @@ func (f *flow) does(a *agent, method, path, body string, parents ...string) (tok
 // asks asks for a rollback with a fresh token.
 func (f *flow) asks(a *agent, id, checkpoint, more string) reply {
 	f.t.Helper()
-	return f.asksWith(a.issue(ect.Claims{Workflow: f.wid, Action: "undo"}), id, checkpoint, more)
+	return f.asksWith(a.issue(f.request(checkpoint, more)), id, checkpoint, more)
+}
+
+// request is a token that asks for what a body with these members does.
+func (f *flow) request(checkpoint, more string) ect.Claims {
+	f.t.Helper()
+	said := struct {
+		Scope, Reason string
+		Cascade       bool
+	}{}
+	if err := json.Unmarshal([]byte(`{"of": ""`+more+"}"), &said); err != nil {
+		f.t.Fatal(err)
+	}
+	ext := new(ect.ExtBuilder).Text(ect.MemberCheckpointID, checkpoint).Text(ect.MemberReason, said.Reason).
+		Bool(ect.MemberCascade, said.Cascade || said.Scope != "" && said.Scope != "single")
+	if said.Scope != "" {
+		ext.Text(ect.MemberScope, said.Scope)
+	}
+	return ect.Claims{Workflow: f.wid, Action: "rollback_request", Ext: ext}
 }
 
 func (f *flow) asksWith(token *ect.Token, id, checkpoint, more string) reply {
@@ -175,7 +193,7 @@ func TestP5RollbackOfAPut(t *testing.T) {
 	th.stands("/things/a", "after")
 
 	id := uuid.NewString()
-	asking := a.issue(ect.Claims{Workflow: f.wid, Action: "undo"})
+	asking := a.issue(f.request(checkpoint, `, "reason": "a mistake"`))
 	first := f.asksWith(asking, id, checkpoint, `, "reason": "a mistake"`)
 	doc := first.undone(t, rollback.Completed)
 	th.stands("/things/a", "before")
@@ -200,6 +218,7 @@ func TestP5RollbackOfAPut(t *testing.T) {
 	}
 
 	f.asksWith(asking, uuid.NewString(), checkpoint, "").refusedFor(t, 403, "replayed")
+	f.asksWith(asking, id, uuid.NewString(), "").refusedFor(t, 403, "ext")
 	f.asks(a, id, checkpoint, `, "reason": "another"`).is(t, 422, "rollback-mismatch")
 	g.call(with(token, request{method: "PUT", path: "/things/a", body: "after", header: headers{"Content-Type": "text/plain"}})).is(t, 409, "rolled-back")
 	// What is undone already is done, under another id too.
@@ -288,7 +307,7 @@ func TestRollbackOptions(t *testing.T) {
 	f.does(b, "PUT", "/things/b", "1", root.ID())
 	f.asks(b, uuid.NewString(), checkpoint, "").undone(t, rollback.Completed)
 	whole := uuid.NewString()
-	asking := c.issue(ect.Claims{Workflow: f.wid, Action: "undo"})
+	asking := c.issue(f.request(checkpoint, `, "scope": "full_workflow"`))
 	f.asksWith(asking, whole, checkpoint, `, "scope": "full_workflow"`).undone(t, rollback.Completed)
 	th.stands("/things/b", "")
 	// The workflow's bound is reached; a repetition is answered all the same (C-6.1-d).
@@ -355,7 +374,7 @@ func TestP5RollbackOverARestart(t *testing.T) {
 		th.serve(w, a)
 	})
 	id := uuid.NewString()
-	asking := a.issue(ect.Claims{Workflow: f.wid, Action: "undo"})
+	asking := a.issue(f.request(checkpoint, ""))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, id, checkpoint)
 	accepted := g.call(with(asking, request{path: rollbackapi.Path, body: body, header: headers{"Prefer": "respond-async"}}))
 	if accepted.status != http.StatusAccepted || accepted.header.Get("Location") != rollbackapi.URL(id) {
@@ -413,8 +432,9 @@ func TestP5LateTokenFindsItsRollback(t *testing.T) {
 	g := launch(t, setup{app: trusting(t, a) + "\ntrust {\n skew 1s\n }", site: th.site(), badger: true})
 	f := g.workflow()
 	_, checkpoint := f.does(a, "PUT", "/things/a", "1")
-	short := a.issue(ect.Claims{Workflow: f.wid, Action: "undo", Life: time.Second})
-	late := a.issue(ect.Claims{Workflow: f.wid, Action: "undo", Life: time.Second})
+	claims := f.request(checkpoint, "")
+	claims.Life = time.Second
+	short, late := a.issue(claims), a.issue(claims)
 	id := uuid.NewString()
 	first := f.asksWith(short, id, checkpoint, "")
 	first.undone(t, rollback.Completed)

@@ -119,6 +119,7 @@ type rollbackDoc struct {
 		Action, State, Status, Reason string
 		Level, Attempts               int
 	}
+	Others      int
 	Escalations []string
 	Tokens      struct{ Start, Complete string }
 	ECT         string
@@ -142,10 +143,12 @@ func (s *saga) askingAfter(b rollbackBody, after ...string) request {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	token := s.a.issue(ect.Claims{
-		Workflow: s.wid, Action: "rollback_request", Parents: after,
-		Ext: new(ect.ExtBuilder).Text(ect.MemberReason, b.Reason).Bool(ect.MemberCascade, b.Cascade),
-	})
+	ext := new(ect.ExtBuilder).Text(ect.MemberReason, b.Reason).
+		Bool(ect.MemberCascade, b.Cascade || b.Scope != "" && b.Scope != "single")
+	if b.Scope != "" {
+		ext.Text(ect.MemberScope, b.Scope)
+	}
+	token := s.a.issue(ect.Claims{Workflow: s.wid, Action: "rollback_request", Parents: after, Ext: ext})
 	return with(token, request{path: "/.well-known/cascade/rollback", body: string(text)})
 }
 

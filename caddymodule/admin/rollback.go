@@ -95,10 +95,18 @@ func (d *RollbackRequest) request() (r rollback.Request, err error) {
 	if id, err := uuid.Parse(d.CheckpointID); err == nil && len(d.CheckpointID) == len(id.String()) {
 		r.Checkpoint = id.String() // as the ledger has it
 	}
-	if r.Scope, err = rollbackapi.ParseScope(d.Scope, d.Cascade); err == nil && d.RollbackID != "" {
+	if r.Scope, err = rollbackapi.ParseScope(d.Scope, d.cascade()); err == nil && d.RollbackID != "" {
 		r.ID, err = rollbackapi.ParseID(d.RollbackID)
 	}
 	return r, err
+}
+
+// cascade is nil where it is not said, as a scope alone leaves it.
+func (d *RollbackRequest) cascade() *bool {
+	if d.Cascade {
+		return &d.Cascade
+	}
+	return nil
 }
 
 // coordinated calls serve with the rollbacks over a store.

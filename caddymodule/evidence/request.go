@@ -1,8 +1,12 @@
 package evidence
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"strconv"
+	"strings"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
@@ -16,21 +20,33 @@ type Request struct {
 	Workflow string
 	// Audience is who is asked.
 	Audience string
+	// Reason is that of the rollback, as the body has it. It may be empty.
+	Reason string
 }
 
+// requestTime is how long a token that asks is used: a verifier refuses one that was made
+// longer ago than ect.MaxAge, however long it lives, and clocks differ.
+const requestTime = 10 * time.Minute
+
 // RequestID is the id of the token with which a rollback asks an agent to undo what stands
-// behind a checkpoint: always the same, so that the agent knows a repetition by it.
-func (e *Evidence) RequestID(rollback, checkpoint string) string {
-	return e.secretID("rollback request", rollback+" "+checkpoint)
+// behind a checkpoint: for some time the same, so that the agent knows a repetition by it.
+// Later ones it knows by the rollback's id and the idempotency key.
+func (e *Evidence) RequestID(rollback, checkpoint string, now time.Time) string {
+	span := now.Unix() / int64(requestTime/time.Second)
+	return e.secretID("rollback request", rollback+" "+checkpoint+" "+strconv.FormatInt(span, 10))
 }
 
 // Request returns the token that asks, as it stands in a header field. It is recorded
 // before it is returned, and a repetition gets the very same token, also after a restart:
-// agents that know a token by its bytes, as this gateway does, take nothing else for a
-// repetition. It is good for the longest life that a token may have, as a rollback goes on
-// for hours.
+// agents that know a token by its bytes, as this gateway does, refuse anything else under
+// its id. Before a verifier would refuse it for its age there is another one, with an id of
+// its own.
 func (w *Witness) Request(ctx context.Context, r *Request) (string, error) {
-	id := w.e.RequestID(r.Rollback, r.Checkpoint)
+	now, err := w.e.store.Now(ctx)
+	if err != nil {
+		return "", err
+	}
+	id := w.e.RequestID(r.Rollback, r.Checkpoint, now)
 	for {
 		entry, err := w.e.log.Lookup(ctx, r.Workflow, id)
 		if errors.Is(err, ledger.ErrWaiting) {
@@ -42,7 +58,7 @@ func (w *Witness) Request(ctx context.Context, r *Request) (string, error) {
 		if !errors.Is(err, ledger.ErrNotFound) {
 			return "", err
 		}
-		token, err := w.request(ctx, r, id)
+		token, err := w.request(now, r, id)
 		if err != nil {
 			return "", err
 		}
@@ -55,18 +71,18 @@ func (w *Witness) Request(ctx context.Context, r *Request) (string, error) {
 	}
 }
 
-func (w *Witness) request(ctx context.Context, r *Request, id string) (*ect.Token, error) {
-	now, err := w.e.store.Now(ctx)
-	if err != nil {
-		return nil, err
+func (w *Witness) request(now time.Time, r *Request, id string) (*ect.Token, error) {
+	reason := r.Reason
+	if len(reason) > maxReason {
+		reason = strings.ToValidUTF8(reason[:maxReason], "")
 	}
 	return w.issuer.Issue(now, ect.Claims{
-		Audience: []string{r.Audience}, ID: id, Workflow: r.Workflow, Life: ect.MaxLife,
+		Audience: []string{r.Audience}, ID: id, Workflow: r.Workflow, Life: ect.MaxAge,
 		Action: string(ect.EventRollbackRequest), Parents: []string{r.Checkpoint},
 		Ext: new(ect.ExtBuilder).
-			Text(ect.MemberRollbackID, r.Rollback).
+			Text(ect.MemberRollbackID, rollbackURN(r.Rollback)).
 			Text(ect.MemberCheckpointID, r.Checkpoint).
-			Text(ect.MemberReason, "rollback").
+			Text(ect.MemberReason, cmp.Or(reason, "rollback")).
 			Bool(ect.MemberCascade, true),
 	})
 }

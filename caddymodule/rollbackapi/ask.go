@@ -5,7 +5,6 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
-	"slices"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
@@ -14,7 +13,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -29,9 +27,6 @@ const (
 func (q *question) ask() error {
 	who, err := q.Ask(q.r)
 	if err != nil {
-		if q.dialect == ect.ATD && isCode(err, ect.CodeParentUnknown) {
-			return notInWorkflow() // its parent is the checkpoint
-		}
 		return err
 	}
 	body, err := q.body()
@@ -49,6 +44,9 @@ func (q *question) ask() error {
 	if err != nil {
 		return err
 	}
+	if who.Unseen {
+		return q.unseen(who.Token, wanted.Checkpoint)
+	}
 	r, err := q.accept(who, wanted)
 	if err != nil {
 		return err
@@ -64,8 +62,9 @@ func (q *question) check(who *Asker, body []byte) error {
 		return refused(ect.CodeLevel) // C-6.1-a
 	case t.Workflow() == "":
 		return refused(ect.CodeWorkflow)
-	case q.dialect != ect.Cascade && t.Event() != ect.EventRollbackRequest:
-		return refused(ect.CodeAction) // E-rollback-request-b
+	case t.Event() != ect.EventRollbackRequest:
+		// Whoever was shown a token that says something else could ask with it (ADR 0043).
+		return refusedFor(ect.CodeAction, "Only a token whose exec_act is rollback_request, or that of an older draft, asks for a rollback.")
 	case q.dialect == ect.ATD && len(t.Parents()) != 1:
 		return refused(ect.CodeParents)
 	}
@@ -78,18 +77,21 @@ func (q *question) request(who *Asker, body []byte) (rollback.Request, error) {
 	wanted := rollback.Request{
 		Token: t.ID(), By: t.Issuer(), Lineage: q.Lineage, Coordinator: q.coordinator(t.Issuer()),
 	}
-	var err error
-	if q.dialect == ect.ATD {
-		err = wholeInToken(&wanted, t)
-	} else {
-		err = parseBody(&wanted, body, q.dialect)
-	}
+	said, err := q.said(t, body)
 	if err != nil {
 		return wanted, err
 	}
+	if err := bind(said, t, q.dialect); err != nil {
+		return wanted, err
+	}
+	wanted.ID, wanted.Checkpoint, wanted.Reason, wanted.Urgency = said.id, said.checkpoint, said.reason, said.urgency
+	if wanted.Scope, err = ParseScope(said.scope, said.cascade); err != nil {
+		return wanted, err
+	}
 	wanted.Error, err = q.cause(t)
-	if err == nil && wanted.Error == "" && q.dialect == ect.AERR {
-		err = refused(ect.CodeParents) // E-rollback-request-b
+	wanted.Unnamed = !names(t, said.checkpoint)
+	if q.dialect == ect.AERR && wanted.Error == "" {
+		wanted.Unnamed = true // E-rollback-request-b: only the error that led to it will do
 	}
 	return wanted, err
 }
@@ -175,6 +177,9 @@ func (q *question) accept(who *Asker, wanted rollback.Request) (*rollback.Rollba
 func (q *question) execute(ctx context.Context, who *Asker, wanted *rollback.Request, use evidence.Use, known bool) (*rollback.Rollback, error) {
 	if known {
 		r, err := q.Coordinator.Execute(ctx, *wanted)
+		if err == nil && wanted.Unnamed && wanted.Error == "" {
+			err = rollback.ErrUnnamed
+		}
 		if err == nil {
 			err = q.Tokens.Enter(ctx, who.All)
 		}
@@ -246,6 +251,20 @@ func (q *question) inWorkflow(ctx context.Context, t *ect.Token, checkpoint stri
 	return nil
 }
 
+// unseen refuses a token for its parents, as it would be refused if these were there: after
+// the same checks, and counted alike (P3).
+func (q *question) unseen(t *ect.Token, checkpoint string) error {
+	if err := q.limit(&q.counted.issuer, q.Limit.Issuer, t.Issuer()); err != nil {
+		return err
+	}
+	ctx, cancel := q.wait(acceptTime)
+	defer cancel()
+	if err := q.inWorkflow(ctx, t, checkpoint); err != nil {
+		return err
+	}
+	return notInWorkflow()
+}
+
 // counted says by whose bounds a request was counted: once, however often it is tried.
 type counted struct{ issuer, workflow bool }
 
@@ -275,23 +294,4 @@ func useOf(r *rollback.Request) evidence.Use {
 	return evidence.Use(sum.Sum(nil))
 }
 
-// wholeInToken reads ATD's form, which says everything in the token.
-func wholeInToken(into *rollback.Request, t *ect.Token) error {
-	into.ID, into.Checkpoint = t.ID(), t.Parents()[0]
-	into.Reason, _ = t.Ext().Text(ect.MemberReason)
-	into.Scope = plan.Single
-	if cascade, _ := t.Ext().Bool(ect.MemberCascade); cascade {
-		into.Scope = plan.SubDAG
-	}
-	if len(into.Reason) > maxReason {
-		return refused(ect.CodeExt)
-	}
-	return nil
-}
-
 func refused(code ect.Code) error { return &ect.Error{Code: code} }
-
-func isCode(err error, codes ...ect.Code) bool {
-	var refusal *ect.Error
-	return errors.As(err, &refusal) && slices.Contains(codes, refusal.Code)
-}

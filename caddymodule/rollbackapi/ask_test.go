@@ -30,7 +30,7 @@ func TestCascade432Execute(t *testing.T) {
 	}
 	want := rollback.Request{
 		ID: askedID, Checkpoint: point, Scope: plan.SubDAG, Reason: "a cause", Urgency: "high",
-		Token: token.ID(), Error: failure, By: alice, Lineage: plan.Ancestor,
+		Token: token.ID(), Error: failure, Unnamed: true, By: alice, Lineage: plan.Ancestor,
 	}
 	if s.accepted[askedID] != want {
 		t.Errorf("%+v, want %+v", s.accepted[askedID], want)
@@ -45,7 +45,7 @@ func TestCascade432Execute(t *testing.T) {
 func TestCascade413Scope(t *testing.T) {
 	for more, want := range map[string]plan.Scope{
 		``: plan.Single, `, "cascade": false`: plan.Single, `, "cascade": true`: plan.SubDAG,
-		`, "cascade": true, "scope": "single"`: plan.Single, `, "scope": null`: plan.Single,
+		`, "cascade": true, "scope": "sub_dag"`: plan.SubDAG, `, "cascade": false, "scope": "single"`: plan.Single, `, "scope": null`: plan.Single,
 	} {
 		s := newSite(t)
 		s.post(Path, body(askedID, point, more), issued(t, alice, claims(flow))).document(http.StatusOK)
@@ -75,6 +75,7 @@ func TestCascade432MalformedRequests(t *testing.T) {
 		"an id that is none": `{"rollback_id": "x", "checkpoint_id": "c"}`, "the nil id": body("00000000-0000-0000-0000-000000000000", point, ""),
 		"another phase": `{"rollback_id": "urn:uuid:` + askedID + `", "checkpoint_id": "c", "phase": "prepare"}`,
 		"another scope": body(askedID, point, `, "scope": "all"`), "a wrong type": body(askedID, point, `, "cascade": "true"`),
+		"both at once": body(askedID, point, `, "scope": "single", "cascade": true`), "neither": body(askedID, point, `, "scope": "sub_dag", "cascade": false`),
 		"a number": body(askedID, point, `, "reason": 1`), "a duplicate": body(askedID, point, `, "checkpoint_id": "c"`),
 		"something behind": body(askedID, point, "") + "{}", "no UTF-8": body(askedID, point, ", \"reason\": \"\xff\""),
 		"a long reason": body(askedID, point, `, "reason": "`+strings.Repeat("x", 513)+`"`), "a control character": body(askedID, "a\n", ""),
@@ -106,9 +107,25 @@ func TestP3UnknownAndForeignAreOne(t *testing.T) {
 	same(t, "of another workflow", unknown, s.post(Path, body(askedID, point, ""), issued(t, alice, claims(foreign))))
 	same(t, "of others", unknown, s.post(Path, body(askedID, point, ""), issued(t, mallory, claims(flow))))
 	same(t, "in ATD's words", unknown, s.post(ATDPath, "", issued(t, mallory, claims(flow, in(ect.ATD), parents(point)))))
-	s.refuse = &ect.Error{Code: ect.CodeParentUnknown}
-	same(t, "a parent that is unknown", unknown, s.send(ATDPath, ""))
-	s.refuse = nil
+	for _, c := range []struct{ path, text string }{
+		{Path, body(askedID, "d1b1c2d3-e4f5-6789-abcd-ef0123456789", "")}, {Path, body(askedID, point, "")}, {ATDPath, ""}, {AERRPath, body(askedID, point, "")},
+	} {
+		token := issued(t, mallory, claims(flow, in(ect.ATD)))
+		s.asking = &Asker{Token: token, All: []*ect.Token{token}, Unseen: true}
+		same(t, "a parent that is unknown", unknown, s.send(c.path, c.text))
+	}
+	// What else is wrong is told alike, and what is counted is counted alike.
+	limited := newSite(t, func(o *Options) { o.Rate = 1 })
+	for _, unseen := range []bool{false, true} {
+		task := issued(t, mallory, claims(flow, func(c *ect.Claims) { c.Action = "task" }))
+		limited.asking = &Asker{Token: task, All: []*ect.Token{task}, Unseen: unseen}
+		limited.send(Path, body(askedID, point, "")).refused(403, "ect-invalid", "exec_act")
+		token := issued(t, []string{mallory, mallory + "2"}[map[bool]int{true: 1}[unseen]], claims(flow))
+		limited.asking = &Asker{Token: token, All: []*ect.Token{token}, Unseen: unseen}
+		limited.send(Path, "{}").refused(400, "parameter-invalid", "")
+		limited.send(Path, body(askedID, point, "")).refused(403, "not-in-workflow", "")
+		limited.send(Path, body(askedID, point, "")).refused(429, "quota-exceeded", "")
+	}
 	if len(s.entered)+len(s.bound)+s.executed > 0 {
 		t.Errorf("entered %v, bound %v", s.entered, s.bound)
 	}
@@ -202,7 +219,9 @@ func TestAERRRollbackRequest(t *testing.T) {
 		if r := s.accepted[askedID]; r.Error != failure || r.Scope != plan.SubDAG || r.Reason != "why" {
 			t.Errorf("%+v", r)
 		}
-		s.post(path, body(askedID, point, ""), issued(t, alice, claims(flow, in(ect.AERR), parents(point)))).refused(403, "ect-invalid", "par")
+		for _, id := range []string{askedID, "11b1c2d3-e4f5-4789-abcd-ef0123456789"} {
+			s.post(path, body(id, point, `, "cascade": true, "reason": "why"`), issued(t, alice, claims(flow, in(ect.AERR), parents(point)))).refused(403, "ect-invalid", "par")
+		}
 	}
 }
 

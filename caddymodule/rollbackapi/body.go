@@ -17,7 +17,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
 )
 
@@ -40,15 +39,21 @@ func (q *question) body() ([]byte, error) {
 	return body, nil
 }
 
+// asked is what a request asks for, in its body or in its token. What is empty is not said.
+type asked struct {
+	id, checkpoint, scope, reason, urgency string
+	cascade                                *bool
+}
+
 // parseBody reads Figure 10 of the cascade draft, and AERR's request. Members that it does
 // not know are ignored, but for one that asks for nothing to be done: operators know it.
-func parseBody(into *rollback.Request, body []byte, dialect ect.Vocabulary) error {
+func parseBody(body []byte, dialect ect.Vocabulary) (*asked, error) {
 	members, err := readObject(body)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if _, there := members["dry_run"]; there {
-		return badParameter("dry_run is not known here, and nothing was done. Operators look ahead: caddy agent-guard rollback --dry-run.")
+		return nil, badParameter("dry_run is not known here, and nothing was done. Operators look ahead: caddy agent-guard rollback --dry-run.")
 	}
 	text := func(name string) (value string) {
 		if raw, there := members[name]; there && err == nil && json.Unmarshal(raw, &value) != nil {
@@ -56,49 +61,57 @@ func parseBody(into *rollback.Request, body []byte, dialect ect.Vocabulary) erro
 		}
 		return value
 	}
-	id, phase, scope := text("rollback_id"), text("phase"), text("scope")
-	into.Checkpoint, into.Reason, into.Urgency = text("checkpoint_id"), text("reason"), text("urgency")
-	cascade := false
-	if raw, there := members["cascade"]; there && err == nil && json.Unmarshal(raw, &cascade) != nil {
+	phase := text("phase")
+	a := &asked{
+		id: text("rollback_id"), checkpoint: text("checkpoint_id"), scope: text("scope"),
+		reason: text("reason"), urgency: text("urgency"),
+	}
+	if raw, there := members["cascade"]; there && err == nil && json.Unmarshal(raw, &a.cascade) != nil {
 		err = badParameter("cascade is neither true nor false.")
 	}
 	if err != nil {
-		return err
+		return nil, err
 	}
 	switch {
-	case id == "":
-		return badParameter("rollback_id is missing; write urn:uuid: and a UUID, the same for every repetition.")
-	case into.Checkpoint == "":
-		return badParameter("checkpoint_id is missing.")
-	case !isName(into.Checkpoint):
-		return badParameter("checkpoint_id is no id: 1 to 256 bytes without control characters.")
+	case a.id == "":
+		return nil, badParameter("rollback_id is missing; write urn:uuid: and a UUID, the same for every repetition.")
+	case a.checkpoint == "":
+		return nil, badParameter("checkpoint_id is missing.")
+	case !isName(a.checkpoint):
+		return nil, badParameter("checkpoint_id is no id: 1 to 256 bytes without control characters.")
 	case dialect == ect.Cascade && phase != "" && phase != "execute":
-		return badParameter("phase is not execute.")
-	case len(into.Reason) > maxReason:
-		return badParameter(fmt.Sprintf("reason is longer than %d bytes.", maxReason))
-	case len(into.Urgency) > maxUrgency:
-		return badParameter(fmt.Sprintf("urgency is longer than %d bytes.", maxUrgency))
+		return nil, badParameter("phase is not execute.")
+	case len(a.reason) > maxReason:
+		return nil, badParameter(fmt.Sprintf("reason is longer than %d bytes.", maxReason))
+	case len(a.urgency) > maxUrgency:
+		return nil, badParameter(fmt.Sprintf("urgency is longer than %d bytes.", maxUrgency))
 	}
-	into.Checkpoint = canonical(into.Checkpoint)
-	if into.ID, err = ParseID(id); err != nil {
-		return err
+	a.checkpoint = canonical(a.checkpoint)
+	if a.id, err = ParseID(a.id); err != nil {
+		return nil, err
 	}
-	into.Scope, err = ParseScope(scope, cascade)
-	return err
+	_, err = ParseScope(a.scope, a.cascade)
+	return a, err
 }
 
-// ParseScope reads the word for a scope. Where there is none, cascade says it.
-func ParseScope(word string, cascade bool) (plan.Scope, error) {
-	switch scope := plan.Scope(word); scope {
+// ParseScope reads the word for a scope. Where there is none, cascade says it; where there
+// is neither, it is single. Where both are there they must not contradict each other.
+func ParseScope(word string, cascade *bool) (plan.Scope, error) {
+	scope := plan.Scope(word)
+	switch scope {
 	case plan.Single, plan.SubDAG, plan.FullWorkflow:
-		return scope, nil
 	case "":
-		if cascade {
+		if cascade != nil && *cascade {
 			return plan.SubDAG, nil
 		}
 		return plan.Single, nil
+	default:
+		return "", badParameter("scope is none of single, sub_dag and full_workflow.")
 	}
-	return "", badParameter("scope is none of single, sub_dag and full_workflow.")
+	if cascade != nil && *cascade != (scope != plan.Single) {
+		return "", badParameter(fmt.Sprintf("scope and cascade contradict each other: scope is %s, and cascade is %t; leave one of them out.", scope, *cascade))
+	}
+	return scope, nil
 }
 
 // ParseID reads the id of a rollback: a UUID, with or without urn:uuid:.

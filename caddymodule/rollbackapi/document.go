@@ -69,6 +69,9 @@ type Document struct {
 	Dependants []string `json:"dependants,omitempty"`
 	// Missing is what groups contain and nobody knows.
 	Missing []string `json:"missing,omitempty"`
+	// Others is how many checkpoints under the workflow's id stay, since they are not linked
+	// to those of who has asked for the whole.
+	Others int `json:"others,omitempty"`
 	// Cascaded are the agents besides that of the checkpoint with what came of their part,
 	// as in the token (cascade 4.4.1).
 	Cascaded []AgentDocument `json:"cascaded"`
@@ -158,6 +161,7 @@ func Describe(r *rollback.Rollback, id string) *Document {
 		sum := p.Hash()
 		doc.PlanHash = hex.EncodeToString(sum[:])
 		doc.Uncovered, doc.Along, doc.Dependants, doc.Missing = p.Passed, p.Along, p.Dependants, p.Missing
+		doc.Others = p.Left
 	}
 	for i := range r.Steps {
 		doc.Steps = append(doc.Steps, describeStep(&r.Steps[i]))

@@ -88,6 +88,9 @@ func followUp(r *rollback.Rollback) []string {
 		if n := len(p.Dependants); n > 0 {
 			add("%d completed actions depend on what is undone, and stay; look at `dependants`.", n)
 		}
+		if n := p.Left; n > 0 {
+			add("%d checkpoints under the workflow's id are not linked to the requester's part of it, and stay; a coordinator or an operator can undo them.", n)
+		}
 		if n := len(p.Missing); n > 0 {
 			add("%d checkpoints of a group are not known here; look at `missing`.", n)
 		}

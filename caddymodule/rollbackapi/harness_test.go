@@ -76,6 +76,9 @@ func (f *fake) Plan(_ context.Context, r rollback.Request) (*rollback.Rollback, 
 	if r.Checkpoint != point || r.By != alice && !r.Coordinator {
 		return nil, rollback.ErrNotInWorkflow
 	}
+	if r.Unnamed && r.Error == "" {
+		return nil, rollback.ErrUnnamed
+	}
 	if r.Scope == plan.FullWorkflow && !r.Coordinator {
 		return nil, &plan.ScopeError{Scope: r.Scope}
 	}
@@ -99,7 +102,7 @@ func (f *fake) Execute(ctx context.Context, r rollback.Request, writes ...store.
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if before, ok := f.accepted[r.ID]; ok {
-		before.Token, r.Token, before.Error, r.Error = "", "", "", ""
+		before.Token, r.Token, before.Error, r.Error, before.Unnamed, r.Unnamed = "", "", "", "", false, false
 		if before != r {
 			return nil, rollback.ErrMismatch
 		}
@@ -249,10 +252,9 @@ func issuerOf(identity string) *ect.Issuer {
 	return i.(*ect.Issuer)
 }
 
-// claims are those of a request's token.
+// claims are those of a request's token, which names point in its par and says no more.
 func claims(workflow string, more ...func(*ect.Claims)) ect.Claims {
-	c := ect.Claims{Audience: []string{gateway}, Workflow: workflow, Action: "rollback_request",
-		Ext: new(ect.ExtBuilder).Text(ect.MemberReason, "said in the token").Bool(ect.MemberCascade, true)}
+	c := ect.Claims{Audience: []string{gateway}, Workflow: workflow, Action: "rollback_request", Parents: []string{point}}
 	for _, m := range more {
 		m(&c)
 	}
@@ -264,11 +266,14 @@ func parents(ids ...string) func(*ect.Claims) { return func(c *ect.Claims) { c.P
 func in(v ect.Vocabulary) func(*ect.Claims) {
 	return func(c *ect.Claims) {
 		c.Vocabulary = v
-		if v == ect.AERR {
-			c.Ext = nil
+		if v == ect.ATD {
+			c.Ext = new(ect.ExtBuilder).Text(ect.MemberReason, "said in the token").Bool(ect.MemberCascade, true)
 		}
 	}
 }
+
+// saying is what the token says in its extensions.
+func saying(ext *ect.ExtBuilder) func(*ect.Claims) { return func(c *ect.Claims) { c.Ext = ext } }
 
 func issued(t *testing.T, by string, c ect.Claims) *ect.Token {
 	t.Helper()

@@ -41,6 +41,10 @@ func Refusal(err error) *problem.Problem {
 	switch {
 	case errors.Is(err, rollback.ErrNotInWorkflow):
 		return notInWorkflow()
+	case errors.Is(err, rollback.ErrUnnamed):
+		p := problem.New(problem.ECTInvalid, "The token names neither the checkpoint, in par or in cascade.checkpoint_id, nor in par an error that follows from it, which AERR requires.")
+		p.Status, p.Reason = (&ect.Error{Code: ect.CodeParents}).Status(), string(ect.CodeParents)
+		return p
 	case errors.Is(err, rollback.ErrMismatch):
 		return problem.New(problem.RollbackMismatch, "What is recorded under this id is another rollback.")
 	case errors.Is(err, rollback.ErrCheckpointUnknown):

@@ -102,6 +102,9 @@ type Options struct {
 type Asker struct {
 	// Token is the one that asks. It was verified, and is of level L2 at least.
 	Token *ect.Token
+	// Unseen says that its parents do not bear it out: they are unknown, or cannot be its
+	// parents. Nobody is told that, since it tells what is there (P3).
+	Unseen bool
 	// All are all tokens of the request.
 	All []*ect.Token
 	// Late refuses tokens whose time is over: they are good for what they were used for

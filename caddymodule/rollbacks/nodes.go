@@ -6,6 +6,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/graph"
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
@@ -56,6 +57,7 @@ func (l *Ledger) Nodes(ctx context.Context, wid, target string) ([]plan.Node, er
 		return nil, altered(err)
 	}
 	nodes := nodesOf(workflow.New(graph.Records(entries, v.own)), by)
+	begun(nodes, entries)
 	if wid == "" {
 		return only(nodes, target), nil
 	}
@@ -174,6 +176,8 @@ func nodesOf(g *workflow.Graph, by map[string]string) []plan.Node {
 			node.By = name
 		}
 		switch {
+		case n.Event == workflow.Event(ect.EventWorkflowStart):
+			node.Begins = true
 		case n.Event == "":
 			node.Kind, node.Done = plan.Action, n.State == workflow.Done
 		case n.Event == workflow.Checkpoint:
@@ -188,6 +192,19 @@ func nodesOf(g *workflow.Graph, by map[string]string) []plan.Node {
 		nodes = append(nodes, node)
 	}
 	return nodes
+}
+
+// begun says in which order the nodes began, which is that of the entries.
+func begun(nodes []plan.Node, entries []ledger.Entry) {
+	places := make(map[string]int, len(entries))
+	for i := range entries {
+		if _, twice := places[entries[i].ID]; !twice {
+			places[entries[i].ID] = i
+		}
+	}
+	for i := range nodes {
+		nodes[i].Start = places[nodes[i].ID]
+	}
 }
 
 // stateOf is how a checkpoint stands by what was told of it. A group stands until all that

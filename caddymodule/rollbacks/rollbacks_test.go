@@ -382,6 +382,13 @@ func TestNodesOfAPlan(t *testing.T) {
 			t.Errorf("%s: reversible %v until %v", want.State, got.Reversible, got.Expires)
 		}
 	}
+	last := -1
+	for _, id := range []string{task.ID(), done.ID(), came.ID(), flying.ID(), never.ID(), undone.ID(), group.ID()} {
+		if nodes[id].Start <= last {
+			t.Errorf("%s began at %d, after %d", id, nodes[id].Start, last)
+		}
+		last = nodes[id].Start
+	}
 	g, err := plan.New(workflow, slices.Collect(func(yield func(plan.Node) bool) {
 		for _, n := range nodes {
 			if !yield(n) {

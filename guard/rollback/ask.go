@@ -87,6 +87,9 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	if r.Operator == "" && !r.Coordinator && !g.MayAsk(r.By, r.Checkpoint, r.Lineage) {
 		return nil, ErrNotInWorkflow
 	}
+	if r.Unnamed && !g.Follows(r.Error, r.Checkpoint) {
+		return nil, ErrUnnamed
+	}
 	now, err := c.now(ctx)
 	if err != nil {
 		return nil, err
@@ -103,7 +106,12 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	}
 	ask := plan.Request{
 		Target: r.Checkpoint, Scope: r.Scope, Now: now,
-		Coordinator: r.Coordinator || r.Operator != "" || initiated(nodes, r.By),
+		Coordinator: r.Coordinator || r.Operator != "",
+	}
+	if !ask.Coordinator {
+		// Others may have done something under the same workflow id that is none of theirs.
+		ask.By, ask.Lineage = r.By, r.Lineage
+		ask.Coordinator = r.By != "" && g.Initiator() == r.By
 	}
 	p, err := g.Plan(ask)
 	if unknown := (*plan.UnknownError)(nil); errors.As(err, &unknown) {
@@ -139,22 +147,6 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	}
 	d.Steps = len(d.Agents)
 	return d, nil
-}
-
-// initiated reports whether all that a workflow began with is of one identity.
-func initiated(nodes []plan.Node, by string) bool {
-	some := false
-	for i := range nodes {
-		n := &nodes[i]
-		if n.Kind == plan.Event || len(n.Parents) > 0 {
-			continue
-		}
-		if by == "" || n.By != by {
-			return false
-		}
-		some = true
-	}
-	return some
 }
 
 // update brings what the tokens tell of the plan's checkpoints up to date, and collects

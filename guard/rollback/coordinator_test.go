@@ -302,10 +302,28 @@ func TestP3WhoMayAsk(t *testing.T) {
 	if err := ask("c1", plan.FullWorkflow, own); err != nil {
 		t.Errorf("the initiator: %v", err)
 	}
-	r.ledger.nodes = append(r.ledger.nodes, plan.Node{ID: "x", Kind: plan.Action, By: "another"})
+	// A root that somebody else makes takes nothing from who was first.
+	r.ledger.nodes = append(r.ledger.nodes, plan.Node{ID: "x", Kind: plan.Action, By: "another", Start: 1})
+	if err := ask("c1", plan.FullWorkflow, own); err != nil {
+		t.Errorf("the initiator, besides others: %v", err)
+	}
+	r.ledger.nodes = append(r.ledger.nodes, plan.Node{ID: "y", Kind: plan.Action, By: "another", Start: -1})
 	var scope *plan.ScopeError
 	if err := ask("c1", plan.FullWorkflow, own); !errors.As(err, &scope) {
-		t.Errorf("one of two initiators: %v", err)
+		t.Errorf("who was not first: %v", err)
+	}
+	unnamed := func(q *rollback.Request) { q.Unnamed = true }
+	if err := ask("c1", plan.Single, unnamed); !errors.Is(err, rollback.ErrUnnamed) {
+		t.Errorf("a token that names nothing: %v", err)
+	}
+	if err := ask("c1", plan.Single, func(q *rollback.Request) { q.Unnamed, q.By = true, "stranger" }); !errors.Is(err, rollback.ErrNotInWorkflow) {
+		t.Errorf("a stranger's: %v", err)
+	}
+	r.ledger.nodes = append(r.ledger.nodes, plan.Node{ID: "e1", Kind: plan.Event, Parents: []string{"c1"}}, plan.Node{ID: "ex", Kind: plan.Event, Parents: []string{"x"}})
+	for id, want := range map[string]error{"e1": nil, "ex": rollback.ErrUnnamed} {
+		if err := ask("c1", plan.Single, func(q *rollback.Request) { q.Unnamed, q.Error = true, id }); !errors.Is(err, want) {
+			t.Errorf("for the error %s: %v", id, err)
+		}
 	}
 	if err := ask("1", plan.Single, own); !errors.Is(err, rollback.ErrNotInWorkflow) {
 		t.Errorf("no checkpoint: %v", err)

@@ -18,6 +18,9 @@ var (
 	// ErrCheckpointUnknown: there is no such checkpoint. Only operators and coordinators
 	// are told.
 	ErrCheckpointUnknown = errors.New("rollback: no such checkpoint")
+	// ErrUnnamed: the token that asks names neither the checkpoint nor an error that follows
+	// from it. Only who may ask for the checkpoint is told.
+	ErrUnnamed = errors.New("rollback: the token names neither the checkpoint nor an error that follows from it")
 	// ErrMismatch: the id, or the token that asks, was used for another rollback.
 	ErrMismatch = errors.New("rollback: the id or the token was used for another request")
 	// ErrStore: the store, or who tells of workflows, did not answer. Nothing was begun (P4).

@@ -19,6 +19,9 @@ type Request struct {
 	// Token is the id of the token that asks, and Error that of the error that it names as
 	// its cause (AERR): rollback_start follows from Error, else from Token. Both may be empty.
 	Token, Error string
+	// Unnamed says that the token itself does not name Checkpoint: then Error must follow
+	// from it, or one token would be good for every checkpoint.
+	Unnamed bool
 	// By is the identity by which lineage is judged, the issuer of the token. Ignored for
 	// operators.
 	By string

@@ -41,9 +41,9 @@
 //
 // Steps stand in levels. Between levels is a barrier: all steps of one are finished
 // before the first of the next begins. Steps of one level have nothing to do with each
-// other and can run side by side. What follows from an undone action comes in an
-// earlier level than the action's checkpoint, and what a group contains in an earlier
-// level than the group.
+// other by the tokens and can run side by side; they stand in the reverse of their
+// start. What follows from an undone action comes in an earlier level than the action's
+// checkpoint, and what a group contains in an earlier level than the group.
 //
 // Checkpoints can be consequences of each other: two for one action, one for two
 // actions of which one follows from the other's, or wilder knots. Nothing can undo

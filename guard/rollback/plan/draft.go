@@ -1,9 +1,6 @@
 package plan
 
-import (
-	"cmp"
-	"slices"
-)
+import "slices"
 
 // Plan makes the plan of a rollback. It fails with *ScopeError, *UnknownError or
 // *CycleError. What speaks against executing it is in the plan.
@@ -49,7 +46,9 @@ func (d *draft) plan() (*Plan, error) {
 		p.Levels[height-1] = append(p.Levels[height-1], d.step(i, d.Now))
 	}
 	for _, level := range p.Levels {
-		slices.SortFunc(level, func(a, b Step) int { return cmp.Compare(b.Checkpoint, a.Checkpoint) })
+		slices.SortFunc(level, func(a, b Step) int {
+			return latestFirst(&d.nodes[d.index[a.Checkpoint]], &d.nodes[d.index[b.Checkpoint]])
+		})
 	}
 	d.rest(p)
 	return p, nil
@@ -67,18 +66,17 @@ func (d *draft) measure(target int) {
 		}
 		d.take(func(i int) bool { return d.scope[i] })
 	case SubDAG:
-		d.scope = d.reach(d.withGuards(roots))
-		d.take(func(i int) bool { return d.scope[i] })
-		bare := make([]bool, len(d.nodes))
-		for i, covered := range d.covered {
-			bare[i] = d.scope[i] && !covered
+		starts := d.withGuards(roots)
+		if d.By != "" {
+			near := d.near(d.By, d.Lineage)
+			starts = slices.DeleteFunc(starts, func(i int) bool { return d.nodes[i].Kind == Action && !near[i] })
 		}
-		// Placed before its action, a checkpoint need not follow from what the action
-		// follows from.
-		d.take(func(i int) bool {
-			return slices.ContainsFunc(d.guards[i], func(a int) bool { return bare[a] })
-		})
+		d.consequences(starts)
 	case FullWorkflow:
+		if d.By != "" {
+			d.linked()
+			break
+		}
 		d.scope = make([]bool, len(d.down))
 		for p := range d.scope {
 			d.scope[p] = true
@@ -92,6 +90,34 @@ func (d *draft) measure(target int) {
 		}
 	}
 	d.wide = d.reach(all)
+}
+
+// consequences takes what follows from some places.
+func (d *draft) consequences(places []int) {
+	d.scope = d.reach(places)
+	d.take(func(i int) bool { return d.scope[i] })
+	bare := make([]bool, len(d.nodes))
+	for i, covered := range d.covered {
+		bare[i] = d.scope[i] && !covered
+	}
+	// Placed before its action, a checkpoint need not follow from what the action
+	// follows from.
+	d.take(func(i int) bool {
+		return slices.ContainsFunc(d.guards[i], func(a int) bool { return bare[a] })
+	})
+}
+
+// linked takes what is linked to the nodes of who asks, and what follows from that. A group
+// links nothing to who has made it: it is taken where all that it contains is.
+func (d *draft) linked() {
+	var own []int
+	for i, near := range d.near(d.By, d.Lineage) {
+		if near && d.nodes[i].Kind != Group {
+			own = append(own, i)
+		}
+	}
+	d.consequences(own)
+	d.take(func(i int) bool { return d.nodes[i].Kind == Group && d.whole(i, d.scope) })
 }
 
 // take puts checkpoints into the plan.
@@ -157,6 +183,9 @@ func (d *draft) rest(p *Plan) {
 	touched := d.reach(d.effects(func(w What) bool { return w != Nothing && w != Block }))
 	for i := range d.nodes {
 		n := &d.nodes[i]
+		if d.Scope == FullWorkflow && n.isCheckpoint() && !d.steps[i] {
+			p.Left++
+		}
 		switch {
 		case n.Kind != Action:
 			if d.steps[i] {

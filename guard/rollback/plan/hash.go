@@ -22,6 +22,7 @@ const hashed = "agent-guard rollback plan 1"
 //	list of texts along
 //	list of texts dependants
 //	list of texts missing
+//	left, in the form of a length, unless it is 0
 func (p *Plan) Hash() [sha256.Size]byte {
 	e := encoder{sha256.New()}
 	e.text(hashed)
@@ -42,6 +43,9 @@ func (p *Plan) Hash() [sha256.Size]byte {
 	e.texts(p.Along)
 	e.texts(p.Dependants)
 	e.texts(p.Missing)
+	if p.Left > 0 {
+		e.length(p.Left)
+	}
 	return [sha256.Size]byte(e.Sum(nil))
 }
 

@@ -76,3 +76,21 @@ func TestLineageIsNotTakenFromBelow(t *testing.T) {
 		t.Error("rights from below")
 	}
 }
+
+// Follows is by the tokens, from a checkpoint and from what it was made for on; a group's
+// consequences are those of what it contains.
+func TestFollows(t *testing.T) {
+	g := graph(t,
+		act("a"), ckpt("C", "a"), act("b", "a"), event("below", "b"), event("direct", "C"), event("above"),
+		act("x"), ckpt("X", "x"), event("beside", "x"), group("G", "C", "X"), event("on", "G"),
+	)
+	for checkpoint, follow := range map[string]string{"C": "below direct on", "X": "beside on", "G": "below direct beside on", "a": "", "none": ""} {
+		var got []string
+		for _, id := range []string{"below", "direct", "above", "beside", "on", "none", ""} {
+			if g.Follows(id, checkpoint) {
+				got = append(got, id)
+			}
+		}
+		wantIDs(t, checkpoint, got, follow)
+	}
+}

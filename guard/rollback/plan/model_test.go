@@ -72,6 +72,7 @@ func randomNodes(r *rand.Rand, n int) []Node {
 		if nodes[i].Kind == Group {
 			nodes[i].Guards = nil
 		}
+		nodes[i].Start = r.IntN(n) // some at once, and ids tell nothing
 	}
 	return nodes
 }
@@ -220,6 +221,7 @@ func (m *model) check(t testing.TB, p *Plan) {
 	all := steps(t, p)
 	level := make(map[string]int)
 	for l, some := range p.Levels {
+		m.checkOrder(t, p, some)
 		for _, s := range some {
 			level[s.Checkpoint] = l
 			if !undone[s.Checkpoint] {
@@ -250,6 +252,28 @@ func (m *model) check(t testing.TB, p *Plan) {
 		}
 	}
 	m.checkRest(t, p, about, undone, covered)
+}
+
+// checkOrder holds that siblings, and the actions of one step, stand in the reverse of
+// their start (cascade 4.1.1, Figure 7).
+func (m *model) checkOrder(t testing.TB, p *Plan, level []Step) {
+	t.Helper()
+	later := func(a, b string) bool {
+		if x, y := m.nodes[a].Start, m.nodes[b].Start; x != y {
+			return x > y
+		}
+		return a > b
+	}
+	for i, s := range level {
+		if i > 0 && !later(level[i-1].Checkpoint, s.Checkpoint) {
+			t.Errorf("%s %s: %s before %s", p.Scope, p.Target, level[i-1].Checkpoint, s.Checkpoint)
+		}
+		for i := 1; i < len(s.Actions); i++ {
+			if !later(s.Actions[i-1], s.Actions[i]) {
+				t.Errorf("%s %s: actions %v", p.Scope, p.Target, s.Actions)
+			}
+		}
+	}
 }
 
 // checkRest holds the lists of what is not undone, or undone besides.

@@ -1,6 +1,9 @@
 package plan
 
-import "time"
+import (
+	"cmp"
+	"time"
+)
 
 const (
 	// MaxNodes is the most nodes that a workflow may have here.
@@ -52,6 +55,12 @@ type Node struct {
 	// By is the identity that lineage is judged by: the issuer, or for a node that the
 	// gateway wrote for a caller without tokens that caller. Empty is nobody.
 	By string
+	// Start is where the node stands in the order in which those of its workflow were
+	// begun: the higher of two is the later one. Where two are equal their ids decide.
+	Start int
+	// Begins says of an event that it tells of the begin of the workflow (workflow_start).
+	// It is a part in the workflow as an action is.
+	Begins bool
 	// Done says of an action that it is completed.
 	Done bool
 
@@ -65,6 +74,11 @@ type Node struct {
 	// Guards are the actions that a checkpoint was made for. They need not be its
 	// parents, but have to be nodes.
 	Guards []string
+}
+
+// latestFirst orders nodes by the reverse of their start (cascade 4.1.1, Figure 7).
+func latestFirst(a, b *Node) int {
+	return cmp.Or(cmp.Compare(b.Start, a.Start), cmp.Compare(b.ID, a.ID))
 }
 
 func (n *Node) isCheckpoint() bool { return n.Kind == Checkpoint || n.Kind == Group }

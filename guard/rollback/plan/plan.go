@@ -1,7 +1,6 @@
 package plan
 
 import (
-	"cmp"
 	"slices"
 	"time"
 )
@@ -58,6 +57,11 @@ type Request struct {
 	// Coordinator says that the requester has the authority of a rollback coordinator,
 	// without which there is no FullWorkflow (cascade 4.1.3).
 	Coordinator bool
+	// By and Lineage bound SubDAG and FullWorkflow to what By has a part in, and what follows
+	// from that: who has made a checkpoint for somebody else's action does not undo with it
+	// what else has followed from the action. An empty By bounds nothing.
+	By      string
+	Lineage Lineage
 	// Now is the time by which checkpoints expire: one that ends now has expired.
 	Now time.Time
 }
@@ -71,7 +75,7 @@ type Step struct {
 	// Then is what is to be done after Wait if the call was executed: Escalate, Expired,
 	// Gather or Undo. Otherwise it is empty.
 	Then What `json:"then,omitempty"`
-	// Actions are those that the checkpoint was made for, the highest id first. A group
+	// Actions are those that the checkpoint was made for, the latest first. A group
 	// has none of its own.
 	Actions []string `json:"actions,omitempty"`
 }
@@ -84,8 +88,9 @@ type Plan struct {
 	Target string `json:"target"`
 	Scope  Scope  `json:"scope"`
 	// Levels are done one after the other, with a barrier between them. Each has a step,
-	// each checkpoint has one step in all of them. Within a level the highest id stands
-	// first, so that ids that grow with time come in the reverse of that.
+	// each checkpoint has one step in all of them. Within a level they stand in the reverse
+	// of their start, so that whoever takes some of them one after the other takes back the
+	// latest first.
 	Levels [][]Step `json:"levels"`
 	// Passed are the actions in the scope that no step undoes, since nobody made a
 	// checkpoint for them, in the order of their ids.
@@ -96,6 +101,9 @@ type Plan struct {
 	// Dependants are the completed actions that no step undoes and that depend on what
 	// the plan undoes, however indirectly, in the order of their ids.
 	Dependants []string `json:"dependants,omitempty"`
+	// Left is how many checkpoints of the workflow a FullWorkflow leaves to others, since they
+	// are not linked to what By has made. Who asks is not told which (P3).
+	Left int `json:"left,omitempty"`
 	// Missing are ids that groups in the plan contain and that are no nodes, in their
 	// order. A rollback that could not look at them is not completed (P6).
 	Missing []string `json:"missing,omitempty"`
@@ -172,9 +180,10 @@ func (n *Node) what(now time.Time) (what, then What) {
 func (g *Graph) step(i int, now time.Time) Step {
 	s := Step{Checkpoint: g.nodes[i].ID}
 	s.What, s.Then = g.nodes[i].what(now)
-	for _, a := range g.guards[i] {
+	guards := slices.Clone(g.guards[i])
+	slices.SortFunc(guards, func(a, b int) int { return latestFirst(&g.nodes[a], &g.nodes[b]) })
+	for _, a := range guards {
 		s.Actions = append(s.Actions, g.nodes[a].ID)
 	}
-	slices.SortFunc(s.Actions, func(a, b string) int { return cmp.Compare(b, a) })
 	return s
 }

@@ -25,6 +25,25 @@ func TestCascade411Figure7(t *testing.T) {
 	wantIDs(t, "passed over", p.Passed, "")
 }
 
+// Cascade 4.1.1, Figure 7: siblings come in the reverse of their start. Their ids are
+// random, and tell nothing of it.
+func TestCascade411SiblingsInReverseOfTheirStart(t *testing.T) {
+	began := func(n Node, at int) Node { return with(n, func(n *Node) { n.Start = at }) }
+	nodes := []Node{
+		began(act("T"), 0), began(ckpt("C", "T"), 1),
+		began(act("a", "T"), 2), began(ckpt("9", "a"), 3),
+		began(act("z", "T"), 4), began(ckpt("1", "z"), 5),
+		began(act("m", "T"), 6), began(ckpt("5", "m", "a", "z"), 7),
+	}
+	p := planned(t, graph(t, nodes...), "C", SubDAG)
+	wantLevels(t, p, "5 1 9 | C")
+	wantIDs(t, "actions", p.Levels[0][0].Actions, "m z a")
+	nodes[3].Start = 8
+	if other := planned(t, graph(t, nodes...), "C", SubDAG); other.Hash() == p.Hash() {
+		t.Error("another order, and the same hash")
+	}
+}
+
 // Cascade 4.2.1: a checkpoint stands below its action, and beside what follows from
 // that; it is undone after it all the same.
 func TestCascade421ConsequencesOfTheAction(t *testing.T) {

@@ -141,6 +141,7 @@ func (j *job) dress(ctx context.Context, o Outgoing) (*Outgoing, error) {
 	}
 	o.Guard, o.Action, o.Upstream = j.spec.Guard, j.call.Action, j.call.Upstream
 	o.Rollback, o.Checkpoint, o.Workflow = j.task.Rollback, j.call.ID, j.call.Workflow
+	o.Reason = j.task.Reason
 	if !strings.HasPrefix(o.URL, "/") {
 		return &o, nil // the call's credentials are for its upstream only
 	}
@@ -188,8 +189,10 @@ func (j *job) undoing(ctx context.Context) (*Outgoing, error) {
 			Rollback   string `json:"rollback_id"`
 			Checkpoint string `json:"checkpoint_id"`
 			Phase      string `json:"phase"`
-			Reason     string `json:"reason,omitempty"`
-		}{"urn:uuid:" + j.task.Rollback, j.call.ID, "execute", j.task.Reason})
+			// What the agent has done for the call goes with it, as the token says too.
+			Cascade bool   `json:"cascade"`
+			Reason  string `json:"reason,omitempty"`
+		}{"urn:uuid:" + j.task.Rollback, j.call.ID, "execute", true, j.task.Reason})
 		if err != nil {
 			return nil, barred{ReasonUnfilled}
 		}

@@ -67,15 +67,15 @@ func TestDelegateRequest(t *testing.T) {
 		r.answers(200)
 		r.undo(task(checkpoint.Delegate, undo.Spec{Auth: undo.AuthRecorded}))
 		o := r.sent[0]
-		var body map[string]string
+		var body map[string]any
 		if err := json.Unmarshal(o.Body, &body); err != nil {
 			t.Fatal(err)
 		}
-		want := map[string]string{"rollback_id": "urn:uuid:" + rollbackID, "checkpoint_id": checkpointID, "phase": "execute", "reason": "wrong order"}
+		want := map[string]any{"rollback_id": "urn:uuid:" + rollbackID, "checkpoint_id": checkpointID, "phase": "execute", "cascade": true, "reason": "wrong order"}
 		if fmt.Sprint(body) != fmt.Sprint(want) {
 			t.Errorf("%v", body)
 		}
-		if o.Method != "POST" || !o.Delegated || o.Recorded || o.Host != "" || o.Header.Get("Idempotency-Key") != key {
+		if o.Method != "POST" || !o.Delegated || o.Recorded || o.Host != "" || o.Reason != "wrong order" || o.Header.Get("Idempotency-Key") != key {
 			t.Errorf("%+v", o)
 		}
 	})

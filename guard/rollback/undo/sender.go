@@ -30,6 +30,8 @@ type Outgoing struct {
 	Delegated bool
 	// Rollback, Checkpoint and Workflow are the ids of what it is for.
 	Rollback, Checkpoint, Workflow string
+	// Reason is that of the rollback, as a delegate is told.
+	Reason string
 }
 
 // Answer is what came back.

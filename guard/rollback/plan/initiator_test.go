@@ -1,0 +1,135 @@
+package plan_test
+
+import (
+	"math/rand/v2"
+	"testing"
+
+	. "github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
+)
+
+// inTurn gives the nodes the order in which they stand.
+func inTurn(nodes ...Node) []Node {
+	for i := range nodes {
+		nodes[i].Start = i
+	}
+	return nodes
+}
+
+// Cascade 4.3.1: the initiator of a workflow is who was first. What others do later under
+// the same id takes nothing from it.
+func TestCascade431Initiator(t *testing.T) {
+	begins := func(n Node) Node { return with(n, func(n *Node) { n.Begins = true }) }
+	for what, c := range map[string]struct {
+		nodes []Node
+		want  string
+	}{
+		"nobody":                     {nil, ""},
+		"one":                        {inTurn(by("a", act("A")), by("b", act("B", "A"))), "a"},
+		"another one's root later":   {inTurn(by("a", act("A")), by("e", act("E")), by("e", ckpt("CE", "E"))), "a"},
+		"events before":              {inTurn(by("e", event("X")), by("a", act("A"))), "a"},
+		"the begin is told":          {inTurn(begins(by("o", event("W"))), by("a", act("A", "W"))), "o"},
+		"the begin is told later":    {inTurn(by("a", act("A")), begins(by("e", event("W")))), "a"},
+		"the first follows from one": {inTurn(by("a", act("A", "elsewhere")), by("e", act("E"))), ""},
+		"a checkpoint first":         {inTurn(by("a", before("C", nil)), by("e", act("E"))), "a"},
+	} {
+		if got := graph(t, c.nodes...).Initiator(); got != c.want {
+			t.Errorf("%s: %q, want %q", what, got, c.want)
+		}
+	}
+}
+
+// Cascade 4.1.3: of the whole workflow its initiator undoes what it has a part in, and what
+// follows from that. What strangers do under the same id stays, and is counted.
+func TestCascade413InitiatorLeavesStrangersAlone(t *testing.T) {
+	g := graph(t, inTurn(
+		by("a", act("A")), by("a", ckpt("CA", "A")),
+		by("e", act("E")), by("e", ckpt("CE", "E")),
+		by("b", act("B", "A")), by("b", ckpt("CB", "B")),
+		by("a", act("A2")), by("a", ckpt("CA2", "A2")),
+		by("e", act("J", "A", "E")), by("e", ckpt("CJ", "J")), // has joined a's part
+		by("a", group("G1", "CA", "CB")), by("a", group("G2", "CA", "CE")), by("e", group("G3", "CE")),
+		by("a", ckpt("K", "E")), by("e", act("E2", "E")), by("e", ckpt("CE2", "E2")), // a's own, for a stranger's action
+	)...)
+	r := request("CA", FullWorkflow)
+	r.By, r.Lineage = "a", Ancestor
+	p, err := g.Plan(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantLevels(t, p, "CJ CA2 CB | K CA | G1")
+	if p.Left != 5-1 {
+		t.Errorf("%d left", p.Left)
+	}
+	r.Lineage = Workflow // everything is linked
+	if p, err = g.Plan(r); err != nil || p.Left != 0 {
+		t.Errorf("%d left, %v", p.Left, err)
+	}
+	if p := planned(t, g, "CA", FullWorkflow); p.Left != 0 {
+		t.Errorf("a coordinator leaves %d", p.Left)
+	}
+	// Nor does a checkpoint for somebody else's action reach what followed from that.
+	r = request("K", SubDAG)
+	r.By, r.Lineage = "a", Ancestor
+	if p, err = g.Plan(r); err != nil {
+		t.Fatal(err)
+	}
+	wantLevels(t, p, "K")
+	wantIDs(t, "dependants", p.Dependants, "E2 J")
+	if p.Partial() == nil {
+		t.Error("what depends on it is left, and it is prepared")
+	}
+	r.By = "e"
+	if p, err = g.Plan(r); err != nil {
+		t.Fatal(err)
+	}
+	wantLevels(t, p, "CE2 CJ | K CE")
+}
+
+// The same, whatever the graph: each checkpoint in the plan is one that the initiator may
+// ask for, or a consequence of its own.
+func TestCascade413InitiatorAgainstModel(t *testing.T) {
+	r := rand.New(rand.NewPCG(43, 1))
+	left, taken := 0, 0
+	for range 200 {
+		nodes := randomNodes(r, 60)
+		for i := range nodes {
+			nodes[i].By = string('a' + rune(r.IntN(4)))
+		}
+		g, m := graph(t, nodes...), newModel(nodes)
+		q := request(someCheckpoint(r, nodes), FullWorkflow)
+		q.By, q.Lineage = "a", Ancestor
+		p, err := g.Plan(q)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var own []string
+		for _, n := range nodes {
+			if n.By == "a" && n.Kind != Event && n.Kind != Group {
+				own = append(own, n.ID)
+			}
+		}
+		follow := m.reach(nil, own...)
+		all := steps(t, p)
+		for _, n := range nodes {
+			_, in := all[n.ID]
+			may := g.MayAsk("a", n.ID, Ancestor)
+			if may && n.Kind == Checkpoint && !in {
+				t.Errorf("%s is left out", n.ID)
+			}
+			covers := false
+			for _, a := range n.Guards {
+				covers = covers || follow[a] || g.Follows(a, n.ID) && may
+			}
+			if in && !may && !follow[n.ID] && !covers && n.Kind == Checkpoint {
+				t.Errorf("%s is a stranger's, and in the plan", n.ID)
+			}
+			if in {
+				taken++
+			}
+		}
+		left += p.Left
+	}
+	if left == 0 || taken == 0 {
+		t.Errorf("too tame: %d taken, %d left", taken, left)
+	}
+}
