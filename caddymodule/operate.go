@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
@@ -147,6 +148,14 @@ func (b borrowed) Rollbacks() admin.Rollbacks {
 		return c
 	}
 	return nil
+}
+
+// Vault implements admin.Store.
+func (b borrowed) Vault() *checkpoint.Vault { return b.e.vault }
+
+// Trial implements admin.Store.
+func (b borrowed) Trial(checkpoint string) (admin.Trial, bool) {
+	return b.e.rollbacks.trials.of(checkpoint)
 }
 
 // RotateKeys implements admin.Store.

@@ -25,6 +25,8 @@ type undone struct {
 	// limit bounds who asks, over all configurations.
 	limit rollbackapi.Limit
 	book  rollbackBook
+	// trials are the undos that are tried again.
+	trials undoTrials
 }
 
 // coordinator carries them out; nil before there is one.

@@ -55,7 +55,11 @@ func (l *observedLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *r
 		status = metrics.StepCancelled
 	}
 	t, err := l.Ledger.Stepped(ctx, r, s, way)
-	return observe(t, err, func() { l.e.counts.RollbackStep(status) })
+	checkpoint := s.Checkpoint
+	return observe(t, err, func() {
+		l.e.counts.RollbackStep(status)
+		l.e.rollbacks.trials.ended(checkpoint)
+	})
 }
 
 // Completed implements rollback.Ledger.

@@ -37,6 +37,7 @@ func newUndoSender(e *engine) *undoSender { return &undoSender{e: e, direct: new
 // that takes long sees that it is tried again, and not what for.
 func (s *undoSender) Send(ctx context.Context, o *undo.Outgoing) (*undo.Answer, error) {
 	answer, err := s.dispatch(ctx, o)
+	s.e.rollbacks.trials.tried(o, answer, err)
 	if err != nil && ctx.Err() == nil {
 		what := "a request of an undo got no answer"
 		if proven := (*undo.SendError)(nil); errors.As(err, &proven) && proven.NotSent {

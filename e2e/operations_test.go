@@ -29,6 +29,8 @@ type operationsBench struct {
 	log      string // the name of the ledger
 	logKey   string // and its key
 	calls    int
+
+	checkpoint, id string // of the call to be undone
 }
 
 func newOperationsBench(t *testing.T) *operationsBench {
@@ -36,7 +38,7 @@ func newOperationsBench(t *testing.T) *operationsBench {
 	b := &operationsBench{upstream: procNewUpstream(t)}
 	b.site = procNewSite(t, b.upstream.addr)
 	b.admin = b.site.admin
-	b.site.guard = "action charge {\n match path /v1/charges\n }\n breaker {\n min_volume 1000\n }"
+	b.site.guard = "action charge {\n match path /v1/charges\n compensate POST /v1/refunds {\n json charge {execution.id}\n }\n }\n breaker {\n min_volume 1000\n }"
 	b.site.app = "identity spiffe://example.com/gateway"
 	b.site.raw = b.site.config()
 	b.gateway = b.site.start(t)
@@ -57,7 +59,8 @@ func (b *operationsBench) run(t *testing.T, block, key string) string {
 	cmd.Dir = b.site.dir
 	cmd.Env = append(os.Environ(), "PATH="+b.site.path("bin")+":"+os.Getenv("PATH"), "USER=ada", "HOME="+b.site.dir,
 		"CADDY_ADMIN="+b.admin, "ADMIN="+b.admin, "KEY="+key, "LOG_KEY="+b.logKey, "GATEWAY=http://"+b.site.addr,
-		"IDENTITY="+b.site.path("data.identity"), "UPSTREAM="+b.upstream.addr)
+		"IDENTITY="+b.site.path("data.identity"), "UPSTREAM="+b.upstream.addr,
+		"CHECKPOINT="+b.checkpoint, "ID="+b.id)
 	return procRun(t, cmd).says(t)
 }
 
@@ -146,6 +149,16 @@ func TestOperationsRun(t *testing.T) {
 			t.Errorf("many: %v", a)
 		}
 	}
+	b.id = "order-7"
+	made := b.gateway.post(t, procCall{id: b.id, header: map[string]string{"Workflow-Id": "trip-7"}})
+	if b.checkpoint = made.header.Get("Execution-Checkpoint"); b.checkpoint == "" {
+		t.Fatalf("%v", made)
+	}
+	block("find-by", "", "execution id  order-7", "(trip-7)", "charge")
+	block("rollback-plan", "", "charge POST /v1/charges", "compensate POST /v1/refunds", "(trip-7)")
+	block("rollback", "", "finished, completed", "charge POST /v1/charges")
+	block("rollbacks", "", "wrong price list", "operator ada")
+	block("undos", "", "undo", "(undo)")
 	block("running", "")
 	block("stats", "", "health", "records per sync")
 	block("escalations", "")

@@ -338,7 +338,7 @@ func TestProcessOperateRefusals(t *testing.T) {
 		"executions list --config " + off:  "says `admin off`",
 		"executions list --store /nowhere": "the store /nowhere is not open; open: " + site.path("data"),
 		"executions list --caller abc":     "no caller's hash",
-		"executions show abc":              "a key has 4 to 64 hexadecimal digits",
+		"executions show abc":              "nor a whole checkpoint or execution id",
 		"executions show 0000000000000000": "no such execution",
 		"executions show a/b":              "has no executions/a/b",
 		"executions lists":                 `unknown command "lists" for "caddy agent-guard executions"`,

@@ -54,11 +54,23 @@ func TestProcessOperatorRollsBack(t *testing.T) {
 
 	done := procDocument[struct {
 		rollbackDoc
-		Operator string
+		Operator     string
+		Workflow     string
+		WorkflowName string `json:"workflow_name"`
+		Steps        []struct{ Way string }
 	}](t, site.operate(t, "rollback", checkpoint, "--reason", "ordered twice", "-o", "json").says(t))
 	done.want(t, "completed")
 	if done.Operator != "ada" || strings.Contains(done.ID, "(") {
 		t.Errorf("%+v", done)
+	}
+	if name := "w-" + t.Name(); done.WorkflowName != name || done.Workflow == name || len(done.Steps) != 1 || done.Steps[0].Way != "compensate POST /refunds" {
+		t.Errorf("%+v", done)
+	}
+	// Tokens know the workflow by its UUID only, executions by its name.
+	for _, workflow := range []string{done.Workflow, done.WorkflowName} {
+		if got := site.operate(t, "executions", "list", "--workflow", workflow).says(t); !strings.Contains(got, "/mail") || !strings.Contains(got, "(undo)") {
+			t.Errorf("%s:\n%s", workflow, got)
+		}
 	}
 	lab.wantCharge(id, "refunded")
 

@@ -22,8 +22,15 @@ type Filter struct {
 	Guard, Action, Method string
 	// Caller is the hash of the caller's identity; nil is any.
 	Caller *CallerHash
-	// Workflow is the workflow's id; empty is any.
-	Workflow string
+	// Workflow is the workflow's id; empty is any. OrWorkflows are further ids under which
+	// the same workflow goes; they count with Workflow only.
+	Workflow    string
+	OrWorkflows []string // see Workflow
+	// ID is the caller's name for the execution, and Checkpoint the id of the token that has
+	// announced it; empty is any.
+	ID, Checkpoint string
+	// NotMethod leaves out those with this method; empty leaves out none.
+	NotMethod string
 	// From and To bound when the execution was claimed: at or after From, before
 	// To. The zero time is no bound.
 	From, To time.Time
@@ -151,7 +158,19 @@ func (f *Filter) passes(r *Recorded) bool {
 		(f.Action == "" || f.Action == record.Action) &&
 		(f.Method == "" || f.Method == record.Method) &&
 		(f.Caller == nil || *f.Caller == record.Caller) &&
-		(f.Workflow == "" || shorten(f.Workflow, maxRecordedText) == record.Workflow)
+		(f.NotMethod == "" || f.NotMethod != record.Method) &&
+		(f.ID == "" || shorten(f.ID, maxRecordedID) == record.ID) &&
+		(f.Checkpoint == "" || record.Announced(f.Checkpoint)) &&
+		(f.Workflow == "" || slices.Contains(f.workflows(), record.Workflow))
+}
+
+// workflows are the ids of the workflow as they were recorded.
+func (f *Filter) workflows() []string {
+	all := make([]string, 0, 1+len(f.OrWorkflows))
+	for _, id := range append([]string{f.Workflow}, f.OrWorkflows...) {
+		all = append(all, shorten(id, maxRecordedText))
+	}
+	return all
 }
 
 // State is the state as it is known: an execution whose owner is gone is in doubt,
@@ -169,11 +188,14 @@ func (g *Guard) positions(ctx context.Context, f *Filter, after position, n int)
 	top := &topmost{after: after, n: n}
 	var err error
 	switch {
+	case f.Caller != nil && f.ID != "":
+		err = g.ofCaller(ctx, g.idPrefix(*f.Caller, shorten(f.ID, maxRecordedID)), top)
 	case f.Caller != nil:
-		err = g.ofCaller(ctx, *f.Caller, top)
+		err = g.ofCaller(ctx, callerPrefix(*f.Caller), top)
 	case f.Workflow != "":
-		prefix := g.workflowPrefix(shorten(f.Workflow, maxRecordedText))
-		err = g.byAge(ctx, prefix, top)
+		for _, id := range f.workflows() {
+			err = errors.Join(err, g.byAge(ctx, g.workflowPrefix(id), top))
+		}
 	default:
 		states := f.States
 		if len(states) == 0 {
@@ -209,9 +231,9 @@ func (g *Guard) byAge(ctx context.Context, prefix []byte, top *topmost) error {
 	return nil
 }
 
-// ofCaller reads the index of a caller, which is ordered by id.
-func (g *Guard) ofCaller(ctx context.Context, caller CallerHash, top *topmost) error {
-	for entry, err := range g.store.Scan(ctx, store.Prefix(callerPrefix(caller))) {
+// ofCaller reads the index of a caller, or of an id of its, which is ordered by id.
+func (g *Guard) ofCaller(ctx context.Context, prefix []byte, top *topmost) error {
+	for entry, err := range g.store.Scan(ctx, store.Prefix(prefix)) {
 		if err != nil {
 			return fmt.Errorf("%w: %w", ErrStore, err)
 		}

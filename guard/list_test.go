@@ -52,6 +52,7 @@ func TestListIsWhatAFullLookGives(t *testing.T) {
 			c.Key = r.Key(c.Scope)
 			c.Action = []string{"charge", "refund"}[rnd.IntN(2)]
 			c.Workflow = []string{"", "w-1", "w-2"}[rnd.IntN(3)]
+			c.Checkpoint = fmt.Sprint("c-", i/2)
 			e := r.claim(c)
 			switch rnd.IntN(4) {
 			case 0: // runs on
@@ -76,6 +77,13 @@ func TestListIsWhatAFullLookGives(t *testing.T) {
 			"workflow":                         {Workflow: "w-2"},
 			"guard":                            {Guard: "other", Method: "POST"},
 			"nobody":                           {Method: "PUT"},
+			"without a method":                 {NotMethod: "POST"},
+			"without another method":           {NotMethod: "PUT", Action: "refund"},
+			"id":                               {ID: "17"},
+			"id of a caller":                   {ID: "18", Caller: &caller},
+			"id of another caller":             {ID: "19", Caller: &caller},
+			"checkpoint":                       {Checkpoint: "c-3"},
+			"two names of a workflow":          {Workflow: "w-1", OrWorkflows: []string{"w-0", "w-2"}},
 			"time":                             {From: begun.Add(10 * time.Second), To: begun.Add(40 * time.Second)},
 		}
 		for name, f := range filters {
@@ -88,7 +96,9 @@ func TestListIsWhatAFullLookGives(t *testing.T) {
 				record := found.Record
 				if (len(f.States) == 0 || slices.Contains(f.States, record.State)) &&
 					(f.Action == "" || f.Action == record.Action) && (f.Guard == "" || f.Guard == record.Guard) &&
-					(f.Method == "" || f.Method == record.Method) && (f.Workflow == "" || f.Workflow == record.Workflow) &&
+					(f.Method == "" || f.Method == record.Method) && (f.Workflow == "" || f.Workflow == record.Workflow || slices.Contains(f.OrWorkflows, record.Workflow)) &&
+					(f.NotMethod == "" || f.NotMethod != record.Method) && (f.ID == "" || f.ID == record.ID) &&
+					(f.Checkpoint == "" || f.Checkpoint == record.Checkpoint) &&
 					(f.Caller == nil || *f.Caller == record.Caller) &&
 					!record.Created.Before(f.From) && (f.To.IsZero() || record.Created.Before(f.To)) {
 					want[c.Key] = true

@@ -13,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
 	"time"
@@ -22,6 +23,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -80,6 +82,11 @@ type Store interface {
 	SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error)
 	// Rollbacks are those over the store; nil where nothing can be rolled back.
 	Rollbacks() Rollbacks
+	// Trial is what is known of the undo of a checkpoint that has not succeeded yet; false
+	// where nothing is.
+	Trial(checkpoint string) (Trial, bool)
+	// Vault is where checkpoints are; nil where none are made.
+	Vault() *checkpoint.Vault
 	// Desk is where escalations are recorded.
 	Desk() *hitl.Desk
 	// Release ends the borrowing.
@@ -96,7 +103,12 @@ func New(stores Stores) *API { return &API{stores: stores} }
 
 // ServeHTTP implements caddy.AdminHandler.
 func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
-	parts := strings.Split(strings.TrimPrefix(r.URL.Path, Prefix), "/")
+	parts := strings.Split(strings.TrimPrefix(r.URL.EscapedPath(), Prefix), "/")
+	for i, part := range parts { // an execution id may have a slash
+		if plain, err := url.PathUnescape(part); err == nil {
+			parts[i] = plain
+		}
+	}
 	switch {
 	case slices.Equal(parts, []string{"executions"}):
 		return a.on(w, r, http.MethodGet, a.list)

@@ -21,6 +21,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -52,6 +53,8 @@ type opened struct {
 	desk     *hitl.Desk
 	unkept   error // with which a mode is not recorded
 	rollback admin.Rollbacks
+	vault    *checkpoint.Vault
+	trials   map[string]admin.Trial
 
 	mu       sync.Mutex
 	borrowed int
@@ -77,6 +80,13 @@ func (o *opened) RotateKeys(context.Context) error {
 }
 
 func (o *opened) Identity() *admin.Identity { return o.identity }
+
+func (o *opened) Vault() *checkpoint.Vault { return o.vault }
+
+func (o *opened) Trial(checkpoint string) (admin.Trial, bool) {
+	t, ok := o.trials[checkpoint]
+	return t, ok
+}
 
 func (o *opened) Rollbacks() admin.Rollbacks { return o.rollback }
 
@@ -144,7 +154,7 @@ func (r *rig) open(path string) *opened {
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	o := &opened{rig: r, path: path, guard: g, store: st, desk: hitl.NewDesk(st, ring, 0)}
+	o := &opened{rig: r, path: path, guard: g, store: st, desk: hitl.NewDesk(st, ring, 0), vault: checkpoint.New(st, ring)}
 	r.stores[path] = o
 	r.t.Cleanup(func() {
 		if o.borrowed != 0 {
@@ -156,7 +166,7 @@ func (r *rig) open(path string) *opened {
 
 // call is one to record; what a test does not set is filled in.
 type call struct {
-	id, caller, guard, method, path, action, workflow string
+	id, caller, guard, method, path, action, workflow, checkpoint string
 }
 
 // claim begins an execution.
@@ -175,7 +185,7 @@ func (o *opened) claim(c call) (guard.Key, *guard.Execution) {
 	scope := guard.Scope{Caller: c.caller, Guard: c.guard, Method: c.method, Path: c.path, ID: c.id}
 	key := o.guard.Key(scope)
 	e, err := o.guard.Claim(ctx, &guard.Call{
-		Key: key, Scope: scope, Origin: guard.OriginGiven, Host: "api.example", Action: c.action, Workflow: c.workflow,
+		Key: key, Scope: scope, Origin: guard.OriginGiven, Host: "api.example", Action: c.action, Workflow: c.workflow, Checkpoint: c.checkpoint,
 		Deadline: time.Minute, KeepResult: time.Hour, KeepKey: 48 * time.Hour, ResultCap: 1 << 20,
 	}, guard.Finding{})
 	if err != nil {

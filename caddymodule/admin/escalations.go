@@ -1,6 +1,7 @@
 package admin
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"strconv"
@@ -34,6 +35,8 @@ type Escalation struct {
 	// Workflow and Caller are whose it is.
 	Workflow string `json:"workflow,omitempty"`
 	Caller   string `json:"caller,omitempty"` // see Workflow
+	// WorkflowName is what its caller calls the workflow, where that is another name.
+	WorkflowName string `json:"workflow_name,omitempty"`
 	// Links lead to what it is about.
 	Links EscalationLinks `json:"links"`
 	// Opened and Changed are when it was opened, and when its state last changed.
@@ -65,15 +68,36 @@ func (a *API) escalations(r *http.Request, st Store, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err
 	}
+	known := &names{st: st}
+	var err error
+	if filter.Workflow, err = escalatedAs(r.Context(), st, known.forms(r.Context(), filter.Workflow)); err != nil {
+		return nil, err
+	}
 	found, err := st.Desk().List(r.Context(), filter, after, limit)
 	if err != nil {
 		return nil, err
 	}
 	page := Escalations{Escalations: make([]Escalation, 0, len(found.Escalations)), Unreadable: found.Unreadable, Next: found.Next}
 	for i := range found.Escalations {
-		page.Escalations = append(page.Escalations, viewEscalation(&found.Escalations[i]))
+		e := viewEscalation(&found.Escalations[i])
+		e.WorkflowName = known.of(r.Context(), e.Workflow, e.Links.Checkpoint)
+		page.Escalations = append(page.Escalations, e)
 	}
 	return page, nil
+}
+
+// escalatedAs is the first of the forms of a workflow's id under which there are escalations.
+func escalatedAs(ctx context.Context, st Store, forms []string) (string, error) {
+	for _, form := range forms {
+		page, err := st.Desk().List(ctx, hitl.Filter{Workflow: form}, "", 1)
+		if err != nil {
+			return "", err
+		}
+		if len(page.Escalations) > 0 || page.Unreadable > 0 || page.Next != "" {
+			return form, nil
+		}
+	}
+	return append(forms, "")[0], nil
 }
 
 func viewEscalation(e *hitl.Escalation) Escalation {

@@ -46,6 +46,9 @@ type Execution struct {
 	Caller string `json:"caller,omitempty"`
 	// Workflow is the workflow's id, if any.
 	Workflow string `json:"workflow,omitempty"`
+	// WorkflowID is the UUID by which tokens, rollbacks and escalations know the workflow,
+	// where its name is another one. Listings leave it out.
+	WorkflowID string `json:"workflow_id,omitempty"`
 	// Checkpoint is the id of the token that announced it, by which it is rolled back; empty
 	// without an identity.
 	Checkpoint string `json:"checkpoint,omitempty"`

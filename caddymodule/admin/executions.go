@@ -5,7 +5,9 @@ import (
 	"errors"
 	"net/http"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
 )
 
 // defaultPage is the size of a page where none is asked for.
@@ -21,6 +23,12 @@ func (a *API) list(r *http.Request, st Store, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err
 	}
+	if forms := (&names{st: st}).forms(r.Context(), filter.Workflow); len(forms) > 1 {
+		filter.OrWorkflows = forms[1:]
+	}
+	if err := narrow(r.Context(), st, &filter); err != nil {
+		return nil, err
+	}
 	found, err := st.Guard().List(r.Context(), filter, after, limit)
 	if err != nil {
 		return nil, err
@@ -32,13 +40,36 @@ func (a *API) list(r *http.Request, st Store, p *params) (any, error) {
 	return page, nil
 }
 
-// show answers GET executions/{key}.
+// narrow bounds the listing of a checkpoint's execution by when that was claimed, where the
+// vault knows it: else all that is recorded would be looked through.
+func narrow(ctx context.Context, st Store, f *guard.Filter) error {
+	if f.Checkpoint == "" || f.Method == undo.Method {
+		return nil
+	}
+	f.NotMethod = undo.Method // its undos have the checkpoint's id too
+	_, _, record, err := callOf(ctx, st, f.Checkpoint)
+	if errors.Is(err, guard.ErrUnknown) || err == nil && record == nil {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if at := record.Created; at.After(f.From) {
+		f.From = at
+	}
+	if end := record.Created.Add(1); f.To.IsZero() || end.Before(f.To) {
+		f.To = end
+	}
+	return nil
+}
+
+// show answers GET executions/{key}, which may be the id of a checkpoint or an execution.
 func (a *API) show(name string) handler {
 	return func(r *http.Request, st Store, p *params) (any, error) {
 		if err := p.done(); err != nil {
 			return nil, err
 		}
-		key, err := st.Guard().Expand(r.Context(), name)
+		key, err := find(r.Context(), st, name)
 		if err != nil {
 			return nil, err
 		}
@@ -58,6 +89,7 @@ func look(ctx context.Context, st Store, key guard.Key) (*Execution, error) {
 	switch {
 	case err == nil:
 		x = view(&found, now)
+		x.WorkflowID = workflowID(ctx, st, found.Record)
 	case !errors.Is(err, guard.ErrUnknown):
 		return nil, err
 	}
@@ -75,6 +107,21 @@ func look(ctx context.Context, st Store, key guard.Key) (*Execution, error) {
 		})
 	}
 	return &x, nil
+}
+
+// workflowID is the UUID of the workflow of an execution, where its name is none.
+func workflowID(ctx context.Context, st Store, record *guard.Record) string {
+	if record.Checkpoint == "" {
+		return "" // no token knows it
+	}
+	id := evidence.WorkflowID(record.Workflow)
+	if call, _, _, err := callOf(ctx, st, record.Checkpoint); err == nil && call.Workflow != "" {
+		id = call.Workflow
+	}
+	if id == record.Workflow {
+		return ""
+	}
+	return id
 }
 
 // unavailable is a store's own error, that did not come through the guard.

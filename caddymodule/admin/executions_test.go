@@ -220,8 +220,8 @@ func TestShowRefuses(t *testing.T) {
 	}
 	r.refuses("GET", "executions/"+twice, "", http.StatusBadRequest, "more than one execution's key begins like this")
 	r.refuses("POST", "executions/"+twice+"/resolve", `{"decision":"applied","operator":"a","reason":"b"}`, http.StatusBadRequest, "more than one")
-	r.refuses("GET", "executions/abc", "", http.StatusBadRequest, "a key has 4 to 64 hexadecimal digits")
-	r.refuses("GET", "executions/nonsense", "", http.StatusBadRequest, "a key has 4 to 64 hexadecimal digits")
+	r.refuses("GET", "executions/abc", "", http.StatusNotFound, "nor a whole checkpoint or execution id")
+	r.refuses("GET", "executions/nonsense", "", http.StatusNotFound, "no such execution")
 	r.refuses("GET", "executions/"+strings.Repeat("0", 64), "", http.StatusNotFound, "no such execution")
 }
 

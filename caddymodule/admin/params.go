@@ -13,6 +13,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
 )
 
 // params is the query of a request. The first thing that is wrong with it is kept
@@ -129,6 +130,34 @@ func (p *params) caller() *guard.CallerHash {
 	return &hash
 }
 
+// checkpoint is the id of a checkpoint; empty is any.
+func (p *params) checkpoint() string {
+	text := p.one("checkpoint")
+	if text == "" {
+		return ""
+	}
+	id, ok := checkpointID(text)
+	if !ok {
+		p.fail("checkpoint", fmt.Errorf("%q is no UUID; it stands in Execution-Checkpoint", text))
+	}
+	return id
+}
+
+// undos leaves out the executions under which undos are recorded, or all others.
+func (p *params) undos(f *guard.Filter) {
+	switch text := p.one("undos"); text {
+	case "", "with":
+	case "without":
+		f.NotMethod = undo.Method
+	case "only":
+		if f.Method == "" {
+			f.Method = undo.Method
+		}
+	default:
+		p.fail("undos", fmt.Errorf("%q is none of with, without and only", text))
+	}
+}
+
 // limit is the size of a page.
 func (p *params) limit() int {
 	text := p.one("limit")
@@ -147,7 +176,9 @@ func (p *params) filter(now time.Time) guard.Filter {
 	f := guard.Filter{
 		States: p.states(), Guard: p.one("guard"), Action: p.one("action"), Method: p.one("method"),
 		Caller: p.caller(), Workflow: p.one("workflow"), From: p.time("from"), To: p.time("to"),
+		ID: p.one("id"), Checkpoint: p.checkpoint(),
 	}
+	p.undos(&f)
 	if age := p.age("max_age"); age > 0 {
 		if from := now.Add(-age); from.After(f.From) {
 			f.From = from

@@ -52,7 +52,7 @@ func (a *API) resolve(name string) handler {
 			return nil, refuse(http.StatusBadRequest, "%v", err)
 		}
 		g := st.Guard()
-		key, err := g.Expand(r.Context(), name)
+		key, err := find(r.Context(), st, name)
 		if err != nil {
 			return nil, err
 		}

@@ -121,6 +121,9 @@ func coordinated(serve func(r *http.Request, all Rollbacks, p *params) (any, err
 		if err != nil {
 			return nil, rollbackRefusal(err)
 		}
+		if doc, ok := answer.(*rollbackapi.Document); ok {
+			explain(r.Context(), st, doc)
+		}
 		return answer, nil
 	}
 }

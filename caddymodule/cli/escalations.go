@@ -70,7 +70,7 @@ not take it, so that this list may be the only one who tells of it.`,
 	f := cmd.Flags()
 	f.Var(&word{&state, escalationStates()}, "state", "Only those in this state: open, notified or undeliverable")
 	f.Var(&word{&level, levelWords()}, "level", "Only those of this level: pause, approval or stop")
-	f.StringVar(&workflow, "workflow", "", "Only those of this workflow")
+	f.StringVar(&workflow, "workflow", "", "Only those of this workflow: its UUID, or its caller's name")
 	page.flags(cmd)
 	complete(cmd, "state", escalationStates()...)
 	complete(cmd, "level", levelWords()...)
@@ -127,6 +127,14 @@ type escalationRows struct {
 	listed int
 }
 
+// escalatedIn is the workflow of an escalation.
+func escalatedIn(e *admin.Escalation) string {
+	if e.WorkflowName == "" {
+		return cut(printable(e.Workflow), 36)
+	}
+	return cut(printable(e.Workflow), 36) + " (" + cut(printable(e.WorkflowName), 36) + ")"
+}
+
 var escalationHeader = []string{"OPENED", "LEVEL", "STATE", "CAUSE", "WORKFLOW", "SUMMARY", "ID"}
 
 func (r *escalationRows) print(page []json.RawMessage) error {
@@ -138,7 +146,7 @@ func (r *escalationRows) print(page []json.RawMessage) error {
 		}
 		rows = append(rows, []string{
 			moment(e.Opened, r.now), printable(e.LevelName), printable(e.State), printable(e.Cause),
-			dash(cut(printable(e.Workflow), 36)), cut(printable(e.Summary), 100), printable(e.ID),
+			dash(escalatedIn(&e)), cut(printable(e.Summary), 100), printable(e.ID),
 		})
 	}
 	r.listed += len(rows)

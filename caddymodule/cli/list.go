@@ -18,9 +18,13 @@ type listing struct {
 	*options
 	states                                  []string
 	guard, action, method, caller, workflow string
+	id, checkpoint, undos                   string
 	olderThan, newerThan                    string
 	paging
 }
+
+// undoWords say what to do with the executions of undos.
+var undoWords = []string{"with", "without", "only"}
 
 func stateWords() (words []string) {
 	for _, s := range guard.States() {
@@ -38,12 +42,21 @@ func list(o *options) *cobra.Command {
 stand several times.
 
 Ages count from when a call was claimed. A caller is named by its hash, as
-listings and logs show it.`,
+listings and logs show it, and a workflow by its caller's name or its UUID. An
+--id alone is looked for in all that is recorded, youngest first; with --caller
+it is found at once.
+
+What a rollback has sent stands here too, with the action undo and the method
+(undo).`,
 		Example: `  # What waits for a decision?
   caddy agent-guard executions list --state in_doubt
 
   # What has been running for longer than it should?
   caddy agent-guard executions list --state running --older-than 10m
+
+  # Which call is it that an escalation, or its caller, names?
+  caddy agent-guard executions list --checkpoint 0193e2a7-5b1c-7d0e-8f7a-2b6c4d1e9f30
+  caddy agent-guard executions list --id order-7
 
   # All payments of the last two days, for a script
   caddy agent-guard executions list --action charge --newer-than 2d --all --output json`,
@@ -56,14 +69,18 @@ listings and logs show it.`,
 	f.StringVar(&l.action, "action", "", "Only those of this action")
 	f.StringVar(&l.method, "method", "", "Only those with this method")
 	f.StringVar(&l.caller, "caller", "", "Only those of the caller with this hash")
-	f.StringVar(&l.workflow, "workflow", "", "Only those of this workflow")
+	f.StringVar(&l.workflow, "workflow", "", "Only those of this workflow: its UUID, or its caller's name")
+	f.StringVar(&l.id, "id", "", "Only those that their callers have named so, usually in Idempotency-Key")
+	f.StringVar(&l.checkpoint, "checkpoint", "", "Only the one of this checkpoint, a UUID as in Execution-Checkpoint")
+	f.Var(&word{&l.undos, undoWords}, "undos", "What rollbacks have sent: with (all, which is the default), without or only")
 	f.StringVar(&l.olderThan, "older-than", "", "Only those claimed longer ago, like 10m or 2d")
 	f.StringVar(&l.newerThan, "newer-than", "", "Only those claimed since, like 10m or 2d")
 	l.flags(cmd)
 	complete(cmd, "state", stateWords()...)
-	for _, flag := range []string{"guard", "action", "caller", "workflow", "older-than", "newer-than"} {
+	for _, flag := range []string{"guard", "action", "caller", "workflow", "id", "checkpoint", "older-than", "newer-than"} {
 		complete(cmd, flag)
 	}
+	complete(cmd, "undos", undoWords...)
 	complete(cmd, "method", "POST", "PUT", "PATCH", "DELETE")
 	return cmd
 }
@@ -79,6 +96,7 @@ func (l *listing) query() (url.Values, error) {
 	}
 	for name, value := range map[string]string{
 		"guard": l.guard, "action": l.action, "method": l.method, "caller": l.caller, "workflow": l.workflow,
+		"id": l.id, "checkpoint": l.checkpoint, "undos": l.undos,
 	} {
 		if value != "" {
 			q.Set(name, value)

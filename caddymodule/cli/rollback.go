@@ -42,8 +42,8 @@ and why are recorded, logged, and told to agents.
 --scope single undoes that call alone, which is the default; sub_dag, or
 --cascade, what followed from it too; full_workflow every call of its workflow.
 
---dry-run shows the order, the steps, and what cannot be undone; nothing is
-touched. A rollback goes on by itself, also when this command is stopped; the
+--dry-run shows the order, the steps with the calls that they undo and how, and
+what cannot be undone; nothing is touched. A rollback goes on by itself, also when this command is stopped; the
 same --id asks for the same one again, and nothing runs twice.
 
 It exits with 0 only where all is undone, or with --dry-run and --no-wait.`,
@@ -72,8 +72,6 @@ It exits with 0 only where all is undone, or with --dry-run and --no-wait.`,
 	f.BoolVar(&u.DryRun, "dry-run", false, "Show what would be done, and touch nothing")
 	f.StringVar(&u.RollbackID, "id", "", "The rollback's id, a UUID (default: a fresh one)")
 	f.BoolVar(&u.noWait, "no-wait", false, "Do not wait for the end")
-	cmd.MarkFlagsMutuallyExclusive("scope", "cascade")
-	cmd.MarkFlagsMutuallyExclusive("dry-run", "no-wait")
 	for _, flag := range []string{"reason", "operator", "id"} {
 		complete(cmd, flag)
 	}
@@ -83,6 +81,15 @@ It exits with 0 only where all is undone, or with --dry-run and --no-wait.`,
 
 func (u *undoing) run(cmd *cobra.Command, checkpoint string) error {
 	u.CheckpointID = checkpoint
+	if id, err := uuid.Parse(checkpoint); err != nil || len(checkpoint) != len(id.String()) {
+		return fmt.Errorf("CHECKPOINT: %q is no UUID; it stands in Execution-Checkpoint", checkpoint)
+	}
+	if u.Cascade && u.Scope != "" {
+		return errors.New("give --scope or --cascade, which is --scope sub_dag")
+	}
+	if u.DryRun && u.noWait {
+		return errors.New("give --dry-run or --no-wait: a dry run is nothing to wait for")
+	}
 	if u.Reason == "" && !u.DryRun {
 		return errors.New("--reason: say why, in a sentence for people; only --dry-run needs none")
 	}
@@ -111,9 +118,9 @@ func (u *undoing) run(cmd *cobra.Command, checkpoint string) error {
 	}
 	if !u.DryRun && !u.noWait {
 		if !u.json() && doc.State != string(rollback.Finished) {
-			fmt.Fprintf(cmd.ErrOrStderr(), "Rollback %s goes on by itself; this waits for its end.\n", id)
+			fmt.Fprintf(cmd.ErrOrStderr(), "Rollback %s goes on by itself; this waits for its end, and with --no-wait it would not.\n", id)
 		}
-		if text, err = c.finished(cmd.Context(), id, text, &doc); err != nil {
+		if text, err = c.finished(cmd.Context(), id, text, &doc, u.hanging(cmd)); err != nil {
 			return fmt.Errorf("%w\nThe rollback was accepted: `caddy agent-guard rollbacks %s` shows it", err, id)
 		}
 	}
@@ -126,8 +133,21 @@ func (u *undoing) run(cmd *cobra.Command, checkpoint string) error {
 	return nil
 }
 
-// finished looks at a rollback until it is finished.
-func (c *client) finished(ctx context.Context, id string, text json.RawMessage, doc *rollbackapi.Document) (json.RawMessage, error) {
+// hanging says what a rollback hangs at, each time that one is looked at in vain.
+func (u *undoing) hanging(cmd *cobra.Command) func(*rollbackapi.Document) {
+	return func(doc *rollbackapi.Document) {
+		for i := range doc.Steps {
+			if step := &doc.Steps[i]; !u.json() && step.LastCause != "" {
+				fmt.Fprintf(cmd.ErrOrStderr(), "Checkpoint %s: %d attempts were in vain, the last one: %s. It is tried again until %s.\n",
+					printable(step.CheckpointID), step.Attempts, cut(printable(step.LastCause), 200), doc.Due.UTC().Format(time.RFC3339))
+				return // one is enough: `rollbacks` shows all
+			}
+		}
+	}
+}
+
+// finished looks at a rollback until it is finished, and tells each time that it is not.
+func (c *client) finished(ctx context.Context, id string, text json.RawMessage, doc *rollbackapi.Document, told func(*rollbackapi.Document)) (json.RawMessage, error) {
 	for doc.State != string(rollback.Finished) {
 		began := time.Now()
 		*doc = rollbackapi.Document{}
@@ -135,7 +155,11 @@ func (c *client) finished(ctx context.Context, id string, text json.RawMessage, 
 		if text, err = c.get(ctx, "rollback/"+id, url.Values{"wait": {lookPause}}, doc); err != nil {
 			return nil, err
 		}
-		if doc.State == string(rollback.Finished) || time.Since(began) > time.Second {
+		if doc.State == string(rollback.Finished) {
+			continue
+		}
+		told(doc)
+		if time.Since(began) > time.Second {
 			continue
 		}
 		select { // a server that does not wait is not asked all the time

@@ -13,6 +13,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/rollbackapi"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 func rollbacksCommand(o *options) *cobra.Command {
@@ -25,7 +26,12 @@ func rollbacksCommand(o *options) *cobra.Command {
 came of each, and what a person must still do.`,
 		Example: `  caddy agent-guard rollbacks
   caddy agent-guard rollbacks f1b1c2d3-e4f5-4789-abcd-ef0123456789`,
-		Args:              cobra.MaximumNArgs(1),
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) > 1 {
+				return fmt.Errorf("give one ID, or none; there are %d", len(args))
+			}
+			return nil
+		},
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := o.client()
@@ -33,6 +39,9 @@ came of each, and what a person must still do.`,
 				return err
 			}
 			if len(args) == 1 {
+				if _, err := rollbackapi.ParseID(args[0]); err != nil {
+					return fmt.Errorf("ID: %q is no UUID; `rollbacks` lists them", args[0])
+				}
 				var doc rollbackapi.Document
 				text, err := c.get(cmd.Context(), "rollback/"+url.PathEscape(args[0]), url.Values{}, &doc)
 				if err != nil {
@@ -111,7 +120,7 @@ func printRollback(out io.Writer, doc *rollbackapi.Document, now time.Time) erro
 	s.line("state", state)
 	s.line("effect", printable(doc.Effect))
 	s.line("checkpoint", printable(doc.CheckpointID))
-	s.line("workflow", printable(doc.Workflow))
+	s.line("workflow", named(doc.Workflow, doc.WorkflowName))
 	s.line("scope", printable(string(doc.Scope)))
 	s.line("operator", printable(doc.Operator))
 	s.line("requester", printable(doc.Requester))
@@ -125,7 +134,7 @@ func printRollback(out io.Writer, doc *rollbackapi.Document, now time.Time) erro
 	if _, err := fmt.Fprint(out, s.b.String()); err != nil {
 		return err
 	}
-	if err := printSteps(out, doc.Steps); err != nil {
+	if err := printSteps(out, doc.Steps, now); err != nil {
 		return err
 	}
 	for i, text := range doc.FollowUp {
@@ -139,29 +148,67 @@ func printRollback(out io.Writer, doc *rollbackapi.Document, now time.Time) erro
 	return nil
 }
 
-func printSteps(out io.Writer, steps []rollbackapi.StepDocument) error {
+// stepHeader are the columns of steps. Those are left out that are empty in all of them.
+var stepHeader = []string{"LEVEL", "ACTION", "CALL", "CALLED", "WAY", "CHECKPOINT", "AGENT", "STATUS", "ANSWER", "ATTEMPTS", "REASON"}
+
+func printSteps(out io.Writer, steps []rollbackapi.StepDocument, now time.Time) error {
 	if len(steps) == 0 {
 		return nil
 	}
-	var rows [][]string
+	rows := make([][]string, 0, len(steps))
+	filled := make([]bool, len(stepHeader))
 	for i := range steps {
-		step := &steps[i]
-		status := printable(string(step.Status))
-		if step.Effect != "" {
-			status += " (" + printable(step.Effect) + ")"
+		row := stepRow(&steps[i], now)
+		for column, cell := range row {
+			filled[column] = filled[column] || cell != ""
+			row[column] = dash(cell)
 		}
-		answer := ""
-		if step.HTTPStatus != 0 {
-			answer = strconv.Itoa(step.HTTPStatus)
+		rows = append(rows, row)
+	}
+	shown := func(row []string) (kept []string) {
+		for column, cell := range row {
+			if filled[column] {
+				kept = append(kept, cell)
+			}
 		}
-		rows = append(rows, []string{
-			strconv.Itoa(step.Level), printable(step.Action), printable(step.CheckpointID), dash(printable(step.Agent)),
-			dash(status), dash(answer), dash(printable(step.Reason)),
-		})
+		return kept
+	}
+	for i := range rows {
+		rows[i] = shown(rows[i])
 	}
 	if _, err := fmt.Fprintln(out); err != nil {
 		return err
 	}
 	table := table{out: out}
-	return table.print([]string{"LEVEL", "ACTION", "CHECKPOINT", "AGENT", "STATUS", "ANSWER", "REASON"}, rows)
+	return table.print(shown(stepHeader), rows)
+}
+
+// stepRow is a step in the order of stepHeader; what is not known is empty.
+func stepRow(step *rollbackapi.StepDocument, now time.Time) []string {
+	status := printable(string(step.Status))
+	if step.State == rollback.StepRunning {
+		status = "running"
+	}
+	if step.Effect != "" {
+		status += " (" + printable(step.Effect) + ")"
+	}
+	answer, attempts, call, called := "", "", "", ""
+	if step.HTTPStatus != 0 {
+		answer = strconv.Itoa(step.HTTPStatus)
+	}
+	if step.Attempts > 0 {
+		attempts = strconv.Itoa(step.Attempts)
+	}
+	if c := step.Call; c != nil {
+		call = strings.TrimSpace(printable(c.Action) + " " + printable(c.Method) + " " + cut(printable(c.Path), 60))
+		called = moment(c.Created, now)
+	}
+	reason := printable(step.Reason)
+	if step.LastCause != "" {
+		reason = cut(printable(step.LastCause), 120)
+	}
+	return []string{
+		strconv.Itoa(step.Level), printable(step.Action), call, called, cut(printable(step.Way), 80),
+		printable(step.CheckpointID), printable(step.Agent), status, answer, attempts, reason,
+	}
 }

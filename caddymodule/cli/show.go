@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"errors"
 	"fmt"
 	"net/url"
 	"strconv"
@@ -11,7 +12,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 )
 
-const keyHelp = "KEY is an execution key, or the first digits of one, at least four: logs show\nsixteen."
+const keyHelp = `KEY is an execution key, or the first digits of one, at least four: logs show
+sixteen. It may also be the UUID of the call's checkpoint, or the caller's id of
+the execution where one alone has it.`
 
 func show(o *options) *cobra.Command {
 	return &cobra.Command{
@@ -21,7 +24,9 @@ func show(o *options) *cobra.Command {
 what operators have decided about it.
 
 ` + keyHelp,
-		Example:           "  caddy agent-guard executions show 9f3c51a07b2e44d1",
+		Example: `  caddy agent-guard executions show 9f3c51a07b2e44d1
+  caddy agent-guard executions show 0193e2a7-5b1c-7d0e-8f7a-2b6c4d1e9f30
+  caddy agent-guard executions show order-7`,
 		Args:              oneKey,
 		ValidArgsFunction: completeKey(o),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -44,10 +49,13 @@ what operators have decided about it.
 }
 
 func oneKey(_ *cobra.Command, args []string) error {
-	if len(args) != 1 {
-		return fmt.Errorf("give one KEY; there are %d", len(args))
+	switch len(args) {
+	case 0:
+		return errors.New("give a KEY; `executions list` shows them")
+	case 1:
+		return nil
 	}
-	return nil
+	return fmt.Errorf("give one KEY; there are %d", len(args))
 }
 
 func keyPath(key string) string { return "executions/" + url.PathEscape(key) }
@@ -72,7 +80,7 @@ func describe(x *admin.Execution, now time.Time) string {
 	s.line("guard", printable(x.Guard))
 	s.line("action", printable(x.Action))
 	s.line("caller", x.Caller)
-	s.line("workflow", printable(x.Workflow))
+	s.line("workflow", named(x.WorkflowID, x.Workflow))
 	s.line("checkpoint", printable(x.Checkpoint))
 	s.line("node", x.Node)
 	s.line("created", moment(x.Created, now))
@@ -92,6 +100,17 @@ func describe(x *admin.Execution, now time.Time) string {
 		s.line("resolved", fmt.Sprintf("%s, %s, by %s: %s", moment(r.At, now), what, printable(r.Operator), printable(r.Reason)))
 	}
 	return s.b.String()
+}
+
+// named is a workflow's UUID with the caller's name for it, where both are known.
+func named(id, name string) string {
+	switch {
+	case name == "" || id == name:
+		return printable(id)
+	case id == "":
+		return printable(name)
+	}
+	return printable(id) + " (" + printable(name) + ")"
 }
 
 func describeResult(r *admin.Result, now time.Time) string {

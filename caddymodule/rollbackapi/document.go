@@ -29,6 +29,9 @@ type Document struct {
 	CheckpointID string `json:"checkpoint_id"`
 	// Workflow is that of the checkpoint.
 	Workflow string `json:"workflow,omitempty"`
+	// WorkflowName is what its caller calls it, where that is another name. Only operators
+	// are told.
+	WorkflowName string `json:"workflow_name,omitempty"`
 	// Scope is how far it goes.
 	Scope plan.Scope `json:"scope"`
 	// Reason is the requester's, a sentence for people.
@@ -123,6 +126,31 @@ type StepDocument struct {
 	Escalation string `json:"escalation,omitempty"`
 	// Ended is when it was done.
 	Ended time.Time `json:"ended,omitzero"`
+	// LastCause is why the last attempt of a step that is running was in vain. Only
+	// operators are told; so with Call and Way.
+	LastCause string `json:"last_cause,omitempty"`
+	// Call is the call that the checkpoint was made for, as far as it is recorded.
+	Call *CallDocument `json:"call,omitempty"`
+	// Way is how it is undone, like "compensate POST /v1/refunds".
+	Way string `json:"way,omitempty"`
+}
+
+// CallDocument describes the call of a checkpoint to operators.
+type CallDocument struct {
+	// Execution is the execution key, in hexadecimal.
+	Execution string `json:"execution"`
+	// ExecutionID is the caller's name for the execution.
+	ExecutionID string `json:"execution_id,omitempty"`
+	// Action is the configured name of the call's kind.
+	Action string `json:"action,omitempty"`
+	// Method is the call's.
+	Method string `json:"method"`
+	// Host is the call's.
+	Host string `json:"host,omitempty"`
+	// Path is the call's, without its query.
+	Path string `json:"path"`
+	// Created is when it was claimed.
+	Created time.Time `json:"created,omitzero"`
 }
 
 // AgentDocument is what came of one agent's part.
