@@ -53,15 +53,16 @@ func ParseSet(text []byte, owner Owner) (*Set, error) {
 	if len(text) > maxKeySet {
 		return nil, errors.New("ect: the set of keys is too large")
 	}
-	if !isKeySet(text) {
+	entries, ok := countKeys(text)
+	if !ok {
 		return nil, errors.New("ect: this is not a JSON Web Key Set")
+	}
+	if entries > maxKeys {
+		return nil, fmt.Errorf("ect: more than %d keys in one set", maxKeys)
 	}
 	parsed, err := jwk.Parse(text, jwk.WithIgnoreParseError(true))
 	if err != nil {
 		return nil, errors.New("ect: this is not a JSON Web Key Set")
-	}
-	if parsed.Len() > maxKeys {
-		return nil, fmt.Errorf("ect: more than %d keys in one set", maxKeys)
 	}
 	s := &Set{byID: make(map[string][]*Key)}
 	for i := range parsed.Len() {
@@ -77,21 +78,32 @@ func ParseSet(text []byte, owner Owner) (*Set, error) {
 		s.byID[key.id] = append(s.byID[key.id], key)
 		s.size++
 	}
+	if n := entries - parsed.Len(); n > 0 {
+		s.skipped = append(s.skipped, Skipped{Reason: fmt.Sprintf("%d entries of the set are no keys that can be read", n)})
+	}
 	return s, nil
 }
 
-// isKeySet holds that the text is an object with a member "keys": the library takes a
-// single key for a set of one, and other JSON for an empty one. Members that stand twice
-// are refused with it.
-func isKeySet(text []byte) bool {
+// countKeys holds that the text is an object with a member "keys", and counts what is in
+// it: the library takes a single key for a set of one, and other JSON for an empty one, and
+// needs seconds for some millions of entries that are no keys. Members that stand twice are
+// refused with it.
+func countKeys(text []byte) (entries int, ok bool) {
 	s := scanner{s: string(text)}
 	found := false
-	ok := s.document(func(name string) bool {
-		found = found || name == "keys" && s.peek() == '['
-		_, ok := s.value()
-		return ok
+	ok = s.document(func(name string) bool {
+		if name != "keys" {
+			_, ok := s.value()
+			return ok
+		}
+		found = true
+		return s.elements(func() bool {
+			entries++
+			_, ok := s.value()
+			return ok
+		})
 	})
-	return ok && found
+	return entries, ok && found
 }
 
 // Len is the number of keys that are used.

@@ -109,7 +109,7 @@ func printable(v string) bool {
 // counts: two spellings of one identity would be two identities elsewhere.
 func spiffeDomain(id string) (string, bool) {
 	rest, ok := strings.CutPrefix(id, spiffeScheme)
-	if !ok {
+	if !ok || len(id) > maxURI {
 		return "", false
 	}
 	domain, path, ok := strings.Cut(rest, "/")

@@ -65,6 +65,31 @@ func TestSetSkips(t *testing.T) {
 	}
 }
 
+// What the library for keys cannot read is told of like everything that is not used: a set
+// of nothing else is a mistake, and takes no keys away that were known.
+func TestUnreadableKeys(t *testing.T) {
+	a := newAgent(t, "a", "ES256")
+	for _, entry := range []string{`{}`, `null`, `7`, `{"kty":"XX","kid":"x"}`, `{"kty":"EC","crv":"P-256","kid":"x","x":"A"}`} {
+		for _, good := range []int{0, 1} {
+			text := `{"keys":[` + entry + `]}`
+			if good == 1 {
+				text = strings.Replace(string(keySet(t, a.jwk(t, nil))), "[", "["+entry+",", 1)
+			}
+			set, err := ect.ParseSet([]byte(text), ect.Anyone())
+			if err != nil || set.Len() != good || len(set.Skipped()) != 1 {
+				t.Errorf("%s: %v, %v", text, set, err)
+			}
+		}
+		path := filepath.Join(t.TempDir(), "agents.jwks")
+		if err := os.WriteFile(path, []byte(`{"keys":[`+entry+`]}`), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := ect.NewFileSource(ect.FileOptions{Path: path, Owner: ect.Anyone()}); err == nil {
+			t.Errorf("a file with nothing but %s is a source", entry)
+		}
+	}
+}
+
 // TestUnnamedKey: a key without a name has its thumbprint (RFC 7638) for one.
 func TestUnnamedKey(t *testing.T) {
 	text := `{"keys":[{"kty":"OKP","crv":"Ed25519","x":"11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"}]}`
@@ -144,6 +169,18 @@ func TestOwners(t *testing.T) {
 	}
 	if ect.Anyone().String() != "anyone" || (ect.Owner{}).String() != "nobody" {
 		t.Error("names")
+	}
+}
+
+// TestLargeSets: the entries of a set are counted before any is looked at: four megabytes
+// have room for two million.
+func TestLargeSets(t *testing.T) {
+	for n, ok := range map[int]bool{10_000: true, 10_001: false} {
+		text := `{"keys":[` + strings.Repeat("0,", n-1) + `0]}`
+		set, err := ect.ParseSet([]byte(text), ect.Anyone())
+		if (err == nil) != ok || err != nil && !strings.Contains(err.Error(), "more than 10000") {
+			t.Errorf("%d: %v, %v", n, set, err)
+		}
 	}
 }
 

@@ -224,6 +224,8 @@ func TestIssuer(t *testing.T) {
 		{"spiffe://example.com", "spiffe://Example.com/a", ect.CodeIssuer},
 		{"spiffe://example.com", "spiffe://example.com/a?b", ect.CodeIssuer},
 		{"spiffe://example.com", "https://example.com/a", ect.CodeIssuer},
+		{"spiffe://example.com", "spiffe://example.com/" + strings.Repeat("a", 2048-21), ""},
+		{"spiffe://example.com", "spiffe://example.com/" + strings.Repeat("a", 2049-21), ect.CodeIssuer},
 		{clinical, clinical, ""},
 		{clinical, clinical + "/child", ect.CodeIssuer},
 		{clinical, strings.ToUpper(clinical), ect.CodeIssuer},
