@@ -1,10 +1,13 @@
 package caddymodule
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"net/url"
+	"os"
 	"path/filepath"
 	"strings"
 	"time"
@@ -12,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
@@ -137,8 +141,12 @@ func algorithmNames() []string {
 
 // loadRing reads the keys of the identity, or makes the first one where fresh says that
 // nothing was signed yet: without the keys before, nobody could verify what was.
-func (i *Identity) loadRing(fresh bool) (*ect.Ring, error) {
+func (i *Identity) loadRing(fresh bool, logger *slog.Logger) (*ect.Ring, error) {
 	ring, err := ect.LoadRing(i.KeyFile)
+	if info, statErr := os.Stat(i.KeyFile); statErr == nil && info.Mode().Perm()&0o077 != 0 {
+		logger.Warn("others than the owner may use the identity's key file; give it the mode 0600",
+			slog.String("file", i.KeyFile), slog.String("mode", info.Mode().String()))
+	}
 	if !errors.Is(err, fs.ErrNotExist) {
 		return ring, err
 	}
@@ -148,6 +156,17 @@ func (i *Identity) loadRing(fresh bool) (*ect.Ring, error) {
 			"knowing that earlier tokens can then not be verified any more", i.KeyFile)
 	}
 	return ect.CreateRing(i.KeyFile, i.algorithm)
+}
+
+// named notes under which name and key tokens are signed from now on, and tells of keys
+// that are gone: another file may have been put in the place of the right one.
+func (i *Identity) named(ctx context.Context, told *evidence.Evidence, ring *ect.Ring, logger *slog.Logger) error {
+	if lacks := told.Lacks(ring); len(lacks) > 0 {
+		logger.Warn("the key file lacks keys that the gateway has signed with: what they have signed cannot be verified; "+
+			"if the file was exchanged by mistake, put the right one back and load the configuration again",
+			slog.String("file", i.KeyFile), slog.Any("keys", lacks))
+	}
+	return told.Named(ctx, i.Name, ring)
 }
 
 // parseIdentity reads

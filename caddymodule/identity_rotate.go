@@ -1,9 +1,11 @@
 package caddymodule
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"slices"
 	"time"
 
@@ -55,7 +57,7 @@ func (e *engine) leaveArchive(i *Identity) {
 	if back.KeyFile == i.KeyFile {
 		return
 	}
-	ring, err := back.loadRing(false)
+	ring, err := back.loadRing(false, slog.New(slog.DiscardHandler))
 	if err != nil {
 		e.logger.Error("the key file of the running configuration cannot be read again; tokens are signed with the key "+
 			"of the one that failed to load, until the next reload", zap.Error(err))
@@ -86,6 +88,10 @@ func (e *engine) rotateIdentity(stolen bool) error {
 	id, err := told.Ring().Rotate(i.KeyFile, i.algorithm, time.Now(), keep)
 	if err != nil {
 		return err
+	}
+	// What it has signed would be the gateway's under this name only.
+	if err := told.Named(context.Background(), i.Name, told.Ring()); err != nil {
+		e.logger.Error("that the new key signs in this name is noted with the next load of the configuration", zap.Error(err))
 	}
 	e.logger.Info("signing key rotated", zap.String("identity", i.Name), zap.String("key", id),
 		zap.Stringer("algorithm", i.algorithm), zap.Bool("stolen", stolen))

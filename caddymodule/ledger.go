@@ -66,7 +66,7 @@ func (h *Handler) askLedger(w http.ResponseWriter, r *http.Request) error {
 // graph answers of what is recorded.
 func (t *testimony) graph(e *engine) *graph.Server {
 	return graph.New(graph.Options{
-		Log: t.evidence.Log(), HeadKey: t.evidence.HeadKey(), Identities: []string{t.witness.Identity()},
+		Log: t.evidence.Log(), HeadKey: t.evidence.HeadKey(), Identities: []string{t.witness.Identity()}, Own: t.witness.Own,
 		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
 		Verified: t.verified, Undos: e.vault, Execution: e.standing, Waits: e.waits,
 	})

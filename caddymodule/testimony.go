@@ -63,13 +63,12 @@ func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slo
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
 	way := &testimony{constraints: &e.constraints, evidence: told, witness: witness, rollback: i.rollbackURI()}
-	owner, err := ect.ParseOwner(i.Name)
+	itself, err := witness.Source()
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
-	itself := told.Ring().Source(owner)
 	way.itself, err = ect.NewVerifier(ect.Policy{
-		Audience: []string{i.Name}, Sources: []ect.Source{itself}, Algorithms: ect.Algorithms(), AllowPartial: true,
+		Audience: witness.Names(), Sources: []ect.Source{itself}, Algorithms: ect.Algorithms(), AllowPartial: true,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
@@ -97,8 +96,11 @@ func (e *engine) tell(ctx context.Context, i *Identity, logger *slog.Logger) (*e
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if told := a.open.Load(); told != nil {
-		ring, err := i.loadRing(false)
+		ring, err := i.loadRing(false, logger)
 		if err != nil {
+			return nil, err
+		}
+		if err := i.named(ctx, told, ring, logger); err != nil {
 			return nil, err
 		}
 		told.Ring().Reload(ring)
@@ -109,7 +111,7 @@ func (e *engine) tell(ctx context.Context, i *Identity, logger *slog.Logger) (*e
 	if err != nil {
 		return nil, err
 	}
-	ring, err := i.loadRing(!begun)
+	ring, err := i.loadRing(!begun, logger)
 	if err != nil {
 		return nil, err
 	}
@@ -118,6 +120,10 @@ func (e *engine) tell(ctx context.Context, i *Identity, logger *slog.Logger) (*e
 	})
 	if err != nil {
 		return nil, e.altered(err, i)
+	}
+	if err := i.named(ctx, told, ring, logger); err != nil {
+		_ = told.Close(ctx) // nothing waits yet
+		return nil, err
 	}
 	e.tellDeaths(ctx, told, i)
 	e.logger.Info("ledger open", zap.String("log", told.Log().Origin()), zap.String("key", told.HeadKey()),
@@ -295,8 +301,7 @@ func (e *engine) resealArchive(ctx context.Context) error {
 		}
 		return err
 	}
-	_, err := told.Log().Reseal(ctx)
-	return err
+	return told.Reseal(ctx)
 }
 
 var errSealedLedger = errors.New("the store holds a ledger, which is sealed anew only while `identity` is configured; " +
@@ -336,7 +341,7 @@ func (a *App) serveKeys(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "This gateway has no identity: it issues no tokens.", http.StatusNotFound)
 		return
 	}
-	set, err := way.evidence.Ring().PublicSet(time.Now(), way.witness.Identity())
+	set, err := way.evidence.Ring().PublicSet(time.Now(), way.witness.Identity(), way.witness.Former()...)
 	if err != nil {
 		a.logger.Error("the public keys cannot be shown", zap.Error(err))
 		http.Error(w, "The keys cannot be shown.", http.StatusInternalServerError)

@@ -147,7 +147,7 @@ func (t *testimony) verify(r *http.Request) (presented, error) {
 			continue
 		}
 		p.leaves = append(p.leaves, token.ID())
-		if token.Issuer() == t.witness.Identity() {
+		if t.witness.Issued(token) {
 			// Handed on by who got it with a call. Whatever its signature says, what
 			// the ledger does not hold was not told by this gateway.
 			standing, err := t.evidence.Holds(r.Context(), token)

@@ -43,7 +43,8 @@ type Set struct {
 
 // ParseSet reads a JSON Web Key Set. A key belongs to the identity or trust domain in
 // its member "sub", else to the URI in its certificate, else to owner; without any it
-// is not used. Keys of other kinds or for other uses are skipped, and told of.
+// is not used. The identities in "former_sub" are those that it has signed for before
+// that. Keys of other kinds or for other uses are skipped, and told of.
 func ParseSet(text []byte, owner Owner) (*Set, error) {
 	if len(text) > maxKeySet {
 		return nil, errors.New("ect: the set of keys is too large")
@@ -113,6 +114,9 @@ func publicKey(entry jwk.Key, owner Owner) (*Key, string) {
 		return nil, "its operations do not include verify"
 	}
 	if k.owner, reason = ownerOf(entry, owner); reason != "" {
+		return nil, reason
+	}
+	if k.former, reason = formerOf(entry, owner); reason != "" {
 		return nil, reason
 	}
 	return k, ""
@@ -228,4 +232,31 @@ func certifiedName(entry jwk.Key, chain *cert.Chain) string {
 		return ""
 	}
 	return leaf.URIs[0].String()
+}
+
+// formerOf reads the identities besides the owner. Like the owner's own they must be
+// covered by the owner of the set, and none is a whole trust domain.
+func formerOf(entry jwk.Key, owner Owner) ([]Owner, string) {
+	v, ok := entry.Get(memberFormer)
+	if !ok {
+		return nil, ""
+	}
+	list, ok := v.([]any)
+	if !ok || len(list) > maxFormer {
+		return nil, fmt.Sprintf("its member %q is not a list of at most %d identities", memberFormer, maxFormer)
+	}
+	var former []Owner
+	for _, v := range list {
+		name, _ := v.(string)
+		o, err := ParseOwner(name)
+		if err != nil || o.kind != oneIdentity {
+			return nil, fmt.Sprintf("its member %q holds something else than an identity", memberFormer)
+		}
+		o, reason := owner.bound(o)
+		if reason != "" {
+			return nil, reason
+		}
+		former = append(former, o)
+	}
+	return former, ""
 }

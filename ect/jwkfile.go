@@ -99,6 +99,13 @@ func marshalKey(k *ringKey, owner string, private bool) (jwk.Key, error) {
 	if owner != "" {
 		members["sub"] = owner
 	}
+	if len(k.former) > 0 && !private {
+		names := make([]any, len(k.former))
+		for i, o := range k.former {
+			names[i] = o.String()
+		}
+		members[memberFormer] = names
+	}
 	for name, value := range members {
 		if err := entry.Set(name, value); err != nil {
 			return nil, err

@@ -11,6 +11,7 @@ type Key struct {
 	id        string
 	algorithm Algorithm
 	owner     Owner
+	former    []Owner          // for what it has signed under earlier names
 	public    crypto.PublicKey // *ecdsa.PublicKey or ed25519.PublicKey
 	// notBefore and notAfter bound when the key may have signed; zero is unbounded.
 	notBefore, notAfter time.Time

@@ -67,7 +67,7 @@ func (o *opening) try(key *Key) (bool, error) {
 		o.fail(CodeKeyRevoked)
 		return false, nil
 	}
-	if o.claims.issuer == "" || !key.owner.permits(o.claims.issuer) {
+	if o.claims.issuer == "" || !key.permits(o.claims.issuer) {
 		o.fail(CodeIssuer)
 		return false, nil
 	}

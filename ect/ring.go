@@ -162,13 +162,18 @@ func (r *Ring) List() []RingKey {
 // PublicSet is the JSON Web Key Set for others to verify with: the key that signs, and
 // replaced ones until the last token that they have signed has expired. owner goes with
 // each key as "sub". At the zero time they are all there that were not revoked: what
-// records are verified with.
-func (r *Ring) PublicSet(now time.Time, owner string) ([]byte, error) {
+// records are verified with. Former names go with the keys that have signed under them.
+func (r *Ring) PublicSet(now time.Time, owner string, former ...Former) ([]byte, error) {
 	var published []ringKey
 	for _, k := range r.keys.Load().all {
 		if k.revoked || !k.notAfter.IsZero() && now.After(k.notAfter) {
 			continue
 		}
+		named, err := k.withFormer(former)
+		if err != nil {
+			return nil, err
+		}
+		k.Key = named
 		published = append(published, k)
 	}
 	return marshalKeys(published, owner, false)
@@ -178,12 +183,14 @@ func (r *Ring) PublicSet(now time.Time, owner string) ([]byte, error) {
 func (r *Ring) MarshalText() ([]byte, error) { return marshalKeys(r.keys.Load().all, "", true) }
 
 // Source gives the ring's own keys, for those who verify what was signed here. Replaced
-// ones are found for as long as the file holds them.
-func (r *Ring) Source(owner Owner) Source { return ringSource{r, owner} }
+// ones are found for as long as the file holds them. Under former names those speak that
+// have signed under them.
+func (r *Ring) Source(owner Owner, former ...Former) Source { return ringSource{r, owner, former} }
 
 type ringSource struct {
-	ring  *Ring
-	owner Owner
+	ring   *Ring
+	owner  Owner
+	former []Former
 }
 
 // Keys implements Source.
@@ -192,7 +199,10 @@ func (s ringSource) Keys(_ context.Context, kid string) ([]*Key, error) {
 	if found == nil {
 		return nil, nil
 	}
-	k := *found[0]
+	k, err := found[0].withFormer(s.former)
+	if err != nil {
+		return nil, err
+	}
 	k.owner = s.owner
 	return []*Key{&k}, nil
 }

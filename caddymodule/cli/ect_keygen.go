@@ -21,6 +21,7 @@ type publishing struct {
 	private       string // the key file
 	owner, public string
 	replaced      bool // keys that are not published any more too
+	former        []string
 }
 
 const publicHelp = `The owner is whose tokens the key may sign: an identity, which is the iss of
@@ -62,7 +63,8 @@ func public(o *options) *cobra.Command {
 		Long: `Publishes the public half of a key file.
 
 With --replaced, keys that were replaced are in the set for as long as the file
-has them. They verify records, such as those of a ledger.
+has them. They verify records, such as those of a ledger. With --former they
+verify what they have signed under an earlier name of the owner's too.
 
 ` + publicHelp,
 		Example: `  caddy agent-guard ect public --key agent.key --owner spiffe://example.com/agent/a > set.json`,
@@ -81,7 +83,9 @@ has them. They verify records, such as those of a ledger.
 	}
 	cmd.Flags().StringVar(&p.private, "key", "", "File with the key")
 	cmd.Flags().BoolVar(&p.replaced, "replaced", false, "Also keys that were replaced and are not published any more")
+	cmd.Flags().StringArrayVar(&p.former, "former", nil, "A name that the owner had before; may stand several times")
 	p.flags(cmd)
+	complete(cmd, "former")
 	require(cmd, "key")
 	return cmd
 }
@@ -126,6 +130,11 @@ func (p *publishing) prepare() (*keySet, error) {
 	}
 	if _, err := ect.ParseOwner(p.owner); err != nil {
 		return nil, fmt.Errorf("--owner: %s", plain(err))
+	}
+	for _, name := range p.former {
+		if _, err := ect.ParseOwner(name); err != nil {
+			return nil, fmt.Errorf("--former: %s", plain(err))
+		}
 	}
 	if p.public == "" {
 		return nil, nil
@@ -178,7 +187,11 @@ func (p *publishing) publish(cmd *cobra.Command, ring *ect.Ring, set *keySet) er
 	if p.replaced {
 		at = time.Time{}
 	}
-	text, err := ring.PublicSet(at, p.owner)
+	former := make([]ect.Former, len(p.former))
+	for i, name := range p.former {
+		former[i].Name = name
+	}
+	text, err := ring.PublicSet(at, p.owner, former...)
 	if err != nil {
 		return err
 	}

@@ -194,6 +194,10 @@ func TestPublicSetGrows(t *testing.T) {
 	if made := document[published](t, "ect", "public", "--key", second, "--owner", "urn:b", "--public", public); made.Keys != 2 {
 		t.Errorf("%+v", made)
 	}
+	if text := says(t, "ect", "public", "--key", second, "--owner", "urn:b2", "--former", "urn:b"); !strings.Contains(text, "\"former_sub\": [\n") {
+		t.Errorf("%s", text)
+	}
+	refuses(t, "--former: ", "ect", "public", "--key", second, "--owner", "urn:b2", "--former", "spiffe://")
 	refuses(t, `of "urn:b" already; one key must not speak for two`, "ect", "public", "--key", second, "--owner", "urn:c", "--public", public)
 	refuses(t, "it holds a private key", "ect", "public", "--key", second, "--owner", "urn:b", "--public", key)
 	refuses(t, "it is the file of the private key", "ect", "public", "--key", second, "--owner", "urn:b", "--public", second)

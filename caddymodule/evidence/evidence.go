@@ -52,6 +52,7 @@ type Evidence struct {
 	recent *recent[ect.Node]   // recorded, or asked for
 	seen   *recent[*ect.Token] // presented, and not recorded
 	uses   *uses
+	names  names
 }
 
 // Open opens the ledger in the store, or begins one. ledger.ErrTampered says that what
@@ -78,11 +79,14 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	if err != nil {
 		return nil, fmt.Errorf("evidence: %w", err)
 	}
-	log.Start()
 	e := &Evidence{
 		headFile: o.HeadFile, log: log, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
 		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), uses: newUses(maxUses),
 	}
+	if err := e.readNames(ctx); err != nil {
+		return nil, err
+	}
+	log.Start()
 	if err := e.KeepHead(); err != nil && o.Logger != nil {
 		o.Logger.Warn("the head of the ledger cannot be kept beside the identity's key: an older copy of the store would not be told from it",
 			slog.Any("error", err))

@@ -38,6 +38,8 @@ const (
 type Witness struct {
 	e      *Evidence
 	issuer *ect.Issuer
+	former []ect.Former  // names of before
+	judged *recent[bool] // whether entries under these are the gateway's, by the hash of their tokens
 }
 
 // Witness makes tokens for an identity. Life is ect.DefaultLife if zero.
@@ -46,7 +48,7 @@ func (e *Evidence) Witness(identity string, spelling ect.Spelling, life time.Dur
 	if err != nil {
 		return nil, err
 	}
-	return &Witness{e, issuer}, nil
+	return &Witness{e, issuer, e.former(identity), newRecent[bool]()}, nil
 }
 
 // Identity is the issuer of all tokens.

@@ -28,7 +28,9 @@ func extOf(e *ledger.Entry) ect.Ext {
 }
 
 // own reports whether an entry is the gateway's.
-func (s *Server) own(e *ledger.Entry) bool { return slices.Contains(s.Identities, e.Issuer) }
+func (s *Server) own(e *ledger.Entry) bool {
+	return slices.Contains(s.Identities, e.Issuer) || s.Own != nil && s.Own(e)
+}
 
 // issued reports whether an entry is a token of the reader's own.
 func (s *Server) issued(e *ledger.Entry, who Reader) bool {

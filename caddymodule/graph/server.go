@@ -28,9 +28,12 @@ type Options struct {
 	Log *ledger.Log
 	// HeadKey is the public key of its heads, as note.NewVerifier reads it.
 	HeadKey string
-	// Identities are the names under which the gateway issues tokens: its own, and
-	// those before. What they issue is the gateway's word.
+	// Identities are the names under which the gateway issues tokens. What they issue is
+	// the gateway's word.
 	Identities []string
+	// Own reports whether an entry is the gateway's, also under names that it had before;
+	// nil goes by Identities alone.
+	Own func(e *ledger.Entry) bool
 	// Verify verifies tokens of a request, as ect.Verifier.VerifyAll does. Errors are
 	// *ect.Error, or what says that nothing is known of them. Required.
 	Verify func(r *http.Request, raws []string) ([]*ect.Token, error)

@@ -68,7 +68,7 @@ type walk struct {
 // agent is the identity behind a checkpoint: its issuer where that is an agent, else that
 // of the nearest agent's token that led to it, else the gateway.
 func (v *Voice) agent(ctx context.Context, b *behind, e *ledger.Entry, parents []*ledger.Entry) (string, error) {
-	if !v.own(e.Issuer) {
+	if !v.own(e) {
 		return e.Issuer, nil
 	}
 	w := walk{b: b, from: map[place]place{}, depth: map[place]int{placeOf(e): 0}, begin: time.Now()}
@@ -83,7 +83,7 @@ func (v *Voice) agent(ctx context.Context, b *behind, e *ledger.Entry, parents [
 	for far := 1; len(level) > 0 && (best.agent == "" || far < best.far); far++ {
 		var above []*ledger.Entry
 		for _, p := range level {
-			if !v.own(p.Issuer) {
+			if !v.own(p) {
 				reached(p, p.Issuer, far)
 				continue
 			}

@@ -47,7 +47,7 @@ func (l *Ledger) Checkpoint(ctx context.Context, id string) (rollback.Checkpoint
 	reversible, _ := c.Ext().Bool(ect.MemberReversible)
 	ttl := graph.TTLOf(c.Ext())
 	return rollback.Checkpoint{
-		ID: c.ID(), Workflow: c.Workflow(), Agent: agent, Own: v.own(c.Issuer()), Sum: c.OutputHash().Bytes(),
+		ID: c.ID(), Workflow: c.Workflow(), Agent: agent, Own: v.own(e), Sum: c.OutputHash().Bytes(),
 		Reversible: reversible, Expires: c.IssuedAt().Add(ttl), TTL: ttl, Parents: c.Parents(),
 	}, nil
 }
@@ -89,7 +89,7 @@ func (v *Voice) target(ctx context.Context, id string) (*ledger.Entry, error) {
 			continue
 		}
 		first := found == nil || e.Recorded.Before(found.Recorded)
-		if own := v.own(e.Issuer); found == nil || own && !v.own(found.Issuer) || own == v.own(found.Issuer) && first {
+		if own := v.own(e); found == nil || own && !v.own(found) || own == v.own(found) && first {
 			found = e
 		}
 	}

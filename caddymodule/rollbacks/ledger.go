@@ -8,11 +8,11 @@ package rollbacks
 import (
 	"context"
 	"errors"
-	"slices"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -31,20 +31,10 @@ type Voice struct {
 	Witness *evidence.Witness
 	// Verifier verifies tokens of agents; nil where none are believed.
 	Verifier *ect.Verifier
-	// Identities are the names that the gateway had before, besides the witness's. What was
-	// issued under them with its keys is its own word.
-	Identities []string
 }
 
-// identities are all names of the gateway.
-func (v *Voice) identities() []string {
-	return append([]string{v.Witness.Identity()}, v.Identities...)
-}
-
-// own reports whether an issuer is the gateway.
-func (v *Voice) own(issuer string) bool {
-	return issuer == v.Witness.Identity() || slices.Contains(v.Identities, issuer)
-}
+// own reports whether an entry is the gateway's, also of a name that it had before.
+func (v *Voice) own(e *ledger.Entry) bool { return v.Witness.Own(e) }
 
 // Options are the settings of a Ledger. Voice is required.
 type Options struct {

@@ -57,7 +57,7 @@ func (l *Ledger) Nodes(ctx context.Context, wid, target string) ([]plan.Node, er
 	}
 	records := make([]workflow.Record, 0, len(entries))
 	for i := range entries {
-		records = append(records, graph.RecordOf(&entries[i], v.own(entries[i].Issuer)))
+		records = append(records, graph.RecordOf(&entries[i], v.own(&entries[i])))
 	}
 	nodes := nodesOf(workflow.New(records), by)
 	if wid == "" {
@@ -90,7 +90,7 @@ func (v *Voice) all(ctx context.Context, wid string) ([]ledger.Entry, error) {
 // itself, and what came of its call.
 func (v *Voice) alone(ctx context.Context, e *ledger.Entry) ([]ledger.Entry, error) {
 	ids := append(slices.Clone(e.Parents), e.ID)
-	if v.own(e.Issuer) {
+	if v.own(e) {
 		ids = append(ids, v.Evidence.NodeID(e.ID), v.Evidence.SettledID(e.ID))
 	}
 	var all []ledger.Entry
@@ -118,14 +118,14 @@ func only(nodes []plan.Node, id string) []plan.Node {
 // behind says by id who is behind the gateway's own nodes: the agent whose token led to
 // it, else the caller. What others have issued speaks for its issuer alone.
 func (v *Voice) behind(ctx context.Context, entries []ledger.Entry) (map[string]string, error) {
-	issuers := make(map[string]string, len(entries))
+	issuers := make(map[string]string, len(entries)) // none of the gateway's own
 	for i := range entries {
-		issuers[entries[i].ID] = entries[i].Issuer
+		issuers[entries[i].ID] = v.agentOf(&entries[i])
 	}
 	by := make(map[string]string)
 	for i := range entries {
 		e := &entries[i]
-		if !v.own(e.Issuer) {
+		if !v.own(e) {
 			continue
 		}
 		by[e.ID] = e.Issuer
@@ -142,17 +142,25 @@ func (v *Voice) behind(ctx context.Context, entries []ledger.Entry) (map[string]
 					return nil, err
 				}
 				if p != nil {
-					issuer = p.Issuer
+					issuer = v.agentOf(p)
 				}
 				issuers[id] = issuer
 			}
-			if issuer != "" && !v.own(issuer) {
+			if issuer != "" {
 				by[e.ID] = issuer
 				break
 			}
 		}
 	}
 	return by, nil
+}
+
+// agentOf is the issuer of an entry, empty where that is the gateway.
+func (v *Voice) agentOf(e *ledger.Entry) string {
+	if v.own(e) {
+		return ""
+	}
+	return e.Issuer
 }
 
 // nodesOf makes nodes of a workflow's graph.

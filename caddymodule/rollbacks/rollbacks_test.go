@@ -97,11 +97,16 @@ func (b *bench) open() {
 		b.t.Fatal(err)
 	}
 	b.t.Cleanup(func() { _ = told.Close(context.Background()) })
+	for _, name := range []string{former, gateway} {
+		if err := told.Named(b.t.Context(), name, b.ring); err != nil {
+			b.t.Fatal(err)
+		}
+	}
 	witness, err := told.Witness(gateway, ect.Draft00, 0)
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	b.told, b.voice = told, Voice{Evidence: told, Witness: witness, Identities: []string{former}}
+	b.told, b.voice = told, Voice{Evidence: told, Witness: witness}
 	b.trust(alice, bob)
 }
 

@@ -43,7 +43,7 @@ func (v *Voice) verify(ctx context.Context, e *ledger.Entry, as role) (claims, e
 		return nil, fmt.Errorf("%w: entry %d has no token", checkpoint.ErrTampered, e.Index)
 	}
 	c, err := v.signed(ctx, e)
-	if err != nil && proven && !v.own(e.Issuer) && ctx.Err() == nil && as.excuses(err) {
+	if err != nil && proven && !v.own(e) && ctx.Err() == nil && as.excuses(err) {
 		c, err = ect.ParseInsecure(string(e.Payload))
 	}
 	if refused := (*ect.Error)(nil); errors.As(err, &refused) {
@@ -86,7 +86,7 @@ func (r role) excuses(err error) bool {
 // signed verifies a token by its signature.
 func (v *Voice) signed(ctx context.Context, e *ledger.Entry) (claims, error) {
 	verifier := v.Verifier
-	if v.own(e.Issuer) {
+	if v.own(e) {
 		var err error
 		if verifier, err = v.ownVerifier(); err != nil {
 			return nil, err
@@ -101,14 +101,11 @@ func (v *Voice) signed(ctx context.Context, e *ledger.Entry) (claims, error) {
 // ownVerifier verifies what the gateway has issued: under its own keys alone, since those
 // of a trust domain may be allowed to speak for all names in it.
 func (v *Voice) ownVerifier() (*ect.Verifier, error) {
-	p := ect.Policy{Audience: v.identities()}
-	for _, name := range v.identities() {
-		owner, err := ect.ParseOwner(name)
-		if err != nil {
-			return nil, err
-		}
-		p.Sources = append(p.Sources, v.Evidence.Ring().Source(owner))
+	source, err := v.Witness.Source()
+	if err != nil {
+		return nil, err
 	}
+	p := ect.Policy{Audience: v.Witness.Names(), Sources: []ect.Source{source}}
 	for _, k := range v.Evidence.Ring().List() {
 		if !slices.Contains(p.Algorithms, k.Algorithm) {
 			p.Algorithms = append(p.Algorithms, k.Algorithm)
