@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"path/filepath"
 	"strconv"
 	"time"
@@ -39,7 +40,7 @@ func keygen(o *options) *cobra.Command {
 		Use:   "keygen --out FILE --owner URI",
 		Short: "Makes a key that signs tokens, and publishes its public half",
 		Long: `Makes a key that signs tokens, writes it into a file that nobody else can read
-(0600), and never over one that is there.
+(0600), and never over one that is there. Its directory must be there.
 
 ` + publicHelp,
 		Example: `  caddy agent-guard ect keygen --owner spiffe://example.com/agent/a --out agent.key --public trusted.json`,
@@ -158,6 +159,9 @@ func (p *publishing) keygen(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+	if err := inDirectory(p.private); err != nil {
+		return fmt.Errorf("--out: %w", err)
+	}
 	ring, err := ect.CreateRing(p.private, alg)
 	if errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("--out: %s is there, and a key is never overwritten; name another file, or publish that key with `ect public`", p.private)
@@ -169,6 +173,20 @@ func (p *publishing) keygen(cmd *cobra.Command) error {
 		return fmt.Errorf("%w; the key was made: publish it with `ect public --key %s`", err, p.private)
 	}
 	return nil
+}
+
+// inDirectory holds that a file can stand where its path says: the directory is not made,
+// since a path that was mistyped would leave a key where nobody looks for it.
+func inDirectory(file string) error {
+	dir := filepath.Dir(file)
+	info, err := os.Stat(dir)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return fmt.Errorf("the directory %s is not there: make it, or correct the path", dir)
+	case err == nil && !info.IsDir():
+		return fmt.Errorf("%s is no directory: name a file in one", dir)
+	}
+	return err
 }
 
 // published is what was done, as JSON.

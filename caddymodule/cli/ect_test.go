@@ -414,3 +414,18 @@ func TestGoldenDescribeToken(t *testing.T) {
 	}
 	golden(t, "token_foreign", describeToken(u, headerOf(raw), now))
 }
+
+// A path that was mistyped must not leave directories behind, with a key where nobody
+// looks for it.
+func TestKeygenMakesNoDirectory(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "mistyped")
+	refuses(t, "--out: the directory "+dir+" is not there: make it, or correct the path", "ect", "keygen", "--owner", "urn:a", "--out", filepath.Join(dir, "a.key"))
+	if _, err := os.Stat(dir); !os.IsNotExist(err) {
+		t.Errorf("the directory was made: %v", err)
+	}
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	refuses(t, "--out: "+file+" is no directory", "ect", "keygen", "--owner", "urn:a", "--out", filepath.Join(file, "a.key"))
+}
