@@ -220,8 +220,8 @@ func (v Vocabulary) Event(e Event) string {
 		switch row := &eventTable[i]; {
 		case v == ATD && row.atd != "":
 			return row.atd
-		case (v == AERR || e == EventCircuitHalfOpen) && row.aerr != "":
-			return row.aerr // the only name that any document has for half-open
+		case v == AERR && row.aerr != "":
+			return row.aerr
 		}
 	}
 	return string(e)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"path/filepath"
 	"strconv"
 	"time"
@@ -21,6 +22,7 @@ type publishing struct {
 	private       string // the key file
 	owner, public string
 	replaced      bool // keys that are not published any more too
+	former        []string
 }
 
 const publicHelp = `The owner is whose tokens the key may sign: an identity, which is the iss of
@@ -38,7 +40,7 @@ func keygen(o *options) *cobra.Command {
 		Use:   "keygen --out FILE --owner URI",
 		Short: "Makes a key that signs tokens, and publishes its public half",
 		Long: `Makes a key that signs tokens, writes it into a file that nobody else can read
-(0600), and never over one that is there.
+(0600), and never over one that is there. Its directory must be there.
 
 ` + publicHelp,
 		Example: `  caddy agent-guard ect keygen --owner spiffe://example.com/agent/a --out agent.key --public trusted.json`,
@@ -62,7 +64,8 @@ func public(o *options) *cobra.Command {
 		Long: `Publishes the public half of a key file.
 
 With --replaced, keys that were replaced are in the set for as long as the file
-has them. They verify records, such as those of a ledger.
+has them. They verify records, such as those of a ledger. With --former they
+verify what they have signed under an earlier name of the owner's too.
 
 ` + publicHelp,
 		Example: `  caddy agent-guard ect public --key agent.key --owner spiffe://example.com/agent/a > set.json`,
@@ -81,7 +84,9 @@ has them. They verify records, such as those of a ledger.
 	}
 	cmd.Flags().StringVar(&p.private, "key", "", "File with the key")
 	cmd.Flags().BoolVar(&p.replaced, "replaced", false, "Also keys that were replaced and are not published any more")
+	cmd.Flags().StringArrayVar(&p.former, "former", nil, "A name that the owner had before; may stand several times")
 	p.flags(cmd)
+	complete(cmd, "former")
 	require(cmd, "key")
 	return cmd
 }
@@ -127,6 +132,11 @@ func (p *publishing) prepare() (*keySet, error) {
 	if _, err := ect.ParseOwner(p.owner); err != nil {
 		return nil, fmt.Errorf("--owner: %s", plain(err))
 	}
+	for _, name := range p.former {
+		if _, err := ect.ParseOwner(name); err != nil {
+			return nil, fmt.Errorf("--former: %s", plain(err))
+		}
+	}
 	if p.public == "" {
 		return nil, nil
 	}
@@ -149,6 +159,9 @@ func (p *publishing) keygen(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+	if err := inDirectory(p.private); err != nil {
+		return fmt.Errorf("--out: %w", err)
+	}
 	ring, err := ect.CreateRing(p.private, alg)
 	if errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("--out: %s is there, and a key is never overwritten; name another file, or publish that key with `ect public`", p.private)
@@ -160,6 +173,20 @@ func (p *publishing) keygen(cmd *cobra.Command) error {
 		return fmt.Errorf("%w; the key was made: publish it with `ect public --key %s`", err, p.private)
 	}
 	return nil
+}
+
+// inDirectory holds that a file can stand where its path says: the directory is not made,
+// since a path that was mistyped would leave a key where nobody looks for it.
+func inDirectory(file string) error {
+	dir := filepath.Dir(file)
+	info, err := os.Stat(dir)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return fmt.Errorf("the directory %s is not there: make it, or correct the path", dir)
+	case err == nil && !info.IsDir():
+		return fmt.Errorf("%s is no directory: name a file in one", dir)
+	}
+	return err
 }
 
 // published is what was done, as JSON.
@@ -178,7 +205,11 @@ func (p *publishing) publish(cmd *cobra.Command, ring *ect.Ring, set *keySet) er
 	if p.replaced {
 		at = time.Time{}
 	}
-	text, err := ring.PublicSet(at, p.owner)
+	former := make([]ect.Former, len(p.former))
+	for i, name := range p.former {
+		former[i].Name = name
+	}
+	text, err := ring.PublicSet(at, p.owner, former...)
 	if err != nil {
 		return err
 	}

@@ -194,6 +194,10 @@ func TestPublicSetGrows(t *testing.T) {
 	if made := document[published](t, "ect", "public", "--key", second, "--owner", "urn:b", "--public", public); made.Keys != 2 {
 		t.Errorf("%+v", made)
 	}
+	if text := says(t, "ect", "public", "--key", second, "--owner", "urn:b2", "--former", "urn:b"); !strings.Contains(text, "\"former_sub\": [\n") {
+		t.Errorf("%s", text)
+	}
+	refuses(t, "--former: ", "ect", "public", "--key", second, "--owner", "urn:b2", "--former", "spiffe://")
 	refuses(t, `of "urn:b" already; one key must not speak for two`, "ect", "public", "--key", second, "--owner", "urn:c", "--public", public)
 	refuses(t, "it holds a private key", "ect", "public", "--key", second, "--owner", "urn:b", "--public", key)
 	refuses(t, "it is the file of the private key", "ect", "public", "--key", second, "--owner", "urn:b", "--public", second)
@@ -409,4 +413,19 @@ func TestGoldenDescribeToken(t *testing.T) {
 		t.Fatal(err)
 	}
 	golden(t, "token_foreign", describeToken(u, headerOf(raw), now))
+}
+
+// A path that was mistyped must not leave directories behind, with a key where nobody
+// looks for it.
+func TestKeygenMakesNoDirectory(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "mistyped")
+	refuses(t, "--out: the directory "+dir+" is not there: make it, or correct the path", "ect", "keygen", "--owner", "urn:a", "--out", filepath.Join(dir, "a.key"))
+	if _, err := os.Stat(dir); !os.IsNotExist(err) {
+		t.Errorf("the directory was made: %v", err)
+	}
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	refuses(t, "--out: "+file+" is no directory", "ect", "keygen", "--owner", "urn:a", "--out", filepath.Join(file, "a.key"))
 }
