@@ -13,7 +13,7 @@ import (
 // came of its call may have left it for a person. What cannot be found out now is left to
 // the step itself.
 func (c *Coordinator) foresee(ctx context.Context, s *Step) {
-	if s.What != plan.Undo {
+	if s.What != plan.Undo && s.What != plan.Escalate {
 		return
 	}
 	cp, err := c.o.Ledger.Checkpoint(ctx, s.Checkpoint)
@@ -24,12 +24,15 @@ func (c *Coordinator) foresee(ctx context.Context, s *Step) {
 		return
 	}
 	opened, err := c.o.Vault.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
-	switch {
-	case errors.Is(err, checkpoint.ErrTampered):
+	if errors.Is(err, checkpoint.ErrTampered) {
 		s.What, s.Reason = plan.Escalate, reasonTampered
-	case err == nil && opened.Result != nil && opened.Result.Reason != "":
-		s.What, s.Reason = plan.Escalate, string(undo.ReasonIrreversible)
-	case err == nil && undo.Lacks(opened):
+	}
+	if err != nil {
+		return
+	}
+	if cause, irreversible := undo.Irreversible(opened); irreversible {
+		s.What, s.Reason, s.Cause = plan.Escalate, string(undo.ReasonIrreversible), string(cause)
+	} else if undo.Lacks(opened) {
 		s.What, s.Reason, s.Unknown = plan.Escalate, string(undo.ReasonUnfilled), true
 	}
 }

@@ -76,8 +76,8 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	if (way == checkpoint.Compensate || way == checkpoint.Delegate) && c.Result != nil && Refused(c.Result.Status) {
 		return Result{Done: true}, nil
 	}
-	if c.Snapshot.Way == checkpoint.Irreversible || c.Result != nil && c.Result.Reason != "" {
-		return Result{Reason: ReasonIrreversible}, nil
+	if cause, irreversible := Irreversible(c); irreversible {
+		return Result{Reason: ReasonIrreversible, Cause: cause}, nil
 	}
 	j, err := u.newJob(t)
 	if err != nil {
@@ -92,6 +92,17 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 		return j.compensate(ctx)
 	}
 	return Result{Reason: ReasonUnfilled}, nil
+}
+
+// Irreversible reports that a call cannot be undone, and why.
+func Irreversible(c *checkpoint.Checkpoint) (cause checkpoint.Reason, is bool) {
+	if c.Snapshot.Way == checkpoint.Irreversible {
+		return c.Snapshot.Reason, true
+	}
+	if c.Result != nil && c.Result.Reason != "" {
+		return c.Result.Reason, true
+	}
+	return "", false
 }
 
 // Refused reports that a call had no effect, by the status of the upstream's own answer: a
