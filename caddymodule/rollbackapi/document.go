@@ -112,6 +112,8 @@ type StepDocument struct {
 	Effect string `json:"effect,omitempty"`
 	// Reason is a fixed word that says why it is not completed.
 	Reason string `json:"reason,omitempty"`
+	// Cause says more where Reason is irreversible, in the word of the checkpoint.
+	Cause string `json:"cause,omitempty"`
 	// HTTPStatus is that of the last answer to the undo.
 	HTTPStatus int `json:"http_status,omitempty"`
 	// Attempts counts how often the undo was sent.
@@ -208,7 +210,7 @@ func Describe(r *rollback.Rollback, id string) *Document {
 func describeStep(s *rollback.Step) StepDocument {
 	return StepDocument{
 		CheckpointID: s.Checkpoint, Agent: s.Agent, Level: s.Level, Action: action(s), State: s.State, Status: s.Status,
-		Effect: effect(s.Unknown, false), Reason: s.Reason, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
+		Effect: effect(s.Unknown, false), Reason: s.Reason, Cause: s.Cause, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
 		Before: hashed(s.Before), After: hashed(s.After), Token: s.Token, Escalation: s.Escalation, Ended: utc(s.Ended),
 	}
 }

@@ -95,12 +95,13 @@ type stepRecord struct {
 	Token      string    `json:"token,omitempty"`
 	Escalation string    `json:"escalation,omitempty"`
 	Ended      time.Time `json:"ended,omitzero"`
+	Cause      string    `json:"cause,omitempty"`
 }
 
 func (s *Step) encode() ([]byte, error) {
 	return json.Marshal(stepRecord{
 		s.State, s.Status, s.Cancelled, s.Unknown, s.Reason, s.HTTPStatus, s.Attempts,
-		some(s.Before), some(s.After), s.Token, s.Escalation, s.Ended,
+		some(s.Before), some(s.After), s.Token, s.Escalation, s.Ended, s.Cause,
 	})
 }
 
@@ -116,6 +117,7 @@ func (s *Step) decode(b []byte) error {
 	}
 	s.State, s.Status, s.Cancelled, s.Unknown, s.Reason = r.State, r.Status, r.Cancelled, r.Unknown, r.Reason
 	s.HTTPStatus, s.Attempts, s.Token, s.Escalation, s.Ended = r.HTTPStatus, r.Attempts, r.Token, r.Escalation, r.Ended
+	s.Cause = r.Cause
 	copy(s.Before[:], r.Before)
 	copy(s.After[:], r.After)
 	return nil

@@ -113,3 +113,21 @@ func TestPlanSaysWhatACallInDoubtLacks(t *testing.T) {
 		}
 	}
 }
+
+// A step that is irreversible says why, as far as its checkpoint knows, before and after.
+func TestIrreversibleStepsSayWhy(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Irreversible, guard.Completed)
+	q := request("c1", plan.Single)
+	b, err := r.Plan(ctx, q)
+	if err != nil || b.Steps[0].Reason != "irreversible" || b.Steps[0].Cause != "declared" {
+		t.Errorf("foreseen: %+v, %v", b.Steps, err)
+	}
+	r.start()
+	b = r.run(q)
+	wantEnd(t, b, rollback.Escalated, "c1=escalated(irreversible)")
+	r.restart()
+	if b, err = r.Get(ctx, q.ID); err != nil || b.Steps[0].Cause != "declared" {
+		t.Errorf("recorded: %+v, %v", b.Steps, err)
+	}
+}

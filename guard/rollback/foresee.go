@@ -13,7 +13,7 @@ import (
 // came of its call may have left it for a person. What cannot be found out now is left to
 // the step itself.
 func (c *Coordinator) foresee(ctx context.Context, s *Step) {
-	if s.What != plan.Undo {
+	if s.What != plan.Undo && s.What != plan.Escalate {
 		return
 	}
 	cp, err := c.o.Ledger.Checkpoint(ctx, s.Checkpoint)
@@ -24,15 +24,18 @@ func (c *Coordinator) foresee(ctx context.Context, s *Step) {
 		return
 	}
 	opened, err := c.o.Vault.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
-	switch {
-	case errors.Is(err, checkpoint.ErrTampered):
+	if errors.Is(err, checkpoint.ErrTampered) {
 		s.What, s.Reason = plan.Escalate, reasonTampered
-	case err == nil && opened.Result != nil && opened.Result.Reason != "":
-		s.What, s.Reason = plan.Escalate, string(undo.ReasonIrreversible)
-		if opened.Result.Reason == checkpoint.ReasonChanged {
-			s.Reason = string(undo.ReasonChanged)
-		}
-	case err == nil && undo.Lacks(opened):
+	}
+	if err != nil {
+		return
+	}
+	switch cause, irreversible := undo.Irreversible(opened); {
+	case cause == checkpoint.ReasonChanged:
+		s.What, s.Reason = plan.Escalate, string(undo.ReasonChanged)
+	case irreversible:
+		s.What, s.Reason, s.Cause = plan.Escalate, string(undo.ReasonIrreversible), string(cause)
+	case undo.Lacks(opened):
 		s.What, s.Reason, s.Unknown = plan.Escalate, string(undo.ReasonUnfilled), true
 	}
 }

@@ -28,7 +28,7 @@ func (c *Coordinator) record(ctx context.Context, r *run, i int, end ended) erro
 	step := r.step(i)
 	step.State, step.Status, step.Cancelled, step.Ended = StepDone, end.status, end.cancelled, now
 	step.Unknown, step.Reason, step.HTTPStatus, step.Attempts = end.Unknown, end.reason, end.Status, end.Attempts
-	step.Before, step.After = end.Before, end.After
+	step.Before, step.After, step.Cause = end.Before, end.After, string(end.Cause)
 
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()

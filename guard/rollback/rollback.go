@@ -91,6 +91,9 @@ type Step struct {
 	Unknown bool
 	// Reason is a fixed word that says why it is not completed; empty where it is.
 	Reason string
+	// Cause is why the call cannot be undone, where Reason is irreversible and that is known:
+	// the fixed word that its checkpoint has for it.
+	Cause string
 	// HTTPStatus is that of the last answer to the undo; 0 without one.
 	HTTPStatus int
 	// Attempts counts how often the undo was sent.

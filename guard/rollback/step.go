@@ -79,7 +79,7 @@ func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
 			// journaled: otherwise a rollback that gives way leaves it half undone for ever.
 			return e, c.begin(ctx, r, i, &m)
 		case step.What == plan.Escalate:
-			return escalated(string(undo.ReasonIrreversible)), nil
+			return c.irreversible(ctx, &cp), nil
 		case step.What == plan.Expired:
 			return escalated(reasonExpired), nil
 		case !cp.Own:
@@ -98,6 +98,19 @@ func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
 	}
 	end.token = cp
 	return c.insist(r, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
+}
+
+// irreversible is how the step of a call ends that cannot be undone, with what is known of
+// the cause.
+func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) ended {
+	e := escalated(string(undo.ReasonIrreversible))
+	if !cp.Own {
+		return e
+	}
+	if opened, err := c.o.Vault.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires}); err == nil {
+		e.Cause, _ = undo.Irreversible(opened)
+	}
+	return e
 }
 
 // busy waits for a rollback that is at the same checkpoint.
@@ -188,7 +201,7 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 		}
 		switch {
 		case !cp.Reversible || !s.opened.Snapshot.Reversible():
-			return escalated(string(undo.ReasonIrreversible)), nil
+			return c.irreversible(ctx, cp), nil
 		case then == plan.Expired:
 			return escalated(reasonExpired), nil
 		}

@@ -230,9 +230,9 @@ func TestIrreversible(t *testing.T) {
 		declared := task(checkpoint.Irreversible, undo.Spec{})
 		late := task(checkpoint.Compensate, undo.Spec{})
 		late.Checkpoint.Result.Reason = checkpoint.ReasonTooLarge
-		for _, task := range []undo.Task{declared, late} {
-			r.wants(task, undo.Result{Reason: undo.ReasonIrreversible})
-		}
+		declared.Checkpoint.Snapshot.Reason = checkpoint.ReasonDeclared
+		r.wants(declared, undo.Result{Reason: undo.ReasonIrreversible, Cause: checkpoint.ReasonDeclared})
+		r.wants(late, undo.Result{Reason: undo.ReasonIrreversible, Cause: checkpoint.ReasonTooLarge})
 		for _, way := range []checkpoint.Way{checkpoint.Compensate, checkpoint.Delegate} {
 			unreadable := task(way, undo.Spec{})
 			unreadable.Checkpoint.Snapshot.Undo = []byte(`{"guard":"default","later":1}`)

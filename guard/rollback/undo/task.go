@@ -56,6 +56,8 @@ type Result struct {
 	Unknown bool
 	// Reason is a fixed word that says why it is not done; empty where it is.
 	Reason Reason
+	// Cause is why it is ReasonIrreversible, as the checkpoint knows it; empty otherwise.
+	Cause checkpoint.Reason
 	// Status is that of the last answer to the undo; 0 without one.
 	Status int
 	// Attempts counts how often the undo itself was sent. Of earlier lives of the gateway

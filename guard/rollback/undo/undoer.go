@@ -80,8 +80,8 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	if c.Result != nil && c.Result.Reason == checkpoint.ReasonChanged {
 		return Result{Reason: ReasonChanged}, nil // whatever on_changed says: what is to be put back is not known
 	}
-	if c.Snapshot.Way == checkpoint.Irreversible || c.Result != nil && c.Result.Reason != "" {
-		return Result{Reason: ReasonIrreversible}, nil
+	if cause, irreversible := Irreversible(c); irreversible {
+		return Result{Reason: ReasonIrreversible, Cause: cause}, nil
 	}
 	j, err := u.newJob(t)
 	if err != nil {
@@ -98,9 +98,21 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	return Result{Reason: ReasonUnfilled}, nil
 }
 
+// Irreversible reports that a call cannot be undone, and why.
+func Irreversible(c *checkpoint.Checkpoint) (cause checkpoint.Reason, is bool) {
+	if c.Snapshot.Way == checkpoint.Irreversible {
+		return c.Snapshot.Reason, true
+	}
+	if c.Result != nil && c.Result.Reason != "" {
+		return c.Result.Reason, true
+	}
+	return "", false
+}
+
 // Refused reports that a call had no effect, by the status of the upstream's own answer, 0
-// where that is not known: a declined payment is not refunded. 408 says nothing of it, and 409 may speak of an earlier
-// attempt. It counts for what is compensated or delegated; what is restored is compared.
+// where that is not known: a declined payment is not refunded. 408 says nothing of it, and
+// 409 may speak of an earlier attempt. It counts for what is compensated or delegated; what
+// is restored is compared.
 func Refused(status int) bool {
 	return status/100 == 4 && status != http.StatusRequestTimeout && status != http.StatusConflict
 }
