@@ -329,8 +329,11 @@ func (x *exchange) imageAfter(status int, header http.Header) (*checkpoint.Image
 	if err != nil {
 		x.h.logger.Warn("what a call has left could not be read; only a person can undo it",
 			zap.Stringer("key", x.call.Key), zap.String("action", x.action.Name), zap.Error(err))
-		if errors.Is(err, errDisturbed) {
+		switch {
+		case errors.Is(err, errDisturbed):
 			return nil, checkpoint.ReasonChanged
+		case errors.Is(err, errNotCreated):
+			return nil, checkpoint.ReasonNotCreated
 		}
 		return nil, checkpoint.ReasonNoImage
 	}
@@ -353,10 +356,21 @@ func (x *exchange) agrees(status int, header http.Header, after *checkpoint.Imag
 	case after.Exists && !encoded(header) && otherTag(header.Get("ETag"), after.ETag):
 		// RFC 9110, section 8.8.3: that of the answer is of what the call has made.
 		return fmt.Errorf("%w: the entity tag of its answer is another", errDisturbed)
+	case !deleted && !before.Exists && status != http.StatusCreated && !x.onlyCreates():
+		return fmt.Errorf("%w: it was answered %d", errNotCreated, status)
 	case deleted && !before.Exists: // it hides from the guard what was there
 		return fmt.Errorf("the answer %d to a DELETE, and that nothing was there before it do not agree", status)
 	}
 	return nil
+}
+
+// errNotCreated: what seems to be new may have been there before, such as where the look
+// before the call was answered by a copy that lags. It must not be deleted (P6).
+var errNotCreated = errors.New("nothing stood there before the call, and its answer does not say 201: that it has created something (RFC 9110, section 9.3.4)")
+
+// onlyCreates reports that the call itself asks to fail where something is there.
+func (x *exchange) onlyCreates() bool {
+	return slices.Equal(x.r.Header["If-None-Match"], []string{"*"})
 }
 
 // otherTag reports whether two entity tags are there and are of different states.

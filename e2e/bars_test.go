@@ -53,7 +53,7 @@ func TestJoiningAfterRollbackBegan(t *testing.T) {
 	late := with(a.issue(ect.Claims{Workflow: f.wid, Action: "do", Parents: []string{checkpoint}}),
 		request{method: "PUT", path: "/things/c", body: "late", header: headers{"Content-Type": "text/plain"}})
 	g.call(late).is(t, http.StatusConflict, "workflow-paused")
-	if got := f.begins(a, "/things/b"); got.status != 200 {
+	if got := f.begins(a, "/things/b"); got.status != 201 {
 		t.Errorf("what follows from nothing: %d %s", got.status, got.body)
 	}
 	if got := g.workflow().begins(a, "/things/b"); got.status != 200 {
@@ -63,7 +63,7 @@ func TestJoiningAfterRollbackBegan(t *testing.T) {
 
 	hold.open()
 	g.call(with(asking, request{path: rollbackapi.Path, body: body, header: headers{"Prefer": "wait=20"}})).undone(t, rollback.Completed)
-	if got := g.call(late); got.status != 200 || got.header.Get("Execution-Status") != "executed" {
+	if got := g.call(late); got.status != 201 || got.header.Get("Execution-Status") != "executed" {
 		t.Errorf("the same call afterwards: %d %s", got.status, got.body)
 	}
 	th.stands("/things/c", "late")

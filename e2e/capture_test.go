@@ -83,7 +83,12 @@ func (s *shelf) serve(w http.ResponseWriter, a *arrival) {
 			w.WriteHeader(http.StatusUnprocessableEntity)
 			return
 		}
+		created := s.state == nil
 		s.state = &a.body
+		if created {
+			w.WriteHeader(http.StatusCreated)
+			return
+		}
 		w.WriteHeader(http.StatusOK)
 	}
 }

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"net/http"
+	"sync"
 	"testing"
 )
 
@@ -93,4 +94,76 @@ func TestRollbackNeedsAPreImage(t *testing.T) {
 	lab.arrived("PUT /docs/x", 0)
 	s.do(put("/docs/x", `{"n":2}`))
 	lab.arrived("PUT /docs/x", 1)
+}
+
+// P6: the type of what stands there, and the other fields of its image, are part of it.
+func TestRollbackRestoresTheType(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	for _, field := range []string{"Content-Type", "Content-Language"} {
+		t.Run(field, func(t *testing.T) {
+			path := "/docs/" + field
+			var mu sync.Mutex
+			stands := "x/old"
+			lab.on("PUT "+path, -1, func(c *restCall) {
+				mu.Lock()
+				stands = c.header.Get(field)
+				mu.Unlock()
+				c.say(restAnswer{status: http.StatusNoContent})
+			})
+			lab.on("GET "+path, -1, func(c *restCall) {
+				mu.Lock()
+				defer mu.Unlock()
+				c.say(restAnswer{status: http.StatusOK, header: http.Header{field: {stands}}, body: "same"})
+			})
+			s := g.saga(a)
+			s.t = t
+			step := s.do(request{method: "PUT", path: path, body: "same", header: headers{field: "x/new"}})
+			s.back(rollbackBody{Checkpoint: step.checkpoint}).want(t, "completed")
+			if stands != "x/old" {
+				t.Errorf("%s is %q", field, stands)
+			}
+		})
+	}
+}
+
+// RFC 9110, section 9.3.4: a PUT that creates something is answered 201. Where a look says
+// that nothing was there, and the answer does not say that it was made, it is not deleted.
+func TestRollbackDeletesWhatWasCreated(t *testing.T) {
+	a := newAgent(t, "a")
+	for name, c := range map[string]struct {
+		header headers
+		answer int
+		reason string
+	}{
+		"201":           {nil, http.StatusCreated, ""},
+		"200":           {nil, http.StatusOK, "not-created"},
+		"204":           {nil, http.StatusNoContent, "not-created"},
+		"200, if none":  {headers{"If-None-Match": "*"}, http.StatusOK, ""},
+		"200, if other": {headers{"If-None-Match": `"v7"`}, http.StatusOK, "not-created"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			lab, g := launchLab(t, sagaActions, a)
+			defer stop(t)
+			if c.header == nil && c.answer != http.StatusCreated {
+				lab.write("/docs/x", "v0") // and a replica that lags
+				lab.on("GET /docs/x", 1, restSays(http.StatusNotFound, ""))
+			}
+			lab.on("PUT /docs/x", 1, restDoes(c.answer, ""))
+			s := g.saga(a)
+			s.t = t
+			step := s.do(request{method: "PUT", path: "/docs/x", body: "v1", header: c.header})
+			if v := g.checkpointOf(a, step.reply); v.Reason != c.reason {
+				t.Errorf("%+v", v)
+			}
+			doc := s.back(rollbackBody{Checkpoint: step.checkpoint})
+			if c.reason != "" {
+				doc.want(t, "escalated", "irreversible")
+				lab.wantDoc("/docs/x", "v1")
+				return
+			}
+			doc.want(t, "completed")
+			lab.wantDoc("/docs/x", "")
+		})
+	}
 }

@@ -73,7 +73,11 @@ func (th *things) serve(w http.ResponseWriter, a *arrival) {
 		w.WriteHeader(http.StatusNoContent)
 	default:
 		th.at[a.URL.Path] = a.body
-		w.WriteHeader(http.StatusOK)
+		if there {
+			w.WriteHeader(http.StatusOK)
+		} else {
+			w.WriteHeader(http.StatusCreated)
+		}
 	}
 	th.done = append(th.done, a.Method+" "+a.URL.Path+" "+a.body)
 }

@@ -57,6 +57,9 @@ const (
 	// ReasonChanged: somebody else has changed what stood there while the call ran, so that
 	// nobody knows what is the call's own.
 	ReasonChanged Reason = "changed-meanwhile"
+	// ReasonNotCreated: nothing was seen there before the call, and its answer does not say
+	// that it has created something, so that it must not be deleted.
+	ReasonNotCreated Reason = "not-created"
 	// ReasonAbsent: a value that the undo needs is not there.
 	ReasonAbsent Reason = "absent-value"
 	// ReasonMethod: what a call with this method has done cannot be put back.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"maps"
 	"net/http"
 	"slices"
 	"strings"
@@ -69,10 +70,14 @@ func target(r *checkpoint.Request) string {
 	return r.Path + "?" + r.Query
 }
 
-// Same reports whether the images show the same state: whether something is there, and
-// its bytes.
+// Same reports whether the images show the same state: whether something is there, its
+// bytes, and the fields that are put back with them.
 func Same(a, b *checkpoint.Image) bool {
-	return a.Exists == b.Exists && (!a.Exists || bytes.Equal(a.Body, b.Body))
+	if a.Exists != b.Exists {
+		return false
+	}
+	return !a.Exists || bytes.Equal(a.Body, b.Body) && a.ContentType == b.ContentType &&
+		maps.EqualFunc(a.Header, b.Header, slices.Equal[[]string])
 }
 
 // hashOf is the hash of a state; zero where nothing is there, or not known.
