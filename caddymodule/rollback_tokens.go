@@ -39,6 +39,11 @@ func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token) error {
 	if refused := (*ect.Error)(nil); err == nil || errors.As(err, &refused) {
 		return err
 	}
+	for _, failed := range []error{store.ErrFull, store.ErrUnhealthy, store.ErrClosed, store.ErrUnknown} {
+		if errors.Is(err, failed) {
+			return err // which is told as what it is: the token is well
+		}
+	}
 	return ledgerFailed(err)
 }
 

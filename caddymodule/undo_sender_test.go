@@ -439,7 +439,7 @@ func TestDelegateIsAskedWithAToken(t *testing.T) {
 	}
 	reason, _ := claims.Ext().Text(ect.MemberRollbackID)
 	if claims.Event() != ect.EventRollbackRequest || len(claims.Lacks()) > 0 || len(claims.Parents()) != 1 || claims.Parents()[0] != checkpoint ||
-		claims.Issuer() != gatewayName || len(claims.Audience()) != 1 || claims.Audience()[0] != agent.URL || reason != "r1" {
+		claims.Issuer() != gatewayName || len(claims.Audience()) != 1 || claims.Audience()[0] != agent.URL || reason != "urn:uuid:r1" {
 		t.Errorf("%+v", claims)
 	}
 }

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"fmt"
 	"io"
 	"net/http"
 	"testing"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // P6: what stands there when a doubtful call is run again may be its own work. A rollback
@@ -68,6 +70,26 @@ func TestCascade61StrangersUseUpNoRollbacks(t *testing.T) {
 	}
 	f.asks(m, uuid.NewString(), checkpoint, "").is(t, 429, "quota-exceeded") // its own bound
 	f.asks(a, uuid.NewString(), checkpoint, "").undone(t, rollback.Completed)
+}
+
+// P4: without room in the store no rollback begins, and what is said is that, and not that
+// something is wrong with the token. With room again the same request goes on.
+func TestP4RollbackWithoutRoom(t *testing.T) {
+	th, a := newThings(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: th.site()})
+	f := g.workflow()
+	_, checkpoint := f.does(a, "PUT", "/things/a", "1")
+	asking, id := a.issue(f.request(checkpoint, "")), uuid.NewString()
+	g.settledView(a, f.wid, 3)
+	g.store.failCommits(fmt.Errorf("badger: %w", store.ErrFull))
+	got := f.asksWith(asking, id, checkpoint, "")
+	got.is(t, http.StatusServiceUnavailable, "store-unavailable")
+	if got.header.Get("Retry-After") == "" {
+		t.Error("no Retry-After")
+	}
+	th.stands("/things/a", "1")
+	g.store.onCommit(nil)
+	f.asksWith(asking, id, checkpoint, "").undone(t, rollback.Completed)
 }
 
 // Cascade 6.1: an upstream gets the tokens of requests that change nothing, too. It cannot

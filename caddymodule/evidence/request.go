@@ -46,17 +46,18 @@ func (w *Witness) Request(ctx context.Context, r *Request) (string, error) {
 	if err != nil {
 		return "", err
 	}
+	// One that was made in the span before may be young enough still.
+	before, err := w.asked(ctx, r.Workflow, w.e.RequestID(r.Rollback, r.Checkpoint, now.Add(-requestTime)))
+	if err != nil && !errors.Is(err, ledger.ErrPruned) {
+		return "", err
+	}
+	if token, err := ect.ParseInsecure(before); err == nil && now.Sub(token.IssuedAt()) < requestTime { // the gateway's own
+		return before, nil
+	}
 	id := w.e.RequestID(r.Rollback, r.Checkpoint, now)
 	for {
-		entry, err := w.e.log.Lookup(ctx, r.Workflow, id)
-		if errors.Is(err, ledger.ErrWaiting) {
-			entry, err = w.e.log.Wait(ctx, r.Workflow, id)
-		}
-		if err == nil {
-			return string(entry.Payload), nil
-		}
-		if !errors.Is(err, ledger.ErrNotFound) {
-			return "", err
+		if raw, err := w.asked(ctx, r.Workflow, id); err != nil || raw != "" {
+			return raw, err
 		}
 		token, err := w.request(now, r, id)
 		if err != nil {
@@ -69,6 +70,18 @@ func (w *Witness) Request(ctx context.Context, r *Request) (string, error) {
 			return "", err
 		}
 	}
+}
+
+// asked is the token that was recorded under an id; empty where there is none.
+func (w *Witness) asked(ctx context.Context, workflow, id string) (string, error) {
+	entry, err := w.e.log.Lookup(ctx, workflow, id)
+	if errors.Is(err, ledger.ErrWaiting) {
+		entry, err = w.e.log.Wait(ctx, workflow, id)
+	}
+	if errors.Is(err, ledger.ErrNotFound) {
+		return "", nil
+	}
+	return string(entry.Payload), err
 }
 
 func (w *Witness) request(now time.Time, r *Request, id string) (*ect.Token, error) {

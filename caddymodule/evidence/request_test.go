@@ -3,6 +3,7 @@ package evidence_test
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -59,12 +60,12 @@ func TestP5RequestIsOneToken(t *testing.T) {
 // fast is a store whose clock is ahead.
 type fast struct {
 	store.Store
-	by time.Duration
+	by atomic.Int64 // a time.Duration
 }
 
 func (f *fast) Now(ctx context.Context) (time.Time, error) {
 	now, err := f.Store.Now(ctx)
-	return now.Truncate(time.Hour).Add(f.by), err
+	return now.Truncate(time.Hour).Add(time.Duration(f.by.Load())), err
 }
 
 // P5: verifiers refuse a token that is older than 15 minutes, and a rollback goes on for
@@ -78,7 +79,8 @@ func TestP5RequestIsAlwaysFresh(t *testing.T) {
 	b.open(t)
 	r := &evidence.Request{Rollback: "r1", Checkpoint: uuid.NewString(), Workflow: uuid.NewString(), Audience: "https://agent.example.com"}
 	seen := map[string]string{}
-	for clock.by = 0; clock.by < 2*time.Hour; clock.by += time.Minute {
+	for by := time.Duration(0); by < 2*time.Hour; by += time.Minute {
+		clock.by.Store(int64(by))
 		raw, err := b.witness.Request(t.Context(), r)
 		if err != nil {
 			t.Fatal(err)
@@ -89,7 +91,7 @@ func TestP5RequestIsAlwaysFresh(t *testing.T) {
 		}
 		now, _ := clock.Now(t.Context())
 		if age := now.Sub(token.IssuedAt()); age > ect.MaxAge-ect.Skew || !now.Before(token.Expires()) {
-			t.Errorf("after %v it is %v old", clock.by, age)
+			t.Errorf("after %v it is %v old", by, age)
 		}
 		if before, known := seen[token.ID()]; known && before != raw {
 			t.Error("two tokens have one id")
