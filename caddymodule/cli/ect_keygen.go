@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/url"
 	"path/filepath"
 	"strconv"
 	"time"
@@ -42,7 +43,7 @@ func keygen(o *options) *cobra.Command {
 
 ` + publicHelp,
 		Example: `  caddy agent-guard ect keygen --owner spiffe://example.com/agent/a --out agent.key --public trusted.json`,
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return p.keygen(cmd) },
 	}
 	f := cmd.Flags()
@@ -66,7 +67,7 @@ has them. They verify records, such as those of a ledger.
 
 ` + publicHelp,
 		Example: `  caddy agent-guard ect public --key agent.key --owner spiffe://example.com/agent/a > set.json`,
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			set, err := p.prepare()
 			if err != nil {
@@ -76,6 +77,7 @@ has them. They verify records, such as those of a ledger.
 			if err != nil {
 				return err
 			}
+			p.wonder(cmd)
 			return p.publish(cmd, ring, set)
 		},
 	}
@@ -149,6 +151,7 @@ func (p *publishing) keygen(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+	p.wonder(cmd)
 	ring, err := ect.CreateRing(p.private, alg)
 	if errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("--out: %s is there, and a key is never overwritten; name another file, or publish that key with `ect public`", p.private)
@@ -160,6 +163,14 @@ func (p *publishing) keygen(cmd *cobra.Command) error {
 		return fmt.Errorf("%w; the key was made: publish it with `ect public --key %s`", err, p.private)
 	}
 	return nil
+}
+
+// wonder points out an owner that is likely to be a slip: any name counts, but for itself
+// alone.
+func (p *publishing) wonder(cmd *cobra.Command) {
+	if u, err := url.Parse(p.owner); err != nil || u.Scheme == "" {
+		fmt.Fprintf(cmd.ErrOrStderr(), "Warning: the owner %q is no URI like spiffe://example.com/agent/a. The key counts for tokens with exactly this iss only.\n", p.owner)
+	}
 }
 
 // published is what was done, as JSON.
