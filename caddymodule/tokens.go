@@ -216,7 +216,7 @@ func checkEvent(t *ect.Token) error {
 	for _, m := range t.Lacks() {
 		// An error can come from where no checkpoint is.
 		if t.Event() != ect.EventError || m != ect.MemberCheckpointID {
-			return &ect.Error{Code: ect.CodeExt}
+			return &ect.Error{Code: ect.CodeExt, Lacks: t.Vocabulary().Member(m)}
 		}
 	}
 	if t.Event() == ect.EventError && len(t.Parents()) == 0 {

@@ -340,7 +340,7 @@ func TestProcessOperateRefusals(t *testing.T) {
 		"executions list --caller abc":     "no caller's hash",
 		"executions show abc":              "nor a whole checkpoint or execution id",
 		"executions show 0000000000000000": "no such execution",
-		"executions show a/b":              "has no executions/a/b",
+		"executions show a/b":              `nor a whole checkpoint or execution id, is "a/b"`,
 		"executions lists":                 `unknown command "lists" for "caddy agent-guard executions"`,
 		"executions resolve " + key + " --reason x --applied --status 200 --header Set-Cookie:a":     "Set-Cookie is never replayed",
 		"executions resolve " + key + " --reason x --applied --operator " + strings.Repeat("a", 257): "at most 256 and 1024 bytes",
@@ -349,6 +349,11 @@ func TestProcessOperateRefusals(t *testing.T) {
 	}
 	if x := procDocument[procExecution](t, site.operate(t, "executions", "show", key, "-o", "json").says(t)); x.State != "in_doubt" {
 		t.Errorf("P1: something was decided: %+v", x)
+	}
+	// A wrong file is no alarm of tampering, for scripts either.
+	const logKey = "agent-guard/node-4c1f+cda3de3b+ASBrRRDTwvvXdWCfzhaZEYwN3NHKfvmZkyiuJ1SnLcUM"
+	if got := site.operate(t, "ledger", "verify", off, "--key", logKey); got.code != 2 || !strings.Contains(got.err, "off.caddyfile is no export of a ledger") {
+		t.Errorf("exit code %d: %s", got.code, got.err)
 	}
 	// The module without a guard.
 	if err := gateway.load(site.without()); err != nil {

@@ -82,6 +82,40 @@ func TestProcessOperatorRollsBack(t *testing.T) {
 	lab.arrived("POST /refunds", 1)
 }
 
+// A rollback that hangs says why, and how often it was tried.
+func TestProcessOperatorSeesARollbackHang(t *testing.T) {
+	lab := newRestLab(t)
+	site := procNewSite(t, lab.addr)
+	site.app = "identity " + gatewayIdentity
+	site.guard = sagaActions
+	site.start(t)
+	r := charge(7)
+	r.header = headers{"Authorization": "Bearer " + procCredential}
+	checkpoint := site.gateway(t).call(r).header.Get("Execution-Checkpoint")
+	lab.on("POST /refunds", 1_000, restSays(http.StatusServiceUnavailable, `{}`))
+	id := uuid.NewString()
+	site.operate(t, "rollback", checkpoint, "--reason", "ordered twice", "--no-wait", "--id", id).says(t)
+	procPoll(t, "a second attempt", func() bool {
+		doc := procDocument[struct {
+			Steps []struct {
+				State     string
+				Attempts  int
+				LastCause string `json:"last_cause"`
+			}
+		}](t, site.operate(t, "rollbacks", id, "-o", "json").says(t))
+		if len(doc.Steps) != 1 || doc.Steps[0].Attempts < 2 {
+			return false
+		}
+		if step := doc.Steps[0]; step.State != "running" || !strings.Contains(step.LastCause, "503") {
+			t.Errorf("%+v", step)
+		}
+		return true
+	})
+	if shown := site.operate(t, "rollbacks", id).says(t); !strings.Contains(shown, "running") || !strings.Contains(shown, "answered with 503") {
+		t.Errorf("%s", shown)
+	}
+}
+
 // P8: neither what stood there, nor the credentials that an undo uses, nor what an
 // upstream answers to it, are in a file, a log, a metric, a token or an answer.
 func TestProcessSecretsOfRollbacks(t *testing.T) {

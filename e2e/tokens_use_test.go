@@ -145,15 +145,20 @@ func TestEventsOfAgents(t *testing.T) {
 	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr})
 	ext := func() *ect.ExtBuilder { return new(ect.ExtBuilder) }
 	for name, c := range map[string]struct {
-		claims ect.Claims
-		reason string
+		claims        ect.Claims
+		reason, names string
 	}{
-		"a checkpoint that does not say whether it is reversible": {ect.Claims{Action: "checkpoint", Ext: ext().Int(ect.MemberTTL, 60).Text(ect.MemberRollbackURI, "https://a.example/.well-known/cascade/rollback")}, "ext"},
-		"an error without a severity":                             {ect.Claims{Action: "atd:error", Ext: ext().Text(ect.MemberErrorType, "timeout")}, "ext"},
-		"an error of nothing":                                     {ect.Claims{Action: "error", Ext: ext().Text(ect.MemberErrorType, "timeout").Text(ect.MemberSeverity, "error")}, "par"},
+		"a checkpoint that does not say whether it is reversible": {ect.Claims{Action: "checkpoint", Ext: ext().Int(ect.MemberTTL, 60).Text(ect.MemberRollbackURI, "https://a.example/.well-known/cascade/rollback")}, "ext", "; cascade.reversible is missing"},
+		"a rollback without a reason":                             {ect.Claims{Action: "rollback_start"}, "ext", "; cascade."},
+		"an error without a severity":                             {ect.Claims{Action: "atd:error", Ext: ext().Text(ect.MemberErrorType, "timeout")}, "ext", "; cascade.severity is missing"},
+		"an error of nothing":                                     {ect.Claims{Action: "error", Ext: ext().Text(ect.MemberErrorType, "timeout").Text(ect.MemberSeverity, "error")}, "par", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g.call(with(a.issue(c.claims), request{path: "/pay"})).refusedFor(t, 403, c.reason)
+			got := g.call(with(a.issue(c.claims), request{path: "/pay"}))
+			got.refusedFor(t, 403, c.reason)
+			if !strings.Contains(got.body, c.names) {
+				t.Errorf("%s: %q is not named", got.body, c.names)
+			}
 		})
 	}
 	upstream.arrived("/pay", 0)

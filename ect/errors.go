@@ -121,7 +121,10 @@ var texts = map[Code]string{
 type Error struct {
 	// Code is the reason.
 	Code Code
-	err  error
+	// Lacks is the name of the member that every token of its event has and this one has
+	// not, where that is why; it is a word of the drafts.
+	Lacks string
+	err   error
 }
 
 func (e *Error) Error() string { return "ect: " + string(e.Code) + ": " + texts[e.Code] }
@@ -130,7 +133,12 @@ func (e *Error) Error() string { return "ect: " + string(e.Code) + ": " + texts[
 func (e *Error) Unwrap() error { return e.err }
 
 // Detail is the sentence for the caller.
-func (e *Error) Detail() string { return texts[e.Code] }
+func (e *Error) Detail() string {
+	if e.Lacks != "" {
+		return texts[e.Code] + "; " + e.Lacks + " is missing, or has another type"
+	}
+	return texts[e.Code]
+}
 
 // Status is the HTTP status of the refusal: 400 for what cannot be parsed, else 403,
 // and never 401, since a token is evidence and no credential.

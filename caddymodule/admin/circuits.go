@@ -3,6 +3,7 @@ package admin
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 
@@ -68,8 +69,12 @@ func (a *API) circuitMode(r *http.Request, st Store, p *params) (any, error) {
 		return nil, unavailable(err)
 	}
 	if !found {
+		class := ""
+		if d.Class != "" {
+			class = fmt.Sprintf(" of the class %q", d.Class)
+		}
 		return nil, refuse(http.StatusNotFound,
-			"the upstream %q has no circuit breaker of the class %q: one begins with the first call; circuits lists them", d.Upstream, d.Class)
+			"the upstream %q has no circuit breaker%s: one begins with the first call; circuits lists them", d.Upstream, class)
 	}
 	return circuits.Document{Circuits: st.Circuits()}, nil
 }

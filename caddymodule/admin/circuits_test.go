@@ -42,7 +42,8 @@ func TestCircuitRefusals(t *testing.T) {
 	} {
 		r.refuses("POST", "circuits/mode", body, http.StatusBadRequest, want)
 	}
-	r.refuses("POST", "circuits/mode", `{"upstream": "c:1", "mode": "observe"}`, http.StatusNotFound, `the upstream "c:1" has no circuit breaker`)
+	r.refuses("POST", "circuits/mode", `{"upstream": "c:1", "mode": "observe"}`, http.StatusNotFound, `the upstream "c:1" has no circuit breaker: one`)
+	r.refuses("POST", "circuits/mode", `{"upstream": "c:1", "class": "read", "mode": "observe"}`, http.StatusNotFound, `no circuit breaker of the class "read": one`)
 	r.refuses("GET", "circuits?twice=1", "", http.StatusBadRequest, `"twice" is no parameter`)
 	if o.circuits[0].Mode != "auto" {
 		t.Errorf("%+v", o.circuits)

@@ -7,6 +7,7 @@ import (
 	"net/url"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -35,7 +36,7 @@ func circuitList(o *options) *cobra.Command {
 		Short:   "Lists the circuit breakers",
 		Long:    `Lists the circuit breakers, by upstream. ERRORS and CALLS are of the window.`,
 		Example: "  caddy agent-guard circuits list",
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return o.circuits(cmd, func(c *client, doc *circuits.Document) (json.RawMessage, error) {
 				return c.get(cmd.Context(), "circuits", url.Values{}, doc)
@@ -58,7 +59,12 @@ The mode outlives reloads and restarts, unless the configuration has one of its
 own.`,
 		Example: `  caddy agent-guard circuits set 10.0.0.7:9001 forced_open
   caddy agent-guard circuits set 10.0.0.7:9001 auto`,
-		Args: cobra.ExactArgs(2),
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) != 2 {
+				return fmt.Errorf("give UPSTREAM and MODE; `circuits list` shows the upstreams, and a mode is one of %s", strings.Join(modeWords, ", "))
+			}
+			return nil
+		},
 		ValidArgsFunction: func(_ *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 			if len(args) != 1 {
 				return nil, cobra.ShellCompDirectiveNoFileComp
@@ -67,7 +73,7 @@ own.`,
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !slices.Contains(modeWords, args[1]) {
-				return fmt.Errorf("%q is no mode; it is one of %s", args[1], modeWords)
+				return fmt.Errorf("%q is no mode; it is one of %s", args[1], strings.Join(modeWords, ", "))
 			}
 			wanted := admin.CircuitMode{Upstream: args[0], Class: class, Mode: new(breaker.Mode)}
 			if err := wanted.Mode.UnmarshalText([]byte(args[1])); err != nil {

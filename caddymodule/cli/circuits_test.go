@@ -66,8 +66,8 @@ func TestCircuitsAsk(t *testing.T) {
 		}
 	}
 	asked = ""
-	refuses(t, `"open" is no mode; it is one of [auto observe forced_open forced_closed]`, "circuits", "set", "a:1", "open", "--address", server.Listener.Addr().String())
-	refuses(t, "accepts 2 arg(s), received 1", "circuits", "set", "a:1")
+	refuses(t, `"open" is no mode; it is one of auto, observe, forced_open, forced_closed`, "circuits", "set", "a:1", "open", "--address", server.Listener.Addr().String())
+	refuses(t, "give UPSTREAM and MODE", "circuits", "set", "a:1")
 	if asked != "" {
 		t.Errorf("asked %s", asked)
 	}

@@ -17,9 +17,12 @@ import (
 
 // claims is what the flags say.
 func (i *issuing) claims(stdin io.Reader) (ect.Claims, error) {
-	c := ect.Claims{Audience: i.aud, ID: i.jti, Workflow: i.wid, Action: i.action, Life: i.life}
-	if i.life < time.Second || i.life > ect.MaxLife {
-		return c, fmt.Errorf("--life: %s is not from 1s to 24h", i.life)
+	c := ect.Claims{Audience: i.aud, ID: i.jti, Workflow: i.wid, Action: i.action, Life: i.life.Duration}
+	if c.Life < time.Second || c.Life > ect.MaxLife {
+		return c, fmt.Errorf("--life: %s is not from 1s to 24h", &i.life)
+	}
+	if i.wid != "" && i.wid != newWorkflow && !isUUID(i.wid) {
+		return c, fmt.Errorf("--wid: %q is no UUID; write new for a fresh one", i.wid)
 	}
 	var err error
 	if c.Vocabulary, err = vocabularyOf(i.action); err != nil {
@@ -51,6 +54,12 @@ func (i *issuing) claims(stdin io.Reader) (ect.Claims, error) {
 	return c, nil
 }
 
+// isUUID holds that an id has the form in which ids are written.
+func isUUID(text string) bool {
+	id, err := uuid.Parse(text)
+	return err == nil && len(text) == len(id.String())
+}
+
 // vocabularyOf is the vocabulary in which an action is written as it was typed.
 func vocabularyOf(action string) (ect.Vocabulary, error) {
 	event, ok := ect.ParseEvent(action)
@@ -73,6 +82,9 @@ var vocabularies = []ect.Vocabulary{ect.Cascade, ect.ATD, ect.AERR}
 func (i *issuing) parentIDs(c *ect.Claims) (workflow string, err error) {
 	for _, parent := range i.parents {
 		if len(parent) <= len(uuid.UUID{}.String()) {
+			if !isUUID(parent) {
+				return "", fmt.Errorf("--parent: %q is neither a UUID nor a token", parent)
+			}
 			c.Parents = append(c.Parents, parent)
 			continue
 		}

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
 	"github.com/spf13/cobra"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -18,11 +19,11 @@ type issuing struct {
 	key, iss, action, wid, jti  string
 	aud, parents                []string
 	body, outHash, ext, spelled string
-	life                        time.Duration
+	life                        lifetime
 }
 
 func issue(o *options) *cobra.Command {
-	i := issuing{options: o, spelled: ect.Draft00.String()}
+	i := issuing{options: o, spelled: ect.Draft00.String(), life: lifetime{ect.DefaultLife, ""}}
 	cmd := &cobra.Command{
 		Use:   "issue --key FILE --iss URI --aud URI --action NAME",
 		Short: "Makes a token, and prints it",
@@ -56,7 +57,7 @@ most, and each for one request and its retries.`,
       --aud spiffe://example.com/gateway --action atd:rollback_request \
       --wid "$WORKFLOW" --parent "$CHECKPOINT" \
       --ext '{"atd.reason": "wrong price list", "atd.cascade": true}'`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return i.run(cmd) },
 	}
 	f := cmd.Flags()
@@ -70,7 +71,7 @@ most, and each for one request and its retries.`,
 	f.StringVar(&i.body, "body", "", "File with the request's body; - is the standard input")
 	f.StringVar(&i.outHash, "out-hash", "", "Hash of what came out, or @FILE")
 	f.StringVar(&i.ext, "ext", "", "Extension members, a JSON object")
-	f.DurationVar(&i.life, "life", ect.DefaultLife, "How long it is accepted, from 1s to 24h")
+	f.Var(&i.life, "life", "How long it is accepted, from 1s to 24h")
 	f.Var(&word{&i.spelled, []string{ect.Draft00.String(), ect.Draft01.String()}}, "spelling", "Draft whose names are written: 00 or 01")
 	require(cmd, "key", "iss", "aud", "action")
 	for _, flag := range []string{"iss", "aud", "action", "jti", "parent", "out-hash", "ext", "life"} {
@@ -79,6 +80,33 @@ most, and each for one request and its retries.`,
 	complete(cmd, "wid", newWorkflow)
 	complete(cmd, "spelling", ect.Draft00.String(), ect.Draft01.String())
 	return cmd
+}
+
+// lifetime is a flag with a duration, written as in the other commands.
+type lifetime struct {
+	time.Duration
+	given string
+}
+
+// String implements pflag.Value.
+func (l *lifetime) String() string {
+	if l.given != "" {
+		return l.given
+	}
+	return l.Duration.String()
+}
+
+// Type implements pflag.Value.
+func (l *lifetime) Type() string { return "duration" }
+
+// Set implements pflag.Value.
+func (l *lifetime) Set(text string) error {
+	d, err := caddy.ParseDuration(text)
+	if err != nil {
+		return errors.New("it is no duration; write one like 90s, 10m or 4h")
+	}
+	l.Duration, l.given = d, text
+	return nil
 }
 
 // newWorkflow stands for a fresh id.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/url"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -44,7 +45,7 @@ func keygen(o *options) *cobra.Command {
 
 ` + publicHelp,
 		Example: `  caddy agent-guard ect keygen --owner spiffe://example.com/agent/a --out agent.key --public trusted.json`,
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return p.keygen(cmd) },
 	}
 	f := cmd.Flags()
@@ -69,7 +70,7 @@ verify what they have signed under an earlier name of the owner's too.
 
 ` + publicHelp,
 		Example: `  caddy agent-guard ect public --key agent.key --owner spiffe://example.com/agent/a > set.json`,
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			set, err := p.prepare()
 			if err != nil {
@@ -79,6 +80,7 @@ verify what they have signed under an earlier name of the owner's too.
 			if err != nil {
 				return err
 			}
+			p.wonder(cmd)
 			return p.publish(cmd, ring, set)
 		},
 	}
@@ -162,6 +164,7 @@ func (p *publishing) keygen(cmd *cobra.Command) error {
 	if err := inDirectory(p.private); err != nil {
 		return fmt.Errorf("--out: %w", err)
 	}
+	p.wonder(cmd)
 	ring, err := ect.CreateRing(p.private, alg)
 	if errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("--out: %s is there, and a key is never overwritten; name another file, or publish that key with `ect public`", p.private)
@@ -187,6 +190,14 @@ func inDirectory(file string) error {
 		return fmt.Errorf("%s is no directory: name a file in one", dir)
 	}
 	return err
+}
+
+// wonder points out an owner that is likely to be a slip: any name counts, but for itself
+// alone.
+func (p *publishing) wonder(cmd *cobra.Command) {
+	if u, err := url.Parse(p.owner); err != nil || u.Scheme == "" {
+		fmt.Fprintf(cmd.ErrOrStderr(), "Warning: the owner %q is no URI like spiffe://example.com/agent/a. The key counts for tokens with exactly this iss only.\n", p.owner)
+	}
 }
 
 // published is what was done, as JSON.

@@ -283,9 +283,10 @@ func TestWrongTokenFlags(t *testing.T) {
 		{"--aud: name one to 100", issueArgs(key, "--aud", "")},
 		{"--action: write a name", issueArgs(key, "--action", "a\nb")},
 		{"--action: aerr:rollback_escalated is an old name", issueArgs(key, "--action", "aerr:rollback_escalated")},
-		{"--wid: it is no UUID; write new", issueArgs(key, "--wid", "w-1")},
+		{`--wid: "w-1" is no UUID; write new`, issueArgs(key, "--wid", "w-1")},
 		{"--jti: it is no UUID; leave it out", issueArgs(key, "--jti", "00000000-0000-0000-0000-000000000000")},
-		{"--parent: it is no UUID", issueArgs(key, "--parent", "p")},
+		{`--parent: "p" is neither a UUID nor a token`, issueArgs(key, "--parent", "p")},
+		{`--parent: "" is neither a UUID nor a token`, issueArgs(key, "--parent", "")},
 		{"--parent: neither an id nor a token", issueArgs(key, "--parent", strings.Repeat("p", 40))},
 		{"--parent: one stands twice", issueArgs(key, "--parent", someID, "--parent", strings.ToUpper(someID))},
 		{"--parent: there are more than 100", issueArgs(key, many...)},
@@ -302,7 +303,8 @@ func TestWrongTokenFlags(t *testing.T) {
 		{"--ext: the extensions are over 4096 bytes", issueArgs(key, "--ext", `{"a":"`+strings.Repeat("x", 4096)+`"}`)},
 		{"--life: 24h0m1s is not from 1s to 24h", issueArgs(key, "--life", "24h0m1s")},
 		{"--life: 0s is not from 1s to 24h", issueArgs(key, "--life", "0s")},
-		{`for "--life" flag`, issueArgs(key, "--life", "soon")},
+		{"--life: 2d is not from 1s to 24h", issueArgs(key, "--life", "2d")},
+		{`for "--life" flag: it is no duration; write one like`, issueArgs(key, "--life", "soon")},
 		{"use 00 or 01", issueArgs(key, "--spelling", "02")},
 		{"this is no token that can be shown: the token cannot be parsed (malformed)", []string{"ect", "show", "a.b.c"}},
 		{"there is more than one token", []string{"ect", "show", "a,b"}},
@@ -314,6 +316,14 @@ func TestWrongTokenFlags(t *testing.T) {
 		{"accepts at most 1 arg", []string{"ect", "show", "a", "b"}},
 	} {
 		refuses(t, c.words, c.args...)
+	}
+	if day := document[issued](t, issueArgs(key, "--life", "1d")...); time.Until(day.Expires) < 23*time.Hour {
+		t.Errorf("%v", day.Expires)
+	}
+	for owner, warned := range map[string]bool{"foo": true, agentA: false, "urn:b": false} {
+		if _, told, err := run(t, keygen("--owner", owner)...); err != nil || strings.Contains(told, "is no URI") != warned {
+			t.Errorf("%s: %v %s", owner, err, told)
+		}
 	}
 }
 

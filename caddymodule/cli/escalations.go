@@ -53,7 +53,7 @@ not take it, so that this list may be the only one who tells of it.`,
 
   # All there are, for a script
   caddy agent-guard escalations list --all --output json`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := page.valid(); err != nil {
 				return err

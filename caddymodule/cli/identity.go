@@ -33,7 +33,7 @@ func identityShow(o *options) *cobra.Command {
 the last token that they have signed has expired, and stay in the key file
 after that: what is recorded is verified with them.`,
 		Example: "  caddy agent-guard identity show",
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return o.identity(cmd, func(c *client, status *admin.Identity) (json.RawMessage, error) {
 				return c.get(cmd.Context(), "identity", url.Values{}, status)
@@ -59,7 +59,7 @@ Make a new copy of the key file afterwards: without it the server does not
 start.`,
 		Example: `  caddy agent-guard identity rotate
   caddy agent-guard identity rotate --stolen`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			err := o.identity(cmd, func(c *client, status *admin.Identity) (json.RawMessage, error) {
 				return c.post(cmd.Context(), "identity/rotate", &rotation, status)

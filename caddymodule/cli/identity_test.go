@@ -85,7 +85,7 @@ func TestIdentityRefused(t *testing.T) {
 			t.Errorf("%s: %v %q %q", verb, err, out, hint)
 		}
 	}
-	refuses(t, `unknown command "more"`, "identity", "show", "more")
+	refuses(t, "`caddy agent-guard identity show` takes no arguments", "identity", "show", "more")
 	refuses(t, "unknown flag: --stolen", "identity", "show", "--stolen")
 }
 

@@ -27,7 +27,7 @@ shown. The index key, by which executions are found, is never rotated.`,
 		Long: `Lists the sealing keys. A key that is in use must stay in the key file:
 something in the store can be read with nothing else.`,
 		Example: "  caddy agent-guard keys list",
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return o.keys(cmd, func(c *client, status *admin.KeyStatus) (json.RawMessage, error) {
 				return c.get(cmd.Context(), "keys", url.Values{}, status)
@@ -43,7 +43,7 @@ under them expire. Calls go on meanwhile, and retries find their executions.
 
 Make a new copy of the key file afterwards: older copies lack the key.`,
 		Example: "  caddy agent-guard keys rotate",
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			err := o.keys(cmd, func(c *client, status *admin.KeyStatus) (json.RawMessage, error) {
 				return c.post(cmd.Context(), "keys/rotate", struct{}{}, status)

@@ -1,10 +1,15 @@
 package cli
 
 import (
+	"bufio"
+	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"os"
+	"strings"
 
+	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"github.com/spf13/cobra"
 	"golang.org/x/mod/sumdb/note"
 
@@ -50,7 +55,7 @@ func (e *evidence) read() (note.Verifiers, []ledger.Head, error) {
 	for _, text := range e.keys {
 		key, err := note.NewVerifier(text)
 		if err != nil {
-			return nil, nil, fmt.Errorf("--key: %q is no public key of a ledger; `ledger head` shows it, and it looks like gateway.example+8b3c1a7e+AVq0…", text)
+			return nil, nil, fmt.Errorf("--key: %q is no public key of a ledger; `ledger head` shows it, and it looks like agent-guard/node-4c1f+8b3c1a7e+AVq0…", text)
 		}
 		keys = append(keys, key)
 	}
@@ -71,6 +76,44 @@ func (e *evidence) read() (note.Verifiers, []ledger.Head, error) {
 		heads = append(heads, head)
 	}
 	return verifiers, heads, nil
+}
+
+// exportTitle begins the first line of every export.
+const exportTitle = "agent-guard ledger export"
+
+// errNoExport is the error of a file that never was an export. It has an exit code of its
+// own: a wrong file is no alarm.
+type errNoExport struct{ file string }
+
+func (e errNoExport) Error() string { return e.file + " is no export of a ledger" }
+
+// beginsLikeExport looks whether a file is an export at all. One that was cut short or whose
+// first line was changed is: what was done to it is to be found out.
+func beginsLikeExport(from *bufio.Reader, file string) error {
+	head, err := from.Peek(256)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return err
+	}
+	first, rest, _ := bytes.Cut(head, []byte("\n"))
+	switch {
+	case bytes.HasPrefix(first, []byte(exportTitle)), strings.HasPrefix(exportTitle, string(first)):
+		return nil // an empty file is one of which nothing is left
+	case bytes.HasPrefix(rest, []byte("head ")):
+		return nil
+	}
+	return errNoExport{inputName(file)}
+}
+
+// exitNoExport is the exit code for a file that is no export.
+const exitNoExport = 2
+
+// exitOf gives an error its exit code.
+func exitOf(cmd *cobra.Command, err error) error {
+	if !errors.As(err, new(errNoExport)) {
+		return err
+	}
+	fmt.Fprintln(cmd.ErrOrStderr(), "Error:", err) // a code of its own silences cobra
+	return caddycmd.WrapCommandFuncForCobra(func(caddycmd.Flags) (int, error) { return exitNoExport, err })(cmd, nil)
 }
 
 // unproved is the error of an export that does not hold, or cannot be read.

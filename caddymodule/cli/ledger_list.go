@@ -1,16 +1,19 @@
 package cli
 
 import (
+	"bufio"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	ev "github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 )
 
@@ -31,20 +34,26 @@ order. Entries that were pruned have no content and are left out. With --output
 json an entry has its token, which ` + "`ect show`" + ` reads.
 
 The file is read twice, so that nothing is printed that does not hold.`,
-		Example: `  caddy agent-guard ledger list ledger.export --origin gateway.example/ledger \
-      --key gateway.example+8b3c1a7e+AVq0… --workflow 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10`,
+		Example: `  caddy agent-guard ledger list ledger.export \
+      --key agent-guard/node-4c1f+8b3c1a7e+AVq0… --workflow 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10`,
 		Args: oneExport,
-		RunE: func(cmd *cobra.Command, args []string) error { return l.run(cmd, args[0]) },
+		RunE: func(cmd *cobra.Command, args []string) error { return exitOf(cmd, l.run(cmd, args[0])) },
 	}
 	l.flags(cmd)
 	f := cmd.Flags()
-	f.StringVar(&l.workflow, "workflow", "", "Only those of this workflow")
+	f.StringVar(&l.workflow, "workflow", "", "Only those of this workflow: its UUID, or its caller's name")
 	f.StringVar(&l.action, "action", "", "Only those of this action")
 	f.StringVar(&l.id, "id", "", "Only those with this id")
 	for _, flag := range []string{"workflow", "action", "id"} {
 		complete(cmd, flag)
 	}
 	return cmd
+}
+
+// of reports whether a workflow is the one that is asked for. Tokens know it by a UUID, which
+// is derived from the caller's name.
+func (l *entryListing) of(workflow string) bool {
+	return l.workflow == "" || slices.Contains([]string{l.workflow, ev.WorkflowID(l.workflow), ev.NamedWorkflowID(l.workflow)}, workflow)
 }
 
 // listedEntry is an entry as JSON.
@@ -76,6 +85,12 @@ func (l *entryListing) run(cmd *cobra.Command, file string) error {
 		return err
 	}
 	defer f.Close()
+	if err := beginsLikeExport(bufio.NewReader(f), file); err != nil {
+		return err
+	}
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		return fmt.Errorf("%s cannot be read twice; give a file", file)
+	}
 	if _, err := ledger.VerifyExport(f, l.origin, keys, nil, known...); err != nil {
 		return unproved(file, err)
 	}
@@ -87,7 +102,7 @@ func (l *entryListing) run(cmd *cobra.Command, file string) error {
 		out.json = &jsonList{out: cmd.OutOrStdout(), name: "entries"}
 	}
 	_, err = ledger.VerifyExport(f, l.origin, keys, func(e ledger.Entry) error {
-		if l.workflow != "" && e.Workflow != l.workflow || l.action != "" && e.Action != l.action || l.id != "" && e.ID != l.id {
+		if !l.of(e.Workflow) || l.action != "" && e.Action != l.action || l.id != "" && e.ID != l.id {
 			return nil
 		}
 		return out.entry(&e)

@@ -3,11 +3,13 @@ package cli
 import (
 	"errors"
 	"fmt"
+	"io"
 	"net/url"
 	"os"
 	"strconv"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/term"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 )
@@ -24,7 +26,7 @@ Keep the head elsewhere from time to time: the log must have grown out of it
 ever after, and ` + "`ledger verify --head`" + ` finds out.`,
 		Example: `  caddy agent-guard ledger head
   caddy agent-guard ledger head --note > head-2026-11.txt`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := o.client()
 			if err != nil {
@@ -78,12 +80,21 @@ func ledgerExport(o *options) *cobra.Command {
 reads the export reads every token in it: who called what, and when. With --out
 it goes into a new file that nobody else can read (0600).`,
 		Example: `  caddy agent-guard ledger export --out ledger.export`,
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return o.export(cmd, out) },
 	}
 	o.server(cmd)
-	cmd.Flags().StringVar(&out, "out", "", "File to write, which must not be there")
+	cmd.Flags().StringVar(&out, "out", "", "File to write, which must not be there; - is the standard output, also where that is a terminal")
 	return cmd
+}
+
+// isTerminal is onTerminal. Tests say otherwise.
+var isTerminal = onTerminal
+
+// onTerminal reports whether people see what is written.
+func onTerminal(out io.Writer) bool {
+	f, ok := out.(*os.File)
+	return ok && term.IsTerminal(int(f.Fd()))
 }
 
 func (o *options) export(cmd *cobra.Command, out string) error {
@@ -92,7 +103,10 @@ func (o *options) export(cmd *cobra.Command, out string) error {
 		return err
 	}
 	c.patient()
-	if out == "" {
+	if out == "" && isTerminal(cmd.OutOrStdout()) {
+		return errors.New("whoever sees the export can read every token in it: give --out FILE, or --out - for the terminal")
+	}
+	if out == "" || out == "-" {
 		return c.copy(cmd.Context(), "ledger/export", cmd.OutOrStdout())
 	}
 	f, err := createNew(out)
@@ -117,7 +131,7 @@ stands elsewhere, and exits with 1 then. It takes a while; calls go on.
 It finds what was done to the store. Whoever has the server has this answer
 too: ` + "`ledger verify`" + `, elsewhere and with a head that was kept, does without trust.`,
 		Example: `  caddy agent-guard ledger check`,
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return o.check(cmd) },
 	}
 	o.server(cmd)

@@ -7,6 +7,7 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -166,6 +167,12 @@ func TestLedgerRoundTrip(t *testing.T) {
 	}
 	refuses(t, "--out: "+file+" is there", "ledger", "export", "--address", b.address, "--out", file)
 	text := says(t, "ledger", "export", "--address", b.address)
+	isTerminal = func(io.Writer) bool { return true }
+	t.Cleanup(func() { isTerminal = onTerminal })
+	refuses(t, "give --out FILE, or --out - for the terminal", "ledger", "export", "--address", b.address)
+	if says(t, "ledger", "export", "--address", b.address, "--out", "-") != text {
+		t.Error("--out - writes something else")
+	}
 	if written, err := os.ReadFile(file); err != nil || string(written) != text {
 		t.Errorf("%v: the file and the stream differ", err)
 	}
@@ -203,7 +210,12 @@ func TestLedgerVerifyTampered(t *testing.T) {
 		{"DOES NOT HOLD: the proof does not hold: entry 1: reordered", joined(lines[0], lines[1], lines[2], lines[4], lines[3], lines[5], lines[6]), nil},
 		{"DOES NOT HOLD: the proof does not hold: entry 1: reordered", joined(lines[0], lines[1], lines[2], lines[4], lines[5], lines[6]), nil},
 		{"it ends in line", joined(lines[:6]...), nil},
-		{"not an export", "hello\n", nil},
+		{"DOES NOT HOLD", "", nil}, // nothing is left of it
+		{"DOES NOT HOLD", string(lines[0][:9]), nil},
+		{"DOES NOT HOLD", "another first line\n" + joined(lines[1:]...), nil},
+		{"DOES NOT HOLD", joined(lines[:1]...) + "hello\n", nil},
+		{"altered is no export of a ledger", "hello\n", nil},
+		{"altered is no export of a ledger", "# A title\n\n" + strings.Repeat("Words. ", 100), nil},
 		{"there were 5", string(whole), []string{"--head", later}},
 		{"something follows the end", string(whole) + "\n", nil},
 		{"a head of the log", string(whole), []string{"--origin", "other.example/ledger"}},

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"bufio"
 	"fmt"
 	"strconv"
 	"time"
@@ -35,11 +36,12 @@ With --jwks, a file of public keys like the one that the gateway publishes at
 /.well-known/cascade/jwks, the signatures of the tokens are verified too. Tokens
 under other keys, those of agents, are counted and not looked at.
 
-It exits with 1 and the first entry that does not hold, where one does not.`,
+It exits with 1 and the first entry that does not hold, where one does not, and
+with 2 where FILE is no export at all.`,
 		Example: `  caddy agent-guard ledger verify ledger.export \
-      --key agent-guard/8b3c1a7e+5d0c2f11+AVq0… --head head-2026-11.txt`,
+      --key agent-guard/node-4c1f+8b3c1a7e+AVq0… --head head-2026-11.txt`,
 		Args: oneExport,
-		RunE: func(cmd *cobra.Command, args []string) error { return v.run(cmd, args[0]) },
+		RunE: func(cmd *cobra.Command, args []string) error { return exitOf(cmd, v.run(cmd, args[0])) },
 	}
 	v.flags(cmd)
 	cmd.Flags().StringVar(&v.jwks, "jwks", "", "File with public keys to verify the tokens with")
@@ -79,7 +81,11 @@ func (v *verification) run(cmd *cobra.Command, file string) error {
 		return err
 	}
 	defer from.Close()
-	found, err := ledger.VerifyExport(from, v.origin, keys, func(e ledger.Entry) error {
+	export := bufio.NewReader(from)
+	if err := beginsLikeExport(export, file); err != nil {
+		return err
+	}
+	found, err := ledger.VerifyExport(export, v.origin, keys, func(e ledger.Entry) error {
 		doc.Newest = e.Recorded
 		if doc.Signatures == nil {
 			return nil

@@ -60,7 +60,7 @@ What a rollback has sent stands here too, with the action undo and the method
 
   # All payments of the last two days, for a script
   caddy agent-guard executions list --action charge --newer-than 2d --all --output json`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return l.run(cmd) },
 	}
 	f := cmd.Flags()

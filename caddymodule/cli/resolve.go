@@ -69,12 +69,6 @@ give --yes.
 	f.StringVar(&r.body, "body", "", "Body of that answer")
 	f.StringVar(&r.bodyFile, "body-file", "", "File with the body of that answer; - is the standard input")
 	f.BoolVar(&r.yes, "yes", false, "Do not ask")
-	cmd.MarkFlagsOneRequired("applied", "not-applied")
-	cmd.MarkFlagsMutuallyExclusive("applied", "not-applied")
-	cmd.MarkFlagsMutuallyExclusive("body", "body-file")
-	if err := cmd.MarkFlagRequired("reason"); err != nil {
-		panic(err) // the flag is not there: a mistake in this package
-	}
 	for _, flag := range []string{"reason", "operator", "status", "header", "body"} {
 		complete(cmd, flag)
 	}
@@ -144,8 +138,31 @@ func confirm(in io.Reader, out io.Writer, x *admin.Execution) error {
 	return nil
 }
 
+// complete says all that is missing at once.
+func (r *resolution) complete() error {
+	var missing []string
+	switch {
+	case r.applied && r.notApplied:
+		return errors.New("give --applied or --not-applied, and not both")
+	case r.body != "" && r.bodyFile != "":
+		return errors.New("give --body or --body-file, and not both")
+	case !r.applied && !r.notApplied:
+		missing = append(missing, "--applied or --not-applied")
+	}
+	if r.reason == "" {
+		missing = append(missing, "--reason with what you have found out, and where")
+	}
+	if missing == nil {
+		return nil
+	}
+	return errors.New("give " + strings.Join(missing, ", and "))
+}
+
 // decision is what is sent to the server.
 func (r *resolution) decision(cmd *cobra.Command) (*admin.Decision, error) {
+	if err := r.complete(); err != nil {
+		return nil, err
+	}
 	d := &admin.Decision{Decision: admin.DecisionNotApplied, Operator: r.operator, Reason: r.reason}
 	if r.applied {
 		d.Decision = admin.DecisionApplied

@@ -81,7 +81,7 @@ It exits with 0 only where all is undone, or with --dry-run and --no-wait.`,
 
 func (u *undoing) run(cmd *cobra.Command, checkpoint string) error {
 	u.CheckpointID = checkpoint
-	if id, err := uuid.Parse(checkpoint); err != nil || len(checkpoint) != len(id.String()) {
+	if !isUUID(checkpoint) {
 		return fmt.Errorf("CHECKPOINT: %q is no UUID; it stands in Execution-Checkpoint", checkpoint)
 	}
 	if u.Cascade && u.Scope != "" {

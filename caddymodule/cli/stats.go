@@ -23,7 +23,7 @@ what it did since it was opened. Above 10,000 the executions of a state are
 not counted on.`,
 		Example: `  caddy agent-guard store stats
   caddy agent-guard store stats --output json`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := o.client()
 			if err != nil {

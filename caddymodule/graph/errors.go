@@ -126,7 +126,7 @@ func checkError(u *ect.Unverified) error {
 	}
 	for _, m := range u.Lacks() {
 		if raw, there := u.Ext().Raw(m); m != ect.MemberCheckpointID || there && raw != "null" {
-			return refused(ect.CodeExt)
+			return &ect.Error{Code: ect.CodeExt, Lacks: u.Vocabulary().Member(m)}
 		}
 	}
 	return nil
