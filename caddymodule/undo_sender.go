@@ -16,6 +16,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
 )
 
@@ -80,7 +81,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *undo.Outgoing) (*undo.Answ
 		return nil, unsent(undo.ReasonNoUpstream, fmt.Errorf("the path of the undo cannot be read: %w", err))
 	}
 	if !circuits.Safe(o.Method) && way.h.restores {
-		defer s.e.targets.write(targetName(way.h.upstreamName(), target.EscapedPath()), nil)()
+		defer s.e.targets.write(checkpoint.TargetOf(way.h.upstreamName(), target.EscapedPath()), nil)()
 	}
 	u := undoCall{Outgoing: o, way: way, server: server, target: target, header: undoHeader(o, configured)}
 	answer, again, err := u.forward(ctx)
