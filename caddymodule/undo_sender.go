@@ -70,7 +70,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *undo.Outgoing) (*undo.Answ
 	case way.h.upstream == nil:
 		return nil, unsent(undo.ReasonNoUpstream, errNoOwnWay)
 	case o.Recorded && way.h.upstreamName() != o.Upstream:
-		return nil, unsent(undo.ReasonNoCredentials, errOtherWay)
+		return nil, unsent(undo.ReasonOtherUpstream, errOtherWay)
 	}
 	server, err := app.server(way.h)
 	if err != nil {

@@ -246,7 +246,8 @@ func (c *Coordinator) send(ctx context.Context, r *run, s sight, doubt string) (
 // statusOf tells what a person has to decide from what was tried and has failed.
 func statusOf(r undo.Reason) Status {
 	switch r {
-	case undo.ReasonIrreversible, undo.ReasonChanged, undo.ReasonLost, undo.ReasonTimeout, undo.ReasonNoPostImage:
+	case undo.ReasonIrreversible, undo.ReasonChanged, undo.ReasonLost, undo.ReasonTimeout, undo.ReasonNoPostImage,
+		undo.ReasonOtherUpstream:
 		return Escalated
 	}
 	return Failed

@@ -77,7 +77,8 @@ const (
 	ReasonTimeout       Reason = "timeout"        // not done when the rollback was due
 	ReasonUnfilled      Reason = "template"       // the request cannot be made of what was recorded
 	ReasonNoUpstream    Reason = "no-upstream"    // the configuration does not lead there any more
-	ReasonNoCredentials Reason = "no-credentials" // the recorded credentials are gone, or for another upstream
+	ReasonNoCredentials Reason = "no-credentials" // the recorded credentials are gone, or for another server
+	ReasonOtherUpstream Reason = "other-upstream" // the configuration leads elsewhere than the recorded credentials may go
 	ReasonUnverified    Reason = "unverified"     // after it, something else stands there
 	ReasonNoPostImage   Reason = "no-image"       // what stood there is not known
 )
