@@ -310,7 +310,9 @@ func (x *exchange) imageBefore(plan *undoing.Plan, found guard.Finding) error {
 }
 
 // place names what the call changes, for those who change it too.
-func (x *exchange) place() string { return targetName(x.h.upstreamName(), x.r.URL.EscapedPath()) }
+func (x *exchange) place() string {
+	return checkpoint.TargetOf(x.h.upstreamName(), x.r.URL.EscapedPath())
+}
 
 // errDisturbed: the images may be of what somebody else has done.
 var errDisturbed = errors.New("another call has changed the target between the look before this call and the one after it")

@@ -1,11 +1,6 @@
 package caddymodule
 
-import (
-	"net/url"
-	"path"
-	"strings"
-	"sync"
-)
+import "sync"
 
 // targets knows which guarded calls change what at the same time, so that none takes what
 // another has written for its own work, or for what stood there before it (P6). It sees
@@ -29,16 +24,6 @@ type window struct {
 	// Guarded by targets.mu.
 	disturbed bool // somebody else has written in it
 	closed    bool
-}
-
-// targetName names what a request changes, in one way for all spellings of its path that
-// servers may take for the same. The query is no part of it.
-func targetName(upstream, escaped string) string {
-	plain, err := url.PathUnescape(escaped)
-	if err != nil {
-		plain = escaped
-	}
-	return upstream + " " + strings.ToLower(path.Clean("/"+plain))
 }
 
 // at is the target of that name, with mu held.

@@ -1,16 +1,20 @@
 package caddymodule
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+)
 
 func TestTargets(t *testing.T) {
 	var all targets
-	a, b := targetName("u", "/Docs/%41/"), targetName("u", "//docs/a")
-	if other := targetName("u", "/docs/b"); a != b || a == other || a == targetName("v", "/docs/a") {
+	a, b := checkpoint.TargetOf("u", "/Docs/%41/"), checkpoint.TargetOf("u", "//docs/a")
+	if other := checkpoint.TargetOf("u", "/docs/b"); a != b || a == other || a == checkpoint.TargetOf("v", "/docs/a") {
 		t.Errorf("%q, %q, %q", a, b, other)
 	}
 	// Alone, one after the other, and beside another target.
 	first := all.open(a)
-	elsewhere := all.open(targetName("u", "/docs/b"))
+	elsewhere := all.open(checkpoint.TargetOf("u", "/docs/b"))
 	all.write(a, first)()
 	if first.close() || elsewhere.close() || first.close() {
 		t.Error("nobody else has written there")

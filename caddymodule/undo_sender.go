@@ -17,6 +17,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
 )
 
@@ -75,7 +76,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *undo.Outgoing) (*undo.Answ
 	case way.h.upstream == nil:
 		return nil, unsent(undo.ReasonNoUpstream, errNoOwnWay)
 	case o.Recorded && way.h.upstreamName() != o.Upstream:
-		return nil, unsent(undo.ReasonNoCredentials, errOtherWay)
+		return nil, unsent(undo.ReasonOtherUpstream, errOtherWay)
 	}
 	server, err := app.server(way.h)
 	if err != nil {
@@ -86,7 +87,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *undo.Outgoing) (*undo.Answ
 		return nil, unsent(undo.ReasonNoUpstream, fmt.Errorf("the path of the undo cannot be read: %w", err))
 	}
 	if !circuits.Safe(o.Method) && way.h.restores {
-		defer s.e.targets.write(targetName(way.h.upstreamName(), target.EscapedPath()), nil)()
+		defer s.e.targets.write(checkpoint.TargetOf(way.h.upstreamName(), target.EscapedPath()), nil)()
 	}
 	u := undoCall{Outgoing: o, way: way, server: server, target: target, header: undoHeader(o, configured)}
 	answer, again, err := u.forward(ctx)

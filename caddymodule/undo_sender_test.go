@@ -346,7 +346,7 @@ func TestP8UndoGoesNowhereElse(t *testing.T) {
 		o    *undo.Outgoing
 		want undo.Reason
 	}{
-		"another upstream":           {recorded, undo.ReasonNoCredentials},
+		"another upstream":           {recorded, undo.ReasonOtherUpstream},
 		"a whole URL":                {elsewhere, undo.ReasonNoCredentials},
 		"no such guard":              {with(func(o *undo.Outgoing) { o.Guard = "h" }), undo.ReasonNoUpstream},
 		"no such action":             {with(func(o *undo.Outgoing) { o.Action = "mail" }), undo.ReasonNoUpstream},

@@ -167,3 +167,25 @@ func TestRollbackDeletesWhatWasCreated(t *testing.T) {
 		})
 	}
 }
+
+// Of several changes of one document the last is undone first, also where none of them
+// follows from another.
+func TestRollbackOfSeveralChanges(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	paths := []string{"/docs/x", "/plain/y", "/docs/z"}
+	s := g.saga(a)
+	var step sagaStep
+	for _, path := range paths {
+		lab.write(path, "v0")
+	}
+	for _, text := range []string{"v1", "v2", "v3", "v4"} {
+		for _, path := range paths {
+			step = s.do(put(path, text))
+		}
+	}
+	s.back(rollbackBody{Checkpoint: step.checkpoint, Scope: "full_workflow"}).want(t, "completed")
+	for _, path := range paths {
+		lab.wantDoc(path, "v0")
+	}
+}

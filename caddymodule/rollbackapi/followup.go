@@ -25,6 +25,7 @@ var remedies = map[string]string{
 	string(undo.ReasonTimeout):       "it was not done in time; look at it, and ask again under a new id or undo it by hand",
 	string(undo.ReasonUnfilled):      "the request of the undo cannot be made of what was recorded, as where the answer to the call was lost; find out what became of the call, and undo it by hand",
 	string(undo.ReasonNoUpstream):    "the configuration does not lead to its upstream any more; undo it by hand, or put the route back and ask again under a new id",
+	string(undo.ReasonOtherUpstream): "the configuration leads to another upstream than the one that the recorded credentials are for; undo it by hand, or put the route back and ask again under a new id",
 	string(undo.ReasonNoCredentials): "the recorded credentials are gone; undo it by hand",
 	string(undo.ReasonUnverified):    "after the undo something else stands there; look at it",
 	string(undo.ReasonNoPostImage):   "what stood there after the call is not known; compare by hand before you put it back",

@@ -58,7 +58,7 @@ func (c *Coordinator) once(ctx context.Context, r *run, id string, s sight) (end
 		e.call = s.call
 		return e, nil
 	case m.State == checkpoint.Undoing && m.Rollback != r.id:
-		return c.busy(r, m.Rollback)
+		return c.busyAt(ctx, r, root, m)
 	case m.State != checkpoint.Undoing:
 		err := c.o.Vault.Advance(ctx, root, m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt})
 		if err != nil {
@@ -68,4 +68,17 @@ func (c *Coordinator) once(ctx context.Context, r *run, id string, s sight) (end
 	e, err := c.send(ctx, r, s, m.Doubt)
 	e.root = root
 	return e, err
+}
+
+// busyAt waits for a rollback that is at a checkpoint. Where it has left that since the mark
+// was read, the step is looked at again.
+func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoint.Mark) (ended, error) {
+	e, err := c.busy(r, m.Rollback)
+	if err != nil || e.reason != reasonBusy {
+		return e, err
+	}
+	if now, _, err := c.mark(ctx, id); err != nil || now != m {
+		return ended{}, fmt.Errorf("%w: another rollback was at the checkpoint", ErrStore)
+	}
+	return e, nil
 }

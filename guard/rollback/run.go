@@ -251,7 +251,8 @@ func (r *run) begun(places []int) bool {
 	return slices.ContainsFunc(places, func(i int) bool { return r.steps[i].State != StepPending })
 }
 
-// level takes the steps of one level side by side. It reports whether all have ended.
+// level takes the steps of one level side by side, but for those of one target. It reports
+// whether all have ended.
 func (c *Coordinator) level(r *run, places []int) bool {
 	var todo []int
 	for _, i := range places {
@@ -259,22 +260,33 @@ func (c *Coordinator) level(r *run, places []int) bool {
 			todo = append(todo, i)
 		}
 	}
-	next := make(chan int)
+	var lanes [][]int
+	if c.insist(r, "the order of its steps", func(ctx context.Context) (err error) {
+		lanes, err = c.lanes(ctx, r, todo)
+		return err
+	}) != nil {
+		return false
+	}
+	next := make(chan []int)
 	var wg sync.WaitGroup
-	for range min(c.o.Parallel, len(todo)) {
+	for range min(c.o.Parallel, len(lanes)) {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			for i := range next {
-				_ = c.insist(r, "a step", func(ctx context.Context) error { return c.take(ctx, r, i) })
+			for lane := range next {
+				for _, i := range lane {
+					if c.insist(r, "a step", func(ctx context.Context) error { return c.take(ctx, r, i) }) != nil {
+						break // the next one is to come after it
+					}
+				}
 			}
 		}()
 	}
-	for _, i := range todo {
+	for _, lane := range lanes {
 		if c.ending() {
 			break
 		}
-		next <- i
+		next <- lane
 	}
 	close(next)
 	wg.Wait()

@@ -69,7 +69,7 @@ func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
 		case damaged || tampered:
 			return failed(reasonTampered), nil
 		case m.State == checkpoint.Undoing && m.Rollback != r.id:
-			return c.busy(r, m.Rollback)
+			return c.busyAt(ctx, r, step.Checkpoint, m)
 		case step.What == plan.Gather:
 			e := r.gather(cp.Parents)
 			if e.status != Completed {
@@ -263,7 +263,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, s sight, doubt string) (
 func statusOf(r *undo.Result) Status {
 	switch r.Reason {
 	case undo.ReasonIrreversible, undo.ReasonChanged, undo.ReasonLost, undo.ReasonTimeout, undo.ReasonNoPostImage,
-		undo.ReasonEscalated, undo.ReasonUnfilled:
+		undo.ReasonEscalated, undo.ReasonUnfilled, undo.ReasonOtherUpstream:
 		return Escalated
 	case undo.ReasonPartial:
 		return Partial

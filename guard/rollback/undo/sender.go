@@ -60,7 +60,7 @@ type Sender interface {
 type SendError struct {
 	// NotSent says that it is proven that not a byte was sent.
 	NotSent bool
-	// Reason is ReasonNoUpstream or ReasonNoCredentials where trying again is no use;
+	// Reason is ReasonNoUpstream, ReasonOtherUpstream or ReasonNoCredentials where trying again is no use;
 	// else empty. With a reason nothing was sent.
 	Reason Reason
 	// Err is the cause, for logs; it holds nothing secret.

@@ -84,7 +84,8 @@ const (
 	ReasonTimeout       Reason = "timeout"        // not done when the rollback was due
 	ReasonUnfilled      Reason = "template"       // the request cannot be made of what was recorded
 	ReasonNoUpstream    Reason = "no-upstream"    // the configuration does not lead there any more
-	ReasonNoCredentials Reason = "no-credentials" // the recorded credentials are gone, or for another upstream
+	ReasonNoCredentials Reason = "no-credentials" // the recorded credentials are gone, or for another server
+	ReasonOtherUpstream Reason = "other-upstream" // the configuration leads elsewhere than the recorded credentials may go
 	ReasonPartial       Reason = "partial"        // the delegate has undone a part
 	ReasonEscalated     Reason = "escalated"      // the delegate has left it to a person
 	ReasonUnverified    Reason = "unverified"     // after it, something else stands there
