@@ -68,6 +68,10 @@ func (h *Handler) rollbackAsker(e *engine, way *testimony, r *http.Request) (*ro
 		return nil, p
 	}
 	tokens, err := way.verify(r)
+	if err == nil {
+		// Who may ask for a rollback, its lineage says.
+		err = way.checkTelling(r.Context(), &tokens, ect.EventRollbackRequest)
+	}
 	h.counts.Token(tokenResult(&tokens, err))
 	if err != nil {
 		if refusal := (*ect.Error)(nil); errors.As(err, &refusal) {

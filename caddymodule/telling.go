@@ -193,6 +193,9 @@ func (x *exchange) upstreamErrors(ctx context.Context, answer http.Header) []*ec
 		if err != nil || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow || checkEvent(t) != nil {
 			continue
 		}
+		if s.way.graphOnly().CheckTelling(ctx, t, s.tokens.all) != nil {
+			continue
+		}
 		if known, err := s.way.evidence.Holds(ctx, t); err == nil && known == evidence.Unused {
 			errs = append(errs, t)
 		}

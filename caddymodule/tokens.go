@@ -79,6 +79,9 @@ func (h *Handler) verifyTokens(way *testimony, r *http.Request) (presented, erro
 	if err == nil && len(p.own) == 0 && h.RequireECT {
 		err = &ect.Error{Code: ect.CodeMissing}
 	}
+	if err == nil {
+		err = way.checkTelling(r.Context(), &p, "")
+	}
 	h.counts.Token(tokenResult(&p, err))
 	if err != nil {
 		return presented{}, refusedToken(err)
@@ -196,6 +199,34 @@ func checkEvent(t *ect.Token) error {
 	}
 	if t.Event() == ect.EventError && len(t.Parents()) == 0 {
 		return &ect.Error{Code: ect.CodeParents}
+	}
+	return nil
+}
+
+// checkTelling refuses tokens that tell of what their issuer has nothing to do with: a
+// stranger who knows one id could else call somebody's workflow failed (C-6.2-b). What is
+// recorded already tells nothing new, and a retry finds its record (P1). Tokens of one
+// event may be excepted, whose place has rules of its own.
+func (t *testimony) checkTelling(ctx context.Context, p *presented, except ect.Event) error {
+	var along []*ect.Token
+	for _, token := range p.all {
+		if token.Event() == "" || token.Event() == except || token.Issuer() == t.witness.Identity() {
+			continue
+		}
+		if along == nil {
+			along = slices.Concat(p.all, t.evidence.Unrecorded(p.all, maxAncestors))
+		}
+		err := t.graphOnly().CheckTelling(ctx, token, along)
+		if err == nil {
+			continue
+		}
+		if standing, failed := t.evidence.Holds(ctx, token); failed != nil || standing == evidence.Same {
+			if failed != nil {
+				return failed
+			}
+			continue
+		}
+		return err
 	}
 	return nil
 }

@@ -23,7 +23,7 @@ func (s *share) empty() bool        { return len(s.ids) == 0 }
 type sharing struct {
 	*Server
 	who   Reader
-	links map[string][]string // id -> those that it is linked to, both ways
+	links links
 	mine  []string
 }
 
@@ -35,27 +35,13 @@ func (p *sharing) add(e *ledger.Entry) bool {
 		p.mine = append(p.mine, e.ID)
 	}
 	if p.links == nil {
-		p.links = make(map[string][]string)
+		p.links = make(links)
 	}
-	for _, parent := range e.Parents {
-		p.links[e.ID] = append(p.links[e.ID], parent)
-		p.links[parent] = append(p.links[parent], e.ID)
-	}
+	p.links.add(e.ID, e.Parents, p.told(e))
 	return false
 }
 
-func (p *sharing) share() share {
-	s := share{ids: make(map[string]bool)}
-	for todo := slices.Clone(p.mine); len(todo) > 0; {
-		id := todo[len(todo)-1]
-		todo = todo[:len(todo)-1]
-		if !s.ids[id] {
-			s.ids[id] = true
-			todo = append(todo, p.links[id]...)
-		}
-	}
-	return s
-}
+func (p *sharing) share() share { return p.links.from(p.mine) }
 
 // shareOf finds out what a reader may see of a workflow.
 func (s *Server) shareOf(ctx context.Context, wid string, who Reader) (share, error) {

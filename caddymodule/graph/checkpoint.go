@@ -122,7 +122,7 @@ func (q *question) checkpoint() error {
 
 // findCheckpoint finds the checkpoint with an id that the reader may see.
 func (q *question) findCheckpoint(id string, wait time.Duration) (*ledger.Entry, error) {
-	ctx, cancel := q.wait(wait)
+	ctx, cancel := q.wait(q.r.Context(), wait)
 	defer cancel()
 	for pause := firstLook; ; pause = min(2*pause, lookEvery) {
 		all, err := q.Log.Find(q.r.Context(), id)

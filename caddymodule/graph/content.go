@@ -54,11 +54,11 @@ func CallerOf(e *ledger.Entry) (caller [16]byte) {
 }
 
 // recordOf is an entry as the graph reads it.
-func (s *Server) recordOf(e *ledger.Entry) workflow.Record { return RecordOf(e, s.own(e)) }
+func (s *Server) recordOf(e *ledger.Entry) workflow.Record { return recordOf(e, s.own(e)) }
 
-// RecordOf is an entry as the graph of its workflow reads it. own says that the gateway
+// recordOf is an entry as the graph of its workflow reads it. own says that the gateway
 // has issued it.
-func RecordOf(e *ledger.Entry, own bool) workflow.Record {
+func recordOf(e *ledger.Entry, own bool) workflow.Record {
 	r := workflow.Record{
 		ID: e.ID, Parents: e.Parents, Action: e.Action, Issuer: e.Issuer, Time: e.Time, Own: own,
 	}
@@ -75,7 +75,7 @@ func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 		_, listed := ext.Raw(ect.MemberCascaded)
 		r.Whole = listed && event == ect.EventRollbackComplete
 	}
-	r.CheckpointID = canonical(text(ect.MemberCheckpointID))
+	r.CheckpointID = namedCheckpoint(ext)
 	r.Severity = text(ect.MemberSeverity)
 	r.Status = text(ect.MemberStatus)
 	switch {

@@ -122,7 +122,7 @@ func (q *question) entryInWorkflow(wid, id string, wait time.Duration) (found bo
 		return false, shareErr
 	}
 	if errors.Is(err, ledger.ErrWaiting) && wait > 0 && !part.empty() {
-		waits, cancel := q.wait(wait)
+		waits, cancel := q.wait(q.r.Context(), wait)
 		defer cancel()
 		if late, waitErr := q.Log.Wait(waits, wid, id); waitErr == nil {
 			e, err = late, nil

@@ -1,12 +1,12 @@
 package graph
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
@@ -62,7 +62,7 @@ func (q *question) takeErrors() error {
 	}
 	var doc recordedDocument
 	for _, u := range all {
-		e, err := q.reach(u.Workflow(), u.ID())
+		e, err := q.reach(q.r.Context(), u.Workflow(), u.ID())
 		if err != nil {
 			return err
 		}
@@ -171,7 +171,7 @@ func (q *question) keep(raws []string, all []*ect.Unverified) (status int, err e
 // of one of them: only who can sign in its name may learn that.
 func (q *question) fresh(raws []string, all []*ect.Unverified) (fresh []string, taken bool, err error) {
 	for i, raw := range raws {
-		e, err := q.reach(all[i].Workflow(), all[i].ID())
+		e, err := q.reach(q.r.Context(), all[i].Workflow(), all[i].ID())
 		switch {
 		case errors.Is(err, ledger.ErrNotFound):
 			fresh = append(fresh, raw)
@@ -185,27 +185,21 @@ func (q *question) fresh(raws []string, all []*ect.Unverified) (fresh []string, 
 }
 
 // reach finds a recorded token, and waits a moment for its place in the tree.
-func (q *question) reach(wid, id string) (ledger.Entry, error) {
-	e, err := q.Log.Lookup(q.r.Context(), wid, id)
+func (s *Server) reach(ctx context.Context, wid, id string) (ledger.Entry, error) {
+	e, err := s.Log.Lookup(ctx, wid, id)
 	if !errors.Is(err, ledger.ErrWaiting) {
 		return e, err
 	}
-	ctx, cancel := q.wait(reachTime)
+	ctx, cancel := s.wait(ctx, reachTime)
 	defer cancel()
-	return q.Log.Wait(ctx, wid, id)
+	return s.Log.Wait(ctx, wid, id)
 }
 
 // checkParents holds that all parents, and the checkpoint where one is named, are known
-// in the token's own workflow. Foreign is as unknown (P3).
+// in the token's own workflow, and that its issuer has to do with them. Foreign is as
+// unknown (P3).
 func (q *question) checkParents(tokens []*ect.Token, all []*ect.Unverified) error {
 	for _, t := range tokens {
-		concerned, err := q.concerned(t, tokens)
-		if err != nil {
-			return err
-		}
-		if !concerned {
-			return refused(ect.CodeParentUnknown)
-		}
 		for _, id := range t.Parents() {
 			known, err := q.knows(t.Workflow(), id, all)
 			if err != nil {
@@ -215,49 +209,20 @@ func (q *question) checkParents(tokens []*ect.Token, all []*ect.Unverified) erro
 				return refused(ect.CodeParentUnknown)
 			}
 		}
-		checkpoint, _ := t.Ext().Text(ect.MemberCheckpointID)
-		if strings.TrimSpace(checkpoint) == "" {
-			continue
+		if checkpoint := namedCheckpoint(t.Ext()); checkpoint != "" {
+			known, err := q.knows(t.Workflow(), checkpoint, nil)
+			if err != nil {
+				return err
+			}
+			if !known {
+				return refused(ect.CodeExt)
+			}
 		}
-		known, err := q.knows(t.Workflow(), canonical(checkpoint), nil)
-		if err != nil {
+		if err := q.CheckTelling(q.r.Context(), t, tokens); err != nil {
 			return err
-		}
-		if !known {
-			return refused(ect.CodeExt)
 		}
 	}
 	return nil
-}
-
-// concerned reports whether an error's issuer has to do with what it tells of (ATD,
-// "False Error Injection"): a parent is linked to a node of its own, or was made for it,
-// as the checkpoint is that an upstream gets with a call.
-func (q *question) concerned(t *ect.Token, tokens []*ect.Token) (bool, error) {
-	part, err := q.shareOf(q.r.Context(), t.Workflow(), Reader{Issuer: t.Issuer()})
-	if err != nil {
-		return false, err
-	}
-	for _, id := range t.Parents() {
-		along := slices.ContainsFunc(tokens, func(o *ect.Token) bool { return o.ID() == id && o.Issuer() == t.Issuer() && o != t })
-		if along || part.has(id) {
-			return true, nil
-		}
-		e, err := q.reach(t.Workflow(), id)
-		switch {
-		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
-			continue
-		case err != nil:
-			return false, err
-		}
-		if e.Issuer == t.Issuer() {
-			return true, nil
-		}
-		if u, err := ect.ParseInsecure(string(e.Payload)); err == nil && slices.Contains(u.Audience(), t.Issuer()) {
-			return true, nil
-		}
-	}
-	return false, nil
 }
 
 // knows reports whether a workflow has a token, be it one that came along.

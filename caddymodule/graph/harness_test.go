@@ -212,6 +212,15 @@ func (g *gate) add(issuer, wid, action string, ext *ect.ExtBuilder, parents ...*
 	return token
 }
 
+// hold keeps what is recorded from now on from getting its place, until it is released.
+func hold(t *testing.T, g *gate) {
+	t.Helper()
+	held := ledger.Event{ID: "held", Workflow: flow, Action: "act", Issuer: gateway, Payload: []byte("held"), Unsigned: true}
+	if err := g.log.Append(t.Context(), []ledger.Event{held}); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // put records events and waits for their place.
 func (g *gate) put(all ...ledger.Event) {
 	g.t.Helper()

@@ -155,10 +155,10 @@ func (q *question) problem(err error) error {
 
 func badParameter(detail string) error { return problem.New(problem.ParameterInvalid, detail) }
 
-// wait is a context that ends with a time, the request, or an exit.
-func (q *question) wait(d time.Duration) (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithTimeout(q.r.Context(), d)
-	stop := context.AfterFunc(q.Waits, cancel)
+// wait is a context that ends with a time, another one, or an exit.
+func (s *Server) wait(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithTimeout(ctx, d)
+	stop := context.AfterFunc(s.Waits, cancel)
 	return ctx, func() {
 		stop()
 		cancel()

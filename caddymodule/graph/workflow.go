@@ -1,6 +1,7 @@
 package graph
 
 import (
+	"errors"
 	"net/http"
 	"slices"
 	"time"
@@ -115,6 +116,15 @@ func (q *question) read(wid string) (doc workflowDocument, found bool, err error
 	})
 	part := p.share()
 	if err != nil || part.empty() {
+		return doc, false, err
+	}
+	if err := markStrangers(records, func(id string) ([]string, error) {
+		e, err := q.Log.Lookup(q.r.Context(), wid, id)
+		if errors.Is(err, ledger.ErrPruned) {
+			return nil, nil // meanwhile
+		}
+		return audienceOf(&e), err
+	}); err != nil {
 		return doc, false, err
 	}
 	records, sources = inOrder(records, sources, &part)

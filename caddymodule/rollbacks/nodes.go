@@ -55,11 +55,7 @@ func (l *Ledger) Nodes(ctx context.Context, wid, target string) ([]plan.Node, er
 	if err != nil {
 		return nil, altered(err)
 	}
-	records := make([]workflow.Record, 0, len(entries))
-	for i := range entries {
-		records = append(records, graph.RecordOf(&entries[i], v.own(entries[i].Issuer)))
-	}
-	nodes := nodesOf(workflow.New(records), by)
+	nodes := nodesOf(workflow.New(graph.Records(entries, v.own)), by)
 	if wid == "" {
 		return only(nodes, target), nil
 	}

@@ -20,7 +20,7 @@ func (b *blame) add(more blame) {
 func (d *derivation) errors() {
 	for i := range d.nodes {
 		e := &d.nodes[i]
-		if e.Event != Error || e.Own && e.Attempt {
+		if e.Event != Error || e.Own && e.Attempt || e.Stranger {
 			continue
 		}
 		found := blame{others: !e.Own, own: -1, worst: e.Severity, escalated: e.Escalated}

@@ -67,6 +67,9 @@ type Record struct {
 	// Attempt marks the gateway's error of one attempt of a call, or of its rollback,
 	// which says nothing about what came of the call: its settlement does.
 	Attempt bool
+	// Stranger marks what somebody tells who has no part in what it tells of. It counts for
+	// nothing.
+	Stranger bool
 	// Reversible says of a checkpoint that the action can be undone.
 	Reversible bool
 	// Expires is when a checkpoint ends; zero is never.

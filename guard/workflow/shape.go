@@ -40,7 +40,7 @@ func (g *Graph) kind(p, i int) EdgeKind {
 	switch {
 	case g.groups[i]:
 		return Contains
-	case g.nodes[i].Event == Error && slices.Contains(g.culprits(i), p):
+	case g.nodes[i].Event == Error && !g.nodes[i].Stranger && slices.Contains(g.culprits(i), p):
 		return ErrorOf
 	case g.nodes[i].isCheckpoint() && slices.Contains(g.guards[i], p):
 		return CheckpointOf

@@ -25,6 +25,8 @@ func wantStates(t *testing.T, g *Graph, want string) {
 	}
 }
 
+func stranger(r Record) Record { r.Stranger = true; return r }
+
 // A-node-states-a to -g and P6: each state, and what does not lead to it.
 func TestNodeStates(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -86,6 +88,11 @@ func TestNodeStates(t *testing.T) {
 		"a group over others' checkpoints": {[]Record{task("T"), ckpt("C", "T"), by("b", ckpt("G", "C")), undone("b", "R", "G", "completed")}, "T=running G=rolled_back"},
 		"such a group, by the gateway":     {[]Record{task("T"), ckpt("C", "T"), by("b", ckpt("G", "C")), undone(gateway, "R", "G", "completed")}, "T=rolled_back"},
 		"a group that stands":              {[]Record{task("T"), ckpt("C", "T"), ckpt("G", "C")}, "G= T=running"},
+
+		"a stranger tells of an error":      {[]Record{task("T"), ckpt("C", "T"), task("U", "T"), stranger(failure("E", "C", "T"))}, "T=done C=done U=running E="},
+		"a stranger tells of a rollback":    {[]Record{task("T"), ckpt("C", "T"), task("U", "T"), stranger(start("S", "C")), stranger(undone("a", "R", "C", "completed"))}, "T=done C=done"},
+		"a checkpoint of another's action":  {[]Record{task("T"), by("b", ckpt("C", "T")), task("U", "T"), undone("b", "R", "C", "completed")}, "T=done C=rolled_back"},
+		"such a checkpoint, by the gateway": {[]Record{task("T"), by("b", ckpt("C", "T")), task("U", "T"), undone(gateway, "R", "C", "completed")}, "T=rolled_back C=rolled_back"},
 
 		"escalated: the rollback says so": {[]Record{task("T"), ckpt("C", "T"), undone("a", "R", "C", "escalated")}, "T=escalated/compensation_required C=escalated/compensation_required"},
 		"escalated: a human was told":     {[]Record{task("T"), by("a", Record{ID: "E", Event: Error, Parents: []string{"T"}, Escalated: true})}, "T=escalated"},

@@ -41,7 +41,7 @@ func (g *Graph) Summary() Summary {
 	total, lost, last := 0, false, -1
 	for i := range g.nodes {
 		node := &g.nodes[i]
-		if node.Event == WorkflowComplete && g.seq[i] > last {
+		if node.Event == WorkflowComplete && !node.Stranger && g.seq[i] > last {
 			last, s.Stated = g.seq[i], node.Status
 		}
 		if !g.counts(i) {

@@ -76,6 +76,10 @@ func (d *derivation) rollbacks() {
 	}
 	for i := range d.nodes {
 		for _, t := range d.guards[i] {
+			// Whose action it is, undoes it: an agent can make a checkpoint of another's.
+			if !standing[i].own && !d.nodes[t].Own && !d.believed(i, t) {
+				continue
+			}
 			d.history[t].undo = together(d.history[t].undo, d.history[i].undo)
 		}
 	}
@@ -108,7 +112,7 @@ func together(a, b undo) undo {
 }
 
 func (d *derivation) asks(i int) bool {
-	return d.nodes[i].Event == RollbackRequest || d.nodes[i].Event == RollbackStart
+	return (d.nodes[i].Event == RollbackRequest || d.nodes[i].Event == RollbackStart) && !d.nodes[i].Stranger
 }
 
 // targets are the checkpoints that the event names: in its member, or as the parents of
@@ -128,7 +132,7 @@ func (d *derivation) targets(i int) []int {
 func (d *derivation) result(i int, all []rolling) {
 	node := &d.nodes[i]
 	status, ok := undoWords[node.Status]
-	if !ok || node.Event != RollbackComplete && node.Event != Compensate {
+	if !ok || node.Event != RollbackComplete && node.Event != Compensate || node.Stranger {
 		return
 	}
 	direct := d.targets(i)
