@@ -302,3 +302,18 @@ func TestSettledDoubtsAreTold(t *testing.T) {
 		t.Errorf("%+v", view)
 	}
 }
+
+// A workflow shows a call as soon as its caller has the answer.
+func TestWorkflowShowsWhatWasAnswered(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + upstream.addr})
+	for range 20 {
+		token := a.issue(ect.Claims{Workflow: uuid.NewString()})
+		if got := g.call(with(token, request{path: "/pay"})); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		if v := document[workflowView](t, g.get(a, "workflows/"+token.Workflow())); v.state(token.ID()) != "done" || len(v.Nodes) != 3 {
+			t.Fatalf("%+v", v)
+		}
+	}
+}

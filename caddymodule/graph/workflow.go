@@ -92,8 +92,13 @@ func (q *question) workflow() error {
 	if err != nil {
 		return err
 	}
+	// Whoever saw the end of a call can rely on its record.
+	whole, err := q.caughtUp(q.r.Context())
+	if err != nil {
+		return err
+	}
 	for _, wid := range workflowIDs(name) {
-		doc, found, err := q.read(wid)
+		doc, found, err := q.read(wid, whole)
 		if err != nil {
 			return err
 		}
@@ -104,8 +109,9 @@ func (q *question) workflow() error {
 	return problem.New(problem.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 }
 
-// read reads what the reader may see of a workflow.
-func (q *question) read(wid string) (doc workflowDocument, found bool, err error) {
+// read reads what the reader may see of a workflow. It is not whole where some of what was
+// recorded cannot be read.
+func (q *question) read(wid string, whole bool) (doc workflowDocument, found bool, err error) {
 	var records []workflow.Record
 	var sources []source
 	p := sharing{Server: q.Server, who: q.who}
@@ -128,7 +134,7 @@ func (q *question) read(wid string) (doc workflowDocument, found bool, err error
 		return doc, false, err
 	}
 	records, sources = inOrder(records, sources, &part)
-	return describe(wid, records, sources, more, time.Now()), true, nil
+	return describe(wid, records, sources, more || !whole, time.Now()), true, nil
 }
 
 // inOrder brings what several nodes of a fleet have recorded into one order, as far as

@@ -1,6 +1,7 @@
 package graph_test
 
 import (
+	"context"
 	"encoding/base64"
 	"fmt"
 	"slices"
@@ -289,5 +290,29 @@ func TestWorkflowOverTwoLogs(t *testing.T) {
 	g.get("ledger/entries?jti="+last.ID(), asAlice).read(200, &entry)
 	if entry.Receipt != nil || entry.Log != "a.gateway.example/ledger" || entry.Token != last.Raw() {
 		t.Errorf("%+v", entry)
+	}
+}
+
+// Whoever saw the end of a call can rely on its record: the answer waits for what was
+// recorded before the question came.
+func TestWorkflowWaitsForWhatWasRecorded(t *testing.T) {
+	g := newGate(t)
+	task := g.add(alice, flow, "act", nil)
+	hold(t, g)
+	next := g.token(alice, ect.Claims{Workflow: flow, Action: "act", Parents: []string{task.ID()}})
+	if err := g.log.Append(t.Context(), events(next)); err != nil {
+		t.Fatal(err)
+	}
+	// What has no place is no part of the answer, which says so and is not for ever.
+	going, exit := context.WithCancel(t.Context())
+	g.Waits = going
+	exit()
+	g.get("workflows/"+flow, asAlice).refused(503, "store-unavailable", "")
+	g.Waits = context.Background()
+	go g.release()
+	var doc workflowDoc
+	g.get("workflows/"+flow, asAlice).read(200, &doc)
+	if len(doc.Nodes) != 2 || doc.Nodes[0].State != "done" {
+		t.Errorf("%+v", doc)
 	}
 }
