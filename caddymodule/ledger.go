@@ -69,6 +69,7 @@ func (t *testimony) graph(e *engine) *graph.Server {
 		Log: t.evidence.Log(), HeadKey: t.evidence.HeadKey(), Identities: []string{t.witness.Identity()},
 		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
 		Verified: t.verified, Undos: e.vault, Execution: e.standing, Waits: e.waits,
+		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.guard.Knows(ctx, caller) },
 	})
 }
 
@@ -120,7 +121,10 @@ func (h *Handler) asker(e *engine, way *testimony, r *http.Request) (who graph.R
 	if caller, err = h.caller(e.guard, r, &tokens); err != nil {
 		return who, "", err
 	}
-	return graph.Reader{Issuer: tokens.issuer(), Caller: h.inEvidence(e.guard, caller, r.Host), Anonymous: caller == anonymous}, caller, nil
+	return graph.Reader{
+		Issuer: tokens.issuer(), Caller: h.inEvidence(e.guard, caller, r.Host),
+		Anonymous: caller == anonymous, Credential: caller != anonymous && !verifiedHere(caller),
+	}, caller, nil
 }
 
 // verifyErrors verifies what agents tell of.

@@ -58,6 +58,22 @@ func (t *flights) find(key Key) *Flight {
 	return shard.m[key]
 }
 
+// of reports whether a caller has a flight.
+func (t *flights) of(caller CallerHash) bool {
+	for i := range t {
+		shard := &t[i]
+		shard.Lock()
+		for _, f := range shard.m {
+			if f.caller == caller {
+				shard.Unlock()
+				return true
+			}
+		}
+		shard.Unlock()
+	}
+	return false
+}
+
 // start registers a flight, or returns nil where one is registered already.
 func (t *flights) start(c *Call, caller CallerHash) *Flight {
 	shard := &t[c.Key[0]%64]

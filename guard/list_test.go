@@ -290,3 +290,28 @@ func TestListOfACallerReadsItsIndexOnce(t *testing.T) {
 		t.Errorf("%d scans", scans)
 	}
 }
+
+// A caller is known while a call of its runs or is recorded, and by nothing else.
+func TestKnows(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		c := r.call("k")
+		caller := r.Caller(c.Scope.Caller)
+		knows := func(want bool) {
+			t.Helper()
+			if known, err := r.Knows(ctx, caller); known != want || err != nil {
+				t.Errorf("%v %v, want %v", known, err, want)
+			}
+			if known, err := r.Knows(ctx, r.Caller("somebody else")); known || err != nil {
+				t.Errorf("somebody else: %v %v", known, err)
+			}
+		}
+		knows(false)
+		e := r.claim(c)
+		knows(true)
+		r.settle(e, guard.Outcome{Verdict: guard.Released, Cause: guard.CauseNotSent})
+		knows(false)
+		r.settle(r.claim(c), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost})
+		knows(true)
+	})
+}

@@ -138,6 +138,23 @@ func (g *Guard) ByID(ctx context.Context, caller CallerHash, id string) ([]Recor
 	return all, nil
 }
 
+// Knows reports whether an execution of caller is recorded that has come to an end, or
+// runs here. One that was released is not.
+func (g *Guard) Knows(ctx context.Context, caller CallerHash) (bool, error) {
+	if g.flights.of(caller) {
+		return true, nil
+	}
+	r := store.Prefix(callerPrefix(caller))
+	r.Limit = 1
+	for _, err := range g.store.Scan(ctx, r) {
+		if err != nil {
+			return false, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		return true, nil
+	}
+	return false, nil
+}
+
 // maxNamed is the largest number of settled executions that ByID returns.
 const maxNamed = 1000
 

@@ -385,3 +385,44 @@ func TestLeafBytes(t *testing.T) {
 		t.Errorf("%s", got.Body)
 	}
 }
+
+// A credential that nobody here has verified is good for the workflows and checkpoints of
+// its own calls, and made up it is good for nothing: neither a wait nor a read.
+func TestWhatACredentialIsGoodFor(t *testing.T) {
+	asked := 0
+	g := newGate(t, func(o *Options) {
+		o.Called = func(_ context.Context, who [16]byte) (bool, error) {
+			asked++
+			return who == caller, nil
+		}
+	})
+	task := g.add(alice, flow, "act", nil)
+	ckpt := g.add(gateway, flow, "checkpoint", checkpoint(), task)
+	g.add(gateway, flow, "pay", ofCall("completed", caller), task, ckpt)
+	own, made := Reader{Caller: caller, Credential: true}, Reader{Caller: [16]byte{7}, Credential: true}
+	for _, who := range []Reader{own, made} {
+		for _, path := range []string{
+			"ledger/head", "ledger/proof?index=0", "ledger/consistency?old=1", "ledger/entries/0", "ledger/entries?wait=60s&jti=" + task.ID() + "&wid=" + flow,
+		} {
+			g.get(path, who).refused(401, "authentication-required", "")
+		}
+	}
+	g.get("workflows/"+flow, own).read(200, &struct{}{})
+	g.get("checkpoints/"+ckpt.ID(), own).read(200, &struct{}{})
+	if part, err := g.TakesPart(t.Context(), flow, ckpt.ID(), own); !part || err != nil {
+		t.Error(part, err)
+	}
+	g.store.broken.Store(true) // whatever is read fails
+	defer g.store.broken.Store(false)
+	asked = 0
+	for _, name := range []string{flow, nowhere} {
+		g.get("workflows/"+name, made).refused(404, "workflow-unknown", "")
+		g.get("checkpoints/"+name+"?wait=60s", made).refused(403, "not-in-workflow", "")
+	}
+	if part, err := g.TakesPart(t.Context(), flow, ckpt.ID(), made); part || err != nil {
+		t.Error(part, err)
+	}
+	if asked != 5 {
+		t.Errorf("asked %d times", asked)
+	}
+}

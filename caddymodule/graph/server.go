@@ -1,7 +1,7 @@
 // Package graph answers the well-known paths of the ledger, of workflows and of
 // agents' errors: what was recorded, to those who took part in it.
 //
-// Heads and proofs hold no content, and go to every reader with a credential. Entries
+// Heads and proofs hold no content, and go to every reader whom the gateway knows. Entries
 // and workflows go to who took part (ADR 0023, 0024). For everybody else they are the
 // same as ones that do not exist (P3).
 package graph
@@ -46,6 +46,9 @@ type Options struct {
 	// Execution tells how a guarded call stands, and the status of its answer, if there
 	// was one. Nil is where nobody knows.
 	Execution func(ctx context.Context, key guard.Key) (state string, status int, err error)
+	// Called tells whether the gateway has guarded calls of a caller. Nil is where nobody
+	// knows, and then it may have.
+	Called func(ctx context.Context, caller [16]byte) (bool, error)
 	// Waits ends what waits for the ledger: at an exit. Nil is never.
 	Waits context.Context
 	// MaxNodes is how much of a workflow is read; DefaultMaxNodes if zero.
@@ -60,6 +63,9 @@ type Reader struct {
 	Caller [16]byte
 	// Anonymous is who has no credential at all, and is told nothing (P3).
 	Anonymous bool
+	// Credential is who is known by a credential that nobody here has verified. It is told
+	// of its own calls' workflows and checkpoints, and of nothing else (ADR 0024).
+	Credential bool
 }
 
 // Server answers. It is safe for concurrent use and holds nothing but its settings.
@@ -116,6 +122,11 @@ func (q *question) answer() error {
 	if q.who.Anonymous {
 		return problem.New(problem.AuthenticationRequired, "Send the credential that the workflow's calls were made with.")
 	}
+	if q.who.Credential {
+		if err := q.admitCredential(); err != nil {
+			return err
+		}
+	}
 	switch q.place {
 	case placeHead:
 		return q.head()
@@ -131,6 +142,33 @@ func (q *question) answer() error {
 		return q.checkpoint()
 	}
 	return q.workflow()
+}
+
+// admitCredential holds what a credential is good for that is made up at no cost. Nothing
+// is read or waited for on behalf of who has made no calls here.
+func (q *question) admitCredential() error {
+	unknown := notInWorkflow
+	switch q.place {
+	case placeCheckpoint:
+	case placeWorkflow:
+		unknown = unknownWorkflow
+	default:
+		return problem.New(problem.AuthenticationRequired,
+			"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
+	}
+	called, err := q.hasCalled(q.r.Context(), q.who)
+	if err == nil && !called {
+		err = unknown()
+	}
+	return err
+}
+
+// hasCalled reports whether the reader may have a part in anything.
+func (s *Server) hasCalled(ctx context.Context, who Reader) (bool, error) {
+	if !who.Credential || s.Called == nil {
+		return true, nil
+	}
+	return s.Called(ctx, who.Caller)
 }
 
 // problem says what went wrong in the words of problems.

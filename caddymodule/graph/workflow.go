@@ -106,6 +106,10 @@ func (q *question) workflow() error {
 			return q.writeJSON(http.StatusOK, doc)
 		}
 	}
+	return unknownWorkflow()
+}
+
+func unknownWorkflow() error {
 	return problem.New(problem.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 }
 
