@@ -77,7 +77,7 @@ func (q *inquiry) authenticate() error {
 	if err != nil {
 		return err
 	}
-	tokens, err := q.h.verifyTokens(way, q.r)
+	tokens, err := q.h.verifyQuestion(way, q.r)
 	if err != nil {
 		return err
 	}

@@ -111,7 +111,7 @@ func (h *Handler) reader(e *engine, way *testimony, r *http.Request) (graph.Read
 func (h *Handler) asker(e *engine, way *testimony, r *http.Request) (who graph.Reader, caller string, err error) {
 	var tokens presented
 	if r.Method != http.MethodPost {
-		if tokens, err = h.verifyTokens(way, r); err != nil {
+		if tokens, err = h.verifyQuestion(way, r); err != nil {
 			return who, "", err
 		}
 		if err := way.spend(&tokens, r); err != nil {

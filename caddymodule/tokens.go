@@ -70,13 +70,24 @@ func (p *presented) checkInput(body func() (ect.Hash, error)) error {
 	return nil
 }
 
-// verifyTokens verifies the tokens of a request. Without `trust` they mean nothing.
+// verifyTokens verifies the tokens of a request that goes on to the upstream. Without
+// `trust` they mean nothing.
 func (h *Handler) verifyTokens(way *testimony, r *http.Request) (presented, error) {
+	return h.verified(way, r, h.RequireECT)
+}
+
+// verifyQuestion verifies the tokens of a request for a path of the gateway's own, which
+// asks for itself: `require_ect` shuts out nobody there whom the gateway knows otherwise.
+func (h *Handler) verifyQuestion(way *testimony, r *http.Request) (presented, error) {
+	return h.verified(way, r, false)
+}
+
+func (h *Handler) verified(way *testimony, r *http.Request, required bool) (presented, error) {
 	if way == nil || way.verifier == nil {
 		return presented{}, nil
 	}
 	p, err := way.verify(r)
-	if err == nil && len(p.own) == 0 && h.RequireECT {
+	if err == nil && len(p.own) == 0 && required {
 		err = &ect.Error{Code: ect.CodeMissing}
 	}
 	if err == nil {

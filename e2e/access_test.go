@@ -1,11 +1,15 @@
 package e2e
 
 import (
+	"encoding/base64"
 	"net/http"
 	"testing"
 	"time"
 
 	"github.com/google/uuid"
+	"golang.org/x/crypto/bcrypt"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
 // A made-up credential is no authentication: it opens no ledger, and holds no connection.
@@ -40,6 +44,33 @@ func TestCredentialsAtTheLedger(t *testing.T) {
 	}
 	get("ledger/head", ann).terminal(t, 401, "authentication-required")
 	if got := g.get(a, "ledger/head"); got.status != http.StatusOK {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+}
+
+// The gateway's own paths ask for themselves: `require_ect` is for what goes on to the
+// upstream.
+func TestOwnPathsRequireNoToken(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	hash, err := bcrypt.GenerateFromPassword([]byte("secret"), bcrypt.MinCost)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "basic_auth {\n ops " + string(hash) + "\n }\n agent_proxy " + upstream.addr + " {\n require_ect\n }"})
+	ops := map[string]string{"Authorization": "Basic " + base64.StdEncoding.EncodeToString([]byte("ops:secret"))}
+	get := func(path string) reply { return g.call(request{method: "GET", path: path, header: ops}) }
+	get("/status").refusedFor(t, 403, "missing")
+	if got := get("/.well-known/cascade/ledger/head"); got.status != http.StatusOK {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	get("/.well-known/cascade/workflows/w").terminal(t, 404, "workflow-unknown")
+	get("/.well-known/cascade/checkpoints/"+uuid.NewString()+"?wait=0").terminal(t, 403, "not-in-workflow")
+	get("/.well-known/cascade/executions/x").terminal(t, 404, "execution-unknown")
+	if got := get("/.well-known/cascade/circuits"); got.status != http.StatusOK {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	token := a.issue(ect.Claims{})
+	if got := g.call(request{path: "/pay", header: map[string]string{"Authorization": ops["Authorization"], ect.FieldName: token.Raw()}}); got.status != http.StatusCreated {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 }
