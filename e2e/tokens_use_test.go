@@ -263,3 +263,29 @@ func TestLateTokens(t *testing.T) {
 	upstream.arrived("/refused", 1)
 	upstream.arrived("/new", 0)
 }
+
+// A token without a workflow is a parent in any, whether it came with a call or with a
+// request that wrote nothing, and is recorded with what follows from it.
+func TestParentWithoutAWorkflow(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr, badger: true})
+	for _, method := range []string{"POST", "GET"} {
+		first := a.issue(ect.Claims{Action: "look"})
+		second := a.issue(ect.Claims{Action: "look", Parents: []string{first.ID()}})
+		for _, token := range []*ect.Token{first, second} {
+			if got := g.call(with(token, request{method: method, path: "/balance"})); got.status != http.StatusCreated {
+				t.Fatalf("%d %s", got.status, got.body)
+			}
+		}
+		child := a.issue(ect.Claims{Workflow: uuid.NewString(), Parents: []string{second.ID()}})
+		if got := g.call(with(child, request{path: "/pay"})); got.status != http.StatusCreated {
+			t.Fatalf("after a %s: %d %s", method, got.status, got.body)
+		}
+		g.settledView(a, child.Workflow(), 3)
+		for _, token := range []*ect.Token{first, second} {
+			if got := g.get(a, "ledger/entries?jti="+token.ID()); got.status != http.StatusOK {
+				t.Errorf("after a %s: %d %s", method, got.status, got.body)
+			}
+		}
+	}
+}

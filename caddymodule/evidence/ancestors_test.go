@@ -50,3 +50,25 @@ func TestNearestUnrecordedTokens(t *testing.T) {
 		}
 	}
 }
+
+// A token that names no workflow is an ancestor in any, and stands before what follows
+// from it. One of the workflow itself goes before it.
+func TestAncestorsWithoutAWorkflow(t *testing.T) {
+	b := newBench(t)
+	workflow := uuid.NewString()
+	first := b.token(t, ect.Claims{})
+	second := b.token(t, ect.Claims{Workflow: workflow, Parents: []string{first.ID()}})
+	foreign := b.token(t, ect.Claims{Workflow: uuid.NewString(), ID: second.ID()})
+	named := b.token(t, ect.Claims{ID: second.ID()})
+	b.told.Seen([]*ect.Token{named, foreign, second, first})
+	last := b.token(t, ect.Claims{Workflow: workflow, Parents: []string{second.ID()}})
+	if found := b.told.Unrecorded([]*ect.Token{last}, 9); len(found) != 2 || found[0] != first || found[1] != second {
+		t.Errorf("%d ancestors", len(found))
+	}
+	for id, digest := range map[string][32]byte{first.ID(): first.Digest(), second.ID(): second.Digest()} {
+		nodes, err := b.told.Graph(workflow).Nodes(t.Context(), id)
+		if err != nil || len(nodes) != 1 || nodes[0].Digest != digest {
+			t.Errorf("%+v %v", nodes, err)
+		}
+	}
+}

@@ -66,17 +66,32 @@ func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
 	var near []*ect.Token
 	for todo := slices.Clone(tokens); len(todo) > 0; todo = todo[1:] {
 		for _, id := range todo[0].Parents() {
-			name := scope{todo[0].Workflow(), id}
-			if _, recorded := e.recent.find(name.workflow, name.id); recorded || known[name] {
-				continue
-			}
-			if parent, ok := e.seen.find(name.workflow, name.id); ok && len(near) < limit {
-				known[name] = true
-				near, todo = append(near, parent), append(todo, parent)
+			for _, workflow := range scopes(todo[0].Workflow()) {
+				name := scope{workflow, id}
+				if _, recorded := e.recent.find(name.workflow, name.id); recorded || known[name] {
+					break
+				}
+				parent, ok := e.seen.find(name.workflow, name.id)
+				if !ok {
+					continue
+				}
+				if len(near) < limit {
+					known[name] = true
+					near, todo = append(near, parent), append(todo, parent)
+				}
+				break
 			}
 		}
 	}
 	return parentsFirst(near)
+}
+
+// scopes are the workflows that a parent of a token can be of: its own, or none.
+func scopes(workflow string) []string {
+	if workflow == "" {
+		return []string{""}
+	}
+	return []string{workflow, ""}
 }
 
 // Presented is the token that was seen under an id of a workflow, or of none, behind those
@@ -114,7 +129,7 @@ func parentsFirst(tokens []*ect.Token) []*ect.Token {
 			return
 		}
 		for _, other := range tokens {
-			if other.Workflow() == t.Workflow() && slices.Contains(t.Parents(), other.ID()) {
+			if slices.Contains(scopes(t.Workflow()), other.Workflow()) && slices.Contains(t.Parents(), other.ID()) {
 				put(other) // what was verified has no cycles
 			}
 		}
@@ -185,6 +200,9 @@ func (g graph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	n, ok, err := g.e.find(ctx, g.workflow, id)
 	if err == nil && !ok && g.workflow != "" {
 		n, ok, err = g.e.find(ctx, "", id)
+	}
+	if t, seen := g.e.seen.find("", id); seen && !ok && err == nil {
+		return []ect.Node{t.Node()}, nil
 	}
 	switch {
 	case err != nil:
