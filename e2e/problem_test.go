@@ -53,8 +53,8 @@ func retryableRetries(r reply) bool {
 // provoked makes the gateway answer with every kind of problem that it has.
 func provoked(t *testing.T) map[string]reply {
 	t.Helper()
-	u, hold := newUpstream(t), newGate(t)
-	g := launch(t, setup{app: "quota {\n open_executions 2\n}\n" + trusting(t), site: fmt.Sprintf(`agent_proxy %s {
+	u, hold, a := newUpstream(t), newGate(t), newAgent(t, "a")
+	g := launch(t, setup{app: "quota {\n open_executions 2\n}\n" + trusting(t, a), site: fmt.Sprintf(`agent_proxy %s {
 		missing_id require
 		max_body 1KiB
 		attach_wait 20ms
@@ -99,7 +99,7 @@ func provoked(t *testing.T) map[string]reply {
 
 	got["ect-invalid"] = g.call(request{path: "/x", id: "k", header: headers{"Execution-Context": newAgent(t, "stranger").issue(ect.Claims{}).Raw()}})
 	got["workflow-unknown"] = g.call(request{method: "GET", path: "/.well-known/cascade/workflows/w", header: ann})
-	got["entry-unknown"] = g.call(request{method: "GET", path: "/.well-known/cascade/ledger/entries/999999", header: ann})
+	got["entry-unknown"] = g.get(a, "ledger/entries/999999")
 
 	u.on("/snap", func(w http.ResponseWriter, a *arrival) {
 		if a.Method == http.MethodGet {
