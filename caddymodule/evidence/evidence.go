@@ -52,6 +52,8 @@ type Evidence struct {
 	recent *recent[ect.Node]   // recorded, or asked for
 	seen   *recent[*ect.Token] // presented, and not recorded
 	uses   *uses
+	// unsigned: tokens may be known that nobody is proven to have issued.
+	unsigned atomic.Bool
 }
 
 // Open opens the ledger in the store, or begins one. ledger.ErrTampered says that what

@@ -51,7 +51,7 @@ func (r *recent[T]) find(workflow, id string) (T, bool) {
 // them as parents, and then they are recorded with it.
 func (e *Evidence) Seen(tokens []*ect.Token) {
 	for _, t := range tokens {
-		e.seen.add(scope{t.Workflow(), t.ID()}, t)
+		e.seen.add(scope{t.Workflow(), t.NodeID()}, t)
 	}
 }
 
@@ -61,7 +61,7 @@ func (e *Evidence) Seen(tokens []*ect.Token) {
 func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
 	known := make(map[scope]bool, len(tokens)+limit)
 	for _, t := range tokens {
-		known[scope{t.Workflow(), t.ID()}] = true
+		known[scope{t.Workflow(), t.NodeID()}] = true
 	}
 	var near []*ect.Token
 	for todo := slices.Clone(tokens); len(todo) > 0; todo = todo[1:] {
@@ -70,7 +70,14 @@ func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
 			if _, recorded := e.recent.find(name.workflow, name.id); recorded || known[name] {
 				continue
 			}
-			if parent, ok := e.seen.find(name.workflow, name.id); ok && len(near) < limit {
+			parent, ok := e.seen.find(name.workflow, name.id)
+			if !ok && e.unsigned.Load() {
+				name.id = ect.UnprovenID(id)
+				parent, ok = e.seen.find(name.workflow, name.id)
+				_, recorded := e.recent.find(name.workflow, name.id)
+				ok = ok && !recorded && !known[name]
+			}
+			if ok && len(near) < limit {
 				known[name] = true
 				near, todo = append(near, parent), append(todo, parent)
 			}
@@ -93,7 +100,7 @@ func (e *Evidence) Presented(ctx context.Context, workflow, id string, limit int
 	var all []*ect.Token
 	for _, t := range append(e.Unrecorded([]*ect.Token{t}, limit), t) {
 		// What was recorded long ago is remembered no more.
-		told, err := e.Told(ctx, t.Workflow(), t.ID())
+		told, err := e.Told(ctx, t.Workflow(), t.NodeID())
 		if err != nil {
 			return nil, err
 		}
@@ -129,7 +136,7 @@ func parentsFirst(tokens []*ect.Token) []*ect.Token {
 // Holds looks up in the ledger how a token stands: Same is recorded, Other says that
 // another one has its id.
 func (e *Evidence) Holds(ctx context.Context, t *ect.Token) (Standing, error) {
-	n, ok, err := e.find(ctx, t.Workflow(), t.ID())
+	n, ok, err := e.find(ctx, t.Workflow(), t.NodeID())
 	if err != nil || !ok {
 		return Unused, err
 	}
@@ -147,6 +154,10 @@ type graph struct {
 	// id is taken in its workflow only.
 	own string
 }
+
+// AcceptUnsigned says that tokens may be known that nobody is proven to have issued: they
+// are looked for from now on.
+func (e *Evidence) AcceptUnsigned() { e.unsigned.Store(true) }
 
 // Graph finds recorded tokens for those of a workflow; "" is none.
 func (e *Evidence) Graph(workflow string) ect.DAG { return graph{e: e, workflow: workflow} }
@@ -174,8 +185,17 @@ func (u *unread) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	return u.as.Nodes(ctx, id)
 }
 
-// Nodes implements ect.DAG.
+// Nodes implements ect.DAG. Where nothing else stands under an id, what nobody is proven
+// to have issued does.
 func (g graph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
+	nodes, err := g.nodes(ctx, id)
+	if err == nil && len(nodes) == 0 && g.e.unsigned.Load() {
+		return g.nodes(ctx, ect.UnprovenID(id))
+	}
+	return nodes, err
+}
+
+func (g graph) nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	if n, ok := g.e.recent.find(g.workflow, id); ok {
 		return []ect.Node{n}, nil
 	}

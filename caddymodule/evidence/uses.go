@@ -32,7 +32,7 @@ const (
 const clockMargin = time.Hour
 
 func (e *Evidence) usedKey(t *ect.Token) []byte {
-	hash := e.sealer.Index("token used", t.Workflow(), t.ID())
+	hash := e.sealer.Index("token used", t.Workflow(), t.NodeID())
 	return append(append(make([]byte, 0, 1+hashed), spaceUsed), hash[:hashed]...)
 }
 
@@ -122,7 +122,7 @@ type uses struct {
 func newUses(most int) *uses { return &uses{most: most, m: map[scope]used{}} }
 
 func (u *uses) take(t *ect.Token, use Use, now time.Time) (Standing, error) {
-	name := scope{t.Workflow(), t.ID()}
+	name := scope{t.Workflow(), t.NodeID()}
 	digest := t.Digest()
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -140,7 +140,7 @@ func (u *uses) take(t *ect.Token, use Use, now time.Time) (Standing, error) {
 func (u *uses) look(t *ect.Token, use Use, now time.Time) Standing {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if before, ok := u.m[scope{t.Workflow(), t.ID()}]; ok && now.Before(before.until) {
+	if before, ok := u.m[scope{t.Workflow(), t.NodeID()}]; ok && now.Before(before.until) {
 		return before.standing(t, use)
 	}
 	return Unused
@@ -162,7 +162,7 @@ func (u *uses) sweep(now time.Time) bool {
 }
 
 func (u *uses) forget(t *ect.Token, use Use) {
-	name := scope{t.Workflow(), t.ID()}
+	name := scope{t.Workflow(), t.NodeID()}
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.m[name].standing(t, use) == Same {

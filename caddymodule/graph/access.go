@@ -38,6 +38,9 @@ func (p *sharing) add(e *ledger.Entry) bool {
 		p.links = make(map[string][]string)
 	}
 	for _, parent := range e.Parents {
+		if NobodysWord(e) {
+			break // it can name what it likes
+		}
 		p.links[e.ID] = append(p.links[e.ID], parent)
 		p.links[parent] = append(p.links[parent], e.ID)
 	}
