@@ -137,11 +137,34 @@ func parentsFirst(tokens []*ect.Token) []*ect.Token {
 // another one has its id.
 func (e *Evidence) Holds(ctx context.Context, t *ect.Token) (Standing, error) {
 	n, ok, err := e.find(ctx, t.Workflow(), t.NodeID())
-	if err != nil || !ok {
+	if err != nil {
 		return Unused, err
+	}
+	if !ok {
+		return e.elsewhere(ctx, t)
 	}
 	if n.Digest == t.Digest() {
 		return Same, nil
+	}
+	return Other, nil
+}
+
+// elsewhere is Other where a token is recorded that has the id, and one of the two has no
+// workflow: an id without one is taken anywhere.
+func (e *Evidence) elsewhere(ctx context.Context, t *ect.Token) (Standing, error) {
+	waits, cancel := context.WithTimeout(ctx, placeTime)
+	defer cancel()
+	taken := false
+	var err error
+	if t.Workflow() != "" {
+		_, taken, err = e.find(waits, "", t.NodeID())
+	} else {
+		var entries []ledger.Entry
+		entries, err = e.log.FindRecorded(waits, t.NodeID())
+		taken = slices.ContainsFunc(entries, func(e ledger.Entry) bool { return e.Workflow != "" })
+	}
+	if err != nil || !taken {
+		return Unused, err
 	}
 	return Other, nil
 }
@@ -214,8 +237,10 @@ func (g graph) nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	case g.workflow != "" && id == g.own:
 		return nil, nil
 	}
-	entries, err := g.e.log.Find(ctx, id)
-	if err != nil && !errors.Is(err, ledger.ErrNotFound) {
+	waits, cancel := context.WithTimeout(ctx, placeTime)
+	entries, err := g.e.log.FindRecorded(waits, id)
+	cancel()
+	if err != nil {
 		return nil, err
 	}
 	nodes := make([]ect.Node, 0, len(entries))

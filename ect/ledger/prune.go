@@ -67,7 +67,7 @@ func (s *shelf) pruned(ctx context.Context, n int64) (marks, store.Version, erro
 	return m, found.Version, nil
 }
 
-// pruneStep is the number of entries of one commit. An entry has three keys, and a
+// pruneStep is the number of entries of one commit. An entry has four keys, and a
 // commit of many would hold up the calls that share its sync.
 const pruneStep = 42
 
@@ -157,7 +157,8 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m marks, version store.V
 	if !last {
 		m.next = 0
 	}
-	batch := make([]store.Write, 0, 1+3*len(step))
+	batch := make([]store.Write, 0, 1+4*len(step))
+	given := make(map[string]bool)
 	for i := range step {
 		e := &step[i]
 		m.set(e.Index)
@@ -169,6 +170,11 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m marks, version store.V
 		)
 		if e.Workflow != "" {
 			batch = append(batch, store.Write{Key: l.workflowKey(e.Workflow, l.id, e.Index), Delete: true})
+			// It is for those that come at once: whoever comes later looks at what stands.
+			if key := l.givenKey(e.ID); e.KeepUntil.IsZero() && !given[string(key)] {
+				given[string(key)] = true
+				batch = append(batch, store.Write{Key: key, Delete: true})
+			}
 		}
 	}
 	batch = append(batch, store.Write{Key: l.prunedKey(n), If: condition, Value: m.encode()})
