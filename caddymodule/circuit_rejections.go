@@ -75,7 +75,9 @@ func (x *exchange) tellRejection(p *problem.Problem) {
 	}
 	ids := slices.Clone(s.call.Parents)
 	for _, t := range s.tokens.all {
-		ids = append(ids, t.Parents()...)
+		if t.Proven() { // else it names what it likes
+			ids = append(ids, t.Parents()...)
+		}
 	}
 	t.later(func(ctx context.Context) { e.tellRejected(ctx, way, open, workflow, ids) })
 }

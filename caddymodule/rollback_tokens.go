@@ -94,6 +94,8 @@ func (t *rollbackTokens) Event(ctx context.Context, workflow, id string) (ect.Ev
 		return "", true, nil
 	case err != nil:
 		return "", false, err
+	case graph.NobodysWord(&entry):
+		return "", true, nil
 	}
 	event, _ := ect.ParseEvent(entry.Action)
 	return event, true, nil

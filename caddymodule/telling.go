@@ -190,7 +190,7 @@ func (x *exchange) upstreamErrors(ctx context.Context, answer http.Header) []*ec
 	var errs []*ect.Token
 	for _, raw := range raws {
 		t, err := s.way.verifier.Verify(ctx, raw, ect.Presentation{Now: time.Now(), DAG: s.way.evidence.Graph(s.call.Workflow)})
-		if err != nil || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow || checkEvent(t) != nil {
+		if err != nil || !t.Proven() || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow || checkEvent(t) != nil {
 			continue
 		}
 		if s.way.graphOnly().CheckTelling(ctx, t, s.tokens.all) != nil {

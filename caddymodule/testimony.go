@@ -85,6 +85,9 @@ func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slo
 	if way.verifier, err = t.verifier(i.Name, own, sources...); err != nil {
 		return nil, fmt.Errorf("agent_guard: trust: %w", err)
 	}
+	if t.minLevel() == ect.L1 {
+		told.AcceptUnsigned()
+	}
 	way.ledgerFirst = t.minLevel() == ect.L3
 	return way, nil
 }

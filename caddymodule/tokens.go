@@ -34,12 +34,13 @@ type presented struct {
 	asked *breaker.View
 }
 
-// issuer is the caller that the tokens speak of; empty without one.
+// issuer is the caller that the tokens prove; empty without one. A token that nobody is
+// proven to have issued names nobody (P3).
 func (p *presented) issuer() string {
 	if len(p.own) == 0 {
 		return ""
 	}
-	return p.own[0].Issuer()
+	return p.own[0].Author()
 }
 
 // workflow is that of the tokens; empty where none of them names one.
@@ -157,7 +158,9 @@ func (t *testimony) sort(r *http.Request, p presented) (presented, error) {
 		if err != nil {
 			return presented{}, err
 		}
-		p.asked = p.asked.And(asked)
+		if token.Proven() { // nobody asks by any other
+			p.asked = p.asked.And(asked)
+		}
 		if w := p.workflow(); token.Workflow() != "" && token.Workflow() != w {
 			return presented{}, &ect.Error{Code: ect.CodeWorkflow}
 		}
@@ -165,7 +168,7 @@ func (t *testimony) sort(r *http.Request, p presented) (presented, error) {
 		if parent {
 			continue
 		}
-		p.leaves = append(p.leaves, token.ID())
+		p.leaves = append(p.leaves, token.NodeID())
 		if t.witness.Issued(token) {
 			// Handed on by who got it with a call. Whatever its signature says, what
 			// the ledger does not hold was not told by this gateway.
@@ -178,7 +181,7 @@ func (t *testimony) sort(r *http.Request, p presented) (presented, error) {
 			}
 			continue
 		}
-		if len(p.own) > 0 && p.issuer() != token.Issuer() {
+		if len(p.own) > 0 && p.own[0].Issuer() != token.Issuer() {
 			return presented{}, &ect.Error{Code: ect.CodeIssuer} // whoever sends it is one caller
 		}
 		p.own = append(p.own, token)
@@ -201,7 +204,7 @@ func (t *testimony) late(r *http.Request, raws []string, refused error) []*ect.T
 	}
 	all := make([]*ect.Token, 0, len(raws))
 	for _, raw := range raws {
-		token, err := t.verifier.VerifyStored(r.Context(), raw)
+		token, err := t.verifier.VerifyAgain(r.Context(), raw, peer(r))
 		if err != nil {
 			return nil
 		}
@@ -270,16 +273,17 @@ func (p *presented) executionID() string {
 	return evidence.JointID(ids)
 }
 
-// peer is who the connection has proven to be at the other end: a URI, as workload
-// certificates have one.
+// peer is who the connection has proven to be at the other end: the SPIFFE ID of a
+// verified certificate, which has exactly one URI then (X509-SVID, section 2).
 func peer(r *http.Request) string {
 	if r.TLS == nil || len(r.TLS.VerifiedChains) == 0 {
 		return ""
 	}
-	for _, uri := range r.TLS.VerifiedChains[0][0].URIs {
-		return uri.String()
+	uris := r.TLS.VerifiedChains[0][0].URIs
+	if len(uris) != 1 || uris[0].Scheme != "spiffe" {
+		return ""
 	}
-	return ""
+	return uris[0].String()
 }
 
 // refusedToken makes a problem of what went wrong with a token.

@@ -32,8 +32,9 @@ type Trust struct {
 	// gateway's own keys must be among them. Default: `ES256`, and the gateway's.
 	Algorithms []string `json:"algorithms,omitempty"`
 
-	// `L1` accepts tokens without a signature too; only where the connection itself
-	// proves who sends them. `L3` accepts a signed token once it stands in the gateway's
+	// `L1` accepts tokens without a signature too. They are recorded as evidence, and name
+	// and allow nobody, unless a verified client certificate has their issuer as its SPIFFE
+	// ID. `L3` accepts a signed token once it stands in the gateway's
 	// ledger, and can be proven to: no request goes on before that, and after 5 s without
 	// it the request gets 503. Tokens in answers to probes are not recorded. It excludes
 	// `allow_partial`. Default: `L2`.
@@ -108,6 +109,11 @@ func (t *Trust) provision(own string, logger *zap.Logger) error {
 	}
 	if err := t.checkLevel(); err != nil {
 		return err
+	}
+	if t.minLevel() == ect.L1 {
+		logger.Warn("`min_level L1` accepts tokens without a signature: anybody can write them. They are recorded as evidence, and name "+
+			"nobody unless a client certificate of the connection has their issuer as its SPIFFE ID; leave it out where agents can sign",
+			zap.String("min_level", t.MinLevel))
 	}
 	_, err := t.verifier("urn:agent-guard:check", []string{own}, t.sources...)
 	return err

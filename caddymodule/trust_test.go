@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
 )
 
 // Level L3 needs a ledger with every parent in it: what takes that away is refused, and
@@ -35,6 +37,20 @@ func TestMaxParentsIsWhatTheLedgerTakes(t *testing.T) {
 		err := trust.provision("ES256", zap.NewNop())
 		if (err == nil) != ok || err != nil && !strings.Contains(err.Error(), "max_parents") {
 			t.Errorf("max_parents %d: %v", most, err)
+		}
+	}
+}
+
+// Level L1 takes what anybody can have written: whoever configures that is told.
+func TestLevel1Warns(t *testing.T) {
+	for level, warnings := range map[string]int{"L1": 1, "l1": 1, "": 0, "L2": 0} {
+		core, logs := observer.New(zapcore.WarnLevel)
+		trust := Trust{Keys: []KeySource{{URL: "http://localhost:1/jwks"}}, MinLevel: level}
+		if err := trust.provision("ES256", zap.New(core)); err != nil {
+			t.Fatal(err)
+		}
+		if got := logs.FilterMessageSnippet("min_level L1").Len(); got != warnings {
+			t.Errorf("level %q: %d warnings, want %d", level, got, warnings)
 		}
 	}
 }

@@ -55,7 +55,7 @@ func (g *gateway) proves(a *agent, token *ect.Token) {
 // from the outbox.
 func isMove(batch []store.Write) bool {
 	for i := range batch {
-		if batch[i].Delete && batch[i].Key[0] == 'l' {
+		if key := batch[i].Key; batch[i].Delete && key[0] == 'l' && key[1] == 'o' {
 			return true
 		}
 	}

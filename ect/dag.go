@@ -9,14 +9,14 @@ import (
 // DAG finds recorded tokens by their id.
 type DAG interface {
 	// Nodes gives all that are recorded under the id, in whatever workflow; none is
-	// no error.
+	// no error. Where there is none, it may give those of the id's UnprovenID.
 	Nodes(ctx context.Context, id string) ([]Node, error)
 }
 
 // Node is what the graph knows of a recorded token.
 type Node struct {
-	// ID and Workflow are jti and wid, in lower case. An id is unique within its
-	// workflow.
+	// ID and Workflow are jti, or the NodeID, and wid, in lower case. An id is unique
+	// within its workflow.
 	ID, Workflow string
 	// IssuedAt is iat.
 	IssuedAt time.Time
@@ -39,7 +39,7 @@ type Node struct {
 func (t *Token) Node() Node {
 	decision, _ := t.Ext().Text("pol_decision")
 	n := Node{
-		ID: t.id, Workflow: t.workflow, IssuedAt: t.IssuedAt(), Parents: t.Parents(), Level: t.level,
+		ID: t.NodeID(), Workflow: t.workflow, IssuedAt: t.IssuedAt(), Parents: t.Parents(), Level: t.level,
 		Digest: t.Digest(), Decision: decision,
 	}
 	if t.lineage.whole {
@@ -112,7 +112,7 @@ func (i inline) Nodes(ctx context.Context, id string) ([]Node, error) {
 		return nil, err
 	}
 	for _, t := range i.tokens {
-		if t.id != id {
+		if t.id != id && t.NodeID() != id {
 			continue
 		}
 		n := t.Node()
@@ -143,12 +143,19 @@ type nodeKey struct{ id, workflow string }
 func (w *walker) check(ctx context.Context) error {
 	t := w.token
 	own, err := w.dag.Nodes(ctx, t.id)
+	if err == nil && !t.proven {
+		var apart []Node
+		apart, err = w.dag.Nodes(ctx, t.NodeID())
+		own = append(own[:len(own):len(own)], apart...)
+	}
 	if err != nil {
 		return unavailable(err)
 	}
 	for _, n := range own {
+		// What stands apart is not in the way of a token that is its issuer's.
+		known := sameScope(t.id, t.workflow, n.ID, n.Workflow) || sameScope(t.NodeID(), t.workflow, n.ID, n.Workflow)
 		// The same bytes are a retry, which whoever records ids settles.
-		if sameScope(t.id, t.workflow, n.ID, n.Workflow) && n.Digest != t.Digest() {
+		if known && n.Digest != t.Digest() {
 			return refuse(CodeReplayed)
 		}
 	}
@@ -207,7 +214,7 @@ func (w *walker) parent(ctx context.Context, id string) (Node, error) {
 	if len(nodes) == 0 {
 		return Node{}, errNoParent
 	}
-	if n, ok := inWorkflow(nodes, w.token.workflow); ok {
+	if n, ok := inWorkflow(nodes, id, w.token.workflow); ok {
 		return n, nil
 	}
 	if w.token.workflow == "" || w.v.p.CrossWorkflow {
@@ -216,16 +223,21 @@ func (w *walker) parent(ctx context.Context, id string) (Node, error) {
 	return Node{}, &Error{Code: CodeParentUnknown, err: ErrOtherWorkflow}
 }
 
-// inWorkflow is the node of the workflow, or else the one that has none.
-func inWorkflow(nodes []Node, workflow string) (Node, bool) {
+// inWorkflow is the node of the workflow, or else the one that has none. What only stands
+// for the id, as nobody is proven to have issued it, comes last.
+func inWorkflow(nodes []Node, id, workflow string) (found Node, ok bool) {
 	for _, want := range []string{workflow, ""} {
 		for _, n := range nodes {
-			if n.Workflow == want {
+			switch {
+			case n.Workflow != want:
+			case n.ID == id:
 				return n, true
+			case !ok:
+				found, ok = n, true
 			}
 		}
 	}
-	return Node{}, false
+	return found, ok
 }
 
 // checkParent holds what one parent must be.
@@ -310,7 +322,7 @@ func (w *walker) up(ctx context.Context, n Node, id string) error {
 		w.whole = w.whole && !w.v.p.AllowPartial
 		return nil
 	}
-	parent, ok := inWorkflow(nodes, n.Workflow)
+	parent, ok := inWorkflow(nodes, id, n.Workflow)
 	if !ok {
 		parent = nodes[0]
 	}

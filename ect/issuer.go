@@ -215,7 +215,7 @@ func (i *Issuer) Sign(d *Draft) (*Token, error) {
 		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}
 	b = enc.AppendEncode(append(b, '.'), signature)
-	return &Token{content: d.content, raw: string(b), level: L2, key: signer.key}, nil
+	return &Token{content: d.content, raw: string(b), level: L2, key: signer.key, proven: true}, nil
 }
 
 // Issue makes the draft and signs it.

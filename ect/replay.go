@@ -51,15 +51,15 @@ func (c *ReplayCache) Add(_ context.Context, t *Token, now, until time.Time) (bo
 	for len(c.due) > 0 && now.After(c.due[0].until) {
 		c.forget(heap.Pop(&c.due).(*replayEntry))
 	}
-	for _, other := range c.byID[t.id] {
-		if sameScope(t.id, t.workflow, other.id, other.workflow) {
+	for _, other := range c.byID[t.NodeID()] {
+		if sameScope(t.NodeID(), t.workflow, other.id, other.workflow) {
 			return false, nil
 		}
 	}
 	if len(c.due) >= c.size {
 		return false, unavailable(errReplaysFull)
 	}
-	e := &replayEntry{t.id, t.workflow, until}
+	e := &replayEntry{t.NodeID(), t.workflow, until}
 	c.byID[e.id] = append(c.byID[e.id], e)
 	heap.Push(&c.due, e)
 	return true, nil

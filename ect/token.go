@@ -8,6 +8,7 @@ type Token struct {
 	raw     string
 	level   Level
 	key     *Key
+	proven  bool
 	lineage Lineage
 }
 
@@ -19,6 +20,29 @@ func (t *Token) Level() Level { return t.level }
 
 // Key is the key that the signature holds under; nil for a token of level L1.
 func (t *Token) Key() *Key { return t.key }
+
+// Proven reports that the token is its issuer's: its signature holds, or, without one, the
+// transport has proven to be the issuer's. Any other says of itself what it likes: it is
+// evidence of what was sent, and nobody's word.
+func (t *Token) Proven() bool { return t.proven }
+
+// Author is whose token it is, as far as that is proven; empty for nobody. Whatever is
+// granted for a token is granted to its author.
+func (t *Token) Author() string {
+	if !t.proven {
+		return ""
+	}
+	return t.issuer
+}
+
+// NodeID is the id under which the graph knows the token: its own. One that nobody is
+// proven to have issued stands apart, or anybody could use up the ids of others' tokens.
+func (t *Token) NodeID() string {
+	if t.proven {
+		return t.id
+	}
+	return UnprovenID(t.id)
+}
 
 // Lineage is what was found out about the ancestors.
 func (t *Token) Lineage() Lineage { return t.lineage }

@@ -1,6 +1,20 @@
 package ect
 
-import "strings"
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"strings"
+)
+
+// UnprovenID is the NodeID of a token with this id that nobody is proven to have issued:
+// a UUID of version 8. For no id can one be found that leads to it.
+func UnprovenID(id string) string {
+	sum := sha256.Sum256([]byte("unproven ECT\x00" + id))
+	b := sum[:16]
+	b[6], b[8] = b[6]&0x0f|0x80, b[8]&0x3f|0x80
+	v := hex.EncodeToString(b)
+	return v[:8] + "-" + v[8:12] + "-" + v[12:16] + "-" + v[16:20] + "-" + v[20:]
+}
 
 // Nil and max are no ids: RFC 9562 gives them to nobody.
 const (

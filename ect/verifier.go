@@ -12,8 +12,9 @@ import (
 type Presentation struct {
 	// Now is the time by which it is judged.
 	Now time.Time
-	// Peer is who the transport has proven to be at the other end. The iss of a token
-	// of level L1 is held against it; there, nothing else speaks for it.
+	// Peer is who the transport has proven to be at the other end; empty for nobody. The
+	// iss of a token of level L1 is held against it; there, nothing else speaks for it.
+	// Where there is no peer such a token is not proven to be anybody's.
 	Peer string
 	// DAG finds the tokens that are recorded. Without, parents are not looked up, and
 	// the Lineage says so.
@@ -113,9 +114,32 @@ func parentsFirst(tokens []*Token) []*Token {
 
 // VerifyStored verifies a token that was recorded: its form, signature, issuer and
 // audience, also under keys that were replaced since, but neither its age nor whether
-// it was seen before.
+// it was seen before. One of level L1 is nobody's: whose connection it came over is not
+// in it.
 func (v *Verifier) VerifyStored(ctx context.Context, raw string) (*Token, error) {
 	return v.open(ctx, raw, nil)
+}
+
+// VerifyAgain is VerifyStored for a token that somebody presents once more; peer is who
+// the transport has proven that to be.
+func (v *Verifier) VerifyAgain(ctx context.Context, raw, peer string) (*Token, error) {
+	t, err := v.open(ctx, raw, nil)
+	if err == nil && t.level == L1 {
+		err = t.provenBy(peer)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+// provenBy holds an unsigned token against who is at the other end.
+func (t *Token) provenBy(peer string) error {
+	if t.issuer != "" && peer != "" && t.issuer != peer {
+		return refuse(CodeIssuer)
+	}
+	t.proven = t.issuer != "" && t.issuer == peer
+	return nil
 }
 
 // open takes the steps that need nothing but the token and the keys. Without a
@@ -160,7 +184,7 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 	if err := v.checkRest(&o.claims, p); err != nil {
 		return nil, err
 	}
-	return &Token{content: o.claims.content, raw: raw, level: L2, key: o.key}, nil
+	return &Token{content: o.claims.content, raw: raw, level: L2, key: o.key, proven: true}, nil
 }
 
 // openUnsigned reads level L1: JSON in base64url. What has three parts, or any dot, is
@@ -178,10 +202,13 @@ func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
 	if err != nil {
 		return nil, err
 	}
-	if claims.issuer != "" {
-		foreign := p != nil && p.Peer != "" && p.Peer != claims.issuer
-		if foreign || !validIdentity(claims.issuer) {
-			return nil, refuse(CodeIssuer)
+	t := &Token{content: claims.content, raw: raw, level: L1}
+	if claims.issuer != "" && !validIdentity(claims.issuer) {
+		return nil, refuse(CodeIssuer)
+	}
+	if p != nil {
+		if err := t.provenBy(p.Peer); err != nil {
+			return nil, err
 		}
 	}
 	if claims.faulty(CodeIssuer) {
@@ -195,7 +222,7 @@ func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
 	if err := v.checkRest(&claims, p); err != nil {
 		return nil, err
 	}
-	return &Token{content: claims.content, raw: raw, level: L1}, nil
+	return t, nil
 }
 
 func (v *Verifier) checkAudience(c *claimSet) error {

@@ -401,6 +401,55 @@ func TestLevels(t *testing.T) {
 	check(l1, a.send(t, none, figure()), "", ect.CodeAlgorithm)
 }
 
+// Whose a token of level L1 is, the connection alone can prove; what it says of itself
+// names nobody, and stands under no id of somebody's.
+func TestAuthor(t *testing.T) {
+	a := newAgent(t, "k", "ES256")
+	v := verifier(t, parseSet(t, clinical, a.jwk(t, nil)), func(p *ect.Policy) { p.MinLevel = ect.L1 })
+	signed := a.send(t, a.header(), figure())
+	unsigned := strings.Split(signed, ".")[1]
+	nameless := strings.Split(a.send(t, a.header(), with(map[string]any{"iss": nil})), ".")[1]
+	seen := map[string]string{}
+	for _, c := range []struct {
+		raw, peer, want string
+	}{
+		{signed, "", clinical},
+		{signed, "spiffe://example.com/gateway", clinical},
+		{unsigned, clinical, clinical},
+		{unsigned, "", ""},
+		{nameless, "", ""},
+		{nameless, clinical, ""},
+	} {
+		token, err := v.Verify(t.Context(), c.raw, ect.Presentation{Now: at, Peer: c.peer})
+		if err != nil {
+			t.Fatal(err)
+		}
+		again, err := v.VerifyAgain(t.Context(), c.raw, c.peer)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, token := range []*ect.Token{token, again} {
+			if token.Author() != c.want || token.Proven() != (c.want != "") {
+				t.Errorf("from %q it is %q's (proven: %v), want %q", c.peer, token.Author(), token.Proven(), c.want)
+			}
+			apart := token.NodeID() == ect.UnprovenID(token.ID())
+			if apart == token.Proven() || !apart && token.NodeID() != token.ID() || token.Node().ID != token.NodeID() {
+				t.Errorf("proven: %v, and it stands under %s", token.Proven(), token.NodeID())
+			}
+			if other, met := seen[token.NodeID()]; met && other != c.want {
+				t.Errorf("%s is of %q and %q", token.NodeID(), other, c.want)
+			}
+			seen[token.NodeID()] = c.want
+		}
+	}
+	_, err := v.VerifyAgain(t.Context(), unsigned, "spiffe://example.com/agent/x")
+	wantCode(t, err, ect.CodeIssuer)
+	stored, err := v.VerifyStored(t.Context(), unsigned)
+	if err != nil || stored.Proven() {
+		t.Errorf("a record without a signature is proven: %v", err)
+	}
+}
+
 // book is a ledger that can fail.
 type book struct {
 	appended []string

@@ -133,7 +133,7 @@ func (e *Evidence) landed(ctx context.Context, key []byte) error {
 // receipt of each can be had.
 func (e *Evidence) Proven(ctx context.Context, tokens []*ect.Token) error {
 	for _, t := range tokens {
-		if err := e.ProvenID(ctx, t.Workflow(), t.ID()); err != nil {
+		if err := e.ProvenID(ctx, t.Workflow(), t.NodeID()); err != nil {
 			return err
 		}
 	}

@@ -53,6 +53,8 @@ type Evidence struct {
 	seen   *recent[*ect.Token] // presented, and not recorded
 	uses   *uses
 	names  names
+	// unsigned: tokens may be known that nobody is proven to have issued.
+	unsigned atomic.Bool
 }
 
 // Open opens the ledger in the store, or begins one. ledger.ErrTampered says that what

@@ -51,7 +51,7 @@ func (r *recent[T]) find(workflow, id string) (T, bool) {
 // them as parents, and then they are recorded with it.
 func (e *Evidence) Seen(tokens []*ect.Token) {
 	for _, t := range tokens {
-		e.seen.add(scope{t.Workflow(), t.ID()}, t)
+		e.seen.add(scope{t.Workflow(), t.NodeID()}, t)
 	}
 }
 
@@ -61,17 +61,24 @@ func (e *Evidence) Seen(tokens []*ect.Token) {
 func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
 	known := make(map[scope]bool, len(tokens)+limit)
 	for _, t := range tokens {
-		known[scope{t.Workflow(), t.ID()}] = true
+		known[scope{t.Workflow(), t.NodeID()}] = true
 	}
 	var near []*ect.Token
 	for todo := slices.Clone(tokens); len(todo) > 0; todo = todo[1:] {
 		for _, id := range todo[0].Parents() {
 			for _, workflow := range scopes(todo[0].Workflow()) {
 				name := scope{workflow, id}
-				if _, recorded := e.recent.find(name.workflow, name.id); recorded || known[name] {
+				if e.settled(name) || known[name] {
 					break
 				}
 				parent, ok := e.seen.find(name.workflow, name.id)
+				if !ok && e.unsigned.Load() {
+					name.id = ect.UnprovenID(id)
+					if e.settled(name) || known[name] {
+						break
+					}
+					parent, ok = e.seen.find(name.workflow, name.id)
+				}
 				if !ok {
 					continue
 				}
@@ -84,6 +91,12 @@ func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
 		}
 	}
 	return parentsFirst(near)
+}
+
+// settled reports whether a token is remembered as recorded.
+func (e *Evidence) settled(name scope) bool {
+	_, recorded := e.recent.find(name.workflow, name.id)
+	return recorded
 }
 
 // scopes are the workflows that a parent of a token can be of: its own, or none.
@@ -108,7 +121,7 @@ func (e *Evidence) Presented(ctx context.Context, workflow, id string, limit int
 	var all []*ect.Token
 	for _, t := range append(e.Unrecorded([]*ect.Token{t}, limit), t) {
 		// What was recorded long ago is remembered no more.
-		told, err := e.Told(ctx, t.Workflow(), t.ID())
+		told, err := e.Told(ctx, t.Workflow(), t.NodeID())
 		if err != nil {
 			return nil, err
 		}
@@ -144,12 +157,35 @@ func parentsFirst(tokens []*ect.Token) []*ect.Token {
 // Holds looks up in the ledger how a token stands: Same is recorded, Other says that
 // another one has its id.
 func (e *Evidence) Holds(ctx context.Context, t *ect.Token) (Standing, error) {
-	n, ok, err := e.find(ctx, t.Workflow(), t.ID())
-	if err != nil || !ok {
+	n, ok, err := e.find(ctx, t.Workflow(), t.NodeID())
+	if err != nil {
 		return Unused, err
+	}
+	if !ok {
+		return e.elsewhere(ctx, t)
 	}
 	if n.Digest == t.Digest() {
 		return Same, nil
+	}
+	return Other, nil
+}
+
+// elsewhere is Other where a token is recorded that has the id, and one of the two has no
+// workflow: an id without one is taken anywhere.
+func (e *Evidence) elsewhere(ctx context.Context, t *ect.Token) (Standing, error) {
+	waits, cancel := context.WithTimeout(ctx, placeTime)
+	defer cancel()
+	taken := false
+	var err error
+	if t.Workflow() != "" {
+		_, taken, err = e.find(waits, "", t.NodeID())
+	} else {
+		var entries []ledger.Entry
+		entries, err = e.log.FindRecorded(waits, t.NodeID())
+		taken = slices.ContainsFunc(entries, func(e ledger.Entry) bool { return e.Workflow != "" })
+	}
+	if err != nil || !taken {
+		return Unused, err
 	}
 	return Other, nil
 }
@@ -162,6 +198,10 @@ type graph struct {
 	// id is taken in its workflow only.
 	own string
 }
+
+// AcceptUnsigned says that tokens may be known that nobody is proven to have issued: they
+// are looked for from now on.
+func (e *Evidence) AcceptUnsigned() { e.unsigned.Store(true) }
 
 // Graph finds recorded tokens for those of a workflow; "" is none.
 func (e *Evidence) Graph(workflow string) ect.DAG { return graph{e: e, workflow: workflow} }
@@ -189,8 +229,17 @@ func (u *unread) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	return u.as.Nodes(ctx, id)
 }
 
-// Nodes implements ect.DAG.
+// Nodes implements ect.DAG. Where nothing else stands under an id, what nobody is proven
+// to have issued does.
 func (g graph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
+	nodes, err := g.nodes(ctx, id)
+	if err == nil && len(nodes) == 0 && g.e.unsigned.Load() {
+		return g.nodes(ctx, ect.UnprovenID(id))
+	}
+	return nodes, err
+}
+
+func (g graph) nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	if n, ok := g.e.recent.find(g.workflow, id); ok {
 		return []ect.Node{n}, nil
 	}
@@ -212,8 +261,10 @@ func (g graph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	case g.workflow != "" && id == g.own:
 		return nil, nil
 	}
-	entries, err := g.e.log.Find(ctx, id)
-	if err != nil && !errors.Is(err, ledger.ErrNotFound) {
+	waits, cancel := context.WithTimeout(ctx, placeTime)
+	entries, err := g.e.log.FindRecorded(waits, id)
+	cancel()
+	if err != nil {
 		return nil, err
 	}
 	nodes := make([]ect.Node, 0, len(entries))

@@ -50,8 +50,8 @@ func eventOf(token *ect.Token, keep time.Time) ledger.Event {
 			keep = until
 		}
 	}
-	return ledger.Event{
-		ID: token.ID(), Workflow: token.Workflow(), Action: token.Action(), Issuer: token.Issuer(), Parents: token.Parents(),
+	return ledger.Event{ // P3: without an issuer where nobody is proven to have issued it
+		ID: token.NodeID(), Workflow: token.Workflow(), Action: token.Action(), Issuer: token.Author(), Parents: token.Parents(),
 		Time: token.IssuedAt(), KeepUntil: keep, Payload: []byte(token.Raw()),
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -32,7 +33,7 @@ const (
 const clockMargin = time.Hour
 
 func (e *Evidence) usedKey(t *ect.Token) []byte {
-	hash := e.sealer.Index("token used", t.Workflow(), t.ID())
+	hash := e.sealer.Index("token used", t.Workflow(), t.NodeID())
 	return append(append(make([]byte, 0, 1+hashed), spaceUsed), hash[:hashed]...)
 }
 
@@ -75,7 +76,7 @@ func (u used) standing(t *ect.Token, use Use) Standing {
 func (e *Evidence) Recorded(ctx context.Context, t *ect.Token, use Use) (Standing, error) {
 	item, err := e.store.Get(ctx, e.usedKey(t))
 	if errors.Is(err, store.ErrNotFound) {
-		return Unused, nil
+		return e.elsewhere(ctx, t) // what was used is recorded
 	}
 	if err != nil {
 		return Unused, err
@@ -106,41 +107,69 @@ func (e *Evidence) Forget(t *ect.Token, use Use) { e.uses.forget(t, use) }
 const maxUses = 500_000
 
 type used struct {
-	digest [sha256.Size]byte
-	use    Use
-	until  time.Time
+	workflow string
+	digest   [sha256.Size]byte
+	use      Use
+	until    time.Time
 }
 
 // uses are the tokens that are being claimed with, and those whose use nobody records.
 type uses struct {
 	mu    sync.Mutex
 	most  int
-	m     map[scope]used
+	count int
+	m     map[string][]used // by id: of one workflow each, or of one use without any
 	swept time.Time
 }
 
-func newUses(most int) *uses { return &uses{most: most, m: map[scope]used{}} }
+func newUses(most int) *uses { return &uses{most: most, m: map[string][]used{}} }
+
+// before is the use that an id has had in a workflow, or anywhere where one of the two
+// uses has none; nil without one.
+func (u *uses) before(t *ect.Token, now time.Time) *used {
+	all := u.m[t.NodeID()]
+	for i := range all {
+		same := all[i].workflow == t.Workflow() || all[i].workflow == "" || t.Workflow() == ""
+		if same && now.Before(all[i].until) {
+			return &all[i]
+		}
+	}
+	return nil
+}
+
+// drop forgets what uses of an id are gone.
+func (u *uses) drop(id string, gone func(*used) bool) {
+	all := u.m[id]
+	left := slices.DeleteFunc(all, func(v used) bool { return gone(&v) })
+	u.count -= len(all) - len(left)
+	if len(left) == 0 {
+		delete(u.m, id)
+		return
+	}
+	u.m[id] = left
+}
 
 func (u *uses) take(t *ect.Token, use Use, now time.Time) (Standing, error) {
-	name := scope{t.Workflow(), t.ID()}
-	digest := t.Digest()
+	id, digest := t.NodeID(), t.Digest()
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if before, ok := u.m[name]; ok && now.Before(before.until) {
+	if before := u.before(t, now); before != nil {
 		return before.standing(t, use), nil
 	}
-	if len(u.m) >= u.most && !u.sweep(now) {
+	if u.count >= u.most && !u.sweep(now) {
 		// Forgetting one would let it in a second time.
-		return Unused, fmt.Errorf("%w: %d tokens are remembered already", ect.ErrUnavailable, len(u.m))
+		return Unused, fmt.Errorf("%w: %d tokens are remembered already", ect.ErrUnavailable, u.count)
 	}
-	u.m[name] = used{digest, use, t.Expires().Add(ect.Skew + clockMargin)}
+	u.drop(id, func(v *used) bool { return !now.Before(v.until) })
+	u.m[id] = append(u.m[id], used{t.Workflow(), digest, use, t.Expires().Add(ect.Skew + clockMargin)})
+	u.count++
 	return Unused, nil
 }
 
 func (u *uses) look(t *ect.Token, use Use, now time.Time) Standing {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if before, ok := u.m[scope{t.Workflow(), t.ID()}]; ok && now.Before(before.until) {
+	if before := u.before(t, now); before != nil {
 		return before.standing(t, use)
 	}
 	return Unused
@@ -153,19 +182,14 @@ func (u *uses) sweep(now time.Time) bool {
 		return false
 	}
 	u.swept = now
-	for name, before := range u.m {
-		if !now.Before(before.until) {
-			delete(u.m, name)
-		}
+	for id := range u.m {
+		u.drop(id, func(v *used) bool { return !now.Before(v.until) })
 	}
-	return len(u.m) < u.most
+	return u.count < u.most
 }
 
 func (u *uses) forget(t *ect.Token, use Use) {
-	name := scope{t.Workflow(), t.ID()}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if u.m[name].standing(t, use) == Same {
-		delete(u.m, name)
-	}
+	u.drop(t.NodeID(), func(v *used) bool { return v.standing(t, use) == Same })
 }

@@ -37,7 +37,9 @@ func (p *sharing) add(e *ledger.Entry) bool {
 	if p.links == nil {
 		p.links = make(links)
 	}
-	p.links.add(e.ID, e.Parents, p.told(e))
+	if !NobodysWord(e) { // which can name what it likes
+		p.links.add(e.ID, e.Parents, p.told(e))
+	}
 	return false
 }
 

@@ -133,7 +133,7 @@ func (q *question) findCheckpoint(id string, wait time.Duration) (*ledger.Entry,
 		}
 		for i := range all {
 			e := &all[i]
-			if event, _ := ect.ParseEvent(e.Action); event != ect.EventCheckpoint {
+			if event, _ := ect.ParseEvent(e.Action); event != ect.EventCheckpoint || NobodysWord(e) {
 				continue
 			}
 			may, err := q.mayRead(q.r.Context(), e, q.who)

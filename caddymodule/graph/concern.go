@@ -86,7 +86,7 @@ func (p *parts) of(issuer string) share {
 //
 // A refusal is an *ect.Error, and the same whether something is foreign or unknown (P3).
 func (s *Server) CheckTelling(ctx context.Context, t *ect.Token, along []*ect.Token) error {
-	if !tells(t.Event()) || t.Workflow() == "" {
+	if !tells(t.Event()) || t.Workflow() == "" || !t.Proven() { // what is nobody's word counts for nothing
 		return nil
 	}
 	ask := concern{Server: s, t: t, along: slices.DeleteFunc(slices.Clone(along), func(o *ect.Token) bool {
@@ -123,7 +123,7 @@ type concern struct {
 
 func (c *concern) has(ctx context.Context, id string) (bool, error) {
 	for _, o := range c.along {
-		if o.ID() == id && (o.Issuer() == c.t.Issuer() || slices.Contains(o.Audience(), c.t.Issuer())) {
+		if o.Proven() && o.ID() == id && (o.Issuer() == c.t.Issuer() || slices.Contains(o.Audience(), c.t.Issuer())) {
 			return true, nil
 		}
 	}
@@ -138,7 +138,7 @@ func (c *concern) has(ctx context.Context, id string) (bool, error) {
 		case err != nil:
 			return false, err
 		}
-		if e.Issuer == c.t.Issuer() || slices.Contains(audienceOf(&e), c.t.Issuer()) {
+		if e.Issuer == c.t.Issuer() || !NobodysWord(&e) && slices.Contains(audienceOf(&e), c.t.Issuer()) {
 			return true, nil
 		}
 		break
@@ -158,10 +158,14 @@ func (c *concern) read(ctx context.Context) (share, error) {
 	}
 	p := newParts()
 	for _, o := range c.along {
-		p.add(o.ID(), o.Issuer(), o.Parents(), tells(o.Event()))
+		if o.Proven() {
+			p.add(o.ID(), o.Issuer(), o.Parents(), tells(o.Event()))
+		}
 	}
 	_, err := c.each(ctx, c.t.Workflow(), func(e *ledger.Entry) bool {
-		p.add(e.ID, e.Issuer, e.Parents, c.told(e))
+		if !NobodysWord(e) {
+			p.add(e.ID, e.Issuer, e.Parents, c.told(e))
+		}
 		return false
 	})
 	part := p.of(c.t.Issuer())
@@ -201,6 +205,9 @@ func markStrangers(records []workflow.Record, audience func(id string) ([]string
 			continue
 		}
 		issuers[r.ID] = r.Issuer
+		if r.Issuer == "" {
+			continue // nobody's word, as NobodysWord says of entries
+		}
 		p.add(r.ID, r.Issuer, r.Parents, tells(ect.Event(r.Event)) && !r.Own)
 	}
 	for i := range records {
@@ -213,6 +220,10 @@ func markStrangers(records []workflow.Record, audience func(id string) ([]string
 			part := p.of(r.Issuer)
 			if !there || issuer == r.Issuer || part.has(id) {
 				continue
+			}
+			if issuer == "" {
+				r.Stranger = true
+				break
 			}
 			named, err := audience(id)
 			if err != nil {

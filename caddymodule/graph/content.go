@@ -58,6 +58,13 @@ func CallerOf(e *ledger.Entry) (caller [16]byte) {
 // recordOf is an entry as the graph reads it.
 func (s *Server) recordOf(e *ledger.Entry) workflow.Record { return recordOf(e, s.own(e)) }
 
+// NobodysWord reports whether an entry is a token that nobody is proven to have issued
+// (level L1): evidence of what was sent, and no more (ADR 0038).
+func NobodysWord(e *ledger.Entry) bool { return e.Issuer == "" }
+
+// unproven is the event of a token that tells of one and is nobody's word.
+const unproven workflow.Event = "unproven"
+
 // recordOf is an entry as the graph of its workflow reads it. own says that the gateway
 // has issued it.
 func recordOf(e *ledger.Entry, own bool) workflow.Record {
@@ -65,7 +72,10 @@ func recordOf(e *ledger.Entry, own bool) workflow.Record {
 		ID: e.ID, Parents: e.Parents, Action: e.Action, Issuer: e.Issuer, Time: e.Time, Own: own,
 	}
 	event, _ := ect.ParseEvent(e.Action)
-	r.Event = workflow.Event(event)
+	if r.Event = workflow.Event(event); r.Event != "" && NobodysWord(e) {
+		r.Event = unproven // it settles, undoes and ends nothing
+		return r
+	}
 	ext := extOf(e)
 	text := func(m ect.Member) string {
 		v, _ := ext.Text(m)

@@ -5,6 +5,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/graph"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
@@ -69,7 +70,7 @@ type walk struct {
 // of the nearest agent's token that led to it, else the gateway.
 func (v *Voice) agent(ctx context.Context, b *behind, e *ledger.Entry, parents []*ledger.Entry) (string, error) {
 	if !v.own(e) {
-		return e.Issuer, nil
+		return e.Issuer, nil // which a checkpoint has
 	}
 	w := walk{b: b, from: map[place]place{}, depth: map[place]int{placeOf(e): 0}, begin: time.Now()}
 	var best nearest
@@ -83,6 +84,9 @@ func (v *Voice) agent(ctx context.Context, b *behind, e *ledger.Entry, parents [
 	for far := 1; len(level) > 0 && (best.agent == "" || far < best.far); far++ {
 		var above []*ledger.Entry
 		for _, p := range level {
+			if graph.NobodysWord(p) {
+				continue // nor is what it names
+			}
 			if !v.own(p) {
 				reached(p, p.Issuer, far)
 				continue

@@ -85,7 +85,7 @@ func (v *Voice) target(ctx context.Context, id string) (*ledger.Entry, error) {
 	var found *ledger.Entry
 	for i := range all {
 		e := &all[i]
-		if event, _ := ect.ParseEvent(e.Action); event != ect.EventCheckpoint {
+		if event, _ := ect.ParseEvent(e.Action); event != ect.EventCheckpoint || graph.NobodysWord(e) {
 			continue
 		}
 		first := found == nil || e.Recorded.Before(found.Recorded)

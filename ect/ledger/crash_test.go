@@ -362,7 +362,7 @@ func TestForkRefused(t *testing.T) {
 	if n, err := m.commit(t.Context(), found); n != 0 || err != nil {
 		t.Fatal(n, err)
 	}
-	if after := len(contents(t, mem)); after != before+2 { // the event that waits, and its id
+	if after := len(contents(t, mem)); after != before+3 { // the event that waits, its id, and that a workflow has given it
 		t.Errorf("the refused move left something behind: %d entries, %d before", after, before)
 	}
 	if b.Head().Size != a.Head().Size || stale.Size != 0 {

@@ -23,7 +23,8 @@ const (
 
 // Event is one thing that was decided.
 type Event struct {
-	// ID names the event (jti), once in its workflow.
+	// ID names the event (jti): once in its workflow, and once anywhere where it has none.
+	// Of events that come at the same time the log holds to the second for signed ones.
 	ID string
 	// Workflow is the workflow's id (wid); it may be empty.
 	Workflow string

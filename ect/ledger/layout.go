@@ -22,9 +22,10 @@ import (
 //	l t log level number     a tile of 256 hashes; of level 0 full ones only
 //	l p log number           which entries of that tile of level 0 were pruned, signed
 //	l j id workflow          where the event stands: an account
+//	l g id                   that a workflow has given this id; no value
 //	l w workflow log index   index: a workflow's entries; no value
 //
-// The last two are shared by all logs of a store: what one node recorded is known to
+// The last three are shared by all logs of a store: what one node recorded is known to
 // the others, and an id is taken once.
 const (
 	space         = 'l'
@@ -34,6 +35,7 @@ const (
 	spaceTile     = 't'
 	spacePruned   = 'p'
 	spaceID       = 'j'
+	spaceGiven    = 'g'
 	spaceWorkflow = 'w'
 )
 
@@ -115,6 +117,13 @@ func (s *shelf) idPrefix(id string) []byte {
 func (s *shelf) idKey(workflow, id string) []byte {
 	hash := s.sealer.Index("ledger workflow", workflow)
 	return append(s.idPrefix(id), hash[:workflowHash]...)
+}
+
+// givenKey is where an id stands that a workflow has given, whichever that is.
+func (s *shelf) givenKey(id string) []byte {
+	key := s.idPrefix(id)
+	key[1] = spaceGiven
+	return key
 }
 
 func (s *shelf) workflowPrefix(workflow string) []byte {

@@ -38,15 +38,13 @@ func (l *Log) Record(events ...Event) (*Pending, error) {
 			return nil, fmt.Errorf("%w: unsigned, and the log has no signer", ErrInvalid)
 		}
 	}
-	p := &Pending{l: l, writes: make([]store.Write, 0, 2*len(events))}
+	p := &Pending{l: l, writes: make([]store.Write, 0, 4*len(events))}
 	for i := range events {
 		e := new(events[i])
 		id := l.idKey(e.Workflow, e.ID)
-		for j := range p.writes {
-			if bytes.Equal(p.writes[j].Key, id) {
-				p.abandon()
-				return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
-			}
+		if p.has(id) != nil {
+			p.abandon()
+			return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
 		}
 		number, err := l.queue.open(e)
 		if err != nil {
@@ -62,11 +60,51 @@ func (l *Log) Record(events ...Event) (*Pending, error) {
 			store.Write{Key: id, If: store.Absent(), Value: where.encode()},
 			store.Write{Key: key, Value: l.sealer.Seal(make([]byte, 0, len(plain)+64), plain, key)},
 		)
+		if !p.guard(e) {
+			p.abandon()
+			return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
+		}
 	}
 	return p, nil
 }
 
-// Writes are the riders, two for each event.
+// guard adds what keeps an id that is given without a workflow from being given in one
+// too, before or after: the key of the other is absent. The ids of unsigned events are the
+// log's own, and nobody knows them before they stand. It reports false where an event that
+// came before in the same commit has the id.
+func (p *Pending) guard(e *Event) bool {
+	if e.Unsigned {
+		return true
+	}
+	given := p.l.givenKey(e.ID)
+	if e.Workflow == "" {
+		return p.add(store.Write{Key: given, If: store.Absent(), Delete: true})
+	}
+	return p.add(store.Write{Key: p.l.idKey("", e.ID), If: store.Absent(), Delete: true}) &&
+		p.add(store.Write{Key: given, Expires: e.KeepUntil})
+}
+
+// add adds a write that may be there already. It reports false where another one is there.
+func (p *Pending) add(w store.Write) bool {
+	there := p.has(w.Key)
+	if there == nil {
+		p.writes = append(p.writes, w)
+		return true
+	}
+	return there.Delete == w.Delete && len(there.Value) == 0
+}
+
+// has is the write under a key; nil without one.
+func (p *Pending) has(key []byte) *store.Write {
+	for i := range p.writes {
+		if bytes.Equal(p.writes[i].Key, key) {
+			return &p.writes[i]
+		}
+	}
+	return nil
+}
+
+// Writes are the riders, two for each event and two more at most for one that is signed.
 func (p *Pending) Writes() []store.Write { return p.writes }
 
 // Done tells the log what came of the commit and wakes the sequencer. It returns err,

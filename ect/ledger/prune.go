@@ -14,7 +14,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// pruneStep is the number of entries of one commit. An entry has three keys, and a
+// pruneStep is the number of entries of one commit. An entry has four keys, and a
 // commit of many would hold up the calls that share its sync.
 const pruneStep = 42
 
@@ -172,7 +172,8 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m marks, version store.V
 	if !last {
 		m.next = 0
 	}
-	batch := make([]store.Write, 0, 1+3*len(step))
+	batch := make([]store.Write, 0, 1+4*len(step))
+	given := make(map[string]bool)
 	for i := range step {
 		e := &step[i]
 		m.set(e.Index)
@@ -184,6 +185,11 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m marks, version store.V
 		)
 		if e.Workflow != "" {
 			batch = append(batch, store.Write{Key: l.workflowKey(e.Workflow, l.id, e.Index), Delete: true})
+			// It is for those that come at once: whoever comes later looks at what stands.
+			if key := l.givenKey(e.ID); e.KeepUntil.IsZero() && !given[string(key)] {
+				given[string(key)] = true
+				batch = append(batch, store.Write{Key: key, Delete: true})
+			}
 		}
 	}
 	value, err := l.vouch(n, &m)

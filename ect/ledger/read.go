@@ -146,6 +146,43 @@ func (l *Log) Find(ctx context.Context, id string) ([]Entry, error) {
 	return all, nil
 }
 
+// FindRecorded is Find with those that have no place in a tree yet, which are waited for.
+func (l *Log) FindRecorded(ctx context.Context, id string) ([]Entry, error) {
+	r := store.Prefix(l.idPrefix(id))
+	r.Limit = MaxFound
+	var keys [][]byte
+	for found, err := range l.store.Scan(ctx, r) {
+		if err != nil {
+			return nil, err
+		}
+		keys = append(keys, found.Key)
+	}
+	var all []Entry
+	for _, key := range keys {
+		e, err := l.wait(ctx, key, func() (e Entry, err error) {
+			found, err := l.store.Get(ctx, key)
+			if errors.Is(err, store.ErrNotFound) {
+				return e, ErrNotFound // it was pruned meanwhile
+			}
+			if err == nil {
+				e, err = l.account(ctx, found.Value)
+			}
+			if err == nil && e.ID != id {
+				err = fmt.Errorf("%w: entry %d is not the one that its id leads to", ErrTampered, e.Index)
+			}
+			return e, err
+		})
+		if errors.Is(err, ErrNotFound) || errors.Is(err, ErrPruned) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, e)
+	}
+	return all, nil
+}
+
 func (l *Log) account(ctx context.Context, value []byte) (Entry, error) {
 	where, ok := decodeAccount(value)
 	switch {
@@ -178,10 +215,14 @@ func (l *Log) shown(ctx context.Context, e *Entry) error {
 // Wait waits until an event that was recorded is in the tree, and returns its entry. The
 // newest head covers it then.
 func (l *Log) Wait(ctx context.Context, workflow, id string) (Entry, error) {
-	key := l.idKey(workflow, id)
+	return l.wait(ctx, l.idKey(workflow, id), func() (Entry, error) { return l.Lookup(ctx, workflow, id) })
+}
+
+// wait looks until what stands under the key of an id has its place.
+func (l *Log) wait(ctx context.Context, key []byte, look func() (Entry, error)) (Entry, error) {
 	for {
 		changed, cancel := l.store.Watch(key)
-		e, err := l.Lookup(ctx, workflow, id)
+		e, err := look()
 		if !errors.Is(err, ErrWaiting) {
 			cancel()
 			if err == nil {
@@ -193,7 +234,7 @@ func (l *Log) Wait(ctx context.Context, workflow, id string) (Entry, error) {
 		case <-changed:
 		case <-l.stopped: // by a close, or because the log was altered
 			cancel()
-			if e, err = l.Lookup(ctx, workflow, id); errors.Is(err, ErrWaiting) {
+			if e, err = look(); errors.Is(err, ErrWaiting) {
 				err = errors.Join(err, l.queue.admit(ctx))
 			}
 			return e, err

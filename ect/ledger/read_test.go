@@ -57,9 +57,7 @@ func TestFind(t *testing.T) {
 	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
 	for n := range MaxFound + 4 {
 		e := testEvent(0)
-		if e.Workflow = fmt.Sprint(n); n == 0 {
-			e.Workflow = ""
-		}
+		e.Workflow = fmt.Sprint(n)
 		if err := l.Append(t.Context(), []Event{e}); err != nil {
 			t.Fatal(err)
 		}
@@ -334,5 +332,37 @@ func TestWaitEnds(t *testing.T) {
 	}
 	if err := l.Close(t.Context()); err != nil {
 		t.Error(err)
+	}
+}
+
+// An id is taken once in its workflow; one without a workflow, once anywhere. Of two that
+// come at once the store lets one through.
+func TestIDsWithoutWorkflow(t *testing.T) {
+	ctx := t.Context()
+	for _, wids := range [][2]string{{"", "w"}, {"w", ""}, {"", ""}, {"w", "w"}, {"w", "v"}} {
+		b := mustOpen(t, testOptions(memory.New(memory.Options{})))
+		events := [2]Event{testEvent(1), testEvent(1)}
+		for i := range events {
+			events[i].Workflow = wids[i]
+		}
+		var pending [2]*Pending
+		for i := range events { // both are on their way before one of them lands
+			var err error
+			if pending[i], err = b.Record(events[i]); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var errs [2]error
+		for i, p := range pending {
+			_, err := b.store.Commit(ctx, p.Writes()...)
+			errs[i] = p.Done(err)
+		}
+		both := wids == [2]string{"w", "v"}
+		if errs[0] != nil || (errs[1] == nil) != both || errs[1] != nil && !errors.Is(errs[1], ErrDuplicate) {
+			t.Errorf("%q: %v", wids, errs)
+		}
+		if _, err := b.Record(events[0], events[1]); err == nil && !both {
+			t.Errorf("%q: both in one commit", wids)
+		}
 	}
 }
