@@ -172,18 +172,22 @@ func TestDefaults(t *testing.T) {
 }
 
 // The manual names every option that the Caddyfile has.
-func TestReadmeListsEveryOption(t *testing.T) {
-	readme, err := os.ReadFile("../README.md")
-	if err != nil {
-		t.Fatal(err)
+func TestManualListsEveryOption(t *testing.T) {
+	var manual []byte
+	for _, page := range []string{"../docs/caddyfile.md", "../docs/rollback.md"} {
+		text, err := os.ReadFile(page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		manual = append(manual, text...)
 	}
 	for block, names := range caddymodule.OptionNames() {
 		if len(names) == 0 {
 			t.Errorf("%s has no options", block)
 		}
 		for _, name := range names {
-			if !strings.Contains(string(readme), "`"+name+"`") {
-				t.Errorf("README.md does not name the option `%s` of %s", name, block)
+			if !strings.Contains(string(manual), "`"+name+"`") {
+				t.Errorf("the manual does not name the option `%s` of %s", name, block)
 			}
 		}
 	}

@@ -1,8 +1,10 @@
 package e2e
 
 import (
+	"encoding/base64"
 	"encoding/json"
 	"os"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
@@ -13,12 +15,21 @@ import (
 
 var readmeBlock = regexp.MustCompile("(?s)<!-- caddyfile: (\\w+) -->\n```\n(.*?)```")
 
-// What the README shows of the Caddyfile can be used as it stands.
+// What the README and the manual show of the Caddyfile can be used as it stands.
 func TestReadmeExamplesLoad(t *testing.T) {
-	readme, err := os.ReadFile("../README.md")
+	pages, err := filepath.Glob("../docs/*.md")
 	if err != nil {
 		t.Fatal(err)
 	}
+	var readme []byte
+	for _, page := range append(pages, "../README.md") {
+		text, err := os.ReadFile(page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		readme = append(readme, text...)
+	}
+	t.Setenv("OPS_SECRET", "whsec_"+base64.StdEncoding.EncodeToString(make([]byte, 32)))
 	around := map[string]string{
 		"whole":  "%",
 		"site":   "http://localhost:8080 {\n%\n}",
