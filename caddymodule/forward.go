@@ -225,9 +225,14 @@ func (x *exchange) judge(f *forwarding) guard.Outcome {
 	}
 	var ruled bool
 	o.Verdict, ruled = x.action.judge(o.Status, rec.Header(), rec.Trailer())
-	if !ruled && o.Verdict == guard.Completed && (x.masked(o.Status) || rec.Refused() && o.Status == http.StatusConflict) {
-		o.Verdict = guard.InDoubt
-		return o
+	if !ruled {
+		o.Verdict = x.unmasked(o.Status, o.Verdict)
+		if o.Verdict == guard.Completed && rec.Refused() && o.Status == http.StatusConflict {
+			o.Verdict = guard.InDoubt
+		}
+		if o.Verdict == guard.InDoubt {
+			return o
+		}
 	}
 	// A refusal says so in its status, however its body ends.
 	if f.unframed && o.Verdict == guard.Completed && x.action.Unframed != unframedComplete {
@@ -246,15 +251,19 @@ func (x *exchange) unanswered() bool {
 
 const upstreamStatus = "http.reverse_proxy.status_code"
 
-// masked reports that a handler behind the guard has put status in the place of one of
-// the upstream's that leaves open whether the call was executed (P6).
-func (x *exchange) masked(status int) bool {
+// unmasked is the verdict where a handler behind the guard may have put status in the place
+// of the upstream's own: what that leaves open stays open (P6), and a refusal that only the
+// handler tells of frees no key (P1).
+func (x *exchange) unmasked(status int, shown guard.Verdict) guard.Verdict {
 	upstream := x.upstreamsOwn()
 	if upstream == 0 || upstream == status {
-		return false
+		return shown
 	}
 	_, retryAfter := replacer(x.r).Get("http.reverse_proxy.header.Retry-After")
-	return x.action.rules.Judge(upstream, retryAfter) == guard.InDoubt
+	if own := x.action.rules.Judge(upstream, retryAfter); own == guard.InDoubt || shown == guard.Released {
+		return own
+	}
+	return shown
 }
 
 // upstreamsOwn is the status of the answer that came from the upstream, whatever handlers

@@ -133,3 +133,33 @@ func TestOutcomeOfMaskedStatus(t *testing.T) {
 		g.call(r).want(t, 202, "", "replayed")
 	}
 }
+
+// P1: a refusal that only a handler tells of frees no key: the upstream has answered, and
+// a retry gets the same answer.
+func TestShownRefusalsReleaseNothing(t *testing.T) {
+	for name, options := range map[string]string{
+		"replace_status":  "@ok status 201\nreplace_status @ok 429",
+		"handle_response": "@ok status 201\nhandle_response @ok {\nrespond \"\" 403\n}",
+	} {
+		u := newUpstream(t)
+		g := start(t, "agent_proxy %s {\n%s\n}", u.addr, options)
+		r := request{path: "/pay", id: "k"}
+		first := g.call(r)
+		if first.status != 429 && first.status != 403 {
+			t.Fatalf("%s: %d %s", name, first.status, first.body)
+		}
+		g.call(r).want(t, first.status, first.body, "replayed")
+		u.arrived("/pay", 1)
+		// What leaves open whether it was executed still does.
+		u.on("/lost", func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(504) })
+		r.path = "/lost"
+		g.call(r)
+		g.call(r).terminal(t, 409, "in-doubt")
+		// And what the upstream has refused is free.
+		u.on("/refused", func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(429) })
+		r.path = "/refused"
+		g.call(r)
+		g.call(r).want(t, 429, "", "executed")
+		u.arrived("/refused", 2)
+	}
+}
