@@ -25,6 +25,8 @@ func delegateSays(a *Answer) note {
 	var document report
 	switch {
 	case len(body) == 0:
+	case repeats(body):
+		says.add(unexpected) // two readers could take it for two results
 	case json.Unmarshal(body, &document) == nil:
 		says.hear(&document)
 	case token(string(body), &document):
@@ -64,6 +66,7 @@ type report struct {
 	Effect json.RawMessage            `json:"effect"`
 	Old    json.RawMessage            `json:"cascade.status"`
 	Ext    map[string]json.RawMessage `json:"ext"`
+	ECTExt map[string]json.RawMessage `json:"ect_ext"` // ext in the other spelling
 }
 
 // saying is what an answer says, so far.
@@ -82,10 +85,18 @@ func (s *saying) hear(r *report) {
 	if string(r.State) == `"executing"` {
 		s.add(pending)
 	}
-	if strings.HasSuffix(r.Action, "rollback_escalated") {
+	switch _, act, prefixed := strings.Cut(r.Action, ":"); {
+	case strings.HasSuffix(r.Action, "rollback_escalated"):
 		s.add(escalated)
+	case r.Action == "error", prefixed && act == "error":
+		s.add(unexpected)
 	}
-	for _, status := range []json.RawMessage{r.Status, r.Old, r.Ext["cascade.status"], r.Ext["atd.status"], r.Ext["aerr.status"]} {
+	statuses, effects := []json.RawMessage{r.Status, r.Old}, []json.RawMessage{r.Effect}
+	for _, ext := range []map[string]json.RawMessage{r.Ext, r.ECTExt} {
+		statuses = append(statuses, ext["cascade.status"], ext["atd.status"], ext["aerr.status"])
+		effects = append(effects, ext["agent_guard.effect"])
+	}
+	for _, status := range statuses {
 		if len(status) == 0 || string(status) == "null" {
 			continue
 		}
@@ -96,7 +107,7 @@ func (s *saying) hear(r *report) {
 		}
 		s.add(meaning(strings.ToLower(text)))
 	}
-	for _, effect := range []json.RawMessage{r.Effect, r.Ext["agent_guard.effect"]} {
+	for _, effect := range effects {
 		s.doubt = s.doubt || string(effect) == `"mixed"` || string(effect) == `"unknown"`
 	}
 }
@@ -126,4 +137,30 @@ func token(raw string, r *report) bool {
 	}
 	b, err := base64.RawURLEncoding.DecodeString(claims)
 	return err == nil && len(b) > 0 && json.Unmarshal(b, r) == nil
+}
+
+// repeats reports that a member of a JSON object stands in it twice, or more than once in
+// different case, which encoding/json takes for the same.
+func repeats(body []byte) bool {
+	d := json.NewDecoder(bytes.NewReader(body))
+	if begin, err := d.Token(); err != nil || begin != json.Delim('{') {
+		return false
+	}
+	seen := map[string]bool{}
+	for d.More() {
+		name, err := d.Token()
+		if err != nil {
+			return false
+		}
+		text, _ := name.(string)
+		if text = strings.ToLower(text); seen[text] {
+			return true
+		}
+		seen[text] = true
+		var value json.RawMessage
+		if d.Decode(&value) != nil {
+			return false
+		}
+	}
+	return false
 }
