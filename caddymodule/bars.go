@@ -24,6 +24,9 @@ func (x *exchange) enter(found guard.Finding) (leave func(), err error) {
 	if x.story.way == nil { // this configuration has no identity, and another one had
 		workflow = evidence.WorkflowID(x.call.Workflow)
 	}
+	if workflow == "" && found.Record != nil && found.Record.Checkpoint != "" {
+		workflow = x.alone(found.Record.Checkpoint)
+	}
 	leave, err = c.Enter(x.r.Context(), workflow, x.led(workflow, found))
 	barred := (*rollback.BarredError)(nil)
 	switch {
@@ -35,6 +38,15 @@ func (x *exchange) enter(found guard.Finding) (leave func(), err error) {
 		return nil, x.problem(problem.WorkflowStopped, "A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
 	}
 	return nil, x.problem(problem.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
+}
+
+// alone stands for the workflow of a call that has none, for its attempts.
+func (x *exchange) alone(checkpoint string) string {
+	root, err := x.engine.vault.Root(x.r.Context(), checkpoint)
+	if err != nil { // it is gone, so that nothing is undone by it either
+		root = checkpoint
+	}
+	return rollback.Alone(root)
 }
 
 // led is what has led to the call: the ids of its parents, of theirs, and so on, the

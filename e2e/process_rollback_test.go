@@ -3,6 +3,8 @@
 package e2e
 
 import (
+	"cmp"
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
@@ -212,4 +214,47 @@ func TestProcessEscalationIsRecorded(t *testing.T) {
 		gateway = site.start(t)
 	}
 	lab.wantEffects("asked /mail")
+}
+
+// P6: a call that is being undone does not run again meanwhile, also where it belongs to no
+// workflow: what it does would stand, and the rollback call it undone.
+func TestProcessRetryDuringTheUndo(t *testing.T) {
+	for _, attempts := range []int{1, 2} {
+		lab := newRestLab(t)
+		site := procNewSite(t, lab.addr)
+		site.app = "identity " + gatewayIdentity
+		site.guard = retried
+		site.start(t)
+		g := site.gateway(t)
+		calling := func(id string) request {
+			body := fmt.Sprintf(`{"id":%q,"amount":7}`, id)
+			return request{path: "/charges", id: id, body: body, header: headers{"Authorization": "Bearer " + procCredential}}
+		}
+		lab.on("POST /charges", attempts, restDoes(http.StatusGatewayTimeout, ""))
+		first := ""
+		for range attempts {
+			first = cmp.Or(first, g.call(calling("ch_1")).header.Get("Execution-Checkpoint"))
+		}
+		hold, id := newGate(t), uuid.NewString()
+		lab.on("POST /refunds", 1, restWaits(hold))
+		site.operate(t, "rollback", first, "--reason", "ordered twice", "--no-wait", "--id", id).says(t)
+		<-hold.arrived
+		if got := g.call(calling("ch_1")); got.slug() != "workflow-paused" {
+			t.Errorf("after %d attempts, during the undo: %d %s", attempts, got.status, got.body)
+		}
+		// Another call of no workflow is none of its business.
+		if got := g.call(calling("ch_2")); got.status != http.StatusCreated {
+			t.Errorf("another call: %d %s", got.status, got.body)
+		}
+		hold.open()
+		procPoll(t, "the end of the rollback", func() bool {
+			return procDocument[rollbackDoc](t, site.operate(t, "rollbacks", id, "-o", "json").says(t)).Status == "completed"
+		})
+		if got := g.call(calling("ch_1")); got.slug() != "rolled-back" {
+			t.Errorf("after %d attempts, when it is undone: %d %s", attempts, got.status, got.body)
+		}
+		lab.wantCharge("ch_1", "refunded")
+		lab.wantCharge("ch_2", "open")
+		lab.arrived("POST /charges", attempts+1)
+	}
 }

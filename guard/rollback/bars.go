@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"iter"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -35,7 +36,7 @@ func (e *BarredError) Error() string {
 // execute"), in this process. They cost a call two looks into a map and no write.
 type bars struct {
 	mu     sync.Mutex
-	up     map[string][]*bar   // by workflow
+	up     map[string][]*bar   // by workflow, or by what Alone makes
 	inside map[*visit]struct{} // calls between their admission and their claim
 }
 
@@ -44,6 +45,7 @@ type bar struct {
 	rollback, workflow string
 	// decided is closed when what stands below is known. Calls of the workflow wait for that.
 	decided chan struct{}
+	alone   bool            // it is about the attempts of one call
 	stops   bool            // everything is kept from beginning
 	ids     map[string]bool // what follows from these is
 	until   time.Time       // of one that stops: when it is forgotten; zero is not yet known
@@ -61,8 +63,9 @@ type visit struct {
 // since a call waits while a rollback of its workflow is being decided about. parents is
 // read only where there is a rollback in the workflow; an error in it is returned.
 //
-// Only what would claim is to be admitted: what is recorded is answered. A call without a
-// workflow is never barred.
+// Only what would claim is to be admitted: what is recorded is answered. Of a call without a
+// workflow only further attempts are barred: workflow is what Alone makes for them, and
+// empty for a first one.
 func (c *Coordinator) Enter(ctx context.Context, workflow string, parents iter.Seq2[string, error]) (leave func(), err error) {
 	if workflow == "" {
 		return func() {}, nil
@@ -91,6 +94,25 @@ func (c *Coordinator) Enter(ctx context.Context, workflow string, parents iter.S
 	}
 }
 
+// Alone stands in the place of a workflow for the attempts of a call that has none, by the
+// checkpoint of the first (checkpoint.Vault.Root).
+func Alone(root string) string { return alonePrefix + root }
+
+const alonePrefix = "\x00" // no workflow begins so
+
+// scope is the workflow of a rollback, or what stands in its place. What the store cannot
+// tell of attempts is left to the checkpoint itself.
+func (c *Coordinator) scope(ctx context.Context, workflow, checkpoint string) string {
+	if workflow != "" {
+		return workflow
+	}
+	root, err := c.o.Vault.Root(ctx, checkpoint)
+	if err != nil {
+		root = checkpoint
+	}
+	return Alone(root)
+}
+
 // barred says whether a call must not begin, or what has to be waited for before that is
 // known.
 func barred(up []*bar, parents iter.Seq2[string, error]) (wait <-chan struct{}, err error) {
@@ -102,8 +124,8 @@ func barred(up []*bar, parents iter.Seq2[string, error]) (wait <-chan struct{}, 
 			wait = one.decided
 			continue
 		}
-		if one.stops {
-			return nil, &BarredError{Rollback: one.rollback, Stopped: true}
+		if one.stops || one.alone {
+			return nil, &BarredError{Rollback: one.rollback, Stopped: one.stops}
 		}
 		narrow = append(narrow, one)
 	}
@@ -151,10 +173,7 @@ func (b *bars) leave(v *visit) {
 // raise holds up new calls of a workflow until the bar is settled or lowered, and returns
 // once those that were inside have left.
 func (b *bars) raise(ctx context.Context, rollback, workflow string) (*bar, error) {
-	one := &bar{rollback: rollback, workflow: workflow, decided: make(chan struct{})}
-	if workflow == "" {
-		return one, nil
-	}
+	one := newBar(rollback, workflow)
 	b.put(one)
 	for _, left := range b.visitors(workflow) {
 		select {
@@ -165,6 +184,13 @@ func (b *bars) raise(ctx context.Context, rollback, workflow string) (*bar, erro
 		}
 	}
 	return one, nil
+}
+
+func newBar(rollback, workflow string) *bar {
+	return &bar{
+		rollback: rollback, workflow: workflow, decided: make(chan struct{}),
+		alone: strings.HasPrefix(workflow, alonePrefix),
+	}
 }
 
 func (b *bars) put(one *bar) {
@@ -220,7 +246,7 @@ func (one *bar) settle() {
 // keep is what the bar of a rollback keeps from beginning: what follows from its
 // checkpoints, from the actions that these were made for, and from those that it passes.
 func (one *bar) keep(scope plan.Scope, p *plan.Plan) {
-	if one.stops = scope == plan.FullWorkflow; one.stops {
+	if one.stops = scope == plan.FullWorkflow && !one.alone; one.stops || one.alone {
 		return
 	}
 	one.ids = map[string]bool{}
@@ -250,12 +276,19 @@ func (b *bars) lower(one *bar) {
 func (b *bars) ended(h *head, keep time.Duration) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	over := func(one *bar) bool { return one.rollback == h.ID && !one.stops }
+	if h.Workflow == "" { // there are as many as rollbacks under way
+		for workflow := range b.up {
+			b.drop(workflow, over)
+		}
+		return
+	}
 	for _, one := range b.up[h.Workflow] {
 		if one.rollback == h.ID && one.stops {
 			one.until = h.Finished.Add(keep)
 		}
 	}
-	b.drop(h.Workflow, func(one *bar) bool { return one.rollback == h.ID && !one.stops })
+	b.drop(h.Workflow, over)
 }
 
 // forget takes away the stop of a workflow whose rollback is forgotten, with mu held.
@@ -300,10 +333,11 @@ func (c *Coordinator) restore(ctx context.Context, stop bool, entry store.Entry)
 		c.log.Error("a rollback cannot be read; nothing is kept from beginning for it", "error", err)
 		return nil
 	}
-	if err != nil || h.Workflow == "" || stop != h.stops() || !stop && !h.open() {
+	if err != nil || stop != h.stops() || !stop && !h.open() {
 		return err
 	}
-	one := &bar{rollback: h.ID, workflow: h.Workflow, decided: make(chan struct{}), until: entry.Expires}
+	one := newBar(h.ID, c.scope(ctx, h.Workflow, h.Checkpoint))
+	one.until = entry.Expires
 	var p *plan.Plan
 	if !stop {
 		r, err := c.load(ctx, n)
