@@ -11,8 +11,8 @@ import (
 )
 
 // The attempts of one execution have a checkpoint each, and one effect between them. That is
-// undone once (P1): by what is known of the last attempt, and under the mark of the first,
-// which whoever undoes one of them holds.
+// undone once (P1): by what is known of the last attempt, and under the mark and the key of
+// the first, which whoever undoes one of them holds.
 
 // later is the sight of the last attempt of a call that has a later one than s.
 func (c *Coordinator) later(ctx context.Context, s sight, found *guard.Recorded, rollback string) (_ sight, is bool, _ error) {
@@ -50,7 +50,7 @@ func (c *Coordinator) once(ctx context.Context, r *run, id string, s sight) (end
 	case err != nil:
 		return ended{}, err
 	case root == id:
-		return c.send(ctx, r, s, m.Doubt)
+		return c.send(ctx, r, id, s, m.Doubt)
 	case damaged:
 		return failed(reasonTampered), nil
 	case m.State == checkpoint.Undone:
@@ -65,7 +65,7 @@ func (c *Coordinator) once(ctx context.Context, r *run, id string, s sight) (end
 			return ended{}, fmt.Errorf("%w: %w", ErrStore, err) // look again
 		}
 	}
-	e, err := c.send(ctx, r, s, m.Doubt)
+	e, err := c.send(ctx, r, id, s, m.Doubt)
 	e.root = root
 	return e, err
 }

@@ -1,7 +1,6 @@
 package rollback
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -233,12 +232,16 @@ func (c *Coordinator) await(ctx context.Context, r *run, key guard.Key) (over bo
 
 // send lets the Undoer undo a call that ran. What another rollback has left in doubt goes on
 // under that one's key: only so can it be sent again, or asked for (DESIGN, "Checkpoints and
-// rollback").
-func (c *Coordinator) send(ctx context.Context, r *run, s sight, doubt string) (ended, error) {
+// rollback"). id is the checkpoint of the step, doubt what the mark of the first attempt says.
+func (c *Coordinator) send(ctx context.Context, r *run, id string, s sight, doubt string) (ended, error) {
 	brief := r.brief()
-	task := undo.Task{Rollback: r.id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
-	if first := cmp.Or(doubt, s.opened.Mark.Doubt); first != "" && first != r.id {
-		task.Rollback, task.Again = first, r.id
+	task := undo.Task{Rollback: r.id, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
+	if doubt != "" && doubt != r.id {
+		forgotten, err := c.forgotten(ctx, doubt)
+		if err != nil {
+			return ended{}, err
+		}
+		task.Rollback, task.Again, task.Forgotten = doubt, r.id, forgotten
 	}
 	result, err := c.o.Undoer.Undo(ctx, task)
 	switch {
@@ -256,6 +259,18 @@ func (c *Coordinator) send(ctx context.Context, r *run, s sight, doubt string) (
 		e.status, e.reason = statusOf(&result), string(result.Reason)
 	}
 	return e, nil
+}
+
+// forgotten reports that nothing is known of a rollback any more, nor of the keys that it had.
+func (c *Coordinator) forgotten(ctx context.Context, id string) (bool, error) {
+	switch _, _, err := c.readHead(ctx, c.name(id)); {
+	case errors.Is(err, ErrUnknown):
+		return true, nil
+	case err == nil, errors.Is(err, ErrUnreadable):
+		return false, nil
+	default:
+		return false, err
+	}
 }
 
 // statusOf tells what a person has to decide from what was tried and has failed. An answer

@@ -1,0 +1,111 @@
+package rollback_test
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
+)
+
+// retried is call id, in doubt after its first attempt, that was run again after pause: its
+// attempts have the checkpoints "c"+id and "d"+id, which stand for ttls.
+func (r *rig) retried(id string, pause time.Duration, ttls [2]time.Duration) {
+	r.t.Helper()
+	first := ""
+	for n, name := range []string{"c" + id, "d" + id} {
+		if n > 0 {
+			time.Sleep(pause)
+		}
+		c := r.call(id)
+		c.Checkpoint = name
+		found, err := r.guard.Find(ctx, c.Key, c.Fingerprint)
+		if err != nil {
+			r.t.Fatal(err)
+		}
+		s := checkpoint.Snapshot{
+			ID: name, Workflow: "w", Caller: r.guard.Caller(agent), Execution: c.Key, Action: "update",
+			Way: checkpoint.Compensate, First: first, Request: checkpoint.Request{Method: "PUT", Path: "/" + id},
+		}
+		p, err := r.vault.Prepare(ctx, s, nil, checkpoint.Terms{TTL: ttls[n]})
+		if err != nil {
+			r.t.Fatal(err)
+		}
+		e, err := r.guard.Claim(ctx, c, found, p.Writes()...)
+		if err = p.Done(err); err != nil {
+			r.t.Fatal(err)
+		}
+		verdict := guard.InDoubt
+		if n > 0 {
+			verdict = guard.Completed
+		}
+		cp := rollback.Checkpoint{Own: true, Sum: p.Sum(), Reversible: true, Parents: []string{id}}
+		r.known(name, plan.Checkpoint, plan.Standing, cp, id)
+		node := &r.ledger.nodes[len(r.ledger.nodes)-1]
+		node.Expires = r.now().Add(ttls[n])
+		cp = r.ledger.tokens[name]
+		cp.TTL, cp.Expires = ttls[n], node.Expires
+		r.ledger.tokens[name] = cp
+		p, err = r.vault.Record(ctx, p.Handle(), checkpoint.Result{Status: 200}, 0)
+		if err != nil {
+			r.t.Fatal(err)
+		}
+		if err := p.Done(e.Settle(ctx, guard.Outcome{Verdict: verdict, Status: 200, Whole: true}, p.Writes()...)); err != nil {
+			r.t.Fatal(err)
+		}
+		first = "c" + id
+	}
+	r.action(id)
+}
+
+var dayEach = [2]time.Duration{ttl, ttl}
+
+// P1: an undo of one attempt that was left in doubt goes on under its key by another one, also
+// where it is forgotten what the doubt was about; and what is known of the whole counts.
+func TestP1DoubtIsThatOfAllAttempts(t *testing.T) {
+	for name, c := range map[string]struct {
+		targets   [2]string
+		forgotten bool
+	}{
+		"the last, then the first": {[2]string{"d1", "c1"}, false},
+		"the first, then the last": {[2]string{"c1", "d1"}, false},
+		"it was forgotten":         {[2]string{"c1", "d1"}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := newRig(t)
+				r.retried("1", 0, [2]time.Duration{300 * ttl, 300 * ttl})
+				r.world.answers["c1"] = undo.Result{Unknown: true, Reason: undo.ReasonUnexpected, Status: 303}
+				r.start()
+				var seen []undo.Task
+				r.undoer.seen = func(task undo.Task) { seen = append(seen, task) }
+				first, second := request(c.targets[0], plan.Single), request(c.targets[1], plan.Single)
+				r.run(first)
+				if c.forgotten {
+					time.Sleep(keep + time.Hour)
+				}
+				r.run(second)
+				if len(seen) != 2 {
+					t.Fatalf("%d tries", len(seen))
+				}
+				again := seen[1]
+				if again.Rollback != first.ID || again.Again != second.ID || again.Forgotten != c.forgotten || again.Step != c.targets[1] {
+					t.Errorf("under %s (first %t), again %t, forgotten %t, for %s",
+						again.Rollback, again.Rollback == first.ID, again.Again == second.ID, again.Forgotten, again.Step)
+				}
+				r.world.answers["c1"] = undo.Result{Reason: undo.ReasonRefused, Status: 409}
+				r.run(request("c1", plan.Single)) // now it is known that there was no effect
+				third := request("d1", plan.Single)
+				r.run(third)
+				if last := seen[len(seen)-1]; last.Rollback != third.ID || last.Again != "" {
+					t.Errorf("what was refused is in doubt: %+v", last)
+				}
+				stop(r.Coordinator)
+			})
+		})
+	}
+}
