@@ -41,9 +41,9 @@ func (c *Coordinator) later(ctx context.Context, s sight, found *guard.Recorded,
 	return s, true, nil
 }
 
-// once undoes a call, unless another of its attempts was undone. id is the checkpoint of the
-// step.
-func (c *Coordinator) once(ctx context.Context, r *run, id string, s sight) (ended, error) {
+// once undoes the call of a step, unless another of its attempts was undone.
+func (c *Coordinator) once(ctx context.Context, r *run, i int, s sight) (ended, error) {
+	id := r.step(i).Checkpoint
 	root := s.opened.Snapshot.Root()
 	m, damaged, err := c.mark(ctx, root)
 	switch {
@@ -60,14 +60,30 @@ func (c *Coordinator) once(ctx context.Context, r *run, id string, s sight) (end
 	case m.State == checkpoint.Undoing && m.Rollback != r.id:
 		return c.busyAt(ctx, r, root, m)
 	case m.State != checkpoint.Undoing:
-		err := c.o.Vault.Advance(ctx, root, m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt})
-		if err != nil {
-			return ended{}, fmt.Errorf("%w: %w", ErrStore, err) // look again
+		if err := c.hold(ctx, r, i, root, m); err != nil {
+			return ended{}, err
 		}
 	}
-	e, err := c.send(ctx, r, id, s, m.Doubt)
-	e.root = root
-	return e, err
+	return c.send(ctx, r, id, s, m.Doubt)
+}
+
+// hold takes the mark of the first attempt. The step is journaled with it, so that it is let
+// go however the step ends, in another life too.
+func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m checkpoint.Mark) error {
+	step := r.step(i)
+	step.root = root
+	c.sealing.RLock()
+	defer c.sealing.RUnlock()
+	w, err := c.stepWrite(r.name, i, &step)
+	if err != nil {
+		return err
+	}
+	r.setStep(i, &step) // before, as it may land and not be told
+	err = c.o.Vault.Advance(ctx, root, m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt}, w)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err) // look again
+	}
+	return nil
 }
 
 // busyAt waits for a rollback that is at a checkpoint. Where it has left that since the mark

@@ -10,6 +10,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // retried is call id, in doubt after its first attempt, that was run again after pause: its
@@ -103,6 +104,50 @@ func TestP1DoubtIsThatOfAllAttempts(t *testing.T) {
 				r.run(third)
 				if last := seen[len(seen)-1]; last.Rollback != third.ID || last.Again != "" {
 					t.Errorf("what was refused is in doubt: %+v", last)
+				}
+				stop(r.Coordinator)
+			})
+		})
+	}
+}
+
+// The attempts of a call do not stay held by a rollback that has ended, however its step has:
+// in another life too, in which what the undo needs is gone.
+func TestAttemptsAreLetGo(t *testing.T) {
+	for name, spoil := range map[string]func(r *rig){
+		"tampered": func(r *rig) {
+			r.ledger.mu.Lock()
+			defer r.ledger.mu.Unlock()
+			r.ledger.tamper["d1"] = true
+		},
+		"purged": func(*rig) { time.Sleep(2 * ttl) },
+		"unreadable": func(r *rig) {
+			key := r.call("1").Key
+			if _, err := r.mem.Commit(ctx, store.Write{Key: append([]byte{'x'}, key[:]...), Value: []byte("spoilt")}); err != nil {
+				r.t.Fatal(err)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := newRig(t)
+				r.retried("1", 0, dayEach)
+				asked := make(chan string, 1)
+				r.undoer.asked, r.undoer.block = asked, true
+				r.start()
+				q := request("d1", plan.Single)
+				r.execute(q)
+				<-asked
+				stop(r.Coordinator)
+				spoil(r)
+				r.open()
+				r.start()
+				if b := r.wait(q.ID); !b.Unknown || b.Status == rollback.Completed {
+					t.Errorf("%s: %s", b.Status, ends(b))
+				}
+				m, err := r.vault.Mark(ctx, "c1")
+				if err != nil || m.State == checkpoint.Undoing || m.Doubt != q.ID {
+					t.Errorf("the first is %s, with doubt %q, %v", m.State, m.Doubt, err)
 				}
 				stop(r.Coordinator)
 			})

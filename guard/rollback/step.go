@@ -30,7 +30,6 @@ type ended struct {
 	cancelled bool
 	way       checkpoint.Way
 	call      guard.Undoing // what is refused from now on, where it is completed
-	root      string        // the checkpoint of its first attempt; empty where it is that itself
 	token     Checkpoint
 }
 
@@ -204,7 +203,7 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 		case then == plan.Expired:
 			return escalated(reasonExpired), nil
 		}
-		return c.once(ctx, r, r.step(i).Checkpoint, s)
+		return c.once(ctx, r, i, s)
 	}
 }
 
