@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
@@ -83,6 +84,65 @@ func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m ch
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err) // look again
 	}
+	return nil
+}
+
+// expired is how the step of a checkpoint ends whose ttl is over: as the call has, where
+// another attempt of it was undone.
+func (c *Coordinator) expired(ctx context.Context, r *run, id string) (ended, error) {
+	root, err := c.o.Vault.First(ctx, id)
+	if err != nil {
+		return ended{}, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	m, _, err := c.mark(ctx, root)
+	switch {
+	case err != nil:
+		return ended{}, err
+	case m.State == checkpoint.Undone:
+		return undone(), nil
+	case m.State == checkpoint.Undoing && m.Rollback != r.id:
+		return c.busyAt(ctx, r, root, m)
+	}
+	return escalated(reasonExpired), nil
+}
+
+// lapses reports that nothing is sent for a step, since the ttl of its checkpoint is over.
+func (r *run) lapses(i int) bool {
+	what := r.step(i).What
+	return what == plan.Expired || what == plan.Wait && r.then[i] == plan.Expired
+}
+
+// arrange puts steps whose ttl is over behind those of other attempts of their calls, which
+// may undo them. What the plan says of the others' order stays.
+func (c *Coordinator) arrange(ctx context.Context, r *run) error {
+	places := slices.Concat(r.levels...)
+	if !slices.ContainsFunc(places, r.lapses) {
+		return nil
+	}
+	roots, last := map[int]string{}, map[string]int{}
+	for _, i := range places {
+		step := r.step(i)
+		if step.What != plan.Undo && step.What != plan.Wait && step.What != plan.Expired {
+			continue
+		}
+		root, err := c.o.Vault.First(ctx, step.Checkpoint)
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		roots[i] = root
+		if !r.lapses(i) {
+			last[root] = max(last[root], step.Level)
+		}
+	}
+	levels := make([][]int, len(r.levels))
+	for _, i := range places {
+		level := r.step(i).Level
+		if r.lapses(i) {
+			level = max(level, last[roots[i]])
+		}
+		levels[level] = append(levels[level], i)
+	}
+	r.levels, r.roots = levels, roots
 	return nil
 }
 

@@ -154,3 +154,65 @@ func TestAttemptsAreLetGo(t *testing.T) {
 		})
 	}
 }
+
+// An attempt whose ttl is over is completed with the call, where that is undone by another one
+// in time: nobody is told to undo it by hand.
+func TestExpiredAttemptGoesWithItsCall(t *testing.T) {
+	long, short := [2]time.Duration{2 * ttl, ttl}, [2]time.Duration{ttl, 2 * ttl}
+	for name, c := range map[string]struct {
+		ttls   [2]time.Duration
+		pause  time.Duration // between the attempts
+		after  time.Duration // until it is rolled back
+		follow bool          // something follows from the last one
+		before string        // a rollback before the ttl ends
+	}{
+		"the first":                         {dayEach, 23 * time.Hour, 2 * time.Hour, false, ""},
+		"the first, and something follows":  {dayEach, 23 * time.Hour, 2 * time.Hour, true, ""},
+		"the first is gone":                 {short, time.Hour, 40 * time.Hour, false, ""},
+		"the first is gone, and it follows": {short, time.Hour, 40 * time.Hour, true, ""},
+		"the last":                          {long, 0, ttl + time.Hour, false, ""},
+		"the last, and something follows":   {long, 0, ttl + time.Hour, true, ""},
+		"the last, undone before":           {long, 0, ttl + time.Hour, false, "c1"},
+		"the first, undone before":          {short, 0, ttl + time.Hour, false, "d1"},
+	} {
+		for _, crash := range []bool{false, true} {
+			t.Run(name, func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					r := newRig(t)
+					r.retried("1", c.pause, c.ttls)
+					r.start()
+					if c.before != "" {
+						r.run(request(c.before, plan.Single))
+					}
+					time.Sleep(c.after)
+					r.made("0", checkpoint.Compensate, guard.Completed)
+					if c.follow {
+						r.made("2", checkpoint.Compensate, guard.Completed, "d1")
+					}
+					q := request("c0", plan.FullWorkflow)
+					q.Operator = "op"
+					if crash {
+						asked := make(chan string, 4)
+						r.undoer.asked, r.undoer.block = asked, true
+						r.execute(q)
+						synctest.Wait()
+						r.restart()
+					} else {
+						r.execute(q)
+					}
+					b := r.wait(q.ID)
+					if b.Status != rollback.Completed || b.Mixed {
+						t.Errorf("%s: %s", b.Status, ends(b))
+					}
+					if n := len(r.world.effects["c1"]); n != 1 {
+						t.Errorf("undone %d times", n)
+					}
+					if told := r.escalations(); len(told) > 0 {
+						t.Errorf("people are told %v", told)
+					}
+					stop(r.Coordinator)
+				})
+			})
+		}
+	}
+}

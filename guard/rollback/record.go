@@ -117,8 +117,8 @@ func (c *Coordinator) move(ctx context.Context, r *run, step *Step, end *ended, 
 		}
 	}
 	m, damaged, err := c.mark(ctx, step.Checkpoint)
-	if err != nil || damaged {
-		return err
+	if err != nil || damaged || end.unbegun && m.State == checkpoint.Undoing {
+		return err // a step of another attempt may hold it
 	}
 	return c.moveMark(ctx, r, step.Checkpoint, m, step, end, g)
 }

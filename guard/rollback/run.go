@@ -17,8 +17,9 @@ type run struct {
 	id       string
 	name     name
 	plan     *plan.Plan
-	levels   [][]int     // places in steps
-	then     []plan.What // what the plan says of each step after a wait
+	levels   [][]int        // places in steps
+	roots    map[int]string // of places, their first attempts; nil where no ttl is over
+	then     []plan.What    // what the plan says of each step after a wait
 	index    map[string]int
 	launched bool // guarded by Coordinator.mu
 
@@ -202,6 +203,9 @@ func (c *Coordinator) drive(r *run) {
 		c.watch(r, due, ended)
 	}()
 	if c.waitBehind(r, behind) != nil {
+		return
+	}
+	if c.insist(r, "the attempts of its calls", func(ctx context.Context) error { return c.arrange(ctx, r) }) != nil {
 		return
 	}
 	for _, level := range r.levels {

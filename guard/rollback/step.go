@@ -29,6 +29,7 @@ type ended struct {
 	reason    string
 	cancelled bool
 	way       checkpoint.Way
+	unbegun   bool          // its checkpoint's mark is not held by this step
 	call      guard.Undoing // what is refused from now on, where it is completed
 	token     Checkpoint
 }
@@ -79,7 +80,7 @@ func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
 		case step.What == plan.Escalate:
 			return c.irreversible(ctx, &cp), nil
 		case step.What == plan.Expired:
-			return escalated(reasonExpired), nil
+			return c.expired(ctx, r, step.Checkpoint)
 		case !cp.Own:
 			return escalated(reasonForeign), nil
 		}
@@ -94,7 +95,7 @@ func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
 	if step.State == StepRunning && (end.reason == reasonTampered || end.reason == reasonExpired) {
 		end.Unknown = true // P6: its undo may have been sent before what it needs was gone
 	}
-	end.token = cp
+	end.token, end.unbegun = cp, r.step(i).State == StepPending
 	return c.insist(r, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
 }
 
@@ -180,7 +181,7 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 		case errors.Is(err, ErrStore):
 			return ended{}, err
 		case errors.Is(err, checkpoint.ErrExpired):
-			return escalated(reasonExpired), nil
+			return c.expired(ctx, r, cp.ID)
 		case err != nil:
 			return failed(reasonTampered), nil
 		}
@@ -201,7 +202,7 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 		case !cp.Reversible || !s.opened.Snapshot.Reversible():
 			return c.irreversible(ctx, cp), nil
 		case then == plan.Expired:
-			return escalated(reasonExpired), nil
+			return c.expired(ctx, r, cp.ID)
 		}
 		return c.once(ctx, r, i, s)
 	}
