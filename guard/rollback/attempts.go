@@ -9,6 +9,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
 )
 
 // The attempts of one execution have a checkpoint each, and one effect between them. That is
@@ -146,15 +147,32 @@ func (c *Coordinator) arrange(ctx context.Context, r *run) error {
 	return nil
 }
 
-// busyAt waits for a rollback that is at a checkpoint. Where it has left that since the mark
-// was read, the step is looked at again.
+// busyAt waits until a rollback that is at a checkpoint has left it. Then the step is looked
+// at again. The other one may wait for this one in its turn, with another of its steps.
 func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoint.Mark) (ended, error) {
-	e, err := c.busy(r, m.Rollback)
-	if err != nil || e.reason != reasonBusy {
-		return e, err
+	again := fmt.Errorf("%w: another rollback was at the checkpoint", ErrStore)
+	for {
+		other := c.known(c.name(m.Rollback))
+		gone := other == nil || other.halted.is()
+		var stepped <-chan struct{}
+		if !gone {
+			stepped = other.nextEnd()
+		}
+		if now, _, err := c.mark(ctx, id); err != nil || now != m {
+			return ended{}, again
+		}
+		if gone {
+			e := failed(reasonBusy)
+			e.Unknown = true
+			return e, nil
+		}
+		select {
+		case <-stepped:
+		case <-other.halted.c:
+		case <-r.due.c:
+			return escalated(string(undo.ReasonTimeout)), nil
+		case <-c.quit:
+			return ended{}, errCut
+		}
 	}
-	if now, _, err := c.mark(ctx, id); err != nil || now != m {
-		return ended{}, fmt.Errorf("%w: another rollback was at the checkpoint", ErrStore)
-	}
-	return e, nil
 }

@@ -216,3 +216,74 @@ func TestExpiredAttemptGoesWithItsCall(t *testing.T) {
 		}
 	}
 }
+
+// Two rollbacks that name different attempts of the same calls wait for each other's steps, and
+// not for each other's ends.
+func TestAttemptsOfTwoRollbacks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.retried("a", 0, dayEach)
+		r.retried("b", 0, dayEach)
+		// These have the targets of a and b, by their paths, and are undone before them.
+		time.Sleep(time.Second)
+		r.made("A", checkpoint.Compensate, guard.Completed)
+		r.made("B", checkpoint.Compensate, guard.Completed)
+		r.group("g1", "da", "cb", "cB")
+		r.group("g2", "db", "ca", "cA")
+		hold := map[string]chan struct{}{}
+		for _, id := range []string{"ca", "cb", "cA", "cB"} {
+			hold[id] = make(chan struct{})
+			r.world.hold[id] = hold[id]
+		}
+		r.start()
+		first, second := request("g1", plan.Single), request("g2", plan.Single)
+		r.execute(first)
+		r.execute(second)
+		for _, id := range []string{"cA", "cB", "ca", "cb"} {
+			synctest.Wait()
+			close(hold[id])
+		}
+		began := time.Now()
+		for _, q := range []rollback.Request{first, second} {
+			if b := r.wait(q.ID); b.Status != rollback.Completed {
+				t.Errorf("%s: %s", b.Status, ends(b))
+			}
+		}
+		if took := time.Since(began); took > time.Minute {
+			t.Errorf("after %v", took)
+		}
+		for _, id := range []string{"ca", "cb"} {
+			if n := len(r.world.effects[id]); n != 1 {
+				t.Errorf("%s was undone %d times", id, n)
+			}
+		}
+		stop(r.Coordinator)
+	})
+}
+
+// P1: what was begun goes on by what is known of the last attempt, though its ttl has ended
+// in between.
+func TestP1BegunBeforeTheLastExpired(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.retried("1", 0, [2]time.Duration{2 * ttl, ttl})
+		asked := make(chan string, 1)
+		r.undoer.asked, r.undoer.block = asked, true
+		r.start()
+		time.Sleep(ttl - time.Hour)
+		q := request("c1", plan.Single)
+		r.execute(q)
+		<-asked
+		stop(r.Coordinator)
+		time.Sleep(2 * time.Hour)
+		r.open()
+		r.undoer.seen = func(task undo.Task) {
+			if s := task.Checkpoint.Snapshot; s.ID != "d1" || task.Rollback != q.ID {
+				t.Errorf("undone by %s", s.ID)
+			}
+		}
+		r.start()
+		wantEnd(t, r.wait(q.ID), rollback.Completed, "c1=completed")
+		stop(r.Coordinator)
+	})
+}

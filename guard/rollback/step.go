@@ -112,24 +112,6 @@ func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) ended {
 	return e
 }
 
-// busy waits for a rollback that is at the same checkpoint.
-func (c *Coordinator) busy(r *run, id string) (ended, error) {
-	other := c.known(c.name(id))
-	if other == nil || other.halted.is() {
-		e := failed(reasonBusy)
-		e.Unknown = true
-		return e, nil
-	}
-	select {
-	case <-other.halted.c:
-		return ended{}, fmt.Errorf("%w: another rollback was at the checkpoint", ErrStore) // look again
-	case <-r.due.c:
-		return escalated(string(undo.ReasonTimeout)), nil
-	case <-c.quit:
-		return ended{}, errCut
-	}
-}
-
 // begin journals that a step is taken, with the checkpoint's mark, in one commit.
 func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Mark) error {
 	step := r.step(i)
