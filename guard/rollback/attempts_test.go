@@ -13,14 +13,14 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// retried is call id, in doubt after its first attempt, that was run again after pause: its
-// attempts have the checkpoints "c"+id and "d"+id, which stand for ttls.
-func (r *rig) retried(id string, pause time.Duration, ttls [2]time.Duration) {
+// retried is call id, in doubt after its first attempt, that was run again: its
+// attempts have the checkpoints "c"+id and "d"+id, which stand for ttls. between may be nil.
+func (r *rig) retried(id string, between func(), ttls [2]time.Duration) {
 	r.t.Helper()
 	first := ""
 	for n, name := range []string{"c" + id, "d" + id} {
-		if n > 0 {
-			time.Sleep(pause)
+		if n > 0 && between != nil {
+			between()
 		}
 		c := r.call(id)
 		c.Checkpoint = name
@@ -79,7 +79,7 @@ func TestP1DoubtIsThatOfAllAttempts(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				r := newRig(t)
-				r.retried("1", 0, [2]time.Duration{300 * ttl, 300 * ttl})
+				r.retried("1", nil, [2]time.Duration{300 * ttl, 300 * ttl})
 				r.world.answers["c1"] = undo.Result{Unknown: true, Reason: undo.ReasonUnexpected, Status: 303}
 				r.start()
 				var seen []undo.Task
@@ -120,7 +120,7 @@ func TestAttemptsAreLetGo(t *testing.T) {
 			defer r.ledger.mu.Unlock()
 			r.ledger.tamper["d1"] = true
 		},
-		"purged": func(*rig) { time.Sleep(2 * ttl) },
+		"purged": nil, // time does it
 		"unreadable": func(r *rig) {
 			key := r.call("1").Key
 			if _, err := r.mem.Commit(ctx, store.Write{Key: append([]byte{'x'}, key[:]...), Value: []byte("spoilt")}); err != nil {
@@ -131,7 +131,7 @@ func TestAttemptsAreLetGo(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				r := newRig(t)
-				r.retried("1", 0, dayEach)
+				r.retried("1", nil, dayEach)
 				asked := make(chan string, 1)
 				r.undoer.asked, r.undoer.block = asked, true
 				r.start()
@@ -139,7 +139,11 @@ func TestAttemptsAreLetGo(t *testing.T) {
 				r.execute(q)
 				<-asked
 				stop(r.Coordinator)
-				spoil(r)
+				if spoil != nil {
+					spoil(r)
+				} else {
+					time.Sleep(2 * ttl)
+				}
 				r.open()
 				r.start()
 				if b := r.wait(q.ID); !b.Unknown || b.Status == rollback.Completed {
@@ -179,7 +183,7 @@ func TestExpiredAttemptGoesWithItsCall(t *testing.T) {
 			t.Run(name, func(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					r := newRig(t)
-					r.retried("1", c.pause, c.ttls)
+					r.retried("1", func() { time.Sleep(c.pause) }, c.ttls)
 					r.start()
 					if c.before != "" {
 						r.run(request(c.before, plan.Single))
@@ -222,8 +226,8 @@ func TestExpiredAttemptGoesWithItsCall(t *testing.T) {
 func TestAttemptsOfTwoRollbacks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
-		r.retried("a", 0, dayEach)
-		r.retried("b", 0, dayEach)
+		r.retried("a", nil, dayEach)
+		r.retried("b", nil, dayEach)
 		// These have the targets of a and b, by their paths, and are undone before them.
 		time.Sleep(time.Second)
 		r.made("A", checkpoint.Compensate, guard.Completed)
@@ -266,7 +270,7 @@ func TestAttemptsOfTwoRollbacks(t *testing.T) {
 func TestP1BegunBeforeTheLastExpired(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
-		r.retried("1", 0, [2]time.Duration{2 * ttl, ttl})
+		r.retried("1", nil, [2]time.Duration{2 * ttl, ttl})
 		asked := make(chan string, 1)
 		r.undoer.asked, r.undoer.block = asked, true
 		r.start()
