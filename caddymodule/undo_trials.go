@@ -9,8 +9,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
 )
 
-// undoTrials are the undos of this life that have got no good answer yet, by checkpoint:
-// who looks at a rollback that hangs is told why.
+// undoTrials are the undos of this life that have got no good answer yet, by the checkpoint
+// of their step: who looks at a rollback that hangs is told why.
 type undoTrials struct {
 	mu  sync.Mutex
 	all map[string]admin.Trial
@@ -31,14 +31,14 @@ func (t *undoTrials) tried(o *undo.Outgoing, answer *undo.Answer, err error) {
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	was, known := t.all[o.Checkpoint]
+	was, known := t.all[o.Step]
 	if cause == "" || !known && len(t.all) >= maxTrials {
 		return
 	}
 	if t.all == nil {
 		t.all = map[string]admin.Trial{}
 	}
-	t.all[o.Checkpoint] = admin.Trial{Attempts: was.Attempts + 1, Cause: cause}
+	t.all[o.Step] = admin.Trial{Attempts: was.Attempts + 1, Cause: cause}
 }
 
 // ended forgets a checkpoint: its step says what came of it.

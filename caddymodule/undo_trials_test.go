@@ -12,7 +12,7 @@ import (
 // What holds up an undo is remembered until its step has ended, and no more than is bounded.
 func TestUndoTrials(t *testing.T) {
 	var all undoTrials
-	post, get := &undo.Outgoing{Method: "POST", Checkpoint: "c1"}, &undo.Outgoing{Method: "GET", Checkpoint: "c1"}
+	post, get := &undo.Outgoing{Method: "POST", Checkpoint: "c0", Step: "c1"}, &undo.Outgoing{Method: "GET", Checkpoint: "c0", Step: "c1"}
 	all.tried(get, &undo.Answer{Status: 404}, nil) // a look that finds nothing
 	all.tried(post, &undo.Answer{Status: 201}, nil)
 	if got, ok := all.of("c1"); ok {
@@ -32,7 +32,7 @@ func TestUndoTrials(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 	for i := range maxTrials + 1 {
-		all.tried(&undo.Outgoing{Checkpoint: strconv.Itoa(i)}, nil, errors.New("x"))
+		all.tried(&undo.Outgoing{Step: strconv.Itoa(i)}, nil, errors.New("x"))
 	}
 	if len(all.all) != maxTrials {
 		t.Errorf("%d are remembered", len(all.all))

@@ -86,10 +86,31 @@ func (p *parts) of(issuer string) share {
 //
 // A refusal is an *ect.Error, and the same whether something is foreign or unknown (P3).
 func (s *Server) CheckTelling(ctx context.Context, t *ect.Token, along []*ect.Token) error {
+	return s.checkTelling(ctx, t, along, nil)
+}
+
+// CheckAnswer is CheckTelling of what came with the answer to a call. Whoever was called has
+// to do with it: with the tokens that it was called with and the call's checkpoint, whose ids
+// call has. That is who the call's route names; empty is whoever answers, who may tell of
+// that call so, or of what is its own, and of both at once only by its own part.
+func (s *Server) CheckAnswer(ctx context.Context, t *ect.Token, along []*ect.Token, called string, call []string) error {
+	names := slices.Clone(t.Parents())
+	if id := namedCheckpoint(t.Ext()); id != "" {
+		names = append(names, id)
+	}
+	other := func(id string) bool { return !slices.Contains(call, id) }
+	if called != t.Issuer() && (called != "" || slices.ContainsFunc(names, other)) {
+		call = nil
+	}
+	return s.checkTelling(ctx, t, along, call)
+}
+
+// checkTelling is CheckTelling where some ids count as made for the issuer.
+func (s *Server) checkTelling(ctx context.Context, t *ect.Token, along []*ect.Token, made []string) error {
 	if !tells(t.Event()) || t.Workflow() == "" || !t.Proven() { // what is nobody's word counts for nothing
 		return nil
 	}
-	ask := concern{Server: s, t: t, along: slices.DeleteFunc(slices.Clone(along), func(o *ect.Token) bool {
+	ask := concern{Server: s, t: t, made: made, along: slices.DeleteFunc(slices.Clone(along), func(o *ect.Token) bool {
 		return o == t || o.Workflow() != t.Workflow() && o.Workflow() != ""
 	})}
 	for _, id := range t.Parents() {
@@ -118,10 +139,14 @@ type concern struct {
 	*Server
 	t     *ect.Token
 	along []*ect.Token
-	part  *share // once it was read
+	made  []string // ids of what counts as made for it
+	part  *share   // once it was read
 }
 
 func (c *concern) has(ctx context.Context, id string) (bool, error) {
+	if slices.Contains(c.made, id) {
+		return true, nil
+	}
 	for _, o := range c.along {
 		if o.Proven() && o.ID() == id && (o.Issuer() == c.t.Issuer() || slices.Contains(o.Audience(), c.t.Issuer())) {
 			return true, nil

@@ -18,7 +18,8 @@ type Want struct {
 	// has been purged from what has never been.
 	Expires time.Time
 	// Rollback is the id of a rollback that reads on what it began to undo before the
-	// ttl ended. It may do so for another half of the ttl.
+	// ttl ended, by this or by the first attempt of the call. It may do so for another half
+	// of the ttl.
 	Rollback string
 }
 
@@ -71,9 +72,13 @@ func (v *Vault) Open(ctx context.Context, id string, want Want) (*Checkpoint, er
 	if c.Mark, err = v.Mark(ctx, id); err != nil {
 		return nil, err
 	}
-	begun := want.Rollback != "" && c.Mark.State == Undoing && c.Mark.Rollback == want.Rollback
-	if !now.Before(c.Snapshot.Expires) && !begun {
-		return nil, ErrExpired
+	if !now.Before(c.Snapshot.Expires) {
+		switch begun, err := v.begun(ctx, c, want.Rollback); {
+		case err != nil:
+			return nil, err
+		case !begun:
+			return nil, ErrExpired
+		}
 	}
 	if c.Result, err = v.result(ctx, n, result, want.Result); err != nil {
 		return nil, err
@@ -86,6 +91,20 @@ func (v *Vault) Open(ctx context.Context, id string, want Want) (*Checkpoint, er
 	c.Handle.part.inline = nil
 	c.Handle.left = c.Snapshot.left()
 	return c, nil
+}
+
+// begun reports whether a rollback has begun to undo the call of a checkpoint, by that or by
+// another attempt of it.
+func (v *Vault) begun(ctx context.Context, c *Checkpoint, rollback string) (bool, error) {
+	ours := func(m Mark) bool { return rollback != "" && m.State == Undoing && m.Rollback == rollback }
+	if ours(c.Mark) || rollback == "" || c.Snapshot.First == "" {
+		return ours(c.Mark), nil
+	}
+	m, err := v.Mark(ctx, c.Snapshot.First)
+	if errors.Is(err, ErrTampered) {
+		return false, nil
+	}
+	return ours(m), err
 }
 
 // Before is what stood there before the call of a checkpoint, for the checkpoint of a

@@ -96,12 +96,13 @@ type stepRecord struct {
 	Escalation string    `json:"escalation,omitempty"`
 	Ended      time.Time `json:"ended,omitzero"`
 	Cause      string    `json:"cause,omitempty"`
+	Root       string    `json:"root,omitempty"`
 }
 
 func (s *Step) encode() ([]byte, error) {
 	return json.Marshal(stepRecord{
 		s.State, s.Status, s.Cancelled, s.Unknown, s.Reason, s.HTTPStatus, s.Attempts,
-		some(s.Before), some(s.After), s.Token, s.Escalation, s.Ended, s.Cause,
+		some(s.Before), some(s.After), s.Token, s.Escalation, s.Ended, s.Cause, s.root,
 	})
 }
 
@@ -117,7 +118,7 @@ func (s *Step) decode(b []byte) error {
 	}
 	s.State, s.Status, s.Cancelled, s.Unknown, s.Reason = r.State, r.Status, r.Cancelled, r.Unknown, r.Reason
 	s.HTTPStatus, s.Attempts, s.Token, s.Escalation, s.Ended = r.HTTPStatus, r.Attempts, r.Token, r.Escalation, r.Ended
-	s.Cause = r.Cause
+	s.Cause, s.root = r.Cause, r.Root
 	copy(s.Before[:], r.Before)
 	copy(s.After[:], r.After)
 	return nil

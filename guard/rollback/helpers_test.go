@@ -126,7 +126,7 @@ type undoer struct {
 }
 
 func (u *undoer) Undo(ctx context.Context, t undo.Task) (undo.Result, error) {
-	id := t.Checkpoint.Snapshot.ID
+	id := t.Checkpoint.Snapshot.Root()
 	if u.seen != nil {
 		u.seen(t)
 	}

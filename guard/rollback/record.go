@@ -103,21 +103,27 @@ func (c *Coordinator) reread(ctx context.Context, r *run, i int) (landed bool, e
 }
 
 // move takes the checkpoint's mark to where the step has ended, and with it that of the
-// first attempt of its call.
+// first attempt of its call, if the step holds that.
 func (c *Coordinator) move(ctx context.Context, r *run, step *Step, end *ended, g *cargo) error {
-	if end.root != "" {
-		if err := c.moveMark(ctx, r, end.root, step, end, g); err != nil {
+	if step.root != "" {
+		m, damaged, err := c.mark(ctx, step.root)
+		if err != nil {
 			return err
 		}
+		if !damaged && m.State == checkpoint.Undoing && m.Rollback == r.id {
+			if err := c.moveMark(ctx, r, step.root, m, step, end, g); err != nil {
+				return err
+			}
+		}
 	}
-	return c.moveMark(ctx, r, step.Checkpoint, step, end, g)
+	m, damaged, err := c.mark(ctx, step.Checkpoint)
+	if err != nil || damaged || end.unbegun && m.State == checkpoint.Undoing {
+		return err // a step of another attempt may hold it
+	}
+	return c.moveMark(ctx, r, step.Checkpoint, m, step, end, g)
 }
 
-func (c *Coordinator) moveMark(ctx context.Context, r *run, id string, step *Step, end *ended, g *cargo) error {
-	m, damaged, err := c.mark(ctx, id)
-	if err != nil || damaged {
-		return err
-	}
+func (c *Coordinator) moveMark(ctx context.Context, r *run, id string, m checkpoint.Mark, step *Step, end *ended, g *cargo) error {
 	to := checkpoint.Escalated
 	switch {
 	case step.Status == Completed:

@@ -105,4 +105,6 @@ type Step struct {
 	// Escalation is the id of what a person has to look at; empty without.
 	Escalation string
 	Ended      time.Time
+
+	root string // the first attempt, whose mark this step holds; empty where it is that itself
 }

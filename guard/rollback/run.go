@@ -17,8 +17,9 @@ type run struct {
 	id       string
 	name     name
 	plan     *plan.Plan
-	levels   [][]int     // places in steps
-	then     []plan.What // what the plan says of each step after a wait
+	levels   [][]int        // places in steps
+	roots    map[int]string // of places, their first attempts; nil where no ttl is over
+	then     []plan.What    // what the plan says of each step after a wait
 	index    map[string]int
 	launched bool // guarded by Coordinator.mu
 
@@ -26,6 +27,7 @@ type run struct {
 	head    head
 	version store.Version
 	steps   []Step
+	stepped chan struct{} // closed, and made anew, where a step has ended
 
 	joined signal // it gives way after its level
 	due    signal // its time is over
@@ -55,7 +57,7 @@ func (s *signal) is() bool {
 func newRun(n name, h *head, version store.Version, p *planned) *run {
 	r := &run{
 		id: h.ID, name: n, plan: p.Plan, head: *h, version: version,
-		joined: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
+		stepped: make(chan struct{}), joined: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
 	r.steps, r.levels = p.steps()
 	r.index = make(map[string]int, len(r.steps))
@@ -135,6 +137,17 @@ func (r *run) setStep(i int, s *Step) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.steps[i] = *s
+	if s.State == StepDone {
+		close(r.stepped)
+		r.stepped = make(chan struct{})
+	}
+}
+
+// nextEnd is closed when the next step has ended.
+func (r *run) nextEnd() <-chan struct{} {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.stepped
 }
 
 // rolling is what precedence is judged by. It was journaled, so that it has begun.
@@ -202,6 +215,9 @@ func (c *Coordinator) drive(r *run) {
 		c.watch(r, due, ended)
 	}()
 	if c.waitBehind(r, behind) != nil {
+		return
+	}
+	if c.insist(r, "the attempts of its calls", func(ctx context.Context) error { return c.arrange(ctx, r) }) != nil {
 		return
 	}
 	for _, level := range r.levels {

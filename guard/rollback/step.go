@@ -1,7 +1,6 @@
 package rollback
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -30,8 +29,8 @@ type ended struct {
 	reason    string
 	cancelled bool
 	way       checkpoint.Way
+	unbegun   bool          // its checkpoint's mark is not held by this step
 	call      guard.Undoing // what is refused from now on, where it is completed
-	root      string        // the checkpoint of its first attempt; empty where it is that itself
 	token     Checkpoint
 }
 
@@ -81,7 +80,7 @@ func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
 		case step.What == plan.Escalate:
 			return c.irreversible(ctx, &cp), nil
 		case step.What == plan.Expired:
-			return escalated(reasonExpired), nil
+			return c.expired(ctx, r, step.Checkpoint)
 		case !cp.Own:
 			return escalated(reasonForeign), nil
 		}
@@ -96,7 +95,7 @@ func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
 	if step.State == StepRunning && (end.reason == reasonTampered || end.reason == reasonExpired) {
 		end.Unknown = true // P6: its undo may have been sent before what it needs was gone
 	}
-	end.token = cp
+	end.token, end.unbegun = cp, r.step(i).State == StepPending
 	return c.insist(r, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
 }
 
@@ -111,24 +110,6 @@ func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) ended {
 		e.Cause, _ = undo.Irreversible(opened)
 	}
 	return e
-}
-
-// busy waits for a rollback that is at the same checkpoint.
-func (c *Coordinator) busy(r *run, id string) (ended, error) {
-	other := c.known(c.name(id))
-	if other == nil || other.halted.is() {
-		e := failed(reasonBusy)
-		e.Unknown = true
-		return e, nil
-	}
-	select {
-	case <-other.halted.c:
-		return ended{}, fmt.Errorf("%w: another rollback was at the checkpoint", ErrStore) // look again
-	case <-r.due.c:
-		return escalated(string(undo.ReasonTimeout)), nil
-	case <-c.quit:
-		return ended{}, errCut
-	}
 }
 
 // begin journals that a step is taken, with the checkpoint's mark, in one commit.
@@ -182,7 +163,7 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 		case errors.Is(err, ErrStore):
 			return ended{}, err
 		case errors.Is(err, checkpoint.ErrExpired):
-			return escalated(reasonExpired), nil
+			return c.expired(ctx, r, cp.ID)
 		case err != nil:
 			return failed(reasonTampered), nil
 		}
@@ -203,9 +184,9 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 		case !cp.Reversible || !s.opened.Snapshot.Reversible():
 			return c.irreversible(ctx, cp), nil
 		case then == plan.Expired:
-			return escalated(reasonExpired), nil
+			return c.expired(ctx, r, cp.ID)
 		}
-		return c.once(ctx, r, r.step(i).Checkpoint, s)
+		return c.once(ctx, r, i, s)
 	}
 }
 
@@ -233,12 +214,16 @@ func (c *Coordinator) await(ctx context.Context, r *run, key guard.Key) (over bo
 
 // send lets the Undoer undo a call that ran. What another rollback has left in doubt goes on
 // under that one's key: only so can it be sent again, or asked for (DESIGN, "Checkpoints and
-// rollback").
-func (c *Coordinator) send(ctx context.Context, r *run, s sight, doubt string) (ended, error) {
+// rollback"). id is the checkpoint of the step, doubt what the mark of the first attempt says.
+func (c *Coordinator) send(ctx context.Context, r *run, id string, s sight, doubt string) (ended, error) {
 	brief := r.brief()
-	task := undo.Task{Rollback: r.id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
-	if first := cmp.Or(doubt, s.opened.Mark.Doubt); first != "" && first != r.id {
-		task.Rollback, task.Again = first, r.id
+	task := undo.Task{Rollback: r.id, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
+	if doubt != "" && doubt != r.id {
+		forgotten, err := c.forgotten(ctx, doubt)
+		if err != nil {
+			return ended{}, err
+		}
+		task.Rollback, task.Again, task.Forgotten = doubt, r.id, forgotten
 	}
 	result, err := c.o.Undoer.Undo(ctx, task)
 	switch {
@@ -256,6 +241,18 @@ func (c *Coordinator) send(ctx context.Context, r *run, s sight, doubt string) (
 		e.status, e.reason = statusOf(&result), string(result.Reason)
 	}
 	return e, nil
+}
+
+// forgotten reports that nothing is known of a rollback any more, nor of the keys that it had.
+func (c *Coordinator) forgotten(ctx context.Context, id string) (bool, error) {
+	switch _, _, err := c.readHead(ctx, c.name(id)); {
+	case errors.Is(err, ErrUnknown):
+		return true, nil
+	case err == nil, errors.Is(err, ErrUnreadable):
+		return false, nil
+	default:
+		return false, err
+	}
 }
 
 // statusOf tells what a person has to decide from what was tried and has failed. An answer

@@ -19,7 +19,7 @@
 //	{execution.id}            the execution id of the call
 //	{workflow.id}             its workflow
 //	{rollback.id}             the rollback that asks
-//	{checkpoint.id}           the checkpoint that is rolled back
+//	{checkpoint.id}           the checkpoint of the call's first attempt
 //
 // Any other name is an error of [Parse]. A brace that is meant as such is written twice:
 // {{ and }}, in a JSON body too. A name ends at the first closing brace, so a member

@@ -35,12 +35,27 @@ func (j *job) find(ctx context.Context) (guard.Finding, error) {
 			}
 		case guard.Free:
 			// Nothing was sent, or an operator knows that it was not applied.
+			j.unkept.Delete(j.key)
 			j.doubt = j.owed
-			return found, nil
+			if j.task.Forgotten && !j.owed {
+				j.doubt, err = j.unsettled(ctx)
+				if j.doubt {
+					j.attempts = max(j.attempts, 1)
+				}
+			}
+			return found, err
 		default:
+			j.unkept.Delete(j.key) // it was recorded, and only that was not told
 			return found, nil
 		}
 	}
+}
+
+// unsettled reports that no operator has decided about what an earlier rollback has left,
+// whose key is free (P6).
+func (j *job) unsettled(ctx context.Context) (bool, error) {
+	said, err := j.o.Guard.Resolutions(ctx, j.key)
+	return len(said) == 0 || said[len(said)-1].Applied, err
 }
 
 // catchUp records an answer that came while the store took nothing, before anything is sent

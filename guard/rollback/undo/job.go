@@ -1,6 +1,7 @@
 package undo
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -60,11 +61,12 @@ func (u *Undoer) newJob(t Task) (*job, error) {
 	return j, nil
 }
 
-// under takes the key of a rollback.
+// under takes the key of a rollback. P1: the attempts of a call have one between them, that
+// of the first, whichever of them is known today.
 func (j *job) under(rollback string) {
 	j.scope = guard.Scope{
 		Caller: undoCaller, Guard: j.spec.Guard, Method: undoMethod, Path: undoPath,
-		ID: rollback + "/" + j.call.ID,
+		ID: rollback + "/" + j.call.Root(),
 	}
 	j.key = j.o.Guard.Key(j.scope)
 }
@@ -98,7 +100,7 @@ func (j *job) guarded() *guard.Call {
 // idempotencyKey is the id under which the undo is sent. Where it would be no valid one
 // it is the hash of what it would be.
 func (j *job) idempotencyKey() string {
-	whole := j.task.Rollback + "/" + j.call.ID
+	whole := j.task.Rollback + "/" + j.call.Root()
 	if id, err := execid.ParseHeader([]string{whole}); err == nil && id == whole {
 		return id
 	}
@@ -140,8 +142,8 @@ func (j *job) dress(ctx context.Context, o Outgoing) (*Outgoing, error) {
 		o.Header = http.Header{}
 	}
 	o.Guard, o.Action, o.Upstream = j.spec.Guard, j.call.Action, j.call.Upstream
-	o.Rollback, o.Checkpoint, o.Workflow = j.task.Rollback, j.call.ID, j.call.Workflow
-	o.Reason = j.task.Reason
+	o.Rollback, o.Checkpoint, o.Workflow = j.task.Rollback, j.call.Root(), j.call.Workflow
+	o.Reason, o.Step = j.task.Reason, cmp.Or(j.task.Step, j.call.ID)
 	if !strings.HasPrefix(o.URL, "/") {
 		return &o, nil // the call's credentials are for its upstream only
 	}
@@ -192,7 +194,7 @@ func (j *job) undoing(ctx context.Context) (*Outgoing, error) {
 			// What the agent has done for the call goes with it, as the token says too.
 			Cascade bool   `json:"cascade"`
 			Reason  string `json:"reason,omitempty"`
-		}{"urn:uuid:" + j.task.Rollback, j.call.ID, "execute", true, j.task.Reason})
+		}{"urn:uuid:" + j.task.Rollback, j.call.Root(), "execute", true, j.task.Reason})
 		if err != nil {
 			return nil, barred{ReasonUnfilled}
 		}
@@ -232,7 +234,7 @@ func (j *job) fill(ctx context.Context, t *template.Template) (*Outgoing, error)
 	src := &template.Source{
 		Path: r.Path, Query: r.Query, Request: message(&r.Message),
 		ExecutionID: j.spec.ExecutionID, WorkflowID: j.call.Workflow,
-		RollbackID: j.task.Rollback, CheckpointID: j.call.ID,
+		RollbackID: j.task.Rollback, CheckpointID: j.call.Root(),
 	}
 	if result := j.task.Checkpoint.Result; result != nil {
 		src.Status, src.Response = result.Status, message(&result.Answer)

@@ -28,8 +28,12 @@ type Outgoing struct {
 	// Delegated says that it goes to an agent's rollback URI, to which the sender adds a
 	// token of the gateway's.
 	Delegated bool
-	// Rollback, Checkpoint and Workflow are the ids of what it is for.
+	// Rollback, Checkpoint and Workflow are the ids of what it is for: of a call that was
+	// made more than once the checkpoint of the first attempt, so that all tries of its undo
+	// name the same.
 	Rollback, Checkpoint, Workflow string
+	// Step is the checkpoint of the rollback's step.
+	Step string
 	// Reason is that of the rollback, as a delegate is told.
 	Reason string
 }

@@ -18,6 +18,12 @@ type Task struct {
 	// empty for the first. What is sent still has the ids of Rollback: only so can the
 	// upstream tell that it is the same.
 	Again string
+	// Forgotten says that Rollback is not remembered any more: its key may have been in use,
+	// though it is free.
+	Forgotten bool
+	// Step is the checkpoint that the rollback names, where that is another attempt of the
+	// call than Checkpoint.
+	Step string
 	// Checkpoint is what was read and verified.
 	Checkpoint *checkpoint.Checkpoint
 	// Reason is told to delegates.
