@@ -16,7 +16,7 @@ type busyTarget struct {
 	writing int
 }
 
-// window is from the look before a call to the look after it.
+// window is from the look before a call, or an undo, to the look after it.
 type window struct {
 	of   *targets
 	name string
@@ -55,6 +55,16 @@ func (t *targets) open(name string) *window {
 	at.windows[w] = true
 	return w
 }
+
+// Disturbed implements undo.Window.
+func (w *window) Disturbed() bool {
+	w.of.mu.Lock()
+	defer w.of.mu.Unlock()
+	return w.disturbed
+}
+
+// Close implements undo.Window.
+func (w *window) Close() { w.close() }
 
 // close ends a window, and reports whether it was disturbed. One that is nil was not.
 func (w *window) close() bool {
