@@ -63,6 +63,13 @@ func (w *window) Disturbed() bool {
 	return w.disturbed
 }
 
+// disturb says that somebody else has written in it, past the register.
+func (w *window) disturb() {
+	w.of.mu.Lock()
+	defer w.of.mu.Unlock()
+	w.disturbed = true
+}
+
 // Close implements undo.Window.
 func (w *window) Close() { w.close() }
 
