@@ -4,7 +4,8 @@ import "sync"
 
 // targets knows which guarded calls change what at the same time, so that none takes what
 // another has written for its own work, or for what stood there before it (P6). It sees
-// what passes this process; what else writes there is found by entity tags, or not at all.
+// what passes the guards of this process that restore anything; what else writes there is
+// found by entity tags, or not at all.
 type targets struct {
 	mu  sync.Mutex
 	all map[string]*busyTarget
