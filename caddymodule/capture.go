@@ -205,8 +205,11 @@ func (x *exchange) snapshotEnded(err error) error {
 // where there is nothing. An outcome is recorded whether or not that succeeds (P1).
 func (x *exchange) undoable(ctx context.Context, o guard.Outcome, header http.Header) *checkpoint.Pending {
 	c := &x.capture
-	if !c.kept || o.Verdict == guard.InDoubt {
-		return nil // nobody knows what stands there
+	if !c.kept {
+		return nil
+	}
+	if o.Verdict == guard.InDoubt { // nobody knows what stands there
+		return x.othersBeside(ctx)
 	}
 	if o.Verdict == guard.Released {
 		return x.engine.vault.Release(c.handle)
@@ -270,9 +273,7 @@ func (x *exchange) overhear(p []byte) {
 	c.answer = append(c.answer, p...)
 }
 
-// imageBefore finds out what stood at the target before the call. Where the call may have
-// been executed already, that is what was read before its earlier attempt: what stands
-// there now may be its own work (P6).
+// imageBefore finds out what stood at the target before the call.
 func (x *exchange) imageBefore(plan *undoing.Plan, found guard.Finding) error {
 	header, err := plan.Fields("")
 	if err != nil {
@@ -297,11 +298,9 @@ func (x *exchange) imageBefore(plan *undoing.Plan, found guard.Finding) error {
 	}
 	ctx, cancel := context.WithTimeout(x.r.Context(), time.Duration(plan.Terms().SnapshotTimeout))
 	defer cancel()
-	var image *checkpoint.Image
-	if x.mayHaveRun() {
-		image, err = x.engine.vault.Before(ctx, found.Record.Checkpoint)
-	} else {
-		image, err = x.readImage(ctx, request)
+	image, err := x.readImage(ctx, request)
+	if err == nil && x.mayHaveRun() {
+		image, err = x.imageBeforeAll(ctx, found.Record.Checkpoint, image)
 	}
 	if err == nil {
 		x.capture.images, x.capture.image = request, image

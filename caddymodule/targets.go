@@ -4,7 +4,8 @@ import "sync"
 
 // targets knows which guarded calls change what at the same time, so that none takes what
 // another has written for its own work, or for what stood there before it (P6). It sees
-// what passes this process; what else writes there is found by entity tags, or not at all.
+// what passes the guards of this process that restore anything; what else writes there is
+// found by entity tags, or not at all.
 type targets struct {
 	mu  sync.Mutex
 	all map[string]*busyTarget
@@ -16,7 +17,7 @@ type busyTarget struct {
 	writing int
 }
 
-// window is from the look before a call to the look after it.
+// window is from the look before a call, or an undo, to the look after it.
 type window struct {
 	of   *targets
 	name string
@@ -55,6 +56,23 @@ func (t *targets) open(name string) *window {
 	at.windows[w] = true
 	return w
 }
+
+// Disturbed implements undo.Window.
+func (w *window) Disturbed() bool {
+	w.of.mu.Lock()
+	defer w.of.mu.Unlock()
+	return w.disturbed
+}
+
+// disturb says that somebody else has written in it, past the register.
+func (w *window) disturb() {
+	w.of.mu.Lock()
+	defer w.of.mu.Unlock()
+	w.disturbed = true
+}
+
+// Close implements undo.Window.
+func (w *window) Close() { w.close() }
 
 // close ends a window, and reports whether it was disturbed. One that is nil was not.
 func (w *window) close() bool {

@@ -87,7 +87,11 @@ func (s *undoSender) dispatch(ctx context.Context, o *undo.Outgoing) (*undo.Answ
 		return nil, unsent(undo.ReasonNoUpstream, fmt.Errorf("the path of the undo cannot be read: %w", err))
 	}
 	if !circuits.Safe(o.Method) && way.h.restores {
-		defer s.e.targets.write(checkpoint.TargetOf(way.h.upstreamName(), target.EscapedPath()), nil)()
+		over, err := s.writes(o, checkpoint.TargetOf(way.h.upstreamName(), target.EscapedPath()))
+		if err != nil {
+			return nil, err
+		}
+		defer over()
 	}
 	u := undoCall{Outgoing: o, way: way, server: server, target: target, header: undoHeader(o, configured)}
 	answer, again, err := u.forward(ctx)
@@ -200,4 +204,44 @@ func (u *undoCall) forward(ctx context.Context) (_ *undo.Answer, again bool, _ e
 	return nil, false, &undo.SendError{Err: fmt.Errorf("undo: %w", err)}
 }
 
-var _ undo.Sender = (*undoSender)(nil)
+// Watch implements undo.Watcher.
+func (s *undoSender) Watch(o *undo.Outgoing) undo.Window {
+	app := s.e.audience.latest()
+	if app == nil {
+		return nil
+	}
+	way, err := app.guards.find(o)
+	if err != nil || way.h.upstream == nil {
+		return nil // nothing will be sent
+	}
+	target, err := url.ParseRequestURI(o.URL)
+	if err != nil {
+		return nil
+	}
+	return s.e.targets.open(checkpoint.TargetOf(way.h.upstreamName(), target.EscapedPath()))
+}
+
+// writes says that an undo begins to change a target. P6: it does not where somebody else
+// has, since its look.
+func (s *undoSender) writes(o *undo.Outgoing, name string) (over func(), err error) {
+	own, _ := o.Window.(*window)
+	if own != nil && own.name != name {
+		return nil, unsent("", errMoved) // a new look goes where it goes
+	}
+	over = s.e.targets.write(name, own)
+	if own != nil && own.Disturbed() {
+		over()
+		return nil, unsent(undo.ReasonChanged, errOvertaken)
+	}
+	return over, nil
+}
+
+var (
+	errMoved     = errors.New("the configuration leads to another upstream than when the target was looked at")
+	errOvertaken = errors.New("another call has changed the target since it was looked at")
+)
+
+var (
+	_ undo.Sender  = (*undoSender)(nil)
+	_ undo.Watcher = (*undoSender)(nil)
+)

@@ -132,3 +132,54 @@ func TestRollbackOfARetriedChange(t *testing.T) {
 		})
 	}
 }
+
+// P6: what another call has written between the attempts is not undone with the last one.
+func TestRollbackOfARetryAfterAnother(t *testing.T) {
+	a := newAgent(t, "a")
+	for name, c := range map[string]struct {
+		first, again  func(*restCall)
+		between       string
+		doubts        int // further attempts that are lost
+		status, after string
+	}{
+		"applied, and known again":   {restDoes(504, ""), restSays(200, "A"), "B", 0, "escalated", "B"},
+		"not applied":                {restSays(504, ""), (*restCall).usual, "B", 0, "escalated", "A"},
+		"applied in the second":      {restSays(504, ""), restSays(200, "A"), "B", 1, "escalated", "A"},
+		"nobody, not applied":        {restSays(504, ""), (*restCall).usual, "", 0, "completed", "v0"},
+		"nobody, applied":            {restDoes(504, ""), restSays(200, "A"), "", 0, "completed", "v0"},
+		"the same by somebody else":  {restDoes(504, ""), restSays(200, "A"), "A", 0, "completed", "v0"},
+		"what was there once before": {restSays(504, ""), (*restCall).usual, "v0", 0, "completed", "v0"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			lab, g := launchLab(t, retried, a)
+			defer stop(t)
+			lab.write("/plain/x", "v0")
+			s := g.saga(a)
+			s.t = t
+			r := put("/plain/x", "A")
+			r.id = "one-" + s.wid
+			r = s.calling(r)
+			lab.on("PUT /plain/x", 1, c.first)
+			g.call(r)
+			if c.between != "" {
+				g.saga(a).do(put("/plain/x", c.between))
+			}
+			for range c.doubts {
+				lab.on("PUT /plain/x", 1, restDoes(504, ""))
+				g.call(r)
+			}
+			lab.on("PUT /plain/x", 1, c.again)
+			got := g.call(r)
+			if got.status != http.StatusOK {
+				t.Fatalf("%d %s", got.status, got.body)
+			}
+			step := sagaStep{got.header.Get("Execution-Checkpoint"), got}
+			if c.status == "escalated" {
+				s.wantDisturbed(lab, step, "/plain/x", c.after)
+				return
+			}
+			s.back(rollbackBody{Checkpoint: step.checkpoint}).want(t, c.status)
+			lab.wantDoc("/plain/x", c.after)
+		})
+	}
+}

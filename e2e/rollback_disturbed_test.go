@@ -117,3 +117,79 @@ func TestRollbackBesideACall(t *testing.T) {
 		t.Errorf("%+v", v)
 	}
 }
+
+// P6: an undo destroys no call that came between its look and its write, nor says that all
+// is well where one came beside its write; also where nothing has entity tags.
+func TestRollbackDisturbed(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	for _, path := range []string{"/docs/x", "/plain/x"} {
+		begin := func(t *testing.T, script string, hold func(*gate) func(*restCall)) (s *saga, at *gate) {
+			lab.write(path, "v0")
+			s, at = g.saga(a), newGate(t)
+			s.t = t
+			step := s.do(put(path, "A"))
+			lab.on(script+" "+path, 1, hold(at))
+			s.begun(rollbackBody{ID: "urn:uuid:" + s.wid, Checkpoint: step.checkpoint})
+			<-at.arrived
+			return s, at
+		}
+		end := func(s *saga, effect, stands string) {
+			s.t.Helper()
+			doc := s.finished("urn:uuid:" + s.wid)
+			doc.want(s.t, "escalated", "changed-since")
+			if doc.Effect != effect {
+				s.t.Errorf("the effect is %q, want %q", doc.Effect, effect)
+			}
+			lab.wantDoc(path, stands)
+		}
+		t.Run("late look "+path, func(t *testing.T) {
+			s, at := begin(t, "GET", func(at *gate) func(*restCall) {
+				return func(c *restCall) {
+					answer := c.act()
+					at.pass()
+					c.say(answer)
+				}
+			})
+			g.saga(a).do(put(path, "B"))
+			at.open()
+			end(s, "", "B")
+		})
+		t.Run("late write "+path, func(t *testing.T) {
+			s, at := begin(t, "PUT", restWaits)
+			g.saga(a).do(put(path, "B"))
+			at.open()
+			if path == "/docs/x" { // If-Match keeps it from being written
+				end(s, "", "B")
+				return
+			}
+			end(s, "unknown", "v0")
+		})
+		t.Run("call under way "+path, func(t *testing.T) {
+			lab.write(path, "v0")
+			s, hold := g.saga(a), newGate(t)
+			s.t = t
+			step := s.do(put(path, "A"))
+			lab.on("PUT "+path, 1, restWaits(hold))
+			ended := g.saga(a).late(put(path, "B"), hold)
+			s.back(rollbackBody{Checkpoint: step.checkpoint}).want(t, "escalated", "changed-since")
+			lab.wantDoc(path, "A")
+			ended()
+			lab.wantDoc(path, "B")
+		})
+		t.Run("refused call "+path, func(t *testing.T) {
+			s, at := begin(t, "GET", func(at *gate) func(*restCall) {
+				return func(c *restCall) {
+					answer := c.act()
+					at.pass()
+					c.say(answer)
+				}
+			})
+			lab.on("PUT "+path, 1, restSays(http.StatusForbidden, ""))
+			g.saga(a).try(put(path, "B"))
+			at.open()
+			s.finished("urn:uuid:"+s.wid).want(t, "completed")
+			lab.wantDoc(path, "v0")
+		})
+	}
+}

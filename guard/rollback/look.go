@@ -67,7 +67,8 @@ func (c *Coordinator) glance(ctx context.Context, cp *Checkpoint, rollback strin
 				return later, err
 			}
 		}
-		if told != plan.NeverRan || opened.Result != nil {
+		// Of a call in doubt a result without a status says only whether others wrote beside it.
+		if told != plan.NeverRan || opened.Result != nil && opened.Result.Status != 0 {
 			s.state = plan.Standing
 		}
 	case found.Standing == guard.RunningHere || found.Standing == guard.RunningElsewhere:

@@ -34,6 +34,7 @@ type job struct {
 	attempts      int
 	status        int
 	before, after [32]byte
+	window        Window // of what is restored; nil where none is open
 }
 
 // No request has this method: nobody else can take the key of an undo.

@@ -18,6 +18,7 @@ const (
 	refused      reading = "refused"
 	unauthorized reading = "unauthorized"
 	changed      reading = "changed"
+	disturbed    reading = "disturbed"  // somebody else wrote there at the same time
 	partial      reading = "partial"    // a delegate has undone a part
 	escalated    reading = "escalated"  // a delegate has left it to a person
 	unexpected   reading = "unexpected" // it says nothing that is known here
@@ -35,7 +36,7 @@ const (
 // final reports that the answer decides, and is recorded.
 func (r reading) final() bool {
 	switch r {
-	case done, pending, refused, unauthorized, changed, partial, escalated, unexpected:
+	case done, pending, refused, unauthorized, changed, disturbed, partial, escalated, unexpected:
 		return true
 	}
 	return false
@@ -51,7 +52,7 @@ func reasonOf(r reading) Reason {
 		return ReasonRefused
 	case unauthorized:
 		return ReasonUnauthorized
-	case changed:
+	case changed, disturbed:
 		return ReasonChanged
 	case partial:
 		return ReasonPartial

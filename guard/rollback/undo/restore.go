@@ -28,6 +28,7 @@ func (j *job) restore(ctx context.Context) (Result, error) {
 func (j *job) putBack(ctx context.Context) (Result, error) {
 	pace := j.pace(j.o.First)
 	var last note // of the attempt before, in this life
+	defer j.unwatch()
 	for doubts := 0; ; {
 		late := j.overdue()
 		if last.reading != "" && last.reading != taken {
@@ -58,12 +59,15 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 			}
 			return j.restored(ctx, n)
 		}
-		now, n, err := j.look(ctx)
+		now, n, err := j.lookAlone(ctx, doubts > 0)
 		if err != nil {
 			return Result{}, err
 		}
 		if now == nil {
 			return j.blind(n), nil
+		}
+		if doubts > 0 && j.disturbed() { // whatever stands there: an undo may have been written over somebody's
+			return j.result(ReasonChanged), nil
 		}
 		if r, err := j.judge(ctx, found, now); r != nil || err != nil {
 			return orEmpty(r), err
@@ -74,20 +78,26 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 		if doubts == maxDoubts {
 			return j.result(ReasonLost), nil
 		}
+		if j.disturbed() {
+			return j.result(ReasonChanged), nil
+		}
 		out, err := j.putting(ctx, now)
 		if err != nil {
 			return Result{}, err
 		}
-		if last, err = j.attempt(ctx, found, out, j.readsTarget(out.Method)); err != nil {
+		out.Window = j.window
+		if last, err = j.attempt(ctx, found, out, j.readsAlone(out.Method)); err != nil {
 			return Result{}, err
 		}
 		switch {
 		case last.reading.final():
-			return j.restored(ctx, last)
+			return j.restoredAlone(ctx, last)
 		case last.reason != "":
 			return j.result(last.reason), nil
 		case last.reading.doubtful():
 			doubts++
+		case doubts == 0: // the next look begins another
+			j.unwatch()
 		}
 	}
 }

@@ -36,6 +36,9 @@ type Outgoing struct {
 	Step string
 	// Reason is that of the rollback, as a delegate is told.
 	Reason string
+	// Window is the one that the request is written in; nil where none is open. Where it is
+	// disturbed already, the sender sends nothing, and says ReasonChanged.
+	Window Window
 }
 
 // Answer is what came back.
@@ -64,8 +67,8 @@ type Sender interface {
 type SendError struct {
 	// NotSent says that it is proven that not a byte was sent.
 	NotSent bool
-	// Reason is ReasonNoUpstream, ReasonOtherUpstream or ReasonNoCredentials where trying again is no use;
-	// else empty. With a reason nothing was sent.
+	// Reason is ReasonNoUpstream, ReasonOtherUpstream, ReasonNoCredentials or ReasonChanged
+	// where trying again is no use; else empty. With a reason nothing was sent.
 	Reason Reason
 	// Err is the cause, for logs; it holds nothing secret.
 	Err error
