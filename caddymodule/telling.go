@@ -190,10 +190,17 @@ func (x *exchange) upstreamErrors(ctx context.Context, answer http.Header) []*ec
 	var errs []*ect.Token
 	for _, raw := range raws {
 		t, err := s.way.verifier.Verify(ctx, raw, ect.Presentation{Now: time.Now(), DAG: s.way.evidence.Graph(s.call.Workflow)})
-		if err != nil || !t.Proven() || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow || checkEvent(t) != nil {
-			continue
+		if err == nil && (!t.Proven() || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow) {
+			continue // it tells of no error of this workflow
 		}
-		if s.way.graphOnly().CheckTelling(ctx, t, s.tokens.all) != nil {
+		if err == nil {
+			err = checkEvent(t)
+		}
+		if err == nil {
+			err = s.way.graphOnly().CheckAnswer(ctx, t, s.tokens.all, x.h.UpstreamIdentity, x.calledWith())
+		}
+		if err != nil {
+			x.h.logger.Debug("what an upstream has told of with its answer is left out", zap.Stringer("key", x.call.Key), zap.Error(err))
 			continue
 		}
 		if known, err := s.way.evidence.Holds(ctx, t); err == nil && known == evidence.Unused {
@@ -201,4 +208,14 @@ func (x *exchange) upstreamErrors(ctx context.Context, answer http.Header) []*ec
 		}
 	}
 	return errs
+}
+
+// calledWith are the ids of what an upstream was called with: the caller's own tokens, and
+// the call's checkpoint.
+func (x *exchange) calledWith() []string {
+	ids := []string{x.call.Checkpoint}
+	for _, t := range x.story.tokens.own {
+		ids = append(ids, t.NodeID())
+	}
+	return ids
 }

@@ -86,10 +86,31 @@ func (p *parts) of(issuer string) share {
 //
 // A refusal is an *ect.Error, and the same whether something is foreign or unknown (P3).
 func (s *Server) CheckTelling(ctx context.Context, t *ect.Token, along []*ect.Token) error {
+	return s.checkTelling(ctx, t, along, nil)
+}
+
+// CheckAnswer is CheckTelling of what came with the answer to a call. Whoever was called has
+// to do with it: with the tokens that it was called with and the call's checkpoint, whose ids
+// call has. That is who the call's route names (called). Where it names nobody it is whoever
+// answers, who may tell of that very call, and of nothing besides.
+func (s *Server) CheckAnswer(ctx context.Context, t *ect.Token, along []*ect.Token, called string, call []string) error {
+	names := slices.Clone(t.Parents())
+	if id := namedCheckpoint(t.Ext()); id != "" {
+		names = append(names, id)
+	}
+	other := func(id string) bool { return !slices.Contains(call, id) }
+	if called != t.Issuer() && (called != "" || slices.ContainsFunc(names, other)) {
+		call = nil // then it takes a part of its own
+	}
+	return s.checkTelling(ctx, t, along, call)
+}
+
+// checkTelling is CheckTelling where some ids count as made for the issuer.
+func (s *Server) checkTelling(ctx context.Context, t *ect.Token, along []*ect.Token, made []string) error {
 	if !tells(t.Event()) || t.Workflow() == "" || !t.Proven() { // what is nobody's word counts for nothing
 		return nil
 	}
-	ask := concern{Server: s, t: t, along: slices.DeleteFunc(slices.Clone(along), func(o *ect.Token) bool {
+	ask := concern{Server: s, t: t, made: made, along: slices.DeleteFunc(slices.Clone(along), func(o *ect.Token) bool {
 		return o == t || o.Workflow() != t.Workflow() && o.Workflow() != ""
 	})}
 	for _, id := range t.Parents() {
@@ -118,10 +139,14 @@ type concern struct {
 	*Server
 	t     *ect.Token
 	along []*ect.Token
-	part  *share // once it was read
+	made  []string // ids of what counts as made for it
+	part  *share   // once it was read
 }
 
 func (c *concern) has(ctx context.Context, id string) (bool, error) {
+	if slices.Contains(c.made, id) {
+		return true, nil
+	}
 	for _, o := range c.along {
 		if o.Proven() && o.ID() == id && (o.Issuer() == c.t.Issuer() || slices.Contains(o.Audience(), c.t.Issuer())) {
 			return true, nil
@@ -199,8 +224,14 @@ func audienceOf(e *ledger.Entry) []string {
 // records is told of in vain anyway. audience is whom the token with an id was made for.
 func markStrangers(records []workflow.Record, audience func(id string) ([]string, error)) error {
 	p, issuers := newParts(), make(map[string]string, len(records))
+	answers := make(map[string]*workflow.Record) // by an error that came with one
 	for i := range records {
 		r := &records[i]
+		if r.Own {
+			for _, id := range r.UpstreamErrors {
+				answers[id] = r
+			}
+		}
 		if _, twice := issuers[r.ID]; twice {
 			continue
 		}
@@ -220,6 +251,9 @@ func markStrangers(records []workflow.Record, audience func(id string) ([]string
 			part := p.of(r.Issuer)
 			if !there || issuer == r.Issuer || part.has(id) {
 				continue
+			}
+			if a := answers[r.ID]; a != nil && (id == a.CheckpointID || slices.Contains(a.Parents, id)) {
+				continue // of the call that it was the answer to
 			}
 			if issuer == "" {
 				r.Stranger = true
