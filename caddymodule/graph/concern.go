@@ -22,6 +22,9 @@ func tells(event ect.Event) bool {
 	return false
 }
 
+// Told reports whether a record is what an agent tells of others.
+func Told(r *workflow.Record) bool { return !r.Own && tells(ect.Event(r.Event)) }
+
 // links are the ids that an id is linked to, both ways. What an agent tells is linked to
 // what follows from it, and not to what it tells of: two parts of a workflow that
 // somebody has told of at once stay two.
@@ -239,11 +242,11 @@ func markStrangers(records []workflow.Record, audience func(id string) ([]string
 		if r.Issuer == "" {
 			continue // nobody's word, as NobodysWord says of entries
 		}
-		p.add(r.ID, r.Issuer, r.Parents, tells(ect.Event(r.Event)) && !r.Own)
+		p.add(r.ID, r.Issuer, r.Parents, Told(r))
 	}
 	for i := range records {
 		r := &records[i]
-		if r.Own || !tells(ect.Event(r.Event)) {
+		if !Told(r) {
 			continue
 		}
 		for _, id := range append(slices.Clone(r.Parents), r.CheckpointID) {
