@@ -75,7 +75,7 @@ func (t *testimony) graph(e *engine) *graph.Server {
 
 // graphOnly is what the ledger itself can say of a graph.
 func (t *testimony) graphOnly() *graph.Server {
-	return graph.New(graph.Options{Log: t.evidence.Log(), Identities: []string{t.witness.Identity()}})
+	return graph.New(graph.Options{Log: t.evidence.Log(), Identities: []string{t.witness.Identity()}, Own: t.witness.Own})
 }
 
 // verified reports whether a token has a signature of the gateway's, whatever its age.

@@ -35,12 +35,14 @@ type presented struct {
 }
 
 // issuer is the caller that the tokens prove; empty without one. A token that nobody is
-// proven to have issued names nobody (P3).
+// proven to have issued names nobody (P3), and takes nothing from those beside it.
 func (p *presented) issuer() string {
-	if len(p.own) == 0 {
-		return ""
+	for _, t := range p.own {
+		if author := t.Author(); author != "" {
+			return author
+		}
 	}
-	return p.own[0].Author()
+	return ""
 }
 
 // workflow is that of the tokens; empty where none of them names one.

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -209,30 +210,79 @@ func TestForgedTokensOfTheGateway(t *testing.T) {
 	g.call(with(thief.issue(ect.Claims{Workflow: uuid.NewString()}), request{path: "/pay"})).refusedFor(t, 403, "parent-unknown")
 }
 
-// Errors that an upstream sends along are recorded with the failure that they explain.
+// Errors that an upstream sends along are recorded with the failure that they explain, and
+// count: it was called with the call's token and its checkpoint, whomever those are made for.
+// Where the route names the upstream nobody else is it, and of other calls it tells nothing.
 func TestUpstreamErrorsAreChained(t *testing.T) {
-	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
-	g := launch(t, setup{app: trusting(t, a, b), badger: true, site: "agent_proxy " + upstream.addr + " {\n identity " + b.issuer.Identity() + "\n }"})
-	wid := uuid.NewString()
-	var sent *ect.Token
-	upstream.on("/pay", func(w http.ResponseWriter, in *arrival) {
-		lines := in.Header.Values(ect.FieldName)
-		checkpoint, err := ect.ParseInsecure(lines[len(lines)-1])
-		if err != nil {
-			t.Error(err)
-			return
-		}
-		sent = b.issue(ect.Claims{
-			Workflow: wid, Action: "error", Parents: []string{checkpoint.ID()},
-			Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "timeout").Text(ect.MemberCheckpointID, ""),
+	upstream, a, b, c := newUpstream(t), newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "c")
+	named := func(by *agent) string { return " {\n identity " + by.issuer.Identity() + "\n }" }
+	for name, test := range map[string]struct {
+		site     string
+		of       string // what the error follows from
+		names    string // the checkpoint that it names
+		answer   int
+		recorded bool
+	}{
+		"the checkpoint":                 {site: named(b), of: "checkpoint", answer: 502, recorded: true},
+		"the token":                      {site: named(b), of: "task", answer: 502, recorded: true},
+		"both":                           {site: named(b), of: "task checkpoint", names: "checkpoint", answer: 502, recorded: true},
+		"a call that is done":            {site: named(b), of: "task", answer: 200, recorded: true},
+		"the token, by whoever answers":  {of: "task", answer: 502, recorded: true},
+		"a call that is done, likewise":  {of: "task", answer: 200, recorded: true},
+		"by somebody else":               {site: named(c), of: "task", answer: 502},
+		"more than the call":             {of: "task other", answer: 502},
+		"more than the named one's call": {site: named(b), of: "task other", answer: 502},
+		"another checkpoint":             {of: "task", names: "other", answer: 502},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := launch(t, setup{app: trusting(t, a, b, c), badger: true, site: "agent_proxy " + upstream.addr + test.site})
+			task := a.issue(ect.Claims{Workflow: uuid.NewString()})
+			other := a.issue(ect.Claims{Workflow: task.Workflow()})
+			ids := map[string]string{"task": task.ID(), "other": other.ID()}
+			if got := g.call(with(other, request{path: "/other"})); test.names == "other" {
+				ids["other"] = got.header.Get("Execution-Checkpoint")
+			}
+			var sent *ect.Token
+			upstream.on("/pay", func(w http.ResponseWriter, in *arrival) {
+				lines := in.Header.Values(ect.FieldName)
+				last, err := ect.ParseInsecure(lines[len(lines)-1])
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				ids["checkpoint"] = last.ID()
+				var parents []string
+				for _, of := range strings.Fields(test.of) {
+					parents = append(parents, ids[of])
+				}
+				sent = b.issue(ect.Claims{
+					Workflow: task.Workflow(), Action: "error", Parents: parents,
+					Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "critical").Text(ect.MemberErrorType, "timeout").Text(ect.MemberCheckpointID, ids[test.names]),
+				})
+				w.Header().Set(ect.FieldName, sent.Raw())
+				w.WriteHeader(test.answer)
+			})
+			g.call(with(task, request{path: "/pay"}))
+			nodes := 6 // of two calls
+			if test.answer != http.StatusOK {
+				nodes++ // the gateway's error
+			}
+			if test.recorded {
+				nodes++
+			}
+			view := g.settledView(a, task.Workflow(), nodes)
+			if len(view.Nodes) != nodes || (view.state(sent.ID()) != "none") != test.recorded {
+				t.Errorf("%+v", view)
+			}
+			for _, of := range strings.Fields(test.of) {
+				counts := slices.ContainsFunc(view.Edges, func(e struct{ From, To, Kind string }) bool {
+					return e.From == ids[of] && e.To == sent.ID() && e.Kind == "error_of"
+				})
+				if counts != test.recorded {
+					t.Errorf("of the %s: %+v", of, view)
+				}
+			}
 		})
-		w.Header().Set(ect.FieldName, sent.Raw())
-		w.WriteHeader(http.StatusInternalServerError)
-	})
-	g.call(with(a.issue(ect.Claims{Workflow: wid}), request{path: "/pay"}))
-	view := g.settledView(a, wid, 5) // token, checkpoint, the upstream's error, node, error
-	if view.state(sent.ID()) == "none" {
-		t.Errorf("%+v", view)
 	}
 }
 

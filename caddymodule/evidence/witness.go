@@ -197,6 +197,9 @@ func (w *Witness) Outcome(now time.Time, c *Call, o *Outcome) ([]*ect.Draft, err
 	if o.By != "" {
 		ext.Text(MemberBy, o.By)
 	}
+	if len(o.UpstreamErrors) > 0 && !o.failed() { // else the error names them
+		ext.Texts(ect.MemberUpstreamErrors, o.UpstreamErrors)
+	}
 	parents := append(make([]string, 0, len(c.Parents)+1), c.Parents...)
 	if len(parents) < ect.MaxParents {
 		parents = append(parents, o.Checkpoint)

@@ -22,6 +22,9 @@ func tells(event ect.Event) bool {
 	return false
 }
 
+// Told reports whether a record is what an agent tells of others.
+func Told(r *workflow.Record) bool { return !r.Own && tells(ect.Event(r.Event)) }
+
 // links are the ids that an id is linked to, both ways. What an agent tells is linked to
 // what follows from it, and not to what it tells of: two parts of a workflow that
 // somebody has told of at once stay two.
@@ -91,8 +94,8 @@ func (s *Server) CheckTelling(ctx context.Context, t *ect.Token, along []*ect.To
 
 // CheckAnswer is CheckTelling of what came with the answer to a call. Whoever was called has
 // to do with it: with the tokens that it was called with and the call's checkpoint, whose ids
-// call has. That is who the call's route names; empty is whoever answers, who may tell of
-// that call so, or of what is its own, and of both at once only by its own part.
+// call has. That is who the call's route names (called). Where it names nobody it is whoever
+// answers, who may tell of that very call, and of nothing besides.
 func (s *Server) CheckAnswer(ctx context.Context, t *ect.Token, along []*ect.Token, called string, call []string) error {
 	names := slices.Clone(t.Parents())
 	if id := namedCheckpoint(t.Ext()); id != "" {
@@ -100,7 +103,7 @@ func (s *Server) CheckAnswer(ctx context.Context, t *ect.Token, along []*ect.Tok
 	}
 	other := func(id string) bool { return !slices.Contains(call, id) }
 	if called != t.Issuer() && (called != "" || slices.ContainsFunc(names, other)) {
-		call = nil
+		call = nil // then it takes a part of its own
 	}
 	return s.checkTelling(ctx, t, along, call)
 }
@@ -224,8 +227,14 @@ func audienceOf(e *ledger.Entry) []string {
 // records is told of in vain anyway. audience is whom the token with an id was made for.
 func markStrangers(records []workflow.Record, audience func(id string) ([]string, error)) error {
 	p, issuers := newParts(), make(map[string]string, len(records))
+	answers := make(map[string]*workflow.Record) // by an error that came with one
 	for i := range records {
 		r := &records[i]
+		if r.Own {
+			for _, id := range r.UpstreamErrors {
+				answers[id] = r
+			}
+		}
 		if _, twice := issuers[r.ID]; twice {
 			continue
 		}
@@ -233,11 +242,11 @@ func markStrangers(records []workflow.Record, audience func(id string) ([]string
 		if r.Issuer == "" {
 			continue // nobody's word, as NobodysWord says of entries
 		}
-		p.add(r.ID, r.Issuer, r.Parents, tells(ect.Event(r.Event)) && !r.Own)
+		p.add(r.ID, r.Issuer, r.Parents, Told(r))
 	}
 	for i := range records {
 		r := &records[i]
-		if r.Own || !tells(ect.Event(r.Event)) {
+		if !Told(r) {
 			continue
 		}
 		for _, id := range append(slices.Clone(r.Parents), r.CheckpointID) {
@@ -245,6 +254,9 @@ func markStrangers(records []workflow.Record, audience func(id string) ([]string
 			part := p.of(r.Issuer)
 			if !there || issuer == r.Issuer || part.has(id) {
 				continue
+			}
+			if a := answers[r.ID]; a != nil && (id == a.CheckpointID || slices.Contains(a.Parents, id)) {
+				continue // of the call that it was the answer to
 			}
 			if issuer == "" {
 				r.Stranger = true

@@ -84,6 +84,7 @@ func recordOf(e *ledger.Entry, own bool) workflow.Record {
 	if r.Own {
 		r.Outcome, r.Execution = workflow.Outcome(text(evidence.MemberOutcome)), text(evidence.MemberExecution)
 		r.Attempt, _ = ext.Bool(evidence.MemberAttempt)
+		r.UpstreamErrors, _ = ext.Texts(ect.MemberUpstreamErrors)
 		_, listed := ext.Raw(ect.MemberCascaded)
 		r.Whole = listed && event == ect.EventRollbackComplete
 	}

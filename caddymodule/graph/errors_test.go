@@ -288,7 +288,7 @@ func TestErrorsFailClosed(t *testing.T) {
 	token := g.token(bob, anError(task))
 	for err, slug := range map[error]string{
 		errors.New("disk"): "store-unavailable",
-		ect.ErrUnavailable: "store-unavailable",
+		ect.ErrUnavailable: "ect-unavailable",
 		problem.New(problem.ShuttingDown, "It goes down."): "shutting-down",
 	} {
 		g.onRecord = func([]*ect.Token) error { return err }
@@ -296,8 +296,8 @@ func TestErrorsFailClosed(t *testing.T) {
 	}
 	g.onRecord = nil
 	verify := g.Verify
-	g.Verify = func(*http.Request, []string) ([]*ect.Token, error) { return nil, ect.ErrUnavailable }
-	g.post(anonymous, token.Raw()).refused(503, "store-unavailable", "")
+	g.Verify = func(*http.Request, []string) ([]*ect.Token, error) { return nil, fmt.Errorf("%w: the URL hangs", ect.ErrUnavailable) }
+	g.post(anonymous, token.Raw()).refused(503, "ect-unavailable", "")
 	g.Verify = func(*http.Request, []string) ([]*ect.Token, error) { return nil, nil }
 	g.post(anonymous, token.Raw()).refused(503, "store-unavailable", "")
 	g.Verify = verify

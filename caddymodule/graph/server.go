@@ -189,6 +189,11 @@ func (q *question) problem(err error) error {
 		p.Status, p.Reason, p.Cause = refusal.Status(), string(refusal.Code), refusal.Unwrap()
 		return p
 	}
+	if errors.Is(err, ect.ErrUnavailable) {
+		p := problem.New(problem.ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.")
+		p.Cause = err
+		return p
+	}
 	p := problem.New(problem.StoreUnavailable, "The gateway's ledger does not answer.")
 	p.Cause = err
 	return p

@@ -56,7 +56,7 @@ func (l *Ledger) Nodes(ctx context.Context, wid, target string) ([]plan.Node, er
 	if err != nil {
 		return nil, altered(err)
 	}
-	nodes := nodesOf(workflow.New(graph.Records(entries, v.own)), by)
+	nodes := nodesOf(workflow.New(linked(graph.Records(entries, v.own))), by)
 	begun(nodes, entries)
 	if wid == "" {
 		return only(nodes, target), nil
@@ -161,6 +161,17 @@ func (v *Voice) agentOf(e *ledger.Entry) string {
 	return e.Issuer
 }
 
+// linked cuts off what names what it likes: what nobody is proven to have issued, and what is
+// told by who has no part in it (ADR 0024).
+func linked(records []workflow.Record) []workflow.Record {
+	for i := range records {
+		if r := &records[i]; r.Issuer == "" || r.Stranger {
+			r.Parents = nil
+		}
+	}
+	return records
+}
+
 // nodesOf makes nodes of a workflow's graph.
 func nodesOf(g *workflow.Graph, by map[string]string) []plan.Node {
 	groups := make(map[string]bool)
@@ -171,7 +182,7 @@ func nodesOf(g *workflow.Graph, by map[string]string) []plan.Node {
 	nodes := make([]plan.Node, 0, len(all))
 	for i := range all {
 		n := &all[i]
-		node := plan.Node{ID: n.ID, Parents: n.Parents, Kind: plan.Event, By: n.Issuer}
+		node := plan.Node{ID: n.ID, Parents: n.Parents, Kind: plan.Event, By: n.Issuer, Told: graph.Told(&n.Record)}
 		if name, own := by[n.ID]; own {
 			node.By = name
 		}

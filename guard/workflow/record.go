@@ -67,6 +67,9 @@ type Record struct {
 	// Attempt marks the gateway's error of one attempt of a call, or of its rollback,
 	// which says nothing about what came of the call: its settlement does.
 	Attempt bool
+	// UpstreamErrors are the errors of others that came with the answer to the call that the
+	// gateway tells of: whoever answers has a part in that call.
+	UpstreamErrors []string
 	// Stranger marks what somebody tells who has no part in what it tells of. It counts for
 	// nothing.
 	Stranger bool

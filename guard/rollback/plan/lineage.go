@@ -9,7 +9,8 @@ const (
 	// (ATD, "Rollback Authorization").
 	Ancestor Lineage = "ancestor"
 	// Workflow: whoever is behind an action, checkpoint or group that is linked to the
-	// checkpoint, in whatever direction and over however many nodes (cascade 6.1).
+	// checkpoint, in whatever direction and over however many nodes (cascade 6.1). What
+	// somebody tells of two others links them no more than the two were before.
 	Workflow Lineage = "workflow"
 )
 
@@ -80,7 +81,7 @@ func (g *Graph) Follows(id, checkpoint string) bool {
 
 // spread marks the requester's nodes and what follows from them by the tokens. A group
 // does not follow from what it contains. With any, it goes along every link, and
-// against it too.
+// against it too, but not from what was told to what it tells of.
 func (g *Graph) spread(requester string, any bool) []bool {
 	links := make([][]int, len(g.nodes))
 	met := make([]bool, len(g.nodes))
@@ -88,7 +89,7 @@ func (g *Graph) spread(requester string, any bool) []bool {
 	for i := range g.nodes {
 		n := &g.nodes[i]
 		for _, p := range g.parents[i] {
-			if any {
+			if any && !n.Told {
 				links[i] = append(links[i], p)
 			}
 			if any || n.Kind != Group {

@@ -65,6 +65,26 @@ func TestLineage(t *testing.T) {
 	}
 }
 
+// What somebody tells of others leads to what follows from it, and joins nothing (ADR 0024).
+func TestLineageJoinsNothingByWhatIsTold(t *testing.T) {
+	told := event("E", "A", "B")
+	told.Told = true
+	g := graph(t,
+		by("a", act("A")), by("gateway", ckpt("CA", "A")), by("b", act("B")), by("gateway", ckpt("CB", "B")),
+		by("eve", told), by("c", act("C", "E")), by("gateway", ckpt("CC", "C")),
+	)
+	for _, test := range []struct {
+		who, checkpoint string
+		may             bool
+	}{
+		{"a", "CA", true}, {"a", "CB", false}, {"b", "CA", false}, {"a", "CC", true}, {"c", "CC", true}, {"c", "CA", false}, {"eve", "CA", false},
+	} {
+		if got := g.MayAsk(test.who, test.checkpoint, Workflow); got != test.may {
+			t.Errorf("%q for %q: %v", test.who, test.checkpoint, got)
+		}
+	}
+}
+
 // A token that names a checkpoint as its parent does not make its issuer an ancestor,
 // also where the checkpoint counts as made for it.
 func TestLineageIsNotTakenFromBelow(t *testing.T) {

@@ -61,6 +61,9 @@ type Node struct {
 	// Begins says of an event that it tells of the begin of the workflow (workflow_start).
 	// It is a part in the workflow as an action is.
 	Begins bool
+	// Told says of an event that it is what somebody tells of others' doings. It follows from
+	// them, and joins nothing that was apart.
+	Told bool
 	// Done says of an action that it is completed.
 	Done bool
 
