@@ -42,7 +42,9 @@ func TestP6RollbackOfARetriedDoubt(t *testing.T) {
 	f := g.workflow()
 	put := func(status int) reply {
 		token := a.issue(ect.Claims{Workflow: f.wid, Action: "do"})
-		got := f.call(with(token, request{method: "PUT", path: "/things/a", id: "k", body: "after"}))
+		got := f.call(with(token, request{
+			method: "PUT", path: "/things/a", id: "k", body: "after", header: headers{"Content-Type": "text/plain"},
+		}))
 		if got.status != status {
 			t.Fatalf("%d %s", got.status, got.body)
 		}
