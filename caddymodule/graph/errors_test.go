@@ -296,7 +296,9 @@ func TestErrorsFailClosed(t *testing.T) {
 	}
 	g.onRecord = nil
 	verify := g.Verify
-	g.Verify = func(*http.Request, []string) ([]*ect.Token, error) { return nil, fmt.Errorf("%w: the URL hangs", ect.ErrUnavailable) }
+	g.Verify = func(*http.Request, []string) ([]*ect.Token, error) {
+		return nil, fmt.Errorf("%w: the URL hangs", ect.ErrUnavailable)
+	}
 	g.post(anonymous, token.Raw()).refused(503, "ect-unavailable", "")
 	g.Verify = func(*http.Request, []string) ([]*ect.Token, error) { return nil, nil }
 	g.post(anonymous, token.Raw()).refused(503, "store-unavailable", "")
