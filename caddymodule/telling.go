@@ -210,8 +210,8 @@ func (x *exchange) upstreamErrors(ctx context.Context, answer http.Header) []*ec
 	return errs
 }
 
-// calledWith are the ids of what an upstream was called with: the caller's own tokens, and
-// the call's checkpoint.
+// calledWith are the ids of what an upstream was called with: the caller's own tokens, and the
+// call's checkpoint.
 func (x *exchange) calledWith() []string {
 	ids := []string{x.call.Checkpoint}
 	for _, t := range x.story.tokens.own {

@@ -82,7 +82,7 @@ func (e *engine) testify(ctx context.Context, i *Identity, t *Trust, logger *slo
 	for _, k := range told.Ring().List() { // a key that was given may be for another
 		own = append(own, k.Algorithm.String())
 	}
-	if way.verifier, err = t.verifier(i.Name, own, sources...); err != nil {
+	if way.verifier, err = t.verifier(i.Name, witness.Names()[1:], own, sources...); err != nil {
 		return nil, fmt.Errorf("agent_guard: trust: %w", err)
 	}
 	if t.minLevel() == ect.L1 {

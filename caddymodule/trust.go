@@ -115,7 +115,7 @@ func (t *Trust) provision(own string, logger *zap.Logger) error {
 			"nobody unless a client certificate of the connection has their issuer as its SPIFFE ID; leave it out where agents can sign",
 			zap.String("min_level", t.MinLevel))
 	}
-	_, err := t.verifier("urn:agent-guard:check", []string{own}, t.sources...)
+	_, err := t.verifier("urn:agent-guard:check", nil, []string{own}, t.sources...)
 	return err
 }
 
@@ -197,9 +197,9 @@ func tellSkipped(logger *zap.Logger, place string, set *ect.Set) {
 
 // verifier makes the verifier of a gateway called identity, whose own keys are for the
 // algorithms own.
-func (t *Trust) verifier(identity string, own []string, sources ...ect.Source) (*ect.Verifier, error) {
+func (t *Trust) verifier(identity string, former, own []string, sources ...ect.Source) (*ect.Verifier, error) {
 	policy := ect.Policy{
-		Audience: append([]string{identity}, t.Audience...), Sources: sources,
+		Audience: append([]string{identity}, t.Audience...), Former: former, Sources: sources,
 		Skew: time.Duration(t.Skew), MaxAge: time.Duration(t.MaxAge), MaxLife: time.Duration(t.MaxLife),
 		MaxParents: t.MaxParents, MaxAncestors: t.MaxAncestors,
 		AllowPartial: t.AllowPartial, CrossWorkflow: t.CrossWorkflow, LenientParents: t.LenientParents,

@@ -286,6 +286,27 @@ func TestUpstreamErrorsAreChained(t *testing.T) {
 	}
 }
 
+// ADR 0040: a checkpoint that an upstream got from the gateway under its name of before is
+// still the gateway's own word when the upstream calls with it.
+func TestOwnTokensAfterARename(t *testing.T) {
+	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
+	app, site := trusting(t, a, b), "agent_proxy "+upstream.addr+" {\n identity "+b.issuer.Identity()+"\n }"
+	var handed string
+	upstream.on("/pay", func(_ http.ResponseWriter, in *arrival) {
+		lines := in.Header.Values(ect.FieldName)
+		handed = lines[len(lines)-1]
+	})
+	g := launch(t, setup{app: app, site: site})
+	g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), request{path: "/pay"}))
+	stop(t)
+	renamed := strings.Replace(app, gatewayIdentity, "spiffe://example.com/renamed", 1)
+	g = launch(t, setup{app: renamed, site: site, store: g.store})
+	if got := g.call(withRaw(handed, request{path: "/next", id: "next"})); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	g.call(with(a.issue(ect.Claims{}), request{path: "/next"})).refusedFor(t, 403, "aud")
+}
+
 // P1: a retry comes when it comes. A token whose time is over is still good for the call
 // that it was used for, which is answered from the record, and for nothing new.
 func TestLateTokens(t *testing.T) {

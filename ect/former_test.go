@@ -93,3 +93,52 @@ func TestFormerNames(t *testing.T) {
 		}
 	}
 }
+
+// ADR 0040: what a verifier has issued to itself before it was renamed comes back to it.
+// Nobody else's token is meant for it by its name of before.
+func TestFormerAudience(t *testing.T) {
+	const now, before, agent = "spiffe://example.com/now", "spiffe://example.com/before", "spiffe://example.com/agent"
+	var sources []ect.Source
+	issuers := map[string]*ect.Issuer{}
+	issuer := func(name string, ring *ect.Ring) *ect.Issuer {
+		t.Helper()
+		i, err := ect.NewIssuer(ect.IssuerOptions{Identity: name, Ring: ring})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return i
+	}
+	for _, name := range []string{now, agent, before} {
+		ring, err := ect.GenerateRing(ect.ES256)
+		if err != nil {
+			t.Fatal(err)
+		}
+		owner, err := ect.ParseOwner(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var former []ect.Former
+		if name == now {
+			former = []ect.Former{{Name: before}}
+			issuers["renamed"] = issuer(before, ring)
+		}
+		sources, issuers[name] = append(sources, ring.Source(owner, former...)), issuer(name, ring)
+	}
+	for _, names := range [][]string{nil, {before}} {
+		v, err := ect.NewVerifier(ect.Policy{Audience: []string{now}, Former: names, Sources: sources})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for who, own := range map[string]bool{"renamed": true, now: true, agent: false, before: false} {
+			token, err := issuers[who].Issue(time.Now(), ect.Claims{Audience: []string{before, agent}, Action: "pay"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			var refused *ect.Error
+			_, err = v.Verify(t.Context(), token.Raw(), ect.Presentation{Now: time.Now()})
+			if accepted := own && names != nil; accepted != (err == nil) || !accepted && (!errors.As(err, &refused) || refused.Code != ect.CodeAudience) {
+				t.Errorf("of %s with %v: %v", who, names, err)
+			}
+		}
+	}
+}

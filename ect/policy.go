@@ -27,6 +27,9 @@ const (
 type Policy struct {
 	// Audience are the verifier's own names: aud must have one of them.
 	Audience []string
+	// Former are names that the verifier had before. They count in the aud of tokens that it
+	// has issued itself, under any of its names and with a key that speaks for one of Audience.
+	Former []string
 	// Sources are where keys are looked up, in this order; those that are Remote and
 	// lack the key come last, and together.
 	Sources []Source

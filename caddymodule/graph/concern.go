@@ -94,8 +94,8 @@ func (s *Server) CheckTelling(ctx context.Context, t *ect.Token, along []*ect.To
 
 // CheckAnswer is CheckTelling of what came with the answer to a call. Whoever was called has
 // to do with it: with the tokens that it was called with and the call's checkpoint, whose ids
-// call has. That is who the call's route names (called). Where it names nobody it is whoever
-// answers, who may tell of that very call, and of nothing besides.
+// call has. That is who the call's route names; empty is whoever answers, who may tell of
+// that call so, or of what is its own, and of both at once only by its own part.
 func (s *Server) CheckAnswer(ctx context.Context, t *ect.Token, along []*ect.Token, called string, call []string) error {
 	names := slices.Clone(t.Parents())
 	if id := namedCheckpoint(t.Ext()); id != "" {
@@ -103,7 +103,7 @@ func (s *Server) CheckAnswer(ctx context.Context, t *ect.Token, along []*ect.Tok
 	}
 	other := func(id string) bool { return !slices.Contains(call, id) }
 	if called != t.Issuer() && (called != "" || slices.ContainsFunc(names, other)) {
-		call = nil // then it takes a part of its own
+		call = nil
 	}
 	return s.checkTelling(ctx, t, along, call)
 }
