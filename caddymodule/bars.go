@@ -25,7 +25,11 @@ func (x *exchange) enter(found guard.Finding) (leave func(), err error) {
 		workflow = evidence.WorkflowID(x.call.Workflow)
 	}
 	if workflow == "" && found.Record != nil && found.Record.Checkpoint != "" {
-		workflow = x.alone(found.Record.Checkpoint)
+		root, err := x.engine.vault.First(x.r.Context(), found.Record.Checkpoint)
+		if err != nil {
+			return nil, x.storeFailed(err)
+		}
+		workflow = rollback.Alone(root)
 	}
 	leave, err = c.Enter(x.r.Context(), workflow, x.led(workflow, found))
 	barred := (*rollback.BarredError)(nil)
@@ -38,15 +42,6 @@ func (x *exchange) enter(found guard.Finding) (leave func(), err error) {
 		return nil, x.problem(problem.WorkflowStopped, "A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
 	}
 	return nil, x.problem(problem.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
-}
-
-// alone stands for the workflow of a call that has none, for its attempts.
-func (x *exchange) alone(checkpoint string) string {
-	root, err := x.engine.vault.Root(x.r.Context(), checkpoint)
-	if err != nil { // it is gone, so that nothing is undone by it either
-		root = checkpoint
-	}
-	return rollback.Alone(root)
 }
 
 // led is what has led to the call: the ids of its parents, of theirs, and so on, the

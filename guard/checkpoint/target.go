@@ -34,13 +34,3 @@ func (v *Vault) Target(ctx context.Context, id string) (name string, made time.T
 	}
 	return TargetOf(s.Upstream, s.Request.Path), s.Created, nil
 }
-
-// Root is the checkpoint that all attempts of the call of a checkpoint share. The errors are
-// those of Before.
-func (v *Vault) Root(ctx context.Context, id string) (string, error) {
-	s, err := v.standing(ctx, id)
-	if err != nil {
-		return "", err
-	}
-	return s.Root(), nil
-}

@@ -33,7 +33,11 @@ func (c *Coordinator) Execute(ctx context.Context, r Request, riders ...store.Wr
 	if err != nil {
 		return nil, err
 	}
-	b, err := c.bars.raise(ctx, r.ID, c.scope(ctx, d.Workflow, r.Checkpoint))
+	scope, err := c.scope(ctx, d.Workflow, r.Checkpoint)
+	if err != nil {
+		return nil, err
+	}
+	b, err := c.bars.raise(ctx, r.ID, scope)
 	if err != nil {
 		return nil, err
 	}

@@ -95,22 +95,21 @@ func (c *Coordinator) Enter(ctx context.Context, workflow string, parents iter.S
 }
 
 // Alone stands in the place of a workflow for the attempts of a call that has none, by the
-// checkpoint of the first (checkpoint.Vault.Root).
+// checkpoint of the first (checkpoint.Vault.First).
 func Alone(root string) string { return alonePrefix + root }
 
 const alonePrefix = "\x00" // no workflow begins so
 
-// scope is the workflow of a rollback, or what stands in its place. What the store cannot
-// tell of attempts is left to the checkpoint itself.
-func (c *Coordinator) scope(ctx context.Context, workflow, checkpoint string) string {
+// scope is the workflow of a rollback, or what stands in its place.
+func (c *Coordinator) scope(ctx context.Context, workflow, checkpoint string) (string, error) {
 	if workflow != "" {
-		return workflow
+		return workflow, nil
 	}
-	root, err := c.o.Vault.Root(ctx, checkpoint)
+	root, err := c.o.Vault.First(ctx, checkpoint)
 	if err != nil {
-		root = checkpoint
+		return "", fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	return Alone(root)
+	return Alone(root), nil
 }
 
 // barred says whether a call must not begin, or what has to be waited for before that is
@@ -336,7 +335,11 @@ func (c *Coordinator) restore(ctx context.Context, stop bool, entry store.Entry)
 	if err != nil || stop != h.stops() || !stop && !h.open() {
 		return err
 	}
-	one := newBar(h.ID, c.scope(ctx, h.Workflow, h.Checkpoint))
+	scope, err := c.scope(ctx, h.Workflow, h.Checkpoint)
+	if err != nil {
+		return err
+	}
+	one := newBar(h.ID, scope)
 	one.until = entry.Expires
 	var p *plan.Plan
 	if !stop {
