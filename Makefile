@@ -1,7 +1,7 @@
 # Every target that checks something is a step of .ci/run, so that what runs here
 # and what runs there is the same. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help build run test race lint fuzz-short crash golden example ci
+.PHONY: help build run test race lint fuzz-short crash clients golden example ci
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ fuzz-short: ## Run every fuzz target for AGENT_GUARD_FUZZ_TIME (5s)
 
 crash: ## Kill the gateway AGENT_GUARD_CRASH_ROUNDS (100) times under load
 	.ci/run crash
+
+clients: ## Run real SDKs, curl and a browser against a gateway
+	.ci/run clients
 
 example: ## Check Caddyfile.example and run the README's story against it
 	.ci/run example story

@@ -1,48 +1,49 @@
 # Caddy with the agent guard, built from this directory:
 #
 #   docker build -f xcaddy.Dockerfile -t caddy-agent-guard .
-#   docker run -p 8080:8080 -v agent_guard:/data caddy-agent-guard
+#   docker run -p 8080:8080 -v agent_guard:/data --read-only --tmpfs /tmp --tmpfs /config:uid=1000 caddy-agent-guard
 #
-# A released version instead of this directory: replace the --with line by
-# `--with github.com/agent-guard/caddy-agent-guard@VERSION` and drop the COPY.
+# The base images are pinned by digest (the tag beside it is for people): a tag can be
+# moved, a digest cannot. Renovate and Dependabot keep both up to date.
 
-# One version for both stages: the binary must not be newer or older than the files
-# around it. go.mod requires the same one; .ci/run compares them.
+FROM golang:1.26.8-alpine@sha256:ce864e7223ac17b1775e6fd0b4c0db580c2eb50e7953a427916379e4b92a1628 AS builder
+# go.mod requires the same version; .ci/run compares them, and that of xcaddy too.
 ARG CADDY_VERSION=2.11.9
-
-FROM caddy:${CADDY_VERSION}-builder AS builder
-ARG CADDY_VERSION
-# The builder image would give the binary the file capability cap_net_bind_service.
-# A binary with it cannot even be started where that capability is dropped
-# (--cap-drop ALL, Kubernetes' restricted profile), and nobody needs it here: Docker
-# lets everyone bind low ports inside a container, and the example uses 8080.
-ENV XCADDY_SETCAP=0
+ENV GOTOOLCHAIN=local CGO_ENABLED=0
+RUN go install github.com/caddyserver/xcaddy/cmd/xcaddy@v0.4.7
 COPY . /src
+# xcaddy leaves out the symbol table and the debugging information by itself.
 RUN xcaddy build "v${CADDY_VERSION}" \
 	--with github.com/agent-guard/caddy-agent-guard=/src \
 	--output /usr/bin/caddy
 
-FROM caddy:${CADDY_VERSION}
+FROM alpine:3.24@sha256:28bd5fe8b56d1bd048e5babf5b10710ebe0bae67db86916198a6eec434943f8b
+RUN apk add --no-cache ca-certificates mailcap \
+	&& adduser -D -H -u 1000 -s /sbin/nologin caddy \
+	&& mkdir -p /etc/caddy /data/caddy /config/caddy \
+	&& chown -R caddy:caddy /data /config \
+	&& chmod 0700 /data/caddy
 COPY --from=builder /usr/bin/caddy /usr/bin/caddy
 COPY Caddyfile.example /etc/caddy/Caddyfile
 
-# The records and the key that opens them are in /data: nobody but this user reads
-# them. The id is fixed, so that a volume keeps its owner over new images.
-RUN adduser -D -H -u 1000 -s /sbin/nologin caddy \
-	&& mkdir -p /data/caddy /config/caddy \
-	&& chown -R caddy:caddy /data /config \
-	&& chmod 0700 /data/caddy
+# Caddy's data, and with it the records and the key that opens them, are in /data:
+# nobody but this user reads them. The id is fixed, so that a volume keeps its owner
+# over new images.
+ENV XDG_DATA_HOME=/data XDG_CONFIG_HOME=/config EXAMPLE_DIR=/data/example
 USER 1000:1000
 
 # Losing /data is losing every record: a retry would run again. An anonymous volume
-# at least outlives the container; name one in earnest.
+# at least outlives the container; name one in earnest. Nothing else needs to be
+# writable, but /tmp for bodies that do not fit into memory.
 VOLUME /data
 
 EXPOSE 8080
-# Caddy's admin API answers on localhost only, so the check runs inside. /config/admin
-# is small and answers as soon as a configuration has been loaded.
+# The gateway's own page says whether it takes guarded calls: 503 where the store is
+# closed. It needs no admin API. Another configuration sets HEALTH_URL to a site with
+# an agent_guard.
+ENV HEALTH_URL=http://localhost:8080/.well-known/cascade/health
 HEALTHCHECK --interval=10s --timeout=3s --start-period=15s --retries=3 \
-	CMD ["wget", "-q", "-O", "/dev/null", "http://127.0.0.1:2019/config/admin"]
+	CMD wget -q -O /dev/null "$HEALTH_URL"
 
 # Docker sends SIGTERM and then waits 10 s before it kills. Running executions get
 # `drain` (30 s) to end; stop with `docker stop -t 40`, or they are in doubt.

@@ -1,5 +1,5 @@
-// Command bench measures the agent guard: against a bare reverse_proxy, against its
-// peers, with many records, and over minutes of load with kills and reloads.
+// Command bench measures the agent guard: against a bare reverse_proxy and a
+// handler as people write it by hand, with many records, and over minutes of load with kills and reloads.
 package main
 
 import (
@@ -13,7 +13,6 @@ import (
 	"syscall"
 
 	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
-	"github.com/agent-guard/caddy-agent-guard/bench/peer"
 	"github.com/agent-guard/caddy-agent-guard/bench/proc"
 	"github.com/agent-guard/caddy-agent-guard/bench/records"
 	"github.com/agent-guard/caddy-agent-guard/bench/upstream"
@@ -23,7 +22,6 @@ import (
 var roles = proc.Roles{
 	gateway.Role:  gateway.Run,
 	upstream.Role: upstream.Run,
-	peer.Role:     peer.Run,
 
 	records.FillRole: records.Fill,
 	records.OpenRole: records.Open,
@@ -36,7 +34,7 @@ type command struct {
 }
 
 var commands = []command{
-	{"table", "ratios to a bare reverse_proxy, and to peers (about three minutes)", runTable},
+	{"table", "ratios to a bare reverse_proxy (about three minutes)", runTable},
 	{"store", "opening and memory with a million records (about three minutes)", runStore},
 	{"soak", "minutes of load with kills and reloads, and what was executed", runSoak},
 }

@@ -85,7 +85,7 @@ func TestTable(t *testing.T) {
 	if proc.Tells {
 		figures += 8 // the work of both sides, in four rows
 	}
-	if len(report.Rows) != 19 || len(report.Figures) != figures {
+	if len(report.Rows) != 17 || len(report.Figures) != figures {
 		t.Errorf("%d rows and %d figures", len(report.Rows), len(report.Figures))
 	}
 	bars := 0

@@ -144,7 +144,7 @@ func ExampleRegistry() {
 	// / refused: 502 Bad Gateway
 }
 
-func ExampleRestore() {
+func ExampleRegistry_Restore() {
 	rules, err := breaker.NewRules(breaker.Settings{MinVolume: 1})
 	if err != nil {
 		fmt.Println(err)
@@ -165,12 +165,12 @@ func ExampleRestore() {
 		fmt.Println(err)
 		return
 	}
-	b, err = breaker.Restore(snapshot, rules, nil)
-	if err != nil {
+	registry := breaker.NewRegistry(0, nil)
+	if err := registry.Restore(snapshot, rules); err != nil {
 		fmt.Println(err)
 		return
 	}
-	s := b.Status()
+	s := registry.Status()[0]
 	fmt.Println(s.State, s.ErrorRate, s.Evidence, s.CooldownRemaining > 0)
 	// Output: open 1 error-1 true
 }

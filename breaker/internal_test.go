@@ -75,7 +75,7 @@ func TestTimesAreMonotonic(t *testing.T) {
 	}
 	monotonic("end of the cooldown", b.outage.until)
 	monotonic("since", b.since)
-	restored, err := Restore(b.Snapshot(), rules, nil)
+	restored, err := restore(b.Snapshot(), rules, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

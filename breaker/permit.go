@@ -1,26 +1,64 @@
 package breaker
 
 import (
+	"fmt"
 	"sync/atomic"
 	"time"
 )
 
-// Permit is the right to make one call. Keep it in one place and do not copy it once
-// it is in use. The zero value admits nothing and its methods do nothing.
+// Class is the result of a call with regard to the upstream's health.
+type Class uint8
+
+const (
+	// Neutral says nothing about the upstream: the client left, the gateway refused the call, or
+	// the result is unknown. It is the zero value, so that Done can be deferred with an empty
+	// Outcome.
+	Neutral Class = iota
+	// Success is a complete and good answer.
+	Success
+	// Failure is an upstream that cannot be reached, breaks off, or answers with an error.
+	Failure
+	// RateLimited is a refusal for too many calls (429). It counts in no rate, since the upstream
+	// works, but fails a probe.
+	RateLimited
+	// InBand is a failure inside an answer that began well: an error in the body, an error event of
+	// a stream, a truncated body. It counts as a Failure.
+	InBand
+)
+
+var classNames = []string{"neutral", "success", "failure", "rate_limited", "in_band"}
+
+func (c Class) String() string { return nameOf(classNames, int(c)) }
+
+// Outcome is the result of a call that has ended.
+type Outcome struct {
+	Class Class
+	// RetryAfter is how long the upstream asked not to be called; 0 if it did not. It extends the
+	// cooldown, up to Settings.MaxRetryAfter.
+	RetryAfter time.Duration
+	// Cause describes the failure for people, in a few words. Events, refusals and status contain
+	// it, so that it must not contain secrets.
+	Cause string
+	// Evidence is the caller's reference to the failure, such as the id of an error token. The
+	// breaker only passes it on.
+	Evidence string
+}
+
+// Permit is the right to make one call. Do not copy it once it is in use. Methods of the zero value do
+// nothing.
 type Permit struct {
 	owner   *Breaker
-	period  *period // of an ordinary call; nil if it counts for nothing
-	waits   *group  // the group in which it waits for an answer; nil if in none
+	period  *period // in which the call counts; nil for none
+	waits   *group  // in which the call waits for an answer; nil for none
 	lease   uint64  // of a probe; 0 otherwise
 	settled uint32  // Done was called
 	slow    bool
 }
 
-// Answered says that the header of a good answer has arrived, after latency. From
-// here on the call is neither overdue nor the probe: a probe that is answered closes
-// the breaker, so that a long stream does not hold it. What comes of the body is told
-// by Done. Call it once at most, before Done, and not where the body is still to be
-// looked into for a failure.
+// Answered reports that the header of a good answer arrived after latency. The call is not overdue
+// from then on, and a probe closes the breaker, so that a long stream does not delay that. Done
+// reports the result of the body. Call Answered once at most, before Done, and not if a failure in
+// the body has to count for the probe.
 func (p *Permit) Answered(latency time.Duration) {
 	if p.owner == nil || atomic.LoadUint32(&p.settled) != 0 {
 		return
@@ -38,9 +76,8 @@ func (p *Permit) Answered(latency time.Duration) {
 	}
 }
 
-// Done settles the permit with what came of the call. Only the first call counts, so
-// that `defer permit.Done(Outcome{})` covers every other exit path. It may be called
-// from any goroutine.
+// Done settles the permit with the result of the call. Only the first call counts, so that `defer
+// permit.Done(Outcome{})` covers every other exit path. It may be called from any goroutine.
 func (p *Permit) Done(o Outcome) {
 	if p.owner == nil || !atomic.CompareAndSwapUint32(&p.settled, 0, 1) {
 		return
@@ -54,10 +91,10 @@ func (p *Permit) Done(o Outcome) {
 	}
 }
 
-// Probe reports whether the call is the one that decides whether the breaker closes.
+// Probe reports whether the call is the probe of a HALF_OPEN breaker.
 func (p *Permit) Probe() bool { return p.lease != 0 }
 
-// Lease returns what the call holds as a probe; the zero value where it is none.
+// Lease returns the lease of a probe; the zero value for other calls.
 func (p *Permit) Lease() Lease {
 	if p.lease == 0 {
 		return Lease{}
@@ -72,9 +109,242 @@ func (p *Permit) stopWaiting() {
 	}
 }
 
-// endProbe gives the lease back. A call that passed counts like any other from then
-// on: its body can still fail.
+// endProbe ends the lease. A call that passed counts like any other from then on: its body can still
+// fail.
 func (p *Permit) endProbe(o Outcome) {
 	p.period = p.owner.judgeProbe(p.lease, o)
 	p.lease = 0
+}
+
+// probe is the one call that is admitted in HALF_OPEN. Its lease has an end, so that a call that never
+// reports a result does not keep the breaker open.
+type probe struct {
+	leases uint64    // given so far
+	holder uint64    // the present lease; 0 without one
+	ends   time.Time // when it ends
+	awaits awaited
+}
+
+// awaited is what a lease waits for. It decides what its end means.
+type awaited uint8
+
+const (
+	awaitsUpstream awaited = iota // no answer: the probe failed
+	awaitsClient                  // the call is still being sent: neutral
+	awaitsNobody                  // the answer has begun: neutral
+)
+
+// Lease is that of a probe. It may be copied, and used from any goroutine. Methods do nothing on the
+// zero value and after the lease has ended.
+type Lease struct {
+	owner *Breaker
+	id    uint64
+}
+
+// Sent reports that a call with Op.ClientPaced is sent completely. Settings.ProbeLease begins anew, so
+// that a slow client does not take the upstream's time.
+func (l Lease) Sent() {
+	l.change(func(b *Breaker) {
+		if b.probe.awaits != awaitsClient {
+			return
+		}
+		lasts := b.rules.Load().set.ProbeLease
+		b.probe.awaits, b.probe.ends = awaitsUpstream, time.Now().Add(lasts)
+		b.arm(lasts)
+	})
+}
+
+// Alive reports that the upstream began an answer that does not show yet whether the call failed. The
+// end of the lease is neutral then.
+func (l Lease) Alive() {
+	l.change(func(b *Breaker) { b.probe.awaits = awaitsNobody })
+}
+
+// change calls do with the mutex held, unless the lease has ended.
+func (l Lease) change(do func(*Breaker)) {
+	if l.owner == nil {
+		return
+	}
+	l.owner.mu.Lock()
+	defer l.owner.unlock()
+	if l.owner.probe.holder == l.id && !l.owner.stopped {
+		do(l.owner)
+	}
+}
+
+// grant admits the call as the probe or refuses it. The mutex is held, in OPEN or HALF_OPEN.
+func (b *Breaker) grant(op Op, now time.Time) (Permit, *OpenError) {
+	if refusal := b.unsuited(op, now); refusal != nil {
+		return Permit{}, refusal
+	}
+	rules := b.rules.Load()
+	b.probe.leases++
+	b.probe.holder = b.probe.leases
+	b.probe.ends = now.Add(rules.set.ProbeLease)
+	b.probe.awaits = awaitsUpstream
+	if op.ClientPaced {
+		b.probe.awaits = awaitsClient
+	}
+	b.arm(rules.set.ProbeLease)
+	b.publish()
+	return Permit{owner: b, lease: b.probe.holder}, nil
+}
+
+// preferred reports whether the call may be the probe at once.
+func (op Op) preferred() bool { return op.Safe && !op.ClientPaced }
+
+// unsuited refuses a call that cannot be the probe now; nil if it can. The mutex is held, in OPEN or
+// HALF_OPEN.
+func (b *Breaker) unsuited(op Op, now time.Time) *OpenError {
+	if b.state == Open || b.probe.holder != 0 {
+		return b.refuse(b.outage.until)
+	}
+	// Unsafe calls are probes only if no safe one came.
+	if safeUntil := b.since.Add(b.rules.Load().set.ProbeWait); !op.preferred() && now.Before(safeUntil) {
+		return b.refuse(safeUntil)
+	}
+	return nil
+}
+
+// checkLease ends a lease that has expired. The mutex is held.
+func (b *Breaker) checkLease(now time.Time) {
+	if b.probe.holder == 0 {
+		return
+	}
+	if left := b.probe.ends.Sub(now); left > 0 {
+		b.arm(left)
+		return
+	}
+	if b.probe.awaits != awaitsUpstream {
+		// Neither a slow client nor a quiet stream is a failure of the upstream.
+		b.freeProbe()
+		return
+	}
+	lease := b.rules.Load().set.ProbeLease
+	b.reopen(ProbeTimedOut, Outcome{Cause: fmt.Sprintf("no answer within %v", lease)}, now)
+}
+
+// judgeProbe handles the outcome of the probe with that lease. It returns the period in which a call
+// that passed counts from then on; nil for others.
+func (b *Breaker) judgeProbe(lease uint64, o Outcome) *period {
+	b.mu.Lock()
+	defer b.unlock()
+	if b.probe.holder != lease || b.stopped {
+		return nil // too late: the lease had ended
+	}
+	now := time.Now()
+	switch o.Class {
+	case Success:
+		b.close(ProbePassed, now)
+		return b.period
+	case Neutral:
+		b.freeProbe()
+	default:
+		b.reopen(ProbeFailed, o, now)
+	}
+	return nil
+}
+
+// freeProbe admits the next suitable call as the probe. The mutex is held.
+func (b *Breaker) freeProbe() {
+	b.probe.holder = 0
+	b.publish()
+}
+
+// reopen opens the breaker after a failed probe, for twice as long as before (cascade 3.2.2). The mutex
+// is held.
+func (b *Breaker) reopen(reason Reason, o Outcome, now time.Time) {
+	rules := b.rules.Load()
+	b.outage.last = failureRecord{o.Cause, o.Evidence}
+	b.outage.failedProbes++
+	var retryAfter time.Time
+	if o.RetryAfter > 0 {
+		retryAfter = now.Add(min(o.RetryAfter, rules.set.MaxRetryAfter))
+	}
+	doubled := min(max(b.outage.cooldown, rules.set.Cooldown/2)*2, rules.set.MaxCooldown)
+	b.open(reason, doubled, retryAfter, now)
+	if b.outage.failedProbes == rules.set.GiveUp {
+		b.report(event{kind: permanent, Event: b.describe(HalfOpen, now)})
+	}
+}
+
+// OpenError refuses a call: nothing of it was sent. It is shared by calls; do not change it.
+type OpenError struct {
+	Key        Key
+	State      State // Open or HalfOpen; Closed where a View refuses
+	Mode       Mode
+	Generation uint64
+	// Until is when the next probe may be admitted; zero if that is unknown, because a probe is
+	// under way or the breaker is forced open. If a View refuses, it is when the call may be
+	// admitted if nothing fails until then.
+	Until time.Time
+	// View is the call's view, within the bounds of the settings, if that refuses; else nil.
+	View *View
+	// Reason is that of the opening; Cause and Evidence are those of the failure's Outcome.
+	Reason   Reason
+	Cause    string
+	Evidence string
+	// Reference is that of Keep.
+	Reference string
+}
+
+func (e *OpenError) Error() string {
+	text := fmt.Sprintf("breaker: %v is %v", e.Key, e.State)
+	switch {
+	case e.Mode == ForcedOpen:
+		return text + " (forced)"
+	case e.View != nil:
+		text += fmt.Sprintf(", and fails more than %v of the calls in %v", e.View.Threshold(), e.View.Window())
+	}
+	if e.Cause != "" {
+		text += ": " + e.Cause
+	}
+	return text
+}
+
+// RetryAfter is how long to wait, from now, before another attempt: 0 or more, and 1 s if Until is
+// unknown.
+func (e *OpenError) RetryAfter() time.Duration {
+	if e.Until.IsZero() {
+		return time.Second
+	}
+	return max(time.Until(e.Until), 0)
+}
+
+// Refusal is the refusal that every call would get at this moment. If it is nil, Acquire may still
+// refuse. It takes no lock and counts nothing.
+func (b *Breaker) Refusal() *OpenError { return b.refusal.Load() }
+
+// RefusalOf is the refusal that this call would get at this moment, or nil. Unlike Refusal it includes
+// that of a view, and of a HALF_OPEN breaker that waits for a safe call as the probe.
+func (b *Breaker) RefusalOf(op Op) *OpenError {
+	if refusal := b.refusal.Load(); refusal != nil {
+		return refusal
+	}
+	if p := b.live.Load(); p != nil {
+		if op.View != nil {
+			if refusal := p.refused(op.View); refusal != nil && refusal.Mode != Observe {
+				return refusal
+			}
+		}
+		return nil
+	}
+	if op.preferred() {
+		return nil
+	}
+	b.mu.Lock()
+	defer b.unlock()
+	if b.state == Closed || b.inForce() == Observe {
+		return nil
+	}
+	return b.unsuited(op, time.Now())
+}
+
+// refuse is the refusal of the present state. The mutex is held.
+func (b *Breaker) refuse(until time.Time) *OpenError {
+	o := &b.outage
+	return &OpenError{
+		Key: b.key, State: b.state, Mode: b.mode, Generation: b.generation, Until: until,
+		Reason: o.reason, Cause: o.last.cause, Evidence: o.last.evidence, Reference: o.reference,
+	}
 }

@@ -9,11 +9,11 @@ import (
 	"time"
 )
 
-// Key names what a breaker stands for.
+// Key names a breaker.
 type Key struct {
-	// Upstream is the address, as the caller writes it.
+	// Upstream is the address of the upstream; any text.
 	Upstream string
-	// Class is the class of operations, such as read or write; empty for all of them.
+	// Class is the class of operations, such as read or write; empty for all.
 	Class string
 }
 
@@ -24,28 +24,28 @@ func (k Key) String() string {
 	return k.Upstream + " (" + k.Class + ")"
 }
 
-// DefaultMax is how many breakers a registry holds if nothing else is said.
-const DefaultMax = 1024
+// defaultMax is how many breakers a registry holds by default.
+const defaultMax = 1024
 
-// Registry holds a breaker for each key. It is bounded: when it is full, breakers make
-// room that are closed, count nothing and have nothing to remember. Where there is
-// none of these, further keys share one breaker that refuses nobody.
+// Registry holds a breaker for each key, up to a limit. If it is full, idle breakers are removed: those
+// that equal a new one. If there are none, further keys share one breaker that refuses no calls. It is
+// safe for concurrent use.
 type Registry struct {
 	max  int
 	hook Hook
 
-	breakers atomic.Pointer[map[Key]*Breaker] // replaced as a whole, so that reading takes no lock
-	overflow *Breaker
-	turned   atomic.Uint64
+	breakers  atomic.Pointer[map[Key]*Breaker] // replaced as a whole, so that reading takes no lock
+	overflow  *Breaker
+	overflows atomic.Uint64 // how many times there was no room
 
-	mu sync.Mutex // who replaces breakers
+	mu sync.Mutex // held while breakers is replaced
 }
 
-// NewRegistry returns an empty registry for at most limit breakers, DefaultMax if it is
-// 0 or less. The hook hears of all of them; it may be nil.
+// NewRegistry returns an empty registry for at most limit breakers, 1,024 if it is 0 or less. The
+// hook gets the events of all of them; it may be nil.
 func NewRegistry(limit int, hook Hook) *Registry {
 	if limit <= 0 {
-		limit = DefaultMax
+		limit = defaultMax
 	}
 	r := &Registry{max: limit, hook: hook}
 	r.breakers.Store(&map[Key]*Breaker{})
@@ -58,16 +58,15 @@ func NewRegistry(limit int, hook Hook) *Registry {
 	return r
 }
 
-// Get returns the key's breaker and makes it if there is none. The breaker goes by
-// these rules from now on; other rules than before change neither state nor counts.
-// Ask for each call: a breaker that one holds on to may be evicted when it is idle.
+// Get returns the key's breaker, a new one if there is none. It uses these rules from now on; new rules
+// change neither state nor counts. Call Get for each call: an idle breaker may be evicted.
 func (r *Registry) Get(key Key, rules *Rules) *Breaker {
 	b := (*r.breakers.Load())[key]
 	if b == nil {
 		b = r.add(key, rules)
 	}
 	if b.rules.Load() != rules && b != r.overflow {
-		b.SetRules(rules)
+		b.setRules(rules)
 	}
 	return b
 }
@@ -75,12 +74,8 @@ func (r *Registry) Get(key Key, rules *Rules) *Breaker {
 // Find returns the key's breaker, or nil.
 func (r *Registry) Find(key Key) *Breaker { return (*r.breakers.Load())[key] }
 
-// Overflowed is how many times Get found no room.
-func (r *Registry) Overflowed() uint64 { return r.turned.Load() }
-
-// Drop removes the breakers whose keys match, such as those of an upstream that the
-// configuration no longer has. Their state is forgotten, and the hook hears no more of
-// them.
+// Drop removes the breakers whose keys match, such as those of an upstream that was removed from the
+// configuration. Their state is lost, and the hook gets no more of their events.
 func (r *Registry) Drop(match func(Key) bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -100,33 +95,19 @@ func (r *Registry) Status() []Status {
 	for _, b := range *r.breakers.Load() {
 		all = append(all, b.Status())
 	}
-	slices.SortFunc(all, func(a, b Status) int { return compareKeys(a.Key, b.Key) })
-	return all
-}
-
-// Snapshot returns the snapshots of the breakers that a new one would not replace,
-// sorted by key.
-func (r *Registry) Snapshot() []Snapshot {
-	var all []Snapshot
-	for _, b := range *r.breakers.Load() {
-		if s := b.Snapshot(); !s.Blank() {
-			all = append(all, s)
-		}
-	}
-	slices.SortFunc(all, func(a, b Snapshot) int {
-		return compareKeys(Key{a.Upstream, a.Class}, Key{b.Upstream, b.Class})
+	slices.SortFunc(all, func(a, b Status) int {
+		return cmp.Or(cmp.Compare(a.Key.Upstream, b.Key.Upstream), cmp.Compare(a.Key.Class, b.Key.Class))
 	})
 	return all
 }
 
-// Restore adds a breaker from its snapshot, unless its key has one already that has
-// something to remember: what lives knows better. One that is blank is replaced, so that
-// a call which came first does not undo the snapshot; no call can come between. It fails
-// on a snapshot that no breaker can have made, and changes nothing then.
+// Restore adds a breaker from its snapshot, unless its key has a breaker already that is not blank. A
+// blank one is replaced atomically, so that a call that came before Restore does not discard the
+// snapshot. The error is that of DecodeSnapshot.
 func (r *Registry) Restore(s Snapshot, rules *Rules) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	b, err := Restore(s, rules, r.hook)
+	b, err := restore(s, rules, r.hook)
 	if err != nil {
 		return err
 	}
@@ -150,8 +131,8 @@ func (r *Registry) add(key Key, rules *Rules) *Breaker {
 	return b
 }
 
-// put adds b, in the place of what its key has, if there is room or can be made. Called
-// with the mutex held.
+// put adds b, or replaces the breaker of its key. It returns false if there is no room and none can be
+// made. The mutex is held.
 func (r *Registry) put(b *Breaker) bool {
 	next := maps.Clone(*r.breakers.Load())
 	delete(next, b.key)
@@ -159,7 +140,7 @@ func (r *Registry) put(b *Breaker) bool {
 		r.evict(next)
 	}
 	if len(next) >= r.max {
-		r.turned.Add(1)
+		r.overflows.Add(1)
 		return false
 	}
 	next[b.key] = b
@@ -167,7 +148,7 @@ func (r *Registry) put(b *Breaker) bool {
 	return true
 }
 
-// evict removes up to an eighth of the bound, those that have been idle for longest.
+// evict removes up to an eighth of the limit: the breakers that have been idle for longest.
 func (r *Registry) evict(from map[Key]*Breaker) {
 	type idle struct {
 		b     *Breaker
@@ -186,7 +167,7 @@ func (r *Registry) evict(from map[Key]*Breaker) {
 	}
 }
 
-// idleSince tells since when the breaker counts nothing, if a new one would do as well.
+// idleSince is when the window became empty; false if the breaker differs from a new one.
 func (b *Breaker) idleSince() (time.Time, bool) {
 	b.mu.Lock()
 	defer b.unlock()
@@ -198,8 +179,7 @@ func (b *Breaker) idleSince() (time.Time, bool) {
 	return b.period.slept, true
 }
 
-// stopBlank is stop for a breaker that a new one could replace. It reports false, and does
-// nothing, where this one has something to remember.
+// stopBlank is stop for a breaker that equals a new one. For others it returns false.
 func (b *Breaker) stopBlank() bool {
 	b.mu.Lock()
 	defer b.unlock()
@@ -210,7 +190,7 @@ func (b *Breaker) stopBlank() bool {
 	return true
 }
 
-// stop ends the breaker's life as a state machine. Permits that are out stay valid.
+// stop ends all changes of state. Permits stay valid.
 func (b *Breaker) stop() {
 	b.mu.Lock()
 	defer b.unlock()
@@ -224,8 +204,4 @@ func (b *Breaker) end() {
 	if b.timer != nil {
 		b.timer.Stop()
 	}
-}
-
-func compareKeys(a, b Key) int {
-	return cmp.Or(cmp.Compare(a.Upstream, b.Upstream), cmp.Compare(a.Class, b.Class))
 }

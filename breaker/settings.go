@@ -1,94 +1,94 @@
 package breaker
 
 import (
+	"cmp"
 	"fmt"
 	"math"
-	"math/rand/v2"
 	"time"
 )
 
-// Settings say when a breaker opens and how it closes. A zero member is its default.
+// Settings say when a breaker opens and how it closes. Zero values stand for the defaults.
 type Settings struct {
-	// Window is how far back the error rate looks: 1 s to 1 h, by default 60 s. It
-	// moves in 60 steps.
+	// Window is the length of the window of the error rate: 1 s to 1 h, by default 60 s. It moves
+	// in 60 steps.
 	Window time.Duration
-	// Threshold is the share of failures, over 0 and under 1, above which the breaker
-	// opens; by default 0.5. A rate equal to it keeps the breaker closed.
+	// Threshold is the share of failures, over 0 and under 1, above which the breaker opens; by
+	// default 0.5. A rate equal to it keeps the breaker closed.
 	Threshold float64
-	// MinVolume is how many calls must have ended in the window, or be overdue, before
-	// a rate is judged; by default 10.
+	// MinVolume is how many calls must have ended in the window, or be overdue, before the breaker
+	// can open because of a rate; by default 10.
 	MinVolume int
-	// Consecutive is how many failures in a row open the breaker whatever the rate;
-	// 0 is never.
+	// Consecutive is how many failures in a row open the breaker at any rate; 0 is never.
 	Consecutive int
-	// SlowCall is the latency above which an answer is slow; 0 is never. A probe that
-	// is slow has failed.
+	// SlowCall is the latency above which an answer is slow; 0 is never. A slow probe fails.
 	SlowCall time.Duration
-	// SlowThreshold is the share of slow calls, over 0 and under 1, above which the
-	// breaker opens; by default 0.5.
+	// SlowThreshold is the share of slow calls, over 0 and under 1, above which the breaker opens;
+	// by default 0.5.
 	SlowThreshold float64
-	// Patience is how long a call may go without an answer before it counts as a
-	// failure while it hangs; 0 is for ever. Op.Patience goes before it. It is rounded
-	// up, by at most a quarter and two steps of the window.
+	// Patience is how long a call may go without an answer before it counts as a failure; 0 is for
+	// ever. Op.Patience overrides it. It is rounded up, by at most a quarter and two steps of the
+	// window.
 	Patience time.Duration
 
-	// Cooldown is how long the breaker stays open at first, by default 30 s. A failed
-	// probe doubles it, up to MaxCooldown, by default 300 s.
+	// Cooldown is how long the breaker stays open at first, by default 30 s. A failed probe doubles
+	// it, up to MaxCooldown, by default 300 s.
 	Cooldown, MaxCooldown time.Duration
-	// Jitter shortens each cooldown by a random share of up to Jitter, 0 to 0.5, so
-	// that many gateways do not probe at the same instant; by default 0.
+	// Jitter is the largest random share, 0 to 0.5, that is taken off a cooldown, so that gateways
+	// do not probe at the same time; by default 0.
 	Jitter float64
-	// MaxRetryAfter bounds what an upstream can ask for; by default MaxCooldown.
+	// MaxRetryAfter is the longest Outcome.RetryAfter that is followed, up to 24 h; by default
+	// MaxCooldown.
 	MaxRetryAfter time.Duration
-	// Healthy is how long the breaker must have been closed for its next cooldown to
-	// be the base again; by default 10 min. Before, it opens for as long as it did last.
+	// Healthy is how long the breaker must be closed before its next cooldown is Cooldown again; by
+	// default 10 min. Before that it opens for as long as the last time.
 	Healthy time.Duration
 
 	// ProbeLease is how long a probe may go without an answer; by default 30 s.
 	ProbeLease time.Duration
-	// ProbeWait is how long, in HALF_OPEN, a safe call is waited for before an unsafe
-	// one is taken as the probe; by default 5 s, none if negative.
+	// ProbeWait is how long, in HALF_OPEN, only safe calls are admitted as the probe; by default
+	// 5 s, none if negative.
 	ProbeWait time.Duration
 	// Observe makes mode Auto behave as mode Observe: the breaker refuses nobody.
 	Observe bool
-	// ViewFloor is the lowest threshold that a View is heeded with, under 1: a lower one
-	// is raised to it; by default 0.1. Negative heeds no view.
+	// ViewFloor is the lowest threshold of a View, under 1; lower ones are raised to it; by default
+	// 0.1. If negative, views are ignored.
 	ViewFloor float64
-	// GiveUp is after how many failed probes in a row the Hook hears PermanentlyOpen;
-	// by default 3 (ATD, HITL case 4).
+	// GiveUp is the number of failed probes in a row after which Hook.PermanentlyOpen is called; by
+	// default 3 (ATD, HITL case 4).
 	GiveUp int
 }
 
-// Rules are settings that were checked. They can be shared by many breakers.
+// Rules are checked settings. They can be shared by many breakers.
 type Rules struct {
 	set       Settings
-	beat      time.Duration // one step of the window
+	step      time.Duration // one step of the window
 	threshold uint64        // in millionths
 	slow      uint64        // in millionths
 	floor     uint64        // of views, in millionths
 	class     int           // of Patience; -1 without one
 }
 
-// million is the resolution of thresholds: shares are compared as whole numbers, so
-// that exactly 30 % is not above 0.3.
+// million is the resolution of thresholds. Shares are compared as integers, so that exactly 30 % is not
+// above 0.3.
 const million = 1_000_000
 
 const day = 24 * time.Hour
 
-// NewRules fills in the defaults. It fails on a value out of its range and names it.
+// NewRules fills in the defaults and checks the ranges. The error names the value that is out of its
+// range.
 func NewRules(s Settings) (*Rules, error) {
-	or(&s.Window, 60*time.Second)
-	or(&s.Threshold, 0.5)
-	or(&s.MinVolume, 10)
-	or(&s.SlowThreshold, 0.5)
-	or(&s.Cooldown, 30*time.Second)
-	or(&s.MaxCooldown, max(300*time.Second, s.Cooldown))
-	or(&s.MaxRetryAfter, s.MaxCooldown)
-	or(&s.Healthy, 10*time.Minute)
-	or(&s.ProbeLease, 30*time.Second)
-	or(&s.ProbeWait, 5*time.Second)
-	or(&s.ViewFloor, 0.1)
-	or(&s.GiveUp, 3)
+	s.Window = cmp.Or(s.Window, 60*time.Second)
+	s.Threshold = cmp.Or(s.Threshold, 0.5)
+	s.MinVolume = cmp.Or(s.MinVolume, 10)
+	s.SlowThreshold = cmp.Or(s.SlowThreshold, 0.5)
+	s.Cooldown = cmp.Or(s.Cooldown, 30*time.Second)
+	s.MaxCooldown = cmp.Or(s.MaxCooldown, max(300*time.Second, s.Cooldown))
+	s.MaxRetryAfter = cmp.Or(s.MaxRetryAfter, s.MaxCooldown)
+	s.Healthy = cmp.Or(s.Healthy, 10*time.Minute)
+	s.ProbeLease = cmp.Or(s.ProbeLease, 30*time.Second)
+	s.ProbeWait = cmp.Or(s.ProbeWait, 5*time.Second)
+	s.ViewFloor = cmp.Or(s.ViewFloor, 0.1)
+	s.GiveUp = cmp.Or(s.GiveUp, 3)
 	for _, check := range []struct {
 		ok    bool
 		name  string
@@ -96,11 +96,11 @@ func NewRules(s Settings) (*Rules, error) {
 		right string
 	}{
 		{s.Window >= time.Second && s.Window <= time.Hour, "Window", s.Window, "from 1s to 1h"},
-		{share(s.Threshold), "Threshold", s.Threshold, "above 0 and below 1"},
+		{isShare(s.Threshold), "Threshold", s.Threshold, "above 0 and below 1"},
 		{s.MinVolume > 0, "MinVolume", s.MinVolume, "positive"},
 		{s.Consecutive >= 0, "Consecutive", s.Consecutive, "positive, or 0 for never"},
 		{s.SlowCall >= 0, "SlowCall", s.SlowCall, "positive, or 0 for never"},
-		{share(s.SlowThreshold), "SlowThreshold", s.SlowThreshold, "above 0 and below 1"},
+		{isShare(s.SlowThreshold), "SlowThreshold", s.SlowThreshold, "above 0 and below 1"},
 		{s.Patience >= 0, "Patience", s.Patience, "positive, or 0 for ever"},
 		{s.Cooldown > 0, "Cooldown", s.Cooldown, "positive"},
 		{s.MaxCooldown >= s.Cooldown && s.MaxCooldown <= day, "MaxCooldown", s.MaxCooldown, "no shorter than Cooldown, at most 24h"},
@@ -108,7 +108,7 @@ func NewRules(s Settings) (*Rules, error) {
 		{s.MaxRetryAfter > 0 && s.MaxRetryAfter <= day, "MaxRetryAfter", s.MaxRetryAfter, "positive, at most 24h"},
 		{s.Healthy > 0, "Healthy", s.Healthy, "positive"},
 		{s.ProbeLease > 0, "ProbeLease", s.ProbeLease, "positive"},
-		{s.ViewFloor < 0 || share(s.ViewFloor), "ViewFloor", s.ViewFloor, "above 0 and below 1, or negative for no views"},
+		{s.ViewFloor < 0 || isShare(s.ViewFloor), "ViewFloor", s.ViewFloor, "above 0 and below 1, or negative for no views"},
 		{s.GiveUp > 0, "GiveUp", s.GiveUp, "positive"},
 	} {
 		if !check.ok {
@@ -117,7 +117,7 @@ func NewRules(s Settings) (*Rules, error) {
 	}
 	r := &Rules{
 		set:       s,
-		beat:      s.Window / buckets,
+		step:      s.Window / buckets,
 		threshold: uint64(math.Round(s.Threshold * million)),
 		slow:      uint64(math.Round(s.SlowThreshold * million)),
 		floor:     uint64(math.Round(max(s.ViewFloor, 0) * million)),
@@ -132,17 +132,10 @@ func NewRules(s Settings) (*Rules, error) {
 // Settings returns the settings with the defaults filled in.
 func (r *Rules) Settings() Settings { return r.set }
 
-func or[T comparable](v *T, fallback T) {
-	var zero T
-	if *v == zero {
-		*v = fallback
-	}
-}
+func isShare(f float64) bool { return f > 0 && f < 1 }
 
-func share(f float64) bool { return f > 0 && f < 1 }
-
-// exceeded says which limit the counts of a window are above, or nothing. Strictly
-// above: cascade 3.2.1.
+// exceeded is the limit that the counts of a window are above; empty for none. Being equal to a limit is
+// not enough (cascade 3.2.1).
 func (r *Rules) exceeded(c counts) Reason {
 	if c.calls >= uint64(r.set.MinVolume) {
 		if c.failures*million > r.threshold*c.calls {
@@ -159,19 +152,9 @@ func (r *Rules) exceeded(c counts) Reason {
 	return ""
 }
 
-// fails reports whether more than a threshold of the calls have failed, or hang.
+// fails reports whether more than a threshold of the calls failed or hang.
 func (r *Rules) fails(c counts, threshold uint64) bool {
 	most, all := uint64(r.set.MinVolume), c.calls+c.overdue
 	return c.calls >= most && c.failures*million > threshold*c.calls ||
 		all >= most && (c.failures+c.overdue)*million > threshold*all
-}
-
-// shortened is the cooldown with the jitter taken off.
-func (r *Rules) shortened(cooldown time.Duration) time.Duration {
-	return cooldown - time.Duration(rand.Float64()*r.set.Jitter*float64(cooldown))
-}
-
-// doubled is the cooldown after a failed probe (cascade 3.2.2).
-func (r *Rules) doubled(cooldown time.Duration) time.Duration {
-	return min(max(cooldown, r.set.Cooldown/2)*2, r.set.MaxCooldown)
 }

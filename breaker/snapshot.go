@@ -6,8 +6,70 @@ import (
 	"time"
 )
 
-// Snapshot is what of a breaker outlives its process: the state, the end of the
-// cooldown, and what the next transition needs. The window of a closed breaker is not
+// Status is the state of a breaker for the circuits endpoint (cascade 3.2.3).
+type Status struct {
+	Key        Key
+	State      State
+	Mode       Mode // Observe also if Settings.Observe is set
+	Generation uint64
+	Since      time.Time // of State
+
+	// ErrorRate is that of the window, 0 to 1, with calls that hang as failures. Outside of CLOSED
+	// it and the counts are those that opened the breaker.
+	ErrorRate   float64
+	Window      time.Duration
+	MinVolume   int
+	Threshold   float64
+	Calls       int // ended in the window
+	Failures    int // among the calls
+	Slow        int // among the calls
+	RateLimited int // beside the calls
+	Overdue     int // hanging past their patience, beside the calls
+
+	Cooldown          time.Duration // the present or the last one
+	CooldownRemaining time.Duration // 0 outside of OPEN, and if forced open
+	NextProbe         time.Time     // end of the cooldown; zero outside of OPEN, and if forced open
+	Probing           bool          // a probe is under way
+	FailedProbes      int           // in a row
+
+	Reason    Reason // of the last transition; empty in CLOSED
+	Cause     string // of the newest failure, as it came with its outcome
+	Evidence  string // of the newest failure
+	Reference string // that of Keep
+	// Openings is how many times it opened since the process began.
+	Openings uint64
+	// Rejected is how many calls were refused, or would have been without mode Observe, since the
+	// process began.
+	Rejected uint64
+}
+
+// Status returns the present status.
+func (b *Breaker) Status() Status {
+	b.mu.Lock()
+	defer b.unlock()
+	now, rules, o := time.Now(), b.rules.Load(), &b.outage
+	c, last := o.counts, o.last
+	if p := b.period; p != nil {
+		if p.awake {
+			p.advance(now, rules)
+		}
+		c, last = p.counts(p.window.Load()), p.last
+	}
+	s := Status{
+		Key: b.key, State: b.state, Mode: b.inForce(), Generation: b.generation, Since: b.since,
+		ErrorRate: c.rate(), Window: rules.set.Window, MinVolume: rules.set.MinVolume, Threshold: rules.set.Threshold,
+		Calls: int(c.calls), Failures: int(c.failures), Slow: int(c.slow), RateLimited: int(c.limited),
+		Overdue: int(c.overdue), Cooldown: o.lasts, NextProbe: o.until, Probing: b.probe.holder != 0,
+		FailedProbes: o.failedProbes, Reason: o.reason, Cause: last.cause, Evidence: last.evidence,
+		Reference: o.reference, Openings: b.openings, Rejected: b.rejected.Load(),
+	}
+	if !o.until.IsZero() {
+		s.CooldownRemaining = max(o.until.Sub(now), 0)
+	}
+	return s
+}
+
+// Snapshot is the state of a breaker that is kept over restarts. The window of a closed breaker is not
 // in it. Its JSON is stable; durations are in nanoseconds, times are wall time.
 type Snapshot struct {
 	Version    int    `json:"v"` // 1
@@ -38,8 +100,8 @@ type Snapshot struct {
 
 const snapshotVersion = 1
 
-// Encode returns the snapshot's JSON. It fails on a State or Mode that does not exist,
-// and on a time outside of the years 0 to 9999.
+// Encode returns the snapshot's JSON. Unknown states and modes, and times outside of the years 0 to
+// 9999, are errors.
 func (s Snapshot) Encode() ([]byte, error) {
 	data, err := json.Marshal(s)
 	if err != nil {
@@ -48,8 +110,8 @@ func (s Snapshot) Encode() ([]byte, error) {
 	return data, nil
 }
 
-// DecodeSnapshot reads what Encode wrote. Members that it does not know are ignored; a
-// value that no breaker can have is an error that names it.
+// DecodeSnapshot reads the JSON of Encode. Unknown members are ignored. The error names a value that is
+// out of its range.
 func DecodeSnapshot(data []byte) (Snapshot, error) {
 	var s Snapshot
 	if err := json.Unmarshal(data, &s); err != nil {
@@ -87,7 +149,7 @@ func (s Snapshot) check() error {
 	return nil
 }
 
-// Snapshot returns what Restore needs.
+// Snapshot returns the state for Registry.Restore.
 func (b *Breaker) Snapshot() Snapshot {
 	b.mu.Lock()
 	defer b.unlock()
@@ -102,15 +164,13 @@ func (b *Breaker) Snapshot() Snapshot {
 	}
 }
 
-// Blank reports whether a new breaker would do as well.
+// Blank reports whether the snapshot equals that of a new breaker.
 func (s Snapshot) Blank() bool { return s.State == Closed && s.Mode == Auto && s.Cooldown == 0 }
 
-// Restore returns a breaker that goes on where the snapshot was taken. OPEN ends when
-// it would have ended, judged by the wall clock, but never later than if no time had
-// passed since: a clock that was set back lengthens nothing. A probe that was under
-// way is lost, and the next suitable call is one. It fails on a snapshot that no
-// breaker can have made.
-func Restore(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
+// restore makes a breaker with the state of a snapshot. OPEN ends at the same wall time, but never later
+// than if no time had passed since: a clock that was set back does not extend it. A probe that was
+// under way is lost, and the next suitable call is one. The error is that of DecodeSnapshot.
+func restore(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
 	if err := s.check(); err != nil {
 		return nil, err
 	}

@@ -25,7 +25,7 @@ func restore(t *testing.T, snapshot breaker.Snapshot, s breaker.Settings, hook b
 	if err != nil {
 		t.Fatal(err)
 	}
-	b, err := breaker.Restore(snapshot, mustRules(t, s), hook)
+	b, err := breaker.Restored(snapshot, mustRules(t, s), hook)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -201,7 +201,7 @@ func TestSnapshotIsStable(t *testing.T) {
 	if _, err := (breaker.Snapshot{State: 9}).Encode(); err == nil {
 		t.Error("a state that does not exist was written")
 	}
-	if _, err := breaker.Restore(breaker.Snapshot{}, mustRules(t, breaker.Settings{}), nil); err == nil {
+	if _, err := breaker.Restored(breaker.Snapshot{}, mustRules(t, breaker.Settings{}), nil); err == nil {
 		t.Error("an empty snapshot was restored")
 	}
 }
@@ -232,7 +232,7 @@ func FuzzDecodeSnapshot(f *testing.F) {
 			t.Fatalf("%s became %s, %v", again, text, err)
 		}
 		bubble(t, func(t *testing.T, pass func(time.Duration)) {
-			b, err := breaker.Restore(s, rules, nil)
+			b, err := breaker.Restored(s, rules, nil)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -1,11 +1,15 @@
 package caddymodule
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
+	"net/http"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -15,10 +19,15 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/prometheus/client_golang/prometheus"
 	"go.uber.org/zap"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 )
 
@@ -59,11 +68,18 @@ type App struct {
 	// Default: 30s.
 	Drain caddy.Duration `json:"drain,omitempty"`
 
+	// How much memory the bodies of all requests and answers that are under way take
+	// together, in bytes. Each keeps its first 4 KiB in memory, and up to 1 MiB while there
+	// is room; the rest is in an unlinked temporary file, encrypted under a key that exists
+	// in memory only. So clients that stop in the middle of an upload take disk and not
+	// memory. Default: 128 MiB.
+	BodyMemory int64 `json:"body_memory,omitempty"`
+
 	// What one caller may hold in the store at a time. Default: no bounds.
 	Quota Quota `json:"quota,omitzero"`
 
 	// Who the gateway is in the tokens that it issues. With it, every decision about
-	// a guarded call is told to the ledger of the store. Default: no identity and no
+	// a guarded call is recorded in the ledger of the store. Default: no identity and no
 	// ledger.
 	Identity *Identity `json:"identity,omitempty"`
 
@@ -74,8 +90,14 @@ type App struct {
 	// Who may ask for rollbacks, and how often.
 	Rollback *Rollback `json:"rollback,omitempty"`
 
-	// Who is told of what only people can decide. Default: the log.
+	// Where escalations go, which only people can decide. Default: the log.
 	HITL *HITL `json:"hitl,omitempty"`
+
+	// Where the options stand of which only loading shows whether they are right, in the
+	// Caddyfile that this was made of: errors name the place. The members are `store`, `keys`,
+	// `identity.key_file`, `trust.N` (its Nth source of keys, if that is a file), `hitl.webhook` and
+	// `hitl.webhook.secret.N`, the values like `Caddyfile:12`. Default: errors name no place.
+	WrittenAt map[string]string `json:"written_at,omitempty"`
 
 	ctx    caddy.Context
 	logger *zap.Logger
@@ -84,14 +106,22 @@ type App struct {
 	guards    guards
 	events    *caddyevents.App
 	pending   pendingEvents
-	counts    *metrics.Set // of the store
+	counts    *storeCounts // of the store
 	counting  bool         // counts are held, until Cleanup
-	collector *metrics.Collector
+	collector *collector
 
 	mu       sync.Mutex
 	held     *engine     // the configuration's own reference
 	accepted atomic.Bool // the engine has taken the configuration's keys over
-	way      atomic.Pointer[testimony]
+	opened   atomic.Bool // held is, or was
+	ended    bool        // by Cleanup
+
+	waysOnce sync.Once
+	ways     []passage // of the configuration to upstreams
+
+	openingMu sync.Mutex
+	opening   *opening // for those who wait for the breakers' states; nil while nobody does
+	way       atomic.Pointer[tokenPolicy]
 }
 
 // CaddyModule returns the Caddy module information.
@@ -102,51 +132,59 @@ func (*App) CaddyModule() caddy.ModuleInfo {
 // Provision checks the options. It opens nothing: `caddy validate` works beside a
 // running server.
 func (a *App) Provision(ctx caddy.Context) error {
+	return a.place(a.provision(ctx))
+}
+
+// wrong is an error in an option, by its name in WrittenAt.
+type wrong struct {
+	option string
+	err    error
+}
+
+func (e *wrong) Error() string { return e.err.Error() }
+func (e *wrong) Unwrap() error { return e.err }
+
+// place adds where in the Caddyfile the option stands that err is about.
+func (a *App) place(err error) error {
+	bad := (*wrong)(nil)
+	switch {
+	case errors.As(err, &bad):
+		return withPlace(err, a.WrittenAt[bad.option])
+	case errors.Is(err, errKeys), errors.Is(err, execution.ErrWrongKey), errors.Is(err, execution.ErrMissingKey):
+		return withPlace(err, a.WrittenAt["keys"])
+	}
+	return err
+}
+
+func (a *App) provision(ctx caddy.Context) error {
 	a.ctx, a.logger = ctx, ctx.Logger()
 	if a.StoreRaw == nil {
 		a.StoreRaw = caddyconfig.JSONModuleObject(new(BadgerStore), "module", "badger", nil)
 	}
 	mod, err := ctx.LoadModule(a, "StoreRaw")
 	if err != nil {
-		return fmt.Errorf("agent_guard: loading the store: %w", err)
+		return &wrong{"store", fmt.Errorf("agent_guard: loading the store: %w", err)}
 	}
 	opener, ok := mod.(StoreOpener)
 	if !ok {
-		return fmt.Errorf("agent_guard: %T is no store: it does not implement StoreOpener", mod)
+		return &wrong{"store", fmt.Errorf("agent_guard: %T is no store: it does not implement StoreOpener", mod)}
 	}
 	path, err := opener.StorePath()
 	if err != nil {
-		return fmt.Errorf("agent_guard: store: %w", err)
+		return &wrong{"store", fmt.Errorf("agent_guard: store: %w", err)}
 	}
-	repl := caddy.NewReplacer()
 	a.spec = engineSpec{opener: opener, path: path, logger: a.logger}
-	switch {
-	case a.Key != "" && a.KeyFile != "":
-		return errors.New("agent_guard: keys: give either a file or a value, not both")
-	case a.Key != "":
-		if strings.Contains(a.Key, `"`) { // which an error of the replacer would show (P8)
-			return errors.New("agent_guard: keys: value: a key ring's JSON cannot stand in the configuration; " +
-				"give a placeholder that has it as its value, like {env.AGENT_GUARD_KEY}")
-		}
-		if a.spec.key, err = repl.ReplaceOrErr(a.Key, true, true); err != nil {
-			return fmt.Errorf("agent_guard: keys: value: %w", err)
-		}
-		if _, err := seal.Parse([]byte(a.spec.key)); err != nil {
-			return fmt.Errorf("agent_guard: keys: value: %w", err)
-		}
-	case a.KeyFile != "":
-		// An unset variable must not lead to another file than was meant.
-		if a.spec.keyFile, err = repl.ReplaceOrErr(a.KeyFile, true, true); err == nil {
-			a.spec.keyFile, err = filepath.Abs(a.spec.keyFile)
-		}
-		if err != nil {
-			return fmt.Errorf("agent_guard: keys: file %q: %w", a.KeyFile, err)
-		}
-	default:
-		a.spec.keyFile = path + ".key"
+	if err := a.provisionKeys(); err != nil {
+		return &wrong{"keys", fmt.Errorf("agent_guard: keys: %w", err)}
 	}
 	if err := checkDuration(a.Drain); err != nil {
 		return fmt.Errorf("agent_guard: drain: %w", err)
+	}
+	if a.BodyMemory < 0 {
+		return fmt.Errorf("body_memory: %d is no number of bytes; give one above 0", a.BodyMemory)
+	}
+	if a.BodyMemory == 0 {
+		a.BodyMemory = execution.DefaultBodyMemory
 	}
 	if a.Drain == 0 {
 		a.Drain = caddy.Duration(30 * time.Second)
@@ -158,6 +196,7 @@ func (a *App) Provision(ctx caddy.Context) error {
 	if err := a.provisionTokens(); err != nil {
 		return err
 	}
+	a.spec.ledger = a.Identity != nil
 	if a.Rollback != nil {
 		if err := a.Rollback.provision(); err != nil {
 			return fmt.Errorf("agent_guard: rollback: %w", err)
@@ -181,11 +220,50 @@ func (a *App) Provision(ctx caddy.Context) error {
 	return a.events.On(exitEvent, exitWatch{})
 }
 
+// provisionKeys finds out where the keys of the store are, and checks them as far as they
+// are there.
+func (a *App) provisionKeys() (err error) {
+	repl := caddy.NewReplacer()
+	switch {
+	case a.Key != "" && a.KeyFile != "":
+		return errors.New("give either a file or a value, not both")
+	case a.Key != "":
+		if strings.Contains(a.Key, `"`) { // which an error of the replacer would show (P8)
+			return errors.New("value: a key ring's JSON cannot stand in the configuration; " +
+				"give a placeholder that has it as its value, like {env.AGENT_GUARD_KEY}")
+		}
+		if a.spec.key, err = repl.ReplaceOrErr(a.Key, true, true); err != nil {
+			return fmt.Errorf("value: %w", err)
+		}
+		if _, err := seal.Parse([]byte(a.spec.key)); err != nil {
+			return fmt.Errorf("value: %w", err)
+		}
+		return nil
+	case a.KeyFile != "":
+		// An unset variable must not lead to another file than was meant.
+		if a.spec.keyFile, err = repl.ReplaceOrErr(a.KeyFile, true, true); err == nil {
+			a.spec.keyFile, err = filepath.Abs(a.spec.keyFile)
+		}
+		if err != nil {
+			return fmt.Errorf("file %q: %w", a.KeyFile, err)
+		}
+	default:
+		a.spec.keyFile = a.spec.path + ".key"
+	}
+	if err := checkKeyFile(a.spec.keyFile); err != nil {
+		return err
+	}
+	if _, err := seal.Load(a.spec.keyFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
 // provisionTokens checks identity and trust.
 func (a *App) provisionTokens() error {
 	if a.Identity == nil {
 		if a.Trust != nil {
-			return a.Trust.lacksIdentity()
+			return fmt.Errorf("agent_guard: trust: %w", a.Trust.lacksIdentity())
 		}
 		return nil
 	}
@@ -203,10 +281,19 @@ func (a *App) provisionTokens() error {
 
 // Start opens the store, if no configuration before this one has it open.
 func (a *App) Start() error {
+	var visits []visit
 	if app, err := a.ctx.AppIfConfigured("http"); err == nil {
-		if err := checkResends(app.(*caddyhttp.App)); err != nil {
+		for name, server := range app.(*caddyhttp.App).Servers {
+			if err := checkResends(server); err != nil {
+				return fmt.Errorf("agent_guard: server %s: %w", name, err)
+			}
+		}
+		var bare map[*reverseproxy.Handler]bareProxy
+		visits, bare = visitsOf(app.(*caddyhttp.App))
+		if err := checkChains(visits); err != nil {
 			return fmt.Errorf("agent_guard: %w", err)
 		}
+		warnBare(a.logger, bare)
 		joinProxies(app.(*caddyhttp.App))
 		for _, server := range unguardedErrorRoutes(app.(*caddyhttp.App)) {
 			a.logger.Warn("reverse_proxy in handle_errors is not guarded: a call that was released there runs again with each retry; "+
@@ -216,24 +303,26 @@ func (a *App) Start() error {
 	e, err := a.engine()
 	if err == nil {
 		e.startRollbacks(context.Background())
+		warnAnonymous(visits, &e.warned)
+		a.watchPlaces(e)
 	}
-	return err
+	return a.place(err)
 }
 
-// Stop does nothing: on a reload running executions go on, each holding the engine
-// open by itself, and an exit has waited for them before it (exit.go).
+// Stop does nothing: on a reload running executions go on, each with a reference to the engine, and
+// an exit has waited for them before (exitWatch).
 func (a *App) Stop() error { return nil }
 
-// Cleanup gives the configuration's reference back. It tolerates every half-built
-// state: an App whose Provision failed never acquired one.
+// Cleanup releases the configuration's reference, if there is one: Provision may have failed.
 func (a *App) Cleanup() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.counting { // what has outlived the configuration goes on to count
+	if a.counting { // executions that outlive the configuration are still counted
 		releaseCounts(a.spec.path)
 		a.counting = false
 	}
 	a.HITL.close()
+	a.ended = true
 	if a.held == nil {
 		return nil
 	}
@@ -241,9 +330,9 @@ func (a *App) Cleanup() error {
 	a.held = nil
 	held.leave(&a.spec)
 	if a.Identity != nil {
-		held.leaveArchive(a.Identity)
+		held.ledger.leave(a.Identity)
 	}
-	held.audience.leave(a)
+	held.activeConfigs.leave(a)
 	return held.release()
 }
 
@@ -255,41 +344,48 @@ func (a *App) engine() (*engine, error) {
 	if a.held != nil {
 		return a.held, nil
 	}
+	if a.ended {
+		return nil, errEnded // nobody would release it
+	}
 	e, err := a.acquire()
 	if err != nil {
 		return nil, err
 	}
 	if a.Identity != nil {
-		way, err := e.testify(context.Background(), a.Identity, a.Trust, a.ctx.Slogger())
+		way, err := openTokenPolicy(context.Background(), e, a.Identity, a.Trust, a.ctx.Slogger())
 		if err != nil {
 			_ = e.release() // closing the store logs its own errors
 			return nil, err
 		}
 		a.way.Store(way)
 		if err := e.openRollbacks(a.rollbackRetain()); err != nil {
-			e.leaveArchive(a.Identity)
+			e.ledger.leave(a.Identity)
 			_ = e.release() // closing the store logs its own errors
 			return nil, err
 		}
 	}
 	if a.Identity == nil {
-		if begun, err := evidence.Begun(context.Background(), e.store); err == nil && begun {
-			a.logger.Warn("the store holds a ledger, and no `identity` is configured: nothing more is told to it, and tokens mean nothing",
+		if begun, err := evidence.Exists(context.Background(), e.store); err == nil && begun {
+			a.logger.Warn("the store holds a ledger, and no `identity` is configured: nothing more is recorded in it, and tokens mean nothing",
 				zap.String("store", a.spec.path))
 		}
 	}
 	e.drain.Store(int64(a.Drain))
+	e.guard.BodyMemory().SetLimit(a.BodyMemory)
 	if adjuster, ok := a.spec.opener.(StoreAdjuster); ok {
 		adjuster.AdjustStore(e.store)
 	}
 	e.join(&a.spec)
 	a.held = e
-	e.audience.join(a)
-	e.teller.begin()
+	e.activeConfigs.join(a)
+	e.recorder.begin()
 	e.escalations.adopt(a.HITL)
-	e.tellRecovered()
+	e.reportRecovered()
+	a.opened.Store(true)
 	return e, nil
 }
+
+var errEnded = errors.New("agent_guard: the configuration has ended")
 
 // acquire returns the engine with a reference of its own for one guarded request,
 // which may outlive its configuration.
@@ -306,3 +402,336 @@ var (
 	_ caddy.Provisioner  = (*App)(nil)
 	_ caddy.CleanerUpper = (*App)(nil)
 )
+
+// guards are the handlers of one configuration. The gateway's own requests reach the upstream of a
+// call through them. Handlers are provisioned in any order, also while rollbacks go on.
+type guards struct {
+	mu      sync.Mutex
+	all     []*Handler
+	checked []*caddyhttp.Server // by checkReached
+}
+
+func (g *guards) list() []*Handler {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return slices.Clone(g.all)
+}
+
+var (
+	errNoGuard    = errors.New("nothing in the configuration leads to the call's upstream any more")
+	errManyGuards = errors.New("several guards have the name of the call's, and nothing tells which of them leads to its upstream")
+	errOtherWay   = errors.New("the guard leads to another upstream than the one that the recorded credentials are for")
+)
+
+// The events that the app emits (docs/observability.md). Their data are guards, actions, states,
+// hashes and upstreams, never callers, their ids, or paths (P8).
+const (
+	eventInDoubt        = "agent_guard.execution_in_doubt"
+	eventResolved       = "agent_guard.execution_resolved"
+	eventRecovered      = "agent_guard.executions_recovered"
+	eventMismatch       = "agent_guard.fingerprint_mismatch"
+	eventFailOpen       = "agent_guard.fail_open"
+	eventStoreUnhealthy = "agent_guard.store_unhealthy"
+	eventDiskLow        = "agent_guard.disk_low"
+	eventDiskRecovered  = "agent_guard.disk_recovered"
+	eventKeysRotated    = "agent_guard.keys_rotated"
+
+	eventIdentityRotated = "agent_guard.identity_rotated"
+	eventCircuit         = "agent_guard.circuit_changed"
+	eventCircuitGivesUp  = "agent_guard.circuit_permanently_open"
+
+	eventRollbackStarted  = "agent_guard.rollback_started"
+	eventRollbackFinished = "agent_guard.rollback_finished"
+	eventEscalated        = "agent_guard.escalation_opened"
+	eventUndeliverable    = "agent_guard.escalation_undeliverable"
+)
+
+// maxEvents is how many events wait for handlers at most.
+const maxEvents = 256
+
+// flushTime is how long an exit waits for the handlers of events.
+const flushTime = 5 * time.Second
+
+// emit calls the handlers of an event, and writes it to the debug log. It never waits: handlers are
+// called in the background, one event after the other. If they are too slow, events are dropped
+// and counted.
+func (a *App) emit(name string, data map[string]any) {
+	if !a.events.ShouldEmit(name) {
+		return
+	}
+	if !a.pending.put(pendingEvent{name, data}, a.deliver) {
+		a.counts.EventDropped()
+	}
+}
+
+// deliver calls the handlers. A panic of theirs is logged.
+func (a *App) deliver(e pendingEvent) {
+	defer func() {
+		if p := recover(); p != nil {
+			a.logger.Error("a handler of an event panicked", zap.String("event", e.name), zap.String("panic", fmt.Sprint(p)))
+		}
+	}()
+	if a.ctx.Err() == nil { // else the configuration's handlers are gone
+		a.events.Emit(a.ctx, e.name, e.data)
+	}
+}
+
+type pendingEvent struct {
+	name string
+	data map[string]any
+}
+
+// pendingEvents wait for their handlers. Their goroutine ends when none waits.
+type pendingEvents struct {
+	mu    sync.Mutex
+	queue []pendingEvent
+	idle  chan struct{} // closed when the queue is empty; nil while it is
+}
+
+// put queues e for serve. It reports false if too many wait.
+func (p *pendingEvents) put(e pendingEvent, serve func(pendingEvent)) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.queue) >= maxEvents {
+		return false
+	}
+	p.queue = append(p.queue, e)
+	if p.idle == nil {
+		p.idle = make(chan struct{})
+		go p.run(serve)
+	}
+	return true
+}
+
+func (p *pendingEvents) run(serve func(pendingEvent)) {
+	for {
+		p.mu.Lock()
+		if len(p.queue) == 0 {
+			close(p.idle)
+			p.queue, p.idle = nil, nil
+			p.mu.Unlock()
+			return
+		}
+		e := p.queue[0]
+		p.queue = p.queue[1:]
+		p.mu.Unlock()
+		serve(e)
+	}
+}
+
+// flush waits until no event waits, for at most flushTime.
+func (p *pendingEvents) flush() {
+	p.mu.Lock()
+	idle := p.idle
+	p.mu.Unlock()
+	if idle == nil {
+		return
+	}
+	late := time.NewTimer(flushTime)
+	defer late.Stop()
+	select {
+	case <-idle:
+	case <-late.C:
+	}
+}
+
+// activeConfigs are the configurations that use an engine. The latest one gets all its events,
+// also those of an execution that has outlived its configuration.
+type activeConfigs struct {
+	mu   sync.Mutex
+	apps []*App
+}
+
+func (u *activeConfigs) join(a *App) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.apps = append(u.apps, a)
+}
+
+func (u *activeConfigs) leave(a *App) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for i := range u.apps {
+		if u.apps[i] == a {
+			u.apps = append(u.apps[:i:i], u.apps[i+1:]...)
+			return
+		}
+	}
+}
+
+// latest is the configuration that was loaded last, or nil.
+func (u *activeConfigs) latest() *App {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if len(u.apps) == 0 {
+		return nil
+	}
+	return u.apps[len(u.apps)-1]
+}
+
+// lives reports whether any configuration goes on. On a reload the new one does.
+func (u *activeConfigs) lives() bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return slices.ContainsFunc(u.apps, func(a *App) bool { return a.ctx.Err() == nil })
+}
+
+// AwaitCircuits returns when the breakers have the state that the last process left. Caddy starts
+// its apps in no particular order, so that requests may come before the store is open. The transport
+// calls it. On an error nothing may be sent.
+func (a *App) AwaitCircuits(ctx context.Context) error {
+	if a.opened.Load() {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, circuitStart)
+	defer cancel()
+	o := a.open()
+	select {
+	case <-o.done:
+		return o.err
+	case <-ctx.Done():
+		return fmt.Errorf("agent_guard: the states of the circuit breakers are not read yet: %w", ctx.Err())
+	}
+}
+
+// open starts to open the store, unless that is under way.
+func (a *App) open() *opening {
+	a.openingMu.Lock()
+	defer a.openingMu.Unlock()
+	if a.opening != nil {
+		return a.opening
+	}
+	o := &opening{done: make(chan struct{})}
+	a.opening = o
+	go func() {
+		_, o.err = a.engine()
+		a.openingMu.Lock()
+		a.opening = nil
+		a.openingMu.Unlock()
+		close(o.done)
+	}()
+	return o
+}
+
+// checkTrust checks `trust` against the identity, and its lines against each other.
+func (a *App) checkTrust() error {
+	if a.Identity == nil {
+		return a.Trust.lacksIdentity()
+	}
+	if len(a.Trust.Keys) == 0 {
+		return errNoTrust
+	}
+	if err := a.Trust.checkFor(cmp.Or(a.Identity.Algorithm, ect.ES256.String())); err != nil {
+		return err
+	}
+	return a.Trust.checkLevel()
+}
+
+// provisionMetrics registers the counts of the app's store with the registry of its configuration.
+// A failure is logged only.
+func (a *App) provisionMetrics() {
+	a.counts, a.counting = acquireCounts(a.spec.path), true
+	kind := "unknown"
+	if mod, ok := a.spec.opener.(caddy.Module); ok {
+		kind = mod.CaddyModule().ID.Name()
+	}
+	a.collector = newCollector(a.counts, version(), kind, a.snapshot)
+	registry := a.ctx.GetMetricsRegistry()
+	if registry == nil {
+		return
+	}
+	if err := registry.Register(a.collector); err != nil && !errors.As(err, new(prometheus.AlreadyRegisteredError)) {
+		a.logger.Warn("the metrics of agent_guard cannot be shown", zap.Error(err))
+	}
+}
+
+// snapshot is the state of the store, or nil if it is not open. Any configuration may have opened it:
+// after a reload that fails late, Caddy's admin endpoint shows the registry of the failed one.
+func (a *App) snapshot() *storeSnapshot {
+	e := engines.peek(a.spec.path)
+	if e == nil {
+		return nil
+	}
+	defer func() { _ = e.release() }() // closing the store logs its own errors
+	return e.snapshot()
+}
+
+// AnswerVerifier verifies for the transport who has answered a probe; nil without trust.
+func (a *App) AnswerVerifier() proxy.AnswerVerifier {
+	if a.Trust == nil {
+		return nil
+	}
+	return a.verifyAnswer
+}
+
+// verifyAnswer is a proxy.AnswerVerifier: one valid token in the answer is enough.
+func (a *App) verifyAnswer(ctx context.Context, header http.Header, issuer string, since time.Time) error {
+	way, err := a.tokenPolicy()
+	if err != nil {
+		return err
+	}
+	raws, err := ect.ParseFields(header[ect.FieldName])
+	if err != nil {
+		return err
+	}
+	skew := cmp.Or(time.Duration(a.Trust.Skew), ect.Skew)
+	earliest := since.Truncate(time.Second).Add(-skew) // tokens have whole seconds
+	var refused error = &ect.Error{Code: ect.CodeMissing}
+	for _, raw := range raws[:min(len(raws), maxPresented)] {
+		if refused = way.proves(ctx, raw, issuer, earliest); refused == nil {
+			break
+		}
+	}
+	return refused
+}
+
+// tokenPolicy returns the configuration's token policy; nil without an identity.
+func (a *App) tokenPolicy() (*tokenPolicy, error) {
+	if a.Identity == nil {
+		return nil, nil
+	}
+	if way := a.way.Load(); way != nil {
+		return way, nil
+	}
+	if _, err := a.engine(); err != nil {
+		return nil, err
+	}
+	return a.way.Load(), nil
+}
+
+// rollbackRetain is how long finished rollbacks are kept: at least as long as the keys of their
+// calls, or a late duplicate could run again (P1).
+func (a *App) rollbackRetain() time.Duration {
+	keep := time.Duration(a.rollbackOptions().Retain)
+	a.guards.mu.Lock()
+	defer a.guards.mu.Unlock()
+	for _, h := range a.guards.all {
+		for _, action := range h.actions {
+			keep = max(keep, time.Duration(action.RetainKey))
+		}
+	}
+	return keep
+}
+
+// rollbackPolicy is nil without trust: then only operators may ask for rollbacks.
+func (a *App) rollbackPolicy(mount string) *policyRollback {
+	if a.Trust == nil {
+		return nil
+	}
+	o := a.rollbackOptions()
+	return &policyRollback{
+		Request: mount + api.RollbackPath, Status: mount + api.RollbackPath + "/{rollback_id}{?wait}",
+		ATD: mount + api.ATDRollbackPath, AERR: mount + api.AERRRollbackPath,
+		Lineage: o.Lineage, Rate: o.Rate, Wait: time.Duration(o.Wait).Seconds(), MaxWait: api.LongestWait.Seconds(),
+	}
+}
+
+// rollbackOptions are those of the configuration, or the defaults.
+func (a *App) rollbackOptions() Rollback {
+	if a.Rollback != nil {
+		return *a.Rollback
+	}
+	var o Rollback
+	_ = o.provision() // nothing is wrong with the defaults
+	return o
+}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 )
 
@@ -165,5 +166,54 @@ func TestP8AKeyInTheConfigurationIsNotShown(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 		wantNoSecret(t, string(text), err.Error())
+	}
+}
+
+// What only opening the store shows names the place in the Caddyfile too.
+func TestStartNamesThePlaceOfTheKeys(t *testing.T) {
+	dir := t.TempDir()
+	start := func() error {
+		t.Helper()
+		app, err := newApp(t, dir, `, "written_at": {"store": "Caddyfile:3", "keys": "Caddyfile:4"}`)
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = app.Start()
+		if err := app.Cleanup(); err != nil {
+			t.Error(err)
+		}
+		return err
+	}
+	if err := start(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(filepath.Join(dir, "store.key")); err != nil {
+		t.Fatal(err)
+	}
+	if err := start(); err == nil || !strings.Contains(err.Error(), "store.key is missing") || !strings.HasSuffix(err.Error(), ", at Caddyfile:4") {
+		t.Error(err)
+	}
+}
+
+// ADR 0066: a line that moves makes neither another guard of one, nor another way to its
+// upstream: what was recorded could not be undone any more.
+func TestPlacesAreNotCompared(t *testing.T) {
+	guard := func(place string) *Handler {
+		return &Handler{WrittenAt: place, UpstreamRaw: []json.RawMessage{json.RawMessage(`{"handler": "reverse_proxy",
+			"transport": {"protocol": "agent_guard", "breaker": {"verify_probe": true, "written_at": "` + place + `"}}}`)}}
+	}
+	if a, b := guard("Caddyfile:3").writtenAs(), guard("Caddyfile:4").writtenAs(); a != b {
+		t.Errorf("%s\n%s", a, b)
+	}
+	reach := func(handler, place string) rollback.Reach {
+		raw := json.RawMessage(`{"handler": "x", "routes": [{"handle": [{"handler": "` + handler + `", "written_at": "` + place + `"}]}]}`)
+		return reachOf([]json.RawMessage{raw}, []any{struct{}{}})
+	}
+	if a, b := reach("agent_guard", "Caddyfile:3"), reach("agent_guard", "Caddyfile:4"); a.Manner != b.Manner {
+		t.Error("a line that moved changed where calls lead")
+	}
+	// What others call so is theirs.
+	if a, b := reach("other", "a"), reach("other", "b"); a.Manner == b.Manner {
+		t.Error("a member of another handler is not looked at")
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"syscall"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
@@ -44,6 +45,7 @@ type BadgerStore struct {
 	MaxSize int64 `json:"max_size,omitempty"`
 
 	observer badger.Observer
+	pathAt   *caddyfile.Token // the option that names the path in a Caddyfile
 }
 
 // CaddyModule returns the Caddy module information.
@@ -68,7 +70,11 @@ func (b *BadgerStore) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	if d.NextArg() {
 		return d.ArgErr()
 	}
-	return badgerOptions().readBlock(d, "store badger", b, at)
+	err := badgerOptions().readBlock(d, "store badger", b, at)
+	if path, ok := at["path"]; ok {
+		b.pathAt = &path[0]
+	}
+	return err
 }
 
 func badgerOptions() options[*BadgerStore] {
@@ -85,20 +91,71 @@ func badgerOptions() options[*BadgerStore] {
 	}
 }
 
-// Validate refuses sizes that are none.
+// Validate refuses sizes that are none, and a directory in which nothing could be written.
 func (b *BadgerStore) Validate() error {
 	for name, size := range map[string]int64{"min_free": b.MinFree, "max_size": b.MaxSize} {
 		if size < 0 {
 			return fmt.Errorf("badger: %s is %d bytes; it must be positive", name, size)
 		}
 	}
+	return b.checkPath()
+}
+
+// checkPath says what a start would fail of, so that `caddy validate` says it too. It opens
+// and makes nothing: another process may have the store open.
+func (b *BadgerStore) checkPath() error {
+	path, err := b.absolute()
+	if err != nil {
+		return nil // StorePath says it
+	}
+	if real, err := resolve(path); err == nil {
+		if _, open := engines.pool.References(real); open {
+			return nil // a reload must not fail of the disk of a store that is open
+		}
+	}
+	if err := checkDirectory(path); err != nil {
+		return fmt.Errorf("badger: path: %w", err)
+	}
 	return nil
+}
+
+// checkDirectory says why a directory at path cannot be written in, or be made.
+func checkDirectory(path string) error {
+	for dir := path; ; dir = filepath.Dir(dir) {
+		info, err := os.Stat(dir)
+		if (errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR)) && dir != filepath.Dir(dir) {
+			continue
+		}
+		switch {
+		case err == nil && !info.IsDir():
+			err = fmt.Errorf("%s is not a directory; name a path that is one, or at which one can be made", dir)
+		case err == nil:
+			if err = mayWriteIn(dir); err == nil {
+				return nil
+			}
+			err = fmt.Errorf("this process may not write in %s (%w); give the user that runs Caddy the right to, or name another directory", dir, err)
+		default:
+			err = fmt.Errorf("%w; give the user that runs Caddy the right to it, or name another directory", err)
+		}
+		if dir != path {
+			return fmt.Errorf("the directory %s cannot be made: %w", path, err)
+		}
+		return err
+	}
 }
 
 // StorePath is the absolute path of the directory, with symbolic links resolved.
 func (b *BadgerStore) StorePath() (string, error) {
+	path, err := b.absolute()
+	if err != nil {
+		return "", err
+	}
+	return resolve(path)
+}
+
+func (b *BadgerStore) absolute() (string, error) {
 	if b.Path == "" {
-		return resolve(filepath.Join(caddy.AppDataDir(), "agent_guard"))
+		return filepath.Abs(filepath.Join(caddy.AppDataDir(), "agent_guard"))
 	}
 	// An unset variable must not lead to another store than was meant: all that
 	// was executed would run again (P1).
@@ -109,7 +166,7 @@ func (b *BadgerStore) StorePath() (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("badger: path %q: %w", b.Path, err)
 	}
-	return resolve(path)
+	return path, nil
 }
 
 // resolve follows symbolic links as far as the path exists, so that two names of
@@ -162,4 +219,47 @@ var (
 	_ StoreAdjuster         = (*BadgerStore)(nil)
 	_ caddy.Validator       = (*BadgerStore)(nil)
 	_ caddyfile.Unmarshaler = (*BadgerStore)(nil)
+)
+
+// ObserveStore implements ObservedOpener.
+func (b *BadgerStore) ObserveStore(o StoreObserver) { b.observer = o }
+
+// ReportStore implements StoreReporter.
+func (b *BadgerStore) ReportStore(st store.Store) StoreReport {
+	s, ok := st.(*badger.Store)
+	if !ok {
+		return StoreReport{}
+	}
+	stats := s.Stats()
+	return StoreReport{
+		Bytes: map[string]uint64{
+			"lsm": uint64(stats.Space.LSM), "bodies": uint64(stats.Space.Bodies), "log": uint64(stats.Space.Log),
+		},
+		Refused: stats.Full,
+	}
+}
+
+// ReportDisk implements StoreReporter.
+func (b *BadgerStore) ReportDisk(st store.Store) *DiskReport {
+	s, ok := st.(*badger.Store)
+	if !ok {
+		return nil
+	}
+	stats := s.Stats()
+	if !stats.FreeKnown {
+		return nil
+	}
+	watermark := DiskEnough
+	switch stats.Room {
+	case badger.RoomLow:
+		watermark = DiskLow
+	case badger.RoomNone:
+		watermark = DiskFull
+	}
+	return &DiskReport{Free: stats.Free, Watermark: watermark}
+}
+
+var (
+	_ ObservedOpener = (*BadgerStore)(nil)
+	_ StoreReporter  = (*BadgerStore)(nil)
 )

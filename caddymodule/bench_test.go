@@ -15,8 +15,8 @@ func BenchmarkClassify(b *testing.B) {
 			r := request(method, "/v1/charges", "Content-Type", "application/json")
 			b.ReportAllocs()
 			for b.Loop() {
-				if _, guarded, err := h.classify(r); err != nil || guarded != (method == http.MethodPost) {
-					b.Fatal(guarded, err)
+				if _, as, err := h.classify(r); err != nil || (as == classGuarded) != (method == http.MethodPost) {
+					b.Fatal(as, err)
 				}
 			}
 		})
@@ -39,8 +39,8 @@ func BenchmarkIdentify(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
-				x := &exchange{h: h, r: r, guard: g, action: new(Action)}
-				if err := x.identify(); err != nil {
+				x := &call{h: h, r: r, guard: g, action: new(Action)}
+				if err := x.prepare(); err != nil {
 					b.Fatal(err)
 				}
 				x.close()

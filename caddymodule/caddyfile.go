@@ -1,14 +1,25 @@
 package caddymodule
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"math"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
 
+	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/dustin/go-humanize"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/internal/suggest"
 )
 
 func init() {
@@ -29,6 +40,7 @@ func init() {
 //		store <module> [<options...>]
 //		keys  file <path> | value <placeholder>
 //		drain <duration>
+//		body_memory <size>
 //		quota {
 //			open_executions  <number>
 //			stored_bytes     <size>
@@ -77,6 +89,11 @@ func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
 	if err := appOptions().readBlock(d, "the global option agent_guard", app, at); err != nil {
 		return nil, err
 	}
+	if app.Trust != nil {
+		if err := app.checkTrust(); err != nil {
+			return nil, place(fmt.Errorf("trust: %w", err), app.Trust.origin)
+		}
+	}
 	return httpcaddyfile.App{Name: "agent_guard", Value: caddyconfig.JSON(app, nil)}, nil
 }
 
@@ -86,6 +103,9 @@ func appOptions() options[*App] {
 		"keys":  {usage: "keys file <path> | value <placeholder>", parse: parseKeys},
 		"drain": {usage: "drain <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
 			return parseDuration(d, &a.Drain)
+		}},
+		"body_memory": {usage: "body_memory <size>", parse: func(d *caddyfile.Dispenser, a *App) error {
+			return parseSize(d, &a.BodyMemory)
 		}},
 		"hitl":     {usage: "hitl { ... }", parse: parseHITL},
 		"quota":    {usage: "quota { ... }", parse: parseQuota},
@@ -99,16 +119,21 @@ func parseStore(d *caddyfile.Dispenser, a *App) error {
 	if !d.NextArg() {
 		return errSyntax
 	}
-	name := d.Val()
+	name, at := d.Val(), d.Token()
 	module, err := caddyfile.UnmarshalModule(d, "agent_guard.stores."+name)
 	if err != nil {
 		return err
 	}
+	if badger, ok := module.(*BadgerStore); ok && badger.pathAt != nil {
+		at = *badger.pathAt
+	}
+	a.writtenAt("store", at)
 	a.StoreRaw = caddyconfig.JSONModuleObject(module, "module", name, nil)
 	return nil
 }
 
 func parseKeys(d *caddyfile.Dispenser, a *App) error {
+	at := d.Token()
 	kind, value, err := parsePair(d)
 	if err != nil {
 		return err
@@ -116,15 +141,28 @@ func parseKeys(d *caddyfile.Dispenser, a *App) error {
 	if value == "" {
 		return fmt.Errorf("the %s is empty; name one", kind)
 	}
+	a.writtenAt("keys", at)
 	switch kind {
 	case "file":
 		a.KeyFile = value
 	case "value":
 		a.Key = value
+		if !strings.Contains(value, "{") {
+			_, err = seal.Parse([]byte(value))
+		}
 	default:
-		return oneOf(kind, "file", "value")
+		err = oneOf(kind, "file", "value")
 	}
-	return nil
+	return err
+}
+
+// writtenAt notes where an option stands of which only loading shows whether it is right: it
+// depends on files and variables of the machine that the configuration is loaded on.
+func (a *App) writtenAt(option string, at caddyfile.Token) {
+	if a.WrittenAt == nil {
+		a.WrittenAt = map[string]string{}
+	}
+	a.WrittenAt[option] = placeOf(at)
 }
 
 // parseGuard reads the directive agent_guard [<matcher>] with the options of
@@ -140,32 +178,30 @@ func parseGuard(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 	if err := guard.parseHandlers(h, "fallback", &guard.FallbackRaw); err != nil {
 		return nil, err
 	}
+	if err := guard.claimName(h); err != nil {
+		return nil, err
+	}
 	if asks, own := guard.ownRequests(); own && guard.UpstreamRaw == nil {
 		return nil, errorAt(asks.at, errors.New(asks.what+" of the guard's own; "+
 			"give agent_guard an `upstream` block that says how it reaches the upstream, or use agent_proxy"))
 	}
+	if err := guard.checkGlobals(h); err != nil {
+		return nil, err
+	}
 	return guard, nil
 }
 
-// parseHandlers reads the handlers in the block of an option, which takes the helper
-// that UnmarshalCaddyfile does not have.
-func (h *Handler) parseHandlers(helper httpcaddyfile.Helper, option string, into *[]json.RawMessage) error {
-	segment, ok := h.origin[option]
-	if !ok {
-		return nil
+// wayOf is the first of the ways by which calls are undone; empty where they are not.
+func wayOf(w *Ways) string {
+	switch {
+	case w.Restore != nil:
+		return "restore"
+	case w.Compensate != nil:
+		return "compensate"
+	case w.Delegate != "":
+		return "delegate"
 	}
-	handler, err := httpcaddyfile.ParseSegmentAsSubroute(helper.WithDispenser(caddyfile.NewDispenser(segment)))
-	if err != nil {
-		return err
-	}
-	if subroute, ok := handler.(*caddyhttp.Subroute); ok && len(subroute.Routes) == 0 {
-		return errorAt(segment[0], fmt.Errorf("%s: no handler is given; write %s", option, map[string]string{
-			"upstream": "those that lead to the upstream, like reverse_proxy",
-			"fallback": "those that answer, like respond",
-		}[option]))
-	}
-	*into = []json.RawMessage{caddyconfig.JSONModuleObject(handler, "handler", "subroute", nil)}
-	return nil
+	return ""
 }
 
 // wanting is an option that makes the guard send requests of its own.
@@ -174,25 +210,310 @@ type wanting struct {
 	what string
 }
 
-// ownRequests reports whether the guard makes requests of its own, and what asks
-// for the first.
-func (h *Handler) ownRequests() (wanting, bool) {
-	const probe, undo = "on_unknown: a probe is a request", ": an undo is made of requests"
-	if h.OnUnknown == onUnknownProbe {
-		return wanting{h.origin["on_unknown"][0], probe}, true
-	}
-	if h.DefaultUndo != nil {
-		if _, own := h.DefaultUndo.OwnRequests(); own {
-			return wanting{h.origin["default_undo"][0], "default_undo" + undo}, true
+// option is one option of a Caddyfile block, which fills a T.
+type option[T any] struct {
+	// usage is its syntax, as errors show it.
+	usage string
+	// several says that it may stand several times in its block.
+	several bool
+	// named says that its first argument is a name, which errors show.
+	named bool
+	// parse reads the option's tokens, and leaves none over. d stands on the
+	// option's name. The error needs neither the name nor the place.
+	parse func(d *caddyfile.Dispenser, into T) error
+}
+
+// options are the options of one kind of block, by name.
+type options[T any] map[string]option[T]
+
+// merge is o and more.
+func (o options[T]) merge(more options[T]) options[T] {
+	maps.Copy(o, more)
+	return o
+}
+
+// within makes options of a part those of the whole.
+func within[T, U any](part func(T) U, opts options[U]) options[T] {
+	whole := make(options[T], len(opts))
+	for name, opt := range opts {
+		whole[name] = option[T]{
+			usage: opt.usage, several: opt.several, named: opt.named,
+			parse: func(d *caddyfile.Dispenser, into T) error { return opt.parse(d, part(into)) },
 		}
 	}
-	for _, a := range h.Actions {
-		if a.OnUnknown == onUnknownProbe {
-			return wanting{a.origin["on_unknown"][0], probe}, true
-		}
-		if option, own := a.OwnRequests(); own {
-			return wanting{a.origin[option][0], option + undo}, true
+	return whole
+}
+
+// errSyntax says that an option has too many arguments, or too few.
+var errSyntax = errors.New("wrong number of arguments")
+
+// readBlock reads the block that begins on the line of d, if one does. kind is what
+// errors call it. What stands where is noted in at.
+func (o options[T]) readBlock(d *caddyfile.Dispenser, kind string, into T, at origin) error {
+	for nesting := d.Nesting(); d.NextBlock(nesting); {
+		if err := o.read(d, kind, into, at); err != nil {
+			return err
 		}
 	}
-	return wanting{}, false
+	return nil
+}
+
+// read reads the option that d stands on.
+func (o options[T]) read(d *caddyfile.Dispenser, kind string, into T, at origin) error {
+	segment := d.NextSegment()
+	first := segment[0]
+	name := first.Text
+	opt, ok := o[name]
+	if !ok {
+		known := slices.Sorted(maps.Keys(o))
+		return errorAt(first, fmt.Errorf("%s has no option %q; it has %s%s",
+			kind, name, strings.Join(known, ", "), suggest.Nearest(name, known)))
+	}
+	before, stood := at[name]
+	switch {
+	case !stood:
+		at[name] = segment
+	case !opt.several:
+		return errorAt(first, fmt.Errorf("%s stands twice; it stands on line %d already", name, before[0].Line))
+	}
+	label := name
+	if opt.named && len(segment) > 1 && !strings.Contains("{", segment[1].Text) {
+		label += " " + segment[1].Text
+	}
+	// The option gets a dispenser of its own, so that nothing of it, such as a
+	// block that it does not take, can be taken for the next option.
+	inner := caddyfile.NewDispenser(segment)
+	inner.Next()
+	err := opt.parse(inner, into)
+	if err == nil && inner.Next() {
+		err = errSyntax
+	}
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, errSyntax) && !hasPlace(err, first):
+		err = fmt.Errorf("%s: %w; the syntax is `%s`", label, err, opt.usage)
+	default:
+		err = fmt.Errorf("%s: %w", label, err)
+	}
+	return errorAt(first, err)
+}
+
+// origin is where the options of a block stand in a Caddyfile, by name: their
+// tokens, or those of the first where there are several. The tokens that begin the
+// block itself are at "".
+type origin map[string]caddyfile.Segment
+
+// originOf begins the origin of the block that d stands before.
+func originOf(d *caddyfile.Dispenser) origin { return origin{"": {d.Token()}} }
+
+// invalid is an error in the values of some options, the likeliest first.
+type invalid struct {
+	options []string
+	err     error
+}
+
+func (e *invalid) Error() string { return e.options[0] + ": " + e.err.Error() }
+
+// place gives err the place of the option that it comes from: in the first block
+// where one of its options stands, else that of the first block.
+func place(err error, blocks ...origin) error {
+	var bad *invalid
+	if errors.As(err, &bad) {
+		for _, block := range blocks {
+			for _, name := range bad.options {
+				if segment, ok := block[name]; ok {
+					return errorAt(segment[0], err)
+				}
+			}
+		}
+	}
+	return errorAt(blocks[0][""][0], err)
+}
+
+// errorAt adds the place of a token to err, unless err has one from further inside.
+func errorAt(at caddyfile.Token, err error) error {
+	if hasPlace(err, at) {
+		return err
+	}
+	d := caddyfile.NewDispenser([]caddyfile.Token{at})
+	d.Next()
+	return d.WrapErr(err)
+}
+
+// placeOf is the place of a token as errors name it: the file, the line, and by what imports
+// it came there.
+func placeOf(at caddyfile.Token) string {
+	return strings.TrimPrefix(errorAt(at, errors.New("")).Error(), ", at ")
+}
+
+// withPlace adds a place that a configuration has kept to err, unless err has one from
+// further inside. Caddy hands errors of modules on as text.
+func withPlace(err error, place string) error {
+	if err == nil || place == "" || endsInPlace.MatchString(err.Error()) {
+		return err
+	}
+	return fmt.Errorf("%w, at %s", err, place)
+}
+
+// endsInPlace recognises a place at the end of an error.
+var endsInPlace = regexp.MustCompile(`, at [^\n]+:[0-9]+( import chain \[[^\n]*\])?$`)
+
+// hasPlace recognises the places that dispensers write.
+func hasPlace(err error, at caddyfile.Token) bool {
+	return strings.Contains(err.Error(), ", at "+at.File+":")
+}
+
+// The functions of this file read arguments of an option. d stands before them.
+
+// parseWord reads one argument.
+func parseWord(d *caddyfile.Dispenser, into *string) error {
+	if !d.NextArg() {
+		return errSyntax
+	}
+	if d.Val() == "" {
+		return errors.New("it is empty; leave the option out for its default")
+	}
+	*into = d.Val()
+	return nil
+}
+
+// parseWords reads one argument or more.
+func parseWords(d *caddyfile.Dispenser, into *[]string) error {
+	words := d.RemainingArgs()
+	if len(words) == 0 {
+		return errSyntax
+	}
+	*into = append(*into, words...)
+	return nil
+}
+
+// parsePair reads exactly two arguments. The second may be empty.
+func parsePair(d *caddyfile.Dispenser) (name, value string, err error) {
+	if !d.Args(&name, &value) {
+		return "", "", errSyntax
+	}
+	return name, value, nil
+}
+
+func parseChoice(d *caddyfile.Dispenser, into *string, choices ...string) error {
+	if err := parseWord(d, into); err != nil {
+		return err
+	}
+	return oneOf(*into, choices...)
+}
+
+// oneOf checks a word against those that are known.
+func oneOf(word string, known ...string) error {
+	for _, k := range known {
+		if word == k {
+			return nil
+		}
+	}
+	list := known[len(known)-1]
+	if len(known) > 1 {
+		list = strings.Join(known[:len(known)-1], ", ") + " or " + list
+	}
+	return fmt.Errorf("%q is unknown; use %s", word, list)
+}
+
+func parseDuration(d *caddyfile.Dispenser, into *caddy.Duration) error {
+	if !d.NextArg() {
+		return errSyntax
+	}
+	v, err := caddy.ParseDuration(d.Val())
+	if err != nil {
+		return fmt.Errorf("%q is no duration (like 30s, 5m, 24h or 7d)", d.Val())
+	}
+	if v == 0 {
+		return fmt.Errorf("%q is no time at all; it must be positive", d.Val())
+	}
+	*into = caddy.Duration(v)
+	return checkDuration(*into)
+}
+
+// longest is more than anybody waits, and keeps times within what 64 bits of
+// nanoseconds can say: an expiry that wraps around would free a key (P1).
+const longest = 100 * 365 * 24 * time.Hour
+
+// checkDuration checks a duration of a configuration, where 0 is the default.
+func checkDuration(v caddy.Duration) error {
+	switch d := time.Duration(v); {
+	case d < 0:
+		return fmt.Errorf("%v is negative; it must be positive", d)
+	case d > longest:
+		return fmt.Errorf("%v is too long; it must be at most 36500d", d)
+	}
+	return nil
+}
+
+func parseSize(d *caddyfile.Dispenser, into *int64) error {
+	if !d.NextArg() {
+		return errSyntax
+	}
+	text := d.Val()
+	// ParseBytes takes commas out: 1,5MiB would be 15 MiB.
+	size, err := humanize.ParseBytes(text)
+	switch {
+	case err == nil && size > math.MaxInt64, err != nil && strings.Contains(err.Error(), "too large"):
+		return fmt.Errorf("%q is too large", text)
+	case err != nil || strings.Contains(text, ","):
+		return fmt.Errorf("%q is no size (like 512KiB or 32MiB)", text)
+	case size == 0:
+		return fmt.Errorf("%q is nothing; it must be at least one byte", text)
+	}
+	*into = int64(size)
+	return nil
+}
+
+// parseMatchers reads one set of request matchers, all of which must match. Further
+// sets are alternatives.
+func parseMatchers(d *caddyfile.Dispenser, into *caddyhttp.RawMatcherSets) error {
+	if d.NextArg() {
+		switch text := d.Val(); {
+		case d.Token().Quoted():
+		case strings.HasPrefix(text, "@"):
+			return fmt.Errorf("named matchers such as %s are not known here; write the matchers themselves, in a block if there are several", text)
+		case strings.HasPrefix(text, "/"), text == "*":
+			return fmt.Errorf("%q is no matcher; for paths write `path %s`", text, text)
+		}
+		d.Prev()
+	}
+	set, err := caddyhttp.ParseCaddyfileNestedMatcherSet(d)
+	if err != nil {
+		return err
+	}
+	if len(set) == 0 {
+		return errors.New("no matcher is given; write one on the line, or a block of them")
+	}
+	for name, raw := range set {
+		if text := string(raw); text == "null" || text == "[]" {
+			return fmt.Errorf("the matcher %s is empty and would never match", name)
+		}
+	}
+	*into = append(*into, set)
+	return nil
+}
+
+// parseStatuses reads statuses, where 5xx is a class, as response matchers have
+// them: a class is its first digit.
+func parseStatuses(words []string) ([]int, error) {
+	var codes []int
+	for _, word := range words {
+		digits, class := strings.CutSuffix(word, "xx")
+		code, err := strconv.ParseUint(digits, 10, 16)
+		if err != nil || len(word) != 3 || class != (code < 10) || checkStatus(int(code)) != nil {
+			return nil, fmt.Errorf("%q is no final status; use 200 to 599, or a class from 2xx to 5xx", word)
+		}
+		codes = append(codes, int(code))
+	}
+	return codes, nil
+}
+
+// checkStatus checks a status of a response matcher.
+func checkStatus(code int) error {
+	if code >= 2 && code <= 5 || code >= 200 && code <= 599 {
+		return nil
+	}
+	return fmt.Errorf("%d is no final status; use 200 to 599, or a class from 2 to 5", code)
 }

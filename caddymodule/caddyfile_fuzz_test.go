@@ -53,6 +53,7 @@ func FuzzCaddyfile(f *testing.F) {
 		}
 		for _, a := range append(again.Actions, &Action{Name: defaultAction}) {
 			a.inherit(&again.Policy)
+			a.Policy = a.Policy.completed()
 			if err := a.Policy.validate(); err != nil {
 				t.Errorf("%s\naction %s: %v", text, a.Name, err)
 			}

@@ -1,21 +1,27 @@
 package caddymodule
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"net/http"
 	"slices"
 	"strings"
 	"unicode"
 
+	"github.com/caddyserver/caddy/v2/caddyconfig"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
 // UnmarshalCaddyfile reads the directive
 //
 //	agent_guard {
-//		name                <name>
+//		name                <name> [shared]
 //		caller              <placeholder>
 //		credentials         <fields...>
 //		require_ect
@@ -27,9 +33,11 @@ import (
 //		inherit
 //		consequential       <matchers>
 //		exempt              <matchers>
+//		unguarded_streams   pass | refuse
 //		fingerprint_exclude <json pointers...>
 //		max_body            <size>
 //		attach_wait         <duration>
+//		idle_timeout        <duration> | off
 //		fail_open
 //		endpoints           off
 //		default_undo        <way>
@@ -57,6 +65,7 @@ import (
 // match. <policy> is any of the options that Policy has:
 //
 //	deadline      <duration>
+//	stream_idle   <duration>
 //	retain_result <duration>
 //	retain_key    <duration>
 //	max_result    <size>
@@ -118,6 +127,7 @@ import (
 func (h *Handler) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	d.Next() // the directive's name
 	h.origin = originOf(d)
+	h.WrittenAt = placeOf(d.Token())
 	if d.NextArg() {
 		return d.Errf("agent_guard takes no argument but a matcher; %q is none", d.Val())
 	}
@@ -127,41 +137,20 @@ func (h *Handler) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	return h.checkPolicies()
 }
 
-// checkPolicies finds what is wrong with options only together.
-func (h *Handler) checkPolicies() error {
-	base := h.Policy
-	base.inherit(&defaults)
-	if err := base.validate(); err != nil {
-		return place(err, h.origin)
-	}
-	if h.DefaultUndo != nil {
-		if _, err := undoing.Compile(h.DefaultUndo, &base.Terms, h.Name, h.Credentials); err != nil {
-			return placeUndo(err, "default_undo", h.origin)
-		}
-	}
-	for _, a := range h.Actions {
-		policy := a.Policy
-		policy.inherit(&base)
-		err := policy.validate()
-		if err == nil {
-			_, err = undoing.Compile(&a.Ways, &policy.Terms, h.Name, h.Credentials)
-			err = undoError(err)
-		}
-		if err != nil {
-			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin, h.origin)
-		}
-	}
-	return nil
-}
-
 // guardOptions are the options of agent_guard. Those are agent_guard's in
 // agent_proxy, too.
 func guardOptions() options[*Handler] {
 	type dispenser = *caddyfile.Dispenser
 	return options[*Handler]{
-		"name": {usage: "name <name>", parse: func(d dispenser, h *Handler) error {
+		"name": {usage: "name <name> [shared]", parse: func(d dispenser, h *Handler) error {
 			if err := parseWord(d, &h.Name); err != nil {
 				return err
+			}
+			if d.NextArg() {
+				h.Shared = true
+				if err := oneOf(d.Val(), "shared"); err != nil {
+					return err
+				}
 			}
 			return checkGuardName(h.Name)
 		}},
@@ -212,6 +201,9 @@ func guardOptions() options[*Handler] {
 		"exempt": {several: true, usage: "exempt <matchers>", parse: func(d dispenser, h *Handler) error {
 			return parseMatchers(d, &h.ExemptRaw)
 		}},
+		"unguarded_streams": {usage: "unguarded_streams pass | refuse", parse: func(d dispenser, h *Handler) error {
+			return parseChoice(d, &h.UnguardedStreams, streamsPass, streamsRefuse)
+		}},
 		"fingerprint_exclude": {several: true, usage: "fingerprint_exclude <json pointers...>", parse: func(d dispenser, h *Handler) error {
 			if err := parseWords(d, &h.FingerprintExclude); err != nil {
 				return err
@@ -224,6 +216,16 @@ func guardOptions() options[*Handler] {
 		}},
 		"attach_wait": {usage: "attach_wait <duration>", parse: func(d dispenser, h *Handler) error {
 			return parseDuration(d, &h.AttachWait)
+		}},
+		"idle_timeout": {usage: "idle_timeout <duration> | off", parse: func(d dispenser, h *Handler) error {
+			if d.CountRemainingArgs() == 1 && d.NextArg() {
+				if d.Val() == "off" {
+					h.IdleTimeout = idleOff
+					return nil
+				}
+				d.Prev()
+			}
+			return parseDuration(d, &h.IdleTimeout)
 		}},
 		"fail_open": {usage: "fail_open", parse: func(_ dispenser, h *Handler) error {
 			h.FailOpen = true
@@ -323,7 +325,7 @@ func actionOptions() options[*Action] {
 			return checkDescription(a.Description)
 		}},
 	}.merge(within(func(a *Action) *Policy { return &a.Policy }, policyOptions())).
-		merge(within(func(a *Action) *undoing.Ways { return &a.Ways }, waysOptions()))
+		merge(within(func(a *Action) *Ways { return &a.Ways }, waysOptions()))
 }
 
 // checkName checks the name of an action that comes after others.
@@ -358,3 +360,434 @@ func checkGuardName(name string) error {
 }
 
 var _ caddyfile.Unmarshaler = (*Handler)(nil)
+
+// policyOptions are the options of a guard and of its actions.
+func policyOptions() options[*Policy] {
+	type dispenser = *caddyfile.Dispenser
+	return options[*Policy]{
+		"deadline": {usage: "deadline <duration>", parse: func(d dispenser, p *Policy) error {
+			return parseDuration(d, &p.Deadline)
+		}},
+		"stream_idle": {usage: "stream_idle <duration>", parse: func(d dispenser, p *Policy) error {
+			return parseDuration(d, &p.StreamIdle)
+		}},
+		"retain_result": {usage: "retain_result <duration>", parse: func(d dispenser, p *Policy) error {
+			return parseDuration(d, &p.RetainResult)
+		}},
+		"target": {usage: "target <text>", parse: func(d *caddyfile.Dispenser, p *Policy) error {
+			return parseWord(d, &p.Target)
+		}},
+		"retain_key": {usage: "retain_key <duration>", parse: func(d dispenser, p *Policy) error {
+			return parseDuration(d, &p.RetainKey)
+		}},
+		"max_result": {usage: "max_result <size>", parse: func(d dispenser, p *Policy) error {
+			return parseSize(d, &p.MaxResult)
+		}},
+		"preset": {usage: "preset default | stripe | acp | strict", parse: func(d dispenser, p *Policy) error {
+			var name string
+			if err := parseChoice(d, &name, presets()...); err != nil {
+				return err
+			}
+			p.Preset = execution.Preset(name)
+			return nil
+		}},
+		"outcome": {several: true, usage: "outcome completed | released | in_doubt <statuses...>", parse: parseOutcome},
+		"on_unknown": {usage: "on_unknown block | retry | resend [<duration>] | probe <method> <uri> { ... }",
+			parse: parseOnUnknown},
+		"settle": {usage: "settle awaited | async", parse: func(d dispenser, p *Policy) error {
+			return parseChoice(d, &p.Settle, settleAwaited, settleAsync)
+		}},
+		"unframed": {usage: "unframed doubt | complete", parse: func(d dispenser, p *Policy) error {
+			return parseChoice(d, &p.Unframed, unframedDoubt, unframedComplete)
+		}},
+		"grpc": {usage: "grpc unary", parse: func(d dispenser, p *Policy) error {
+			return parseChoice(d, &p.GRPC, grpcUnary)
+		}},
+	}.merge(within(func(p *Policy) *Terms { return &p.Terms }, termsOptions()))
+}
+
+func parseOutcome(d *caddyfile.Dispenser, p *Policy) error {
+	var rule OutcomeRule
+	if !d.NextArg() {
+		return errSyntax
+	}
+	rule.Outcome = d.Val()
+	if _, err := execution.ParseVerdict(rule.Outcome); err != nil {
+		return err
+	}
+	if err := parseAnswer(d, "outcome", &rule.Match, &rule.Match, answerOptions()); err != nil {
+		return err
+	}
+	p.Outcomes = append(p.Outcomes, rule)
+	return nil
+}
+
+// answerOptions are the options of a block that describes answers.
+func answerOptions() options[*caddyhttp.ResponseMatcher] {
+	return options[*caddyhttp.ResponseMatcher]{
+		"status": {several: true, usage: "status <statuses...>", parse: func(d *caddyfile.Dispenser, m *caddyhttp.ResponseMatcher) error {
+			codes, err := parseStatuses(d.RemainingArgs())
+			if err == nil && len(codes) == 0 {
+				err = errSyntax
+			}
+			m.StatusCode = append(m.StatusCode, codes...)
+			return err
+		}},
+		"header": {several: true, usage: "header <field> <value>", parse: func(d *caddyfile.Dispenser, m *caddyhttp.ResponseMatcher) error {
+			if d.CountRemainingArgs() == 0 {
+				return errSyntax
+			}
+			if m.Headers == nil {
+				m.Headers = http.Header{}
+			}
+			matcher := caddyhttp.MatchHeader(m.Headers) // the same map
+			if err := matcher.UnmarshalCaddyfile(d.NewFromNextSegment()); err != nil {
+				return err
+			}
+			return checkAnswer(m)
+		}},
+	}
+}
+
+// parseAnswer reads statuses on the line, or a block of opts. Both go into m, which
+// is a part of into.
+func parseAnswer[T any](d *caddyfile.Dispenser, kind string, m *caddyhttp.ResponseMatcher, into T, opts options[T]) error {
+	var err error
+	if m.StatusCode, err = parseStatuses(d.RemainingArgs()); err != nil || len(m.StatusCode) > 0 {
+		return err
+	}
+	at := originOf(d)
+	if err := opts.readBlock(d, kind, into, at); err != nil {
+		return err
+	}
+	if len(at) == 1 {
+		return fmt.Errorf("it would match every answer; give statuses, or a block of %s", strings.Join(slices.Sorted(maps.Keys(opts)), ", "))
+	}
+	return nil
+}
+
+func parseOnUnknown(d *caddyfile.Dispenser, p *Policy) error {
+	if err := parseChoice(d, &p.OnUnknown, onUnknownBlock, onUnknownProbe, onUnknownResend, onUnknownRetry); err != nil {
+		return err
+	}
+	if p.OnUnknown == onUnknownResend && d.CountRemainingArgs() > 0 {
+		return parseDuration(d, &p.ResendFor)
+	}
+	if p.OnUnknown != onUnknownProbe {
+		return nil
+	}
+	p.Probe = new(Probe)
+	var err error
+	if p.Probe.Method, p.Probe.URI, err = parsePair(d); err != nil {
+		return err
+	}
+	if d.NextArg() {
+		return errSyntax
+	}
+	if err := probeOptions().readBlock(d, "a probe", p.Probe, originOf(d)); err != nil {
+		return err
+	}
+	check := *p.Probe // what Provision makes of it is not for the JSON
+	return check.provision()
+}
+
+// probeOptions are the options of a status probe.
+func probeOptions() options[*Probe] {
+	type dispenser = *caddyfile.Dispenser
+	return options[*Probe]{
+		"header": {several: true, usage: "header <field> <value>", parse: func(d dispenser, p *Probe) error {
+			if err := parseEntry(d, &p.Header); err != nil {
+				return err
+			}
+			return checkFields(slices.Sorted(maps.Keys(p.Header)))
+		}},
+		"applied": {usage: "applied <statuses...>", parse: func(d dispenser, p *Probe) error {
+			return parseEvidence(d, &p.Applied)
+		}},
+		"not_applied": {usage: "not_applied <statuses...>", parse: func(d dispenser, p *Probe) error {
+			return parseEvidence(d, &p.NotApplied)
+		}},
+		"use_answer": {usage: "use_answer", parse: func(_ dispenser, p *Probe) error {
+			p.UseAnswer = true
+			return nil
+		}},
+		"timeout": {usage: "timeout <duration>", parse: func(d dispenser, p *Probe) error {
+			return parseDuration(d, &p.Timeout)
+		}},
+	}
+}
+
+func parseEvidence(d *caddyfile.Dispenser, into **Evidence) error {
+	e := new(Evidence)
+	*into = e
+	return parseAnswer(d, d.Val(), &e.ResponseMatcher, e, evidenceOptions())
+}
+
+// evidenceOptions are the options of a block of evidence.
+func evidenceOptions() options[*Evidence] {
+	return options[*Evidence]{
+		"json": {several: true, usage: "json <pointer> <value>", parse: func(d *caddyfile.Dispenser, e *Evidence) error {
+			if err := parseEntry(d, &e.JSON); err != nil {
+				return err
+			}
+			return e.provision()
+		}},
+	}.merge(within(func(e *Evidence) *caddyhttp.ResponseMatcher { return &e.ResponseMatcher }, answerOptions()))
+}
+
+// parseEntry reads a key and its value.
+func parseEntry(d *caddyfile.Dispenser, into *map[string]string) error {
+	name, value, err := parsePair(d)
+	if err != nil {
+		return err
+	}
+	if _, ok := (*into)[name]; ok {
+		return fmt.Errorf("%s is given twice", name)
+	}
+	if *into == nil {
+		*into = map[string]string{}
+	}
+	(*into)[name] = value
+	return nil
+}
+
+// termsOptions are the options of a guard and of its actions that say how checkpoints are
+// made and kept.
+func termsOptions() options[*Terms] {
+	type dispenser = *caddyfile.Dispenser
+	opts := options[*Terms]{
+		"checkpoint_ttl": {usage: "checkpoint_ttl <duration>", parse: func(d dispenser, t *Terms) error {
+			return parseDuration(d, &t.CheckpointTTL)
+		}},
+		"snapshot_timeout": {usage: "snapshot_timeout <duration>", parse: func(d dispenser, t *Terms) error {
+			return parseDuration(d, &t.SnapshotTimeout)
+		}},
+		"max_image": {usage: "max_image <size>", parse: func(d dispenser, t *Terms) error {
+			return parseSize(d, &t.MaxImage)
+		}},
+	}
+	for name, into := range map[string]func(*Terms) *string{
+		"undo_auth":         func(t *Terms) *string { return &t.UndoAuth },
+		"on_snapshot_error": func(t *Terms) *string { return &t.OnSnapshotError },
+		"on_lost":           func(t *Terms) *string { return &t.OnLost },
+		"on_changed":        func(t *Terms) *string { return &t.OnChanged },
+	} {
+		words := Choices()[name]
+		opts[name] = option[*Terms]{
+			usage: name + " " + words[0] + " | " + words[1],
+			parse: func(d dispenser, t *Terms) error { return parseChoice(d, into(t), words...) },
+		}
+	}
+	return opts
+}
+
+// waysOptions are the ways to undo a call.
+func waysOptions() options[*Ways] {
+	return options[*Ways]{
+		"restore":    {usage: "restore { ... }", parse: parseRestore},
+		"compensate": {usage: "compensate <method> <url> { ... }", parse: parseCompensate},
+		"delegate": {usage: "delegate <uri>", parse: func(d *caddyfile.Dispenser, w *Ways) error {
+			return parseWord(d, &w.Delegate)
+		}},
+		"irreversible": {usage: "irreversible", parse: func(_ *caddyfile.Dispenser, w *Ways) error {
+			w.Irreversible = true
+			return nil
+		}},
+	}
+}
+
+// parseDefaultUndo reads one of the ways for what no action matches.
+func parseDefaultUndo(d *caddyfile.Dispenser, h *Handler) error {
+	if !d.NextArg() {
+		return errSyntax
+	}
+	way, ok := waysOptions()[d.Val()]
+	if !ok {
+		return fmt.Errorf("%q is no way to undo a call; use restore, compensate, delegate or irreversible", d.Val())
+	}
+	h.DefaultUndo = new(Ways)
+	return way.parse(d, h.DefaultUndo)
+}
+
+func parseRestore(d *caddyfile.Dispenser, w *Ways) error {
+	if d.NextArg() {
+		return errSyntax
+	}
+	w.Restore = new(Restore)
+	return restoreOptions().readBlock(d, "restore", w.Restore, originOf(d))
+}
+
+// restoreOptions are the options of the way restore.
+func restoreOptions() options[*Restore] {
+	return options[*Restore]{
+		"header": {several: true, usage: "header <field> <value>", parse: func(d *caddyfile.Dispenser, r *Restore) error {
+			return parseEntry(d, &r.Header)
+		}},
+		"on_changed": {usage: "on_changed escalate | overwrite", parse: func(d *caddyfile.Dispenser, r *Restore) error {
+			return parseChoice(d, &r.OnChanged, Choices()["on_changed"]...)
+		}},
+		"verify": {usage: "verify off", parse: func(d *caddyfile.Dispenser, r *Restore) error {
+			return parseChoice(d, &r.Verify, "off")
+		}},
+	}
+}
+
+func parseCompensate(d *caddyfile.Dispenser, w *Ways) error {
+	w.Compensate = new(Compensation)
+	if err := parseRequestLine(d, &w.Compensate.Request); err != nil {
+		return err
+	}
+	return compensationOptions().readBlock(d, "compensate", w.Compensate, originOf(d))
+}
+
+// parseRequestLine reads a method and a URL.
+func parseRequestLine(d *caddyfile.Dispenser, r *Request) (err error) {
+	if r.Method, r.URL, err = parsePair(d); err == nil && d.NextArg() {
+		err = errSyntax
+	}
+	return err
+}
+
+// requestOptions are the options of each request of an undo.
+func requestOptions() options[*Request] {
+	return options[*Request]{
+		"header": {several: true, usage: "header <field> <value>", parse: func(d *caddyfile.Dispenser, r *Request) error {
+			return parseEntry(d, &r.Header)
+		}},
+	}
+}
+
+// compensationOptions are the options of the way compensate.
+func compensationOptions() options[*Compensation] {
+	type dispenser = *caddyfile.Dispenser
+	return options[*Compensation]{
+		"json": {several: true, usage: "json <name> <value>", parse: func(d dispenser, c *Compensation) error {
+			return parseEntry(d, &c.JSON)
+		}},
+		"form": {several: true, usage: "form <name> <value>", parse: func(d dispenser, c *Compensation) error {
+			return parseEntry(d, &c.Form)
+		}},
+		"body": {usage: "body <media type> <text>", parse: func(d dispenser, c *Compensation) (err error) {
+			c.ContentType, c.Body, err = parsePair(d)
+			return err
+		}},
+		"status": {usage: "status <method> <url> { ... }", parse: func(d dispenser, c *Compensation) error {
+			c.Status = new(Request)
+			if err := parseRequestLine(d, c.Status); err != nil {
+				return err
+			}
+			return requestOptions().readBlock(d, "status", c.Status, originOf(d))
+		}},
+	}.merge(within(func(c *Compensation) *Request { return &c.Request }, requestOptions()))
+}
+
+// undoError names the option of an error for place.
+func undoError(err error) error {
+	if bad := (*Error)(nil); errors.As(err, &bad) {
+		return &invalid{[]string{bad.Option}, bad.Err}
+	}
+	return err
+}
+
+// placeUndo gives an error of a way the place of the option in which the way stands.
+func placeUndo(err error, option string, at origin) error {
+	bad := (*Error)(nil)
+	if errors.As(err, &bad) {
+		if _, ok := at[bad.Option]; ok {
+			option = bad.Option
+		}
+	}
+	return place(&invalid{[]string{option}, err}, at)
+}
+
+// inheritTerms fills what p leaves out.
+func (p *Policy) inheritTerms(base *Terms) {
+	inherit(&p.UndoAuth, base.UndoAuth)
+	inherit(&p.OnSnapshotError, base.OnSnapshotError)
+	inherit(&p.SnapshotTimeout, base.SnapshotTimeout)
+	inherit(&p.OnLost, base.OnLost)
+	inherit(&p.OnChanged, base.OnChanged)
+	inherit(&p.CheckpointTTL, base.CheckpointTTL)
+	inherit(&p.MaxImage, base.MaxImage)
+}
+
+var errUndoNeedsIdentity = errors.New("it needs an `identity` in the global options, in whose name checkpoints are made")
+
+// maxDescription leaves room in the extensions of a token.
+const maxDescription = 512
+
+func checkDescription(text string) error {
+	if len(text) > maxDescription || text != shortened(text, maxDescription) {
+		return fmt.Errorf("%.40q is too long, or has characters that are not printable ASCII; it has at most %d bytes and stands in tokens", text, maxDescription)
+	}
+	return nil
+}
+
+// checkGlobals finds options that need one of the global options, which are read before.
+func (h *Handler) checkGlobals(helper httpcaddyfile.Helper) error {
+	app := new(App)
+	if global, ok := helper.Option("agent_guard").(httpcaddyfile.App); ok {
+		if err := json.Unmarshal(global.Value, app); err != nil {
+			return err
+		}
+	}
+	if err := h.lacksGlobal(app); err != nil {
+		return place(err, h.origin)
+	}
+	if app.Identity != nil {
+		return nil
+	}
+	if h.DefaultUndo != nil && wayOf(h.DefaultUndo) != "" {
+		return place(&invalid{[]string{"default_undo"}, errUndoNeedsIdentity}, h.origin)
+	}
+	for _, a := range h.Actions {
+		if way := wayOf(&a.Ways); way != "" {
+			return place(fmt.Errorf("action %s: %w", a.Name, &invalid{[]string{way}, errUndoNeedsIdentity}), a.origin)
+		}
+	}
+	return nil
+}
+
+// parseHandlers reads the handlers in the block of an option, which takes the helper
+// that UnmarshalCaddyfile does not have.
+func (h *Handler) parseHandlers(helper httpcaddyfile.Helper, option string, into *[]json.RawMessage) error {
+	segment, ok := h.origin[option]
+	if !ok {
+		return nil
+	}
+	handler, err := httpcaddyfile.ParseSegmentAsSubroute(helper.WithDispenser(caddyfile.NewDispenser(segment)))
+	if err != nil {
+		return err
+	}
+	if subroute, ok := handler.(*caddyhttp.Subroute); ok && len(subroute.Routes) == 0 {
+		return errorAt(segment[0], fmt.Errorf("%s: no handler is given; write %s", option, map[string]string{
+			"upstream": "those that lead to the upstream, like reverse_proxy",
+			"fallback": "those that answer, like respond",
+		}[option]))
+	}
+	*into = []json.RawMessage{caddyconfig.JSONModuleObject(handler, "handler", "subroute", nil)}
+	return nil
+}
+
+// ownRequests reports whether the guard makes requests of its own, and what asks
+// for the first.
+func (h *Handler) ownRequests() (wanting, bool) {
+	const probe, undo = "on_unknown: a probe is a request", ": an undo is made of requests"
+	if h.OnUnknown == onUnknownProbe {
+		return wanting{h.origin["on_unknown"][0], probe}, true
+	}
+	if h.DefaultUndo != nil {
+		if _, own := h.DefaultUndo.OwnRequests(); own {
+			return wanting{h.origin["default_undo"][0], "default_undo" + undo}, true
+		}
+	}
+	for _, a := range h.Actions {
+		if a.OnUnknown == onUnknownProbe {
+			return wanting{a.origin["on_unknown"][0], probe}, true
+		}
+		if option, own := a.OwnRequests(); own {
+			return wanting{a.origin[option][0], option + undo}, true
+		}
+	}
+	return wanting{}, false
+}

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 )
 
 // An opening waits until its call has told what came of it, not for a call that has,
@@ -17,7 +17,7 @@ func TestOpeningsWaitForTheirCalls(t *testing.T) {
 		var e engine
 		waited := func(checkpoint string) time.Duration {
 			began := time.Now()
-			e.awaitCall(t.Context(), breaker.Event{Evidence: circuits.Evidence{Checkpoint: checkpoint, Workflow: "flow"}.String()})
+			e.running.await(t.Context(), breaker.Event{Evidence: proxy.Evidence{Checkpoint: checkpoint, Workflow: "flow"}.String()})
 			return time.Since(began)
 		}
 		for _, checkpoint := range []string{"", "ends", "runs"} {

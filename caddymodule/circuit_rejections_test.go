@@ -8,11 +8,11 @@ import (
 )
 
 // cascade 3.3.2: however many workflows callers make up whom nobody has verified, those of
-// the others are told, each once for each generation of a breaker.
+// the others are recorded, each once for each generation of a breaker.
 func TestMadeUpWorkflowsLeaveRoomForOthers(t *testing.T) {
 	var r rejections
 	open := &breaker.OpenError{Key: breaker.Key{Upstream: "a:1"}, Generation: 2}
-	told := func(verified bool, name string, n int) (all int) {
+	recorded := func(verified bool, name string, n int) (all int) {
 		for i := range n {
 			if r.first(open, fmt.Sprint(name, i), verified) {
 				all++
@@ -21,17 +21,17 @@ func TestMadeUpWorkflowsLeaveRoomForOthers(t *testing.T) {
 		return all
 	}
 	for range 2 {
-		if got := told(false, "made up", 2*maxRejected); got != maxRejectedUnverified {
-			t.Errorf("%d made-up workflows are told, not %d", got, maxRejectedUnverified)
+		if got := recorded(false, "made up", 2*maxRejected); got != maxRejectedUnverified {
+			t.Errorf("%d made-up workflows are recorded, not %d", got, maxRejectedUnverified)
 		}
-		if got := told(true, "made up", 1); got != 1 {
-			t.Error("a workflow is not told because somebody has named it before")
+		if got := recorded(true, "made up", 1); got != 1 {
+			t.Error("a workflow is not recorded because somebody has named it before")
 		}
-		if got := told(true, "real", 2*maxRejected); got != maxRejected-1 {
-			t.Errorf("%d workflows are told, not %d", got, maxRejected-1)
+		if got := recorded(true, "real", 2*maxRejected); got != maxRejected-1 {
+			t.Errorf("%d workflows are recorded, not %d", got, maxRejected-1)
 		}
-		if got := told(true, "real", 1) + told(false, "made up", 1); got != 0 {
-			t.Error("told twice")
+		if got := recorded(true, "real", 1) + recorded(false, "made up", 1); got != 0 {
+			t.Error("recorded twice")
 		}
 		open.Generation++
 	}

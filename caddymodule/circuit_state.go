@@ -3,12 +3,15 @@ package caddymodule
 import (
 	"context"
 	"errors"
+	"sync"
 	"time"
 
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -29,9 +32,9 @@ const (
 // startCircuits brings the breakers to where the last process has left them, and hears
 // of them from now on.
 func (e *engine) startCircuits(ctx context.Context) {
-	e.circuits = circuits.Join()
-	e.startCircuitTeller()
-	e.circuits.Hear(circuitHook{e})
+	e.circuits = proxy.Join()
+	e.startCircuitRecorder()
+	e.circuits.Listen(circuitHook{e})
 	var gone []store.Write
 	for entry, err := range e.store.Scan(ctx, store.Prefix([]byte{spaceCircuit})) {
 		var kept bool
@@ -60,6 +63,16 @@ func (e *engine) startCircuits(ctx context.Context) {
 	if err := e.keepCircuits(ctx); err != nil {
 		e.logger.Warn("the states of circuit breakers cannot be recorded", zap.Error(err))
 	}
+}
+
+// circuitStart is how long a request waits at the start until the states of the breakers
+// are read.
+const circuitStart = 10 * time.Second
+
+// opening is one attempt to open the store, for all who wait for it.
+type opening struct {
+	done chan struct{}
+	err  error // once done is closed
 }
 
 // restoreCircuit reports false where nothing of the configuration leads to the upstream.
@@ -142,7 +155,7 @@ func (h circuitHook) Transition(ev breaker.Event) {
 	h.e.emit(eventCircuit, circuitData(ev))
 
 	if !h.e.changed(ev) {
-		h.e.logger.Warn("too many changes of circuit breakers wait for the ledger; one is not told", circuitFields(ev)...)
+		h.e.logger.Warn("too many changes of circuit breakers wait for the ledger; one is not recorded", circuitFields(ev)...)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), circuitPatience)
 	defer cancel()
@@ -163,7 +176,7 @@ func (h circuitHook) PermanentlyOpen(ev breaker.Event) {
 // included: the upstream would else come back, after any time, in a state that nobody saw
 // in between. A configuration that ends, and leaves none behind, drops nothing for good.
 func (h circuitHook) Dropped(gone []breaker.Status) {
-	if !h.e.audience.lives() {
+	if !h.e.activeConfigs.lives() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), circuitPatience)
@@ -201,4 +214,198 @@ func circuitData(ev breaker.Event) map[string]any {
 	}
 }
 
-var _ circuits.Hook = circuitHook{}
+var _ proxy.Hook = circuitHook{}
+
+const (
+	// maxCircuits is how many breakers are remembered beside themselves.
+	maxCircuits = 1024
+	// maxCircuitEvents is how many changes of breakers wait to be recorded at most.
+	maxCircuitEvents = 256
+	// circuitPlaceTime is how long an opening may take to its place in the ledger.
+	circuitPlaceTime = 5 * time.Second
+	// keepCircuitTokens is how long the ledger keeps the events of breakers.
+	keepCircuitTokens = 24 * time.Hour
+)
+
+// circuitRecorder records the changes of breakers in the ledger: in their order, on a
+// goroutine of its own.
+type circuitRecorder struct {
+	waiting chan func(context.Context)
+	begin   func() // lets the recording begin
+	stop    context.CancelFunc
+	ended   chan struct{}
+	// opened is the last recorded opening of each breaker that is not closed. Only the
+	// goroutine uses it.
+	opened map[breaker.Key]string
+	// rejections are the workflows in which a rejection is recorded.
+	rejections rejections
+}
+
+func (e *engine) startCircuitRecorder() {
+	t := &e.recorder
+	t.opened = map[breaker.Key]string{}
+	t.waiting, t.ended = make(chan func(context.Context), maxCircuitEvents), make(chan struct{})
+	var ctx context.Context
+	ctx, t.stop = context.WithCancel(context.Background())
+	begun := make(chan struct{})
+	t.begin = sync.OnceFunc(func() { close(begun) })
+	go func() {
+		defer close(t.ended)
+		select { // what comes before the ledger is open waits for it
+		case <-begun:
+		case <-ctx.Done():
+		}
+		for {
+			select {
+			case record := <-t.waiting:
+				record(ctx)
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+}
+
+// end stops recording. What waits is lost to the ledger; the state itself is stored.
+func (t *circuitRecorder) end() {
+	t.stop()
+	<-t.ended
+}
+
+// changed has a change recorded; false says that too many wait.
+func (e *engine) changed(ev breaker.Event) bool {
+	return e.recorder.later(func(ctx context.Context) { e.recordCircuit(ctx, ev) })
+}
+
+// opens remembers the event of an opening.
+func (t *circuitRecorder) opens(key breaker.Key, id string) {
+	if len(t.opened) >= maxCircuits {
+		clear(t.opened) // breakers that were dropped; the others know themselves
+	}
+	t.opened[key] = id
+}
+
+// later runs a recording in its turn; false says that too many wait.
+func (t *circuitRecorder) later(record func(context.Context)) bool {
+	select { // never waits: calls do
+	case t.waiting <- record:
+		return true
+	default:
+		return false
+	}
+}
+
+// recordCircuit records one change (cascade 3.2.4): an opening follows from the error that
+// caused it, and what comes after follows from the opening.
+func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
+	way := e.latestPolicy()
+	if way == nil {
+		return
+	}
+	if ev.To == breaker.Open {
+		e.running.await(ctx, ev)
+	}
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return // nothing can be recorded then
+	}
+	c := evidence.Circuit{
+		Event: circuitEvents[ev.To], Downstream: e.circuits.Downstream(ev.Key.Upstream),
+		ErrorRate: ev.ErrorRate, Window: ev.Window, Cooldown: ev.Cooldown, TotalCooldown: ev.TotalCooldown, Reason: string(ev.Reason),
+	}
+	last := e.recorder.opened[ev.Key] // newer than the event's, which is of the moment of the change
+	if last == "" {
+		last = ev.Reference
+	}
+	if ev.To != breaker.Open {
+		if ev.To == breaker.Closed {
+			delete(e.recorder.opened, ev.Key)
+		}
+		if last != "" {
+			c.Parents = []string{last}
+			c.Workflow, _ = e.workflowOf(ctx, way, last) // none where the opening is pruned
+		}
+		if _, err := e.recordDraft(ctx, way, now, &c); err != nil {
+			e.circuitUnrecorded(ev.Key, ev.To, err)
+		}
+		return
+	}
+	id, err := e.recordOpening(ctx, way, now, &c, ev, last)
+	if err != nil {
+		e.circuitUnrecorded(ev.Key, ev.To, err)
+		return
+	}
+	e.recorder.opens(ev.Key, id)
+	e.circuits.Keep(ev, id)
+	if err := e.keepCircuit(ctx, ev.Key); err != nil { // with the reference
+		e.circuitUnrecorded(ev.Key, ev.To, err)
+	}
+}
+
+// recordOpening records an opening in the workflow of the call whose failure caused it,
+// and returns its id. It follows from the opening before it too, if that is of the same
+// workflow.
+func (e *engine) recordOpening(ctx context.Context, way *tokenPolicy, now time.Time, c *evidence.Circuit, ev breaker.Event, last string) (string, error) {
+	if ev.Reason == breaker.ByOperator {
+		return e.recordDraft(ctx, way, now, c) // nothing has failed
+	}
+	failure, drafts, err := way.failureOf(ctx, now, c, ev)
+	if err != nil {
+		return "", err
+	}
+	before, err := way.evidence.Known(ctx, c.Workflow, []string{last})
+	if err != nil {
+		return "", err
+	}
+	c.Parents = append([]string{failure}, before...)
+	return e.recordDraft(ctx, way, now, c, drafts...)
+}
+
+// recordDraft records a change, behind what it follows from, and returns its id.
+func (e *engine) recordDraft(ctx context.Context, way *tokenPolicy, now time.Time, c *evidence.Circuit, before ...*ect.Draft) (string, error) {
+	draft, err := way.events.Circuit(now, c)
+	if err != nil {
+		return "", err
+	}
+	return draft.ID(), way.evidence.Append(ctx, now.Add(keepCircuitTokens), nil, append(before, draft)...)
+}
+
+// workflowOf waits for what was recorded a moment ago.
+func (e *engine) workflowOf(ctx context.Context, way *tokenPolicy, id string) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, circuitPlaceTime)
+	defer cancel()
+	return way.evidence.WorkflowOf(ctx, id)
+}
+
+// circuitEvents are the events of changes, by the new state.
+var circuitEvents = map[breaker.State]ect.Event{
+	breaker.Open: ect.EventCircuitOpen, breaker.HalfOpen: ect.EventCircuitHalfOpen, breaker.Closed: ect.EventCircuitClose,
+}
+
+func (e *engine) circuitUnrecorded(key breaker.Key, to breaker.State, err error) {
+	e.logger.Error("a change of a circuit breaker cannot be recorded in the ledger", zap.Stringer("upstream", key), zap.Stringer("to", to), zap.Error(err))
+}
+
+// latestPolicy is the token policy of the latest configuration; nil without an identity.
+func (e *engine) latestPolicy() *tokenPolicy {
+	a := e.activeConfigs.latest()
+	if a == nil {
+		return nil
+	}
+	return a.way.Load()
+}
+
+// circuitReport is how the breakers are, for metrics.
+func (e *engine) circuitReport() (all []circuitReport) {
+	for _, s := range e.circuits.Status() {
+		r := circuitReport{Upstream: s.Key.Upstream, Class: s.Key.Class, ErrorRate: s.ErrorRate, Openings: s.Openings, Rejected: s.Rejected}
+		switch s.State {
+		case breaker.HalfOpen:
+			r.State = 1
+		case breaker.Open:
+			r.State = 2
+		}
+		all = append(all, r)
+	}
+	return all
+}

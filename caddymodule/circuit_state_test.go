@@ -11,7 +11,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -30,9 +30,9 @@ func tripped(t *testing.T, upstream string) *breaker.Breaker {
 	return c.Breaker(upstream, "GET")
 }
 
-func leadingTo(t *testing.T, upstream string) *circuits.Circuits {
+func leadingTo(t *testing.T, upstream string) *proxy.Circuits {
 	t.Helper()
-	c, err := circuits.Open(circuits.Settings{Consecutive: 1}, []string{upstream}, false)
+	c, err := proxy.Open(proxy.Settings{Consecutive: 1}, []string{upstream}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -71,7 +71,7 @@ func TestCircuitStateIsRecorded(t *testing.T) {
 		t.Errorf("after a rotation: %v", kept)
 	}
 	for _, mode := range []breaker.Mode{breaker.ForcedClosed, breaker.Auto} {
-		if known, err := (borrowed{e}).SetCircuitMode(t.Context(), breaker.Key{Upstream: "a:1"}, mode); !known || err != nil {
+		if known, err := (storeView{e}).SetCircuitMode(t.Context(), breaker.Key{Upstream: "a:1"}, mode); !known || err != nil {
 			t.Fatal(known, err)
 		}
 		// What an operator has set does not expire.
@@ -101,7 +101,7 @@ func TestOpeningsGoWithTheBreaker(t *testing.T) {
 	}
 }
 
-// cascade 3.2.4: what changes while the store is open and the ledger is not yet is told
+// cascade 3.2.4: what changes while the store is open and the ledger is not yet is recorded
 // once it is.
 func TestChangesWaitForTheLedger(t *testing.T) {
 	dir := t.TempDir()
@@ -114,14 +114,14 @@ func TestChangesWaitForTheLedger(t *testing.T) {
 		t.Fatal(err)
 	}
 	b := tripped(t, "a:1")
-	told := make(chan struct{})
-	e.teller.later(func(context.Context) { close(told) })
+	recorded := make(chan struct{})
+	e.recorder.later(func(context.Context) { close(recorded) })
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
-	<-told
+	<-recorded
 	opened := b.Status().Reference
-	entry, err := e.latestWay().evidence.Log().Wait(t.Context(), "", opened)
+	entry, err := e.latestPolicy().evidence.Log().Wait(t.Context(), "", opened)
 	if err != nil || entry.Action != "circuit_breaker_open" {
 		t.Errorf("%q: %v %+v", opened, err, entry)
 	}
@@ -138,11 +138,11 @@ func TestOperatorsLeaveNoErrors(t *testing.T) {
 	dir := t.TempDir()
 	e := started(t, dir, withIdentity(filepath.Join(dir, "identity"), "")).held
 	leadingTo(t, "a:1").Breaker("a:1", "GET").SetMode(breaker.ForcedOpen)
-	told := make(chan struct{})
-	e.teller.later(func(context.Context) { close(told) }) // in its turn
-	<-told
+	recorded := make(chan struct{})
+	e.recorder.later(func(context.Context) { close(recorded) }) // in its turn
+	<-recorded
 	opened := e.circuits.Status()[0].Reference
-	log := e.latestWay().evidence.Log()
+	log := e.latestPolicy().evidence.Log()
 	entry, err := log.Wait(t.Context(), "", opened)
 	if err != nil || entry.Action != "circuit_breaker_open" || len(entry.Parents) != 0 {
 		t.Errorf("%v %+v", err, entry)
@@ -157,7 +157,7 @@ func TestOperatorsLeaveNoErrors(t *testing.T) {
 func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 	dir := t.TempDir()
 	e := started(t, dir, "").held
-	old, err := circuits.Open(circuits.Settings{Consecutive: 1}, []string{"a:1", "b:1", "c:1"}, false)
+	old, err := proxy.Open(proxy.Settings{Consecutive: 1}, []string{"a:1", "b:1", "c:1"}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,7 +170,7 @@ func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 	}
 	old.Breaker("c:1", "GET")
 	forced := breaker.Key{Upstream: "c:1"}
-	if known, err := (borrowed{e}).SetCircuitMode(t.Context(), forced, breaker.ForcedClosed); !known || err != nil {
+	if known, err := (storeView{e}).SetCircuitMode(t.Context(), forced, breaker.ForcedClosed); !known || err != nil {
 		t.Fatal(known, err)
 	}
 	if kept := keptCircuits(t, e.store); len(kept) != 3 {
@@ -193,7 +193,7 @@ func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 	// A configuration that ends takes its transports with it, in any order.
 	ended, end := caddy.NewContext(caddy.Context{Context: t.Context()})
 	end()
-	e.audience.latest().ctx = ended
+	e.activeConfigs.latest().ctx = ended
 	if err := now.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -213,7 +213,7 @@ func TestCircuitStateIsRead(t *testing.T) {
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
-	here, err := circuits.Open(circuits.Settings{Consecutive: 1}, []string{"a:1", "gone:1"}, false)
+	here, err := proxy.Open(proxy.Settings{Consecutive: 1}, []string{"a:1", "gone:1"}, false)
 	if err != nil {
 		t.Fatal(err)
 	}

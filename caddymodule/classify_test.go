@@ -1,14 +1,13 @@
 package caddymodule
 
 import (
+	"context"
 	"encoding/json"
 	"net/http"
 	"testing"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
 )
 
 func paths(patterns ...string) caddyhttp.MatcherSets {
@@ -22,7 +21,7 @@ func paths(patterns ...string) caddyhttp.MatcherSets {
 // "Words", consequential, and step 1: what is guarded.
 func TestClassify(t *testing.T) {
 	h := &Handler{
-		counts:            new(metrics.Guard),
+		counts:            new(guardCounts),
 		consequentialSets: paths("/export", "/run"),
 		exemptSets:        paths("/search", "/find"),
 		actions: []*Action{
@@ -33,7 +32,15 @@ func TestClassify(t *testing.T) {
 		},
 	}
 	upgrade := []string{"Connection", "keep-alive, Upgrade", "Upgrade", "websocket"}
-	grpc := []string{"Content-Type", "application/grpc+proto"}
+	grpc := func(contentType string) *http.Request {
+		r := request("POST", "/pay", "Content-Type", contentType, "Te", "trailers")
+		r.ProtoMajor = 2
+		return r
+	}
+	with := func(r *http.Request, change func(*http.Request)) *http.Request {
+		change(r)
+		return r
+	}
 	for _, c := range []struct {
 		name   string
 		r      *http.Request
@@ -63,23 +70,32 @@ func TestClassify(t *testing.T) {
 		{"an action", request("POST", "/pay"), "pay", ""},
 		{"by its other line", request("POST", "/charge"), "pay", ""},
 		{"an upgrade", request("GET", "/export", upgrade...), "", "unguarded"},
-		{"an upgrade with POST", request("POST", "/pay", upgrade...), "", "unguarded"},
-		{"Upgrade without Connection is none", request("POST", "/pay", "Upgrade", "websocket"), "pay", ""},
-		{"an offer of HTTP/2 is none", request("POST", "/pay", "Connection", "Upgrade, HTTP2-Settings", "Upgrade", "h2c"), "pay", ""},
-		{"an offer of TLS or HTTP/2 is none", request("POST", "/pay", "Connection", "Upgrade", "Upgrade", "TLS/1.2, HTTP/2.0"), "pay", ""},
-		{"an offer among others is one", request("POST", "/pay", "Connection", "Upgrade", "Upgrade", "h2c, websocket"), "", "unguarded"},
-		{"Connection without Upgrade is none", request("POST", "/pay", "Connection", "upgrade"), "pay", ""},
-		{"gRPC", request("POST", "/pay", grpc...), "", "unguarded"},
-		{"gRPC in capitals", request("POST", "/pay", "Content-Type", "Application/GRPC"), "", "unguarded"},
-		{"unary gRPC", request("POST", "/pkg.Service/Pay", grpc...), "grpc", ""},
+		{"an upgrade of a GET that is not consequential", request("GET", "/", upgrade...), "", "unguarded"},
+		{"CONNECT", with(request("GET", "/export"), func(r *http.Request) { r.Method = "CONNECT" }), "", "unguarded"},
+		{"an upgrade with POST is none", request("POST", "/pay", upgrade...), "pay", ""},
+		{"with another method that is consequential", request("QUERY", "/export", upgrade...), "default", ""},
+		{"with a body", with(request("GET", "/export", upgrade...), func(r *http.Request) { r.ContentLength = -1 }), "default", ""},
+		{"Upgrade without Connection is none", request("GET", "/export", "Upgrade", "websocket"), "default", ""},
+		{"an offer of HTTP/2 is none", request("GET", "/export", "Connection", "Upgrade, HTTP2-Settings", "Upgrade", "h2c"), "default", ""},
+		{"an offer of TLS or HTTP/2 is none", request("GET", "/export", "Connection", "Upgrade", "Upgrade", "TLS/1.2, HTTP/2.0"), "default", ""},
+		{"an offer among others is one", request("GET", "/export", "Connection", "Upgrade", "Upgrade", "h2c, websocket"), "", "unguarded"},
+		{"Connection without Upgrade is none", request("GET", "/export", "Connection", "upgrade"), "default", ""},
+		{"gRPC", grpc("application/grpc+proto"), "", "unguarded"},
+		{"gRPC in capitals", grpc("Application/GRPC"), "", "unguarded"},
+		{"gRPC with a parameter", grpc("application/grpc;x=y"), "", "unguarded"},
+		{"gRPC-Web is none", grpc("application/grpc-web+proto"), "pay", ""},
+		{"nor is anything else that begins so", grpc("application/grpcx"), "pay", ""},
+		{"gRPC over HTTP/1 is none", with(grpc("application/grpc"), func(r *http.Request) { r.ProtoMajor = 1 }), "pay", ""},
+		{"gRPC without trailers is none", with(grpc("application/grpc"), func(r *http.Request) { r.Header.Del("Te") }), "pay", ""},
+		{"unary gRPC", with(grpc("application/grpc"), func(r *http.Request) { r.URL.Path = "/pkg.Service/Pay" }), "grpc", ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			action, guarded, err := h.classify(c.r)
+			action, as, err := h.classify(c.r)
 			if err != nil {
 				t.Fatal(err)
 			}
 			name := ""
-			if guarded {
+			if as == classGuarded {
 				name = action.Name
 			}
 			status, _ := replacer(c.r).GetString("http.agent_guard.status")
@@ -93,8 +109,9 @@ func TestClassify(t *testing.T) {
 func TestTunnelsAreNotGuarded(t *testing.T) {
 	r := request("POST", "/")
 	r.Method = http.MethodConnect
-	if _, guarded, err := (&Handler{counts: new(metrics.Guard), actions: []*Action{{Name: defaultAction}}}).classify(r); guarded || err != nil {
-		t.Errorf("CONNECT: guarded %v, %v", guarded, err)
+	r = r.WithContext(context.WithValue(r.Context(), caddyhttp.OriginalRequestCtxKey, *r))
+	if _, as, err := (&Handler{counts: new(guardCounts), actions: []*Action{{Name: defaultAction}}}).classify(r); as != classStream || err != nil {
+		t.Errorf("CONNECT: %v, %v", as, err)
 	}
 }
 
@@ -130,9 +147,9 @@ func TestConfiguredMatchers(t *testing.T) {
 		{request("PUT", "/pay"), "rest"},
 		{request("PUT", "/charge"), "pay"},
 	} {
-		action, guarded, err := h.classify(c.r)
-		if err != nil || guarded != (c.want != "") || guarded && action.Name != c.want {
-			t.Errorf("%s %s: %v, %v, %v; want %q", c.r.Method, c.r.URL, action, guarded, err, c.want)
+		action, as, err := h.classify(c.r)
+		if err != nil || (as == classGuarded) != (c.want != "") || as == classGuarded && action.Name != c.want {
+			t.Errorf("%s %s: %v, %v, %v; want %q", c.r.Method, c.r.URL, action, as, err, c.want)
 		}
 	}
 }

@@ -1,84 +1,138 @@
 package caddymodule
 
 import (
-	"encoding/json"
+	"context"
 	"errors"
+	"log/slog"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"go.uber.org/zap"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 func init() {
 	caddy.RegisterModule(new(Endpoints))
 }
 
-const (
-	wellKnown  = "/.well-known/cascade/"
-	policyPath = wellKnown + "policy"
-	jwksPath   = wellKnown + "jwks"
-)
-
 // serveEndpoint answers the well-known paths of a guard. It reports false for
 // everything else.
 func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
-	if !strings.HasPrefix(r.URL.Path, wellKnown) {
-		return h.serveCircuits(w, r) || h.serveRollback(w, r) // under the older drafts' names
-	}
-	if r.URL.Path == policyPath {
-		servePolicy(w, r, h)
-		return true
-	}
-	if strings.HasPrefix(r.URL.EscapedPath(), executionsPath) {
-		h.serveExecutions(w, r)
-		return true
-	}
-	if !h.serveCommon(w, r) {
-		// Everything below is the gateway's: what it does not answer is no call to guard.
-		http.Error(w, "The gateway answers nothing at this path.", http.StatusNotFound)
-	}
-	return true
-}
-
-// serveCommon answers the well-known paths that do not belong to one guarded route.
-func (h *Handler) serveCommon(w http.ResponseWriter, r *http.Request) bool {
-	if h.app != nil && r.URL.Path == jwksPath {
-		h.app.serveKeys(w, r)
-		return true
-	}
-	if h.serveLedger(w, r) || h.serveCircuits(w, r) || h.serveRollback(w, r) {
-		return true
-	}
-	slug, ok := strings.CutPrefix(r.URL.Path, problem.BasePath)
-	if !ok {
+	if r = asAsked(r); !api.Owns(r.URL.Path) {
 		return false
 	}
-	if allowRead(w, r) {
-		problem.ServePage(w, r, slug)
-	}
-	return true
+	e := h.endpoints()
+	e.Policy = func(mount string) any { return h.policyDocument(mount) }
+	return e.Serve(w, r)
 }
 
-func allowRead(w http.ResponseWriter, r *http.Request) bool {
-	if r.Method == http.MethodGet || r.Method == http.MethodHead {
-		return true
+// endpoints are the gateway's own paths but those of a guarded route.
+func (h *Handler) endpoints() *api.Endpoints {
+	e := &api.Endpoints{
+		Name: h.Name, Mount: mount, Challenge: h.challenge(), Play: playAnswer, Write: writeProblem,
+		Refused: func(p *api.Problem, message string) {
+			h.actions[len(h.actions)-1].counts.Refused(p.Kind().Slug) // the action default
+			if p.Cause != nil {
+				h.logger.Error(message, slog.String("problem", p.Kind().Slug), slog.Any("error", p.Cause))
+			}
+		},
 	}
-	w.Header().Set("Allow", "GET, HEAD")
-	w.WriteHeader(http.StatusMethodNotAllowed)
-	return false
+	if h.app != nil {
+		e.Health, e.Keys, e.Open = h.app.health, h.app.publicKeys, h.openGateway
+	}
+	return e
+}
+
+// openGateway opens the gateway for a request at one of its endpoints.
+func (h *Handler) openGateway() (*api.Gateway, error) {
+	e, err := h.app.acquire()
+	if err != nil {
+		return nil, err
+	}
+	closeGateway := func() { _ = e.release() } // closing the store logs its own errors
+	way, err := h.app.tokenPolicy()
+	if err != nil {
+		closeGateway()
+		return nil, err
+	}
+	g := &api.Gateway{
+		Close: closeGateway, Executions: e.guard, Waits: e.waits,
+		Reader:   func(r *http.Request) (evidence.Reader, error) { return h.reader(e, way, r) },
+		Circuits: func(r *http.Request) (any, error) { return h.visibleCircuits(e, way, r) },
+	}
+	if way == nil {
+		return g, nil
+	}
+	g.Ledger = way.graph(e)
+	if c := e.rollbacks.coordinator(); c != nil {
+		o := h.app.rollbackOptions()
+		g.Rollbacks = api.NewRollbacks(api.RollbackOptions{
+			Coordinator: c, Tokens: &rollbackTokens{e: e, way: way, keep: e.rollbacks.keep},
+			Ask: func(r *http.Request) (*api.Asker, error) { return h.rollbackAsker(e, way, r) }, Read: g.Reader,
+			Limit: &e.rollbacks.limit, Rate: o.Rate, Lineage: rollback.Lineage(o.Lineage), Coordinators: o.Coordinators,
+			Wait: time.Duration(o.Wait), Waits: e.waits, Logger: h.app.ctx.Slogger(),
+		})
+	}
+	return g, nil
+}
+
+// playAnswer sends the answer of an execution.
+func playAnswer(w http.ResponseWriter, r *http.Request, a api.Answer, header http.Header) (sent bool, err error) {
+	to := guard.NewWriter(w, r)
+	err = guard.Play(to, r, guard.Source(a), header)
+	return to.Sent(), err
+}
+
+// mount is what the path of r, as its caller sent it, has before the path that the guard
+// sees: a guard in `handle_path /api/*` has /api. What the gateway says of its own paths
+// leads back to it with that alone. Empty where a path was changed in another way.
+func mount(r *http.Request) string {
+	sent, ok := r.Context().Value(caddyhttp.OriginalRequestCtxKey).(http.Request)
+	if !ok || sent.URL == nil {
+		return ""
+	}
+	prefix, ok := strings.CutSuffix(sent.URL.EscapedPath(), r.URL.EscapedPath())
+	if !ok || !strings.HasPrefix(prefix, "/") || strings.HasPrefix(prefix, "//") { // which would name another host
+		return ""
+	}
+	return prefix
+}
+
+// health says to a load balancer or a container's health check whether guarded calls
+// are taken: not while the store is closed (P4) or the process exits. It says nothing
+// else, so that anybody may ask.
+func (a *App) health() (state string, ready bool) {
+	e, err := a.acquire()
+	if err != nil {
+		return "store-unavailable", false
+	}
+	defer func() { _ = e.release() }() // closing the store logs its own errors
+	switch {
+	case e.draining.Load():
+		return "shutting-down", false
+	case !e.healthy():
+		return "store-unavailable", false
+	}
+	return "ok", true
 }
 
 // Endpoints answers the well-known paths that do not belong to one guarded route, on a
-// site of their own: below /.well-known/cascade/ the pages of `problems`, and where an
-// `identity` is configured `jwks`, `ledger`, `workflows`, `errors` and `rollback`. Who asks is found
-// out as by an `agent_guard` without options. The paths of a route are answered by its
+// site of their own: below /.well-known/cascade/ `health`, `circuits` and the pages of
+// `problems`, and where an `identity` is configured `jwks`, `ledger`, `workflows`,
+// `checkpoints`, `errors` and `rollback`, with the paths of ATD and AERR. Who asks is
+// found out as by an `agent_guard` without options. The paths of a route are answered by its
 // `agent_guard` handler.
 type Endpoints struct {
 	// h is a guard without a route.
@@ -92,8 +146,9 @@ func (*Endpoints) CaddyModule() caddy.ModuleInfo {
 
 // Provision finds the app, if there is one.
 func (e *Endpoints) Provision(ctx caddy.Context) error {
-	e.h = &Handler{logger: ctx.Logger(), Name: "endpoints"}
+	e.h = &Handler{logger: ctx.Slogger(), Name: "endpoints"}
 	e.h.setDefaults()
+	e.h.setRealm("\x00endpoints") // which is no guard's name: its users are nobody's
 	e.h.credentials = canonical(e.h.Credentials)
 	app, err := ctx.AppIfConfigured("agent_guard")
 	if errors.Is(err, caddy.ErrNotConfigured) {
@@ -108,7 +163,7 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 
 // ServeHTTP answers what is ours and hands on what is not.
 func (e *Endpoints) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	if !isOwn(r) && e.h.serveCommon(w, r) {
+	if asked := asAsked(r); !isOwn(r) && api.Owns(asked.URL.Path) && e.h.endpoints().Serve(w, asked) {
 		return nil
 	}
 	return next.ServeHTTP(w, r)
@@ -165,15 +220,17 @@ type policyCompared struct {
 }
 
 type policyAction struct {
-	Name         string        `json:"name"`
-	RetainResult float64       `json:"retain_result_s"`
-	RetainKey    float64       `json:"retain_key_s"`
-	MaxResult    int64         `json:"max_result_bytes"`
-	Deadline     float64       `json:"deadline_s"`
-	Preset       guard.Preset  `json:"preset"`
-	Outcomes     []OutcomeRule `json:"outcomes,omitempty"`
-	OnUnknown    string        `json:"on_unknown"`
-	Settle       string        `json:"settle"`
+	Name         string           `json:"name"`
+	RetainResult float64          `json:"retain_result_s"`
+	RetainKey    float64          `json:"retain_key_s"`
+	MaxResult    int64            `json:"max_result_bytes"`
+	Deadline     float64          `json:"deadline_s"`
+	Preset       execution.Preset `json:"preset"`
+	Outcomes     []OutcomeRule    `json:"outcomes,omitempty"`
+	OnUnknown    string           `json:"on_unknown"`
+	// ResendFor is set where on_unknown is resend.
+	ResendFor float64 `json:"resend_for_s,omitempty"`
+	Settle    string  `json:"settle"`
 	// Undo are the ways in which calls are undone, in the order in which they are tried;
 	// CheckpointTTL is for how long. Both are missing without an identity.
 	Undo          []string `json:"undo,omitempty"`
@@ -206,7 +263,7 @@ type policyTokens struct {
 	Audience []string `json:"audience"`
 	Required bool     `json:"required"`
 	// Keys and Ledger are where the gateway's own keys and its ledger are, Workflow
-	// where a workflow can be looked at, Errors where agents tell of theirs.
+	// where a workflow can be looked at, Errors where agents report theirs.
 	Keys     string `json:"jwks"`
 	Ledger   string `json:"ledger"`
 	Workflow string `json:"workflow"`
@@ -230,12 +287,10 @@ type policyCheckpoints struct {
 	CallerBytes   int64 `json:"caller_bytes,omitempty"`
 }
 
-func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
-	if !allowRead(w, r) {
-		return
-	}
+// policyDocument publishes the policy of the guard, with URLs below prefix.
+func (h *Handler) policyDocument(prefix string) *policyDocument {
 	seconds := func(d caddy.Duration) float64 { return time.Duration(d).Seconds() }
-	doc := policyDocument{
+	doc := &policyDocument{
 		Guard: h.Name,
 		ExecutionID: policyID{
 			Sources: h.ExecutionID, Missing: h.MissingID,
@@ -251,19 +306,20 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 		FailOpen:   h.FailOpen,
 		Headers:    policyHeaders{headerExecutionID, headerExecutionStatus, headerReplayed},
 		Executions: policyAsked{
-			Status:  executionsPath + "{id}{?wait,key,method,path}",
-			Output:  executionsPath + "{id}/output{?wait,key,method,path}",
-			MaxWait: longestWait.Seconds(),
+			Status:  prefix + api.ExecutionsPath + "{id}{?wait,key,method,path}",
+			Output:  prefix + api.ExecutionsPath + "{id}/output{?wait,key,method,path}",
+			MaxWait: api.LongestQuestion.Seconds(),
 		},
 		Guarantee: "A call is sent to the upstream at most once while its key is retained, unless it is known not to have been executed " +
 			"or the action's on_unknown or preset says otherwise. A call whose outcome is unknown stays in doubt, whatever its age.",
-		DocumentedBy: problem.BasePath,
+		DocumentedBy: prefix + api.BasePath,
 	}
 	if i, t := h.app.Identity, h.app.Trust; t != nil {
 		doc.ExecutionID.Token = true
 		doc.Tokens = &policyTokens{
 			Header: ect.FieldName, Audience: append([]string{i.Name}, t.Audience...), Required: h.RequireECT,
-			Keys: jwksPath, Ledger: wellKnown + "ledger/head", Workflow: wellKnown + "workflows/{id}", Errors: wellKnown + "errors",
+			Keys: prefix + api.WellKnown + "jwks", Ledger: prefix + api.WellKnown + "ledger/head",
+			Workflow: prefix + api.WellKnown + "workflows/{id}", Errors: prefix + api.WellKnown + "errors",
 		}
 	}
 	if q := h.app.Quota; h.app.Identity != nil {
@@ -271,10 +327,10 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 		doc.Quota = &policyQuota{q.OpenExecutions, q.StoredBytes, &policyCheckpoints{
 			t.Workflow.Count, t.Workflow.Bytes, t.Rate, t.Caller.Count, t.Caller.Bytes,
 		}}
-	} else if q.ofCaller() != (guard.Quota{}) {
+	} else if q.ofCaller() != (execution.Quota{}) {
 		doc.Quota = &policyQuota{Open: q.OpenExecutions, Bytes: q.StoredBytes}
 	}
-	doc.Breaker, doc.Rollback = h.breakerPolicy(), h.app.rollbackPolicy()
+	doc.Breaker, doc.Rollback = h.breakerPolicy(prefix), h.app.rollbackPolicy(prefix)
 	if h.MissingID == missingDerive {
 		doc.ExecutionID.Window = seconds(h.DeriveWindow)
 	}
@@ -286,21 +342,172 @@ func servePolicy(w http.ResponseWriter, r *http.Request, h *Handler) {
 			Name: a.Name, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
 			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Settle: a.Settle,
 		})
+		if a.OnUnknown == onUnknownResend {
+			doc.Actions[len(doc.Actions)-1].ResendFor = seconds(a.ResendFor)
+		}
 		if h.app.Identity != nil {
 			published := &doc.Actions[len(doc.Actions)-1]
 			published.Undo, published.CheckpointTTL = a.undo.Words(), a.TTL().Seconds()
 		}
 	}
-	for _, k := range problem.Kinds() {
-		doc.Problems = append(doc.Problems, policyProblem{problem.BasePath + k.Slug, k.Status, k.Title, k.SafeNewKey})
+	for _, k := range api.Kinds() {
+		doc.Problems = append(doc.Problems, policyProblem{prefix + api.BasePath + k.Slug, k.Status, k.Title, k.SafeNewKey})
 	}
-	w.Header().Set("Content-Type", "application/json")
-	enc := json.NewEncoder(w)
-	enc.SetIndent("", "  ")
-	_ = enc.Encode(doc) // only the client's leaving can fail here
+	return doc
 }
 
 var (
 	_ caddy.Provisioner           = (*Endpoints)(nil)
 	_ caddyhttp.MiddlewareHandler = (*Endpoints)(nil)
 )
+
+// circuitsFor says which breakers a caller may see. The state of upstreams shows how the
+// house is built (cascade 6.2, ATD "Circuit Breaker State Leakage"): operators see all,
+// callers those behind the guard that they ask, which its refusals name too
+// (circuitOpen), and who takes part in a workflow those recorded in it. A credential that nobody
+// here has verified is no identity.
+func (h *Handler) circuitsFor(e *engine, way *tokenPolicy, r *http.Request, who evidence.Reader, caller string) (func(*proxy.Circuit) bool, error) {
+	if !verifiedHere(caller) {
+		return nil, api.NewProblem(api.AuthenticationRequired,
+			"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
+	}
+	operator := slices.Contains(h.Operators, h.operatorName(r, caller))
+	if wid := r.URL.Query().Get("wid"); wid != "" {
+		return circuitsOf(e, way, r, who, wid, operator)
+	}
+	if operator {
+		return func(*proxy.Circuit) bool { return true }, nil
+	}
+	p := h.proxy.Load()
+	return func(c *proxy.Circuit) bool { return p != nil && p.LeadsTo(c.Upstream) }, nil
+}
+
+// visibleCircuits describes the breakers that a caller may see (cascade 3.2.3).
+func (h *Handler) visibleCircuits(e *engine, way *tokenPolicy, r *http.Request) (*proxy.Document, error) {
+	who, caller, err := h.asker(e, way, r)
+	if err != nil {
+		return nil, err
+	}
+	may, err := h.circuitsFor(e, way, r, who, caller)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), stateWithin)
+	defer cancel()
+	only, view := r.URL.Query().Get("state"), way.asked(r.URL.Query().Get("wid"), who.Issuer)
+	doc := &proxy.Document{Circuits: []proxy.Circuit{}}
+	for _, s := range e.circuits.Status() {
+		if c := describeCircuit(ctx, e.circuits, way, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
+			c.SetView(view)
+			doc.Circuits = append(doc.Circuits, c)
+		}
+	}
+	return doc, nil
+}
+
+// breakerPolicy is that of the proxy behind the guard; nil where it has no breakers, or
+// is not plain to see.
+func (h *Handler) breakerPolicy(mount string) *policyBreaker {
+	t := h.proxy.Load()
+	if t == nil {
+		return nil
+	}
+	p := t.BreakerPolicy()
+	if p == nil {
+		return nil
+	}
+	return &policyBreaker{*p, mount + api.BasePath + api.CircuitOpen.Slug, h.fallback != nil}
+}
+
+// reader is who asks, as callers are distinguished. Tokens of a POST are its content.
+func (h *Handler) reader(e *engine, way *tokenPolicy, r *http.Request) (evidence.Reader, error) {
+	who, _, err := h.asker(e, way, r)
+	return who, err
+}
+
+// asker is the reader, and the name that it has as a caller.
+func (h *Handler) asker(e *engine, way *tokenPolicy, r *http.Request) (who evidence.Reader, caller string, err error) {
+	var tokens presented
+	if r.Method != http.MethodPost {
+		if tokens, err = h.verifyQuestion(way, r); err != nil {
+			return who, "", err
+		}
+		if err := way.spend(&tokens, r); err != nil {
+			return who, "", err
+		}
+	}
+	if caller, err = h.caller(e.guard, r, &tokens); err != nil {
+		return who, "", err
+	}
+	return evidence.Reader{
+		Issuer: tokens.issuer(), Caller: e.guard.Caller(caller),
+		Anonymous: caller == anonymous, Credential: caller != anonymous && !verifiedHere(caller),
+	}, caller, nil
+}
+
+// challenge names a way to authenticate. No scheme is registered for API keys; the
+// word is the one in use.
+func (h *Handler) challenge() string {
+	if slices.Contains(h.credentials, "Authorization") {
+		return `Bearer realm="executions"`
+	}
+	return `ApiKey realm="executions"`
+}
+
+// rollbackAsker is who asks for a rollback: a verified token, and nothing else, is good for
+// that (cascade 6.1). A certificate counts besides, as the token's verification has it.
+func (h *Handler) rollbackAsker(e *engine, way *tokenPolicy, r *http.Request) (*api.Asker, error) {
+	if way.verifier == nil {
+		p := api.NewProblem(api.ECTInvalid, "This gateway believes nobody's tokens, since no `trust` is configured: only operators can roll back here.")
+		p.Reason = "untrusted"
+		return nil, p
+	}
+	tokens, err := way.verify(r)
+	if err == nil {
+		// Who may ask for a rollback, its lineage says.
+		err = way.checkReports(r.Context(), &tokens, api.Asks...)
+	}
+	h.counts.Token(tokenResult(&tokens, err))
+	unseen := ofParents(err)
+	if unseen {
+		tokens, err = way.unseen(r)
+	}
+	if err != nil {
+		if refusal := (*ect.Error)(nil); errors.As(err, &refusal) {
+			return nil, err
+		}
+		return nil, refusedToken(err)
+	}
+	switch len(tokens.own) {
+	case 0:
+		caller, err := h.caller(e.guard, r, &tokens)
+		if err != nil {
+			return nil, err
+		}
+		if caller == anonymous {
+			return nil, api.NewProblem(api.AuthenticationRequired, "Ask for a rollback with a signed token of the workflow.")
+		}
+		return nil, &ect.Error{Code: ect.CodeMissing}
+	case 1:
+		return &api.Asker{Token: tokens.own[0], All: tokens.all, Late: tokens.late, Unseen: unseen}, nil
+	}
+	p := api.NewProblem(api.ECTInvalid, "Several tokens ask at once; send the one that asks, and at most what led to it.")
+	p.Reason = "several"
+	return nil, p
+}
+
+// publicKeys are the keys that verify the gateway's tokens; nil without an identity.
+func (a *App) publicKeys() ([]byte, error) {
+	way, err := a.tokenPolicy()
+	if err != nil {
+		return nil, storeClosed(err)
+	}
+	if way == nil {
+		return nil, nil
+	}
+	set, err := way.evidence.Ring().PublicSet(time.Now(), way.events.Identity(), way.events.Former()...)
+	if err != nil {
+		a.logger.Error("the public keys cannot be shown", zap.Error(err))
+	}
+	return set, err
+}

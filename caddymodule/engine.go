@@ -1,68 +1,76 @@
 package caddymodule
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
+	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyevents"
 	"go.uber.org/zap"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// StoreOpener is what a module in the namespace agent_guard.stores implements.
+// StoreOpener is the interface of modules in the namespace agent_guard.stores, also other people's.
+// StoreAdjuster, StoreReporter and ObservedOpener are optional for them.
 type StoreOpener interface {
-	// StorePath is the one name of what is opened: the same for the same store
-	// whatever the other options say. For files it is the absolute path with
-	// symbolic links resolved.
+	// StorePath identifies the store, whatever the other options say. For files it is the
+	// absolute path with symbolic links resolved.
 	StorePath() (string, error)
 	// OpenStore opens the store. It may log to logger for as long as it is open.
 	OpenStore(logger *zap.Logger) (store.Store, error)
 }
 
-// StoreAdjuster is a StoreOpener with options that may change while the store is open.
+// StoreAdjuster is an optional interface of a StoreOpener, for options that may change while the
+// store is open.
 type StoreAdjuster interface {
-	// AdjustStore gives such options to the open store, once for each configuration.
+	// AdjustStore applies such options to the open store, once for each configuration.
 	AdjustStore(st store.Store)
 }
 
-// engine is an open store with the guard over it. It is shared by all
-// configurations and requests that name the same store, and closed when the last
-// of them is gone.
+// engine is an open store with the guard over it. All configurations and requests that name the
+// store share it; it is closed when the last of them is gone.
 type engine struct {
-	path  string
-	store store.Store
-	guard *guard.Guard
-	vault *checkpoint.Vault
-	ring  *seal.Ring
+	path        string
+	store       store.Store
+	guard       *execution.Guard
+	checkpoints *checkpoint.Store
+	ring        *seal.Ring
 
 	keying    sync.Mutex    // held while the ring changes; guards configs
 	configs   []*engineSpec // that hold the engine, the latest last
 	resealing resealing
-	archive   archive
-	rollbacks undone
-	circuits  *circuits.Member
-	teller    circuitTeller  // of what becomes of them
-	keeping   [16]sync.Mutex // for recording each of them
+	ledger    ledgerHandle
+	rollbacks rollbackService
+	circuits  *proxy.Member
+	recorder  circuitRecorder // of their changes
+	keeping   [16]sync.Mutex  // for storing the state of each
 	running   runningCalls
-	targets   targets // that guarded calls are at
+	readers   slowReaders
+	writes    writeTracker // of guarded calls
+	places    places       // where undos are sent
 
 	escalations escalating
 
-	constraints constraints // what askers want of breakers
+	constraints constraints // on breakers, by callers
 
-	opener   StoreOpener  // by which the store was opened
-	counts   *metrics.Set // held until the engine is closed
-	audience audience
-	watch    watch
+	opener        StoreOpener  // by which the store was opened
+	counts        *storeCounts // held until the engine is closed
+	activeConfigs activeConfigs
+	watch         watch
+	warned        sync.Map // names of guards, by warnAnonymous
 
 	logger   *zap.Logger
 	drain    atomic.Int64 // nanoseconds, as the latest configuration says
@@ -70,9 +78,7 @@ type engine struct {
 	exiting  sync.Once
 	uncut    context.Context // of all executions; ended by cut
 	cut      context.CancelFunc
-	// waits ends the waits of callers who ask what becomes of executions: an exit does,
-	// after its drain.
-	waits    context.Context
+	waits    context.Context // of callers who wait for outcomes; ended by an exit, after its drain
 	endWaits context.CancelFunc
 }
 
@@ -82,6 +88,7 @@ type engineSpec struct {
 	path         string
 	key, keyFile string
 	drain        time.Duration // how long an exit waits for executions
+	ledger       bool          // the configuration has an identity, and opens one
 	logger       *zap.Logger
 }
 
@@ -95,8 +102,8 @@ type enginePool struct {
 
 var engines = enginePool{pool: caddy.NewUsagePool()}
 
-// acquire returns the engine of spec with one more reference. A configuration whose
-// keys were not accepted yet brings them to an engine that is open already.
+// acquire returns the engine of spec with one more reference. If the engine is open already, it
+// adopts the keys of a configuration whose keys were not accepted before.
 func (p *enginePool) acquire(spec engineSpec, accepted bool) (*engine, error) {
 	e, opened, err := p.hold(spec)
 	if err != nil || opened || accepted {
@@ -127,8 +134,8 @@ func (p *enginePool) hold(spec engineSpec) (_ *engine, opened bool, err error) {
 	return value.(*engine), !loaded, nil
 }
 
-// warnOfOthers tells of a configuration that takes another store than the one before:
-// what that has recorded is unknown to it.
+// warnOfOthers warns of a configuration with another store than the previous one: it does not know
+// the calls recorded there.
 func (p *enginePool) warnOfOthers(spec engineSpec) {
 	p.pool.Range(func(path, _ any) bool {
 		if path != spec.path {
@@ -149,15 +156,16 @@ func (e *engine) release() error {
 
 // Destruct closes the store. It is called by the pool, once nobody uses it.
 func (e *engine) Destruct() error {
-	e.endRollbacks()    // while all that they need is there
-	e.escalations.end() // of what these have escalated it tells as long as it can
+	e.endRollbacks()    // first: they need the rest
+	e.escalations.end() // after the rollbacks, which escalate
 	e.cut()
 	e.circuits.Leave()
-	e.teller.end()
+	e.recorder.end()
 	e.resealing.end()
 	e.endWaits()
-	e.stopWatch()
-	e.closeArchive()
+	close(e.watch.stop)
+	e.watch.done.Wait()
+	e.ledger.close()
 	defer releaseCounts(e.path)
 	return e.store.Close()
 }
@@ -169,16 +177,16 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 			releaseCounts(spec.path)
 		}
 	}()
-	if observed, ok := spec.opener.(ObservedOpener); ok {
-		observed.ObserveStore(counts)
+	if opener, ok := spec.opener.(ObservedOpener); ok {
+		opener.ObserveStore(counts)
 	}
 	st, err := spec.opener.OpenStore(spec.logger)
 	if err != nil {
-		return nil, fmt.Errorf("agent_guard: opening the store %s: %w", spec.path, err)
+		return nil, &wrong{"store", fmt.Errorf("agent_guard: opening the store %s: %w", spec.path, err)}
 	}
 	defer func() {
 		if err != nil {
-			_ = st.Close() // the first error is the one to tell
+			_ = st.Close() // the first error is the one to return
 		}
 	}()
 	ctx := context.Background()
@@ -186,20 +194,22 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errKeys, err)
 	}
-	g, recovered, err := guard.Open(ctx, st, ring)
+	g, recovered, err := execution.Open(ctx, st, ring)
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
 	}
-	if recovered != (guard.Recovery{}) {
+	if recovered != (execution.Recovery{}) {
 		spec.logger.Warn("executions were open when the last process ended",
-			zap.Int("in_doubt", recovered.InDoubt), zap.Int("released", recovered.Released),
+			zap.Int("in_doubt", recovered.InDoubt),
 			zap.Int("unrecorded", recovered.Unrecorded))
 	}
 	spec.logger.Info("store open", zap.String("path", spec.path))
 	e := &engine{
-		path: spec.path, store: st, guard: g, vault: checkpoint.New(st, ring), ring: ring,
+		path: spec.path, store: st, guard: g, checkpoints: checkpoint.New(st, ring), ring: ring,
 		opener: spec.opener, counts: counts, logger: spec.logger,
 	}
+	e.ledger.engine = e
+	e.ledger.coming.Store(spec.ledger)
 	counts.Recovered(recovered)
 	e.startWatch(recovered)
 	e.drain.Store(int64(spec.drain))
@@ -209,4 +219,685 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.startResealing(ctx)
 	e.waits, e.endWaits = context.WithCancel(context.Background())
 	return e, nil
+}
+
+// At exit Caddy stops its apps in no particular order, and http's Stop closes the listeners and
+// waits for all requests. Only before any app stops can new calls be refused with an answer, and
+// slow ones be bounded by `drain`: at the event exitEvent. OnExit comes last, for executions that
+// have outlived the last configuration with a guard.
+func init() {
+	caddy.OnExit(func(context.Context) { engines.exit() })
+}
+
+// exitEvent is Caddy's event before it stops the apps of a configuration.
+const exitEvent = "stopping"
+
+// exitWatch handles it.
+type exitWatch struct{}
+
+// Handle waits for running executions if the process exits. On a reload they go on: each has a
+// reference to its engine.
+func (exitWatch) Handle(context.Context, caddy.Event) error {
+	if caddy.Exiting() {
+		engines.exit()
+	}
+	return nil
+}
+
+// cutGrace is how long cancelled executions may take to be recorded.
+const cutGrace = 5 * time.Second
+
+// exit ends all engines' executions.
+func (p *enginePool) exit() {
+	var all sync.WaitGroup
+	p.pool.Range(func(_, value any) bool {
+		all.Go(value.(*engine).exit)
+		return true
+	})
+	all.Wait()
+}
+
+// exit starts no new executions and waits for the running ones. Those that outlast the drain are
+// cancelled and recorded as in doubt.
+func (e *engine) exit() {
+	e.exiting.Do(func() {
+		defer e.endWaits()
+		e.draining.Store(true)
+		defer e.flushEvents()
+		drain := time.Duration(e.drain.Load())
+		stopping, cancel := context.WithTimeout(context.Background(), drain)
+		defer cancel()
+		var rollbacks sync.WaitGroup
+		rollbacks.Go(func() { e.stopRollbacks(stopping) })
+		left := e.await(drain)
+		rollbacks.Wait()
+		e.readers.wait(stopping)
+		if left == 0 {
+			return
+		}
+		e.logger.Warn("executions outlast the drain; they are in doubt",
+			zap.Int("running", left), zap.Duration("drain", drain))
+		e.cut()
+		e.await(cutGrace)
+	})
+}
+
+// await reports how many executions are still running after bound.
+func (e *engine) await(bound time.Duration) int {
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
+	defer cancel()
+	return e.guard.Drain(ctx)
+}
+
+// detach returns the clock of an execution: a context with the values of the request, but not its
+// end (P7). It ends at the deadline, or when an exit can wait no longer.
+func (e *engine) detach(request context.Context, deadline time.Duration) *clock {
+	c := newClock(context.WithoutCancel(request), deadline)
+	c.stops = context.AfterFunc(e.uncut, c.stop)
+	return c
+}
+
+// slowReaders counts the owners of settled executions that are still reading.
+type slowReaders struct {
+	mu   sync.Mutex
+	n    int
+	none chan struct{} // closed when n falls to 0; nil while nobody waits
+}
+
+func (s *slowReaders) enter() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.n++
+}
+
+func (s *slowReaders) leave() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.n--
+	if s.n == 0 && s.none != nil {
+		close(s.none)
+		s.none = nil
+	}
+}
+
+// wait waits until there are none, or ctx is over.
+func (s *slowReaders) wait(ctx context.Context) {
+	s.mu.Lock()
+	if s.n == 0 {
+		s.mu.Unlock()
+		return
+	}
+	if s.none == nil {
+		s.none = make(chan struct{})
+	}
+	none := s.none
+	s.mu.Unlock()
+	select {
+	case <-none:
+	case <-ctx.Done():
+	}
+}
+
+var _ caddyevents.Handler = exitWatch{}
+
+const (
+	watchEvery  = time.Second     // how often the state is checked for changes
+	countEvery  = 5 * time.Second // how often doubts and escalations are counted, at most
+	stateWithin = 5 * time.Second // how long reading the state may take
+)
+
+// watch is the state of an engine over time.
+type watch struct {
+	opened    time.Time
+	recovered execution.Recovery // zero once it is reported
+	stop      chan struct{}
+	done      sync.WaitGroup
+
+	mu          sync.Mutex
+	counted     time.Time
+	doubts      *doubtReport       // nil if they could not be counted
+	escalations []escalationReport // counted with doubts
+	counting    chan struct{}      // closed when the current count ends; nil without one
+}
+
+// snapshot is the state of the engine. Its doubts may be some seconds old, since counting them
+// reads the store.
+func (e *engine) snapshot() *storeSnapshot {
+	now := &storeSnapshot{Opened: e.watch.opened, Healthy: e.healthy(), Doubts: e.doubts(), BodyMemory: e.guard.BodyMemory().Used()}
+	e.watch.mu.Lock()
+	now.Escalations = e.watch.escalations
+	e.watch.mu.Unlock()
+	if reporter, ok := e.opener.(StoreReporter); ok {
+		report := reporter.ReportStore(e.store)
+		now.Report, now.Disk = &report, reporter.ReportDisk(e.store)
+	}
+	now.Ledger, now.Circuits, now.Rollbacks = e.ledger.report(), e.circuitReport(), e.rollbackReport()
+	return now
+}
+
+// healthy reports whether the store answers.
+func (e *engine) healthy() bool {
+	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
+	defer cancel()
+	_, err := e.store.Now(ctx)
+	return err == nil
+}
+
+// doubts counts the executions in doubt; nil if that fails. A store that hangs is read by one
+// goroutine at a time, and a scrape does not wait long.
+func (e *engine) doubts() *doubtReport {
+	w := &e.watch
+	w.mu.Lock()
+	if w.doubts != nil && time.Since(w.counted) < countEvery {
+		defer w.mu.Unlock()
+		return w.doubts
+	}
+	done := w.counting
+	if done == nil {
+		done = make(chan struct{})
+		w.counting = done
+		go func() {
+			defer close(done)
+			found, escalations := e.countDoubts(), e.countEscalations()
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			w.doubts, w.escalations, w.counted, w.counting = found, escalations, time.Now(), nil
+		}()
+	}
+	w.mu.Unlock()
+	late := time.NewTimer(stateWithin)
+	defer late.Stop()
+	select {
+	case <-done:
+	case <-late.C:
+		return nil
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.doubts
+}
+
+func (e *engine) countDoubts() *doubtReport {
+	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
+	defer cancel()
+	n, oldest, err := e.guard.Doubts(ctx)
+	if err != nil {
+		return nil
+	}
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return nil
+	}
+	found := &doubtReport{N: n}
+	if n > 0 {
+		found.OldestAge = max(0, now.Sub(oldest))
+	}
+	return found
+}
+
+// reportRecovered emits once how many executions the last process has left open: nobody listens
+// when the store is opened.
+func (e *engine) reportRecovered() {
+	e.watch.mu.Lock()
+	found := e.watch.recovered
+	e.watch.recovered = execution.Recovery{}
+	e.watch.mu.Unlock()
+	if found != (execution.Recovery{}) {
+		e.emit(eventRecovered, map[string]any{"in_doubt": found.InDoubt})
+	}
+}
+
+// startWatch begins to check the state for changes.
+func (e *engine) startWatch(found execution.Recovery) {
+	e.watch.opened, e.watch.recovered, e.watch.stop = time.Now(), found, make(chan struct{})
+	e.watch.done.Go(func() {
+		tick := time.NewTicker(watchEvery)
+		defer tick.Stop()
+		was := storeState{healthy: true}
+		for {
+			select {
+			case <-e.watch.stop:
+				return
+			case <-tick.C:
+				was = e.reportChanges(was)
+			}
+		}
+	})
+}
+
+// storeState is the state whose changes are emitted as events.
+type storeState struct {
+	healthy   bool
+	watermark Watermark
+}
+
+// reportChanges emits the changes since was, and returns the new state.
+func (e *engine) reportChanges(was storeState) storeState {
+	is := storeState{healthy: e.healthy()}
+	if was.healthy && !is.healthy {
+		e.emit(eventStoreUnhealthy, nil)
+	}
+	reporter, ok := e.opener.(StoreReporter)
+	if !ok {
+		return is
+	}
+	disk := reporter.ReportDisk(e.store)
+	if disk == nil {
+		is.watermark = was.watermark
+		return is
+	}
+	is.watermark = disk.Watermark
+	switch {
+	case is.watermark > was.watermark:
+		e.emit(eventDiskLow, map[string]any{"free_bytes": disk.Free, "watermark": int(is.watermark)})
+	case is.watermark == DiskEnough && was.watermark != DiskEnough:
+		e.emit(eventDiskRecovered, map[string]any{"free_bytes": disk.Free})
+	}
+	return is
+}
+
+// resealRetry is the time between a pass that failed, as on a full disk, and the next one.
+const resealRetry = time.Minute
+
+// resealing is the engine's job that seals values anew with the newest key.
+type resealing struct {
+	wake  chan struct{} // a pass is wanted
+	stop  context.CancelFunc
+	ended chan struct{}
+	last  atomic.Pointer[resealStatus]
+}
+
+// resealStatus is the progress of a pass.
+type resealStatus struct {
+	// Key is the newest sealing key.
+	Key uint32 `json:"key"`
+	// Seen counts the values that were read, Resealed those that were sealed anew, Damaged
+	// those that do not open.
+	Seen     int `json:"seen"`
+	Resealed int `json:"resealed"` // see Seen
+	Damaged  int `json:"damaged"`  // see Seen
+	// Left is what is still sealed with older keys, as far as the pass has come.
+	Left []keyLeft `json:"left"`
+	// Finished is absent while the pass runs, and if it failed.
+	Started  time.Time `json:"started"`
+	Finished time.Time `json:"finished,omitzero"` // see Started
+	// Done says that the pass is complete.
+	Done bool `json:"done"`
+	// Err is why it stopped; it is tried again.
+	Err string `json:"error,omitempty"`
+}
+
+// keyLeft counts what is sealed with an older key.
+type keyLeft struct {
+	// ID is the key's.
+	ID uint32 `json:"id"`
+	// Records could not be sealed anew: damaged, or running on another node.
+	Records int `json:"records"`
+	// Results are pieces of answers, which are left to expire.
+	Results int `json:"results"`
+	// Until is when the last of them expires; absent if some do not.
+	Until time.Time `json:"until,omitzero"`
+}
+
+// startResealing starts the job, and a pass if records are sealed with an older key, as after a
+// crash during one.
+func (e *engine) startResealing(ctx context.Context) {
+	job := &e.resealing
+	job.wake, job.ended = make(chan struct{}, 1), make(chan struct{})
+	if uses, err := e.guard.KeysInUse(ctx); err == nil {
+		ids := e.ring.KeyIDs()
+		for _, use := range uses {
+			if use.ID < ids[len(ids)-1] && use.Until.IsZero() {
+				e.reseal()
+			}
+		}
+	}
+	ctx, job.stop = context.WithCancel(context.Background())
+	go e.keepResealed(ctx)
+}
+
+// reseal requests a pass, after the current one.
+func (e *engine) reseal() {
+	select {
+	case e.resealing.wake <- struct{}{}:
+	default:
+	}
+}
+
+// end stops the job and waits for it.
+func (r *resealing) end() {
+	r.stop()
+	<-r.ended
+}
+
+func (e *engine) keepResealed(ctx context.Context) {
+	defer close(e.resealing.ended)
+	var retry <-chan time.Time
+	for {
+		select {
+		case <-e.resealing.wake:
+		case <-retry:
+		case <-ctx.Done():
+			return
+		}
+		retry = nil
+		if !e.resealOnce(ctx) {
+			retry = time.After(resealRetry)
+		}
+	}
+}
+
+// resealOnce makes one pass. It reports false where another attempt may help.
+func (e *engine) resealOnce(ctx context.Context) bool {
+	ids := e.ring.KeyIDs()
+	e.logger.Info("re-sealing started", zap.Uint32("key", ids[len(ids)-1]))
+	err := e.ledger.reseal(ctx)
+	if errors.Is(err, errSealedLedger) && !e.joined() {
+		e.ledger.unsealed.Store(true) // the configuration that opens the ledger requests it again
+		return true
+	}
+	if err == nil { // also without an identity: there may be checkpoints of an earlier one
+		_, err = e.checkpoints.Reseal(ctx)
+	}
+	if err == nil {
+		err = e.resealRollbacks(ctx)
+	}
+	if err != nil && ctx.Err() == nil {
+		e.logger.Warn("re-sealing the ledger, the checkpoints and the rollbacks failed", zap.Error(err))
+		e.resealing.last.Store(&resealStatus{Key: ids[len(ids)-1], Left: []keyLeft{}, Started: time.Now(), Err: err.Error()})
+		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
+	}
+	if err := e.keepCircuits(ctx); err != nil && ctx.Err() == nil {
+		e.logger.Warn("the states of the circuit breakers stay under an older key", zap.Error(err))
+	}
+	if err := e.resealEscalations(ctx); err != nil && ctx.Err() == nil {
+		e.logger.Warn("the escalations stay under an older key", zap.Error(err))
+		e.resealing.last.Store(&resealStatus{Key: ids[len(ids)-1], Left: []keyLeft{}, Started: time.Now(), Err: err.Error()})
+		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
+	}
+	p, err := e.guard.Reseal(ctx, func(p execution.ResealProgress) { e.resealing.last.Store(newResealStatus(p)) })
+	status := newResealStatus(p)
+	fields := []zap.Field{
+		zap.Uint32("key", p.Key), zap.Int("seen", p.Seen), zap.Int("resealed", p.Resealed), zap.Int("damaged", p.Damaged),
+	}
+	if len(status.Left) > 0 {
+		fields = append(fields, zap.Any("left", status.Left))
+	}
+	if err == nil {
+		status.Done = true
+		e.resealing.last.Store(status)
+		e.logger.Info("re-sealing finished", append(fields, zap.Duration("took", p.Finished.Sub(p.Started)))...)
+		return true
+	}
+	status.Err = err.Error()
+	e.resealing.last.Store(status)
+	if ctx.Err() != nil {
+		return true
+	}
+	e.logger.Warn("re-sealing failed", append(fields, zap.Error(err))...)
+	return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
+}
+
+func newResealStatus(p execution.ResealProgress) *resealStatus {
+	s := &resealStatus{
+		Key: p.Key, Seen: p.Seen, Resealed: p.Resealed, Damaged: p.Damaged,
+		Left: []keyLeft{}, Started: p.Started, Finished: p.Finished,
+	}
+	for id, left := range p.Left {
+		s.Left = append(s.Left, keyLeft{ID: id, Records: left.Records, Results: left.Results, Until: left.Until})
+	}
+	slices.SortFunc(s.Left, func(a, b keyLeft) int { return cmp.Compare(a.ID, b.ID) })
+	return s
+}
+
+// emit emits an event of the engine or an execution to the latest configuration.
+func (e *engine) emit(name string, data map[string]any) {
+	if a := e.activeConfigs.latest(); a != nil {
+		a.emit(name, data)
+	}
+}
+
+// flushEvents waits for the handlers of events.
+func (e *engine) flushEvents() {
+	if a := e.activeConfigs.latest(); a != nil {
+		a.pending.flush()
+	}
+}
+
+// executionStatus is empty without a record.
+func (e *engine) executionStatus(ctx context.Context, key execution.Key) (state string, status int, err error) {
+	found, err := e.guard.Get(ctx, key)
+	if errors.Is(err, execution.ErrUnknown) {
+		return "", 0, nil
+	}
+	if err != nil {
+		return "", 0, err
+	}
+	return found.State().String(), found.Record.Status, nil
+}
+
+// errKeyGiven: there is no file to write a new key into.
+var errKeyGiven = errors.New("the key is given as a value, which the gateway cannot change: " +
+	"add a new sealing key to the ring there, and load the configuration again")
+
+// errKeys: the store needs other keys.
+var errKeys = errors.New("agent_guard: keys")
+
+// readRing reads the key ring from where spec has it.
+func readRing(spec engineSpec) (*seal.Ring, error) {
+	if spec.key != "" {
+		return seal.Parse([]byte(spec.key))
+	}
+	ring, err := seal.Load(spec.keyFile)
+	if info, statErr := os.Stat(spec.keyFile); statErr == nil && info.Mode().Perm()&0o077 != 0 {
+		spec.logger.Warn("others than the owner may use the key file; give it the mode 0600",
+			zap.String("file", spec.keyFile), zap.Stringer("mode", info.Mode()))
+	}
+	return ring, err
+}
+
+// checkKeyFile says why an existing key file cannot be read. A missing one may be created later.
+func checkKeyFile(file string) error {
+	info, err := os.Stat(file)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
+		return err
+	case info.IsDir():
+		return fmt.Errorf("%s is a directory; name the file with the keys in it", file)
+	}
+	if err := mayRead(file); err != nil {
+		return fmt.Errorf("this process may not read the file %s (%w); give the user that runs Caddy the right to", file, err)
+	}
+	return nil
+}
+
+// loadRing reads the key ring. It creates one only for a store that never held anything: a lost key
+// must not look like an empty store.
+func loadRing(ctx context.Context, st store.Store, spec engineSpec) (*seal.Ring, error) {
+	ring, err := readRing(spec)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return ring, err
+	}
+	fresh, err := execution.Fresh(ctx, st)
+	if err != nil {
+		return nil, err
+	}
+	if !fresh {
+		return nil, fmt.Errorf("the key file %s is missing, and the store %s holds executions that were sealed with it: "+
+			"put the file back from your backup, or correct its path; if it is lost for good, move the store away to begin anew, "+
+			"knowing that retries of earlier calls will then run again", spec.keyFile, spec.path)
+	}
+	return seal.Create(spec.keyFile)
+}
+
+// adoptKeys takes over the sealing keys of a configuration. It refuses a ring without a key that
+// the store needs, as the store would be unreadable after the next start.
+func (e *engine) adoptKeys(ctx context.Context, spec engineSpec) error {
+	e.keying.Lock() // before the file is read: a rotation may be writing it
+	defer e.keying.Unlock()
+	other, err := readRing(spec)
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("the key file %s is missing: put it back, since the store %s cannot be opened again without it",
+			spec.keyFile, spec.path)
+	}
+	if err != nil {
+		return err
+	}
+	needed, err := e.neededBeside(ctx, other)
+	if err != nil {
+		return err
+	}
+	changed, err := e.ring.Adopt(other, needed, e.noteKey(ctx))
+	var missing *seal.MissingError
+	switch {
+	case errors.As(err, &missing):
+		return fmt.Errorf("%w in the store %s: put it back into %s", err, e.path, spec.keySource())
+	case errors.Is(err, seal.ErrIndex):
+		return fmt.Errorf("%s: %w: the store %s is open, and keeps the index key that it was made with", spec.keySource(), err, e.path)
+	case err != nil:
+		return fmt.Errorf("%s: %w", spec.keySource(), err)
+	}
+	if changed {
+		e.logger.Info("sealing keys taken over from the configuration", zap.Uint32s("keys", e.ring.KeyIDs()))
+		e.reseal()
+	}
+	return nil
+}
+
+// join makes spec the latest configuration of the engine: rotations write its key file.
+func (e *engine) join(spec *engineSpec) {
+	e.keying.Lock()
+	defer e.keying.Unlock()
+	e.configs = append(e.configs, spec)
+	if e.ledger.unsealed.Swap(false) {
+		e.reseal()
+	}
+}
+
+// joined reports whether a configuration uses the engine.
+func (e *engine) joined() bool {
+	e.keying.Lock()
+	defer e.keying.Unlock()
+	return len(e.configs) > 0
+}
+
+// leave removes a configuration. If it is the latest, rotations write the key file of the one
+// before.
+func (e *engine) leave(spec *engineSpec) {
+	e.keying.Lock()
+	defer e.keying.Unlock()
+	e.configs = slices.DeleteFunc(e.configs, func(s *engineSpec) bool { return s == spec })
+}
+
+// keyFile is the file with the ring; empty if the key is a value, or without a configuration.
+// keying is held.
+func (e *engine) keyFile() string {
+	if len(e.configs) == 0 {
+		return ""
+	}
+	return e.configs[len(e.configs)-1].keyFile
+}
+
+// keySource names where the ring is, and nothing of its content.
+func (s *engineSpec) keySource() string {
+	if s.keyFile == "" {
+		return "the value"
+	}
+	return "the file " + s.keyFile
+}
+
+// neededBeside lists the keys of the engine's ring that other lacks and the store needs.
+func (e *engine) neededBeside(ctx context.Context, other *seal.Ring) ([]uint32, error) {
+	have := other.KeyIDs()
+	lacks := slices.DeleteFunc(e.ring.KeyIDs(), func(id uint32) bool { return slices.Contains(have, id) })
+	if len(lacks) == 0 {
+		return nil, nil // without reading a store that may not answer
+	}
+	uses, err := e.guard.KeysInUse(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return slices.DeleteFunc(lacks, func(id uint32) bool {
+		return !slices.ContainsFunc(uses, func(use execution.KeyUse) bool { return use.ID == id })
+	}), nil
+}
+
+// noteKey records in the store that a key is about to be used.
+func (e *engine) noteKey(ctx context.Context) func(uint32) error {
+	return func(id uint32) error { return e.guard.UseKey(ctx, id) }
+}
+
+// rotateKeys adds a sealing key to the key file, uses it, begins to seal anew what is sealed with
+// older ones, and returns its id. The caller holds a reference to the engine. The error is
+// errKeyGiven if the key is in no file.
+func (e *engine) rotateKeys(ctx context.Context) (uint32, error) {
+	e.keying.Lock()
+	defer e.keying.Unlock()
+	file := e.keyFile()
+	if file == "" {
+		return 0, errKeyGiven
+	}
+	id, err := e.ring.Rotate(file, e.noteKey(ctx))
+	if err != nil {
+		return 0, err
+	}
+	e.logger.Info("sealing key rotated", zap.Uint32("key", id))
+	e.emit(eventKeysRotated, nil)
+	e.reseal()
+	return id, nil
+}
+
+// keyStatus describes the key ring for operators, without any key.
+type keyStatus struct {
+	// Source is "file" or "value".
+	Source string `json:"source"`
+	// File is the key file's path.
+	File string `json:"file,omitempty"`
+	// Keys are the sealing keys, the newest last.
+	Keys []keyRow `json:"keys"`
+	// Resealing is the last pass of re-sealing since the store was opened.
+	Resealing *resealStatus `json:"resealing,omitempty"`
+}
+
+// keyRow is one sealing key.
+type keyRow struct {
+	ID      uint32    `json:"id"`
+	Created time.Time `json:"created,omitzero"`
+	Newest  bool      `json:"newest"`
+	// InUse: values may be sealed with it, so that the ring must keep it.
+	InUse bool `json:"in_use"`
+	// Until is when the last of them expires, if that is known.
+	Until time.Time `json:"until,omitzero"`
+}
+
+// keyStatus lists the keys and the progress of re-sealing.
+func (e *engine) keyStatus(ctx context.Context) (keyStatus, error) {
+	// Read first: once a pass is reported as done, the keys must show what it has left.
+	resealing := e.resealing.last.Load()
+	uses, err := e.guard.KeysInUse(ctx)
+	if err != nil {
+		return keyStatus{}, err
+	}
+	e.keying.Lock()
+	file := e.keyFile()
+	e.keying.Unlock()
+	status := keyStatus{Source: "file", File: file, Resealing: resealing}
+	if file == "" {
+		status.Source = "value"
+	}
+	for _, key := range e.ring.Keys() {
+		row := keyRow{ID: key.ID, Created: key.Created, Newest: key.Newest}
+		if i := slices.IndexFunc(uses, func(use execution.KeyUse) bool { return use.ID == key.ID }); i >= 0 {
+			row.InUse, row.Until = true, uses[i].Until
+		}
+		status.Keys = append(status.Keys, row)
+	}
+	return status, nil
+}
+
+// shuttingDown reports that the process starts no new calls. There may be no engine.
+func (e *engine) shuttingDown() bool {
+	return caddy.Exiting() || e != nil && e.draining.Load()
 }

@@ -1,9 +1,15 @@
 package caddymodule
 
 import (
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"path/filepath"
 	"runtime"
 	"testing"
 	"time"
+
+	"github.com/caddyserver/caddy/v2"
 )
 
 // A rotation that waits for the store, and a configuration that waits for the rotation,
@@ -43,6 +49,49 @@ func TestKeysThatWaitHoldNobodyUp(t *testing.T) {
 		t.Error(err)
 	}
 	if err := next.Cleanup(); err != nil {
+		t.Error(err)
+	}
+}
+
+// Between the opening of the store and that of the ledger in it, operators are told that it
+// comes, and not that there is none.
+func TestLedgerThatIsBeingOpened(t *testing.T) {
+	dir := t.TempDir()
+	app, err := newApp(t, dir, withIdentity(filepath.Join(dir, "identity"), ""))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := app.Cleanup(); err != nil {
+			t.Error(err)
+		}
+	})
+	head := func() (int, http.Header) {
+		t.Helper()
+		w := httptest.NewRecorder()
+		err := AdminAPI{}.Routes()[0].Handler.ServeHTTP(w, httptest.NewRequest("GET", "/agent_guard/ledger/head", nil))
+		if api := (caddy.APIError{}); errors.As(err, &api) {
+			return api.HTTPStatus, w.Header()
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return w.Code, w.Header()
+	}
+	e, err := app.acquire() // as the first request does
+	if err != nil {
+		t.Fatal(err)
+	}
+	if status, header := head(); status != http.StatusServiceUnavailable || header.Get("Retry-After") == "" {
+		t.Errorf("while it is opened: %d %v", status, header)
+	}
+	if err := app.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if status, _ := head(); status != http.StatusOK {
+		t.Errorf("once it is open: %d", status)
+	}
+	if err := e.release(); err != nil {
 		t.Error(err)
 	}
 }

@@ -61,7 +61,7 @@ func (h *hook) wait(t *testing.T) string {
 	case summary := <-h.came:
 		return summary
 	case <-time.After(patience):
-		t.Fatal("nobody was told")
+		t.Fatal("nobody was notified")
 		return ""
 	}
 }
@@ -75,7 +75,7 @@ func until(t *testing.T, e *engine, id string, state hitl.State) hitl.Escalation
 	t.Helper()
 	end := time.Now().Add(patience)
 	for {
-		esc, err := e.escalations.desk.Get(t.Context(), id)
+		esc, err := e.escalations.store.Get(t.Context(), id)
 		if err == nil && esc.State == state {
 			return esc
 		}
@@ -88,7 +88,7 @@ func until(t *testing.T, e *engine, id string, state hitl.State) hitl.Escalation
 
 func escalate(t *testing.T, e *engine, key string) hitl.Escalation {
 	t.Helper()
-	esc, err := e.escalations.desk.Open(t.Context(), hitl.Opening{
+	esc, err := e.escalations.store.Open(t.Context(), hitl.Opening{
 		Key: key, Level: hitl.Stop, Cause: hitl.CauseRollbackFailed, Summary: "about " + key, Workflow: "w",
 	})
 	if err != nil {
@@ -98,7 +98,7 @@ func escalate(t *testing.T, e *engine, key string) hitl.Escalation {
 }
 
 // ATD, HITL case 4: an upstream that does not come back is escalated at level 2, once an
-// outage, and whoever is to be told is told of it.
+// outage, and its receiver is notified.
 func TestUpstreamThatDoesNotComeBackIsEscalated(t *testing.T) {
 	t.Setenv("AGENT_GUARD_TEST_HOOK", hookSecret)
 	h := newHook(t, http.StatusNoContent)
@@ -107,13 +107,13 @@ func TestUpstreamThatDoesNotComeBackIsEscalated(t *testing.T) {
 		Key: breaker.Key{Upstream: "a:1"}, From: breaker.HalfOpen, To: breaker.Open, Generation: 7, Time: time.Now(),
 		Cause: "status 503", Evidence: "checkpoint@workflow", FailedProbes: 3,
 	}
-	for range 2 { // told twice, it is one all the same
+	for range 2 { // reported twice, it is one all the same
 		circuitHook{e}.PermanentlyOpen(ev)
 	}
 	if got := h.wait(t); got != "The upstream a:1 does not come back: 3 probes in a row have failed, the last one with: status 503." {
 		t.Errorf("%q", got)
 	}
-	page, err := e.escalations.desk.List(t.Context(), hitl.Filter{}, "", 10)
+	page, err := e.escalations.store.List(t.Context(), hitl.Filter{}, "", 10)
 	if err != nil || len(page.Escalations) != 1 {
 		t.Fatalf("%+v, %v", page, err)
 	}
@@ -129,9 +129,9 @@ func TestUpstreamThatDoesNotComeBackIsEscalated(t *testing.T) {
 	}
 }
 
-// A reload neither loses an escalation nor tells of it twice, and the latest configuration
-// says whom to tell: the log, where it names nobody.
-func TestReloadChangesWhoIsTold(t *testing.T) {
+// A reload neither loses an escalation nor delivers it twice, and the latest configuration
+// names the receiver: the log, where it names nobody.
+func TestReloadChangesTheReceiver(t *testing.T) {
 	t.Setenv("AGENT_GUARD_TEST_HOOK", hookSecret)
 	dir := t.TempDir()
 	first, second := newHook(t, http.StatusNoContent), newHook(t, http.StatusNoContent)
@@ -156,11 +156,11 @@ func TestReloadChangesWhoIsTold(t *testing.T) {
 	started(t, dir, "")
 	until(t, e, escalate(t, e, "d").ID, hitl.Notified)
 	if !slices.Equal(first.ids, []string{a.ID}) || !slices.Equal(second.ids, []string{b.ID, c.ID}) {
-		t.Errorf("told: %q and %q", first.ids, second.ids)
+		t.Errorf("notified: %q and %q", first.ids, second.ids)
 	}
 }
 
-// What could not be told before the process ended is told by the next one.
+// What could not be delivered before the process ended is delivered by the next one.
 func TestEscalationIsToldAfterARestart(t *testing.T) {
 	t.Setenv("AGENT_GUARD_TEST_HOOK", hookSecret)
 	dir := t.TempDir()
@@ -209,7 +209,7 @@ func TestEscalationsAreSealedAnew(t *testing.T) {
 	if !e.resealOnce(context.Background()) {
 		t.Fatal("re-sealing failed")
 	}
-	if n, err := e.escalations.desk.Reseal(t.Context()); err != nil || n != 0 {
+	if n, err := e.escalations.store.Reseal(t.Context()); err != nil || n != 0 {
 		t.Errorf("%d escalations are left under the older key, %v", n, err)
 	}
 	until(t, e, esc.ID, hitl.Notified)
@@ -224,7 +224,7 @@ func TestP8WebhookIsCheckedAtLoad(t *testing.T) {
 		`{"webhook": {"url": "https://example.com/s3cret", "secrets": ["s3cret"]}}`:                      "hitl: webhook: secret 1 of 1: it does not begin with whsec_",
 		`{"webhook": {"url": "https://example.com/s3cret", "secrets": ["{env.AGENT_GUARD_TEST_NONE}"]}}`: "hitl: webhook: secret 1 of 1: ",
 		`{"webhook": {"url": "{env.AGENT_GUARD_TEST_NONE}", "secrets": ["` + hookSecret + `"]}}`:         "hitl: webhook: url: ",
-		`{"webhook": {"url": "https://e/s3cret", "secrets": ["` + hookSecret + `"], "timeout": "61s"}}`:  "hitl: webhook: timeout is 1m1s",
+		`{"webhook": {"url": "https://e/s3cret", "secrets": ["` + hookSecret + `"], "timeout": "61s"}}`:  "hitl: webhook: timeout: it is 1m1s",
 		`{"webhook": {"url": "https://a:b@e/s3cret", "secrets": ["{env.AGENT_GUARD_TEST_HOOK}"]}}`:       "hitl: webhook: url: it holds a user or a password",
 		`{"keep": -1}`: "hitl: keep: -1ns is negative",
 	} {

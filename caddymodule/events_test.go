@@ -14,8 +14,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
@@ -146,13 +145,13 @@ func TestEventsGoToTheLatestConfiguration(t *testing.T) {
 	e.emit(name, nil) // to nobody
 	first, heardFirst := listening(t, name, nil)
 	second, heardSecond := listening(t, name, nil)
-	e.audience.join(first)
-	e.audience.join(second)
+	e.activeConfigs.join(first)
+	e.activeConfigs.join(second)
 	e.emit(name, map[string]any{"n": 1})
 	if got := heardSecond.next(t); got.Data["n"] != 1 {
 		t.Errorf("%v", got.Data)
 	}
-	e.audience.leave(second)
+	e.activeConfigs.leave(second)
 	e.emit(name, map[string]any{"n": 2})
 	if got := heardFirst.next(t); got.Data["n"] != 2 {
 		t.Errorf("%v", got.Data)
@@ -162,8 +161,8 @@ func TestEventsGoToTheLatestConfiguration(t *testing.T) {
 	}
 }
 
-// told is an engine over a store whose state a test sets, and what it tells.
-type told struct {
+// reported is an engine over a store whose state a test sets, and what it tells.
+type reported struct {
 	storeModule
 	*engine
 	heard *heard
@@ -171,51 +170,51 @@ type told struct {
 
 // storeModule opens a memory store and reports what a test says.
 type storeModule struct {
-	disk *metrics.DiskReport
+	disk *DiskReport
 }
 
 func (*storeModule) StorePath() (string, error) { return "", nil }
 func (*storeModule) OpenStore(*zap.Logger) (store.Store, error) {
 	return memory.New(memory.Options{}), nil
 }
-func (*storeModule) ReportStore(store.Store) metrics.StoreReport  { return metrics.StoreReport{} }
-func (m *storeModule) ReportDisk(store.Store) *metrics.DiskReport { return m.disk }
-func (m *storeModule) set(free uint64, watermark metrics.Watermark) {
-	m.disk = &metrics.DiskReport{Free: free, Watermark: watermark}
+func (*storeModule) ReportStore(store.Store) StoreReport  { return StoreReport{} }
+func (m *storeModule) ReportDisk(store.Store) *DiskReport { return m.disk }
+func (m *storeModule) set(free uint64, watermark Watermark) {
+	m.disk = &DiskReport{Free: free, Watermark: watermark}
 }
 
-func newTold(t *testing.T) *told {
+func newReported(t *testing.T) *reported {
 	t.Helper()
 	app, h := listening(t, "", nil) // all events
-	w := &told{heard: h}
+	w := &reported{heard: h}
 	w.engine = &engine{store: memory.New(memory.Options{}), opener: &w.storeModule}
-	w.audience.join(app)
+	w.activeConfigs.join(app)
 	return w
 }
 
 // The store's state is told when it changes, and only then.
 func TestChangesOfTheStoreAreTold(t *testing.T) {
-	w := newTold(t)
-	was := state{healthy: true}
+	w := newReported(t)
+	was := storeState{healthy: true}
 	for i, step := range []struct {
 		do   func()
 		want string
 	}{
 		{func() {}, ""},
-		{func() { w.set(900, metrics.DiskEnough) }, ""},
-		{func() { w.set(90, metrics.DiskLow) }, eventDiskLow},
-		{func() { w.set(80, metrics.DiskLow) }, ""},
-		{func() { w.set(9, metrics.DiskFull) }, eventDiskLow},
+		{func() { w.set(900, DiskEnough) }, ""},
+		{func() { w.set(90, DiskLow) }, eventDiskLow},
+		{func() { w.set(80, DiskLow) }, ""},
+		{func() { w.set(9, DiskFull) }, eventDiskLow},
 		{func() { w.disk = nil }, ""}, // not known for a moment
-		{func() { w.set(80, metrics.DiskLow) }, ""},
-		{func() { w.set(900, metrics.DiskEnough) }, eventDiskRecovered},
+		{func() { w.set(80, DiskLow) }, ""},
+		{func() { w.set(900, DiskEnough) }, eventDiskRecovered},
 		{func() { _ = w.store.Close() }, eventStoreUnhealthy},
 		{func() {}, ""},
 	} {
 		step.do()
 		before := len(w.heard.came)
-		was = w.tellChanges(was)
-		w.audience.latest().pending.flush()
+		was = w.reportChanges(was)
+		w.activeConfigs.latest().pending.flush()
 		if got := len(w.heard.came) - before; got != min(len(step.want), 1) {
 			t.Fatalf("step %d: %d events", i, got)
 		}
@@ -234,36 +233,36 @@ func TestChangesOfTheStoreAreTold(t *testing.T) {
 
 // What the last process left open is told once, to the configuration that comes first.
 func TestRecoveryIsToldOnce(t *testing.T) {
-	w := newTold(t)
-	w.watch.recovered = guard.Recovery{InDoubt: 3, Released: 1}
+	w := newReported(t)
+	w.watch.recovered = execution.Recovery{InDoubt: 3}
 	for range 2 {
-		w.tellRecovered()
+		w.reportRecovered()
 	}
-	w.audience.latest().pending.flush()
+	w.activeConfigs.latest().pending.flush()
 	if len(w.heard.events) != 1 {
 		t.Fatalf("%d events", len(w.heard.events))
 	}
 	e := w.heard.events[0]
-	if e.Name() != eventRecovered || fmt.Sprint(e.Data) != "map[in_doubt:3 released:1]" {
+	if e.Name() != eventRecovered || fmt.Sprint(e.Data) != "map[in_doubt:3]" {
 		t.Errorf("%s %v", e.Name(), e.Data)
 	}
 }
 
 // Every event has its row in the manual, and every row its event.
 func TestEventsAreDocumented(t *testing.T) {
-	compare(t, "../docs/observability.md", "events.go", regexp.MustCompile("(?m)^\\| `(agent_guard\\.[a-z_]+)` \\| "),
+	compare(t, "../docs/observability.md", "app.go", regexp.MustCompile("(?m)^\\| `(agent_guard\\.[a-z_]+)` \\| "),
 		regexp.MustCompile(`(?m)^	event[A-Za-z]+ += "(agent_guard\.[a-z_]+)"$`))
 }
 
 // Every placeholder has its row in the manual, and every row its placeholder.
 func TestPlaceholdersAreDocumented(t *testing.T) {
-	compare(t, "../docs/caddyfile.md", "placeholders.go", regexp.MustCompile("\\{http\\.agent_guard\\.([a-z_]+)\\}`(?:, `[^|]*)? \\| |\\| `\\{http\\.agent_guard\\.([a-z_]+)\\}`, "),
+	compare(t, "../docs/caddyfile.md", "serve.go", regexp.MustCompile("\\{http\\.agent_guard\\.([a-z_]+)\\}`(?:, `[^|]*)? \\| |\\| `\\{http\\.agent_guard\\.([a-z_]+)\\}`, "),
 		regexp.MustCompile(`(?m)^	case "([a-z_]+)":$`))
 }
 
 // Every attribute of spans has its row in the manual, and every row its attribute.
 func TestSpanAttributesAreDocumented(t *testing.T) {
-	compare(t, "../docs/observability.md", "tracing.go", regexp.MustCompile("`(agent_guard\\.execution\\.[a-z_]+)`"),
+	compare(t, "../docs/observability.md", "serve.go", regexp.MustCompile("`(agent_guard\\.execution\\.[a-z_]+)`"),
 		regexp.MustCompile(`attribute.String\("([a-z_.]+)"`))
 }
 

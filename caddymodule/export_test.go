@@ -10,6 +10,10 @@ func OptionNames() map[string][]string {
 	return map[string][]string{
 		"the global option":    names(appOptions()),
 		"a quota":              names(quotaOptions()),
+		"identity":             names(identityOptions()),
+		"trust":                names(trustOptions()),
+		"rollback":             names(rollbackOptions()),
+		"store badger":         names(badgerOptions()),
 		"hitl":                 names(hitlOptions()),
 		"a webhook":            names(webhookOptions()),
 		"agent_guard":          names(guardOptions()),

@@ -2,6 +2,7 @@ package caddymodule
 
 import (
 	"errors"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -50,7 +51,7 @@ func handlerOver(t *testing.T, opener StoreOpener, failOpen bool) *Handler {
 	})
 	app.spec.opener = opener
 	h := defaulted(t, Handler{FailOpen: failOpen})
-	h.app, h.logger, h.probes, h.failures = app, zap.NewNop(), new(prober), new(stretch)
+	h.app, h.logger, h.probes, h.failures = app, slog.New(slog.DiscardHandler), new(prober), new(throttle)
 	if err := h.provisionActions(app.ctx); err != nil {
 		t.Fatal(err)
 	}
@@ -131,13 +132,13 @@ func TestFailOpenNotOnExit(t *testing.T) {
 
 // What happens often is told of at once, then once in a while, with its number.
 func TestStretch(t *testing.T) {
-	var s stretch
+	var s throttle
 	at := time.Unix(1_700_000_000, 0)
 	for i, step := range []struct {
 		after time.Duration
 		want  uint64
 	}{
-		{0, 1}, {0, 0}, {tellEvery - 1, 0}, {1, 3}, {tellEvery, 1}, {time.Second, 0}, {tellEvery, 2},
+		{0, 1}, {0, 0}, {reportEvery - 1, 0}, {1, 3}, {reportEvery, 1}, {time.Second, 0}, {reportEvery, 2},
 		{-time.Hour, 1}, {time.Second, 0}, // the clock was set back
 	} {
 		at = at.Add(step.after)

@@ -32,6 +32,8 @@ func adapt(t *testing.T, input string) (string, error) {
 	// The default of a {$VARIABLE} is tested, too: this one is set.
 	t.Setenv("AGENT_GUARD_TEST_DEADLINE", "45s")
 	t.Setenv("AGENT_GUARD_TEST_KEY", base64.StdEncoding.EncodeToString(make([]byte, 32)))
+	t.Setenv("AGENT_GUARD_TEST_SECRET", "whsec_"+base64.StdEncoding.EncodeToString(make([]byte, 32)))
+	t.Setenv("AGENT_GUARD_TEST_HOOK", "http://hooks.example.com/in")
 	out, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(input), nil)
 	if err != nil {
 		return "", err
@@ -83,7 +85,7 @@ func TestGoldenAdapt(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		validate(t, out)
+		validate(t, strings.ReplaceAll(out, "/var/lib", t.TempDir())) // in which not everybody may write
 		return out
 	})
 }
@@ -97,6 +99,44 @@ func TestGoldenErrors(t *testing.T) {
 			t.Fatalf("%s\nis accepted:\n%s", input, out)
 		}
 		return err.Error() + "\n"
+	})
+}
+
+// What depends on files and variables of the machine is found when the configuration loads,
+// and `caddy validate` loads it as far as this. The error names the place in the Caddyfile.
+func TestGoldenLoadErrors(t *testing.T) {
+	golden(t, "testdata/load/*.caddyfiletest", func(t *testing.T, input string) string {
+		out, err := adapt(t, input)
+		if err != nil {
+			t.Fatal(err)
+		}
+		agents, err := os.ReadFile("testdata/agents.jwks")
+		if err != nil {
+			t.Fatal(err)
+		}
+		dir := t.TempDir()
+		t.Run("load", func(t *testing.T) {
+			t.Chdir(dir)
+			t.Setenv("XDG_DATA_HOME", filepath.Join(dir, "data"))
+			for name, text := range map[string]string{
+				"file": "", "agents.jwks": string(agents), "no.jwks": "keys", "empty.jwks": `{"keys": []}`, "no.key": "nothing of a key",
+			} {
+				if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			err = provision(t, out)
+		})
+		if err == nil {
+			t.Fatalf("%s\nis accepted", input)
+		}
+		// What stands before tells by which of the apps the module was loaded, of which Caddy
+		// takes any one first.
+		text := strings.ReplaceAll(err.Error(), dir, "DIR")
+		if i := strings.LastIndex(text, "provision "); i > 0 {
+			text = text[i:]
+		}
+		return text + "\n"
 	})
 }
 

@@ -1,14 +1,32 @@
 package caddymodule
 
 import (
+	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	caddycmd "github.com/caddyserver/caddy/v2/cmd"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/hitl/webhook"
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/cli"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
 
 // HITL says how people hear of what only they can decide, and how long that is kept. An
@@ -22,7 +40,7 @@ type HITL struct {
 	// of is kept for ever. Default: 2160h (90 days).
 	Keep caddy.Duration `json:"keep,omitempty"`
 
-	webhook *webhook.Notifier
+	webhook *hitl.WebhookNotifier
 }
 
 // Webhook is a receiver of escalations. Messages are POSTed in the form of Standard
@@ -50,19 +68,25 @@ func (h *HITL) provision(gateway string) error {
 		return nil
 	}
 	repl := caddy.NewReplacer()
-	c := webhook.Config{Timeout: time.Duration(h.Webhook.Timeout), Gateway: gateway}
+	c := hitl.WebhookConfig{Timeout: time.Duration(h.Webhook.Timeout), Gateway: gateway}
 	var err error
 	// An unset variable must not make another receiver of this one, or a weak secret.
-	if c.URL, err = repl.ReplaceOrErr(h.Webhook.URL, true, true); err != nil {
-		return fmt.Errorf("webhook: url: %w", err)
+	if c.URL, err = repl.ReplaceOrErr(h.Webhook.URL, true, true); err == nil {
+		err = hitl.CheckURL(c.URL)
+	}
+	if err != nil {
+		return &wrong{"hitl.webhook", fmt.Errorf("webhook: url: %w", err)}
 	}
 	for i, secret := range h.Webhook.Secrets {
-		if secret, err = repl.ReplaceOrErr(secret, true, true); err != nil {
-			return fmt.Errorf("webhook: secret %d of %d: %w", i+1, len(h.Webhook.Secrets), err)
+		if secret, err = repl.ReplaceOrErr(secret, true, true); err == nil {
+			err = hitl.CheckSecret(secret)
+		}
+		if err != nil {
+			return &wrong{fmt.Sprintf("hitl.webhook.secret.%d", i+1), fmt.Errorf("webhook: secret %d of %d: %w", i+1, len(h.Webhook.Secrets), err)}
 		}
 		c.Secrets = append(c.Secrets, secret)
 	}
-	h.webhook, err = webhook.New(c)
+	h.webhook, err = hitl.NewWebhook(c)
 	return err
 }
 
@@ -79,7 +103,7 @@ func parseHITL(d *caddyfile.Dispenser, a *App) error {
 	}
 	a.HITL = new(HITL)
 	at := originOf(d)
-	if err := hitlOptions().readBlock(d, "hitl", a.HITL, at); err != nil {
+	if err := hitlOptions().readBlock(d, "hitl", a, at); err != nil {
 		return err
 	}
 	if len(at) == 1 {
@@ -89,41 +113,458 @@ func parseHITL(d *caddyfile.Dispenser, a *App) error {
 }
 
 // hitlOptions are the options of hitl.
-func hitlOptions() options[*HITL] {
-	return options[*HITL]{
+func hitlOptions() options[*App] {
+	return options[*App]{
 		"webhook": {usage: "webhook <url> { ... }", parse: parseWebhook},
-		"keep": {usage: "keep <duration>", parse: func(d *caddyfile.Dispenser, h *HITL) error {
-			return parseDuration(d, &h.Keep)
+		"keep": {usage: "keep <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
+			return parseDuration(d, &a.HITL.Keep)
 		}},
 	}
 }
 
-func parseWebhook(d *caddyfile.Dispenser, h *HITL) error {
-	h.Webhook = new(Webhook)
+func parseWebhook(d *caddyfile.Dispenser, a *App) error {
+	hook := new(Webhook)
+	a.HITL.Webhook = hook
 	at := originOf(d)
-	if err := parseWord(d, &h.Webhook.URL); err != nil {
+	a.writtenAt("hitl.webhook", d.Token())
+	if err := parseWord(d, &hook.URL); err != nil {
 		return err
+	}
+	if !strings.Contains(hook.URL, "{") {
+		if err := hitl.CheckURL(hook.URL); err != nil {
+			return err
+		}
 	}
 	if d.NextArg() {
 		return errSyntax
 	}
-	if err := webhookOptions().readBlock(d, "a webhook", h.Webhook, at); err != nil {
+	if err := webhookOptions().readBlock(d, "a webhook", a, at); err != nil {
 		return err
 	}
-	if len(h.Webhook.Secrets) == 0 {
+	if len(hook.Secrets) == 0 {
 		return errors.New("it has no secret, so that the receiver could not know who sends; give it a block with `secret <placeholder>`")
 	}
 	return nil
 }
 
 // webhookOptions are the options of a webhook.
-func webhookOptions() options[*Webhook] {
-	return options[*Webhook]{
-		"secret": {usage: "secret <placeholder>...", several: true, parse: func(d *caddyfile.Dispenser, w *Webhook) error {
-			return parseWords(d, &w.Secrets)
+func webhookOptions() options[*App] {
+	return options[*App]{
+		"secret": {usage: "secret <placeholder>...", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
+			at, hook := d.Token(), a.HITL.Webhook
+			before := len(hook.Secrets)
+			if err := parseWords(d, &hook.Secrets); err != nil {
+				return err
+			}
+			if len(hook.Secrets) > hitl.MaxSecrets {
+				return fmt.Errorf("there are %d; give one, or up to %d while a receiver changes over", len(hook.Secrets), hitl.MaxSecrets)
+			}
+			for i, secret := range hook.Secrets[before:] {
+				a.writtenAt(fmt.Sprintf("hitl.webhook.secret.%d", before+i+1), at)
+				if strings.Contains(secret, "{") {
+					continue
+				}
+				if err := hitl.CheckSecret(secret); err != nil {
+					return err
+				}
+			}
+			return nil
 		}},
-		"timeout": {usage: "timeout <duration>", parse: func(d *caddyfile.Dispenser, w *Webhook) error {
-			return parseDuration(d, &w.Timeout)
+		"timeout": {usage: "timeout <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
+			if err := parseDuration(d, &a.HITL.Webhook.Timeout); err != nil {
+				return err
+			}
+			return hitl.CheckTimeout(time.Duration(a.HITL.Webhook.Timeout))
 		}},
 	}
 }
+
+// escalating is the engine's store of escalations, and the dispatcher that notifies of them
+// whom the latest configuration names. Both live as long as the engine, over reloads.
+type escalating struct {
+	store *hitl.Store
+	begin func() // lets the dispatcher begin
+	stop  context.CancelFunc
+	ended chan struct{}
+}
+
+// escalationAttempt is how long one attempt to notify may take: longer than a webhook may.
+const escalationAttempt = 65 * time.Second
+
+func (e *engine) startEscalations() {
+	x := &e.escalations
+	x.store = hitl.NewStore(e.store, e.ring, 0)
+	x.store.OnOpened(e.escalated)
+	dispatcher := hitl.NewDispatcher(x.store, hitl.NotifierFunc(e.notify), hitl.DispatcherOptions{
+		Attempt: escalationAttempt, OnAttempt: e.attempted, OnError: e.troubled,
+	})
+	var ctx context.Context
+	ctx, x.stop = context.WithCancel(context.Background())
+	x.ended = make(chan struct{})
+	begun := make(chan struct{})
+	x.begin = sync.OnceFunc(func() { close(begun) })
+	go func() {
+		defer close(x.ended)
+		select { // the first configuration names the receiver
+		case <-begun:
+			dispatcher.Run(ctx)
+		case <-ctx.Done():
+		}
+	}()
+}
+
+// adopt takes the options of the latest configuration over.
+func (x *escalating) adopt(o *HITL) {
+	keep := time.Duration(0)
+	if o != nil {
+		keep = time.Duration(o.Keep)
+	}
+	x.store.SetKeep(keep)
+	x.begin()
+}
+
+// end stops the dispatcher and waits until it no longer uses the store. It resumes after a
+// restart.
+func (x *escalating) end() {
+	x.stop()
+	<-x.ended
+}
+
+// notify implements hitl.Notifier, by the latest configuration.
+func (e *engine) notify(ctx context.Context, esc hitl.Escalation) error {
+	a := e.activeConfigs.latest()
+	switch {
+	case a == nil:
+		return errNotOpen // it is tried again, with the next configuration
+	case a.HITL != nil && a.HITL.webhook != nil:
+		return a.HITL.webhook.Notify(ctx, esc)
+	}
+	level := zapcore.WarnLevel
+	if esc.Level == hitl.Stop {
+		level = zapcore.ErrorLevel
+	}
+	e.logger.Log(level, "escalation: "+esc.Summary, escalationFields(&esc)...)
+	return nil
+}
+
+// escalated hears of an escalation that was opened.
+func (e *engine) escalated(esc hitl.Escalation) {
+	e.emit(eventEscalated, map[string]any{
+		"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "upstream": esc.Links.Upstream,
+	})
+}
+
+// attempted logs and counts an attempt to notify of an escalation.
+func (e *engine) attempted(esc hitl.Escalation, err error) {
+	e.counts.EscalationNotified(err == nil)
+	switch {
+	case esc.State == hitl.Undeliverable:
+		e.logger.Error("an escalation cannot be delivered: the receiver does not take it",
+			append(escalationFields(&esc), zap.Error(err))...)
+		e.emit(eventUndeliverable, map[string]any{
+			"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "upstream": esc.Links.Upstream,
+		})
+	case err != nil:
+		e.logger.Warn("the receiver has not taken an escalation; it is tried again",
+			append(escalationFields(&esc), zap.Time("next", esc.Delivery.Next), zap.Error(err))...)
+	}
+}
+
+func (e *engine) troubled(err error) {
+	e.logger.Error("notifying of escalations is held up", zap.Error(err))
+}
+
+// escalationFields name an escalation in the log: by ids, which hold nothing secret (P8).
+func escalationFields(esc *hitl.Escalation) []zap.Field {
+	fields := []zap.Field{
+		zap.String("escalation", esc.ID), zap.Stringer("level", esc.Level), zap.String("cause", string(esc.Cause)),
+		zap.Int("attempts", esc.Delivery.Attempts),
+	}
+	for name, id := range map[string]string{
+		"workflow": esc.Workflow, "checkpoint": esc.Links.Checkpoint, "rollback": esc.Links.Rollback,
+		"error_token": esc.Links.Error, "execution": esc.Links.Execution, "upstream": esc.Links.Upstream,
+	} {
+		if id != "" {
+			fields = append(fields, zap.String(name, id))
+		}
+	}
+	return fields
+}
+
+// escalateCircuit opens the escalation of an upstream that does not come back (ATD, HITL
+// case 4). The breaker says so once an outage, and the time of that names it: generations
+// begin anew with a breaker that was forgotten.
+func (e *engine) escalateCircuit(ev breaker.Event) {
+	ctx, cancel := context.WithTimeout(context.Background(), circuitPatience)
+	defer cancel()
+	name := ev.Key.Upstream
+	if ev.Key.Class != "" {
+		name += " (" + ev.Key.Class + " calls)"
+	}
+	_, err := e.escalations.store.Open(ctx, hitl.Opening{
+		Key:   "breaker " + ev.Key.Upstream + " " + ev.Key.Class + " " + strconv.FormatInt(ev.Time.UnixNano(), 10),
+		Level: hitl.Approval, Cause: hitl.CauseBreakerOpen,
+		Summary: fmt.Sprintf("The upstream %s does not come back: %d probes in a row have failed, the last one with: %s.",
+			name, ev.FailedProbes, ev.Cause),
+		Links: hitl.Links{Upstream: ev.Key.Upstream, Checkpoint: proxy.ParseEvidence(ev.Evidence).Checkpoint},
+	})
+	if err != nil && !errors.Is(err, store.ErrClosed) {
+		e.logger.Error("an escalation cannot be recorded: an upstream does not come back", append(circuitFields(ev), zap.Error(err))...)
+	}
+}
+
+// resealEscalations seals them anew. Those that do not open with any key of the ring are
+// lost already, and keep no other value from being moved.
+func (e *engine) resealEscalations(ctx context.Context) error {
+	_, err := e.escalations.store.Reseal(ctx)
+	if errors.Is(err, hitl.ErrUnreadable) {
+		e.logger.Error("some escalations are damaged, and are left as they are", zap.Error(err))
+		return nil
+	}
+	return err
+}
+
+// countEscalations is how many there are, for metrics; nil where that is not known.
+func (e *engine) countEscalations() []escalationReport {
+	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
+	defer cancel()
+	counts, err := e.escalations.store.Count(ctx)
+	if err != nil {
+		return nil
+	}
+	var all []escalationReport
+	for l := hitl.Pause; l <= hitl.Stop; l++ {
+		for _, s := range hitl.States() {
+			all = append(all, escalationReport{Level: l.String(), State: s.String(), N: counts[l][s]})
+		}
+	}
+	return all
+}
+
+func init() {
+	caddy.RegisterModule(AdminAPI{})
+	caddycmd.RegisterCommand(cli.Command())
+}
+
+// AdminAPI adds the routes below `/agent_guard/` to Caddy's admin endpoint, by which
+// operators see executions, settle what is in doubt, and look at the store. The
+// command `caddy agent-guard` uses them. It has no options.
+type AdminAPI struct{}
+
+// CaddyModule returns the Caddy module information.
+func (AdminAPI) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "admin.api.agent_guard", New: func() caddy.Module { return new(AdminAPI) }}
+}
+
+// Routes implements caddy.AdminRouter. Which stores are open is asked with each
+// request: this module is made before any app, and is never cleaned up.
+func (AdminAPI) Routes() []caddy.AdminRoute {
+	return []caddy.AdminRoute{{Pattern: admin.Prefix, Handler: admin.New(&engines)}}
+}
+
+// Paths lists the open engines.
+func (p *enginePool) Paths() (all []string) {
+	p.pool.Range(func(path, _ any) bool {
+		all = append(all, path.(string))
+		return true
+	})
+	return all
+}
+
+// View returns the open engine at path with a reference of its own.
+func (p *enginePool) View(path string) (admin.Store, bool) {
+	e := p.peek(path)
+	return storeView{e}, e != nil
+}
+
+// storeView is an engine as the admin API sees it.
+type storeView struct{ e *engine }
+
+// Path implements admin.Store.
+func (b storeView) Path() string { return b.e.path }
+
+// Guard implements admin.Store.
+func (b storeView) Guard() *execution.Guard { return b.e.guard }
+
+// Now implements admin.Store.
+func (b storeView) Now(ctx context.Context) (time.Time, error) { return b.e.store.Now(ctx) }
+
+// Release implements admin.Store. A store that nobody else uses any more is closed,
+// and logs by itself what goes wrong then.
+func (b storeView) Release() { _ = b.e.release() }
+
+// Evidence implements admin.Store.
+func (b storeView) Evidence(ctx context.Context, key execution.Key, found *execution.Record, d execution.Resolution) *store.Batch {
+	var way *tokenPolicy
+	if a := b.e.activeConfigs.latest(); a != nil {
+		way = a.way.Load()
+	}
+	return way.settledBy(ctx, b.e, key, found, d.Applied, "operator")
+}
+
+// Resolved implements admin.Store.
+func (b storeView) Resolved(key execution.Key, found *execution.Record, decision execution.Resolution) {
+	b.e.logger.Info("an operator has settled an execution that was in doubt",
+		zap.Stringer("key", key), zap.String("guard", found.Guard), zap.String("action", found.Action),
+		zap.String("cause", string(found.Cause)), zap.Bool("applied", decision.Applied),
+		zap.String("operator", decision.Operator), zap.String("reason", decision.Reason))
+	outcome := execution.Released
+	if decision.Applied {
+		outcome = execution.Completed
+	}
+	b.e.emit(eventResolved, map[string]any{
+		"guard": found.Guard, "action": found.Action, "key": key.String(), "caller": hex.EncodeToString(found.Caller[:]),
+		"outcome": outcome.String(), "by": "operator",
+	})
+}
+
+// Quota implements admin.Store. It is that of the latest configuration.
+func (b storeView) Quota() *admin.Quota {
+	a := b.e.activeConfigs.latest()
+	if a == nil || a.Quota == (Quota{}) {
+		return nil
+	}
+	return &admin.Quota{OpenExecutions: a.Quota.OpenExecutions, StoredBytes: a.Quota.StoredBytes}
+}
+
+// Keys implements admin.Store.
+func (b storeView) Keys(ctx context.Context) (*admin.KeyStatus, error) {
+	is, err := b.e.keyStatus(ctx)
+	if err != nil {
+		return nil, err
+	}
+	status := &admin.KeyStatus{Source: is.Source, File: is.File, Keys: make([]admin.Key, 0, len(is.Keys))}
+	for _, key := range is.Keys {
+		status.Keys = append(status.Keys, admin.Key(key))
+	}
+	if pass := is.Resealing; pass != nil {
+		status.Resealing = &admin.Resealing{
+			Key: pass.Key, Seen: pass.Seen, Resealed: pass.Resealed, Damaged: pass.Damaged, Left: []admin.KeyLeft{},
+			Started: pass.Started, Finished: pass.Finished, Done: pass.Done, Error: pass.Err,
+		}
+		for _, left := range pass.Left {
+			status.Resealing.Left = append(status.Resealing.Left, admin.KeyLeft(left))
+		}
+	}
+	return status, nil
+}
+
+// Ledger implements admin.Store.
+func (b storeView) Ledger() *admin.Ledger {
+	opened := b.e.ledger.open.Load()
+	if opened == nil && b.e.ledger.coming.Load() {
+		return new(admin.Ledger)
+	}
+	if opened == nil {
+		return nil
+	}
+	return &admin.Ledger{Log: opened.Log(), Key: opened.HeadKey()}
+}
+
+// Rollbacks implements admin.Store.
+func (b storeView) Rollbacks() admin.Rollbacks {
+	if c := b.e.rollbacks.coordinator(); c != nil {
+		return c
+	}
+	return nil
+}
+
+// Checkpoints implements admin.Store.
+func (b storeView) Checkpoints() *checkpoint.Store { return b.e.checkpoints }
+
+// Trial implements admin.Store.
+func (b storeView) Trial(checkpoint string) (admin.Trial, bool) {
+	return b.e.rollbacks.trials.of(checkpoint)
+}
+
+// RotateKeys implements admin.Store.
+func (b storeView) RotateKeys(ctx context.Context) error {
+	_, err := b.e.rotateKeys(ctx)
+	if errors.Is(err, errKeyGiven) {
+		return caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
+	}
+	return err
+}
+
+// Identity implements admin.Store.
+func (b storeView) Identity() *admin.Identity { return b.e.ledger.status() }
+
+// RotateIdentity implements admin.Store.
+func (b storeView) RotateIdentity(stolen bool) error {
+	err := b.e.ledger.rotate(stolen)
+	if errors.Is(err, errKeyElsewhere) || errors.Is(err, ect.ErrBusy) {
+		return caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
+	}
+	return err
+}
+
+// Escalations implements admin.Store.
+func (b storeView) Escalations() *hitl.Store { return b.e.escalations.store }
+
+// Circuits implements admin.Store.
+func (b storeView) Circuits() []proxy.Circuit {
+	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
+	defer cancel()
+	way := b.e.latestPolicy()
+	all := []proxy.Circuit{}
+	for _, s := range b.e.circuits.Status() {
+		all = append(all, describeCircuit(ctx, b.e.circuits, way, &s))
+	}
+	return all
+}
+
+// SetCircuitMode implements admin.Store.
+func (b storeView) SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error) {
+	if !b.e.circuits.SetMode(key, mode) {
+		return false, nil
+	}
+	b.e.logger.Warn("an operator has set the mode of a circuit breaker", zap.Stringer("upstream", key), zap.Stringer("mode", mode))
+	return true, b.e.keepCircuit(ctx, key) // not every mode changes the state
+}
+
+// counting is what a store implements that counts what it does.
+type counting interface{ Stats() badger.Stats }
+
+// Report implements admin.Store.
+func (b storeView) Report() *admin.Report {
+	st, ok := b.e.store.(counting)
+	if !ok {
+		return nil
+	}
+	s := st.Stats()
+	r := &admin.Report{
+		Commits: s.Commits, Batches: s.Batches, Writes: s.Writes, Conflicts: s.Conflicts,
+		Bytes: s.Bytes, BodyBytes: s.BulkBytes, BodySyncs: s.BulkSyncs, Dropped: s.Dropped, Refused: s.Full,
+		Dead: s.Space.Dead, Reclaimed: s.ReclaimedBytes, MaxSize: s.MaxSize, Verifying: s.Verifying,
+	}
+	if s.Commits > 0 {
+		r.RecordsPerSync = float64(s.Batches) / float64(s.Commits)
+	}
+	reporter, ok := b.e.opener.(StoreReporter)
+	if !ok {
+		return r
+	}
+	r.Size = reporter.ReportStore(b.e.store).Bytes
+	if disk := reporter.ReportDisk(b.e.store); disk != nil {
+		r.Disk = &admin.Disk{Free: disk.Free, MinFree: s.MinFree, Takes: takes(disk.Watermark)}
+	}
+	return r
+}
+
+// takes says what a store still takes, in the words of the admin API.
+func takes(w Watermark) string {
+	switch w {
+	case DiskEnough:
+		return admin.TakesEverything
+	case DiskLow:
+		return admin.TakesOutcomes
+	default:
+		return admin.TakesNothing
+	}
+}
+
+var (
+	_ caddy.AdminRouter = AdminAPI{}
+	_ admin.Stores      = (*enginePool)(nil)
+	_ admin.Store       = storeView{}
+)

@@ -9,20 +9,28 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"go.uber.org/zap"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
 // Identity is who the gateway is in the tokens that it issues. With an identity, every
 // decision about a guarded call becomes a signed Execution Context Token in the ledger
-// of the store: a checkpoint before the call leaves, a node that tells what came of it,
-// and an error where it failed.
+// of the store: a checkpoint before the call is sent, a node with its outcome, and an error
+// where it failed.
 type Identity struct {
 	// The issuer (`iss`) of the gateway's tokens, a URI, usually a SPIFFE ID like
 	// `spiffe://example.com/gateway`. It is also what callers name in the `aud` of
@@ -94,18 +102,33 @@ func (i *Identity) provision(store string) error {
 	if err := checkPublicURL(i.PublicURL); err != nil {
 		return fmt.Errorf("public_url: %w", err)
 	}
+	if err := i.provisionKeys(store); err != nil {
+		return &wrong{"identity.key_file", fmt.Errorf("key_file: %w", err)}
+	}
+	return nil
+}
+
+// provisionKeys finds out where the identity's keys are, and checks them as far as they are
+// there.
+func (i *Identity) provisionKeys(store string) error {
 	if i.KeyFile == "" {
 		i.KeyFile = store + ".identity"
-		return nil
+	} else {
+		path, err := caddy.NewReplacer().ReplaceOrErr(i.KeyFile, true, true)
+		if err == nil {
+			path, err = filepath.Abs(path)
+		}
+		if err != nil {
+			return fmt.Errorf("%q: %w", i.KeyFile, err)
+		}
+		i.KeyFile = path
 	}
-	path, err := caddy.NewReplacer().ReplaceOrErr(i.KeyFile, true, true)
-	if err == nil {
-		path, err = filepath.Abs(path)
+	if err := checkKeyFile(i.KeyFile); err != nil {
+		return err
 	}
-	if err != nil {
-		return fmt.Errorf("key_file %q: %w", i.KeyFile, err)
+	if _, err := ect.LoadRing(i.KeyFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
 	}
-	i.KeyFile = path
 	return nil
 }
 
@@ -128,7 +151,7 @@ const maxPublicURL = 512
 
 // rollbackURI is where a rollback is asked for.
 func (i *Identity) rollbackURI() string {
-	return strings.TrimRight(i.PublicURL, "/") + wellKnown + "rollback"
+	return strings.TrimRight(i.PublicURL, "/") + api.WellKnown + "rollback"
 }
 
 func algorithmNames() []string {
@@ -142,6 +165,14 @@ func algorithmNames() []string {
 // loadRing reads the keys of the identity, or makes the first one where fresh says that
 // nothing was signed yet: without the keys before, nobody could verify what was.
 func (i *Identity) loadRing(fresh bool, logger *slog.Logger) (*ect.Ring, error) {
+	ring, err := i.readRing(fresh, logger)
+	if err != nil {
+		return nil, &wrong{"identity.key_file", err}
+	}
+	return ring, nil
+}
+
+func (i *Identity) readRing(fresh bool, logger *slog.Logger) (*ect.Ring, error) {
 	ring, err := ect.LoadRing(i.KeyFile)
 	if info, statErr := os.Stat(i.KeyFile); statErr == nil && info.Mode().Perm()&0o077 != 0 {
 		logger.Warn("others than the owner may use the identity's key file; give it the mode 0600",
@@ -158,15 +189,15 @@ func (i *Identity) loadRing(fresh bool, logger *slog.Logger) (*ect.Ring, error) 
 	return ect.CreateRing(i.KeyFile, i.algorithm)
 }
 
-// named notes under which name and key tokens are signed from now on, and tells of keys
-// that are gone: another file may have been put in the place of the right one.
-func (i *Identity) named(ctx context.Context, told *evidence.Evidence, ring *ect.Ring, logger *slog.Logger) error {
-	if lacks := told.Lacks(ring); len(lacks) > 0 {
+// recordName records the name and key that tokens are signed with from now on, and warns of
+// missing keys: the key file may have been replaced by another one.
+func (i *Identity) recordName(ctx context.Context, ev *evidence.Evidence, ring *ect.Ring, logger *slog.Logger) error {
+	if lacks := ev.MissingKeys(ring); len(lacks) > 0 {
 		logger.Warn("the key file lacks keys that the gateway has signed with: what they have signed cannot be verified; "+
 			"if the file was exchanged by mistake, put the right one back and load the configuration again",
 			slog.String("file", i.KeyFile), slog.Any("keys", lacks))
 	}
-	return told.Named(ctx, i.Name, ring)
+	return ev.RecordName(ctx, i.Name, ring)
 }
 
 // parseIdentity reads
@@ -193,6 +224,9 @@ func parseIdentity(d *caddyfile.Dispenser, a *App) error {
 	}
 	if err := identityOptions().readBlock(d, "identity", a.Identity, at); err != nil {
 		return err
+	}
+	if file, ok := at["key_file"]; ok {
+		a.writtenAt("identity.key_file", file[0])
 	}
 	return nil
 }
@@ -244,4 +278,316 @@ func checkIdentity(name string) error {
 	}
 	_, err = ect.ParseOwner(name)
 	return err
+}
+
+// keepReplaced is how long a replaced key is published: the longest life of a token that it
+// may have signed, whatever `life` says today, and the clock skew of verifiers.
+const keepReplaced = ect.MaxLife + time.Minute
+
+const (
+	// ledgerCloseTime is how long the sequencer may take to finish when the store closes.
+	ledgerCloseTime = 10 * time.Second
+	pruneEvery      = time.Hour
+	headEvery       = 10 * time.Second // the newest head is written beside the store
+	orphansTime     = 30 * time.Second // for recording orphans at the start
+)
+
+var (
+	errNoIdentity = errors.New("the running configuration has no `identity`, whose key could be rotated")
+	// errKeyElsewhere: rotating this file would lose the key that signs.
+	errKeyElsewhere = errors.New("the key file does not hold the key that signs now")
+	errSealedLedger = errors.New("the store holds a ledger, which is sealed anew only while `identity` is configured; " +
+		"until then the older keys are needed")
+)
+
+// ledgerHandle is the engine's ledger. The first configuration with an identity opens it, and
+// it stays open with the engine: after a reload without an identity nothing more is
+// recorded, but pending entries still move into the tree.
+type ledgerHandle struct {
+	engine *engine
+
+	mu         sync.Mutex  // held while it is opened, and while its keys change; guards identities
+	identities []*Identity // of the configurations that hold it, the latest last
+	open       atomic.Pointer[evidence.Evidence]
+	retain     atomic.Int64 // nanoseconds, of the latest configuration
+	coming     atomic.Bool  // a configuration has an identity, and is about to open it
+	stop       context.CancelFunc
+	ended      chan struct{}
+	// unsealed: it could not be sealed anew, because no configuration held the engine.
+	unsealed atomic.Bool
+}
+
+// acquire returns the open ledger, opening it for the first configuration with an identity.
+// Later configurations bring their keys.
+func (l *ledgerHandle) acquire(ctx context.Context, i *Identity, logger *slog.Logger) (*evidence.Evidence, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if ev := l.open.Load(); ev != nil {
+		ring, err := i.loadRing(false, logger)
+		if err != nil {
+			return nil, err
+		}
+		if err := i.recordName(ctx, ev, ring, logger); err != nil {
+			return nil, err
+		}
+		ev.Ring().Reload(ring)
+		l.join(i)
+		return ev, nil
+	}
+	e := l.engine
+	exists, err := evidence.Exists(ctx, e.store)
+	if err != nil {
+		return nil, err
+	}
+	ring, err := i.loadRing(!exists, logger)
+	if err != nil {
+		return nil, err
+	}
+	ev, err := evidence.Open(ctx, evidence.Options{
+		Store: e.store, Sealer: e.ring, Node: e.guard.Node(), Ring: ring, HeadFile: i.KeyFile + ".head", Logger: logger,
+	})
+	if errors.Is(err, ledger.ErrTampered) {
+		err = fmt.Errorf("%w: %s holds a ledger that is not as it was written, or an older copy of it; "+
+			"if you have put a backup back, move %s away, the newest head that was seen: what it covers beyond the backup is lost; "+
+			"else keep the store for examination, and start without `identity`, or with another store", err, e.path, i.KeyFile+".head")
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := i.recordName(ctx, ev, ring, logger); err != nil {
+		_ = ev.Close(ctx) // nothing is pending yet
+		return nil, err
+	}
+	l.recordOrphans(ctx, ev, i)
+	e.logger.Info("ledger open", zap.String("log", ev.Log().Origin()), zap.String("key", ev.HeadKey()),
+		zap.Int64("entries", ev.Log().Head().Size))
+	l.open.Store(ev)
+	l.join(i)
+	var pruning context.Context
+	pruning, l.stop = context.WithCancel(context.Background())
+	l.ended = make(chan struct{})
+	go l.keepPruned(pruning, ev)
+	return ev, nil
+}
+
+// join makes i the latest identity that holds the ledger: rotations write its key file. mu is
+// held.
+func (l *ledgerHandle) join(i *Identity) {
+	l.identities = append(l.identities, i)
+	l.retain.Store(int64(i.Retain))
+}
+
+// latest is the identity of the latest configuration, or nil. mu is held.
+func (l *ledgerHandle) latest() *Identity {
+	if len(l.identities) == 0 {
+		return nil
+	}
+	return l.identities[len(l.identities)-1]
+}
+
+// leave removes the identity of a configuration. If that one has failed to load, the keys of
+// the one before it are used again.
+func (l *ledgerHandle) leave(i *Identity) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	failed := l.latest() == i
+	l.identities = slices.DeleteFunc(l.identities, func(other *Identity) bool { return other == i })
+	back := l.latest()
+	if !failed || back == nil {
+		return
+	}
+	l.retain.Store(int64(back.Retain))
+	if back.KeyFile == i.KeyFile {
+		return
+	}
+	ring, err := back.loadRing(false, slog.New(slog.DiscardHandler))
+	if err != nil {
+		l.engine.logger.Error("the key file of the running configuration cannot be read again; tokens are signed with the key "+
+			"of the one that failed to load, until the next reload", zap.Error(err))
+		return
+	}
+	l.open.Load().Ring().Reload(ring)
+}
+
+// close ends the ledger, once nothing uses the engine any more.
+func (l *ledgerHandle) close() {
+	ev := l.open.Load()
+	if ev == nil {
+		return
+	}
+	l.stop()
+	<-l.ended
+	ctx, cancel := context.WithTimeout(context.Background(), ledgerCloseTime)
+	defer cancel()
+	if !l.engine.healthy() {
+		cancel() // nothing can be moved any more
+	}
+	if err := ev.Close(ctx); err != nil {
+		l.engine.logger.Warn("not all of the evidence has its place in the ledger yet; the next start goes on", zap.Error(err))
+	}
+}
+
+// report is for metrics; nil without a ledger.
+func (l *ledgerHandle) report() *ledgerReport {
+	ev := l.open.Load()
+	if ev == nil {
+		return nil
+	}
+	s := ev.Log().Stats()
+	return &ledgerReport{
+		Entries: s.Size, Backlog: s.Backlog.Entries, Age: s.Backlog.Age, Unsigned: s.Refused, Retries: s.Retries,
+	}
+}
+
+// keepPruned prunes old entries, and writes the newest head beside the store.
+func (l *ledgerHandle) keepPruned(ctx context.Context, ev *evidence.Evidence) {
+	defer close(l.ended)
+	tick, heads := time.NewTicker(pruneEvery), time.NewTicker(headEvery)
+	defer tick.Stop()
+	defer heads.Stop()
+	logger := l.engine.logger
+	warned := false
+	start := make(chan struct{})
+	close(start) // prune at once too: a process may end before pruneEvery
+	for {
+		select {
+		case <-start:
+			start = nil
+		case <-heads.C:
+			err := ev.WriteHead()
+			if err != nil && !warned {
+				logger.Warn("the head of the ledger cannot be kept beside the store", zap.Error(err))
+			}
+			warned = err != nil
+			continue
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+		n, err := ev.Prune(ctx, time.Duration(l.retain.Load()))
+		switch {
+		case err != nil && ctx.Err() == nil:
+			logger.Warn("the ledger could not be pruned", zap.Error(err))
+		case n > 0:
+			logger.Info("the ledger was pruned", zap.Int("entries", n))
+		}
+	}
+}
+
+// recordOrphans records the executions that a process which crashed has left in doubt. On an
+// error, such as a full disk, the start goes on, and the next one tries again.
+func (l *ledgerHandle) recordOrphans(ctx context.Context, ev *evidence.Evidence, i *Identity) {
+	ctx, cancel := context.WithTimeout(ctx, orphansTime)
+	defer cancel()
+	if err := l.recordEachOrphan(ctx, ev, i); err != nil {
+		l.engine.logger.Error("the executions that the last process has left in doubt cannot all be recorded in the ledger; the next start goes on",
+			zap.Error(err))
+	}
+}
+
+func (l *ledgerHandle) recordEachOrphan(ctx context.Context, ev *evidence.Evidence, i *Identity) error {
+	events, err := ev.EventBuilder(i.Name, i.spelling, time.Duration(i.Life))
+	if err != nil {
+		return err
+	}
+	filter := execution.Filter{States: []execution.State{execution.StateInDoubt}}
+	for after := ""; ; {
+		page, err := l.engine.guard.List(ctx, filter, after, execution.MaxPage)
+		if err != nil {
+			return err
+		}
+		for n := range page.Executions {
+			found := &page.Executions[n]
+			if found.Record == nil || found.Record.Checkpoint == "" {
+				continue
+			}
+			if err := ev.RecordOrphan(ctx, events, found.Key, found.Record); err != nil {
+				return err
+			}
+		}
+		if after = page.Next; after == "" {
+			return nil
+		}
+	}
+}
+
+// reseal seals the ledger with the newest key. It runs before the guard records which keys are
+// still needed.
+func (l *ledgerHandle) reseal(ctx context.Context) error {
+	if ev := l.open.Load(); ev != nil {
+		return ev.Reseal(ctx)
+	}
+	exists, err := evidence.Exists(ctx, l.engine.store)
+	if err == nil && exists {
+		err = errSealedLedger
+	}
+	return err
+}
+
+// rotate writes a new signing key of the configured algorithm into the key file of the latest
+// configuration and signs with it. The previous key stays published until its tokens have
+// expired; with stolen, no older key is published any more.
+func (l *ledgerHandle) rotate(stolen bool) error {
+	l.mu.Lock() // a reload meanwhile would bring back the ring that it has read before
+	defer l.mu.Unlock()
+	ev, i := l.open.Load(), l.latest()
+	if ev == nil || i == nil {
+		return errNoIdentity
+	}
+	if err := i.checkSigner(ev.Ring()); err != nil {
+		return err
+	}
+	keep := keepReplaced
+	if stolen {
+		keep = 0
+	}
+	id, err := ev.Ring().Rotate(i.KeyFile, i.algorithm, time.Now(), keep)
+	if err != nil {
+		return err
+	}
+	if err := ev.RecordName(context.Background(), i.Name, ev.Ring()); err != nil {
+		l.engine.logger.Error("that the new key signs in this name is noted with the next load of the configuration", zap.Error(err))
+	}
+	l.engine.logger.Info("signing key rotated", zap.String("identity", i.Name), zap.String("key", id),
+		zap.Stringer("algorithm", i.algorithm), zap.Bool("stolen", stolen))
+	l.engine.emit(eventIdentityRotated, nil)
+	return nil
+}
+
+// checkSigner checks that the key file has the key that signs now: if another ring replaced it,
+// tokens under that key could not be verified any more.
+func (i *Identity) checkSigner(open *ect.Ring) error {
+	found, err := ect.LoadRing(i.KeyFile)
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w: %s is missing: put it back from your backup; without it the gateway does not start again",
+			errKeyElsewhere, i.KeyFile)
+	}
+	if err != nil {
+		return err
+	}
+	keys := open.List()
+	signs := keys[len(keys)-1].ID
+	if !slices.ContainsFunc(found.List(), func(k ect.RingKey) bool { return k.ID == signs }) {
+		return fmt.Errorf("%w: %s is another one than was loaded: put it back, or load the configuration again to sign with what it holds",
+			errKeyElsewhere, i.KeyFile)
+	}
+	return nil
+}
+
+// status describes the identity and its keys for operators; nil where the latest configuration
+// has none.
+func (l *ledgerHandle) status() *admin.Identity {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	ev, i := l.open.Load(), l.latest()
+	if ev == nil || i == nil {
+		return nil
+	}
+	status := &admin.Identity{Name: i.Name, File: i.KeyFile, Algorithm: i.algorithm.String()}
+	for _, k := range ev.Ring().List() {
+		status.Keys = append(status.Keys, admin.IdentityKey{
+			ID: k.ID, Algorithm: k.Algorithm.String(), Created: k.Created, Until: k.Until, Signs: k.Signs, Revoked: k.Revoked,
+		})
+	}
+	return status
 }

@@ -24,7 +24,7 @@ func withIdentity(file, more string) string {
 // signing is the name of the key that the app's tokens are signed with.
 func signing(t *testing.T, app *App) string {
 	t.Helper()
-	keys := app.held.archive.open.Load().Ring().List()
+	keys := app.held.ledger.open.Load().Ring().List()
 	return keys[len(keys)-1].ID
 }
 
@@ -41,7 +41,7 @@ func inFile(t *testing.T, file string) string {
 
 func rotateIdentity(t *testing.T, app *App, stolen bool) string {
 	t.Helper()
-	if err := app.held.rotateIdentity(stolen); err != nil {
+	if err := app.held.ledger.rotate(stolen); err != nil {
 		t.Fatal(err)
 	}
 	return signing(t, app)
@@ -50,7 +50,7 @@ func rotateIdentity(t *testing.T, app *App, stolen bool) string {
 // signed is a token that the app's identity issues now.
 func signed(t *testing.T, app *App) *ect.Token {
 	t.Helper()
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: gatewayName, Ring: app.held.archive.open.Load().Ring(), Life: ect.MaxLife})
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: gatewayName, Ring: app.held.ledger.open.Load().Ring(), Life: ect.MaxLife})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,7 +74,7 @@ func verifierOf(t *testing.T, keys ect.Source) *ect.Verifier {
 // publishedAt is what others get at that time.
 func publishedAt(t *testing.T, app *App, at time.Time) *ect.Set {
 	t.Helper()
-	text, err := app.held.archive.open.Load().Ring().PublicSet(at, gatewayName)
+	text, err := app.held.ledger.open.Load().Ring().PublicSet(at, gatewayName)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -124,7 +124,7 @@ func TestRotatedIdentityKeepsItsPromises(t *testing.T) {
 		t.Fatal(err)
 	}
 	rotateIdentity(t, again, true)
-	own := verifierOf(t, again.held.archive.open.Load().Ring().Source(owner))
+	own := verifierOf(t, again.held.ledger.open.Load().Ring().Source(owner))
 	if _, err := own.VerifyStored(t.Context(), old.Raw()); err != nil {
 		t.Errorf("a record under a replaced key: %v", err)
 	}
@@ -170,7 +170,7 @@ func TestIdentityRotatesInTheLatestConfiguration(t *testing.T) {
 	if signing(t, first) != inFile(t, one) {
 		t.Error("a configuration that has failed to load has left its keys")
 	}
-	if got := time.Duration(first.held.archive.retain.Load()); got != time.Hour {
+	if got := time.Duration(first.held.ledger.retain.Load()); got != time.Hour {
 		t.Errorf("entries are kept for %v", got)
 	}
 	untouched := inFile(t, two)
@@ -183,7 +183,7 @@ func TestIdentityRotatesInTheLatestConfiguration(t *testing.T) {
 		t.Fatal(err)
 	}
 	id := rotateIdentity(t, next, false)
-	status := next.held.identityStatus()
+	status := next.held.ledger.status()
 	if inFile(t, two) != id || status.File != two || status.Name != gatewayName || status.Algorithm != "EdDSA" || len(status.Keys) != 2 {
 		t.Fatalf("%+v", status)
 	}
@@ -197,7 +197,7 @@ func TestIdentityRotatesInTheLatestConfiguration(t *testing.T) {
 	if err := next.Cleanup(); err != nil {
 		t.Fatal(err)
 	}
-	if err := without.held.rotateIdentity(false); !errors.Is(err, errNoIdentity) || without.held.identityStatus() != nil {
+	if err := without.held.ledger.rotate(false); !errors.Is(err, errNoIdentity) || without.held.ledger.status() != nil {
 		t.Errorf("without an identity: %v", err)
 	}
 }
@@ -215,7 +215,7 @@ func TestIdentityIsNotRotatedInAnotherFile(t *testing.T) {
 	}
 	refused := func(words string) {
 		t.Helper()
-		err := borrowed{app.held}.RotateIdentity(true)
+		err := storeView{app.held}.RotateIdentity(true)
 		if err == nil || !strings.Contains(err.Error(), words) || signing(t, app) != id {
 			t.Errorf("%v, want ...%s", err, words)
 		}
@@ -261,7 +261,7 @@ func TestIdentityRotatesBesideReloads(t *testing.T) {
 	}
 	beside.Wait()
 	var have []string
-	for _, key := range app.held.identityStatus().Keys {
+	for _, key := range app.held.ledger.status().Keys {
 		have = append(have, key.ID)
 	}
 	if signing(t, app) != inFile(t, file) || !slices.Equal(have[1:], made) {

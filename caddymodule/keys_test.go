@@ -17,7 +17,7 @@ import (
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 )
 
@@ -68,20 +68,20 @@ func record(t *testing.T, app *App, id string) {
 	t.Helper()
 	g := app.held.guard
 	c := recordedCall(g, id)
-	e, err := g.Claim(t.Context(), c, guard.Finding{})
+	e, err := g.Claim(t.Context(), c, execution.Finding{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	e.Recording().Start(201, nil)
 	e.Write([]byte(strings.Repeat("charged ", 100)))
-	if err := e.Settle(t.Context(), guard.Outcome{Verdict: guard.Completed, Status: 201, Whole: true}); err != nil {
+	if err := e.Settle(t.Context(), execution.Outcome{Verdict: execution.Completed, Status: 201, Whole: true}); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func recordedCall(g *guard.Guard, id string) *guard.Call {
-	scope := guard.Scope{Caller: "ada", Guard: "default", Method: "POST", Path: "/v1/charges", ID: id}
-	return &guard.Call{Key: g.Key(scope), Scope: scope, Deadline: time.Minute, KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 1 << 20}
+func recordedCall(g *execution.Guard, id string) *execution.Call {
+	scope := execution.Scope{Caller: "ada", Guard: "default", Method: "POST", Path: "/v1/charges", ID: id}
+	return &execution.Call{Key: g.Key(scope), Scope: scope, Deadline: time.Minute, KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 1 << 20}
 }
 
 // replays holds that the execution is found, and its answer whole.
@@ -90,9 +90,9 @@ func replays(t *testing.T, app *App, ids ...string) {
 	g := app.held.guard
 	for _, id := range ids {
 		c := recordedCall(g, id)
-		found, err := g.Find(t.Context(), c.Key, c.Fingerprint)
-		if err != nil || found.Standing != guard.Replayable {
-			t.Fatalf("P1: %s: standing %d, %v", id, found.Standing, err)
+		found, err := g.LookUp(t.Context(), c.Key, c.Fingerprint)
+		if err != nil || found.Status != execution.Replayable {
+			t.Fatalf("P1: %s: standing %d, %v", id, found.Status, err)
 		}
 		if result, err := g.Result(t.Context(), c.Key, found); err != nil || result.Head.Size != 800 {
 			t.Errorf("P1: the answer of %s: %v", id, err)
@@ -209,6 +209,15 @@ func wantNoSecret(t *testing.T, ring, shown string) {
 	}
 }
 
+// rotateFile rotates a key file beside the gateways that use it.
+func rotateFile(path string) (uint32, error) {
+	ring, err := seal.Load(path)
+	if err != nil {
+		return 0, err
+	}
+	return ring.Rotate(path, func(uint32) error { return nil })
+}
+
 // A crash after the file was written, before its key was used or all was sealed anew:
 // the next start opens everything, and does the rest.
 func TestRotationSurvivesACrash(t *testing.T) {
@@ -218,7 +227,7 @@ func TestRotationSurvivesACrash(t *testing.T) {
 	if err := app.Cleanup(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := seal.RotateFile(filepath.Join(dir, "store.key")); err != nil {
+	if _, err := rotateFile(filepath.Join(dir, "store.key")); err != nil {
 		t.Fatal(err)
 	}
 	app = started(t, dir, "")
@@ -235,7 +244,7 @@ func TestReloadReadsTheKeyFileAgain(t *testing.T) {
 	app := started(t, dir, "")
 	record(t, app, "before")
 	for range 2 {
-		if _, err := seal.RotateFile(key); err != nil {
+		if _, err := rotateFile(key); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -3,76 +3,61 @@ package caddymodule
 import (
 	"errors"
 	"runtime/debug"
+	"slices"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/prometheus/client_golang/prometheus"
-	"go.uber.org/zap"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// StoreObserver is told what a store does, as far as the store can tell.
+// StoreObserver counts what a store does.
 type StoreObserver interface {
-	// Committed says that batches became durable together, and how long that took.
+	// Committed reports batches that became durable together, and how long that took.
 	Committed(batches int, took time.Duration)
 }
 
-// ObservedOpener is what a StoreOpener implements whose stores tell an observer.
+// ObservedOpener is an optional interface of a StoreOpener.
 type ObservedOpener interface {
-	// ObserveStore names who is told. It is called before OpenStore.
+	// ObserveStore is called before OpenStore, with the observer of its store.
 	ObserveStore(o StoreObserver)
 }
 
-// StoreReporter is what a StoreOpener implements whose stores can tell how they are.
+// StoreReporter is an optional interface of a StoreOpener.
 type StoreReporter interface {
-	// ReportStore tells of a store that OpenStore has returned. It is asked at every
-	// scrape.
-	ReportStore(st store.Store) metrics.StoreReport
-	// ReportDisk tells of the disk of such a store, or returns nil where nothing is
-	// known. It is asked every second, and must not wait.
-	ReportDisk(st store.Store) *metrics.DiskReport
+	// ReportStore describes a store that OpenStore has returned. It is called at every scrape.
+	ReportStore(st store.Store) StoreReport
+	// ReportDisk describes the disk of such a store; nil is unknown. It is called every
+	// second, and must not wait.
+	ReportDisk(st store.Store) *DiskReport
 }
 
-// countsPool holds what is counted over each store, by its path, for as long as a
-// configuration names the store or the store is open. Counts go on over reloads.
+// countsPool has the counts of each store, by its path. Caddy makes a registry for every
+// configuration, but counts outlive reloads: they last while a configuration names the store, or
+// the store is open. Each configuration registers a collector that reads them.
 var countsPool = caddy.NewUsagePool()
 
 // pooledCounts is a Set in the pool.
-type pooledCounts struct{ *metrics.Set }
+type pooledCounts struct{ *storeCounts }
 
 // Destruct implements caddy.Destructor.
 func (pooledCounts) Destruct() error { return nil }
 
-// acquireCounts returns the counts over the store at path. Each call needs a release.
-func acquireCounts(path string) *metrics.Set {
+// acquireCounts returns the counts of the store at path. Each call needs a release.
+func acquireCounts(path string) *storeCounts {
 	value, _, _ := countsPool.LoadOrNew(path, func() (caddy.Destructor, error) { // never fails
-		return pooledCounts{metrics.NewSet()}, nil
+		return pooledCounts{newStoreCounts()}, nil
 	})
-	return value.(pooledCounts).Set
+	return value.(pooledCounts).storeCounts
 }
 
 func releaseCounts(path string) {
 	_, _ = countsPool.Delete(path) // its Destruct does not fail
-}
-
-// provisionMetrics takes the counts of the app's store and shows them to the registry
-// of its configuration. Where that does not take them, guarding goes on all the same.
-func (a *App) provisionMetrics() {
-	a.counts, a.counting = acquireCounts(a.spec.path), true
-	kind := "unknown"
-	if mod, ok := a.spec.opener.(caddy.Module); ok {
-		kind = mod.CaddyModule().ID.Name()
-	}
-	a.collector = metrics.NewCollector(a.counts, version(), kind, a.snapshot)
-	registry := a.ctx.GetMetricsRegistry()
-	if registry == nil {
-		return
-	}
-	if err := registry.Register(a.collector); err != nil && !errors.As(err, new(prometheus.AlreadyRegisteredError)) {
-		a.logger.Warn("the metrics of agent_guard cannot be shown", zap.Error(err))
-	}
 }
 
 // version is that of this module in the binary.
@@ -90,19 +75,6 @@ func version() string {
 	return "unknown"
 }
 
-// snapshot looks at the store, if it is open. It opens nothing.
-//
-// Any configuration may have opened it: after a reload that fails late, Caddy's admin
-// endpoint shows the registry of the configuration that was given up.
-func (a *App) snapshot() *metrics.Snapshot {
-	e := engines.peek(a.spec.path)
-	if e == nil {
-		return nil
-	}
-	defer func() { _ = e.release() }() // closing the store logs its own errors
-	return e.snapshot()
-}
-
 var errNotOpen = errors.New("agent_guard: the store is not open")
 
 // peek returns the engine over the store at path with a reference of its own, or nil
@@ -115,4 +87,599 @@ func (p *enginePool) peek(path string) *engine {
 		return nil
 	}
 	return value.(*engine)
+}
+
+// probeResult is what a status probe found.
+type probeResult uint8
+
+// The evidence of probes.
+const (
+	probeApplied    probeResult = iota // the call was executed
+	probeNotApplied                    // it was not
+	probeUnknown                       // the answer says neither, or none came
+	probeResults
+)
+
+var probeResultNames = [probeResults]string{"applied", "not_applied", "unknown"}
+
+var outcomes = [...]execution.Verdict{execution.Completed, execution.Released, execution.InDoubt}
+
+// actionCounts counts what became of the calls of one action of one guard. All its methods
+// are single atomic additions. The zero value counts everything but problems.
+type actionCounts struct {
+	guard, name string
+
+	running  atomic.Int64
+	executed [len(outcomes)]atomic.Uint64
+	replays  atomic.Uint64
+	attaches atomic.Uint64
+	failOpen atomic.Uint64
+	probes   [probeResults]atomic.Uint64
+	slugs    []string // of problems, in the order of their counts
+	problems []atomic.Uint64
+}
+
+// Begun counts an execution that has begun. Settled must follow.
+func (a *actionCounts) Begun() { a.running.Add(1) }
+
+// Settled counts the end of an execution, by what was recorded of it.
+func (a *actionCounts) Settled(v execution.Verdict) {
+	a.running.Add(-1)
+	for i := range outcomes {
+		if outcomes[i] == v {
+			a.executed[i].Add(1)
+		}
+	}
+}
+
+// Replayed counts a call that was answered with a recorded result.
+func (a *actionCounts) Replayed() { a.replays.Add(1) }
+
+// Attached counts a call that was answered by an execution that was running.
+func (a *actionCounts) Attached() { a.attaches.Add(1) }
+
+// FailedOpen counts a call that was forwarded unguarded for want of a store (P4).
+func (a *actionCounts) FailedOpen() { a.failOpen.Add(1) }
+
+// Probed counts a status probe.
+func (a *actionCounts) Probed(e probeResult) { a.probes[e].Add(1) }
+
+// Refused counts a call that was answered with the problem of this slug.
+func (a *actionCounts) Refused(slug string) {
+	for i := range a.slugs {
+		if a.slugs[i] == slug {
+			a.problems[i].Add(1)
+			return
+		}
+	}
+}
+
+// StoreReport describes a store.
+type StoreReport struct {
+	// Bytes is the store's size on disk, by part. The store names its parts.
+	Bytes map[string]uint64
+	// Refused counts the commits that were refused for want of disk space.
+	Refused uint64
+}
+
+// DiskReport describes the disk of a store.
+type DiskReport struct {
+	// Free is the free space in bytes.
+	Free uint64
+	// Watermark says what the store still takes.
+	Watermark Watermark
+}
+
+// Watermark says what a store still takes, by the space that its disk has left (P4).
+type Watermark uint8
+
+// The watermarks.
+const (
+	DiskEnough Watermark = iota // everything
+	DiskLow                     // outcomes of what is running; nothing new begins
+	DiskFull                    // nothing
+)
+
+// storeSnapshot is what is known of an open store at one moment.
+type storeSnapshot struct {
+	// Opened is when it was opened.
+	Opened time.Time
+	// Healthy says whether it answers.
+	Healthy bool
+	// BodyMemory is what bodies take of the memory that they share, in bytes.
+	BodyMemory int64
+	// Doubts is nil if they could not be counted.
+	Doubts *doubtReport
+	// Report is nil without a StoreReporter.
+	Report *StoreReport
+	// Disk is nil if the store does not know it.
+	Disk *DiskReport
+	// Ledger is nil where no configuration has an identity.
+	Ledger *ledgerReport
+	// Escalations is empty if they could not be counted.
+	Escalations []escalationReport
+	// Circuits are the breakers of the process.
+	Circuits []circuitReport
+	// Rollbacks is nil where nothing can be rolled back.
+	Rollbacks *rollbackReport
+}
+
+// escalationReport is how many escalations there are of one level in one state.
+type escalationReport struct {
+	// Level and State are words of the program.
+	Level, State string
+	// N is their number.
+	N int
+}
+
+// circuitReport describes one circuit breaker.
+type circuitReport struct {
+	// Upstream is its address, Class read, write or undo where these are apart, else empty.
+	Upstream, Class string
+	// State is 0 for closed, 1 for half-open, 2 for open.
+	State int
+	// ErrorRate is that of the window, 0 to 1.
+	ErrorRate float64
+	// Openings and Rejected count since the process began.
+	Openings, Rejected uint64
+}
+
+// ledgerReport describes the ledger.
+type ledgerReport struct {
+	// Entries is the size of the tree.
+	Entries int64
+	// Backlog is the number of events that wait for their place in it, and Age how
+	// long the oldest of them has waited.
+	Backlog int
+	Age     time.Duration
+	// Unsigned counts the events that went into the tree without a token, Retries the
+	// moves that failed and were tried again, since the store was opened.
+	Unsigned, Retries int64
+}
+
+// doubtReport are the executions in doubt.
+type doubtReport struct {
+	// N is their number.
+	N int
+	// OldestAge is how long ago the oldest began; zero without one.
+	OldestAge time.Duration
+}
+
+// collector shows storeCounts to the registry of one configuration: those of its own guards and
+// actions, so that the configuration bounds the number of series, and the state of the store.
+type collector struct {
+	set            *storeCounts
+	version, store string
+	snapshot       func() *storeSnapshot
+
+	mu      sync.Mutex
+	guards  []*guardCounts
+	actions []*actionCounts
+}
+
+// newCollector makes a collector. snapshot is called at every collection; nil means that the store
+// is not open.
+func newCollector(set *storeCounts, version, store string, snapshot func() *storeSnapshot) *collector {
+	return &collector{set: set, version: version, store: store, snapshot: snapshot}
+}
+
+// Guard returns what guards of this name count, and shows it from now on.
+func (c *collector) Guard(name string) *guardCounts {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	g := c.set.guard(name)
+	if !slices.Contains(c.guards, g) {
+		c.guards = append(c.guards, g)
+	}
+	return g
+}
+
+// Action returns what this action of a guard counts, and shows it from now on.
+func (c *collector) Action(guard, name string) *actionCounts {
+	g := c.Guard(guard)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	a := g.action(name)
+	if !slices.Contains(c.actions, a) {
+		c.actions = append(c.actions, a)
+	}
+	return a
+}
+
+// Describe implements prometheus.Collector.
+func (c *collector) Describe(ch chan<- *prometheus.Desc) {
+	for _, f := range families {
+		if f.desc != nil {
+			ch <- f.desc
+		}
+	}
+	c.set.latency.Describe(ch)
+	c.set.group.Describe(ch)
+}
+
+// Collect implements prometheus.Collector.
+func (c *collector) Collect(ch chan<- prometheus.Metric) {
+	out := sink(ch)
+	c.mu.Lock()
+	guards, actions := slices.Clone(c.guards), slices.Clone(c.actions)
+	c.mu.Unlock()
+	for _, g := range guards {
+		for r, name := range reasonNames {
+			out.count(unguarded, g.unguarded[r].Load(), g.name, name)
+		}
+		g.tokens.Range(func(result, n any) bool {
+			out.count(tokens, n.(*atomic.Uint64).Load(), g.name, result.(string))
+			return true
+		})
+	}
+	for _, a := range actions {
+		out.action(a)
+	}
+	out.count(recovered, c.set.recovered.Load(), execution.InDoubt.String())
+	for i, status := range rollbackStatuses {
+		out.count(rollbacks, c.set.rollbacks.finished[i].Load(), status)
+	}
+	for i, status := range stepStatuses {
+		out.count(rollbackSteps, c.set.rollbacks.steps[i].Load(), status)
+	}
+	c.set.latency.Collect(ch)
+	c.set.group.Collect(ch)
+	for i, result := range deliveryNames {
+		out.count(deliveries, c.set.deliveries[i].Load(), result)
+	}
+	out.count(eventsDropped, c.set.dropped.Load())
+	out.gauge(info, 1, c.version, c.store)
+	out.snapshot(c.snapshot())
+}
+
+// sink takes the metrics of one collection.
+type sink chan<- prometheus.Metric
+
+func (s sink) send(f *Family, kind prometheus.ValueType, v float64, labels []string) {
+	m, err := prometheus.NewConstMetric(f.desc, kind, v, labels...)
+	if err != nil {
+		// A name of the configuration that is no UTF-8 must not take the process down.
+		m = prometheus.NewInvalidMetric(f.desc, err)
+	}
+	s <- m
+}
+
+func (s sink) count(f *Family, n uint64, labels ...string) {
+	s.send(f, prometheus.CounterValue, float64(n), labels)
+}
+
+func (s sink) gauge(f *Family, v float64, labels ...string) {
+	s.send(f, prometheus.GaugeValue, v, labels)
+}
+
+func (s sink) action(a *actionCounts) {
+	for i, v := range outcomes {
+		s.count(executions, a.executed[i].Load(), a.guard, a.name, v.String())
+	}
+	s.gauge(running, float64(a.running.Load()), a.guard, a.name)
+	s.count(metricsReplays, a.replays.Load(), a.guard, a.name)
+	s.count(attaches, a.attaches.Load(), a.guard, a.name)
+	s.count(failOpen, a.failOpen.Load(), a.guard, a.name)
+	for i, result := range probeResultNames {
+		s.count(probes, a.probes[i].Load(), a.guard, a.name, result)
+	}
+	for i, slug := range a.slugs {
+		s.count(problems, a.problems[i].Load(), a.guard, a.name, slug)
+	}
+}
+
+// snapshot shows the state of the store. What is unknown is left out: a zero would mean that all
+// is well.
+func (s sink) snapshot(now *storeSnapshot) {
+	if now == nil {
+		s.gauge(storeHealthy, 0)
+		return
+	}
+	healthy := 0.0
+	if now.Healthy {
+		healthy = 1
+	}
+	s.gauge(storeHealthy, healthy)
+	s.gauge(bodyMemory, float64(now.BodyMemory))
+	s.gauge(storeOpened, float64(now.Opened.UnixMilli())/1000)
+	if now.Doubts != nil {
+		s.gauge(inDoubt, float64(now.Doubts.N))
+		s.gauge(inDoubtOldest, now.Doubts.OldestAge.Seconds())
+	}
+	if now.Report != nil {
+		for part, bytes := range now.Report.Bytes {
+			s.gauge(storeBytes, float64(bytes), part)
+		}
+		s.count(storeRefused, now.Report.Refused)
+	}
+	if disk := now.Disk; disk != nil {
+		s.gauge(storeFree, float64(disk.Free))
+		s.gauge(storeWatermark, float64(disk.Watermark))
+	}
+	for _, r := range now.Escalations {
+		s.gauge(escalations, float64(r.N), r.Level, r.State)
+	}
+	for _, c := range now.Circuits {
+		s.gauge(circuitState, float64(c.State), c.Upstream, c.Class)
+		s.gauge(circuitErrors, c.ErrorRate, c.Upstream, c.Class)
+		s.count(circuitOpenings, c.Openings, c.Upstream, c.Class)
+		s.count(circuitRejected, c.Rejected, c.Upstream, c.Class)
+	}
+	if r := now.Rollbacks; r != nil {
+		s.gauge(rollbacksRunning, float64(r.Running))
+		s.gauge(rollbackOldest, r.OldestAge.Seconds())
+	}
+	if l := now.Ledger; l != nil {
+		s.gauge(ledgerEntries, float64(l.Entries))
+		s.gauge(ledgerBacklog, float64(l.Backlog))
+		s.gauge(ledgerAge, l.Age.Seconds())
+		s.count(ledgerUnsigned, uint64(l.Unsigned))
+		s.count(ledgerRetries, uint64(l.Retries))
+	}
+}
+
+var _ prometheus.Collector = (*collector)(nil)
+
+// Family is one metric family as it is exposed.
+type Family struct {
+	// Name is the whole name.
+	Name string
+	// Type is counter, gauge or histogram.
+	Type string
+	// Help is the sentence that Prometheus shows.
+	Help string
+	// Labels are the names of its labels, in order.
+	Labels []string
+
+	desc *prometheus.Desc
+}
+
+const (
+	counter   = "counter"
+	gauge     = "gauge"
+	histogram = "histogram"
+
+	namespace         = "agent_guard_"
+	nameCommitSeconds = namespace + "store_commit_duration_seconds"
+	helpCommitSeconds = "Time that one group of batches took to become durable."
+	nameCommitBatches = namespace + "store_commit_batches"
+	helpCommitBatches = "Batches that became durable together, with one sync."
+)
+
+func family(name, kind, help string, labels ...string) *Family {
+	return &Family{
+		Name: namespace + name, Type: kind, Help: help, Labels: labels,
+		desc: prometheus.NewDesc(namespace+name, help, labels, nil),
+	}
+}
+
+// The families. Values of labels are words of the configuration or of this program,
+// so that their number is bounded: no id, no path and no caller is among them (P8).
+var (
+	executions     = family("executions_total", counter, "Executions that ended, by outcome.", "guard", "action", "outcome")
+	running        = family("running", gauge, "Executions that are running now.", "guard", "action")
+	metricsReplays = family("replays_total", counter, "Calls that were answered with a recorded result.", "guard", "action")
+	attaches       = family("attaches_total", counter, "Calls that were answered by an execution that was running already.", "guard", "action")
+	problems       = family("problems_total", counter, "Calls that were answered with a problem of the gateway's own.", "guard", "action", "problem")
+	failOpen       = family("fail_open_total", counter, "Calls that were forwarded unguarded because the store was unavailable.", "guard", "action")
+	probes         = family("probes_total", counter, "Status probes, by what they found.", "guard", "action", "result")
+	unguarded      = family("unguarded_total", counter, "Calls that are not guarded and were passed through.", "guard", "reason")
+
+	tokens = family("tokens_total", counter, "Requests with Execution Context Tokens, by what came of verifying them.", "guard", "result")
+
+	inDoubt       = family("in_doubt", gauge, "Executions that are in doubt now; counted up to 100000.")
+	inDoubtOldest = family("in_doubt_oldest_age_seconds", gauge, "Age of the oldest execution in doubt; 0 without one.")
+	recovered     = family("recovered_total", counter, "Executions that an earlier process had left open, by what became of them.", "outcome")
+
+	bodyMemory = family("body_memory_bytes", gauge, "Memory that bodies of requests and answers take beyond the first 4 KiB of each.")
+
+	storeHealthy   = family("store_healthy", gauge, "1 where the store is open and answers, else 0.")
+	storeOpened    = family("store_opened_timestamp_seconds", gauge, "When the store was opened, in Unix time.")
+	storeBytes     = family("store_bytes", gauge, "Bytes of the store on disk, by part.", "part")
+	storeFree      = family("store_free_bytes", gauge, "Free bytes on the disk of the store.")
+	storeWatermark = family("store_watermark", gauge, "0 where the disk has enough space, 1 where nothing new begins, 2 where nothing is recorded.")
+	storeRefused   = family("store_refused_total", counter, "Commits that were refused for want of disk space.")
+	commitSeconds  = &Family{Name: nameCommitSeconds, Type: histogram, Help: helpCommitSeconds}
+	commitBatches  = &Family{Name: nameCommitBatches, Type: histogram, Help: helpCommitBatches}
+
+	circuitState    = family("circuit_state", gauge, "State of the circuit breaker of an upstream: 0 closed, 1 half-open, 2 open.", "upstream", "class")
+	circuitErrors   = family("circuit_error_ratio", gauge, "Share of failures in the breaker's window.", "upstream", "class")
+	circuitOpenings = family("circuit_openings_total", counter, "Times that the breaker has opened, since the process began.", "upstream", "class")
+	circuitRejected = family("circuit_rejected_total", counter, "Calls that the breaker has refused, since the process began.", "upstream", "class")
+
+	ledgerEntries  = family("ledger_entries", gauge, "Entries of the ledger's tree.")
+	ledgerBacklog  = family("ledger_backlog", gauge, "Events that are recorded and wait for their place in the ledger's tree.")
+	ledgerAge      = family("ledger_backlog_age_seconds", gauge, "How long the oldest event has waited for its place in the ledger's tree.")
+	ledgerUnsigned = family("ledger_unsigned_total", counter, "Events that went into the ledger without a token, since the store was opened.")
+	ledgerRetries  = family("ledger_retries_total", counter, "Moves into the ledger's tree that failed and were tried again, since the store was opened.")
+
+	rollbacks        = family("rollbacks_total", counter, "Rollbacks that are finished, by status.", "status")
+	rollbackSteps    = family("rollback_steps_total", counter, "Checkpoints that rollbacks are done with, by what came of them.", "status")
+	rollbacksRunning = family("rollbacks_running", gauge, "Rollbacks that are not finished.")
+	rollbackOldest   = family("rollback_oldest_age_seconds", gauge, "How long ago the oldest unfinished rollback was asked for; 0 without one.")
+	escalations      = family("escalations", gauge, "Escalations that are kept, by level and state; counted up to 100000.", "level", "state")
+	deliveries       = family("escalation_deliveries_total", counter, "Attempts to tell somebody of an escalation, by what came of them.", "result")
+
+	eventsDropped = family("events_dropped_total", counter, "Events that were dropped because handlers of events were too slow.")
+	info          = family("info", gauge, "Always 1; its labels tell the version of the plugin and the kind of store.", "version", "store")
+)
+
+// Families lists all families, in the order in which they are documented.
+func Families() []*Family {
+	return slices.Clone(families)
+}
+
+var families = []*Family{
+	executions, running, metricsReplays, attaches, problems, failOpen, probes, unguarded, tokens,
+	inDoubt, inDoubtOldest, recovered,
+	bodyMemory, storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
+	circuitState, circuitErrors, circuitOpenings, circuitRejected,
+	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
+	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest,
+	escalations, deliveries,
+	eventsDropped, info,
+}
+
+// rollbackReport describes the unfinished rollbacks.
+type rollbackReport struct {
+	// Running is how many are not finished, OldestAge how long ago the oldest of them was
+	// asked for; zero without one.
+	Running   int
+	OldestAge time.Duration
+}
+
+// stepCancelled is the status of a step whose call never ran.
+const stepCancelled = "cancelled"
+
+// The words that are counted. They are those of the package rollback.
+var (
+	rollbackStatuses = []string{"completed", "partial", "escalated", "failed"}
+	stepStatuses     = append(slices.Clone(rollbackStatuses), stepCancelled)
+)
+
+// rollbackCounts count rollbacks and their steps, by status.
+type rollbackCounts struct {
+	finished [4]atomic.Uint64
+	steps    [5]atomic.Uint64
+}
+
+// Rollback counts a rollback that is finished.
+func (s *storeCounts) Rollback(status string) {
+	if i := slices.Index(rollbackStatuses, status); i >= 0 {
+		s.rollbacks.finished[i].Add(1)
+	}
+}
+
+// RollbackStep counts a step that is done.
+func (s *storeCounts) RollbackStep(status string) {
+	if i := slices.Index(stepStatuses, status); i >= 0 {
+		s.rollbacks.steps[i].Add(1)
+	}
+}
+
+// storeCounts are all counts of one store. Guards and actions are looked up when a configuration
+// is loaded; a request adds to them and allocates nothing.
+type storeCounts struct {
+	mu      sync.Mutex
+	guards  map[string]*guardCounts
+	latency prometheus.Histogram
+	group   prometheus.Histogram
+
+	recovered atomic.Uint64
+	dropped   atomic.Uint64
+	rollbacks rollbackCounts
+
+	deliveries [2]atomic.Uint64 // of escalations: failed, taken
+}
+
+func newStoreCounts() *storeCounts {
+	return &storeCounts{
+		guards: map[string]*guardCounts{},
+		latency: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: nameCommitSeconds, Help: helpCommitSeconds,
+			Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5},
+		}),
+		group: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: nameCommitBatches, Help: helpCommitBatches,
+			Buckets: []float64{1, 2, 4, 8, 16, 32, 64, 128, 256},
+		}),
+	}
+}
+
+// Committed counts a group of batches that became durable together.
+func (s *storeCounts) Committed(batches int, took time.Duration) {
+	s.latency.Observe(took.Seconds())
+	s.group.Observe(float64(batches))
+}
+
+// Recovered counts the executions that the last process has left open.
+func (s *storeCounts) Recovered(r execution.Recovery) {
+	s.recovered.Add(uint64(r.InDoubt))
+}
+
+// EventDropped counts an event that no handler was asked about.
+func (s *storeCounts) EventDropped() { s.dropped.Add(1) }
+
+var deliveryNames = [2]string{"failed", "taken"}
+
+// EscalationNotified counts an attempt to send an escalation.
+func (s *storeCounts) EscalationNotified(taken bool) {
+	i := 0
+	if taken {
+		i = 1
+	}
+	s.deliveries[i].Add(1)
+}
+
+// guard returns the counts of the guards of this name.
+func (s *storeCounts) guard(name string) *guardCounts {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	g := s.guards[name]
+	if g == nil {
+		g = &guardCounts{name: name}
+		s.guards[name] = g
+	}
+	return g
+}
+
+// unguardedReason says why a call is not guarded.
+type unguardedReason uint8
+
+// The reasons.
+const (
+	reasonSafe    unguardedReason = iota // its method changes nothing
+	reasonExempt                         // the configuration says so
+	reasonUpgrade                        // it leaves HTTP
+	reasonGRPC                           // it is a gRPC call, and its action is not unary
+	reasons
+)
+
+var reasonNames = [reasons]string{"safe", "exempt", "upgrade", "grpc"}
+
+// guardCounts counts for all guards of one name over one store. The zero value is ready.
+type guardCounts struct {
+	name      string
+	unguarded [reasons]atomic.Uint64
+	tokens    sync.Map // what came of verifying -> *atomic.Uint64
+
+	mu      sync.Mutex
+	actions []*actionCounts
+}
+
+// Unguarded counts a call that was passed through.
+func (g *guardCounts) Unguarded(r unguardedReason) { g.unguarded[r].Add(1) }
+
+// Tokens shows the count of verified tokens, before there are any.
+func (g *guardCounts) Tokens() { g.tokens.LoadOrStore("verified", new(atomic.Uint64)) }
+
+// Token counts the verification of a request's tokens. result is verified, late, unavailable, or
+// the code of the refusal; empty is not counted.
+func (g *guardCounts) Token(result string) {
+	if result == "" {
+		return
+	}
+	n, ok := g.tokens.Load(result)
+	if !ok {
+		n, _ = g.tokens.LoadOrStore(result, new(atomic.Uint64))
+	}
+	n.(*atomic.Uint64).Add(1)
+}
+
+// action returns the counts of the action of this name.
+func (g *guardCounts) action(name string) *actionCounts {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, a := range g.actions {
+		if a.name == name {
+			return a
+		}
+	}
+	a := &actionCounts{guard: g.name, name: name}
+	for _, k := range api.Kinds() {
+		a.slugs = append(a.slugs, k.Slug)
+	}
+	a.problems = make([]atomic.Uint64, len(a.slugs))
+	g.actions = append(g.actions, a)
+	return a
 }

@@ -1,22 +1,27 @@
 package caddymodule
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
+	"net/http"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-	"go.uber.org/zap"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/transport"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 func init() {
@@ -40,10 +45,15 @@ func init() {
 // execution in seconds. What does not apply is
 // empty.
 type Handler struct {
-	// The guard's name. It is part of the execution key: two handlers of one name
-	// share their keys, so that a call can move from one to the other. Default:
-	// `default`.
+	// The guard's name: one namespace of execution ids and of users. It is part of the
+	// execution key, so that keys outlive every other change of the configuration. Two
+	// guards of one name are refused, unless both are `shared`. Default: `default`.
 	Name string `json:"name,omitempty"`
+
+	// Says that other guards of this name are meant to share its namespace: they are one
+	// service, a call to one may be answered with the result of the other, and a user name
+	// is one user behind all of them. Default: false.
+	Shared bool `json:"shared,omitempty"`
 
 	// Where callers name the intended effect, in order; the first that has an id
 	// counts. Default: the header `Idempotency-Key`, then `Execution-Id`.
@@ -96,6 +106,11 @@ type Handler struct {
 	// before it gets 409 `in-progress`. Default: 30s.
 	AttachWait caddy.Duration `json:"attach_wait,omitempty"`
 
+	// The longest that the answer to a request that is not guarded may pause, and that a
+	// tunnel may be without a byte in either direction; -1 for no limit. To the header of
+	// its answer such a request has the guard's `deadline`. Default: 10m.
+	IdleTimeout caddy.Duration `json:"idle_timeout,omitempty"`
+
 	// The request header field in which callers say how long they wait, in seconds
 	// (`10`, `0.5`) or with a unit. A call may take nine tenths of that, and no more
 	// than its action's `deadline`. `grpc-timeout` is read besides. Default:
@@ -112,12 +127,19 @@ type Handler struct {
 	// that change nothing too. It needs `trust` in the global options. Default: false.
 	RequireECT bool `json:"require_ect,omitempty"`
 
+	// What becomes of requests that can have an effect and cannot be guarded: upgrades,
+	// WebSockets among them, tunnels (CONNECT), and gRPC calls whose action is not
+	// `grpc unary`. `pass` forwards them, marked `Execution-Status: unguarded`;
+	// `refuse` answers 403 `stream-refused`, but for those that `exempt` matches.
+	// Default: `pass`.
+	UnguardedStreams string `json:"unguarded_streams,omitempty"`
+
 	// Callers who see the circuit breakers of all upstreams at
 	// `/.well-known/cascade/circuits`: `issuer:` and the issuer of a verified token,
 	// `certificate:dn:` and the subject of a client's certificate (`certificate:uri:` and
 	// its URI where it has none), `user:` and a name of Caddy's authentication, or
 	// `caller:` and a value of `caller`. Everybody else sees those of the upstreams
-	// behind this guard, and what was told to a workflow of theirs. Default: none.
+	// behind this guard, and those recorded in a workflow of theirs. Default: none.
 	Operators []string `json:"operators,omitempty"`
 
 	// The identity of the upstream, a URI. Calls are then forwarded with a token of
@@ -145,29 +167,39 @@ type Handler struct {
 	Policy
 
 	// How calls are undone that no action matches. Default: they cannot be.
-	DefaultUndo *undoing.Ways `json:"default_undo,omitempty"`
+	DefaultUndo *Ways `json:"default_undo,omitempty"`
 
 	// Kinds of calls with rules of their own, in order.
 	Actions []*Action `json:"actions,omitempty"`
 
+	// Where the directive stands in the Caddyfile that this was made of, like
+	// `Caddyfile:12`: errors of loading name the place. Default: they name none.
+	WrittenAt string `json:"written_at,omitempty"`
+
 	app               *App
-	logger            *zap.Logger
+	logger            *slog.Logger
 	actions           []*Action // Actions and the default one
 	credentials       []string  // Credentials, canonical and sorted
 	consequentialSets caddyhttp.MatcherSets
 	exemptSets        caddyhttp.MatcherSets
 	pointers          []fingerprint.Pointer // of ExecutionID, by index
+	endToEnd          []string              // fields that are never hop-by-hop
 	fingerprints      fingerprint.Config
 	upstream          caddyhttp.Handler
-	upstreamHash      string // of where requests of the guard's own go
-	restores          bool   // an action of it restores
+	reach             rollback.Reach // of requests of the guard's own
+	restores          bool           // an action of it restores
 	fallback          caddyhttp.Handler
-	proxy             *atomic.Pointer[transport.Transport] // behind it, where that is known
+	proxy             *atomic.Pointer[proxy.Transport] // behind it, where that is known
 	probes            *prober
-	counts            *metrics.Guard
-	failures          *stretch // calls that were forwarded for want of a store
+	counts            *guardCounts
+	failures          *throttle // calls that were forwarded for want of a store
 
-	origin origin // of a Caddyfile's guard
+	origin   origin   // of a Caddyfile's guard
+	position position // in the configuration
+	written  string   // its own configuration
+
+	// What stands before the names of callers that only this guard can know.
+	users, explicits string
 }
 
 const (
@@ -177,8 +209,13 @@ const (
 
 	endpointsOff = "off"
 
+	streamsPass   = "pass"
+	streamsRefuse = "refuse"
+
 	// defaultAction is the name of what no action matches.
 	defaultAction = "default"
+	// defaultGuard is the name of a guard that is given none.
+	defaultGuard = "default"
 )
 
 // CaddyModule returns the Caddy module information.
@@ -188,28 +225,33 @@ func (Handler) CaddyModule() caddy.ModuleInfo {
 
 // Provision sets defaults and loads matchers and the upstream chain.
 func (h *Handler) Provision(ctx caddy.Context) error {
-	h.logger = ctx.Logger()
-	h.probes, h.failures = new(prober), new(stretch)
-	h.proxy = new(atomic.Pointer[transport.Transport])
+	return withPlace(h.provision(ctx), h.WrittenAt)
+}
+
+func (h *Handler) provision(ctx caddy.Context) error {
+	h.logger = ctx.Slogger()
+	h.probes, h.failures = new(prober), new(throttle)
+	h.proxy = new(atomic.Pointer[proxy.Transport])
 	app, err := ctx.App("agent_guard")
 	if err != nil {
 		return err
 	}
 	h.app = app.(*App)
 	h.setDefaults()
-	if err := h.provisionIDs(); err != nil {
+	h.position, h.written = positionOf(ctx), h.writtenAs()
+	if err := h.app.guards.checkReached(ctx, h.position.server); err != nil {
 		return err
 	}
-	if h.RequireECT && app.(*App).Trust == nil {
-		return errors.New("require_ect: it needs `trust` in the global options, which says whose tokens are believed")
+	if err := h.provisionIDs(); err != nil {
+		return err
 	}
 	if h.UpstreamIdentity != "" {
 		if err := checkIdentity(h.UpstreamIdentity); err != nil {
 			return fmt.Errorf("identity: %w", err)
 		}
-		if app.(*App).Identity == nil {
-			return errors.New("identity: it needs an `identity` in the global options, in whose name tokens are sent to the upstream")
-		}
+	}
+	if err := h.lacksGlobal(h.app); err != nil {
+		return err
 	}
 	if err := provisionMatchers(ctx, h, "ConsequentialRaw", h.ConsequentialRaw, &h.consequentialSets); err != nil {
 		return fmt.Errorf("consequential: %w", err)
@@ -218,11 +260,12 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 		return fmt.Errorf("exempt: %w", err)
 	}
 	if h.UpstreamRaw != nil {
-		h.upstreamHash = nameOf(h.UpstreamRaw) // which loading empties
+		raw := slices.Clone(h.UpstreamRaw) // which loading empties
 		mods, err := ctx.LoadModule(h, "UpstreamRaw")
 		if err != nil {
 			return fmt.Errorf("upstream: %w", err)
 		}
+		h.reach = reachOf(raw, mods.([]any))
 		h.upstream = compile(mods.([]any), "upstream")
 	}
 	if h.FallbackRaw != nil {
@@ -235,27 +278,36 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	if err := h.provisionActions(ctx); err != nil {
 		return err
 	}
-	if h.Caller == "" && !h.RequireECT {
-		h.logger.Warn("calls without any credential share one space of execution ids; require authentication, or name the caller with `caller`",
-			zap.String("guard", h.Name), zap.String("caller", anonymous))
-	}
 	if h.FailOpen {
 		h.logger.Warn("fail_open: while the store is unavailable, calls are forwarded unguarded and their retries run again",
-			zap.String("guard", h.Name))
+			slog.String("guard", h.Name))
 	}
-	h.app.guards.add(h)
+	return h.app.guards.add(h)
+}
+
+// lacksGlobal returns an error for an option that needs one of the app's.
+func (h *Handler) lacksGlobal(app *App) error {
+	switch {
+	case h.RequireECT && app.Trust == nil:
+		return &invalid{[]string{"require_ect"}, errors.New("it needs `trust` in the global options, which says whose tokens are believed")}
+	case h.UpstreamIdentity != "" && app.Identity == nil:
+		return &invalid{[]string{"identity"}, errors.New("it needs an `identity` in the global options, in whose name tokens are sent to the upstream")}
+	}
 	return nil
 }
 
 func (h *Handler) setDefaults() {
-	inherit(&h.Name, "default")
+	inherit(&h.Name, defaultGuard)
+	h.setRealm(h.Name)
 	inherit(&h.DeadlineHeader, headerRequestTimeout)
 	inherit(&h.MissingID, missingMint)
+	inherit(&h.UnguardedStreams, streamsPass)
 	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
 	inherit(&h.MaxBody, 32<<20)
+	inherit(&h.IdleTimeout, caddy.Duration(10*time.Minute))
 	inherit(&h.AttachWait, caddy.Duration(30*time.Second))
-	// An empty list is as good as none: without any credential field, every caller
-	// would be the same (P3).
+	// An empty list means the default: without credential fields all callers would be the same
+	// (P3).
 	if len(h.ExecutionID) == 0 {
 		h.ExecutionID = []IDSource{{Header: "Idempotency-Key"}, {Header: headerExecutionID}}
 	}
@@ -289,6 +341,7 @@ func (h *Handler) provisionIDs() error {
 		}
 		h.pointers[i], _ = fingerprint.ParsePointer(source.JSON) // checked
 	}
+	h.provisionEndToEnd()
 	var err error
 	if h.fingerprints.Exclude, err = parsePointers(h.FingerprintExclude); err != nil {
 		return fmt.Errorf("fingerprint_exclude: %w", err)
@@ -350,12 +403,13 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 // provisionPolicy completes the policy of an action.
 func (h *Handler) provisionPolicy(a *Action) error {
 	a.inherit(&h.Policy)
+	a.Policy = a.Policy.completed()
 	if err := a.Policy.validate(); err != nil {
 		return err
 	}
-	a.rules = guard.Rules{Preset: a.Preset}
+	a.rules = execution.Rules{Preset: a.Preset}
 	for i := range a.Outcomes {
-		a.Outcomes[i].verdict, _ = guard.ParseVerdict(a.Outcomes[i].Outcome) // validated
+		a.Outcomes[i].verdict, _ = execution.ParseVerdict(a.Outcomes[i].Outcome) // validated
 	}
 	if err := h.provisionUndo(a); err != nil {
 		return err
@@ -371,11 +425,18 @@ func (h *Handler) provisionPolicy(a *Action) error {
 
 // Validate checks what Provision has set.
 func (h *Handler) Validate() error {
+	return withPlace(h.validate(), h.WrittenAt)
+}
+
+func (h *Handler) validate() error {
 	if err := checkGuardName(h.Name); err != nil {
 		return err
 	}
 	if err := oneOf(h.MissingID, missingRequire, missingMint, missingDerive); err != nil {
 		return fmt.Errorf("missing_id: %w", err)
+	}
+	if err := oneOf(h.UnguardedStreams, streamsPass, streamsRefuse); err != nil {
+		return fmt.Errorf("unguarded_streams: %w", err)
 	}
 	if h.Endpoints != "" {
 		if err := oneOf(h.Endpoints, endpointsOff); err != nil {
@@ -384,6 +445,11 @@ func (h *Handler) Validate() error {
 	}
 	if err := checkDuration(h.DeriveWindow); err != nil {
 		return fmt.Errorf("derive_window: %w", err)
+	}
+	if h.IdleTimeout != idleOff {
+		if err := checkDuration(h.IdleTimeout); err != nil {
+			return fmt.Errorf("idle_timeout: %w", err)
+		}
 	}
 	if err := checkDuration(h.AttachWait); err != nil {
 		return fmt.Errorf("attach_wait: %w", err)
@@ -399,3 +465,267 @@ var (
 	_ caddy.Validator             = (*Handler)(nil)
 	_ caddyhttp.MiddlewareHandler = (*Handler)(nil)
 )
+
+// A guard's name is a namespace of execution ids and callers (ADR 0044). Two guards of one name would
+// answer calls to one upstream with results of the other (P1), and confuse users of the same name
+// (P3). So each name is unique in a configuration, unless its guards are `shared`.
+
+// namesKey is the key of the names of guards in the state of one Caddyfile.
+const namesKey = "agent_guard.names"
+
+// claimName refuses a name that another guard of the same Caddyfile has.
+func (h *Handler) claimName(helper httpcaddyfile.Helper) error {
+	if helper.State == nil {
+		return nil // Provision checks again
+	}
+	at := h.origin[""][0]
+	if name, ok := h.origin["name"]; ok {
+		at = name[0]
+	}
+	type claimed struct {
+		at     caddyfile.Token
+		shared bool
+		count  int
+	}
+	names, _ := helper.State[namesKey].(map[string]claimed)
+	if names == nil {
+		names = map[string]claimed{}
+		helper.State[namesKey] = names
+	}
+	name := cmp.Or(h.Name, defaultGuard)
+	first, taken := names[name]
+	switch {
+	case !taken:
+		names[name] = claimed{at, h.Shared, 1}
+		return nil
+	case !first.shared || !h.Shared:
+		return errorAt(at, sameName(name, strings.TrimPrefix(errorAt(first.at, errors.New("")).Error(), ", at "), first.count+1))
+	}
+	first.count++
+	names[name] = first
+	return nil
+}
+
+// sameName is the error of two guards with one name.
+func sameName(name, other string, number int) error {
+	return fmt.Errorf("the guard at %s is called %q too, and one name is one space of execution ids and callers: "+
+		"a call to one would be answered with the result of the other. "+
+		"Write `name %s-%d`, or another name, in one of them; or, if both are one service with the same users, `name %s shared` in both",
+		other, name, name, number, quotedWord(name))
+}
+
+// quotedWord quotes a word for a Caddyfile, if needed.
+func quotedWord(word string) string {
+	if strings.ContainsAny(word, " \t\"`{}") {
+		return "`" + word + "`"
+	}
+	return word
+}
+
+// position is where a guard stands in a configuration.
+type position struct {
+	server *caddyhttp.Server
+	text   string
+}
+
+// positionOf finds the handler that is being provisioned: in the routes whose handlers are not loaded
+// yet.
+func positionOf(ctx caddy.Context) position {
+	var p position
+	p.server, _ = ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
+	if p.server == nil {
+		return p
+	}
+	if loaded, err := ctx.App("http"); err == nil {
+		p.text = serverName(loaded.(*caddyhttp.App), p.server)
+	}
+	p.text = "apps/http/servers/" + p.text
+	site := ""
+	if i := loading(p.server.Routes); i >= 0 {
+		p.text += fmt.Sprintf("/routes/%d", i)
+		if hosts := hostsOf(&p.server.Routes[i]); hosts != "" {
+			site = " (" + hosts + ")"
+		}
+	} else if p.server.Errors != nil && loading(p.server.Errors.Routes) >= 0 {
+		p.text += fmt.Sprintf("/errors/routes/%d", loading(p.server.Errors.Routes))
+	} else {
+		p.text += "/named_routes"
+	}
+	for _, module := range ctx.Modules() {
+		sub, ok := module.(*caddyhttp.Subroute)
+		if !ok {
+			continue
+		}
+		if i := loading(sub.Routes); i >= 0 {
+			p.text += fmt.Sprintf("/handle/routes/%d", i)
+		} else if sub.Errors != nil {
+			p.text += fmt.Sprintf("/handle/errors/routes/%d", loading(sub.Errors.Routes))
+		}
+	}
+	p.text += site
+	return p
+}
+
+func serverName(app *caddyhttp.App, server *caddyhttp.Server) string {
+	for name, s := range app.Servers {
+		if s == server {
+			return name
+		}
+	}
+	return "?"
+}
+
+// loading is the index of the first route whose handlers are not loaded, or -1.
+func loading(routes caddyhttp.RouteList) int {
+	return slices.IndexFunc(routes, func(r caddyhttp.Route) bool { return r.HandlersRaw != nil })
+}
+
+// hostsOf are the hosts of a site.
+func hostsOf(route *caddyhttp.Route) string {
+	var hosts []string
+	for _, set := range route.MatcherSets {
+		for _, matcher := range set {
+			switch m := matcher.(type) {
+			case caddyhttp.MatchHost:
+				hosts = append(hosts, m...)
+			case *caddyhttp.MatchHost:
+				hosts = append(hosts, *m...)
+			}
+		}
+	}
+	return strings.Join(hosts, ", ")
+}
+
+// add adds a guard that is being provisioned.
+func (g *guards) add(h *Handler) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	number := 1
+	for _, other := range g.all {
+		if other.Name != h.Name {
+			continue
+		}
+		number++
+		if other.Shared && h.Shared {
+			continue
+		}
+		// One site may be in several servers: checkChains finds out whether it is the same.
+		if other.position.server != h.position.server && other.written == h.written {
+			continue
+		}
+		return fmt.Errorf("%s: name: %w", h.position.text, sameName(h.Name, other.position.text, number))
+	}
+	g.all = append(g.all, h)
+	return nil
+}
+
+// writtenAs is the configuration of a guard. Loading its modules will remove parts of it.
+func (h *Handler) writtenAs() string {
+	text, err := json.Marshal(h)
+	var members map[string]any
+	if err == nil {
+		err = json.Unmarshal(text, &members)
+	}
+	if err == nil {
+		delete(members, placeMember)
+		text, err = json.Marshal(withoutPlaces(members))
+	}
+	if err != nil {
+		return fmt.Sprintf("%p", h) // unique
+	}
+	return string(text)
+}
+
+// placeMember is the member of a configuration with its place in a Caddyfile, for errors only.
+const placeMember = "written_at"
+
+// withoutPlaces removes the places from v, so that a configuration that moved to another line compares
+// equal (ADR 0066).
+func withoutPlaces(v any) any {
+	switch v := v.(type) {
+	case map[string]any:
+		// A guard, or the breaker of a transport. Elsewhere the name may be the user's own, such as
+		// in the body of an undo.
+		if v["handler"] == "agent_guard" || v["verify_probe"] == true {
+			delete(v, placeMember)
+		}
+		for _, member := range v {
+			withoutPlaces(member)
+		}
+	case []any:
+		for _, member := range v {
+			withoutPlaces(member)
+		}
+	}
+	return v
+}
+
+// checkPolicies checks combinations of options.
+func (h *Handler) checkPolicies() error {
+	base := h.Policy
+	base.inherit(&defaults)
+	whole := base.completed()
+	if err := whole.validate(); err != nil {
+		return place(err, h.origin)
+	}
+	if h.DefaultUndo != nil {
+		if _, err := Compile(h.DefaultUndo, &base.Terms, h.Name, h.Credentials); err != nil {
+			return placeUndo(err, "default_undo", h.origin)
+		}
+	}
+	for _, a := range h.Actions {
+		policy := a.Policy
+		policy.inherit(&base)
+		policy = policy.completed()
+		err := policy.validate()
+		if err == nil {
+			_, err = Compile(&a.Ways, &policy.Terms, h.Name, h.Credentials)
+			err = undoError(err)
+		}
+		if err != nil {
+			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin, h.origin)
+		}
+	}
+	return nil
+}
+
+// provisionUndo compiles how the calls of an action are undone.
+func (h *Handler) provisionUndo(a *Action) error {
+	if err := checkDescription(a.Description); err != nil {
+		return fmt.Errorf("description: %w", err)
+	}
+	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.credentials)
+	if err != nil || !plan.Undoes() {
+		return err
+	}
+	if h.app.Identity == nil {
+		return fmt.Errorf("%s: %w", plan.Words()[0], errUndoNeedsIdentity)
+	}
+	if option, own := a.OwnRequests(); own && h.upstream == nil {
+		return fmt.Errorf("%s: it takes requests of the guard's own, and they need an `upstream`: the handlers that lead to the upstream", option)
+	}
+	for _, server := range plan.Exposed() {
+		h.logger.Warn("the credentials of an undo leave without TLS; use https, unless something beneath encrypts",
+			slog.String("guard", h.Name), slog.String("action", a.Name), slog.String("server", server))
+	}
+	if err := plan.Unset(); err != nil {
+		h.logger.Warn("a header field of an undo has no value; nothing can be undone without it",
+			slog.String("guard", h.Name), slog.String("action", a.Name), slog.Any("error", err))
+	}
+	plan.Toward(h.reach, a.Unframed == unframedComplete)
+	a.undo = plan
+	h.restores = h.restores || plan.Restores(http.MethodPut)
+	return nil
+}
+
+// ServeHTTP guards a request, and hands it on to next where it needs no guard.
+func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	err := h.serve(w, r, next)
+	if err == nil {
+		return nil
+	}
+	if status := (*guard.StatusError)(nil); errors.As(err, &status) {
+		return caddyhttp.Error(status.Status, status.Err)
+	}
+	return err
+}

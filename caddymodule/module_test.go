@@ -46,7 +46,7 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"settle":                    {withHandler(action(`"settle": "never"`)), `action pay: settle: "never" is unknown; use awaited or async`},
 		"unframed":                  {withHandler(`"unframed": "maybe"`), `unframed: "maybe" is unknown; use doubt or complete`},
 		"grpc":                      {withHandler(`"grpc": "stream"`), `grpc: "stream" is unknown; use unary`},
-		"on_unknown":                {withHandler(`"on_unknown": "ask"`), `on_unknown: "ask" is unknown; use block, probe or retry`},
+		"on_unknown":                {withHandler(`"on_unknown": "ask"`), `on_unknown: "ask" is unknown; use block, probe, resend or retry`},
 		"outcome":                   {withHandler(`"outcomes": [{"outcome": "maybe", "match": {"status_code": [404]}}]`), `outcomes: rule 1: "maybe" is no outcome; use completed, released or in_doubt`},
 		"outcome of everything":     {withHandler(`"outcomes": [{"outcome": "completed", "match": {"status_code": [404]}}, {"outcome": "released"}]`), `outcomes: rule 2: it would match every answer; name a status or a header`},
 		"outcome's status":          {withHandler(`"outcomes": [{"outcome": "completed", "match": {"status_code": [600]}}]`), `outcomes: rule 1: 600 is no final status; use 200 to 599, or a class from 2 to 5`},
@@ -89,7 +89,7 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"unknown store":             {withApp(`"store": {"module": "nosuch"}`), `agent_guard: loading the store: `},
 		"no store":                  {withApp(`"store": {}`), `agent_guard: loading the store: `},
 		"unknown option of store":   {withApp(`"store": {"module": "badger", "compact": true}`), `json: unknown field "compact"`},
-		"store in an unset place":   {withApp(`"store": {"module": "badger", "path": "{env.AGENT_GUARD_TEST_UNSET}/store"}`), `agent_guard: store: badger: path "{env.AGENT_GUARD_TEST_UNSET}/store": evaluated placeholder {env.AGENT_GUARD_TEST_UNSET} is empty`},
+		"store in an unset place":   {withApp(`"store": {"module": "badger", "path": "{env.AGENT_GUARD_TEST_UNSET}/store"}`), `badger: path "{env.AGENT_GUARD_TEST_UNSET}/store": evaluated placeholder {env.AGENT_GUARD_TEST_UNSET} is empty`},
 		"two keys":                  {withApp(`"key": "a", "key_file": "b"`), `agent_guard: keys: give either a file or a value, not both`},
 		"an unset key":              {withApp(`"key": "{env.AGENT_GUARD_TEST_UNSET}"`), `agent_guard: keys: value: evaluated placeholder {env.AGENT_GUARD_TEST_UNSET} is empty`},
 		"an unknown key":            {withApp(`"key": "{nosuch.placeholder}"`), `agent_guard: keys: value: unrecognized placeholder {nosuch.placeholder}`},
@@ -141,15 +141,15 @@ func TestProvisionOpensNothing(t *testing.T) {
 // An empty list in JSON is a default, not "no credential field at all" (P3).
 func TestDefaults(t *testing.T) {
 	t.Setenv("XDG_DATA_HOME", t.TempDir())
-	ctx, err := caddy.ProvisionContext(&caddy.Config{Admin: &caddy.AdminConfig{Disabled: true}})
-	if err != nil {
-		t.Fatal(err)
-	}
 	for name, raw := range map[string]string{
 		"nothing said": `{}`,
 		"empty lists":  `{"credentials": [], "execution_id": [], "outcomes": [], "actions": [], "exempt": [], "consequential": []}`,
 	} {
 		t.Run(name, func(t *testing.T) {
+			ctx, err := caddy.ProvisionContext(&caddy.Config{Admin: &caddy.AdminConfig{Disabled: true}})
+			if err != nil {
+				t.Fatal(err)
+			}
 			mod, err := ctx.LoadModuleByID("http.handlers.agent_guard", json.RawMessage(raw))
 			if err != nil {
 				t.Fatal(err)
@@ -159,9 +159,9 @@ func TestDefaults(t *testing.T) {
 				t.Fatal(err)
 			}
 			want := `{"name":"default","execution_id":[{"header":"Idempotency-Key"},{"header":"Execution-Id"}],"missing_id":"mint",` +
-				`"derive_window":60000000000,"credentials":["Authorization","X-Api-Key","Api-Key"],"max_body":33554432,"attach_wait":30000000000,` +
-				`"deadline_header":"Request-Timeout","deadline":300000000000,"retain_result":86400000000000,"retain_key":2592000000000000,"max_result":8388608,"preset":"default",` +
-				`"on_unknown":"block","settle":"awaited","unframed":"doubt",` +
+				`"derive_window":60000000000,"credentials":["Authorization","X-Api-Key","Api-Key"],"max_body":33554432,"attach_wait":30000000000,"idle_timeout":600000000000,` +
+				`"deadline_header":"Request-Timeout","unguarded_streams":"pass","deadline":300000000000,"retain_result":86400000000000,"retain_key":2592000000000000,"max_result":8388608,"preset":"default",` +
+				`"resend_for":82800000000000,"settle":"awaited","unframed":"doubt",` +
 				`"undo_auth":"config","on_snapshot_error":"refuse","snapshot_timeout":10000000000,"on_lost":"resend","on_changed":"escalate",` +
 				`"checkpoint_ttl":86400000000000,"max_image":1048576}`
 			if string(got) != want {
@@ -196,7 +196,7 @@ func TestManualListsEveryOption(t *testing.T) {
 // The comments that explain the syntax have a line for every option.
 func TestSyntaxCommentsListEveryOption(t *testing.T) {
 	var comments strings.Builder
-	for _, file := range []string{"caddyfile.go", "caddyfile_guard.go"} {
+	for _, file := range []string{"caddyfile.go", "caddyfile_guard.go", "badger.go", "trust.go"} {
 		text, err := os.ReadFile(file)
 		if err != nil {
 			t.Fatal(err)

@@ -7,14 +7,17 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"golang.org/x/net/http/httpguts"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
 
 // Policy is how guarded calls are judged and kept. It stands in a handler, for all
@@ -24,6 +27,11 @@ type Policy struct {
 	// The longest that a forwarded call may take, with its whole answer. A call
 	// that is not done by then is in doubt. Default: 5m.
 	Deadline caddy.Duration `json:"deadline,omitempty"`
+
+	// The longest that an answer whose length is not announced may pause. It takes the
+	// place of the deadline once the header is there: for streams that have no end by
+	// themselves. Default: none; the deadline counts to the end.
+	StreamIdle caddy.Duration `json:"stream_idle,omitempty"`
 
 	// How long the answer of a completed call can be replayed. Default: 24h.
 	RetainResult caddy.Duration `json:"retain_result,omitempty"`
@@ -38,18 +46,24 @@ type Policy struct {
 	// `result-unavailable`. Default: 8 MiB.
 	MaxResult int64 `json:"max_result,omitempty"`
 
-	// How the upstream's status is read: `default`, `stripe` (every answer is
-	// replayed, 5xx too), `acp` (a 5xx is released and runs again) or `strict`
+	// How the upstream's status is read: `default`, `stripe` (the upstream keeps keys
+	// itself: 400 and 409 are released, and what is in doubt is sent again under its
+	// key, see `on_unknown`), `acp` (a 5xx is released and runs again) or `strict`
 	// (every 5xx is in doubt). Default: `default`.
-	Preset guard.Preset `json:"preset,omitempty"`
+	Preset execution.Preset `json:"preset,omitempty"`
 
 	// Rules that go before the preset. The first that matches the answer decides.
 	Outcomes []OutcomeRule `json:"outcomes,omitempty"`
 
 	// What a retry of a call in doubt does: `block` (409), `probe` (ask the status
-	// URL in `probe`), or `retry` (run it again: at the risk of a second effect).
-	// Default: `block`.
+	// URL in `probe`), `resend` (send it again with the same Idempotency-Key and the
+	// same bytes, as long as the upstream keeps that key), or `retry` (run it again: at
+	// the risk of a second effect). Default: `block`; with the preset `stripe`: `resend`.
 	OnUnknown string `json:"on_unknown,omitempty"`
+
+	// How long after the first attempt `resend` sends a call again; afterwards it is
+	// blocked. It must be shorter than the upstream keeps keys. Default: 23h.
+	ResendFor caddy.Duration `json:"resend_for,omitempty"`
 
 	// The status URL for `on_unknown probe`.
 	Probe *Probe `json:"probe,omitempty"`
@@ -76,7 +90,7 @@ type Policy struct {
 	// Default: unset.
 	GRPC string `json:"grpc,omitempty"`
 
-	undoing.Terms
+	Terms
 }
 
 // OutcomeRule reads certain answers as one outcome.
@@ -86,7 +100,7 @@ type OutcomeRule struct {
 	// The answers: by status (one digit is a class) and header.
 	Match caddyhttp.ResponseMatcher `json:"match,omitzero"`
 
-	verdict guard.Verdict
+	verdict execution.Verdict
 }
 
 // Action is a named kind of guarded calls, with rules of its own. The first action
@@ -101,7 +115,7 @@ type Action struct {
 
 	Policy
 
-	undoing.Ways
+	Ways
 
 	// What the calls do, in a sentence for people: it stands in their checkpoints
 	// (`cascade.description`), so that nothing that is secret may be in it. Default: the
@@ -109,16 +123,17 @@ type Action struct {
 	Description string `json:"description,omitempty"`
 
 	matchers caddyhttp.MatcherSets
-	rules    guard.Rules
-	undo     *undoing.Plan // nil where the calls cannot be undone
-	counts   *metrics.Action
+	rules    execution.Rules
+	undo     *Plan // nil where the calls cannot be undone
+	counts   *actionCounts
 	origin   origin // of a Caddyfile's action
 }
 
 const (
-	onUnknownBlock = "block"
-	onUnknownProbe = "probe"
-	onUnknownRetry = "retry"
+	onUnknownBlock  = "block"
+	onUnknownProbe  = "probe"
+	onUnknownRetry  = "retry"
+	onUnknownResend = "resend"
 
 	settleAwaited = "awaited"
 	settleAsync   = "async"
@@ -135,16 +150,17 @@ var defaults = Policy{
 	RetainResult: caddy.Duration(24 * time.Hour),
 	RetainKey:    caddy.Duration(30 * 24 * time.Hour),
 	MaxResult:    8 << 20,
-	Preset:       guard.PresetDefault,
-	OnUnknown:    onUnknownBlock,
+	Preset:       execution.PresetDefault,
+	ResendFor:    caddy.Duration(23 * time.Hour), // Stripe keeps keys for a day at least
 	Settle:       settleAwaited,
 	Unframed:     unframedDoubt,
-	Terms:        undoing.Defaults,
+	Terms:        Defaults,
 }
 
 // inherit fills what p leaves out from base.
 func (p *Policy) inherit(base *Policy) {
 	inherit(&p.Deadline, base.Deadline)
+	inherit(&p.StreamIdle, base.StreamIdle)
 	inherit(&p.RetainResult, base.RetainResult)
 	inherit(&p.Target, base.Target)
 	inherit(&p.RetainKey, base.RetainKey)
@@ -154,6 +170,7 @@ func (p *Policy) inherit(base *Policy) {
 	if p.OnUnknown == onUnknownProbe {
 		inherit(&p.Probe, base.Probe)
 	}
+	inherit(&p.ResendFor, base.ResendFor)
 	inherit(&p.Settle, base.Settle)
 	inherit(&p.Unframed, base.Unframed)
 	inherit(&p.GRPC, base.GRPC)
@@ -168,13 +185,25 @@ func inherit[T comparable](v *T, base T) {
 	}
 }
 
+// completed is p, which has inherited, with what its preset does about doubts where nobody
+// says it. What others inherit from is left as it was said: their preset may be another.
+func (p Policy) completed() Policy {
+	if p.OnUnknown == "" {
+		p.OnUnknown = onUnknownBlock
+		if p.Preset == execution.PresetStripe {
+			p.OnUnknown = onUnknownResend
+		}
+	}
+	return p
+}
+
 // validate checks p after it has inherited. Its errors name the option.
 func (p *Policy) validate() error {
 	wrong := func(err error, options ...string) error { return &invalid{options, err} }
 	for _, d := range []struct {
 		name  string
 		value caddy.Duration
-	}{{"deadline", p.Deadline}, {"retain_result", p.RetainResult}, {"retain_key", p.RetainKey}} {
+	}{{"deadline", p.Deadline}, {"stream_idle", p.StreamIdle}, {"retain_result", p.RetainResult}, {"retain_key", p.RetainKey}, {"resend_for", p.ResendFor}} {
 		if err := checkDuration(d.value); err != nil {
 			return wrong(err, d.name)
 		}
@@ -191,7 +220,7 @@ func (p *Policy) validate() error {
 		known       []string
 	}{
 		{"preset", string(p.Preset), presets()},
-		{"on_unknown", p.OnUnknown, []string{onUnknownBlock, onUnknownProbe, onUnknownRetry}},
+		{"on_unknown", p.OnUnknown, []string{onUnknownBlock, onUnknownProbe, onUnknownResend, onUnknownRetry}},
 		{"settle", p.Settle, []string{settleAwaited, settleAsync}},
 		{"unframed", p.Unframed, []string{unframedDoubt, unframedComplete}},
 		{"grpc", p.GRPC, []string{grpcUnary}},
@@ -202,6 +231,9 @@ func (p *Policy) validate() error {
 		if err := oneOf(word.value, word.known...); err != nil {
 			return wrong(err, word.name)
 		}
+	}
+	if p.OnUnknown == onUnknownResend && p.Preset != execution.PresetStripe {
+		return wrong(fmt.Errorf("resend is for an upstream that keeps keys itself, whose 409 is no result; with the preset %s it would be: set preset to stripe", p.Preset), "on_unknown", "preset")
 	}
 	switch probing := p.OnUnknown == onUnknownProbe; {
 	case probing && p.Probe == nil:
@@ -219,7 +251,7 @@ func (p *Policy) validate() error {
 
 func presets() []string {
 	var names []string
-	for _, preset := range guard.Presets() {
+	for _, preset := range execution.Presets() {
 		names = append(names, string(preset))
 	}
 	return names
@@ -227,7 +259,7 @@ func presets() []string {
 
 // check finds rules that would say nothing, or match every answer or none.
 func (r *OutcomeRule) check() error {
-	if _, err := guard.ParseVerdict(r.Outcome); err != nil {
+	if _, err := execution.ParseVerdict(r.Outcome); err != nil {
 		return err
 	}
 	if len(r.Match.StatusCode) == 0 && len(r.Match.Headers) == 0 {
@@ -247,7 +279,7 @@ func checkAnswer(m *caddyhttp.ResponseMatcher) error {
 }
 
 // judge reads a whole answer. ruled says that a rule of the configuration has decided.
-func (a *Action) judge(status int, header http.Header, trailer map[string][]string) (v guard.Verdict, ruled bool) {
+func (a *Action) judge(status int, header http.Header, trailer map[string][]string) (v execution.Verdict, ruled bool) {
 	for i := range a.Outcomes {
 		if rule := &a.Outcomes[i]; rule.Match.Match(status, header) {
 			return rule.verdict, true
@@ -256,26 +288,266 @@ func (a *Action) judge(status int, header http.Header, trailer map[string][]stri
 	if a.GRPC == grpcUnary && status == http.StatusOK {
 		return judgeGRPC(header, trailer), false
 	}
-	return a.rules.Judge(status, header.Get("Retry-After") != ""), false
+	return a.rules.Judge(execution.Answer{
+		Status: status, RetryAfter: header.Get("Retry-After") != "", ShouldRetry: header.Get("Stripe-Should-Retry"),
+	}), false
+}
+
+// refusedAsConflict reports that a guard behind this one has refused a gRPC call with what
+// would be a 409 of HTTP: its own record stands against it, and may be of an execution.
+func refusedAsConflict(header http.Header) bool {
+	switch header.Get("Grpc-Status") {
+	case "6", "9", "10":
+		return true
+	}
+	return false
 }
 
 // judgeGRPC reads the status of a unary call: in the trailer, or in the header of
 // an answer that has nothing else.
-func judgeGRPC(header http.Header, trailer map[string][]string) guard.Verdict {
+func judgeGRPC(header http.Header, trailer map[string][]string) execution.Verdict {
 	text := header.Get("Grpc-Status")
 	if values := trailer["Grpc-Status"]; len(values) > 0 {
 		text = values[0]
 	}
 	code, err := strconv.ParseUint(text, 10, 32) // no sign
 	if err != nil {
-		return guard.InDoubt
+		return execution.InDoubt
 	}
 	switch code {
 	case 7, 8, 16: // permission denied, resource exhausted, unauthenticated
-		return guard.Released
+		return execution.Released
 	case 2, 4, 13, 14: // unknown, deadline exceeded, internal, unavailable
-		return guard.InDoubt
+		return execution.InDoubt
 	default:
-		return guard.Completed
+		return execution.Completed
 	}
+}
+
+// The checks of this file serve the Caddyfile and JSON alike.
+
+// check finds sources that name no place, or several.
+func (s *IDSource) check() error {
+	set := 0
+	for _, v := range []string{s.Header, s.Placeholder, s.JSON} {
+		if v != "" {
+			set++
+		}
+	}
+	switch {
+	case set != 1:
+		return fmt.Errorf("it names %d places; it needs exactly one of header, placeholder and json", set)
+	case s.Header != "":
+		return checkFields([]string{s.Header})
+	case s.Placeholder != "":
+		return checkPlaceholder(s.Placeholder)
+	}
+	_, err := fingerprint.ParsePointer(s.JSON)
+	return err
+}
+
+// checkPlaceholder refuses text that is the same for every request: as a caller it
+// would show one caller's results to all (P3), as an id it would make all calls one.
+func checkPlaceholder(text string) error {
+	if _, rest, open := strings.Cut(text, "{"); open {
+		if end := strings.IndexByte(rest, '}'); end > 0 {
+			return nil
+		}
+	}
+	return fmt.Errorf("%q has no placeholder and is the same for every request; write one like {http.auth.user.id}", text)
+}
+
+// checkFields checks names of header fields.
+func checkFields(names []string) error {
+	for _, name := range names {
+		if !httpguts.ValidHeaderFieldName(name) {
+			return fmt.Errorf("%q is no name of a header field", name)
+		}
+	}
+	return nil
+}
+
+// canonical makes one list of all spellings and orders of the same fields, so that
+// no rewriting of the configuration makes another caller of anybody (P1).
+func canonical(fields []string) []string {
+	names := make([]string, len(fields))
+	for i, name := range fields {
+		names[i] = http.CanonicalHeaderKey(name)
+	}
+	slices.Sort(names)
+	return slices.Compact(names)
+}
+
+// parsePointers reads JSON pointers to members of a body.
+func parsePointers(texts []string) ([]fingerprint.Pointer, error) {
+	var pointers []fingerprint.Pointer
+	for _, text := range texts {
+		p, err := fingerprint.ParsePointer(text)
+		if err != nil {
+			return nil, err
+		}
+		if text == "" {
+			return nil, errors.New("an empty JSON pointer is the whole body; name a member of it")
+		}
+		pointers = append(pointers, p)
+	}
+	return pointers, nil
+}
+
+// Quota bounds what one caller may hold in the store at a time. Over a bound its new
+// calls get 429 `quota-exceeded`, and nothing is recorded or forwarded; its retries are
+// answered all the same, and other callers are not touched.
+type Quota struct {
+	// The largest number of executions that run or are in doubt. Default: no bound.
+	OpenExecutions int `json:"open_executions,omitempty"`
+
+	// The largest size of records and answers, in bytes. It is looked at before a
+	// call is claimed, so the answers of open executions may go past it. Default: no
+	// bound.
+	StoredBytes int64 `json:"stored_bytes,omitempty"`
+
+	// The largest number of checkpoints that stand of one workflow; -1 is no bound.
+	// Default: 10000.
+	WorkflowCheckpoints int `json:"workflow_checkpoints,omitempty"`
+
+	// The largest size of one workflow's checkpoints, in bytes. Default: no bound.
+	WorkflowCheckpointBytes int64 `json:"workflow_checkpoint_bytes,omitempty"`
+
+	// How many checkpoints a workflow may make in a minute; -1 is no bound. Default:
+	// 6000.
+	WorkflowCheckpointRate int `json:"workflow_checkpoint_rate,omitempty"`
+
+	// The largest number of checkpoints that stand of one caller's calls. Default: no
+	// bound.
+	CallerCheckpoints int `json:"caller_checkpoints,omitempty"`
+
+	// The largest size of the checkpoints of one caller's calls, in bytes. Default: no
+	// bound.
+	CallerCheckpointBytes int64 `json:"caller_checkpoint_bytes,omitempty"`
+}
+
+// The bounds of checkpoints where nothing is said (ATD, "Checkpoint Flooding").
+const (
+	defaultCheckpoints    = 10_000
+	defaultCheckpointRate = 6_000
+	unbounded             = -1
+)
+
+func (q Quota) validate() error {
+	if q.OpenExecutions < 0 {
+		return fmt.Errorf("open_executions: %d is negative; it must be positive", q.OpenExecutions)
+	}
+	if q.StoredBytes < 0 {
+		return fmt.Errorf("stored_bytes: %d bytes is negative; it must be positive", q.StoredBytes)
+	}
+	for name, v := range map[string]int{"workflow_checkpoints": q.WorkflowCheckpoints, "workflow_checkpoint_rate": q.WorkflowCheckpointRate} {
+		if v < unbounded {
+			return fmt.Errorf("%s: %d is negative; it must be positive, or -1 for no bound", name, v)
+		}
+	}
+	if q.CallerCheckpoints < 0 {
+		return fmt.Errorf("caller_checkpoints: %d is negative; it must be positive", q.CallerCheckpoints)
+	}
+	for name, v := range map[string]int64{"workflow_checkpoint_bytes": q.WorkflowCheckpointBytes, "caller_checkpoint_bytes": q.CallerCheckpointBytes} {
+		if v < 0 {
+			return fmt.Errorf("%s: %d bytes is negative; it must be positive", name, v)
+		}
+	}
+	return nil
+}
+
+// ofCheckpoints bounds what checkpoints a workflow and a caller may have.
+func (q Quota) ofCheckpoints(t *Terms) checkpoint.Terms {
+	inherit(&q.WorkflowCheckpoints, defaultCheckpoints)
+	inherit(&q.WorkflowCheckpointRate, defaultCheckpointRate)
+	return checkpoint.Terms{
+		TTL: t.TTL(), MaxImage: int(t.MaxImage), Rate: max(q.WorkflowCheckpointRate, 0),
+		Workflow: checkpoint.Quota{Count: max(q.WorkflowCheckpoints, 0), Bytes: q.WorkflowCheckpointBytes},
+		Caller:   checkpoint.Quota{Count: q.CallerCheckpoints, Bytes: q.CallerCheckpointBytes},
+	}
+}
+
+func (q Quota) ofCaller() execution.Quota {
+	return execution.Quota{Open: q.OpenExecutions, Bytes: q.StoredBytes}
+}
+
+func parseQuota(d *caddyfile.Dispenser, a *App) error {
+	if d.NextArg() {
+		return errSyntax
+	}
+	at := originOf(d)
+	if err := quotaOptions().readBlock(d, "a quota", &a.Quota, at); err != nil {
+		return err
+	}
+	if len(at) == 1 {
+		return errors.New("it bounds nothing; give open_executions, stored_bytes, checkpoints, checkpoint_bytes or checkpoint_rate")
+	}
+	return nil
+}
+
+// quotaOptions are the options of a quota.
+func quotaOptions() options[*Quota] {
+	return options[*Quota]{
+		"open_executions": {usage: "open_executions <number>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
+			return parseCount(d, &q.OpenExecutions)
+		}},
+		"stored_bytes": {usage: "stored_bytes <size>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
+			return parseSize(d, &q.StoredBytes)
+		}},
+		"checkpoints": {several: true, usage: "checkpoints workflow | caller <number>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
+			return parseScope(d, &q.WorkflowCheckpoints, &q.CallerCheckpoints, func(d *caddyfile.Dispenser, into *int) error {
+				if into == &q.WorkflowCheckpoints {
+					return parseCountOrOff(d, into)
+				}
+				return parseCount(d, into)
+			})
+		}},
+		"checkpoint_bytes": {several: true, usage: "checkpoint_bytes workflow | caller <size>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
+			return parseScope(d, &q.WorkflowCheckpointBytes, &q.CallerCheckpointBytes, parseSize)
+		}},
+		"checkpoint_rate": {usage: "checkpoint_rate <number>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
+			return parseCountOrOff(d, &q.WorkflowCheckpointRate)
+		}},
+	}
+}
+
+// parseScope reads whose a bound is, and the bound, which may stand once for each.
+func parseScope[T int | int64](d *caddyfile.Dispenser, workflow, caller *T, parse func(*caddyfile.Dispenser, *T) error) error {
+	var whose string
+	if err := parseChoice(d, &whose, checkpoint.OfWorkflow, checkpoint.OfCaller); err != nil {
+		return err
+	}
+	into := caller
+	if whose == checkpoint.OfWorkflow {
+		into = workflow
+	}
+	if *into != 0 {
+		return fmt.Errorf("that of a %s is given twice", whose)
+	}
+	return parse(d, into)
+}
+
+// parseCountOrOff reads a number, or `off` for no bound.
+func parseCountOrOff(d *caddyfile.Dispenser, into *int) error {
+	if d.NextArg() {
+		if d.Val() == "off" {
+			*into = unbounded
+			return nil
+		}
+		d.Prev()
+	}
+	return parseCount(d, into)
+}
+
+// parseCount reads one number.
+func parseCount(d *caddyfile.Dispenser, into *int) error {
+	if !d.NextArg() {
+		return errSyntax
+	}
+	n, err := strconv.Atoi(d.Val())
+	if err != nil || n < 1 {
+		return fmt.Errorf("%q is no count (like 100); it must be at least 1", d.Val())
+	}
+	*into = n
+	return nil
 }

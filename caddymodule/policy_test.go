@@ -7,11 +7,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/undoing"
-	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // An action's options go over its handler's, and those over the defaults.
@@ -21,14 +19,14 @@ func TestInherit(t *testing.T) {
 		return OutcomeRule{Outcome: "completed", Match: caddyhttp.ResponseMatcher{StatusCode: []int{status}}}
 	}
 	handler := Policy{
-		Deadline: 1, RetainResult: 2, RetainKey: 3, MaxResult: 4, Preset: guard.PresetStripe, OnUnknown: onUnknownProbe, Probe: probe,
+		Deadline: 1, RetainResult: 2, RetainKey: 3, MaxResult: 4, Preset: execution.PresetStripe, OnUnknown: onUnknownProbe, ResendFor: 8, Probe: probe,
 		Settle: settleAsync, Unframed: unframedComplete, GRPC: grpcUnary, Outcomes: []OutcomeRule{rule(404)},
-		Terms: undoing.Terms{UndoAuth: "recorded", OnSnapshotError: "irreversible", SnapshotTimeout: 5, OnLost: "escalate", OnChanged: "overwrite", CheckpointTTL: 6, MaxImage: 7},
+		Terms: Terms{UndoAuth: "recorded", OnSnapshotError: "irreversible", SnapshotTimeout: 5, OnLost: "escalate", OnChanged: "overwrite", CheckpointTTL: 6, MaxImage: 7},
 	}
 	own := Policy{
-		Deadline: 10, RetainResult: 20, RetainKey: 30, MaxResult: 40, Preset: guard.PresetACP, OnUnknown: onUnknownProbe, Probe: other,
+		Deadline: 10, RetainResult: 20, RetainKey: 30, MaxResult: 40, Preset: execution.PresetACP, OnUnknown: onUnknownProbe, ResendFor: 80, Probe: other,
 		Settle: settleAwaited, Unframed: unframedDoubt, GRPC: "", Outcomes: []OutcomeRule{rule(409)},
-		Terms: undoing.Terms{UndoAuth: "config", OnSnapshotError: "refuse", SnapshotTimeout: 50, OnLost: "resend", OnChanged: "escalate", CheckpointTTL: 60, MaxImage: 70},
+		Terms: Terms{UndoAuth: "config", OnSnapshotError: "refuse", SnapshotTimeout: 50, OnLost: "resend", OnChanged: "escalate", CheckpointTTL: 60, MaxImage: 70},
 	}
 	both := own
 	both.GRPC, both.Outcomes = grpcUnary, []OutcomeRule{rule(409), rule(404)} // the action's rules go first
@@ -41,7 +39,7 @@ func TestInherit(t *testing.T) {
 	}{
 		{"nothing said", Policy{}, Policy{}, Policy{
 			Deadline: caddy.Duration(5 * time.Minute), RetainResult: caddy.Duration(24 * time.Hour), RetainKey: caddy.Duration(720 * time.Hour),
-			MaxResult: 8 << 20, Preset: guard.PresetDefault, OnUnknown: onUnknownBlock, Settle: settleAwaited, Unframed: unframedDoubt, Terms: undoing.Defaults,
+			MaxResult: 8 << 20, Preset: execution.PresetDefault, ResendFor: caddy.Duration(23 * time.Hour), Settle: settleAwaited, Unframed: unframedDoubt, Terms: Defaults,
 		}},
 		{"the handler's", Policy{}, handler, handler},
 		{"the action's", own, handler, both},
@@ -87,18 +85,18 @@ func TestOutcomeRules(t *testing.T) {
 	for _, c := range []struct {
 		status int
 		header http.Header
-		want   guard.Verdict
+		want   execution.Verdict
 	}{
-		{502, http.Header{"X-Executed": {"yes"}}, guard.Completed},
-		{502, http.Header{"X-Executed": {"no"}}, guard.Released},
-		{502, nil, guard.Released},
-		{409, http.Header{"X-Maybe": {"who knows"}}, guard.Released},
-		{200, http.Header{"X-Maybe": {"who knows"}}, guard.InDoubt},
-		{401, nil, guard.InDoubt},
-		{200, nil, guard.Completed},
-		{504, nil, guard.InDoubt},
-		{503, http.Header{"Retry-After": {"1"}}, guard.Released},
-		{503, nil, guard.InDoubt},
+		{502, http.Header{"X-Executed": {"yes"}}, execution.Completed},
+		{502, http.Header{"X-Executed": {"no"}}, execution.Released},
+		{502, nil, execution.Released},
+		{409, http.Header{"X-Maybe": {"who knows"}}, execution.Released},
+		{200, http.Header{"X-Maybe": {"who knows"}}, execution.InDoubt},
+		{401, nil, execution.InDoubt},
+		{200, nil, execution.Completed},
+		{504, nil, execution.InDoubt},
+		{503, http.Header{"Retry-After": {"1"}}, execution.Released},
+		{503, nil, execution.InDoubt},
 	} {
 		if got, _ := a.judge(c.status, c.header, nil); got != c.want {
 			t.Errorf("%d %v is %v, want %v", c.status, c.header, got, c.want)
@@ -107,9 +105,9 @@ func TestOutcomeRules(t *testing.T) {
 }
 
 func TestPresetsReachTheRules(t *testing.T) {
-	for preset, want := range map[guard.Preset]guard.Verdict{
-		"": guard.Completed, guard.PresetDefault: guard.Completed, guard.PresetStripe: guard.Completed,
-		guard.PresetACP: guard.Released, guard.PresetStrict: guard.InDoubt,
+	for preset, want := range map[execution.Preset]execution.Verdict{
+		"": execution.Completed, execution.PresetDefault: execution.Completed, execution.PresetStripe: execution.Completed,
+		execution.PresetACP: execution.Released, execution.PresetStrict: execution.InDoubt,
 	} {
 		if got, _ := provisioned(t, Policy{Preset: preset}).judge(500, nil, nil); got != want {
 			t.Errorf("500 with preset %q is %v, want %v", preset, got, want)
@@ -119,16 +117,16 @@ func TestPresetsReachTheRules(t *testing.T) {
 
 // "Settled here": unary gRPC calls are judged by grpc-status.
 func TestJudgeGRPC(t *testing.T) {
-	want := map[string]guard.Verdict{
-		"": guard.InDoubt, "x": guard.InDoubt, "-7": guard.InDoubt, "+7": guard.InDoubt, "0x7": guard.InDoubt,
+	want := map[string]execution.Verdict{
+		"": execution.InDoubt, "x": execution.InDoubt, "-7": execution.InDoubt, "+7": execution.InDoubt, "0x7": execution.InDoubt,
 	}
 	for code := range 17 {
-		verdict := guard.Completed
+		verdict := execution.Completed
 		switch code {
 		case 7, 8, 16:
-			verdict = guard.Released
+			verdict = execution.Released
 		case 2, 4, 13, 14:
-			verdict = guard.InDoubt
+			verdict = execution.InDoubt
 		}
 		want[fmt.Sprint(code)] = verdict
 	}
@@ -142,20 +140,20 @@ func TestJudgeGRPC(t *testing.T) {
 			t.Errorf("grpc-status %q in the header is %v, want %v", text, got, verdict)
 		}
 	}
-	if got, _ := a.judge(200, http.Header{}, nil); got != guard.InDoubt {
+	if got, _ := a.judge(200, http.Header{}, nil); got != execution.InDoubt {
 		t.Errorf("no grpc-status is %v, want in_doubt", got)
 	}
-	if got, _ := a.judge(200, http.Header{"Grpc-Status": {"0"}}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.InDoubt {
+	if got, _ := a.judge(200, http.Header{"Grpc-Status": {"0"}}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.InDoubt {
 		t.Errorf("the trailer's status does not go before the header's: %v", got)
 	}
-	if got, _ := a.judge(503, http.Header{"Retry-After": {"1"}}, map[string][]string{"Grpc-Status": {"0"}}); got != guard.Released {
+	if got, _ := a.judge(503, http.Header{"Retry-After": {"1"}}, map[string][]string{"Grpc-Status": {"0"}}); got != execution.Released {
 		t.Errorf("an answer that is not gRPC's is %v, want released by its HTTP status", got)
 	}
-	if got, _ := provisioned(t, Policy{}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.Completed {
+	if got, _ := provisioned(t, Policy{}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
 		t.Errorf("grpc-status counts where no action says so: %v", got)
 	}
 	a = provisioned(t, Policy{GRPC: grpcUnary, Outcomes: []OutcomeRule{{Outcome: "completed", Match: caddyhttp.ResponseMatcher{StatusCode: []int{200}}}}})
-	if got, _ := a.judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != guard.Completed {
+	if got, _ := a.judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
 		t.Errorf("rules do not go before grpc-status: %v", got)
 	}
 }

@@ -1,18 +1,26 @@
 package caddymodule
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"net/http"
+	"net/http/httptrace"
 	"net/url"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"golang.org/x/net/http/httpguts"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
 
 // Probe asks the upstream whether a call in doubt was applied. The request goes
@@ -44,11 +52,8 @@ type Probe struct {
 	// How long to wait for the answer. Default: 10s.
 	Timeout caddy.Duration `json:"timeout,omitempty"`
 
-	path, query template
+	path, query probeTemplate
 }
-
-// maxProbeAnswer is the largest answer of a probe that is read, in bytes.
-const maxProbeAnswer = 256 << 10
 
 func (p *Probe) provision() error {
 	inherit(&p.Method, http.MethodGet)
@@ -94,8 +99,8 @@ func (p *Probe) provision() error {
 	return nil
 }
 
-// asksForACall reports that the request says which call it asks for: else one answer
-// would speak for all calls.
+// asksForACall reports whether the request names the call that it asks about. Otherwise one answer
+// would count for all calls.
 func (p *Probe) asksForACall() bool {
 	if p.path.varies() || p.query.varies() {
 		return true
@@ -106,14 +111,6 @@ func (p *Probe) asksForACall() bool {
 		}
 	}
 	return false
-}
-
-// checkMethod finds what no upstream would know.
-func checkMethod(method string) error {
-	if !httpguts.ValidHeaderFieldName(method) || strings.ToUpper(method) != method {
-		return fmt.Errorf("%q is no method; write one in capital letters, like GET", method)
-	}
-	return nil
 }
 
 // target is the escaped path and the query to ask.
@@ -132,13 +129,13 @@ func (p *Probe) target(repl *caddy.Replacer) (path, query string, err error) {
 }
 
 // ask sends the probe for the call of x.
-func (p *Probe) ask(x *exchange) (*errandAnswer, error) {
+func (p *Probe) ask(x *call) (*internalAnswer, error) {
 	repl := replacer(x.r)
 	path, query, err := p.target(repl)
 	if err != nil {
 		return nil, err
 	}
-	// The caller's leaving must not waste what others are waiting for.
+	// Others may wait for the probe when the caller leaves.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(x.r.Context()), time.Duration(p.Timeout))
 	defer cancel()
 	header := http.Header{}
@@ -149,7 +146,7 @@ func (p *Probe) ask(x *exchange) (*errandAnswer, error) {
 		}
 		header.Set(name, value)
 	}
-	a, err := x.h.send(ctx, &errand{
+	a, err := x.h.send(ctx, &internalRequest{
 		method: p.Method, path: path, query: query, host: x.r.Host, remote: x.r.RemoteAddr,
 		header: header, most: maxProbeAnswer,
 	})
@@ -157,4 +154,271 @@ func (p *Probe) ask(x *exchange) (*errandAnswer, error) {
 		return nil, err
 	}
 	return a, nil
+}
+
+// send makes a request through the handlers in `upstream`, without site authentication and this
+// guard. ctx is that of a request to the same server. Go and Caddy send nothing twice by themselves;
+// it is sent again only if not a byte was sent.
+func (h *Handler) send(ctx context.Context, o *internalRequest) (*internalAnswer, error) {
+	ctx = asOwn(untraced{ctx})
+	for again := false; ; again = true {
+		a, retry, err := h.sendOnce(ctx, o)
+		if err == nil || again || !retry {
+			return a, err
+		}
+	}
+}
+
+// sendOnce also reports whether sending again is safe and likely to succeed.
+func (h *Handler) sendOnce(ctx context.Context, o *internalRequest) (a *internalAnswer, retry bool, err error) {
+	a = &internalAnswer{header: http.Header{}, most: o.most}
+	r, err := http.NewRequestWithContext(ctx, o.method, (&url.URL{Path: "/"}).String(), bytes.NewReader(o.body))
+	if err != nil {
+		return a, false, err
+	}
+	if len(o.body) == 0 {
+		r.Body = http.NoBody
+	}
+	if r.URL.Path, err = url.PathUnescape(o.path); err != nil {
+		return a, false, err
+	}
+	r.URL.RawPath, r.URL.RawQuery = o.path, o.query
+	r.RequestURI = r.URL.RequestURI()
+	r.Host, r.RemoteAddr, r.Header = o.host, o.remote, o.header.Clone()
+	r.Header.Set("Accept-Encoding", "identity")
+	server, _ := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
+	// With a replacer of its own: that of the call has the placeholders of the call.
+	r = caddyhttp.PrepareRequest(r, caddy.NewReplacer(), a, server)
+	armed, watch := proxy.Arm(r.Context())
+	defer watch.Release()
+	panicked, err := handOn(h.upstream, a, r.WithContext(armed))
+	a.unframed = watch.Unframed()
+	upstream, answered := replacer(r).Get(upstreamStatus)
+	a.replaced = answered && upstream != a.status
+	switch {
+	case panicked != nil:
+		return a, false, fmt.Errorf("the answer was cut short: %v", panicked)
+	case err != nil:
+		return a, a.status == 0 && watch.Proof(err, proxy.Retries(armed)).Again, err
+	case ctx.Err() != nil || armed.Err() != nil:
+		return a, false, errNoAnswer
+	case a.large:
+		return a, false, fmt.Errorf("the answer is larger than %d bytes", o.most)
+	}
+	return a, false, nil
+}
+
+// internalRequest is a request of the guard's own to the upstream: a status probe, or one for
+// an undo.
+type internalRequest struct {
+	method string
+	// path is escaped, query without the question mark.
+	path, query string
+	host        string
+	remote      string // the address of the client that it is made for
+	header      http.Header
+	body        []byte
+	// most is the largest answer that is read, in bytes.
+	most int64
+}
+
+// internalAnswer is a response writer that keeps a small answer.
+type internalAnswer struct {
+	status int
+	header http.Header
+	body   []byte
+	most   int64
+	large  bool
+	// unframed: the body's end cannot be distinguished from a broken connection.
+	unframed bool
+	// replaced: another handler has replaced the upstream's answer.
+	replaced bool
+}
+
+func (a *internalAnswer) Header() http.Header { return a.header }
+
+func (a *internalAnswer) WriteHeader(status int) {
+	if a.status == 0 && status >= 200 {
+		a.status = status
+	}
+}
+
+func (a *internalAnswer) Write(p []byte) (int, error) {
+	a.WriteHeader(http.StatusOK)
+	if int64(len(a.body)+len(p)) > a.most {
+		a.large = true
+		return len(p), nil
+	}
+	a.body = append(a.body, p...)
+	return len(p), nil
+}
+
+// untraced is a context without the trace of another request: a guard around this one would take the
+// request for a second attempt at its call, and stop that.
+type untraced struct{ context.Context }
+
+// Value implements context.Context.
+func (c untraced) Value(key any) any {
+	value := c.Context.Value(key)
+	if _, trace := value.(*httptrace.ClientTrace); trace {
+		return nil
+	}
+	return value
+}
+
+// Evidence matches an answer. All that is set must hold.
+type Evidence struct {
+	// Status and header of the answer.
+	caddyhttp.ResponseMatcher
+
+	// Values in the answer's JSON body, by JSON pointer: strings or numbers.
+	JSON map[string]string `json:"json,omitempty"`
+
+	pointers map[string]fingerprint.Pointer
+}
+
+func (e *Evidence) provision() error {
+	if e == nil {
+		return nil
+	}
+	if len(e.StatusCode) == 0 && len(e.Headers) == 0 && len(e.JSON) == 0 {
+		return errors.New("it names no status, header or json, and would match every answer")
+	}
+	if err := checkAnswer(&e.ResponseMatcher); err != nil {
+		return err
+	}
+	e.pointers = map[string]fingerprint.Pointer{}
+	for text := range e.JSON {
+		p, err := fingerprint.ParsePointer(text)
+		if err != nil {
+			return fmt.Errorf("json %q: %w", text, err)
+		}
+		e.pointers[text] = p
+	}
+	return nil
+}
+
+func (e *Evidence) matches(a *internalAnswer) bool {
+	if e == nil || !e.Match(a.status, a.header) {
+		return false
+	}
+	for text, want := range e.JSON {
+		got, found, err := fingerprint.Lookup(bytes.NewReader(a.body), int64(len(a.body)), e.pointers[text])
+		if err != nil || !found || got != want {
+			return false
+		}
+	}
+	return true
+}
+
+// probeTemplate is text with placeholders whose values are escaped.
+type probeTemplate []templatePart
+
+// varies reports that a placeholder is not the same for all requests.
+func (t probeTemplate) varies() bool {
+	return slices.ContainsFunc(t, func(part templatePart) bool {
+		space, _, _ := strings.Cut(part.text, ".")
+		return part.placeholder && !slices.Contains([]string{"env", "file", "system", "time"}, space)
+	})
+}
+
+// sample is the template with an example of each value.
+func (t probeTemplate) sample() string {
+	var b strings.Builder
+	for _, part := range t {
+		if part.placeholder {
+			b.WriteString("x")
+		} else {
+			b.WriteString(part.text)
+		}
+	}
+	return b.String()
+}
+
+// fill replaces the placeholders. One without a value is an error: the request would ask something
+// else.
+func (t probeTemplate) fill(repl *caddy.Replacer) (string, error) {
+	var b strings.Builder
+	for _, part := range t {
+		if !part.placeholder {
+			b.WriteString(part.text)
+			continue
+		}
+		value, _ := repl.GetString(part.text)
+		if value == "" {
+			return "", fmt.Errorf("placeholder {%s} has no value", part.text)
+		}
+		b.WriteString(part.escape(value))
+	}
+	return b.String(), nil
+}
+
+type templatePart struct {
+	text        string
+	placeholder bool
+	escape      func(string) string
+}
+
+// prober runs one probe for a key at a time; others wait for its result.
+type prober struct {
+	mu      sync.Mutex
+	running map[execution.Key]*probing
+}
+
+// enter returns the probe of key, and whether the caller has to run it, and then call leave.
+func (p *prober) enter(key execution.Key) (probe *probing, first bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if probe, ok := p.running[key]; ok {
+		return probe, false
+	}
+	if p.running == nil {
+		p.running = map[execution.Key]*probing{}
+	}
+	probe = &probing{over: make(chan struct{})}
+	p.running[key] = probe
+	return probe, true
+}
+
+func (p *prober) leave(key execution.Key, probe *probing) {
+	p.mu.Lock()
+	delete(p.running, key)
+	p.mu.Unlock()
+	close(probe.over)
+}
+
+// probing is a probe that runs.
+type probing struct {
+	over chan struct{}
+	// doubt says, once over is closed, that the call stays in doubt.
+	doubt bool
+}
+
+// checkMethod checks the name of a method.
+func checkMethod(method string) error {
+	if !httpguts.ValidHeaderFieldName(method) || strings.ToUpper(method) != method {
+		return fmt.Errorf("%q is no method; write one in capital letters, like GET", method)
+	}
+	return nil
+}
+
+// parseTemplate reads text with {placeholders}.
+func parseTemplate(text string, escape func(string) string) (probeTemplate, error) {
+	var t probeTemplate
+	for text != "" {
+		before, rest, open := strings.Cut(text, "{")
+		if before != "" {
+			t = append(t, templatePart{text: before})
+		}
+		if !open {
+			break
+		}
+		name, after, closed := strings.Cut(rest, "}")
+		if !closed || name == "" {
+			return nil, errors.New("a placeholder is empty or not closed")
+		}
+		t = append(t, templatePart{text: name, placeholder: true, escape: escape})
+		text = after
+	}
+	return t, nil
 }

@@ -8,10 +8,9 @@ import (
 	"testing"
 	"testing/synctest"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-
-	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // target is what a probe of this URI asks with the value v for {v}.
@@ -102,7 +101,7 @@ func FuzzTemplate(f *testing.F) {
 }
 
 func TestEvidence(t *testing.T) {
-	answer := &errandAnswer{status: 200, header: http.Header{"X-Source": {"live"}}, body: []byte(`{"state":"done","n":1.50,"deep":{"/":["x"]},"twice":1,"twice":2}`)}
+	answer := &internalAnswer{status: 200, header: http.Header{"X-Source": {"live"}}, body: []byte(`{"state":"done","n":1.50,"deep":{"/":["x"]},"twice":1,"twice":2}`)}
 	for _, c := range []struct {
 		name string
 		e    *Evidence
@@ -133,7 +132,7 @@ func TestEvidence(t *testing.T) {
 
 // What a probe answers is kept up to a limit; interim answers are not the answer.
 func TestProbeAnswer(t *testing.T) {
-	a := &errandAnswer{header: http.Header{}, most: maxProbeAnswer}
+	a := &internalAnswer{header: http.Header{}, most: maxProbeAnswer}
 	a.WriteHeader(http.StatusEarlyHints)
 	_, _ = a.Write([]byte("abc"))
 	a.WriteHeader(500)
@@ -150,7 +149,7 @@ func TestProbeAnswer(t *testing.T) {
 func TestOneProbeForAKeyAtATime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := new(prober)
-		key, other := guard.Key{1}, guard.Key{2}
+		key, other := execution.Key{1}, execution.Key{2}
 		probe, first := p.enter(key)
 		another, firstOther := p.enter(other)
 		if !first || !firstOther {

@@ -3,6 +3,8 @@ package caddymodule
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
+	"net/http"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
@@ -11,9 +13,8 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
-	// agent_proxy writes this transport into its configuration.
-	_ "github.com/agent-guard/caddy-agent-guard/caddymodule/transport"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	_ "github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 )
 
 // parseProxy reads the shortcut
@@ -27,9 +28,8 @@ import (
 //		}
 //	}
 //
-// It is agent_guard, then reverse_proxy with the transport agent_guard, which the
-// block for it configures. breaker is an option of that transport, which may stand
-// outside of its block as well.
+// It makes agent_guard and then reverse_proxy with the transport agent_guard. The option breaker of
+// that transport may stand outside of its block as well.
 func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	h.Next() // the directive's name
 	name := h.Token()
@@ -51,6 +51,12 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 		return nil, errorAt(upstream[0], errors.New("upstream: agent_proxy is its own; leave the block out, or use agent_guard and reverse_proxy"))
 	}
 	if err := guard.parseHandlers(h, "fallback", &guard.FallbackRaw); err != nil {
+		return nil, err
+	}
+	if err := guard.claimName(h); err != nil {
+		return nil, err
+	}
+	if err := guard.checkGlobals(h); err != nil {
 		return nil, err
 	}
 	proxy := new(reverseproxy.Handler)
@@ -129,9 +135,9 @@ func split(whole caddyfile.Segment) (parts proxyParts, err error) {
 	return parts, nil
 }
 
-// guarded makes the transport agent_guard of the one that reverse_proxy has made:
-// none, or http with what the scheme of the upstreams asks for. agent_guard has all
-// options of http. breaker is the option of this name, if it stands outside.
+// guarded makes the transport agent_guard of the one that reverse_proxy has made: none, or http as
+// the scheme of the upstreams needs. agent_guard has all options of http. breaker is the option of
+// this name, if it stands outside.
 func guarded(raw json.RawMessage, breaker caddyfile.Segment) (json.RawMessage, error) {
 	transport := map[string]json.RawMessage{}
 	if raw != nil {
@@ -146,11 +152,25 @@ func guarded(raw json.RawMessage, breaker caddyfile.Segment) (json.RawMessage, e
 		}
 		d := caddyfile.NewDispenser(breaker)
 		d.Next()
-		settings := new(circuits.Settings)
+		settings := new(proxy.Settings)
 		if err := settings.UnmarshalCaddyfile(d); err != nil {
 			return nil, err
 		}
 		transport["breaker"] = caddyconfig.JSON(settings, nil)
 	}
 	return json.Marshal(transport)
+}
+
+// compile chains the handlers of an option, the first outermost.
+func compile(mods []any, option string) caddyhttp.Handler {
+	next := caddyhttp.Handler(caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error {
+		return caddyhttp.Error(http.StatusBadGateway, fmt.Errorf("agent_guard: no handler in `%s` answered", option))
+	}))
+	for i := len(mods) - 1; i >= 0; i-- {
+		middleware, inner := mods[i].(caddyhttp.MiddlewareHandler), next
+		next = caddyhttp.HandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
+			return middleware.ServeHTTP(w, r, inner)
+		})
+	}
+	return next
 }

@@ -8,7 +8,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
@@ -24,10 +24,10 @@ func request(method, target string, fields ...string) *http.Request {
 }
 
 // testGuard is a guard over a store in memory.
-func testGuard(t testing.TB) *guard.Guard {
+func testGuard(t testing.TB) *execution.Guard {
 	t.Helper()
 	st := memory.New(memory.Options{})
-	g, _, err := guard.Open(t.Context(), st, seal.Generate())
+	g, _, err := execution.Open(t.Context(), st, seal.Generate())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -7,7 +7,7 @@ import (
 )
 
 func TestTargets(t *testing.T) {
-	var all targets
+	var all writeTracker
 	a, b := checkpoint.TargetOf("u", "/Docs/%41/"), checkpoint.TargetOf("u", "//docs/a")
 	if other := checkpoint.TargetOf("u", "/docs/b"); a != b || a == other || a == checkpoint.TargetOf("v", "/docs/a") {
 		t.Errorf("%q, %q, %q", a, b, other)
@@ -37,7 +37,7 @@ func TestTargets(t *testing.T) {
 	over2 := all.write(a, second)
 	over()
 	over2()
-	if !first.close() || !second.close() || (*window)(nil).close() {
+	if !first.close() || !second.close() || (*writeWindow)(nil).close() {
 		t.Error("writes at the same time went unnoticed")
 	}
 	if len(all.all) != 0 {

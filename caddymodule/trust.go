@@ -3,6 +3,7 @@ package caddymodule
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -66,6 +67,7 @@ type Trust struct {
 	LenientParents bool `json:"lenient_parents,omitempty"`
 
 	sources []ect.Source
+	origin  origin // of a Caddyfile's options, the last of each
 }
 
 // KeySource is a place with public keys. Exactly one of file and URL is set.
@@ -92,20 +94,17 @@ type KeySource struct {
 // URL may be down.
 func (t *Trust) provision(own string, logger *zap.Logger) error {
 	if len(t.Keys) == 0 {
-		return errors.New("no keys are given; name some with `jwks_file` or `jwks_url`")
+		return errNoTrust
 	}
 	for i := range t.Keys {
 		source, err := t.Keys[i].open(logger)
 		if err != nil {
-			return fmt.Errorf("keys: source %d: %w", i+1, err)
+			return &wrong{fmt.Sprintf("trust.%d", i+1), fmt.Errorf("keys: source %d: %w", i+1, err)}
 		}
 		t.sources = append(t.sources, source)
 	}
-	if len(t.Algorithms) > 0 && !slices.Contains(t.Algorithms, own) {
-		return fmt.Errorf("algorithms: %s is missing, with which the gateway itself signs: its tokens come back as parents", own)
-	}
-	if t.MaxParents > ledger.MaxParents {
-		return fmt.Errorf("max_parents: %d; the ledger takes tokens with at most %d", t.MaxParents, ledger.MaxParents)
+	if err := t.checkFor(own); err != nil {
+		return err
 	}
 	if err := t.checkLevel(); err != nil {
 		return err
@@ -119,10 +118,25 @@ func (t *Trust) provision(own string, logger *zap.Logger) error {
 	return err
 }
 
+// checkFor finds what does not go with the ledger, and with the algorithm with which the
+// gateway signs.
+func (t *Trust) checkFor(own string) error {
+	if len(t.Algorithms) > 0 && !slices.Contains(t.Algorithms, own) {
+		return &invalid{[]string{"algorithms"}, fmt.Errorf("%s is missing, with which the gateway itself signs: its tokens come back as parents", own)}
+	}
+	if t.MaxParents > ledger.MaxParents {
+		return &invalid{[]string{"max_parents"}, fmt.Errorf("%d; the ledger takes tokens with at most %d", t.MaxParents, ledger.MaxParents)}
+	}
+	return nil
+}
+
+// errNoTrust: options say how tokens are verified, and none says whose.
+var errNoTrust = errors.New("no keys are given; name some with `jwks_file` or `jwks_url`")
+
 // checkLevel holds that other options leave the level what it is.
 func (t *Trust) checkLevel() error {
 	if t.AllowPartial && t.minLevel() == ect.L3 {
-		return errors.New("`min_level L3` and `allow_partial` exclude each other: at L3 every parent stands in the ledger; leave one of them out")
+		return &invalid{[]string{"allow_partial"}, errors.New("it excludes `min_level L3`, at which every parent stands in the ledger; leave one of them out")}
 	}
 	return nil
 }
@@ -130,9 +144,9 @@ func (t *Trust) checkLevel() error {
 // lacksIdentity says what an app without an identity, and so without a ledger, lacks.
 func (t *Trust) lacksIdentity() error {
 	if t.minLevel() == ect.L3 {
-		return errors.New("agent_guard: trust: `min_level L3` needs an `identity`: only with one there is a ledger for tokens to stand in")
+		return &invalid{[]string{"min_level"}, errors.New("L3 needs an `identity`: only with one there is a ledger for tokens to stand in")}
 	}
-	return errors.New("agent_guard: trust: it needs an `identity`, which is what tokens name in their aud")
+	return errors.New("it needs an `identity`, which is what tokens name in their aud")
 }
 
 // algorithms are what is accepted: by default ES256, and what the gateway signs and has
@@ -165,10 +179,10 @@ func (k *KeySource) open(logger *zap.Logger) (ect.Source, error) {
 			return
 		}
 		logger.Info("keys of trusted issuers read", zap.String("keys", place), zap.Int("count", set.Len()))
-		tellSkipped(logger, place, set)
+		warnSkipped(logger, place, set)
 	}
 	if k.URL != "" {
-		return ect.NewURLSource(ect.URLOptions{URL: k.URL, Owner: owner, Fetched: changed})
+		return ect.NewURLSource(ect.URLOptions{URL: k.URL, Owner: owner, OnFetch: changed})
 	}
 	path, err := caddy.NewReplacer().ReplaceOrErr(k.File, true, true)
 	if err == nil {
@@ -177,19 +191,19 @@ func (k *KeySource) open(logger *zap.Logger) (ect.Source, error) {
 	if err != nil {
 		return nil, fmt.Errorf("file %q: %w", k.File, err)
 	}
-	source, err := ect.NewFileSource(ect.FileOptions{Path: path, Owner: owner, Changed: changed})
+	source, err := ect.NewFileSource(ect.FileOptions{Path: path, Owner: owner, OnReload: changed})
 	if err != nil {
 		return nil, err
 	}
 	if source.Set().Len() == 0 {
 		return nil, fmt.Errorf("keys in %s: the set is empty; put the public key of an agent into it, as `caddy agent-guard ect keygen --public` does", path)
 	}
-	tellSkipped(logger, place, source.Set())
+	warnSkipped(logger, place, source.Set())
 	return source, nil
 }
 
-// tellSkipped warns of keys that are not used: their owners will be refused.
-func tellSkipped(logger *zap.Logger, place string, set *ect.Set) {
+// warnSkipped warns of keys that are not used: their owners will be refused.
+func warnSkipped(logger *zap.Logger, place string, set *ect.Set) {
 	for _, s := range set.Skipped() {
 		logger.Warn("a key is not used", zap.String("keys", place), zap.String("kid", s.KeyID), zap.String("reason", s.Reason))
 	}
@@ -256,28 +270,31 @@ func (t *Trust) minLevel() ect.Level {
 //
 // Several lines add to each other.
 func parseTrust(d *caddyfile.Dispenser, a *App) error {
+	at := originOf(d)
 	if a.Trust == nil {
-		a.Trust = new(Trust)
+		a.Trust = &Trust{origin: originOf(d)}
 	}
 	if d.NextArg() {
 		kind := d.Val()
 		if err := oneOf(kind, "jwks_file", "jwks_url"); err != nil {
 			return err
 		}
-		return parseKeySource(d, a.Trust, kind)
+		return a.parseKeySource(d, kind, at[""][0])
 	}
-	at := originOf(d)
-	if err := trustOptions().readBlock(d, "trust", a.Trust, at); err != nil {
+	if err := trustOptions().readBlock(d, "trust", a, at); err != nil {
 		return err
 	}
 	if len(at) == 1 {
 		return errors.New("it trusts nobody; name keys with `jwks_file` or `jwks_url`")
 	}
-	return a.Trust.checkLevel()
+	delete(at, "") // that of the first line remains
+	maps.Copy(a.Trust.origin, at)
+	return nil
 }
 
-// parseKeySource reads a place of keys and, where one is given, their owner.
-func parseKeySource(d *caddyfile.Dispenser, t *Trust, kind string) error {
+// parseKeySource reads a place of keys and, where one is given, their owner. at is where the
+// option stands.
+func (a *App) parseKeySource(d *caddyfile.Dispenser, kind string, at caddyfile.Token) error {
 	words := d.RemainingArgs()
 	if len(words) == 0 || len(words) > 2 || words[0] == "" {
 		return errSyntax
@@ -285,8 +302,12 @@ func parseKeySource(d *caddyfile.Dispenser, t *Trust, kind string) error {
 	var k KeySource
 	if kind == "jwks_url" {
 		k.URL = words[0]
+		if _, err := ect.NewURLSource(ect.URLOptions{URL: k.URL}); err != nil { // which fetches nothing
+			return err
+		}
 	} else {
 		k.File = words[0]
+		a.writtenAt(fmt.Sprintf("trust.%d", len(a.Trust.Keys)+1), at)
 	}
 	if len(words) == 2 {
 		k.Owner = words[1]
@@ -294,15 +315,16 @@ func parseKeySource(d *caddyfile.Dispenser, t *Trust, kind string) error {
 			return err
 		}
 	}
-	t.Keys = append(t.Keys, k)
+	a.Trust.Keys = append(a.Trust.Keys, k)
 	return nil
 }
 
-func trustOptions() options[*Trust] {
+// trustOptions are the options of a block of trust.
+func trustOptions() options[*App] {
 	type dispenser = *caddyfile.Dispenser
-	source := func(kind, what string) option[*Trust] {
-		return option[*Trust]{usage: kind + " <" + what + "> [<owner>]", several: true, parse: func(d dispenser, t *Trust) error {
-			return parseKeySource(d, t, kind)
+	source := func(kind, what string) option[*App] {
+		return option[*App]{usage: kind + " <" + what + "> [<owner>]", several: true, parse: func(d dispenser, a *App) error {
+			return a.parseKeySource(d, kind, d.Token())
 		}}
 	}
 	duration := func(name string, into func(*Trust) *caddy.Duration) option[*Trust] {
@@ -321,9 +343,10 @@ func trustOptions() options[*Trust] {
 			return nil
 		}}
 	}
-	return options[*Trust]{
+	return options[*App]{
 		"jwks_file": source("jwks_file", "path"),
 		"jwks_url":  source("jwks_url", "url"),
+	}.merge(within(func(a *App) *Trust { return a.Trust }, options[*Trust]{
 		"audience": {usage: "audience <names...>", several: true, parse: func(d dispenser, t *Trust) error {
 			return parseWords(d, &t.Audience)
 		}},
@@ -349,5 +372,5 @@ func trustOptions() options[*Trust] {
 		"allow_partial":   flag("allow_partial", func(t *Trust) *bool { return &t.AllowPartial }),
 		"cross_workflow":  flag("cross_workflow", func(t *Trust) *bool { return &t.CrossWorkflow }),
 		"lenient_parents": flag("lenient_parents", func(t *Trust) *bool { return &t.LenientParents }),
-	}
+	}))
 }

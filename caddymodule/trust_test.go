@@ -26,7 +26,7 @@ func TestLevel3Needs(t *testing.T) {
 		}
 	}
 	holds(trust.provision("ES256", zap.NewNop()), "min_level L3", "allow_partial")
-	holds((&App{Trust: &trust}).provisionTokens(), "min_level L3", "identity", "ledger")
+	holds((&App{Trust: &trust}).provisionTokens(), "min_level: L3", "identity", "ledger")
 }
 
 // A token with more parents than the ledger takes could be verified and never recorded:

@@ -17,13 +17,12 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	// The undos of tests go through it.
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	_ "github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 // undoWay is a running configuration with a guard "g" whose own requests go to upstream,
@@ -81,8 +80,8 @@ func loadedApp(t *testing.T, guard, web string) *App {
 }
 
 // refund is a request of an undo for the call of the action pay.
-func refund() *undo.Outgoing {
-	return &undo.Outgoing{
+func refund() *rollback.Outgoing {
+	return &rollback.Outgoing{
 		Method: "POST", URL: "/v1/refunds?full=1", Header: http.Header{"Content-Type": {"application/json"}},
 		Body: []byte(`{"charge":"c1"}`), Host: "pay.example.com", Guard: "g", Action: "pay",
 		Rollback: "r1", Checkpoint: "c1", Workflow: "w1",
@@ -90,9 +89,9 @@ func refund() *undo.Outgoing {
 }
 
 // asError is the error of an undo that was not sent, or may have been.
-func asError(t *testing.T, err error) *undo.SendError {
+func asError(t *testing.T, err error) *rollback.SendError {
 	t.Helper()
-	var e *undo.SendError
+	var e *rollback.SendError
 	if !errors.As(err, &e) {
 		t.Fatalf("%v is no SendError", err)
 	}
@@ -159,7 +158,7 @@ func TestUndoIsNobodysCall(t *testing.T) {
 			t.Errorf("%s: %+v, %v", path, answer, err)
 		}
 	}
-	page, err := app.held.guard.List(t.Context(), guard.Filter{}, "", 10)
+	page, err := app.held.guard.List(t.Context(), execution.Filter{}, "", 10)
 	if err != nil || len(page.Executions) != 0 {
 		t.Errorf("an undo was taken for a call: %+v, %v", page, err)
 	}
@@ -174,7 +173,7 @@ func TestUndoIsSentPastAnOpenBreaker(t *testing.T) {
 	if answer, err := s.Send(t.Context(), refund()); err != nil || answer.Status != 200 {
 		t.Errorf("%+v, %v", answer, err)
 	}
-	m := circuits.Join()
+	m := proxy.Join()
 	defer m.Leave()
 	for _, b := range m.Status() {
 		if b.Key.Upstream == addr && (b.Calls != 0 || b.Rejected != 0) {
@@ -317,8 +316,8 @@ func rawUpstream(t *testing.T, answer string) (addr string, count func() int) {
 // Answers are kept up to a limit, and say where they were cut.
 func TestUndoAnswerIsBounded(t *testing.T) {
 	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Length", fmt.Sprint(undo.MaxAnswer+2))
-		_, _ = w.Write(make([]byte, undo.MaxAnswer+2))
+		w.Header().Set("Content-Length", fmt.Sprint(rollback.MaxAnswer+2))
+		_, _ = w.Write(make([]byte, rollback.MaxAnswer+2))
 	}))
 	defer up.Close()
 	_, s := undoWay(t, up.Listener.Addr().String(), "", "")
@@ -326,7 +325,7 @@ func TestUndoAnswerIsBounded(t *testing.T) {
 		o := refund()
 		o.URL = target
 		answer, err := s.Send(t.Context(), o)
-		if err != nil || !answer.Cut || len(answer.Body) != undo.MaxAnswer {
+		if err != nil || !answer.Cut || len(answer.Body) != rollback.MaxAnswer {
 			t.Errorf("%s: %v", target, err)
 		}
 	}
@@ -339,21 +338,20 @@ func TestP8UndoGoesNowhereElse(t *testing.T) {
 	defer up.Close()
 	app, s := undoWay(t, up.Listener.Addr().String(), "", "")
 	recorded := refund()
-	recorded.Recorded, recorded.Upstream = true, app.guards.all[0].upstreamName()+"-other"
+	recorded.Recorded, recorded.Spec = true, &rollback.Spec{Reach: rollback.Reach{Addresses: []string{"http://127.0.0.1:1"}, Manner: app.guards.all[0].reach.Manner}}
 	elsewhere := refund()
-	elsewhere.Recorded, elsewhere.URL, elsewhere.Upstream = true, up.URL+"/x", app.guards.all[0].upstreamName()
+	elsewhere.Recorded, elsewhere.URL = true, up.URL+"/x"
 	for name, tt := range map[string]struct {
-		o    *undo.Outgoing
-		want undo.Reason
+		o    *rollback.Outgoing
+		want rollback.Reason
 	}{
-		"another upstream":           {recorded, undo.ReasonOtherUpstream},
-		"a whole URL":                {elsewhere, undo.ReasonNoCredentials},
-		"no such guard":              {with(func(o *undo.Outgoing) { o.Guard = "h" }), undo.ReasonNoUpstream},
-		"no such action":             {with(func(o *undo.Outgoing) { o.Action = "mail" }), undo.ReasonNoUpstream},
-		"a guard without a way":      {with(func(o *undo.Outgoing) { o.Guard, o.Action = "inner", "default" }), undo.ReasonNoUpstream},
-		"neither path nor URL":       {with(func(o *undo.Outgoing) { o.URL = "v1/x" }), undo.ReasonNoUpstream},
-		"another scheme":             {with(func(o *undo.Outgoing) { o.URL = "ftp://example.com/x" }), undo.ReasonNoUpstream},
-		"a delegate without a token": {with(func(o *undo.Outgoing) { o.URL, o.Delegated = up.URL+"/rollback", true }), undo.ReasonNoCredentials},
+		"another upstream":           {recorded, rollback.ReasonOtherUpstream},
+		"a whole URL":                {elsewhere, rollback.ReasonNoCredentials},
+		"no such guard":              {with(func(o *rollback.Outgoing) { o.Guard = "h" }), rollback.ReasonNoUpstream},
+		"a guard without a way":      {with(func(o *rollback.Outgoing) { o.Guard, o.Action = "inner", "default" }), rollback.ReasonNoUpstream},
+		"neither path nor URL":       {with(func(o *rollback.Outgoing) { o.URL = "v1/x" }), rollback.ReasonNoUpstream},
+		"another scheme":             {with(func(o *rollback.Outgoing) { o.URL = "ftp://example.com/x" }), rollback.ReasonNoUpstream},
+		"a delegate without a token": {with(func(o *rollback.Outgoing) { o.URL, o.Delegated = up.URL+"/rollback", true }), rollback.ReasonNoCredentials},
 	} {
 		_, err := s.Send(t.Context(), tt.o)
 		if e := asError(t, err); !e.NotSent || e.Reason != tt.want {
@@ -362,7 +360,7 @@ func TestP8UndoGoesNowhereElse(t *testing.T) {
 	}
 }
 
-func with(change func(*undo.Outgoing)) *undo.Outgoing {
+func with(change func(*rollback.Outgoing)) *rollback.Outgoing {
 	o := refund()
 	change(o)
 	return o
@@ -409,7 +407,7 @@ func TestDelegateIsAskedWithAToken(t *testing.T) {
 	dir := t.TempDir()
 	identity := withIdentity(filepath.Join(dir, "identity"), "")
 	checkpoint := "6ba7b810-9dad-41d1-80b4-00c04fd430c8"
-	o := with(func(o *undo.Outgoing) {
+	o := with(func(o *rollback.Outgoing) {
 		o.URL, o.Delegated, o.Checkpoint, o.Rollback = agent.URL+"/rollback", true, checkpoint, "r1"
 	})
 	for range 2 {
@@ -444,44 +442,47 @@ func TestDelegateIsAskedWithAToken(t *testing.T) {
 	}
 }
 
-// Guards of several sites may share a name. The call's own upstream tells them apart; where
-// it is gone, an undo is not sent to whatever else has the name (P6).
+// The call's own upstream tells ways apart, whatever guard they are of; where it is gone, an
+// undo is not sent to whatever else there is (P6), but where the guard was named, and moved.
 func TestUndoGuessesNoUpstream(t *testing.T) {
-	led := caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return nil })
-	guard := func(upstream string, actions ...string) *Handler {
-		h := &Handler{Name: "g", upstreamHash: upstream}
-		if upstream != "" {
-			h.upstream = led
-		}
-		for _, name := range actions {
-			h.actions = append(h.actions, &Action{Name: name})
-		}
-		return h
+	reach := func(fields string, addresses ...string) rollback.Reach {
+		return rollback.Reach{Addresses: addresses, Manner: "m", Fields: fields}
 	}
-	a, b, twin, none := guard("a", "pay", "default"), guard("b", "default"), guard("b", "default"), guard("", "mail", "default")
-	for _, tt := range []struct {
-		name             string
-		all              []*Handler
-		action, upstream string
-		want             *Handler
-		err              error
+	guard := func(name string) *Handler { return &Handler{Name: name} }
+	way := func(r rollback.Reach, own bool, guards ...*Handler) passage {
+		return passage{reach: r, own: own, guards: guards}
+	}
+	g, other, unnamed := guard("g"), guard("other"), guard(defaultGuard)
+	a, b := reach("", "http://a:1"), reach("", "http://b:1")
+	rewritten := a
+	rewritten.Manner = "n"
+	for name, tt := range map[string]struct {
+		all      []passage
+		guard    string
+		recorded bool
+		want     int
+		err      error
 	}{
-		{"the call's own", []*Handler{a, b}, "default", "b", b, nil},
-		{"the one with the action", []*Handler{b, a}, "pay", "gone", a, nil},
-		{"several", []*Handler{a, b}, "default", "gone", nil, errManyGuards},
-		{"twins", []*Handler{b, twin}, "default", "gone", b, nil},
-		{"the one that leads anywhere", []*Handler{none, a}, "default", "gone", a, nil},
-		{"for a whole URL", []*Handler{none}, "mail", "", none, nil},
-		{"an action that is gone", []*Handler{a}, "mail", "a", nil, errNoGuard},
-		{"none", nil, "mail", "", nil, errNoGuard},
+		"the call's own":                      {[]passage{way(b, true, g), way(a, true, g)}, "g", true, 1, nil},
+		"its guard goes first":                {[]passage{way(a, true, other), way(a, true, g)}, "g", true, 1, nil},
+		"under another guard's name":          {[]passage{way(b, true, g), way(a, true, other)}, "g", true, 1, nil},
+		"without a guard":                     {[]passage{way(b, true, g), way(a, false)}, "g", true, 1, nil},
+		"a pool that has grown":               {[]passage{way(reach("", "http://a:1", "http://c:1"), true, unnamed)}, defaultGuard, true, 0, nil},
+		"the same name with another header":   {[]passage{way(reach("x", "http://a:1"), true, g)}, "g", true, 0, nil},
+		"several of the name, other headers":  {[]passage{way(reach("x", "http://a:1"), true, g), way(reach("y", "http://a:1"), true, g)}, "g", false, -1, errManyGuards},
+		"another name with another header":    {[]passage{way(reach("x", "http://a:1"), true, other)}, "g", false, -1, errNoGuard},
+		"another service at the same address": {[]passage{way(rewritten, true, unnamed)}, defaultGuard, false, -1, errNoGuard},
+		"a named guard that has moved":        {[]passage{way(b, true, g), way(b, false, g)}, "g", false, 0, nil},
+		"the same with credentials":           {[]passage{way(b, true, g)}, "g", true, -1, errOtherWay},
+		"a guard without a name has moved":    {[]passage{way(b, true, unnamed)}, defaultGuard, false, -1, errNoGuard},
+		"moved to several":                    {[]passage{way(b, true, g), way(reach("", "http://c:1"), true, g)}, "g", false, -1, errManyGuards},
+		"none":                                {nil, "g", false, -1, errNoGuard},
 	} {
-		var g guards
-		for _, h := range tt.all {
-			g.add(h)
-		}
-		way, err := g.find(&undo.Outgoing{Guard: "g", Action: tt.action, Upstream: tt.upstream})
-		if way.h != tt.want || !errors.Is(err, tt.err) {
-			t.Errorf("%s: %v %v", tt.name, way.h, err)
+		app := new(App)
+		app.waysOnce.Do(func() { app.ways = tt.all })
+		got, err := app.find(&rollback.Outgoing{Guard: tt.guard, Recorded: tt.recorded, Spec: &rollback.Spec{Reach: a}})
+		if !errors.Is(err, tt.err) || tt.want >= 0 && got != &app.ways[tt.want] || tt.want < 0 && got != nil {
+			t.Errorf("%s: %+v %v", name, got, err)
 		}
 	}
 }

@@ -8,7 +8,7 @@ import (
 	"testing"
 	"testing/synctest"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -37,11 +37,11 @@ func TestDoubtsOfAStoreThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		st := &stuck{Store: memory.New(memory.Options{})}
 		ring := seal.Generate()
-		g, _, err := guard.Open(t.Context(), st, ring)
+		g, _, err := execution.Open(t.Context(), st, ring)
 		if err != nil {
 			t.Fatal(err)
 		}
-		e := &engine{store: st, guard: g, escalations: escalating{desk: hitl.NewDesk(st, ring, 0)}}
+		e := &engine{store: st, guard: g, escalations: escalating{store: hitl.NewStore(st, ring, 0)}}
 		st.hang = make(chan struct{})
 		var scrapes sync.WaitGroup
 		for range 10 {

@@ -8,8 +8,8 @@ import (
 
 	"github.com/google/uuid"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/rollbackapi"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -35,7 +35,7 @@ func TestJoiningAfterRollbackBegan(t *testing.T) {
 	id := uuid.NewString()
 	asking := a.issue(f.request(checkpoint, `, "cascade": true`))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "cascade": true}`, id, checkpoint)
-	if got := g.call(with(asking, request{path: rollbackapi.Path, body: body, header: headers{"Prefer": "respond-async"}})); got.status != http.StatusAccepted {
+	if got := g.call(with(asking, request{path: api.RollbackPath, body: body, header: headers{"Prefer": "respond-async"}})); got.status != http.StatusAccepted {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
 	wait(t, hold.arrived, "the undo")
@@ -62,7 +62,7 @@ func TestJoiningAfterRollbackBegan(t *testing.T) {
 	th.stands("/things/c", "")
 
 	hold.open()
-	g.call(with(asking, request{path: rollbackapi.Path, body: body, header: headers{"Prefer": "wait=20"}})).undone(t, rollback.Completed)
+	g.call(with(asking, request{path: api.RollbackPath, body: body, header: headers{"Prefer": "wait=20"}})).undone(t, rollback.Completed)
 	if got := g.call(late); got.status != 201 || got.header.Get("Execution-Status") != "executed" {
 		t.Errorf("the same call afterwards: %d %s", got.status, got.body)
 	}

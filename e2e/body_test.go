@@ -3,11 +3,15 @@ package e2e
 import (
 	"bufio"
 	"crypto/sha256"
+	"encoding/json"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"net/http"
+	"runtime"
+	"runtime/debug"
 	"strings"
+	"sync"
 	"testing"
 )
 
@@ -24,7 +28,7 @@ func TestBodyTooLarge(t *testing.T) {
 	} {
 		r.path, r.id = fmt.Sprint("/over/", i), "k"
 		doc := g.call(r).terminal(t, 413, "body-too-large")
-		if !*doc.SafeNewKey || !strings.Contains(doc.Detail, "1024") {
+		if *doc.SafeNewKey || !strings.Contains(doc.Detail, "1024") {
 			t.Errorf("%+v", doc)
 		}
 		u.arrived(r.path, 0)
@@ -53,9 +57,34 @@ func TestBodyOverTheSitesLimit(t *testing.T) {
 		if got := g.call(r); i == 0 && got.status != 413 {
 			t.Errorf("%d %q", got.status, got.body)
 		} else if i > 0 {
-			got.terminal(t, 413, "body-too-large")
+			if doc := got.terminal(t, 413, "body-too-large"); !strings.Contains(doc.Detail, "at most 10 bytes") {
+				t.Errorf("%+v", doc) // the limit that counts, not ours
+			}
 		}
 		u.arrived(r.path, 0)
+	}
+}
+
+// A body that stops coming before its end is told so, as something that a retry can cure:
+// nothing was sent. So is one that waits for an answer, which cannot be guarded (C4).
+func TestBodyThatStandsStill(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "timeouts {\n read_timeout 300ms\n}\nagent_proxy %s", u.addr)
+	for name, client := range map[string]*http.Client{"1": g.client, "2": g.h2cClient()} {
+		body, end := io.Pipe()
+		sent := make(chan struct{})
+		go func() {
+			defer close(sent)
+			_, _ = io.WriteString(end, "half") // and nothing more until the answer
+		}()
+		got := g.call(request{method: http.MethodPut, path: "/" + name, id: "k", client: client, reader: body})
+		_ = end.Close()
+		wait(t, sent, "the half")
+		if doc := got.retryable(t, 408, "body-timeout"); *doc.SafeNewKey || !strings.Contains(doc.Detail, "4 bytes") {
+			t.Errorf("HTTP/%s: %+v", name, doc)
+		}
+		u.arrived("/"+name, 0)
+		g.call(request{method: http.MethodPut, path: "/" + name, id: "k", client: client}).want(t, 201, "arrival 1", "executed")
 	}
 }
 
@@ -140,7 +169,7 @@ func TestBrokenOffStream(t *testing.T) {
 	out, in := io.Pipe()
 	leave := g.leaving(request{path: "/x", id: "k", reader: onlyReader{out}, client: g.h2cClient()})
 	write(t, in, `{"amo`)
-	eventually(t, "the gateway reads the body", func() bool { return waiting("caddymodule.(*exchange).readBody") == 1 })
+	eventually(t, "the gateway reads the body", func() bool { return waiting("caddymodule.(*call).readBody") == 1 })
 	leave()
 	_ = in.Close()
 	eventually(t, "the call is over", func() bool { return waiting("caddymodule.(*Handler).ServeHTTP") == 0 })
@@ -169,4 +198,61 @@ func TestLargeAnswerIsReplayed(t *testing.T) {
 		}
 		stop(t)
 	}
+}
+
+// P4: clients that stop in the middle of their uploads take disk, and no more memory than
+// all bodies may take together.
+func TestStalledUploads(t *testing.T) {
+	const uploads, size = 75, 1 << 20
+	u := newUpstream(t)
+	g := launch(t, setup{
+		app:  "body_memory 4MiB",
+		site: "timeouts {\n read_timeout 5s\n}\nagent_proxy " + u.addr,
+	})
+	payload := strings.Repeat("x", size-1)           // one byte is missing
+	defer debug.SetGCPercent(debug.SetGCPercent(20)) // what other tests have left leaves little room
+	debug.FreeOSMemory()
+	before := heapTaken()
+	var clients sync.WaitGroup
+	held := make(chan int, uploads)
+	for n := range uploads {
+		conn := g.dial()
+		clients.Go(func() {
+			_, _ = fmt.Fprintf(conn, "POST /%d HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n", n, size)
+			_, _ = io.WriteString(conn, payload)
+			res, err := http.ReadResponse(bufio.NewReader(conn), nil)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			var doc struct{ Type, Detail string }
+			err = json.NewDecoder(res.Body).Decode(&doc)
+			var came int
+			if _, scanErr := fmt.Sscanf(doc.Detail, "%d bytes", &came); err != nil || scanErr != nil || res.StatusCode != 408 {
+				t.Errorf("%d %+v %v %v", res.StatusCode, doc, err, scanErr)
+			}
+			held <- came
+		})
+	}
+	clients.Wait()
+	close(held)
+	total := 0
+	for came := range held {
+		total += came
+	}
+	if total < uploads*size/2 {
+		t.Errorf("only %d bytes have come; this proves nothing", total)
+	}
+	// What each connection takes by itself is far below a body.
+	if taken := heapTaken() - before; taken > int64(total)/2 {
+		t.Errorf("%d bytes of memory for %d bytes of bodies", taken, total)
+	}
+}
+
+// heapTaken is the memory that the heap has and has not given back, which is more than is
+// in use now: what was needed for a moment is in it.
+func heapTaken() int64 {
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapSys - m.HeapReleased)
 }

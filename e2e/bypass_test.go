@@ -2,8 +2,12 @@ package e2e
 
 import (
 	"bufio"
+	"fmt"
 	"net/http"
+	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
 // P1: some clients offer HTTP/2 with every cleartext call. Such an offer is no
@@ -36,7 +40,7 @@ func TestOfferOfHTTP2IsGuarded(t *testing.T) {
 // second would wait for itself.
 func TestGuardInsideAGuard(t *testing.T) {
 	u := newUpstream(t)
-	g := start(t, "route {\nagent_guard\nagent_proxy %s\n}", u.addr)
+	g := start(t, "route {\nagent_guard {\nname a shared\n}\nagent_proxy %s {\nname a shared\n}\n}", u.addr)
 	r := request{path: "/pay", id: "k"}
 	g.call(r).want(t, 201, "arrival 1", "executed")
 	g.call(r).want(t, 201, "arrival 1", "replayed")
@@ -84,7 +88,7 @@ func TestFollowersOfDoubtDoNotRun(t *testing.T) {
 	followers(t, cap(answers)-1)
 	close(release)
 	for range cap(answers) {
-		(<-answers).terminal(t, 409, "in-doubt")
+		(<-answers).retryable(t, 409, "in-doubt")
 	}
 	u.arrived("/pay", 1)
 	g.call(r).want(t, 201, "arrival 2", "executed")
@@ -125,7 +129,7 @@ func TestOutcomeOfMaskedStatus(t *testing.T) {
 		u.on("/pay", first(func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(504) }))
 		r := request{path: "/pay", id: "k"}
 		got := g.call(r)
-		got.want(t, 200, "", "executed")
+		got.want(t, 200, "", want.status())
 		g.check(u, r, got, want)
 		u.on("/fine", func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(202) })
 		r.path = "/fine"
@@ -161,5 +165,148 @@ func TestShownRefusalsReleaseNothing(t *testing.T) {
 		g.call(r)
 		g.call(r).want(t, 429, "", "executed")
 		u.arrived("/refused", 2)
+	}
+}
+
+// P1: fields that anybody can send lead no call past the guard: not past `missing_id
+// require`, not past its record, and no upgrade is offered to the upstream.
+func TestFieldsThatDoNotLeadPastTheGuard(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n missing_id require\n consequential {\n  path /declared\n }\n}", u.addr)
+	for name, r := range map[string]struct{ line, fields string }{
+		"upgrade":             {"POST /upgrade", "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"},
+		"another upgrade":     {"PUT /other", "Connection: keep-alive, Upgrade\r\nUpgrade: h2c, anything\r\n"},
+		"upgrade with a body": {"GET /declared", "Connection: Upgrade\r\nUpgrade: websocket\r\n"},
+		"gRPC":                {"POST /grpc", "Content-Type: application/grpc\r\nTE: trailers\r\n"},
+		"gRPC-Web":            {"POST /web", "Content-Type: application/grpc-web+proto\r\n"},
+	} {
+		call := func(id string) string {
+			// Connection: close would be one line more, and the end of the connection is waited for.
+			return g.raw(r.line + " HTTP/1.1\r\nHost: h\r\nConnection: close\r\n" + r.fields + id + "Content-Length: 2\r\n\r\nhi")
+		}
+		if got := call(""); !strings.Contains(got, "Execution-Status: refused") || !strings.Contains(got, "execution-id-missing") {
+			t.Errorf("%s without an id: %q", name, got)
+		}
+		for _, execution := range []string{"executed", "replayed"} {
+			if got := call("Idempotency-Key: k\r\n"); !strings.HasPrefix(got, "HTTP/1.1 201 ") || !strings.Contains(got, "Execution-Status: "+execution) {
+				t.Errorf("%s: %q, want it %s", name, got, execution)
+			}
+		}
+		_, path, _ := strings.Cut(r.line, " ")
+		u.arrived(path, 1)
+		for _, field := range []string{"Upgrade", "Connection"} {
+			if v := u.last(path).Header.Get(field); v != "" {
+				t.Errorf("%s: the upstream got %s: %s", name, field, v)
+			}
+		}
+	}
+}
+
+// `unguarded_streams refuse` lets nothing past the guard but what `exempt` names.
+func TestUnguardedStreamsRefuse(t *testing.T) {
+	u := newH2CUpstream(t)
+	u.on("/ws/open", tunnelling)
+	g := start(t, `handle /metrics {
+		metrics
+	}
+	handle {
+		agent_proxy h2c://%s {
+			unguarded_streams refuse
+			exempt path /ws/open /pkg.Open/*
+			action unary {
+				match path /pkg.Unary/*
+				grpc unary
+			}
+			transport agent_guard {
+				versions h2c 1.1
+			}
+		}
+	}`, u.addr)
+	grpc := func(path string) reply {
+		return g.call(request{path: path, id: "k", client: g.h2cClient(), header: headers{"Content-Type": "application/grpc", "Te": "trailers"}})
+	}
+	refused := func(name string, got reply) {
+		t.Helper()
+		if got.header.Get("Execution-Status") != "refused" || !strings.Contains(got.body+got.header.Get("Execution-Problem"), "stream-refused") {
+			t.Errorf("%s: %+v", name, got)
+		}
+	}
+	for _, method := range []string{"GET", "OPTIONS"} {
+		got, conn := g.upgrade(method, "/ws", "websocket")
+		refused(method, got)
+		_ = got.terminal(t, 403, "stream-refused")
+		_ = conn.Close()
+	}
+	refused("gRPC", grpc("/pkg.Stream/Call"))
+	if u.total() != 0 {
+		t.Errorf("%d requests reached the upstream", u.total())
+	}
+	if got := g.call(request{method: "GET", path: "/x"}); got.status != 201 || got.header.Get("Execution-Status") != "" {
+		t.Errorf("a plain GET: %+v", got)
+	}
+	if got := grpc("/pkg.Open/Call"); got.status != 201 || got.header.Get("Execution-Status") != "" {
+		t.Errorf("an exempt call: %+v", got)
+	}
+	if got := grpc("/pkg.Unary/Call"); got.header.Get("Execution-Status") != "executed" {
+		t.Errorf("a unary call: %+v", got)
+	}
+	samples := g.samples("/metrics")
+	for name, want := range map[string]string{
+		`agent_guard_unguarded_total{guard="default",reason="upgrade"}`:                         "0",
+		`agent_guard_unguarded_total{guard="default",reason="grpc"}`:                            "0",
+		`agent_guard_unguarded_total{guard="default",reason="exempt"}`:                          "1",
+		`agent_guard_problems_total{action="default",guard="default",problem="stream-refused"}`: "3",
+	} {
+		if samples[name] != want {
+			t.Errorf("%s is %s, want %s", name, samples[name], want)
+		}
+	}
+}
+
+// P1: what the gateway adds, and the id of the call, reach the upstream whatever the
+// client's Connection field names; what it names besides stays with this connection.
+func TestConnectionTakesNothingOfOurs(t *testing.T) {
+	u, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: fmt.Sprintf(`agent_proxy %s {
+		identity spiffe://example.com/upstream
+		execution_id header Idempotency-Key X-Order
+		execution_id placeholder {http.request.header.X-Placed}
+		exempt path /exempt
+	}`, u.addr)})
+	names := []string{"Execution-Parent", "workflow-id", "EXECUTION-CONTEXT", "Idempotency-Key", "Execution-Id", "X-Order", "X-Placed"}
+	for i, connection := range []string{
+		"Connection: close, " + strings.Join(names, ", ") + ", X-Hop\r\n",
+		"Connection: X-Hop\r\nConnection: " + strings.Join(names, ",,") + "\r\nConnection: close\r\n",
+	} {
+		for path, method := range map[string]string{"/guarded": "POST", "/exempt": "POST", "/safe": "GET"} {
+			token := a.issue(ect.Claims{}).Raw()
+			got := g.raw(fmt.Sprintf("%s %s HTTP/1.1\r\nHost: h\r\n%sIdempotency-Key: k%d\r\nX-Order: o\r\nX-Placed: p\r\n"+
+				"X-Hop: h\r\nWorkflow-Id: w\r\nExecution-Parent: theirs\r\nExecution-Context: %s\r\nContent-Length: 0\r\n\r\n", method, path, connection, i, token))
+			if !strings.HasPrefix(got, "HTTP/1.1 201 ") {
+				t.Fatalf("%s: %q", path, got)
+			}
+			h := u.last(path).Header
+			tokens := h["Execution-Context"]
+			if len(tokens) == 0 || tokens[0] != token {
+				t.Errorf("%s: the upstream got the tokens %q", path, tokens)
+			}
+			for name, want := range map[string]string{
+				"Idempotency-Key": fmt.Sprint("k", i), "Workflow-Id": "w", "X-Order": "o", "X-Placed": "p", "X-Hop": "", "Connection": "",
+			} {
+				if h.Get(name) != want {
+					t.Errorf("%s: the upstream got %s: %q, want %q", path, name, h.Get(name), want)
+				}
+			}
+			parent := "theirs"
+			if path == "/guarded" {
+				parent = fmt.Sprint("k", i)
+				if len(tokens) != 2 { // the checkpoint too
+					t.Errorf("the upstream got the tokens %q", tokens)
+				}
+			}
+			if got := h.Get("Execution-Parent"); got != parent {
+				t.Errorf("%s: Execution-Parent %q, want %q", path, got, parent)
+			}
+		}
 	}
 }

@@ -164,12 +164,12 @@ func TestScopeOfAnID(t *testing.T) {
 	g := start(t, `
 	handle /named/* {
 		agent_proxy %[1]s {
-			name other
+			name other shared
 		}
 	}
 	handle_path /stripped/* {
 		agent_proxy %[1]s {
-			name other
+			name other shared
 		}
 	}
 	handle {
@@ -193,6 +193,7 @@ func TestScopeOfAnID(t *testing.T) {
 	}
 	named := request{path: "/named/x", id: "k"}
 	g.call(named).want(t, 201, "arrival 1", "executed")
+	g.call(request{path: "/stripped/named/x", id: "k"}).want(t, 201, "arrival 2", "executed") // by the path that was sent
 
 	host := base
 	host.host = "another.example"

@@ -21,7 +21,7 @@ type circuitsView struct {
 		ErrorRate   float64 `json:"error_rate"`
 		Window      float64 `json:"window_s"`
 		LastFailure string  `json:"last_failure_ect"`
-		Remaining   float64 `json:"cooldown_remaining_s"`
+		Remaining   int64   `json:"cooldown_remaining_s"` // Figure 3: a whole number
 		Upstream    string  `json:"upstream"`
 		Opened      string  `json:"open_ect"`
 		Cause       string  `json:"last_cause"`
@@ -166,15 +166,15 @@ func TestMadeUpWorkflowsDoNotHideRejections(t *testing.T) {
 	next := a.issue(ect.Claims{Workflow: wid, Parents: []string{first.ID()}})
 	g.call(with(next, request{path: "/works"})).refusedSaying(t, "The circuit breaker of "+u.addr+" is open: status 503.")
 	// Token, checkpoint and node of the first call, and the rejection of the second.
-	told := 0
+	events := 0
 	view := g.settledView(a, wid, 4)
 	for _, n := range view.Nodes {
 		if n.Event == "circuit_breaker_open" {
-			told++
+			events++
 		}
 	}
-	if told != 1 {
-		t.Errorf("told %d times: %+v", told, view)
+	if events != 1 {
+		t.Errorf("told %d times: %+v", events, view)
 	}
 }
 
@@ -185,7 +185,7 @@ func TestWhoSeesCircuits(t *testing.T) {
 	here, there := newUpstream(t), newUpstream(t)
 	a, b, ops := newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "ops")
 	g := launch(t, setup{app: trusting(t, a, b, ops), badger: true, site: "@there path /there/*\n" +
-		"agent_proxy @there " + there.addr + " {\n" + tripping + "\n}\n" +
+		"agent_proxy @there " + there.addr + " {\n name there\n" + tripping + "\n}\n" +
 		"agent_proxy " + here.addr + " {\n operators issuer:spiffe://example.com/agent/ops\n" + tripping + "\n}"})
 	there.on("/there/down", status(503, ""))
 	g.call(request{method: "GET", path: "/here"}) // so that there is a breaker
@@ -352,7 +352,10 @@ func TestImpatientCallersOpenNothing(t *testing.T) {
 	for i := range 5 {
 		g.call(request{path: "/a", id: "impatient-" + strconv.Itoa(i), header: headers{"Request-Timeout": "1ns"}})
 	}
-	g.call(request{path: "/a", id: "k"}).want(t, 201, "arrival 1", "executed")
+	// Some of them may have reached the upstream before their time was over.
+	if got := g.call(request{path: "/a", id: "k"}); got.status != 201 || got.header.Get("Execution-Status") != "executed" {
+		t.Errorf("%d %s %s", got.status, got.header.Get("Execution-Status"), got.body)
+	}
 }
 
 // cascade 3.3.1: a call ends before its caller gives up.

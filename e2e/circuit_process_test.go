@@ -30,10 +30,10 @@ func procTripped(t *testing.T, site *procSite, upstream *procUpstream) *procGate
 // wantProcRefused makes a call that the breaker refuses, and a replay that it does not.
 func wantProcRefused(t *testing.T, gateway *procGateway, upstream *procUpstream) {
 	t.Helper()
-	if a := gateway.insist(t, procCall{id: "refused"}); a.problem() != "circuit-open" || a.status != http.StatusServiceUnavailable {
+	if a := gateway.retry(t, procCall{id: "refused"}); a.problem() != "circuit-open" || a.status != http.StatusServiceUnavailable {
 		t.Errorf("while the breaker is open: %v", a)
 	}
-	if a := gateway.insist(t, procCall{id: "before"}); !a.replayed() {
+	if a := gateway.retry(t, procCall{id: "before"}); !a.replayed() {
 		t.Errorf("a recorded call while the breaker is open: %v", a)
 	}
 	if upstream.arrivals("refused") != 0 {
@@ -44,6 +44,7 @@ func wantProcRefused(t *testing.T, gateway *procGateway, upstream *procUpstream)
 // DESIGN, "Breakers": OPEN stays OPEN over a reload with other thresholds, and over
 // kill -9 with the same deadline. What the configuration overrules ends with it.
 func TestCircuitSurvives(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.guard = "breaker {\n consecutive 2\n cooldown 10h\n}"
@@ -72,7 +73,7 @@ func TestCircuitSurvives(t *testing.T) {
 
 	site.guard = "breaker {\n mode forced_closed\n}"
 	gateway.reload(t)
-	if a := gateway.insist(t, procCall{id: "refused"}); !a.executed() || upstream.arrivals("refused") != 1 {
+	if a := gateway.retry(t, procCall{id: "refused"}); !a.executed() || upstream.arrivals("refused") != 1 {
 		t.Errorf("forced closed: %v, %d arrivals", a, upstream.arrivals("refused"))
 	}
 	gateway.end(t)
@@ -80,6 +81,7 @@ func TestCircuitSurvives(t *testing.T) {
 
 // What an operator says of a breaker holds until it is taken back, over kill -9.
 func TestCircuitModeByAnOperator(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
@@ -102,7 +104,7 @@ func TestCircuitModeByAnOperator(t *testing.T) {
 	if out := site.operate(t, "circuits", "list").says(t); !strings.Contains(out, upstream.addr) || !strings.Contains(out, "observe") {
 		t.Errorf("after a kill:\n%s", out)
 	}
-	if a := gateway.insist(t, procCall{id: "refused"}); !a.executed() || upstream.arrivals("refused") != 1 {
+	if a := gateway.retry(t, procCall{id: "refused"}); !a.executed() || upstream.arrivals("refused") != 1 {
 		t.Errorf("observed: %v, %d arrivals", a, upstream.arrivals("refused"))
 	}
 	gateway.end(t)
@@ -110,13 +112,14 @@ func TestCircuitModeByAnOperator(t *testing.T) {
 
 // An upstream that the configuration has no more is forgotten.
 func TestCircuitOfAnUpstreamThatIsGone(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream, other := procNewUpstream(t), procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.guard = "breaker {\n consecutive 2\n cooldown 10h\n}"
 	gateway := procTripped(t, site, upstream)
 	site.upstream = other.addr
 	gateway.reload(t)
-	if a := gateway.insist(t, procCall{id: "refused"}); !a.executed() {
+	if a := gateway.retry(t, procCall{id: "refused"}); !a.executed() {
 		t.Errorf("at the other upstream: %v", a)
 	}
 	if !strings.Contains(gateway.log.String(), "no configuration leads to its upstream any more") {
@@ -129,13 +132,14 @@ func TestCircuitOfAnUpstreamThatIsGone(t *testing.T) {
 	if circuitUntil.MatchString(gateway.log.String()) {
 		t.Error("the state of a breaker whose upstream was gone is restored")
 	}
-	if a := gateway.insist(t, procCall{id: "back"}); !a.executed() {
+	if a := gateway.retry(t, procCall{id: "back"}); !a.executed() {
 		t.Errorf("at the first upstream again: %v", a)
 	}
 }
 
 // OPEN stays OPEN over an orderly end, in which the configuration is given up too.
 func TestCircuitSurvivesAnOrderlyEnd(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.guard = "breaker {\n consecutive 2\n cooldown 10h\n}"

@@ -14,14 +14,14 @@ import (
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // circuit is the breaker of an upstream as it stands; closed if there is none.
 func circuit(t *testing.T, upstream string) breaker.Status {
 	t.Helper()
-	m := circuits.Join()
+	m := proxy.Join()
 	defer m.Leave()
 	for _, s := range m.Status() {
 		if s.Key.Upstream == upstream {
@@ -34,7 +34,7 @@ func circuit(t *testing.T, upstream string) breaker.Status {
 // force does what an operator can do to a breaker.
 func force(t *testing.T, upstream string, mode breaker.Mode) {
 	t.Helper()
-	m := circuits.Join()
+	m := proxy.Join()
 	defer m.Leave()
 	if !m.SetMode(breaker.Key{Upstream: upstream}, mode) {
 		t.Fatalf("%s has no breaker", upstream)

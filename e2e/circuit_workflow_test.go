@@ -148,18 +148,18 @@ func TestWhoMakesAWorkflowStricter(t *testing.T) {
 	u, a := newUpstream(t), newAgent(t, "a")
 	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + longWindow + "}\n}"})
 	g.failThird(u)
-	named, told := uuid.NewString(), uuid.NewString()
+	named, stated := uuid.NewString(), uuid.NewString()
 	// A token of no workflow is for its own call, whatever a header names.
 	r := request{path: "/a", id: "a", header: headers{"Workflow-Id": named}}
 	g.call(with(a.asking("", "atd.circuit_threshold", "0.2"), r)).refusedByItself(t, u.addr, "20%")
 	g.call(request{path: "/a", id: "b", header: headers{"Workflow-Id": named}}).want(t, 201, "arrival 1", "executed")
 
 	for _, step := range []struct{ value, limit string }{{"0.25", "25%"}, {"0.9", "25%"}, {"0.15", "15%"}, {"0.2", "15%"}} {
-		g.call(with(a.asking(told, "atd.circuit_threshold", step.value), request{path: "/b"})).refusedByItself(t, u.addr, step.limit)
+		g.call(with(a.asking(stated, "atd.circuit_threshold", step.value), request{path: "/b"})).refusedByItself(t, u.addr, step.limit)
 	}
 	// Whose a call is, its token says before a header.
 	for _, method := range []string{"POST", "GET"} {
-		r = request{method: method, path: "/c", header: headers{"Workflow-Id": told}}
+		r = request{method: method, path: "/c", header: headers{"Workflow-Id": stated}}
 		if got := g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), r)); got.status == 503 {
 			t.Errorf("%s of another workflow: %s", method, got.body)
 		}

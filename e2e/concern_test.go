@@ -103,5 +103,5 @@ func TestNobodyLinksStrangersForRollbacks(t *testing.T) {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
 	refused("an error of both")
-	f.asks(ada, uuid.NewString(), checkpoint, "").undone(t, rollback.Completed)
+	f.asks(ada, uuid.NewString(), checkpoint, `, "keep_dependants": true`).undone(t, rollback.Completed)
 }

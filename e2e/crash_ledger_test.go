@@ -9,7 +9,6 @@ import (
 
 	"golang.org/x/mod/sumdb/note"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 )
@@ -36,21 +35,21 @@ type procLedger struct {
 // ledger reads the gateway's ledger.
 func (s *procSite) ledger(t *testing.T) procLedger {
 	t.Helper()
-	told := procLedger{checkpoints: map[string]bool{}, outcomes: map[string]string{}}
+	recorded := procLedger{checkpoints: map[string]bool{}, outcomes: map[string]string{}}
 	nodes := map[string]string{}
-	told.entries = s.exported(t, func(token *ect.Unverified) {
+	recorded.entries = s.exported(t, func(token *ect.Unverified) {
 		if token.Event() == ect.EventCheckpoint {
-			told.checkpoints[token.ID()] = true
+			recorded.checkpoints[token.ID()] = true
 		}
-		if outcome, ok := token.Ext().Text(evidence.MemberOutcome); ok {
+		if outcome, ok := token.Ext().Text("agent_guard.outcome"); ok {
 			parents := token.Parents()
 			nodes[parents[len(parents)-1]] = outcome // its checkpoint
 		}
 	})
-	for checkpoint := range told.checkpoints {
-		told.outcomes[checkpoint] = nodes[checkpoint]
+	for checkpoint := range recorded.checkpoints {
+		recorded.outcomes[checkpoint] = nodes[checkpoint]
 	}
-	return told
+	return recorded
 }
 
 // exported exports the gateway's ledger, once nothing waits for its place in it, proves it
@@ -61,7 +60,7 @@ func (s *procSite) exported(t *testing.T, visit func(*ect.Unverified)) int64 {
 		Origin, Key string
 		Backlog     struct{ Entries int }
 	}
-	procPoll(t, "all evidence is in the tree", func() bool {
+	eventuallyWithin(t, procBound, "all evidence is in the tree", func() bool {
 		head = procDocument[struct {
 			Origin, Key string
 			Backlog     struct{ Entries int }
@@ -94,21 +93,21 @@ func (s *procSite) exported(t *testing.T, visit func(*ect.Unverified)) int64 {
 	return exported.Entries
 }
 
-// verifyLedger holds that the ledger is as it was written, and tells of every call what
+// verifyLedger holds that the ledger is as it was written, and says of every call what
 // its caller was told: evidence and state are one commit.
 func (r *crashRun) verifyLedger() {
-	told := r.site.ledger(r.t)
+	recorded := r.site.ledger(r.t)
 	for checkpoint, want := range r.checkpoints {
-		if !told.checkpoints[checkpoint] {
+		if !recorded.checkpoints[checkpoint] {
 			r.t.Errorf("P2: the checkpoint %s is not in the ledger", checkpoint)
-		} else if got := told.outcomes[checkpoint]; got != want {
-			r.t.Errorf("of %s the ledger tells %q, its caller was told %q", checkpoint, got, want)
+		} else if got := recorded.outcomes[checkpoint]; got != want {
+			r.t.Errorf("of %s the ledger says %q, its caller was told %q", checkpoint, got, want)
 		}
 	}
-	for checkpoint, got := range told.outcomes {
+	for checkpoint, got := range recorded.outcomes {
 		if got == "" {
-			r.t.Errorf("nobody has told what came of %s", checkpoint)
+			r.t.Errorf("no outcome is recorded of %s", checkpoint)
 		}
 	}
-	r.t.Logf("%d entries in the ledger", told.entries)
+	r.t.Logf("%d entries in the ledger", recorded.entries)
 }

@@ -22,6 +22,7 @@ const (
 
 // P1, P2, P6: SIGKILL at each named point around the commits of a call.
 func TestCrashAroundCommits(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	tests := []struct {
 		point    string
 		header   map[string]string
@@ -69,9 +70,9 @@ func TestCrashAroundCommits(t *testing.T) {
 			first := gateway.post(t, procCall{id: c.id + "-before", header: map[string]string{procSize: "5000"}})
 			reached := stages.arm(test.point)
 			lost := gateway.begin(t.Context(), procDial(), c)
-			procReceive(t, test.point, reached)
+			waitWithin(t, procBound, reached, test.point)
 			gateway.kill()
-			if f := procReceive(t, "the call ends", lost); f.err == nil {
+			if f := waitWithin(t, procBound, lost, "the call ends"); f.err == nil {
 				t.Errorf("P7: the client saw the end of an answer that waited for its commit: %v", f.answer)
 			}
 			if got := upstream.arrivals(c.id); got != test.arrivals {
@@ -111,6 +112,7 @@ func TestCrashAroundCommits(t *testing.T) {
 
 // P1: SIGKILL while the upstream decides the moment.
 func TestCrashWhileTheUpstreamWorks(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.guard = "flush_interval -1" // Caddy holds small answers of known length back
@@ -119,10 +121,10 @@ func TestCrashWhileTheUpstreamWorks(t *testing.T) {
 	t.Run("before the answer", func(t *testing.T) {
 		hold := upstream.hold(t, "held")
 		lost := gateway.begin(t.Context(), procDial(), procCall{id: "held"})
-		procReceive(t, "arrival", hold.arrived)
+		waitWithin(t, procBound, hold.arrived, "arrival")
 		gateway.kill()
-		procReceive(t, "the call ends", lost)
-		hold.let()
+		waitWithin(t, procBound, lost, "the call ends")
+		hold.open()
 		gateway = site.start(t)
 		wantProcDoubt(t, gateway.post(t, procCall{id: "held"}))
 	})
@@ -179,10 +181,10 @@ func TestCrashWhileTheUpstreamWorks(t *testing.T) {
 			}
 		}()
 		lost := gateway.begin(t.Context(), procDial(), procCall{id: "unread"})
-		conn := procReceive(t, "a connection", accepted)
+		conn := waitWithin(t, procBound, accepted, "a connection")
 		gateway.kill()
 		_ = conn.Close()
-		procReceive(t, "the call ends", lost)
+		waitWithin(t, procBound, lost, "the call ends")
 
 		site.upstream = upstream.addr
 		gateway = site.start(t)
@@ -196,6 +198,7 @@ func TestCrashWhileTheUpstreamWorks(t *testing.T) {
 // P1: SIGKILL while the gateway recovers what a kill before left behind, and while
 // a store is made for the first time.
 func TestCrashWhileStarting(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	stages := procNewStages(t)
 	site := procNewSite(t, upstream.addr)
@@ -205,7 +208,7 @@ func TestCrashWhileStarting(t *testing.T) {
 		t.Helper()
 		reached := stages.arm(point)
 		gateway := site.launch(t)
-		procReceive(t, point, reached)
+		waitWithin(t, procBound, reached, point)
 		gateway.kill()
 	}
 	for _, point := range []string{"before open", "after open", "before christening", "after christening"} {
@@ -218,12 +221,12 @@ func TestCrashWhileStarting(t *testing.T) {
 	for _, id := range []string{"open-1", "open-2", "open-3"} {
 		hold := upstream.hold(t, id)
 		lost = append(lost, gateway.begin(t.Context(), procDial(), procCall{id: id}))
-		procReceive(t, "arrival", hold.arrived)
+		waitWithin(t, procBound, hold.arrived, "arrival")
 		ids = append(ids, id)
 	}
 	gateway.kill()
 	for _, f := range lost {
-		procReceive(t, "the call ends", f)
+		waitWithin(t, procBound, f, "the call ends")
 	}
 	// Three executions were open: each kill lets one more of them be recovered.
 	for _, point := range []string{"after open", "before outcome", "after outcome", "before outcome", "after outcome"} {
@@ -241,6 +244,7 @@ func TestCrashWhileStarting(t *testing.T) {
 
 // Attached callers of a killed execution see no end either.
 func TestCrashCutsThoseAttached(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	stages := procNewStages(t)
 	site := procNewSite(t, upstream.addr)
@@ -252,15 +256,15 @@ func TestCrashCutsThoseAttached(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), procBound)
 	defer cancel()
 	calls := []<-chan procFuture{gateway.begin(ctx, procDial(), procCall{id: "shared"})}
-	procReceive(t, "arrival", hold.arrived)
+	waitWithin(t, procBound, hold.arrived, "arrival")
 	for range 4 {
 		calls = append(calls, gateway.begin(ctx, procDial(), procCall{id: "shared"}))
 	}
-	hold.let()
-	procReceive(t, "before outcome", reached)
+	hold.open()
+	waitWithin(t, procBound, reached, "before outcome")
 	gateway.kill()
 	for i, c := range calls {
-		if f := procReceive(t, "the call ends", c); f.err == nil {
+		if f := waitWithin(t, procBound, c, "the call ends"); f.err == nil {
 			t.Errorf("P7: caller %d saw an end before the commit: %v", i, f.answer)
 		}
 	}

@@ -40,6 +40,7 @@ type crashRun struct {
 // P1, P2, P7: whatever the moment of a SIGKILL, no call is executed twice, and every
 // answer whose end was seen is there afterwards.
 func TestCrashAtRandomMoments(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	rounds := crashRounds(t, 5)
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed) // kills hit where the scheduler lets them: it repeats the plan only
@@ -193,7 +194,7 @@ func (r *crashRun) restart() *procGateway {
 	if r.random.IntN(4) == 0 {
 		g := r.site.launch(r.t)
 		// What a start says, a line at a time, is as good a clock as any.
-		procReceive(r.t, "a line of its log", g.log.line(1+r.random.IntN(10)))
+		waitWithin(r.t, procBound, g.log.line(1+r.random.IntN(10)), "a line of its log")
 		g.kill()
 	}
 	return r.site.start(r.t)

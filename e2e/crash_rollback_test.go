@@ -65,7 +65,7 @@ func (c *crashRollback) build() *crashSaga {
 	second := s.do(charge(2), made.checkpoint)
 	s.charges = [2]string{first.id(c.t), second.id(c.t)}
 	s.asked = rollbackBody{ID: "urn:uuid:" + uuid.NewString(), Checkpoint: root.checkpoint, Scope: "sub_dag"}
-	s.effects = len(c.lab.told())
+	s.effects = len(c.lab.ledgerEffects())
 	return s
 }
 
@@ -90,13 +90,13 @@ func (c *crashRollback) undone(s *crashSaga) (accepted bool) {
 	if got := s.look(s.asked.ID); got.status < 300 {
 		accepted = true
 		s.finished(s.asked.ID) // nobody asks for it: it goes on by itself
-	} else if got.problem(c.t, http.StatusForbidden, "not-in-workflow"); len(c.lab.told()) != s.effects {
+	} else if got.problem(c.t, http.StatusForbidden, "not-in-workflow"); len(c.lab.ledgerEffects()) != s.effects {
 		c.t.Error("something was undone by a rollback that nobody knows")
 	}
 	s.back(s.asked).want(c.t, "completed")
 	s.back(s.asked).want(c.t, "completed")
 	var got []string
-	for _, e := range c.lab.told()[s.effects:] {
+	for _, e := range c.lab.ledgerEffects()[s.effects:] {
 		got = append(got, e.What+" "+e.Of)
 	}
 	want := []string{"refunded " + s.charges[1], "deleted " + s.docs[1], "refunded " + s.charges[0], "changed " + s.docs[0]}
@@ -133,6 +133,7 @@ func (c *crashRollback) wentOn(s *crashSaga) {
 // P1, P5, P6: SIGKILL before and after each commit of a rollback, one after another: it
 // goes on by itself, no step runs twice, none is lost.
 func TestCrashAtEveryCommitOfARollback(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	c := newCrashRollback(t)
 	kills, accepted := 0, 0
 	stride := 1
@@ -171,6 +172,7 @@ func TestCrashAtEveryCommitOfARollback(t *testing.T) {
 // P1, P5: SIGKILL at random moments of a rollback: when the service has had so many
 // effects of it, or after a while, and once more while it goes on.
 func TestCrashRollbackAtRandomMoments(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	rounds := crashRounds(t, 5)
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -213,7 +215,7 @@ func (c *crashRollback) killAtEffect(s *crashSaga, nth int, before bool) {
 		}
 	})
 	ended := s.begin()
-	procReceive(c.t, "the effect", hit)
+	waitWithin(c.t, procBound, hit, "the effect")
 	c.kill(s)
 	close(done)
 	<-ended
@@ -223,6 +225,7 @@ func (c *crashRollback) killAtEffect(s *crashSaga, nth int, before bool) {
 // The ledger of a gateway that was killed in a rollback tells of each step once, and can be
 // proved.
 func TestCrashRollbackIsTold(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	c := newCrashRollback(t)
 	s := c.build()
 	c.killAtEffect(s, 2, true)

@@ -270,7 +270,7 @@ func TestProbeOnceForMany(t *testing.T) {
 				calls = append(calls, g.begin(r))
 			}
 			wait(t, probed.arrived, "the probe")
-			eventually(t, "49 calls wait for the probe", func() bool { return waiting("caddymodule.(*exchange).probe") == 50 })
+			eventually(t, "49 calls wait for the probe", func() bool { return waiting("caddymodule.(*call).probe") == 50 })
 			probed.open()
 			if row.more > 0 {
 				wait(t, again.arrived, "the second execution")
@@ -309,10 +309,89 @@ func TestProberLeaves(t *testing.T) {
 	leave := g.leaving(r)
 	wait(t, probed.arrived, "the probe")
 	waits := g.begin(r)
-	eventually(t, "another waits for the probe", func() bool { return waiting("caddymodule.(*exchange).probe") == 2 })
+	eventually(t, "another waits for the probe", func() bool { return waiting("caddymodule.(*call).probe") == 2 })
 	leave()
 	probed.open()
 	waits.answer().terminal(t, 409, "result-unavailable")
 	u.arrived("/status/k", 1)
 	u.arrived("/x", 1)
+}
+
+// noRetry checks that an answer tells of the doubt and keeps every SDK from retrying.
+func (r reply) noRetry(t *testing.T) {
+	t.Helper()
+	for name, want := range map[string]string{"Execution-Status": "in_doubt", "X-Should-Retry": "false", "Stripe-Should-Retry": "false"} {
+		if got := r.header.Values(name); len(got) != 1 || got[0] != want {
+			t.Errorf("%d has %s %q, want %q", r.status, name, got, want)
+		}
+	}
+}
+
+// P6, C3: who made a call that went into doubt, who is attached to it and who comes later
+// are told in one way, whatever the upstream's status is and says of retries.
+func TestDoubtIsToldInOneWay(t *testing.T) {
+	for _, row := range []struct {
+		name, option string
+		answer       func(http.ResponseWriter, *arrival)
+		status       int
+	}{
+		{"502", "", status(502, "bad"), 502},
+		{"503 that says retry", "", status(503, "bad", "X-Should-Retry", "true", "Stripe-Should-Retry", "true"), 503},
+		{"504 without a body", "", status(504, ""), 504},
+		{"500 under strict", "preset strict", status(500, "bad"), 500},
+		{"408", "", status(408, "bad"), 408},
+		{"by a rule", "outcome in_doubt 202", status(202, "later"), 202},
+		{"unframed", "", raw("HTTP/1.0 200 OK\r\n\r\nall of it"), 200},
+		{"another guard in doubt", "", status(500, "bad", "Execution-Status", "in_doubt"), 500},
+		{"another guard's refusal", "", status(409, "bad", "Execution-Status", "refused"), 409},
+		{"no answer", "", reset, 409},
+	} {
+		t.Run(row.name, func(t *testing.T) {
+			u, hold := newUpstream(t), newGate(t)
+			g := start(t, "agent_proxy %s {\n breaker off\n%s\n}", u.addr, row.option)
+			u.on("/x", func(w http.ResponseWriter, a *arrival) {
+				hold.pass()
+				row.answer(w, a)
+			})
+			r := request{path: "/x", id: "k"}
+			calls := []*pending{g.begin(r)}
+			wait(t, hold.arrived, "the call")
+			calls = append(calls, g.begin(r), g.begin(r))
+			followers(t, 2)
+			hold.open()
+			for i, p := range calls {
+				got := p.answer()
+				if got.status != row.status {
+					t.Errorf("%d got %d %q", i, got.status, got.body)
+				}
+				got.noRetry(t)
+			}
+			later := g.call(r)
+			later.terminal(t, 409, "in-doubt")
+			later.noRetry(t)
+			u.arrived("/x", 1)
+		})
+	}
+}
+
+// `on_unknown retry`: a retry of the call helps, so no answer keeps an SDK from it; the
+// doubt is told all the same, also of an attempt that was refused.
+func TestDoubtThatARetryCures(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n breaker off\n on_unknown retry\n}", u.addr)
+	open := func(got reply, status int) {
+		t.Helper()
+		if got.status != status || got.header.Get("Execution-Status") != "in_doubt" || got.header.Get("X-Should-Retry") != "" {
+			t.Errorf("%d %v", got.status, got.header)
+		}
+	}
+	u.on("/x", sequence(reset, status(502, "bad"), status(429, "slow down")))
+	r := request{path: "/x", id: "k"}
+	got := g.call(r)
+	got.retryable(t, 409, "in-doubt")
+	open(got, 409)
+	open(g.call(r), 502)
+	open(g.call(r), 429)
+	g.call(r).want(t, 201, "arrival 4", "executed")
+	g.call(r).want(t, 201, "arrival 4", "replayed")
 }

@@ -5,14 +5,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // otherNode is a second node on the store of a gateway.
 type otherNode struct {
-	*guard.Guard
+	*execution.Guard
 	t *testing.T
 }
 
@@ -24,7 +24,7 @@ func openBeside(t *testing.T, st store.Store, keyFile string) *otherNode {
 	if err != nil {
 		t.Fatal(err)
 	}
-	other, _, err := guard.Open(t.Context(), st, ring)
+	other, _, err := execution.Open(t.Context(), st, ring)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -35,15 +35,15 @@ func openBeside(t *testing.T, st store.Store, keyFile string) *otherNode {
 }
 
 // run begins a call to /x of the caller with these credentials.
-func (n *otherNode) run(id, host, credentials string) *guard.Execution {
+func (n *otherNode) run(id, host, credentials string) *execution.Execution {
 	n.t.Helper()
 	hash := n.Caller(credentials)
-	c := guard.Call{
-		Scope: guard.Scope{Caller: "credential:" + hex.EncodeToString(hash[:]), Guard: "default", Method: "POST", Path: "/x", ID: id},
+	c := execution.Call{
+		Scope: execution.Scope{Caller: "credential:" + hex.EncodeToString(hash[:]), Guard: "default", Method: "POST", Path: "/x", ID: id},
 		Host:  host, Action: "default", Deadline: time.Minute, KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 1 << 20,
 	}
 	c.Key = n.Key(c.Scope)
-	e, err := n.Claim(n.t.Context(), &c, guard.Finding{})
+	e, err := n.Claim(n.t.Context(), &c, execution.Finding{})
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -77,7 +77,7 @@ func TestExecutionsOfAnotherNode(t *testing.T) {
 	awaited(t, 2)
 	e.Recording().Start(201, map[string][]string{"Content-Type": {"text/plain"}})
 	e.Write([]byte("done there"))
-	if err := e.Settle(t.Context(), guard.Outcome{Verdict: guard.Completed, Status: 201, Whole: true}); err != nil {
+	if err := e.Settle(t.Context(), execution.Outcome{Verdict: execution.Completed, Status: 201, Whole: true}); err != nil {
 		t.Fatal(err)
 	}
 	if got := state.answer().execution(t, "k"); got.State != "completed" || got.Status != 201 {
@@ -88,7 +88,7 @@ func TestExecutionsOfAnotherNode(t *testing.T) {
 	e = node.run("doubt", "site.example", annsKey)
 	output = g.begin(ask("doubt/output?wait=60s"))
 	awaited(t, 1)
-	if err := e.Settle(t.Context(), guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost}); err != nil {
+	if err := e.Settle(t.Context(), execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseLost}); err != nil {
 		t.Fatal(err)
 	}
 	output.answer().terminal(t, 409, "in-doubt")

@@ -78,7 +78,7 @@ func (r reply) execution(t *testing.T, id string) executionDoc {
 func awaited(t *testing.T, n int) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%d questions wait", n), func() bool {
-		return waiting("guard.(*Guard).awaitChange") == n
+		return waiting("execution.(*Guard).awaitChange") == n
 	})
 }
 
@@ -115,7 +115,7 @@ func TestExecutionStatus(t *testing.T) {
 		"large": `POST /v1/large charge w-1 completed "" 202 lost false`,
 		"held":  `POST /held default w-1 running "" 0 - false`,
 	}
-	told := func(e executionDoc) string {
+	describe := func(e executionDoc) string {
 		result := "-"
 		if e.Result != nil {
 			result = map[bool]string{true: "kept", false: "lost"}[e.Result.Kept]
@@ -124,7 +124,7 @@ func TestExecutionStatus(t *testing.T) {
 	}
 	for id, want := range want {
 		e := g.call(asking(id, ann)).execution(t, id)
-		if got := told(e); got != want {
+		if got := describe(e); got != want {
 			t.Errorf("%s: %s, want %s", id, got, want)
 		}
 		if len(e.Key) != 64 || *e.SafeNewKey || e.OutputURL != executionsPath+id+"/output?key="+e.Key {

@@ -114,7 +114,7 @@ func TestExecutionWaitIsOver(t *testing.T) {
 			}
 			leave()
 			eventually(t, what+" over "+version+" is given up", func() bool {
-				return waiting("caddymodule.(*inquiry).serve") == 0
+				return waiting("api.(*executionsRequest).serve") == 0
 			})
 		}
 	}

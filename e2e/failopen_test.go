@@ -103,7 +103,7 @@ func TestFailOpenAfterAnEarlierCall(t *testing.T) {
 	g := start(t, "agent_proxy %s {\n fail_open\n on_unknown retry\n}", u.addr)
 	u.on("/doubt", status(504, ""))
 	r := request{path: "/doubt", id: "k"}
-	g.call(r).want(t, 504, "", "executed")
+	g.call(r).want(t, 504, "", "in_doubt")
 	g.store.failCommits(errBroken)
 	g.call(r).retryable(t, 503, "store-unavailable")
 	g.store.onCommit(nil)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"mime/multipart"
+	"net/http"
 	"strings"
 	"testing"
 )
@@ -58,7 +59,7 @@ func TestFingerprintOfBodies(t *testing.T) {
 			got := g.call(row.second)
 			if row.same {
 				got.want(t, 201, "arrival 1", "replayed")
-			} else if doc := got.terminal(t, 422, "fingerprint-mismatch"); !*doc.SafeNewKey || doc.State != "" {
+			} else if doc := got.terminal(t, 422, "fingerprint-mismatch"); *doc.SafeNewKey || doc.State != "completed" {
 				t.Errorf("%+v", doc)
 			}
 			u.arrived(path, 1)
@@ -76,9 +77,32 @@ func TestFingerprintOfARunningCall(t *testing.T) {
 	})
 	first := g.begin(request{path: "/x", id: "k"})
 	wait(t, hold.arrived, "the first call")
-	g.call(request{path: "/x", id: "k", body: `{}`}).terminal(t, 422, "fingerprint-mismatch")
+	// P1: who took a new id for the same effect now would have it twice.
+	if doc := g.call(request{path: "/x", id: "k", body: `{}`}).terminal(t, 422, "fingerprint-mismatch"); *doc.SafeNewKey || doc.State != "running" {
+		t.Errorf("%+v", doc)
+	}
 	hold.open()
 	first.answer().want(t, 201, "done", "executed")
+}
+
+// P1: nor is a new id safe where the first call is in doubt: also where its process or
+// its store could not record that.
+func TestFingerprintOfACallInDoubt(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	u.on("/lost", reset)
+	u.on("/unrecorded", func(w http.ResponseWriter, a *arrival) {
+		g.store.failCommits(errBroken)
+		status(201, "done")(w, a)
+	})
+	for _, path := range []string{"/lost", "/unrecorded"} {
+		_, _ = g.send(request{path: path, id: "k"})
+		g.store.onCommit(nil)
+		if doc := g.call(request{path: path, id: "k", body: `{}`}).terminal(t, 422, "fingerprint-mismatch"); *doc.SafeNewKey || doc.State != "in_doubt" {
+			t.Errorf("%s: %+v", path, doc)
+		}
+		u.arrived(path, 1)
+	}
 }
 
 // onlyReader hides the length of what it reads.

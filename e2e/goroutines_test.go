@@ -32,6 +32,6 @@ func waiting(function string) int {
 func followers(t *testing.T, n int) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%d calls are attached", n), func() bool {
-		return waiting("guard.(*Follower).wait") >= n
+		return waiting("execution.(*Follower).wait") >= n
 	})
 }

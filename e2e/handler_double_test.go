@@ -8,11 +8,10 @@ import (
 	"net/http/httptrace"
 	"strings"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/sent"
 )
 
 func init() {
@@ -68,7 +67,7 @@ func (d *do) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Ha
 // stale ends the way reverse_proxy does with our transport, where a connection that
 // it was given is dead.
 func stale(r *http.Request) error {
-	attempt := sent.FromContext(r.Context()).Attempt()
+	attempt := proxy.FromContext(r.Context()).Attempt()
 	trace := httptrace.ContextClientTrace(r.Context())
 	trace.GetConn("upstream:80")
 	trace.GotConn(httptrace.GotConnInfo{Conn: deadConn{}, Reused: true})
@@ -81,5 +80,5 @@ func stale(r *http.Request) error {
 // deadConn is a counted connection on which nothing is written.
 type deadConn struct{ net.Conn }
 
-func (deadConn) Count(*sent.Attempt) {}
-func (deadConn) Multiplexed() bool   { return false }
+func (deadConn) Count(*proxy.Attempt) {}
+func (deadConn) Multiplexed() bool    { return false }

@@ -7,13 +7,16 @@ import (
 	"context"
 	"crypto/tls"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"net"
 	"net/http"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -35,6 +38,10 @@ type gateway struct {
 	scheme string
 	store  *testStore // nil with the real one
 	client *http.Client
+	config func(site string) string // the whole Caddyfile
+	// reloads says that calls are made beside a reload, and again where it has closed
+	// their connection: see retry.
+	reloads bool
 }
 
 // setup is what a test says of its gateway.
@@ -51,6 +58,8 @@ type setup struct {
 	store *testStore
 	// address makes a site address of the port; nil is http.
 	address func(port string) string
+	// more makes further sites of the port.
+	more func(port string) string
 }
 
 // start runs a gateway until the end of the test. Its site is a Caddyfile's.
@@ -81,7 +90,12 @@ func launch(t *testing.T, s setup) *gateway {
 		address = s.address(port)
 		g.scheme, _, _ = strings.Cut(address, "://")
 	}
-	load(t, fmt.Sprintf(`{
+	more := ""
+	if s.more != nil {
+		more = s.more(port)
+	}
+	g.config = func(site string) string {
+		return fmt.Sprintf(`{
 	admin off
 	persist_config off
 	auto_https off
@@ -103,21 +117,53 @@ func launch(t *testing.T, s setup) *gateway {
 %s {
 	%s
 }
-`, dir, storeOption, s.app, s.global, address, s.site))
+%s
+`, dir, storeOption, s.app, s.global, address, site, more)
+	}
+	load(t, g.config(s.site))
 	g.client = g.newClient(nil)
 	return g
 }
 
-// freeAddress returns an address on which nobody listens. It is not among those that
-// systems give to outgoing connections, so it stays free for those who ask for it.
+// reload gives the gateway's site other directives.
+func (g *gateway) reload(site string) {
+	g.t.Helper()
+	if err := loadConfig(g.config(site)); err != nil {
+		g.t.Fatal(err)
+	}
+}
+
+// loadConfig loads a Caddyfile as `caddy reload` does.
+func loadConfig(text string) error {
+	config, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(text), map[string]any{"filename": "Caddyfile"})
+	if err != nil {
+		return err
+	}
+	return caddy.Load(config, true)
+}
+
+// freeAddress is an address on which nobody listens, and which no other test is given,
+// of this process or another: nobody listens there while a gateway starts anew, and
+// Caddy's listeners share a port (SO_REUSEPORT) instead of failing. A listener on a port
+// beside it keeps it until the end of the test. Neither is a port that the system gives
+// to connections.
 func freeAddress(t *testing.T) string {
 	t.Helper()
+	const first, ports = 20_000, 6_000
 	for range 1000 {
-		l, err := net.Listen("tcp", fmt.Sprint("127.0.0.1:", 20_000+rand.IntN(10_000)))
-		if err == nil {
-			defer l.Close()
-			return l.Addr().String()
+		port := first + rand.IntN(ports)
+		kept, err := net.Listen("tcp", fmt.Sprint("127.0.0.1:", port+ports))
+		if err != nil {
+			continue
 		}
+		l, err := net.Listen("tcp", fmt.Sprint("127.0.0.1:", port))
+		if err != nil {
+			_ = kept.Close()
+			continue
+		}
+		t.Cleanup(func() { _ = kept.Close() })
+		_ = l.Close()
+		return l.Addr().String()
 	}
 	t.Fatal("no port is free")
 	return ""
@@ -238,11 +284,37 @@ func (g *gateway) send(r request) (*http.Response, error) {
 // call makes the call and reads the whole answer.
 func (g *gateway) call(r request) reply {
 	g.t.Helper()
+	if g.reloads {
+		return g.retry(r)
+	}
 	res, err := g.send(r)
 	if err != nil {
 		g.t.Fatalf("%s %s: %v", r.method, r.path, err)
 	}
 	return read(res)
+}
+
+// retry makes a call until it is answered, as clients do whose connection ends before
+// an answer begins. Caddy (2.11) has a reload return before the servers of before have
+// stopped accepting, and Go's server gives no request to a handler that it has read
+// when its Shutdown has begun: it closes the connection, new ones too, whatever
+// handlers there are. An answer that has begun is whole, also then.
+func (g *gateway) retry(r request) (got reply) {
+	g.t.Helper()
+	eventually(g.t, "an answer, from the server of before the reload or the one after it", func() bool {
+		res, err := g.send(r)
+		if errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) {
+			return false
+		}
+		if err != nil {
+			g.t.Fatalf("%s %s: %v", r.method, r.path, err)
+		}
+		if got = read(res); got.cut {
+			g.t.Fatalf("%s %s: the answer is not whole: %d %q", r.method, r.path, got.status, got.body)
+		}
+		return true
+	})
+	return got
 }
 
 // broken makes a call whose connection ends without an answer.
@@ -351,10 +423,15 @@ func (p *pending) unanswered(when string) {
 // wait waits for a channel to be closed or to give something.
 func wait[T any](t *testing.T, c <-chan T, what string) T {
 	t.Helper()
+	return waitWithin(t, patience, c, what)
+}
+
+func waitWithin[T any](t *testing.T, bound time.Duration, c <-chan T, what string) T {
+	t.Helper()
 	select {
 	case v := <-c:
 		return v
-	case <-time.After(patience):
+	case <-time.After(bound):
 		t.Fatalf("%s did not come", what)
 		panic("unreachable")
 	}
@@ -363,7 +440,12 @@ func wait[T any](t *testing.T, c <-chan T, what string) T {
 // eventually asks until the answer is yes.
 func eventually(t *testing.T, what string, yes func() bool) {
 	t.Helper()
-	deadline := time.After(patience)
+	eventuallyWithin(t, patience, what, yes)
+}
+
+func eventuallyWithin(t *testing.T, bound time.Duration, what string, yes func() bool) {
+	t.Helper()
+	deadline := time.After(bound)
 	tick := time.NewTicker(2 * time.Millisecond)
 	defer tick.Stop()
 	for !yes() {
@@ -387,10 +469,12 @@ type problemDoc struct {
 	Reason      string `json:"reason"`
 	SafeNewKey  *bool  `json:"safe_new_key"`
 	StatusURL   string `json:"status_url"`
+	Dependants  []string
 	Error       *struct {
 		Type    *string `json:"type"`
 		Code    *string `json:"code"`
 		Message *string `json:"message"`
+		Status  *string `json:"status"`
 	} `json:"error"`
 }
 
@@ -410,6 +494,10 @@ func (r reply) problem(t *testing.T, status int, slug string) problemDoc {
 	if r.cut {
 		t.Errorf("%s was cut", slug)
 	}
+	// stripe-node takes an answer without one for a success.
+	if e := doc.Error; e == nil || e.Type == nil || e.Code == nil || e.Message == nil {
+		t.Errorf("%s has no whole error member: %s", slug, r.body)
+	}
 	return doc
 }
 
@@ -417,11 +505,13 @@ func (r reply) problem(t *testing.T, status int, slug string) problemDoc {
 func (r reply) terminal(t *testing.T, status int, slug string) problemDoc {
 	t.Helper()
 	doc := r.problem(t, status, slug)
-	if doc.Error == nil || doc.Error.Type == nil || doc.Error.Code == nil || doc.Error.Message == nil {
-		t.Errorf("%s has no whole error member: %s", slug, r.body)
+	if doc.Error != nil && doc.Error.Status != nil {
+		t.Errorf("%s makes stripe-go retry: %s", slug, r.body)
 	}
-	if got := r.header.Get("X-Should-Retry"); got != "false" {
-		t.Errorf("%s has X-Should-Retry %q", slug, got)
+	for _, name := range []string{"X-Should-Retry", "Stripe-Should-Retry"} {
+		if got := r.header.Get(name); got != "false" {
+			t.Errorf("%s has %s %q", slug, name, got)
+		}
 	}
 	if got := r.header.Get("Retry-After"); got != "" {
 		t.Errorf("%s has Retry-After %q", slug, got)
@@ -433,8 +523,11 @@ func (r reply) terminal(t *testing.T, status int, slug string) problemDoc {
 func (r reply) retryable(t *testing.T, status int, slug string) problemDoc {
 	t.Helper()
 	doc := r.problem(t, status, slug)
-	if doc.Error != nil || r.header.Get("X-Should-Retry") != "" {
+	if doc.Error == nil || doc.Error.Status == nil || *doc.Error.Status != strconv.Itoa(status) || r.header.Get("X-Should-Retry") != "" {
 		t.Errorf("%s keeps SDKs from retrying: %v %s", slug, r.header, r.body)
+	}
+	if got := r.header.Get("Stripe-Should-Retry"); got != "true" {
+		t.Errorf("%s has Stripe-Should-Retry %q", slug, got)
 	}
 	if r.header.Get("Retry-After") == "" {
 		t.Errorf("%s has no Retry-After", slug)

@@ -82,12 +82,16 @@ func TestUpstreamCannotSpeakForTheGuard(t *testing.T) {
 	for _, code := range []int{201, 204, 429, 504} {
 		path := fmt.Sprintf("/%d", code)
 		u.on(path, first(status(code, "", lies...)))
-		check(path, g.call(request{path: path, id: "k"}), "executed")
+		execution := "executed"
+		if code == 504 {
+			execution = "in_doubt"
+		}
+		check(path, g.call(request{path: path, id: "k"}), execution)
 	}
 	check("replay", g.call(request{path: "/201", id: "k"}), "replayed")
 	doc := g.call(request{path: "/504", id: "k"})
 	doc.terminal(t, 409, "in-doubt")
-	if doc.header.Get("Execution-Status") != "refused" || doc.header.Get("Idempotent-Replayed") != "" {
+	if doc.header.Get("Execution-Status") != "in_doubt" || doc.header.Get("Idempotent-Replayed") != "" {
 		t.Errorf("in doubt: %v", doc.header)
 	}
 	u.on("/trailers", func(w http.ResponseWriter, a *arrival) {
@@ -117,7 +121,7 @@ func TestProblemsHaveNoHeadersOfAnAttempt(t *testing.T) {
 	got := g.call(request{path: "/x", id: "k"})
 	g.store.onCommit(nil)
 	got.terminal(t, 409, "in-doubt")
-	if got.header.Get("X-Upstream") != "" || got.header.Get("Etag") != "" || got.header.Get("Execution-Status") != "refused" {
+	if got.header.Get("X-Upstream") != "" || got.header.Get("Etag") != "" || got.header.Get("Execution-Status") != "in_doubt" {
 		t.Errorf("header %v", got.header)
 	}
 	if got.header.Get("X-Outer") != "o" {

@@ -30,7 +30,9 @@ func TestSpilledBodiesAreFreed(t *testing.T) {
 	u.on("/refused", status(429, ""))
 	g := start(t, `
 	handle /unsent* {
-		agent_proxy %s
+		agent_proxy %s {
+			name unsent
+		}
 	}
 	handle {
 		agent_proxy %s {
@@ -149,11 +151,11 @@ func mixed(t *testing.T) {
 		followers(t, 1)
 		leaveState()
 		leaveOutput()
-		told := g.begin(state)
+		polled := g.begin(state)
 		awaited(t, 1)
 		hold.open()
 		owned.answer()
-		told.answer().execution(t, "k")
+		polled.answer().execution(t, "k")
 		eventually(t, "all calls are over", func() bool { return waiting("caddymodule.(*Handler).ServeHTTP") == 0 })
 	})
 	if t.Failed() {

@@ -15,14 +15,23 @@ const (
 	released  outcome = iota // it runs again
 	completed                // it gets the first answer again
 	inDoubt                  // it is refused
+	resent                   // it is in doubt, and sent again under the upstream's key
 )
+
+// status is the Execution-Status of the answer that leads to the outcome.
+func (o outcome) status() string {
+	if o == inDoubt || o == resent {
+		return "in_doubt"
+	}
+	return "executed"
+}
 
 // check makes the call again and holds the outcome.
 func (g *gateway) check(u *upstream, r request, first reply, want outcome) {
 	g.t.Helper()
 	again := g.call(r)
 	switch want {
-	case released:
+	case released, resent:
 		again.want(g.t, 201, "arrival 2", "executed")
 		u.arrived(r.path, 2)
 	case completed:
@@ -57,25 +66,25 @@ func TestOutcomeByStatus(t *testing.T) {
 		{code: 200, want: completed},
 		{code: 201, want: completed},
 		{code: 302, header: []string{"Location", "/elsewhere"}, want: completed},
-		{code: 400, want: completed},
+		{code: 400, want: completed, preset: map[string]outcome{"stripe": released}},
 		{code: 401, want: released},
 		{code: 403, want: released},
 		{code: 404, want: completed},
 		{code: 407, want: released},
-		{code: 408, want: inDoubt, preset: map[string]outcome{"stripe": completed}},
-		{code: 409, want: completed},
+		{code: 408, want: inDoubt, preset: map[string]outcome{"stripe": resent}},
+		{code: 409, want: completed, preset: map[string]outcome{"stripe": released}},
 		{code: 421, want: released},
 		{code: 422, want: completed},
 		{code: 425, want: released},
 		{code: 429, want: released},
 		{code: 429, header: []string{"Retry-After", "7"}, want: released},
-		{code: 499, want: inDoubt, preset: map[string]outcome{"stripe": completed}},
+		{code: 499, want: inDoubt, preset: map[string]outcome{"stripe": resent}},
 		{code: 500, want: completed, preset: strict(completed)},
 		{code: 501, want: completed, preset: strict(completed)},
-		{code: 502, want: inDoubt, preset: strict(completed)},
-		{code: 503, want: inDoubt, preset: strict(completed)},
+		{code: 502, want: inDoubt, preset: strict(resent)},
+		{code: 503, want: inDoubt, preset: strict(resent)},
 		{code: 503, header: []string{"Retry-After", "7"}, want: released, preset: map[string]outcome{"strict": inDoubt}},
-		{code: 504, want: inDoubt, preset: strict(completed)},
+		{code: 504, want: inDoubt, preset: strict(resent)},
 		{code: 520, want: completed, preset: map[string]outcome{"acp": acp["acp"], "strict": inDoubt}},
 	}
 	for _, preset := range []string{"default", "stripe", "acp", "strict"} {
@@ -90,7 +99,7 @@ func TestOutcomeByStatus(t *testing.T) {
 				r := request{path: fmt.Sprintf("/%d/%d", row.code, i), id: "k"}
 				u.on(r.path, first(status(row.code, "the answer", row.header...)))
 				got := g.call(r)
-				got.want(t, row.code, "the answer", "executed")
+				got.want(t, row.code, "the answer", want.status())
 				for j := 0; j < len(row.header); j += 2 {
 					if v := got.header.Get(row.header[j]); v != row.header[j+1] {
 						t.Errorf("%d lost its %s: %q", row.code, row.header[j], v)
@@ -142,7 +151,7 @@ func TestOutcomeRules(t *testing.T) {
 			r := request{path: row.path, id: "k"}
 			u.on(row.path, first(status(row.code, "x", row.header...)))
 			got := g.call(r)
-			got.want(t, row.code, "x", "executed")
+			got.want(t, row.code, "x", row.want.status())
 			g.check(u, r, got, row.want)
 		})
 	}
@@ -185,7 +194,7 @@ func TestOutcomeOfBrokenAnswers(t *testing.T) {
 				if !strings.Contains(doc.Detail, row.cause) {
 					t.Errorf("the cause is not told: %s", got.body)
 				}
-				if s := got.header.Get("Execution-Status"); s != "refused" {
+				if s := got.header.Get("Execution-Status"); s != "in_doubt" {
 					t.Errorf("Execution-Status is %q", s)
 				}
 			}
@@ -228,7 +237,7 @@ func TestOutcomeUnframed(t *testing.T) {
 				u.on(r.path, first(raw(text)))
 				got := g.call(r)
 				_, body, _ := strings.Cut(text, "\r\n\r\n")
-				got.want(t, 200, body, "executed")
+				got.want(t, 200, body, row.want.status())
 				g.check(u, r, got, row.want)
 			}
 			// A refusal says so in its status, however its body ends.

@@ -10,19 +10,21 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 )
 
-// stripeRetries is what stripe-go 84 does with an answer: below 400 and 429 with
+// stripeRetries is what stripe-go 85 does with an answer: below 400 and 429 with
 // lock_timeout aside, it gives up exactly where the body has an `error` object that
-// parses; everything else counts as a failure of the transport.
+// parses; everything else counts as a failure of the transport. The clients themselves
+// stand in e2e/clients.
 func stripeRetries(r reply) bool {
 	var body struct {
 		Error *struct {
 			Type    string `json:"type"`
 			Code    string `json:"code"`
 			Message string `json:"message"`
+			Status  int    `json:"status"`
 		} `json:"error"`
 	}
 	if r.status < 400 {
@@ -32,6 +34,18 @@ func stripeRetries(r reply) bool {
 		return true
 	}
 	return r.status == 429 && body.Error.Code == "lock_timeout"
+}
+
+// stripeNodeRetries is what stripe-node 23 does. Whether it throws in the end depends on
+// the body alone (problemDoc).
+func stripeNodeRetries(r reply) bool {
+	switch r.header.Get("Stripe-Should-Retry") {
+	case "true":
+		return true
+	case "false":
+		return false
+	}
+	return r.status == 409 || r.status >= 500
 }
 
 // stainlessRetries is what the SDKs made by Stainless (anthropic, openai) do.
@@ -78,6 +92,7 @@ func provoked(t *testing.T) map[string]reply {
 	got := map[string]reply{
 		"execution-id-missing": g.call(request{path: "/x"}),
 		"execution-id-invalid": g.call(request{path: "/x", id: "a b"}),
+		"workflow-id-invalid":  g.call(request{path: "/x", id: "k", header: headers{"Workflow-Id": "a b"}}),
 		"caller-unstable":      g.call(request{path: "/x", id: "k", header: headers{"Authorization": "DPoP x"}}),
 		"body-too-large":       g.call(request{path: "/x", id: "k", body: strings.Repeat("x", 2000)}),
 	}
@@ -139,21 +154,22 @@ func provoked(t *testing.T) map[string]reply {
 // Section "Errors" and trap 28: the form of every problem, and that SDKs retry what a
 // retry can cure and nothing else.
 func TestProblems(t *testing.T) {
-	retry := map[string]bool{"snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true}
+	retry := map[string]bool{"body-timeout": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true}
 	state := map[string]string{
-		"in-doubt": "in_doubt", "result-unavailable": "completed", "result-expired": "completed", "in-progress": "running",
+		"in-doubt": "in_doubt", "fingerprint-mismatch": "completed", "result-unavailable": "completed", "result-expired": "completed", "in-progress": "running",
 	}
 	// A process that ends and a rollback are needed for these; package graph answers
 	// with those of the ledger.
 	elsewhere := map[string]bool{
 		"shutting-down": true, "rolled-back": true,
+		"stream-refused": true, "body-timeout": true, // TestUnguardedStreamsRefuse, TestBodyThatStandsStill
 		"entry-pruned": true, "ect-unavailable": true, // packages graph and tokens
-		// Package rollbackapi, and TestP5RollbackOfAPut, TestP3RollbackOfOthers, bars_test.go.
-		"workflow-stopped": true, "workflow-paused": true, "coordinator-required": true, "rollback-conflict": true, "rollback-mismatch": true, "cannot-prepare": true,
+		// Package api, and TestP5RollbackOfAPut, TestP3RollbackOfOthers, bars_test.go.
+		"workflow-stopped": true, "workflow-paused": true, "coordinator-required": true, "rollback-conflict": true, "rollback-mismatch": true, "cannot-prepare": true, "depended-on": true,
 		"checkpoint-unknown": true, "checkpoint-tampered": true,
 	}
 	all := provoked(t)
-	for _, k := range problem.Kinds() {
+	for _, k := range api.Kinds() {
 		got, ok := all[k.Slug]
 		if !ok {
 			if !elsewhere[k.Slug] {
@@ -169,7 +185,7 @@ func TestProblems(t *testing.T) {
 				got.terminal(t, k.Status, k.Slug)
 			}
 			for sdk, retries := range map[string]bool{
-				"stripe-go": stripeRetries(got), "stainless": stainlessRetries(got),
+				"stripe-go": stripeRetries(got), "stripe-node": stripeNodeRetries(got), "stainless": stainlessRetries(got),
 			} {
 				if retries != retry[k.Slug] {
 					t.Errorf("%s retries: %v", sdk, retries)
@@ -183,16 +199,20 @@ func TestProblems(t *testing.T) {
 			}
 			id := "k"
 			switch k.Slug {
-			case "execution-id-missing", "execution-id-invalid", "caller-unstable", "body-too-large", "authentication-required",
+			case "execution-id-missing", "execution-id-invalid", "workflow-id-invalid", "caller-unstable", "body-too-large", "authentication-required",
 				"ect-invalid", "entry-unknown", "workflow-unknown", "not-in-workflow", "checkpoint-expired":
 				id = "" // not known yet
 			}
 			if doc.ExecutionID != id || got.header.Get("Execution-Id") != id {
 				t.Errorf("execution_id %q, Execution-Id %q, want %q", doc.ExecutionID, got.header.Get("Execution-Id"), id)
 			}
+			execution := "refused"
+			if k.Slug == "in-doubt" {
+				execution = "in_doubt"
+			}
 			for name, want := range map[string]string{
 				"Cache-Control": "no-store", "Link": `</.well-known/cascade/policy>; rel="describedby"`,
-				"Execution-Status": "refused", "Idempotent-Replayed": "", "Content-Length": fmt.Sprint(len(got.body)),
+				"Execution-Status": execution, "Idempotent-Replayed": "", "Content-Length": fmt.Sprint(len(got.body)),
 			} {
 				if v := got.header.Get(name); v != want {
 					t.Errorf("%s is %q, want %q", name, v, want)
@@ -224,15 +244,15 @@ func TestEndpoints(t *testing.T) {
 	})
 	g.store.onGet(func() error { return errBroken })
 	g.store.failCommits(errBroken)
-	for _, k := range problem.Kinds() {
+	for _, k := range api.Kinds() {
 		for accept, kind := range map[string]string{"": "text/plain", "text/html,*/*": "text/html"} {
-			got := g.call(request{method: "GET", path: problem.BasePath + k.Slug, header: headers{"Accept": accept}})
+			got := g.call(request{method: "GET", path: api.BasePath + k.Slug, header: headers{"Accept": accept}})
 			if got.status != 200 || !strings.HasPrefix(got.header.Get("Content-Type"), kind) || !strings.Contains(got.body, k.Title) {
 				t.Errorf("%s: %d %v", k.Slug, got.status, got.header)
 			}
 		}
 	}
-	if got := g.call(request{method: "GET", path: problem.BasePath + "no-such"}); got.status != 404 {
+	if got := g.call(request{method: "GET", path: api.BasePath + "no-such"}); got.status != 404 {
 		t.Errorf("an unknown problem: %d", got.status)
 	}
 	const policy = "/.well-known/cascade/policy"
@@ -250,6 +270,8 @@ func TestEndpoints(t *testing.T) {
 			Name      string  `json:"name"`
 			Preset    string  `json:"preset"`
 			RetainKey float64 `json:"retain_key_s"`
+			OnUnknown string  `json:"on_unknown"`
+			ResendFor float64 `json:"resend_for_s"`
 		} `json:"actions"`
 		Problems []struct {
 			Type string `json:"type"`
@@ -265,8 +287,8 @@ func TestEndpoints(t *testing.T) {
 		t.Fatalf("%d %v %v", got.status, got.header, err)
 	}
 	if doc.Guard != "payments" || doc.ExecutionID.Missing != "derive" || doc.ExecutionID.Window != 90 ||
-		fmt.Sprint(doc.Fingerprint.Excluded) != "[/t]" || len(doc.Problems) != len(problem.Kinds()) ||
-		fmt.Sprint(doc.Actions) != "[{pay stripe 172800} {default default 2.592e+06}]" {
+		fmt.Sprint(doc.Fingerprint.Excluded) != "[/t]" || len(doc.Problems) != len(api.Kinds()) ||
+		fmt.Sprint(doc.Actions) != "[{pay stripe 172800 resend 82800} {default default 2.592e+06 block 0}]" {
 		t.Errorf("policy %+v", doc)
 	}
 	if doc.Executions.Status != executionsPath+"{id}{?wait,key,method,path}" || doc.Executions.Output != executionsPath+"{id}/output{?wait,key,method,path}" ||
@@ -277,7 +299,7 @@ func TestEndpoints(t *testing.T) {
 	if head.status != 200 || head.body != "" {
 		t.Errorf("HEAD: %d", head.status)
 	}
-	for _, path := range []string{policy, problem.BasePath + "in-doubt"} {
+	for _, path := range []string{policy, api.BasePath + "in-doubt"} {
 		if got := g.call(request{path: path, id: "k"}); got.status != 405 || got.header.Get("Allow") != "GET, HEAD" {
 			t.Errorf("POST %s: %d %v", path, got.status, got.header)
 		}
@@ -306,17 +328,62 @@ func TestEndpointsElsewhere(t *testing.T) {
 		}
 	}`, u.addr)
 	get := func(path string) reply { return g.call(request{method: "GET", path: path}) }
-	if got := get(problem.BasePath + "in-doubt"); got.status != 200 {
+	if got := get(api.BasePath + "in-doubt"); got.status != 200 {
 		t.Errorf("%d", got.status)
 	}
 	if got := get("/.well-known/cascade/policy"); got.status != 418 {
 		t.Errorf("%d", got.status)
 	}
-	if got := get(problem.BasePath + "in-progress"); got.status != 201 || got.body != "arrival 1" {
+	if got := get(api.BasePath + "in-progress"); got.status != 201 || got.body != "arrival 1" {
 		t.Errorf("%d %q", got.status, got.body)
 	}
 	g.call(request{path: "/.well-known/cascade/x", id: "k"}).want(t, 201, "arrival 1", "executed")
 	if got := g.call(asking("k", ann)); got.status != 201 || got.body != "arrival 1" {
 		t.Errorf("%d %q", got.status, got.body)
+	}
+}
+
+// A7: where the site takes a prefix off, every URL that the gateway gives has it, and
+// leads back to the guard.
+func TestURLsLeadBackThroughThePrefix(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "handle_path /api/* {\n agent_proxy %s\n}\nhandle {\n respond elsewhere 404\n}", u.addr)
+	u.on("/pay", reset)
+	r := request{path: "/api/pay", id: "k", header: ann}
+	var doc problemDoc
+	if got := g.call(r); json.Unmarshal([]byte(got.body), &doc) != nil || got.status != 409 {
+		t.Fatalf("%d %q", got.status, got.body)
+	}
+	get := func(what, path string, header headers) reply {
+		t.Helper()
+		got := g.call(request{method: "GET", path: path, header: header})
+		if !strings.HasPrefix(path, "/api/.well-known/cascade/") || got.status != 200 || got.body == "elsewhere" {
+			t.Errorf("%s is %q, which gives %d %q", what, path, got.status, got.body)
+		}
+		return got
+	}
+	get("type", doc.Type, nil)
+	list := document[struct {
+		Executions []struct {
+			State string
+			URL   string `json:"output_url"`
+		}
+	}](t, get("status_url", doc.StatusURL, ann))
+	if len(list.Executions) != 1 || list.Executions[0].State != "in_doubt" {
+		t.Fatalf("%+v", list)
+	}
+	if got := g.call(request{method: "GET", path: list.Executions[0].URL, header: ann}); got.status != 409 {
+		t.Errorf("output_url gives %d %q", got.status, got.body)
+	}
+	again := g.call(r)
+	for _, link := range again.header.Values("Link") {
+		url, _, _ := strings.Cut(strings.TrimPrefix(link, "<"), ">")
+		get(link, url, ann)
+	}
+	policy := get("the policy", "/api/.well-known/cascade/policy", nil)
+	for _, url := range []string{executionsPath + "{id}{?wait,key,method,path}", api.BasePath + "in-doubt"} {
+		if !strings.Contains(policy.body, `"/api`+url+`"`) {
+			t.Errorf("the policy lacks /api%s:\n%s", url, policy.body)
+		}
 	}
 }

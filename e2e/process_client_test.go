@@ -53,10 +53,10 @@ type procAnswer struct {
 
 // execution is what the answer says of the call's execution; empty where it is not one's.
 func (a procAnswer) execution() string {
-	if status := a.header.Get("Execution-Status"); status != "refused" {
-		return status
+	if a.problem() != "" {
+		return ""
 	}
-	return ""
+	return a.header.Get("Execution-Status")
 }
 
 func (a procAnswer) executed() bool { return a.execution() == "executed" }
@@ -149,12 +149,12 @@ func (g *procGateway) post(t *testing.T, c procCall) procAnswer {
 	return a
 }
 
-// procInsist makes the call until it is answered: a reload of Caddy's closes some
-// connections that it has not read from yet, whatever handlers there are. It returns
-// how often that happened.
-func procInsist(t *testing.T, client *http.Client, addr string, c procCall) (a procAnswer, failures int) {
+// procRetry makes the call until it is answered: a reload of Caddy's closes some
+// connections before a handler has seen a request of theirs, whatever handlers there
+// are (see retry of gateway). It returns how often that happened.
+func procRetry(t *testing.T, client *http.Client, addr string, c procCall) (a procAnswer, failures int) {
 	t.Helper()
-	procPoll(t, "an answer", func() bool {
+	eventuallyWithin(t, procBound, "an answer", func() bool {
 		var err error
 		a, err = procPost(t.Context(), client, addr, c)
 		if err != nil {
@@ -165,12 +165,12 @@ func procInsist(t *testing.T, client *http.Client, addr string, c procCall) (a p
 	return a, failures
 }
 
-// insist is post beside reloads.
-func (g *procGateway) insist(t *testing.T, c procCall) procAnswer {
+// retry is post beside reloads.
+func (g *procGateway) retry(t *testing.T, c procCall) procAnswer {
 	t.Helper()
 	client := procDial()
 	defer client.CloseIdleConnections()
-	a, _ := procInsist(t, client, g.site.addr, c)
+	a, _ := procRetry(t, client, g.site.addr, c)
 	return a
 }
 

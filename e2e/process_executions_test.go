@@ -43,7 +43,7 @@ func procAsk(t *testing.T, client *http.Client, addr, path string) <-chan procFu
 		a, err := get(ctx, path)
 		done <- procFuture{a, err}
 	}()
-	procReceive(t, "the question is sent", wrote)
+	waitWithin(t, procBound, wrote, "the question is sent")
 	if a, err := get(t.Context(), "/.well-known/cascade/policy"); err != nil || a.status != http.StatusOK {
 		t.Fatalf("%v, %v", a, err)
 	}
@@ -53,6 +53,7 @@ func procAsk(t *testing.T, client *http.Client, addr, path string) <-chan procFu
 // Section "Exit": who waits for an execution is told what becomes of it while the
 // process drains, and keeps it no longer than that.
 func TestProcessExitEndsWaits(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	for name, c := range map[string]struct {
 		drain  string
 		answer bool
@@ -69,22 +70,22 @@ func TestProcessExitEndsWaits(t *testing.T) {
 			gateway := site.start(t)
 			hold := upstream.hold(t, "k")
 			owner := gateway.begin(t.Context(), procDial(), procCall{id: "k"})
-			procReceive(t, "arrival", hold.arrived)
+			waitWithin(t, procBound, hold.arrived, "arrival")
 			client := procDialH2()
 			state := procAsk(t, client, site.addr, executionsPath+"k?wait=60s")
 			output := procAsk(t, client, site.addr, executionsPath+"k/output?wait=60s")
 			gateway.term(t)
-			procReceive(t, "the gateway knows", gateway.log.when("exiting; byeee"))
+			waitWithin(t, procBound, gateway.log.when("exiting; byeee"), "the gateway knows")
 			if c.answer {
-				hold.let()
+				hold.open()
 			}
-			if f := procReceive(t, "the state", state); f.err != nil || f.answer.status != http.StatusOK || !strings.Contains(f.answer.body, c.status) {
+			if f := waitWithin(t, procBound, state, "the state"); f.err != nil || f.answer.status != http.StatusOK || !strings.Contains(f.answer.body, c.status) {
 				t.Errorf("%v, %v", f.answer, f.err)
 			}
-			if f := procReceive(t, "the output", output); f.err != nil || !c.output(f.answer) {
+			if f := waitWithin(t, procBound, output, "the output"); f.err != nil || !c.output(f.answer) {
 				t.Errorf("%v, %v", f.answer, f.err)
 			}
-			procReceive(t, "the call ends", owner)
+			waitWithin(t, procBound, owner, "the call ends")
 			client.CloseIdleConnections()
 			gateway.wait(t)
 			if gateway.err != nil {
@@ -96,6 +97,7 @@ func TestProcessExitEndsWaits(t *testing.T) {
 
 // An exit does not wait for what runs on another node: whoever asks is told so.
 func TestProcessExitEndsWaitsForOtherNodes(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	site := procNewSite(t, "127.0.0.1:1")
 	site.start(t).end(t) // makes the store
 	st, err := badger.Open(site.path("data"), badger.Options{})
@@ -113,10 +115,10 @@ func TestProcessExitEndsWaitsForOtherNodes(t *testing.T) {
 	state := procAsk(t, client, site.addr, executionsPath+"k?wait=60s")
 	output := procAsk(t, client, site.addr, executionsPath+"k/output?wait=60s")
 	gateway.term(t)
-	if f := procReceive(t, "the state", state); f.err != nil || !strings.Contains(f.answer.body, `"state": "running"`) {
+	if f := waitWithin(t, procBound, state, "the state"); f.err != nil || !strings.Contains(f.answer.body, `"state": "running"`) {
 		t.Errorf("%v, %v", f.answer, f.err)
 	}
-	if f := procReceive(t, "the output", output); f.err != nil || f.answer.problem() != "in-progress" {
+	if f := waitWithin(t, procBound, output, "the output"); f.err != nil || f.answer.problem() != "in-progress" {
 		t.Errorf("%v, %v", f.answer, f.err)
 	}
 	client.CloseIdleConnections()

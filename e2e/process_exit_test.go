@@ -5,8 +5,12 @@ package e2e
 import (
 	"context"
 	"fmt"
+	"io"
+	"net"
 	"net/http"
+	"net/http/httptest"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -21,6 +25,7 @@ var procProtocols = map[string]func() *http.Client{
 // Section "Exit", P7: at SIGTERM with clients that have gone, executions end and are
 // recorded; nothing is in doubt afterwards.
 func TestProcessExitKeepsWhatClientsLeft(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	for name, dial := range procProtocols {
 		t.Run(name, func(t *testing.T) {
 			const calls = 24
@@ -30,7 +35,7 @@ func TestProcessExitKeepsWhatClientsLeft(t *testing.T) {
 
 			ctx, leave := context.WithCancel(t.Context())
 			client := dial()
-			var holds []*procHold
+			var holds []*gate
 			var lost []<-chan procFuture
 			for i := range calls {
 				id := fmt.Sprintf("left-%s-%d", name, i)
@@ -39,19 +44,19 @@ func TestProcessExitKeepsWhatClientsLeft(t *testing.T) {
 				holds = append(holds, hold)
 			}
 			for _, hold := range holds {
-				procReceive(t, "arrival", hold.arrived)
+				waitWithin(t, procBound, hold.arrived, "arrival")
 			}
 			leave()
 			for _, f := range lost {
-				if f := procReceive(t, "the client leaves", f); f.err == nil {
+				if f := waitWithin(t, procBound, f, "the client leaves"); f.err == nil {
 					t.Fatal("a client did not leave")
 				}
 			}
 			client.CloseIdleConnections()
 			gateway.term(t)
-			procReceive(t, "the gateway knows", gateway.log.when("exiting; byeee"))
+			waitWithin(t, procBound, gateway.log.when("exiting; byeee"), "the gateway knows")
 			for _, hold := range holds {
-				hold.let()
+				hold.open()
 			}
 			gateway.wait(t)
 			if gateway.err != nil {
@@ -75,6 +80,7 @@ func TestProcessExitKeepsWhatClientsLeft(t *testing.T) {
 // Section "Exit": SIGTERM under load. Whoever is served sees the end; whoever is not
 // can send again; nothing is in doubt.
 func TestProcessExitUnderLoad(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	for name, dial := range procProtocols {
 		t.Run(name, func(t *testing.T) {
 			upstream := procNewUpstream(t)
@@ -109,7 +115,7 @@ func TestProcessExitUnderLoad(t *testing.T) {
 					}
 				})
 			}
-			procReceive(t, "load", enough)
+			waitWithin(t, procBound, enough, "load")
 			gateway.end(t)
 			clients.Wait()
 
@@ -136,6 +142,7 @@ func TestProcessExitUnderLoad(t *testing.T) {
 // Section "Exit": while running executions are awaited, new guarded calls are refused
 // such that they are sent again, and everything else is served.
 func TestProcessExitRefusesNewCalls(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	for name, dial := range procProtocols {
 		// Caddy stops its apps in no particular order: several exits see both.
 		for round := range 2 {
@@ -148,12 +155,12 @@ func TestProcessExitRefusesNewCalls(t *testing.T) {
 				hold := upstream.hold(t, "running")
 				client := dial()
 				owner := gateway.begin(t.Context(), client, procCall{id: "running"})
-				procReceive(t, "arrival", hold.arrived)
+				waitWithin(t, procBound, hold.arrived, "arrival")
 				gateway.term(t)
-				procReceive(t, "the gateway knows", gateway.log.when("exiting; byeee"))
+				waitWithin(t, procBound, gateway.log.when("exiting; byeee"), "the gateway knows")
 
 				var refused procAnswer
-				procPoll(t, "the gate is shut", func() bool {
+				eventuallyWithin(t, procBound, "the gate is shut", func() bool {
 					// Until it is, calls run; each has an id of its own.
 					a, err := procPost(t.Context(), client, site.addr, procCall{id: fmt.Sprint("late-", upstream.total())})
 					if err != nil {
@@ -167,13 +174,13 @@ func TestProcessExitRefusesNewCalls(t *testing.T) {
 				}
 				wantProcReplay(t, done, gateway.post(t, procCall{id: "done"}))
 				follower := gateway.begin(t.Context(), client, procCall{id: "running"})
-				hold.let()
-				if f := procReceive(t, "the running call ends", owner); f.err != nil || !f.answer.executed() {
+				hold.open()
+				if f := waitWithin(t, procBound, owner, "the running call ends"); f.err != nil || !f.answer.executed() {
 					t.Errorf("P7: the running call: %v, %v", f.answer, f.err)
 				}
 				// It came before the result or after it, and got it either way, unless
 				// the door closed before it came.
-				if f := procReceive(t, "the second call ends", follower); f.err == nil && f.answer.status != http.StatusCreated {
+				if f := waitWithin(t, procBound, follower, "the second call ends"); f.err == nil && f.answer.status != http.StatusCreated {
 					t.Errorf("a retry of the running call: %v", f.answer)
 				}
 				// A connection that came while the server began to stop may be told of it
@@ -194,6 +201,7 @@ func TestProcessExitRefusesNewCalls(t *testing.T) {
 // Section "Exit": an upstream that is slower than `drain` does not keep the process.
 // Its call is in doubt.
 func TestProcessExitLeavesWhatIsTooSlow(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	for name, dial := range procProtocols {
 		for _, stays := range []bool{true, false} {
 			for round := range 2 { // both orders of the apps' stopping
@@ -207,10 +215,10 @@ func TestProcessExitLeavesWhatIsTooSlow(t *testing.T) {
 					defer leave()
 					client := dial()
 					owner := gateway.begin(ctx, client, procCall{id: "slow"})
-					procReceive(t, "arrival", hold.arrived)
+					waitWithin(t, procBound, hold.arrived, "arrival")
 					if !stays {
 						leave()
-						procReceive(t, "the client leaves", owner)
+						waitWithin(t, procBound, owner, "the client leaves")
 						client.CloseIdleConnections()
 					}
 					began := time.Now()
@@ -219,11 +227,11 @@ func TestProcessExitLeavesWhatIsTooSlow(t *testing.T) {
 						t.Errorf("it exited after %v, before its drain was over", took)
 					}
 					if stays {
-						if f := procReceive(t, "the call ends", owner); f.err == nil {
+						if f := waitWithin(t, procBound, owner, "the call ends"); f.err == nil {
 							wantProcDoubt(t, f.answer)
 						}
 					}
-					hold.let()
+					hold.open()
 					gateway = site.start(t)
 					wantProcDoubt(t, gateway.post(t, procCall{id: "slow"}))
 					if got := upstream.arrivals("slow"); got != 1 {
@@ -233,4 +241,57 @@ func TestProcessExitLeavesWhatIsTooSlow(t *testing.T) {
 			}
 		}
 	}
+}
+
+// Section "Exit": a client that reads the answer of a completed call slowly does not keep
+// the process for longer than `drain` either, and the record stands.
+func TestProcessExitDoesNotWaitForSlowReaders(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	f := newFlood(32 << 20)
+	upstream := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body)
+		f.answer(w, nil)
+	}))
+	defer upstream.Close()
+	site := procNewSite(t, strings.TrimPrefix(upstream.URL, "http://"))
+	site.app = "drain 300ms"
+	gateway := site.start(t)
+	conn, err := net.Dial("tcp", site.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	write(t, conn, "POST / HTTP/1.1\r\nHost: "+site.addr+"\r\nIdempotency-Key: slow\r\nContent-Length: 0\r\n\r\n")
+	wait(t, f.taken, "the upstream's end")
+	again := func() string {
+		res, err := http.DefaultClient.Do(procRequest(t, site.addr, "slow"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer res.Body.Close()
+		body, _ := io.ReadAll(res.Body)
+		return string(body)
+	}
+	eventuallyWithin(t, procBound, "the call is completed", func() bool { return strings.Contains(again(), `"state":"completed"`) })
+	http.DefaultClient.CloseIdleConnections()
+	gateway.end(t)
+	got, err := io.Copy(io.Discard, conn)
+	if got >= int64(f.size) {
+		t.Errorf("%d bytes, %v: the client did read all", got, err)
+	}
+	site.start(t)
+	if body := again(); !strings.Contains(body, `"state":"completed"`) {
+		t.Errorf("after the restart: %s", body)
+	}
+}
+
+// procRequest is an empty POST.
+func procRequest(t *testing.T, addr, id string) *http.Request {
+	t.Helper()
+	r, err := http.NewRequest(http.MethodPost, "http://"+addr+"/", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Idempotency-Key", id)
+	return r
 }

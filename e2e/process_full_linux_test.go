@@ -127,7 +127,7 @@ func (f *procFiller) remove() {
 func wantProcFull(t *testing.T, gateway *procGateway, upstream *procUpstream, known procAnswer, round string) {
 	t.Helper()
 	n := 0
-	procPoll(t, "a refusal", func() bool {
+	eventuallyWithin(t, procBound, "a refusal", func() bool {
 		n++
 		return gateway.post(t, procCall{id: fmt.Sprintf("%s-%d", round, n)}).problem() == "store-unavailable"
 	})
@@ -164,7 +164,7 @@ func wantProcFull(t *testing.T, gateway *procGateway, upstream *procUpstream, kn
 func wantProcRoom(t *testing.T, gateway *procGateway, round string) {
 	t.Helper()
 	n := 0
-	procPoll(t, "a call that is taken", func() bool {
+	eventuallyWithin(t, procBound, "a call that is taken", func() bool {
 		n++
 		return gateway.post(t, procCall{id: fmt.Sprintf("%s-%d", round, n)}).executed()
 	})
@@ -174,6 +174,7 @@ func wantProcRoom(t *testing.T, gateway *procGateway, round string) {
 // is forwarded that could not be recorded, everything else flows, the process lives,
 // nothing runs twice, and all of it is over once there is space.
 func TestProcessFullDisk(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	disk, here := procSmallDisk(t)
 	if !here {
 		return
@@ -267,10 +268,10 @@ func procFillUnderLoad(t *testing.T, gateway *procGateway, filler *procFiller) m
 			}
 		})
 	}
-	procPoll(t, "load", func() bool { return taken.Load() > 200 || !gateway.alive() })
+	eventuallyWithin(t, procBound, "load", func() bool { return taken.Load() > 200 || !gateway.alive() })
 	filler.atOnce()
 	full := refused.Load()
-	procPoll(t, "refusals", func() bool {
+	eventuallyWithin(t, procBound, "refusals", func() bool {
 		filler.until(0) // what compaction has freed
 		return refused.Load() > full+500 || !gateway.alive()
 	})

@@ -7,14 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -84,22 +82,7 @@ func procNewSite(t *testing.T, upstream string) *procSite {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	return &procSite{t: t, dir: dir, addr: procFreeAddr(t), admin: procFreeAddr(t), upstream: upstream}
-}
-
-// procFreeAddr is an address nobody listens on, below the range from which the
-// system gives ports to outgoing connections.
-func procFreeAddr(t *testing.T) string {
-	t.Helper()
-	for range 100 {
-		addr := "127.0.0.1:" + strconv.Itoa(20000+rand.IntN(12000))
-		if l, err := net.Listen("tcp", addr); err == nil {
-			_ = l.Close()
-			return addr
-		}
-	}
-	t.Fatal("no free port")
-	return ""
+	return &procSite{t: t, dir: dir, addr: freeAddress(t), admin: freeAddress(t), upstream: upstream}
 }
 
 func (s *procSite) path(name string) string { return filepath.Join(s.dir, name) }

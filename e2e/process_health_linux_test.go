@@ -4,12 +4,23 @@ import (
 	"fmt"
 	"net/http"
 	"os/exec"
+	"strings"
 	"testing"
 )
+
+// wantHealth asks the page for load balancers and containers, which anybody may.
+func wantHealth(t *testing.T, g *procGateway, status int, word string) {
+	t.Helper()
+	got, text := g.read(t, "health")
+	if got != status || strings.TrimSpace(text) != `{"status":"`+word+`"}` {
+		t.Errorf("health is %d %s; want %d %q", got, text, status, word)
+	}
+}
 
 // P2, P4: one sync that fails closes the store. Although the disk is well again at
 // once, nothing is forwarded any more, until a restart has found out what was stored.
 func TestProcessFailedSync(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	strace, err := exec.LookPath("strace")
 	if err != nil {
 		t.Fatal("this test needs strace: apt-get install strace")
@@ -22,6 +33,7 @@ func TestProcessFailedSync(t *testing.T) {
 		"-e", "trace=msync,fdatasync", "-e", "inject=msync,fdatasync:error=EIO:when=40",
 	}
 	gateway := site.start(t)
+	wantHealth(t, gateway, http.StatusOK, "ok")
 	answers := map[string]procAnswer{}
 	client := procDial()
 	defer client.CloseIdleConnections()
@@ -56,10 +68,12 @@ func TestProcessFailedSync(t *testing.T) {
 	if !gateway.log.says("store closed itself, restart needed") {
 		t.Error("the log does not say that the store has closed itself")
 	}
+	// A container's health check sees it, without the admin API.
+	wantHealth(t, gateway, http.StatusServiceUnavailable, "store-unavailable")
 	// It stays closed over a reload.
 	site.guard = "deadline 61s"
 	gateway.reload(t)
-	if a := gateway.insist(t, procCall{id: "reloaded"}); a.problem() != "store-unavailable" {
+	if a := gateway.retry(t, procCall{id: "reloaded"}); a.problem() != "store-unavailable" {
 		t.Errorf("a call after a reload: %v", a)
 	}
 	if status, text, err := gateway.admin("POST", "/stop", "", ""); err != nil || status != http.StatusOK {
@@ -69,6 +83,7 @@ func TestProcessFailedSync(t *testing.T) {
 
 	site.wrap = nil
 	gateway = site.start(t)
+	wantHealth(t, gateway, http.StatusOK, "ok")
 	if a := gateway.post(t, procCall{id: "restarted"}); !a.executed() {
 		t.Errorf("a call after a restart: %v", a)
 	}

@@ -114,6 +114,7 @@ func (s *procSite) wantSecret(t *testing.T, file string) {
 // restart. No call fails, replaced keys stay published until their tokens have expired,
 // and all that was ever signed verifies, also after a restart.
 func TestProcessRotatesTheIdentity(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.app = "identity spiffe://example.com/gateway"
@@ -133,7 +134,7 @@ func TestProcessRotatesTheIdentity(t *testing.T) {
 		clients.Go(func() {
 			for n := 0; ; n++ {
 				c := procCall{id: fmt.Sprintf("rotated-%d-%d", worker, n)}
-				a := gateway.insist(t, c)
+				a := gateway.retry(t, c)
 				if a.status != http.StatusCreated { // a replay, where a reload has cut the first answer
 					t.Errorf("%s: %v", c.id, a)
 					return
@@ -149,7 +150,7 @@ func TestProcessRotatesTheIdentity(t *testing.T) {
 	}
 	more := func() {
 		before := calls.Load()
-		procPoll(t, "load", func() bool { return calls.Load() >= before+20 || t.Failed() })
+		eventuallyWithin(t, procBound, "load", func() bool { return calls.Load() >= before+20 || t.Failed() })
 	}
 	for n := range 3 {
 		more()
@@ -212,7 +213,7 @@ func TestProcessRotatesTheIdentity(t *testing.T) {
 
 	// A theft: nothing older is published any more, and all records verify.
 	stolen := site.identity(t, "rotate", "--stolen")
-	procPoll(t, "only the new key is published", func() bool {
+	eventuallyWithin(t, procBound, "only the new key is published", func() bool {
 		_, names := gateway.jwks(t)
 		return slices.Equal(names, []string{stolen.signs(t)})
 	})
@@ -225,6 +226,7 @@ func TestProcessRotatesTheIdentity(t *testing.T) {
 // Issue 4, "The gateway's own key": without the key file nothing is signed with another
 // key in silence, neither by a rotation nor by a start.
 func TestProcessLosesTheIdentity(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.app = "identity spiffe://example.com/gateway"
@@ -262,7 +264,7 @@ func TestProcessLosesTheIdentity(t *testing.T) {
 	// Taken out of the configuration, there is nothing to rotate.
 	site.app = ""
 	gateway.reload(t)
-	procPoll(t, "the configuration before is gone", func() bool { return site.operate(t, "identity", "show").code != 0 })
+	eventuallyWithin(t, procBound, "the configuration before is gone", func() bool { return site.operate(t, "identity", "show").code != 0 })
 	for _, verb := range []string{"show", "rotate"} {
 		site.operate(t, "identity", verb).fails(t, "the gateway over the store "+site.path("data")+" has no identity", "configure `identity`")
 	}
@@ -271,6 +273,7 @@ func TestProcessLosesTheIdentity(t *testing.T) {
 
 // Section "CLI": the identity in every form, from a real server.
 func TestGoldenProcessIdentity(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.app = "identity spiffe://example.com/gateway"

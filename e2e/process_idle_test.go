@@ -14,6 +14,7 @@ import (
 // P1, section "Sent or not": 4,000 calls to an upstream that closes its idle
 // connections while they are about to be used.
 func TestProcessUpstreamClosesIdleConnections(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	tests := []struct {
 		name      string
 		idle      time.Duration // the upstream's

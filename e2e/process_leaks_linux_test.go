@@ -47,6 +47,7 @@ func (g *procGateway) use(t *testing.T) procUse {
 // Whatever calls do and however often the configuration changes, goroutines and files
 // come back to what they were, and nothing is left on the disk.
 func TestProcessLeaksNothing(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
@@ -63,7 +64,7 @@ func TestProcessLeaksNothing(t *testing.T) {
 					if n%5 == 0 {
 						c.body, c.header[procSize] = large, "10" // the request is kept in a file
 					}
-					if a, _ := procInsist(t, client, site.addr, c); a.status != http.StatusCreated {
+					if a, _ := procRetry(t, client, site.addr, c); a.status != http.StatusCreated {
 						t.Errorf("%s: %v", c.id, a)
 					}
 				}
@@ -77,14 +78,14 @@ func TestProcessLeaksNothing(t *testing.T) {
 			ctx, leave := context.WithCancel(t.Context())
 			client := procDial()
 			owner := gateway.begin(ctx, client, c)
-			procReceive(t, "arrival", hold.arrived)
+			waitWithin(t, procBound, hold.arrived, "arrival")
 			follower := gateway.begin(ctx, client, c)
 			leave()
-			procReceive(t, "the owner leaves", owner)
-			procReceive(t, "the follower leaves", follower)
+			waitWithin(t, procBound, owner, "the owner leaves")
+			waitWithin(t, procBound, follower, "the follower leaves")
 			client.CloseIdleConnections()
-			hold.let()
-			if a := gateway.insist(t, c); !a.replayed() && a.execution() != "attached" {
+			hold.open()
+			if a := gateway.retry(t, c); !a.replayed() && a.execution() != "attached" {
 				t.Errorf("P7: %v", a)
 			}
 		}
@@ -101,7 +102,7 @@ func TestProcessLeaksNothing(t *testing.T) {
 	settle := func(what string, enough func(procUse) bool) procUse {
 		t.Helper()
 		var last procUse
-		procPoll(t, what, func() bool {
+		eventuallyWithin(t, procBound, what, func() bool {
 			last = gateway.use(t)
 			return enough(last)
 		})
@@ -126,7 +127,7 @@ func TestProcessLeaksNothing(t *testing.T) {
 
 	hold := upstream.hold(t, "killed")
 	gateway.begin(t.Context(), procDial(), procCall{id: "killed", body: strings.Repeat("x", 3<<20)})
-	procReceive(t, "arrival", hold.arrived)
+	waitWithin(t, procBound, hold.arrived, "arrival")
 	gateway.kill()
 	for _, dir := range []string{site.dir, site.path("tmp")} {
 		entries, err := os.ReadDir(dir)

@@ -5,37 +5,11 @@ package e2e
 import (
 	"bytes"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 )
-
-// procPoll waits until done reports true.
-func procPoll(t *testing.T, what string, done func() bool) {
-	t.Helper()
-	deadline := time.After(procBound)
-	tick := time.NewTicker(2 * time.Millisecond)
-	defer tick.Stop()
-	for !done() {
-		select {
-		case <-tick.C:
-		case <-deadline:
-			t.Fatalf("waited in vain: %s", what)
-		}
-	}
-}
-
-// procReceive waits for an event.
-func procReceive[T any](t *testing.T, what string, events <-chan T) T {
-	t.Helper()
-	select {
-	case e := <-events:
-		return e
-	case <-time.After(procBound):
-		t.Fatalf("waited in vain: %s", what)
-		panic("unreachable")
-	}
-}
 
 // procLog collects what a process says, and tells when it has said something.
 type procLog struct {
@@ -111,4 +85,38 @@ func (l *procLog) String() string {
 func (l *procLog) tail(n int) string {
 	text := l.String()
 	return text[max(0, len(text)-n):]
+}
+
+// The space of ids that callers without a credential share is warned of once, not with each
+// reload, and not where every request has to authenticate itself first.
+func TestProcessWarnsOfAnonymousOnce(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	upstream := procNewUpstream(t)
+	const warning = "calls without any credential share one space"
+	for name, c := range map[string]struct {
+		auth string
+		want int
+	}{
+		"nobody asks who calls":    {"", 1},
+		"basic_auth of everything": {"basic_auth {\n alice $2a$04$4Uiko3PMnYC8tSDoKvXl2.nFa1a5lIH5IGhcPjUu4c8EUmzzHvFpS\n}", 0},
+		"basic_auth of a part":     {"basic_auth /admin/* {\n alice $2a$04$4Uiko3PMnYC8tSDoKvXl2.nFa1a5lIH5IGhcPjUu4c8EUmzzHvFpS\n}", 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			site := procNewSite(t, upstream.addr)
+			config := func(deadline string) string {
+				site.raw, site.guard = "", "deadline "+deadline
+				return strings.Replace(site.config(), "\tagent_proxy ", "\t"+c.auth+"\n\tagent_proxy ", 1)
+			}
+			site.raw = config("60s")
+			gateway := site.start(t)
+			for _, deadline := range []string{"61s", "62s"} {
+				site.raw = config(deadline)
+				gateway.reload(t)
+			}
+			gateway.end(t)
+			if got := strings.Count(gateway.log.String(), warning); got != c.want {
+				t.Errorf("warned %d times, want %d", got, c.want)
+			}
+		})
+	}
 }

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/metrics"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule"
 )
 
 // metrics reads /metrics of the admin endpoint.
@@ -37,6 +37,7 @@ func (g *procGateway) metricsText(t *testing.T) string {
 // Counts do not begin anew with a reload, nor where one fails, although Caddy makes a
 // registry for each configuration; and what Caddy serves is what is documented.
 func TestProcessMetricsGoOnOverReloads(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.app = trusting(t)
@@ -58,9 +59,9 @@ func TestProcessMetricsGoOnOverReloads(t *testing.T) {
 	work := func(n int) {
 		t.Helper()
 		c := procCall{id: fmt.Sprint("metrics-", n)}
-		gateway.insist(t, c)
-		gateway.insist(t, c)
-		wantProcDoubt(t, gateway.insist(t, procCall{id: "doubt"}))
+		gateway.retry(t, c)
+		gateway.retry(t, c)
+		wantProcDoubt(t, gateway.retry(t, procCall{id: "doubt"}))
 	}
 	gateway.post(t, procCall{id: "doubt"})
 	work(1)
@@ -89,7 +90,7 @@ func TestProcessMetricsGoOnOverReloads(t *testing.T) {
 
 	text := gateway.metricsText(t)
 	documented := map[string]string{}
-	for _, f := range metrics.Families() {
+	for _, f := range caddymodule.Families() {
 		documented[f.Name] = f.Type
 	}
 	for _, m := range regexp.MustCompile(`(?m)^# TYPE (agent_guard_\w+) (\w+)$`).FindAllStringSubmatch(text, -1) {
@@ -129,7 +130,7 @@ func TestProcessMetricsGoOnOverReloads(t *testing.T) {
 		t.Errorf("a configuration without the guard shows its metrics:\n%.500s", text)
 	}
 	gateway.reload(t)
-	gateway.insist(t, procCall{id: "metrics-1"})
+	gateway.retry(t, procCall{id: "metrics-1"})
 	if got := counts(); got != "0 completed, 0 in doubt, 1 replays, 0 refused" {
 		t.Errorf("once the guard is back: %s", got)
 	}
@@ -140,12 +141,13 @@ func TestProcessMetricsGoOnOverReloads(t *testing.T) {
 
 // What a crash leaves open is found and counted.
 func TestProcessMetricsOfACrash(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
 	hold := upstream.hold(t, "open")
 	gateway.begin(t.Context(), procDial(), procCall{id: "open"})
-	procReceive(t, "arrival", hold.arrived)
+	waitWithin(t, procBound, hold.arrived, "arrival")
 	gateway.kill()
 	gateway = site.start(t)
 	got := gateway.metrics(t)
@@ -159,6 +161,7 @@ func TestProcessMetricsOfACrash(t *testing.T) {
 // every way that a call can end. Caddy's own loggers of requests and of errors are left
 // out, as the manual says that they must be; all others are not.
 func TestProcessLogNamesNobody(t *testing.T) {
+	t.Parallel()                 // its gateways are processes
 	const marker = "marker-5e11" // in everything that a caller sends, and in answers
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
@@ -273,14 +276,14 @@ http://%s {
 	send(call("torn", "/a"))
 	hold := upstream.hold(t, marker+"running")
 	running := gateway.begin(t.Context(), procDial(), call("running", "/a"))
-	procReceive(t, "arrival", hold.arrived)
+	waitWithin(t, procBound, hold.arrived, "arrival")
 	send(call("running", "/a"))
-	hold.let()
-	procReceive(t, "the answer", running)
+	hold.open()
+	waitWithin(t, procBound, running, "the answer")
 
 	hold = upstream.hold(t, marker+"killed")
 	gateway.begin(t.Context(), procDial(), call("killed", "/a"))
-	procReceive(t, "arrival", hold.arrived)
+	waitWithin(t, procBound, hold.arrived, "arrival")
 	gateway.kill()
 	logs := gateway.log.String()
 	gateway = site.start(t)

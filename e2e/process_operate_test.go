@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"net/http"
 	"os"
@@ -17,8 +16,6 @@ import (
 	"strings"
 	"testing"
 )
-
-var updateGolden = flag.Bool("update", false, "write the golden files anew")
 
 // procOutput is what a command has said.
 type procOutput struct {
@@ -158,6 +155,7 @@ func (g *procGateway) doubtful(t *testing.T, upstream *procUpstream, c procCall)
 
 // Section "CLI": executions in every form, from a real server.
 func TestGoldenProcessOperate(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.admin = "unix/" + site.path("admin")
@@ -179,7 +177,7 @@ func TestGoldenProcessOperate(t *testing.T) {
 	doubt := gateway.doubtful(t, upstream, procCall{id: "lost", path: "/v1/mail/7", header: map[string]string{"Workflow-Id": "w-1"}})
 	hold := upstream.hold(t, "running")
 	running := gateway.begin(t.Context(), procDial(), procCall{id: "running"})
-	procReceive(t, "arrival", hold.arrived)
+	waitWithin(t, procBound, hold.arrived, "arrival")
 
 	procGolden(t, "list", list().says(t))
 	procGolden(t, "show_doubt", site.operate(t, "executions", "show", doubt[:16]).says(t))
@@ -234,8 +232,8 @@ func TestGoldenProcessOperate(t *testing.T) {
 			t.Errorf("%v prints no help: %s", args, got)
 		}
 	}
-	hold.let()
-	procReceive(t, "the running call ends", running)
+	hold.open()
+	waitWithin(t, procBound, running, "the running call ends")
 }
 
 // procNext is where a listing goes on after n executions.
@@ -251,6 +249,7 @@ func procNext(t *testing.T, site *procSite, n int) string {
 // P1: what is in doubt is settled by an operator's word, from a terminal, and the next
 // retry meets that.
 func TestProcessOperatorResolves(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
@@ -321,11 +320,12 @@ func TestProcessOperatorResolves(t *testing.T) {
 
 // Section "CLI": what cannot be done says why, and what to do.
 func TestProcessOperateRefusals(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.operate(t, "executions", "list").fails(t, "no server is reachable", "is caddy running, with its admin endpoint on?",
 		"tried "+site.admin, "name another with --address")
-	free := procFreeAddr(t)
+	free := freeAddress(t)
 	site.operate(t, "store", "stats", "--address", free).fails(t, "tried "+free)
 
 	gateway := site.start(t)
@@ -359,13 +359,14 @@ func TestProcessOperateRefusals(t *testing.T) {
 	if err := gateway.load(site.without()); err != nil {
 		t.Fatal(err)
 	}
-	procPoll(t, "the store is closed", func() bool {
+	eventuallyWithin(t, procBound, "the store is closed", func() bool {
 		return strings.Contains(site.operate(t, "store", "stats").err, "no store is open")
 	})
 }
 
 // Section "CLI", P1: a rotation by the command; a retry after it is a replay.
 func TestProcessOperatorRotatesTheKey(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
@@ -390,7 +391,7 @@ func TestProcessOperatorRotatesTheKey(t *testing.T) {
 		t.Errorf("%+v", rotated)
 	}
 	wantProcReplay(t, first, gateway.post(t, procCall{id: "one"}))
-	procPoll(t, "everything is sealed anew", func() bool {
+	eventuallyWithin(t, procBound, "everything is sealed anew", func() bool {
 		now := procDocument[status](t, site.operate(t, "keys", "list", "-o", "json").says(t))
 		return len(now.Keys) == 2 && now.Keys[1].Newest && now.Resealing != nil && now.Resealing.Key == 2 && now.Resealing.Done
 	})
@@ -413,12 +414,13 @@ func TestProcessOperatorRotatesTheKey(t *testing.T) {
 
 // Section "Admin API": with two stores open, which one is asked must be said.
 func TestProcessOperateTwoStores(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
 	hold := upstream.hold(t, "running")
 	owner := gateway.begin(t.Context(), procDial(), procCall{id: "running"})
-	procReceive(t, "arrival", hold.arrived)
+	waitWithin(t, procBound, hold.arrived, "arrival")
 	site.store = "badger " + site.path("elsewhere")
 	gateway.reload(t)
 	site.operate(t, "executions", "list").fails(t, "several stores are open", site.path("data")+", "+site.path("elsewhere"))
@@ -428,15 +430,16 @@ func TestProcessOperateTwoStores(t *testing.T) {
 			t.Errorf("%s: %+v", store, page)
 		}
 	}
-	hold.let()
-	procReceive(t, "the call ends", owner)
+	hold.open()
+	waitWithin(t, procBound, owner, "the call ends")
 	// A look keeps no store open.
-	procPoll(t, "the first store is closed", func() bool { return site.operate(t, "store", "stats").code == 0 })
+	eventuallyWithin(t, procBound, "the first store is closed", func() bool { return site.operate(t, "store", "stats").code == 0 })
 }
 
 // Section "Admin API": who may ask is decided by Caddy's admin endpoint, as for
 // everything else there; the command keeps its rules.
 func TestProcessAdminProtects(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	addr := site.admin
@@ -475,6 +478,7 @@ func TestProcessAdminProtects(t *testing.T) {
 // Section "CLI": the shell completes our commands, the words of flags, and keys of the
 // running server.
 func TestProcessOperateCompletion(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	offers := func(args ...string) []string {
@@ -497,7 +501,7 @@ func TestProcessOperateCompletion(t *testing.T) {
 		"executions list --output ":          {"table", "json"},
 		"executions list -o j":               {"json"},
 		"executions list --state in":         {"in_doubt"},
-		"executions list --state in_doubt,c": {"in_doubt,claimed", "in_doubt,completed"},
+		"executions list --state in_doubt,c": {"in_doubt,completed"},
 		"executions list --guard ":           {},
 		"executions show ":                   {}, // there is no server
 	} {

@@ -11,16 +11,17 @@ import (
 // What a caller holds counts over restarts, and after kill -9; a reload changes the
 // bound at once.
 func TestProcessQuota(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	quota := func(n int) { site.app = fmt.Sprintf("quota {\n open_executions %d\n}", n) }
 	refused := func(gateway *procGateway, when string) {
 		t.Helper()
-		if a := gateway.insist(t, procCall{id: "refused"}); a.status != http.StatusTooManyRequests || a.problem() != "quota-exceeded" {
+		if a := gateway.retry(t, procCall{id: "refused"}); a.status != http.StatusTooManyRequests || a.problem() != "quota-exceeded" {
 			t.Errorf("%s: %v", when, a)
 		}
 		other := procCall{id: when, header: map[string]string{"Authorization": "Bearer another"}}
-		if a := gateway.insist(t, other); !a.executed() {
+		if a := gateway.retry(t, other); !a.executed() {
 			t.Errorf("%s: another caller: %v", when, a)
 		}
 	}
@@ -29,16 +30,16 @@ func TestProcessQuota(t *testing.T) {
 	doubt := func(id string) {
 		t.Helper()
 		upstream.script(id, func(http.ResponseWriter, *http.Request, int) { panic(http.ErrAbortHandler) })
-		wantProcDoubt(t, gateway.insist(t, procCall{id: id}))
+		wantProcDoubt(t, gateway.retry(t, procCall{id: id}))
 	}
 	doubt("1")
 	hold := upstream.hold(t, "2") // open when the process dies: in doubt afterwards
 	lost := gateway.begin(t.Context(), procDial(), procCall{id: "2"})
-	procReceive(t, "arrival", hold.arrived)
+	waitWithin(t, procBound, hold.arrived, "arrival")
 	refused(gateway, "running")
 	gateway.kill()
-	procReceive(t, "the call ends", lost)
-	hold.let()
+	waitWithin(t, procBound, lost, "the call ends")
+	hold.open()
 	gateway = site.start(t)
 	refused(gateway, "killed")
 	gateway.end(t)
@@ -60,7 +61,7 @@ func TestProcessQuota(t *testing.T) {
 	}
 	quota(5)
 	gateway.reload(t)
-	if a := gateway.insist(t, procCall{id: "refused"}); !a.executed() {
+	if a := gateway.retry(t, procCall{id: "refused"}); !a.executed() {
 		t.Errorf("with room: %v", a)
 	}
 	gateway.end(t)

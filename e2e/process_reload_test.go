@@ -13,8 +13,10 @@ import (
 	"testing"
 )
 
-// P1: reloads under load. No call is refused, lost, or executed twice.
+// P1: reloads under load. No call is refused, lost, or executed twice, and one whose
+// connection a reload has closed had not begun: what its caller makes again is executed.
 func TestProcessReloadsUnderLoad(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	const reloads = 50
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
@@ -31,12 +33,15 @@ func TestProcessReloadsUnderLoad(t *testing.T) {
 			defer client.CloseIdleConnections()
 			for n := 0; ctx.Err() == nil; n++ {
 				c := procCall{id: fmt.Sprintf("reload-%d-%d", worker, n)}
-				a, failures := procInsist(t, client, site.addr, c)
+				a, failures := procRetry(t, client, site.addr, c)
 				if a.status != http.StatusCreated {
 					t.Errorf("%s: %v", c.id, a)
 					return
 				}
-				again, more := procInsist(t, client, site.addr, c)
+				if failures > 0 && !a.executed() {
+					t.Errorf("P1: a reload has closed the connection of a call that had begun: %s: %v", c.id, a)
+				}
+				again, more := procRetry(t, client, site.addr, c)
 				wantProcReplay(t, a, again)
 				calls.Add(1)
 				broken.Add(int64(failures + more))
@@ -47,7 +52,7 @@ func TestProcessReloadsUnderLoad(t *testing.T) {
 		site.guard = fmt.Sprintf("deadline %ds", 60+n)
 		before := calls.Load()
 		gateway.reload(t)
-		procPoll(t, "load", func() bool { return calls.Load() >= before+20 })
+		eventuallyWithin(t, procBound, "load", func() bool { return calls.Load() >= before+20 })
 	}
 	stop()
 	clients.Wait()
@@ -63,6 +68,7 @@ func TestProcessReloadsUnderLoad(t *testing.T) {
 
 // P1: what a reload changes frees no key.
 func TestProcessReloadKeepsKeys(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	link := site.path("link")
@@ -79,18 +85,18 @@ func TestProcessReloadKeepsKeys(t *testing.T) {
 		{name: "the key file by name", app: "keys file " + site.path("data.key")},
 	}
 	gateway := site.start(t)
-	first := gateway.insist(t, procCall{id: "one"})
+	first := gateway.retry(t, procCall{id: "one"})
 	for _, config := range configs {
 		t.Run(config.name, func(t *testing.T) {
 			site.store, site.app, site.guard = config.store, config.app, config.guard
 			gateway.reload(t)
-			wantProcReplay(t, first, gateway.insist(t, procCall{id: "one"}))
+			wantProcReplay(t, first, gateway.retry(t, procCall{id: "one"}))
 			before := strings.ReplaceAll(config.name, " ", "-")
-			a := gateway.insist(t, procCall{id: before})
+			a := gateway.retry(t, procCall{id: before})
 			if !a.executed() {
 				t.Fatalf("%v", a)
 			}
-			wantProcReplay(t, a, gateway.insist(t, procCall{id: before}))
+			wantProcReplay(t, a, gateway.retry(t, procCall{id: before}))
 		})
 	}
 	// The engine was never opened anew, and restarts see the same.
@@ -100,21 +106,22 @@ func TestProcessReloadKeepsKeys(t *testing.T) {
 	gateway.end(t)
 	site.store, site.app, site.guard = "", "", ""
 	gateway = site.start(t)
-	wantProcReplay(t, first, gateway.insist(t, procCall{id: "one"}))
+	wantProcReplay(t, first, gateway.retry(t, procCall{id: "one"}))
 }
 
 // P1: an execution that began under one configuration is found through the next one.
 func TestProcessReloadWhileACallRuns(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
 	hold := upstream.hold(t, "running")
 	owner := gateway.begin(t.Context(), procDial(), procCall{id: "running"})
-	procReceive(t, "arrival", hold.arrived)
+	waitWithin(t, procBound, hold.arrived, "arrival")
 
 	site.guard = "attach_wait 1ms"
 	gateway.reload(t)
-	if a := gateway.insist(t, procCall{id: "running"}); a.problem() != "in-progress" {
+	if a := gateway.retry(t, procCall{id: "running"}); a.problem() != "in-progress" {
 		t.Errorf("P1: the new configuration does not see the running call: %v", a)
 	}
 	site.guard = ""
@@ -123,55 +130,56 @@ func TestProcessReloadWhileACallRuns(t *testing.T) {
 	for i := range followers {
 		done := make(chan procAnswer, 1)
 		followers[i] = done
-		go func() { done <- gateway.insist(t, procCall{id: "running"}) }()
+		go func() { done <- gateway.retry(t, procCall{id: "running"}) }()
 	}
 	site.guard = "deadline 30s"
 	gateway.reload(t)
-	hold.let()
-	first := procReceive(t, "the call ends", owner)
+	hold.open()
+	first := waitWithin(t, procBound, owner, "the call ends")
 	if first.err != nil || !first.answer.executed() {
 		t.Fatalf("P7: the running call: %v, %v", first.answer, first.err)
 	}
 	for _, f := range followers {
-		if a := procReceive(t, "those attached", f); a.digest() != first.answer.digest() || a.executed() {
+		if a := waitWithin(t, procBound, f, "those attached"); a.digest() != first.answer.digest() || a.executed() {
 			t.Errorf("P1: an attached call: %v", a)
 		}
 	}
-	wantProcReplay(t, first.answer, gateway.insist(t, procCall{id: "running"}))
+	wantProcReplay(t, first.answer, gateway.retry(t, procCall{id: "running"}))
 }
 
 // Section "Store": another directory is another store; the old one is closed when its
 // last execution has ended, and not before.
 func TestProcessReloadToAnotherDirectory(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
 	hold := upstream.hold(t, "running")
 	owner := gateway.begin(t.Context(), procDial(), procCall{id: "running"})
-	procReceive(t, "arrival", hold.arrived)
+	waitWithin(t, procBound, hold.arrived, "arrival")
 
 	site.store = "badger " + site.path("elsewhere")
 	gateway.reload(t)
-	other := gateway.insist(t, procCall{id: "other"})
-	wantProcReplay(t, other, gateway.insist(t, procCall{id: "other"}))
+	other := gateway.retry(t, procCall{id: "other"})
+	wantProcReplay(t, other, gateway.retry(t, procCall{id: "other"}))
 
 	rival := procNewSite(t, upstream.addr)
 	rival.store = "badger " + site.path("data")
 	wantProcSays(t, rival.refused(t), "in use")
-	hold.let()
-	first := procReceive(t, "the call ends", owner)
+	hold.open()
+	first := waitWithin(t, procBound, owner, "the call ends")
 	if first.err != nil {
 		t.Fatal(first.err)
 	}
 
 	site.store = ""
 	gateway.reload(t)
-	wantProcReplay(t, first.answer, gateway.insist(t, procCall{id: "running"}))
+	wantProcReplay(t, first.answer, gateway.retry(t, procCall{id: "running"}))
 	site.store = "badger " + site.path("elsewhere")
 	gateway.reload(t)
-	wantProcReplay(t, other, gateway.insist(t, procCall{id: "other"}))
+	wantProcReplay(t, other, gateway.retry(t, procCall{id: "other"}))
 	// A reload returns before the old configuration is gone for good.
-	procPoll(t, "the first directory is free", func() bool {
+	eventuallyWithin(t, procBound, "the first directory is free", func() bool {
 		g := rival.launch(t)
 		defer g.kill()
 		return g.ready(t)
@@ -180,21 +188,22 @@ func TestProcessReloadToAnotherDirectory(t *testing.T) {
 
 // A configuration that cannot be used leaves the one before it running.
 func TestProcessFailedReload(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
-	first := gateway.insist(t, procCall{id: "one"})
+	first := gateway.retry(t, procCall{id: "one"})
 	taken := procNewSite(t, upstream.addr)
 	neighbour := taken.start(t)
 
-	tests := []struct{ name, store, app, guard, says string }{
-		{name: "unknown option", guard: "no_such_option", says: "no_such_option"},
-		{name: "refused option", guard: "preset nonsense", says: "nonsense"},
-		{name: "another key", app: "keys value MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=", says: "keeps the index key that it was made with"},
-		{name: "another key file", app: "keys file " + taken.path("data.key"), says: "keeps the index key that it was made with"},
-		{name: "a key file that is missing", app: "keys file " + taken.path("none"), says: "is missing"},
-		{name: "a directory in use", store: "badger " + taken.path("data"), says: "stop the process that has it open"},
-		{name: "a directory that cannot be made", store: "badger /dev/null/agent_guard", says: "not a directory"},
+	tests := []struct{ name, store, app, guard, says, at string }{
+		{name: "unknown option", guard: "no_such_option", says: "no_such_option", at: ", at Caddyfile:16"},
+		{name: "refused option", guard: "preset nonsense", says: "nonsense", at: ", at Caddyfile:16"},
+		{name: "another key", app: "keys value MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=", says: "keeps the index key that it was made with", at: ", at Caddyfile:10"},
+		{name: "another key file", app: "keys file " + taken.path("data.key"), says: "keeps the index key that it was made with", at: ", at Caddyfile:10"},
+		{name: "a key file that is missing", app: "keys file " + taken.path("none"), says: "is missing", at: ", at Caddyfile:10"},
+		{name: "a directory in use", store: "badger " + taken.path("data"), says: "stop the process that has it open", at: ", at Caddyfile:9"},
+		{name: "a directory that cannot be made", store: "badger /dev/null/agent_guard", says: "not a directory", at: ", at Caddyfile:9"},
 	}
 	for i, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
@@ -204,7 +213,7 @@ func TestProcessFailedReload(t *testing.T) {
 			if err == nil {
 				t.Fatal("it was loaded")
 			}
-			wantProcSays(t, err.Error(), test.says)
+			wantProcSays(t, err.Error(), test.says, test.at)
 			wantProcReplay(t, first, procServed(t, gateway, "one"))
 			if a := procServed(t, gateway, fmt.Sprint("after-", i)); !a.executed() {
 				t.Errorf("the old configuration: %v", a)
@@ -213,12 +222,12 @@ func TestProcessFailedReload(t *testing.T) {
 	}
 	site.guard = "deadline 20s"
 	gateway.reload(t)
-	wantProcReplay(t, first, gateway.insist(t, procCall{id: "one"}))
+	wantProcReplay(t, first, gateway.retry(t, procCall{id: "one"}))
 	// No reference was lost on the way, nor one kept.
 	gateway.end(t)
 	neighbour.end(t)
 	gateway = site.start(t)
-	wantProcReplay(t, first, gateway.insist(t, procCall{id: "one"}))
+	wantProcReplay(t, first, gateway.retry(t, procCall{id: "one"}))
 }
 
 // procServed makes a call after a reload that failed. Caddy may have started to serve
@@ -226,8 +235,8 @@ func TestProcessFailedReload(t *testing.T) {
 // that moment was refused, to be sent again (P4).
 func procServed(t *testing.T, gateway *procGateway, id string) (a procAnswer) {
 	t.Helper()
-	procPoll(t, "an answer of the old configuration", func() bool {
-		a = gateway.insist(t, procCall{id: id})
+	eventuallyWithin(t, procBound, "an answer of the old configuration", func() bool {
+		a = gateway.retry(t, procCall{id: id})
 		return a.problem() != "store-unavailable" || a.header.Get("Retry-After") == ""
 	})
 	return a
@@ -241,6 +250,7 @@ func (s *procSite) without() string {
 
 // A call goes on when a reload takes the guard away, and is recorded.
 func TestProcessReloadWithoutTheGuard(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	for name, dial := range procProtocols {
 		for _, stays := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%s/client stays %v", name, stays), func(t *testing.T) {
@@ -251,29 +261,29 @@ func TestProcessReloadWithoutTheGuard(t *testing.T) {
 				ctx, leave := context.WithCancel(t.Context())
 				defer leave()
 				owner := gateway.begin(ctx, dial(), procCall{id: "running"})
-				procReceive(t, "arrival", hold.arrived)
+				waitWithin(t, procBound, hold.arrived, "arrival")
 				if !stays {
 					leave()
-					procReceive(t, "the client leaves", owner)
+					waitWithin(t, procBound, owner, "the client leaves")
 				}
 				if err := gateway.load(site.without()); err != nil {
 					t.Fatal(err)
 				}
-				if a := gateway.insist(t, procCall{id: "running"}); a.status != http.StatusNotFound {
+				if a := gateway.retry(t, procCall{id: "running"}); a.status != http.StatusNotFound {
 					t.Fatalf("the guard is still there: %v", a)
 				}
 				// Even an exit waits for it.
 				gateway.term(t)
-				procReceive(t, "the gateway knows", gateway.log.when("exiting; byeee"))
-				hold.let()
+				waitWithin(t, procBound, gateway.log.when("exiting; byeee"), "the gateway knows")
+				hold.open()
 				if stays {
-					if f := procReceive(t, "the call ends", owner); f.err != nil || !f.answer.executed() {
+					if f := waitWithin(t, procBound, owner, "the call ends"); f.err != nil || !f.answer.executed() {
 						t.Errorf("P7: %v, %v", f.answer, f.err)
 					}
 				}
 				gateway.wait(t)
 				gateway = site.start(t)
-				if a := gateway.insist(t, procCall{id: "running"}); !a.replayed() {
+				if a := gateway.retry(t, procCall{id: "running"}); !a.replayed() {
 					t.Errorf("P7: its result was not recorded: %v", a)
 				}
 			})
@@ -283,15 +293,16 @@ func TestProcessReloadWithoutTheGuard(t *testing.T) {
 
 // facts: `caddy validate` is another process, and must not want the directory.
 func TestProcessValidateBesideARunningServer(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
-	first := gateway.insist(t, procCall{id: "one"})
+	first := gateway.retry(t, procCall{id: "one"})
 	out, err := site.command(t.Context(), "command", "validate", "--config", site.path("Caddyfile"), "--adapter", "caddyfile").CombinedOutput()
 	if err != nil || !strings.Contains(string(out), "Valid configuration") {
 		t.Errorf("validate: %v\n%s", err, out)
 	}
-	wantProcReplay(t, first, gateway.insist(t, procCall{id: "one"}))
+	wantProcReplay(t, first, gateway.retry(t, procCall{id: "one"}))
 	// It makes nothing either.
 	fresh := procNewSite(t, upstream.addr)
 	if err := os.WriteFile(fresh.path("Caddyfile"), []byte(fresh.config()), 0o600); err != nil {

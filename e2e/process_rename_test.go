@@ -17,7 +17,7 @@ func (g *procGateway) read(t *testing.T, path string) (status int, body string) 
 	t.Helper()
 	client := procDial()
 	defer client.CloseIdleConnections()
-	procPoll(t, "an answer", func() bool {
+	eventuallyWithin(t, procBound, "an answer", func() bool {
 		req, err := http.NewRequestWithContext(t.Context(), "GET", "http://"+g.site.addr+"/.well-known/cascade/"+path, nil)
 		if err != nil {
 			t.Fatal(err)
@@ -39,6 +39,7 @@ func (g *procGateway) read(t *testing.T, path string) (status int, body string) 
 // signed under the name of before is its own word, here and for those who verify the
 // ledger with its published keys, over restarts too.
 func TestProcessRenamesTheIdentity(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.app = "identity spiffe://example.com/gateway"
@@ -71,12 +72,12 @@ func TestProcessRenamesTheIdentity(t *testing.T) {
 	}
 	site.app = "identity spiffe://example.com/gateway2"
 	gateway.reload(t)
-	procPoll(t, "the new name", func() bool { return site.identity(t, "show").Name == "spiffe://example.com/gateway2" })
+	eventuallyWithin(t, procBound, "the new name", func() bool { return site.identity(t, "show").Name == "spiffe://example.com/gateway2" })
 	same("renamed")
-	gateway.insist(t, procCall{id: "two"})
+	gateway.retry(t, procCall{id: "two"})
 	same("with entries under both names")
 	site.identity(t, "rotate")
-	gateway.insist(t, procCall{id: "three"})
+	gateway.retry(t, procCall{id: "three"})
 	same("with another key")
 	gateway.end(t)
 	gateway = site.start(t)

@@ -17,6 +17,7 @@ import (
 // Section "CLI": an operator looks at what a rollback would do, and does it; both go the
 // way that agents' rollbacks go, and the operator is recorded.
 func TestProcessOperatorRollsBack(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	lab := newRestLab(t)
 	site := procNewSite(t, lab.addr)
 	site.app = "identity " + gatewayIdentity
@@ -84,8 +85,40 @@ func TestProcessOperatorRollsBack(t *testing.T) {
 	lab.arrived("POST /refunds", 1)
 }
 
+// An operator is told what depends on what would be undone, and says that it stays.
+func TestProcessOperatorKeepsDependants(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	lab := newRestLab(t)
+	site := procNewSite(t, lab.addr)
+	site.app = "identity " + gatewayIdentity
+	site.guard = sagaActions
+	site.start(t)
+	g := site.gateway(t)
+	call := func(r request, parent string) reply {
+		t.Helper()
+		r.header = headers{"Authorization": "Bearer " + procCredential, "Workflow-Id": "w-" + t.Name(), "Execution-Parent": parent}
+		got := g.call(r)
+		if got.status >= 300 || got.header.Get("Execution-Checkpoint") == "" {
+			t.Fatalf("%d %v %s", got.status, got.header, got.body)
+		}
+		return got
+	}
+	first := call(charge(1), "")
+	call(charge(2), first.header.Get("Execution-Id"))
+	checkpoint := first.header.Get("Execution-Checkpoint")
+	site.operate(t, "rollback", checkpoint, "--dry-run").fails(t, "depend")
+	site.operate(t, "rollback", checkpoint, "--reason", "ordered twice").fails(t, "depend", "cascade", "keep_dependants")
+	lab.arrived("POST /refunds", 0)
+	site.operate(t, "rollback", checkpoint, "--keep-dependants", "--dry-run").says(t)
+	if got := site.operate(t, "rollback", checkpoint, "--reason", "ordered twice", "--keep-dependants").says(t); !strings.Contains(got, "depend") {
+		t.Errorf("%s", got)
+	}
+	lab.wantEffects("charged ch_1", "charged ch_2", "refunded ch_1")
+}
+
 // A rollback that hangs says why, and how often it was tried.
 func TestProcessOperatorSeesARollbackHang(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	lab := newRestLab(t)
 	site := procNewSite(t, lab.addr)
 	site.app = "identity " + gatewayIdentity
@@ -97,7 +130,7 @@ func TestProcessOperatorSeesARollbackHang(t *testing.T) {
 	lab.on("POST /refunds", 1_000, restSays(http.StatusServiceUnavailable, `{}`))
 	id := uuid.NewString()
 	site.operate(t, "rollback", checkpoint, "--reason", "ordered twice", "--no-wait", "--id", id).says(t)
-	procPoll(t, "a second attempt", func() bool {
+	eventuallyWithin(t, procBound, "a second attempt", func() bool {
 		doc := procDocument[struct {
 			Steps []struct {
 				State     string
@@ -121,12 +154,13 @@ func TestProcessOperatorSeesARollbackHang(t *testing.T) {
 // P8: neither what stood there, nor the credentials that an undo uses, nor what an
 // upstream answers to it, are in a file, a log, a metric, a token or an answer.
 func TestProcessSecretsOfRollbacks(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	const (
-		secretOld  = "secret-state-before-20c4"
-		secretNew  = "secret-state-after-8e11"
-		secretTell = "secret-answer-to-an-undo-55d0"
+		secretOld    = "secret-state-before-20c4"
+		secretNew    = "secret-state-after-8e11"
+		secretAnswer = "secret-answer-to-an-undo-55d0"
 	)
-	secrets := []string{secretOld, secretNew, secretTell, procCredential}
+	secrets := []string{secretOld, secretNew, secretAnswer, procCredential}
 	lab, a := newRestLab(t), newAgent(t, "a")
 	site := procNewSite(t, lab.addr)
 	site.app = trusting(t, a)
@@ -138,7 +172,7 @@ func TestProcessSecretsOfRollbacks(t *testing.T) {
 	root := s.do(request{method: "PUT", path: "/docs/x", body: `{"is":"` + secretNew + `"}`, header: credential})
 	credential = headers{"Authorization": "Bearer " + procCredential}
 	charged := s.do(request{path: "/charges", body: `{"amount":1,"note":"` + secretNew + `"}`, header: credential}, root.checkpoint)
-	lab.on("POST /refunds", 1, restDoes(200, `{"note":"`+secretTell+`"}`, "X-Note", secretTell))
+	lab.on("POST /refunds", 1, restDoes(200, `{"note":"`+secretAnswer+`"}`, "X-Note", secretAnswer))
 	check := func(when string) {
 		t.Helper()
 		procSearch(t, when, site.dir, secrets)
@@ -169,6 +203,7 @@ func TestProcessSecretsOfRollbacks(t *testing.T) {
 // A reload while a rollback is under way: it goes on, by the new configuration, and sends
 // nothing twice.
 func TestProcessReloadsInARollback(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	lab, a := newRestLab(t), newAgent(t, "a")
 	site := procNewSite(t, lab.addr)
 	site.app = trusting(t, a)
@@ -184,6 +219,7 @@ func TestProcessReloadsInARollback(t *testing.T) {
 	wait(t, hold.arrived, "the refund")
 	site.global = "grace_period 10s" // another configuration
 	gateway.reload(t)
+	s.g.reloads = true
 	hold.open()
 	s.finished(rollbackID(1)).want(t, "completed")
 	lab.wantCharge(next.id(t), "refunded")
@@ -194,6 +230,7 @@ func TestProcessReloadsInARollback(t *testing.T) {
 // Cascade 4.2.1: what only a person can undo waits for one, on disk: operators see it, also
 // after a kill, with its level and its cause.
 func TestProcessEscalationIsRecorded(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	lab, a := newRestLab(t), newAgent(t, "a")
 	site := procNewSite(t, lab.addr)
 	site.app = trusting(t, a)
@@ -219,6 +256,7 @@ func TestProcessEscalationIsRecorded(t *testing.T) {
 // P6: a call that is being undone does not run again meanwhile, also where it belongs to no
 // workflow: what it does would stand, and the rollback call it undone.
 func TestProcessRetryDuringTheUndo(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	for _, attempts := range []int{1, 2} {
 		lab := newRestLab(t)
 		site := procNewSite(t, lab.addr)
@@ -250,7 +288,7 @@ func TestProcessRetryDuringTheUndo(t *testing.T) {
 			t.Errorf("another call: %d %s", got.status, got.body)
 		}
 		hold.open()
-		procPoll(t, "the end of the rollback", func() bool {
+		eventuallyWithin(t, procBound, "the end of the rollback", func() bool {
 			return procDocument[rollbackDoc](t, site.operate(t, "rollbacks", id, "-o", "json").says(t)).Status == "completed"
 		})
 		if got := g.call(calling("ch_1")); got.slug() != "rolled-back" {

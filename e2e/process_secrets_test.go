@@ -21,12 +21,13 @@ import (
 // files, in a log or in a metric: neither while the gateway runs, nor after SIGKILL,
 // nor after an exit.
 func TestProcessSecretsStayInside(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	const (
-		secretID   = "secret-id-77c2"
-		secretAsk  = "secret-request-body-18ab"
-		secretTell = "secret-answer-body-4c0e"
-		secretPath = "secret-path-90dd"
-		secretFlow = "secret-workflow-3b11"
+		secretID     = "secret-id-77c2"
+		secretAsk    = "secret-request-body-18ab"
+		secretAnswer = "secret-answer-body-4c0e"
+		secretPath   = "secret-path-90dd"
+		secretFlow   = "secret-workflow-3b11"
 	)
 	for _, level := range []string{"INFO", "DEBUG"} {
 		t.Run(level, func(t *testing.T) {
@@ -36,16 +37,16 @@ func TestProcessSecretsStayInside(t *testing.T) {
 			gateway := site.start(t)
 			logs := []*procLog{gateway.log}
 
-			tell := func(size int) procScript {
+			respond := func(size int) procScript {
 				return func(w http.ResponseWriter, _ *http.Request, _ int) {
-					w.Header().Set("X-Token", secretTell)
+					w.Header().Set("X-Token", secretAnswer)
 					w.WriteHeader(http.StatusCreated)
-					_, _ = io.WriteString(w, strings.Repeat(secretTell+" ", 1+size/len(secretTell)))
+					_, _ = io.WriteString(w, strings.Repeat(secretAnswer+" ", 1+size/len(secretAnswer)))
 				}
 			}
 			torn := func(w http.ResponseWriter, _ *http.Request, _ int) {
 				w.Header().Set("Content-Length", "1000")
-				_, _ = io.WriteString(w, secretTell)
+				_, _ = io.WriteString(w, secretAnswer)
 				panic(http.ErrAbortHandler)
 			}
 			call := func(n int, ask int) procCall {
@@ -59,11 +60,11 @@ func TestProcessSecretsStayInside(t *testing.T) {
 				ask    int // bytes of the request
 				script procScript
 			}{
-				{10, tell(10)},      // the answer stands in the record
-				{10, tell(5000)},    // beside it
-				{10, tell(700_000)}, // in pieces
-				{3 << 20, tell(10)}, // the request was kept in a file
-				{10, torn},          // in doubt
+				{10, respond(10)},      // the answer stands in the record
+				{10, respond(5000)},    // beside it
+				{10, respond(700_000)}, // in pieces
+				{3 << 20, respond(10)}, // the request was kept in a file
+				{10, torn},             // in doubt
 				{10, func(http.ResponseWriter, *http.Request, int) { panic(http.ErrAbortHandler) }},
 			}
 			send := func() {
@@ -88,7 +89,7 @@ func TestProcessSecretsStayInside(t *testing.T) {
 				t.Fatalf("%d executions, not %d", got, len(shapes))
 			}
 
-			secrets := []string{secretID, secretAsk, secretTell, secretPath, secretFlow, procCredential}
+			secrets := []string{secretID, secretAsk, secretAnswer, secretPath, secretFlow, procCredential}
 			check := func(when string) {
 				t.Helper()
 				procSearch(t, when, site.dir, secrets)
@@ -112,7 +113,7 @@ func TestProcessSecretsStayInside(t *testing.T) {
 
 			hold := upstream.hold(t, call(100, 0).id)
 			gateway.begin(t.Context(), procDial(), call(100, 3<<20))
-			procReceive(t, "arrival", hold.arrived)
+			waitWithin(t, procBound, hold.arrived, "arrival")
 			check("a large request is under way")
 			gateway.kill()
 			check("killed")

@@ -24,6 +24,7 @@ func wantProcSays(t *testing.T, text string, words ...string) {
 
 // section "Store": one directory, one process.
 func TestProcessRefusesADirectoryInUse(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)
@@ -44,6 +45,7 @@ func TestProcessRefusesADirectoryInUse(t *testing.T) {
 // P1: a store that is not whole would forget executions, so it is refused, each time,
 // with what to do.
 func TestProcessRefusesADamagedStore(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	truncate := func(b []byte) []byte { return b[:len(b)/2] }
 	garbage := func(b []byte) []byte {
 		for i := range min(len(b), 64) {
@@ -123,6 +125,7 @@ func procDamage(t *testing.T, file string, damage func([]byte) []byte) {
 
 // section "Store": the key file.
 func TestProcessKeyFile(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	key := site.path("data.key")
@@ -195,6 +198,7 @@ func TestProcessKeyFile(t *testing.T) {
 // A file that the gateway's user cannot read is named, and is not taken for a missing
 // one.
 func TestProcessKeyFileUnreadable(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	site.start(t).end(t)
@@ -251,6 +255,7 @@ func procPublicBinary(t *testing.T) string {
 
 // section "Store": the key from a placeholder.
 func TestProcessKeyFromTheEnvironment(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	const (
 		key   = "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY="
 		other = "ZmVkY2JhOTg3NjU0MzIxMGZlZGNiYTk4NzY1NDMyMTA="
@@ -291,6 +296,7 @@ func TestProcessKeyFromTheEnvironment(t *testing.T) {
 
 // section "Store": a directory that cannot be written is named.
 func TestProcessRefusesAPlaceThatIsNoDirectory(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	site := procNewSite(t, "127.0.0.1:1")
 	if err := os.WriteFile(site.path("data"), []byte("not a store"), 0o600); err != nil {
 		t.Fatal(err)

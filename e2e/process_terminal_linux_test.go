@@ -36,6 +36,7 @@ func procTerminal(t *testing.T) (keyboard, terminal *os.File) {
 // P1: on a terminal nobody frees a key by a slip: the execution is shown, and only a
 // whole yes counts.
 func TestProcessTerminalIsAskedBeforeAKeyIsFree(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
 	gateway := site.start(t)

@@ -15,6 +15,7 @@ import (
 // sync of the outcome before the end of the answer goes to the client. SIGKILL keeps
 // the page cache, so no crash test could show this.
 func TestProcessSyncsInOrder(t *testing.T) {
+	t.Parallel() // its gateways are processes
 	strace, err := exec.LookPath("strace")
 	if err != nil {
 		t.Fatal("this test needs strace: apt-get install strace")

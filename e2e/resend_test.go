@@ -17,10 +17,10 @@ func TestResendsThatNothingCanStopAreRefused(t *testing.T) {
 	for _, row := range []struct {
 		name, site, refused string
 	}{
-		{"fastcgi", "agent_guard\nreverse_proxy localhost:1 {\n" + retried + "transport fastcgi\n}", "*fastcgi.Transport"},
-		{"in a route of its own", "agent_guard\nhandle /x* {\nroute {\nreverse_proxy localhost:1 {\n" + retried + "transport fastcgi\n}\n}\n}", "*fastcgi.Transport"},
-		{"invoked", "agent_guard\ninvoke far", "*fastcgi.Transport"},
-		{"declared GET", "agent_guard {\nconsequential path /run\n}\nreverse_proxy localhost:1 {\nlb_retries 2\ntransport fastcgi\n}", "*fastcgi.Transport"},
+		{"fastcgi", "agent_guard\nreverse_proxy localhost:1 {\n" + retried + "transport fastcgi\n}", "the transport fastcgi"},
+		{"in a route of its own", "agent_guard\nhandle /x* {\nroute {\nreverse_proxy localhost:1 {\n" + retried + "transport fastcgi\n}\n}\n}", "the transport fastcgi"},
+		{"invoked", "agent_guard\ninvoke far", "the transport fastcgi"},
+		{"declared GET", "agent_guard {\nconsequential path /run\n}\nreverse_proxy localhost:1 {\nlb_retries 2\ntransport fastcgi\n}", "the transport fastcgi"},
 		{"http", "agent_guard\nreverse_proxy localhost:1 {\n" + retried + "}", ""},
 		{"ours", "agent_proxy localhost:1 {\n" + retried + "}", ""},
 		{"dial errors only", "agent_guard\nreverse_proxy localhost:1 {\nlb_retries 2\ntransport fastcgi\n}", ""},

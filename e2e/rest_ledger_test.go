@@ -18,9 +18,9 @@ type restEffect struct {
 	Key  string `json:"key,omitempty"`
 }
 
-// tell writes what is about to happen into the ledger: it is on disk when tell returns.
+// record writes what is about to happen into the ledger: it is on disk when record returns.
 // Under the lab's lock.
-func (l *restLab) tell(c *restCall, what, of string) {
+func (l *restLab) record(c *restCall, what, of string) {
 	l.effects++
 	e := restEffect{l.effects, what, of, c.header.Get("Idempotency-Key")}
 	line, err := json.Marshal(e)
@@ -38,8 +38,8 @@ func (l *restLab) tell(c *restCall, what, of string) {
 	}
 }
 
-// told reads the ledger from its file.
-func (l *restLab) told() (all []restEffect) {
+// ledgerEffects reads the ledger from its file.
+func (l *restLab) ledgerEffects() (all []restEffect) {
 	l.t.Helper()
 	text, err := os.ReadFile(l.path)
 	if err != nil {
@@ -59,7 +59,7 @@ func (l *restLab) told() (all []restEffect) {
 func (l *restLab) audit() {
 	l.t.Helper()
 	seen := map[string]restEffect{}
-	for _, e := range l.told() {
+	for _, e := range l.ledgerEffects() {
 		if e.Key == "" {
 			continue
 		}
@@ -73,7 +73,7 @@ func (l *restLab) audit() {
 // effectsOn is how often something has happened to a thing.
 func (l *restLab) effectsOn(what, of string) (n int) {
 	l.t.Helper()
-	for _, e := range l.told() {
+	for _, e := range l.ledgerEffects() {
 		if e.What == what && e.Of == of {
 			n++
 		}
@@ -85,7 +85,7 @@ func (l *restLab) effectsOn(what, of string) (n int) {
 func (l *restLab) wantEffects(want ...string) {
 	l.t.Helper()
 	var got []string
-	for _, e := range l.told() {
+	for _, e := range l.ledgerEffects() {
 		got = append(got, e.What+" "+e.Of)
 	}
 	if !slices.Equal(got, want) {
@@ -99,7 +99,7 @@ func (c *restCall) charge() restAnswer {
 	if err := json.Unmarshal([]byte(c.body), charge); err != nil {
 		return restAnswer{status: http.StatusBadRequest}
 	}
-	c.lab.tell(c, "charged", charge.ID)
+	c.lab.record(c, "charged", charge.ID)
 	c.lab.charges[charge.ID] = charge
 	return restJSON(http.StatusCreated, charge)
 }
@@ -142,7 +142,7 @@ func (c *restCall) once(what, of string, do func() restAnswer) restAnswer {
 	}
 	answer := do()
 	if answer.status < 300 {
-		c.lab.tell(c, what, of)
+		c.lab.record(c, what, of)
 		c.lab.done[key] = answer
 	}
 	return answer

@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -22,6 +23,7 @@ import (
 //
 //	GET, PUT, PATCH, DELETE /docs/{name}   documents, with ETags and conditions
 //	the same at /plain/{name}              without ETags
+//	the same at /versions/{name}           with the number of the change as the ETag
 //	POST /charges, GET /charges/{id}       money taken
 //	POST /refunds, GET /refunds/{charge}   money given back, once for each Idempotency-Key
 //	POST /agents/{name}                    an agent that does something
@@ -37,6 +39,7 @@ type restLab struct {
 	ledger   *os.File
 	effects  int
 	docs     map[string]string
+	versions map[string]int // of documents: how often each was changed
 	charges  map[string]*restCharge
 	done     map[string]restAnswer // what an Idempotency-Key has led to
 	scripts  []*restScript
@@ -85,7 +88,7 @@ func newRestLab(t *testing.T) *restLab {
 	t.Helper()
 	l := &restLab{
 		t: t, addr: freeAddress(t), path: filepath.Join(t.TempDir(), "ledger"),
-		docs: map[string]string{}, charges: map[string]*restCharge{}, done: map[string]restAnswer{},
+		docs: map[string]string{}, versions: map[string]int{}, charges: map[string]*restCharge{}, done: map[string]restAnswer{},
 	}
 	var err error
 	if l.ledger, err = os.OpenFile(l.path, os.O_CREATE|os.O_EXCL|os.O_WRONLY|os.O_APPEND, 0o600); err != nil {
@@ -179,11 +182,28 @@ func (l *restLab) doc(path string) string {
 func (l *restLab) write(path, text string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if text == "" {
+	l.change(path, text, text != "")
+}
+
+// change changes a document, also to what it was. Under the lab's lock.
+func (l *restLab) change(path, text string, exists bool) {
+	l.versions[path]++
+	if !exists {
 		delete(l.docs, path)
 		return
 	}
 	l.docs[path] = text
+}
+
+// tag is the ETag of a document that exists; empty is none. Under the lab's lock.
+func (l *restLab) tag(path string) string {
+	switch {
+	case strings.HasPrefix(path, "/docs/"):
+		return restTag(l.docs[path])
+	case strings.HasPrefix(path, "/versions/"):
+		return fmt.Sprintf(`"v%d"`, l.versions[path])
+	}
+	return ""
 }
 
 // wantDoc checks a document; empty is none.
@@ -250,7 +270,7 @@ func (c *restCall) act() restAnswer {
 	c.lab.mu.Lock()
 	defer c.lab.mu.Unlock()
 	switch place, name := path.Split(c.path); {
-	case place == "/docs/" || place == "/plain/":
+	case place == "/docs/" || place == "/plain/" || place == "/versions/":
 		return c.document()
 	case c.route == "POST /charges":
 		return c.charge()
@@ -261,7 +281,7 @@ func (c *restCall) act() restAnswer {
 	case place == "/refunds/":
 		return c.refunded(name)
 	case c.method == "POST" && (place == "/agents/" || c.path == "/mail"):
-		c.lab.tell(c, "asked", c.path)
+		c.lab.record(c, "asked", c.path)
 		return restAnswer{status: http.StatusOK, body: `{"done":true}`}
 	case c.method == "POST" && strings.HasPrefix(place, "/agents/"):
 		return c.once("undone", path.Dir(c.path), func() restAnswer {
@@ -275,11 +295,8 @@ func (c *restCall) act() restAnswer {
 // document is a request for a document. Under the lab's lock.
 func (c *restCall) document() restAnswer {
 	was, exists := c.lab.docs[c.path]
-	tag := restTag(was)
-	if !exists {
-		tag = ""
-	}
-	if !holds(c.header.Get("If-Match"), tag, true) || !holds(c.header.Get("If-None-Match"), tag, false) {
+	tag := c.lab.tag(c.path)
+	if !holds(c.header.Get("If-Match"), tag, exists, true) || !holds(c.header.Get("If-None-Match"), tag, exists, false) {
 		if c.method == "GET" {
 			return restAnswer{status: http.StatusNotModified}
 		}
@@ -293,20 +310,20 @@ func (c *restCall) document() restAnswer {
 		if !exists {
 			status, what = http.StatusCreated, "created"
 		}
-		c.lab.tell(c, what, c.path)
-		c.lab.docs[c.path] = c.body
+		c.lab.record(c, what, c.path)
+		c.lab.change(c.path, c.body, true)
 		return c.shown(status, c.body)
 	case c.method == "PATCH" && exists:
 		now, err := restMerge(was, c.body)
 		if err != nil {
 			return restAnswer{status: http.StatusBadRequest}
 		}
-		c.lab.tell(c, "changed", c.path)
-		c.lab.docs[c.path] = now
+		c.lab.record(c, "changed", c.path)
+		c.lab.change(c.path, now, true)
 		return c.shown(http.StatusOK, now)
 	case c.method == "DELETE" && exists:
-		c.lab.tell(c, "deleted", c.path)
-		delete(c.lab.docs, c.path)
+		c.lab.record(c, "deleted", c.path)
+		c.lab.change(c.path, "", false)
 		return restAnswer{status: http.StatusNoContent}
 	default:
 		return restAnswer{status: http.StatusNotFound}
@@ -316,18 +333,18 @@ func (c *restCall) document() restAnswer {
 // shown is a document as it is answered.
 func (c *restCall) shown(status int, text string) restAnswer {
 	a := restAnswer{status: status, header: http.Header{}, body: text}
-	if strings.HasPrefix(c.path, "/docs/") {
-		a.header.Set("Etag", restTag(text))
+	if tag := c.lab.tag(c.path); tag != "" {
+		a.header.Set("Etag", tag)
 	}
 	return a
 }
 
 // holds reports whether a condition holds of a document with this tag; empty is none.
-func holds(condition, tag string, wanted bool) bool {
+func holds(condition, tag string, exists, wanted bool) bool {
 	if condition == "" {
 		return true
 	}
-	return wanted == (tag != "" && (condition == "*" || condition == tag))
+	return wanted == (exists && (condition == "*" || condition == tag))
 }
 
 func restTag(text string) string {

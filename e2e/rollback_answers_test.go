@@ -3,7 +3,12 @@ package e2e
 import (
 	"net/http"
 	"slices"
+	"strings"
 	"testing"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
 // DESIGN "Checkpoints and rollback", compensate: a request made of the call's answer, by
@@ -175,8 +180,55 @@ func TestRollbackAsksForTheStatus(t *testing.T) {
 	s.back(rollbackBody{Checkpoint: lost.checkpoint}).want(t, "completed")
 	lab.arrived("POST /refunds", 1)
 	lab.on("POST /refunds", 1, restDrops)
-	s.back(rollbackBody{Checkpoint: dropped.checkpoint}).want(t, "completed")
+	doc := s.back(rollbackBody{Checkpoint: dropped.checkpoint})
+	doc.want(t, "completed")
 	lab.wantCharge(dropped.id(t), "refunded")
+
+	// Cascade Figure 12: what it shows before and after is the state that is hashed.
+	token, err := ect.ParseInsecure(doc.ECT)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before, _ := token.Ext().Text(ect.MemberStateBefore)
+	after, _ := token.Ext().Text(ect.MemberStateAfter)
+	if before == "" || after == "" || before == after || before != doc.Before || after != doc.After || token.OutputHash().Prefixed() != after {
+		t.Errorf("%s\n%+v", token.Payload(), doc)
+	}
+}
+
+// Cascade Figure 12: what is compensated because it could not be read before the call has the
+// hashes of its target all the same, where that can be read when it is undone.
+func TestCascadeFigure12BesideARestore(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, `action doc {
+		match path /docs/*
+		restore
+		compensate DELETE /docs/{request.path.1}
+	}`, a)
+	s := g.saga(a)
+	lab.on("GET /docs/1", 1, restSays(500, ""))
+	step := s.do(put("/docs/1", `{"n":1}`))
+	if v := g.checkpointOf(a, step.reply); v.Way != "compensate" {
+		t.Fatalf("%+v", v)
+	}
+	doc := s.back(rollbackBody{Checkpoint: step.checkpoint})
+	doc.want(t, "completed")
+	token, err := ect.ParseInsecure(doc.ECT)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before, _ := token.Ext().Text(ect.MemberStateBefore)
+	after, _ := token.Ext().Text(ect.MemberStateAfter)
+	if before == "" || after == "" || before == after || before != doc.Before || after != doc.After || token.OutputHash().Prefixed() != after {
+		t.Errorf("%s\n%+v", token.Payload(), doc)
+	}
+	// Where it cannot be read, it is undone all the same.
+	lab.on("GET /docs/2", -1, restSays(500, ""))
+	step = s.do(put("/docs/2", `{"n":1}`))
+	doc = s.back(rollbackBody{Checkpoint: step.checkpoint})
+	if doc.want(t, "completed"); doc.Before != "" || doc.After != "" {
+		t.Errorf("%+v", doc)
+	}
 }
 
 // `on_lost escalate`: where the upstream is not idempotent, nobody guesses.
@@ -216,4 +268,27 @@ func TestRollbackTimesOut(t *testing.T) {
 		return slices.ContainsFunc(s.view().Nodes, func(n workflowNode) bool { return n.Event == "error" })
 	})
 	lab.wantCharge(step.id(t), "open")
+}
+
+// ATD "Interaction with HITL", as docs/operations.md has it: an escalation tells people, of
+// level 3 too. It holds nothing of the workflow, and nobody is told to wait for a decision.
+func TestEscalationsHoldNothing(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	failing, mail := s.do(charge(7)), s.do(request{path: "/mail"})
+	lab.on("POST /refunds", -1, restSays(200, `{"status":"failed"}`))
+	for _, c := range []struct{ checkpoint, status string }{{failing.checkpoint, "failed"}, {mail.checkpoint, "escalated"}} {
+		got := s.ask(rollbackBody{ID: "urn:uuid:" + uuid.NewString(), Checkpoint: c.checkpoint})
+		doc := document[struct {
+			Status      string
+			Escalations []string
+			FollowUp    []string `json:"follow_up"`
+		}](t, got)
+		text := strings.Join(doc.FollowUp, " ")
+		if doc.Status != c.status || len(doc.Escalations) == 0 || !strings.Contains(text, "Escalation ") || strings.Contains(text, "decision") {
+			t.Errorf("%s", got.body)
+		}
+		s.do(charge(8)) // in the same workflow
+	}
 }

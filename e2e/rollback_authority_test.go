@@ -77,7 +77,8 @@ func TestRollbackOfAGroup(t *testing.T) {
 	if got := g.call(next); got.status != http.StatusCreated {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
-	s.back(rollbackBody{Checkpoint: group.ID()}).want(t, "completed")
+	s.ask(rollbackBody{ID: rollbackID(1), Checkpoint: group.ID()}).terminal(t, http.StatusConflict, "depended-on") // by that call
+	s.back(rollbackBody{Checkpoint: group.ID(), Keep: true}).want(t, "completed")
 	lab.wantCharge(one.id(t), "refunded")
 	lab.wantCharge(two.id(t), "refunded")
 	lab.wantCharge(three.id(t), "open")

@@ -225,7 +225,7 @@ func TestP6RefusalOfADoubtfulCall(t *testing.T) {
 		}
 		s.serve(w, in)
 	})
-	put().terminal(t, 409, "in-doubt")
+	put().retryable(t, 409, "in-doubt")
 	if doc := put().retryable(t, 429, "quota-exceeded"); *doc.SafeNewKey || doc.State != "in_doubt" {
 		t.Errorf("%+v", doc)
 	}

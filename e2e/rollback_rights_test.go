@@ -2,8 +2,10 @@ package e2e
 
 import (
 	"context"
+	"encoding/binary"
 	"net/http"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -101,6 +103,60 @@ func TestCascade61Tokens(t *testing.T) {
 	}
 	lab.wantCharge(two.id(t), "open")
 	lab.arrived("POST /refunds", 1)
+}
+
+// alter changes one bit of a checkpoint's entry in the ledger.
+func (g *gateway) alter(a *agent, wid, checkpoint string) {
+	g.t.Helper()
+	g.entry(a, wid, checkpoint)
+	at := document[struct{ Index uint64 }](g.t, g.get(a, "ledger/entries?jti="+checkpoint)).Index
+	for e, err := range g.store.memory.Scan(context.Background(), store.Prefix([]byte("le"))) {
+		if err != nil {
+			g.t.Fatal(err)
+		}
+		if binary.BigEndian.Uint64(e.Key[len(e.Key)-8:]) != at {
+			continue
+		}
+		value := append([]byte(nil), e.Value...)
+		value[len(value)/2] ^= 1
+		if _, err := g.store.memory.Commit(context.Background(), store.Write{Key: e.Key, Value: value, Expires: e.Expires}); err != nil {
+			g.t.Fatal(err)
+		}
+		return
+	}
+	g.t.Fatalf("no entry of %s", checkpoint)
+}
+
+// Cascade 4.2.3 and 6.3: a checkpoint whose token in the ledger was altered is not undone, and
+// those who may ask for it learn that. To others it is as unknown as before (P3).
+func TestCascade423AlteredEntry(t *testing.T) {
+	a, b := newAgent(t, "a"), newAgent(t, "b")
+	lab, g := launchLab(t, sagaActions, a, b)
+	s := g.saga(a)
+	step := s.do(charge(1))
+	next, beside := s.do(charge(2), step.checkpoint), s.do(charge(4))
+	g.settledView(a, s.wid, 9)
+	stranger := g.saga(b)
+	stranger.wid = s.wid
+	stranger.do(charge(3))
+	unknown := stranger.ask(rollbackBody{ID: rollbackID(1), Checkpoint: uuid.NewString()})
+	g.alter(a, s.wid, step.checkpoint)
+	for n, cascade := range []bool{false, true} {
+		s.ask(rollbackBody{ID: rollbackID(2 + n), Checkpoint: step.checkpoint, Cascade: cascade}).problem(t, http.StatusConflict, "checkpoint-tampered")
+	}
+	foreign := stranger.ask(rollbackBody{ID: rollbackID(4), Checkpoint: step.checkpoint})
+	foreign.problem(t, http.StatusForbidden, "not-in-workflow")
+	if got, want := strings.ReplaceAll(foreign.body, rollbackID(4), ""), strings.ReplaceAll(unknown.body, rollbackID(1), ""); got != want || foreign.status != unknown.status {
+		t.Errorf("P3: %s\n%s", got, want)
+	}
+	lab.arrived("POST /refunds", 0)
+	// What follows from it is no better known; what does not, is undone.
+	s.ask(rollbackBody{ID: rollbackID(5), Checkpoint: next.checkpoint}).problem(t, http.StatusConflict, "checkpoint-tampered")
+	lab.arrived("POST /refunds", 0)
+	s.back(rollbackBody{ID: rollbackID(6), Checkpoint: beside.checkpoint}).want(t, "completed")
+	lab.wantCharge(step.id(t), "open")
+	lab.wantCharge(next.id(t), "open")
+	lab.wantCharge(beside.id(t), "refunded")
 }
 
 // Cascade 4.2.3 and 6.3: what was altered in the store is not rolled back to, and an error

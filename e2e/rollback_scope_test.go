@@ -1,10 +1,14 @@
 package e2e
 
 import (
+	"fmt"
 	"net/http"
+	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
 // Cascade 4.1.1 and 4.1.3: a sub-DAG is undone in reverse topological order; what does not
@@ -26,20 +30,100 @@ func TestCascade411Order(t *testing.T) {
 	lab.wantCharge(before.id(t), "open")
 }
 
-// Scope single, the default: consequences stay.
+// Scope single, the default: consequences stay, where the request says so. Else completed ones
+// keep it from beginning (ATD, "Partial Rollback and Blast Radius Containment").
 func TestCascade413Single(t *testing.T) {
 	a := newAgent(t, "a")
 	lab, g := launchLab(t, sagaActions, a)
 	s := g.saga(a)
 	root := s.do(charge(1))
 	next := s.do(charge(2), root.checkpoint)
-	s.back(rollbackBody{Checkpoint: root.checkpoint}).want(t, "completed")
+	beside := s.do(charge(3))
+	dependedOn := func(got reply) {
+		t.Helper()
+		doc := got.terminal(t, http.StatusConflict, "depended-on")
+		if len(doc.Dependants) == 0 || !strings.Contains(doc.Detail, "cascade true") || !strings.Contains(doc.Detail, "keep_dependants true") {
+			t.Errorf("%s", got.body)
+		}
+		for _, id := range doc.Dependants {
+			if v := s.view(); !v.follows(id, next.checkpoint) && !v.follows(next.checkpoint, id) {
+				t.Errorf("%s is no dependant: %s", id, got.body)
+			}
+		}
+	}
+	dependedOn(s.ask(rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint}))
+	dependedOn(s.ask(rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "single"}))
+	lab.arrived("POST /refunds", 0)
+	s.back(rollbackBody{Checkpoint: beside.checkpoint}).want(t, "completed") // nothing depends on it
+	asked := rollbackBody{ID: rollbackID(2), Checkpoint: root.checkpoint, Keep: true}
+	for range 2 {
+		if doc := s.back(asked); doc.Status != "completed" || len(doc.Dependants) == 0 {
+			t.Errorf("%+v", doc)
+		}
+	}
 	lab.wantCharge(root.id(t), "refunded")
 	lab.wantCharge(next.id(t), "open")
+	// The same id asks for the same: to keep dependants is a part of it.
+	asked.Keep = false
+	s.ask(asked).terminal(t, http.StatusUnprocessableEntity, "rollback-mismatch")
 	// `cascade` asks for the rest too; what is undone stays undone.
 	s.back(rollbackBody{Checkpoint: root.checkpoint, Cascade: true}).want(t, "completed")
 	lab.wantCharge(next.id(t), "refunded")
-	lab.arrived("POST /refunds", 2)
+	lab.arrived("POST /refunds", 3)
+}
+
+// The older drafts have no word for it: the token says that dependants are kept, on every path.
+// The body must not say otherwise than the token.
+func TestDependantsInOlderDialects(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	ask := func(v ect.Vocabulary, path, body string, keep *bool, parents ...string) reply {
+		ext := new(ect.ExtBuilder).Text(ect.MemberReason, "wrong order").Bool(ect.MemberCascade, false)
+		if keep != nil {
+			ext.Bool(evidence.MemberKeepDependants, *keep)
+		}
+		return g.call(with(a.issue(ect.Claims{Workflow: s.wid, Action: "rollback_request", Vocabulary: v, Parents: parents, Ext: ext}),
+			request{path: path, body: body}))
+	}
+	yes, no := true, false
+	for n, c := range []struct {
+		vocabulary ect.Vocabulary
+		path       string
+	}{{ect.Cascade, "/.well-known/cascade/rollback"}, {ect.ATD, "/.well-known/atd/rollback"}, {ect.AERR, "/aerr/rollback"}} {
+		root := s.do(charge(1))
+		next := s.do(charge(2), root.checkpoint)
+		from, body := root.checkpoint, ""
+		switch c.vocabulary {
+		case ect.ATD:
+			body = "{}"
+		case ect.AERR:
+			cause := a.issue(ect.Claims{Workflow: s.wid, Action: "error", Vocabulary: ect.AERR, Parents: []string{root.checkpoint}, Ext: new(ect.ExtBuilder).
+				Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "action_failed").Text(ect.MemberCheckpointID, root.checkpoint)})
+			if got := g.call(with(cause, request{path: "/.well-known/cascade/errors", reader: nothing{}})); got.status >= 300 {
+				t.Fatalf("%d %s", got.status, got.body)
+			}
+			from = cause.ID()
+		}
+		say := func(n int, more string) string {
+			if body != "" {
+				return body
+			}
+			return fmt.Sprintf(`{"rollback_id": %q, "checkpoint_id": %q%s}`, rollbackID(n), root.checkpoint, more)
+		}
+		ask(c.vocabulary, c.path, say(10*n+1, ""), nil, from).terminal(t, http.StatusConflict, "depended-on")
+		ask(c.vocabulary, c.path, say(10*n+2, ""), &no, from).terminal(t, http.StatusConflict, "depended-on")
+		if body == "" {
+			ask(c.vocabulary, c.path, say(10*n+3, `, "keep_dependants": true`), &no, from).refusedFor(t, http.StatusForbidden, "ext")
+			ask(c.vocabulary, c.path, say(10*n+4, `, "keep_dependants": "yes"`), nil, from).problem(t, http.StatusBadRequest, "parameter-invalid")
+		}
+		lab.wantCharge(root.id(t), "open")
+		if got := ask(c.vocabulary, c.path, say(10*n+5, ""), &yes, from); got.status != http.StatusOK {
+			t.Errorf("%s: %d %s", c.path, got.status, got.body)
+		}
+		lab.wantCharge(root.id(t), "refunded")
+		lab.wantCharge(next.id(t), "open")
+	}
 }
 
 // A barrier stands between levels: what comes before is not undone while what follows from

@@ -11,8 +11,8 @@ import (
 
 	"github.com/google/uuid"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/rollbackapi"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -164,11 +164,11 @@ func (f *flow) request(checkpoint, more string) ect.Claims {
 func (f *flow) asksWith(token *ect.Token, id, checkpoint, more string) reply {
 	f.t.Helper()
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "phase": "execute"%s}`, id, checkpoint, more)
-	return f.call(with(token, request{path: rollbackapi.Path, body: body}))
+	return f.call(with(token, request{path: api.RollbackPath, body: body}))
 }
 
 // undone reads the answer to a rollback that is finished.
-func (r reply) undone(t *testing.T, want rollback.Status) (doc rollbackapi.Document) {
+func (r reply) undone(t *testing.T, want rollback.Status) (doc api.Document) {
 	t.Helper()
 	if err := json.Unmarshal([]byte(r.body), &doc); err != nil || r.status != http.StatusOK || doc.Status != want {
 		t.Fatalf("%d %s, want %s (%v)", r.status, r.body, want, err)
@@ -214,7 +214,7 @@ func TestP5RollbackOfAPut(t *testing.T) {
 	if again := f.asks(a, id, checkpoint, `, "reason": "a mistake"`); again.body != first.body {
 		t.Errorf("%s\n%s", first.body, again.body)
 	}
-	if looked := f.call(with(a.issue(ect.Claims{Workflow: f.wid}), request{method: "GET", path: rollbackapi.URL(id)})); looked.body != first.body {
+	if looked := f.call(with(a.issue(ect.Claims{Workflow: f.wid}), request{method: "GET", path: api.RollbackURL(id)})); looked.body != first.body {
 		t.Errorf("%d %s", looked.status, looked.body)
 	}
 	if changes := th.changes(); changes != "PUT /things/a after; PUT /things/a before" {
@@ -270,8 +270,8 @@ func TestP3RollbackOfOthers(t *testing.T) {
 	_, later := f.does(b, "PUT", "/things/b", "1", root.ID())
 	id := uuid.NewString()
 
-	f.call(request{path: rollbackapi.Path, body: "{}"}).is(t, 401, "authentication-required")
-	f.call(request{path: rollbackapi.Path, body: "{}", header: headers{"Authorization": "Bearer x"}}).refusedFor(t, 403, "missing")
+	f.call(request{path: api.RollbackPath, body: "{}"}).is(t, 401, "authentication-required")
+	f.call(request{path: api.RollbackPath, body: "{}", header: headers{"Authorization": "Bearer x"}}).refusedFor(t, 403, "missing")
 	f.asks(stranger, id, checkpoint, "").refusedFor(t, 403, "kid")
 	unknown := f.asks(m, id, uuid.NewString(), "")
 	unknown.is(t, 403, "not-in-workflow")
@@ -288,7 +288,7 @@ func TestP3RollbackOfOthers(t *testing.T) {
 	f.asks(b, uuid.NewString(), later, `, "scope": "full_workflow"`).is(t, 403, "coordinator-required")
 	f.asks(a, uuid.NewString(), later, "") // an ancestor
 	look := func(by *agent, id string) reply {
-		return f.call(with(by.issue(ect.Claims{Workflow: f.wid}), request{method: "GET", path: rollbackapi.URL(id)}))
+		return f.call(with(by.issue(ect.Claims{Workflow: f.wid}), request{method: "GET", path: api.RollbackURL(id)}))
 	}
 	if got := look(a, id); got.status != 200 {
 		t.Errorf("%d %s", got.status, got.body)
@@ -298,7 +298,7 @@ func TestP3RollbackOfOthers(t *testing.T) {
 	if got := look(m, id); got.body != nothing.body || got.status != nothing.status {
 		t.Errorf("%d %s", got.status, got.body)
 	}
-	f.call(request{method: "GET", path: rollbackapi.URL(id)}).is(t, 401, "authentication-required")
+	f.call(request{method: "GET", path: api.RollbackURL(id)}).is(t, 401, "authentication-required")
 	th.stands("/things/b", "")
 }
 
@@ -309,7 +309,7 @@ func TestRollbackOptions(t *testing.T) {
 	f := g.workflow()
 	root, checkpoint := f.does(a, "PUT", "/things/a", "1")
 	f.does(b, "PUT", "/things/b", "1", root.ID())
-	f.asks(b, uuid.NewString(), checkpoint, "").undone(t, rollback.Completed)
+	f.asks(b, uuid.NewString(), checkpoint, `, "keep_dependants": true`).undone(t, rollback.Completed)
 	whole := uuid.NewString()
 	asking := c.issue(f.request(checkpoint, `, "scope": "full_workflow"`))
 	f.asksWith(asking, whole, checkpoint, `, "scope": "full_workflow"`).undone(t, rollback.Completed)
@@ -338,7 +338,7 @@ func TestRollbackInOlderDialects(t *testing.T) {
 		ECT     string         `json:"ect"`
 	}
 	for range 2 {
-		got := g.call(with(atd, request{path: rollbackapi.ATDPath}))
+		got := g.call(with(atd, request{path: api.ATDRollbackPath}))
 		if err := json.Unmarshal([]byte(got.body), &result); err != nil || got.status != 200 {
 			t.Fatalf("%d %s %v", got.status, got.body, err)
 		}
@@ -356,7 +356,7 @@ func TestRollbackInOlderDialects(t *testing.T) {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
 	aerr := a.issue(ect.Claims{Workflow: f.wid, Action: "aerr:rollback_request", Vocabulary: ect.AERR, Parents: []string{failure.ID()}})
-	got := g.call(with(aerr, request{path: rollbackapi.AERRPath,
+	got := g.call(with(aerr, request{path: api.AERRRollbackPath,
 		body: fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "reason": "why", "cascade": true}`, uuid.NewString(), checkpoint)}))
 	if err := json.Unmarshal([]byte(got.body), &result); err != nil || result.Action != "aerr:rollback_complete" || result.Ext["aerr.status"] != "completed" {
 		t.Errorf("%d %s", got.status, got.body)
@@ -380,8 +380,8 @@ func TestP5RollbackOverARestart(t *testing.T) {
 	id := uuid.NewString()
 	asking := a.issue(f.request(checkpoint, ""))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, id, checkpoint)
-	accepted := g.call(with(asking, request{path: rollbackapi.Path, body: body, header: headers{"Prefer": "respond-async"}}))
-	if accepted.status != http.StatusAccepted || accepted.header.Get("Location") != rollbackapi.URL(id) {
+	accepted := g.call(with(asking, request{path: api.RollbackPath, body: body, header: headers{"Prefer": "respond-async"}}))
+	if accepted.status != http.StatusAccepted || accepted.header.Get("Location") != api.RollbackURL(id) {
 		t.Fatalf("%d %v %s", accepted.status, accepted.header, accepted.body)
 	}
 	stop(t)
@@ -390,13 +390,13 @@ func TestP5RollbackOverARestart(t *testing.T) {
 
 	g = launch(t, setup{app: app, site: th.site(), store: g.store})
 	f.gateway = g
-	got := g.call(with(asking, request{path: rollbackapi.Path, body: body, header: headers{"Prefer": "wait=20"}}))
+	got := g.call(with(asking, request{path: api.RollbackPath, body: body, header: headers{"Prefer": "wait=20"}}))
 	first := got.undone(t, rollback.Completed)
 	th.stands("/things/a", "before")
 	if first.RollbackID != "urn:uuid:"+id {
 		t.Errorf("%+v", first)
 	}
-	if again := g.call(with(asking, request{path: rollbackapi.Path, body: body})); again.body != got.body {
+	if again := g.call(with(asking, request{path: api.RollbackPath, body: body})); again.body != got.body {
 		t.Errorf("%s\n%s", got.body, again.body)
 	}
 	if puts := strings.Count(th.changes(), "PUT /things/a before"); puts != 1 {
@@ -409,23 +409,23 @@ func TestP5RollbackOverARestart(t *testing.T) {
 func TestRollbackPathsOfASite(t *testing.T) {
 	th, a := newThings(t), newAgent(t, "a")
 	g := launch(t, setup{app: trusting(t, a), site: fmt.Sprintf("agent_proxy %s {\n endpoints off\n }", th.addr)})
-	for _, path := range []string{rollbackapi.Path, rollbackapi.ATDPath, rollbackapi.AERRPath} {
+	for _, path := range []string{api.RollbackPath, api.ATDRollbackPath, api.AERRRollbackPath} {
 		g.call(request{path: path})
 		th.arrived(path, 1)
 	}
 	stop(t)
 	g = launch(t, setup{app: trusting(t, a), site: "agent_guard_endpoints\n respond 404"})
-	for _, path := range []string{rollbackapi.Path, rollbackapi.ATDPath, rollbackapi.AERRPath} {
+	for _, path := range []string{api.RollbackPath, api.ATDRollbackPath, api.AERRRollbackPath} {
 		if got := g.call(request{path: path, body: "{}"}); got.status != 401 || got.header.Get("Execution-Checkpoint") != "" {
 			t.Errorf("%s: %d %s", path, got.status, got.body)
 		}
 	}
 	stop(t)
 	g = launch(t, setup{app: "identity " + gatewayIdentity + " {\n key_file " + t.TempDir() + "/identity\n }", site: "agent_guard_endpoints\n respond 404"})
-	g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), request{path: rollbackapi.Path, body: "{}"})).refusedFor(t, 403, "untrusted")
+	g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), request{path: api.RollbackPath, body: "{}"})).refusedFor(t, 403, "untrusted")
 	stop(t)
 	g = launch(t, setup{site: "agent_guard_endpoints\n respond 204"})
-	if got := g.call(request{path: rollbackapi.Path, body: "{}"}); got.status != 404 && got.status != 204 {
+	if got := g.call(request{path: api.RollbackPath, body: "{}"}); got.status != 404 && got.status != 204 {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 }

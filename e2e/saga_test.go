@@ -16,7 +16,7 @@ import (
 // sagaActions are the actions of a gateway before a restLab: one for each way to undo.
 const sagaActions = `
 	action doc {
-		match path /docs/* /plain/*
+		match path /docs/* /plain/* /versions/*
 		restore
 	}
 	action charge {
@@ -97,6 +97,7 @@ type rollbackBody struct {
 	Phase      string `json:"phase,omitempty"`
 	Scope      string `json:"scope,omitempty"`
 	Cascade    bool   `json:"cascade,omitempty"`
+	Keep       bool   `json:"keep_dependants,omitempty"`
 	Reason     string `json:"reason,omitempty"`
 }
 
@@ -114,6 +115,7 @@ type rollbackDoc struct {
 	After      string `json:"state_hash_after"`
 	Cascaded   []struct{ Agent, Status string }
 	Failed     []string `json:"failed_agents"`
+	Dependants []string
 	Steps      []struct {
 		Checkpoint                    string `json:"checkpoint_id"`
 		Action, State, Status, Reason string

@@ -84,7 +84,8 @@ func TestSentOnce(t *testing.T) {
 func TestOutcomeNotSentInErrorRoutes(t *testing.T) {
 	for _, backup := range []string{"reverse_proxy", "agent_proxy"} {
 		u := newUpstream(t)
-		g := start(t, "agent_proxy %s\nhandle_errors {\n %s %s\n}", freeAddress(t), backup, u.addr)
+		options := map[string]string{"agent_proxy": "{\n name both shared\n }"}[backup]
+		g := start(t, "agent_proxy %s {\n name both shared\n}\nhandle_errors {\n %s %s %s\n}", freeAddress(t), backup, u.addr, options)
 		for _, body := range []string{`{"amount":1}`, strings.Repeat("x", 2<<20)} {
 			r := request{path: fmt.Sprint("/", len(body)), id: "k", body: body}
 			execution := map[string]string{"agent_proxy": "executed"}[backup]

@@ -145,11 +145,11 @@ func TestLevel3ForwardedCheckpoint(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		told := b.issue(ect.Claims{
+		failure := b.issue(ect.Claims{
 			Workflow: wid, Action: "error", Parents: []string{checkpoint.ID()},
 			Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "timeout").Text(ect.MemberCheckpointID, ""),
 		})
-		w.Header().Set(ect.FieldName, told.Raw())
+		w.Header().Set(ect.FieldName, failure.Raw())
 		w.WriteHeader(http.StatusInternalServerError)
 	})
 	g.store.onCommit(func(batch []store.Write) error {
@@ -372,11 +372,11 @@ func TestLevel3ErrorsOfAgents(t *testing.T) {
 	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
 	token := a.issue(ect.Claims{Workflow: uuid.NewString()})
 	g.call(with(token, request{path: "/pay"}))
-	told := a.issue(ect.Claims{
+	failure := a.issue(ect.Claims{
 		Workflow: token.Workflow(), Action: string(ect.EventError), Parents: []string{token.ID()},
 		Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "timeout").Text(ect.MemberCheckpointID, ""),
 	})
-	r := with(told, request{path: "/.well-known/cascade/errors", reader: nothing{}})
+	r := with(failure, request{path: "/.well-known/cascade/errors", reader: nothing{}})
 	hold := newGate(t)
 	var moved atomic.Bool
 	g.store.onCommit(func(batch []store.Write) error {
@@ -393,5 +393,5 @@ func TestLevel3ErrorsOfAgents(t *testing.T) {
 	if got := post.answer(); got.status != http.StatusCreated || !moved.Load() {
 		t.Errorf("%d %s, moved %v", got.status, got.body, moved.Load())
 	}
-	g.proves(a, told)
+	g.proves(a, failure)
 }

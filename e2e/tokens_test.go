@@ -284,14 +284,14 @@ func TestForwardedToken(t *testing.T) {
 
 // A request that passes two guards is one use of its token, whatever their names.
 func TestTokensPassTwoGuards(t *testing.T) {
-	for _, name := range []string{"default", "inner"} {
+	for _, name := range []string{"default shared", "inner"} {
 		t.Run(name, func(t *testing.T) { tokensPassTwoGuards(t, name) })
 	}
 }
 
 func tokensPassTwoGuards(t *testing.T, name string) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "route {\n agent_guard {\n require_ect\n }\n uri path_regexp ^/v1 /v2\n agent_proxy " + upstream.addr + " {\n name " + name + "\n require_ect\n }\n }"})
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "route {\n agent_guard {\n name default shared\n require_ect\n }\n uri path_regexp ^/v1 /v2\n agent_proxy " + upstream.addr + " {\n name " + name + "\n require_ect\n }\n }"})
 	for _, method := range []string{"GET", "POST"} {
 		token := a.issue(ect.Claims{Workflow: uuid.NewString()})
 		for range 2 {

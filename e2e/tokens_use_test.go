@@ -12,6 +12,7 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // What follows from a request that wrote nothing, and from a retry with a new token, may
@@ -151,7 +152,7 @@ func TestEventsOfAgents(t *testing.T) {
 	}{
 		"a checkpoint that does not say whether it is reversible": {ect.Claims{Action: "checkpoint", Ext: ext().Int(ect.MemberTTL, 60).Text(ect.MemberRollbackURI, "https://a.example/.well-known/cascade/rollback")}, "ext", "; cascade.reversible is missing"},
 		"a rollback without a reason":                             {ect.Claims{Action: "rollback_start"}, "ext", "; cascade."},
-		"an error without a severity":                             {ect.Claims{Action: "atd:error", Ext: ext().Text(ect.MemberErrorType, "timeout")}, "ext", "; cascade.severity is missing"},
+		"an error without a severity":                             {ect.Claims{Action: "error", Vocabulary: ect.ATD, Ext: ext().Text(ect.MemberErrorType, "timeout")}, "ext", "; atd.severity is missing"},
 		"an error of nothing":                                     {ect.Claims{Action: "error", Ext: ext().Text(ect.MemberErrorType, "timeout").Text(ect.MemberSeverity, "error")}, "par", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -400,6 +401,49 @@ func TestParentWithoutAWorkflow(t *testing.T) {
 			if got := g.get(a, "ledger/entries?jti="+token.ID()); got.status != http.StatusOK {
 				t.Errorf("after a %s: %d %s", method, got.status, got.body)
 			}
+		}
+	}
+}
+
+// ATD and AERR, "Replay": while a stream runs, however long after its deadline and the time of
+// its key, its token is good for that call alone; afterwards, for as long as the key is kept.
+func TestATokenOutlivesNoStream(t *testing.T) {
+	u, a, s := newUpstream(t), newAgent(t, "a"), newSteps(t)
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + ` {
+		deadline 10s
+		retain_result 1h
+		retain_key 1h
+		action stream {
+			match path /stream
+			stream_idle 1h
+		}
+	}`})
+	u.on("/stream", s.answer)
+	token := a.issue(ect.Claims{Workflow: uuid.NewString()})
+	call := with(token, request{path: "/stream", id: "k"})
+	owner := g.open(call, "executed")
+	s.piece("one\n", owner.Body)
+	for range 3 {
+		g.store.pass(24 * time.Hour)
+		g.call(with(token, request{path: "/pay", id: "another"})).refusedFor(t, http.StatusForbidden, "replayed")
+		s.piece("more\n", owner.Body)
+	}
+	again := g.open(call, "attached")
+	s.end()
+	for who, res := range map[string]*http.Response{"the owner": owner, "a follower": again} {
+		if got := read(res); got.cut {
+			t.Errorf("%s: %q is cut", who, got.body)
+		}
+	}
+	if got := g.call(call); got.header.Get("Execution-Status") != "replayed" {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	g.call(with(token, request{path: "/pay", id: "another"})).refusedFor(t, http.StatusForbidden, "replayed")
+	u.arrived("/pay", 0)
+	// What is kept of it has an end.
+	for e, err := range g.store.memory.Scan(t.Context(), store.Prefix([]byte("j"))) {
+		if left := e.Expires.Sub(g.store.now()); err != nil || left < 50*time.Minute || left > 3*time.Hour {
+			t.Errorf("it is kept for %s, %v", left, err)
 		}
 	}
 }

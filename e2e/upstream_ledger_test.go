@@ -178,24 +178,12 @@ func (u *procUpstream) audit(t *testing.T) map[string]int {
 // them first.
 const procTwice = "refused-"
 
-// procHold is an execution that waits for the test.
-type procHold struct {
-	arrived chan struct{}
-	release chan struct{}
-	once    sync.Once
-}
-
 // hold lets the next execution of id wait, after its effect and before its answer.
-func (u *procUpstream) hold(t *testing.T, id string) *procHold {
-	h := &procHold{arrived: make(chan struct{}), release: make(chan struct{})}
+func (u *procUpstream) hold(t *testing.T, id string) *gate {
+	h := newGate(t)
 	u.script(id, func(w http.ResponseWriter, r *http.Request, effect int) {
-		close(h.arrived)
-		<-h.release
+		h.pass()
 		procAnswerAsAsked(w, r, effect)
 	})
-	t.Cleanup(h.let)
 	return h
 }
-
-// let lets it go on.
-func (h *procHold) let() { h.once.Do(func() { close(h.release) }) }

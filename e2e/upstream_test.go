@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"sync"
 	"testing"
 )
@@ -172,14 +173,27 @@ func hijack(w http.ResponseWriter) (net.Conn, *bufio.ReadWriter) {
 
 // first answers the first arrival with one, the others with "arrival n".
 func first(one func(http.ResponseWriter, *arrival)) func(http.ResponseWriter, *arrival) {
+	return sequence(one)
+}
+
+// sequence answers the arrivals in their order, and those that come after them with
+// "arrival n".
+func sequence(answers ...func(http.ResponseWriter, *arrival)) func(http.ResponseWriter, *arrival) {
 	return func(w http.ResponseWriter, a *arrival) {
-		if a.n == 1 {
-			one(w, a)
+		if a.n <= len(answers) {
+			answers[a.n-1](w, a)
 			return
 		}
 		w.WriteHeader(http.StatusCreated)
 		fmt.Fprintf(w, "arrival %d", a.n)
 	}
+}
+
+// all is what has arrived at a path.
+func (u *upstream) all(path string) []*arrival {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return slices.Clone(u.seen[path])
 }
 
 // status answers with a status and header fields, in pairs.

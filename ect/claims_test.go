@@ -1,7 +1,9 @@
 package ect_test
 
 import (
+	"encoding/base64"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -19,7 +21,7 @@ func judge(t *testing.T, change func(*ect.Policy)) func(claims map[string]any) (
 	}
 }
 
-// TestRequiredClaims: what is missing or has the wrong type is refused (14, 8).
+// TestRequiredClaims: what is missing or has the wrong type is refused.
 func TestRequiredClaims(t *testing.T) {
 	verify := judge(t, nil)
 	for _, c := range []struct {
@@ -49,7 +51,7 @@ func TestRequiredClaims(t *testing.T) {
 	}
 }
 
-// TestMissingParents: the lenient switch reads them as none.
+// TestMissingParents: LenientParents reads them as none.
 func TestMissingParents(t *testing.T) {
 	token, err := judge(t, func(p *ect.Policy) { p.LenientParents = true })(with(map[string]any{"par": nil}))
 	if err != nil || token.Parents() == nil || len(token.Parents()) != 0 {
@@ -57,7 +59,7 @@ func TestMissingParents(t *testing.T) {
 	}
 }
 
-// TestSpellings: either is read; both must be equal (14, 9).
+// TestSpellings: either is read; both must be equal.
 func TestSpellings(t *testing.T) {
 	verify := judge(t, nil)
 	one, two := []string{id(1)}, []string{id(2)}
@@ -96,8 +98,7 @@ func TestSpellings(t *testing.T) {
 	}
 }
 
-// TestIDs: UUIDs in any case, never nil or max; other ids where that is allowed
-// (14, 10).
+// TestIDs: UUIDs in any case, never nil or max; other ids where that is allowed.
 func TestIDs(t *testing.T) {
 	strict, open := judge(t, nil), judge(t, func(p *ect.Policy) { p.AnyID = true })
 	for _, wrong := range []string{
@@ -132,38 +133,42 @@ func TestIDs(t *testing.T) {
 	}
 }
 
-// TestHashes: 43 characters of base64url and nothing else (14, 11).
+// TestHashes: 43 characters of base64url, and the forms of the figures of the drafts
+// that use the tokens: cascade Figure 8 and ATD "Checkpoint ECT Format".
 func TestHashes(t *testing.T) {
 	verify := judge(t, nil)
 	const good = "47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU"
+	const emptyHex = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 	for _, c := range []struct {
 		value any
 		ok    bool
 	}{
-		{good, true}, {good + "=", false}, {"sha-256:" + good, false}, {"sha256:" + good, false},
+		{good, true}, {good + "=", false}, {"sha-256:" + good, false}, {"sha256:" + good, true}, {"sha256-" + good, true},
+		{emptyHex, true}, {"sha256:" + strings.ToUpper(emptyHex), true}, {"sha256-" + emptyHex, true}, {emptyHex[1:] + "g", false},
+		{"sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=", true}, {"sha256:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=", false},
+		{"sha256:sha256:" + good, false}, {"SHA256:" + good, false}, {"sha256:", false}, {"sha256-of-agent-state-snapshot", false},
+		{"sha256-" + good[1:], false}, {"sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFV=", false},
 		{"47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU", false}, {good[1:], false}, {good + "A", false},
 		{strings.Repeat("A", 42) + "B", false}, {"", false}, {7, false}, {"\n" + good[1:], false},
 	} {
 		for claim, code := range map[string]ect.Code{"inp_hash": ect.CodeInputHash, "out_hash": ect.CodeOutputHash} {
-			_, err := verify(with(map[string]any{claim: c.value}))
+			token, err := verify(with(map[string]any{claim: c.value}))
 			if c.ok {
 				code = ""
+			}
+			if err == nil && (claim == "inp_hash" && token.InputHash() != ect.Sum(nil) || claim == "out_hash" && token.OutputHash() != ect.Sum(nil)) {
+				t.Errorf("%s %v is read as %s and %s", claim, c.value, token.InputHash(), token.OutputHash())
 			}
 			if t.Run(claim, func(t *testing.T) { wantCode(t, err, code) }); t.Failed() {
 				t.Errorf("%s was %v", claim, c.value)
 			}
 		}
 	}
-	token, err := verify(figure())
-	if err != nil {
-		t.Fatal(err)
-	}
+	token := must(verify(figure()))(t)
 	wantCode(t, token.CheckInput(ect.Sum([]byte("test"))), "")
 	wantCode(t, token.CheckInput(ect.Sum([]byte("tesT"))), ect.CodeInputHash)
 	wantCode(t, token.CheckInput(ect.Hash{}), ect.CodeInputHash)
-	if token, err = verify(with(map[string]any{"inp_hash": nil})); err != nil {
-		t.Fatal(err)
-	}
+	token = must(verify(with(map[string]any{"inp_hash": nil})))(t)
 	wantCode(t, token.CheckInput(ect.Sum(nil)), "")
 }
 
@@ -174,7 +179,7 @@ func extOf(ext string) string {
 }
 
 // TestExtLimits: 4096 octets as received and depth 5 pass, one more of either does not;
-// unknown members survive (14, 12).
+// unknown members survive.
 func TestExtLimits(t *testing.T) {
 	a := newAgent(t, "k", "ES256")
 	v := verifier(t, parseSet(t, clinical, a.jwk(t, nil)), nil)
@@ -195,10 +200,7 @@ func TestExtLimits(t *testing.T) {
 			t.Errorf("%.40s became %.40s", c.ext, token.Ext().JSON())
 		}
 	}
-	token, err := v.Verify(t.Context(), a.sendJSON(t, a.header(), extOf(`{"com.example.x":{"y":[1]},"é":"\ud83d\ude00"}`)), ect.Presentation{Now: at})
-	if err != nil {
-		t.Fatal(err)
-	}
+	token := must(v.Verify(t.Context(), a.sendJSON(t, a.header(), extOf(`{"com.example.x":{"y":[1]},"é":"\ud83d\ude00"}`)), ect.Presentation{Now: at}))(t)
 	if raw, ok := token.Ext().Raw("com.example.x"); !ok || raw != `{"y":[1]}` {
 		t.Errorf("got %s", raw)
 	}
@@ -227,8 +229,8 @@ func TestBothSpellingsOfExt(t *testing.T) {
 	}
 }
 
-// TestAmbiguousJSON: what two readers may read in two ways is refused though it is
-// signed.
+// TestAmbiguousJSON: JSON that two readers may understand differently is refused even if it
+// is signed.
 func TestAmbiguousJSON(t *testing.T) {
 	a := newAgent(t, "k", "ES256")
 	v := verifier(t, parseSet(t, clinical, a.jwk(t, nil)), nil)
@@ -254,8 +256,7 @@ func TestAmbiguousJSON(t *testing.T) {
 		}
 	}
 	for _, payload := range []string{" \t\r\n" + good + "\n", strings.ReplaceAll(good, ",", " ,\n ")} {
-		_, err := v.Verify(t.Context(), a.sendJSON(t, a.header(), payload), ect.Presentation{Now: at})
-		wantCode(t, err, "")
+		wantCode(t, refusal(t, v, a.sendJSON(t, a.header(), payload)), "")
 	}
 	wide := `{"x":{`
 	for i := range 200 {
@@ -263,42 +264,10 @@ func TestAmbiguousJSON(t *testing.T) {
 	}
 	_, err := v.Verify(t.Context(), a.sendJSON(t, a.header(), strings.Replace(good, `{`, wide+`"m17":0},`, 1)), ect.Presentation{Now: at})
 	wantCode(t, err, ect.CodeMalformed)
-	_, err = v.Verify(t.Context(), a.sendJSON(t, a.header(), strings.Replace(good, `{`, wide+`"z":0},`, 1)), ect.Presentation{Now: at})
-	wantCode(t, err, "")
+	wantCode(t, refusal(t, v, a.sendJSON(t, a.header(), strings.Replace(good, `{`, wide+`"z":0},`, 1))), "")
 }
 
-// TestDecisions: the rules of the policy companion, only where they are switched on
-// (14, 17).
-func TestDecisions(t *testing.T) {
-	on, off := judge(t, func(p *ect.Policy) { p.Decisions = true }), judge(t, nil)
-	for _, c := range []struct {
-		ext map[string]any
-		ok  bool
-	}{
-		{map[string]any{"pol": "policy_v1", "pol_decision": "approved"}, true},
-		{map[string]any{"pol": "policy_v1", "pol_decision": "rejected", "pol_timestamp": issued}, true},
-		{map[string]any{"pol": "policy_v1", "pol_decision": "pending_human_review"}, true},
-		{map[string]any{"pol": "policy_v1"}, true},
-		{map[string]any{"pol_decision": "approved"}, false},
-		{map[string]any{"pol": "", "pol_decision": "approved"}, false},
-		{map[string]any{"pol": 7, "pol_decision": "approved"}, false},
-		{map[string]any{"pol": "policy_v1", "pol_decision": "Approved"}, false},
-		{map[string]any{"pol": "policy_v1", "pol_decision": true}, false},
-		{map[string]any{"pol": "policy_v1", "pol_timestamp": issued + 1}, false},
-		{map[string]any{"pol": "policy_v1", "pol_timestamp": "now"}, false},
-	} {
-		want := ect.CodePolicy
-		if c.ok {
-			want = ""
-		}
-		_, err := on(with(map[string]any{"ext": c.ext}))
-		wantCode(t, err, want)
-		_, err = off(with(map[string]any{"ext": c.ext}))
-		wantCode(t, err, "")
-	}
-}
-
-// TestParentForms: what can be said of parents without looking them up.
+// TestParentForms: the checks of parents that need no graph.
 func TestParentForms(t *testing.T) {
 	verify := judge(t, nil)
 	many := func(n int) []string {
@@ -319,5 +288,91 @@ func TestParentForms(t *testing.T) {
 	} {
 		_, err := verify(with(map[string]any{"par": c.parents}))
 		wantCode(t, err, c.want)
+	}
+}
+
+// TestFields: one line, several, joined ones, and the sizes.
+func TestFields(t *testing.T) {
+	k8, k := strings.Repeat("a", 8<<10), strings.Repeat("a", 1<<10)
+	for name, c := range map[string]struct {
+		lines []string
+		want  []string
+		code  ect.Code
+	}{
+		"none":           {nil, nil, ""},
+		"empty":          {[]string{"", " , ,\t"}, nil, ""},
+		"one":            {[]string{" a.b.c\t"}, []string{"a.b.c"}, ""},
+		"several":        {[]string{"a", "b"}, []string{"a", "b"}, ""},
+		"joined":         {[]string{"a,b ,\tc", "d"}, []string{"a", "b", "c", "d"}, ""},
+		"largest":        {[]string{k8}, []string{k8}, ""},
+		"too large":      {[]string{k8 + "a"}, nil, ect.CodeTooLarge},
+		"largest in all": {[]string{k8, k8}, []string{k8, k8}, ""},
+		"too much":       {[]string{k8, k8, "a"}, nil, ect.CodeTooLarge},
+		"joined by two":  {[]string{k8 + "," + k8[1:]}, []string{k8, k8[1:]}, ""},
+		"joined by many": {[]string{strings.Repeat(k+",", 16)}, nil, ect.CodeTooLarge},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, err := ect.ParseFields(c.lines)
+			wantCode(t, err, c.code)
+			if !slices.Equal(got, c.want) {
+				t.Errorf("got %d tokens, want %d", len(got), len(c.want))
+			}
+		})
+	}
+}
+
+// TestBodies: both media types, the array, and bodies of other types.
+func TestBodies(t *testing.T) {
+	for _, c := range []struct {
+		media, body string
+		want        []string
+		ours        bool
+		code        ect.Code
+	}{
+		{"application/exec+jwt", "a.b.c\n", []string{"a.b.c"}, true, ""},
+		{"application/wimse-exec+jwt; charset=utf-8", "a.b.c", []string{"a.b.c"}, true, ""},
+		{"Application/JSON", ` ["a.b.c", "d"] `, []string{"a.b.c", "d"}, true, ""},
+		{"application/json", `{"a":1}`, nil, true, ect.CodeMalformed},
+		{"application/json", `["a",1]`, nil, true, ect.CodeMalformed},
+		{"application/json", `["a"]x`, nil, true, ect.CodeMalformed},
+		{"application/json", `[""]`, nil, true, ect.CodeMalformed},
+		{"application/json", `[]`, nil, true, ect.CodeMissing},
+		{"application/exec+jwt", " ", nil, true, ect.CodeMissing},
+		{"application/exec+jwt", strings.Repeat("a", ect.MaxToken+1), nil, true, ect.CodeTooLarge},
+		{"text/plain", "a.b.c", nil, false, ""},
+		{"", "a.b.c", nil, false, ""},
+	} {
+		got, ours, err := ect.ParseBody(c.media, []byte(c.body))
+		wantCode(t, err, c.code)
+		if ours != c.ours || err == nil && !slices.Equal(got, c.want) {
+			t.Errorf("%s %.20s: %v %v", c.media, c.body, got, ours)
+		}
+	}
+}
+
+// P7: a payload that is cut anywhere is refused without a panic, also with the beginning of
+// another value behind the cut.
+func TestTruncatedPayloads(t *testing.T) {
+	a := newAgent(t, "k", "EdDSA")
+	v := verifier(t, parseSet(t, clinical, a.jwk(t, nil)), func(p *ect.Policy) { p.Algorithms, p.MinLevel = ect.Algorithms(), ect.L1 })
+	whole := `{"iss":"spiffe:\/\/x","par":["a\u00e9","\ud83d\ude00"],"iat":1500,"ext":{"cascade.ttl":1,"b":[-1.5e+3,true,[null,{"c":"\\\"\n"}]],"d":"é"},"jti":"\`
+	for end := range len(whole) + 1 {
+		for _, more := range []string{"", `\`, `\u`, `\u00`, `\ud83d\`, `\ud83d\u`, `"`, `"\`, `{"`, `[`, `-`, `1e`, "\x00", "\xff"} {
+			payload := whole[:end] + more
+			for _, raw := range []string{a.sendJSON(t, a.header(), payload), base64.RawURLEncoding.EncodeToString([]byte(payload))} {
+				if _, err := v.Verify(t.Context(), raw, ect.Presentation{Now: at}); err == nil {
+					t.Fatalf("accepted %q", payload)
+				} else {
+					wantAnyCode(t, err)
+				}
+				if _, err := ect.ParseInsecure(raw); err == nil {
+					t.Fatalf("parsed %q", payload)
+				}
+			}
+			header := base64.RawURLEncoding.EncodeToString([]byte(payload)) + ".e30.e30"
+			if _, err := v.Verify(t.Context(), header, ect.Presentation{Now: at}); err == nil {
+				t.Fatalf("accepted the header %q", payload)
+			}
+		}
 	}
 }

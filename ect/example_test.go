@@ -56,7 +56,7 @@ func Example() {
 	// 403 expired
 }
 
-// A draft settles the id, so that it can be kept with what it tells of; the signature
+// A draft settles the id, so that it can be kept with what it describes; the signature
 // comes later.
 func ExampleIssuer_Sign() {
 	ring, err := ect.GenerateRing(ect.EdDSA)

@@ -77,8 +77,8 @@ var goldens = []golden{
 			"cascade.root_cause_ect": "error-ect-uuid", "cascade.blast_radius": ["spiffe://example.com/agent/a",
 			"spiffe://example.com/agent/b", "spiffe://example.com/agent/c"]}}`,
 		claims: ect.Claims{Action: "cascade_detected", Ext: ext().
-			Text(ect.MemberPattern, "depth_first").Int(ect.MemberAffectedAgents, 4).Text(ect.MemberRootCause, id(3)).
-			Texts(ect.MemberBlastRadius, []string{"spiffe://example.com/agent/a", "spiffe://example.com/agent/b", "spiffe://example.com/agent/c"})},
+			Text("cascade.pattern", "depth_first").Int("cascade.affected_agents", 4).Text("cascade.root_cause_ect", id(3)).
+			Texts("cascade.blast_radius", []string{"spiffe://example.com/agent/a", "spiffe://example.com/agent/b", "spiffe://example.com/agent/c"})},
 	},
 	{
 		name: "cascade figure 8", event: ect.EventCheckpoint,
@@ -113,7 +113,7 @@ var goldens = []golden{
 		name: "ATD workflow start", vocabulary: ect.ATD, event: ect.EventWorkflowStart,
 		figure: `{"exec_act": "atd:workflow_start", "ext": {"atd.wf_id": "wf-uuid", "atd.description": "BGP failover workflow", "atd.node_count": 5}}`,
 		claims: ect.Claims{Action: "workflow_start", Ext: ext().
-			Text(ect.MemberWorkflowName, "wf-uuid").Text(ect.MemberDescription, "BGP failover workflow").Int(ect.MemberNodeCount, 5)},
+			Text(ect.MemberWorkflowName, "wf-uuid").Text(ect.MemberDescription, "BGP failover workflow").Int("cascade.node_count", 5)},
 	},
 	{
 		name: "ATD workflow complete", vocabulary: ect.ATD, event: ect.EventWorkflowComplete,
@@ -172,7 +172,7 @@ var goldens = []golden{
 		figure: `{"exec_act": "aerr:checkpoint", "ext": {"aerr.action_type": "config_update", "aerr.target": "router-07.example.com",
 			"aerr.reversible": true, "aerr.rollback_uri": "https://agent-b.example.com/aerr/rollback", "aerr.ttl": 86400}}`,
 		claims: ect.Claims{Action: "checkpoint", Ext: ext().
-			Text(ect.MemberActionType, "config_update").Text(ect.MemberTarget, "router-07.example.com").Bool(ect.MemberReversible, true).
+			Text("cascade.action_type", "config_update").Text(ect.MemberTarget, "router-07.example.com").Bool(ect.MemberReversible, true).
 			Text(ect.MemberRollbackURI, "https://agent-b.example.com/aerr/rollback").Int(ect.MemberTTL, 86400)},
 	},
 	{
@@ -198,28 +198,16 @@ var goldens = []golden{
 // figure, and no other but those that make a fragment a whole token; and both it and
 // the figure are read with the same meaning.
 func TestGolden(t *testing.T) {
-	ring, err := ect.GenerateRing(ect.EdDSA)
-	if err != nil {
-		t.Fatal(err)
-	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring})
-	if err != nil {
-		t.Fatal(err)
-	}
-	owner, err := ect.ParseOwner(clinical)
-	if err != nil {
-		t.Fatal(err)
-	}
+	ring := must(ect.GenerateRing(ect.EdDSA))(t)
+	issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring}))(t)
+	owner := must(ect.ParseOwner(clinical))(t)
 	v := verifier(t, ring.Source(owner), func(p *ect.Policy) { p.Algorithms = ect.Algorithms() })
 	for _, g := range goldens {
 		t.Run(g.name, func(t *testing.T) {
 			want := figureOf(t, g.figure)
 			claims := g.claims
 			claims.Vocabulary, claims.Audience = g.vocabulary, []string{gateway}
-			token, err := issuer.Issue(at, claims)
-			if err != nil {
-				t.Fatal(err)
-			}
+			token := must(issuer.Issue(at, claims))(t)
 			var got map[string]any
 			if err := json.Unmarshal([]byte(token.Payload()), &got); err != nil {
 				t.Fatal(err)
@@ -240,10 +228,7 @@ func TestGolden(t *testing.T) {
 					t.Errorf("%s is not in the figure", name)
 				}
 			}
-			read, err := v.Verify(t.Context(), token.Raw(), ect.Presentation{Now: at.Add(time.Second)})
-			if err != nil {
-				t.Fatal(err)
-			}
+			read := must(v.Verify(t.Context(), token.Raw(), ect.Presentation{Now: at.Add(time.Second)}))(t)
 			if read.Event() != g.event || read.Vocabulary() != g.vocabulary || len(read.Lacks()) > 0 {
 				t.Errorf("read as %s in %v, lacking %v", read.Event(), read.Vocabulary(), read.Lacks())
 			}
@@ -260,17 +245,11 @@ func TestGolden(t *testing.T) {
 
 // TestGoldenSpelling: the same claims in the later spelling.
 func TestGoldenSpelling(t *testing.T) {
-	ring, err := ect.GenerateRing(ect.ES256)
-	if err != nil {
-		t.Fatal(err)
-	}
+	ring := must(ect.GenerateRing(ect.ES256))(t)
 	for spelling, names := range map[ect.Spelling][3]string{
 		ect.Draft00: {"wimse-exec+jwt", "par", "ext"}, ect.Draft01: {"exec+jwt", "pred", "ect_ext"},
 	} {
-		issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring, Spelling: spelling})
-		if err != nil {
-			t.Fatal(err)
-		}
+		issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring, Spelling: spelling}))(t)
 		token, err := issuer.Issue(at, ect.Claims{
 			Audience: []string{gateway, "urn:ledger"}, Action: "review_spec", Parents: []string{strings.ToUpper(id(10))}, Workflow: workflow,
 			Ext: new(ect.ExtBuilder).Text("pol", "policy_v1").Text("pol_decision", "approved"), Input: ect.Sum([]byte("test")),

@@ -35,8 +35,7 @@ var at = time.Unix(issued, 0)
 
 var b64 = base64.RawURLEncoding
 
-// agent is somebody with a key. What it sends is written here, byte by byte, without
-// the code under test.
+// agent has a key and writes its tokens byte by byte, without the code under test.
 type agent struct {
 	kid, alg string
 	private  crypto.Signer
@@ -68,10 +67,7 @@ func (a *agent) jwk(t testing.TB, more map[string]any) map[string]any {
 	m := map[string]any{"kid": a.kid, "use": "sig"}
 	switch public := a.private.Public().(type) {
 	case *ecdsa.PublicKey:
-		point, err := public.Bytes()
-		if err != nil {
-			t.Fatal(err)
-		}
+		point := must(public.Bytes())(t)
 		half := len(point) / 2
 		m["kty"], m["crv"] = "EC", public.Params().Name
 		m["x"], m["y"] = b64.EncodeToString(point[1:1+half]), b64.EncodeToString(point[1+half:])
@@ -84,10 +80,7 @@ func (a *agent) jwk(t testing.TB, more map[string]any) map[string]any {
 
 func keySet(t testing.TB, keys ...map[string]any) []byte {
 	t.Helper()
-	text, err := json.Marshal(map[string]any{"keys": keys})
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := must(json.Marshal(map[string]any{"keys": keys}))(t)
 	return text
 }
 
@@ -120,19 +113,13 @@ func (a *agent) signature(t testing.TB, text string) []byte {
 // send is a token with this header and these claims.
 func (a *agent) send(t testing.TB, header, claims map[string]any) string {
 	t.Helper()
-	payload, err := json.Marshal(claims)
-	if err != nil {
-		t.Fatal(err)
-	}
+	payload := must(json.Marshal(claims))(t)
 	return a.sendJSON(t, header, string(payload))
 }
 
 func (a *agent) sendJSON(t testing.TB, header map[string]any, payload string) string {
 	t.Helper()
-	head, err := json.Marshal(header)
-	if err != nil {
-		t.Fatal(err)
-	}
+	head := must(json.Marshal(header))(t)
 	signed := b64.EncodeToString(head) + "." + b64.EncodeToString([]byte(payload))
 	return signed + "." + b64.EncodeToString(a.signature(t, signed))
 }
@@ -173,10 +160,7 @@ func verifier(t testing.TB, source ect.Source, change func(*ect.Policy)) *ect.Ve
 	if change != nil {
 		change(&p)
 	}
-	v, err := ect.NewVerifier(p)
-	if err != nil {
-		t.Fatal(err)
-	}
+	v := must(ect.NewVerifier(p))(t)
 	return v
 }
 
@@ -189,14 +173,18 @@ func parseSet(t testing.TB, owner string, keys ...map[string]any) *ect.Set {
 			t.Fatal(err)
 		}
 	}
-	set, err := ect.ParseSet(keySet(t, keys...), o)
-	if err != nil {
-		t.Fatal(err)
-	}
+	set := must(ect.ParseSet(keySet(t, keys...), o))(t)
 	return set
 }
 
-// wantCode holds that a token was refused for this reason, or accepted where it is "".
+// refusal is why a token is refused at the time of the figures.
+func refusal(t testing.TB, v *ect.Verifier, raw string) error {
+	t.Helper()
+	_, err := v.Verify(t.Context(), raw, ect.Presentation{Now: at})
+	return err
+}
+
+// wantCode checks that a token was refused for this reason, or accepted where it is "".
 func wantCode(t testing.TB, err error, want ect.Code) {
 	t.Helper()
 	if want == "" {
@@ -232,3 +220,17 @@ func (g graph) add(n ect.Node) {
 	}
 	g[n.ID] = append(g[n.ID], n)
 }
+
+// must makes a failed call fatal: must(f())(t).
+func must[T any](v T, err error) func(testing.TB) T {
+	return func(t testing.TB) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
+}
+
+// always is one graph for all tokens.
+func always(g ect.DAG) func(*ect.Token) ect.DAG { return func(*ect.Token) ect.DAG { return g } }

@@ -1,56 +1,67 @@
 package ect
 
 import (
+	"cmp"
+	"context"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/ed25519"
+	"crypto/elliptic"
+	"crypto/rand"
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"strconv"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/durable"
 )
 
-// Limits of what is issued.
 const (
-	// DefaultLife is how long a token is accepted where nothing else is said.
+	// DefaultLife is how long a token is accepted unless its claims say otherwise.
 	DefaultLife = 10 * time.Minute
 	// MaxLife is the longest life that is issued.
 	MaxLife = 24 * time.Hour
 )
 
-// Claims are what a token to be issued says. An action is all that must be there.
+// Claims are the content of a token to be issued. Audience and Action are required.
 type Claims struct {
-	// Audience is everybody who will verify the token.
+	// Audience is everybody who will verify the token, 1 to 100 names.
 	Audience []string
-	// ID is the jti; a fresh one is made where it is empty.
+	// ID is the jti; empty for a fresh one.
 	ID string
 	// Workflow is the wid.
 	Workflow string
-	// Action is the exec_act. An event is given by its name in the cascade vocabulary, or by
-	// the second one that Vocabulary has for it (aerr:rollback_escalated).
+	// Action is the exec_act. An event is given by its name in the cascade vocabulary, or
+	// by the second name that Vocabulary has for it (aerr:rollback_escalated).
 	Action string
-	// Parents are the ids of the tokens that this one follows from.
+	// Parents are the ids of the tokens that this one follows from, at most MaxParents.
 	Parents []string
-	// Input and Output are the hashes of what went in and came out.
+	// Input and Output are the claims inp_hash and out_hash.
 	Input, Output Hash
-	// Ext are the extension members, by their names in the cascade vocabulary.
+	// Ext has the extension members.
 	Ext *ExtBuilder
-	// Life is the time between iat and exp; the issuer's if zero.
+	// Life is the time between iat and exp, one second to MaxLife; the issuer's if zero.
 	Life time.Duration
-	// Vocabulary is the one that event and members are written in.
+	// Vocabulary names event and members.
 	Vocabulary Vocabulary
 }
 
-// IssuerOptions are the settings of an Issuer.
+// IssuerOptions are the settings of an Issuer. Identity and Ring are required.
 type IssuerOptions struct {
 	// Identity is the iss of all tokens.
 	Identity string
 	// Ring has the keys.
 	Ring *Ring
-	// Spelling is how they are written.
+	// Spelling is how the tokens are written.
 	Spelling Spelling
-	// Life is DefaultLife if zero.
+	// Life is one second to MaxLife; DefaultLife if zero.
 	Life time.Duration
 }
 
@@ -67,43 +78,40 @@ func NewIssuer(o IssuerOptions) (*Issuer, error) {
 	if o.Ring == nil {
 		return nil, errors.New("ect: an issuer needs a ring of keys")
 	}
-	if o.Life == 0 {
-		o.Life = DefaultLife
-	}
-	if o.Life < time.Second || o.Life > MaxLife {
-		return nil, fmt.Errorf("ect: the life of tokens is between a second and %s", MaxLife)
+	o.Life = cmp.Or(o.Life, DefaultLife)
+	if err := checkLife(o.Life); err != nil {
+		return nil, err
 	}
 	return &Issuer{o}, nil
+}
+
+func checkLife(life time.Duration) error {
+	if life < time.Second || life > MaxLife {
+		return fmt.Errorf("ect: the life of tokens is between a second and %s", MaxLife)
+	}
+	return nil
 }
 
 // Identity is the iss of all tokens.
 func (i *Issuer) Identity() string { return i.o.Identity }
 
-// Draft is a token without its signature: its id is settled, so that others can name
-// it as their parent, and its payload can be kept until somebody signs it.
-type Draft struct {
-	content
-	cut bool
-}
+// Draft is a token without its signature. Its id is settled, so that others can name it
+// as a parent, and its payload can be stored until somebody signs it.
+type Draft struct{ content }
 
-// Cut reports that a list in the extensions was too long and lost its end.
-func (d *Draft) Cut() bool { return d.cut }
-
-// Draft makes the claims of a token of this second.
+// Draft makes the claims of a token with now as its iat. The error is an *Error, or says
+// what is wrong with the life or the extensions.
 func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
+	life := cmp.Or(claims.Life, i.o.Life)
+	if err := checkLife(life); err != nil {
+		return nil, err
+	}
 	c := content{
 		spelling: i.o.Spelling, issuer: i.o.Identity, audience: claims.Audience,
-		issuedAt: now.Unix(), id: claims.ID, workflow: claims.Workflow, action: claims.Action,
-		parents: claims.Parents, input: claims.Input, output: claims.Output,
+		issuedAt: now.Unix(), expires: now.Unix() + int64(life/time.Second),
+		id: claims.ID, workflow: claims.Workflow, action: claims.Action,
+		parents: slices.Clone(claims.Parents), input: claims.Input, output: claims.Output,
 	}
-	life := claims.Life
-	if life == 0 {
-		life = i.o.Life
-	}
-	if life < time.Second || life > MaxLife {
-		return nil, fmt.Errorf("ect: the life of tokens is between a second and %s", MaxLife)
-	}
-	c.expires = c.issuedAt + int64(life/time.Second)
 	if c.id == "" {
 		c.id = uuid.NewString()
 	}
@@ -113,8 +121,13 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 	if event, ok := ParseEvent(claims.Action); ok {
 		c.event, c.action = event, claims.Vocabulary.action(claims.Action, event)
 	}
+	for n, id := range c.parents {
+		if canonical, ok := canonicalUUID(id); ok {
+			c.parents[n] = canonical
+		}
+	}
 	set := claimSet{content: c, hasAction: true, hasWorkflow: c.workflow != ""}
-	if err := set.issuable(); err != nil {
+	if err := set.check(claimRules{lenient: true, maxParents: MaxParents}); err != nil {
 		return nil, err
 	}
 	d := &Draft{content: set.content}
@@ -122,30 +135,6 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 		return nil, err
 	}
 	return d, nil
-}
-
-// issuable holds the form of claims that are about to be written, and brings ids into
-// lower case.
-func (c *claimSet) issuable() error {
-	f := forms{maxParents: MaxParents}
-	if !validAction(c.action) {
-		return refuse(CodeAction)
-	}
-	if !f.canonical(&c.id) {
-		return refuse(CodeID)
-	}
-	if c.hasWorkflow && !f.canonical(&c.workflow) {
-		return refuse(CodeWorkflow)
-	}
-	parents := make([]string, len(c.parents))
-	for i, id := range c.parents {
-		if !f.canonical(&id) {
-			return refuse(CodeParents)
-		}
-		parents[i] = id
-	}
-	c.parents = parents
-	return c.checkParents(f)
 }
 
 // encode writes the payload: the claims in the order of the draft's figure.
@@ -179,7 +168,7 @@ func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) error {
 		b = append(append(append(b, `,"`...), names.ext...), `":`...)
 		from = len(b)
 		var err error
-		if b, d.cut, err = ext.encode(b, v); err != nil {
+		if b, err = ext.encode(b, v); err != nil {
 			return err
 		}
 	}
@@ -188,19 +177,19 @@ func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) error {
 	return nil
 }
 
-// ParseDraft reads the payload of a Draft that was kept.
+// ParseDraft reads the stored payload of a Draft. The error is an *Error.
 func ParseDraft(payload string) (*Draft, error) {
 	var set claimSet
 	if err := set.decode(payload, Draft00); err != nil {
 		return nil, err
 	}
-	if err := set.check(forms{maxParents: MaxParents}); err != nil {
+	if err := set.check(claimRules{maxParents: MaxParents}); err != nil {
 		return nil, err
 	}
 	return &Draft{content: set.content}, nil
 }
 
-// Sign makes the token of a draft with the key that signs now.
+// Sign signs a draft with the current key. The error is ErrUnavailable.
 func (i *Issuer) Sign(d *Draft) (*Token, error) {
 	signer := i.o.Ring.keys.Load().signer
 	head := signer.heads[d.spelling]
@@ -218,11 +207,312 @@ func (i *Issuer) Sign(d *Draft) (*Token, error) {
 	return &Token{content: d.content, raw: string(b), level: L2, key: signer.key, proven: true}, nil
 }
 
-// Issue makes the draft and signs it.
+// Issue drafts and signs. The errors are those of Draft and Sign.
 func (i *Issuer) Issue(now time.Time, claims Claims) (*Token, error) {
 	d, err := i.Draft(now, claims)
 	if err != nil {
 		return nil, err
 	}
 	return i.Sign(d)
+}
+
+// Ring holds the signing keys. The newest signs; replaced ones have lost their private
+// part and only verify. It is safe for concurrent use, also while it is rotated.
+type Ring struct {
+	keys     atomic.Pointer[ringKeys]
+	changing sync.Mutex // held while keys are replaced
+}
+
+// ringKeys is the immutable state of a Ring.
+type ringKeys struct {
+	all    []ringKey // the signing one is last
+	byID   map[string][]*Key
+	signer *signer
+}
+
+// ringKey is a key with what only its owner knows.
+type ringKey struct {
+	Key
+	private crypto.Signer // nil once replaced
+	created time.Time
+}
+
+// signer is the current key with the parts of a token that do not depend on its claims.
+type signer struct {
+	key     *Key
+	private crypto.Signer
+	heads   [len(spellings)]string // the protected headers, encoded, with the dot
+}
+
+// GenerateRing makes a ring with one fresh key. The error says that the algorithm is
+// unknown.
+func GenerateRing(alg Algorithm) (*Ring, error) {
+	key, err := generateKey(alg)
+	if err != nil {
+		return nil, err
+	}
+	return newRing([]ringKey{key})
+}
+
+func generateKey(alg Algorithm) (ringKey, error) {
+	k := ringKey{Key: Key{algorithm: alg}, created: time.Now().UTC().Truncate(time.Second)}
+	switch alg {
+	case ES256, ES384:
+		curve := elliptic.P256()
+		if alg == ES384 {
+			curve = elliptic.P384()
+		}
+		private, err := ecdsa.GenerateKey(curve, rand.Reader)
+		if err != nil {
+			return k, err
+		}
+		k.private, k.public = private, &private.PublicKey
+	case EdDSA:
+		public, private, err := ed25519.GenerateKey(rand.Reader)
+		if err != nil {
+			return k, err
+		}
+		k.private, k.public = private, public
+	default:
+		return k, fmt.Errorf("ect: there is no signature algorithm %d", alg)
+	}
+	var err error
+	k.id, err = thumbprint(k.public)
+	return k, err
+}
+
+// parseRing reads the text of a key file: a JSON Web Key, a set of them, or PEM. The last
+// key with a private part signs.
+func parseRing(text []byte) (*Ring, error) {
+	keys, err := privateKeys(text)
+	if err != nil {
+		return nil, err
+	}
+	return newRing(keys)
+}
+
+func newRing(keys []ringKey) (*Ring, error) {
+	next, err := newRingKeys(keys)
+	if err != nil {
+		return nil, err
+	}
+	r := &Ring{}
+	r.keys.Store(next)
+	return r, nil
+}
+
+// newRingKeys puts the signing key last.
+func newRingKeys(keys []ringKey) (*ringKeys, error) {
+	last := -1
+	for i := range keys {
+		if keys[i].private != nil && !keys[i].revoked && keys[i].notAfter.IsZero() {
+			last = i
+		}
+	}
+	if last < 0 {
+		return nil, errors.New("ect: the key file holds no private key that may sign")
+	}
+	all := make([]ringKey, 0, len(keys))
+	all = append(append(all, keys[:last]...), keys[last+1:]...)
+	all = append(all, keys[last])
+	next := &ringKeys{all: all, byID: make(map[string][]*Key, len(all))}
+	for i := range all {
+		if next.byID[all[i].id] != nil {
+			return nil, errors.New("ect: the key file holds two keys of one name")
+		}
+		next.byID[all[i].id] = []*Key{&all[i].Key}
+	}
+	current := &all[len(all)-1]
+	next.signer = &signer{key: &current.Key, private: current.private}
+	for s, names := range spellings {
+		head := append([]byte(`{"alg":"`), current.algorithm.String()...)
+		head = append(append(append(head, `","typ":"`...), names.typ...), `","kid":`...)
+		head = append(appendText(head, current.id), '}')
+		next.signer.heads[s] = base64.RawURLEncoding.EncodeToString(head) + "."
+	}
+	return next, nil
+}
+
+// RingKey describes a key of a ring without revealing it.
+type RingKey struct {
+	// ID is its name, the header parameter kid.
+	ID string
+	// Algorithm is what it signs with.
+	Algorithm Algorithm
+	// Created is when it was made; zero if unknown.
+	Created time.Time
+	// Until is when it leaves the published set; zero for the signing key.
+	Until time.Time
+	// Signs marks the signing key.
+	Signs bool
+	// Revoked says that none of its signatures count any more.
+	Revoked bool
+}
+
+// List describes the keys of the ring, the signing one last.
+func (r *Ring) List() []RingKey {
+	keys := r.keys.Load()
+	list := make([]RingKey, len(keys.all))
+	for i := range keys.all {
+		k := &keys.all[i]
+		list[i] = RingKey{k.id, k.algorithm, k.created, k.notAfter, &k.Key == keys.signer.key, k.revoked}
+	}
+	return list
+}
+
+// PublicSet is the JSON Web Key Set for verifiers: the signing key, and replaced ones
+// until their last token has expired, each with owner as "sub" and the former names that
+// it has signed under. At the zero time it has all keys but the revoked, for records.
+func (r *Ring) PublicSet(now time.Time, owner string, former ...Former) ([]byte, error) {
+	var published []ringKey
+	for _, k := range r.keys.Load().all {
+		if k.revoked || !k.notAfter.IsZero() && now.After(k.notAfter) {
+			continue
+		}
+		named, err := k.withFormer(former)
+		if err != nil {
+			return nil, err
+		}
+		k.Key = named
+		published = append(published, k)
+	}
+	return marshalKeys(published, owner, false)
+}
+
+// MarshalText is the text of the key file, private parts included.
+func (r *Ring) MarshalText() ([]byte, error) { return marshalKeys(r.keys.Load().all, "", true) }
+
+// Source finds the ring's own keys, replaced ones included while the file holds them.
+// They also speak for the former names that they have signed under.
+func (r *Ring) Source(owner Owner, former ...Former) Source { return ringSource{r, owner, former} }
+
+type ringSource struct {
+	ring   *Ring
+	owner  Owner
+	former []Former
+}
+
+// Keys implements Source.
+func (s ringSource) Keys(_ context.Context, kid string) ([]*Key, error) {
+	found := s.ring.keys.Load().byID[kid]
+	if found == nil {
+		return nil, nil
+	}
+	k, err := found[0].withFormer(s.former)
+	if err != nil {
+		return nil, err
+	}
+	k.owner = s.owner
+	return []*Key{&k}, nil
+}
+
+// rotated returns the keys with a fresh one that signs. Those before it verify new tokens
+// until keep has passed at the latest, and records without end.
+func (k *ringKeys) rotated(alg Algorithm, now time.Time, keep time.Duration) (*ringKeys, error) {
+	fresh, err := generateKey(alg)
+	if err != nil {
+		return nil, err
+	}
+	until := now.Add(keep).UTC().Truncate(time.Second).Add(time.Second)
+	next := make([]ringKey, 0, len(k.all)+1)
+	for _, old := range k.all {
+		old.private = nil
+		if old.notAfter.IsZero() || old.notAfter.After(until) {
+			old.notAfter = until
+		}
+		next = append(next, old)
+	}
+	return newRingKeys(append(next, fresh))
+}
+
+// Former is an earlier name of a ring's issuer. Tokens under it stay those of the issuer.
+type Former struct {
+	// Name is the issuer of those tokens.
+	Name string `json:"name"`
+	// Keys are the names of the keys that have signed under it; empty for all of the ring.
+	Keys []string `json:"keys"`
+}
+
+func (f *Former) names(kid string) bool { return len(f.Keys) == 0 || slices.Contains(f.Keys, kid) }
+
+// Signed reports whether a token was issued under one of the former names by a key of the
+// ring that has signed under it.
+func (r *Ring) Signed(t *Token, former []Former) bool {
+	key := t.Key()
+	if key == nil {
+		return false
+	}
+	return slices.ContainsFunc(former, func(f Former) bool {
+		return f.Name == t.Issuer() && f.names(key.id) &&
+			slices.ContainsFunc(r.keys.Load().byID[key.id], func(own *Key) bool { return samePublic(own, key) })
+	})
+}
+
+// ErrBusy says that another process is rotating the same key file.
+var ErrBusy = errors.New("ect: another rotation of the key file is under way; try again")
+
+// LoadRing reads a ring from a file. A missing file is an fs.ErrNotExist.
+func LoadRing(path string) (*Ring, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	r, err := parseRing(text)
+	if err != nil {
+		return nil, fmt.Errorf("key file %s: %w", path, err)
+	}
+	return r, nil
+}
+
+// CreateRing makes a ring with a fresh key and writes it to path with mode 0600,
+// atomically. An existing file is an fs.ErrExist.
+func CreateRing(path string, alg Algorithm) (*Ring, error) {
+	r, err := GenerateRing(alg)
+	if err != nil {
+		return nil, err
+	}
+	text, err := r.MarshalText()
+	if err != nil {
+		return nil, err
+	}
+	if err := durable.Create(path, text); err != nil {
+		return nil, fmt.Errorf("key file %s: %w", path, err)
+	}
+	return r, nil
+}
+
+// Rotate adds a fresh key to the file at path, which holds this ring, and then signs with
+// it. The key before loses its private part and stays published for keep, the longest
+// life of its tokens; so do keys that were replaced earlier, at most. The file is replaced
+// atomically and durable before the new key signs. kid names the new key. The error is
+// ErrBusy, or that of reading or writing the file.
+func (r *Ring) Rotate(path string, alg Algorithm, now time.Time, keep time.Duration) (kid string, err error) {
+	r.changing.Lock()
+	defer r.changing.Unlock()
+	var next *ringKeys
+	err = durable.Edit(path, func(was []byte) ([]byte, error) {
+		found, err := parseRing(was)
+		if err != nil {
+			return nil, err
+		}
+		if next, err = found.keys.Load().rotated(alg, now, keep); err != nil {
+			return nil, err
+		}
+		return marshalKeys(next.all, "", true)
+	})
+	if errors.Is(err, durable.ErrBusy) {
+		err = ErrBusy
+	}
+	if err != nil {
+		return "", fmt.Errorf("key file %s: %w", path, err)
+	}
+	r.keys.Store(next)
+	return next.signer.key.id, nil
+}
+
+// Reload takes over the keys of another ring, read anew from the same file.
+func (r *Ring) Reload(other *Ring) {
+	r.changing.Lock()
+	defer r.changing.Unlock()
+	r.keys.Store(other.keys.Load())
 }

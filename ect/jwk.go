@@ -1,6 +1,7 @@
 package ect
 
 import (
+	"context"
 	"crypto"
 	"crypto/ecdsa"
 	"crypto/ed25519"
@@ -16,20 +17,24 @@ import (
 	"github.com/lestrrat-go/jwx/v2/jwk"
 )
 
-// This file and jwkfile.go are the only ones that know the library for JSON Web Keys.
-// Its types stay in them (ADR 0020).
+// Only this file uses the library for JSON Web Keys, and keeps its types (ADR 0020).
 
 const (
 	// maxKeys is how many keys one set may have.
 	maxKeys = 10_000
-	// maxSameName is how many keys of one name a source may have the verifier try: each
-	// that is not the right one costs a signature.
+	// maxSameName is how many keys of one name of a source are tried for a token: each
+	// costs a signature.
 	maxSameName = 8
-	// maxKeySet is the size of a document with keys.
+	// maxKeySet is the size of a document with keys, in bytes.
 	maxKeySet = 4 << 20
+	// memberFormer lists the identities besides "sub" that a public key has signed under.
+	// Readers that do not know it refuse such tokens.
+	memberFormer = "former_sub"
+	// maxFormer is how many of them one key may have.
+	maxFormer = 64
 )
 
-// Skipped tells of a key in a set that is not used, and why.
+// Skipped is an unused key of a set.
 type Skipped struct {
 	// KeyID is its name, which may be missing.
 	KeyID string
@@ -37,18 +42,18 @@ type Skipped struct {
 	Reason string
 }
 
-// Set is a set of public keys. It never changes.
+// Set is an immutable set of public keys. It is a Source.
 type Set struct {
 	byID    map[string][]*Key
 	skipped []Skipped
 	size    int
 }
 
-// ParseSet reads a JSON Web Key Set. A key belongs to the identity or trust domain in
-// its member "sub", else to the URI in its certificate, else to owner; without any it
-// is not used. The identities in "former_sub" are those that it has signed for before
-// that. Keys of other kinds or for other uses are skipped, and told of; so are those of
-// one name beyond the eighth.
+// ParseSet reads a JSON Web Key Set of at most 4 MiB and 10,000 keys. A key belongs to
+// the identity or trust domain in its member "sub", else to the URI in its certificate,
+// else to owner; without any it is skipped. It has also signed for the identities in
+// "former_sub". Keys of other kinds or uses are skipped, and those of one name beyond the
+// eighth.
 func ParseSet(text []byte, owner Owner) (*Set, error) {
 	if len(text) > maxKeySet {
 		return nil, errors.New("ect: the set of keys is too large")
@@ -84,10 +89,8 @@ func ParseSet(text []byte, owner Owner) (*Set, error) {
 	return s, nil
 }
 
-// countKeys holds that the text is an object with a member "keys", and counts what is in
-// it: the library takes a single key for a set of one, and other JSON for an empty one, and
-// needs seconds for some millions of entries that are no keys. Members that stand twice are
-// refused with it.
+// countKeys counts the entries of "keys". The library would take a single key for a set,
+// and other JSON for an empty one, and needs seconds for millions of entries.
 func countKeys(text []byte) (entries int, ok bool) {
 	s := scanner{s: string(text)}
 	found := false
@@ -112,7 +115,32 @@ func (s *Set) Len() int { return s.size }
 // Skipped are the keys that are not used.
 func (s *Set) Skipped() []Skipped { return slices.Clone(s.skipped) }
 
-// publicKey takes over one entry, or says why not.
+// Keys implements Source.
+func (s *Set) Keys(_ context.Context, kid string) ([]*Key, error) { return s.byID[kid], nil }
+
+// holds reports whether the set has the same public key under the same name.
+func (s *Set) holds(k *Key) bool {
+	return slices.ContainsFunc(s.byID[k.id], func(other *Key) bool { return samePublic(other, k) })
+}
+
+// usable refuses a set of which no key can be used: that is a mistake, and known keys are
+// not dropped for it. An empty set is meant: it trusts nobody.
+func (s *Set) usable() error {
+	if s.size > 0 || len(s.skipped) == 0 {
+		return nil
+	}
+	reasons := ""
+	for i, skipped := range s.skipped {
+		if i == 3 {
+			reasons += ", and more"
+			break
+		}
+		reasons += fmt.Sprintf("; %q: %s", skipped.KeyID, skipped.Reason)
+	}
+	return fmt.Errorf("ect: no key of the set can be used%s", reasons)
+}
+
+// publicKey reads one entry of a set, or returns why it is not used.
 func publicKey(entry jwk.Key, owner Owner) (*Key, string) {
 	if _, private := entry.(jwk.SymmetricKey); private {
 		return nil, "it is symmetric"
@@ -200,7 +228,7 @@ func dateMember(entry jwk.Key, name string) (time.Time, bool) {
 		return time.Time{}, true
 	}
 	f, ok := v.(float64)
-	if n, exact := v.(json.Number); exact { // other plugins may have set the library so
+	if n, exact := v.(json.Number); exact { // a global setting of the library
 		var err error
 		f, err = n.Float64()
 		ok = err == nil
@@ -219,7 +247,7 @@ func ownerOf(entry jwk.Key, owner Owner) (Owner, string) {
 		if err != nil {
 			return Owner{}, `its member "sub" is not an identity`
 		}
-		return owner.bound(o)
+		return owner.restrict(o)
 	}
 	if chain := entry.X509CertChain(); chain != nil && chain.Len() > 0 {
 		if name := certifiedName(entry, chain); name != "" {
@@ -227,16 +255,16 @@ func ownerOf(entry jwk.Key, owner Owner) (Owner, string) {
 			if err != nil {
 				return Owner{}, "the URI in its certificate is not an identity"
 			}
-			return owner.bound(o)
+			return owner.restrict(o)
 		}
 	}
-	if owner.IsZero() {
+	if owner.isZero() {
 		return Owner{}, `it has no owner: add a member "sub", or say whose the set is`
 	}
 	return owner, ""
 }
 
-// certifiedName is the only URI in the certificate of the key, if it is one of this key.
+// certifiedName is the only URI in the key's certificate, if that is one of this key.
 func certifiedName(entry jwk.Key, chain *cert.Chain) string {
 	der, _ := chain.Get(0)
 	leaf, err := cert.Parse(der)
@@ -253,8 +281,7 @@ func certifiedName(entry jwk.Key, chain *cert.Chain) string {
 	return leaf.URIs[0].String()
 }
 
-// formerOf reads the identities besides the owner. Like the owner's own they must be
-// covered by the owner of the set, and none is a whole trust domain.
+// formerOf reads the identities besides the owner, which the set's owner must cover too.
 func formerOf(entry jwk.Key, owner Owner) ([]Owner, string) {
 	v, ok := entry.Get(memberFormer)
 	if !ok {
@@ -271,11 +298,127 @@ func formerOf(entry jwk.Key, owner Owner) ([]Owner, string) {
 		if err != nil || o.kind != oneIdentity {
 			return nil, fmt.Sprintf("its member %q holds something else than an identity", memberFormer)
 		}
-		o, reason := owner.bound(o)
+		o, reason := owner.restrict(o)
 		if reason != "" {
 			return nil, reason
 		}
 		former = append(former, o)
 	}
 	return former, ""
+}
+
+// privateKeys reads the text of a key file: a JSON Web Key, a set of them, or PEM.
+func privateKeys(text []byte) ([]ringKey, error) {
+	if len(text) > maxKeySet {
+		return nil, errors.New("ect: the key file is too large")
+	}
+	parsed, err := jwk.Parse(text)
+	if err != nil {
+		if parsed, err = jwk.Parse(text, jwk.WithPEM(true)); err != nil {
+			return nil, errors.New("ect: the key file holds neither a JSON Web Key, a set of them, nor PEM")
+		}
+	}
+	var keys []ringKey
+	for i := range parsed.Len() {
+		entry, _ := parsed.Key(i)
+		k, reason := keyOf(entry)
+		if reason != "" {
+			return nil, fmt.Errorf("ect: key %d of the key file is not used: %s", i+1, reason)
+		}
+		created, ok := dateMember(entry, "iat")
+		if !ok {
+			return nil, fmt.Errorf("ect: key %d of the key file has an iat that is not a date", i+1)
+		}
+		var raw any
+		_ = entry.Raw(&raw) // checked by keyOf
+		private, _ := raw.(crypto.Signer)
+		if private != nil && !isPair(private) {
+			return nil, fmt.Errorf("ect: key %d of the key file has a private part that does not belong to its public one", i+1)
+		}
+		keys = append(keys, ringKey{Key: *k, private: private, created: created})
+	}
+	return keys, nil
+}
+
+// isPair reports whether the private part belongs to the public one: else nobody could
+// verify its signatures.
+func isPair(private crypto.Signer) bool {
+	switch key := private.(type) {
+	case *ecdsa.PrivateKey:
+		secret, err := key.ECDH()
+		if err != nil {
+			return false
+		}
+		point, err := key.PublicKey.ECDH()
+		return err == nil && secret.PublicKey().Equal(point)
+	case ed25519.PrivateKey:
+		return len(key) == ed25519.PrivateKeySize && ed25519.NewKeyFromSeed(key.Seed()).Equal(key)
+	}
+	return false
+}
+
+// marshalKeys writes keys as a set: with the private parts, or for others to see.
+func marshalKeys(keys []ringKey, owner string, private bool) ([]byte, error) {
+	set := jwk.NewSet()
+	for i := range keys {
+		entry, err := marshalKey(&keys[i], owner, private)
+		if err != nil {
+			return nil, err
+		}
+		if err := set.AddKey(entry); err != nil {
+			return nil, err
+		}
+	}
+	text, err := json.MarshalIndent(set, "", "  ")
+	return append(text, '\n'), err
+}
+
+func marshalKey(k *ringKey, owner string, private bool) (jwk.Key, error) {
+	var raw any = k.public
+	if private && k.private != nil {
+		raw = k.private
+	}
+	entry, err := jwk.FromRaw(raw)
+	if err != nil {
+		return nil, err
+	}
+	members := map[string]any{
+		jwk.KeyIDKey: k.id, jwk.AlgorithmKey: k.algorithm.String(), jwk.KeyUsageKey: "sig",
+	}
+	if !k.created.IsZero() {
+		members["iat"] = k.created.Unix()
+	}
+	if !k.notAfter.IsZero() {
+		members["exp"] = k.notAfter.Unix()
+	}
+	if k.revoked {
+		members["revoked"] = true
+	}
+	if owner != "" {
+		members["sub"] = owner
+	}
+	if len(k.former) > 0 && !private {
+		names := make([]any, len(k.former))
+		for i, o := range k.former {
+			names[i] = o.String()
+		}
+		members[memberFormer] = names
+	}
+	for name, value := range members {
+		if err := entry.Set(name, value); err != nil {
+			return nil, err
+		}
+	}
+	return entry, nil
+}
+
+// thumbprint names a key by itself (RFC 7638).
+func thumbprint(public crypto.PublicKey) (string, error) {
+	k := ringKey{Key: Key{public: public}}
+	entry, err := marshalKey(&k, "", false)
+	if err != nil {
+		return "", err
+	}
+	sum, err := entry.Thumbprint(crypto.SHA256)
+	return base64.RawURLEncoding.EncodeToString(sum), err
 }

@@ -3,6 +3,16 @@ package ect
 import (
 	"context"
 	"crypto"
+	"crypto/ecdsa"
+	"crypto/ed25519"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/sha512"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
 	"time"
 )
 
@@ -11,9 +21,9 @@ type Key struct {
 	id        string
 	algorithm Algorithm
 	owner     Owner
-	former    []Owner          // for what it has signed under earlier names
+	former    []Owner          // for signatures under earlier names
 	public    crypto.PublicKey // *ecdsa.PublicKey or ed25519.PublicKey
-	// notBefore and notAfter bound when the key may sign, and be used; zero is unbounded.
+	// notBefore and notAfter bound when the key is valid; zero is unbounded.
 	notBefore, notAfter time.Time
 	revoked             bool
 }
@@ -24,18 +34,36 @@ func (k *Key) ID() string { return k.id }
 // Algorithm is the only one that the key is used with.
 func (k *Key) Algorithm() Algorithm { return k.algorithm }
 
-// Owner is whose tokens the key may sign.
+// Owner is the identity, or identities, for which the key may sign.
 func (k *Key) Owner() Owner { return k.owner }
 
-// Revoked reports that nothing that the key has signed is believed any more.
-func (k *Key) Revoked() bool { return k.revoked }
-
-// covers reports whether the key is good at a time, give or take the skew.
+// covers reports whether the key is valid at a time, give or take the skew.
 func (k *Key) covers(at time.Time, skew time.Duration) bool {
 	return !k.revoked && (k.notBefore.IsZero() || !at.Add(skew).Before(k.notBefore)) && (k.notAfter.IsZero() || !at.Add(-skew).After(k.notAfter))
 }
 
-// samePublic reports whether two keys are one.
+// permits reports whether the key may sign for issuer, or was once allowed to.
+func (k *Key) permits(issuer string) bool {
+	return k.owner.permits(issuer) || slices.ContainsFunc(k.former, func(o Owner) bool { return o.permits(issuer) })
+}
+
+// withFormer adds the former names of its ring that the key has signed under.
+func (k *Key) withFormer(former []Former) (Key, error) {
+	own := *k
+	for i := range former {
+		if !former[i].names(k.id) {
+			continue
+		}
+		o, err := ParseOwner(former[i].Name)
+		if err != nil {
+			return own, err
+		}
+		own.former = append(own.former, o)
+	}
+	return own, nil
+}
+
+// samePublic reports whether two keys are equal.
 func samePublic(a, b *Key) bool {
 	public, ok := a.public.(interface{ Equal(crypto.PublicKey) bool })
 	return ok && public.Equal(b.public)
@@ -43,23 +71,325 @@ func samePublic(a, b *Key) bool {
 
 // Source finds public keys by name.
 type Source interface {
-	// Keys gives the keys of that name, none where there are none. Different owners
-	// may use one name. An error means that nothing is known.
+	// Keys returns the keys of that name, also of several owners; none is no error. An
+	// error says that nothing is known.
 	Keys(ctx context.Context, kid string) ([]*Key, error)
 }
 
-// Remote is what a Source is besides where Keys may have to wait for somebody else. All
-// sources are asked for what they have before any is waited for: who does not answer
-// must not hold up tokens whose keys are elsewhere (P4).
-type Remote interface {
-	// Cached gives the keys of that name that are there already.
-	Cached(kid string) []*Key
+// keyHistory is a Source that remembers replaced keys: records outlive their keys.
+type keyHistory interface {
+	// replaced returns the replaced keys of that name, but no revoked ones.
+	replaced(kid string) []*Key
 }
 
-// Archive is what a Source offers besides where it still knows keys that are no longer
-// used: records outlive the keys that they were signed with.
-type Archive interface {
-	// Retired gives the keys of that name that were replaced. Revoked ones are not
-	// among them.
-	Retired(kid string) []*Key
+// maxURI is the greatest length of an identity, in bytes (SPIFFE ID, 2.3).
+const maxURI = 2048
+
+// Owner says for which identities a key may sign. The zero Owner is for none.
+type Owner struct {
+	kind ownerKind
+	name string
+}
+
+type ownerKind uint8
+
+const (
+	nobody ownerKind = iota
+	oneIdentity
+	trustDomain
+	anyone
+)
+
+// Anyone lets a key sign for every issuer, for sets whose owners trust each other.
+func Anyone() Owner { return Owner{kind: anyone} }
+
+// ParseOwner reads an owner: a SPIFFE trust domain ("spiffe://example.com") is all
+// identities in it, any other URI is that identity.
+func ParseOwner(v string) (Owner, error) {
+	if domain, ok := strings.CutPrefix(v, spiffeScheme); ok && !strings.Contains(domain, "/") {
+		if !validTrustDomain(domain) {
+			return Owner{}, fmt.Errorf("ect: %q is not a SPIFFE trust domain", v)
+		}
+		return Owner{trustDomain, domain}, nil
+	}
+	if !validIdentity(v) {
+		return Owner{}, fmt.Errorf("ect: %q is not an identity; use a URI like spiffe://example.com/agent/a", v)
+	}
+	return Owner{oneIdentity, v}, nil
+}
+
+func (o Owner) isZero() bool { return o.kind == nobody }
+
+func (o Owner) String() string {
+	switch o.kind {
+	case oneIdentity:
+		return o.name
+	case trustDomain:
+		return spiffeScheme + o.name
+	case anyone:
+		return "anyone"
+	}
+	return "nobody"
+}
+
+// restrict checks the owner that a key of a set names against the owner of the set, who must
+// not sign for others. In a set without an owner keys may name any owner.
+func (o Owner) restrict(named Owner) (Owner, string) {
+	if !o.isZero() && o != named && (named.kind != oneIdentity || !o.permits(named.name)) {
+		return Owner{}, fmt.Sprintf("it is said to belong to %s, and the set to %s", named, o)
+	}
+	return named, ""
+}
+
+// permits reports whether the owner may call itself issuer.
+func (o Owner) permits(issuer string) bool {
+	switch o.kind {
+	case oneIdentity:
+		return issuer == o.name
+	case trustDomain:
+		domain, ok := spiffeDomain(issuer)
+		return ok && domain == o.name
+	case anyone:
+		return validIdentity(issuer)
+	}
+	return false
+}
+
+const spiffeScheme = "spiffe://"
+
+// validIdentity checks that v is printable, and a well-formed SPIFFE ID if it claims to be
+// one.
+func validIdentity(v string) bool {
+	if v == "" || len(v) > maxURI || !printable(v) {
+		return false
+	}
+	if len(v) >= 7 && strings.EqualFold(v[:7], "spiffe:") {
+		_, ok := spiffeDomain(v)
+		return ok
+	}
+	return true
+}
+
+// printable checks that v has visible characters only.
+func printable(v string) bool {
+	for _, r := range v {
+		if r <= ' ' || r == 0x7f || 0x80 <= r && r <= 0xa0 || r == '\u2028' || r == '\u2029' || r == '\ufffd' {
+			return false
+		}
+	}
+	return true
+}
+
+// spiffeDomain is the trust domain of a workload's SPIFFE ID. Only the exact form counts:
+// elsewhere, two spellings would be two identities.
+func spiffeDomain(id string) (string, bool) {
+	rest, ok := strings.CutPrefix(id, spiffeScheme)
+	if !ok || len(id) > maxURI {
+		return "", false
+	}
+	domain, path, ok := strings.Cut(rest, "/")
+	if !ok || !validTrustDomain(domain) {
+		return "", false
+	}
+	for segment := range strings.SplitSeq(path, "/") {
+		if segment == "" || segment == "." || segment == ".." {
+			return "", false
+		}
+		if !onlyIDChars(segment, true) {
+			return "", false
+		}
+	}
+	return domain, true
+}
+
+func validTrustDomain(v string) bool { return v != "" && len(v) <= 255 && onlyIDChars(v, false) }
+
+func onlyIDChars(v string, upper bool) bool {
+	for i := range len(v) {
+		c := v[i]
+		if ('a' > c || c > 'z') && ('0' > c || c > '9') && c != '-' && c != '.' && c != '_' && (!upper || 'A' > c || c > 'Z') {
+			return false
+		}
+	}
+	return true
+}
+
+// Algorithm is a signature algorithm. All need a key pair, so that "none" and HMAC cannot
+// be configured.
+type Algorithm uint8
+
+// The algorithms. Only ES256 is accepted by default.
+const (
+	ES256 Algorithm = iota + 1
+	ES384
+	EdDSA
+)
+
+// Algorithms lists all that can be allowed.
+func Algorithms() []Algorithm { return []Algorithm{ES256, ES384, EdDSA} }
+
+// ParseAlgorithm reads the name that the header parameter alg has.
+func ParseAlgorithm(name string) (Algorithm, error) {
+	if alg, ok := algorithmNamed(name); ok {
+		return alg, nil
+	}
+	return 0, fmt.Errorf("ect: no signature algorithm is called %q; there are ES256, ES384 and EdDSA", name)
+}
+
+func algorithmNamed(name string) (Algorithm, bool) {
+	for _, a := range Algorithms() {
+		if a.String() == name {
+			return a, true
+		}
+	}
+	return 0, false
+}
+
+func (a Algorithm) String() string {
+	switch a {
+	case ES256:
+		return "ES256"
+	case ES384:
+		return "ES384"
+	case EdDSA:
+		return "EdDSA"
+	}
+	return "none"
+}
+
+// algorithms is a set of them.
+type algorithms uint8
+
+func (s algorithms) has(a Algorithm) bool { return s&(1<<a) != 0 }
+
+func algorithmSet(list []Algorithm) (algorithms, error) {
+	var s algorithms
+	for _, a := range list {
+		if a < ES256 || a > EdDSA {
+			return 0, fmt.Errorf("ect: there is no signature algorithm %d", a)
+		}
+		s |= 1 << a
+	}
+	return s, nil
+}
+
+// signatureSize is the length of a raw signature in bytes.
+func (a Algorithm) signatureSize() int {
+	if a == ES384 {
+		return 96
+	}
+	return 64
+}
+
+// algorithmOf is the one that a public key is used with.
+func algorithmOf(public crypto.PublicKey) (Algorithm, bool) {
+	switch key := public.(type) {
+	case *ecdsa.PublicKey:
+		switch key.Curve {
+		case elliptic.P256():
+			return ES256, true
+		case elliptic.P384():
+			return ES384, true
+		}
+	case ed25519.PublicKey:
+		return EdDSA, len(key) == ed25519.PublicKeySize
+	}
+	return 0, false
+}
+
+// digest appends the hash that ECDSA signs.
+func (a Algorithm) digest(dst, text []byte) []byte {
+	if a == ES384 {
+		sum := sha512.Sum384(text)
+		return append(dst, sum[:]...)
+	}
+	sum := sha256.Sum256(text)
+	return append(dst, sum[:]...)
+}
+
+// verify checks a raw signature. It calls the standard library directly: a JWS library
+// doubles the cost (ADR 0020).
+func (a Algorithm) verify(public crypto.PublicKey, text, signature []byte) bool {
+	if len(signature) != a.signatureSize() {
+		return false
+	}
+	switch key := public.(type) {
+	case ed25519.PublicKey:
+		return ed25519.Verify(key, text, signature)
+	case *ecdsa.PublicKey:
+		var sum [sha512.Size384]byte
+		var der [maxDER]byte
+		return ecdsa.VerifyASN1(key, a.digest(sum[:0], text), toDER(der[:0], signature))
+	}
+	return false
+}
+
+// sign appends the raw signature of text.
+func (a Algorithm) sign(dst []byte, private crypto.Signer, text []byte) ([]byte, error) {
+	switch key := private.(type) {
+	case ed25519.PrivateKey:
+		return append(dst, ed25519.Sign(key, text)...), nil
+	case *ecdsa.PrivateKey:
+		var sum [sha512.Size384]byte
+		der, err := ecdsa.SignASN1(rand.Reader, key, a.digest(sum[:0], text))
+		if err != nil {
+			return nil, err
+		}
+		return fromDER(dst, der, a.signatureSize()/2)
+	}
+	return nil, errors.New("ect: this kind of key cannot sign")
+}
+
+// maxDER is the longest DER of a signature: two integers of 48 octets and a sign, with
+// their headers, and that of the sequence.
+const maxDER = 2 + 2*(2+1+48)
+
+// toDER writes a raw signature for the standard library. All lengths fit into one octet.
+func toDER(dst, raw []byte) []byte {
+	dst = append(dst, 0x30, 0)
+	half := len(raw) / 2
+	dst = appendInteger(dst, raw[:half])
+	dst = appendInteger(dst, raw[half:])
+	dst[1] = byte(len(dst) - 2)
+	return dst
+}
+
+func appendInteger(dst, octets []byte) []byte {
+	for len(octets) > 1 && octets[0] == 0 {
+		octets = octets[1:]
+	}
+	if octets[0]&0x80 != 0 {
+		dst = append(dst, 2, byte(len(octets)+1), 0)
+	} else {
+		dst = append(dst, 2, byte(len(octets)))
+	}
+	return append(dst, octets...)
+}
+
+var errDER = errors.New("ect: the signature just made has an unexpected form")
+
+// fromDER appends the raw form of the standard library's signature.
+func fromDER(dst, der []byte, size int) ([]byte, error) {
+	if len(der) < 2 || der[0] != 0x30 || int(der[1]) != len(der)-2 {
+		return nil, errDER
+	}
+	der = der[2:]
+	for range 2 {
+		if len(der) < 2 || der[0] != 2 || int(der[1]) > len(der)-2 {
+			return nil, errDER
+		}
+		octets := der[2 : 2+int(der[1])]
+		der = der[2+len(octets):]
+		for len(octets) > 0 && octets[0] == 0 {
+			octets = octets[1:]
+		}
+		if len(octets) > size {
+			return nil, errDER
+		}
+		for range size - len(octets) {
+			dst = append(dst, 0)
+		}
+		dst = append(dst, octets...)
+	}
+	return dst, nil
 }

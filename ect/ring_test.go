@@ -9,6 +9,7 @@ import (
 	"encoding/json"
 	"encoding/pem"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -23,38 +24,26 @@ import (
 
 func issuerOf(t testing.TB, ring *ect.Ring) *ect.Issuer {
 	t.Helper()
-	i, err := ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring})
-	if err != nil {
-		t.Fatal(err)
-	}
+	i := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring}))(t)
 	return i
 }
 
 func issue(t testing.TB, ring *ect.Ring) *ect.Token {
 	t.Helper()
-	token, err := issuerOf(t, ring).Issue(at, ect.Claims{Audience: []string{gateway}, Action: "a"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	token := must(issuerOf(t, ring).Issue(at, ect.Claims{Audience: []string{gateway}, Action: "a"}))(t)
 	return token
 }
 
-// published is what others get to verify with.
+// published is the public set, without secrets.
 func published(t testing.TB, ring *ect.Ring, now time.Time) *ect.Set {
 	t.Helper()
-	text, err := ring.PublicSet(now, clinical)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := must(ring.PublicSet(now, clinical))(t)
 	for _, secret := range []string{`"d"`, `"k"`} {
 		if bytes.Contains(text, []byte(secret)) {
 			t.Fatalf("published: %s", text)
 		}
 	}
-	set, err := ect.ParseSet(text, ect.Owner{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	set := must(ect.ParseSet(text, ect.Owner{}))(t)
 	return set
 }
 
@@ -66,24 +55,15 @@ func TestRingFile(t *testing.T) {
 		if _, err := ect.LoadRing(path); !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("a missing file: %v", err)
 		}
-		ring, err := ect.CreateRing(path, alg)
-		if err != nil {
-			t.Fatal(err)
-		}
-		info, err := os.Stat(path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		ring := must(ect.CreateRing(path, alg))(t)
+		info := must(os.Stat(path))(t)
 		if runtime.GOOS != "windows" && info.Mode().Perm() != 0o600 {
 			t.Errorf("mode %v", info.Mode())
 		}
 		if _, err := ect.CreateRing(path, alg); !errors.Is(err, fs.ErrExist) {
 			t.Errorf("written over: %v", err)
 		}
-		again, err := ect.LoadRing(path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		again := must(ect.LoadRing(path))(t)
 		if a, b := ring.List()[0], again.List()[0]; a.ID != b.ID || !a.Created.Equal(b.Created) || !b.Signs || b.Algorithm != alg {
 			t.Errorf("%+v became %+v", a, b)
 		}
@@ -102,15 +82,9 @@ func TestRingFile(t *testing.T) {
 // expired, verifies records for ever, and has lost its private part.
 func TestRotation(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "ect.jwks")
-	ring, err := ect.CreateRing(path, ect.ES256)
-	if err != nil {
-		t.Fatal(err)
-	}
+	ring := must(ect.CreateRing(path, ect.ES256))(t)
 	old := issue(t, ring)
-	kid, err := ring.Rotate(path, ect.EdDSA, at, 10*time.Minute)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kid := must(ring.Rotate(path, ect.EdDSA, at, 10*time.Minute))(t)
 	fresh := issue(t, ring)
 	if fresh.Key().ID() != kid || old.Key().ID() == kid {
 		t.Errorf("the new key does not sign")
@@ -119,10 +93,7 @@ func TestRotation(t *testing.T) {
 	if len(list) != 2 || list[0].Signs || !list[1].Signs || list[0].Until.Before(at.Add(10*time.Minute)) {
 		t.Errorf("%+v", list)
 	}
-	text, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := must(os.ReadFile(path))(t)
 	if n := bytes.Count(text, []byte(`"d"`)); n != 1 {
 		t.Errorf("%d private parts in the file", n)
 	}
@@ -131,14 +102,8 @@ func TestRotation(t *testing.T) {
 			t.Errorf("%d keys are published after %v", n, after)
 		}
 	}
-	owner, err := ect.ParseOwner(clinical)
-	if err != nil {
-		t.Fatal(err)
-	}
-	restarted, err := ect.LoadRing(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	owner := must(ect.ParseOwner(clinical))(t)
+	restarted := must(ect.LoadRing(path))(t)
 	v := verifier(t, restarted.Source(owner), func(p *ect.Policy) { p.Algorithms = ect.Algorithms() })
 	for _, token := range []*ect.Token{old, fresh} {
 		if _, err := v.VerifyStored(t.Context(), token.Raw()); err != nil {
@@ -148,24 +113,18 @@ func TestRotation(t *testing.T) {
 	if issue(t, restarted).Key().ID() != kid {
 		t.Error("the restarted ring signs with another key")
 	}
-	first, err := ect.ParseRing(text)
-	if err != nil {
-		t.Fatal(err)
-	}
+	first := must(ect.ParseRing(text))(t)
 	first.Reload(restarted)
 	if issue(t, first).Key().ID() != kid {
 		t.Error("not reloaded")
 	}
 }
 
-// TestRotationOfAStolenKey: a rotation that keeps nothing ends the publication of every
-// key before it, and of none of their records.
+// TestRotationOfAStolenKey: a rotation with keep 0 ends the publication of every earlier
+// key, but their records still verify.
 func TestRotationOfAStolenKey(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "ect.jwks")
-	ring, err := ect.CreateRing(path, ect.ES256)
-	if err != nil {
-		t.Fatal(err)
-	}
+	ring := must(ect.CreateRing(path, ect.ES256))(t)
 	first := issue(t, ring)
 	if _, err := ring.Rotate(path, ect.ES256, at, time.Hour); err != nil {
 		t.Fatal(err)
@@ -197,15 +156,9 @@ func TestRotationOfAStolenKey(t *testing.T) {
 	}
 
 	// By hand, not even its records are believed any more.
-	text, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := must(os.ReadFile(path))(t)
 	text = bytes.Replace(text, []byte(`"kid": "`+first.Key().ID()+`"`), []byte(`"revoked": true, "kid": "`+first.Key().ID()+`"`), 1)
-	revoked, err := ect.ParseRing(text)
-	if err != nil {
-		t.Fatal(err)
-	}
+	revoked := must(ect.ParseRing(text))(t)
 	for _, key := range revoked.List() {
 		if key.Revoked != (key.ID == first.Key().ID()) {
 			t.Errorf("%+v", key)
@@ -216,18 +169,12 @@ func TestRotationOfAStolenKey(t *testing.T) {
 	}
 }
 
-// TestRotationBesideUse: nothing is signed with a key that the file does not hold, and
-// nobody waits.
+// TestRotationBesideUse: concurrent signers do not wait for a rotation, and sign only with
+// keys that the file holds.
 func TestRotationBesideUse(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "ect.jwks")
-	ring, err := ect.CreateRing(path, ect.EdDSA)
-	if err != nil {
-		t.Fatal(err)
-	}
-	owner, err := ect.ParseOwner(clinical)
-	if err != nil {
-		t.Fatal(err)
-	}
+	ring := must(ect.CreateRing(path, ect.EdDSA))(t)
+	owner := must(ect.ParseOwner(clinical))(t)
 	v := verifier(t, ring.Source(owner), func(p *ect.Policy) { p.Algorithms = ect.Algorithms() })
 	stop := make(chan struct{})
 	var all sync.WaitGroup
@@ -258,10 +205,7 @@ func TestRotationBesideUse(t *testing.T) {
 // on with its key.
 func TestRotationRefused(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "ect.jwks")
-	ring, err := ect.CreateRing(path, ect.ES256)
-	if err != nil {
-		t.Fatal(err)
-	}
+	ring := must(ect.CreateRing(path, ect.ES256))(t)
 	before := ring.List()[0].ID
 	if err := os.WriteFile(path, []byte("{}"), 0o600); err != nil {
 		t.Fatal(err)
@@ -286,26 +230,11 @@ func TestRotationRefused(t *testing.T) {
 // TestGivenKeys: one JSON Web Key, a set, and PEM in both forms are read; what cannot
 // sign is not.
 func TestGivenKeys(t *testing.T) {
-	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pkcs8, err := x509.MarshalPKCS8PrivateKey(private)
-	if err != nil {
-		t.Fatal(err)
-	}
-	sec1, err := x509.MarshalECPrivateKey(private)
-	if err != nil {
-		t.Fatal(err)
-	}
-	ring, err := ect.GenerateRing(ect.ES384)
-	if err != nil {
-		t.Fatal(err)
-	}
-	set, err := ring.MarshalText()
-	if err != nil {
-		t.Fatal(err)
-	}
+	private := must(ecdsa.GenerateKey(elliptic.P256(), rand.Reader))(t)
+	pkcs8 := must(x509.MarshalPKCS8PrivateKey(private))(t)
+	sec1 := must(x509.MarshalECPrivateKey(private))(t)
+	ring := must(ect.GenerateRing(ect.ES384))(t)
+	set := must(ring.MarshalText())(t)
 	var parsed struct{ Keys []json.RawMessage }
 	if err := json.Unmarshal(set, &parsed); err != nil {
 		t.Fatal(err)
@@ -325,10 +254,7 @@ func TestGivenKeys(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	public, err := ring.PublicSet(at, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	public := must(ring.PublicSet(at, ""))(t)
 	for name, text := range map[string][]byte{
 		"public": public, "empty": []byte(`{"keys":[]}`), "none": nil, "symmetric": []byte(`{"kty":"oct","k":"AAAA"}`), "text": []byte("secret"),
 		"of two keys": []byte(`{"kty":"EC","crv":"P-256","d":"` + strings.Repeat("0", 43) + `","x":"X-sGb3XpNWAdgKNHGPJDHSNzPvPHv-i5G3SxjgBmme0","y":"LkJWp7tcZCn6mEyLmem4EqLyvnCtogrv86jRCSHju7A"}`),
@@ -340,6 +266,156 @@ func TestGivenKeys(t *testing.T) {
 			t.Errorf("%s can sign", name)
 		} else if strings.Contains(err.Error(), "secret") {
 			t.Errorf("%s: the error repeats the file: %v", name, err)
+		}
+	}
+}
+
+// A key must be valid at iat and when the token is presented: a thief of an ended key can
+// backdate tokens. For records only iat counts.
+func TestEndedKeys(t *testing.T) {
+	a := newAgent(t, "k", "ES256")
+	raw := a.send(t, a.header(), with(map[string]any{"iat": issued - 200}))
+	for _, c := range []struct {
+		name string
+		key  map[string]any
+		want ect.Code
+	}{
+		{"unbounded", nil, ""},
+		{"ends later", map[string]any{"exp": issued + 1}, ""},
+		{"has ended within the skew", map[string]any{"exp": issued - 30}, ""},
+		{"has ended", map[string]any{"exp": issued - 31}, ect.CodeKeyRevoked},
+		{"had ended long before now", map[string]any{"exp": issued - 100}, ect.CodeKeyRevoked},
+		{"had ended before the token was made", map[string]any{"exp": issued - 201}, ect.CodeKeyRevoked},
+		{"began after the token was made", map[string]any{"nbf": issued - 199}, ect.CodeKeyRevoked},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			v := verifier(t, parseSet(t, clinical, a.jwk(t, c.key)), nil)
+			wantCode(t, refusal(t, v, raw), c.want)
+		})
+	}
+	v := verifier(t, parseSet(t, clinical, a.jwk(t, map[string]any{"exp": issued - 100})), nil)
+	if _, err := v.VerifyStored(t.Context(), raw); err != nil {
+		t.Error(err)
+	}
+	// Where two sources name one key with two ends, one that holds will do.
+	v = verifierOver(t, parseSet(t, clinical, a.jwk(t, map[string]any{"exp": issued - 100})), parseSet(t, clinical, a.jwk(t, nil)))
+	wantCode(t, refusal(t, v, raw), "")
+}
+
+// Issue 4, "rotation keeps old public keys until their tokens have expired": a token of
+// the replaced key passes as long as it would have, with what is published and with the
+// ring itself, and as a record for ever.
+func TestTokensOutliveTheRotation(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "ect.jwks")
+	ring := must(ect.CreateRing(path, ect.ES256))(t)
+	issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring}))(t)
+	token := must(issuer.Issue(at, ect.Claims{Audience: []string{gateway}, Action: "act"}))(t)
+	if _, err := ring.Rotate(path, ect.ES256, at, ect.DefaultLife); err != nil {
+		t.Fatal(err)
+	}
+	owner := must(ect.ParseOwner(clinical))(t)
+	last := token.Expires().Add(ect.Skew)
+	for _, now := range []time.Time{at, token.Expires(), last} {
+		text := must(ring.PublicSet(at, clinical))(t)
+		set := must(ect.ParseSet(text, ect.Owner{}))(t)
+		for _, source := range []ect.Source{ring.Source(owner), set} {
+			t.Run(fmt.Sprintf("%T after %v", source, now.Sub(at)), func(t *testing.T) {
+				_, err := verifier(t, source, nil).Verify(t.Context(), token.Raw(), ect.Presentation{Now: now})
+				wantCode(t, err, "")
+			})
+		}
+	}
+	if _, err := verifier(t, ring.Source(owner), nil).VerifyStored(t.Context(), token.Raw()); err != nil {
+		t.Error(err)
+	}
+}
+
+// A key's tokens under an earlier name are valid; those under another's name, or of a later
+// key under the earlier name, are not.
+func TestFormerNames(t *testing.T) {
+	const before, now = "spiffe://example.com/gateway", "spiffe://example.com/gateway2"
+	ring := must(ect.GenerateRing(ect.ES256))(t)
+	issue := func(ring *ect.Ring, name string) string {
+		t.Helper()
+		issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: name, Ring: ring}))(t)
+		token := must(issuer.Issue(time.Now(), ect.Claims{Audience: []string{now}, Action: "pay"}))(t)
+		return token.Raw()
+	}
+	old := ring.List()[0].ID
+	honest, other := issue(ring, before), issue(ring, "spiffe://example.com/somebody")
+	former := ect.Former{Name: before, Keys: []string{old}}
+	owner := must(ect.ParseOwner(now))(t)
+	file := filepath.Join(t.TempDir(), "key")
+	text := must(ring.MarshalText())(t)
+	if err := os.WriteFile(file, text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ring.Rotate(file, ect.ES256, time.Now(), time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	late := issue(ring, before)
+	public := must(ring.PublicSet(time.Now(), now, former))(t)
+	set, err := ect.ParseSet(public, ect.Owner{})
+	if err != nil || set.Len() != 2 || strings.Count(string(public), "former_sub") != 1 {
+		t.Fatalf("%v\n%s", err, public)
+	}
+	for name, source := range map[string]ect.Source{"ring": ring.Source(owner, former), "published": set} {
+		v := must(ect.NewVerifier(ect.Policy{Audience: []string{now}, Sources: []ect.Source{source}, Algorithms: ect.Algorithms(), AnyID: true}))(t)
+		token, err := v.VerifyStored(t.Context(), honest)
+		if err != nil || !ring.Signed(token, []ect.Former{former}) || ring.Signed(token, []ect.Former{{Name: now}}) {
+			t.Errorf("%s: what was signed under the name of before: %v", name, err)
+		}
+		for what, raw := range map[string]string{"of somebody else": other, "of the name of before, under a later key": late} {
+			var refused *ect.Error
+			if _, err := v.VerifyStored(t.Context(), raw); !errors.As(err, &refused) || refused.Code != ect.CodeIssuer {
+				t.Errorf("%s: a token %s: %v", name, what, err)
+			}
+		}
+	}
+	// Who publishes a set for one domain cannot speak for names outside it.
+	outside := must(ring.PublicSet(time.Now(), now, ect.Former{Name: "spiffe://other.example/gateway"}))(t)
+	domain := must(ect.ParseOwner("spiffe://example.com"))(t)
+	for text, of := range map[string]ect.Owner{
+		string(outside): domain,
+		strings.Replace(string(public), `"`+before+`"`, `"spiffe://example.com"`, 1): {},
+		strings.Replace(string(public), `"`+before+`"`, `7`, 1):                      {},
+	} {
+		if set, err := ect.ParseSet([]byte(text), of); err != nil || len(set.Skipped()) == 0 {
+			t.Errorf("not refused: %v", err)
+		}
+	}
+}
+
+// ADR 0040: a renamed verifier accepts tokens that it issued to its earlier name, and nobody
+// else's.
+func TestFormerAudience(t *testing.T) {
+	const now, before, agent = "spiffe://example.com/now", "spiffe://example.com/before", "spiffe://example.com/agent"
+	var sources []ect.Source
+	issuers := map[string]*ect.Issuer{}
+	issuer := func(name string, ring *ect.Ring) *ect.Issuer {
+		t.Helper()
+		i := must(ect.NewIssuer(ect.IssuerOptions{Identity: name, Ring: ring}))(t)
+		return i
+	}
+	for _, name := range []string{now, agent, before} {
+		ring := must(ect.GenerateRing(ect.ES256))(t)
+		owner := must(ect.ParseOwner(name))(t)
+		var former []ect.Former
+		if name == now {
+			former = []ect.Former{{Name: before}}
+			issuers["renamed"] = issuer(before, ring)
+		}
+		sources, issuers[name] = append(sources, ring.Source(owner, former...)), issuer(name, ring)
+	}
+	for _, names := range [][]string{nil, {before}} {
+		v := must(ect.NewVerifier(ect.Policy{Audience: []string{now}, Former: names, Sources: sources}))(t)
+		for who, own := range map[string]bool{"renamed": true, now: true, agent: false, before: false} {
+			token := must(issuers[who].Issue(time.Now(), ect.Claims{Audience: []string{before, agent}, Action: "pay"}))(t)
+			var refused *ect.Error
+			_, err := v.Verify(t.Context(), token.Raw(), ect.Presentation{Now: time.Now()})
+			if accepted := own && names != nil; accepted != (err == nil) || !accepted && (!errors.As(err, &refused) || refused.Code != ect.CodeAudience) {
+				t.Errorf("of %s with %v: %v", who, names, err)
+			}
 		}
 	}
 }

@@ -20,8 +20,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
-// TestSetSkips: what cannot or must not verify is skipped, with the reason, and the
-// rest of the set is used.
+// TestSetSkips: unusable keys are skipped with a reason, and the rest of the set is used.
 func TestSetSkips(t *testing.T) {
 	a := newAgent(t, "a", "ES256")
 	good := a.jwk(t, map[string]any{"sub": clinical})
@@ -48,10 +47,7 @@ func TestSetSkips(t *testing.T) {
 		"P-521 curve": {map[string]any{"kty": "EC", "crv": "P-521", "kid": "x", "x": "AA", "y": "AA", "sub": clinical}, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			set, err := ect.ParseSet(keySet(t, good, c.key), ect.Owner{})
-			if err != nil {
-				t.Fatal(err)
-			}
+			set := must(ect.ParseSet(keySet(t, good, c.key), ect.Owner{}))(t)
 			skipped := set.Skipped()
 			if set.Len() != 1 || len(skipped) > 1 || c.reason != "" && (len(skipped) != 1 || !strings.Contains(skipped[0].Reason, c.reason)) {
 				t.Errorf("%d used, skipped %v", set.Len(), skipped)
@@ -65,7 +61,7 @@ func TestSetSkips(t *testing.T) {
 	}
 }
 
-// What the library for keys cannot read is told of like everything that is not used: a set
+// What the library for keys cannot read is reported like everything that is not used: a set
 // of nothing else is a mistake, and takes no keys away that were known.
 func TestUnreadableKeys(t *testing.T) {
 	a := newAgent(t, "a", "ES256")
@@ -93,10 +89,7 @@ func TestUnreadableKeys(t *testing.T) {
 // TestUnnamedKey: a key without a name has its thumbprint (RFC 7638) for one.
 func TestUnnamedKey(t *testing.T) {
 	text := `{"keys":[{"kty":"OKP","crv":"Ed25519","x":"11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"}]}`
-	set, err := ect.ParseSet([]byte(text), ect.Anyone())
-	if err != nil {
-		t.Fatal(err)
-	}
+	set := must(ect.ParseSet([]byte(text), ect.Anyone()))(t)
 	// The example of RFC 8037, appendix A.3.
 	if keys, _ := set.Keys(t.Context(), "kPrK_qmxVWaYVA9wwBF6Iuo3vVzz7TxHCTwXBygrS4k"); len(keys) != 1 || keys[0].Algorithm() != ect.EdDSA {
 		t.Errorf("keys %v, skipped %v", set.All(), set.Skipped())
@@ -107,15 +100,9 @@ func TestUnnamedKey(t *testing.T) {
 // only there.
 func TestCertifiedOwner(t *testing.T) {
 	a, b := newAgent(t, "k", "ES256"), newAgent(t, "k", "ES256")
-	uri, err := url.Parse(clinical)
-	if err != nil {
-		t.Fatal(err)
-	}
+	uri := must(url.Parse(clinical))(t)
 	template := &x509.Certificate{URIs: []*url.URL{uri}, NotAfter: time.Now().Add(time.Hour)}
-	der, err := x509.CreateCertificate(rand.Reader, template, template, a.private.Public(), a.private)
-	if err != nil {
-		t.Fatal(err)
-	}
+	der := must(x509.CreateCertificate(rand.Reader, template, template, a.private.Public(), a.private))(t)
 	chain := map[string]any{"x5c": []string{base64.StdEncoding.EncodeToString(der)}}
 	for name, c := range map[string]struct {
 		key   map[string]any
@@ -133,7 +120,7 @@ func TestCertifiedOwner(t *testing.T) {
 	}
 }
 
-// TestOwnersBound: who publishes a set speaks for itself, and for nobody else.
+// TestOwnersBound: the owner of a set limits the owners of its keys.
 func TestOwnersBound(t *testing.T) {
 	a := newAgent(t, "k", "ES256")
 	for _, c := range []struct {
@@ -158,7 +145,7 @@ func TestOwnersBound(t *testing.T) {
 // TestOwners: what is an owner, and what is not.
 func TestOwners(t *testing.T) {
 	for _, good := range []string{clinical, "spiffe://example.com", "https://a.example.com/x", "urn:uuid:" + taskID, "agent-a"} {
-		if o, err := ect.ParseOwner(good); err != nil || o.IsZero() || o.String() != good {
+		if o, err := ect.ParseOwner(good); err != nil || o == (ect.Owner{}) || o.String() != good {
 			t.Errorf("%s: %v, %v", good, o, err)
 		}
 	}
@@ -187,15 +174,12 @@ func TestLargeSets(t *testing.T) {
 // names are those of the given keys that a source has.
 func sourceHas(t testing.TB, s ect.Source, kid string) bool {
 	t.Helper()
-	keys, err := s.Keys(t.Context(), kid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	keys := must(s.Keys(t.Context(), kid))(t)
 	return len(keys) == 1
 }
 
 // TestFileSource: a changed file is read again; a broken or missing one changes
-// nothing and is told of; an empty one trusts nobody; what was replaced still verifies
+// nothing and is reported; an empty one trusts nobody; what was replaced still verifies
 // records.
 func TestFileSource(t *testing.T) {
 	a, b := newAgent(t, "a", "ES256"), newAgent(t, "b", "ES256")
@@ -211,14 +195,11 @@ func TestFileSource(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	owner, err := ect.ParseOwner("spiffe://example.com")
-	if err != nil {
-		t.Fatal(err)
-	}
-	told := 0
+	owner := must(ect.ParseOwner("spiffe://example.com"))(t)
+	calls := 0
 	var problem error
 	open := func() (*ect.FileSource, error) {
-		return ect.NewFileSource(ect.FileOptions{Path: path, Owner: owner, Look: 1, Changed: func(_ *ect.Set, err error) { told, problem = told+1, err }})
+		return ect.NewFileSource(ect.FileOptions{Path: path, Owner: owner, CheckInterval: 1, OnReload: func(_ *ect.Set, err error) { calls, problem = calls+1, err }})
 	}
 	if _, err := open(); err == nil {
 		t.Error("a missing file is a source")
@@ -228,17 +209,14 @@ func TestFileSource(t *testing.T) {
 		t.Errorf("a file of which nothing can be used: %v", err)
 	}
 	write(keySet(t, a.jwk(t, nil)))
-	s, err := open()
-	if err != nil {
-		t.Fatal(err)
-	}
+	s := must(open())(t)
 	has := func(kid string) bool { return sourceHas(t, s, kid) }
-	if !has("a") || has("b") || told != 0 {
+	if !has("a") || has("b") || calls != 0 {
 		t.Error("the first reading")
 	}
 	write(keySet(t, b.jwk(t, nil)))
-	if has("a") || !has("b") || told != 1 || problem != nil {
-		t.Errorf("the change was not seen, told %d, %v", told, problem)
+	if has("a") || !has("b") || calls != 1 || problem != nil {
+		t.Errorf("the change was not seen, %d calls, %v", calls, problem)
 	}
 	if len(s.Retired("a")) != 1 || len(s.Retired("b")) != 0 {
 		t.Error("the replaced key is not known to records")
@@ -265,7 +243,7 @@ func TestFileSource(t *testing.T) {
 	// A record signed with a key that was replaced is verified; a request is not.
 	v := verifier(t, s, nil)
 	raw := b.send(t, b.header(), figure())
-	_, err = v.Verify(t.Context(), raw, ect.Presentation{Now: at})
+	_, err := v.Verify(t.Context(), raw, ect.Presentation{Now: at})
 	wantCode(t, err, ect.CodeKeyID)
 	if _, err := v.VerifyStored(t.Context(), raw); err != nil {
 		t.Error(err)
@@ -288,10 +266,7 @@ func TestFileSourceFresh(t *testing.T) {
 		}
 	}
 	write(a)
-	s, err := ect.NewFileSource(ect.FileOptions{Path: path, Owner: ect.Anyone(), Look: 1})
-	if err != nil {
-		t.Fatal(err)
-	}
+	s := must(ect.NewFileSource(ect.FileOptions{Path: path, Owner: ect.Anyone(), CheckInterval: 1}))(t)
 	write(b)
 	if !sourceHas(t, s, "b") {
 		t.Error("a write within the same tick was not seen")
@@ -339,10 +314,7 @@ func (p *publisher) count() int {
 
 func urlSource(t testing.TB, p *publisher) *ect.URLSource {
 	t.Helper()
-	s, err := ect.NewURLSource(ect.URLOptions{URL: "https://agents.example.com/jwks", Owner: ect.Anyone(), Client: &http.Client{Transport: p}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	s := must(ect.NewURLSource(ect.URLOptions{URL: "https://agents.example.com/jwks", Owner: ect.Anyone(), Client: &http.Client{Transport: p}}))(t)
 	return s
 }
 
@@ -483,12 +455,199 @@ func (r redirector) RoundTrip(req *http.Request) (*http.Response, error) {
 // TestURLRedirect: a redirection to where keys are not taken from is not followed.
 func TestURLRedirect(t *testing.T) {
 	for to, ok := range map[string]bool{"https://b.example.com/": true, "http://b.example.com/": false} {
-		s, err := ect.NewURLSource(ect.URLOptions{URL: "https://a.example.com/", Client: &http.Client{Transport: redirector{to}}})
-		if err != nil {
-			t.Fatal(err)
-		}
+		s := must(ect.NewURLSource(ect.URLOptions{URL: "https://a.example.com/", Client: &http.Client{Transport: redirector{to}}}))(t)
 		if _, err := s.Keys(t.Context(), "x"); (err == nil) != ok {
 			t.Errorf("to %s: %v", to, err)
 		}
 	}
+}
+
+// A set makes the verifier try eight keys of one name at most. Those beyond are reported, as
+// everything in a set that is not used.
+func TestManyKeysOfOneName(t *testing.T) {
+	var agents []*agent
+	var keys []map[string]any
+	for range 10 {
+		a := newAgent(t, "key-1", "ES256")
+		agents, keys = append(agents, a), append(keys, a.jwk(t, nil))
+	}
+	other := newAgent(t, "key-2", "ES256")
+	agents, keys = append(agents, other), append(keys, other.jwk(t, nil))
+	set := parseSet(t, clinical, keys...)
+	v := verifier(t, set, nil)
+	for i, a := range agents {
+		_, err := v.Verify(t.Context(), a.send(t, a.header(), figure()), ect.Presentation{Now: at})
+		if i == 8 || i == 9 {
+			wantCode(t, err, ect.CodeSignature)
+		} else {
+			wantCode(t, err, "")
+		}
+	}
+	skipped := set.Skipped()
+	if set.Len() != 9 || len(skipped) != 2 {
+		t.Fatalf("%d used, skipped %v", set.Len(), skipped)
+	}
+	for _, s := range skipped {
+		if s.KeyID != "key-1" || !strings.Contains(s.Reason, "8 keys of its name") {
+			t.Errorf("%+v", s)
+		}
+	}
+}
+
+// Whoever replaces keys and keeps their name has the last eight that were replaced known to
+// records, whatever stands in the set, and takes no more memory than that.
+func TestRetiredKeysOfOneName(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "agents.jwks")
+	when := time.Now().Add(-time.Hour)
+	write := func(keys ...map[string]any) {
+		t.Helper()
+		if err := os.WriteFile(path, keySet(t, keys...), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		when = when.Add(time.Minute)
+		if err := os.Chtimes(path, when, when); err != nil {
+			t.Fatal(err)
+		}
+	}
+	owner := must(ect.ParseOwner(clinical))(t)
+	last := newAgent(t, "key-1", "ES256")
+	var eight []map[string]any
+	for range 8 {
+		eight = append(eight, newAgent(t, "key-1", "ES256").jwk(t, nil))
+	}
+	write(eight...)
+	s := must(ect.NewFileSource(ect.FileOptions{Path: path, Owner: owner, CheckInterval: 1}))(t)
+	write(last.jwk(t, nil))
+	sourceHas(t, s, "key-1")
+	for range 8 {
+		eight = append(eight[1:], newAgent(t, "key-1", "ES256").jwk(t, nil))
+	}
+	write(eight...)
+	sourceHas(t, s, "key-1")
+	if n := len(s.Retired("key-1")); n != 8 {
+		t.Errorf("%d keys are kept", n)
+	}
+	raw := last.send(t, last.header(), figure())
+	v := verifier(t, s, nil)
+	if _, err := v.VerifyStored(t.Context(), raw); err != nil {
+		t.Errorf("a record: %v", err)
+	}
+	wantCode(t, refusal(t, v, raw), ect.CodeSignature)
+}
+
+// verifierOver makes a verifier with these sources, in this order.
+func verifierOver(t testing.TB, sources ...ect.Source) *ect.Verifier {
+	t.Helper()
+	return verifier(t, nil, func(p *ect.Policy) { p.Sources = sources })
+}
+
+// P4: a URL that hangs is asked for nothing that another source has, and holds nobody up
+// whose key is there.
+func TestHangingURLDelaysNobodyElse(t *testing.T) {
+	a, b := newAgent(t, "a", "ES256"), newAgent(t, "b", "ES256")
+	synctest.Test(t, func(t *testing.T) {
+		hangs, answers := &publisher{hold: make(chan struct{})}, &publisher{text: keySet(t, b.jwk(t, nil))}
+		cached := urlSource(t, answers)
+		v := verifierOver(t, urlSource(t, hangs), cached, parseSet(t, clinical, a.jwk(t, nil)))
+		if !sourceHas(t, cached, "b") {
+			t.Fatal("not fetched")
+		}
+		began := time.Now()
+		var all sync.WaitGroup
+		for range 6 {
+			for _, from := range []*agent{a, b} {
+				all.Go(func() {
+					raw := from.send(t, from.header(), figure())
+					if _, err := v.Verify(t.Context(), raw, ect.Presentation{Now: at}); err != nil {
+						t.Error(err)
+					}
+					if _, err := v.VerifyStored(t.Context(), raw); err != nil {
+						t.Error(err)
+					}
+				})
+			}
+		}
+		all.Wait()
+		if waited := time.Since(began); waited > 0 || hangs.count() != 0 || answers.count() != 1 {
+			t.Errorf("waited %v, asked %d and %d times", waited, hangs.count(), answers.count())
+		}
+	})
+}
+
+// Several URLs are asked at the same time, and the first that has the key will do. A name
+// that none has costs one time limit, and is unknown only where all have answered.
+func TestURLsAreAskedTogether(t *testing.T) {
+	a, b := newAgent(t, "a", "ES256"), newAgent(t, "b", "ES256")
+	synctest.Test(t, func(t *testing.T) {
+		first, second := &publisher{hold: make(chan struct{})}, &publisher{hold: make(chan struct{})}
+		answers := &publisher{text: keySet(t, a.jwk(t, nil))}
+		v := verifierOver(t, urlSource(t, first), urlSource(t, second), urlSource(t, answers))
+		began := time.Now()
+		if _, err := v.Verify(t.Context(), a.send(t, a.header(), figure()), ect.Presentation{Now: at}); err != nil || time.Since(began) > 0 {
+			t.Errorf("%v after %v", err, time.Since(began))
+		}
+		_, err := v.Verify(t.Context(), b.send(t, b.header(), figure()), ect.Presentation{Now: at})
+		if !errors.Is(err, ect.ErrUnavailable) || time.Since(began) > 6*time.Second {
+			t.Errorf("%v after %v", err, time.Since(began))
+		}
+		for _, p := range []*publisher{first, second, answers} {
+			if p.count() != 1 {
+				t.Errorf("asked %d times", p.count())
+			}
+		}
+	})
+}
+
+// Where the keys that are there have the name but not the signature, another owner's may
+// be behind a URL. A signature that holds has found its key: nobody asks further.
+func TestURLIsAskedForAnotherOwnersKey(t *testing.T) {
+	a, b := newAgent(t, "key-1", "ES256"), newAgent(t, "key-1", "ES256")
+	bID := "spiffe://other.org/b"
+	synctest.Test(t, func(t *testing.T) {
+		p := &publisher{text: keySet(t, b.jwk(t, map[string]any{"sub": bID}))}
+		source := must(ect.NewURLSource(ect.URLOptions{URL: "https://agents.example.com/jwks", Client: &http.Client{Transport: p}}))(t)
+		v := verifierOver(t, source, parseSet(t, clinical, a.jwk(t, nil)))
+		check := func(from *agent, iss string, want ect.Code) {
+			t.Helper()
+			wantCode(t, refusal(t, v, from.send(t, from.header(), with(map[string]any{"iss": iss}))), want)
+		}
+		check(a, bID, ect.CodeIssuer)
+		if p.count() != 0 {
+			t.Error("asked for a key that is there")
+		}
+		check(b, bID, "")
+		check(newAgent(t, "key-1", "ES256"), clinical, ect.CodeSignature)
+		if p.count() != 1 {
+			t.Errorf("asked %d times", p.count())
+		}
+	})
+}
+
+// A key that a URL has replaced still verifies records, and that it is used so is reason
+// enough to look in the background whether it was revoked.
+func TestRetiredKeysAreRefreshed(t *testing.T) {
+	a, b := newAgent(t, "a", "ES256"), newAgent(t, "b", "ES256")
+	synctest.Test(t, func(t *testing.T) {
+		p := &publisher{text: keySet(t, a.jwk(t, nil))}
+		s := urlSource(t, p)
+		v := verifierOver(t, s)
+		raw := a.send(t, a.header(), figure())
+		sourceHas(t, s, "a")
+		p.publish(keySet(t, b.jwk(t, nil)), nil)
+		time.Sleep(time.Minute)
+		if sourceHas(t, s, "b"); len(s.Retired("a")) != 1 {
+			t.Fatal("not retired")
+		}
+		p.publish(keySet(t, a.jwk(t, map[string]any{"revoked": true}), b.jwk(t, nil)), nil)
+		if _, err := v.VerifyStored(t.Context(), raw); err != nil || p.count() != 2 {
+			t.Errorf("%v, asked %d times", err, p.count())
+		}
+		time.Sleep(15 * time.Minute)
+		if _, err := v.VerifyStored(t.Context(), raw); err != nil {
+			t.Error(err)
+		}
+		synctest.Wait()
+		_, err := v.VerifyStored(t.Context(), raw)
+		wantCode(t, err, ect.CodeKeyRevoked)
+	})
 }

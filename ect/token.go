@@ -1,8 +1,31 @@
+// Package ect makes and verifies Execution Context Tokens: signed records of what an
+// agent did. Each names the records that it follows from, so that they form a graph.
+//
+// A [Verifier] takes a token through the checks of the drafts in their order and returns
+// a [Token], which only verifying and signing can make. [ParseInsecure] reads a token
+// without verifying it. An [Issuer] signs with the keys of a [Ring], at once or, for
+// tokens that nobody waits for, later: see [Draft]. A refusal is an [*Error] with a
+// stable code; it reveals nothing of the token, the keys or the ledger (P3).
+//
+// Two spellings of the claims are read and written ([Spelling]), and three vocabularies
+// for the names of actions and extension members ([Vocabulary]).
+//
+// The verifier remembers no ids: the caller records [Token.Workflow] and [Token.NodeID]
+// in the commit that the token is used for. [Token.Digest] distinguishes a retry, which has
+// the same bytes, from another use of the id.
 package ect
 
-import "crypto/sha256"
+import (
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/hex"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
 
-// Token is a token that was verified, or signed here. There is no other way to get one.
+// Token is a token that was verified, or signed here.
 type Token struct {
 	content
 	raw     string
@@ -12,22 +35,20 @@ type Token struct {
 	lineage Lineage
 }
 
-// Raw is the token as it was received or signed.
+// Raw is the token as received or signed.
 func (t *Token) Raw() string { return t.raw }
 
-// Level is the assurance that this token itself gives; Lineage tells that of its chain.
+// Level is the assurance of this token itself; Lineage has that of its ancestors.
 func (t *Token) Level() Level { return t.level }
 
-// Key is the key that the signature holds under; nil for a token of level L1.
+// Key is the key that the signature was verified with; nil at level L1.
 func (t *Token) Key() *Key { return t.key }
 
-// Proven reports that the token is its issuer's: its signature holds, or, without one, the
-// transport has proven to be the issuer's. Any other says of itself what it likes: it is
-// evidence of what was sent, and nobody's word.
+// Proven reports whether the issuer is authenticated: by the signature, or at level L1
+// by the transport. An unproven token shows only that it was sent.
 func (t *Token) Proven() bool { return t.proven }
 
-// Author is whose token it is, as far as that is proven; empty for nobody. Whatever is
-// granted for a token is granted to its author.
+// Author is the issuer if that is proven, else empty. Grant rights to the author only (P3).
 func (t *Token) Author() string {
 	if !t.proven {
 		return ""
@@ -35,8 +56,8 @@ func (t *Token) Author() string {
 	return t.issuer
 }
 
-// NodeID is the id under which the graph knows the token: its own. One that nobody is
-// proven to have issued stands apart, or anybody could use up the ids of others' tokens.
+// NodeID is the id of the token in the graph: its own, or for an unproven token its
+// UnprovenID, so that nobody can take the ids of others.
 func (t *Token) NodeID() string {
 	if t.proven {
 		return t.id
@@ -44,15 +65,14 @@ func (t *Token) NodeID() string {
 	return UnprovenID(t.id)
 }
 
-// Lineage is what was found out about the ancestors.
+// Lineage describes the token's ancestors, as far as Verify looked them up.
 func (t *Token) Lineage() Lineage { return t.lineage }
 
-// Digest is the SHA-256 of the token's bytes: it tells a retry, which has the same
-// bytes, from another use of the same id.
+// Digest is the SHA-256 of the token's bytes.
 func (t *Token) Digest() [sha256.Size]byte { return sha256.Sum256([]byte(t.raw)) }
 
-// CheckInput holds that inp_hash, where the token has one, is the hash of the request's
-// body as it was received.
+// CheckInput compares inp_hash, where the token has one, with the hash of the request's
+// body. The error is CodeInputHash.
 func (t *Token) CheckInput(body Hash) error {
 	if !t.input.IsZero() && t.input != body {
 		return refuse(CodeInputHash)
@@ -60,7 +80,7 @@ func (t *Token) CheckInput(body Hash) error {
 	return nil
 }
 
-// Unverified is what a token says of itself. Anybody can have written it.
+// Unverified has the claims of a token that was not verified. Anybody can have written it.
 type Unverified struct {
 	content
 	level     Level
@@ -68,18 +88,17 @@ type Unverified struct {
 	algorithm string
 }
 
-// Level is the form that the token has: L1 without a signature, L2 with one, be it
-// valid or not.
+// Level is the form of the token: L1 without a signature, L2 with one, valid or not.
 func (u *Unverified) Level() Level { return u.level }
 
 // KeyID is the header parameter kid.
 func (u *Unverified) KeyID() string { return u.keyID }
 
-// Algorithm is the header parameter alg, whatever it says.
+// Algorithm is the header parameter alg, known or not.
 func (u *Unverified) Algorithm() string { return u.algorithm }
 
-// ParseInsecure reads a token without verifying anything: no signature, no issuer, no
-// time. It is for showing a token to a person. Never decide anything by it.
+// ParseInsecure reads a token of at most MaxToken bytes without verifying anything. Use
+// it to show a token to a person, never to decide. The error is an *Error.
 func ParseInsecure(raw string) (*Unverified, error) {
 	if len(raw) > MaxToken {
 		return nil, refuse(CodeTooLarge)
@@ -109,4 +128,245 @@ func ParseInsecure(raw string) (*Unverified, error) {
 		return nil, err
 	}
 	return &Unverified{content: claims.content, level: L2, keyID: head.kid, algorithm: head.alg}, nil
+}
+
+// content has the claims of a token. Its methods are those of Token, Draft and
+// Unverified; only these types say how far the claims can be believed.
+type content struct {
+	spelling          Spelling
+	issuer            string
+	audience          []string
+	issuedAt, expires int64
+	id, workflow      string
+	action            string
+	event             Event
+	parents           []string
+	input, output     Hash
+	ext               string
+	payload           string
+}
+
+// Spelling is the draft whose names the token uses.
+func (c *content) Spelling() Spelling { return c.spelling }
+
+// Issuer is the claim iss.
+func (c *content) Issuer() string { return c.issuer }
+
+// Audience is the claim aud, as a list.
+func (c *content) Audience() []string { return slices.Clone(c.audience) }
+
+// IssuedAt is the claim iat, in whole seconds: when the recorded action happened.
+func (c *content) IssuedAt() time.Time { return seconds(c.issuedAt) }
+
+// Expires is the claim exp, in whole seconds: until when the token is accepted from a
+// caller. It stays valid as a record and as a parent.
+func (c *content) Expires() time.Time { return seconds(c.expires) }
+
+// ID is the claim jti, a UUID in lower case; it names the token and the task.
+func (c *content) ID() string { return c.id }
+
+// Workflow is the claim wid, a UUID in lower case; empty if absent.
+func (c *content) Workflow() string { return c.workflow }
+
+// Action is the claim exec_act as written.
+func (c *content) Action() string { return c.action }
+
+// Event is the meaning of the action in any vocabulary; empty for an agent's own action.
+func (c *content) Event() Event { return c.event }
+
+// Vocabulary is the one that names the action.
+func (c *content) Vocabulary() Vocabulary { return vocabularyOf(c.action) }
+
+// Parents are the ids of the tokens that this one follows from, in lower case.
+func (c *content) Parents() []string { return slices.Clone(c.parents) }
+
+// InputHash is the claim inp_hash.
+func (c *content) InputHash() Hash { return c.input }
+
+// OutputHash is the claim out_hash.
+func (c *content) OutputHash() Hash { return c.output }
+
+// Ext has the extension members.
+func (c *content) Ext() Ext { return Ext{c.ext, c.event} }
+
+// Lacks names the members that the draft of the token's vocabulary requires for this
+// event and that are missing or have another type. An event that is this gateway's own
+// word in that vocabulary requires none.
+func (c *content) Lacks() []Member { return c.Ext().lacks(c.Vocabulary()) }
+
+// Payload is the JSON of all claims, unknown ones included.
+func (c *content) Payload() string { return c.payload }
+
+// seconds converts a NumericDate; an absent claim is the zero time.
+func seconds(v int64) time.Time {
+	if v == 0 {
+		return time.Time{}
+	}
+	return time.Unix(v, 0).UTC()
+}
+
+// Level is the assurance that a token gives. Higher is more.
+type Level uint8
+
+// The levels of the draft.
+const (
+	// L1 is unsigned JSON.
+	L1 Level = iota + 1
+	// L2 is a signed token.
+	L2
+	// L3 is a signed token in an audit ledger.
+	L3
+)
+
+func (l Level) String() string {
+	if l < L1 || l > L3 {
+		return "none"
+	}
+	return "L" + strconv.Itoa(int(l))
+}
+
+// Spelling is the draft whose names a token uses.
+type Spelling uint8
+
+const (
+	// Draft00 writes par, ext and the type wimse-exec+jwt, as the figures of the
+	// companion drafts do.
+	Draft00 Spelling = iota
+	// Draft01 writes pred, ect_ext and the type exec+jwt.
+	Draft01
+)
+
+// spellings are the names that differ. Both are read everywhere.
+var spellings = [...]struct{ typ, parents, ext string }{
+	Draft00: {"wimse-exec+jwt", "par", "ext"},
+	Draft01: {"exec+jwt", "pred", "ect_ext"},
+}
+
+func (s Spelling) String() string {
+	if s == Draft01 {
+		return "01"
+	}
+	return "00"
+}
+
+// Type is the header parameter typ.
+func (s Spelling) Type() string { return spellings[s].typ }
+
+// MediaType is the type of a body that consists of one token.
+func (s Spelling) MediaType() string { return "application/" + spellings[s].typ }
+
+// spellingOf reads typ in any case, with or without "application/" (RFC 7515, 4.1.9).
+func spellingOf(typ string) (Spelling, bool) {
+	const prefix = "application/"
+	if len(typ) > len(prefix) && strings.EqualFold(typ[:len(prefix)], prefix) {
+		typ = typ[len(prefix):]
+	}
+	for s, names := range spellings {
+		if strings.EqualFold(typ, names.typ) {
+			return Spelling(s), true
+		}
+	}
+	return 0, false
+}
+
+// Hash is a SHA-256 as inp_hash and out_hash carry it. The zero Hash is an absent claim.
+type Hash struct {
+	sum [sha256.Size]byte
+	set bool
+}
+
+// Sum hashes octets.
+func Sum(octets []byte) Hash { return Hash{sha256.Sum256(octets), true} }
+
+// HashOf wraps a SHA-256 that was computed elsewhere.
+func HashOf(sum [sha256.Size]byte) Hash { return Hash{sum, true} }
+
+// ParseHash reads a SHA-256: 43 characters of base64url without padding, the form that is
+// written. The figures of the drafts prefix the algorithm and leave open what follows, so
+// it also reads 64 hexadecimal digits, the prefixes "sha256:" and "sha256-", and behind
+// the latter padded base64 as in Subresource Integrity (ADR 0054).
+func ParseHash(v string) (Hash, bool) {
+	bare, named := strings.CutPrefix(v, "sha256:")
+	integrity := false
+	if !named {
+		bare, integrity = strings.CutPrefix(v, "sha256-")
+	}
+	var sum []byte
+	var ok bool
+	switch {
+	case len(bare) == 43:
+		sum, ok = decode64(bare)
+	case len(bare) == 64:
+		decoded, err := hex.DecodeString(bare)
+		sum, ok = decoded, err == nil
+	case len(bare) == 44 && integrity:
+		decoded, err := base64.StdEncoding.Strict().DecodeString(bare)
+		sum, ok = decoded, err == nil
+	}
+	h := Hash{set: true}
+	if !ok || len(sum) != len(h.sum) {
+		return Hash{}, false
+	}
+	copy(h.sum[:], sum)
+	return h, true
+}
+
+// Bytes are the 32 bytes of the hash; zeros for the zero Hash.
+func (h Hash) Bytes() [sha256.Size]byte { return h.sum }
+
+// IsZero reports whether there is no hash.
+func (h Hash) IsZero() bool { return !h.set }
+
+// String is the form of the claims; empty for the zero Hash.
+func (h Hash) String() string {
+	if !h.set {
+		return ""
+	}
+	return base64.RawURLEncoding.EncodeToString(h.sum[:])
+}
+
+// Prefixed is String with "sha256:" before it, the form of cascade.state_hash_before and
+// _after in the figures.
+func (h Hash) Prefixed() string {
+	if !h.set {
+		return ""
+	}
+	return "sha256:" + h.String()
+}
+
+// UnprovenID is the NodeID of an unproven token with this id: a UUID of version 8 that no
+// other id leads to.
+func UnprovenID(id string) string {
+	sum := sha256.Sum256([]byte("unproven ECT\x00" + id))
+	b := sum[:16]
+	b[6], b[8] = b[6]&0x0f|0x80, b[8]&0x3f|0x80
+	v := hex.EncodeToString(b)
+	return v[:8] + "-" + v[8:12] + "-" + v[12:16] + "-" + v[16:20] + "-" + v[20:]
+}
+
+// RFC 9562 assigns the nil and the max UUID to nobody.
+const (
+	nilUUID = "00000000-0000-0000-0000-000000000000"
+	maxUUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
+)
+
+// canonicalUUID returns v in lower case, the form in which ids are compared.
+func canonicalUUID(v string) (string, bool) {
+	if len(v) != len(nilUUID) {
+		return "", false
+	}
+	for i := range len(v) {
+		c := v[i]
+		if i == 8 || i == 13 || i == 18 || i == 23 {
+			if c != '-' {
+				return "", false
+			}
+			continue
+		}
+		if ('0' > c || c > '9') && ('a' > c || c > 'f') && ('A' > c || c > 'F') {
+			return "", false
+		}
+	}
+	v = strings.ToLower(v)
+	return v, v != nilUUID && v != maxUUID
 }

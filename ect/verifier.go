@@ -1,6 +1,7 @@
 package ect
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,21 +9,106 @@ import (
 	"time"
 )
 
-// Presentation is the way in which a token is presented.
-type Presentation struct {
-	// Now is the time by which it is judged.
-	Now time.Time
-	// Peer is who the transport has proven to be at the other end; empty for nobody. The
-	// iss of a token of level L1 is held against it; there, nothing else speaks for it.
-	// Where there is no peer such a token is not proven to be anybody's.
-	Peer string
-	// DAG finds the tokens that are recorded. Without, parents are not looked up, and
-	// the Lineage says so.
-	DAG DAG
+// The limits that hold where a Policy sets none.
+const (
+	// MaxToken is the size of a token, in bytes.
+	MaxToken = 64 << 10
+	// MaxParents is how many parents a token may have.
+	MaxParents = 100
+	// MaxAncestors is how many ancestors are walked over.
+	MaxAncestors = 10_000
+	// Skew is by how much clocks may differ.
+	Skew = 30 * time.Second
+	// MaxAge is how far back iat may lie.
+	MaxAge = 900 * time.Second
+)
+
+// Policy is what a Verifier accepts. Audience and Sources are required; the zero value of
+// the rest stands for the defaults of the drafts.
+type Policy struct {
+	// Audience are the verifier's own names, one of which aud must have.
+	Audience []string
+	// Former are earlier names of the verifier. They count in the aud of tokens that it
+	// issued itself, under any of its names and with a key of one in Audience.
+	Former []string
+	// Sources are searched for keys in this order. Those that may have to wait for a
+	// server are asked last, and all at once.
+	Sources []Source
+	// Algorithms are allowed; only ES256 if empty.
+	Algorithms []Algorithm
+	// MinLevel is the lowest level that passes; L2 if zero. L3 needs CallerAppends.
+	MinLevel Level
+	// Skew, MaxAge, MaxParents and MaxAncestors replace the constants of these names.
+	Skew, MaxAge             time.Duration
+	MaxParents, MaxAncestors int
+	// MaxLife is the longest time between iat and exp; zero is no limit.
+	MaxLife time.Duration
+	// AnyID accepts ids that are not UUIDs.
+	AnyID bool
+	// LenientParents reads a missing par as an empty one.
+	LenientParents bool
+	// AllowPartial accepts tokens whose parents cannot be found; see Lineage.Missing.
+	AllowPartial bool
+	// CrossWorkflow accepts parents of another workflow.
+	CrossWorkflow bool
+	// CallerAppends says that the caller records the tokens in the ledger, in the commit
+	// that they are used for and before anybody relies on them. They stay L2 here.
+	CallerAppends bool
 }
 
-// Verify takes a token through all checks. A refusal is an *Error; any other error says
-// that nothing is known of the token.
+// Verifier verifies tokens. It is safe for concurrent use.
+type Verifier struct {
+	p       Policy
+	allowed algorithms
+	rules   claimRules
+}
+
+// NewVerifier checks the policy and fills in its defaults.
+func NewVerifier(p Policy) (*Verifier, error) {
+	p.MinLevel = cmp.Or(p.MinLevel, L2)
+	if len(p.Audience) == 0 || slices.Contains(p.Audience, "") {
+		return nil, errors.New("ect: a verifier needs a name, which tokens must have in their aud")
+	}
+	if len(p.Sources) == 0 && p.MinLevel > L1 {
+		return nil, errors.New("ect: a verifier needs a source of keys")
+	}
+	if p.MinLevel > L3 {
+		return nil, fmt.Errorf("ect: there is no level %d", p.MinLevel)
+	}
+	if p.MinLevel == L3 && !p.CallerAppends {
+		return nil, errors.New("ect: level L3 needs a caller that records the tokens in a ledger")
+	}
+	if len(p.Algorithms) == 0 {
+		p.Algorithms = []Algorithm{ES256}
+	}
+	allowed, err := algorithmSet(p.Algorithms)
+	if err != nil {
+		return nil, err
+	}
+	p.Skew, p.MaxAge = cmp.Or(p.Skew, Skew), cmp.Or(p.MaxAge, MaxAge)
+	p.MaxParents, p.MaxAncestors = cmp.Or(p.MaxParents, MaxParents), cmp.Or(p.MaxAncestors, MaxAncestors)
+	if p.Skew < 0 || p.MaxAge < 0 || p.MaxLife < 0 || p.MaxParents < 0 || p.MaxAncestors < 0 {
+		return nil, errors.New("ect: a limit of the verifier is negative")
+	}
+	return &Verifier{p, allowed, claimRules{p.AnyID, p.LenientParents, p.MaxParents}}, nil
+}
+
+// Presentation is how a token is presented.
+type Presentation struct {
+	// Now is the verifier's time.
+	Now time.Time
+	// Peer is the authenticated identity at the other end of the connection; empty if
+	// there is none. It alone proves the iss of a token of level L1.
+	Peer string
+	// DAG returns the graph of recorded tokens, for the first token of the request, whose
+	// own claims were checked. If nil, parents are not looked up, and Lineage says so.
+	DAG func(first *Token) DAG
+}
+
+// Verify takes a token through the steps of the drafts in their order: 1 form, 2 typ, 3
+// alg and crit, 4 kid, 5 signature, 6 life of the key, 7 iss, 8 aud, 9 exp, 10 iat, 11
+// required claims, 12 their forms, 13 unused id, 14 parents. The first that fails is the
+// *Error; ErrUnavailable says nothing about the token.
 func (v *Verifier) Verify(ctx context.Context, raw string, p Presentation) (*Token, error) {
 	tokens, err := v.VerifyAll(ctx, []string{raw}, p)
 	if err != nil {
@@ -32,7 +118,7 @@ func (v *Verifier) Verify(ctx context.Context, raw string, p Presentation) (*Tok
 }
 
 // VerifyAll verifies the tokens of one request, all or none. They may be each other's
-// parents. The same bytes twice count once.
+// parents. Equal tokens count once. The errors are those of Verify.
 func (v *Verifier) VerifyAll(ctx context.Context, raws []string, p Presentation) ([]*Token, error) {
 	if len(raws) == 0 {
 		return nil, refuse(CodeMissing)
@@ -47,85 +133,33 @@ func (v *Verifier) VerifyAll(ctx context.Context, raws []string, p Presentation)
 			return nil, err
 		}
 		for _, other := range tokens {
-			if sameScope(t.id, t.workflow, other.id, other.workflow) {
+			if idsConflict(t.id, t.workflow, other.id, other.workflow) {
 				return nil, refuse(CodeReplayed)
 			}
 		}
 		tokens = append(tokens, t)
 	}
-	if err := v.walk(ctx, tokens, p.DAG); err != nil {
-		return nil, err
-	}
-	if err := v.use(ctx, tokens, p.Now); err != nil {
-		return nil, err
+	if p.DAG != nil {
+		if err := v.walk(ctx, tokens, p.DAG(tokens[0])); err != nil {
+			return nil, err
+		}
 	}
 	return tokens, nil
 }
 
-// use takes the steps that leave a trace, 13 and 15, once nothing can be refused any more:
-// a refused token must not use up an id. So 13 comes behind 14.
-func (v *Verifier) use(ctx context.Context, tokens []*Token, now time.Time) error {
-	for _, t := range tokens {
-		if v.p.Replays == nil {
-			break
-		}
-		// Counted from now, so that a step of the clock forgets nothing.
-		until := now.Add(seconds(t.expires).Add(v.p.Skew).Sub(now))
-		fresh, err := v.p.Replays.Add(ctx, t, now, until)
-		if err != nil {
-			return unavailable(err)
-		}
-		if !fresh {
-			return refuse(CodeReplayed)
-		}
-	}
-	if v.p.Ledger == nil {
-		return nil
-	}
-	for _, t := range parentsFirst(tokens) {
-		if t.level < L2 {
-			continue
-		}
-		if err := v.p.Ledger.Append(ctx, t); err != nil {
-			if v.p.MinLevel < L3 {
-				continue // it stays L2
-			}
-			return unavailable(err)
-		}
-		t.level = L3
-	}
-	return nil
-}
-
-// parentsFirst orders the tokens of one request so that none comes before its parent.
-func parentsFirst(tokens []*Token) []*Token {
-	ordered := make([]*Token, 0, len(tokens))
-	rest := slices.Clone(tokens)
-	for len(rest) > 0 {
-		// Where they form a circle, which nobody has looked for, any one is next.
-		next := max(0, slices.IndexFunc(rest, func(t *Token) bool {
-			return !slices.ContainsFunc(rest, func(other *Token) bool { return slices.Contains(t.parents, other.id) })
-		}))
-		ordered = append(ordered, rest[next])
-		rest = slices.Delete(rest, next, next+1)
-	}
-	return ordered
-}
-
-// VerifyStored verifies a token that was recorded: its form, signature, issuer and
-// audience, also under keys that were replaced since, but neither its age nor whether
-// it was seen before. One of level L1 is nobody's: whose connection it came over is not
-// in it.
+// VerifyStored verifies a recorded token: form, signature, issuer and audience, also
+// under replaced keys, but neither its age nor its parents. One of level L1 is unproven.
+// The errors are those of Verify.
 func (v *Verifier) VerifyStored(ctx context.Context, raw string) (*Token, error) {
 	return v.open(ctx, raw, nil)
 }
 
-// VerifyAgain is VerifyStored for a token that somebody presents once more; peer is who
-// the transport has proven that to be.
+// VerifyAgain is VerifyStored for a recorded token that the authenticated peer presents
+// once more.
 func (v *Verifier) VerifyAgain(ctx context.Context, raw, peer string) (*Token, error) {
 	t, err := v.open(ctx, raw, nil)
 	if err == nil && t.level == L1 {
-		err = t.provenBy(peer)
+		err = t.checkPeer(peer)
 	}
 	if err != nil {
 		return nil, err
@@ -133,8 +167,8 @@ func (v *Verifier) VerifyAgain(ctx context.Context, raw, peer string) (*Token, e
 	return t, nil
 }
 
-// provenBy holds an unsigned token against who is at the other end.
-func (t *Token) provenBy(peer string) error {
+// checkPeer compares the issuer of an unsigned token with the authenticated peer.
+func (t *Token) checkPeer(peer string) error {
 	if t.issuer != "" && peer != "" && t.issuer != peer {
 		return refuse(CodeIssuer)
 	}
@@ -142,8 +176,7 @@ func (t *Token) provenBy(peer string) error {
 	return nil
 }
 
-// open takes the steps that need nothing but the token and the keys. Without a
-// presentation the token is a record.
+// open takes the steps that need only the token and the keys. p is nil for a record.
 func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Token, error) {
 	if len(raw) > MaxToken {
 		return nil, refuse(CodeTooLarge)
@@ -168,9 +201,9 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 	if err != nil {
 		return nil, err
 	}
-	o := opening{
+	o := keySearch{
 		alg: alg, kid: head.kid, spelling: head.spelling, text: []byte(parts.signed), signature: signature,
-		payload: string(payload), worst: CodeKeyID, stored: p == nil, skew: v.p.Skew,
+		payload: string(payload), code: CodeKeyID, stored: p == nil, skew: v.p.Skew,
 	}
 	if p != nil {
 		o.now = p.Now
@@ -178,7 +211,7 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 	if err := v.findKey(ctx, &o); err != nil {
 		return nil, err
 	}
-	if err := v.checkAudience(&o.claims); err != nil && !v.ownBefore(&o) {
+	if err := v.checkAudience(&o.claims); err != nil && !v.issuedToFormerName(&o) {
 		return nil, err
 	}
 	if err := v.checkRest(&o.claims, p); err != nil {
@@ -187,8 +220,8 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 	return &Token{content: o.claims.content, raw: raw, level: L2, key: o.key, proven: true}, nil
 }
 
-// openUnsigned reads level L1: JSON in base64url. What has three parts, or any dot, is
-// never read so, whatever is wrong with it.
+// openUnsigned reads level L1: JSON in base64url. A token with dots is never read
+// so, whatever is wrong with it.
 func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
 	payload, ok := decode64(raw)
 	if !ok {
@@ -196,7 +229,8 @@ func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
 	}
 	var claims claimSet
 	err := claims.read(string(payload), Draft00)
-	if v.p.MinLevel > L1 && !isCode(err, CodeMalformed) {
+	var refused *Error
+	if v.p.MinLevel > L1 && !(errors.As(err, &refused) && refused.Code == CodeMalformed) {
 		return nil, refuse(CodeLevel)
 	}
 	if err != nil {
@@ -207,14 +241,14 @@ func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
 		return nil, refuse(CodeIssuer)
 	}
 	if p != nil {
-		if err := t.provenBy(p.Peer); err != nil {
+		if err := t.checkPeer(p.Peer); err != nil {
 			return nil, err
 		}
 	}
-	if claims.faulty(CodeIssuer) {
+	if claims.isInvalid(CodeIssuer) {
 		return nil, refuse(CodeIssuer)
 	}
-	if len(claims.audience) > 0 || claims.faulty(CodeAudience) {
+	if len(claims.audience) > 0 || claims.isInvalid(CodeAudience) {
 		if err := v.checkAudience(&claims); err != nil {
 			return nil, err
 		}
@@ -226,17 +260,15 @@ func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
 }
 
 func (v *Verifier) checkAudience(c *claimSet) error {
-	for _, name := range c.audience {
-		if slices.Contains(v.p.Audience, name) {
-			return nil
-		}
+	if slices.ContainsFunc(c.audience, func(name string) bool { return slices.Contains(v.p.Audience, name) }) {
+		return nil
 	}
 	return refuse(CodeAudience)
 }
 
-// ownBefore reports whether the verifier has issued a token itself, to one of its names of
-// before.
-func (v *Verifier) ownBefore(o *opening) bool {
+// issuedToFormerName reports whether the verifier issued the token itself, to one of its
+// earlier names.
+func (v *Verifier) issuedToFormerName(o *keySearch) bool {
 	own := func(name string) bool { return slices.Contains(v.p.Former, name) }
 	return slices.ContainsFunc(o.claims.audience, own) &&
 		(own(o.claims.issuer) || slices.Contains(v.p.Audience, o.claims.issuer)) &&
@@ -248,17 +280,11 @@ func (v *Verifier) checkRest(c *claimSet, p *Presentation) error {
 	if err := v.checkTimes(c, p); err != nil {
 		return err
 	}
-	if err := c.check(v.forms); err != nil {
-		return err
-	}
-	if v.p.Decisions {
-		return c.checkPolicy()
-	}
-	return nil
+	return c.check(v.rules)
 }
 
-// checkTimes holds steps 9 and 10. Of a record no age is asked, nor whether it ends before
-// it begins: earlier versions have accepted such tokens.
+// checkTimes takes steps 9 and 10. Records may be of any age, and of an earlier version
+// that accepted an exp before iat.
 func (v *Verifier) checkTimes(c *claimSet, p *Presentation) error {
 	issued, expires := seconds(c.issuedAt), seconds(c.expires)
 	switch {
@@ -282,10 +308,134 @@ func (v *Verifier) checkTimes(c *claimSet, p *Presentation) error {
 	return nil
 }
 
-// unavailable marks an error as one that says nothing about the token.
-func unavailable(err error) error {
-	if errors.Is(err, ErrUnavailable) {
-		return err
+// keySearch is a token on its way to the key that it was signed with.
+type keySearch struct {
+	alg             Algorithm
+	kid             string
+	spelling        Spelling
+	text, signature []byte
+	payload         string
+	claims          claimSet
+	decoded         bool
+	key             *Key
+	code            Code // the refusal of the key that came furthest
+	stored          bool // the token is a record; else it is presented now
+	now             time.Time
+	skew            time.Duration
+}
+
+// findKey finds the key that fits: several owners may use one name. Keys at hand come
+// first; no server is waited for where the signature holds under one of them.
+func (v *Verifier) findKey(ctx context.Context, o *keySearch) error {
+	var lacking []Source
+	var failed error
+	for _, source := range v.p.Sources {
+		var keys []*Key
+		if remote, ok := source.(*URLSource); ok {
+			if keys = remote.keysAtHand(o.kid); len(keys) == 0 {
+				lacking = append(lacking, source)
+			}
+		} else {
+			var err error
+			if keys, err = source.Keys(ctx, o.kid); err != nil {
+				failed = unavailable(err)
+			}
+		}
+		if fits, err := o.tryAll(keys); fits || err != nil {
+			return err
+		}
+		if history, ok := source.(keyHistory); ok && o.stored {
+			if fits, err := o.tryAll(history.replaced(o.kid)); fits || err != nil {
+				return err
+			}
+		}
 	}
-	return fmt.Errorf("%w: %w", ErrUnavailable, err)
+	if !o.signed() && len(lacking) > 0 {
+		fits, err := o.await(ctx, lacking, &failed)
+		if fits || err != nil {
+			return err
+		}
+	}
+	if o.code == CodeKeyID && failed != nil {
+		return failed
+	}
+	return refuse(o.code)
+}
+
+// await asks slow sources at the same time and takes the first key that fits. failed is
+// why one of them did not answer.
+func (o *keySearch) await(ctx context.Context, sources []Source, failed *error) (bool, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel() // the fetches of the others continue
+	type answer struct {
+		keys []*Key
+		err  error
+	}
+	answers, kid := make(chan answer, len(sources)), o.kid
+	for _, source := range sources {
+		go func() {
+			keys, err := source.Keys(ctx, kid)
+			answers <- answer{keys, err}
+		}()
+	}
+	for range sources {
+		a := <-answers
+		if a.err != nil {
+			*failed = unavailable(a.err)
+		}
+		if fits, err := o.tryAll(a.keys); fits || err != nil {
+			return fits, err
+		}
+	}
+	return false, nil
+}
+
+func (o *keySearch) tryAll(keys []*Key) (bool, error) {
+	for _, key := range keys[:min(len(keys), maxSameName)] {
+		if fits, err := o.try(key); fits || err != nil {
+			return fits, err
+		}
+	}
+	return false, nil
+}
+
+// try takes steps 5 to 7 with one key. The key's algorithm is compared before the
+// signature: another algorithm cannot use the key. The payload is decoded between steps 5
+// and 6. A presented token needs a key that is valid at iat and now: whoever has a key can
+// write any iat, and an ended key may be stolen.
+func (o *keySearch) try(key *Key) (bool, error) {
+	switch {
+	case key.algorithm != o.alg:
+		return o.fail(CodeAlgorithm)
+	case !o.alg.verify(key.public, o.text, o.signature):
+		return o.fail(CodeSignature)
+	case key.revoked:
+		return o.fail(CodeKeyRevoked)
+	}
+	if !o.decoded {
+		if err := o.claims.read(o.payload, o.spelling); err != nil {
+			return false, err
+		}
+		o.decoded = true
+	}
+	switch c := &o.claims; {
+	case c.issuedAt != 0 && !key.covers(seconds(c.issuedAt), 0), !o.stored && !key.covers(o.now, o.skew):
+		return o.fail(CodeKeyRevoked)
+	case c.issuer == "" || !key.permits(c.issuer):
+		return o.fail(CodeIssuer)
+	}
+	o.key = key
+	return true, nil
+}
+
+// signed reports whether the signature holds under a key that was found.
+func (o *keySearch) signed() bool { return o.code == CodeKeyRevoked || o.code == CodeIssuer }
+
+// fail notes why a key did not fit if it came further than those before it.
+func (o *keySearch) fail(code Code) (bool, error) {
+	order := []Code{CodeKeyID, CodeAlgorithm, CodeSignature, CodeKeyRevoked, CodeIssuer}
+	if slices.Index(order, code) > slices.Index(order, o.code) {
+		o.code = code
+	}
+	return false, nil
 }

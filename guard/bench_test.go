@@ -1,114 +1,55 @@
 package guard_test
 
 import (
-	"context"
-	"fmt"
-	"io"
-	"testing"
-	"time"
-
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/seal"
-	"github.com/agent-guard/caddy-agent-guard/guard/store"
-	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"testing"
 )
 
-func benchGuard(b *testing.B) *guard.Guard {
-	g, _, err := guard.Open(ctx, memory.New(memory.Options{}), seal.Generate())
-	if err != nil {
-		b.Fatal(err)
-	}
-	return g
-}
+// discard is a client and a sink that keep nothing.
+type discard struct{ header http.Header }
 
-// forgetful takes every commit and keeps none, once it is on: what is measured over
-// it is the guard's own cost.
-type forgetful struct {
-	store.Store
-	on bool
-}
+func (d discard) Header() http.Header                  { return d.header }
+func (discard) WriteHeader(int)                        {}
+func (discard) Write(p []byte) (int, error)            { return len(p), nil }
+func (discard) Start(int, map[string][]string)         {}
+func (discard) SetTrailer(trailer map[string][]string) {}
 
-func (f *forgetful) Commit(c context.Context, batch ...store.Write) (store.Version, error) {
-	if f.on {
-		return 1, nil
-	}
-	return f.Store.Commit(c, batch...)
-}
+// sinkOf hides that a client returns something from Write.
+type sinkOf struct{ discard }
 
-func benchCall(g *guard.Guard, id string) *guard.Call {
-	s := guard.Scope{Caller: "credential:0123456789abcdef", Guard: "default", Method: "POST", Path: "/v1/charges", ID: id}
-	return &guard.Call{
-		Key: g.Key(s), Scope: s, Action: "charge", Deadline: time.Minute,
-		KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 8 << 20,
-	}
-}
+func (sinkOf) Write([]byte, bool) bool         { return true }
+func (sinkOf) ReadBack(int64) io.ReadCloser    { return io.NopCloser(strings.NewReader("")) }
+func (sinkOf) Wait(ready <-chan struct{}) bool { <-ready; return true }
 
-func run(b *testing.B, g *guard.Guard, c *guard.Call, body []byte) {
-	e, err := g.Claim(ctx, c, guard.Finding{})
-	if err != nil {
-		b.Fatal(err)
-	}
-	e.Recording().Start(201, map[string][]string{"Content-Type": {"application/json"}})
-	e.Write(body)
-	if err := e.Settle(ctx, guard.Outcome{Verdict: guard.Completed, Status: 201, Whole: true}); err != nil {
-		b.Fatal(err)
-	}
-}
-
-func BenchmarkKey(b *testing.B) {
-	g := benchGuard(b)
-	c := benchCall(g, "8e03978e-40d5-43dd-bc93-6894a57f9324")
-	b.ReportAllocs()
-	for b.Loop() {
-		g.Key(c.Scope)
-	}
-}
-
-// One whole execution, without its store.
-func BenchmarkExecution(b *testing.B) {
-	for _, size := range []int{100, 1 << 10} {
-		b.Run(fmt.Sprint(size), func(b *testing.B) {
-			st := &forgetful{Store: memory.New(memory.Options{})}
-			g, _, err := guard.Open(ctx, st, seal.Generate())
-			if err != nil {
-				b.Fatal(err)
-			}
-			st.on = true
-			body, n := make([]byte, size), 0
+// BenchmarkCapture is the recorder's own cost for an answer on its way: its header
+// difference, its bytes, and the end that is held back.
+func BenchmarkCapture(b *testing.B) {
+	for _, size := range []int{1 << 10, 64 << 10} {
+		b.Run(strconv.Itoa(size), func(b *testing.B) {
+			body, r := make([]byte, size), post()
+			marks := http.Header{"Execution-Status": {"executed"}, "Execution-Id": {"1"}}
+			b.SetBytes(int64(size))
 			b.ReportAllocs()
 			for b.Loop() {
-				n++
-				run(b, g, benchCall(g, fmt.Sprint(n)), body)
-			}
-		})
-	}
-}
-
-func BenchmarkReplay(b *testing.B) {
-	for _, size := range []int{100, 1 << 10} {
-		b.Run(fmt.Sprint(size), func(b *testing.B) {
-			overStores(b, func(b *testing.B, g *guard.Guard) {
-				c := benchCall(g, "1")
-				run(b, g, c, make([]byte, size))
-				buf := make([]byte, 32<<10)
-				b.ReportAllocs()
-				for b.Loop() {
-					found, err := g.Find(ctx, c.Key, c.Fingerprint)
-					if err != nil || found.Standing != guard.Replayable {
-						b.Fatal(found.Standing, err)
-					}
-					result, err := g.Result(ctx, c.Key, found)
-					if err != nil {
-						b.Fatal(err)
-					}
-					for body := result.Body(ctx); err == nil; {
-						_, err = body.Read(buf)
-					}
-					if err != io.EOF {
-						b.Fatal(err)
-					}
+				to := discard{http.Header{"Server": {"Caddy"}}}
+				w := guard.NewWriter(to, r)
+				rec := guard.NewRecorder(w, sinkOf{}, marks, never)
+				rec.Header()["Content-Type"] = []string{"application/json"}
+				rec.Header()["Content-Length"] = []string{strconv.Itoa(size)}
+				rec.WriteHeader(http.StatusOK)
+				if n, err := rec.Write(body); n != size || err != nil {
+					b.Fatal(n, err)
 				}
-			})
+				rec.Finish()
+				if !rec.Whole() {
+					b.Fatal("the answer is not whole")
+				}
+				rec.Release(b.Context())
+			}
 		})
 	}
 }

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/bench/proc"
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
@@ -47,7 +47,7 @@ func Fill(args []string) (err error) {
 	}
 	ctx, cancel := context.WithTimeoutCause(context.Background(), fillBound, fmt.Errorf("not filled within %s", fillBound))
 	defer cancel()
-	g, _, err := guard.Open(ctx, st, ring)
+	g, _, err := execution.Open(ctx, st, ring)
 	if err != nil {
 		return err
 	}
@@ -62,7 +62,7 @@ func Fill(args []string) (err error) {
 	return nil
 }
 
-func (s *shape) fill(ctx context.Context, g *guard.Guard, records uint64) error {
+func (s *shape) fill(ctx context.Context, g *execution.Guard, records uint64) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	var next atomic.Uint64
@@ -80,12 +80,12 @@ func (s *shape) fill(ctx context.Context, g *guard.Guard, records uint64) error 
 	return context.Cause(ctx)
 }
 
-func (s *shape) execute(ctx context.Context, g *guard.Guard, n uint64) error {
-	e, err := g.Claim(ctx, s.call(g, n), guard.Finding{})
+func (s *shape) execute(ctx context.Context, g *execution.Guard, n uint64) error {
+	e, err := g.Claim(ctx, s.call(g, n), execution.Finding{})
 	if err != nil {
 		return err
 	}
 	e.Recording().Start(200, answer.header)
 	e.Write(answer.body)
-	return e.Settle(ctx, guard.Outcome{Verdict: guard.Completed, Status: 200, Whole: true})
+	return e.Settle(ctx, execution.Outcome{Verdict: execution.Completed, Status: 200, Whole: true})
 }

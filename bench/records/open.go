@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/bench/proc"
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
@@ -32,12 +32,12 @@ func Open(args []string) error {
 	if err != nil {
 		return err
 	}
-	_, recovery, err := guard.Open(context.Background(), st, ring)
+	_, recovery, err := execution.Open(context.Background(), st, ring)
 	if err != nil {
 		return err
 	}
 	took := time.Since(begin)
-	if recovery != (guard.Recovery{}) {
+	if recovery != (execution.Recovery{}) {
 		return fmt.Errorf("a store that was closed had open executions: %+v", recovery)
 	}
 	if err := st.Close(); err != nil {

@@ -10,7 +10,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/bench/load"
 	"github.com/agent-guard/caddy-agent-guard/bench/upstream"
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
 
@@ -38,7 +38,7 @@ var answer = struct {
 // find them.
 type shape struct {
 	host        string
-	fingerprint guard.Fingerprint
+	fingerprint execution.Fingerprint
 }
 
 func newShape(host string) (*shape, error) {
@@ -47,13 +47,13 @@ func newShape(host string) (*shape, error) {
 		Method: r.Method, Host: strings.ToLower(host), Path: r.Path, ContentType: "application/json",
 		Body: bytes.NewReader(r.Body), Size: int64(len(r.Body)),
 	})
-	return &shape{host: host, fingerprint: guard.Fingerprint(sum)}, err
+	return &shape{host: host, fingerprint: execution.Fingerprint(sum)}, err
 }
 
-func (s *shape) call(g *guard.Guard, n uint64) *guard.Call {
-	scope := guard.Scope{Caller: "anonymous", Guard: "default", Method: "POST", Path: "/v1/charges", ID: recordID(n)}
-	return &guard.Call{
-		Key: g.Key(scope), Fingerprint: s.fingerprint, Scope: scope, Origin: guard.OriginGiven, Action: "default",
+func (s *shape) call(g *execution.Guard, n uint64) *execution.Call {
+	scope := execution.Scope{Caller: "anonymous", Guard: "default", Method: "POST", Path: "/v1/charges", ID: recordID(n)}
+	return &execution.Call{
+		Key: g.Key(scope), Fingerprint: s.fingerprint, Scope: scope, Origin: execution.OriginGiven, Action: "default",
 		Deadline: 5 * time.Minute, KeepResult: 24 * time.Hour, KeepKey: 720 * time.Hour, ResultCap: 8 << 20,
 	}
 }

@@ -1,5 +1,5 @@
-// Package table measures the guard against a bare reverse_proxy and against its
-// peers, and prints what it found as one table of ratios.
+// Package table measures the guard against a bare reverse_proxy and against a handler as
+// people write it by hand, and prints what it found as one table of ratios.
 package table
 
 import (

@@ -32,17 +32,15 @@ type row struct {
 type place string
 
 const (
-	bare            place = "reverse_proxy"
-	static          place = "respond"
-	guarded         place = "agent_proxy"
-	async           place = "agent_proxy, settle async"
-	noop            place = "no-op handler"
-	naive           place = "naive map"
-	ledgered        place = "agent_proxy, ledger"
-	trusting        place = "agent_proxy, ledger, trust"
-	sending         place = "agent_proxy, ledger, trust, upstream's identity"
-	fiberPlain      place = "fiber"
-	fiberIdempotent place = "fiber, idempotency"
+	bare     place = "reverse_proxy"
+	static   place = "respond"
+	guarded  place = "agent_proxy"
+	async    place = "agent_proxy, settle async"
+	noop     place = "no-op handler"
+	naive    place = "naive map"
+	ledgered place = "agent_proxy, ledger"
+	trusting place = "agent_proxy, ledger, trust"
+	sending  place = "agent_proxy, ledger, trust, upstream's identity"
 )
 
 // rows is the table. The bars hold on two processors.
@@ -63,8 +61,6 @@ var rows = []row{
 	{name: "replay of one key", kind: replay, conns: 64, subject: guarded, reference: static, bar: 0.85},
 	{name: "POST through a no-op handler", kind: post, conns: 64, subject: noop, reference: bare},
 	{name: "POST, naive middleware in memory", kind: post, conns: 64, subject: naive, reference: bare},
-	{name: "POST, fiber's middleware in memory", kind: post, conns: 64, subject: fiberIdempotent, reference: fiberPlain},
-	{name: "POST, fiber's middleware in memory", kind: post, conns: 64, subject: fiberIdempotent, reference: bare},
 }
 
 const requestSize = 200

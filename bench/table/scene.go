@@ -7,7 +7,6 @@ import (
 	"path/filepath"
 
 	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
-	"github.com/agent-guard/caddy-agent-guard/bench/peer"
 	"github.com/agent-guard/caddy-agent-guard/bench/proc"
 	"github.com/agent-guard/caddy-agent-guard/bench/upstream"
 )
@@ -19,7 +18,6 @@ type scene struct {
 	env      []string
 	upstream *proc.Proc
 	gateways map[place]*gateway.Gateway
-	others   map[place]*proc.Proc
 	caller   *caller
 }
 
@@ -28,7 +26,7 @@ func newScene(o Options) (*scene, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &scene{dir: dir, env: o.env(), gateways: map[place]*gateway.Gateway{}, others: map[place]*proc.Proc{}}
+	s := &scene{dir: dir, env: o.env(), gateways: map[place]*gateway.Gateway{}}
 	if s.caller, err = newCaller(); err != nil {
 		return nil, errors.Join(err, s.close())
 	}
@@ -42,9 +40,6 @@ func (s *scene) close() error {
 	var all []error
 	for _, g := range s.gateways {
 		all = append(all, g.Proc().Stop())
-	}
-	for _, p := range s.others {
-		p.Kill() // it has nothing to lose
 	}
 	if s.upstream != nil {
 		s.upstream.Kill()
@@ -78,26 +73,11 @@ var sites = map[place]site{
 
 // addr is where the place is served.
 func (s *scene) addr(p place) (string, error) {
-	if _, ok := sites[p]; ok {
-		g, err := s.gateway(p)
-		if err != nil {
-			return "", err
-		}
-		return g.Addr, nil
-	}
-	if other := s.others[p]; other != nil {
-		return other.Word, nil
-	}
-	args := []string{"-upstream", s.upstream.Word}
-	if p == fiberIdempotent {
-		args = append(args, "-idempotent")
-	}
-	other, err := proc.Start(proc.Spec{Role: peer.Role, Args: args, Env: s.env})
+	g, err := s.gateway(p)
 	if err != nil {
 		return "", err
 	}
-	s.others[p] = other
-	return other.Word, nil
+	return g.Addr, nil
 }
 
 func (s *scene) gateway(p place) (*gateway.Gateway, error) {

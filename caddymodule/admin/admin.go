@@ -9,22 +9,26 @@ package admin
 
 import (
 	"context"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"net/url"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -39,9 +43,9 @@ const Mark = "Agent-Guard-Admin"
 type Stores interface {
 	// Paths lists them.
 	Paths() []string
-	// Borrow keeps the store at path open until Release is called; false where it is
+	// View keeps the store at path open until Release is called; false where it is
 	// not open.
-	Borrow(path string) (Store, bool)
+	View(path string) (Store, bool)
 }
 
 // Store is an open store with the guard over it.
@@ -49,18 +53,17 @@ type Store interface {
 	// Path names it.
 	Path() string
 	// Guard is the guard over it.
-	Guard() *guard.Guard
+	Guard() *execution.Guard
 	// Now is the clock by which ages and expiries are judged.
 	Now(ctx context.Context) (time.Time, error)
-	// Report is what the store tells of itself; nil where it cannot.
+	// Report is the state of the store; nil where it has none.
 	Report() *Report
 	// Quota is what one caller may hold; nil where nothing bounds it.
 	Quota() *Quota
-	// Testify returns the evidence of a decision, which lands in its commit, and who
-	// must be told what came of that: it hands the error on.
-	Testify(ctx context.Context, key guard.Key, found *guard.Record, decision guard.Resolution) (riders []store.Write, landed func(error) error)
-	// Resolved tells the log, and who listens to events, of a decision.
-	Resolved(key guard.Key, found *guard.Record, decision guard.Resolution)
+	// Evidence returns the evidence of a decision, for its commit; nil where there is none.
+	Evidence(ctx context.Context, key execution.Key, found *execution.Record, decision execution.Resolution) *store.Batch
+	// Resolved logs a decision and emits its event.
+	Resolved(key execution.Key, found *execution.Record, decision execution.Resolution)
 	// Keys is the state of the key ring.
 	Keys(ctx context.Context) (*KeyStatus, error)
 	// Ledger is the log of what was decided; nil where the store has none.
@@ -76,7 +79,7 @@ type Store interface {
 	// caddy.APIError.
 	RotateIdentity(stolen bool) error
 	// Circuits are the circuit breakers of this process, sorted by upstream; never nil.
-	Circuits() []circuits.Circuit
+	Circuits() []proxy.Circuit
 	// SetCircuitMode sets what an operator wants of a breaker, and records it. It reports
 	// false where there is no such breaker.
 	SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error)
@@ -85,11 +88,11 @@ type Store interface {
 	// Trial is what is known of the undo of a checkpoint that has not succeeded yet; false
 	// where nothing is.
 	Trial(checkpoint string) (Trial, bool)
-	// Vault is where checkpoints are; nil where none are made.
-	Vault() *checkpoint.Vault
-	// Desk is where escalations are recorded.
-	Desk() *hitl.Desk
-	// Release ends the borrowing.
+	// Checkpoints are the checkpoints; nil where none are made.
+	Checkpoints() *checkpoint.Store
+	// Escalations are the recorded escalations.
+	Escalations() *hitl.Store
+	// Release ends the view.
 	Release()
 }
 
@@ -101,6 +104,30 @@ type API struct {
 // New makes the API over stores.
 func New(stores Stores) *API { return &API{stores: stores} }
 
+// routes are what is asked for below Prefix. A part in braces is a name.
+var routes = []struct {
+	path, method string
+	serve        handler
+}{
+	{"executions", http.MethodGet, listExecutions},
+	{"executions/{key}", http.MethodGet, showExecution},
+	{"executions/{key}/resolve", http.MethodPost, resolveExecution},
+	{"store", http.MethodGet, showStore},
+	{"keys", http.MethodGet, showKeys},
+	{"keys/rotate", http.MethodPost, rotateKeys},
+	{"identity", http.MethodGet, showIdentity},
+	{"identity/rotate", http.MethodPost, rotateIdentity},
+	{"circuits", http.MethodGet, listCircuits},
+	{"circuits/mode", http.MethodPost, setCircuitMode},
+	{"rollback", http.MethodPost, coordinated(startRollback)},
+	{"rollback/{id}", http.MethodGet, coordinated(showRollback)},
+	{"rollbacks", http.MethodGet, coordinated(listRollbacks)},
+	{"escalations", http.MethodGet, listEscalations},
+	{"ledger/head", http.MethodGet, ledgerHead},
+	{"ledger/export", http.MethodGet, ledgerExport},
+	{"ledger/verify", http.MethodGet, ledgerVerify},
+}
+
 // ServeHTTP implements caddy.AdminHandler.
 func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	parts := strings.Split(strings.TrimPrefix(r.URL.EscapedPath(), Prefix), "/")
@@ -109,46 +136,33 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 			parts[i] = plain
 		}
 	}
-	switch {
-	case slices.Equal(parts, []string{"executions"}):
-		return a.on(w, r, http.MethodGet, a.list)
-	case len(parts) == 2 && parts[0] == "executions" && parts[1] != "":
-		return a.on(w, r, http.MethodGet, a.show(parts[1]))
-	case len(parts) == 3 && parts[0] == "executions" && parts[1] != "" && parts[2] == "resolve":
-		return a.on(w, r, http.MethodPost, a.resolve(parts[1]))
-	case slices.Equal(parts, []string{"store"}):
-		return a.on(w, r, http.MethodGet, a.store)
-	case slices.Equal(parts, []string{"keys"}):
-		return a.on(w, r, http.MethodGet, a.keys)
-	case slices.Equal(parts, []string{"keys", "rotate"}):
-		return a.on(w, r, http.MethodPost, a.rotate)
-	case slices.Equal(parts, []string{"identity"}):
-		return a.on(w, r, http.MethodGet, a.identity)
-	case slices.Equal(parts, []string{"identity", "rotate"}):
-		return a.on(w, r, http.MethodPost, a.rotateIdentity)
-	case slices.Equal(parts, []string{"circuits"}):
-		return a.on(w, r, http.MethodGet, a.circuits)
-	case slices.Equal(parts, []string{"circuits", "mode"}):
-		return a.on(w, r, http.MethodPost, a.circuitMode)
-	case slices.Equal(parts, []string{"rollback"}):
-		return a.on(w, r, http.MethodPost, coordinated(a.rollback))
-	case len(parts) == 2 && parts[0] == "rollback" && parts[1] != "":
-		return a.on(w, r, http.MethodGet, a.showRollback(parts[1]))
-	case slices.Equal(parts, []string{"rollbacks"}):
-		return a.on(w, r, http.MethodGet, coordinated(a.listRollbacks))
-	case slices.Equal(parts, []string{"escalations"}):
-		return a.on(w, r, http.MethodGet, a.escalations)
-	case slices.Equal(parts, []string{"ledger", "head"}):
-		return a.on(w, r, http.MethodGet, a.ledgerHead)
-	case slices.Equal(parts, []string{"ledger", "export"}):
-		return a.on(w, r, http.MethodGet, a.ledgerExport)
-	case slices.Equal(parts, []string{"ledger", "verify"}):
-		return a.on(w, r, http.MethodGet, a.ledgerVerify)
+	var paths []string
+	for _, to := range routes {
+		if name, ok := match(to.path, parts); ok {
+			return a.on(w, r, to.method, name, to.serve)
+		}
+		paths = append(paths, to.path)
 	}
-	return refuse(http.StatusNotFound,
-		"%s has no %s; there are executions, executions/{key}, executions/{key}/resolve, store, keys, keys/rotate, "+
-			"identity, identity/rotate, circuits, circuits/mode, rollback, rollback/{id}, rollbacks, escalations, ledger/head, ledger/export and ledger/verify",
-		Prefix, strings.Join(parts, "/"))
+	last := len(paths) - 1
+	return refuse(http.StatusNotFound, "%s has no %s; there are %s and %s",
+		Prefix, strings.Join(parts, "/"), strings.Join(paths[:last], ", "), paths[last])
+}
+
+// match compares the parts of a path with a route, and returns the name in it.
+func match(route string, parts []string) (name string, ok bool) {
+	wanted := strings.Split(route, "/")
+	if len(wanted) != len(parts) {
+		return "", false
+	}
+	for i, part := range parts {
+		switch {
+		case part != "" && strings.HasPrefix(wanted[i], "{"):
+			name = part
+		case part != wanted[i]:
+			return "", false
+		}
+	}
+	return name, true
 }
 
 // handler answers a request about a store, with what is to be encoded as JSON or with
@@ -156,7 +170,7 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 type handler func(r *http.Request, st Store, p *params) (any, error)
 
 // on calls serve with the store that the request names, and writes what it returns.
-func (a *API) on(w http.ResponseWriter, r *http.Request, method string, serve handler) error {
+func (a *API) on(w http.ResponseWriter, r *http.Request, method, name string, serve handler) error {
 	if r.Method != method && (r.Method != http.MethodHead || method != http.MethodGet) {
 		w.Header().Set("Allow", method)
 		return refuse(http.StatusMethodNotAllowed, "%s is not for %s; use %s", r.URL.Path, r.Method, method)
@@ -165,14 +179,19 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, method string, serve ha
 	if err != nil {
 		return err
 	}
-	st, err := a.borrow(p.one("store"))
+	p.name = name
+	st, err := a.view(p.one("store"))
 	if err != nil {
 		return err
 	}
 	defer st.Release()
 	answer, err := serve(r, st, p)
 	if err != nil {
-		return refusal(err)
+		err = refusal(err)
+		if api := (caddy.APIError{}); errors.As(err, &api) && api.HTTPStatus == http.StatusServiceUnavailable {
+			w.Header().Set("Retry-After", "1")
+		}
+		return err
 	}
 	if stream, ok := answer.(stream); ok {
 		return stream.serve(w)
@@ -191,8 +210,8 @@ func begin(w http.ResponseWriter, mediaType string) {
 	w.Header().Set(Mark, "1")
 }
 
-// borrow returns the store at path, or the only one where path is empty.
-func (a *API) borrow(path string) (Store, error) {
+// view returns the store at path, or the only one where path is empty.
+func (a *API) view(path string) (Store, error) {
 	open := a.stores.Paths()
 	slices.Sort(open)
 	if path == "" {
@@ -205,13 +224,26 @@ func (a *API) borrow(path string) (Store, error) {
 			return nil, refuse(http.StatusBadRequest, "several stores are open; name one with store: %s", strings.Join(open, ", "))
 		}
 	}
-	if st, ok := a.stores.Borrow(path); ok {
+	if st, ok := a.stores.View(path); ok {
 		return st, nil
 	}
 	if len(open) == 0 {
 		open = []string{"none"}
 	}
 	return nil, refuse(http.StatusNotFound, "the store %s is not open; open: %s", path, strings.Join(open, ", "))
+}
+
+// decode reads one JSON value strictly: a misspelled member must not ask for something else.
+func decode(from io.Reader, limit int64, into any) error {
+	decoder := json.NewDecoder(io.LimitReader(from, limit))
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(into); err != nil {
+		return err
+	}
+	if _, err := decoder.Token(); !errors.Is(err, io.EOF) {
+		return errors.New("something stands behind it")
+	}
+	return nil
 }
 
 func refuse(status int, format string, args ...any) error {
@@ -226,16 +258,16 @@ func refusal(err error) error {
 	}
 	status := http.StatusInternalServerError
 	switch {
-	case errors.Is(err, guard.ErrUnknown):
+	case errors.Is(err, execution.ErrUnknown):
 		status = http.StatusNotFound
-	case errors.Is(err, guard.ErrAmbiguous), errors.Is(err, guard.ErrKeyForm), errors.Is(err, guard.ErrCursor), errors.Is(err, hitl.ErrCursor),
-		errors.Is(err, guard.ErrResolution), errors.Is(err, guard.ErrAnswerTooLarge):
+	case errors.Is(err, execution.ErrAmbiguous), errors.Is(err, execution.ErrKeyForm), errors.Is(err, execution.ErrCursor), errors.Is(err, hitl.ErrCursor),
+		errors.Is(err, execution.ErrResolution), errors.Is(err, execution.ErrAnswerTooLarge):
 		status = http.StatusBadRequest
-	case errors.Is(err, guard.ErrNotInDoubt):
+	case errors.Is(err, execution.ErrNotInDoubt):
 		status = http.StatusConflict
-	case errors.Is(err, guard.ErrTaken):
+	case errors.Is(err, execution.ErrTaken):
 		return refuse(http.StatusConflict, "the execution has changed meanwhile; look at it again")
-	case errors.Is(err, guard.ErrStore), errors.Is(err, hitl.ErrStore), errors.Is(err, store.ErrClosed), errors.Is(err, store.ErrUnhealthy):
+	case errors.Is(err, execution.ErrStore), errors.Is(err, hitl.ErrStore), errors.Is(err, store.ErrClosed), errors.Is(err, store.ErrUnhealthy):
 		status = http.StatusServiceUnavailable
 	}
 	text := err.Error()
@@ -246,3 +278,219 @@ func refusal(err error) error {
 }
 
 var _ caddy.AdminHandler = (*API)(nil)
+
+// params is the query of a request. The first thing that is wrong with it is kept
+// until done.
+type params struct {
+	name  string // in the path, where it has one
+	query url.Values
+	seen  []string
+	err   error
+}
+
+func newParams(r *http.Request) (*params, error) {
+	query, err := url.ParseQuery(r.URL.RawQuery)
+	if err != nil {
+		return nil, refuse(http.StatusBadRequest, "query: %v", err)
+	}
+	return &params{query: query}, nil
+}
+
+func (p *params) fail(name string, err error) {
+	if p.err == nil {
+		p.err = refuse(http.StatusBadRequest, "%s: %v", name, err)
+	}
+}
+
+// one is the value of a parameter that may stand once.
+func (p *params) one(name string) string {
+	p.seen = append(p.seen, name)
+	values := p.query[name]
+	if len(values) > 1 {
+		p.fail(name, fmt.Errorf("it stands %d times; once is enough", len(values)))
+	}
+	return p.query.Get(name)
+}
+
+// list are the values of a parameter that may stand several times, or have commas.
+func (p *params) list(name string) (all []string) {
+	p.seen = append(p.seen, name)
+	for _, value := range p.query[name] {
+		for word := range strings.SplitSeq(value, ",") {
+			if word != "" {
+				all = append(all, word)
+			}
+		}
+	}
+	return all
+}
+
+// done returns what was wrong, a parameter that nobody has read included: a
+// misspelled filter must not look like one that everything passes.
+func (p *params) done() error {
+	if p.err != nil {
+		return p.err
+	}
+	for name := range p.query {
+		if !slices.Contains(p.seen, name) {
+			slices.Sort(p.seen)
+			return refuse(http.StatusBadRequest, "%q is no parameter here; there are %s", name, strings.Join(p.seen, ", "))
+		}
+	}
+	return nil
+}
+
+// age reads a duration like 10m or 2d.
+func (p *params) age(name string) time.Duration {
+	text := p.one(name)
+	if text == "" {
+		return 0
+	}
+	d, err := caddy.ParseDuration(text)
+	switch {
+	case err != nil:
+		p.fail(name, fmt.Errorf("%q is no duration; write one like 10m, 4h or 2d", text))
+	case d < 0:
+		p.fail(name, fmt.Errorf("%s is negative", text))
+	}
+	return d
+}
+
+func (p *params) time(name string) time.Time {
+	text := p.one(name)
+	if text == "" {
+		return time.Time{}
+	}
+	t, err := time.Parse(time.RFC3339, text)
+	if err != nil {
+		p.fail(name, fmt.Errorf("%q is no time; write one like 2026-11-20T14:00:00Z", text))
+	}
+	return t
+}
+
+func (p *params) states() (all []execution.State) {
+	for _, word := range p.list("state") {
+		state, err := execution.ParseState(word)
+		if err != nil {
+			p.fail("state", err)
+		}
+		all = append(all, state)
+	}
+	return all
+}
+
+func (p *params) caller() *execution.CallerHash {
+	text := p.one("caller")
+	if text == "" {
+		return nil
+	}
+	b, err := hex.DecodeString(text)
+	var hash execution.CallerHash
+	if err != nil || len(b) != len(hash) {
+		p.fail("caller", fmt.Errorf("%q is no caller's hash; a listing shows it, with %d digits", text, 2*len(hash)))
+		return nil
+	}
+	copy(hash[:], b)
+	return &hash
+}
+
+// checkpoint is the id of a checkpoint; empty is any.
+func (p *params) checkpoint() string {
+	text := p.one("checkpoint")
+	if text == "" {
+		return ""
+	}
+	id, ok := checkpointID(text)
+	if !ok {
+		p.fail("checkpoint", fmt.Errorf("%q is no UUID; it stands in Execution-Checkpoint", text))
+	}
+	return id
+}
+
+// undos leaves out the executions under which undos are recorded, or all others.
+func (p *params) undos(f *execution.Filter) {
+	switch text := p.one("undos"); text {
+	case "", "with":
+	case "without":
+		f.NotMethod = rollback.Method
+	case "only":
+		if f.Method == "" {
+			f.Method = rollback.Method
+		}
+	default:
+		p.fail("undos", fmt.Errorf("%q is none of with, without and only", text))
+	}
+}
+
+// limit is the size of a page.
+func (p *params) limit() int {
+	text := p.one("limit")
+	if text == "" {
+		return defaultPage
+	}
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 1 || n > execution.MaxPage {
+		p.fail("limit", fmt.Errorf("%q is not from 1 to %d", text, execution.MaxPage))
+	}
+	return n
+}
+
+// filter reads what to list. Ages are counted back from now.
+func (p *params) filter(now time.Time) execution.Filter {
+	f := execution.Filter{
+		States: p.states(), Guard: p.one("guard"), Action: p.one("action"), Method: p.one("method"),
+		Caller: p.caller(), Workflow: p.one("workflow"), From: p.time("from"), To: p.time("to"),
+		ID: p.one("id"), Checkpoint: p.checkpoint(),
+	}
+	p.undos(&f)
+	if age := p.age("max_age"); age > 0 {
+		if from := now.Add(-age); from.After(f.From) {
+			f.From = from
+		}
+	}
+	if age := p.age("min_age"); age > 0 {
+		if to := now.Add(-age); f.To.IsZero() || to.Before(f.To) {
+			f.To = to
+		}
+	}
+	return f
+}
+
+// streamPatience is how long a reader may take nothing: a stream keeps the store open
+// and the ledger from being pruned.
+const streamPatience = 5 * time.Minute
+
+// stream is an answer that is too large to be held: it writes itself, as text.
+type stream func(to io.Writer) error
+
+// serve writes the stream. What goes wrong before the first byte is an error like any
+// other. After it nothing can be said any more but by breaking off, so that nobody
+// takes a part for the whole.
+func (s stream) serve(w http.ResponseWriter) error {
+	to := streamWriter{to: w, control: http.NewResponseController(w)}
+	err := s(&to)
+	if err == nil {
+		_ = to.control.SetWriteDeadline(time.Time{}) // for the next answer on this connection
+		return nil
+	}
+	if to.begun {
+		panic(http.ErrAbortHandler)
+	}
+	return refusal(err)
+}
+
+// streamWriter sets the header at the first byte, and gives each write its time.
+type streamWriter struct {
+	to      http.ResponseWriter
+	control *http.ResponseController
+	begun   bool
+}
+
+func (s *streamWriter) Write(b []byte) (int, error) {
+	if !s.begun {
+		begin(s.to, "text/plain; charset=utf-8")
+		s.begun = true
+	}
+	_ = s.control.SetWriteDeadline(time.Now().Add(streamPatience)) // where the connection has one
+	return s.to.Write(b)
+}

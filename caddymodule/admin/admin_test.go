@@ -19,9 +19,9 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/circuits"
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -38,31 +38,31 @@ type rig struct {
 	now    time.Time
 }
 
-// opened is a store as the API borrows it.
+// opened is a store as the API views it.
 type opened struct {
-	rig      *rig
-	path     string
-	guard    *guard.Guard
-	store    store.Store
-	ledger   *admin.Ledger
-	rotated  int
-	rotation error
-	identity *admin.Identity
-	stolen   []bool // of each rotation of the identity
-	circuits []circuits.Circuit
-	desk     *hitl.Desk
-	unkept   error // with which a mode is not recorded
-	rollback admin.Rollbacks
-	vault    *checkpoint.Vault
-	trials   map[string]admin.Trial
+	rig         *rig
+	path        string
+	guard       *execution.Guard
+	store       store.Store
+	ledger      *admin.Ledger
+	rotated     int
+	rotation    error
+	identity    *admin.Identity
+	stolen      []bool // of each rotation of the identity
+	circuits    []proxy.Circuit
+	escalations *hitl.Store
+	unkept      error // with which a mode is not recorded
+	rollback    admin.Rollbacks
+	checkpoints *checkpoint.Store
+	trials      map[string]admin.Trial
 
 	mu       sync.Mutex
-	borrowed int
-	resolved []guard.Resolution
+	held     int
+	resolved []execution.Resolution
 }
 
 func (o *opened) Path() string                               { return o.path }
-func (o *opened) Guard() *guard.Guard                        { return o.guard }
+func (o *opened) Guard() *execution.Guard                    { return o.guard }
 func (o *opened) Now(ctx context.Context) (time.Time, error) { return o.store.Now(ctx) }
 func (o *opened) Quota() *admin.Quota                        { return &admin.Quota{OpenExecutions: 9} }
 func (o *opened) Report() *admin.Report                      { return &admin.Report{Commits: 7} }
@@ -70,7 +70,7 @@ func (o *opened) Keys(context.Context) (*admin.KeyStatus, error) {
 	return &admin.KeyStatus{Source: "file", Keys: make([]admin.Key, o.rotated+1)}, nil
 }
 
-func (o *opened) Desk() *hitl.Desk { return o.desk }
+func (o *opened) Escalations() *hitl.Store { return o.escalations }
 
 func (o *opened) Ledger() *admin.Ledger { return o.ledger }
 
@@ -81,7 +81,7 @@ func (o *opened) RotateKeys(context.Context) error {
 
 func (o *opened) Identity() *admin.Identity { return o.identity }
 
-func (o *opened) Vault() *checkpoint.Vault { return o.vault }
+func (o *opened) Checkpoints() *checkpoint.Store { return o.checkpoints }
 
 func (o *opened) Trial(checkpoint string) (admin.Trial, bool) {
 	t, ok := o.trials[checkpoint]
@@ -90,7 +90,7 @@ func (o *opened) Trial(checkpoint string) (admin.Trial, bool) {
 
 func (o *opened) Rollbacks() admin.Rollbacks { return o.rollback }
 
-func (o *opened) Circuits() []circuits.Circuit { return o.circuits }
+func (o *opened) Circuits() []proxy.Circuit { return o.circuits }
 
 func (o *opened) SetCircuitMode(_ context.Context, key breaker.Key, mode breaker.Mode) (bool, error) {
 	for i := range o.circuits {
@@ -110,19 +110,19 @@ func (o *opened) RotateIdentity(stolen bool) error {
 	return o.rotation
 }
 
-func (o *opened) Release() { o.borrow(-1) }
+func (o *opened) Release() { o.hold(-1) }
 
-func (o *opened) borrow(n int) {
+func (o *opened) hold(n int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.borrowed += n
+	o.held += n
 }
 
-func (o *opened) Testify(context.Context, guard.Key, *guard.Record, guard.Resolution) ([]store.Write, func(error) error) {
-	return nil, func(err error) error { return err }
+func (o *opened) Evidence(context.Context, execution.Key, *execution.Record, execution.Resolution) *store.Batch {
+	return nil
 }
 
-func (o *opened) Resolved(_ guard.Key, _ *guard.Record, decision guard.Resolution) {
+func (o *opened) Resolved(_ execution.Key, _ *execution.Record, decision execution.Resolution) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.resolved = append(o.resolved, decision)
@@ -130,10 +130,10 @@ func (o *opened) Resolved(_ guard.Key, _ *guard.Record, decision guard.Resolutio
 
 func (r *rig) Paths() []string { return slices.Collect(maps.Keys(r.stores)) }
 
-func (r *rig) Borrow(path string) (admin.Store, bool) {
+func (r *rig) View(path string) (admin.Store, bool) {
 	st, ok := r.stores[path]
 	if ok {
-		st.borrow(1)
+		st.hold(1)
 	}
 	return st, ok
 }
@@ -150,15 +150,15 @@ func (r *rig) open(path string) *opened {
 	r.t.Helper()
 	st := memory.New(memory.Options{Now: func() time.Time { return r.now }})
 	ring := seal.Generate()
-	g, _, err := guard.Open(ctx, st, ring)
+	g, _, err := execution.Open(ctx, st, ring)
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	o := &opened{rig: r, path: path, guard: g, store: st, desk: hitl.NewDesk(st, ring, 0), vault: checkpoint.New(st, ring)}
+	o := &opened{rig: r, path: path, guard: g, store: st, escalations: hitl.NewStore(st, ring, 0), checkpoints: checkpoint.New(st, ring)}
 	r.stores[path] = o
 	r.t.Cleanup(func() {
-		if o.borrowed != 0 {
-			r.t.Errorf("%s is still borrowed %d times", path, o.borrowed)
+		if o.held != 0 {
+			r.t.Errorf("%s is still held %d times", path, o.held)
 		}
 	})
 	return o
@@ -170,7 +170,7 @@ type call struct {
 }
 
 // claim begins an execution.
-func (o *opened) claim(c call) (guard.Key, *guard.Execution) {
+func (o *opened) claim(c call) (execution.Key, *execution.Execution) {
 	o.rig.t.Helper()
 	fill := func(s *string, value string) {
 		if *s == "" {
@@ -182,21 +182,21 @@ func (o *opened) claim(c call) (guard.Key, *guard.Execution) {
 	fill(&c.method, "POST")
 	fill(&c.path, "/v1/charges")
 	fill(&c.action, "charge")
-	scope := guard.Scope{Caller: c.caller, Guard: c.guard, Method: c.method, Path: c.path, ID: c.id}
+	scope := execution.Scope{Caller: c.caller, Guard: c.guard, Method: c.method, Path: c.path, ID: c.id}
 	key := o.guard.Key(scope)
-	e, err := o.guard.Claim(ctx, &guard.Call{
-		Key: key, Scope: scope, Origin: guard.OriginGiven, Host: "api.example", Action: c.action, Workflow: c.workflow, Checkpoint: c.checkpoint,
+	e, err := o.guard.Claim(ctx, &execution.Call{
+		Key: key, Scope: scope, Origin: execution.OriginGiven, Host: "api.example", Action: c.action, Workflow: c.workflow, Checkpoint: c.checkpoint,
 		Deadline: time.Minute, KeepResult: time.Hour, KeepKey: 48 * time.Hour, ResultCap: 1 << 20,
-	}, guard.Finding{})
+	}, execution.Finding{})
 	if err != nil {
 		o.rig.t.Fatal(err)
 	}
 	return key, e
 }
 
-func (o *opened) settle(e *guard.Execution, outcome guard.Outcome) {
+func (o *opened) settle(e *execution.Execution, outcome execution.Outcome) {
 	o.rig.t.Helper()
-	if outcome.Verdict == guard.Completed {
+	if outcome.Verdict == execution.Completed {
 		e.Recording().Start(201, map[string][]string{"X-Secret": {"of the answer"}})
 		e.Write([]byte(`{"secret":"of the answer"}`))
 		outcome.Status, outcome.Whole = 201, true
@@ -207,10 +207,10 @@ func (o *opened) settle(e *guard.Execution, outcome guard.Outcome) {
 }
 
 // doubt records an execution that is in doubt.
-func (o *opened) doubt(c call) guard.Key {
+func (o *opened) doubt(c call) execution.Key {
 	o.rig.t.Helper()
 	key, e := o.claim(c)
-	o.settle(e, guard.Outcome{Verdict: guard.InDoubt, Cause: guard.CauseLost, Status: 502})
+	o.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseLost, Status: 502})
 	return key
 }
 
@@ -325,10 +325,10 @@ func TestStoreStatus(t *testing.T) {
 	doubts := st.Executions["in_doubt"]
 	if st.Health != admin.HealthOK || st.Problem != "" || st.Node != o.guard.Node() || st.Boot != o.guard.Boot() || st.Node == "" ||
 		doubts.Count != 3 || doubts.AtLeast || doubts.OldestAge != 180 || !doubts.Oldest.Equal(r.now.Add(-3*time.Minute)) ||
-		st.Executions["running"].Count != 1 || len(st.Executions) != 5 || st.Store == nil || st.Store.Commits != 7 || st.Quota.OpenExecutions != 9 {
+		st.Executions["running"].Count != 1 || len(st.Executions) != 4 || st.Store == nil || st.Store.Commits != 7 || st.Quota.OpenExecutions != 9 {
 		t.Errorf("%+v", st)
 	}
-	o.settle(running, guard.Outcome{Verdict: guard.Released})
+	o.settle(running, execution.Outcome{Verdict: execution.Released})
 	if err := o.store.Close(); err != nil {
 		t.Fatal(err)
 	}

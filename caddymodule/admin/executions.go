@@ -1,20 +1,40 @@
 package admin
 
 import (
+	"bytes"
 	"context"
+	"encoding/base64"
+	"encoding/hex"
+	"encoding/json"
 	"errors"
+	"fmt"
+	"io"
+	"maps"
 	"net/http"
+	"net/textproto"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/evidence"
+	"github.com/google/uuid"
+	"golang.org/x/net/http/httpguts"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 // defaultPage is the size of a page where none is asked for.
 const defaultPage = 50
 
-// list answers GET executions.
-func (a *API) list(r *http.Request, st Store, p *params) (any, error) {
+// listExecutions answers GET executions.
+func listExecutions(r *http.Request, st Store, p *params) (any, error) {
 	now, err := st.Now(r.Context())
 	if err != nil {
 		return nil, unavailable(err)
@@ -40,15 +60,14 @@ func (a *API) list(r *http.Request, st Store, p *params) (any, error) {
 	return page, nil
 }
 
-// narrow bounds the listing of a checkpoint's execution by when that was claimed, where the
-// vault knows it: else all that is recorded would be looked through.
-func narrow(ctx context.Context, st Store, f *guard.Filter) error {
-	if f.Checkpoint == "" || f.Method == undo.Method {
+// narrow bounds the listing of a checkpoint's execution by when that was claimed, where the checkpoint store knows it: else all that is recorded would be looked through.
+func narrow(ctx context.Context, st Store, f *execution.Filter) error {
+	if f.Checkpoint == "" || f.Method == rollback.Method {
 		return nil
 	}
-	f.NotMethod = undo.Method // its undos have the checkpoint's id too
+	f.NotMethod = rollback.Method // its undos have the checkpoint's id too
 	_, _, record, err := callOf(ctx, st, f.Checkpoint)
-	if errors.Is(err, guard.ErrUnknown) || err == nil && record == nil {
+	if errors.Is(err, execution.ErrUnknown) || err == nil && record == nil {
 		return nil
 	}
 	if err != nil {
@@ -63,34 +82,32 @@ func narrow(ctx context.Context, st Store, f *guard.Filter) error {
 	return nil
 }
 
-// show answers GET executions/{key}, which may be the id of a checkpoint or an execution.
-func (a *API) show(name string) handler {
-	return func(r *http.Request, st Store, p *params) (any, error) {
-		if err := p.done(); err != nil {
-			return nil, err
-		}
-		key, err := find(r.Context(), st, name)
-		if err != nil {
-			return nil, err
-		}
-		return look(r.Context(), st, key)
+// showExecution answers GET executions/{key}, which may be the id of a checkpoint or an execution.
+func showExecution(r *http.Request, st Store, p *params) (any, error) {
+	if err := p.done(); err != nil {
+		return nil, err
 	}
+	key, err := find(r.Context(), st, p.name)
+	if err != nil {
+		return nil, err
+	}
+	return look(r.Context(), st, key)
 }
 
 // look is all that operators may see of the execution key. A free key is known by
 // what was decided about it.
-func look(ctx context.Context, st Store, key guard.Key) (*Execution, error) {
+func look(ctx context.Context, st Store, key execution.Key) (*Execution, error) {
 	now, err := st.Now(ctx)
 	if err != nil {
 		return nil, unavailable(err)
 	}
 	x := Execution{Key: key.Hex(), State: StateFree}
-	found, err := st.Guard().Look(ctx, key)
+	found, err := st.Guard().Get(ctx, key)
 	switch {
 	case err == nil:
 		x = view(&found, now)
 		x.WorkflowID = workflowID(ctx, st, found.Record)
-	case !errors.Is(err, guard.ErrUnknown):
+	case !errors.Is(err, execution.ErrUnknown):
 		return nil, err
 	}
 	decided, decidedErr := st.Guard().Resolutions(ctx, key)
@@ -110,7 +127,7 @@ func look(ctx context.Context, st Store, key guard.Key) (*Execution, error) {
 }
 
 // workflowID is the UUID of the workflow of an execution, where its name is none.
-func workflowID(ctx context.Context, st Store, record *guard.Record) string {
+func workflowID(ctx context.Context, st Store, record *execution.Record) string {
 	if record.Checkpoint == "" {
 		return "" // no token knows it
 	}
@@ -127,4 +144,545 @@ func workflowID(ctx context.Context, st Store, record *guard.Record) string {
 // unavailable is a store's own error, that did not come through the guard.
 func unavailable(err error) error {
 	return refuse(http.StatusServiceUnavailable, "the store is unavailable: %v", err)
+}
+
+// StateFree is the state of a key under which nothing is recorded any more.
+const StateFree = "free"
+
+// Page is a part of a listing.
+type Page struct {
+	// Executions, the youngest first.
+	Executions []Execution `json:"executions"`
+	// Next is what `after` takes to go on; empty after the last page. A page that is
+	// not full, even an empty one, may have a next one.
+	Next string `json:"next,omitempty"`
+}
+
+// Execution is one execution, as operators see it.
+type Execution struct {
+	// Key is the execution key in hexadecimal; logs show its first 16 digits.
+	Key string `json:"key"`
+	// State is running, completed, in_doubt, rolled_back, or free.
+	State string `json:"state"`
+	// Detail says more than State where there is more to say: running_here,
+	// running_elsewhere, replayable, result_expired or result_unavailable.
+	Detail string `json:"detail,omitempty"`
+	// ExecutionID is the caller's name for it, shortened to 255 bytes.
+	ExecutionID string `json:"execution_id,omitempty"`
+	// Origin says where that came from: given, minted or derived.
+	Origin string `json:"origin,omitempty"`
+	// Guard is the guard's configured name.
+	Guard string `json:"guard,omitempty"`
+	// Action is the action's configured name.
+	Action string `json:"action,omitempty"`
+	// Method is the call's.
+	Method string `json:"method,omitempty"`
+	// Host is the call's.
+	Host string `json:"host,omitempty"`
+	// Path is the call's. Its query is not recorded.
+	Path string `json:"path,omitempty"`
+	// Caller is the keyed hash of who asked, in hexadecimal.
+	Caller string `json:"caller,omitempty"`
+	// Workflow is the workflow's id, if any.
+	Workflow string `json:"workflow,omitempty"`
+	// WorkflowID is the UUID by which tokens, rollbacks and escalations know the workflow,
+	// where its name is another one. Listings leave it out.
+	WorkflowID string `json:"workflow_id,omitempty"`
+	// Checkpoint is the id of the token that announced it, by which it is rolled back; empty
+	// without an identity.
+	Checkpoint string `json:"checkpoint,omitempty"`
+	// Created is when it was claimed.
+	Created time.Time `json:"created,omitzero"`
+	// Deadline is until when it may run.
+	Deadline time.Time `json:"deadline,omitzero"`
+	// Settled is when its outcome was recorded.
+	Settled time.Time `json:"settled,omitzero"`
+	// Age is the seconds since Created.
+	Age int64 `json:"age"`
+	// Cause is why it is in doubt.
+	Cause string `json:"cause,omitempty"`
+	// Status is that of the upstream's answer, or of the one that an operator gave; 0 without one.
+	Status int `json:"status,omitempty"`
+	// Node is the gateway that ran it.
+	Node string `json:"node,omitempty"`
+	// Result is what is kept of the answer of a completed execution.
+	Result *Result `json:"result,omitempty"`
+	// KeyExpires is when the key of a completed execution is free again.
+	KeyExpires time.Time `json:"key_expires,omitzero"`
+	// Resolutions are what operators have decided, the oldest first. Listings leave
+	// them out.
+	Resolutions []Resolution `json:"resolutions,omitempty"`
+}
+
+// Result is what is kept of an answer.
+type Result struct {
+	// Kept says that it was recorded at all: it may have been too large.
+	Kept bool `json:"kept"`
+	// Size is the bytes that it takes in the store.
+	Size int64 `json:"size"`
+	// Expires is until when it can be replayed.
+	Expires time.Time `json:"expires,omitzero"`
+	// Replayable says that a retry gets it now.
+	Replayable bool `json:"replayable"`
+}
+
+// Resolution is what an operator has decided.
+type Resolution struct {
+	// At is when.
+	At time.Time `json:"at"`
+	// Applied says that the call was executed.
+	Applied bool `json:"applied"`
+	// Operator is who decided.
+	Operator string `json:"operator"`
+	// Reason is on what evidence.
+	Reason string `json:"reason"`
+	// Cause is why it was in doubt.
+	Cause string `json:"cause,omitempty"`
+	// Action is the action's name at that time.
+	Action string `json:"action,omitempty"`
+}
+
+// view is r as operators see it.
+func view(r *execution.Recorded, now time.Time) Execution {
+	record := r.Record
+	x := Execution{
+		Key: r.Key.Hex(), State: r.State().String(), Detail: detail(r.Status),
+		ExecutionID: record.ID, Origin: origin(record.Origin), Guard: record.Guard, Action: record.Action,
+		Method: record.Method, Host: record.Host, Path: record.Path,
+		Caller: hex.EncodeToString(record.Caller[:]), Workflow: record.Workflow, Checkpoint: record.Checkpoint,
+		Created: utc(record.Created), Deadline: utc(record.Deadline), Settled: utc(record.Settled),
+		Age:   int64(max(now.Sub(record.Created), 0) / time.Second),
+		Cause: string(record.Cause), Status: record.Status, Node: record.Node,
+	}
+	if record.State != execution.StateInDoubt {
+		x.Cause = "" // what an outcome was read from is no cause of a doubt
+	}
+	if record.State == execution.StateCompleted {
+		kept := record.Result
+		x.Result = &Result{
+			Kept: kept.Kept, Size: kept.Size + int64(len(kept.Inline)), Expires: utc(kept.Expires),
+			Replayable: r.Status == execution.Replayable,
+		}
+		x.KeyExpires = utc(record.Settled.Add(record.KeepKey))
+	}
+	return x
+}
+
+// detail is what a status says beyond the state.
+func detail(s execution.Status) string {
+	switch s {
+	case execution.RunningHere:
+		return "running_here"
+	case execution.RunningElsewhere:
+		return "running_elsewhere"
+	case execution.Replayable:
+		return "replayable"
+	case execution.ResultExpired:
+		return "result_expired"
+	case execution.ResultUnavailable:
+		return "result_unavailable"
+	default:
+		return ""
+	}
+}
+
+func origin(o execution.Origin) string {
+	switch o {
+	case execution.OriginGiven:
+		return "given"
+	case execution.OriginMinted:
+		return "minted"
+	case execution.OriginDerived:
+		return "derived"
+	default:
+		return ""
+	}
+}
+
+func utc(t time.Time) time.Time {
+	if t.IsZero() {
+		return t
+	}
+	return t.UTC()
+}
+
+// maxSought is how many pages are looked through for an execution that no index names.
+// A page opens a few thousand records.
+const maxSought = 20
+
+// find is the key of the execution that an operator names: by the key or its first digits,
+// by the checkpoint of its call, or by the caller's id where one execution alone has it.
+func find(ctx context.Context, st Store, name string) (execution.Key, error) {
+	key, err := st.Guard().Expand(ctx, name)
+	if err == nil || !errors.Is(err, execution.ErrUnknown) && !errors.Is(err, execution.ErrKeyForm) {
+		return key, err
+	}
+	if id, ok := checkpointID(name); ok {
+		switch key, err := ofCheckpoint(ctx, st, id); {
+		case err == nil:
+			return key, nil
+		case !errors.Is(err, execution.ErrUnknown):
+			return key, err
+		}
+		switch key, err := sought(ctx, st, execution.Filter{Checkpoint: id, NotMethod: rollback.Method}); {
+		case err == nil:
+			return key, nil
+		case !errors.Is(err, execution.ErrUnknown):
+			return key, err
+		}
+	}
+	key, err = sought(ctx, st, execution.Filter{ID: name})
+	if errors.Is(err, execution.ErrUnknown) {
+		err = refuse(http.StatusNotFound,
+			"no such execution: neither a key that begins like this, nor a whole checkpoint or execution id, is %.80q", name)
+	}
+	return key, err
+}
+
+// checkpointID is the id of a checkpoint as it is recorded; false where it has not the form.
+func checkpointID(text string) (string, bool) {
+	id, err := uuid.Parse(text)
+	return id.String(), err == nil && len(text) == len(id.String())
+}
+
+// ofCheckpoint is the key of the call of a checkpoint, as long as the checkpoint store has that and
+// the key is still that call's; else guard.ErrUnknown.
+func ofCheckpoint(ctx context.Context, st Store, id string) (execution.Key, error) {
+	call, _, record, err := callOf(ctx, st, id)
+	switch {
+	case err != nil:
+		return execution.Key{}, err
+	case record == nil:
+		return execution.Key{}, execution.ErrUnknown
+	}
+	return call.Execution, nil
+}
+
+// callOf is what the checkpoint store has of the call of a checkpoint, and the record of its execution:
+// nil where the key is free, or another call's. Where the checkpoint store has nothing that can be read
+// it is guard.ErrUnknown.
+func callOf(ctx context.Context, st Store, id string) (*checkpoint.Snapshot, *checkpoint.Result, *execution.Record, error) {
+	checkpoints := st.Checkpoints()
+	if checkpoints == nil {
+		return nil, nil, nil, execution.ErrUnknown
+	}
+	call, result, err := checkpoints.Peek(ctx, id)
+	switch {
+	case errors.Is(err, checkpoint.ErrStore):
+		return nil, nil, nil, unavailable(err)
+	case err != nil:
+		return nil, nil, nil, execution.ErrUnknown
+	}
+	found, err := st.Guard().Get(ctx, call.Execution)
+	switch {
+	case errors.Is(err, execution.ErrUnknown):
+	case err != nil:
+		return nil, nil, nil, err
+	case found.Record.Announced(id):
+		return call, result, found.Record, nil
+	}
+	return call, result, nil, nil
+}
+
+// sought is the key of the one execution that passes a filter which no index serves. Where
+// there are too many executions to say that there is no other one, that is an error.
+func sought(ctx context.Context, st Store, f execution.Filter) (execution.Key, error) {
+	var found []execution.Recorded
+	after := ""
+	for range maxSought {
+		page, err := st.Guard().List(ctx, f, after, 2)
+		if err != nil {
+			return execution.Key{}, err
+		}
+		found = append(found, page.Executions...)
+		if after = page.Next; after == "" || len(found) > 1 {
+			break
+		}
+	}
+	switch {
+	case len(found) > 1:
+		return execution.Key{}, refuse(http.StatusBadRequest, "several executions have this id, such as %s; give a key", describe(found))
+	case after != "" && len(found) == 1:
+		return execution.Key{}, refuse(http.StatusBadRequest,
+			"there are too many executions to say that no older one has this id too; the youngest that has it is %s: give its key", describe(found))
+	case after != "":
+		return execution.Key{}, refuse(http.StatusBadRequest,
+			"there are too many executions to look through here, and the youngest do not have it; executions?id= goes through all, page by page")
+	case len(found) == 0:
+		return execution.Key{}, execution.ErrUnknown
+	}
+	return found[0].Key, nil
+}
+
+// describe names executions so that one can be chosen.
+func describe(all []execution.Recorded) string {
+	var words []string
+	for i := range all {
+		record := all[i].Record
+		words = append(words, fmt.Sprintf("%s (%s %s)", all[i].Key, record.Method, record.Path))
+	}
+	return strings.Join(words, " and ")
+}
+
+// Executions know a workflow by its caller's name for it. Tokens, rollbacks and escalations
+// know it by a UUID, which is derived from a name that is none. Operators may say either.
+
+// maxNamed is in how many checkpoints of a workflow its name is looked for.
+const maxNamed = 20
+
+// names finds callers' names of workflows, each once.
+type names struct {
+	st    Store
+	known map[string]string
+}
+
+// of is the caller's name for the workflow with a UUID; empty where there is none, or none
+// is recorded any more. checkpoint is one of the workflow, and may be empty.
+func (n *names) of(ctx context.Context, workflow, checkpoint string) string {
+	if workflow == "" {
+		return ""
+	}
+	name, looked := n.known[workflow]
+	if name == "" && checkpoint != "" {
+		name = n.by(ctx, workflow, checkpoint)
+	}
+	if name == "" && !looked {
+		name = n.inLedger(ctx, workflow)
+	}
+	if n.known == nil {
+		n.known = map[string]string{}
+	}
+	n.known[workflow] = name
+	return name
+}
+
+// by looks at the execution of a checkpoint.
+func (n *names) by(ctx context.Context, workflow, checkpoint string) string {
+	_, _, record, err := callOf(ctx, n.st, checkpoint)
+	if err != nil || record == nil || record.Workflow == workflow {
+		return ""
+	}
+	if named := record.Workflow; evidence.WorkflowID(named) == workflow || evidence.NamedWorkflowID(named) == workflow {
+		return named
+	}
+	return ""
+}
+
+// inLedger looks at the checkpoints that the ledger has of the workflow.
+func (n *names) inLedger(ctx context.Context, workflow string) string {
+	l := n.st.Ledger()
+	if l == nil || l.Log == nil {
+		return ""
+	}
+	page, err := l.Log.List(ctx, workflow, "", ledger.MaxPage)
+	if err != nil {
+		return "" // only a name is missing
+	}
+	looked := 0
+	for i := range page.Entries {
+		e := &page.Entries[i]
+		if event, _ := ect.ParseEvent(e.Action); event != ect.EventCheckpoint {
+			continue
+		}
+		if name := n.by(ctx, workflow, e.ID); name != "" {
+			return name
+		}
+		if looked++; looked == maxNamed {
+			break
+		}
+	}
+	return ""
+}
+
+// forms are the forms under which a workflow is recorded that an operator names: the given
+// one first.
+func (n *names) forms(ctx context.Context, given string) []string {
+	if given == "" {
+		return nil
+	}
+	all := []string{given}
+	for _, form := range []string{evidence.WorkflowID(given), evidence.NamedWorkflowID(given), n.of(ctx, given, "")} {
+		if form != "" && form != all[len(all)-1] && form != given {
+			all = append(all, form)
+		}
+	}
+	return all
+}
+
+// The decisions about an execution in doubt.
+const (
+	// DecisionApplied: it was executed.
+	DecisionApplied = "applied"
+	// DecisionNotApplied: it was not, and cannot be any more.
+	DecisionNotApplied = "not_applied"
+)
+
+// Decision is what POST executions/{key}/resolve takes.
+type Decision struct {
+	// Decision is applied or not_applied.
+	Decision string `json:"decision"`
+	// Operator says who decides: 256 bytes at most. It is recorded and logged.
+	Operator string `json:"operator"`
+	// Reason says on what evidence: 1,024 bytes at most. It is recorded and logged.
+	Reason string `json:"reason"`
+	// Result is the answer that retries get from now on. It goes with applied only;
+	// without one they are told that the call was executed and its result is gone.
+	Result *Answer `json:"result,omitempty"`
+}
+
+// maxDecision is the most bytes of a request: a body of 256 KiB in the widest form
+// that JSON has for it, and room for the rest.
+const maxDecision = 2 << 20
+
+// resolveExecution answers POST executions/{key}/resolve.
+func resolveExecution(r *http.Request, st Store, p *params) (any, error) {
+	if err := p.done(); err != nil {
+		return nil, err
+	}
+	var d Decision
+	if err := d.read(r.Body); err != nil {
+		return nil, err
+	}
+	head, body, err := d.check()
+	if err != nil {
+		return nil, refuse(http.StatusBadRequest, "%v", err)
+	}
+	g := st.Guard()
+	key, err := find(r.Context(), st, p.name)
+	if err != nil {
+		return nil, err
+	}
+	found, err := g.Get(r.Context(), key)
+	if err != nil {
+		return nil, err
+	}
+	if found.Status != execution.Doubtful {
+		return nil, refuse(http.StatusConflict, "the execution is not in doubt: it is %s", found.State())
+	}
+	decided := execution.Resolution{Applied: d.Decision == DecisionApplied, Operator: d.Operator, Reason: d.Reason}
+	evidence := st.Evidence(r.Context(), key, found.Record, decided)
+	if err := g.Resolve(r.Context(), found, decided, head, body, evidence); err != nil {
+		return nil, err
+	}
+	st.Resolved(key, found.Record, decided)
+	return look(r.Context(), st, key)
+}
+
+// read decodes strictly: a misspelled member must not be a decision without it.
+func (d *Decision) read(from io.Reader) error {
+	text, err := io.ReadAll(io.LimitReader(from, maxDecision+1))
+	switch {
+	case err != nil:
+		return refuse(http.StatusBadRequest, "reading the request: %v", err)
+	case len(text) > maxDecision:
+		return refuse(http.StatusRequestEntityTooLarge, "the request has more than %d bytes", maxDecision)
+	case !utf8.Valid(text):
+		return refuse(http.StatusBadRequest, "the request is not UTF-8; give a body that is none in body_base64")
+	}
+	decoder := json.NewDecoder(bytes.NewReader(text))
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(d); err != nil {
+		return refuse(http.StatusBadRequest, "the request is no decision: %v", err)
+	}
+	if _, err := decoder.Token(); !errors.Is(err, io.EOF) {
+		return refuse(http.StatusBadRequest, "something stands behind the decision")
+	}
+	return nil
+}
+
+// check returns the answer that d gives, if any.
+func (d *Decision) check() (*execution.Head, []byte, error) {
+	switch {
+	case d.Decision != DecisionApplied && d.Decision != DecisionNotApplied:
+		return nil, nil, fmt.Errorf("decision: %q is unknown; use %s or %s", d.Decision, DecisionApplied, DecisionNotApplied)
+	case d.Operator == "":
+		return nil, nil, errors.New("operator: who decides must be named")
+	case d.Reason == "":
+		return nil, nil, errors.New("reason: say what you have found out, and where")
+	case d.Result == nil:
+		return nil, nil, nil
+	case d.Decision == DecisionNotApplied:
+		return nil, nil, errors.New("result: what was not applied has none; its key becomes free, and a retry runs")
+	}
+	head, body, err := d.Result.read()
+	if err != nil {
+		return nil, nil, fmt.Errorf("result: %w", err)
+	}
+	return head, body, nil
+}
+
+// Answer is an answer that an operator gives in place of the one that was lost.
+type Answer struct {
+	// Status is from 200 to 599.
+	Status int `json:"status"`
+	// Header is the header, names with their values.
+	Header map[string][]string `json:"header,omitempty"`
+	// Body is the body as text: at most 256 KiB.
+	Body string `json:"body,omitempty"`
+	// BodyBase64 is the body in base64, where it is no text.
+	BodyBase64 string `json:"body_base64,omitempty"`
+}
+
+// read checks that the answer can be sent as it stands.
+func (a *Answer) read() (*execution.Head, []byte, error) {
+	if a.Status < 200 || a.Status > 599 {
+		return nil, nil, fmt.Errorf("status: %d is no final status; use 200 to 599", a.Status)
+	}
+	body := []byte(a.Body)
+	if a.BodyBase64 != "" {
+		if a.Body != "" {
+			return nil, nil, errors.New("give either body or body_base64, not both")
+		}
+		var err error
+		if body, err = base64.StdEncoding.DecodeString(a.BodyBase64); err != nil {
+			return nil, nil, fmt.Errorf("body_base64: %w", err)
+		}
+	}
+	if len(body) > 0 && (a.Status == http.StatusNoContent || a.Status == http.StatusNotModified) {
+		return nil, nil, fmt.Errorf("body: an answer with the status %d has none", a.Status)
+	}
+	header, err := a.fields(len(body))
+	if err != nil {
+		return nil, nil, fmt.Errorf("header: %w", err)
+	}
+	return &execution.Head{Status: a.Status, Header: header}, body, nil
+}
+
+// fields is the header with canonical names.
+func (a *Answer) fields(length int) (map[string][]string, error) {
+	header := make(http.Header, len(a.Header))
+	for _, name := range slices.Sorted(maps.Keys(a.Header)) {
+		if !httpguts.ValidHeaderFieldName(name) {
+			return nil, fmt.Errorf("%q is no name of a header field", name)
+		}
+		canonical := textproto.CanonicalMIMEHeaderKey(name)
+		if header[canonical] != nil {
+			return nil, fmt.Errorf("%s stands twice; give one name all its values", canonical)
+		}
+		values := a.Header[name]
+		if len(values) == 0 {
+			return nil, fmt.Errorf("%s has no values; leave it out", canonical)
+		}
+		for _, value := range values {
+			if !httpguts.ValidHeaderFieldValue(value) {
+				return nil, fmt.Errorf("%s has a value with a control character", canonical)
+			}
+		}
+		header[canonical] = values
+	}
+	for _, name := range []string{"Content-Encoding", "Trailer"} {
+		if header[name] != nil {
+			return nil, fmt.Errorf("%s: give the plain body, without it", name)
+		}
+	}
+	if values := header["Content-Length"]; values != nil && !slices.Equal(values, []string{strconv.Itoa(length)}) {
+		return nil, fmt.Errorf("Content-Length: the body has %d bytes; leave it out", length)
+	}
+	replayable := guard.Replayable(header)
+	for _, name := range slices.Sorted(maps.Keys(header)) {
+		if _, ok := replayable[name]; !ok {
+			return nil, fmt.Errorf("%s is never replayed; leave it out", name)
+		}
+	}
+	return replayable, nil
 }

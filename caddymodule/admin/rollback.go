@@ -2,28 +2,29 @@ package admin
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
-	"io"
+	"fmt"
 	"net/http"
+	"strconv"
 	"strings"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/google/uuid"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/problem"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/rollbackapi"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // Rollbacks are the rollbacks over a store. *rollback.Coordinator is one.
 type Rollbacks interface {
-	// Plan shows what Execute would do.
+	// Plan shows what Execute would do, or why it would not.
 	Plan(ctx context.Context, r rollback.Request) (*rollback.Rollback, error)
-	// Execute accepts a rollback, which goes on by itself. The same id with the same
-	// content gives the same rollback (P5).
-	Execute(ctx context.Context, r rollback.Request, riders ...store.Write) (*rollback.Rollback, error)
+	// Execute accepts a rollback durably. The same id with the same content gives the same
+	// rollback (P5).
+	Execute(ctx context.Context, r rollback.Request, extra ...store.Write) (*rollback.Rollback, error)
 	// Get returns a rollback, or rollback.ErrUnknown.
 	Get(ctx context.Context, id string) (*rollback.Rollback, error)
 	// Wait returns a rollback once it is finished, or as it is with ctx's error.
@@ -43,6 +44,9 @@ type RollbackRequest struct {
 	Scope string `json:"scope,omitempty"`
 	// Cascade says, where Scope is missing, sub_dag and not single.
 	Cascade bool `json:"cascade,omitempty"`
+	// KeepDependants says that completed actions which depend on what is undone stay as they
+	// are. Without it a rollback that would leave some is refused.
+	KeepDependants bool `json:"keep_dependants,omitempty"`
 	// Operator says who asks: 256 bytes at most. It is recorded and logged.
 	Operator string `json:"operator"`
 	// Reason says why: 512 bytes at most. It is recorded, logged, and told to agents.
@@ -54,7 +58,7 @@ type RollbackRequest struct {
 // RollbackPage is a part of a listing of rollbacks.
 type RollbackPage struct {
 	// Rollbacks, the newest first, without their steps.
-	Rollbacks []*rollbackapi.Document `json:"rollbacks"`
+	Rollbacks []*api.Document `json:"rollbacks"`
 	// Unreadable counts those that stand there and cannot be read.
 	Unreadable int `json:"unreadable,omitempty"`
 	// Next is what `after` takes to go on; empty after the last page.
@@ -67,23 +71,11 @@ const (
 	maxRollbackReason   = 512
 )
 
-// read decodes strictly: a misspelled member must not be a rollback without it.
-func (d *RollbackRequest) read(from io.Reader) error {
-	decoder := json.NewDecoder(io.LimitReader(from, maxRollback))
-	decoder.DisallowUnknownFields()
-	err := decoder.Decode(d)
-	if err == nil {
-		if _, err = decoder.Token(); errors.Is(err, io.EOF) {
-			return nil
-		}
-		err = errors.New("something stands behind it")
-	}
-	return refuse(http.StatusBadRequest, `the request is no {"checkpoint_id": "...", "operator": "...", "reason": "..."}: %v`, err)
-}
-
 // request checks what is asked for.
 func (d *RollbackRequest) request() (r rollback.Request, err error) {
-	r = rollback.Request{Checkpoint: d.CheckpointID, Reason: d.Reason, Operator: d.Operator, ID: uuid.NewString()}
+	r = rollback.Request{
+		Checkpoint: d.CheckpointID, Reason: d.Reason, Operator: d.Operator, ID: uuid.NewString(), KeepDependants: d.KeepDependants,
+	}
 	switch {
 	case d.CheckpointID == "":
 		return r, refuse(http.StatusBadRequest, "checkpoint_id: it is missing")
@@ -95,8 +87,8 @@ func (d *RollbackRequest) request() (r rollback.Request, err error) {
 	if id, err := uuid.Parse(d.CheckpointID); err == nil && len(d.CheckpointID) == len(id.String()) {
 		r.Checkpoint = id.String() // as the ledger has it
 	}
-	if r.Scope, err = rollbackapi.ParseScope(d.Scope, d.cascade()); err == nil && d.RollbackID != "" {
-		r.ID, err = rollbackapi.ParseID(d.RollbackID)
+	if r.Scope, err = api.ParseScope(d.Scope, d.cascade()); err == nil && d.RollbackID != "" {
+		r.ID, err = api.ParseID(d.RollbackID)
 	}
 	return r, err
 }
@@ -121,7 +113,7 @@ func coordinated(serve func(r *http.Request, all Rollbacks, p *params) (any, err
 		if err != nil {
 			return nil, rollbackRefusal(err)
 		}
-		if doc, ok := answer.(*rollbackapi.Document); ok {
+		if doc, ok := answer.(*api.Document); ok {
 			explain(r.Context(), st, doc)
 		}
 		return answer, nil
@@ -133,7 +125,7 @@ func rollbackRefusal(err error) error {
 	if api := (caddy.APIError{}); errors.As(err, &api) {
 		return api
 	}
-	var known *problem.Problem
+	var known *api.Problem
 	switch {
 	case errors.As(err, &known):
 		return refuse(known.Kind().Status, "%s", known.Detail)
@@ -142,7 +134,7 @@ func rollbackRefusal(err error) error {
 	case errors.Is(err, rollback.ErrCursor):
 		return refuse(http.StatusBadRequest, "%s", plainly(err))
 	}
-	return refuse(rollbackapi.Refusal(err).Kind().Status, "%s", plainly(err))
+	return refuse(api.RollbackProblem(err).Kind().Status, "%s", plainly(err))
 }
 
 // plainly is an error without the names of packages, which are of no use to an operator.
@@ -154,14 +146,14 @@ func plainly(err error) string {
 	return text
 }
 
-// rollback answers POST rollback. It does not wait for the end: whoever asks looks at it.
-func (a *API) rollback(r *http.Request, all Rollbacks, p *params) (any, error) {
+// startRollback answers POST rollback. It does not wait for the end: whoever asks looks at it.
+func startRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err
 	}
 	var d RollbackRequest
-	if err := d.read(r.Body); err != nil {
-		return nil, err
+	if err := decode(r.Body, maxRollback, &d); err != nil {
+		return nil, refuse(http.StatusBadRequest, `the request is no {"checkpoint_id": "...", "operator": "...", "reason": "..."}: %v`, err)
 	}
 	wanted, err := d.request()
 	if err != nil {
@@ -172,49 +164,47 @@ func (a *API) rollback(r *http.Request, all Rollbacks, p *params) (any, error) {
 		if err != nil {
 			return nil, err
 		}
-		doc := rollbackapi.Describe(planned, wanted.ID)
-		doc.State = rollbackapi.Planned
+		doc := api.Describe(planned, wanted.ID)
+		doc.State = api.Planned
 		return doc, nil
 	}
 	accepted, err := all.Execute(r.Context(), wanted)
 	if err != nil {
 		return nil, err
 	}
-	return rollbackapi.Describe(accepted, wanted.ID), nil
+	return api.Describe(accepted, wanted.ID), nil
 }
 
 // showRollback answers GET rollback/{id}, once it is finished where that is waited for.
-func (a *API) showRollback(name string) handler {
-	return coordinated(func(r *http.Request, all Rollbacks, p *params) (any, error) {
-		wait := min(p.age("wait"), rollbackapi.LongestWait)
-		if err := p.done(); err != nil {
+func showRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
+	wait := min(p.age("wait"), api.LongestWait)
+	if err := p.done(); err != nil {
+		return nil, err
+	}
+	id, err := api.ParseID(p.name)
+	if err != nil {
+		return nil, err
+	}
+	found, err := all.Get(r.Context(), id)
+	if err != nil {
+		return nil, err
+	}
+	if wait > 0 && found.State != rollback.Finished {
+		ctx, cancel := context.WithTimeout(r.Context(), wait)
+		defer cancel()
+		later, err := all.Wait(ctx, id)
+		if err != nil && ctx.Err() == nil {
 			return nil, err
 		}
-		id, err := rollbackapi.ParseID(name)
-		if err != nil {
-			return nil, err
+		if later != nil {
+			found = later
 		}
-		found, err := all.Get(r.Context(), id)
-		if err != nil {
-			return nil, err
-		}
-		if wait > 0 && found.State != rollback.Finished {
-			ctx, cancel := context.WithTimeout(r.Context(), wait)
-			defer cancel()
-			later, err := all.Wait(ctx, id)
-			if err != nil && ctx.Err() == nil {
-				return nil, err
-			}
-			if later != nil {
-				found = later
-			}
-		}
-		return rollbackapi.Describe(found, id), nil
-	})
+	}
+	return api.Describe(found, id), nil
 }
 
 // listRollbacks answers GET rollbacks.
-func (a *API) listRollbacks(r *http.Request, all Rollbacks, p *params) (any, error) {
+func listRollbacks(r *http.Request, all Rollbacks, p *params) (any, error) {
 	after, limit := p.one("after"), p.limit()
 	if err := p.done(); err != nil {
 		return nil, err
@@ -223,11 +213,174 @@ func (a *API) listRollbacks(r *http.Request, all Rollbacks, p *params) (any, err
 	if err != nil {
 		return nil, err
 	}
-	page := RollbackPage{Rollbacks: make([]*rollbackapi.Document, 0, len(found.Rollbacks)), Unreadable: found.Unreadable, Next: found.Next}
+	page := RollbackPage{Rollbacks: make([]*api.Document, 0, len(found.Rollbacks)), Unreadable: found.Unreadable, Next: found.Next}
 	for _, one := range found.Rollbacks {
-		page.Rollbacks = append(page.Rollbacks, rollbackapi.Describe(one, one.ID))
+		page.Rollbacks = append(page.Rollbacks, api.Describe(one, one.ID))
 	}
 	return page, nil
 }
 
 var _ Rollbacks = (*rollback.Coordinator)(nil)
+
+// Trial is what is known of an undo that has not succeeded yet.
+type Trial struct {
+	// Attempts counts the requests of this life of the gateway that got no good answer.
+	Attempts int
+	// Cause is why the last one did not.
+	Cause string
+}
+
+// explain adds what operators may know beyond those who ask over HTTP (P8): what each step
+// is about, how it is undone, what holds it up, and what the caller calls the workflow.
+func explain(ctx context.Context, st Store, doc *api.Document) {
+	for i := range doc.Steps {
+		step := &doc.Steps[i]
+		if step.State == rollback.StepRunning {
+			if t, ok := st.Trial(step.CheckpointID); ok {
+				step.Attempts, step.LastCause = max(step.Attempts, t.Attempts), t.Cause
+			}
+		}
+		call, result, record, err := callOf(ctx, st, step.CheckpointID)
+		if err != nil {
+			continue // a group, another gateway's, or nothing that stands any more
+		}
+		step.Way = rollback.Describe(call, result)
+		step.Call = &api.CallDocument{
+			Execution: call.Execution.Hex(), Action: call.Action, Method: call.Request.Method,
+			Host: call.Request.Host, Path: call.Request.Path, Created: utc(call.Created),
+		}
+		if record != nil {
+			step.Call.ExecutionID, step.Call.Created = record.ID, utc(record.Created)
+		}
+	}
+	doc.WorkflowName = (&names{st: st}).of(ctx, doc.Workflow, doc.CheckpointID)
+}
+
+// Escalations is what GET escalations answers. Its members are an API.
+type Escalations struct {
+	// Escalations, the newest first.
+	Escalations []Escalation `json:"escalations"`
+	// Unreadable counts those that stand there and do not open.
+	Unreadable int `json:"unreadable,omitempty"`
+	// Next is where the list goes on; absent at its end.
+	Next string `json:"next,omitempty"`
+}
+
+// Escalation is something that only a person can decide. Its members are an API.
+type Escalation struct {
+	// ID names it.
+	ID string `json:"id"`
+	// Level is 1 (pause), 2 (approval) or 3 (stop), LevelName the word.
+	Level     uint8  `json:"level"`
+	LevelName string `json:"level_name"` // see Level
+	// State is open, notified or undeliverable.
+	State string `json:"state"`
+	// Cause is a fixed word, Summary a sentence.
+	Cause   string `json:"cause"`
+	Summary string `json:"summary"` // see Cause
+	// Workflow and Caller are whose it is.
+	Workflow string `json:"workflow,omitempty"`
+	Caller   string `json:"caller,omitempty"` // see Workflow
+	// WorkflowName is what its caller calls the workflow, where that is another name.
+	WorkflowName string `json:"workflow_name,omitempty"`
+	// Links lead to what it is about.
+	Links EscalationLinks `json:"links"`
+	// Opened and Changed are when it was opened, and when its state last changed.
+	Opened  time.Time `json:"opened"`
+	Changed time.Time `json:"changed"` // see Opened
+	// Attempts counts how often somebody was to be told, and LastError is why the last
+	// attempt failed, if it did.
+	Attempts  int    `json:"attempts"`
+	LastError string `json:"last_error,omitempty"` // see Attempts
+	// NextAttempt is when the next one is due; absent where none is.
+	NextAttempt time.Time `json:"next_attempt,omitzero"`
+}
+
+// EscalationLinks lead from an escalation to what it is about.
+type EscalationLinks struct {
+	// Checkpoint and Error are ids of tokens, Rollback is a rollback's id.
+	Checkpoint string `json:"checkpoint,omitempty"`
+	Rollback   string `json:"rollback,omitempty"` // see Checkpoint
+	Error      string `json:"error,omitempty"`    // see Checkpoint
+	// Execution is the hash that names an execution.
+	Execution string `json:"execution,omitempty"`
+	// Upstream is an upstream's address.
+	Upstream string `json:"upstream,omitempty"`
+}
+
+// listEscalations answers GET escalations.
+func listEscalations(r *http.Request, st Store, p *params) (any, error) {
+	filter, after, limit := hitl.Filter{Workflow: p.one("workflow"), Level: p.level(), State: p.escalationState()}, p.one("after"), p.limit()
+	if err := p.done(); err != nil {
+		return nil, err
+	}
+	known := &names{st: st}
+	var err error
+	if filter.Workflow, err = escalatedAs(r.Context(), st, known.forms(r.Context(), filter.Workflow)); err != nil {
+		return nil, err
+	}
+	found, err := st.Escalations().List(r.Context(), filter, after, limit)
+	if err != nil {
+		return nil, err
+	}
+	page := Escalations{Escalations: make([]Escalation, 0, len(found.Escalations)), Unreadable: found.Unreadable, Next: found.Next}
+	for i := range found.Escalations {
+		e := viewEscalation(&found.Escalations[i])
+		e.WorkflowName = known.of(r.Context(), e.Workflow, e.Links.Checkpoint)
+		page.Escalations = append(page.Escalations, e)
+	}
+	return page, nil
+}
+
+// escalatedAs is the first of the forms of a workflow's id under which there are escalations.
+func escalatedAs(ctx context.Context, st Store, forms []string) (string, error) {
+	for _, form := range forms {
+		page, err := st.Escalations().List(ctx, hitl.Filter{Workflow: form}, "", 1)
+		if err != nil {
+			return "", err
+		}
+		if len(page.Escalations) > 0 || page.Unreadable > 0 || page.Next != "" {
+			return form, nil
+		}
+	}
+	return append(forms, "")[0], nil
+}
+
+func viewEscalation(e *hitl.Escalation) Escalation {
+	return Escalation{
+		ID: e.ID, Level: uint8(e.Level), LevelName: e.Level.String(), State: e.State.String(),
+		Cause: string(e.Cause), Summary: e.Summary, Workflow: e.Workflow, Caller: e.Caller, Links: EscalationLinks(e.Links),
+		Opened: e.Opened, Changed: e.Changed,
+		Attempts: e.Delivery.Attempts, LastError: e.Delivery.LastError, NextAttempt: e.Delivery.Next,
+	}
+}
+
+// level is a level, by its number or its word; 0 is any.
+func (p *params) level() hitl.Level {
+	text := p.one("level")
+	if text == "" {
+		return 0
+	}
+	for l := hitl.Pause; l <= hitl.Stop; l++ {
+		if text == l.String() || text == strconv.Itoa(int(l)) {
+			return l
+		}
+	}
+	p.fail("level", fmt.Errorf("%q is no level; there are 1 (pause), 2 (approval) and 3 (stop)", text))
+	return 0
+}
+
+// escalationState is a state of an escalation; 0 is any.
+func (p *params) escalationState() hitl.State {
+	text := p.one("state")
+	if text == "" {
+		return 0
+	}
+	for _, s := range hitl.States() {
+		if text == s.String() {
+			return s
+		}
+	}
+	p.fail("state", fmt.Errorf("%q is no state; there are %v", text, hitl.States()))
+	return 0
+}

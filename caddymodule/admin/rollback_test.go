@@ -11,17 +11,17 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/rollbackapi"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 const rollbackID = "f1b1c2d3-e4f5-4789-abcd-ef0123456789"
 
-// desk is a coordinator that does what it is told.
-type desk struct {
+// coordinator does what the test says.
+type coordinator struct {
 	asked  []rollback.Request
 	all    map[string]*rollback.Rollback
 	fail   error
@@ -30,15 +30,15 @@ type desk struct {
 	limit  int
 }
 
-func (d *desk) Plan(_ context.Context, r rollback.Request) (*rollback.Rollback, error) {
+func (d *coordinator) Plan(_ context.Context, r rollback.Request) (*rollback.Rollback, error) {
 	if d.fail != nil {
 		return nil, d.fail
 	}
-	return &rollback.Rollback{Checkpoint: r.Checkpoint, Scope: r.Scope, Operator: r.Operator, Plan: &plan.Plan{},
-		Steps: []rollback.Step{{Checkpoint: "c1", What: plan.Escalate}, {Checkpoint: "c2", What: plan.Undo, Level: 1}}}, nil
+	return &rollback.Rollback{Checkpoint: r.Checkpoint, Scope: r.Scope, Operator: r.Operator, Plan: &rollback.Plan{},
+		Steps: []rollback.Step{{Checkpoint: "c1", What: rollback.Escalate}, {Checkpoint: "c2", What: rollback.Undo, Level: 1}}}, nil
 }
 
-func (d *desk) Execute(_ context.Context, r rollback.Request, _ ...store.Write) (*rollback.Rollback, error) {
+func (d *coordinator) Execute(_ context.Context, r rollback.Request, _ ...store.Write) (*rollback.Rollback, error) {
 	if d.fail != nil {
 		return nil, d.fail
 	}
@@ -48,20 +48,20 @@ func (d *desk) Execute(_ context.Context, r rollback.Request, _ ...store.Write) 
 	return made, nil
 }
 
-func (d *desk) Get(_ context.Context, id string) (*rollback.Rollback, error) {
+func (d *coordinator) Get(_ context.Context, id string) (*rollback.Rollback, error) {
 	if r, ok := d.all[id]; ok {
 		return r, d.fail
 	}
 	return nil, rollback.ErrUnknown
 }
 
-func (d *desk) Wait(ctx context.Context, id string) (*rollback.Rollback, error) {
+func (d *coordinator) Wait(ctx context.Context, id string) (*rollback.Rollback, error) {
 	d.waited++
 	<-ctx.Done()
 	return d.all[id], ctx.Err()
 }
 
-func (d *desk) List(_ context.Context, after string, limit int) (rollback.Page, error) {
+func (d *coordinator) List(_ context.Context, after string, limit int) (rollback.Page, error) {
 	d.after, d.limit = after, limit
 	if after == "bad" {
 		return rollback.Page{}, rollback.ErrCursor
@@ -72,18 +72,18 @@ func (d *desk) List(_ context.Context, after string, limit int) (rollback.Page, 
 // Issue 6 "Rollback": operators ask over the admin API, and are recorded.
 func TestOperatorsRollBack(t *testing.T) {
 	r, st := newRig(t)
-	d := &desk{}
+	d := &coordinator{}
 	st.rollback = d
 	w, refused := r.ask(http.MethodPost, "rollback", fmt.Sprintf(
 		`{"rollback_id": "urn:uuid:%s", "checkpoint_id": "C1B1C2D3-e4f5-6789-abcd-ef0123456789", "scope": "full_workflow", "operator": "ann", "reason": "wrong price"}`, rollbackID))
 	if refused.Err != nil || !strings.Contains(w.Body.String(), `"state":"executing"`) {
 		t.Fatalf("%v %s", refused, w.Body)
 	}
-	want := rollback.Request{ID: rollbackID, Checkpoint: "c1b1c2d3-e4f5-6789-abcd-ef0123456789", Scope: plan.FullWorkflow, Reason: "wrong price", Operator: "ann"}
+	want := rollback.Request{ID: rollbackID, Checkpoint: "c1b1c2d3-e4f5-6789-abcd-ef0123456789", Scope: rollback.FullWorkflow, Reason: "wrong price", Operator: "ann"}
 	if len(d.asked) != 1 || d.asked[0] != want {
 		t.Errorf("%+v, want %+v", d.asked, want)
 	}
-	var doc rollbackapi.Document
+	var doc api.Document
 	r.get("rollback/"+rollbackID, &doc)
 	if doc.Operator != "ann" || doc.RollbackID != "urn:uuid:"+rollbackID || d.waited != 0 {
 		t.Errorf("%+v", doc)
@@ -105,10 +105,10 @@ func TestOperatorsRollBack(t *testing.T) {
 func TestLookingAtARollbackWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, st := newRig(t)
-		d := &desk{all: map[string]*rollback.Rollback{rollbackID: {ID: rollbackID, State: rollback.Executing}}}
+		d := &coordinator{all: map[string]*rollback.Rollback{rollbackID: {ID: rollbackID, State: rollback.Executing}}}
 		st.rollback = d
 		began := time.Now()
-		var doc rollbackapi.Document
+		var doc api.Document
 		r.get("rollback/"+rollbackID+"?wait=5s", &doc)
 		if time.Since(began) != 5*time.Second || doc.State != "executing" {
 			t.Errorf("%v %+v", time.Since(began), doc)
@@ -119,7 +119,7 @@ func TestLookingAtARollbackWaits(t *testing.T) {
 func TestRollbackRefusals(t *testing.T) {
 	r, st := newRig(t)
 	r.refuses(http.MethodGet, "rollbacks", "", http.StatusNotFound, "has no identity")
-	d := &desk{}
+	d := &coordinator{}
 	st.rollback = d
 	const whole = `{"checkpoint_id": "c", "operator": "ann", "reason": "r"}`
 	for body, words := range map[string]string{
@@ -142,7 +142,7 @@ func TestRollbackRefusals(t *testing.T) {
 		{fmt.Errorf("%w: x", checkpoint.ErrExpired), 410, "expired"},
 		{fmt.Errorf("%w: x", checkpoint.ErrTampered), 409, "does not match its hash"},
 		{&rollback.ConflictError{Winner: "w1"}, 409, "rollback w1 is under way"},
-		{&plan.DependedOnError{Dependants: []string{"d1"}}, 409, `"d1"`},
+		{&rollback.DependedOnError{Dependants: []string{"d1"}}, 409, `"d1"`},
 		{rollback.ErrMismatch, 422, "another request"},
 		{errors.New("broken"), 503, "broken"},
 	} {
@@ -153,4 +153,77 @@ func TestRollbackRefusals(t *testing.T) {
 	r.refuses(http.MethodGet, "rollback/x", "", http.StatusBadRequest, "UUID")
 	r.refuses(http.MethodGet, "rollbacks?after=bad", "", http.StatusBadRequest, "not where a page begins")
 	r.refuses(http.MethodGet, "rollback", "", http.StatusMethodNotAllowed, "use POST")
+}
+
+// Section "Admin API": what waits for a person is shown with all that leads to it, by
+// level, state and workflow, in pages.
+func TestEscalations(t *testing.T) {
+	r, o := newRig(t)
+	var got admin.Escalations
+	if r.get("escalations", &got); got.Escalations == nil || len(got.Escalations) != 0 || got.Next != "" {
+		t.Errorf("%+v", got)
+	}
+	var opened []hitl.Escalation
+	for i := range 5 {
+		e, err := o.escalations.Open(ctx, hitl.Opening{
+			Key: fmt.Sprint(i), Level: hitl.Level(1 + i%3), Cause: hitl.CauseIrreversible, Summary: "No way back.",
+			Workflow: fmt.Sprint("w", i%2), Caller: "ada",
+			Links: hitl.Links{Checkpoint: "c", Rollback: "r", Error: "e", Execution: "x", Upstream: "u:1"},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		opened = append(opened, e)
+		r.now = r.now.Add(1e9)
+	}
+	r.get("escalations", &got)
+	if len(got.Escalations) != 5 {
+		t.Fatalf("%+v", got)
+	}
+	newest, want := got.Escalations[0], opened[4]
+	if newest != (admin.Escalation{
+		ID: want.ID, Level: 2, LevelName: "approval", State: "open", Cause: "irreversible_rollback", Summary: "No way back.",
+		Workflow: "w0", Caller: "ada", Links: admin.EscalationLinks{Checkpoint: "c", Rollback: "r", Error: "e", Execution: "x", Upstream: "u:1"},
+		Opened: want.Opened, Changed: want.Changed, NextAttempt: want.Delivery.Next,
+	}) {
+		t.Errorf("%+v", newest)
+	}
+	for query, n := range map[string]int{
+		"level=1": 2, "level=pause": 2, "level=approval": 2, "level=3": 1, "state=open": 5, "state=notified": 0,
+		"workflow=w1": 2, "workflow=w1&level=2": 1, "workflow=nobody": 0,
+	} {
+		var got admin.Escalations
+		if r.get("escalations?"+query, &got); len(got.Escalations) != n {
+			t.Errorf("%s: %d, want %d", query, len(got.Escalations), n)
+		}
+	}
+	seen := map[string]bool{}
+	for after := ""; ; {
+		var page admin.Escalations
+		r.get("escalations?limit=2&after="+after, &page)
+		for _, e := range page.Escalations {
+			seen[e.ID] = true
+		}
+		if after = page.Next; after == "" {
+			break
+		}
+	}
+	if len(seen) != 5 {
+		t.Errorf("the pages have %d of 5", len(seen))
+	}
+}
+
+// Section "Admin API": a misspelled filter is not one that everything passes.
+func TestEscalationRefusals(t *testing.T) {
+	r, _ := newRig(t)
+	for query, want := range map[string]string{
+		"level=4":      `"4" is no level; there are 1 (pause), 2 (approval) and 3 (stop)`,
+		"state=closed": `"closed" is no state; there are [open notified undeliverable]`,
+		"leve=1":       `"leve" is no parameter`,
+		"after=x":      "this is not where a page begins",
+		"limit=0":      "is not from 1 to 1000",
+	} {
+		r.refuses("GET", "escalations?"+query, "", http.StatusBadRequest, want)
+	}
+	r.refuses("POST", "escalations", "", http.StatusMethodNotAllowed, "use GET")
 }

@@ -5,11 +5,18 @@
 package cli
 
 import (
+	"context"
 	"fmt"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"github.com/spf13/cobra"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 )
 
 const long = `Shows what the agent guard of a running server has recorded, settles what is in
@@ -33,22 +40,26 @@ func Command() caddycmd.Command {
 		Short: "Shows what was recorded, settles what is in doubt, undoes, makes and verifies tokens",
 		Long:  long,
 		CobraFunc: func(cmd *cobra.Command) {
-			group(cmd)
 			var o options
-			o.form(cmd)
-			cmd.AddCommand(executions(&o), storeGroup(&o), keys(&o), identity(&o), circuitGroup(&o), escalationGroup(&o),
-				rollbackCommand(&o), rollbacksCommand(&o), tokens(&o), ledgerGroup(&o))
+			f := cmd.PersistentFlags()
+			f.VarP(&word{&o.output, []string{outputTable, outputJSON}}, "output", "o", "Form of the output: table or json")
+			o.output = outputTable // not before: the help does not print it
+			complete(cmd, "output", outputTable, outputJSON)
+			group(cmd, executionCommands(&o), storeCommands(&o), keyCommands(&o), identityCommands(&o), circuitCommands(&o),
+				escalationCommands(&o), rollbackCommand(&o), rollbacksCommand(&o), tokenCommands(&o), ledgerCommands(&o))
 		},
 	}
 }
 
-// group makes cmd one that has subcommands, and shows them by itself.
-func group(cmd *cobra.Command) {
+// group gives cmd subcommands. By itself it shows its help.
+func group(cmd *cobra.Command, commands ...*cobra.Command) *cobra.Command {
 	cmd.Args = cobra.NoArgs
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+	cmd.AddCommand(commands...)
+	return cmd
 }
 
-// noArgs is for commands below which there are no others.
+// noArgs is for commands without arguments and subcommands.
 func noArgs(cmd *cobra.Command, args []string) error {
 	if len(args) > 0 {
 		return fmt.Errorf("`%s` takes no arguments, and %q is one", cmd.CommandPath(), args[0])
@@ -56,36 +67,22 @@ func noArgs(cmd *cobra.Command, args []string) error {
 	return nil
 }
 
-func executions(o *options) *cobra.Command {
-	cmd := &cobra.Command{
-		Use:   "executions",
-		Short: "Lists, shows and resolves executions",
-		Long:  "Lists and shows what was recorded of guarded calls, and settles those that are in doubt.",
+// oneArg is for commands that take one argument.
+func oneArg(what string) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) != 1 {
+			return fmt.Errorf("give one %s; there are %d", what, len(args))
+		}
+		return nil
 	}
-	group(cmd)
-	o.server(cmd)
-	cmd.AddCommand(list(o), show(o), resolve(o))
-	return cmd
 }
 
-func storeGroup(o *options) *cobra.Command {
-	cmd := &cobra.Command{
-		Use:   "store",
-		Short: "Shows how the store is",
-		Long:  "Shows how the store is that holds the executions.",
-	}
-	group(cmd)
-	o.server(cmd)
-	cmd.AddCommand(stats(o))
-	return cmd
-}
-
-// options are the flags that all commands have, and those of commands that ask a
-// server.
+// options are the flags that all commands have, and those of commands that ask a server.
 type options struct {
 	address, config, adapter string
 	store                    string
 	output                   string
+	connection               *client // made when it is first needed
 }
 
 const (
@@ -93,16 +90,10 @@ const (
 	outputJSON  = "json"
 )
 
-// form adds the flag that all commands have.
-func (o *options) form(cmd *cobra.Command) {
-	f := cmd.PersistentFlags()
-	f.VarP(&word{&o.output, []string{outputTable, outputJSON}}, "output", "o", "Form of the output: table or json")
-	o.output = outputTable
-	complete(cmd, "output", outputTable, outputJSON)
-}
+func (o *options) json() bool { return o.output == outputJSON }
 
 // server adds the flags of a command, and of those below it, that ask a server.
-func (o *options) server(cmd *cobra.Command) {
+func (o *options) server(cmd *cobra.Command) *cobra.Command {
 	f := cmd.PersistentFlags()
 	f.StringVar(&o.address, "address", "", "Address of the server's admin endpoint (default: that of --config, else "+caddy.DefaultAdminListen+")")
 	f.StringVarP(&o.config, "config", "c", "", "Configuration file that names the admin endpoint")
@@ -110,6 +101,131 @@ func (o *options) server(cmd *cobra.Command) {
 	f.StringVar(&o.store, "store", "", "Path of the store, where the server has several open")
 	complete(cmd, "store")
 	_ = cmd.MarkPersistentFlagFilename("config") // the flag is there
+	return cmd
 }
 
-func (o *options) json() bool { return o.output == outputJSON }
+// stringFlag adds a flag that takes any text; words are what completion offers.
+func stringFlag(cmd *cobra.Command, value *string, name, usage string, words ...string) {
+	cmd.Flags().StringVar(value, name, "", usage)
+	complete(cmd, name, words...)
+}
+
+// stringsFlag adds a flag that takes any text and may be repeated.
+func stringsFlag(cmd *cobra.Command, values *[]string, name, usage string) {
+	cmd.Flags().StringArrayVar(values, name, nil, usage)
+	complete(cmd, name)
+}
+
+// wordFlag adds a flag that takes one of some words.
+func wordFlag(cmd *cobra.Command, value *string, name, usage string, words []string) {
+	cmd.Flags().Var(&word{value, words}, name, usage)
+	complete(cmd, name, words...)
+}
+
+// require makes flags required.
+func require(cmd *cobra.Command, flags ...string) {
+	for _, flag := range flags {
+		if err := cmd.MarkFlagRequired(flag); err != nil {
+			panic(err) // the flag is not there: a mistake in this package
+		}
+	}
+}
+
+// word is the value of a flag that takes one of some words.
+type word struct {
+	value *string
+	words []string
+}
+
+// String implements pflag.Value.
+func (w *word) String() string { return *w.value }
+
+// Type implements pflag.Value.
+func (w *word) Type() string { return "word" }
+
+// Set implements pflag.Value.
+func (w *word) Set(text string) error {
+	if !slices.Contains(w.words, text) {
+		last := len(w.words) - 1
+		return fmt.Errorf("use %s or %s", strings.Join(w.words[:last], ", "), w.words[last])
+	}
+	*w.value = text
+	return nil
+}
+
+// words is the value of a flag that takes several of some words, separated by commas or repeated.
+type words struct {
+	values *[]string
+	words  []string
+}
+
+// String implements pflag.Value.
+func (w *words) String() string { return strings.Join(*w.values, ",") }
+
+// Type implements pflag.Value.
+func (w *words) Type() string { return "words" }
+
+// Set implements pflag.Value.
+func (w *words) Set(text string) error {
+	var value string
+	for one := range strings.SplitSeq(text, ",") {
+		if err := (&word{&value, w.words}).Set(one); err != nil {
+			return err
+		}
+		*w.values = append(*w.values, value)
+	}
+	return nil
+}
+
+// names returns the names of values.
+func names[T fmt.Stringer](values []T) []string {
+	words := make([]string, 0, len(values))
+	for _, v := range values {
+		words = append(words, v.String())
+	}
+	return words
+}
+
+// complete sets the words that completion offers for a flag: without any, not even files.
+func complete(cmd *cobra.Command, flag string, words ...string) {
+	offer := func(_ *cobra.Command, _ []string, typed string) (all []string, _ cobra.ShellCompDirective) {
+		before := typed[:strings.LastIndexByte(typed, ',')+1] // of a list
+		for _, w := range words {
+			all = append(all, before+w)
+		}
+		return all, cobra.ShellCompDirectiveNoFileComp
+	}
+	if err := cmd.RegisterFlagCompletionFunc(flag, offer); err != nil {
+		panic(err) // the flag is not there: a mistake in this package
+	}
+}
+
+// completionTimeout bounds how long the Tab key waits for a server.
+const completionTimeout = time.Second
+
+// completeKey offers the execution keys of a running server, youngest first, in the given states
+// or in all. Without a server it silently offers nothing.
+func completeKey(o *options, states ...string) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, typed string) (keys []string, _ cobra.ShellCompDirective) {
+		if len(args) > 0 || o.config != "" { // reading a configuration may log
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout)
+		defer cancel()
+		c, err := o.client()
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		var page admin.Page
+		if _, err := c.ask(ctx, question{path: "executions", query: url.Values{"limit": {"50"}, "state": states}}, &page); err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		for i := range page.Executions {
+			x := &page.Executions[i]
+			if key := short(x.Key, 16); strings.HasPrefix(key, typed) {
+				keys = append(keys, cobra.CompletionWithDesc(key, x.State+" "+printable(x.Action)+" "+ago(x.Age)))
+			}
+		}
+		return keys, cobra.ShellCompDirectiveNoFileComp | cobra.ShellCompDirectiveKeepOrder
+	}
+}

@@ -21,27 +21,6 @@ const (
 	someWID = "a0b1c2d3-e4f5-6789-abcd-ef0123456789"
 )
 
-// says runs a command that must succeed.
-func says(t *testing.T, args ...string) string {
-	t.Helper()
-	out, _, err := run(t, args...)
-	if err != nil {
-		t.Fatalf("%q: %v", args, err)
-	}
-	return out
-}
-
-// document reads what a command prints as one JSON document.
-func document[T any](t *testing.T, args ...string) (v T) {
-	t.Helper()
-	text := says(t, append(args, "-o", "json")...)
-	decoder := json.NewDecoder(strings.NewReader(text))
-	if err := decoder.Decode(&v); err != nil || decoder.More() {
-		t.Fatalf("%q: %v in %s", args, err, text)
-	}
-	return v
-}
-
 // agentKey makes a key with its public set.
 func agentKey(t *testing.T) (key, public string) {
 	t.Helper()
@@ -54,15 +33,6 @@ func agentKey(t *testing.T) (key, public string) {
 // issueArgs are the flags of a token that is fine.
 func issueArgs(key string, more ...string) []string {
 	return append([]string{"ect", "issue", "--key", key, "--iss", agentA, "--aud", gateway, "--action", "charge"}, more...)
-}
-
-func put(t *testing.T, name, text string) string {
-	t.Helper()
-	file := filepath.Join(t.TempDir(), name)
-	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	return file
 }
 
 // Issue 4, "for people without a token service": a key, a token with every claim, and
@@ -238,7 +208,7 @@ func TestIssueChains(t *testing.T) {
 	}
 }
 
-// Events are written as they were named, with what they lack told.
+// Events are written under the given name, with a hint on missing members.
 func TestIssueEvents(t *testing.T) {
 	key, _ := agentKey(t)
 	for action, want := range map[string]struct{ ext, hint string }{
@@ -321,8 +291,8 @@ func TestWrongTokenFlags(t *testing.T) {
 		t.Errorf("%v", day.Expires)
 	}
 	for owner, warned := range map[string]bool{"foo": true, agentA: false, "urn:b": false} {
-		if _, told, err := run(t, keygen("--owner", owner)...); err != nil || strings.Contains(told, "is no URI") != warned {
-			t.Errorf("%s: %v %s", owner, err, told)
+		if _, hint, err := run(t, keygen("--owner", owner)...); err != nil || strings.Contains(hint, "is no URI") != warned {
+			t.Errorf("%s: %v %s", owner, err, hint)
 		}
 	}
 }
@@ -438,4 +408,36 @@ func TestKeygenMakesNoDirectory(t *testing.T) {
 		t.Fatal(err)
 	}
 	refuses(t, "--out: "+file+" is no directory", "ect", "keygen", "--owner", "urn:a", "--out", filepath.Join(file, "a.key"))
+}
+
+// Replaced keys are in a set only where they are asked for; then they verify what was
+// signed with them.
+func TestPublicOfReplacedKeys(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "key")
+	ring, err := ect.CreateRing(file, ect.ES256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: gateway, Ring: ring})
+	if err != nil {
+		t.Fatal(err)
+	}
+	now := time.Now().Add(-time.Hour)
+	old, err := issuer.Issue(now, ect.Claims{Audience: []string{agentA}, Action: "charge"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ring.Rotate(file, ect.ES256, now, time.Minute); err != nil {
+		t.Fatal(err)
+	}
+	public := []string{"ect", "public", "--key", file, "--owner", gateway}
+	current := put(t, "current", says(t, public...))
+	all := put(t, "all", says(t, append(public, "--replaced")...))
+	show := []string{"ect", "show", old.Raw(), "--stored", "--aud", agentA, "--jwks"}
+	if out, _, err := run(t, append(show, current)...); err == nil {
+		t.Errorf("a replaced key is published:\n%s", out)
+	}
+	if out := says(t, append(show, all)...); !strings.HasPrefix(out, "VERIFIED") {
+		t.Errorf("%s", out)
+	}
 }

@@ -3,21 +3,31 @@ package cli
 import (
 	"bufio"
 	"bytes"
+	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
+	"slices"
+	"strconv"
 	"strings"
+	"time"
 
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"github.com/spf13/cobra"
 	"golang.org/x/mod/sumdb/note"
+	"golang.org/x/term"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
-func ledgerGroup(o *options) *cobra.Command {
-	cmd := &cobra.Command{
+func ledgerCommands(o *options) *cobra.Command {
+	return group(&cobra.Command{
 		Use:   "ledger",
 		Short: "Shows, exports and verifies the ledger",
 		Long: `Shows, exports and verifies the ledger: the log of what the gateway has decided.
@@ -26,31 +36,25 @@ verify and list work on an export, without a server and on any machine. They
 need the log's public key, which ` + "`ledger head`" + ` shows. Note it when the
 gateway is set up, and keep heads from time to time elsewhere: who can
 change the log can change what the server says too, but not what you have kept.`,
-	}
-	group(cmd)
-	cmd.AddCommand(ledgerHead(o), ledgerExport(o), ledgerCheck(o), ledgerVerify(o), ledgerList(o))
-	return cmd
+	}, ledgerHead(o), ledgerExport(o), ledgerCheck(o), ledgerVerify(o), ledgerList(o))
 }
 
-// evidence is what an export is held against.
-type evidence struct {
+// proofFlags are the flags that say what an export is verified with.
+type proofFlags struct {
 	origin string
 	keys   []string
 	heads  []string // files
 }
 
-func (e *evidence) flags(cmd *cobra.Command) {
-	f := cmd.Flags()
-	f.StringVar(&e.origin, "origin", "", "Name of the log, where it is not that of its key")
-	f.StringArrayVar(&e.keys, "key", nil, "Public key of its heads, as 'ledger head' shows it; may stand several times")
-	f.StringArrayVar(&e.heads, "head", nil, "File with a head that was kept before, as 'ledger head --note' prints it; may stand several times")
+func (e *proofFlags) flags(cmd *cobra.Command) {
+	stringFlag(cmd, &e.origin, "origin", "Name of the log, where it is not that of its key")
+	stringsFlag(cmd, &e.keys, "key", "Public key of its heads, as 'ledger head' shows it; may stand several times")
+	cmd.Flags().StringArrayVar(&e.heads, "head", nil, "File with a head that was kept before, as 'ledger head --note' prints it; may stand several times")
 	require(cmd, "key")
-	complete(cmd, "origin")
-	complete(cmd, "key")
 }
 
-// read reads the keys, and the heads that were kept.
-func (e *evidence) read() (note.Verifiers, []ledger.Head, error) {
+// read parses the keys and the kept heads.
+func (e *proofFlags) read() (note.Verifiers, []ledger.Head, error) {
 	var keys []note.Verifier
 	for _, text := range e.keys {
 		key, err := note.NewVerifier(text)
@@ -81,15 +85,15 @@ func (e *evidence) read() (note.Verifiers, []ledger.Head, error) {
 // exportTitle begins the first line of every export.
 const exportTitle = "agent-guard ledger export"
 
-// errNoExport is the error of a file that never was an export. It has an exit code of its
-// own: a wrong file is no alarm.
+// errNoExport is the error of a file that never was an export. It has its own exit code: a wrong
+// file is no alarm.
 type errNoExport struct{ file string }
 
 func (e errNoExport) Error() string { return e.file + " is no export of a ledger" }
 
-// beginsLikeExport looks whether a file is an export at all. One that was cut short or whose
-// first line was changed is: what was done to it is to be found out.
-func beginsLikeExport(from *bufio.Reader, file string) error {
+// checkBeginning rejects a file that is no export at all. A truncated export and one with a changed
+// first line pass: verification then names the fault.
+func checkBeginning(from *bufio.Reader, file string) error {
 	head, err := from.Peek(256)
 	if err != nil && !errors.Is(err, io.EOF) {
 		return err
@@ -116,8 +120,8 @@ func exitOf(cmd *cobra.Command, err error) error {
 	return caddycmd.WrapCommandFuncForCobra(func(caddycmd.Flags) (int, error) { return exitNoExport, err })(cmd, nil)
 }
 
-// unproved is the error of an export that does not hold, or cannot be read.
-func unproved(file string, err error) error {
+// verifyError is the error of an export that fails verification or cannot be read.
+func verifyError(file string, err error) error {
 	if errors.Is(err, ledger.ErrProof) {
 		return fmt.Errorf("%s DOES NOT HOLD: %s", inputName(file), plain(err))
 	}
@@ -131,21 +135,474 @@ func inputName(file string) string {
 	return file
 }
 
-func oneExport(_ *cobra.Command, args []string) error {
-	if len(args) != 1 {
-		return fmt.Errorf("give one FILE with an export; there are %d", len(args))
+func ledgerHead(o *options) *cobra.Command {
+	var only bool
+	cmd := &cobra.Command{
+		Use:   "head",
+		Short: "Shows the signed head of a server's ledger, its key, and what waits",
+		Long: `Shows the signed head of a server's ledger, the public key with which exports
+and receipts are verified, and what has no place in the ledger yet.
+
+Keep the head elsewhere from time to time: the log must have grown out of it
+ever after, and ` + "`ledger verify --head`" + ` finds out.`,
+		Example: `  caddy agent-guard ledger head
+  caddy agent-guard ledger head --note > head-2026-11.txt`,
+		Args: noArgs,
+		RunE: showing(o, question{path: "ledger/head"}, func(head *admin.LedgerHead, _ time.Time) string {
+			if only {
+				return head.Note
+			}
+			return describeHead(head)
+		}),
+	}
+	cmd.Flags().BoolVar(&only, "note", false, "Print the signed head alone, to be kept")
+	return o.server(cmd)
+}
+
+func describeHead(head *admin.LedgerHead) string {
+	s := sheet{width: 7}
+	s.line("log", printable(head.Origin))
+	s.line("key", printable(head.Key))
+	s.line("size", head.Size)
+	s.line("root", printable(head.Root))
+	waits := "nothing"
+	if head.Backlog.Entries > 0 {
+		waits = fmt.Sprintf("%d, the oldest for %s", head.Backlog.Entries, ago(head.Backlog.Age))
+	}
+	s.line("waiting", waits)
+	s.line("refused", head.Refused)
+	s.line("damaged", head.Damaged)
+	s.line("retries", head.Retries)
+	return s.b.String()
+}
+
+func ledgerExport(o *options) *cobra.Command {
+	var out string
+	cmd := &cobra.Command{
+		Use:   "export",
+		Short: "Exports a server's ledger, for `ledger verify`",
+		Long: `Exports a server's ledger with its newest signed head, which proves it. Whoever
+reads the export reads every token in it: who called what, and when. With --out
+it goes into a new file that nobody else can read (0600).`,
+		Example: `  caddy agent-guard ledger export --out ledger.export`,
+		Args:    noArgs,
+		RunE:    func(cmd *cobra.Command, _ []string) error { return o.export(cmd, out) },
+	}
+	cmd.Flags().StringVar(&out, "out", "", "File to write, which must not be there; - is the standard output, also where that is a terminal")
+	return o.server(cmd)
+}
+
+// isTerminal is replaced by tests.
+var isTerminal = onTerminal
+
+// onTerminal reports whether out is a terminal.
+func onTerminal(out io.Writer) bool {
+	f, ok := out.(*os.File)
+	return ok && term.IsTerminal(int(f.Fd()))
+}
+
+func (o *options) export(cmd *cobra.Command, out string) error {
+	c, err := o.client()
+	if err != nil {
+		return err
+	}
+	q := question{path: "ledger/export", slow: true}
+	if out == "" && isTerminal(cmd.OutOrStdout()) {
+		return errors.New("whoever sees the export can read every token in it: give --out FILE, or --out - for the terminal")
+	}
+	if out == "" || out == "-" {
+		return c.copy(cmd.Context(), q, cmd.OutOrStdout())
+	}
+	// A new file that nobody else can read.
+	f, err := os.OpenFile(out, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if errors.Is(err, os.ErrExist) {
+		return fmt.Errorf("--out: %s is there; name another file", out)
+	}
+	if err != nil {
+		return fmt.Errorf("--out: %w", err)
+	}
+	if err := errors.Join(c.copy(cmd.Context(), q, f), f.Sync(), f.Close()); err != nil {
+		return errors.Join(err, os.Remove(out))
 	}
 	return nil
 }
 
-// createNew creates a file that nobody else can read, and none that is there.
-func createNew(name string) (*os.File, error) {
-	f, err := os.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if errors.Is(err, os.ErrExist) {
-		return nil, fmt.Errorf("--out: %s is there; name another file", name)
+func ledgerCheck(o *options) *cobra.Command {
+	return o.server(&cobra.Command{
+		Use:   "check",
+		Short: "Lets a server verify its whole ledger, and shows what is wrong",
+		Long: `Lets a server read its whole ledger and hold it against its signed head: every
+entry, every stored hash, every index. It names what was changed, is missing or
+stands elsewhere, and exits with 1 then. It takes a while; calls go on.
+
+It finds what was done to the store. Whoever has the server has this answer
+too: ` + "`ledger verify`" + `, elsewhere and with a head that was kept, does without trust.`,
+		Example: `  caddy agent-guard ledger check`,
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			report, err := show(cmd, o, question{path: "ledger/verify", slow: true}, describeCheck)
+			if err == nil && report.Count > 0 {
+				err = fmt.Errorf("the ledger is not as it was written: %d faults", report.Count)
+			}
+			return err
+		},
+	})
+}
+
+// describePruned says how many entries were pruned and who vouched for it.
+func describePruned(n int64, vouchers []admin.LedgerVoucher) string {
+	said := strconv.FormatInt(n, 10)
+	for i, v := range vouchers {
+		said += [2]string{", vouched for by ", ", "}[min(i, 1)] + printable(v.Key)
+		if len(vouchers) > 1 {
+			said += fmt.Sprintf(" (%d)", v.Entries)
+		}
+	}
+	return said
+}
+
+func describeCheck(r *admin.LedgerReport, _ time.Time) string {
+	s := sheet{width: 7}
+	s.line("log", printable(r.Origin))
+	s.line("size", r.Size)
+	s.line("root", printable(r.Root))
+	s.line("entries", r.Entries)
+	s.line("pruned", describePruned(r.Pruned, r.Vouchers))
+	s.line("waiting", r.Waiting)
+	if r.Count == 0 {
+		s.line("faults", "none")
+	}
+	for _, fault := range r.Faults {
+		what := printable(fault.What)
+		if fault.Index != nil {
+			what = fmt.Sprintf("entry %d: %s", *fault.Index, what)
+		}
+		s.line("fault", what)
+	}
+	if more := r.Count - len(r.Faults); more > 0 {
+		s.line("fault", fmt.Sprintf("and %d more", more))
+	}
+	return s.b.String()
+}
+
+// verifyFlags are the flags of `ledger verify`.
+type verifyFlags struct {
+	*options
+	proofFlags
+	jwks string
+}
+
+func ledgerVerify(o *options) *cobra.Command {
+	v := verifyFlags{options: o}
+	cmd := &cobra.Command{
+		Use:   "verify FILE --key KEY",
+		Short: "Verifies an export of the ledger, without a server",
+		Long: `Verifies an export of the ledger: that every entry has the content and the
+place that it had when the gateway signed the head of the export, and that none
+is missing: of what was pruned by age the hash is left, and a note that the
+gateway has signed says which entries these are. - reads the standard input.
+
+An export is only ever as good as its head. With --head it is held against
+heads that were kept before: the log must have grown out of each of them.
+
+With --jwks, a file of public keys like the one that the gateway publishes at
+/.well-known/cascade/jwks, the signatures of the tokens are verified too. Tokens
+under other keys, those of agents, are counted and not looked at.
+
+It exits with 1 and the first entry that does not hold, where one does not, and
+with 2 where FILE is no export at all.`,
+		Example: `  caddy agent-guard ledger verify ledger.export \
+      --key agent-guard/node-4c1f+8b3c1a7e+AVq0… --head head-2026-11.txt`,
+		Args: oneArg("FILE with an export"),
+		RunE: func(cmd *cobra.Command, args []string) error { return exitOf(cmd, v.run(cmd, args[0])) },
+	}
+	v.flags(cmd)
+	cmd.Flags().StringVar(&v.jwks, "jwks", "", "File with public keys to verify the tokens with")
+	return cmd
+}
+
+// proved is the JSON form of a verified export.
+type proved struct {
+	Holds   bool   `json:"holds"`
+	Origin  string `json:"origin"`
+	Size    int64  `json:"size"`
+	Root    string `json:"root"`
+	Entries int64  `json:"entries"`
+	Pruned  int64  `json:"pruned"`
+	// Vouchers are the keys that vouched for what was pruned.
+	Vouchers []admin.LedgerVoucher `json:"vouchers,omitempty"`
+	// Heads counts the kept heads that the log has grown out of.
+	Heads int `json:"heads"`
+	// Newest is when the last entry was recorded.
+	Newest     time.Time   `json:"newest,omitzero"`
+	Signatures *signatures `json:"signatures,omitempty"`
+}
+
+func (v *verifyFlags) run(cmd *cobra.Command, file string) error {
+	keys, known, err := v.read()
+	if err != nil {
+		return err
+	}
+	var doc proved
+	if v.jwks != "" {
+		if doc.Signatures, err = newSignatures(v.jwks); err != nil {
+			return err
+		}
+	}
+	from, err := openInput(cmd.InOrStdin(), file)
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	export := bufio.NewReader(from)
+	if err := checkBeginning(export, file); err != nil {
+		return err
+	}
+	found, err := ledger.VerifyExport(export, v.origin, keys, func(e ledger.Entry) error {
+		doc.Newest = e.Recorded
+		if doc.Signatures == nil {
+			return nil
+		}
+		if err := doc.Signatures.add(cmd.Context(), &e); err != nil {
+			return fmt.Errorf("%s DOES NOT HOLD: %w", inputName(file), err)
+		}
+		return nil
+	}, known...)
+	if err != nil {
+		return verifyError(file, err)
+	}
+	doc.Holds, doc.Origin, doc.Size, doc.Root = true, found.Head.Origin, found.Head.Size, found.Head.Root.String()
+	doc.Entries, doc.Pruned, doc.Heads = found.Entries, found.Pruned, len(known)
+	for _, by := range found.Vouchers {
+		doc.Vouchers = append(doc.Vouchers, admin.LedgerVoucher(by))
+	}
+	return v.print(cmd, doc, func(now time.Time) string { return describeProved(&doc, inputName(file), now) })
+}
+
+func describeProved(doc *proved, file string, now time.Time) string {
+	s := sheet{width: 7}
+	s.line("log", printable(doc.Origin))
+	s.line("size", doc.Size)
+	s.line("root", doc.Root)
+	s.line("entries", doc.Entries)
+	s.line("pruned", describePruned(doc.Pruned, doc.Vouchers))
+	s.line("newest", moment(doc.Newest, now))
+	heads := "none to compare with: --head gives those that were kept"
+	if doc.Heads > 0 {
+		heads = fmt.Sprintf("it has grown out of all %d that are known", doc.Heads)
+	}
+	s.line("heads", heads)
+	if doc.Signatures != nil {
+		s.line("tokens", doc.Signatures.describe())
+	}
+	return file + " holds.\n\n" + s.b.String()
+}
+
+// signatures verifies the tokens of entries.
+type signatures struct {
+	keys ect.Source
+	// Verified and Unsigned count valid signatures and entries without a signed token.
+	Verified int64 `json:"verified"`
+	Unsigned int64 `json:"unsigned"`
+	// Unknown counts tokens under unknown keys by their claimed issuer.
+	Unknown map[string]int64 `json:"unknown"`
+}
+
+func newSignatures(jwks string) (*signatures, error) {
+	keys, err := trusted(jwks)
+	if err != nil {
+		return nil, err
+	}
+	return &signatures{keys: keys, Unknown: map[string]int64{}}, nil
+}
+
+// add verifies the token of an entry, and that its id and issuer are those of the entry.
+func (s *signatures) add(ctx context.Context, e *ledger.Entry) error {
+	if e.Unsigned {
+		s.Unsigned++
+		return nil
+	}
+	raw := string(e.Payload)
+	seen, err := ect.ParseInsecure(raw)
+	if err != nil {
+		return fmt.Errorf("entry %d: its token cannot be read: %s", e.Index, plain(err))
+	}
+	if seen.Level() < ect.L2 {
+		s.Unsigned++
+		return nil
+	}
+	token, err := s.verify(ctx, raw, seen)
+	if refusal := (*ect.Error)(nil); errors.As(err, &refusal) {
+		if refusal.Code == ect.CodeKeyID {
+			s.Unknown[seen.Issuer()]++
+			return nil
+		}
+		return fmt.Errorf("entry %d: its token does not hold: %s (%s)", e.Index, refusal.Detail(), refusal.Code)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("--out: %w", err)
+		return err
 	}
-	return f, nil
+	if token.ID() != e.ID || token.Issuer() != e.Issuer {
+		return fmt.Errorf("entry %d: its id and issuer are not those of its token", e.Index)
+	}
+	s.Verified++
+	return nil
+}
+
+// verify verifies a stored token for any audience. The gateway applied its other rules when it
+// accepted the token.
+func (s *signatures) verify(ctx context.Context, raw string, seen *ect.Unverified) (*ect.Token, error) {
+	v, err := ect.NewVerifier(ect.Policy{
+		Audience: append(seen.Audience(), "nobody"), Sources: []ect.Source{s.keys}, Algorithms: ect.Algorithms(),
+		AnyID: true, LenientParents: true,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return v.VerifyStored(ctx, raw)
+}
+
+// describe summarises the counts.
+func (s *signatures) describe() string {
+	text := fmt.Sprintf("%d signatures hold, %d entries are not signed", s.Verified, s.Unsigned)
+	if len(s.Unknown) == 0 {
+		return text
+	}
+	var sum int64
+	var issuers []string
+	for _, issuer := range slices.Sorted(maps.Keys(s.Unknown)) {
+		sum += s.Unknown[issuer]
+		if issuers = append(issuers, printable(issuer)); len(issuers) > 5 {
+			issuers[5] = "and others"
+			issuers = issuers[:6]
+		}
+	}
+	return fmt.Sprintf("%s, %d NOT LOOKED AT for want of the keys of %s", text, sum, strings.Join(issuers, ", "))
+}
+
+// entryFlags are the flags of `ledger list`.
+type entryFlags struct {
+	*options
+	proofFlags
+	workflow, action, id string
+}
+
+func ledgerList(o *options) *cobra.Command {
+	l := entryFlags{options: o}
+	cmd := &cobra.Command{
+		Use:   "list FILE --key KEY",
+		Short: "Lists the entries of an export, after verifying it",
+		Long: `Verifies an export as ` + "`ledger verify`" + ` does, and then lists its entries in their
+order. Entries that were pruned have no content and are left out. With --output
+json an entry has its token, which ` + "`ect show`" + ` reads.
+
+The file is read twice, so that nothing is printed that does not hold.`,
+		Example: `  caddy agent-guard ledger list ledger.export \
+      --key agent-guard/node-4c1f+8b3c1a7e+AVq0… --workflow 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10`,
+		Args: oneArg("FILE with an export"),
+		RunE: func(cmd *cobra.Command, args []string) error { return exitOf(cmd, l.run(cmd, args[0])) },
+	}
+	l.flags(cmd)
+	stringFlag(cmd, &l.workflow, "workflow", "Only those of this workflow: its UUID, or its caller's name")
+	stringFlag(cmd, &l.action, "action", "Only those of this action")
+	stringFlag(cmd, &l.id, "id", "Only those with this id")
+	return cmd
+}
+
+// matches reports whether an entry passes the filters. Tokens name a workflow by a UUID that may be
+// derived from the caller's name.
+func (l *entryFlags) matches(e *ledger.Entry) bool {
+	if l.workflow != "" && !slices.Contains([]string{l.workflow, evidence.WorkflowID(l.workflow), evidence.NamedWorkflowID(l.workflow)}, e.Workflow) {
+		return false
+	}
+	return (l.action == "" || e.Action == l.action) && (l.id == "" || e.ID == l.id)
+}
+
+// listedEntry is an entry as JSON.
+type listedEntry struct {
+	Index    int64     `json:"index"`
+	Recorded time.Time `json:"recorded"`
+	ID       string    `json:"id"`
+	Workflow string    `json:"workflow,omitempty"`
+	Action   string    `json:"action"`
+	Issuer   string    `json:"issuer"`
+	Parents  []string  `json:"parents"`
+	Time     time.Time `json:"time"`
+	// Unsigned says that no token could be made: Token is the payload that it would have had.
+	Unsigned bool   `json:"unsigned,omitempty"`
+	Token    string `json:"token"`
+}
+
+func (l *entryFlags) run(cmd *cobra.Command, file string) error {
+	if file == "-" {
+		return errors.New("list reads twice; give it a file")
+	}
+	keys, known, err := l.read()
+	if err != nil {
+		return err
+	}
+	f, err := os.Open(file)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if err := checkBeginning(bufio.NewReader(f), file); err != nil {
+		return err
+	}
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		return fmt.Errorf("%s cannot be read twice; give a file", file)
+	}
+	if _, err := ledger.VerifyExport(f, l.origin, keys, nil, known...); err != nil {
+		return verifyError(file, err)
+	}
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		return fmt.Errorf("%s cannot be read twice; give a file", file)
+	}
+	out := list{cmd: cmd, name: "entries", json: l.json(), header: []string{"INDEX", "RECORDED", "ACTION", "ISSUER", "WORKFLOW", "ID"}}
+	var rows [][]string
+	_, err = ledger.VerifyExport(f, l.origin, keys, func(e ledger.Entry) error {
+		if !l.matches(&e) {
+			return nil
+		}
+		if out.json {
+			text, err := json.Marshal(entryDocument(&e))
+			if err != nil {
+				return err
+			}
+			return out.documents(text)
+		}
+		if rows = append(rows, entryRow(&e)); len(rows) < rowsPerPage {
+			return nil
+		}
+		err := out.rows(rows)
+		rows = rows[:0]
+		return err
+	}, known...)
+	if errors.Is(err, ledger.ErrProof) {
+		return fmt.Errorf("%s has changed meanwhile: believe nothing of this list", file)
+	}
+	if err != nil {
+		return err
+	}
+	if err := out.rows(rows); err != nil {
+		return err
+	}
+	return out.end("")
+}
+
+// rowsPerPage is how many rows are aligned together.
+const rowsPerPage = 1000
+
+func entryDocument(e *ledger.Entry) listedEntry {
+	return listedEntry{
+		Index: e.Index, Recorded: e.Recorded.UTC(), ID: e.ID, Workflow: e.Workflow, Action: e.Action, Issuer: e.Issuer,
+		Parents: append([]string{}, e.Parents...), Time: e.Time.UTC(), Unsigned: e.Unsigned, Token: string(e.Payload),
+	}
+}
+
+func entryRow(e *ledger.Entry) []string {
+	return []string{
+		strconv.FormatInt(e.Index, 10), e.Recorded.UTC().Format(time.RFC3339), dash(printable(e.Action)),
+		dash(printable(e.Issuer)), dash(printable(e.Workflow)), printable(e.ID),
+	}
 }

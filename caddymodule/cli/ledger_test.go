@@ -38,10 +38,10 @@ type logbook struct {
 	address     string
 }
 
-func (*logbook) Paths() []string                     { return []string{"/data"} }
-func (b *logbook) Borrow(string) (admin.Store, bool) { return b, true }
-func (*logbook) Release()                            {}
-func (b *logbook) Ledger() *admin.Ledger             { return &b.ledger }
+func (*logbook) Paths() []string                   { return []string{"/data"} }
+func (b *logbook) View(string) (admin.Store, bool) { return b, true }
+func (*logbook) Release()                          {}
+func (b *logbook) Ledger() *admin.Ledger           { return &b.ledger }
 func (b *logbook) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	err := admin.New(b).ServeHTTP(w, r)
 	if refused, ok := err.(caddy.APIError); ok {
@@ -116,7 +116,7 @@ func issuerOf(t *testing.T, identity string) (*ect.Issuer, string) {
 	return issuer, put(t, "jwks.json", string(set))
 }
 
-// event is the event that a token tells of.
+// event is the ledger event of a fresh token.
 func event(t *testing.T, issuer *ect.Issuer, action string) ledger.Event {
 	t.Helper()
 	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{gateway}, Action: action, Workflow: someWID})
@@ -234,7 +234,7 @@ func TestLedgerVerifyTampered(t *testing.T) {
 	}
 }
 
-// What was pruned is told with who vouched for it; content that somebody else has taken
+// Pruned entries are counted with who vouched for them; content that somebody else has taken
 // out is not taken for it.
 func TestLedgerVerifyPruned(t *testing.T) {
 	b := newLogbook(t)
@@ -284,7 +284,7 @@ func TestLedgerVerifyPruned(t *testing.T) {
 	}
 }
 
-// With public keys the tokens are verified too; what nobody has keys for is told, and
+// With public keys the tokens are verified too; what nobody has keys for is counted, and
 // one that is false is named.
 func TestLedgerVerifyTokens(t *testing.T) {
 	signer, jwks := issuerOf(t, gateway)
@@ -357,18 +357,16 @@ func TestLedgerList(t *testing.T) {
 
 // What a server finds wrong is shown, and is a failure of the command.
 func TestLedgerCheckShowsFaults(t *testing.T) {
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set(admin.Mark, "1")
-		_, _ = w.Write([]byte(`{"origin":"o","size":7,"root":"r","entries":6,"pruned":0,"waiting":2,
-			"faults":[{"index":3,"what":"missing"},{"what":"the head \u001b[2J"}],"count":5}`))
-	}))
-	defer server.Close()
+	server := newAdminServer(t, func(*http.Request) any {
+		return `{"origin":"o","size":7,"root":"r","entries":6,"pruned":0,"waiting":2,
+			"faults":[{"index":3,"what":"missing"},{"what":"the head \u001b[2J"}],"count":5}`
+	})
 	want := "log      o\nsize     7\nroot     r\nentries  6\npruned   0\nwaiting  2\nfault    entry 3: missing\nfault    \"the head \\x1b[2J\"\nfault    and 3 more\n"
-	out, _, err := run(t, "ledger", "check", "--address", server.Listener.Addr().String())
+	out, _, err := server.run(t, "ledger", "check")
 	if err == nil || err.Error() != "the ledger is not as it was written: 5 faults" || out != want {
 		t.Errorf("%v\n%s", err, out)
 	}
-	if out, _, err := run(t, "ledger", "check", "-o", "json", "--address", server.Listener.Addr().String()); err == nil || !strings.Contains(out, `"count": 5`) {
+	if out, _, err := server.run(t, "ledger", "check", "-o", "json"); err == nil || !strings.Contains(out, `"count": 5`) {
 		t.Errorf("%v\n%s", err, out)
 	}
 }

@@ -10,7 +10,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
-// BenchmarkRecord is what an event costs the request that it tells of, besides its
+// BenchmarkRecord is what an event costs the request that it describes, besides its
 // writes' share of the commit.
 func BenchmarkRecord(b *testing.B) {
 	l := mustOpen(b, testOptions(memory.New(memory.Options{})))
@@ -47,7 +47,7 @@ func BenchmarkSequence(b *testing.B) {
 		for _, batch := range []int{1, maxMoved} {
 			b.Run(fmt.Sprintf("%s/%d", c.name, batch), func(b *testing.B) {
 				l := mustOpen(b, testOptions(c.open(b)))
-				m := mover{Log: l}
+				m := sequencer{Log: l}
 				n := 0
 				b.ReportAllocs()
 				for b.Loop() {

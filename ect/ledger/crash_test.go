@@ -15,9 +15,9 @@ import (
 )
 
 // TestCrashAtEveryCommit kills the process at its n-th commit, before and after that
-// landed, for every n of a life: opening, recording, moving over the end of a tile,
-// pruning. Whatever the point, the next life finds a log that verifies, holds each
-// acknowledged event once and in order, and goes on.
+// landed, for every n: opening, recording, moving over the end of a tile, pruning. Each time
+// the next process finds a log that verifies, holds each acknowledged event once and in
+// order, and continues.
 func TestCrashAtEveryCommit(t *testing.T) {
 	for _, landed := range []bool{false, true} {
 		commits := 0
@@ -62,8 +62,8 @@ func TestCrashAtEveryCommit(t *testing.T) {
 	}
 }
 
-// TestCrashInPruning: what a pruning that was cut short left behind goes with the next,
-// also where an entry of the same tile must be kept for long.
+// TestCrashInPruning: the next pruning finishes an interrupted one, also if an entry of the
+// same tile must be kept.
 func TestCrashInPruning(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	l := mustOpen(t, testOptions(mem))
@@ -72,9 +72,7 @@ func TestCrashInPruning(t *testing.T) {
 		if n == 7 {
 			e.KeepUntil = time.Now().Add(time.Hour)
 		}
-		if err := l.Append(t.Context(), []Event{e}); err != nil {
-			t.Fatal(err)
-		}
+		mustAppend(t, l, e)
 	}
 	drain(t, l)
 	life := mustOpen(t, testOptions(&crashing{Store: mem, left: 3, landed: true}))
@@ -136,14 +134,14 @@ func crashLife(st store.Store) (acked, tried int) {
 	return acked, tried
 }
 
-// unknowing is a store whose commits end in ErrUnknown now and then, landed or not.
-type unknowing struct {
+// uncertain is a store whose commits end in ErrUnknown now and then, landed or not.
+type uncertain struct {
 	store.Store
 	mu sync.Mutex
 	n  int
 }
 
-func (s *unknowing) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+func (s *uncertain) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
 	s.mu.Lock()
 	s.n++
 	n := s.n
@@ -158,12 +156,11 @@ func (s *unknowing) Commit(ctx context.Context, batch ...store.Write) (store.Ver
 	return v, err
 }
 
-// TestUnknownCommits: where the store cannot tell, the log finds out by itself, and
-// no event is lost or there twice.
+// TestUnknownCommits: after commits of unknown result no event is lost or recorded twice.
 func TestUnknownCommits(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	mustOpen(t, testOptions(mem)) // the first head
-	l := mustOpen(t, testOptions(&unknowing{Store: mem}))
+	l := mustOpen(t, testOptions(&uncertain{Store: mem}))
 	certain := map[string]bool{}
 	for n := range 8 * maxMoved {
 		if err := l.Append(t.Context(), []Event{testEvent(n)}); err == nil {
@@ -184,10 +181,7 @@ func TestUnknownCommits(t *testing.T) {
 	}
 	last := -1
 	for i := range l.Head().Size {
-		e, err := l.Entry(t.Context(), i)
-		if err != nil {
-			t.Fatal(err)
-		}
+		e := must(l.Entry(t.Context(), i))(t)
 		delete(certain, e.ID)
 		var n int
 		if _, err := fmt.Sscanf(e.ID, "id-%d", &n); err != nil || n <= last {
@@ -247,26 +241,20 @@ func TestTwoProcesses(t *testing.T) {
 	mustVerify(t, l)
 	checkOrder(t, l, producers)
 	for _, h := range bySize {
-		proof, err := l.ProveConsistency(t.Context(), h.Size, l.Head().Size)
-		if err != nil {
-			t.Fatal(err)
-		}
+		proof := must(l.ProveConsistency(t.Context(), h.Size, l.Head().Size))(t)
 		if err := CheckConsistency(proof, h, l.Head()); err != nil {
 			t.Errorf("the head of size %d: %v", h.Size, err)
 		}
 	}
 }
 
-// checkOrder holds that the events called producer-number stand once and in the order
+// checkOrder checks that the events called producer-number stand once and in the order
 // of their producer.
 func checkOrder(t testing.TB, l *Log, producers int) {
 	t.Helper()
 	next := make([]int, producers)
 	for i := range l.Head().Size {
-		e, err := l.Entry(t.Context(), i)
-		if err != nil {
-			t.Fatal(err)
-		}
+		e := must(l.Entry(t.Context(), i))(t)
 		var p, n int
 		if _, err := fmt.Sscanf(e.ID, "%d-%d", &p, &n); err != nil || n != next[p] {
 			t.Fatalf("entry %d is %s, expected was number %d of its producer", i, e.ID, next[p])
@@ -275,21 +263,18 @@ func checkOrder(t testing.TB, l *Log, producers int) {
 	}
 }
 
-// TestOrderOverProcesses: a sequencer that comes upon another process's events takes
-// them from their first, wherever its own begin.
+// TestOrderOverProcesses: a sequencer moves another process's events in their order,
+// whatever its own tickets are.
 func TestOrderOverProcesses(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	a, b := mustOpen(t, testOptions(mem)), mustOpen(t, testOptions(mem))
 	for range 3 { // b's own begin behind the first of a
-		p, err := b.Record(testEvent(100))
-		if err != nil {
-			t.Fatal(err)
-		}
+		p := must(b.Record(testEvent(100)))(t)
 		_ = p.Done(errCrash)
 	}
 	appendEvents(t, a, 0, 6)
 	appendEvents(t, b, 6, 7)
-	m := mover{Log: b, all: true}
+	m := sequencer{Log: b, rescan: true}
 	for rest := true; rest; {
 		var err error
 		if rest, err = m.move(t.Context()); err != nil {
@@ -298,10 +283,7 @@ func TestOrderOverProcesses(t *testing.T) {
 	}
 	next := 0
 	for i := range b.Head().Size {
-		e, err := b.Entry(t.Context(), i)
-		if err != nil {
-			t.Fatal(err)
-		}
+		e := must(b.Entry(t.Context(), i))(t)
 		if e.ID != "id-6" {
 			if e.ID != fmt.Sprintf("id-%d", next) {
 				t.Errorf("entry %d is %s, expected was id-%d", i, e.ID, next)
@@ -325,14 +307,8 @@ func TestForkRefused(t *testing.T) {
 	stale := b.Head()
 	before := len(contents(t, mem))
 	// What a moved can be proved by b at once.
-	e, err := b.Lookup(t.Context(), testEvent(4).Workflow, "id-4")
-	if err != nil {
-		t.Fatal(err)
-	}
-	r, err := b.Receipt(t.Context(), e.Index)
-	if err != nil {
-		t.Fatal(err)
-	}
+	e := must(b.Lookup(t.Context(), testEvent(4).Workflow, "id-4"))(t)
+	r := must(b.Receipt(t.Context(), e.Index))(t)
 	if head, err := r.Check(e.Leaf, testOrigin, testKeys); err != nil || head.Size != 5 {
 		t.Errorf("a receipt of what the other moved: size %d, %v", head.Size, err)
 	}
@@ -345,7 +321,7 @@ func TestForkRefused(t *testing.T) {
 		}
 	}
 
-	m := mover{Log: b, all: true}
+	m := sequencer{Log: b, rescan: true}
 	found, _, err := m.scan(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -393,7 +369,7 @@ func TestOlderCopyRefused(t *testing.T) {
 	if _, err := Open(t.Context(), o); !errors.Is(err, ErrTampered) {
 		t.Errorf("an older copy opened: %v", err)
 	}
-	if r, err := Verify(t.Context(), o); err != nil || r.Err() == nil {
+	if r, err := verifyStored(t, o); err != nil || faultsOf(&r) == nil {
 		t.Errorf("an older copy verified: %v", err)
 	}
 
@@ -421,10 +397,7 @@ func TestOlderCopyRefused(t *testing.T) {
 func TestOnBadger(t *testing.T) {
 	dir := t.TempDir()
 	for life := range 2 {
-		st, err := badger.Open(dir, badger.Options{})
-		if err != nil {
-			t.Fatal(err)
-		}
+		st := must(badger.Open(dir, badger.Options{}))(t)
 		l := mustOpen(t, testOptions(st))
 		l.Start()
 		var wg sync.WaitGroup
@@ -450,9 +423,7 @@ func TestOnBadger(t *testing.T) {
 		mustVerify(t, l)
 		checkOrder(t, l, producers)
 		if life == 1 {
-			if n, err := l.Prune(t.Context(), time.Now().Add(time.Hour)); err != nil || n != tileWidth {
-				t.Errorf("%d entries pruned: %v", n, err)
-			}
+			mustPrune(t, l, tileWidth)
 			mustVerify(t, l)
 		}
 		if err := st.Close(); err != nil {

@@ -31,7 +31,7 @@ func open(st store.Store) (*ledger.Log, note.Verifiers) {
 	return log, keys
 }
 
-// A state change and the event that tells of it are one commit. What came of it is
+// A state change and the event that describes it are one commit. What came of it is
 // proved by a receipt.
 func Example() {
 	ctx := context.Background()

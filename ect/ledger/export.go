@@ -4,16 +4,18 @@ import (
 	"bufio"
 	"context"
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"io"
+	"strconv"
 
+	"golang.org/x/mod/sumdb/note"
 	"golang.org/x/mod/sumdb/tlog"
 )
 
-// An export is lines of text, each ended by a newline: a title, the signed head, one
-// line for each entry in its order, and the number of them. Before the entries of a
-// tile of which some were pruned stands the signed note that says which. Binary values
-// are in standard base64, padded.
+// An export is text: a title, the signed head, one line for each entry in its order, and
+// their number. A signed note before the entries of a tile names those that were pruned.
+// Binary values are in standard base64, padded.
 //
 //	agent-guard ledger export 1
 //	head BASE64 OF THE SIGNED NOTE
@@ -32,25 +34,29 @@ const (
 
 var exportBase64 = base64.StdEncoding.Strict()
 
-// Export writes the whole log under its newest head, in the clear: whoever has the
-// stream reads every event. It proves all of it against the head on the way.
-func (l *Log) Export(ctx context.Context, to io.Writer) (Head, error) {
-	l.pruning.Lock()
-	defer l.pruning.Unlock()
-	x := exporter{Log: l, ctx: ctx, state: l.now.Load(), w: bufio.NewWriterSize(to, 64<<10)}
-	head := x.state.head
+// exporter writes a log.
+type exporter struct {
+	*logStore
+	ctx    context.Context
+	w      *bufio.Writer
+	tree   merkleState
+	marks  marks       // of the tile of the next entry
+	hashes []tlog.Hash // of that tile, once needed
+}
+
+func (x *exporter) export(head Head) (Head, error) {
 	fmt.Fprintf(x.w, "%s\n", exportTitle)
 	line(x.w, exportHead, head.Note)
-	r := l.entries(0, 0)
-	r.To = l.entryKey(head.Size)
-	for found, err := range l.store.Scan(ctx, r) {
+	r := x.entries(0, 0)
+	r.To = x.entryKey(head.Size)
+	for found, err := range x.store.Scan(x.ctx, r) {
 		if err != nil {
 			return Head{}, err
 		}
 		if err := x.fill(indexIn(found.Key)); err != nil {
 			return Head{}, err
 		}
-		e, err := l.openEntry(found.Key, found.Value)
+		e, err := x.openEntry(found.Key, found.Value)
 		if err != nil {
 			return Head{}, err
 		}
@@ -72,34 +78,19 @@ func (l *Log) Export(ctx context.Context, to io.Writer) (Head, error) {
 	return head, x.w.Flush()
 }
 
-// exporter is on its way through a log.
-type exporter struct {
-	*Log
-	ctx    context.Context
-	state  *state
-	w      *bufio.Writer
-	tree   frontier
-	marks  marks       // of the tile in which the next entry stands
-	hashes []tlog.Hash // of that tile, once one was needed
-}
-
-// begin writes, before the first entry of a full tile, the note of what was pruned of it.
-func (x *exporter) begin() error {
+// begin writes the note of what was pruned before the first entry of a full tile.
+func (x *exporter) begin() (err error) {
 	if x.tree.size&(tileWidth-1) != 0 {
 		return nil
 	}
-	m, msg, version, err := x.prunedNote(x.ctx, x.tree.size>>tileHeight)
-	if err != nil {
+	x.hashes = nil
+	if x.marks, err = x.pruned(x.ctx, x.tree.size>>tileHeight); err != nil || x.marks.version == 0 {
 		return err
 	}
-	x.marks, x.hashes = m, nil
-	if version == 0 {
-		return nil
-	}
-	return line(x.w, exportGaps, msg)
+	return line(x.w, exportGaps, x.marks.note)
 }
 
-// fill writes the hashes of the entries before index that are not there any more.
+// fill writes the hashes of the pruned entries before index.
 func (x *exporter) fill(index int64) error {
 	for x.tree.size < index {
 		at := x.tree.size
@@ -130,4 +121,206 @@ func (x *exporter) fill(index int64) error {
 func line(w *bufio.Writer, kind string, value []byte) error {
 	_, err := w.WriteString(kind + exportBase64.EncodeToString(value) + "\n")
 	return err
+}
+
+// Exported is what VerifyExport proved.
+type Exported struct {
+	// Head is the signed head of the export.
+	Head Head
+	// Entries and Pruned count the entries with and without their content.
+	Entries, Pruned int64
+	// Vouchers are the keys that signed what was pruned, each entry counted once.
+	Vouchers []Voucher
+}
+
+// maxLine is the longest line of an export: a leaf in base64, or a head.
+const maxLine = (maxLeaf+2)/3*4 + 16
+
+// VerifyExport reads an export of the log called origin and proves it against its head,
+// which one of keys must have signed, and against known heads. visit, if not nil, gets the
+// entries that have their content, in their order; they are proved only once VerifyExport
+// returns without an error. A signed note must name the entries without content. The error
+// is ErrProof unless reading or visit failed.
+func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func(Entry) error, known ...Head) (Exported, error) {
+	r := exportReader{r: bufio.NewReaderSize(from, maxLine)}
+	title, err := r.line()
+	if err != nil {
+		return Exported{}, err
+	}
+	if string(title) != exportTitle {
+		return Exported{}, fmt.Errorf("%w: not an export, or one of another version", ErrProof)
+	}
+	kind, value, err := r.next()
+	if err != nil {
+		return Exported{}, err
+	}
+	if kind != exportHead {
+		return Exported{}, fmt.Errorf("%w: no head", ErrProof)
+	}
+	var x Exported
+	if x.Head, err = ParseHead(value, origin, keys); err != nil {
+		return Exported{}, err
+	}
+	t := exportVerifier{x: &x, visit: visit, origin: origin, keys: keys}
+	tree := &t.tree
+	for {
+		for i := range known {
+			if known[i].Size == tree.size && known[i].Root != tree.root() {
+				return Exported{}, fmt.Errorf("%w: the first %d entries are not those of the known head of that size", ErrProof, tree.size)
+			}
+		}
+		kind, value, err := r.next()
+		if err != nil {
+			return Exported{}, err
+		}
+		if kind == exportEnd {
+			return x, r.end(tree, x.Head, value, known)
+		}
+		if err := t.take(kind, value); err != nil {
+			return Exported{}, err
+		}
+	}
+}
+
+// exportVerifier adds the lines of an export to the tree.
+type exportVerifier struct {
+	x      *Exported
+	tree   merkleState
+	visit  func(Entry) error
+	origin string
+	keys   note.Verifiers
+	marks  marks // of the tile of the next entry
+	noted  bool  // the line before was their note
+}
+
+// take takes the line of an entry, or the note of what was pruned of the following ones.
+func (t *exportVerifier) take(kind string, value []byte) error {
+	index := t.tree.size
+	if index >= t.x.Head.Size {
+		return fmt.Errorf("%w: entry %d stands behind the head", ErrProof, index)
+	}
+	begins := index&(tileWidth-1) == 0
+	if kind == exportGaps {
+		if !begins || t.noted {
+			return fmt.Errorf("%w: entry %d: a note of what was pruned does not belong here", ErrProof, index)
+		}
+		n, m, err := openMarks(value, t.origin, t.keys)
+		if err == nil && (n != index>>tileHeight || (n+1)<<tileHeight > t.x.Head.Size) {
+			err = fmt.Errorf("%w: it is of tile %d", ErrProof, n)
+		}
+		if err != nil {
+			return fmt.Errorf("entry %d: the note of what was pruned: %w", index, err)
+		}
+		t.marks, t.noted = m, true
+		return nil
+	}
+	if begins && !t.noted {
+		t.marks = marks{}
+	}
+	t.noted = false
+	if err := t.entry(index, kind, value); err != nil {
+		return err
+	}
+	if t.tree.size&(tileWidth-1) == 0 && t.marks.by != "" && t.tree.root() != t.marks.root {
+		return fmt.Errorf("%w: entry %d: the note of what was pruned of the entries from here on is of another tree",
+			ErrProof, t.tree.size-tileWidth)
+	}
+	return nil
+}
+
+func (t *exportVerifier) entry(index int64, kind string, value []byte) error {
+	pruned := t.marks.has(index)
+	switch {
+	case kind == exportPruned && len(value) == tlog.HashSize:
+		if !pruned {
+			return fmt.Errorf("%w: entry %d: its content is missing, and nobody vouches that it was pruned", ErrProof, index)
+		}
+		t.x.Pruned++
+		(*vouchers)(&t.x.Vouchers).add(t.marks.by)
+		t.tree.add(tlog.Hash(value), nil)
+		return nil
+	case kind != exportEntry:
+		return fmt.Errorf("%w: entry %d: not the line of an entry", ErrProof, index)
+	case pruned:
+		return fmt.Errorf("%w: entry %d: there, and vouched for as pruned", ErrProof, index)
+	}
+	e, err := decode(value)
+	if err != nil {
+		return fmt.Errorf("%w: entry %d: %w", ErrProof, index, err)
+	}
+	if e.Index != index {
+		return fmt.Errorf("%w: entry %d: reordered: entry %d stands here", ErrProof, index, e.Index)
+	}
+	t.x.Entries++
+	t.tree.add(tlog.RecordHash(value), nil)
+	if t.visit == nil {
+		return nil
+	}
+	e.Log = t.x.Head.Origin
+	return t.visit(e)
+}
+
+type exportReader struct {
+	r *bufio.Reader
+	n int
+}
+
+func (r *exportReader) line() ([]byte, error) {
+	r.n++
+	line, err := r.r.ReadSlice('\n')
+	switch {
+	case errors.Is(err, bufio.ErrBufferFull):
+		return nil, fmt.Errorf("%w: line %d is too long", ErrProof, r.n)
+	case errors.Is(err, io.EOF):
+		return nil, fmt.Errorf("%w: it ends in line %d", ErrProof, r.n)
+	case err != nil:
+		return nil, err
+	}
+	return line[:len(line)-1], nil
+}
+
+// next is the kind of the next line and its value, decoded but for that of the end.
+func (r *exportReader) next() (kind string, value []byte, err error) {
+	line, err := r.line()
+	if err != nil {
+		return "", nil, err
+	}
+	for _, kind := range []string{exportEntry, exportPruned, exportGaps, exportHead, exportEnd} {
+		if len(line) <= len(kind) || string(line[:len(kind)]) != kind {
+			continue
+		}
+		text := line[len(kind):]
+		if kind == exportEnd {
+			return kind, text, nil
+		}
+		value := make([]byte, exportBase64.DecodedLen(len(text)))
+		n, err := exportBase64.Decode(value, text)
+		// The decoder ignores carriage returns.
+		if err != nil || exportBase64.EncodedLen(n) != len(text) {
+			return "", nil, fmt.Errorf("%w: line %d is not base64", ErrProof, r.n)
+		}
+		return kind, value[:n], nil
+	}
+	return "", nil, fmt.Errorf("%w: line %d is of no known kind", ErrProof, r.n)
+}
+
+// end checks that the tree is complete, and that nothing follows.
+func (r *exportReader) end(tree *merkleState, head Head, count []byte, known []Head) error {
+	switch {
+	case string(count) != strconv.FormatInt(head.Size, 10) || tree.size != head.Size:
+		return fmt.Errorf("%w: %d entries instead of %d", ErrProof, tree.size, head.Size)
+	case tree.root() != head.Root:
+		return fmt.Errorf("%w: the entries do not fit the signed head of size %d", ErrProof, head.Size)
+	}
+	for i := range known {
+		if known[i].Size > head.Size {
+			return fmt.Errorf("%w: %d entries, and there were %d", ErrProof, head.Size, known[i].Size)
+		}
+	}
+	if _, err := r.r.ReadByte(); err == nil {
+		return fmt.Errorf("%w: something follows the end", ErrProof)
+	} else if !errors.Is(err, io.EOF) {
+		return err
+	}
+	return nil
 }

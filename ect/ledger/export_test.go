@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/mod/sumdb/tlog"
 
@@ -37,9 +36,7 @@ func TestExportRoundTrip(t *testing.T) {
 		last = size
 		known = append(known, l.Head())
 		if size == 600 {
-			if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != 512 {
-				t.Fatalf("%d pruned: %v", n, err)
-			}
+			mustPrune(t, l, 512)
 			appendEvents(t, l, 600, 603) // wait, and are not exported
 		}
 		text := exported(t, l)
@@ -133,10 +130,7 @@ func TestExportOfTampered(t *testing.T) {
 	l := mustOpen(t, o)
 	appendEvents(t, l, 0, 5)
 	drain(t, l)
-	e, err := l.Entry(t.Context(), 2)
-	if err != nil {
-		t.Fatal(err)
-	}
+	e := must(l.Entry(t.Context(), 2))(t)
 	for _, w := range []store.Write{
 		{Key: l.entryKey(2), Value: append(bytes.Clone(e.Leaf[:len(e.Leaf)-1]), '?')},
 		{Key: l.entryKey(2), Delete: true},

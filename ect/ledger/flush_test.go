@@ -16,16 +16,14 @@ func plainEvent(n int) Event {
 	return Event{ID: fmt.Sprint("e", n), Workflow: "w", Payload: []byte("token")}
 }
 
-// Flush waits for what was recorded before, so that a list has it, and no longer than ctx.
+// Flush waits until earlier events can be listed, and no longer than ctx.
 func TestFlush(t *testing.T) {
 	st := memory.New(memory.Options{})
 	l := mustOpen(t, testOptions(st))
 	if err := l.Flush(t.Context()); err != nil {
 		t.Errorf("nothing waits, and: %v", err)
 	}
-	if err := l.Append(t.Context(), []Event{plainEvent(0)}); err != nil {
-		t.Fatal(err)
-	}
+	mustAppend(t, l, plainEvent(0))
 	over, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := l.Flush(over); !errors.Is(err, context.Canceled) {
@@ -65,7 +63,7 @@ func TestFlush(t *testing.T) {
 	}
 }
 
-// What landed unknown to anybody is looked for, and waited for, at once.
+// A commit of unknown result makes Flush scan and wait at once.
 func TestFlushAfterALostCommit(t *testing.T) {
 	for range 300 { // the sequencer is anywhere, such as in the middle of its first scan
 		flushAfterALostCommit(t)
@@ -76,10 +74,7 @@ func flushAfterALostCommit(t *testing.T) {
 	t.Helper()
 	st := memory.New(memory.Options{})
 	l := mustStart(t, testOptions(st))
-	p, err := l.Record(plainEvent(1))
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := must(l.Record(plainEvent(1)))(t)
 	if _, err := st.Commit(t.Context(), p.Writes()...); err != nil {
 		t.Fatal(err)
 	}
@@ -97,14 +92,11 @@ func flushAfterALostCommit(t *testing.T) {
 	}
 }
 
-// An event that does not open is never in the tree: what is read is not all there was.
+// An event that does not open never reaches the tree, which Flush reports.
 func TestFlushOfWhatDoesNotOpen(t *testing.T) {
 	st := memory.New(memory.Options{})
 	l := mustOpen(t, testOptions(st))
-	p, err := l.Record(plainEvent(1))
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := must(l.Record(plainEvent(1)))(t)
 	writes := p.Writes()
 	writes[1].Value[len(writes[1].Value)-1] ^= 1
 	if _, err := st.Commit(t.Context(), writes...); err != nil {

@@ -41,7 +41,7 @@ func newHeadKey(name string) (note.Signer, note.Verifiers) {
 	return signer, note.VerifierList(verifier)
 }
 
-// clearSealer seals nothing, so that what is found in a test is found by the tree.
+// clearSealer seals nothing, so that only the tree can find alterations.
 type clearSealer struct{ *seal.Ring }
 
 func (clearSealer) Seal(dst, plaintext, _ []byte) []byte       { return append(dst, plaintext...) }
@@ -55,23 +55,18 @@ var testRing = seal.Generate()
 func testOptions(st store.Store) Options {
 	return Options{
 		Store: st, Sealer: testRing, Origin: testOrigin, HeadSigner: testSigner, HeadKeys: testKeys,
-		Signer: tokenMaker{}, Gather: -1,
+		Sign: makeToken, BatchDelay: -1,
 	}
 }
 
-// tokenMaker makes tokens that tell what they were made from.
-type tokenMaker struct{}
-
-func (tokenMaker) Sign(_ context.Context, e Event) ([]byte, error) {
+// makeToken makes tokens that name what they were made from.
+func makeToken(_ context.Context, e Event) ([]byte, error) {
 	return append([]byte("token of "), e.Payload...), nil
 }
 
 func mustOpen(t testing.TB, o Options) *Log {
 	t.Helper()
-	l, err := Open(t.Context(), o)
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := must(Open(t.Context(), o))(t)
 	return l
 }
 
@@ -98,7 +93,7 @@ func drain(t testing.TB, l *Log) {
 }
 
 func tryDrain(l *Log) error {
-	m := mover{Log: l, all: true}
+	m := sequencer{Log: l, rescan: true}
 	for {
 		rest, err := m.move(context.Background())
 		if err != nil || !rest {
@@ -124,25 +119,35 @@ func testEvent(n int) Event {
 func appendEvents(t testing.TB, l *Log, from, to int) {
 	t.Helper()
 	for n := from; n < to; n++ {
-		if err := l.Append(t.Context(), []Event{testEvent(n)}); err != nil {
-			t.Fatal(err)
-		}
+		mustAppend(t, l, testEvent(n))
+	}
+}
+
+func mustAppend(t testing.TB, l *Log, events ...Event) {
+	t.Helper()
+	if err := l.Append(t.Context(), events); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// mustPrune prunes everything that may go, which must be n entries, or some for -1.
+func mustPrune(t testing.TB, l *Log, n int) {
+	t.Helper()
+	if got, err := l.Prune(t.Context(), time.Now().Add(time.Hour)); err != nil || got != n && (n != -1 || got == 0) {
+		t.Fatalf("%d pruned: %v", got, err)
 	}
 }
 
 func mustVerify(t testing.TB, l *Log) Report {
 	t.Helper()
-	r, err := l.Verify(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := r.Err(); err != nil {
+	r := must(l.Verify(t.Context()))(t)
+	if err := faultsOf(&r); err != nil {
 		t.Fatal(err)
 	}
 	return r
 }
 
-// naive is the obviously right tree: all leaf hashes, and what tlog makes of them.
+// naive is the reference tree: all leaf hashes, and what tlog makes of them.
 type naive struct{ stored []tlog.Hash }
 
 func (n *naive) ReadHashes(indexes []int64) ([]tlog.Hash, error) {
@@ -157,10 +162,7 @@ func naiveTree(t testing.TB, leaves []tlog.Hash) *naive {
 	t.Helper()
 	n := &naive{}
 	for i, h := range leaves {
-		stored, err := tlog.StoredHashesForRecordHash(int64(i), h, n)
-		if err != nil {
-			t.Fatal(err)
-		}
+		stored := must(tlog.StoredHashesForRecordHash(int64(i), h, n))(t)
 		n.stored = append(n.stored, stored...)
 	}
 	return n
@@ -168,10 +170,7 @@ func naiveTree(t testing.TB, leaves []tlog.Hash) *naive {
 
 func (n *naive) root(t testing.TB, size int) tlog.Hash {
 	t.Helper()
-	h, err := tlog.TreeHash(int64(size), n)
-	if err != nil {
-		t.Fatal(err)
-	}
+	h := must(tlog.TreeHash(int64(size), n))(t)
 	return h
 }
 
@@ -181,8 +180,7 @@ func numbered(n int) tlog.Hash {
 
 var errCrash = errors.New("crashed")
 
-// crashing is a store that dies at its n-th commit, before or after it landed. What
-// died answers nothing.
+// crashing is a store that fails from its n-th commit on, which may have landed.
 type crashing struct {
 	store.Store
 	mu     sync.Mutex
@@ -253,7 +251,34 @@ func faultsNaming(r *Report, index int64) bool {
 func allFaults(r *Report) string {
 	var b strings.Builder
 	for _, f := range r.Faults {
-		b.WriteString("\n\t" + f.String())
+		fmt.Fprintf(&b, "\n\tentry %d: %s", f.Index, f.What)
 	}
 	return b.String()
+}
+
+func faultsOf(r *Report) error {
+	if r.Count == 0 {
+		return nil
+	}
+	return fmt.Errorf("%d faults: %s", r.Count, allFaults(r))
+}
+
+// verifyStored verifies a log that is not open, and may not open any more.
+func verifyStored(t testing.TB, o Options, known ...Head) (Report, error) {
+	t.Helper()
+	if err := o.complete(); err != nil {
+		t.Fatal(err)
+	}
+	return newLogStore(&o).verify(t.Context(), append(known, o.Known...))
+}
+
+// must makes a failed call fatal: must(f())(t).
+func must[T any](v T, err error) func(testing.TB) T {
+	return func(t testing.TB) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
 }

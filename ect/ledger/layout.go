@@ -5,6 +5,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
+	"time"
 
 	"golang.org/x/mod/sumdb/note"
 	"golang.org/x/mod/sumdb/tlog"
@@ -12,21 +14,22 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// The store's keys begin with l, a letter that says what stands there, and, where it
-// belongs to one log, eight bytes that stand for its origin. Ids and workflows are
-// keyed hashes. Indexes and counters are eight bytes, big-endian.
+// The store's keys begin with l, a letter for what they hold and, for data of one log,
+// eight bytes for its origin. Ids and workflows are keyed hashes. Indexes and counters are
+// eight bytes, big-endian.
 //
-//	l h log                  the signed head; the size in it is the log's
-//	l o log ticket boot      an event that waits for the sequencer, sealed
-//	l e log index            an entry: its leaf, sealed
-//	l t log level number     a tile of 256 hashes; of level 0 full ones only
-//	l p log number           which entries of that tile of level 0 were pruned, signed
-//	l j id workflow          where the event stands: an account
-//	l g id                   that a workflow has given this id; no value
-//	l w workflow log index   index: a workflow's entries; no value
+//	l h log                        the signed head, with the log's size
+//	l o log ticket boot            an event that waits for the sequencer, sealed
+//	l e log index                  an entry: its leaf, sealed
+//	l t log level number           a tile of 256 hashes; of level 0 full ones only
+//	l p log number                 the pruned entries of that tile of level 0, signed
+//	l j id workflow                the location of the event
+//	l g id                         some workflow has this id; no value
+//	l w workflow log index         index: a workflow's entries; no value
+//	l c id workflow log index      index: entries by their links; no value
 //
-// The last three are shared by all logs of a store: what one node recorded is known to
-// the others, and an id is taken once.
+// All logs of a store share the last four: each node finds what the others recorded, and
+// an id is used once.
 const (
 	space         = 'l'
 	spaceHead     = 'h'
@@ -37,6 +40,7 @@ const (
 	spaceID       = 'j'
 	spaceGiven    = 'g'
 	spaceWorkflow = 'w'
+	spaceLink     = 'c'
 )
 
 const (
@@ -47,26 +51,27 @@ const (
 	indexEnd     = 8
 )
 
-// logID stands for a log's origin in keys.
+// logID identifies a log in keys: a keyed hash of its origin.
 type logID [8]byte
 
-// shelf is where one log stands in a store.
-type shelf struct {
+// logStore is one log in a store.
+type logStore struct {
 	store  store.Store
-	sealer Sealer
+	sealer store.Sealer
 	origin string
 	keys   note.Verifiers
 	id     logID
+	links  func(e *Event) []string
 }
 
-func newShelf(o *Options) *shelf {
-	return &shelf{
+func newLogStore(o *Options) *logStore {
+	return &logStore{
 		store: o.Store, sealer: o.Sealer, origin: o.Origin, keys: o.HeadKeys,
-		id: logOf(o.Sealer, o.Origin),
+		id: logOf(o.Sealer, o.Origin), links: o.Links,
 	}
 }
 
-func logOf(s Sealer, origin string) logID {
+func logOf(s store.Sealer, origin string) logID {
 	hash := s.Index("ledger log", origin)
 	return logID(hash[:8])
 }
@@ -75,30 +80,30 @@ func logKey(kind byte, log logID, more int) []byte {
 	return append(append(make([]byte, 0, logKeySize+more), space, kind), log[:]...)
 }
 
-func (s *shelf) headKey() []byte { return logKey(spaceHead, s.id, 0) }
+func (s *logStore) headKey() []byte { return logKey(spaceHead, s.id, 0) }
 
 func entryKey(log logID, index int64) []byte {
 	return binary.BigEndian.AppendUint64(logKey(spaceEntry, log, 8), uint64(index))
 }
 
-func (s *shelf) entryKey(index int64) []byte { return entryKey(s.id, index) }
+func (s *logStore) entryKey(index int64) []byte { return entryKey(s.id, index) }
 
-func (s *shelf) tileKey(level int, n int64) []byte {
+func (s *logStore) tileKey(level int, n int64) []byte {
 	return binary.BigEndian.AppendUint64(append(logKey(spaceTile, s.id, 9), byte(level)), uint64(n))
 }
 
-func (s *shelf) prunedKey(n int64) []byte {
+func (s *logStore) prunedKey(n int64) []byte {
 	return binary.BigEndian.AppendUint64(logKey(spacePruned, s.id, 8), uint64(n))
 }
 
-// ticket names an event that waits: in the order of its process, with that process's
-// boot behind it, so that no two processes ever give the same.
+// ticket names a waiting event: its number in its process, and that process's boot, so
+// that no two processes use the same.
 type ticket struct {
 	number uint64
 	boot   [8]byte
 }
 
-func (s *shelf) outboxKey(t ticket) []byte {
+func (s *logStore) outboxKey(t ticket) []byte {
 	return append(binary.BigEndian.AppendUint64(logKey(spaceOutbox, s.id, 16), t.number), t.boot[:]...)
 }
 
@@ -109,39 +114,63 @@ func ticketIn(key []byte) (ticket, bool) {
 	return ticket{binary.BigEndian.Uint64(key[logKeySize:]), [8]byte(key[logKeySize+8:])}, true
 }
 
-func (s *shelf) idPrefix(id string) []byte {
+func (s *logStore) idPrefix(id string) []byte {
 	hash := s.sealer.Index("ledger id", id)
 	return append(append(make([]byte, 0, idKeySize), space, spaceID), hash[:idHash]...)
 }
 
-func (s *shelf) idKey(workflow, id string) []byte {
+func (s *logStore) idKey(workflow, id string) []byte {
 	hash := s.sealer.Index("ledger workflow", workflow)
 	return append(s.idPrefix(id), hash[:workflowHash]...)
 }
 
-// givenKey is where an id stands that a workflow has given, whichever that is.
-func (s *shelf) givenKey(id string) []byte {
+// givenKey marks an id that some workflow has.
+func (s *logStore) givenKey(id string) []byte {
 	key := s.idPrefix(id)
 	key[1] = spaceGiven
 	return key
 }
 
-func (s *shelf) workflowPrefix(workflow string) []byte {
+func (s *logStore) workflowPrefix(workflow string) []byte {
 	hash := s.sealer.Index("ledger workflow", workflow)
 	return append(append(make([]byte, 0, 2+idHash+16), space, spaceWorkflow), hash[:idHash]...)
 }
 
-func (s *shelf) workflowKey(workflow string, log logID, index int64) []byte {
+func (s *logStore) workflowKey(workflow string, log logID, index int64) []byte {
 	return binary.BigEndian.AppendUint64(append(s.workflowPrefix(workflow), log[:]...), uint64(index))
+}
+
+func (s *logStore) linkPrefix(workflow, id string) []byte {
+	key := s.idKey(workflow, id)
+	key[1] = spaceLink
+	return key
+}
+
+// linkKeys are the keys of an entry in the index of links, each once.
+func (s *logStore) linkKeys(e *Event, index int64) [][]byte {
+	if s.links == nil || e.Workflow == "" {
+		return nil
+	}
+	ids := s.links(e)
+	ids = ids[:min(len(ids), maxLinks)]
+	var keys [][]byte
+	for i, id := range ids {
+		if id == "" || slices.Contains(ids[:i], id) {
+			continue
+		}
+		key := append(s.linkPrefix(e.Workflow, id), s.id[:]...)
+		keys = append(keys, binary.BigEndian.AppendUint64(key, uint64(index)))
+	}
+	return keys
 }
 
 func indexIn(key []byte) int64 {
 	return int64(binary.BigEndian.Uint64(key[len(key)-indexEnd:]))
 }
 
-// account is what stands under an event's id: which log has it, and its ticket while
-// it waits, then its index with the beginning of its leaf hash.
-type account struct {
+// location is stored under an event's id: which log has it, and its ticket while it waits,
+// then its index with the beginning of its leaf hash.
+type location struct {
 	log     logID
 	waiting bool
 	ticket  ticket
@@ -149,10 +178,10 @@ type account struct {
 	check   [8]byte
 }
 
-const accountSize = 1 + 8 + 16
+const locationSize = 1 + 8 + 16
 
-func (a *account) encode() []byte {
-	b := make([]byte, 0, accountSize)
+func (a *location) encode() []byte {
+	b := make([]byte, 0, locationSize)
 	if a.waiting {
 		b = append(append(b, 0), a.log[:]...)
 		b = binary.BigEndian.AppendUint64(b, a.ticket.number)
@@ -163,11 +192,11 @@ func (a *account) encode() []byte {
 	return append(b, a.check[:]...)
 }
 
-func decodeAccount(b []byte) (account, bool) {
-	if len(b) != accountSize || b[0] > 1 {
-		return account{}, false
+func decodeLocation(b []byte) (location, bool) {
+	if len(b) != locationSize || b[0] > 1 {
+		return location{}, false
 	}
-	a := account{log: logID(b[1:9]), waiting: b[0] == 0}
+	a := location{log: logID(b[1:9]), waiting: b[0] == 0}
 	number, rest := binary.BigEndian.Uint64(b[9:17]), [8]byte(b[17:25])
 	if a.waiting {
 		a.ticket = ticket{number, rest}
@@ -180,7 +209,7 @@ func decodeAccount(b []byte) (account, bool) {
 func checkOf(leaf tlog.Hash) [8]byte { return [8]byte(leaf[:8]) }
 
 // read opens the entry of a log at index.
-func (s *shelf) read(ctx context.Context, log logID, index int64) (Entry, error) {
+func (s *logStore) read(ctx context.Context, log logID, index int64) (Entry, error) {
 	key := entryKey(log, index)
 	found, err := s.store.Get(ctx, key)
 	if err != nil {
@@ -189,21 +218,25 @@ func (s *shelf) read(ctx context.Context, log logID, index int64) (Entry, error)
 	return s.openEntry(key, found.Value)
 }
 
-// openEntry is the entry that stands sealed under key.
-func (s *shelf) openEntry(key, sealed []byte) (Entry, error) {
-	leaf, err := s.sealer.Open(nil, sealed, key)
-	if err != nil {
-		return Entry{}, fmt.Errorf("%w: entry %d: %w", ErrTampered, indexIn(key), err)
-	}
-	e, err := decode(leaf)
+func (s *logStore) openEntry(key, sealed []byte) (Entry, error) {
+	e, err := s.open(key, sealed)
 	if err != nil {
 		return Entry{}, fmt.Errorf("%w: entry %d: %w", ErrTampered, indexIn(key), err)
 	}
 	return e, nil
 }
 
-// storedTile reads the hashes of a tile; none where it does not stand there.
-func (s *shelf) storedTile(ctx context.Context, level int, n int64) ([]tlog.Hash, error) {
+// open opens an event or entry that is sealed under key.
+func (s *logStore) open(key, sealed []byte) (Entry, error) {
+	plain, err := s.sealer.Open(nil, sealed, key)
+	if err != nil {
+		return Entry{}, err
+	}
+	return decode(plain)
+}
+
+// storedTile reads the hashes of a tile; none if it is absent.
+func (s *logStore) storedTile(ctx context.Context, level int, n int64) ([]tlog.Hash, error) {
 	found, err := s.store.Get(ctx, s.tileKey(level, n))
 	if errors.Is(err, store.ErrNotFound) {
 		return nil, nil
@@ -214,7 +247,7 @@ func (s *shelf) storedTile(ctx context.Context, level int, n int64) ([]tlog.Hash
 	return splitHashes(found.Value), nil
 }
 
-// splitHashes is none for what is not made of hashes.
+// splitHashes returns nil for what is not made of hashes.
 func splitHashes(b []byte) []tlog.Hash {
 	if len(b)%tlog.HashSize != 0 {
 		return nil
@@ -232,4 +265,149 @@ func joinHashes(hashes []tlog.Hash) []byte {
 		b = append(b, hashes[i][:]...)
 	}
 	return b
+}
+
+// errEncoding: written by a newer build, or damaged before it was sealed.
+var errEncoding = errors.New("ledger: an entry that this build cannot read")
+
+// encodingVersion begins every encoded event and leaf.
+const encodingVersion = 1
+
+// The fields in the order in which they are written. Zero values are left out.
+const (
+	tagIndex     = 1
+	tagRecorded  = 2
+	tagID        = 3
+	tagWorkflow  = 4
+	tagAction    = 5
+	tagIssuer    = 6
+	tagParent    = 7 // once for each
+	tagTime      = 8
+	tagKeepUntil = 9
+	tagUnsigned  = 10
+	tagPayload   = 11
+)
+
+const (
+	fieldOverhead = 1 + 2  // a tag and a length below 16 KiB
+	fixedOverhead = 1 << 8 // version, numbers, and the tags and lengths of single fields
+)
+
+func appendField(b []byte, tag byte, v string) []byte {
+	if v == "" {
+		return b
+	}
+	b = append(b, tag)
+	b = binary.AppendUvarint(b, uint64(len(v)))
+	return append(b, v...)
+}
+
+func appendInt(b []byte, tag byte, v int64) []byte {
+	if v == 0 {
+		return b
+	}
+	var buf [binary.MaxVarintLen64]byte
+	n := binary.PutVarint(buf[:], v)
+	return append(append(b, tag, byte(n)), buf[:n]...)
+}
+
+func appendTime(b []byte, tag byte, t time.Time) []byte {
+	if t.IsZero() {
+		return b
+	}
+	return appendInt(b, tag, t.UnixNano())
+}
+
+// encode appends e as a waiting event.
+func (e *Event) encode(b []byte) []byte {
+	return e.encodeFields(append(b, encodingVersion))
+}
+
+// encodeLeaf appends e as the entry at index.
+func (e *Event) encodeLeaf(b []byte, index int64, recorded time.Time) []byte {
+	b = append(b, encodingVersion)
+	b = appendInt(b, tagIndex, index)
+	b = appendTime(b, tagRecorded, recorded)
+	return e.encodeFields(b)
+}
+
+func (e *Event) encodeFields(b []byte) []byte {
+	b = appendField(b, tagID, e.ID)
+	b = appendField(b, tagWorkflow, e.Workflow)
+	b = appendField(b, tagAction, e.Action)
+	b = appendField(b, tagIssuer, e.Issuer)
+	for _, p := range e.Parents {
+		b = appendField(b, tagParent, p)
+	}
+	b = appendTime(b, tagTime, e.Time)
+	b = appendTime(b, tagKeepUntil, e.KeepUntil)
+	if e.Unsigned {
+		b = appendInt(b, tagUnsigned, 1)
+	}
+	b = append(b, tagPayload)
+	b = binary.AppendUvarint(b, uint64(len(e.Payload)))
+	return append(b, e.Payload...)
+}
+
+// decode reads exactly what encode and encodeLeaf write: fields in their order, and each
+// once but for parents. Only Leaf and Payload share the memory of leaf.
+func decode(leaf []byte) (Entry, error) {
+	e := Entry{Leaf: leaf}
+	if len(leaf) == 0 || leaf[0] != encodingVersion {
+		return e, errEncoding
+	}
+	b, last := leaf[1:], byte(0)
+	for len(b) > 0 {
+		tag := b[0]
+		size, n := binary.Uvarint(b[1:])
+		if n <= 0 || size > uint64(len(b)-1-n) || tag < last || tag == last && tag != tagParent {
+			return e, errEncoding
+		}
+		field := b[1+n:][:size]
+		b, last = b[1+n+int(size):], tag
+		if !e.set(tag, field) {
+			return e, errEncoding
+		}
+	}
+	if last != tagPayload || e.ID == "" {
+		return e, errEncoding
+	}
+	return e, nil
+}
+
+func (e *Entry) set(tag byte, field []byte) bool {
+	ok := true
+	number := func() int64 {
+		v, n := binary.Varint(field)
+		ok = n == len(field) && n > 0
+		return v
+	}
+	switch tag {
+	case tagIndex:
+		e.Index = number()
+	case tagRecorded:
+		e.Recorded = time.Unix(0, number())
+	case tagID:
+		e.ID = string(field)
+	case tagWorkflow:
+		e.Workflow = string(field)
+	case tagAction:
+		e.Action = string(field)
+	case tagIssuer:
+		e.Issuer = string(field)
+	case tagParent:
+		e.Parents = append(e.Parents, string(field))
+	case tagTime:
+		e.Time = time.Unix(0, number())
+	case tagKeepUntil:
+		e.KeepUntil = time.Unix(0, number())
+	case tagUnsigned:
+		e.Unsigned = number() == 1
+		ok = ok && e.Unsigned
+	case tagPayload:
+		e.Payload = field
+	default:
+		return false
+	}
+	return ok
 }

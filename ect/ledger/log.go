@@ -1,108 +1,223 @@
+// Package ledger is an append-only log of events: a Merkle tree (RFC 6962) over a
+// store.Store, whose heads are signed notes.
+//
+// An event is recorded in two steps. [Log.Record] makes writes for the commit of the state
+// change that the event describes, so that both are durable or neither. The sequencer
+// then moves recorded events into the tree in their order, and signs those that were
+// recorded unsigned. Each move is one commit that is conditional on the head: a crash
+// leaves the tree before it or after it, and of two processes on one log the one that
+// loses continues from what the other wrote.
+//
+// [Receipt] (an index, an inclusion proof, a signed head) and consistency proofs between
+// two heads can be checked with the public keys alone. [Log.Verify] reads everything and
+// names what was altered; [Log.Export] and [VerifyExport] do that without a store. Pruned
+// entries keep their hashes, and signed notes say which entries they are.
+//
+// Payloads are opaque here. What callers gave is sealed in the store (P8); hashes, counts
+// and heads are plain.
 package ledger
 
 import (
+	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
+	"math"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	"golang.org/x/mod/sumdb/note"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Sealer keeps values unreadable at rest and derives the store's keys.
-type Sealer interface {
-	// Seal appends the sealed plaintext to dst; it opens under the same name only.
-	Seal(dst, plaintext, name []byte) []byte
-	// Open appends the plain value to dst.
-	Open(dst, sealed, name []byte) ([]byte, error)
-	// Index derives 32 bytes from parts, stable for the life of the store.
-	Index(domain string, parts ...string) [32]byte
-	// KeyIDs lists the keys with which it opens, by id, the last of which seals.
-	KeyIDs() []uint32
-	// KeyOf is the id of the key under which a value is sealed.
-	KeyOf(sealed []byte) uint32
+// Limits of an event, so that every entry fits into a value of every store.
+const (
+	// MaxPayload is the largest payload, in bytes.
+	MaxPayload = 32 << 10
+	// MaxName is the longest id, workflow, action or parent, in bytes.
+	MaxName = 256
+	// MaxParents is the largest number of parents.
+	MaxParents = 100
+
+	maxIssuer = 2048
+	maxLinks  = MaxParents + 1 // ids that an event is found by, besides its own
+	// maxLeaf is the longest encoding of an entry, in bytes.
+	maxLeaf = MaxPayload + maxIssuer + 3*MaxName + MaxParents*(MaxName+fieldOverhead) + fixedOverhead
+)
+
+// Event is one recorded decision.
+type Event struct {
+	// ID is the jti: unique in its workflow, and everywhere if it has none. Among
+	// concurrent events only signed ones are checked for the latter.
+	ID string
+	// Workflow is the wid; it may be empty.
+	Workflow string
+	// Action is the exec_act.
+	Action string
+	// Issuer is the iss, of at most 2048 bytes.
+	Issuer string
+	// Parents are the ids of the events that led to it.
+	Parents []string
+	// Time is when it happened (iat).
+	Time time.Time
+	// KeepUntil is the time before which the entry is not pruned; zero leaves that to the
+	// retention of the log.
+	KeepUntil time.Time
+	// Payload is the event's token.
+	Payload []byte
+	// Unsigned says that Payload is what Options.Sign makes the token from. In an Entry it
+	// says that no token could be made.
+	Unsigned bool
+	// Parsed is the Payload, or the draft that it was made from, in parsed form, for
+	// Options.Sign and Options.Links. It is not recorded: after a crash it is nil.
+	Parsed any
 }
 
-// Signer makes the token of an event that was recorded unsigned, off the way of the
-// request that it tells of. After a crash it is asked again for what did not reach the
-// tree; the token that it made then must tell the same event. An error that wraps
-// ErrRefused is final; any other is tried again, and the events behind wait.
-type Signer interface {
-	Sign(ctx context.Context, e Event) ([]byte, error)
+// Entry is an event with its place in a log.
+type Entry struct {
+	Event
+	// Log is the origin of the log that holds it.
+	Log string
+	// Index is its place, from 0.
+	Index int64
+	// Recorded is when it came into the tree. It never decreases with the index.
+	Recorded time.Time
+	// Leaf are the exact bytes of the tree's leaf hash.
+	Leaf []byte
 }
 
-// Options are the settings of a log.
+// Errors of a log.
+var (
+	// ErrInvalid: the event, the page or the cursor breaks a limit.
+	ErrInvalid = errors.New("ledger: invalid event")
+	// ErrDuplicate: the workflow has an event with this id.
+	ErrDuplicate = errors.New("ledger: an event with this id is recorded")
+	// ErrNotFound: no such entry.
+	ErrNotFound = errors.New("ledger: not found")
+	// ErrWaiting: the event is recorded and has no place in the tree yet.
+	ErrWaiting = errors.New("ledger: recorded, not yet in the tree")
+	// ErrPruned: the entry's content was pruned; its hash is still in the tree.
+	ErrPruned = errors.New("ledger: the entry was pruned")
+	// ErrTampered: the store's content was altered, or is an older copy. The log accepts
+	// nothing more.
+	ErrTampered = errors.New("ledger: the log was altered")
+	// ErrClosed: the log was closed.
+	ErrClosed = errors.New("ledger: closed")
+	// ErrRefused is wrapped by Options.Sign for an event that it will never sign. The
+	// event goes into the tree as it is, marked as unsigned.
+	ErrRefused = errors.New("ledger: the event cannot be signed")
+	// ErrProof: a receipt, proof, head or export does not hold.
+	ErrProof = errors.New("ledger: the proof does not hold")
+)
+
+func (e *Event) check() error {
+	switch {
+	case e.ID == "":
+		return fmt.Errorf("%w: no id", ErrInvalid)
+	case len(e.ID) > MaxName, len(e.Workflow) > MaxName, len(e.Action) > MaxName:
+		return fmt.Errorf("%w: a name is longer than %d bytes", ErrInvalid, MaxName)
+	case len(e.Issuer) > maxIssuer:
+		return fmt.Errorf("%w: the issuer is longer than %d bytes", ErrInvalid, maxIssuer)
+	case len(e.Parents) > MaxParents:
+		return fmt.Errorf("%w: %d parents, at most %d", ErrInvalid, len(e.Parents), MaxParents)
+	case len(e.Payload) == 0 || len(e.Payload) > MaxPayload:
+		return fmt.Errorf("%w: payload of %d bytes, from 1 to %d", ErrInvalid, len(e.Payload), MaxPayload)
+	case !encodable(e.Time) || !encodable(e.KeepUntil):
+		return fmt.Errorf("%w: a time is out of range", ErrInvalid)
+	}
+	for _, p := range e.Parents {
+		if p == "" || len(p) > MaxName {
+			return fmt.Errorf("%w: a parent of %d bytes, from 1 to %d", ErrInvalid, len(p), MaxName)
+		}
+	}
+	return nil
+}
+
+var (
+	firstTime = time.Unix(0, math.MinInt64)
+	lastTime  = time.Unix(0, math.MaxInt64)
+)
+
+// encodable reports whether t is zero or fits into nanoseconds since 1970.
+func encodable(t time.Time) bool {
+	return t.IsZero() || t.After(firstTime) && t.Before(lastTime)
+}
+
+// Options are the settings of a log. Store, Sealer, Origin, HeadSigner and HeadKeys are
+// required.
 type Options struct {
-	// Store is where the log stands. It may hold other things and other logs.
+	// Store may hold other data and other logs.
 	Store store.Store
 	// Sealer seals what a caller gave.
-	Sealer Sealer
-	// Origin names the log for ever: one for each node.
+	Sealer store.Sealer
+	// Origin names the log for ever: one for each node, of at most 255 bytes.
 	Origin string
 	// HeadSigner signs the heads.
 	HeadSigner note.Signer
 	// HeadKeys are the public keys of the heads: the signer's, and those before it.
 	HeadKeys note.Verifiers
-	// Signer makes tokens of unsigned events. Without one, these are invalid.
-	Signer Signer
-	// Known are heads that were seen before and kept elsewhere. A log that does not
-	// contain them was altered, or is an older copy.
+	// Sign makes the token of an event that was recorded unsigned, in the background.
+	// After a crash it is called again, and must make a token of the same event. An error
+	// that wraps ErrRefused is final; any other is retried, and later events wait. If nil,
+	// unsigned events are invalid.
+	Sign func(ctx context.Context, e Event) ([]byte, error)
+	// Links returns the ids in the event's workflow under which Following finds it, such
+	// as its parents; those beyond 101 are ignored. It must be deterministic. Nil is none.
+	Links func(e *Event) []string
+	// Known are earlier heads, kept elsewhere. A log without them is ErrTampered.
 	Known []Head
-	// MaxBacklog and MaxAge bound what waits for the sequencer: with more events, or
-	// an older one, Admit waits. Zero is 10,000 and 10 s.
+	// MaxBacklog and MaxAge bound what waits for the sequencer: with more events, or an
+	// older one, Admit waits. Zero is 10,000 and 10 s.
 	MaxBacklog int
 	MaxAge     time.Duration
-	// Gather is how long the sequencer waits for more once it has one, so that a
-	// commit carries several. Zero is 5 ms; less than zero is not at all.
-	Gather time.Duration
+	// BatchDelay is how long the sequencer waits for more events once it has one, so that
+	// they share a commit. Zero is 5 ms; negative is none.
+	BatchDelay time.Duration
 	// Logger gets what the sequencer cannot return to anybody; nil is none.
 	Logger *slog.Logger
 }
-
-const (
-	defaultBacklog = 10_000
-	defaultAge     = 10 * time.Second
-	defaultGather  = 5 * time.Millisecond
-)
 
 func (o *Options) complete() error {
 	if o.Store == nil || o.Sealer == nil || o.HeadKeys == nil {
 		return errors.New("ledger: a log needs a store, a sealer and the keys of its heads")
 	}
-	if o.MaxBacklog == 0 {
-		o.MaxBacklog = defaultBacklog
-	}
-	if o.MaxAge == 0 {
-		o.MaxAge = defaultAge
-	}
-	if o.Gather == 0 {
-		o.Gather = defaultGather
-	}
+	o.MaxBacklog = cmp.Or(o.MaxBacklog, 10_000)
+	o.MaxAge = cmp.Or(o.MaxAge, 10*time.Second)
+	o.BatchDelay = cmp.Or(o.BatchDelay, 5*time.Millisecond)
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	return checkOrigin(o.Origin)
+	const longest = 255
+	if o.Origin == "" || len(o.Origin) > longest || !utf8.ValidString(o.Origin) || strings.ContainsFunc(o.Origin, unicode.IsControl) {
+		return fmt.Errorf("ledger: %q cannot be the origin of a log", o.Origin)
+	}
+	return nil
 }
 
-// Log is one process's view of a log. It is safe for concurrent use.
+// Log is one process's handle of a log. It is safe for concurrent use.
 type Log struct {
-	*shelf
-	options Options
-	signer  note.Signer
-	boot    [8]byte
-	queue   *queue
-	now     atomic.Pointer[state] // as it is in the store
-	pruning sync.Mutex            // held by what takes away, and by what must not see that
-	kept    map[int64]bool        // entries that cannot be pruned, and were reported; of pruning
-	origins sync.Map              // logID -> string, of the other logs of the store
-	counts  counts
+	*logStore
+	options  Options
+	signer   note.Signer
+	boot     [8]byte
+	queue    *queue
+	now      atomic.Pointer[state] // as in the store
+	pruning  sync.Mutex            // excludes pruning, exporting, verifying and re-sealing
+	reported map[int64]bool        // entries that cannot be pruned; guarded by pruning
+	origins  sync.Map              // logID -> string, of the other logs of the store
+
+	refused, damaged, retries atomic.Int64
 
 	lifecycle sync.Mutex
 	started   bool
@@ -110,17 +225,13 @@ type Log struct {
 	stopped   chan struct{}      // closed when the sequencer has ended
 }
 
-type counts struct {
-	refused, damaged, retries atomic.Int64
-}
-
-// Stats are counts of a log since it was opened, but for Size.
+// Stats are counts since the log was opened, but for Size.
 type Stats struct {
 	// Size is the number of entries in the tree.
 	Size int64
 	// Refused is the number of events that went into the tree without a token.
 	Refused int64
-	// Damaged is the number of waiting events that do not open, at the last look.
+	// Damaged is the number of waiting events that did not open at the last scan.
 	Damaged int64
 	// Retries is the number of moves that failed and were tried again.
 	Retries int64
@@ -128,9 +239,9 @@ type Stats struct {
 	Backlog Backlog
 }
 
-// Open reads the head of the log and what is needed to go on from it, and compares the
-// one with the other. ErrTampered says that they differ: nothing may be added then,
-// and Verify tells more.
+// Open reads the head of the log and the edge of the tree, and compares the two.
+// ErrTampered says that they differ: nothing may be added then. Events reach the tree once
+// Start was called.
 func Open(ctx context.Context, o Options) (*Log, error) {
 	if err := o.complete(); err != nil {
 		return nil, err
@@ -138,33 +249,33 @@ func Open(ctx context.Context, o Options) (*Log, error) {
 	if o.HeadSigner == nil {
 		return nil, errors.New("ledger: a log needs a signer of its heads")
 	}
-	l := &Log{shelf: newShelf(&o), options: o, signer: o.HeadSigner, stopped: make(chan struct{})}
+	l := &Log{logStore: newLogStore(&o), options: o, signer: o.HeadSigner, stopped: make(chan struct{})}
 	_, _ = rand.Read(l.boot[:]) // never fails
 	s, err := l.load(ctx)
 	if err != nil {
 		return nil, err
 	}
 	for _, known := range o.Known {
-		if err := s.contains(ctx, l.shelf, &known); err != nil {
+		if err := s.contains(ctx, l.logStore, &known); err != nil {
 			return nil, err
 		}
 	}
-	if s, err = l.adopt(ctx, s); err != nil {
+	if s, err = l.ensureHead(ctx, s); err != nil {
 		return nil, err
 	}
 	l.now.Store(s)
-	last, waiting, err := l.inherited(ctx)
+	last, waiting, err := l.countWaiting(ctx)
 	if err != nil {
 		return nil, err
 	}
 	l.queue = newQueue(last+1, o.MaxBacklog, o.MaxAge)
-	l.queue.inherit(waiting)
+	l.queue.setInherited(waiting)
 	return l, nil
 }
 
-// adopt puts the signature of the present key on a head that lacks it, and makes the
-// first head of an empty log.
-func (l *Log) adopt(ctx context.Context, s *state) (*state, error) {
+// ensureHead signs a head that the current key has not signed, and the first head of an
+// empty log.
+func (l *Log) ensureHead(ctx context.Context, s *state) (*state, error) {
 	key, err := l.keys.Verifier(l.signer.Name(), l.signer.KeyHash())
 	if err != nil {
 		return nil, fmt.Errorf("ledger: the keys of the heads lack the signer's: %w", err)
@@ -186,7 +297,7 @@ func (l *Log) adopt(ctx context.Context, s *state) (*state, error) {
 	}
 	version, err := l.store.Commit(ctx, store.Write{Key: l.headKey(), Value: head.Note, If: condition})
 	if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
-		return l.load(ctx) // another process of this node was faster
+		return l.load(ctx) // another process of this node did it
 	}
 	if err != nil {
 		return nil, err
@@ -194,8 +305,8 @@ func (l *Log) adopt(ctx context.Context, s *state) (*state, error) {
 	return &state{tree: s.tree, head: head, version: version, recorded: s.recorded}, nil
 }
 
-// inherited counts what waits already; last is the highest number among it, or 0.
-func (l *Log) inherited(ctx context.Context) (last uint64, waiting int, err error) {
+// countWaiting counts the events in the outbox; last is their highest number, or 0.
+func (l *Log) countWaiting(ctx context.Context) (last uint64, waiting int, err error) {
 	for e, err := range l.store.Scan(ctx, store.Prefix(logKey(spaceOutbox, l.id, 0))) {
 		if err != nil {
 			return 0, 0, err
@@ -207,7 +318,18 @@ func (l *Log) inherited(ctx context.Context) (last uint64, waiting int, err erro
 	return last, waiting, nil
 }
 
-// Start starts the sequencer. It is called once.
+// sign makes the head of a tree.
+func (l *Log) sign(t *tree) (Head, error) {
+	h := Head{Origin: l.origin, Size: t.size, Root: t.root()}
+	msg, err := note.Sign(&note.Note{Text: headText(h.Origin, h.Size, h.Root)}, l.signer)
+	if err != nil {
+		return Head{}, fmt.Errorf("signing the head: %w", err)
+	}
+	h.Note = msg
+	return h, nil
+}
+
+// Start starts the sequencer, once.
 func (l *Log) Start() {
 	l.lifecycle.Lock()
 	defer l.lifecycle.Unlock()
@@ -220,14 +342,13 @@ func (l *Log) Start() {
 	go l.run(ctx)
 }
 
-// Close refuses new events and lets the sequencer empty the outbox, until ctx ends;
-// what is left is found by the next life of the log. Events whose commit is under way
-// should be done before.
+// Close refuses new events and lets the sequencer empty the outbox until ctx ends; the
+// next process continues with what is left. Commits of events should be done before.
 func (l *Log) Close(ctx context.Context) error {
 	l.queue.close(ErrClosed)
 	l.lifecycle.Lock()
 	started := l.started
-	l.started = true // nothing starts behind a close
+	l.started = true // nothing starts after a close
 	l.lifecycle.Unlock()
 	if !started || l.cancel == nil {
 		return nil
@@ -243,6 +364,146 @@ func (l *Log) Close(ctx context.Context) error {
 	}
 }
 
+// MaxEvents is the largest number of events of one Record, so that a batch has room for
+// the state change that they describe.
+const MaxEvents = 16
+
+// Pending are events on their way into a commit.
+type Pending struct {
+	l       *Log
+	tickets []uint64
+	writes  []store.Write
+	done    bool
+}
+
+// Record makes the writes for 1 to MaxEvents events, in their order. They belong into the
+// commit of the state change that the events describe; that fails if a workflow has an id
+// already. What the events refer to must not change any more. Done must be called with
+// the error of the commit in every case. The error is ErrInvalid, ErrDuplicate, or why
+// the log is closed.
+func (l *Log) Record(events ...Event) (*Pending, error) {
+	if len(events) == 0 || len(events) > MaxEvents {
+		return nil, fmt.Errorf("%w: %d events at once, from 1 to %d", ErrInvalid, len(events), MaxEvents)
+	}
+	for i := range events {
+		if err := events[i].check(); err != nil {
+			return nil, err
+		}
+		if events[i].Unsigned && l.options.Sign == nil {
+			return nil, fmt.Errorf("%w: unsigned, and the log has no signer", ErrInvalid)
+		}
+	}
+	p := &Pending{l: l, writes: make([]store.Write, 0, 4*len(events))}
+	for i := range events {
+		e := new(events[i])
+		id := l.idKey(e.Workflow, e.ID)
+		if p.has(id) != nil {
+			p.abandon()
+			return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
+		}
+		number, err := l.queue.open(e)
+		if err != nil {
+			p.abandon()
+			return nil, err
+		}
+		p.tickets = append(p.tickets, number)
+		t := ticket{number, l.boot}
+		where := location{log: l.id, waiting: true, ticket: t}
+		key := l.outboxKey(t)
+		plain := e.encode(make([]byte, 0, len(e.Payload)+fixedOverhead))
+		p.writes = append(p.writes,
+			store.Write{Key: id, If: store.Absent(), Value: where.encode()},
+			store.Write{Key: key, Value: l.sealer.Seal(make([]byte, 0, len(plain)+64), plain, key)},
+		)
+		if !p.guard(e) {
+			p.abandon()
+			return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
+		}
+	}
+	return p, nil
+}
+
+// guard adds writes that keep an id from being used both with and without a workflow: the
+// key of the other use is absent. Ids of unsigned events are the log's own and unknown to
+// anybody before. It returns false if an earlier event of the same commit has the id.
+func (p *Pending) guard(e *Event) bool {
+	if e.Unsigned {
+		return true
+	}
+	given := p.l.givenKey(e.ID)
+	if e.Workflow == "" {
+		return p.add(store.Write{Key: given, If: store.Absent(), Delete: true})
+	}
+	return p.add(store.Write{Key: p.l.idKey("", e.ID), If: store.Absent(), Delete: true}) &&
+		p.add(store.Write{Key: given, Expires: e.KeepUntil})
+}
+
+// add adds a write unless it is present. It returns false if a conflicting one is.
+func (p *Pending) add(w store.Write) bool {
+	there := p.has(w.Key)
+	if there == nil {
+		p.writes = append(p.writes, w)
+		return true
+	}
+	return there.Delete == w.Delete && len(there.Value) == 0
+}
+
+// has returns the write under a key, or nil.
+func (p *Pending) has(key []byte) *store.Write {
+	for i := range p.writes {
+		if bytes.Equal(p.writes[i].Key, key) {
+			return &p.writes[i]
+		}
+	}
+	return nil
+}
+
+// Writes are the writes of the events, four at most for each.
+func (p *Pending) Writes() []store.Write { return p.writes }
+
+// Done reports the result of the commit and wakes the sequencer. It returns err, wrapped
+// as ErrDuplicate if an id was used. Only the first call counts.
+func (p *Pending) Done(err error) error {
+	if !p.done {
+		p.done = true
+		for _, number := range p.tickets {
+			switch {
+			case err == nil:
+				p.l.queue.landed(number)
+			case errors.Is(err, store.ErrUnknown):
+				p.l.queue.unknown(number)
+			default:
+				p.l.queue.done(number)
+			}
+		}
+	}
+	if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
+		for i := range p.writes {
+			if bytes.Equal(p.writes[i].Key, lost.Key) {
+				return fmt.Errorf("%w: %w", ErrDuplicate, err)
+			}
+		}
+	}
+	return err
+}
+
+func (p *Pending) abandon() {
+	for _, number := range p.tickets {
+		p.l.queue.done(number)
+	}
+}
+
+// Append commits events together with more writes and returns when they are durable. They
+// reach the tree later: see Wait. The errors are those of Record and of the store.
+func (l *Log) Append(ctx context.Context, events []Event, more ...store.Write) error {
+	p, err := l.Record(events...)
+	if err != nil {
+		return err
+	}
+	_, err = l.store.Commit(ctx, append(p.Writes(), more...)...)
+	return p.Done(err)
+}
+
 // Origin is the log's name.
 func (l *Log) Origin() string { return l.origin }
 
@@ -253,13 +514,30 @@ func (l *Log) Head() Head {
 	return head
 }
 
-// Stats are the log's counts.
+// Stats returns the log's counts.
 func (l *Log) Stats() Stats {
 	return Stats{
-		Size:    l.now.Load().size,
-		Refused: l.counts.refused.Load(),
-		Damaged: l.counts.damaged.Load(),
-		Retries: l.counts.retries.Load(),
-		Backlog: l.Backlog(),
+		Size: l.now.Load().size, Refused: l.refused.Load(), Damaged: l.damaged.Load(), Retries: l.retries.Load(),
+		Backlog: l.queue.backlog(),
 	}
+}
+
+// Export writes the whole log under its newest head, and proves it on the way. The text
+// is plain: its readers see every event. The error is ErrTampered, or that of reading or
+// writing.
+func (l *Log) Export(ctx context.Context, to io.Writer) (Head, error) {
+	l.pruning.Lock()
+	defer l.pruning.Unlock()
+	x := exporter{logStore: l.logStore, ctx: ctx, w: bufio.NewWriterSize(to, 64<<10)}
+	return x.export(l.now.Load().head)
+}
+
+// Verify reads the whole log from the store and reports what was altered: every entry is
+// compared with its hash and its place, every stored hash with those below it, the root
+// with the signed head, and the indexes with the entries. The tree must extend the known
+// heads. An error says that the store did not answer.
+func (l *Log) Verify(ctx context.Context, known ...Head) (Report, error) {
+	l.pruning.Lock()
+	defer l.pruning.Unlock()
+	return l.verify(ctx, slices.Concat([]Head{l.Head()}, known, l.options.Known))
 }

@@ -14,14 +14,14 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
-// modelEntry is what the obviously right model knows of an entry.
+// modelEntry is an entry in the reference model.
 type modelEntry struct {
 	event  Event
 	at     time.Time
 	pruned bool
 }
 
-// TestModel drives a log through random histories of commits, moves, deaths and
+// TestModel drives a log through random histories of commits, moves, crashes and
 // prunings, and compares it with a slice of leaves: every entry at its place, every
 // proof by package tlog's own check, every head a continuation of those before.
 func TestModel(t *testing.T) {
@@ -118,10 +118,7 @@ func compareModel(t *testing.T, l *Log, entries []modelEntry, heads []Head, rnd 
 	listed := map[string][]string{}
 	for i := range entries {
 		m := &entries[i]
-		tileHash, err := l.now.Load().hashes(ctx, l.shelf).ReadHashes([]int64{tlog.StoredHashIndex(0, int64(i))})
-		if err != nil {
-			t.Fatal(err)
-		}
+		tileHash := must(l.now.Load().hashes(ctx, l.logStore).ReadHashes([]int64{tlog.StoredHashIndex(0, int64(i))}))(t)
 		leaves[i] = tileHash[0]
 		e, err := l.Entry(ctx, int64(i))
 		if m.pruned {
@@ -156,18 +153,12 @@ func compareModel(t *testing.T, l *Log, entries []modelEntry, heads []Head, rnd 
 	for range 100 {
 		size := 1 + rnd.IntN(len(leaves))
 		index := rnd.IntN(size)
-		proof, err := l.Prove(ctx, int64(index), int64(size))
-		if err != nil {
-			t.Fatal(err)
-		}
+		proof := must(l.Prove(ctx, int64(index), int64(size)))(t)
 		if err := tlog.CheckRecord(proof, int64(size), model.root(t, size), int64(index), leaves[index]); err != nil {
 			t.Fatal(err)
 		}
 		older := 1 + rnd.IntN(size)
-		between, err := l.ProveConsistency(ctx, int64(older), int64(size))
-		if err != nil {
-			t.Fatal(err)
-		}
+		between := must(l.ProveConsistency(ctx, int64(older), int64(size)))(t)
 		if err := tlog.CheckTree(between, int64(size), model.root(t, size), int64(older), model.root(t, older)); err != nil {
 			t.Fatal(err)
 		}
@@ -184,15 +175,12 @@ func compareModel(t *testing.T, l *Log, entries []modelEntry, heads []Head, rnd 
 	}
 }
 
-// checkHeads holds that each head is a continuation of the one before.
+// checkHeads checks that each head is a continuation of the one before.
 func checkHeads(t testing.TB, l *Log, heads []Head) {
 	t.Helper()
 	for i := 1; i < len(heads); i++ {
 		old, now := heads[i-1], heads[i]
-		proof, err := l.ProveConsistency(t.Context(), old.Size, now.Size)
-		if err != nil {
-			t.Fatal(err)
-		}
+		proof := must(l.ProveConsistency(t.Context(), old.Size, now.Size))(t)
 		if err := CheckConsistency(proof, old, now); err != nil {
 			t.Fatalf("from size %d to %d: %v", old.Size, now.Size, err)
 		}
@@ -203,10 +191,7 @@ func listAll(t testing.TB, l *Log, workflow string, limit int) []string {
 	t.Helper()
 	var ids []string
 	for at := Cursor(""); ; {
-		page, err := l.List(t.Context(), workflow, at, limit)
-		if err != nil {
-			t.Fatal(err)
-		}
+		page := must(l.List(t.Context(), workflow, at, limit))(t)
 		for _, e := range page.Entries {
 			ids = append(ids, e.ID)
 		}

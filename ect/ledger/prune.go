@@ -2,27 +2,32 @@ package ledger
 
 import (
 	"context"
+	"encoding/base64"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
 	"math"
+	"math/bits"
 	"slices"
+	"strings"
 	"time"
 
+	"golang.org/x/mod/sumdb/note"
 	"golang.org/x/mod/sumdb/tlog"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// pruneStep is the number of entries of one commit. An entry has four keys, and a
-// commit of many would hold up the calls that share its sync.
+// pruneStep is the number of entries of one commit: a larger one, of four keys for each,
+// would delay the calls that share its sync.
 const pruneStep = 42
 
-// Prune takes away the entries that were recorded before a time and whose KeepUntil has
-// passed, and returns how many. Their leaf hashes stay, so that the tree can be
-// verified as before; their ids are free again. A note signed with the key of the heads
-// says which they were, in the commit that takes them. Entries of the last, unfinished
-// tile stay until it is full.
+// Prune removes the entries that were recorded before a time and whose KeepUntil has
+// passed, and returns how many. Their leaf hashes stay for verification; their ids are
+// free again. A note signed with the key of the heads names them in the same commit.
+// Entries of the last, unfinished tile stay. Damaged entries are
+// logged and skipped. An error is one of the store; the number is correct even then.
 func (l *Log) Prune(ctx context.Context, before time.Time) (int, error) {
 	l.pruning.Lock()
 	defer l.pruning.Unlock()
@@ -41,57 +46,60 @@ func (l *Log) Prune(ctx context.Context, before time.Time) (int, error) {
 	return total, nil
 }
 
-// pruneTile prunes what it may of one full tile. younger says that an entry in it was
-// recorded too late, and so were all behind it.
+// pruneTile prunes one full tile. younger says that an entry in it, and so every later one,
+// was recorded too late.
 func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pruned int, younger bool, err error) {
-	m, version, err := l.pruned(ctx, n)
+	m, err := l.pruned(ctx, n)
 	if errors.Is(err, ErrTampered) {
-		l.unprunable(n<<tileHeight, err)
+		l.reportUnprunable(n<<tileHeight, err)
 		return 0, false, nil
 	}
 	if err != nil || m.count() == tileWidth || m.next > now.UnixNano() {
 		return 0, false, err
 	}
 	known := m.next
-	gone, younger, err := l.prunable(ctx, n, &m, before, now)
+	gone, younger, err := l.findPrunable(ctx, n, &m, before, now)
 	if err != nil || len(gone) == 0 && m.next == known {
 		return 0, younger, err
 	}
-	hashes, root, err := l.proved(ctx, n)
+	hashes, root, err := l.proven(ctx, n)
 	if errors.Is(err, ErrTampered) {
-		l.unprunable(n<<tileHeight, err)
+		l.reportUnprunable(n<<tileHeight, err)
 		return 0, younger, nil
 	}
 	if err != nil {
 		return 0, younger, err
 	}
 	m.root = root
-	// What goes is vouched for ever after: it must be what the signed tree has.
+	// The signed note vouches for the pruned entries: they must be those of the tree.
 	gone = slices.DeleteFunc(gone, func(p prunable) bool {
 		if tlog.RecordHash(p.Leaf) == hashes[p.Index&(tileWidth-1)] {
 			return false
 		}
-		l.unprunable(p.Index, fmt.Errorf("%w: it does not fit its stored hash", ErrTampered))
+		l.reportUnprunable(p.Index, fmt.Errorf("%w: it does not fit its stored hash", ErrTampered))
 		m.next = 0
 		return true
 	})
 	for first := true; first || len(gone) > 0; first = false {
-		step := gone[:min(len(gone), pruneStep)]
+		step := gone[:l.prunedAtOnce(gone)]
 		gone = gone[len(step):]
-		if version, err = l.pruneCommit(ctx, n, m, version, step, len(gone) == 0); err != nil {
+		if err := l.pruneCommit(ctx, n, &m, step, len(gone) == 0); err != nil {
 			return pruned, younger, err
-		}
-		for i := range step {
-			m.set(step[i].Index)
 		}
 		pruned += len(step)
 	}
 	return pruned, younger, nil
 }
 
-// prunable lists the entries of a full tile that may go, and notes in its marks when
-// the first of the others may. What does not open stays, and holds nothing up.
-func (l *Log) prunable(ctx context.Context, n int64, m *marks, before, now time.Time) (gone []prunable, younger bool, err error) {
+// prunable is an entry that may go, as stored.
+type prunable struct {
+	Entry
+	version store.Version
+}
+
+// findPrunable lists the entries of a full tile that may go, and notes in its marks when
+// the first of the others may. Entries that do not open are skipped.
+func (l *Log) findPrunable(ctx context.Context, n int64, m *marks, before, now time.Time) (gone []prunable, younger bool, err error) {
 	r := l.entries(n<<tileHeight, 0)
 	r.To = l.entryKey((n + 1) << tileHeight)
 	damaged := false
@@ -106,7 +114,7 @@ func (l *Log) prunable(ctx context.Context, n int64, m *marks, before, now time.
 		}
 		switch {
 		case err != nil:
-			l.unprunable(indexIn(found.Key), err)
+			l.reportUnprunable(indexIn(found.Key), err)
 			damaged = true
 		case !e.Recorded.Before(before):
 			younger = true
@@ -117,31 +125,31 @@ func (l *Log) prunable(ctx context.Context, n int64, m *marks, before, now time.
 		}
 	}
 	if damaged || younger || m.count()+len(gone) == tileWidth {
-		next = 0 // not all were looked at, or none is left
+		next = 0 // not all were read, or none is left
 	}
 	m.next = next
 	return gone, younger, nil
 }
 
-// unprunable reports, once a life, what keeps an entry from being pruned: Verify names
-// it, and a ring that is complete again may open it. pruning is held.
-func (l *Log) unprunable(index int64, why error) {
-	if l.kept[index] || len(l.kept) == maxFaults {
+// reportUnprunable logs once for each process why an entry cannot be pruned. pruning is
+// held.
+func (l *Log) reportUnprunable(index int64, why error) {
+	if l.reported[index] || len(l.reported) == maxFaults {
 		return
 	}
-	if l.kept == nil {
-		l.kept = make(map[int64]bool)
+	if l.reported == nil {
+		l.reported = make(map[int64]bool)
 	}
-	l.kept[index] = true
+	l.reported[index] = true
 	l.options.Logger.Error("an entry of the ledger cannot be pruned and stays; the others go on",
 		slog.Int64("entry", index), slog.Any("error", why))
 }
 
-// proved are the leaf hashes of a full tile and the root of the tree that ends with it,
-// proved against the signed head.
-func (l *Log) proved(ctx context.Context, n int64) ([]tlog.Hash, tlog.Hash, error) {
+// proven returns the leaf hashes of a full tile, and the root of the tree that ends with
+// it, both proved against the signed head.
+func (l *Log) proven(ctx context.Context, n int64) ([]tlog.Hash, tlog.Hash, error) {
 	s := l.now.Load()
-	from := &tiles{ctx: ctx, on: l.shelf, state: s}
+	from := &tiles{ctx: ctx, on: l.logStore, state: s}
 	reader := tlog.TileHashReader(tlog.Tree{N: s.size, Hash: s.root()}, from)
 	indexes := make([]int64, tileWidth)
 	for i := range indexes {
@@ -158,19 +166,24 @@ func (l *Log) proved(ctx context.Context, n int64) ([]tlog.Hash, tlog.Hash, erro
 	return hashes, root, err
 }
 
-// prunable is an entry that may go, as it stands in the store.
-type prunable struct {
-	Entry
-	version store.Version
+// prunedAtOnce is how many entries fit into one commit, from the first.
+func (l *Log) prunedAtOnce(gone []prunable) int {
+	n, writes := 0, 1
+	for n < min(len(gone), pruneStep) {
+		writes += 4 + len(l.linkKeys(&gone[n].Event, gone[n].Index))
+		if n > 0 && writes > store.MaxBatch {
+			break
+		}
+		n++
+	}
+	return n
 }
 
-func (l *Log) pruneCommit(ctx context.Context, n int64, m marks, version store.Version, step []prunable, last bool) (store.Version, error) {
+// pruneCommit removes entries and marks them in m.
+func (l *Log) pruneCommit(ctx context.Context, n int64, m *marks, step []prunable, last bool) error {
 	condition := store.Absent()
-	if version != 0 {
-		condition = store.VersionIs(version)
-	}
-	if !last {
-		m.next = 0
+	if m.version != 0 {
+		condition = store.VersionIs(m.version)
 	}
 	batch := make([]store.Write, 0, 1+4*len(step))
 	given := make(map[string]bool)
@@ -178,24 +191,192 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m marks, version store.V
 		e := &step[i]
 		m.set(e.Index)
 		batch = append(batch,
-			// A store that has no room takes a batch that begins with what stands there
-			// already: pruning is what makes room.
+			// A full store accepts a batch that begins with an existing key, because pruning
+			// makes room.
 			store.Write{Key: l.entryKey(e.Index), Delete: true, If: store.VersionIs(e.version)},
 			store.Write{Key: l.idKey(e.Workflow, e.ID), Delete: true},
 		)
 		if e.Workflow != "" {
 			batch = append(batch, store.Write{Key: l.workflowKey(e.Workflow, l.id, e.Index), Delete: true})
-			// It is for those that come at once: whoever comes later looks at what stands.
+			// Others expire with KeepUntil; the key serves concurrent events only.
 			if key := l.givenKey(e.ID); e.KeepUntil.IsZero() && !given[string(key)] {
 				given[string(key)] = true
 				batch = append(batch, store.Write{Key: key, Delete: true})
 			}
 		}
+		for _, key := range l.linkKeys(&e.Event, e.Index) {
+			batch = append(batch, store.Write{Key: key, Delete: true})
+		}
 	}
-	value, err := l.vouch(n, &m)
+	msg, err := note.Sign(&note.Note{Text: m.text(l.origin, n)}, l.signer)
 	if err != nil {
-		return 0, err
+		return fmt.Errorf("signing what was pruned: %w", err)
 	}
-	batch = append(batch, store.Write{Key: l.prunedKey(n), If: condition, Value: value})
-	return l.store.Commit(ctx, batch...)
+	next := m.next
+	if !last {
+		next = 0
+	}
+	value := append(binary.BigEndian.AppendUint64(nil, uint64(next)), msg...)
+	m.version, err = l.store.Commit(ctx, append(batch, store.Write{Key: l.prunedKey(n), If: condition, Value: value})...)
+	return err
+}
+
+// marks says which entries of a full tile were pruned.
+type marks struct {
+	bits [tileWidth / 64]uint64
+	root tlog.Hash // of the tree that ends with the tile
+	// next is when the first of the others may go, in nanoseconds; 0 is unknown. It is not
+	// signed: the entries have it.
+	next    int64
+	by      string        // the key that signed; empty is none
+	note    []byte        // as stored
+	version store.Version // of the note in the store; 0 if there is none
+}
+
+func (m *marks) has(index int64) bool {
+	i := index & (tileWidth - 1)
+	return m.bits[i/64]>>(i%64)&1 == 1
+}
+
+func (m *marks) set(index int64) {
+	i := index & (tileWidth - 1)
+	m.bits[i/64] |= 1 << (i % 64)
+}
+
+func (m *marks) count() int {
+	n := 0
+	for _, b := range m.bits {
+		n += bits.OnesCount64(b)
+	}
+	return n
+}
+
+// marksLine begins the fourth line of the note, which no plain head has.
+const marksLine = "pruned "
+
+// text is what is signed: the head of the tree that ends with tile n, and the marks.
+func (m *marks) text(origin string, n int64) string {
+	b := make([]byte, 0, tileWidth/8)
+	for _, v := range m.bits {
+		b = binary.BigEndian.AppendUint64(b, v)
+	}
+	return headText(origin, (n+1)<<tileHeight, m.root) + marksLine + base64.StdEncoding.EncodeToString(b) + "\n"
+}
+
+// parseMarks reads exactly what text makes.
+func parseMarks(text string) (origin string, n int64, m marks, err error) {
+	malformed := fmt.Errorf("%w: not a note of what was pruned", ErrProof)
+	at := strings.LastIndex(strings.TrimSuffix(text, "\n"), "\n") + 1
+	head, err := parseHeadText(text[:at])
+	if err != nil || head.Size == 0 || head.Size&(tileWidth-1) != 0 {
+		return "", 0, m, malformed
+	}
+	line, ok := strings.CutPrefix(strings.TrimSuffix(text[at:], "\n"), marksLine)
+	b, err := base64.StdEncoding.DecodeString(line)
+	if !ok || err != nil || len(b) != tileWidth/8 {
+		return "", 0, m, malformed
+	}
+	for i := range m.bits {
+		m.bits[i] = binary.BigEndian.Uint64(b[8*i:])
+	}
+	n, m.root = head.Size>>tileHeight-1, head.Root
+	if m.text(head.Origin, n) != text {
+		return "", 0, m, malformed
+	}
+	return head.Origin, n, m, nil
+}
+
+// openMarks opens the note of one tile, which one of the keys of the heads must have
+// signed. The error is ErrProof.
+func openMarks(msg []byte, origin string, keys note.Verifiers) (n int64, m marks, err error) {
+	opened, err := openNote(msg, keys)
+	if err != nil {
+		return 0, m, err
+	}
+	of, n, m, err := parseMarks(opened.Text)
+	if err != nil {
+		return 0, m, err
+	}
+	if of != origin {
+		return 0, marks{}, fmt.Errorf("%w: a note of the log %q", ErrProof, of)
+	}
+	m.by = fmt.Sprintf("%s+%08x", opened.Sigs[0].Name, opened.Sigs[0].Hash)
+	return n, m, nil
+}
+
+// storedMarks reads only next, note and version.
+func (s *logStore) storedMarks(ctx context.Context, n int64) (m marks, err error) {
+	found, err := s.store.Get(ctx, s.prunedKey(n))
+	if errors.Is(err, store.ErrNotFound) {
+		return m, nil
+	}
+	if err != nil {
+		return m, err
+	}
+	if len(found.Value) < 8 {
+		return m, fmt.Errorf("%w: the marks of what was pruned of tile %d", ErrTampered, n)
+	}
+	m.next, m.note, m.version = int64(binary.BigEndian.Uint64(found.Value)), found.Value[8:], found.Version
+	return m, nil
+}
+
+// pruned reads the marks of a tile, which a key of the heads must have signed.
+func (s *logStore) pruned(ctx context.Context, n int64) (marks, error) {
+	stored, err := s.storedMarks(ctx, n)
+	if err != nil || stored.version == 0 {
+		return marks{}, err
+	}
+	of, m, err := openMarks(stored.note, s.origin, s.keys)
+	if err == nil && of != n {
+		err = fmt.Errorf("%w: it is of tile %d", ErrProof, of)
+	}
+	if err != nil {
+		return marks{}, fmt.Errorf("%w: the note of what was pruned of tile %d: %w", ErrTampered, n, err)
+	}
+	m.next, m.note, m.version = stored.next, stored.note, stored.version
+	return m, nil
+}
+
+// Voucher is a key that signed what was pruned.
+type Voucher struct {
+	// Key is its name and its hash, as in the signature of a head.
+	Key string
+	// Entries is the number of pruned entries that it signed for.
+	Entries int64
+}
+
+// vouchers counts by key, in the order of their appearance.
+type vouchers []Voucher
+
+func (v *vouchers) add(key string) {
+	for i := range *v {
+		if (*v)[i].Key == key {
+			(*v)[i].Entries++
+			return
+		}
+	}
+	*v = append(*v, Voucher{Key: key, Entries: 1})
+}
+
+// resealPage is how many values are read in one snapshot.
+const resealPage = 256
+
+// Reseal seals what is sealed under older keys with the newest, and returns how many
+// values. It can be stopped anywhere and starts over. Afterwards the log needs only the
+// newest key, but for events recorded meanwhile by a process without it. Values that do
+// not open stay, and are the error.
+func (l *Log) Reseal(ctx context.Context) (int, error) {
+	l.pruning.Lock()
+	defer l.pruning.Unlock()
+	var damaged error
+	r := store.NewResealer(l.store, l.sealer)
+	r.OnDamaged = func(found store.Entry, err error) {
+		damaged = errors.Join(damaged, fmt.Errorf("%w: %q: %w", ErrTampered, found.Key[:2], err))
+	}
+	for _, kind := range []byte{spaceOutbox, spaceEntry} {
+		if err := r.Walk(ctx, logKey(kind, l.id, 0), resealPage, r.Reseal); err != nil {
+			return r.Resealed, err
+		}
+	}
+	return r.Resealed, damaged
 }

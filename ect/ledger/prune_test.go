@@ -19,7 +19,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
-// full is a store with room for what goes on only, as a badger store at its largest size.
+// full is a store that accepts only changes of existing keys, as a full badger store does.
 type full struct{ store.Store }
 
 func (s full) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
@@ -29,26 +29,21 @@ func (s full) Commit(ctx context.Context, batch ...store.Write) (store.Version, 
 	return s.Store.Commit(ctx, batch...)
 }
 
-// A store that has no room for anything new is pruned all the same, and what waits
-// comes into the tree.
+// A full store can be pruned, and waiting events still reach the tree.
 func TestPruneMakesRoom(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	l := mustOpen(t, testOptions(mem))
 	for n := range tileWidth {
-		if err := l.Append(t.Context(), []Event{testEvent(n)}); err != nil {
-			t.Fatal(err)
-		}
+		mustAppend(t, l, testEvent(n))
 	}
 	l = mustOpen(t, testOptions(full{mem}))
 	drain(t, l)
-	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != tileWidth {
-		t.Errorf("%d pruned: %v", n, err)
-	}
+	mustPrune(t, l, tileWidth)
 	mustVerify(t, l)
 }
 
-// excised are the writes that take an entry away with all that leads to it. They need
-// no key: the store's own keys tell what belongs together.
+// excised are the writes that remove an entry with all its index keys. They need no secret:
+// the store's keys show what belongs together.
 func excised(t *testing.T, st store.Store, index int64) (batch []store.Write) {
 	t.Helper()
 	for _, e := range contents(t, st) {
@@ -58,7 +53,7 @@ func excised(t *testing.T, st store.Store, index int64) (batch []store.Write) {
 				continue
 			}
 		case spaceID:
-			if where, ok := decodeAccount(e.Value); !ok || where.waiting || where.index != index {
+			if where, ok := decodeLocation(e.Value); !ok || where.waiting || where.index != index {
 				continue
 			}
 		default:
@@ -72,15 +67,12 @@ func excised(t *testing.T, st store.Store, index int64) (batch []store.Write) {
 // noted is the value of marks, signed.
 func noted(t *testing.T, origin string, signer note.Signer, n int64, m *marks) []byte {
 	t.Helper()
-	msg, err := note.Sign(&note.Note{Text: m.text(origin, n)}, signer)
-	if err != nil {
-		t.Fatal(err)
-	}
+	msg := must(note.Sign(&note.Note{Text: m.text(origin, n)}, signer))(t)
 	return append(make([]byte, 8), msg...)
 }
 
-// What was pruned is vouched for with the key of the heads: who deletes an entry and
-// writes marks cannot make it look as if it had been.
+// The key of the heads signs what was pruned: a deleted entry with forged marks does not
+// look pruned.
 func TestPrunedIsVouchedFor(t *testing.T) {
 	const victim = 5
 	other, _ := newHeadKey("other.example")
@@ -92,19 +84,14 @@ func TestPrunedIsVouchedFor(t *testing.T) {
 			if n != 3 && n != tileWidth+victim {
 				e.KeepUntil = time.Now().Add(time.Hour)
 			}
-			if err := l.Append(t.Context(), []Event{e}); err != nil {
-				t.Fatal(err)
-			}
+			mustAppend(t, l, e)
 		}
 		drain(t, l)
 		return o, l
 	}
 	marked := func(t *testing.T, l *Log) *marks {
 		t.Helper()
-		root, err := l.now.Load().rootAt(t.Context(), l.shelf, tileWidth)
-		if err != nil {
-			t.Fatal(err)
-		}
+		root := must(tlog.TreeHash(tileWidth, l.now.Load().hashes(t.Context(), l.logStore)))(t)
 		m := &marks{root: root}
 		m.set(victim)
 		return m
@@ -127,13 +114,8 @@ func TestPrunedIsVouchedFor(t *testing.T) {
 			return noted(t, testOrigin, testSigner, 0, m)
 		},
 		"marks of another tile": func(t *testing.T, _ Options, l *Log) []byte {
-			if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != 2 {
-				t.Fatalf("%d pruned: %v", n, err)
-			}
-			found, err := l.store.Get(t.Context(), l.prunedKey(1))
-			if err != nil {
-				t.Fatal(err)
-			}
+			mustPrune(t, l, 2)
+			found := must(l.store.Get(t.Context(), l.prunedKey(1)))(t)
 			return found.Value
 		},
 	} {
@@ -150,7 +132,7 @@ func TestPrunedIsVouchedFor(t *testing.T) {
 			if _, err := o.Store.Commit(t.Context(), batch...); err != nil {
 				t.Fatal(err)
 			}
-			r, err := Verify(t.Context(), o)
+			r, err := verifyStored(t, o)
 			index := int64(victim)
 			if name == "marks of another tree" {
 				index = 0
@@ -168,9 +150,7 @@ func TestPrunedIsVouchedFor(t *testing.T) {
 		})
 	}
 	o, l := base(t)
-	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != 2 {
-		t.Fatalf("%d pruned: %v", n, err)
-	}
+	mustPrune(t, l, 2)
 	r := mustVerify(t, l)
 	want := Voucher{Key: "ledger.example+" + keyHash(), Entries: 2}
 	if len(r.Vouchers) != 1 || r.Vouchers[0] != want {
@@ -181,14 +161,8 @@ func TestPrunedIsVouchedFor(t *testing.T) {
 	}
 	// A key that has taken over knows the one before it, as for heads.
 	next, keys := newHeadKey("next.example")
-	old, err := testKeys.Verifier("ledger.example", testSigner.KeyHash())
-	if err != nil {
-		t.Fatal(err)
-	}
-	now, err := keys.Verifier("next.example", next.KeyHash())
-	if err != nil {
-		t.Fatal(err)
-	}
+	old := must(testKeys.Verifier("ledger.example", testSigner.KeyHash()))(t)
+	now := must(keys.Verifier("next.example", next.KeyHash()))(t)
 	o.HeadSigner, o.HeadKeys = next, note.VerifierList(now, old)
 	if r := mustVerify(t, mustOpen(t, o)); len(r.Vouchers) != 1 || r.Vouchers[0] != want {
 		t.Errorf("vouched for by %v", r.Vouchers)
@@ -199,8 +173,7 @@ func keyHash() string {
 	return fmt.Sprintf("%08x", testSigner.KeyHash())
 }
 
-// Of an export every line can be told: content that was taken out by whoever handed it
-// on is not what the log has pruned.
+// Content that was removed from an export does not look pruned.
 func TestExportEmptied(t *testing.T) {
 	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
 	for n := range tileWidth + 4 {
@@ -208,15 +181,11 @@ func TestExportEmptied(t *testing.T) {
 		if n%2 == 0 {
 			e.KeepUntil = time.Now().Add(time.Hour)
 		}
-		if err := l.Append(t.Context(), []Event{e}); err != nil {
-			t.Fatal(err)
-		}
+		mustAppend(t, l, e)
 	}
 	drain(t, l)
 	before := exported(t, l)
-	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != tileWidth/2 {
-		t.Fatalf("%d pruned: %v", n, err)
-	}
+	mustPrune(t, l, tileWidth/2)
 	after := exported(t, l)
 	refuse := func(what, named string, lines ...[]byte) {
 		t.Helper()
@@ -230,10 +199,7 @@ func TestExportEmptied(t *testing.T) {
 		return l[:len(l)-1]
 	}
 	emptied := func(line []byte) []byte {
-		leaf, err := exportBase64.DecodeString(string(bytes.TrimSpace(line[len(exportEntry):])))
-		if err != nil {
-			t.Fatal(err)
-		}
+		leaf := must(exportBase64.DecodeString(string(bytes.TrimSpace(line[len(exportEntry):]))))(t)
 		hash := tlog.RecordHash(leaf)
 		return []byte(exportPruned + exportBase64.EncodeToString(hash[:]) + "\n")
 	}
@@ -260,7 +226,7 @@ func TestExportEmptied(t *testing.T) {
 	refuse("put back", "entry 1: there, and vouched for as pruned", back...)
 }
 
-// An entry that does not open stays, is reported once, and holds up nothing else.
+// Pruning skips an entry that does not open, and reports it once.
 func TestPruneGoesOnPastDamage(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	var log bytes.Buffer
@@ -275,10 +241,7 @@ func TestPruneGoesOnPastDamage(t *testing.T) {
 		// Sealed with the right key, and not what the tree has.
 		{Key: l.entryKey(tileWidth + 11), Value: testRing.Seal(nil, (&Event{ID: "x"}).encodeLeaf(nil, tileWidth+11, time.Unix(1, 0)), l.entryKey(tileWidth+11))},
 	}
-	kept, err := mem.Get(t.Context(), l.entryKey(7))
-	if err != nil {
-		t.Fatal(err)
-	}
+	kept := must(mem.Get(t.Context(), l.entryKey(7)))(t)
 	if _, err := mem.Commit(t.Context(), broken...); err != nil {
 		t.Fatal(err)
 	}
@@ -290,7 +253,7 @@ func TestPruneGoesOnPastDamage(t *testing.T) {
 	if n := strings.Count(log.String(), "level=ERROR"); n != 3 {
 		t.Errorf("%d reports instead of 3:\n%s", n, log.String())
 	}
-	r, err := Verify(t.Context(), o)
+	r, err := verifyStored(t, o)
 	if err != nil || !faultsNaming(&r, 7) || !faultsNaming(&r, tileWidth+9) || !faultsNaming(&r, tileWidth+11) {
 		t.Errorf("%v%s", err, allFaults(&r))
 	}
@@ -298,16 +261,12 @@ func TestPruneGoesOnPastDamage(t *testing.T) {
 	if _, err := mem.Commit(t.Context(), store.Write{Key: l.entryKey(7), Value: kept.Value}); err != nil {
 		t.Fatal(err)
 	}
-	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != 1 {
-		t.Errorf("%d pruned: %v", n, err)
-	}
+	mustPrune(t, l, 1)
 	// Marks that do not hold are left as they are, with their tile.
 	if _, err := mem.Commit(t.Context(), store.Write{Key: l.prunedKey(1), Value: []byte("not marks")}); err != nil {
 		t.Fatal(err)
 	}
 	appendEvents(t, l, 3*tileWidth, 4*tileWidth)
 	drain(t, l)
-	if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != tileWidth {
-		t.Errorf("%d pruned: %v", n, err)
-	}
+	mustPrune(t, l, tileWidth)
 }

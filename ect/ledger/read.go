@@ -1,11 +1,16 @@
 package ledger
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"slices"
+
+	"golang.org/x/mod/sumdb/note"
+	"golang.org/x/mod/sumdb/tlog"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -19,8 +24,8 @@ const (
 	MaxFound = 16
 )
 
-// Entry is the entry of this log at index. An entry that was pruned is ErrPruned, one
-// that is missing ErrTampered.
+// Entry is the entry of this log at index. The error is ErrNotFound, ErrPruned, or
+// ErrTampered for a missing one.
 func (l *Log) Entry(ctx context.Context, index int64) (Entry, error) {
 	s, err := l.current(ctx, index+1)
 	if err != nil {
@@ -47,7 +52,7 @@ func (l *Log) entry(ctx context.Context, log logID, index int64) (Entry, error) 
 	return e, err
 }
 
-// absent says why nothing stands at an index below the log's size.
+// absent says why there is no entry at an index below the log's size.
 func (l *Log) absent(ctx context.Context, log logID, index int64) error {
 	m, err := l.marksOf(ctx, log, index>>tileHeight)
 	if err != nil {
@@ -59,28 +64,25 @@ func (l *Log) absent(ctx context.Context, log logID, index int64) error {
 	return fmt.Errorf("%w: entry %d is missing", ErrTampered, index)
 }
 
-// marksOf are the marks of a tile of a log of the store. Those of other logs are signed
-// with other keys: their own verification looks at that.
+// marksOf are the marks of a tile of any log of the store. Those of other logs are signed
+// with other keys: their own verification checks that.
 func (l *Log) marksOf(ctx context.Context, log logID, n int64) (marks, error) {
 	if log == l.id {
-		m, _, err := l.pruned(ctx, n)
-		return m, err
+		return l.pruned(ctx, n)
 	}
-	on := *l.shelf
+	on := *l.logStore
 	on.id = log
-	_, msg, version, err := on.storedMarks(ctx, n)
-	if err != nil || version == 0 {
+	stored, err := on.storedMarks(ctx, n)
+	if err != nil || stored.version == 0 {
 		return marks{}, err
 	}
-	if text, _, ok := cutNote(msg); ok {
-		if _, of, m, err := parseMarks(text); err == nil && of == n {
-			return m, nil
-		}
+	if _, of, m, err := parseMarks(noteText(stored.note)); err == nil && of == n {
+		return m, nil
 	}
 	return marks{}, fmt.Errorf("%w: the note of what was pruned of tile %d of another log", ErrTampered, n)
 }
 
-// originOf is the name of a log of this store, as its head tells.
+// originOf is the name of a log of this store, from its head.
 func (l *Log) originOf(ctx context.Context, log logID) (string, error) {
 	if log == l.id {
 		return l.origin, nil
@@ -92,11 +94,7 @@ func (l *Log) originOf(ctx context.Context, log logID) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	text, _, ok := cutNote(found.Value)
-	if !ok {
-		return "", fmt.Errorf("%w: the head of another log", ErrTampered)
-	}
-	head, err := parseHeadText(text)
+	head, err := parseHeadText(noteText(found.Value))
 	if err != nil || logOf(l.sealer, head.Origin) != log {
 		return "", fmt.Errorf("%w: the head of another log", ErrTampered)
 	}
@@ -104,101 +102,151 @@ func (l *Log) originOf(ctx context.Context, log logID) (string, error) {
 	return head.Origin, nil
 }
 
-// Lookup finds an event of a workflow by its id, in any log of the store. ErrWaiting
-// says that it is recorded and has no place yet.
+// current is a state of at least that size, if there is one. Moves of other processes, and
+// the newest of this one, are in the store before they are at hand.
+func (l *Log) current(ctx context.Context, size int64) (*state, error) {
+	s := l.now.Load()
+	if size <= s.size {
+		return s, nil
+	}
+	head, _, err := l.storedHead(ctx)
+	if err != nil || head.Size < size {
+		return s, err
+	}
+	if now := l.now.Load(); size <= now.size {
+		return now, nil
+	}
+	found, err := l.load(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return found, found.contains(ctx, l.logStore, &s.head)
+}
+
+// Lookup finds an event of a workflow by its id, in any log of the store. The error is
+// ErrNotFound, ErrPruned, ErrTampered, or ErrWaiting for a recorded event without a place.
 func (l *Log) Lookup(ctx context.Context, workflow, id string) (Entry, error) {
-	found, err := l.store.Get(ctx, l.idKey(workflow, id))
+	e, err := l.locate(ctx, l.idKey(workflow, id), id)
+	if err == nil && e.Workflow != workflow {
+		err = fmt.Errorf("%w: entry %d is not the one that its id leads to", ErrTampered, e.Index)
+	}
+	return e, err
+}
+
+// locate follows the key of an id to its entry.
+func (l *Log) locate(ctx context.Context, key []byte, id string) (Entry, error) {
+	found, err := l.store.Get(ctx, key)
 	if errors.Is(err, store.ErrNotFound) {
 		return Entry{}, ErrNotFound
 	}
 	if err != nil {
 		return Entry{}, err
 	}
-	e, err := l.account(ctx, found.Value)
-	if err == nil && (e.ID != id || e.Workflow != workflow) {
+	return l.entryAt(ctx, found.Value, id)
+}
+
+// entryAt reads the entry at an encoded location, which must have the id.
+func (l *Log) entryAt(ctx context.Context, value []byte, id string) (Entry, error) {
+	at, ok := decodeLocation(value)
+	switch {
+	case !ok:
+		return Entry{}, fmt.Errorf("%w: what stands under an id", ErrTampered)
+	case at.waiting:
+		return Entry{}, ErrWaiting
+	}
+	e, err := l.entry(ctx, at.log, at.index)
+	if err == nil && e.ID != id {
 		err = fmt.Errorf("%w: entry %d is not the one that its id leads to", ErrTampered, e.Index)
 	}
 	return e, err
 }
 
-// Find finds the events with an id in all workflows, 16 at most. Those without a place
-// in a tree yet are left out.
+// Find finds the events with an id in all workflows, MaxFound at most, without waiting and
+// pruned ones.
 func (l *Log) Find(ctx context.Context, id string) ([]Entry, error) {
+	return l.find(ctx, id, func(found store.Entry) (Entry, error) { return l.entryAt(ctx, found.Value, id) })
+}
+
+// FindRecorded is Find that waits for events without a place in the tree.
+func (l *Log) FindRecorded(ctx context.Context, id string) ([]Entry, error) {
+	return l.find(ctx, id, func(found store.Entry) (Entry, error) {
+		return l.wait(ctx, found.Key, func() (Entry, error) { return l.locate(ctx, found.Key, id) })
+	})
+}
+
+func (l *Log) find(ctx context.Context, id string, read func(found store.Entry) (Entry, error)) ([]Entry, error) {
 	r := store.Prefix(l.idPrefix(id))
 	r.Limit = MaxFound
-	var all []Entry
+	var located []store.Entry
 	for found, err := range l.store.Scan(ctx, r) {
 		if err != nil {
 			return nil, err
 		}
-		e, err := l.account(ctx, found.Value)
-		if errors.Is(err, ErrWaiting) || errors.Is(err, ErrPruned) {
-			continue
-		}
-		if err == nil && e.ID != id {
-			err = fmt.Errorf("%w: entry %d is not the one that its id leads to", ErrTampered, e.Index)
-		}
-		if err != nil {
+		located = append(located, found)
+	}
+	var all []Entry
+	for _, found := range located {
+		e, err := read(found)
+		switch {
+		case err == nil:
+			all = append(all, e)
+		case !errors.Is(err, ErrWaiting) && !errors.Is(err, ErrPruned) && !errors.Is(err, ErrNotFound):
 			return nil, err
 		}
-		all = append(all, e)
 	}
 	return all, nil
 }
 
-// FindRecorded is Find with those that have no place in a tree yet, which are waited for.
-func (l *Log) FindRecorded(ctx context.Context, id string) ([]Entry, error) {
-	r := store.Prefix(l.idPrefix(id))
-	r.Limit = MaxFound
-	var keys [][]byte
-	for found, err := range l.store.Scan(ctx, r) {
-		if err != nil {
-			return nil, err
+// Wait waits until a recorded event is in the tree, and the newest head covers its entry.
+// The errors are those of Lookup, of Admit, and of ctx.
+func (l *Log) Wait(ctx context.Context, workflow, id string) (Entry, error) {
+	return l.wait(ctx, l.idKey(workflow, id), func() (Entry, error) { return l.Lookup(ctx, workflow, id) })
+}
+
+// Await is Wait for an event that may not be recorded yet.
+func (l *Log) Await(ctx context.Context, workflow, id string) (Entry, error) {
+	return l.wait(ctx, l.idKey(workflow, id), func() (Entry, error) {
+		e, err := l.Lookup(ctx, workflow, id)
+		if errors.Is(err, ErrNotFound) {
+			err = ErrWaiting
 		}
-		keys = append(keys, found.Key)
-	}
-	var all []Entry
-	for _, key := range keys {
-		e, err := l.wait(ctx, key, func() (e Entry, err error) {
-			found, err := l.store.Get(ctx, key)
-			if errors.Is(err, store.ErrNotFound) {
-				return e, ErrNotFound // it was pruned meanwhile
-			}
+		return e, err
+	})
+}
+
+// wait calls read until the event under the key of an id has its place.
+func (l *Log) wait(ctx context.Context, key []byte, read func() (Entry, error)) (Entry, error) {
+	for {
+		changed, cancel := l.store.Watch(key)
+		e, err := read()
+		if !errors.Is(err, ErrWaiting) {
+			cancel()
 			if err == nil {
-				e, err = l.account(ctx, found.Value)
-			}
-			if err == nil && e.ID != id {
-				err = fmt.Errorf("%w: entry %d is not the one that its id leads to", ErrTampered, e.Index)
+				err = l.awaitHead(ctx, &e)
 			}
 			return e, err
-		})
-		if errors.Is(err, ErrNotFound) || errors.Is(err, ErrPruned) {
-			continue
 		}
-		if err != nil {
-			return nil, err
+		select {
+		case <-changed:
+		case <-l.stopped: // by a close, or because the log was altered
+			cancel()
+			if e, err = read(); errors.Is(err, ErrWaiting) {
+				err = errors.Join(err, l.Admit(ctx))
+			}
+			return e, err
+		case <-ctx.Done():
+			cancel()
+			return Entry{}, ctx.Err()
 		}
-		all = append(all, e)
+		cancel()
 	}
-	return all, nil
 }
 
-func (l *Log) account(ctx context.Context, value []byte) (Entry, error) {
-	where, ok := decodeAccount(value)
-	switch {
-	case !ok:
-		return Entry{}, fmt.Errorf("%w: what stands under an id", ErrTampered)
-	case where.waiting:
-		return Entry{}, ErrWaiting
-	}
-	return l.entry(ctx, where.log, where.index)
-}
-
-// shown waits until the newest head covers an entry of this log: it is shown a moment
-// after the commit that both stand in.
-func (l *Log) shown(ctx context.Context, e *Entry) error {
+// awaitHead waits until the newest head covers an entry of this log, which is shortly after
+// the commit of both.
+func (l *Log) awaitHead(ctx context.Context, e *Entry) error {
 	for {
-		moved := l.queue.next() // before the look, so that nothing is missed
+		moved := l.queue.changes() // before the read, so that nothing is missed
 		if e.Log != l.options.Origin || l.now.Load().size > e.Index {
 			return nil
 		}
@@ -212,57 +260,72 @@ func (l *Log) shown(ctx context.Context, e *Entry) error {
 	}
 }
 
-// Wait waits until an event that was recorded is in the tree, and returns its entry. The
-// newest head covers it then.
-func (l *Log) Wait(ctx context.Context, workflow, id string) (Entry, error) {
-	return l.wait(ctx, l.idKey(workflow, id), func() (Entry, error) { return l.Lookup(ctx, workflow, id) })
-}
-
-// wait looks until what stands under the key of an id has its place.
-func (l *Log) wait(ctx context.Context, key []byte, look func() (Entry, error)) (Entry, error) {
-	for {
-		changed, cancel := l.store.Watch(key)
-		e, err := look()
-		if !errors.Is(err, ErrWaiting) {
-			cancel()
-			if err == nil {
-				err = l.shown(ctx, &e)
-			}
-			return e, err
-		}
-		select {
-		case <-changed:
-		case <-l.stopped: // by a close, or because the log was altered
-			cancel()
-			if e, err = look(); errors.Is(err, ErrWaiting) {
-				err = errors.Join(err, l.queue.admit(ctx))
-			}
-			return e, err
-		case <-ctx.Done():
-			cancel()
-			return Entry{}, ctx.Err()
-		}
-		cancel()
-	}
-}
-
-// Cursor is a place in a workflow's list; empty is its start.
+// Cursor is a place in a list; empty is its start.
 type Cursor string
 
 // Page is a part of a list.
 type Page struct {
+	// Entries are ordered by log and index.
 	Entries []Entry
 	// Next is where the next page begins; empty at the end.
 	Next Cursor
 }
 
-// List lists a workflow's entries, by log and index, from 1 to MaxPage at once. A page
-// may be shorter where entries are large.
+// List lists a workflow's entries, 1 to MaxPage at once; fewer if they are large. The
+// error is ErrInvalid or ErrTampered.
 func (l *Log) List(ctx context.Context, workflow string, from Cursor, limit int) (Page, error) {
 	if workflow == "" || limit < 1 || limit > MaxPage {
 		return Page{}, fmt.Errorf("%w: a workflow, and a page of 1 to %d", ErrInvalid, MaxPage)
 	}
-	r := store.Prefix(l.workflowPrefix(workflow))
+	return l.page(ctx, l.workflowPrefix(workflow), from, limit, func(e *Entry) error {
+		if e.Workflow != workflow {
+			return fmt.Errorf("%w: entry %d is of another workflow", ErrTampered, e.Index)
+		}
+		return nil
+	})
+}
+
+// Ends returns, for each log, the cursor behind the last entry of a workflow. A new entry, or
+// the pruning of the last one, changes them.
+func (l *Log) Ends(ctx context.Context, workflow string) ([]Cursor, error) {
+	prefix := l.workflowPrefix(workflow)
+	r := store.Prefix(prefix)
+	r.Reverse, r.Limit = true, 1
+	var ends []Cursor
+	for {
+		var at []byte
+		for found, err := range l.store.Scan(ctx, r) {
+			if err != nil {
+				return nil, err
+			}
+			at = bytes.Clone(found.Key[len(found.Key)-16:])
+		}
+		if at == nil {
+			return ends, nil
+		}
+		r.To = append(bytes.Clone(prefix), at[:8]...) // the logs before this one
+		binary.BigEndian.PutUint64(at[8:], binary.BigEndian.Uint64(at[8:])+1)
+		ends = append(ends, Cursor(hex.EncodeToString(at)))
+	}
+}
+
+// Following lists the entries of a workflow that are linked to an id (Options.Links), as
+// List does. Its cost does not depend on the size of the workflow.
+func (l *Log) Following(ctx context.Context, workflow, id string, from Cursor, limit int) (Page, error) {
+	if workflow == "" || id == "" || limit < 1 || limit > MaxPage {
+		return Page{}, fmt.Errorf("%w: a workflow, an id, and a page of 1 to %d", ErrInvalid, MaxPage)
+	}
+	return l.page(ctx, l.linkPrefix(workflow, id), from, limit, func(e *Entry) error {
+		if e.Workflow != workflow || !slices.Contains(l.links(&e.Event), id) {
+			return fmt.Errorf("%w: entry %d is not linked to what leads to it", ErrTampered, e.Index)
+		}
+		return nil
+	})
+}
+
+// page lists the entries under a prefix of keys that end with a log and an index.
+func (l *Log) page(ctx context.Context, prefix []byte, from Cursor, limit int, check func(e *Entry) error) (Page, error) {
+	r := store.Prefix(prefix)
 	if from != "" {
 		at, err := hex.DecodeString(string(from))
 		if err != nil || len(at) != 16 {
@@ -284,10 +347,10 @@ func (l *Log) List(ctx context.Context, workflow string, from Cursor, limit int)
 		}
 		e, err := l.entry(ctx, logID(at[:8]), int64(binary.BigEndian.Uint64(at[8:])))
 		if errors.Is(err, ErrPruned) {
-			continue // a moment ago
+			continue // since the scan began
 		}
-		if err == nil && e.Workflow != workflow {
-			err = fmt.Errorf("%w: entry %d is of another workflow", ErrTampered, e.Index)
+		if err == nil {
+			err = check(&e)
 		}
 		if err != nil {
 			return Page{}, err
@@ -296,4 +359,121 @@ func (l *Log) List(ctx context.Context, workflow string, from Cursor, limit int)
 		page.Entries = append(page.Entries, e)
 	}
 	return page, nil
+}
+
+// maxProof is the longest proof, in hashes: more than any tree needs.
+const maxProof = 128
+
+// Receipt proves that a log holds an entry.
+type Receipt struct {
+	// Log is the log's origin.
+	Log string `json:"log"`
+	// Index is the entry's place.
+	Index int64 `json:"index"`
+	// Proof is the inclusion proof.
+	Proof tlog.RecordProof `json:"proof"`
+	// Head is the signed head that the proof leads to.
+	Head string `json:"head"`
+}
+
+// Receipt proves the entry at index against the newest head. The error is ErrNotFound or
+// ErrTampered.
+func (l *Log) Receipt(ctx context.Context, index int64) (Receipt, error) {
+	s, err := l.current(ctx, index+1)
+	if err != nil {
+		return Receipt{}, err
+	}
+	proof, err := l.prove(ctx, s, index, s.size)
+	if err != nil {
+		return Receipt{}, err
+	}
+	return Receipt{Log: l.origin, Index: index, Proof: proof, Head: string(s.head.Note)}, nil
+}
+
+// Prove makes the inclusion proof of the entry at index in the tree of a size. The errors
+// are those of Receipt.
+func (l *Log) Prove(ctx context.Context, index, size int64) (tlog.RecordProof, error) {
+	s, err := l.current(ctx, size)
+	if err != nil {
+		return nil, err
+	}
+	return l.prove(ctx, s, index, size)
+}
+
+func (l *Log) prove(ctx context.Context, s *state, index, size int64) (tlog.RecordProof, error) {
+	if index < 0 || index >= size || size > s.size {
+		return nil, fmt.Errorf("%w: entry %d of %d", ErrNotFound, index, min(size, s.size))
+	}
+	return tlog.ProveRecord(size, index, s.hashes(ctx, l.logStore))
+}
+
+// ProveConsistency proves that the tree of size new begins with all entries of the tree of
+// size old; an empty tree needs no proof. The errors are those of Receipt.
+func (l *Log) ProveConsistency(ctx context.Context, old, new int64) (tlog.TreeProof, error) {
+	s, err := l.current(ctx, new)
+	if err != nil {
+		return nil, err
+	}
+	if old < 0 || old > new || new > s.size {
+		return nil, fmt.Errorf("%w: from size %d to %d of %d", ErrNotFound, old, new, s.size)
+	}
+	if old == 0 {
+		return tlog.TreeProof{}, nil
+	}
+	return tlog.ProveTree(new, old, s.hashes(ctx, l.logStore))
+}
+
+// Check verifies the receipt of leaf in the log called origin, under a head that one of
+// keys has signed. It returns that head. The error is ErrProof.
+func (r *Receipt) Check(leaf []byte, origin string, keys note.Verifiers) (Head, error) {
+	if r.Log != origin {
+		return Head{}, fmt.Errorf("%w: a receipt of the log %q", ErrProof, r.Log)
+	}
+	head, err := ParseHead([]byte(r.Head), origin, keys)
+	if err != nil {
+		return Head{}, err
+	}
+	if e, err := decode(leaf); err != nil || e.Index != r.Index {
+		return Head{}, fmt.Errorf("%w: the leaf is not that of entry %d", ErrProof, r.Index)
+	}
+	return head, CheckInclusion(r.Proof, head, r.Index, tlog.RecordHash(leaf))
+}
+
+// CheckInclusion verifies that the tree of head has a leaf of that hash at index. The error
+// is ErrProof.
+func CheckInclusion(proof tlog.RecordProof, head Head, index int64, leaf tlog.Hash) error {
+	if len(proof) > maxProof {
+		return fmt.Errorf("%w: %d hashes", ErrProof, len(proof))
+	}
+	if index < 0 || index >= head.Size {
+		return fmt.Errorf("%w: entry %d of %d", ErrProof, index, head.Size)
+	}
+	return proofError(tlog.CheckRecord(proof, head.Size, head.Root, index, leaf))
+}
+
+// CheckConsistency verifies that the tree of new begins with all entries of the tree of
+// old. The error is ErrProof.
+func CheckConsistency(proof tlog.TreeProof, old, new Head) error {
+	switch {
+	case len(proof) > maxProof:
+		return fmt.Errorf("%w: %d hashes", ErrProof, len(proof))
+	case old.Origin != new.Origin:
+		return fmt.Errorf("%w: heads of two logs", ErrProof)
+	case old.Size < 0 || old.Size > new.Size:
+		return fmt.Errorf("%w: from size %d to %d", ErrProof, old.Size, new.Size)
+	case old.Size == 0:
+		var empty merkleState
+		if len(proof) > 0 || old.Root != empty.root() {
+			return fmt.Errorf("%w: of the empty tree", ErrProof)
+		}
+		return nil
+	}
+	return proofError(tlog.CheckTree(proof, new.Size, new.Root, old.Size, old.Root))
+}
+
+func proofError(err error) error {
+	if err != nil {
+		return errors.Join(ErrProof, err)
+	}
+	return nil
 }

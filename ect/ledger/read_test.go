@@ -13,8 +13,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
-// TestTwoLogsOneStore: an event that one node recorded is known to the other, with the
-// log that holds it; an id is taken once for both.
+// TestTwoLogsOneStore: each node finds the other's events with their log; an id is used once
+// for both.
 func TestTwoLogsOneStore(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	a := mustOpen(t, testOptions(mem))
@@ -58,9 +58,7 @@ func TestFind(t *testing.T) {
 	for n := range MaxFound + 4 {
 		e := testEvent(0)
 		e.Workflow = fmt.Sprint(n)
-		if err := l.Append(t.Context(), []Event{e}); err != nil {
-			t.Fatal(err)
-		}
+		mustAppend(t, l, e)
 	}
 	if all, err := l.Find(t.Context(), "id-0"); err != nil || len(all) != 0 {
 		t.Errorf("%d found before they are in the tree: %v", len(all), err)
@@ -85,9 +83,7 @@ func TestListBounds(t *testing.T) {
 	const large = 2*maxPageBytes/MaxPayload + 10
 	for n := range large {
 		e := Event{ID: fmt.Sprint(n), Workflow: "w", Payload: bytes.Repeat([]byte{'p'}, MaxPayload)}
-		if err := l.Append(t.Context(), []Event{e}); err != nil {
-			t.Fatal(err)
-		}
+		mustAppend(t, l, e)
 	}
 	drain(t, l)
 	page, err := l.List(t.Context(), "w", "", MaxPage)
@@ -131,7 +127,7 @@ func TestEventLimits(t *testing.T) {
 	}
 	for what, change := range map[string]func(*Event){
 		"names":   func(e *Event) { e.ID, e.Workflow, e.Action, e.Parents = name, name, name, []string{name} },
-		"issuer":  func(e *Event) { e.Issuer = strings.Repeat("i", MaxIssuer) },
+		"issuer":  func(e *Event) { e.Issuer = strings.Repeat("i", maxIssuer) },
 		"payload": func(e *Event) { e.Payload = make([]byte, MaxPayload) },
 		"all":     func(e *Event) { *e = largestEvent(name) },
 		"parents": func(e *Event) { e.Payload, e.Parents = make([]byte, MaxPayload), parents(MaxParents) },
@@ -145,7 +141,7 @@ func TestEventLimits(t *testing.T) {
 		"id":           func(e *Event) { e.ID = name + "n" },
 		"workflow":     func(e *Event) { e.Workflow = name + "n" },
 		"action":       func(e *Event) { e.Action = name + "n" },
-		"issuer":       func(e *Event) { e.Issuer = strings.Repeat("i", MaxIssuer+1) },
+		"issuer":       func(e *Event) { e.Issuer = strings.Repeat("i", maxIssuer+1) },
 		"no payload":   func(e *Event) { e.Payload = nil },
 		"payload":      func(e *Event) { e.Payload = make([]byte, MaxPayload+1) },
 		"parents":      func(e *Event) { e.Parents = parents(MaxParents + 1) },
@@ -171,7 +167,7 @@ func TestEventLimits(t *testing.T) {
 func largestEvent(id string) Event {
 	name := strings.Repeat("n", MaxName)
 	return Event{
-		ID: id, Workflow: name, Action: name, Issuer: strings.Repeat("i", MaxIssuer), Parents: longParents(),
+		ID: id, Workflow: name, Action: name, Issuer: strings.Repeat("i", maxIssuer), Parents: longParents(),
 		Time: time.Unix(1_000_000_000, 999), KeepUntil: time.Unix(2_000_000_000, 999), Payload: make([]byte, MaxPayload),
 	}
 }
@@ -190,16 +186,14 @@ func TestLargestMove(t *testing.T) {
 	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
 	appendEvents(t, l, 0, tileWidth-2)
 	drain(t, l)
-	const large = maxMovedBytes/(maxLeaf+sealedMore) + 1 // one more than fits
+	const large = maxMovedBytes/(maxLeaf+sealedOverhead) + 1 // one more than fits
 	first := l.Head().Size
 	for n := range large {
 		event := largestEvent(fmt.Sprintf("%0*d", MaxName, n))
-		if err := l.Append(t.Context(), []Event{event}); err != nil {
-			t.Fatal(err)
-		}
+		mustAppend(t, l, event)
 	}
 	appendEvents(t, l, tileWidth, tileWidth+maxMoved)
-	m := mover{Log: l}
+	m := sequencer{Log: l}
 	for _, want := range []int64{large - 1, maxMoved, 1} {
 		before := l.Head().Size
 		if _, err := m.move(t.Context()); err != nil {
@@ -231,16 +225,13 @@ func TestP8NothingReadable(t *testing.T) {
 			}
 		}
 	}
-	if err := l.Append(t.Context(), []Event{e}); err != nil {
-		t.Fatal(err)
-	}
+	mustAppend(t, l, e)
 	look("waiting")
 	drain(t, l)
 	look("in the tree")
 }
 
-// TestPruneKeeps: what must be kept is kept, by the age of the log and by the entry's
-// own time, and a second look takes what has become free.
+// TestPruneKeeps: entries are kept by age and by KeepUntil, and pruned later.
 func TestPruneKeeps(t *testing.T) {
 	now := time.Unix(1_000_000, 0)
 	mem := memory.New(memory.Options{Now: func() time.Time { return now }})
@@ -252,9 +243,7 @@ func TestPruneKeeps(t *testing.T) {
 			e.KeepUntil = now.Add(time.Duration(n) * time.Minute)
 			kept[int64(n)] = e.KeepUntil
 		}
-		if err := l.Append(t.Context(), []Event{e}); err != nil {
-			t.Fatal(err)
-		}
+		mustAppend(t, l, e)
 		if n%tileWidth == 0 {
 			drain(t, l)
 			now = now.Add(time.Second)
@@ -267,10 +256,7 @@ func TestPruneKeeps(t *testing.T) {
 	}
 	total := 0
 	for range 100 {
-		n, err := l.Prune(t.Context(), now)
-		if err != nil {
-			t.Fatal(err)
-		}
+		n := must(l.Prune(t.Context(), now))(t)
 		total += n
 		for index, until := range kept {
 			if _, err := l.Entry(t.Context(), index); until.After(now) && err != nil {
@@ -304,7 +290,7 @@ func TestPruneKeeps(t *testing.T) {
 	mustVerify(t, l)
 }
 
-// TestWaitEnds: who waits for an event's place is told when there will be none.
+// TestWaitEnds: who waits for an event's place gets an error when there will be none.
 func TestWaitEnds(t *testing.T) {
 	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
 	if _, err := l.Wait(t.Context(), "w", "nothing"); !errors.Is(err, ErrNotFound) {
@@ -335,8 +321,8 @@ func TestWaitEnds(t *testing.T) {
 	}
 }
 
-// An id is taken once in its workflow; one without a workflow, once anywhere. Of two that
-// come at once the store lets one through.
+// An id is unique in its workflow, and one without a workflow everywhere, also among
+// concurrent events.
 func TestIDsWithoutWorkflow(t *testing.T) {
 	ctx := t.Context()
 	for _, wids := range [][2]string{{"", "w"}, {"w", ""}, {"", ""}, {"w", "w"}, {"w", "v"}} {

@@ -31,18 +31,9 @@ func TestReceipt(t *testing.T) {
 	l := smallLog(t, 300)
 	older := smallLog(t, 299).Head()
 	for _, index := range []int64{0, 1, 254, 255, 256, 299} {
-		e, err := l.Entry(t.Context(), index)
-		if err != nil {
-			t.Fatal(err)
-		}
-		made, err := l.Receipt(t.Context(), index)
-		if err != nil {
-			t.Fatal(err)
-		}
-		text, err := json.Marshal(made)
-		if err != nil {
-			t.Fatal(err)
-		}
+		e := must(l.Entry(t.Context(), index))(t)
+		made := must(l.Receipt(t.Context(), index))(t)
+		text := must(json.Marshal(made))(t)
 		var r Receipt
 		if err := json.Unmarshal(text, &r); err != nil {
 			t.Fatal(err)
@@ -65,7 +56,7 @@ func TestReceipt(t *testing.T) {
 			"proof":  {change: func(r *Receipt) { r.Proof = append(tlog.RecordProof{}, r.Proof...); r.Proof[0][5] ^= 1 }},
 			"short":  {change: func(r *Receipt) { r.Proof = r.Proof[1:] }},
 			"long":   {change: func(r *Receipt) { r.Proof = append(r.Proof[:len(r.Proof):len(r.Proof)], tlog.Hash{}) }},
-			"huge":   {change: func(r *Receipt) { r.Proof = make(tlog.RecordProof, MaxProof+1) }},
+			"huge":   {change: func(r *Receipt) { r.Proof = make(tlog.RecordProof, maxProof+1) }},
 			"head":   {change: func(r *Receipt) { r.Head = string(older.Note) }},
 			"size":   {change: func(r *Receipt) { r.Head = strings.Replace(r.Head, "\n300\n", "\n301\n", 1) }},
 			"log":    {change: func(r *Receipt) { r.Log = "another" }},
@@ -109,10 +100,7 @@ func TestConsistency(t *testing.T) {
 	}
 	for i := range heads {
 		for j := i; j < len(heads); j++ {
-			proof, err := l.ProveConsistency(t.Context(), heads[i].Size, heads[j].Size)
-			if err != nil {
-				t.Fatal(err)
-			}
+			proof := must(l.ProveConsistency(t.Context(), heads[i].Size, heads[j].Size))(t)
 			if err := CheckConsistency(proof, heads[i], heads[j]); err != nil {
 				t.Errorf("from %d to %d: %v", i, j, err)
 			}
@@ -137,7 +125,7 @@ func TestConsistency(t *testing.T) {
 		"back":      {nil, heads[5], heads[4]},
 		"two logs":  {nil, other, heads[3]},
 		"from none": {tlog.TreeProof{{}}, heads[0], heads[3]},
-		"huge":      {make(tlog.TreeProof, MaxProof+1), heads[3], heads[4]},
+		"huge":      {make(tlog.TreeProof, maxProof+1), heads[3], heads[4]},
 		"negative":  {nil, Head{Origin: testOrigin, Size: -1}, heads[3]},
 	} {
 		if err := CheckConsistency(c.proof, c.old, c.new); !errors.Is(err, ErrProof) {
@@ -185,19 +173,13 @@ func TestParseHead(t *testing.T) {
 			t.Errorf("%q accepted: %v", text, err)
 		}
 	}
-	long, err := note.Sign(&note.Note{Text: strings.Repeat("x", MaxHead) + "\n"}, testSigner)
-	if err != nil {
-		t.Fatal(err)
-	}
+	long := must(note.Sign(&note.Note{Text: strings.Repeat("x", MaxHead) + "\n"}, testSigner))(t)
 	if _, err := ParseHead(long, testOrigin, testKeys); !errors.Is(err, ErrProof) {
 		t.Errorf("too long: %v", err)
 	}
 	// A witness may sign beside the owner.
 	witness, _ := newHeadKey("witness.example")
-	both, err := note.Sign(&note.Note{Text: headText(good.Origin, good.Size, good.Root)}, testSigner, witness)
-	if err != nil {
-		t.Fatal(err)
-	}
+	both := must(note.Sign(&note.Note{Text: headText(good.Origin, good.Size, good.Root)}, testSigner, witness))(t)
 	if _, err := ParseHead(both, testOrigin, testKeys); err != nil {
 		t.Errorf("with a witness: %v", err)
 	}
@@ -294,10 +276,7 @@ func FuzzDecode(f *testing.F) {
 		if err != nil {
 			return
 		}
-		again, err := decode(got.encodeLeaf(nil, got.Index, got.Recorded))
-		if err != nil {
-			t.Fatal(err)
-		}
+		again := must(decode(got.encodeLeaf(nil, got.Index, got.Recorded)))(t)
 		again.Leaf, got.Leaf = nil, nil
 		if fmt.Sprintf("%+v", again) != fmt.Sprintf("%+v", got) {
 			t.Errorf("%+v became %+v", got, again)

@@ -3,7 +3,9 @@ package ledger
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"sync"
 	"time"
 
 	"golang.org/x/mod/sumdb/tlog"
@@ -11,42 +13,388 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
+// Admit waits until the backlog is within its bounds. The error is that of ctx, ErrClosed
+// or ErrTampered. It reserves nothing: events admitted together may exceed the bounds.
+func (l *Log) Admit(ctx context.Context) error {
+	return l.queue.wait(ctx, func() bool {
+		b := l.queue.measure()
+		return b.Entries < l.queue.entries && b.Age < l.queue.age
+	}, true)
+}
+
+// Flush waits until everything that this process recorded before, and what earlier
+// processes left, is in the tree, so that List and Find return it. ErrWaiting says that
+// some of it does not open. Events of other nodes are not waited for.
+func (l *Log) Flush(ctx context.Context) error {
+	l.queue.mu.Lock()
+	end := l.queue.first + uint64(len(l.queue.tickets))
+	l.queue.mu.Unlock()
+	if err := l.queue.wait(ctx, func() bool { return !l.queue.waitsBefore(end) }, false); err != nil {
+		return err
+	}
+	if n := l.damaged.Load(); n > 0 {
+		return fmt.Errorf("%w: %d events do not open", ErrWaiting, n)
+	}
+	return nil
+}
+
+// Backlog is what waits for the sequencer.
+type Backlog struct {
+	// Entries is the number of events that are recorded and not yet in the tree.
+	Entries int
+	// Age is how long the oldest of them has waited.
+	Age time.Duration
+}
+
+type ticketStatus uint8
+
 const (
-	// movedWrites are those of one event: its outbox entry, its entry, its account,
-	// its workflow's index.
+	ticketOpen    ticketStatus = iota // its commit is under way
+	ticketLanded                      // it waits for the sequencer
+	ticketUnknown                     // a scan will say whether its commit landed
+	ticketDone                        // in the tree, or never recorded
+)
+
+// maxOpen bounds the tickets whose commit is under way. Beyond it the oldest counts as
+// abandoned; should it land, a scan of the outbox finds it.
+const maxOpen = 1 << 16
+
+// queue holds the events of this process on their way, by ticket: the sequencer need not
+// read what was just written, and readers can wait for it.
+type queue struct {
+	entries int
+	age     time.Duration
+	wake    chan struct{} // of one: there is something to do
+
+	mu        sync.Mutex
+	first     uint64 // the number of tickets[0]
+	tickets   []queuedEvent
+	waiting   int // landed ones
+	inherited int // events of other processes, as far as seen
+	since     time.Time
+	scans     uint64 // scans begun
+	overtaken uint64 // times that another process has moved the log on
+	unsure    bool   // landed events may have been moved by others, or commits are unknown
+	ended     error
+	changed   chan struct{} // closed and replaced when less waits, or at the end
+}
+
+type queuedEvent struct {
+	status    ticketStatus
+	overtaken uint64 // the queue's when the ticket was given out
+	scan      uint64 // scans begun when it landed
+	at        time.Time
+	event     *Event // nil once done
+}
+
+func newQueue(first uint64, entries int, age time.Duration) *queue {
+	return &queue{
+		entries: entries, age: age, first: first,
+		wake: make(chan struct{}, 1), changed: make(chan struct{}),
+	}
+}
+
+// open returns the next ticket, for an event that does not change any more.
+func (q *queue) open(e *Event) (uint64, error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.ended != nil {
+		return 0, q.ended
+	}
+	q.tickets = append(q.tickets, queuedEvent{overtaken: q.overtaken, event: e})
+	number := q.first + uint64(len(q.tickets)-1)
+	if len(q.tickets) > maxOpen && q.tickets[0].status == ticketOpen {
+		q.set(q.first, ticketDone)
+	}
+	return number, nil
+}
+
+// landed says that the ticket's event is recorded.
+func (q *queue) landed(number uint64) {
+	q.mu.Lock()
+	// The sequencer may have been faster.
+	if t := q.find(number); t != nil && t.status == ticketOpen {
+		t.status, t.scan, t.at = ticketLanded, q.scans, time.Now()
+		q.waiting++
+		// A scan since then may have missed it.
+		q.unsure = q.unsure || t.overtaken != q.overtaken
+	}
+	q.mu.Unlock()
+	q.signal()
+}
+
+// done says that the ticket's event is in the tree, or was never recorded.
+func (q *queue) done(number uint64) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.set(number, ticketDone)
+}
+
+// unknown says that the result of the commit is unknown.
+func (q *queue) unknown(number uint64) {
+	q.mu.Lock()
+	if t := q.find(number); t != nil && t.status == ticketOpen {
+		t.status, t.scan = ticketUnknown, q.scans
+	}
+	q.unsure = true
+	q.mu.Unlock()
+	q.signal()
+}
+
+// set changes the status. mu is held.
+func (q *queue) set(number uint64, to ticketStatus) {
+	t := q.find(number)
+	if t == nil || t.status == ticketDone {
+		return
+	}
+	if t.status == ticketLanded {
+		q.waiting--
+	}
+	t.status, t.event = to, nil
+	q.trim()
+}
+
+// trim drops the leading tickets that are done. mu is held.
+func (q *queue) trim() {
+	n := 0
+	for n < len(q.tickets) && q.tickets[n].status == ticketDone {
+		n++
+	}
+	q.tickets, q.first = q.tickets[n:], q.first+uint64(n)
+}
+
+func (q *queue) find(number uint64) *queuedEvent {
+	if number < q.first || number-q.first >= uint64(len(q.tickets)) {
+		return nil
+	}
+	return &q.tickets[number-q.first]
+}
+
+func (q *queue) signal() {
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
+
+// recorded returns the first events of this process that landed, in the order of their
+// tickets. sure says that nobody else can have moved them.
+func (q *queue) recorded(boot [8]byte, most int) (found []waiting, sure bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.unsure {
+		return nil, false
+	}
+	found = make([]waiting, 0, min(q.waiting, most))
+	for i := 0; len(found) < cap(found); i++ {
+		if t := &q.tickets[i]; t.status == ticketLanded {
+			found = append(found, waiting{ticket: ticket{q.first + uint64(i), boot}, event: *t.event})
+		}
+	}
+	return found, true
+}
+
+// overtake says that another process has moved the log on, and perhaps events whose commit
+// is under way here.
+func (q *queue) overtake() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.overtaken++
+}
+
+// beginScan begins a scan of the whole outbox.
+func (q *queue) beginScan() uint64 {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.scans++
+	q.unsure = false
+	return q.scans
+}
+
+// endScan ends a scan that saw everything. What landed before it began and was not seen
+// was moved by another process; unknown commits landed if they were seen. foreign is the
+// number of events of other processes.
+func (q *queue) endScan(scan uint64, seen map[uint64]bool, foreign int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for i := range q.tickets {
+		t := &q.tickets[i]
+		switch there := seen[q.first+uint64(i)]; {
+		case t.scan >= scan: // landed since then
+		case t.status == ticketLanded && !there:
+			t.status, t.event = ticketDone, nil
+			q.waiting--
+		case t.status == ticketUnknown && there:
+			t.status, t.at = ticketLanded, time.Now()
+			q.waiting++
+		case t.status == ticketUnknown:
+			t.status, t.event = ticketDone, nil
+		}
+	}
+	q.trim()
+	q.setInherited(foreign)
+	q.notify()
+}
+
+// setInherited sets the number of events of other processes. mu is held, or the queue new.
+func (q *queue) setInherited(foreign int) {
+	if q.inherited == 0 {
+		q.since = time.Now()
+	}
+	q.inherited = foreign
+}
+
+// moved says which events reached the tree.
+func (q *queue) moved(own []uint64, foreign int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for _, number := range own {
+		q.set(number, ticketDone)
+	}
+	q.inherited = max(0, q.inherited-foreign)
+	q.notify()
+}
+
+// changes is closed when the sequencer has moved something, or has ended.
+func (q *queue) changes() <-chan struct{} {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.changed
+}
+
+// notify wakes everybody who waits for a change. mu is held.
+func (q *queue) notify() {
+	close(q.changed)
+	q.changed = make(chan struct{})
+}
+
+func (q *queue) backlog() Backlog {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.measure()
+}
+
+// measure is backlog with mu held.
+func (q *queue) measure() Backlog {
+	b := Backlog{Entries: q.waiting + q.inherited}
+	if q.inherited > 0 {
+		b.Age = time.Since(q.since)
+	}
+	if q.waiting > 0 {
+		for i := range q.tickets {
+			if q.tickets[i].status == ticketLanded {
+				b.Age = max(b.Age, time.Since(q.tickets[i].at))
+				break
+			}
+		}
+	}
+	return b
+}
+
+// wait waits until holds, which is called with mu held, returns true. The end of the queue
+// is an error; with strict even if holds is true.
+func (q *queue) wait(ctx context.Context, holds func() bool, strict bool) error {
+	for {
+		q.mu.Lock()
+		held, changed, ended := holds(), q.changed, q.ended
+		q.mu.Unlock()
+		switch {
+		case held && (ended == nil || !strict):
+			return nil
+		case ended != nil:
+			return ended
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// waitsBefore reports whether a ticket before end waits, or something uncounted may. mu is
+// held.
+func (q *queue) waitsBefore(end uint64) bool {
+	if q.inherited > 0 || q.unsure {
+		return true
+	}
+	for i := range q.tickets {
+		if q.first+uint64(i) >= end {
+			return false
+		}
+		if t := q.tickets[i].status; t == ticketLanded || t == ticketUnknown {
+			return true
+		}
+	}
+	return false
+}
+
+// close refuses further events. The first reason stays.
+func (q *queue) close(why error) {
+	q.mu.Lock()
+	if q.ended == nil {
+		q.ended = why
+		q.notify()
+	}
+	q.mu.Unlock()
+	q.signal()
+}
+
+func (q *queue) closed() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.ended != nil
+}
+
+const (
+	// movedWrites are those of one event: its outbox entry, its entry, its location, its
+	// workflow's index.
 	movedWrites = 4
-	// treeWrites are those of one move: the head, and the tiles that one full tile
-	// leads to, one a level.
+	// treeWrites are those of one move: the head, and the tiles that one full tile leads
+	// to, one for each level.
 	treeWrites = 1 + 64/tileHeight
 	// maxMoved is the largest number of events of one move.
 	maxMoved = (store.MaxBatch - treeWrites) / movedWrites
-	// maxMovedBytes bounds their entries together, with what is written beside them.
+	// maxMovedBytes bounds their entries together.
 	maxMovedBytes = store.MaxBatchBytes - treeWrites*(tileWidth*tlog.HashSize+64)
+	// sealedOverhead is more than sealing adds to an entry, with its keys and its location.
+	sealedOverhead = 1 << 9
+	// linkOverhead is more than one link takes.
+	linkOverhead = 1 << 7
 
-	// sweepEvery is how often the sequencer looks at the whole outbox: for events
-	// whose commit landed unknown to anybody, and those that did not open before.
+	// sweepEvery is how often the whole outbox is scanned, for events whose commit landed
+	// unknown to anybody, and those that did not open before.
 	sweepEvery = 30 * time.Second
 
-	firstPause = 50 * time.Millisecond
-	// lastPause lets whoever waits five seconds for a place (ECT level L3) see two tries.
-	lastPause = 2 * time.Second
+	minBackoff = 50 * time.Millisecond
+	// maxBackoff leaves two tries to a caller that waits five seconds (ECT level L3).
+	maxBackoff = 2 * time.Second
 )
-
-// sealedMore is more than what sealing adds to an entry, with its keys and its account.
-const sealedMore = 1 << 9
 
 // The largest entry must fit into a value, and into a move.
 const (
-	_ = uint(store.MaxValue - maxLeaf - sealedMore)
-	_ = uint(maxMovedBytes - maxLeaf - sealedMore)
+	_ = uint(store.MaxValue - maxLeaf - sealedOverhead)
+	_ = uint(maxMovedBytes - maxLeaf - sealedOverhead - maxLinks*linkOverhead)
 )
+
+// sequencer moves events from the outbox into the tree.
+type sequencer struct {
+	*Log
+	rescan     bool            // the next move reads the outbox
+	unreadable map[ticket]bool // found by the scans since rescan was set
+}
+
+type waiting struct {
+	ticket ticket
+	event  Event
+}
 
 // run moves events until the log is closed and nothing waits, or ctx ends.
 func (l *Log) run(ctx context.Context) {
 	defer close(l.stopped)
 	sweep := time.NewTicker(sweepEvery)
 	defer sweep.Stop()
-	m := mover{Log: l, all: true}
+	m := sequencer{Log: l, rescan: true}
 	pause := time.Duration(0)
 	for {
 		rest, err := m.move(ctx)
@@ -58,10 +406,12 @@ func (l *Log) run(ctx context.Context) {
 			l.queue.close(err)
 			return
 		case err != nil:
-			l.counts.retries.Add(1)
+			l.retries.Add(1)
 			l.options.Logger.Warn("events could not be moved into the ledger", slog.Any("error", err))
-			pause = min(max(2*pause, firstPause), lastPause)
-			if !sleep(ctx, pause) {
+			pause = min(max(2*pause, minBackoff), maxBackoff)
+			select {
+			case <-time.After(pause):
+			case <-ctx.Done():
 				return
 			}
 			continue
@@ -70,49 +420,263 @@ func (l *Log) run(ctx context.Context) {
 		if rest {
 			continue
 		}
-		if l.queue.closed() && m.all {
-			return // and nothing was there
-		}
 		if l.queue.closed() {
-			m.all = true
+			if m.rescan {
+				return // the last scan found nothing
+			}
+			m.rescan = true
 			continue
 		}
 		select {
 		case <-l.queue.wake:
 			l.gather(ctx)
 		case <-sweep.C:
-			m.all, m.damaged = true, nil
+			m.rescan, m.unreadable = true, nil
 		case <-ctx.Done():
 			return
 		}
 	}
 }
 
-func sleep(ctx context.Context, d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
-}
-
-// gather waits a moment for more, unless a move is full already.
+// gather waits a moment for more events, unless a move is full.
 func (l *Log) gather(ctx context.Context) {
-	if l.options.Gather <= 0 {
+	if l.options.BatchDelay <= 0 {
 		return
 	}
-	enough := time.NewTimer(l.options.Gather)
-	defer enough.Stop()
-	for !l.queue.closed() && l.Backlog().Entries < maxMoved {
+	enough := time.After(l.options.BatchDelay)
+	for !l.queue.closed() && l.queue.backlog().Entries < maxMoved {
 		select {
 		case <-l.queue.wake:
-		case <-enough.C:
+		case <-enough:
 			return
 		case <-ctx.Done():
 			return
 		}
 	}
+}
+
+// move moves the first waiting events into the tree, by one commit. rest says that there
+// may be more. Events of this process are at hand. The outbox is read for those of others:
+// after the log was opened, after a commit of unknown result, and now and then.
+func (m *sequencer) move(ctx context.Context) (rest bool, err error) {
+	if m.rescan {
+		return m.moveAll(ctx)
+	}
+	found, sure := m.queue.recorded(m.boot, maxMoved)
+	if !sure {
+		m.rescan = true
+		return m.moveAll(ctx)
+	}
+	if len(found) == 0 {
+		return false, nil
+	}
+	n, err := m.commit(ctx, found)
+	return n < len(found) || n == maxMoved, err
+}
+
+// moveAll moves the first events of the outbox.
+func (m *sequencer) moveAll(ctx context.Context) (rest bool, err error) {
+	scan := m.queue.beginScan()
+	if m.unreadable == nil {
+		m.unreadable = make(map[ticket]bool)
+	}
+	found, end, err := m.scan(ctx)
+	if err != nil {
+		return false, err
+	}
+	if end {
+		m.scanned(scan, found)
+	}
+	n := 0
+	if len(found) > 0 {
+		if n, err = m.commit(ctx, found); err != nil {
+			return false, err
+		}
+	}
+	if end && n == len(found) && !m.queue.closed() {
+		m.rescan, m.unreadable = false, nil
+	}
+	return !end || n > 0 || n < len(found), nil
+}
+
+// scanned updates the queue after a complete scan.
+func (m *sequencer) scanned(scan uint64, found []waiting) {
+	seen, foreign := make(map[uint64]bool), 0
+	for i := range found {
+		if t := &found[i].ticket; t.boot == m.boot {
+			seen[t.number] = true
+		} else {
+			foreign++
+		}
+	}
+	m.queue.endScan(scan, seen, foreign)
+	m.damaged.Store(int64(len(m.unreadable)))
+}
+
+// scan reads the first events of the outbox. end says that there are no others.
+func (m *sequencer) scan(ctx context.Context) (found []waiting, end bool, err error) {
+	r := store.Prefix(logKey(spaceOutbox, m.id, 0))
+	r.Limit = maxMoved + len(m.unreadable)
+	n := 0
+	for e, err := range m.store.Scan(ctx, r) {
+		if err != nil {
+			return nil, false, err
+		}
+		n++
+		t, ok := ticketIn(e.Key)
+		if !ok || m.unreadable[t] {
+			continue
+		}
+		entry, err := m.open(e.Key, e.Value)
+		if err != nil {
+			// Verify names it, a complete key ring opens it, and later events go on.
+			m.unreadable[t] = true
+			m.damaged.Store(int64(len(m.unreadable)))
+			if t.boot == m.boot {
+				m.queue.done(t.number)
+			}
+			m.options.Logger.Error("an event that waits for the ledger does not open", slog.Any("error", err))
+			continue
+		}
+		found = append(found, waiting{t, entry.Event})
+	}
+	return found, n < r.Limit, nil
+}
+
+// token makes the token of an unsigned event.
+func (m *sequencer) token(ctx context.Context, e *Event) error {
+	if !e.Unsigned || m.options.Sign == nil {
+		return nil
+	}
+	token, err := m.options.Sign(ctx, *e)
+	if err == nil {
+		signed := *e
+		signed.Payload, signed.Unsigned = token, false
+		if err = signed.check(); err == nil {
+			*e = signed
+			return nil
+		}
+		err = fmt.Errorf("%w: its token: %w", ErrRefused, err)
+	}
+	if !errors.Is(err, ErrRefused) {
+		return fmt.Errorf("signing an event: %w", err)
+	}
+	m.refused.Add(1)
+	m.options.Logger.Error("an event goes into the ledger without a token", slog.String("id", e.ID), slog.Any("error", err))
+	return nil
+}
+
+// tokens makes the tokens of as many events as it can, from the first.
+func (m *sequencer) tokens(ctx context.Context, found []waiting) ([]waiting, error) {
+	for i := range found {
+		if err := m.token(ctx, &found[i].event); err != nil {
+			if i == 0 {
+				return nil, err
+			}
+			return found[:i], nil
+		}
+	}
+	return found, nil
+}
+
+// commit puts as many events as fit into the tree, from the first, and returns how many.
+func (m *sequencer) commit(ctx context.Context, found []waiting) (n int, err error) {
+	if found, err = m.tokens(ctx, found); err != nil {
+		return 0, err
+	}
+	now, err := m.store.Now(ctx)
+	if err != nil {
+		return 0, err
+	}
+	before := m.now.Load()
+	if now = now.Round(0); now.Before(before.recorded) {
+		now = before.recorded
+	}
+	after := &state{tree: before.clone(), recorded: now}
+	batch := make([]store.Write, 1, treeWrites+movedWrites*len(found))
+	room := maxMovedBytes
+	var tiles []tile
+	var linked []store.Write
+	var own []uint64
+	for i := range found {
+		w := &found[i]
+		index := after.size
+		leaf := w.event.encodeLeaf(make([]byte, 0, len(w.event.Payload)+fixedOverhead), index, now)
+		links := m.linkKeys(&w.event, index)
+		room -= len(leaf) + sealedOverhead + len(links)*linkOverhead
+		if room < 0 || i > 0 && len(batch)+len(linked)+movedWrites+len(links) > store.MaxBatch-treeWrites {
+			found = found[:i]
+			break
+		}
+		for _, key := range links {
+			linked = append(linked, store.Write{Key: key})
+		}
+		hash := tlog.RecordHash(leaf)
+		tiles = after.add(hash, tiles)
+		batch = m.entryWrites(batch, &w.event, index, leaf, hash)
+		if i == 0 {
+			// Anything beyond the end of the tree is forged.
+			batch[entryWrite].If = store.Absent()
+		}
+		batch = append(batch, store.Write{Key: m.outboxKey(w.ticket), Delete: true})
+		if w.ticket.boot == m.boot {
+			own = append(own, w.ticket.number)
+		}
+	}
+	batch = append(batch, linked...)
+	for _, t := range tiles {
+		batch = append(batch, store.Write{Key: m.tileKey(t.level, t.n), Value: joinHashes(t.hashes)})
+	}
+	if after.head, err = m.sign(after.tree); err != nil {
+		return 0, err
+	}
+	batch[0] = store.Write{Key: m.headKey(), Value: after.head.Note, If: store.VersionIs(before.version)}
+	after.version, err = m.store.Commit(ctx, batch...)
+	if err == nil {
+		m.now.Store(after)
+		m.queue.moved(own, len(found)-len(own))
+		return len(found), nil
+	}
+	return 0, m.failed(ctx, before, err)
+}
+
+const entryWrite = 1
+
+func (m *sequencer) entryWrites(batch []store.Write, e *Event, index int64, leaf []byte, hash tlog.Hash) []store.Write {
+	key := m.entryKey(index)
+	where := location{log: m.id, index: index, check: checkOf(hash)}
+	batch = append(batch,
+		store.Write{Key: key, Value: m.sealer.Seal(make([]byte, 0, len(leaf)+64), leaf, key)},
+		store.Write{Key: m.idKey(e.Workflow, e.ID), Value: where.encode()},
+	)
+	if e.Workflow != "" {
+		batch = append(batch, store.Write{Key: m.workflowKey(e.Workflow, m.id, index)})
+	}
+	return batch
+}
+
+// failed finds out what a failed commit left. If another process moved the log on, this
+// one continues from there, provided that the tree extends the one that it knew.
+func (m *sequencer) failed(ctx context.Context, before *state, failure error) error {
+	lost := (*store.Conflict)(nil)
+	if !errors.As(failure, &lost) && !errors.Is(failure, store.ErrUnknown) {
+		return failure
+	}
+	found, err := m.load(ctx)
+	if err != nil {
+		return err
+	}
+	if err := found.contains(ctx, m.logStore, &before.head); err != nil {
+		return err
+	}
+	if lost != nil && found.version == before.version {
+		return fmt.Errorf("%w: something stands in the way of entry %d", ErrTampered, before.size)
+	}
+	if found.version == before.version {
+		return failure // it did not land
+	}
+	m.now.Store(found)
+	m.queue.overtake()
+	m.rescan = true
+	return nil
 }

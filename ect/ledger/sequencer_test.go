@@ -53,14 +53,8 @@ func TestManyProducers(t *testing.T) {
 		t.Errorf("of each contended id one must win: %d won, %d were refused", won.Load(), refused.Load())
 	}
 	for p := range producers { // receipts while it runs
-		e, err := l.Wait(t.Context(), testEvent(each-1).Workflow, fmt.Sprintf("%d-%d", p, each-1))
-		if err != nil {
-			t.Fatal(err)
-		}
-		r, err := l.Receipt(t.Context(), e.Index)
-		if err != nil {
-			t.Fatal(err)
-		}
+		e := must(l.Wait(t.Context(), testEvent(each-1).Workflow, fmt.Sprintf("%d-%d", p, each-1)))(t)
+		r := must(l.Receipt(t.Context(), e.Index))(t)
 		if _, err := r.Check(e.Leaf, testOrigin, testKeys); err != nil {
 			t.Error(err)
 		}
@@ -68,7 +62,7 @@ func TestManyProducers(t *testing.T) {
 	if err := l.Close(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if b := l.Backlog(); b.Entries != 0 || b.Age != 0 {
+	if b := l.queue.backlog(); b.Entries != 0 || b.Age != 0 {
 		t.Errorf("left behind: %+v", b)
 	}
 	mustVerify(t, l)
@@ -77,10 +71,7 @@ func TestManyProducers(t *testing.T) {
 	}
 	next := make([]int, producers)
 	for i := range l.Head().Size {
-		e, err := l.Entry(t.Context(), i)
-		if err != nil {
-			t.Fatal(err)
-		}
+		e := must(l.Entry(t.Context(), i))(t)
 		var p, n int
 		if e.Workflow == "contended" {
 			continue
@@ -98,11 +89,8 @@ func TestOneCommit(t *testing.T) {
 	l := mustOpen(t, testOptions(mem))
 	change := store.Write{Key: []byte("x"), Value: []byte("1"), If: store.Absent()}
 	for i, want := range []error{nil, ErrDuplicate} {
-		p, err := l.Record(testEvent(0))
-		if err != nil {
-			t.Fatal(err)
-		}
-		_, err = mem.Commit(t.Context(), append([]store.Write{{Key: []byte{byte('a' + i)}}}, p.Writes()...)...)
+		p := must(l.Record(testEvent(0)))(t)
+		_, err := mem.Commit(t.Context(), append([]store.Write{{Key: []byte{byte('a' + i)}}}, p.Writes()...)...)
 		if err := p.Done(err); !errors.Is(err, want) {
 			t.Errorf("attempt %d: %v", i, err)
 		}
@@ -111,11 +99,8 @@ func TestOneCommit(t *testing.T) {
 		t.Error("the change of a refused event landed")
 	}
 	for i := range 2 { // the change is refused the second time, and the event with it
-		p, err := l.Record(testEvent(1 + i))
-		if err != nil {
-			t.Fatal(err)
-		}
-		_, err = mem.Commit(t.Context(), append([]store.Write{change}, p.Writes()...)...)
+		p := must(l.Record(testEvent(1 + i)))(t)
+		_, err := mem.Commit(t.Context(), append([]store.Write{change}, p.Writes()...)...)
 		err = p.Done(err)
 		if lost := (*store.Conflict)(nil); i == 1 && (!errors.As(err, &lost) || errors.Is(err, ErrDuplicate)) {
 			t.Errorf("the conflict is not the caller's own: %v", err)
@@ -125,7 +110,7 @@ func TestOneCommit(t *testing.T) {
 	if got := l.Head().Size; got != 2 {
 		t.Errorf("%d events instead of 2", got)
 	}
-	if b := l.Backlog(); b.Entries != 0 {
+	if b := l.queue.backlog(); b.Entries != 0 {
 		t.Errorf("what did not land is waited for: %+v", b)
 	}
 }
@@ -135,14 +120,11 @@ func TestOneCommit(t *testing.T) {
 func TestLateLanding(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	l := mustOpen(t, testOptions(mem))
-	slow, err := l.Record(testEvent(0))
-	if err != nil {
-		t.Fatal(err)
-	}
+	slow := must(l.Record(testEvent(0)))(t)
 	appendEvents(t, l, 1, 3)
 	drain(t, l)
-	m := mover{Log: l} // one that does not look at everything
-	_, err = mem.Commit(t.Context(), slow.Writes()...)
+	m := sequencer{Log: l} // without a scan of the outbox
+	_, err := mem.Commit(t.Context(), slow.Writes()...)
 	if err := slow.Done(err); err != nil {
 		t.Fatal(err)
 	}
@@ -174,13 +156,13 @@ func (s *gated) Commit(ctx context.Context, batch ...store.Write) (store.Version
 }
 
 // TestBacklogBounds: with as many events waiting as allowed, or one that waits too
-// long, claims wait; they go on when the sequencer has caught up, and are told when it
+// long, claims wait; they go on when the sequencer has caught up, and get an error when it
 // never will.
 func TestBacklogBounds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &gated{Store: memory.New(memory.Options{}), open: make(chan struct{})}
 		o := testOptions(g)
-		o.MaxBacklog, o.MaxAge, o.Gather = 5, time.Minute, time.Millisecond
+		o.MaxBacklog, o.MaxAge, o.BatchDelay = 5, time.Minute, time.Millisecond
 		l := mustOpen(t, o)
 		l.Start()
 		admitted := func() bool {
@@ -196,7 +178,7 @@ func TestBacklogBounds(t *testing.T) {
 		if admitted() {
 			t.Error("admitted over the bound of entries")
 		}
-		if b := l.Backlog(); b.Entries != 5 || b.Age < time.Second || b.Age > 10*time.Second {
+		if b := l.queue.backlog(); b.Entries != 5 || b.Age < time.Second || b.Age > 10*time.Second {
 			t.Errorf("%+v", b)
 		}
 		waiting := make(chan error)
@@ -207,7 +189,7 @@ func TestBacklogBounds(t *testing.T) {
 			t.Error(err)
 		}
 		synctest.Wait()
-		if b := l.Backlog(); b.Entries != 0 || b.Age != 0 {
+		if b := l.queue.backlog(); b.Entries != 0 || b.Age != 0 {
 			t.Errorf("%+v", b)
 		}
 		g.open = make(chan struct{}) // the sequencer sleeps
@@ -227,7 +209,7 @@ func TestBacklogBounds(t *testing.T) {
 			t.Errorf("closed with events left: %v", err)
 		}
 		if err := <-waiting; !errors.Is(err, ErrClosed) {
-			t.Errorf("who waits at the end is told %v", err)
+			t.Errorf("a waiter at the end gets %v", err)
 		}
 		if _, err := l.Record(testEvent(9)); !errors.Is(err, ErrClosed) {
 			t.Errorf("recorded behind the end: %v", err)
@@ -235,7 +217,7 @@ func TestBacklogBounds(t *testing.T) {
 
 		// What was left counts for the next life, until it is moved.
 		next := mustOpen(t, o)
-		if b := next.Backlog(); b.Entries != 1 {
+		if b := next.queue.backlog(); b.Entries != 1 {
 			t.Errorf("%+v", b)
 		}
 		close(g.open)
@@ -246,14 +228,14 @@ func TestBacklogBounds(t *testing.T) {
 		if err := next.Close(t.Context()); err != nil {
 			t.Error(err)
 		}
-		if b := next.Backlog(); b.Entries != 0 {
+		if b := next.queue.backlog(); b.Entries != 0 {
 			t.Errorf("%+v", b)
 		}
 	})
 }
 
-// TestStoreDown: while the store takes nothing the events wait; nothing is lost, and
-// the sequencer goes on by itself.
+// TestStoreDown: while commits fail the events wait; the sequencer retries, and nothing is
+// lost.
 func TestStoreDown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		down := &failing{Store: memory.New(memory.Options{})}
@@ -288,31 +270,22 @@ func (s *failing) Commit(ctx context.Context, batch ...store.Write) (store.Versi
 	return s.Store.Commit(ctx, batch...)
 }
 
-// moody signs as its mood is.
-type moody struct {
-	sign func(Event) ([]byte, error)
-}
-
-func (m *moody) Sign(_ context.Context, e Event) ([]byte, error) { return m.sign(e) }
-
-// TestSigner: an event that cannot be signed for now holds those behind it up and
-// nothing before it; one that never can goes into the tree as it is, marked.
+// TestSigner: a temporary failure blocks later events only; a refused event goes into the
+// tree unsigned.
 func TestSigner(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	o := testOptions(mem)
 	away := errors.New("the key is away")
-	signer := &moody{}
-	o.Signer = signer
+	var sign func(Event) ([]byte, error)
+	o.Sign = func(_ context.Context, e Event) ([]byte, error) { return sign(e) }
 	l := mustOpen(t, o)
 	for n := range 6 {
 		e := testEvent(n)
 		e.Unsigned = n != 0
-		if err := l.Append(t.Context(), []Event{e}); err != nil {
-			t.Fatal(err)
-		}
+		mustAppend(t, l, e)
 	}
 	calls := map[string]int{}
-	signer.sign = func(e Event) ([]byte, error) {
+	sign = func(e Event) ([]byte, error) {
 		calls[e.ID]++
 		if e.ID == "id-3" {
 			return nil, away
@@ -325,7 +298,7 @@ func TestSigner(t *testing.T) {
 	if l.Head().Size != 3 || calls["id-4"] != 0 {
 		t.Errorf("%d entries, calls %v", l.Head().Size, calls)
 	}
-	signer.sign = func(e Event) ([]byte, error) {
+	sign = func(e Event) ([]byte, error) {
 		switch e.ID {
 		case "id-3":
 			return nil, fmt.Errorf("no such claim: %w", ErrRefused)
@@ -346,14 +319,13 @@ func TestSigner(t *testing.T) {
 	}
 	mustVerify(t, l)
 
-	o.Signer = nil
+	o.Sign = nil
 	if _, err := mustOpen(t, o).Record(Event{ID: "u", Payload: []byte("p"), Unsigned: true}); !errors.Is(err, ErrInvalid) {
 		t.Errorf("unsigned without a signer: %v", err)
 	}
 }
 
-// TestDamagedWaiting: an event that does not open is left for those who look into it;
-// the others go on, many damaged ones in front of them or not.
+// TestDamagedWaiting: events that do not open stay in the outbox and do not block later ones.
 func TestDamagedWaiting(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	l := mustOpen(t, testOptions(mem))
@@ -442,17 +414,14 @@ func (r *rotating) Open(dst, sealed, name []byte) ([]byte, error) {
 	return r.Ring.Open(dst, sealed[1:], name)
 }
 
-// TestAbandonedTickets: whoever never says what came of a commit costs bounded memory,
-// and hides nothing: the event is found by the next look at everything.
+// TestAbandonedTickets: tickets without a Done cost bounded memory, and the next scan finds
+// their events.
 func TestAbandonedTickets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		mem := memory.New(memory.Options{})
 		l := mustOpen(t, testOptions(mem))
 		l.Start()
-		p, err := l.Record(testEvent(0))
-		if err != nil {
-			t.Fatal(err)
-		}
+		p := must(l.Record(testEvent(0)))(t)
 		for range maxOpen + 10 {
 			if _, err := l.queue.open(new(Event)); err != nil {
 				t.Fatal(err)
@@ -470,7 +439,7 @@ func TestAbandonedTickets(t *testing.T) {
 		if err := p.Done(nil); err != nil { // late, and of no consequence
 			t.Error(err)
 		}
-		if b := l.Backlog(); b.Entries != 0 {
+		if b := l.queue.backlog(); b.Entries != 0 {
 			t.Errorf("%+v", b)
 		}
 		if err := l.Close(t.Context()); err != nil {
@@ -479,8 +448,8 @@ func TestAbandonedTickets(t *testing.T) {
 	})
 }
 
-// TestVerifyInUse: while events come and are pruned, nothing is called wrong that is
-// not, and every export holds.
+// TestVerifyInUse: concurrent events and prunings cause no false faults, and every export
+// verifies.
 func TestVerifyInUse(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	l := mustStart(t, testOptions(mem))
@@ -517,16 +486,13 @@ func TestVerifyInUse(t *testing.T) {
 		}
 		r, err := l.Verify(t.Context())
 		if err == nil {
-			err = r.Err()
+			err = faultsOf(&r)
 		}
 		if err != nil {
 			t.Fatalf("look %d: %v%s", n, err, allFaults(&r))
 		}
 		var b bytes.Buffer
-		head, err := l.Export(t.Context(), &b)
-		if err != nil {
-			t.Fatal(err)
-		}
+		head := must(l.Export(t.Context(), &b))(t)
 		if x, err := VerifyExport(&b, testOrigin, testKeys, nil, head, r.Head); err != nil || x.Head.Size < r.Head.Size {
 			t.Fatalf("look %d: %v", n, err)
 		}
@@ -534,14 +500,14 @@ func TestVerifyInUse(t *testing.T) {
 	wg.Wait()
 }
 
-// TestBacklogOfOthers: what another life left counts, and less with each move.
+// TestBacklogOfOthers: events of an earlier process count until they are moved.
 func TestBacklogOfOthers(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	appendEvents(t, mustOpen(t, testOptions(mem)), 0, 2*maxMoved+5)
 	l := mustOpen(t, testOptions(mem))
-	m := mover{Log: l, all: true}
+	m := sequencer{Log: l, rescan: true}
 	for _, want := range []int{2*maxMoved + 5, maxMoved + 5, 5, 0} {
-		if b := l.Backlog(); b.Entries != want {
+		if b := l.queue.backlog(); b.Entries != want {
 			t.Errorf("%d wait instead of %d", b.Entries, want)
 		}
 		if _, err := m.move(t.Context()); err != nil {
@@ -550,20 +516,20 @@ func TestBacklogOfOthers(t *testing.T) {
 	}
 }
 
-// TestMovedByOthers: what another process moved into the tree is not waited for; what
-// landed while the sequencer looked is.
+// TestMovedByOthers: events that another process moved are not waited for; those that landed
+// during the scan are.
 func TestMovedByOthers(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	a, b := mustOpen(t, testOptions(mem)), mustOpen(t, testOptions(mem))
 	appendEvents(t, a, 0, 3)
 	drain(t, b)
-	if got := a.Backlog().Entries; got != 3 {
+	if got := a.queue.backlog().Entries; got != 3 {
 		t.Errorf("%d wait as far as a can know, instead of 3", got)
 	}
-	look := a.queue.look()
+	scan := a.queue.beginScan()
 	appendEvents(t, a, 3, 4) // the scan that began before need not have seen it
-	a.queue.looked(look, nil, 0)
-	if got := a.Backlog().Entries; got != 1 {
+	a.queue.endScan(scan, nil, 0)
+	if got := a.queue.backlog().Entries; got != 1 {
 		t.Errorf("%d wait instead of 1", got)
 	}
 }

@@ -1,10 +1,21 @@
 package ledger
 
 import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
 	"math/bits"
 	"slices"
+	"strconv"
+	"strings"
+	"time"
 
+	"golang.org/x/mod/sumdb/note"
 	"golang.org/x/mod/sumdb/tlog"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 const (
@@ -12,16 +23,16 @@ const (
 	tileWidth  = 1 << tileHeight
 )
 
-// frontier is what of a tree is needed to add leaves and to know its root: the roots
-// of the complete subtrees along its right edge.
-type frontier struct {
+// merkleState is what is needed to add leaves and to compute the root: the roots of the
+// complete subtrees along the right edge.
+type merkleState struct {
 	size  int64
-	nodes []tlog.Hash // by height; counts where that bit of size is set
+	nodes []tlog.Hash // by height; valid where that bit of size is set
 }
 
-// add adds a leaf. node, if any, gets the roots of the subtrees that it completes,
-// with their heights, from the smallest.
-func (f *frontier) add(h tlog.Hash, node func(height int, h tlog.Hash)) {
+// add adds a leaf. node, if any, gets the roots of the subtrees that it completes with
+// their heights, the smallest first.
+func (f *merkleState) add(h tlog.Hash, node func(height int, h tlog.Hash)) {
 	height := 0
 	for n := f.size; n&1 == 1; n >>= 1 {
 		h = tlog.NodeHash(f.nodes[height], h)
@@ -38,7 +49,7 @@ func (f *frontier) add(h tlog.Hash, node func(height int, h tlog.Hash)) {
 }
 
 // root is the tree's hash.
-func (f *frontier) root() tlog.Hash {
+func (f *merkleState) root() tlog.Hash {
 	if f.size == 0 {
 		root, _ := tlog.TreeHash(0, nil) // the empty tree's; reads nothing
 		return root
@@ -53,50 +64,49 @@ func (f *frontier) root() tlog.Hash {
 	return h
 }
 
-// rootOf is the hash of a tree of these leaves.
+// rootOf is the root of a tree of these leaves.
 func rootOf(hashes []tlog.Hash) tlog.Hash {
-	var f frontier
+	var f merkleState
 	for i := range hashes {
 		f.add(hashes[i], nil)
 	}
 	return f.root()
 }
 
-// tree is a tree of which the unfinished tiles are at hand. What a tree holds is never
-// changed, only added to, so that its copies share it.
+// tree also has the unfinished tiles. Hashes are only appended, so that clones share them.
 type tree struct {
-	frontier
+	merkleState
 	edge [][]tlog.Hash // by level: the hashes of the tile that is not full yet
 }
 
 func (t *tree) clone() *tree {
 	return &tree{
-		frontier: frontier{size: t.size, nodes: slices.Clone(t.nodes)},
-		edge:     slices.Clone(t.edge),
+		merkleState: merkleState{size: t.size, nodes: slices.Clone(t.nodes)},
+		edge:        slices.Clone(t.edge),
 	}
 }
 
-// tile is one that must be stored.
+// tile is one to be stored.
 type tile struct {
 	level  int
 	n      int64
 	hashes []tlog.Hash
 }
 
-// add adds a leaf and appends the tiles that came to be stored by it to tiles: those
-// that became full, and above them the one that is not full yet.
+// add adds a leaf and appends the tiles to be stored: those that became full, and the
+// unfinished one above them.
 func (t *tree) add(leaf tlog.Hash, tiles []tile) []tile {
 	t.push(0, leaf)
-	t.frontier.add(leaf, func(height int, h tlog.Hash) {
+	t.merkleState.add(leaf, func(height int, h tlog.Hash) {
 		if height%tileHeight != 0 {
 			return
 		}
 		level := height / tileHeight
 		full := level - 1
 		if last := len(tiles) - 1; last >= 0 && tiles[last].level == full {
-			tiles = tiles[:last] // it was taken for unfinished a moment ago
+			tiles = tiles[:last] // it has become full
 		}
-		n := t.size >> height // its last leaf is being added
+		n := t.size >> height // without the leaf being added
 		tiles = append(tiles, tile{full, n, t.edge[full]})
 		t.edge[full] = nil
 		t.push(level, h)
@@ -115,12 +125,12 @@ func (t *tree) push(level int, h tlog.Hash) {
 	t.edge[level] = append(t.edge[level], h)
 }
 
-// restore makes the tree whose unfinished tiles are edge, by level.
+// restore makes the tree with these unfinished tiles, by level.
 func restore(edge [][]tlog.Hash) *tree {
 	t := &tree{edge: edge}
 	t.nodes = make([]tlog.Hash, len(edge)*tileHeight)
 	for level, hashes := range edge {
-		var f frontier
+		var f merkleState
 		for i := range hashes {
 			f.add(hashes[i], nil)
 		}
@@ -128,4 +138,296 @@ func restore(edge [][]tlog.Hash) *tree {
 		t.size += f.size << (level * tileHeight)
 	}
 	return t
+}
+
+// state is an immutable snapshot of a log in the store.
+type state struct {
+	*tree
+	head     Head
+	version  store.Version // of the head; 0 where there is none
+	recorded time.Time     // of the last entry
+}
+
+// loadAttempts bounds how often a read restarts because another process extended the log.
+const loadAttempts = 10
+
+// load reads the state of the log and checks it against its signed head.
+func (s *logStore) load(ctx context.Context) (*state, error) {
+	var err error
+	for range loadAttempts {
+		var found *state
+		var moved bool
+		if found, moved, err = s.tryLoad(ctx); err == nil || !moved {
+			return found, err
+		}
+	}
+	return nil, err
+}
+
+// tryLoad also reports whether the log moved on meanwhile, so that the parts do not match.
+func (s *logStore) tryLoad(ctx context.Context) (found *state, moved bool, err error) {
+	head, version, err := s.storedHead(ctx)
+	if err != nil {
+		return nil, false, err
+	}
+	found, err = s.build(ctx, head)
+	if err == nil {
+		err = s.nothingAbove(ctx, head.Size)
+	}
+	if err == nil {
+		found.version = version
+		return found, false, nil
+	}
+	_, after, headErr := s.storedHead(ctx)
+	return nil, headErr == nil && after != version, err
+}
+
+// storedHead is the head in the store; the zero version says none.
+func (s *logStore) storedHead(ctx context.Context) (Head, store.Version, error) {
+	found, err := s.store.Get(ctx, s.headKey())
+	if errors.Is(err, store.ErrNotFound) {
+		return Head{Origin: s.origin}, 0, nil
+	}
+	if err != nil {
+		return Head{}, 0, err
+	}
+	head, err := ParseHead(found.Value, s.origin, s.keys)
+	if err != nil {
+		return Head{}, 0, fmt.Errorf("%w: the signed head: %w", ErrTampered, err)
+	}
+	return head, found.Version, nil
+}
+
+// build makes the tree of head from the unfinished tiles.
+func (s *logStore) build(ctx context.Context, head Head) (*state, error) {
+	found := &state{head: head}
+	var edge [][]tlog.Hash
+	first := head.Size &^ (tileWidth - 1)
+	bottom := make([]tlog.Hash, 0, tileWidth)
+	for i := first; i < head.Size; i++ {
+		e, err := s.read(ctx, s.id, i)
+		if errors.Is(err, store.ErrNotFound) {
+			return nil, fmt.Errorf("%w: entry %d is missing", ErrTampered, i)
+		}
+		if err != nil {
+			return nil, err
+		}
+		bottom = append(bottom, tlog.RecordHash(e.Leaf))
+		found.recorded = e.Recorded
+	}
+	for level := 0; head.Size>>(level*tileHeight) != 0; level++ {
+		if level == 0 {
+			edge = append(edge, bottom)
+			continue
+		}
+		n := head.Size >> (level * tileHeight)
+		width := int(n & (tileWidth - 1))
+		if width == 0 {
+			edge = append(edge, nil)
+			continue
+		}
+		hashes, err := s.storedTile(ctx, level, n>>tileHeight)
+		if err != nil {
+			return nil, err
+		}
+		if len(hashes) != width {
+			return nil, fmt.Errorf("%w: tile %d of level %d has %d hashes instead of %d", ErrTampered, n>>tileHeight, level, len(hashes), width)
+		}
+		edge = append(edge, hashes)
+	}
+	found.tree = restore(edge)
+	if found.recorded.IsZero() && head.Size > 0 {
+		e, err := s.read(ctx, s.id, head.Size-1)
+		switch {
+		case err == nil:
+			found.recorded = e.Recorded
+		case !errors.Is(err, store.ErrNotFound): // pruned: long ago
+			return nil, err
+		}
+	}
+	if head.Note != nil && found.root() != head.Root {
+		return nil, fmt.Errorf("%w: the entries do not fit the signed head of size %d", ErrTampered, head.Size)
+	}
+	return found, nil
+}
+
+// nothingAbove checks that no entry is stored beyond the end of the tree.
+func (s *logStore) nothingAbove(ctx context.Context, size int64) error {
+	for e, err := range s.store.Scan(ctx, s.entries(size, 1)) {
+		if err != nil {
+			return err
+		}
+		return fmt.Errorf("%w: entry %d stands behind the signed head of size %d", ErrTampered, indexIn(e.Key), size)
+	}
+	return nil
+}
+
+// entries is the range of the entries from an index on.
+func (s *logStore) entries(from int64, limit int) store.Range {
+	r := store.Prefix(logKey(spaceEntry, s.id, 0))
+	r.From, r.Limit = s.entryKey(from), limit
+	return r
+}
+
+// contains checks that the tree extends that of an earlier head.
+func (s *state) contains(ctx context.Context, on *logStore, known *Head) error {
+	if known.Origin != on.origin {
+		return fmt.Errorf("%w: a head of the log %q", ErrProof, known.Origin)
+	}
+	if known.Size > s.size {
+		return fmt.Errorf("%w: it has %d entries and had %d", ErrTampered, s.size, known.Size)
+	}
+	root := s.root()
+	if known.Size != s.size {
+		var err error
+		if root, err = tlog.TreeHash(known.Size, s.hashes(ctx, on)); err != nil {
+			return err
+		}
+	}
+	if root != known.Root {
+		return fmt.Errorf("%w: its first %d entries are not those of the head of that size", ErrTampered, known.Size)
+	}
+	return nil
+}
+
+// hashes reads the tree's hashes and proves each against the root.
+func (s *state) hashes(ctx context.Context, on *logStore) tlog.HashReader {
+	return tlog.TileHashReader(tlog.Tree{N: s.size, Hash: s.root()}, &tiles{ctx: ctx, on: on, state: s})
+}
+
+// tiles implements tlog.TileReader for a state.
+type tiles struct {
+	ctx    context.Context
+	on     *logStore
+	state  *state
+	failed error // of the store
+}
+
+// Height is that of a tile, in levels.
+func (t *tiles) Height() int { return tileHeight }
+
+// SaveTiles does nothing: the tiles come from the store.
+func (t *tiles) SaveTiles([]tlog.Tile, [][]byte) {}
+
+// ReadTiles reads tiles from the state or the store.
+func (t *tiles) ReadTiles(wanted []tlog.Tile) ([][]byte, error) {
+	data := make([][]byte, len(wanted))
+	for i, w := range wanted {
+		hashes, err := t.read(w.L, w.N)
+		if err != nil {
+			t.failed = err
+			return nil, err
+		}
+		if len(hashes) < w.W {
+			return nil, fmt.Errorf("%w: tile %d of level %d has %d hashes, %d are needed", ErrTampered, w.N, w.L, len(hashes), w.W)
+		}
+		data[i] = joinHashes(hashes[:w.W])
+	}
+	return data, nil
+}
+
+func (t *tiles) read(level int, n int64) ([]tlog.Hash, error) {
+	if n == t.state.size>>((level+1)*tileHeight) && level < len(t.state.edge) {
+		return t.state.edge[level], nil
+	}
+	return t.on.storedTile(t.ctx, level, n)
+}
+
+// MaxHead is the longest signed head, in bytes.
+const MaxHead = 16 << 10
+
+// Head is the signed state of a log at one size.
+type Head struct {
+	// Origin names the log.
+	Origin string
+	// Size is the number of entries.
+	Size int64
+	// Root is the hash of the tree of that size.
+	Root tlog.Hash
+	// Note is the signed note that says so.
+	Note []byte
+}
+
+// headText is a head without its signature: three lines, as in the checkpoints of other
+// transparency logs.
+func headText(origin string, size int64, root tlog.Hash) string {
+	return fmt.Sprintf("%s\n%d\n%s\n", origin, size, root)
+}
+
+// ParseHead opens the signed head of the log called origin: one of keys must have signed
+// it. It accepts only what the log's owner would write. The error is ErrProof.
+func ParseHead(msg []byte, origin string, keys note.Verifiers) (Head, error) {
+	n, err := openNote(msg, keys)
+	if err != nil {
+		return Head{}, err
+	}
+	h, err := parseHeadText(n.Text)
+	if err != nil {
+		return Head{}, err
+	}
+	if h.Origin != origin {
+		return Head{}, fmt.Errorf("%w: a head of the log %q", ErrProof, h.Origin)
+	}
+	h.Note = bytes.Clone(msg)
+	return h, nil
+}
+
+// openNote opens a note of at most MaxHead bytes whose signatures have their one spelling.
+// The error is ErrProof.
+func openNote(msg []byte, keys note.Verifiers) (*note.Note, error) {
+	if len(msg) > MaxHead {
+		return nil, fmt.Errorf("%w: a note of %d bytes, at most %d", ErrProof, len(msg), MaxHead)
+	}
+	n, err := note.Open(msg, keys)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrProof, err)
+	}
+	if !strictSignatures(string(msg[len(n.Text):])) {
+		return nil, fmt.Errorf("%w: malformed signatures", ErrProof)
+	}
+	return n, nil
+}
+
+func parseHeadText(text string) (Head, error) {
+	lines := strings.Split(text, "\n")
+	if len(lines) != 4 {
+		return Head{}, fmt.Errorf("%w: not the text of a head", ErrProof)
+	}
+	size, err := strconv.ParseInt(lines[1], 10, 64)
+	if err != nil || size < 0 {
+		return Head{}, fmt.Errorf("%w: not a size", ErrProof)
+	}
+	root, err := tlog.ParseHash(lines[2])
+	if err != nil {
+		return Head{}, fmt.Errorf("%w: not a root", ErrProof)
+	}
+	if headText(lines[0], size, root) != text {
+		return Head{}, fmt.Errorf("%w: a head spelt in another way", ErrProof)
+	}
+	return Head{Origin: lines[0], Size: size, Root: root}, nil
+}
+
+// strictSignatures checks the signatures of a note for their one spelling: package note
+// accepts several.
+func strictSignatures(s string) bool {
+	rest, ok := strings.CutPrefix(s, "\n")
+	rest, whole := strings.CutSuffix(rest, "\n")
+	if !ok || !whole {
+		return false
+	}
+	for line := range strings.SplitSeq(rest, "\n") {
+		at := strings.LastIndexByte(line, ' ')
+		if at < 0 {
+			return false
+		}
+		if _, err := base64.StdEncoding.Strict().DecodeString(line[at+1:]); err != nil {
+			return false
+		}
+	}
+	return true
+}
+
+// noteText is the text of an unopened note; empty for what is no note.
+func noteText(msg []byte) string {
+	return string(msg[:bytes.LastIndex(msg, []byte("\n\n"))+1])
 }

@@ -1,16 +1,18 @@
 package ledger
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"math"
 
 	"golang.org/x/mod/sumdb/tlog"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Fault is one thing that is not as it was written.
+// Fault is one alteration.
 type Fault struct {
 	// Index is the entry that it concerns, or the first of several; -1 is none.
 	Index int64
@@ -18,76 +20,38 @@ type Fault struct {
 	What string
 }
 
-func (f Fault) String() string {
-	if f.Index < 0 {
-		return f.What
-	}
-	return fmt.Sprintf("entry %d: %s", f.Index, f.What)
-}
-
 // maxFaults is the largest number of faults of one report.
 const maxFaults = 1000
 
 // Report is what Verify found.
 type Report struct {
-	// Head is the signed head that stands in the store.
+	// Head is the signed head in the store.
 	Head Head
-	// Entries, Pruned and Waiting count the entries that are there, those that were
-	// pruned, and the events that wait for the sequencer.
+	// Entries, Pruned and Waiting count the present entries, the pruned ones, and the
+	// events that wait for the sequencer.
 	Entries, Pruned, Waiting int64
-	// Vouchers are the keys that vouched for what was pruned, of which each entry is
-	// counted once.
+	// Vouchers are the keys that signed what was pruned, each entry counted once.
 	Vouchers []Voucher
-	// Faults are the first 1,000 things that are wrong; Count is the number of all.
+	// Faults are the first 1,000 alterations; Count is the number of all.
 	Faults []Fault
 	Count  int
 }
 
-// Err is nil for a log without faults, else ErrTampered with the first of them.
-func (r *Report) Err() error {
-	if r.Count == 0 {
-		return nil
-	}
-	return fmt.Errorf("%w: %d faults: %s", ErrTampered, r.Count, r.Faults[0])
-}
-
-// Verify reads the whole log from the store and names what is not as it was written:
-// every entry against its hash and its place, every stored hash against those below
-// it, the root against the signed head, the indexes against the entries. known are
-// heads that were seen before: the tree must have grown out of each of them.
-//
-// An error says that the store did not answer; what is wrong is in the report.
-func (l *Log) Verify(ctx context.Context, known ...Head) (Report, error) {
-	l.pruning.Lock()
-	defer l.pruning.Unlock()
-	known = append([]Head{l.Head()}, known...)
-	return l.verify(ctx, append(known, l.options.Known...))
-}
-
-// Verify is Log.Verify for a log that is not open, and may not open any more. It
-// writes nothing, and needs no signer.
-func Verify(ctx context.Context, o Options, known ...Head) (Report, error) {
-	if err := o.complete(); err != nil {
-		return Report{}, err
-	}
-	return newShelf(&o).verify(ctx, append(known, o.Known...))
-}
-
 // verifier walks through a log once.
 type verifier struct {
-	*shelf
+	*logStore
 	ctx    context.Context
 	report Report
-	signed bool // the head holds
-	tree   frontier
+	signed bool // the head is valid
+	tree   merkleState
 	known  []Head
 	roots  []tlog.Hash // of the full tiles of the level below
 	listed int64       // entries that must be in the workflows' index
 }
 
-func (s *shelf) verify(ctx context.Context, known []Head) (Report, error) {
-	v := &verifier{shelf: s, ctx: ctx, known: known}
-	steps := []func() error{v.head, v.entriesAndTiles, v.upperTiles, v.end, v.accounts, v.workflows, v.outbox}
+func (s *logStore) verify(ctx context.Context, known []Head) (Report, error) {
+	v := &verifier{logStore: s, ctx: ctx, known: known}
+	steps := []func() error{v.head, v.entriesAndTiles, v.upperTiles, v.end, v.locations, v.workflows, v.outbox}
 	for _, step := range steps {
 		if err := step(); err != nil {
 			return v.report, err
@@ -103,8 +67,8 @@ func (v *verifier) fault(index int64, format string, args ...any) {
 	}
 }
 
-// head reads the head. Without one that holds, the log is as long as its last entry
-// says, so that the rest can be looked at all the same.
+// head reads the head. Without a valid one the log is taken to end with its last entry, so
+// that the rest can be checked.
 func (v *verifier) head() error {
 	head, version, err := v.storedHead(v.ctx)
 	switch {
@@ -126,8 +90,8 @@ func (v *verifier) head() error {
 	return nil
 }
 
-// guessSize takes the log to be as long as its last entry says, unless that is out of
-// all proportion to what is there.
+// guessSize derives the size from the last entry, unless that is out of proportion to the
+// number of entries.
 func (v *verifier) guessSize() error {
 	last, there := int64(0), int64(0)
 	for e, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spaceEntry, v.id, 0))) {
@@ -153,7 +117,7 @@ func (v *verifier) guessSize() error {
 func (v *verifier) entriesAndTiles() error {
 	size := v.report.Head.Size
 	for n := int64(0); n<<tileHeight < size; n++ {
-		t := leaves{v: v, first: n << tileHeight, n: n, width: min(tileWidth, size-n<<tileHeight)}
+		t := leafTile{v: v, first: n << tileHeight, n: n, width: min(tileWidth, size-n<<tileHeight)}
 		if err := t.verify(); err != nil {
 			return err
 		}
@@ -172,7 +136,7 @@ func (v *verifier) upperTiles() error {
 			if err != nil {
 				return err
 			}
-			// A log that is in use may have more by now.
+			// A log in use may have more by now.
 			if len(stored) < len(want) || len(stored) > tileWidth {
 				v.fault(int64(n)<<((level+1)*tileHeight), "the stored hashes of level %d from here on are missing", level)
 			}
@@ -191,7 +155,7 @@ func (v *verifier) upperTiles() error {
 	return nil
 }
 
-// leaf takes the next leaf hash into the tree.
+// leaf adds the next leaf hash to the tree.
 func (v *verifier) leaf(h tlog.Hash) {
 	v.compareKnown()
 	v.tree.add(h, nil)
@@ -205,7 +169,7 @@ func (v *verifier) compareKnown() {
 	}
 }
 
-// end compares the whole tree with the heads, and looks behind its end.
+// end compares the whole tree with the heads, and looks for entries beyond its end.
 func (v *verifier) end() error {
 	v.compareKnown()
 	head := &v.report.Head
@@ -228,8 +192,7 @@ func (v *verifier) end() error {
 	return nil
 }
 
-// behind holds that an index which is not below the size of the head is one of a log
-// that has grown meanwhile.
+// behind allows an index beyond the head only if the log has grown meanwhile.
 func (v *verifier) behind(index int64, what string) error {
 	now, _, err := v.storedHead(v.ctx)
 	if errors.Is(err, ErrTampered) || err == nil && (index < 0 || now.Size <= index) {
@@ -237,4 +200,303 @@ func (v *verifier) behind(index int64, what string) error {
 		return nil
 	}
 	return err
+}
+
+// leafTile is one tile of level 0 with its entries.
+type leafTile struct {
+	v      *verifier
+	first  int64
+	n      int64
+	width  int64
+	marks  marks
+	next   int64 // the smallest KeepUntil of the present entries
+	stored []tlog.Hash
+	made   []tlog.Hash // from the entries, or stored for absent ones
+}
+
+func (t *leafTile) verify() error {
+	v := t.v
+	var err error
+	if t.marks, err = v.pruned(v.ctx, t.n); errors.Is(err, ErrTampered) {
+		v.fault(t.first, "%s", err)
+	} else if err != nil {
+		return err
+	}
+	if t.width == tileWidth {
+		if t.stored, err = v.storedTile(v.ctx, 0, t.n); err != nil {
+			return err
+		}
+		if len(t.stored) != tileWidth {
+			v.fault(t.first, "the stored hashes of the %d entries from here on are missing", tileWidth)
+			t.stored = nil
+		}
+	}
+	t.next = math.MaxInt64
+	if err := t.walk(); err != nil {
+		return err
+	}
+	if t.marks.next != 0 && t.marks.next != t.next {
+		v.fault(t.first, "the marks of what was pruned of the entries from here on do not fit")
+	}
+	for _, h := range t.made {
+		v.leaf(h)
+	}
+	if t.marks.by != "" && v.tree.root() != t.marks.root {
+		v.fault(t.first, "the note of what was pruned of the entries from here on is of another tree")
+	}
+	if t.width == tileWidth {
+		v.roots = append(v.roots, rootOf(t.made))
+	}
+	return nil
+}
+
+// walk reads the entries in their order.
+func (t *leafTile) walk() error {
+	index := t.first
+	r := t.v.entries(t.first, 0)
+	r.To = t.v.entryKey(t.first + t.width)
+	for found, err := range t.v.store.Scan(t.v.ctx, r) {
+		if err != nil {
+			return err
+		}
+		if len(found.Key) != logKeySize+indexEnd {
+			continue
+		}
+		for ; index < indexIn(found.Key); index++ {
+			t.absent(index)
+		}
+		if err := t.present(index, found.Key, found.Value); err != nil {
+			return err
+		}
+		index++
+	}
+	for ; index < t.first+t.width; index++ {
+		t.absent(index)
+	}
+	return nil
+}
+
+// storedHash is the hash of an entry in the tile, or zero.
+func (t *leafTile) storedHash(index int64) tlog.Hash {
+	if t.stored == nil {
+		return tlog.Hash{}
+	}
+	return t.stored[index-t.first]
+}
+
+func (t *leafTile) absent(index int64) {
+	t.made = append(t.made, t.storedHash(index))
+	if t.marks.has(index) {
+		t.v.report.Pruned++
+		(*vouchers)(&t.v.report.Vouchers).add(t.marks.by)
+		return
+	}
+	t.v.fault(index, "missing, and nobody vouches that it was pruned")
+}
+
+func (t *leafTile) present(index int64, key, sealed []byte) error {
+	v := t.v
+	v.report.Entries++
+	if t.marks.has(index) {
+		t.v.fault(index, "there, and marked as pruned")
+	}
+	leaf, err := v.sealer.Open(nil, sealed, key)
+	if err != nil {
+		t.v.fault(index, "does not open: %s", err)
+		t.made = append(t.made, t.storedHash(index))
+		return nil
+	}
+	hash := tlog.RecordHash(leaf)
+	t.made = append(t.made, hash)
+	if t.stored != nil && hash != t.stored[index-t.first] {
+		t.v.fault(index, "does not fit its stored hash")
+	}
+	e, err := decode(leaf)
+	if err != nil {
+		t.v.fault(index, "cannot be read")
+		return nil
+	}
+	if e.Index != index {
+		t.v.fault(index, "reordered: entry %d stands here", e.Index)
+	}
+	if !e.KeepUntil.IsZero() {
+		t.next = min(t.next, e.KeepUntil.UnixNano())
+	}
+	return t.indexes(index, &e, hash)
+}
+
+// indexes compares the index keys of an entry with it.
+func (t *leafTile) indexes(index int64, e *Entry, hash tlog.Hash) error {
+	v := t.v
+	at := location{log: v.id, index: index, check: checkOf(hash)}
+	if err := t.checkKey(index, v.idKey(e.Workflow, e.ID), at.encode(), "not to be found by its id", "does not fit what stands under its id"); err != nil || e.Workflow == "" {
+		return err
+	}
+	v.listed++
+	if err := t.checkKey(index, v.workflowKey(e.Workflow, v.id, index), nil, "not in its workflow's list", "its place in its workflow's list was altered"); err != nil {
+		return err
+	}
+	for _, key := range v.linkKeys(&e.Event, index) {
+		if err := t.checkKey(index, key, nil, "not to be found by what it follows from", "its place behind what it follows from was altered"); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (t *leafTile) checkKey(index int64, key, value []byte, missing, altered string) error {
+	found, err := t.v.store.Get(t.v.ctx, key)
+	switch {
+	case errors.Is(err, store.ErrNotFound):
+		t.v.fault(index, "%s", missing)
+	case err != nil:
+		return err
+	case !bytes.Equal(found.Value, value):
+		t.v.fault(index, "%s", altered)
+	}
+	return nil
+}
+
+// locations checks the index of ids.
+func (v *verifier) locations() error {
+	return v.index(spaceID, v.report.Entries, "an id leads here, ", "an id leads here that is not the entry's",
+		func(found store.Entry, first bool) (index int64, mine bool, err error) {
+			at, ok := decodeLocation(found.Value)
+			ok = ok && len(found.Key) == idKeySize
+			switch {
+			case !ok && first:
+				v.fault(-1, "what stands under an id cannot be read")
+			case ok && first && at.log == v.id && at.waiting:
+				err = v.waits(found.Key, at)
+			}
+			return at.index, ok && at.log == v.id && !at.waiting, err
+		},
+		func(e *Entry, _ int64) []byte { return v.idKey(e.Workflow, e.ID) })
+}
+
+// workflows checks the index of workflows.
+func (v *verifier) workflows() error {
+	return v.index(spaceWorkflow, v.listed, "stands in a workflow's list, ", "stands in the list of a workflow that is not its own",
+		func(found store.Entry, _ bool) (index int64, mine bool, err error) {
+			if len(found.Key) != 2+idHash+16 {
+				return 0, false, nil
+			}
+			return indexIn(found.Key), logID(found.Key[2+idHash:][:8]) == v.id, nil
+		},
+		func(e *Entry, index int64) []byte {
+			if e.Workflow == "" {
+				return nil
+			}
+			return v.workflowKey(e.Workflow, v.id, index)
+		})
+}
+
+// index looks for keys of this log that lead to no entry of theirs. If there are as many as
+// wanted, and each was found by its entry, there are none; only else the entries are read.
+// at is the index in a key; first is set on the first pass.
+func (v *verifier) index(kind byte, want int64, beyond, wrong string,
+	at func(found store.Entry, first bool) (index int64, mine bool, err error), key func(e *Entry, index int64) []byte,
+) error {
+	n := int64(0)
+	for found, err := range v.store.Scan(v.ctx, store.Prefix([]byte{space, kind})) {
+		if err != nil {
+			return err
+		}
+		index, mine, err := at(found, true)
+		if err == nil && mine && index >= v.report.Head.Size {
+			err = v.behind(index, beyond)
+		} else if mine {
+			n++
+		}
+		if err != nil {
+			return err
+		}
+	}
+	if n == want {
+		return nil
+	}
+	for found, err := range v.store.Scan(v.ctx, store.Prefix([]byte{space, kind})) {
+		if err != nil {
+			return err
+		}
+		index, mine, _ := at(found, false)
+		if !mine || index >= v.report.Head.Size {
+			continue
+		}
+		e, err := v.read(v.ctx, v.id, index)
+		if err := v.storeError(err); err != nil {
+			return err
+		}
+		if err != nil || !bytes.Equal(key(&e, index), found.Key) {
+			v.fault(index, "%s", wrong)
+		}
+	}
+	return nil
+}
+
+// storeError drops errors that say what the store holds.
+func (v *verifier) storeError(err error) error {
+	if errors.Is(err, store.ErrNotFound) || errors.Is(err, ErrTampered) {
+		return nil
+	}
+	return err
+}
+
+// waits checks that a waiting event is in the outbox.
+func (v *verifier) waits(key []byte, where location) error {
+	_, err := v.store.Get(v.ctx, v.outboxKey(where.ticket))
+	if !errors.Is(err, store.ErrNotFound) {
+		return err
+	}
+	now, err := v.store.Get(v.ctx, key)
+	if errors.Is(err, store.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if again, ok := decodeLocation(now.Value); ok && again == where {
+		v.fault(-1, "an event that waited for the sequencer is missing (ticket %d)", where.ticket.number)
+	}
+	return nil
+}
+
+// outbox opens what waits for the sequencer.
+func (v *verifier) outbox() error {
+	for found, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spaceOutbox, v.id, 0))) {
+		if err != nil {
+			return err
+		}
+		t, ok := ticketIn(found.Key)
+		if !ok {
+			v.fault(-1, "something stands among the events that wait")
+			continue
+		}
+		v.report.Waiting++
+		if err := v.waiting(t, found); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (v *verifier) waiting(t ticket, found store.Entry) error {
+	e, err := v.open(found.Key, found.Value)
+	if err != nil {
+		v.fault(-1, "an event that waits cannot be read (ticket %d): %s", t.number, err)
+		return nil
+	}
+	now, err := v.store.Get(v.ctx, v.idKey(e.Workflow, e.ID))
+	if err != nil && !errors.Is(err, store.ErrNotFound) {
+		return err
+	}
+	where, ok := decodeLocation(now.Value)
+	if err == nil && ok && where.log == v.id && where.waiting && where.ticket == t {
+		return nil
+	}
+	if _, err := v.store.Get(v.ctx, found.Key); err != nil {
+		return v.storeError(err) // it came into the tree meanwhile
+	}
+	v.fault(-1, "an event that waits is not to be found by its id (ticket %d)", t.number)
+	return nil
 }

@@ -16,29 +16,27 @@ import (
 func Example() {
 	ctx := context.Background()
 	st := memory.New(memory.Options{})
-	vault := checkpoint.New(st, seal.Generate())
+	checkpoints := checkpoint.New(st, seal.Generate())
 
-	before, _ := vault.Prepare(ctx, checkpoint.Snapshot{
+	before, _ := checkpoints.Prepare(ctx, checkpoint.Snapshot{
 		ID: "ckpt-1", Workflow: "w-1", Way: checkpoint.Restore,
 		Request: checkpoint.Request{Method: "PUT", Path: "/routers/7"},
 		Image:   &checkpoint.Image{Exists: true, Status: 200, ETag: `"1"`, Message: checkpoint.Message{Body: []byte("old")}},
 	}, nil, checkpoint.Terms{TTL: 24 * time.Hour})
-	_, err := st.Commit(ctx, before.Writes()...) // with the guard's claim
-	fmt.Println("claimed:", before.Done(err))
+	fmt.Println("claimed:", before.Commit(ctx, st)) // in practice with the guard's claim
 
-	after, _ := vault.Record(ctx, before.Handle(), checkpoint.Result{
+	after, _ := checkpoints.Record(ctx, before.Handle(), checkpoint.Result{
 		Status: 204, Image: &checkpoint.Image{Exists: true, Status: 200, ETag: `"2"`},
 	}, 0)
-	_, err = st.Commit(ctx, after.Writes()...) // with the guard's outcome
-	fmt.Println("settled:", after.Done(err))
+	fmt.Println("settled:", after.Commit(ctx, st)) // in practice with the guard's outcome
 
-	c, err := vault.Open(ctx, "ckpt-1", checkpoint.Want{Sum: before.Sum()})
+	c, err := checkpoints.Open(ctx, "ckpt-1", checkpoint.Want{Sum: before.Sum()})
 	fmt.Println(c.Snapshot.Way, string(c.Snapshot.Image.Body), c.Result.Image.ETag, err)
-	_, err = vault.Open(ctx, "ckpt-1", checkpoint.Want{Sum: [32]byte{1}})
+	_, err = checkpoints.Open(ctx, "ckpt-1", checkpoint.Want{Sum: [32]byte{1}})
 	fmt.Println(errors.Is(err, checkpoint.ErrTampered))
 
-	fmt.Println(vault.Advance(ctx, "ckpt-1", c.Mark, checkpoint.Step{To: checkpoint.Undoing, Rollback: "r-1"}))
-	err = vault.Advance(ctx, "ckpt-1", c.Mark, checkpoint.Step{To: checkpoint.Undoing, Rollback: "r-2"})
+	fmt.Println(checkpoints.Advance(ctx, "ckpt-1", c.Mark, checkpoint.Step{To: checkpoint.Undoing, Rollback: "r-1"}))
+	err = checkpoints.Advance(ctx, "ckpt-1", c.Mark, checkpoint.Step{To: checkpoint.Undoing, Rollback: "r-2"})
 	fmt.Println(errors.Is(err, checkpoint.ErrChanged))
 	// Output:
 	// claimed: <nil>

@@ -113,8 +113,12 @@ func decodeMark(b []byte) (Mark, error) {
 
 // Mark reads how far the undo of a checkpoint has come. Standing is also what is known
 // of an id that was never used. ErrTampered says that a mark stands and cannot be read.
-func (v *Vault) Mark(ctx context.Context, id string) (Mark, error) {
-	key := keyOf(kindMark, v.name(id))
+func (v *Store) Mark(ctx context.Context, id string) (Mark, error) {
+	return v.markOf(ctx, v.name(id))
+}
+
+func (v *Store) markOf(ctx context.Context, n name) (Mark, error) {
+	key := keyOf(kindMark, n)
 	entry, err := v.store.Get(ctx, key)
 	if errors.Is(err, store.ErrNotFound) {
 		return Mark{}, nil
@@ -147,12 +151,11 @@ type Step struct {
 }
 
 // Move makes the write that takes a step, on the condition that the mark is still as it
-// was found; it rides in the commit of whatever else belongs to the step. ErrStep says
+// was found, for the commit of whatever else belongs to the step. ErrStep says
 // that the step is none. Where the mark is undone, the credentials go in the same commit.
 //
-// Done must be called with the error of the commit; it returns ErrChanged where somebody
-// else was first.
-func (v *Vault) Move(ctx context.Context, id string, found Mark, step Step) (*Pending, error) {
+// The batch must be ended; its error is ErrChanged where somebody else was first.
+func (v *Store) Move(ctx context.Context, id string, found Mark, step Step) (*store.Batch, error) {
 	if err := found.may(step); err != nil {
 		return nil, err
 	}
@@ -165,7 +168,7 @@ func (v *Vault) Move(ctx context.Context, id string, found Mark, step Step) (*Pe
 	if err != nil {
 		return nil, err
 	}
-	p := &Pending{turn: v.writers.enter(), lost: ErrChanged}
+	b := v.batch(ErrChanged, nil) // before anything is sealed
 	w := store.Write{Key: keyOf(kindMark, n), If: store.Absent(), Expires: keep}
 	if found.version != 0 {
 		w.If = store.VersionIs(found.version)
@@ -176,21 +179,22 @@ func (v *Vault) Move(ctx context.Context, id string, found Mark, step Step) (*Pe
 		m := Mark{State: step.To, Rollback: step.Rollback, At: now, Doubt: step.Doubt}
 		w.Value = v.sealer.Seal(nil, m.encode(), w.Key)
 	}
-	p.writes = []store.Write{w}
+	b.Add(w)
 	if step.To == Undone {
-		p.writes = append(p.writes, store.Write{Key: keyOf(kindCredential, n), Delete: true})
+		b.Add(store.Write{Key: keyOf(kindCredential, n), Delete: true})
 	}
-	return p, nil
+	return b, nil
 }
 
-// Advance takes a step by a commit of its own, which carries riders.
-func (v *Vault) Advance(ctx context.Context, id string, found Mark, step Step, riders ...store.Write) error {
-	p, err := v.Move(ctx, id, found, step)
+// Advance takes a step by a commit of its own, which carries extra writes.
+func (v *Store) Advance(ctx context.Context, id string, found Mark, step Step, extra ...store.Write) error {
+	moved, err := v.Move(ctx, id, found, step)
 	if err != nil {
 		return err
 	}
-	_, err = v.store.Commit(ctx, append(p.Writes(), riders...)...)
-	if err = p.Done(err); err != nil && !errors.Is(err, ErrChanged) {
+	b := store.NewBatch(extra...)
+	b.Join(moved)
+	if err = b.Commit(ctx, v.store); err != nil && !errors.Is(err, ErrChanged) {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	return err
@@ -215,7 +219,7 @@ func (m *Mark) may(step Step) error {
 }
 
 // keepMark is until when a mark is kept.
-func (v *Vault) keepMark(ctx context.Context, n name, found Mark, keep time.Time) (time.Time, error) {
+func (v *Store) keepMark(ctx context.Context, n name, found Mark, keep time.Time) (time.Time, error) {
 	if keep.IsZero() || found.version != 0 && found.expires.IsZero() {
 		return time.Time{}, nil
 	}
@@ -229,4 +233,54 @@ func (v *Vault) keepMark(ctx context.Context, n name, found Mark, keep time.Time
 		}
 	}
 	return keep, nil
+}
+
+// Resource is what has versions: a URL of an upstream, as it is asked for.
+type Resource struct {
+	Upstream, Host, Path, Query string
+}
+
+// Resource is the one that a call has changed.
+func (s *Snapshot) Resource() Resource {
+	return Resource{s.Upstream, s.Request.Host, s.Request.Path, s.Request.Query}
+}
+
+// Version says that an undo has put an earlier version of a resource back: what stands there
+// under Tag is what stood there under Origin, and nobody but undos has written in between.
+// Both are strong entity tags. The zero Version says nothing.
+type Version struct {
+	Resource    Resource
+	Tag, Origin string
+}
+
+func (v *Store) versionKey(r Resource, tag string) []byte {
+	return keyOf(kindVersion, v.sealer.Index("version", r.Upstream, r.Host, r.Path, r.Query, tag))
+}
+
+// Origin is the version that undos have put back with the one that has a tag; the tag itself
+// where no undo has made that one, or what is recorded of it cannot be read. The error is
+// ErrStore.
+func (v *Store) Origin(ctx context.Context, r Resource, tag string) (string, error) {
+	key := v.versionKey(r, tag)
+	entry, err := v.store.Get(ctx, key)
+	if errors.Is(err, store.ErrNotFound) {
+		return tag, nil
+	}
+	if err != nil {
+		return "", fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	origin, err := v.sealer.Open(nil, entry.Value, key)
+	if err != nil {
+		return tag, nil // it is then as if somebody else had written (P6)
+	}
+	return string(origin), nil
+}
+
+// PutBack makes the write of a Version, for the commit that says that its undo is done. It
+// is kept until expires. The batch must be ended.
+func (v *Store) PutBack(version Version, expires time.Time) *store.Batch {
+	b := v.batch(nil, nil) // before anything is sealed
+	key := v.versionKey(version.Resource, version.Tag)
+	b.Add(store.Write{Key: key, Value: v.sealer.Seal(nil, []byte(version.Origin), key), Expires: expires})
+	return b
 }

@@ -110,7 +110,7 @@ func TestOneRollbackBegins(t *testing.T) {
 		}
 		entry, err := r.st.Get(ctx, []byte("rider"))
 		if m := r.mark("c"); err != nil || m.Rollback != string(entry.Value) {
-			t.Errorf("%+v, and the rider is %q, %v", m, entry.Value, err)
+			t.Errorf("%+v, and the extra write is %q, %v", m, entry.Value, err)
 		}
 	})
 }

@@ -1,10 +1,13 @@
 package checkpoint
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -40,6 +43,9 @@ type Terms struct {
 	// Rate is how many checkpoints a workflow may make in a minute, all of them at a
 	// time if it has made none before; 0 is no bound.
 	Rate int
+	// Place is one name for where the undo goes and how, by which Places and Reversible know
+	// what a configuration has taken away; empty where it needs nothing of one.
+	Place string
 }
 
 func (t *Terms) maxImage() int {
@@ -90,9 +96,9 @@ type Handle struct {
 // until it was undone, apart from it: they are not in its hash. What the undo needs and
 // is too large makes the checkpoint irreversible: Pending.Snapshot shows it.
 //
-// A *QuotaError says that the workflow or the caller has too many already. Done must be
-// called with the error of the commit.
-func (v *Vault) Prepare(ctx context.Context, s Snapshot, credentials map[string][]string, t Terms) (*Pending, error) {
+// A *QuotaError says that the workflow or the caller has too many already. The batch must be
+// ended; its error is ErrTaken where a checkpoint with this id stands.
+func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string][]string, t Terms) (*Pending, error) {
 	if err := t.check(); err != nil {
 		return nil, err
 	}
@@ -109,8 +115,10 @@ func (v *Vault) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 	s.Credentials = len(secret.b)
 	s.fit(t.maxImage())
 	plain := s.encode()
-	p := &Pending{snapshot: &s, lost: ErrTaken, handle: Handle{
-		name: v.name(s.ID), created: now, expires: s.Expires.Add(grace(t.TTL)),
+	p := &Pending{snapshot: &s, handle: Handle{
+		// It stays as long as a rollback may take that began in time, so that it can be resumed
+		// after a crash (cascade 6.3: not purged under a running rollback).
+		name: v.name(s.ID), created: now, expires: s.Expires.Add(t.TTL / 2),
 		scopes: v.scopes(&s, func(kind byte) bool { return !t.of(kind).none() }),
 		charge: charge(&s, plain), part: *split(plain),
 	}}
@@ -123,16 +131,20 @@ func (v *Vault) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 	if err != nil {
 		return nil, err
 	}
-	p.ended = held.ended
 	h.left = s.left()
-	p.turn = v.writers.enter()
-	p.writes = append(p.writes, v.head(h.name, kindSnapshot, &h.part, store.Absent(), h.expires))
-	p.writes = append(p.writes, v.pieces(h.name, kindSnapshot, &h.part, plain, h.expires)...)
+	p.Batch = v.batch(ErrTaken, held.ended)
+	p.Add(v.head(h.name, kindSnapshot, &h.part, store.Absent(), h.expires))
+	p.Add(v.pieces(h.name, kindSnapshot, &h.part, plain, h.expires)...)
 	if s.Credentials > 0 {
 		key := keyOf(kindCredential, h.name)
-		p.writes = append(p.writes, store.Write{Key: key, Value: v.sealer.Seal(nil, secret.b, key), Expires: s.Expires})
+		p.Add(store.Write{Key: key, Value: v.sealer.Seal(nil, secret.b, key), Expires: s.Expires})
 	}
-	p.writes = append(append(p.writes, h.accounts(h.charge)...), held.notes()...)
+	if t.Place != "" && s.Reversible() {
+		key := append(v.place(t.Place).prefix(), h.name[:]...)
+		p.Add(store.Write{Key: key, Value: []byte{0}, Expires: s.Expires})
+	}
+	p.Add(h.accounts(h.charge)...)
+	p.Add(held.notes()...)
 	h.part.inline = nil // only where it stands is needed from now on
 	return p, nil
 }
@@ -193,4 +205,439 @@ func (h *Handle) accounts(bytes int64) []store.Write {
 		})
 	}
 	return writes
+}
+
+// Want is what the reader of a checkpoint knows of it from elsewhere.
+type Want struct {
+	// Sum is the out_hash of the checkpoint's token. It is always compared.
+	Sum [32]byte
+	// Result is the hash of the result; zero where it is not known.
+	Result [32]byte
+	// Expires is when the token's ttl ends; zero where it is not known. It tells what
+	// has been purged from what has never been.
+	Expires time.Time
+	// Rollback is the id of a rollback that reads on what it began to undo before the
+	// ttl ended, by this or by the first attempt of the call. It may do so for another half
+	// of the ttl.
+	Rollback string
+}
+
+// Checkpoint is a checkpoint that was read and verified.
+type Checkpoint struct {
+	Snapshot *Snapshot
+	// Result is nil while the call runs, and where its outcome was never recorded.
+	Result *Result
+	Mark   Mark
+	// Handle serves to record a result later, as where a doubt is settled.
+	Handle Handle
+}
+
+// Open reads a checkpoint and verifies it against want (cascade 4.2.3). It fails closed:
+// ErrUnknown, ErrExpired, ErrReleased, ErrTampered, or ErrStore where nothing is known.
+func (v *Store) Open(ctx context.Context, id string, want Want) (*Checkpoint, error) {
+	n := v.name(id)
+	now, err := v.store.Now(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	at, expires, err := v.part(ctx, n, kindSnapshot)
+	if err != nil {
+		return nil, err
+	}
+	result, _, err := v.part(ctx, n, kindResult) // afterwards, as it may be released now
+	switch {
+	case err != nil:
+		return nil, err
+	case result != nil && result.released:
+		return nil, ErrReleased
+	case at == nil && !want.Expires.IsZero() && !now.Before(want.Expires):
+		return nil, ErrExpired
+	case at == nil:
+		return nil, ErrUnknown
+	}
+	plain, err := v.verified(ctx, n, kindSnapshot, at, want.Sum)
+	if errors.Is(err, ErrTampered) {
+		if now, _, _ := v.part(ctx, n, kindResult); now != nil && now.released {
+			return nil, ErrReleased // between two looks, and its pieces with it
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	c := new(Checkpoint)
+	if c.Snapshot, err = decodeSnapshot(plain); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	if c.Mark, err = v.Mark(ctx, id); err != nil {
+		return nil, err
+	}
+	if !now.Before(c.Snapshot.Expires) {
+		switch begun, err := v.begun(ctx, c, want.Rollback); {
+		case err != nil:
+			return nil, err
+		case !begun:
+			return nil, ErrExpired
+		}
+	}
+	if c.Result, err = v.result(ctx, n, result, want.Result); err != nil {
+		return nil, err
+	}
+	c.Handle = Handle{
+		name: n, created: c.Snapshot.Created, expires: expires,
+		scopes: v.scopes(c.Snapshot, func(kind byte) bool { return bytes.IndexByte(at.counted, kind) >= 0 }),
+		charge: charge(c.Snapshot, plain), part: *at,
+	}
+	c.Handle.part.inline = nil
+	c.Handle.left = c.Snapshot.left()
+	return c, nil
+}
+
+// begun reports whether a rollback has begun to undo the call of a checkpoint, by that or by
+// another attempt of it.
+func (v *Store) begun(ctx context.Context, c *Checkpoint, rollback string) (bool, error) {
+	ours := func(m Mark) bool { return rollback != "" && m.State == Undoing && m.Rollback == rollback }
+	if ours(c.Mark) || rollback == "" || c.Snapshot.First == "" {
+		return ours(c.Mark), nil
+	}
+	m, err := v.Mark(ctx, c.Snapshot.First)
+	if errors.Is(err, ErrTampered) {
+		return false, nil
+	}
+	return ours(m), err
+}
+
+// Before is what stood there before the call of a checkpoint, for the checkpoint of a
+// further attempt of that call. It is as the store has it: what the new one is made of is
+// verified by its own token. The errors are ErrUnknown, also for a call that is undone in
+// another way, ErrTampered and ErrStore.
+func (v *Store) Before(ctx context.Context, id string) (*Image, error) {
+	s, err := v.stored(ctx, id)
+	switch {
+	case err != nil:
+		return nil, err
+	case s.Way != Restore || s.Image == nil:
+		return nil, ErrUnknown
+	}
+	return s.Image, nil
+}
+
+// First is the checkpoint of the first attempt of a call, as Snapshot.First has it for the
+// attempt after the one whose checkpoint is named; itself where it has gone or cannot be
+// read. The error is ErrStore.
+func (v *Store) First(ctx context.Context, id string) (string, error) {
+	s, err := v.stored(ctx, id)
+	switch {
+	case err == nil:
+		return s.Root(), nil
+	case errors.Is(err, ErrUnknown), errors.Is(err, ErrTampered):
+		return id, nil
+	}
+	return "", err
+}
+
+// stored is a snapshot as the store has it.
+func (v *Store) stored(ctx context.Context, id string) (*Snapshot, error) {
+	n := v.name(id)
+	at, _, err := v.part(ctx, n, kindSnapshot)
+	if err != nil {
+		return nil, err
+	}
+	if at == nil {
+		return nil, ErrUnknown
+	}
+	plain, err := v.join(ctx, n, kindSnapshot, at)
+	if err != nil {
+		return nil, err
+	}
+	s, err := decodeSnapshot(plain)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	return s, nil
+}
+
+// result reads the result that stands at a part; nil where there is none.
+func (v *Store) result(ctx context.Context, n name, at *part, want [32]byte) (*Result, error) {
+	if at == nil {
+		if want != [32]byte{} {
+			return nil, fmt.Errorf("%w: its result is not there", ErrTampered)
+		}
+		return nil, nil
+	}
+	if want == [32]byte{} {
+		want = at.sum
+	}
+	plain, err := v.verified(ctx, n, kindResult, at, want)
+	if err != nil {
+		return nil, err
+	}
+	r, err := decodeResult(plain)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	return r, nil
+}
+
+func (v *Store) verified(ctx context.Context, n name, kind byte, at *part, want [32]byte) ([]byte, error) {
+	if at.sum != want {
+		return nil, fmt.Errorf("%w: it has another one", ErrTampered)
+	}
+	return v.join(ctx, n, kind, at)
+}
+
+// Peek shows what is recorded of the call of a checkpoint and of its end, for people who
+// look: as the store has it, and not held against the token. Nothing may be undone from it.
+// result is nil while the call runs. Of a call that never ran it is what Released has left.
+//
+// It reads on what stands there after the ttl. The errors are ErrUnknown, ErrTampered and
+// ErrStore.
+func (v *Store) Peek(ctx context.Context, id string) (call *Snapshot, result *Result, err error) {
+	n := v.name(id)
+	at, _, err := v.part(ctx, n, kindSnapshot)
+	if err != nil {
+		return nil, nil, err
+	}
+	end, _, err := v.part(ctx, n, kindResult)
+	if err != nil {
+		return nil, nil, err
+	}
+	if end != nil && end.released {
+		left, err := v.Released(ctx, id)
+		if err != nil {
+			return nil, nil, err
+		}
+		return &Snapshot{
+			ID: id, Workflow: left.Workflow, Caller: left.Caller, Execution: left.Execution, Action: left.Action,
+			Request: Request{Method: left.Method, Host: left.Host, Path: left.Path},
+		}, nil, nil
+	}
+	if at == nil {
+		return nil, nil, ErrUnknown
+	}
+	plain, err := v.join(ctx, n, kindSnapshot, at)
+	if err != nil {
+		return nil, nil, err
+	}
+	if call, err = decodeSnapshot(plain); err != nil {
+		return nil, nil, fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	result, err = v.result(ctx, n, end, [32]byte{})
+	return call, result, err
+}
+
+// Disturbed reports that the result of a call says ReasonChanged, for the checkpoint of a
+// further attempt of that call. The errors are those of Before.
+func (v *Store) Disturbed(ctx context.Context, id string) (bool, error) {
+	n := v.name(id)
+	at, _, err := v.part(ctx, n, kindResult)
+	if err != nil || at == nil || at.released {
+		return false, err
+	}
+	r, err := v.result(ctx, n, at, [32]byte{})
+	return r != nil && r.Reason == ReasonChanged, err
+}
+
+// Released is what is left of a checkpoint whose call never ran: enough to keep the call
+// from running later (architecture brief: cancellation). Long texts are cut.
+type Released struct {
+	// Execution is the key that the call had, Caller the hash of who made it.
+	Execution execution.Key
+	Caller    execution.CallerHash
+	// Workflow, Action, Method, Host and Path are as in the snapshot.
+	Workflow, Action, Method, Host, Path string
+}
+
+// mostLeft is how much of a text is left, in bytes.
+const mostLeft = 256
+
+func short(s string) string { return s[:min(len(s), mostLeft)] }
+
+// left is what is left of a snapshot when it is released.
+func (s *Snapshot) left() []byte {
+	var e encoder
+	e.bytes(tagCaller, s.Caller[:])
+	e.bytes(tagExecution, s.Execution[:])
+	e.string(tagWorkflow, short(s.Workflow))
+	e.string(tagAction, short(s.Action))
+	r := encoder{}
+	r.string(tagMethod, short(s.Request.Method))
+	r.string(tagHost, short(s.Request.Host))
+	r.string(tagPath, short(s.Request.Path))
+	e.bytes(tagRequest, r.b)
+	return e.b
+}
+
+// Released returns what is left of a checkpoint of which Open says ErrReleased. ErrUnknown
+// says that nothing is, or that it was not released.
+func (v *Store) Released(ctx context.Context, id string) (Released, error) {
+	at, _, err := v.part(ctx, v.name(id), kindResult)
+	switch {
+	case err != nil:
+		return Released{}, err
+	case at == nil || !at.released || len(at.inline) == 0:
+		return Released{}, ErrUnknown
+	}
+	var r Released
+	var request Request
+	d := decoder{b: at.inline}
+	for d.next() {
+		switch d.tag {
+		case tagCaller:
+			d.fill(r.Caller[:])
+		case tagExecution:
+			d.fill(r.Execution[:])
+		case tagWorkflow:
+			r.Workflow = d.string()
+		case tagAction:
+			r.Action = d.string()
+		case tagRequest:
+			d.sub(request.decode)
+		}
+	}
+	if d.err != nil {
+		return Released{}, fmt.Errorf("%w: %w", ErrTampered, d.err)
+	}
+	r.Method, r.Host, r.Path = request.Method, request.Host, request.Path
+	return r, nil
+}
+
+// place is the keyed hash of a Place of Terms.
+type place [16]byte
+
+func (v *Store) place(of string) place {
+	sum := v.sealer.Index("place", of)
+	return place(sum[:len(place{})])
+}
+
+func (p place) prefix() []byte {
+	return append(append(make([]byte, 0, 2+len(p)+len(name{})), spaceCheckpoint, kindPlace), p[:]...)
+}
+
+// Place is where the undo of some checkpoints goes.
+type Place struct {
+	// Sample is the snapshot of one of them.
+	Sample *Snapshot
+	at     place
+}
+
+// Places lists where the undos of the calls go that can be undone, by one checkpoint of
+// each place, and reads no others. Where none of a place's can be read, it is left out.
+func (v *Store) Places(ctx context.Context) ([]Place, error) {
+	at := store.Prefix([]byte{spaceCheckpoint, kindPlace})
+	at.Limit = 1
+	var all []Place
+	for {
+		key, err := v.first(ctx, at)
+		if err != nil || key == nil {
+			return all, err
+		}
+		p, n, ok := placeKey(key)
+		if !ok {
+			return all, fmt.Errorf("%w: a key of %d bytes", ErrTampered, len(key))
+		}
+		s, err := v.sample(ctx, n)
+		if err != nil {
+			return all, err
+		}
+		if s != nil {
+			all = append(all, Place{s, p})
+			at.From = beyond(p.prefix())
+		} else {
+			at.From = append(key, 0)
+		}
+	}
+}
+
+// first is the first key of a range; nil without one.
+func (v *Store) first(ctx context.Context, at store.Range) ([]byte, error) {
+	for entry, err := range v.store.Scan(ctx, at) {
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		return bytes.Clone(entry.Key), nil
+	}
+	return nil, nil
+}
+
+// sample is the snapshot of that name; nil where it cannot be read, or is gone.
+func (v *Store) sample(ctx context.Context, n name) (*Snapshot, error) {
+	at, _, err := v.part(ctx, n, kindSnapshot)
+	var plain []byte
+	if err == nil && at != nil {
+		plain, err = v.join(ctx, n, kindSnapshot, at)
+	}
+	if errors.Is(err, ErrTampered) || at == nil && err == nil {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	s, err := decodeSnapshot(plain)
+	if err != nil {
+		return nil, nil //nolint:nilerr // it cannot be read
+	}
+	return s, nil
+}
+
+// Reversible counts the checkpoints of a place whose calls can be undone and were not, and
+// tells when the last of them expires.
+func (v *Store) Reversible(ctx context.Context, p Place) (count int, last time.Time, err error) {
+	for entry, err := range v.store.Scan(ctx, store.Prefix(p.at.prefix())) {
+		if err != nil {
+			return count, last, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		_, n, ok := placeKey(entry.Key)
+		if !ok {
+			return count, last, fmt.Errorf("%w: a key of %d bytes", ErrTampered, len(entry.Key))
+		}
+		stands, err := v.stands(ctx, n)
+		if err != nil {
+			return count, last, err
+		}
+		if stands {
+			count++
+			if entry.Expires.After(last) {
+				last = entry.Expires
+			}
+		}
+	}
+	return count, last, nil
+}
+
+// stands reports whether the call of a checkpoint may have had its effect, and was not
+// undone.
+func (v *Store) stands(ctx context.Context, n name) (bool, error) {
+	at, _, err := v.part(ctx, n, kindSnapshot)
+	if err != nil && !errors.Is(err, ErrTampered) || at == nil && err == nil {
+		return false, err
+	}
+	if end, _, err := v.part(ctx, n, kindResult); err == nil && end != nil && end.released {
+		return false, nil
+	}
+	mark, err := v.markOf(ctx, n)
+	if err != nil && !errors.Is(err, ErrTampered) {
+		return false, err
+	}
+	return mark.State != Undone, nil
+}
+
+func placeKey(key []byte) (p place, n name, ok bool) {
+	if len(key) != 2+len(p)+len(n) {
+		return p, n, false
+	}
+	copy(p[:], key[2:])
+	copy(n[:], key[2+len(p):])
+	return p, n, true
+}
+
+// beyond is the first key behind all that begin with prefix.
+func beyond(prefix []byte) []byte {
+	after := bytes.Clone(prefix)
+	for i := len(after) - 1; i >= 0; i-- {
+		after[i]++
+		if after[i] != 0 {
+			return after[:i+1]
+		}
+	}
+	return nil
 }

@@ -57,7 +57,7 @@ func TestQuotaBoundsTheCount(t *testing.T) {
 			r.over(mine(3), terms, of, checkpoint.OverCount)
 			r.restart()
 			r.over(mine(3), terms, of, checkpoint.OverCount)
-			r.landed(r.Release(p.Handle())) // makes room
+			r.release(p) // makes room
 			r.landed(r.prepare(mine(3), terms))
 			r.over(mine(4), terms, of, checkpoint.OverCount)
 
@@ -76,13 +76,13 @@ func TestQuotaCountsWhatMayStand(t *testing.T) {
 	for range 3 {
 		fail := func([]store.Write) error { return errDisk }
 		r.st.fail.Store(&fail)
-		if err := r.commit(r.prepare(small("a"), terms)); !errors.Is(err, errDisk) {
+		if err := r.commit(r.prepare(small("a"), terms).Batch); !errors.Is(err, errDisk) {
 			t.Fatal(err)
 		}
 	}
 	fail := func([]store.Write) error { return store.ErrUnknown }
 	r.st.fail.Store(&fail)
-	if err := r.commit(r.prepare(small("a"), terms)); !errors.Is(err, store.ErrUnknown) {
+	if err := r.commit(r.prepare(small("a"), terms).Batch); !errors.Is(err, store.ErrUnknown) {
 		t.Fatal(err)
 	}
 	r.over(small("b"), terms, checkpoint.OfWorkflow, checkpoint.OverCount)
@@ -225,7 +225,7 @@ func TestQuotaHoldsUnderConcurrency(t *testing.T) {
 			all.Go(func() {
 				p, err := r.Prepare(ctx, small(number("c", i)), nil, terms)
 				if err == nil {
-					err = r.commit(p)
+					err = r.commit(p.Batch)
 				}
 				switch {
 				case err == nil:

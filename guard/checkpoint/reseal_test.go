@@ -6,6 +6,7 @@ import (
 	"errors"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -26,7 +27,7 @@ func (r *rig) rotate() {
 func (r *rig) under() map[uint32]int {
 	r.t.Helper()
 	n := map[uint32]int{}
-	for _, kind := range []string{"kb", "ka", "kc", "ku", "kp"} {
+	for _, kind := range []string{"kb", "ka", "kc", "ku", "kp", "kv"} {
 		for entry, err := range r.st.Store.Scan(ctx, store.Prefix([]byte(kind))) {
 			if err != nil {
 				r.t.Fatal(err)
@@ -43,6 +44,10 @@ func TestReseal(t *testing.T) {
 		p, q := r.kept(full("large", 600<<10)), r.kept(full("small", 1))
 		done := r.record(p.Handle(), result(600<<10))
 		if err := r.step("small", checkpoint.Undoing, "r"); err != nil {
+			t.Fatal(err)
+		}
+		version := checkpoint.Version{Resource: checkpoint.Resource{Upstream: "up", Host: "h", Path: "/x"}, Tag: `"v3"`, Origin: `"v1"`}
+		if err := r.commit(r.PutBack(version, time.Now().Add(time.Hour))); err != nil {
 			t.Fatal(err)
 		}
 		r.rotate()
@@ -64,6 +69,11 @@ func TestReseal(t *testing.T) {
 		}
 		if _, err := r.Credentials(ctx, "small"); err != nil {
 			t.Error(err)
+		}
+		for tag, want := range map[string]string{`"v3"`: `"v1"`, `"v2"`: `"v2"`} {
+			if got, err := r.Origin(ctx, version.Resource, tag); err != nil || got != want {
+				t.Errorf("the origin of %s is %s, %v, want %s", tag, got, err, want)
+			}
 		}
 	})
 }

@@ -3,9 +3,18 @@ package checkpoint
 import (
 	"bytes"
 	"cmp"
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/url"
+	"path"
+	"strings"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // Snapshot is what is recorded before a call leaves. Its hash is the out_hash of the
@@ -16,9 +25,9 @@ type Snapshot struct {
 	// Workflow and Caller are whose quotas the checkpoint counts against. Workflow
 	// may be empty.
 	Workflow string
-	Caller   guard.CallerHash
+	Caller   execution.CallerHash
 	// Execution is the key of the guarded call.
-	Execution guard.Key
+	Execution execution.Key
 	// First is the checkpoint of the first attempt, where the call may have run before
 	// this one: both are one execution, of one effect, and are undone once. Its own id where
 	// the earlier attempt has no checkpoint; empty where there was none.
@@ -326,4 +335,201 @@ func (i *Image) size() int {
 		return 0
 	}
 	return i.Message.size() + len(i.ETag)
+}
+
+// Way is how a call can be undone. It is decided before the call leaves.
+type Way uint8
+
+// The ways.
+const (
+	// Restore: what stood there before is put back.
+	Restore Way = 1 + iota
+	// Compensate: another request takes the effect back.
+	Compensate
+	// Delegate: the agent that was called undoes it itself.
+	Delegate
+	// Irreversible: only a person can help (cascade 4.2.1).
+	Irreversible
+)
+
+// String is the word of the configuration and of answers.
+func (w Way) String() string {
+	switch w {
+	case Restore:
+		return "restore"
+	case Compensate:
+		return "compensate"
+	case Delegate:
+		return "delegate"
+	case Irreversible:
+		return "irreversible"
+	default:
+		return "unknown"
+	}
+}
+
+// Reason says why a call cannot be undone. It is a fixed word and nothing of the call's.
+type Reason string
+
+// The reasons.
+const (
+	// ReasonDeclared: the action is configured so.
+	ReasonDeclared Reason = "declared"
+	// ReasonNoAction: no configured action matches the call.
+	ReasonNoAction Reason = "no-action"
+	// ReasonNoImage: what stood there could not be fetched.
+	ReasonNoImage Reason = "no-image"
+	// ReasonChanged: somebody else has changed what stood there while the call ran, so that
+	// nobody knows what is the call's own.
+	ReasonChanged Reason = "changed-meanwhile"
+	// ReasonNotCreated: nothing was seen there before the call, and its answer does not say
+	// that it has created something, so that it must not be deleted.
+	ReasonNotCreated Reason = "not-created"
+	// ReasonAbsent: a value that the undo needs is not there.
+	ReasonAbsent Reason = "absent-value"
+	// ReasonMethod: what a call with this method has done cannot be put back.
+	ReasonMethod Reason = "method"
+	// ReasonTooLarge: what the undo needs is larger than what is kept.
+	ReasonTooLarge Reason = "too-large"
+	// ReasonUnkept: the store had no room for what the undo needs of the answer.
+	ReasonUnkept Reason = "not-kept"
+)
+
+// Record makes the writes by which a call's result gets on disk in the commit of its
+// outcome. A later one for the same checkpoint takes its place. maxImage is as in Terms.
+//
+// A result that is large is stored here already, by commits of its own, and only named
+// in the outcome's: a store that is nearly full takes outcomes and nothing large, and
+// an outcome must not be lost for it (P1). Where it cannot be stored, or is too large,
+// the result says why instead: the call can then be undone by a person only. ctx must
+// outlive the client, as that of the outcome does.
+//
+// The batch must be ended.
+func (v *Store) Record(ctx context.Context, h Handle, r Result, maxImage int) (*Pending, error) {
+	t := Terms{TTL: MinTTL, MaxImage: maxImage}
+	if err := t.check(); err != nil {
+		return nil, err
+	}
+	if h.expires.IsZero() {
+		return nil, fmt.Errorf("%w: the handle of no checkpoint", ErrInvalid)
+	}
+	r.fit(t.maxImage())
+	p := &Pending{Batch: v.batch(nil, nil), handle: h} // before anything is sealed
+	plain := r.encode()
+	at := split(plain)
+	if err := v.keep(ctx, v.pieces(h.name, kindResult, at, plain, h.expires)); err != nil {
+		plain = (&Result{Status: r.Status, Upstream: r.Upstream, Reason: ReasonUnkept}).encode()
+		at = split(plain)
+	}
+	p.sum = at.sum
+	p.Add(v.head(h.name, kindResult, at, store.Condition{}, h.expires))
+	if at.pieces > 0 { // a small one was charged with the snapshot
+		p.Add(h.accounts(h.charge + int64(len(plain)))...)
+		p.OnDone(func(err error) error {
+			if err == nil {
+				v.charge(h, 0, int64(len(plain)))
+			}
+			return err
+		})
+	}
+	return p, nil
+}
+
+// keep stores the pieces of a result, one after the other.
+func (v *Store) keep(ctx context.Context, pieces []store.Write) error {
+	for _, w := range pieces {
+		if _, err := v.store.Commit(ctx, w); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Release makes the writes by which a checkpoint goes whose call never ran. What is left
+// says so until the ttl would have ended (ErrReleased), and names the call (Released).
+// The batch must be ended.
+func (v *Store) Release(h Handle) *store.Batch {
+	b := v.batch(nil, func(err error) {
+		if err == nil {
+			v.charge(h, -1, -h.charge)
+		}
+	})
+	remove := func(key []byte) { b.Add(store.Write{Key: key, Delete: true}) }
+	remove(keyOf(kindSnapshot, h.name))
+	remove(keyOf(kindCredential, h.name))
+	for i := range h.part.pieces {
+		remove(pieceKey(h.name, kindSnapshot, h.part.salt, i))
+	}
+	for _, s := range h.scopes {
+		remove(s.account(h.name))
+	}
+	b.Add(v.head(h.name, kindResult, &part{released: true, inline: h.left}, store.Condition{}, h.expires))
+	return b
+}
+
+// fit drops what is too large.
+func (r *Result) fit(maxImage int) {
+	body, rest := len(r.Answer.Body), r.Answer.rest()+r.Image.rest()
+	if r.Image != nil {
+		body = max(body, len(r.Image.Body))
+	}
+	if body > maxImage || rest > maxFields {
+		*r = Result{Status: r.Status, Upstream: r.Upstream, Reason: ReasonTooLarge}
+	}
+}
+
+// Credentials are the recorded credentials of a checkpoint. ErrUnknown says that there
+// are none: none were recorded, their time is over, or the call was undone.
+func (v *Store) Credentials(ctx context.Context, id string) (map[string][]string, error) {
+	key := keyOf(kindCredential, v.name(id))
+	entry, err := v.store.Get(ctx, key)
+	if errors.Is(err, store.ErrNotFound) {
+		return nil, ErrUnknown
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	plain, err := v.sealer.Open(nil, entry.Value, key)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	header, err := decodeCredentials(plain)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	return header, nil
+}
+
+func decodeCredentials(b []byte) (map[string][]string, error) {
+	var m Message
+	d := decoder{b: b}
+	for d.next() {
+		m.read(&d)
+	}
+	return m.Header, d.err
+}
+
+// TargetOf names what a request to an upstream changes, in one way for all spellings of
+// its path that servers may take for the same. The query is no part of it.
+func TargetOf(upstream, escaped string) string {
+	plain, err := url.PathUnescape(escaped)
+	if err != nil {
+		plain = escaped
+	}
+	return upstream + " " + strings.ToLower(path.Clean("/"+plain))
+}
+
+// Target is what the call of a checkpoint has changed, by a name that calls share which
+// must be undone one after the other, and when the checkpoint was made. It is as the store
+// has it, and good for an order only. The errors are those of Before.
+func (v *Store) Target(ctx context.Context, id string) (name string, made time.Time, err error) {
+	s, err := v.stored(ctx, id)
+	if err != nil {
+		return "", time.Time{}, err
+	}
+	if s.Way != Restore && s.Request.Method == http.MethodPost {
+		// A POST makes something of its own, so that many at one place have nothing in common.
+		return hex.EncodeToString(s.Execution[:]), s.Created, nil
+	}
+	return TargetOf(s.Upstream, s.Request.Path), s.Created, nil
 }

@@ -1,6 +1,6 @@
-// Package fingerprint tells whether two requests are the same request, so that a
-// key which is used again for another one is seen (422) and a retry that was only
-// written differently is not taken for another.
+// Package fingerprint compares requests by a hash of their meaning: a key that is
+// reused for another request is detected (422), and a retry that is only encoded
+// differently is recognised.
 //
 // A fingerprint covers method, host, path, query, media type, content coding and
 // body; never header fields, which differ from attempt to attempt. JSON bodies are
@@ -9,22 +9,26 @@
 package fingerprint
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
+	"errors"
 	"hash"
 	"io"
+	"mime"
+	"slices"
 	"strings"
 	"sync"
 )
 
 // domain separates these sums from all others. Sums are stored for as long as
-// keys are: what makes another sum of the same request needs another domain, and
-// code that still knows this one.
+// keys: a change that gives a request another sum needs another domain, and code
+// that still knows this one.
 const domain = "agent-guard/fingerprint/v1"
 
-// How a body was looked at. Part of the sum, so that no body of one mode can pass
-// for one of another.
+// The mode in which a body was read. It is part of the sum, so that bodies of
+// different modes are never equal.
 const (
 	modeEmpty     = 'e'
 	modeJSON      = 'j'
@@ -38,10 +42,10 @@ const maxKept = 256 << 10
 // Sum is the fingerprint of one request. Sums are comparable with ==.
 type Sum [sha256.Size]byte
 
-// String gives the sum in lower case hexadecimal.
+// String returns the sum in lower case hexadecimal.
 func (s Sum) String() string { return hex.EncodeToString(s[:]) }
 
-// Request is what of a request counts. Fields of the header that are absent are
+// Request has the parts of a request that are compared. Absent header fields are
 // empty.
 type Request struct {
 	Method   string
@@ -61,12 +65,12 @@ type Request struct {
 	Size int64
 }
 
-// Config says what does not count. A nil *Config excludes nothing. It must not be
+// Config says what is not compared. A nil *Config excludes nothing. It must not be
 // changed while it is in use.
 type Config struct {
-	// Exclude are places of JSON bodies that do not count: absent or present
-	// with whatever value makes the same sum. An excluded array element counts
-	// as removed. Other bodies are not affected.
+	// Exclude are values of JSON bodies that do not affect the sum, whether
+	// present or absent. An excluded array element counts as removed. Other
+	// bodies are not affected.
 	Exclude []Pointer
 }
 
@@ -109,7 +113,7 @@ func (c *Config) Sum(req Request) (Sum, error) {
 	return sha256.Sum256(s.head), nil
 }
 
-// body appends the mode and what stands for the body in it.
+// body appends the mode and the encoding of the body in it.
 func (s *state) body(req Request, media, coding string) error {
 	if req.Size == 0 {
 		s.head = append(s.head, modeEmpty)
@@ -161,4 +165,461 @@ func (s *state) free() {
 
 func isJSON(media string) bool {
 	return media == "application/json" || (strings.HasSuffix(media, "+json") && strings.Contains(media, "/"))
+}
+
+// follow gives the exclusions that lead further, through the member with the
+// given encoded name or, with a nil name, through the array element i, and
+// whether one of them ends there.
+func (c *canon) follow(live []int32, depth int, name []byte, i int64) (below []int32, drop bool) {
+	from := len(c.live)
+	for _, x := range live {
+		tokens := c.exclude[x].tokens
+		if len(tokens) <= depth {
+			continue
+		}
+		if name != nil {
+			if !named(name, tokens[depth]) {
+				continue
+			}
+		} else if n, ok := index(tokens[depth]); !ok || n != i {
+			continue
+		}
+		drop = drop || len(tokens) == depth+1
+		c.live = append(c.live, x)
+	}
+	return c.live[from:len(c.live):len(c.live)], drop
+}
+
+// named reports whether the encoded name is that of token.
+func named(name []byte, token string) bool {
+	if len(token) <= maxInline {
+		return name[0] == tagString && string(name[2:]) == token
+	}
+	if name[0] == tagString {
+		return false
+	}
+	sum := sha256.Sum256([]byte(token))
+	return bytes.Equal(sum[:], name[1:])
+}
+
+// windowSize is how much of a body is looked at in one piece where it does not
+// lie in memory. It is at least twice as large as anything that must be seen in
+// one piece: a number, an escape, the headers of a part.
+const windowSize = 64 << 10
+
+var errSize = errors.New("fingerprint: the size of the body is negative, or there is none")
+
+// source is a moving window over a body.
+type source struct {
+	win  []byte // what can be seen
+	i    int    // the next byte of win
+	r    io.ReaderAt
+	off  int64 // of the first byte of r that is not in win yet
+	size int64
+	err  error // read error; the end of the body is none
+	buf  *[windowSize]byte
+}
+
+func (s *source) reset(r io.ReaderAt, size int64) {
+	*s = source{r: r, size: size, buf: s.buf}
+	if size < 0 || (r == nil && size > 0) {
+		s.size, s.err = 0, errSize
+		return
+	}
+	// A body that may be contiguous in memory, such as a spool's.
+	if h, ok := r.(interface{ Bytes() (p []byte, ok bool) }); ok {
+		if p, ok := h.Bytes(); ok && int64(len(p)) >= size {
+			s.win, s.off = p[:size], size
+		}
+	}
+}
+
+// fill extends the window. The bytes from i on are kept and move to the front. It
+// returns false at the end and after an error, which is in s.err.
+func (s *source) fill() bool {
+	if s.off >= s.size || s.err != nil {
+		return false
+	}
+	if s.buf == nil {
+		s.buf = new([windowSize]byte)
+	}
+	n := copy(s.buf[:], s.win[s.i:])
+	s.i = 0
+	room := s.buf[n:]
+	room = room[:min(int64(len(room)), s.size-s.off)]
+	s.win = s.buf[:n]
+	if len(room) == 0 {
+		return false
+	}
+	m, err := s.r.ReadAt(room, s.off)
+	s.off += int64(m)
+	s.win = s.buf[:n+m]
+	if m < len(room) {
+		if err == nil || err == io.EOF {
+			err = io.ErrUnexpectedEOF
+		}
+		s.err = err
+		return false
+	}
+	return true
+}
+
+// need extends the window to n bytes, or as many as there are left.
+func (s *source) need(n int) {
+	for len(s.win)-s.i < n && s.fill() {
+	}
+}
+
+// more reports whether there is a next byte, and extends the window to it.
+func (s *source) more() bool {
+	return s.i < len(s.win) || s.fill()
+}
+
+// space skips JSON white space and returns the next byte without taking it; 0 at
+// the end, which is no byte of valid JSON.
+func (s *source) space() byte {
+	for {
+		for s.i < len(s.win) {
+			switch c := s.win[s.i]; c {
+			case ' ', '\t', '\n', '\r':
+				s.i++
+			default:
+				return c
+			}
+		}
+		if !s.fill() {
+			return 0
+		}
+	}
+}
+
+// maxValue is the longest string that Lookup returns, in bytes.
+const maxValue = 64 << 10
+
+// The errors of a Lookup that could read the body. They do not contain the body.
+var (
+	// ErrNotJSON: the body is not JSON: invalid as of RFC 8259, invalid UTF-8,
+	// lone surrogates, or nested more than 512 deep.
+	ErrNotJSON = errors.New("the body is not valid JSON")
+	// ErrNotScalar: the value is an object, an array, true or false.
+	ErrNotScalar = errors.New("the value is neither a string nor a number")
+	// ErrAmbiguous: a name in the path occurs twice in its object, so that the
+	// upstream may read another value.
+	ErrAmbiguous = errors.New("the value's name occurs more than once in its object")
+	// ErrValueTooLong: the string is longer than 64 KiB.
+	ErrValueTooLong = errors.New("the value is too long")
+)
+
+// finder looks for one value in a document; it is pooled.
+type finder struct {
+	src     source
+	scratch []byte
+	tokens  []string
+	value   string
+	found   bool
+	err     error
+}
+
+var finders = sync.Pool{New: func() any { return new(finder) }}
+
+// Lookup returns the string, or the number as it is written, at p in a JSON body of
+// size bytes. An empty body, an absent value and null are not found. The errors
+// are the four of this package and, if the body cannot be read, its own.
+// Like Sum it reads the whole body in one pass and does not keep it.
+func Lookup(body io.ReaderAt, size int64, p Pointer) (value string, found bool, err error) {
+	if size == 0 {
+		return "", false, nil
+	}
+	f := finders.Get().(*finder)
+	defer f.free()
+	f.src.reset(body, size)
+	f.tokens = p.tokens
+	ok := f.walk(0, true) && f.src.space() == 0 && !f.src.more()
+	switch {
+	case f.src.err != nil:
+		return "", false, f.src.err
+	case f.err != nil:
+		return "", false, f.err
+	case !ok:
+		return "", false, ErrNotJSON
+	}
+	return f.value, f.found, nil
+}
+
+func (f *finder) free() {
+	f.src.reset(nil, 0)
+	f.tokens, f.value, f.found, f.err = nil, "", false, nil
+	if cap(f.scratch) > maxKept {
+		f.scratch = nil
+	}
+	finders.Put(f)
+}
+
+// walk takes the next value. on: the tokens before depth led here.
+func (f *finder) walk(depth int, on bool) (ok bool) {
+	hit := on && depth == len(f.tokens)
+	switch f.src.space() {
+	case '{':
+		f.src.i++
+		return f.scalar(!hit) && depth < maxDepth && f.object(depth, on)
+	case '[':
+		f.src.i++
+		return f.scalar(!hit) && depth < maxDepth && f.array(depth, on)
+	case '"':
+		f.src.i++
+		if !hit {
+			f.scratch, ok = f.src.skipText(f.scratch)
+			return ok
+		}
+		done := false
+		if f.scratch, done, ok = f.src.text(f.scratch[:0], maxValue+1); ok && !done {
+			f.err = ErrValueTooLong
+		}
+		f.value, f.found = string(f.scratch), true
+		return ok && done
+	case 't':
+		return f.scalar(!hit) && f.src.literal("true")
+	case 'f':
+		return f.scalar(!hit) && f.src.literal("false")
+	case 'n':
+		return f.src.literal("null")
+	default:
+		tok, ok := f.src.number()
+		if ok && hit {
+			f.value, f.found = string(tok), true
+		}
+		return ok
+	}
+}
+
+// scalar records ErrNotScalar unless ok.
+func (f *finder) scalar(ok bool) bool {
+	if !ok {
+		f.err = ErrNotScalar
+	}
+	return ok
+}
+
+func (f *finder) array(depth int, on bool) bool {
+	want := int64(-1)
+	if on {
+		if i, ok := index(f.tokens[depth]); ok {
+			want = i
+		}
+	}
+	if f.src.space() == ']' {
+		f.src.i++
+		return true
+	}
+	for i := int64(0); ; i++ {
+		if !f.walk(depth+1, i == want) {
+			return false
+		}
+		switch f.src.space() {
+		case ',':
+			f.src.i++
+		case ']':
+			f.src.i++
+			return true
+		default:
+			return false
+		}
+	}
+}
+
+func (f *finder) object(depth int, on bool) bool {
+	if f.src.space() == '}' {
+		f.src.i++
+		return true
+	}
+	seen := false
+	for {
+		if f.src.space() != '"' {
+			return false
+		}
+		f.src.i++
+		match, ok := f.name(depth, on)
+		if !ok || f.src.space() != ':' {
+			return false
+		}
+		f.src.i++
+		if match && seen {
+			f.err = ErrAmbiguous
+			return false
+		}
+		seen = seen || match
+		if !f.walk(depth+1, match) {
+			return false
+		}
+		switch f.src.space() {
+		case ',':
+			f.src.i++
+		case '}':
+			f.src.i++
+			return true
+		default:
+			return false
+		}
+	}
+}
+
+// name takes a member's name and reports whether it is the next token.
+func (f *finder) name(depth int, on bool) (match, ok bool) {
+	rest := ""
+	if on {
+		rest = f.tokens[depth]
+	}
+	for done := false; !done; {
+		if f.scratch, done, ok = f.src.text(f.scratch[:0], 1<<10); !ok {
+			return false, false
+		}
+		on = on && strings.HasPrefix(rest, string(f.scratch))
+		if on {
+			rest = rest[len(f.scratch):]
+		}
+	}
+	return on && rest == "", true
+}
+
+const (
+	maxBoundary   = 70       // RFC 2046, section 5.1.1
+	maxPadding    = 256      // white space after a boundary, in bytes
+	maxPartHeader = 16 << 10 // header of one part, in bytes
+)
+
+// partField is one field of a part's header. Both point into the window or buf.
+type partField struct{ name, value []byte }
+
+// boundary gives the boundary of a multipart content type.
+func boundary(contentType string) (b string, ok bool) {
+	_, params, err := mime.ParseMediaType(contentType)
+	b = params["boundary"]
+	if err != nil || b == "" || len(b) > maxBoundary || b[len(b)-1] == ' ' {
+		return "", false
+	}
+	for i := range len(b) {
+		if b[i] < ' ' || b[i] > '~' {
+			return "", false
+		}
+	}
+	return b, true
+}
+
+// multipart hashes the parts of the source's body into s.parts: of each part the
+// header, by lower case names, and the content. The boundary, which clients make
+// anew for every attempt, the preamble and the epilogue do not count. Not ok: it
+// is not exactly as RFC 2046 has it (CRLF only, no folded fields, closed), so
+// that readers might disagree about its parts; or src.err is set.
+func (s *state) multipart(boundary string) (ok bool) {
+	s.parts.Reset()
+	delim := []byte("\r\n--" + boundary)
+	s.src.need(len(delim) - 2)
+	if bytes.HasPrefix(s.src.win[s.src.i:], delim[2:]) {
+		s.src.i += len(delim) - 2
+	} else if !s.src.until(delim, nil) {
+		return false
+	}
+	for {
+		last, ok := s.src.delimiterEnd()
+		if !ok || last {
+			return ok
+		}
+		if !s.partHeader() {
+			return false
+		}
+		s.content.Reset()
+		if !s.src.until(delim, s.content) {
+			return false
+		}
+		s.buf = s.content.Sum(s.buf[:0])
+		s.parts.Write(s.buf)
+	}
+}
+
+// until takes everything up to and with delim, and writes what is before it to h.
+func (s *source) until(delim []byte, h hash.Hash) bool {
+	for {
+		w := s.win[s.i:]
+		n, found := len(w)-len(delim)+1, false
+		if j := bytes.Index(w, delim); j >= 0 {
+			n, found = j, true
+		}
+		if n > 0 {
+			if h != nil {
+				h.Write(w[:n])
+			}
+			s.i += n
+		}
+		if found {
+			s.i += len(delim)
+			return true
+		}
+		if !s.fill() {
+			return false
+		}
+	}
+}
+
+// delimiterEnd takes the rest of a delimiter line.
+func (s *source) delimiterEnd() (last, ok bool) {
+	s.need(maxPadding + 4)
+	w := s.win[s.i:]
+	w = w[:min(len(w), maxPadding+4)]
+	rest, last := bytes.CutPrefix(w, []byte("--"))
+	rest = bytes.TrimLeft(rest, " \t")
+	if last && len(rest) == 0 && len(w) < maxPadding+4 {
+		return true, s.err == nil
+	}
+	if !bytes.HasPrefix(rest, []byte("\r\n")) {
+		return false, false
+	}
+	s.i += len(w) - len(rest) + 2
+	return last, true
+}
+
+// partHeader hashes the header of the next part and takes it with its empty line.
+func (s *state) partHeader() bool {
+	src := &s.src
+	src.need(maxPartHeader)
+	w := src.win[src.i:]
+	w = w[:min(len(w), maxPartHeader)]
+	if bytes.HasPrefix(w, []byte("\r\n")) {
+		src.i += 2
+		s.parts.Write([]byte{0})
+		return true
+	}
+	end := bytes.Index(w, []byte("\r\n\r\n"))
+	if end < 0 {
+		return false
+	}
+	src.i += end + 4
+	s.fields = s.fields[:0]
+	for line := range bytes.SplitSeq(w[:end], []byte("\r\n")) {
+		name, value, ok := bytes.Cut(line, []byte(":"))
+		if !ok || !isToken(name) || bytes.ContainsAny(value, "\r\n\x00") {
+			return false
+		}
+		s.fields = append(s.fields, partField{bytes.ToLower(name), bytes.Trim(value, " \t")})
+	}
+	slices.SortStableFunc(s.fields, func(a, b partField) int { return bytes.Compare(a.name, b.name) })
+	s.buf = binary.AppendUvarint(s.buf[:0], uint64(len(s.fields)))
+	for _, f := range s.fields {
+		s.buf = binary.AppendUvarint(s.buf, uint64(len(f.name)))
+		s.buf = append(s.buf, f.name...)
+		s.buf = binary.AppendUvarint(s.buf, uint64(len(f.value)))
+		s.buf = append(s.buf, f.value...)
+	}
+	s.parts.Write(s.buf)
+	return true
+}
+
+// isToken reports whether name is a field name (RFC 9110, section 5.6.2). It also
+// keeps away folded lines, which begin with white space.
+func isToken(name []byte) bool {
+	for _, c := range name {
+		if c <= ' ' || c >= 0x7f || strings.IndexByte(`"(),/:;<=>?@[\]{}`, c) >= 0 {
+			return false
+		}
+	}
+	return len(name) > 0
 }

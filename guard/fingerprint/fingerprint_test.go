@@ -2,12 +2,21 @@ package fingerprint_test
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"math/big"
+	"math/rand/v2"
+	"mime/multipart"
+	"net/textproto"
+	"sort"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
+	"unicode/utf16"
+	"unicode/utf8"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
@@ -225,4 +234,665 @@ func Example() {
 	other := sum(`{"currency":"eur","amount":100,"id":1}`)
 	fmt.Println(first == retry, first == other)
 	// Output: true false
+}
+
+// window is how much a body is looked at in one piece; documents that are padded
+// to about this size cross the seam.
+const window = 64 << 10
+
+func request(contentType string, body []byte) fingerprint.Request {
+	return fingerprint.Request{
+		Method: "POST", Host: "api.example.com", Path: "/v1/things", RawQuery: "a=1",
+		ContentType: contentType, Body: bytes.NewReader(body), Size: int64(len(body)),
+	}
+}
+
+func mustSum(t testing.TB, cfg *fingerprint.Config, req fingerprint.Request) fingerprint.Sum {
+	t.Helper()
+	s, err := cfg.Sum(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// bodySum gives the sum of a body, and checks that it does not depend on whether
+// the body lies in memory.
+func bodySum(t testing.TB, cfg *fingerprint.Config, contentType string, body []byte) fingerprint.Sum {
+	t.Helper()
+	req := request(contentType, body)
+	streamed := mustSum(t, cfg, req)
+	req.Body = inMemory{bytes.NewReader(body), body}
+	if mustSum(t, cfg, req) != streamed {
+		t.Fatalf("in memory and streamed sums of %.200q differ", body)
+	}
+	return streamed
+}
+
+func jsonSum(t testing.TB, cfg *fingerprint.Config, doc string) fingerprint.Sum {
+	t.Helper()
+	return bodySum(t, cfg, "application/json", []byte(doc))
+}
+
+// asJSON reports whether doc is compared as JSON: then white space does not count.
+func asJSON(t testing.TB, doc string) bool {
+	t.Helper()
+	return jsonSum(t, nil, doc) == jsonSum(t, nil, " \t\n\r"+doc+"\r\n\t ")
+}
+
+func config(t testing.TB, pointers ...string) *fingerprint.Config {
+	t.Helper()
+	var c fingerprint.Config
+	for _, s := range pointers {
+		p, err := fingerprint.ParsePointer(s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Exclude = append(c.Exclude, p)
+	}
+	return &c
+}
+
+// node is a JSON value with its duplicates and the order of its members, read by
+// the standard library.
+type node struct {
+	kind byte // n(ull) b(ool) # s(tring) a(rray) o(bject)
+	text string
+	keys []string
+	kids []*node
+}
+
+func parse(t testing.TB, doc []byte) *node {
+	dec := json.NewDecoder(bytes.NewReader(doc))
+	dec.UseNumber()
+	n := read(t, dec)
+	if _, err := dec.Token(); err != io.EOF {
+		t.Fatalf("valid document %.200q does not end: %v", doc, err)
+	}
+	return n
+}
+
+func read(t testing.TB, dec *json.Decoder) *node {
+	tok, err := dec.Token()
+	if err != nil {
+		t.Fatal(err)
+	}
+	switch v := tok.(type) {
+	case nil:
+		return &node{kind: 'n', text: "null"}
+	case bool:
+		return &node{kind: 'b', text: strconv.FormatBool(v)}
+	case json.Number:
+		return &node{kind: '#', text: v.String()}
+	case string:
+		return &node{kind: 's', text: v}
+	}
+	n := &node{kind: 'a'}
+	if tok == json.Delim('{') {
+		n.kind = 'o'
+	}
+	for dec.More() {
+		if n.kind == 'o' {
+			key, err := dec.Token()
+			if err != nil {
+				t.Fatal(err)
+			}
+			n.keys = append(n.keys, key.(string))
+		}
+		n.kids = append(n.kids, read(t, dec))
+	}
+	if _, err := dec.Token(); err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// canonical is the slow and obvious way: one text for every value.
+func (n *node) canonical() string {
+	switch n.kind {
+	case '#':
+		return number(n.text)
+	case 's':
+		return strconv.Quote(n.text)
+	case 'a', 'o':
+		var kids []string
+		for i, k := range n.kids {
+			if n.kind == 'o' {
+				kids = append(kids, strconv.Quote(n.keys[i])+":"+k.canonical())
+			} else {
+				kids = append(kids, k.canonical())
+			}
+		}
+		if n.kind == 'a' {
+			return "[" + strings.Join(kids, ",") + "]"
+		}
+		order := make([]int, len(kids))
+		for i := range order {
+			order[i] = i
+		}
+		sort.SliceStable(order, func(i, j int) bool { return n.keys[order[i]] < n.keys[order[j]] })
+		sorted := make([]string, len(kids))
+		for i, o := range order {
+			sorted[i] = kids[o]
+		}
+		return "{" + strings.Join(sorted, ",") + "}"
+	default:
+		return n.text
+	}
+}
+
+// number writes the number text as mantissa and exponent, both of any size.
+func number(text string) string {
+	mant, exp, _ := strings.Cut(strings.ToLower(text), "e")
+	e := new(big.Int)
+	if exp != "" {
+		e.SetString(strings.TrimPrefix(exp, "+"), 10)
+	}
+	whole, frac, _ := strings.Cut(mant, ".")
+	m, ok := new(big.Int).SetString(whole+frac, 10)
+	if !ok {
+		panic("not a number: " + text)
+	}
+	if m.Sign() == 0 {
+		return "0"
+	}
+	e.Sub(e, big.NewInt(int64(len(frac))))
+	ten, one := big.NewInt(10), big.NewInt(1)
+	for {
+		q, r := new(big.Int).QuoRem(m, ten, new(big.Int))
+		if r.Sign() != 0 {
+			return m.String() + "*10^" + e.String()
+		}
+		m = q
+		e.Add(e, one)
+	}
+}
+
+// rewrite writes the value in another way: members in another order (but for
+// equal names), other white space, escapes and forms of numbers.
+func (n *node) rewrite(rnd *rand.Rand) string {
+	space := func() string { return strings.Repeat(string(" \t\r\n"[rnd.IntN(4)]), rnd.IntN(3)) }
+	var b strings.Builder
+	b.WriteString(space())
+	switch n.kind {
+	case '#':
+		b.WriteString(rewriteNumber(n.text, rnd))
+	case 's':
+		b.WriteString(rewriteString(n.text, rnd))
+	case 'a':
+		b.WriteByte('[')
+		for i, k := range n.kids {
+			if i > 0 {
+				b.WriteByte(',')
+			}
+			b.WriteString(k.rewrite(rnd))
+		}
+		b.WriteString(space() + "]")
+	case 'o':
+		// Shuffle names, then give every occurrence of a name its members in
+		// their old order.
+		queue := map[string][]*node{}
+		for i, k := range n.keys {
+			queue[k] = append(queue[k], n.kids[i])
+		}
+		b.WriteByte('{')
+		for i, j := range rnd.Perm(len(n.keys)) {
+			key := n.keys[j]
+			if i > 0 {
+				b.WriteByte(',')
+			}
+			b.WriteString(space() + rewriteString(key, rnd) + space() + ":" + queue[key][0].rewrite(rnd))
+			queue[key] = queue[key][1:]
+		}
+		b.WriteString(space() + "}")
+	default:
+		b.WriteString(n.text)
+	}
+	b.WriteString(space())
+	return b.String()
+}
+
+func rewriteNumber(text string, rnd *rand.Rand) string {
+	mant, exp, hasExp := strings.Cut(strings.ToLower(text), "e")
+	if rnd.IntN(2) == 0 {
+		if strings.Contains(mant, ".") {
+			mant += "000"
+		} else {
+			mant += ".0"
+		}
+	}
+	switch {
+	case !hasExp && rnd.IntN(2) == 0:
+		return mant + []string{"e0", "E+0", "e-00"}[rnd.IntN(3)]
+	case !hasExp:
+		return mant
+	}
+	sign := exp[:len(exp)-len(strings.TrimLeft(exp, "+-"))]
+	return mant + "E" + sign + strings.Repeat("0", rnd.IntN(3)) + exp[len(sign):]
+}
+
+func rewriteString(s string, rnd *rand.Rand) string {
+	var b strings.Builder
+	b.WriteByte('"')
+	for _, r := range s {
+		switch {
+		case r < ' ' || r == '"' || r == '\\' || rnd.IntN(3) == 0:
+			if hi, lo := utf16.EncodeRune(r); hi != utf8.RuneError {
+				fmt.Fprintf(&b, `\u%04x\u%04X`, hi, lo)
+			} else {
+				fmt.Fprintf(&b, `\u%04X`, r)
+			}
+		case r == '/':
+			b.WriteString(`\/`)
+		default:
+			b.WriteRune(r)
+		}
+	}
+	b.WriteByte('"')
+	return b.String()
+}
+
+// strict reports whether doc is JSON in our sense, by the standard library and
+// the rules that it leaves out.
+func strict(doc []byte) bool {
+	if !json.Valid(doc) || !utf8.Valid(doc) {
+		return false
+	}
+	depth, inString := 0, false
+	for i := 0; i < len(doc); i++ {
+		switch c := doc[i]; {
+		case c == '"':
+			inString = !inString
+		case c == '\\':
+			i++
+			if doc[i] != 'u' {
+				continue
+			}
+			r := unit(doc[i-1:])
+			i += 4
+			if utf16.IsSurrogate(r) {
+				if utf16.DecodeRune(r, unit(doc[i+1:])) == utf8.RuneError {
+					return false
+				}
+				i += 6
+			}
+		case inString:
+		case c == '[' || c == '{':
+			if depth++; depth > 512 {
+				return false
+			}
+		case c == ']' || c == '}':
+			depth--
+		}
+	}
+	return true
+}
+
+// unit reads \uXXXX at the beginning of p, or gives -1.
+func unit(p []byte) rune {
+	if len(p) < 6 || p[0] != '\\' || p[1] != 'u' {
+		return -1
+	}
+	v, err := strconv.ParseUint(string(p[2:6]), 16, 16)
+	if err != nil {
+		return -1
+	}
+	return rune(v)
+}
+
+// RFC 6901, section 5, and what an id in a body may look like (facts, section 2:
+// "a key must be extractable from the body").
+func TestLookup(t *testing.T) {
+	const rfc = `{"foo":["bar","baz"],"":0,"a/b":1,"c%d":2,"e^f":3,"g|h":4,"i\\j":5,"k\"l":6," ":7,"m~n":8}`
+	long := strings.Repeat("v", 70000)
+	for _, c := range []struct {
+		doc, pointer, want string
+		found              bool
+		err                error
+	}{
+		{rfc, "/foo/0", "bar", true, nil},
+		{rfc, "/foo/1", "baz", true, nil},
+		{rfc, "/", "0", true, nil},
+		{rfc, "/a~1b", "1", true, nil},
+		{rfc, "/c%d", "2", true, nil},
+		{rfc, "/e^f", "3", true, nil},
+		{rfc, "/g|h", "4", true, nil},
+		{rfc, `/i\j`, "5", true, nil},
+		{rfc, `/k"l`, "6", true, nil},
+		{rfc, "/ ", "7", true, nil},
+		{rfc, "/m~0n", "8", true, nil},
+		{rfc, "/foo", "", false, fingerprint.ErrNotScalar},
+		{rfc, "", "", false, fingerprint.ErrNotScalar},
+		{rfc, "/foo/2", "", false, nil},
+		{rfc, "/foo/-", "", false, nil},
+		{rfc, "/foo/00", "", false, nil},
+		{rfc, "/foo/bar", "", false, nil},
+		{rfc, "/foo/0/x", "", false, nil},
+		{rfc, "/fo", "", false, nil},
+		{rfc, "/fooo", "", false, nil},
+		{`"x"`, "", "x", true, nil},
+		{` 12 `, "", "12", true, nil},
+		{`{"id":-1.50E+2}`, "/id", "-1.50E+2", true, nil},
+		{`{"id":12345678901234567890}`, "/id", "12345678901234567890", true, nil},
+		{`{"\u0069d":"\u0041\ud83d\ude00"}`, "/id", "A😀", true, nil},
+		{`{"id":""}`, "/id", "", true, nil},
+		{`{"id":null}`, "/id", "", false, nil},
+		{`{"id":true}`, "/id", "", false, fingerprint.ErrNotScalar},
+		{`{"id":false}`, "/id", "", false, fingerprint.ErrNotScalar},
+		{`{"id":{"x":1}}`, "/id", "", false, fingerprint.ErrNotScalar},
+		{`{"id":"a","id":"b"}`, "/id", "", false, fingerprint.ErrAmbiguous},
+		{`{"id":"a","id":"a"}`, "/id", "", false, fingerprint.ErrAmbiguous},
+		{`{"id":"a","\u0069d":null}`, "/id", "", false, fingerprint.ErrAmbiguous},
+		{`{"m":{"id":"a"},"m":{}}`, "/m/id", "", false, fingerprint.ErrAmbiguous},
+		{`{"x":1,"x":2,"id":"a"}`, "/id", "a", true, nil},
+		{`{"id":"a","n":{"id":"b"}}`, "/id", "a", true, nil},
+		{`{"id":"a"`, "/id", "", false, fingerprint.ErrNotJSON},
+		{`{"id":"a"} x`, "/id", "", false, fingerprint.ErrNotJSON},
+		{"{\"id\":\"a\",\"x\":\"\xff\"}", "/id", "", false, fingerprint.ErrNotJSON},
+		{``, "/id", "", false, nil},
+		{`{"id":"` + long[:65536] + `"}`, "/id", long[:65536], true, nil},
+		{`{"id":"` + long[:65537] + `"}`, "/id", "", false, fingerprint.ErrValueTooLong},
+		{`{"other":"` + long + `","id":"a"}`, "/id", "a", true, nil},
+		{`{"` + long + `":"a"}`, "/" + long, "a", true, nil},
+		{`{"` + long + `":"a"}`, "/" + long[1:], "", false, nil},
+		{`{"` + long + `":"a"}`, "/" + long + "v", "", false, nil},
+	} {
+		p := mustPointer(t, c.pointer)
+		for _, pad := range []int{0, window - 1, window - 5, window - 9} {
+			if pad > 0 && c.doc == "" {
+				continue
+			}
+			doc := []byte(strings.Repeat(" ", pad) + c.doc)
+			for _, body := range []interface {
+				ReadAt([]byte, int64) (int, error)
+			}{bytes.NewReader(doc), inMemory{bytes.NewReader(doc), doc}} {
+				v, found, err := fingerprint.Lookup(body, int64(len(doc)), p)
+				if v != c.want || found != c.found || err != c.err {
+					t.Errorf("%.60s at %.20q: %.20q, %v, %v; want %.20q, %v, %v", c.doc, c.pointer, v, found, err, c.want, c.found, c.err)
+				}
+			}
+		}
+	}
+}
+
+func multipartSum(t testing.TB, boundary, body string) fingerprint.Sum {
+	t.Helper()
+	return bodySum(t, nil, "multipart/form-data; boundary=\""+boundary+"\"", []byte(body))
+}
+
+// asMultipart reports whether body, with boundary "b", is compared by its parts.
+func asMultipart(t testing.TB, body string) bool {
+	t.Helper()
+	return multipartSum(t, "b", body) == multipartSum(t, "b", "preamble\r\n"+body)
+}
+
+// form is also a golden body: it must not change.
+const form = "--b\r\nContent-Disposition: form-data; name=\"a\"\r\n\r\nvalue\r\n" +
+	"--b\r\nContent-Disposition: form-data; name=\"f\"; filename=\"x\"\r\nContent-Type: text/plain\r\n\r\nfile\r\n--b--\r\n"
+
+// Trap 7: the boundary differs for every attempt.
+func TestMultipartSameParts(t *testing.T) {
+	want := multipartSum(t, "b", form)
+	for name, c := range map[string]struct{ boundary, body string }{
+		"another boundary": {"xyz", strings.ReplaceAll(form, "--b", "--xyz")},
+		"longest boundary": {strings.Repeat("B", 70), strings.ReplaceAll(form, "--b", "--"+strings.Repeat("B", 70))},
+		"preamble":         {"b", "This is\r\na message.\r\n" + form},
+		"epilogue":         {"b", form + "the end"},
+		"no last CRLF":     {"b", strings.TrimSuffix(form, "\r\n")},
+		"padding":          {"b", strings.ReplaceAll(form, "--b\r\n", "--b \t \r\n")},
+		"padding at end":   {"b", strings.TrimSuffix(form, "\r\n") + "  "},
+		"order of fields":  {"b", strings.Replace(form, "Content-Disposition: form-data; name=\"f\"; filename=\"x\"\r\nContent-Type: text/plain", "content-type:text/plain \r\nCONTENT-DISPOSITION:\tform-data; name=\"f\"; filename=\"x\"", 1)},
+		"over the seam":    {"b", strings.Repeat("x", window-20) + "\r\n" + form},
+	} {
+		if c.body == form {
+			t.Fatalf("%s: the test shows nothing", name)
+		}
+		if multipartSum(t, c.boundary, c.body) != want {
+			t.Errorf("%s: another sum", name)
+		}
+	}
+	if bodySum(t, nil, "Multipart/Form-Data; charset=utf-8; boundary=b", []byte(form)) != want {
+		t.Error("another parameter: another sum")
+	}
+}
+
+func TestMultipartOtherParts(t *testing.T) {
+	seen := map[fingerprint.Sum]string{multipartSum(t, "b", form): "form"}
+	first, second, _ := strings.Cut(strings.TrimSuffix(form, "--b--\r\n"), "\r\n--b\r\n")
+	for name, body := range map[string]string{
+		"value":            strings.Replace(form, "value", "Value", 1),
+		"longer value":     strings.Replace(form, "value", "value\r\n", 1),
+		"line end":         strings.Replace(form, "value", "va\r\nlue", 1),
+		"other line end":   strings.Replace(form, "value", "va\nlue", 1),
+		"name":             strings.Replace(form, `name="a"`, `name="b"`, 1),
+		"file name":        strings.Replace(form, `"x"`, `"y"`, 1),
+		"type":             strings.Replace(form, "text/plain", "text/html", 1),
+		"no type":          strings.Replace(form, "\r\nContent-Type: text/plain", "", 1),
+		"type twice":       strings.Replace(form, "Content-Type: text/plain", "Content-Type: text/plain\r\nContent-Type: text/plain", 1),
+		"order of parts":   "--b\r\n" + second + first + "\r\n--b--\r\n",
+		"one part":         first + "\r\n--b--\r\n",
+		"a part twice":     first + "\r\n" + form,
+		"no part":          "--b--\r\n",
+		"empty part":       "--b\r\n\r\n\r\n--b--\r\n",
+		"two empty parts":  "--b\r\n\r\n\r\n--b\r\n\r\n\r\n--b--\r\n",
+		"field as content": strings.Replace(form, "Content-Type: text/plain\r\n\r\n", "\r\nContent-Type: text/plain\r\n", 1),
+		"boundary inside":  strings.Replace(form, "value", "x--b", 1),
+		"other boundary":   strings.Replace(form, "value", "\r\n--c\r\n", 1),
+	} {
+		if !asMultipart(t, body) {
+			t.Errorf("%s: not read as parts", name)
+		}
+		s := multipartSum(t, "b", body)
+		if other, ok := seen[s]; ok {
+			t.Errorf("%s and %s have the same sum", name, other)
+		}
+		seen[s] = name
+	}
+	if bodySum(t, nil, "multipart/mixed; boundary=b", []byte(form)) == multipartSum(t, "b", form) {
+		t.Error("another media type, the same sum")
+	}
+}
+
+// Where readers might see other parts than we do, the bytes are compared.
+func TestMultipartRawInstead(t *testing.T) {
+	for name, body := range map[string]string{
+		"not closed":          strings.TrimSuffix(form, "--b--\r\n"),
+		"closed half":         strings.TrimSuffix(form, "-\r\n"),
+		"LF only":             strings.ReplaceAll(form, "\r\n", "\n"),
+		"LF after boundary":   strings.Replace(form, "--b\r\n", "--b\n", 1),
+		"no boundary":         "value",
+		"longer boundary":     strings.Replace(form, "value", "\r\n--bb\r\n", 1),
+		"text after boundary": strings.Replace(form, "--b\r\n", "--b x\r\n", 1),
+		"text after the last": strings.TrimSuffix(form, "\r\n") + "x",
+		"much padding":        strings.Replace(form, "--b\r\n", "--b"+strings.Repeat(" ", 300)+"\r\n", 1),
+		"no colon":            strings.Replace(form, "Content-Type:", "Content-Type", 1),
+		"space in a name":     strings.Replace(form, "Content-Type:", "Content Type:", 1),
+		"no name":             strings.Replace(form, "Content-Type:", ":", 1),
+		"folded":              strings.Replace(form, "; filename", ";\r\n filename", 1),
+		"bare CR":             strings.Replace(form, "text/plain", "text\rplain", 1),
+		"bare LF":             strings.Replace(form, "text/plain", "text/plain\nX: y", 1),
+		"NUL":                 strings.Replace(form, "text/plain", "text\x00plain", 1),
+		"no empty line":       "--b\r\nA: b\r\n--b--",
+		"huge header":         strings.Replace(form, "text/plain", strings.Repeat("x", 17<<10), 1),
+	} {
+		if body == form || asMultipart(t, body) {
+			t.Errorf("%s: read as parts", name)
+		}
+	}
+	for _, ct := range []string{"multipart/form-data", "multipart/form-data; boundary=", "multipart/form-data; boundary=b; boundary=c",
+		"multipart/form-data; boundary=" + strings.Repeat("b", 71), `multipart/form-data; boundary="b "`, "multipart/form-data; boundary=b; =", "text/plain; boundary=b"} {
+		boundary := "b"
+		if strings.Contains(ct, "bb") {
+			boundary = strings.Repeat("b", 71)
+		}
+		body := strings.ReplaceAll(form, "--b", "--"+boundary)
+		if bodySum(t, nil, ct, []byte(body)) == bodySum(t, nil, ct, []byte("preamble\r\n"+body)) {
+			t.Errorf("%s: read as parts", ct)
+		}
+	}
+}
+
+// What a standard writer makes is read as parts, and only its boundary does not
+// count.
+func FuzzMultipartBoundary(f *testing.F) {
+	f.Add("name", "value", "content", "--b\r\n", uint16(3))
+	f.Add("", "", "\r\n", "\r\n--", uint16(0))
+	f.Add("X-A", "x", "\r\n--x", "\r", uint16(window-60))
+	f.Fuzz(func(t *testing.T, name, value, content, other string, fill uint16) {
+		content += strings.Repeat("x", int(fill))
+		for _, b := range []string{"first-boundary", "2nd"} {
+			if strings.Contains(content+"\r\n"+other, "--"+b) {
+				return
+			}
+		}
+		header := textproto.MIMEHeader{}
+		if textproto.TrimString(name) == name && name != "" && strings.IndexFunc(name, notAlphanumeric) < 0 && !strings.ContainsAny(value, "\r\n\x00") && len(name+value) < 10000 {
+			header.Set(name, value)
+		}
+		write := func(boundary string, contents ...string) string {
+			var b bytes.Buffer
+			w := multipart.NewWriter(&b)
+			if err := w.SetBoundary(boundary); err != nil {
+				t.Fatal(err)
+			}
+			for _, c := range contents {
+				p, err := w.CreatePart(header)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if _, err := p.Write([]byte(c)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := w.Close(); err != nil {
+				t.Fatal(err)
+			}
+			return b.String()
+		}
+		want := multipartSum(t, "first-boundary", write("first-boundary", content, other))
+		if multipartSum(t, "2nd", write("2nd", content, other)) != want {
+			t.Errorf("the boundary counts: header %q, contents %q, %q", header, content, other)
+		}
+		for _, changed := range [][]string{{content}, {content, other, ""}, {content, other + "!"}, {content + "!", other}, {content + other}} {
+			if multipartSum(t, "2nd", write("2nd", changed...)) == want {
+				t.Errorf("other contents %q, the same sum as %q, %q", changed, content, other)
+			}
+		}
+		if content != other && multipartSum(t, "2nd", write("2nd", other, content)) == want {
+			t.Errorf("the order of %q, %q does not count", content, other)
+		}
+		// Anything at all as a body: no panic, the same sum in both ways of reading.
+		multipartSum(t, "b", name+value+other)
+		multipartSum(t, "b", "--b\r\n"+name+":"+value+"\r\n\r\n"+content+"\r\n--b--"+other)
+	})
+}
+
+func notAlphanumeric(r rune) bool {
+	return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9')
+}
+
+func mustPointer(t testing.TB, s string) fingerprint.Pointer {
+	t.Helper()
+	p, err := fingerprint.ParsePointer(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// RFC 6901, section 3; the texts go to whoever writes the configuration.
+func TestParsePointer(t *testing.T) {
+	for _, s := range []string{"", "/", "/a", "/a/b/0", "//", "/a~1b", "/m~0n", "/~01", "/ ", "/é", "/a%b", "/-"} {
+		if got := mustPointer(t, s).String(); got != s {
+			t.Errorf("%q became %q", s, got)
+		}
+	}
+	for s, want := range map[string]string{
+		"a": "begin with '/'", "#/a": "'#'", "#": "'#'", "$.a": "begin with '/'", "/a~": "'~'", "/~2": "'~'", "/a~/b": "'~'", "/\xff": "UTF-8",
+	} {
+		if _, err := fingerprint.ParsePointer(s); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v", s, err)
+		}
+	}
+}
+
+// inMemory is a body that lies in one piece, as small spools do.
+type inMemory struct {
+	*bytes.Reader
+	p []byte
+}
+
+func (b inMemory) Bytes() ([]byte, bool) { return b.p, true }
+
+// payment is also a golden document: it must not change.
+const payment = `{"amount":1999,"currency":"eur","customer":"cus_9s6XKzkNRiz8i3","capture":true,` +
+	`"description":"Order 1017","metadata":{"order_id":"1017","channel":"agent"},"items":[{"sku":"A-1","qty":2}]}`
+
+func rows(n int) []byte {
+	var b bytes.Buffer
+	b.WriteString(`{"rows":[`)
+	for i := range n {
+		if i > 0 {
+			b.WriteByte(',')
+		}
+		fmt.Fprintf(&b, `{"id":%d,"name":"row %d","price":%d.50,"tags":["a","b"],"note":%q}`, i, i, i, strings.Repeat("x", 100))
+	}
+	b.WriteString(`]}`)
+	return b.Bytes()
+}
+
+func BenchmarkSum(b *testing.B) {
+	exclude := &fingerprint.Config{}
+	for _, p := range []string{"/id", "/metadata/order_id"} {
+		ptr, err := fingerprint.ParsePointer(p)
+		if err != nil {
+			b.Fatal(err)
+		}
+		exclude.Exclude = append(exclude.Exclude, ptr)
+	}
+	var parts bytes.Buffer
+	parts.WriteString("--b\r\nContent-Disposition: form-data; name=\"f\"; filename=\"f\"\r\nContent-Type: text/plain\r\n\r\n")
+	parts.WriteString(strings.Repeat("x", 64<<10) + "\r\n--b--\r\n")
+	for _, c := range []struct {
+		name, media string
+		body        []byte
+		cfg         *fingerprint.Config
+	}{
+		{"empty", "application/json", nil, nil},
+		{"json200B", "application/json", []byte(payment), nil},
+		{"json200B-exclude", "application/json", []byte(payment), exclude},
+		{"raw200B", "text/plain", []byte(payment), nil},
+		{"json64KiB", "application/json", rows(380), nil},
+		{"json4MiB", "application/json", rows(20_000), nil},
+		{"raw4MiB", "text/plain", rows(20_000), nil},
+		{"multipart64KiB", "multipart/form-data; boundary=b", parts.Bytes(), nil},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			req := fingerprint.Request{
+				Method: "POST", Host: "api.example.com", Path: "/v1/charges",
+				ContentType: c.media, Body: &inMemory{bytes.NewReader(c.body), c.body}, Size: int64(len(c.body)),
+			}
+			b.SetBytes(int64(len(c.body)))
+			b.ReportAllocs()
+			for b.Loop() {
+				if _, err := c.cfg.Sum(req); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+func BenchmarkLookup(b *testing.B) {
+	ptr, err := fingerprint.ParsePointer("/metadata/order_id")
+	if err != nil {
+		b.Fatal(err)
+	}
+	body := &inMemory{bytes.NewReader([]byte(payment)), []byte(payment)}
+	b.ReportAllocs()
+	for b.Loop() {
+		if v, ok, err := fingerprint.Lookup(body, int64(len(payment)), ptr); v != "1017" || !ok || err != nil {
+			b.Fatal(v, ok, err)
+		}
+	}
 }

@@ -1,22 +1,43 @@
+// Package hitl keeps what needs a human in the loop: an Escalation is recorded durably
+// before anybody says "escalated" (A-basic-rollback-g), and somebody is told of it.
+//
+// A Store records, finds and lists escalations. Opening one can ride in the commit of the
+// decision that causes it: see Store.Prepare. A Dispatcher takes those that nobody was told
+// of to a Notifier, at least once each, also after a restart. Decisions are not made here.
+//
+// The package knows neither HTTP servers nor Caddy. It keeps everything in a store.Store,
+// sealed (P8).
 package hitl
 
 import (
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
+	"unicode/utf8"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Level says how much is held until a human has decided (ATD, Interaction with HITL).
+// Level says how much a human is to look at before it goes on (ATD, Interaction with HITL).
+// It is told, and nothing is held by it here: neither can an escalation be decided yet.
 type Level uint8
 
 // The levels.
 const (
-	// Pause holds the workflow before its next step.
+	// Pause: the workflow, before its next step.
 	Pause Level = 1 + iota
-	// Approval holds the one step that needs it.
+	// Approval: the one step that needs it.
 	Approval
-	// Stop holds the workflow until a human lifts it.
+	// Stop: the workflow as a whole.
 	Stop
 )
 
@@ -174,4 +195,326 @@ type Delivery struct {
 	// Next is when the next attempt is due; zero where none is. While one runs it is when
 	// somebody else may begin another, because this one must have been lost.
 	Next time.Time
+}
+
+// errEncoding is the error of a record that opened but cannot be read: a fault of ours,
+// since newer builds only add fields.
+var errEncoding = errors.New("hitl: the encoding of an escalation is broken")
+
+// Longest recorded forms, in bytes. They keep a record far below store.MaxValue.
+const (
+	maxSummary = 1024
+	maxText    = 2048
+	maxError   = 512
+)
+
+// shorten cuts s to at most that many bytes and leaves no half of a character.
+func shorten(s string, most int) string {
+	if len(s) > most {
+		s = s[:most]
+		for len(s) > 0 {
+			if r, n := utf8.DecodeLastRuneInString(s); r != utf8.RuneError || n != 1 {
+				break
+			}
+			s = s[:len(s)-1]
+		}
+	}
+	return strings.ToValidUTF8(s, "\uFFFD")
+}
+
+// The tags of an escalation's fields. A tag is never used again for something else;
+// readers keep what they do not know. 32 and up are left for decisions. The id is not a
+// field: it is in the record's name.
+const (
+	tagLevel = 1 + iota
+	tagCause
+	tagSummary
+	tagWorkflow
+	tagCaller
+	tagCheckpoint
+	tagRollback
+	tagError
+	tagExecution
+	tagUpstream
+	tagState
+	tagOpened
+	tagChanged
+	tagAttempts
+	tagLastError
+	tagNext
+)
+
+// encode appends tag, length, bytes for each field that is not zero.
+func (e *Escalation) encode(b []byte) []byte {
+	b = appendInt(b, tagLevel, int64(e.Level))
+	b = appendText(b, tagCause, string(e.Cause))
+	b = appendText(b, tagSummary, e.Summary)
+	b = appendText(b, tagWorkflow, e.Workflow)
+	b = appendText(b, tagCaller, e.Caller)
+	b = appendText(b, tagCheckpoint, e.Links.Checkpoint)
+	b = appendText(b, tagRollback, e.Links.Rollback)
+	b = appendText(b, tagError, e.Links.Error)
+	b = appendText(b, tagExecution, e.Links.Execution)
+	b = appendText(b, tagUpstream, e.Links.Upstream)
+	b = appendInt(b, tagState, int64(e.State))
+	b = appendTime(b, tagOpened, e.Opened)
+	b = appendTime(b, tagChanged, e.Changed)
+	b = appendInt(b, tagAttempts, int64(e.Delivery.Attempts))
+	b = appendText(b, tagLastError, e.Delivery.LastError)
+	b = appendTime(b, tagNext, e.Delivery.Next)
+	return append(b, e.unknown...)
+}
+
+func appendText(b []byte, tag byte, v string) []byte {
+	if v == "" {
+		return b
+	}
+	b = binary.AppendUvarint(append(b, tag), uint64(len(v)))
+	return append(b, v...)
+}
+
+func appendInt(b []byte, tag byte, v int64) []byte {
+	if v == 0 {
+		return b
+	}
+	var buf [binary.MaxVarintLen64]byte
+	return appendText(b, tag, string(binary.AppendVarint(buf[:0], v)))
+}
+
+func appendTime(b []byte, tag byte, v time.Time) []byte {
+	if v.IsZero() {
+		return b
+	}
+	return appendInt(b, tag, v.UnixNano())
+}
+
+// decode reads what encode wrote, but for the id.
+func decode(b []byte) (*Escalation, error) {
+	e := new(Escalation)
+	d := decoder{b: b}
+	for d.next() {
+		switch d.tag {
+		case tagLevel:
+			e.Level = Level(d.small())
+		case tagCause:
+			e.Cause = Cause(d.field)
+		case tagSummary:
+			e.Summary = string(d.field)
+		case tagWorkflow:
+			e.Workflow = string(d.field)
+		case tagCaller:
+			e.Caller = string(d.field)
+		case tagCheckpoint:
+			e.Links.Checkpoint = string(d.field)
+		case tagRollback:
+			e.Links.Rollback = string(d.field)
+		case tagError:
+			e.Links.Error = string(d.field)
+		case tagExecution:
+			e.Links.Execution = string(d.field)
+		case tagUpstream:
+			e.Links.Upstream = string(d.field)
+		case tagState:
+			e.State = State(d.small())
+		case tagOpened:
+			e.Opened = d.time()
+		case tagChanged:
+			e.Changed = d.time()
+		case tagAttempts:
+			e.Delivery.Attempts = int(d.int())
+		case tagLastError:
+			e.Delivery.LastError = string(d.field)
+		case tagNext:
+			e.Delivery.Next = d.time()
+		default:
+			e.unknown = append(e.unknown, d.raw...)
+		}
+	}
+	if d.err == nil && (e.Level == 0 || e.State == 0 || e.Delivery.Attempts < 0) {
+		d.err = errEncoding
+	}
+	return e, d.err
+}
+
+// decoder walks over the fields. The first fault stays in err and ends next.
+type decoder struct {
+	b     []byte
+	tag   byte
+	field []byte
+	raw   []byte // the field with its tag and length
+	err   error
+}
+
+func (d *decoder) next() bool {
+	if d.err != nil || len(d.b) == 0 {
+		return false
+	}
+	size, n := binary.Uvarint(d.b[1:])
+	if n <= 0 || size > uint64(len(d.b)-1-n) {
+		d.err = errEncoding
+		return false
+	}
+	end := 1 + n + int(size)
+	d.tag, d.raw, d.field, d.b = d.b[0], d.b[:end], d.b[1+n:end], d.b[end:]
+	return true
+}
+
+func (d *decoder) int() int64 {
+	v, n := binary.Varint(d.field)
+	if n != len(d.field) || n <= 0 {
+		d.err = errEncoding
+	}
+	return v
+}
+
+// small reads a level or a state.
+func (d *decoder) small() uint8 {
+	v := d.int()
+	if v < 0 || v > 255 {
+		d.err = errEncoding
+	}
+	return uint8(v)
+}
+
+func (d *decoder) time() time.Time { return time.Unix(0, d.int()).UTC() }
+
+// The store's keys of escalations. Nothing of a caller is readable in them; only times,
+// levels and states are plain.
+//
+//	h e id                        the escalation, sealed
+//	h t opened id                 index: all by age; the value is level and state
+//	h w workflow opened id        index: a workflow's by age; the same value
+//	h u level due id              index: those to be delivered
+const (
+	space           = 'h'
+	kindRecord      = 'e'
+	kindAge         = 't'
+	kindWorkflow    = 'w'
+	kindUndelivered = 'u'
+)
+
+// idOf is the escalation of an occasion. It is a UUID of version 8 (RFC 9562), whose bits
+// are the maker's own.
+func (d *Store) idOf(key string) uuid.UUID {
+	hash := d.sealer.Index("escalation", key)
+	id := uuid.UUID(hash[:16])
+	id[6] = id[6]&0x0f | 0x80
+	id[8] = id[8]&0x3f | 0x80
+	return id
+}
+
+func recordKey(id uuid.UUID) []byte { return append([]byte{space, kindRecord}, id[:]...) }
+
+func appendPlace(b []byte, at time.Time, id uuid.UUID) []byte {
+	b = binary.BigEndian.AppendUint64(b, uint64(at.UnixNano()))
+	return append(b, id[:]...)
+}
+
+func ageKey(opened time.Time, id uuid.UUID) []byte {
+	return appendPlace([]byte{space, kindAge}, opened, id)
+}
+
+func (d *Store) workflowPrefix(workflow string) []byte {
+	hash := d.sealer.Index("escalation workflow", shorten(workflow, maxText))
+	return append([]byte{space, kindWorkflow}, hash[:16]...)
+}
+
+// undelivered is the part of the index that holds one level.
+func undelivered(l Level) []byte { return []byte{space, kindUndelivered, byte(l)} }
+
+func dueKey(l Level, due time.Time, id uuid.UUID) []byte { return appendPlace(undelivered(l), due, id) }
+
+const placeSize = 8 + 16
+
+// placeIn is the time and the id at the end of an index entry's key.
+func placeIn(name []byte) (time.Time, uuid.UUID) {
+	end := name[len(name)-placeSize:]
+	return time.Unix(0, int64(binary.BigEndian.Uint64(end))).UTC(), uuid.UUID(end[8:])
+}
+
+// expires is when the escalation is forgotten: never, while somebody has to be told.
+func (e *Escalation) expires(keep time.Duration) time.Time {
+	if e.State == Open {
+		return time.Time{}
+	}
+	return e.Changed.Add(keep)
+}
+
+// put is the batch that brings an escalation from old to new, index entries included.
+// old is nil where there is none yet. The record comes first.
+func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Condition) []store.Write {
+	name, expires := recordKey(id), new.expires(time.Duration(d.keep.Load()))
+	batch := make([]store.Write, 1, 5)
+	batch[0] = store.Write{Key: name, If: condition, Value: d.sealer.Seal(nil, new.encode(nil), name), Expires: expires}
+	if old == nil || old.State != new.State || !old.Changed.Equal(new.Changed) {
+		value := []byte{byte(new.Level), byte(new.State)}
+		batch = append(batch, store.Write{Key: ageKey(new.Opened, id), Value: value, Expires: expires})
+		if new.Workflow != "" {
+			of := appendPlace(d.workflowPrefix(new.Workflow), new.Opened, id)
+			batch = append(batch, store.Write{Key: of, Value: value, Expires: expires})
+		}
+	}
+	if old != nil && old.due() && !(new.due() && old.Delivery.Next.Equal(new.Delivery.Next)) {
+		batch = append(batch, store.Write{Key: dueKey(old.Level, old.Delivery.Next, id), Delete: true})
+	}
+	if new.due() && !(old != nil && old.due() && old.Delivery.Next.Equal(new.Delivery.Next)) {
+		batch = append(batch, store.Write{Key: dueKey(new.Level, new.Delivery.Next, id)})
+	}
+	return batch
+}
+
+// due reports whether somebody has yet to be told.
+func (e *Escalation) due() bool { return e.State == Open && !e.Delivery.Next.IsZero() }
+
+// typeOpened is the one type of message there is so far.
+const typeOpened = "escalation.opened"
+
+// message is the body; the package's comment describes it.
+type message struct {
+	Type      string    `json:"type"`
+	Timestamp time.Time `json:"timestamp"`
+	Data      data      `json:"data"`
+}
+
+type data struct {
+	ID        string `json:"id"`
+	Gateway   string `json:"gateway,omitempty"`
+	Level     uint8  `json:"level"`
+	LevelName string `json:"level_name"`
+	Cause     string `json:"cause"`
+	Summary   string `json:"summary"`
+	Workflow  string `json:"workflow,omitempty"`
+	Caller    string `json:"caller,omitempty"`
+	Links     links  `json:"links"`
+}
+
+type links struct {
+	Checkpoint string `json:"checkpoint,omitempty"`
+	Rollback   string `json:"rollback,omitempty"`
+	Error      string `json:"error,omitempty"`
+	Execution  string `json:"execution,omitempty"`
+	Upstream   string `json:"upstream,omitempty"`
+}
+
+func body(e *Escalation, gateway string) ([]byte, error) {
+	return json.Marshal(message{
+		Type:      typeOpened,
+		Timestamp: e.Opened,
+		Data: data{
+			ID: e.ID, Gateway: gateway, Level: uint8(e.Level), LevelName: e.Level.String(),
+			Cause: string(e.Cause), Summary: e.Summary, Workflow: e.Workflow, Caller: e.Caller, Links: links(e.Links),
+		},
+	})
+}
+
+// sign is the value of webhook-signature: one signature for each key.
+func sign(keys [][]byte, id, timestamp string, body []byte) string {
+	all := make([]string, len(keys))
+	for i, key := range keys {
+		mac := hmac.New(sha256.New, key)
+		mac.Write([]byte(id + "." + timestamp + "."))
+		mac.Write(body)
+		all[i] = "v1," + base64.StdEncoding.EncodeToString(mac.Sum(nil))
+	}
+	return strings.Join(all, " ")
 }

@@ -5,18 +5,383 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"reflect"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Execute accepts a rollback durably, and returns at once: it goes on by itself. The same
-// id with the same content gives the same rollback (P5), whatever became of its
-// checkpoints since. riders land in the accepting commit, and only there; where the
-// condition of one does not hold the error is its *store.Conflict, and nothing is
-// accepted.
-func (c *Coordinator) Execute(ctx context.Context, r Request, riders ...store.Write) (*Rollback, error) {
+// Longest members of a Request, in bytes.
+const (
+	maxText   = 512
+	maxReason = 512
+)
+
+func (r *Request) check() error {
+	switch {
+	case r.Checkpoint == "":
+		return fmt.Errorf("%w: no checkpoint is named", ErrInvalid)
+	case len(r.Reason) > maxReason:
+		return fmt.Errorf("%w: a reason of %d bytes, at most %d", ErrInvalid, len(r.Reason), maxReason)
+	}
+	for what, text := range map[string]string{
+		"checkpoint": r.Checkpoint, "urgency": r.Urgency, "token": r.Token, "error": r.Error, "operator": r.Operator,
+	} {
+		if len(text) > maxText {
+			return fmt.Errorf("%w: %s of %d bytes, at most %d", ErrInvalid, what, len(text), maxText)
+		}
+	}
+	return nil
+}
+
+func (r *Request) checkID() error {
+	if id, err := uuid.Parse(r.ID); err != nil || id.String() != r.ID {
+		return fmt.Errorf("%w: the id is no UUID in its canonical form", ErrInvalid)
+	}
+	return nil
+}
+
+// draft is a rollback that is about to be accepted, or shown.
+type draft struct {
+	head
+	plannedSteps
+	version     string        // of the workflow that the plan was made of
+	checkpoints []checkedNode // of the plan
+	target      Checkpoint
+}
+
+// checkedNode is a checkpoint of a plan, with what the plan takes for known of it.
+type checkedNode struct {
+	node  Node // as the ledger has it
+	state NodeState
+	token Checkpoint // the zero value where it does not verify
+}
+
+// refusal is a failed verification of the target: an error is recorded (cascade 4.2.3).
+type refusal struct {
+	error
+	draft *draft
+	why   string
+}
+
+func (e *refusal) Unwrap() error { return e.error }
+
+// unknown is the answer about a checkpoint that is not there: strangers get what they get
+// for others' checkpoints.
+func (r *Request) unknown() error {
+	if r.Operator != "" || r.Coordinator {
+		return ErrCheckpointUnknown
+	}
+	return ErrNotInWorkflow
+}
+
+// draft decides who may ask, verifies the target, and makes the plan. It touches nothing.
+func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
+	q := Query{Target: r.Checkpoint, Scope: r.Scope, Lineage: r.Lineage, Error: r.Error}
+	if r.Operator == "" && !r.Coordinator {
+		q.By = r.By
+	}
+	view, err := c.o.Ledger.Nodes(ctx, q)
+	if errors.Is(err, ErrUnknown) {
+		return nil, r.unknown()
+	}
+	altered := errors.Is(err, checkpoint.ErrTampered)
+	if err != nil && !altered {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	cp, tampered, err := c.token(ctx, r.Checkpoint)
+	if err != nil {
+		return nil, err
+	}
+	g, err := c.newGraph(cp.Workflow, view.Nodes)
+	if err != nil {
+		return nil, err
+	}
+	if r.Operator == "" && !r.Coordinator && !g.MayAsk(r.By, r.Checkpoint, r.Lineage) {
+		return nil, ErrNotInWorkflow
+	}
+	if r.Unnamed && !altered && !g.follows(r.Error, r.Checkpoint) {
+		return nil, ErrUnnamed
+	}
+	now, err := c.now(ctx)
+	if err != nil {
+		return nil, err
+	}
+	d := &draft{head: head{
+		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: cp.Workflow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
+		Operator: r.Operator, Token: r.Token, Content: r.content(), Asked: now,
+	}}
+	if r.Operator == "" {
+		d.Requester = r.By
+	}
+	switch {
+	case tampered:
+		return nil, &refusal{checkpoint.ErrTampered, d, "the checkpoint's token is not what was recorded"}
+	case altered:
+		return nil, &refusal{checkpoint.ErrTampered, d, "what depends on the checkpoint is not what was recorded"}
+	}
+	ask := PlanInput{
+		Target: r.Checkpoint, Scope: r.Scope, Now: now,
+		Coordinator: r.Coordinator || r.Operator != "",
+	}
+	if !ask.Coordinator {
+		// Others may have done something under the same workflow id that is none of theirs.
+		ask.By, ask.Lineage = r.By, r.Lineage
+		ask.Coordinator = r.By != "" && g.initiator() == r.By
+	}
+	d.version, d.target = view.Version, cp
+	p, err := (&planner{Graph: g, PlanInput: ask}).plan(func(n *Node) error {
+		checked := checkedNode{node: *n, token: cp}
+		var err error
+		if n.ID != r.Checkpoint {
+			checked.token, err = c.verified(ctx, n.ID)
+		}
+		if err == nil {
+			err = c.refresh(ctx, n, &checked.token)
+		}
+		checked.state = n.State
+		d.checkpoints = append(d.checkpoints, checked)
+		return err
+	})
+	if unknown := (*unknownError)(nil); errors.As(err, &unknown) {
+		return nil, r.unknown()
+	}
+	if err != nil {
+		return nil, err
+	}
+	if !r.KeepDependants {
+		if err := p.Partial(); err != nil {
+			return nil, err
+		}
+		if view.More { // what was not looked at may be completed (P6)
+			return nil, &DependedOnError{Dependants: p.Dependants}
+		}
+	}
+	d.Plan = p
+	if err := c.verify(ctx, d, now); err != nil {
+		return nil, err
+	}
+	d.Due = now.Add(d.limit())
+	hash := p.Hash()
+	d.Hash = hash[:]
+	agents := make(map[string]string, len(d.checkpoints))
+	for i := range d.checkpoints {
+		agents[d.checkpoints[i].node.ID] = d.checkpoints[i].token.Agent
+	}
+	for _, level := range p.Levels {
+		for _, s := range level {
+			d.Agents = append(d.Agents, agents[s.Checkpoint])
+		}
+	}
+	d.Steps = len(d.Agents)
+	return d, nil
+}
+
+// verified is the token of a checkpoint, or the zero value where it does not verify: its step
+// finds that out again.
+func (c *Coordinator) verified(ctx context.Context, id string) (Checkpoint, error) {
+	cp, tampered, err := c.token(ctx, id)
+	if tampered {
+		return Checkpoint{}, err
+	}
+	return cp, err
+}
+
+// refresh brings the state of a checkpoint up to date with the checkpoint store and the
+// executions, unless its token does not verify.
+func (c *Coordinator) refresh(ctx context.Context, n *Node, token *Checkpoint) error {
+	if token.ID == "" {
+		return nil
+	}
+	m, _, err := c.mark(ctx, n.ID)
+	switch {
+	case err != nil:
+		return err
+	case m.State == checkpoint.Undone:
+		n.State = Undone
+		return nil
+	case n.Kind == GroupNode || !token.Own:
+		return nil
+	case n.State == Undone: // P5: the checkpoint store says otherwise
+		n.State = Ran
+	}
+	s, err := c.callStatus(ctx, token, "", n.State)
+	switch {
+	case errors.Is(err, ErrStore):
+		return err
+	case err == nil:
+		n.State = s.state
+	}
+	return nil
+}
+
+// current reports whether a plan would be the same if it was made now. If so, the draft counts
+// from now on. What cannot be found out makes a new draft necessary, which fails as it must.
+func (c *Coordinator) current(ctx context.Context, d *draft) bool {
+	unchanged, err := c.o.Ledger.Unchanged(ctx, d.Workflow, d.version)
+	if err != nil || !unchanged {
+		return false
+	}
+	now, err := c.now(ctx)
+	if err != nil || now.Before(d.Asked) {
+		return false
+	}
+	for i := range d.checkpoints {
+		known := &d.checkpoints[i]
+		n := known.node
+		if !n.Expires.IsZero() && !now.Before(n.Expires) && d.Asked.Before(n.Expires) {
+			return false
+		}
+		token, err := c.verified(ctx, n.ID)
+		if err != nil || !reflect.DeepEqual(token, known.token) {
+			return false
+		}
+		if c.refresh(ctx, &n, &token) != nil || n.State != known.state {
+			return false
+		}
+	}
+	if c.verify(ctx, d, now) != nil {
+		return false
+	}
+	d.Asked, d.Due = now, now.Add(d.limit())
+	return true
+}
+
+// verify verifies the target before anything is touched (cascade 4.2.3). What was undone
+// already needs nothing of it.
+func (c *Coordinator) verify(ctx context.Context, d *draft, now time.Time) error {
+	cp := &d.target
+	var what What
+	for _, level := range d.Plan.Levels {
+		for _, s := range level {
+			if s.Checkpoint == d.Checkpoint {
+				what = s.What
+			}
+		}
+	}
+	expired := &refusal{checkpoint.ErrExpired, d, "the checkpoint has expired"}
+	if what == Nothing {
+		return nil
+	}
+	if what != Block && !cp.Expires.IsZero() && !now.Before(cp.Expires) {
+		return expired
+	}
+	if what != Undo || !cp.Own {
+		return nil
+	}
+	_, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
+	switch {
+	case err == nil, errors.Is(err, checkpoint.ErrReleased): // meanwhile: it is found again
+		return nil
+	case errors.Is(err, checkpoint.ErrStore):
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	case errors.Is(err, checkpoint.ErrExpired):
+		return expired
+	}
+	return &refusal{checkpoint.ErrTampered, d, "the snapshot does not match the checkpoint's out_hash"}
+}
+
+// limit is how long the rollback may take: half of the shortest ttl among what it undoes
+// (ATD, "Rollback Timeout and Escalation").
+func (d *draft) limit() time.Duration {
+	ttls := make(map[string]time.Duration, len(d.checkpoints))
+	for i := range d.checkpoints {
+		ttls[d.checkpoints[i].node.ID] = d.checkpoints[i].token.TTL
+	}
+	least := time.Duration(0)
+	for _, level := range d.Plan.Levels {
+		for _, s := range level {
+			ttl := ttls[s.Checkpoint]
+			if undoes := s.What == Undo || s.Then == Undo; undoes && ttl > 0 && (least == 0 || ttl < least) {
+				least = ttl
+			}
+		}
+	}
+	if least == 0 {
+		least = d.target.TTL
+	}
+	if least <= 0 {
+		least = defaultTTL
+	}
+	return least / 2
+}
+
+// defaultTTL is the ttl of checkpoints that say nothing (cascade 4.2.1).
+const defaultTTL = 24 * time.Hour
+
+// rollback is the draft as others see it.
+func (d *draft) rollback() *Rollback {
+	r := d.head.rollback()
+	if d.Plan != nil {
+		r.Plan = d.Plan
+		r.Steps, _ = d.plannedSteps.steps()
+	}
+	return r
+}
+
+// Plan shows what Execute would do, or why it would be refused. Nothing is recorded,
+// nothing is touched; the request needs no id.
+func (c *Coordinator) Plan(ctx context.Context, r Request) (*Rollback, error) {
+	d, err := c.Draft(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	shown := d.draft.rollback()
+	for i := range shown.Steps {
+		c.previewStep(ctx, &shown.Steps[i])
+	}
+	return shown, nil
+}
+
+// Draft is a request with its plan. It may be accepted once, or never.
+type Draft struct {
+	Request Request
+
+	draft   *draft // nil where there is none yet
+	drafted Request
+	by      *Coordinator
+}
+
+// Draft decides who may ask, verifies the target and makes the plan, as Plan does.
+func (c *Coordinator) Draft(ctx context.Context, r Request) (*Draft, error) {
+	if err := r.check(); err != nil {
+		return nil, err
+	}
+	d, err := c.draft(ctx, &r)
+	if refused := (*refusal)(nil); errors.As(err, &refused) {
+		return nil, refused.error
+	}
+	if err != nil {
+		return nil, err
+	}
+	others, err := c.conflicting(ctx, d.Workflow)
+	if err != nil {
+		return nil, err
+	}
+	shown := *d // Accept resolves the conflicts of its time
+	if _, err := shown.resolveConflicts(others); err != nil {
+		return nil, err
+	}
+	return &Draft{Request: r, draft: d, drafted: r, by: c}, nil
+}
+
+// Execute is Accept without a draft.
+func (c *Coordinator) Execute(ctx context.Context, r Request, extra ...store.Write) (*Rollback, error) {
+	return c.Accept(ctx, &Draft{Request: r}, extra...)
+}
+
+// Accept accepts a rollback durably, and returns at once: it goes on by itself. The same id
+// with the same content gives the same rollback (P5), whatever became of its checkpoints
+// since. extra lands in the accepting commit, and only there; where the condition of one
+// write does not hold the error is its *store.Conflict, and nothing is accepted.
+//
+// The plan is that of the draft if nothing that it depends on has changed since; otherwise,
+// and for a request that was not drafted, it is made here.
+func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store.Write) (*Rollback, error) {
+	r := drafted.Request
 	if err := r.check(); err != nil {
 		return nil, err
 	}
@@ -29,23 +394,29 @@ func (c *Coordinator) Execute(ctx context.Context, r Request, riders ...store.Wr
 	if c.ending() {
 		return nil, ErrStopping
 	}
-	d, err := c.judge(ctx, &r)
-	if err != nil {
-		return nil, err
+	// Calls of the workflow are only held up for who may ask, which drafting has found out.
+	d := new(draft)
+	if drafted.draft != nil && drafted.by == c && drafted.drafted == r {
+		*d = *drafted.draft
+	} else {
+		var err error
+		if d, err = c.draftOrRecordRefusal(ctx, &r); err != nil {
+			return nil, err
+		}
 	}
 	scope, err := c.scope(ctx, d.Workflow, r.Checkpoint)
 	if err != nil {
 		return nil, err
 	}
-	b, err := c.bars.raise(ctx, r.ID, scope)
+	lock, err := c.locks.lock(ctx, r.ID, scope)
 	if err != nil {
 		return nil, err
 	}
-	return c.decide(ctx, &r, b, riders)
+	return c.decide(ctx, &r, d, lock, extra)
 }
 
-// judge is draft, and tells that the target does not verify.
-func (c *Coordinator) judge(ctx context.Context, r *Request) (*draft, error) {
+// draftOrRecordRefusal is draft, and records that the target does not verify.
+func (c *Coordinator) draftOrRecordRefusal(ctx context.Context, r *Request) (*draft, error) {
 	d, err := c.draft(ctx, r)
 	if refused := (*refusal)(nil); errors.As(err, &refused) {
 		return nil, c.refuse(ctx, refused)
@@ -53,32 +424,35 @@ func (c *Coordinator) judge(ctx context.Context, r *Request) (*draft, error) {
 	return d, err
 }
 
-// decide accepts a rollback or refuses it, behind its bar. The plan is made anew: calls
-// that were inside when the bar was raised are recorded now, and no others have come.
-func (c *Coordinator) decide(ctx context.Context, r *Request, b *bar, riders []store.Write) (*Rollback, error) {
+// decide accepts a rollback or refuses it, behind its workflow lock: calls that were admitted
+// before it are recorded now, and no others come. A draft that they have made obsolete is made
+// anew.
+func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *workflowLock, extra []store.Write) (*Rollback, error) {
 	keep := false
 	defer func() {
 		if keep {
-			c.bars.settle(b)
+			c.locks.decide(lock)
 		} else {
-			c.bars.lower(b)
+			c.locks.unlock(lock)
 		}
 	}()
-	d, err := c.judge(ctx, r)
-	if err != nil {
-		return nil, err
+	if !c.current(ctx, d) {
+		var err error
+		if d, err = c.draftOrRecordRefusal(ctx, r); err != nil {
+			return nil, err
+		}
 	}
-	c.bars.plan(b, d.Scope, d.Plan)
+	c.locks.setPlan(lock, d.Scope, d.Plan)
 	c.accepting.Lock()
 	defer c.accepting.Unlock()
 	for range maxTries {
 		if found, err := c.again(ctx, r); err == nil || !errors.Is(err, ErrUnknown) {
 			return found, err
 		}
-		accepted, err := c.accept(ctx, r, d, riders)
+		accepted, err := c.accept(ctx, r, d, extra)
 		if err == nil {
 			keep = true
-			return accepted.whole(), nil
+			return accepted.snapshot(), nil
 		}
 		if !errors.Is(err, errAgain) {
 			// It may have landed all the same, and will go on.
@@ -102,7 +476,7 @@ func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) 
 	h, _, err := c.readHead(ctx, n)
 	if errors.Is(err, ErrUnknown) && r.Token != "" {
 		// Cascade 4.3.4: one token asks for one rollback.
-		id, found := c.ByToken(ctx, r.Token)
+		id, found := c.byToken(ctx, r.Token)
 		switch {
 		case errors.Is(found, ErrUnknown):
 		case found != nil:
@@ -127,27 +501,23 @@ func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) 
 	return c.Get(ctx, r.ID)
 }
 
-// refuse tells that the verification of the target has failed, and returns why.
+// refuse records that the verification of the target has failed, and returns why.
 func (c *Coordinator) refuse(ctx context.Context, refused *refusal) error {
 	d := refused.draft
 	t, err := c.o.Ledger.Erred(ctx, d.head.rollback(), d.Checkpoint, errorConstraint, refused.why)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	g := new(cargo)
-	g.tell(t)
-	if len(g.writes) == 0 {
-		return errors.Join(g.done(nil), refused.error)
-	}
-	_, err = c.o.Store.Commit(ctx, g.writes...)
-	if err = g.done(err); err != nil {
+	b := new(store.Batch)
+	record(b, t)
+	if err := b.Commit(ctx, c.o.Store); err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	return refused.error
 }
 
-// rivals are the rollbacks of a workflow that take steps.
-func (c *Coordinator) rivals(ctx context.Context, workflow string) ([]*run, error) {
+// conflicting are the rollbacks of a workflow that take steps, which may conflict.
+func (c *Coordinator) conflicting(ctx context.Context, workflow string) ([]*run, error) {
 	var all []*run
 	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(workflow))) {
 		if err != nil {
@@ -170,29 +540,29 @@ func (c *Coordinator) rivals(ctx context.Context, workflow string) ([]*run, erro
 // maxJoins bounds how many others give way in one commit, whose size is bounded (store.MaxBatch).
 const maxJoins = 256
 
-// meet decides between the draft and those that were there first (cascade 4.3.4). It
+// resolveConflicts decides between the draft and those that were there first (cascade 4.3.4). It
 // returns those that give way.
-func (d *draft) meet(rivals []*run) (joins []*run, err error) {
+func (d *draft) resolveConflicts(others []*run) (joins []*run, err error) {
 	d.Behind, d.Absorbed = nil, nil
-	for _, r := range rivals {
+	for _, r := range others {
 		if r.id == d.ID { // accepted since: whoever asks for it finds it
 			continue
 		}
 		r.mu.Lock()
-		there, joined := r.rolling(), r.head.Joined != ""
+		there, joined := r.contender(), r.head.Joined != ""
 		r.mu.Unlock()
 		if !d.Asked.After(there.Asked) { // a clock that went back gives no precedence
 			d.Asked = there.Asked.Add(time.Nanosecond)
 		}
-		comes := plan.Rolling{Rollback: plan.Rollback{ID: d.ID, Scope: d.Scope, Asked: d.Asked}, Plan: d.Plan}
-		switch plan.Meet(there, comes) {
-		case plan.Apart:
+		comes := contender{precedence: precedence{ID: d.ID, Scope: d.Scope, Asked: d.Asked}, Plan: d.Plan}
+		switch resolveConflict(there, comes) {
+		case noConflict:
 			continue
-		case plan.Refused:
+		case newcomerRefused:
 			if !joined { // else the one that it gives way to decides
 				return nil, &ConflictError{Winner: r.id}
 			}
-		case plan.Joined: // those beyond the bound go on to their end instead
+		case earlierJoins: // those beyond the bound go on to their end instead
 			if !joined && len(joins) < maxJoins {
 				joins = append(joins, r)
 				d.Absorbed = append(d.Absorbed, r.id)
@@ -204,7 +574,7 @@ func (d *draft) meet(rivals []*run) (joins []*run, err error) {
 }
 
 // accept decides and commits, with the lock on acceptance held.
-func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, riders []store.Write) (*run, error) {
+func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []store.Write) (*run, error) {
 	fence := store.Write{Key: c.fenceKey(d.Workflow), If: store.Absent()}
 	found, err := c.o.Store.Get(ctx, fence.Key)
 	switch {
@@ -213,11 +583,11 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, riders [
 	case !errors.Is(err, store.ErrNotFound):
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	rivals, err := c.rivals(ctx, d.Workflow)
+	others, err := c.conflicting(ctx, d.Workflow)
 	if err != nil {
 		return nil, err
 	}
-	joins, err := d.meet(rivals)
+	joins, err := d.resolveConflicts(others)
 	if err != nil {
 		return nil, err
 	}
@@ -232,35 +602,35 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, riders [
 	}
 	d.State = Executing
 	fence.Expires = d.Due.Add(c.o.Keep)
-	g := new(cargo)
+	b := new(store.Batch)
 	n := c.name(d.ID)
-	if err := c.lade(ctx, r, d, n, g); err != nil {
-		return nil, g.done(err)
+	if err := c.acceptanceWrites(ctx, r, d, n, b); err != nil {
+		return nil, b.Done(err)
 	}
 	own, err := c.headWrite(n, &d.head, store.Absent())
 	if err != nil {
-		return nil, g.done(err)
+		return nil, b.Done(err)
 	}
-	batch := append([]store.Write{own, fence}, g.writes...)
+	writes := append([]store.Write{own, fence}, b.Writes()...)
 	heads := make([]head, len(joins))
 	for i, other := range joins {
 		heads[i] = other.head
 		heads[i].Joined = d.ID
 		w, err := c.headWrite(other.name, &heads[i], store.VersionIs(other.version))
 		if err != nil {
-			return nil, g.done(err)
+			return nil, b.Done(err)
 		}
-		batch = append(batch, w)
+		writes = append(writes, w)
 	}
-	version, err := c.o.Store.Commit(ctx, append(batch, riders...)...)
-	if err = g.done(err); err != nil {
+	version, err := c.o.Store.Commit(ctx, append(writes, extra...)...)
+	if err = b.Done(err); err != nil {
 		for _, other := range joins { // sealed anew, or changed by another node
 			if h, version, err := c.readHead(ctx, other.name); err == nil {
 				other.head, other.version = *h, version
-				other.told()
+				other.applyHead()
 			}
 		}
-		if err = refusedBy(err, riders); !errors.Is(err, store.ErrUnknown) {
+		if err = refusedBy(err, extra); !errors.Is(err, store.ErrUnknown) {
 			return nil, err
 		}
 		// It may have landed. Then it goes on, whether or not its requester asks again (P5).
@@ -275,9 +645,9 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, riders [
 	}
 	for i, other := range joins {
 		other.head, other.version = heads[i], version
-		other.told()
+		other.applyHead()
 	}
-	accepted := newRun(n, &d.head, version, &d.planned)
+	accepted := newRun(n, &d.head, version, &d.plannedSteps)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.runs[n] = accepted
@@ -285,9 +655,9 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, riders [
 	return accepted, nil
 }
 
-// lade takes along what is recorded of a new rollback besides its head.
-func (c *Coordinator) lade(ctx context.Context, r *Request, d *draft, n name, g *cargo) error {
-	pieces, err := c.planWrites(n, &d.planned)
+// acceptanceWrites adds what is recorded of a new rollback besides its head.
+func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft, n name, b *store.Batch) error {
+	pieces, err := c.planWrites(n, &d.plannedSteps)
 	if err != nil {
 		return err
 	}
@@ -303,31 +673,61 @@ func (c *Coordinator) lade(ctx context.Context, r *Request, d *draft, n name, g 
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	d.Start = g.tell(t)
-	g.writes = append(append(g.writes, pieces...),
+	d.Start = record(b, t)
+	b.Add(pieces...)
+	b.Add(
 		store.Write{Key: ageKey(d.Asked, n)},
 		store.Write{Key: keyOf(kindOpen, n)},
 		store.Write{Key: c.workflowKey(d.Workflow, n)},
 	)
 	if d.stops() {
-		g.writes = append(g.writes, store.Write{Key: keyOf(kindStop, n)})
+		b.Add(store.Write{Key: keyOf(kindStop, n)})
 	}
 	if r.Token != "" {
-		g.writes = append(g.writes, c.sealed(c.tokenKey(r.Token), []byte(d.ID), store.Absent()))
+		b.Add(c.sealed(c.tokenKey(r.Token), []byte(d.ID), store.Absent()))
 	}
 	return nil
 }
 
-// refusedBy tells a rider that has lost from somebody else who was first.
-func refusedBy(err error, riders []store.Write) error {
+// refusedBy is the conflict of an extra write, or errAgain where another commit was first.
+func refusedBy(err error, extra []store.Write) error {
 	lost := (*store.Conflict)(nil)
-	if !errors.As(err, &lost) {
+	switch {
+	case !errors.As(err, &lost):
 		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	for i := range riders {
-		if bytes.Equal(riders[i].Key, lost.Key) {
-			return lost
-		}
+	case store.Lost(err, extra):
+		return lost
 	}
 	return errAgain
+}
+
+// previewStep says of a step that would undo something whether that is known to be in vain: what
+// came of its call may have left it for a person. What cannot be found out now is left to
+// the step itself.
+func (c *Coordinator) previewStep(ctx context.Context, s *Step) {
+	if s.What != Undo && s.What != Escalate {
+		return
+	}
+	cp, err := c.o.Ledger.Checkpoint(ctx, s.Checkpoint)
+	if err == nil && !cp.Own {
+		s.What, s.Reason = Escalate, reasonForeign
+	}
+	if err != nil || !cp.Own {
+		return
+	}
+	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
+	if errors.Is(err, checkpoint.ErrTampered) {
+		s.What, s.Reason = Escalate, reasonTampered
+	}
+	if err != nil {
+		return
+	}
+	switch cause, irreversible := irreversible(opened); {
+	case cause == checkpoint.ReasonChanged:
+		s.What, s.Reason = Escalate, string(ReasonChanged)
+	case irreversible:
+		s.What, s.Reason, s.Cause = Escalate, string(ReasonIrreversible), string(cause)
+	case LacksValues(opened):
+		s.What, s.Reason, s.Unknown = Escalate, string(ReasonUnfilled), true
+	}
 }

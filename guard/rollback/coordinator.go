@@ -1,7 +1,9 @@
 package rollback
 
 import (
+	"bytes"
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -14,8 +16,9 @@ import (
 // Coordinator takes requests for rollbacks and carries them out. It is safe for
 // concurrent use. Only one is to be open on a store of this process.
 type Coordinator struct {
-	o   Options
-	log *slog.Logger
+	o        Options
+	log      *slog.Logger
+	newGraph func(workflow string, nodes []Node) (*Graph, error) // NewGraph; tests count its calls
 
 	// sealing is held for reading from before a value is sealed until its commit, so that
 	// Reseal can wait for those that were sealed with an older key. It is taken before the
@@ -23,8 +26,8 @@ type Coordinator struct {
 	sealing sync.RWMutex
 	// accepting is held by whoever decides about a new rollback.
 	accepting sync.Mutex
-	// bars keep calls from beginning that follow from what is undone.
-	bars bars
+	// locks keep calls from beginning that follow from what is undone.
+	locks workflowLocks
 
 	mu       sync.Mutex
 	runs     map[name]*run // those that are not finished, as far as they were met
@@ -43,8 +46,8 @@ const defaultParallel = 8
 // Open makes the coordinator of a store. It fails where Options lack something.
 func Open(o Options) (*Coordinator, error) {
 	for what, missing := range map[string]bool{
-		"store": o.Store == nil, "sealer": o.Sealer == nil, "guard": o.Guard == nil, "vault": o.Vault == nil,
-		"desk": o.Desk == nil, "ledger": o.Ledger == nil, "undoer": o.Undoer == nil, "time to keep": o.Keep <= 0,
+		"store": o.Store == nil, "sealer": o.Sealer == nil, "guard": o.Guard == nil, "checkpoint store": o.Checkpoints == nil,
+		"escalation store": o.Escalations == nil, "ledger": o.Ledger == nil, "undoer": o.Undoer == nil, "time to keep": o.Keep <= 0,
 	} {
 		if missing {
 			return nil, fmt.Errorf("rollback: no %s is given", what)
@@ -53,7 +56,7 @@ func Open(o Options) (*Coordinator, error) {
 	if o.Parallel <= 0 {
 		o.Parallel = defaultParallel
 	}
-	c := &Coordinator{o: o, log: o.Logger, runs: map[name]*run{}, quit: make(chan struct{})}
+	c := &Coordinator{o: o, log: o.Logger, newGraph: NewGraph, runs: map[name]*run{}, quit: make(chan struct{})}
 	if c.log == nil {
 		c.log = slog.New(slog.DiscardHandler)
 	}
@@ -61,8 +64,8 @@ func Open(o Options) (*Coordinator, error) {
 	return c, nil
 }
 
-// Start goes on with every rollback that is not finished. It returns once they were
-// found; calling it again is harmless.
+// Start resumes every rollback that is not finished. It returns once they were found; calling
+// it again is harmless.
 func (c *Coordinator) Start(ctx context.Context) error {
 	c.mu.Lock()
 	if c.stopping {
@@ -80,9 +83,9 @@ func (c *Coordinator) Start(ctx context.Context) error {
 	for _, n := range names {
 		r, err := c.adopt(ctx, n)
 		switch {
-		case errors.Is(err, ErrUnreadable), errors.Is(err, ErrUnknown):
+		case errors.Is(err, errUnreadable), errors.Is(err, ErrUnknown):
 			// One that is damaged must not keep the others from going on.
-			if err := c.remains(ctx, n, err); err != nil {
+			if err := c.cleanUp(ctx, n, err); err != nil {
 				c.log.Warn("what is left of a rollback cannot be given its expiry", "error", err) // the next start does
 			}
 		case err != nil:
@@ -147,8 +150,8 @@ func (c *Coordinator) launch(r *run) {
 	}()
 }
 
-// Stop begins nothing new and waits for the steps that are under way. When ctx ends they
-// are cut off, and go on in the next life from what was journaled.
+// Stop begins nothing new and waits for the running steps. When ctx ends they are cancelled,
+// and resumed from the journal after a restart.
 func (c *Coordinator) Stop(ctx context.Context) error {
 	c.mu.Lock()
 	if !c.stopping {
@@ -198,24 +201,180 @@ const (
 	longPause  = 10 * time.Second
 )
 
-// errCut: the process ends before it is done. The next life goes on.
-var errCut = errors.New("rollback: cut off by the end of the process")
+// errShutdown: shutting down; the rollback is resumed after a restart.
+var errShutdown = errors.New("rollback: cut off by the end of the process")
 
-// insist does something until it succeeds or the process ends.
-func (c *Coordinator) insist(r *run, what string, do func(ctx context.Context) error) error {
+// retry repeats something until it succeeds or the process shuts down.
+func (c *Coordinator) retry(r *run, what string, do func(ctx context.Context) error) error {
 	for pause := firstPause; ; pause = min(2*pause, longPause) {
 		err := do(c.hard)
-		if err == nil || errors.Is(err, errCut) {
+		if err == nil || errors.Is(err, errShutdown) {
 			return err
 		}
 		if c.ending() {
-			return errCut
+			return errShutdown
 		}
 		c.log.Warn("a rollback waits for the store or the ledger", "rollback", r.id, "what", what, "error", err)
 		select {
 		case <-time.After(pause):
 		case <-c.quit:
-			return errCut
+			return errShutdown
 		}
 	}
+}
+
+// Get returns a rollback, or ErrUnknown. One that has given way to a wider one has that
+// one's result.
+func (c *Coordinator) Get(ctx context.Context, id string) (*Rollback, error) {
+	r, err := c.find(ctx, c.name(id))
+	if err != nil {
+		return nil, err
+	}
+	own := r.snapshot()
+	for r.gaveWay() {
+		wider, err := c.find(ctx, c.name(r.wider()))
+		if err != nil {
+			return nil, err
+		}
+		r = wider
+		own.follow(r.snapshot())
+	}
+	return own, nil
+}
+
+// find finds a rollback in memory, else in the store.
+func (c *Coordinator) find(ctx context.Context, n name) (*run, error) {
+	if r := c.known(n); r != nil {
+		return r, nil
+	}
+	return c.load(ctx, n)
+}
+
+func (r *run) gaveWay() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.head.Halted
+}
+
+func (r *run) wider() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.head.Joined
+}
+
+// follow takes the result of the wider rollback.
+func (b *Rollback) follow(wider *Rollback) {
+	b.State, b.Status, b.Finished, b.Due = wider.State, wider.Status, wider.Finished, wider.Due
+	b.TimedOut = b.TimedOut || wider.TimedOut
+	b.Plan, b.Steps, b.Unknown, b.Mixed = wider.Plan, wider.Steps, wider.Unknown, wider.Mixed
+	b.Complete, b.Before, b.After = wider.Complete, wider.Before, wider.After
+	b.Escalations = append(b.Escalations[:len(b.Escalations):len(b.Escalations)], wider.Escalations...)
+}
+
+// byToken returns the id of the rollback that a token has asked for, or ErrUnknown.
+func (c *Coordinator) byToken(ctx context.Context, jti string) (string, error) {
+	entry, err := c.o.Store.Get(ctx, c.tokenKey(jti))
+	if errors.Is(err, store.ErrNotFound) {
+		return "", ErrUnknown
+	}
+	if err != nil {
+		return "", fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	id, err := c.open(entry)
+	return string(id), err
+}
+
+// Wait returns the rollback once it is finished. When ctx ends before, or the process does,
+// it returns it as it is then, with ctx's error or ErrStopping.
+func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
+	for next := id; ; {
+		r, err := c.find(ctx, c.name(next))
+		if err != nil {
+			return nil, err
+		}
+		select {
+		case <-r.done.c:
+			if !r.gaveWay() {
+				return c.Get(ctx, id)
+			}
+			next = r.wider()
+			continue
+		default:
+		}
+		if c.known(r.name) == nil { // from the store: nobody carries it out here, yet
+			if r, err = c.adopt(ctx, r.name); err != nil {
+				return nil, err
+			}
+		}
+		select {
+		case <-r.done.c:
+		case <-ctx.Done():
+			return c.unfinished(ctx, id, ctx.Err())
+		case <-c.quit:
+			return c.unfinished(ctx, id, ErrStopping)
+		}
+	}
+}
+
+// unfinished is the rollback as it is, with an error.
+func (c *Coordinator) unfinished(ctx context.Context, id string, why error) (*Rollback, error) {
+	r, err := c.Get(context.WithoutCancel(ctx), id)
+	if err != nil {
+		return nil, err
+	}
+	return r, why
+}
+
+// Page is a part of a listing.
+type Page struct {
+	// Rollbacks, the newest first, without their plans and steps.
+	Rollbacks []*Rollback
+	// Unreadable counts those that stand there and do not open.
+	Unreadable int
+	// Next is where the next page begins, empty after the last one.
+	Next string
+}
+
+// maxPage is the largest number of rollbacks on a page.
+const maxPage = 1000
+
+// List returns up to limit rollbacks from where after says; empty is the beginning. One
+// that has given way to a wider one is shown as it was then, and names the other.
+func (c *Coordinator) List(ctx context.Context, after string, limit int) (Page, error) {
+	limit = min(max(limit, 1), maxPage)
+	prefix := []byte{space, kindAge}
+	r := store.Prefix(prefix)
+	r.Reverse, r.Limit = true, limit+1
+	if after != "" {
+		place, err := base64.RawURLEncoding.DecodeString(after)
+		if err != nil || len(place) != placeSize {
+			return Page{}, ErrCursor
+		}
+		r.To = append(bytes.Clone(prefix), place...)
+	}
+	var keys [][]byte
+	for entry, err := range c.o.Store.Scan(ctx, r) {
+		if err != nil {
+			return Page{}, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		keys = append(keys, entry.Key)
+	}
+	var page Page
+	if len(keys) > limit {
+		keys = keys[:limit]
+		page.Next = base64.RawURLEncoding.EncodeToString(keys[limit-1][len(prefix):])
+	}
+	for _, key := range keys {
+		h, _, err := c.readHead(ctx, nameIn(key))
+		switch {
+		case errors.Is(err, ErrUnknown):
+		case errors.Is(err, errUnreadable):
+			page.Unreadable++
+		case err != nil:
+			return Page{}, err
+		default:
+			page.Rollbacks = append(page.Rollbacks, h.rollback())
+		}
+	}
+	return page, nil
 }

@@ -1,24 +1,26 @@
 package rollback_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/uuid"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -34,7 +36,7 @@ const (
 var ctx = context.Background()
 
 // mortal is a store whose process dies at a commit: it does not land, or it lands and
-// nobody is told. Afterwards nothing answers.
+// the answer is lost. Afterwards nothing answers.
 type mortal struct {
 	store.Store
 	mu      sync.Mutex
@@ -89,12 +91,12 @@ type world struct {
 	mu      sync.Mutex
 	effects map[string][]string // checkpoint -> the keys that it was undone under
 	order   []string
-	answers map[string]undo.Result // of a checkpoint; the zero value is done
+	answers map[string]rollback.Result // of a checkpoint; the zero value is done
 	hold    map[string]chan struct{}
 	sends   int
 }
 
-func (w *world) apply(key, checkpoint string) undo.Result {
+func (w *world) apply(key, checkpoint string) rollback.Result {
 	w.mu.Lock()
 	hold := w.hold[checkpoint]
 	w.mu.Unlock()
@@ -106,7 +108,7 @@ func (w *world) apply(key, checkpoint string) undo.Result {
 	w.sends++
 	answer, given := w.answers[checkpoint]
 	if !given {
-		answer = undo.Result{Done: true, Status: 200, After: [32]byte{1}}
+		answer = rollback.Result{Done: true, Status: 200, After: [32]byte{1}}
 	}
 	if answer.Done && !slices.Contains(w.effects[checkpoint], key) {
 		w.effects[checkpoint] = append(w.effects[checkpoint], key)
@@ -121,11 +123,11 @@ type undoer struct {
 	st    store.Store
 	world *world
 	asked chan string // gets each checkpoint that is to be undone; may be nil
-	seen  func(undo.Task)
+	seen  func(rollback.Task)
 	block bool // sends nothing until ctx ends or the rollback is due
 }
 
-func (u *undoer) Undo(ctx context.Context, t undo.Task) (undo.Result, error) {
+func (u *undoer) Undo(ctx context.Context, t rollback.Task) (rollback.Result, error) {
 	id := t.Checkpoint.Snapshot.Root()
 	if u.seen != nil {
 		u.seen(t)
@@ -136,46 +138,49 @@ func (u *undoer) Undo(ctx context.Context, t undo.Task) (undo.Result, error) {
 	if u.block {
 		select {
 		case <-ctx.Done():
-			return undo.Result{}, ctx.Err()
+			return rollback.Result{}, ctx.Err()
 		case <-t.Quit:
-			return undo.Result{}, undo.ErrQuit
+			return rollback.Result{}, rollback.ErrQuit
 		case <-time.After(time.Until(t.Due)):
-			return undo.Result{Reason: undo.ReasonTimeout}, nil
+			return rollback.Result{Reason: rollback.ReasonTimeout}, nil
 		}
 	}
 	key := []byte("zz undo " + t.Rollback + " " + id)
 	entry, err := u.st.Get(ctx, key)
 	if err != nil && !errors.Is(err, store.ErrNotFound) {
-		return undo.Result{}, err
+		return rollback.Result{}, err
 	}
 	if err != nil || string(entry.Value) != "answered" {
 		if _, err := u.st.Commit(ctx, store.Write{Key: key, Value: []byte("sent")}); err != nil {
-			return undo.Result{}, err
+			return rollback.Result{}, err
 		}
 		u.world.apply(t.Rollback+id, id)
 		if _, err := u.st.Commit(ctx, store.Write{Key: key, Value: []byte("answered")}); err != nil {
-			return undo.Result{}, err
+			return rollback.Result{}, err
 		}
 	}
 	return u.world.apply(t.Rollback+id, id), nil
 }
 
-// ledger knows a workflow by heart and tells into the store.
+// ledger knows a workflow by heart and records into the store.
 type ledger struct {
-	mu      sync.Mutex
-	nodes   []plan.Node
-	tokens  map[string]rollback.Checkpoint
-	told    atomic.Int64
-	tamper  map[string]bool
-	looks   atomic.Int64
-	pending atomic.Int64
-	telling func(words []string) // called before anything is told; may be nil
+	mu           sync.Mutex
+	nodes        []rollback.Node
+	more         bool // of what a Single rollback may leave
+	tokens       map[string]rollback.Checkpoint
+	versionErr   error
+	records      atomic.Int64
+	tamper       map[string]bool
+	tokenReads   atomic.Int64
+	reads        atomic.Int64 // of nodes
+	pending      atomic.Int64
+	beforeRecord func(words []string) // called before anything is recorded; may be nil
 }
 
 func (l *ledger) Checkpoint(_ context.Context, id string) (rollback.Checkpoint, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.looks.Add(1)
+	l.tokenReads.Add(1)
 	cp, known := l.tokens[id]
 	switch {
 	case !known:
@@ -186,49 +191,52 @@ func (l *ledger) Checkpoint(_ context.Context, id string) (rollback.Checkpoint, 
 	return cp, nil
 }
 
-func (l *ledger) Nodes(_ context.Context, _, target string) ([]plan.Node, error) {
+func (l *ledger) Nodes(_ context.Context, q rollback.Query) (rollback.View, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if _, known := l.tokens[target]; !known {
-		return nil, rollback.ErrUnknown
+	l.reads.Add(1)
+	if _, known := l.tokens[q.Target]; !known {
+		return rollback.View{}, rollback.ErrUnknown
 	}
-	return slices.Clone(l.nodes), nil
+	return rollback.View{
+		Nodes: slices.Clone(l.nodes), More: l.more && q.Scope == rollback.Single, Version: l.version(),
+	}, nil
 }
 
-type telling struct {
-	l  *ledger
-	id string
-	w  store.Write
+// version is the number of nodes: tests only add some.
+func (l *ledger) version() string { return fmt.Sprint("v", len(l.nodes)) }
+
+func (l *ledger) Unchanged(_ context.Context, _, version string) (bool, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return version == l.version(), l.versionErr
 }
 
-func (t *telling) ID() string            { return t.id }
-func (t *telling) Writes() []store.Write { return []store.Write{t.w} }
-func (t *telling) Done(err error) error  { t.l.pending.Add(-1); return err }
-
-func (l *ledger) tell(words ...string) (rollback.Telling, error) {
-	if l.telling != nil {
-		l.telling(words)
+func (l *ledger) record(words ...string) (rollback.Evidence, error) {
+	if l.beforeRecord != nil {
+		l.beforeRecord(words)
 	}
-	id := fmt.Sprint("token-", l.told.Add(1))
+	id := fmt.Sprint("token-", l.records.Add(1))
 	l.pending.Add(1)
-	w := store.Write{Key: []byte("l " + id), If: store.Absent(), Value: []byte(strings.Join(words, " "))}
-	return &telling{l, id, w}, nil
+	b := store.NewBatch(store.Write{Key: []byte("l " + id), If: store.Absent(), Value: []byte(strings.Join(words, " "))})
+	b.OnDone(func(err error) error { l.pending.Add(-1); return err })
+	return rollback.Evidence{ID: id, Batch: b}, nil
 }
 
-func (l *ledger) Started(_ context.Context, r *rollback.Rollback, parents []string) (rollback.Telling, error) {
-	return l.tell("start", r.ID, strings.Join(parents, ","))
+func (l *ledger) Started(_ context.Context, r *rollback.Rollback, parents []string) (rollback.Evidence, error) {
+	return l.record("start", r.ID, strings.Join(parents, ","))
 }
 
-func (l *ledger) Stepped(_ context.Context, r *rollback.Rollback, s *rollback.Step, way checkpoint.Way) (rollback.Telling, error) {
-	return l.tell("step", r.ID, s.Checkpoint, string(s.Status), way.String())
+func (l *ledger) Stepped(_ context.Context, r *rollback.Rollback, s *rollback.Step, way checkpoint.Way) (rollback.Evidence, error) {
+	return l.record("step", r.ID, s.Checkpoint, string(s.Status), way.String())
 }
 
-func (l *ledger) Completed(_ context.Context, r *rollback.Rollback) (rollback.Telling, error) {
-	return l.tell("complete", r.ID, string(r.Status))
+func (l *ledger) Completed(_ context.Context, r *rollback.Rollback) (rollback.Evidence, error) {
+	return l.record("complete", r.ID, string(r.Status))
 }
 
-func (l *ledger) Erred(_ context.Context, r *rollback.Rollback, id, errorType, _ string) (rollback.Telling, error) {
-	return l.tell("error", r.ID, id, errorType)
+func (l *ledger) Erred(_ context.Context, r *rollback.Rollback, id, errorType, _ string) (rollback.Evidence, error) {
+	return l.record("error", r.ID, id, errorType)
 }
 
 // rig is a gateway over a store that outlives it.
@@ -239,19 +247,19 @@ type rig struct {
 	world  *world
 	ledger *ledger
 
-	st     *mortal
-	guard  *guard.Guard
-	vault  *checkpoint.Vault
-	desk   *hitl.Desk
-	undoer *undoer
-	spec   []byte // of the calls that are made; may be nil
+	st              *mortal
+	guard           *execution.Guard
+	checkpoints     *checkpoint.Store
+	escalationStore *hitl.Store
+	undoer          *undoer
+	spec            []byte // of the calls that are made; may be nil
 	*rollback.Coordinator
 }
 
 func newRig(t testing.TB) *rig {
 	r := &rig{
 		t: t, mem: memory.New(memory.Options{}), ring: seal.Generate(),
-		world:  &world{effects: map[string][]string{}, answers: map[string]undo.Result{}, hold: map[string]chan struct{}{}},
+		world:  &world{effects: map[string][]string{}, answers: map[string]rollback.Result{}, hold: map[string]chan struct{}{}},
 		ledger: &ledger{tokens: map[string]rollback.Checkpoint{}, tamper: map[string]bool{}},
 	}
 	r.open()
@@ -263,14 +271,14 @@ func (r *rig) open() {
 	r.t.Helper()
 	r.st = alive(r.mem)
 	var err error
-	if r.guard, _, err = guard.Open(ctx, r.st, r.ring); err != nil {
+	if r.guard, _, err = execution.Open(ctx, r.st, r.ring); err != nil {
 		r.t.Fatal(err)
 	}
-	r.vault = checkpoint.New(r.st, r.ring)
-	r.desk = hitl.NewDesk(r.st, r.ring, 0)
+	r.checkpoints = checkpoint.New(r.st, r.ring)
+	r.escalationStore = hitl.NewStore(r.st, r.ring, 0)
 	r.undoer = &undoer{st: r.st, world: r.world}
 	r.Coordinator, err = rollback.Open(rollback.Options{
-		Store: r.st, Sealer: r.ring, Guard: r.guard, Vault: r.vault, Desk: r.desk, Ledger: r.ledger, Undoer: r.undoer, Keep: keep,
+		Store: r.st, Sealer: r.ring, Guard: r.guard, Checkpoints: r.checkpoints, Escalations: r.escalationStore, Ledger: r.ledger, Undoer: r.undoer, Keep: keep,
 	})
 	if err != nil {
 		r.t.Fatal(err)
@@ -301,15 +309,15 @@ func stop(c *rollback.Coordinator) {
 }
 
 func (r *rig) action(id string, parents ...string) {
-	r.ledger.nodes = append(r.ledger.nodes, plan.Node{ID: id, Kind: plan.Action, Parents: parents, By: agent, Done: true})
+	r.ledger.nodes = append(r.ledger.nodes, rollback.Node{ID: id, Kind: rollback.ActionNode, Parents: parents, By: agent, Done: true})
 }
 
 // known adds a checkpoint's token.
-func (r *rig) known(id string, kind plan.Kind, state plan.State, cp rollback.Checkpoint, guards ...string) {
+func (r *rig) known(id string, kind rollback.NodeKind, state rollback.NodeState, cp rollback.Checkpoint, guards ...string) {
 	cp.ID, cp.Workflow, cp.Agent, cp.TTL = id, "w", agent, ttl
 	cp.Expires = r.now().Add(ttl)
 	r.ledger.tokens[id] = cp
-	r.ledger.nodes = append(r.ledger.nodes, plan.Node{
+	r.ledger.nodes = append(r.ledger.nodes, rollback.Node{
 		ID: id, Kind: kind, Parents: cp.Parents, By: gateway, State: state, Reversible: cp.Reversible, Expires: cp.Expires, Guards: guards,
 	})
 }
@@ -322,16 +330,16 @@ func (r *rig) now() time.Time {
 	return now
 }
 
-func (r *rig) call(id string) *guard.Call {
-	s := guard.Scope{Caller: agent, Guard: "default", Method: "PUT", Path: "/" + id, ID: id}
-	return &guard.Call{
-		Key: r.guard.Key(s), Scope: s, Fingerprint: guard.Fingerprint{7}, Action: "update", Workflow: "w",
+func (r *rig) call(id string) *execution.Call {
+	s := execution.Scope{Caller: agent, Guard: "default", Method: "PUT", Path: "/" + id, ID: id}
+	return &execution.Call{
+		Key: r.guard.Key(s), Scope: s, Fingerprint: execution.Fingerprint{7}, Action: "update", Workflow: "w",
 		Checkpoint: "c" + id, Deadline: time.Hour, KeepResult: time.Hour, KeepKey: keep, ResultCap: 1 << 20,
 	}
 }
 
 // claimed is a call that runs: action id after its parents, and checkpoint "c"+id.
-func (r *rig) claimed(id string, way checkpoint.Way, parents ...string) (*guard.Execution, checkpoint.Handle) {
+func (r *rig) claimed(id string, way checkpoint.Way, parents ...string) (*execution.Execution, checkpoint.Handle) {
 	r.t.Helper()
 	c := r.call(id)
 	s := checkpoint.Snapshot{
@@ -341,32 +349,32 @@ func (r *rig) claimed(id string, way checkpoint.Way, parents ...string) (*guard.
 	if way == checkpoint.Irreversible {
 		s.Reason = checkpoint.ReasonDeclared
 	}
-	p, err := r.vault.Prepare(ctx, s, nil, checkpoint.Terms{TTL: ttl})
+	p, err := r.checkpoints.Prepare(ctx, s, nil, checkpoint.Terms{TTL: ttl})
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	e, err := r.guard.Claim(ctx, c, guard.Finding{}, p.Writes()...)
-	if err = p.Done(err); err != nil {
+	e, err := r.guard.Claim(ctx, c, execution.Finding{}, p.Batch)
+	if err != nil {
 		r.t.Fatal(err)
 	}
 	r.action(id, parents...)
 	cp := rollback.Checkpoint{Own: true, Sum: p.Sum(), Reversible: way != checkpoint.Irreversible, Parents: []string{id}}
-	r.known("c"+id, plan.Checkpoint, plan.InFlight, cp, id)
+	r.known("c"+id, rollback.CheckpointNode, rollback.InFlight, cp, id)
 	return e, p.Handle()
 }
 
-func (r *rig) settle(id string, e *guard.Execution, h checkpoint.Handle, v guard.Verdict) {
+func (r *rig) settle(id string, e *execution.Execution, h checkpoint.Handle, v execution.Verdict) {
 	r.t.Helper()
-	p, state := r.vault.Release(h), plan.NeverRan
-	if v != guard.Released {
-		_ = p.Done(errors.New("not used"))
-		var err error
-		if p, err = r.vault.Record(ctx, h, checkpoint.Result{Status: 200}, 0); err != nil {
+	b, state := r.checkpoints.Release(h), rollback.NeverRan
+	if v != execution.Released {
+		_ = b.Done(errors.New("not used"))
+		p, err := r.checkpoints.Record(ctx, h, checkpoint.Result{Status: 200}, 0)
+		if err != nil {
 			r.t.Fatal(err)
 		}
-		state = plan.Standing
+		b, state = p.Batch, rollback.Ran
 	}
-	if err := p.Done(e.Settle(ctx, guard.Outcome{Verdict: v, Status: 200, Whole: true}, p.Writes()...)); err != nil {
+	if err := e.Settle(ctx, execution.Outcome{Verdict: v, Status: 200, Whole: true}, b); err != nil {
 		r.t.Fatal(err)
 	}
 	for i := range r.ledger.nodes {
@@ -377,26 +385,28 @@ func (r *rig) settle(id string, e *guard.Execution, h checkpoint.Handle, v guard
 }
 
 // made is a call that has ended.
-func (r *rig) made(id string, way checkpoint.Way, v guard.Verdict, parents ...string) {
+func (r *rig) made(id string, way checkpoint.Way, v execution.Verdict, parents ...string) {
 	r.t.Helper()
 	e, h := r.claimed(id, way, parents...)
 	r.settle(id, e, h, v)
 }
 
 func (r *rig) group(id string, members ...string) {
-	r.known(id, plan.Group, plan.Standing, rollback.Checkpoint{Own: true, Reversible: true, Parents: members})
+	r.known(id, rollback.GroupNode, rollback.Ran, rollback.Checkpoint{Own: true, Reversible: true, Parents: members})
 }
 
-func request(target string, scope plan.Scope) rollback.Request {
+// request is one that leaves what depends on what it undoes.
+func request(target string, scope rollback.Scope) rollback.Request {
 	return rollback.Request{
-		ID: uuid.NewString(), Checkpoint: target, Scope: scope, Reason: "it went wrong", By: agent, Lineage: plan.Ancestor,
+		KeepDependants: true,
+		ID:             uuid.NewString(), Checkpoint: target, Scope: scope, Reason: "it went wrong", By: agent, Lineage: rollback.Ancestor,
 		Token: "request-" + uuid.NewString(), Error: "error-1",
 	}
 }
 
-func (r *rig) execute(q rollback.Request, riders ...store.Write) *rollback.Rollback {
+func (r *rig) execute(q rollback.Request, extra ...store.Write) *rollback.Rollback {
 	r.t.Helper()
-	b, err := r.Execute(ctx, q, riders...)
+	b, err := r.Execute(ctx, q, extra...)
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -419,8 +429,8 @@ func (r *rig) run(q rollback.Request) *rollback.Rollback {
 	return r.wait(r.execute(q).ID)
 }
 
-// said counts what was told, by its words.
-func (r *rig) said() map[string]int {
+// recorded counts the evidence, by its words.
+func (r *rig) recorded() map[string]int {
 	r.t.Helper()
 	all := map[string]int{}
 	for entry, err := range r.mem.Scan(ctx, store.Prefix([]byte("l token-"))) {
@@ -432,18 +442,18 @@ func (r *rig) said() map[string]int {
 	return all
 }
 
-func (r *rig) standing(id string, want guard.Standing) {
+func (r *rig) wantCallStatus(id string, want execution.Status) {
 	r.t.Helper()
 	c := r.call(id)
-	found, err := r.guard.Find(ctx, c.Key, c.Fingerprint)
-	if err != nil || found.Standing != want {
-		r.t.Errorf("call %s: standing %d, %v; want %d", id, found.Standing, err, want)
+	found, err := r.guard.LookUp(ctx, c.Key, c.Fingerprint)
+	if err != nil || found.Status != want {
+		r.t.Errorf("call %s: status %d, %v; want %d", id, found.Status, err, want)
 	}
 }
 
 func (r *rig) escalations() map[hitl.Cause]int {
 	r.t.Helper()
-	page, err := r.desk.List(ctx, hitl.Filter{}, "", 1000)
+	page, err := r.escalationStore.List(ctx, hitl.Filter{}, "", 1000)
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -475,4 +485,280 @@ func wantEnd(t testing.TB, b *rollback.Rollback, status rollback.Status, steps s
 	if b.State != rollback.Finished || b.Status != status || ends(b) != steps {
 		t.Errorf("%s %s: %s\nwant %s: %s", b.State, b.Status, ends(b), status, steps)
 	}
+}
+
+const (
+	rollbackID   = "3f0e8d5a-6d3b-4f5e-9a51-0d9a4f3c2b11"
+	checkpointID = "ckpt-1"
+	key          = rollbackID + "/" + checkpointID
+)
+
+var errUndoDead = errors.New("the process has died")
+
+// undoMortal is a store that takes nothing any more once its process is dead. Each commit is
+// two steps: before it lands, and after.
+type undoMortal struct {
+	store.Store
+	step func() (dead bool)
+}
+
+func (m *undoMortal) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	if m.step() {
+		return 0, errUndoDead
+	}
+	version, err := m.Store.Commit(ctx, batch...)
+	if m.step() {
+		return 0, errUndoDead
+	}
+	return version, err
+}
+
+// undoRig is an Undoer over a store that outlives it, and an upstream that answers as it is
+// told.
+type undoRig struct {
+	t           *testing.T
+	mem         *memory.Store
+	ring        *seal.Ring
+	guard       *execution.Guard
+	checkpoints *checkpoint.Store
+	*rollback.Undoer
+	options rollback.UndoerOptions
+
+	mu    sync.Mutex
+	steps int // until the process dies; negative is never
+	dead  bool
+	life  context.Context
+	die   func()
+	// pass lets time pass.
+	pass func(time.Duration)
+	// crashes counts the lives that ended early.
+	crashes int
+	// answer is what the upstream does.
+	answer func(r *rollback.Outgoing) (*rollback.Answer, error)
+	sent   []*rollback.Outgoing
+}
+
+func undoNewRig(t *testing.T) *undoRig {
+	r := &undoRig{t: t, mem: memory.New(memory.Options{}), ring: seal.Generate()}
+	r.restart(-1)
+	return r
+}
+
+// bubble runs a test with a rig under a clock of its own.
+func bubble(t *testing.T, test func(t *testing.T, r *undoRig)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		r := undoNewRig(t)
+		r.pass = func(d time.Duration) { time.Sleep(d) }
+		test(t, r)
+	})
+}
+
+// restart begins another life, which dies after so many steps.
+func (r *undoRig) restart(steps int) {
+	r.t.Helper()
+	r.steps, r.dead = -1, false
+	r.life, r.die = context.WithCancel(context.Background())
+	r.t.Cleanup(r.die)
+	st := &undoMortal{Store: r.mem, step: r.step}
+	g, _, err := execution.Open(context.Background(), st, r.ring)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.steps = steps
+	r.guard, r.checkpoints = g, checkpoint.New(st, r.ring)
+	o := r.options
+	o.Guard, o.Checkpoints, o.Sender = g, r.checkpoints, r
+	r.Undoer = rollback.NewUndoer(o)
+	r.HashPlainly()
+	r.SeeNoStatus() // TestCascadeFigure12OfCompensations looks at it
+}
+
+func (r *undoRig) step() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.steps == 0 {
+		r.dead = true
+		r.die()
+	}
+	r.steps--
+	return r.dead
+}
+
+// Send implements undo.Sender. The process can die before and after the upstream has the
+// request.
+func (r *undoRig) Send(ctx context.Context, o *rollback.Outgoing) (*rollback.Answer, error) {
+	if r.step() {
+		return nil, errUndoDead
+	}
+	r.mu.Lock()
+	kept := *o
+	kept.Header = o.Header.Clone()
+	r.sent = append(r.sent, &kept)
+	answer := r.answer
+	r.mu.Unlock()
+	a, err := answer(o)
+	for name := range o.Header { // a sender may do what it likes with its request
+		o.Header.Set(name, "spoilt")
+	}
+	o.URL = "spoilt"
+	if r.step() {
+		return nil, errUndoDead
+	}
+	return a, err
+}
+
+// changing are the requests that were to change something.
+func (r *undoRig) changing() (all []*rollback.Outgoing) {
+	for _, o := range r.sent {
+		if o.Method != http.MethodGet {
+			all = append(all, o)
+		}
+	}
+	return all
+}
+
+func (r *undoRig) asked() int { return len(r.sent) - len(r.changing()) }
+
+func (r *undoRig) undo(t rollback.Task) rollback.Result {
+	r.t.Helper()
+	got, err := r.Undo(context.Background(), t)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return got
+}
+
+func (r *undoRig) wants(t rollback.Task, want rollback.Result) {
+	r.t.Helper()
+	got := r.undo(t)
+	got.Version = checkpoint.Version{} // tests of versions look at it
+	if got != want {
+		r.t.Errorf("got %+v\nwant %+v", got, want)
+	}
+}
+
+// answers gives one answer after the other, the last again and again.
+func (r *undoRig) answers(all ...any) {
+	n := 0
+	r.answer = func(*rollback.Outgoing) (*rollback.Answer, error) {
+		next := all[min(n, len(all)-1)]
+		n++
+		switch next := next.(type) {
+		case int:
+			return &rollback.Answer{Status: next}, nil
+		case string:
+			return &rollback.Answer{Status: 200, Body: []byte(next)}, nil
+		case *rollback.Answer:
+			return next, nil
+		case error:
+			return nil, next
+		}
+		panic(fmt.Sprint(next))
+	}
+}
+
+var (
+	errLost   = errors.New("connection reset")
+	errUnsent = &rollback.SendError{NotSent: true, Err: errors.New("connection refused")}
+)
+
+func accepted(location string) *rollback.Answer {
+	return &rollback.Answer{Status: 202, Header: http.Header{"Location": {location}}}
+}
+
+func later(status int, after string) *rollback.Answer {
+	return &rollback.Answer{Status: status, Header: http.Header{"Retry-After": {after}}}
+}
+
+// due is how long tasks of these tests have.
+const due = time.Hour
+
+func task(way checkpoint.Way, spec rollback.Spec) rollback.Task {
+	spec.Guard, spec.ExecutionID = "default", "order-7"
+	if way == checkpoint.Compensate && spec.Compensate == nil {
+		spec.Compensate = &template.Spec{Method: "POST", URL: "/refunds", ContentType: "application/json", Body: `{{"charge":"{response.json./id}"}}`}
+	}
+	if way == checkpoint.Delegate && spec.Delegate == "" {
+		spec.Delegate = "https://agent.example/.well-known/cascade/rollback"
+	}
+	return rollback.Task{Rollback: rollbackID, Due: time.Now().Add(due), Reason: "wrong order", Checkpoint: &checkpoint.Checkpoint{
+		Snapshot: &checkpoint.Snapshot{
+			ID: checkpointID, Workflow: "w-1", Action: "charge", Upstream: "up:9001", Way: way, Undo: spec.Encode(),
+			Request: checkpoint.Request{Method: "POST", Host: "api.example", Path: "/charges", Query: "a=1"},
+		},
+		Result: &checkpoint.Result{Status: 201, Answer: checkpoint.Message{Body: []byte(`{"id":"ch_1"}`)}},
+	}}
+}
+
+// status is a request that asks.
+var status = &template.Spec{Method: "GET", URL: "/refunds/{rollback.id}"}
+
+// resource is an upstream with one resource under entity tags.
+type resource struct {
+	there   bool
+	body    []byte
+	version int
+	tags    bool                   // it has entity tags, and honours conditions
+	tag     func(*resource) string // its entity tag; nil is the version
+	// before and after run around a change, which is lost or refused where they say so.
+	before func(o *rollback.Outgoing) (*rollback.Answer, error)
+	after  func(o *rollback.Outgoing) (*rollback.Answer, error)
+	writes int
+}
+
+func (u *resource) etag() string {
+	if !u.tags {
+		return ""
+	}
+	if u.tag != nil {
+		return u.tag(u)
+	}
+	return fmt.Sprintf(`"v%d"`, u.version)
+}
+
+func (u *resource) set(there bool, body string) {
+	u.there, u.body, u.version = there, []byte(body), u.version+1
+}
+
+func (u *resource) image() *checkpoint.Image {
+	i := rollback.ImageOf(u.get())
+	return i
+}
+
+func (u *resource) get() *rollback.Answer {
+	if !u.there {
+		return &rollback.Answer{Status: 404}
+	}
+	h := http.Header{"Content-Type": {"application/json"}, "Content-Language": {"en"}}
+	if e := u.etag(); e != "" {
+		h.Set("ETag", e)
+	}
+	return &rollback.Answer{Status: 200, Header: h, Body: bytes.Clone(u.body)}
+}
+
+func (u *resource) serve(o *rollback.Outgoing) (*rollback.Answer, error) {
+	if o.Method == http.MethodGet {
+		return u.get(), nil
+	}
+	if u.before != nil {
+		if a, err := u.before(o); a != nil || err != nil {
+			return a, err
+		}
+	}
+	match, none := o.Header.Get("If-Match"), o.Header.Get("If-None-Match")
+	switch {
+	case match != "" && (!u.there || match != u.etag()), none == "*" && u.there:
+		return &rollback.Answer{Status: 412}, nil
+	case o.Method == http.MethodDelete && !u.there:
+		return &rollback.Answer{Status: 404}, nil
+	}
+	u.writes++
+	u.set(o.Method == http.MethodPut, string(o.Body))
+	if u.after != nil {
+		if a, err := u.after(o); a != nil || err != nil {
+			return a, err
+		}
+	}
+	return &rollback.Answer{Status: 204}, nil
 }

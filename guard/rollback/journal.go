@@ -1,14 +1,198 @@
 package rollback
 
 import (
+	"bytes"
+	"compress/flate"
 	"context"
+	"crypto/sha256"
 	"crypto/subtle"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"slices"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
+
+// head is what is recorded of a rollback besides its plan and its steps. Readers skip
+// members that they do not know.
+type head struct {
+	ID          string    `json:"id"`
+	Checkpoint  string    `json:"checkpoint"`
+	Workflow    string    `json:"workflow,omitempty"`
+	Scope       Scope     `json:"scope"`
+	Reason      string    `json:"reason,omitempty"`
+	Urgency     string    `json:"urgency,omitempty"`
+	Requester   string    `json:"requester,omitempty"`
+	Operator    string    `json:"operator,omitempty"`
+	Token       string    `json:"token,omitempty"`
+	Content     []byte    `json:"content"`
+	State       State     `json:"state"`
+	Status      Status    `json:"status,omitempty"`
+	Asked       time.Time `json:"asked"`
+	Due         time.Time `json:"due"`
+	Finished    time.Time `json:"finished,omitzero"`
+	TimedOut    bool      `json:"timed_out,omitempty"`
+	Unknown     bool      `json:"unknown,omitempty"`
+	Mixed       bool      `json:"mixed,omitempty"`
+	Start       string    `json:"start,omitempty"`
+	Complete    string    `json:"complete,omitempty"`
+	Before      []byte    `json:"before,omitempty"`
+	After       []byte    `json:"after,omitempty"`
+	Escalations []string  `json:"escalations,omitempty"`
+	// Joined is the wider rollback to which this one gives way, Halted says that it has.
+	Joined string `json:"joined,omitempty"`
+	Halted bool   `json:"halted,omitempty"`
+	// Behind are those that come first, Absorbed those that give way to this one.
+	Behind   []string `json:"behind,omitempty"`
+	Absorbed []string `json:"absorbed,omitempty"`
+	// Steps and Pieces count what stands beside it; Hash is that of the plan.
+	Steps  int    `json:"steps"`
+	Pieces int    `json:"pieces"`
+	Hash   []byte `json:"hash"`
+}
+
+// open reports whether it takes steps still.
+func (h *head) open() bool { return h.State == Executing && !h.Halted }
+
+// stops reports whether it terminates its workflow (cascade 4.1.3).
+func (h *head) stops() bool { return h.Scope == FullWorkflow && h.Workflow != "" }
+
+// rollback is the head as others see it, without plan and steps.
+func (h *head) rollback() *Rollback {
+	r := &Rollback{
+		ID: h.ID, Checkpoint: h.Checkpoint, Workflow: h.Workflow, Scope: h.Scope, Reason: h.Reason, Urgency: h.Urgency,
+		Requester: h.Requester, Operator: h.Operator, State: h.State, Status: h.Status,
+		Asked: h.Asked, Due: h.Due, Finished: h.Finished, TimedOut: h.TimedOut, Unknown: h.Unknown, Mixed: h.Mixed,
+		Joined: h.Joined, Start: h.Start, Complete: h.Complete, Escalations: h.Escalations,
+	}
+	copy(r.Before[:], h.Before)
+	copy(r.After[:], h.After)
+	return r
+}
+
+// content is the hash of what makes two requests the same. Another token may ask for the
+// same once more.
+func (r *Request) content() []byte {
+	sum := sha256.New()
+	for _, text := range []string{r.Checkpoint, string(r.Scope), r.Reason, r.Urgency, r.By, r.Operator} {
+		_, _ = sum.Write(binary.BigEndian.AppendUint64(nil, uint64(len(text)))) // never fails
+		_, _ = sum.Write([]byte(text))
+	}
+	if r.KeepDependants {
+		_, _ = sum.Write([]byte("keep dependants"))
+	}
+	return sum.Sum(nil)
+}
+
+// stepRecord is what is recorded of a step. What the plan says of it is not.
+type stepRecord struct {
+	State      StepState `json:"state"`
+	Status     Status    `json:"status,omitempty"`
+	Cancelled  bool      `json:"cancelled,omitempty"`
+	Unknown    bool      `json:"unknown,omitempty"`
+	Reason     string    `json:"reason,omitempty"`
+	HTTPStatus int       `json:"http_status,omitempty"`
+	Attempts   int       `json:"attempts,omitempty"`
+	Before     []byte    `json:"before,omitempty"`
+	After      []byte    `json:"after,omitempty"`
+	Token      string    `json:"token,omitempty"`
+	Escalation string    `json:"escalation,omitempty"`
+	Ended      time.Time `json:"ended,omitzero"`
+	Cause      string    `json:"cause,omitempty"`
+	Root       string    `json:"root,omitempty"`
+}
+
+func (s *Step) encode() ([]byte, error) {
+	return json.Marshal(stepRecord{
+		s.State, s.Status, s.Cancelled, s.Unknown, s.Reason, s.HTTPStatus, s.Attempts,
+		some(s.Before), some(s.After), s.Token, s.Escalation, s.Ended, s.Cause, s.root,
+	})
+}
+
+func (s *Step) decode(b []byte) error {
+	var r stepRecord
+	if err := json.Unmarshal(b, &r); err != nil {
+		return err
+	}
+	switch r.State {
+	case StepRunning, StepDone:
+	default:
+		return fmt.Errorf("step state %q", r.State)
+	}
+	s.State, s.Status, s.Cancelled, s.Unknown, s.Reason = r.State, r.Status, r.Cancelled, r.Unknown, r.Reason
+	s.HTTPStatus, s.Attempts, s.Token, s.Escalation, s.Ended = r.HTTPStatus, r.Attempts, r.Token, r.Escalation, r.Ended
+	s.Cause, s.root = r.Cause, r.Root
+	copy(s.Before[:], r.Before)
+	copy(s.After[:], r.After)
+	return nil
+}
+
+// some is a hash, or nothing where it is zero.
+func some(sum [32]byte) []byte {
+	if sum == [32]byte{} {
+		return nil
+	}
+	return sum[:]
+}
+
+// plannedSteps is a plan with what is known besides: whose the steps are, in their order.
+type plannedSteps struct {
+	Plan   *Plan    `json:"plan"`
+	Agents []string `json:"agents"`
+}
+
+// pieceSize is how much of a plan is stored in one value.
+const pieceSize = 48 << 10
+
+// maxPlan bounds a stored plan that is read back, in bytes.
+const maxPlan = 64 << 20
+
+// encode packs the plan: the ids of a large one are mostly the same bytes.
+func (p *plannedSteps) encode() ([]byte, error) {
+	var b bytes.Buffer
+	w, err := flate.NewWriter(&b, flate.BestSpeed)
+	if err != nil {
+		return nil, err
+	}
+	if err := json.NewEncoder(w).Encode(p); err != nil {
+		return nil, err
+	}
+	err = w.Close()
+	return b.Bytes(), err
+}
+
+func decodePlanned(b []byte) (*plannedSteps, error) {
+	r := flate.NewReader(bytes.NewReader(b))
+	p := new(plannedSteps)
+	if err := json.NewDecoder(io.LimitReader(r, maxPlan)).Decode(p); err != nil {
+		return nil, err
+	}
+	if p.Plan == nil {
+		return nil, fmt.Errorf("no plan")
+	}
+	return p, r.Close()
+}
+
+// steps are those of the plan, none begun, and the places of each level's.
+func (p *plannedSteps) steps() (steps []Step, levels [][]int) {
+	for i, level := range p.Plan.Levels {
+		var places []int
+		for _, s := range level {
+			step := Step{Checkpoint: s.Checkpoint, Level: i, What: s.What, State: StepPending}
+			if len(steps) < len(p.Agents) {
+				step.Agent = p.Agents[len(steps)]
+			}
+			places = append(places, len(steps))
+			steps = append(steps, step)
+		}
+		levels = append(levels, places)
+	}
+	return steps, levels
+}
 
 // sealed makes the write of a value that is kept sealed under its key.
 func (c *Coordinator) sealed(key, plain []byte, condition store.Condition) store.Write {
@@ -32,7 +216,7 @@ func (c *Coordinator) stepWrite(n name, i int, s *Step) (store.Write, error) {
 }
 
 // planWrites are the pieces of a plan.
-func (c *Coordinator) planWrites(n name, p *planned) ([]store.Write, error) {
+func (c *Coordinator) planWrites(n name, p *plannedSteps) ([]store.Write, error) {
 	packed, err := p.encode()
 	if err != nil {
 		return nil, err
@@ -55,7 +239,7 @@ func (c *Coordinator) open(entry store.Entry) ([]byte, error) {
 	return plain, nil
 }
 
-func unreadable(err error) error { return fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err) }
+func unreadable(err error) error { return fmt.Errorf("%w: %w: %w", ErrStore, errUnreadable, err) }
 
 // readHead reads a head and its version; ErrUnknown where there is none.
 func (c *Coordinator) readHead(ctx context.Context, n name) (*head, store.Version, error) {
@@ -134,4 +318,217 @@ func (c *Coordinator) readStep(r *run, entry store.Entry) error {
 		return unreadable(err)
 	}
 	return nil
+}
+
+// The store's keys of rollbacks. Nothing of a caller is readable in them: hashes are
+// keyed, and only times are plain.
+//
+//	u h name             the head: what was asked, and what came of it; sealed
+//	u p name piece       a piece of the plan, sealed
+//	u s name step        what came of a step, sealed; none stands of one that was not begun
+//	u t token            the rollback that a token asked for, sealed
+//	u a asked name       index: all by age
+//	u o name             index: those that are not finished, or whose records have no expiry yet
+//	u w workflow name    index: those of a workflow that are not finished
+//	u x name             index: those that have stopped their workflow
+//	u v workflow         changes whenever a rollback of the workflow is accepted
+const (
+	space        = 'u'
+	kindHead     = 'h'
+	kindPlan     = 'p'
+	kindStep     = 's'
+	kindToken    = 't'
+	kindAge      = 'a'
+	kindOpen     = 'o'
+	kindWorkflow = 'w'
+	kindStop     = 'x'
+	kindFence    = 'v'
+)
+
+// name is the keyed hash of a rollback's id.
+type name [32]byte
+
+func (c *Coordinator) name(id string) name { return c.o.Sealer.Index("rollback", id) }
+
+func keyOf(kind byte, n name) []byte {
+	return append(append(make([]byte, 0, 2+len(n)+4), space, kind), n[:]...)
+}
+
+func partKey(kind byte, n name, i int) []byte {
+	return binary.BigEndian.AppendUint32(keyOf(kind, n), uint32(i))
+}
+
+func ageKey(asked time.Time, n name) []byte {
+	b := append(make([]byte, 0, 2+8+len(n)), space, kindAge)
+	b = binary.BigEndian.AppendUint64(b, uint64(asked.UnixNano()))
+	return append(b, n[:]...)
+}
+
+// placeSize is the end of an age key that says where in the listing it is.
+const placeSize = 8 + len(name{})
+
+func (c *Coordinator) tokenKey(jti string) []byte {
+	return keyOf(kindToken, c.o.Sealer.Index("rollback token", jti))
+}
+
+func (c *Coordinator) workflowPrefix(workflow string) []byte {
+	hash := c.o.Sealer.Index("rollback workflow", workflow)
+	return append(append(make([]byte, 0, 2+16+len(name{})), space, kindWorkflow), hash[:16]...)
+}
+
+func (c *Coordinator) workflowKey(workflow string, n name) []byte {
+	return append(c.workflowPrefix(workflow), n[:]...)
+}
+
+func (c *Coordinator) fenceKey(workflow string) []byte {
+	hash := c.o.Sealer.Index("rollback workflow", workflow)
+	return append(append(make([]byte, 0, 2+16), space, kindFence), hash[:16]...)
+}
+
+// nameIn is the name at the end of an index entry's key.
+func nameIn(key []byte) name { return name(key[len(key)-len(name{}):]) }
+
+// indexIn is the number at the end of a part's key.
+func indexIn(key []byte) int { return int(binary.BigEndian.Uint32(key[len(key)-4:])) }
+
+// resealPage is how many records are read in one snapshot.
+const resealPage = 128
+
+// Reseal seals anew, with the newest key, what stands under older ones, and returns how
+// many records. It goes beside the traffic, whose commits win, may be stopped anywhere and
+// starts over; it comes before execution.Guard.Reseal. What does not open is left, and is the
+// error, as ErrUnreadable: then the older keys must not be given up.
+func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
+	r := store.NewResealer(c.o.Store, c.o.Sealer)
+	// Who sealed before this commits before this.
+	c.sealing.Lock()
+	//lint:ignore SA2001 to have waited is all
+	c.sealing.Unlock()
+	for _, kind := range []byte{kindHead, kindPlan, kindStep, kindToken} {
+		if err := r.Walk(ctx, []byte{space, kind}, resealPage, r.Reseal); err != nil {
+			return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+	}
+	if r.Damaged > 0 {
+		return r.Resealed, fmt.Errorf("%w: %d of them", errUnreadable, r.Damaged)
+	}
+	return r.Resealed, nil
+}
+
+// expirePage is how many records get their expiry in one commit.
+const expirePage = 64
+
+// expireAll gives what stands of a finished rollback its expiry, after that of those that
+// it has taken up, and that those have.
+func (c *Coordinator) expireAll(ctx context.Context, n name, h *head) error {
+	expires := h.Finished.Add(c.o.Keep)
+	seen := map[string]bool{h.ID: true}
+	for absorbed := slices.Clone(h.Absorbed); len(absorbed) > 0; {
+		id := absorbed[0]
+		absorbed = absorbed[1:]
+		if seen[id] {
+			continue
+		}
+		seen[id] = true
+		n := c.name(id)
+		other, _, err := c.readHead(ctx, n)
+		if errors.Is(err, ErrUnknown) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		absorbed = append(absorbed, other.Absorbed...)
+		if err := c.expire(ctx, n, other, expires); err != nil {
+			return err
+		}
+		c.mu.Lock()
+		delete(c.runs, n)
+		c.mu.Unlock()
+	}
+	return c.expire(ctx, n, h, expires)
+}
+
+// cleanUp goes on with what stands of a rollback that cannot be read whole, with why. What
+// an earlier life has left of a finished one may have expired in part, the head last.
+func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
+	h, _, err := c.readHead(ctx, n)
+	switch {
+	case errors.Is(err, ErrUnknown):
+		if _, err = c.o.Store.Commit(ctx, store.Write{Key: keyOf(kindOpen, n), Delete: true}); err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		return nil
+	case err == nil && h.State == Finished:
+		return c.expireAll(ctx, n, h)
+	case err == nil && h.Halted: // the one that it gave way to takes it along
+		return nil
+	}
+	c.log.Error("a rollback cannot be taken up again", "error", why)
+	return nil
+}
+
+// expire gives all that stands of a rollback its expiry, the head last: so that it is
+// found again where this is cut off. Each changes as it was read, or is read again.
+func (c *Coordinator) expire(ctx context.Context, n name, h *head, at time.Time) error {
+	for _, kind := range []byte{kindPlan, kindStep} {
+		if err := c.expireRange(ctx, store.Prefix(keyOf(kind, n)), at); err != nil {
+			return err
+		}
+	}
+	keys := [][]byte{ageKey(h.Asked, n)}
+	if h.Token != "" {
+		keys = append(keys, c.tokenKey(h.Token))
+	}
+	if h.stops() {
+		keys = append(keys, keyOf(kindStop, n))
+	}
+	for _, key := range append(keys, keyOf(kindHead, n)) {
+		if err := c.expireRange(ctx, store.Range{From: key, To: append(bytes.Clone(key), 0)}, at); err != nil {
+			return err
+		}
+	}
+	_, err := c.o.Store.Commit(ctx, store.Write{Key: keyOf(kindOpen, n), Delete: true})
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return nil
+}
+
+func (c *Coordinator) expireRange(ctx context.Context, r store.Range, at time.Time) error {
+	r.Limit = expirePage
+	for {
+		var batch []store.Write
+		var last []byte
+		for entry, err := range c.o.Store.Scan(ctx, r) {
+			if err != nil {
+				return fmt.Errorf("%w: %w", ErrStore, err)
+			}
+			last = entry.Key
+			if !entry.Expires.Equal(at) {
+				batch = append(batch, store.Write{
+					Key: entry.Key, If: store.VersionIs(entry.Version), Value: entry.Value, Expires: at,
+				})
+			}
+		}
+		if len(batch) > 0 {
+			_, err := c.o.Store.Commit(ctx, batch...)
+			if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
+				continue // sealed anew meanwhile
+			}
+			if err != nil {
+				return fmt.Errorf("%w: %w", ErrStore, err)
+			}
+		}
+		if last == nil {
+			return nil
+		}
+		r.From = append(bytes.Clone(last), 0)
+	}
+}
+
+// record adds evidence to a batch and returns the id of its token.
+func record(b *store.Batch, e Evidence) string {
+	b.Join(e.Batch)
+	return e.ID
 }

@@ -11,21 +11,20 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // P5 and cascade 4.3.4: one id asked for by many at once runs once, and all get the same.
 func TestP5OneExecutionOfManyRequests(t *testing.T) {
 	r := newRig(t)
-	r.made("1", checkpoint.Restore, guard.Completed)
-	r.made("2", checkpoint.Restore, guard.Completed, "1")
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
 	r.start()
-	q := request("c1", plan.SubDAG)
+	q := request("c1", rollback.SubDAG)
 	var wg sync.WaitGroup
 	for range 20 {
 		wg.Add(1)
@@ -39,12 +38,106 @@ func TestP5OneExecutionOfManyRequests(t *testing.T) {
 		}()
 	}
 	wg.Wait()
-	for words, n := range r.said() {
+	for words, n := range r.recorded() {
 		if n != 1 {
-			t.Errorf("told %d times: %s", n, words)
+			t.Errorf("recorded %d times: %s", n, words)
 		}
 	}
 	if len(r.world.order) != 2 {
+		t.Errorf("undone %v", r.world.order)
+	}
+}
+
+// The graph of a workflow is built once for an accepted rollback, unless what its plan depends
+// on has changed meanwhile: then it is built again, and decides.
+func TestDraftedOnce(t *testing.T) {
+	wait := func(d time.Duration) func(*rig, *rollback.Draft) {
+		return func(*rig, *rollback.Draft) { <-time.After(d) }
+	}
+	for name, test := range map[string]struct {
+		meanwhile func(r *rig, d *rollback.Draft) // between the draft and the acceptance
+		graphs    int64
+		ends      string
+		err       error
+	}{
+		"nothing":                   {func(*rig, *rollback.Draft) {}, 1, "c2=completed c1=completed", nil},
+		"later":                     {wait(time.Hour), 1, "c2=completed c1=completed", nil},
+		"recorded":                  {func(r *rig, _ *rollback.Draft) { r.made("3", checkpoint.Restore, execution.Completed, "2") }, 2, "c3=completed c2=completed c1=completed", nil},
+		"undone":                    {func(r *rig, _ *rollback.Draft) { r.run(request("c2", rollback.Single)) }, 3, "c2=completed c1=completed", nil},
+		"unknown":                   {func(r *rig, _ *rollback.Draft) { r.ledger.versionErr = errDead }, 2, "c2=completed c1=completed", nil},
+		"altered":                   {func(r *rig, _ *rollback.Draft) { r.ledger.tamper["c1"] = true }, 2, "", checkpoint.ErrTampered},
+		"altered beside the target": {func(r *rig, _ *rollback.Draft) { r.ledger.tamper["c2"] = true }, 2, "c2=failed(checkpoint-tampered) c1=completed", nil},
+		"expired":                   {wait(ttl), 2, "", checkpoint.ErrExpired},
+		"another requester":         {func(_ *rig, d *rollback.Draft) { d.Request.By = "stranger" }, 2, "", rollback.ErrNotInWorkflow},
+		"another target":            {func(_ *rig, d *rollback.Draft) { d.Request.Checkpoint = "c2" }, 2, "c2=completed", nil},
+		"another life":              {func(r *rig, _ *rollback.Draft) { r.restart() }, 1, "c2=completed c1=completed", nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := newRig(t)
+				r.made("1", checkpoint.Restore, execution.Completed)
+				r.made("2", checkpoint.Restore, execution.Completed, "1")
+				r.start()
+				graphs := r.CountGraphs()
+				d, err := r.Draft(ctx, request("c1", rollback.SubDAG))
+				if err != nil {
+					t.Fatal(err)
+				}
+				drafting := r.Coordinator
+				test.meanwhile(r, d)
+				if r.Coordinator != drafting {
+					graphs = r.CountGraphs()
+				}
+				b, err := r.Accept(ctx, d)
+				if !errors.Is(err, test.err) {
+					t.Fatalf("%v, want %v", err, test.err)
+				}
+				if got := graphs.Load(); got != test.graphs {
+					t.Errorf("%d graphs were built, want %d", got, test.graphs)
+				}
+				if test.err == nil {
+					if b = r.wait(b.ID); ends(b) != test.ends {
+						t.Errorf("%s, want %s", ends(b), test.ends)
+					}
+				}
+				stop(r.Coordinator)
+			})
+		})
+	}
+}
+
+// Without a draft the plan is made once too.
+func TestDraftedOnceByExecute(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.start()
+	graphs := r.CountGraphs()
+	r.run(request("c1", rollback.SubDAG))
+	if got := graphs.Load(); got != 1 || r.ledger.reads.Load() != 1 {
+		t.Errorf("%d graphs were built, of %d reads", got, r.ledger.reads.Load())
+	}
+}
+
+// One draft that is accepted by several at once is one rollback.
+func TestDraftAcceptedAtOnce(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.start()
+	d, err := r.Draft(ctx, request("c1", rollback.SubDAG))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			if b, err := r.Accept(ctx, d); err != nil || b.ID != d.Request.ID {
+				t.Errorf("%+v, %v", b, err)
+			}
+		})
+	}
+	wg.Wait()
+	r.wait(d.Request.ID)
+	if len(r.world.order) != 1 {
 		t.Errorf("undone %v", r.world.order)
 	}
 }
@@ -54,9 +147,9 @@ func TestP5OneExecutionOfManyRequests(t *testing.T) {
 func TestP5SameAnswerADayLater(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
-		r.made("1", checkpoint.Restore, guard.Completed)
+		r.made("1", checkpoint.Restore, execution.Completed)
 		r.start()
-		q := request("c1", plan.Single)
+		q := request("c1", rollback.Single)
 		first := r.run(q)
 		for range 2 {
 			time.Sleep(25 * time.Hour)
@@ -83,10 +176,10 @@ func TestP5SameAnswerADayLater(t *testing.T) {
 // branches is a workflow with a chain of three, whose undo of c3 is held up.
 func branches(t testing.TB) (r *rig, asked chan string, release func()) {
 	r = newRig(t)
-	r.made("1", checkpoint.Restore, guard.Completed)
-	r.made("2", checkpoint.Restore, guard.Completed, "1")
-	r.made("3", checkpoint.Restore, guard.Completed, "2")
-	r.made("9", checkpoint.Restore, guard.Completed)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	r.made("3", checkpoint.Restore, execution.Completed, "2")
+	r.made("9", checkpoint.Restore, execution.Completed)
 	hold := make(chan struct{})
 	r.world.hold["c3"] = hold
 	asked = make(chan string, 100)
@@ -99,10 +192,10 @@ func TestCascade434Refused(t *testing.T) {
 	r, asked, release := branches(t)
 	r.start()
 	defer release()
-	wide := request("c1", plan.SubDAG)
+	wide := request("c1", rollback.SubDAG)
 	r.execute(wide)
 	<-asked
-	for _, q := range []rollback.Request{request("c2", plan.Single), request("c2", plan.SubDAG), request("c1", plan.SubDAG)} {
+	for _, q := range []rollback.Request{request("c2", rollback.Single), request("c2", rollback.SubDAG), request("c1", rollback.SubDAG)} {
 		var lost *rollback.ConflictError
 		if _, err := r.Execute(ctx, q); !errors.As(err, &lost) || lost.Winner != wide.ID {
 			t.Errorf("%s of %s: %v", q.Scope, q.Checkpoint, err)
@@ -111,14 +204,14 @@ func TestCascade434Refused(t *testing.T) {
 			t.Errorf("planned: %v", err)
 		}
 	}
-	// P5: it is no rival of itself, for those who ask for it at the same moment.
+	// P5: it does not conflict with itself, for those who ask for it at the same moment.
 	if _, err := r.Plan(ctx, wide); err != nil {
 		t.Errorf("planned again: %v", err)
 	}
-	wantEnd(t, r.run(request("c9", plan.Single)), rollback.Completed, "c9=completed")
+	wantEnd(t, r.run(request("c9", rollback.Single)), rollback.Completed, "c9=completed")
 	release()
 	wantEnd(t, r.wait(wide.ID), rollback.Completed, "c3=completed c2=completed c1=completed")
-	wantEnd(t, r.run(request("c2", plan.SubDAG)), rollback.Completed, "c3=completed c2=completed")
+	wantEnd(t, r.run(request("c2", rollback.SubDAG)), rollback.Completed, "c3=completed c2=completed")
 }
 
 // DESIGN, "Settled here": a narrower rollback that executes finishes its level, then joins
@@ -127,7 +220,7 @@ func TestNarrowerJoinsWider(t *testing.T) {
 	for _, again := range []bool{false, true} {
 		r, asked, release := branches(t)
 		r.start()
-		narrow, wide := request("c2", plan.SubDAG), request("c1", plan.FullWorkflow)
+		narrow, wide := request("c2", rollback.SubDAG), request("c1", rollback.FullWorkflow)
 		wide.Operator = "ada"
 		r.execute(narrow)
 		<-asked
@@ -156,8 +249,8 @@ func TestNarrowerJoinsWider(t *testing.T) {
 				t.Errorf("%s undone under %v", id, keys)
 			}
 		}
-		if n := r.said()["complete "+narrow.ID+" completed"]; n != 0 {
-			t.Errorf("the narrower one told %d times that it is complete", n)
+		if n := r.recorded()["complete "+narrow.ID+" completed"]; n != 0 {
+			t.Errorf("the narrower one recorded %d times that it is complete", n)
 		}
 	}
 }
@@ -167,7 +260,7 @@ func TestWiderOneQueues(t *testing.T) {
 	r, asked, release := branches(t)
 	r.group("g", "c3", "c9")
 	r.start()
-	group, wide := request("g", plan.Single), request("c3", plan.SubDAG)
+	group, wide := request("g", rollback.Single), request("c3", rollback.SubDAG)
 	r.execute(group)
 	<-asked
 	r.execute(wide)
@@ -194,7 +287,7 @@ func TestCascade434ManyAtOnce(t *testing.T) {
 			if i > 0 {
 				parents = append(parents, fmt.Sprint(i-1))
 			}
-			r.made(fmt.Sprint(i), checkpoint.Restore, guard.Completed, parents...)
+			r.made(fmt.Sprint(i), checkpoint.Restore, execution.Completed, parents...)
 		}
 		r.start()
 		var wg sync.WaitGroup
@@ -202,7 +295,7 @@ func TestCascade434ManyAtOnce(t *testing.T) {
 		accepted := map[string]bool{}
 		var winners []string
 		for i := range 24 {
-			q := request(fmt.Sprint("c", i%6), []plan.Scope{plan.Single, plan.SubDAG, plan.FullWorkflow}[i%3])
+			q := request(fmt.Sprint("c", i%6), []rollback.Scope{rollback.Single, rollback.SubDAG, rollback.FullWorkflow}[i%3])
 			wg.Add(1)
 			go func() {
 				defer wg.Done()
@@ -239,20 +332,20 @@ func TestCascade434ManyAtOnce(t *testing.T) {
 	}
 }
 
-// ATD, "Rollback Timeout and Escalation": not done within half of the ttl, it is told once
+// ATD, "Rollback Timeout and Escalation": not done within half of the ttl, it is recorded once
 // and escalated; what was not begun is left to a person, and the end says what is known.
 func TestATDTimeout(t *testing.T) {
 	for name, down := range map[string]bool{"in time": false, "while the process was down": true} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				r := newRig(t)
-				r.made("1", checkpoint.Restore, guard.Completed)
-				r.made("2", checkpoint.Restore, guard.Completed, "1")
-				r.made("3", checkpoint.Restore, guard.Completed, "2")
+				r.made("1", checkpoint.Restore, execution.Completed)
+				r.made("2", checkpoint.Restore, execution.Completed, "1")
+				r.made("3", checkpoint.Restore, execution.Completed, "2")
 				r.start()
 				r.undoer.block = true
-				r.world.answers["c3"] = undo.Result{Reason: undo.ReasonTimeout}
-				q := request("c1", plan.SubDAG)
+				r.world.answers["c3"] = rollback.Result{Reason: rollback.ReasonTimeout}
+				q := request("c1", rollback.SubDAG)
 				b := r.execute(q)
 				if b.Due.Sub(b.Asked) != ttl/2 {
 					t.Errorf("due %v after", b.Due.Sub(b.Asked))
@@ -268,8 +361,8 @@ func TestATDTimeout(t *testing.T) {
 					t.Errorf("finished after %v", end)
 				}
 				wantEnd(t, b, rollback.Escalated, "c3=escalated(timeout) c2=escalated(timeout) c1=escalated(timeout)")
-				if !b.TimedOut || r.said()["error "+q.ID+" c1 timeout"] != 1 || r.escalations()[hitl.CauseRollbackTimeout] != 1 {
-					t.Errorf("timed out %v; %v; %v", b.TimedOut, r.said(), r.escalations())
+				if !b.TimedOut || r.recorded()["error "+q.ID+" c1 timeout"] != 1 || r.escalations()[hitl.CauseRollbackTimeout] != 1 {
+					t.Errorf("timed out %v; %v; %v", b.TimedOut, r.recorded(), r.escalations())
 				}
 				if len(b.Escalations) != 1 || b.Steps[2].Escalation != b.Escalations[0] {
 					t.Errorf("%v", b.Escalations)
@@ -281,18 +374,18 @@ func TestATDTimeout(t *testing.T) {
 }
 
 // An undo is given up when no other try would end in time, which is a little earlier: the
-// timeout is told all the same.
+// timeout is recorded all the same.
 func TestATDTimeoutOfTheLastTry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
-		r.made("1", checkpoint.Restore, guard.Completed)
+		r.made("1", checkpoint.Restore, execution.Completed)
 		r.start()
-		r.world.answers["c1"] = undo.Result{Reason: undo.ReasonTimeout}
-		q := request("c1", plan.Single)
+		r.world.answers["c1"] = rollback.Result{Reason: rollback.ReasonTimeout}
+		q := request("c1", rollback.Single)
 		b := r.run(q)
 		wantEnd(t, b, rollback.Escalated, "c1=escalated(timeout)")
-		if !b.Finished.Before(b.Due) || !b.TimedOut || r.said()["error "+q.ID+" c1 timeout"] != 1 || r.escalations()[hitl.CauseRollbackTimeout] != 1 {
-			t.Errorf("%+v; %v; %v", b, r.said(), r.escalations())
+		if !b.Finished.Before(b.Due) || !b.TimedOut || r.recorded()["error "+q.ID+" c1 timeout"] != 1 || r.escalations()[hitl.CauseRollbackTimeout] != 1 {
+			t.Errorf("%+v; %v; %v", b, r.recorded(), r.escalations())
 		}
 		stop(r.Coordinator)
 	})
@@ -304,12 +397,12 @@ func TestATDTimeoutOfACallInFlight(t *testing.T) {
 		r := newRig(t)
 		e, h := r.claimed("1", checkpoint.Restore)
 		r.start()
-		q := request("c1", plan.Single)
+		q := request("c1", rollback.Single)
 		r.execute(q)
 		b := r.wait(q.ID)
 		wantEnd(t, b, rollback.Escalated, "c1=escalated(timeout)")
-		r.settle("1", e, h, guard.Completed)
-		r.standing("1", guard.ResultUnavailable)
+		r.settle("1", e, h, execution.Completed)
+		r.wantCallStatus("1", execution.ResultUnavailable)
 		stop(r.Coordinator)
 	})
 }
@@ -329,13 +422,13 @@ func TestThousandNodesInOrder(t *testing.T) {
 				parents[i], names = append(parents[i], p), append(names, fmt.Sprint(p))
 			}
 		}
-		r.made(fmt.Sprint(i), checkpoint.Restore, guard.Completed, names...)
+		r.made(fmt.Sprint(i), checkpoint.Restore, execution.Completed, names...)
 	}
 	r.start()
 	r.st.mu.Lock()
 	r.st.commits = 0
 	r.st.mu.Unlock()
-	b := r.run(request("c0", plan.SubDAG))
+	b := r.run(request("c0", rollback.SubDAG))
 	if b.Status != rollback.Completed || len(b.Steps) != n {
 		t.Fatalf("%s, %d steps", b.Status, len(b.Steps))
 	}
@@ -359,7 +452,128 @@ func TestThousandNodesInOrder(t *testing.T) {
 	if perStep := float64(r.st.commits) / n; perStep > 5 {
 		t.Errorf("%.1f commits a step", perStep)
 	}
-	if looks := r.ledger.looks.Load(); looks > 3*n {
-		t.Errorf("%d looks at tokens", looks)
+	if reads := r.ledger.tokenReads.Load(); reads > 3*n {
+		t.Errorf("%d reads of tokens", reads)
+	}
+}
+
+// P5 and cascade 4.3.4: rollbacks that overlap in every order, over processes that die at
+// any commit, all come to their end; each checkpoint is undone once, and nothing of them
+// stands for ever.
+func TestP5OverlapsAndDeaths(t *testing.T) {
+	for seed := range uint64(100) {
+		synctest.Test(t, func(t *testing.T) {
+			rnd := rand.New(rand.NewPCG(seed, 34))
+			r := overlapping(t)
+			asked := anyOf(rnd)
+			for range 12 {
+				r.st.mu.Lock()
+				r.st.commits, r.st.dies, r.st.lands = 0, rnd.IntN(25), rnd.IntN(2) == 0
+				r.st.mu.Unlock()
+				if err := r.Start(ctx); err != nil && !r.st.gone() {
+					t.Fatal(err)
+				}
+				for _, i := range rnd.Perm(len(asked))[:3] {
+					var lost *rollback.ConflictError
+					if _, err := r.Execute(ctx, asked[i]); err != nil && !errors.As(err, &lost) && !r.st.gone() {
+						t.Fatal(err)
+					}
+					if rnd.IntN(2) == 0 {
+						synctest.Wait()
+					}
+				}
+				synctest.Wait()
+				stop(r.Coordinator)
+				r.open()
+			}
+			r.start()
+			time.Sleep(time.Minute)
+			synctest.Wait()
+			r.allCompleted(seed)
+			stop(r.Coordinator)
+		})
+		if t.Failed() {
+			return
+		}
+	}
+}
+
+// The same where the store refuses commits, or takes them and the answer is lost.
+func TestP5OverlapsOverAnUnsureStore(t *testing.T) {
+	for seed := range uint64(100) {
+		synctest.Test(t, func(t *testing.T) {
+			rnd := rand.New(rand.NewPCG(seed, 43))
+			r := overlapping(t)
+			h := r.hook()
+			var mu sync.Mutex
+			sometimes := func() bool {
+				mu.Lock()
+				defer mu.Unlock()
+				return rnd.IntN(6) == 0
+			}
+			h.full, h.unknown = sometimes, func([]store.Write) bool { return sometimes() }
+			r.start()
+			for _, q := range anyOf(rand.New(rand.NewPCG(seed, 44))) {
+				for range 3 {
+					var lost *rollback.ConflictError
+					if _, err := r.Execute(ctx, q); err == nil || errors.As(err, &lost) {
+						break
+					}
+				}
+			}
+			time.Sleep(time.Hour)
+			synctest.Wait()
+			r.allCompleted(seed)
+			stop(r.Coordinator)
+		})
+		if t.Failed() {
+			return
+		}
+	}
+}
+
+// overlapping is a workflow in which many rollbacks conflict.
+func overlapping(t *testing.T) *rig {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	r.made("3", checkpoint.Compensate, execution.Completed, "2")
+	r.made("4", checkpoint.Compensate, execution.Completed, "2")
+	r.made("5", checkpoint.Restore, execution.Released, "1")
+	r.group("g", "c2", "c3")
+	return r
+}
+
+// anyOf are rollbacks of it.
+func anyOf(rnd *rand.Rand) (asked []rollback.Request) {
+	for range 6 {
+		target := []string{"c1", "c2", "c3", "c4", "c5", "g"}[rnd.IntN(6)]
+		q := request(target, []rollback.Scope{rollback.Single, rollback.SubDAG, rollback.FullWorkflow}[rnd.IntN(3)])
+		q.Operator = "op"
+		asked = append(asked, q)
+	}
+	return asked
+}
+
+// allCompleted wants that all have come to their end, once.
+func (r *rig) allCompleted(seed uint64) {
+	t := r.t
+	t.Helper()
+	page, err := r.List(ctx, "", 100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, b := range page.Rollbacks {
+		if whole, err := r.Get(ctx, b.ID); err != nil || whole.State != rollback.Finished || whole.Status != rollback.Completed {
+			t.Errorf("seed %d: %s of %s: %v, %v", seed, b.Scope, b.Checkpoint, err, fmt.Sprintf("%+v", whole))
+		}
+	}
+	for id, keys := range r.world.effects {
+		if len(keys) != 1 {
+			t.Errorf("seed %d: %s was undone under %v", seed, id, keys)
+		}
+	}
+	if n := r.unexpired(); n > 0 {
+		t.Errorf("seed %d: %d records stand for ever", seed, n)
 	}
 }

@@ -1,9 +1,109 @@
+// Package rollback plans rollbacks and carries them out: of one checkpoint, of what follows
+// from it, or of a whole workflow (cascade 4, P5).
+//
+// It has three parts. [Graph.Plan] says what a rollback undoes and in which order; it does no
+// input or output and reads no clock. The [Coordinator] accepts requests, journals and runs the
+// steps of their plans, and resumes them after a crash. The [Undoer] undoes one call. The
+// package knows neither Caddy nor tokens: it declares what it needs of the ledger as [Ledger],
+// and of the upstreams as [Sender].
+//
+// # The nodes of a plan
+//
+// A [Node] is a recorded token of the workflow: an action, a checkpoint, a group of
+// checkpoints, or an event such as an error. Parents are the ids in its par. Guards link a
+// checkpoint to the actions that it was made for, since the drafts place it in two ways: below
+// the action (cascade 4.2.1) or before it (cascade, Figure 7). All nodes that the target's plan
+// depends on must be given, for FullWorkflow all of the workflow. Parents that are missing
+// belong to another workflow or were pruned, and the plan stops there (cascade 3.3.2).
+//
+// The consequences of a checkpoint are the nodes that are reached by walking forward from it
+// and from its actions (cascade 4.1.1). What follows from a group follows from all that the
+// group contains; the group itself does not, since anybody can make one afterwards (ATD,
+// "Hierarchical Checkpoints").
+//
+// # The plan
+//
+// A [Plan] has one step for each checkpoint in its scope:
+//
+//   - Single: the target, and of a group all that it contains.
+//   - SubDAG: the same and the checkpoints among their consequences. Where none of these was
+//     made for an action among them, those that were: a checkpoint that is placed before its
+//     action need not follow from what the action follows from.
+//   - FullWorkflow: every checkpoint of the workflow. It needs a coordinator's authority.
+//
+// [What] says what a step does. A checkpoint that cannot be undone has a step that says so.
+// Passed lists the actions in the scope that no step undoes, Along those outside it that are
+// undone with others, Missing the unknown members of groups. Events have no effects and are in
+// no list.
+//
+// Steps stand in levels with a barrier between them. Steps of one level are independent by the
+// tokens and run side by side, listed in the reverse of their start. Consequences of an action
+// come in an earlier level than the action's checkpoint, members of a group before the group.
+// Checkpoints can be consequences of each other, such as two for one action; among those the
+// parents in the tokens decide alone.
+//
+// Siblings that are no consequences stay (ATD, "Partial Rollback and Blast Radius
+// Containment"), unless a completed one depends on what is undone: then Dependants names it,
+// and [Plan.Partial] refuses until the requester says that they may stay.
+//
+// [Plan.Hash] identifies a plan; it covers all that the plan says, and does not depend on the
+// order of the nodes nor on nodes that the plan does not name. Time and memory grow in
+// proportion to the nodes and links, which MaxNodes and MaxEdges bound.
+//
+// # Acceptance and execution
+//
+// [Coordinator.Execute] locks the workflow: calls that follow from what is undone do not begin
+// (see [Coordinator.Enter]). It drafts the plan behind that lock and commits it. Rollbacks of a
+// workflow that share a checkpoint conflict; the wider scope takes precedence, then the earlier
+// request (cascade 4.3.4). Each step is journaled before it runs, so that none runs twice, and
+// its outcome lands in one commit with the evidence and the escalation that it needs.
+//
+// # Undoing one call
+//
+// The way was decided before the call left: put back what stood there (restore), send another
+// request (compensate), or ask the agent that was called (delegate). A request that changes
+// something is a guarded execution under the key (rollback, checkpoint): it too is sent at most
+// once, and the same [Task] resumes after a crash.
+//
+// Answers to compensate and delegate are read by the contract of MicroProfile LRA (ADR 0035):
+//
+//	2xx            done, unless the body says that it has failed; of a delegate only where
+//	               it says so in the words of one of the drafts, or nothing at all
+//	202            under way: asked for at Location, else by the status request, else sent
+//	               again with the same key after a while
+//	410            it is gone already: done
+//	409            it has failed for good: ReasonRefused
+//	401, 403       ReasonUnauthorized
+//	405, 411, 413, 414, 415, 421, 426, 431, 501
+//	               turned away before anything was done: ReasonUnexpected, without effect
+//	425, 429       not executed: sent again later
+//	408, other 5xx in doubt: asked for, else sent again later
+//	no answer      in doubt, or sent again later where not a byte was sent
+//	others         ReasonUnexpected, of unknown effect; only another rollback sends it again,
+//	               under the same key
+//
+// A doubt is resolved by the status request: 202 means wait, 404 that nothing has arrived.
+// Without one the undo is sent again under the same key, since compensations are idempotent by
+// contract, or, with OnLost Escalate, left to a person.
+//
+// Restore reads the target first and compares it with what stood there before and after the
+// call, by existence and by the bytes of the body. The earlier state is done; a change by
+// somebody else is left alone unless OnChanged is Overwrite. Otherwise the old state is written
+// on the condition that nobody has changed it in between. If that answer is lost, the target
+// says what came of it.
 package rollback
 
 import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // Status is what came of a rollback, or of the part of it that concerns one agent
@@ -33,7 +133,7 @@ const (
 type Rollback struct {
 	ID, Checkpoint, Workflow string
 	// Scope is the one that was applied.
-	Scope           plan.Scope
+	Scope           Scope
 	Reason, Urgency string
 	// Requester is the identity of the agent that asked; Operator the name of the operator.
 	Requester, Operator string
@@ -44,7 +144,7 @@ type Rollback struct {
 	// ttl; it is escalated then, and TimedOut. Finished is zero before that.
 	Asked, Due, Finished time.Time
 	TimedOut             bool
-	Plan                 *plan.Plan
+	Plan                 *Plan
 	// Steps are those of the plan, in the order of their levels.
 	Steps []Step
 	// Unknown says that the effect of a step is not known, Mixed that some effects were
@@ -52,7 +152,7 @@ type Rollback struct {
 	Unknown, Mixed bool
 	// Joined is the id of the wider rollback whose result this one has; empty without.
 	Joined string
-	// Start and Complete are the ids of the tokens that tell of it; empty without.
+	// Start and Complete are the ids of the tokens that record it; empty without.
 	Start, Complete string
 	// Before and After are hashes of the state before and after, SHA-256 with a salt of the
 	// rollback's (ADR 0041); zero where there is no state to be hashed.
@@ -80,7 +180,7 @@ type Step struct {
 	// Level is the place in the plan.
 	Level int
 	// What is what the plan says.
-	What  plan.What
+	What  What
 	State StepState
 	// Status is set where State is StepDone.
 	Status Status
@@ -100,11 +200,192 @@ type Step struct {
 	Attempts int
 	// Before and After are hashes of the state; zero without.
 	Before, After [32]byte
-	// Token is the id of the token that tells of the step; empty without.
+	// Token is the id of the token that records the step; empty without.
 	Token string
 	// Escalation is the id of what a person has to look at; empty without.
 	Escalation string
 	Ended      time.Time
 
 	root string // the first attempt, whose mark this step holds; empty where it is that itself
+}
+
+// Request asks for a rollback. Who asks was authenticated before; whether that one may
+// ask is decided here.
+type Request struct {
+	// ID is the rollback's id, a UUID in its canonical form (without `urn:uuid:`). The
+	// same id with the same content is the same rollback, for as long as it is kept (P5).
+	ID string
+	// Checkpoint is the id of the checkpoint or group to go back to.
+	Checkpoint string
+	// Scope is how far to go.
+	Scope Scope
+	// KeepDependants says that completed actions which depend on what is undone, and are not
+	// undone with it, are to stay as they are; without it such a rollback is refused.
+	KeepDependants bool
+	// Reason is a sentence for people, at most 512 bytes. Urgency is the requester's word.
+	Reason, Urgency string
+	// Token is the id of the token that asks, and Error that of the error that it names as
+	// its cause (AERR): rollback_start follows from Error, else from Token. Both may be empty.
+	Token, Error string
+	// Unnamed says that the token itself does not name Checkpoint: then Error must follow
+	// from it, or one token would be good for every checkpoint.
+	Unnamed bool
+	// By is the identity by which lineage is judged, the issuer of the token. Ignored for
+	// operators.
+	By string
+	// Lineage is who of a workflow may ask.
+	Lineage Lineage
+	// Coordinator says that By is a configured rollback coordinator.
+	Coordinator bool
+	// Operator is the name of an operator, who may ask for everything; empty for agents.
+	Operator string
+}
+
+// Options are what a Coordinator works with. All but Now and Logger are required.
+type Options struct {
+	Store       store.Store
+	Sealer      store.Sealer
+	Guard       *execution.Guard
+	Checkpoints *checkpoint.Store
+	Escalations *hitl.Store
+	Ledger      Ledger
+	Undoer      CallUndoer
+	// Keep is how long a finished rollback is kept, so that it is answered when it is asked
+	// for again; at least as long as its checkpoints' execution keys.
+	Keep time.Duration
+	// Parallel is how many steps of a level run at once; 0 is 8.
+	Parallel int
+	// Logger gets what no answer and no record says; nil is none.
+	Logger *slog.Logger
+}
+
+// CallUndoer undoes one call. *Undoer is one.
+type CallUndoer interface {
+	// Undo returns when the undo has ended, or when ctx has: then it may go on later by
+	// being called again with the same task, which sends nothing a second time that has
+	// been answered.
+	Undo(ctx context.Context, t Task) (Result, error)
+}
+
+// Checkpoint is what the ledger knows of a checkpoint's token.
+type Checkpoint struct {
+	ID, Workflow string
+	// Agent is the identity behind the call.
+	Agent string
+	// Own says that this gateway has made it.
+	Own bool
+	// Sum is its out_hash.
+	Sum        [32]byte
+	Reversible bool
+	// Expires is when its ttl ends; TTL is that of the token.
+	Expires time.Time
+	TTL     time.Duration
+	// Parents are the ids in its par.
+	Parents []string
+}
+
+// Query says what a plan needs of a workflow.
+type Query struct {
+	// Target is the checkpoint or group to go back to. Where it is empty, all of Workflow is
+	// needed.
+	Target, Workflow string
+	// Scope is how far to go: what does not follow from Target counts for FullWorkflow only.
+	Scope Scope
+	// By is whose right to ask is judged, by Lineage; empty where that one may ask for all.
+	By      string
+	Lineage Lineage
+	// Error is the id of an error that may follow from Target; empty without.
+	Error string
+}
+
+// View is the part of a workflow that a plan is made of.
+type View struct {
+	Nodes []Node
+	// More says of a Single rollback that more follows from the target than Nodes has.
+	More bool
+	// Version says what was recorded of the workflow before Nodes were read, for Ledger.Unchanged.
+	// Empty is unknown.
+	Version string
+}
+
+// Ledger reads what is recorded of workflows, and makes the evidence of rollbacks, which lands in
+// the commit that it is about. One commit may have several. Zero Evidence is none. Several
+// goroutines call it.
+type Ledger interface {
+	// Checkpoint finds the token of a checkpoint or group and verifies its signature and
+	// those of its parents (cascade 4.2.3). ErrUnknown says that there is none,
+	// checkpoint.ErrTampered that the token is not what was recorded.
+	Checkpoint(ctx context.Context, id string) (Checkpoint, error)
+	// Nodes are the nodes of the target's workflow that its plan depends on: states of
+	// checkpoints by their tokens alone, which the Coordinator brings up to date from the
+	// checkpoint store and the guard. ErrUnknown says that nothing has the target. The Coordinator changes the
+	// states in what it gets.
+	//
+	// checkpoint.ErrTampered says that something of it is not what was recorded. The nodes are
+	// those by which lineage is judged then, as far as they can be read.
+	Nodes(ctx context.Context, q Query) (View, error)
+	// Unchanged reports whether the nodes of the workflow that were read with a version are
+	// still complete: nothing was recorded since that can change a plan. It is false for an
+	// empty version.
+	Unchanged(ctx context.Context, workflow, version string) (bool, error)
+	// Started records an accepted rollback; parents are what it follows from, if anything.
+	Started(ctx context.Context, r *Rollback, parents []string) (Evidence, error)
+	// Stepped records a step that has ended: as compensate where a compensation ran, else as
+	// rollback_complete. r has no Steps. way is zero where nothing was undone.
+	Stepped(ctx context.Context, r *Rollback, s *Step, way checkpoint.Way) (Evidence, error)
+	// Completed records a finished rollback, with all its Steps.
+	Completed(ctx context.Context, r *Rollback) (Evidence, error)
+	// Erred records an error: errorType is a word of ECT's error types (timeout,
+	// constraint_violation), why a fixed sentence. r has no Steps; of a request that is
+	// refused it has what was asked and no Start.
+	Erred(ctx context.Context, r *Rollback, checkpointID, errorType, why string) (Evidence, error)
+}
+
+// Evidence is evidence on its way into a commit.
+type Evidence struct {
+	// ID is that of the token.
+	ID string
+	// Batch records it; nil where it is recorded already.
+	*store.Batch
+}
+
+// Errors of a Coordinator. Others that it returns as they are: checkpoint.ErrTampered and
+// checkpoint.ErrExpired of the target, *DependedOnError, *ScopeError.
+var (
+	// ErrInvalid: the request breaks a rule; the message says which.
+	ErrInvalid = errors.New("rollback: invalid request")
+	// ErrUnknown: no rollback has this id, or it is not kept any more.
+	ErrUnknown = errors.New("rollback: no such rollback")
+	// ErrNotInWorkflow: the requester may not ask for this checkpoint, or there is none. Both
+	// get the same answer (P3).
+	ErrNotInWorkflow = errors.New("rollback: not in the workflow of the checkpoint, or not among its ancestors")
+	// ErrCheckpointUnknown: there is no such checkpoint. Only operators and coordinators
+	// learn this.
+	ErrCheckpointUnknown = errors.New("rollback: no such checkpoint")
+	// ErrUnnamed: the token that asks names neither the checkpoint nor an error that follows
+	// from it. Only who may ask for the checkpoint learns this.
+	ErrUnnamed = errors.New("rollback: the token names neither the checkpoint nor an error that follows from it")
+	// ErrMismatch: the id, or the token that asks, was used for another rollback.
+	ErrMismatch = errors.New("rollback: the id or the token was used for another request")
+	// ErrStore: the store or the ledger did not answer. Nothing was begun (P4).
+	ErrStore = errors.New("rollback: the store is unavailable")
+	// ErrStopping: the process is about to end and begins nothing new.
+	ErrStopping = errors.New("rollback: shutting down")
+	// ErrUnreadable: a record of a rollback stands there and cannot be read. It comes with
+	// ErrStore.
+	errUnreadable = errors.New("rollback: the record cannot be read")
+	// ErrCursor: the text does not say where a page begins.
+	ErrCursor = errors.New("rollback: this is not where a page begins; give what an earlier page named as the next")
+)
+
+// ConflictError refuses a rollback that overlaps with another one, which takes
+// precedence (cascade 4.3.4).
+type ConflictError struct {
+	// Winner is the id of the other one.
+	Winner string
+}
+
+// Error implements error.
+func (e *ConflictError) Error() string {
+	return fmt.Sprintf("rollback: rollback %s is under way and takes precedence", e.Winner)
 }

@@ -8,7 +8,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -16,10 +17,10 @@ import (
 type run struct {
 	id       string
 	name     name
-	plan     *plan.Plan
+	plan     *Plan
 	levels   [][]int        // places in steps
 	roots    map[int]string // of places, their first attempts; nil where no ttl is over
-	then     []plan.What    // what the plan says of each step after a wait
+	then     []What         // what the plan says of each step after a wait
 	index    map[string]int
 	launched bool // guarded by Coordinator.mu
 
@@ -54,7 +55,7 @@ func (s *signal) is() bool {
 	}
 }
 
-func newRun(n name, h *head, version store.Version, p *planned) *run {
+func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
 	r := &run{
 		id: h.ID, name: n, plan: p.Plan, head: *h, version: version,
 		stepped: make(chan struct{}), joined: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
@@ -67,12 +68,12 @@ func newRun(n name, h *head, version store.Version, p *planned) *run {
 			r.then = append(r.then, s.Then)
 		}
 	}
-	r.told()
+	r.applyHead()
 	return r
 }
 
-// told sets the signals that the head gives, with mu held or before anybody else knows r.
-func (r *run) told() {
+// applyHead sets the signals of the head, with mu held or before anybody else knows r.
+func (r *run) applyHead() {
 	if r.head.TimedOut {
 		r.due.set()
 	}
@@ -85,16 +86,17 @@ func (r *run) told() {
 	}
 }
 
-// told is that of the run, with its mu held. Whoever waits for the end finds the bar gone.
-func (c *Coordinator) told(r *run) {
+// headChanged applies the head and removes the lock of a run that has ended, with its mu held:
+// whoever waits for the end finds the workflow unlocked.
+func (c *Coordinator) headChanged(r *run) {
 	if !r.head.open() {
-		c.bars.ended(&r.head, c.o.Keep)
+		c.locks.ended(&r.head, c.o.Keep)
 	}
-	r.told()
+	r.applyHead()
 }
 
-// brief is the rollback without its steps, for evidence of a part of it.
-func (r *run) brief() *Rollback {
+// withoutSteps is the rollback without its steps, for evidence of a part of it.
+func (r *run) withoutSteps() *Rollback {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	b := r.head.rollback()
@@ -102,15 +104,15 @@ func (r *run) brief() *Rollback {
 	return b
 }
 
-// whole is all that is known of the rollback.
-func (r *run) whole() *Rollback {
+// snapshot is all that is known of the rollback.
+func (r *run) snapshot() *Rollback {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.wholeOf(&r.head)
+	return r.snapshotWith(&r.head)
 }
 
-// wholeOf is what whole would be with another head, with mu held.
-func (r *run) wholeOf(h *head) *Rollback {
+// snapshotWith is what whole would be with another head, with mu held.
+func (r *run) snapshotWith(h *head) *Rollback {
 	b := h.rollback()
 	b.Plan, b.Steps = r.plan, slices.Clone(r.steps)
 	b.Escalations = slices.Clone(b.Escalations)
@@ -150,40 +152,40 @@ func (r *run) nextEnd() <-chan struct{} {
 	return r.stepped
 }
 
-// rolling is what precedence is judged by. It was journaled, so that it has begun.
-func (r *run) rolling() plan.Rolling {
-	return plan.Rolling{
-		Rollback: plan.Rollback{ID: r.id, Scope: r.head.Scope, Asked: r.head.Asked}, Plan: r.plan, Executing: true,
+// contender is the rollback as others conflict with it. mu is held.
+func (r *run) contender() contender {
+	return contender{
+		precedence: precedence{ID: r.id, Scope: r.head.Scope, Asked: r.head.Asked}, Plan: r.plan,
 	}
 }
 
-// change brings the head to another state, in one commit with what rides along. make is
+// change brings the head to another state, in one commit with the batch. make is
 // given a copy, and may be called again where somebody else changed the head meanwhile.
-func (c *Coordinator) change(ctx context.Context, r *run, make func(h *head, g *cargo) error) error {
+func (c *Coordinator) change(ctx context.Context, r *run, make func(h *head, b *store.Batch) error) error {
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	h := r.head
-	g := new(cargo)
-	if err := make(&h, g); err != nil {
-		return g.done(err)
+	b := new(store.Batch)
+	if err := make(&h, b); err != nil {
+		return b.Done(err)
 	}
 	w, err := c.headWrite(r.name, &h, store.VersionIs(r.version))
 	if err != nil {
-		return g.done(err)
+		return b.Done(err)
 	}
-	version, err := c.o.Store.Commit(ctx, append([]store.Write{w}, g.writes...)...)
-	if err = g.done(err); err == nil {
+	version, err := c.o.Store.Commit(ctx, append([]store.Write{w}, b.Writes()...)...)
+	if err = b.Done(err); err == nil {
 		r.head, r.version = h, version
-		c.told(r)
+		c.headChanged(r)
 		return nil
 	}
 	// Another one may have changed it, or this commit has landed and its answer was lost.
 	fresh, version, readErr := c.readHead(context.WithoutCancel(ctx), r.name)
 	if readErr == nil {
 		r.head, r.version = *fresh, version
-		c.told(r)
+		c.headChanged(r)
 	}
 	return fmt.Errorf("%w: %w", ErrStore, err)
 }
@@ -203,7 +205,7 @@ func (c *Coordinator) drive(r *run) {
 	r.mu.Lock()
 	due, behind := r.head.Due, r.head.Behind
 	r.mu.Unlock()
-	// P6: what the time was over for while nobody was there is said before anything else.
+	// P6: record a deadline that passed while the process was down first.
 	if c.overdue(r) != nil {
 		return
 	}
@@ -217,7 +219,7 @@ func (c *Coordinator) drive(r *run) {
 	if c.waitBehind(r, behind) != nil {
 		return
 	}
-	if c.insist(r, "the attempts of its calls", func(ctx context.Context) error { return c.arrange(ctx, r) }) != nil {
+	if c.retry(r, "the attempts of its calls", func(ctx context.Context) error { return c.arrange(ctx, r) }) != nil {
 		return
 	}
 	for _, level := range r.levels {
@@ -231,7 +233,7 @@ func (c *Coordinator) drive(r *run) {
 	if c.overdue(r) != nil {
 		return
 	}
-	_ = c.insist(r, "its end", func(ctx context.Context) error {
+	_ = c.retry(r, "its end", func(ctx context.Context) error {
 		if r.done.is() {
 			return nil
 		}
@@ -254,7 +256,7 @@ func (c *Coordinator) waitBehind(r *run, behind []string) error {
 		case <-r.joined.c:
 			return nil
 		case <-c.quit:
-			return errCut
+			return errShutdown
 		}
 	}
 	return nil
@@ -277,7 +279,7 @@ func (c *Coordinator) level(r *run, places []int) bool {
 		}
 	}
 	var lanes [][]int
-	if c.insist(r, "the order of its steps", func(ctx context.Context) (err error) {
+	if c.retry(r, "the order of its steps", func(ctx context.Context) (err error) {
 		lanes, err = c.lanes(ctx, r, todo)
 		return err
 	}) != nil {
@@ -291,7 +293,7 @@ func (c *Coordinator) level(r *run, places []int) bool {
 			defer wg.Done()
 			for lane := range next {
 				for _, i := range lane {
-					if c.insist(r, "a step", func(ctx context.Context) error { return c.take(ctx, r, i) }) != nil {
+					if c.retry(r, "a step", func(ctx context.Context) error { return c.runStep(ctx, r, i) }) != nil {
 						break // the next one is to come after it
 					}
 				}
@@ -347,12 +349,12 @@ func (c *Coordinator) watch(r *run, due time.Time, ended <-chan struct{}) {
 // its acceptance may have been lost.
 func (c *Coordinator) halt(ctx context.Context, r *run) error {
 	_, err := c.adopt(ctx, c.name(r.wider()))
-	if errors.Is(err, ErrStore) && !errors.Is(err, ErrUnreadable) {
+	if errors.Is(err, ErrStore) && !errors.Is(err, errUnreadable) {
 		return err
 	}
-	return c.change(ctx, r, func(h *head, g *cargo) error {
+	return c.change(ctx, r, func(h *head, b *store.Batch) error {
 		h.Halted = true
-		g.writes = append(g.writes, store.Write{Key: c.workflowKey(h.Workflow, r.name), Delete: true})
+		b.Add(store.Write{Key: c.workflowKey(h.Workflow, r.name), Delete: true})
 		return nil
 	})
 }
@@ -366,5 +368,247 @@ func (c *Coordinator) settleDown(r *run) error {
 	if h.State != Finished {
 		return nil // one that gave way is kept as long as the one that it gave way to
 	}
-	return c.insist(r, "its expiry", func(ctx context.Context) error { return c.expireAll(ctx, r.name, &h) })
+	return c.retry(r, "its expiry", func(ctx context.Context) error { return c.expireAll(ctx, r.name, &h) })
+}
+
+// lanes parts steps of one level into those that are taken one after the other: what has
+// changed the same target is undone with the last change first, since each undo is held
+// against what its own call has left. An attempt whose ttl is over comes after the others of
+// its call.
+func (c *Coordinator) lanes(ctx context.Context, r *run, places []int) ([][]int, error) {
+	type change struct {
+		place int
+		made  time.Time
+	}
+	lanes := make([][]change, 0, len(places))
+	known := map[string]int{}
+	for _, i := range places {
+		step := r.step(i)
+		one := change{place: i}
+		var shared []string
+		if root := r.roots[i]; root != "" {
+			shared = append(shared, "attempts of "+root)
+		}
+		if len(places) > 1 && (step.What == Undo || step.What == Wait) {
+			name, made, err := c.o.Checkpoints.Target(ctx, step.Checkpoint)
+			switch {
+			case errors.Is(err, checkpoint.ErrStore):
+				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+			case err == nil:
+				one.made = made
+				shared = append(shared, "target "+name)
+			}
+		}
+		lane := -1
+		for _, name := range shared {
+			there, is := known[name]
+			switch {
+			case !is || there == lane:
+			case lane < 0:
+				lane = there
+			default: // it has something in common with both
+				lanes[lane] = append(lanes[lane], lanes[there]...)
+				lanes[there] = nil
+				for other, at := range known {
+					if at == there {
+						known[other] = lane
+					}
+				}
+			}
+		}
+		if lane < 0 {
+			lane = len(lanes)
+			lanes = append(lanes, nil)
+		}
+		lanes[lane] = append(lanes[lane], one)
+		for _, name := range shared {
+			known[name] = lane
+		}
+	}
+	ordered := make([][]int, 0, len(lanes))
+	for _, lane := range lanes {
+		slices.SortStableFunc(lane, func(a, b change) int {
+			switch last := r.lapses(a.place); {
+			case last == r.lapses(b.place):
+				return b.made.Compare(a.made)
+			case last: // another attempt may undo it
+				return 1
+			default:
+				return -1
+			}
+		})
+		var inOrder []int
+		for _, one := range lane {
+			inOrder = append(inOrder, one.place)
+		}
+		if len(inOrder) > 0 {
+			ordered = append(ordered, inOrder)
+		}
+	}
+	return ordered, nil
+}
+
+// Types of errors that are recorded.
+const (
+	errorTimeout    = "timeout"
+	errorConstraint = "constraint_violation"
+)
+
+// escalate opens an escalation in the commit of the batch: it is durable before anybody
+// says "escalated" (A-basic-rollback-g). It returns its id.
+func (c *Coordinator) escalate(ctx context.Context, b *store.Batch, o hitl.Opening) (string, error) {
+	p, err := c.o.Escalations.Prepare(ctx, o)
+	if err != nil {
+		return "", err
+	}
+	b.Join(p.Batch)
+	return p.Escalation().ID, nil
+}
+
+// timeoutOpening is the escalation of a rollback whose time is over.
+func (h *head) timeoutOpening() hitl.Opening {
+	return hitl.Opening{
+		Key: "rollback timeout " + h.ID, Level: hitl.Pause, Cause: hitl.CauseRollbackTimeout, Workflow: h.Workflow,
+		Summary: "The rollback was not done within half of the time that its checkpoints stand.",
+		Links:   hitl.Links{Checkpoint: h.Checkpoint, Rollback: h.ID},
+	}
+}
+
+// overdue records, once, that the time of a rollback is over, if it is (ATD, "Rollback
+// Timeout and Escalation"). Its state stays what it is.
+func (c *Coordinator) overdue(r *run) error {
+	return c.retry(r, "its timeout", func(ctx context.Context) error {
+		now, err := c.now(ctx)
+		if err != nil {
+			return err
+		}
+		r.mu.Lock()
+		none := r.head.TimedOut || !r.head.open() || now.Before(r.head.Due) && !r.gaveUp()
+		r.mu.Unlock()
+		if none {
+			return nil
+		}
+		return c.change(ctx, r, func(h *head, b *store.Batch) error {
+			h.TimedOut = true
+			brief := h.rollback()
+			brief.Plan = r.plan
+			t, err := c.o.Ledger.Erred(ctx, brief, h.Checkpoint, errorTimeout, "rollback timeout: not done within half of the ttl")
+			if err != nil {
+				return fmt.Errorf("%w: %w", ErrStore, err)
+			}
+			token := record(b, t)
+			o := h.timeoutOpening()
+			o.Links.Error = token
+			id, err := c.escalate(ctx, b, o)
+			h.Escalations = append(h.Escalations[:len(h.Escalations):len(h.Escalations)], id)
+			return err
+		})
+	})
+}
+
+// gaveUp reports whether an undo was given up because its time was over by the clock of this
+// process, which may be a little ahead of the store's. mu is held.
+func (r *run) gaveUp() bool {
+	return slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(ReasonTimeout) })
+}
+
+// finish records what came of a rollback, once all its steps have ended.
+func (c *Coordinator) finish(ctx context.Context, r *run) error {
+	now, err := c.now(ctx)
+	if err != nil {
+		return err
+	}
+	return c.change(ctx, r, func(h *head, b *store.Batch) error {
+		if h.Joined != "" || !h.open() {
+			return fmt.Errorf("%w: it has changed", ErrStore) // look again
+		}
+		h.State, h.Finished = Finished, now
+		h.Status, h.Unknown, h.Mixed = sumUp(r.plan, r.steps)
+		before, after := hashes(h.Checkpoint, r.steps)
+		h.Before, h.After = some(before), some(after)
+		o := hitl.Opening{Workflow: h.Workflow, Links: hitl.Links{Checkpoint: h.Checkpoint, Rollback: h.ID}}
+		switch h.Status {
+		case Failed:
+			o.Key, o.Level, o.Cause = "rollback failed "+h.ID, hitl.Stop, hitl.CauseRollbackFailed
+			o.Summary = "The rollback has failed, and nothing was undone."
+			if h.Unknown {
+				o.Summary = "The rollback has failed, and of some of it nobody knows whether it was undone."
+			}
+		case Partial:
+			o.Key, o.Level, o.Cause = "rollback partial "+h.ID, hitl.Pause, hitl.CauseRollbackPartial
+			o.Summary = "The rollback has undone a part, and another part not."
+			if h.Unknown {
+				o.Summary = "The rollback has undone a part, and of another nobody knows whether it was undone."
+			}
+		}
+		if o.Key != "" {
+			id, err := c.escalate(ctx, b, o)
+			if err != nil {
+				return err
+			}
+			h.Escalations = append(h.Escalations[:len(h.Escalations):len(h.Escalations)], id)
+		}
+		t, err := c.o.Ledger.Completed(ctx, r.snapshotWith(h))
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		h.Complete = record(b, t)
+		b.Add(store.Write{Key: c.workflowKey(h.Workflow, r.name), Delete: true})
+		return nil
+	})
+}
+
+// sumUp says what came of all steps together. It is never more than what is known (P6).
+func sumUp(p *Plan, steps []Step) (status Status, unknown, mixed bool) {
+	undone, open, failed := 0, 0, 0
+	for i := range steps {
+		s := &steps[i]
+		unknown = unknown || s.Unknown
+		switch s.Status {
+		case Completed:
+			if !s.Cancelled && s.What != Gather { // what a group contains counts by itself
+				undone++
+			}
+		case Partial:
+			if s.What != Gather { // a delegate has undone a part of it
+				undone++
+			}
+			failed++
+		case Escalated:
+			open++
+		default:
+			failed++
+		}
+	}
+	failed += len(p.Missing) // nobody could look at these
+	switch {
+	case open+failed == 0 && !unknown:
+		return Completed, false, false
+	case undone > 0:
+		return Partial, unknown, true
+	case failed > 0:
+		return Failed, unknown, false
+	}
+	return Escalated, unknown, false
+}
+
+// hashes are those of the state before and after: of the target, else of the only step
+// that has any.
+func hashes(target string, steps []Step) (before, after [32]byte) {
+	n := 0
+	for i := range steps {
+		s := &steps[i]
+		if s.Before == [32]byte{} && s.After == [32]byte{} {
+			continue
+		}
+		if s.Checkpoint == target {
+			return s.Before, s.After
+		}
+		n++
+		before, after = s.Before, s.After
+	}
+	if n != 1 {
+		return [32]byte{}, [32]byte{}
+	}
+	return before, after
 }

@@ -1,14 +1,16 @@
 package rollback
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/plan"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback/undo"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // Reasons of steps that are not those of an undo.
@@ -22,34 +24,34 @@ const (
 	reasonBusy        = "busy"                // another rollback has left it half undone
 )
 
-// ended is how a step has ended.
-type ended struct {
-	undo.Result
+// stepOutcome is how a step has ended.
+type stepOutcome struct {
+	Result
 	status    Status
 	reason    string
 	cancelled bool
 	way       checkpoint.Way
-	unbegun   bool          // its checkpoint's mark is not held by this step
-	call      guard.Undoing // what is refused from now on, where it is completed
+	notBegun  bool              // its checkpoint's mark is not held by this step
+	call      execution.Undoing // what is refused from now on, where it is completed
 	token     Checkpoint
 }
 
-func undone() ended { return ended{status: Completed} }
+func undone() stepOutcome { return stepOutcome{status: Completed} }
 
-func escalated(reason string) ended { return ended{status: Escalated, reason: reason} }
+func escalated(reason string) stepOutcome { return stepOutcome{status: Escalated, reason: reason} }
 
-func failed(reason string) ended { return ended{status: Failed, reason: reason} }
+func failed(reason string) stepOutcome { return stepOutcome{status: Failed, reason: reason} }
 
-// take takes a step until it has ended. It is journaled before anything is sent, so that
+// runStep runs a step until it has ended. It is journaled before anything is sent, so that
 // after a crash at any point it is taken up, and nothing is sent twice: what was begun is
 // asked for again with the same task.
-func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
+func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 	step := r.step(i)
 	if step.State == StepDone {
 		return nil
 	}
 	if c.ending() && step.State == StepPending {
-		return errCut
+		return errShutdown
 	}
 	m, damaged, err := c.mark(ctx, step.Checkpoint)
 	if err != nil {
@@ -59,17 +61,17 @@ func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
 	if err != nil {
 		return err
 	}
-	end, err := func() (ended, error) {
+	end, err := func() (stepOutcome, error) {
 		switch {
 		case m.State == checkpoint.Undone:
 			return undone(), nil
 		case r.due.is() && step.State == StepPending:
-			return escalated(string(undo.ReasonTimeout)), nil
+			return escalated(string(ReasonTimeout)), nil
 		case damaged || tampered:
 			return failed(reasonTampered), nil
 		case m.State == checkpoint.Undoing && m.Rollback != r.id:
 			return c.busyAt(ctx, r, step.Checkpoint, m)
-		case step.What == plan.Gather:
+		case step.What == Gather:
 			e := r.gather(cp.Parents)
 			if e.status != Completed {
 				return e, nil
@@ -77,15 +79,15 @@ func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
 			// Nothing is sent for it. Its mark needs a beginning all the same, and one that is
 			// journaled: otherwise a rollback that gives way leaves it half undone for ever.
 			return e, c.begin(ctx, r, i, &m)
-		case step.What == plan.Escalate:
+		case step.What == Escalate:
 			return c.irreversible(ctx, &cp), nil
-		case step.What == plan.Expired:
+		case step.What == Expired:
 			return c.expired(ctx, r, step.Checkpoint)
 		case !cp.Own:
 			return escalated(reasonForeign), nil
 		}
 		if err := c.begin(ctx, r, i, &m); err != nil {
-			return ended{}, err
+			return stepOutcome{}, err
 		}
 		return c.undo(ctx, r, i, &cp)
 	}()
@@ -95,19 +97,19 @@ func (c *Coordinator) take(ctx context.Context, r *run, i int) error {
 	if step.State == StepRunning && (end.reason == reasonTampered || end.reason == reasonExpired) {
 		end.Unknown = true // P6: its undo may have been sent before what it needs was gone
 	}
-	end.token, end.unbegun = cp, r.step(i).State == StepPending
-	return c.insist(r, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
+	end.token, end.notBegun = cp, r.step(i).State == StepPending
+	return c.retry(r, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
 }
 
 // irreversible is how the step of a call ends that cannot be undone, with what is known of
 // the cause.
-func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) ended {
-	e := escalated(string(undo.ReasonIrreversible))
+func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) stepOutcome {
+	e := escalated(string(ReasonIrreversible))
 	if !cp.Own {
 		return e
 	}
-	if opened, err := c.o.Vault.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires}); err == nil {
-		e.Cause, _ = undo.Irreversible(opened)
+	if opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires}); err == nil {
+		e.Cause, _ = irreversible(opened)
 	}
 	return e
 }
@@ -121,21 +123,21 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 	}
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
-	g := new(cargo)
+	b := new(store.Batch)
 	if !ours {
-		p, err := c.o.Vault.Move(ctx, step.Checkpoint, *m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt})
+		p, err := c.o.Checkpoints.Move(ctx, step.Checkpoint, *m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt})
 		if err != nil {
 			return err
 		}
-		g.add(p.Writes(), p.Done)
+		b.Join(p)
 	}
 	step.State = StepRunning
 	w, err := c.stepWrite(r.name, i, &step)
 	if err != nil {
-		return g.done(err)
+		return b.Done(err)
 	}
-	_, err = c.o.Store.Commit(ctx, append(g.writes, w)...)
-	if err = g.done(err); err != nil {
+	b.Add(w)
+	if err := b.Commit(ctx, c.o.Store); err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	r.setStep(i, &step)
@@ -143,56 +145,56 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 }
 
 // undo does what a step that was begun asks for.
-func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (ended, error) {
+func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (stepOutcome, error) {
 	what, then := r.step(i).What, r.then[i]
 	for {
-		told := plan.Standing
+		recorded := Ran
 		switch what {
-		case plan.Block:
-			told = plan.NeverRan
-		case plan.Wait:
-			told = plan.InFlight
+		case Block:
+			recorded = NeverRan
+		case Wait:
+			recorded = InFlight
 		}
-		s, err := c.call(ctx, cp, r.id, told)
+		s, err := c.callStatus(ctx, cp, r.id, recorded)
 		switch {
-		case errors.Is(err, guard.ErrUnreadable) && r.due.is():
+		case errors.Is(err, execution.ErrUnreadable) && r.due.is():
 			// It does not heal by itself, and must not hold up what comes after it for ever.
 			e := failed(reasonUnavailable)
 			e.Unknown = true
 			return e, nil
 		case errors.Is(err, ErrStore):
-			return ended{}, err
+			return stepOutcome{}, err
 		case errors.Is(err, checkpoint.ErrExpired):
 			return c.expired(ctx, r, cp.ID)
 		case err != nil:
 			return failed(reasonTampered), nil
 		}
 		switch s.state {
-		case plan.NeverRan:
-			return ended{status: Completed, cancelled: true, call: s.call}, nil
-		case plan.InFlight:
+		case NeverRan:
+			return stepOutcome{status: Completed, cancelled: true, call: s.call}, nil
+		case InFlight:
 			over, err := c.await(ctx, r, s.call.Key)
 			if err != nil {
-				return ended{}, err
+				return stepOutcome{}, err
 			}
 			if !over {
-				return escalated(string(undo.ReasonTimeout)), nil
+				return escalated(string(ReasonTimeout)), nil
 			}
 			continue
 		}
 		switch {
 		case !cp.Reversible || !s.opened.Snapshot.Reversible():
 			return c.irreversible(ctx, cp), nil
-		case then == plan.Expired:
+		case then == Expired:
 			return c.expired(ctx, r, cp.ID)
 		}
-		return c.once(ctx, r, i, s)
+		return c.undoOnce(ctx, r, i, s)
 	}
 }
 
 // await waits for a call in flight. It reports whether that is over; if not, the time of
 // the rollback is.
-func (c *Coordinator) await(ctx context.Context, r *run, key guard.Key) (over bool, err error) {
+func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (over bool, err error) {
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
 	ended := make(chan error, 1)
@@ -205,7 +207,7 @@ func (c *Coordinator) await(ctx context.Context, r *run, key guard.Key) (over bo
 		return true, nil
 	case <-r.due.c:
 	case <-c.quit:
-		err = errCut
+		err = errShutdown
 	}
 	stop()
 	<-ended
@@ -215,28 +217,28 @@ func (c *Coordinator) await(ctx context.Context, r *run, key guard.Key) (over bo
 // send lets the Undoer undo a call that ran. What another rollback has left in doubt goes on
 // under that one's key: only so can it be sent again, or asked for (DESIGN, "Checkpoints and
 // rollback"). id is the checkpoint of the step, doubt what the mark of the first attempt says.
-func (c *Coordinator) send(ctx context.Context, r *run, id string, s sight, doubt string) (ended, error) {
-	brief := r.brief()
-	task := undo.Task{Rollback: r.id, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
+func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
+	brief := r.withoutSteps()
+	task := Task{Rollback: r.id, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
 	if doubt != "" && doubt != r.id {
 		forgotten, err := c.forgotten(ctx, doubt)
 		if err != nil {
-			return ended{}, err
+			return stepOutcome{}, err
 		}
 		task.Rollback, task.Again, task.Forgotten = doubt, r.id, forgotten
 	}
 	result, err := c.o.Undoer.Undo(ctx, task)
 	switch {
 	case err != nil && (ctx.Err() != nil || c.ending()):
-		return ended{}, errCut
+		return stepOutcome{}, errShutdown
 	case err != nil && r.due.is():
 		e := failed(reasonUnavailable)
 		e.Unknown = true
 		return e, nil
 	case err != nil:
-		return ended{}, fmt.Errorf("undoing: %w", err)
+		return stepOutcome{}, fmt.Errorf("undoing: %w", err)
 	}
-	e := ended{Result: result, status: Completed, way: s.opened.Snapshot.Way, call: s.call}
+	e := stepOutcome{Result: result, status: Completed, way: s.opened.Snapshot.Way, call: s.call}
 	if !result.Done {
 		e.status, e.reason = statusOf(&result), string(result.Reason)
 	}
@@ -248,23 +250,24 @@ func (c *Coordinator) forgotten(ctx context.Context, id string) (bool, error) {
 	switch _, _, err := c.readHead(ctx, c.name(id)); {
 	case errors.Is(err, ErrUnknown):
 		return true, nil
-	case err == nil, errors.Is(err, ErrUnreadable):
+	case err == nil, errors.Is(err, errUnreadable):
 		return false, nil
 	default:
 		return false, err
 	}
 }
 
-// statusOf tells what a person has to decide from what was tried and has failed. An answer
+// statusOf separates what a person has to decide from what was tried and has failed. An answer
 // from which nobody knows what came of the undo is not known to have failed (P6).
-func statusOf(r *undo.Result) Status {
+func statusOf(r *Result) Status {
 	switch r.Reason {
-	case undo.ReasonIrreversible, undo.ReasonChanged, undo.ReasonLost, undo.ReasonTimeout, undo.ReasonNoPostImage,
-		undo.ReasonEscalated, undo.ReasonUnfilled, undo.ReasonOtherUpstream:
+	case ReasonIrreversible, ReasonChanged, ReasonLost, ReasonTimeout, ReasonNoPostImage,
+		ReasonEscalated, ReasonUnfilled, ReasonOtherUpstream,
+		ReasonNoUpstream: // nothing was tried
 		return Escalated
-	case undo.ReasonPartial:
+	case ReasonPartial:
 		return Partial
-	case undo.ReasonUnexpected:
+	case ReasonUnexpected:
 		if r.Unknown {
 			return Escalated
 		}
@@ -273,7 +276,7 @@ func statusOf(r *undo.Result) Status {
 }
 
 // gather is how the step of a group ends: as what it contains has.
-func (r *run) gather(members []string) ended {
+func (r *run) gather(members []string) stepOutcome {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	done, failures, missing := 0, 0, 0
@@ -306,4 +309,481 @@ func (r *run) gather(members []string) ended {
 		e.status = Escalated
 	}
 	return e
+}
+
+// The attempts of one execution have a checkpoint each, and one effect between them. That is
+// undone once (P1): by what is known of the last attempt, and under the mark and the key of
+// the first, which whoever undoes one of them holds.
+
+// later is the status of the last attempt of a call that has a later one than s.
+func (c *Coordinator) later(ctx context.Context, s callSnapshot, found *execution.Recorded, rollback string) (_ callSnapshot, is bool, _ error) {
+	id := found.Record.Checkpoint
+	if id == "" {
+		return s, false, nil
+	}
+	cp, tampered, err := c.token(ctx, id)
+	if err != nil || tampered || !cp.Own {
+		return s, false, err
+	}
+	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires, Rollback: rollback})
+	switch {
+	case errors.Is(err, checkpoint.ErrStore):
+		return s, false, fmt.Errorf("%w: %w", ErrStore, err)
+	case err != nil:
+		return s, false, nil // what is known of the earlier one has to do
+	}
+	if snap := opened.Snapshot; snap.Execution != s.call.Key || snap.First == "" || snap.First != s.opened.Snapshot.Root() {
+		return s, false, nil // another call has the key now
+	}
+	s.opened, s.call.Checkpoint, s.state = opened, cp.ID, Ran
+	if found.Status == execution.RunningHere || found.Status == execution.RunningElsewhere {
+		s.state = InFlight
+	}
+	return s, true, nil
+}
+
+// undoOnce undoes the call of a step, unless another of its attempts was undone.
+func (c *Coordinator) undoOnce(ctx context.Context, r *run, i int, s callSnapshot) (stepOutcome, error) {
+	id := r.step(i).Checkpoint
+	root := s.opened.Snapshot.Root()
+	m, damaged, err := c.mark(ctx, root)
+	switch {
+	case err != nil:
+		return stepOutcome{}, err
+	case root == id:
+		return c.send(ctx, r, id, s, m.Doubt)
+	case damaged:
+		return failed(reasonTampered), nil
+	case m.State == checkpoint.Undone:
+		e := undone()
+		e.call = s.call
+		return e, nil
+	case m.State == checkpoint.Undoing && m.Rollback != r.id:
+		return c.busyAt(ctx, r, root, m)
+	case m.State != checkpoint.Undoing:
+		if err := c.hold(ctx, r, i, root, m); err != nil {
+			return stepOutcome{}, err
+		}
+	}
+	return c.send(ctx, r, id, s, m.Doubt)
+}
+
+// hold takes the mark of the first attempt. The step is journaled with it, so that it is let
+// go however the step ends, in another life too.
+func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m checkpoint.Mark) error {
+	step := r.step(i)
+	step.root = root
+	c.sealing.RLock()
+	defer c.sealing.RUnlock()
+	w, err := c.stepWrite(r.name, i, &step)
+	if err != nil {
+		return err
+	}
+	r.setStep(i, &step) // before: it may land although the commit fails
+	err = c.o.Checkpoints.Advance(ctx, root, m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt}, w)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err) // look again
+	}
+	return nil
+}
+
+// expired is how the step of a checkpoint ends whose ttl is over: as the call has, where
+// another attempt of it was undone.
+func (c *Coordinator) expired(ctx context.Context, r *run, id string) (stepOutcome, error) {
+	root, err := c.o.Checkpoints.First(ctx, id)
+	if err != nil {
+		return stepOutcome{}, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	m, _, err := c.mark(ctx, root)
+	switch {
+	case err != nil:
+		return stepOutcome{}, err
+	case m.State == checkpoint.Undone:
+		return undone(), nil
+	case m.State == checkpoint.Undoing && m.Rollback != r.id:
+		return c.busyAt(ctx, r, root, m)
+	}
+	return escalated(reasonExpired), nil
+}
+
+// lapses reports that nothing is sent for a step, since the ttl of its checkpoint is over.
+func (r *run) lapses(i int) bool {
+	what := r.step(i).What
+	return what == Expired || what == Wait && r.then[i] == Expired
+}
+
+// arrange puts steps whose ttl is over behind those of other attempts of their calls, which
+// may undo them. What the plan says of the others' order stays.
+func (c *Coordinator) arrange(ctx context.Context, r *run) error {
+	places := slices.Concat(r.levels...)
+	if !slices.ContainsFunc(places, r.lapses) {
+		return nil
+	}
+	roots, last := map[int]string{}, map[string]int{}
+	for _, i := range places {
+		step := r.step(i)
+		if step.What != Undo && step.What != Wait && step.What != Expired {
+			continue
+		}
+		root, err := c.o.Checkpoints.First(ctx, step.Checkpoint)
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		roots[i] = root
+		if !r.lapses(i) {
+			last[root] = max(last[root], step.Level)
+		}
+	}
+	levels := make([][]int, len(r.levels))
+	for _, i := range places {
+		level := r.step(i).Level
+		if r.lapses(i) {
+			level = max(level, last[roots[i]])
+		}
+		levels[level] = append(levels[level], i)
+	}
+	r.levels, r.roots = levels, roots
+	return nil
+}
+
+// busyAt waits until a rollback that is at a checkpoint has left it. Then the step is looked
+// at again. The other one may wait for this one in its turn, with another of its steps.
+func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoint.Mark) (stepOutcome, error) {
+	again := fmt.Errorf("%w: another rollback was at the checkpoint", ErrStore)
+	for {
+		other := c.known(c.name(m.Rollback))
+		gone := other == nil || other.halted.is()
+		var stepped <-chan struct{}
+		if !gone {
+			stepped = other.nextEnd()
+		}
+		if now, _, err := c.mark(ctx, id); err != nil || now != m {
+			return stepOutcome{}, again
+		}
+		if gone {
+			e := failed(reasonBusy)
+			e.Unknown = true
+			return e, nil
+		}
+		select {
+		case <-stepped:
+		case <-other.halted.c:
+		case <-r.due.c:
+			return escalated(string(ReasonTimeout)), nil
+		case <-c.quit:
+			return stepOutcome{}, errShutdown
+		}
+	}
+}
+
+// callSnapshot is what is known of the call of a checkpoint at one moment.
+type callSnapshot struct {
+	state NodeState
+	// call names the call; without a key there is none to be recorded.
+	call execution.Undoing
+	// opened is what was recorded before the call; nil where that is gone.
+	opened *checkpoint.Checkpoint
+}
+
+// callStatus finds out what became of the call of a checkpoint of this gateway. recorded is the
+// state by its tokens. A free key proves nothing, nor does one that another call has:
+// keys are forgotten, and doubtful calls are run again. So a call never ran only where the
+// checkpoint store has it as released, or its tokens say so and no result was recorded (P1, P6).
+//
+// The errors are those of checkpoint.Store.Open but ErrReleased, and ErrStore.
+func (c *Coordinator) callStatus(ctx context.Context, cp *Checkpoint, rollback string, recorded NodeState) (callSnapshot, error) {
+	s, err := c.readCallStatus(ctx, cp, rollback, recorded)
+	if err != nil || s.state == InFlight || s.opened == nil || s.opened.Result != nil {
+		return s, err
+	}
+	// The checkpoint was read before the execution. A call that has ended in between has left
+	// there what its undo needs, or that it never ran: once it is over, that stands there.
+	return c.readCallStatus(ctx, cp, rollback, recorded)
+}
+
+// readCallStatus is callStatus, but for a call that ends meanwhile.
+func (c *Coordinator) readCallStatus(ctx context.Context, cp *Checkpoint, rollback string, recorded NodeState) (callSnapshot, error) {
+	s := callSnapshot{state: recorded, call: execution.Undoing{Checkpoint: cp.ID}}
+	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires, Rollback: rollback})
+	switch {
+	case errors.Is(err, checkpoint.ErrReleased):
+		return c.released(ctx, s)
+	case errors.Is(err, checkpoint.ErrStore):
+		return s, fmt.Errorf("%w: %w", ErrStore, err)
+	case err != nil:
+		return s, err
+	}
+	s.opened = opened
+	snap := opened.Snapshot
+	s.call.Key, s.call.Caller, s.call.Workflow, s.call.Action = snap.Execution, snap.Caller, snap.Workflow, snap.Action
+	s.call.Method, s.call.Host, s.call.Path = snap.Request.Method, snap.Request.Host, snap.Request.Path
+	if s.call.Key == (execution.Key{}) {
+		if recorded == InFlight { // nothing that could be waited for
+			s.state = Ran
+		}
+		return s, nil
+	}
+	found, err := c.o.Guard.Get(ctx, s.call.Key)
+	switch {
+	case err != nil && !errors.Is(err, execution.ErrUnknown):
+		return s, fmt.Errorf("%w: %w", ErrStore, err)
+	case err != nil || !found.Record.Announced(cp.ID): // the key is free, or another call's
+		if err == nil {
+			if later, is, err := c.later(ctx, s, &found, rollback); is || err != nil {
+				return later, err
+			}
+		}
+		// Of a call in doubt a result without a status says only whether others wrote beside it.
+		if recorded != NeverRan || opened.Result != nil && opened.Result.Status != 0 {
+			s.state = Ran
+		}
+	case found.Status == execution.RunningHere || found.Status == execution.RunningElsewhere:
+		s.state = InFlight
+	default:
+		s.state = Ran
+	}
+	return s, nil
+}
+
+// released is the status of a call that was proven not to have run.
+func (c *Coordinator) released(ctx context.Context, s callSnapshot) (callSnapshot, error) {
+	s.state = NeverRan
+	left, err := c.o.Checkpoints.Released(ctx, s.call.Checkpoint)
+	switch {
+	case errors.Is(err, checkpoint.ErrUnknown): // nothing names the call any more
+		return s, nil
+	case errors.Is(err, checkpoint.ErrStore):
+		return s, fmt.Errorf("%w: %w", ErrStore, err)
+	case err != nil:
+		return s, err
+	}
+	s.call.Key, s.call.Caller, s.call.Workflow, s.call.Action = left.Execution, left.Caller, left.Workflow, left.Action
+	s.call.Method, s.call.Host, s.call.Path = left.Method, left.Host, left.Path
+	return s, nil
+}
+
+// mark reads how far the undo of a checkpoint has come. damaged says that it stands there
+// and cannot be read.
+func (c *Coordinator) mark(ctx context.Context, id string) (m checkpoint.Mark, damaged bool, err error) {
+	m, err = c.o.Checkpoints.Mark(ctx, id)
+	switch {
+	case errors.Is(err, checkpoint.ErrTampered):
+		return m, true, nil
+	case err != nil:
+		return m, false, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return m, false, nil
+}
+
+// token finds the token of a checkpoint. tampered says that it is not what was recorded,
+// or is not there.
+func (c *Coordinator) token(ctx context.Context, id string) (cp Checkpoint, tampered bool, err error) {
+	cp, err = c.o.Ledger.Checkpoint(ctx, id)
+	switch {
+	case errors.Is(err, checkpoint.ErrTampered), errors.Is(err, ErrUnknown):
+		return cp, true, nil
+	case err != nil:
+		return cp, false, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return cp, false, nil
+}
+
+// record brings the outcome of a step on disk, in one commit: the journal, the mark, the
+// execution that is refused from now on, the evidence, and what a person has to look at.
+func (c *Coordinator) record(ctx context.Context, r *run, i int, end stepOutcome) error {
+	landed, err := c.reread(ctx, r, i)
+	if landed || err != nil {
+		return err
+	}
+	now, err := c.now(ctx)
+	if err != nil {
+		return err
+	}
+	step := r.step(i)
+	step.State, step.Status, step.Cancelled, step.Ended = StepDone, end.status, end.cancelled, now
+	step.Unknown, step.Reason, step.HTTPStatus, step.Attempts = end.Unknown, end.reason, end.Status, end.Attempts
+	step.Before, step.After, step.Cause = end.Before, end.After, string(end.Cause)
+
+	c.sealing.RLock()
+	defer c.sealing.RUnlock()
+	b := new(store.Batch)
+	if err := c.outcomeWrites(ctx, r, &step, &end, b); err != nil {
+		return b.Done(err)
+	}
+	w, err := c.stepWrite(r.name, i, &step)
+	if err != nil {
+		return b.Done(err)
+	}
+	b.Add(w)
+	err = c.commitStep(ctx, &end, b)
+	if err = b.Done(err); err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	r.setStep(i, &step)
+	return nil
+}
+
+// outcomeWrites adds what belongs to the outcome besides the journal.
+func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end *stepOutcome, b *store.Batch) error {
+	if err := c.move(ctx, r, step, end, b); err != nil {
+		return err
+	}
+	if end.Version != (checkpoint.Version{}) {
+		// As long as a checkpoint of an earlier call may stand that is held against it.
+		keep := step.Ended.Add(c.o.Keep)
+		if keep.Before(end.token.Expires) {
+			keep = end.token.Expires
+		}
+		p := c.o.Checkpoints.PutBack(end.Version, keep)
+		b.Join(p)
+	}
+	brief := r.withoutSteps()
+	token := ""
+	if end.reason == reasonTampered { // cascade 4.2.3: an error is recorded
+		t, err := c.o.Ledger.Erred(ctx, brief, step.Checkpoint, errorConstraint, "the checkpoint is not what was recorded")
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		token = record(b, t)
+	}
+	if o, needed := r.opening(brief, step, end); needed {
+		o.Links.Error = token
+		id, err := c.escalate(ctx, b, o)
+		if err != nil {
+			return err
+		}
+		step.Escalation = id
+	}
+	t, err := c.o.Ledger.Stepped(ctx, brief, step, end.way)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	step.Token = record(b, t)
+	return nil
+}
+
+// reread reports whether the step has ended already, by a commit whose answer was lost.
+func (c *Coordinator) reread(ctx context.Context, r *run, i int) (landed bool, err error) {
+	entry, err := c.o.Store.Get(ctx, partKey(kindStep, r.name, i))
+	if errors.Is(err, store.ErrNotFound) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	plain, err := c.open(entry)
+	if err != nil {
+		return false, err
+	}
+	step := r.step(i)
+	if err := step.decode(plain); err != nil {
+		return false, unreadable(err)
+	}
+	if step.State == StepDone {
+		r.setStep(i, &step)
+	}
+	return step.State == StepDone, nil
+}
+
+// move takes the checkpoint's mark to where the step has ended, and with it that of the
+// first attempt of its call, if the step holds that.
+func (c *Coordinator) move(ctx context.Context, r *run, step *Step, end *stepOutcome, b *store.Batch) error {
+	if step.root != "" {
+		m, damaged, err := c.mark(ctx, step.root)
+		if err != nil {
+			return err
+		}
+		if !damaged && m.State == checkpoint.Undoing && m.Rollback == r.id {
+			if err := c.moveMark(ctx, r, step.root, m, step, end, b); err != nil {
+				return err
+			}
+		}
+	}
+	m, damaged, err := c.mark(ctx, step.Checkpoint)
+	if err != nil || damaged || end.notBegun && m.State == checkpoint.Undoing {
+		return err // a step of another attempt may hold it
+	}
+	return c.moveMark(ctx, r, step.Checkpoint, m, step, end, b)
+}
+
+func (c *Coordinator) moveMark(ctx context.Context, r *run, id string, m checkpoint.Mark, step *Step, end *stepOutcome, b *store.Batch) error {
+	to := checkpoint.Escalated
+	switch {
+	case step.Status == Completed:
+		to = checkpoint.Undone
+	case step.Status == Failed && m.State != checkpoint.Standing:
+		to = checkpoint.Failed
+	}
+	others := m.State == checkpoint.Undoing && m.Rollback != r.id
+	if m.State == to || m.State == checkpoint.Undone || others {
+		return nil
+	}
+	doubt := m.Doubt
+	switch {
+	case end.Unknown:
+		doubt = cmp.Or(m.Doubt, r.id)
+	case end.way != 0: // it was tried, and what came of it is known
+		doubt = ""
+	}
+	p, err := c.o.Checkpoints.Move(ctx, id, m, checkpoint.Step{To: to, Rollback: r.id, Doubt: doubt})
+	if errors.Is(err, checkpoint.ErrStep) {
+		return nil // as from escalated to escalated by another one
+	}
+	if err != nil {
+		return err
+	}
+	b.Join(p)
+	return nil
+}
+
+// commitStep commits the outcome. With it, late duplicates of what was undone are refused
+// for ever, and what never ran must not run any more.
+func (c *Coordinator) commitStep(ctx context.Context, end *stepOutcome, b *store.Batch) error {
+	if end.status == Completed && end.call.Key != (execution.Key{}) {
+		err := c.o.Guard.Undone(ctx, end.call, b.Writes()...)
+		if !errors.Is(err, execution.ErrOtherCall) {
+			return err
+		}
+	}
+	_, err := c.o.Store.Commit(ctx, b.Writes()...)
+	return err
+}
+
+// opening is what a person has to look at after a step; needed is false after others.
+func (r *run) opening(brief *Rollback, step *Step, end *stepOutcome) (o hitl.Opening, needed bool) {
+	o = hitl.Opening{
+		Key: "rollback step " + r.id + " " + step.Checkpoint, Level: hitl.Approval, Workflow: brief.Workflow,
+		Links: hitl.Links{Checkpoint: step.Checkpoint, Rollback: r.id},
+	}
+	if end.call.Key != (execution.Key{}) {
+		o.Links.Execution = end.call.Key.Hex()
+	}
+	switch {
+	case step.Status == Completed:
+		return o, false
+	case step.What == Gather: // what it contains was escalated
+		return o, false
+	case step.Reason == string(ReasonTimeout):
+		h := head{ID: r.id, Checkpoint: brief.Checkpoint, Workflow: brief.Workflow}
+		return h.timeoutOpening(), true
+	case step.Reason == string(ReasonIrreversible):
+		o.Cause, o.Summary = hitl.CauseIrreversible, "The call cannot be undone by the gateway."
+	case step.Reason == reasonTampered:
+		o.Cause, o.Summary = hitl.CauseTampered, "The checkpoint is not what was recorded, and nothing is undone from it."
+	case step.Reason == reasonForeign:
+		o.Cause, o.Summary = hitl.CauseIrreversible, "Somebody else has made the checkpoint; this gateway cannot undo its call."
+	case step.Status == Escalated:
+		o.Cause, o.Summary = hitl.CauseIrreversible, "The call was not undone: "+step.Reason+"."
+		if step.Unknown {
+			o.Summary = "Nobody knows whether the call was undone: " + step.Reason + "."
+		}
+	case step.Status == Partial:
+		o.Cause, o.Summary = hitl.CauseRollbackPartial, "Only a part of the call was undone."
+	default:
+		o.Cause, o.Summary = hitl.CauseRollbackFailed, "The undo of the call has failed: "+step.Reason+"."
+		if step.Unknown {
+			o.Summary = "The undo of the call has failed, and nobody knows whether it had its effect: " + step.Reason + "."
+		}
+	}
+	return o, true
 }

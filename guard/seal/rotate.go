@@ -5,13 +5,92 @@ import (
 	"fmt"
 	"maps"
 	"math"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/durable"
 )
 
-// ErrIndex is returned for a ring with another index key: it belongs to another
-// store, and would find no execution of this one.
+// ErrBusy is returned while another process rotates the same file.
+var ErrBusy = errors.New("seal: another rotation of the key file is under way; try again")
+
+// Load reads the ring from a file. A missing file is an fs.ErrNotExist.
+func Load(path string) (*Ring, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	r, err := Parse(text)
+	if err != nil {
+		return nil, fmt.Errorf("key file %s: %w", path, err)
+	}
+	return r, nil
+}
+
+// Create makes a fresh ring and writes it to path with mode 0600, atomically. An
+// existing file is an fs.ErrExist: replacing it would lose its store.
+func Create(path string) (*Ring, error) {
+	r := Generate()
+	text, err := r.MarshalText()
+	if err != nil {
+		return nil, err
+	}
+	if err := durable.Create(path, text); err != nil {
+		return nil, fmt.Errorf("key file %s: %w", path, err)
+	}
+	return r, nil
+}
+
+// Rotate adds a fresh sealing key to the file at path, which holds this ring, and
+// then seals with it. Keys that others added to the file meanwhile are taken over; no
+// key is removed from it. It returns the new key's id.
+//
+// The file is replaced atomically. Once it is durable, before is called with the id; r
+// seals with the new key only after before has returned nil. A crash or an error leaves
+// either the old file or one with an additional key that is not used yet.
+func (r *Ring) Rotate(path string, before func(newest uint32) error) (uint32, error) {
+	r.changing.Lock()
+	defer r.changing.Unlock()
+	var next *keySet
+	err := durable.Edit(path, func(was []byte) (text []byte, err error) {
+		if next, err = r.rotated(was); err != nil {
+			return nil, err
+		}
+		return newRing(r.index, next).MarshalText()
+	})
+	if errors.Is(err, durable.ErrBusy) {
+		err = ErrBusy
+	}
+	if err != nil {
+		return 0, fmt.Errorf("key file %s: %w", path, err)
+	}
+	if err := before(next.newest); err != nil {
+		return 0, err
+	}
+	r.keys.Store(next)
+	return next.newest, nil
+}
+
+// rotated is the union of the keys of r and of a file with that text, and a new key.
+func (r *Ring) rotated(text []byte) (*keySet, error) {
+	found, err := Parse(text)
+	if err != nil {
+		return nil, err
+	}
+	if found.index != r.index {
+		return nil, ErrIndex
+	}
+	ours, theirs := r.keys.Load(), found.keys.Load()
+	if err := ours.agree(theirs); err != nil {
+		return nil, err
+	}
+	return ours.union(theirs).rotated()
+}
+
+// ErrIndex is returned for a ring with another index key: it belongs to another store,
+// and would not find this store's executions.
 var ErrIndex = errors.New("seal: the key ring has another index key, so it belongs to another store")
 
 // MissingError is returned for a ring without sealing keys that are still needed.
@@ -28,8 +107,8 @@ func (e *MissingError) Error() string {
 	return "seal: the key ring lacks sealing key " + strings.Join(ids, ", ") + ", under which values are sealed"
 }
 
-// Rotated is a copy of the ring with one more sealing key, which is its newest. The
-// ring itself seals as before.
+// Rotated is a copy of the ring with an additional sealing key, the newest. The ring
+// itself does not change.
 func (r *Ring) Rotated() (*Ring, error) {
 	next, err := r.keys.Load().rotated()
 	if err != nil {
@@ -38,11 +117,10 @@ func (r *Ring) Rotated() (*Ring, error) {
 	return newRing(r.index, next), nil
 }
 
-// Adopt makes the sealing keys of other, a later reading of this ring, those of r.
-// Keys that other lacks are gone then, so the ids in needed are those that it must
-// have; r's newest is always one of them. Where the newest changes, before is called
-// with it: r seals with it only after before has returned nil. Adopt reports whether
-// anything changed.
+// Adopt replaces the sealing keys of r by those of other, the ring as it was read again.
+// other must have r's newest key and those in needed, else the error is a *MissingError.
+// If the newest key changes, before is called with its id: r seals with it only after
+// before has returned nil. Adopt reports whether anything changed.
 func (r *Ring) Adopt(other *Ring, needed []uint32, before func(newest uint32) error) (bool, error) {
 	if r.index != other.index {
 		return false, ErrIndex
@@ -74,8 +152,8 @@ func (r *Ring) Adopt(other *Ring, needed []uint32, before func(newest uint32) er
 	return changed, nil
 }
 
-// agree returns an error where two sets hold different keys of one number: then one
-// of them was made beside the other, and neither may be given up.
+// agree returns an error if two sets have different keys with one number: they were made
+// independently, and neither may be dropped.
 func (k *keySet) agree(other *keySet) error {
 	for id, key := range other.sealing {
 		if ours := k.sealing[id]; ours != nil && ours.raw != key.raw {

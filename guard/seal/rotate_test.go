@@ -172,8 +172,8 @@ func TestRotationIsInTheFileBeforeItIsUsed(t *testing.T) {
 // Whatever somebody else has put into the file stays there.
 func TestRotationMerges(t *testing.T) {
 	ring, path := created(t)
-	if id, err := seal.RotateFile(path); err != nil || id != 2 {
-		t.Fatalf("RotateFile = %d, %v", id, err)
+	if id := rotate(t, load(t, path), path); id != 2 {
+		t.Fatalf("rotated to %d", id)
 	}
 	theirs := sealed(load(t, path))
 	if id := rotate(t, ring, path); id != 3 {

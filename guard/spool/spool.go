@@ -1,20 +1,26 @@
-// Package spool keeps the bytes of one request or response body: first in pooled
-// memory, beyond that in an unlinked temporary file under a key that exists only
-// in memory (P8). It is written once, front to back, and can be read at any
-// place by many at the same time, also while it is being written.
+// Package spool buffers one request or response body: first in pooled memory,
+// beyond that in an unlinked temporary file, encrypted under a key that exists
+// only in memory (P8). A body is written once, in order, and can be read at any
+// offset by many readers at once, also while it is being written.
 package spool
 
 import (
+	"crypto/aes"
+	"crypto/cipher"
+	"crypto/rand"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"math"
+	"os"
 	"sync"
+	"sync/atomic"
 )
 
-// DefaultMemory is how many bytes of a body stay in memory unless Options say
+// defaultMemory is how many bytes of a body stay in memory unless Options say
 // otherwise.
-const DefaultMemory = 1 << 20
+const defaultMemory = 1 << 20
 
 var (
 	// ErrLimit: the body would become larger than Options.Limit.
@@ -27,20 +33,19 @@ var (
 	errOffset = errors.New("spool: negative offset")
 )
 
-// SpillError tells that the temporary file could not be made, written or read:
-// no space left, no such directory, an I/O error. It is the machine's fault and
-// never the body's, unlike ErrLimit.
+// SpillError is a failure to create, write or read the temporary file: no space
+// left, no such directory, an I/O error. Unlike ErrLimit it does not depend on
+// the body.
 type SpillError struct{ Err error }
 
 func (e *SpillError) Error() string { return fmt.Sprintf("spool: temporary file: %v", e.Err) }
 
-// Unwrap gives the error of the file system.
+// Unwrap returns the error of the file system.
 func (e *SpillError) Unwrap() error { return e.Err }
 
-// Options of a spool. The zero value holds any number of bytes, the first MiB of
-// them in memory.
+// Options of a spool. The zero value has no limit and keeps the first MiB in memory.
 type Options struct {
-	// Memory is how many bytes stay in memory. 0 means DefaultMemory, a negative
+	// Memory is how many bytes stay in memory. 0 means 1 MiB, a negative
 	// value none at all.
 	Memory int64
 	// Limit is the largest size in bytes, in a ring the number of bytes that can
@@ -48,23 +53,28 @@ type Options struct {
 	Limit int64
 	// Dir is the directory of the temporary file; "" is os.TempDir().
 	Dir string
-	// Ring lets bytes beyond Limit overwrite the oldest instead of failing. It
-	// has no meaning without a Limit.
+	// Ring lets bytes beyond Limit overwrite the oldest ones. It is ignored
+	// without a Limit.
 	Ring bool
+
+	// Budget bounds the memory of this and other spools together. nil is no bound.
+	Budget *Budget
 
 	create func(dir string) (file, error)
 }
 
-// Spool is an append-only run of bytes. It belongs to its maker, who must Close
-// it. All methods are safe for concurrent use.
+// Spool is an append-only buffer. Its owner must Close it. All methods are safe
+// for concurrent use.
 type Spool struct {
-	limit, memory int64
+	limit, memory int64 // memory decreases when the budget is used up
+	budget        *Budget
+	starved       bool // the budget was used up
 	dir           string
 	ring          bool
 	create        func(dir string) (file, error)
 
-	// writing is held over a whole Write. The bytes themselves are stored
-	// without mu: nobody reads outside [low, size).
+	// writing is held during a Write. The bytes are stored without mu: readers
+	// stay within [low, size).
 	writing sync.Mutex
 
 	mu     sync.RWMutex
@@ -72,19 +82,19 @@ type Spool struct {
 	low    int64 // first offset that a ring still has
 	refs   int   // owner, readers, and the write in progress
 	closed bool  // by the owner
-	failed error // the first error of the file, which stays
+	failed error // the first error of the file; permanent
 
 	small  *smallBlock
 	blocks []*block
-	inline [DefaultMemory / blockSize]*block
+	inline [defaultMemory / blockSize]*block
 	spill  *spill
 }
 
 // New makes an empty spool.
 func New(o Options) *Spool {
-	s := &Spool{limit: max(o.Limit, 0), memory: o.Memory, dir: o.Dir, create: o.create, refs: 1}
+	s := &Spool{limit: max(o.Limit, 0), memory: o.Memory, budget: o.Budget, dir: o.Dir, create: o.create, refs: 1}
 	if s.memory == 0 {
-		s.memory = DefaultMemory
+		s.memory = defaultMemory
 	}
 	s.memory = max(s.memory, 0)
 	s.ring = o.Ring && s.limit > 0
@@ -95,15 +105,15 @@ func New(o Options) *Spool {
 	return s
 }
 
-// Size is the number of bytes ever written, in a ring those that are gone too.
+// Size is the number of bytes ever written, overwritten ones included.
 func (s *Spool) Size() int64 {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
 	return s.size
 }
 
-// place maps an absolute offset to its position in the address space and tells
-// how many bytes follow there without a seam.
+// place maps an absolute offset to its position in the address space, and
+// returns how many contiguous bytes follow there.
 func (s *Spool) place(off int64) (pos, room int64) {
 	pos, room = off, math.MaxInt64
 	if s.ring {
@@ -116,8 +126,8 @@ func (s *Spool) place(off int64) (pos, room int64) {
 	return pos, room
 }
 
-// ReadAt reads what is there at off: fewer bytes than asked for, with io.EOF, at
-// the present end. Other errors are ErrGone, ErrClosed and *SpillError.
+// ReadAt implements io.ReaderAt. At the present end it returns fewer bytes and
+// io.EOF. Other errors are ErrGone, ErrClosed and *SpillError.
 func (s *Spool) ReadAt(p []byte, off int64) (int, error) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -127,7 +137,7 @@ func (s *Spool) ReadAt(p []byte, off int64) (int, error) {
 	return s.load(p, off)
 }
 
-// load is ReadAt for those who hold mu and a reference.
+// load is ReadAt with mu and a reference held.
 func (s *Spool) load(p []byte, off int64) (n int, err error) {
 	switch {
 	case off < 0:
@@ -154,9 +164,9 @@ func (s *Spool) load(p []byte, off int64) (n int, err error) {
 	return n, err
 }
 
-// Bytes gives everything written so far without copying, if it lies in one piece:
-// up to 64 KiB (or Options.Memory), and never in a ring. The bytes must not be
-// changed, and not be used after Close.
+// Bytes returns everything written so far without copying, if it is contiguous:
+// up to 64 KiB (or Options.Memory), and never in a ring. Do not change the bytes,
+// nor use them after Close.
 func (s *Spool) Bytes() (p []byte, ok bool) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -171,8 +181,8 @@ func (s *Spool) Bytes() (p []byte, ok bool) {
 	return s.slot(0)[:s.size:s.size], true
 }
 
-// Close ends the owner's use. Memory and file are given back once the readers
-// are closed too. A second Close does nothing.
+// Close ends the owner's use. Memory and file are released once the readers are
+// closed too. A second Close does nothing.
 func (s *Spool) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -183,8 +193,8 @@ func (s *Spool) Close() error {
 	return s.unref()
 }
 
-// unref drops one reference; the last one gives everything back. The caller
-// holds mu.
+// unref drops one reference; the last one releases everything. The caller holds
+// mu.
 func (s *Spool) unref() error {
 	s.refs--
 	if s.refs > 0 {
@@ -200,4 +210,469 @@ func (s *Spool) unref() error {
 		return &SpillError{err}
 	}
 	return nil
+}
+
+// Write appends all of p or nothing. The error is ErrLimit (later, smaller
+// writes may still fit), ErrClosed, or a *SpillError, after which every further
+// Write fails alike.
+func (s *Spool) Write(p []byte) (int, error) {
+	s.writing.Lock()
+	defer s.writing.Unlock()
+	return s.write(p)
+}
+
+func (s *Spool) write(p []byte) (int, error) {
+	n := len(p)
+	if err := s.begin(n); err != nil {
+		return 0, err
+	}
+	off := s.size
+	if s.ring && int64(n) > s.limit {
+		off += int64(n) - s.limit
+		p = p[int64(n)-s.limit:]
+	}
+	err := s.store(p, off)
+	if err = s.end(n, err); err != nil {
+		return 0, err
+	}
+	return n, nil
+}
+
+// ReadFrom implements io.ReaderFrom, reading directly into memory while that
+// suffices. It returns how many bytes were kept and the error of r or one of
+// Write's. On ErrLimit the bytes up to the limit are kept.
+func (s *Spool) ReadFrom(r io.Reader) (total int64, err error) {
+	s.writing.Lock()
+	defer s.writing.Unlock()
+	var scratch []byte
+	defer func() { giveScratch(scratch) }()
+	for {
+		room := s.room()
+		if room == 0 && scratch == nil {
+			scratch = s.scratch()
+		}
+		var n int
+		var rerr error
+		if room > 0 {
+			n, rerr, err = s.readInto(r, room)
+		} else {
+			p := scratch
+			if left := s.limit - s.size; s.limit > 0 && !s.ring {
+				// One byte more than fits distinguishes a body that ends here
+				// from one that is too large.
+				p = p[:min(int64(len(p)), left+1)]
+			}
+			n, rerr = r.Read(p)
+			over := s.limit > 0 && !s.ring && int64(n) > s.limit-s.size
+			if over {
+				n = int(s.limit - s.size)
+			}
+			if n > 0 {
+				n, err = s.write(p[:n])
+			}
+			if err == nil && over {
+				err = ErrLimit
+			}
+		}
+		total += int64(n)
+		switch {
+		case err != nil:
+			return total, err
+		case rerr == io.EOF:
+			return total, nil
+		case rerr != nil:
+			return total, rerr
+		}
+	}
+}
+
+// room is how many bytes can be read directly into memory at the present end; 0
+// if they go into the file. The caller holds writing.
+func (s *Spool) room() int64 {
+	room := s.memory - s.size
+	if s.limit > 0 {
+		room = min(room, s.limit-s.size)
+	}
+	if s.ring || room <= 0 {
+		return 0
+	}
+	if s.size < smallSize {
+		return min(room, smallSize-s.size)
+	}
+	return min(room, blockSize-s.size%blockSize)
+}
+
+// readInto reads once from r into the memory at the end. The caller holds writing.
+func (s *Spool) readInto(r io.Reader, room int64) (n int, rerr, err error) {
+	if err := s.begin(int(room)); err != nil {
+		return 0, nil, err
+	}
+	defer func() {
+		if err = s.end(n, nil); err != nil {
+			n = 0
+		}
+	}()
+	if room = min(room, s.memory-s.size); room <= 0 {
+		return 0, nil, nil // the budget is used up
+	}
+	n, rerr = r.Read(s.slot(s.size)[:room])
+	return n, rerr, nil
+}
+
+// scratch is the buffer for bytes that go into the file. It is small if the budget is used
+// up, since it is held for as long as the body stalls.
+func (s *Spool) scratch() []byte {
+	if s.starved {
+		return smallPool.Get().(*smallBlock)[:]
+	}
+	return blockPool.Get().(*block)[:]
+}
+
+func giveScratch(p []byte) {
+	switch cap(p) {
+	case smallSize:
+		smallPool.Put((*smallBlock)(p[:smallSize]))
+	case blockSize:
+		blockPool.Put((*block)(p[:blockSize]))
+	}
+}
+
+// begin prepares the append of n bytes: it checks the limit, gets memory blocks,
+// and in a ring drops what they overwrite. After nil, end must follow.
+func (s *Spool) begin(n int) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.closed:
+		return ErrClosed
+	case s.failed != nil:
+		return s.failed
+	case !s.ring && s.limit > 0 && int64(n) > s.limit-s.size:
+		return ErrLimit
+	}
+	end := s.size + int64(n)
+	if s.ring {
+		s.low = max(s.low, end-s.limit)
+		end = min(end, s.limit)
+	}
+	s.grow(min(end, s.memory))
+	s.refs++
+	return nil
+}
+
+// end publishes n bytes, or the failure to store them.
+func (s *Spool) end(n int, err error) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case err != nil:
+		// Offsets of the failed write may be on disk already. Writing other
+		// bytes there would use the same keystream twice (P8): no more writes.
+		s.failed = err
+	case s.closed:
+		err = ErrClosed
+	default:
+		s.size += int64(n)
+	}
+	s.unref()
+	return err
+}
+
+// store puts p at the absolute offset off. Only the writer calls it, between
+// begin and end.
+func (s *Spool) store(p []byte, off int64) error {
+	for len(p) > 0 {
+		pos, room := s.place(off)
+		n := int(min(room, int64(len(p))))
+		if pos < s.memory {
+			n = copy(s.slot(pos), p[:n])
+		} else {
+			if s.spill == nil {
+				sp, err := newSpill(s.create, s.dir)
+				if err != nil {
+					return &SpillError{err}
+				}
+				s.spill = sp
+			}
+			if err := s.spill.write(p[:n], off, pos-s.memory); err != nil {
+				return &SpillError{err}
+			}
+		}
+		p, off = p[n:], off+int64(n)
+	}
+	return nil
+}
+
+// reader reads a spool front to back and keeps its bytes alive.
+type reader struct {
+	mu  sync.Mutex
+	s   *Spool // nil when closed
+	off int64
+}
+
+// NewReader gives a reader from offset 0. It ends with io.EOF at the end that the
+// spool has at that moment; after further writes it goes on. Until it is closed
+// the bytes stay readable through it, also after the spool's own Close: an HTTP
+// transport may read a request body after the handler has returned. On a closed
+// spool the reader is closed from the start. Its methods are safe for concurrent
+// use.
+func (s *Spool) NewReader() io.ReadCloser {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return &reader{}
+	}
+	s.refs++
+	return &reader{s: s}
+}
+
+func (r *reader) Read(p []byte) (int, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.s == nil {
+		return 0, ErrClosed
+	}
+	if len(p) == 0 {
+		return 0, nil
+	}
+	r.s.mu.RLock()
+	n, err := r.s.load(p, r.off)
+	r.s.mu.RUnlock()
+	r.off += int64(n)
+	if n > 0 && err == io.EOF {
+		err = nil
+	}
+	return n, err
+}
+
+func (r *reader) Close() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s := r.s
+	if s == nil {
+		return nil
+	}
+	r.s = nil
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.unref()
+}
+
+const (
+	// smallSize suffices for most request bodies.
+	smallSize = 4 << 10
+	blockSize = 64 << 10
+)
+
+type (
+	smallBlock [smallSize]byte
+	block      [blockSize]byte
+)
+
+var (
+	smallPool = sync.Pool{New: func() any { return new(smallBlock) }}
+	blockPool = sync.Pool{New: func() any { return new(block) }}
+)
+
+// Budget bounds the memory of the bodies of many spools together. Each keeps its first
+// 4 KiB in any case; what does not fit beyond that goes into its file at once. A nil Budget
+// is no bound. It is safe for concurrent use.
+type Budget struct{ limit, used atomic.Int64 }
+
+// NewBudget makes a budget of limit bytes.
+func NewBudget(limit int64) *Budget {
+	b := new(Budget)
+	b.SetLimit(limit)
+	return b
+}
+
+// SetLimit changes the limit in bytes. Memory over it is released when its spool is closed.
+func (b *Budget) SetLimit(limit int64) { b.limit.Store(limit) }
+
+// Used is the number of bytes in use.
+func (b *Budget) Used() int64 { return b.used.Load() }
+
+// take takes a block, if there is room for one.
+func (b *Budget) take() bool {
+	if b == nil {
+		return true
+	}
+	if b.used.Add(blockSize) > b.limit.Load() {
+		b.used.Add(-blockSize)
+		return false
+	}
+	return true
+}
+
+func (b *Budget) give(blocks int) {
+	if b != nil && blocks > 0 {
+		b.used.Add(-int64(blocks) * blockSize)
+	}
+}
+
+// grow provides memory up to position end, or as far as the budget allows: later positions
+// are in the file from then on. A body that outgrows its small block moves to a whole one,
+// so that up to 64 KiB are contiguous; the small block is kept until the release, because
+// Bytes may have returned it. The caller holds writing and mu.
+func (s *Spool) grow(end int64) {
+	if end <= 0 {
+		return
+	}
+	if end <= smallSize && len(s.blocks) == 0 {
+		if s.small == nil {
+			s.small = smallPool.Get().(*smallBlock)
+		}
+		return
+	}
+	for int64(len(s.blocks))*blockSize < end {
+		if !s.budget.take() {
+			s.starve()
+			return
+		}
+		b := blockPool.Get().(*block)
+		if len(s.blocks) == 0 && s.small != nil {
+			copy(b[:], s.small[:])
+		}
+		s.blocks = append(s.blocks, b)
+	}
+}
+
+// starve ends the memory at its present size. Nothing is in the file yet, since memory is
+// filled first, so that no byte changes its position.
+func (s *Spool) starve() {
+	s.starved = true
+	if len(s.blocks) > 0 {
+		s.memory = int64(len(s.blocks)) * blockSize
+		return
+	}
+	s.memory = min(s.memory, smallSize)
+	if s.small == nil {
+		s.small = smallPool.Get().(*smallBlock)
+	}
+}
+
+// slot is the memory from pos to the end of its block. The caller holds mu, or is
+// the writer between begin and end, and pos was provided by grow.
+func (s *Spool) slot(pos int64) []byte {
+	if len(s.blocks) == 0 {
+		return s.small[pos:]
+	}
+	b, from := s.blocks[pos/blockSize], pos%blockSize
+	return b[from:min(blockSize, from+s.memory-pos)]
+}
+
+// release gives the blocks back to their pools. Nobody may hold a reference.
+func (s *Spool) release() {
+	s.budget.give(len(s.blocks))
+	for i, b := range s.blocks {
+		blockPool.Put(b)
+		s.blocks[i] = nil
+	}
+	s.blocks = nil
+	if s.small != nil {
+		smallPool.Put(s.small)
+		s.small = nil
+	}
+}
+
+// file is what a spill needs of the operating system's file.
+type file interface {
+	io.ReaderAt
+	io.WriterAt
+	io.Closer
+}
+
+// spill is the encrypted part of a spool. Its key is kept here only, so that
+// nothing can be read from the disk afterwards (P8).
+type spill struct {
+	f     file
+	key   cipher.Block
+	enc   cipher.Stream // keystream of the writer, at encAt
+	encAt int64
+}
+
+func newSpill(create func(string) (file, error), dir string) (*spill, error) {
+	var key [32]byte
+	rand.Read(key[:]) // never fails
+	block, err := aes.NewCipher(key[:])
+	clear(key[:])
+	if err != nil {
+		return nil, err
+	}
+	f, err := create(dir)
+	if err != nil {
+		return nil, err
+	}
+	return &spill{f: f, key: block, encAt: -1}, nil
+}
+
+// write encrypts p and stores it at pos of the file. off is its absolute offset
+// in the stream and selects the keystream, so that a ring, which writes the same
+// positions repeatedly, never uses a part of it twice. p is not changed.
+func (s *spill) write(p []byte, off, pos int64) error {
+	scratch := blockPool.Get().(*block)
+	defer blockPool.Put(scratch)
+	if s.encAt != off {
+		s.enc = s.keystream(off)
+	}
+	for len(p) > 0 {
+		c := scratch[:min(blockSize, len(p))]
+		s.enc.XORKeyStream(c, p[:len(c)])
+		if _, err := s.f.WriteAt(c, pos); err != nil {
+			return err
+		}
+		p, off, pos = p[len(c):], off+int64(len(c)), pos+int64(len(c))
+	}
+	s.encAt = off
+	return nil
+}
+
+// read fills p from pos of the file, which holds the stream from off on.
+func (s *spill) read(p []byte, off, pos int64) error {
+	if n, err := s.f.ReadAt(p, pos); n < len(p) {
+		clear(p[:n])
+		if err == io.EOF {
+			err = io.ErrUnexpectedEOF
+		}
+		return err
+	}
+	s.keystream(off).XORKeyStream(p, p)
+	return nil
+}
+
+// keystream is AES-CTR from the byte at off of the stream on.
+func (s *spill) keystream(off int64) cipher.Stream {
+	var iv [aes.BlockSize]byte
+	binary.BigEndian.PutUint64(iv[8:], uint64(off/aes.BlockSize))
+	st := cipher.NewCTR(s.key, iv[:])
+	if skip := off % aes.BlockSize; skip > 0 {
+		st.XORKeyStream(iv[:skip], iv[:skip])
+	}
+	return st
+}
+
+func (s *spill) close() error { return s.f.Close() }
+
+// createTemp makes a file that no other process can open: mode 0600, and its name
+// is removed before the first byte is written.
+func createTemp(dir string) (file, error) {
+	f, err := os.CreateTemp(dir, "agent-guard-*.spool")
+	if err != nil {
+		return nil, err
+	}
+	if os.Remove(f.Name()) != nil {
+		// Some systems do not remove open files.
+		return removeOnClose{f}, nil
+	}
+	return f, nil
+}
+
+type removeOnClose struct{ *os.File }
+
+func (f removeOnClose) Close() error {
+	err := f.File.Close()
+	if e := os.Remove(f.Name()); err == nil {
+		err = e
+	}
+	return err
 }

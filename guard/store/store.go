@@ -2,7 +2,7 @@
 // keys, and batches of conditional writes that land whole or not at all.
 //
 // Everything that must survive a crash (executions, their index entries, result
-// bodies, and the riders of other packages) is encoded on top of it, once. The
+// bodies, and the extra writes of other packages) is encoded on top of it, once. The
 // memory store is the reference and is for tests; badger is the embedded default.
 // A new store is right when it passes the suite in package storetest.
 package store
@@ -12,7 +12,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"iter"
+	"slices"
+	"sync"
 	"time"
 )
 
@@ -201,6 +204,78 @@ func (c *Conflict) Error() string {
 	return fmt.Sprintf("store: write %d lost to version %d", c.Index, c.Found.Version)
 }
 
+// Batch gathers the writes of one commit and the callbacks that run once it has ended. The
+// zero value is ready, and a nil Batch is empty. A Batch is for one goroutine.
+//
+// Whoever commits a batch also ends it: Commit, and functions that take batches into their own
+// commit. A batch that is not committed is ended with Done and the reason, so that callbacks
+// can release what they hold.
+type Batch struct {
+	writes []Write
+	done   func(error) error // the callbacks, in their order
+	ended  bool
+}
+
+// NewBatch returns a batch of writes.
+func NewBatch(writes ...Write) *Batch { return &Batch{writes: writes} }
+
+// Add adds writes.
+func (b *Batch) Add(writes ...Write) { b.writes = append(b.writes, writes...) }
+
+// OnDone adds a callback, which runs after those before it and gets what they returned: nil
+// says that the commit is durable, ErrUnknown that it may be, any other error that nothing was
+// written. It returns that error, wrapped where it knows more about it.
+func (b *Batch) OnDone(callback func(err error) error) {
+	if earlier := b.done; earlier != nil {
+		b.done = func(err error) error { return callback(earlier(err)) }
+		return
+	}
+	b.done = callback
+}
+
+// Join adds the writes and the callbacks of another batch, which must not change any more.
+func (b *Batch) Join(other *Batch) {
+	if other != nil {
+		b.Add(other.writes...)
+		b.OnDone(other.Done)
+	}
+}
+
+// Writes returns the writes.
+func (b *Batch) Writes() []Write {
+	if b == nil {
+		return nil
+	}
+	return b.writes
+}
+
+// Done runs the callbacks with the error of the commit and returns what they made of it.
+// Only the first call runs them.
+func (b *Batch) Done(err error) error {
+	if b == nil || b.ended {
+		return err
+	}
+	if b.ended = true; b.done != nil {
+		err = b.done(err)
+	}
+	return err
+}
+
+// Commit commits the writes, if any, and runs the callbacks.
+func (b *Batch) Commit(ctx context.Context, st Store) error {
+	var err error
+	if len(b.Writes()) > 0 {
+		_, err = st.Commit(ctx, b.writes...)
+	}
+	return b.Done(err)
+}
+
+// Lost reports whether err is a Conflict about one of the writes.
+func Lost(err error, writes []Write) bool {
+	var lost *Conflict
+	return errors.As(err, &lost) && slices.ContainsFunc(writes, func(w Write) bool { return bytes.Equal(w.Key, lost.Key) })
+}
+
 // Check returns an ErrInvalid that says which rule of Write or limit batch breaks.
 // Stores call it before they do anything else.
 func Check(batch []Write) error {
@@ -272,4 +347,103 @@ func (w *Write) check() error {
 		return fmt.Errorf("value of %d bytes, at most %d", len(w.Value), MaxValue)
 	}
 	return nil
+}
+
+const shards = 64
+
+// Watchers holds the watches of one store. The zero value is not ready; see New.
+type Watchers struct {
+	seed   maphash.Seed
+	shards [shards]shard
+}
+
+type shard struct {
+	mu   sync.Mutex
+	keys map[string]map[*waiter]struct{}
+}
+
+type waiter struct {
+	changed chan struct{}
+}
+
+// NewWatchers returns an empty set of watches.
+func NewWatchers() *Watchers {
+	return &Watchers{seed: maphash.MakeSeed()}
+}
+
+// Watch returns a channel that the next Wake of key closes. cancel forgets it and
+// may be called more than once.
+func (k *Watchers) Watch(key []byte) (changed <-chan struct{}, cancel func()) {
+	s := k.shard(key)
+	name := string(key)
+	w := &waiter{changed: make(chan struct{})}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keys == nil {
+		s.keys = make(map[string]map[*waiter]struct{})
+	}
+	if s.keys[name] == nil {
+		s.keys[name] = make(map[*waiter]struct{})
+	}
+	s.keys[name][w] = struct{}{}
+	return w.changed, func() { s.forget(name, w) }
+}
+
+// Wake closes the channels of all watches of key. The change must be readable
+// before the call, or a waiter reads the old state and sleeps on.
+func (k *Watchers) Wake(key []byte) {
+	s := k.shard(key)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	waiters, ok := s.keys[string(key)]
+	if !ok {
+		return
+	}
+	for w := range waiters {
+		close(w.changed)
+	}
+	delete(s.keys, string(key))
+}
+
+// WakeAll closes every channel, for a store that closes or fails.
+func (k *Watchers) WakeAll() {
+	for i := range k.shards {
+		s := &k.shards[i]
+		s.mu.Lock()
+		for _, waiters := range s.keys {
+			for w := range waiters {
+				close(w.changed)
+			}
+		}
+		clear(s.keys)
+		s.mu.Unlock()
+	}
+}
+
+// Len is the number of watches that wait.
+func (k *Watchers) Len() int {
+	n := 0
+	for i := range k.shards {
+		s := &k.shards[i]
+		s.mu.Lock()
+		for _, waiters := range s.keys {
+			n += len(waiters)
+		}
+		s.mu.Unlock()
+	}
+	return n
+}
+
+func (k *Watchers) shard(key []byte) *shard {
+	return &k.shards[maphash.Bytes(k.seed, key)%shards]
+}
+
+func (s *shard) forget(name string, w *waiter) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	waiters := s.keys[name]
+	delete(waiters, w)
+	if len(waiters) == 0 {
+		delete(s.keys, name)
+	}
 }

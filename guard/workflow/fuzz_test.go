@@ -6,13 +6,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	. "github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 // records makes a graph of bytes, hostile ones too: cycles, missing parents, everybody
 // says anything about anything.
 func records(data []byte) []Record {
-	events := []Event{"", "", "", Checkpoint, Checkpoint, Error, RollbackRequest, RollbackStart, RollbackComplete, Compensate, WorkflowComplete, "other"}
+	events := []ect.Event{"", "", "", ect.EventCheckpoint, ect.EventCheckpoint, ect.EventError, ect.EventRollbackRequest, ect.EventRollbackStart, ect.EventRollbackComplete, ect.EventCompensate, ect.EventWorkflowComplete, "other"}
 	pick := func(words []string, b byte) string { return words[int(b)%len(words)] }
 	var all []Record
 	for ; len(data) >= 6 && len(all) < 200; data = data[6:] {
@@ -35,8 +36,8 @@ func records(data []byte) []Record {
 	return all
 }
 
-// FuzzGraph: whatever is recorded, the graph is made, its order holds, walks meet each
-// node once, and nothing is called done or rolled back without evidence (P6).
+// FuzzGraph: whatever is recorded, the graph is made, its order holds, and nothing
+// is called done or rolled back without evidence (P6).
 func FuzzGraph(f *testing.F) {
 	f.Add([]byte{3, 0, 0, 0, 255, 255, 0, 0, 0, 0, 1, 255, 8, 0, 2, 0, 1, 255})
 	// A task and a checkpoint that are each other's parents.
@@ -60,15 +61,6 @@ func FuzzGraph(f *testing.F) {
 			}
 		}
 		for _, n := range nodes {
-			for _, walk := range []func(string, int) ([]string, bool){g.Descendants, g.Ancestors} {
-				found, more := walk(n.ID, len(all))
-				if slices.Contains(found, n.ID) || more || !slices.IsSortedFunc(found, func(a, b string) int { return at[a] - at[b] }) {
-					t.Errorf("from %s: %v", n.ID, found)
-				}
-				if len(slices.Compact(found)) != len(found) {
-					t.Errorf("from %s twice: %v", n.ID, found)
-				}
-			}
 			evidence(t, all, n)
 		}
 		counted := 0
@@ -90,10 +82,10 @@ func evidence(t *testing.T, all []Record, n Node) {
 	switch {
 	case n.State == "" && n.Event == "":
 		t.Errorf("task %s has no state", n.ID)
-	case n.State != "" && n.Event != "" && n.Event != Checkpoint:
+	case n.State != "" && n.Event != "" && n.Event != ect.EventCheckpoint:
 		t.Errorf("%s, which is a %s, has the state %s", n.ID, n.Event, n.State)
 	case n.State == RolledBack && !is(func(r *Record) bool {
-		return (r.Event == RollbackComplete || r.Event == Compensate) && r.Status == "completed"
+		return (r.Event == ect.EventRollbackComplete || r.Event == ect.EventCompensate) && r.Status == "completed"
 	}):
 		t.Errorf("%s is rolled back, and no result says so", n.ID)
 	case n.State == Done && n.Event == "" && !is(func(r *Record) bool {
@@ -109,7 +101,7 @@ func evidence(t *testing.T, all []Record, n Node) {
 	for _, r := range all {
 		about := func(id string) bool { // over an agent's checkpoint too
 			return id == n.ID || is(func(c *Record) bool {
-				return c.ID == id && c.Event == Checkpoint && !c.Own && slices.Contains(c.Parents, n.ID)
+				return c.ID == id && c.Event == ect.EventCheckpoint && !c.Own && slices.Contains(c.Parents, n.ID)
 			})
 		}
 		if r.Own && r.Event == "" && r.Outcome != "" && r.ID != n.ID && slices.ContainsFunc(r.Parents, about) {

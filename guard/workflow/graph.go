@@ -1,9 +1,181 @@
+// Package workflow makes the graph of a workflow from its recorded tokens, and derives the
+// state of each node: ATD, section "Node States", and the details of the architecture brief's
+// state model.
+//
+// States are derived from the records each time and stored nowhere. Nothing is called done or
+// rolled back that is not (P6): an execution in doubt is not done, and only a completed
+// rollback, reported by the gateway or the checkpoint's issuer, makes a node rolled back.
+//
+// Hostile input does no harm: missing parents and cycles are named, and every function takes
+// O(n log n) time in nodes and edges.
 package workflow
 
 import (
 	"container/heap"
 	"slices"
+	"strings"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
 )
+
+// Outcome is what the gateway says came of a guarded call.
+type Outcome string
+
+// The outcomes. A call without one has not been settled.
+const (
+	Completed Outcome = "completed"
+	InDoubt   Outcome = "in_doubt"
+	Released  Outcome = "released"
+)
+
+// Record is a token as it was recorded.
+type Record struct {
+	// ID is the jti.
+	ID string
+	// Parents are the ids of the tokens that it follows from (par).
+	Parents []string
+	// Event is an event of the drafts; empty is an action of an agent, which is a task.
+	Event ect.Event
+	// Action is the exec_act as it is written.
+	Action string
+	// Issuer is who says so (iss).
+	Issuer string
+	// Time is when it happened, as the token says.
+	Time time.Time
+
+	// Own marks a token of the gateway itself. An Outcome is believed of no other.
+	Own bool
+	// Outcome makes a task the settlement of a guarded call: of the agent's task among
+	// its parents, or where there is none of itself.
+	Outcome Outcome
+
+	// Execution names the execution that a checkpoint or settlement of the gateway is
+	// of. It says which of its parents is a settlement's own checkpoint; and a call
+	// that was released can be made again, with another one.
+	Execution string
+
+	// CheckpointID is the checkpoint that an error or a rollback names.
+	CheckpointID string
+	// Status is what a rollback ended as (completed, partial, escalated, failed), or the
+	// terminal status of a workflow.
+	Status string
+	// Whole marks the gateway's result of a rollback as a whole. What became of a
+	// checkpoint in it, the result of that one alone says.
+	Whole bool
+	// Severity of an error: info, warning, error or critical.
+	Severity string
+	// Attempt marks the gateway's error of one attempt of a call, or of its rollback,
+	// which says nothing about what came of the call: its settlement does.
+	Attempt bool
+	// UpstreamErrors are the errors of others that came with the answer to the call that the
+	// gateway reports on: whoever answers has a part in that call.
+	UpstreamErrors []string
+	// Stranger marks a report by an issuer without a part in what it reports on. It counts for
+	// nothing.
+	Stranger bool
+	// Reversible says of a checkpoint that the action can be undone.
+	Reversible bool
+	// Expires is when a checkpoint ends; zero is never.
+	Expires time.Time
+	// Escalated says that a person was informed. It counts for a task and its errors.
+	Escalated bool
+}
+
+// task reports whether it is an action of somebody, and no event about one.
+func (r *Record) task() bool { return r.Event == "" }
+
+func (r *Record) isCheckpoint() bool { return r.Event == ect.EventCheckpoint }
+
+// settlement reports whether it says what came of a guarded call.
+func (r *Record) settlement() bool { return r.Own && r.task() && r.Outcome != "" }
+
+// State is what is known of a node: one of ATD's words.
+type State string
+
+// The states. Events other than checkpoints have none.
+const (
+	// Pending: a checkpoint announces an action of which there is no token yet.
+	Pending State = "pending"
+	// Running: it was begun, and neither an end nor an error is recorded.
+	Running State = "running"
+	// Done: its end is recorded, or an action that follows from it.
+	Done State = "done"
+	// Failed: an error refers to it, or its call is in doubt or was not executed.
+	Failed State = "failed"
+	// RolledBack: a completed rollback refers to its checkpoint.
+	RolledBack State = "rolled_back"
+	// Escalated: it failed or could not be undone, and a human was notified.
+	Escalated State = "escalated"
+)
+
+// Detail says more than a State does. It is empty for most nodes.
+type Detail string
+
+// The details. The rollback's are those of the brief's state model.
+const (
+	// DetailInDoubt: the call may have had its effect, and nobody knows.
+	DetailInDoubt Detail = "in_doubt"
+	// DetailReleased: the call was not executed.
+	DetailReleased Detail = "released"
+	// RollbackRequested: a rollback was asked for, and its result is not recorded.
+	RollbackRequested Detail = "rollback_requested"
+	// RollbackFailed: the last rollback has failed.
+	RollbackFailed Detail = "rollback_failed"
+	// CompensationRequired: the last rollback left effects that somebody must undo.
+	CompensationRequired Detail = "compensation_required"
+)
+
+// Node is a record with what the graph knows of it.
+type Node struct {
+	Record
+	// State is empty for events other than checkpoints.
+	State State
+	// Detail says more, where there is more to say.
+	Detail Detail
+	// Worst is the highest severity among the errors that refer to it.
+	Worst string
+	// Missing are the parents that are not recorded in this workflow.
+	Missing []string
+	// Guards are the tasks that a checkpoint was made for.
+	Guards []string
+	// Settles is the agent's task whose outcome a node of the gateway records.
+	Settles []string
+}
+
+// EdgeKind says what an edge means.
+type EdgeKind string
+
+// The kinds of edges.
+const (
+	// Caused: To follows from From.
+	Caused EdgeKind = "caused"
+	// Contains: From is a checkpoint that groups the checkpoint To. It is the only kind
+	// that runs against the parents of the token.
+	Contains EdgeKind = "contains"
+	// CheckpointOf: To is the checkpoint of the action From.
+	CheckpointOf EdgeKind = "checkpoint_of"
+	// ErrorOf: To is an error of From.
+	ErrorOf EdgeKind = "error_of"
+	// Settles: To says what came of the call that From announced.
+	Settles EdgeKind = "settles"
+)
+
+// Edge leads from one node to another.
+type Edge struct {
+	From, To string
+	Kind     EdgeKind
+}
+
+var severities = map[string]int{"info": 1, "warning": 2, "error": 3, "critical": 4}
+
+// worse is the higher severity of two. What is no word of the drafts ranks lowest.
+func worse(a, b string) string {
+	if severities[b] > severities[a] || a == "" {
+		return b
+	}
+	return a
+}
 
 // Graph is the graph of a workflow. It never changes.
 type Graph struct {
@@ -157,4 +329,224 @@ func (h *smallest) Pop() any {
 	x := (*h)[last]
 	*h = (*h)[:last]
 	return x
+}
+
+// guard finds the tasks that each checkpoint was made for. The drafts place it in two
+// ways: with the action as its parent (ATD, "Checkpoint ECT Format"; cascade 4.2.1), or
+// before the action, as the action's parent (cascade, Figure 7; AERR). The gateway's
+// are of the first kind, and its settlement says what came of the action; what an
+// upstream does on behalf of the call follows from them as well.
+func (g *Graph) guard() {
+	g.guards, g.undoable = make([][]int, len(g.nodes)), make([]bool, len(g.nodes))
+	preceded := make([]bool, len(g.nodes)) // tasks whose checkpoint is their parent
+	for i := range g.nodes {
+		if !g.nodes[i].isCheckpoint() || g.groups[i] {
+			continue
+		}
+		if g.nodes[i].Own {
+			g.guards[i] = g.guarded(i)
+		} else {
+			g.guards[i] = g.placed(i, preceded)
+		}
+		g.nodes[i].Guards = g.ids(g.guards[i])
+		for _, t := range g.guards[i] {
+			g.undoable[t] = g.undoable[t] || g.nodes[i].Reversible
+		}
+	}
+	g.executions = make(map[string][]int)
+	for i := range g.nodes {
+		if !g.nodes[i].settlement() {
+			continue
+		}
+		if name := g.nodes[i].Execution; name != "" {
+			g.executions[name] = append(g.executions[name], i)
+		}
+		g.nodes[i].Settles = g.ids(g.announced(i))
+	}
+}
+
+// placed gives the tasks of an agent's checkpoint, wherever it is placed. preceded
+// notes those that it is placed before.
+func (g *Graph) placed(i int, preceded []bool) []int {
+	var before, after []int
+	for _, p := range g.parents[i] {
+		if g.nodes[p].task() && !g.nodes[p].settlement() && !preceded[p] {
+			before = append(before, p)
+		}
+	}
+	for _, c := range g.children[i] {
+		if g.nodes[c].task() {
+			after = append(after, c)
+		}
+	}
+	if len(before) > 0 && !(len(after) > 0 && strings.HasPrefix(g.nodes[i].Action, "aerr:")) {
+		return before
+	}
+	for _, c := range after {
+		preceded[c] = true
+	}
+	return after
+}
+
+// guarded gives the tasks of the gateway's checkpoint i: the settlements of its claim,
+// with what they settle, or else what announced the call.
+func (g *Graph) guarded(i int) []int {
+	announced := g.announced(i)
+	var settled, shared []int
+	for _, c := range g.children[i] {
+		if !g.claimOf(c, i) {
+			continue
+		}
+		settled = append(settled, c)
+		for _, t := range g.announced(c) {
+			if slices.Contains(announced, t) && !slices.Contains(shared, t) {
+				shared = append(shared, t)
+			}
+		}
+	}
+	if len(settled) == 0 {
+		return announced
+	}
+	return append(settled, shared...)
+}
+
+// announced are the agents' tasks that a checkpoint or settlement of the gateway is of:
+// those among its parents, and those that an agent's checkpoint among them follows
+// from.
+func (g *Graph) announced(i int) []int {
+	var tasks []int
+	add := func(p int) {
+		if g.nodes[p].task() && !g.nodes[p].settlement() && !slices.Contains(tasks, p) {
+			tasks = append(tasks, p)
+		}
+	}
+	for _, p := range g.parents[i] {
+		add(p)
+		if g.nodes[p].isCheckpoint() && !g.nodes[p].Own {
+			for _, t := range g.parents[p] {
+				add(t)
+			}
+		}
+	}
+	return tasks
+}
+
+// claimOf reports whether node s is a settlement of the claim of the gateway's
+// checkpoint c. Its other parents can be checkpoints of the gateway too: of the call
+// that it was made within.
+func (g *Graph) claimOf(s, c int) bool {
+	settled, claimed := &g.nodes[s], &g.nodes[c]
+	return settled.settlement() && claimed.isCheckpoint() && claimed.Own &&
+		(settled.Execution == claimed.Execution || settled.Execution == "" || claimed.Execution == "")
+}
+
+// subjects are the tasks that an error of node i is about.
+func (g *Graph) subjects(i int) []int {
+	switch node := &g.nodes[i]; {
+	case node.settlement():
+		return g.announced(i)
+	case node.isCheckpoint():
+		return g.guards[i]
+	}
+	return nil
+}
+
+// culprits are the parents of error i that it is about. The gateway's error has its
+// settlement among its parents, and what that settles; others led to the call.
+func (g *Graph) culprits(i int) []int {
+	if !g.nodes[i].Own {
+		return g.parents[i]
+	}
+	var about []int
+	for _, p := range g.parents[i] {
+		if g.nodes[p].settlement() {
+			about = append(about, p)
+			about = append(about, g.announced(p)...)
+		}
+	}
+	if len(about) == 0 {
+		return g.parents[i]
+	}
+	return slices.DeleteFunc(slices.Clone(g.parents[i]), func(p int) bool { return !slices.Contains(about, p) })
+}
+
+// Nodes are all nodes in topological order: none before one that it follows from, and
+// a group before the checkpoints that it contains. The reverse is the order of a
+// rollback (cascade 4.1.1). Unordered names what has no place in it.
+func (g *Graph) Nodes() []Node { return slices.Clone(g.nodes) }
+
+// Unordered are the nodes on a cycle or behind one. A graph of tokens has none, since
+// a token can only name what was there before it; these stand last in Nodes.
+func (g *Graph) Unordered() []string { return g.ids(from(g.ordered, len(g.nodes))) }
+
+// Edges are all edges, in the order of the nodes that they were recorded with.
+func (g *Graph) Edges() []Edge {
+	var edges []Edge
+	for i, parents := range g.parents {
+		for _, p := range parents {
+			e := Edge{g.nodes[p].ID, g.nodes[i].ID, g.kind(p, i)}
+			if e.Kind == Contains {
+				e.From, e.To = e.To, e.From
+			}
+			edges = append(edges, e)
+		}
+	}
+	return edges
+}
+
+// kind says what it means that p is a parent of i.
+func (g *Graph) kind(p, i int) EdgeKind {
+	switch {
+	case g.groups[i]:
+		return Contains
+	case g.nodes[i].Event == ect.EventError && !g.nodes[i].Stranger && slices.Contains(g.culprits(i), p):
+		return ErrorOf
+	case g.nodes[i].isCheckpoint() && slices.Contains(g.guards[i], p):
+		return CheckpointOf
+	case g.settles(i, p):
+		return Settles
+	}
+	return Caused
+}
+
+// settles reports whether i says what came of the agent's task p.
+func (g *Graph) settles(i, p int) bool {
+	return g.nodes[i].settlement() && g.nodes[p].task() && !g.nodes[p].settlement()
+}
+
+// Roots are the nodes that follow from nothing that is recorded.
+func (g *Graph) Roots() []string {
+	follows := make([]bool, len(g.nodes))
+	for _, to := range g.down {
+		for _, i := range to {
+			follows[i] = true
+		}
+	}
+	return g.where(func(i int) bool { return !follows[i] })
+}
+
+// Leaves are the nodes from which nothing follows.
+func (g *Graph) Leaves() []string {
+	return g.where(func(i int) bool { return len(g.down[i]) == 0 })
+}
+
+func (g *Graph) where(is func(int) bool) []string {
+	return g.ids(slices.DeleteFunc(from(0, len(g.nodes)), func(i int) bool { return !is(i) }))
+}
+
+// ids are the ids of places; an empty list is not nil.
+func (g *Graph) ids(places []int) []string {
+	list := make([]string, len(places))
+	for n, i := range places {
+		list[n] = g.nodes[i].ID
+	}
+	return list
+}
+
+func from(first, end int) []int {
+	all := make([]int, 0, end-first)
+	for i := first; i < end; i++ {
+		all = append(all, i)
+	}
+	return all
 }

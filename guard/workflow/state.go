@@ -1,10 +1,13 @@
 package workflow
 
-import "slices"
+import (
+	"slices"
 
-// history is what happened to one node, as far as its state depends on it. Events are
-// told apart by when they were recorded, since the times in tokens have whole seconds
-// and come from different clocks.
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// history is what a node's state depends on. Events are ordered by when they were recorded:
+// the times in tokens have whole seconds and come from different clocks.
 type history struct {
 	settled  int // when the last settlement was recorded; -1 is never
 	outcome  Outcome
@@ -43,8 +46,8 @@ func derive(g *Graph) {
 	}
 }
 
-// settlements tells every task what came of its call. The last one counts: a call that
-// was not executed can be made again, and doubt can be settled later.
+// settlements gives every task the outcome of its call. The last one counts: a call that was
+// not executed can be made again, and a doubt can be settled later.
 func (d *derivation) settlements() {
 	last := make(map[int]int) // checkpoint -> the last settlement of its claim
 	for i := range d.nodes {
@@ -219,4 +222,261 @@ func (d *derivation) checkpoint(i int) (State, Detail) {
 		return Running, detail
 	}
 	return Pending, detail
+}
+
+// blame is what errors say of one node.
+type blame struct {
+	others    bool // an agent's error refers to it
+	own       int  // when the gateway's last error of it was recorded; -1 is never
+	worst     string
+	escalated bool // a human was notified
+}
+
+func (b *blame) add(more blame) {
+	b.others = b.others || more.others
+	b.own = max(b.own, more.own)
+	b.worst = worse(b.worst, more.worst)
+	b.escalated = b.escalated || more.escalated
+}
+
+// errors gives every node the errors that refer to it as a parent, or to its
+// checkpoint (ATD and AERR, "Error ECT").
+func (d *derivation) errors() {
+	for i := range d.nodes {
+		e := &d.nodes[i]
+		if e.Event != ect.EventError || e.Own && e.Attempt || e.Stranger {
+			continue
+		}
+		found := blame{others: !e.Own, own: -1, worst: e.Severity, escalated: e.Escalated}
+		if e.Own {
+			found.own = d.seq[i]
+		}
+		for _, p := range d.culprits(i) {
+			d.blame(p, found)
+		}
+		if c, ok := d.index[e.CheckpointID]; ok && d.nodes[c].isCheckpoint() {
+			d.blame(c, found)
+		}
+	}
+	// A checkpoint was made for settlements and tasks, and a settlement is of a task.
+	for _, of := range []func(*Node) bool{(*Node).isCheckpoint, (*Node).settlement} {
+		for i := range d.nodes {
+			if !of(&d.nodes[i]) {
+				continue
+			}
+			for _, subject := range d.subjects(i) {
+				if subject != i {
+					d.blame(subject, d.history[i].blame)
+				}
+			}
+		}
+	}
+	for i := range d.nodes {
+		d.nodes[i].Worst = d.history[i].blame.worst
+	}
+}
+
+func (d *derivation) blame(node int, found blame) {
+	if d.nodes[node].task() || d.nodes[node].isCheckpoint() {
+		d.history[node].blame.add(found)
+	}
+}
+
+// failed reports whether an error stands. The gateway's own is about one call: a later
+// call, or a settlement of the doubt, answers it. What others say stands.
+func (h *history) failed() bool {
+	answered := h.claimed
+	if h.outcome == Completed {
+		answered = max(answered, h.settled)
+	}
+	return h.blame.others || h.blame.own > answered
+}
+
+// undo is how far the rollback of a checkpoint has come.
+type undo uint8
+
+const (
+	notUndone undo = iota
+	undoAsked
+	undone
+	undoPartial
+	undoEscalated
+	undoFailed
+)
+
+var undoWords = map[string]undo{
+	"completed": undone, "partial": undoPartial, "escalated": undoEscalated, "failed": undoFailed,
+}
+
+func (u undo) detail() Detail {
+	switch u {
+	case undoAsked:
+		return RollbackRequested
+	case undoPartial, undoEscalated:
+		return CompensationRequired
+	case undoFailed:
+		return RollbackFailed
+	}
+	return ""
+}
+
+// rollbackReports collects what is said about the rollback of one checkpoint.
+type rollbackReports struct {
+	asked  int // when it was last asked for; -1 is never
+	direct report
+	// whole is the result of a rollback as a whole, which counts where none is direct: that
+	// of others may have made it less than what this checkpoint's own was.
+	whole report
+	// byStart are results that name no checkpoint, so that only the start below which
+	// they stand does. They may be of different agents (cascade, Figure 13): all count.
+	byStart report
+}
+
+type report struct {
+	at   int // when the last one that counts was recorded; -1 is never
+	undo undo
+	own  bool // the gateway says so
+}
+
+// rollbacks finds how far the rollback of every checkpoint and its tasks has come.
+func (d *derivation) rollbacks() {
+	all := make([]rollbackReports, len(d.nodes)) // of every checkpoint
+	for i := range all {
+		all[i] = rollbackReports{asked: -1, direct: report{at: -1}, whole: report{at: -1}, byStart: report{at: -1}}
+	}
+	for i := range d.nodes {
+		if !d.asks(i) {
+			continue
+		}
+		for _, c := range d.targets(i) {
+			all[c].asked = max(all[c].asked, d.seq[i])
+		}
+	}
+	for i := range d.nodes {
+		d.result(i, all)
+	}
+	latest := make([]report, len(d.nodes))
+	for c := range all {
+		latest[c] = all[c].latest()
+	}
+	for i := range d.nodes {
+		d.inherit(i, latest)
+		d.history[i].undo = latest[i].undo
+	}
+	for i := range d.nodes {
+		for _, t := range d.guards[i] {
+			// Whose action it is, undoes it: an agent can make a checkpoint of another's.
+			if !latest[i].own && !d.nodes[t].Own && !d.mayReport(i, t) {
+				continue
+			}
+			d.history[t].undo = together(d.history[t].undo, d.history[i].undo)
+		}
+	}
+}
+
+// inherit applies the rollback of a group to what it contains (ATD, "Hierarchical
+// Checkpoints"). An agent's group says nothing about others' checkpoints.
+func (d *derivation) inherit(i int, latest []report) {
+	if !d.groups[i] || latest[i].undo == notUndone {
+		return
+	}
+	for _, c := range d.parents[i] {
+		if latest[c].undo == notUndone && (latest[i].own || d.mayReport(i, c)) {
+			latest[c] = latest[i]
+		}
+	}
+}
+
+// together is what two checkpoints of one task say: nothing is undone that one of them
+// says is not (P6).
+func together(a, b undo) undo {
+	switch {
+	case a == notUndone || a == undone && b != notUndone:
+		return b
+	case b == notUndone || b == undone:
+		return a
+	}
+	return max(a, b)
+}
+
+func (d *derivation) asks(i int) bool {
+	return (d.nodes[i].Event == ect.EventRollbackRequest || d.nodes[i].Event == ect.EventRollbackStart) && !d.nodes[i].Stranger
+}
+
+// targets are the checkpoints that the event names: in its member, or as the parents of
+// a request (ATD, "Basic Rollback").
+func (d *derivation) targets(i int) []int {
+	if c, ok := d.index[d.nodes[i].CheckpointID]; ok && d.nodes[c].isCheckpoint() {
+		return []int{c}
+	}
+	if d.nodes[i].Event != ect.EventRollbackRequest {
+		return nil
+	}
+	return slices.DeleteFunc(slices.Clone(d.parents[i]), func(p int) bool { return !d.nodes[p].isCheckpoint() })
+}
+
+// result reads node i's report on the end of a rollback. A compensation counts if it names its
+// checkpoint and its result.
+func (d *derivation) result(i int, all []rollbackReports) {
+	node := &d.nodes[i]
+	status, ok := undoWords[node.Status]
+	if !ok || node.Event != ect.EventRollbackComplete && node.Event != ect.EventCompensate || node.Stranger {
+		return
+	}
+	direct := d.targets(i)
+	for _, c := range direct {
+		if !d.mayReport(i, c) {
+			continue
+		}
+		if node.Whole {
+			all[c].whole.last(report{d.seq[i], status, node.Own})
+			continue
+		}
+		all[c].direct.last(report{d.seq[i], status, node.Own})
+	}
+	if len(direct) > 0 || node.CheckpointID != "" || node.Event == ect.EventCompensate {
+		return
+	}
+	for _, p := range d.parents[i] {
+		if !d.asks(p) {
+			continue
+		}
+		for _, c := range d.targets(p) {
+			if d.mayReport(i, c) {
+				all[c].byStart.all(report{d.seq[i], status, node.Own})
+			}
+		}
+	}
+}
+
+// mayReport reports whether node i may report on checkpoint c: it is the gateway's, or by the
+// same issuer. A signature proves who said something, not that it is true.
+func (d *derivation) mayReport(i, c int) bool {
+	return d.nodes[i].Own || d.nodes[i].Issuer == d.nodes[c].Issuer
+}
+
+// last takes a result in place of those before it.
+func (s *report) last(next report) {
+	if next.at > s.at {
+		*s = next
+	}
+}
+
+// all takes a result beside the others: nothing is undone while one of them is not.
+func (s *report) all(next report) {
+	*s = report{max(next.at, s.at), together(s.undo, next.undo), next.own && (s.own || s.at < 0)}
+}
+
+func (r *rollbackReports) latest() report {
+	s := r.direct
+	if s.at < 0 {
+		s = r.whole
+	}
+	if s.at < 0 {
+		s = r.byStart
+	}
+	if r.asked > s.at && s.undo != undone {
+		return report{r.asked, undoAsked, false}
+	}
+	return s
 }

@@ -5,7 +5,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	. "github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
@@ -14,7 +16,7 @@ func wantStates(t *testing.T, g *Graph, want string) {
 	t.Helper()
 	for part := range strings.FieldsSeq(want) {
 		id, state, _ := strings.Cut(part, "=")
-		n, ok := g.Node(id)
+		n, ok := node(g, id)
 		got := string(n.State)
 		if n.Detail != "" {
 			got += "/" + string(n.Detail)
@@ -50,22 +52,22 @@ func TestNodeStates(t *testing.T) {
 		"a checkpoint elsewhere is nothing":    {[]Record{task("T"), task("U", "T"), failure("E", "elsewhere", "U")}, "T=done U=failed"},
 		"a task is no checkpoint":              {[]Record{task("T"), task("U", "T"), failure("E", "T", "U")}, "T=done U=failed"},
 
-		"of an attempt, whatever the order": {[]Record{task("T"), by(gateway, Record{ID: "C", Event: Checkpoint, Parents: []string{"T"}}),
+		"of an attempt, whatever the order": {[]Record{task("T"), by(gateway, Record{ID: "C", Event: ect.EventCheckpoint, Parents: []string{"T"}}),
 			by(gateway, Record{ID: "S", Outcome: Completed, Parents: []string{"T", "C"}}),
-			by(gateway, Record{ID: "E", Event: Error, CheckpointID: "C", Parents: []string{"C"}, Attempt: true})}, "T=done C=done S=done E="},
-		"failed: others have no attempts": {[]Record{task("T"), by("b", Record{ID: "E", Event: Error, Parents: []string{"T"}, Attempt: true})}, "T=failed"},
+			by(gateway, Record{ID: "E", Event: ect.EventError, CheckpointID: "C", Parents: []string{"C"}, Attempt: true})}, "T=done C=done S=done E="},
+		"failed: others have no attempts": {[]Record{task("T"), by("b", Record{ID: "E", Event: ect.EventError, Parents: []string{"T"}, Attempt: true})}, "T=failed"},
 
 		"rolled back": {[]Record{task("T"), ckpt("C", "T"), failure("E", "C", "T"), start("S", "C", "E"), undone("a", "R", "", "completed", "S")},
 			"T=rolled_back C=rolled_back"},
-		"rolled back: ATD": {[]Record{task("T"), ckpt("C", "T"), by("b", Record{ID: "Q", Event: RollbackRequest, Parents: []string{"C"}}),
+		"rolled back: ATD": {[]Record{task("T"), ckpt("C", "T"), by("b", Record{ID: "Q", Event: ect.EventRollbackRequest, Parents: []string{"C"}}),
 			undone("a", "R", "C", "completed", "Q")}, "T=rolled_back"},
-		"rolled back: ATD without the member": {[]Record{task("T"), ckpt("C", "T"), by("b", Record{ID: "Q", Event: RollbackRequest, Parents: []string{"C"}}),
+		"rolled back: ATD without the member": {[]Record{task("T"), ckpt("C", "T"), by("b", Record{ID: "Q", Event: ect.EventRollbackRequest, Parents: []string{"C"}}),
 			undone("a", "R", "", "completed", "Q")}, "T=rolled_back"},
 		"rolled back: by the gateway": {[]Record{task("T"), ckpt("C", "T"), undone(gateway, "R", "C", "completed")}, "T=rolled_back"},
-		"rolled back: compensated": {[]Record{task("T"), ckpt("C", "T"), by("a", Record{ID: "K", Event: Compensate, CheckpointID: "C", Status: "completed"})},
+		"rolled back: compensated": {[]Record{task("T"), ckpt("C", "T"), by("a", Record{ID: "K", Event: ect.EventCompensate, CheckpointID: "C", Status: "completed"})},
 			"T=rolled_back"},
-		"a compensation without a status":       {[]Record{task("T"), ckpt("C", "T"), by("a", Record{ID: "K", Event: Compensate, CheckpointID: "C"})}, "T=running"},
-		"a compensation that names nothing":     {[]Record{task("T"), ckpt("C", "T"), start("S", "C"), by("a", Record{ID: "K", Event: Compensate, Status: "completed", Parents: []string{"S"}})}, "T=running/rollback_requested"},
+		"a compensation without a status":       {[]Record{task("T"), ckpt("C", "T"), by("a", Record{ID: "K", Event: ect.EventCompensate, CheckpointID: "C"})}, "T=running"},
+		"a compensation that names nothing":     {[]Record{task("T"), ckpt("C", "T"), start("S", "C"), by("a", Record{ID: "K", Event: ect.EventCompensate, Status: "completed", Parents: []string{"S"}})}, "T=running/rollback_requested"},
 		"asked for":                             {[]Record{task("T"), ckpt("C", "T"), failure("E", "C", "T"), start("S", "C", "E")}, "T=failed/rollback_requested"},
 		"partial":                               {[]Record{task("T"), ckpt("C", "T"), failure("E", "C", "T"), undone("a", "R", "C", "partial")}, "T=failed/compensation_required"},
 		"rollback failed":                       {[]Record{task("T"), ckpt("C", "T"), task("U", "T"), undone("a", "R", "C", "failed")}, "T=done/rollback_failed"},
@@ -79,7 +81,7 @@ func TestNodeStates(t *testing.T) {
 		"a member that leads nowhere":           {[]Record{task("T"), ckpt("C", "T"), start("S", "C"), undone("a", "R", "elsewhere", "completed", "S")}, "T=running/rollback_requested"},
 		"one of two checkpoints":                {[]Record{task("T"), ckpt("C", "T"), ckpt("D", "T"), undone("a", "R", "C", "completed"), undone("a", "Q", "D", "failed")}, "T=running/rollback_failed C=rolled_back"},
 		"the downstream of Figure 7 stays":      {[]Record{ckpt("A"), task("A1", "A"), ckpt("B", "A1"), task("B1", "B"), undone("a", "R", "B", "completed")}, "A1=done A=done B=rolled_back B1=rolled_back"},
-		"AERR: the preceding task is not meant": {[]Record{task("T"), by("a", Record{ID: "C", Event: Checkpoint, Action: "aerr:checkpoint", Parents: []string{"T"}}), task("U", "C"), undone("a", "R", "C", "completed")}, "T=done U=rolled_back"},
+		"AERR: the preceding task is not meant": {[]Record{task("T"), by("a", Record{ID: "C", Event: ect.EventCheckpoint, Action: "aerr:checkpoint", Parents: []string{"T"}}), task("U", "C"), undone("a", "R", "C", "completed")}, "T=done U=rolled_back"},
 
 		"a group": {[]Record{task("T"), ckpt("C", "T"), task("U", "T"), ckpt("D", "U"), ckpt("G", "C", "D"), undone("a", "R", "G", "completed")},
 			"T=rolled_back U=rolled_back G=rolled_back"},
@@ -95,7 +97,7 @@ func TestNodeStates(t *testing.T) {
 		"such a checkpoint, by the gateway": {[]Record{task("T"), by("b", ckpt("C", "T")), task("U", "T"), undone(gateway, "R", "C", "completed")}, "T=rolled_back C=rolled_back"},
 
 		"escalated: the rollback says so": {[]Record{task("T"), ckpt("C", "T"), undone("a", "R", "C", "escalated")}, "T=escalated/compensation_required C=escalated/compensation_required"},
-		"escalated: a human was told":     {[]Record{task("T"), by("a", Record{ID: "E", Event: Error, Parents: []string{"T"}, Escalated: true})}, "T=escalated"},
+		"escalated: a human was told":     {[]Record{task("T"), by("a", Record{ID: "E", Event: ect.EventError, Parents: []string{"T"}, Escalated: true})}, "T=escalated"},
 		"a human was told of no failure":  {[]Record{func() Record { r := task("T"); r.Escalated = true; return r }(), task("U", "T")}, "T=done"},
 	} {
 		t.Run(name, func(t *testing.T) { wantStates(t, New(c.records), c.want) })
@@ -207,42 +209,34 @@ func TestStatesOfNestedCalls(t *testing.T) {
 	}
 	g := New([]Record{outer, inner, of("y", settled("M", InDoubt, "C", "D")), own("E", "D", "M", "C")})
 	wantEdges(t, g, "C-caused->D", "C-caused->M", "D-caused->M", "M-error_of->E", "C-caused->E")
-	if below, _ := g.Descendants("C", 10); fmt.Sprint(below) != "[D M E]" {
-		t.Errorf("the outer call reaches %v", below)
-	}
-	if above, _ := g.Ancestors("D", 10); fmt.Sprint(above) != "[C]" {
-		t.Errorf("the inner call follows from %v", above)
-	}
 }
 
 // The gateway's node is an end of the agent's, and does not follow from it.
 func TestEdgesOfGuardedCalls(t *testing.T) {
 	g := New([]Record{task("T"), claim("C", "T"), settled("N", Completed, "T", "C"), claim("D", "N"), settled("M", Completed, "D")})
 	wantEdges(t, g, "T-checkpoint_of->C", "T-settles->N", "C-caused->N", "N-caused->D", "D-caused->M")
-	n, _ := g.Node("N")
-	c, _ := g.Node("C")
+	n, _ := node(g, "N")
+	c, _ := node(g, "C")
 	if fmt.Sprint(n.Settles, c.Guards) != "[T] [N T]" {
 		t.Errorf("N settles %v, C was made for %v", n.Settles, c.Guards)
 	}
 	// C-2-c: an agent that goes on knows its own token, not the gateway's.
 	g = New([]Record{task("T"), claim("C", "T"), settled("N", Completed, "T", "C"), task("U", "T")})
-	if below, _ := g.Descendants("C", 10); fmt.Sprint(below) != "[T N U]" {
-		t.Errorf("a rollback to C reaches %v", below)
-	}
+	wantEdges(t, g, "T-checkpoint_of->C", "T-settles->N", "C-caused->N", "T-caused->U")
 }
 
 // A-error-signaling-d: the worst of the errors of a node is shown, over its checkpoint
 // and its outcome too.
 func TestWorstSeverity(t *testing.T) {
 	severe := func(id, severity string, parents ...string) Record {
-		return by("a", Record{ID: id, Event: Error, Severity: severity, Parents: parents})
+		return by("a", Record{ID: id, Event: ect.EventError, Severity: severity, Parents: parents})
 	}
 	g := New([]Record{
 		task("T"), claim("C", "T"), settled("N", Completed, "T", "C"),
 		severe("E1", "warning", "T"), severe("E2", "critical", "N"), severe("E3", "grave", "C"), severe("E4", "info", "C"),
 	})
 	for id, want := range map[string]string{"T": "critical", "N": "critical", "C": "info", "E1": ""} {
-		if n, _ := g.Node(id); n.Worst != want {
+		if n, _ := node(g, id); n.Worst != want {
 			t.Errorf("%s: %q, want %q", id, n.Worst, want)
 		}
 	}
@@ -251,7 +245,7 @@ func TestWorstSeverity(t *testing.T) {
 // Section "Workflow Boundary ECTs" and P6: how the whole stands, by ATD's words.
 func TestSummary(t *testing.T) {
 	irreversible := func(r Record) Record { r.Reversible = false; return r }
-	finish := by("a", Record{ID: "Z", Event: WorkflowComplete, Status: "success"})
+	finish := by("a", Record{ID: "Z", Event: ect.EventWorkflowComplete, Status: "success"})
 	called := func(name string, r Record) Record { r.Execution = name; return r }
 	for name, c := range map[string]struct {
 		records []Record
@@ -273,7 +267,7 @@ func TestSummary(t *testing.T) {
 		"siblings are kept":        {[]Record{task("T"), ckpt("C", "T"), undone("a", "R", "C", "completed"), claim("D"), settled("N", Completed, "D")}, "partial map[done:1 rolled_back:1]"},
 		"escalated":                {[]Record{task("T"), ckpt("C", "T"), undone("a", "R", "C", "escalated"), task("U")}, "escalated map[escalated:1 running:1]"},
 		"what is said is a claim":  {[]Record{task("T"), ckpt("C", "T"), failure("E", "", "T"), finish}, "running map[failed:1] success"},
-		"the last statement":       {[]Record{finish, by("a", Record{ID: "Y", Event: WorkflowComplete, Status: "failed"})}, "running map[] failed"},
+		"the last statement":       {[]Record{finish, by("a", Record{ID: "Y", Event: ect.EventWorkflowComplete, Status: "failed"})}, "running map[] failed"},
 		"a group is no task":       {[]Record{task("T"), ckpt("C", "T"), ckpt("G", "C")}, "running map[running:1]"},
 		"an announced one is none": {[]Record{task("T"), ckpt("C", "T"), task("U", "C"), claim("D", "U")}, "running map[done:1 running:1]"},
 	} {
@@ -293,7 +287,7 @@ func TestStatesAreDerivedAnew(t *testing.T) {
 	before := New(records).Nodes()
 	again := New(append([]Record{task("V"), ckpt("W", "V")}, records...))
 	for _, n := range before {
-		m, _ := again.Node(n.ID)
+		m, _ := node(again, n.ID)
 		if m.State != n.State || m.Detail != n.Detail || !slices.Equal(m.Guards, n.Guards) {
 			t.Errorf("%+v\n%+v", n, m)
 		}
@@ -304,7 +298,7 @@ func TestStatesAreDerivedAnew(t *testing.T) {
 // counts only where there is none.
 func TestP6ResultOfTheWholeRollback(t *testing.T) {
 	whole := func(id, status, start string) Record {
-		return Record{ID: id, Parents: []string{start}, Event: RollbackComplete, CheckpointID: "C", Status: status, Issuer: "gateway", Own: true, Whole: true}
+		return Record{ID: id, Parents: []string{start}, Event: ect.EventRollbackComplete, CheckpointID: "C", Status: status, Issuer: "gateway", Own: true, Whole: true}
 	}
 	step := func(id, status, start string) Record {
 		r := whole(id, status, start)
@@ -328,8 +322,45 @@ func TestP6ResultOfTheWholeRollback(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			g := New(append(append([]Record(nil), begin...), test.more...))
-			if n, _ := g.Node("C"); n.State != test.state || n.Detail != test.detail {
+			if n, _ := node(g, "C"); n.State != test.state || n.Detail != test.detail {
 				t.Errorf("%s %s, want %s %s", n.State, n.Detail, test.state, test.detail)
+			}
+		})
+	}
+}
+
+// C-2-h: the most recent checkpoint that the workflow can go back to, and what keeps
+// one from being it.
+func TestRecoveryPoints(t *testing.T) {
+	now := time.Unix(1_000_000, 0)
+	until := func(d time.Duration, r Record) Record { r.Expires = now.Add(d); return r }
+	irreversible := func(r Record) Record { r.Reversible = false; return r }
+	chain := func(last Record) []Record {
+		return []Record{ckpt("A"), task("A1", "A"), ckpt("B", "A1"), task("B1", "B"), last, task("X1", "X")}
+	}
+	for name, c := range map[string]struct {
+		records []Record
+		want    string
+	}{
+		"the most recent first":                {chain(ckpt("X", "B1")), "[X B A]"},
+		"until it expires":                     {chain(until(time.Second, ckpt("X", "B1"))), "[X B A]"},
+		"an expired one hides those before":    {chain(until(0, ckpt("X", "B1"))), "[]"},
+		"so does an irreversible one":          {chain(irreversible(ckpt("X", "B1"))), "[]"},
+		"not those beside it":                  {chain(irreversible(ckpt("X"))), "[B A]"},
+		"nor those behind it":                  {chain(irreversible(ckpt("X")))[2:], "[B]"},
+		"one that was rolled back is passed":   {append(chain(ckpt("X", "B1")), undone("a", "R", "X", "completed")), "[B A]"},
+		"an irreversible call that never was":  {[]Record{ckpt("A"), task("A1", "A"), irreversible(claim("C", "A1")), settled("N", Released, "C")}, "[A]"},
+		"a call that runs":                     {[]Record{ckpt("A"), task("A1", "A"), claim("C", "A1")}, "[]"},
+		"a call in doubt":                      {[]Record{claim("C"), settled("N", InDoubt, "C")}, "[C]"},
+		"what follows the action counts (ATD)": {[]Record{task("T"), ckpt("C", "T"), task("U", "T"), irreversible(ckpt("D", "U"))}, "[]"},
+		"a group":                              {[]Record{task("T"), ckpt("C", "T"), task("U", "T"), ckpt("D", "U"), ckpt("G", "C", "D")}, "[G D C]"},
+		"a group of an irreversible one":       {[]Record{task("T"), ckpt("C", "T"), task("U"), irreversible(ckpt("D", "U")), ckpt("G", "C", "D")}, "[C]"},
+		"none":                                 {[]Record{task("T")}, "[]"},
+		"on a cycle":                           {[]Record{ckpt("C", "T"), task("T", "C")}, "[]"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := fmt.Sprint(New(c.records).RecoveryPoints(now)); got != c.want {
+				t.Errorf("%s, want %s", got, c.want)
 			}
 		})
 	}

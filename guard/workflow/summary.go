@@ -1,6 +1,12 @@
 package workflow
 
-import "slices"
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
 
 // Status is the state of a whole workflow: running, or one of ATD's terminal words.
 type Status string
@@ -31,7 +37,7 @@ type Summary struct {
 	// is one. It is a claim: Status need not agree.
 	Stated string
 	// Tasks counts the tasks by their states. A call that the gateway guards is one
-	// task, however many tokens tell of it; a checkpoint without a task stands for one.
+	// task, however many tokens record it; a checkpoint without a task stands for one.
 	Tasks map[State]int
 }
 
@@ -41,7 +47,7 @@ func (g *Graph) Summary() Summary {
 	total, lost, last := 0, false, -1
 	for i := range g.nodes {
 		node := &g.nodes[i]
-		if node.Event == WorkflowComplete && !node.Stranger && g.seq[i] > last {
+		if node.Event == ect.EventWorkflowComplete && !node.Stranger && g.seq[i] > last {
 			last, s.Stated = g.seq[i], node.Status
 		}
 		if !g.counts(i) {
@@ -107,4 +113,51 @@ func (g *Graph) repeated(i int) bool {
 // be undone.
 func (g *Graph) reversible(i int) bool {
 	return g.nodes[i].isCheckpoint() && g.nodes[i].Reversible || g.undoable[i]
+}
+
+// RecoveryPoints are the checkpoints that the workflow can go back to (cascade,
+// "Recovery Point"), the most recent first. Each can be undone, has not expired, was
+// not rolled back, and its call was made and has ended; and so it is with every
+// checkpoint that follows from it, since otherwise going back would leave effects of
+// what never was. Whether the snapshots are still good only a rollback's preparation
+// can tell.
+func (g *Graph) RecoveryPoints(now time.Time) []string {
+	final := make([]bool, len(g.nodes)) // nodes that something final follows from
+	for i := len(g.nodes) - 1; i >= 0; i-- {
+		final[i] = i >= g.ordered || g.final(i, now) ||
+			slices.ContainsFunc(g.down[i], func(c int) bool { return final[c] })
+	}
+	points := []int{}
+	blocked := slices.Clone(final)
+	for i := len(g.nodes) - 1; i >= 0; i-- {
+		if !g.nodes[i].isCheckpoint() {
+			continue
+		}
+		for _, t := range g.guards[i] {
+			blocked[i] = blocked[i] || slices.ContainsFunc(g.down[t], func(c int) bool { return c != i && final[c] })
+		}
+		if g.groups[i] {
+			blocked[i] = blocked[i] || slices.ContainsFunc(g.parents[i], func(c int) bool { return blocked[c] })
+		}
+		if !blocked[i] && g.stands(i) {
+			points = append(points, i)
+		}
+	}
+	slices.SortFunc(points, func(a, b int) int { return cmp.Compare(g.seq[b], g.seq[a]) })
+	return g.ids(points)
+}
+
+// stands reports whether checkpoint i has something to undo.
+func (g *Graph) stands(i int) bool {
+	return g.nodes[i].State != RolledBack && g.nodes[i].Detail != DetailReleased
+}
+
+// final reports whether node i is a checkpoint that nobody can go back behind.
+func (g *Graph) final(i int, now time.Time) bool {
+	node := &g.nodes[i]
+	if !node.isCheckpoint() || !g.stands(i) {
+		return false
+	}
+	expired := !node.Expires.IsZero() && !now.Before(node.Expires)
+	return !node.Reversible || expired || node.Own && node.State == Running
 }

@@ -1,6 +1,7 @@
 // Package archtest holds the rules of the house that a compiler does not know: which
-// package may import which, how long a file may be, that exported names are explained,
-// that tests wait on events and are never skipped, that nothing is put off in a comment.
+// package may import which, how large the whole may be, which words are not used, that
+// exported names are explained, that tests wait on events and are never skipped, that
+// nothing is put off in a comment.
 package archtest
 
 import (
@@ -8,6 +9,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 )
 
@@ -18,14 +20,19 @@ var rules = []struct {
 }{
 	{"imports", checkImports},
 	{"docs", checkDocs},
-	{"sizes", checkSizes},
 	{"waits", checkWaits},
+	{"stacks", checkStacks},
 	{"words", checkWords},
+	{"conformance", checkConformance},
+	{"stops", checkStops},
 }
 
-// TestHouse: the project keeps its rules (DESIGN, "The house").
+// checkout is this project, read once for all tests.
+var checkout = sync.OnceValues(func() (*tree, error) { return load("../..") })
+
+// TestHouse: the project keeps its rules.
 func TestHouse(t *testing.T) {
-	project, err := load("../..")
+	project, err := checkout()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -30,7 +30,14 @@ type goFile struct {
 	dir   string // its directory; "." is the root
 	test  bool   // name ends in _test.go
 	lines int
+	body  string
 	ast   *ast.File
+	fset  *token.FileSet
+}
+
+// span is how many lines n takes.
+func (f *goFile) span(n ast.Node) int {
+	return f.fset.Position(n.End()).Line - f.fset.Position(n.Pos()).Line + 1
 }
 
 // textFile is one file that people read or programs run, Go files included.
@@ -67,7 +74,7 @@ func load(root string) (*tree, error) {
 		name := d.Name()
 		if d.IsDir() {
 			hidden := strings.HasPrefix(name, ".") || strings.HasPrefix(name, "_")
-			if rel != "." && (name == "testdata" || name == "dist" || hidden && name != ".ci" && name != ".github") {
+			if rel != "." && (name == "testdata" || name == "dist" || name == "node_modules" || hidden && name != ".ci" && name != ".github") {
 				return filepath.SkipDir
 			}
 			return nil
@@ -109,7 +116,9 @@ func (t *tree) read(file, rel string) error {
 		dir:   path.Dir(rel),
 		test:  strings.HasSuffix(rel, "_test.go"),
 		lines: strings.Count(string(body), "\n"),
+		body:  string(body),
 		ast:   parsed,
+		fset:  t.fset,
 	})
 	return nil
 }

@@ -2,7 +2,9 @@ package archtest
 
 import (
 	"go/ast"
+	"path"
 	"slices"
+	"strconv"
 )
 
 // impatient are the functions by which a test comes to depend on the machine's speed,
@@ -74,4 +76,56 @@ func (f *goFile) waits(sel *ast.SelectorExpr) string {
 		return x.Name + "." + sel.Sel.Name
 	}
 	return ""
+}
+
+// checkStacks holds that a function for which a test looks in the goroutines' stacks, with
+// waiting("package.(*Type).method"), exists. After a move or a renaming a test that waits
+// until nobody is in it would otherwise wait for nothing.
+func checkStacks(t *tree) []violation {
+	there := map[string]bool{}
+	for i := range t.gos {
+		f := &t.gos[i]
+		for _, decl := range f.ast.Decls {
+			if d, ok := decl.(*ast.FuncDecl); ok {
+				there[path.Base(f.dir)+"."+stackName(d)] = true
+			}
+		}
+	}
+	var found []violation
+	for i := range t.gos {
+		f := &t.gos[i]
+		ast.Inspect(f.ast, func(n ast.Node) bool {
+			call, ok := n.(*ast.CallExpr)
+			if !ok || len(call.Args) != 1 {
+				return true
+			}
+			name, ok := call.Fun.(*ast.Ident)
+			text, literal := call.Args[0].(*ast.BasicLit)
+			if !ok || !literal || name.Name != "waiting" {
+				return true
+			}
+			if function, err := strconv.Unquote(text.Value); err == nil && !there[function] {
+				found = append(found, violation{"stacks", t.at(n), "there is no " + function})
+			}
+			return true
+		})
+	}
+	return found
+}
+
+// stackName is how a stack names a function, after its package.
+func stackName(d *ast.FuncDecl) string {
+	if d.Recv == nil {
+		return d.Name.Name
+	}
+	of := ""
+	switch receiver := d.Recv.List[0].Type.(type) {
+	case *ast.StarExpr:
+		if id, ok := receiver.X.(*ast.Ident); ok {
+			of = "(*" + id.Name + ")"
+		}
+	case *ast.Ident:
+		of = receiver.Name
+	}
+	return of + "." + d.Name.Name
 }

@@ -1,6 +1,6 @@
-// Package durable writes small files that have to outlive a crash whole: keys, sets of
-// keys, heads of a log. Each file is the old one or the new one at any time, and the new
-// one is on disk when a function returns without an error.
+// Package durable writes small files atomically: keys, sets of keys, heads of a log. After
+// a crash a file has its old or its new content. The new content is on disk when a function
+// returns without an error.
 package durable
 
 import (
@@ -12,10 +12,10 @@ import (
 	"path/filepath"
 )
 
-// ErrChanged is returned where somebody else changed the file at the same moment.
+// ErrChanged is returned if the file was changed concurrently.
 var ErrChanged = errors.New("the file was changed by somebody else at the same moment; try again")
 
-// ErrBusy is returned where another process edits the same file at this moment.
+// ErrBusy is returned while another process edits the same file or holds the same lock.
 var ErrBusy = errors.New("somebody else changes the file at this moment; try again")
 
 // Private is the mode of files that hold secrets.
@@ -43,7 +43,7 @@ func Create(path string, text []byte) error {
 	return syncDir(dir)
 }
 
-// makeDir makes a directory and what it stands in, durably.
+// makeDir makes a directory and its parents, durably.
 func makeDir(dir string) error {
 	if _, err := os.Stat(dir); !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -58,13 +58,13 @@ func makeDir(dir string) error {
 	return syncDir(parent)
 }
 
-// Write puts a file in the place of what is there.
+// Write creates or replaces a file.
 func Write(path string, text []byte, mode fs.FileMode) error {
 	return replace(path, text, mode, func() error { return nil })
 }
 
-// Swap puts a file in the place of one that still says was, which is nil for a file that
-// is not there yet; else it returns ErrChanged.
+// Swap replaces a file whose content is was, nil for a missing file. The error is ErrChanged
+// if the content is another one.
 func Swap(path string, was, text []byte, mode fs.FileMode) error {
 	return replace(path, text, mode, func() error {
 		now, err := os.ReadFile(path)
@@ -78,13 +78,13 @@ func Swap(path string, was, text []byte, mode fs.FileMode) error {
 	})
 }
 
-// tries is how often Edit begins again after somebody's change.
+// tries is how often Edit starts over after a concurrent change.
 const tries = 3
 
-// Edit puts what edit makes of a file, which has to be there, in its place, with mode
-// Private. It waits for nobody: where another process edits it, that is ErrBusy. Who
-// writes the file by hand knows nothing of that lock; then edit is called again with
-// what was written, and after a few times the error is ErrChanged. A link stays a link.
+// Edit replaces an existing file by what edit makes of its content, with mode Private. It
+// does not wait: while another process edits the file, the error is ErrBusy. Other writers
+// do not take that lock: after a concurrent change edit is called again with the new
+// content, and after a few times the error is ErrChanged. A symbolic link stays one.
 func Edit(path string, edit func(was []byte) ([]byte, error)) error {
 	path, err := filepath.EvalSymlinks(path)
 	if err != nil {
@@ -111,7 +111,7 @@ func Edit(path string, edit func(was []byte) ([]byte, error)) error {
 	if err != nil {
 		return err
 	}
-	// Nobody may rely on what is not in the file.
+	// The content that edit saw must not be used if it is not in the file.
 	if now, err := os.ReadFile(path); err != nil {
 		return err
 	} else if !bytes.Equal(now, next) {
@@ -120,9 +120,9 @@ func Edit(path string, edit func(was []byte) ([]byte, error)) error {
 	return nil
 }
 
-// Lock takes the lock of that name, which is a file, for this process. It waits for
-// nobody: who was stopped while it held the lock must not stop others. Where it is taken
-// the error is ErrBusy. Closing the file frees it, and so does the end of the process.
+// Lock locks the file of that name for this process. It does not wait: a process that hangs
+// with the lock must not stop others. If it is taken the error is ErrBusy. Closing the file
+// releases the lock, and so does the end of the process.
 func Lock(name string) (*os.File, error) {
 	f, err := os.OpenFile(name, os.O_CREATE|os.O_RDWR, Private)
 	if err != nil {
@@ -178,8 +178,8 @@ func writeBeside(path string, text []byte, mode fs.FileMode) (name string, err e
 	return tmp.Name(), nil
 }
 
-// syncDir makes a new name durable. Where directories cannot be synced, the file system
-// orders names itself or offers nothing better.
+// syncDir makes a new name durable. Errors of systems that cannot sync directories are
+// ignored.
 func syncDir(dir string) error {
 	d, err := os.Open(dir)
 	if err != nil {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"maps"
 	"net/http"
 	"net/url"
@@ -13,6 +14,65 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
+
+const (
+	jsonType = "application/json"
+	formType = "application/x-www-form-urlencoded"
+)
+
+func mustParse(t testing.TB, spec template.Spec) *template.Template {
+	t.Helper()
+	tmpl, err := template.Parse(spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tmpl
+}
+
+func mustFill(t testing.TB, tmpl *template.Template, src *template.Source) template.Request {
+	t.Helper()
+	req, err := tmpl.Fill(src)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return req
+}
+
+// charge is a call that was made and answered.
+func charge() *template.Source {
+	return &template.Source{
+		Path: "/v1/customers/c%207/charges", Query: "currency=eur&note=a%26b+c&tag=1&tag=2&empty=",
+		Request: template.Message{
+			Header:      http.Header{"X-Tenant": {"acme"}, "X-Many": {"a", "b"}, "X-Empty": {""}},
+			ContentType: "application/json; charset=utf-8",
+			Body:        []byte(`{"amount":12345678901234567890,"to":{"name":"Zoë \"Z\""},"live":true}`),
+		},
+		Status: 201,
+		Response: template.Message{
+			Header:      http.Header{"Etag": {`"v1"`}, "Location": {"/v1/charges/ch_7"}},
+			ContentType: "application/vnd.api+json",
+			Body:        []byte(`{"id":"ch_7","fee":1e400,"seq":7,"void":false,"gone":null,"lines":[{"id":"l0"},{"id":"l1"}]}`),
+		},
+		ExecutionID: "exec-1", WorkflowID: "wf-1", RollbackID: "rb-1", CheckpointID: "cp-1",
+	}
+}
+
+// with puts a value where {response.header.X-Value} finds it.
+func with(value string) *template.Source {
+	src := charge()
+	src.Response.Header["X-Value"] = []string{value}
+	return src
+}
+
+// reason is the sentinel in a FillError.
+func reason(t *testing.T, err error) error {
+	t.Helper()
+	var fill *template.FillError
+	if err == nil || !errors.As(err, &fill) {
+		t.Fatalf("%v is no *FillError", err)
+	}
+	return fill.Err
+}
 
 // Each placeholder gives what was recorded: numbers digit by digit, everything else as
 // it was, decoded.
@@ -314,4 +374,45 @@ func TestFillIsDeterministic(t *testing.T) {
 	if req := mustFill(t, other, src); string(req.Body) != "{a} }b" {
 		t.Errorf("%s", req.Body)
 	}
+}
+
+// A charge is compensated by a refund of what it took.
+func Example() {
+	refund, err := template.Parse(template.Spec{
+		Method:      "POST",
+		URL:         "/v1/charges/{response.json./id}/refunds?reason={checkpoint.id}",
+		Header:      []template.Field{{Name: "If-Match", Value: "{response.header.ETag}"}},
+		ContentType: "application/json",
+		Body:        `{{"amount":{request.json./amount},"note":"undone by {rollback.id}"}}`,
+	})
+	if err != nil {
+		panic(err)
+	}
+	fmt.Println("needs the response:", refund.Needs().Response())
+
+	call := &template.Source{
+		Path:       "/v1/charges",
+		Request:    template.Message{ContentType: "application/json", Body: []byte(`{"amount": 12.50}`)},
+		Status:     http.StatusCreated,
+		Response:   template.Message{Header: http.Header{"Etag": {`"7"`}}, Body: []byte(`{"id": "ch_1"}`)},
+		RollbackID: "rb-3", CheckpointID: "cp 9&x=1",
+	}
+	req, err := refund.Fill(call)
+	if err != nil {
+		panic(err)
+	}
+	fmt.Println(req.Method, req.URL)
+	fmt.Println("If-Match:", req.Header.Get("If-Match"))
+	fmt.Println(string(req.Body))
+
+	// An upstream cannot choose another path.
+	call.Response.Body = []byte(`{"id": "../../accounts/1"}`)
+	_, err = refund.Fill(call)
+	fmt.Println(err)
+	// Output:
+	// needs the response: true
+	// POST /v1/charges/ch_1/refunds?reason=cp%209%26x%3D1
+	// If-Match: "7"
+	// {"amount":12.50,"note":"undone by rb-3"}
+	// {response.json./id} as a path segment: the value cannot stand in this place
 }

@@ -2,6 +2,7 @@ package template_test
 
 import (
 	"errors"
+	"reflect"
 	"strings"
 	"testing"
 
@@ -184,6 +185,150 @@ func TestParseAccepts(t *testing.T) {
 	} {
 		if _, err := template.Parse(spec); err != nil {
 			t.Errorf("%v: %v", spec, err)
+		}
+	}
+}
+
+// The checkpoint records what the template reads and no more (P8).
+func TestNeeds(t *testing.T) {
+	for _, c := range []struct {
+		spec     template.Spec
+		want     template.Needs
+		response bool
+	}{
+		{template.Spec{Method: "DELETE", URL: "/{execution.id}/{workflow.id}/{rollback.id}/{checkpoint.id}"}, template.Needs{}, false},
+		{template.Spec{Method: "DELETE", URL: "/{request.path.1}"}, template.Needs{Path: true}, false},
+		{template.Spec{Method: "DELETE", URL: "/?x={request.path}"}, template.Needs{Path: true}, false},
+		{template.Spec{Method: "DELETE", URL: "/{response.status}"}, template.Needs{Status: true}, true},
+		{template.Spec{Method: "DELETE", URL: "/", Header: []template.Field{{"If-Match", "{response.header.etag}"}}}, template.Needs{ResponseHeader: []string{"Etag"}}, true},
+		{template.Spec{
+			Method: "POST", URL: "/{response.json./b}?x={request.query.q}&y={request.query.p}&z={request.query.q}", ContentType: jsonType,
+			Body: `["{response.json./b}",{response.json./a},{request.json./c},{request.header.x-a},{request.header.X-A}]`,
+		}, template.Needs{
+			Query: []string{"p", "q"}, RequestHeader: []string{"X-A"}, RequestBody: []string{"/c"}, ResponseBody: []string{"/a", "/b"},
+		}, true},
+	} {
+		got := mustParse(t, c.spec).Needs()
+		if !reflect.DeepEqual(got, c.want) || got.Response() != c.response {
+			t.Errorf("%v: %+v, %v", c.spec, got, got.Response())
+		}
+	}
+}
+
+// Bodies out of names and values are what they would be written by hand, whatever the
+// text in them is.
+func TestFields(t *testing.T) {
+	fields := []template.Field{
+		{Name: "charge", Value: "{response.json./id}"},
+		{Name: "amount", Value: "{request.json./amount}"},
+		{Name: "note \"&=\"", Value: "a=\"{{b}}\"&\\\n é {response.status}%"},
+		{Name: "by", Value: "{rollback.id}{checkpoint.id}"},
+		{Name: "empty"},
+	}
+	for _, c := range []struct {
+		contentType string
+		write       func([]template.Field) (string, error)
+		want, none  string
+	}{
+		{jsonType, template.JSONObject, `{"charge":"ch_7","amount":12345678901234567890,"note \"&=\"":"a=\"{b}\"&\\\n é 201%","by":"rb-1cp-1","empty":""}`, "{{}}"},
+		{formType, template.Form, `charge=ch_7&amount=12345678901234567890&note%20%22%26%3D%22=a%3D%22%7Bb%7D%22%26%5C%0A%20%C3%A9%20201%25&by=rb-1cp-1&empty=`, ""},
+	} {
+		body, err := c.write(fields)
+		if err != nil {
+			t.Fatal(err)
+		}
+		tmpl := mustParse(t, template.Spec{Method: "POST", URL: "/", ContentType: c.contentType, Body: body})
+		if got := string(mustFill(t, tmpl, charge()).Body); got != c.want {
+			t.Errorf("%s\nwant\n%s", got, c.want)
+		}
+		if none, err := c.write(nil); err != nil || none != c.none {
+			t.Errorf("no fields: %q, %v", none, err)
+		}
+		for _, bad := range []template.Field{
+			{Name: "{execution.id}", Value: "x"}, {Name: "x{{", Value: "x"}, {Name: "\xff", Value: "x"}, {Name: "x", Value: "\xff"},
+			{Name: "x", Value: "{response.body./id}"}, {Name: "x", Value: "{"},
+		} {
+			var parse *template.ParseError
+			if body, err := c.write([]template.Field{bad}); !errors.As(err, &parse) || body != "" {
+				t.Errorf("%q: %q, %v", bad, body, err)
+			}
+		}
+	}
+}
+
+// RFC 6901, sections 3 to 5, and what makes a value ambiguous.
+func TestPointer(t *testing.T) {
+	const rfc = ` { "foo" : [ "bar" , "baz" ] , "":0,"a/b":1,"c%d":2,"e^f":3,"g|h":4,"i\\j":5,"k\"l":6," ":7,"m~n":8,"~1":9,"-":10,"01":11 } `
+	for _, c := range []struct {
+		doc, pointer, want string
+		err                error
+	}{
+		{rfc, "/foo/0", `"bar"`, nil},
+		{rfc, "/foo/1", `"baz"`, nil},
+		{rfc, "/", "0", nil},
+		{rfc, "/a~1b", "1", nil},
+		{rfc, "/c%d", "2", nil},
+		{rfc, "/e^f", "3", nil},
+		{rfc, "/g|h", "4", nil},
+		{rfc, `/i\j`, "5", nil},
+		{rfc, `/k"l`, "6", nil},
+		{rfc, "/ ", "7", nil},
+		{rfc, "/m~0n", "8", nil},
+		{rfc, "/~01", "9", nil},
+		{rfc, "/-", "10", nil},
+		{rfc, "/01", "11", nil},
+		{rfc, "/foo", "", template.ErrNotScalar},
+		{rfc, "/foo/2", "", template.ErrAbsent},
+		{rfc, "/foo/-", "", template.ErrAbsent},
+		{rfc, "/foo/00", "", template.ErrAbsent},
+		{rfc, "/foo/01", "", template.ErrAbsent},
+		{rfc, "/foo/-0", "", template.ErrAbsent},
+		{rfc, "/foo/+1", "", template.ErrAbsent},
+		{rfc, "/foo/1e0", "", template.ErrAbsent},
+		{rfc, "/foo/", "", template.ErrAbsent},
+		{rfc, "/foo/99999999999999999999", "", template.ErrAbsent},
+		{rfc, "/foo/bar", "", template.ErrAbsent},
+		{rfc, "/foo/0/x", "", template.ErrAbsent},
+		{rfc, "/fo", "", template.ErrAbsent},
+		{rfc, "/Foo/0", "", template.ErrAbsent},
+		{`"x"`, "/", "", template.ErrAbsent},
+		{`{}`, "/", "", template.ErrAbsent},
+		{`[]`, "/0", "", template.ErrAbsent},
+		{`[[],{},[{"a":"]}"}],7]`, "/3", "7", nil},
+		{`[[],{},[{"a":"]}\""}],7]`, "/2/0/a", `"]}\""`, nil},
+		{`{"id":-1.50E+2}`, "/id", "-1.50E+2", nil},
+		{`{"id":1e400 }`, "/id", "1e400", nil},
+		{`{"id":12345678901234567890}`, "/id", "12345678901234567890", nil},
+		{`{"id":0.1000}`, "/id", "0.1000", nil},
+		{`{"\u0069d":"\u0041\ud83d\ude00"}`, "/id", `"A😀"`, nil},
+		{`{"id":{"x":1}}`, "/id", "", template.ErrNotScalar},
+		{`{"id":"a","id":"b"}`, "/id", "", template.ErrAmbiguous},
+		{`{"id":"a","id":"a"}`, "/id", "", template.ErrAmbiguous},
+		{`{"id":"a","\u0069d":null}`, "/id", "", template.ErrAmbiguous},
+		{`{"m":{"id":"a"},"m":{}}`, "/m/id", "", template.ErrAmbiguous},
+		// What is not on the way says nothing about the value.
+		{`{"x":1,"x":2,"id":"a"}`, "/id", `"a"`, nil},
+		{`{"id":"a","n":{"id":"b"}}`, "/id", `"a"`, nil},
+		{`{"id":"a"`, "/id", "", template.ErrNotJSON},
+		{strings.Repeat("[", 9999) + strings.Repeat("]", 9999), "/0", "", template.ErrNotScalar},
+		{strings.Repeat("[", 10001) + strings.Repeat("]", 10001), "/0", "", template.ErrNotJSON},
+	} {
+		for _, side := range []string{"request", "response"} {
+			tmpl := mustParse(t, template.Spec{Method: "POST", URL: "/", ContentType: jsonType, Body: "{" + side + ".json." + c.pointer + "}"})
+			src := &template.Source{Status: 200}
+			if side == "request" {
+				src.Request.Body = []byte(c.doc)
+			} else {
+				src.Response.Body = []byte(c.doc)
+			}
+			req, err := tmpl.Fill(src)
+			if c.err != nil {
+				if reason(t, err) != c.err {
+					t.Errorf("%.60s at %s: %v, want %v", c.doc, c.pointer, err, c.err)
+				}
+			} else if err != nil || string(req.Body) != c.want {
+				t.Errorf("%.60s at %s: %s, %v; want %s", c.doc, c.pointer, req.Body, err, c.want)
+			}
 		}
 	}
 }

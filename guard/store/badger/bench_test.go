@@ -39,7 +39,7 @@ func BenchmarkCommit(b *testing.B) {
 	}
 }
 
-// BenchmarkCommitAtOnce is the same without the wait for others.
+// BenchmarkCommitAtOnce is the same without GroupWait.
 func BenchmarkCommitAtOnce(b *testing.B) {
 	for _, clients := range []int{1, 4, 16, 64, 256} {
 		b.Run(fmt.Sprintf("clients=%d", clients), func(b *testing.B) {

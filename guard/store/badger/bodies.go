@@ -1,11 +1,16 @@
 package badger
 
 import (
+	"bytes"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/crc32"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -16,20 +21,20 @@ import (
 const (
 	// maxHandles bounds the open segment files.
 	maxHandles = 32
-	// sweepGrace keeps a segment a little longer than its entries live, for reads
-	// that found an entry alive and are about to fetch its value.
+	// sweepGrace keeps a segment a little longer than its entries, for reads that found an
+	// entry and are about to fetch its value.
 	sweepGrace = time.Minute
 )
 
-// bodies are the bulk values: append-only files by time of expiry, beside Badger,
-// because there the space of expired values comes back only by rewriting the rest.
+// bodies are the bulk values, in append-only files by time of expiry: Badger reclaims space
+// only by rewriting the live values.
 type bodies struct {
 	dir    string
 	window time.Duration
 	disk   disk
 
-	// writing is held by an append from the choice of its files to their sync, and
-	// by a sweep while it renames, so that no value goes into a dropped file.
+	// writing is held by an append from the choice of its files to their sync, and by a
+	// sweep while it renames, so that no value goes to a dropped file.
 	writing sync.Mutex
 	created bool // since the directory was last synced; guarded by writing
 
@@ -60,21 +65,21 @@ func openBodies(dir string, window time.Duration, d disk) (*bodies, error) {
 	return &bodies{dir: dir, window: window, disk: d, handles: make(map[int64]*handle)}, nil
 }
 
-// bulkValue is one value to append; append fills in where it lies.
+// bulkValue is a value to append; append fills in its place.
 type bulkValue struct {
 	key, value []byte
 	expires    time.Time
 	at         pointer
 }
 
-// syncError says that what is durable is no longer known.
+// syncError means that the state of the disk is unknown.
 type syncError struct{ error }
 
 func (e syncError) Unwrap() error { return e.error }
 
-// append makes values durable and fills in their pointers; syncs is called before
-// each sync. Any error but a syncError leaves the files usable: what was written of
-// the values is garbage that no pointer names.
+// append makes values durable and fills in their pointers; syncs is called before each
+// sync. After any error but a syncError the files are usable: no pointer leads to what was
+// written.
 func (b *bodies) append(values []*bulkValue, syncs func()) error {
 	b.writing.Lock()
 	defer b.writing.Unlock()
@@ -86,8 +91,8 @@ func (b *bodies) append(values []*bulkValue, syncs func()) error {
 	return b.sync(written, syncs)
 }
 
-// writeAll writes values to their files and returns these, pinned. It is called with
-// writing held.
+// writeAll writes values to their files and returns the files, pinned. The caller holds
+// writing.
 func (b *bodies) writeAll(values []*bulkValue) (written []*handle, err error) {
 	bySegment := make(map[int64][]*bulkValue)
 	for _, v := range values {
@@ -116,8 +121,8 @@ func (b *bodies) write(h *handle, end int64, values []*bulkValue) error {
 		v.at = pointer{segment: end, offset: offset, length: uint32(len(v.value)), sum: sum}
 	}
 	if err := b.disk.write(h.f, buf, h.size); err != nil {
-		// The next append overwrites what came through; giving the space back at
-		// once matters where the disk is full, and changes nothing if it fails.
+		// The next append overwrites what was written. Truncating gives space back to a
+		// full disk, and may fail.
 		_ = h.f.Truncate(h.size)
 		return fmt.Errorf("writing bulk values: %w", err)
 	}
@@ -153,7 +158,7 @@ func (b *bodies) unpin(handles []*handle) {
 	b.evict()
 }
 
-// handle is called with mu held.
+// handle returns the open segment. The caller holds mu.
 func (b *bodies) handle(end int64, flags int) (*handle, error) {
 	if b.closed {
 		return nil, store.ErrClosed
@@ -178,14 +183,14 @@ func (b *bodies) handle(end int64, flags int) (*handle, error) {
 	return h, nil
 }
 
-// evict closes the longest unused files over the bound, with mu held. A read that
-// still has one meets os.ErrClosed and opens it anew.
+// evict closes the least recently used files over the bound. A read that still has one gets
+// os.ErrClosed and opens it anew. The caller holds mu.
 func (b *bodies) evict() {
 	for len(b.handles) > maxHandles {
 		var oldest int64
 		var found *handle
 		for end, h := range b.handles {
-			// The newest was opened for a caller who has not used it yet.
+			// The newest was opened for a caller that has not used it yet.
 			if h.pinned || h.dirty || h.used == b.clock {
 				continue
 			}
@@ -201,7 +206,7 @@ func (b *bodies) evict() {
 	}
 }
 
-// read returns the value that p names. What is missing or altered is ErrDamaged.
+// read returns the value at p, or store.ErrDamaged if it is missing or altered.
 func (b *bodies) read(p pointer, key []byte) ([]byte, error) {
 	for {
 		b.mu.Lock()
@@ -224,12 +229,12 @@ func (b *bodies) read(p pointer, key []byte) ([]byte, error) {
 	}
 }
 
-// sweep drops the segments whose entries have all expired by now. It returns how
-// many there were.
+// sweep removes the segments whose entries have all expired by now, and returns their
+// number.
 func (b *bodies) sweep(now time.Time) (dropped int, err error) {
-	names, err := b.retire(now.Add(-sweepGrace).Unix())
+	names, err := b.renameExpired(now.Add(-sweepGrace).Unix())
 	for _, name := range names {
-		// Freeing a large file takes time that no commit should wait for.
+		// Freeing a large file takes time, and commits must not wait for it.
 		if removeErr := os.Remove(filepath.Join(b.dir, name)); removeErr != nil && err == nil {
 			err = removeErr
 		}
@@ -237,9 +242,9 @@ func (b *bodies) sweep(now time.Time) (dropped int, err error) {
 	return len(names), err
 }
 
-// retire renames the segments that end at or before end, and lists them together
-// with those that a crash left renamed.
-func (b *bodies) retire(end int64) (names []string, err error) {
+// renameExpired renames the segments that end at or before end, and lists them with those
+// that a crash left renamed.
+func (b *bodies) renameExpired(end int64) (names []string, err error) {
 	b.writing.Lock()
 	defer b.writing.Unlock()
 	entries, err := os.ReadDir(b.dir)
@@ -256,22 +261,18 @@ func (b *bodies) retire(end int64) (names []string, err error) {
 		if !ok || segment > end {
 			continue
 		}
-		b.forget(segment)
+		b.mu.Lock()
+		if h := b.handles[segment]; h != nil {
+			h.f.Close()
+			delete(b.handles, segment)
+		}
+		b.mu.Unlock()
 		if err := os.Rename(filepath.Join(b.dir, name), filepath.Join(b.dir, name+droppedSuffix)); err != nil {
 			return names, err
 		}
 		names = append(names, name+droppedSuffix)
 	}
 	return names, nil
-}
-
-func (b *bodies) forget(end int64) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if h := b.handles[end]; h != nil {
-		h.f.Close()
-		delete(b.handles, end)
-	}
 }
 
 func (b *bodies) close() {
@@ -282,4 +283,141 @@ func (b *bodies) close() {
 		h.f.Close()
 	}
 	clear(b.handles)
+}
+
+// Small bulk values are written to their files after their commit. The log keeps them until
+// the files are synced: see logCleaner.
+
+// stage writes values and fills in their pointers. They are durable after syncStaged.
+func (b *bodies) stage(values []*bulkValue, syncs func()) error {
+	b.writing.Lock()
+	defer b.writing.Unlock()
+	written, err := b.writeAll(values)
+	if err == nil && len(b.unsynced()) > maxHandles/2 {
+		err = b.sync(b.unsynced(), syncs)
+	}
+	b.unpin(written)
+	return err
+}
+
+// syncStaged makes staged values durable.
+func (b *bodies) syncStaged(syncs func()) error {
+	b.writing.Lock()
+	defer b.writing.Unlock()
+	return b.sync(b.unsynced(), syncs)
+}
+
+// markUnsynced notes that a segment may be in the page cache only.
+func (b *bodies) markUnsynced(segment int64) error {
+	b.writing.Lock()
+	defer b.writing.Unlock()
+	h, err := b.forAppend(segment)
+	if err != nil {
+		return err
+	}
+	b.mu.Lock()
+	h.dirty = true
+	b.mu.Unlock()
+	b.unpin([]*handle{h})
+	return nil
+}
+
+func (b *bodies) unsynced() (dirty []*handle) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, h := range b.handles {
+		if h.dirty {
+			dirty = append(dirty, h)
+		}
+	}
+	return dirty
+}
+
+// sync syncs files and, if one was created, the directory. The caller holds writing.
+func (b *bodies) sync(files []*handle, syncs func()) error {
+	for _, h := range files {
+		syncs()
+		if err := b.disk.sync(h.f); err != nil {
+			return syncError{fmt.Errorf("syncing bulk values: %w", err)}
+		}
+		b.mu.Lock()
+		h.dirty = false
+		b.mu.Unlock()
+	}
+	if b.created {
+		if err := b.disk.syncDir(b.dir); err != nil {
+			return syncError{fmt.Errorf("syncing the directory of bulk values: %w", err)}
+		}
+		b.created = false
+	}
+	return nil
+}
+
+// A segment holds the bulk values of one time partition. It is read by pointers from Badger
+// only, so what a crash left at its end does no harm.
+//
+//	bytes 0-3    magic
+//	bytes 4-7    length of the key
+//	bytes 8-11   length of the value
+//	bytes 12-15  CRC-32C of key and value
+//	then         key, value
+const (
+	segmentMagic  = 0x61676231 // "agb1"
+	segmentHeader = 16
+	segmentSuffix = ".seg"
+	droppedSuffix = ".dropped"
+)
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// partition is the end of the window that expires falls into, Unix seconds. The segment is
+// named by it, so the window may change between openings.
+func partition(expires time.Time, window time.Duration) int64 {
+	seconds, width := expires.Unix(), int64(window/time.Second)
+	start := seconds - ((seconds%width)+width)%width
+	return start + width
+}
+
+func segmentName(end int64) string { return strconv.FormatInt(end, 10) + segmentSuffix }
+
+func segmentEnd(name string) (int64, bool) {
+	digits, ok := strings.CutSuffix(name, segmentSuffix)
+	if !ok {
+		return 0, false
+	}
+	end, err := strconv.ParseInt(digits, 10, 64)
+	return end, err == nil
+}
+
+func appendSegment(b, key, value []byte) (_ []byte, sum uint32) {
+	sum = crc32.Update(crc32.Checksum(key, castagnoli), castagnoli, value)
+	b = binary.BigEndian.AppendUint32(b, segmentMagic)
+	b = binary.BigEndian.AppendUint32(b, uint32(len(key)))
+	b = binary.BigEndian.AppendUint32(b, uint32(len(value)))
+	b = binary.BigEndian.AppendUint32(b, sum)
+	b = append(b, key...)
+	return append(b, value...), sum
+}
+
+// readSegment reads the value at p and checks that it belongs to key.
+func readSegment(f *os.File, p pointer, key []byte) ([]byte, error) {
+	b := make([]byte, segmentHeader+len(key)+int(p.length))
+	if _, err := f.ReadAt(b, int64(p.offset)); err != nil {
+		if errors.Is(err, io.EOF) {
+			return nil, fmt.Errorf("segment %d ends inside the value", p.segment)
+		}
+		return nil, err
+	}
+	value := b[segmentHeader+len(key):]
+	switch {
+	case binary.BigEndian.Uint32(b) != segmentMagic,
+		binary.BigEndian.Uint32(b[4:]) != uint32(len(key)),
+		!bytes.Equal(b[segmentHeader:segmentHeader+len(key)], key),
+		binary.BigEndian.Uint32(b[8:]) != p.length,
+		binary.BigEndian.Uint32(b[12:]) != p.sum:
+		return nil, fmt.Errorf("segment %d holds something else at %d", p.segment, p.offset)
+	case crc32.Checksum(b[segmentHeader:], castagnoli) != p.sum:
+		return nil, fmt.Errorf("checksum does not match in segment %d at %d", p.segment, p.offset)
+	}
+	return value[:len(value):len(value)], nil
 }

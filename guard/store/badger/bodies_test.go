@@ -15,31 +15,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// manual is a clock that the test sets.
-type manual struct {
-	mu  sync.Mutex
-	now time.Time
-}
-
-func newManual() *manual { return &manual{now: time.Unix(1_700_000_000, 0)} }
-
-func (m *manual) Now() time.Time {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return m.now
-}
-
-func (m *manual) advance(d time.Duration) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.now = m.now.Add(d)
-}
-
-func (m *manual) bulk(key string, size int, ttl time.Duration) store.Write {
-	return store.Write{Key: []byte(key), Value: bytes.Repeat([]byte(key), size)[:size], Bulk: true, Expires: m.Now().Add(ttl)}
-}
-
-// segments lists the files of bulk values, once all that was committed is in them.
+// segments lists the bulk files, after everything committed was written to them.
 func segments(t *testing.T, s *Store) []string {
 	t.Helper()
 	must(t, s.drain(t.Context()))
@@ -54,8 +30,8 @@ func segments(t *testing.T, s *Store) []string {
 	return names
 }
 
-// A large value is durable before anything that names it (Write.Bulk), the new file's
-// name included. A small one shares the frame, and its sync, with what names it.
+// A large bulk value is durable before the entry that points to it (Write.Bulk), the name
+// of a new file included. A small one shares the frame and its sync.
 func TestBulkIsSyncedFirst(t *testing.T) {
 	m := newManual()
 	s, d := newFaulty(t, Options{Now: m.Now})
@@ -78,8 +54,7 @@ func TestBulkIsSyncedFirst(t *testing.T) {
 	}
 }
 
-// P4: a disk that is full for bulk values fails the batches that have some, and
-// those alone.
+// P4: if the disk is full for bulk values, only the batches that have some fail.
 func TestBulkWriteFails(t *testing.T) {
 	m := newManual()
 	s, d := newFaulty(t, Options{Now: m.Now})
@@ -209,7 +184,7 @@ func TestSegmentsAreDroppedWhole(t *testing.T) {
 	_, err := s.Get(t.Context(), []byte("early-0"))
 	wantErr(t, "get", err, store.ErrNotFound)
 
-	// Also at opening, with what a crash left between rename and removal.
+	// Open also removes what a crash left between rename and removal.
 	must(t, s.Close())
 	must(t, os.WriteFile(filepath.Join(dir, "bodies", "1"+segmentSuffix+droppedSuffix), []byte("x"), 0o600))
 	m.advance(10 * time.Hour)
@@ -335,23 +310,4 @@ func TestFilesAreTheOwnersAlone(t *testing.T) {
 		}
 		return nil
 	}))
-}
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
-// flip changes one byte; a negative offset counts from the end.
-func flip(t *testing.T, file string, offset int) {
-	t.Helper()
-	b, err := os.ReadFile(file)
-	must(t, err)
-	if offset < 0 {
-		offset += len(b)
-	}
-	b[offset] ^= 0x20
-	must(t, os.WriteFile(file, b, 0o600))
 }

@@ -1,51 +1,524 @@
 package badger
 
 import (
-	"bytes"
-	"context"
+	"encoding/binary"
+	"errors"
 	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Commit implements store.Store. It returns after the sync of the transaction that
-// carries the batch (P2).
-func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Version, error) {
-	if err := store.Check(writes); err != nil {
-		return 0, err
-	}
-	if err := ctx.Err(); err != nil {
-		return 0, err
-	}
-	if err := s.admit(writes); err != nil {
-		return 0, err
-	}
-	b := newBatch(writes, s.options.Now())
-	if !s.committer.commitAlone(b) {
-		if err := s.queue.put(b); err != nil {
-			return 0, err
-		}
-	}
-	<-b.done
-	version, err := b.version, b.err
-	if err == nil && b.lost >= 0 {
-		version, err = 0, s.conflict(b)
-	}
-	b.release()
-	return version, err
+// queue hands all waiting batches to the committer: one slice fills while the committer
+// works on the other.
+type queue struct {
+	wait time.Duration // the longest
+
+	mu      sync.Mutex
+	waiting []*batch
+	spare   []*batch
+	closed  bool
+
+	wake chan struct{} // a batch waits, or the queue was closed
+
+	// inFlight is the recent number of concurrent commits, in sixteenths.
+	inFlight atomic.Int64
 }
 
-// conflict tells the loser what stands there.
-func (s *Store) conflict(b *batch) error {
-	lost := &store.Conflict{Index: b.lost, Key: bytes.Clone(b.writes[b.lost].Key)}
-	if b.found == nil {
-		return lost
+// put queues b, or fails where the queue was closed.
+func (q *queue) put(b *batch) error {
+	q.mu.Lock()
+	if q.closed {
+		q.mu.Unlock()
+		return store.ErrClosed
 	}
-	e, err := s.entry(lost.Key, b.found, time.Time{})
+	q.waiting = append(q.waiting, b)
+	first := len(q.waiting) == 1
+	q.mu.Unlock()
+	if first {
+		signal(q.wake)
+	}
+	return nil
+}
+
+// await returns true when batches wait and others had time to join, or false when the queue
+// is closed and empty.
+func (q *queue) await() bool {
+	for {
+		q.mu.Lock()
+		some, closed := len(q.waiting) > 0, q.closed
+		q.mu.Unlock()
+		switch {
+		case some:
+			q.waitForMore()
+			return true
+		case closed:
+			return false
+		}
+		<-q.wake
+	}
+}
+
+// take returns the waiting batches in order. The slice is valid until the next take.
+func (q *queue) take() []*batch {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	group := q.waiting
+	q.waiting, q.spare = q.spare[:0], group
+	return group
+}
+
+// idle reports whether no batch waits and few came recently.
+func (q *queue) idle() bool {
+	return q.expected() < defaultGroup && q.length() == 0
+}
+
+func (q *queue) expected() int { return int(q.inFlight.Load()+8) / 16 }
+
+// countInFlight records n batches that are about to be answered; with those that wait they
+// are the concurrent commits.
+func (q *queue) countInFlight(n int) {
+	now, before := 16*int64(n+max(q.length(), 0)), q.inFlight.Load()
+	// Quick to rise, so that a burst takes effect at once.
+	q.inFlight.Store(max(now, before+(now-before)/4))
+}
+
+// waitForMore lets more commits of a burst join the group and share its sync. With few
+// commits in flight it does not wait.
+func (q *queue) waitForMore() {
+	expected := q.expected()
+	if q.wait <= 0 || expected < defaultGroup {
+		return
+	}
+	// Clients that were just answered commit again at once, and need this processor to do
+	// so; a sleep would be too long.
+	begun := time.Now()
+	for time.Since(begun) < q.wait/6 {
+		if n := q.length(); n < 0 || n >= expected {
+			return
+		}
+		runtime.Gosched()
+	}
+	pause(q.wait - q.wait/6)
+}
+
+// length is the number of waiting batches, or -1 if the queue is closed.
+func (q *queue) length() int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.closed {
+		return -1
+	}
+	return len(q.waiting)
+}
+
+// close refuses further batches; take still returns those that wait.
+func (q *queue) close() {
+	q.mu.Lock()
+	q.closed = true
+	q.mu.Unlock()
+	signal(q.wake)
+}
+
+func signal(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}
+
+// batch is one Commit on its way through the committer.
+type batch struct {
+	writes []store.Write
+	staged []staged
+	bulk   int // bytes of bulk values that go to their files first
+	inline int // bytes of the others
+	size   int // of its changes in a frame, and about their size in memory
+
+	// The result, set before the send to done.
+	done    chan struct{}
+	version store.Version
+	err     error
+	failed  int    // index of the write whose condition failed, or -1
+	found   []byte // the value under its key; nil is none
+
+	// onGroup is set if the result depends on an earlier batch of the same group, and so on
+	// its sync.
+	onGroup bool
+}
+
+// staged is one write as the log will hold it.
+type staged struct {
+	key   []byte // with the byte in front
+	value []byte // header and value; nil deletes
+	apart bool   // value is a pointer, to be filled in
+}
+
+const (
+	// entryOverhead is what Badger adds to key and value when it sizes a
+	// transaction.
+	entryOverhead = 12
+	// maxInline is the size from which on a bulk value goes straight to its file, with a
+	// sync of its own: writing it twice would cost more.
+	maxInline = 32 << 10
+)
+
+var batches = sync.Pool{New: func() any { return &batch{done: make(chan struct{}, 1)} }}
+
+// newBatch encodes writes on the caller's goroutine, so that the committer only fills in
+// versions and pointers.
+func newBatch(writes []store.Write, now time.Time) *batch {
+	b := batches.Get().(*batch)
+	b.writes, b.failed = writes, -1
+	total := 0
+	for i := range writes {
+		w := &writes[i]
+		total += 1 + len(w.Key) + headerSize
+		if w.Bulk && len(w.Value) >= maxInline {
+			total += pointerSize
+		} else {
+			total += len(w.Value)
+		}
+	}
+	memory := make([]byte, 0, total)
+	take := func(n int) []byte {
+		from := len(memory)
+		memory = memory[:from+n]
+		return memory[from : from+n : from+n]
+	}
+	for i := range writes {
+		w := &writes[i]
+		s := staged{key: take(1 + len(w.Key))}
+		s.key[0] = userSpace
+		copy(s.key[1:], w.Key)
+		// A write that has already expired is a deletion: its bulk file may have been
+		// swept.
+		gone := w.Delete || !w.Expires.IsZero() && !now.Before(w.Expires)
+		switch {
+		case gone:
+		case w.Bulk && len(w.Value) >= maxInline:
+			s.value, s.apart = take(headerSize+pointerSize), true
+			putHeader(s.value, w.Expires, flagBulk)
+			b.bulk += len(w.Value)
+		case w.Bulk:
+			s.value = take(headerSize + len(w.Value))
+			putHeader(s.value, w.Expires, flagBulk|flagInline)
+			copy(s.value[headerSize:], w.Value)
+			b.inline += len(w.Value)
+		default:
+			s.value = take(headerSize + len(w.Value))
+			putHeader(s.value, w.Expires, 0)
+			copy(s.value[headerSize:], w.Value)
+		}
+		b.size += len(s.key) + len(s.value) + entryOverhead
+		b.staged = append(b.staged, s)
+	}
+	return b
+}
+
+func (b *batch) finish(err error) {
+	b.err = err
+	b.done <- struct{}{}
+}
+
+// release returns the batch to the pool; the overlay keeps the encoded values.
+func (b *batch) release() {
+	clear(b.staged)
+	*b = batch{done: b.done, staged: b.staged[:0]}
+	batches.Put(b)
+}
+
+// maxGroupBulk bounds the memory of one group's large bulk values, in bytes.
+const maxGroupBulk = 8 << 20
+
+// committer commits one group at a time: one frame of the log, one sync for all waiting
+// batches. An uncontended commit runs on the caller's goroutine: two goroutine switches
+// cost as much as the fsync.
+type committer struct {
+	*Store
+	mu     sync.Mutex    // held during a commit
+	next   store.Version // the next version to give
+	values []*bulkValue  // scratch
+	frame  []byte        // scratch
+}
+
+func (c *committer) run() {
+	for c.queue.await() {
+		c.mu.Lock()
+		for waiting := c.queue.take(); len(waiting) > 0; {
+			n := fitting(waiting)
+			c.commitGroup(waiting[:n])
+			waiting = waiting[n:]
+		}
+		c.mu.Unlock()
+	}
+}
+
+// commitInline commits b on the caller's goroutine if no other commit is running or
+// expected. Commits that arrive meanwhile queue for the committer.
+func (c *committer) commitInline(b *batch) bool {
+	if !c.queue.idle() || !c.mu.TryLock() {
+		return false
+	}
+	defer c.mu.Unlock()
+	if !c.queue.idle() {
+		return false
+	}
+	c.commitGroup([]*batch{b})
+	return true
+}
+
+// wait returns when the last commit is done, once the queue is closed.
+func (c *committer) wait() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+}
+
+// fitting is how many batches from the first on fit into one frame, at least one.
+func fitting(waiting []*batch) int {
+	size, bulk := maxFrame, maxGroupBulk
+	for i, b := range waiting {
+		size -= b.size
+		bulk -= b.bulk
+		if i > 0 && (size <= 0 || bulk <= 0) {
+			return i
+		}
+	}
+	return len(waiting)
+}
+
+func (c *committer) commitGroup(all []*batch) {
+	c.awaitApplier()
+	if c.unhealthy() != nil {
+		finish(all, store.ErrUnhealthy)
+		return
+	}
+	landing, err := c.appendBulk(all)
 	if err != nil {
-		return fmt.Errorf("badger: batch refused, what stands in its way cannot be read: %w", err)
+		// Nothing of the group went to the log, so nothing was committed.
+		c.fail(err)
+		finish(landing, store.ErrUnhealthy)
+		return
 	}
-	lost.Found = &e
-	return lost
+	g := c.evaluate(landing)
+	if len(g.winners) == 0 {
+		return
+	}
+	frame := c.encode(g)
+	if err := c.log.ensureSpace(len(frame)+frameAlign, c.failed); err != nil {
+		finish(append(g.winners, g.dependent...), notWritten(err))
+		return
+	}
+	c.counters.commits.Add(1)
+	begun := time.Now()
+	c.frame, err = c.log.append(frame, c.next-1)
+	if err != nil {
+		c.fail(err)
+		// The frame may be on disk or not, and the conflicts depend on it.
+		finish(append(g.winners, g.dependent...), store.ErrUnknown)
+		return
+	}
+	if c.options.Observer != nil {
+		c.options.Observer.Committed(len(g.winners), time.Since(begun))
+	}
+	c.publish(g)
+}
+
+// awaitApplier waits while the applier is behind, which bounds the memory.
+func (c *committer) awaitApplier() {
+	for {
+		applied := c.overlay.untilSpace()
+		if applied == nil {
+			return
+		}
+		select {
+		case <-applied:
+		case <-c.failed:
+			return
+		}
+	}
+}
+
+func (c *committer) encode(g *group) []byte {
+	if cap(c.frame) > maxLayer {
+		c.frame = nil // do not keep the memory of one large group
+	}
+	b := beginFrame(c.frame)
+	for _, w := range g.winners {
+		for i := range w.staged {
+			b = appendChange(b, w.staged[i].key, w.staged[i].value)
+		}
+	}
+	return b
+}
+
+// appendBulk makes the group's large bulk values durable before the frame that points to
+// them; small ones are in the frame. It finishes the batches whose values could not be
+// written and returns the others. An error means that the state of the disk is unknown.
+func (c *committer) appendBulk(all []*batch) ([]*batch, error) {
+	values := c.values[:0]
+	for _, b := range all {
+		if b.bulk == 0 {
+			continue
+		}
+		for i := range b.writes {
+			w := &b.writes[i]
+			if !b.staged[i].apart {
+				continue
+			}
+			values = append(values, &bulkValue{key: w.Key, value: w.Value, expires: w.Expires})
+		}
+	}
+	if len(values) == 0 {
+		return all, nil
+	}
+	err := c.bodies.append(values, c.countBulkSync)
+	if errors.As(err, new(syncError)) {
+		return all, err
+	}
+	landing := all[:0:0]
+	next := 0
+	for _, b := range all {
+		switch {
+		case b.bulk == 0:
+			landing = append(landing, b)
+		case err != nil:
+			b.finish(notWritten(err))
+		default:
+			landing = append(landing, b)
+			for i := range b.writes {
+				if b.staged[i].apart {
+					values[next].at.put(b.staged[i].value[headerSize:])
+					next++
+				}
+			}
+		}
+	}
+	clear(values)
+	c.values = values[:0]
+	return landing, nil
+}
+
+// publish makes the group readable before it wakes watchers and answers the callers.
+func (c *committer) publish(g *group) {
+	c.overlay.publish(g.pending, c.log.seq, c.next-1)
+	c.queue.countInFlight(len(g.winners) + len(g.dependent))
+	for _, b := range g.winners {
+		c.counters.batches.Add(1)
+		c.counters.writes.Add(uint64(len(b.staged)))
+		c.counters.bytes.Add(uint64(b.size - b.inline))
+		for i := range b.writes {
+			if w := &b.writes[i]; w.Bulk && b.staged[i].value != nil {
+				c.counters.bulkBytes.Add(uint64(len(w.Value)))
+			}
+			c.watches.Wake(b.writes[i].Key)
+		}
+	}
+	finish(g.winners, nil)
+	finish(g.dependent, nil)
+}
+
+func finish(all []*batch, err error) {
+	for _, b := range all {
+		b.finish(err)
+	}
+}
+
+// group is a frame in the making, with the changes of its batches.
+type group struct {
+	winners   []*batch
+	dependent []*batch // conflicts with a winner of this group
+	pending   map[string][]byte
+}
+
+// evaluate checks the conditions of each batch against the state that those before it
+// leave, and collects the writes of those that hold. A conflict with the durable state is
+// answered at once; one with a winner of this group waits for the sync.
+func (c *committer) evaluate(all []*batch) *group {
+	c.reading.RLock()
+	defer c.reading.RUnlock()
+	g := &group{
+		winners: make([]*batch, 0, len(all)),
+		pending: make(map[string][]byte),
+	}
+	now := c.options.Now()
+	for _, b := range all {
+		err := c.checkConditions(g, b, now)
+		switch {
+		case err != nil:
+			b.finish(notWritten(err))
+		case b.failed < 0:
+			c.stage(g, b)
+			g.winners = append(g.winners, b)
+		case b.onGroup:
+			c.counters.conflicts.Add(1)
+			g.dependent = append(g.dependent, b)
+		default:
+			c.counters.conflicts.Add(1)
+			b.finish(nil)
+		}
+	}
+	return g
+}
+
+// checkConditions finds the first write whose condition does not hold.
+func (c *committer) checkConditions(g *group, b *batch, now time.Time) error {
+	for i := range b.writes {
+		condition := b.writes[i].If
+		if condition.None() {
+			continue
+		}
+		raw, ok := g.pending[string(b.staged[i].key)]
+		if ok {
+			b.onGroup = true
+		} else {
+			var err error
+			if raw, err = c.find(b.staged[i].key); err != nil {
+				return err
+			}
+		}
+		found, err := livingEntry(raw, now)
+		if err != nil {
+			return err
+		}
+		if !condition.Holds(found) {
+			b.failed = i
+			if found != nil {
+				b.found = raw
+			}
+			return nil
+		}
+	}
+	return nil
+}
+
+func notWritten(err error) error {
+	return fmt.Errorf("badger: nothing was written: %w", err)
+}
+
+// livingEntry decodes what a condition needs of raw; nil is expired or none.
+func livingEntry(raw []byte, now time.Time) (*store.Entry, error) {
+	if raw == nil {
+		return nil, nil
+	}
+	r, err := decode(raw)
+	if err != nil || !r.living(now) {
+		return nil, err
+	}
+	return &store.Entry{Version: r.version}, nil
+}
+
+func (c *committer) stage(g *group, b *batch) {
+	b.version = c.next
+	c.next++
+	for i := range b.staged {
+		w := &b.staged[i]
+		if w.value != nil {
+			binary.BigEndian.PutUint64(w.value[1:], uint64(b.version))
+		}
+		g.pending[string(w.key)] = w.value
+	}
 }

@@ -8,20 +8,21 @@ import (
 	badgerdb "github.com/dgraph-io/badger/v4"
 )
 
-// disk is what makes things durable, apart so that tests can let it fail.
+// disk is the part of the file system that makes things durable; tests replace it by one
+// that fails.
 type disk interface {
-	// record puts a frame of the log at off and returns when it is durable.
+	// record writes a frame of the log at off and returns when it is durable.
 	record(f *os.File, frame []byte, off int64) error
-	// apply lets Badger have txn under ts. It is not durable there.
+	// apply commits txn to Badger at ts. It is not durable there.
 	apply(txn *badgerdb.Txn, ts uint64) error
-	// write puts b at off.
+	// write writes b at off.
 	write(f *os.File, b []byte, off int64) error
 	// sync returns when the contents of f are durable.
 	sync(f *os.File) error
 	// syncDir returns when the entries of dir are durable.
 	syncDir(dir string) error
-	// free is the space in bytes that is left for dir; ok is false where the
-	// system does not tell.
+	// free is the free space for dir in bytes; ok is false if the system does not report
+	// it.
 	free(dir string) (bytes uint64, ok bool)
 }
 

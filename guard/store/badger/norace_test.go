@@ -2,4 +2,4 @@
 
 package badger
 
-const manyRecords = 300_000
+const manyRecords = 100_000

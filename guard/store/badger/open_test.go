@@ -18,7 +18,7 @@ func TestDirectoryInUse(t *testing.T) {
 	s := reopenWith(t, dir, Options{}, osDisk{})
 	mustCommit(t, s, put("a", "1"))
 	_, err := Open(dir, Options{})
-	wantErr(t, "second open", err, ErrLocked)
+	wantErr(t, "second open", err, errLocked)
 	if err == nil || !strings.Contains(err.Error(), "give this one a directory of its own with `store badger <path>`") {
 		t.Errorf("%q does not say what to do", err)
 	}
@@ -36,13 +36,13 @@ func TestUnusableDirectory(t *testing.T) {
 	must(t, os.WriteFile(file, nil, 0o600))
 	for _, dir := range []string{file, filepath.Join(file, "below")} {
 		_, err := Open(dir, Options{})
-		if err == nil || errors.Is(err, ErrCorrupt) || errors.Is(err, ErrLocked) {
+		if err == nil || errors.Is(err, errCorrupt) || errors.Is(err, errLocked) {
 			t.Errorf("open of %s: %v; want an error that says it is no directory", dir, err)
 		}
 	}
 }
 
-// A store among other files would be lost with them, or they with it.
+// A store does not mix its files with others.
 func TestDirectoryOfOthersIsRefused(t *testing.T) {
 	for _, name := range []string{"notes.txt", "pictures/", ".hidden", "lsm", "bodies"} {
 		t.Run(name, func(t *testing.T) {
@@ -57,7 +57,7 @@ func TestDirectoryOfOthersIsRefused(t *testing.T) {
 				_ = s.Close()
 				t.Fatal("it was opened")
 			}
-			if errors.Is(err, ErrCorrupt) || errors.Is(err, ErrLocked) ||
+			if errors.Is(err, errCorrupt) || errors.Is(err, errLocked) ||
 				!strings.Contains(err.Error(), "holds other files and no store; give the store a directory of its own") {
 				t.Errorf("open: %v; want an error that says what to do", err)
 			}
@@ -68,8 +68,8 @@ func TestDirectoryOfOthersIsRefused(t *testing.T) {
 	}
 }
 
-// What a file system, a creation that was cut short, or a user of a store that is
-// there puts into the directory is in nobody's way.
+// Files of a file system, of an unfinished creation, or of a user of the store do not keep
+// it from opening.
 func TestDirectoryThatMayBecomeAStore(t *testing.T) {
 	dir := t.TempDir()
 	must(t, os.Mkdir(filepath.Join(dir, "lost+found"), 0o700))
@@ -86,7 +86,7 @@ func TestDirectoryThatMayBecomeAStore(t *testing.T) {
 	wantValue(t, reopenWith(t, dir, Options{}, osDisk{}), "a", "1")
 }
 
-// P1: a store without its STORE is damaged, whatever lies beside it.
+// P1: a store without its manifest is damaged, whatever other files there are.
 func TestDamageBesideOtherFiles(t *testing.T) {
 	dir := seeded(t)
 	must(t, os.Remove(filepath.Join(dir, "STORE")))
@@ -110,8 +110,7 @@ func seeded(t *testing.T) (dir string) {
 
 // image copies the files of a store as a crash at this moment would leave them.
 //
-// A copy takes time, in which Badger may drop a table that the manifest has named: one
-// during which tables or manifest have changed is taken again.
+// It copies again if tables or Badger's manifest changed during the copy.
 func image(t *testing.T, from string) (to string) {
 	t.Helper()
 	tables := func() (all []string) {
@@ -159,7 +158,7 @@ func refused(t *testing.T, dir string) {
 	if err == nil {
 		_ = s.Close()
 	}
-	wantErr(t, "open", err, ErrCorrupt)
+	wantErr(t, "open", err, errCorrupt)
 	if err != nil && (!strings.Contains(err.Error(), dir) || !strings.Contains(err.Error(),
 		"restore the whole directory from a backup (calls executed since then are forgotten and would run again)")) {
 		t.Errorf("%q does not say where, what to do, and what it costs", err)
@@ -182,7 +181,7 @@ func listing(t *testing.T, dir string) (names []string) {
 	return names
 }
 
-// P1: a store that has forgotten something must not open, for its keys would be free.
+// P1: a store that has lost entries must not open: their keys would be free.
 func TestDamageIsFoundAtOpen(t *testing.T) {
 	closed := seeded(t)
 	manifest := func(dir string) string { return filepath.Join(dir, "lsm", "MANIFEST") }
@@ -224,7 +223,7 @@ func TestDamageIsFoundAtOpen(t *testing.T) {
 			damage(dir)
 			if name == "key registry garbage" { // found by Badger itself, after it has begun
 				_, err := Open(dir, Options{})
-				wantErr(t, "open", err, ErrCorrupt)
+				wantErr(t, "open", err, errCorrupt)
 				return
 			}
 			refused(t, dir)
@@ -232,12 +231,12 @@ func TestDamageIsFoundAtOpen(t *testing.T) {
 	}
 }
 
-func inspectFile(t *testing.T, name string) (census, error) {
+func inspectFile(t *testing.T, name string) (tableStats, error) {
 	t.Helper()
 	f, err := os.Open(name)
 	must(t, err)
 	defer f.Close()
-	return inspectTable(f)
+	return verifyTable(f)
 }
 
 // Every cut and every flipped byte in a table is found, and none ends the process.
@@ -267,7 +266,8 @@ func TestEveryByteOfATableIsChecked(t *testing.T) {
 	}
 }
 
-// After a crash a manifest may have a torn end, but not a lost one.
+// After a crash Badger's manifest may end in a torn change set, but must not lose whole
+// ones.
 func TestManifestAfterACrash(t *testing.T) {
 	dir := seeded(t)
 	s := reopenWith(t, dir, Options{}, osDisk{})
@@ -298,10 +298,10 @@ func TestManifestAfterACrash(t *testing.T) {
 
 func TestCreationThatDidNotFinishBeginsAnew(t *testing.T) {
 	dir := t.TempDir()
-	sealer := &sealer{dir: dir, lsm: filepath.Join(dir, "lsm"), disk: osDisk{}}
-	must(t, sealer.creating())
+	sealer := &manifestFile{dir: dir, lsm: filepath.Join(dir, "lsm"), disk: osDisk{}}
+	must(t, sealer.markCreating())
 	must(t, os.MkdirAll(sealer.lsm, 0o700))
-	must(t, os.WriteFile(sealer.manifest(), []byte("Bdg"), 0o600))
+	must(t, os.WriteFile(sealer.badgerManifest(), []byte("Bdg"), 0o600))
 	s := reopenWith(t, dir, Options{}, osDisk{})
 	mustCommit(t, s, put("a", "1"))
 	must(t, s.Close())
@@ -319,27 +319,39 @@ func TestFailureAtOpenIsNotTakenForDamageLater(t *testing.T) {
 	wantValue(t, s, "0-0", strings.Repeat("v", 4000))
 }
 
-func TestOtherFormIsRefused(t *testing.T) {
-	dir := seeded(t)
-	must(t, os.WriteFile(filepath.Join(dir, "STORE"), []byte(`{"format":3,"state":"closed"}`), 0o600))
-	_, err := Open(dir, Options{})
-	if err == nil || errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), "form 3") {
-		t.Errorf("open: %v; want an error that names the form", err)
-	}
-}
-
 // P1: a table that decays while the store is open would read as free keys.
 func TestVerifyClosesADamagedStore(t *testing.T) {
 	dir := seeded(t)
 	s := reopenWith(t, dir, Options{}, osDisk{})
-	must(t, s.Verify())
+	must(t, s.verifyTables())
 	wantValue(t, s, "0-0", strings.Repeat("v", 4000))
 	name := tablesIn(t, dir)[0]
 	f, err := os.OpenFile(name, os.O_RDWR, 0) // in place: the file is mapped
 	must(t, err)
 	_, err = f.WriteAt([]byte("damage"), 100)
 	must(t, errors.Join(err, f.Close()))
-	wantErr(t, "verify", s.Verify(), ErrCorrupt)
+	wantErr(t, "verify", s.verifyTables(), errCorrupt)
 	_, err = s.Get(t.Context(), []byte("1-0"))
 	wantErr(t, "get", err, store.ErrUnhealthy)
+}
+
+// A store of another format is left as it is, and is not called damaged.
+func TestAnotherFormatIsRefused(t *testing.T) {
+	dir := t.TempDir()
+	s := reopenWith(t, dir, Options{}, osDisk{})
+	mustCommit(t, s, put("a", "1"))
+	must(t, s.Close())
+	file := filepath.Join(dir, "STORE")
+	was, err := os.ReadFile(file)
+	must(t, err)
+	for _, other := range []int{format - 1, format + 1} {
+		s.manifest.current.Format = other
+		must(t, s.manifest.markOpen())
+		_, err := Open(dir, Options{})
+		if err == nil || errors.Is(err, errCorrupt) || !strings.Contains(err.Error(), fmt.Sprintf("in form %d by another version", other)) {
+			t.Errorf("open of form %d: %v", other, err)
+		}
+	}
+	must(t, os.WriteFile(file, was, 0o600))
+	wantValue(t, reopenWith(t, dir, Options{}, osDisk{}), "a", "1")
 }

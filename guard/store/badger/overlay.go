@@ -1,36 +1,45 @@
 package badger
 
 import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
 	"sync"
+	"syscall"
+	"time"
+
+	badgerdb "github.com/dgraph-io/badger/v4"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// maxLayer is the size in bytes at which a layer goes to Badger at once, and beyond
-// which commits wait for the applier.
+// maxLayer is the size in bytes at which a layer is applied at once, and above which
+// commits wait for the applier.
 const maxLayer = 4 << 20
 
-// maxAbsent bounds the keys that are known not to stand.
+// maxAbsent bounds the cache of absent keys.
 const maxAbsent = 16 << 10
 
-// overlay is what is in the log and not yet in Badger. Reads look here first.
+// overlay holds what is in the log and not yet in Badger. Reads ask it first.
 type overlay struct {
 	mu      sync.RWMutex
 	active  *layer // the committer adds to it
-	frozen  *layer // the applier is bringing it to Badger; nil is none
+	frozen  *layer // the applier is writing it to Badger; nil is none
 	spare   *layer
-	durable uint64 // the timestamp at which Badger has all that came before
-	// absent are keys that Badger has not at durable. Who claims a key has looked
-	// for it just before.
+	durable uint64 // Badger's timestamp with all that came before
+	// absent caches keys that Badger does not have at durable: a claim reads its key just
+	// before it commits.
 	absent  map[string]struct{}
 	applied uint64        // the last frame that Badger has
-	changed chan struct{} // closed when a layer begins or ends its way to Badger
+	changed chan struct{} // closed when a layer is frozen or dropped
 
 	some chan struct{} // there is something to apply
-	full chan struct{} // and enough of it
+	full chan struct{} // the active layer is full
 }
 
-// layer is the last state of every key that a stretch of frames changed.
+// layer is the last state of every key that some consecutive frames changed.
 type layer struct {
 	values  map[string][]byte // by key as in Badger; nil is deleted
 	size    int
@@ -52,8 +61,8 @@ func newOverlay(ts, seq uint64) *overlay {
 	}
 }
 
-// get returns what the overlay has under key; where ok is false, what Badger has at
-// ts stands. Both belong to one moment, so that no read goes back in time.
+// get returns the overlay's value of key. If ok is false, Badger's value at ts is current:
+// both are read under one lock, so that no read goes back in time.
 func (o *overlay) get(key []byte) (value []byte, ok bool, ts uint64) {
 	o.mu.RLock()
 	defer o.mu.RUnlock()
@@ -69,8 +78,8 @@ func (o *overlay) get(key []byte) (value []byte, ok bool, ts uint64) {
 	return nil, ok, o.durable
 }
 
-// lacks notes that Badger has nothing under key at ts.
-func (o *overlay) lacks(key []byte, ts uint64) {
+// addAbsent caches that Badger has nothing under key at ts.
+func (o *overlay) addAbsent(key []byte, ts uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.durable == ts && len(o.absent) < maxAbsent {
@@ -109,33 +118,33 @@ func (o *overlay) freeze() *layer {
 	if o.active == nil {
 		o.active = newLayer()
 	}
-	o.tell()
+	o.broadcast()
 	return o.frozen
 }
 
-// landed drops the frozen layer, all of which Badger has at ts.
-func (o *overlay) landed(ts uint64) {
+// dropFrozen drops the frozen layer, which Badger has completely at ts.
+func (o *overlay) dropFrozen(ts uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	l := o.frozen
 	o.frozen, o.durable, o.applied = nil, ts, l.seq
 	clear(o.absent)
-	if l.size <= 2*maxLayer { // else its map has grown beyond what is usual
+	if l.size <= 2*maxLayer { // else its map has grown too large to keep
 		clear(l.values)
 		*l = layer{values: l.values}
 		o.spare = l
 	}
-	o.tell()
+	o.broadcast()
 }
 
-// tell is called with mu held.
-func (o *overlay) tell() {
+// broadcast wakes those that wait for changed. The caller holds mu.
+func (o *overlay) broadcast() {
 	close(o.changed)
 	o.changed = make(chan struct{})
 }
 
-// crowded returns what to wait for before more is added; nil is nothing.
-func (o *overlay) crowded() <-chan struct{} {
+// untilSpace returns a channel to wait on before more is added; nil is no wait.
+func (o *overlay) untilSpace() <-chan struct{} {
 	o.mu.RLock()
 	defer o.mu.RUnlock()
 	if o.active.size < maxLayer {
@@ -144,9 +153,9 @@ func (o *overlay) crowded() <-chan struct{} {
 	return o.changed
 }
 
-// behind returns what to wait for until Badger has frame seq, and the newest frame;
-// nil is nothing.
-func (o *overlay) behind(seq uint64) <-chan struct{} {
+// untilApplied returns a channel to wait on, again and again, until Badger has frame seq;
+// nil is no wait.
+func (o *overlay) untilApplied(seq uint64) <-chan struct{} {
 	o.mu.RLock()
 	defer o.mu.RUnlock()
 	if o.applied >= seq {
@@ -159,12 +168,369 @@ func (o *overlay) behind(seq uint64) <-chan struct{} {
 func (o *overlay) newest() uint64 {
 	o.mu.RLock()
 	defer o.mu.RUnlock()
-	return max(o.active.seq, o.applied, o.frozenSeq())
+	seq := max(o.active.seq, o.applied)
+	if o.frozen != nil {
+		seq = max(seq, o.frozen.seq)
+	}
+	return seq
 }
 
-func (o *overlay) frozenSeq() uint64 {
-	if o.frozen == nil {
+// applyAfter is how long a change waits for others of its key: what is written and soon
+// deleted never goes to Badger.
+const applyAfter = 100 * time.Millisecond
+
+// applier writes the overlay to Badger, layer by layer, and is the only writer there
+// besides reclaim. It syncs nothing: the log keeps everything until Badger's tables have
+// it.
+type applier struct {
+	*Store
+	ts    uint64 // of the last transaction
+	hurry chan struct{}
+	flush chan struct{} // the log cleaner wants Badger's memory in tables
+}
+
+// run applies until stop is closed and nothing is left.
+func (a *applier) run(stop <-chan struct{}) {
+	for last := false; !last; {
+		select {
+		case <-a.overlay.some:
+			a.coalesce(stop)
+		case <-a.flush:
+			if err := a.forceFlush(); err != nil {
+				a.fail(err)
+			}
+			continue
+		case <-stop:
+			last = true
+		}
+		if a.unhealthy() != nil {
+			<-stop
+			return
+		}
+		if err := a.applyActive(stop); err != nil {
+			a.fail(err)
+		}
+	}
+}
+
+// coalesce waits so that changes can cancel each other out.
+func (a *applier) coalesce(stop <-chan struct{}) {
+	timer := time.NewTimer(applyAfter)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-a.overlay.full:
+	case <-a.hurry:
+	case <-a.failed:
+	case <-stop:
+	}
+}
+
+func (a *applier) applyActive(stop <-chan struct{}) error {
+	l := a.overlay.freeze()
+	if l == nil {
+		return nil
+	}
+	for {
+		err := a.apply(l)
+		if err == nil {
+			break
+		}
+		full := errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
+		if !full || !a.awaitSpace(stop) {
+			return err
+		}
+	}
+	a.log.applied(l.seq, a.ts)
+	a.durable.Store(a.ts)
+	a.overlay.dropFrozen(a.ts) // l may be reused from here on
+	return nil
+}
+
+// awaitSpace waits a moment for disk space, or returns false if the store stops. The layer
+// is in the log and is read from memory meanwhile, so a full disk loses nothing (P4).
+func (a *applier) awaitSpace(stop <-chan struct{}) bool {
+	timer := time.NewTimer(spaceEvery)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-a.failed:
+	case <-stop:
+	}
+	return false
+}
+
+// apply writes a layer to Badger, its bulk values to their files first. The marker comes
+// last: if Badger's tables have it, they have the whole layer and all before it.
+func (a *applier) apply(l *layer) error {
+	now := a.options.Now()
+	pointed, err := a.stageBulk(l, now)
+	if err != nil {
+		return err
+	}
+	reader := a.db.NewTransactionAt(a.ts, false)
+	defer reader.Discard()
+	w := &writer{applier: a, floor: uint64(l.version)}
+	defer w.discard()
+	for key, value := range l.values {
+		if at, ok := pointed[key]; ok {
+			value = at
+		}
+		if value == nil {
+			_, err := reader.Get([]byte(key))
+			if errors.Is(err, badgerdb.ErrKeyNotFound) {
+				continue // written and deleted within the layer, or never there
+			}
+			if err != nil {
+				return fmt.Errorf("applying: %w", err)
+			}
+		}
+		if err := w.set([]byte(key), value, now); err != nil {
+			return fmt.Errorf("applying: %w", err)
+		}
+	}
+	if err := w.set(markerKey, marker{seq: l.seq}.value(), now); err != nil {
+		return fmt.Errorf("applying: %w", err)
+	}
+	return w.commit()
+}
+
+// stageBulk writes the layer's bulk values to their files and returns the pointers to store
+// instead, nil for values that have expired.
+func (a *applier) stageBulk(l *layer, now time.Time) (map[string][]byte, error) {
+	var values []*bulkValue
+	var keys []string
+	pointed := make(map[string][]byte)
+	for key, value := range l.values {
+		if value == nil || value[0]&flagInline == 0 {
+			continue
+		}
+		r, err := decode(value)
+		if err != nil {
+			return nil, fmt.Errorf("applying: %w", err)
+		}
+		if !r.living(now) {
+			pointed[key] = nil // its file may have been swept already
+			continue
+		}
+		keys = append(keys, key)
+		values = append(values, &bulkValue{key: []byte(key[1:]), value: r.value, expires: r.expires})
+	}
+	if len(values) == 0 {
+		return pointed, nil
+	}
+	if err := a.bodies.stage(values, a.countBulkSync); err != nil {
+		return nil, fmt.Errorf("applying: %w", err)
+	}
+	for i, v := range values {
+		p := make([]byte, headerSize+pointerSize)
+		copy(p, l.values[keys[i]][:headerSize])
+		p[0] &^= flagInline
+		v.at.put(p[headerSize:])
+		pointed[keys[i]] = p
+	}
+	return pointed, nil
+}
+
+// writer is a series of transactions under rising timestamps. They need not be atomic: the
+// log keeps all of them until the last is in tables.
+type writer struct {
+	*applier
+	floor uint64 // of the timestamps
+	txn   *badgerdb.Txn
+	size  int64
+	count int64
+}
+
+func (w *writer) set(key, value []byte, now time.Time) error {
+	size := int64(len(key)+len(value)) + entryOverhead
+	const spare = 1024 // Badger's own entry
+	if w.txn != nil && (w.size+size >= w.db.MaxBatchSize()-spare || w.count+2 >= w.db.MaxBatchCount()) {
+		if err := w.commit(); err != nil {
+			return err
+		}
+	}
+	if w.txn == nil {
+		w.txn = w.db.NewTransactionAt(w.ts, true)
+	}
+	w.size += size
+	w.count++
+	if value == nil {
+		return w.txn.Delete(key)
+	}
+	w.counters.applied.Add(1)
+	e := badgerdb.NewEntry(key, value)
+	if key[0] == userSpace {
+		r, err := decode(value)
+		if err != nil {
+			return err
+		}
+		e.ExpiresAt = hint(r.expires, now)
+	}
+	return w.txn.SetEntry(e)
+}
+
+func (w *writer) commit() error {
+	w.ts = max(w.ts+1, w.floor)
+	if err := w.disk.apply(w.txn, w.ts); err != nil {
+		return fmt.Errorf("applying: %w", err)
+	}
+	w.txn, w.size, w.count = nil, 0, 0
+	return nil
+}
+
+func (w *writer) discard() {
+	if w.txn != nil {
+		w.txn.Discard()
+	}
+}
+
+const padSize = 512 << 10
+
+// forceFlush pads Badger's memory table until Badger flushes it, for Badger has no call for
+// that. Many large bulk values fill the log with little that goes to Badger.
+func (a *applier) forceFlush() error {
+	want := a.ts
+	for padded := 0; padded < memTableSize && a.inTables() < want; padded += padSize {
+		w := &writer{applier: a}
+		err := w.set(padKey, make([]byte, padSize), time.Time{})
+		if err == nil {
+			err = w.commit()
+		}
+		w.discard()
+		if err != nil {
+			return err
+		}
+	}
+	w := &writer{applier: a}
+	defer w.discard()
+	if err := w.set(padKey, []byte{0}, time.Time{}); err != nil {
+		return err
+	}
+	return w.commit()
+}
+
+// hint is when Badger's compaction may drop an entry, by the machine's clock: now plus the
+// time left, since the store's clock may be another one.
+func hint(expires, now time.Time) uint64 {
+	if expires.IsZero() {
 		return 0
 	}
-	return o.frozen.seq
+	left := expires.Sub(now) // saturates
+	if left > 100*365*24*time.Hour {
+		return 0
+	}
+	return uint64(time.Now().Add(left + grace).Unix())
+}
+
+// grace is the time between the expiry of an entry and the time from which Badger may drop
+// it. Our clock decides; Badger's, the machine's, may run ahead of it by this much.
+const grace = time.Hour
+
+// The marker is an entry of our own that says which frames of the log Badger has. It also
+// keeps versions from being given twice: compaction drops deleted entries with their
+// versions, but keeps the newest marker, whose timestamp is above all that it covers.
+const (
+	// versionGap is left between the highest version found at opening and the first new
+	// one, for versions in a torn end of the log.
+	versionGap = 1 << 20
+	format     = 2
+)
+
+var (
+	markerKey = []byte{markerSpace}
+	// padKey takes the padding of forceFlush.
+	padKey = []byte{markerSpace, 'p'}
+)
+
+type marker struct {
+	seq uint64 // of the last frame that Badger has
+}
+
+const markerText = "agent-guard store "
+
+func (m marker) value() []byte {
+	b := binary.BigEndian.AppendUint32([]byte(markerText), format)
+	return binary.BigEndian.AppendUint64(b, m.seq)
+}
+
+// readMarker returns the marker; found is false where there is none.
+func readMarker(db *badgerdb.DB) (m marker, found bool, err error) {
+	txn := db.NewTransactionAt(math.MaxUint64, false)
+	defer txn.Discard()
+	raw, err := lookUp(txn, markerKey)
+	if err != nil || raw == nil {
+		return marker{}, false, err
+	}
+	rest, ok := bytes.CutPrefix(raw, []byte(markerText))
+	if ok && len(rest) == 12 && binary.BigEndian.Uint32(rest) == format {
+		return marker{seq: binary.BigEndian.Uint64(rest[4:])}, true, nil
+	}
+	return marker{}, false, fmt.Errorf("the marker is %q, written by another version of this program", raw)
+}
+
+const (
+	cleanEvery = time.Second
+	// maxFullLogs is the size in bytes of the full log files at which Badger's memory is
+	// flushed, so that they can be dropped.
+	maxFullLogs = 96 << 20
+)
+
+// logCleaner makes the files of the log and drops them when everything in them is durable
+// elsewhere: in the files of bulk values, and in Badger's tables, which Badger syncs before
+// it lists them. Badger flushes transactions whole and in order, so a table with a
+// timestamp shows that everything below it is in tables.
+type logCleaner struct {
+	*Store
+	flush     chan struct{}
+	flushedTo uint64 // the timestamp up to which a flush was requested
+}
+
+func (k *logCleaner) run(stop <-chan struct{}) {
+	tick := time.NewTicker(cleanEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-stop:
+			return
+		case <-k.log.need:
+			f, err := k.log.nextFile()
+			k.log.ready <- preparedLog{file: f, err: err}
+		case <-tick.C:
+			if k.unhealthy() != nil {
+				continue
+			}
+			if err := k.dropApplied(); err != nil {
+				k.fail(err)
+			}
+		}
+	}
+}
+
+// dropApplied drops the files that are durable elsewhere. An error means that the state of
+// the disk is unknown.
+func (k *logCleaner) dropApplied() error {
+	if err := k.log.removeSpare(); err != nil {
+		k.options.Logger.Warn("giving back files of the log", "dir", k.dir, "error", err)
+	}
+	size, applied := k.log.fullFiles()
+	if applied == 0 {
+		return nil
+	}
+	n := k.log.droppable(k.inTables())
+	if n == 0 {
+		if size > maxFullLogs && applied > k.flushedTo {
+			k.flushedTo = k.durable.Load()
+			signal(k.flush)
+		}
+		return nil
+	}
+	if err := k.syncTablesAndBodies(); err != nil {
+		return err
+	}
+	if err := k.log.drop(n); err != nil {
+		k.options.Logger.Warn("dropping files of the log", "dir", k.dir, "error", err)
+	}
+	return nil
 }

@@ -4,6 +4,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"iter"
+	"math"
 	"os"
 	"strings"
 	"sync"
@@ -11,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	badgerdb "github.com/dgraph-io/badger/v4"
 	"github.com/dgraph-io/badger/v4/table"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -18,7 +21,7 @@ import (
 
 func remove(key string) store.Write { return store.Write{Key: []byte(key), Delete: true} }
 
-// holdApplier stops the applier before it writes to Badger, and returns what lets it go.
+// holdApplier stops the applier before it writes to Badger; release continues it.
 func holdApplier(t *testing.T, d *faultyDisk) (entered chan struct{}, release func()) {
 	t.Helper()
 	entered = make(chan struct{})
@@ -36,7 +39,7 @@ func holdApplier(t *testing.T, d *faultyDisk) (entered chan struct{}, release fu
 	return entered, release
 }
 
-// What came and went before Badger was told never goes there.
+// An entry that is deleted before its layer is applied never goes to Badger.
 func TestCoalescing(t *testing.T) {
 	s, d := newFaulty(t, Options{})
 	mustCommit(t, s, put("stood", "1"), put("stays", "1"), put("again", "1"), put("over", "1"))
@@ -86,7 +89,7 @@ func TestCoalescing(t *testing.T) {
 	check("after a crash", reopenWith(t, dir, Options{}, osDisk{}))
 }
 
-// A bulk value that expires before its file was written gets none.
+// A bulk value that expires before it is applied goes to no file.
 func TestExpiryBeforeApplying(t *testing.T) {
 	m := newManual()
 	s, d := newFaulty(t, Options{Now: m.Now})
@@ -109,8 +112,8 @@ func TestExpiryBeforeApplying(t *testing.T) {
 	mustCommit(t, s, insert("short", "2"))
 }
 
-// Reads never go back in time, and scans see whole commits and all that was answered,
-// while the overlay is brought to Badger.
+// While the overlay is applied, reads never go back in time, and scans see whole commits
+// and everything that was acknowledged.
 func TestReadsWhileApplying(t *testing.T) {
 	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
 	number := func(e store.Entry) uint64 { return binary.BigEndian.Uint64(e.Value) }
@@ -185,7 +188,7 @@ func TestReadsWhileApplying(t *testing.T) {
 	all.Wait()
 }
 
-// P4: what waits for Badger is bounded; commits wait, and none is lost.
+// P4: the overlay is bounded; commits wait, and none is lost.
 func TestBackPressure(t *testing.T) {
 	s, d := newFaulty(t, Options{})
 	entered, release := holdApplier(t, d)
@@ -203,7 +206,7 @@ func TestBackPressure(t *testing.T) {
 		}
 	})
 	wait(t, entered)
-	for s.overlay.crowded() == nil {
+	for s.overlay.untilSpace() == nil {
 		wantValue(t, s, "000", value) // reads go on
 	}
 	h := &held{s: s, d: d}
@@ -227,7 +230,7 @@ func TestBackPressure(t *testing.T) {
 	}
 }
 
-// What is known not to stand is known only until it does.
+// The cache of absent keys forgets a key that is written.
 func TestAbsenceIsForgotten(t *testing.T) {
 	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
 	key := []byte("a")
@@ -258,8 +261,7 @@ func TestAbsenceIsForgotten(t *testing.T) {
 	}
 }
 
-// P2: Badger writes a table once more where that failed, and its success then proves
-// nothing.
+// P2: after a failed write of a table Badger retries, and its success proves nothing.
 func TestTableThatCannotBeWritten(t *testing.T) {
 	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
 	mustCommit(t, s, put("a", "1"))
@@ -279,8 +281,8 @@ func TestTableThatCannotBeWritten(t *testing.T) {
 	wantValue(t, reopenWith(t, dir, Options{}, osDisk{}), "a", "1")
 }
 
-// P4, P6: where Badger or the files of bulk values take no more, the store closes
-// itself; what was answered is in the log.
+// P4, P6: if Badger or the bulk files fail, the store closes itself; what was acknowledged
+// is in the log.
 func TestApplyingFails(t *testing.T) {
 	m := newManual()
 	for name, fail := range map[string]func(d *faultyDisk){
@@ -309,7 +311,7 @@ func TestApplyingFails(t *testing.T) {
 				for _, err = range s.Scan(t.Context(), store.Range{}) {
 				}
 				wantErr(t, "scan", err, store.ErrUnhealthy)
-				wantErr(t, "cause", s.Err(), errDisk)
+				wantErr(t, "cause", s.cause(), errDisk)
 			}
 			dir := s.dir
 			_ = s.Close()
@@ -320,7 +322,7 @@ func TestApplyingFails(t *testing.T) {
 	}
 }
 
-// P4: values that find no space in their files wait for it in the log and in memory.
+// P4: bulk values for which the disk has no space wait in the log and in memory.
 func TestApplyingWaitsForSpace(t *testing.T) {
 	m := newManual()
 	s, d := newFaulty(t, Options{Now: m.Now})
@@ -348,7 +350,7 @@ func TestApplyingWaitsForSpace(t *testing.T) {
 		}
 		n++
 	}
-	if err := s.Err(); n != 3 || err != nil {
+	if err := s.cause(); n != 3 || err != nil {
 		t.Errorf("%d entries, %v", n, err)
 	}
 
@@ -358,4 +360,143 @@ func TestApplyingWaitsForSpace(t *testing.T) {
 	_ = s.Close() // still without space: the log keeps it
 	again := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
 	wantValue(t, again, "d", string(m.bulk("d", 1000, 0).Value))
+}
+
+// versions counts Badger's versions of key, deletions included.
+func versions(t *testing.T, s *Store, key string) (n int) {
+	t.Helper()
+	txn := s.db.NewTransactionAt(math.MaxUint64, false)
+	defer txn.Discard()
+	it := txn.NewIterator(badgerdb.IteratorOptions{AllVersions: true})
+	defer it.Close()
+	want := string(userKey([]byte(key)))
+	for it.Seek([]byte(want)); it.Valid() && string(it.Item().Key()) == want; it.Next() {
+		n++
+	}
+	return n
+}
+
+// flushed closes and reopens the store, which moves everything to tables.
+func flushed(t *testing.T, s *Store, o Options) *Store {
+	t.Helper()
+	dir := s.dir
+	must(t, s.Close())
+	return reopenWith(t, dir, o, osDisk{})
+}
+
+// rounds is the number of tables that Badger finds worth compacting.
+const rounds = 8
+
+func TestOldVersionsAreDropped(t *testing.T) {
+	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
+	for range rounds {
+		for i := range 10 {
+			mustCommit(t, s, put("a", fmt.Sprint(i)), put("gone", "1"))
+			mustCommit(t, s, store.Write{Key: []byte("gone"), Delete: true})
+		}
+		s = flushed(t, s, Options{})
+	}
+	s.discardOldVersions()
+	must(t, s.db.Flatten(1))
+	if n := versions(t, s, "a"); n != 1 {
+		t.Errorf("%d versions of one key after compaction, want 1", n)
+	}
+	if n := versions(t, s, "gone"); n != 0 {
+		t.Errorf("%d versions of a deleted key after compaction, want 0", n)
+	}
+	wantValue(t, s, "a", "9")
+}
+
+func TestScanKeepsItsSnapshotOverCompaction(t *testing.T) {
+	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
+	const n = 2 * firstPage
+	for range rounds {
+		var batch []store.Write
+		for i := range n {
+			batch = append(batch, put(fmt.Sprintf("%03d", i), "old"))
+		}
+		mustCommit(t, s, batch...)
+		s = flushed(t, s, Options{})
+	}
+	next, stop := iter.Pull2(s.Scan(t.Context(), store.Range{}))
+	defer stop()
+	if _, err, ok := next(); err != nil || !ok {
+		t.Fatal(err)
+	}
+	overwriteInTables(t, s, n)
+	s.discardOldVersions()
+	must(t, s.db.Flatten(1))
+	seen := 1
+	for {
+		e, err, ok := next()
+		if !ok {
+			break
+		}
+		if err != nil || string(e.Value) != "old" {
+			t.Fatalf("%q = %.10q, %v; want the value from when the scan began", e.Key, e.Value, err)
+		}
+		seen++
+	}
+	if seen != n {
+		t.Errorf("%d entries, want %d", seen, n)
+	}
+	if len(s.scans) != 0 {
+		t.Errorf("the scan still holds back %v", s.scans)
+	}
+}
+
+// overwriteInTables gives the first n keys new values, until tables hold them all.
+func overwriteInTables(t *testing.T, s *Store, n int) {
+	t.Helper()
+	large := strings.Repeat("new", store.MaxValue/3)
+	all := store.Version(0)
+	for {
+		for i := range n {
+			v := mustCommit(t, s, put(fmt.Sprintf("%03d", i), large))
+			if i == n-1 && all == 0 {
+				all = v
+			}
+		}
+		for _, table := range s.db.Tables() {
+			if table.MaxVersion >= uint64(all) {
+				return
+			}
+		}
+	}
+}
+
+// Versions of entries that were deleted and compacted away are not given again.
+func TestVersionsOutliveTheirEntries(t *testing.T) {
+	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
+	last := store.Version(0)
+	for range rounds {
+		for range 5 {
+			v := mustCommit(t, s, put("a", "1"))
+			if v <= last {
+				t.Fatalf("version %d after %d", v, last)
+			}
+			last = mustCommit(t, s, store.Write{Key: []byte("a"), Delete: true})
+		}
+		s = flushed(t, s, Options{})
+		s.discardOldVersions()
+		must(t, s.db.Flatten(1))
+		s = flushed(t, s, Options{})
+	}
+}
+
+func TestHint(t *testing.T) {
+	if hint(time.Time{}, time.Now()) != 0 {
+		t.Error("an entry without expiry would be dropped")
+	}
+	ours := time.Date(1999, 1, 1, 0, 0, 0, 0, time.UTC) // far from the machine's clock
+	for _, left := range []time.Duration{time.Second, time.Hour, 1000 * time.Hour} {
+		least := time.Now().Add(left + grace).Add(-2 * time.Second)
+		at := time.Unix(int64(hint(ours.Add(left), ours)), 0)
+		if at.Before(least) || at.After(least.Add(time.Minute)) {
+			t.Errorf("with %v left, Badger may drop it at %v, want %v after now", left, at, left+grace)
+		}
+	}
+	if hint(ours.AddDate(5000, 0, 0), ours) != 0 {
+		t.Error("an expiry beyond counting must be left to our own check")
+	}
 }

@@ -2,5 +2,5 @@
 
 package badger
 
-// manyRecords is what the race detector, twenty times slower, gets through in time.
+// manyRecords is small, since the race detector is twenty times slower.
 const manyRecords = 30_000

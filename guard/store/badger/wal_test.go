@@ -1,6 +1,7 @@
 package badger
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -12,8 +13,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// crashedWith makes a store that crashed with n groups in its log, none of which is in
-// Badger's tables, and returns where each begins in its file.
+// crashedWith makes a store that crashed with n groups in its log, none of them in Badger's
+// tables, and returns the offsets of their frames.
 func crashedWith(t *testing.T, n int) (dir, file string, frames []int) {
 	t.Helper()
 	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
@@ -48,7 +49,7 @@ func framesAt(t *testing.T, name string) (at []int) {
 	return append(at, end)
 }
 
-// P2: what stands in the log alone is there after a crash.
+// P2: what is only in the log is there after a crash.
 func TestLogIsReplayed(t *testing.T) {
 	dir, _, _ := crashedWith(t, 10)
 	for range 2 {
@@ -59,7 +60,7 @@ func TestLogIsReplayed(t *testing.T) {
 	}
 }
 
-// The last frame may be torn, for it may not have been acknowledged.
+// The last frame may be torn, since it may not have been acknowledged.
 func TestTornFrame(t *testing.T) {
 	const n = 5
 	origin, file, frames := crashedWith(t, n)
@@ -95,7 +96,7 @@ func change(t *testing.T, file string, do func(b []byte)) {
 	must(t, os.WriteFile(file, b, 0o600))
 }
 
-// P1: a frame that is damaged before others was acknowledged.
+// P1: a damaged frame with others after it was acknowledged, so the store does not open.
 func TestDamagedFrame(t *testing.T) {
 	origin, file, frames := crashedWith(t, 5)
 	for name, at := range map[string]int{
@@ -123,7 +124,7 @@ func TestDamagedFrame(t *testing.T) {
 	})
 }
 
-// P1: a log that is not there has forgotten what only it knew.
+// P1: a store whose log is missing does not open.
 func TestLostLog(t *testing.T) {
 	origin, file, _ := crashedWith(t, 5)
 	for name, lose := range map[string]func(dir string) error{
@@ -152,7 +153,7 @@ func TestLostLog(t *testing.T) {
 	})
 }
 
-// rotated makes a store whose log has at least three files, and acknowledges n values.
+// rotated makes a store whose log has at least three files, with n acknowledged values.
 func rotated(t *testing.T, d disk, o Options) (s *Store, n int) {
 	t.Helper()
 	s = reopenWith(t, t.TempDir(), o, d)
@@ -174,7 +175,7 @@ func rotated(t *testing.T, d disk, o Options) (s *Store, n int) {
 	return s, n
 }
 
-// Whatever file of several is lost or cut, it is noticed.
+// The loss or truncation of any file of the log is noticed.
 func TestLostFileOfTheLog(t *testing.T) {
 	s, n := rotated(t, osDisk{}, Options{})
 	origin := crashed(t, s.dir)
@@ -193,7 +194,7 @@ func TestLostFileOfTheLog(t *testing.T) {
 	})
 }
 
-// The log is dropped when Badger's tables have it, and the files are used again.
+// Log files are dropped when Badger's tables have their contents, and are reused.
 func TestLogIsDropped(t *testing.T) {
 	m := newManual()
 	s, n := rotated(t, osDisk{}, Options{Now: m.Now})
@@ -201,7 +202,7 @@ func TestLogIsDropped(t *testing.T) {
 	must(t, s.drain(t.Context()))
 	signal(s.applier.flush)
 	deadline := time.Now().Add(30 * time.Second)
-	for s.seal.log().First <= 1 {
+	for s.manifest.log().First <= 1 {
 		if time.Now().After(deadline) {
 			t.Fatal("nothing was dropped")
 		}
@@ -213,18 +214,18 @@ func TestLogIsDropped(t *testing.T) {
 	wantValue(t, s, "large-0000", strings.Repeat("v", 60_000))
 	wantValue(t, s, "bulk", string(m.bulk("bulk", 10_000, 0).Value))
 
-	// Its tables are all there is of what was dropped.
+	// Only the tables have what was dropped.
 	t.Run("tables of old", func(t *testing.T) {
 		young, _, _ := crashedWith(t, 1)
 		bad := crashed(t, dir)
 		must(t, os.RemoveAll(filepath.Join(bad, "lsm")))
 		must(t, os.CopyFS(filepath.Join(bad, "lsm"), os.DirFS(filepath.Join(young, "lsm"))))
 		_, err := Open(bad, Options{})
-		wantErr(t, "open", err, ErrCorrupt)
+		wantErr(t, "open", err, errCorrupt)
 	})
 }
 
-// Frames of an earlier use of a file do not pass for new ones.
+// Frames of an earlier use of a file are not taken for new ones.
 func TestReusedFile(t *testing.T) {
 	dir := t.TempDir()
 	f, err := createLog(dir, 1, firstLogSize, osDisk{})
@@ -239,18 +240,18 @@ func TestReusedFile(t *testing.T) {
 	for seq := range uint64(5) {
 		at = write(f, at, seq+1)
 	}
-	found, err := survey(dir, logRange{First: 1, Last: 1})
+	found, err := readWholeLog(dir, logRange{First: 1, Last: 1})
 	if err != nil || found.seq != 5 {
 		t.Fatalf("%+v, %v; want 5 frames", found, err)
 	}
-	f, err = f.again(2, osDisk{})
+	f, err = f.reuse(2, osDisk{})
 	must(t, err)
 	defer f.f.Close()
-	if found, err = survey(dir, logRange{First: 2, Last: 2, Settled: 5}); err != nil || found.seq != 5 {
+	if found, err = readWholeLog(dir, logRange{First: 2, Last: 2, Settled: 5}); err != nil || found.seq != 5 {
 		t.Errorf("%+v, %v; want none but the five that are settled", found, err)
 	}
 	write(f, logFrames, 6) // as long as the one that was there, so that the next fits on to it
-	if found, err = survey(dir, logRange{First: 2, Last: 2, Settled: 5}); err != nil || found.seq != 6 {
+	if found, err = readWholeLog(dir, logRange{First: 2, Last: 2, Settled: 5}); err != nil || found.seq != 6 {
 		t.Errorf("%+v, %v; want one more", found, err)
 	}
 	names, err := os.ReadDir(dir)
@@ -295,6 +296,225 @@ func TestFrames(t *testing.T) {
 		}
 		if _, ok := readFrame(b[:i], 7); ok {
 			t.Errorf("cut to %d bytes: not found", i)
+		}
+	}
+}
+
+// P2: after a crash or a loss of power before or after any step, what was acknowledged is
+// there, the rest is there whole or not at all, and nothing else is.
+func TestCrashAtEveryPoint(t *testing.T) {
+	m := newManual()
+	dir := t.TempDir()
+	const keys = 2
+	body := func(i int) store.Write {
+		size := 700
+		if i == 2 {
+			size = maxInline + 1
+		}
+		return m.bulk(fmt.Sprintf("body-%d-", i), size, time.Hour)
+	}
+	type moment struct {
+		what     string
+		answered int
+		dirs     []string
+	}
+	var moments []moment
+	answered := 0
+	var d *imagingDisk
+	d = newImaging(func(what string) {
+		if answered < 0 {
+			return
+		}
+		moments = append(moments, moment{what, answered, []string{crashed(t, dir), d.powerless(t, dir)}})
+	})
+	s, err := openWith(dir, Options{Now: m.Now, GroupWait: -1}, d)
+	must(t, err)
+	for i := range keys * 2 {
+		mustCommit(t, s, body(i), put(fmt.Sprint("key-", i%keys), fmt.Sprint(i)), put(fmt.Sprint("passing-", i), ""),
+			remove(fmt.Sprint("passing-", i-1)))
+		d.mu.Lock()
+		answered = i + 1
+		d.mu.Unlock()
+		if i%2 == 1 {
+			must(t, s.drain(t.Context()))
+		}
+	}
+	must(t, s.Close())
+	d.mu.Lock()
+	answered = -1
+	d.mu.Unlock()
+	if len(moments) < 25 {
+		t.Errorf("only %d moments", len(moments))
+	}
+	for i, m2 := range moments {
+		for j, image := range m2.dirs {
+			again, err := openWith(image, Options{Now: m.Now}, osDisk{})
+			what := fmt.Sprintf("moment %d (%s, answered %d, power %v)", i, m2.what, m2.answered, j == 1)
+			if err != nil {
+				t.Fatalf("%s: %v", what, err)
+			}
+			last := -1
+			for i := range keys * 2 {
+				e, err := again.Get(t.Context(), body(i).Key)
+				switch {
+				case errors.Is(err, store.ErrNotFound):
+				case err != nil || !slices.Equal(e.Value, body(i).Value):
+					t.Errorf("%s: body %d: %v", what, i, err)
+				default:
+					last = i
+				}
+			}
+			if last+1 < m2.answered || last > m2.answered {
+				t.Errorf("%s: the last commit is %d", what, last)
+			}
+			for k := range keys {
+				want := -1
+				for i := k; i <= last; i += keys {
+					want = i
+				}
+				if want >= 0 {
+					wantValue(t, again, fmt.Sprint("key-", k), fmt.Sprint(want))
+				}
+			}
+			var passing []string
+			for e, err := range again.Scan(t.Context(), store.Prefix([]byte("passing-"))) {
+				must(t, err)
+				passing = append(passing, string(e.Key))
+			}
+			if last >= 0 && !slices.Equal(passing, []string{fmt.Sprint("passing-", last)}) {
+				t.Errorf("%s: %q are there", what, passing)
+			}
+			must(t, again.Close())
+			must(t, os.RemoveAll(image))
+		}
+	}
+}
+
+// A loss of power while the log is dropped: tables may point to bulk values in unsynced
+// files, which the log keeps until they are synced.
+func TestPowerLossAroundADrop(t *testing.T) {
+	m := newManual()
+	var images []string
+	dir := ""
+	var d *imagingDisk
+	d = newImaging(func(what string) {
+		if dir != "" && strings.HasSuffix(what, "Dir lsm") || what == "flushed" {
+			images = append(images, d.powerless(t, dir))
+		}
+	})
+	s, n := rotated(t, d, Options{Now: m.Now})
+	small := m.bulk("small", 10_000, time.Hour)
+	mustCommit(t, s, small, put("names", "small"))
+	must(t, s.drain(t.Context()))
+	d.mu.Lock()
+	dir = s.dir
+	d.mu.Unlock()
+	have := s.durable.Load()
+	signal(s.applier.flush)
+	deadline := time.Now().Add(30 * time.Second)
+	for s.inTables() < have || s.manifest.log().First <= 1 {
+		if s.inTables() >= have {
+			d.mu.Lock()
+			taken := len(images)
+			d.mu.Unlock()
+			if taken == 0 {
+				d.step("flushed")
+			}
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("nothing was dropped")
+		}
+		mustCommit(t, s, put("more", "1"))
+	}
+	d.step("flushed")
+	d.mu.Lock()
+	taken := slices.Clone(images)
+	dir = ""
+	d.mu.Unlock()
+	for i, image := range taken {
+		again := reopenWith(t, image, Options{Now: m.Now}, osDisk{})
+		wantValue(t, again, "names", "small")
+		wantValue(t, again, "small", string(small.Value))
+		wantValue(t, again, "count", fmt.Sprint(n-1))
+		if t.Failed() {
+			t.Fatalf("image %d of %d", i, len(taken))
+		}
+		must(t, again.Close())
+	}
+}
+
+// Our log and the tables have all that Badger's logs hold. Whatever a crash leaves of
+// those, nothing is lost and the store opens.
+func TestBadgersLogsDoNotMatter(t *testing.T) {
+	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
+	const n = 10
+	for i := range n {
+		mustCommit(t, s, insert(fmt.Sprint("key-", i), "1"))
+	}
+	must(t, s.drain(t.Context()))
+	mustCommit(t, s, put("last", "1"))
+	origin := image(t, s.dir)
+	for name, damage := range map[string]func(file string){
+		"as they were": func(string) {},
+		"missing":      func(file string) { must(t, os.Remove(file)) },
+		"empty":        func(file string) { must(t, os.Truncate(file, 0)) },
+		"cut":          func(file string) { must(t, os.Truncate(file, 30)) },
+		"zeros":        func(file string) { change(t, file, func(b []byte) { clear(b) }) },
+		"garbage":      func(file string) { change(t, file, func(b []byte) { copy(b, strings.Repeat("garbage!", 1000)) }) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := image(t, origin)
+			for _, pattern := range []string{"*.mem", "*.vlog"} {
+				files, err := filepath.Glob(filepath.Join(dir, "lsm", pattern))
+				must(t, err)
+				if len(files) == 0 {
+					t.Fatalf("no %s", pattern)
+				}
+				for _, file := range files {
+					damage(file)
+				}
+			}
+			again := reopenWith(t, dir, Options{}, osDisk{})
+			for i := range n {
+				wantValue(t, again, fmt.Sprint("key-", i), "1")
+			}
+			wantValue(t, again, "last", "1")
+		})
+	}
+}
+
+// The last frame is written again at opening: its sync may have failed, which the kernel
+// reports only once.
+func TestLastFrameIsConfirmed(t *testing.T) {
+	dir, _, _ := crashedWith(t, 3)
+	d := &faultyDisk{left: 1 << 40, onCommit: func() error { return errDisk }}
+	if _, err := openWith(dir, Options{}, d); !errors.Is(err, errDisk) {
+		t.Fatalf("open: %v; want the error of the sync", err)
+	}
+	wantValue(t, reopenWith(t, dir, Options{}, osDisk{}), "last", "2")
+}
+
+// A log that ends at the end of a full layer, and one much longer than a layer.
+func TestReplayOfManyLayers(t *testing.T) {
+	for _, size := range []int{maxLayer / 64, maxLayer/64 - headerSize - 100, 60_000} {
+		s, d := newFaulty(t, Options{})
+		_, release := holdApplier(t, d)
+		value := strings.Repeat("v", min(size, store.MaxValue))
+		var batch []store.Write
+		for i := range 16 {
+			batch = append(batch, put(fmt.Sprintf("%02d", i), value))
+		}
+		for range 4 {
+			mustCommit(t, s, batch...)
+		}
+		mustCommit(t, s, put("last", "1"))
+		dir := crashed(t, s.dir)
+		release()
+		for range 2 {
+			again := reopenWith(t, dir, Options{}, osDisk{})
+			wantValue(t, again, "last", "1")
+			wantValue(t, again, "15", value)
+			dir = crashed(t, dir)
 		}
 	}
 }

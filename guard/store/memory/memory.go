@@ -7,12 +7,12 @@ package memory
 import (
 	"bytes"
 	"context"
+	"iter"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
-	"github.com/agent-guard/caddy-agent-guard/guard/store/internal/watch"
 )
 
 // Options are the settings of a memory store; the zero value is ready.
@@ -24,7 +24,7 @@ type Options struct {
 // Store keeps everything in memory. Make one with New.
 type Store struct {
 	now     func() time.Time
-	watches *watch.Keys
+	watches *store.Watchers
 
 	mu      sync.RWMutex
 	entries []store.Entry // by key, expired ones included until they are overwritten
@@ -39,7 +39,7 @@ func New(o Options) *Store {
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	return &Store{now: o.Now, watches: watch.New()}
+	return &Store{now: o.Now, watches: store.NewWatchers()}
 }
 
 // Get implements store.Store.
@@ -178,4 +178,59 @@ func expired(e *store.Entry, now time.Time) bool {
 func clone(e store.Entry) store.Entry {
 	e.Key, e.Value = bytes.Clone(e.Key), bytes.Clone(e.Value)
 	return e
+}
+
+// Scan implements store.Store. It copies the range first, so that the caller may
+// commit while it ranges.
+func (s *Store) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	return func(yield func(store.Entry, error) bool) {
+		entries, err := s.snapshot(ctx, r)
+		for _, e := range entries {
+			if err := ctx.Err(); err != nil {
+				yield(store.Entry{}, err)
+				return
+			}
+			if !yield(e, nil) {
+				return
+			}
+		}
+		if err != nil {
+			yield(store.Entry{}, err)
+		}
+	}
+}
+
+func (s *Store) snapshot(ctx context.Context, r store.Range) ([]store.Entry, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	if s.closed {
+		return nil, store.ErrClosed
+	}
+	from, _ := s.find(r.From)
+	to := len(s.entries)
+	if len(r.To) > 0 {
+		to, _ = s.find(r.To)
+	}
+	if from >= to {
+		return nil, nil
+	}
+	now := s.now()
+	var found []store.Entry
+	for i := range to - from {
+		at := from + i
+		if r.Reverse {
+			at = to - 1 - i
+		}
+		if expired(&s.entries[at], now) {
+			continue
+		}
+		found = append(found, clone(s.entries[at]))
+		if r.Limit > 0 && len(found) == r.Limit {
+			break
+		}
+	}
+	return slices.Clip(found), nil
 }

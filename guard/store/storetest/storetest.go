@@ -4,13 +4,18 @@
 package storetest
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/anishathalye/porcupine"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -187,4 +192,303 @@ func brief(value []byte) string {
 		return fmt.Sprintf("%q... (%d bytes)", value[:32], len(value))
 	}
 	return fmt.Sprintf("%q", value)
+}
+
+// model is the contract as a sequential machine: every operation happens at one
+// instant between its call and its return, on all keys together.
+var model = porcupine.Model{
+	Init: func() any { return [len(historyKeys)]cell{} },
+	Step: func(state, input, output any) (bool, any) {
+		cells, in, out := state.([len(historyKeys)]cell), input.(request), output.(answer)
+		switch in.kind {
+		case get:
+			return out.cells[in.key] == cells[in.key], cells
+		case scan:
+			return out.cells == cells, cells
+		default:
+			return step(cells, in.batch, out)
+		}
+	},
+	DescribeOperation: func(input, output any) string {
+		return fmt.Sprintf("%+v -> %+v", input, output)
+	},
+}
+
+func step(cells [len(historyKeys)]cell, batch []change, out answer) (bool, [len(historyKeys)]cell) {
+	for i, w := range batch {
+		if w.want == wantAny || w.want == cells[w.key].version {
+			continue
+		}
+		// The first write that loses is the one that must be named.
+		return out.lost == i && out.cells[w.key] == cells[w.key], cells
+	}
+	if out.lost != -1 || out.version == 0 {
+		return false, cells
+	}
+	for _, w := range batch {
+		if cells[w.key].version == out.version {
+			return false, cells
+		}
+		if w.remove {
+			cells[w.key] = cell{}
+		} else {
+			cells[w.key] = cell{out.version, w.value}
+		}
+	}
+	return true, cells
+}
+
+// Reopen is the part of the contract for stores that outlive the process.
+func Reopen(t *testing.T, place Place) {
+	// again closes the bench's store and opens the same place anew.
+	setup := func(t *testing.T) (b *bench, again func()) {
+		c := newClock()
+		open := place(t, c.Now)
+		b = &bench{Store: open(), clock: c, t: t}
+		t.Cleanup(func() {
+			if err := b.Close(); err != nil && !errors.Is(err, store.ErrClosed) {
+				t.Errorf("closing the store: %v", err)
+			}
+		})
+		return b, func() {
+			t.Helper()
+			if err := b.Close(); err != nil {
+				t.Fatalf("close: %v", err)
+			}
+			b.Store = open()
+		}
+	}
+
+	t.Run("EverythingIsThere", func(t *testing.T) { // P2
+		b, again := setup(t)
+		body := random(300_000)
+		expires := b.Now().Add(time.Hour)
+		b.commit(put("a", "1"), put("b", "2"), put("gone", "3"))
+		b.commit(remove("gone"), put("b", "22"),
+			store.Write{Key: []byte("body"), Value: body, Expires: expires, Bulk: true},
+			store.Write{Key: []byte("soon"), Value: []byte("5"), Expires: expires})
+		before := b.scan(store.Range{})
+		for range 3 {
+			again()
+			after := b.scan(store.Range{})
+			if !slices.EqualFunc(before, after, sameEntry) {
+				t.Fatalf("after reopening: %d entries that differ from the %d before", len(after), len(before))
+			}
+			b.is("b", "22")
+			b.absent("gone")
+			b.is("body", string(body))
+		}
+		b.Advance(2 * time.Hour)
+		again()
+		b.scans(store.Range{}, "a", "b")
+	})
+
+	t.Run("VersionsGoOnDiffering", func(t *testing.T) {
+		b, again := setup(t)
+		seen := map[store.Version]bool{}
+		for i := range 5 {
+			for j := range 5 {
+				v := b.put("a", strconv.Itoa(j))
+				if v == 0 || seen[v] {
+					t.Fatalf("opened %d times: version %d is zero or was given before", i+1, v)
+				}
+				seen[v] = true
+				// The entry with the highest version is gone at every opening.
+				b.commit(remove("a"))
+			}
+			again()
+		}
+	})
+
+	t.Run("ConditionsHoldOverIt", func(t *testing.T) {
+		b, again := setup(t)
+		v := b.commit(insert("a", "1"))
+		again()
+		b.conflict(insert("a", "2"))
+		w := b.commit(replace("a", "2", v))
+		again()
+		b.conflict(replace("a", "3", v))
+		b.commit(replace("a", "3", w))
+	})
+
+	t.Run("ManyTimes", func(t *testing.T) {
+		b, again := setup(t)
+		for i := range 10 {
+			b.put(fmt.Sprintf("%03d", i), "1")
+			again()
+			if n := len(b.scan(store.Range{})); n != i+1 {
+				t.Fatalf("opened %d times: %d entries, want %d", i+2, n, i+1)
+			}
+		}
+	})
+}
+
+func sameEntry(a, b store.Entry) bool {
+	return string(a.Key) == string(b.Key) && string(a.Value) == string(b.Value) &&
+		a.Version == b.Version && a.Expires.Equal(b.Expires)
+}
+
+func exerciseClose(t *testing.T, open Opener) {
+	t.Run("LaterCalls", func(t *testing.T) {
+		b := newBench(t, open)
+		b.put("a", "1")
+		if err := b.Close(); err != nil {
+			t.Fatalf("close: %v", err)
+		}
+		_, get := b.Get(t.Context(), []byte("a"))
+		_, commit := b.Commit(t.Context(), put("a", "2"))
+		_, now := b.Store.Now(t.Context())
+		_, scan := collect(t.Context(), b.Store, store.Range{})
+		for call, err := range map[string]error{
+			"get": get, "commit": commit, "now": now, "scan": scan, "close": b.Close(),
+		} {
+			if !errors.Is(err, store.ErrClosed) {
+				t.Errorf("%s after close: %v, want ErrClosed", call, err)
+			}
+		}
+	})
+
+	t.Run("CommitsUnderWayLandOrAreRefused", func(t *testing.T) {
+		b := newBench(t, open)
+		const writers = 8
+		started := make(chan struct{}, writers)
+		var all sync.WaitGroup
+		for w := range writers {
+			all.Go(func() {
+				for i := 0; ; i++ {
+					_, err := b.Commit(t.Context(), put(fmt.Sprintf("%d-%d", w, i), "1"))
+					if i == 0 {
+						started <- struct{}{}
+					}
+					if errors.Is(err, store.ErrClosed) {
+						return
+					}
+					if err != nil {
+						t.Errorf("commit beside close: %v, want it to land or ErrClosed", err)
+						return
+					}
+				}
+			})
+		}
+		for range writers {
+			<-started
+		}
+		if err := b.Close(); err != nil {
+			t.Errorf("close: %v", err)
+		}
+		all.Wait()
+	})
+
+	t.Run("ReadsUnderWay", func(t *testing.T) {
+		b := newBench(t, open)
+		for i := range 20 {
+			var batch []store.Write
+			for j := range 100 {
+				batch = append(batch, put(fmt.Sprintf("%03d-%03d", i, j), "1"))
+			}
+			b.commit(batch...)
+		}
+		const readers = 4
+		started := make(chan struct{}, readers)
+		var all sync.WaitGroup
+		for range readers {
+			all.Go(func() {
+				for i := 0; ; i++ {
+					_, scan := collect(t.Context(), b.Store, store.Range{})
+					_, get := b.Get(t.Context(), []byte("000-000"))
+					if i == 0 {
+						started <- struct{}{}
+					}
+					for _, err := range []error{scan, get} {
+						if err != nil && !errors.Is(err, store.ErrClosed) {
+							t.Errorf("read beside close: %v", err)
+						}
+					}
+					if get != nil {
+						return
+					}
+				}
+			})
+		}
+		for range readers {
+			<-started
+		}
+		if err := b.Close(); err != nil {
+			t.Errorf("close: %v", err)
+		}
+		all.Wait()
+	})
+}
+
+func exerciseLimits(t *testing.T, open Opener) {
+	t.Run("Refused", func(t *testing.T) {
+		b := newBench(t, open)
+		soon := b.Now().Add(time.Hour)
+		many := func(n, size int) []store.Write {
+			var batch []store.Write
+			for i := range n {
+				batch = append(batch, store.Write{Key: []byte{byte(i >> 8), byte(i)}, Value: make([]byte, size)})
+			}
+			return batch
+		}
+		for name, batch := range map[string][]store.Write{
+			"no writes":             {},
+			"empty key":             {put("", "1")},
+			"long key":              {put(strings.Repeat("k", store.MaxKey+1), "1")},
+			"large value":           {put("a", strings.Repeat("v", store.MaxValue+1))},
+			"large bulk value":      {{Key: []byte("a"), Value: make([]byte, store.MaxBulk+1), Bulk: true, Expires: soon}},
+			"bulk for ever":         {{Key: []byte("a"), Bulk: true}},
+			"bulk with a condition": {{Key: []byte("a"), Bulk: true, Expires: soon, If: store.Absent()}},
+			"same key twice":        {put("a", "1"), remove("a")},
+			"too many writes":       many(store.MaxBatch+1, 1),
+			"too many bytes":        many(store.MaxBatchBytes/store.MaxValue+1, store.MaxValue),
+		} {
+			v, err := b.Commit(t.Context(), batch...)
+			if !errors.Is(err, store.ErrInvalid) {
+				t.Errorf("%s: version %d, %v; want ErrInvalid", name, v, err)
+			}
+		}
+		b.scans(store.Range{})
+	})
+
+	t.Run("Accepted", func(t *testing.T) {
+		b := newBench(t, open)
+		key := strings.Repeat("k", store.MaxKey)
+		b.put(key, strings.Repeat("v", store.MaxValue))
+		b.is(key, strings.Repeat("v", store.MaxValue))
+
+		var most []store.Write
+		for i := range store.MaxBatch {
+			most = append(most, put(string(rune('A'+i)), "1"))
+		}
+		b.commit(most...)
+
+		var largest []store.Write
+		size := 0
+		for i := 0; size+store.MaxValue+2 <= store.MaxBatchBytes; i++ {
+			w := store.Write{Key: []byte{'z', byte(i)}, Value: bytes.Repeat([]byte{byte(i)}, store.MaxValue)}
+			size += len(w.Key) + len(w.Value)
+			largest = append(largest, w)
+		}
+		rest := store.MaxBatchBytes - size - 2
+		largest = append(largest, store.Write{Key: []byte("zz"), Value: make([]byte, rest)})
+		b.commit(largest...)
+		for _, w := range largest {
+			b.is(string(w.Key), string(w.Value))
+		}
+	})
+
+	t.Run("AnyBytesAreAKey", func(t *testing.T) {
+		b := newBench(t, open)
+		keys := []string{"\x00", "\x00\x00", "\xff", "!badger!txn", "!", "%", "'", "\\", "é", "a\nb"}
+		for _, key := range keys {
+			b.put(key, "value of "+key)
+		}
+		for _, key := range keys {
+			b.is(key, "value of "+key)
+		}
+		if n := len(b.scan(store.Range{})); n != len(keys) {
+			t.Errorf("%d entries, want %d: the store keeps its own ones apart", n, len(keys))
+		}
+	})
 }

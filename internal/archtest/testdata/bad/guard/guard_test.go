@@ -23,3 +23,5 @@ func TestBubble(t *testing.T) {
 		t.SkipNow()
 	})
 }
+
+func TestTwice(t *testing.T) {}

@@ -1,0 +1,564 @@
+package caddymodule
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"mime"
+	"net/http"
+	"net/textproto"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	templates "github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// capture is what is kept of a call so that it can be undone. What is decided is decided
+// before the call leaves (DESIGN, "Settled here").
+type capture struct {
+	decision Decision
+	source   templates.Source // of the templates: the request, and later the answer
+	images   *internalRequest // reads what stands at the target; nil where nobody asks
+	image    *checkpoint.Image
+	pending  *store.Batch       // the snapshot, for the claim's commit
+	handle   checkpoint.Handle  // of the checkpoint that stands
+	kept     bool               // it stands
+	result   *checkpoint.Result // of the call, once it was found out
+
+	answer []byte // the beginning of the answer's body, where it is needed
+	over   bool   // the answer's body is larger than what is kept
+}
+
+// planUndo finds out how the call can be undone. It comes before the claim, so that a
+// gateway that dies while it reads leaves nothing behind (ADR 0031); a claim that is
+// lost afterwards has read in vain.
+func (x *call) planUndo(found execution.Finding) error {
+	x.capture = capture{}
+	x.window.close()
+	x.window = nil
+	if x.evidence.policy == nil {
+		return nil
+	}
+	c, plan := &x.capture, x.action.undo
+	if plan == nil {
+		c.decision = Decision{Way: checkpoint.Irreversible, Reason: checkpoint.ReasonDeclared}
+		if x.action.Name == defaultAction && !x.action.Irreversible {
+			c.decision.Reason = checkpoint.ReasonNoAction
+		}
+		return nil
+	}
+	if plan.Restores(x.r.Method) {
+		x.window = x.engine.writes.open(x.place())
+		err := x.imageBefore(plan, found)
+		if x.r.Context().Err() != nil {
+			return x.gone()
+		}
+		if err != nil && !plan.Compensates() && plan.Terms().Refuses() {
+			return x.noSnapshot(err)
+		}
+		if err != nil {
+			x.h.logger.Warn("what a call changes could not be read before it",
+				slog.String("guard", x.h.Name), slog.String("action", x.action.Name), slog.Any("error", err))
+		}
+	}
+	body, large, err := x.undoBody(plan)
+	if err != nil {
+		return err
+	}
+	if large {
+		c.decision = Decision{Way: checkpoint.Irreversible, Reason: checkpoint.ReasonTooLarge}
+		c.image = nil
+		return nil
+	}
+	c.source = templates.Source{
+		Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery,
+		Request:     templates.Message{Header: x.r.Header, ContentType: x.r.Header.Get("Content-Type"), Body: body},
+		ExecutionID: x.call.Scope.ID, WorkflowID: x.evidence.call.Workflow,
+	}
+	return nil
+}
+
+func (x *call) noSnapshot(why error) error {
+	if err := refusedByCircuit(why, verifiedHere(x.call.Scope.Caller)); err != why {
+		return err
+	}
+	p := x.problem(api.SnapshotFailed, "Nothing was forwarded.", 0)
+	p.Cause = why
+	return p
+}
+
+func (x *call) undoBody(plan *Plan) (body []byte, large bool, err error) {
+	switch {
+	case !plan.ReadsRequestBody() || x.capture.image != nil || encoded(x.r.Header):
+		return nil, false, nil
+	case x.body.Size() > plan.Terms().MaxImage:
+		return nil, true, nil
+	}
+	reader := x.body.NewReader()
+	defer reader.Close()
+	if body, err = io.ReadAll(reader); err != nil {
+		return nil, false, x.unkept(err)
+	}
+	return body, false, nil
+}
+
+// encoded reports that a body has a content coding, so that nothing can be read of it.
+func encoded(h http.Header) bool {
+	for _, line := range h["Content-Encoding"] {
+		if coding := textproto.TrimString(line); coding != "" && !strings.EqualFold(coding, "identity") {
+			return true
+		}
+	}
+	return false
+}
+
+// keepSnapshot makes the checkpoint's snapshot and credentials ride in the claim's
+// commit (P2), and records what its token says of them.
+func (x *call) keepSnapshot(ctx context.Context) error {
+	c, s := &x.capture, &x.evidence
+	id := uuid.NewString()
+	if plan := x.action.undo; plan != nil && c.decision.Way == 0 {
+		c.source.CheckpointID = id
+		c.decision = plan.Decide(x.r.Method, &c.source, c.image != nil)
+	}
+	snapshot := checkpoint.Snapshot{
+		ID: id, Workflow: s.call.Workflow, Caller: x.guard.Caller(x.call.Scope.Caller), Execution: x.call.Key,
+		Action: x.action.Name, Upstream: x.h.reach.Name(), Way: c.decision.Way, Reason: c.decision.Reason,
+		Request: checkpoint.Request{
+			Method: x.r.Method, Host: x.r.Host, Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery, Message: c.decision.Request,
+		},
+		Undo: c.decision.Undo,
+	}
+	if snapshot.Way == checkpoint.Restore {
+		snapshot.Image = c.image
+	}
+	if x.mayHaveRun() {
+		snapshot.First = id
+		if x.before != "" {
+			var err error
+			if snapshot.First, err = x.engine.checkpoints.First(ctx, x.before); err != nil {
+				return x.storeFailed(err)
+			}
+		}
+	}
+	var credentials map[string][]string
+	if x.action.Recorded() && (snapshot.Way == checkpoint.Restore || snapshot.Way == checkpoint.Compensate) {
+		credentials = x.credentials()
+	}
+	terms := x.h.app.Quota.ofCheckpoints(&x.action.Terms)
+	terms.Place = c.decision.Place
+	p, err := x.engine.checkpoints.Prepare(ctx, snapshot, credentials, terms)
+	if over := (*checkpoint.QuotaError)(nil); errors.As(err, &over) {
+		return x.overCheckpoints(over)
+	}
+	if err != nil {
+		return x.storeFailed(err)
+	}
+	if c.pending, c.handle = p.Batch, p.Handle(); !p.Snapshot().Reversible() {
+		c.decision = Decision{Way: checkpoint.Irreversible, Reason: p.Snapshot().Reason}
+	}
+	s.call.Checkpoint, s.call.State, s.call.Reversible = id, ect.HashOf(p.Sum()), p.Snapshot().Reversible()
+	return nil
+}
+
+func (x *call) credentials() map[string][]string {
+	found := map[string][]string{}
+	for _, name := range append([]string{"Cookie"}, x.h.credentials...) {
+		if values := x.r.Header[name]; len(values) > 0 {
+			found[name] = slices.Clone(values)
+		}
+	}
+	return found
+}
+
+func (x *call) snapshotEnded(err error) error {
+	c := &x.capture
+	if c.pending == nil {
+		return err
+	}
+	err = c.pending.Done(err)
+	c.kept, c.pending = err == nil, nil
+	return err
+}
+
+// undoable makes what a rollback needs of the call's end ride in the outcome's commit; nil
+// where there is nothing. An outcome is recorded whether or not that succeeds (P1).
+func (x *call) undoable(ctx context.Context, o execution.Outcome, header http.Header) *store.Batch {
+	c := &x.capture
+	if !c.kept {
+		return nil
+	}
+	if o.Verdict == execution.InDoubt { // nobody knows what stands there
+		return x.othersBeside(ctx)
+	}
+	if o.Verdict == execution.Released {
+		return x.engine.checkpoints.Release(c.handle)
+	}
+	if c.decision.Way == checkpoint.Irreversible {
+		return nil // a person undoes it, and this is a write less for each such call
+	}
+	x.observe(o, header)
+	p, err := x.engine.checkpoints.Record(ctx, c.handle, *c.result, int(x.action.MaxImage))
+	if err != nil {
+		x.h.logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
+		return nil
+	}
+	return p.Batch
+}
+
+// observe finds out what is recorded of a completed call, once. Where the end of its answer
+// does not wait for the record, it still waits for this: whoever has seen the end may
+// change what the call has left.
+func (x *call) observe(o execution.Outcome, header http.Header) {
+	c := &x.capture
+	if !c.kept || c.result != nil || o.Verdict != execution.Completed {
+		return
+	}
+	result := checkpoint.Result{Status: o.Status, Upstream: x.upstream.Status()}
+	switch c.decision.Way {
+	case checkpoint.Restore:
+		result.Image, result.Reason = x.imageAfter(cmp.Or(result.Upstream, o.Status), header)
+	case checkpoint.Compensate:
+		if x.mayHaveRun() || !rollback.HadNoEffect(result.Upstream) { // else nothing is to be undone
+			result.Answer, result.Reason = x.answered(o.Status, header)
+		}
+	}
+	c.result = &result
+}
+
+func (x *call) answered(status int, header http.Header) (checkpoint.Message, checkpoint.Reason) {
+	c := &x.capture
+	if c.over {
+		return checkpoint.Message{}, checkpoint.ReasonTooLarge
+	}
+	c.source.Status = status
+	c.source.Response = templates.Message{Header: header, ContentType: header.Get("Content-Type")}
+	if !encoded(header) {
+		c.source.Response.Body = c.answer
+	}
+	return c.decision.Answered(&c.source)
+}
+
+// captureBody keeps the beginning of the answer's body, where a compensation needs it.
+func (x *call) captureBody(p []byte) {
+	c := &x.capture
+	if c.over || !c.decision.ReadsAnswer() {
+		return
+	}
+	if c.over = int64(len(c.answer)+len(p)) > x.action.MaxImage; c.over {
+		c.answer = nil
+		return
+	}
+	c.answer = append(c.answer, p...)
+}
+
+func (x *call) imageBefore(plan *Plan, found execution.Finding) error {
+	header, err := plan.Fields("")
+	if err != nil {
+		return err
+	}
+	look := rollback.ImageRequest(&checkpoint.Request{Message: checkpoint.Message{Header: x.r.Header}})
+	for name, values := range look.Header {
+		if header[name] == nil {
+			header[name] = values
+		}
+	}
+	if plan.Terms().Recorded() {
+		for name, values := range x.credentials() {
+			if header[name] == nil { // as in the undo: what the configuration writes wins
+				header[name] = values
+			}
+		}
+	}
+	request := &internalRequest{
+		method: look.Method, path: x.r.URL.EscapedPath(), query: x.r.URL.RawQuery,
+		host: x.r.Host, remote: x.r.RemoteAddr, header: header, most: plan.Terms().MaxImage,
+	}
+	ctx, cancel := context.WithTimeout(x.r.Context(), time.Duration(plan.Terms().SnapshotTimeout))
+	defer cancel()
+	image, err := x.readImage(ctx, request)
+	if err == nil && x.mayHaveRun() {
+		image, err = x.imageBeforeAll(ctx, found.Record.Checkpoint, image)
+	}
+	if err == nil {
+		x.capture.images, x.capture.image = request, image
+	}
+	return err
+}
+
+// place names what the call changes, for those who change it too.
+func (x *call) place() string {
+	return checkpoint.TargetOf(x.h.reach.Name(), x.r.URL.EscapedPath())
+}
+
+// errDisturbed: the images may be of what somebody else has done.
+var errDisturbed = errors.New("another call has changed the target between the look before this call and the one after it")
+
+// imageAfter reads what the call has left. The end of the answer waits for it, and no
+// longer than for the state before (P7).
+func (x *call) imageAfter(status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
+	ctx := x.engine.detach(x.r.Context(), time.Duration(x.action.SnapshotTimeout))
+	defer ctx.stop()
+	image, err := x.readImage(proxy.WithUndo(ctx), x.capture.images) // past a breaker that has opened meanwhile
+	if x.window.close() {
+		err = errDisturbed
+	} else if err == nil {
+		err = x.agrees(status, header, image)
+	}
+	if err != nil {
+		x.h.logger.Warn("what a call has left could not be read; only a person can undo it",
+			slog.Any("key", x.call.Key), slog.String("action", x.action.Name), slog.Any("error", err))
+		switch {
+		case errors.Is(err, errDisturbed):
+			return nil, checkpoint.ReasonChanged
+		case errors.Is(err, errNotCreated):
+			return nil, checkpoint.ReasonNotCreated
+		}
+		return nil, checkpoint.ReasonNoImage
+	}
+	return image, ""
+}
+
+// agrees holds that the state after the call is what the upstream says that it has done. A
+// rollback must not take something else for the call's work, nor the old state for a call
+// that was taken back (P6).
+func (x *call) agrees(status int, header http.Header, after *checkpoint.Image) error {
+	before, deleted := x.capture.image, x.r.Method == http.MethodDelete
+	switch {
+	case status/100 != 2:
+	case status == http.StatusAccepted:
+		if rollback.Same(before, after) {
+			return errors.New("the answer 202 promises a change, and nothing has changed yet")
+		}
+	case after.Exists == deleted: // a copy that lags, or something else
+		return fmt.Errorf("the answer %d to a %s, and the state after it do not agree", status, x.r.Method)
+	case after.Exists && !encoded(header) && otherTag(header.Get("ETag"), after.ETag):
+		// RFC 9110, section 8.8.3: that of the answer is of what the call has made.
+		return fmt.Errorf("%w: the entity tag of its answer is another", errDisturbed)
+	case !deleted && !before.Exists && status != http.StatusCreated && !x.onlyCreates():
+		return fmt.Errorf("%w: it was answered %d", errNotCreated, status)
+	case deleted && !before.Exists: // it hides from the guard what was there
+		return fmt.Errorf("the answer %d to a DELETE, and that nothing was there before it do not agree", status)
+	}
+	return nil
+}
+
+// errNotCreated: what seems to be new may have been there before, such as where the look
+// before the call was answered by a copy that lags. It must not be deleted (P6).
+var errNotCreated = errors.New("nothing stood there before the call, and its answer does not say 201: that it has created something (RFC 9110, section 9.3.4)")
+
+// onlyCreates reports that the call itself asks to fail where something is there.
+func (x *call) onlyCreates() bool {
+	return slices.Equal(x.r.Header["If-None-Match"], []string{"*"})
+}
+
+// otherTag reports whether two entity tags are there and are of different states.
+func otherTag(a, b string) bool {
+	return a != "" && b != "" && strings.TrimPrefix(a, "W/") != strings.TrimPrefix(b, "W/")
+}
+
+func (x *call) readImage(ctx context.Context, r *internalRequest) (*checkpoint.Image, error) {
+	a, err := x.h.send(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	image := rollback.ImageOf(&rollback.Answer{Status: a.status, Header: a.header, Body: a.body})
+	switch {
+	case a.replaced:
+		return nil, fmt.Errorf("the answer %d to GET is not the upstream's", a.status)
+	case image == nil:
+		return nil, fmt.Errorf("the answer %d to GET does not say what stands there; 200, 204, 404 and 410 do", a.status)
+	case image.Exists && a.unframed && x.action.Unframed != unframedComplete:
+		return nil, errors.New("the answer to GET is framed by nothing but the end of its connection, so that a cut cannot be seen")
+	}
+	return image, nil
+}
+
+// imageBeforeAll is what stood at the target before a call that may have been executed
+// already: what was read before its earlier attempt, as what stands there now may be its
+// own work (P6). Where it is neither that nor what the attempt would have left, or somebody
+// wrote there during that one, nobody knows whose it is: the window is disturbed.
+func (x *call) imageBeforeAll(ctx context.Context, earlier string, now *checkpoint.Image) (*checkpoint.Image, error) {
+	before, err := x.engine.checkpoints.Before(ctx, earlier)
+	if err != nil {
+		return nil, err
+	}
+	others, err := x.engine.checkpoints.Disturbed(ctx, earlier)
+	if err != nil {
+		return nil, err
+	}
+	if !others && !rollback.Same(before, now) {
+		own, err := x.leaves(now)
+		if err != nil {
+			return nil, err
+		}
+		others = !own
+	}
+	if others {
+		x.window.disturb()
+	}
+	return before, nil
+}
+
+// leaves reports that an image is what the call itself would leave.
+func (x *call) leaves(image *checkpoint.Image) (bool, error) {
+	switch {
+	case x.r.Method == http.MethodDelete:
+		return !image.Exists, nil
+	case x.r.Method != http.MethodPut, !image.Exists, encoded(x.r.Header), int64(len(image.Body)) != x.body.Size():
+		return false, nil
+	}
+	if sent := x.r.Header.Get("Content-Type"); sent != "" && mediaType(sent) != mediaType(image.ContentType) {
+		return false, nil
+	}
+	reader := x.body.NewReader()
+	defer reader.Close()
+	body, err := io.ReadAll(reader)
+	return bytes.Equal(body, image.Body), err
+}
+
+// mediaType is one without its parameters, of which servers add some.
+func mediaType(field string) string {
+	if plain, _, err := mime.ParseMediaType(field); err == nil {
+		return plain
+	}
+	return field
+}
+
+// othersBeside is what is recorded of a call in doubt: nothing, but that somebody else has
+// written where it may have, for its rollback and its further attempts.
+func (x *call) othersBeside(ctx context.Context) *store.Batch {
+	c := &x.capture
+	if c.decision.Way != checkpoint.Restore || !x.window.close() {
+		return nil
+	}
+	p, err := x.engine.checkpoints.Record(ctx, c.handle, checkpoint.Result{Reason: checkpoint.ReasonChanged}, int(x.action.MaxImage))
+	if err != nil {
+		x.h.logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
+		return nil
+	}
+	return p.Batch
+}
+
+// writeTracker knows which guarded calls change what at the same time, so that none takes what
+// another has written for its own work, or for what stood there before it (P6). It sees
+// what passes the guards of this process that restore anything; what else writes there is
+// found by entity tags, or not at all.
+type writeTracker struct {
+	mu  sync.Mutex
+	all map[string]*trackedTarget
+}
+
+// trackedTarget is what calls change, while any is at it.
+type trackedTarget struct {
+	windows map[*writeWindow]bool
+	writing int
+}
+
+// writeWindow is from the look before a call, or an undo, to the look after it.
+type writeWindow struct {
+	of   *writeTracker
+	name string
+
+	// Guarded by targets.mu.
+	disturbed bool // somebody else has written in it
+	closed    bool
+}
+
+// at is the target of that name, with mu held.
+func (t *writeTracker) at(name string) *trackedTarget {
+	if t.all == nil {
+		t.all = map[string]*trackedTarget{}
+	}
+	found := t.all[name]
+	if found == nil {
+		found = &trackedTarget{windows: map[*writeWindow]bool{}}
+		t.all[name] = found
+	}
+	return found
+}
+
+// left forgets a target at which nobody is, with mu held.
+func (t *writeTracker) left(name string) {
+	if at := t.all[name]; len(at.windows) == 0 && at.writing == 0 {
+		delete(t.all, name)
+	}
+}
+
+// open begins a window. It must be closed.
+func (t *writeTracker) open(name string) *writeWindow {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	at := t.at(name)
+	w := &writeWindow{of: t, name: name, disturbed: at.writing > 0}
+	at.windows[w] = true
+	return w
+}
+
+// Disturbed implements rollback.Window.
+func (w *writeWindow) Disturbed() bool {
+	w.of.mu.Lock()
+	defer w.of.mu.Unlock()
+	return w.disturbed
+}
+
+// disturb says that somebody else has written in it, past the register.
+func (w *writeWindow) disturb() {
+	w.of.mu.Lock()
+	defer w.of.mu.Unlock()
+	w.disturbed = true
+}
+
+// Close implements rollback.Window.
+func (w *writeWindow) Close() { w.close() }
+
+// close ends a window, and reports whether it was disturbed. One that is nil was not.
+func (w *writeWindow) close() bool {
+	if w == nil {
+		return false
+	}
+	w.of.mu.Lock()
+	defer w.of.mu.Unlock()
+	if !w.closed {
+		w.closed = true
+		delete(w.of.all[w.name].windows, w)
+		w.of.left(w.name)
+	}
+	return w.disturbed
+}
+
+// write says that somebody begins to change a target, by a call with that window, or with
+// none. over must be called when that has ended.
+func (t *writeTracker) write(name string, own *writeWindow) (over func()) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	at := t.at(name)
+	if own != nil && at.writing > 0 {
+		own.disturbed = true
+	}
+	for w := range at.windows {
+		w.disturbed = w.disturbed || w != own
+	}
+	at.writing++
+	return func() {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		at.writing--
+		t.left(name)
+	}
+}

@@ -1,0 +1,502 @@
+package caddymodule
+
+import (
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/http"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/caddyauth"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/headers"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/requestbody"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"go.uber.org/zap"
+)
+
+// before are the handlers that a request may have passed on its way to another one.
+type before struct {
+	auths    []*caddyauth.Authentication // one that every request passes replaces those before
+	always   bool                        // every request passes one of auths
+	changers []caddyhttp.MiddlewareHandler
+	guards   []*Handler
+}
+
+func (b before) join(other before) before {
+	return before{
+		auths:    union(b.auths, other.auths),
+		always:   b.always && other.always,
+		changers: union(b.changers, other.changers),
+		guards:   union(b.guards, other.guards),
+	}
+}
+
+func union[T comparable](a, b []T) []T {
+	all := slices.Clip(a)
+	for _, v := range b {
+		if !slices.Contains(all, v) {
+			all = append(all, v)
+		}
+	}
+	return all
+}
+
+// visit is one route to a guard.
+type visit struct {
+	guard  *Handler
+	server *caddyhttp.Server
+	name   string // of the server
+	place  string
+	site   caddyhttp.RouteList
+	before before
+}
+
+// chains finds the routes to the guards of a configuration.
+type chains struct {
+	server *caddyhttp.Server
+	name   string
+	place  string
+	site   caddyhttp.RouteList
+	depth  int // of named routes
+	visits []visit
+	bare   map[*reverseproxy.Handler]bareProxy
+	// read are the handlers of routes that are not loaded: one for each, whatever leads there.
+	read map[*json.RawMessage][]caddyhttp.MiddlewareHandler
+}
+
+// handlersOf are the handlers of a route.
+func (c *chains) handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
+	if len(route.HandlersRaw) == 0 {
+		return route.Handlers
+	}
+	key := &route.HandlersRaw[0]
+	if _, ok := c.read[key]; !ok {
+		c.read[key] = handlersOf(route)
+	}
+	return c.read[key]
+}
+
+// bareProxy is a reverse_proxy behind a guard that has no circuit breakers.
+type bareProxy struct {
+	guard, place string
+	upstreams    []string
+}
+
+// maxInvoked bounds how deep named routes invoke each other.
+const maxInvoked = 20
+
+// visitsOf lists the routes to the guards in an app's servers, and the proxies behind them that have
+// no breakers.
+func visitsOf(app *caddyhttp.App) ([]visit, map[*reverseproxy.Handler]bareProxy) {
+	var all []visit
+	bare := map[*reverseproxy.Handler]bareProxy{}
+	for _, name := range slices.Sorted(maps.Keys(app.Servers)) {
+		all = append(all, visitsIn(app.Servers[name], name, bare)...)
+	}
+	return all, bare
+}
+
+// visitsIn are those in one server.
+func visitsIn(server *caddyhttp.Server, name string, bare map[*reverseproxy.Handler]bareProxy) []visit {
+	c := chains{server: server, name: name, bare: bare, read: map[*json.RawMessage][]caddyhttp.MiddlewareHandler{}}
+	c.sites(server.Routes, "/routes")
+	if server.Errors != nil {
+		c.sites(server.Errors.Routes, "/errors/routes")
+	}
+	return c.visits
+}
+
+// sites reads the routes of a server. Each site has a route of its own, or, if it is the only one,
+// all of the list.
+func (c *chains) sites(routes caddyhttp.RouteList, list string) {
+	c.place, c.site = c.name+list, nil
+	for i := range routes { // without other sites, and Caddy's own redirects to https
+		if hostsOf(&routes[i]) == "" && !answersOnly(&routes[i]) {
+			c.site = append(c.site, routes[i])
+		}
+	}
+	c.routes(routes, before{}, true)
+}
+
+// routes reads a list, and returns what a request may have passed after it. top: it is the list of a
+// server.
+func (c *chains) routes(routes caddyhttp.RouteList, b before, top bool) before {
+	groups := map[string]before{} // before the first route of a group
+	for i := range routes {
+		route := &routes[i]
+		enters := b
+		if route.Group != "" { // a request takes one route of a group
+			first, ok := groups[route.Group]
+			if !ok {
+				groups[route.Group], first = b, b
+			}
+			enters = first
+		}
+		place, site := c.place, c.site
+		if c.depth == 0 {
+			c.place = fmt.Sprintf("%s/%d", place, i)
+		}
+		if hosts := hostsOf(route); top && hosts != "" {
+			c.place += " (" + hosts + ")"
+			c.site = siteOf(route)
+		}
+		leaves, ends := c.handlers(route, enters)
+		c.place, c.site = place, site
+		switch {
+		case route.Terminal || ends:
+		case len(route.MatcherSetsRaw) == 0 && takesAll(route):
+			b = leaves
+		default:
+			b = b.join(leaves)
+		}
+	}
+	return b
+}
+
+// answersOnly reports whether a route has nothing but a fixed answer.
+func answersOnly(route *caddyhttp.Route) bool {
+	return len(route.Handlers) > 0 && !slices.ContainsFunc(route.Handlers, func(h caddyhttp.MiddlewareHandler) bool {
+		_, answers := h.(*caddyhttp.StaticResponse)
+		return !answers
+	})
+}
+
+// siteOf are the routes of a site with a route of its own.
+func siteOf(route *caddyhttp.Route) caddyhttp.RouteList {
+	if len(route.Handlers) == 1 {
+		if sub, ok := route.Handlers[0].(*caddyhttp.Subroute); ok && sub.Errors == nil {
+			return sub.Routes
+		}
+	}
+	return caddyhttp.RouteList{{Handlers: route.Handlers}}
+}
+
+// handlers reads a route. It reports whether no request goes on after it.
+func (c *chains) handlers(route *caddyhttp.Route, b before) (_ before, ends bool) {
+	for _, handler := range c.handlersOf(route) {
+		switch h := handler.(type) {
+		case *Handler:
+			c.visits = append(c.visits, visit{h, c.server, c.name, c.place, c.site, b})
+			b.guards = union(b.guards, []*Handler{h})
+		case *caddyauth.Authentication:
+			b.auths, b.always = []*caddyauth.Authentication{h}, true
+		case *headers.Handler, *requestbody.RequestBody:
+			b.changers = union(b.changers, []caddyhttp.MiddlewareHandler{h})
+		case *caddyhttp.Subroute:
+			after := c.routes(h.Routes, b, false)
+			if h.Errors != nil {
+				c.routes(h.Errors.Routes, b.join(after), false)
+			}
+			b = after
+		case *caddyhttp.Invoke:
+			if named := c.server.NamedRoutes[h.Name]; named != nil && c.depth < maxInvoked {
+				c.depth++
+				b = c.routes(caddyhttp.RouteList{*named}, b, false)
+				c.depth--
+			}
+		case *reverseproxy.Handler:
+			ends = true
+			c.proxy(h, b)
+		}
+	}
+	return b, ends
+}
+
+// proxy records a proxy without breakers behind a guard. One that does not forward the call itself,
+// as in forward_auth, is left out.
+func (c *chains) proxy(h *reverseproxy.Handler, b before) {
+	_, ours := h.Transport.(*proxy.Transport)
+	asks := changesMethod(h.Rewrite) && len(h.HandleResponse) > 0
+	if ours || asks || len(b.guards) == 0 {
+		return
+	}
+	bare := bareProxy{guard: b.guards[len(b.guards)-1].Name, place: c.place}
+	for _, u := range h.Upstreams {
+		bare.upstreams = append(bare.upstreams, u.Dial)
+	}
+	c.bare[h] = bare
+}
+
+// warnBare warns of proxies without breakers behind guards (cascade 3.2): they send every call to a
+// failing upstream.
+func warnBare(logger *zap.Logger, bare map[*reverseproxy.Handler]bareProxy) {
+	for _, p := range bare {
+		logger.Warn("a reverse_proxy behind agent_guard has no circuit breaker, and no proof of what was sent: "+
+			"give it `transport agent_guard`, or write agent_proxy in its place",
+			zap.String("route", p.place), zap.String("guard", p.guard), zap.Strings("upstreams", p.upstreams))
+	}
+}
+
+// checkWays refuses configurations in which two calls or callers would look the same (P1, P3), as far
+// as that is certain while not all handlers of a server are loaded.
+func checkWays(visits []visit) error {
+	first := map[*Handler]*visit{}
+	for i := range visits {
+		v := &visits[i]
+		if err := v.check(); err != nil {
+			return withPlace(err, v.guard.WrittenAt)
+		}
+		if other := first[v.guard]; other != nil && !v.guard.Shared {
+			return v.invokedTwice(other)
+		}
+		first[v.guard] = v
+	}
+	return nil
+}
+
+// invokedTwice is the error of two routes to one guard.
+func (v *visit) invokedTwice(other *visit) error {
+	return withPlace(fmt.Errorf("the guard %q stands in a named route that is invoked at %s and at %s: behind different sites the same user name may be another user. "+
+		"Give each site a guard of its own, or, if they are one service with the same users, write `name %s shared`",
+		v.guard.Name, other.place, v.place, quotedWord(v.guard.Name)), v.guard.WrittenAt)
+}
+
+// checkChains refuses what checkWays does, and different guards of one name.
+func checkChains(visits []visit) error {
+	first := map[string]*visit{} // of each name
+	for i := range visits {
+		v := &visits[i]
+		if err := v.check(); err != nil {
+			return withPlace(err, v.guard.WrittenAt)
+		}
+		other := first[v.guard.Name]
+		switch {
+		case other == nil:
+			first[v.guard.Name] = v
+		case v.guard.Shared && other.guard.Shared:
+		case v.guard == other.guard:
+			return v.invokedTwice(other)
+		case other.server == v.server, v.writer().routes(v.site) != other.writer().routes(other.site):
+			return withPlace(fmt.Errorf("%s: %w", v.place, sameName(v.guard.Name, other.place, 2)), v.guard.WrittenAt)
+		}
+	}
+	return nil
+}
+
+// check checks one route to a guard.
+func (v *visit) check() error {
+	kinds := map[string]bool{}
+	for _, auth := range v.before.auths {
+		if text, known := v.writer().authentication(auth); known {
+			kinds[text] = true
+		}
+	}
+	if len(kinds) > 1 && !v.guard.Shared {
+		return fmt.Errorf("%s: requests come to the guard %q through %d authentications, in which one user name can be several users: "+
+			"give each of them a guard of its own, or, if they know the same users, write `name %s shared`",
+			v.place, v.guard.Name, len(kinds), quotedWord(v.guard.Name))
+	}
+	for _, changer := range v.before.changers {
+		if what, instead := v.guard.changedBy(changer); what != "" {
+			return fmt.Errorf("%s: %s before the guard %q, which recognises a call and its caller by it: with each change of it retries would run again, "+
+				"or callers would be taken for one. Write %s", v.place, what, v.guard.Name, instead)
+		}
+	}
+	return nil
+}
+
+// changedBy says what a handler changes that identifies calls or callers, and where that belongs; or
+// empty. The guard has the original method and URI from Caddy, but of nothing else.
+func (h *Handler) changedBy(handler caddyhttp.MiddlewareHandler) (what, instead string) {
+	if body, ok := handler.(*requestbody.RequestBody); ok {
+		if body.Set == "" {
+			return "", ""
+		}
+		return "request_body replaces the body", "it behind the guard, in a route with agent_guard before it"
+	}
+	changes, ok := handler.(*headers.Handler)
+	if !ok || changes.Request == nil {
+		return "", ""
+	}
+	fields := append([]string{"Host", "Content-Type", "Content-Encoding", "Cookie"}, h.credentials...)
+	if h.Inherit {
+		fields = append(fields, headerExecutionParent)
+	}
+	for _, field := range fields {
+		if setsField(changes.Request, field) {
+			return "request_header changes " + field, "`header_up " + field + " ...` in the proxy's block instead"
+		}
+	}
+	return "", ""
+}
+
+// setsField reports whether ops may change a header field.
+func setsField(ops *headers.HeaderOps, field string) bool {
+	may := func(name string) bool {
+		return strings.Contains(name, "{") || http.CanonicalHeaderKey(name) == field
+	}
+	for name := range ops.Add {
+		if may(name) {
+			return true
+		}
+	}
+	for name := range ops.Set {
+		if may(name) {
+			return true
+		}
+	}
+	for name := range ops.Replace {
+		if name == "*" || may(name) {
+			return true
+		}
+	}
+	lower := strings.ToLower(field)
+	for _, name := range ops.Delete {
+		part := strings.Trim(strings.ToLower(name), "*")
+		front, back := strings.HasPrefix(name, "*"), strings.HasSuffix(name, "*")
+		switch {
+		case name == "*", may(name),
+			front && back && strings.Contains(lower, part),
+			front && !back && strings.HasSuffix(lower, part),
+			back && !front && strings.HasPrefix(lower, part):
+			return true
+		}
+	}
+	return false
+}
+
+// writer writes routes as text. Equal texts lead to the same upstreams through the same
+// authentication. What cannot be written equals nothing else.
+type writer struct {
+	server *caddyhttp.Server
+	name   string
+	depth  int // of named routes
+}
+
+func (v *visit) writer() *writer { return &writer{server: v.server, name: v.name} }
+
+func (w *writer) routes(routes caddyhttp.RouteList) string {
+	var b strings.Builder
+	for i := range routes {
+		fmt.Fprintf(&b, "(%q %v ", routes[i].Group, routes[i].Terminal)
+		for _, set := range routes[i].MatcherSets {
+			b.WriteByte('[')
+			for _, matcher := range set {
+				b.WriteString(w.module(matcher))
+			}
+			b.WriteByte(']')
+		}
+		for _, handler := range routes[i].Handlers {
+			b.WriteString(w.handler(handler))
+		}
+		b.WriteByte(')')
+	}
+	return b.String()
+}
+
+func (w *writer) handler(handler caddyhttp.MiddlewareHandler) string {
+	switch h := handler.(type) {
+	case *Handler:
+		return h.written
+	case *caddyhttp.Subroute:
+		text := "{" + w.routes(h.Routes)
+		if h.Errors != nil {
+			text += " errors " + w.routes(h.Errors.Routes)
+		}
+		return text + "}"
+	case *caddyhttp.Invoke:
+		named := w.server.NamedRoutes[h.Name]
+		if named == nil || w.depth == maxInvoked {
+			return w.module(h)
+		}
+		w.depth++
+		defer func() { w.depth-- }()
+		return w.routes(caddyhttp.RouteList{*named})
+	case *caddyauth.Authentication:
+		text, _ := w.authentication(h)
+		return text
+	case *reverseproxy.Handler:
+		text := w.module(h) + w.module(h.DynamicUpstreams) + w.module(unplaced(h.Transport))
+		for _, response := range h.HandleResponse {
+			text += w.routes(response.Routes)
+		}
+		return text
+	}
+	return w.module(handler)
+}
+
+// authentication writes the users that one knows. known is false if only loading it would show
+// them, because of its defaults and placeholders.
+func (w *writer) authentication(h *caddyauth.Authentication) (text string, known bool) {
+	var b strings.Builder
+	for _, name := range slices.Sorted(maps.Keys(h.Providers)) {
+		b.WriteString(name + w.module(h.Providers[name]))
+	}
+	for name, raw := range h.ProvidersRaw {
+		var basic caddyauth.HTTPBasicAuth
+		if name != "http_basic" || len(h.ProvidersRaw) > 1 || json.Unmarshal(raw, &basic) != nil {
+			return "", false
+		}
+		basic.Accounts = map[string]caddyauth.Account{}
+		for _, account := range basic.AccountList {
+			if strings.Contains(account.Username+account.Password, "{") {
+				return "", false
+			}
+			basic.Accounts[account.Username] = account
+		}
+		b.WriteString(name + w.module(&basic))
+	}
+	return b.String(), true
+}
+
+// unplaced is a transport without its place in a Caddyfile.
+func unplaced(t http.RoundTripper) http.RoundTripper {
+	ours, ok := t.(*proxy.Transport)
+	if !ok || ours.Breaker == nil {
+		return t
+	}
+	breaker := *ours.Breaker
+	breaker.WrittenAt = ""
+	return &proxy.Transport{HTTPTransport: ours.HTTPTransport, KeepaliveGuarded: ours.KeepaliveGuarded, Breaker: &breaker}
+}
+
+func (w *writer) module(module any) string {
+	switch m := module.(type) {
+	case nil:
+		return "nil"
+	case *caddyauth.HTTPBasicAuth: // whose list of accounts is emptied by loading it
+		text, err := json.Marshal(m.Accounts)
+		if err == nil {
+			return string(text)
+		}
+	case *reverseproxy.MultiUpstreams: // whose parts are not written
+	default:
+		of := reflect.TypeOf(module)
+		for of.Kind() == reflect.Pointer {
+			of = of.Elem()
+		}
+		text, err := json.Marshal(module)
+		if err == nil && (strings.HasPrefix(of.PkgPath(), caddyPackages) || strings.HasPrefix(of.PkgPath(), ownPackages)) {
+			return of.String() + string(text)
+		}
+	}
+	return fmt.Sprintf("%s %T %p", w.name, module, module)
+}
+
+// Modules of these packages are compared by their JSON. That of others may be incomplete.
+const (
+	caddyPackages = "github.com/caddyserver/caddy/v2/modules/"
+	ownPackages   = "github.com/agent-guard/caddy-agent-guard/"
+)
+
+// warnAnonymous warns of guards that calls without any credential can reach, as they share one
+// space of execution ids. warned has the names of the guards that were warned of before.
+func warnAnonymous(visits []visit, warned *sync.Map) {
+	for i := range visits {
+		h := visits[i].guard
+		if h.Caller != "" || h.RequireECT || visits[i].before.always {
+			continue
+		}
+		if _, before := warned.LoadOrStore(h.Name, true); before {
+			continue
+		}
+		h.logger.Warn("calls without any credential share one space of execution ids; require authentication, or name the caller with `caller`",
+			slog.String("guard", h.Name), slog.String("caller", anonymous))
+	}
+}

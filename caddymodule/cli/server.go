@@ -1,0 +1,381 @@
+package cli
+
+import (
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+)
+
+func storeCommands(o *options) *cobra.Command {
+	return o.server(group(&cobra.Command{
+		Use:   "store",
+		Short: "Shows how the store is",
+		Long:  "Shows how the store is that holds the executions.",
+	}, &cobra.Command{
+		Use:   "stats",
+		Short: "Shows the store's health, what it holds and what it did",
+		Long: `Shows the store's health, how many executions it holds in which state, and
+what it did since it was opened. Above 10,000 the executions of a state are
+not counted on.`,
+		Example: `  caddy agent-guard store stats
+  caddy agent-guard store stats --output json`,
+		Args: noArgs,
+		RunE: showing(o, question{path: "store"}, describeStore),
+	}))
+}
+
+func describeStore(st *admin.StoreStatus, _ time.Time) string {
+	s := sheet{width: 20}
+	s.line("store", printable(st.Path))
+	s.line("health", st.Health)
+	s.line("problem", printable(st.Problem))
+	s.line("node", st.Node)
+	s.line("boot", st.Boot)
+	for _, state := range execution.States() {
+		if c, ok := st.Executions[state.String()]; ok {
+			s.line(state.String(), describeCount(c))
+		}
+	}
+	s.line("quota", describeQuota(st.Quota))
+	r := st.Store
+	if r == nil {
+		return s.b.String()
+	}
+	sizes := describeSize(r.Size)
+	if r.MaxSize > 0 {
+		sizes += "; at most " + size(uint64(r.MaxSize))
+	}
+	s.line("size", sizes)
+	s.line("dead", size(uint64(max(r.Dead, 0))))
+	s.line("reclaimed", size(r.Reclaimed))
+	if r.Disk != nil {
+		s.line("free", size(r.Disk.Free)+", at least "+size(uint64(max(r.Disk.MinFree, 0))))
+		s.line("takes", printable(r.Disk.Takes))
+	}
+	s.line("commits", r.Commits)
+	s.line("records per sync", strconv.FormatFloat(r.RecordsPerSync, 'f', 1, 64))
+	s.line("batches", r.Batches)
+	s.line("writes", r.Writes)
+	s.line("conflicts", r.Conflicts)
+	s.line("written", size(r.Bytes))
+	s.line("bodies written", size(r.BodyBytes))
+	s.line("body syncs", r.BodySyncs)
+	s.line("segments dropped", r.Dropped)
+	s.line("refused, disk full", r.Refused)
+	return s.b.String()
+}
+
+func describeCount(c admin.Count) string {
+	text := strconv.Itoa(c.Count)
+	if c.AtLeast {
+		text = "at least " + text
+	}
+	if c.Count > 0 {
+		text += ", the oldest " + ago(c.OldestAge) + " old"
+	}
+	return text
+}
+
+func describeQuota(q *admin.Quota) string {
+	var bounds []string
+	if q != nil && q.OpenExecutions > 0 {
+		bounds = append(bounds, strconv.Itoa(q.OpenExecutions)+" open executions")
+	}
+	if q != nil && q.StoredBytes > 0 {
+		bounds = append(bounds, size(uint64(q.StoredBytes))+" stored")
+	}
+	return strings.Join(bounds, ", ")
+}
+
+// describeSize shows the sum and its parts.
+func describeSize(parts map[string]uint64) string {
+	var sum uint64
+	var all []string
+	for _, part := range slices.Sorted(maps.Keys(parts)) {
+		sum += parts[part]
+		all = append(all, printable(part)+" "+size(parts[part]))
+	}
+	if all == nil {
+		return ""
+	}
+	return size(sum) + ": " + strings.Join(all, ", ")
+}
+
+// noting runs a command and, if it succeeds, prints a note on stderr.
+func noting(note string, run func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, args []string) error {
+		err := run(cmd, args)
+		if err == nil {
+			fmt.Fprintln(cmd.ErrOrStderr(), note)
+		}
+		return err
+	}
+}
+
+func keyCommands(o *options) *cobra.Command {
+	return o.server(group(&cobra.Command{
+		Use:   "keys",
+		Short: "Lists and rotates the sealing keys",
+		Long: `Lists and rotates the keys with which records are sealed. No key is ever
+shown. The index key, by which executions are found, is never rotated.`,
+	}, &cobra.Command{
+		Use:   "list",
+		Short: "Lists the sealing keys, and how far re-sealing has come",
+		Long: `Lists the sealing keys. A key that is in use must stay in the key file:
+something in the store can be read with nothing else.`,
+		Example: "  caddy agent-guard keys list",
+		Args:    noArgs,
+		RunE:    showing(o, question{path: "keys"}, describeKeys),
+	}, &cobra.Command{
+		Use:   "rotate",
+		Short: "Makes a new sealing key and seals with it from now on",
+		Long: `Makes a new sealing key, writes it into the key file, and seals with it from
+now on. Records under older keys are sealed anew in the background; answers
+under them expire. Calls go on meanwhile, and retries find their executions.
+
+Make a new copy of the key file afterwards: older copies lack the key.`,
+		Example: "  caddy agent-guard keys rotate",
+		Args:    noArgs,
+		RunE: noting("Copy the key file anew: older copies cannot open what is sealed from now on.",
+			showing(o, question{path: "keys/rotate", body: struct{}{}}, describeKeys)),
+	}))
+}
+
+func describeKeys(status *admin.KeyStatus, now time.Time) string {
+	source := "given as a value"
+	if status.Source == "file" {
+		source = "in " + printable(status.File)
+	}
+	var rows [][]string
+	for _, key := range status.Keys {
+		use := "unused"
+		switch {
+		case key.Newest:
+			use = "seals"
+		case key.InUse:
+			use = "opens"
+		}
+		rows = append(rows, []string{strconv.FormatUint(uint64(key.ID), 10), use, dash(moment(key.Created, now)), dash(moment(key.Until, now))})
+	}
+	text := "The key ring is " + source + ".\n" + tableOf([]string{"KEY", "USE", "CREATED", "NEEDED UNTIL"}, rows)
+	if status.Resealing != nil {
+		text += describeResealing(status.Resealing, now) + "\n"
+	}
+	return text
+}
+
+func describeResealing(r *admin.Resealing, now time.Time) string {
+	state := "running"
+	switch {
+	case r.Error != "":
+		state = "stopped, and will be tried again: " + printable(r.Error)
+	case r.Done:
+		state = "done, " + moment(r.Finished, now)
+	}
+	text := fmt.Sprintf("Re-sealing to key %d: %s; %d values seen, %d sealed anew, %d damaged.", r.Key, state, r.Seen, r.Resealed, r.Damaged)
+	for _, left := range r.Left {
+		text += fmt.Sprintf("\nKey %d still has %d records and %d parts of answers.", left.ID, left.Records, left.Results)
+	}
+	return text
+}
+
+func identityCommands(o *options) *cobra.Command {
+	var rotation admin.IdentityRotation
+	rotate := &cobra.Command{
+		Use:   "rotate",
+		Short: "Makes a new signing key and signs with it from now on",
+		Long: `Makes a new signing key of the configured algorithm, writes it into the key
+file, and signs with it from now on. The private part of the key before is gone;
+its public part is published for a day, in which its last tokens expire.
+
+With --stolen no older key is published any more: others who ask for the
+server's keys refuse what is signed with it, tokens that have not expired
+included. Those who have copied the keys must drop it themselves.
+
+Make a new copy of the key file afterwards: without it the server does not
+start.`,
+		Example: `  caddy agent-guard identity rotate
+  caddy agent-guard identity rotate --stolen`,
+		Args: noArgs,
+		RunE: noting("Copy the key file anew. Who has copied the public keys needs the new one before the next token.",
+			showing(o, question{path: "identity/rotate", body: &rotation}, describeIdentity)),
+	}
+	rotate.Flags().BoolVar(&rotation.Stolen, "stolen", false, "An older key is in wrong hands: publish none of them any more")
+	return o.server(group(&cobra.Command{
+		Use:   "identity",
+		Short: "Shows who a server is in its tokens, and rotates the key that signs them",
+		Long: `Shows who a server is in its tokens, and rotates the key that signs them. No
+private key is ever shown.`,
+	}, &cobra.Command{
+		Use:   "show",
+		Short: "Shows the identity and its keys",
+		Long: `Shows the identity and its keys. One signs. Those before it are published until
+the last token that they have signed has expired, and stay in the key file
+after that: what is recorded is verified with them.`,
+		Example: "  caddy agent-guard identity show",
+		Args:    noArgs,
+		RunE:    showing(o, question{path: "identity"}, describeIdentity),
+	}, rotate))
+}
+
+func describeIdentity(status *admin.Identity, now time.Time) string {
+	var rows [][]string
+	for i := range status.Keys {
+		key := &status.Keys[i]
+		use := "records"
+		switch {
+		case key.Revoked:
+			use = "revoked"
+		case key.Signs:
+			use = "signs"
+		case key.Until.IsZero() || !now.After(key.Until):
+			use = "verifies"
+		}
+		rows = append(rows, []string{
+			printable(key.ID), printable(key.Algorithm), use, dash(moment(key.Created, now)), dash(moment(key.Until, now)),
+		})
+	}
+	return fmt.Sprintf("The gateway is %s, and makes keys for %s.\nThe keys are in %s.\n",
+		printable(status.Name), printable(status.Algorithm), printable(status.File)) +
+		tableOf([]string{"KEY", "ALG", "USE", "CREATED", "PUBLISHED UNTIL"}, rows)
+}
+
+// modeWords are the modes that an operator can set.
+var modeWords = names([]breaker.Mode{breaker.Auto, breaker.Observe, breaker.ForcedOpen, breaker.ForcedClosed})
+
+func circuitCommands(o *options) *cobra.Command {
+	return o.server(group(&cobra.Command{
+		Use:   "circuits",
+		Short: "Shows the circuit breakers of a server's upstreams, and sets their modes",
+		Long: `Shows the circuit breakers of a server's upstreams, and sets their modes. An
+upstream has a breaker from its first call on.`,
+	}, &cobra.Command{
+		Use:     "list",
+		Short:   "Lists the circuit breakers",
+		Long:    `Lists the circuit breakers, by upstream. ERRORS and CALLS are of the window.`,
+		Example: "  caddy agent-guard circuits list",
+		Args:    noArgs,
+		RunE:    showing(o, question{path: "circuits"}, describeCircuits),
+	}, circuitSet(o)))
+}
+
+func circuitSet(o *options) *cobra.Command {
+	wanted := admin.CircuitMode{Mode: new(breaker.Mode)}
+	cmd := &cobra.Command{
+		Use:   "set UPSTREAM MODE",
+		Short: "Sets the mode of a circuit breaker",
+		Long: `Sets the mode of a circuit breaker. forced_open refuses all calls to the
+upstream, forced_closed and observe none; auto gives the breaker back to itself.
+The mode outlives reloads and restarts, unless the configuration has one of its
+own.`,
+		Example: `  caddy agent-guard circuits set 10.0.0.7:9001 forced_open
+  caddy agent-guard circuits set 10.0.0.7:9001 auto`,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) != 2 {
+				return fmt.Errorf("give UPSTREAM and MODE; `circuits list` shows the upstreams, and a mode is one of %s", strings.Join(modeWords, ", "))
+			}
+			return nil
+		},
+		ValidArgsFunction: func(_ *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+			if len(args) != 1 {
+				return nil, cobra.ShellCompDirectiveNoFileComp
+			}
+			return modeWords, cobra.ShellCompDirectiveNoFileComp
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if !slices.Contains(modeWords, args[1]) {
+				return fmt.Errorf("%q is no mode; it is one of %s", args[1], strings.Join(modeWords, ", "))
+			}
+			wanted.Upstream = args[0]
+			if err := wanted.Mode.UnmarshalText([]byte(args[1])); err != nil {
+				return err
+			}
+			_, err := show(cmd, o, question{path: "circuits/mode", body: &wanted}, describeCircuits)
+			return err
+		},
+	}
+	cmd.Flags().StringVar(&wanted.Class, "class", "", "read or write, where the configuration says by_operation; undo, for delegates and whole URLs of rollbacks")
+	return cmd
+}
+
+func describeCircuits(doc *proxy.Document, now time.Time) string {
+	if len(doc.Circuits) == 0 {
+		return "No upstream has been called yet.\n"
+	}
+	var rows [][]string
+	for i := range doc.Circuits {
+		c := &doc.Circuits[i]
+		rows = append(rows, []string{
+			printable(c.Upstream), dash(printable(c.Class)), printable(c.State), printable(c.Mode),
+			strconv.FormatFloat(math.Round(1000*c.ErrorRate)/10, 'f', -1, 64) + "%", strconv.Itoa(c.Calls),
+			dash(moment(c.NextProbe, now)), dash(printable(c.LastCause)),
+		})
+	}
+	return tableOf([]string{"UPSTREAM", "CLASS", "STATE", "MODE", "ERRORS", "CALLS", "NEXT PROBE", "CAUSE"}, rows)
+}
+
+func escalationCommands(o *options) *cobra.Command {
+	var page paging
+	var state, level, workflow string
+	listing := &cobra.Command{
+		Use:   "list",
+		Short: "Lists escalations, the newest first",
+		Long: `Lists escalations, the newest first. open: nobody was told yet. notified: the
+receiver has taken it, or it stands in the log. undeliverable: the receiver does
+not take it, so that this list may be the only one who tells of it.`,
+		Example: `  # What does nobody know of?
+  caddy agent-guard escalations list --state undeliverable
+
+  # All there are, for a script
+  caddy agent-guard escalations list --all --output json`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := page.valid(); err != nil {
+				return err
+			}
+			query := filters("state", state, "level", level, "workflow", workflow)
+			out := list{cmd: cmd, name: "escalations", json: o.json(), header: escalationHeader}
+			unreadable, err := listPages(o, &page, query, &out, escalationRow)
+			if err == nil && unreadable > 0 && !o.json() {
+				fmt.Fprintf(cmd.ErrOrStderr(), "%d escalations are recorded and cannot be read.\n", unreadable)
+			}
+			return err
+		},
+	}
+	levels := names([]hitl.Level{hitl.Pause, hitl.Approval, hitl.Stop})
+	wordFlag(listing, &state, "state", "Only those in this state: open, notified or undeliverable", names(hitl.States()))
+	wordFlag(listing, &level, "level", "Only those of this level: pause, approval or stop", levels)
+	stringFlag(listing, &workflow, "workflow", "Only those of this workflow: its UUID, or its caller's name")
+	page.flags(listing)
+	return o.server(group(&cobra.Command{
+		Use:   "escalations",
+		Short: "Lists what waits for a person",
+		Long: `Lists what only a person can decide: what cannot be undone, rollbacks that have
+failed, upstreams that do not come back.`,
+	}, listing))
+}
+
+var escalationHeader = []string{"OPENED", "LEVEL", "STATE", "CAUSE", "WORKFLOW", "SUMMARY", "ID"}
+
+func escalationRow(e *admin.Escalation, now time.Time) []string {
+	workflow := cut(printable(e.Workflow), 36)
+	if e.WorkflowName != "" {
+		workflow += " (" + cut(printable(e.WorkflowName), 36) + ")"
+	}
+	return []string{
+		moment(e.Opened, now), printable(e.LevelName), printable(e.State), printable(e.Cause),
+		dash(workflow), cut(printable(e.Summary), 100), printable(e.ID),
+	}
+}

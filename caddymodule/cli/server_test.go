@@ -1,0 +1,211 @@
+package cli
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+)
+
+func someCircuits() *proxy.Document {
+	at := time.Date(2026, 11, 20, 13, 0, 0, 0, time.UTC)
+	return &proxy.Document{Circuits: []proxy.Circuit{
+		{Upstream: "10.0.0.7:9001", State: "open", Mode: "auto", ErrorRate: 2.0 / 54, Calls: 54, NextProbe: at.Add(30 * time.Second), LastCause: "status 503"},
+		{Upstream: "10.0.0.8:9001", Class: "write", State: "closed", Mode: "observe", Calls: 3},
+		{Upstream: "evil\x1b[2J:1", State: "half_open", Mode: "auto", LastCause: "\x1b[2J"},
+	}}
+}
+
+// Section "CLI": how breakers are shown.
+func TestGoldenCircuits(t *testing.T) {
+	now := time.Date(2026, 11, 20, 13, 0, 10, 0, time.UTC)
+	golden(t, "circuits_list", describeCircuits(someCircuits(), now))
+	if out := describeCircuits(&proxy.Document{}, now); out != "No upstream has been called yet.\n" {
+		t.Errorf("%q", out)
+	}
+}
+
+// Section "CLI": what is asked of the server.
+func TestCircuitsAsk(t *testing.T) {
+	server := newAdminServer(t, func(*http.Request) any { return someCircuits() })
+	for args, want := range map[string]string{
+		"circuits list":                            "GET /agent_guard/circuits ",
+		"circuits set a:1 forced_open":             `POST /agent_guard/circuits/mode {"upstream":"a:1","mode":"forced_open"}`,
+		"circuits set a:1 auto --class read":       `POST /agent_guard/circuits/mode {"upstream":"a:1","class":"read","mode":"auto"}`,
+		"circuits set a:1 observe --store /data/1": `POST /agent_guard/circuits/mode?store=%2Fdata%2F1 {"upstream":"a:1","mode":"observe"}`,
+	} {
+		command := strings.Fields(args)
+		out, _, err := server.run(t, command...)
+		if err != nil || strings.Join(server.asked, "\n") != want || !strings.HasPrefix(out, "UPSTREAM ") {
+			t.Errorf("%s asks %s: %v\n%s", args, server.asked, err, out)
+		}
+		if got := document[proxy.Document](t, append(command, "--address", server.address)...); len(got.Circuits) != 3 || got.Circuits[0].ErrorRate != 2.0/54 {
+			t.Errorf("%s: %+v", args, got)
+		}
+	}
+	server.asked = nil
+	refuses(t, `"open" is no mode; it is one of auto, observe, forced_open, forced_closed`, "circuits", "set", "a:1", "open", "--address", server.address)
+	refuses(t, "give UPSTREAM and MODE", "circuits", "set", "a:1")
+	if server.asked != nil {
+		t.Errorf("asked %s", server.asked)
+	}
+}
+
+// gatewayKeys are keys in every state.
+func gatewayKeys() *admin.Identity {
+	at := time.Date(2026, 11, 20, 14, 0, 0, 0, time.UTC)
+	return &admin.Identity{
+		Name: gateway, File: "/data/agent_guard.identity", Algorithm: "EdDSA",
+		Keys: []admin.IdentityKey{
+			{ID: strings.Repeat("r", 43), Algorithm: "ES256", Until: at.Add(-72 * time.Hour), Revoked: true},
+			{ID: strings.Repeat("a", 43), Algorithm: "ES256", Created: at.Add(-90 * 24 * time.Hour), Until: at.Add(-time.Second)},
+			{ID: "evil\x1b[2J", Algorithm: "ES256", Created: at.Add(-time.Hour), Until: at.Add(23 * time.Hour)},
+			{ID: strings.Repeat("b", 43), Algorithm: "EdDSA", Created: at, Signs: true},
+		},
+	}
+}
+
+// Section "CLI": what each key of the identity is for.
+func TestGoldenIdentity(t *testing.T) {
+	golden(t, "identity_show", describeIdentity(gatewayKeys(), time.Date(2026, 11, 20, 14, 0, 0, 0, time.UTC)))
+}
+
+// Section "CLI": what is asked of the server, and what is printed of its answer.
+func TestIdentityAsks(t *testing.T) {
+	server := newAdminServer(t, func(*http.Request) any { return gatewayKeys() })
+	for args, want := range map[string]string{
+		"identity show":                     "GET /agent_guard/identity ",
+		"identity show --store /data/one":   "GET /agent_guard/identity?store=%2Fdata%2Fone ",
+		"identity rotate":                   "POST /agent_guard/identity/rotate {}",
+		"identity rotate --stolen":          `POST /agent_guard/identity/rotate {"stolen":true}`,
+		"identity rotate --store /data/one": "POST /agent_guard/identity/rotate?store=%2Fdata%2Fone {}",
+	} {
+		command := strings.Fields(args)
+		out, hint, err := server.run(t, command...)
+		if err != nil || strings.Join(server.asked, "\n") != want || !strings.HasPrefix(out, "The gateway is "+gateway+", and makes keys for EdDSA.\n") {
+			t.Errorf("%s asks %s: %v\n%s", args, server.asked, err, out)
+		}
+		if strings.Contains(args, "rotate") != strings.HasPrefix(hint, "Copy the key file anew. ") {
+			t.Errorf("%s says %q", args, hint)
+		}
+		if got := document[admin.Identity](t, append(command, "--address", server.address)...); len(got.Keys) != 4 || got.File != "/data/agent_guard.identity" {
+			t.Errorf("%s: %+v", args, got)
+		}
+	}
+}
+
+// Section "CLI": a refusal is the error, and nothing says that a key was made.
+func TestIdentityRefused(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(http.StatusNotFound)
+		_, _ = w.Write([]byte("{\"error\":\"configure `identity`\"}"))
+	}))
+	defer server.Close()
+	for _, verb := range []string{"show", "rotate"} {
+		out, hint, err := run(t, "identity", verb, "--address", server.Listener.Addr().String())
+		if err == nil || err.Error() != "configure `identity`" || out != "" || strings.Contains(hint, "Copy") {
+			t.Errorf("%s: %v %q %q", verb, err, out, hint)
+		}
+	}
+	refuses(t, "`caddy agent-guard identity show` takes no arguments", "identity", "show", "more")
+	refuses(t, "unknown flag: --stolen", "identity", "show", "--stolen")
+}
+
+func someEscalations() []admin.Escalation {
+	at := time.Date(2026, 11, 20, 13, 0, 0, 0, time.UTC)
+	return []admin.Escalation{
+		{
+			ID: "01234567-89ab-8def-8123-456789abcdef", Level: 3, LevelName: "stop", State: "undeliverable", Cause: "rollback_failed",
+			Summary: "The refund of checkpoint-7 was refused.", Workflow: "w", Opened: at, Changed: at, Attempts: 7, LastError: "410",
+		},
+		{
+			ID: "11234567-89ab-8def-8123-456789abcdef", Level: 2, LevelName: "approval", State: "notified", Cause: "breaker_permanently_open",
+			Summary: "evil\x1b[2J " + strings.Repeat("long ", 40), Opened: at.Add(5 * time.Second), Changed: at, Attempts: 1,
+		},
+	}
+}
+
+// Section "CLI": how escalations are shown.
+func TestGoldenEscalations(t *testing.T) {
+	var rows [][]string
+	for _, e := range someEscalations() {
+		rows = append(rows, escalationRow(&e, time.Date(2026, 11, 20, 13, 0, 10, 0, time.UTC)))
+	}
+	golden(t, "escalations_list", tableOf(escalationHeader, rows))
+}
+
+// Section "CLI": what is asked of the server, and that pages are followed.
+func TestEscalationsAsk(t *testing.T) {
+	server := newAdminServer(t, func(r *http.Request) any {
+		if r.URL.Query().Get("after") == "more" {
+			return admin.Escalations{Escalations: someEscalations()[1:]}
+		}
+		return admin.Escalations{Escalations: someEscalations()[:1], Next: "more", Unreadable: 1}
+	})
+	list := func(args string) (string, string) {
+		t.Helper()
+		out, diagnostics, err := server.run(t, strings.Fields("escalations list "+args)...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out, diagnostics
+	}
+	for args, want := range map[string]string{
+		"--limit 1": "limit=1",
+		"--limit 1 --state open --level stop --workflow w --after x": "after=x&level=stop&limit=1&state=open&workflow=w",
+	} {
+		out, diagnostics := list(args)
+		if strings.Join(server.asked, "\n") != "GET /agent_guard/escalations?"+want+" " || !strings.HasPrefix(out, "OPENED ") ||
+			!strings.Contains(diagnostics, "--after more goes on") || !strings.Contains(diagnostics, "1 escalations are recorded and cannot be read.") {
+			t.Errorf("%s asks %q:\n%s%s", args, server.asked, out, diagnostics)
+		}
+	}
+	if out, _ := list("--all"); len(server.asked) != 2 || strings.Count(out, "-89ab-8def-8123-") != 2 {
+		t.Errorf("%q\n%s", server.asked, out)
+	}
+	all := document[admin.Escalations](t, "escalations", "list", "--all", "--address", server.address)
+	if len(all.Escalations) != 2 || all.Escalations[0] != someEscalations()[0] {
+		t.Errorf("%+v", all)
+	}
+	refuses(t, "use pause, approval or stop", "escalations", "list", "--level", "4")
+	refuses(t, "--limit must be at least 1", "escalations", "list", "--limit", "0")
+}
+
+// Section "CLI": what is said of keys, in every state that they can be in.
+func TestDescribeKeys(t *testing.T) {
+	now := time.Date(2026, 11, 20, 14, 0, 0, 0, time.UTC)
+	status := &admin.KeyStatus{Source: "file", File: "/data/guard.key", Keys: []admin.Key{
+		{ID: 1, Created: now.AddDate(0, -6, 0)},
+		{ID: 2, Created: now.AddDate(0, -1, 0), InUse: true, Until: now.Add(5 * time.Hour)},
+		{ID: 3, Created: now.Add(-time.Minute), Newest: true, InUse: true},
+	}, Resealing: &admin.Resealing{
+		Key: 3, Seen: 10, Resealed: 7, Damaged: 1, Done: true, Finished: now.Add(-time.Second), Left: []admin.KeyLeft{{ID: 2, Records: 1, Results: 2}},
+	}}
+	out := describeKeys(status, now)
+	want := `The key ring is in /data/guard.key.
+KEY  USE     CREATED                          NEEDED UNTIL
+1    unused  2026-05-20T14:00:00Z (184d ago)  -
+2    opens   2026-10-20T14:00:00Z (31d ago)   2026-11-20T19:00:00Z (in 5h)
+3    seals   2026-11-20T13:59:00Z (1m ago)    -
+Re-sealing to key 3: done, 2026-11-20T13:59:59Z (1s ago); 10 values seen, 7 sealed anew, 1 damaged.
+Key 2 still has 1 records and 2 parts of answers.
+`
+	if out != want {
+		t.Errorf("got\n%s\nwant\n%s", out, want)
+	}
+	for want, r := range map[string]*admin.Resealing{
+		"Re-sealing to key 2: running; 3 values seen, 0 sealed anew, 0 damaged.":                                     {Key: 2, Seen: 3},
+		"Re-sealing to key 2: stopped, and will be tried again: disk full; 0 values seen, 0 sealed anew, 0 damaged.": {Key: 2, Error: "disk full"},
+	} {
+		if got := describeResealing(r, now); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+	if out := describeKeys(&admin.KeyStatus{Source: "value"}, now); !strings.Contains(out, "given as a value") {
+		t.Error(out)
+	}
+}

@@ -1,0 +1,658 @@
+package proxy
+
+import (
+	"cmp"
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+)
+
+// The classes of operations that by_operation tells apart.
+const (
+	readClass  = "read"
+	writeClass = "write"
+)
+
+// Circuits are the breakers as one transport uses them.
+type Circuits struct {
+	pool      *pool
+	set       Settings
+	checked   *checkedSettings
+	upstreams []string // their addresses
+	open      bool     // there are others that are not known
+	forced    bool     // the settings force a mode
+}
+
+// Open holds the process's breakers for a transport with these settings, which must be let go with
+// Close. upstreams are those that it is known to lead to, as Caddy dials them; more says that there
+// may be others. It fails on settings that Validate refuses, and with VerifyProbe on an upstream
+// that is known and has no identity.
+func Open(s Settings, upstreams []string, more bool) (*Circuits, error) {
+	checked, err := s.checkAll()
+	if err != nil {
+		return nil, err
+	}
+	c := &Circuits{set: s, checked: checked, open: more}
+	c.forced = s.Mode == breaker.ForcedOpen || s.Mode == breaker.ForcedClosed
+	for _, dial := range upstreams {
+		address, err := Address(dial)
+		if err != nil || strings.Contains(dial, "{") {
+			c.open = true
+			continue
+		}
+		if s.VerifyProbe && checked.downstream[address] == "" {
+			return nil, fmt.Errorf("verify_probe: %s has no identity to hold answers to; name it with downstream", address)
+		}
+		c.upstreams = append(c.upstreams, address)
+	}
+	c.pool = holdPool()
+	c.pool.join(c)
+	return c, nil
+}
+
+// Close lets the breakers go. Calls that are under way may still settle theirs.
+func (c *Circuits) Close() error {
+	c.pool.leave(c)
+	return releasePool()
+}
+
+// Address is what an upstream's breaker is known by, of its dial address.
+func Address(dial string) (string, error) {
+	addr, err := caddy.ParseNetworkAddress(dial)
+	if err != nil {
+		return "", err
+	}
+	return addressOf(addr.Network, addr.JoinHostPort(0)), nil
+}
+
+// addressOf is what an upstream's breaker is known by, of its network and the address there.
+func addressOf(network, address string) string {
+	if network == "" || network == "tcp" {
+		return address
+	}
+	return network + "/" + address
+}
+
+// Breaker is that of an upstream, by its address, for a call of this method. Ask for each call.
+func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
+	key := breaker.Key{Upstream: upstream}
+	if c.set.ByOperation {
+		key.Class = writeClass
+		if Safe(method) {
+			key.Class = readClass
+		}
+	}
+	b := c.pool.registry.Get(key, c.checked.rules)
+	if c.pool.forces.Load() > 0 && b.Key() == key { // not where many share one
+		c.pool.enforce(b)
+	}
+	return b
+}
+
+// probeIdentity is who must have answered a probe of an upstream, by its address; empty where any
+// answer will do.
+func (c *Circuits) probeIdentity(upstream string) string {
+	if !c.set.VerifyProbe {
+		return ""
+	}
+	return c.checked.downstream[upstream]
+}
+
+// Refusal is that of the upstream which is back first, if every upstream is known and refuses a
+// call of this method and view at the moment; else nil.
+func (c *Circuits) Refusal(method string, view *breaker.View) *breaker.OpenError {
+	if c.open {
+		return nil
+	}
+	var first *breaker.OpenError
+	for _, upstream := range c.upstreams {
+		refusal := c.Breaker(upstream, method).RefusalOf(breaker.Op{Safe: Safe(method), View: view})
+		if refusal == nil {
+			return nil
+		}
+		// Without an end nobody knows, and whoever has one is sooner.
+		if first == nil || !refusal.Until.IsZero() && (first.Until.IsZero() || refusal.Until.Before(first.Until)) {
+			first = refusal
+		}
+	}
+	return first
+}
+
+// Safe reports whether a method changes nothing, so that a call is suited as a probe.
+func Safe(method string) bool {
+	switch method {
+	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace:
+		return true
+	}
+	return false
+}
+
+// leadsTo reports whether calls of this transport may go to the upstream.
+func (c *Circuits) leadsTo(upstream string) bool {
+	return c.open || c.known(upstream)
+}
+
+// known reports whether an upstream is one of those that are known from the configuration.
+func (c *Circuits) known(upstream string) bool { return slices.Contains(c.upstreams, upstream) }
+
+// pool is the process's breakers, while anybody holds them.
+type pool struct {
+	registry *breaker.Registry
+	forces   atomic.Int64 // how many breakers and users force a mode, or are forced
+
+	// mu is never held while a breaker or the registry is called: their calls of the hook comes
+	// back here, and so does what the registry asks when it drops.
+	mu        sync.Mutex
+	users     []*Circuits // replaced as a whole
+	listeners []*Member   // the latest last
+	forced    map[breaker.Key]breaker.Mode
+	undoUsed  map[string]time.Time // addresses of UndoClass, and when they were last asked for
+}
+
+// pools has one entry: a UsagePool counts who holds it, over reloads.
+var pools = caddy.NewUsagePool()
+
+const poolKey = "agent_guard.circuits"
+
+func holdPool() *pool {
+	value, _, err := pools.LoadOrNew(poolKey, func() (caddy.Destructor, error) {
+		p := &pool{forced: map[breaker.Key]breaker.Mode{}, undoUsed: map[string]time.Time{}}
+		p.registry = breaker.NewRegistry(0, p)
+		return p, nil
+	})
+	if err != nil {
+		panic(err) // the constructor has none
+	}
+	return value.(*pool)
+}
+
+func releasePool() error {
+	_, err := pools.Delete(poolKey)
+	return err
+}
+
+// Destruct stops the breakers' timers.
+func (p *pool) Destruct() error {
+	p.registry.Drop(func(breaker.Key) bool { return true })
+	return nil
+}
+
+// join adds a user. Equal settings share their rules: a breaker that several transports use would
+// else change its rules with every call.
+func (p *pool) join(c *Circuits) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, other := range p.users {
+		if other.checked.rules.Settings() == c.checked.rules.Settings() {
+			c.checked.rules = other.checked.rules
+			break
+		}
+	}
+	p.users = append(slices.Clip(p.users), c)
+	p.count()
+}
+
+// leave takes a user out, and forgets the upstreams that none of the others leads to.
+func (p *pool) leave(c *Circuits) {
+	p.mu.Lock()
+	p.users = slices.DeleteFunc(slices.Clone(p.users), func(u *Circuits) bool { return u == c })
+	p.count()
+	p.mu.Unlock()
+	p.forget()
+}
+
+// forget forgets the breakers to whose upstreams nothing leads.
+func (p *pool) forget() {
+	stood := p.registry.Status()
+	var gone []breaker.Key
+	p.registry.Drop(func(key breaker.Key) bool {
+		if p.leadsTo(key) {
+			return false
+		}
+		gone = append(gone, key)
+		return true
+	})
+	p.mu.Lock()
+	for _, key := range gone {
+		p.force(key, breaker.Auto)
+	}
+	p.mu.Unlock()
+	stood = slices.DeleteFunc(stood, func(s breaker.Status) bool { return !slices.Contains(gone, s.Key) })
+	if m := p.listener(); m != nil && len(stood) > 0 {
+		m.hook.Dropped(stood)
+	}
+}
+
+// leadsTo reports whether any user leads to the upstream of a breaker: one that has come meanwhile
+// too.
+func (p *pool) leadsTo(key breaker.Key) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if key.Class == UndoClass {
+		_, used := p.undoUsed[key.Upstream]
+		return used
+	}
+	return slices.ContainsFunc(p.users, func(u *Circuits) bool { return u.leadsTo(key.Upstream) })
+}
+
+// identity is that of an upstream, as the latest user says that gives it one.
+func (p *pool) identity(upstream string) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, user := range slices.Backward(p.users) {
+		if identity := user.checked.downstream[upstream]; identity != "" {
+			return identity
+		}
+	}
+	return ""
+}
+
+// enforce brings a breaker into the mode that a configuration forces, or out of the one that an
+// earlier configuration did. A mode that nothing here has forced is left alone.
+func (p *pool) enforce(b *breaker.Breaker) {
+	p.mu.Lock()
+	mode := p.wanted(b.Key().Upstream)
+	changed := p.force(b.Key(), mode)
+	p.mu.Unlock()
+	if changed {
+		b.SetMode(mode)
+	}
+}
+
+// wanted is the mode of an upstream's breaker: that of the latest transport that is known to lead
+// there, whoever calls. p.mu is held.
+func (p *pool) wanted(upstream string) breaker.Mode {
+	var who *Circuits
+	for _, user := range slices.Backward(p.users) {
+		if user.known(upstream) {
+			who = user
+			break
+		}
+		if who == nil && user.open {
+			who = user
+		}
+	}
+	if who == nil || !who.forced { // to observe is for the rules
+		return breaker.Auto
+	}
+	return who.set.Mode
+}
+
+// count counts the forced modes, without which enforce need not run. p.mu is held.
+func (p *pool) count() {
+	n := len(p.forced)
+	for _, user := range p.users {
+		if user.forced {
+			n++
+		}
+	}
+	p.forces.Store(int64(n))
+}
+
+// force notes what is forced. p.mu is held.
+func (p *pool) force(key breaker.Key, mode breaker.Mode) (changed bool) {
+	if p.forced[key] == mode {
+		return false
+	}
+	if mode == breaker.Auto {
+		delete(p.forced, key)
+	} else {
+		p.forced[key] = mode
+	}
+	p.count()
+	return true
+}
+
+// Transition implements breaker.Hook.
+func (p *pool) Transition(e breaker.Event) {
+	if m := p.listener(); m != nil {
+		m.hook.Transition(e)
+	}
+}
+
+// PermanentlyOpen implements breaker.Hook.
+func (p *pool) PermanentlyOpen(e breaker.Event) {
+	if m := p.listener(); m != nil {
+		m.hook.PermanentlyOpen(e)
+	}
+}
+
+// listener is the latest member with a hook; nil without.
+func (p *pool) listener() *Member {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.listeners) == 0 {
+		return nil
+	}
+	return p.listeners[len(p.listeners)-1]
+}
+
+var (
+	_ breaker.Hook     = (*pool)(nil)
+	_ caddy.Destructor = (*pool)(nil)
+)
+
+// Member keeps the state of the process's breakers between processes, and delivers their events. Of
+// several with a hook, only the latest delivers: each transition is reported once.
+type Member struct {
+	pool *pool
+	hook Hook
+}
+
+// Hook receives the events of the process's breakers.
+type Hook interface {
+	breaker.Hook
+	// Dropped receives the breakers that are forgotten because no transport leads to their
+	// upstreams any more, in their last state. A transport that comes may bring one back at any
+	// moment: ask for the breakers that exist instead of concluding.
+	Dropped([]breaker.Status)
+}
+
+// Join makes a member until Leave.
+func Join() *Member { return &Member{pool: holdPool()} }
+
+// Listen gives the hook every transition from now on. It may call the member.
+func (m *Member) Listen(hook Hook) {
+	m.pool.mu.Lock()
+	defer m.pool.mu.Unlock()
+	m.hook = hook
+	m.pool.listeners = append(m.pool.listeners, m)
+}
+
+// Leave ends the membership. A call of the hook that has begun may still run.
+func (m *Member) Leave() {
+	m.pool.mu.Lock()
+	m.pool.listeners = slices.DeleteFunc(m.pool.listeners, func(other *Member) bool { return other == m })
+	m.pool.mu.Unlock()
+	_ = releasePool() // the pool's end reports nothing
+}
+
+// Status is that of every breaker, sorted by key.
+func (m *Member) Status() []breaker.Status {
+	m.pool.forgetUnused()
+	return m.pool.registry.Status()
+}
+
+// Downstream is the identity of an upstream, by its address, where one is configured; else the
+// address.
+func (m *Member) Downstream(upstream string) string {
+	return cmp.Or(m.pool.identity(upstream), upstream)
+}
+
+// Keep remembers a reference to the opening that an event reports, such as the id of its token
+// (breaker.Breaker.Keep).
+func (m *Member) Keep(e breaker.Event, reference string) {
+	if b := m.pool.registry.Find(e.Key); b != nil {
+		b.Keep(e.Generation, reference)
+	}
+}
+
+// SetMode sets what an operator wants of a breaker. It reports false where there is none.
+func (m *Member) SetMode(key breaker.Key, mode breaker.Mode) bool {
+	b := m.pool.registry.Find(key)
+	if b != nil {
+		b.SetMode(mode)
+	}
+	return b != nil
+}
+
+// Snapshot is what of a breaker has to outlive the process. There is nothing where a new breaker
+// would do as well, and where the configuration forces the mode.
+func (m *Member) Snapshot(key breaker.Key) (breaker.Snapshot, bool) {
+	m.pool.mu.Lock()
+	_, forced := m.pool.forced[key]
+	m.pool.mu.Unlock()
+	b := m.pool.registry.Find(key)
+	if b == nil || forced {
+		return breaker.Snapshot{}, false
+	}
+	s := b.Snapshot()
+	return s, !s.Blank()
+}
+
+// Restore lets a breaker go on where another process has left it. It reports false where no
+// transport leads to its upstream. What a breaker of this process knows by itself goes before.
+func (m *Member) Restore(s breaker.Snapshot) (bool, error) {
+	p := m.pool
+	if s.Class == UndoClass {
+		p.noteUndo(s.Upstream)
+		if err := p.registry.Restore(s, undoRules); err != nil {
+			return false, fmt.Errorf("circuits: %w", err)
+		}
+		return true, nil
+	}
+	p.mu.Lock()
+	users := p.users
+	p.mu.Unlock()
+	i := slices.IndexFunc(users, func(u *Circuits) bool { return u.leadsTo(s.Upstream) })
+	if i < 0 {
+		return false, nil
+	}
+	if err := p.registry.Restore(s, users[i].checked.rules); err != nil {
+		return false, fmt.Errorf("circuits: %w", err)
+	}
+	return true, nil
+}
+
+// UndoClass is the class of the breakers of what the gateway calls on its own account (ADR 0053).
+// They are apart from those of upstreams at the same addresses: neither counts for the other.
+const UndoClass = "undo"
+
+// undoRules are those of UndoClass. Undos are few and repeat themselves at growing intervals, so
+// that a share of a minute's calls would hardly ever open a breaker; and their time is limited, so
+// that the longest cooldown is short.
+var undoRules = func() *breaker.Rules {
+	r, err := breaker.NewRules(breaker.Settings{
+		Consecutive: 5, Cooldown: 5 * time.Second, MaxCooldown: 30 * time.Second,
+		ProbeWait: -1, // what changes something is as good a probe
+	})
+	if err != nil {
+		panic(err) // they are in their ranges
+	}
+	return r
+}()
+
+const (
+	// undoMemory is how long a breaker of UndoClass is kept that nobody asks for.
+	undoMemory = time.Hour
+	// maxUndoBreakers bounds how many there are. An address that is in use comes back, with a
+	// closed breaker.
+	maxUndoBreakers = 128
+)
+
+// UndoBreaker is the breaker of what the gateway calls on its own account, by its address. It is
+// forgotten an hour after it was last asked for, unless an operator has set its mode. Ask for each
+// call.
+func (m *Member) UndoBreaker(address string) *breaker.Breaker {
+	m.pool.noteUndo(address)
+	m.pool.forgetUnused()
+	return m.pool.registry.Get(breaker.Key{Upstream: address, Class: UndoClass}, undoRules)
+}
+
+// noteUndo records that the breaker of address was asked for.
+func (p *pool) noteUndo(address string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.undoUsed[address] = time.Now()
+}
+
+// forgetUnused forgets the breakers of UndoClass that were not asked for in a long time, and of too
+// many the one that was not for longest. What an operator has set stays.
+func (p *pool) forgetUnused() {
+	p.mu.Lock()
+	busy := len(p.undoUsed) <= maxUndoBreakers
+	for _, used := range p.undoUsed {
+		busy = busy && time.Since(used) <= undoMemory
+	}
+	p.mu.Unlock()
+	if busy {
+		return
+	}
+	set := map[string]bool{}
+	for _, s := range p.registry.Status() {
+		set[s.Key.Upstream] = set[s.Key.Upstream] || s.Key.Class == UndoClass && s.Mode != breaker.Auto
+	}
+	oldest := ""
+	p.mu.Lock()
+	for address, used := range p.undoUsed {
+		switch {
+		case set[address]:
+		case time.Since(used) > undoMemory:
+			delete(p.undoUsed, address)
+		case oldest == "" || used.Before(p.undoUsed[oldest]):
+			oldest = address
+		}
+	}
+	if len(p.undoUsed) > maxUndoBreakers {
+		delete(p.undoUsed, oldest)
+	}
+	p.mu.Unlock()
+	p.forget()
+}
+
+// RetryAfter reads Retry-After, in either form; 0 without one.
+func RetryAfter(header http.Header) time.Duration {
+	value := header.Get("Retry-After")
+	if value == "" {
+		return 0
+	}
+	if seconds, err := strconv.ParseUint(value, 10, 31); err == nil {
+		return time.Duration(seconds) * time.Second
+	}
+	at, err := http.ParseTime(value)
+	if err != nil {
+		return 0
+	}
+	return max(time.Until(at), 0)
+}
+
+// Document describes the breakers: Figure 3 of the cascade draft, with more members. They are an
+// API.
+type Document struct {
+	// Circuits are sorted by upstream and class.
+	Circuits []Circuit `json:"circuits"`
+}
+
+// Circuit describes one breaker.
+type Circuit struct {
+	// Downstream is the identity of the upstream where one is configured, else its address.
+	Downstream string `json:"downstream_agent"`
+	// State is closed, open or half_open.
+	State string `json:"state"`
+	// ErrorRate is the share of failures in the window, 0 to 1; of an open breaker, as it opened.
+	ErrorRate float64 `json:"error_rate"`
+	// Window is how far back the rate looks, in seconds.
+	Window float64 `json:"window_s"`
+	// LastFailure is the id of the error token of the last failure, where there is one.
+	LastFailure string `json:"last_failure_ect,omitempty"`
+	// CooldownRemaining are the whole seconds after which a probe may be let through: a part of one
+	// counts as one, so that 0 is never said too early.
+	CooldownRemaining int64 `json:"cooldown_remaining_s"`
+
+	// Upstream is the address.
+	Upstream string `json:"upstream"`
+	// Class is read or write, where they have breakers of their own, and undo for what the gateway
+	// calls itself (UndoClass).
+	Class string `json:"class,omitempty"`
+	// Mode is auto, observe, forced_open or forced_closed.
+	Mode string `json:"mode"`
+	// Generation counts the changes of state.
+	Generation uint64 `json:"generation"`
+	// Since is when the present state began.
+	Since time.Time `json:"since,omitzero"`
+	// MinVolume is how many calls the rate is judged from on.
+	MinVolume int `json:"min_volume"`
+	// Threshold is the rate above which it opens, 0 to 1.
+	Threshold float64 `json:"threshold"`
+	// Calls are those that count in the window.
+	Calls int `json:"calls"`
+	// Failures are those of them that failed.
+	Failures int `json:"failures"`
+	// Slow are those of them whose answer began too late.
+	Slow int `json:"slow"`
+	// RateLimited are the answers with 429 in the window, which count for no rate.
+	RateLimited int `json:"rate_limited"`
+	// Overdue are the calls that hang at the moment.
+	Overdue int `json:"overdue"`
+	// Cooldown is how long it is open, in seconds.
+	Cooldown float64 `json:"cooldown_s"`
+	// NextProbe is when a probe may be let through.
+	NextProbe time.Time `json:"next_probe,omitzero"`
+	// Probing says that one is under way.
+	Probing bool `json:"probing"`
+	// FailedProbes are those in a row.
+	FailedProbes int `json:"failed_probes"`
+	// Reason says in a word why it opened.
+	Reason string `json:"reason,omitempty"`
+	// LastCause is what the last failure was.
+	LastCause string `json:"last_cause,omitempty"`
+	// Opened is the id of the token of the opening, where there is one.
+	Opened string `json:"open_ect,omitempty"`
+	// Rejected counts the calls that it has refused since the process began.
+	Rejected uint64 `json:"rejected"`
+
+	// WorkflowThreshold is the rate above which it refuses the workflow that was asked for, where
+	// that has asked for one. The settings bound it.
+	WorkflowThreshold float64 `json:"workflow_threshold,omitempty"`
+	// WorkflowWindow is over how many seconds, where it has asked for that.
+	WorkflowWindow float64 `json:"workflow_window_s,omitempty"`
+}
+
+// SetView shows what a workflow asks of the breaker; nil is nothing.
+func (c *Circuit) SetView(v *breaker.View) {
+	if v == nil {
+		return
+	}
+	if v.Threshold() < 1 {
+		c.WorkflowThreshold = v.Threshold()
+	}
+	if v.Window() <= time.Hour {
+		c.WorkflowWindow = v.Window().Seconds()
+	}
+}
+
+// Policy is what callers may know of when breakers open, and for how long: nothing of which
+// upstreams there are. Its members are an API; durations are in seconds.
+type Policy struct {
+	// Window is how far back the error rate looks.
+	Window float64 `json:"window_s"`
+	// Threshold is the rate above which a breaker opens, 0 to 1.
+	Threshold float64 `json:"threshold"`
+	// MinVolume is how many calls the rate is judged from on.
+	MinVolume int `json:"min_volume"`
+	// Consecutive is how many failures in a row open it, where they do.
+	Consecutive int `json:"consecutive,omitempty"`
+	// Cooldown is how long it is open at first.
+	Cooldown float64 `json:"cooldown_s"`
+	// MaxCooldown is how long at most, after probes that have failed.
+	MaxCooldown float64 `json:"max_cooldown_s"`
+	// ByOperation says that calls with a safe method have breakers of their own.
+	ByOperation bool `json:"by_operation,omitempty"`
+}
+
+// Describe describes a breaker.
+func (m *Member) Describe(s *breaker.Status) Circuit {
+	c := Circuit{
+		Downstream: m.Downstream(s.Key.Upstream), State: s.State.String(), ErrorRate: s.ErrorRate, Window: s.Window.Seconds(),
+		CooldownRemaining: int64((s.CooldownRemaining + time.Second - 1) / time.Second), Upstream: s.Key.Upstream, Class: s.Key.Class, Mode: s.Mode.String(),
+		Generation: s.Generation, MinVolume: s.MinVolume, Threshold: s.Threshold, Calls: s.Calls, Failures: s.Failures, Slow: s.Slow,
+		RateLimited: s.RateLimited, Overdue: s.Overdue, Cooldown: s.Cooldown.Seconds(), Probing: s.Probing, FailedProbes: s.FailedProbes,
+		Reason: string(s.Reason), LastCause: s.Cause, Opened: s.Reference, Rejected: s.Rejected,
+	}
+	if !s.Since.IsZero() {
+		c.Since = s.Since.UTC()
+	}
+	if !s.NextProbe.IsZero() {
+		c.NextProbe = s.NextProbe.UTC()
+	}
+	return c
+}

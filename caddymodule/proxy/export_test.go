@@ -1,0 +1,77 @@
+package proxy
+
+import (
+	"context"
+	"net"
+	"net/http"
+)
+
+// Redial makes t dial with dial, so that a test can hand out connections that
+// break in a way real ones cannot be made to at a given moment.
+func Redial(t *Transport, dial func(ctx context.Context, network, addr string) (net.Conn, error)) error {
+	t.Transport.DialContext = dial
+	guarded, err := t.twin()
+	t.guarded = guarded
+	return err
+}
+
+// Guarded returns the transport of the guarded requests.
+func Guarded(t *Transport) *http.Transport { return t.guarded }
+
+// VerifyWith lets t verify tokens in answers with verify.
+func VerifyWith(t *Transport, verify AnswerVerifier) { t.verify = verify }
+
+// SeeEvents looks for an error in an event stream that comes in pieces of step bytes.
+func SeeEvents(stream []byte, step int) (fault string, good bool) {
+	e := new(eventStream)
+	for len(stream) > 0 && fault == "" {
+		n := min(step, len(stream))
+		var now bool
+		fault, now = e.feed(stream[:n])
+		good, stream = good || now, stream[n:]
+	}
+	return fault, good
+}
+
+// SeeFrames follows one side of a WebSocket that comes in pieces of step bytes, and
+// returns the code of its close frame.
+func SeeFrames(stream []byte, step int) int {
+	f := new(frameReader)
+	for len(stream) > 0 {
+		n := min(step, len(stream))
+		f.feed(stream[:n])
+		stream = stream[n:]
+	}
+	return f.code
+}
+
+// Verdict's evidence, by its kinds.
+type Reason = evidenceKind
+
+const (
+	Unknown        = noEvidence
+	NoUpstream     = noUpstreamFound
+	DialFailed     = dialFailed
+	NothingWritten = nothingWritten
+)
+
+// What tests see of the surface that only this package uses.
+const DefaultKeepaliveGuarded = defaultKeepaliveGuarded
+
+var (
+	IsGRPC     = isGRPC
+	GRPCStatus = readGRPCStatus
+)
+
+func (c *Circuits) FailedStatus(status int) bool          { return c.failedStatus(status) }
+func (c *Circuits) HeaderFault(header http.Header) string { return c.headerFault(header) }
+func (c *Circuits) BodyFault(body []byte) string          { return c.bodyFault(body) }
+func (c *Circuits) InspectedBodies() (json, events bool)  { return c.inspectedBodies() }
+
+// Ours reports whether every connection that was asked for was asked for by our transport, so that
+// Unframed can be relied on.
+func (w *Watch) Ours() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.attempt != nil && !w.outside
+}

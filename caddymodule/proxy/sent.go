@@ -1,0 +1,393 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"net/http/httptrace"
+	"sync"
+	"sync/atomic"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+)
+
+// Watch follows one forward of one request. Its methods are safe for concurrent use: transports
+// still write and report after RoundTrip has returned.
+type Watch struct {
+	parent context.Context
+	cancel context.CancelFunc
+	fields atomic.Bool // a header field was written; keeps the hook cheap
+
+	mu      sync.Mutex
+	blown   bool     // bytes may have left, or the forward is over
+	conns   int      // how often a connection was asked for
+	outside bool     // a connection was asked for outside of our transport
+	inside  bool     // our transport's RoundTrip has not returned
+	attempt *Attempt // the last one through our transport, or nil
+}
+
+type contextKey struct{}
+
+// Arm returns a child of ctx that carries the fuse, and the watch that reads it. The request must
+// be forwarded once with that context; forwarding again takes another Arm of the same unarmed ctx.
+// Release must be called when the forward has ended and its response is read.
+//
+// The fuse blows with the first event after which bytes of the request can be on the wire. Once it
+// has blown, the next connection that is asked for cancels the context, and the forward ends with
+// context.Canceled (which reverse_proxy turns into status 499 without an error).
+//
+// Every further request made with the context counts as a copy: a response handler or a
+// forward_auth between here and reverse_proxy is cut off like one. A transport that reports no
+// events does not blow the fuse: with fastcgi, lb_retry_match does send again (and Proof proves
+// nothing).
+func Arm(ctx context.Context) (context.Context, *Watch) {
+	forgetEarlierProxy(ctx)
+	w := &Watch{parent: ctx}
+	child, cancel := context.WithCancel(context.WithValue(ctx, contextKey{}, w))
+	w.cancel = cancel
+	return httptrace.WithClientTrace(child, &httptrace.ClientTrace{
+		GetConn:          w.getConn,
+		GotConn:          w.gotConn,
+		WroteHeaderField: w.wroteHeaderField,
+	}), w
+}
+
+// FromContext returns the watch that ctx was armed with, or nil for a request that is not guarded.
+func FromContext(ctx context.Context) *Watch {
+	w, _ := ctx.Value(contextKey{}).(*Watch)
+	return w
+}
+
+// Release cancels the context and blows the fuse, so that nothing is sent from here on. Calling it
+// again is harmless.
+func (w *Watch) Release() {
+	w.mu.Lock()
+	w.blown = true
+	w.mu.Unlock()
+	w.cancel()
+}
+
+// cutOff reports whether the fuse has ended the forward, and not its caller: the first sending
+// failed on the way, and a second one was about to begin.
+func (w *Watch) cutOff(ctx context.Context) bool {
+	return ctx.Err() != nil && w.parent.Err() == nil
+}
+
+// Unframed reports whether our transport saw that nothing but the end of the connection ends the
+// response body, so that a cut body looks whole.
+func (w *Watch) Unframed() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.attempt != nil && w.attempt.unframed
+}
+
+// getConn is called before a connection is sought. After the fuse has blown that is a second
+// sending.
+func (w *Watch) getConn(string) {
+	w.mu.Lock()
+	w.conns++
+	w.outside = w.outside || !w.inside
+	blown := w.blown
+	w.mu.Unlock()
+	if blown {
+		w.cancel()
+	}
+}
+
+// gotConn is called with the connection that the request will be written to.
+//
+// On HTTP/1 the fuse blows here and not with the first header field: the request line is written
+// before any field is reported, and one that is longer than the write buffer is on the wire by
+// then. HTTP/2 reports its first field before it writes anything, and re-sends after this event
+// what it never began to send.
+//
+// After the fuse has blown, cancelling is not enough on HTTP/1: with an idle connection at hand Go
+// chooses at random between it and the cancellation, and then writes without looking at the context
+// again. So the connection is closed. Cancelling here too is not redundant: the HTTP/2 pool leaves
+// GetConn out for a connection that another request dialed.
+func (w *Watch) gotConn(info httptrace.GotConnInfo) {
+	shared := multiplexed(info.Conn)
+	w.mu.Lock()
+	if w.blown {
+		w.mu.Unlock()
+		w.cancel()
+		if !shared && writesUnasked(info.Conn) {
+			closeBelow(info.Conn)
+		}
+		return
+	}
+	var onConn func()
+	if w.inside {
+		w.attempt.take(info.Conn, shared)
+		onConn = w.attempt.onConn
+	} else {
+		w.outside = true
+	}
+	w.blown = !shared
+	w.mu.Unlock()
+	if onConn != nil {
+		onConn()
+	}
+}
+
+// wroteHeaderField blows the fuse for HTTP/2, and for transports that do not report the connection.
+// Only the first call matters.
+func (w *Watch) wroteHeaderField(string, []string) {
+	if w.fields.Load() {
+		return
+	}
+	w.mu.Lock()
+	w.blown = true
+	late := w.attempt.encoding()
+	w.mu.Unlock()
+	w.fields.Store(true)
+	if late != nil {
+		closeBelow(late)
+	}
+}
+
+// forgetEarlierProxy removes what an earlier reverse_proxy (forward_auth is one) left behind, so
+// that Retries counts this forward only.
+func forgetEarlierProxy(ctx context.Context) {
+	if repl, ok := ctx.Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
+		repl.Delete(retriesPlaceholder)
+		repl.Delete(statusPlaceholder)
+	}
+}
+
+// Attempt is what our transport reports of one RoundTrip. A transport may have any number of
+// goroutines writing; Done makes the count final by refusing what they have not begun.
+type Attempt struct {
+	watch *Watch
+
+	// Guarded by watch.mu.
+	shared   net.Conn // the multiplexed connection the request goes to, or nil
+	taken    bool     // a connection was obtained
+	pending  int      // writes begun and not ended
+	wrote    bool     // at least one byte was accepted by the socket
+	unknown  bool     // bytes may have left that nobody counts
+	sealed   bool     // no write may begin
+	unframed bool
+	onConn   func()
+}
+
+// Attempt opens the next attempt of our transport. It returns nil, and cancels the request, where
+// an earlier attempt may have sent something: the transport must then fail without sending.
+func (w *Watch) Attempt() *Attempt {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.blown || w.attempt != nil && !w.attempt.zero() {
+		w.cancel()
+		return nil
+	}
+	w.attempt = &Attempt{watch: w}
+	w.inside = true
+	return w.attempt
+}
+
+// whenConnected lets f be called once a connection was obtained, before anything is written to it.
+// It is not called where the request is cut off there.
+func (a *Attempt) whenConnected(f func()) {
+	a.watch.mu.Lock()
+	defer a.watch.mu.Unlock()
+	a.onConn = f
+}
+
+// Begin announces a write of the request's bytes. If it returns false, nothing may be written: the
+// attempt is over, and its count was given away as final.
+func (a *Attempt) Begin() bool {
+	a.watch.mu.Lock()
+	defer a.watch.mu.Unlock()
+	if a.sealed {
+		return false
+	}
+	a.watch.blown = true
+	a.pending++
+	return true
+}
+
+// Wrote ends a write that Begin allowed: n bytes were accepted.
+func (a *Attempt) Wrote(n int) {
+	a.watch.mu.Lock()
+	defer a.watch.mu.Unlock()
+	a.pending--
+	a.wrote = a.wrote || n > 0
+}
+
+// Unknown says that the attempt sends in a way that cannot be counted.
+func (a *Attempt) Unknown() {
+	a.watch.mu.Lock()
+	defer a.watch.mu.Unlock()
+	a.unknown = true
+}
+
+// Unframed says that the response body is ended by nothing but the connection.
+func (a *Attempt) Unframed() {
+	a.watch.mu.Lock()
+	defer a.watch.mu.Unlock()
+	a.unframed = true
+}
+
+// Done says that RoundTrip has returned with err. After a failure no further write may begin; after
+// a response the rest of the body may still be on its way.
+func (a *Attempt) Done(err error) {
+	a.watch.mu.Lock()
+	defer a.watch.mu.Unlock()
+	a.watch.inside = false
+	if err != nil {
+		a.sealed = true
+	}
+}
+
+// take notes the connection that the attempt was given. watch.mu is held.
+func (a *Attempt) take(conn net.Conn, shared bool) {
+	a.taken = true
+	if shared {
+		a.shared = conn
+	} else if c := counted(conn); c != nil {
+		c.Count(a)
+	} else {
+		a.unknown = true
+	}
+}
+
+// encoding notes that a request is about to be put on a multiplexed connection, where its bytes
+// cannot be told from others'. Where that comes after the count was given away as final, it returns
+// the connection: closing it is the only way to keep the request off the wire. watch.mu is held.
+func (a *Attempt) encoding() (late net.Conn) {
+	switch {
+	case a == nil || a.shared == nil:
+		return nil
+	case a.sealed:
+		return a.shared
+	default:
+		a.unknown = true
+		return nil
+	}
+}
+
+// zero reports whether it is final that no byte left. watch.mu is held.
+func (a *Attempt) zero() bool {
+	return a.sealed && !a.unknown && !a.wrote && a.pending == 0
+}
+
+// evidenceKind names the evidence that nothing was sent.
+type evidenceKind int
+
+// From none to the strongest.
+const (
+	// noEvidence: the request may have had its effect.
+	noEvidence evidenceKind = iota
+	// noUpstreamFound: reverse_proxy had no upstream to send to.
+	noUpstreamFound
+	// dialFailed: no connection to the upstream could be made.
+	dialFailed
+	// nothingWritten: our transport counted what was written, and it was nothing.
+	nothingWritten
+)
+
+// Verdict is what is proven about one forward. The zero value is: nothing.
+type Verdict struct {
+	Reason evidenceKind
+	// Again says that forwarding once more at once is likely to succeed: a connection was there,
+	// and turned out to be dead before a byte was written.
+	Again bool
+}
+
+// NotSent reports whether it is proven that no byte of the request was sent.
+func (v Verdict) NotSent() bool { return v.Reason != noEvidence }
+
+// Placeholders that reverse_proxy leaves behind.
+const (
+	retriesPlaceholder = "http.reverse_proxy.retries"
+	statusPlaceholder  = "http.reverse_proxy.status_code"
+	errorPlaceholder   = "http.error"
+)
+
+// noUpstream is the text of reverse_proxy's unexported error. A test holds it against the real one.
+const noUpstream = "no upstreams available"
+
+// Retries returns how many attempts reverse_proxy made beyond the first in the forward that was
+// armed with ctx, or -1 if that cannot be told: none ran to its end, an upstream has answered, or
+// an error was handled on the way, so that more than one reverse_proxy may have run and the number
+// is only the last one's.
+func Retries(ctx context.Context) int {
+	repl, ok := ctx.Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+	if !ok {
+		return -1
+	}
+	for _, name := range []string{statusPlaceholder, errorPlaceholder} {
+		if _, set := repl.Get(name); set {
+			return -1
+		}
+	}
+	value, _ := repl.Get(retriesPlaceholder)
+	if retries, ok := value.(int); ok {
+		return retries
+	}
+	return -1
+}
+
+// Proof ends the forward and says what is proven about it. err is what the handlers returned (nil
+// for a cancelled request: reverse_proxy reports 499 without an error), retries what Retries
+// returned.
+//
+// It first makes sure that nothing can be sent afterwards: the fuse is blown, the context
+// cancelled, and our transport's connections refuse the request's bytes.
+func (w *Watch) Proof(err error, retries int) Verdict {
+	w.mu.Lock()
+	blown := w.blown
+	w.blown = true
+	if w.attempt != nil {
+		w.attempt.sealed = true
+	}
+	v := w.verdict(err, retries, blown)
+	w.mu.Unlock()
+	w.cancel()
+	return v
+}
+
+// verdict weighs the evidence. w.mu is held; blown is the fuse before Proof.
+func (w *Watch) verdict(err error, retries int, blown bool) Verdict {
+	noConnection := errors.As(err, new(reverseproxy.DialError))
+	switch {
+	case retries < 0:
+		// Something that nobody saw may have been sent by another proxy.
+		return Verdict{}
+
+	case w.attempt != nil && (w.outside || !w.attempt.zero()):
+		return Verdict{}
+
+	// A reverse_proxy has one transport: as one attempt was ours, all were, and none of them is
+	// opened before the one before it is known to be zero. So retries that found no upstream need
+	// no further proof.
+	case w.attempt != nil && noConnection:
+		return Verdict{Reason: dialFailed}
+	case w.attempt != nil:
+		return Verdict{Reason: nothingWritten, Again: w.attempt.taken && w.parent.Err() == nil}
+
+	case blown:
+		return Verdict{}
+
+	// The error is that of the last attempt only. fastcgi dials with the same error and reports
+	// nothing, so each earlier attempt must have been seen.
+	case noConnection && (retries == 0 || w.conns > retries):
+		return Verdict{Reason: dialFailed}
+
+	// This error stands only if no iteration got as far as a transport.
+	case w.conns == 0 && isNoUpstream(err):
+		return Verdict{Reason: noUpstreamFound}
+
+	default:
+		return Verdict{}
+	}
+}
+
+func isNoUpstream(err error) bool {
+	var herr caddyhttp.HandlerError
+	return errors.As(err, &herr) && herr.StatusCode == http.StatusServiceUnavailable &&
+		herr.Err != nil && herr.Err.Error() == noUpstream
+}

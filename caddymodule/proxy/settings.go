@@ -1,0 +1,429 @@
+package proxy
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/internal/suggest"
+)
+
+// Settings are the circuit breakers of a transport's upstreams: one for each address, shared by all
+// transports that lead there, and kept over reloads.
+//
+// A breaker is closed, open, or half-open. It opens when more than `threshold` of the calls in the
+// window have failed, then refuses every call for `cooldown`, and lets one probe through. The
+// probe's answer closes it; a failure opens it for twice as long. A refused call was not sent:
+// `reverse_proxy` may try the next upstream, and the guard releases the key.
+//
+// What counts as a failure: no connection, a connection that breaks, a timeout, the statuses of
+// `failure_status`, an answer that is cut off, and what `in_band` names. 429 is in no rate, but
+// fails a probe. Callers that leave and the gateway's own refusals say nothing about the upstream.
+// Health checks of `reverse_proxy` pass by.
+//
+// An answer of gRPC is judged by its `grpc-status` as well, in the header or trailer, as by the
+// HTTP status that means the same: with `failure_status` 5, UNKNOWN (500), DEADLINE_EXCEEDED (504),
+// INTERNAL (500), UNAVAILABLE (503) and DATA_LOSS (500) are failures; RESOURCE_EXHAUSTED is 429.
+// UNIMPLEMENTED is one only where 501 itself stands there, since anybody can ask for a method that
+// there is not. CANCELLED (499), and DEADLINE_EXCEEDED once the request's own `grpc-timeout` has
+// passed, say nothing about the upstream. A probe is judged by the first message, or the status
+// where there is none. The status of gRPC-Web is read where it is in the header, not in the body.
+type Settings struct {
+	// Turns the breakers of this transport off. Default: false.
+	Off bool `json:"off,omitempty"`
+
+	// How far back the error rate looks, 1s to 1h. Default: 60s.
+	Window caddy.Duration `json:"window,omitempty"`
+
+	// The share of failures, over 0 and under 1, above which a breaker opens. Default: 0.5.
+	Threshold float64 `json:"threshold,omitempty"`
+
+	// How many calls must have ended in the window before a rate is judged. Default: 10.
+	MinVolume int `json:"min_volume,omitempty"`
+
+	// How many failures in a row open a breaker whatever the rate. Default: none do.
+	Consecutive int `json:"consecutive,omitempty"`
+
+	// The latency above which an answer is slow. Default: none is.
+	SlowCall caddy.Duration `json:"slow_call,omitempty"`
+
+	// The share of slow answers above which a breaker opens. Default: 0.5.
+	SlowThreshold float64 `json:"slow_threshold,omitempty"`
+
+	// How long a call without a deadline may go without an answer before it counts as a failure
+	// while it hangs. A guarded call has its action's deadline instead. Default: for ever.
+	Patience caddy.Duration `json:"patience,omitempty"`
+
+	// How long a breaker stays open at first; each failed probe doubles it. Default: 30s.
+	Cooldown caddy.Duration `json:"cooldown,omitempty"`
+
+	// The longest cooldown, at most 24h, and the longest that a `Retry-After` of the upstream is
+	// honoured. Default: 300s, or the cooldown if that is longer.
+	MaxCooldown caddy.Duration `json:"max_cooldown,omitempty"`
+
+	// Shortens each cooldown by a random share of up to this, 0 to 0.5, so that many gateways do
+	// not probe at the same instant. Default: 0.
+	Jitter float64 `json:"jitter,omitempty"`
+
+	// The lowest threshold that a workflow may ask for, over 0 and under 1. A workflow's verified
+	// tokens can be stricter than `threshold` and `window`, for its own calls
+	// (`atd.circuit_threshold`, `atd.circuit_window_s`); lower thresholds are raised to this one,
+	// and looser values change nothing. Negative heeds none. Default: 0.1.
+	WorkflowThreshold float64 `json:"workflow_threshold,omitempty"`
+
+	// A breaker for reading and another for writing calls of each upstream: those with a safe
+	// method, and all others. Default: false.
+	ByOperation bool `json:"by_operation,omitempty"`
+
+	// How long a half-open breaker waits for a call with a safe method before it takes another one
+	// as its probe; negative is not at all. Default: 5s.
+	ProbePrefer caddy.Duration `json:"probe_prefer,omitempty"`
+
+	// How long a probe may go without an answer. Default: 30s.
+	ProbeTimeout caddy.Duration `json:"probe_timeout,omitempty"`
+
+	// `auto`; `observe` goes through the states and refuses nobody; `forced_open` refuses every
+	// call; `forced_closed` none. Default: `auto`.
+	Mode breaker.Mode `json:"mode,omitempty"`
+
+	// The statuses that are failures, of HTTP and of gRPC by what they map to; one digit is a
+	// class. Default: 5.
+	FailureStatus []int `json:"failure_status,omitempty"`
+
+	// Which answers are failures although their status is good: those that match any of these.
+	// Default: none.
+	InBand []InBand `json:"in_band,omitempty"`
+
+	// The identities of upstreams by their address, a URI each, by which tokens and documents name
+	// them. Default: the address itself.
+	Downstream map[string]string `json:"downstream,omitempty"`
+
+	// A probe closes the breaker only if the upstream's identity in `downstream` has answered it:
+	// by the certificate of a TLS connection, verified, with the identity among its URIs; or by a
+	// token of its in the field `Execution-Context` of the answer, which the app's `trust`
+	// verifies, which was made since the probe was sent, and which was never used before. Any other
+	// answer fails the probe, and goes to its caller unchanged. Every upstream that is known needs
+	// an identity; one that is not known has none to be held to. Default: false.
+	VerifyProbe bool `json:"verify_probe,omitempty"`
+
+	// Where `verify_probe` stands in the Caddyfile that this was made of, like `Caddyfile:12`:
+	// errors of loading name the place. Default: they name none.
+	WrittenAt string `json:"written_at,omitempty"`
+}
+
+// checkedSettings are Settings that were checked.
+type checkedSettings struct {
+	rules      *breaker.Rules
+	statuses   []int
+	inBand     []inBandRule
+	downstream map[string]string // by the breakers' addresses
+}
+
+// Validate checks the settings. Errors name the option.
+func (s *Settings) Validate() error {
+	_, err := s.checkAll()
+	return err
+}
+
+// checkAll checks the options, and how they go together.
+func (s *Settings) checkAll() (*checkedSettings, error) {
+	if s.VerifyProbe && len(s.Downstream) == 0 {
+		return nil, errors.New("verify_probe: there is no identity to hold answers to; name the upstreams' with downstream")
+	}
+	return s.check()
+}
+
+// check checks the options one by one.
+func (s *Settings) check() (*checkedSettings, error) {
+	c := &checkedSettings{statuses: s.FailureStatus, downstream: map[string]string{}}
+	if s.Mode > breaker.ForcedClosed {
+		return nil, fmt.Errorf("mode: %v; use auto, observe, forced_open or forced_closed", s.Mode)
+	}
+	for name, d := range map[string]caddy.Duration{
+		"window": s.Window, "slow": s.SlowCall, "patience": s.Patience, "cooldown": s.Cooldown,
+		"cooldown (longest)": s.MaxCooldown, "probe_timeout": s.ProbeTimeout,
+	} {
+		if d < 0 {
+			return nil, fmt.Errorf("%s: %v is negative; it must be positive", name, time.Duration(d))
+		}
+	}
+	var err error
+	if c.rules, err = breaker.NewRules(s.breaker()); err != nil {
+		return nil, errors.New(optionNames.Replace(err.Error()))
+	}
+	if len(c.statuses) == 0 {
+		c.statuses = []int{5}
+	}
+	for _, code := range c.statuses {
+		if code < 2 || code > 599 || code > 5 && code < 200 {
+			return nil, fmt.Errorf("failure: %d is no final status; use 200 to 599, or a class from 2 to 5", code)
+		}
+	}
+	for i := range s.InBand {
+		rule, err := s.InBand[i].check()
+		if err != nil {
+			return nil, fmt.Errorf("in_band: %w", err)
+		}
+		c.inBand = append(c.inBand, rule)
+	}
+	for dial, identity := range s.Downstream {
+		upstream, err := Address(dial)
+		if err != nil {
+			return nil, fmt.Errorf("downstream: %w", err)
+		}
+		if u, err := url.Parse(identity); err != nil || u.Scheme == "" {
+			return nil, fmt.Errorf("downstream %s: %q is no URI; use one like spiffe://example.com/agent", dial, identity)
+		}
+		c.downstream[upstream] = identity
+	}
+	return c, nil
+}
+
+func (s *Settings) breaker() breaker.Settings {
+	return breaker.Settings{
+		Window: time.Duration(s.Window), Threshold: s.Threshold, MinVolume: s.MinVolume, Consecutive: s.Consecutive,
+		SlowCall: time.Duration(s.SlowCall), SlowThreshold: s.SlowThreshold, Patience: time.Duration(s.Patience),
+		Cooldown: time.Duration(s.Cooldown), MaxCooldown: time.Duration(s.MaxCooldown), Jitter: s.Jitter,
+		ProbeWait: time.Duration(s.ProbePrefer), ProbeLease: time.Duration(s.ProbeTimeout),
+		ViewFloor: s.WorkflowThreshold, Observe: s.Mode == breaker.Observe,
+	}
+}
+
+// optionNames are the options by the names of package breaker.
+var optionNames = strings.NewReplacer(
+	"breaker: ", "", "MaxCooldown", "cooldown (longest)", "Cooldown", "cooldown", "Window", "window",
+	"SlowThreshold", "slow (share)", "Threshold", "threshold", "MinVolume", "min_volume", "Consecutive", "consecutive",
+	"SlowCall", "slow", "Patience", "patience", "Jitter", "jitter", "MaxRetryAfter", "cooldown (longest)",
+	"ProbeLease", "probe_timeout", "ViewFloor", "workflow_threshold", "for no views", "to heed no workflow",
+)
+
+// failedStatus reports whether status is a failure by itself.
+func (c *Circuits) failedStatus(status int) bool {
+	return slices.Contains(c.checked.statuses, status) || slices.Contains(c.checked.statuses, status/100)
+}
+
+// UnmarshalCaddyfile reads
+//
+//	breaker off
+//	breaker {
+//		window        <duration>
+//		threshold     <percent>
+//		min_volume    <number>
+//		consecutive   <number>
+//		slow          <duration> [<percent>]
+//		patience      <duration>
+//		cooldown      <base> [<longest>]
+//		jitter        <percent>
+//		workflow_threshold off|<percent>
+//		by_operation
+//		probe_prefer  off|<duration>
+//		probe_timeout <duration>
+//		mode          auto|observe|forced_open|forced_closed
+//		failure       <statuses...>
+//		in_band       json <pointer> [<value>]
+//		in_band       header <field> [<value>]
+//		in_band       sse_error
+//		downstream    <address> <uri>
+//		verify_probe
+//	}
+//
+// in_band and downstream may be given several times. Statuses are like 503, or 5xx for a class.
+// Errors name the option and its line.
+func (s *Settings) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
+	if d.Val() != "breaker" { // else the caller has consumed it
+		d.Next()
+	}
+	if d.NextArg() {
+		if d.Val() != "off" {
+			return d.Errf("breaker: %q is unknown; write off, or a block", d.Val())
+		}
+		s.Off = true
+		if d.NextArg() {
+			return d.ArgErr()
+		}
+	}
+	seen := map[string]bool{}
+	for nesting := d.Nesting(); d.NextBlock(nesting); {
+		name := d.Val()
+		o, ok := breakerOptions[name]
+		switch {
+		case s.Off:
+			return d.Err("breaker: it is off; leave the block out")
+		case !ok:
+			known := OptionNames()
+			return d.Errf("breaker has no option %q; it has %s%s", name, strings.Join(known, ", "), suggest.Nearest(name, known))
+		case seen[name] && !o.several:
+			return d.Errf("breaker: %s stands twice", name)
+		}
+		seen[name] = true
+		if name == "verify_probe" { // all the rest is judged here
+			s.WrittenAt = strings.TrimPrefix(d.WrapErr(errors.New("")).Error(), ", at ")
+		}
+		args := d.RemainingArgs()
+		if len(args) < o.least || o.most >= 0 && len(args) > o.most {
+			return d.Errf("breaker: %s: wrong number of arguments; the syntax is `%s`", name, strings.TrimSpace(name+" "+o.usage))
+		}
+		err := o.parse(s, args)
+		if err == nil {
+			_, err = s.check()
+		} else {
+			err = fmt.Errorf("%s: %w", name, err)
+		}
+		if err != nil {
+			return d.Errf("breaker: %v", err)
+		}
+	}
+	err := s.Validate()
+	switch {
+	case err == nil:
+		return nil
+	case s.WrittenAt != "":
+		return fmt.Errorf("breaker: %w, at %s", err, s.WrittenAt)
+	}
+	return d.Errf("breaker: %v", err)
+}
+
+type breakerOption struct {
+	usage       string // of its arguments
+	least, most int    // arguments; -1 is any number
+	several     bool
+	parse       func(s *Settings, args []string) error
+}
+
+var breakerOptions = map[string]breakerOption{
+	"window":        {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.Window })},
+	"patience":      {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.Patience })},
+	"probe_timeout": {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.ProbeTimeout })},
+	"threshold":     {usage: "<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parsePercent(a[0], &s.Threshold) }},
+	"jitter":        {usage: "<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parsePercent(a[0], &s.Jitter) }},
+	"min_volume":    {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.MinVolume) }},
+	"consecutive":   {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.Consecutive) }},
+	"slow": {usage: "<duration> [<percent>]", least: 1, most: 2, parse: func(s *Settings, a []string) error {
+		if len(a) == 2 {
+			if err := parsePercent(a[1], &s.SlowThreshold); err != nil {
+				return err
+			}
+		}
+		return parseDuration(a[0], &s.SlowCall)
+	}},
+	"cooldown": {usage: "<base> [<longest>]", least: 1, most: 2, parse: func(s *Settings, a []string) error {
+		if len(a) == 2 {
+			if err := parseDuration(a[1], &s.MaxCooldown); err != nil {
+				return err
+			}
+		}
+		return parseDuration(a[0], &s.Cooldown)
+	}},
+	"workflow_threshold": {usage: "off|<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error {
+		if a[0] == "off" {
+			s.WorkflowThreshold = -1
+			return nil
+		}
+		return parsePercent(a[0], &s.WorkflowThreshold)
+	}},
+	"by_operation": {parse: func(s *Settings, _ []string) error { s.ByOperation = true; return nil }},
+	"verify_probe": {parse: func(s *Settings, _ []string) error { s.VerifyProbe = true; return nil }},
+	"probe_prefer": {usage: "off|<duration>", least: 1, most: 1, parse: func(s *Settings, a []string) error {
+		if a[0] == "off" {
+			s.ProbePrefer = -1
+			return nil
+		}
+		return parseDuration(a[0], &s.ProbePrefer)
+	}},
+	"mode": {usage: "auto|observe|forced_open|forced_closed", least: 1, most: 1, parse: func(s *Settings, a []string) error {
+		if err := s.Mode.UnmarshalText([]byte(a[0])); err != nil {
+			return fmt.Errorf("%q is unknown; use auto, observe, forced_open or forced_closed", a[0])
+		}
+		return nil
+	}},
+	"failure": {usage: "<statuses...>", least: 1, most: -1, parse: func(s *Settings, a []string) error {
+		for _, word := range a {
+			digits, class := strings.CutSuffix(word, "xx")
+			code, err := strconv.Atoi(digits)
+			if err != nil || len(word) != 3 || class != (code < 10) {
+				return fmt.Errorf("%q is no final status; use 200 to 599, or a class from 2xx to 5xx", word)
+			}
+			s.FailureStatus = append(s.FailureStatus, code)
+		}
+		return nil
+	}},
+	"in_band": {usage: "json <pointer> [<value>] | header <field> [<value>] | sse_error", least: 1, most: 3, several: true, parse: parseInBand},
+	"downstream": {usage: "<address> <uri>", least: 2, most: 2, several: true, parse: func(s *Settings, a []string) error {
+		if _, twice := s.Downstream[a[0]]; twice {
+			return fmt.Errorf("%s is named twice", a[0])
+		}
+		if s.Downstream == nil {
+			s.Downstream = map[string]string{}
+		}
+		s.Downstream[a[0]] = a[1]
+		return nil
+	}},
+}
+
+// OptionNames lists the options of the block `breaker`, sorted.
+func OptionNames() []string { return slices.Sorted(maps.Keys(breakerOptions)) }
+
+func parseInBand(s *Settings, a []string) error {
+	var b InBand
+	switch {
+	case a[0] == "sse_error" && len(a) == 1:
+		b.SSEError = true
+	case a[0] == "json" && len(a) > 1:
+		b.JSON = a[1]
+	case a[0] == "header" && len(a) > 1:
+		b.Header = a[1]
+	default:
+		return fmt.Errorf("%q is unknown; use json <pointer> [<value>], header <field> [<value>] or sse_error", strings.Join(a, " "))
+	}
+	if len(a) == 3 {
+		b.Value = a[2]
+	}
+	s.InBand = append(s.InBand, b)
+	return nil
+}
+
+func durationInto(field func(*Settings) *caddy.Duration) func(*Settings, []string) error {
+	return func(s *Settings, a []string) error { return parseDuration(a[0], field(s)) }
+}
+
+func parseDuration(text string, into *caddy.Duration) error {
+	v, err := caddy.ParseDuration(text)
+	if err != nil || v <= 0 {
+		return fmt.Errorf("%q is no positive duration (like 500ms, 30s or 5m)", text)
+	}
+	if v > 24*time.Hour {
+		return fmt.Errorf("%q is too long; it must be at most 24h", text)
+	}
+	*into = caddy.Duration(v)
+	return nil
+}
+
+func parsePercent(text string, into *float64) error {
+	number, ok := strings.CutSuffix(text, "%")
+	v, err := strconv.ParseFloat(number, 64)
+	if !ok || err != nil || !(v > 0 && v < 100) {
+		return fmt.Errorf("%q is no share (like 50%%) above 0%% and below 100%%", text)
+	}
+	*into = v / 100
+	return nil
+}
+
+func parseCount(text string, into *int) error {
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 1 {
+		return fmt.Errorf("%q is no count (like 10); it must be at least 1", text)
+	}
+	*into = n
+	return nil
+}
+
+var _ caddyfile.Unmarshaler = (*Settings)(nil)

@@ -1,0 +1,600 @@
+// Package proxy is the transport agent_guard of Caddy's reverse_proxy: its HTTP transport, which in
+// addition proves what of a guarded request was sent (section "Sent or not"), and asks the circuit
+// breaker of the upstream first (section "Breakers").
+//
+// Two things send a request again without asking: Go's HTTP transports, after a reused connection
+// broke, and reverse_proxy with lb_retry_match. Arm puts a fuse into the request's context that
+// stops both (P1). Proof says what had been sent when the forward ended, on positive evidence only:
+// an event that was not seen proves nothing.
+//
+// The breakers belong to the process, one for each upstream address, whatever transports and
+// configurations lead there. A breaker follows the settings of the call that came last. Its state
+// lives as long as any transport or member does, so a reload changes neither state nor counts. An
+// upstream that no configuration has any more is forgotten.
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/http"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"golang.org/x/net/http2"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+)
+
+func init() {
+	caddy.RegisterModule(Transport{})
+}
+
+// defaultKeepaliveGuarded is the default of Transport.KeepaliveGuarded. It is below the idle
+// timeout of common servers (Node.js closes after 5 s).
+const defaultKeepaliveGuarded = caddy.Duration(2 * time.Second)
+
+// Transport is Caddy's `http` transport for upstreams of guarded requests. It takes all options of
+// that transport and treats requests that are not guarded exactly as it does.
+//
+// A guarded request goes over connections of its own, which count the bytes of each request. If a
+// request fails before its first byte was written, that is proven, and the guard releases the key.
+// Over HTTP/2 the bytes of one request cannot be told from those of others; what is proven there is
+// that the request was never encoded. Over HTTP/3 nothing is proven.
+//
+// Every request, guarded or not, passes the circuit breaker of its upstream.
+//
+// As guarded requests have connections of their own, max_conns_per_host and keepalive_idle_conns
+// hold for each kind of request, not for both together.
+type Transport struct {
+	*reverseproxy.HTTPTransport
+
+	// How long a connection may have been idle to be used for a guarded request. An upstream that
+	// closes an idle connection just as a request is written to it leaves the request in doubt, so
+	// this should be less than the upstream's own idle timeout. It never lengthens
+	// keep_alive.idle_timeout. A negative value disables the reuse of connections for guarded
+	// requests. Default: `2s`.
+	KeepaliveGuarded caddy.Duration `json:"keepalive_guarded,omitempty"`
+
+	// The circuit breakers of the upstreams, one for each address. A call that one refuses fails
+	// like one whose connection is refused, so that `lb_retries` or `lb_try_duration` take it to
+	// the next upstream, whatever its method. Default: on, with the defaults of its options.
+	Breaker *Settings `json:"breaker,omitempty"`
+
+	circuits *Circuits       // nil if they are off
+	states   *recordedStates // of the breakers, from the process before; nil if they are off
+	inBand   bodyKinds
+	verify   AnswerVerifier // of probes' answers; nil where no tokens are trusted
+
+	guarded *http.Transport
+	http3   bool
+	h2c     bool
+}
+
+// CaddyModule returns the Caddy module information.
+func (Transport) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{
+		ID: "http.reverse_proxy.transport.agent_guard",
+		New: func() caddy.Module {
+			return &Transport{HTTPTransport: new(reverseproxy.HTTPTransport)}
+		},
+	}
+}
+
+// Provision sets up the embedded transport and its counting twin.
+func (t *Transport) Provision(ctx caddy.Context) error {
+	if err := t.HTTPTransport.Provision(ctx); err != nil {
+		return err
+	}
+	if t.KeepaliveGuarded == 0 {
+		t.KeepaliveGuarded = defaultKeepaliveGuarded
+	}
+	t.http3 = slices.Contains(t.Versions, "3")
+	t.h2c = slices.Contains(t.Versions, "h2c")
+	guarded, err := t.twin()
+	if err != nil {
+		return err
+	}
+	t.guarded = guarded
+	return t.openCircuits(ctx)
+}
+
+// Cleanup closes the idle connections of both transports, and lets the breakers go.
+func (t *Transport) Cleanup() error {
+	if t.circuits != nil {
+		_ = t.circuits.Close() // it cannot fail; calls on their way still settle
+	}
+	if t.guarded != nil {
+		t.guarded.CloseIdleConnections()
+	}
+	return t.HTTPTransport.Cleanup()
+}
+
+// RoundTrip implements http.RoundTripper. It asks the upstream's breaker first. For a guarded
+// request it reports to the request's watch what it sends, and refuses to send it a second time.
+func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
+	watch := FromContext(req.Context())
+	var attempt *Attempt
+	if watch != nil {
+		if attempt = watch.Attempt(); attempt == nil {
+			closeBody(req)
+			return nil, context.Canceled
+		}
+	}
+	c, err := t.admit(req, watch)
+	if err != nil {
+		closeBody(req)
+		if attempt != nil {
+			attempt.Done(err)
+		}
+		return nil, err
+	}
+	if c == nil {
+		return t.forward(req, attempt)
+	}
+	defer c.settleUnanswered()
+	res, err := t.forward(c.request(req), attempt)
+	return c.answered(res, err)
+}
+
+// closeBody is the contract of RoundTripper for a request that is not sent.
+func closeBody(req *http.Request) {
+	if req.Body != nil {
+		_ = req.Body.Close() // the request failed already
+	}
+}
+
+// forward sends a request: one that is guarded with its attempt, others without.
+func (t *Transport) forward(req *http.Request, attempt *Attempt) (*http.Response, error) {
+	if attempt == nil {
+		return t.HTTPTransport.RoundTrip(req)
+	}
+	res, err := t.send(req, attempt)
+	if err == nil && unframed(req, res) {
+		attempt.Unframed()
+	}
+	attempt.Done(err)
+	return res, err
+}
+
+// send passes req to the transport that can count it, if one can. A request that changes the
+// protocol takes the connection away from HTTP, and HTTP/3 has no connection that could be wrapped.
+func (t *Transport) send(req *http.Request, attempt *Attempt) (*http.Response, error) {
+	if t.http3 || req.Header.Get("Upgrade") != "" {
+		attempt.Unknown()
+		return t.HTTPTransport.RoundTrip(req)
+	}
+	t.SetScheme(req)
+	own := req.WithContext(withOwnVars(req.Context()))
+	late := t.lateBodyOf(own, attempt)
+	res, err := t.guarded.RoundTrip(own)
+	late.close()
+	return res, err
+}
+
+// withOwnVars gives a request a copy of Caddy's variables. A dial reads them in a goroutine that
+// may outlive the attempt, when others write them again.
+func withOwnVars(ctx context.Context) context.Context {
+	vars, ok := ctx.Value(caddyhttp.VarsCtxKey).(map[string]any)
+	if !ok {
+		return ctx
+	}
+	return context.WithValue(ctx, caddyhttp.VarsCtxKey, maps.Clone(vars))
+}
+
+// unframed reports whether the body of res ends only with its connection. A body that Go unpacked
+// is framed by gzip itself.
+func unframed(req *http.Request, res *http.Response) bool {
+	return res.ProtoMajor == 1 && req.Method != http.MethodHead &&
+		res.ContentLength < 0 && len(res.TransferEncoding) == 0 && !res.Uncompressed
+}
+
+// Interface guards. reverse_proxy asks its transport for each of these.
+var (
+	_ caddy.Provisioner  = (*Transport)(nil)
+	_ caddy.CleanerUpper = (*Transport)(nil)
+	_ http.RoundTripper  = (*Transport)(nil)
+
+	_ reverseproxy.TLSTransport                        = (*Transport)(nil)
+	_ reverseproxy.H2CTransport                        = (*Transport)(nil)
+	_ reverseproxy.HealthCheckSchemeOverriderTransport = (*Transport)(nil)
+	_ reverseproxy.ProxyProtocolTransport              = (*Transport)(nil)
+	_ reverseproxy.RequestHeaderOpsTransport           = (*Transport)(nil)
+)
+
+// openCircuits opens the breakers of the upstreams. Those that are known are the static ones of the
+// reverse_proxy that loads this transport.
+func (t *Transport) openCircuits(ctx caddy.Context) error {
+	settings := Settings{}
+	if t.Breaker != nil {
+		settings = *t.Breaker
+	}
+	if settings.Off {
+		return nil
+	}
+	var upstreams []string
+	more := true
+	if modules := ctx.Modules(); len(modules) > 1 {
+		if proxy, ok := modules[len(modules)-2].(*reverseproxy.Handler); ok {
+			more = proxy.DynamicUpstreamsRaw != nil
+			for _, upstream := range proxy.Upstreams {
+				upstreams = append(upstreams, upstream.Dial)
+			}
+		}
+	}
+	if settings.VerifyProbe {
+		if err := t.openIdentities(ctx); err != nil {
+			return breakerError(&settings, err)
+		}
+	}
+	t.states = &recordedStates{app: func() (any, error) { return ctx.AppIfConfigured("agent_guard") }}
+	opened, err := Open(settings, upstreams, more)
+	if err != nil {
+		return breakerError(&settings, err)
+	}
+	t.circuits = opened
+	t.inBand.json, t.inBand.events = opened.inspectedBodies()
+	return nil
+}
+
+// breakerError is an error of the option breaker, with its place where that is known.
+func breakerError(settings *Settings, err error) error {
+	if settings.WrittenAt == "" {
+		return fmt.Errorf("breaker: %w", err)
+	}
+	return fmt.Errorf("breaker: %w, at %s", err, settings.WrittenAt)
+}
+
+// guardApp is what the transport needs of the app agent_guard, whose package imports this one.
+type guardApp interface {
+	// AwaitCircuits returns once the breakers have the state that the last process left.
+	AwaitCircuits(ctx context.Context) error
+	// AnswerVerifier verifies who has answered a probe; nil where no tokens are trusted. The
+	// transport needs it, as calls that no guard sees can be probes too.
+	AnswerVerifier() AnswerVerifier
+}
+
+// recordedStates waits for those of the breakers to be read, once.
+type recordedStates struct {
+	read atomic.Bool
+	// app finds who reads them, if anybody does. It is not known before all modules are
+	// provisioned: a guard behind this transport may be the first to ask for it.
+	app func() (any, error)
+}
+
+func (s *recordedStates) await(ctx context.Context) error {
+	if s.read.Load() {
+		return nil
+	}
+	app, err := s.app()
+	switch keeps, is := app.(guardApp); {
+	case errors.Is(err, caddy.ErrNotConfigured): // no guard anywhere, and no store
+	case err != nil:
+		return err
+	case is && ctx.Value(statelessKey{}) == nil:
+		if err := keeps.AwaitCircuits(ctx); err != nil {
+			return err
+		}
+	case is:
+		return nil // and the next request asks again
+	}
+	s.read.Store(true)
+	return nil
+}
+
+// UnreadError says that a request was not sent, as the state of its upstream's breaker could not be
+// read. reverse_proxy and the proof of sending read it as a dial error.
+type UnreadError struct {
+	dial reverseproxy.DialError
+	err  error
+}
+
+// Error implements error.
+func (e *UnreadError) Error() string { return e.err.Error() }
+
+// Unwrap gives what it amounts to, and the cause.
+func (e *UnreadError) Unwrap() []error { return []error{e.dial, e.err} }
+
+// Refusal is with what a call of this method and view would be refused at the moment whatever
+// upstream it came to; nil if it would not, or if nobody knows.
+func (t *Transport) Refusal(method string, view *breaker.View) *breaker.OpenError {
+	if t.circuits == nil {
+		return nil
+	}
+	return t.circuits.Refusal(method, view)
+}
+
+// BreakerPolicy is what callers may know of the breakers; nil if they are off, or refuse nobody.
+func (t *Transport) BreakerPolicy() *Policy {
+	c := t.circuits
+	if c == nil || c.set.Mode == breaker.Observe || c.set.Mode == breaker.ForcedClosed {
+		return nil
+	}
+	s := c.checked.rules.Settings()
+	return &Policy{
+		Window: s.Window.Seconds(), Threshold: s.Threshold, MinVolume: s.MinVolume, Consecutive: s.Consecutive,
+		Cooldown: s.Cooldown.Seconds(), MaxCooldown: s.MaxCooldown.Seconds(), ByOperation: c.set.ByOperation,
+	}
+}
+
+// Downstream is the identity of an upstream, by its address, where one is configured.
+func (t *Transport) Downstream(upstream string) string {
+	if t.circuits == nil {
+		return ""
+	}
+	return t.circuits.pool.identity(upstream)
+}
+
+// LeadsTo reports whether an upstream is one of the static ones.
+func (t *Transport) LeadsTo(upstream string) bool {
+	return t.circuits != nil && t.circuits.known(upstream)
+}
+
+// refusedError is a breaker's refusal. reverse_proxy and the proof of sending read it as what it
+// amounts to: no connection was made.
+type refusedError struct {
+	dial reverseproxy.DialError
+	open *breaker.OpenError
+	t    *Transport
+}
+
+func (e *refusedError) Error() string   { return e.open.Error() }
+func (e *refusedError) Unwrap() []error { return []error{e.dial, e.open} }
+
+// Downstream is the identity of the upstream that was not called, where one is configured.
+func (e *refusedError) Downstream() string { return e.t.Downstream(e.open.Key.Upstream) }
+
+// admit asks the breaker of the request's upstream. Without a breaker the call is nil.
+func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
+	ctx := req.Context()
+	if t.circuits == nil || ctx.Value(caddyhttp.ServerCtxKey) == nil {
+		return nil, nil // health checks of reverse_proxy report by themselves
+	}
+	if ctx.Value(undoKey{}) != nil {
+		return nil, nil // what is broken must be undone while it is (ADR 0033)
+	}
+	if err := t.states.await(ctx); err != nil {
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+		return nil, &UnreadError{dial: reverseproxy.NewDialError(err), err: err}
+	}
+	upstream := req.URL.Host
+	if dial, ok := reverseproxy.GetDialInfo(ctx); ok {
+		upstream = addressOf(dial.Network, dial.Address)
+	}
+	if ctx.Err() != nil {
+		return nil, ctx.Err() // over before it could be sent
+	}
+	c := &call{t: t, ctx: ctx, watch: watch, began: time.Now()}
+	op := breaker.Op{Safe: Safe(req.Method), ClientPaced: uploads(req, watch), View: ViewOf(ctx)}
+	if patience, ok := ctx.Value(patienceKey{}).(time.Duration); ok {
+		op.Patience, c.callerDeadline = patience, true
+	} else if deadline, ok := ctx.Deadline(); ok {
+		op.Patience = max(deadline.Sub(c.began), 1)
+	}
+	var err error
+	if c.permit, err = t.circuits.Breaker(upstream, req.Method).Acquire(op); err != nil {
+		return nil, &refusedError{dial: reverseproxy.NewDialError(err), open: err.(*breaker.OpenError), t: t}
+	}
+	if c.permit.Probe() {
+		c.identity = t.circuits.probeIdentity(upstream)
+	}
+	return c, nil
+}
+
+// twin builds the transport of the guarded requests: configured as the embedded one is, but with
+// counted connections that are not idle for long.
+//
+// It is made from the provisioned transport and not from the configuration, whose guest modules
+// Caddy loads only once.
+func (t *Transport) twin() (*http.Transport, error) {
+	rt := t.Transport.Clone()
+	// Where one kept connection was closed, those of its age are about to be.
+	stale := func() { t.guarded.CloseIdleConnections() }
+	dial := countWrites(t.Transport.DialContext, stale, slices.Contains(t.Versions, "h2c"))
+	rt.DialContext = dial
+	if t.Transport.DialTLSContext != nil {
+		// Caddy's function makes the TCP connection itself, below TLS, where it cannot be wrapped.
+		rt.DialTLSContext = t.dialTLS(dial)
+	}
+
+	keepalive := time.Duration(t.KeepaliveGuarded)
+	switch {
+	case keepalive < 0:
+		rt.DisableKeepAlives = true
+	case rt.IdleConnTimeout <= 0 || keepalive < rt.IdleConnTimeout:
+		rt.IdleConnTimeout = keepalive
+	}
+
+	// Clone copies the hooks of the original's HTTP/2, which would put guarded requests on
+	// connections of the original's pool. This replaces them.
+	if slices.Contains(t.Versions, "2") || slices.Contains(t.Versions, "h2c") {
+		//lint:ignore SA1019 the twin must speak HTTP/2 exactly as Caddy's transport does
+		if err := http2.ConfigureTransport(rt); err != nil {
+			return nil, fmt.Errorf("configuring HTTP/2 for guarded requests: %w", err)
+		}
+	}
+	return rt, nil
+}
+
+type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error)
+
+// countWrites wraps the connections that dial makes. cleartext HTTP/2 is all or nothing in a
+// transport, so it is known here.
+func countWrites(dial dialFunc, stale func(), h2c bool) dialFunc {
+	return func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := dial(ctx, network, addr)
+		if err != nil {
+			return nil, err
+		}
+		return &conn{Conn: c, h2c: h2c, stale: stale}, nil
+	}
+}
+
+// dialTLS does what Caddy's DialTLSContext does (server names with placeholders, and the PROXY
+// protocol, whose addresses Go cannot split), over dial.
+func (t *Transport) dialTLS(dial dialFunc) dialFunc {
+	return func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := dial(ctx, network, addr)
+		if err != nil {
+			return nil, err
+		}
+		config := t.guarded.TLSClientConfig.Clone()
+		if strings.Contains(config.ServerName, "{") {
+			repl, ok := ctx.Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+			if !ok {
+				_ = c.Close() // the error below is the one to know
+				return nil, errNoReplacer
+			}
+			config.ServerName = repl.ReplaceAll(config.ServerName, "")
+		}
+		if limit := t.guarded.TLSHandshakeTimeout; limit > 0 {
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithTimeoutCause(ctx, limit, fmt.Errorf("TLS handshake timeout after %s", limit))
+			defer cancel()
+		}
+		tc := tls.Client(c, config)
+		if err := tc.HandshakeContext(ctx); err != nil {
+			_ = tc.Close() // the handshake's error is the one to know
+			return nil, err
+		}
+		return tc, nil
+	}
+}
+
+var errNoReplacer = errors.New("a server name with placeholders needs a request of Caddy's")
+
+// maxAtOnce is the largest body that is put behind its header in one write, in bytes.
+const maxAtOnce = 8 << 10
+
+// lateBody is a small body that is read into memory once its request has a connection, and not
+// before: a request that gets none is sent elsewhere, with the body unread.
+//
+// Go writes a header by itself where the body is not of a type that it knows to be in memory, since
+// it might be long in coming: a second system call here, and a second wake-up of the upstream. A
+// guarded call's body was read before it was claimed.
+type lateBody struct {
+	from   io.ReadCloser
+	length int64
+	buf    bytes.Buffer
+	read   bool
+}
+
+// lateBodyOf gives req, which is the transport's own copy, such a body if it can: on HTTP/1 only,
+// whose connections are always reported.
+func (t *Transport) lateBodyOf(req *http.Request, attempt *Attempt) *lateBody {
+	if t.h2c || req.URL.Scheme != "http" || req.Body == nil || len(req.Trailer) > 0 ||
+		req.ContentLength <= 0 || req.ContentLength > maxAtOnce {
+		return nil
+	}
+	b := &lateBody{from: req.Body, length: req.ContentLength}
+	req.Body = io.NopCloser(&b.buf)
+	attempt.whenConnected(b.fill)
+	return b
+}
+
+// fill reads one byte more than was announced, to meet the end. What it finds too much or too
+// little, or cannot read, Go's transport finds in its turn.
+func (b *lateBody) fill() {
+	if b.read {
+		return
+	}
+	b.read = true
+	_, _ = io.CopyN(&b.buf, b.from, b.length+1)
+	_ = b.from.Close()
+}
+
+// close is the contract of RoundTripper for a body that was not read.
+func (b *lateBody) close() {
+	if b != nil && !b.read {
+		_ = b.from.Close()
+	}
+}
+
+// optionParser parses one option of ours, whose name the dispenser has consumed.
+type optionParser func(t *Transport, d *caddyfile.Dispenser) error
+
+// ownOptions returns the options that are ours. All others belong to the embedded HTTP transport.
+func ownOptions() map[string]optionParser {
+	return map[string]optionParser{
+		"breaker":           parseBreaker,
+		"keepalive_guarded": parseKeepaliveGuarded,
+	}
+}
+
+// UnmarshalCaddyfile sets up the transport from Caddyfile tokens. Syntax:
+//
+//	transport agent_guard {
+//		breaker           off | { ... }
+//		keepalive_guarded off|<duration>
+//		# and all options of transport http
+//	}
+func (t *Transport) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
+	d.Next() // consume transport name
+	if d.CountRemainingArgs() > 0 {
+		return d.ArgErr()
+	}
+	ours := ownOptions()
+	for nesting := d.Nesting(); d.NextBlock(nesting); {
+		name := d.Val()
+		segment := d.NextSegment()
+		parse, ok := ours[name]
+		if !ok {
+			continue
+		}
+		inner := caddyfile.NewDispenser(segment)
+		inner.Next()
+		if err := parse(t, inner); err != nil {
+			return err
+		}
+		d.DeleteN(len(segment))
+	}
+	// What is left is the block of transport http, with its lines, which errors name.
+	d.Reset()
+	return t.HTTPTransport.UnmarshalCaddyfile(d)
+}
+
+func parseBreaker(t *Transport, d *caddyfile.Dispenser) error {
+	if t.Breaker != nil {
+		return d.Errf("%s is given twice", d.Val())
+	}
+	t.Breaker = new(Settings)
+	return t.Breaker.UnmarshalCaddyfile(d)
+}
+
+func parseKeepaliveGuarded(t *Transport, d *caddyfile.Dispenser) error {
+	name := d.Val()
+	if t.KeepaliveGuarded != 0 {
+		return d.Errf("%s is given twice", name)
+	}
+	if !d.NextArg() {
+		return d.ArgErr()
+	}
+	if d.Val() == "off" {
+		t.KeepaliveGuarded = -1
+	} else {
+		limit, err := caddy.ParseDuration(d.Val())
+		if err != nil || limit <= 0 {
+			return d.Errf("%s must be off or a positive duration, not '%s'", name, d.Val())
+		}
+		t.KeepaliveGuarded = caddy.Duration(limit)
+	}
+	if d.NextArg() {
+		return d.ArgErr()
+	}
+	return nil
+}
+
+var _ caddyfile.Unmarshaler = (*Transport)(nil)

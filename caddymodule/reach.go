@@ -1,0 +1,679 @@
+package caddymodule
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/caddyauth"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/fileserver"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/headers"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/requestbody"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+)
+
+// reachOf returns where handlers that were made of raw lead: the upstreams, and what else decides
+// which service answers there (ADR 0052). Breakers, health checks, timeouts, load balancing and
+// certificates do not.
+func reachOf(raw []json.RawMessage, handlers []any) rollback.Reach {
+	var f finding
+	for i, handler := range handlers {
+		var text any
+		if i < len(raw) {
+			_ = json.Unmarshal(raw[i], &text) // a module was made of it, so it is valid
+		}
+		f.pass(withoutPlaces(text), handler) // a moved line of the Caddyfile leads to the same place
+	}
+	slices.Sort(f.addresses)
+	return rollback.Reach{Addresses: slices.Compact(f.addresses), Manner: digest(f.manner), Fields: digest(f.fields)}
+}
+
+// finding collects what reachOf finds.
+type finding struct {
+	addresses      []string
+	manner, fields []any
+}
+
+// pass adds one handler; text is its configuration.
+func (f *finding) pass(text, handler any) {
+	switch h := handler.(type) {
+	case *reverseproxy.Handler:
+		f.addresses = append(f.addresses, addressesOf(h, text)...)
+		f.manner, f.fields = append(f.manner, mannerOf(h)), append(f.fields, fieldsOf(h))
+	case *Handler, *Endpoints:
+		// They ignore the gateway's own requests.
+	case *caddyhttp.Subroute:
+		if slices.ContainsFunc(h.Routes, func(r caddyhttp.Route) bool { return !takesAll(&r) }) {
+			f.manner = append(f.manner, withoutProxies(text))
+		}
+		routes := membersOf(text, "routes")
+		for i, route := range h.Routes {
+			var texts []any
+			if i < len(routes) {
+				texts = membersOf(routes[i], "handle")
+			}
+			for j, inner := range route.Handlers {
+				var text any
+				if j < len(texts) {
+					text = texts[j]
+				}
+				f.pass(text, inner)
+			}
+		}
+	default:
+		f.manner = append(f.manner, text)
+	}
+}
+
+// membersOf are the elements of a list in a JSON object.
+func membersOf(object any, member string) []any {
+	members, _ := object.(map[string]any)
+	found, _ := members[member].([]any)
+	return found
+}
+
+// withoutProxies is the configuration of handlers without that of each reverse_proxy, which pass
+// adds by itself.
+func withoutProxies(v any) any {
+	switch v := v.(type) {
+	case map[string]any:
+		if v["handler"] == "reverse_proxy" {
+			return "reverse_proxy"
+		}
+		kept := map[string]any{}
+		for name, member := range v {
+			kept[name] = withoutProxies(member)
+		}
+		return kept
+	case []any:
+		kept := make([]any, len(v))
+		for i, member := range v {
+			kept[i] = withoutProxies(member)
+		}
+		return kept
+	}
+	return v
+}
+
+// digest is the same for equal values, in whatever order their members are.
+func digest(v any) string {
+	text, err := json.Marshal(v) // members of maps are sorted
+	if err != nil {
+		return "?" // not the digest of any configuration
+	}
+	sum := sha256.Sum256(text)
+	return hex.EncodeToString(sum[:16])
+}
+
+// addressesOf are the upstreams of a reverse_proxy, with their scheme. text is its
+// configuration, where that is known.
+func addressesOf(h *reverseproxy.Handler, text any) []string {
+	scheme := schemeOf(h.Transport)
+	var all []string
+	for _, upstream := range h.Upstreams {
+		address, err := proxy.Address(upstream.Dial)
+		if err != nil {
+			address = upstream.Dial
+		}
+		all = append(all, scheme+"://"+address)
+	}
+	if module, ok := h.DynamicUpstreams.(caddy.Module); ok {
+		name, source := module.CaddyModule().ID.Name(), any(h.DynamicUpstreams)
+		if name == "multi" { // which does not remember its sources
+			members, _ := text.(map[string]any)
+			if source = members["dynamic_upstreams"]; source == nil {
+				return all
+			}
+		}
+		all = append(all, scheme+"+"+name+"://"+digest(source))
+	}
+	return all
+}
+
+func schemeOf(t http.RoundTripper) string {
+	if module, ok := t.(caddy.Module); ok {
+		if name := module.CaddyModule().ID.Name(); name != "http" && name != "agent_guard" {
+			return name
+		}
+	}
+	if secure, ok := t.(reverseproxy.TLSTransport); ok && secure.TLSEnabled() {
+		return "https"
+	}
+	return "http"
+}
+
+// mannerOf is what of a reverse_proxy decides which service answers at an address, and at
+// which path: the names that it asks for, and how it rewrites.
+func mannerOf(h *reverseproxy.Handler) any {
+	m := struct{ ServerName, Host, Rewrite any }{Rewrite: h.Rewrite}
+	switch t := h.Transport.(type) {
+	case *proxy.Transport:
+		m.ServerName = tlsName(t.HTTPTransport)
+	case *reverseproxy.HTTPTransport:
+		m.ServerName = tlsName(t)
+	default:
+		m.ServerName = digest(t)
+	}
+	if ops := requestOps(h); ops != nil {
+		var host []any
+		for _, fields := range []http.Header{ops.Add, ops.Set} {
+			host = append(host, fields.Values("Host"))
+		}
+		m.Host = append(host, ops.Replace["Host"], slices.ContainsFunc(ops.Delete, func(name string) bool { return strings.EqualFold(name, "Host") }))
+	}
+	return m
+}
+
+func tlsName(t *reverseproxy.HTTPTransport) string {
+	if t.TLS == nil {
+		return ""
+	}
+	return t.TLS.ServerName
+}
+
+// fieldsOf is what a reverse_proxy does to the header of requests.
+func fieldsOf(h *reverseproxy.Handler) any {
+	if ops := requestOps(h); ops != nil {
+		return *ops
+	}
+	return nil
+}
+
+func requestOps(h *reverseproxy.Handler) *headers.HeaderOps {
+	if h.Headers == nil {
+		return nil
+	}
+	return h.Headers.Request
+}
+
+// passage is a handler of the configuration that leads to an upstream.
+type passage struct {
+	handler caddyhttp.Handler
+	reach   rollback.Reach
+	guards  []*Handler // whose calls it gets, as far as the routes show
+	own     bool       // it is a guard's `upstream`
+	server  *caddyhttp.Server
+}
+
+// of reports whether it gets the calls of a guard of this name.
+func (p *passage) of(guard string) bool {
+	return slices.ContainsFunc(p.guards, func(h *Handler) bool { return h.Name == guard })
+}
+
+// passages are all passages of the configuration, those of guards' `upstream` first. Call it when
+// everything is provisioned.
+func (a *App) passages() []passage {
+	a.waysOnce.Do(func() {
+		loaded, err := a.ctx.AppIfConfigured("http")
+		if err != nil {
+			return
+		}
+		app := loaded.(*caddyhttp.App)
+		var names []string
+		for name := range app.Servers {
+			names = append(names, name)
+		}
+		slices.Sort(names)
+		var found []passage
+		for _, name := range names {
+			server := app.Servers[name]
+			found = passagesIn(found, server, server.Routes, nil)
+			var routes []string
+			for name := range server.NamedRoutes {
+				routes = append(routes, name)
+			}
+			slices.Sort(routes)
+			for _, name := range routes {
+				found = passagesIn(found, server, caddyhttp.RouteList{*server.NamedRoutes[name]}, nil)
+			}
+		}
+		for _, own := range []bool{true, false} {
+			for _, p := range found {
+				if p.own == own {
+					a.ways = append(a.ways, p)
+				}
+			}
+		}
+	})
+	return a.ways
+}
+
+// passagesIn adds the passages in routes. before are the guards in front of them.
+func passagesIn(found []passage, server *caddyhttp.Server, routes caddyhttp.RouteList, before []*Handler) []passage {
+	before = slices.Clip(before)
+	for _, route := range routes {
+		for _, handler := range route.Handlers {
+			switch h := handler.(type) {
+			case *Handler:
+				before = append(before, h)
+				if h.upstream != nil {
+					found = append(found, passage{h.upstream, h.reach, []*Handler{h}, true, server})
+				}
+			case *reverseproxy.Handler:
+				found = append(found, passage{compile([]any{h}, "reverse_proxy"), reachOf(nil, []any{h}), slices.Clone(before), false, server})
+			case *caddyhttp.Subroute:
+				found = passagesIn(found, server, h.Routes, before)
+			}
+		}
+	}
+	return found
+}
+
+// find returns the passage that leads to the upstream of a call, preferring that of the call's guard.
+// Another guard's must change the header in the same way, so that nobody undoes with another one's
+// credentials; the call's guard may have new ones by now.
+//
+// If none leads there, a guard with a name of its own is followed to where its upstream has moved.
+// Nothing is guessed (P6).
+func (a *App) find(o *rollback.Outgoing) (*passage, error) {
+	var own, others, named []*passage
+	all := a.passages()
+	for i := range all {
+		p := &all[i]
+		mine := p.of(o.Guard)
+		switch leads := o.Spec != nil && o.Spec.Reach.Leads(&p.reach); {
+		case leads && p.reach.Fields == o.Spec.Reach.Fields:
+			if mine {
+				return p, nil
+			}
+			others = append(others, p)
+		case leads && mine:
+			own = append(own, p)
+		case mine && p.own:
+			named = append(named, p)
+		}
+	}
+	if len(others) > 0 {
+		return others[0], nil
+	}
+	if p, err := only(own, func(p *passage) string { return p.reach.Fields }); p != nil || err != nil {
+		return p, err
+	}
+	if o.Guard == defaultGuard {
+		return nil, errNoGuard
+	}
+	p, err := only(named, func(p *passage) string { return p.reach.Name() + p.reach.Fields })
+	if p != nil && o.Recorded {
+		return nil, errOtherWay
+	}
+	if p == nil && err == nil {
+		err = errNoGuard
+	}
+	return p, err
+}
+
+// only returns the first of several passages, for all of which name must be the same.
+func only(all []*passage, name func(*passage) string) (*passage, error) {
+	if len(all) == 0 {
+		return nil, nil
+	}
+	for _, p := range all[1:] {
+		if name(p) != name(all[0]) {
+			return nil, errManyGuards
+		}
+	}
+	return all[0], nil
+}
+
+// undoFields are the header fields of an undo's request: those of the call's action, if the current
+// configuration has it and knows the server, else those recorded with the checkpoint. to is nil for
+// a whole URL.
+func (a *App) undoFields(o *rollback.Outgoing, to *passage) (http.Header, error) {
+	for _, h := range a.guards.list() {
+		if h.Name != o.Guard {
+			continue
+		}
+		// P8: not those of a guard that has got this name, and leads elsewhere.
+		if to != nil && !slices.Contains(to.guards, h) && (o.Spec == nil || !h.reach.Leads(&o.Spec.Reach)) {
+			continue
+		}
+		for _, action := range h.actions {
+			if action.Name == o.Action && action.undo != nil && action.undo.Knows(o.URL) {
+				return action.undo.Fields(o.URL)
+			}
+		}
+	}
+	if o.Spec == nil {
+		return http.Header{}, nil
+	}
+	return Fields(o.Spec.Fields, o.URL)
+}
+
+// checkReached checks a server's routes when the first of its guards is provisioned, also by `caddy
+// validate`. It refuses a guard behind a handler that is certain to answer every request: all calls
+// would run unguarded, unnoticed (P1). Some handlers are loaded by then, others are still JSON. Start
+// checks again when all are loaded.
+func (g *guards) checkReached(ctx caddy.Context, server *caddyhttp.Server) error {
+	g.mu.Lock()
+	checked := server == nil || slices.Contains(g.checked, server)
+	g.checked = append(g.checked, server)
+	g.mu.Unlock()
+	if checked {
+		return nil
+	}
+	place := "apps/http/servers/?"
+	if loaded, err := ctx.App("http"); err == nil {
+		place = "apps/http/servers/" + serverName(loaded.(*caddyhttp.App), server)
+	}
+	if _, err := answeredBefore(server.Routes, place+"/routes", ""); err != nil {
+		return err
+	}
+	if server.Errors != nil {
+		if _, err := answeredBefore(server.Errors.Routes, place+"/errors/routes", ""); err != nil {
+			return err
+		}
+	}
+	for name, route := range server.NamedRoutes {
+		if _, err := answeredIn(route, place+"/named_routes/"+name, ""); err != nil {
+			return err
+		}
+	}
+	if err := checkResends(server); err != nil {
+		return err
+	}
+	return checkWays(visitsIn(server, place, map[*reverseproxy.Handler]bareProxy{}))
+}
+
+// answeredBefore looks through a list that stands behind the handler by, which answers every
+// request; "" is none. It returns what has answered behind the list.
+func answeredBefore(routes caddyhttp.RouteList, place, by string) (string, error) {
+	for i := range routes {
+		route := &routes[i]
+		at := fmt.Sprintf("%s/%d", place, i)
+		if hosts := hostsOf(route); hosts != "" {
+			at += " (" + hosts + ")"
+		}
+		behind, err := answeredIn(route, at, by)
+		if err != nil {
+			return "", err
+		}
+		if len(route.MatcherSetsRaw) == 0 && takesAll(route) {
+			by = behind
+		}
+	}
+	return by, nil
+}
+
+// answeredIn looks through the handlers of one route.
+func answeredIn(route *caddyhttp.Route, at, by string) (string, error) {
+	for _, handler := range handlersOf(route) {
+		switch h := handler.(type) {
+		case *Handler:
+			if by != "" {
+				return "", withPlace(fmt.Errorf("%s: this agent_guard stands behind %s, which answers every request: no call would come to the guard, "+
+					"and all would run unguarded. Put agent_guard before %s, or, if that is the proxy to guard, write agent_proxy in place of both", at, by, by), h.WrittenAt)
+			}
+		case *caddyhttp.Subroute:
+			after, err := answeredBefore(h.Routes, at+"/handle/routes", by)
+			if err == nil && h.Errors != nil {
+				_, err = answeredBefore(h.Errors.Routes, at+"/handle/errors/routes", by)
+			}
+			if err != nil {
+				return "", err
+			}
+			by = after
+		default:
+			if name := answersAll(h); by == "" {
+				by = name
+			}
+		}
+	}
+	return by, nil
+}
+
+// handlersOf are the handlers of a route, as far as this file knows them. Those that are not
+// loaded yet are read, not provisioned.
+func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
+	if route.HandlersRaw == nil {
+		return route.Handlers
+	}
+	var all []caddyhttp.MiddlewareHandler
+	for _, raw := range route.HandlersRaw {
+		var of struct {
+			Handler string `json:"handler"`
+		}
+		var handler caddyhttp.MiddlewareHandler
+		if json.Unmarshal(raw, &of) != nil {
+			continue // loading it says what is wrong
+		}
+		switch of.Handler {
+		case "authentication":
+			handler = new(caddyauth.Authentication)
+		case "headers":
+			handler = new(headers.Handler)
+		case "request_body":
+			handler = new(requestbody.RequestBody)
+		case "invoke":
+			handler = new(caddyhttp.Invoke)
+		case "agent_guard":
+			handler = new(Handler)
+		case "subroute":
+			handler = new(caddyhttp.Subroute)
+		case "reverse_proxy":
+			handler = new(reverseproxy.Handler)
+		case "static_response":
+			handler = new(caddyhttp.StaticResponse)
+		case "error":
+			handler = new(caddyhttp.StaticError)
+		case "file_server":
+			handler = new(fileserver.FileServer)
+		default:
+			continue
+		}
+		if json.Unmarshal(raw, handler) != nil {
+			continue
+		}
+		if guard, ok := handler.(*Handler); ok {
+			guard.setDefaults()
+			guard.credentials = canonical(guard.Credentials)
+		}
+		all = append(all, handler)
+	}
+	return all
+}
+
+// answersAll is the directive of a handler that hands no request on; "" for those that may.
+func answersAll(handler caddyhttp.MiddlewareHandler) string {
+	switch h := handler.(type) {
+	case *reverseproxy.Handler:
+		if len(h.HandleResponse) == 0 { // with which forward_auth hands requests on
+			return "reverse_proxy"
+		}
+	case *caddyhttp.StaticResponse:
+		if code := string(h.StatusCode); code != "103" && !strings.Contains(code, "{") { // early hints go before an answer
+			return "respond"
+		}
+	case *caddyhttp.StaticError:
+		return "error"
+	case *fileserver.FileServer:
+		if !h.PassThru {
+			return "file_server"
+		}
+	}
+	return ""
+}
+
+// checkResends refuses a configuration in which Caddy would send a guarded call
+// twice and the guard could not stop it (P1): reverse_proxy with retries that apply
+// to the call, over a transport that makes its connections unseen, like fastcgi.
+func checkResends(server *caddyhttp.Server) error {
+	guard, err := resendsIn(server.Routes, nil)
+	if err != nil {
+		return err
+	}
+	for _, route := range server.NamedRoutes {
+		if _, err := resendsIn(caddyhttp.RouteList{*route}, guard); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// resendsIn looks through routes in their order. guard is the last agent_guard on
+// the way there; the last one that it finds is returned.
+func resendsIn(routes caddyhttp.RouteList, guard *Handler) (*Handler, error) {
+	for i := range routes {
+		for _, handler := range handlersOf(&routes[i]) {
+			switch h := handler.(type) {
+			case *Handler:
+				guard = h
+			case *caddyhttp.Subroute:
+				var err error
+				if guard, err = resendsIn(h.Routes, guard); err != nil {
+					return nil, err
+				}
+			case *reverseproxy.Handler:
+				if guard != nil && resends(h, guard) {
+					return nil, withPlace(fmt.Errorf("reverse_proxy sends requests again that agent_guard %q lets through once, "+
+						"and with the transport %s nothing can stop it: remove lb_retry_match (or its retries), or use the transport agent_guard",
+						guard.Name, transportOf(h)), guard.WrittenAt)
+				}
+			}
+		}
+	}
+	return guard, nil
+}
+
+// transportOf is the name of a proxy's transport, loaded or not.
+func transportOf(proxy *reverseproxy.Handler) string {
+	if module, ok := proxy.Transport.(caddy.Module); ok {
+		return module.CaddyModule().ID.Name()
+	}
+	var of struct {
+		Protocol string `json:"protocol"`
+	}
+	_ = json.Unmarshal(proxy.TransportRaw, &of) // loading it says what is wrong
+	return cmp.Or(of.Protocol, "http")
+}
+
+func resends(proxy *reverseproxy.Handler, guard *Handler) bool {
+	switch transportOf(proxy) {
+	case "http", "agent_guard":
+		return false
+	}
+	lb := proxy.LoadBalancing
+	if lb == nil || lb.Retries == 0 && lb.TryDuration == 0 {
+		return false
+	}
+	// Without matchers only GET is sent again after its connection was made.
+	return len(lb.RetryMatch)+len(lb.RetryMatchRaw) > 0 || len(guard.consequentialSets)+len(guard.ConsequentialRaw) > 0
+}
+
+// unguardedErrorRoutes lists the servers with a guard whose error routes forward calls
+// past it. A call that was provably not sent comes there, and its key is free: what
+// is forwarded there is recorded nowhere.
+func unguardedErrorRoutes(app *caddyhttp.App) []string {
+	var names []string
+	for name, server := range app.Servers {
+		if server.Errors == nil {
+			continue
+		}
+		guard, err := resendsIn(server.Routes, nil)
+		if err == nil && guard != nil && forwardsUnguarded(server.Errors.Routes) {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+func forwardsUnguarded(routes caddyhttp.RouteList) bool {
+	for _, route := range routes {
+	handlers:
+		for _, handler := range route.Handlers {
+			switch h := handler.(type) {
+			case *Handler:
+				break handlers // what follows is guarded
+			case *caddyhttp.Subroute:
+				if forwardsUnguarded(h.Routes) {
+					return true
+				}
+			case *reverseproxy.Handler:
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// places are the upstreams of undoable calls to which the configuration does not lead.
+type places struct {
+	mu sync.Mutex
+	// warned has the names of the places that the log has warned of: a reload does not repeat
+	// the warning.
+	warned map[string]bool
+}
+
+// placesTime bounds the check.
+const placesTime = 10 * time.Minute
+
+// watchPlaces warns of checkpoints that nobody can undo with this configuration (ADR 0052). It
+// runs in the background, and reads one checkpoint of each upstream to which one leads.
+func (a *App) watchPlaces(e *engine) {
+	if a.Identity == nil {
+		return
+	}
+	held, err := a.acquire()
+	if err != nil {
+		return // the store is closing
+	}
+	go func() {
+		defer func() { _ = held.release() }() // closing the store logs its own errors
+		ctx, cancel := context.WithTimeout(a.ctx, placesTime)
+		defer cancel()
+		if err := e.places.check(ctx, e.checkpoints, a); err != nil && ctx.Err() == nil {
+			a.logger.Warn("it cannot be found out whether this configuration leads to the upstreams of all calls that can be undone", zap.Error(err))
+		}
+	}()
+}
+
+func (p *places) check(ctx context.Context, checkpoints *checkpoint.Store, a *App) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	all, err := checkpoints.Places(ctx)
+	if err != nil {
+		return err
+	}
+	before := p.warned
+	p.warned = map[string]bool{}
+	for _, place := range all {
+		spec, err := rollback.ParseSpec(place.Sample.Undo)
+		if err != nil {
+			continue // nobody can undo it, whatever the configuration says
+		}
+		_, err = a.find(&rollback.Outgoing{Guard: spec.Guard, Recorded: spec.Auth == rollback.AuthRecorded, Spec: spec})
+		if err == nil {
+			continue
+		}
+		name := spec.Place()
+		p.warned[name] = true
+		if before[name] {
+			continue
+		}
+		count, last, countErr := checkpoints.Reversible(ctx, place)
+		if countErr != nil {
+			return countErr
+		}
+		if count > 0 {
+			a.logger.Warn("nothing in this configuration leads to the upstream of calls that can still be undone; "+
+				"rollbacks of them will escalate with no-upstream until a configuration leads there again",
+				zap.Int("checkpoints", count), zap.String("guard", spec.Guard), zap.Strings("upstreams", spec.Reach.Addresses),
+				zap.Time("until", last), zap.Error(err))
+		}
+	}
+	return nil
+}

@@ -1,0 +1,604 @@
+package caddymodule
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"go.uber.org/zap"
+	"go.uber.org/zap/exp/zapslog"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// rollbackService are the rollbacks of an engine, from the first configuration on that has an
+// identity: what cannot be recorded is not undone. They go on over reloads.
+type rollbackService struct {
+	mu   sync.Mutex // held while they are opened
+	open atomic.Pointer[rollback.Coordinator]
+	keep time.Duration // how long a finished one is kept; set before open
+	// limit bounds who asks, over all configurations.
+	limit api.Limit
+	book  rollbackBook
+	// trials are the undos that are tried again.
+	trials undoTrials
+}
+
+// coordinator carries them out; nil before there is one.
+func (u *rollbackService) coordinator() *rollback.Coordinator { return u.open.Load() }
+
+// openRollbacks makes the coordinator, unless there is one. Nothing runs yet.
+func (e *engine) openRollbacks(keep time.Duration) error {
+	u := &e.rollbacks
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.open.Load() != nil {
+		return nil
+	}
+	u.keep = keep
+	c, err := rollback.Open(rollback.Options{
+		Store: e.store, Sealer: e.ring, Guard: e.guard, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
+		Ledger: &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
+		Undoer: rollback.NewUndoer(rollback.UndoerOptions{Guard: e.guard, Checkpoints: e.checkpoints, Sender: newUndoSender(e), Keep: keep}),
+		Keep:   keep, Logger: slog.New(zapslog.NewHandler(e.logger.Named("rollback").Core())),
+	})
+	if err != nil {
+		return fmt.Errorf("agent_guard: rollback: %w", err)
+	}
+	if err := c.Load(context.Background()); err != nil { // before any call comes
+		return fmt.Errorf("agent_guard: rollback: %w", err)
+	}
+	u.open.Store(c)
+	return nil
+}
+
+// startRollbacks goes on with what an earlier life has not finished. It comes once the
+// configuration has started, since undos go by its routes.
+func (e *engine) startRollbacks(ctx context.Context) {
+	c := e.rollbacks.coordinator()
+	if c == nil {
+		return
+	}
+	if err := c.Start(ctx); err != nil {
+		// New ones and the others are none the worse; the next start goes on.
+		e.logger.Error("rollbacks that are not finished cannot be taken up again", zap.Error(err))
+	}
+	e.rollbacks.book.find(ctx, c)
+}
+
+// stopRollbacks begins no new ones and waits for the steps that are under way until ctx
+// ends. What is left goes on in the next life.
+func (e *engine) stopRollbacks(ctx context.Context) {
+	c := e.rollbacks.coordinator()
+	if c == nil {
+		return
+	}
+	if err := c.Stop(ctx); err != nil {
+		e.logger.Warn("rollbacks are not finished; the next start goes on", zap.Error(err))
+	}
+}
+
+// rollbackGrace is how long rollbacks may take to come to a stop when the store closes.
+const rollbackGrace = 10 * time.Second
+
+// endRollbacks is stopRollbacks for a store that closes.
+func (e *engine) endRollbacks() {
+	ctx, cancel := context.WithTimeout(context.Background(), rollbackGrace)
+	defer cancel()
+	e.stopRollbacks(ctx)
+}
+
+// resealRollbacks seals anew what older keys have sealed of rollbacks.
+func (e *engine) resealRollbacks(ctx context.Context) error {
+	c := e.rollbacks.coordinator()
+	if c == nil {
+		return nil
+	}
+	_, err := c.Reseal(ctx)
+	return err
+}
+
+// rollbackLedger is the ledger as the coordinator of the engine's rollbacks needs it. It
+// records, and believes, as the latest configuration does; what it records is kept for keep.
+func (e *engine) rollbackLedger(keep time.Duration) *evidence.RollbackLedger {
+	return evidence.NewRollbackLedger(evidence.RollbackLedgerOptions{Keep: keep, Recorder: func() (evidence.Recorder, bool) {
+		way := e.latestPolicy()
+		if way == nil {
+			return evidence.Recorder{}, false
+		}
+		return evidence.Recorder{Evidence: way.evidence, EventBuilder: way.events, Verifier: way.verifier}, true
+	}})
+}
+
+// Rollback says who may ask for rollbacks, and how often. Agents ask with tokens that
+// `trust` lets in; without it only operators ask.
+type Rollback struct {
+	// Who of a workflow may ask: `ancestor`, whoever made the call or what led to it, or
+	// `workflow`, everybody whose own part in the workflow is linked to it. Default:
+	// `ancestor`.
+	Lineage string `json:"lineage,omitempty"`
+
+	// The issuers with the authority of a rollback coordinator: they may ask for every
+	// checkpoint of the workflow of their token, for the scope `full_workflow`, and look
+	// at every rollback. Default: none.
+	Coordinators []string `json:"coordinators,omitempty"`
+
+	// How many new rollbacks one issuer may ask for in a minute, and how many may be
+	// asked for in one workflow. Over it they get 429 `quota-exceeded`; repetitions are
+	// answered, and operators are not counted. Default: 60.
+	Rate int `json:"rate,omitempty"`
+
+	// How long an answer waits for the end of its rollback before it is 202, at most 30s;
+	// who asks may say otherwise with `Prefer: wait=N`. Default: 10s.
+	Wait caddy.Duration `json:"wait,omitempty"`
+
+	// How long a finished rollback is kept, so that asking for it again gets the same
+	// answer. It is at least as long as the longest `retain_key`. Default: 30d.
+	Retain caddy.Duration `json:"retain,omitempty"`
+}
+
+const defaultRollbackRetain = 30 * 24 * time.Hour
+
+// provision checks the options and completes them. It works on no options too.
+func (o *Rollback) provision() error {
+	inherit(&o.Lineage, string(rollback.Ancestor))
+	inherit(&o.Rate, api.DefaultRate)
+	inherit(&o.Wait, caddy.Duration(api.DefaultWait))
+	inherit(&o.Retain, caddy.Duration(defaultRollbackRetain))
+	if err := oneOf(o.Lineage, lineages...); err != nil {
+		return fmt.Errorf("lineage: %w", err)
+	}
+	for _, name := range o.Coordinators {
+		if err := checkIdentity(name); err != nil {
+			return fmt.Errorf("coordinators: %w", err)
+		}
+	}
+	if o.Rate < 0 {
+		return fmt.Errorf("rate: %d is negative; it must be positive", o.Rate)
+	}
+	if err := checkRollbackWait(o.Wait); err != nil {
+		return fmt.Errorf("wait: %w", err)
+	}
+	if err := checkDuration(o.Retain); err != nil {
+		return fmt.Errorf("retain: %w", err)
+	}
+	return nil
+}
+
+var lineages = []string{string(rollback.Ancestor), string(rollback.Workflow)}
+
+func checkRollbackWait(v caddy.Duration) error {
+	if err := checkDuration(v); err != nil {
+		return err
+	}
+	if time.Duration(v) > api.LongestWait {
+		return fmt.Errorf("%v is too long; it must be at most %v", time.Duration(v), api.LongestWait)
+	}
+	return nil
+}
+
+// parseRollback reads
+//
+//	rollback {
+//		lineage      ancestor | workflow
+//		coordinators <issuers...>
+//		rate         <number>
+//		wait         <duration>
+//		retain       <duration>
+//	}
+func parseRollback(d *caddyfile.Dispenser, a *App) error {
+	if d.NextArg() {
+		return errSyntax
+	}
+	a.Rollback = new(Rollback)
+	at := originOf(d)
+	if err := rollbackOptions().readBlock(d, "rollback", a.Rollback, at); err != nil {
+		return err
+	}
+	if len(at) == 1 {
+		return errors.New("it says nothing; leave it out for the defaults")
+	}
+	return nil
+}
+
+func rollbackOptions() options[*Rollback] {
+	type dispenser = *caddyfile.Dispenser
+	return options[*Rollback]{
+		"lineage": {usage: "lineage ancestor | workflow", parse: func(d dispenser, o *Rollback) error {
+			return parseChoice(d, &o.Lineage, lineages...)
+		}},
+		"coordinators": {usage: "coordinators <issuers...>", several: true, parse: func(d dispenser, o *Rollback) error {
+			if err := parseWords(d, &o.Coordinators); err != nil {
+				return err
+			}
+			for _, name := range o.Coordinators {
+				if err := checkIdentity(name); err != nil {
+					return err
+				}
+			}
+			return nil
+		}},
+		"rate": {usage: "rate <number>", parse: func(d dispenser, o *Rollback) error { return parseCount(d, &o.Rate) }},
+		"wait": {usage: "wait <duration>", parse: func(d dispenser, o *Rollback) error {
+			if err := parseDuration(d, &o.Wait); err != nil {
+				return err
+			}
+			return checkRollbackWait(o.Wait)
+		}},
+		"retain": {usage: "retain <duration>", parse: func(d dispenser, o *Rollback) error {
+			return parseDuration(d, &o.Retain)
+		}},
+	}
+}
+
+// policyRollback says where rollbacks are asked for, and by whom.
+type policyRollback struct {
+	Request string  `json:"request"`
+	Status  string  `json:"status"` // a URI template (RFC 6570)
+	ATD     string  `json:"atd"`
+	AERR    string  `json:"aerr"`
+	Lineage string  `json:"lineage"`
+	Rate    int     `json:"rate_per_minute"`
+	Wait    float64 `json:"wait_s"`
+	MaxWait float64 `json:"max_wait_s"`
+}
+
+// ofParents reports whether it is for its parents that a token was refused, or may be.
+func ofParents(err error) bool {
+	var refusal *ect.Error
+	return errors.As(err, &refusal) && slices.Contains([]ect.Code{
+		ect.CodeParentUnknown, ect.CodeParentLater, ect.CodeLevel, ect.CodeCycle, ect.CodeTooManyAncestors,
+	}, refusal.Code)
+}
+
+// unseen are tokens of which everything holds but what they say of their parents; an error
+// is the same with any parents.
+func (t *tokenPolicy) unseen(r *http.Request) (presented, error) {
+	raws, err := ect.ParseFields(r.Header[ect.FieldName])
+	if err != nil {
+		return presented{}, err
+	}
+	var p presented
+	for _, raw := range raws {
+		token, err := t.verifier.VerifyStored(r.Context(), raw)
+		if err != nil {
+			return presented{}, err
+		}
+		p.all = append(p.all, token)
+	}
+	return t.sort(r, p)
+}
+
+// rollbackTokens are the tokens of a gateway for those who ask for rollbacks.
+type rollbackTokens struct {
+	e    *engine
+	way  *tokenPolicy
+	keep time.Duration // how long a rollback is kept
+}
+
+// Recorded implements api.Tokens. Requests that change nothing record no use of
+// their tokens, and upstreams get to see them: such a token asks for nothing any more.
+func (t *rollbackTokens) Recorded(ctx context.Context, token *ect.Token, use evidence.Use) (evidence.TokenStatus, error) {
+	status, err := t.way.evidence.UseStatus(ctx, token, use)
+	if err == nil && status == evidence.Unused && t.way.evidence.Taken(token, use, time.Now()) == evidence.Other {
+		status = evidence.Other
+	}
+	return status, err
+}
+
+// Enter implements api.Tokens.
+func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token) error {
+	ctx, cancel := context.WithTimeout(ctx, proofTime)
+	defer cancel()
+	err := t.way.evidence.RecordTokens(ctx, all, nil, evidence.Use{})
+	if refused := (*ect.Error)(nil); err == nil || errors.As(err, &refused) {
+		return err
+	}
+	for _, failed := range []error{store.ErrFull, store.ErrUnhealthy, store.ErrClosed, store.ErrUnknown} {
+		if errors.Is(err, failed) {
+			return err // as it is: the token is valid
+		}
+	}
+	return ledgerFailed(err)
+}
+
+// Bound implements api.Tokens. It is kept as long as the rollback is, so that the
+// same token finds it, and can ask for no other.
+func (t *rollbackTokens) Bound(ctx context.Context, token *ect.Token, use evidence.Use) (store.Write, error) {
+	now, err := t.e.store.Now(ctx)
+	return t.way.evidence.UseWrite(token, use, now.Add(t.keep)), err
+}
+
+// Bind implements api.Tokens.
+func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidence.Use) error {
+	for {
+		status, err := t.way.evidence.UseStatus(ctx, token, use)
+		switch {
+		case err != nil || status == evidence.Same:
+			return err
+		case status == evidence.Other:
+			return &ect.Error{Code: ect.CodeReplayed}
+		}
+		bound, err := t.Bound(ctx, token, use)
+		if err != nil {
+			return err
+		}
+		_, err = t.e.store.Commit(ctx, bound)
+		if lost := (*store.Conflict)(nil); !errors.As(err, &lost) {
+			return err
+		}
+		select {
+		case <-time.After(lostPause):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// recorded is the entry under an id; found is false where there is none, or where what it said
+// is pruned.
+func (t *rollbackTokens) recorded(ctx context.Context, workflow, id string) (entry ledger.Entry, found, pruned bool, err error) {
+	log := t.way.evidence.Log()
+	entry, err = log.Lookup(ctx, workflow, id)
+	if errors.Is(err, ledger.ErrWaiting) {
+		entry, err = log.Wait(ctx, workflow, id)
+	}
+	switch {
+	case errors.Is(err, ledger.ErrNotFound):
+		return entry, false, false, nil
+	case errors.Is(err, ledger.ErrPruned):
+		return entry, false, true, nil
+	}
+	return entry, err == nil, false, err
+}
+
+// Event implements api.Tokens.
+func (t *rollbackTokens) Event(ctx context.Context, workflow, id string) (ect.Event, bool, error) {
+	entry, found, pruned, err := t.recorded(ctx, workflow, id)
+	if !found || evidence.IsUnproven(&entry) {
+		return "", found || pruned, err
+	}
+	event, _ := ect.ParseEvent(entry.Action)
+	return event, true, nil
+}
+
+// For implements api.Tokens. A checkpoint's par is the action that it was made for
+// (cascade 4.2.1), or what led to a call without a token of its own: that is another one's
+// checkpoint or node, which names what it stands for itself.
+func (t *rollbackTokens) For(ctx context.Context, workflow, checkpoint string, ids []string) (bool, error) {
+	entry, found, _, err := t.recorded(ctx, workflow, checkpoint)
+	if errors.Is(err, ledger.ErrTampered) {
+		return false, nil // it does not say any more what it was for
+	}
+	if !found {
+		return false, err
+	}
+	recorded := t.way.evidence
+	for _, id := range ids {
+		if id == recorded.NodeID(checkpoint) || id == recorded.SettledID(checkpoint) {
+			return true, nil
+		}
+		if !slices.Contains(entry.Parents, id) {
+			continue
+		}
+		action, found, _, err := t.recorded(ctx, workflow, id)
+		if err != nil {
+			return false, err
+		}
+		if _, event := ect.ParseEvent(action.Action); found && !event && !evidence.IsUnproven(&action) && !t.way.events.Own(&action) {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// Mine implements api.Tokens.
+func (t *rollbackTokens) Mine(ctx context.Context, workflow, id string, who evidence.Reader) (bool, error) {
+	return t.way.graph(t.e).TakesPart(ctx, workflow, id, who)
+}
+
+// Raw implements api.Tokens.
+func (t *rollbackTokens) Raw(ctx context.Context, workflow, id string) (string, error) {
+	entry, err := t.way.evidence.Log().Wait(ctx, workflow, id)
+	if err != nil {
+		return "", err
+	}
+	if entry.Unsigned {
+		return "", ledger.ErrRefused
+	}
+	return string(entry.Payload), nil
+}
+
+// Result implements api.Tokens.
+func (t *rollbackTokens) Result(ctx context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error) {
+	now, err := t.e.store.Now(ctx)
+	if err != nil {
+		return "", err
+	}
+	token, err := t.way.events.RollbackResult(now, r, request, v)
+	if err != nil {
+		return "", err
+	}
+	return token.Raw(), nil
+}
+
+var _ api.Tokens = (*rollbackTokens)(nil)
+
+// observedLedger updates metrics, events and the log with what the ledger records of rollbacks,
+// once it is committed.
+type observedLedger struct {
+	rollback.Ledger
+	e *engine
+}
+
+// observe calls landed once the evidence is committed.
+func observe(e rollback.Evidence, err error, landed func()) (rollback.Evidence, error) {
+	if err != nil {
+		return e, err
+	}
+	if e.Batch == nil {
+		e.Batch = new(store.Batch)
+	}
+	e.OnDone(func(err error) error {
+		if err == nil {
+			landed()
+		}
+		return err
+	})
+	return e, nil
+}
+
+// Started implements rollback.Ledger.
+func (l *observedLedger) Started(ctx context.Context, r *rollback.Rollback, parents []string) (rollback.Evidence, error) {
+	seen := *r
+	t, err := l.Ledger.Started(ctx, r, parents)
+	return observe(t, err, func() { l.e.rollbackStarted(&seen) })
+}
+
+// Stepped implements rollback.Ledger.
+func (l *observedLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *rollback.Step, way checkpoint.Way) (rollback.Evidence, error) {
+	status := string(s.Status)
+	if s.Cancelled {
+		status = stepCancelled
+	}
+	t, err := l.Ledger.Stepped(ctx, r, s, way)
+	checkpoint := s.Checkpoint
+	return observe(t, err, func() {
+		l.e.counts.RollbackStep(status)
+		l.e.rollbacks.trials.ended(checkpoint)
+	})
+}
+
+// Completed implements rollback.Ledger.
+func (l *observedLedger) Completed(ctx context.Context, r *rollback.Rollback) (rollback.Evidence, error) {
+	seen := *r
+	t, err := l.Ledger.Completed(ctx, r)
+	return observe(t, err, func() { l.e.rollbackFinished(&seen) })
+}
+
+// by says what kind of requester has asked.
+func by(r *rollback.Rollback) string {
+	if r.Operator != "" {
+		return "operator"
+	}
+	return "agent"
+}
+
+func (e *engine) rollbackStarted(r *rollback.Rollback) {
+	e.rollbacks.book.begun(r.ID, r.Asked)
+	e.logger.Info("a rollback has begun", zap.String("rollback", r.ID), zap.String("checkpoint", r.Checkpoint),
+		zap.String("workflow", r.Workflow), zap.String("scope", string(r.Scope)), zap.Int("steps", len(r.Steps)),
+		zap.String("requester", r.Requester), zap.String("operator", r.Operator), zap.String("reason", r.Reason))
+	e.emit(eventRollbackStarted, map[string]any{"scope": string(r.Scope), "by": by(r), "steps": len(r.Steps)})
+}
+
+func (e *engine) rollbackFinished(r *rollback.Rollback) {
+	e.rollbacks.book.ended(r.ID)
+	e.counts.Rollback(string(r.Status))
+	log := e.logger.Warn // a person has to look
+	if r.Status == rollback.Completed {
+		log = e.logger.Info
+	}
+	log("a rollback is finished", zap.String("rollback", r.ID), zap.String("status", string(r.Status)),
+		zap.String("workflow", r.Workflow), zap.Bool("unknown", r.Unknown), zap.Bool("mixed", r.Mixed),
+		zap.Bool("timed_out", r.TimedOut), zap.Strings("escalations", r.Escalations))
+	e.emit(eventRollbackFinished, map[string]any{
+		"scope": string(r.Scope), "by": by(r), "status": string(r.Status), "unknown": r.Unknown, "mixed": r.Mixed,
+		"timed_out": r.TimedOut, "steps": len(r.Steps), "escalations": len(r.Escalations),
+	})
+}
+
+// rollbackBook knows which rollbacks are not finished.
+type rollbackBook struct {
+	mu   sync.Mutex
+	asks map[string]time.Time // when they were asked for, by id
+}
+
+func (b *rollbackBook) begun(id string, asked time.Time) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.asks == nil {
+		b.asks = map[string]time.Time{}
+	}
+	b.asks[id] = asked
+}
+
+func (b *rollbackBook) ended(id string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.asks, id)
+}
+
+// bookPage is how many rollbacks are looked at together, and maxBookPages how often: of
+// those that an earlier life has left the newest are found.
+const (
+	bookPage     = 100
+	maxBookPages = 100
+)
+
+// find takes over what an earlier life has left unfinished.
+func (b *rollbackBook) find(ctx context.Context, c *rollback.Coordinator) {
+	after := ""
+	for range maxBookPages {
+		page, err := c.List(ctx, after, bookPage)
+		if err != nil {
+			return // metrics lack it, and nothing else
+		}
+		for _, r := range page.Rollbacks {
+			if r.State == rollback.Executing {
+				b.begun(r.ID, r.Asked)
+			}
+		}
+		if after = page.Next; after == "" {
+			return
+		}
+	}
+}
+
+// report counts those that are not finished. One that ended with a wider one is found out
+// here.
+func (b *rollbackBook) report(ctx context.Context, c *rollback.Coordinator, now time.Time) *rollbackReport {
+	if c == nil {
+		return nil
+	}
+	b.mu.Lock()
+	ids := make([]string, 0, len(b.asks))
+	for id := range b.asks {
+		ids = append(ids, id)
+	}
+	b.mu.Unlock()
+	for _, id := range ids {
+		r, err := c.Get(ctx, id)
+		if errors.Is(err, rollback.ErrUnknown) || err == nil && r.State == rollback.Finished {
+			b.ended(id)
+		}
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	report := &rollbackReport{Running: len(b.asks)}
+	for _, asked := range b.asks {
+		report.OldestAge = max(report.OldestAge, now.Sub(asked))
+	}
+	return report
+}
+
+// rollbackReport is how the rollbacks are; nil where there are none to be had.
+func (e *engine) rollbackReport() *rollbackReport {
+	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
+	defer cancel()
+	return e.rollbacks.book.report(ctx, e.rollbacks.coordinator(), time.Now())
+}

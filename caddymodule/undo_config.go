@@ -1,0 +1,830 @@
+package caddymodule
+
+import (
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"golang.org/x/net/http/httpguts"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
+)
+
+// Terms are how checkpoints of calls are made and kept, whatever way there is to undo
+// them.
+type Terms struct {
+	// Where the credentials of an undo come from: `config` (only what the configuration
+	// writes) or `recorded` (those that the call came with, sealed with its checkpoint,
+	// used towards the same upstream only, and gone with the checkpoint). Default:
+	// `config`.
+	UndoAuth string `json:"undo_auth,omitempty"`
+
+	// What becomes of a call whose state before cannot be read: `refuse` (503
+	// `snapshot-failed`, nothing is forwarded, its id stays free) or `irreversible` (it
+	// runs, and its checkpoint says that it cannot be undone). Default: `refuse`.
+	OnSnapshotError string `json:"on_snapshot_error,omitempty"`
+
+	// How long the state before the call is waited for, and the state after it.
+	// Default: 10s.
+	SnapshotTimeout caddy.Duration `json:"snapshot_timeout,omitempty"`
+
+	// What becomes of an undo whose answer is lost, where no `status` can be asked:
+	// `resend` (it is sent again under the same Idempotency-Key) or `escalate` (a person
+	// looks). Default: `resend`.
+	OnLost string `json:"on_lost,omitempty"`
+
+	// What becomes of an undo where something else stands there than the call has left:
+	// `escalate` (a person looks) or `overwrite`. Default: `escalate`.
+	OnChanged string `json:"on_changed,omitempty"`
+
+	// How long a call can be undone. Default: 24h.
+	CheckpointTTL caddy.Duration `json:"checkpoint_ttl,omitempty"`
+
+	// The largest body, in bytes, that is kept for an undo: of the state before and
+	// after, of the request, and of the answer. Default: 1 MiB.
+	MaxImage int64 `json:"max_image,omitempty"`
+}
+
+// The words of Terms.OnSnapshotError, besides that of checkpoint.Irreversible.
+const refuse = "refuse"
+
+// Defaults are the terms where nothing is said.
+var Defaults = Terms{
+	UndoAuth: rollback.AuthConfig, OnSnapshotError: refuse, SnapshotTimeout: caddy.Duration(10 * time.Second),
+	OnLost: rollback.Resend, OnChanged: rollback.UndoEscalate,
+	CheckpointTTL: caddy.Duration(24 * time.Hour), MaxImage: checkpoint.DefaultMaxImage,
+}
+
+// Choices are the options of Terms that are one of some words.
+func Choices() map[string][]string {
+	return map[string][]string{
+		"undo_auth":         {rollback.AuthConfig, rollback.AuthRecorded},
+		"on_snapshot_error": {refuse, checkpoint.Irreversible.String()},
+		"on_lost":           {rollback.Resend, rollback.UndoEscalate},
+		"on_changed":        {rollback.UndoEscalate, rollback.Overwrite},
+	}
+}
+
+// TTL is how long checkpoints stand.
+func (t *Terms) TTL() time.Duration { return time.Duration(t.CheckpointTTL) }
+
+// Refuses says that a call whose state before cannot be read is not forwarded.
+func (t *Terms) Refuses() bool { return t.OnSnapshotError == refuse }
+
+// Recorded says that the call's own credentials are kept for its undo.
+func (t *Terms) Recorded() bool { return t.UndoAuth == rollback.AuthRecorded }
+
+// longestSnapshot is more than a caller waits for.
+const longestSnapshot = 10 * time.Minute
+
+// CheckTerms checks terms that are complete. The error is an *Error.
+func (t *Terms) CheckTerms() error {
+	choices := Choices()
+	for option, word := range map[string]string{
+		"undo_auth": t.UndoAuth, "on_snapshot_error": t.OnSnapshotError, "on_lost": t.OnLost, "on_changed": t.OnChanged,
+	} {
+		if err := undoingOneOf(word, choices[option]); err != nil {
+			return &Error{option, err}
+		}
+	}
+	switch ttl, timeout := t.TTL(), time.Duration(t.SnapshotTimeout); {
+	case ttl < checkpoint.MinTTL || ttl > checkpoint.MaxTTL:
+		return undoingWrong("checkpoint_ttl", "%v; it must be from %v to %dd", ttl, checkpoint.MinTTL, checkpoint.MaxTTL/(24*time.Hour))
+	case ttl%time.Second != 0: // tokens have it in whole seconds
+		return undoingWrong("checkpoint_ttl", "%v; it must be whole seconds", ttl)
+	case timeout <= 0 || timeout > longestSnapshot:
+		return undoingWrong("snapshot_timeout", "%v; it must be positive, and at most %v", timeout, longestSnapshot)
+	case t.MaxImage < 1 || t.MaxImage > checkpoint.MaxImage:
+		return undoingWrong("max_image", "%d bytes; it must be from 1 byte to %d MiB", t.MaxImage, checkpoint.MaxImage>>20)
+	}
+	return nil
+}
+
+// Error is an error in an option.
+type Error struct {
+	// Option is its name.
+	Option string
+	// Err says what is wrong, and what would be right.
+	Err error
+}
+
+func (e *Error) Error() string { return e.Option + ": " + e.Err.Error() }
+
+func (e *Error) Unwrap() error { return e.Err }
+
+func undoingWrong(option, format string, args ...any) error {
+	return &Error{option, fmt.Errorf(format, args...)}
+}
+
+func undoingOneOf(word string, known []string) error {
+	for _, k := range known {
+		if word == k {
+			return nil
+		}
+	}
+	return fmt.Errorf("%q is unknown; use %s or %s", word, known[0], known[1])
+}
+
+// Plan is how the calls of one action are undone. It does not change and may be used by
+// many goroutines.
+type Plan struct {
+	terms      Terms
+	ways       Ways
+	spec       rollback.Spec
+	compensate *template.Template
+	status     *template.Template
+	needs      template.Needs // of both
+	// config are the fields of the configuration, by the origin that they go to; that of
+	// the call's upstream is empty.
+	config map[string]map[string]string
+}
+
+// always are credentials whatever the configuration calls so.
+var always = []string{"Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key", "Api-Key"}
+
+// Compile checks the ways and terms of an action, and reads its templates. Terms are
+// complete; guard is the guard's name; credentials are the fields by which it knows
+// callers, which no template may ask for. The error is an *Error.
+func Compile(w *Ways, t *Terms, guard string, credentials []string) (*Plan, error) {
+	if err := w.check(); err != nil {
+		return nil, err
+	}
+	p := &Plan{terms: *t, ways: *w, spec: rollback.Spec{Guard: guard, OnLost: t.OnLost, Auth: t.UndoAuth}}
+	secret := slices.Clone(always)
+	for _, name := range credentials {
+		secret = append(secret, http.CanonicalHeaderKey(name))
+	}
+	if w.Delegate != "" {
+		if err := checkDelegate(w.Delegate); err != nil {
+			return nil, &Error{"delegate", err}
+		}
+		if t.Recorded() {
+			return nil, undoingWrong("undo_auth", "recorded: the call's credentials go to its own upstream, and delegate asks another; set undo_auth config for the action")
+		}
+	}
+	if w.Restore != nil {
+		if err := p.compileRestore(secret); err != nil {
+			return nil, &Error{"restore", err}
+		}
+	}
+	if w.Compensate == nil {
+		return p, nil
+	}
+	err := p.compileCompensation(secret)
+	if err == nil {
+		named := p.spec
+		named.Guard = cmp.Or(guard, "default") // which a Caddyfile leaves out
+		p.needs, err = named.Needs()
+	}
+	if err != nil {
+		return nil, &Error{"compensate", err}
+	}
+	return p, nil
+}
+
+func (p *Plan) compileRestore(secret []string) error {
+	if err := p.ways.Restore.check(); err != nil {
+		return err
+	}
+	// All of them are the configuration's: nothing of a restore is made of a template.
+	all := slices.Clone(secret)
+	for name := range p.ways.Restore.Header {
+		all = append(all, http.CanonicalHeaderKey(name))
+	}
+	f, err := part(p.ways.Restore.Header, all)
+	if err != nil {
+		return err
+	}
+	return p.add("", f.config, secret)
+}
+
+func (p *Plan) compileCompensation(secret []string) error {
+	c := p.ways.Compensate
+	spec, config, err := c.spec(secret)
+	if err != nil {
+		return err
+	}
+	if p.compensate, err = p.parse(spec, config, secret); err != nil {
+		return err
+	}
+	p.spec.Compensate = &spec
+	if safe(spec.Method) {
+		return fmt.Errorf("method: %s changes nothing that could be undone; write a method like POST or DELETE", spec.Method)
+	}
+	if c.Status == nil {
+		return nil
+	}
+	asks, config, err := c.Status.spec(secret)
+	if err == nil {
+		p.status, err = p.parse(asks, config, secret)
+	}
+	if err == nil && asks.Method != http.MethodGet {
+		err = fmt.Errorf("method: a status is asked for with GET, and not with %s", asks.Method)
+	}
+	if err != nil {
+		return fmt.Errorf("status: %w", err)
+	}
+	p.spec.Status = &asks
+	return nil
+}
+
+func safe(method string) bool { return method == http.MethodGet || method == http.MethodHead }
+
+// parse reads a template, and adds the fields of the configuration that go with it.
+func (p *Plan) parse(spec template.Spec, config map[string]string, secret []string) (*template.Template, error) {
+	t, err := template.Parse(spec)
+	if err != nil {
+		return nil, plain(err)
+	}
+	n := t.Needs()
+	for _, name := range n.RequestHeader {
+		if name == headerToken {
+			return nil, fmt.Errorf("{request.header.%s} is the caller's token, which no template hands on; send a header of your own", name)
+		}
+		if slices.Contains(secret, name) {
+			return nil, fmt.Errorf("{request.header.%s} is a credential of the caller's, which no template hands on; set undo_auth recorded, or a header of your own", name)
+		}
+	}
+	if p.terms.Recorded() && t.Origin() != "" {
+		return nil, errors.New("url: with undo_auth recorded a call's credentials go to its own upstream only; begin with /, or set undo_auth config")
+	}
+	return t, p.add(t.Origin(), config, secret)
+}
+
+// add takes fields of the configuration for an origin.
+func (p *Plan) add(origin string, config map[string]string, secret []string) error {
+	for name, value := range config {
+		if err := checkPlaceholders(value); err != nil {
+			return fmt.Errorf("header %s: %w", name, err)
+		}
+		if p.terms.Recorded() && slices.Contains(secret, name) {
+			return fmt.Errorf("header %s: with undo_auth recorded the call's own credentials are sent; leave the field away, or set undo_auth config", name)
+		}
+		if p.config == nil {
+			p.config = map[string]map[string]string{}
+		}
+		if p.config[origin] == nil {
+			p.config[origin] = map[string]string{}
+		}
+		if before, ok := p.config[origin][name]; ok && before != value {
+			return fmt.Errorf("header %s: it has two values for one server; give it the same wherever it stands", name)
+		}
+		p.config[origin][name] = value
+	}
+	return nil
+}
+
+// checkPlaceholders finds those that no process has.
+func checkPlaceholders(value string) error {
+	for rest := value; ; {
+		_, after, open := strings.Cut(rest, "{")
+		if !open {
+			return nil
+		}
+		name, after, closed := strings.Cut(after, "}")
+		if !closed || !ofProcess("{"+name) {
+			return fmt.Errorf("{%.40s} is no placeholder of the configuration; use one like {env.TOKEN}", name)
+		}
+		rest = after
+	}
+}
+
+// Exposed names the servers, by scheme and host, that get fields of the configuration
+// without TLS and are not the own machine. It is not an error: a mesh may encrypt beneath.
+func (p *Plan) Exposed() []string {
+	var all []string
+	for origin := range p.config {
+		if u, err := url.Parse(origin); err == nil && u.Scheme == "http" && !loopback(u.Hostname()) {
+			all = append(all, origin)
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
+// Unset says which field of the configuration has no value now, by the error of Fields.
+// It may have one when something is undone, so that it is no fault of the configuration.
+func (p *Plan) Unset() error {
+	var all []error
+	for _, origin := range slices.Sorted(maps.Keys(p.config)) {
+		if _, err := p.Fields(origin + "/"); err != nil {
+			all = append(all, err)
+		}
+	}
+	return errors.Join(all...)
+}
+
+// Fields are the fields of the configuration that go with a request of an undo to a
+// URL: the credentials of its server and of no other. A placeholder without a value is
+// an error: asked without its credential, a server may answer as if there were nothing.
+func (p *Plan) Fields(target string) (http.Header, error) {
+	return Fields(p.config, target)
+}
+
+// Fields are those of a Plan, or those of a checkpoint's undo.Spec.
+func Fields(config map[string]map[string]string, target string) (http.Header, error) {
+	origin := Origin(target)
+	header := make(http.Header, len(config[origin]))
+	repl := caddy.NewReplacer()
+	for name, value := range config[origin] {
+		value, err := repl.ReplaceOrErr(value, true, true)
+		if err != nil {
+			return nil, fmt.Errorf("header %s: %w", name, err)
+		}
+		header.Set(name, value)
+	}
+	return header, nil
+}
+
+// Knows reports whether the configuration has fields for the server of a URL.
+func (p *Plan) Knows(target string) bool { return len(p.config[Origin(target)]) > 0 }
+
+// Origin is the server of a URL; empty for a path, which is of the call's upstream.
+func Origin(target string) string {
+	scheme, rest, ok := strings.Cut(target, "://")
+	if !ok || strings.HasPrefix(target, "/") {
+		return ""
+	}
+	if end := strings.IndexAny(rest, "/?#"); end >= 0 {
+		rest = rest[:end]
+	}
+	return scheme + "://" + rest
+}
+
+// Undoes says that there is a way.
+func (p *Plan) Undoes() bool {
+	return p.ways.Restore != nil || p.compensate != nil || p.ways.Delegate != ""
+}
+
+// Toward says where requests of the guard's own go, and whether an answer that only the
+// end of its connection ends is whole. It comes before any Decide.
+func (p *Plan) Toward(reach rollback.Reach, unframed bool) {
+	p.spec.Reach, p.spec.Unframed, p.spec.Fields = reach, unframed, p.config
+}
+
+// Words are the ways, in the order in which they are tried. A nil Plan is irreversible.
+func (p *Plan) Words() []string {
+	var words []string
+	if p == nil {
+		return []string{checkpoint.Irreversible.String()}
+	}
+	for _, way := range []struct {
+		checkpoint.Way
+		given bool
+	}{
+		{checkpoint.Restore, p.ways.Restore != nil},
+		{checkpoint.Compensate, p.compensate != nil},
+		{checkpoint.Delegate, p.ways.Delegate != ""},
+	} {
+		if way.given {
+			words = append(words, way.String())
+		}
+	}
+	if words == nil {
+		words = []string{checkpoint.Irreversible.String()}
+	}
+	return words
+}
+
+// Terms are those that the plan was made with.
+func (p *Plan) Terms() *Terms { return &p.terms }
+
+// Decision is how one call will be undone.
+type Decision struct {
+	// Way is as in checkpoint.Snapshot.
+	Way checkpoint.Way
+	// Reason is as in checkpoint.Snapshot.
+	Reason checkpoint.Reason
+	// Request is what of the request's message is recorded.
+	Request checkpoint.Message
+	// Undo is how it is undone, as it is recorded.
+	Undo []byte
+	// Place is as in checkpoint.Terms.
+	Place string
+
+	plan *Plan
+}
+
+// Restores reports whether what a call with this method changes can be read with GET, so
+// that an image of it is wanted.
+func (p *Plan) Restores(method string) bool {
+	switch method {
+	case http.MethodPut, http.MethodPatch, http.MethodDelete:
+		return p.ways.Restore != nil
+	}
+	return false
+}
+
+// Compensates says that there is a way without an image.
+func (p *Plan) Compensates() bool { return p.compensate != nil }
+
+// ReadsRequestBody says that the request's body has to be in the source of Decide.
+func (p *Plan) ReadsRequestBody() bool { return len(p.needs.RequestBody) > 0 }
+
+// Decide says how a call is undone, before it leaves. src has all that is known of the
+// call then; imaged says that what stood there was read.
+func (p *Plan) Decide(method string, src *template.Source, imaged bool) Decision {
+	d := Decision{Way: checkpoint.Irreversible, Reason: checkpoint.ReasonDeclared, plan: p}
+	spec := rollback.Spec{
+		Guard: p.spec.Guard, Reach: p.spec.Reach, Fields: p.spec.Fields, Unframed: p.spec.Unframed,
+		ExecutionID: src.ExecutionID, OnLost: p.spec.OnLost, Auth: p.spec.Auth,
+	}
+	switch {
+	case imaged && p.Restores(method):
+		d.Way, d.Request = checkpoint.Restore, chosen(&src.Request, rollback.ImageRequestFields, false)
+		spec.OnChanged = p.ways.onChanged(&p.terms)
+		spec.Verify = p.ways.Restore.Verify != verifyOff
+	case p.compensate != nil:
+		if reason := p.unfit(src); reason != "" {
+			d.Reason = reason
+			return d
+		}
+		names := p.needs.RequestHeader
+		if spec.Target = p.Restores(method); spec.Target {
+			names = append(slices.Clone(names), rollback.ImageRequestFields...)
+		}
+		d.Way, d.Request = checkpoint.Compensate, chosen(&src.Request, names, p.ReadsRequestBody())
+		spec.Compensate, spec.Status = p.spec.Compensate, p.spec.Status
+	case p.ways.Delegate != "":
+		d.Way, spec.Delegate = checkpoint.Delegate, p.ways.Delegate
+	case p.Restores(method):
+		d.Reason = checkpoint.ReasonNoImage
+		return d
+	case p.ways.Restore != nil:
+		d.Reason = checkpoint.ReasonMethod
+		return d
+	default:
+		return d
+	}
+	d.Reason = ""
+	d.Undo, d.Place = spec.Encode(), spec.Place()
+	return d
+}
+
+// unfit says why the requests of a compensation cannot be made, whatever the answer will
+// be; it is empty where they can.
+func (p *Plan) unfit(src *template.Source) checkpoint.Reason {
+	full := *src
+	full.Status = http.StatusOK
+	full.Response = stand(&p.needs)
+	return p.filled(&full)
+}
+
+// Answered is what of an answer is recorded, or why the call cannot be undone although
+// its checkpoint says that it can. src is that of Decide with the answer.
+func (d *Decision) Answered(src *template.Source) (checkpoint.Message, checkpoint.Reason) {
+	if d.Way != checkpoint.Compensate {
+		return checkpoint.Message{}, ""
+	}
+	if reason := d.plan.filled(src); reason != "" {
+		return checkpoint.Message{}, reason
+	}
+	return chosen(&src.Response, d.plan.needs.ResponseHeader, d.ReadsAnswer()), ""
+}
+
+// ReadsAnswer says that the answer's body has to be in the source of Answered.
+func (d *Decision) ReadsAnswer() bool {
+	return d.Way == checkpoint.Compensate && len(d.plan.needs.ResponseBody) > 0
+}
+
+func (p *Plan) filled(src *template.Source) checkpoint.Reason {
+	full := *src
+	full.RollbackID = "00000000-0000-4000-8000-000000000000" // any will do
+	for _, t := range []*template.Template{p.compensate, p.status} {
+		if t == nil {
+			continue
+		}
+		_, err := t.Fill(&full)
+		switch {
+		case errors.Is(err, template.ErrTooLarge):
+			return checkpoint.ReasonTooLarge
+		case err != nil:
+			return checkpoint.ReasonAbsent
+		}
+	}
+	return ""
+}
+
+// stand is an answer that has everything that is asked for.
+func stand(n *template.Needs) template.Message {
+	m := template.Message{Header: http.Header{}}
+	for _, name := range n.ResponseHeader {
+		m.Header[name] = []string{"x"}
+	}
+	var doc any
+	for _, pointer := range n.ResponseBody {
+		doc = grown(doc, strings.Split(pointer, "/")[1:])
+	}
+	if doc != nil {
+		m.Body, _ = json.Marshal(doc) // maps and strings only
+	}
+	return m
+}
+
+var unescape = strings.NewReplacer("~1", "/", "~0", "~")
+
+// grown is doc with a text at the end of a JSON pointer. An index is a name like others.
+func grown(doc any, tokens []string) any {
+	if len(tokens) == 0 {
+		return "x"
+	}
+	members, _ := doc.(map[string]any)
+	members = maps.Clone(members)
+	if members == nil {
+		members = map[string]any{}
+	}
+	name := unescape.Replace(tokens[0])
+	members[name] = grown(members[name], tokens[1:])
+	return members
+}
+
+// chosen is what is recorded of a message.
+func chosen(m *template.Message, names []string, body bool) checkpoint.Message {
+	var kept checkpoint.Message
+	for _, name := range names {
+		if kept.Header == nil {
+			kept.Header = map[string][]string{}
+		}
+		kept.Header[name] = slices.Clone(m.Header[name])
+	}
+	if body {
+		kept.ContentType, kept.Body = m.ContentType, m.Body
+	}
+	return kept
+}
+
+// Ways are the ways to undo calls. One is given, or none: then the calls cannot be
+// undone, and their checkpoints say so. Only `restore` and `compensate` go together:
+// what cannot be put back is then compensated.
+type Ways struct {
+	// Puts back what stood at the target of a PUT, PATCH or DELETE: the guard reads it
+	// with GET before the call and after it.
+	Restore *Restore `json:"restore,omitempty"`
+
+	// Takes the effect back by another request.
+	Compensate *Compensation `json:"compensate,omitempty"`
+
+	// Asks the agent that was called to undo it: its rollback URI, as in
+	// `https://agent.example.com/.well-known/cascade/rollback`. It is written out, so that
+	// no caller chooses who is asked; plain http leads to the own machine only.
+	Delegate string `json:"delegate,omitempty"`
+
+	// Says that nothing undoes the calls: a rollback needs a person. Default: false,
+	// which means the same where there is no way.
+	Irreversible bool `json:"irreversible,omitempty"`
+}
+
+// Restore puts back what stood there.
+type Restore struct {
+	// Header fields of the guard's requests that read and put back: credentials, where
+	// `undo_auth` is `config`. Values may have placeholders like `{env.TOKEN}`.
+	Header map[string]string `json:"header,omitempty"`
+
+	// As the option `on_changed` of the action, which it precedes.
+	OnChanged string `json:"on_changed,omitempty"`
+
+	// `off` leaves out the look at what was put back. Default: on.
+	Verify string `json:"verify,omitempty"`
+}
+
+// Request is a request that is made of a recorded call and its answer.
+type Request struct {
+	// The method, in capital letters.
+	Method string `json:"method,omitempty"`
+
+	// A path and a query for the upstream of the call, or a whole URL. Placeholders like
+	// `{response.json./id}` and `{request.path.2}` are filled, escaped by their place.
+	URL string `json:"url,omitempty"`
+
+	// Header fields. Credentials, and values with placeholders like `{env.TOKEN}`, are
+	// those of the configuration when it is undone; other values may have the
+	// placeholders of the URL, and are recorded with the call.
+	Header map[string]string `json:"header,omitempty"`
+}
+
+// Compensation is a request that takes a call's effect back.
+type Compensation struct {
+	Request
+
+	// A JSON object as the body, by its members.
+	JSON map[string]string `json:"json,omitempty"`
+
+	// A form as the body, by its fields.
+	Form map[string]string `json:"form,omitempty"`
+
+	// Any other body, and its media type.
+	ContentType string `json:"content_type,omitempty"`
+	Body        string `json:"body,omitempty"` // See ContentType.
+
+	// Asks what became of the compensation where its answer was lost, or was 202.
+	Status *Request `json:"status,omitempty"`
+}
+
+// Empty says that no way is given.
+func (w *Ways) Empty() bool { return *w == Ways{} }
+
+// OwnRequests says that the guard itself makes requests to the upstream, and which
+// option asks for them.
+func (w *Ways) OwnRequests() (option string, own bool) {
+	switch c := w.Compensate; {
+	case w.Restore != nil:
+		return "restore", true
+	case c != nil && (strings.HasPrefix(c.URL, "/") || c.Status != nil && strings.HasPrefix(c.Status.URL, "/")):
+		return "compensate", true
+	}
+	return "", false
+}
+
+// check finds ways that do not go together.
+func (w *Ways) check() error {
+	var given []string
+	for option, set := range map[string]bool{
+		"restore": w.Restore != nil, "compensate": w.Compensate != nil, "delegate": w.Delegate != "", "irreversible": w.Irreversible,
+	} {
+		if set {
+			given = append(given, option)
+		}
+	}
+	slices.Sort(given)
+	if len(given) > 1 && !slices.Equal(given, []string{"compensate", "restore"}) {
+		return undoingWrong(given[len(given)-1], "it goes not with %s; give one way to undo the calls, or restore and compensate", given[0])
+	}
+	return nil
+}
+
+// checkDelegate checks an agent's rollback URI.
+func checkDelegate(text string) error {
+	u, err := url.Parse(text)
+	const right = "use one like https://agent.example.com/.well-known/cascade/rollback"
+	switch {
+	case strings.ContainsAny(text, "{}"):
+		return errors.New("it holds a placeholder, and nobody but the configuration may choose who is asked; write the host out")
+	case err != nil || u.Host == "" || u.Opaque != "" || u.Scheme != "https" && u.Scheme != "http":
+		return fmt.Errorf("%q is no absolute URI; %s", text, right)
+	case u.User != nil:
+		return errors.New("it holds a user or a password, which would stand in checkpoints; leave them away")
+	case u.Fragment != "" || strings.Contains(text, "#"):
+		return fmt.Errorf("it has a fragment, which is never sent; %s", right)
+	case u.Hostname() == "" || strings.ContainsFunc(text, func(r rune) bool { return r <= ' ' || r > '~' }):
+		return fmt.Errorf("%q is no absolute URI; %s", text, right)
+	case len(text) > maxDelegate:
+		return fmt.Errorf("it is longer than %d bytes", maxDelegate)
+	case u.Scheme == "http" && !loopback(u.Hostname()):
+		return fmt.Errorf("%q would be asked without TLS; use https, which only the own machine can do without", text)
+	}
+	return nil
+}
+
+const maxDelegate = 2 << 10
+
+func loopback(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
+}
+
+// fields are header fields by whose they are.
+type fields struct {
+	// config are taken from the configuration of the day, recorded stand in templates.
+	config   map[string]string
+	recorded []template.Field
+}
+
+// part separates the fields of the configuration from those of a template: those that are
+// credentials, or that have a placeholder of the process, never get on disk (P8).
+func part(header map[string]string, credentials []string) (fields, error) {
+	var f fields
+	seen := map[string]string{}
+	for _, name := range slices.Sorted(maps.Keys(header)) {
+		value := header[name]
+		canonical := http.CanonicalHeaderKey(name)
+		switch {
+		case !httpguts.ValidHeaderFieldName(name):
+			return f, fmt.Errorf("header %s: it is no name of a header field", name)
+		case seen[canonical] != "":
+			return f, fmt.Errorf("header %s: it is the same field as %s; write it once", name, seen[canonical])
+		case ofGuard[canonical] != "":
+			return f, fmt.Errorf("header %s: %s; leave it away", name, ofGuard[canonical])
+		case value == "":
+			return f, fmt.Errorf("header %s: its value is empty; write one, or leave it away", name)
+		}
+		seen[canonical] = name
+		if !slices.Contains(credentials, canonical) && !ofProcess(value) {
+			f.recorded = append(f.recorded, template.Field{Name: canonical, Value: value})
+			continue
+		}
+		if _, err := template.Parse(template.Spec{Method: http.MethodGet, URL: "/", Header: []template.Field{{Name: name, Value: "x"}}}); err != nil {
+			return f, plain(err)
+		}
+		if strings.Contains(value, "{request.") || strings.Contains(value, "{response.") {
+			return f, fmt.Errorf("header %s: a credential of the configuration holds nothing of a call; write it out, or as {env.NAME}", name)
+		}
+		if f.config == nil {
+			f.config = map[string]string{}
+		}
+		f.config[canonical] = value
+	}
+	return f, nil
+}
+
+// ofGuard are fields that are the guard's to write into an undo, and why.
+var ofGuard = map[string]string{
+	"Idempotency-Key": "every undo has one of its own, by which it runs once",
+	headerToken:       "a token says who calls, and nobody but the guard can issue one for an undo",
+	"Workflow-Id":     "every undo has that of its call's workflow",
+	"Accept-Encoding": "bodies are compared, and so asked for without compression",
+}
+
+const headerToken = "Execution-Context"
+
+// ofProcess reports a placeholder that is not of a call.
+func ofProcess(value string) bool {
+	for _, space := range []string{"{env.", "{file.", "{system."} {
+		if strings.Contains(value, space) {
+			return true
+		}
+	}
+	return false
+}
+
+// plain gives an error of a template without the offset, which means nothing in a
+// composed one.
+func plain(err error) error {
+	if parse := (*template.ParseError)(nil); errors.As(err, &parse) {
+		return fmt.Errorf("%s: %s", parse.Field, parse.Problem)
+	}
+	return err
+}
+
+// spec makes the template of a request.
+func (r *Request) spec(credentials []string) (template.Spec, map[string]string, error) {
+	f, err := part(r.Header, credentials)
+	return template.Spec{Method: r.Method, URL: r.URL, Header: f.recorded}, f.config, err
+}
+
+// spec makes the template of a compensation.
+func (c *Compensation) spec(credentials []string) (template.Spec, map[string]string, error) {
+	spec, config, err := c.Request.spec(credentials)
+	if err != nil {
+		return spec, nil, err
+	}
+	bodies := 0
+	for _, given := range []bool{len(c.JSON) > 0, len(c.Form) > 0, c.Body != "" || c.ContentType != ""} {
+		if given {
+			bodies++
+		}
+	}
+	switch {
+	case bodies > 1:
+		return spec, nil, errors.New("it has several bodies; give one of json, form and body")
+	case len(c.JSON) > 0:
+		spec.ContentType = "application/json"
+		spec.Body, err = template.JSONObject(sorted(c.JSON))
+	case len(c.Form) > 0:
+		spec.ContentType = "application/x-www-form-urlencoded"
+		spec.Body, err = template.Form(sorted(c.Form))
+	default:
+		spec.ContentType, spec.Body = c.ContentType, c.Body
+	}
+	return spec, config, plain(err)
+}
+
+func sorted(m map[string]string) []template.Field {
+	var list []template.Field
+	for _, name := range slices.Sorted(maps.Keys(m)) {
+		list = append(list, template.Field{Name: name, Value: m[name]})
+	}
+	return list
+}
+
+// onChanged is the choice that holds for a way.
+func (w *Ways) onChanged(t *Terms) string {
+	if w.Restore != nil && w.Restore.OnChanged != "" {
+		return w.Restore.OnChanged
+	}
+	return t.OnChanged
+}
+
+const verifyOff = "off"
+
+func (r *Restore) check() error {
+	if r.OnChanged != "" {
+		if err := undoingOneOf(r.OnChanged, Choices()["on_changed"]); err != nil {
+			return fmt.Errorf("on_changed: %w", err)
+		}
+	}
+	if r.Verify != "" && r.Verify != verifyOff {
+		return fmt.Errorf("verify: %q is unknown; use %s, or leave it out", r.Verify, verifyOff)
+	}
+	return nil
+}

@@ -1,0 +1,43 @@
+package caddymodule_test
+
+import (
+	"github.com/agent-guard/caddy-agent-guard/caddymodule"
+	"strings"
+	"testing"
+)
+
+// Fields that the guard itself writes into an undo, or that only it can fill, are refused
+// when the configuration is read: they would be overwritten, or say what is not so.
+func TestFieldsOfTheGuardAreRefused(t *testing.T) {
+	for _, c := range []struct{ name, value, says string }{
+		{"Execution-Context", "x", "token"},
+		{"execution-context", "{env.TOKEN}", "token"},
+		{"Workflow-Id", "w", "workflow"},
+		{"workflow-id", "{workflow.id}", "workflow"},
+		{"Accept-Encoding", "gzip", "compression"},
+		{"Idempotency-Key", "k", "leave it away"},
+		{"X-Token", "{request.header.Execution-Context}", "token"},
+	} {
+		header := map[string]string{c.name: c.value}
+		plain := caddymodule.Request{Method: "POST", URL: "/refunds"}
+		ways := map[string]caddymodule.Ways{
+			"compensate": {Compensate: &caddymodule.Compensation{Request: caddymodule.Request{Method: "POST", URL: "/refunds", Header: header}}},
+			"status":     {Compensate: &caddymodule.Compensation{Request: plain, Status: &caddymodule.Request{Method: "GET", URL: "/refunds/1", Header: header}}},
+		}
+		if c.name != "X-Token" {
+			ways["restore"] = caddymodule.Ways{Restore: &caddymodule.Restore{Header: header}}
+		}
+		for name, w := range ways {
+			_, err := caddymodule.Compile(&w, &caddymodule.Defaults, "tools", nil)
+			if err == nil || !strings.Contains(err.Error(), c.says) || !strings.Contains(strings.ToLower(err.Error()), "header") {
+				t.Errorf("%s with %s %q: %v", name, c.name, c.value, err)
+			}
+		}
+	}
+	w := caddymodule.Ways{Compensate: &caddymodule.Compensation{Request: caddymodule.Request{
+		Method: "POST", URL: "/refunds", Header: map[string]string{"X-Workflow": "{workflow.id}", "Execution-Id": "{execution.id}"},
+	}}}
+	if _, err := caddymodule.Compile(&w, &caddymodule.Defaults, "tools", nil); err != nil {
+		t.Error(err)
+	}
+}

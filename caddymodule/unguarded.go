@@ -1,0 +1,396 @@
+package caddymodule
+
+import (
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/google/uuid"
+	"golang.org/x/net/http/httpguts"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+)
+
+// guardedBy is the context key of calls that a guard of this name has forwarded.
+type guardedBy struct{ name string }
+
+// class says how a request is handled.
+type class uint8
+
+const (
+	classPass   class = iota // it is forwarded untouched and unwrapped
+	classStream              // it may change something, and cannot be guarded: forwarded, and marked
+	classGuarded
+)
+
+// classify says whether r is guarded, and as which action.
+func (h *Handler) classify(r *http.Request) (*Action, class, error) {
+	if r.Context().Value(guardedBy{h.Name}) != nil {
+		return nil, classPass, nil // it is guarded already, and would wait for itself
+	}
+	// Both methods count, the one that was sent and the one that a handler like `method` has set:
+	// with a reload that adds such a handler, a retry still finds its record (P1).
+	if sent, _ := original(r); safeMethod(r.Method) && safeMethod(sent) {
+		declared, err := anyMatch(h.consequentialSets, r)
+		switch {
+		case err != nil:
+			return nil, classPass, err
+		case isTunnel(r, declared):
+			return h.stream(r, reasonUpgrade)
+		case !declared:
+			h.counts.Unguarded(reasonSafe)
+			return nil, classPass, nil
+		}
+	} else if exempt, err := h.exempted(r); exempt || err != nil {
+		return nil, classPass, err
+	}
+	action, err := h.action(r)
+	if err != nil {
+		return nil, classPass, err
+	}
+	if isGRPC(r) && action.GRPC != grpcUnary {
+		return h.stream(r, reasonGRPC)
+	}
+	return action, classGuarded, nil
+}
+
+func anyMatch(sets caddyhttp.MatcherSets, r *http.Request) (bool, error) {
+	if len(sets) == 0 {
+		return false, nil
+	}
+	return sets.AnyMatchWithError(r)
+}
+
+// exempted reports whether the configuration exempts r.
+func (h *Handler) exempted(r *http.Request) (bool, error) {
+	exempt, err := anyMatch(h.exemptSets, r)
+	if exempt {
+		h.passThrough(r, reasonExempt)
+	}
+	return exempt, err
+}
+
+// stream passes or refuses, as configured, a request that cannot be read whole and recorded.
+func (h *Handler) stream(r *http.Request, why unguardedReason) (*Action, class, error) {
+	if h.UnguardedStreams != streamsRefuse {
+		h.passThrough(r, why)
+		return nil, classStream, nil
+	}
+	if exempt, err := h.exempted(r); exempt || err != nil {
+		return nil, classPass, err
+	}
+	return nil, classPass, api.NewProblem(api.StreamRefused, "It is "+streamNames[why]+".")
+}
+
+var streamNames = map[unguardedReason]string{
+	reasonUpgrade: "an upgrade to another protocol, or a tunnel",
+	reasonGRPC:    "a gRPC call that is not declared unary",
+}
+
+// passThrough counts and marks a request that is not guarded although it may have effects.
+func (h *Handler) passThrough(r *http.Request, why unguardedReason) {
+	h.counts.Unguarded(why)
+	replacer(r).Set(placeholderSpace+"status", statusUnguarded)
+}
+
+// safeMethod lists the methods that are registered as safe, case-sensitively: an upstream may read
+// `post` as POST. CONNECT makes tunnels, which cannot be guarded.
+func safeMethod(method string) bool {
+	switch method {
+	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace, http.MethodConnect,
+		"QUERY", "SEARCH", "PROPFIND", "REPORT":
+		return true
+	}
+	return false
+}
+
+// action is the first whose matchers match; the last one matches everything.
+func (h *Handler) action(r *http.Request) (*Action, error) {
+	for _, a := range h.actions {
+		if len(a.matchers) == 0 {
+			return a, nil
+		}
+		matched, err := a.matchers.AnyMatchWithError(r)
+		if err != nil {
+			return nil, err
+		}
+		if matched {
+			return a, nil
+		}
+	}
+	panic("agent_guard: the default action matches everything")
+}
+
+// isTunnel reports whether r, with a safe method, leaves HTTP by CONNECT or an upgrade. If it is
+// declared consequential, only a GET without a body counts as an upgrade, as in all known protocols:
+// otherwise a header field would bypass the guard (P1).
+func isTunnel(r *http.Request, consequential bool) bool {
+	if r.Method == http.MethodConnect {
+		return true
+	}
+	if consequential && (r.Method != http.MethodGet || r.ContentLength != 0) {
+		return false
+	}
+	return isUpgrade(r)
+}
+
+// isUpgrade reports whether r asks for a protocol that is not HTTP. Offers of HTTP/2 or TLS, which
+// some clients make with every call, are ignored.
+func isUpgrade(r *http.Request) bool {
+	if !httpguts.HeaderValuesContainsToken(r.Header["Connection"], "Upgrade") {
+		return false
+	}
+	for _, line := range r.Header["Upgrade"] {
+		for protocol := range strings.SplitSeq(line, ",") {
+			name, _, _ := strings.Cut(strings.ToLower(strings.TrimSpace(protocol)), "/")
+			if name != "" && name != "h2c" && name != "http" && name != "tls" {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// isGRPC reports whether a gRPC server would accept r: HTTP/2 or later, with trailers (gRPC over
+// HTTP/2, "Requests"). The media type alone is not enough: other servers may ignore it. gRPC-Web does
+// not count: its requests are whole messages.
+func isGRPC(r *http.Request) bool {
+	if r.ProtoMajor < 2 || !httpguts.HeaderValuesContainsToken(r.Header["Te"], "trailers") {
+		return false
+	}
+	return isMedia(r, "application/grpc")
+}
+
+// isGRPCWeb reports a call of gRPC-Web, over any version of HTTP.
+func isGRPCWeb(r *http.Request) bool {
+	return isMedia(r, "application/grpc-web") || isMedia(r, "application/grpc-web-text")
+}
+
+// isMedia reports whether the body of r has this media type, with any suffix and parameters.
+func isMedia(r *http.Request, name string) bool {
+	values := r.Header["Content-Type"]
+	if len(values) == 0 || len(values[0]) < len(name) || !strings.EqualFold(values[0][:len(name)], name) {
+		return false
+	}
+	rest := values[0][len(name):]
+	return rest == "" || rest[0] == '+' || rest[0] == ';' || rest[0] == ' '
+}
+
+// ourFields are the request header fields that this guard or a later one reads.
+var ourFields = [...]string{headerExecutionID, headerExecutionParent, headerWorkflowID, ect.FieldName, "Idempotency-Key"}
+
+// provisionEndToEnd lists the fields that keepEndToEnd protects: ours, and those that the execution
+// id is read from.
+func (h *Handler) provisionEndToEnd() {
+	h.endToEnd = slices.Clone(ourFields[:])
+	for i := range h.ExecutionID {
+		source := &h.ExecutionID[i]
+		if source.Header != "" {
+			h.endToEnd = append(h.endToEnd, source.Header)
+		}
+		for _, name := range headerPlaceholder.FindAllStringSubmatch(source.Placeholder, -1) {
+			h.endToEnd = append(h.endToEnd, name[1])
+		}
+	}
+}
+
+var headerPlaceholder = regexp.MustCompile(`\{(?:http\.request\.)?header\.([^{}]+)\}`)
+
+// keepEndToEnd removes the names of such fields from Connection. Otherwise a proxy would remove the
+// fields, and the upstream would run the call without its id (P1). Other options stay.
+func (h *Handler) keepEndToEnd(header http.Header) {
+	if len(header["Connection"]) == 0 || !slices.ContainsFunc(h.endToEnd, func(name string) bool {
+		return httpguts.HeaderValuesContainsToken(header["Connection"], name)
+	}) {
+		return
+	}
+	var kept []string
+	for _, line := range header["Connection"] {
+		var options []string
+		for option := range strings.SplitSeq(line, ",") {
+			option = strings.TrimSpace(option)
+			if option != "" && !slices.ContainsFunc(h.endToEnd, func(name string) bool { return strings.EqualFold(name, option) }) {
+				options = append(options, option)
+			}
+		}
+		if len(options) > 0 {
+			kept = append(kept, strings.Join(options, ", "))
+		}
+	}
+	delete(header, "Connection")
+	if len(kept) > 0 {
+		header["Connection"] = kept
+	}
+}
+
+// Unguarded requests have a deadline too (cascade 3.3.1, ADR 0049), until the header of the answer:
+// its body may be a long download or a stream, which has an idle timeout.
+
+// idleOff: an answer may pause forever.
+const idleOff = caddy.Duration(-1)
+
+// errNotInTime: the answer has not begun in time.
+var errNotInTime = errors.New("agent_guard: the upstream has not answered within `deadline`")
+
+// forwardInTime forwards an unguarded request.
+func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	if proxy.FromContext(r.Context()) != nil {
+		return next.ServeHTTP(w, r) // the guard before this one counts the time
+	}
+	most := time.Duration(h.Policy.Deadline)
+	limit := atMost(most, r.Header, h.DeadlineHeader)
+	c := newClock(r.Context(), limit)
+	defer c.stop()
+	c.idle = limit // sending the body slowly does not count
+	t := &timed{ResponseWriter: w, clock: c, idle: time.Duration(h.IdleTimeout)}
+	var ctx context.Context = c
+	if limit < most {
+		ctx = proxy.WithPatience(c, most)
+	}
+	r = r.WithContext(ctx)
+	if r.Body != nil && r.Body != http.NoBody {
+		r.Body = &timedBody{r.Body, c}
+	}
+	err := next.ServeHTTP(t, r)
+	if err != nil && !t.begun && c.overdue() {
+		return caddyhttp.Error(http.StatusGatewayTimeout, errNotInTime)
+	}
+	return err
+}
+
+// timed is the response writer of an unguarded request. It resets the idle timeout.
+type timed struct {
+	http.ResponseWriter
+	clock *clock
+	idle  time.Duration
+	begun bool
+}
+
+// WriteHeader ends the deadline; from here on the idle timeout counts.
+func (t *timed) WriteHeader(status int) {
+	if !t.begun && (status >= 200 || status == http.StatusSwitchingProtocols) {
+		t.begun = true
+		t.clock.pausing(t.idle)
+	}
+	t.ResponseWriter.WriteHeader(status)
+}
+
+func (t *timed) begin() {
+	if !t.begun {
+		t.WriteHeader(http.StatusOK)
+	}
+}
+
+// Write implements http.ResponseWriter.
+func (t *timed) Write(p []byte) (int, error) {
+	t.begin()
+	t.clock.touch()
+	n, err := t.ResponseWriter.Write(p)
+	t.clock.touch()
+	return n, err
+}
+
+// ReadFrom implements io.ReaderFrom. A local file has no idle timeout.
+func (t *timed) ReadFrom(r io.Reader) (int64, error) {
+	t.begin()
+	from := r
+	if limited, ok := r.(*io.LimitedReader); ok {
+		from = limited.R
+	}
+	if _, ok := from.(*os.File); ok {
+		t.clock.pausing(0)
+		return io.Copy(t.ResponseWriter, r)
+	}
+	return io.Copy(struct{ io.Writer }{t}, r)
+}
+
+// FlushError is Flush for http.ResponseController.
+func (t *timed) FlushError() error {
+	t.begin()
+	return http.NewResponseController(t.ResponseWriter).Flush()
+}
+
+// Hijack gives a tunnel its connection. Bytes in either direction reset the idle timeout.
+func (t *timed) Hijack() (net.Conn, *bufio.ReadWriter, error) {
+	conn, rw, err := http.NewResponseController(t.ResponseWriter).Hijack()
+	if err != nil {
+		return conn, rw, err
+	}
+	return &timedConn{conn, t.clock}, rw, nil
+}
+
+// Unwrap is for http.ResponseController.
+func (t *timed) Unwrap() http.ResponseWriter { return t.ResponseWriter }
+
+// timedBody resets the idle timeout when the client sends something.
+type timedBody struct {
+	io.ReadCloser
+	clock *clock
+}
+
+func (b *timedBody) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	if n > 0 {
+		b.clock.touch()
+	}
+	return n, err
+}
+
+// timedConn is a tunnel's connection to the client.
+type timedConn struct {
+	net.Conn
+	clock *clock
+}
+
+func (c *timedConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	if n > 0 {
+		c.clock.touch()
+	}
+	return n, err
+}
+
+func (c *timedConn) Write(p []byte) (int, error) {
+	c.clock.touch()
+	n, err := c.Conn.Write(p)
+	c.clock.touch()
+	return n, err
+}
+
+// CloseWrite closes the direction to the client, if the connection can do that.
+func (c *timedConn) CloseWrite() error {
+	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return half.CloseWrite()
+	}
+	return c.Conn.Close()
+}
+
+// safeUse is what the tokens of an unguarded request are used for.
+type safeUse struct {
+	evidence.Use
+	once bool // it has a body: a retry counts as another request
+}
+
+func safeUseOf(r *http.Request) safeUse {
+	method, target := original(r)
+	request := method + "\x00" + r.Host + "\x00" + target.RequestURI()
+	once := r.ContentLength != 0
+	if once {
+		request += "\x00" + uuid.NewString() // another body would be another request
+	}
+	return safeUse{sha256.Sum256([]byte(request)), once}
+}

@@ -1,0 +1,147 @@
+package caddymodule
+
+import (
+	"errors"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+)
+
+// cascade 3.3.1 (C-3.3.1-b): what is not guarded has a deadline to the header of its answer,
+// and then for every pause. No download is too long, and no upload.
+func TestTimeOfWhatIsNotGuarded(t *testing.T) {
+	piece := func(w http.ResponseWriter, every time.Duration, n int, r *http.Request) error {
+		for range n {
+			select {
+			case <-time.After(every):
+			case <-r.Context().Done():
+				panic(http.ErrAbortHandler) // as reverse_proxy does
+			}
+			_, _ = w.Write([]byte("x"))
+		}
+		return nil
+	}
+	for _, c := range []struct {
+		name    string
+		body    io.Reader
+		idle    caddy.Duration
+		header  string // Request-Timeout
+		forward func(w http.ResponseWriter, r *http.Request) error
+		took    time.Duration
+		status  int // of the error
+		cut     bool
+	}{
+		{name: "no answer", took: time.Minute, status: 504,
+			forward: func(_ http.ResponseWriter, r *http.Request) error { <-r.Context().Done(); return r.Context().Err() }},
+		{name: "a caller that waits for less", header: "10", took: 9 * time.Second, status: 504,
+			forward: func(_ http.ResponseWriter, r *http.Request) error { <-r.Context().Done(); return r.Context().Err() }},
+		{name: "a long download", took: 1000 * 59 * time.Second,
+			forward: func(w http.ResponseWriter, r *http.Request) error { return piece(w, 59*time.Second, 1000, r) }},
+		{name: "a stream that pauses", took: 59*time.Second + 10*time.Minute, cut: true,
+			forward: func(w http.ResponseWriter, r *http.Request) error {
+				_ = piece(w, 59*time.Second, 1, r)
+				return piece(w, time.Hour, 1, r)
+			}},
+		{name: "a stream that may", idle: idleOff, took: 59*time.Second + 1000*time.Hour,
+			forward: func(w http.ResponseWriter, r *http.Request) error {
+				_ = piece(w, 59*time.Second, 1, r)
+				return piece(w, 1000*time.Hour, 1, r)
+			}},
+		{name: "a long upload", body: slow{30 * time.Second, strings.NewReader(strings.Repeat("x", 100))}, took: 100*30*time.Second + time.Minute, status: 504,
+			forward: func(_ http.ResponseWriter, r *http.Request) error {
+				for {
+					if _, err := r.Body.Read(make([]byte, 1)); err == io.EOF {
+						break
+					}
+				}
+				<-r.Context().Done()
+				return r.Context().Err()
+			}},
+		{name: "an error of another kind", took: time.Second, status: 502,
+			forward: func(http.ResponseWriter, *http.Request) error {
+				<-time.After(time.Second)
+				return caddyhttp.Error(502, errors.New("refused"))
+			}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				h := defaulted(t, Handler{IdleTimeout: c.idle, Policy: Policy{Deadline: caddy.Duration(time.Minute)}})
+				r := httptest.NewRequest(http.MethodGet, "/", c.body)
+				if c.header != "" {
+					r.Header.Set("Request-Timeout", c.header)
+				}
+				began := time.Now()
+				var err error
+				cut := func() (cut bool) {
+					defer func() { cut = recover() != nil }()
+					err = h.forwardInTime(httptest.NewRecorder(), r, caddyhttp.HandlerFunc(c.forward))
+					return
+				}()
+				took := time.Since(began)
+				status := 0
+				if failed := (caddyhttp.HandlerError{}); errors.As(err, &failed) {
+					status = failed.StatusCode
+				}
+				if took != c.took || status != c.status || cut != c.cut {
+					t.Errorf("after %v: %d, cut %v, %v; want %v, %d, %v", took, status, cut, err, c.took, c.status, c.cut)
+				}
+			})
+		})
+	}
+}
+
+// slow gives a byte at a time.
+type slow struct {
+	every time.Duration
+	from  io.Reader
+}
+
+func (s slow) Read(p []byte) (int, error) {
+	n, err := s.from.Read(p[:1])
+	if n > 0 {
+		<-time.After(s.every)
+	}
+	return n, err
+}
+
+// BenchmarkForwardInTime is what a request that is not guarded pays for its time.
+func BenchmarkForwardInTime(b *testing.B) {
+	h := defaulted(b, Handler{})
+	r := request(http.MethodGet, "/")
+	body := make([]byte, 200)
+	next := caddyhttp.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
+		w.WriteHeader(http.StatusOK)
+		_, err := w.Write(body)
+		return err
+	})
+	w := &nowhere{http.Header{}}
+	for name, forward := range map[string]func(http.ResponseWriter, *http.Request, caddyhttp.Handler) error{
+		"timed": h.forwardInTime,
+		"bare": func(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+			return next.ServeHTTP(w, r)
+		},
+	} {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := forward(w, r, next); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// nowhere is a response writer that keeps nothing.
+type nowhere struct{ header http.Header }
+
+func (n *nowhere) Header() http.Header         { return n.header }
+func (n *nowhere) WriteHeader(int)             {}
+func (n *nowhere) Write(p []byte) (int, error) { return len(p), nil }

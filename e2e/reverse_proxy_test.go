@@ -1,0 +1,524 @@
+package e2e
+
+import (
+	"bufio"
+	"compress/gzip"
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httptrace"
+	"net/textproto"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// The behaviours that Caddy tests of its reverse_proxy (caddytest/integration, and the
+// tests of modules/caddyhttp/reverseproxy), asked of both directives over sockets: an
+// agent_proxy in the place of a reverse_proxy answers the same. What differs is in
+// TestReverseProxyDifferences, with its reason.
+
+// proxied is what a client and an upstream see of one case. options are for the block of
+// the directive, site stands before it.
+type proxied struct {
+	name    string
+	site    string
+	options string
+	// to is the upstream in place of u.addr.
+	to  func(t *testing.T, u *upstream) string
+	h2c bool // the upstream speaks HTTP/2
+	see func(t *testing.T, g *gateway, u *upstream) string
+}
+
+// seen runs the case through one of the directives.
+func (c *proxied) seen(t *testing.T, directive, more string) (got string) {
+	t.Helper()
+	t.Run(directive, func(t *testing.T) {
+		u := newUpstream(t)
+		if c.h2c {
+			u = newH2CUpstream(t)
+		}
+		to := u.addr
+		if c.h2c {
+			to = "h2c://" + to
+		}
+		if c.to != nil {
+			to = c.to(t, u)
+		}
+		g := start(t, "%s\n%s %s {\n%s\n%s\n}", c.site, directive, to, c.options, more)
+		got = c.see(t, g, u)
+	})
+	return got
+}
+
+// compared is an answer as it is compared: what agent_proxy adds of its own is left out.
+func compared(r reply, fields ...string) string {
+	s := fmt.Sprintf("%d %q cut=%v", r.status, r.body, r.cut)
+	for _, name := range fields {
+		s += fmt.Sprintf(" %s=%q", name, r.header[name])
+	}
+	return s
+}
+
+// echoing answers while the request comes.
+func echoing(t *testing.T) string {
+	t.Helper()
+	server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.WriteHeader(http.StatusOK)
+		_ = http.NewResponseController(w).Flush()
+		buf := make([]byte, 1024)
+		for {
+			n, err := r.Body.Read(buf)
+			_, _ = w.Write(buf[:n])
+			_ = http.NewResponseController(w).Flush()
+			if err != nil {
+				return
+			}
+		}
+	}))
+	server.Config.Protocols = new(http.Protocols)
+	server.Config.Protocols.SetUnencryptedHTTP2(true)
+	server.Start()
+	t.Cleanup(func() {
+		server.CloseClientConnections()
+		server.Close()
+	})
+	return "h2c://" + server.Listener.Addr().String()
+}
+
+// bothWays sends a PUT whose body begins when its answer has begun.
+func bothWays(fields ...string) func(*testing.T, *gateway, *upstream) string {
+	return func(t *testing.T, g *gateway, _ *upstream) string {
+		body, in := io.Pipe()
+		req, cancel := withCancel(g.build(request{method: http.MethodPut, path: "/stream", id: "k", reader: body}))
+		defer cancel()
+		for i := 0; i < len(fields); i += 2 {
+			req.Header.Set(fields[i], fields[i+1])
+		}
+		res, err := g.h2cClient().Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		go func() {
+			_, _ = io.WriteString(in, "some data to be echoed")
+			_ = in.Close()
+		}()
+		if res.StatusCode != http.StatusOK {
+			_ = body.Close()
+		}
+		return compared(read(res))
+	}
+}
+
+// lasting are cases in which both directives do the same, for calls that are guarded and
+// for others.
+func lasting() []proxied {
+	both := func(path string, fields ...string) func(*testing.T, *gateway, *upstream) string {
+		return func(t *testing.T, g *gateway, u *upstream) string {
+			var s string
+			for _, method := range []string{http.MethodGet, http.MethodPost} {
+				s += method + ": " + compared(g.call(request{method: method, path: path, id: "k", body: "{}"}), fields...) + "\n"
+			}
+			return s
+		}
+	}
+	return []proxied{
+		{name: "answers that break off, and whole ones with 5xx", see: func(t *testing.T, g *gateway, u *upstream) string {
+			abort := func(sent string) func(http.ResponseWriter, *arrival) {
+				return func(w http.ResponseWriter, _ *arrival) {
+					w.Header().Set("Content-Length", "500")
+					w.WriteHeader(500)
+					_, _ = io.WriteString(w, sent)
+					_ = http.NewResponseController(w).Flush()
+					panic(http.ErrAbortHandler)
+				}
+			}
+			u.on("/header", abort(""))
+			u.on("/partial", abort("partial"))
+			u.on("/full", status(500, strings.Repeat("full", 125), "Content-Length", "500"))
+			u.on("/empty", reset)
+			var s string
+			for _, path := range []string{"/header", "/partial", "/full", "/empty"} {
+				s += path + ": " + compared(g.call(request{method: http.MethodGet, path: path})) + "\n"
+			}
+			return s + "POST /full: " + compared(g.call(request{path: "/full", id: "k"}))
+		}},
+		{name: "a body without a length over HTTP/2, and a compressed answer", site: "encode gzip", see: func(t *testing.T, g *gateway, u *upstream) string {
+			text := strings.Repeat("0123456789abcdef", 128)
+			u.on("/x", func(w http.ResponseWriter, a *arrival) { _, _ = io.WriteString(w, a.body) })
+			body, in := io.Pipe()
+			go func() {
+				_, _ = io.WriteString(in, text)
+				_ = in.Close()
+			}()
+			got := g.call(request{method: http.MethodPut, path: "/x", id: "k", reader: body, client: g.h2cClient(), header: headers{"Accept-Encoding": "gzip", "Content-Type": "text/plain"}})
+			if got.header.Get("Content-Encoding") == "gzip" {
+				z, err := gzip.NewReader(strings.NewReader(got.body))
+				if err != nil {
+					t.Fatal(err)
+				}
+				plain, err := io.ReadAll(z)
+				return fmt.Sprint("gzip ", string(plain) == text, err, got.proto)
+			}
+			return compared(got)
+		}},
+		{name: "WebSocket header names as browsers write them", to: func(t *testing.T, u *upstream) string {
+			// net/http would hide how they are written.
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = l.Close() })
+			go func() {
+				for {
+					conn, err := l.Accept()
+					if err != nil {
+						return
+					}
+					var lines []string
+					in := bufio.NewReader(conn)
+					for {
+						line, err := in.ReadString('\n')
+						if err != nil || line == "\r\n" {
+							break
+						}
+						if strings.HasPrefix(strings.ToLower(line), "sec-websocket") {
+							lines = append(lines, strings.TrimSpace(line))
+						}
+					}
+					text := strings.Join(lines, ",")
+					_, _ = fmt.Fprintf(conn, "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s", len(text), text)
+					_ = conn.Close()
+				}
+			}()
+			return l.Addr().String()
+		}, options: "header_up X-Add 1", see: func(t *testing.T, g *gateway, _ *upstream) string {
+			var s string
+			for _, name := range []string{"Sec-WebSocket-Version", "Sec-Websocket-Version", "Sec-Websocket-Other"} {
+				got := g.raw("GET /ws HTTP/1.1\r\nHost: h\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n" + name + ": 13\r\n\r\n")
+				_, body, _ := strings.Cut(got, "\r\n\r\n")
+				s += got[:12] + " " + body + "\n"
+			}
+			return s
+		}},
+		{name: "a body over the limit of request_body", site: "request_body {\nmax_size 10\n}", options: "request_buffers unlimited", see: func(t *testing.T, g *gateway, u *upstream) string {
+			got := g.call(request{path: "/x", id: "k", body: "more than ten bytes"})
+			return fmt.Sprint(got.status, u.total())
+		}},
+		{name: "an upstream that cannot be dialled, and another", options: "lb_policy first\nlb_retries 2\nfail_duration 10s", to: func(t *testing.T, u *upstream) string {
+			return freeAddress(t) + " " + u.addr
+		}, see: func(t *testing.T, g *gateway, u *upstream) string {
+			got := g.call(request{path: "/x", id: "k", body: "the whole body"})
+			return compared(got) + u.last("/x").body
+		}},
+		{name: "a status at which a GET is sent again", options: "lb_retries 2\nlb_retry_match {\nexpression `{rp.status_code} == 503`\n}", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/x", first(func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(503) }))
+			return compared(g.call(request{method: http.MethodGet, path: "/x"}))
+		}},
+		{name: "no upstream at all", to: func(t *testing.T, u *upstream) string { return freeAddress(t) }, see: both("/x")},
+		{name: "an address of placeholders", to: func(t *testing.T, u *upstream) string { return "{http.request.header.X-Dial}" }, see: func(t *testing.T, g *gateway, u *upstream) string {
+			dial := headers{"X-Dial": u.addr}
+			return compared(g.call(request{method: http.MethodGet, path: "/x", header: dial})) + compared(g.call(request{path: "/x", id: "k", header: dial}))
+		}},
+		{name: "a Unix socket", to: func(t *testing.T, u *upstream) string {
+			dir, err := os.MkdirTemp("", "agu") // a short path, as sockets need
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = os.RemoveAll(dir) })
+			path := filepath.Join(dir, "s")
+			l, err := net.Listen("unix", path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			server := &http.Server{Handler: u}
+			go func() { _ = server.Serve(l) }()
+			t.Cleanup(func() { _ = server.Close() })
+			return "unix/" + path
+		}, see: both("/x")},
+		{name: "an upstream that a health check finds", options: "health_uri /health\nhealth_interval 10ms\nhealth_status 200\nlb_try_duration 10s\nlb_try_interval 10ms", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/health", status(200, ""))
+			return both("/x")(t, g, u)
+		}},
+		{name: "early hints", site: "header Strict-Transport-Security max-age=1", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/x", func(w http.ResponseWriter, _ *arrival) {
+				h := w.Header()
+				h.Set("Link", "</style.css>; rel=preload")
+				h.Set("Keep-Alive", "timeout=999")
+				h.Set("X-Internal", "secret")
+				h.Set("Connection", "X-Internal")
+				w.WriteHeader(http.StatusEarlyHints)
+				clear(h)
+				w.WriteHeader(http.StatusOK)
+			})
+			var s string
+			for _, method := range []string{http.MethodGet, http.MethodPost} {
+				req := g.build(request{method: method, path: "/x", id: "k", body: "{}"})
+				req = req.WithContext(httptrace.WithClientTrace(context.Background(), &httptrace.ClientTrace{
+					Got1xxResponse: func(code int, h textproto.MIMEHeader) error {
+						s += fmt.Sprint(code, h["Link"], h["Keep-Alive"], h["X-Internal"], h["Connection"], " ")
+						return nil
+					},
+				}))
+				res, err := g.client.Do(req)
+				if err != nil {
+					t.Fatal(err)
+				}
+				s += compared(read(res), "Link", "Strict-Transport-Security", "X-Internal") + "\n"
+			}
+			return s
+		}},
+		{name: "hop-by-hop fields of an answer", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/x", status(200, "x", "Connection", "X-Internal", "X-Internal", "secret", "Keep-Alive", "timeout=9", "Proxy-Authenticate", "Basic", "X-Kept", "1"))
+			return both("/x", "Connection", "X-Internal", "Keep-Alive", "Proxy-Authenticate", "X-Kept")(t, g, u)
+		}},
+		{name: "an upgrade, half-closed", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/ws", tunnelling)
+			got, conn := g.upgrade("GET", "/ws", "websocket")
+			write(t, conn, "ping")
+			echo := make([]byte, 4)
+			_, err := io.ReadFull(conn, echo)
+			_ = conn.Close()
+			return fmt.Sprintf("%d %q %v %q", got.status, echo, err, got.header["Upgrade"])
+		}},
+		{name: "trailers of the request", options: "", see: func(t *testing.T, g *gateway, u *upstream) string {
+			got := g.call(request{path: "/x", id: "k", reader: onlyReader{strings.NewReader("body")}, trailer: http.Header{"X-Sum": {"1"}}})
+			return compared(got) + u.last("/x").body + fmt.Sprint(u.last("/x").trailer["X-Sum"])
+		}},
+		{name: "response handlers", options: "@error status 500 503\nhandle_response @error {\nrespond \"sorry\" 502\n}\n@gone status 404\nreplace_status @gone 410", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/500", status(500, "secret"))
+			u.on("/404", status(404, "none"))
+			return both("/500")(t, g, u) + both("/404")(t, g, u)
+		}},
+		{name: "fields up and down", options: "header_up X-Add 1\nheader_up -X-Drop\nheader_down X-Down 2\nheader_down -X-Secret", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/x", status(200, "", "X-Secret", "s"))
+			got := g.call(request{path: "/x", id: "k", header: headers{"X-Drop": "d"}})
+			up := u.last("/x").Header
+			return compared(got, "X-Down", "X-Secret") + fmt.Sprint(up["X-Add"], up["X-Drop"], up["X-Forwarded-For"], up["X-Forwarded-Proto"], up["Via"])
+		}},
+		{name: "events as they come, marked incremental", see: func(t *testing.T, g *gateway, u *upstream) string {
+			hold := newGate(t)
+			u.on("/x", func(w http.ResponseWriter, _ *arrival) {
+				w.Header().Set("Incremental", "?1")
+				w.Header().Set("Content-Type", "text/event-stream")
+				_, _ = io.WriteString(w, "data: one\n\n")
+				_ = http.NewResponseController(w).Flush()
+				hold.pass()
+			})
+			res, err := g.send(request{path: "/x", id: "k"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer res.Body.Close()
+			line, err := bufio.NewReader(res.Body).ReadString('\n') // before the answer has ended
+			hold.open()
+			return fmt.Sprint(res.StatusCode, res.Header["Incremental"], line, err)
+		}},
+		{name: "both ways at once, with a safe method", to: func(t *testing.T, _ *upstream) string { return echoing(t) }, see: func(t *testing.T, g *gateway, u *upstream) string {
+			body, in := io.Pipe()
+			req := g.build(request{method: "QUERY", path: "/stream", reader: body})
+			res, err := g.h2cClient().Do(req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			go func() {
+				_, _ = io.WriteString(in, "echoed")
+				_ = in.Close()
+			}()
+			return compared(read(res))
+		}},
+	}
+}
+
+func TestReverseProxyBehaviours(t *testing.T) {
+	for _, c := range lasting() {
+		t.Run(c.name, func(t *testing.T) {
+			theirs := c.seen(t, "reverse_proxy", "")
+			ours := c.seen(t, "agent_proxy", "")
+			if ours != theirs {
+				t.Errorf("agent_proxy:\n%s\nreverse_proxy:\n%s", ours, theirs)
+			}
+		})
+	}
+}
+
+// What agent_proxy does otherwise, each with its reason. Both sides are held: where Caddy
+// changes, or we do, the list does not go stale.
+func TestReverseProxyDifferences(t *testing.T) {
+	post := func(path string) func(*testing.T, *gateway, *upstream) string {
+		return func(t *testing.T, g *gateway, u *upstream) string {
+			got := g.call(request{path: path, id: "k"})
+			return fmt.Sprint(got.status, " arrivals=", u.arrivals(path))
+		}
+	}
+	stream := func(t *testing.T, _ *upstream) string { return echoing(t) }
+	for _, c := range []struct {
+		proxied
+		theirs, ours string
+		// cure is the option with which agent_proxy does as reverse_proxy does.
+		cure string
+		why  string
+	}{
+		{proxied{name: "a guarded call that goes both ways at once", site: "timeouts {\nread_timeout 300ms\n}", to: stream, see: func(t *testing.T, g *gateway, u *upstream) string {
+			return bothWays()(t, g, u)[:4]
+		}}, "200 ", "408 ", "exempt path /stream", "it is read whole before it is forwarded: without the end of the body there is no fingerprint"},
+		{proxied{name: "a guarded call that asks to be forwarded as it comes", to: stream, see: func(t *testing.T, g *gateway, u *upstream) string {
+			return bothWays("Incremental", "?1")(t, g, u)[:4]
+		}}, "200 ", "501 ", "exempt path /stream", "the same, and here the client says so (RFC 10036)"},
+		{proxied{name: "a connection that is lost after the call was sent", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/x", reset)
+			return post("/x")(t, g, u)
+		}}, "502 arrivals=1", "409 arrivals=1", "exempt path /x", "502 invites a retry, and the call may have been executed"},
+		{proxied{name: "a status at which a DELETE is sent again", options: "lb_retries 2\nlb_retry_match {\nmethod DELETE\nexpression `{rp.status_code} == 503`\n}", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/x", func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(503) })
+			got := g.call(request{method: http.MethodDelete, path: "/x", id: "k", reader: http.NoBody})
+			return fmt.Sprint(got.status, " arrivals=", u.arrivals("/x"))
+		}}, "503 arrivals=3", "409 arrivals=1", "exempt path /x", "a guarded call leaves once; the fuse stops the second sending"},
+		{proxied{name: "an upgrade of a POST", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/ws", func(w http.ResponseWriter, a *arrival) {
+				if a.Header.Get("Upgrade") == "" {
+					w.WriteHeader(http.StatusUpgradeRequired)
+					return
+				}
+				tunnelling(w, a)
+			})
+			got, conn := g.upgrade("POST", "/ws", "websocket")
+			_ = conn.Close()
+			return fmt.Sprint(got.status)
+		}}, "101", "426", "exempt path /ws", "an Upgrade that anybody can write would lead past the guard (ADR 0046)"},
+		{proxied{name: "codings that the client takes", see: func(t *testing.T, g *gateway, u *upstream) string {
+			g.call(request{path: "/x", id: "k", header: headers{"Accept-Encoding": "br, zstd, gzip"}})
+			return u.last("/x").Header.Get("Accept-Encoding")
+		}}, "br, zstd, gzip", "gzip", "exempt path /x", "a replay has to suit a client that takes less (ADR 0008)"},
+		{proxied{name: "a client that leaves", see: func(t *testing.T, g *gateway, u *upstream) string {
+			arrived, left := make(chan struct{}), make(chan string, 1)
+			u.on("/x", func(w http.ResponseWriter, a *arrival) {
+				close(arrived)
+				select {
+				case <-a.Context().Done():
+					left <- "cancelled"
+				case <-g.t.Context().Done():
+				}
+			})
+			req, cancel := withCancel(g.build(request{path: "/x", id: "k"}))
+			go func() {
+				if res, err := g.client.Do(req); err == nil {
+					_ = res.Body.Close()
+				}
+			}()
+			wait(t, arrived, "the call")
+			cancel()
+			return wait(t, left, "the end")
+		}}, "cancelled", "", "", "P7: what was begun is finished and recorded (TestOwnerLeaves holds it)"},
+		{proxied{name: "an upstream that fails again and again", see: func(t *testing.T, g *gateway, u *upstream) string {
+			u.on("/x", func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(500) })
+			for i := range 10 {
+				g.call(request{path: "/x", id: fmt.Sprint(i)})
+			}
+			return post("/x")(t, g, u)
+		}}, "500 arrivals=11", "503 arrivals=10", "breaker off", "every upstream has a circuit breaker"},
+		{proxied{name: "an answer to a POST", see: func(t *testing.T, g *gateway, u *upstream) string {
+			got := g.call(request{path: "/x", id: "k"})
+			return compared(got, "Execution-Id", "Execution-Status") + fmt.Sprint(u.last("/x").Header["Execution-Parent"])
+		}}, `201 "arrival 1" cut=false Execution-Id=[] Execution-Status=[][]`, `201 "arrival 1" cut=false Execution-Id=["k"] Execution-Status=["executed"][k]`, "exempt path /x", "callers and upstreams are told under which name the call runs"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if got := c.seen(t, "reverse_proxy", ""); got != c.theirs {
+				t.Errorf("reverse_proxy: %s, want %s", got, c.theirs)
+			}
+			if c.ours == "" {
+				return
+			}
+			if got := c.seen(t, "agent_proxy", ""); got != c.ours {
+				t.Errorf("agent_proxy: %s, want %s: %s", got, c.ours, c.why)
+			}
+			if c.cure == "" {
+				return
+			}
+			t.Run("cured", func(t *testing.T) {
+				if got := c.seen(t, "agent_proxy", c.cure); got != c.theirs {
+					t.Errorf("agent_proxy with %s: %s, want %s", c.cure, got, c.theirs)
+				}
+			})
+		})
+	}
+}
+
+// C4: pages of another origin can read the gateway's problems, and its fields on every
+// answer, with the `header` directive of docs/http.md; where the upstream has said the
+// same already, nothing stands twice.
+func TestPagesOfAnotherOrigin(t *testing.T) {
+	const origin = "https://app.example.com"
+	u := newUpstream(t)
+	g := start(t, `header {
+		?Access-Control-Allow-Origin %s
+		?Access-Control-Allow-Credentials true
+		?Vary Origin
+		+Access-Control-Expose-Headers "Execution-Id, Execution-Status, Idempotent-Replayed, Retry-After, Link"
+		defer
+	}
+	agent_proxy %s`, origin, u.addr)
+	u.on("/x", status(201, "made", "Access-Control-Allow-Origin", origin, "Access-Control-Allow-Credentials", "true", "Vary", "Origin",
+		"Access-Control-Expose-Headers", "X-Upstream"))
+	u.on("/lost", reset)
+	for _, c := range []struct {
+		path, body, execution string
+		status                int
+	}{
+		{"/x", "{}", "executed", 201}, {"/x", "{}", "replayed", 201}, {"/x", "[]", "refused", 422}, {"/lost", "{}", "in_doubt", 409}, {"/lost", "{}", "in_doubt", 409},
+	} {
+		got := g.call(request{path: c.path, id: "k", body: c.body, header: headers{"Origin": origin}})
+		if got.status != c.status || got.header.Get("Execution-Status") != c.execution {
+			t.Errorf("%s: %d %v, want %d %s", c.path, got.status, got.header, c.status, c.execution)
+		}
+		for name, want := range map[string]string{"Access-Control-Allow-Origin": origin, "Access-Control-Allow-Credentials": "true", "Vary": "Origin"} {
+			if v := got.header[name]; len(v) != 1 || v[0] != want {
+				t.Errorf("%s %s: %s is %q", c.path, c.execution, name, v)
+			}
+		}
+		exposed := strings.Join(got.header["Access-Control-Expose-Headers"], ", ")
+		if !strings.Contains(exposed, "Execution-Status") || (c.status == 201) != strings.Contains(exposed, "X-Upstream") {
+			t.Errorf("%s %s: shown are %q", c.path, c.execution, exposed)
+		}
+	}
+}
+
+// With the recipe of docs/recipes.md Caddy answers a page's preflight: the upstream sees
+// the call alone. An OPTIONS that is none goes there.
+func TestPreflightThatCaddyAnswers(t *testing.T) {
+	const origin = "https://app.example.com"
+	text, err := os.ReadFile("../docs/recipes.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, recipe, _ := strings.Cut(string(text), "http://pages.localhost:8080 {\n")
+	recipe, _, ok := strings.Cut(recipe, "\n}\n```")
+	if !ok {
+		t.Fatal("the recipe is not there")
+	}
+	u := newUpstream(t)
+	g := start(t, "%s", strings.Replace(recipe, "localhost:9004", u.addr, 1))
+	asked := headers{
+		"Origin": origin, "Access-Control-Request-Method": "POST",
+		"Access-Control-Request-Headers": "authorization,content-type,idempotency-key",
+	}
+	got := g.call(request{method: "OPTIONS", path: "/x", header: asked})
+	if allowed := strings.ToLower(got.header.Get("Access-Control-Allow-Headers")); got.status != 204 || got.header.Get("Access-Control-Allow-Origin") != origin ||
+		!strings.Contains(got.header.Get("Access-Control-Allow-Methods"), "POST") || !strings.Contains(allowed, "idempotency-key") {
+		t.Errorf("the preflight: %d %v", got.status, got.header)
+	}
+	u.arrived("/x", 0)
+	for _, execution := range []string{"executed", "replayed"} {
+		got := g.call(request{path: "/x", id: "k", header: headers{"Origin": origin}})
+		if got.header.Get("Execution-Status") != execution || got.header.Get("Access-Control-Allow-Origin") != origin || got.header.Get("Access-Control-Allow-Methods") != "" {
+			t.Errorf("the call: %d %v", got.status, got.header)
+		}
+	}
+	u.arrived("/x", 1)
+	g.call(request{method: "OPTIONS", path: "/x"})
+	u.arrived("/x", 2)
+}

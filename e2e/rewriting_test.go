@@ -1,0 +1,268 @@
+package e2e
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+)
+
+// P1: no handler and no matcher of Caddy that changes a request, added or removed by a
+// reload, changes the key of a call: given, derived or asked for, it goes by the request
+// as the caller has sent it.
+func TestP1RewritingChangesNoKey(t *testing.T) {
+	const (
+		wholePath = executionsPath
+		stripped  = "/v1" + executionsPath
+	)
+	guard := "agent_proxy %s {\n missing_id derive 10m\n}"
+	before := func(directives string) string { return directives + "\n" + guard }
+	for _, c := range []struct {
+		name, without, with string
+		askWithout, askWith string // where the executions endpoint is; empty if nowhere
+	}{
+		{"handle_path", "handle /v1/* {\n" + guard + "\n}", "handle_path /v1/* {\n" + guard + "\n}", "", stripped},
+		{"route", guard, "route {\n uri strip_prefix /v1\n " + guard + "\n}", wholePath, wholePath},
+		{"rewrite", guard, before("rewrite * /other{uri}"), wholePath, wholePath},
+		{"rewrite to one place", guard, before("rewrite * /one"), wholePath, wholePath},
+		{"rewrite of the query", guard, before("rewrite * ?other=1"), wholePath, wholePath},
+		{"uri strip_prefix", guard, before("uri strip_prefix /v1"), wholePath, wholePath},
+		{"uri strip_suffix", guard, before("uri strip_suffix x"), wholePath, wholePath},
+		{"uri replace", guard, before("uri replace / /more/ 1"), wholePath, wholePath},
+		{"uri path_regexp", guard, before("uri path_regexp x y"), wholePath, wholePath},
+		{"uri query", guard, before("uri query added yes"), wholePath, wholePath},
+		{"try_files", guard, before("try_files {path} /fallback"), wholePath, wholePath},
+		{"method PUT", guard, before("method PUT"), wholePath, wholePath},
+		{"method GET", guard, before("method GET"), wholePath, wholePath},
+		{"request_header", guard, before("request_header X-Other other\nrequest_header -User-Agent"), wholePath, wholePath},
+		{"vars", guard, before("vars seen {path}"), wholePath, wholePath},
+		{"map", guard, before("map {path} {where} {\n default here\n}"), wholePath, wholePath},
+		{"a matcher", guard, "@v1 path /v1/*\nuri @v1 strip_prefix /v1\n" + guard, wholePath, wholePath},
+		{"an action by the rewritten path", guard,
+			"uri strip_prefix /v1\nagent_proxy %s {\n missing_id derive 10m\n action pay {\n match path /x\n }\n}", wholePath, wholePath},
+	} {
+		for _, added := range []bool{true, false} {
+			name, first, second, asked := c.name+" is added", c.without, c.with, c.askWith
+			if !added {
+				name, first, second, asked = c.name+" is removed", c.with, c.without, c.askWithout
+			}
+			t.Run(name, func(t *testing.T) {
+				u := newUpstream(t)
+				site := func(text string) string { return strings.ReplaceAll(text, "%s", u.addr) }
+				g := start(t, "%s", site(first))
+				given := request{path: "/v1/x?q=1", id: "k", header: ann}
+				derived := request{path: "/v1/derived?q=1", header: ann}
+				one, two := g.retry(given), g.retry(derived)
+				if one.header.Get("Execution-Status") != "executed" || two.header.Get("Execution-Status") != "executed" {
+					t.Fatalf("%v %v", one, two)
+				}
+				g.reload(site(second))
+				g.retry(given).want(t, 201, one.body, "replayed")
+				g.retry(derived).want(t, 201, two.body, "replayed")
+				if got := u.total(); got != 2 {
+					t.Errorf("P1: %d calls for 2 keys", got)
+				}
+				if asked == "" {
+					return
+				}
+				// A server of before the reload may still take a question, and forward it.
+				ask := func(question string) (got reply) {
+					eventually(t, "the gateway answers, by the configuration that was loaded", func() bool {
+						before := u.total()
+						got = g.retry(request{method: "GET", path: asked + question, header: ann})
+						return u.total() == before
+					})
+					return got
+				}
+				got := ask("k").execution(t, "k")
+				if got.Method != "POST" || got.Path != "/v1/x" {
+					t.Errorf("recorded as %s %s", got.Method, got.Path)
+				}
+				out := ask("k/output")
+				if out.status != 201 || out.body != one.body {
+					t.Errorf("output: %d %q", out.status, out.body)
+				}
+				ask("k?method=POST&path=/v1/x").execution(t, "k")
+			})
+		}
+	}
+}
+
+// P1: calls to two services are two calls, although a handler makes one path of theirs:
+// with one id, with derived ids, and for guards that share a name.
+func TestP1ServicesBehindOnePathAreApart(t *testing.T) {
+	for name, sites := range map[string]string{
+		"handle_path": `handle_path /payments/* {
+			agent_proxy %[1]s {
+				name payments%[3]s
+				missing_id derive 10m
+			}
+		}
+		handle_path /mail/* {
+			agent_proxy %[2]s {
+				name mail%[3]s
+				missing_id derive 10m
+			}
+		}`,
+		"rewrite": `handle /payments/* {
+			rewrite * /send
+			agent_proxy %[1]s {
+				name payments%[3]s
+				missing_id derive 10m
+			}
+		}
+		handle /mail/* {
+			rewrite * /send
+			agent_proxy %[2]s {
+				name mail%[3]s
+				missing_id derive 10m
+			}
+		}`,
+	} {
+		for _, shared := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, shared %v", name, shared), func(t *testing.T) {
+				payments, mail := newUpstream(t), newUpstream(t)
+				text := fmt.Sprintf(sites, payments.addr, mail.addr, "")
+				if shared {
+					text = strings.NewReplacer("name payments", "name both shared", "name mail", "name both shared").Replace(text)
+				}
+				g := start(t, "%s", text)
+				for _, id := range []string{"k", ""} {
+					n := 1
+					if id == "" {
+						n = 2
+					}
+					pay, send := request{path: "/payments/send", id: id, header: ann}, request{path: "/mail/send", id: id, header: ann}
+					g.call(pay).want(t, 201, fmt.Sprint("arrival ", n), "executed")
+					g.call(send).want(t, 201, fmt.Sprint("arrival ", n), "executed")
+					g.call(pay).want(t, 201, fmt.Sprint("arrival ", n), "replayed")
+					g.call(send).want(t, 201, fmt.Sprint("arrival ", n), "replayed")
+				}
+				if payments.total() != 2 || mail.total() != 2 {
+					t.Errorf("%d payments and %d mails", payments.total(), mail.total())
+				}
+			})
+		}
+	}
+}
+
+// P1: a call that a header sends to another guard of the name, which is meant to share it,
+// finds its record there.
+func TestP1SharedNameIsOneNamespace(t *testing.T) {
+	one, two := newUpstream(t), newUpstream(t)
+	g := start(t, `@other header X-Other yes
+	agent_proxy @other %[2]s {
+		name both shared
+	}
+	agent_proxy %[1]s {
+		name both shared
+	}`, one.addr, two.addr)
+	g.call(request{path: "/x", id: "k", header: ann}).want(t, 201, "arrival 1", "executed")
+	other := headers{"X-Other": "yes"}
+	for name, value := range ann {
+		other[name] = value
+	}
+	g.call(request{path: "/x", id: "k", header: other}).want(t, 201, "arrival 1", "replayed")
+	two.arrived("/x", 0)
+}
+
+// P1, P3: what would let two calls or callers be taken for one is refused when the
+// configuration is loaded, with the line that cures it, and the running one goes on.
+func TestLoadRefusesAmbiguousGuards(t *testing.T) {
+	u := newUpstream(t)
+	auth := func(user string) string {
+		return user + " $2a$04$4Uiko3PMnYC8tSDoKvXl2.nFa1a5lIH5IGhcPjUu4c8EUmzzHvFpS"
+	}
+	for name, c := range map[string]struct{ site, more, want string }{
+		"two of one name in a site": {
+			"handle_path /a/* {\n agent_proxy %s\n}\nhandle_path /b/* {\n agent_proxy %s\n}", "", "name default shared"},
+		"two authentications": {
+			"basic_auth /a/* {\n " + auth("alice") + "\n}\nbasic_auth /b/* {\n " + auth("bob") + "\n}\nagent_proxy %s {\n name tools\n}", "",
+			"through 2 authentications, in which one user name can be several users: give each of them a guard of its own, or, if they know the same users, write `name tools shared`"},
+		"a named route": {
+			"basic_auth {\n " + auth("alice") + "\n}\ninvoke tools", "http://two.example:PORT {\n basic_auth {\n " + auth("bob") + "\n}\n invoke tools\n}",
+			"stands in a named route that is invoked at"},
+		"the host":             {"request_header Host other.example\nagent_proxy %s", "", "`header_up Host ...`"},
+		"a credential":         {"request_header Authorization \"Bearer x\"\nagent_proxy %s", "", "request_header changes Authorization"},
+		"a credential by name": {"request_header X-Tenant-Key x\nagent_proxy %s {\n credentials X-Tenant-Key\n}", "", "request_header changes X-Tenant-Key"},
+		"a field is taken out": {"request_header -X-Api*\nagent_proxy %s", "", "request_header changes X-Api-Key"},
+		"a part of it":         {"request_header Cookie a b\nagent_proxy %s", "", "request_header changes Cookie"},
+		"the media type":       {"@x path /x\nroute @x {\n request_header Content-Type text/plain\n}\nagent_proxy %s", "", "request_header changes Content-Type"},
+		"the body":             {"request_body {\n set other\n}\nagent_proxy %s", "", "request_body replaces the body"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			running := "agent_proxy " + u.addr
+			g := launch(t, setup{site: running, address: func(port string) string { return "http://one.example:" + port }})
+			port := g.addr[strings.LastIndexByte(g.addr, ':')+1:]
+			text := g.config(strings.ReplaceAll(c.site, "%s", u.addr)) + strings.ReplaceAll(c.more, "PORT", port)
+			if strings.Contains(text, "invoke") { // named routes stand before the sites
+				options, sites, _ := strings.Cut(text, "\nhttp://")
+				text = options + "\n&(tools) {\n agent_proxy " + u.addr + "\n}\nhttp://" + sites
+			}
+			err := loadConfig(text)
+			if err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Fatalf("got  %v\nwant ...%s", err, c.want)
+			}
+			got := g.retry(request{path: "/" + name, id: "k", header: ann, host: "one.example"})
+			if got.status != 201 {
+				t.Errorf("the running configuration answers %d %q", got.status, got.body)
+			}
+		})
+	}
+}
+
+// In JSON, sites in two servers are one only where all that tells them apart is equal: the
+// upstream and the accounts too.
+func TestLoadComparesSitesOfTwoServers(t *testing.T) {
+	const hash = "$2a$04$4Uiko3PMnYC8tSDoKvXl2.nFa1a5lIH5IGhcPjUu4c8EUmzzHvFpS"
+	port := func() string { _, p, _ := strings.Cut(freeAddress(t), ":"); return p }
+	for name, c := range map[string]struct {
+		one, two string
+		same     bool
+	}{
+		"equal":            {"basic_auth {\n alice " + hash + "\n}\nagent_proxy 127.0.0.1:1", "basic_auth {\n alice " + hash + "\n}\nagent_proxy 127.0.0.1:1", true},
+		"other upstreams":  {"agent_proxy 127.0.0.1:1", "agent_proxy 127.0.0.1:2", false},
+		"other accounts":   {"basic_auth {\n alice " + hash + "\n}\nagent_proxy 127.0.0.1:1", "basic_auth {\n alice " + hash[:len(hash)-1] + "e\n}\nagent_proxy 127.0.0.1:1", false},
+		"none and another": {"agent_proxy 127.0.0.1:1", "basic_auth {\n alice " + hash + "\n}\nagent_proxy 127.0.0.1:1", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := start(t, "respond ok")
+			two := strings.Replace(c.two, "agent_proxy 127.0.0.1:1", "agent_proxy 127.0.0.1:1 {\n name two\n}", 1)
+			two = strings.Replace(two, "agent_proxy 127.0.0.1:2", "agent_proxy 127.0.0.1:2 {\n name two\n}", 1)
+			one := strings.Replace(c.one, "agent_proxy 127.0.0.1:1", "agent_proxy 127.0.0.1:1 {\n name one\n}", 1)
+			config, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(g.config(one)+"http://127.0.0.1:"+port()+" {\n"+two+"\n}\n"), nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			err = caddy.Load([]byte(strings.ReplaceAll(string(config), `"name":"two"`, `"name":"one"`)), true)
+			if (err == nil) != c.same || err != nil && !strings.Contains(err.Error(), "`name one shared` in both") {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// What is one thing needs no word: a site with several addresses, an authentication for all
+// of its guards, and a header that tells nobody apart.
+func TestLoadTakesWhatIsOne(t *testing.T) {
+	u := newUpstream(t)
+	const hash = "$2a$04$4Uiko3PMnYC8tSDoKvXl2.nFa1a5lIH5IGhcPjUu4c8EUmzzHvFpS"
+	port := func() string { _, p, _ := strings.Cut(freeAddress(t), ":"); return p }
+	for name, site := range map[string]string{
+		"guards behind one authentication": "basic_auth {\n alice " + hash + "\n}\nagent_proxy /a/* %s {\n name a\n}\nagent_proxy /b/* %s {\n name b\n}",
+		"an authentication in each handle": "handle /a/* {\n basic_auth {\n alice " + hash + "\n}\n agent_proxy %s {\n name a\n}\n}\n" +
+			"handle {\n basic_auth {\n alice " + hash[:len(hash)-1] + "e\n}\n agent_proxy %s {\n name b\n}\n}",
+		"a header of no meaning": "request_header X-Site one\nagent_proxy %s",
+		"behind the guard":       "agent_proxy %s {\n header_up Host other.example\n header_up Authorization \"Bearer x\"\n}",
+		"a bound of bodies":      "request_body {\n max_size 1MB\n}\nagent_proxy %s",
+		"shared authentications": "basic_auth /a/* {\n alice " + hash + "\n}\nbasic_auth /b/* {\n bob " + hash + "\n}\nagent_proxy %s {\n name tools shared\n}",
+		"a host, and any":        "agent_proxy %s\n}\nhttp://127.0.0.1:" + port() + ", http://:" + port() + " {\n agent_proxy %s {\n name two\n}",
+		"several addresses":      "basic_auth {\n alice " + hash + "\n}\nagent_proxy %s\n}\nhttp://127.0.0.1:" + port() + ", http://two.example:" + port() + " {\n agent_proxy %s {\n name two\n}",
+	} {
+		t.Run(name, func(t *testing.T) {
+			start(t, "%s", strings.ReplaceAll(site, "%s", u.addr))
+		})
+	}
+}

@@ -1,0 +1,433 @@
+package ect
+
+import (
+	"mime"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode"
+)
+
+const (
+	// maxAction is the greatest length of exec_act, in bytes.
+	maxAction = 256
+	// maxDate is the last second of the year 9999. Later dates are mistakes of the
+	// writer, most often milliseconds.
+	maxDate = 253402300799
+	// maxAudience is how many names aud may have.
+	maxAudience = 100
+)
+
+// compact is a JWS in its compact form, split but not decoded.
+type compact struct {
+	signed                     string // header and payload with the dot between them
+	header, payload, signature string
+}
+
+func split(raw string) (compact, bool) {
+	if strings.Count(raw, ".") != 2 {
+		return compact{}, false
+	}
+	first, last := strings.IndexByte(raw, '.'), strings.LastIndexByte(raw, '.')
+	return compact{raw[:last], raw[:first], raw[first+1 : last], raw[last+1:]}, true
+}
+
+// header is the protected header of a token.
+type header struct {
+	typ, alg, kid string
+	spelling      Spelling
+	critical      bool
+}
+
+func parseHeader(encoded string) (header, bool) {
+	var h header
+	text, ok := decode64(encoded)
+	if !ok {
+		return h, false
+	}
+	s := scanner{s: string(text)}
+	ok = s.document(func(name string) bool {
+		var ok bool
+		switch name {
+		case "typ":
+			h.typ, ok = s.text()
+		case "alg":
+			h.alg, ok = s.text()
+		case "kid":
+			h.kid, ok = s.text()
+		case "crit":
+			h.critical = true
+			_, ok = s.value()
+		default:
+			// Keys inside the token are ignored: only configured ones count.
+			_, ok = s.value()
+		}
+		return ok
+	})
+	return h, ok
+}
+
+// check takes steps 2 and 3 of the verification, before any key is looked up.
+func (h *header) check(allowed algorithms) (Algorithm, error) {
+	var ok bool
+	if h.spelling, ok = spellingOf(h.typ); !ok {
+		return 0, refuse(CodeType)
+	}
+	alg, ok := algorithmNamed(h.alg)
+	switch {
+	case !ok || !allowed.has(alg):
+		return 0, refuse(CodeAlgorithm)
+	case h.critical:
+		return 0, refuse(CodeCritical)
+	case h.kid == "" || len(h.kid) > maxURI || !printable(h.kid):
+		return 0, refuse(CodeKeyID)
+	}
+	return alg, nil
+}
+
+// claimSet is the decoded payload, before the rules that depend on the verifier.
+type claimSet struct {
+	content
+	parentsIn             [len(spellings)]bool // the spellings that the parents have
+	inputText, outputText string
+	hasInput, hasOutput   bool
+	hasAction             bool
+	hasWorkflow           bool
+	invalid               []Code // claims that are JSON, but malformed
+}
+
+// read reads the payload and brings ids into the form in which they are compared. Unknown
+// claims are skipped, but must be unambiguous JSON. A claim that is JSON but malformed is
+// left out and noted: the step that needs it refuses it.
+func (c *claimSet) read(payload string, written Spelling) error {
+	c.payload = payload
+	var code Code
+	s := scanner{s: payload}
+	ok := s.document(func(name string) bool {
+		from := s.i
+		wrong, ok := c.claim(&s, name)
+		if ok {
+			return true
+		}
+		s.i = from
+		if _, ok = s.value(); ok {
+			c.invalid = append(c.invalid, wrong)
+		} else {
+			code = wrong
+		}
+		return ok
+	})
+	switch {
+	case code != "":
+		return refuse(code)
+	case !ok:
+		return refuse(CodeMalformed)
+	}
+	c.spelling = written
+	if c.parentsIn[Draft00] != c.parentsIn[Draft01] {
+		c.spelling = Draft00
+		if c.parentsIn[Draft01] {
+			c.spelling = Draft01
+		}
+	}
+	if event, ok := ParseEvent(c.action); ok {
+		c.event = event
+	}
+	for _, id := range []*string{&c.id, &c.workflow} {
+		if canonical, ok := canonicalUUID(*id); ok {
+			*id = canonical
+		}
+	}
+	c.input, _ = ParseHash(c.inputText)
+	c.output, _ = ParseHash(c.outputText)
+	return nil
+}
+
+// claim reads one claim; code is its refusal.
+func (c *claimSet) claim(s *scanner, name string) (code Code, ok bool) {
+	switch name {
+	case "iss":
+		c.issuer, ok = s.text()
+		return CodeIssuer, ok
+	case "aud":
+		c.audience, ok = s.audience()
+		return CodeAudience, ok
+	case "iat":
+		c.issuedAt, ok = s.date()
+		return CodeIssuedAt, ok
+	case "exp":
+		c.expires, ok = s.date()
+		return CodeExpires, ok
+	case "jti":
+		c.id, ok = s.text()
+		return CodeID, ok
+	case "wid":
+		c.workflow, ok = s.text()
+		c.hasWorkflow = true
+		return CodeWorkflow, ok
+	case "exec_act":
+		c.action, ok = s.text()
+		c.hasAction = true
+		return CodeAction, ok
+	case "par", "pred":
+		return CodeParents, c.readParents(s, name)
+	case "ext", "ect_ext":
+		return CodeExt, c.readExtensions(s)
+	case "inp_hash":
+		c.inputText, ok = s.text()
+		c.hasInput = true
+		return CodeInputHash, ok
+	case "out_hash":
+		c.outputText, ok = s.text()
+		c.hasOutput = true
+		return CodeOutputHash, ok
+	}
+	_, ok = s.value()
+	return CodeMalformed, ok
+}
+
+// decode is read for callers without further steps: a malformed claim is refused.
+func (c *claimSet) decode(payload string, written Spelling) error {
+	if err := c.read(payload, written); err != nil {
+		return err
+	}
+	if len(c.invalid) > 0 {
+		return refuse(c.invalid[0])
+	}
+	return nil
+}
+
+func (c *claimSet) isInvalid(code Code) bool { return slices.Contains(c.invalid, code) }
+
+// readParents reads either spelling. A token with both must agree with itself.
+func (c *claimSet) readParents(s *scanner, name string) bool {
+	list := []string{}
+	ok := s.elements(func() bool {
+		id, ok := s.text()
+		if canonical, is := canonicalUUID(id); is {
+			id = canonical
+		}
+		list = append(list, id)
+		return ok && id != ""
+	})
+	if !ok || c.parents != nil && !slices.Equal(c.parents, list) {
+		return false
+	}
+	c.parents = list
+	if name == spellings[Draft00].parents {
+		c.parentsIn[Draft00] = true
+	} else {
+		c.parentsIn[Draft01] = true
+	}
+	return true
+}
+
+// readExtensions enforces the limits as received: the size, and the depth including the
+// object itself.
+func (c *claimSet) readExtensions(s *scanner) bool {
+	if s.peek() != '{' {
+		return false
+	}
+	raw, depth, ok := s.raw()
+	if !ok || len(raw) > maxExt || depth > maxExtDepth || c.ext != "" && !sameJSON(c.ext, raw) {
+		return false
+	}
+	c.ext = raw
+	return true
+}
+
+// audience reads a string or a list of strings.
+func (s *scanner) audience() ([]string, bool) {
+	if s.peek() == '"' {
+		v, ok := s.text()
+		if !ok || v == "" {
+			return nil, false
+		}
+		return []string{v}, true
+	}
+	var list []string
+	ok := s.elements(func() bool {
+		v, ok := s.text()
+		list = append(list, v)
+		return ok && v != "" && len(list) <= maxAudience
+	})
+	if !ok {
+		return nil, false
+	}
+	return list, len(list) > 0
+}
+
+// date reads a NumericDate, which the draft restricts to whole seconds.
+func (s *scanner) date() (int64, bool) {
+	text, ok := s.number()
+	if !ok {
+		return 0, false
+	}
+	v, err := strconv.ParseInt(text, 10, 64)
+	if err != nil || v <= 0 || v > maxDate {
+		return 0, false
+	}
+	return v, true
+}
+
+// claimRules are the rules of step 12 that a configuration can loosen.
+type claimRules struct {
+	anyID      bool // ids need not be UUIDs
+	lenient    bool // a missing par is an empty one
+	maxParents int
+}
+
+// check takes steps 11, the claims are present, and 12, they have their form.
+func (c *claimSet) check(f claimRules) error {
+	switch {
+	case c.id == "":
+		return refuse(CodeID)
+	case !c.hasAction || c.isInvalid(CodeAction):
+		return refuse(CodeAction)
+	case c.isInvalid(CodeParents) || c.parents == nil && !f.lenient:
+		return refuse(CodeParents)
+	case !f.canonical(&c.id):
+		return refuse(CodeID)
+	case c.hasWorkflow && !f.canonical(&c.workflow):
+		return refuse(CodeWorkflow)
+	case !validAction(c.action):
+		return refuse(CodeAction)
+	}
+	if c.parents == nil {
+		c.parents = []string{}
+	}
+	if err := c.checkParents(f); err != nil {
+		return err
+	}
+	switch {
+	case c.hasInput && c.input.IsZero():
+		return refuse(CodeInputHash)
+	case c.hasOutput && c.output.IsZero():
+		return refuse(CodeOutputHash)
+	case c.isInvalid(CodeExt) || !c.Ext().consistent():
+		return refuse(CodeExt)
+	}
+	return nil
+}
+
+// canonical checks an id and brings it into lower case.
+func (f claimRules) canonical(id *string) bool {
+	if canonical, ok := canonicalUUID(*id); ok {
+		*id = canonical
+		return true
+	}
+	return f.anyID && *id != "" && len(*id) <= maxAction && printable(*id)
+}
+
+// checkParents takes the part of step 14 that needs no graph.
+func (c *claimSet) checkParents(f claimRules) error {
+	if len(c.parents) > f.maxParents {
+		return refuse(CodeTooManyParents)
+	}
+	for i, id := range c.parents {
+		switch {
+		case !f.canonical(&id):
+			return refuse(CodeParents)
+		case id == c.id:
+			return refuse(CodeCycle)
+		case slices.Contains(c.parents[:i], id):
+			return refuse(CodeDuplicateParent)
+		}
+	}
+	return nil
+}
+
+// validAction checks that an action is a name that fits on one line.
+func validAction(v string) bool {
+	if v == "" || len(v) > maxAction {
+		return false
+	}
+	for _, r := range v {
+		if unicode.IsControl(r) || r == '\u2028' || r == '\u2029' {
+			return false
+		}
+	}
+	return true
+}
+
+// FieldName is the header field that carries tokens.
+const FieldName = "Execution-Context"
+
+const (
+	// maxField is the size of one token in the header field, in bytes.
+	maxField = 8 << 10
+	// maxFields is the size of all fields together, in bytes.
+	maxFields = 16 << 10
+	// maxBody is the size of a body of tokens, in bytes.
+	maxBody = 1 << 20
+)
+
+// ParseFields returns the tokens in the lines of the header field, in their order, each
+// of at most 8 KiB and all together of 16 KiB. Lines that were joined with commas are
+// split again (RFC 9110, 5.3): no token has a comma. The error is CodeTooLarge.
+func ParseFields(lines []string) ([]string, error) {
+	var tokens []string
+	size := 0
+	for _, line := range lines {
+		if size += len(line); size > maxFields {
+			return nil, refuse(CodeTooLarge)
+		}
+		for token := range strings.SplitSeq(line, ",") {
+			token = strings.Trim(token, " \t")
+			if len(token) > maxField {
+				return nil, refuse(CodeTooLarge)
+			}
+			if token != "" {
+				tokens = append(tokens, token)
+			}
+		}
+	}
+	return tokens, nil
+}
+
+// ParseBody returns the tokens of a body: one, under the media type of either spelling,
+// or a JSON array of at most MaxParents; 1 MiB in all. ours is false for other types. The
+// error is CodeTooLarge, CodeMalformed or CodeMissing.
+func ParseBody(contentType string, body []byte) (tokens []string, ours bool, err error) {
+	media, _, err := mime.ParseMediaType(contentType)
+	if err != nil {
+		return nil, false, nil
+	}
+	switch media {
+	case Draft00.MediaType(), Draft01.MediaType():
+		token := strings.Trim(string(body[:min(len(body), maxBody)]), " \t\r\n")
+		if len(token) > MaxToken {
+			return nil, true, refuse(CodeTooLarge)
+		}
+		if token == "" {
+			return nil, true, refuse(CodeMissing)
+		}
+		return []string{token}, true, nil
+	case "application/json":
+		tokens, err = parseTokenArray(body)
+		return tokens, true, err
+	}
+	return nil, false, nil
+}
+
+func parseTokenArray(body []byte) ([]string, error) {
+	if len(body) > maxBody {
+		return nil, refuse(CodeTooLarge)
+	}
+	s := scanner{s: string(body)}
+	s.space()
+	var tokens []string
+	ok := s.elements(func() bool {
+		token, ok := s.text()
+		tokens = append(tokens, token)
+		return ok && token != "" && len(tokens) <= MaxParents
+	})
+	s.space()
+	if !ok || s.i != len(s.s) {
+		return nil, refuse(CodeMalformed)
+	}
+	if len(tokens) == 0 {
+		return nil, refuse(CodeMissing)
+	}
+	return tokens, nil
+}

@@ -1,0 +1,407 @@
+// Package api holds what the gateway answers for itself: the well-known paths of the
+// ledger, of workflows and of agents' errors, the paths on which agents ask for rollbacks
+// (cascade 4.3; ATD and AERR, "Rollback Protocol"), and every problem that it answers with.
+//
+// Heads and proofs hold no content, and go to every reader whom the gateway knows. Entries,
+// workflows, checkpoints and rollbacks go to who took part (ADR 0023, 0024). To everybody
+// else what is unknown and what is foreign are the same (P3).
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+)
+
+// WellKnown is where all paths begin but those of the older drafts.
+const WellKnown = "/.well-known/cascade/"
+
+// The paths that other packages name. Below ExecutionsPath callers ask for their executions,
+// by the id for the state, and by /output behind it for the answer (ADR 0018). Below
+// RollbackPath each rollback is read.
+const (
+	ExecutionsPath   = WellKnown + "executions/"
+	RollbackPath     = WellKnown + "rollback"
+	ATDRollbackPath  = "/.well-known/atd/rollback"
+	AERRRollbackPath = "/aerr/rollback"
+)
+
+const entriesPath = WellKnown + "ledger/entries"
+
+// endpoint is what is asked for.
+type endpoint uint8
+
+const (
+	endpointHead endpoint = iota + 1
+	endpointProof
+	endpointConsistency
+	endpointEntries
+	endpointEntry
+	endpointWorkflow
+	endpointErrors
+	endpointCheckpoint
+	endpointAskRollback
+	endpointRollback
+	endpointPolicy
+	endpointKeys
+	endpointHealth
+	endpointCircuits
+	endpointExecutions
+	endpointProblems
+)
+
+// route is a path that was read.
+type route struct {
+	endpoint endpoint
+	// dialect is the draft in whose words a rollback is asked for.
+	dialect ect.Vocabulary
+	name    string // the last segment, still percent-encoded, where it is a name
+}
+
+// fixed are the paths that are compared after percent-decoding.
+var fixed = map[string]endpoint{
+	WellKnown + "policy":         endpointPolicy,
+	WellKnown + "jwks":           endpointKeys,
+	WellKnown + "health":         endpointHealth,
+	WellKnown + "circuits":       endpointCircuits,
+	"/.well-known/aerr/circuits": endpointCircuits,
+	"/aerr/circuits":             endpointCircuits,
+}
+
+// routes are the other paths. One more segment, a name, follows a path that ends in a slash.
+var routes = map[string]route{
+	WellKnown + "ledger/head":        {endpoint: endpointHead},
+	WellKnown + "ledger/proof":       {endpoint: endpointProof},
+	WellKnown + "ledger/consistency": {endpoint: endpointConsistency},
+	entriesPath:                      {endpoint: endpointEntries},
+	entriesPath + "/":                {endpoint: endpointEntry},
+	WellKnown + "workflows/":         {endpoint: endpointWorkflow},
+	WellKnown + "checkpoints/":       {endpoint: endpointCheckpoint},
+	WellKnown + "errors":             {endpoint: endpointErrors},
+
+	RollbackPath:                 {endpoint: endpointAskRollback, dialect: ect.Cascade},
+	RollbackPath + "/":           {endpoint: endpointRollback, dialect: ect.Cascade},
+	ATDRollbackPath:              {endpoint: endpointAskRollback, dialect: ect.ATD},
+	AERRRollbackPath:             {endpoint: endpointAskRollback, dialect: ect.AERR},
+	"/.well-known/aerr/rollback": {endpoint: endpointAskRollback, dialect: ect.AERR},
+}
+
+// parseRoute reads the path of a request. A slash in a name is written as %2F.
+func parseRoute(u *url.URL) (route, bool) {
+	if !Owns(u.Path) {
+		return route{}, false // the calls that are guarded
+	}
+	if at, ok := fixed[u.Path]; ok {
+		return route{endpoint: at}, true
+	}
+	if slug, ok := strings.CutPrefix(u.Path, BasePath); ok {
+		return route{endpoint: endpointProblems, name: slug}, true
+	}
+	path := u.EscapedPath()
+	if strings.HasPrefix(path, ExecutionsPath) {
+		return route{endpoint: endpointExecutions}, true
+	}
+	end := strings.LastIndexByte(path, '/') + 1
+	if end < len(path) {
+		if to, ok := routes[path]; ok {
+			return to, true
+		}
+	}
+	to, ok := routes[path[:end]]
+	to.name = path[end:]
+	return to, ok && to.name != ""
+}
+
+func (t route) rollback() bool {
+	return t.endpoint == endpointAskRollback || t.endpoint == endpointRollback
+}
+
+// ledger reports whether a Ledger answers.
+func (t route) ledger() bool { return t.endpoint <= endpointCheckpoint }
+
+// allowed reports whether the path is for the request's method, and answers if not.
+func (t route) allowed(w http.ResponseWriter, r *http.Request) bool {
+	methods := []string{http.MethodGet, http.MethodHead}
+	if t.endpoint == endpointErrors || t.endpoint == endpointAskRollback {
+		methods = []string{http.MethodPost}
+	}
+	if slices.Contains(methods, r.Method) {
+		return true
+	}
+	w.Header().Set("Allow", strings.Join(methods, ", "))
+	w.WriteHeader(http.StatusMethodNotAllowed)
+	return false
+}
+
+// HandlesRollback reports whether a request's path is one that a Rollbacks answers.
+func HandlesRollback(r *http.Request) bool {
+	to, ok := parseRoute(r.URL)
+	return ok && to.rollback()
+}
+
+// RollbackURL is where a rollback is read.
+func RollbackURL(id string) string { return RollbackPath + "/" + url.PathEscape(id) }
+
+// entryURL is where an entry is read.
+func entryURL(wid, id string) string {
+	return entriesPath + "?" + url.Values{"jti": {id}, "wid": {wid}}.Encode()
+}
+
+// responder writes the answer to one request.
+type responder struct {
+	w http.ResponseWriter
+	r *http.Request
+}
+
+// writeJSON answers with a document.
+func (a *responder) writeJSON(status int, doc any) error {
+	body, err := json.MarshalIndent(doc, "", "  ")
+	if err != nil {
+		return err
+	}
+	a.write(status, "application/json", append(body, '\n'))
+	return nil
+}
+
+// write answers. Nobody but the reader may keep or frame what it is given (P3).
+func (a *responder) write(status int, contentType string, body []byte) {
+	h := a.w.Header()
+	h.Set("Content-Type", contentType)
+	h.Set("Content-Length", strconv.Itoa(len(body)))
+	protect(h)
+	a.w.WriteHeader(status)
+	if a.r.Method != http.MethodHead {
+		_, _ = a.w.Write(body) // the client may be gone
+	}
+}
+
+// writePublic answers with what is the same for every reader who may have it.
+func (a *responder) writePublic(status int, contentType, cache string, body []byte) {
+	a.w.Header().Set("Content-Type", contentType)
+	if cache != "" {
+		a.w.Header().Set("Cache-Control", cache)
+	}
+	a.w.WriteHeader(status)
+	_, _ = a.w.Write(body) // the client may be gone
+}
+
+// protect keeps what belongs to one caller out of caches, and out of other sites' pages.
+func protect(h http.Header) {
+	h.Set("Cache-Control", "no-store")
+	h.Set("X-Content-Type-Options", "nosniff")
+	h.Set("Cross-Origin-Resource-Policy", "same-origin")
+}
+
+// until is a context that ends with a time, another one, or an exit.
+func until(ctx, exit context.Context, d time.Duration) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithTimeout(ctx, d)
+	stop := context.AfterFunc(exit, cancel)
+	return ctx, func() {
+		stop()
+		cancel()
+	}
+}
+
+// maxDependants is how many dependants a problem names.
+const maxDependants = 20
+
+// unknownPart is the one answer for what is unknown and what is foreign (C-6.1-c, P3).
+func unknownPart() *Problem {
+	return NewProblem(notInWorkflow, "Nothing of it is known for the identity that asks.")
+}
+
+func badParameter(detail string) error { return NewProblem(parameterInvalid, detail) }
+
+func refused(code ect.Code) error { return &ect.Error{Code: code} }
+
+// refusedFor is the refusal of a token with a sentence of its own.
+func refusedFor(code ect.Code, detail string) *Problem {
+	p := NewProblem(ECTInvalid, detail)
+	p.Status, p.Reason = (&ect.Error{Code: code}).Status(), string(code)
+	return p
+}
+
+// problemOf is an error as a problem; otherwise is that of an error it does not know.
+func problemOf(err error, otherwise *Problem) *Problem {
+	var known *Problem
+	if errors.As(err, &known) {
+		return known
+	}
+	var refusal *ect.Error
+	if errors.As(err, &refusal) {
+		p := NewProblem(ECTInvalid, refusal.Detail())
+		p.Status, p.Reason, p.Cause = refusal.Status(), string(refusal.Code), refusal.Unwrap()
+		return p
+	}
+	var conflict *rollback.ConflictError
+	var depended *rollback.DependedOnError
+	var scope *rollback.ScopeError
+	var large *rollback.TooManyError
+	var cycle *rollback.CycleError
+	switch {
+	case errors.Is(err, rollback.ErrNotInWorkflow):
+		return unknownPart()
+	case errors.Is(err, rollback.ErrUnnamed):
+		return refusedFor(ect.CodeParents, "The token is not bound to the checkpoint: par has neither that, nor its action, nor an error that follows from it, which AERR requires; nor does it say cascade.checkpoint_id, or inp_hash of the body.")
+	case errors.Is(err, rollback.ErrMismatch):
+		return NewProblem(rollbackMismatch, "What is recorded under this id is another rollback.")
+	case errors.Is(err, rollback.ErrCheckpointUnknown):
+		return NewProblem(checkpointUnknown, "No checkpoint has this id.")
+	case errors.Is(err, checkpoint.ErrTampered):
+		p := NewProblem(checkpointTampered, "What is kept of the checkpoint is not what was recorded.")
+		p.Cause = err // an operator has to see it
+		return p
+	case errors.Is(err, checkpoint.ErrExpired):
+		return NewProblem(checkpointExpired, "The time for which it was kept is over.")
+	case errors.As(err, &conflict):
+		p := NewProblem(rollbackConflict, "The other rollback has a wider scope, or was asked for earlier.")
+		p.ConflictingRollback = urn(conflict.Winner)
+		return p
+	case errors.As(err, &depended):
+		n := len(depended.Dependants)
+		p := NewProblem(dependedOn, fmt.Sprintf("Completed actions depend on what would be undone: %d. Ask with cascade true to undo them too, or with keep_dependants true to leave them as they are.", n))
+		p.Dependants = depended.Dependants[:min(n, maxDependants)]
+		return p
+	case errors.As(err, &large):
+		p := NewProblem(cannotPrepare, "The workflow is too large to be planned for.")
+		p.Reason = "too-large"
+		return p
+	case errors.As(err, &cycle):
+		p := NewProblem(cannotPrepare, "What is recorded of the workflow follows from itself.")
+		p.Reason, p.Cause = "cycle", err // verified tokens cannot: an operator has to see it
+		return p
+	case errors.As(err, &scope):
+		return NewProblem(coordinatorRequired, "The scope full_workflow needs the authority of a coordinator.")
+	case errors.Is(err, rollback.ErrInvalid):
+		return NewProblem(parameterInvalid, "The request for a rollback breaks a rule.")
+	case errors.Is(err, rollback.ErrStopping):
+		return NewProblem(ShuttingDown, "Nothing was begun.")
+	}
+	otherwise.Cause = err
+	return otherwise
+}
+
+func urn(id string) string { return "urn:uuid:" + id }
+
+const (
+	// maxQuery is the longest query string, in bytes.
+	maxQuery = 4 << 10
+	// LongestQuestion bounds how long an entry or a checkpoint is waited for.
+	LongestQuestion = 60 * time.Second
+	// badWait is what is wrong with the parameter wait.
+	badWait = "wait is neither a duration, like 30s, nor a number of seconds."
+	// badQuery is what is wrong with a query that cannot be read.
+	badQuery = "The query is not percent-encoded correctly."
+)
+
+// params are the parameters of a question.
+type params struct{ values url.Values }
+
+// parseParams reads a query of which each of the names may stand once. Others are
+// left alone.
+func parseParams(u *url.URL, names ...string) (params, error) {
+	if len(u.RawQuery) > maxQuery {
+		return params{}, badParameter("The query is longer than 4096 bytes.")
+	}
+	values, err := url.ParseQuery(u.RawQuery)
+	if err != nil {
+		return params{}, badParameter(badQuery)
+	}
+	for _, name := range names {
+		if len(values[name]) > 1 {
+			return params{}, badParameter(name + " stands more than once.")
+		}
+	}
+	return params{values}, nil
+}
+
+// number reads a parameter that is a size or an index. It reports whether it is there.
+func (p params) number(name string) (n int64, there bool, err error) {
+	if !p.values.Has(name) {
+		return 0, false, nil
+	}
+	n, ok := parseNumber(p.values.Get(name))
+	if !ok {
+		return 0, true, badParameter(name + " is not a whole number from 0 on, without a sign or leading zeros.")
+	}
+	return n, true, nil
+}
+
+// required is number for a parameter that must be there.
+func (p params) required(name string) (int64, error) {
+	n, there, err := p.number(name)
+	if err == nil && !there {
+		err = badParameter(name + " is missing.")
+	}
+	return n, err
+}
+
+// parseNumber reads a whole number of at most 18 digits in its one form.
+func parseNumber(text string) (int64, bool) {
+	if len(text) == 0 || len(text) > 18 || len(text) > 1 && text[0] == '0' {
+		return 0, false
+	}
+	if strings.Trim(text, "0123456789") != "" {
+		return 0, false
+	}
+	n, err := strconv.ParseInt(text, 10, 64)
+	return n, err == nil
+}
+
+// wait reads a duration, or a number of seconds. What is too long is as long as is
+// allowed.
+func (p params) wait() (time.Duration, error) {
+	if !p.values.Has("wait") {
+		return 0, nil
+	}
+	text := p.values.Get("wait")
+	if seconds, ok := parseNumber(text); ok {
+		return time.Duration(min(seconds, int64(LongestQuestion/time.Second))) * time.Second, nil
+	}
+	wait, err := time.ParseDuration(text)
+	if err != nil || wait < 0 {
+		return 0, badParameter(badWait)
+	}
+	return min(wait, LongestQuestion), nil
+}
+
+// name reads a parameter that is an id. It reports whether it is there.
+func (p params) name(param string) (id string, there bool, err error) {
+	if !p.values.Has(param) {
+		return "", false, nil
+	}
+	id, err = parseName(p.values.Get(param), param)
+	return id, true, err
+}
+
+// segment reads an id that is the last segment of a path.
+func segment(escaped, what string) (string, error) {
+	name, err := url.PathUnescape(escaped)
+	if err != nil {
+		return "", badParameter("The " + what + " is not percent-encoded correctly.")
+	}
+	return parseName(name, what)
+}
+
+// parseName reads the id of a token or a workflow. UUIDs are compared in lower case.
+func parseName(id, what string) (string, error) {
+	if id == "" || len(id) > ledger.MaxName || !utf8.ValidString(id) || strings.ContainsFunc(id, unicode.IsControl) {
+		return "", badParameter(what + " is not an id: 1 to 256 bytes without control characters.")
+	}
+	return evidence.Canonical(id), nil
+}

@@ -1,0 +1,190 @@
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"strings"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+// Endpoints answers the gateway's own paths: those of a guarded route, or those of a site
+// that has none. A nil function leaves its paths to others.
+type Endpoints struct {
+	// Name is that of the route's guard.
+	Name string
+	// Policy is the route's published policy, with URLs below mount. Nil is for a site
+	// without a guarded route, which has no executions either.
+	Policy func(mount string) any
+	// Health is a word for the state of the gateway, and whether it takes guarded calls.
+	Health func() (state string, ready bool)
+	// Keys is the JWK set of the gateway's tokens; nil where it has no identity. An error
+	// that is no *Problem is logged by Keys itself.
+	Keys func() ([]byte, error)
+	// Open opens the gateway for one request. Nil is for a site without one, which has the
+	// pages of the problems alone.
+	Open func() (*Gateway, error)
+
+	// Mount is what the caller's path has before that of the gateway.
+	Mount func(r *http.Request) string
+	// Challenge is the WWW-Authenticate of a 401.
+	Challenge string
+	// Play sends the answer of an execution, with further header fields. It reports
+	// whether anything was sent.
+	Play func(w http.ResponseWriter, r *http.Request, a Answer, header http.Header) (sent bool, err error)
+	// Refused counts a problem, and logs its cause, if it has one, with a message.
+	Refused func(p *Problem, message string)
+	// Write sends a problem in the form that the caller reads.
+	Write func(w http.ResponseWriter, r *http.Request, p *Problem)
+}
+
+// Gateway is an open gateway, for as long as one request is answered.
+type Gateway struct {
+	// Close releases it.
+	Close func()
+	// Reader finds out who asks. Tokens of a POST are content, and do not identify it.
+	Reader func(r *http.Request) (evidence.Reader, error)
+	// Executions are the recorded executions.
+	Executions *execution.Guard
+	// Ledger and Rollbacks are nil where the gateway has no identity.
+	Ledger    *Ledger
+	Rollbacks *Rollbacks
+	// Circuits describes the circuit breakers that the caller may see.
+	Circuits func(r *http.Request) (any, error)
+	// Waits ends what waits: at an exit.
+	Waits context.Context
+}
+
+// Owns reports whether a path may be the gateway's own. It is cheap: each call asks it.
+func Owns(path string) bool {
+	return strings.HasPrefix(path, "/.well-known/") || strings.HasPrefix(path, "/aerr/")
+}
+
+// Serve answers a request for a path of the gateway's own. It reports false, and does
+// nothing, for other paths.
+func (e *Endpoints) Serve(w http.ResponseWriter, r *http.Request) bool {
+	to, ok := parseRoute(r.URL)
+	if !ok || !e.has(to.endpoint) {
+		if e.Policy == nil || !strings.HasPrefix(r.URL.Path, WellKnown) {
+			return false
+		}
+		// These paths are the gateway's: what it does not answer is no call to guard.
+		http.Error(w, "The gateway answers nothing at this path.", http.StatusNotFound)
+		return true
+	}
+	if to.ledger() || to.allowed(w, r) { // the ledger finds out who asks first
+		e.answer(w, r, to)
+	}
+	return true
+}
+
+func (e *Endpoints) has(at endpoint) bool {
+	switch at {
+	case endpointProblems:
+		return true
+	case endpointPolicy, endpointExecutions:
+		return e.Policy != nil
+	}
+	return e.Open != nil
+}
+
+func (e *Endpoints) answer(w http.ResponseWriter, r *http.Request, to route) {
+	a := responder{w, r}
+	switch to.endpoint {
+	case endpointProblems:
+		servePage(w, r, to.name)
+	case endpointPolicy:
+		a.writePublic(http.StatusOK, "application/json", "", indented(e.Policy(e.Mount(r))))
+	case endpointHealth:
+		state, ready := e.Health()
+		status := http.StatusServiceUnavailable
+		if ready {
+			status = http.StatusOK
+		}
+		a.writePublic(status, "application/json", "no-store", []byte(`{"status":"`+state+"\"}\n"))
+	case endpointKeys:
+		e.keys(a)
+	default:
+		if err := e.ask(a, to); err != nil && r.Context().Err() == nil {
+			e.refuse(a, to, err)
+		}
+	}
+}
+
+// keys answers with the keys that verify the gateway's tokens. They are public.
+func (e *Endpoints) keys(a responder) {
+	set, err := e.Keys()
+	var p *Problem
+	switch {
+	case errors.As(err, &p):
+		e.Write(a.w, a.r, p)
+	case err != nil:
+		http.Error(a.w, "The keys cannot be shown.", http.StatusInternalServerError)
+	case set == nil:
+		http.Error(a.w, "This gateway has no identity: it issues no tokens.", http.StatusNotFound)
+	default:
+		a.writePublic(http.StatusOK, "application/jwk-set+json", "public, max-age=300", set)
+	}
+}
+
+// ask answers what is different for each caller.
+func (e *Endpoints) ask(a responder, to route) error {
+	if to.endpoint == endpointExecutions {
+		return e.executions(a)
+	}
+	g, err := e.Open()
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	switch {
+	case to.endpoint == endpointCircuits:
+		doc, err := g.Circuits(a.r)
+		if err != nil {
+			return err
+		}
+		a.writePublic(http.StatusOK, "application/json", "no-store", indented(doc))
+		return nil
+	case to.rollback():
+		if g.Rollbacks == nil {
+			http.Error(a.w, "This gateway has no identity, and so no checkpoints that could be rolled back.", http.StatusNotFound)
+			return nil
+		}
+		return g.Rollbacks.serve(a, to)
+	case g.Ledger == nil:
+		http.Error(a.w, "This gateway has no identity, and so no ledger.", http.StatusNotFound)
+		return nil
+	}
+	who, err := g.Reader(a.r)
+	if err != nil {
+		return err
+	}
+	return g.Ledger.serve(a, to, who)
+}
+
+// refuse answers with a problem.
+func (e *Endpoints) refuse(a responder, to route, err error) {
+	p := problemOf(err, NewProblem(StoreUnavailable, "The gateway's store cannot be opened."))
+	a.w.Header().Set(headerExecutionStatus, "refused")
+	if p.Kind() == AuthenticationRequired {
+		a.w.Header().Set("WWW-Authenticate", e.Challenge)
+	}
+	message := "request refused"
+	if to.endpoint == endpointExecutions {
+		message = "a question about an execution could not be answered"
+	}
+	e.Refused(p, message)
+	e.Write(a.w, a.r, p)
+}
+
+// indented is a document as JSON. The documents of the gateway always marshal.
+func indented(doc any) []byte {
+	body, err := json.MarshalIndent(doc, "", "  ")
+	if err != nil {
+		panic("api: " + err.Error())
+	}
+	return append(body, '\n')
+}

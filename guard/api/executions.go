@@ -1,0 +1,450 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+const (
+	headerExecutionID     = "Execution-Id"
+	headerExecutionStatus = "Execution-Status"
+	headerReplayed        = "Idempotent-Replayed"
+)
+
+// Answer is the answer to an execution, recorded or still growing.
+type Answer struct {
+	Head *execution.Head
+	Body io.Reader
+	// Trailer is asked once Body has ended.
+	Trailer func() map[string][]string
+	// Live says that the answer is still growing.
+	Live bool
+}
+
+// executionsRequest asks about the executions that a caller has named with one id. It
+// executes nothing and claims no key.
+type executionsRequest struct {
+	*Endpoints
+	*Gateway
+	responder
+	question
+	caller execution.CallerHash
+
+	patience context.Context // over with the time to wait, the client's leaving, or an exit
+}
+
+// executions answers the questions of callers about their executions.
+func (e *Endpoints) executions(a responder) error {
+	q := &executionsRequest{Endpoints: e, responder: a}
+	err := q.serve()
+	if err == nil || a.r.Context().Err() != nil {
+		return err
+	}
+	var p *Problem
+	if errors.As(err, &p) {
+		p.Cause = nil // only what the store does wrong is logged
+	} else {
+		p = NewProblem(StoreUnavailable, "The gateway's store does not answer.")
+		p.Cause = err
+	}
+	p.Doubtful = true // nothing is said here of what was executed
+	if p.ExecutionID = q.id; q.id != "" {
+		a.w.Header().Set(headerExecutionID, q.id)
+	}
+	return p
+}
+
+// serve answers. Callers without any credential share their ids, and see nothing (P3).
+func (q *executionsRequest) serve() error {
+	g, err := q.Open()
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	q.Gateway = g
+	who, err := q.Reader(q.r)
+	if err != nil {
+		return err
+	}
+	if who.Anonymous {
+		return NewProblem(AuthenticationRequired, "Send the credential that the call was made with.")
+	}
+	q.caller = who.Caller
+	if q.question, err = parseQuestion(q.r.URL); err != nil {
+		return err
+	}
+	var cancel context.CancelFunc
+	q.patience, cancel = until(q.r.Context(), q.Waits, q.wait)
+	defer cancel()
+	if q.output {
+		return q.serveOutput()
+	}
+	all, err := q.settled()
+	if err != nil {
+		return err
+	}
+	return q.writeList(http.StatusOK, all)
+}
+
+// find returns the executions in question, the youngest first. Other guards may name
+// callers in another way, and so may other sites of this one: what they have recorded
+// is not shown (P3).
+func (q *executionsRequest) find() ([]execution.Recorded, error) {
+	all, err := q.Executions.ByID(q.r.Context(), q.caller, q.id)
+	if err != nil {
+		return nil, err
+	}
+	host := strings.ToLower(q.r.Host)
+	all = slices.DeleteFunc(all, func(e execution.Recorded) bool {
+		return e.Record.Guard != q.Name || e.Record.Host != host || !q.concerns(&e)
+	})
+	if len(all) == 0 {
+		return nil, NewProblem(executionUnknown, "At this route and host, for the caller that asks.")
+	}
+	slices.SortFunc(all, func(a, b execution.Recorded) int {
+		if c := b.Record.Created.Compare(a.Record.Created); c != 0 {
+			return c
+		}
+		return slices.Compare(a.Key[:], b.Key[:])
+	})
+	return all, nil
+}
+
+// settled is find once none of the executions runs any more, or when the wait is over.
+func (q *executionsRequest) settled() ([]execution.Recorded, error) {
+	for {
+		all, err := q.find()
+		if err != nil {
+			return nil, err
+		}
+		running := slices.IndexFunc(all, func(e execution.Recorded) bool {
+			return e.Status == execution.RunningHere || e.Status == execution.RunningElsewhere
+		})
+		if running < 0 || q.patience.Err() != nil {
+			return all, nil
+		}
+		if err := q.await(all[running].Key); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// await waits for the end of an execution, for as long as there is time.
+func (q *executionsRequest) await(key execution.Key) error {
+	err := q.Executions.Await(q.patience, key)
+	if err != nil && q.patience.Err() != nil {
+		return q.r.Context().Err()
+	}
+	return err
+}
+
+// question is what a caller asks about its executions.
+type question struct {
+	id     string
+	output bool // the answer, not the state
+	wait   time.Duration
+
+	// What narrows it, where the id was used more than once. Empty is any.
+	key, method, path string
+}
+
+// concerns reports whether an execution with the id is meant.
+func (q *question) concerns(e *execution.Recorded) bool {
+	return (q.key == "" || q.key == e.Key.Hex()) &&
+		(q.method == "" || q.method == e.Record.Method) &&
+		(q.path == "" || q.path == e.Record.Path)
+}
+
+// parseQuestion reads a URL below ExecutionsPath.
+func parseQuestion(u *url.URL) (question, error) {
+	var q question
+	name, rest, more := strings.Cut(strings.TrimPrefix(u.EscapedPath(), ExecutionsPath), "/")
+	if more && rest != "output" {
+		return q, badParameter("Below an id there is only /output. A slash that belongs to the id is written as %2F.")
+	}
+	q.output = more
+	id, err := url.PathUnescape(name)
+	if err != nil {
+		return q, badParameter("The id is not percent-encoded correctly.")
+	}
+	// In quotes as in a header field, or bare. A comma is no list here.
+	if strings.HasPrefix(id, `"`) {
+		id, err = execution.ParseID([]string{id})
+	} else {
+		err = execution.CheckID(id)
+	}
+	if err != nil {
+		text := err.Error()
+		return q, NewProblem(ExecutionIDInvalid, strings.ToUpper(text[:1])+text[1:]+".")
+	}
+	q.id = id
+	values, err := url.ParseQuery(u.RawQuery)
+	if err != nil {
+		return q, badParameter(badQuery)
+	}
+	q.key, q.method, q.path = strings.ToLower(values.Get("key")), values.Get("method"), values.Get("path")
+	if values.Has("wait") {
+		if q.wait, err = parseWait(values.Get("wait")); err != nil {
+			return q, err
+		}
+	}
+	return q, nil
+}
+
+// parseWait reads a duration, or a number of seconds. What is too long is as long as
+// is allowed.
+func parseWait(text string) (time.Duration, error) {
+	wait, err := time.ParseDuration(text)
+	if seconds, notSeconds := strconv.ParseUint(text, 10, 64); notSeconds == nil {
+		wait, err = time.Duration(min(seconds, uint64(LongestQuestion/time.Second)))*time.Second, nil
+	}
+	if err != nil || wait < 0 {
+		return 0, badParameter(badWait)
+	}
+	return min(wait, LongestQuestion), nil
+}
+
+// ExecutionPath is where a caller asks about its executions with an id. The quoted form
+// keeps apart what would be read as something else.
+func ExecutionPath(id string) string {
+	if id == "." || id == ".." || strings.HasPrefix(id, `"`) {
+		id = `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(id) + `"`
+	}
+	return ExecutionsPath + url.PathEscape(id)
+}
+
+// executionsDocument are the executions that a caller has named with one id. Its members
+// are an API.
+type executionsDocument struct {
+	ExecutionID string            `json:"execution_id"`
+	Executions  []executionStatus `json:"executions"` // the youngest first
+}
+
+type executionStatus struct {
+	Key      string `json:"key"`
+	Method   string `json:"method"`
+	Path     string `json:"path"`
+	Action   string `json:"action"`
+	Workflow string `json:"workflow,omitempty"`
+	State    string `json:"state"`
+	// Cause is why it is in doubt.
+	Cause   string    `json:"cause,omitempty"`
+	Created time.Time `json:"created"`
+	// Deadline is when it ends at the latest, while it runs.
+	Deadline time.Time `json:"deadline,omitzero"`
+	Settled  time.Time `json:"settled,omitzero"`
+	// Status is that of the upstream's answer.
+	Status int              `json:"status,omitempty"`
+	Result *executionResult `json:"result,omitempty"`
+	// Replayable says that a retry gets the recorded answer, and so does OutputURL.
+	Replayable bool   `json:"replayable"`
+	SafeNewKey bool   `json:"safe_new_key"`
+	OutputURL  string `json:"output_url"`
+}
+
+// executionResult is what is known of a completed execution's answer.
+type executionResult struct {
+	// Kept says that the answer was recorded.
+	Kept bool `json:"kept"`
+	// Expires is until when it can be replayed.
+	Expires time.Time `json:"expires,omitzero"`
+}
+
+func describeExecution(mount, id string, e *execution.Recorded) executionStatus {
+	r := e.Record
+	running := e.Status == execution.RunningHere || e.Status == execution.RunningElsewhere
+	s := executionStatus{
+		Key: e.Key.Hex(), Method: r.Method, Path: r.Path, Action: r.Action, Workflow: r.Workflow,
+		State: e.State().String(), Created: r.Created.UTC(), Status: r.Status,
+		Replayable: e.Status == execution.Replayable,
+		SafeNewKey: e.Status == execution.RolledBack,
+		OutputURL:  mount + ExecutionPath(id) + "/output?key=" + e.Key.Hex(),
+	}
+	switch {
+	case running:
+		s.Deadline = r.Deadline.UTC()
+	case e.Status == execution.Doubtful:
+		s.Cause = string(r.Cause)
+	}
+	if !r.Settled.IsZero() {
+		s.Settled = r.Settled.UTC()
+	}
+	if r.State == execution.StateCompleted {
+		s.Result = &executionResult{Kept: r.Result.Kept}
+		if r.Result.Kept {
+			s.Result.Expires = r.Result.Expires.UTC()
+		}
+	}
+	return s
+}
+
+// writeList answers with the state of the executions.
+func (q *executionsRequest) writeList(status int, all []execution.Recorded) error {
+	doc := executionsDocument{ExecutionID: q.id, Executions: make([]executionStatus, len(all))}
+	mount := q.Mount(q.r)
+	for i := range all {
+		doc.Executions[i] = describeExecution(mount, q.id, &all[i])
+	}
+	return q.writeJSON(status, doc)
+}
+
+// serveOutput answers with the answer of the one execution in question, as a retry of
+// the call would, or with the list where there are several.
+func (q *executionsRequest) serveOutput() error {
+	for {
+		all, err := q.find()
+		if err != nil {
+			return err
+		}
+		if len(all) > 1 {
+			return q.writeList(http.StatusMultipleChoices, all)
+		}
+		again, err := q.give(&all[0])
+		if !again || err != nil {
+			return err
+		}
+	}
+}
+
+// give answers with the result of an execution. It reports that the execution has moved
+// on in the meantime, and must be looked up again.
+func (q *executionsRequest) give(e *execution.Recorded) (again bool, err error) {
+	switch e.Status {
+	case execution.RunningHere:
+		if q.patience.Err() != nil {
+			return false, q.problem(InProgress, "It has not answered yet.", execution.StateSending)
+		}
+		return q.follow(e)
+	case execution.RunningElsewhere:
+		if q.patience.Err() != nil {
+			return false, q.problem(InProgress, "It runs on another node.", execution.StateSending)
+		}
+		return true, q.await(e.Key)
+	case execution.Replayable:
+		return false, q.replay(e)
+	case execution.ResultExpired:
+		return false, q.problem(ResultExpired, "The result was kept until "+
+			e.Record.Result.Expires.UTC().Format(time.RFC3339)+".", execution.StateCompleted)
+	case execution.RolledBack:
+		return false, q.problem(RolledBack, "It was undone.", execution.StateRolledBack)
+	case execution.Doubtful:
+		return false, q.problem(InDoubt, "Cause: "+string(e.Record.Cause)+".", execution.StateInDoubt)
+	default:
+		return false, q.unavailable()
+	}
+}
+
+func (q *executionsRequest) unavailable() error {
+	return q.problem(ResultUnavailable, "The call was executed.", execution.StateCompleted)
+}
+
+func (q *executionsRequest) problem(k Kind, detail string, state execution.State) error {
+	p := NewProblem(k, detail)
+	p.State = state.String()
+	if k == InProgress || k == InDoubt {
+		p.StatusURL = ExecutionPath(q.id)
+	}
+	return p
+}
+
+// replay gives the recorded answer.
+func (q *executionsRequest) replay(e *execution.Recorded) error {
+	ctx := q.r.Context()
+	result, err := q.Executions.Result(ctx, e.Key, e.Finding)
+	if errors.Is(err, execution.ErrResultUnavailable) {
+		return q.unavailable()
+	}
+	if err != nil {
+		return err
+	}
+	sent, err := q.play(e, Answer{
+		Head: &result.Head, Body: result.Body(ctx),
+		Trailer: func() map[string][]string { return result.Head.Trailer },
+	}, http.Header{headerExecutionStatus: {"replayed"}, headerReplayed: {"true"}})
+	switch {
+	case err == nil:
+		return nil
+	case sent:
+		panic(http.ErrAbortHandler) // the client must see that it is not whole
+	}
+	return q.unavailable()
+}
+
+// follow gives the answer of an execution that runs in this process, as it comes. The
+// wait is for its first byte. An answer that is cut before anything of it was sent
+// leaves the place to what is recorded then.
+func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error) {
+	follower := e.Flight.Follow()
+	if follower == nil {
+		select {
+		case <-e.Flight.Done():
+			return true, nil
+		default:
+			return false, q.problem(ResultUnavailable,
+				"The call is running; its answer is too large to be kept.", execution.StateSending)
+		}
+	}
+	defer follower.Close()
+	head, err := follower.Head(q.patience)
+	if err != nil { // it has ended without an answer, or the time is over
+		return true, q.r.Context().Err()
+	}
+	sent, err := q.play(e, Answer{
+		Head: head, Body: followed{q.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
+	}, http.Header{headerExecutionStatus: {"attached"}})
+	switch {
+	case err == nil:
+		return false, nil
+	case sent:
+		panic(http.ErrAbortHandler)
+	}
+	return true, nil
+}
+
+// followed makes a follower an io.Reader.
+type followed struct {
+	ctx context.Context
+	f   *execution.Follower
+}
+
+func (f followed) Read(p []byte) (int, error) { return f.f.Read(f.ctx, p) }
+
+func (q *executionsRequest) play(e *execution.Recorded, a Answer, marks http.Header) (sent bool, err error) {
+	marks[headerExecutionID] = []string{q.id}
+	return q.Play(&outputWriter{ResponseWriter: q.w, bodiless: e.Record.Method == http.MethodHead}, q.r, a, marks)
+}
+
+// outputWriter gives an answer to a GET that was recorded of another method: nobody
+// may keep it (P3), and the length of a HEAD's is that of a body which never came.
+type outputWriter struct {
+	http.ResponseWriter
+	bodiless bool
+}
+
+// WriteHeader sends the header.
+func (w *outputWriter) WriteHeader(status int) {
+	h := w.Header()
+	for name := range h {
+		// Some caches take a field of their own for more than Cache-Control.
+		if strings.HasSuffix(name, "-Cache-Control") || name == "Surrogate-Control" {
+			delete(h, name)
+		}
+	}
+	protect(h)
+	if w.bodiless {
+		h.Del("Content-Length")
+	}
+	w.ResponseWriter.WriteHeader(status)
+}
+
+// Unwrap is for http.ResponseController.
+func (w *outputWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }

@@ -1,0 +1,67 @@
+package api
+
+import (
+	"errors"
+	"net/url"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+// Whatever the id, the path that the gateway makes of it leads back to it.
+func FuzzIDInAPath(f *testing.F) {
+	for _, id := range []string{"order-7", "a/b", "..", ".", `"`, `"\`, `"a"`, "%2F", "a?b#c;d&e=f", "output", "~!*'()"} {
+		f.Add(id)
+	}
+	f.Fuzz(func(t *testing.T, id string) {
+		if execution.CheckID(id) != nil {
+			return
+		}
+		for suffix, output := range map[string]bool{"": false, "/output": true, "/output?key=ab": true} {
+			u, err := url.Parse(ExecutionPath(id) + suffix)
+			if err != nil {
+				t.Fatalf("%q: %v", id, err)
+			}
+			q, err := parseQuestion(u)
+			if err != nil || q.id != id || q.output != output {
+				t.Errorf("%q: %+v, %v", id, q, err)
+			}
+		}
+	})
+}
+
+// Whatever is asked, it is read or refused with a 400, and no wait is too long.
+func FuzzExecutionQuestion(f *testing.F) {
+	for _, text := range []string{"a", "a/output", "a?wait=30s", "a?wait=60", "%", "a?wait=-1", "a/b", "%22a%22", "a?key=AB&method=POST&path=%2Fx", "a?wait=9e9h"} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		u, err := url.Parse(ExecutionsPath + text)
+		if err != nil {
+			return
+		}
+		q, err := parseQuestion(u)
+		var p *Problem
+		switch {
+		case err == nil:
+			if execution.CheckID(q.id) != nil || q.wait < 0 || q.wait > LongestQuestion {
+				t.Errorf("%q is read as %+v", text, q)
+			}
+		case !errors.As(err, &p) || p.Kind().Status != 400:
+			t.Errorf("%q: %v", text, err)
+		}
+	})
+}
+
+// A wait is a duration or a number of seconds, and bounded.
+func TestExecutionWait(t *testing.T) {
+	for text, want := range map[string]time.Duration{
+		"0": 0, "30": 30 * time.Second, "30s": 30 * time.Second, "1m": time.Minute, "250ms": 250 * time.Millisecond,
+		"61": time.Minute, "24h": time.Minute, "18446744073709551615": time.Minute,
+	} {
+		if got, err := parseWait(text); err != nil || got != want {
+			t.Errorf("%s: %v, %v", text, got, err)
+		}
+	}
+}

@@ -1,0 +1,738 @@
+package api_test
+
+import (
+	"context"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"iter"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"golang.org/x/mod/sumdb/note"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	. "github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+const (
+	origin   = "gateway.example/ledger"
+	gateway  = "spiffe://example.com/gateway"
+	alice    = "spiffe://example.com/agent/alice"
+	bob      = "spiffe://example.com/agent/bob"
+	mallory  = "spiffe://example.com/agent/mallory"
+	flow     = "a0b1c2d3-e4f5-6789-abcd-ef0123456789"
+	foreign  = "b0b1c2d3-e4f5-6789-abcd-ef0123456789"
+	nowhere  = "c0b1c2d3-e4f5-6789-abcd-ef0123456789"
+	basePath = "/.well-known/cascade/"
+)
+
+// caller is the keyed hash of a caller without tokens.
+var caller = [16]byte{1, 2, 3}
+
+// gate is a Ledger over a real ledger, with tokens that are really signed.
+type gate struct {
+	*Ledger
+	t       *testing.T
+	log     *ledger.Log
+	logs    ledger.Options
+	store   fragile
+	keys    note.Verifiers
+	issuers map[string]*ect.Issuer
+	// onRecord comes before a recording, and can refuse it.
+	onRecord func([]*ect.Token) error
+	verified int
+	recorded int
+	released chan struct{}
+	release  func()
+	// outcomes are the ids of what came of calls, by their checkpoints; derived are these ids,
+	// which the log has no links of.
+	outcomes, derived sync.Map
+}
+
+func newGate(t *testing.T, change ...func(*LedgerOptions)) *gate {
+	t.Helper()
+	private, public, err := note.GenerateKey(nil, "gateway.example")
+	if err != nil {
+		t.Fatal(err)
+	}
+	signer, err := note.NewSigner(private)
+	if err != nil {
+		t.Fatal(err)
+	}
+	verifier, err := note.NewVerifier(public)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := &gate{t: t, keys: note.VerifierList(verifier), issuers: make(map[string]*ect.Issuer), released: make(chan struct{})}
+	g.release = sync.OnceFunc(func() { close(g.released) })
+	g.store.Store = memory.New(memory.Options{})
+	g.logs = ledger.Options{
+		Store: &g.store, Sealer: seal.Generate(), Origin: origin,
+		HeadSigner: signer, HeadKeys: g.keys, BatchDelay: -1, Sign: refuser{g.released}.Sign,
+		Links: func(e *ledger.Event) []string {
+			if _, derived := g.derived.Load(e.ID); derived {
+				return nil
+			}
+			return e.Parents
+		},
+	}
+	g.log = g.open(origin)
+	var sources []ect.Source
+	for _, identity := range []string{gateway, alice, bob, mallory} {
+		ring, err := ect.GenerateRing(ect.ES256)
+		if err != nil {
+			t.Fatal(err)
+		}
+		owner, err := ect.ParseOwner(identity)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if g.issuers[identity], err = ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: ring}); err != nil {
+			t.Fatal(err)
+		}
+		sources = append(sources, ring.Source(owner))
+	}
+	policy, err := ect.NewVerifier(ect.Policy{Audience: []string{gateway}, Sources: sources})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := LedgerOptions{
+		Log: g.log, HeadKey: public, Identities: []string{gateway},
+		Verify: func(r *http.Request, raws []string) ([]*ect.Token, error) {
+			g.verified++
+			return policy.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now()})
+		},
+		Record: g.keep,
+		Outcomes: func(e *ledger.Entry) []string {
+			if id, there := g.outcomes.Load(e.ID); there {
+				return []string{id.(string)}
+			}
+			return nil
+		},
+	}
+	for _, c := range change {
+		c(&o)
+	}
+	g.Ledger = NewLedger(o)
+	return g
+}
+
+// open starts a log in the store: this node's, or another's.
+func (g *gate) open(origin string) *ledger.Log {
+	g.t.Helper()
+	o := g.logs
+	o.Origin = origin
+	log, err := ledger.Open(g.t.Context(), o)
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	log.Start()
+	g.t.Cleanup(func() {
+		g.release()
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if err := log.Close(ctx); err != nil {
+			g.t.Error(err)
+		}
+	})
+	return log
+}
+
+// fragile is a store that cannot be read while it is broken.
+type fragile struct {
+	onWatch func() // comes after each Watch; nil is none
+	store.Store
+	broken atomic.Bool
+}
+
+var errBroken = errors.New("broken")
+
+func (s *fragile) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	if s.broken.Load() {
+		return store.Entry{}, errBroken
+	}
+	return s.Store.Get(ctx, key)
+}
+
+func (s *fragile) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	if s.broken.Load() {
+		return func(yield func(store.Entry, error) bool) { yield(store.Entry{}, errBroken) }
+	}
+	return s.Store.Scan(ctx, r)
+}
+
+// refuser makes no token of anything, and of what is "held" only when it is released.
+type refuser struct{ released <-chan struct{} }
+
+func (s refuser) Sign(ctx context.Context, e ledger.Event) ([]byte, error) {
+	if string(e.Payload) == "held" {
+		select {
+		case <-s.released:
+		case <-ctx.Done():
+		}
+	}
+	return nil, ledger.ErrRefused
+}
+
+func (g *gate) keep(ctx context.Context, tokens []*ect.Token) error {
+	if g.onRecord != nil {
+		if err := g.onRecord(tokens); err != nil {
+			return err
+		}
+	}
+	g.recorded++
+	return g.log.Append(ctx, events(tokens...))
+}
+
+func events(tokens ...*ect.Token) []ledger.Event {
+	var all []ledger.Event
+	for _, t := range tokens {
+		all = append(all, ledger.Event{
+			ID: t.ID(), Workflow: t.Workflow(), Action: t.Action(), Issuer: t.Issuer(), Parents: t.Parents(),
+			Time: t.IssuedAt(), Payload: []byte(t.Raw()),
+		})
+	}
+	return all
+}
+
+// token is a token that is not recorded.
+func (g *gate) token(issuer string, c ect.Claims) *ect.Token {
+	g.t.Helper()
+	c.Audience = []string{gateway, bob}
+	token, err := g.issuers[issuer].Issue(time.Now(), c)
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	return token
+}
+
+// add records a token of a workflow and waits for its place.
+func (g *gate) add(issuer, wid, action string, ext *ect.ExtBuilder, parents ...*ect.Token) *ect.Token {
+	g.t.Helper()
+	token := g.token(issuer, ect.Claims{Workflow: wid, Action: action, Ext: ext, Parents: idsOf(parents)})
+	g.put(events(token)...)
+	return token
+}
+
+// outcome records what came of the call of a checkpoint, as the gateway does.
+func (g *gate) outcome(wid string, by [16]byte, checkpoint *ect.Token) *ect.Token {
+	g.t.Helper()
+	token := g.token(gateway, ect.Claims{Workflow: wid, Action: "pay", Ext: ofCall("completed", by), Parents: append(checkpoint.Parents(), checkpoint.ID())})
+	g.outcomes.Store(checkpoint.ID(), token.ID())
+	g.derived.Store(token.ID(), true)
+	g.put(events(token)...)
+	return token
+}
+
+// hold keeps what is recorded from now on from getting its place, until it is released.
+func hold(t *testing.T, g *gate) {
+	t.Helper()
+	held := ledger.Event{ID: "held", Workflow: flow, Action: "act", Issuer: gateway, Payload: []byte("held"), Unsigned: true}
+	if err := g.log.Append(t.Context(), []ledger.Event{held}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// put records events and waits for their place.
+func (g *gate) put(all ...ledger.Event) {
+	g.t.Helper()
+	if err := g.log.Append(g.t.Context(), all); err != nil {
+		g.t.Fatal(err)
+	}
+	for _, e := range all {
+		if _, err := g.log.Wait(g.t.Context(), e.Workflow, e.ID); err != nil {
+			g.t.Fatal(err)
+		}
+	}
+}
+
+func idsOf(tokens []*ect.Token) []string {
+	var ids []string
+	for _, t := range tokens {
+		ids = append(ids, t.ID())
+	}
+	return ids
+}
+
+func ext() *ect.ExtBuilder { return &ect.ExtBuilder{} }
+
+// ofCall are the members of the gateway's node of a call.
+func ofCall(outcome string, by [16]byte) *ect.ExtBuilder {
+	return ext().Text("agent_guard.outcome", outcome).Int(evidence.MemberStatus, 201).Text("agent_guard.caller", hex.EncodeToString(by[:])).Text("agent_guard.execution", "e1")
+}
+
+func checkpointToken() *ect.ExtBuilder {
+	return ext().Bool(ect.MemberReversible, true).Text(ect.MemberRollbackURI, "https://gateway.example/rollback").Int(ect.MemberTTL, 3600)
+}
+
+func anError(of *ect.Token) ect.Claims {
+	return ect.Claims{
+		Workflow: of.Workflow(), Action: "error", Parents: []string{of.ID()},
+		Ext: ext().Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "action_failed").Text(ect.MemberCheckpointID, ""),
+	}
+}
+
+// The readers.
+var (
+	asAlice   = evidence.Reader{Issuer: alice}
+	asMallory = evidence.Reader{Issuer: mallory, Caller: [16]byte{9}}
+	asCaller  = evidence.Reader{Caller: caller}
+	anonymous = evidence.Reader{Anonymous: true}
+)
+
+// reply is an answer.
+type reply struct {
+	*httptest.ResponseRecorder
+	t *testing.T
+}
+
+// do sends a request, and writes problems as the gateway does.
+func (g *gate) do(r *http.Request, who evidence.Reader) reply {
+	g.t.Helper()
+	w := httptest.NewRecorder()
+	if !g.serve(w, r, who) {
+		g.t.Fatalf("%s is not handled", r.URL)
+	}
+	return reply{w, g.t}
+}
+
+// serve answers through the endpoints; false is for foreign paths.
+func (g *gate) serve(w http.ResponseWriter, r *http.Request, who evidence.Reader) bool {
+	return endpoints(Gateway{
+		Ledger: g.Ledger, Reader: func(*http.Request) (evidence.Reader, error) { return who, nil },
+	}).Serve(w, r)
+}
+
+// endpoints are those of a site with nothing but what g has.
+func endpoints(g Gateway) *Endpoints {
+	g.Close = func() {}
+	return &Endpoints{
+		Open: func() (*Gateway, error) { return &g, nil }, Refused: func(*Problem, string) {},
+		Write: func(w http.ResponseWriter, _ *http.Request, p *Problem) { p.Write(w) },
+	}
+}
+
+func (g *gate) get(path string, who evidence.Reader) reply {
+	g.t.Helper()
+	return g.do(httptest.NewRequestWithContext(g.t.Context(), http.MethodGet, basePath+path, nil), who)
+}
+
+// post sends tokens in the body, as JSON where there are several.
+func (g *gate) post(who evidence.Reader, raws ...string) reply {
+	g.t.Helper()
+	body, kind := "", ect.Draft00.MediaType()
+	if len(raws) == 1 {
+		body = raws[0]
+	} else {
+		text, err := json.Marshal(raws)
+		if err != nil {
+			g.t.Fatal(err)
+		}
+		body, kind = string(text), "application/json"
+	}
+	r := httptest.NewRequestWithContext(g.t.Context(), http.MethodPost, basePath+"errors", strings.NewReader(body))
+	r.Header.Set("Content-Type", kind)
+	return g.do(r, who)
+}
+
+// read reads the answer as a document.
+func (r reply) read(status int, doc any) {
+	r.t.Helper()
+	if r.Code != status {
+		r.t.Fatalf("status %d, want %d: %s", r.Code, status, r.Body)
+	}
+	if err := json.Unmarshal(r.Body.Bytes(), doc); err != nil {
+		r.t.Fatalf("%v: %s", err, r.Body)
+	}
+}
+
+// private holds that nobody keeps the answer.
+func (r reply) private() {
+	r.t.Helper()
+	if r.Header().Get("Cache-Control") != "no-store" || r.Header().Get("Content-Length") != fmt.Sprint(r.Body.Len()) {
+		r.t.Errorf("header %v of %d bytes", r.Header(), r.Body.Len())
+	}
+}
+
+// same holds that two answers do not differ in anything.
+func same(t *testing.T, what string, a, b reply) {
+	t.Helper()
+	if a.Code != b.Code || a.Body.String() != b.Body.String() || fmt.Sprint(a.Header()) != fmt.Sprint(b.Header()) {
+		t.Errorf("%s: %d %v %s\n%d %v %s", what, a.Code, a.Header(), a.Body, b.Code, b.Header(), b.Body)
+	}
+}
+
+func sorted(list []string) []string {
+	list = slices.Clone(list)
+	slices.Sort(list)
+	return list
+}
+
+func (s *fragile) Watch(key []byte) (<-chan struct{}, func()) {
+	changed, cancel := s.Store.Watch(key)
+	if s.onWatch != nil {
+		s.onWatch()
+	}
+	return changed, cancel
+}
+
+const (
+	coordinator = "spiffe://example.com/agent/coordinator"
+
+	point   = "c1b1c2d3-e4f5-6789-abcd-ef0123456789" // alice's checkpoint, in flow
+	taken   = "a2b1c2d3-e4f5-6789-abcd-ef0123456789" // the action that point was made for
+	failure = "e1b1c2d3-e4f5-6789-abcd-ef0123456789" // an error, in flow
+	askedID = "f1b1c2d3-e4f5-4789-abcd-ef0123456789"
+)
+
+// fake is a coordinator that accepts what alice asks for about point, with the contract of
+// the real one, and tokens in maps.
+type fake struct {
+	mu        sync.Mutex
+	accepted  map[string]rollback.Request
+	done      map[string]*rollback.Rollback
+	plans     int
+	executed  int
+	refusals  int                        // of Execute
+	fail      error                      // of Plan
+	result    func(*rollback.Rollback)   // what it ends with; nil never ends
+	bound     map[string]evidence.Use    // by workflow and id
+	digests   map[string][32]byte        // of those
+	entered   []string                   // ids
+	onExecute func(rollback.Request)     // before it is accepted
+	drafted   *rollback.Draft            // the last one
+	asDrafted bool                       // what was accepted last
+	waited    chan struct{}              // gets one for each Wait
+	readers   map[string]map[string]bool // who is linked to which id
+}
+
+func newFake() *fake {
+	return &fake{
+		accepted: map[string]rollback.Request{}, done: map[string]*rollback.Rollback{},
+		bound: map[string]evidence.Use{}, digests: map[string][32]byte{}, waited: make(chan struct{}, 100),
+		result:  func(r *rollback.Rollback) { r.Status = rollback.Completed },
+		readers: map[string]map[string]bool{alice: {point: true}},
+	}
+}
+
+func (f *fake) Draft(_ context.Context, r rollback.Request) (*rollback.Draft, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.plans++
+	if f.fail != nil {
+		return nil, f.fail
+	}
+	if r.Checkpoint != point || r.By != alice && !r.Coordinator {
+		return nil, rollback.ErrNotInWorkflow
+	}
+	if r.Unnamed && r.Error == "" {
+		return nil, rollback.ErrUnnamed
+	}
+	if r.Scope == rollback.FullWorkflow && !r.Coordinator {
+		return nil, &rollback.ScopeError{Scope: r.Scope}
+	}
+	f.drafted = &rollback.Draft{Request: r}
+	return f.drafted, nil
+}
+
+type binding struct {
+	token *ect.Token
+	use   evidence.Use
+}
+
+var (
+	bindingsMu sync.Mutex
+	bindings   = map[string]binding{}
+)
+
+func (f *fake) Accept(ctx context.Context, d *rollback.Draft, writes ...store.Write) (*rollback.Rollback, error) {
+	r := d.Request
+	if f.onExecute != nil {
+		f.onExecute(r)
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if before, ok := f.accepted[r.ID]; ok {
+		before.Token, r.Token, before.Error, r.Error, before.Unnamed, r.Unnamed = "", "", "", "", false, false
+		if before != r {
+			return nil, rollback.ErrMismatch
+		}
+		return f.done[r.ID], nil
+	}
+	if f.fail != nil {
+		f.refusals++
+		return nil, f.fail
+	}
+	for _, w := range writes {
+		bindingsMu.Lock()
+		bound := bindings[string(w.Key)]
+		bindingsMu.Unlock()
+		if _, taken := f.bound[name(bound.token)]; taken {
+			return nil, fmt.Errorf("commit: %w", &store.Conflict{Key: w.Key})
+		}
+		f.bound[name(bound.token)], f.digests[name(bound.token)] = bound.use, bound.token.Digest()
+	}
+	f.executed++
+	f.accepted[r.ID], f.asDrafted = r, d == f.drafted
+	made := &rollback.Rollback{
+		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
+		Requester: r.By, State: rollback.Executing, Asked: time.Now(), Start: "start-" + r.ID,
+	}
+	f.done[r.ID] = made
+	return made, ctx.Err()
+}
+
+func (f *fake) Get(_ context.Context, id string) (*rollback.Rollback, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if r, ok := f.done[id]; ok {
+		seen := *r
+		return &seen, nil
+	}
+	return nil, rollback.ErrUnknown
+}
+
+// finish ends a rollback.
+func (f *fake) finish(id string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	r := *f.done[id]
+	r.State, r.Finished, r.Complete = rollback.Finished, time.Now(), "complete-"+id
+	r.Steps = []rollback.Step{{Checkpoint: point, Agent: alice, State: rollback.StepDone, Status: rollback.Completed, What: rollback.Undo, HTTPStatus: 200, Attempts: 1}}
+	f.result(&r)
+	f.done[id] = &r
+}
+
+func (f *fake) Wait(ctx context.Context, id string) (*rollback.Rollback, error) {
+	f.waited <- struct{}{}
+	if f.result == nil {
+		<-ctx.Done()
+		r, _ := f.Get(context.Background(), id)
+		return r, ctx.Err()
+	}
+	f.finish(id)
+	return f.Get(ctx, id)
+}
+
+func name(t *ect.Token) string { return t.Workflow() + "/" + t.ID() }
+
+func (f *fake) Recorded(_ context.Context, t *ect.Token, use evidence.Use) (evidence.TokenStatus, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	before, ok := f.bound[name(t)]
+	switch {
+	case !ok:
+		return evidence.Unused, nil
+	case before == use && f.digests[name(t)] == t.Digest():
+		return evidence.Same, nil
+	}
+	return evidence.Other, nil
+}
+
+func (f *fake) Enter(_ context.Context, all []*ect.Token) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, t := range all {
+		if !slices.Contains(f.entered, t.ID()) {
+			f.entered = append(f.entered, t.ID())
+		}
+	}
+	return nil
+}
+
+func (f *fake) Bound(_ context.Context, t *ect.Token, use evidence.Use) (store.Write, error) {
+	key := uuid.NewString()
+	bindingsMu.Lock()
+	defer bindingsMu.Unlock()
+	bindings[key] = binding{t, use}
+	return store.Write{Key: []byte(key)}, nil
+}
+
+func (f *fake) Bind(_ context.Context, t *ect.Token, use evidence.Use) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if before, ok := f.bound[name(t)]; ok && before != use {
+		return &ect.Error{Code: ect.CodeReplayed}
+	}
+	f.bound[name(t)], f.digests[name(t)] = use, t.Digest()
+	return nil
+}
+
+func (f *fake) Event(_ context.Context, workflow, id string) (ect.Event, bool, error) {
+	switch {
+	case workflow == flow && id == point:
+		return ect.EventCheckpoint, true, nil
+	case workflow == flow && id == failure:
+		return ect.EventError, true, nil
+	}
+	return "", false, nil
+}
+
+func (f *fake) For(_ context.Context, workflow, checkpoint string, ids []string) (bool, error) {
+	return workflow == flow && checkpoint == point && slices.Contains(ids, taken), nil
+}
+
+func (f *fake) Mine(_ context.Context, workflow, id string, who evidence.Reader) (bool, error) {
+	return workflow == flow && f.readers[who.Issuer][id], nil
+}
+
+func (f *fake) Raw(_ context.Context, _, id string) (string, error) { return "signed." + id, nil }
+
+func (f *fake) Result(_ context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error) {
+	token, err := issuerOf(gateway).Issue(time.Now(), ect.Claims{
+		Audience: []string{alice}, Workflow: r.Workflow, Action: string(ect.EventRollbackComplete), Parents: []string{request},
+		Vocabulary: v, Ext: new(ect.ExtBuilder).Text(ect.MemberStatus, string(r.Status)).Text(ect.MemberCheckpointID, r.Checkpoint),
+	})
+	if err != nil {
+		return "", err
+	}
+	return token.Raw(), nil
+}
+
+var issuers sync.Map
+
+func issuerOf(identity string) *ect.Issuer {
+	if i, ok := issuers.Load(identity); ok {
+		return i.(*ect.Issuer)
+	}
+	ring, err := ect.GenerateRing(ect.ES256)
+	if err != nil {
+		panic(err)
+	}
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: ring})
+	if err != nil {
+		panic(err)
+	}
+	i, _ := issuers.LoadOrStore(identity, issuer)
+	return i.(*ect.Issuer)
+}
+
+// claims are those of a request's token, which names point in its par and says no more. A
+// running gateway takes it so (TestCascadeFigure10Tokens).
+func claims(workflow string, more ...func(*ect.Claims)) ect.Claims {
+	c := ect.Claims{Audience: []string{gateway}, Workflow: workflow, Action: "rollback_request", Parents: []string{point}}
+	for _, m := range more {
+		m(&c)
+	}
+	return c
+}
+
+func parents(ids ...string) func(*ect.Claims) { return func(c *ect.Claims) { c.Parents = ids } }
+
+func in(v ect.Vocabulary) func(*ect.Claims) {
+	return func(c *ect.Claims) {
+		c.Vocabulary = v
+		if v == ect.ATD {
+			c.Ext = new(ect.ExtBuilder).Text(ect.MemberReason, "said in the token").Bool(ect.MemberCascade, true)
+		}
+	}
+}
+
+// saying is what the token says in its extensions.
+func saying(ext *ect.ExtBuilder) func(*ect.Claims) { return func(c *ect.Claims) { c.Ext = ext } }
+
+func issued(t *testing.T, by string, c ect.Claims) *ect.Token {
+	t.Helper()
+	token, err := issuerOf(by).Issue(time.Now(), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return token
+}
+
+// site is a Rollbacks over a fake.
+type site struct {
+	*fake
+	t      *testing.T
+	o      RollbackOptions
+	asking *Asker // who asks next
+	refuse error
+	reader evidence.Reader
+}
+
+func newSite(t *testing.T, change ...func(*RollbackOptions)) *site {
+	s := &site{fake: newFake(), t: t}
+	s.o = RollbackOptions{
+		Coordinator: s.fake, Tokens: s.fake, Limit: new(Limit), Rate: 60, Lineage: rollback.Ancestor,
+		Coordinators: []string{coordinator},
+		Ask:          func(*http.Request) (*Asker, error) { return s.asking, s.refuse },
+		Read:         func(*http.Request) (evidence.Reader, error) { return s.reader, s.refuse },
+	}
+	for _, c := range change {
+		c(&s.o)
+	}
+	return s
+}
+
+func (s *site) do(r *http.Request) reply {
+	s.t.Helper()
+	w := httptest.NewRecorder()
+	if !HandlesRollback(r) || !endpoints(Gateway{Rollbacks: NewRollbacks(s.o)}).Serve(w, r) {
+		s.t.Fatalf("%s is not handled", r.URL)
+	}
+	return reply{w, s.t}
+}
+
+// post asks on a path with a token.
+func (s *site) post(path, body string, token *ect.Token, header ...string) reply {
+	s.t.Helper()
+	s.asking = &Asker{Token: token, All: []*ect.Token{token}}
+	return s.send(path, body, header...)
+}
+
+func (s *site) send(path, body string, header ...string) reply {
+	s.t.Helper()
+	r := httptest.NewRequestWithContext(s.t.Context(), http.MethodPost, path, strings.NewReader(body))
+	for i := 0; i < len(header); i += 2 {
+		r.Header.Set(header[i], header[i+1])
+	}
+	return s.do(r)
+}
+
+func (s *site) get(path string, who evidence.Reader) reply {
+	s.t.Helper()
+	s.reader = who
+	return s.do(httptest.NewRequestWithContext(s.t.Context(), http.MethodGet, path, nil))
+}
+
+func body(id, checkpoint, more string) string {
+	return fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "phase": "execute"%s}`, id, checkpoint, more)
+}
+
+func (r reply) document(status int) (doc Document) {
+	r.t.Helper()
+	r.read(status, &doc)
+	if r.Header().Get("Cache-Control") != "no-store" {
+		r.t.Errorf("header %v", r.Header())
+	}
+	return doc
+}
+
+// refused holds that the answer is this problem, with this reason if any.
+func (r reply) refused(status int, slug, reason string) map[string]any {
+	r.t.Helper()
+	var doc map[string]any
+	if err := json.Unmarshal(r.Body.Bytes(), &doc); err != nil {
+		r.t.Fatalf("%d %v: %s", r.Code, err, r.Body)
+	}
+	got, _ := doc["reason"].(string)
+	if r.Code != status || doc["type"] != BasePath+slug || got != reason {
+		r.t.Errorf("%d %v %q (%v), want %d %s %q", r.Code, doc["type"], got, doc["detail"], status, slug, reason)
+	}
+	return doc
+}

@@ -1,0 +1,398 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"slices"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+)
+
+// participation collects what a reader takes part in while entries are read.
+type participation struct {
+	*Ledger
+	who   evidence.Reader
+	links evidence.Links
+	mine  []string
+}
+
+// add takes an entry. It reports whether nothing more can come of others, which is never.
+func (p *participation) add(e *ledger.Entry) bool {
+	if p.takesPart(e) {
+		p.mine = append(p.mine, e.ID)
+	}
+	if p.links == nil {
+		p.links = make(evidence.Links)
+	}
+	if !evidence.IsUnproven(e) { // which can name what it likes
+		p.links.Add(e.ID, e.Parents, p.reported(e))
+	}
+	return false
+}
+
+// takesPart reports whether an entry is of the reader's part.
+func (p *participation) takesPart(e *ledger.Entry) bool {
+	event, _ := ect.ParseEvent(e.Action)
+	// Who has reported an error need not have any other part in the workflow.
+	return p.called(e, p.who) || event != ect.EventError && p.issued(e, p.who)
+}
+
+func (p *participation) of() evidence.Participation { return p.links.From(p.mine) }
+
+// participationOf is what a reader may see of the first MaxNodes entries of a workflow.
+func (s *Ledger) participationOf(ctx context.Context, wid string, who evidence.Reader) (evidence.Participation, error) {
+	if wid == "" {
+		return evidence.Participation{}, nil
+	}
+	p := participation{Ledger: s, who: who}
+	more, err := s.each(ctx, wid, p.add)
+	part := p.of()
+	part.Truncated = more
+	return part, err
+}
+
+// mayRead reports whether the reader may see an entry.
+func (s *Ledger) mayRead(ctx context.Context, e *ledger.Entry, who evidence.Reader) (bool, error) {
+	if s.issued(e, who) || s.called(e, who) {
+		return true, nil
+	}
+	return s.partOf(ctx, e.Workflow, who).has(e.ID)
+}
+
+// partOf is a reader's part in a workflow.
+func (s *Ledger) partOf(ctx context.Context, wid string, who evidence.Reader) *search {
+	p := participation{Ledger: s, who: who}
+	return s.search(ctx, wid, p.takesPart, nil)
+}
+
+// search finds out whether an id is linked to somebody's part in a workflow, and so what
+// links.from would say of all of it. It goes from the id outwards, the nearest first and what
+// led to it before what follows, and reads MaxNodes entries at most: what others have recorded
+// beside it hides nothing, however much that is.
+type search struct {
+	*Ledger
+	ctx   context.Context
+	wid   string
+	mine  func(e *ledger.Entry) bool
+	along []node // that are not recorded
+	read  map[string]*ledger.Entry
+	left  int
+}
+
+// followersAtOnce is how many followers of an id are read before it is the turn of other ids.
+const followersAtOnce = 16
+
+// node is a token that is not recorded.
+type node struct {
+	id      string
+	parents []string
+	report  bool // of what others do
+	mine    bool
+}
+
+func (s *Ledger) search(ctx context.Context, wid string, mine func(e *ledger.Entry) bool, along []node) *search {
+	return &search{Ledger: s, ctx: ctx, wid: wid, mine: mine, along: along, read: make(map[string]*ledger.Entry), left: s.MaxNodes}
+}
+
+func (s *search) has(id string) (bool, error) {
+	if s.wid == "" {
+		return false, nil
+	}
+	type place struct {
+		id   string
+		from ledger.Cursor
+	}
+	met := make(map[string]bool)
+	var up []string
+	var down []place
+	reach := func(ids ...string) {
+		for _, id := range ids {
+			if !met[id] {
+				met[id] = true
+				up, down = append(up, id), append(down, place{id: id})
+			}
+		}
+	}
+	reach(id)
+	for s.left > 0 {
+		switch {
+		case len(up) > 0:
+			mine, parents, err := s.parents(up[0])
+			if mine || err != nil {
+				return mine, err
+			}
+			up = up[1:]
+			reach(parents...)
+		case len(down) > 0:
+			at := down[0]
+			down = down[1:]
+			children, next, err := s.children(at.id, at.from)
+			if err != nil {
+				return false, err
+			}
+			reach(children...)
+			if next != "" {
+				down = append(down, place{at.id, next})
+			}
+		default:
+			return false, nil
+		}
+	}
+	return false, nil
+}
+
+// parents are the ids that an id follows from. mine says that it is of the part itself.
+func (s *search) parents(id string) (mine bool, ids []string, err error) {
+	for _, n := range s.along {
+		if n.id == id {
+			mine, ids = mine || n.mine, append(ids, n.parents...)
+		}
+	}
+	e, err := s.get(id)
+	if e == nil || mine || err != nil {
+		return mine, ids, err
+	}
+	if !evidence.IsUnproven(e) { // which can name what it likes
+		ids = append(ids, e.Parents...)
+	}
+	return s.mine(e), ids, nil
+}
+
+// children are ids that follow from an id, but for what agents report of others.
+func (s *search) children(id string, from ledger.Cursor) (ids []string, next ledger.Cursor, err error) {
+	follows := func(e *ledger.Entry) bool {
+		return !evidence.IsUnproven(e) && !s.reported(e) && slices.Contains(e.Parents, id)
+	}
+	if from == "" {
+		for _, n := range s.along {
+			if !n.report && slices.Contains(n.parents, id) {
+				ids = append(ids, n.id)
+			}
+		}
+		if e := s.read[id]; e != nil && s.own(e) && s.Outcomes != nil {
+			for _, outcome := range s.Outcomes(e) {
+				came, err := s.get(outcome)
+				if err != nil {
+					return nil, "", err
+				}
+				if came != nil && follows(came) {
+					ids = append(ids, outcome)
+				}
+			}
+		}
+	}
+	if id == "" || len(id) > ledger.MaxName {
+		return ids, "", nil
+	}
+	s.left--
+	page, err := s.Log.Following(s.ctx, s.wid, id, from, followersAtOnce)
+	if err != nil {
+		return nil, "", err
+	}
+	s.left -= len(page.Entries)
+	for i := range page.Entries {
+		e := &page.Entries[i]
+		s.read[e.ID] = e
+		if follows(e) {
+			ids = append(ids, e.ID)
+		}
+	}
+	return ids, page.Next, nil
+}
+
+// get is the entry of an id in the workflow; nil where nothing can be read of it.
+func (s *search) get(id string) (*ledger.Entry, error) {
+	if e, known := s.read[id]; known || id == "" || len(id) > ledger.MaxName {
+		return e, nil
+	}
+	s.left--
+	e, err := s.Log.Lookup(s.ctx, s.wid, id)
+	switch {
+	case err == nil:
+		s.read[id] = &e
+	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned), errors.Is(err, ledger.ErrWaiting):
+		s.read[id] = nil
+	default:
+		return nil, err
+	}
+	return s.read[id], nil
+}
+
+// each gives the entries of a workflow in their order, at most MaxNodes, until visit
+// has enough. It reports whether there are more than it gave.
+func (s *Ledger) each(ctx context.Context, wid string, visit func(*ledger.Entry) (enough bool)) (more bool, err error) {
+	var next ledger.Cursor
+	for left := s.MaxNodes; ; {
+		page, err := s.Log.List(ctx, wid, next, min(left, ledger.MaxPage))
+		if err != nil {
+			return false, err
+		}
+		for i := range page.Entries {
+			if visit(&page.Entries[i]) {
+				return true, nil
+			}
+		}
+		left -= len(page.Entries)
+		switch next = page.Next; {
+		case next == "":
+			return false, nil
+		case left <= 0:
+			return true, nil
+		}
+	}
+}
+
+// workflowIDs are the ids that a name can stand for: that of tokens, and that of calls
+// without any (ADR 0023).
+func workflowIDs(name string) []string {
+	return slices.Compact([]string{evidence.WorkflowID(name), evidence.NamedWorkflowID(name)})
+}
+
+// TakesPart reports whether an entry of a workflow is linked to the reader's own part in
+// it: what reading the workflow would show of it (ADR 0024).
+func (s *Ledger) TakesPart(ctx context.Context, wid, id string, who evidence.Reader) (bool, error) {
+	if called, err := s.hasCalled(ctx, who); err != nil || !called {
+		return false, err
+	}
+	return s.partOf(ctx, wid, who).has(id)
+}
+
+// CheckReport holds that whoever reports what somebody did takes part in all of it: with
+// every parent of the token, and with the checkpoint that it names (cascade 6.2; ATD,
+// "False Error Injection"). That is what it has issued, what was made for it, as the
+// checkpoint is that an upstream gets with a call, and what is linked to its own nodes.
+// along are tokens that are not recorded and count as if they were.
+//
+// A refusal is an *ect.Error, and the same whether something is foreign or unknown (P3).
+func (s *Ledger) CheckReport(ctx context.Context, t *ect.Token, along []*ect.Token) error {
+	return s.checkReport(ctx, t, along, nil)
+}
+
+// CheckAnswer is CheckReport of what came with the answer to a call. Whoever was called has
+// to do with it: with the tokens that it was called with and the call's checkpoint, whose ids
+// call has. That is who the call's route names; empty is whoever answers, who may report on
+// that call so, or of what is its own, and of both at once only by its own part.
+func (s *Ledger) CheckAnswer(ctx context.Context, t *ect.Token, along []*ect.Token, called string, call []string) error {
+	names := slices.Clone(t.Parents())
+	if id := evidence.NamedCheckpoint(t.Ext()); id != "" {
+		names = append(names, id)
+	}
+	other := func(id string) bool { return !slices.Contains(call, id) }
+	if called != t.Issuer() && (called != "" || slices.ContainsFunc(names, other)) {
+		call = nil
+	}
+	return s.checkReport(ctx, t, along, call)
+}
+
+// checkReport is CheckReport where some ids count as made for the issuer.
+func (s *Ledger) checkReport(ctx context.Context, t *ect.Token, along []*ect.Token, made []string) error {
+	if !evidence.IsReport(t.Event()) || t.Workflow() == "" || !t.Proven() { // what is nobody's word counts for nothing
+		return nil
+	}
+	ask := issuerPart{Ledger: s, t: t, made: made, along: slices.DeleteFunc(slices.Clone(along), func(o *ect.Token) bool {
+		return o == t || o.Workflow() != t.Workflow() && o.Workflow() != ""
+	})}
+	for _, id := range t.Parents() {
+		if has, err := ask.has(ctx, id); err != nil || !has {
+			return refusedUnless(err, ect.CodeParentUnknown)
+		}
+	}
+	if id := evidence.NamedCheckpoint(t.Ext()); id != "" {
+		if has, err := ask.has(ctx, id); err != nil || !has {
+			return refusedUnless(err, ect.CodeExt)
+		}
+	}
+	return nil
+}
+
+// refusedUnless is the refusal, unless nothing is known.
+func refusedUnless(err error, code ect.Code) error {
+	if err != nil {
+		return err
+	}
+	return refused(code)
+}
+
+// issuerPart is what the issuer of one token takes part in.
+type issuerPart struct {
+	*Ledger
+	t     *ect.Token
+	along []*ect.Token
+	made  []string // ids of what counts as made for it
+	part  *search  // once it was asked
+}
+
+func (c *issuerPart) has(ctx context.Context, id string) (bool, error) {
+	if slices.Contains(c.made, id) {
+		return true, nil
+	}
+	for _, o := range c.along {
+		if o.Proven() && o.ID() == id && (o.Issuer() == c.t.Issuer() || slices.Contains(o.Audience(), c.t.Issuer())) {
+			return true, nil
+		}
+	}
+	if len(id) > ledger.MaxName {
+		return false, nil
+	}
+	for _, wid := range []string{c.t.Workflow(), ""} { // a parent may be of no workflow
+		e, err := c.reach(ctx, wid, id)
+		switch {
+		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
+			continue
+		case err != nil:
+			return false, err
+		}
+		if e.Issuer == c.t.Issuer() || !evidence.IsUnproven(&e) && slices.Contains(evidence.AudienceOf(&e), c.t.Issuer()) {
+			return true, nil
+		}
+		break
+	}
+	part, err := c.read(ctx)
+	if err != nil {
+		return false, err
+	}
+	return part.has(id)
+}
+
+// read looks for the issuer's part in the workflow. What was recorded a moment ago may be all
+// that it has there.
+func (c *issuerPart) read(ctx context.Context) (*search, error) {
+	if c.part != nil {
+		return c.part, nil
+	}
+	if _, err := c.caughtUp(ctx); err != nil {
+		return nil, err
+	}
+	var along []node
+	for _, o := range c.along {
+		if o.Proven() {
+			report := evidence.IsReport(o.Event())
+			along = append(along, node{o.ID(), o.Parents(), report, !report && o.Issuer() == c.t.Issuer()})
+		}
+	}
+	mine := func(e *ledger.Entry) bool {
+		return e.Issuer == c.t.Issuer() && !evidence.IsUnproven(e) && !c.reported(e)
+	}
+	c.part = c.search(ctx, c.t.Workflow(), mine, along)
+	return c.part, nil
+}
+
+// reported reports whether an entry is what an agent reports of others.
+func (s *Ledger) reported(e *ledger.Entry) bool {
+	event, _ := ect.ParseEvent(e.Action)
+	return evidence.IsReport(event) && !s.own(e)
+}
+
+// caughtUp waits until what was recorded before stands in the tree, so that a list of
+// entries shows it. whole is false where some of it never will, since it does not open.
+func (s *Ledger) caughtUp(ctx context.Context) (whole bool, err error) {
+	waits, cancel := until(ctx, s.Waits, reachTime)
+	defer cancel()
+	err = s.Log.Flush(waits)
+	if errors.Is(err, ledger.ErrWaiting) {
+		return false, nil
+	}
+	return err == nil, err
+}

@@ -1,0 +1,675 @@
+package api
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"html/template"
+	"net/http"
+	"strconv"
+	"strings"
+	texttemplate "text/template"
+	"time"
+)
+
+// BasePath is where each problem's type URI leads: BasePath + slug explains it.
+const BasePath = "/.well-known/cascade/problems/"
+
+// Problem is an error answer of the gateway's own, an RFC 9457 document. It is an error value.
+//
+// Some SDKs take an answer for a success where its body has no `error` member, some
+// give up where that member has the form of Stripe's, and some retry every 409 unless a
+// header says otherwise. docs/clients.md has what each of them was seen to do.
+type Problem struct {
+	kind Kind
+	// Detail says what happened to this call, and never contains a secret or a body.
+	Detail string
+	// ExecutionID is the caller's name for the effect, where one is known.
+	ExecutionID string
+	// State is the recorded execution's state, where there is one.
+	State string
+	// Status is the HTTP status, where it is not that of the kind.
+	Status int
+	// Reason is a short stable code that says more than the kind; it may be empty.
+	Reason string
+	// StatusURL is the path below Mount where the caller can ask what becomes of the
+	// execution, if it can.
+	StatusURL string
+	// Mount is what the caller's paths have before those of the gateway, as /api where
+	// that is taken off on the way; empty without.
+	Mount string
+	// ConflictingRollback is the id of the rollback that takes precedence (cascade 4.3.4).
+	ConflictingRollback string
+	// Dependants are ids of actions that keep a rollback from being prepared.
+	Dependants []string
+	// ErrorECT is the id of the error token of the failure, in the words of the
+	// circuits document; the token itself is in Execution-Context. It may be empty.
+	ErrorECT string
+	// Doubtful says that the call was executed, or may have been, so that no new key is
+	// safe, whatever the kind says.
+	Doubtful bool
+	// RetryHelps says that a retry of the same call can cure the problem, though its kind
+	// says otherwise.
+	RetryHelps bool
+	// RetryAfter is set where a retry helps; it is sent in whole seconds, at least 1.
+	RetryAfter time.Duration
+	// Cause is for the log, never for the caller.
+	Cause error
+}
+
+// NewProblem makes a problem of kind k.
+func NewProblem(k Kind, detail string) *Problem {
+	p := &Problem{kind: k, Detail: detail}
+	if k.retry {
+		p.RetryAfter = k.retryAfter
+	}
+	return p
+}
+
+// Kind is the problem's kind.
+func (p *Problem) Kind() Kind { return p.kind }
+
+// Error is the problem's slug and detail, with its cause.
+func (p *Problem) Error() string {
+	text := p.kind.Slug + ": " + p.Detail
+	if p.Cause != nil {
+		text += ": " + p.Cause.Error()
+	}
+	return text
+}
+
+// Known notes where the execution stands that is recorded under the caller's id. Unless it
+// was undone, it has had its effect, or may have.
+func (p *Problem) Known(state string, undone bool) {
+	p.State = cmp.Or(p.State, state)
+	p.Doubtful = p.Doubtful || !undone
+}
+
+func (p *Problem) Unwrap() error { return p.Cause }
+
+// document is the JSON of a problem. Its members are an API.
+type document struct {
+	Type        string   `json:"type"`
+	Title       string   `json:"title"`
+	Status      int      `json:"status"`
+	Detail      string   `json:"detail,omitempty"`
+	Reason      string   `json:"reason,omitempty"`
+	ErrorType   string   `json:"error_type,omitempty"` // AERR's word; error.type has the words that SDKs know
+	ExecutionID string   `json:"execution_id,omitempty"`
+	State       string   `json:"state,omitempty"`
+	SafeNewKey  bool     `json:"safe_new_key"`
+	StatusURL   string   `json:"status_url,omitempty"`
+	Conflicting string   `json:"conflicting_rollback_id,omitempty"`
+	Dependants  []string `json:"dependants,omitempty"`
+	ErrorECT    string   `json:"error_ect,omitempty"`
+	Error       sdkBody  `json:"error"`
+}
+
+// sdkBody is the member that SDKs look for. stripe-node takes an answer without it for a
+// success, whatever its status.
+type sdkBody struct {
+	Type    string `json:"type"`
+	Code    string `json:"code"`
+	Message string `json:"message"`
+	// Status is set where a retry helps. stripe-go gives up on every error that it can
+	// read, and reads a number here: a string makes it retry.
+	Status string `json:"status,omitempty"`
+}
+
+// The fields that tell SDKs whether to retry: those made by Stainless (OpenAI,
+// Anthropic) and those of Stripe.
+const (
+	headerShouldRetry       = "X-Should-Retry"
+	headerStripeShouldRetry = "Stripe-Should-Retry"
+)
+
+// NoRetry tells the SDKs that read such a field not to retry, whatever the status.
+func NoRetry(h http.Header) {
+	h.Set(headerShouldRetry, "false")
+	h.Set(headerStripeShouldRetry, "false")
+}
+
+func (p *Problem) retrySeconds() int64 {
+	return max(1, int64((p.RetryAfter+time.Second-1)/time.Second))
+}
+
+func (p *Problem) retries() bool { return p.kind.retry || p.RetryHelps }
+
+func (p *Problem) safeNewKey() bool { return p.kind.SafeNewKey && !p.Doubtful }
+
+// Write answers with the problem.
+func (p *Problem) Write(w http.ResponseWriter) {
+	k := p.kind
+	doc := document{
+		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Status: cmp.Or(p.Status, k.Status), Detail: p.Detail, Reason: p.Reason,
+		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: p.safeNewKey(),
+		ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, Dependants: p.Dependants, ErrorECT: p.ErrorECT,
+		Error: sdkBody{Type: k.errorType(), Code: k.Code(), Message: strings.TrimSpace(k.Title + ". " + p.Detail)},
+	}
+	if p.StatusURL != "" {
+		doc.StatusURL = p.Mount + p.StatusURL
+	}
+	h := w.Header()
+	if p.retries() {
+		doc.Error.Status = strconv.Itoa(doc.Status)
+		h.Set("Retry-After", strconv.FormatInt(p.retrySeconds(), 10))
+		h.Set(headerStripeShouldRetry, "true") // of itself stripe-node retries no 429
+	} else {
+		NoRetry(h)
+	}
+	body, err := json.Marshal(doc)
+	if err != nil {
+		panic("problem: " + err.Error()) // strings and numbers always marshal
+	}
+	body = append(body, '\n')
+	h.Set("Content-Type", "application/problem+json")
+	h.Set("Content-Length", strconv.Itoa(len(body)))
+	h.Set("Cache-Control", "no-store")
+	h.Add("Link", "<"+p.Mount+`/.well-known/cascade/policy>; rel="describedby"`)
+	if doc.StatusURL != "" {
+		h.Add("Link", "<"+doc.StatusURL+`>; rel="status"`)
+	}
+	w.WriteHeader(doc.Status)
+	_, _ = w.Write(body) // the client may be gone
+}
+
+// page is what the templates show of a kind.
+type page struct {
+	Kind
+	Meaning, Caller, Operator string
+	Retry                     bool
+}
+
+var htmlPage = template.Must(template.New("problem").Parse(`<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{.Title}}</title>
+<style>body{font:1rem/1.5 system-ui,sans-serif;max-width:42rem;margin:3rem auto;padding:0 1rem}code{background:#8882;padding:.1em .3em}</style>
+<p><code>{{.Status}} {{.Slug}}</code></p>
+<h1>{{.Title}}</h1>
+<p>{{.Meaning}}</p>
+<h2>What the caller should do</h2>
+<p>{{.Caller}}</p>
+<p>{{if .Retry}}A retry of the same call helps.{{else}}A retry of the same call gets the same answer.{{end}}
+{{if .SafeNewKey}}A new id is safe.{{else}}A new id is not safe: the effect could happen twice.{{end}}</p>
+<h2>What the operator can do</h2>
+<p>{{.Operator}}</p>
+</html>
+`))
+
+var textPage = texttemplate.Must(texttemplate.New("problem").Parse(`{{.Title}} ({{.Status}} {{.Slug}})
+
+{{.Meaning}}
+
+What the caller should do: {{.Caller}}
+{{if .Retry}}A retry of the same call helps.{{else}}A retry of the same call gets the same answer.{{end}} {{if .SafeNewKey}}A new id is safe.{{else}}A new id is not safe: the effect could happen twice.{{end}}
+
+What the operator can do: {{.Operator}}
+`))
+
+// serveIndex lists the problems.
+func serveIndex(w http.ResponseWriter) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	for _, k := range Kinds() {
+		_, _ = fmt.Fprintf(w, "%s%s\n\t%d %s\n", BasePath, k.Slug, k.Status, k.Title) // only the client's leaving can fail here
+	}
+}
+
+// servePage explains the kind with this slug to a person, as HTML where the client
+// asks for it, else as plain text. An empty slug lists all kinds.
+func servePage(w http.ResponseWriter, r *http.Request, slug string) {
+	if slug == "" {
+		serveIndex(w)
+		return
+	}
+	k, ok := Find(slug)
+	if !ok {
+		http.Error(w, "There is no problem of this name.", http.StatusNotFound)
+		return
+	}
+	p := page{Kind: k, Meaning: k.meaning, Caller: k.caller, Operator: k.operator, Retry: k.retry}
+	w.Header().Set("Vary", "Accept")
+	if strings.Contains(r.Header.Get("Accept"), "text/html") {
+		w.Header().Set("Content-Type", "text/html; charset=utf-8")
+		_ = htmlPage.Execute(w, p) // only the client's leaving can fail here
+		return
+	}
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	_ = textPage.Execute(w, p)
+}
+
+// The codes of gRPC that problems have.
+const (
+	grpcInvalidArgument    = 3
+	grpcNotFound           = 5
+	grpcAlreadyExists      = 6
+	grpcPermissionDenied   = 7
+	grpcResourceExhausted  = 8
+	grpcFailedPrecondition = 9
+	grpcAborted            = 10
+	grpcUnimplemented      = 12
+	grpcUnavailable        = 14
+	grpcUnauthenticated    = 16
+)
+
+// The fields of a problem that gRPC has no place for. Clients read them in the trailer.
+const (
+	headerProblem    = "Execution-Problem"
+	headerState      = "Execution-State"
+	headerSafeNewKey = "Execution-Safe-New-Key"
+	headerPushback   = "Grpc-Retry-Pushback-Ms"
+)
+
+// GRPCCode is the status that gRPC callers get (ADR 0047). What a retry of the same call
+// can cure is UNAVAILABLE, at which clients retry, or RESOURCE_EXHAUSTED; nothing else is.
+func (k Kind) GRPCCode() int {
+	switch k.Slug {
+	case ResultExpired.Slug, ResultUnavailable.Slug:
+		return grpcAlreadyExists // the effect does
+	case RolledBack.Slug, rollbackConflict.Slug:
+		return grpcAborted // another attempt is a new one
+	case StreamRefused.Slug:
+		return grpcUnimplemented
+	}
+	switch k.Status {
+	case http.StatusBadRequest:
+		return grpcInvalidArgument
+	case http.StatusUnauthorized:
+		return grpcUnauthenticated
+	case http.StatusForbidden:
+		return grpcPermissionDenied
+	case http.StatusNotFound:
+		return grpcNotFound
+	case http.StatusUnprocessableEntity:
+		return grpcAlreadyExists // the id, for another call
+	case http.StatusRequestEntityTooLarge, http.StatusTooManyRequests:
+		return grpcResourceExhausted
+	}
+	if k.retry {
+		return grpcUnavailable
+	}
+	return grpcFailedPrecondition
+}
+
+// WriteGRPC answers a caller of gRPC or gRPC-Web with the problem: with trailers alone, as
+// servers answer that have nothing else to say. contentType is that of the request.
+func (p *Problem) WriteGRPC(w http.ResponseWriter, contentType string) {
+	k, h := p.kind, w.Header()
+	contentType, _, _ = strings.Cut(contentType, ";")
+	h.Set("Content-Type", strings.TrimSpace(contentType))
+	h.Set("Cache-Control", "no-store")
+	code := k.GRPCCode()
+	if p.RetryHelps {
+		code = grpcUnavailable
+	}
+	h.Set("Grpc-Status", strconv.Itoa(code))
+	h.Set("Grpc-Message", grpcMessage(strings.TrimSpace(k.Title+". "+p.Detail)))
+	h.Set(headerProblem, k.Slug)
+	h.Set(headerSafeNewKey, strconv.FormatBool(p.safeNewKey()))
+	if p.State != "" {
+		h.Set(headerState, p.State)
+	}
+	pushback := int64(-1) // which forbids a retry, whatever the client is configured to
+	if p.retries() {
+		pushback = 1000 * p.retrySeconds()
+	}
+	h.Set(headerPushback, strconv.FormatInt(pushback, 10))
+	w.WriteHeader(http.StatusOK)
+}
+
+// grpcMessage encodes a text as gRPC over HTTP/2 asks for.
+func grpcMessage(text string) string {
+	const hex = "0123456789ABCDEF"
+	var b strings.Builder
+	for i := range len(text) {
+		if c := text[i]; c >= ' ' && c <= '~' && c != '%' {
+			b.WriteByte(c)
+		} else {
+			b.Write([]byte{'%', hex[c>>4], hex[c&15]})
+		}
+	}
+	return b.String()
+}
+
+// Kind is one kind of problem. The kinds are the variables of this package.
+type Kind struct {
+	// Slug names the kind; it ends the problem's type URI.
+	Slug string
+	// Status is the HTTP status.
+	Status int
+	// Title says it in a few words, the same for every occurrence.
+	Title string
+	// SafeNewKey says whether the call may be sent again under a new key without
+	// any danger that its effect happens twice.
+	SafeNewKey bool
+	// ErrorType is the type that AERR's registry has for it; it may be empty.
+	ErrorType string
+
+	retry      bool // a retry of the same call can cure it
+	retryAfter time.Duration
+	meaning    string // for people: what it means
+	caller     string // for people: what the caller should do
+	operator   string // for people: what the operator can do
+}
+
+// Code is the slug with underscores, as error codes are written.
+func (k Kind) Code() string { return strings.ReplaceAll(k.Slug, "-", "_") }
+
+// errorType is the type that SDKs of several services know an error by.
+func (k Kind) errorType() string {
+	if k.Status >= 500 {
+		return "api_error"
+	}
+	switch k.Status {
+	case http.StatusTooManyRequests:
+		return "rate_limit_error"
+	case http.StatusBadRequest, http.StatusUnauthorized, http.StatusNotFound, http.StatusGone, http.StatusRequestEntityTooLarge:
+		return "invalid_request_error"
+	}
+	return "idempotency_error"
+}
+
+// The kinds of problems.
+var (
+	ExecutionIDMissing = Kind{
+		Slug: "execution-id-missing", Status: http.StatusBadRequest, SafeNewKey: true,
+		Title:    "The call names no execution id",
+		meaning:  "This route runs a call that changes something only if the caller names the intended effect, so that a retry can be told from a second effect.",
+		caller:   "Send one Idempotency-Key header with a random value of 1 to 255 visible ASCII characters, the same for every retry of this one call.",
+		operator: "`missing_id mint` lets such calls through under an id that the gateway makes up; `missing_id derive` finds equal calls within a short window.",
+	}
+	ExecutionIDInvalid = Kind{
+		Slug: "execution-id-invalid", Status: http.StatusBadRequest, SafeNewKey: true,
+		Title:    "The execution id is malformed",
+		meaning:  "The id is empty, too long, has characters that are not visible ASCII, or stands on more than one header line.",
+		caller:   "Send one header line with 1 to 255 visible ASCII characters, plain or as a quoted string.",
+		operator: "The accepted places of the id are set with `execution_id`.",
+	}
+	WorkflowIDInvalid = Kind{
+		Slug: "workflow-id-invalid", Status: http.StatusBadRequest,
+		Title:    "The id of the workflow is malformed",
+		meaning:  "The header Workflow-Id is too long, has characters that are not visible ASCII, such as a space, or stands on more than one line. The call was not forwarded.",
+		caller:   "Send one Workflow-Id line with 1 to 255 visible ASCII characters, or leave it away. Keep the execution id.",
+		operator: "Nothing needs to be done.",
+	}
+	CallerUnstable = Kind{
+		Slug: "caller-unstable", Status: http.StatusBadRequest,
+		Title:    "The credentials change with every attempt",
+		meaning:  "The Authorization scheme signs each request anew, so the gateway cannot tell that a retry comes from the same caller, and must not show one caller's result to another.",
+		caller:   "Use a credential that stays the same over retries, or ask the operator to name the caller another way.",
+		operator: "Set `caller` to a placeholder that is the same for every attempt, for example the key id of the signature.",
+	}
+	FingerprintMismatch = Kind{
+		Slug: "fingerprint-mismatch", Status: http.StatusUnprocessableEntity,
+		Title:    "The execution id was used for another request",
+		meaning:  "An execution with this id is recorded, and its host, query, media type or body differ from this call's. `state` says what became of that one. This call was not forwarded.",
+		caller:   "If it is a retry, send exactly what was sent before: under a new id its effect would happen twice. Only if another effect is meant, send it under a new id.",
+		operator: "Members that change with every attempt can be left out with `fingerprint_exclude`.",
+	}
+	InProgress = Kind{
+		Slug: "in-progress", Status: http.StatusConflict,
+		Title: "The call is still running",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "An earlier attempt with this id is being executed and has not answered yet.",
+		caller:   "Send the same call again after Retry-After; it then gets the result of the running execution.",
+		operator: "`attach_wait` is how long a retry waits for the first byte before it gets this answer.",
+	}
+	InDoubt = Kind{
+		Slug: "in-doubt", Status: http.StatusConflict,
+		Title:    "The call may have been executed, and nobody knows",
+		meaning:  "The call was sent, and no answer came that says what became of it: the connection broke, the deadline passed, the upstream answered with a status that leaves it open, or the gateway died. It is not run again without evidence.",
+		caller:   "Do not retry, and do not send it under a new id: the effect may have happened. Look at the target system, or ask the operator.",
+		operator: "Find out in the target system whether it was applied, and record it with `caddy agent-guard executions resolve`. `on_unknown probe` asks a status URL by itself; `on_unknown retry` runs it again, at the risk of a second effect.",
+	}
+	RolledBack = Kind{
+		Slug: "rolled-back", Status: http.StatusConflict, SafeNewKey: true,
+		Title:    "The execution was undone",
+		meaning:  "The effect with this id was rolled back. A late duplicate does not bring it back.",
+		caller:   "If the effect is wanted again, send it under a new id.",
+		operator: "Nothing needs to be done.",
+	}
+	ResultExpired = Kind{
+		Slug: "result-expired", Status: http.StatusConflict,
+		Title:    "The call was executed, its result is no longer kept",
+		meaning:  "The call was executed some time ago. Its answer was kept for the time that this route states; the id stays taken, so that a late retry does not run again.",
+		caller:   "Do not send it under a new id. Look up what became of it in the target system.",
+		operator: "`retain_result` is how long results are kept.",
+	}
+	ResultUnavailable = Kind{
+		Slug: "result-unavailable", Status: http.StatusConflict,
+		Title:    "The call was executed, its result was not kept",
+		meaning:  "The call was executed. Its answer was too large to keep, could not be stored, or is damaged; the id stays taken.",
+		caller:   "Do not send it under a new id. Look up what became of it in the target system.",
+		operator: "`max_result` is the size up to which answers are kept.",
+	}
+	QuotaExceeded = Kind{
+		Slug: "quota-exceeded", Status: http.StatusTooManyRequests, SafeNewKey: true,
+		Title: "The caller has too much open or stored",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "The gateway bounds what one caller may hold in its store at a time: executions that run or are in doubt, and bytes of records and answers; and what checkpoints stand of one workflow and one caller, and how fast a workflow makes them. This caller, or its workflow, is at a bound. Nothing was recorded or forwarded; answers of earlier calls are still given.",
+		caller:   "Send the same call again after Retry-After. Executions in doubt count until they are settled, stored answers and checkpoints until they expire.",
+		operator: "The `quota` in the global options is the bound; a reload changes it at once. Look for the caller's executions in doubt, and for answers that are kept longer than needed (`retain_result`).",
+	}
+	SnapshotFailed = Kind{
+		Slug: "snapshot-failed", Status: http.StatusServiceUnavailable, SafeNewKey: true,
+		Title: "What the call would change cannot be read now",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "Calls of this kind are undone by putting back what stood there before, and the gateway could not read that from the upstream. Nothing was recorded or forwarded.",
+		caller:   "Send the same call again after Retry-After.",
+		operator: "The gateway's log says what came of the GET: the upstream refuses it (credentials for it go into `restore`, or `undo_auth recorded`), it took longer than `snapshot_timeout`, or the answer is larger than `max_image`. `on_snapshot_error irreversible` lets such calls through, and says in their checkpoints that they cannot be undone.",
+	}
+	StoreUnavailable = Kind{
+		Slug: "store-unavailable", Status: http.StatusServiceUnavailable,
+		Title: "The execution cannot be recorded now",
+		retry: true, retryAfter: 5 * time.Second,
+		meaning:  "The gateway's store does not answer or is full. Nothing is forwarded that could not be recorded.",
+		caller:   "Send the same call under the same id again after Retry-After.",
+		operator: "The gateway's log says what is wrong with the store: disk space, permissions, or a failed sync, after which the process must be restarted.",
+	}
+	ShuttingDown = Kind{
+		Slug: "shutting-down", Status: http.StatusServiceUnavailable,
+		Title: "The gateway is shutting down",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "The process finishes the calls that are running and starts no new ones. Nothing was forwarded.",
+		caller:   "Send the same call under the same id again after Retry-After.",
+		operator: "`drain` is how long the process waits for running calls.",
+	}
+	CircuitOpen = Kind{
+		Slug: "circuit-open", Status: http.StatusServiceUnavailable, ErrorType: "circuit_open",
+		Title: "The upstream is failing and is not called",
+		retry: true, retryAfter: time.Second,
+		meaning:  "Too many calls to the upstream have failed, so its circuit breaker refuses calls for a while and then lets one through to see whether it is back. `reason` says where the breaker stands: open or half_open; or workflow_threshold, where it is closed and the caller's own tokens of this workflow have asked for a stricter limit. Nothing was forwarded.",
+		caller:   "Send the same call under the same id again after Retry-After.",
+		operator: "The detail names the upstream, and what its last failure was, to callers whom the gateway knows itself; the log and `caddy agent-guard circuits list` name them too. `breaker` in the transport's block sets when a breaker opens and for how long; `workflow_threshold` how strict workflows may be; `mode forced_closed` overrules both; `fallback` answers in the place of this problem.",
+	}
+	BodyTooLarge = Kind{
+		Slug: "body-too-large", Status: http.StatusRequestEntityTooLarge,
+		Title:    "The request body is too large",
+		meaning:  "A guarded call is read whole before it is forwarded, and this one is larger than the route allows. Nothing was forwarded.",
+		caller:   "Send less.",
+		operator: "`max_body` is the limit, or `request_body` where that is less.",
+	}
+	BodyTimeout = Kind{
+		Slug: "body-timeout", Status: http.StatusRequestTimeout,
+		Title: "The request body did not come in time",
+		retry: true, retryAfter: time.Second,
+		meaning:  "A guarded call is read whole before it is forwarded. This one's body stopped coming before its end, for as long as the server waits. Nothing was forwarded.",
+		caller:   "Send the same call again, with its whole body. A client that waits for an answer before it ends the body waits for ever at a guarded route: its call cannot be guarded.",
+		operator: "`read_idle_timeout` of the server (one minute by default), or of Caddy's `timeouts` handler on a route, is how long a body may stand still. A route that is called in both directions at once needs an `exempt`.",
+	}
+	StreamRefused = Kind{
+		Slug: "stream-refused", Status: http.StatusForbidden,
+		Title:    "This route takes no stream that cannot be guarded",
+		meaning:  "The request asks for another protocol (an upgrade, such as to WebSocket, or CONNECT), or is a gRPC call that is not declared unary, or is declared so and sends more than one message, or a guarded call that asks to be forwarded while it comes (`Incremental`). What is sent over it could have effects that nothing records, so this route refuses it. It was not forwarded.",
+		caller:   "Send a plain HTTP request, or ask the operator to let this one pass.",
+		operator: "`unguarded_streams refuse` says so. `grpc unary` in an action guards its gRPC calls, and `exempt` lets requests pass unguarded.",
+	}
+	AuthenticationRequired = Kind{
+		Slug: "authentication-required", Status: http.StatusUnauthorized,
+		Title:    "Only who took part may ask about it",
+		meaning:  "The request has no credential. What became of an execution is told to the identity that made the call, and what a workflow's tokens say to those who took part in it; never to callers without any.",
+		caller:   "Ask with the credential that the call was made with.",
+		operator: "Who the caller is comes from a client certificate, Caddy's authentication, `caller` or the fields of `credentials`. Calls without any of them can be looked up by an operator only.",
+	}
+	executionUnknown = Kind{
+		Slug: "execution-unknown", Status: http.StatusNotFound,
+		Title:    "No execution of this caller has this id",
+		meaning:  "At this route and host nothing is recorded under this id for the identity that asks. It was never called, was refused or released without being executed, its key is no longer kept, or it was called with another credential.",
+		caller:   "Ask with the credential and at the host that the call was made with. This is no proof that the call was never executed: a retry is safe under the same id and credential, for as long as keys are kept.",
+		operator: "A credential that was rotated is another caller; an identity from Caddy's authentication, or `caller`, stays the same.",
+	}
+	ECTInvalid = Kind{
+		Slug: "ect-invalid", Status: http.StatusForbidden,
+		Title:    "The Execution Context Token is not accepted",
+		meaning:  "The request carries a token that cannot be verified, that was used for another call, or that is missing where one is required. `reason` says which in one word. This request was not forwarded; an earlier one may have been. What cannot be parsed at all is answered with 400.",
+		caller:   "For a call that was never sent, make a new token: its own `jti`, an `aud` that names this gateway, an `iat` of now, parents of the same workflow. A retry sends the same bytes with the same call, also when the token's time is over; or a new token with the same Idempotency-Key, which is the safer way.",
+		operator: "`trust` says whose keys are believed and how strictly; the metric `agent_guard_tokens_total` counts the reasons.",
+	}
+	entryUnknown = Kind{
+		Slug: "entry-unknown", Status: http.StatusNotFound,
+		Title:    "The ledger has no such entry for this reader",
+		meaning:  "Nothing stands there, or it belongs to a workflow in which the identity that asks has no part. The two are not told apart.",
+		caller:   "Ask with the identity that took part in the workflow. An entry reaches the ledger a moment after its request.",
+		operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
+	}
+	entryPruned = Kind{
+		Slug: "entry-pruned", Status: http.StatusGone,
+		Title:    "The content of the entry is no longer kept",
+		meaning:  "The entry was recorded and its content was pruned after the retention. Its hash is still in the tree, and proofs over it still hold.",
+		caller:   "Use a copy of the entry that was made before, if there is one; its receipt and the inclusion proof still prove it.",
+		operator: "`retain` in the `identity` is how long the ledger keeps contents.",
+	}
+	WorkflowUnknown = Kind{
+		Slug: "workflow-unknown", Status: http.StatusNotFound,
+		Title:    "No workflow of this reader has this id",
+		meaning:  "Nothing is recorded under this workflow id, or the identity that asks has no part in it. The two are not told apart.",
+		caller:   "Ask with the identity that took part in the workflow.",
+		operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
+	}
+	ECTUnavailable = Kind{
+		Slug: "ect-unavailable", Status: http.StatusServiceUnavailable,
+		Title: "The Execution Context Token cannot be verified now",
+		retry: true, retryAfter: 5 * time.Second,
+		meaning:  "What is needed to verify the token cannot be had at the moment: the keys of its issuer, or the ledger. Nothing is known of the token, and nothing was forwarded. With the `reason` ledger_unavailable the token holds, and the ledger has not taken it in time.",
+		caller:   "Send the same call with the same token again after Retry-After.",
+		operator: "The gateway's log says what is missing: a `jwks_url` that does not answer, the store, or memory for the tokens of requests that change nothing. `min_level L3` asks for a place in the ledger: look at its backlog, and at what its sequencer logs.",
+	}
+	parameterInvalid = Kind{
+		Slug: "parameter-invalid", Status: http.StatusBadRequest,
+		Title:    "The question is malformed",
+		meaning:  "A parameter of a request to one of the gateway's own paths cannot be read. This says nothing about any execution.",
+		caller:   "Correct what the detail names.",
+		operator: "Nothing needs to be done.",
+	}
+)
+
+// Kinds lists all kinds, in the order in which they are documented.
+func Kinds() []Kind {
+	return append([]Kind{
+		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
+		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
+		AuthenticationRequired, executionUnknown, ECTInvalid, ECTUnavailable, entryUnknown, entryPruned, WorkflowUnknown,
+		parameterInvalid,
+	}, rollbackKinds()...)
+}
+
+// Find returns the kind with this slug.
+func Find(slug string) (Kind, bool) {
+	for _, k := range Kinds() {
+		if k.Slug == slug {
+			return k, true
+		}
+	}
+	return Kind{}, false
+}
+
+// The kinds of problems of rollbacks.
+var (
+	notInWorkflow = Kind{
+		Slug: "not-in-workflow", Status: http.StatusForbidden, SafeNewKey: true,
+		Title:    "The identity that asks has no part in this",
+		meaning:  "The checkpoint or the rollback is not known, or belongs to a workflow in which the identity that asks has no part, or not the part that is needed: by default only who made the call, or what led to it, may have it undone. These are not told apart. Nothing was touched.",
+		caller:   "Ask with a token of the workflow whose issuer is the checkpoint's ancestor: its own token led to the call, or to one before it.",
+		operator: "`lineage workflow` in the `rollback` block lets everybody who is linked to the checkpoint ask, `coordinators` names who may ask for all. An operator can roll back with `caddy agent-guard rollback`.",
+	}
+	coordinatorRequired = Kind{
+		Slug: "coordinator-required", Status: http.StatusForbidden, SafeNewKey: true,
+		Title:    "Only a rollback coordinator may undo a whole workflow",
+		meaning:  "The scope full_workflow undoes every checkpoint of the workflow, also those of others, and needs the authority of a coordinator. Nothing was touched.",
+		caller:   "Ask for sub_dag, or let the coordinator ask.",
+		operator: "`coordinators` in the `rollback` block names who may. An operator can do it with `caddy agent-guard rollback --scope full_workflow`.",
+	}
+	rollbackConflict = Kind{
+		Slug: "rollback-conflict", Status: http.StatusConflict, SafeNewKey: true,
+		Title:    "Another rollback is under way and takes precedence",
+		meaning:  "A rollback of the same checkpoints was asked for before, or with a wider scope. `conflicting_rollback_id` names it. Nothing was begun for this one.",
+		caller:   "Look at the other rollback until it is finished. What it leaves can be asked for again under a new rollback id.",
+		operator: "`caddy agent-guard rollbacks` lists what is under way.",
+	}
+	WorkflowStopped = Kind{
+		Slug: "workflow-stopped", Status: http.StatusForbidden, SafeNewKey: true,
+		Title:    "The workflow was ended",
+		meaning:  "A rollback of the scope full_workflow was accepted for the call's workflow. With that the workflow has ended: nothing begins in it any more, also when the rollback is finished. Nothing was recorded or forwarded; what was recorded before is answered as ever.",
+		caller:   "Stop the work of this workflow. What has to be done all the same is a new workflow, with an id of its own.",
+		operator: "`caddy agent-guard rollbacks` shows the rollback. The workflow stays ended for as long as the rollback is kept (`retain` in the `rollback` block).",
+	}
+	WorkflowPaused = Kind{
+		Slug: "workflow-paused", Status: http.StatusConflict, SafeNewKey: true,
+		Title: "What the call follows from is being rolled back",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "A rollback is under way that undoes what led to this call, and a call that began now could be missing in it. Nothing was recorded or forwarded.",
+		caller:   "Look whether the work is still wanted: what it follows from is taken back. If so, send the same call again after Retry-After.",
+		operator: "`caddy agent-guard rollbacks` lists what is under way.",
+	}
+	rollbackMismatch = Kind{
+		Slug: "rollback-mismatch", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
+		Title:    "The rollback id was used for another rollback",
+		meaning:  "A rollback with this id is recorded, and its checkpoint, scope, reason, urgency or requester are others than this request's. Nothing was begun.",
+		caller:   "If this is meant as another rollback, ask for it under a new id. If it is a repetition, send exactly what was sent before.",
+		operator: "Nothing needs to be done.",
+	}
+	dependedOn = Kind{
+		Slug: "depended-on", Status: http.StatusConflict, SafeNewKey: true,
+		Title:    "Completed work depends on what would be undone",
+		meaning:  "Completed actions that the rollback would not undo depend on what it would; `dependants` names some of them. A part of a workflow is rolled back only where nothing of the rest depends on it, unless the request says that the rest is to stay. Nothing was touched.",
+		caller:   "Ask with `cascade` true, or the scope sub_dag, to undo what depends on it too. With `keep_dependants` true it stays as it is: say so only where that can be. Both are other requests, under a new rollback id.",
+		operator: "`caddy agent-guard rollback --cascade --dry-run` shows what would be undone with it; `--keep-dependants` leaves it.",
+	}
+	cannotPrepare = Kind{
+		Slug: "cannot-prepare", Status: http.StatusConflict, SafeNewKey: true,
+		Title:    "The rollback cannot be planned",
+		meaning:  "What is recorded of the workflow makes no plan; `reason` says why: `too-large`, or `cycle` where something follows from itself. Nothing was touched.",
+		caller:   "Ask for a narrower scope, or ask a person.",
+		operator: "A cycle cannot come from verified tokens: the log names its nodes.",
+	}
+	checkpointUnknown = Kind{
+		Slug: "checkpoint-unknown", Status: http.StatusNotFound, SafeNewKey: true,
+		Title:    "There is no such checkpoint",
+		meaning:  "Nothing is recorded under this id that could be rolled back. Only coordinators and operators are told so.",
+		caller:   "Take the id from the answer's `Execution-Checkpoint`, or from the workflow.",
+		operator: "The ledger names the checkpoints of a workflow; those whose ttl is long over are purged.",
+	}
+	checkpointExpired = Kind{
+		Slug: "checkpoint-expired", Status: http.StatusGone, SafeNewKey: true,
+		Title:    "The checkpoint has expired",
+		meaning:  "The time for which the call could be rolled back is over. What it had changed may have been built upon since. Nothing was touched.",
+		caller:   "Ask a person. A compensating call of your own is a new action.",
+		operator: "The checkpoint's ttl is how long a call can be rolled back.",
+	}
+	checkpointTampered = Kind{
+		Slug: "checkpoint-tampered", Status: http.StatusConflict, SafeNewKey: true,
+		Title:    "The checkpoint is not what was recorded",
+		meaning:  "The checkpoint's token, one of those that led to it, or the snapshot behind it does not verify. Nothing was touched; an error was told to the ledger.",
+		caller:   "Ask a person. No retry helps.",
+		operator: "Somebody has altered the store, or it is damaged: look at the log, and run `caddy agent-guard ledger check`.",
+	}
+)
+
+// rollbackKinds lists the kinds of rollbacks, in the order in which they are documented.
+func rollbackKinds() []Kind {
+	return []Kind{
+		notInWorkflow, coordinatorRequired, WorkflowStopped, WorkflowPaused, rollbackConflict, rollbackMismatch, dependedOn, cannotPrepare,
+		checkpointUnknown, checkpointExpired, checkpointTampered,
+	}
+}

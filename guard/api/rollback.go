@@ -1,0 +1,648 @@
+package api
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"log/slog"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+const (
+	// DefaultWait is how long an answer waits for the end of its rollback.
+	DefaultWait = 10 * time.Second
+	// LongestWait is how long it waits at most.
+	LongestWait = 30 * time.Second
+	// tokenTime is how long an answer waits for its token.
+	tokenTime = 5 * time.Second
+	// retryAfter is when it is worth looking at a running rollback again, in seconds.
+	retryAfter = "2"
+)
+
+// Coordinator carries rollbacks out. *rollback.Coordinator is one.
+type Coordinator interface {
+	// Draft plans a rollback, or says why it would be refused. Nothing is recorded.
+	Draft(ctx context.Context, r rollback.Request) (*rollback.Draft, error)
+	// Accept accepts a rollback durably, with extra writes in the accepting commit. The same id
+	// with the same content gives the same rollback (P5). A Draft of nothing but the request is
+	// planned first.
+	Accept(ctx context.Context, d *rollback.Draft, extra ...store.Write) (*rollback.Rollback, error)
+	// Get returns a rollback, or rollback.ErrUnknown.
+	Get(ctx context.Context, id string) (*rollback.Rollback, error)
+	// Wait returns a rollback once it is finished, or as it is with ctx's error.
+	Wait(ctx context.Context, id string) (*rollback.Rollback, error)
+}
+
+// Tokens is what is known of tokens: what they were used for, and what they have recorded.
+type Tokens interface {
+	// Recorded looks up how a token stands to a use.
+	Recorded(ctx context.Context, t *ect.Token, use evidence.Use) (evidence.TokenStatus, error)
+	// Enter records the tokens of a request, unless they are, and waits for their place.
+	// An *ect.Error says that one is not accepted.
+	Enter(ctx context.Context, all []*ect.Token) error
+	// Bound is the write that binds the token that asks to its use, on the condition that
+	// it was not used. It rides in the accepting commit.
+	Bound(ctx context.Context, t *ect.Token, use evidence.Use) (store.Write, error)
+	// Bind does that by a commit of its own, unless it was done.
+	Bind(ctx context.Context, t *ect.Token, use evidence.Use) error
+	// Event is the event that was recorded under an id of a workflow, empty for other
+	// actions. Found is false where nothing was.
+	Event(ctx context.Context, workflow, id string) (event ect.Event, found bool, err error)
+	// For reports whether one of some ids is the action that a checkpoint was made for: its
+	// caller's own token, or the gateway's node of it. It is false where there is no such
+	// checkpoint.
+	For(ctx context.Context, workflow, checkpoint string, ids []string) (bool, error)
+	// Mine reports whether what was recorded under an id of a workflow is linked to the
+	// reader's own part in it.
+	Mine(ctx context.Context, workflow, id string, who evidence.Reader) (bool, error)
+	// Raw is the signed token with this id. It waits until there is one.
+	Raw(ctx context.Context, workflow, id string) (string, error)
+	// Result is the signed token with the result of a finished rollback in another
+	// vocabulary than cascade's. request is the id of the token that has asked.
+	Result(ctx context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error)
+}
+
+// RollbackOptions are the settings of a Rollbacks. All but the last four are required.
+type RollbackOptions struct {
+	Coordinator Coordinator
+	Tokens      Tokens
+	// Ask verifies who asks for a rollback. Errors are problems, or an *ect.Error.
+	Ask func(r *http.Request) (*Asker, error)
+	// Read finds out who looks at one.
+	Read func(r *http.Request) (evidence.Reader, error)
+	// Limit bounds how many new rollbacks are asked for.
+	Limit *Limit
+	// Rate is how many new ones an issuer, and a workflow, may ask for in a minute.
+	Rate int
+	// Lineage is who of a workflow may ask.
+	Lineage rollback.Lineage
+
+	// Coordinators are the identities with the authority of a rollback coordinator.
+	Coordinators []string
+	// Wait is how long an answer waits; DefaultWait if zero.
+	Wait time.Duration
+	// Waits ends what waits: at an exit. Nil is never.
+	Waits context.Context
+	// Logger gets what no answer says; nil is none.
+	Logger *slog.Logger
+}
+
+// Asker is who asks for a rollback, by the tokens of the request.
+type Asker struct {
+	// Token is the one that asks. It was verified, and is of level L2 at least.
+	Token *ect.Token
+	// Unseen says that its parents do not bear it out: they are unknown, or cannot be its
+	// parents. No answer says so, since that would show what is there (P3).
+	Unseen bool
+	// All are all tokens of the request.
+	All []*ect.Token
+	// Late refuses tokens whose time is over: they are good for what they were used for
+	// before, and for nothing else.
+	Late error
+}
+
+// Rollbacks answers. It is safe for concurrent use.
+type Rollbacks struct {
+	RollbackOptions
+}
+
+// NewRollbacks makes a Rollbacks.
+func NewRollbacks(o RollbackOptions) *Rollbacks {
+	if o.Wait == 0 {
+		o.Wait = DefaultWait
+	}
+	if o.Waits == nil {
+		o.Waits = context.Background()
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	return &Rollbacks{o}
+}
+
+// serve returns the problem that it has not answered with, as a *Problem with its cause, or
+// the end of the request's context.
+func (s *Rollbacks) serve(a responder, to route) error {
+	q := &rollbackRequest{Rollbacks: s, responder: a, route: to}
+	serve := q.ask
+	if to.endpoint == endpointRollback {
+		serve = q.show
+	}
+	err := serve()
+	if err == nil || a.r.Context().Err() != nil {
+		return err
+	}
+	return RollbackProblem(err)
+}
+
+// RollbackProblem is an error of a rollback as a problem.
+func RollbackProblem(err error) *Problem {
+	return problemOf(err, NewProblem(StoreUnavailable, "The gateway's store, or its ledger, does not answer. Nothing new was begun."))
+}
+
+// rollbackRequest is one request that a Rollbacks answers.
+type rollbackRequest struct {
+	*Rollbacks
+	responder
+	route
+	counted counted
+}
+
+// coordinator reports whether an identity is a configured rollback coordinator.
+func (s *Rollbacks) coordinator(identity string) bool {
+	return identity != "" && slices.Contains(s.Coordinators, identity)
+}
+
+// show answers GET: to who takes part in what is rolled back, and to coordinators.
+func (q *rollbackRequest) show() error {
+	id, err := ParseID(q.name)
+	if err != nil {
+		return err
+	}
+	patience, err := q.patience(0)
+	if err != nil {
+		return err
+	}
+	who, err := q.Read(q.r)
+	if err != nil {
+		return err
+	}
+	if who.Anonymous {
+		return NewProblem(AuthenticationRequired, "Send the credential that the workflow's calls were made with.")
+	}
+	r, err := q.Coordinator.Get(q.r.Context(), id)
+	if errors.Is(err, rollback.ErrUnknown) {
+		return unknownPart()
+	}
+	if err != nil {
+		return err
+	}
+	if may, err := q.maySee(r, who); err != nil || !may {
+		if err == nil {
+			err = unknownPart()
+		}
+		return err
+	}
+	return q.await(r, id, patience, ect.Cascade, "")
+}
+
+// maySee reports whether a reader takes part in what is rolled back.
+func (q *rollbackRequest) maySee(r *rollback.Rollback, who evidence.Reader) (bool, error) {
+	if who.Issuer != "" && who.Issuer == r.Requester || q.coordinator(who.Issuer) {
+		return true, nil
+	}
+	return q.Tokens.Mine(q.r.Context(), r.Workflow, r.Checkpoint, who)
+}
+
+// await answers with the rollback, once it is finished or patience is over.
+func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.Duration, dialect ect.Vocabulary, request string) error {
+	if r.State != rollback.Finished && patience > 0 {
+		ctx, cancel := until(q.r.Context(), q.Waits, patience)
+		later, err := q.Coordinator.Wait(ctx, id)
+		cancel()
+		switch {
+		case q.r.Context().Err() != nil:
+			return q.r.Context().Err() // it goes on by itself
+		case err != nil && later == nil:
+			// It was accepted, and that is what the answer says.
+			q.Logger.Warn("a rollback could not be waited for", slog.String("rollback", id), slog.Any("error", err))
+		default:
+			r = later
+		}
+	}
+	if r.State != rollback.Finished {
+		q.w.Header().Set("Location", RollbackURL(id))
+		q.w.Header().Set("Retry-After", retryAfter)
+		return q.writeJSON(http.StatusAccepted, Describe(r, id))
+	}
+	ctx, cancel := until(q.r.Context(), q.Waits, tokenTime)
+	defer cancel()
+	if dialect != ect.Cascade {
+		return q.answerIn(ctx, r, id, dialect, request)
+	}
+	doc := Describe(r, id)
+	if r.Complete != "" {
+		raw, err := q.Tokens.Raw(ctx, r.Workflow, r.Complete)
+		if err != nil && q.r.Context().Err() == nil {
+			// The result stands without it, and the ledger has it a moment later.
+			q.Logger.Warn("the token of a finished rollback cannot be read", slog.String("rollback", id), slog.Any("error", err))
+		}
+		doc.ECT = raw
+	}
+	if doc.ECT != "" {
+		q.w.Header().Set(ect.FieldName, doc.ECT)
+	}
+	return q.writeJSON(http.StatusOK, doc)
+}
+
+const (
+	// acceptTime is how long a request may take to be accepted: its workflow is read.
+	acceptTime = 30 * time.Second
+	// acceptPause is how long a group of commits may take until it can be read.
+	acceptPause = 5 * time.Millisecond
+)
+
+// ask answers POST.
+func (q *rollbackRequest) ask() error {
+	who, err := q.Ask(q.r)
+	if err != nil {
+		return err
+	}
+	body, err := q.body()
+	if err != nil {
+		return err
+	}
+	patience, err := q.patience(q.Wait)
+	if err != nil {
+		return err
+	}
+	if err := q.check(who, body); err != nil {
+		return err
+	}
+	wanted, err := q.request(who, body)
+	if err != nil {
+		return err
+	}
+	if who.Unseen {
+		return q.unseen(who.Token, wanted.Checkpoint)
+	}
+	r, err := q.accept(who, wanted)
+	if err != nil {
+		return err
+	}
+	return q.await(r, wanted.ID, patience, q.dialect, who.Token.ID())
+}
+
+// Asks are the events whose tokens ask for a rollback: an agent has signed that something is
+// to be undone, or that it begins to (cascade Figure 11).
+var Asks = []ect.Event{ect.EventRollbackRequest, ect.EventRollbackStart}
+
+// check holds what a token that asks must be.
+func (q *rollbackRequest) check(who *Asker, body []byte) error {
+	t := who.Token
+	switch {
+	case t.Level() < ect.L2:
+		return refused(ect.CodeLevel) // C-6.1-a
+	case t.Workflow() == "":
+		return refused(ect.CodeWorkflow)
+	case !slices.Contains(Asks, t.Event()):
+		// Whoever was shown a token that says something else could ask with it (ADR 0054).
+		return refusedFor(ect.CodeAction, "Only a token whose exec_act is rollback_start or rollback_request, or that of an older draft, asks for a rollback.")
+	case q.dialect != ect.Cascade && t.Event() != ect.EventRollbackRequest:
+		return refusedFor(ect.CodeAction, "On this path only a rollback_request asks for a rollback, as its draft says.")
+	case q.dialect == ect.ATD && len(t.Parents()) != 1:
+		return refused(ect.CodeParents)
+	}
+	return t.CheckInput(ect.Sum(body))
+}
+
+// request makes what the coordinator is asked for.
+func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, error) {
+	t := who.Token
+	wanted := rollback.Request{
+		Token: t.ID(), By: t.Issuer(), Lineage: q.Lineage, Coordinator: q.coordinator(t.Issuer()),
+	}
+	said, err := q.said(t, body)
+	if err != nil {
+		return wanted, err
+	}
+	if err := bind(said, t, q.dialect); err != nil {
+		return wanted, err
+	}
+	wanted.ID, wanted.Checkpoint, wanted.Reason, wanted.Urgency = said.id, said.checkpoint, said.reason, said.urgency
+	wanted.KeepDependants = said.keep != nil && *said.keep
+	if wanted.Scope, err = ParseScope(said.scope, said.cascade); err != nil {
+		return wanted, err
+	}
+	if wanted.Error, err = q.cause(t, said.checkpoint); err != nil {
+		return wanted, err
+	}
+	if q.dialect == ect.AERR && wanted.Error == "" {
+		wanted.Unnamed = true // E-rollback-request-b: only the error that led to it will do
+		return wanted, nil
+	}
+	named, err := q.names(t, said.checkpoint)
+	wanted.Unnamed = !named
+	return wanted, err
+}
+
+// names reports whether a token itself says which checkpoint is meant: in its members, which
+// were compared before, or in par, which has the checkpoint or the action that it was made
+// for; or by the hash of the body, which names it (ADR 0054).
+func (q *rollbackRequest) names(t *ect.Token, checkpoint string) (bool, error) {
+	if id, _ := t.Ext().Text(ect.MemberCheckpointID); id != "" || !t.InputHash().IsZero() {
+		return true, nil
+	}
+	parents := t.Parents()
+	for i := range parents {
+		if parents[i] = evidence.Canonical(parents[i]); parents[i] == checkpoint {
+			return true, nil
+		}
+	}
+	if len(parents) == 0 {
+		return false, nil
+	}
+	return q.Tokens.For(q.r.Context(), t.Workflow(), checkpoint, parents)
+}
+
+// cause is the error that a token names among its parents; empty without one.
+func (q *rollbackRequest) cause(t *ect.Token, checkpoint string) (string, error) {
+	for _, id := range t.Parents() {
+		if evidence.Canonical(id) == checkpoint {
+			continue
+		}
+		event, _, err := q.Tokens.Event(q.r.Context(), t.Workflow(), id)
+		if err != nil {
+			return "", err
+		}
+		if event == ect.EventError {
+			return id, nil
+		}
+	}
+	return "", nil
+}
+
+// accept returns the rollback that is asked for: the one that there is, or a new one. The
+// same token with the same content finds it again, also after its time; a token is good
+// for one content (P5, E-idempotency-a).
+func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback.Rollback, error) {
+	ctx, cancel := until(q.r.Context(), q.Waits, acceptTime)
+	defer cancel()
+	use := useOf(&wanted)
+	for {
+		status, err := q.Tokens.Recorded(ctx, who.Token, use)
+		switch {
+		case err != nil:
+			return nil, err
+		case status == evidence.Other:
+			return nil, refused(ect.CodeReplayed)
+		case status == evidence.Unused && who.Late != nil:
+			return nil, who.Late
+		}
+		known, err := q.Coordinator.Get(ctx, wanted.ID)
+		switch {
+		case errors.Is(err, rollback.ErrUnknown):
+			known = nil
+		case err != nil:
+			return nil, err
+		}
+		foreign := known != nil && known.Workflow != who.Token.Workflow()
+		switch {
+		case status == evidence.Same && known != nil:
+			return known, nil
+		case status == evidence.Same:
+			return nil, refused(ect.CodeReplayed) // its rollback is not kept any more
+		case known == nil || foreign:
+			if err := q.limit(&q.counted.issuer, q.Limit.Issuer, who.Token.Issuer()); err != nil {
+				return nil, err
+			}
+		}
+		if err := q.inWorkflow(ctx, who.Token, wanted.Checkpoint); err != nil {
+			return nil, err
+		}
+		if foreign {
+			return nil, unknownPart()
+		}
+		r, err := q.execute(ctx, who, &wanted, use, known != nil)
+		if err == nil {
+			return r, nil
+		}
+		if errors.Is(err, rollback.ErrMismatch) {
+			return nil, q.mismatch(ctx, who.Token, wanted.ID, err)
+		}
+		var lost *store.Conflict
+		if !errors.As(err, &lost) {
+			return nil, err
+		}
+		// Somebody else has brought the token: look again.
+		select {
+		case <-time.After(acceptPause):
+		case <-ctx.Done():
+			return nil, err
+		}
+	}
+}
+
+// execute asks the coordinator. A refusal is no step of the workflow: nothing is recorded of
+// it. What is accepted follows from its token, so that this is recorded first; what the
+// token was used for lands with the acceptance.
+func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollback.Request, use evidence.Use, known bool) (*rollback.Rollback, error) {
+	if known {
+		r, err := q.Coordinator.Accept(ctx, &rollback.Draft{Request: *wanted})
+		if err == nil && wanted.Unnamed && wanted.Error == "" {
+			err = rollback.ErrUnnamed
+		}
+		if err == nil {
+			err = q.Tokens.Enter(ctx, who.All)
+		}
+		if err == nil {
+			err = q.Tokens.Bind(ctx, who.Token, use)
+		}
+		return r, err
+	}
+	draft, err := q.Coordinator.Draft(ctx, *wanted)
+	refused := errors.Is(err, checkpoint.ErrTampered) || errors.Is(err, checkpoint.ErrExpired)
+	if err != nil && !refused {
+		return nil, err
+	}
+	// The bound of the workflow is for those who take part in it: the plan says so.
+	if err := q.limit(&q.counted.workflow, q.Limit.Workflow, who.Token.Workflow()); err != nil {
+		return nil, err
+	}
+	if refused { // Accept refuses it too, and records the error (cascade 4.2.3).
+		draft = &rollback.Draft{Request: *wanted}
+		if _, err := q.Coordinator.Accept(ctx, draft); err != nil {
+			return nil, err
+		}
+	}
+	if err := q.Tokens.Enter(ctx, who.All); err != nil {
+		return nil, err
+	}
+	bound, err := q.Tokens.Bound(ctx, who.Token, use)
+	if err != nil {
+		return nil, err
+	}
+	r, err := q.Coordinator.Accept(ctx, draft, bound)
+	if err != nil {
+		return nil, err
+	}
+	return r, q.Tokens.Bind(ctx, who.Token, use) // it has, unless somebody else was first
+}
+
+// mismatch shows another rollback with the same id only to who may read that (P3).
+func (q *rollbackRequest) mismatch(ctx context.Context, t *ect.Token, id string, mismatch error) error {
+	r, err := q.Coordinator.Get(ctx, id)
+	if errors.Is(err, rollback.ErrUnknown) {
+		return refused(ect.CodeReplayed) // it is the token's id that was used before
+	}
+	if err != nil {
+		return err
+	}
+	may, err := q.maySee(r, evidence.Reader{Issuer: t.Issuer()})
+	switch {
+	case err != nil:
+		return err
+	case !may:
+		return unknownPart()
+	}
+	return mismatch
+}
+
+// inWorkflow holds that the checkpoint belongs to the token's own workflow (cascade 6.1).
+// It looks at nothing else, so that what is unknown and what is foreign are refused alike
+// (P3).
+func (q *rollbackRequest) inWorkflow(ctx context.Context, t *ect.Token, checkpoint string) error {
+	_, found, err := q.Tokens.Event(ctx, t.Workflow(), checkpoint)
+	switch {
+	case errors.Is(err, ledger.ErrTampered):
+		return nil // an entry of this workflow: the coordinator refuses it, and names why to who may ask
+	case err != nil:
+		return err
+	case !found && q.coordinator(t.Issuer()):
+		return NewProblem(checkpointUnknown, "The token's workflow has no such checkpoint.")
+	case !found:
+		return unknownPart()
+	}
+	return nil
+}
+
+// unseen refuses a token for its parents, as it would be refused if these were there: after
+// the same checks, and counted alike (P3).
+func (q *rollbackRequest) unseen(t *ect.Token, checkpoint string) error {
+	if err := q.limit(&q.counted.issuer, q.Limit.Issuer, t.Issuer()); err != nil {
+		return err
+	}
+	ctx, cancel := until(q.r.Context(), q.Waits, acceptTime)
+	defer cancel()
+	if err := q.inWorkflow(ctx, t, checkpoint); err != nil {
+		return err
+	}
+	return unknownPart()
+}
+
+// counted says by whose bounds a request was counted: once, however often it is tried.
+type counted struct{ issuer, workflow bool }
+
+// limit counts a new rollback by one of the bounds (C-6.1-d).
+func (q *rollbackRequest) limit(once *bool, take func(time.Time, int, string) (time.Duration, bool), name string) error {
+	if *once {
+		return nil
+	}
+	retry, ok := take(time.Now(), q.Rate, name)
+	if ok {
+		*once = true
+		return nil
+	}
+	p := NewProblem(QuotaExceeded, "Too many rollbacks were asked for by this issuer, or in this workflow.")
+	p.RetryAfter = retry
+	return p
+}
+
+// useOf is what the token of a request is used for: this content, on whatever path.
+func useOf(r *rollback.Request) evidence.Use {
+	sum := sha256.New()
+	parts := []string{"agent_guard rollback", r.ID, r.Checkpoint, string(r.Scope), r.Reason, r.Urgency}
+	if r.KeepDependants {
+		parts = append(parts, "keep dependants")
+	}
+	for _, part := range parts {
+		// A hash never fails to write.
+		_, _ = sum.Write(binary.BigEndian.AppendUint64(nil, uint64(len(part))))
+		_, _ = sum.Write([]byte(part))
+	}
+	return evidence.Use(sum.Sum(nil))
+}
+
+// maxBuckets bounds what a Limit remembers; each bucket takes about 150 bytes.
+const maxBuckets = 100_000
+
+// DefaultRate is how many new rollbacks an issuer, and a workflow, may ask for in a minute.
+const DefaultRate = 60
+
+// Limit bounds how often new rollbacks are asked for, per issuer and per workflow: a token
+// bucket for each (C-6.1-d). The zero Limit is ready for use.
+type Limit struct {
+	mu      sync.Mutex
+	buckets map[bucketOf]*bucket
+	swept   time.Time
+}
+
+type bucketOf struct {
+	workflow bool
+	name     string
+}
+
+// bucket holds up to a minute's worth.
+type bucket struct {
+	left float64
+	at   time.Time
+}
+
+// Issuer counts one new rollback that an issuer asks for. Where it may not, nothing is
+// counted, and retry says when it may.
+func (l *Limit) Issuer(now time.Time, perMinute int, issuer string) (retry time.Duration, ok bool) {
+	return l.take(now, perMinute, bucketOf{false, issuer})
+}
+
+// Workflow counts one new rollback in a workflow, as Issuer does. It is to be asked only
+// for who may roll back there: whoever knows the name of a workflow could else keep others
+// from it.
+func (l *Limit) Workflow(now time.Time, perMinute int, workflow string) (retry time.Duration, ok bool) {
+	return l.take(now, perMinute, bucketOf{true, workflow})
+}
+
+func (l *Limit) take(now time.Time, perMinute int, name bucketOf) (retry time.Duration, ok bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.buckets == nil {
+		l.buckets = map[bucketOf]*bucket{}
+	}
+	b := l.buckets[name]
+	if b == nil {
+		if len(l.buckets) >= maxBuckets && !l.sweep(now, perMinute) {
+			return time.Minute, false // forgetting one would let it begin anew
+		}
+		b = &bucket{float64(perMinute), now}
+		l.buckets[name] = b
+	}
+	b.fill(now, perMinute)
+	if b.left < 1 {
+		missing := (1 - b.left) / float64(perMinute)
+		return time.Duration(missing * float64(time.Minute)), false
+	}
+	b.left--
+	return 0, true
+}
+
+func (b *bucket) fill(now time.Time, perMinute int) {
+	if passed := now.Sub(b.at); passed > 0 { // a clock that was set back fills nothing
+		b.left += passed.Minutes() * float64(perMinute)
+	}
+	b.left, b.at = min(b.left, float64(perMinute)), now
+}
+
+// sweep forgets full buckets, at most once a second: they are as ones that were never
+// used. It reports whether there is room now.
+func (l *Limit) sweep(now time.Time, perMinute int) bool {
+	if now.Sub(l.swept).Abs() < time.Second {
+		return false
+	}
+	l.swept = now
+	for name, b := range l.buckets {
+		if b.fill(now, perMinute); b.left >= float64(perMinute) {
+			delete(l.buckets, name)
+		}
+	}
+	return len(l.buckets) < maxBuckets
+}

@@ -1,0 +1,388 @@
+package api
+
+import (
+	"context"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+)
+
+// Planned is the state of a rollback that was only planned.
+const Planned = "planned"
+
+// What is not sure about the effect of a rollback (the heuristic outcomes of XA).
+const (
+	// EffectMixed: some effects were undone and others were not.
+	EffectMixed = "mixed"
+	// EffectUnknown: of some undo nobody knows whether it had its effect.
+	EffectUnknown = "unknown"
+)
+
+// Document describes a rollback. Its members are an API.
+type Document struct {
+	// RollbackID is urn:uuid: and the id.
+	RollbackID string `json:"rollback_id"`
+	// CheckpointID is the checkpoint or group that it goes back to.
+	CheckpointID string `json:"checkpoint_id"`
+	// Workflow is that of the checkpoint.
+	Workflow string `json:"workflow,omitempty"`
+	// WorkflowName is what its caller calls it, where that is another name. Only operators
+	// are told.
+	WorkflowName string `json:"workflow_name,omitempty"`
+	// Scope is how far it goes.
+	Scope rollback.Scope `json:"scope"`
+	// Reason is the requester's, a sentence for people.
+	Reason string `json:"reason,omitempty"`
+	// Urgency is the requester's word.
+	Urgency string `json:"urgency,omitempty"`
+	// Requester is the agent that has asked.
+	Requester string `json:"requester,omitempty"`
+	// Operator is the name of the operator who has asked.
+	Operator string `json:"operator,omitempty"`
+	// State is planned, executing or finished.
+	State string `json:"state"`
+	// Status is completed, partial, escalated or failed, once it is finished. It is never
+	// more than what is known (P6).
+	Status rollback.Status `json:"status,omitempty"`
+	// Effect is mixed or unknown where the effect is not simply undone or not.
+	Effect string `json:"effect,omitempty"`
+	// Asked is when it was accepted.
+	Asked time.Time `json:"asked,omitzero"`
+	// Due is when it must be done; then it is escalated.
+	Due time.Time `json:"due,omitzero"`
+	// Finished is when it was.
+	Finished time.Time `json:"finished,omitzero"`
+	// TimedOut says that it was not done when it was due.
+	TimedOut bool `json:"timed_out,omitempty"`
+	// Joined is the wider rollback whose result this one has.
+	Joined string `json:"joined,omitempty"`
+	// PlanHash is what the plan is recognised by, SHA-256 in hexadecimal.
+	PlanHash string `json:"plan_hash,omitempty"`
+	// Steps are in the order in which they are taken, level by level.
+	Steps []StepDocument `json:"steps"`
+	// Uncovered are actions in the scope that no step undoes, since nobody made a
+	// checkpoint for them.
+	Uncovered []string `json:"uncovered,omitempty"`
+	// Along are actions outside of the scope that are undone with others.
+	Along []string `json:"along,omitempty"`
+	// Dependants are completed actions that depend on what is undone, and stay.
+	Dependants []string `json:"dependants,omitempty"`
+	// Missing is what groups contain and nobody knows.
+	Missing []string `json:"missing,omitempty"`
+	// Others is how many checkpoints under the workflow's id stay, since they are not linked
+	// to those of who has asked for the whole.
+	Others int `json:"others,omitempty"`
+	// Cascaded are the agents besides that of the checkpoint with what came of their part,
+	// as in the token (cascade 4.4.1).
+	Cascaded []AgentDocument `json:"cascaded"`
+	// FailedAgents are all agents whose part is not completed (cascade 4.3.3).
+	FailedAgents []string `json:"failed_agents,omitempty"`
+	// Before is the hash of the state before the rollback, as in the token.
+	Before string `json:"state_hash_before,omitempty"`
+	// After is that of the state after it.
+	After string `json:"state_hash_after,omitempty"`
+	// Escalations are the ids of what people have to look at.
+	Escalations []string `json:"escalations,omitempty"`
+	// FollowUp says in words what a person must still do. It is empty where that is nothing.
+	FollowUp []string `json:"follow_up,omitempty"`
+	// Tokens are the ids of its tokens.
+	Tokens *TokensDocument `json:"tokens,omitempty"`
+	// ECT is the signed token rollback_complete.
+	ECT string `json:"ect,omitempty"`
+}
+
+// StepDocument describes what is done with one checkpoint.
+type StepDocument struct {
+	// CheckpointID is the checkpoint.
+	CheckpointID string `json:"checkpoint_id"`
+	// Agent is the identity behind its call.
+	Agent string `json:"agent,omitempty"`
+	// Level counts from 0; all steps of one are finished before the next begins.
+	Level int `json:"level"`
+	// Action is undo, cancel, wait, escalate, gather or none.
+	Action string `json:"action"`
+	// State is pending, running or done.
+	State rollback.StepState `json:"state,omitempty"`
+	// Status is what came of it, once it is done.
+	Status rollback.Status `json:"status,omitempty"`
+	// Effect is unknown where nobody knows whether the undo had its effect.
+	Effect string `json:"effect,omitempty"`
+	// Reason is a fixed word that says why it is not completed.
+	Reason string `json:"reason,omitempty"`
+	// Cause says more where Reason is irreversible, in the word of the checkpoint.
+	Cause string `json:"cause,omitempty"`
+	// HTTPStatus is that of the last answer to the undo.
+	HTTPStatus int `json:"http_status,omitempty"`
+	// Attempts counts how often the undo was sent.
+	Attempts int `json:"attempts,omitempty"`
+	// Before is the hash of the state before the undo.
+	Before string `json:"state_hash_before,omitempty"`
+	// After is that of the state after it.
+	After string `json:"state_hash_after,omitempty"`
+	// Token is the id of the step's token.
+	Token string `json:"token,omitempty"`
+	// Escalation is the id of what a person has to look at.
+	Escalation string `json:"escalation,omitempty"`
+	// Ended is when it was done.
+	Ended time.Time `json:"ended,omitzero"`
+	// LastCause is why the last attempt of a step that is running was in vain. Only
+	// operators are told; so with Call and Way.
+	LastCause string `json:"last_cause,omitempty"`
+	// Call is the call that the checkpoint was made for, as far as it is recorded.
+	Call *CallDocument `json:"call,omitempty"`
+	// Way is how it is undone, like "compensate POST /v1/refunds".
+	Way string `json:"way,omitempty"`
+}
+
+// CallDocument describes the call of a checkpoint to operators.
+type CallDocument struct {
+	// Execution is the execution key, in hexadecimal.
+	Execution string `json:"execution"`
+	// ExecutionID is the caller's name for the execution.
+	ExecutionID string `json:"execution_id,omitempty"`
+	// Action is the configured name of the call's kind.
+	Action string `json:"action,omitempty"`
+	// Method is the call's.
+	Method string `json:"method"`
+	// Host is the call's.
+	Host string `json:"host,omitempty"`
+	// Path is the call's, without its query.
+	Path string `json:"path"`
+	// Created is when it was claimed.
+	Created time.Time `json:"created,omitzero"`
+}
+
+// AgentDocument is what came of one agent's part.
+type AgentDocument struct {
+	// Agent is its identity.
+	Agent string `json:"agent"`
+	// Status is what came of it.
+	Status rollback.Status `json:"status"`
+}
+
+// TokensDocument names the tokens of a rollback.
+type TokensDocument struct {
+	// Start is the id of rollback_start.
+	Start string `json:"start,omitempty"`
+	// Complete is that of rollback_complete.
+	Complete string `json:"complete,omitempty"`
+}
+
+// Describe describes a rollback that was asked for under an id.
+func Describe(r *rollback.Rollback, id string) *Document {
+	doc := &Document{
+		RollbackID: urn(id), CheckpointID: r.Checkpoint, Workflow: r.Workflow, Scope: r.Scope,
+		Reason: r.Reason, Urgency: r.Urgency, Requester: r.Requester, Operator: r.Operator,
+		State: string(r.State), Status: r.Status, Effect: effect(r.Unknown, r.Mixed),
+		Asked: utc(r.Asked), Due: utc(r.Due), Finished: utc(r.Finished), TimedOut: r.TimedOut,
+		Steps: []StepDocument{}, Cascaded: []AgentDocument{}, Escalations: r.Escalations,
+		Before: hashed(r.Before), After: hashed(r.After),
+	}
+	if r.Joined != "" {
+		doc.Joined = urn(r.Joined)
+	}
+	if r.Start != "" || r.Complete != "" {
+		doc.Tokens = &TokensDocument{r.Start, r.Complete}
+	}
+	if p := r.Plan; p != nil {
+		sum := p.Hash()
+		doc.PlanHash = hex.EncodeToString(sum[:])
+		doc.Uncovered, doc.Along, doc.Dependants, doc.Missing = p.Passed, p.Along, p.Dependants, p.Missing
+		doc.Others = p.Left
+	}
+	for i := range r.Steps {
+		doc.Steps = append(doc.Steps, describeStep(&r.Steps[i]))
+	}
+	if r.State == rollback.Finished {
+		var others []ect.Outcome
+		others, doc.FailedAgents = evidence.RollbackAgents(r)
+		for _, o := range others {
+			doc.Cascaded = append(doc.Cascaded, AgentDocument{o.Agent, rollback.Status(o.Status)})
+		}
+	}
+	doc.FollowUp = followUp(r)
+	return doc
+}
+
+func describeStep(s *rollback.Step) StepDocument {
+	return StepDocument{
+		CheckpointID: s.Checkpoint, Agent: s.Agent, Level: s.Level, Action: action(s), State: s.State, Status: s.Status,
+		Effect: effect(s.Unknown, false), Reason: s.Reason, Cause: s.Cause, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
+		Before: hashed(s.Before), After: hashed(s.After), Token: s.Token, Escalation: s.Escalation, Ended: utc(s.Ended),
+	}
+}
+
+// action says what is done in a word for those who ask. That a call which never ran is
+// cancelled and not rolled back is a word of its own (architecture brief).
+func action(s *rollback.Step) string {
+	if s.Cancelled {
+		return "cancel"
+	}
+	switch s.What {
+	case rollback.Block:
+		return "cancel"
+	case rollback.Expired, rollback.Escalate:
+		return "escalate"
+	case rollback.Nothing:
+		return "none"
+	}
+	return string(s.What) // wait, gather, undo
+}
+
+func effect(unknown, mixed bool) string {
+	switch {
+	case unknown:
+		return EffectUnknown // which says less than mixed does
+	case mixed:
+		return EffectMixed
+	}
+	return ""
+}
+
+func hashed(sum [32]byte) string {
+	if sum == [32]byte{} {
+		return ""
+	}
+	return ect.HashOf(sum).Prefixed()
+}
+
+func utc(t time.Time) time.Time {
+	if t.IsZero() {
+		return t
+	}
+	return t.UTC()
+}
+
+// maxFollowUp is how many sentences a document has.
+const maxFollowUp = 50
+
+// remedies say what a person does about a step that is not completed, by its reason.
+var remedies = map[string]string{
+	string(rollback.ReasonIrreversible):  "it cannot be undone by the gateway; undo it by hand, or decide that it stays",
+	string(rollback.ReasonChanged):       "somebody has changed it since; look at it, and put it back by hand or leave it",
+	string(rollback.ReasonRefused):       "the upstream refuses to undo it for good; ask who runs it, and undo it by hand",
+	string(rollback.ReasonUnauthorized):  "the upstream did not accept the credentials of the undo; correct `undo_auth`, and undo it by hand or ask again under a new id",
+	string(rollback.ReasonUnexpected):    "the upstream's answer to the undo is not known; find out what became of it",
+	string(rollback.ReasonPartial):       "the agent that was asked has undone a part of it; look there for the rest, and undo it by hand",
+	string(rollback.ReasonEscalated):     "the agent that was asked has left it to a person; look there who decides",
+	string(rollback.ReasonLost):          "no answer to the undo came, and it may have had its effect; find out in the target system",
+	string(rollback.ReasonUnreachable):   "the upstream could not be reached, and nothing was sent; ask again under a new id when it is back",
+	string(rollback.ReasonTimeout):       "it was not done in time; look at it, and ask again under a new id or undo it by hand",
+	string(rollback.ReasonUnfilled):      "the request of the undo cannot be made of what was recorded, as where the answer to the call was lost; find out what became of the call, and undo it by hand",
+	string(rollback.ReasonNoUpstream):    "nothing in the configuration leads to its upstream any more, and nothing was tried; undo it by hand, or put a route to it back and ask again under a new id",
+	string(rollback.ReasonOtherUpstream): "the configuration leads to another upstream than the one that the recorded credentials are for; undo it by hand, or put the route back and ask again under a new id",
+	string(rollback.ReasonNoCredentials): "the recorded credentials are gone; undo it by hand",
+	string(rollback.ReasonUnverified):    "after the undo something else stands there; look at it",
+	string(rollback.ReasonNoPostImage):   "what stood there after the call is not known; compare by hand before you put it back",
+	reasonExpired:                        "its time to be undone is over; undo it by hand, or decide that it stays",
+	"checkpoint-tampered":                "what is kept of it is not what was recorded; examine the store, and undo it by hand",
+	"foreign":                            "another gateway or agent has made the checkpoint; ask for its rollback there",
+	"missing":                            "the group contains checkpoints that nobody knows here; find out what they stood for",
+	"members":                            "some of what the group contains was not undone; look at the steps of those",
+	"busy":                               "another rollback has left it half undone; look at that one before you ask again under a new id",
+	"unavailable":                        "the undo could not be carried on in time, and it may have had its effect; find out in the target system, and ask again under a new id",
+}
+
+// reasonExpired is also planned.
+const reasonExpired = "checkpoint-expired"
+
+const otherRemedy = "it is not undone; look at it"
+
+// followUp says what a person must still do. Of a plan it says what would be left.
+func followUp(r *rollback.Rollback) []string {
+	var all []string
+	add := func(format string, args ...any) {
+		switch len(all) {
+		case maxFollowUp:
+		case maxFollowUp - 1:
+			all = append(all, "There is more; look at the steps.")
+		default:
+			all = append(all, fmt.Sprintf(format, args...))
+		}
+	}
+	for i := range r.Steps {
+		s := &r.Steps[i]
+		reason := s.Reason
+		switch {
+		case s.State == rollback.StepDone && s.Status == rollback.Completed:
+			continue
+		case s.State == rollback.StepDone:
+		case r.State == rollback.Executing:
+			continue // nobody has to do anything yet
+		case s.What == rollback.Expired:
+			reason = reasonExpired
+		case s.What == rollback.Escalate && reason == "":
+			reason = string(rollback.ReasonIrreversible)
+		case s.What == rollback.Escalate:
+		default:
+			continue
+		}
+		remedy, ok := remedies[reason]
+		if !ok {
+			remedy = otherRemedy
+		}
+		text := fmt.Sprintf("Checkpoint %s: %s.", s.Checkpoint, remedy)
+		if s.Escalation != "" {
+			text += fmt.Sprintf(" Escalation %s tells people of it.", s.Escalation)
+		}
+		add("%s", text)
+	}
+	if p := r.Plan; p != nil && r.State != rollback.Executing {
+		if n := len(p.Passed); n > 0 {
+			add("%d actions in the scope have no checkpoint, so that nothing undoes them; look at `uncovered`.", n)
+		}
+		if n := len(p.Dependants); n > 0 {
+			add("%d completed actions depend on what is undone, and stay; look at `dependants`.", n)
+		}
+		if n := p.Left; n > 0 {
+			add("%d checkpoints under the workflow's id are not linked to the requester's part of it, and stay; a coordinator or an operator can undo them.", n)
+		}
+		if n := len(p.Missing); n > 0 {
+			add("%d checkpoints of a group are not known here; look at `missing`.", n)
+		}
+	}
+	return all
+}
+
+// result is a rollback's result in the words of an older draft: what its token says, and
+// the token (ATD "Basic Rollback", AERR "Rollback Response"). Its members are an API.
+type result struct {
+	Action  string          `json:"exec_act"`
+	ID      string          `json:"jti"`
+	Parents []string        `json:"par"`
+	OutHash string          `json:"out_hash,omitempty"`
+	Ext     json.RawMessage `json:"ext"`
+	ECT     string          `json:"ect"`
+}
+
+// answerIn answers with a finished rollback in the words of an older draft.
+func (q *rollbackRequest) answerIn(ctx context.Context, r *rollback.Rollback, id string, v ect.Vocabulary, request string) error {
+	raw, err := q.Tokens.Result(ctx, r, request, v)
+	if err != nil {
+		if q.r.Context().Err() == nil {
+			q.Logger.Warn("the result of a rollback cannot be written in the vocabulary that was asked for",
+				slog.String("rollback", id), slog.String("vocabulary", v.String()), slog.Any("error", err))
+		}
+		return err
+	}
+	token, err := ect.ParseInsecure(raw) // signed a moment ago
+	if err != nil {
+		return err
+	}
+	doc := result{
+		Action: token.Action(), ID: token.ID(), Parents: token.Parents(), OutHash: token.OutputHash().String(),
+		Ext: json.RawMessage(token.Ext().JSON()), ECT: raw,
+	}
+	if token.OutputHash().IsZero() {
+		doc.OutHash = ""
+	}
+	q.w.Header().Set(ect.FieldName, raw)
+	return q.writeJSON(http.StatusOK, doc)
+}

@@ -1,0 +1,315 @@
+package api
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+)
+
+const (
+	maxRollbackBody = 16 << 10
+	maxReason       = 512
+	maxUrgency      = 64
+)
+
+// body reads the request's body.
+func (q *rollbackRequest) body() ([]byte, error) {
+	body, err := io.ReadAll(io.LimitReader(q.r.Body, maxRollbackBody+1))
+	var tooLarge *http.MaxBytesError
+	switch {
+	case errors.As(err, &tooLarge) || len(body) > maxRollbackBody:
+		return nil, NewProblem(BodyTooLarge, "A request for a rollback has at most 16 KiB.")
+	case err != nil:
+		return nil, badParameter("The body could not be read to its end.")
+	}
+	return body, nil
+}
+
+// asked is what a request asks for, in its body or in its token. What is empty is not said.
+type asked struct {
+	id, checkpoint, scope, reason, urgency string
+	cascade, keep                          *bool
+}
+
+// parseBody reads Figure 10 of the cascade draft, and AERR's request. Members that it does
+// not know are ignored, but for one that asks for nothing to be done: operators know it.
+func parseBody(body []byte, dialect ect.Vocabulary) (*asked, error) {
+	members, err := readObject(body)
+	if err != nil {
+		return nil, err
+	}
+	if _, there := members["dry_run"]; there {
+		return nil, badParameter("dry_run is not known here, and nothing was done. Operators look ahead: caddy agent-guard rollback --dry-run.")
+	}
+	text := func(name string) (value string) {
+		if raw, there := members[name]; there && err == nil && json.Unmarshal(raw, &value) != nil {
+			err = badParameter(name + " is no string.")
+		}
+		return value
+	}
+	phase := text("phase")
+	a := &asked{
+		id: text("rollback_id"), checkpoint: text("checkpoint_id"), scope: text("scope"),
+		reason: text("reason"), urgency: text("urgency"),
+	}
+	truth := func(name string) (value *bool) {
+		if raw, there := members[name]; there && err == nil && json.Unmarshal(raw, &value) != nil {
+			err = badParameter(name + " is neither true nor false.")
+		}
+		return value
+	}
+	a.cascade, a.keep = truth("cascade"), truth("keep_dependants")
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case a.id == "":
+		return nil, badParameter("rollback_id is missing; write urn:uuid: and a UUID, the same for every repetition.")
+	case a.checkpoint == "":
+		return nil, badParameter("checkpoint_id is missing.")
+	case !isName(a.checkpoint):
+		return nil, badParameter("checkpoint_id is no id: 1 to 256 bytes without control characters.")
+	case dialect == ect.Cascade && phase != "" && phase != "execute":
+		return nil, badParameter("phase is not execute.")
+	case len(a.reason) > maxReason:
+		return nil, badParameter(fmt.Sprintf("reason is longer than %d bytes.", maxReason))
+	case len(a.urgency) > maxUrgency:
+		return nil, badParameter(fmt.Sprintf("urgency is longer than %d bytes.", maxUrgency))
+	}
+	a.checkpoint = evidence.Canonical(a.checkpoint)
+	if a.id, err = ParseID(a.id); err != nil {
+		return nil, err
+	}
+	_, err = ParseScope(a.scope, a.cascade)
+	return a, err
+}
+
+// ParseScope reads the word for a scope. Where there is none, cascade says it; where there
+// is neither, it is single. Where both are there they must not contradict each other.
+func ParseScope(word string, cascade *bool) (rollback.Scope, error) {
+	scope := rollback.Scope(word)
+	switch scope {
+	case rollback.Single, rollback.SubDAG, rollback.FullWorkflow:
+	case "":
+		if cascade != nil && *cascade {
+			return rollback.SubDAG, nil
+		}
+		return rollback.Single, nil
+	default:
+		return "", badParameter("scope is none of single, sub_dag and full_workflow.")
+	}
+	if cascade != nil && *cascade != (scope != rollback.Single) {
+		return "", badParameter(fmt.Sprintf("scope and cascade contradict each other: scope is %s, and cascade is %t; leave one of them out.", scope, *cascade))
+	}
+	return scope, nil
+}
+
+// ParseID reads the id of a rollback: a UUID, with or without urn:uuid:.
+func ParseID(text string) (string, error) {
+	const prefix = "urn:uuid:"
+	if plain, err := url.PathUnescape(text); err == nil {
+		text = plain
+	}
+	if len(text) > len(prefix) && strings.EqualFold(text[:len(prefix)], prefix) {
+		text = text[len(prefix):]
+	}
+	id, err := uuid.Parse(text)
+	if err != nil || len(text) != len(uuid.Nil.String()) || id == uuid.Nil || id == uuid.Max {
+		return "", badParameter("A rollback's id is urn:uuid: and a UUID.")
+	}
+	return id.String(), nil
+}
+
+// readObject reads one JSON object in which no member stands twice: two readers could take
+// it for two requests. A null is as a member that is not there.
+func readObject(body []byte) (map[string]json.RawMessage, error) {
+	wrong := badParameter("The body is no JSON object.")
+	if !utf8.Valid(body) {
+		return nil, badParameter("The body is not UTF-8.")
+	}
+	d := json.NewDecoder(bytes.NewReader(body))
+	if begin, err := d.Token(); err != nil || begin != json.Delim('{') {
+		return nil, wrong
+	}
+	members, seen := map[string]json.RawMessage{}, map[string]bool{}
+	for d.More() {
+		token, err := d.Token()
+		name, ok := token.(string)
+		if err != nil || !ok {
+			return nil, wrong
+		}
+		if seen[name] {
+			return nil, badParameter("A member of the body stands twice.")
+		}
+		seen[name] = true
+		var value json.RawMessage
+		if err := d.Decode(&value); err != nil {
+			return nil, wrong
+		}
+		if string(value) != "null" {
+			members[name] = value
+		}
+	}
+	if _, err := d.Token(); err != nil {
+		return nil, wrong
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return nil, badParameter("Something stands behind the body's JSON object.")
+	}
+	return members, nil
+}
+
+func isName(id string) bool {
+	return id != "" && len(id) <= ledger.MaxName && !strings.ContainsFunc(id, unicode.IsControl)
+}
+
+// said is what a request says besides its token: in its body, or with ATD nowhere.
+func (q *rollbackRequest) said(t *ect.Token, body []byte) (*asked, error) {
+	if q.dialect != ect.ATD {
+		return parseBody(body, q.dialect)
+	}
+	return &asked{id: t.ID(), checkpoint: evidence.Canonical(t.Parents()[0])}, nil
+}
+
+// bind holds a request to its token: what the token says the body does not say otherwise,
+// and what the body does not say the token does (ADR 0043 and 0054). The body alone is signed by
+// nobody: whoever got hold of the token could else roll back something else with it.
+func bind(a *asked, t *ect.Token, dialect ect.Vocabulary) error {
+	in := inToken{t: t}
+	id, checkpoint := in.text(ect.MemberRollbackID), in.text(ect.MemberCheckpointID)
+	scope, reason := in.text(ect.MemberScope), in.text(ect.MemberReason)
+	cascade, keep := in.truth(ect.MemberCascade), in.truth(evidence.MemberKeepDependants)
+	if in.err != nil {
+		return in.err
+	}
+	if id != "" && dialect != ect.ATD { // whose rollbacks are named by the token itself
+		if named, err := ParseID(id); err != nil || named != a.id {
+			return in.contradicts(ect.MemberRollbackID, "rollback_id")
+		}
+	}
+	if checkpoint != "" && evidence.Canonical(checkpoint) != a.checkpoint {
+		return in.contradicts(ect.MemberCheckpointID, "checkpoint_id")
+	}
+	if reason != "" && a.reason != "" && reason != a.reason {
+		return in.contradicts(ect.MemberReason, "reason")
+	}
+	if a.reason == "" {
+		a.reason = reason
+	}
+	if len(a.reason) > maxReason {
+		return refusedFor(ect.CodeExt, fmt.Sprintf("%s is longer than %d bytes.", in.name(ect.MemberReason), maxReason))
+	}
+	if keep != nil && a.keep != nil && *keep != *a.keep {
+		return in.contradicts(evidence.MemberKeepDependants, "keep_dependants")
+	}
+	if a.keep == nil {
+		a.keep = keep
+	}
+	return in.bindScope(a, scope, cascade)
+}
+
+// bindScope holds how far the request goes to what the token says.
+func (in *inToken) bindScope(a *asked, scope string, cascade *bool) error {
+	if scope == "" && cascade == nil {
+		if rollback.Scope(a.scope) == rollback.FullWorkflow && in.t.InputHash().IsZero() {
+			// It ends the workflow: whoever got hold of the token must not be able to ask for that.
+			return refusedFor(ect.CodeExt, fmt.Sprintf("The scope full_workflow must stand in %s of the token, or inp_hash of the token must be the hash of the body.",
+				in.name(ect.MemberScope)))
+		}
+		return nil
+	}
+	signed, err := ParseScope(scope, cascade)
+	if err != nil {
+		return refusedFor(ect.CodeExt, fmt.Sprintf("%s and %s of the token contradict each other, or the first is no scope.",
+			in.name(ect.MemberScope), in.name(ect.MemberCascade)))
+	}
+	if a.scope == "" && a.cascade == nil {
+		a.scope = string(signed)
+	}
+	if wanted, err := ParseScope(a.scope, a.cascade); err != nil || wanted == signed {
+		return err
+	}
+	m := ect.MemberScope
+	if scope == "" {
+		m = ect.MemberCascade
+	}
+	return refusedFor(ect.CodeExt, fmt.Sprintf("%s of the token means the scope %s, and the request's is another one; the token must say the same in %s.",
+		in.name(m), signed, ect.MemberScope))
+}
+
+// inToken reads what a token says in its extensions.
+type inToken struct {
+	t   *ect.Token
+	err error // of the first member of a wrong type
+}
+
+// name is that of a member as the token's vocabulary has it.
+func (in *inToken) name(m ect.Member) string { return in.t.Vocabulary().Member(m) }
+
+func (in *inToken) text(m ect.Member) string {
+	value, ok := in.t.Ext().Text(m)
+	if _, there := in.t.Ext().Raw(m); there && !ok && in.err == nil {
+		in.err = refusedFor(ect.CodeExt, in.name(m)+" is no string.")
+	}
+	return value
+}
+
+func (in *inToken) truth(m ect.Member) *bool {
+	value, ok := in.t.Ext().Bool(m)
+	if ok {
+		return &value
+	}
+	if _, there := in.t.Ext().Raw(m); there && in.err == nil {
+		in.err = refusedFor(ect.CodeExt, in.name(m)+" is neither true nor false.")
+	}
+	return nil
+}
+
+func (in *inToken) contradicts(m ect.Member, member string) error {
+	return refusedFor(ect.CodeExt, fmt.Sprintf("%s of the token is not the request's %s.", in.name(m), member))
+}
+
+// patience is how long the answer may wait: as `Prefer` (RFC 7240) or the parameter wait
+// says, else by default, and never longer than LongestWait.
+func (q *rollbackRequest) patience(byDefault time.Duration) (time.Duration, error) {
+	wait := byDefault
+	for preference := range strings.SplitSeq(strings.Join(q.r.Header.Values("Prefer"), ","), ",") {
+		name, value, _ := strings.Cut(preference, "=")
+		switch strings.ToLower(strings.TrimSpace(name)) {
+		case "respond-async":
+			wait = 0
+		case "wait":
+			// What cannot be read is ignored, as RFC 7240 asks for.
+			if seconds, err := strconv.ParseUint(strings.Trim(strings.TrimSpace(value), `"`), 10, 32); err == nil {
+				wait = time.Duration(seconds) * time.Second
+			}
+		}
+	}
+	if text := q.r.URL.Query().Get("wait"); text != "" {
+		if seconds, err := strconv.ParseUint(text, 10, 32); err == nil {
+			text = strconv.FormatUint(seconds, 10) + "s"
+		}
+		d, err := time.ParseDuration(text)
+		if err != nil || d < 0 {
+			return 0, badParameter("wait is neither a duration, like 30s, nor a number of seconds.")
+		}
+		wait = d
+	}
+	return min(wait, LongestWait), nil
+}

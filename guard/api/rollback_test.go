@@ -1,0 +1,688 @@
+package api_test
+
+import (
+	"context"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"net/http"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	. "github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+)
+
+// Cascade 4.3.2, Figure 10: a rollback in one request, with the token that records it.
+func TestCascade432Execute(t *testing.T) {
+	s := newSite(t)
+	token := issued(t, alice, claims(flow, parents(failure)))
+	got := s.post(RollbackPath, body(askedID, strings.ToUpper(point), `, "scope": "sub_dag", "reason": "a cause", "urgency": "high", "unknown": [1]`), token)
+	doc := got.document(http.StatusOK)
+	if doc.Status != rollback.Completed || doc.State != "finished" || doc.RollbackID != "urn:uuid:"+askedID || doc.Scope != rollback.SubDAG {
+		t.Errorf("%+v", doc)
+	}
+	if doc.ECT != "signed.complete-"+askedID || got.Header().Get("Execution-Context") != doc.ECT {
+		t.Errorf("token %q, header %v", doc.ECT, got.Header())
+	}
+	want := rollback.Request{
+		ID: askedID, Checkpoint: point, Scope: rollback.SubDAG, Reason: "a cause", Urgency: "high",
+		Token: token.ID(), Error: failure, Unnamed: true, By: alice, Lineage: rollback.Ancestor,
+	}
+	if s.accepted[askedID] != want || !s.asDrafted {
+		t.Errorf("%+v, want %+v", s.accepted[askedID], want)
+	}
+	if len(s.entered) != 1 || s.entered[0] != token.ID() {
+		t.Errorf("entered %v", s.entered)
+	}
+}
+
+// C-4.1.3-b, -c: the word for the scope, else cascade, else the checkpoint alone. The whole
+// workflow is a coordinator's, whoever asks for whatever checkpoint.
+func TestCascade413Scope(t *testing.T) {
+	for more, want := range map[string]rollback.Scope{
+		``: rollback.Single, `, "cascade": false`: rollback.Single, `, "cascade": true`: rollback.SubDAG,
+		`, "cascade": true, "scope": "sub_dag"`: rollback.SubDAG, `, "cascade": false, "scope": "single"`: rollback.Single, `, "scope": null`: rollback.Single,
+	} {
+		s := newSite(t)
+		s.post(RollbackPath, body(askedID, point, more), issued(t, alice, claims(flow))).document(http.StatusOK)
+		if got := s.accepted[askedID].Scope; got != want {
+			t.Errorf("%s: %s", more, got)
+		}
+	}
+	s := newSite(t)
+	whole := body(askedID, point, `, "scope": "full_workflow"`)
+	signed := func(by string) *ect.Token {
+		return issued(t, by, claims(flow, saying(new(ect.ExtBuilder).Text(ect.MemberScope, "full_workflow"))))
+	}
+	s.post(RollbackPath, whole, signed(alice)).refused(403, "coordinator-required", "")
+	s.post(RollbackPath, whole, signed(mallory)).refused(403, "not-in-workflow", "")
+	if len(s.entered)+len(s.bound) > 0 {
+		t.Errorf("entered %v", s.entered)
+	}
+	s.post(RollbackPath, whole, signed(coordinator)).document(http.StatusOK)
+	if !s.accepted[askedID].Coordinator {
+		t.Error("not asked as a coordinator")
+	}
+}
+
+// C-4.3.2-g: what the body must be.
+func TestCascade432MalformedRequests(t *testing.T) {
+	s := newSite(t)
+	token := issued(t, alice, claims(flow))
+	for what, text := range map[string]string{
+		"empty": "", "no object": "[]", "no id": `{"checkpoint_id": "c"}`, "no checkpoint": `{"rollback_id": "urn:uuid:` + askedID + `"}`,
+		"an id that is none": `{"rollback_id": "x", "checkpoint_id": "c"}`, "the nil id": body("00000000-0000-0000-0000-000000000000", point, ""),
+		"another phase": `{"rollback_id": "urn:uuid:` + askedID + `", "checkpoint_id": "c", "phase": "prepare"}`,
+		"another scope": body(askedID, point, `, "scope": "all"`), "a wrong type": body(askedID, point, `, "cascade": "true"`),
+		"both at once": body(askedID, point, `, "scope": "single", "cascade": true`), "neither": body(askedID, point, `, "scope": "sub_dag", "cascade": false`),
+		"a number": body(askedID, point, `, "reason": 1`), "a duplicate": body(askedID, point, `, "checkpoint_id": "c"`),
+		"something behind": body(askedID, point, "") + "{}", "no UTF-8": body(askedID, point, ", \"reason\": \"\xff\""),
+		"a long reason": body(askedID, point, `, "reason": "`+strings.Repeat("x", 513)+`"`), "a control character": body(askedID, "a\n", ""),
+		"a long urgency": body(askedID, point, `, "urgency": "`+strings.Repeat("x", 65)+`"`), "cut": body(askedID, point, "")[:40],
+		"a dry run": body(askedID, point, `, "dry_run": true`),
+	} {
+		if got := s.post(RollbackPath, text, token); got.Code != 400 {
+			t.Errorf("%s: %d %s", what, got.Code, got.Body)
+		}
+	}
+	s.post(RollbackPath, body(askedID, point, `, "x": "`+strings.Repeat("x", 16<<10)+`"`), token).refused(413, "body-too-large", "")
+	if len(s.accepted)+s.plans+len(s.entered) > 0 {
+		t.Errorf("accepted %v, %d plans, entered %v", s.accepted, s.plans, s.entered)
+	}
+	for method, path := range map[string]string{http.MethodGet: RollbackPath, http.MethodPost: RollbackURL(askedID), http.MethodPut: ATDRollbackPath} {
+		r, _ := http.NewRequestWithContext(t.Context(), method, path, nil)
+		if got := s.do(r); got.Code != 405 || got.Header().Get("Allow") == "" {
+			t.Errorf("%s %s: %d", method, path, got.Code)
+		}
+	}
+}
+
+// C-6.1-c, P3: a checkpoint that is unknown, of another workflow, or of others in the same
+// one: the same answer, and nothing is recorded.
+func TestP3UnknownAndForeignAreOne(t *testing.T) {
+	s := newSite(t)
+	unknown := s.post(RollbackPath, body(askedID, "d1b1c2d3-e4f5-6789-abcd-ef0123456789", ""), issued(t, alice, claims(flow)))
+	unknown.refused(403, "not-in-workflow", "")
+	same(t, "of another workflow", unknown, s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(foreign))))
+	same(t, "of others", unknown, s.post(RollbackPath, body(askedID, point, ""), issued(t, mallory, claims(flow))))
+	same(t, "in ATD's words", unknown, s.post(ATDRollbackPath, "", issued(t, mallory, claims(flow, in(ect.ATD), parents(point)))))
+	for _, c := range []struct{ path, text string }{
+		{RollbackPath, body(askedID, "d1b1c2d3-e4f5-6789-abcd-ef0123456789", "")}, {RollbackPath, body(askedID, point, "")}, {ATDRollbackPath, ""}, {AERRRollbackPath, body(askedID, point, "")},
+	} {
+		token := issued(t, mallory, claims(flow, in(ect.ATD)))
+		s.asking = &Asker{Token: token, All: []*ect.Token{token}, Unseen: true}
+		same(t, "a parent that is unknown", unknown, s.send(c.path, c.text))
+	}
+	// What else is wrong is refused alike, and what is counted is counted alike.
+	limited := newSite(t, func(o *RollbackOptions) { o.Rate = 1 })
+	for _, unseen := range []bool{false, true} {
+		task := issued(t, mallory, claims(flow, func(c *ect.Claims) { c.Action = "task" }))
+		limited.asking = &Asker{Token: task, All: []*ect.Token{task}, Unseen: unseen}
+		limited.send(RollbackPath, body(askedID, point, "")).refused(403, "ect-invalid", "exec_act")
+		token := issued(t, []string{mallory, mallory + "2"}[map[bool]int{true: 1}[unseen]], claims(flow))
+		limited.asking = &Asker{Token: token, All: []*ect.Token{token}, Unseen: unseen}
+		limited.send(RollbackPath, "{}").refused(400, "parameter-invalid", "")
+		limited.send(RollbackPath, body(askedID, point, "")).refused(403, "not-in-workflow", "")
+		limited.send(RollbackPath, body(askedID, point, "")).refused(429, "quota-exceeded", "")
+	}
+	if len(s.entered)+len(s.bound)+s.executed > 0 {
+		t.Errorf("entered %v, bound %v", s.entered, s.bound)
+	}
+
+	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusOK)
+	same(t, "an id of others' rollback", unknown, s.post(RollbackPath, body(askedID, point, ""), issued(t, mallory, claims(flow))))
+	same(t, "from another workflow", unknown, s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(foreign))))
+	s.post(RollbackPath, body(askedID, "unknown", ""), issued(t, coordinator, claims(flow))).refused(404, "checkpoint-unknown", "")
+}
+
+// C-4.3.4-d, E-idempotency-a, A-rollback-timeout-d: the same id, or the same token, gets
+// the same result, and nothing runs again.
+func TestP5TheSameRequestHasOneResult(t *testing.T) {
+	s := newSite(t)
+	token := issued(t, alice, claims(flow))
+	first := s.post(RollbackPath, body(askedID, point, ""), token)
+	first.document(http.StatusOK)
+	same(t, "the same token", first, s.post(RollbackPath, body(askedID, point, ""), token))
+
+	s.asking.Late = &ect.Error{Code: ect.CodeExpired}
+	same(t, "after the token's time", first, s.send(RollbackPath, body(askedID, point, "")))
+	again := issued(t, alice, claims(flow))
+	same(t, "another token of the same asker", first, s.post(RollbackPath, body(askedID, point, ""), again))
+	if s.executed != 1 {
+		t.Errorf("executed %d times", s.executed)
+	}
+
+	other := "11b1c2d3-e4f5-4789-abcd-ef0123456789"
+	s.post(RollbackPath, body(other, point, ""), token).refused(403, "ect-invalid", "replayed")
+	s.post(RollbackPath, body(other, point, ""), again).refused(403, "ect-invalid", "replayed")
+	s.post(RollbackPath, body(askedID, point, `, "cascade": true`), token).refused(403, "ect-invalid", "replayed")
+	s.post(RollbackPath, body(askedID, point, `, "cascade": true`), issued(t, alice, claims(flow))).refused(422, "rollback-mismatch", "")
+
+	s.asking = &Asker{Token: issued(t, alice, claims(flow)), Late: &ect.Error{Code: ect.CodeExpired}}
+	s.send(RollbackPath, body(askedID, point, "")).refused(403, "ect-invalid", "expired")
+}
+
+// A token that two requests bring at once is bound once: the other one looks again.
+func TestP5ATokenIsBoundOnce(t *testing.T) {
+	s := newSite(t)
+	token := issued(t, alice, claims(flow))
+	s.onExecute = func(r rollback.Request) {
+		s.onExecute = nil
+		s.mu.Lock()
+		s.bound[name(token)] = [32]byte{1} // for something else
+		s.digests[name(token)] = token.Digest()
+		s.mu.Unlock()
+	}
+	s.post(RollbackPath, body(askedID, point, ""), token).refused(403, "ect-invalid", "replayed")
+	if s.executed != 0 {
+		t.Errorf("executed %d times", s.executed)
+	}
+}
+
+// A-basic-rollback-a to -f: everything is said in the token, and the answer is a result
+// token.
+func TestATDBasicRollback(t *testing.T) {
+	s := newSite(t)
+	token := issued(t, alice, claims(flow, in(ect.ATD), parents(point)))
+	got := s.post(ATDRollbackPath, "", token)
+	want := rollback.Request{
+		ID: token.ID(), Checkpoint: point, Scope: rollback.SubDAG, Reason: "said in the token",
+		Token: token.ID(), By: alice, Lineage: rollback.Ancestor,
+	}
+	if s.accepted[token.ID()] != want || !s.asDrafted {
+		t.Errorf("%+v, want %+v", s.accepted[token.ID()], want)
+	}
+	for _, member := range []string{
+		`"exec_act": "atd:rollback_result"`, `"atd.status": "completed"`, fmt.Sprintf(`"atd.checkpoint_id": %q`, point), token.ID(),
+	} {
+		if !strings.Contains(got.Body.String(), member) {
+			t.Errorf("no %s in %s", member, got.Body)
+		}
+	}
+	if raw := got.Header().Get("Execution-Context"); raw == "" || !strings.Contains(got.Body.String(), raw) {
+		t.Errorf("token %q", raw)
+	}
+	s.post(ATDRollbackPath, "", issued(t, alice, claims(flow, in(ect.ATD), parents(point, failure)))).refused(403, "ect-invalid", "par")
+	s.post(ATDRollbackPath, "", issued(t, alice, claims(flow, parents(point), func(c *ect.Claims) { c.Action = "other" }))).refused(403, "ect-invalid", "exec_act")
+}
+
+// E-rollback-request-a, -b: the body, and the error that led to it.
+func TestAERRRollbackRequest(t *testing.T) {
+	for _, path := range []string{AERRRollbackPath, "/.well-known/aerr/rollback"} {
+		s := newSite(t)
+		token := issued(t, alice, claims(flow, in(ect.AERR), parents(failure)))
+		got := s.post(path, body(askedID, point, `, "cascade": true, "reason": "why"`), token)
+		if got.Code != 200 || !strings.Contains(got.Body.String(), `"exec_act": "aerr:rollback_complete"`) {
+			t.Errorf("%d %s", got.Code, got.Body)
+		}
+		if r := s.accepted[askedID]; r.Error != failure || r.Scope != rollback.SubDAG || r.Reason != "why" {
+			t.Errorf("%+v", r)
+		}
+		for _, id := range []string{askedID, "11b1c2d3-e4f5-4789-abcd-ef0123456789"} {
+			s.post(path, body(id, point, `, "cascade": true, "reason": "why"`), issued(t, alice, claims(flow, in(ect.AERR), parents(point)))).refused(403, "ect-invalid", "par")
+		}
+	}
+}
+
+// C-6.1-a, A-security-rollback-authorization-b: only a signed token of a workflow is good.
+func TestCascade61AskingNeedsASignedToken(t *testing.T) {
+	s := newSite(t)
+	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(""))).refused(403, "ect-invalid", "wid")
+	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow, func(c *ect.Claims) { c.Input = ect.Sum([]byte("another")) }))).
+		refused(403, "ect-invalid", "inp_hash")
+	text := body(askedID, point, "")
+	s.post(RollbackPath, text, issued(t, alice, claims(flow, func(c *ect.Claims) { c.Input = ect.Sum([]byte(text)) }))).document(http.StatusOK)
+	s.refuse = &ect.Error{Code: ect.CodeSignature}
+	s.send(RollbackPath, text).refused(403, "ect-invalid", "signature")
+}
+
+// C-6.1-d, B-security-a: new rollbacks are bounded, repetitions are answered.
+func TestCascade61Flooding(t *testing.T) {
+	s := newSite(t, func(o *RollbackOptions) { o.Rate = 2 })
+	token := issued(t, alice, claims(flow))
+	first := s.post(RollbackPath, body(askedID, point, ""), token)
+	s.post(RollbackPath, body("11b1c2d3-e4f5-4789-abcd-ef0123456789", "unknown", ""), issued(t, alice, claims(flow))).refused(403, "not-in-workflow", "")
+	over := s.post(RollbackPath, body("21b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, alice, claims(flow)))
+	over.refused(429, "quota-exceeded", "")
+	if over.Header().Get("Retry-After") == "" {
+		t.Error("no Retry-After")
+	}
+	// Who has no part in the workflow uses nothing up of its own bound.
+	s.post(RollbackPath, body("31b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, mallory, claims(flow))).refused(403, "not-in-workflow", "")
+	s.post(RollbackPath, body("41b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, coordinator, claims(flow))).document(http.StatusOK)
+	s.post(RollbackPath, body("51b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, coordinator, claims(flow))).refused(429, "quota-exceeded", "")
+	same(t, "a repetition", first, s.post(RollbackPath, body(askedID, point, ""), token))
+	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusOK)
+}
+
+// B-normative-e: every refusal says why.
+func TestRefusals(t *testing.T) {
+	for _, c := range []struct {
+		err    error
+		status int
+		slug   string
+		reason string
+	}{
+		{rollback.ErrNotInWorkflow, 403, "not-in-workflow", ""},
+		{fmt.Errorf("x: %w", checkpoint.ErrExpired), 410, "checkpoint-expired", ""},
+		{fmt.Errorf("x: %w", checkpoint.ErrTampered), 409, "checkpoint-tampered", ""},
+		{&rollback.ConflictError{Winner: askedID}, 409, "rollback-conflict", ""},
+		{&rollback.DependedOnError{Dependants: []string{"d1"}}, 409, "depended-on", ""},
+		{&rollback.TooManyError{}, 409, "cannot-prepare", "too-large"},
+		{&rollback.CycleError{Nodes: []string{"n"}}, 409, "cannot-prepare", "cycle"},
+		{rollback.ErrCheckpointUnknown, 404, "checkpoint-unknown", ""},
+		{rollback.ErrInvalid, 400, "parameter-invalid", ""},
+		{rollback.ErrStopping, 503, "shutting-down", ""},
+		{rollback.ErrStore, 503, "store-unavailable", ""},
+		{context.DeadlineExceeded, 503, "store-unavailable", ""},
+	} {
+		s := newSite(t)
+		s.fail = c.err
+		doc := s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).refused(c.status, c.slug, c.reason)
+		switch c.slug {
+		case "rollback-conflict":
+			if doc["conflicting_rollback_id"] != "urn:uuid:"+askedID {
+				t.Errorf("%v", doc)
+			}
+		case "depended-on":
+			if fmt.Sprint(doc["dependants"]) != "[d1]" {
+				t.Errorf("%v", doc)
+			}
+		}
+		if len(s.entered)+len(s.bound) > 0 {
+			t.Errorf("%s: entered %v", c.slug, s.entered)
+		}
+		// Cascade 4.2.3: what does not verify is recorded as an error, which Execute does.
+		records := c.slug == "checkpoint-tampered" || c.slug == "checkpoint-expired"
+		if records != (s.refusals == 1) {
+			t.Errorf("%s: refused by Execute %d times", c.slug, s.refusals)
+		}
+	}
+}
+
+// DESIGN "Settled here": work that outlasts the answer is 202 with its place, for as long
+// as the asker wants to wait, and at most 30 s.
+func TestWorkThatOutlastsTheAnswer(t *testing.T) {
+	for _, c := range []struct {
+		prefer, query string
+		want          time.Duration
+	}{
+		{"", "", DefaultWait}, {"wait=3", "", 3 * time.Second}, {"respond-async", "", 0}, {"wait=900", "", LongestWait},
+		{`foo, wait="4"; x`, "", DefaultWait}, {"wait=soon", "", DefaultWait}, {"", "?wait=1500ms", 1500 * time.Millisecond},
+		{"", "?wait=7", 7 * time.Second},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			s := newSite(t)
+			s.result = nil
+			began := time.Now()
+			got := s.post(RollbackPath+c.query, body(askedID, point, ""), issued(t, alice, claims(flow)), "Prefer", c.prefer)
+			if took := time.Since(began); took != c.want {
+				t.Errorf("%q %q: took %v, want %v", c.prefer, c.query, took, c.want)
+			}
+			doc := got.document(http.StatusAccepted)
+			if got.Header().Get("Location") != RollbackURL(askedID) || got.Header().Get("Retry-After") == "" || doc.State != "executing" || doc.Status != "" {
+				t.Errorf("%v %+v", got.Header(), doc)
+			}
+		})
+	}
+	s := newSite(t)
+	if got := s.post(RollbackPath+"?wait=soon", body(askedID, point, ""), issued(t, alice, claims(flow))); got.Code != 400 || s.executed > 0 {
+		t.Errorf("%d, executed %d times", got.Code, s.executed)
+	}
+}
+
+// A client that leaves changes nothing: its rollback was accepted, and an exit of the
+// gateway ends the wait only.
+func TestLeavingChangesNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		exit, end := context.WithCancel(t.Context())
+		s := newSite(t, func(o *RollbackOptions) { o.Waits = exit })
+		s.result = nil
+		go func() {
+			<-s.waited
+			end()
+		}()
+		began := time.Now()
+		s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusAccepted)
+		if time.Since(began) > 0 || s.executed != 1 {
+			t.Errorf("took %v, executed %d", time.Since(began), s.executed)
+		}
+	})
+}
+
+// C-6.1-a, E-rollback-request-b: a token that says that something else is done asks for no
+// rollback, on whatever path: upstreams are shown the tokens of calls, and could else undo
+// these with them.
+func TestCascade61OnlyARequestAsks(t *testing.T) {
+	text := body(askedID, point, "")
+	for _, action := range []string{"task", "undo", "rollback_complete", "compensate", "error", "Rollback_request", "Rollback_start"} {
+		s := newSite(t)
+		other := func(c *ect.Claims) { c.Action = action }
+		for _, path := range []string{RollbackPath, ATDRollbackPath, AERRRollbackPath} {
+			for _, by := range []string{alice, coordinator} {
+				s.post(path, text, issued(t, by, claims(flow, other))).refused(403, "ect-invalid", "exec_act")
+			}
+		}
+		if s.plans+s.executed+len(s.entered) > 0 {
+			t.Errorf("%s: %d plans, entered %v", action, s.plans, s.entered)
+		}
+	}
+	for _, v := range []ect.Vocabulary{ect.Cascade, ect.ATD, ect.AERR} {
+		newSite(t).post(RollbackPath, text, issued(t, alice, claims(flow, in(v)))).document(http.StatusOK)
+	}
+	// Figure 11 is of the cascade draft, and asks on its path only.
+	start := func(c *ect.Claims) { c.Action = "rollback_start" }
+	newSite(t).post(RollbackPath, text, issued(t, alice, claims(flow, start))).document(http.StatusOK)
+	for _, path := range []string{ATDRollbackPath, AERRRollbackPath} {
+		newSite(t).post(path, text, issued(t, alice, claims(flow, start))).refused(403, "ect-invalid", "exec_act")
+	}
+}
+
+// C-6.1-a: a token that does not say how far it goes is good for no whole workflow, unless it
+// has the hash of the body that says so.
+func TestCascade61AWholeWorkflowIsSigned(t *testing.T) {
+	text := body(askedID, point, `, "scope": "full_workflow"`)
+	s := newSite(t)
+	for _, path := range []string{RollbackPath, AERRRollbackPath} {
+		s.post(path, text, issued(t, coordinator, claims(flow))).refused(403, "ect-invalid", "ext")
+	}
+	if s.plans+s.executed+len(s.entered) > 0 {
+		t.Errorf("%d plans, entered %v", s.plans, s.entered)
+	}
+	for what, c := range map[string]ect.Claims{
+		"said":   claims(flow, saying(new(ect.ExtBuilder).Text(ect.MemberScope, "full_workflow"))),
+		"hashed": claims(flow, func(c *ect.Claims) { c.Input = ect.Sum([]byte(text)) }),
+	} {
+		s := newSite(t)
+		s.post(RollbackPath, text, issued(t, coordinator, c)).document(http.StatusOK)
+		if got := s.accepted[askedID].Scope; got != rollback.FullWorkflow {
+			t.Errorf("%s: %s", what, got)
+		}
+	}
+}
+
+// C-6.1-a: the signature covers what is done. What the token says the body cannot say
+// otherwise, and what the body leaves open the token says.
+func TestCascade61TheTokenBindsTheBody(t *testing.T) {
+	ext := func() *ect.ExtBuilder { return new(ect.ExtBuilder) }
+	const other = "d1b1c2d3-e4f5-6789-abcd-ef0123456789"
+	for what, c := range map[string]struct {
+		ext   *ect.ExtBuilder
+		more  string
+		names string // the member that the refusal names; empty is accepted
+		scope rollback.Scope
+	}{
+		"nothing":                   {nil, "", "", rollback.Single},
+		"the checkpoint":            {ext().Text(ect.MemberCheckpointID, strings.ToUpper(point)), "", "", rollback.Single},
+		"another checkpoint":        {ext().Text(ect.MemberCheckpointID, other), "", "checkpoint_id", ""},
+		"the id":                    {ext().Text(ect.MemberRollbackID, "urn:uuid:"+askedID), "", "", rollback.Single},
+		"the id without its prefix": {ext().Text(ect.MemberRollbackID, askedID), "", "", rollback.Single},
+		"another id":                {ext().Text(ect.MemberRollbackID, "urn:uuid:"+other), "", "rollback_id", ""},
+		"the scope":                 {ext().Text(ect.MemberScope, "sub_dag"), `, "scope": "sub_dag"`, "", rollback.SubDAG},
+		"the scope alone":           {ext().Text(ect.MemberScope, "sub_dag"), "", "", rollback.SubDAG},
+		"the scope in other words":  {ext().Text(ect.MemberScope, "sub_dag"), `, "cascade": true`, "", rollback.SubDAG},
+		"a narrower scope":          {ext().Text(ect.MemberScope, "single"), `, "scope": "full_workflow"`, "scope", ""},
+		"a wider scope":             {ext().Text(ect.MemberScope, "sub_dag"), `, "scope": "single"`, "scope", ""},
+		"no scope":                  {ext().Text(ect.MemberScope, "all"), "", "scope", ""},
+		"a scope of another type":   {ext().Bool(ect.MemberScope, true), "", "scope", ""},
+		"cascade alone":             {ext().Bool(ect.MemberCascade, true), "", "", rollback.SubDAG},
+		"no cascade alone":          {ext().Bool(ect.MemberCascade, false), "", "", rollback.Single},
+		"no cascade, and a scope":   {ext().Bool(ect.MemberCascade, false), `, "scope": "sub_dag"`, "cascade", ""},
+		"cascade, and a whole":      {ext().Bool(ect.MemberCascade, true), `, "scope": "full_workflow"`, "cascade", ""},
+		"cascade, and none":         {ext().Bool(ect.MemberCascade, true), `, "cascade": false`, "cascade", ""},
+		"both, which contradict":    {ext().Bool(ect.MemberCascade, true).Text(ect.MemberScope, "single"), `, "scope": "single"`, "cascade", ""},
+		"cascade of another type":   {ext().Text(ect.MemberCascade, "true"), `, "cascade": true`, "cascade", ""},
+		"the reason":                {ext().Text(ect.MemberReason, "why"), `, "reason": "why"`, "", rollback.Single},
+		"the reason alone":          {ext().Text(ect.MemberReason, "why"), "", "", rollback.Single},
+		"no reason":                 {ext().Text(ect.MemberReason, ""), `, "reason": "why"`, "", rollback.Single},
+		"another reason":            {ext().Text(ect.MemberReason, "why"), `, "reason": "for nothing"`, "reason", ""},
+		"a long reason":             {ext().Text(ect.MemberReason, strings.Repeat("x", 513)), "", "reason", ""},
+		"in ATD's words":            {ext().Text("atd.checkpoint_id", other), "", "checkpoint_id", ""},
+	} {
+		t.Run(what, func(t *testing.T) {
+			s := newSite(t)
+			for _, by := range []string{alice, coordinator} {
+				got := s.post(RollbackPath, body(askedID, point, c.more), issued(t, by, claims(flow, saying(c.ext))))
+				if c.names != "" {
+					doc := got.refused(403, "ect-invalid", "ext")
+					if detail, _ := doc["detail"].(string); !strings.Contains(detail, c.names) {
+						t.Errorf("%s is not named: %s", c.names, detail)
+					}
+					continue
+				}
+				got.document(http.StatusOK)
+				if r := s.accepted[askedID]; r.Scope != c.scope || strings.Contains(what, "reason") && r.Reason != "why" {
+					t.Errorf("%+v", r)
+				}
+				return
+			}
+			if s.plans+s.executed+len(s.entered) > 0 {
+				t.Errorf("%d plans, entered %v", s.plans, s.entered)
+			}
+		})
+	}
+	s := newSite(t)
+	doc := s.post(RollbackPath, body(askedID, point, `, "scope": "single", "cascade": true`), issued(t, alice, claims(flow))).refused(400, "parameter-invalid", "")
+	if detail, _ := doc["detail"].(string); !strings.Contains(detail, "scope") || !strings.Contains(detail, "cascade") {
+		t.Errorf("not both are named: %s", detail)
+	}
+	s.post(ATDRollbackPath, "", issued(t, alice, claims(flow, in(ect.ATD), saying(ext().Text(ect.MemberReason, "").Bool(ect.MemberCascade, false).
+		Text(ect.MemberCheckpointID, other))))).refused(403, "ect-invalid", "ext")
+}
+
+// C-6.1-a: a token that names the checkpoint nowhere is good for none, and only who may ask
+// learns that (P3). One that names an error is good for what that follows from.
+func TestCascade61TheTokenNamesTheCheckpoint(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		more    func(*ect.Claims)
+		unnamed bool
+	}{
+		{"in par", parents(point), false}, {"in par, besides another", parents(failure, point), false},
+		{"in its members", func(c *ect.Claims) {
+			c.Parents, c.Ext = []string{failure}, new(ect.ExtBuilder).Text(ect.MemberCheckpointID, point)
+		}, false},
+		{"by its action", parents(taken), false},
+		{"by the hash of the body", func(c *ect.Claims) { c.Parents, c.Input = nil, ect.Sum([]byte(body(askedID, point, ""))) }, false},
+		{"by an error", parents(failure), true},
+	} {
+		s := newSite(t)
+		s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow, c.more))).document(http.StatusOK)
+		if got := s.accepted[askedID].Unnamed; got != c.unnamed {
+			t.Errorf("%s: unnamed is %t", c.name, got)
+		}
+	}
+	s := newSite(t)
+	for _, nothing := range [][]string{nil, {"a1b1c2d3-e4f5-6789-abcd-ef0123456789"}} {
+		token := func(by string) *ect.Token { return issued(t, by, claims(flow, parents(nothing...))) }
+		s.post(RollbackPath, body(askedID, point, ""), token(alice)).refused(403, "ect-invalid", "par")
+		s.post(RollbackPath, body(askedID, point, ""), token(coordinator)).refused(403, "ect-invalid", "par")
+		s.post(RollbackPath, body(askedID, point, ""), token(mallory)).refused(403, "not-in-workflow", "")
+	}
+	if s.executed+len(s.entered) > 0 {
+		t.Errorf("entered %v", s.entered)
+	}
+}
+
+// P3: a rollback is looked at by who takes part in it, and by coordinators. For all others
+// it is as one that does not exist.
+func TestP3LookingAtARollback(t *testing.T) {
+	s := newSite(t)
+	first := s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow)))
+	for _, who := range []string{alice, coordinator} {
+		got := s.get(RollbackURL(askedID), evidence.Reader{Issuer: who})
+		if got.Code != http.StatusOK || got.Body.String() != first.Body.String() {
+			t.Errorf("%s: %d %s", who, got.Code, got.Body)
+		}
+	}
+	s.readers["spiffe://example.com/agent/bob"] = map[string]bool{point: true}
+	s.get(RollbackURL("urn:uuid:"+askedID), evidence.Reader{Issuer: "spiffe://example.com/agent/bob"}).document(http.StatusOK)
+
+	unknown := s.get(RollbackURL("11b1c2d3-e4f5-4789-abcd-ef0123456789"), evidence.Reader{Issuer: mallory})
+	unknown.refused(403, "not-in-workflow", "")
+	same(t, "of others", unknown, s.get(RollbackURL(askedID), evidence.Reader{Issuer: mallory}))
+	same(t, "unknown to a coordinator", unknown, s.get(RollbackURL("11b1c2d3-e4f5-4789-abcd-ef0123456789"), evidence.Reader{Issuer: coordinator}))
+	s.get(RollbackURL(askedID), evidence.Reader{Anonymous: true}).refused(401, "authentication-required", "")
+	s.get(RollbackURL("x"), evidence.Reader{Issuer: alice}).refused(400, "parameter-invalid", "")
+}
+
+// A reader may wait for the end.
+func TestLookingWaitsWhereAsked(t *testing.T) {
+	s := newSite(t)
+	end := s.result
+	s.result = nil
+	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow)), "Prefer", "respond-async").document(http.StatusAccepted)
+	s.get(RollbackURL(askedID), evidence.Reader{Issuer: alice}).document(http.StatusAccepted)
+	s.result = end
+	s.get(RollbackURL(askedID)+"?wait=30s", evidence.Reader{Issuer: alice}).document(http.StatusOK)
+}
+
+// P6, B-normative-f: a document says no more than what is known, and what a person must
+// still do.
+func TestP6TheDocumentSaysWhatIsLeft(t *testing.T) {
+	r := &rollback.Rollback{
+		ID: askedID, Checkpoint: point, State: rollback.Finished, Status: rollback.Partial, Unknown: true, Mixed: true,
+		Joined: "11b1c2d3-e4f5-4789-abcd-ef0123456789", Before: [32]byte{1}, Escalations: []string{"e1"},
+		Plan: &rollback.Plan{Passed: []string{"a1"}, Dependants: []string{"a2"}, Missing: []string{"c9"}},
+		Steps: []rollback.Step{
+			{Checkpoint: "c1", Agent: alice, What: rollback.Undo, State: rollback.StepDone, Status: rollback.Completed},
+			{Checkpoint: "c2", Agent: mallory, What: rollback.Undo, State: rollback.StepDone, Status: rollback.Failed, Reason: "refused", Escalation: "e1"},
+			{Checkpoint: "c3", Agent: mallory, What: rollback.Wait, State: rollback.StepDone, Status: rollback.Completed, Cancelled: true},
+			{Checkpoint: "c4", What: rollback.Expired, State: rollback.StepDone, Status: rollback.Escalated, Reason: "of the future"},
+			{Checkpoint: "c5", What: rollback.Nothing, State: rollback.StepDone, Status: rollback.Completed},
+		},
+	}
+	doc := Describe(r, askedID)
+	if doc.Effect != EffectUnknown || doc.Joined != "urn:uuid:"+r.Joined || !strings.HasPrefix(doc.Before, "sha256:") || doc.After != "" {
+		t.Errorf("%+v", doc)
+	}
+	var actions []string
+	for _, step := range doc.Steps {
+		actions = append(actions, step.Action)
+	}
+	if got := strings.Join(actions, " "); got != "undo undo cancel escalate none" {
+		t.Error(got)
+	}
+	var agents []string
+	for _, a := range doc.Cascaded {
+		agents = append(agents, a.Agent+" "+string(a.Status))
+	}
+	if got := strings.Join(agents, ", "); !strings.Contains(got, mallory+" partial") {
+		t.Error(got)
+	}
+	left := strings.Join(doc.FollowUp, "\n")
+	for _, text := range []string{"Checkpoint c2: the upstream refuses", "Escalation e1 tells people", "Checkpoint c4: it is not undone", "`uncovered`", "`dependants`", "`missing`"} {
+		if !strings.Contains(left, text) {
+			t.Errorf("no %q in\n%s", text, left)
+		}
+	}
+	if strings.Contains(left, "c1") || strings.Contains(left, "c3") {
+		t.Error(left)
+	}
+	r.State, r.Status = rollback.Executing, ""
+	if doc := Describe(r, askedID); doc.Status != "" || len(doc.Cascaded) > 0 {
+		t.Errorf("%+v", doc)
+	}
+}
+
+// The bound fills up again with time, and a clock that is set back fills nothing.
+func TestLimit(t *testing.T) {
+	now := time.Date(2026, 11, 22, 0, 0, 0, 0, time.UTC)
+	var l Limit
+	for range 2 {
+		if _, ok := l.Issuer(now, 2, "i"); !ok {
+			t.Fatal("refused")
+		}
+	}
+	retry, ok := l.Issuer(now, 2, "i")
+	if ok || retry != 30*time.Second {
+		t.Errorf("%v %v", retry, ok)
+	}
+	if _, ok := l.Issuer(now.Add(-time.Hour), 2, "i"); ok {
+		t.Error("an earlier time fills it")
+	}
+	if _, ok := l.Workflow(now, 2, "i"); !ok {
+		t.Error("a workflow is taken for an issuer of its name")
+	}
+	if _, ok := l.Issuer(now, 2, "j"); !ok {
+		t.Error("others are refused")
+	}
+	if _, ok := l.Issuer(now.Add(30*time.Second), 2, "i"); !ok {
+		t.Error("it does not fill")
+	}
+}
+
+// reasons are the fixed words that steps end with, as their packages declare them.
+func reasons(t *testing.T) (all []string) {
+	t.Helper()
+	files, err := filepath.Glob("../rollback/*.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range files {
+		if strings.HasSuffix(file, "_test.go") {
+			continue
+		}
+		parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ast.Inspect(parsed, func(n ast.Node) bool {
+			spec, ok := n.(*ast.ValueSpec)
+			if !ok || !strings.HasPrefix(strings.ToLower(spec.Names[0].Name), "reason") {
+				return true
+			}
+			for _, value := range spec.Values {
+				word, err := strconv.Unquote(value.(*ast.BasicLit).Value)
+				if err != nil {
+					t.Fatal(err)
+				}
+				all = append(all, word)
+			}
+			return true
+		})
+	}
+	if len(all) < 20 {
+		t.Fatalf("only %q were found", all)
+	}
+	return all
+}
+
+// B-normative-f: for every reason there is a sentence that says what a person does about it.
+func TestEveryReasonHasARemedy(t *testing.T) {
+	said := map[string]string{}
+	for _, reason := range reasons(t) {
+		for _, step := range []rollback.Step{
+			{What: rollback.Undo, State: rollback.StepDone, Status: rollback.Failed},
+			{What: rollback.Escalate}, // planned
+		} {
+			step.Checkpoint, step.Reason = "c1", reason
+			r := &rollback.Rollback{ID: askedID, Checkpoint: point, State: rollback.Finished, Steps: []rollback.Step{step}}
+			if step.State == "" {
+				r.State = ""
+			}
+			lines := Describe(r, askedID).FollowUp
+			if len(lines) != 1 || strings.Contains(lines[0], "it is not undone; look at it") {
+				t.Errorf("%s: %q", reason, lines)
+				continue
+			}
+			if other, ok := said[lines[0]]; ok && other != reason {
+				t.Errorf("%s and %s say the same", reason, other)
+			}
+			said[lines[0]] = reason
+		}
+	}
+	expired := &rollback.Rollback{ID: askedID, Steps: []rollback.Step{{Checkpoint: "c1", What: rollback.Expired}}}
+	if lines := Describe(expired, askedID).FollowUp; len(lines) != 1 || said[lines[0]] != "checkpoint-expired" {
+		t.Errorf("of what has expired it is said %q", lines)
+	}
+}

@@ -1,0 +1,505 @@
+package api
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
+)
+
+// maxRecoveryPoints is how many candidates are shown.
+const maxRecoveryPoints = 16
+
+// workflowDocument is a workflow by its tokens. Its members are an API.
+type workflowDocument struct {
+	Workflow string `json:"wid"`
+	// Status and the nodes' states are left out where not all of the workflow was
+	// read: what was not could change them (P6).
+	Status    workflow.Status `json:"status,omitempty"`
+	Stated    string          `json:"stated_status,omitempty"`
+	Truncated bool            `json:"truncated,omitempty"`
+
+	Tasks map[workflow.State]int `json:"tasks,omitempty"`
+	// RecoveryPoints are the checkpoints that the workflow can go back to, the most
+	// recent first.
+	RecoveryPoints []string `json:"recovery_points,omitempty"`
+
+	Roots     []string       `json:"roots"`
+	Leaves    []string       `json:"leaves"`
+	Unordered []string       `json:"unordered,omitempty"`
+	Nodes     []nodeDocument `json:"nodes"` // in topological order
+	Edges     []edgeDocument `json:"edges"`
+}
+
+type nodeDocument struct {
+	ID       string    `json:"jti"`
+	Action   string    `json:"exec_act"`
+	Event    ect.Event `json:"event,omitempty"`
+	Issuer   string    `json:"iss,omitempty"`
+	Time     time.Time `json:"time,omitzero"`
+	Recorded time.Time `json:"recorded"`
+	Log      string    `json:"log"`
+	Index    int64     `json:"index"`
+
+	State  workflow.State  `json:"state,omitempty"`
+	Detail workflow.Detail `json:"detail,omitempty"`
+
+	// Outcome and Answer, the status of the upstream's, are of a guarded call.
+	Outcome workflow.Outcome `json:"outcome,omitempty"`
+	Answer  int64            `json:"answer_status,omitempty"`
+	// Severity is an error's own; Worst the highest of a node's errors.
+	Severity     string    `json:"severity,omitempty"`
+	Worst        string    `json:"worst_severity,omitempty"`
+	CheckpointID string    `json:"checkpoint_id,omitempty"`
+	Status       string    `json:"status,omitempty"`
+	Reversible   *bool     `json:"reversible,omitempty"`
+	Expires      time.Time `json:"expires,omitzero"`
+	Guards       []string  `json:"guards,omitempty"`
+	Missing      []string  `json:"missing_parents,omitempty"`
+	Entry        string    `json:"entry"`
+}
+
+type edgeDocument struct {
+	From string            `json:"from"`
+	To   string            `json:"to"`
+	Kind workflow.EdgeKind `json:"kind"`
+}
+
+// source is where a node stands in the ledger, and what the graph does not need of it.
+type source struct {
+	log    string
+	index  int64
+	at     time.Time
+	status int64 // of the upstream's answer; 0 is none
+}
+
+func (s *Ledger) sourceOf(e *ledger.Entry) source {
+	from := source{log: e.Log, index: e.Index, at: e.Recorded}
+	if s.own(e) {
+		from.status, _ = evidence.Extension(e).Int(evidence.MemberStatus)
+	}
+	return from
+}
+
+// workflow answers with the graph of a workflow (A-node-states-a).
+func (q *ledgerRequest) workflow() error {
+	name, err := segment(q.name, "workflow id")
+	if err != nil {
+		return err
+	}
+	// Whoever saw the end of a call can rely on its record.
+	whole, err := q.caughtUp(q.r.Context())
+	if err != nil {
+		return err
+	}
+	for _, wid := range workflowIDs(name) {
+		doc, found, err := q.read(wid, whole)
+		if err != nil {
+			return err
+		}
+		if found {
+			return q.writeJSON(http.StatusOK, doc)
+		}
+	}
+	return unknownWorkflow()
+}
+
+func unknownWorkflow() *Problem {
+	return NewProblem(WorkflowUnknown, "Nothing of it is known for the identity that asks.")
+}
+
+// read reads what the reader may see of a workflow. It is not whole where some of what was
+// recorded cannot be read.
+func (q *ledgerRequest) read(wid string, whole bool) (doc workflowDocument, found bool, err error) {
+	var records []workflow.Record
+	var sources []source
+	p := participation{Ledger: q.Ledger, who: q.who}
+	more, err := q.each(q.r.Context(), wid, func(e *ledger.Entry) bool {
+		p.add(e)
+		records, sources = append(records, q.recordOf(e)), append(sources, q.sourceOf(e))
+		return false
+	})
+	part := p.of()
+	if err != nil || part.Empty() {
+		return doc, false, err
+	}
+	if err := evidence.MarkStrangers(records, func(id string) ([]string, error) {
+		e, err := q.Log.Lookup(q.r.Context(), wid, id)
+		if errors.Is(err, ledger.ErrPruned) {
+			return nil, nil // meanwhile
+		}
+		return evidence.AudienceOf(&e), err
+	}); err != nil {
+		return doc, false, err
+	}
+	records, sources = inOrder(records, sources, &part)
+	return describe(wid, records, sources, more || !whole, time.Now()), true, nil
+}
+
+// inOrder brings what several nodes of a fleet have recorded into one order, as far as
+// the reader may see it.
+func inOrder(records []workflow.Record, sources []source, part *evidence.Participation) (r []workflow.Record, s []source) {
+	var order []int
+	for i := range records {
+		if part.Has(records[i].ID) {
+			order = append(order, i)
+		}
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return sources[a].at.Compare(sources[b].at) })
+	for _, i := range order {
+		r, s = append(r, records[i]), append(s, sources[i])
+	}
+	return r, s
+}
+
+func describe(id string, records []workflow.Record, sources []source, truncated bool, now time.Time) workflowDocument {
+	g := workflow.New(records)
+	at := make(map[string]source, len(records))
+	for i, r := range records {
+		if _, twice := at[r.ID]; !twice {
+			at[r.ID] = sources[i]
+		}
+	}
+	doc := workflowDocument{
+		Workflow: id, Truncated: truncated, Roots: g.Roots(), Leaves: g.Leaves(), Unordered: g.Unordered(),
+		Nodes: []nodeDocument{}, Edges: []edgeDocument{},
+	}
+	if !truncated {
+		s := g.Summary()
+		doc.Status, doc.Stated, doc.Tasks = s.Status, s.Stated, s.Tasks
+		points := g.RecoveryPoints(now)
+		doc.RecoveryPoints = points[:min(len(points), maxRecoveryPoints)]
+	}
+	for _, n := range g.Nodes() {
+		doc.Nodes = append(doc.Nodes, describeNode(id, &n, at[n.ID], truncated))
+	}
+	for _, e := range g.Edges() {
+		doc.Edges = append(doc.Edges, edgeDocument(e))
+	}
+	return doc
+}
+
+func describeNode(id string, n *workflow.Node, from source, truncated bool) nodeDocument {
+	doc := nodeDocument{
+		ID: n.ID, Action: n.Action, Event: n.Event, Issuer: n.Issuer, Time: n.Time.UTC(),
+		Recorded: from.at.UTC(), Log: from.log, Index: from.index, Outcome: n.Outcome, Answer: from.status,
+		Severity: n.Severity, Worst: n.Worst, CheckpointID: n.CheckpointID, Status: n.Status,
+		Guards: n.Guards, Missing: n.Missing, Entry: entryURL(id, n.ID),
+	}
+	if !truncated {
+		doc.State, doc.Detail = n.State, n.Detail
+	}
+	if n.Event == ect.EventCheckpoint {
+		doc.Reversible, doc.Expires = &n.Reversible, n.Expires.UTC()
+	}
+	return doc
+}
+
+// checkpointDocument is a checkpoint with its verification status (cascade 4.2.2). Its
+// members are an API.
+type checkpointDocument struct {
+	ID       string          `json:"jti"`
+	Workflow string          `json:"wid,omitempty"`
+	Issuer   string          `json:"iss,omitempty"`
+	Token    string          `json:"token,omitempty"`
+	Claims   json.RawMessage `json:"claims,omitempty"`
+
+	Verification checkpointVerification `json:"verification"`
+	// Reversible says that it can be undone, as far as is known now; Way how, and Reason
+	// why not, in a fixed word.
+	Reversible bool   `json:"reversible"`
+	Way        string `json:"way,omitempty"`
+	Reason     string `json:"reason,omitempty"`
+
+	Undo      checkpointUndo       `json:"undo"`
+	Execution *checkpointExecution `json:"execution,omitempty"`
+}
+
+type checkpointVerification struct {
+	// Signature is valid, invalid, unsigned, or unknown where the key is not held any
+	// more.
+	Signature string `json:"signature"`
+	// Snapshot is matches, mismatch, none where the token has no out_hash, released where
+	// the call never ran, or missing. It is found out when it is asked for.
+	Snapshot string    `json:"snapshot"`
+	Hash     string    `json:"out_hash,omitempty"`
+	Expired  bool      `json:"expired"`
+	Expires  time.Time `json:"expires,omitzero"`
+}
+
+type checkpointUndo struct {
+	State    string    `json:"state"`
+	Rollback string    `json:"rollback_id,omitempty"`
+	At       time.Time `json:"at,omitzero"`
+}
+
+type checkpointExecution struct {
+	State  string `json:"state"`
+	Status int    `json:"status,omitempty"`
+}
+
+const (
+	// freshTime is how long a checkpoint is waited for that is not known yet: it has its
+	// place in the tree a moment after its call. Unknown and foreign ones take as long.
+	freshTime = 2 * time.Second
+	// firstLook is after how long it is looked for again, and each time after twice as long,
+	// lookEvery at most: whose it is, is found out by reading its workflow.
+	firstLook = 20 * time.Millisecond
+	lookEvery = 640 * time.Millisecond
+)
+
+// checkpoint answers with a checkpoint and what can be verified of it now.
+func (q *ledgerRequest) checkpoint() error {
+	id, err := segment(q.name, "id")
+	if err != nil {
+		return err
+	}
+	p, err := parseParams(q.r.URL, "wait")
+	if err != nil {
+		return err
+	}
+	wait := freshTime
+	if p.values.Has("wait") {
+		if wait, err = p.wait(); err != nil {
+			return err
+		}
+	}
+	e, err := q.findCheckpoint(id, wait)
+	if err != nil {
+		return err
+	}
+	ext := evidence.Extension(e)
+	expires := e.Time.Add(evidence.TTLOf(ext))
+	if !time.Now().Before(expires) {
+		return NewProblem(checkpointExpired, "It could be undone until "+expires.UTC().Format(time.RFC3339)+".")
+	}
+	doc := checkpointDocument{ID: e.ID, Workflow: e.Workflow, Issuer: e.Issuer}
+	doc.Verification.Expires = expires.UTC()
+	doc.Reversible, _ = ext.Bool(ect.MemberReversible)
+	if !e.Unsigned {
+		doc.Token = string(e.Payload)
+	}
+	doc.Claims = claimsOf(e)
+	doc.Verification.Signature = q.signature(e)
+	if err := q.kept(e, &doc); err != nil {
+		return err
+	}
+	return q.writeJSON(http.StatusOK, doc)
+}
+
+// findCheckpoint finds the checkpoint with an id that the reader may see.
+func (q *ledgerRequest) findCheckpoint(id string, wait time.Duration) (*ledger.Entry, error) {
+	ctx, cancel := until(q.r.Context(), q.Waits, wait)
+	defer cancel()
+	for pause := firstLook; ; pause = min(2*pause, lookEvery) {
+		all, err := q.Log.Find(q.r.Context(), id)
+		if err != nil {
+			return nil, err
+		}
+		for i := range all {
+			e := &all[i]
+			if event, _ := ect.ParseEvent(e.Action); event != ect.EventCheckpoint || evidence.IsUnproven(e) {
+				continue
+			}
+			may, err := q.mayRead(q.r.Context(), e, q.who)
+			if may || err != nil {
+				return e, err
+			}
+		}
+		again := time.NewTimer(pause)
+		select {
+		case <-again.C:
+		case <-ctx.Done():
+			again.Stop()
+			if err := q.r.Context().Err(); err != nil {
+				return nil, err
+			}
+			return nil, unknownPart()
+		}
+	}
+}
+
+// claimsOf are the decoded claims of an entry's token.
+func claimsOf(e *ledger.Entry) json.RawMessage {
+	payload := string(e.Payload)
+	if parts := strings.Split(payload, "."); len(parts) == 3 {
+		payload = parts[1]
+	}
+	if plain, err := base64.RawURLEncoding.DecodeString(payload); err == nil {
+		payload = string(plain)
+	}
+	if !json.Valid([]byte(payload)) {
+		return nil
+	}
+	return json.RawMessage(payload)
+}
+
+// signature says whether the token's signature holds.
+func (q *ledgerRequest) signature(e *ledger.Entry) string {
+	switch {
+	case levelOf(e) == "" || levelOf(e) == "L1":
+		return "unsigned"
+	case q.Verified == nil || !q.own(e):
+		return "unknown" // it held when it was presented
+	}
+	err := q.Verified(q.r.Context(), string(e.Payload))
+	refusal := (*ect.Error)(nil)
+	switch {
+	case err == nil:
+		return "valid"
+	case errors.As(err, &refusal) && refusal.Code == ect.CodeSignature:
+		return "invalid"
+	}
+	return "unknown"
+}
+
+// kept fills in what is kept for undoing the call of a checkpoint, and how the call
+// stands.
+func (q *ledgerRequest) kept(e *ledger.Entry, doc *checkpointDocument) error {
+	v := &doc.Verification
+	v.Snapshot, doc.Undo.State = "none", checkpoint.Standing.String()
+	sum, ok := outputOf(e)
+	if !ok || q.Undos == nil || !q.own(e) {
+		return nil
+	}
+	v.Hash = ect.HashOf(sum).String()
+	mark, err := q.Undos.Mark(q.r.Context(), e.ID)
+	switch {
+	case err == nil:
+		doc.Undo = checkpointUndo{mark.State.String(), mark.Rollback, mark.At.UTC()}
+		if mark.State == checkpoint.Standing {
+			doc.Undo.At = time.Time{}
+		}
+	case errors.Is(err, checkpoint.ErrTampered):
+		doc.Undo.State = "unreadable"
+	default:
+		return err
+	}
+	c, err := q.Undos.Open(q.r.Context(), e.ID, checkpoint.Want{Sum: sum, Expires: v.Expires})
+	switch {
+	case err == nil:
+		v.Snapshot = "matches"
+	case errors.Is(err, checkpoint.ErrReleased):
+		v.Snapshot, doc.Reversible, doc.Reason = "released", false, "released"
+		return nil
+	case errors.Is(err, checkpoint.ErrTampered):
+		v.Snapshot, doc.Reversible, doc.Reason = "mismatch", false, "tampered"
+		return nil
+	case errors.Is(err, checkpoint.ErrExpired):
+		return NewProblem(checkpointExpired, "What was kept for undoing it was purged.")
+	case errors.Is(err, checkpoint.ErrUnknown):
+		v.Snapshot, doc.Reversible, doc.Reason = "missing", false, "missing"
+		return nil
+	default:
+		return err
+	}
+	doc.Way, doc.Reason = c.Snapshot.Way.String(), string(c.Snapshot.Reason)
+	doc.Reversible = c.Snapshot.Reversible()
+	if c.Result != nil && c.Result.Reason != "" {
+		doc.Reversible, doc.Reason = false, string(c.Result.Reason)
+	}
+	if q.Execution == nil {
+		return nil
+	}
+	state, status, err := q.Execution(q.r.Context(), c.Snapshot.Execution)
+	if err == nil && state != "" {
+		doc.Execution = &checkpointExecution{state, status}
+	}
+	if err == nil && state == execution.StateInDoubt.String() && rollback.LacksValues(c) {
+		doc.Reversible, doc.Reason = false, string(checkpoint.ReasonAbsent) // its answer was lost
+	}
+	return err
+}
+
+// outputOf is the out_hash of an entry's token.
+func outputOf(e *ledger.Entry) (sum [sha256.Size]byte, there bool) {
+	var claims struct {
+		Hash string `json:"out_hash"`
+	}
+	if json.Unmarshal(claimsOf(e), &claims) != nil {
+		return sum, false
+	}
+	plain, err := base64.RawURLEncoding.DecodeString(claims.Hash)
+	if err != nil || len(plain) != len(sum) {
+		return sum, false
+	}
+	return [sha256.Size]byte(plain), true
+}
+
+// Downstreams are the upstreams whose circuit breakers have recorded in a workflow that they
+// opened or rejected a call, by the names that the tokens give them. They are of what the
+// reader may see of the workflow, or of all of it. Found is false where that is nothing.
+func (s *Ledger) Downstreams(ctx context.Context, name string, who evidence.Reader, all bool) (names map[string]bool, found bool, err error) {
+	for _, wid := range workflowIDs(name) {
+		p, opened := participation{Ledger: s, who: who}, map[string]string{} // by the id of the token
+		read := 0
+		if _, err = s.each(ctx, wid, func(e *ledger.Entry) bool {
+			read++
+			p.add(e)
+			if event, _ := ect.ParseEvent(e.Action); event == ect.EventCircuitOpen && s.own(e) {
+				opened[e.ID], _ = evidence.Extension(e).Text(ect.MemberDownstreamAgent)
+			}
+			return false
+		}); err != nil {
+			return nil, false, err
+		}
+		part := p.of()
+		if read == 0 || !all && part.Empty() {
+			continue
+		}
+		names = map[string]bool{}
+		for id, downstream := range opened {
+			if all || part.Has(id) {
+				names[downstream] = true
+			}
+		}
+		return names, true, nil
+	}
+	return nil, false, nil
+}
+
+// own reports whether an entry is the gateway's.
+func (s *Ledger) own(e *ledger.Entry) bool {
+	return slices.Contains(s.Identities, e.Issuer) || s.Own != nil && s.Own(e)
+}
+
+// issued reports whether an entry is a token of the reader's own.
+func (s *Ledger) issued(e *ledger.Entry, who evidence.Reader) bool {
+	return who.Issuer != "" && e.Issuer == who.Issuer && !s.own(e)
+}
+
+// called reports whether an entry is the gateway's, of one of the reader's calls.
+func (s *Ledger) called(e *ledger.Entry, who evidence.Reader) bool {
+	if who.Caller == [16]byte{} || !s.own(e) {
+		return false
+	}
+	return evidence.CallerOf(e) == who.Caller
+}
+
+// recordOf is an entry as the graph reads it.
+func (s *Ledger) recordOf(e *ledger.Entry) workflow.Record { return evidence.RecordOf(e, s.own(e)) }
+
+// levelOf is the assurance that an entry's token gives by itself.
+func levelOf(e *ledger.Entry) string {
+	if e.Unsigned {
+		return ""
+	}
+	u, err := ect.ParseInsecure(string(e.Payload))
+	if err != nil {
+		return ""
+	}
+	return strings.ToUpper(u.Level().String())
+}

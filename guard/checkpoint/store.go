@@ -1,0 +1,463 @@
+// Package checkpoint keeps what must be known to put a call's effect back: on disk
+// before the call leaves (P2), sealed (P8), and for as long as its token promises
+// (cascade 4.2).
+//
+// A checkpoint has up to four values. The Snapshot is recorded in the commit of the
+// claim: how the call can be undone, and what stood there before. The Result is
+// recorded in the commit of the outcome: what stood there afterwards, or what of the
+// answer the undo needs. Credentials are a value of their own, so that they can go
+// before the rest does. The Mark says how far the undo has come; it outlives the
+// others, so that what was undone is not undone again.
+//
+// Besides, the store of checkpoints knows which versions of a resource undos have made, and of which
+// earlier one (Version).
+//
+// Snapshot and Result begin with 32 random bytes, and their hashes are the SHA-256 of
+// their plain bytes: unchanged when they are sealed anew, and not to be guessed from
+// what they say. Nothing is read back without its hash being compared.
+package checkpoint
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Store keeps the checkpoints of one store. It is safe for concurrent use. Quotas are
+// counted in memory, so that one Store is to be open on a store of this process.
+type Store struct {
+	store   store.Store
+	sealer  store.Sealer
+	usages  usages
+	writers writers
+}
+
+// New returns the store of checkpoints of what st keeps, sealed by sealer.
+func New(st store.Store, sealer store.Sealer) *Store {
+	return &Store{store: st, sealer: sealer}
+}
+
+// Errors of Store.
+var (
+	// ErrInvalid: what was given breaks a rule; the message says which.
+	ErrInvalid = errors.New("checkpoint: invalid")
+	// ErrTaken: a checkpoint with this id stands already.
+	ErrTaken = errors.New("checkpoint: the id is taken")
+	// ErrUnknown: nothing stands under the id.
+	ErrUnknown = errors.New("checkpoint: unknown")
+	// ErrExpired: its ttl is over (cascade 4.2.3).
+	ErrExpired = errors.New("checkpoint: expired")
+	// ErrTampered: something stands there, but it does not open, is not what the token's
+	// hash says, or cannot be read. Nothing may be undone from it (cascade 4.2.3).
+	ErrTampered = errors.New("checkpoint: does not match its hash")
+	// ErrReleased: the call never ran, so there is nothing to undo.
+	ErrReleased = errors.New("checkpoint: its call never ran")
+	// ErrChanged: somebody else has moved the undo meanwhile; look at its mark again.
+	ErrChanged = errors.New("checkpoint: the undo was moved by another rollback")
+	// ErrStep: the undo cannot go from where it is to where it was to be moved.
+	ErrStep = errors.New("checkpoint: the undo cannot take this step")
+	// ErrStore: the store did not answer or did not take a record. Nothing may be
+	// forwarded or undone (P4).
+	ErrStore = errors.New("checkpoint: the store is unavailable")
+)
+
+// Pending is a snapshot or a result whose batch waits for a commit, usually that of the
+// guard's claim or outcome.
+type Pending struct {
+	*store.Batch
+	snapshot *Snapshot
+	handle   Handle
+	sum      [32]byte
+}
+
+// Sum is the hash of the snapshot or the result: the out_hash of its token.
+func (p *Pending) Sum() [32]byte { return p.sum }
+
+// Snapshot is what Prepare records; nil for a result. It is irreversible
+// where it was too large to be kept, whatever was given to Prepare.
+func (p *Pending) Snapshot() *Snapshot { return p.snapshot }
+
+// Handle is that of the checkpoint.
+func (p *Pending) Handle() Handle { return p.handle }
+
+// batch returns a batch for a commit that a re-sealing waits for. ended, if any, gets the
+// error of the commit. Where one of the writes has lost, that is returned as lost, if any.
+func (v *Store) batch(lost error, ended func(error)) *store.Batch {
+	gate, b := v.writers.enter(), store.NewBatch(make([]store.Write, 0, 6)...)
+	b.OnDone(func(err error) error {
+		gate.leave()
+		if ended != nil {
+			ended(err)
+		}
+		if lost != nil && store.Lost(err, b.Writes()) {
+			return fmt.Errorf("%w: %w", lost, err)
+		}
+		return err
+	})
+	return b
+}
+
+// spaceCheckpoint begins the store's keys of checkpoints. Hashes are keyed, and nothing
+// of a caller is readable in them:
+//
+//	k b name                  the snapshot, or where its pieces are; sealed
+//	k a name                  the result, the same
+//	k c name                  recorded credentials, sealed
+//	k u name                  how far the undo has come, sealed
+//	k p name part salt piece  bulk: a piece of a large snapshot or result, sealed
+//	k v resource tag          the version that an undo has put back with this one, sealed
+//	k w workflow name         index: an account of a workflow's standing checkpoint
+//	k o caller name           index: the same of a caller's
+//	k t place name            index: the checkpoints whose undo goes to one place
+//	k n w|o hash              says that the index may hold something under the hash
+const spaceCheckpoint = 'k'
+
+// The kinds of keys, behind spaceCheckpoint.
+const (
+	kindSnapshot   = 'b'
+	kindResult     = 'a'
+	kindCredential = 'c'
+	kindMark       = 'u'
+	kindPiece      = 'p'
+	kindVersion    = 'v'
+	kindWorkflow   = 'w'
+	kindCaller     = 'o'
+	kindNote       = 'n'
+	kindPlace      = 't'
+)
+
+// name is the keyed hash of a checkpoint's id.
+type name [32]byte
+
+func (v *Store) name(id string) name { return v.sealer.Index("checkpoint", id) }
+
+func keyOf(kind byte, n name) []byte {
+	return append(append(make([]byte, 0, 2+len(n)), spaceCheckpoint, kind), n[:]...)
+}
+
+// saltInKey is how much of a record's random bytes is in the keys of its pieces, so
+// that those of two results of one checkpoint are apart.
+const saltInKey = 8
+
+func pieceKey(n name, part byte, salt []byte, piece int) []byte {
+	b := append(make([]byte, 0, 2+len(n)+1+saltInKey+4), spaceCheckpoint, kindPiece)
+	b = append(append(b, n[:]...), part)
+	b = append(b, salt[:saltInKey]...)
+	return binary.BigEndian.AppendUint32(b, uint32(piece))
+}
+
+// scope is a workflow or a caller, as quotas count by them.
+type scope struct {
+	kind byte
+	hash [16]byte
+}
+
+func (s scope) prefix() []byte {
+	return append(append(make([]byte, 0, 2+len(s.hash)+len(name{})), spaceCheckpoint, s.kind), s.hash[:]...)
+}
+
+func (s scope) account(n name) []byte { return append(s.prefix(), n[:]...) }
+
+func (s scope) note() []byte {
+	return append(append(make([]byte, 0, 3+len(s.hash)), spaceCheckpoint, kindNote, s.kind), s.hash[:]...)
+}
+
+// errEncoding is the error of what opened but cannot be read: written by a newer
+// build, or by a fault of ours.
+var errEncoding = errors.New("checkpoint: a record in the store cannot be read by this build")
+
+// saltSize is the number of random bytes before the fields of a snapshot or a result,
+// so that their hash tells nothing to who can guess the fields.
+const saltSize = 32
+
+func salted(size int) encoder {
+	e := encoder{make([]byte, saltSize, saltSize+size)}
+	_, _ = rand.Read(e.b) // never fails
+	return e
+}
+
+func unsalted(b []byte) (decoder, error) {
+	if len(b) < saltSize {
+		return decoder{}, errEncoding
+	}
+	return decoder{b: b[saltSize:]}, nil
+}
+
+// encoder writes fields as tag, length, bytes, as the guard's records are. Zero values
+// are left out.
+type encoder struct{ b []byte }
+
+// field writes v where it is empty too.
+func field[T ~string | ~[]byte](e *encoder, tag byte, v T) {
+	e.b = append(e.b, tag)
+	e.b = binary.AppendUvarint(e.b, uint64(len(v)))
+	e.b = append(e.b, v...)
+}
+
+func (e *encoder) bytes(tag byte, v []byte) {
+	if len(v) > 0 {
+		field(e, tag, v)
+	}
+}
+
+func (e *encoder) string(tag byte, v string) {
+	if v != "" {
+		field(e, tag, v)
+	}
+}
+
+func (e *encoder) int(tag byte, v int64) {
+	if v != 0 {
+		var buf [binary.MaxVarintLen64]byte
+		field(e, tag, binary.AppendVarint(buf[:0], v))
+	}
+}
+
+func (e *encoder) bool(tag byte, v bool) {
+	if v {
+		e.int(tag, 1)
+	}
+}
+
+func (e *encoder) time(tag byte, v time.Time) {
+	if !v.IsZero() {
+		e.int(tag, v.UnixNano())
+	}
+}
+
+// header writes each name, and behind it its values, which may be empty.
+func (e *encoder) header(name, value byte, h map[string][]string) {
+	for _, k := range slices.Sorted(maps.Keys(h)) {
+		field(e, name, k)
+		for _, v := range h[k] {
+			field(e, value, v)
+		}
+	}
+}
+
+// decoder reads what encoder wrote. The first fault stays in err and ends next.
+type decoder struct {
+	b     []byte
+	tag   byte
+	field []byte
+	name  string // of the header field whose values come
+	err   error
+}
+
+func (d *decoder) next() bool {
+	if d.err != nil || len(d.b) == 0 {
+		return false
+	}
+	d.tag = d.b[0]
+	size, n := binary.Uvarint(d.b[1:])
+	if n <= 0 || size > uint64(len(d.b)-1-n) {
+		d.err = errEncoding
+		return false
+	}
+	d.field = d.b[1+n:][:size]
+	d.b = d.b[1+n+int(size):]
+	return true
+}
+
+func (d *decoder) string() string  { return string(d.field) }
+func (d *decoder) bool() bool      { return d.int() != 0 }
+func (d *decoder) time() time.Time { return time.Unix(0, d.int()) }
+
+func (d *decoder) int() int64 {
+	v, n := binary.Varint(d.field)
+	if n != len(d.field) || n <= 0 {
+		d.err = errEncoding
+	}
+	return v
+}
+
+func (d *decoder) fill(dst []byte) {
+	if len(d.field) != len(dst) {
+		d.err = errEncoding
+		return
+	}
+	copy(dst, d.field)
+}
+
+func (d *decoder) headerName(h *map[string][]string) {
+	if *h == nil {
+		*h = map[string][]string{}
+	}
+	d.name = d.string()
+	(*h)[d.name] = nil
+}
+
+func (d *decoder) headerValue(h map[string][]string) {
+	if h == nil {
+		d.err = errEncoding
+		return
+	}
+	h[d.name] = append(h[d.name], d.string())
+}
+
+// sub reads a field that is fields itself.
+func (d *decoder) sub(read func(*decoder)) {
+	inner := decoder{b: d.field}
+	read(&inner)
+	if inner.err != nil {
+		d.err = inner.err
+	}
+}
+
+const (
+	// inlineMost is the largest record, in bytes, that stands in one ordinary value.
+	inlineMost = 2 << 10
+	// pieceSize is how much of a larger one is sealed and stored at a time.
+	pieceSize = 256 << 10
+	// piecesLonger is how much longer pieces stay than what names them, so that they
+	// are not missed before that has gone.
+	piecesLonger = time.Minute
+)
+
+// part is a snapshot or a result as it is stored.
+type part struct {
+	sum    [32]byte
+	size   int
+	inline []byte
+	salt   []byte // begins the record; in the keys of its pieces
+	pieces int
+	// counted are the kinds of the scopes in which it counts.
+	counted []byte
+	// released stands in a result's place where the call never ran.
+	released bool
+}
+
+const (
+	tagSum = 1 + iota
+	tagSize
+	tagInline
+	tagSalt
+	tagPieces
+	tagReleased
+	tagCounted
+)
+
+func (p *part) encode() []byte {
+	e := encoder{make([]byte, 0, 96+len(p.inline))}
+	e.bytes(tagSum, p.sum[:])
+	e.int(tagSize, int64(p.size))
+	e.bytes(tagInline, p.inline)
+	e.bytes(tagSalt, p.salt)
+	e.int(tagPieces, int64(p.pieces))
+	e.bool(tagReleased, p.released)
+	e.bytes(tagCounted, p.counted)
+	return e.b
+}
+
+func decodePart(b []byte) (*part, error) {
+	p := new(part)
+	d := decoder{b: b}
+	for d.next() {
+		switch d.tag {
+		case tagSum:
+			d.fill(p.sum[:])
+		case tagSize:
+			p.size = int(d.int())
+		case tagInline:
+			p.inline = d.field
+		case tagSalt:
+			p.salt = d.field
+		case tagPieces:
+			p.pieces = int(d.int())
+		case tagReleased:
+			p.released = d.bool()
+		case tagCounted:
+			p.counted = d.field
+		}
+	}
+	if d.err == nil && (p.pieces < 0 || p.pieces > maxPieces || p.pieces > 0 && len(p.salt) != saltInKey) {
+		d.err = errEncoding
+	}
+	return p, d.err
+}
+
+// split makes the part of a record.
+func split(plain []byte) *part {
+	p := &part{sum: sha256.Sum256(plain), size: len(plain)}
+	if len(plain) <= inlineMost {
+		p.inline = plain
+		return p
+	}
+	p.salt = bytes.Clone(plain[:saltInKey])
+	p.pieces = (len(plain) + pieceSize - 1) / pieceSize
+	return p
+}
+
+// head is the write of the part itself.
+func (v *Store) head(n name, kind byte, p *part, condition store.Condition, expires time.Time) store.Write {
+	key := keyOf(kind, n)
+	return store.Write{Key: key, If: condition, Value: v.sealer.Seal(nil, p.encode(), key), Expires: expires}
+}
+
+// pieces are the writes of a record's pieces; none where it stands in its head.
+func (v *Store) pieces(n name, kind byte, p *part, plain []byte, expires time.Time) []store.Write {
+	if p.pieces == 0 {
+		return nil
+	}
+	writes := make([]store.Write, 0, p.pieces)
+	for piece := range slices.Chunk(plain, pieceSize) {
+		key := pieceKey(n, kind, p.salt, len(writes))
+		writes = append(writes, store.Write{
+			Key: key, Bulk: true, Expires: expires.Add(piecesLonger),
+			Value: v.sealer.Seal(make([]byte, 0, len(piece)+64), piece, key),
+		})
+	}
+	return writes
+}
+
+// part reads a head. It returns nil where there is none.
+func (v *Store) part(ctx context.Context, n name, kind byte) (*part, time.Time, error) {
+	key := keyOf(kind, n)
+	entry, err := v.store.Get(ctx, key)
+	if errors.Is(err, store.ErrNotFound) {
+		return nil, time.Time{}, nil
+	}
+	if err != nil {
+		return nil, time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	plain, err := v.sealer.Open(nil, entry.Value, key)
+	if err != nil {
+		return nil, time.Time{}, fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	p, err := decodePart(plain)
+	if err != nil {
+		return nil, time.Time{}, fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	return p, entry.Expires, nil
+}
+
+// join reads the record of a part and compares its hash.
+func (v *Store) join(ctx context.Context, n name, kind byte, p *part) ([]byte, error) {
+	plain := p.inline
+	for i := range p.pieces {
+		key := pieceKey(n, kind, p.salt, i)
+		entry, err := v.store.Get(ctx, key)
+		switch {
+		case errors.Is(err, store.ErrNotFound), errors.Is(err, store.ErrDamaged):
+			return nil, fmt.Errorf("%w: %w", ErrTampered, err)
+		case err != nil:
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		if plain, err = v.sealer.Open(plain, entry.Value, key); err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrTampered, err)
+		}
+	}
+	if sum := sha256.Sum256(plain); !bytes.Equal(sum[:], p.sum[:]) {
+		return nil, fmt.Errorf("%w: not the bytes that were recorded", ErrTampered)
+	}
+	return plain, nil
+}

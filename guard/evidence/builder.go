@@ -1,0 +1,581 @@
+package evidence
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+// The gateway's own extension members, in the outcomes of calls.
+const (
+	// MemberOutcome is completed, released or in_doubt.
+	memberOutcome ect.Member = "agent_guard.outcome"
+	// memberCause is the execution.Cause.
+	memberCause ect.Member = "agent_guard.cause"
+	// MemberStatus is the status of the upstream's answer.
+	MemberStatus ect.Member = "agent_guard.status"
+	// MemberCaller is the keyed hash of the caller, in hexadecimal.
+	memberCaller ect.Member = "agent_guard.caller"
+	// MemberExecution is the short form of the execution key.
+	memberExecution ect.Member = "agent_guard.execution"
+	// memberRetry marks an outcome that is recorded for the tokens of a retry.
+	memberRetry ect.Member = "agent_guard.retry"
+	// MemberAttempt marks the error of an upstream or a rollback that says nothing about
+	// the outcome of its call.
+	memberAttempt ect.Member = "agent_guard.attempt"
+	// memberBy says who settled a call in doubt: an operator or a probe.
+	memberBy ect.Member = "agent_guard.settled_by"
+)
+
+// EventBuilder drafts and signs the events of calls and rollbacks for one identity.
+type EventBuilder struct {
+	e          *Evidence
+	issuer     *ect.Issuer
+	former     []ect.Former  // earlier names
+	ownEntries *recent[bool] // whether entries under earlier names are the gateway's, by the hash of their tokens
+}
+
+// EventBuilder returns a builder of events that identity issues. life is the time between
+// iat and exp, ect.DefaultLife if zero.
+func (e *Evidence) EventBuilder(identity string, spelling ect.Spelling, life time.Duration) (*EventBuilder, error) {
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: e.ring, Spelling: spelling, Life: life})
+	if err != nil {
+		return nil, err
+	}
+	e.names.mu.Lock()
+	defer e.names.mu.Unlock()
+	former := slices.DeleteFunc(slices.Clone(e.names.all), func(f ect.Former) bool { return f.Name == identity })
+	return &EventBuilder{e, issuer, former, newRecent[bool]()}, nil
+}
+
+// Identity is the issuer of all tokens.
+func (b *EventBuilder) Identity() string { return b.issuer.Identity() }
+
+// Call describes a call.
+type Call struct {
+	// Key is the execution key.
+	Key execution.Key
+	// Caller is the keyed hash of the caller.
+	Caller execution.CallerHash
+	// Action is the configured name of the action.
+	Action string
+	// Workflow is the id of the workflow as WorkflowID gives it; it may be empty.
+	Workflow string
+	// Parents are the ids of the tokens that led to the call.
+	Parents []string
+	// Target is the system that the call changes.
+	Target string
+	// RollbackURI is where a rollback of the call is requested. It is never made from what
+	// a caller sent.
+	RollbackURI string
+	// Description says in words what the call does; Action if empty.
+	Description string
+	// TTL is how long the call can be rolled back, in whole seconds.
+	TTL time.Duration
+	// Checkpoint is the id of the checkpoint's token; a fresh one if empty. State is the
+	// hash of the state that was saved for undoing the call; zero for none. Reversible
+	// says that the call can be undone with it.
+	Checkpoint string
+	State      ect.Hash // See Checkpoint.
+	Reversible bool     // See Checkpoint.
+	// Audience are further verifiers of the checkpoint.
+	Audience []string
+	// Issuer is the identity that the caller's own tokens prove; empty for none. It is in
+	// the audience of the error of a failed call.
+	Issuer string
+}
+
+// WorkflowID is the UUID of a workflow's name: a UUID stays as it is, a trace id becomes the
+// UUID of the same digits, and any other name gets one that is derived from it.
+func WorkflowID(name string) string {
+	if name == "" {
+		return ""
+	}
+	if id, err := uuid.Parse(name); err == nil && (len(name) == 36 || len(name) == 32) && id != uuid.Nil && id != uuid.Max {
+		return id.String()
+	}
+	return NamedWorkflowID(name)
+}
+
+// NamedWorkflowID is the UUID derived from a workflow's name. No token names a workflow by
+// such an id unless it was derived from the same name.
+func NamedWorkflowID(name string) string { return derived("agent_guard workflow", name) }
+
+// JointID is the execution id of a call whose caller sent several tokens and no other id.
+// The same ids of tokens give the same id.
+func JointID(ids []string) string { return derived("agent_guard tokens", strings.Join(ids, ",")) }
+
+// derived makes a UUID (version 8, RFC 9562) of a name.
+func derived(domain, name string) string {
+	sum := sha256.Sum256([]byte(domain + "\x00" + name))
+	return asUUID([16]byte(sum[:16]))
+}
+
+func asUUID(id uuid.UUID) string {
+	id[6] = id[6]&0x0f | 0x80
+	id[8] = id[8]&0x3f | 0x80
+	return id.String()
+}
+
+// actionName is the exec_act of an action. The prefix keeps an action that is named like an
+// event of the drafts from being read as one.
+func actionName(action string) string {
+	if _, ok := ect.ParseEvent(action); ok {
+		return "call:" + action
+	}
+	return action
+}
+
+// Checkpoint drafts the token that announces a call (cascade 4.2.1). Record it before the
+// call is forwarded.
+func (b *EventBuilder) Checkpoint(now time.Time, c *Call) (*ect.Draft, error) {
+	ext := new(ect.ExtBuilder).
+		Bool(ect.MemberReversible, c.Reversible).
+		Text(ect.MemberRollbackURI, c.RollbackURI).
+		Text(ect.MemberTarget, c.Target).
+		Text(ect.MemberDescription, cmp.Or(c.Description, c.Action)).
+		Int(ect.MemberTTL, int64(c.TTL/time.Second)).
+		Text(memberCaller, hex.EncodeToString(c.Caller[:])).
+		Text(memberExecution, c.Key.String())
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: append([]string{b.Identity()}, c.Audience...), ID: c.Checkpoint, Workflow: c.Workflow,
+		Action: string(ect.EventCheckpoint), Parents: c.Parents, Output: c.State, Ext: ext,
+	})
+}
+
+// Sign signs a draft at once, where the sequencer's token comes too late.
+func (b *EventBuilder) Sign(d *ect.Draft) (*ect.Token, error) { return b.issuer.Sign(d) }
+
+// Outcome is the outcome of a call.
+type Outcome struct {
+	Checkpoint string
+	Verdict    execution.Verdict
+	Cause      execution.Cause
+	Status     int
+	// By says who settled a call in doubt; empty if the call itself ended.
+	By string
+	// UpstreamErrors are the ids of the errors that the upstream reported.
+	UpstreamErrors []string
+}
+
+// failed reports that the call failed or may have failed.
+func (o *Outcome) failed() bool {
+	return o.By == "" && (o.Verdict != execution.Completed || o.Status >= 400)
+}
+
+// NodeID is the id of the outcome of the call with this checkpoint: one for each call, so
+// that the outcome is recorded once, over restarts too. Only the gateway can make these
+// ids: whoever could take one first would keep the outcome from being recorded (P6).
+func (e *Evidence) NodeID(checkpoint string) string { return e.secretID("outcome node", checkpoint) }
+
+// SettledID is the id of the event that says how that call in doubt was settled.
+func (e *Evidence) SettledID(checkpoint string) string { return e.secretID("settled node", checkpoint) }
+
+// failureID is the id of the error of a failed call, by the node of its outcome.
+func (e *Evidence) failureID(node string) string { return e.secretID("error of node", node) }
+
+// Outcomes are the ids under which the outcome of one of the gateway's entries is recorded,
+// a checkpoint or the node of an outcome. The index leaves these out.
+func (e *Evidence) Outcomes(entry *ledger.Entry) []string {
+	switch event, is := ect.ParseEvent(entry.Action); {
+	case !is:
+		return []string{e.failureID(entry.ID)}
+	case event == ect.EventCheckpoint:
+		return []string{e.NodeID(entry.ID), e.SettledID(entry.ID)}
+	}
+	return nil
+}
+
+// indexIDs are the ids under which ledger.Log.Following finds an event: its parents, and
+// the checkpoint that an error or a rollback names. Outcomes need no index, since their ids
+// are derived from the checkpoint's: a call without tokens writes none.
+func (e *Evidence) indexIDs(event *ledger.Event) []string {
+	if n := len(event.Parents); n > 0 && isDerived(event.ID) {
+		for _, p := range []string{event.Parents[n-1], event.Parents[0]} { // the checkpoint, or the node of the outcome
+			switch event.ID {
+			case e.NodeID(p), e.SettledID(p), e.failureID(p):
+				return nil
+			}
+		}
+	}
+	ids := event.Parents
+	if kind, ok := ect.ParseEvent(event.Action); ok && kind != ect.EventCheckpoint {
+		if id := NamedCheckpoint(extensionOf(event)); id != "" {
+			ids = append(slices.Clone(ids), id)
+		}
+	}
+	return ids
+}
+
+// extensionOf are the extension members of an event's token. Events that are being recorded
+// have it in parsed form. A draft that could not be signed has none: it is no token.
+func extensionOf(event *ledger.Event) ect.Ext {
+	if parsed, ok := event.Parsed.(interface{ Ext() ect.Ext }); ok && !event.Unsigned {
+		return parsed.Ext()
+	}
+	if t, err := ect.ParseInsecure(string(event.Payload)); err == nil {
+		return t.Ext()
+	}
+	return ect.Ext{}
+}
+
+// isDerived reports whether an id may be one that asUUID has made.
+func isDerived(id string) bool { return len(id) == 36 && id[14] == '8' }
+
+func (e *Evidence) secretID(domain, name string) string {
+	hash := e.sealer.Index(domain, name)
+	return asUUID([16]byte(hash[:16]))
+}
+
+// Outcome drafts the node of the action, and an error if the call failed (ATD "Error
+// Signaling"). The node's parents are those of the call and its checkpoint.
+func (b *EventBuilder) Outcome(now time.Time, c *Call, o *Outcome) ([]*ect.Draft, error) {
+	id := b.e.NodeID(o.Checkpoint)
+	if o.By != "" {
+		id = b.e.SettledID(o.Checkpoint)
+	}
+	ext := new(ect.ExtBuilder).
+		Text(memberOutcome, o.Verdict.String()).
+		Text(memberCaller, hex.EncodeToString(c.Caller[:])).
+		Text(memberExecution, c.Key.String())
+	if o.Cause != "" {
+		ext.Text(memberCause, string(o.Cause))
+	}
+	if o.Status != 0 {
+		ext.Int(MemberStatus, int64(o.Status))
+	}
+	if o.By != "" {
+		ext.Text(memberBy, o.By)
+	}
+	if len(o.UpstreamErrors) > 0 && !o.failed() { // else the error names them
+		ext.Texts(ect.MemberUpstreamErrors, o.UpstreamErrors)
+	}
+	parents := append(make([]string, 0, len(c.Parents)+1), c.Parents...)
+	if len(parents) < ect.MaxParents {
+		parents = append(parents, o.Checkpoint)
+	}
+	node, err := b.issuer.Draft(now, ect.Claims{
+		Audience: []string{b.Identity()}, ID: id, Workflow: c.Workflow, Action: actionName(c.Action), Parents: parents, Ext: ext,
+	})
+	if err != nil {
+		return nil, err
+	}
+	if !o.failed() {
+		return []*ect.Draft{node}, nil
+	}
+	failure, err := b.failure(now, c, o, id)
+	return []*ect.Draft{node, failure}, err
+}
+
+// RetryOutcome drafts the outcome of a call once more, as a follower of the tokens of a
+// retry.
+func (b *EventBuilder) RetryOutcome(now time.Time, c *Call, o *Outcome) (*ect.Draft, error) {
+	ext := new(ect.ExtBuilder).
+		Text(memberOutcome, o.Verdict.String()).
+		Text(memberCaller, hex.EncodeToString(c.Caller[:])).
+		Text(memberExecution, c.Key.String()).
+		Bool(memberRetry, true)
+	if o.Cause != "" {
+		ext.Text(memberCause, string(o.Cause))
+	}
+	if o.Status != 0 {
+		ext.Int(MemberStatus, int64(o.Status))
+	}
+	parents := append(make([]string, 0, len(c.Parents)+1), c.Parents...)
+	if len(parents) < ect.MaxParents {
+		parents = append(parents, o.Checkpoint)
+	}
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: []string{b.Identity()}, Workflow: c.Workflow, Action: actionName(c.Action), Parents: parents, Ext: ext,
+	})
+}
+
+func (b *EventBuilder) failure(now time.Time, c *Call, o *Outcome, node string) (*ect.Draft, error) {
+	severity, kind := classify(o)
+	ext := new(ect.ExtBuilder).
+		Text(ect.MemberSeverity, severity).
+		Text(ect.MemberErrorType, kind).
+		Text(ect.MemberDescription, c.Action+": "+string(o.Cause)).
+		Text(ect.MemberCheckpointID, o.Checkpoint).
+		Texts(ect.MemberUpstreamErrors, o.UpstreamErrors)
+	// The parents are the tokens of the failed action: the gateway's node and the caller's.
+	parents := append(make([]string, 0, len(c.Parents)+1), node)
+	if len(c.Parents) < ect.MaxParents {
+		parents = append(parents, c.Parents...)
+	}
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: b.errorAudience(c.Issuer), ID: b.e.failureID(node), Workflow: c.Workflow,
+		Action: string(ect.EventError), Parents: parents, Ext: ext,
+	})
+}
+
+// errorAudience are the verifiers of an error that the caller may read.
+func (b *EventBuilder) errorAudience(caller string) []string {
+	if caller == "" || caller == b.Identity() {
+		return []string{b.Identity()}
+	}
+	return []string{b.Identity(), caller}
+}
+
+// classify gives the severity and type of a failure (ATD "Error Signaling"). Calls in doubt
+// are critical: a person has to settle them.
+func classify(o *Outcome) (severity, kind string) {
+	switch {
+	case o.Verdict == execution.InDoubt && o.Cause == execution.CauseDeadline:
+		return "critical", "timeout"
+	case o.Verdict == execution.InDoubt:
+		return "critical", "unknown"
+	case o.Cause == execution.CauseNotSent:
+		return "error", "action_failed"
+	case o.Status == 429:
+		return "warning", "resource_exhausted"
+	case o.Verdict == execution.Released:
+		return "warning", "constraint_violation"
+	case len(o.UpstreamErrors) > 0:
+		return "error", "upstream_cascade"
+	case o.Status < 500:
+		return "warning", "action_failed"
+	default:
+		return "error", "action_failed"
+	}
+}
+
+// Circuit is a change of a circuit breaker's state (cascade 3.2.4).
+type Circuit struct {
+	// Event is ect.EventCircuitOpen, ect.EventCircuitHalfOpen or ect.EventCircuitClose.
+	Event ect.Event
+	// Downstream is the identity of the upstream; its address if that is unknown.
+	Downstream string
+	// Workflow is that of the failure that opened it; it may be empty.
+	Workflow string
+	// Parents are the ids of the error that opened it, or of its last opening.
+	Parents []string
+	// ErrorRate is the rate in the window when it opened, 0 to 1.
+	ErrorRate float64
+	// Window is the length of that window.
+	Window time.Duration
+	// Cooldown is how long it stays open, TotalCooldown the sum since it was closed.
+	Cooldown, TotalCooldown time.Duration
+	// Reason is the breaker.Reason.
+	Reason string
+	// ErrorType is the type of the error that a call got; it may be empty.
+	ErrorType string
+}
+
+// Circuit drafts the token of a change (cascade Figures 4 and 5).
+func (b *EventBuilder) Circuit(now time.Time, c *Circuit) (*ect.Draft, error) {
+	ext := new(ect.ExtBuilder).Text(ect.MemberDownstreamAgent, c.Downstream)
+	if c.Reason != "" {
+		ext.Text(ect.MemberReason, c.Reason)
+	}
+	if c.ErrorType != "" {
+		ext.Text(ect.MemberErrorType, c.ErrorType)
+	}
+	switch c.Event {
+	case ect.EventCircuitClose:
+		ext.Number(ect.MemberTotalCooldown, c.TotalCooldown.Seconds())
+	default:
+		ext.Number(ect.MemberErrorRate, c.ErrorRate).
+			Number(ect.MemberWindow, c.Window.Seconds()).
+			Number(ect.MemberCooldown, c.Cooldown.Seconds())
+	}
+	return b.issuer.Draft(now, ect.Claims{Audience: []string{b.Identity()}, Workflow: c.Workflow, Action: string(c.Event), Parents: c.Parents, Ext: ext})
+}
+
+// Attempt is a failure of an upstream that no outcome reports: its call is not guarded, or
+// succeeded elsewhere.
+type Attempt struct {
+	// Downstream is the identity of the upstream, or its address where none is known.
+	Downstream string
+	// Cause says in a few words what happened.
+	Cause string
+	// Checkpoint is that of the call and Workflow the checkpoint's, empty for an unguarded
+	// call. ID is the Evidence.AttemptID of the checkpoint; a fresh one if empty.
+	Checkpoint, ID, Workflow string
+}
+
+// Attempt drafts the error of such a failure, as a parent of the opening of a breaker. Its
+// own parent is the call's checkpoint.
+func (b *EventBuilder) Attempt(now time.Time, a *Attempt) (*ect.Draft, error) {
+	var parents []string
+	if a.Checkpoint != "" {
+		parents = []string{a.Checkpoint}
+	}
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: []string{b.Identity()}, ID: a.ID, Workflow: a.Workflow, Action: string(ect.EventError), Parents: parents,
+		Ext: new(ect.ExtBuilder).
+			Text(ect.MemberSeverity, "error").
+			Text(ect.MemberErrorType, "action_failed").
+			Text(ect.MemberDescription, a.Cause).
+			Text(ect.MemberDownstreamAgent, a.Downstream).
+			Text(ect.MemberCheckpointID, a.Checkpoint).
+			Bool(memberAttempt, true),
+	})
+}
+
+// Rejection is a call that a breaker refused before anything was recorded about it.
+type Rejection struct {
+	// ID is the Evidence.RejectionID.
+	ID string
+	// Downstream is the upstream's identity, or its address.
+	Downstream string
+	// Workflow is that of the call, Issuer the identity that its tokens prove, and Caller
+	// the keyed hash of the caller, by which the caller finds the error.
+	Workflow, Issuer string
+	Caller           execution.CallerHash
+	// Parents are the recorded tokens that led to the call.
+	Parents []string
+	// ErrorType is the cascade.error_type.
+	ErrorType string
+}
+
+// RejectionID is the id of the error about the calls of a caller in a workflow that a
+// breaker refuses in its present generation.
+func (e *Evidence) RejectionID(upstream string, generation uint64, workflow, caller string) string {
+	return e.secretID("error of rejection", upstream+" "+strconv.FormatUint(generation, 10)+" "+workflow+" "+caller)
+}
+
+// Rejection drafts the error for the caller (AERR "States"). Its list of upstream errors is
+// empty, since none of its parents failed.
+func (b *EventBuilder) Rejection(now time.Time, r *Rejection) (*ect.Draft, error) {
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: b.errorAudience(r.Issuer), ID: r.ID, Workflow: r.Workflow, Action: string(ect.EventError), Parents: r.Parents,
+		Ext: new(ect.ExtBuilder).
+			Text(ect.MemberSeverity, "error").
+			Text(ect.MemberErrorType, r.ErrorType).
+			Text(ect.MemberDescription, "the circuit breaker refuses the call; nothing was forwarded").
+			Text(ect.MemberDownstreamAgent, r.Downstream).
+			Texts(ect.MemberUpstreamErrors, nil).
+			Text(memberCaller, hex.EncodeToString(r.Caller[:])).
+			Bool(memberAttempt, true),
+	})
+}
+
+// AttemptID is the id of the Attempt of an upstream in the call with this checkpoint.
+func (e *Evidence) AttemptID(checkpoint, upstream string) string {
+	return e.secretID("error of attempt", checkpoint+" "+upstream)
+}
+
+// ErrorID is the id of the error of the call with this checkpoint, if it fails.
+func (e *Evidence) ErrorID(checkpoint string) string {
+	return e.failureID(e.NodeID(checkpoint))
+}
+
+// CallOf describes a recorded call. Workflow and parents are those of its checkpoint, if
+// the ledger has that. It waits for a checkpoint without a place in the tree, for at most
+// two seconds: on a full disk, or if the event is damaged, it may never get one.
+func (e *Evidence) CallOf(ctx context.Context, key execution.Key, r *execution.Record) Call {
+	c := Call{Key: key, Caller: r.Caller, Action: r.Action, Workflow: WorkflowID(r.Workflow)}
+	for _, workflow := range []string{c.Workflow, NamedWorkflowID(r.Workflow)} {
+		entry, err := e.log.Lookup(ctx, workflow, r.Checkpoint)
+		if errors.Is(err, ledger.ErrWaiting) {
+			c.Workflow = workflow
+			waits, cancel := context.WithTimeout(ctx, placeTime)
+			entry, err = e.log.Wait(waits, workflow, r.Checkpoint)
+			cancel()
+		}
+		if err == nil {
+			c.Workflow, c.Parents = workflow, entry.Parents
+			break
+		}
+	}
+	return c
+}
+
+// RecordOrphan records that an execution is in doubt, unless that is recorded already.
+func (e *Evidence) RecordOrphan(ctx context.Context, b *EventBuilder, key execution.Key, r *execution.Record) error {
+	c := e.CallOf(ctx, key, r)
+	_, err := e.log.Lookup(ctx, c.Workflow, e.NodeID(r.Checkpoint))
+	if !errors.Is(err, ledger.ErrNotFound) {
+		if err == nil || errors.Is(err, ledger.ErrWaiting) || errors.Is(err, ledger.ErrPruned) {
+			return nil
+		}
+		return err
+	}
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	drafts, err := b.Outcome(now, &c, &Outcome{Checkpoint: r.Checkpoint, Verdict: execution.InDoubt, Cause: r.Cause, Status: r.Status})
+	if err != nil {
+		return err
+	}
+	return e.Append(ctx, now.Add(r.KeepResult), nil, drafts...)
+}
+
+// Former are the gateway's earlier names, with the keys that it used under each.
+func (b *EventBuilder) Former() []ect.Former { return b.former }
+
+// Names are all names of the gateway, the current one first.
+func (b *EventBuilder) Names() []string {
+	all := []string{b.Identity()}
+	for _, f := range b.former {
+		all = append(all, f.Name)
+	}
+	return all
+}
+
+// Source gives the gateway's own keys, for all its names.
+func (b *EventBuilder) Source() (ect.Source, error) {
+	owner, err := ect.ParseOwner(b.Identity())
+	return b.e.ring.Source(owner, b.former...), err
+}
+
+// Issued reports whether a verified token is the gateway's.
+func (b *EventBuilder) Issued(t *ect.Token) bool {
+	return t.Issuer() == b.Identity() || b.e.ring.Signed(t, b.former)
+}
+
+// Own reports whether an entry is the gateway's. Under an earlier name it must be signed
+// with a key that the gateway used with that name: others may have had the name too.
+func (b *EventBuilder) Own(entry *ledger.Entry) bool {
+	if entry.Issuer == b.Identity() {
+		return true
+	}
+	if !slices.ContainsFunc(b.former, func(f ect.Former) bool { return f.Name == entry.Issuer }) {
+		return false
+	}
+	if entry.Unsigned {
+		return true // only the gateway's events are recorded unsigned
+	}
+	sum := sha256.Sum256(entry.Payload)
+	if own, ok := b.ownEntries.find("", string(sum[:])); ok {
+		return own
+	}
+	own := b.signed(entry)
+	b.ownEntries.add(scope{"", string(sum[:])}, own)
+	return own
+}
+
+// signed verifies an entry's token under the gateway's own keys.
+func (b *EventBuilder) signed(entry *ledger.Entry) bool {
+	source, err := b.Source()
+	if err != nil {
+		return false
+	}
+	seen, err := ect.ParseInsecure(string(entry.Payload))
+	if err != nil {
+		return false
+	}
+	v, err := ect.NewVerifier(ect.Policy{
+		Audience: append(seen.Audience(), b.Identity()), Sources: []ect.Source{source}, Algorithms: ect.Algorithms(),
+		AnyID: true, LenientParents: true, AllowPartial: true,
+	})
+	if err != nil {
+		return false
+	}
+	token, err := v.VerifyStored(context.Background(), string(entry.Payload))
+	return err == nil && b.e.ring.Signed(token, b.former)
+}

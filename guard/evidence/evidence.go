@@ -1,0 +1,442 @@
+// Package evidence records in the ledger what the gateway decides about calls and
+// rollbacks, in the commit of the decision itself (ADR 0023, ADR 0032).
+//
+// [Open] opens the ledger of a store. An [EventBuilder] drafts the events of calls, circuit
+// breakers and rollbacks in the gateway's name (cascade 3.2.4, 4.2.1, 4.4.2).
+// [Evidence.NewBatch] makes the writes that append presented tokens and drafts to a commit.
+// [Evidence.UseWrite], [Evidence.Take] and [Evidence.UseStatus] keep a token from being used
+// twice. A [RollbackLedger] reads recorded workflows for the planning of rollbacks.
+package evidence
+
+import (
+	"context"
+	"crypto/ed25519"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/mod/sumdb/note"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/internal/durable"
+)
+
+// Options are the settings of an Evidence. All but HeadFile and Logger are required.
+type Options struct {
+	// Store is the guard's own, so that evidence lands in its commits.
+	Store store.Store
+	// Sealer is the guard's own.
+	Sealer store.Sealer
+	// Node is the gateway's permanent name, from which the origin of its log is made.
+	Node string
+	// Ring holds the keys that tokens are signed with.
+	Ring *ect.Ring
+	// HeadFile gets a copy of the newest head, outside of the store; empty for none.
+	HeadFile string
+	// Logger gets the sequencer's errors; nil is none.
+	Logger *slog.Logger
+}
+
+// Evidence is the ledger of one store, with caches of the latest tokens. It is safe for
+// concurrent use.
+type Evidence struct {
+	headFile string
+	headSize atomic.Int64 // the size of the head in the file
+
+	log    *ledger.Log
+	store  store.Store
+	sealer store.Sealer
+	ring   *ect.Ring
+	key    string
+	recent *recent[ect.Node]   // recorded or looked up
+	seen   *recent[*ect.Token] // presented, and not recorded
+	uses   *uses
+	names  names
+	// unsigned: unproven tokens are accepted, so that they have to be looked up too.
+	unsigned atomic.Bool
+}
+
+// Open opens or creates the ledger in the store. ledger.ErrTampered says that stored data
+// was altered.
+func Open(ctx context.Context, o Options) (*Evidence, error) {
+	origin := "agent-guard/" + o.Node
+	head, err := newHeadKey(o.Sealer, origin)
+	if err != nil {
+		return nil, err
+	}
+	// A draft states its own issuer.
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "urn:agent-guard:sequencer", Ring: o.Ring})
+	if err != nil {
+		return nil, err
+	}
+	known, err := readHead(o.HeadFile, origin, head)
+	if err != nil {
+		return nil, err
+	}
+	e := &Evidence{
+		headFile: o.HeadFile, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
+		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), uses: &uses{most: maxUses, m: map[string][]used{}},
+	}
+	e.log, err = ledger.Open(ctx, ledger.Options{
+		Store: o.Store, Sealer: o.Sealer, Origin: origin, HeadSigner: head,
+		HeadKeys: note.VerifierList(head.Verifier), Sign: signWith(issuer), Logger: o.Logger,
+		Known: known, Links: e.indexIDs,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("evidence: %w", err)
+	}
+	if err := e.readNames(ctx); err != nil {
+		return nil, err
+	}
+	e.log.Start()
+	if err := e.WriteHead(); err != nil && o.Logger != nil {
+		o.Logger.Warn("the head of the ledger cannot be written beside the identity's key: an older copy of the store would go unnoticed",
+			slog.Any("error", err))
+	}
+	return e, nil
+}
+
+// Log is the ledger.
+func (e *Evidence) Log() *ledger.Log { return e.log }
+
+// Ring holds the keys that tokens are signed with.
+func (e *Evidence) Ring() *ect.Ring { return e.ring }
+
+// HeadKey is the public key of the log's heads, in the form of signed notes.
+func (e *Evidence) HeadKey() string { return e.key }
+
+// Close lets the sequencer finish until ctx ends; the rest is resumed after a restart.
+func (e *Evidence) Close(ctx context.Context) error {
+	return errors.Join(e.log.Close(ctx), e.WriteHead())
+}
+
+// headKey signs the heads of a log. It is derived from the key with which the store's
+// index was made: it belongs to the store as that does, and never changes (ADR 0023).
+type headKey struct {
+	note.Verifier
+	private ed25519.PrivateKey
+	text    string
+}
+
+func newHeadKey(sealer store.Sealer, origin string) (*headKey, error) {
+	seed := sealer.Index("ledger head key", origin)
+	private := ed25519.NewKeyFromSeed(seed[:])
+	text, err := note.NewEd25519VerifierKey(origin, private.Public().(ed25519.PublicKey))
+	if err != nil {
+		return nil, fmt.Errorf("evidence: the name of the log: %w", err)
+	}
+	verifier, err := note.NewVerifier(text)
+	if err != nil {
+		return nil, fmt.Errorf("evidence: the key of the log's heads: %w", err)
+	}
+	return &headKey{verifier, private, text}, nil
+}
+
+// Sign implements note.Signer.
+func (k *headKey) Sign(msg []byte) ([]byte, error) { return ed25519.Sign(k.private, msg), nil }
+
+// signWith signs drafts in the sequencer, off the request's path.
+func signWith(issuer *ect.Issuer) func(context.Context, ledger.Event) ([]byte, error) {
+	return func(_ context.Context, e ledger.Event) ([]byte, error) {
+		draft, ok := e.Parsed.(*ect.Draft)
+		if !ok { // recorded before a restart
+			var err error
+			if draft, err = ect.ParseDraft(string(e.Payload)); err != nil {
+				return nil, fmt.Errorf("%w: %w", ledger.ErrRefused, err)
+			}
+		}
+		token, err := issuer.Sign(draft)
+		if err != nil {
+			return nil, err
+		}
+		return []byte(token.Raw()), nil
+	}
+}
+
+// Prune deletes entries older than retain that need not be kept longer, and returns their
+// number.
+func (e *Evidence) Prune(ctx context.Context, retain time.Duration) (int, error) {
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return 0, err
+	}
+	return e.log.Prune(ctx, now.Add(-retain))
+}
+
+// readHead reads the copy of the head. A log that does not extend it was altered, or is an
+// older copy. A missing file is no error.
+func readHead(file, origin string, key *headKey) ([]ledger.Head, error) {
+	if file == "" {
+		return nil, nil
+	}
+	text, err := os.ReadFile(file)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("evidence: the head of the ledger: %w", err)
+	}
+	head, err := ledger.ParseHead(text, origin, note.VerifierList(key.Verifier))
+	if err != nil {
+		return nil, fmt.Errorf("evidence: %s is no head of this store's ledger: %w", file, err)
+	}
+	return []ledger.Head{head}, nil
+}
+
+// WriteHead replaces the copy of the head if the log has grown.
+func (e *Evidence) WriteHead() error {
+	head := e.log.Head()
+	if e.headFile == "" || head.Size == e.headSize.Load() {
+		return nil
+	}
+	if err := durable.Write(e.headFile, head.Note, durable.Private); err != nil {
+		return fmt.Errorf("evidence: keeping the head of the ledger: %w", err)
+	}
+	e.headSize.Store(head.Size)
+	return nil
+}
+
+// NewBatch returns a batch that records presented tokens, parents first, and then drafts in
+// their order. They are not pruned before keep. The batch must be ended; its error is
+// ledger.ErrDuplicate where a token is recorded already.
+func (e *Evidence) NewBatch(keep time.Time, tokens []*ect.Token, drafts ...*ect.Draft) (*store.Batch, error) {
+	nodes := make([]ect.Node, 0, len(tokens)+len(drafts))
+	if len(tokens) > 1 {
+		tokens = parentsFirst(tokens)
+	}
+	events := make([]ledger.Event, 0, len(tokens)+len(drafts))
+	for _, token := range tokens {
+		events = append(events, eventOf(token, keep))
+		nodes = append(nodes, recordedNode(token))
+	}
+	for _, d := range drafts {
+		events = append(events, ledger.Event{
+			ID: d.ID(), Workflow: d.Workflow(), Action: d.Action(), Issuer: d.Issuer(), Parents: d.Parents(),
+			Time: d.IssuedAt(), KeepUntil: keep, Payload: []byte(d.Payload()), Unsigned: true, Parsed: d,
+		})
+		nodes = append(nodes, e.draftNode(d))
+	}
+	pending, err := e.log.Record(events...)
+	if err != nil {
+		return nil, err
+	}
+	b := store.NewBatch(pending.Writes()...)
+	b.OnDone(func(err error) error {
+		if err = pending.Done(err); err == nil {
+			for _, n := range nodes {
+				e.recent.add(scope{n.Workflow, n.ID}, n)
+			}
+		}
+		return err
+	})
+	return b, nil
+}
+
+func eventOf(token *ect.Token, keep time.Time) ledger.Event {
+	// A pruned id could be presented again.
+	for _, until := range []time.Time{token.Expires().Add(ect.Skew + clockMargin), promisedUntil(token)} {
+		if until.After(keep) {
+			keep = until
+		}
+	}
+	return ledger.Event{ // P3: an unproven issuer is not recorded
+		ID: token.NodeID(), Workflow: token.Workflow(), Action: token.Action(), Issuer: token.Author(), Parents: token.Parents(),
+		Time: token.IssuedAt(), KeepUntil: keep, Payload: []byte(token.Raw()), Parsed: token,
+	}
+}
+
+// longestPromise bounds how long an agent's checkpoint is kept.
+const longestPromise = 366 * 24 * time.Hour
+
+// promisedUntil is the end of the ttl that an agent's checkpoint states (cascade 4.2.2).
+func promisedUntil(token *ect.Token) time.Time {
+	seconds, ok := token.Ext().Number(ect.MemberTTL)
+	if token.Event() != ect.EventCheckpoint || !ok || seconds <= 0 {
+		return time.Time{}
+	}
+	return token.IssuedAt().Add(time.Duration(min(seconds, longestPromise.Seconds()) * float64(time.Second)))
+}
+
+// recordedNode is the graph's node of a presented token once it is recorded.
+func recordedNode(t *ect.Token) ect.Node {
+	n := t.Node()
+	if n.Level < ect.L2 {
+		return n
+	}
+	if n.Level = ect.L3; n.Weakest > 0 {
+		n.Weakest = t.Lineage().Weakest
+	}
+	return n
+}
+
+// draftNode is the graph's node of a draft that is not signed yet.
+func (e *Evidence) draftNode(d *ect.Draft) ect.Node {
+	n := ect.Node{ID: d.ID(), Workflow: d.Workflow(), IssuedAt: d.IssuedAt(), Parents: d.Parents(), Level: ect.L3, Weakest: ect.L3}
+	for _, id := range n.Parents {
+		parent, ok := e.recent.find(n.Workflow, id)
+		if !ok || parent.Weakest == 0 {
+			n.Ancestors, n.Weakest = 0, 0 // unknown: the verifier walks the graph
+			return n
+		}
+		n.Ancestors += parent.Ancestors + 1
+		n.Weakest = min(n.Weakest, parent.Weakest)
+	}
+	return n
+}
+
+// Append records tokens and drafts by a commit of their own.
+func (e *Evidence) Append(ctx context.Context, keep time.Time, tokens []*ect.Token, drafts ...*ect.Draft) error {
+	b, err := e.NewBatch(keep, tokens, drafts...)
+	if err != nil {
+		return err
+	}
+	return b.Commit(ctx, e.store)
+}
+
+// spaceNames is the store's key of the names that the gateway has had.
+const spaceNames = 'n'
+
+const (
+	// maxNames and maxNameKeys bound the history; the oldest are dropped.
+	maxNames    = 32
+	maxNameKeys = 256
+)
+
+// names are the names under which this store's gateway has signed, each with its keys, the
+// latest name last. They are kept with the ledger that they explain, and sealed, so that
+// nobody can add one (ADR 0040).
+type names struct {
+	mu      sync.Mutex
+	all     []ect.Former
+	version store.Version
+	key     uint32 // under which they are sealed
+}
+
+var namesKey = []byte{spaceNames}
+
+// readNames reads the stored names, if any.
+func (e *Evidence) readNames(ctx context.Context) error {
+	found, err := e.store.Get(ctx, namesKey)
+	if errors.Is(err, store.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	text, err := e.sealer.Open(nil, found.Value, namesKey)
+	if err == nil {
+		err = json.Unmarshal(text, &e.names.all)
+	}
+	if err != nil {
+		return fmt.Errorf("evidence: the names that the gateway has had: %w: %w", ledger.ErrTampered, err)
+	}
+	e.names.version, e.names.key = found.Version, e.sealer.KeyOf(found.Value)
+	return nil
+}
+
+// RecordName records that the gateway signs under a name with the newest key of the ring.
+// Call it before anything is signed under that name or with that key.
+func (e *Evidence) RecordName(ctx context.Context, name string, ring *ect.Ring) error {
+	keys := ring.List()
+	signs := keys[len(keys)-1].ID
+	e.names.mu.Lock()
+	defer e.names.mu.Unlock()
+	next := slices.Clone(e.names.all)
+	now := ect.Former{Name: name}
+	if i := slices.IndexFunc(next, func(f ect.Former) bool { return f.Name == name }); i >= 0 {
+		if slices.Contains(next[i].Keys, signs) && i == len(next)-1 {
+			return nil
+		}
+		now = next[i]
+		next = slices.Delete(next, i, i+1)
+	}
+	if !slices.Contains(now.Keys, signs) {
+		now.Keys = append(slices.Clone(now.Keys), signs)
+	}
+	now.Keys = now.Keys[max(0, len(now.Keys)-maxNameKeys):]
+	next = append(next, now)
+	return e.writeNames(ctx, next[max(0, len(next)-maxNames):])
+}
+
+func (e *Evidence) writeNames(ctx context.Context, all []ect.Former) error {
+	text, err := json.Marshal(all)
+	if err != nil {
+		return err
+	}
+	condition := store.Absent()
+	if e.names.version != 0 {
+		condition = store.VersionIs(e.names.version)
+	}
+	sealed := e.sealer.Seal(nil, text, namesKey)
+	version, err := e.store.Commit(ctx, store.Write{Key: namesKey, Value: sealed, If: condition})
+	if err != nil {
+		return fmt.Errorf("evidence: noting the gateway's name: %w", err)
+	}
+	e.names.all, e.names.version, e.names.key = all, version, e.sealer.KeyOf(sealed)
+	return nil
+}
+
+// Reseal seals with the newest key what older ones have sealed.
+func (e *Evidence) Reseal(ctx context.Context) error {
+	_, err := e.log.Reseal(ctx)
+	e.names.mu.Lock()
+	defer e.names.mu.Unlock()
+	ids := e.sealer.KeyIDs()
+	if e.names.version != 0 && e.names.key != ids[len(ids)-1] {
+		err = errors.Join(err, e.writeNames(ctx, e.names.all))
+	}
+	return err
+}
+
+// MissingKeys lists the keys that the gateway has signed with and the ring lacks: their
+// tokens cannot be verified any more.
+func (e *Evidence) MissingKeys(ring *ect.Ring) []string {
+	var have []string
+	for _, k := range ring.List() {
+		have = append(have, k.ID)
+	}
+	e.names.mu.Lock()
+	defer e.names.mu.Unlock()
+	var lacks []string
+	for _, f := range e.names.all {
+		for _, id := range f.Keys {
+			if !slices.Contains(have, id) && !slices.Contains(lacks, id) {
+				lacks = append(lacks, id)
+			}
+		}
+	}
+	return lacks
+}
+
+// isRecorded reports whether an id of a workflow is recorded: in the tree, waiting for its
+// place in it, or pruned.
+func (e *Evidence) isRecorded(ctx context.Context, workflow, id string) (bool, error) {
+	switch _, err := e.log.Lookup(ctx, workflow, id); {
+	case err == nil, errors.Is(err, ledger.ErrWaiting), errors.Is(err, ledger.ErrPruned):
+		return true, nil
+	case errors.Is(err, ledger.ErrNotFound):
+		return false, nil
+	default:
+		return false, err
+	}
+}
+
+// Exists reports whether the store holds a ledger.
+func Exists(ctx context.Context, st store.Store) (bool, error) {
+	for _, err := range st.Scan(ctx, store.Range{From: []byte{spaceLedger}, To: []byte{spaceLedger + 1}, Limit: 1}) {
+		return err == nil, err
+	}
+	return false, nil
+}
+
+// spaceLedger begins all keys of the ledger (package ect/ledger).
+const spaceLedger = 'l'

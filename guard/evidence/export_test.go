@@ -1,0 +1,32 @@
+package evidence
+
+import (
+	"context"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+)
+
+// What the tests look into.
+
+var CallerName = callerName
+
+func (e *Evidence) IndexIDs(event *ledger.Event) []string { return e.indexIDs(event) }
+
+func (e *Evidence) IsRecorded(ctx context.Context, workflow, id string) (bool, error) {
+	return e.isRecorded(ctx, workflow, id)
+}
+
+func (e *Evidence) RollbackStartID(id string) string { return e.rollbackStartID(id) }
+
+func (e *Evidence) RollbackStepID(id, checkpoint string) string {
+	return e.rollbackStepID(id, checkpoint)
+}
+
+func (e *Evidence) RollbackCompleteID(id string) string { return e.rollbackCompleteID(id) }
+
+func (e *Evidence) WorkflowCompleteID(id string) string { return e.workflowCompleteID(id) }
+
+func (e *Evidence) RequestID(rollback, checkpoint string, now time.Time) string {
+	return e.requestID(rollback, checkpoint, now)
+}

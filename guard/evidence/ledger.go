@@ -1,0 +1,610 @@
+package evidence
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/mod/sumdb/note"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+)
+
+// ErrNoIdentity says that the gateway has no identity, and so neither reads nor writes a
+// ledger.
+var ErrNoIdentity = errors.New("rollbacks: without `identity` there is no ledger to read a workflow from or record a rollback in")
+
+// flushTime is how long recorded events may wait for their places in the tree.
+const flushTime = 5 * time.Second
+
+// Recorder is what a configuration records rollbacks with.
+type Recorder struct {
+	// Evidence is the ledger.
+	Evidence *Evidence
+	// EventBuilder drafts the events.
+	EventBuilder *EventBuilder
+	// Verifier verifies tokens of agents; nil if none are trusted.
+	Verifier *ect.Verifier
+}
+
+// own reports whether an entry is the gateway's, also under a former name.
+func (rec *Recorder) own(e *ledger.Entry) bool { return rec.EventBuilder.Own(e) }
+
+// RollbackLedgerOptions are the settings of a RollbackLedger. Recorder is required.
+type RollbackLedgerOptions struct {
+	// Recorder returns that of the latest configuration; false if that has no identity. It
+	// is called for each read and event.
+	Recorder func() (Recorder, bool)
+	// Keep is how long the events of a rollback are kept, whatever the ledger's retention
+	// is: as long as the coordinator keeps the rollback.
+	Keep time.Duration
+	// MaxNodes is the largest number of nodes of a plan; 0 is rollback.MaxNodes.
+	MaxNodes int
+}
+
+// RollbackLedger is the rollback.Ledger of the coordinator. It returns verified and complete
+// data, or an error: checkpoint.ErrTampered if an entry or the tree was altered, or
+// ErrNoIdentity. It is safe for concurrent use.
+type RollbackLedger struct {
+	o      RollbackLedgerOptions
+	agents agentCache
+}
+
+var _ rollback.Ledger = (*RollbackLedger)(nil)
+
+// NewRollbackLedger makes a RollbackLedger.
+func NewRollbackLedger(o RollbackLedgerOptions) *RollbackLedger {
+	if o.MaxNodes == 0 {
+		o.MaxNodes = rollback.MaxNodes
+	}
+	return &RollbackLedger{o: o}
+}
+
+// recorder is that of the latest configuration.
+func (l *RollbackLedger) recorder() (*Recorder, error) {
+	rec, ok := l.o.Recorder()
+	if !ok {
+		return nil, ErrNoIdentity
+	}
+	return &rec, nil
+}
+
+// flushed is the recorder once all recorded events can be read.
+func (l *RollbackLedger) flushed(ctx context.Context) (*Recorder, error) {
+	rec, err := l.recorder()
+	if err != nil {
+		return nil, err
+	}
+	waits, cancel := context.WithTimeout(ctx, flushTime)
+	defer cancel()
+	err = rec.Evidence.Log().Flush(waits)
+	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
+		err = errBehind // the caller's own time is not over
+	}
+	return rec, err
+}
+
+var errBehind = errors.New("rollbacks: the latest events have no place in the ledger yet")
+
+// Checkpoint finds the token of a checkpoint or a group and verifies it, its parents, and
+// its ancestors up to the agent behind it (cascade 4.2.3).
+//
+// Ids are unique within a workflow only. Of several checkpoints the gateway's own is taken,
+// else the one recorded first, since nobody can add an earlier one. With an error, id and
+// workflow are set if an entry was found, so that the failure can be recorded.
+func (l *RollbackLedger) Checkpoint(ctx context.Context, id string) (rollback.Checkpoint, error) {
+	rec, err := l.flushed(ctx)
+	if err != nil {
+		return rollback.Checkpoint{}, asTampered(err)
+	}
+	e, err := rec.target(ctx, Canonical(id))
+	if err = asTampered(err); errors.Is(err, checkpoint.ErrTampered) {
+		found := rollback.Checkpoint{ID: Canonical(id)}
+		if e := reconstructed(ctx, rec.Evidence, rec.own, found.ID); e != nil {
+			found.Workflow = e.Workflow
+		}
+		return found, err
+	}
+	if err != nil {
+		return rollback.Checkpoint{}, err
+	}
+	found := rollback.Checkpoint{ID: e.ID, Workflow: e.Workflow}
+	c, err := rec.verify(ctx, e, asCheckpoint)
+	if err != nil {
+		return found, asTampered(err)
+	}
+	parents, err := rec.parents(ctx, e)
+	if err != nil {
+		return found, asTampered(err)
+	}
+	agent, err := rec.agentBehind(ctx, &l.agents, e, parents)
+	if err != nil {
+		return found, asTampered(err)
+	}
+	reversible, _ := c.Ext().Bool(ect.MemberReversible)
+	ttl := TTLOf(c.Ext())
+	return rollback.Checkpoint{
+		ID: c.ID(), Workflow: c.Workflow(), Agent: agent, Own: rec.own(e), Sum: c.OutputHash().Bytes(),
+		Reversible: reversible, Expires: c.IssuedAt().Add(ttl), TTL: ttl, Parents: c.Parents(),
+	}, nil
+}
+
+// asTampered makes checkpoint.ErrTampered of ledger.ErrTampered.
+func asTampered(err error) error {
+	if errors.Is(err, ledger.ErrTampered) && !errors.Is(err, checkpoint.ErrTampered) {
+		return fmt.Errorf("%w: %w", checkpoint.ErrTampered, err)
+	}
+	return err
+}
+
+// target finds the entry of a checkpoint.
+func (rec *Recorder) target(ctx context.Context, id string) (*ledger.Entry, error) {
+	all, err := rec.Evidence.Log().Find(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	if len(all) >= ledger.MaxFound {
+		return nil, fmt.Errorf("rollbacks: the id %.80q stands in %d workflows or more", id, ledger.MaxFound)
+	}
+	var found *ledger.Entry
+	for i := range all {
+		e := &all[i]
+		if event, _ := ect.ParseEvent(e.Action); event != ect.EventCheckpoint || IsUnproven(e) {
+			continue
+		}
+		first := found == nil || e.Recorded.Before(found.Recorded)
+		if own := rec.own(e); found == nil || own && !rec.own(found) || own == rec.own(found) && first {
+			found = e
+		}
+	}
+	if found == nil {
+		return nil, fmt.Errorf("%w: %w: %.80q", rollback.ErrUnknown, rollback.ErrCheckpointUnknown, id)
+	}
+	return found, nil
+}
+
+// reconstructed makes the entry of a checkpoint that cannot be read from the outcome of its
+// call, which has the same workflow and parents. It is nil if there is no outcome.
+func reconstructed(ctx context.Context, from *Evidence, own func(*ledger.Entry) bool, id string) *ledger.Entry {
+	all, err := from.Log().Find(ctx, from.NodeID(id))
+	if err != nil {
+		return nil
+	}
+	for i := range all {
+		if e := &all[i]; own(e) && slices.Contains(e.Parents, id) {
+			e.ID, e.Action = id, string(ect.EventCheckpoint)
+			e.Parents = slices.DeleteFunc(slices.Clone(e.Parents), func(parent string) bool { return parent == id })
+			return e
+		}
+	}
+	return nil
+}
+
+// parents finds and verifies the parents of an entry that are recorded in its workflow or
+// without one. Others are of another workflow or domain, or were pruned.
+func (rec *Recorder) parents(ctx context.Context, e *ledger.Entry) ([]*ledger.Entry, error) {
+	var all []*ledger.Entry
+	for _, id := range e.Parents {
+		p, err := rec.lookup(ctx, e.Workflow, id)
+		if err != nil {
+			return nil, err
+		}
+		if p == nil {
+			continue
+		}
+		if _, err := rec.verify(ctx, p, asParent); err != nil {
+			return nil, err
+		}
+		all = append(all, p)
+	}
+	return all, nil
+}
+
+// lookup finds the entry with an id in a workflow, else the one without a workflow; nil if
+// there is none.
+func (rec *Recorder) lookup(ctx context.Context, workflow, id string) (*ledger.Entry, error) {
+	e, err := rec.Evidence.Log().Lookup(ctx, workflow, id)
+	if errors.Is(err, ledger.ErrNotFound) && workflow != "" {
+		e, err = rec.Evidence.Log().Lookup(ctx, "", id)
+	}
+	switch {
+	case err == nil:
+		return &e, nil
+	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
+		return nil, nil
+	}
+	return nil, err
+}
+
+// claims are those of a recorded token.
+type claims interface {
+	ID() string
+	Workflow() string
+	Issuer() string
+	IssuedAt() time.Time
+	Parents() []string
+	OutputHash() ect.Hash
+	Ext() ect.Ext
+}
+
+// verify verifies the signature of a recorded token (cascade 4.2.3), also under replaced
+// keys, and its inclusion in the tree under a signed head. The key of an agent may be gone,
+// or the audience an earlier name: then the inclusion suffices, since the token was verified
+// when it was recorded. Checkpoints under a revoked key are refused, but what followed from
+// tokens under it can be undone. The error is checkpoint.ErrTampered for an invalid token.
+func (rec *Recorder) verify(ctx context.Context, e *ledger.Entry, as role) (claims, error) {
+	proven, err := rec.proven(ctx, e)
+	if err != nil {
+		return nil, err
+	}
+	if e.Unsigned {
+		return nil, fmt.Errorf("%w: entry %d has no token", checkpoint.ErrTampered, e.Index)
+	}
+	if IsUnproven(e) && as == asParent {
+		return ect.ParseInsecure(string(e.Payload)) // it is not used as evidence
+	}
+	c, err := rec.signed(ctx, e)
+	if err != nil && proven && !rec.own(e) && ctx.Err() == nil && as.excuses(err) {
+		c, err = ect.ParseInsecure(string(e.Payload))
+	}
+	if refused := (*ect.Error)(nil); errors.As(err, &refused) {
+		err = fmt.Errorf("%w: the token of entry %d: %w", checkpoint.ErrTampered, e.Index, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if c.ID() != e.ID || c.Workflow() != e.Workflow || c.Issuer() != e.Issuer || !slices.Equal(c.Parents(), e.Parents) {
+		return nil, fmt.Errorf("%w: entry %d is of another token", checkpoint.ErrTampered, e.Index)
+	}
+	return c, nil
+}
+
+// role is what a token is verified as.
+type role uint8
+
+const (
+	asCheckpoint role = iota
+	asParent          // of a checkpoint or of its ancestors
+)
+
+// excuses reports whether inclusion in the tree suffices although an agent's signature fails
+// with err. A parent needs only to have been trusted when it was recorded.
+func (r role) excuses(err error) bool {
+	var refused *ect.Error
+	if !errors.As(err, &refused) {
+		return r == asParent && errors.Is(err, ect.ErrUnavailable)
+	}
+	switch refused.Code {
+	case ect.CodeKeyID, ect.CodeAudience:
+		return true
+	case ect.CodeKeyRevoked, ect.CodeLevel: // the required level may have been raised
+		return r == asParent
+	}
+	return false
+}
+
+// signed verifies a token by its signature.
+func (rec *Recorder) signed(ctx context.Context, e *ledger.Entry) (claims, error) {
+	verifier := rec.Verifier
+	if rec.own(e) {
+		var err error
+		if verifier, err = rec.ownVerifier(); err != nil {
+			return nil, err
+		}
+	}
+	if verifier == nil { // no agent is trusted any more
+		return nil, &ect.Error{Code: ect.CodeKeyID}
+	}
+	return verifier.VerifyStored(ctx, string(e.Payload))
+}
+
+// ownVerifier verifies the gateway's tokens under its own keys alone: the keys of a trust
+// domain may be allowed to sign for all names in it.
+func (rec *Recorder) ownVerifier() (*ect.Verifier, error) {
+	source, err := rec.EventBuilder.Source()
+	if err != nil {
+		return nil, err
+	}
+	p := ect.Policy{Audience: rec.EventBuilder.Names(), Sources: []ect.Source{source}}
+	for _, k := range rec.Evidence.Ring().List() {
+		if !slices.Contains(p.Algorithms, k.Algorithm) {
+			p.Algorithms = append(p.Algorithms, k.Algorithm)
+		}
+	}
+	return ect.NewVerifier(p)
+}
+
+// proven verifies that an entry is in this node's tree. It is false for entries of other
+// nodes' logs, whose heads cannot be verified here.
+func (rec *Recorder) proven(ctx context.Context, e *ledger.Entry) (bool, error) {
+	log := rec.Evidence.Log()
+	if e.Log != log.Origin() {
+		return false, nil
+	}
+	head, err := note.NewVerifier(rec.Evidence.HeadKey())
+	if err != nil {
+		return false, err
+	}
+	receipt, err := log.Receipt(ctx, e.Index)
+	if err == nil {
+		_, err = receipt.Check(e.Leaf, e.Log, note.VerifierList(head))
+	}
+	if errors.Is(err, ledger.ErrProof) || errors.Is(err, ledger.ErrTampered) {
+		err = fmt.Errorf("%w: %w", checkpoint.ErrTampered, err)
+	}
+	return err == nil, err
+}
+
+// agentCache remembers the nearest agent behind the gateway's entries for a short time:
+// checkpoints of one workflow share ancestors, and each would be verified again.
+type agentCache struct {
+	mu sync.Mutex
+	m  map[place]nearest
+}
+
+// place identifies an entry.
+type place struct {
+	log   string
+	index int64
+}
+
+// nearest is the agent that is the fewest parents away; its name is empty if there is none.
+type nearest struct {
+	agent string
+	far   int
+	found time.Time
+}
+
+const (
+	// agentTime is how long a cached agent is trusted: keys may be revoked meanwhile.
+	agentTime = time.Minute
+	// maxAgents bounds the cache; each entry takes about 150 bytes.
+	maxAgents = 50_000
+	// maxFar is how many ancestors of a call are searched. Each is verified.
+	maxFar = 256
+)
+
+func (b *agentCache) known(e *ledger.Entry, now time.Time) (nearest, bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	n, ok := b.m[placeOf(e)]
+	return n, ok && now.Sub(n.found).Abs() < agentTime
+}
+
+func (b *agentCache) keep(at place, n nearest) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.m == nil || len(b.m) >= maxAgents {
+		b.m = map[place]nearest{}
+	}
+	b.m[at] = n
+}
+
+func placeOf(e *ledger.Entry) place { return place{e.Log, e.Index} }
+
+// agentWalk is a search for the nearest agent.
+type agentWalk struct {
+	b     *agentCache
+	from  map[place]place // over which entry another one was reached
+	depth map[place]int
+	begin time.Time
+}
+
+// agentBehind is the identity behind a checkpoint: its issuer if that is an agent, else the
+// issuer of the nearest agent's token among its ancestors, else the gateway.
+func (rec *Recorder) agentBehind(ctx context.Context, b *agentCache, e *ledger.Entry, parents []*ledger.Entry) (string, error) {
+	if !rec.own(e) {
+		return e.Issuer, nil // target returns no unproven checkpoint
+	}
+	w := agentWalk{b: b, from: map[place]place{}, depth: map[place]int{placeOf(e): 0}, begin: time.Now()}
+	var best nearest
+	var met place
+	reached := func(p *ledger.Entry, agent string, far int) {
+		if best.agent == "" || far < best.far {
+			best, met = nearest{agent: agent, far: far}, placeOf(p)
+		}
+	}
+	level := w.next(e, parents)
+	for far := 1; len(level) > 0 && (best.agent == "" || far < best.far); far++ {
+		var above []*ledger.Entry
+		for _, p := range level {
+			if IsUnproven(p) {
+				continue // nor are its parents evidence
+			}
+			if !rec.own(p) {
+				reached(p, p.Issuer, far)
+				continue
+			}
+			if n, ok := b.known(p, w.begin); ok {
+				if n.agent != "" {
+					reached(p, n.agent, far+n.far)
+				}
+				continue
+			}
+			more, err := rec.parents(ctx, p)
+			if err != nil {
+				return "", err
+			}
+			above = append(above, w.next(p, more)...)
+			if len(w.depth) > maxFar {
+				b.keep(placeOf(e), nearest{found: w.begin})
+				return e.Issuer, nil
+			}
+		}
+		level = above
+	}
+	if best.agent != "" {
+		w.keep(met, best)
+		return best.agent, nil
+	}
+	for at := range w.depth { // none of them has an agent behind it
+		b.keep(at, nearest{found: w.begin})
+	}
+	return e.Issuer, nil
+}
+
+// next are the parents of an entry that were not reached before.
+func (w *agentWalk) next(e *ledger.Entry, parents []*ledger.Entry) (fresh []*ledger.Entry) {
+	for _, p := range parents {
+		at := placeOf(p)
+		if _, met := w.depth[at]; !met {
+			w.depth[at], w.from[at] = w.depth[placeOf(e)]+1, placeOf(e)
+			fresh = append(fresh, p)
+		}
+	}
+	return fresh
+}
+
+// keep remembers an agent for all entries on the way to it.
+func (w *agentWalk) keep(at place, best nearest) {
+	for {
+		child, there := w.from[at]
+		if !there {
+			return
+		}
+		at = child
+		w.b.keep(at, nearest{agent: best.agent, far: best.far - w.depth[at], found: w.begin})
+	}
+}
+
+// appendEvent drafts an event for a commit, unless the event is recorded already, perhaps
+// before a restart.
+func (l *RollbackLedger) appendEvent(ctx context.Context, workflow string, id func(*Evidence) string,
+	draft func(*Recorder, time.Time) (*ect.Draft, error),
+) (rollback.Evidence, error) {
+	return l.appendEvents(ctx, workflow, id, func(rec *Recorder, now time.Time) ([]*ect.Token, []*ect.Draft, error) {
+		d, err := draft(rec, now)
+		return nil, []*ect.Draft{d}, err
+	})
+}
+
+// appendEvents is appendEvent for an event with further tokens and drafts.
+func (l *RollbackLedger) appendEvents(ctx context.Context, workflow string, id func(*Evidence) string,
+	draft func(*Recorder, time.Time) ([]*ect.Token, []*ect.Draft, error),
+) (rollback.Evidence, error) {
+	rec, err := l.recorder()
+	if err != nil {
+		return rollback.Evidence{}, err
+	}
+	t := rollback.Evidence{ID: id(rec.Evidence)}
+	if recorded, err := rec.Evidence.isRecorded(ctx, workflow, t.ID); err != nil || recorded {
+		return t, err
+	}
+	now, err := rec.Evidence.store.Now(ctx)
+	if err != nil {
+		return rollback.Evidence{}, err
+	}
+	tokens, drafts, err := draft(rec, now)
+	if err != nil {
+		return rollback.Evidence{}, err
+	}
+	t.Batch, err = rec.Evidence.NewBatch(now.Add(l.o.Keep), tokens, drafts...)
+	return t, err
+}
+
+// Started records that a rollback was accepted. Its parent is the first known of parents,
+// else the checkpoint (cascade 4.4.1). A parent that was passed to Evidence.Seen only is
+// recorded with it, so that the token that requests a rollback enters the workflow only once
+// the rollback is accepted.
+func (l *RollbackLedger) Started(ctx context.Context, r *rollback.Rollback, parents []string) (rollback.Evidence, error) {
+	return l.appendEvents(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackStartID(r.ID) },
+		func(rec *Recorder, now time.Time) ([]*ect.Token, []*ect.Draft, error) {
+			parent, tokens, err := rec.cause(ctx, r, parents)
+			if err != nil {
+				return nil, nil, err
+			}
+			d, err := rec.EventBuilder.RollbackStart(now, r, parent)
+			return tokens, []*ect.Draft{d}, err
+		})
+}
+
+// maxWithStart is how many ancestors of a parent are recorded with a start.
+const maxWithStart = ledger.MaxEvents - 2
+
+// cause is the parent of a rollback's start, with the tokens to record for it.
+func (rec *Recorder) cause(ctx context.Context, r *rollback.Rollback, parents []string) (string, []*ect.Token, error) {
+	for _, id := range parents {
+		known, err := rec.Evidence.Known(ctx, r.Workflow, []string{id})
+		if err != nil {
+			return "", nil, err
+		}
+		if len(known) > 0 {
+			return known[0], nil, nil
+		}
+		presented, err := rec.Evidence.presented(ctx, r.Workflow, id, maxWithStart)
+		if err != nil {
+			return "", nil, err
+		}
+		if len(presented) > 0 {
+			return id, presented, nil
+		}
+	}
+	return r.Checkpoint, nil, nil
+}
+
+// Stepped records the result of a step: compensate where a compensation was sent, else
+// rollback_complete (cascade Figure 13).
+func (l *RollbackLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *rollback.Step, way checkpoint.Way) (rollback.Evidence, error) {
+	return l.appendEvent(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackStepID(r.ID, s.Checkpoint) },
+		func(rec *Recorder, now time.Time) (*ect.Draft, error) {
+			if way == checkpoint.Compensate && s.Attempts > 0 {
+				return rec.EventBuilder.Compensate(now, r, s)
+			}
+			return rec.EventBuilder.RollbackStep(now, r, s)
+		})
+}
+
+// Completed records the result of a rollback, and the end of the workflow if the rollback
+// was of the whole workflow (cascade 4.1.3, ATD "Workflow Boundary ECTs").
+func (l *RollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (rollback.Evidence, error) {
+	return l.appendEvents(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackCompleteID(r.ID) },
+		func(rec *Recorder, now time.Time) ([]*ect.Token, []*ect.Draft, error) {
+			d, err := rec.EventBuilder.RollbackComplete(now, r)
+			if err != nil || r.Scope != rollback.FullWorkflow || r.Workflow == "" {
+				return nil, []*ect.Draft{d}, err
+			}
+			began, err := rec.workflowStart(ctx, r.Workflow)
+			if err != nil {
+				return nil, nil, err
+			}
+			end, err := rec.EventBuilder.workflowComplete(now, r, began)
+			return nil, []*ect.Draft{d, end}, err
+		})
+}
+
+// workflowStart finds the recorded start of a workflow, else its first entry. Only the first
+// page is read: a workflow may be larger than any plan.
+func (rec *Recorder) workflowStart(ctx context.Context, wid string) (began workflowStart, err error) {
+	page, err := rec.Evidence.Log().List(ctx, wid, "", ledger.MaxPage)
+	if err != nil {
+		return began, err
+	}
+	for i := range page.Entries {
+		e := &page.Entries[i]
+		if began.at.IsZero() || e.Time.Before(began.at) {
+			began.at = e.Time
+		}
+		if event, _ := ect.ParseEvent(e.Action); event != ect.EventWorkflowStart || began.id != "" {
+			continue
+		}
+		began.id = e.ID
+		if t, err := ect.ParseInsecure(string(e.Payload)); err == nil {
+			began.name, _ = t.Ext().Text(ect.MemberWorkflowName)
+		}
+	}
+	return began, nil
+}
+
+// Erred records an error of a rollback, once for each checkpoint and type.
+func (l *RollbackLedger) Erred(ctx context.Context, r *rollback.Rollback, checkpointID, errorType, why string) (rollback.Evidence, error) {
+	return l.appendEvent(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackErrorID(r.ID, checkpointID, errorType) },
+		func(rec *Recorder, now time.Time) (*ect.Draft, error) {
+			return rec.EventBuilder.RollbackError(now, r, checkpointID, errorType, why)
+		})
+}

@@ -1,0 +1,679 @@
+package evidence
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"slices"
+	"strings"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
+)
+
+// Nodes returns the nodes that the plan of a rollback depends on: all of the workflow for
+// rollback.FullWorkflow, else the target's neighbourhood (ADR 0051). They are complete unless
+// More is set; a rollback.TooManyError says that no plan can be made. A checkpoint without a
+// workflow is returned alone. With checkpoint.ErrTampered the nodes are only those that link
+// the target to the requester.
+func (l *RollbackLedger) Nodes(ctx context.Context, q rollback.Query) (view rollback.View, err error) {
+	view, err = l.view(ctx, &q)
+	if err = asTampered(err); errors.Is(err, checkpoint.ErrTampered) && q.Target != "" && q.By != "" {
+		view.Nodes, _ = l.lineageOf(ctx, &q) // entries that cannot be read give no rights
+	}
+	return view, err
+}
+
+// The versions of a workflow are the ends of its logs, behind what may be recorded without a
+// change to plans.
+const (
+	nothingSince  = "n" // nothing
+	requestsSince = "r" // requests for rollbacks: no result is recorded, which they could outdate
+	// withoutWorkflow is the version of a checkpoint outside of workflows. Its plan is about
+	// nothing else, so that only its own state can change.
+	withoutWorkflow = "-"
+)
+
+// versionOf is the version of a workflow whose logs had these ends before the entries were read.
+func versionOf(ends []ledger.Cursor, entries []ledger.Entry) string {
+	since := requestsSince
+	for i := range entries {
+		if event, _ := ect.ParseEvent(entries[i].Action); event == ect.EventRollbackComplete || event == ect.EventCompensate {
+			since = nothingSince
+		}
+	}
+	for _, end := range ends {
+		since += " " + string(end)
+	}
+	return since
+}
+
+// Unchanged reports whether nothing was recorded in a workflow since a version of it that can
+// change a plan.
+func (l *RollbackLedger) Unchanged(ctx context.Context, wid, version string) (bool, error) {
+	if version == "" || wid == "" {
+		return version == withoutWorkflow, nil
+	}
+	rec, err := l.flushed(ctx)
+	if err != nil {
+		return false, err
+	}
+	log := rec.Evidence.Log()
+	ends, err := log.Ends(ctx, wid)
+	if err != nil {
+		return false, err
+	}
+	words := strings.Fields(version)
+	if len(ends) != len(words)-1 { // also for a version that is none of this workflow
+		return false, nil
+	}
+	for i, end := range ends {
+		before := ledger.Cursor(words[i+1])
+		if end == before {
+			continue
+		}
+		if words[0] != requestsSince {
+			return false, nil
+		}
+		page, err := log.List(ctx, wid, before, maxRequestsSince)
+		if err != nil {
+			return false, err
+		}
+		// Entries of the logs behind this one follow, and count as new ones too.
+		if len(page.Entries) == 0 || page.Next != "" {
+			return false, nil
+		}
+		for k := range page.Entries {
+			event, _ := ect.ParseEvent(page.Entries[k].Action)
+			asks := event == ect.EventRollbackRequest || event == ect.EventRollbackStart // cascade Figure 11
+			if !asks || rec.own(&page.Entries[k]) {
+				return false, nil
+			}
+		}
+	}
+	return true, nil
+}
+
+// maxRequestsSince is how many requests may come between a plan and its acceptance.
+const maxRequestsSince = 16
+
+// lineageOf returns the target and its ancestors up to one of the requester's.
+func (l *RollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) ([]rollback.Node, error) {
+	rec, err := l.flushed(ctx)
+	if err != nil {
+		return nil, err
+	}
+	e, err := rec.target(ctx, Canonical(q.Target))
+	if err != nil {
+		e = reconstructed(ctx, rec.Evidence, rec.own, Canonical(q.Target))
+	}
+	if e == nil || e.Workflow == "" {
+		return nil, err
+	}
+	p := newNeighbourhood(ctx, rec, e)
+	p.bare = true
+	if err := p.add(e, 0); err != nil {
+		return nil, err
+	}
+	if err := p.lineage([]*ledger.Entry{e}, &rollback.Query{By: q.By, Lineage: rollback.Ancestor}); err != nil {
+		return nil, err
+	}
+	entries := p.entries()
+	by, err := rec.callersOf(ctx, entries)
+	if err != nil {
+		return nil, err
+	}
+	return nodesOf(workflow.New(withoutUnprovenLinks(recordsNear(entries, rec.own))), by), nil
+}
+
+// view is Nodes without the fallback for altered entries.
+func (l *RollbackLedger) view(ctx context.Context, q *rollback.Query) (view rollback.View, err error) {
+	rec, err := l.flushed(ctx)
+	if err != nil {
+		return view, err
+	}
+	e := &ledger.Entry{Event: ledger.Event{Workflow: q.Workflow}}
+	if q.Target == "" {
+		q.Scope = rollback.FullWorkflow
+	} else if e, err = rec.target(ctx, Canonical(q.Target)); err != nil {
+		return view, err
+	}
+	var ends []ledger.Cursor
+	if e.Workflow != "" {
+		if ends, err = rec.Evidence.Log().Ends(ctx, e.Workflow); err != nil {
+			return view, err
+		}
+	}
+	var entries []ledger.Entry
+	records := recordsOf
+	switch {
+	case e.Workflow == "":
+		entries, err = rec.entriesOfLone(ctx, e)
+	case q.Scope == rollback.FullWorkflow:
+		entries, err = rec.workflowEntries(ctx, e.Workflow, l.o.MaxNodes)
+	default:
+		entries, view.More, err = newNeighbourhood(ctx, rec, e).collect(e, q, l.o.MaxNodes)
+		records = recordsNear
+	}
+	if err != nil {
+		return rollback.View{}, err
+	}
+	by, err := rec.callersOf(ctx, entries)
+	if err != nil {
+		return rollback.View{}, err
+	}
+	view.Nodes = nodesOf(workflow.New(withoutUnprovenLinks(records(entries, rec.own))), by)
+	setStarts(view.Nodes, entries)
+	if e.Workflow == "" {
+		view.Version = withoutWorkflow
+		view.Nodes = slices.DeleteFunc(view.Nodes, func(n rollback.Node) bool { return n.ID != e.ID })
+		for i := range view.Nodes {
+			view.Nodes[i].Guards = nil
+		}
+	} else {
+		view.Version = versionOf(ends, entries)
+	}
+	return view, nil
+}
+
+// workflowEntries are the entries of a workflow, in the order in which they were recorded.
+func (rec *Recorder) workflowEntries(ctx context.Context, wid string, most int) ([]ledger.Entry, error) {
+	var all []ledger.Entry
+	for next := ledger.Cursor(""); ; {
+		page, err := rec.Evidence.Log().List(ctx, wid, next, ledger.MaxPage)
+		if err != nil {
+			return nil, err
+		}
+		if all = append(all, page.Entries...); len(all) > most {
+			return nil, &rollback.TooManyError{What: "nodes", Count: len(all), Limit: most}
+		}
+		if next = page.Next; next == "" {
+			break
+		}
+	}
+	// A fleet has a log for each gateway.
+	slices.SortStableFunc(all, func(a, b ledger.Entry) int { return a.Recorded.Compare(b.Recorded) })
+	return all, nil
+}
+
+// entriesOfLone are a checkpoint without a workflow, its parents and its outcomes.
+func (rec *Recorder) entriesOfLone(ctx context.Context, e *ledger.Entry) ([]ledger.Entry, error) {
+	ids := append(slices.Clone(e.Parents), e.ID)
+	if rec.own(e) {
+		ids = append(ids, rec.Evidence.NodeID(e.ID), rec.Evidence.SettledID(e.ID))
+	}
+	var all []ledger.Entry
+	for _, id := range ids {
+		near, err := rec.lookup(ctx, "", id)
+		if err != nil {
+			return nil, err
+		}
+		if near != nil {
+			all = append(all, *near)
+		}
+	}
+	return all, nil
+}
+
+// callersOf maps the gateway's own nodes, by id, to who caused them: the agent whose token is
+// a parent, else the caller. Nodes of agents are not in it.
+func (rec *Recorder) callersOf(ctx context.Context, entries []ledger.Entry) (map[string]string, error) {
+	issuers := make(map[string]string, len(entries)) // none of the gateway's own
+	for i := range entries {
+		issuers[entries[i].ID] = rec.agentIssuer(&entries[i])
+	}
+	by := make(map[string]string)
+	for i := range entries {
+		e := &entries[i]
+		if !rec.own(e) {
+			continue
+		}
+		by[e.ID] = e.Issuer
+		caller := callerName(CallerOf(e))
+		if caller == "" {
+			continue // not about a call
+		}
+		by[e.ID] = caller
+		for _, id := range e.Parents {
+			issuer, there := issuers[id]
+			if !there { // a token without a workflow, or one that the plan does not need
+				p, err := rec.lookup(ctx, e.Workflow, id)
+				if err != nil {
+					return nil, err
+				}
+				if p != nil {
+					issuer = rec.agentIssuer(p)
+				}
+				issuers[id] = issuer
+			}
+			if issuer != "" {
+				by[e.ID] = issuer
+				break
+			}
+		}
+	}
+	return by, nil
+}
+
+// agentIssuer is the issuer of an entry; empty if that is the gateway.
+func (rec *Recorder) agentIssuer(e *ledger.Entry) string {
+	if rec.own(e) {
+		return ""
+	}
+	return e.Issuer
+}
+
+// withoutUnprovenLinks drops the parents of unproven tokens and of strangers' reports, which
+// can name any id (ADR 0024).
+func withoutUnprovenLinks(records []workflow.Record) []workflow.Record {
+	for i := range records {
+		if r := &records[i]; r.Issuer == "" || r.Stranger {
+			r.Parents = nil
+		}
+	}
+	return records
+}
+
+// nodesOf converts the nodes of a workflow's graph.
+func nodesOf(g *workflow.Graph, by map[string]string) []rollback.Node {
+	groups := make(map[string]bool)
+	for _, e := range g.Edges() {
+		groups[e.From] = groups[e.From] || e.Kind == workflow.Contains
+	}
+	all := g.Nodes()
+	nodes := make([]rollback.Node, 0, len(all))
+	for i := range all {
+		n := &all[i]
+		node := rollback.Node{ID: n.ID, Parents: n.Parents, Kind: rollback.EventNode, By: n.Issuer, Report: reportsRecord(&n.Record)}
+		if n.Own {
+			node.Execution = n.Execution
+		}
+		if name, own := by[n.ID]; own {
+			node.By = name
+		}
+		switch {
+		case n.Event == ect.EventWorkflowStart:
+			node.BeginsWorkflow = true
+		case n.Event == "":
+			node.Kind, node.Done = rollback.ActionNode, n.State == workflow.Done
+		case n.Event == ect.EventCheckpoint:
+			node.Kind, node.State = rollback.CheckpointNode, stateOf(n, groups[n.ID])
+			node.Reversible, node.Expires, node.Guards = n.Reversible, n.Expires, n.Guards
+			if groups[n.ID] {
+				node.Kind = rollback.GroupNode
+				// A token that names itself contains nothing.
+				node.Parents = slices.DeleteFunc(slices.Clone(n.Parents), func(id string) bool { return id == n.ID })
+			}
+		}
+		nodes = append(nodes, node)
+	}
+	return nodes
+}
+
+// setStarts numbers the nodes by the order of the entries, which is that of their starts.
+func setStarts(nodes []rollback.Node, entries []ledger.Entry) {
+	places := make(map[string]int, len(entries))
+	for i := range entries {
+		if _, twice := places[entries[i].ID]; !twice {
+			places[entries[i].ID] = i
+		}
+	}
+	for i := range nodes {
+		nodes[i].Start = places[nodes[i].ID]
+	}
+}
+
+// stateOf is the state of a checkpoint by its records. A group counts as not undone until all
+// that it contains was examined: no report on the group replaces that (P6).
+func stateOf(n *workflow.Node, group bool) rollback.NodeState {
+	switch {
+	case group:
+		return rollback.Ran
+	case n.State == workflow.RolledBack:
+		return rollback.Undone
+	case n.Detail == workflow.DetailReleased:
+		return rollback.NeverRan
+	case n.Own && n.State == workflow.Running:
+		return rollback.InFlight
+	}
+	return rollback.Ran
+}
+
+const (
+	// maxSingle is how many followers a Single rollback reads. It undoes none of them; the
+	// plan names some.
+	maxSingle = 1000
+	// maxLineage is how many entries are read to find the lineage of the requester.
+	maxLineage = 100_000
+	// maxAbove is how many levels of parents are read: from a settlement over its checkpoint and
+	// the one before that to its group.
+	maxAbove = 4
+)
+
+// neighbourhood is the part of a workflow that a plan depends on (ADR 0051).
+type neighbourhood struct {
+	*Recorder
+	ctx    context.Context
+	wid    string
+	read   map[string]*ledger.Entry // by id; nil if nothing is recorded
+	taken  map[string]int           // by id: one more than the levels of parents that were taken too
+	queue  []string                 // ids whose followers are to be read
+	queued map[string]bool          // ids that were in queue
+	bare   bool                     // take entries without their parents
+}
+
+// newNeighbourhood begins with the target.
+func newNeighbourhood(ctx context.Context, rec *Recorder, target *ledger.Entry) *neighbourhood {
+	return &neighbourhood{
+		Recorder: rec, ctx: ctx, wid: target.Workflow,
+		read: map[string]*ledger.Entry{target.ID: target}, taken: map[string]int{}, queued: map[string]bool{},
+	}
+}
+
+// collect reads the entries that the plan of a rollback depends on, however large the
+// workflow is: the target and its actions, their followers with their own actions and
+// parents, and the lineage of the requester. more says that followers were left out; only
+// Single does that.
+func (p *neighbourhood) collect(target *ledger.Entry, q *rollback.Query, limit int) (entries []ledger.Entry, more bool, err error) {
+	if err := p.add(target, maxAbove); err != nil {
+		return nil, false, err
+	}
+	p.enqueue(target.ID)
+	contained, err := p.contained(target)
+	if err != nil {
+		return nil, false, err
+	}
+	if err := p.lineage(contained, q); err != nil {
+		return nil, false, err
+	}
+	if q.Error != "" {
+		if e, err := p.get(q.Error); err != nil {
+			return nil, false, err
+		} else if e != nil {
+			if err := p.add(e, maxAbove); err != nil {
+				return nil, false, err
+			}
+		}
+	}
+	most := limit
+	if q.Scope == rollback.Single {
+		most = len(p.taken) + maxSingle
+	}
+	for n := 0; n < len(p.queue); n++ {
+		err := p.followers(p.queue[n], func(e *ledger.Entry) (bool, error) {
+			if len(p.taken) >= most && p.taken[e.ID] == 0 {
+				more = true
+				return false, nil
+			}
+			return true, p.addFollower(e)
+		})
+		switch {
+		case err != nil:
+			return nil, false, err
+		case more && q.Scope != rollback.Single:
+			return nil, false, &rollback.TooManyError{What: "nodes", Count: len(p.taken) + 1, Limit: limit}
+		case more:
+			p.queue = nil
+		}
+	}
+	return p.entries(), more, nil
+}
+
+// entries are those taken, in the order of recording.
+func (p *neighbourhood) entries() (all []ledger.Entry) {
+	for id := range p.taken {
+		all = append(all, *p.read[id])
+	}
+	slices.SortFunc(all, func(a, b ledger.Entry) int {
+		return cmp.Or(a.Recorded.Compare(b.Recorded), cmp.Compare(a.Log, b.Log), cmp.Compare(a.Index, b.Index))
+	})
+	return all
+}
+
+// get is the entry of an id in the workflow; nil if there is none or it is not in the tree.
+func (p *neighbourhood) get(id string) (*ledger.Entry, error) {
+	if e, known := p.read[id]; known {
+		return e, nil
+	}
+	var found *ledger.Entry
+	if len(id) <= ledger.MaxName {
+		e, err := p.Evidence.Log().Lookup(p.ctx, p.wid, id)
+		switch {
+		case err == nil:
+			found = &e
+		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned), errors.Is(err, ledger.ErrWaiting):
+		default:
+			return nil, err
+		}
+	}
+	p.read[id] = found
+	return found, nil
+}
+
+// parents are the recorded parents of an entry. Unproven tokens have none.
+func (p *neighbourhood) parents(e *ledger.Entry) (all []*ledger.Entry, err error) {
+	if IsUnproven(e) {
+		return nil, nil
+	}
+	for _, id := range e.Parents {
+		parent, err := p.get(id)
+		if err != nil {
+			return nil, err
+		}
+		if parent != nil && id != e.ID {
+			all = append(all, parent)
+		}
+	}
+	return all, nil
+}
+
+// add takes an entry and so many levels of its parents; between actions only one.
+func (p *neighbourhood) add(e *ledger.Entry, above int) error {
+	if p.taken[e.ID] > above {
+		return nil
+	}
+	p.taken[e.ID] = above + 1
+	if above == 0 || p.bare {
+		return nil
+	}
+	parents, err := p.parents(e)
+	if err != nil {
+		return err
+	}
+	for _, parent := range parents {
+		left := above - 1
+		if !isCheckpoint(e) && !isCheckpoint(parent) {
+			left = 0
+		}
+		if err := p.add(parent, left); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// enqueue queues a node for the reading of its followers.
+func (p *neighbourhood) enqueue(id string) {
+	if !p.queued[id] {
+		p.queued[id] = true
+		p.queue = append(p.queue, id)
+	}
+}
+
+// addFollower takes a follower and queues it, with its actions if it is a checkpoint, or with
+// the checkpoint before it if it is an action.
+func (p *neighbourhood) addFollower(e *ledger.Entry) error {
+	if !p.queued[e.ID] {
+		if err := p.add(e, maxAbove); err != nil {
+			return err
+		}
+	}
+	p.enqueue(e.ID)
+	return p.enqueueSubjects(e)
+}
+
+// enqueueSubjects queues the agent's actions of a checkpoint, or the agent's checkpoint of an
+// action.
+func (p *neighbourhood) enqueueSubjects(e *ledger.Entry) error {
+	parents, err := p.parents(e)
+	if err != nil {
+		return err
+	}
+	for _, parent := range parents {
+		if isTask(parent) && !p.own(parent) && isCheckpoint(e) || isCheckpoint(parent) && !p.own(parent) && (isTask(e) || isCheckpoint(e)) {
+			p.enqueue(parent.ID)
+			if isCheckpoint(parent) && isCheckpoint(e) { // the parent's actions are also this one's
+				if err := p.enqueueSubjects(parent); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// contained are a checkpoint, its actions, and all that it contains as a group. They are
+// queued.
+func (p *neighbourhood) contained(target *ledger.Entry) ([]*ledger.Entry, error) {
+	all, met := []*ledger.Entry{target}, map[string]bool{target.ID: true}
+	for n := 0; n < len(all); n++ {
+		e := all[n]
+		if !isCheckpoint(e) {
+			continue
+		}
+		if err := p.add(e, maxAbove); err != nil {
+			return nil, err
+		}
+		if err := p.addFollower(e); err != nil {
+			return nil, err
+		}
+		parents, err := p.parents(e)
+		if err != nil {
+			return nil, err
+		}
+		for _, parent := range parents {
+			counts := isTask(parent) && !p.own(parent) || isCheckpoint(parent) && !p.own(e)
+			if counts && !met[parent.ID] {
+				met[parent.ID] = true
+				all = append(all, parent)
+			}
+		}
+		if len(all) > rollback.MaxNodes {
+			return nil, &rollback.TooManyError{What: "nodes", Count: len(all), Limit: rollback.MaxNodes}
+		}
+	}
+	return all, nil
+}
+
+// followers visits the entries that follow from an id or name it, until visit returns false.
+func (p *neighbourhood) followers(id string, visit func(e *ledger.Entry) (bool, error)) error {
+	log := p.Evidence.Log()
+	if e := p.read[id]; e != nil && p.own(e) {
+		// The outcomes of a call have ids derived from its checkpoint's.
+		for _, id := range p.Evidence.Outcomes(e) {
+			e, err := p.get(id)
+			if err != nil {
+				return err
+			}
+			if e == nil || !p.own(e) {
+				continue
+			}
+			if on, err := visit(e); !on || err != nil {
+				return err
+			}
+		}
+	}
+	for next := ledger.Cursor(""); ; {
+		page, err := log.Following(p.ctx, p.wid, id, next, ledger.MaxPage)
+		if err != nil {
+			return err
+		}
+		for i := range page.Entries {
+			e := &page.Entries[i]
+			if known := p.read[e.ID]; known != nil {
+				e = known
+			}
+			p.read[e.ID] = e
+			if on, err := visit(e); !on || err != nil {
+				return err
+			}
+		}
+		if next = page.Next; next == "" {
+			return nil
+		}
+	}
+}
+
+// lineage takes, for each seed, the path to an entry of the requester, if there is one.
+func (p *neighbourhood) lineage(seeds []*ledger.Entry, q *rollback.Query) error {
+	if q.By == "" {
+		return nil
+	}
+	for _, seed := range seeds {
+		from := map[string]string{seed.ID: ""}
+		for todo := []*ledger.Entry{seed}; len(todo) > 0 && len(from) < maxLineage; todo = todo[1:] {
+			e := todo[0]
+			if p.issuedBy(e, q.By) {
+				for id := e.ID; id != ""; id = from[id] {
+					if err := p.add(p.read[id], 1); err != nil {
+						return err
+					}
+				}
+				break
+			}
+			reach := func(next *ledger.Entry) {
+				if _, met := from[next.ID]; !met {
+					from[next.ID] = e.ID
+					todo = append(todo, next)
+				}
+			}
+			parents, err := p.parents(e)
+			if err != nil {
+				return err
+			}
+			for _, parent := range parents {
+				reach(parent)
+			}
+			if q.Lineage != rollback.Workflow {
+				continue
+			}
+			if err := p.followers(e.ID, func(child *ledger.Entry) (bool, error) {
+				// A report connects nothing, and naming a checkpoint is no link.
+				if !IsUnproven(child) && !reportsEntry(child, p.own(child)) && slices.Contains(child.Parents, e.ID) {
+					reach(child)
+				}
+				return len(from) < maxLineage, nil
+			}); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// issuedBy reports whether an entry makes the requester a participant of the workflow.
+func (p *neighbourhood) issuedBy(e *ledger.Entry, by string) bool {
+	if event, is := ect.ParseEvent(e.Action); IsUnproven(e) || is && event != ect.EventCheckpoint && event != ect.EventWorkflowStart {
+		return false
+	}
+	return e.Issuer == by || p.own(e) && callerName(CallerOf(e)) == by
+}
+
+// reportsEntry reports whether an entry is an agent's report.
+func reportsEntry(e *ledger.Entry, own bool) bool {
+	event, is := ect.ParseEvent(e.Action)
+	return is && !own && IsReport(event)
+}
+
+func isTask(e *ledger.Entry) bool {
+	_, is := ect.ParseEvent(e.Action)
+	return !is
+}
+
+func isCheckpoint(e *ledger.Entry) bool {
+	event, _ := ect.ParseEvent(e.Action)
+	return event == ect.EventCheckpoint
+}

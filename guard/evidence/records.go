@@ -1,0 +1,281 @@
+package evidence
+
+import (
+	"encoding/hex"
+	"slices"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
+)
+
+// Reader is who wants to read a workflow.
+type Reader struct {
+	// Issuer is the issuer of a verified token; empty without one.
+	Issuer string
+	// Caller is the keyed hash of the caller's identity; zero without one.
+	Caller [16]byte
+	// Anonymous readers have no credential and may read nothing (P3).
+	Anonymous bool
+	// Credential readers have a credential that the gateway did not verify. They may read
+	// the workflows and checkpoints of their own calls only (ADR 0024).
+	Credential bool
+}
+
+// IsUnproven reports whether the issuer of an entry's token is not proven (level L1): the
+// entry shows only that the token was sent (ADR 0038).
+func IsUnproven(e *ledger.Entry) bool { return e.Issuer == "" }
+
+// unproven replaces the event of an unproven token, so that the token changes no state.
+const unproven ect.Event = "unproven"
+
+// RecordOf converts an entry for its workflow's graph. own says that the gateway issued it.
+func RecordOf(e *ledger.Entry, own bool) workflow.Record {
+	r := workflow.Record{
+		ID: e.ID, Parents: e.Parents, Action: e.Action, Issuer: e.Issuer, Time: e.Time, Own: own,
+	}
+	event, _ := ect.ParseEvent(e.Action)
+	if r.Event = event; r.Event != "" && IsUnproven(e) {
+		r.Event = unproven
+		return r
+	}
+	ext := Extension(e)
+	text := func(m ect.Member) string {
+		v, _ := ext.Text(m)
+		return v
+	}
+	if r.Own {
+		r.Outcome, r.Execution = workflow.Outcome(text(memberOutcome)), text(memberExecution)
+		r.Attempt, _ = ext.Bool(memberAttempt)
+		r.UpstreamErrors, _ = ext.Texts(ect.MemberUpstreamErrors)
+		_, listed := ext.Raw(ect.MemberCascaded)
+		r.Whole = listed && event == ect.EventRollbackComplete
+	}
+	r.CheckpointID = NamedCheckpoint(ext)
+	r.Severity = text(ect.MemberSeverity)
+	r.Status = text(ect.MemberStatus)
+	switch {
+	case event == ect.EventWorkflowComplete:
+		r.Status = text(ect.MemberTerminalStatus)
+	case r.Status == "" && e.Action == "aerr:rollback_escalated":
+		r.Status = "escalated"
+	case event == ect.EventCheckpoint:
+		r.Reversible, _ = ext.Bool(ect.MemberReversible)
+		r.Expires = e.Time.Add(TTLOf(ext))
+	}
+	return r
+}
+
+// recordsOf are the records of a whole workflow.
+func recordsOf(entries []ledger.Entry, own func(e *ledger.Entry) bool) []workflow.Record {
+	records := make([]workflow.Record, 0, len(entries))
+	at := make(map[string]*ledger.Entry, len(entries))
+	for i := range entries {
+		e := &entries[i]
+		records = append(records, RecordOf(e, own(e)))
+		if _, twice := at[e.ID]; !twice {
+			at[e.ID] = e
+		}
+	}
+	_ = MarkStrangers(records, func(id string) ([]string, error) { return AudienceOf(at[id]), nil }) // never fails
+	return records
+}
+
+// recordsNear are the records of a part of a workflow. Participation was checked when they
+// were recorded; only reports of unproven issuers are strangers here.
+func recordsNear(entries []ledger.Entry, own func(e *ledger.Entry) bool) []workflow.Record {
+	records := make([]workflow.Record, 0, len(entries))
+	for i := range entries {
+		r := RecordOf(&entries[i], own(&entries[i]))
+		r.Stranger = r.Issuer == "" && reportsRecord(&r)
+		records = append(records, r)
+	}
+	return records
+}
+
+// MarkStrangers marks reports whose issuers do not participate in what they report on: they
+// are in ledgers of earlier versions, or came unsigned. audience returns the aud of the
+// token with an id.
+func MarkStrangers(records []workflow.Record, audience func(id string) ([]string, error)) error {
+	p := participations{links: make(Links), mine: make(map[string][]string), found: make(map[string]Participation)}
+	issuers := make(map[string]string, len(records))
+	answers := make(map[string]*workflow.Record) // by an error that came with one
+	for i := range records {
+		r := &records[i]
+		if r.Own {
+			for _, id := range r.UpstreamErrors {
+				answers[id] = r
+			}
+		}
+		if _, twice := issuers[r.ID]; twice {
+			continue
+		}
+		issuers[r.ID] = r.Issuer
+		if r.Issuer == "" {
+			continue // unproven
+		}
+		p.add(r.ID, r.Issuer, r.Parents, reportsRecord(r))
+	}
+	for i := range records {
+		r := &records[i]
+		if !reportsRecord(r) {
+			continue
+		}
+		for _, id := range append(slices.Clone(r.Parents), r.CheckpointID) {
+			issuer, there := issuers[id]
+			part := p.of(r.Issuer)
+			if !there || issuer == r.Issuer || part.Has(id) {
+				continue
+			}
+			if a := answers[r.ID]; a != nil && (id == a.CheckpointID || slices.Contains(a.Parents, id)) {
+				continue // it came with the answer to that call
+			}
+			if issuer == "" {
+				r.Stranger = true
+				break
+			}
+			named, err := audience(id)
+			if err != nil {
+				return err
+			}
+			if !slices.Contains(named, r.Issuer) {
+				r.Stranger = true
+				break
+			}
+		}
+	}
+	return nil
+}
+
+// IsReport reports whether an event of an agent describes the events that it follows from or
+// names: a failure, or the progress of a rollback or workflow. A report does not make its
+// issuer a participant: one known id is enough to send it (ADR 0024). Checkpoints and
+// compensations are actions and no reports.
+func IsReport(event ect.Event) bool {
+	switch event {
+	case ect.EventError, ect.EventRollbackRequest, ect.EventRollbackStart, ect.EventRollbackComplete, ect.EventWorkflowComplete:
+		return true
+	}
+	return false
+}
+
+// reportsRecord reports whether a record is an agent's report.
+func reportsRecord(r *workflow.Record) bool { return !r.Own && IsReport(r.Event) }
+
+// Links maps each id to those linked to it, in both directions. A report is linked to its
+// followers only, so that it does not connect separate parts of a workflow.
+type Links map[string][]string
+
+// Add links an id with its parents. report says that it is an agent's report.
+func (l Links) Add(id string, parents []string, report bool) {
+	for _, parent := range parents {
+		l[parent] = append(l[parent], id)
+		if !report {
+			l[id] = append(l[id], parent)
+		}
+	}
+}
+
+// From returns the ids that can be reached from ids.
+func (l Links) From(ids []string) Participation {
+	s := Participation{ids: make(map[string]bool)}
+	for todo := slices.Clone(ids); len(todo) > 0; {
+		id := todo[len(todo)-1]
+		todo = todo[:len(todo)-1]
+		if !s.ids[id] {
+			s.ids[id] = true
+			todo = append(todo, l[id]...)
+		}
+	}
+	return s
+}
+
+// participations compute the participation of each issuer in a workflow.
+type participations struct {
+	links Links
+	mine  map[string][]string // by issuer
+	found map[string]Participation
+}
+
+// add adds a node. All are added before the first of is called.
+func (p *participations) add(id, issuer string, parents []string, report bool) {
+	p.links.Add(id, parents, report)
+	if !report {
+		p.mine[issuer] = append(p.mine[issuer], id)
+	}
+}
+
+func (p *participations) of(issuer string) Participation {
+	s, known := p.found[issuer]
+	if !known {
+		s = p.links.From(p.mine[issuer])
+		p.found[issuer] = s
+	}
+	return s
+}
+
+// Participation is the part of a workflow that a reader may see (ADR 0023): the nodes that
+// are linked to its own by tokens and calls. Naming the workflow in a token is not enough
+// (cascade 6.1): strangers may use the same name. The zero value is empty.
+type Participation struct {
+	ids map[string]bool
+	// Truncated says that the workflow has more entries than were read.
+	Truncated bool
+}
+
+// Has reports whether an id is in it.
+func (s *Participation) Has(id string) bool { return s.ids[id] }
+
+// Empty reports whether it has no ids.
+func (s *Participation) Empty() bool { return len(s.ids) == 0 }
+
+// Extension returns the extension members of an entry's token, or of the draft that could
+// not be signed. Entries were verified, or made here, before they were recorded.
+func Extension(e *ledger.Entry) ect.Ext {
+	if e.Unsigned {
+		if d, err := ect.ParseDraft(string(e.Payload)); err == nil {
+			return d.Ext()
+		}
+		return ect.Ext{}
+	}
+	if u, err := ect.ParseInsecure(string(e.Payload)); err == nil {
+		return u.Ext()
+	}
+	return ect.Ext{}
+}
+
+// CallerOf is the keyed hash of the caller in one of the gateway's entries; zero if absent.
+func CallerOf(e *ledger.Entry) (caller [16]byte) {
+	text, _ := Extension(e).Text(memberCaller)
+	if hash, err := hex.DecodeString(text); err == nil && len(hash) == len(caller) {
+		copy(caller[:], hash)
+	}
+	return caller
+}
+
+// TTLOf is how long a checkpoint is kept, at most 100 years; 0 without a ttl, since nobody
+// promised to keep it (cascade 4.2.2).
+func TTLOf(ext ect.Ext) time.Duration {
+	const longest = 100 * 365 * 24 * time.Hour
+	seconds, _ := ext.Number(ect.MemberTTL)
+	if seconds >= longest.Seconds() {
+		return longest
+	}
+	return time.Duration(max(seconds, 0) * float64(time.Second))
+}
+
+// NamedCheckpoint is the id in cascade.checkpoint_id; empty if absent.
+func NamedCheckpoint(x ect.Ext) string {
+	id, _ := x.Text(ect.MemberCheckpointID)
+	return Canonical(id)
+}
+
+// AudienceOf is the aud of an entry's token.
+func AudienceOf(e *ledger.Entry) []string {
+	u, err := ect.ParseInsecure(string(e.Payload))
+	if err != nil {
+		return nil
+	}
+	return u.Audience()
+}

@@ -1,0 +1,400 @@
+package evidence
+
+import (
+	"cmp"
+	"context"
+	"encoding/hex"
+	"errors"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+)
+
+// The gateway's own extension members, in the tokens of rollbacks.
+const (
+	// MemberKeepDependants asks to keep completed actions that depend on what is undone.
+	MemberKeepDependants ect.Member = "agent_guard.keep_dependants"
+	// MemberEffect is mixed where only some effects were undone, and unknown where one is not
+	// known; it is absent otherwise (P6).
+	memberEffect ect.Member = "agent_guard.effect"
+	// memberCancelled says that the call never ran, so that there was nothing to undo.
+	memberCancelled ect.Member = "agent_guard.cancelled"
+)
+
+// The values of MemberEffect.
+const (
+	effectMixed   = "mixed"
+	effectUnknown = "unknown"
+)
+
+// maxReason leaves room in the extensions of a token.
+const maxReason = 512
+
+// callerPrefix begins the name of a caller without tokens. Identities have no blanks, so
+// nobody can issue tokens under such a name.
+const callerPrefix = "caller "
+
+// callerName is the name of a caller without tokens in rollbacks and their lineage; empty for
+// the zero hash.
+func callerName(caller execution.CallerHash) string {
+	if caller == (execution.CallerHash{}) {
+		return ""
+	}
+	return callerPrefix + hex.EncodeToString(caller[:])
+}
+
+// rollbackStartID is the id of the event that a rollback was accepted. The ids of a rollback's
+// events make them unique over all restarts (P5), and only the gateway can make them: whoever
+// took one first would keep the rollback's commits from landing.
+func (e *Evidence) rollbackStartID(id string) string { return e.secretID("rollback start", id) }
+
+// rollbackStepID is the id of the result of a checkpoint's step.
+func (e *Evidence) rollbackStepID(id, checkpoint string) string {
+	return e.secretID("rollback step", id+" "+checkpoint)
+}
+
+// rollbackCompleteID is the id of the rollback's result.
+func (e *Evidence) rollbackCompleteID(id string) string { return e.secretID("rollback complete", id) }
+
+// rollbackErrorID is the id of an error of a rollback.
+func (e *Evidence) rollbackErrorID(id, checkpoint, errorType string) string {
+	return e.secretID("rollback error", id+" "+checkpoint+" "+errorType)
+}
+
+// RollbackStart drafts the event that a rollback was accepted (cascade Figure 11). parent is
+// the error that caused it, else the token that requested it, else the checkpoint.
+func (b *EventBuilder) RollbackStart(now time.Time, r *rollback.Rollback, parent string) (*ect.Draft, error) {
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: b.rollbackAudience(r), ID: b.e.rollbackStartID(r.ID), Workflow: r.Workflow,
+		Action: string(ect.EventRollbackStart), Parents: []string{parent},
+		Ext: new(ect.ExtBuilder).
+			Text(ect.MemberRollbackID, rollbackURN(r.ID)).
+			Text(ect.MemberCheckpointID, r.Checkpoint).
+			Text(ect.MemberScope, string(r.Scope)).
+			Text(ect.MemberReason, printable(r.Reason, maxReason)),
+	})
+}
+
+// RollbackStep drafts the result of one checkpoint (cascade Figure 13).
+func (b *EventBuilder) RollbackStep(now time.Time, r *rollback.Rollback, s *rollback.Step) (*ect.Draft, error) {
+	return b.step(now, r, s, ect.EventRollbackComplete, startOf(r, s.Checkpoint))
+}
+
+// Compensate drafts the result of a compensated checkpoint (cascade Figure 13). The
+// checkpoint, which represents the action, is a parent too.
+func (b *EventBuilder) Compensate(now time.Time, r *rollback.Rollback, s *rollback.Step) (*ect.Draft, error) {
+	parents := startOf(r, s.Checkpoint)
+	if !slices.Contains(parents, s.Checkpoint) {
+		parents = append(parents, s.Checkpoint)
+	}
+	return b.step(now, r, s, ect.EventCompensate, parents)
+}
+
+func (b *EventBuilder) step(now time.Time, r *rollback.Rollback, s *rollback.Step, event ect.Event, parents []string) (*ect.Draft, error) {
+	ext := new(ect.ExtBuilder).
+		Text(ect.MemberRollbackID, rollbackURN(r.ID)).
+		Text(ect.MemberCheckpointID, s.Checkpoint).
+		Text(ect.MemberStatus, string(s.Status))
+	stateHashes(ext, s.Before, s.After)
+	if s.Reason != "" {
+		ext.Text(ect.MemberReason, printable(s.Reason, maxReason))
+	}
+	if s.Cancelled {
+		ext.Bool(memberCancelled, true)
+	}
+	addEffect(ext, s.Unknown, false)
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: b.rollbackAudience(r), ID: b.e.rollbackStepID(r.ID, s.Checkpoint), Workflow: r.Workflow,
+		Action: string(event), Parents: parents, Output: hashOf(s.After), Ext: ext,
+	})
+}
+
+// RollbackComplete drafts the result of the whole rollback (cascade Figure 12). Lists that
+// are too long for a token are truncated: each step has its own event.
+func (b *EventBuilder) RollbackComplete(now time.Time, r *rollback.Rollback) (*ect.Draft, error) {
+	ext := new(ect.ExtBuilder).
+		Text(ect.MemberRollbackID, rollbackURN(r.ID)).
+		Text(ect.MemberCheckpointID, r.Checkpoint).
+		Text(ect.MemberStatus, string(r.Status))
+	stateHashes(ext, r.Before, r.After)
+	others, failed := RollbackAgents(r)
+	ext.Outcomes(ect.MemberCascaded, others)
+	if len(failed) > 0 {
+		ext.Texts(ect.MemberFailedAgents, failed)
+	}
+	addEffect(ext, r.Unknown, r.Mixed)
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: b.rollbackAudience(r), ID: b.e.rollbackCompleteID(r.ID), Workflow: r.Workflow,
+		Action: string(ect.EventRollbackComplete), Parents: startOf(r, r.Checkpoint), Output: hashOf(r.After), Ext: ext,
+	})
+}
+
+// RollbackError drafts an error of a rollback (ATD "Rollback Timeout and Escalation", cascade
+// 4.2.3). It is no error of the call to be undone.
+func (b *EventBuilder) RollbackError(now time.Time, r *rollback.Rollback, checkpoint, errorType, why string) (*ect.Draft, error) {
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: b.rollbackAudience(r), ID: b.e.rollbackErrorID(r.ID, checkpoint, errorType), Workflow: r.Workflow,
+		Action: string(ect.EventError), Parents: startOf(r, checkpoint),
+		Ext: new(ect.ExtBuilder).
+			Text(ect.MemberSeverity, "critical").
+			Text(ect.MemberErrorType, errorType).
+			Text(ect.MemberDescription, printable(why, maxReason)).
+			Text(ect.MemberCheckpointID, checkpoint).
+			Texts(ect.MemberUpstreamErrors, nil).
+			Bool(memberAttempt, true),
+	})
+}
+
+// RollbackResult signs the result of a rollback in an older vocabulary (ATD "Basic Rollback",
+// AERR "Rollback Response"). Its parent is request, the token that requested the rollback.
+// It is not recorded: the ledger has RollbackComplete.
+func (b *EventBuilder) RollbackResult(now time.Time, r *rollback.Rollback, request string, v ect.Vocabulary) (*ect.Token, error) {
+	action, ext := string(ect.EventRollbackComplete), new(ect.ExtBuilder)
+	if v == ect.AERR {
+		if r.Status == rollback.Escalated {
+			action = "aerr:rollback_escalated"
+		}
+		ext.Text(ect.MemberRollbackID, rollbackURN(r.ID))
+	} else {
+		ext.Text(ect.MemberCheckpointID, r.Checkpoint)
+	}
+	ext.Text(ect.MemberStatus, string(r.Status))
+	if v != ect.ATD { // ATD has no names for them
+		stateHashes(ext, r.Before, r.After)
+	}
+	others, _ := RollbackAgents(r)
+	ext.Outcomes(ect.MemberCascaded, others)
+	addEffect(ext, r.Unknown, r.Mixed)
+	return b.issuer.Issue(now, ect.Claims{
+		Audience: b.rollbackAudience(r), ID: b.e.secretID("rollback result", r.ID+" "+v.String()+" "+request), Workflow: r.Workflow,
+		Action: action, Parents: []string{request}, Output: hashOf(r.After), Ext: ext, Vocabulary: v,
+	})
+}
+
+// rollbackAudience are the verifiers of a rollback's tokens, the requester included.
+func (b *EventBuilder) rollbackAudience(r *rollback.Rollback) []string {
+	all := []string{b.Identity()}
+	if r.Requester != "" && r.Requester != b.Identity() && !strings.HasPrefix(r.Requester, callerPrefix) {
+		all = append(all, r.Requester)
+	}
+	return all
+}
+
+// startOf is the parent of a rollback's events: its start, else the checkpoint.
+func startOf(r *rollback.Rollback, checkpoint string) []string {
+	if r.Start == "" {
+		return []string{checkpoint}
+	}
+	return []string{r.Start}
+}
+
+// RollbackAgents returns the outcome of each agent behind the steps of a rollback, without
+// the agent behind the target, and the agents with a step that was not completed.
+func RollbackAgents(r *rollback.Rollback) (others []ect.Outcome, failed []string) {
+	own, all, order := "", map[string]rollback.Status{}, []string(nil)
+	for i := range r.Steps {
+		s := &r.Steps[i]
+		if s.Checkpoint == r.Checkpoint {
+			own = s.Agent
+		}
+		status, met := all[s.Agent]
+		if !met {
+			order = append(order, s.Agent)
+			all[s.Agent] = s.Status
+			continue
+		}
+		all[s.Agent] = combined(status, s.Status)
+	}
+	for _, agent := range order {
+		status := all[agent]
+		if status == "" { // a step that was never taken (P6)
+			status = rollback.Failed
+		}
+		if agent != own {
+			others = append(others, ect.Outcome{Agent: agent, Status: string(status)})
+		}
+		if status != rollback.Completed {
+			failed = append(failed, agent)
+		}
+	}
+	return others, failed
+}
+
+// combined is the status of an agent with two steps.
+func combined(a, b rollback.Status) rollback.Status {
+	switch {
+	case a == b:
+		return a
+	case a == rollback.Completed, b == rollback.Completed, a == rollback.Partial, b == rollback.Partial:
+		return rollback.Partial
+	}
+	return rollback.Failed
+}
+
+func stateHashes(ext *ect.ExtBuilder, before, after [32]byte) {
+	if h := hashOf(before); !h.IsZero() {
+		ext.Text(ect.MemberStateBefore, h.Prefixed())
+	}
+	if h := hashOf(after); !h.IsZero() {
+		ext.Text(ect.MemberStateAfter, h.Prefixed())
+	}
+}
+
+// addEffect adds the heuristic outcome. Unknown takes precedence over mixed.
+func addEffect(ext *ect.ExtBuilder, unknown, mixed bool) {
+	switch {
+	case unknown:
+		ext.Text(memberEffect, effectUnknown)
+	case mixed:
+		ext.Text(memberEffect, effectMixed)
+	}
+}
+
+func hashOf(sum [32]byte) ect.Hash {
+	if sum == ([32]byte{}) {
+		return ect.Hash{}
+	}
+	return ect.HashOf(sum)
+}
+
+func rollbackURN(id string) string { return "urn:uuid:" + id }
+
+// printable makes untrusted text printable ASCII of at most so many bytes.
+func printable(text string, most int) string {
+	if len(text) > most {
+		text = text[:most]
+	}
+	return strings.Map(func(c rune) rune {
+		if c < ' ' || c > '~' {
+			return '?'
+		}
+		return c
+	}, text)
+}
+
+// workflowStart is how a workflow began: the id of its workflow_start and the wf_id in it,
+// empty if there is none, and the time, zero if unknown.
+type workflowStart struct {
+	id, name string
+	at       time.Time
+}
+
+// workflowCompleteID is the id of the event that a rollback has ended its workflow.
+func (e *Evidence) workflowCompleteID(id string) string { return e.secretID("workflow complete", id) }
+
+// workflowComplete drafts that a rollback of the whole workflow has ended it (cascade 4.1.3,
+// ATD "Workflow Boundary ECTs"). It follows from the workflow's start, if that is recorded,
+// and from the rollback's result.
+func (b *EventBuilder) workflowComplete(now time.Time, r *rollback.Rollback, began workflowStart) (*ect.Draft, error) {
+	terminal := string(r.Status) // never more than the rollback achieved (P6)
+	if r.Status == rollback.Completed {
+		terminal = "rolled_back"
+	}
+	parents := []string{b.e.rollbackCompleteID(r.ID)}
+	if began.id != "" {
+		parents = append([]string{began.id}, parents...)
+	}
+	ext := new(ect.ExtBuilder).
+		Text(ect.MemberWorkflowName, printable(cmp.Or(began.name, r.Workflow), maxReason)).
+		Text(ect.MemberTerminalStatus, terminal)
+	if !began.at.IsZero() {
+		ext.Int(ect.MemberElapsed, max(0, int64(now.Sub(began.at)/time.Second)))
+	}
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: b.rollbackAudience(r), ID: b.e.workflowCompleteID(r.ID), Workflow: r.Workflow,
+		Action: string(ect.EventWorkflowComplete), Parents: parents, Ext: ext.Text(ect.MemberRollbackID, rollbackURN(r.ID)),
+	})
+}
+
+// Request asks another agent to undo a checkpoint, as a step of a rollback.
+type Request struct {
+	// Rollback is the rollback's id, Checkpoint that of the call to be undone.
+	Rollback, Checkpoint string
+	// Workflow is the id of the workflow as WorkflowID gives it; it may be empty.
+	Workflow string
+	// Audience is the identity of that agent.
+	Audience string
+	// Reason is that of the rollback; it may be empty.
+	Reason string
+}
+
+// requestTime is how long the token of a request is used: verifiers refuse tokens older
+// than ect.MaxAge, whatever their exp, and clocks differ.
+const requestTime = 10 * time.Minute
+
+// requestID is the id of the token that asks an agent to undo a checkpoint. It stays the same
+// for requestTime, so that the agent recognises a retry; later retries it recognises by the
+// rollback's id and the idempotency key.
+func (e *Evidence) requestID(rollback, checkpoint string, now time.Time) string {
+	span := now.Unix() / int64(requestTime/time.Second)
+	return e.secretID("rollback request", rollback+" "+checkpoint+" "+strconv.FormatInt(span, 10))
+}
+
+// Request records the token of a request and returns it for the header field. A retry gets
+// the same bytes, after a restart too: agents that compare bytes, as this gateway does,
+// refuse any others under that id. A new token is made before the old one is too old for
+// verifiers.
+func (b *EventBuilder) Request(ctx context.Context, r *Request) (string, error) {
+	now, err := b.e.store.Now(ctx)
+	if err != nil {
+		return "", err
+	}
+	// The token of the previous span may still be young enough.
+	before, err := b.recordedRequest(ctx, r.Workflow, b.e.requestID(r.Rollback, r.Checkpoint, now.Add(-requestTime)))
+	if err != nil && !errors.Is(err, ledger.ErrPruned) {
+		return "", err
+	}
+	if token, err := ect.ParseInsecure(before); err == nil && now.Sub(token.IssuedAt()) < requestTime { // the gateway's own
+		return before, nil
+	}
+	id := b.e.requestID(r.Rollback, r.Checkpoint, now)
+	for {
+		if raw, err := b.recordedRequest(ctx, r.Workflow, id); err != nil || raw != "" {
+			return raw, err
+		}
+		token, err := b.request(now, r, id)
+		if err != nil {
+			return "", err
+		}
+		switch err := b.e.Append(ctx, token.Expires(), []*ect.Token{token}); {
+		case err == nil:
+			return token.Raw(), nil
+		case !errors.Is(err, ledger.ErrDuplicate): // else a concurrent request recorded it
+			return "", err
+		}
+	}
+}
+
+// recordedRequest is the token recorded under an id; empty without one.
+func (b *EventBuilder) recordedRequest(ctx context.Context, workflow, id string) (string, error) {
+	entry, err := b.e.log.Lookup(ctx, workflow, id)
+	if errors.Is(err, ledger.ErrWaiting) {
+		entry, err = b.e.log.Wait(ctx, workflow, id)
+	}
+	if errors.Is(err, ledger.ErrNotFound) {
+		return "", nil
+	}
+	return string(entry.Payload), err
+}
+
+func (b *EventBuilder) request(now time.Time, r *Request, id string) (*ect.Token, error) {
+	reason := r.Reason
+	if len(reason) > maxReason {
+		reason = strings.ToValidUTF8(reason[:maxReason], "")
+	}
+	return b.issuer.Issue(now, ect.Claims{
+		Audience: []string{r.Audience}, ID: id, Workflow: r.Workflow, Life: ect.MaxAge,
+		Action: string(ect.EventRollbackRequest), Parents: []string{r.Checkpoint},
+		Ext: new(ect.ExtBuilder).
+			Text(ect.MemberRollbackID, rollbackURN(r.Rollback)).
+			Text(ect.MemberCheckpointID, r.Checkpoint).
+			Text(ect.MemberReason, cmp.Or(reason, "rollback")).
+			Bool(ect.MemberCascade, true),
+	})
+}

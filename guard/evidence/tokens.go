@@ -1,0 +1,736 @@
+package evidence
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Use identifies what a token was presented for: an execution key, or the hash of a
+// request that changes nothing.
+type Use [sha256.Size]byte
+
+const (
+	// spaceUsed begins the store's keys of used tokens: a keyed hash of workflow and id. The
+	// value is the hash of the token's bytes and its Use.
+	spaceUsed = 'j'
+	// spaceLink begins the store's keys of executions: a keyed hash of workflow and id. The
+	// value is the checkpoint and the caller.
+	spaceLink = 'p'
+	// hashed is the length of a keyed hash in a key.
+	hashed = 16
+)
+
+// clockMargin is by how much a used token is remembered longer than it is accepted, so that
+// a step of the clock does not make it acceptable again.
+const clockMargin = time.Hour
+
+func (e *Evidence) usedKey(t *ect.Token) []byte {
+	hash := e.sealer.Index("token used", t.Workflow(), t.NodeID())
+	return append(append(make([]byte, 0, 1+hashed), spaceUsed), hash[:hashed]...)
+}
+
+// UseWrite returns the write that records what a token is used for, on the condition that it
+// is unused. In the claim's commit it keeps a token from claiming two keys, over restarts
+// and nodes. It is kept until then, or for as long as the token is accepted.
+func (e *Evidence) UseWrite(t *ect.Token, u Use, until time.Time) store.Write {
+	if end := t.Expires().Add(ect.Skew + clockMargin); end.After(until) {
+		until = end
+	}
+	digest := t.Digest()
+	return store.Write{
+		Key: e.usedKey(t), Value: append(append(make([]byte, 0, 2*sha256.Size), digest[:]...), u[:]...),
+		If: store.Absent(), Expires: until,
+	}
+}
+
+// TokenStatus says whether a token was used, and for what.
+type TokenStatus uint8
+
+// The statuses of a token.
+const (
+	// Unused: the token and its id are unknown.
+	Unused TokenStatus = iota
+	// Same: the same bytes were used for the same Use: a retry.
+	Same
+	// Other: the id was used for another Use, or with other bytes.
+	Other
+)
+
+func (u used) status(t *ect.Token, use Use) TokenStatus {
+	if u.digest == t.Digest() && u.use == use {
+		return Same
+	}
+	return Other
+}
+
+// UseStatus looks up in the store whether a token was used.
+func (e *Evidence) UseStatus(ctx context.Context, t *ect.Token, use Use) (TokenStatus, error) {
+	item, err := e.store.Get(ctx, e.usedKey(t))
+	if errors.Is(err, store.ErrNotFound) {
+		return e.takenElsewhere(ctx, t) // used tokens are recorded in the ledger
+	}
+	if err != nil {
+		return Unused, err
+	}
+	if len(item.Value) != 2*sha256.Size {
+		return Unused, fmt.Errorf("evidence: the record of a used token has %d bytes", len(item.Value))
+	}
+	return used{digest: [32]byte(item.Value), use: Use(item.Value[sha256.Size:])}.status(t, use), nil
+}
+
+// maxUses bounds the uses in memory; each takes about 150 bytes.
+const maxUses = 500_000
+
+type used struct {
+	workflow string
+	digest   [sha256.Size]byte
+	use      Use
+	until    time.Time
+}
+
+// uses are the tokens that are reserved for a claim, or whose use is not recorded.
+type uses struct {
+	mu    sync.Mutex
+	most  int
+	count int
+	m     map[string][]used // by id; one for each workflow
+	swept time.Time
+}
+
+// before is the earlier use of the token's id in its workflow, or of either without a
+// workflow; nil if there is none. mu is held.
+func (u *uses) before(t *ect.Token, now time.Time) *used {
+	all := u.m[t.NodeID()]
+	for i := range all {
+		same := all[i].workflow == t.Workflow() || all[i].workflow == "" || t.Workflow() == ""
+		if same && now.Before(all[i].until) {
+			return &all[i]
+		}
+	}
+	return nil
+}
+
+// drop removes the uses of an id that are gone. mu is held.
+func (u *uses) drop(id string, gone func(*used) bool) {
+	all := u.m[id]
+	left := slices.DeleteFunc(all, func(v used) bool { return gone(&v) })
+	u.count -= len(all) - len(left)
+	if len(left) == 0 {
+		delete(u.m, id)
+		return
+	}
+	u.m[id] = left
+}
+
+// Take reserves a token for a use in memory and returns its status before, in one step. The
+// error is ect.ErrUnavailable if too many tokens are reserved.
+func (e *Evidence) Take(t *ect.Token, use Use, now time.Time) (TokenStatus, error) {
+	u, id, digest := e.uses, t.NodeID(), t.Digest()
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if before := u.before(t, now); before != nil {
+		return before.status(t, use), nil
+	}
+	if u.count >= u.most && !u.sweep(now) {
+		// A forgotten token could be used a second time.
+		return Unused, fmt.Errorf("%w: %d tokens are remembered already", ect.ErrUnavailable, u.count)
+	}
+	u.drop(id, func(v *used) bool { return !now.Before(v.until) })
+	u.m[id] = append(u.m[id], used{t.Workflow(), digest, use, t.Expires().Add(ect.Skew + clockMargin)})
+	u.count++
+	return Unused, nil
+}
+
+// Taken is the status of a token in memory. It reserves nothing.
+func (e *Evidence) Taken(t *ect.Token, use Use, now time.Time) TokenStatus {
+	u := e.uses
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if before := u.before(t, now); before != nil {
+		return before.status(t, use)
+	}
+	return Unused
+}
+
+// sweep removes the tokens that are not accepted any more, at most once a second, and reports
+// whether there is room now.
+func (u *uses) sweep(now time.Time) bool {
+	if now.Sub(u.swept).Abs() < time.Second {
+		return false
+	}
+	u.swept = now
+	for id := range u.m {
+		u.drop(id, func(v *used) bool { return !now.Before(v.until) })
+	}
+	return u.count < u.most
+}
+
+// Forget releases a reservation: the store has the use, or the token was not used.
+func (e *Evidence) Forget(t *ect.Token, use Use) {
+	e.uses.mu.Lock()
+	defer e.uses.mu.Unlock()
+	e.uses.drop(t.NodeID(), func(v *used) bool { return v.status(t, use) == Same })
+}
+
+// RecordTokens records the tokens of a request that makes no other commit, and the use of
+// those in own, in one commit. It returns once all are in the tree under a signed head (level
+// L3). Tokens that are recorded already are left out. Tokens that are not in own can still be
+// used once: see Spend.
+//
+// An *ect.Error says that a token was used for something else; after any other error nothing
+// is known.
+func (e *Evidence) RecordTokens(ctx context.Context, all, own []*ect.Token, use Use) error {
+	if err := e.log.Admit(ctx); err != nil {
+		return err
+	}
+	for {
+		missing, unbound, err := e.unrecorded(ctx, all, own, use)
+		if err != nil {
+			return err
+		}
+		if len(missing)+len(unbound) == 0 {
+			return e.WaitProven(ctx, all)
+		}
+		err = e.commitTokens(ctx, missing, unbound, use)
+		if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
+			err = e.awaitConflicting(ctx, lost.Key) // then retry
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// Spend records the use of recorded tokens in one commit, all or none. It waits for nothing
+// after that commit: a cancelled ctx never hides a recorded use.
+//
+// An *ect.Error says that a token was used for something else. After other errors the use is
+// not recorded, unless it is a store.ErrUnknown.
+func (e *Evidence) Spend(ctx context.Context, own []*ect.Token, use Use) error {
+	for {
+		_, unbound, err := e.unrecorded(ctx, nil, own, use)
+		if err != nil || len(unbound) == 0 {
+			return err
+		}
+		err = e.commitTokens(ctx, nil, unbound, use)
+		lost := (*store.Conflict)(nil)
+		if !errors.As(err, &lost) {
+			return err
+		}
+		if err := e.awaitConflicting(ctx, lost.Key); err != nil {
+			return err
+		}
+	}
+}
+
+// unrecorded returns the tokens that are not in the ledger, and those of own without a
+// recorded use.
+func (e *Evidence) unrecorded(ctx context.Context, all, own []*ect.Token, use Use) (missing, unbound []*ect.Token, err error) {
+	for _, t := range all {
+		status, err := e.LedgerStatus(ctx, t)
+		switch {
+		case err != nil:
+			return nil, nil, err
+		case status == Other:
+			return nil, nil, &ect.Error{Code: ect.CodeReplayed}
+		case status == Unused:
+			missing = append(missing, t)
+		}
+	}
+	for _, t := range own {
+		status, err := e.UseStatus(ctx, t, use)
+		switch {
+		case err != nil:
+			return nil, nil, err
+		case status == Other:
+			return nil, nil, &ect.Error{Code: ect.CodeReplayed}
+		case status == Unused:
+			unbound = append(unbound, t)
+		}
+	}
+	return missing, unbound, nil
+}
+
+// commitTokens is the commit of RecordTokens and of Spend.
+func (e *Evidence) commitTokens(ctx context.Context, missing, unbound []*ect.Token, use Use) error {
+	uses := make([]store.Write, 0, len(unbound))
+	for _, t := range unbound {
+		uses = append(uses, e.UseWrite(t, use, time.Time{}))
+	}
+	if len(missing) == 0 {
+		_, err := e.store.Commit(ctx, uses...)
+		return err
+	}
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	batch, err := e.NewBatch(now, missing)
+	if err != nil {
+		return err
+	}
+	batch.Add(uses...)
+	return batch.Commit(ctx, e.store)
+}
+
+// awaitConflicting waits until the conflicting write can be read: a conflict within a group
+// commit is reported before the group is visible.
+func (e *Evidence) awaitConflicting(ctx context.Context, key []byte) error {
+	changed, cancel := e.store.Watch(key)
+	defer cancel()
+	if _, err := e.store.Get(ctx, key); !errors.Is(err, store.ErrNotFound) {
+		return err
+	}
+	select {
+	case <-changed:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// WaitProven waits until recorded tokens are in the tree under a signed head, so that they
+// have receipts.
+func (e *Evidence) WaitProven(ctx context.Context, tokens []*ect.Token) error {
+	for _, t := range tokens {
+		if err := e.WaitProvenID(ctx, t.Workflow(), t.NodeID()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// WaitProvenID is WaitProven for an id of a workflow.
+func (e *Evidence) WaitProvenID(ctx context.Context, workflow, id string) error {
+	entry, err := e.log.Wait(ctx, workflow, id)
+	if err == nil && entry.Unsigned {
+		return ledger.ErrRefused
+	}
+	return err
+}
+
+// remembered is how many values each half of recent holds; a node is a few hundred bytes.
+const remembered = 8192
+
+// scope is an id with the workflow that it is unique in.
+type scope struct{ workflow, id string }
+
+// recent is a cache of the values that were added last. Most parents are minutes old, and
+// some of these still wait for their place in the tree. When the younger half is full it
+// replaces the older one.
+type recent[T any] struct {
+	mu             sync.Mutex
+	younger, older map[scope]T
+}
+
+func newRecent[T any]() *recent[T] { return &recent[T]{younger: map[scope]T{}} }
+
+func (r *recent[T]) add(name scope, v T) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.younger) >= remembered {
+		r.younger, r.older = make(map[scope]T, remembered), r.younger
+	}
+	r.younger[name] = v
+}
+
+func (r *recent[T]) find(workflow, id string) (T, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	v, ok := r.younger[scope{workflow, id}]
+	if !ok {
+		v, ok = r.older[scope{workflow, id}]
+	}
+	return v, ok
+}
+
+// Seen remembers the tokens of requests that wrote nothing. Tokens that name them as parents
+// are recorded together with them: see Unrecorded.
+func (e *Evidence) Seen(tokens []*ect.Token) {
+	for _, t := range tokens {
+		e.seen.add(scope{t.Workflow(), t.NodeID()}, t)
+	}
+}
+
+// Unrecorded returns the nearest ancestors of tokens that were passed to Seen and are not
+// known to be recorded, at most limit, parents first.
+func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
+	known := make(map[scope]bool, len(tokens)+limit)
+	for _, t := range tokens {
+		known[scope{t.Workflow(), t.NodeID()}] = true
+	}
+	var near []*ect.Token
+	for todo := slices.Clone(tokens); len(todo) > 0; todo = todo[1:] {
+		for _, id := range todo[0].Parents() {
+			for _, workflow := range scopes(todo[0].Workflow()) {
+				name := scope{workflow, id}
+				if e.settled(name) || known[name] {
+					break
+				}
+				parent, ok := e.seen.find(name.workflow, name.id)
+				if !ok && e.unsigned.Load() {
+					name.id = ect.UnprovenID(id)
+					if e.settled(name) || known[name] {
+						break
+					}
+					parent, ok = e.seen.find(name.workflow, name.id)
+				}
+				if !ok {
+					continue
+				}
+				if len(near) < limit {
+					known[name] = true
+					near, todo = append(near, parent), append(todo, parent)
+				}
+				break
+			}
+		}
+	}
+	return parentsFirst(near)
+}
+
+// settled reports whether a token is known to be recorded.
+func (e *Evidence) settled(name scope) bool {
+	_, recorded := e.recent.find(name.workflow, name.id)
+	return recorded
+}
+
+// scopes are the workflows in which a parent of a token is searched: its own, then none.
+func scopes(workflow string) []string {
+	if workflow == "" {
+		return []string{""}
+	}
+	return []string{workflow, ""}
+}
+
+// presented returns the token that was passed to Seen under an id, in a workflow or without
+// one, after at most limit of its ancestors. Recorded ones are left out.
+func (e *Evidence) presented(ctx context.Context, workflow, id string, limit int) ([]*ect.Token, error) {
+	t, ok := e.seen.find(workflow, id)
+	if !ok {
+		t, ok = e.seen.find("", id)
+	}
+	if !ok {
+		return nil, nil
+	}
+	var all []*ect.Token
+	for _, t := range append(e.Unrecorded([]*ect.Token{t}, limit), t) {
+		// The cache does not have tokens that were recorded long ago.
+		recorded, err := e.isRecorded(ctx, t.Workflow(), t.NodeID())
+		if err != nil {
+			return nil, err
+		}
+		if !recorded {
+			all = append(all, t)
+		}
+	}
+	return all, nil
+}
+
+// parentsFirst orders tokens so that parents come first.
+func parentsFirst(tokens []*ect.Token) []*ect.Token {
+	ordered := make([]*ect.Token, 0, len(tokens))
+	var put func(*ect.Token)
+	put = func(t *ect.Token) {
+		if slices.Contains(ordered, t) {
+			return
+		}
+		for _, other := range tokens {
+			if slices.Contains(scopes(t.Workflow()), other.Workflow()) && slices.Contains(t.Parents(), other.ID()) {
+				put(other) // verified tokens have no cycles
+			}
+		}
+		ordered = append(ordered, t)
+	}
+	for _, t := range tokens {
+		put(t)
+	}
+	return ordered
+}
+
+// LedgerStatus looks up a token in the ledger: Same if it is recorded, Other if another token
+// has its id.
+func (e *Evidence) LedgerStatus(ctx context.Context, t *ect.Token) (TokenStatus, error) {
+	n, ok, err := e.find(ctx, t.Workflow(), t.NodeID())
+	if err != nil {
+		return Unused, err
+	}
+	if !ok {
+		return e.takenElsewhere(ctx, t)
+	}
+	if n.Digest == t.Digest() {
+		return Same, nil
+	}
+	return Other, nil
+}
+
+// takenElsewhere is Other if the id is recorded elsewhere and either token has no workflow:
+// the id of a token without a workflow is unique everywhere.
+func (e *Evidence) takenElsewhere(ctx context.Context, t *ect.Token) (TokenStatus, error) {
+	waits, cancel := context.WithTimeout(ctx, placeTime)
+	defer cancel()
+	taken := false
+	var err error
+	if t.Workflow() != "" {
+		_, taken, err = e.find(waits, "", t.NodeID())
+	} else {
+		var entries []ledger.Entry
+		entries, err = e.log.FindRecorded(waits, t.NodeID())
+		taken = slices.ContainsFunc(entries, func(e ledger.Entry) bool { return e.Workflow != "" })
+	}
+	if err != nil || !taken {
+		return Unused, err
+	}
+	return Other, nil
+}
+
+// graph is the graph of recorded tokens as a token of one workflow sees it.
+type graph struct {
+	e        *Evidence
+	workflow string
+	// own is the id of the token that is verified. It is not searched in other workflows,
+	// since an id is unique within its workflow only.
+	own string
+}
+
+// AcceptUnsigned includes unproven tokens (level L1) in lookups from now on.
+func (e *Evidence) AcceptUnsigned() { e.unsigned.Store(true) }
+
+// Graph is the graph of recorded tokens as those of a workflow see it; "" is no workflow.
+func (e *Evidence) Graph(workflow string) ect.DAG { return graph{e: e, workflow: workflow} }
+
+// GraphOf finds recorded tokens for one that is being verified. A false workflow finds the
+// parents of another one, which are refused.
+func (e *Evidence) GraphOf(t *ect.Token) ect.DAG { return graph{e, t.Workflow(), t.ID()} }
+
+// GraphOfRollbackRequest is GraphOf for a token that asks for a rollback: altered parents
+// count as present. The rollback itself reports that they were altered.
+func (e *Evidence) GraphOfRollbackRequest(t *ect.Token) ect.DAG {
+	return rollbackGraph{graph{e, t.Workflow(), t.ID()}, t.Parents()}
+}
+
+// rollbackGraph is the graph of a token that asks for a rollback.
+type rollbackGraph struct {
+	graph
+	parents []string
+}
+
+// Nodes implements ect.DAG.
+func (g rollbackGraph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
+	nodes, err := g.graph.Nodes(ctx, id)
+	if errors.Is(err, ledger.ErrTampered) && slices.Contains(g.parents, id) {
+		return []ect.Node{{ID: id, Workflow: g.workflow, Level: ect.L3}}, nil
+	}
+	return nodes, err
+}
+
+// Nodes implements ect.DAG. Unproven tokens count where no other has the id.
+func (g graph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
+	nodes, err := g.nodes(ctx, id)
+	if err == nil && len(nodes) == 0 && g.e.unsigned.Load() {
+		return g.nodes(ctx, ect.UnprovenID(id))
+	}
+	return nodes, err
+}
+
+func (g graph) nodes(ctx context.Context, id string) ([]ect.Node, error) {
+	if n, ok := g.e.recent.find(g.workflow, id); ok {
+		return []ect.Node{n}, nil
+	}
+	if t, ok := g.e.seen.find(g.workflow, id); ok {
+		return []ect.Node{t.Node()}, nil
+	}
+	n, ok, err := g.e.find(ctx, g.workflow, id)
+	if err == nil && !ok && g.workflow != "" {
+		n, ok, err = g.e.find(ctx, "", id)
+	}
+	if t, seen := g.e.seen.find("", id); seen && !ok && err == nil {
+		return []ect.Node{t.Node()}, nil
+	}
+	switch {
+	case err != nil:
+		return nil, err
+	case ok:
+		return []ect.Node{n}, nil
+	case g.workflow != "" && id == g.own:
+		return nil, nil
+	}
+	waits, cancel := context.WithTimeout(ctx, placeTime)
+	entries, err := g.e.log.FindRecorded(waits, id)
+	cancel()
+	if err != nil {
+		return nil, err
+	}
+	nodes := make([]ect.Node, 0, len(entries))
+	for i := range entries {
+		nodes = append(nodes, nodeOf(&entries[i]))
+	}
+	return nodes, nil
+}
+
+// find finds the recorded token with an id in a workflow. It waits for one without a place
+// in the tree.
+func (e *Evidence) find(ctx context.Context, workflow, id string) (ect.Node, bool, error) {
+	if n, ok := e.recent.find(workflow, id); ok {
+		return n, true, nil
+	}
+	entry, err := e.log.Lookup(ctx, workflow, id)
+	if errors.Is(err, ledger.ErrWaiting) {
+		waits, cancel := context.WithTimeout(ctx, placeTime)
+		entry, err = e.log.Wait(waits, workflow, id)
+		cancel()
+	}
+	switch {
+	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
+		return ect.Node{}, false, nil
+	case err != nil:
+		return ect.Node{}, false, err
+	}
+	n := nodeOf(&entry)
+	e.recent.add(scope{n.Workflow, n.ID}, n)
+	return n, true, nil
+}
+
+// nodeOf is the graph's node of an entry. Recorded tokens were verified before; signed ones
+// are of level L3, since they are in the ledger.
+func nodeOf(entry *ledger.Entry) ect.Node {
+	n := ect.Node{
+		ID: entry.ID, Workflow: entry.Workflow, IssuedAt: entry.Time, Parents: entry.Parents, Level: ect.L3,
+	}
+	if entry.Unsigned || !strings.Contains(string(entry.Payload), ".") {
+		n.Level = ect.L1
+	}
+	if !entry.Unsigned {
+		n.Digest = sha256.Sum256(entry.Payload)
+	}
+	return n
+}
+
+// linkKey is the store's key of the checkpoint of an execution, for calls of the workflow that
+// name the execution as their parent.
+func (e *Evidence) linkKey(workflow, execution string) []byte {
+	hash := e.sealer.Index("execution parent", workflow, execution)
+	return append(append(make([]byte, 0, 1+hashed), spaceLink), hash[:hashed]...)
+}
+
+// Link returns the write by which calls that name this execution as their parent find its
+// checkpoint; nil if an execution that led to this call has the id already.
+//
+// The caller chooses the id. If two callers use the same one in a workflow, neither is found
+// by it from then on: else one of them could see what the other caused (P3).
+func (e *Evidence) Link(ctx context.Context, c *Call, execution, checkpoint string, expires time.Time) (*store.Write, error) {
+	id := uuid.MustParse(checkpoint) // made by the gateway
+	key := e.linkKey(c.Workflow, execution)
+	item, err := e.store.Get(ctx, key)
+	switch {
+	case errors.Is(err, store.ErrNotFound):
+	case err != nil:
+		return nil, err
+	default:
+		before, caller, err := readLink(item.Value)
+		if err != nil {
+			return nil, err
+		}
+		if slices.Contains(c.Parents, before.String()) {
+			return nil, nil
+		}
+		if caller != c.Caller || before == uuid.Nil {
+			id = uuid.Nil
+			if item.Expires.After(expires) {
+				expires = item.Expires
+			}
+		}
+	}
+	return &store.Write{Key: key, Value: append(id[:], c.Caller[:]...), Expires: expires}, nil
+}
+
+func readLink(value []byte) (checkpoint uuid.UUID, caller execution.CallerHash, err error) {
+	if len(value) != len(checkpoint)+len(caller) {
+		return checkpoint, caller, fmt.Errorf("evidence: the checkpoint of an execution has %d bytes", len(value))
+	}
+	return uuid.UUID(value[:len(checkpoint)]), execution.CallerHash(value[len(checkpoint):]), nil
+}
+
+// Parent finds the checkpoint of the execution that a call without a token names as its
+// parent; empty if there is none, or if several callers used the id.
+func (e *Evidence) Parent(ctx context.Context, workflow, execution string) (string, error) {
+	item, err := e.store.Get(ctx, e.linkKey(workflow, execution))
+	if errors.Is(err, store.ErrNotFound) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	id, _, err := readLink(item.Value)
+	if err != nil || id == uuid.Nil {
+		return "", err
+	}
+	return id.String(), nil
+}
+
+// WorkflowOf waits until a token is recorded, or ctx ends, and returns its workflow.
+func (e *Evidence) WorkflowOf(ctx context.Context, id string) (string, error) {
+	for {
+		entries, err := e.log.Find(ctx, id)
+		if len(entries) > 0 {
+			return entries[0].Workflow, nil
+		}
+		if err != nil && !errors.Is(err, ledger.ErrNotFound) {
+			return "", err
+		}
+		select {
+		case <-time.After(findPause):
+		case <-ctx.Done():
+			return "", ctx.Err()
+		}
+	}
+}
+
+// Known returns those of the ids that are recorded in a workflow or without one, in their
+// order and without duplicates.
+func (e *Evidence) Known(ctx context.Context, workflow string, ids []string) ([]string, error) {
+	var known []string
+	for _, id := range ids {
+		if id == "" || slices.Contains(known, id) {
+			continue
+		}
+		_, ok, err := e.find(ctx, workflow, id)
+		if err == nil && !ok && workflow != "" {
+			_, ok, err = e.find(ctx, "", id)
+		}
+		if err != nil {
+			return nil, err
+		}
+		if ok {
+			known = append(known, id)
+		}
+	}
+	return known, nil
+}
+
+// findPause is about how long an event takes to reach the tree.
+const findPause = 10 * time.Millisecond
+
+// placeTime is how long a lookup waits for an event to reach the tree.
+const placeTime = 2 * time.Second
+
+// Canonical writes an id as the ledger has it: a UUID in lower case.
+func Canonical(id string) string {
+	if u, err := uuid.Parse(id); err == nil && len(id) == len(u.String()) {
+		return u.String()
+	}
+	return id
+}

@@ -1,0 +1,587 @@
+package execution
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/spool"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Execution is a call that this process owns. It is settled once.
+type Execution struct {
+	g       *Guard
+	flight  *Flight
+	record  Record
+	version store.Version
+	usage   *usage // nil where its caller has no quota
+	keeper  *keeper
+}
+
+// Recording takes the answer as it comes.
+func (e *Execution) Recording() *Recording { return e.flight.recording }
+
+// Write records the next bytes of the answer's body and stores full pieces on the
+// way, so that settling waits for the last one only (P7).
+func (e *Execution) Write(p []byte) { e.WriteFor(p, false) }
+
+// WriteFor is Write for an owner whose client may need to read the bytes back. It returns
+// what Recording.WriteFor does.
+func (e *Execution) WriteFor(p []byte, needed bool) (recorded bool) {
+	recorded = e.flight.recording.WriteFor(p, needed)
+	if e.keeper == nil && e.flight.recording.Size() >= pieceSize {
+		e.keeper = newKeeper(e)
+	}
+	if e.keeper != nil {
+		e.keeper.grown()
+	}
+	return recorded
+}
+
+// Outcome is what came of an execution.
+type Outcome struct {
+	Verdict Verdict
+	Cause   Cause
+	// Status is that of the upstream's answer, 0 without one.
+	Status int
+	// Whole says that the recorded answer is whole. Those that follow get it to
+	// the end, also where the key is released or in doubt.
+	Whole bool
+}
+
+// Settle records what came of the execution and wakes those that follow it. The
+// commit carries the batches of other packages and ends them. It is called once.
+//
+// ErrUnrecorded says that the record did not land: the execution is in doubt, and
+// must be reported so.
+func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Batch) error {
+	err := e.settle(ctx, o, batches)
+	ending := EndedInDoubt
+	switch {
+	case err != nil:
+		err = fmt.Errorf("%w: %w", ErrUnrecorded, err)
+		orphan := e.record
+		orphan.State = StateInDoubt // as the next life of this node will record it
+		e.usage.settled(&orphan)
+	case o.Whole:
+		ending = endedAnswered
+	case o.Verdict == Released:
+		ending = EndedUnsent
+	}
+	err = done(err, batches)
+	e.g.leave(e.usage) // before those who follow wake, of whom one may claim
+	e.g.flights.end(e.flight, ending)
+	e.g.running.leave()
+	return err
+}
+
+func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batch) error {
+	g := e.g
+	defer g.writers.enter().leave()
+	var tail []byte
+	var pieces pieces
+	if e.keeper != nil {
+		pieces = e.keeper.finish()
+	}
+	if o.Verdict == Released {
+		_, err := g.store.Commit(ctx, g.put(e.flight.key, &e.record, nil, store.VersionIs(e.version), batches...)...)
+		return err
+	}
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	record := e.record
+	record.Settled, record.Cause, record.Status = now, o.Cause, o.Status
+	if o.Verdict == InDoubt {
+		record.State = StateInDoubt
+		return e.keep(ctx, &record, nil, batches)
+	}
+	record.State = StateCompleted
+	buf := scratch.Get().(*[]byte)
+	defer freeScratch(buf)
+	if tail, err = pieces.rest((*buf)[:0], e.flight.recording, &record); err == nil {
+		record.Result.Expires = now.Add(record.KeepResult)
+		if until := record.piecesUntil(); pieces.stored > 0 && until.Before(record.Result.Expires) {
+			record.Result.Expires = until // a stream has no deadline
+		}
+	}
+	if tail != nil {
+		*buf = tail
+	}
+	err = e.keep(ctx, &record, tail, batches)
+	if err == nil || tail == nil || errors.Is(err, store.ErrUnknown) {
+		return err
+	}
+	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
+		return err
+	}
+	// The answer did not fit; the key must be kept all the same (P1).
+	record.Result = storedResult{}
+	return e.keep(ctx, &record, nil, batches)
+}
+
+// keep records the settled execution, with its answer where tail is not nil.
+func (e *Execution) keep(ctx context.Context, record *Record, tail []byte, batches []*store.Batch) error {
+	batch := e.g.put(e.flight.key, &e.record, record, store.VersionIs(e.version), batches...)
+	if tail != nil {
+		batch = append(batch, e.g.tail(e.flight.key, record, tail))
+	}
+	_, err := e.g.store.Commit(ctx, batch...)
+	if err == nil {
+		e.usage.settled(record)
+	}
+	return err
+}
+
+// Ending says how a running execution ended, to those that wait for it.
+type Ending uint8
+
+// The endings.
+const (
+	// endedAnswered: its answer is whole and for everybody who waits, whatever
+	// became of the key.
+	endedAnswered Ending = 1 + iota
+	// EndedUnsent: proven that nothing was sent. Exactly one of those that wait
+	// may claim the key and run; the others follow it.
+	EndedUnsent
+	// EndedInDoubt: no whole answer, and nobody knows.
+	EndedInDoubt
+)
+
+func (e Ending) whole() bool { return e == endedAnswered }
+
+// Flight is an execution that runs in this process.
+type Flight struct {
+	key         Key
+	fingerprint Fingerprint
+	caller      CallerHash
+	id          string
+	checkpoint  string
+	recording   *Recording
+	done        chan struct{}
+	ending      Ending // valid once done is closed
+}
+
+// Follow reads the flight's answer from its beginning, or returns nil where the
+// answer is too large for newcomers.
+func (f *Flight) Follow() *Follower { return f.recording.follow() }
+
+// Checkpoint is the id of the token that announced the execution; empty without one.
+func (f *Flight) Checkpoint() string { return f.checkpoint }
+
+// Done is closed when the execution is settled.
+func (f *Flight) Done() <-chan struct{} { return f.done }
+
+// Ending is how the execution ended. It is valid once Done is closed.
+func (f *Flight) Ending() Ending { return f.ending }
+
+// flights is the table of running executions: the first caller owns a key until
+// its final state is readable in the store.
+type flights [64]struct {
+	sync.Mutex
+	m map[Key]*Flight
+}
+
+func (t *flights) find(key Key) *Flight {
+	shard := &t[key[0]%64]
+	shard.Lock()
+	defer shard.Unlock()
+	return shard.m[key]
+}
+
+// of reports whether a caller has a flight.
+func (t *flights) of(caller CallerHash) bool {
+	for i := range t {
+		shard := &t[i]
+		shard.Lock()
+		for _, f := range shard.m {
+			if f.caller == caller {
+				shard.Unlock()
+				return true
+			}
+		}
+		shard.Unlock()
+	}
+	return false
+}
+
+// start registers a flight, whose recording shares memory with others, or returns nil where one is registered already.
+func (t *flights) start(c *Call, caller CallerHash, memory *spool.Budget) *Flight {
+	shard := &t[c.Key[0]%64]
+	shard.Lock()
+	defer shard.Unlock()
+	if shard.m[c.Key] != nil {
+		return nil
+	}
+	f := &Flight{
+		key: c.Key, fingerprint: c.Fingerprint, caller: caller, id: c.Scope.ID, checkpoint: c.Checkpoint,
+		recording: newRecording(c.ResultCap, memory), done: make(chan struct{}),
+	}
+	if shard.m == nil {
+		shard.m = map[Key]*Flight{}
+	}
+	shard.m[c.Key] = f
+	return f
+}
+
+func (t *flights) end(f *Flight, e Ending) {
+	shard := &t[f.key[0]%64]
+	shard.Lock()
+	delete(shard.m, f.key)
+	shard.Unlock()
+	f.ending = e
+	close(f.done)
+	f.recording.end(e)
+}
+
+// Await returns when nothing runs under key any more, here or on another node, or
+// with ctx's error when that ends first. It holds nothing and starts nothing that
+// outlasts it.
+func (g *Guard) Await(ctx context.Context, key Key) error {
+	for {
+		over, err := g.awaitChange(ctx, key)
+		if over || err != nil {
+			return err
+		}
+	}
+}
+
+// awaitChange waits until what runs under key may have ended.
+func (g *Guard) awaitChange(ctx context.Context, key Key) (over bool, err error) {
+	changed, cancel := g.store.Watch(recordKey(key)) // before the look, so that no change is slept through
+	defer cancel()
+	found, err := g.Get(ctx, key)
+	switch {
+	case errors.Is(err, ErrUnknown):
+		return true, nil
+	case err != nil:
+		return false, err
+	case found.Status == RunningHere:
+		changed = found.Flight.Done()
+	case found.Status != RunningElsewhere:
+		return true, nil
+	}
+	select {
+	case <-changed:
+		return false, nil
+	case <-ctx.Done():
+		return false, ctx.Err()
+	}
+}
+
+const (
+	// pieceSize is how much of a body is sealed and stored at a time.
+	pieceSize = 256 << 10
+	// maxInline is the largest encoded answer that stands in the record itself: it
+	// saves small answers a write of their own.
+	maxInline = 512
+	// lengthSize is the size of the encoded head's length, which stands before it.
+	lengthSize = 4
+)
+
+// ErrResultUnavailable: the result is missing or altered in the store. The call was
+// executed and is not run again for it.
+var ErrResultUnavailable = errors.New("guard: the recorded result is not available")
+
+// errNotKept: the answer was too large, or a piece of it could not be stored.
+var errNotKept = errors.New("guard: the answer is not kept")
+
+// pieces is what was stored of a body so far.
+type pieces struct {
+	stored int
+	sum    hash.Hash
+	failed bool
+}
+
+// keeper stores the full pieces of a growing body, one after the other.
+type keeper struct {
+	e      *Execution
+	wake   chan struct{}
+	stop   chan struct{}
+	done   chan struct{}
+	pieces pieces
+}
+
+func newKeeper(e *Execution) *keeper {
+	k := &keeper{
+		e: e, wake: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{}),
+		pieces: pieces{sum: sha256.New()},
+	}
+	go k.run()
+	return k
+}
+
+// grown says that the body has grown. It never waits.
+func (k *keeper) grown() {
+	select {
+	case k.wake <- struct{}{}:
+	default:
+	}
+}
+
+// finish stores what full pieces are left and returns the account.
+func (k *keeper) finish() pieces {
+	close(k.stop)
+	<-k.done
+	return k.pieces
+}
+
+func (k *keeper) run() {
+	defer close(k.done)
+	for {
+		for !k.pieces.failed && k.e.flight.recording.Size() >= int64(k.pieces.stored+1)*pieceSize {
+			if err := k.store(); err != nil {
+				k.pieces.failed = true
+			}
+		}
+		select {
+		case <-k.wake:
+		case <-k.stop:
+			select {
+			case <-k.wake:
+			default:
+				return
+			}
+		}
+	}
+}
+
+func (k *keeper) store() error {
+	if k.e.flight.recording.lost() {
+		return errNotKept
+	}
+	buf := make([]byte, pieceSize)
+	if n, err := k.e.flight.recording.readAt(buf, int64(k.pieces.stored)*pieceSize); n < len(buf) {
+		return fmt.Errorf("piece %d has %d bytes: %w", k.pieces.stored, n, err)
+	}
+	k.pieces.sum.Write(buf)
+	r := &k.e.record
+	name := pieceKey(k.e.flight.key, r.Claim, headPiece+1+k.pieces.stored)
+	defer k.e.g.writers.enter().leave()
+	write := store.Write{
+		Key: name, Value: k.e.g.sealer.Seal(nil, buf, name), Bulk: true,
+		Expires: r.piecesUntil(),
+	}
+	if _, err := k.e.g.store.Commit(context.Background(), write); err != nil {
+		return err
+	}
+	k.pieces.stored++
+	return nil
+}
+
+// piecesUntil is how long pieces are kept that are stored on the way: the result's own time
+// begins when it is settled, at the deadline at the latest unless it is a stream.
+func (r *Record) piecesUntil() time.Time { return r.Deadline.Add(r.KeepResult + time.Minute) }
+
+// rest appends the head and what is left of the body to tail, and notes in r where
+// the answer is. What it returns is to be stored as the head piece; nil where the
+// answer stands in r itself. errNotKept leaves r without a result.
+func (p *pieces) rest(tail []byte, rec *Recording, r *Record) ([]byte, error) {
+	head, whole := rec.complete()
+	if !whole || p.failed {
+		return nil, errNotKept
+	}
+	size := int(head.Size - int64(p.stored)*pieceSize)
+	tail = head.encode(append(tail[:0], make([]byte, lengthSize)...))
+	encoded := len(tail)
+	if encoded-lengthSize+size > store.MaxBulk-1024 {
+		return nil, errNotKept
+	}
+	tail = slices.Grow(tail, size)[:encoded+size]
+	left := tail[encoded:]
+	if n, err := rec.readAt(left, int64(p.stored)*pieceSize); n < len(left) {
+		return nil, fmt.Errorf("%w: %w", errNotKept, err)
+	}
+	if p.sum == nil {
+		p.sum = sha256.New()
+	}
+	p.sum.Write(left)
+	p.sum.Write(tail[lengthSize:encoded])
+	binary.BigEndian.PutUint32(tail, uint32(encoded-lengthSize))
+	r.Result = storedResult{Kept: true, Pieces: p.stored}
+	p.sum.Sum(r.Result.Sum[:0])
+	if p.stored == 0 && len(tail) <= maxInline {
+		r.Result.Inline = bytes.Clone(tail)
+		return nil, nil
+	}
+	r.Result.Size = int64(p.stored)*pieceSize + int64(len(tail))
+	return tail, nil
+}
+
+// tail is the write that stores what rest returned.
+func (g *Guard) tail(key Key, record *Record, tail []byte) store.Write {
+	name := pieceKey(key, record.Claim, headPiece)
+	return store.Write{Key: name, Bulk: true, Value: g.sealer.Seal(make([]byte, 0, len(tail)+64), tail, name),
+		Expires: record.Result.Expires}
+}
+
+// Result is a recorded answer.
+type Result struct {
+	Head Head
+	// Created is when the recorded execution was claimed.
+	Created time.Time
+
+	g      *Guard
+	key    Key
+	claim  [16]byte
+	pieces int
+	rest   []byte
+}
+
+// Result reads the answer of a Replayable finding and checks all of it, so that a
+// replay does not break off in its middle. ErrResultUnavailable says that it is
+// missing or altered.
+func (g *Guard) Result(ctx context.Context, key Key, found Finding) (*Result, error) {
+	r := found.Record
+	tail := r.Result.Inline
+	if tail == nil {
+		var err error
+		if tail, err = g.piece(ctx, key, r.Claim, headPiece); err != nil {
+			return nil, err
+		}
+	}
+	if len(tail) < lengthSize || int64(binary.BigEndian.Uint32(tail)) > int64(len(tail)-lengthSize) {
+		return nil, ErrResultUnavailable
+	}
+	size := lengthSize + int(binary.BigEndian.Uint32(tail))
+	encoded, rest := tail[lengthSize:size], tail[size:]
+	head, err := decodeHead(encoded)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrResultUnavailable, err)
+	}
+	sum := sha256.New()
+	for i := range r.Result.Pieces {
+		piece, err := g.piece(ctx, key, r.Claim, headPiece+1+i)
+		if err != nil {
+			return nil, err
+		}
+		sum.Write(piece)
+	}
+	sum.Write(rest)
+	sum.Write(encoded)
+	if [32]byte(sum.Sum(nil)) != r.Result.Sum {
+		return nil, ErrResultUnavailable
+	}
+	return &Result{Head: *head, Created: r.Created, g: g, key: key, claim: r.Claim, pieces: r.Result.Pieces, rest: rest}, nil
+}
+
+// Body reads the body, a piece at a time.
+func (r *Result) Body(ctx context.Context) io.Reader {
+	readers := make([]io.Reader, 0, r.pieces+1)
+	for i := range r.pieces {
+		readers = append(readers, &pieceReader{ctx: ctx, result: r, piece: headPiece + 1 + i})
+	}
+	return io.MultiReader(append(readers, bytes.NewReader(r.rest))...)
+}
+
+// pieceReader fetches its piece when it is first read.
+type pieceReader struct {
+	ctx    context.Context
+	result *Result
+	piece  int
+	body   *bytes.Reader
+}
+
+func (p *pieceReader) Read(b []byte) (int, error) {
+	if p.body == nil {
+		piece, err := p.result.g.piece(p.ctx, p.result.key, p.result.claim, p.piece)
+		if err != nil {
+			return 0, err
+		}
+		p.body = bytes.NewReader(piece)
+	}
+	return p.body.Read(b)
+}
+
+func (g *Guard) piece(ctx context.Context, key Key, claim [16]byte, n int) ([]byte, error) {
+	name := pieceKey(key, claim, n)
+	entry, err := g.store.Get(ctx, name)
+	switch {
+	case errors.Is(err, store.ErrNotFound), errors.Is(err, store.ErrDamaged):
+		return nil, fmt.Errorf("%w: %w", ErrResultUnavailable, err)
+	case err != nil:
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	plain, err := g.sealer.Open(nil, entry.Value, name)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrResultUnavailable, err)
+	}
+	return plain, nil
+}
+
+// Head is an answer without its body: what a replay needs besides the bytes.
+type Head struct {
+	Status int
+	// Header is the difference that the execution made to the answer's header: a
+	// name with values was set, a name without was removed. Names are canonical.
+	Header map[string][]string
+	// Trailer holds what came after the body.
+	Trailer map[string][]string
+	// Size is the body's length in bytes.
+	Size int64
+}
+
+const (
+	tagHeadStatus = 1 + iota
+	tagHeadSize
+	tagHeadName
+	tagHeadValue
+	tagHeadTrailerName
+	tagHeadTrailerValue
+)
+
+// valueMark stands before each value: an empty value is a value, which the encoder
+// would leave out.
+const valueMark = '='
+
+func (h *Head) encode(dst []byte) []byte {
+	e := encoder{dst}
+	e.int(tagHeadStatus, int64(h.Status))
+	e.int(tagHeadSize, h.Size)
+	fields := func(fields map[string][]string, name, value byte) {
+		for k, values := range fields {
+			e.string(name, k)
+			for _, v := range values {
+				e.marked(value, v)
+			}
+		}
+	}
+	fields(h.Header, tagHeadName, tagHeadValue)
+	fields(h.Trailer, tagHeadTrailerName, tagHeadTrailerValue)
+	return e.b
+}
+
+func decodeHead(b []byte) (*Head, error) {
+	h := &Head{Header: map[string][]string{}, Trailer: map[string][]string{}}
+	var name string
+	d := decoder{b: b}
+	for d.next() {
+		switch d.tag {
+		case tagHeadStatus:
+			h.Status = int(d.int())
+		case tagHeadSize:
+			h.Size = d.int()
+		case tagHeadName:
+			name = d.string()
+			h.Header[name] = nil
+		case tagHeadTrailerName:
+			name = d.string()
+			h.Trailer[name] = nil
+		case tagHeadValue:
+			h.Header[name] = append(h.Header[name], d.marked())
+		case tagHeadTrailerValue:
+			h.Trailer[name] = append(h.Trailer[name], d.marked())
+		}
+	}
+	return h, d.err
+}

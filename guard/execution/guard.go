@@ -1,0 +1,531 @@
+// Package execution executes a side effect at most once under retries (P1).
+//
+// A Call names one intended effect by its Key. LookUp says what is recorded of it:
+// nothing, a running execution to follow, a result to replay, or a reason to
+// refuse. Claim makes one caller the owner, durably, before anything is sent (P2);
+// its Execution is settled with what came of it: completed, released or in doubt
+// (P6). What nobody can tell is in doubt and stays so until there is evidence;
+// elapsed time is never evidence.
+//
+// The package knows neither HTTP servers nor Caddy. It keeps everything in a
+// store.Store, sealed (P8). docs/state_machine.md draws the states.
+package execution
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/spool"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Guard is one node's view of all executions in one store. It is safe for
+// concurrent use.
+type Guard struct {
+	store   store.Store
+	sealer  store.Sealer
+	node    string
+	boot    string
+	flights flights
+	running gate
+	writers *writers
+	usages  usages
+	bodies  *spool.Budget
+}
+
+// BodyMemory is the bound on the memory that bodies of requests and answers of all calls
+// take together. It begins with DefaultBodyMemory.
+func (g *Guard) BodyMemory() *spool.Budget { return g.bodies }
+
+// DefaultBodyMemory is how much memory bodies take together, in bytes, unless
+// BodyMemory is told otherwise.
+const DefaultBodyMemory = 128 << 20
+
+// Errors of Guard.
+var (
+	// ErrTaken: another call owns the key; look it up again.
+	ErrTaken = errors.New("guard: the key was claimed by another call")
+	// ErrDraining: the process is about to end and starts nothing new.
+	ErrDraining = errors.New("guard: shutting down")
+	// ErrStore: the store did not answer or did not take a record. Nothing may be
+	// forwarded (P4).
+	ErrStore = errors.New("guard: the store is unavailable")
+	// ErrUnreadable: a record stands under the key and cannot be read. It comes with
+	// ErrStore.
+	ErrUnreadable = errors.New("guard: the record cannot be read")
+	// ErrUnrecorded: the outcome did not reach the store: the execution is in doubt.
+	ErrUnrecorded = errors.New("guard: the outcome could not be recorded")
+)
+
+// Open takes charge of the executions in st: it checks that sealer belongs to the
+// store, and settles what another life of this node left behind (Recovery). Only
+// one Guard may be open on a store of this process.
+func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Recovery, error) {
+	boot := newClaim()
+	g := &Guard{store: st, sealer: sealer, boot: hex.EncodeToString(boot[:]), writers: new(writers), bodies: spool.NewBudget(DefaultBodyMemory)}
+	g.writers.current.Store(new(gate))
+	if err := g.identify(ctx); err != nil {
+		return nil, Recovery{}, err
+	}
+	recovery, err := g.recover(ctx)
+	if err != nil {
+		return nil, Recovery{}, fmt.Errorf("recovering executions: %w", err)
+	}
+	return g, recovery, nil
+}
+
+// Drain lets no new execution begin and waits for the running ones, until ctx
+// ends. It returns how many are still running: if the process ends now, they will
+// be found in doubt.
+func (g *Guard) Drain(ctx context.Context) int { return g.running.drain(ctx) }
+
+func newClaim() (id [16]byte) {
+	_, _ = rand.Read(id[:]) // never fails
+	return id
+}
+
+// Status says what LookUp found.
+type Status uint8
+
+// The statuses of an execution.
+const (
+	// Free: nothing is recorded; the call may be claimed.
+	Free Status = iota
+	// Mismatch: the key was used for a call with another fingerprint.
+	Mismatch
+	// RunningHere: a flight of this process; it can be followed.
+	RunningHere
+	// RunningElsewhere: it runs on another node.
+	RunningElsewhere
+	// Replayable: completed, the result is kept.
+	Replayable
+	// ResultExpired: completed, the result's time is over, the key is still taken.
+	ResultExpired
+	// ResultUnavailable: completed, the result was never kept.
+	ResultUnavailable
+	// Doubtful: in doubt.
+	Doubtful
+	// RolledBack: undone; refused for ever.
+	RolledBack
+)
+
+// Finding is what is known of a key at one moment.
+type Finding struct {
+	Status Status
+	// Record is what the store holds; nil for Free and RunningHere.
+	Record *Record
+	// Flight is set for RunningHere.
+	Flight  *Flight
+	version store.Version
+	other   State // of the call that a Mismatch was recorded of
+}
+
+// State is where the execution stands that was found; 0 for Free.
+func (f *Finding) State() State {
+	switch f.Status {
+	case Free:
+		return 0
+	case Mismatch:
+		return f.other
+	case RunningHere, RunningElsewhere:
+		return StateSending
+	case Doubtful:
+		return StateInDoubt
+	}
+	return f.Record.State
+}
+
+// LookUp looks a call up. It answers from the running executions of this process
+// first, then from the store. An error is ErrStore: nothing is known.
+func (g *Guard) LookUp(ctx context.Context, key Key, fp Fingerprint) (Finding, error) {
+	var orphan store.Version
+	for {
+		if f := g.flights.find(key); f != nil {
+			if f.fingerprint != fp {
+				return Finding{Status: Mismatch, other: StateSending}, nil
+			}
+			return Finding{Status: RunningHere, Flight: f}, nil
+		}
+		record, version, err := g.load(ctx, key)
+		if err != nil {
+			return Finding{}, err
+		}
+		if record == nil {
+			return Finding{Status: Free}, nil
+		}
+		found := Finding{Record: record, version: version}
+		if record.State == StateSending && record.Boot == g.boot && orphan != version {
+			// Its flight began or ended between the two looks; look once more. The
+			// same version twice without a flight: its outcome was never recorded.
+			orphan = version
+			continue
+		}
+		if record.Fingerprint != fp && !record.blocked() {
+			found.Status, found.other = Mismatch, record.State
+			if record.State == StateSending && record.Node == g.node { // as status says
+				found.other = StateInDoubt
+			}
+			return found, nil
+		}
+		found.Status, err = g.status(ctx, record)
+		return found, err
+	}
+}
+
+func (g *Guard) load(ctx context.Context, key Key) (*Record, store.Version, error) {
+	name := recordKey(key)
+	entry, err := g.store.Get(ctx, name)
+	if errors.Is(err, store.ErrNotFound) {
+		return nil, 0, nil
+	}
+	if err != nil {
+		return nil, 0, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	record, err := g.open(entry.Value, name)
+	if err != nil {
+		return nil, 0, err
+	}
+	return record, entry.Version, nil
+}
+
+func (g *Guard) open(sealed, name []byte) (*Record, error) {
+	plain, err := g.sealer.Open(nil, sealed, name)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
+	}
+	record, err := decodeRecord(plain)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
+	}
+	return record, nil
+}
+
+// blocked reports whether whatever comes under the key is refused: the call that it
+// belonged to never ran, and nobody knows what it asked for.
+func (r *Record) blocked() bool {
+	return r.State == StateRolledBack && r.Fingerprint == Fingerprint{}
+}
+
+func (g *Guard) status(ctx context.Context, r *Record) (Status, error) {
+	switch r.State {
+	case StateRolledBack:
+		return RolledBack, nil
+	case StateInDoubt:
+		return Doubtful, nil
+	case StateCompleted:
+		if !r.Result.Kept {
+			return ResultUnavailable, nil
+		}
+		now, err := g.store.Now(ctx)
+		if err != nil {
+			return 0, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		if !now.Before(r.Result.Expires) {
+			return ResultExpired, nil
+		}
+		return Replayable, nil
+	default:
+		if r.Node == g.node { // its owner is gone, its outcome was not recorded
+			r.Cause = CauseUnrecorded
+			return Doubtful, nil
+		}
+		return RunningElsewhere, nil
+	}
+}
+
+// Age is how long ago the first attempt of the call was claimed, by the store's clock.
+func (g *Guard) Age(ctx context.Context, found Finding) (time.Duration, error) {
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return 0, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return now.Sub(found.Record.began()), nil
+}
+
+// Claim makes the caller the owner of c's key, durably, before anything is sent
+// (P2). found is what LookUp returned: Free, or Doubtful where there is evidence
+// that the call was not applied, or the route chose to run again. The
+// claim's commit carries the batches of other packages and ends them, whatever happens. Where
+// the condition of one of their writes does not hold, the error is its *store.Conflict, and
+// nothing is claimed.
+//
+// A *QuotaError says that the caller holds too much already.
+//
+// The owner must settle the execution, whatever happens.
+func (g *Guard) Claim(ctx context.Context, c *Call, found Finding, batches ...*store.Batch) (*Execution, error) {
+	e, err := g.begin(ctx, c, found, batches)
+	return e, done(err, batches)
+}
+
+// done ends the batches of a commit.
+func done(err error, batches []*store.Batch) error {
+	for _, b := range batches {
+		err = b.Done(err)
+	}
+	return err
+}
+
+func (g *Guard) begin(ctx context.Context, c *Call, found Finding, batches []*store.Batch) (*Execution, error) {
+	if !g.running.enter() {
+		return nil, ErrDraining
+	}
+	caller := g.Caller(c.Scope.Caller)
+	flight := g.flights.start(c, caller, g.bodies)
+	if flight == nil {
+		g.running.leave()
+		return nil, ErrTaken
+	}
+	e, err := g.claim(ctx, c, flight, found, batches)
+	if err != nil {
+		g.flights.end(flight, EndedUnsent)
+		g.running.leave()
+		return nil, err
+	}
+	return e, nil
+}
+
+func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Finding, batches []*store.Batch) (*Execution, error) {
+	defer g.writers.enter().leave()
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	usage, err := g.admit(ctx, flight.caller, c.Quota, now, found.Record != nil)
+	if err != nil {
+		return nil, err
+	}
+	record := g.newRecord(c, flight.caller, now)
+	condition := store.Absent()
+	if found.Record != nil {
+		record.First = found.Record.began()
+		condition = store.VersionIs(found.version)
+	}
+	version, err := g.store.Commit(ctx, g.put(c.Key, found.Record, &record, condition, batches...)...)
+	if err != nil {
+		g.leave(usage)
+		var lost *store.Conflict
+		switch {
+		case !errors.As(err, &lost):
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		case lost.Index == 0:
+			return nil, ErrTaken
+		}
+		return nil, lost
+	}
+	if found.Record != nil {
+		g.resolved(found.Record, nil)
+	}
+	return &Execution{g: g, flight: flight, record: record, version: version, usage: usage}, nil
+}
+
+// gate counts running executions and, once shut, lets no new ones in.
+type gate struct {
+	mu   sync.Mutex
+	n    int
+	shut bool
+	idle chan struct{} // closed when n falls to 0 after shut
+}
+
+func (g *gate) enter() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.shut {
+		return false
+	}
+	g.n++
+	return true
+}
+
+func (g *gate) leave() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.n--
+	if g.n == 0 && g.idle != nil {
+		close(g.idle)
+		g.idle = nil
+	}
+}
+
+// drain shuts the gate and waits until it is empty or ctx ends. It returns how many
+// are still inside.
+func (g *gate) drain(ctx context.Context) int {
+	g.mu.Lock()
+	g.shut = true
+	if g.n == 0 {
+		g.mu.Unlock()
+		return 0
+	}
+	if g.idle == nil {
+		g.idle = make(chan struct{})
+	}
+	idle := g.idle
+	g.mu.Unlock()
+	select {
+	case <-idle:
+		return 0
+	case <-ctx.Done():
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.n
+}
+
+// layoutVersion is the version of the keys and records that this build writes.
+const layoutVersion = "1"
+
+// Errors of Open that say what to do.
+var (
+	// ErrWrongKey: the store was sealed with another key ring.
+	ErrWrongKey = errors.New("guard: the key does not belong to this store: give the key that was made with the store; " +
+		"without it no recorded execution can be found, and retries would run again")
+	// ErrLayout: the store was written by a build that this one does not know.
+	ErrLayout = errors.New("guard: the store was written by another version of the gateway")
+)
+
+func metaKey(name string) []byte { return append([]byte{spaceMeta}, name...) }
+
+// Fresh reports whether nothing was ever kept in st, so that a new key may be made
+// for it. A store that holds anything needs the key that it was made with.
+func Fresh(ctx context.Context, st store.Store) (bool, error) {
+	for _, err := range st.Scan(ctx, store.Range{Limit: 1}) {
+		return false, err
+	}
+	return true, nil
+}
+
+// identify checks the store's key and layout and reads the node's id, or writes
+// them into a fresh store.
+func (g *Guard) identify(ctx context.Context) error {
+	check := metaKey("key")
+	entry, err := g.store.Get(ctx, check)
+	if errors.Is(err, store.ErrNotFound) {
+		return g.initialise(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	layout, err := g.store.Get(ctx, metaKey("layout"))
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if string(layout.Value) != layoutVersion {
+		return fmt.Errorf("%w: layout %q, this build knows %q", ErrLayout, layout.Value, layoutVersion)
+	}
+	if id := g.sealer.KeyOf(entry.Value); !slices.Contains(g.sealer.KeyIDs(), id) {
+		return fmt.Errorf("%w: it is sealing key %d", ErrMissingKey, id)
+	}
+	plain, err := g.sealer.Open(nil, entry.Value, check)
+	if err != nil || string(plain) != g.keyCheck() {
+		return ErrWrongKey
+	}
+	if err := g.checkKeys(ctx); err != nil {
+		return err
+	}
+	node, err := g.store.Get(ctx, metaKey("node"))
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	g.node = string(node.Value)
+	return nil
+}
+
+// keyCheck ties the index key to the sealed marker: a ring with the right sealing
+// key and another index key would find no execution.
+func (g *Guard) keyCheck() string {
+	sum := g.sealer.Index("key check")
+	return string(sum[:])
+}
+
+func (g *Guard) initialise(ctx context.Context) error {
+	fresh, err := Fresh(ctx, g.store)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if !fresh {
+		return fmt.Errorf("%w: it holds data without a key check", ErrLayout)
+	}
+	g.node = "node-" + g.boot
+	check := metaKey("key")
+	ids := g.sealer.KeyIDs()
+	_, err = g.store.Commit(ctx,
+		store.Write{Key: check, If: store.Absent(), Value: g.sealer.Seal(nil, []byte(g.keyCheck()), check)},
+		store.Write{Key: metaKey("layout"), If: store.Absent(), Value: []byte(layoutVersion)},
+		store.Write{Key: metaKey("node"), If: store.Absent(), Value: []byte(g.node)},
+		store.Write{Key: metaKey(keysName), If: store.Absent(), Value: encodeUses([]KeyUse{{ID: ids[len(ids)-1]}})},
+	)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return nil
+}
+
+// Recovery counts what an earlier life of this node left behind.
+type Recovery struct {
+	// InDoubt: it may have been sent when the process died.
+	InDoubt int
+	// Unrecorded: it may have been sent, and the store had no room to say so. It is
+	// in doubt all the same; the next opening records it.
+	Unrecorded int
+}
+
+// recover settles the open records of other lives of this node. It runs once, when
+// the store is opened; a reload of the configuration keeps the same life.
+func (g *Guard) recover(ctx context.Context) (Recovery, error) {
+	var done Recovery
+	var keys []Key
+	for entry, err := range g.store.Scan(ctx, store.Prefix([]byte{spaceState, byte(StateSending)})) {
+		if err != nil {
+			return done, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		keys = append(keys, keyIn(entry.Key))
+	}
+	for _, key := range keys {
+		if err := g.recoverOne(ctx, key, &done); err != nil {
+			return done, err
+		}
+	}
+	return done, nil
+}
+
+func (g *Guard) recoverOne(ctx context.Context, key Key, done *Recovery) error {
+	record, version, err := g.load(ctx, key)
+	if err != nil || record == nil || !record.State.Open() || record.Node != g.node || record.Boot == g.boot {
+		return err
+	}
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	doubt := *record
+	doubt.State, doubt.Cause, doubt.Settled = StateInDoubt, CauseDied, now
+	_, err = g.store.Commit(ctx, g.put(key, record, &doubt, store.VersionIs(version))...)
+	if errors.Is(err, store.ErrFull) {
+		// What has no owner counts as in doubt (status). A full disk must not keep
+		// everything else from flowing (P4).
+		done.Unrecorded++
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	done.InDoubt++
+	return nil
+}
+
+// scratch is memory for what is encoded only to be sealed.
+var scratch = sync.Pool{New: func() any { b := make([]byte, 0, 2048); return &b }}
+
+// maxScratch bounds what is kept of it for the next one.
+const maxScratch = 64 << 10
+
+func freeScratch(b *[]byte) {
+	if cap(*b) <= maxScratch {
+		scratch.Put(b)
+	}
+}

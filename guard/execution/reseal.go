@@ -1,0 +1,414 @@
+package execution
+
+import (
+	"cmp"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// ErrMissingKey: values in the store are sealed with a key that the ring lacks.
+var ErrMissingKey = errors.New("guard: the key ring lacks a sealing key under which values stand in this store: " +
+	"put it back into the ring; without it what it sealed is unreadable")
+
+// KeyUse is a sealing key under which values may stand in the store.
+type KeyUse struct {
+	ID uint32
+	// Until is when the last of them expires; zero where that is not known, or never.
+	Until time.Time
+}
+
+// The store notes which sealing keys it needs, so that a ring without one of them is
+// refused before anything is lost: each key before its first use, with the time at
+// which it is needed no more once everything else was re-sealed.
+const keysName = "keys"
+
+const keyUseSize = 4 + 8
+
+func encodeUses(uses []KeyUse) []byte {
+	var b []byte
+	for _, use := range uses {
+		b = binary.BigEndian.AppendUint32(b, use.ID)
+		var until int64
+		if !use.Until.IsZero() {
+			until = use.Until.UnixNano()
+		}
+		b = binary.BigEndian.AppendUint64(b, uint64(until))
+	}
+	return b
+}
+
+func decodeUses(b []byte) ([]KeyUse, error) {
+	if len(b)%keyUseSize != 0 {
+		return nil, errEncoding
+	}
+	var uses []KeyUse
+	for row := range slices.Chunk(b, keyUseSize) {
+		use := KeyUse{ID: binary.BigEndian.Uint32(row)}
+		if until := int64(binary.BigEndian.Uint64(row[4:])); until != 0 {
+			use.Until = time.Unix(0, until)
+		}
+		uses = append(uses, use)
+	}
+	return uses, nil
+}
+
+// KeysInUse lists the sealing keys that the store needs, by id. The newest is one of
+// them.
+func (g *Guard) KeysInUse(ctx context.Context) ([]KeyUse, error) {
+	uses, _, err := g.keyUses(ctx)
+	if err != nil {
+		return nil, err
+	}
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return slices.DeleteFunc(uses, func(use KeyUse) bool {
+		return !use.Until.IsZero() && !now.Before(use.Until)
+	}), nil
+}
+
+// keyUses reads the note, and the condition on which it may be replaced.
+func (g *Guard) keyUses(ctx context.Context) ([]KeyUse, store.Condition, error) {
+	entry, err := g.store.Get(ctx, metaKey(keysName))
+	if errors.Is(err, store.ErrNotFound) {
+		// Written before there was a note: any key may have been used.
+		var uses []KeyUse
+		for _, id := range g.sealer.KeyIDs() {
+			uses = append(uses, KeyUse{ID: id})
+		}
+		return uses, store.Absent(), nil
+	}
+	if err != nil {
+		return nil, store.Condition{}, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	uses, err := decodeUses(entry.Value)
+	if err != nil {
+		return nil, store.Condition{}, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return uses, store.VersionIs(entry.Version), nil
+}
+
+// changeUses replaces the note by what change makes of it, whoever else writes it.
+func (g *Guard) changeUses(ctx context.Context, change func([]KeyUse) []KeyUse) error {
+	for {
+		uses, unchanged, err := g.keyUses(ctx)
+		if err != nil {
+			return err
+		}
+		next := encodeUses(change(slices.Clone(uses)))
+		if string(next) == string(encodeUses(uses)) && !unchanged.Holds(nil) {
+			return nil
+		}
+		_, err = g.store.Commit(ctx, store.Write{Key: metaKey(keysName), If: unchanged, Value: next})
+		if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		return nil
+	}
+}
+
+// UseKey notes durably that values may be sealed with a key from now on. Whoever
+// gives the sealer a new newest key calls it before the first value is sealed so.
+func (g *Guard) UseKey(ctx context.Context, id uint32) error {
+	return g.changeUses(ctx, func(uses []KeyUse) []KeyUse { return with(uses, KeyUse{ID: id}) })
+}
+
+// with is the list with this entry for its key.
+func with(uses []KeyUse, new KeyUse) []KeyUse {
+	uses = slices.DeleteFunc(uses, func(use KeyUse) bool { return use.ID == new.ID })
+	uses = append(uses, new)
+	slices.SortFunc(uses, func(a, b KeyUse) int { return cmp.Compare(a.ID, b.ID) })
+	return uses
+}
+
+// checkKeys refuses a sealer that lacks a key that the store needs, and notes its
+// newest as used.
+func (g *Guard) checkKeys(ctx context.Context) error {
+	uses, err := g.KeysInUse(ctx)
+	if err != nil {
+		return err
+	}
+	held := g.sealer.KeyIDs()
+	for _, use := range uses {
+		if !slices.Contains(held, use.ID) {
+			return fmt.Errorf("%w: it is sealing key %d", ErrMissingKey, use.ID)
+		}
+	}
+	return g.UseKey(ctx, held[len(held)-1])
+}
+
+// writers counts the commits under way that carry sealed values, so that re-sealing
+// can wait for those whose values were sealed with an older key. Whoever seals for
+// the store enters before, and leaves after the commit.
+type writers struct {
+	current atomic.Pointer[gate]
+
+	mu    sync.Mutex
+	older []*gate // not known to be empty
+}
+
+// enter returns the gate to leave. It never waits.
+func (w *writers) enter() *gate {
+	for {
+		if g := w.current.Load(); g.enter() {
+			return g
+		}
+		// It was shut, so another one has taken its place.
+	}
+}
+
+// drainOlder waits until all those have left that had entered before it. Others enter
+// meanwhile.
+func (w *writers) drainOlder(ctx context.Context) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.older = append(w.older, w.current.Swap(new(gate)))
+	for len(w.older) > 0 {
+		if w.older[0].drain(ctx) > 0 {
+			return ctx.Err()
+		}
+		w.older = w.older[1:]
+	}
+	return nil
+}
+
+// Re-sealing works in small steps, one commit after the other: a commit among those
+// of the traffic, which the store gathers anyway, and no snapshot that is kept.
+const (
+	resealPage = 256 // records that are read in one snapshot
+	countPage  = 64  // pieces of answers that are read in one snapshot
+)
+
+// ResealProgress tells how far a Reseal has come.
+type ResealProgress struct {
+	// Key is the sealing key under which values are sealed anew.
+	Key uint32
+	// Seen counts the values that were looked at.
+	Seen int
+	// Resealed counts those that were sealed anew.
+	Resealed int
+	// Damaged counts those that do not open with the key that they name. They stay
+	// as they are.
+	Damaged int
+	// Left is what stands under older keys, by their id, as far as was looked.
+	Left map[uint32]KeyLeft
+	// Started and Finished are when it began, and when it was done; Finished is
+	// zero before.
+	Started, Finished time.Time
+}
+
+// KeyLeft is what a Reseal leaves under an older key.
+type KeyLeft struct {
+	// Records are damaged, or belong to executions that run on other nodes.
+	Records int
+	// Results are pieces of answers. They are not sealed anew but expire.
+	Results int
+	// Until is when the last of it expires; zero where some of it does not.
+	Until time.Time
+
+	endless bool
+}
+
+// Reseal seals anew, with the newest key, what was sealed with an older one: all
+// records, what operators have resolved, and the key check. Pieces of answers are left
+// to expire and are counted. When it is done the store notes which of the older keys it
+// still needs (KeysInUse). It tells report, where there is one, after each step.
+//
+// It goes beside the traffic, whose commits win; a record whose execution runs is
+// sealed anew by its own outcome, for which Reseal waits. It may be stopped at any
+// moment: the next one passes quickly over what was done.
+func (g *Guard) Reseal(ctx context.Context, report func(ResealProgress)) (ResealProgress, error) {
+	r := &resealer{
+		g: g, Resealer: store.NewResealer(g.store, g.sealer), report: report,
+		started: time.Now(), remains: map[uint32]KeyLeft{},
+	}
+	r.Take = r.take
+	r.Enter = func() func() { return g.writers.enter().leave }
+	r.OnDamaged = func(entry store.Entry, _ error) { r.left(entry, KeyLeft{Records: 1}) }
+	r.OnLost = func(found store.Entry) {
+		if r.Older(found.Value) { // by another node
+			r.left(found, KeyLeft{Records: 1})
+		}
+	}
+	if report == nil {
+		r.report = func(ResealProgress) {}
+	}
+	var finished time.Time
+	err := r.run(ctx)
+	if err == nil {
+		finished = time.Now()
+	}
+	p := r.progress()
+	p.Finished = finished
+	r.report(p)
+	return p, err
+}
+
+type resealer struct {
+	*store.Resealer
+	g       *Guard
+	report  func(ResealProgress)
+	started time.Time
+	remains map[uint32]KeyLeft // under older keys
+	running []Key              // whose executions must end first
+}
+
+func (r *resealer) progress() ResealProgress {
+	return ResealProgress{
+		Key: r.Newest(), Seen: r.Seen, Resealed: r.Resealed, Damaged: r.Damaged,
+		Left: maps.Clone(r.remains), Started: r.started,
+	}
+}
+
+func (r *resealer) run(ctx context.Context) error {
+	r.report(r.progress())
+	// From here on nothing new comes under an older key in this process.
+	if err := r.g.writers.drainOlder(ctx); err != nil {
+		return err
+	}
+	steps := []func(context.Context) error{
+		r.keyCheck, r.walk(spaceRecord, resealPage, r.Reseal), r.walk(spaceResolved, resealPage, r.Reseal),
+		r.awaitRunning, r.walk(spaceResult, countPage, r.countResults), r.note,
+	}
+	for _, step := range steps {
+		if err := step(ctx); err != nil {
+			return err
+		}
+		r.report(r.progress())
+	}
+	return nil
+}
+
+// walk is the step that does something with what is sealed under older keys in a space.
+func (r *resealer) walk(space byte, page int, do func(context.Context, ...store.Entry) error) func(context.Context) error {
+	return func(ctx context.Context) error {
+		err := r.Walk(ctx, []byte{space}, page, func(ctx context.Context, older ...store.Entry) error {
+			err := do(ctx, older...)
+			if err == nil {
+				r.report(r.progress())
+			}
+			return err
+		})
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		return nil
+	}
+}
+
+func (r *resealer) keyCheck(ctx context.Context) error {
+	r.Seen++
+	return r.resealKey(ctx, metaKey("key"))
+}
+
+// resealKey seals the value under one key anew, if it is needed.
+func (r *resealer) resealKey(ctx context.Context, key []byte) error {
+	entry, err := r.g.store.Get(ctx, key)
+	if err == nil && r.Older(entry.Value) {
+		err = r.Reseal(ctx, entry)
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return nil
+}
+
+// left counts what stays under an older key. A key that nobody has is none: the
+// number itself was damaged.
+func (r *resealer) left(entry store.Entry, more KeyLeft) {
+	id := r.g.sealer.KeyOf(entry.Value)
+	if !slices.Contains(r.g.sealer.KeyIDs(), id) {
+		return
+	}
+	l := r.remains[id]
+	l.Records += more.Records
+	l.Results += more.Results
+	l.endless = l.endless || entry.Expires.IsZero()
+	if entry.Expires.After(l.Until) {
+		l.Until = entry.Expires
+	}
+	if l.endless {
+		l.Until = time.Time{}
+	}
+	r.remains[id] = l
+}
+
+// take decides whether an opened value under an older key is sealed anew now.
+func (r *resealer) take(entry store.Entry, plain []byte) bool {
+	if entry.Key[0] != spaceRecord {
+		return true
+	}
+	record, err := decodeRecord(plain)
+	if err != nil { // of a newer build; whether it runs cannot be told
+		r.Damaged++
+		r.left(entry, KeyLeft{Records: 1})
+		return false
+	}
+	if !record.State.Open() {
+		return true
+	}
+	key := Key(entry.Key[1:])
+	switch {
+	case record.Node != r.g.node:
+		r.left(entry, KeyLeft{Records: 1})
+		return false
+	case r.g.flights.find(key) != nil:
+		// Its outcome is conditional on the version that stands there, and must
+		// not lose to this. Without a flight nobody knows that version any more.
+		r.running = append(r.running, key)
+		return false
+	}
+	return true
+}
+
+// awaitRunning waits for the executions whose records could not be touched, and
+// takes care of those whose outcome was not recorded.
+func (r *resealer) awaitRunning(ctx context.Context) error {
+	for len(r.running) > 0 {
+		key := r.running[0]
+		r.running = r.running[1:]
+		if flight := r.g.flights.find(key); flight != nil {
+			select {
+			case <-flight.Done():
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+		if err := r.resealKey(ctx, recordKey(key)); err != nil && !errors.Is(err, store.ErrNotFound) {
+			return err
+		}
+	}
+	return nil
+}
+
+// countResults counts the pieces of answers, which are left to expire.
+func (r *resealer) countResults(_ context.Context, older ...store.Entry) error {
+	for _, entry := range older {
+		r.left(entry, KeyLeft{Results: 1})
+	}
+	return nil
+}
+
+// note writes down which older keys are still needed.
+func (r *resealer) note(ctx context.Context) error {
+	return r.g.changeUses(ctx, func(uses []KeyUse) []KeyUse {
+		uses = slices.DeleteFunc(uses, func(use KeyUse) bool { return use.ID < r.Newest() })
+		for id, left := range r.remains {
+			uses = with(uses, KeyUse{ID: id, Until: left.Until})
+		}
+		return uses
+	})
+}

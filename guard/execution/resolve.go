@@ -1,0 +1,343 @@
+package execution
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Applied settles a doubtful execution with the evidence that it was executed. With
+// an answer, that becomes the result; without one the result is unavailable. The
+// answer's body is at most 256 KiB; a larger one is not kept. The commit carries the batches
+// of other packages and ends them, whatever happens.
+//
+// ErrTaken says that the execution is not in doubt any more: look it up again.
+func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Head, body []byte, batches ...*store.Batch) error {
+	record, tail, err := g.applied(ctx, found, answer, body)
+	if err != nil {
+		return done(err, batches)
+	}
+	err = g.apply(ctx, key, found, record, tail, batches)
+	if tail != nil && errors.Is(err, ErrStore) {
+		// The answer did not fit; that the call was executed is what must be kept.
+		record.Result = storedResult{}
+		err = g.apply(ctx, key, found, record, nil, batches)
+	}
+	return done(err, batches)
+}
+
+// applied is the completed record of a doubtful execution, and the part of its answer
+// that is stored beside it.
+func (g *Guard) applied(ctx context.Context, found Finding, answer *Head, body []byte) (*Record, []byte, error) {
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	record := *found.Record
+	record.State, record.Settled = StateCompleted, now
+	// Pieces are named by their claim: these are not the lost execution's own.
+	record.Claim = newClaim()
+	if answer == nil || len(body) > pieceSize {
+		return &record, nil, nil
+	}
+	recording := newRecording(pieceSize, nil)
+	defer recording.drop()
+	recording.Start(answer.Status, answer.Header)
+	recording.Write(body)
+	var none pieces
+	tail, err := none.rest(nil, recording, &record)
+	if err == nil {
+		record.Status = answer.Status
+		record.Result.Expires = now.Add(record.KeepResult)
+	}
+	return &record, tail, nil
+}
+
+func (g *Guard) apply(ctx context.Context, key Key, found Finding, record *Record, tail []byte, batches []*store.Batch) error {
+	defer g.writers.enter().leave()
+	batch := g.put(key, found.Record, record, store.VersionIs(found.version), batches...)
+	if tail != nil {
+		batch = append(batch, g.tail(key, record, tail))
+	}
+	if _, err := g.store.Commit(ctx, batch...); err != nil {
+		if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
+			return ErrTaken
+		}
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	g.resolved(found.Record, record)
+	return nil
+}
+
+// Resolution is what an operator has found out about an execution in doubt.
+type Resolution struct {
+	// At is when it was recorded; Resolve sets it.
+	At time.Time
+	// Applied says whether the call was executed. If not, its key is free again.
+	Applied bool
+	// Operator and Reason say who decided, and on what evidence. Both are required;
+	// 256 and 1,024 bytes at most.
+	Operator, Reason string
+	// Cause is why the execution was in doubt, Action what it was; Resolve sets them.
+	Cause  Cause
+	Action string
+}
+
+// Longest members of a Resolution, in bytes.
+const (
+	maxOperator = 256
+	maxReason   = 1024
+)
+
+// keepResolutions is how long resolutions are kept, also of keys that are free again.
+const keepResolutions = 400 * 24 * time.Hour
+
+// Errors of Resolve.
+var (
+	// ErrNotInDoubt: there is nothing to resolve.
+	ErrNotInDoubt = errors.New("guard: the execution is not in doubt")
+	// ErrResolution: the resolution is not complete.
+	ErrResolution = errors.New("guard: a resolution needs an operator and a reason")
+	// ErrAnswerTooLarge: the given answer cannot be kept.
+	ErrAnswerTooLarge = errors.New("guard: the given answer's body is larger than 256 KiB")
+)
+
+// Resolve settles a doubtful execution as an operator decides (P1). Where it was
+// applied, a given answer is replayed from now on; without one a retry is told that
+// the call was executed and its result is not available. The decision, who made it
+// and why are recorded in the same commit, which carries the batches of other packages and
+// ends them, whatever happens.
+//
+// ErrTaken says that the execution changed since it was looked up.
+func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answer *Head, body []byte, batches ...*store.Batch) error {
+	return done(g.resolve(ctx, found, r, answer, body, batches), batches)
+}
+
+func (g *Guard) resolve(ctx context.Context, found Recorded, r Resolution, answer *Head, body []byte, batches []*store.Batch) error {
+	switch {
+	case found.Status != Doubtful:
+		return ErrNotInDoubt
+	case r.Operator == "" || r.Reason == "" || len(r.Operator) > maxOperator || len(r.Reason) > maxReason:
+		return fmt.Errorf("%w, of at most %d and %d bytes", ErrResolution, maxOperator, maxReason)
+	case len(body) > pieceSize:
+		return ErrAnswerTooLarge
+	}
+	record, tail, err := g.applied(ctx, found.Finding, answer, body)
+	if err != nil {
+		return err
+	}
+	if answer != nil && !record.Result.Kept {
+		return ErrAnswerTooLarge
+	}
+	defer g.writers.enter().leave()
+	r.At, r.Cause, r.Action = record.Settled, found.Record.Cause, found.Record.Action
+	name := resolvedKey(found.Key, r.At)
+	noted := store.Write{Key: name, Value: g.sealer.Seal(nil, r.encode(nil), name), Expires: r.At.Add(keepResolutions)}
+	if !r.Applied {
+		record, tail = nil, nil
+	}
+	return g.apply(ctx, found.Key, found.Finding, record, tail, append(batches, store.NewBatch(noted)))
+}
+
+// Resolutions lists what operators have decided about the execution key, the oldest
+// first.
+func (g *Guard) Resolutions(ctx context.Context, key Key) ([]Resolution, error) {
+	var all []Resolution
+	for entry, err := range g.store.Scan(ctx, store.Prefix(append([]byte{spaceResolved}, key[:]...))) {
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		plain, err := g.sealer.Open(nil, entry.Value, entry.Key)
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		r, err := decodeResolution(plain)
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		all = append(all, r)
+	}
+	return all, nil
+}
+
+func resolvedKey(key Key, at time.Time) []byte {
+	b := append(make([]byte, 0, 1+keySize+8), spaceResolved)
+	return appendTime(append(b, key[:]...), at)
+}
+
+// The tags of a resolution's fields, under the rules of a record's.
+const (
+	tagResolvedAt = 1 + iota
+	tagResolvedApplied
+	tagResolvedOperator
+	tagResolvedReason
+	tagResolvedCause
+	tagResolvedAction
+)
+
+func (r *Resolution) encode(dst []byte) []byte {
+	e := encoder{dst}
+	e.time(tagResolvedAt, r.At)
+	e.bool(tagResolvedApplied, r.Applied)
+	e.string(tagResolvedOperator, r.Operator)
+	e.string(tagResolvedReason, r.Reason)
+	e.string(tagResolvedCause, string(r.Cause))
+	e.string(tagResolvedAction, r.Action)
+	return e.b
+}
+
+func decodeResolution(b []byte) (r Resolution, err error) {
+	d := decoder{b: b}
+	for d.next() {
+		switch d.tag {
+		case tagResolvedAt:
+			r.At = d.time()
+		case tagResolvedApplied:
+			r.Applied = d.int() != 0
+		case tagResolvedOperator:
+			r.Operator = d.string()
+		case tagResolvedReason:
+			r.Reason = d.string()
+		case tagResolvedCause:
+			r.Cause = Cause(d.string())
+		case tagResolvedAction:
+			r.Action = d.string()
+		}
+	}
+	return r, d.err
+}
+
+// Undoing names a call that was undone, or that must not run any more. All but Key and
+// Checkpoint are recorded where the key is free, and not looked at elsewhere.
+type Undoing struct {
+	Key Key
+	// Checkpoint is the id of the token that announced the call. A key that was released
+	// and claimed again belongs to another one, and is left alone.
+	Checkpoint string
+	// Fingerprint may be zero where it is not known: whatever comes is then refused.
+	Fingerprint Fingerprint
+	Caller      CallerHash
+	// ID is the execution id, by which the caller asks for it; empty where it is not known.
+	ID                                          string
+	Guard, Action, Host, Method, Path, Workflow string
+}
+
+// Errors of Undone.
+var (
+	// ErrRunning: the execution runs. Await its end, and look again what became of it.
+	ErrRunning = errors.New("guard: the execution is under way")
+	// ErrOtherCall: another call owns the key, with a checkpoint of its own. It is not
+	// the one that was undone, and is not blocked.
+	ErrOtherCall = errors.New("guard: the key belongs to another call")
+)
+
+// Undone records that what ran under a key was undone: a late duplicate is refused for
+// ever. Where the key is free, it records that the call must not run any more: this is
+// cancellation (architecture brief). The commit carries extra writes of other packages, also
+// where the record says so already: writes and no batch, since a caller may have to try again.
+// Where an extra write's condition does not hold the error is
+// its *store.Conflict, and nothing is recorded.
+//
+// ErrTaken says that the execution changed meanwhile: call it again. With ErrRunning and
+// ErrOtherCall nothing was recorded either.
+func (g *Guard) Undone(ctx context.Context, u Undoing, extra ...store.Write) error {
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	found, err := g.Get(ctx, u.Key)
+	switch {
+	case errors.Is(err, ErrUnknown):
+		return g.block(ctx, &u, now, extra)
+	case err != nil:
+		return err
+	case !found.Record.Announced(u.Checkpoint):
+		return ErrOtherCall
+	case found.Status == RunningHere || found.Status == RunningElsewhere:
+		return ErrRunning
+	}
+	next := *found.Record
+	if next.State != StateCompleted {
+		next.Settled = now
+	}
+	if found.Status == RolledBack {
+		next.Settled = found.Record.Settled
+	}
+	next.State = StateRolledBack
+	return g.undo(ctx, u.Key, &found.Finding, &next, extra)
+}
+
+// block records that the call of a free key must not run any more.
+func (g *Guard) block(ctx context.Context, u *Undoing, now time.Time, extra []store.Write) error {
+	tomb := Record{
+		State: StateRolledBack, Claim: newClaim(), Fingerprint: u.Fingerprint, Caller: u.Caller,
+		ID: shorten(u.ID, maxRecordedID), Guard: shorten(u.Guard, maxRecordedText), Action: shorten(u.Action, maxRecordedText),
+		Host: shorten(u.Host, maxRecordedText), Method: shorten(u.Method, maxRecordedText), Path: shorten(u.Path, maxRecordedText),
+		Workflow: shorten(u.Workflow, maxRecordedText), Checkpoint: shorten(u.Checkpoint, maxRecordedText),
+		Node: g.node, Boot: g.boot, Created: now, Settled: now,
+	}
+	return g.undo(ctx, u.Key, &Finding{Status: Free}, &tomb, extra)
+}
+
+func (g *Guard) undo(ctx context.Context, key Key, found *Finding, next *Record, extra []store.Write) error {
+	defer g.writers.enter().leave()
+	condition := store.Absent()
+	if found.Record != nil {
+		condition = store.VersionIs(found.version)
+	}
+	_, err := g.store.Commit(ctx, append(g.put(key, found.Record, next, condition), extra...)...)
+	var lost *store.Conflict
+	switch {
+	case err == nil:
+		g.counted(found, next)
+		return nil
+	case !errors.As(err, &lost):
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	case lost.Index == 0:
+		return ErrTaken
+	}
+	return lost
+}
+
+// counted counts what became of a caller's execution that was undone.
+func (g *Guard) counted(found *Finding, next *Record) {
+	if found.Status == Doubtful {
+		g.resolved(found.Record, next)
+		return
+	}
+	u := g.usages.known(next.Caller)
+	if u == nil {
+		return
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if !u.counted {
+		return
+	}
+	size := int64(next.size())
+	if found.Record != nil {
+		u.drop(int64(found.Record.size()), found.Record.expires())
+	}
+	u.keep(size, next.Settled, time.Time{}) // the answer beside it stays and is counted
+}
+
+// drop forgets bytes that would have expired at the given time, with mu held.
+func (u *usage) drop(bytes int64, expires time.Time) {
+	u.bytes = max(u.bytes-bytes, 0)
+	if expires.IsZero() {
+		return
+	}
+	// Which window they are in depends on when they were counted. It ends after they
+	// expire, and is one of few.
+	at := expires.UnixNano()
+	for window := int64(leastWindow); window > 0 && window <= at; window *= 2 {
+		end := at - at%window + window
+		if u.expiry[end] >= bytes {
+			u.expiry[end] -= bytes
+			return
+		}
+	}
+}

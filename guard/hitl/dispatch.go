@@ -1,0 +1,371 @@
+package hitl
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Notifier tells somebody of an escalation.
+//
+// It is told at least once: after a crash, a lost answer or a lease that ran out it gets
+// the same escalation again, perhaps at another node. Escalation.ID is the message's id, by
+// which a receiver tells repetitions. nil means that the message was taken. ErrRefused
+// means that it never will be; a *LaterError says when to come again; after any other error
+// it is tried again. The error's text is recorded and reported: nothing secret is in it (P8).
+type Notifier interface {
+	// Notify returns before ctx is done, soon after it at the latest.
+	Notify(ctx context.Context, e Escalation) error
+}
+
+// NotifierFunc is a function as a Notifier.
+type NotifierFunc func(ctx context.Context, e Escalation) error
+
+// Notify implements Notifier.
+func (f NotifierFunc) Notify(ctx context.Context, e Escalation) error { return f(ctx, e) }
+
+// ErrRefused: the receiver does not take this message, now or later.
+var ErrRefused = errors.New("hitl: refused for good")
+
+// LaterError says that the receiver asks to be left alone for a while.
+type LaterError struct {
+	// After is how long. It is honoured from the backoff's own time up to an hour.
+	After time.Duration
+	// Err is what happened.
+	Err error
+}
+
+func (e *LaterError) Error() string { return e.Err.Error() }
+func (e *LaterError) Unwrap() error { return e.Err }
+
+// DispatcherOptions are the settings of a Dispatcher; zero fields take their default.
+type DispatcherOptions struct {
+	// First is the wait after the first attempt that failed, default 1 s. It doubles with
+	// each one.
+	First time.Duration
+	// Longest is the longest such wait, default 5 min.
+	Longest time.Duration
+	// MaxAge is how long after its opening an escalation is tried; then it is Undeliverable.
+	// The default is for ever. There is always one attempt.
+	MaxAge time.Duration
+	// Attempt is how long one attempt may take, default 30 s.
+	Attempt time.Duration
+	// Concurrent is how many attempts run at once, default 4.
+	Concurrent int
+	// Poll is the longest time between two looks at the store, default 1 min. It bounds
+	// how late it is found what another node opened and did not live to deliver.
+	Poll time.Duration
+	// OnAttempt, if any, hears of each attempt whose outcome was recorded: the escalation
+	// as it now is, and why the attempt failed, or nil. One that is Undeliverable now
+	// needs an operator's eye. It is called concurrently.
+	OnAttempt func(Escalation, error)
+	// OnError, if any, hears what went wrong here: the store is unavailable, or an
+	// escalation cannot be read. It is called concurrently.
+	OnError func(error)
+}
+
+const (
+	longestLater   = time.Hour        // that a receiver may ask for
+	storePause     = 5 * time.Second  // after the store failed
+	recordPatience = 10 * time.Second // for recording an outcome, also while ending
+	duePage        = 8                // due entries that are taken before the next look for higher levels
+)
+
+// Dispatcher takes escalations to a Notifier until somebody was told of each, the highest
+// level first. All that it knows is in the store, so that it goes on where the last one
+// ended.
+//
+// Of several dispatchers over one store, on whatever nodes, one delivers an escalation at a
+// time: before an attempt its lease is committed, by the store's clock, for twice as long
+// as the attempt may take. Whoever dies in an attempt is succeeded when the lease ends, and
+// then the message may go out twice.
+type Dispatcher struct {
+	escalations *Store
+	notifier    Notifier
+	o           DispatcherOptions
+	ended       chan struct{} // an attempt has, and its next one is due sooner than its lease was
+}
+
+// NewDispatcher makes the dispatcher of a store. Run makes it work, once.
+func NewDispatcher(d *Store, n Notifier, o DispatcherOptions) *Dispatcher {
+	orElse := func(v *time.Duration, otherwise time.Duration) {
+		if *v <= 0 {
+			*v = otherwise
+		}
+	}
+	orElse(&o.First, time.Second)
+	orElse(&o.Longest, 5*time.Minute)
+	o.Longest = max(o.First, o.Longest)
+	orElse(&o.Attempt, 30*time.Second)
+	orElse(&o.Poll, time.Minute)
+	if o.Concurrent <= 0 {
+		o.Concurrent = 4
+	}
+	if o.OnAttempt == nil {
+		o.OnAttempt = func(Escalation, error) {}
+	}
+	if o.OnError == nil {
+		o.OnError = func(error) {}
+	}
+	return &Dispatcher{escalations: d, notifier: n, o: o, ended: make(chan struct{}, 1)}
+}
+
+// Run delivers what is due, until ctx is done, or the store is closed or closes itself.
+// Attempts under way end with ctx, and their leases are given back; it returns when all
+// that is done.
+func (c *Dispatcher) Run(ctx context.Context) {
+	var attempts sync.WaitGroup
+	defer attempts.Wait()
+	slots := make(chan struct{}, c.o.Concurrent)
+	for ctx.Err() == nil {
+		news := c.escalations.changed() // before the look, so that nothing is slept through
+		wait, err := c.round(ctx, slots, &attempts)
+		if errors.Is(err, store.ErrClosed) {
+			return
+		}
+		if err != nil {
+			if ctx.Err() == nil {
+				c.o.OnError(err)
+			}
+			if errors.Is(err, store.ErrUnhealthy) {
+				return
+			}
+			c.pause(ctx) // not even news are worth a look now
+			continue
+		}
+		timer := time.NewTimer(wait)
+		select {
+		case <-news:
+		case <-c.ended:
+		case <-timer.C:
+		case <-ctx.Done():
+		}
+		timer.Stop()
+	}
+}
+
+func (c *Dispatcher) pause(ctx context.Context) {
+	select {
+	case <-time.After(storePause):
+	case <-ctx.Done():
+	}
+}
+
+// round begins attempts for what is due, and returns how long nothing will be.
+func (c *Dispatcher) round(ctx context.Context, slots chan struct{}, attempts *sync.WaitGroup) (time.Duration, error) {
+	for {
+		due, wait, err := c.due(ctx)
+		if err != nil || len(due) == 0 {
+			return wait, err
+		}
+		for _, name := range due {
+			select {
+			case slots <- struct{}{}: // before the lease, which must not run out in a queue
+			case <-ctx.Done():
+				return 0, ctx.Err()
+			}
+			started := time.Now()
+			taken, err := c.take(ctx, name)
+			if err != nil || taken == nil {
+				<-slots
+				if err != nil {
+					return 0, err
+				}
+				continue
+			}
+			attempts.Go(func() {
+				c.attempt(ctx, started, taken)
+				<-slots
+				select {
+				case c.ended <- struct{}{}:
+				default: // it is told already
+				}
+			})
+		}
+	}
+}
+
+// due returns the index entries of the highest level of which any are due, or else how
+// long none will be.
+func (c *Dispatcher) due(ctx context.Context) (names [][]byte, wait time.Duration, err error) {
+	now, err := c.escalations.now(ctx)
+	if err != nil {
+		return nil, 0, err
+	}
+	wait = c.o.Poll
+	for l := Stop; l >= Pause; l-- {
+		r := store.Prefix(undelivered(l))
+		r.Limit = duePage
+		for entry, err := range c.escalations.store.Scan(ctx, r) {
+			if err != nil {
+				return nil, 0, fmt.Errorf("%w: %w", ErrStore, err)
+			}
+			at, _ := placeIn(entry.Key)
+			if left := at.Sub(now); left > 0 {
+				wait = min(wait, left)
+				break
+			}
+			names = append(names, entry.Key)
+		}
+		if len(names) > 0 {
+			return names, 0, nil
+		}
+	}
+	return nil, wait, nil
+}
+
+// attempt tells the notifier, and records what came of it. started is before the lease
+// was committed, so that a slow commit shortens the attempt and not the lease's margin.
+func (c *Dispatcher) attempt(ctx context.Context, started time.Time, l *lease) {
+	limited, cancel := context.WithDeadline(ctx, started.Add(c.o.Attempt))
+	defer cancel()
+	err := limited.Err()
+	if err == nil {
+		err = c.notifier.Notify(limited, *l.escalation)
+	}
+	cut := err != nil && ctx.Err() != nil
+	// What was sent is recorded even while the dispatcher ends.
+	recording, done := context.WithTimeout(context.WithoutCancel(ctx), recordPatience)
+	defer done()
+	recorded, problem := c.settle(recording, l, err, cut)
+	switch {
+	case problem != nil:
+		c.o.OnError(fmt.Errorf("what came of telling of escalation %s is not recorded, so it may be told again: %w", l.escalation.ID, problem))
+	case recorded != nil && !cut:
+		c.o.OnAttempt(*recorded, err)
+	}
+}
+
+// lease is an escalation that this dispatcher alone delivers, until its Delivery.Next.
+type lease struct {
+	id         uuid.UUID
+	escalation *Escalation
+	version    store.Version
+}
+
+// take leases the escalation of an index entry. It returns nil where that is not to be
+// delivered now, or somebody else was faster.
+func (c *Dispatcher) take(ctx context.Context, name []byte) (*lease, error) {
+	due, id := placeIn(name)
+	old, version, err := c.escalations.read(ctx, id)
+	switch {
+	case errors.Is(err, ErrUnreadable):
+		c.o.OnError(err)
+		return nil, c.postpone(ctx, name)
+	case err != nil && !errors.Is(err, ErrNotFound):
+		return nil, err
+	case err != nil || !old.due() || !old.Delivery.Next.Equal(due):
+		// Somebody else has taken it or dealt with it. Where the entry went with that, this
+		// deletes nothing; where it did not, it would be due for ever.
+		return nil, c.commit(ctx, store.Write{Key: name, Delete: true})
+	}
+	now, err := c.escalations.now(ctx)
+	if err != nil {
+		return nil, err
+	}
+	e := *old
+	e.Delivery.Attempts++
+	e.Delivery.Next = now.Add(2 * c.o.Attempt)
+	version, err = c.escalations.store.Commit(ctx, c.escalations.put(id, old, &e, store.VersionIs(version))...)
+	var lost *store.Conflict
+	if errors.As(err, &lost) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return &lease{id, &e, version}, nil
+}
+
+// postpone puts off what cannot be read, so that it stays reported and is in nobody's way.
+func (c *Dispatcher) postpone(ctx context.Context, name []byte) error {
+	now, err := c.escalations.now(ctx)
+	if err != nil {
+		return err
+	}
+	_, id := placeIn(name)
+	later := appendPlace(name[:len(name)-placeSize:len(name)-placeSize], now.Add(c.o.Longest), id)
+	return c.commit(ctx, store.Write{Key: name, Delete: true}, store.Write{Key: later})
+}
+
+func (c *Dispatcher) commit(ctx context.Context, batch ...store.Write) error {
+	if _, err := c.escalations.store.Commit(ctx, batch...); err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return nil
+}
+
+// settle records the outcome of an attempt. cut says that the dispatcher ended it. It returns
+// nil where that matters no more.
+func (c *Dispatcher) settle(ctx context.Context, l *lease, outcome error, cut bool) (*Escalation, error) {
+	until := l.escalation.Delivery.Next
+	for old, version := l.escalation, l.version; ; {
+		now, err := c.escalations.now(ctx)
+		if err != nil {
+			return nil, err
+		}
+		e := *old
+		if cut {
+			e.Delivery.Next = now
+		} else {
+			c.conclude(&e, now, outcome)
+		}
+		_, err = c.escalations.store.Commit(ctx, c.escalations.put(l.id, old, &e, store.VersionIs(version))...)
+		var lost *store.Conflict
+		if err == nil {
+			return &e, nil
+		}
+		if !errors.As(err, &lost) {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		old, version, err = c.escalations.read(ctx, l.id)
+		if errors.Is(err, ErrNotFound) {
+			return nil, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		// That it was delivered holds whoever has the lease; a failure is the holder's to tell.
+		if !old.due() || outcome != nil && !old.Delivery.Next.Equal(until) {
+			return nil, nil
+		}
+	}
+}
+
+// conclude changes e by the outcome of its attempt.
+func (c *Dispatcher) conclude(e *Escalation, now time.Time, outcome error) {
+	if outcome == nil {
+		e.State, e.Changed, e.Delivery.Next, e.Delivery.LastError = Notified, now, time.Time{}, ""
+		return
+	}
+	e.Delivery.LastError = shorten(outcome.Error(), maxError)
+	end := e.Opened.Add(c.o.MaxAge)
+	if errors.Is(outcome, ErrRefused) || c.o.MaxAge > 0 && !now.Before(end) {
+		e.State, e.Changed, e.Delivery.Next = Undeliverable, now, time.Time{}
+		return
+	}
+	e.Delivery.Next = now.Add(c.wait(e.Delivery.Attempts, outcome))
+	if c.o.MaxAge > 0 && e.Delivery.Next.After(end) {
+		e.Delivery.Next = end // the last one
+	}
+}
+
+// wait is the time between the attempt with this number, which failed, and the next.
+func (c *Dispatcher) wait(attempts int, outcome error) time.Duration {
+	wait := c.o.First
+	for i := 1; i < attempts && wait < c.o.Longest; i++ {
+		wait *= 2
+	}
+	wait = min(wait, c.o.Longest)
+	var later *LaterError
+	if errors.As(outcome, &later) {
+		wait = max(wait, min(later.After, longestLater))
+	}
+	return wait
+}

@@ -1,0 +1,373 @@
+package hitl
+
+import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// defaultKeep is how long an escalation is kept after its state last changed.
+const defaultKeep = 90 * 24 * time.Hour
+
+// Errors of Store.
+var (
+	// ErrNotFound: no escalation has this id, or it has expired.
+	ErrNotFound = errors.New("hitl: no such escalation")
+	// ErrStore: the store did not answer or did not take a record.
+	ErrStore = errors.New("hitl: the store is unavailable")
+	// ErrUnreadable: an escalation stands there and does not open, or cannot be read.
+	ErrUnreadable = errors.New("hitl: the escalation cannot be read")
+	// ErrAlreadyOpen: somebody else opened the same escalation before the commit, of which
+	// therefore nothing landed. Prepare it again; it then adds no writes.
+	ErrAlreadyOpen = errors.New("hitl: somebody else has opened the same escalation meanwhile")
+)
+
+// Store records escalations in a store, finds them and lists them. It is safe for
+// concurrent use, also by several nodes over one store.
+type Store struct {
+	store  store.Store
+	sealer store.Sealer
+	keep   atomic.Int64 // nanoseconds
+
+	mu       sync.Mutex
+	news     chan struct{} // closed when something was opened here
+	onOpened func(Escalation)
+}
+
+// NewStore makes the escalation store over st. keep is how long an escalation is kept after its
+// state last changed; zero is 90 days. One that nobody was told of is kept for ever.
+func NewStore(st store.Store, sealer store.Sealer, keep time.Duration) *Store {
+	d := &Store{store: st, sealer: sealer, news: make(chan struct{}), onOpened: func(Escalation) {}}
+	d.SetKeep(keep)
+	return d
+}
+
+// SetKeep changes how long an escalation is kept that changes its state from now on; zero
+// is 90 days.
+func (d *Store) SetKeep(keep time.Duration) {
+	if keep <= 0 {
+		keep = defaultKeep
+	}
+	d.keep.Store(int64(keep))
+}
+
+// OnOpened lets f hear of each escalation that is opened here from now on, once its commit has
+// landed. It is called by whoever opens, and must not wait.
+func (d *Store) OnOpened(f func(Escalation)) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.onOpened = f
+}
+
+// changed returns a channel that is closed when the next escalation is opened here.
+func (d *Store) changed() <-chan struct{} {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.news
+}
+
+// Pending is an escalation and the batch that opens it, which is empty where it is open
+// already.
+type Pending struct {
+	*store.Batch
+	escalation Escalation
+}
+
+// Prepare makes the writes that open an escalation, so that it lands in the commit of the
+// decision that causes it, or neither does. Where it is open already, there are none. The
+// errors are ErrOpening, ErrStore and ErrUnreadable.
+//
+// The batch must be ended; its error is ErrAlreadyOpen where the escalation made the commit
+// fail. Its writes do not go first: a nearly full store judges a batch by its first write.
+func (d *Store) Prepare(ctx context.Context, o Opening) (*Pending, error) {
+	if err := o.check(); err != nil {
+		return nil, err
+	}
+	id := d.idOf(o.Key)
+	found, _, err := d.read(ctx, id)
+	if err == nil {
+		return &Pending{escalation: *found}, nil
+	}
+	if !errors.Is(err, ErrNotFound) {
+		return nil, err
+	}
+	now, err := d.now(ctx)
+	if err != nil {
+		return nil, err
+	}
+	e := Escalation{
+		ID: id.String(), Level: o.Level, Cause: o.Cause, Summary: shorten(o.Summary, maxSummary),
+		Workflow: shorten(o.Workflow, maxText), Caller: shorten(o.Caller, maxText),
+		Links: Links{
+			Checkpoint: shorten(o.Links.Checkpoint, maxText), Rollback: shorten(o.Links.Rollback, maxText),
+			Error: shorten(o.Links.Error, maxText), Execution: shorten(o.Links.Execution, maxText),
+			Upstream: shorten(o.Links.Upstream, maxText),
+		},
+		State: Open, Opened: now, Changed: now, Delivery: Delivery{Next: now},
+	}
+	p := &Pending{Batch: store.NewBatch(d.put(id, nil, &e, store.Absent())...), escalation: e}
+	p.OnDone(func(err error) error {
+		if err == nil || errors.Is(err, store.ErrUnknown) { // it may have landed
+			d.mu.Lock()
+			close(d.news)
+			d.news = make(chan struct{})
+			opened := d.onOpened
+			d.mu.Unlock()
+			if err == nil {
+				opened(e)
+			}
+		}
+		if store.Lost(err, p.Writes()[:1]) {
+			return fmt.Errorf("%w: %w", ErrAlreadyOpen, err)
+		}
+		return err
+	})
+	return p, nil
+}
+
+// Escalation is what is opened, or was before.
+func (p *Pending) Escalation() Escalation { return p.escalation }
+
+// Fresh reports whether the commit opens it; if not, it was open before.
+func (p *Pending) Fresh() bool { return p.Batch != nil }
+
+// Open opens an escalation by a commit of its own, or finds it open. The error is
+// ErrOpening, ErrStore or ErrUnreadable; after ErrStore it may be open all the same, and
+// opening it again is safe.
+func (d *Store) Open(ctx context.Context, o Opening) (Escalation, error) {
+	for {
+		p, err := d.Prepare(ctx, o)
+		if err != nil {
+			return Escalation{}, err
+		}
+		if !p.Fresh() {
+			return p.escalation, nil
+		}
+		switch err = p.Commit(ctx, d.store); {
+		case err == nil:
+			return p.escalation, nil
+		case !errors.Is(err, ErrAlreadyOpen):
+			return Escalation{}, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+	}
+}
+
+// Get returns the escalation with this id, or ErrNotFound, ErrStore, ErrUnreadable.
+func (d *Store) Get(ctx context.Context, id string) (Escalation, error) {
+	parsed, err := uuid.Parse(id)
+	if err != nil || parsed.String() != id {
+		return Escalation{}, ErrNotFound
+	}
+	e, _, err := d.read(ctx, parsed)
+	if err != nil {
+		return Escalation{}, err
+	}
+	return *e, nil
+}
+
+// read returns the escalation and its version.
+func (d *Store) read(ctx context.Context, id uuid.UUID) (*Escalation, store.Version, error) {
+	entry, err := d.store.Get(ctx, recordKey(id))
+	if errors.Is(err, store.ErrNotFound) {
+		return nil, 0, ErrNotFound
+	}
+	if err != nil {
+		return nil, 0, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	plain, err := d.sealer.Open(nil, entry.Value, entry.Key)
+	if err != nil {
+		return nil, 0, fmt.Errorf("%w: %s: %w", ErrUnreadable, id, err)
+	}
+	e, err := decode(plain)
+	if err != nil {
+		return nil, 0, fmt.Errorf("%w: %s: %w", ErrUnreadable, id, err)
+	}
+	e.ID = id.String()
+	return e, entry.Version, nil
+}
+
+// now is the store's clock.
+func (d *Store) now(ctx context.Context) (time.Time, error) {
+	now, err := d.store.Now(ctx)
+	if err != nil {
+		return time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return now.Round(0).UTC(), nil
+}
+
+// Filter says which escalations to list; the zero value is all of them.
+type Filter struct {
+	// Workflow is the workflow's id; empty is any.
+	Workflow string
+	// Level and State are compared; zero is any.
+	Level Level
+	State State
+}
+
+// Page is a part of a listing.
+type Page struct {
+	// Escalations, the newest first.
+	Escalations []Escalation
+	// Unreadable counts those that stand there and do not open.
+	Unreadable int
+	// Next is where the next page begins, empty after the last one. A page may hold fewer
+	// than were asked for, even none, and still have a next one.
+	Next string
+}
+
+const (
+	// maxPage is the largest number of escalations on a page.
+	maxPage = 1000
+	// maxSeen bounds the index entries that are looked at for a page.
+	maxSeen = 20 * listChunk
+	// listChunk is how many of them are read at once.
+	listChunk = 256
+)
+
+// ErrCursor: the text does not say where a page begins.
+var ErrCursor = errors.New("hitl: this is not where a page begins; give what an earlier page named as the next")
+
+// List returns up to limit escalations that pass f, from where after says; empty is the
+// beginning. One that changes meanwhile may be on no page.
+func (d *Store) List(ctx context.Context, f Filter, after string, limit int) (Page, error) {
+	limit = min(max(limit, 1), maxPage)
+	prefix := []byte{space, kindAge}
+	if f.Workflow != "" {
+		prefix = d.workflowPrefix(f.Workflow)
+	}
+	r := store.Prefix(prefix)
+	r.Reverse, r.Limit = true, listChunk
+	if after != "" {
+		place, err := base64.RawURLEncoding.DecodeString(after)
+		if err != nil || len(place) != placeSize {
+			return Page{}, ErrCursor
+		}
+		r.To = append(bytes.Clone(prefix), place...)
+	}
+	var page Page
+	for range maxSeen / listChunk {
+		names, last, err := d.passing(ctx, &f, r)
+		if err != nil {
+			return Page{}, err
+		}
+		for _, name := range names {
+			if err := d.appendTo(ctx, &f, name, &page); err != nil {
+				return Page{}, err
+			}
+			if len(page.Escalations) == limit {
+				page.Next = cursor(name)
+				return page, nil
+			}
+		}
+		if last == nil {
+			return page, nil
+		}
+		r.To = last
+	}
+	page.Next = cursor(r.To)
+	return page, nil
+}
+
+func cursor(name []byte) string {
+	return base64.RawURLEncoding.EncodeToString(name[len(name)-placeSize:])
+}
+
+// passing reads a stretch of an index: the keys of those entries that pass, and the last
+// key of all; nil at the end.
+func (d *Store) passing(ctx context.Context, f *Filter, r store.Range) (names [][]byte, last []byte, err error) {
+	n := 0
+	for entry, err := range d.store.Scan(ctx, r) {
+		if err != nil {
+			return nil, nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		n++
+		last = entry.Key
+		if v := entry.Value; len(v) < 2 || f.passes(Level(v[0]), State(v[1])) {
+			names = append(names, entry.Key)
+		}
+	}
+	if n < r.Limit {
+		last = nil
+	}
+	return names, last, nil
+}
+
+func (f *Filter) passes(l Level, s State) bool {
+	return (f.Level == 0 || f.Level == l) && (f.State == 0 || f.State == s)
+}
+
+// appendTo adds the escalation of an index entry to the page, if it passes still.
+func (d *Store) appendTo(ctx context.Context, f *Filter, name []byte, page *Page) error {
+	_, id := placeIn(name)
+	e, _, err := d.read(ctx, id)
+	switch {
+	case errors.Is(err, ErrNotFound):
+	case errors.Is(err, ErrUnreadable):
+		page.Unreadable++
+	case err != nil:
+		return err
+	case f.passes(e.Level, e.State):
+		page.Escalations = append(page.Escalations, *e)
+	}
+	return nil
+}
+
+// maxCount is how many escalations are counted at most, the newest.
+const maxCount = 100_000
+
+// Counts are how many escalations there are of each level and state.
+type Counts map[Level]map[State]int
+
+// Count counts all escalations, up to 100,000, the newest. It opens none.
+func (d *Store) Count(ctx context.Context) (Counts, error) {
+	counts := Counts{}
+	for l := Pause; l <= Stop; l++ {
+		counts[l] = map[State]int{}
+		for _, s := range States() {
+			counts[l][s] = 0
+		}
+	}
+	r := store.Prefix([]byte{space, kindAge})
+	r.Reverse, r.Limit = true, maxCount
+	for entry, err := range d.store.Scan(ctx, r) {
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		if len(entry.Value) < 2 {
+			continue
+		}
+		if of, known := counts[Level(entry.Value[0])]; known {
+			of[State(entry.Value[1])]++
+		}
+	}
+	return counts, nil
+}
+
+// resealPage is how many escalations are read in one snapshot.
+const resealPage = 256
+
+// Reseal seals anew, with the newest key, what stands under older ones, and returns how
+// many escalations. It may be stopped anywhere and starts over. Those that do not open are
+// left, and are the error, as ErrUnreadable: then the older keys must not be given up.
+//
+// An escalation that was prepared under an older key and is committed after the walk is
+// sealed anew by its Dispatcher.
+func (d *Store) Reseal(ctx context.Context) (int, error) {
+	r := store.NewResealer(d.store, d.sealer)
+	if err := r.Walk(ctx, []byte{space, kindRecord}, resealPage, r.Reseal); err != nil {
+		return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if r.Damaged > 0 {
+		return r.Resealed, fmt.Errorf("%w: %d of them", ErrUnreadable, r.Damaged)
+	}
+	return r.Resealed, nil
+}

@@ -1,0 +1,279 @@
+package hitl
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// WebhookConfig says where to send escalations, and how to sign them.
+type WebhookConfig struct {
+	// URL of the receiver. It is https, or http where the host is loopback. It is not
+	// shown in errors beyond its host: paths and queries of webhooks are often secret.
+	URL string
+	// Secrets sign, each on its own: one, or up to 8 while a receiver changes over. The
+	// form is `whsec_` and the standard base64 of 24 to 64 random bytes.
+	Secrets []string
+	// Timeout bounds one attempt, from the dial to the answer; zero is 10 s, at most
+	// 60 s. The limit of the dispatcher's attempt should not be shorter.
+	Timeout time.Duration
+	// Gateway names this gateway to the receiver; optional.
+	Gateway string
+	// Roots are the authorities that may vouch for the receiver; nil is the system's.
+	Roots *x509.CertPool
+}
+
+// MaxSecrets is how many secrets may sign.
+const MaxSecrets = 8
+
+const (
+	defaultTimeout = 10 * time.Second
+	longestTimeout = time.Minute
+	secretPrefix   = "whsec_"
+	shortestSecret = 24
+	longestSecret  = 64
+)
+
+// Check says what is wrong with the configuration, and shows no secret and nothing of
+// the URL but its scheme and host.
+func (c *WebhookConfig) Check() error {
+	_, _, err := c.parse()
+	return err
+}
+
+func (c *WebhookConfig) parse() (*url.URL, [][]byte, error) {
+	target, err := parseURL(c.URL)
+	if err != nil {
+		return nil, nil, fmt.Errorf("webhook: url: %w", err)
+	}
+	if len(c.Secrets) == 0 || len(c.Secrets) > MaxSecrets {
+		return nil, nil, fmt.Errorf("webhook: secrets: there are %d; give one, or up to %d while a receiver changes over", len(c.Secrets), MaxSecrets)
+	}
+	keys := make([][]byte, len(c.Secrets))
+	for i, secret := range c.Secrets {
+		if keys[i], err = parseSecret(secret); err != nil {
+			return nil, nil, fmt.Errorf("webhook: secret %d of %d: %w", i+1, len(c.Secrets), err)
+		}
+	}
+	if err := CheckTimeout(c.Timeout); err != nil {
+		return nil, nil, fmt.Errorf("webhook: timeout: %w", err)
+	}
+	return target, keys, nil
+}
+
+// CheckURL says what is wrong with WebhookConfig.URL, as Check does.
+func CheckURL(text string) error {
+	_, err := parseURL(text)
+	return err
+}
+
+// CheckSecret says what is wrong with one of WebhookConfig.Secrets, and shows nothing of it.
+func CheckSecret(text string) error {
+	_, err := parseSecret(text)
+	return err
+}
+
+// CheckTimeout says what is wrong with WebhookConfig.Timeout.
+func CheckTimeout(timeout time.Duration) error {
+	if timeout < 0 || timeout > longestTimeout {
+		return fmt.Errorf("it is %s; use up to %s, or nothing for %s", timeout, longestTimeout, defaultTimeout)
+	}
+	return nil
+}
+
+func parseURL(text string) (*url.URL, error) {
+	u, err := url.Parse(text)
+	switch {
+	case err != nil: // the error would show it
+		return nil, errors.New("it cannot be read as a URL; use https://HOST/PATH")
+	case u.Hostname() == "":
+		return nil, errors.New("it has no host; use https://HOST/PATH")
+	case u.User != nil:
+		return nil, errors.New("it holds a user or a password; the signature shows who sends, so leave them out")
+	case u.Fragment != "":
+		return nil, errors.New("it has a fragment (#), which is never sent; leave it out")
+	case u.Scheme == "http" && !loopback(u.Hostname()):
+		return nil, fmt.Errorf("plain http to %q can be read on the way; use https (http is for localhost, 127.0.0.0/8 and ::1)", u.Host)
+	case u.Scheme != "http" && u.Scheme != "https":
+		return nil, fmt.Errorf("the scheme is %q; use https", u.Scheme)
+	}
+	return u, nil
+}
+
+func loopback(host string) bool {
+	ip := net.ParseIP(host)
+	return strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback()
+}
+
+func parseSecret(text string) ([]byte, error) {
+	encoded, ok := strings.CutPrefix(text, secretPrefix)
+	if !ok {
+		return nil, fmt.Errorf("it does not begin with %s; make one with `echo %s$(openssl rand -base64 32)`", secretPrefix, secretPrefix)
+	}
+	key, err := base64.StdEncoding.DecodeString(encoded)
+	if err != nil { // the error would tell of it
+		return nil, fmt.Errorf("what follows %s is not standard base64", secretPrefix)
+	}
+	if len(key) < shortestSecret || len(key) > longestSecret {
+		return nil, fmt.Errorf("it has %d bytes; %d to %d are needed", len(key), shortestSecret, longestSecret)
+	}
+	return key, nil
+}
+
+const (
+	// maxAnswer is how much of an answer is read, so that its connection can be used again.
+	maxAnswer  = 4 << 10
+	maxHeaders = 16 << 10
+)
+
+// WebhookNotifier sends escalations to one receiver by a signed POST, as the Standard
+// Webhooks specification has it (https://www.standardwebhooks.com/). It is safe for
+// concurrent use.
+//
+// The headers are `webhook-id`, the escalation's id, by which a receiver tells
+// repetitions; `webhook-timestamp`, the seconds since 1970 at which this attempt was
+// signed; and `webhook-signature`, for each secret `v1,` and the standard base64 of the
+// HMAC-SHA256 of `id.timestamp.body`, with spaces in between. A receiver accepts one
+// signature that fits, refuses timestamps that are more than a few minutes off, and
+// answers 2xx once it has kept the message. The package's example is such a
+// receiver.
+//
+// The body is JSON:
+//
+//	{
+//	  "type": "escalation.opened",
+//	  "timestamp": "2026-11-20T10:00:00Z",      when it was opened
+//	  "data": {
+//	    "id": "...",                            a UUID
+//	    "gateway": "...",                       as configured; absent without
+//	    "level": 2, "level_name": "approval",   1 pause, 2 approval, 3 stop
+//	    "cause": "irreversible_rollback",       a word; new ones may come
+//	    "summary": "...",                       a sentence for people
+//	    "workflow": "...", "caller": "...",     absent where there is none
+//	    "links": {                              each absent where there is none
+//	      "checkpoint": "...", "rollback": "...", "error": "...",
+//	      "execution": "...", "upstream": "..."
+//	    }
+//	  }
+//	}
+//
+// New members may come; a receiver ignores what it does not know. The body of one
+// escalation is the same in every attempt.
+type WebhookNotifier struct {
+	url     string
+	host    string
+	keys    [][]byte
+	gateway string
+	client  *http.Client
+}
+
+var _ Notifier = (*WebhookNotifier)(nil)
+
+// NewWebhook makes a notifier, or says what Config.Check says.
+func NewWebhook(c WebhookConfig) (*WebhookNotifier, error) {
+	target, keys, err := c.parse()
+	if err != nil {
+		return nil, err
+	}
+	timeout := c.Timeout
+	if timeout == 0 {
+		timeout = defaultTimeout
+	}
+	return &WebhookNotifier{
+		url: target.String(), host: target.Host, keys: keys, gateway: c.Gateway,
+		client: &http.Client{
+			Timeout: timeout,
+			// The signature is for this receiver, and a redirect is somebody else's choice.
+			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+			Transport: &http.Transport{
+				Proxy:                  http.ProxyFromEnvironment,
+				DialContext:            (&net.Dialer{Timeout: timeout}).DialContext,
+				TLSClientConfig:        &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: c.Roots},
+				TLSHandshakeTimeout:    timeout,
+				ResponseHeaderTimeout:  timeout,
+				MaxResponseHeaderBytes: maxHeaders,
+				MaxIdleConnsPerHost:    4,
+				IdleConnTimeout:        30 * time.Second,
+				ForceAttemptHTTP2:      true,
+			},
+		},
+	}, nil
+}
+
+// Close gives up idle connections. The notifier may still be used.
+func (n *WebhookNotifier) Close() { n.client.CloseIdleConnections() }
+
+// Notify implements hitl.Notifier: nil after a 2xx, hitl.ErrRefused after 410, a
+// *hitl.LaterError after 429 or 503 with Retry-After, and otherwise an error after which
+// it is tried again. Errors show the receiver's host and nothing else of it.
+func (n *WebhookNotifier) Notify(ctx context.Context, e Escalation) error {
+	content, err := body(&e, n.gateway)
+	if err != nil {
+		return fmt.Errorf("webhook: %w", err)
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, n.url, bytes.NewReader(content))
+	if err != nil {
+		return fmt.Errorf("webhook: the request to %s cannot be made", n.host)
+	}
+	timestamp := strconv.FormatInt(time.Now().Unix(), 10)
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set("User-Agent", "caddy-agent-guard")
+	req.Header.Set("webhook-id", e.ID)
+	req.Header.Set("webhook-timestamp", timestamp)
+	req.Header.Set("webhook-signature", sign(n.keys, e.ID, timestamp, content))
+
+	resp, err := n.client.Do(req)
+	if err != nil {
+		var shown *url.Error // with the whole URL
+		if errors.As(err, &shown) {
+			err = shown.Err
+		}
+		return fmt.Errorf("webhook: %s: %w", n.host, err)
+	}
+	defer resp.Body.Close()
+	_, _ = io.CopyN(io.Discard, resp.Body, maxAnswer) // the status has said it all
+	return n.verdict(resp, time.Now())
+}
+
+// verdict is what an answer means.
+func (n *WebhookNotifier) verdict(resp *http.Response, now time.Time) error {
+	status := resp.StatusCode
+	switch {
+	case status >= 200 && status < 300:
+		return nil
+	case status == http.StatusGone:
+		return fmt.Errorf("webhook: %s answers 410, it takes no more messages: %w", n.host, ErrRefused)
+	case status >= 300 && status < 400:
+		return fmt.Errorf("webhook: %s answers %d; redirects are not followed, configure the new URL", n.host, status)
+	}
+	err := fmt.Errorf("webhook: %s answers %d", n.host, status)
+	if status == http.StatusTooManyRequests || status == http.StatusServiceUnavailable {
+		if after := retryAfter(resp.Header.Get("Retry-After"), now); after > 0 {
+			return &LaterError{After: after, Err: err}
+		}
+	}
+	return err
+}
+
+// retryAfter reads both forms of Retry-After; zero is none, or none that is of use.
+func retryAfter(value string, now time.Time) time.Duration {
+	const most = 24 * time.Hour // far more than anybody waits, and no overflow
+	if seconds, err := strconv.ParseUint(value, 10, 64); err == nil {
+		return time.Duration(min(seconds, uint64(most/time.Second))) * time.Second
+	}
+	if at, err := http.ParseTime(value); err == nil {
+		return max(0, min(at.Sub(now), most))
+	}
+	return 0
+}

@@ -1,0 +1,345 @@
+package guard
+
+import (
+	"context"
+	"io"
+	"maps"
+	"net/http"
+	"net/textproto"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Sink takes a recording.
+type Sink interface {
+	// Start takes the final status and the header difference.
+	Start(status int, header map[string][]string)
+	// Write takes the next bytes of the body. needed says that they will be read back;
+	// the result, whether they can be.
+	Write(p []byte, needed bool) (recorded bool)
+	// ReadBack reads what was written from off on. Its Read does not wait for more.
+	ReadBack(off int64) io.ReadCloser
+	// Wait waits for the client to take what cannot be read back, until ready is closed.
+	// False says that it was waited for long enough.
+	Wait(ready <-chan struct{}) bool
+	// SetTrailer takes what came after the body.
+	SetTrailer(trailer map[string][]string)
+}
+
+// Recorder is the response writer of a forwarded call: everything that is written
+// goes into the sink, and to the client at the client's own pace. Neither its slowness
+// nor its leaving is noticed.
+//
+// It has no Unwrap and no Hijack: what goes around it could not be recorded. Its header
+// map is its own: the client's must not change while the client is written to.
+type Recorder struct {
+	w      *Writer
+	pump   *pump // from the first write on that could wait for the client
+	sink   Sink
+	header http.Header // what the call makes of the client's header map
+	before http.Header // the client's as it was before, where it was changed and the answer may still be replaced
+	marks  http.Header // our own fields, which no upstream may set
+	cut    func() bool // whether the forwarding was cut off from inside
+
+	status      int
+	length      int64 // announced, or -1
+	size        int64
+	interrupted bool
+	neighbour   string // the Execution-Status of another guard behind this one
+	judge       func(status int) http.Header
+	judged      http.Header // what judge gave
+}
+
+// Values of Execution-Status.
+const (
+	// StatusRefused is that of a guard's own problems: what they say is of that guard's
+	// record, and not of an execution.
+	StatusRefused = "refused"
+	// StatusInDoubt is that of every answer to a call that is in doubt.
+	StatusInDoubt = "in_doubt"
+)
+
+// NewRecorder returns a recorder on w. marks are header fields that the answer
+// carries whatever the upstream says; cut tells whether the forwarded request was
+// cancelled by ourselves, which makes a 499 Caddy's own and not the upstream's.
+func NewRecorder(w *Writer, sink Sink, marks http.Header, cut func() bool) *Recorder {
+	r := &Recorder{w: w, sink: sink, marks: marks, cut: cut, length: -1}
+	r.header = make(http.Header, len(w.Header())+len(marks)+8)
+	fill(r.header, w.Header())
+	r.mark(r.header)
+	return r
+}
+
+// Judge lets judge say, once the status and the header of the answer are known and
+// before they leave, which fields the answer carries over all others.
+func (r *Recorder) Judge(judge func(status int) http.Header) { r.judge = judge }
+
+// Header is what the header of the answer will be, and its trailer.
+func (r *Recorder) Header() http.Header { return r.header }
+
+// mark makes h say of the execution what only we do.
+func (r *Recorder) mark(h http.Header) {
+	for _, name := range ours {
+		delete(h, name)
+		delete(h, http.TrailerPrefix+name)
+	}
+	for name, values := range r.marks {
+		h[name] = values
+	}
+	for name, values := range r.judged {
+		h[name] = values
+	}
+}
+
+// fill makes h hold what from does. The lists are shared, so that nothing may be
+// appended to them in place.
+func fill(h, from http.Header) {
+	for name := range h {
+		if _, ok := from[name]; !ok {
+			delete(h, name)
+		}
+	}
+	for name, values := range from {
+		h[name] = slices.Clip(values)
+	}
+}
+
+// Reset brings the header maps back to what they were before the call, so that the call
+// can be forwarded or answered anew. It must not be used once anything was sent.
+func (r *Recorder) Reset() {
+	h := r.w.Header()
+	if r.before != nil {
+		fill(h, r.before)
+		r.before = nil
+	}
+	r.judged = nil
+	r.mark(h)
+	fill(r.header, h)
+}
+
+// Status is the final status that was written, 0 if none was.
+func (r *Recorder) Status() int { return r.status }
+
+// Interrupted reports that the handler gave the call up because we had cancelled it.
+func (r *Recorder) Interrupted() bool { return r.interrupted }
+
+// Refused reports that the answer is another guard's refusal.
+func (r *Recorder) Refused() bool { return r.neighbour == StatusRefused }
+
+// Doubtful reports that another guard behind this one calls the call in doubt.
+func (r *Recorder) Doubtful() bool { return r.neighbour == StatusInDoubt }
+
+// Whole reports whether the body has the announced length.
+func (r *Recorder) Whole() bool {
+	if r.length < 0 || r.w.head || !bodyAllowed(r.status) {
+		return true
+	}
+	return r.size == r.length
+}
+
+// WriteHeader records and sends the header.
+func (r *Recorder) WriteHeader(status int) {
+	if informational(status) {
+		before := maps.Clone(r.w.Header())
+		fill(r.w.Header(), r.header)
+		r.w.WriteHeader(status)
+		fill(r.w.Header(), before)
+		return
+	}
+	if status < 100 || status > 999 {
+		// As net/http would, but before anything is recorded.
+		panic("agent_guard: invalid status " + strconv.Itoa(status))
+	}
+	if r.status != 0 || r.interrupted {
+		return
+	}
+	if status == 499 && r.cut() {
+		r.interrupted = true
+		return
+	}
+	r.status = status
+	for _, said := range r.header["Execution-Status"] {
+		if said == StatusRefused || said == StatusInDoubt {
+			r.neighbour = said
+		}
+	}
+	if r.judge != nil {
+		r.judged = r.judge(status)
+	}
+	r.mark(r.header)
+	r.length = contentLength(r.header)
+	r.sink.Start(status, difference(r.w.Header(), r.header))
+	if held, whole := r.w.holds(status, r.length); held || whole {
+		r.before = maps.Clone(r.w.Header())
+	}
+	fill(r.w.Header(), r.header)
+	r.w.WriteHeader(status)
+}
+
+// Write records p and leaves it for the client. It never fails.
+func (r *Recorder) Write(p []byte) (int, error) {
+	if r.status == 0 {
+		r.WriteHeader(http.StatusOK)
+	}
+	n := len(p)
+	if r.interrupted || n == 0 {
+		return n, nil
+	}
+	before := r.size
+	r.size += int64(n)
+	switch {
+	case r.w.held:
+		r.sink.Write(p, false)
+		return n, nil
+	case r.w.whole, r.pump == nil && r.size <= directSize:
+		r.sink.Write(p, false)
+		return r.w.Write(p)
+	case r.pump == nil:
+		r.pump = newPump(r.w, r.sink, before)
+	}
+	r.pump.write(p)
+	return n, nil
+}
+
+// Flush sends what is buffered on the way to the client.
+func (r *Recorder) Flush() { _ = r.FlushError() }
+
+// FlushError is Flush for http.ResponseController. It never fails.
+func (r *Recorder) FlushError() error {
+	if r.status == 0 {
+		r.WriteHeader(http.StatusOK)
+	}
+	if r.interrupted || r.w.held || r.w.whole {
+		return nil
+	}
+	if r.pump == nil {
+		r.pump = newPump(r.w, r.sink, r.size)
+	}
+	r.pump.flushed()
+	return nil
+}
+
+// Finish ends the recording of an answer that came whole: a handler that wrote
+// nothing answered 200 without a body, and what stands in the header map now under
+// announced or prefixed names is the trailer.
+func (r *Recorder) Finish() {
+	if r.status == 0 && !r.interrupted {
+		r.WriteHeader(http.StatusOK)
+	}
+	if t := r.Trailer(); len(t) > 0 {
+		r.sink.SetTrailer(t)
+	}
+	r.mark(r.header) // in the trailer too
+}
+
+// Apart reports that the client gets the answer at a pace of its own, so that Release and
+// Drain may have to wait for it.
+func (r *Recorder) Apart() bool { return r.pump != nil }
+
+// Release lets the end of the answer go. It waits until the client has got everything
+// before, or ctx is over. False says that it has not, and its connection must be
+// aborted, so that it sees that.
+func (r *Recorder) Release(ctx context.Context) (whole bool) {
+	if !r.drain(ctx) {
+		return false
+	}
+	h := r.w.Header()
+	if !r.w.sent {
+		fill(h, r.header) // which may have changed since
+	}
+	r.w.Release()
+	for _, name := range announced(r.header) {
+		if values, ok := r.header[name]; ok {
+			h[name] = values
+		}
+	}
+	for name, values := range r.header {
+		if strings.HasPrefix(name, http.TrailerPrefix) {
+			h[name] = values
+		}
+	}
+	return true
+}
+
+// Drain waits until the client has got what was written of an answer that has no end, or
+// ctx is over. The client's connection must be aborted then.
+func (r *Recorder) Drain(ctx context.Context) { r.drain(ctx) }
+
+func (r *Recorder) drain(ctx context.Context) (whole bool) {
+	return r.pump == nil || !r.pump.end(ctx)
+}
+
+// Trailer is what was written after the body.
+func (r *Recorder) Trailer() map[string][]string {
+	var trailer map[string][]string
+	add := func(name string, values []string) {
+		if len(values) == 0 || neverReplayed(name) {
+			return
+		}
+		if trailer == nil {
+			trailer = map[string][]string{}
+		}
+		trailer[name] = slices.Clone(values)
+	}
+	h := r.header
+	for _, name := range announced(h) {
+		add(name, h[name])
+	}
+	for name, values := range h {
+		if after, ok := strings.CutPrefix(name, http.TrailerPrefix); ok {
+			add(textproto.CanonicalMIMEHeaderKey(after), values)
+		}
+	}
+	return trailer
+}
+
+// announced lists the canonical names in the Trailer field.
+func announced(h http.Header) []string {
+	var names []string
+	for _, line := range h["Trailer"] {
+		for name := range strings.SplitSeq(line, ",") {
+			if name = textproto.TrimString(name); name != "" {
+				names = append(names, textproto.CanonicalMIMEHeaderKey(name))
+			}
+		}
+	}
+	return names
+}
+
+// difference is what must be done to before to get after: names with values are
+// set, names without are removed. What must not be replayed is left out.
+func difference(before, after http.Header) map[string][]string {
+	diff := make(map[string][]string, len(after))
+	for name, values := range after {
+		if len(values) == 0 || neverReplayed(name) || slices.Equal(values, before[name]) {
+			continue
+		}
+		diff[name] = slices.Clone(values)
+	}
+	for name := range before {
+		if len(after[name]) == 0 && !neverReplayed(name) {
+			diff[name] = nil
+		}
+	}
+	return diff
+}
+
+// ours are the fields in which nobody but the gateway says something about an
+// execution.
+var ours = [...]string{"Execution-Id", "Execution-Status", "Execution-Checkpoint", "Idempotent-Replayed"}
+
+// neverReplayed lists fields of one connection, one moment or one client, and those
+// that we set ourselves.
+func neverReplayed(name string) bool {
+	switch name {
+	case "Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection",
+		"Te", "Transfer-Encoding", "Upgrade",
+		"Date", "Set-Cookie", "Set-Cookie2", "Server-Timing":
+		return true
+	}
+	return slices.Contains(ours[:], name) || strings.HasPrefix(name, http.TrailerPrefix)
+}
+
+// Replayable is what of h can be replayed.
+func Replayable(h http.Header) map[string][]string { return difference(nil, h) }

@@ -1,0 +1,665 @@
+package rollback
+
+import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+// compensate undoes by a request of its own, or by asking the agent.
+func (j *job) compensate(ctx context.Context) (Result, error) {
+	pace := j.pace(j.o.First)
+	var last note // of the attempt before, in this life
+	for {
+		found, err := j.find(ctx)
+		if err != nil {
+			return Result{}, err
+		}
+		switch found.Status {
+		case execution.Free, execution.Doubtful:
+			if j.answer != nil {
+				return j.conclude(ctx, *j.answer)
+			}
+			if !j.doubt {
+				break
+			}
+			cleared, err := j.clear(ctx, found, last)
+			if cleared != nil || err != nil {
+				return orEmpty(cleared), err
+			}
+		case execution.RunningHere, execution.RunningElsewhere:
+			return j.result(ReasonTimeout), nil
+		default:
+			n, err := j.settled(ctx, found, j.reads(nil))
+			if err != nil {
+				return Result{}, err
+			}
+			if j.useOwnKey(n) {
+				continue
+			}
+			return j.conclude(ctx, n)
+		}
+		if last.reading != "" && last.reading != taken {
+			again, err := pace.wait(ctx, last.after)
+			if err != nil {
+				return Result{}, err
+			}
+			if !again {
+				return j.late(last), nil
+			}
+		}
+		if j.overdue() {
+			return j.late(last), nil
+		}
+		if err := j.hashBefore(ctx, found); err != nil {
+			return Result{}, err
+		}
+		out, err := j.undoing(ctx)
+		if why := (requestError{}); errors.As(err, &why) {
+			// P6: with a call that is in doubt its effect is, and no undo takes it back.
+			j.doubt = j.doubt || why.why == ReasonUnfilled && j.task.Checkpoint.Result == nil
+			return j.result(why.why), nil
+		}
+		if err != nil {
+			return Result{}, err
+		}
+		if last, err = j.attempt(ctx, found, out, j.reads(out)); err != nil {
+			return Result{}, err
+		}
+		switch {
+		case last.reading.final():
+			return j.conclude(ctx, last)
+		case last.reason != "":
+			return j.result(last.reason), nil
+		}
+	}
+}
+
+// hashTimeout is how long a compensation waits for the hash of a state, before and after.
+const hashTimeout = 5 * time.Second
+
+// compensated is compensate, with the hash of the state after it (cascade Figure 12).
+func (j *job) compensated(ctx context.Context) (Result, error) {
+	r, err := j.compensate(ctx)
+	if err != nil || !r.Done {
+		return r, err
+	}
+	if r.After, err = j.hashState(ctx); err != nil {
+		return Result{}, err // the next life finds what was done, and looks again
+	}
+	return r, nil
+}
+
+// hashBefore notes the hash of the state before the first attempt. It is recorded with what
+// comes of that; once one was sent, it cannot be seen any more.
+func (j *job) hashBefore(ctx context.Context, found execution.Finding) (err error) {
+	if j.doubt || j.attempts > 0 || found.Status != execution.Free || j.before != [32]byte{} {
+		return nil
+	}
+	j.before, err = j.hashState(ctx)
+	return err
+}
+
+// hashState is the hash of what `status` shows now, or else the target where the action
+// restores it too, which is the state that a compensation changes as far as it can be read;
+// zero where it cannot. The error is that of ctx.
+func (j *job) hashState(ctx context.Context) ([32]byte, error) {
+	if j.noStateHash || j.delegated() {
+		return [32]byte{}, nil
+	}
+	out, err := j.asking(ctx)
+	if out == nil && err == nil && j.spec.Target {
+		out, err = j.completeRequest(ctx, *ImageRequest(&j.call.Request))
+	}
+	if err != nil || out == nil {
+		return [32]byte{}, ctx.Err() // what keeps it from being asked keeps no undo from being done
+	}
+	within, cancel := context.WithTimeout(ctx, min(hashTimeout, j.o.Timeout))
+	defer cancel()
+	var image *checkpoint.Image
+	j.send(within, out, func(a *Answer) note {
+		image = ImageOf(a)
+		return note{reading: common(a.Status)}
+	})
+	return j.hashOf(image), ctx.Err()
+}
+
+func orEmpty(r *Result) Result {
+	if r == nil {
+		return Result{}
+	}
+	return *r
+}
+
+func (j *job) delegated() bool { return j.call.Way == checkpoint.Delegate }
+
+// reads reads answers to out, by the contract.
+func (j *job) reads(out *Outgoing) func(*Answer) note {
+	var to Outgoing
+	if out != nil {
+		to = *out // the sender may change its own
+	}
+	return func(a *Answer) note {
+		n := byContract(a, j.delegated())
+		if n.reading == pending {
+			if n.location = follow(&to, a.Header.Get("Location")); n.location == "" {
+				n.reading = accepted
+			}
+		}
+		return n
+	}
+}
+
+// conclude makes the result of a final answer; what is pending is asked for.
+func (j *job) conclude(ctx context.Context, n note) (Result, error) {
+	j.take(n)
+	switch n.reading {
+	case done:
+		return j.done(), nil
+	case pending:
+	default:
+		return j.result(reasonOf(n.reading)), nil
+	}
+	j.doubt = true // until it says how it has ended
+	out, err := j.asking(ctx)
+	if n.location != "" {
+		out, err = j.completeRequest(ctx, Outgoing{Method: http.MethodGet, URL: n.location, Delegated: j.delegated()})
+	}
+	if why := (requestError{}); errors.As(err, &why) {
+		return j.result(why.why), nil
+	}
+	if err != nil {
+		return Result{}, err
+	}
+	if out == nil {
+		return j.result(ReasonLost), nil // the store has lost where to ask
+	}
+	n, err = j.ask(ctx, out, n)
+	if err != nil {
+		return Result{}, err
+	}
+	return j.statusResult(n), nil
+}
+
+// statusResult is the result of a question's answer.
+func (j *job) statusResult(n note) Result {
+	switch n.reading {
+	case done:
+		j.status = n.status
+		return j.done()
+	case refused, partial, undoEscalated:
+		j.doubt, j.status = n.unknown, n.status
+		return j.result(reasonOf(n.reading))
+	case unauthorized, unexpected, absent:
+		return j.result(reasonOf(n.reading))
+	}
+	return j.late(n)
+}
+
+// clear asks what became of an undo that is in doubt. Without a result it may be sent
+// again.
+func (j *job) clear(ctx context.Context, found execution.Finding, last note) (*Result, error) {
+	out, err := j.asking(ctx)
+	if why := (requestError{}); errors.As(err, &why) {
+		r := j.result(why.why)
+		return &r, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	n := note{reading: absent}
+	if out != nil {
+		if n, err = j.ask(ctx, out, last); err != nil {
+			return nil, err
+		}
+	}
+	switch n.reading {
+	case absent:
+		if j.spec.OnLost == UndoEscalate {
+			r := j.result(ReasonLost) // nobody says that it never arrives
+			return &r, nil
+		}
+		return nil, nil
+	case done, refused, undoEscalated:
+		if err := j.applied(ctx, found, n); err != nil {
+			return nil, err
+		}
+	}
+	r := j.statusResult(n)
+	return &r, nil
+}
+
+// ask asks until there is an answer that decides, or no more time. It asks once however
+// late it is. before is what made it ask.
+func (j *job) ask(ctx context.Context, out *Outgoing, before note) (note, error) {
+	pace := j.pace(j.o.Poll)
+	n := before
+	for asked := false; ; asked = true {
+		if asked || before.underWay() {
+			again, err := pace.wait(ctx, n.after)
+			if err != nil || asked && !again {
+				return n, err
+			}
+		}
+		one := *out
+		one.Header = out.Header.Clone()
+		n, _ = j.send(ctx, &one, func(a *Answer) note { return byStatus(a, j.delegated()) })
+		switch {
+		case ctx.Err() != nil:
+			return n, ctx.Err()
+		case n.reason != "", n.reading == absent, n.reading.final() && n.reading != pending:
+			return n, nil
+		}
+	}
+}
+
+// follow is where the Location of an answer leads, in the form of Outgoing.URL; empty
+// where that is another origin.
+func follow(to *Outgoing, location string) string {
+	at, err := url.Parse(location)
+	if location == "" || strings.ContainsFunc(location, notVisible) || err != nil || at.User != nil || at.Opaque != "" {
+		return ""
+	}
+	base, err := url.Parse(to.URL)
+	if err != nil {
+		return ""
+	}
+	next := base.ResolveReference(at)
+	next.Fragment, next.RawFragment = "", ""
+	if base.Host != "" {
+		if next.Scheme != base.Scheme || !strings.EqualFold(next.Host, base.Host) {
+			return ""
+		}
+		return next.String()
+	}
+	// The upstream of the call is known by the call's host only.
+	if next.Host != "" && (!strings.EqualFold(next.Host, to.Host) || next.Scheme != "" && next.Scheme != "http" && next.Scheme != "https") {
+		return ""
+	}
+	if next.Host == "" && next.Scheme != "" {
+		return ""
+	}
+	uri := next.RequestURI()
+	if !strings.HasPrefix(uri, "/") || strings.HasPrefix(uri, "//") {
+		return ""
+	}
+	return uri
+}
+
+// notVisible are what cannot stand in a request line.
+func notVisible(r rune) bool { return r <= ' ' || r > '~' }
+
+// fieldToken is the field in which an answer has its token.
+const fieldToken = "Execution-Context"
+
+// badness orders what the places of an answer say: the worst counts.
+var badness = map[reading]int{"": 0, done: 1, pending: 2, undoEscalated: 3, refused: 4, partial: 5, unexpected: 6}
+
+// delegateSays reads a delegate's 2xx, in the words of each draft: what its body says, and
+// what the token says that comes with it. Done is only what is called completed, or says
+// nothing at all, as the contract has it; what cannot be read is unexpected (P6).
+func delegateSays(a *Answer) note {
+	if a.Cut {
+		return noted(unexpected, a.Status) // what it says may stand behind the cut
+	}
+	body := bytes.TrimSpace(a.Body)
+	var says saying
+	var document report
+	switch {
+	case len(body) == 0:
+	case repeats(body):
+		says.add(unexpected) // two readers could take it for two results
+	case json.Unmarshal(body, &document) == nil:
+		says.hear(&document)
+	case token(string(body), &document):
+		says.hear(&document)
+	case body[0] != '{':
+		says.add(meaning(word(a)))
+	}
+	if says.worst == "" {
+		says.worst = unexpected // it speaks, and not of this
+		if len(body) == 0 {
+			says.worst = done
+		}
+	}
+	// A token that nobody has verified can make it worse, and never better.
+	var signed report
+	if token(a.Header.Get(fieldToken), &signed) {
+		says.hear(&signed)
+	}
+	if document.ECT != "" && token(document.ECT, &signed) {
+		says.hear(&signed)
+	}
+	if says.doubt && says.worst == done {
+		says.worst = unexpected // it contradicts itself
+	}
+	n := noted(says.worst, a.Status)
+	n.unknown = n.unknown || says.doubt
+	return n
+}
+
+// report is what a rollback's result says, in a document or in a token. What is no text is
+// read as far as it is there.
+type report struct {
+	Action string                     `json:"exec_act"`
+	ECT    string                     `json:"ect"`
+	State  json.RawMessage            `json:"state"`
+	Status json.RawMessage            `json:"status"`
+	Effect json.RawMessage            `json:"effect"`
+	Old    json.RawMessage            `json:"cascade.status"`
+	Ext    map[string]json.RawMessage `json:"ext"`
+	ECTExt map[string]json.RawMessage `json:"ect_ext"` // ext in the other spelling
+}
+
+// saying is what an answer says, so far.
+type saying struct {
+	worst reading
+	doubt bool // the effect is mixed or unknown
+}
+
+func (s *saying) add(r reading) {
+	if badness[r] > badness[s.worst] {
+		s.worst = r
+	}
+}
+
+func (s *saying) hear(r *report) {
+	if string(r.State) == `"executing"` {
+		s.add(pending)
+	}
+	switch _, act, prefixed := strings.Cut(r.Action, ":"); {
+	case strings.HasSuffix(r.Action, "rollback_escalated"):
+		s.add(undoEscalated)
+	case r.Action == "error", prefixed && act == "error":
+		s.add(unexpected)
+	}
+	statuses, effects := []json.RawMessage{r.Status, r.Old}, []json.RawMessage{r.Effect}
+	for _, ext := range []map[string]json.RawMessage{r.Ext, r.ECTExt} {
+		statuses = append(statuses, ext["cascade.status"], ext["atd.status"], ext["aerr.status"])
+		effects = append(effects, ext["agent_guard.effect"])
+	}
+	for _, status := range statuses {
+		if len(status) == 0 || string(status) == "null" {
+			continue
+		}
+		var text string
+		if json.Unmarshal(status, &text) != nil {
+			s.add(unexpected)
+			continue
+		}
+		s.add(meaning(strings.ToLower(text)))
+	}
+	for _, effect := range effects {
+		s.doubt = s.doubt || string(effect) == `"mixed"` || string(effect) == `"unknown"`
+	}
+}
+
+// meaning is what a status is, in a word of the drafts (cascade 4.4.2) or of LRA.
+func meaning(word string) reading {
+	switch {
+	case word == "completed", word == "compensated":
+		return done
+	case word == "executing", underWay(word):
+		return pending
+	case word == "escalated":
+		return undoEscalated
+	case word == "partial":
+		return partial
+	case undoFailed(word):
+		return refused
+	}
+	return unexpected
+}
+
+// token reads the claims of a token into r, unverified.
+func token(raw string, r *report) bool {
+	claims := raw
+	if parts := strings.Split(raw, "."); len(parts) == 3 {
+		claims = parts[1]
+	}
+	b, err := base64.RawURLEncoding.DecodeString(claims)
+	return err == nil && len(b) > 0 && json.Unmarshal(b, r) == nil
+}
+
+// repeats reports that a member of a JSON object stands in it twice, or more than once in
+// different case, which encoding/json takes for the same.
+func repeats(body []byte) bool {
+	d := json.NewDecoder(bytes.NewReader(body))
+	if begin, err := d.Token(); err != nil || begin != json.Delim('{') {
+		return false
+	}
+	seen := map[string]bool{}
+	for d.More() {
+		name, err := d.Token()
+		if err != nil {
+			return false
+		}
+		text, _ := name.(string)
+		if text = strings.ToLower(text); seen[text] {
+			return true
+		}
+		seen[text] = true
+		var value json.RawMessage
+		if d.Decode(&value) != nil {
+			return false
+		}
+	}
+	return false
+}
+
+// reading is what an answer means, or that there is none. The words of those that are
+// final are recorded with the answer, so that it means the same in every life.
+type reading string
+
+// The readings.
+const (
+	done          reading = "done"
+	pending       reading = "pending" // under way, and it can be asked for
+	refused       reading = "refused"
+	unauthorized  reading = "unauthorized"
+	changed       reading = "changed"
+	disturbed     reading = "disturbed"  // somebody else wrote there at the same time
+	partial       reading = "partial"    // a delegate has undone a part
+	undoEscalated reading = "escalated"  // a delegate has left it to a person
+	unexpected    reading = "unexpected" // it says nothing that is known here
+
+	// These are not final: nothing is recorded as an answer.
+	accepted reading = "accepted" // under way, and no Location to ask at
+	busy     reading = "busy"     // not executed, later perhaps
+	unclear  reading = "unclear"  // it may have been executed
+	lost     reading = "lost"     // no answer
+	unsent   reading = "unsent"   // no answer, and proven that not a byte was sent
+	absent   reading = "absent"   // to a question: nothing has arrived
+	taken    reading = "taken"    // somebody else is at it: look again
+)
+
+// final reports that the answer decides, and is recorded.
+func (r reading) final() bool {
+	switch r {
+	case done, pending, refused, unauthorized, changed, disturbed, partial, undoEscalated, unexpected:
+		return true
+	}
+	return false
+}
+
+// doubtful reports that the request may have had its effect.
+func (r reading) doubtful() bool { return r == unclear || r == lost || r == accepted }
+
+// reasonOf is why something is not done whose answer is final.
+func reasonOf(r reading) Reason {
+	switch r {
+	case refused:
+		return ReasonRefused
+	case unauthorized:
+		return ReasonUnauthorized
+	case changed, disturbed:
+		return ReasonChanged
+	case partial:
+		return ReasonPartial
+	case undoEscalated:
+		return ReasonEscalated
+	default:
+		return ReasonUnexpected
+	}
+}
+
+// note is what is known after a request.
+type note struct {
+	reading reading
+	status  int
+	reason  Reason        // why trying again is no use, where that is so
+	after   time.Duration // at least to be waited
+	// location is where to ask for what is pending.
+	location string
+	// unknown says that this or an earlier attempt may have had its effect.
+	unknown  bool
+	attempts int
+	before   [32]byte
+	// tag is the strong entity tag of what a request has put back, as its answer says.
+	tag string
+	// fresh says that it was received now, and not read from the store.
+	fresh bool
+}
+
+// underWay reports that an upstream has just said that it is at it: asking at once is no
+// use.
+func (n *note) underWay() bool { return n.fresh && (n.reading == pending || n.reading == accepted) }
+
+// common is the reading of statuses that mean the same everywhere.
+func common(status int) reading {
+	switch {
+	case status == http.StatusAccepted:
+		return pending
+	case status >= 200 && status < 300:
+		return done
+	case status == http.StatusUnauthorized, status == http.StatusForbidden:
+		return unauthorized
+	case status == http.StatusConflict:
+		return refused
+	case status == http.StatusTooEarly, status == http.StatusTooManyRequests:
+		return busy
+	case declined(status):
+		return unexpected
+	case status == http.StatusRequestTimeout, status >= 500 && status < 600:
+		return unclear
+	}
+	return unexpected
+}
+
+// declined reports a status by which a request was turned away for what it is, before
+// anything was done for it (RFC 9110, sections 15.5 and 15.6; RFC 6585, section 5).
+func declined(status int) bool {
+	switch status {
+	case http.StatusMethodNotAllowed, http.StatusLengthRequired, http.StatusRequestEntityTooLarge,
+		http.StatusRequestURITooLong, http.StatusUnsupportedMediaType, http.StatusMisdirectedRequest,
+		http.StatusUpgradeRequired, http.StatusRequestHeaderFieldsTooLarge, http.StatusNotImplemented:
+		return true
+	}
+	return false
+}
+
+// noted is a note of an answer that was read. P6: what says nothing that is known here says
+// nothing of the effect either, unless by its status nothing was done.
+func noted(r reading, status int) note {
+	return note{reading: r, unknown: r == partial || r == unexpected && !declined(status)}
+}
+
+// byContract reads the answer to a compensation or of a delegate (MicroProfile LRA).
+func byContract(a *Answer, delegated bool) note {
+	if a.Status == http.StatusGone {
+		return note{reading: done} // unknown there is as good as done
+	}
+	r := common(a.Status)
+	switch {
+	case r == done && delegated:
+		return delegateSays(a)
+	case r == done && undoFailed(word(a)):
+		return note{reading: refused} // P6: a refund that was made and has failed, say
+	}
+	return noted(r, a.Status)
+}
+
+// word is the body of an answer, or the member `status` of it, as far as it is a word, in
+// lower case.
+func word(a *Answer) string {
+	var text string
+	var object struct {
+		Status json.RawMessage `json:"status"` // decoded only as far as it is a word
+	}
+	switch {
+	case json.Unmarshal(a.Body, &text) == nil:
+	case json.Unmarshal(a.Body, &object) == nil && json.Unmarshal(object.Status, &text) == nil:
+	case len(a.Body) <= longestWord:
+		text = string(a.Body)
+	}
+	if len(text) > longestWord {
+		return ""
+	}
+	return strings.ToLower(strings.TrimSpace(text))
+}
+
+const longestWord = 64
+
+// undoFailed reports a word by which upstreams say that what was asked for has failed. To be
+// canceled or rejected may be the very purpose of a compensation.
+func undoFailed(word string) bool {
+	return word == "failedtocompensate" || word == "failed" || word == "error"
+}
+
+// byTarget reads the answer to what puts a state back.
+func byTarget(a *Answer, method string) note {
+	switch a.Status {
+	case http.StatusPreconditionFailed:
+		return note{reading: changed}
+	case http.StatusNotFound, http.StatusGone:
+		if method == http.MethodDelete {
+			return note{reading: done}
+		}
+	}
+	n := noted(common(a.Status), a.Status)
+	if n.reading == done { // RFC 9110, section 8.8.3: of what it has made
+		n.tag = strong(a.Header.Get("ETag"))
+	}
+	return n
+}
+
+// byStatus reads the answer to a question for what became of an undo. A 200 means done,
+// but where its body, or the member `status` of it, is a word that says otherwise.
+func byStatus(a *Answer, delegated bool) note {
+	if a.Status == http.StatusNotFound {
+		return note{reading: absent}
+	}
+	n := byContract(a, delegated)
+	if a.Status == http.StatusGone || n.reading != done && common(a.Status) != done {
+		return n
+	}
+	// P6: what an upstream calls its refund, say, counts for more than that it knows it.
+	switch text := word(a); {
+	case text == "active":
+		return note{reading: absent}
+	case n.reading != done:
+	case underWay(text):
+		return note{reading: pending}
+	case text == "completing", text == "failedtocomplete": // LRA's words for what is not being undone
+		return noted(unexpected, a.Status)
+	}
+	return n
+}
+
+// underWay reports a word for what has not ended yet.
+func underWay(word string) bool {
+	switch word {
+	case "compensating", "pending", "processing", "in_progress", "queued", "running":
+		return true
+	}
+	return false
+}

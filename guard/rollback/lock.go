@@ -1,0 +1,359 @@
+package rollback
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// BlockedError refuses a call that must not begin: it follows from what is being undone, or
+// its workflow was terminated.
+type BlockedError struct {
+	// Rollback is the id of the rollback.
+	Rollback string
+	// Stopped says that the workflow is terminated (cascade 4.1.3): nothing begins there any
+	// more. Otherwise the call may be tried again when the rollback is finished.
+	Stopped bool
+}
+
+// Error implements error.
+func (e *BlockedError) Error() string {
+	if e.Stopped {
+		return fmt.Sprintf("rollback: the workflow is terminated by rollback %s", e.Rollback)
+	}
+	return fmt.Sprintf("rollback: what the call follows from is being undone by rollback %s", e.Rollback)
+}
+
+// workflowLocks keep calls from beginning whose consequences a plan could not know of, in this
+// process. They cost a call two map reads and no write.
+type workflowLocks struct {
+	mu         sync.Mutex
+	byWorkflow map[string][]*workflowLock // by workflow, or AttemptsScope
+	admitted   map[*admission]struct{}    // calls between their admission and their claim
+}
+
+// workflowLock blocks the calls that one rollback keeps from beginning.
+type workflowLock struct {
+	rollback, workflow string
+	// decided is closed when the members below are known. Calls of the workflow wait for that.
+	decided      chan struct{}
+	attemptsOnly bool            // it blocks further attempts of one call
+	stops        bool            // it blocks everything
+	ids          map[string]bool // it blocks what follows from these
+	until        time.Time       // of one that stops: when it expires; zero is not yet known
+}
+
+// admission is a call between its admission and its claim.
+type admission struct {
+	workflow string
+	left     chan struct{} // closed when it has left; nil while nobody waits
+}
+
+// Enter admits a call of a workflow that follows from parents. leave is called when its
+// claim's commit has ended, in whatever way: a rollback whose request came meanwhile waits
+// for that, so that its plan has the call. The error is a *BlockedError, or that of ctx,
+// since a call waits while a rollback of its workflow is being decided about. parents is
+// read only where there is a rollback in the workflow; an error in it is returned.
+//
+// Only calls that would claim are admitted: what is recorded is answered. Of a call without a
+// workflow only further attempts can be blocked: workflow is their AttemptsScope, and empty
+// for a first attempt.
+func (c *Coordinator) Enter(ctx context.Context, workflow string, parents iter.Seq2[string, error]) (leave func(), err error) {
+	if workflow == "" {
+		return func() {}, nil
+	}
+	l := &c.locks
+	for {
+		// Register first, then read the locks: a later lock waits for this call.
+		v, locks := l.enter(workflow)
+		leave = func() { l.leave(v) }
+		if len(locks) == 0 {
+			return leave, nil
+		}
+		wait, err := blocked(locks, parents)
+		if wait == nil && err == nil {
+			return leave, nil
+		}
+		leave()
+		if err != nil {
+			return nil, err
+		}
+		select {
+		case <-wait:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+// AttemptsScope replaces the workflow for the attempts of a call that has none. root is the
+// checkpoint of the first attempt (checkpoint.Store.First).
+func AttemptsScope(root string) string { return attemptsPrefix + root }
+
+const attemptsPrefix = "\x00" // no workflow begins so
+
+// scope is what a rollback locks: its workflow, or the attempts of a call without one.
+func (c *Coordinator) scope(ctx context.Context, workflow, checkpoint string) (string, error) {
+	if workflow != "" {
+		return workflow, nil
+	}
+	root, err := c.o.Checkpoints.First(ctx, checkpoint)
+	if err != nil {
+		return "", fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return AttemptsScope(root), nil
+}
+
+// blocked says whether a call must not begin, or what to wait for before that is known.
+func blocked(locks []*workflowLock, parents iter.Seq2[string, error]) (wait <-chan struct{}, err error) {
+	var partial []*workflowLock
+	for _, w := range locks {
+		select {
+		case <-w.decided:
+		default:
+			wait = w.decided
+			continue
+		}
+		if w.stops || w.attemptsOnly {
+			return nil, &BlockedError{Rollback: w.rollback, Stopped: w.stops}
+		}
+		partial = append(partial, w)
+	}
+	if wait != nil || len(partial) == 0 {
+		return wait, nil
+	}
+	for id, err := range parents {
+		if err != nil {
+			return nil, err
+		}
+		for _, w := range partial {
+			if w.ids[id] {
+				return nil, &BlockedError{Rollback: w.rollback}
+			}
+		}
+	}
+	return nil, nil
+}
+
+func (l *workflowLocks) enter(workflow string) (*admission, []*workflowLock) {
+	v := &admission{workflow: workflow}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.admitted == nil {
+		l.admitted = map[*admission]struct{}{}
+	}
+	l.admitted[v] = struct{}{}
+	if len(l.byWorkflow) == 0 {
+		return v, nil
+	}
+	l.removeExpired(workflow)
+	return v, slices.Clone(l.byWorkflow[workflow])
+}
+
+func (l *workflowLocks) leave(v *admission) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.admitted, v)
+	if v.left != nil {
+		close(v.left)
+		v.left = nil
+	}
+}
+
+// lock holds up new calls of a workflow until the lock is decided or removed, and returns once
+// the admitted ones have claimed.
+func (l *workflowLocks) lock(ctx context.Context, rollback, workflow string) (*workflowLock, error) {
+	w := newWorkflowLock(rollback, workflow)
+	l.add(w)
+	for _, left := range l.admissionsEnd(workflow) {
+		select {
+		case <-left:
+		case <-ctx.Done():
+			l.unlock(w)
+			return nil, ctx.Err()
+		}
+	}
+	return w, nil
+}
+
+func newWorkflowLock(rollback, workflow string) *workflowLock {
+	return &workflowLock{
+		rollback: rollback, workflow: workflow, decided: make(chan struct{}),
+		attemptsOnly: strings.HasPrefix(workflow, attemptsPrefix),
+	}
+}
+
+func (l *workflowLocks) add(w *workflowLock) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.byWorkflow == nil {
+		l.byWorkflow = map[string][]*workflowLock{}
+	}
+	l.byWorkflow[w.workflow] = append(l.byWorkflow[w.workflow], w)
+}
+
+// admissionsEnd are channels that are closed when the admitted calls of a workflow have left.
+func (l *workflowLocks) admissionsEnd(workflow string) []<-chan struct{} {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var all []<-chan struct{}
+	for v := range l.admitted {
+		if v.workflow != workflow {
+			continue
+		}
+		if v.left == nil {
+			v.left = make(chan struct{})
+		}
+		all = append(all, v.left)
+	}
+	return all
+}
+
+// setPlan says what the lock will block.
+func (l *workflowLocks) setPlan(w *workflowLock, scope Scope, p *Plan) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	w.blockPlan(scope, p)
+}
+
+// decide lets waiting calls read the lock. It comes when the rollback is accepted: no call is
+// refused before that.
+func (l *workflowLocks) decide(w *workflowLock) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	w.decide()
+}
+
+func (w *workflowLock) decide() {
+	select {
+	case <-w.decided:
+	default:
+		close(w.decided)
+	}
+}
+
+// blockPlan blocks what follows from the plan's checkpoints, from the actions that these were
+// made for, and from those that it passes.
+func (w *workflowLock) blockPlan(scope Scope, p *Plan) {
+	if w.stops = scope == FullWorkflow && !w.attemptsOnly; w.stops || w.attemptsOnly {
+		return
+	}
+	w.ids = map[string]bool{}
+	for _, level := range p.Levels {
+		for _, s := range level {
+			w.ids[s.Checkpoint] = true
+			for _, id := range s.Actions {
+				w.ids[id] = true
+			}
+		}
+	}
+	for _, id := range p.Passed {
+		w.ids[id] = true
+	}
+}
+
+// unlock removes a lock, and lets the calls go on that wait for it.
+func (l *workflowLocks) unlock(w *workflowLock) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.remove(w.workflow, func(other *workflowLock) bool { return other == w })
+	w.decide()
+}
+
+// ended removes the locks of a rollback that takes no more steps, or says how long its workflow
+// stays terminated.
+func (l *workflowLocks) ended(h *head, keep time.Duration) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	over := func(w *workflowLock) bool { return w.rollback == h.ID && !w.stops }
+	if h.Workflow == "" { // there are as many as rollbacks under way
+		for workflow := range l.byWorkflow {
+			l.remove(workflow, over)
+		}
+		return
+	}
+	for _, w := range l.byWorkflow[h.Workflow] {
+		if w.rollback == h.ID && w.stops {
+			w.until = h.Finished.Add(keep)
+		}
+	}
+	l.remove(h.Workflow, over)
+}
+
+// removeExpired unlocks a terminated workflow whose rollback has expired, with mu held.
+func (l *workflowLocks) removeExpired(workflow string) {
+	l.remove(workflow, func(w *workflowLock) bool { return !w.until.IsZero() && !time.Now().Before(w.until) })
+}
+
+// remove removes locks of a workflow, with mu held.
+func (l *workflowLocks) remove(workflow string, which func(*workflowLock) bool) {
+	left := slices.DeleteFunc(slices.Clone(l.byWorkflow[workflow]), which)
+	if len(left) == 0 {
+		delete(l.byWorkflow, workflow)
+		return
+	}
+	l.byWorkflow[workflow] = left
+}
+
+// Load restores the locks of unfinished rollbacks and terminated workflows. It comes before the
+// first call, and so before Start. If it fails no call may begin: it could follow from what is
+// being undone.
+func (c *Coordinator) Load(ctx context.Context) error {
+	for _, kind := range []byte{kindStop, kindOpen} {
+		for entry, err := range c.o.Store.Scan(ctx, store.Prefix([]byte{space, kind})) {
+			if err == nil {
+				err = c.restore(ctx, kind == kindStop, entry)
+			}
+			if err != nil {
+				return fmt.Errorf("%w: %w", ErrStore, err)
+			}
+		}
+	}
+	return nil
+}
+
+// restore restores the lock of a rollback that an index names.
+func (c *Coordinator) restore(ctx context.Context, stop bool, entry store.Entry) error {
+	n := nameIn(entry.Key)
+	h, _, err := c.readHead(ctx, n)
+	if errors.Is(err, ErrUnknown) {
+		return nil
+	}
+	if errors.Is(err, errUnreadable) { // nobody knows its workflow, and nobody carries it out
+		c.log.Error("a rollback cannot be read; nothing is kept from beginning for it", "error", err)
+		return nil
+	}
+	if err != nil || stop != h.stops() || !stop && !h.open() {
+		return err
+	}
+	scope, err := c.scope(ctx, h.Workflow, h.Checkpoint)
+	if err != nil {
+		return err
+	}
+	w := newWorkflowLock(h.ID, scope)
+	w.until = entry.Expires
+	var p *Plan
+	if !stop {
+		r, err := c.load(ctx, n)
+		if errors.Is(err, errUnreadable) {
+			return nil // Start says so; nobody carries it out
+		}
+		if err != nil {
+			return err
+		}
+		p = r.plan
+	} else if w.until.IsZero() && h.State == Finished {
+		w.until = h.Finished.Add(c.o.Keep)
+	}
+	c.locks.add(w)
+	c.locks.setPlan(w, h.Scope, p)
+	c.locks.decide(w)
+	return nil
+}

@@ -1,0 +1,518 @@
+package rollback
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"maps"
+	"net/http"
+	"slices"
+	"strings"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+// maxDoubts is how often a state is written whose answers are lost.
+const maxDoubts = 10
+
+// restore puts back what stood there before the call.
+func (j *job) restore(ctx context.Context) (Result, error) {
+	if j.call.Image == nil {
+		return j.result(ReasonNoPostImage), nil
+	}
+	r, err := j.putBack(ctx)
+	if why := (requestError{}); errors.As(err, &why) {
+		return j.result(why.why), nil
+	}
+	if err == nil && r.Done {
+		r.Version, err = j.version(ctx)
+	}
+	return r, err
+}
+
+// maxTag is the longest entity tag that is recorded, in bytes.
+const maxTag = 1024
+
+// version is the one that was put back. Entity tags are versions to many upstreams: what an
+// undo writes has another one than what stood there before the call, though it is the same.
+// The undo of the call before reads that one, and must know that no stranger has made it.
+func (j *job) version(ctx context.Context) (v checkpoint.Version, err error) {
+	tag := strong(j.call.Image.ETag)
+	if tag == "" || j.left == "" || len(j.left) > maxTag {
+		return v, nil
+	}
+	origin, err := j.o.Checkpoints.Origin(ctx, j.call.Resource(), tag)
+	if err != nil || origin == j.left {
+		return v, err
+	}
+	return checkpoint.Version{Resource: j.call.Resource(), Tag: j.left, Origin: origin}, nil
+}
+
+// sameVersion reports whether two entity tags are of one version, or of versions that only
+// undos have made of one.
+func (j *job) sameVersion(ctx context.Context, a, b string) (bool, error) {
+	if a == "" || b == "" || a == b {
+		return a == b && a != "", nil
+	}
+	first, err := j.o.Checkpoints.Origin(ctx, j.call.Resource(), a)
+	if err != nil {
+		return false, err
+	}
+	second, err := j.o.Checkpoints.Origin(ctx, j.call.Resource(), b)
+	return first == second, err
+}
+
+func (j *job) putBack(ctx context.Context) (Result, error) {
+	pace := j.pace(j.o.First)
+	var last note // of the attempt before, in this life
+	defer j.unwatch()
+	for doubts := 0; ; {
+		late := j.overdue()
+		if last.reading != "" && last.reading != taken {
+			again, err := pace.wait(ctx, last.after)
+			if err != nil {
+				return Result{}, err
+			}
+			late = !again // what came of it is looked at all the same
+		}
+		found, err := j.find(ctx)
+		if err != nil {
+			return Result{}, err
+		}
+		switch found.Status {
+		case execution.Free, execution.Doubtful:
+			if j.answer != nil {
+				return j.restored(ctx, *j.answer)
+			}
+		case execution.RunningHere, execution.RunningElsewhere:
+			return j.result(ReasonTimeout), nil
+		default:
+			n, err := j.settled(ctx, found, j.readsTarget(j.method()))
+			if err != nil {
+				return Result{}, err
+			}
+			if j.useOwnKey(n) {
+				continue
+			}
+			return j.restored(ctx, n)
+		}
+		now, n, err := j.readTargetInWindow(ctx, doubts > 0)
+		if err != nil {
+			return Result{}, err
+		}
+		if now == nil {
+			return j.unreadTarget(n), nil
+		}
+		if doubts > 0 && j.disturbed() { // whatever stands there: an undo may have been written over somebody's
+			return j.result(ReasonChanged), nil
+		}
+		if r, err := j.judge(ctx, found, now); r != nil || err != nil {
+			return orEmpty(r), err
+		}
+		if late {
+			return j.late(last), nil
+		}
+		if doubts == maxDoubts {
+			return j.result(ReasonLost), nil
+		}
+		if j.disturbed() {
+			return j.result(ReasonChanged), nil
+		}
+		out, err := j.putting(ctx, now)
+		if err != nil {
+			return Result{}, err
+		}
+		out.Window = j.window
+		if last, err = j.attempt(ctx, found, out, j.readsInWindow(out.Method)); err != nil {
+			return Result{}, err
+		}
+		switch {
+		case last.reading.final():
+			return j.restoredInWindow(ctx, last)
+		case last.reason != "":
+			return j.result(last.reason), nil
+		case last.reading.doubtful():
+			doubts++
+		case doubts == 0: // the next look begins another
+			j.unwatch()
+		}
+	}
+}
+
+func (j *job) overwrites() bool { return j.spec.OnChanged == Overwrite }
+
+// post is what stood there after the call; nil where that is not known.
+func (j *job) post() *checkpoint.Image {
+	if j.task.Checkpoint.Result == nil {
+		return nil
+	}
+	return j.task.Checkpoint.Result.Image
+}
+
+// judge decides by what stands there now. Without a result the old state is to be
+// written.
+func (j *job) judge(ctx context.Context, found execution.Finding, now *targetState) (*Result, error) {
+	post := j.post()
+	switch {
+	case !j.doubt:
+		j.before = j.hashOf(now.image)
+	case post != nil && !j.overwrites():
+		j.before = j.hashOf(post) // nothing else was written over
+	}
+	var r Result
+	switch {
+	case now.shows(j.call.Image):
+		j.after = j.hashOf(now.image)
+		seen := strong(now.image.ETag)
+		if j.doubt { // what stands there is the evidence that it was applied
+			if err := j.applied(ctx, found, note{reading: done, status: j.status, tag: seen}); err != nil {
+				return nil, err
+			}
+			j.left = seen
+		} else if post != nil { // the call has changed nothing but the version
+			same, err := j.sameVersion(ctx, seen, strong(post.ETag))
+			if err != nil {
+				return nil, err
+			}
+			if same {
+				j.left = seen
+			}
+		}
+		r = j.done()
+	case j.overwrites():
+		return nil, nil
+	case post == nil:
+		r = j.result(ReasonNoPostImage)
+	case !now.shows(post):
+		r = j.result(ReasonChanged)
+	default:
+		return nil, nil
+	}
+	return &r, nil
+}
+
+// method is that of the request that restores.
+func (j *job) method() string {
+	if j.call.Image.Exists {
+		return http.MethodPut
+	}
+	return http.MethodDelete
+}
+
+// putting is the request that restores what stood there before, on the condition that
+// nobody changes what stands there now.
+func (j *job) putting(ctx context.Context, now *targetState) (*Outgoing, error) {
+	o := Outgoing{Method: j.method(), URL: target(&j.call.Request), Header: http.Header{}}
+	if image := j.call.Image; image.Exists {
+		o.Body = slices.Clone(image.Body)
+		for name, values := range image.Header {
+			if len(values) > 0 {
+				o.Header[name] = slices.Clone(values)
+			}
+		}
+		if image.ContentType != "" {
+			o.Header.Set("Content-Type", image.ContentType)
+		}
+	}
+	if post := j.post(); post != nil && !j.overwrites() {
+		etag, seen := strong(post.ETag), strong(now.image.ETag)
+		same, err := j.sameVersion(ctx, seen, etag)
+		if err != nil {
+			return nil, err
+		}
+		if etag == "" || same {
+			etag = seen // of the same state, as it was just seen
+		}
+		switch {
+		case !post.Exists:
+			o.Header.Set("If-None-Match", "*")
+		case etag != "":
+			o.Header.Set("If-Match", etag)
+		}
+	}
+	o.Header.Set("Idempotency-Key", j.idempotencyKey())
+	return j.completeRequest(ctx, o)
+}
+
+func (j *job) readsTarget(method string) func(*Answer) note {
+	return func(a *Answer) note { return byTarget(a, method) }
+}
+
+// restored makes the result of a final answer, by another look where that is needed.
+func (j *job) restored(ctx context.Context, n note) (Result, error) {
+	j.take(n)
+	switch {
+	case n.reading == done && !j.spec.Verify:
+		j.left = n.tag
+		return j.done(), nil
+	case n.reading == done, n.reading == pending, n.reading == changed, n.reading == unexpected && n.unknown:
+	default:
+		return j.result(reasonOf(n.reading)), nil
+	}
+	pace := j.pace(j.o.Poll)
+	for wait := n.underWay(); ; wait = true {
+		again := true
+		if wait {
+			var err error
+			if again, err = pace.wait(ctx, n.after); err != nil {
+				return Result{}, err
+			}
+		}
+		now, seen, err := j.readTarget(ctx)
+		if err != nil {
+			return Result{}, err
+		}
+		if now == nil {
+			j.doubt = true
+			return j.unreadTarget(seen), nil
+		}
+		j.after = j.hashOf(now.image)
+		switch {
+		case now.shows(j.call.Image):
+			if n.reading != changed || n.attempts > 1 { // else somebody else has put it back
+				j.left = cmp.Or(n.tag, strong(now.image.ETag))
+			}
+			return j.done(), nil
+		case n.reading == changed:
+			return j.result(ReasonChanged), nil
+		case n.reading == done:
+			return j.result(ReasonUnverified), nil
+		case n.reading == unexpected:
+			if post := j.post(); n.attempts <= 1 && post != nil && now.shows(post) {
+				j.doubt = false // it stands there as it did before the answer
+			}
+			return j.result(ReasonUnexpected), nil
+		}
+		j.doubt = true // 202: it may come yet
+		if !again {
+			return j.result(ReasonTimeout), nil
+		}
+	}
+}
+
+// unreadTarget is the result where it could not be seen what stands there.
+func (j *job) unreadTarget(n note) Result {
+	if n.reason == "" && n.reading.final() {
+		if n.reading == unauthorized {
+			return j.result(ReasonUnauthorized)
+		}
+		return j.result(ReasonUnexpected)
+	}
+	return j.late(n)
+}
+
+// ImageRequest is the request that reads what stands at the target of a call. Images are made
+// with it, before and after the call and when it is undone, so that they can be compared:
+// never compressed, never from a cache, in the representation that the call asked for if
+// its fields were recorded.
+func ImageRequest(r *checkpoint.Request) *Outgoing {
+	o := &Outgoing{Method: http.MethodGet, URL: target(r), Host: r.Host, Header: http.Header{
+		"Accept-Encoding": {"identity"}, "Cache-Control": {"no-cache"},
+	}}
+	for _, name := range ImageRequestFields {
+		if values := r.Header[name]; len(values) > 0 {
+			o.Header[name] = slices.Clone(values)
+		}
+	}
+	return o
+}
+
+// ImageRequestFields are the fields of a call's request that Look needs: to be recorded of a call
+// that is restored.
+var ImageRequestFields = []string{"Accept", "Accept-Language"}
+
+// imageFields are the fields of an answer that belong to the state, besides its type.
+var imageFields = []string{"Content-Encoding", "Content-Language", "Content-Disposition"}
+
+// ImageOf is the image that an answer to Look shows; nil where the answer says nothing of
+// what stands there, or not all of it.
+func ImageOf(a *Answer) *checkpoint.Image {
+	i := &checkpoint.Image{Status: a.Status}
+	switch a.Status {
+	case http.StatusOK, http.StatusNonAuthoritativeInfo, http.StatusNoContent:
+	case http.StatusNotFound, http.StatusGone:
+		return i
+	default:
+		return nil
+	}
+	if a.Cut {
+		return nil
+	}
+	i.Exists, i.ETag = true, a.Header.Get("ETag")
+	i.ContentType, i.Body = a.Header.Get("Content-Type"), a.Body
+	for _, name := range imageFields {
+		if values := a.Header[name]; len(values) > 0 {
+			if i.Header == nil {
+				i.Header = map[string][]string{}
+			}
+			i.Header[name] = slices.Clone(values)
+		}
+	}
+	return i
+}
+
+func target(r *checkpoint.Request) string {
+	if r.Query == "" {
+		return r.Path
+	}
+	return r.Path + "?" + r.Query
+}
+
+// Same reports whether the images show the same state: whether something is there, its
+// bytes, and the fields that are put back with them.
+func Same(a, b *checkpoint.Image) bool {
+	if a.Exists != b.Exists {
+		return false
+	}
+	return !a.Exists || bytes.Equal(a.Body, b.Body) && a.ContentType == b.ContentType &&
+		maps.EqualFunc(a.Header, b.Header, slices.Equal[[]string])
+}
+
+// hashOf is the hash of a state; zero where it is not known. That nothing is there is a state
+// too, and not the same as one that is empty.
+func (j *job) hashOf(i *checkpoint.Image) [32]byte {
+	switch {
+	case i == nil:
+		return [32]byte{}
+	case !i.Exists:
+		return j.hash(j.task.Rollback, nothingThere)
+	}
+	return j.hash(j.task.Rollback, i.Body)
+}
+
+// nothingThere stands for the state of a target where nothing is. No body can be it for those
+// who made the target: the salt of the rollback is in every hash, and this value is random.
+var nothingThere = []byte("\x8f\x1d\xc4\x52\x0b\x9e\x77\xe3\xa6\x30\x5c\xd8\x49\xf1\x2a\xbb")
+
+// saltedHash is the SHA-256 of a record of 64 bytes: a salt of the rollback's, which nobody
+// but this gateway can make, and the SHA-256 of the state (ADR 0041). Equal states are
+// equal within a rollback, and who reads the hash cannot try what it may be of (C-6.3-b).
+func (u *Undoer) saltedHash(rollback string, state []byte) [32]byte {
+	salt := u.o.Guard.Key(execution.Scope{Caller: undoCaller, Method: stateMethod, Path: undoPath, ID: rollback})
+	sum := sha256.Sum256(state)
+	return sha256.Sum256(append(salt[:], sum[:]...))
+}
+
+// strong is the entity tag if a condition can be made of it (RFC 9110, section 13.1.1).
+func strong(etag string) string {
+	if len(etag) < 2 || !strings.HasPrefix(etag, `"`) || !strings.HasSuffix(etag, `"`) {
+		return ""
+	}
+	return etag
+}
+
+// targetState is what was seen at the target: an image, or that what is there is too large to
+// be one.
+type targetState struct {
+	image *checkpoint.Image
+}
+
+func (s *targetState) shows(i *checkpoint.Image) bool { return s.image != nil && Same(s.image, i) }
+
+// readTarget reads what stands there now, and tries again until there is an answer or no more
+// time. It reads once however late it is. Without a state the note says why.
+func (j *job) readTarget(ctx context.Context) (*targetState, note, error) {
+	pace := j.pace(j.o.First)
+	for {
+		out, err := j.completeRequest(ctx, *ImageRequest(&j.call.Request))
+		if err != nil {
+			return nil, note{}, err
+		}
+		var seen *targetState
+		n, _ := j.send(ctx, out, func(a *Answer) note {
+			if image := ImageOf(a); image != nil {
+				seen = &targetState{image}
+			} else if a.Cut && a.Status == http.StatusOK {
+				seen = &targetState{} // larger than any image that was kept
+			}
+			return note{reading: common(a.Status)}
+		})
+		switch {
+		case ctx.Err() != nil:
+			return nil, n, ctx.Err()
+		case seen != nil:
+			return seen, n, nil
+		case n.reason != "", n.reading.final():
+			return nil, n, nil
+		}
+		again, err := pace.wait(ctx, n.after)
+		if err != nil || !again {
+			return nil, n, err
+		}
+	}
+}
+
+// Watcher is a Sender that sees who else writes at the target of an undo. Where nobody
+// does so, only entity tags keep an undo from writing over what came after its look.
+type Watcher interface {
+	// Watch begins to watch the target of a request; nil where it cannot be seen.
+	Watch(r *Outgoing) Window
+}
+
+// Window is the time from the look of an undo to the last one after its write. The
+// requests that carry it do not disturb it.
+type Window interface {
+	// Disturbed reports that somebody else has written there, or has begun to.
+	Disturbed() bool
+	// Close ends it.
+	Close()
+}
+
+// watch begins a window, where there is none and others are not to be written over.
+func (j *job) watch() {
+	if w, is := j.o.Sender.(Watcher); is && j.window == nil && !j.overwrites() {
+		look := ImageRequest(&j.call.Request)
+		look.Guard, look.Action, look.Spec = j.spec.Guard, j.call.Action, j.spec
+		j.window = w.Watch(look)
+	}
+}
+
+func (j *job) unwatch() {
+	if j.window != nil {
+		j.window.Close()
+		j.window = nil
+	}
+}
+
+func (j *job) disturbed() bool { return j.window != nil && j.window.Disturbed() }
+
+// readTargetInWindow looks in a window. Where somebody writes beside it, it looks once more:
+// what was written may have been refused. Once an undo was sent that may still have its
+// effect, the window is what it was.
+func (j *job) readTargetInWindow(ctx context.Context, sent bool) (*targetState, note, error) {
+	j.watch()
+	now, n, err := j.readTarget(ctx)
+	if err != nil || now == nil || sent || !j.disturbed() {
+		return now, n, err
+	}
+	j.unwatch()
+	j.watch()
+	return j.readTarget(ctx)
+}
+
+// readsInWindow is readsTarget for what was sent in the window of the job. P6: what somebody
+// else has written meanwhile is lost, perhaps. It is recorded with the answer, since the
+// window does not outlive the process.
+func (j *job) readsInWindow(method string) func(*Answer) note {
+	read := j.readsTarget(method)
+	return func(a *Answer) note {
+		n := read(a)
+		if n.reading.final() && (n.reading == done || n.reading == pending || n.unknown || j.doubt) && j.disturbed() {
+			n.reading, n.unknown = disturbed, true
+		}
+		return n
+	}
+}
+
+// restoredInWindow is restored, for what was sent in the window of the job.
+func (j *job) restoredInWindow(ctx context.Context, n note) (Result, error) {
+	r, err := j.restored(ctx, n)
+	if err == nil && (r.Done || r.Reason == ReasonUnverified) && j.disturbed() {
+		j.doubt = true
+		return j.result(ReasonChanged), nil
+	}
+	return r, err
+}

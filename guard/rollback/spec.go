@@ -1,0 +1,335 @@
+package rollback
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
+)
+
+// What happens when the answer to an undo is lost and no status can be asked for.
+const (
+	// Resend sends it again under the same key: compensations are idempotent by contract.
+	Resend = "resend"
+	// UndoEscalate leaves it to a person.
+	UndoEscalate = "escalate"
+	// Overwrite restores also what was changed since; the other choice is Escalate.
+	Overwrite = "overwrite"
+)
+
+// Where the credentials of an undo come from.
+const (
+	// AuthConfig: only what the action's configuration writes.
+	AuthConfig = "config"
+	// AuthRecorded: the call's own, sealed with its checkpoint, towards the same upstream.
+	AuthRecorded = "recorded"
+)
+
+// Spec is how a call is undone, as it is recorded with its checkpoint
+// (checkpoint.Snapshot.Undo) in JSON: decided before the call leaves. What it says of
+// credentials is as the configuration wrote it, placeholders and all; where the
+// configuration of the day still has the action, its own are taken.
+type Spec struct {
+	// Guard is the name of the guard that the call went through.
+	Guard string `json:"guard"`
+	// Reach is where requests of the guard's own went, and so where those of the undo go.
+	Reach Reach `json:"reach,omitzero"`
+	// Fields are the header fields of the configuration that go with requests of the undo,
+	// by the origin that they go to; that of the call's upstream is empty.
+	Fields map[string]map[string]string `json:"fields,omitempty"`
+	// Unframed says that an answer which only the end of its connection ends is whole.
+	Unframed bool `json:"unframed,omitempty"`
+	// ExecutionID is the call's execution id, for templates.
+	ExecutionID string `json:"execution_id,omitempty"`
+	// Compensate is the request of the way compensate.
+	Compensate *template.Spec `json:"compensate,omitempty"`
+	// Status is the request that asks what became of a compensation whose answer was lost
+	// or was 202. Its method is GET.
+	Status *template.Spec `json:"status,omitempty"`
+	// Delegate is the agent's rollback URI.
+	Delegate string `json:"delegate,omitempty"`
+	// OnLost is Resend or Escalate, for compensate and delegate; empty is Resend. Escalate
+	// says that the undo is not idempotent, so that nothing in doubt is sent again.
+	OnLost string `json:"on_lost"`
+	// OnChanged is Escalate or Overwrite, for restore; empty is Escalate.
+	OnChanged string `json:"on_changed,omitempty"`
+	// Auth is AuthConfig or AuthRecorded; empty is AuthConfig.
+	Auth string `json:"auth"`
+	// Target says that a GET of the call's target shows the state that a compensation
+	// changes, since the action restores as well.
+	Target bool `json:"target,omitempty"`
+	// Verify says that what was restored is read once more.
+	Verify bool `json:"verify,omitempty"`
+}
+
+// Reach says which upstream it is that requests go to. It names no guard, and nothing that
+// a configuration may change of the way without leading elsewhere.
+type Reach struct {
+	// Addresses are those that requests may go to, with their scheme, sorted.
+	Addresses []string `json:"addresses,omitempty"`
+	// Manner stands for what else decides which service answers there, and at which path:
+	// equal for equal ones.
+	Manner string `json:"manner,omitempty"`
+	// Fields stands for what is done to the header on the way, credentials included.
+	Fields string `json:"fields,omitempty"`
+}
+
+// Name is one name for the upstream, empty for the zero Reach.
+func (r *Reach) Name() string {
+	if len(r.Addresses) == 0 && r.Manner == "" {
+		return ""
+	}
+	sum := sha256.Sum256([]byte(strings.Join(r.Addresses, "\n") + "\n\n" + r.Manner))
+	return hex.EncodeToString(sum[:16])
+}
+
+// Leads reports whether requests that go by other come to the same upstream: to an address
+// that both have, and to the same service there. A pool that has grown or shrunk is the
+// same upstream.
+func (r *Reach) Leads(other *Reach) bool {
+	if r.Manner != other.Manner {
+		return false
+	}
+	if len(r.Addresses) == 0 && len(other.Addresses) == 0 {
+		return r.Manner != ""
+	}
+	return slices.ContainsFunc(r.Addresses, func(address string) bool { return slices.Contains(other.Addresses, address) })
+}
+
+// Place is one name for the way to the call's upstream: equal for equal ones, and empty
+// where the undo goes nowhere but to whole URLs.
+func (s *Spec) Place() string {
+	if s.Delegate != "" || s.Compensate != nil && !strings.HasPrefix(s.Compensate.URL, "/") {
+		return ""
+	}
+	return strings.Join([]string{s.Guard, s.Auth, s.Reach.Name(), s.Reach.Fields}, "\n")
+}
+
+// ErrSpec: a Spec is not one; the message says what is wrong.
+var ErrSpec = errors.New("undo: this is no way to undo a call")
+
+// Encode writes the spec as ParseSpec reads it.
+func (s *Spec) Encode() []byte {
+	b, err := json.Marshal(s)
+	if err != nil {
+		panic(err) // strings and booleans only
+	}
+	return b
+}
+
+// ParseSpec reads what Encode has written, and checks it. It refuses members that it
+// does not know: what it does not understand it cannot do. The error is ErrSpec.
+func ParseSpec(b []byte) (*Spec, error) {
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	s := new(Spec)
+	if err := d.Decode(s); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrSpec, err)
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return nil, fmt.Errorf("%w: something follows it", ErrSpec)
+	}
+	return s, s.Check()
+}
+
+// Check says what is wrong with the spec. The error is ErrSpec, and a
+// *template.ParseError where a template is the fault.
+func (s *Spec) Check() error {
+	_, err := s.templates()
+	switch {
+	case err != nil:
+		return err
+	case s.Guard == "":
+		return fmt.Errorf("%w: the guard's name is missing", ErrSpec)
+	case s.Compensate != nil && s.Delegate != "":
+		return fmt.Errorf("%w: compensate and delegate exclude each other", ErrSpec)
+	case s.Status != nil && s.Compensate == nil && s.Delegate == "":
+		return fmt.Errorf("%w: a status can be asked for of compensate and delegate only", ErrSpec)
+	case s.Status != nil && s.Status.Method != http.MethodGet:
+		return fmt.Errorf("%w: the method of status is GET, since asking changes nothing", ErrSpec)
+	case !slices.Contains([]string{"", Resend, UndoEscalate}, s.OnLost):
+		return fmt.Errorf("%w: on_lost is %q; use resend or escalate", ErrSpec, s.OnLost)
+	case !slices.Contains([]string{"", UndoEscalate, Overwrite}, s.OnChanged):
+		return fmt.Errorf("%w: on_changed is %q; use escalate or overwrite", ErrSpec, s.OnChanged)
+	case !slices.Contains([]string{"", AuthConfig, AuthRecorded}, s.Auth):
+		return fmt.Errorf("%w: auth is %q; use config or recorded", ErrSpec, s.Auth)
+	}
+	if s.Delegate != "" {
+		u, err := url.Parse(s.Delegate)
+		if err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "" || u.User != nil || u.Fragment != "" {
+			return fmt.Errorf("%w: delegate is no http or https URL with a host", ErrSpec)
+		}
+	}
+	return nil
+}
+
+// Needs says what of the call must be recorded so that its undo can be made, for both
+// templates together. The error is that of Check.
+func (s *Spec) Needs() (template.Needs, error) {
+	var all template.Needs
+	if err := s.Check(); err != nil {
+		return all, err
+	}
+	templates, err := s.templates()
+	if err != nil {
+		return all, err
+	}
+	for _, t := range []*template.Template{templates.compensate, templates.status} {
+		if t == nil {
+			continue
+		}
+		n := t.Needs()
+		all.Path, all.Status = all.Path || n.Path, all.Status || n.Status
+		all.Query = union(all.Query, n.Query)
+		all.RequestHeader = union(all.RequestHeader, n.RequestHeader)
+		all.ResponseHeader = union(all.ResponseHeader, n.ResponseHeader)
+		all.RequestBody = union(all.RequestBody, n.RequestBody)
+		all.ResponseBody = union(all.ResponseBody, n.ResponseBody)
+	}
+	return all, nil
+}
+
+func union(a, b []string) []string {
+	all := slices.Concat(a, b)
+	slices.Sort(all)
+	return slices.Compact(all)
+}
+
+// templates are those of a spec; nil where there is none.
+type templates struct {
+	compensate, status *template.Template
+}
+
+func (s *Spec) templates() (t templates, err error) {
+	if s.Compensate != nil {
+		if t.compensate, err = template.Parse(*s.Compensate); err != nil {
+			return t, fmt.Errorf("%w: compensate: %w", ErrSpec, err)
+		}
+	}
+	if s.Status != nil {
+		if t.status, err = template.Parse(*s.Status); err != nil {
+			return t, fmt.Errorf("%w: status: %w", ErrSpec, err)
+		}
+	}
+	return t, nil
+}
+
+// Outgoing is a request of an undo. It is the sender's own: it may change it.
+type Outgoing struct {
+	// Method is GET for requests that only look.
+	Method string
+	// URL is a path and a query for the upstream of the call, or a whole URL.
+	URL string
+	// Header is never nil.
+	Header http.Header
+	// Body is nil where there is none.
+	Body []byte
+	// Host is that of the call, for requests to its upstream.
+	Host string
+	// Guard and Action name the configuration that the call went by. Spec.Reach is where it
+	// went: the request must go to no other upstream.
+	Guard, Action string
+	// Spec is what was recorded with the checkpoint. It is not to be changed.
+	Spec *Spec
+	// Recorded says that Header has the call's own credentials, if it had any. Without it
+	// the sender adds those of the action's configuration.
+	Recorded bool
+	// Delegated says that it goes to an agent's rollback URI, to which the sender adds a
+	// token of the gateway's.
+	Delegated bool
+	// Rollback, Checkpoint and Workflow are the ids of what it is for: of a call that was
+	// made more than once the checkpoint of the first attempt, so that all tries of its undo
+	// name the same.
+	Rollback, Checkpoint, Workflow string
+	// Step is the checkpoint of the rollback's step.
+	Step string
+	// Reason is that of the rollback, for delegates.
+	Reason string
+	// Window is the one that the request is written in; nil where none is open. Where it is
+	// disturbed already, the sender sends nothing, and says ReasonChanged.
+	Window Window
+}
+
+// Answer is what came back.
+type Answer struct {
+	// Status is the final one.
+	Status int
+	// Header has canonical names.
+	Header http.Header
+	// Body is decoded of its transfer coding, and cut at MaxAnswer bytes.
+	Body []byte
+	// Cut says that the body was longer.
+	Cut bool
+}
+
+// MaxAnswer is the largest body of an answer that a Sender reads, in bytes.
+const MaxAnswer = checkpoint.MaxImage
+
+// Sender sends requests of an undo, past open breakers and full bulkheads (DESIGN,
+// "Checkpoints and rollback"). It sends each once, and follows no redirection.
+type Sender interface {
+	// Send returns the whole answer, or an error: a *SendError says what is known.
+	Send(ctx context.Context, r *Outgoing) (*Answer, error)
+}
+
+// SendError says why there is no answer.
+type SendError struct {
+	// NotSent says that it is proven that not a byte was sent.
+	NotSent bool
+	// Reason is ReasonNoUpstream, ReasonOtherUpstream, ReasonNoCredentials or ReasonChanged
+	// where trying again is no use; else empty. With a reason nothing was sent.
+	Reason Reason
+	// Err is the cause, for logs; it holds nothing secret.
+	Err error
+}
+
+// Error is the cause's text.
+func (e *SendError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e *SendError) Unwrap() error { return e.Err }
+
+// Method is that of the executions under which undos are recorded. No request has it.
+const Method = undoMethod
+
+// Describe says in words for people how a call is undone: the way, and the request as far
+// as it is known before it is made, like "compensate POST /v1/refunds". A URL is the one of
+// the configuration, with its placeholders and without its query: no value of the call or
+// of its answer stands there. result may be nil.
+func Describe(call *checkpoint.Snapshot, result *checkpoint.Result) string {
+	why := call.Reason
+	if result != nil && result.Reason != "" {
+		why = result.Reason
+	}
+	if why != "" {
+		return checkpoint.Irreversible.String() + " (" + string(why) + ")"
+	}
+	spec, err := ParseSpec(call.Undo)
+	if err != nil {
+		spec = new(Spec)
+	}
+	request := ""
+	switch {
+	case call.Way == 0:
+		return "" // nothing is left of it
+	case call.Way == checkpoint.Restore && call.Image != nil:
+		request = (&job{call: call}).method() + " " + call.Request.Path
+	case call.Way == checkpoint.Compensate && spec.Compensate != nil:
+		request = spec.Compensate.Method + " " + spec.Compensate.URL
+	case call.Way == checkpoint.Delegate && spec.Delegate != "":
+		request = http.MethodPost + " " + spec.Delegate
+	}
+	request, _, _ = strings.Cut(request, "?")
+	return strings.TrimSuffix(call.Way.String()+" "+request, " ")
+}

@@ -1,0 +1,766 @@
+package rollback
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
+)
+
+// Task is one checkpoint to undo, for one rollback. The same Task goes on where an
+// earlier one was cut off.
+type Task struct {
+	// Rollback is the rollback's id, a UUID in its canonical form.
+	Rollback string
+	// Again is the id of a later rollback that takes up what Rollback has left in doubt;
+	// empty for the first. What is sent still has the ids of Rollback: only so can the
+	// upstream recognise that it is the same.
+	Again string
+	// Forgotten says that Rollback is not remembered any more: its key may have been in use,
+	// though it is free.
+	Forgotten bool
+	// Step is the checkpoint that the rollback names, where that is another attempt of the
+	// call than Checkpoint.
+	Step string
+	// Checkpoint is what was read and verified.
+	Checkpoint *checkpoint.Checkpoint
+	// Reason is sent to delegates.
+	Reason string
+	// Due is when the rollback must be done: nothing is sent after it. What came of what
+	// was sent before is still asked once. The zero time is never.
+	Due time.Time
+	// Quit is closed when the process is about to end: a request under way is waited for,
+	// and none is sent after a pause. Nil is never.
+	Quit <-chan struct{}
+}
+
+var (
+	// ErrTask: a Task is not whole.
+	ErrTask = errors.New("undo: no task")
+	// ErrQuit: the process ends. The same Task goes on later.
+	ErrQuit = errors.New("undo: the process ends")
+)
+
+func (t *Task) check() error {
+	switch {
+	case t.Rollback == "" || strings.Contains(t.Rollback+t.Again, "/"):
+		return fmt.Errorf("%w: the rollback's id is empty or has a slash", ErrTask)
+	case t.Checkpoint == nil || t.Checkpoint.Snapshot == nil:
+		return fmt.Errorf("%w: without a checkpoint", ErrTask)
+	}
+	return nil
+}
+
+// Result is what came of an undo.
+type Result struct {
+	// Done says that the effect is gone: proven, or by the contract of the answer.
+	Done bool
+	// Unknown says that nobody knows whether the undo had its effect, or whether there is one
+	// to be undone. Never with Done.
+	Unknown bool
+	// Reason is a fixed word that says why it is not done; empty where it is.
+	Reason Reason
+	// Cause is why it is ReasonIrreversible, as the checkpoint knows it; empty otherwise.
+	Cause checkpoint.Reason
+	// Status is that of the last answer to the undo; 0 without one.
+	Status int
+	// Attempts counts how often the undo itself was sent. Of earlier lives of the gateway
+	// it counts what they have recorded: at least one where they left it in doubt.
+	Attempts int
+	// Before and After are salted SHA-256 hashes of the bodies that stood there before and
+	// after the undo: equal for equal bodies under one Task.Rollback, and nowhere else. Zero where nothing stood there, where it was not looked at (After without
+	// Verify), and for what is not restored.
+	Before, After [32]byte
+	// Version is the one that was put back, of what is restored; zero where it has no entity
+	// tag of its own, or it is not known whether nobody else has made it. Whoever records
+	// the outcome records it too: the undo of the call before is held against it.
+	Version checkpoint.Version
+}
+
+// Reason says why an undo is not done. It is a fixed word.
+type Reason string
+
+// The reasons.
+const (
+	ReasonIrreversible  Reason = "irreversible"   // it cannot be undone
+	ReasonChanged       Reason = "changed-since"  // somebody has changed it after the call
+	ReasonRefused       Reason = "refused"        // 409: it has failed for good
+	ReasonUnauthorized  Reason = "unauthorized"   // 401 or 403
+	ReasonUnexpected    Reason = "unexpected"     // an answer that the contract does not know
+	ReasonLost          Reason = "answer-lost"    // no decisive answer, and it may have had its effect
+	ReasonUnreachable   Reason = "unreachable"    // no answer, and nothing was sent
+	ReasonTimeout       Reason = "timeout"        // not done when the rollback was due
+	ReasonUnfilled      Reason = "template"       // the request cannot be made of what was recorded
+	ReasonNoUpstream    Reason = "no-upstream"    // the configuration does not lead there any more
+	ReasonNoCredentials Reason = "no-credentials" // the recorded credentials are gone, or for another server
+	ReasonOtherUpstream Reason = "other-upstream" // the configuration leads elsewhere than the recorded credentials may go
+	ReasonPartial       Reason = "partial"        // the delegate has undone a part
+	ReasonEscalated     Reason = "escalated"      // the delegate has left it to a person
+	ReasonUnverified    Reason = "unverified"     // after it, something else stands there
+	ReasonNoPostImage   Reason = "no-image"       // what stood there is not known
+)
+
+// What Options say where they are zero.
+const (
+	defaultFirst   = time.Second         // before an undo is sent a second time
+	defaultLongest = time.Minute         // between two later times
+	defaultTimeout = 30 * time.Second    // of one request
+	defaultPoll    = 2 * time.Second     // between the first two questions for a status
+	defaultKeep    = 30 * 24 * time.Hour // as a key is kept (DESIGN, "Store")
+)
+
+// UndoerOptions are what an Undoer works with. Guard, Checkpoints and Sender are required.
+type UndoerOptions struct {
+	// Guard runs the requests that change something.
+	Guard *execution.Guard
+	// Checkpoints has the recorded credentials.
+	Checkpoints *checkpoint.Store
+	// Sender sends.
+	Sender Sender
+	// First is how long is waited before an undo is sent again; then twice as long each
+	// time, up to Longest. What an answer says in Retry-After is waited
+	// at least, but never more than half of what is left until the task is due.
+	First, Longest time.Duration
+	// Timeout is how long one request may take.
+	Timeout time.Duration
+	// Poll is how long is waited between two questions for a status; it grows like First.
+	Poll time.Duration
+	// Keep is how long after the rollback is due the answer to an undo is kept, and its key
+	// taken: at least as long as the rollback itself is remembered.
+	Keep time.Duration
+}
+
+// Undoer undoes calls. It is safe for concurrent use, also for the same Task twice: one
+// sends, and the other waits for what came of it.
+type Undoer struct {
+	o           UndoerOptions
+	unkept      sync.Map // of guard.Key to note: answers that the store has not taken
+	hash        func(rollback string, state []byte) [32]byte
+	noStateHash bool // asks for no state before and after a compensation; for tests that count requests
+}
+
+// NewUndoer returns an Undoer.
+func NewUndoer(o UndoerOptions) *Undoer {
+	o.First = cmp.Or(o.First, defaultFirst)
+	o.Longest = max(cmp.Or(o.Longest, defaultLongest), o.First)
+	o.Timeout = cmp.Or(o.Timeout, defaultTimeout)
+	o.Poll = cmp.Or(o.Poll, defaultPoll)
+	o.Keep = cmp.Or(o.Keep, defaultKeep)
+	u := &Undoer{o: o}
+	u.hash = u.saltedHash
+	return u
+}
+
+// Undo undoes the call, and returns what came of it, which is never more than what is
+// known (P6). It may take as long as until the task is due, and for one request longer.
+//
+// The error is for what says nothing of the undo: ctx has ended, ErrQuit, the store is not
+// available, or guard.ErrDraining. The same Task then goes on later, also in another
+// life of the gateway.
+func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
+	if err := t.check(); err != nil {
+		return Result{}, err
+	}
+	c := t.Checkpoint
+	way := c.Snapshot.Way
+	if (way == checkpoint.Compensate || way == checkpoint.Delegate) && c.Result != nil && HadNoEffect(c.Result.Upstream) &&
+		c.Snapshot.First == "" { // a refusal says nothing of an attempt before it
+		return Result{Done: true}, nil
+	}
+	if c.Result != nil && c.Result.Reason == checkpoint.ReasonChanged {
+		return Result{Reason: ReasonChanged}, nil // whatever on_changed says: what is to be put back is not known
+	}
+	if cause, irreversible := irreversible(c); irreversible {
+		return Result{Reason: ReasonIrreversible, Cause: cause}, nil
+	}
+	j, err := u.newJob(t)
+	if err != nil {
+		// What was recorded cannot be done, now or later: a result, and no error.
+		return Result{Reason: ReasonUnfilled}, nil
+	}
+	switch {
+	case c.Snapshot.Way == checkpoint.Restore:
+		return j.restore(ctx)
+	case c.Snapshot.Way == checkpoint.Compensate && j.templates.compensate != nil,
+		c.Snapshot.Way == checkpoint.Delegate && j.spec.Delegate != "":
+		return j.compensated(ctx)
+	}
+	return Result{Reason: ReasonUnfilled}, nil
+}
+
+// irreversible reports that a call cannot be undone, and why.
+func irreversible(c *checkpoint.Checkpoint) (cause checkpoint.Reason, is bool) {
+	if c.Snapshot.Way == checkpoint.Irreversible {
+		return c.Snapshot.Reason, true
+	}
+	if c.Result != nil && c.Result.Reason != "" {
+		return c.Result.Reason, true
+	}
+	return "", false
+}
+
+// HadNoEffect reports that a call had no effect, by the status of the upstream's own answer, 0
+// where that is not known: a declined payment is not refunded. 408 says nothing of it, and
+// 409 may speak of an earlier attempt. It counts for what is compensated or delegated; what
+// is restored is compared.
+func HadNoEffect(status int) bool {
+	return status/100 == 4 && status != http.StatusRequestTimeout && status != http.StatusConflict
+}
+
+// job is one Undo under way.
+type job struct {
+	*Undoer
+	task      Task
+	call      *checkpoint.Snapshot
+	spec      *Spec
+	templates templates
+	scope     execution.Scope
+	key       execution.Key
+
+	doubt         bool  // an attempt may have had its effect
+	owed          bool  // one of an earlier rollback's may have, and the key is this one's own
+	answer        *note // that is known, and not recorded
+	attempts      int
+	status        int
+	before, after [32]byte
+	window        Window // of what is restored; nil where none is open
+	left          string // the entity tag of what was put back; empty is none, or not known
+}
+
+// No request has this method: nobody else can take the key of an undo.
+const (
+	undoCaller = "agent_guard undo"
+	undoMethod = "(undo)"
+	undoPath   = "/"
+	undoAction = "undo"
+	// stateMethod is for no execution at all.
+	stateMethod = "(state)"
+)
+
+func (u *Undoer) newJob(t Task) (*job, error) {
+	call := t.Checkpoint.Snapshot
+	spec, err := ParseSpec(call.Undo)
+	if err != nil {
+		return nil, err
+	}
+	parsed, err := spec.templates()
+	if err != nil {
+		return nil, err
+	}
+	j := &job{Undoer: u, task: t, call: call, spec: spec, templates: parsed}
+	j.useKeyOf(t.Rollback)
+	return j, nil
+}
+
+// useKeyOf takes the key of a rollback. P1: the attempts of a call have one between them, that
+// of the first, whichever of them is known today.
+func (j *job) useKeyOf(rollback string) {
+	j.scope = execution.Scope{
+		Caller: undoCaller, Guard: j.spec.Guard, Method: undoMethod, Path: undoPath,
+		ID: rollback + "/" + j.call.Root(),
+	}
+	j.key = j.o.Guard.Key(j.scope)
+}
+
+// useOwnKey goes on under a key of this rollback's own, where an earlier one has left an answer
+// from which nobody knows what came of it: that answer stands, and is the last under its
+// key. The upstream sees no other key than before.
+func (j *job) useOwnKey(n note) bool {
+	if j.task.Again == "" || j.owed || !n.unknown || n.reading == pending {
+		return false
+	}
+	j.take(n)
+	j.owed, j.doubt = true, true
+	j.useKeyOf(j.task.Again)
+	return true
+}
+
+// guarded is the call as the guard knows it.
+func (j *job) guarded() *execution.Call {
+	keep := j.o.Keep
+	if !j.task.Due.IsZero() {
+		keep += max(0, time.Until(j.task.Due)) // the rollback may go on until then
+	}
+	return &execution.Call{
+		Key: j.key, Scope: j.scope, Origin: execution.OriginDerived, Host: j.call.Request.Host,
+		Action: undoAction, Workflow: j.call.Workflow, Checkpoint: j.call.ID,
+		Deadline: j.o.Timeout, KeepResult: keep, KeepKey: keep, ResultCap: 1,
+	}
+}
+
+// idempotencyKey is the id under which the undo is sent. Where it would be no valid one
+// it is the hash of what it would be.
+func (j *job) idempotencyKey() string {
+	whole := j.task.Rollback + "/" + j.call.Root()
+	if id, err := execution.ParseID([]string{whole}); err == nil && id == whole {
+		return id
+	}
+	sum := sha256.Sum256([]byte(whole))
+	return "undo-" + hex.EncodeToString(sum[:])
+}
+
+// result is what came of it where it is not done.
+func (j *job) result(why Reason) Result {
+	return Result{Unknown: j.doubt, Reason: why, Status: j.status, Attempts: j.attempts, Before: j.before, After: j.after}
+}
+
+func (j *job) done() Result {
+	return Result{Done: true, Status: j.status, Attempts: j.attempts, Before: j.before, After: j.after}
+}
+
+// late is the result of an undo that cannot be tried again in time, or not at all any
+// more, after what came of it last.
+func (j *job) late(n note) Result {
+	switch {
+	case n.reason != "":
+		return j.result(n.reason)
+	case n.reading == unsent && !j.doubt:
+		return j.result(ReasonUnreachable)
+	}
+	return j.result(ReasonTimeout)
+}
+
+func (j *job) overdue() bool { return !j.task.Due.IsZero() && !time.Now().Before(j.task.Due) }
+
+// requestError is the error of a request that cannot be made.
+type requestError struct{ why Reason }
+
+func (b requestError) Error() string { return string(b.why) }
+
+// completeRequest makes a request whole that goes to url.
+func (j *job) completeRequest(ctx context.Context, o Outgoing) (*Outgoing, error) {
+	if o.Header == nil {
+		o.Header = http.Header{}
+	}
+	o.Guard, o.Action, o.Spec = j.spec.Guard, j.call.Action, j.spec
+	o.Rollback, o.Checkpoint, o.Workflow = j.task.Rollback, j.call.Root(), j.call.Workflow
+	o.Reason, o.Step = j.task.Reason, cmp.Or(j.task.Step, j.call.ID)
+	if !strings.HasPrefix(o.URL, "/") {
+		return &o, nil // the call's credentials are for its upstream only
+	}
+	o.Host = j.call.Request.Host
+	if j.spec.Auth != AuthRecorded {
+		return &o, nil
+	}
+	o.Recorded = true
+	if j.call.Credentials == 0 {
+		return &o, nil // the call itself had none
+	}
+	credentials, err := j.o.Checkpoints.Credentials(ctx, j.call.ID)
+	switch {
+	case errors.Is(err, checkpoint.ErrUnknown), errors.Is(err, checkpoint.ErrTampered):
+		return nil, requestError{ReasonNoCredentials}
+	case err != nil:
+		return nil, err
+	}
+	written := o.Header
+	o.Header = http.Header{}
+	maps.Copy(o.Header, credentials)
+	maps.Copy(o.Header, written) // what the configuration writes wins
+	return &o, nil
+}
+
+// LacksValues reports that the request of a compensation cannot be made of what is recorded: a
+// call whose answer was lost has not left the values that it needs of it. It is false for
+// what Undo itself has to find out.
+func LacksValues(c *checkpoint.Checkpoint) bool {
+	if c.Snapshot.Way != checkpoint.Compensate || c.Result != nil {
+		return false
+	}
+	spec, err := ParseSpec(c.Snapshot.Undo)
+	if err != nil {
+		return false
+	}
+	t, err := spec.templates()
+	return err == nil && t.compensate != nil && t.compensate.Needs().Response()
+}
+
+// undoing is the request that undoes the call, for compensate and delegate.
+func (j *job) undoing(ctx context.Context) (*Outgoing, error) {
+	if j.call.Way == checkpoint.Delegate {
+		body, err := json.Marshal(struct {
+			Rollback   string `json:"rollback_id"`
+			Checkpoint string `json:"checkpoint_id"`
+			Phase      string `json:"phase"`
+			// What the agent has done for the call goes with it, as the token says too.
+			Cascade bool   `json:"cascade"`
+			Reason  string `json:"reason,omitempty"`
+		}{"urn:uuid:" + j.task.Rollback, j.call.Root(), "execute", true, j.task.Reason})
+		if err != nil {
+			return nil, requestError{ReasonUnfilled}
+		}
+		return j.completeRequest(ctx, Outgoing{
+			Method: http.MethodPost, URL: j.spec.Delegate, Body: body, Delegated: true,
+			Header: http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {j.idempotencyKey()}},
+		})
+	}
+	o, err := j.fill(ctx, j.templates.compensate)
+	if err != nil {
+		return nil, err
+	}
+	o.Header.Set("Idempotency-Key", j.idempotencyKey())
+	return o, nil
+}
+
+// asking is the request that asks what became of the undo; nil where there is none, or
+// what it needs of the answer to the call is not known.
+func (j *job) asking(ctx context.Context) (*Outgoing, error) {
+	if j.templates.status == nil {
+		return nil, nil
+	}
+	o, err := j.fill(ctx, j.templates.status)
+	if errors.Is(err, requestError{ReasonUnfilled}) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	o.Delegated = j.delegated() && strings.HasPrefix(j.spec.Delegate, j.templates.status.Origin()+"/")
+	return o, nil
+}
+
+// fill makes a request of a template and of what was recorded.
+func (j *job) fill(ctx context.Context, t *template.Template) (*Outgoing, error) {
+	r := &j.call.Request
+	src := &template.Source{
+		Path: r.Path, Query: r.Query, Request: message(&r.Message),
+		ExecutionID: j.spec.ExecutionID, WorkflowID: j.call.Workflow,
+		RollbackID: j.task.Rollback, CheckpointID: j.call.Root(),
+	}
+	if result := j.task.Checkpoint.Result; result != nil {
+		src.Status, src.Response = result.Status, message(&result.Answer)
+	}
+	req, err := t.Fill(src)
+	if err != nil {
+		return nil, requestError{ReasonUnfilled}
+	}
+	return j.completeRequest(ctx, Outgoing{Method: req.Method, URL: req.URL, Header: req.Header, Body: req.Body})
+}
+
+func message(m *checkpoint.Message) template.Message {
+	return template.Message{Header: m.Header, ContentType: m.ContentType, Body: m.Body}
+}
+
+// find says how far the guarded request of the undo has come, when nothing of it runs any
+// more. It is found running only where that takes longer than the task may.
+func (j *job) find(ctx context.Context) (execution.Finding, error) {
+	for {
+		found, err := j.o.Guard.LookUp(ctx, j.key, execution.Fingerprint{})
+		if err != nil {
+			return found, err
+		}
+		switch found.Status {
+		case execution.Doubtful:
+			j.doubt, j.attempts, j.status = true, max(j.attempts, 1), found.Record.Status
+			recorded, err := j.catchUp(ctx, found)
+			if err != nil || !recorded {
+				return found, err
+			}
+		case execution.RunningHere, execution.RunningElsewhere:
+			if j.overdue() {
+				j.doubt, j.attempts = true, max(j.attempts, 1)
+				return found, nil
+			}
+			if err := j.await(ctx); err != nil {
+				return found, err
+			}
+		case execution.Free:
+			// Nothing was sent, or an operator knows that it was not applied.
+			j.unkept.Delete(j.key)
+			j.doubt = j.owed
+			if j.task.Forgotten && !j.owed {
+				j.doubt, err = j.unsettled(ctx)
+				if j.doubt {
+					j.attempts = max(j.attempts, 1)
+				}
+			}
+			return found, err
+		default:
+			j.unkept.Delete(j.key) // it was recorded, and only the answer to that was lost
+			return found, nil
+		}
+	}
+}
+
+// unsettled reports that no operator has decided about what an earlier rollback has left,
+// whose key is free (P6).
+func (j *job) unsettled(ctx context.Context) (bool, error) {
+	said, err := j.o.Guard.Resolutions(ctx, j.key)
+	return len(said) == 0 || said[len(said)-1].Applied, err
+}
+
+// catchUp records an answer that came while the store took nothing, before anything is sent
+// again. One that is still not recorded when the task is due is known all the same: it
+// is j.answer then.
+func (j *job) catchUp(ctx context.Context, found execution.Finding) (recorded bool, err error) {
+	kept, ok := j.unkept.Load(j.key)
+	if !ok {
+		return false, nil
+	}
+	n := kept.(note)
+	j.attempts, j.before = max(j.attempts, n.attempts), n.before
+	switch err = j.applied(ctx, found, n); {
+	case err == nil:
+		j.unkept.Delete(j.key)
+		return true, nil
+	case !j.overdue():
+		return false, err
+	}
+	j.unkept.Delete(j.key)
+	j.answer = &n
+	return false, nil
+}
+
+func (j *job) await(ctx context.Context) error {
+	within := ctx
+	if !j.task.Due.IsZero() {
+		var cancel context.CancelFunc
+		within, cancel = context.WithDeadline(ctx, j.task.Due)
+		defer cancel()
+	}
+	err := j.o.Guard.Await(within, j.key)
+	if within.Err() != nil && ctx.Err() == nil {
+		return nil // it is the task that is overdue
+	}
+	return err
+}
+
+// attempt sends the undo once, as a guarded execution over what was found. What is
+// returned is on disk (P2, P6): an error says that it is not.
+func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoing, read func(*Answer) note) (note, error) {
+	e, err := j.o.Guard.Claim(ctx, j.guarded(), found)
+	if errors.Is(err, execution.ErrTaken) {
+		return note{reading: taken}, nil
+	}
+	if err != nil {
+		return note{}, err
+	}
+	before := j.doubt
+	n, cause := note{reading: lost}, execution.CauseInterrupted
+	settled := false
+	settle := func() error {
+		settled = true
+		outcome := execution.Outcome{Verdict: execution.InDoubt, Cause: cause, Status: n.status}
+		switch {
+		case n.reading.final():
+			n.attempts, n.before, n.unknown = j.attempts, j.before, n.unknown || before && n.reading != done
+			e.Recording().Start(n.status, n.header())
+			outcome.Verdict, outcome.Whole = execution.Completed, true
+		case found.Status != execution.Doubtful && !n.reading.doubtful():
+			// A key that was in doubt before is so still: that one was not sent.
+			outcome.Verdict = execution.Released
+		}
+		return e.Settle(context.WithoutCancel(ctx), outcome)
+	}
+	defer func() {
+		if !settled { // the sender has panicked
+			j.doubt = true
+			_ = settle()
+		}
+	}()
+	sent, sentCause := j.send(ctx, out, read)
+	n, cause = sent, sentCause
+	if n.reading != unsent {
+		j.attempts++
+	}
+	if n.status != 0 {
+		j.status = n.status
+	}
+	j.doubt = j.doubt || n.reading.doubtful()
+	if err := settle(); err != nil {
+		if n.reading.final() {
+			j.unkept.Store(j.key, n)
+		}
+		return n, err
+	}
+	if !n.reading.final() && ctx.Err() != nil {
+		return n, ctx.Err()
+	}
+	return n, nil
+}
+
+// send sends a request, and reads what comes back.
+func (j *job) send(ctx context.Context, out *Outgoing, read func(*Answer) note) (note, execution.Cause) {
+	within, cancel := context.WithTimeout(ctx, j.o.Timeout)
+	defer cancel()
+	a, err := j.o.Sender.Send(within, out)
+	if err == nil && a != nil {
+		n := read(a)
+		n.status, n.after, n.fresh = a.Status, retryAfter(a.Header), true
+		if n.reading == accepted {
+			// Told from what is pending by its cause (settled).
+			return n, execution.CauseNoAnswer
+		}
+		return n, execution.CauseStatus
+	}
+	var why *SendError
+	switch {
+	case errors.As(err, &why) && (why.NotSent || why.Reason != ""):
+		return note{reading: unsent, reason: why.Reason}, execution.CauseNotSent
+	case ctx.Err() != nil:
+		return note{reading: lost}, execution.CauseInterrupted
+	case within.Err() != nil:
+		return note{reading: lost}, execution.CauseDeadline
+	}
+	return note{reading: lost}, execution.CauseLost
+}
+
+// The fields of a recorded answer. Its body is not kept: what it says is in the reading.
+const (
+	fieldLocation = "Location"
+	fieldReading  = "Undo-Reading"
+	fieldAttempts = "Undo-Attempts"
+	fieldUnknown  = "Undo-Unknown"
+	fieldBefore   = "Undo-Before"
+	fieldTag      = "Undo-Tag"
+)
+
+// header is how a final note is recorded.
+func (n *note) header() map[string][]string {
+	h := map[string][]string{
+		fieldReading:  {string(n.reading)},
+		fieldAttempts: {strconv.Itoa(n.attempts)},
+	}
+	if n.location != "" {
+		h[fieldLocation] = []string{n.location}
+	}
+	if n.unknown {
+		h[fieldUnknown] = []string{"1"}
+	}
+	if n.tag != "" && len(n.tag) <= maxTag {
+		h[fieldTag] = []string{n.tag}
+	}
+	if n.before != [32]byte{} {
+		h[fieldBefore] = []string{hex.EncodeToString(n.before[:])}
+	}
+	return h
+}
+
+// read takes what header has recorded; false where it has not.
+func (n *note) read(h map[string][]string) bool {
+	first := func(name string) string { return append(h[name][:len(h[name]):len(h[name])], "")[0] }
+	word := reading(first(fieldReading))
+	if !word.final() {
+		return false
+	}
+	n.reading, n.location, n.unknown, n.tag = word, first(fieldLocation), first(fieldUnknown) != "", first(fieldTag)
+	if attempts, err := strconv.Atoi(first(fieldAttempts)); err == nil {
+		n.attempts = attempts
+	}
+	if before, err := hex.DecodeString(first(fieldBefore)); err == nil && len(before) == len(n.before) {
+		n.before = [32]byte(before)
+	}
+	return true
+}
+
+// settled is the note of a request that was settled before. read reads an answer that is
+// nothing but its status.
+func (j *job) settled(ctx context.Context, found execution.Finding, read func(*Answer) note) (note, error) {
+	if found.Record == nil || found.Status == execution.Mismatch || found.Status == execution.RolledBack {
+		return note{reading: unexpected, unknown: true}, nil // not by us
+	}
+	n := note{reading: done, status: found.Record.Status, attempts: 1}
+	if found.Status == execution.Replayable {
+		result, err := j.o.Guard.Result(ctx, j.key, found)
+		switch {
+		case err == nil && n.read(result.Head.Header):
+			n.status = result.Head.Status
+			return n, nil
+		case err == nil:
+			n.status = result.Head.Status
+		case !errors.Is(err, execution.ErrResultUnavailable):
+			return note{}, err
+		}
+	}
+	// An operator has settled a doubt: with an answer, or with the word alone that it was
+	// applied, which leaves a status that decides nothing.
+	if r := read(&Answer{Status: n.status}).reading; r.final() && n.status != 0 {
+		n.reading = r
+	} else if n.status == http.StatusAccepted && found.Record.Cause == execution.CauseStatus {
+		n.reading = pending // ours, whose Location the store had no room for
+	}
+	return n, nil
+}
+
+// take takes over what the result says.
+func (j *job) take(n note) {
+	j.doubt, j.status = n.unknown, n.status
+	j.attempts = max(j.attempts, n.attempts)
+	if n.before != [32]byte{} {
+		j.before = n.before
+	}
+}
+
+// applied settles a doubt with what was found out since.
+func (j *job) applied(ctx context.Context, found execution.Finding, n note) error {
+	if found.Status != execution.Doubtful {
+		return nil // it is the doubt of an earlier rollback, whose answer stands
+	}
+	n.attempts, n.before = j.attempts, j.before
+	head := &execution.Head{Status: n.status, Header: n.header()}
+	err := j.o.Guard.Applied(context.WithoutCancel(ctx), j.key, found, head, nil)
+	if errors.Is(err, execution.ErrTaken) {
+		return nil // by another one who found it out; what is known stays so
+	}
+	return err
+}
+
+// pace says when something is tried again.
+type pace struct {
+	first, next, longest time.Duration
+	due                  time.Time
+	quit                 <-chan struct{}
+}
+
+func (j *job) pace(first time.Duration) *pace {
+	return &pace{first: first, next: first, longest: max(first, j.o.Longest), due: j.task.Due, quit: j.task.Quit}
+}
+
+// wait waits for the next try, and for least at any rate, but not for more than half of what
+// is left: who asks for more time than there is does not end the undo. What is left before
+// the due time is used: the last waits are shorter. It returns false when it is due.
+func (p *pace) wait(ctx context.Context, least time.Duration) (bool, error) {
+	d, due := max(p.next, least), false
+	p.next = min(2*p.next, p.longest)
+	if !p.due.IsZero() {
+		left := time.Until(p.due)
+		if d = min(d, max(left/2, p.first)); d >= left {
+			d, due = left, true
+		}
+	}
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return !due, nil
+	case <-ctx.Done():
+		return false, ctx.Err()
+	case <-p.quit:
+		return false, ErrQuit
+	}
+}
+
+// retryAfter is what an answer asks to wait; 0 without a word about it.
+func retryAfter(h http.Header) time.Duration {
+	v := h.Get("Retry-After")
+	if seconds, err := strconv.ParseUint(v, 10, 31); err == nil {
+		return time.Duration(seconds) * time.Second
+	}
+	if at, err := http.ParseTime(v); err == nil {
+		return max(0, time.Until(at))
+	}
+	return 0
+}

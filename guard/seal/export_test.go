@@ -1,0 +1,4 @@
+package seal
+
+// Overhead is overhead, for the tests.
+const Overhead = overhead

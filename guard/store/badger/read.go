@@ -1,0 +1,381 @@
+package badger
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"iter"
+	"math"
+	"time"
+
+	badgerdb "github.com/dgraph-io/badger/v4"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Keys in Badger begin with a byte that separates users' keys from our own and from the
+// prefix that Badger reserves.
+const (
+	userSpace   = 'k'
+	afterUser   = userSpace + 1
+	markerSpace = 'm'
+)
+
+func userKey(key []byte) []byte {
+	k := make([]byte, 1+len(key))
+	k[0] = userSpace
+	copy(k[1:], key)
+	return k
+}
+
+// A value in Badger is a header and then the user's value, or a pointer to it.
+//
+//	byte 0      flags
+//	bytes 1-8   version, big endian
+//	bytes 9-16  expiry, Unix seconds; with bytes 17-20, nanoseconds
+//
+// The version is here because batches of one group share Badger's timestamp.
+const (
+	headerSize = 21
+
+	flagExpires = 1 << 0
+	flagBulk    = 1 << 1
+	// flagInline marks a bulk value that is stored here itself: in the log and the overlay,
+	// not in Badger.
+	flagInline = 1 << 2
+	knownFlags = flagExpires | flagBulk | flagInline
+)
+
+type record struct {
+	version store.Version
+	expires time.Time
+	bulk    bool   // value is a pointer
+	value   []byte // the user's value, or the pointer
+}
+
+// putHeader writes everything but the version, which only the committer knows.
+func putHeader(b []byte, expires time.Time, flags byte) {
+	b[0] |= flags
+	if !expires.IsZero() {
+		b[0] |= flagExpires
+		binary.BigEndian.PutUint64(b[9:], uint64(expires.Unix()))
+		binary.BigEndian.PutUint32(b[17:], uint32(expires.Nanosecond()))
+	}
+}
+
+var errRecord = errors.New("record has an unknown form")
+
+// decode reads a value of Badger; the record shares its memory.
+func decode(b []byte) (record, error) {
+	if len(b) < headerSize || b[0]&^knownFlags != 0 {
+		return record{}, errRecord
+	}
+	r := record{
+		version: store.Version(binary.BigEndian.Uint64(b[1:])),
+		bulk:    b[0]&(flagBulk|flagInline) == flagBulk,
+		value:   b[headerSize:],
+	}
+	if b[0]&flagExpires != 0 {
+		r.expires = time.Unix(int64(binary.BigEndian.Uint64(b[9:])), int64(binary.BigEndian.Uint32(b[17:])))
+	}
+	if r.bulk && len(r.value) != pointerSize {
+		return record{}, errRecord
+	}
+	return r, nil
+}
+
+func (r *record) living(now time.Time) bool {
+	return r.expires.IsZero() || now.Before(r.expires)
+}
+
+// pointer locates a bulk value.
+type pointer struct {
+	segment int64 // the end of its time partition, Unix seconds
+	offset  uint64
+	length  uint32 // of the value
+	sum     uint32 // CRC-32C of key and value
+}
+
+const pointerSize = 24
+
+func (p pointer) put(b []byte) {
+	binary.BigEndian.PutUint64(b, uint64(p.segment))
+	binary.BigEndian.PutUint64(b[8:], p.offset)
+	binary.BigEndian.PutUint32(b[16:], p.length)
+	binary.BigEndian.PutUint32(b[20:], p.sum)
+}
+
+func readPointer(b []byte) pointer {
+	return pointer{
+		segment: int64(binary.BigEndian.Uint64(b)),
+		offset:  binary.BigEndian.Uint64(b[8:]),
+		length:  binary.BigEndian.Uint32(b[16:]),
+		sum:     binary.BigEndian.Uint32(b[20:]),
+	}
+}
+
+// Get implements store.Store.
+func (s *Store) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	if err := ctx.Err(); err != nil {
+		return store.Entry{}, err
+	}
+	now := s.options.Now()
+	name := userKey(key)
+	if err := s.verifyRange(name, name); err != nil {
+		return store.Entry{}, err
+	}
+	raw, err := s.getRaw(name)
+	if err != nil {
+		return store.Entry{}, err
+	}
+	if raw == nil {
+		return store.Entry{}, store.ErrNotFound
+	}
+	return s.entry(append([]byte(nil), key...), raw, now)
+}
+
+func (s *Store) getRaw(key []byte) ([]byte, error) {
+	s.reading.RLock()
+	defer s.reading.RUnlock()
+	if err := s.usable(); err != nil {
+		return nil, err
+	}
+	raw, err := s.find(key)
+	if err != nil {
+		return nil, fmt.Errorf("badger: reading: %w", err)
+	}
+	return raw, nil
+}
+
+// find returns the stored value of a key, expired or not; nil is none. It may share the
+// overlay's memory. The caller holds reading.
+func (s *Store) find(key []byte) ([]byte, error) {
+	raw, ok, ts := s.overlay.get(key)
+	if ok {
+		return raw, nil
+	}
+	txn := s.db.NewTransactionAt(ts, false)
+	defer txn.Discard()
+	raw, err := lookUp(txn, key)
+	if raw == nil && err == nil {
+		s.overlay.addAbsent(key, ts)
+	}
+	return raw, err
+}
+
+// entry decodes raw, or returns ErrNotFound if it has expired by now. The zero time ignores
+// expiry.
+func (s *Store) entry(key, raw []byte, now time.Time) (store.Entry, error) {
+	r, err := decode(raw)
+	if err != nil {
+		return store.Entry{}, fmt.Errorf("%w: %w", errCorrupt, err)
+	}
+	if !now.IsZero() && !r.living(now) {
+		return store.Entry{}, store.ErrNotFound
+	}
+	e := store.Entry{Key: key, Value: bytes.Clone(r.value), Version: r.version, Expires: r.expires}
+	if !r.bulk {
+		return e, nil
+	}
+	e.Value, err = s.bodies.read(readPointer(r.value), key)
+	if err != nil && !now.IsZero() && !r.living(s.options.Now()) {
+		// It expired and was swept between the two reads.
+		return store.Entry{}, store.ErrNotFound
+	}
+	if err != nil {
+		return store.Entry{Key: key}, err
+	}
+	return e, nil
+}
+
+// lookUp returns a copy of Badger's value of key, expired or not; nil is none.
+func lookUp(txn *badgerdb.Txn, key []byte) ([]byte, error) {
+	item, err := txn.Get(key)
+	if errors.Is(err, badgerdb.ErrKeyNotFound) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return item.ValueCopy(nil)
+}
+
+// A scan fetches pages, so that a slow caller holds no resource of Badger's, and may commit
+// or close the store.
+const (
+	firstPage   = 32      // entries
+	laterPage   = 256     // entries
+	pageBytes   = 1 << 20 // of values
+	pageVisited = 4096    // entries visited, expired ones included
+)
+
+// Scan implements store.Store.
+func (s *Store) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	return func(yield func(store.Entry, error) bool) {
+		c, err := s.newCursor(ctx, r)
+		if err != nil {
+			yield(store.Entry{}, err)
+			return
+		}
+		defer c.close()
+		if err := s.verifyRange(c.from, c.to); err != nil {
+			yield(store.Entry{}, err)
+			return
+		}
+		left := math.MaxInt
+		if r.Limit > 0 {
+			left = r.Limit
+		}
+		for size := firstPage; left > 0 && !c.done; size = laterPage {
+			piece, err := c.fetch(ctx, min(size, left))
+			if err != nil {
+				yield(store.Entry{}, err)
+				return
+			}
+			for _, f := range piece {
+				e, err := c.entry(ctx, f)
+				if errors.Is(err, store.ErrNotFound) {
+					continue // a bulk value that expired since the scan began
+				}
+				if !yield(e, err) || err != nil {
+					return
+				}
+				left--
+			}
+		}
+	}
+}
+
+// cursor reads one snapshot: the timestamp and the time at which the scan began.
+type cursor struct {
+	s       *Store
+	ts      uint64
+	now     time.Time
+	reverse bool
+	from    []byte // inclusive
+	to      []byte // exclusive
+	done    bool
+}
+
+type fetched struct {
+	key, raw []byte
+}
+
+func (s *Store) newCursor(ctx context.Context, r store.Range) (*cursor, error) {
+	if err := s.drain(ctx); err != nil {
+		return nil, err
+	}
+	s.reading.RLock()
+	defer s.reading.RUnlock()
+	if err := s.usable(); err != nil {
+		return nil, err
+	}
+	c := &cursor{s: s, ts: s.durable.Load(), now: s.options.Now(), reverse: r.Reverse}
+	c.from, c.to = userKey(r.From), []byte{afterUser}
+	if len(r.To) > 0 {
+		c.to = userKey(r.To)
+	}
+	c.done = bytes.Compare(c.from, c.to) >= 0
+	s.scansMu.Lock()
+	defer s.scansMu.Unlock()
+	s.scans[c.ts]++
+	return c, nil
+}
+
+// drain returns when Badger has everything that can be read now.
+func (s *Store) drain(ctx context.Context) error {
+	for seq := s.overlay.newest(); ; {
+		changed := s.overlay.untilApplied(seq)
+		if changed == nil {
+			return nil
+		}
+		signal(s.applier.hurry)
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-s.failed:
+			return store.ErrUnhealthy
+		}
+	}
+}
+
+func (c *cursor) close() {
+	c.s.scansMu.Lock()
+	defer c.s.scansMu.Unlock()
+	if c.s.scans[c.ts]--; c.s.scans[c.ts] == 0 {
+		delete(c.s.scans, c.ts)
+	}
+}
+
+// fetch returns up to n living entries and moves the bound past those that it visited.
+func (c *cursor) fetch(ctx context.Context, n int) (piece []fetched, err error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	c.s.reading.RLock()
+	defer c.s.reading.RUnlock()
+	if err := c.s.usable(); err != nil {
+		return nil, err
+	}
+	txn := c.s.db.NewTransactionAt(c.ts, false)
+	defer txn.Discard()
+	it := txn.NewIterator(badgerdb.IteratorOptions{Reverse: c.reverse})
+	defer it.Close()
+	visited, size := 0, 0
+	for c.seek(it); it.Valid(); it.Next() {
+		key := it.Item().Key()
+		if c.reverse && bytes.Compare(key, c.from) < 0 || !c.reverse && bytes.Compare(key, c.to) >= 0 {
+			break
+		}
+		if len(piece) == n || size >= pageBytes || visited == pageVisited {
+			return piece, nil
+		}
+		visited++
+		raw, err := it.Item().ValueCopy(nil)
+		if err != nil {
+			return nil, fmt.Errorf("badger: reading: %w", err)
+		}
+		key = c.advance(key)
+		r, err := decode(raw)
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", errCorrupt, err)
+		}
+		if r.living(c.now) {
+			piece = append(piece, fetched{key: key, raw: raw})
+			size += len(raw)
+		}
+	}
+	c.done = true
+	return piece, nil
+}
+
+func (c *cursor) seek(it *badgerdb.Iterator) {
+	if !c.reverse {
+		it.Seek(c.from)
+		return
+	}
+	it.Seek(c.to) // the last entry at or below it
+	if it.Valid() && bytes.Equal(it.Item().Key(), c.to) {
+		it.Next()
+	}
+}
+
+// advance moves the bound past key and returns a copy of the user's key.
+func (c *cursor) advance(key []byte) []byte {
+	if c.reverse {
+		c.to = append(c.to[:0], key...)
+	} else {
+		c.from = append(append(c.from[:0], key...), 0)
+	}
+	return bytes.Clone(key[1:])
+}
+
+func (c *cursor) entry(ctx context.Context, f fetched) (store.Entry, error) {
+	if err := ctx.Err(); err != nil {
+		return store.Entry{}, err
+	}
+	return c.s.entry(f.key, f.raw, c.now)
+}

@@ -1,0 +1,192 @@
+package store
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"slices"
+)
+
+// Sealer keeps values unreadable at rest (P8) and derives the store's keys. A seal.Ring
+// is one.
+type Sealer interface {
+	// Seal appends the sealed plaintext to dst; it opens under the same name only.
+	Seal(dst, plaintext, name []byte) []byte
+	// Open appends the plain value to dst.
+	Open(dst, sealed, name []byte) ([]byte, error)
+	// Index derives 32 bytes from parts, stable for the life of the store.
+	Index(domain string, parts ...string) [32]byte
+	// KeyIDs lists the keys with which it opens, by id, the last of which seals.
+	KeyIDs() []uint32
+	// KeyOf is the id of the key under which a value is sealed.
+	KeyOf(sealed []byte) uint32
+}
+
+// Resealer seals values anew, with the newest key, that are sealed under older ones. It
+// works beside the traffic in small steps, one commit after the other, and loses to every
+// other change of a value. It may be stopped anywhere: the next one passes quickly over
+// what was done. Errors are those of the store.
+type Resealer struct {
+	// OnDamaged, if any, is called for each value that does not open; it stays as it is.
+	OnDamaged func(entry Entry, err error)
+	// OnLost, if any, is called for what now stands under a key whose value was changed
+	// meanwhile.
+	OnLost func(found Entry)
+	// Take, if any, says of an opened value whether it is sealed anew.
+	Take func(entry Entry, plain []byte) bool
+	// Enter, if any, is called before values are sealed, and its result after their commit.
+	Enter func() (leave func())
+
+	// Seen counts the values that were read, Resealed those that were sealed anew and
+	// Damaged those that do not open.
+	Seen, Resealed, Damaged int
+
+	store  Store
+	sealer Sealer
+	newest uint32
+}
+
+// resealBatch is how many values one commit seals anew at most.
+const resealBatch = 64
+
+// NewResealer returns a Resealer to the key that is the newest of sealer now.
+func NewResealer(st Store, sealer Sealer) *Resealer {
+	ids := sealer.KeyIDs()
+	return &Resealer{store: st, sealer: sealer, newest: ids[len(ids)-1]}
+}
+
+// Newest is the id of the key under which values are sealed anew.
+func (r *Resealer) Newest() uint32 { return r.newest }
+
+// Older reports whether a value is sealed under an older key.
+func (r *Resealer) Older(value []byte) bool { return r.sealer.KeyOf(value) < r.newest }
+
+// Walk hands the entries whose keys begin with prefix and whose values are sealed under
+// older keys to do, usually Reseal, for each page that was read in one snapshot.
+func (r *Resealer) Walk(ctx context.Context, prefix []byte, page int, do func(context.Context, ...Entry) error) error {
+	at := Prefix(prefix)
+	at.Limit = page
+	for more := true; more; {
+		n := 0
+		more = false
+		var older []Entry
+		for entry, err := range r.store.Scan(ctx, at) {
+			switch {
+			case err == nil:
+				if r.Older(entry.Value) {
+					older = append(older, entry)
+				}
+			case errors.Is(err, ErrDamaged):
+				r.damaged(entry, err)
+				more = true // it ends the scan, but not the walk
+			default:
+				return err
+			}
+			n++
+			at.From = append(bytes.Clone(entry.Key), 0)
+		}
+		more = more || n == page
+		r.Seen += n
+		if err := do(ctx, older...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *Resealer) damaged(entry Entry, err error) {
+	r.Damaged++
+	if r.OnDamaged != nil {
+		r.OnDamaged(entry, err)
+	}
+}
+
+// opened is an entry with its plain value.
+type opened struct {
+	Entry
+	plain []byte
+}
+
+// open returns those of the entries that open and are to be sealed anew.
+func (r *Resealer) open(entries []Entry) []opened {
+	var all []opened
+	for _, entry := range entries {
+		plain, err := r.sealer.Open(nil, entry.Value, entry.Key)
+		if err != nil {
+			r.damaged(entry, err)
+			continue
+		}
+		if r.Take == nil || r.Take(entry, plain) {
+			all = append(all, opened{entry, plain})
+		}
+	}
+	return all
+}
+
+// Reseal seals entries anew that have not changed since they were read.
+func (r *Resealer) Reseal(ctx context.Context, entries ...Entry) error {
+	values := r.open(entries)
+	for len(values) > 0 {
+		n, size := 0, 0
+		for n < min(len(values), resealBatch) && size < MaxBatchBytes/2 {
+			size += len(values[n].Key) + len(values[n].Value)
+			n++
+		}
+		if err := r.commit(ctx, values[:n]); err != nil {
+			return err
+		}
+		values = values[n:]
+	}
+	return nil
+}
+
+func (r *Resealer) commit(ctx context.Context, values []opened) error {
+	if r.Enter != nil {
+		defer r.Enter()()
+	}
+	// A nearly full store takes batches that begin with a change of what is there, since
+	// those are outcomes. This can wait: it begins with a write that asks for nothing.
+	batch := []Write{{Key: []byte("mreseal"), If: Absent(), Delete: true}}
+	for _, v := range values {
+		batch = append(batch, Write{
+			Key: v.Key, If: VersionIs(v.Version), Expires: v.Expires,
+			Value: r.sealer.Seal(make([]byte, 0, len(v.Value)), v.plain, v.Key),
+		})
+	}
+	for len(batch) > 1 {
+		_, err := r.store.Commit(ctx, batch...)
+		var lost *Conflict
+		switch {
+		case err == nil:
+			r.Resealed += len(batch) - 1
+			return nil
+		case errors.As(err, &lost) && lost.Index > 0:
+			if lost.Found != nil && r.OnLost != nil {
+				r.OnLost(*lost.Found)
+			}
+			batch = slices.Delete(batch, lost.Index, lost.Index+1)
+		default:
+			return err
+		}
+	}
+	return nil
+}
+
+// ResealBulk seals bulk values anew. They have no conditions and need none where what
+// stands under a key is written once. One that goes meanwhile may come back until its
+// expiry.
+func (r *Resealer) ResealBulk(ctx context.Context, entries ...Entry) error {
+	for i := range entries {
+		one := r.open(entries[i : i+1]) // they are large: one at a time is in memory
+		if len(one) == 0 {
+			continue
+		}
+		v := one[0]
+		w := Write{Key: v.Key, Value: r.sealer.Seal(nil, v.plain, v.Key), Expires: v.Expires, Bulk: true}
+		if _, err := r.store.Commit(ctx, w); err != nil {
+			return err
+		}
+		r.Resealed++
+	}
+	return nil
+}
