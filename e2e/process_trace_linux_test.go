@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"math"
 	"net/http"
 	"os"
 	"os/exec"
@@ -154,52 +155,64 @@ func (c *procSyscall) writes() bool {
 // Caddy reads 14 bytes first, to see whether it is HTTP/2.
 func (trace procTrace) checkCall(t *testing.T, request, gateway, upstream string, bulk bool) {
 	t.Helper()
-	at := func(what string, from int, match func(*procSyscall) bool) int {
+	// first is the earliest of those that match, by the line that when gives.
+	first := func(what string, when func(*procSyscall) int, after int, match func(*procSyscall) bool) *procSyscall {
 		t.Helper()
-		for i := from; i < len(trace); i++ {
-			if match(trace[i]) {
-				return i
+		var found *procSyscall
+		for _, c := range trace {
+			if when(c) > after && match(c) && (found == nil || when(c) < when(found)) {
+				found = c
 			}
 		}
-		t.Fatalf("not in the trace: %s", what)
-		return -1
+		if found == nil {
+			t.Fatalf("not in the trace: %s", what)
+		}
+		return found
 	}
-	received := at("the request is read", 0, func(c *procSyscall) bool {
+	// A read may begin long before its bytes are there, on a thread that does not get a
+	// processor: what it read is known from its return on.
+	begun := func(c *procSyscall) int { return c.start }
+	returned := func(c *procSyscall) int { return c.end }
+	received := first("the request is read", returned, -1, func(c *procSyscall) bool {
 		return c.name == "read" && c.socket(gateway, "") && strings.Contains(c.args, request)
 	})
-	client := procConnection.FindStringSubmatch(trace[received].args)[2]
-	sent := at("the request goes to the upstream", received, func(c *procSyscall) bool {
+	client := procConnection.FindStringSubmatch(received.args)[2]
+	sent := first("the request goes to the upstream", begun, received.end, func(c *procSyscall) bool {
 		return c.writes() && c.socket("", upstream)
 	})
-	if !strings.Contains(trace[sent].args, request) {
-		t.Fatalf("the first that the upstream gets is %s", trace[sent].args)
+	if !strings.Contains(sent.args, request) {
+		t.Fatalf("the first that the upstream gets is %s", sent.args)
 	}
-	answered := at("the upstream's answer is read", sent, func(c *procSyscall) bool {
+	answered := first("the upstream's answer is read", returned, sent.start, func(c *procSyscall) bool {
 		return c.name == "read" && c.socket("", upstream) && strings.Contains(c.args, "HTTP/1.1 2")
 	})
-	// The next request on this connection, or its end, bounds the answer.
-	ended := len(trace) - 1
-	for i := answered; i < len(trace); i++ {
-		if c := trace[i]; c.name == "read" && c.socket(gateway, "") && strings.Contains(c.args, "POST /traced/") {
-			ended = i
-			break
+	// The next request that was read, or the end of the trace, bounds the answer.
+	ended := math.MaxInt
+	for _, c := range trace {
+		if c.name == "read" && c.end > answered.end && c.socket(gateway, "") && strings.Contains(c.args, "POST /traced/") {
+			ended = min(ended, c.end)
 		}
 	}
-	last := -1
-	for i := answered; i < ended; i++ {
-		if c := trace[i]; c.writes() && c.socket(gateway, client) {
-			last = i
+	var last *procSyscall
+	for _, c := range trace {
+		if c.start > answered.end && c.start < ended && c.writes() && c.socket(gateway, client) {
+			last = c
 		}
 	}
-	if last < 0 {
+	if last == nil {
+		for _, c := range trace {
+			if c.start >= received.start && c.start <= ended {
+				t.Logf("%d-%d %s(%.160s", c.start+1, c.end+1, c.name, c.args)
+			}
+		}
 		t.Fatal("not in the trace: the answer goes to the client")
 	}
 
 	log := func(c *procSyscall) bool { return strings.HasSuffix(c.file, ".wal") }
-	trace.wantSync(t, "P2: the claim", trace[received].end, trace[sent].start, log)
-	trace.wantSync(t, "P7: the outcome", trace[answered].end, trace[last].start, log)
+	trace.wantSync(t, "P2: the claim", received.end, sent.start, log)
+	trace.wantSync(t, "P7: the outcome", answered.end, last.start, log)
 	if bulk {
-		trace.wantSync(t, "P7: the answer's body", trace[answered].end, trace[last].start, func(c *procSyscall) bool {
+		trace.wantSync(t, "P7: the answer's body", answered.end, last.start, func(c *procSyscall) bool {
 			return strings.Contains(c.file, "/bodies/")
 		})
 	}
