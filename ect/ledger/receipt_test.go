@@ -2,6 +2,7 @@ package ledger
 
 import (
 	"bytes"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -282,4 +283,52 @@ func FuzzDecode(f *testing.F) {
 			t.Errorf("%+v became %+v", got, again)
 		}
 	})
+}
+
+// What stands in ledgers of earlier builds stays as it is, byte for byte.
+func TestStoredBytes(t *testing.T) {
+	e := testEvent(7)
+	e.Parents, e.KeepUntil, e.Unsigned = []string{"a", "b"}, time.Unix(1_800_000_000, 123), true
+	for name, c := range map[string]struct {
+		got  []byte
+		want string
+	}{
+		"event":  {e.encode([]byte("before")), "6265666f726501030469642d37040a776f726b666c6f772d31050370617906167370696666653a2f2f6578616d706c652e636f6d2f6107016107016208058098dc93340909f681a0bbd29df1fa310a01020b097061796c6f61642d37"},
+		"leaf":   {e.encodeLeaf(nil, 300, time.Unix(1_800_000_000, 0)), "010102d80402098080a0bbd29df1fa31030469642d37040a776f726b666c6f772d31050370617906167370696666653a2f2f6578616d706c652e636f6d2f6107016107016208058098dc93340909f681a0bbd29df1fa310a01020b097061796c6f61642d37"},
+		"sparse": {(&Event{ID: "x"}).encodeLeaf(nil, 0, time.Time{}), "010301780b00"},
+	} {
+		if got := hex.EncodeToString(c.got); got != c.want {
+			t.Errorf("%s:\n%s, want\n%s", name, got, c.want)
+		}
+	}
+}
+
+// What is not exactly what encode and encodeLeaf write is errEncoding.
+func TestBrokenFields(t *testing.T) {
+	if want := "ledger: an entry that this build cannot read"; errEncoding.Error() != want {
+		t.Errorf("%q, want %q", errEncoding, want)
+	}
+	if _, err := decode([]byte("\x01\x03\x01x\x0b\x00")); err != nil {
+		t.Fatal(err)
+	}
+	for name, b := range map[string]string{
+		"nothing":           "",
+		"another version":   "\x02\x03\x01x\x0b\x00",
+		"no length":         "\x01\x03",
+		"a length too long": "\x01\x03\x02x",
+		"an endless length": "\x01\x03\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+		"no number":         "\x01\x01\x00\x03\x01x\x0b\x00",
+		"half a number":     "\x01\x01\x01\x80\x03\x01x\x0b\x00",
+		"two numbers":       "\x01\x01\x02\x04\x04\x03\x01x\x0b\x00",
+		"another order":     "\x01\x0b\x00\x03\x01x",
+		"a field twice":     "\x01\x03\x01x\x03\x01x\x0b\x00",
+		"twice unsigned":    "\x01\x03\x01x\x0a\x01\x04\x0b\x00",
+		"an unknown field":  "\x01\x03\x01x\x0b\x00\x0c\x00",
+		"no payload":        "\x01\x03\x01x",
+		"no id":             "\x01\x0b\x00",
+	} {
+		if _, err := decode([]byte(b)); err != errEncoding {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
 }

@@ -2,6 +2,7 @@ package checkpoint
 
 import (
 	"encoding/binary"
+	"encoding/hex"
 	"reflect"
 	"testing"
 	"time"
@@ -147,5 +148,65 @@ func TestIdleUsagesAreForgotten(t *testing.T) {
 	}
 	if u.known(of(0)) != busy {
 		t.Error("one for whom something waits is forgotten")
+	}
+}
+
+// What stands in stores of earlier builds stays as it is, byte for byte, behind the random
+// bytes.
+func TestStoredBytes(t *testing.T) {
+	s, r := fullSnapshot(), fullResult()
+	nothing := s
+	nothing.Image, nothing.Request = &Image{}, Request{}
+	var secret encoder
+	secret.header(tagHeaderName, tagHeaderValue, map[string][]string{"B": nil, "A": {"", "x"}, "": {"y"}})
+	small := &part{sum: [32]byte{1}, size: 300, inline: []byte("inline"), counted: []byte{kindCaller, kindWorkflow}}
+	large := &part{sum: [32]byte{1}, size: 1 << 20, salt: []byte("saltsalt"), pieces: 4, released: true}
+	mark := Mark{State: Undone, Rollback: "r", At: s.Created, Doubt: "d"}
+	for name, c := range map[string]struct {
+		got  []byte
+		want string
+	}{
+		"snapshot":    {s.encode()[saltSize:], "01026964020177031001000000000000000000000000000000042002000000000000000000000000000000000000000000000000000000000000001201660501610601750701080809746f6f2d6c617267650909f681a0bbd29df1fa310a09f681e5c698eff2fa310f010e0b23010350555402016803022f7004017105014106000601780501420701740804626f64790c1e0901020a0290030b016505014106000601780501420701740804626f6479100d7b226775617264223a2267227d"},
+		"nothing":     {nothing.encode()[saltSize:], "01026964020177031001000000000000000000000000000000042002000000000000000000000000000000000000000000000000000000000000001201660501610601750701080809746f6f2d6c617267650909f681a0bbd29df1fa310a09f681e5c698eff2fa310f010e0c00100d7b226775617264223a2267227d"},
+		"result":      {r.encode()[saltSize:], "0d0292031102940308086e6f742d6b6570740e1405014106000601780501420701740804626f64790c1e0901020a0290030b016505014106000601780501420701740804626f6479"},
+		"no result":   {(&Result{}).encode()[saltSize:], ""},
+		"small part":  {small.encode(), "012001000000000000000000000000000000000000000000000000000000000000000202d8040306696e6c696e6507026f77"},
+		"large part":  {large.encode(), "01200100000000000000000000000000000000000000000000000000000000000000020480808001040873616c7473616c74050108060102"},
+		"mark":        {mark.encode(), "0101040201720309f681a0bbd29df1fa31040164"},
+		"left":        {s.left(), "031001000000000000000000000000000000042002000000000000000000000000000000000000000000000000000000000000000201770501610b0c010350555402016803022f70"},
+		"credentials": {secret.b, "05000601790501410600060178050142"},
+		"account":     {account{created: s.Created, bytes: 300}.encode(), "0109f681a0bbd29df1fa310202d804"},
+	} {
+		if got := hex.EncodeToString(c.got); got != c.want {
+			t.Errorf("%s:\n%s, want\n%s", name, got, c.want)
+		}
+	}
+}
+
+// What opens but cannot be read is errEncoding, whatever is wrong, and also within a field.
+func TestBrokenFields(t *testing.T) {
+	if want := "checkpoint: a record in the store cannot be read by this build"; errEncoding.Error() != want {
+		t.Errorf("%q, want %q", errEncoding, want)
+	}
+	for name, b := range map[string]string{
+		"no length":             "\x02",
+		"a length too long":     "\x02\x02a",
+		"an endless length":     "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+		"no number":             "\x09\x00",
+		"half a number":         "\x09\x01\x80",
+		"two numbers":           "\x09\x02\x04\x04",
+		"half a caller":         "\x03\x02ab",
+		"a cut request":         "\x0b\x02\x01\x05",
+		"a value without name":  "\x0b\x03\x06\x01x",
+		"no way":                "\x01\x01i",
+		"no id":                 "\x07\x01\x02",
+		"a number in the image": "\x0c\x02\x0a\x00",
+	} {
+		if _, err := decodeSnapshot(append(make([]byte, saltSize), b...)); err != errEncoding {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := decodeSnapshot(make([]byte, saltSize-1)); err != errEncoding {
+		t.Errorf("half the random bytes: %v", err)
 	}
 }

@@ -3,6 +3,7 @@ package execution
 import (
 	"bytes"
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"iter"
@@ -615,3 +616,52 @@ func TestQuotaExpiryIsBounded(t *testing.T) {
 
 // SetReadAhead makes the recording's window smaller than readAhead.
 func (r *Recording) SetReadAhead(bytes int64) { r.window = max(r.limit, bytes) }
+
+// What stands in stores of earlier builds stays as it is, byte for byte.
+func TestStoredBytes(t *testing.T) {
+	full := fullRecord()
+	head := Head{Status: 201, Size: 300, Header: map[string][]string{"A": {"", "b"}}, Trailer: map[string][]string{"Gone": nil}}
+	resolution := Resolution{At: full.Created, Applied: true, Operator: "o", Reason: "r", Cause: CauseLost, Action: "a"}
+	for name, c := range map[string]struct {
+		got  []byte
+		want string
+	}{
+		"record":            {full.encode(nil), "01010602100100000000000000000000000000000003200002000000000000000000000000000000000000000000000000000000000000041000000300000000000000000000000000050269640601040701670801610904504f53540a022f700b01770c016e0d01620e09f681a0bbd29df1fa310f09f881a0bbd29df1fa311009fa81a0bbd29df1fa31110f757073747265616d5f737461747573120292031301021406696e6c696e65150106162000000004000000000000000000000000000000000000000000000000000000001709fc81a0bbd29df1fa3118078080c58bc6d101190780808a978ca3031a01681b01081c016b1d09f481a0bbd29df1fa311e200000000005000000000000000000000000000000000000000000000000000000"},
+		"sparse record":     {(&Record{State: StateSending, Created: full.Created}).encode(nil), "010104021000000000000000000000000000000000032000000000000000000000000000000000000000000000000000000000000000000410000000000000000000000000000000000e09f681a0bbd29df1fa31"},
+		"account":           {accountOf(&full, 300).encode(), "0101060209f681a0bbd29df1fa310302d8040401080509fc81a0bbd29df1fa31"},
+		"head":              {head.encode(nil), "010292030202d80403014104013d04023d620504476f6e65"},
+		"resolution":        {resolution.encode(nil), "0109f681a0bbd29df1fa3102010203016f040172050f636f6e6e656374696f6e5f6c6f7374060161"},
+		"sparse resolution": {(&Resolution{}).encode(nil), ""},
+	} {
+		if got := hex.EncodeToString(c.got); got != c.want {
+			t.Errorf("%s:\n%s, want\n%s", name, got, c.want)
+		}
+	}
+}
+
+// What opens but cannot be read is errEncoding, whatever is wrong.
+func TestBrokenFields(t *testing.T) {
+	if want := "guard: a record in the store cannot be read by this build"; errEncoding.Error() != want {
+		t.Errorf("%q, want %q", errEncoding, want)
+	}
+	for name, b := range map[string]string{
+		"no length":         "\x01",
+		"a length too long": "\x01\x02\x04",
+		"an endless length": "\x01\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+		"no number":         "\x01\x00",
+		"half a number":     "\x01\x01\x80",
+		"two numbers":       "\x01\x02\x04\x04",
+		"half a claim":      "\x01\x01\x04\x02\x02ab",
+		"no such state":     "\x01\x01\x02",
+		"no state":          "",
+	} {
+		if _, err := decodeRecord([]byte(b)); err != errEncoding {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	for name, b := range map[string]string{"no mark": "\x03\x01A\x04\x01x", "an empty value": "\x03\x01A\x04\x00", "cut": "\x03\x05A"} {
+		if _, err := decodeHead([]byte(b)); err != errEncoding {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}

@@ -2,6 +2,7 @@ package hitl
 
 import (
 	"context"
+	"encoding/hex"
 	"net/http"
 	"reflect"
 	"strings"
@@ -186,4 +187,44 @@ func FuzzRetryAfter(f *testing.F) {
 			t.Errorf("%q: %s", value, got)
 		}
 	})
+}
+
+// What stands in stores of earlier builds stays as it is, byte for byte.
+func TestStoredBytes(t *testing.T) {
+	e := full()
+	for name, c := range map[string]struct {
+		e    Escalation
+		want string
+	}{
+		"full":   {e, "0101060213636865636b706f696e745f74616d706572656403017304017705016306016b0701720801650901780a01750b01020c09f681a0bbd29df1fa310d09f881a0bbd29df1fa310e01060f016c1009fa81a0bbd29df1fa31c8026869"},
+		"sparse": {Escalation{Level: Pause, State: Open, Opened: e.Opened}, "0101020b01020c09f681a0bbd29df1fa31"},
+	} {
+		if got := hex.EncodeToString(c.e.encode(nil)); got != c.want {
+			t.Errorf("%s:\n%s, want\n%s", name, got, c.want)
+		}
+	}
+}
+
+// What opens but cannot be read is errEncoding, whatever is wrong.
+func TestBrokenFields(t *testing.T) {
+	if want := "hitl: the encoding of an escalation is broken"; errEncoding.Error() != want {
+		t.Errorf("%q, want %q", errEncoding, want)
+	}
+	for name, b := range map[string]string{
+		"no length":         "\x01",
+		"a length too long": "\x02\x02a",
+		"an endless length": "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+		"no number":         "\x01\x00",
+		"half a number":     "\x01\x01\x80",
+		"two numbers":       "\x01\x02\x04\x04",
+		"a negative level":  "\x01\x01\x01\x0b\x01\x02",
+		"a large state":     "\x01\x01\x02\x0b\x02\x80\x04",
+		"fewer than none":   "\x01\x01\x02\x0b\x01\x02\x0e\x01\x01",
+		"no level":          "\x0b\x01\x02",
+		"no state":          "\x01\x01\x02",
+	} {
+		if _, err := decode([]byte(b)); err != errEncoding {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
 }
