@@ -35,68 +35,61 @@ func init() {
 	caddy.RegisterModule(new(App))
 }
 
-// App is what all guards of one configuration share: the store in which executions
-// are recorded, and the keys that seal it.
+// App is what all guards of one configuration share: the store that records executions, and the
+// keys that encrypt it.
 //
-// An `agent_guard` handler works without any configuration of the app: records then
-// go to a Badger store in Caddy's data directory, and a key file is made beside it.
+// An `agent_guard` handler works without any configuration of the app: it then uses a Badger store
+// in Caddy's data directory, with a new key file beside it.
 type App struct {
-	// The store that keeps the executions. Default: `badger`, in the directory
-	// `agent_guard` below Caddy's data directory. A store is opened when the
-	// server starts, not when a configuration is validated, and is shared by
-	// configuration reloads.
+	// The store that records executions. It is opened when the server starts, not when a
+	// configuration is validated, and survives reloads. Default: `badger`, in the directory
+	// `agent_guard` below Caddy's data directory.
 	StoreRaw json.RawMessage `json:"store,omitempty" caddy:"namespace=agent_guard.stores inline_key=module"`
 
-	// The file that holds the key ring. It is made, with mode 0600, together with
-	// a new store; it is never made for a store that holds anything, because
-	// without its key no execution can be found. Default: the store's path with
-	// `.key` appended. Placeholders are replaced once, at load; one without a
-	// value is an error. Keep a copy of it apart from the store's. It is read again
-	// with every configuration: sealing keys that were added to it are used from
-	// then on, without a restart.
+	// The file with the store's keys. It is created with a new store, mode 0600, and never for a
+	// store that already holds something: without its key no execution can be found. Keep a copy of
+	// it apart from the store. It is read again with every configuration, so sealing keys that were
+	// added are used without a restart. Placeholders are replaced once, at load; one without a
+	// value is an error. Default: the store's path with `.key` appended.
 	KeyFile string `json:"key_file,omitempty"`
 
-	// The key itself instead of a file, usually a placeholder like
-	// `{env.AGENT_GUARD_KEY}` or `{file./run/secrets/key}`: the content of a key
-	// file, or 32 random bytes in base64 (`openssl rand -base64 32`). A later
-	// configuration may bring the ring with more sealing keys, or from another
-	// place; its index key stays that of the store.
+	// The key itself instead of a file, usually a placeholder like `{env.AGENT_GUARD_KEY}` or
+	// `{file./run/secrets/key}`: the content of a key file, or 32 random bytes in base64 (`openssl
+	// rand -base64 32`). A later configuration may add sealing keys, or take the keys from another
+	// place; the index key must stay that of the store.
 	Key string `json:"key,omitempty"`
 
-	// How long the process waits for running executions when it exits; new guarded
-	// calls get 503 meanwhile. What is still running then is cut, and is in doubt.
-	// Default: 30s.
+	// How long the process waits for running executions when it exits; new guarded calls get 503
+	// during this time. Calls that still run afterwards are cut off and in doubt. Default: 30s.
 	Drain caddy.Duration `json:"drain,omitempty"`
 
-	// How much memory the bodies of all requests and answers that are under way take
-	// together, in bytes. Each keeps its first 4 KiB in memory, and up to 1 MiB while there
-	// is room; the rest is in an unlinked temporary file, encrypted under a key that exists
-	// in memory only. So clients that stop in the middle of an upload take disk and not
-	// memory. Default: 128 MiB.
+	// Memory for the bodies of all running requests and responses together, in bytes. Each body
+	// keeps its first 4 KiB in memory, and up to 1 MiB while there is room; the rest goes to an
+	// unlinked temporary file, encrypted with a key that exists only in memory. So clients that
+	// stop in the middle of an upload occupy disk, not memory. Default: 128 MiB.
 	BodyMemory int64 `json:"body_memory,omitempty"`
 
-	// What one caller may hold in the store at a time. Default: no bounds.
+	// What one caller may hold in the store at a time. Default: see its members.
 	Quota Quota `json:"quota,omitzero"`
 
-	// Who the gateway is in the tokens that it issues. With it, every decision about
-	// a guarded call is recorded in the ledger of the store. Default: no identity and no
-	// ledger.
+	// The gateway's identity in the tokens that it issues. With it, every decision about a guarded
+	// call is recorded in the ledger of the store. Default: no identity and no ledger.
 	Identity *Identity `json:"identity,omitempty"`
 
-	// Whose tokens are believed. It needs an identity. Default: tokens of callers are
-	// passed through and mean nothing.
+	// The issuers whose tokens are accepted. It needs `identity`. Default: callers' tokens are
+	// passed on to the upstream and ignored.
 	Trust *Trust `json:"trust,omitempty"`
 
 	// Who may ask for rollbacks, and how often.
 	Rollback *Rollback `json:"rollback,omitempty"`
 
-	// Where escalations go, which only people can decide. Default: the log.
+	// Where escalations are sent, the cases that only a person can decide. Default: to the log.
 	HITL *HITL `json:"hitl,omitempty"`
 
-	// Where the options stand of which only loading shows whether they are right, in the
-	// Caddyfile that this was made of: errors name the place. The members are `store`, `keys`,
-	// `identity.key_file`, `trust.N` (its Nth source of keys, if that is a file), `hitl.webhook` and
-	// `hitl.webhook.secret.N`, the values like `Caddyfile:12`. Default: errors name no place.
+	// The places in the Caddyfile of options that are checked only at load, so that errors can name
+	// them: values like `Caddyfile:12`, for the members `store`, `keys`, `identity.key_file`,
+	// `trust.N` (the Nth source of keys, if it is a file), `hitl.webhook` and
+	// `hitl.webhook.secret.N`. Default: errors name no place.
 	WrittenAt map[string]string `json:"written_at,omitempty"`
 
 	ctx    caddy.Context

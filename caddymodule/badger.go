@@ -22,26 +22,25 @@ func init() {
 	caddy.RegisterModule(BadgerStore{})
 }
 
-// BadgerStore keeps executions in an embedded Badger database: one directory of
-// one process. Every commit is synced to disk before anything depends on it.
+// BadgerStore keeps executions in an embedded Badger database: one directory, used by one process
+// at a time. Every commit is synced to disk before anything depends on it.
 type BadgerStore struct {
-	// The directory. It is made, with mode 0700, where it does not exist.
-	// Placeholders are replaced once, at load; one without a value is an error.
-	// Default: `agent_guard` below Caddy's data directory.
+	// The directory. It is created, with mode 0700, if it does not exist. Placeholders are replaced
+	// once, at load; one without a value is an error. Default: `agent_guard` below Caddy's data
+	// directory.
 	Path string `json:"path,omitempty"`
 
-	// The free disk space in bytes below which nothing new begins: guarded calls
-	// get 503 `store-unavailable`, executions under way are settled without the
-	// results that stand apart, and everything else flows. Below a quarter of it
-	// nothing is recorded at all. It recovers by itself. Badger writes to mapped
-	// files, where a full disk ends the process, so less than the default is for
-	// disks on which nothing else grows. Default: what the store can come to need
-	// before it is told to stop, 290 MiB.
+	// The free disk space in bytes below which nothing new starts: guarded calls get 503
+	// `store-unavailable`, running executions are settled, but without results that are stored
+	// separately, and everything else passes. Below a quarter of it nothing is recorded at all. It
+	// recovers by itself. Badger writes to mapped files, where a full disk ends the process, so
+	// choose less than the default only on disks on which nothing else grows. Default: 290 MiB, the
+	// most that the store can need before it is told to stop.
 	MinFree int64 `json:"min_free,omitempty"`
 
-	// The largest size of the directory in bytes, as the file system counts them.
-	// Over it nothing new begins, as below `min_free`, until enough has expired.
-	// Default: no limit but the disk.
+	// The largest size of the directory in bytes, as the file system counts them. Above it nothing
+	// new starts, as below `min_free`, until enough records have expired. Default: no limit but the
+	// disk.
 	MaxSize int64 `json:"max_size,omitempty"`
 
 	observer badger.Observer

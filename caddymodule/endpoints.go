@@ -128,12 +128,11 @@ func (a *App) health() (state string, ready bool) {
 	return "ok", true
 }
 
-// Endpoints answers the well-known paths that do not belong to one guarded route, on a
-// site of their own: below /.well-known/cascade/ `health`, `circuits` and the pages of
-// `problems`, and where an `identity` is configured `jwks`, `ledger`, `workflows`,
-// `checkpoints`, `errors` and `rollback`, with the paths of ATD and AERR. Who asks is
-// found out as by an `agent_guard` without options. The paths of a route are answered by its
-// `agent_guard` handler.
+// Endpoints answers the well-known paths that do not belong to one guarded route, on a site of
+// their own: below /.well-known/cascade/ `health`, `circuits` and the pages of `problems`, and with
+// an `identity` `jwks`, `ledger`, `workflows`, `checkpoints`, `errors` and `rollback`, also under
+// the paths of ATD and AERR. It identifies callers like an `agent_guard` without options. The paths
+// of a route are answered by its `agent_guard` handler.
 type Endpoints struct {
 	// h is a guard without a route.
 	h *Handler

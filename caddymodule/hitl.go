@@ -29,30 +29,31 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
 
-// HITL says how people hear of what only they can decide, and how long that is kept. An
-// escalation is recorded before anybody says "escalated", whatever stands here.
+// HITL (human in the loop) says how people are notified of escalations, the cases that only a
+// person can decide, and how long those are kept. An escalation is always recorded before anything
+// answers "escalated".
 type HITL struct {
-	// Sends each escalation to a receiver, until that has taken it. Default: escalations
-	// are written to the log.
+	// The receiver to which each escalation is sent until it is accepted. Default: escalations are
+	// written to the log.
 	Webhook *Webhook `json:"webhook,omitempty"`
 
-	// How long an escalation is kept after its state last changed. One that nobody was told
-	// of is kept for ever. Default: 2160h (90 days).
+	// How long an escalation is kept after it was delivered, or after the receiver refused it for
+	// good (410). One that is still to be delivered is kept until then. Default: 2160h (90 days).
 	Keep caddy.Duration `json:"keep,omitempty"`
 
 	webhook *hitl.WebhookNotifier
 }
 
-// Webhook is a receiver of escalations. Messages are POSTed in the form of Standard
-// Webhooks, signed, at least once each: the receiver tells repetitions by `webhook-id`.
-// Redirects are not followed; 410 is final; 429 and 503 with `Retry-After` are heeded.
+// Webhook is a receiver of escalations. Messages are sent as POST in the format of Standard
+// Webhooks, signed, at least once each; repetitions have the same `webhook-id`. Redirects are not
+// followed, 410 ends the attempts, and after 429 and 503 the next attempt follows `Retry-After`.
 type Webhook struct {
 	// The URL: https, or http on the loopback interface. Placeholders are replaced at load.
 	URL string `json:"url,omitempty"`
 
-	// What messages are signed with: `whsec_` and 24 to 64 random bytes in base64, each
-	// usually a placeholder like `{env.HOOK_SECRET}` or `{file./run/secrets/hook}`. While a
-	// receiver changes over there may be several, up to 8, each of which signs.
+	// The keys that sign messages: `whsec_` and 24 to 64 random bytes in base64, each usually a
+	// placeholder like `{env.HOOK_SECRET}` or `{file./run/secrets/hook}`. At least one and up to 8;
+	// each signs every message, so that a receiver can change from one to another.
 	Secrets []string `json:"secrets,omitempty"`
 
 	// How long one attempt may take, at most 60s. Default: 10s.

@@ -27,42 +27,37 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
-// Identity is who the gateway is in the tokens that it issues. With an identity, every
-// decision about a guarded call becomes a signed Execution Context Token in the ledger
-// of the store: a checkpoint before the call is sent, a node with its outcome, and an error
-// where it failed.
+// Identity is the gateway's identity in the tokens that it issues. With one, every decision about a
+// guarded call becomes a signed Execution Context Token in the ledger of the store: a checkpoint
+// before the call is sent, a node with its outcome, and an error if it failed.
 type Identity struct {
 	// The issuer (`iss`) of the gateway's tokens, a URI, usually a SPIFFE ID like
-	// `spiffe://example.com/gateway`. It is also what callers name in the `aud` of
-	// theirs.
+	// `spiffe://example.com/gateway`. Callers name it in the `aud` of their tokens.
 	Name string `json:"name"`
 
-	// The file with the keys that tokens are signed with: a JSON Web Key, a set of
-	// them, or PEM. It is made, with mode 0600, when a ledger begins, and never for
-	// a ledger that holds anything. Default: the store's path with `.identity`
-	// appended. It is read again with every configuration.
+	// The file with the keys that sign tokens: a JSON Web Key, a set of them, or PEM. It is created
+	// with a new ledger, mode 0600, and never for a ledger that already holds something. It is read
+	// again with every configuration. Default: the store's path with `.identity` appended.
 	KeyFile string `json:"key_file,omitempty"`
 
-	// The algorithm of a key that is made: `ES256`, `ES384` or `EdDSA`. Default:
-	// `ES256`.
+	// The algorithm of a newly created key: `ES256`, `ES384` or `EdDSA`. Default: `ES256`.
 	Algorithm string `json:"algorithm,omitempty"`
 
-	// How tokens are written: `00` with the names of draft 00 (`par`, `ext`), `01`
-	// with those of the drafts after it (`pred`, `ect_ext`). Both are read. Default:
-	// `00`.
+	// The member names in the gateway's tokens: `00` uses those of draft 00 (`par`, `ext`), `01`
+	// those of the later drafts (`pred`, `ect_ext`). The gateway reads both. Default: `00`.
 	Spelling string `json:"spelling,omitempty"`
 
-	// For how long an issued token is accepted by others, at most 24h. Records do
-	// not expire by it. Default: 10m.
+	// How long others accept an issued token, from 1s to 24h. Records do not expire by it. Default:
+	// 10m.
 	Life caddy.Duration `json:"life,omitempty"`
 
-	// Where others reach this gateway, like `https://gateway.example.com`. Checkpoints
-	// name it as the place where a rollback is asked for; without it they name the
-	// path alone. It is never taken from a request.
+	// Where others reach this gateway, like `https://gateway.example.com`. Checkpoints name it as
+	// the place to ask for a rollback; without it they name only the path. It is never taken from a
+	// request. Default: none.
 	PublicURL string `json:"public_url,omitempty"`
 
-	// How long the ledger keeps what its entries say. Their hashes stay, so that it
-	// can be verified as before. Default: 90d.
+	// How long the ledger keeps the content of its entries. Their hashes stay, so that the ledger
+	// can still be verified. Default: 90d.
 	Retain caddy.Duration `json:"retain,omitempty"`
 
 	algorithm ect.Algorithm

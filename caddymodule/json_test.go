@@ -31,9 +31,9 @@ var inCaddyfile = map[string]string{
 	"App.store":                       "`store <name> ...`",
 	"App.key_file":                    "`keys file <path>`",
 	"App.key":                         "`keys value <placeholder>`",
-	"App.written_at":                  "nothing: reading it sets it",
-	"Handler.written_at":              "nothing: reading it sets it",
-	"Settings.written_at":             "nothing: reading it sets it",
+	"App.written_at":                  "not written: set when the Caddyfile is read",
+	"Handler.written_at":              "not written: set when the Caddyfile is read",
+	"Settings.written_at":             "not written: set when the Caddyfile is read",
 	"Handler.shared":                  "`name <name> shared`",
 	"Handler.derive_window":           "`missing_id derive <window>`",
 	"Handler.actions":                 "`action <name> { ... }`",
@@ -94,7 +94,7 @@ func TestGoldenJSON(t *testing.T) {
 	}
 	p.text.WriteString(`# The JSON configuration
 
-Caddy's own configuration is JSON; the Caddyfile is turned into it (` + "`caddy adapt`" + ` shows the result). This page has every member of the guard's modules. It is made of the comments in the source and checked against them. *In the Caddyfile* says how a member is written there; where nothing stands, it is an option of the same name, and [caddyfile.md](caddyfile.md) has its syntax.
+Caddy's own configuration is JSON; the Caddyfile is converted to it (` + "`caddy adapt`" + ` shows the result). This page has every member of the guard's modules. It is generated from the comments in the source. *In the Caddyfile* says how a member is written there; where the cell is empty, it is an option of the same name, described in [caddyfile.md](caddyfile.md).
 
 Durations are strings such as ` + "`\"30s\"`" + ` or nanoseconds, sizes are bytes, and shares are numbers from 0 to 1. A member that is left out has its default.
 
@@ -160,7 +160,7 @@ func (p *page) object(typ reflect.Type) {
 		p.text.WriteString("It has no members.\n\n")
 		return
 	}
-	p.text.WriteString("| member | type | what it says | in the Caddyfile |\n|---|---|---|---|\n")
+	p.text.WriteString("| member | type | meaning | in the Caddyfile |\n|---|---|---|---|\n")
 	for _, row := range rows {
 		p.text.WriteString(row)
 	}

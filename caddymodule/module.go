@@ -28,152 +28,141 @@ func init() {
 	caddy.RegisterModule(Handler{})
 }
 
-// Handler executes calls that change something at most once. It stands before the
-// handler that forwards them, usually `reverse_proxy` with the transport
-// `agent_guard`; the Caddyfile directive `agent_proxy` makes both.
+// Handler executes calls that change something at most once. It stands before the handler that
+// forwards them, usually `reverse_proxy` with the transport `agent_guard`; the Caddyfile directive
+// `agent_proxy` creates both.
 //
-// A retried call is found by its execution id: it gets the recorded answer, or
-// follows the execution that is still running. Calls that change nothing pass
-// through untouched.
+// A retried call is recognised by its execution id: it gets the recorded answer, or attaches to the
+// execution that is still running. Calls that change nothing pass through untouched.
 //
-// It sets placeholders for logs and matchers: `{http.agent_guard.status}`
-// (`executed`, `replayed`, `attached`, `in_doubt`, `refused`, `unguarded`; empty for
-// calls that change nothing), and for guarded calls `{http.agent_guard.guard}`,
-// `.action`, `.execution_id`, `.key`, `.caller` and `.workflow`, `.issuer` of a
-// verified token, `.checkpoint` of the execution, `.outcome` (`completed`, `released`,
-// `in_doubt`), `.cause` of a doubt, `.problem` of a refusal, and `.age` of a replayed
-// execution in seconds. What does not apply is
-// empty.
+// It sets placeholders for logs and matchers: `{http.agent_guard.status}` (`executed`, `replayed`,
+// `attached`, `in_doubt`, `refused`, `unguarded`; empty for calls that change nothing), and for
+// guarded calls `{http.agent_guard.guard}`, `.action`, `.execution_id`, `.key`, `.caller`,
+// `.workflow`, `.issuer` of a verified token, `.checkpoint` of the execution, `.outcome`
+// (`completed`, `released`, `in_doubt`), `.cause` of a call in doubt, `.problem` of a refusal, and
+// `.age` of a replayed execution in seconds. A placeholder that does not apply is empty.
 type Handler struct {
-	// The guard's name: one namespace of execution ids and of users. It is part of the
-	// execution key, so that keys outlive every other change of the configuration. Two
-	// guards of one name are refused, unless both are `shared`. Default: `default`.
+	// The guard's name: the namespace of execution ids and of users. It is part of the execution
+	// key, so that keys survive every other change of the configuration. Two guards of the same
+	// name are refused unless both are `shared`. Default: `default`.
 	Name string `json:"name,omitempty"`
 
-	// Says that other guards of this name are meant to share its namespace: they are one
-	// service, a call to one may be answered with the result of the other, and a user name
-	// is one user behind all of them. Default: false.
+	// Declares that other guards of this name share its namespace: they are one service with the
+	// same users, and a call to one may be answered with the result of a call to another. Default:
+	// false.
 	Shared bool `json:"shared,omitempty"`
 
-	// Where callers name the intended effect, in order; the first that has an id
-	// counts. Default: the header `Idempotency-Key`, then `Execution-Id`.
+	// Where callers put the execution id, in order; the first place that has one counts. Default:
+	// the header `Idempotency-Key`, then `Execution-Id`.
 	ExecutionID []IDSource `json:"execution_id,omitempty"`
 
-	// What happens to a call without an id: `require` (400), `mint` (it runs under
-	// an id that the answer names; its retries cannot be recognised) or `derive`
-	// (equal calls of one caller within a window are one execution). Default:
-	// `mint`.
+	// What happens to a call without an id. `require` refuses it (400). `mint` runs it under a new
+	// id, which the answer names; its retries cannot be recognised. `derive` treats equal calls of
+	// one caller within a window as one execution. Default: `mint`.
 	MissingID string `json:"missing_id,omitempty"`
 
 	// How long a derived id counts, from the end of the execution. Default: 60s.
 	DeriveWindow caddy.Duration `json:"derive_window,omitempty"`
 
-	// Gives a call without an id that names its parent in `Execution-Parent` an id
-	// made of parent, action and request, so that a retried nested call lands on
-	// the same execution. Goes before `missing_id`. Default: false.
+	// Gives a call without an id that names its parent in `Execution-Parent` an id derived from
+	// parent, action and request, so that a retry of a nested call is recognised. It comes before
+	// `missing_id`. Default: false.
 	Inherit bool `json:"inherit,omitempty"`
 
-	// Who the caller is, as text with placeholders like `{http.auth.user.tenant}`.
-	// Where one of them has no value, and by default: the subject of a verified
-	// client certificate, else
-	// `{http.auth.user.id}`, else a hash of the credential fields, else a hash of
-	// the cookies, else `anonymous`. No caller ever gets another one's result.
+	// The caller, as text with placeholders like `{http.auth.user.tenant}`. Without this option,
+	// and where one of its placeholders has no value, the caller is the first of these that exists:
+	// the issuer of a verified token, the subject of a verified client certificate,
+	// `{http.auth.user.id}`, a hash of the credential fields, a hash of the cookies, `anonymous`. A
+	// caller never gets the result of another.
 	Caller string `json:"caller,omitempty"`
 
-	// The header fields that are credentials, in any order. Default:
-	// `Authorization`, `X-Api-Key`, `Api-Key`. An `Authorization` whose scheme is
-	// neither Basic nor Bearer is refused (400 `caller-unstable`) where none of the
-	// better identities applies.
+	// The header fields that are credentials, in any order. An `Authorization` whose scheme is
+	// neither Basic nor Bearer is refused (400 `caller-unstable`) unless one of the better
+	// identities above applies. Default: `Authorization`, `X-Api-Key`, `Api-Key`.
 	Credentials []string `json:"credentials,omitempty"`
 
-	// Further calls that are guarded, among those with a safe method.
+	// Calls with a safe method that are guarded nevertheless. Default: none.
 	ConsequentialRaw caddyhttp.RawMatcherSets `json:"consequential,omitempty" caddy:"namespace=http.matchers"`
 
-	// Calls that are not guarded, among those with any other method: a search by
-	// POST, for example.
+	// Calls with any other method that are not guarded, such as a search by POST. Default: none.
 	ExemptRaw caddyhttp.RawMatcherSets `json:"exempt,omitempty" caddy:"namespace=http.matchers"`
 
-	// JSON pointers to members of the request's body that differ between the
-	// attempts of one call, and are left out when two attempts are compared.
+	// JSON pointers to members of the request body that differ between the attempts of one call,
+	// and are ignored when two attempts are compared. Default: none.
 	FingerprintExclude []string `json:"fingerprint_exclude,omitempty"`
 
-	// The largest request body, in bytes. Guarded calls are read whole before they
-	// are forwarded; over 1 MiB they are kept in an encrypted temporary file.
-	// Default: 32 MiB.
+	// The largest request body, in bytes. Guarded requests are read completely before they are
+	// forwarded; above 1 MiB the body is kept in an encrypted temporary file. Default: 32 MiB.
 	MaxBody int64 `json:"max_body,omitempty"`
 
-	// How long a retry waits for the first byte of an execution that is running,
-	// before it gets 409 `in-progress`. Default: 30s.
+	// How long a retry waits for the first byte of a running execution before it gets 409
+	// `in-progress`. Default: 30s.
 	AttachWait caddy.Duration `json:"attach_wait,omitempty"`
 
-	// The longest that the answer to a request that is not guarded may pause, and that a
-	// tunnel may be without a byte in either direction; -1 for no limit. To the header of
-	// its answer such a request has the guard's `deadline`. Default: 10m.
+	// For requests that are not guarded: the longest pause in the answer, and in a tunnel the
+	// longest time without a byte in either direction; -1 for no limit. The header of the answer
+	// must come within the guard's `deadline`. Default: 10m.
 	IdleTimeout caddy.Duration `json:"idle_timeout,omitempty"`
 
-	// The request header field in which callers say how long they wait, in seconds
-	// (`10`, `0.5`) or with a unit. A call may take nine tenths of that, and no more
-	// than its action's `deadline`. `grpc-timeout` is read besides. Default:
-	// `Request-Timeout`.
+	// The request header field in which callers say how long they wait, in seconds (`10`, `0.5`) or
+	// with a unit; `grpc-timeout` is read as well. The call gets nine tenths of that, and never
+	// more than its action's `deadline`. Default: `Request-Timeout`.
 	DeadlineHeader string `json:"deadline_header,omitempty"`
 
-	// Forwards calls unguarded, marked `Execution-Status: unguarded`, where the
-	// store is unavailable and nothing was claimed for them, in place of refusing
-	// them with 503: such a call, and each retry of it, runs. Where the store
-	// answers, what it has found stands. Default: false.
+	// While the store is unavailable, forwards calls that it cannot look up or record, unguarded
+	// and marked `Execution-Status: unguarded`, instead of refusing them with 503. Each retry runs
+	// such a call again. If the store responds, its record decides as usual. Default: false.
 	FailOpen bool `json:"fail_open,omitempty"`
 
-	// Refuses requests without an Execution Context Token (403 `ect-invalid`), those
-	// that change nothing too. It needs `trust` in the global options. Default: false.
+	// Refuses requests without an Execution Context Token (403 `ect-invalid`), also those that
+	// change nothing. It needs `trust` in the global options. Default: false.
 	RequireECT bool `json:"require_ect,omitempty"`
 
-	// What becomes of requests that can have an effect and cannot be guarded: upgrades,
-	// WebSockets among them, tunnels (CONNECT), and gRPC calls whose action is not
-	// `grpc unary`. `pass` forwards them, marked `Execution-Status: unguarded`;
-	// `refuse` answers 403 `stream-refused`, but for those that `exempt` matches.
-	// Default: `pass`.
+	// What happens to requests that can have an effect and cannot be guarded: upgrades (WebSockets
+	// among them), tunnels (CONNECT), and gRPC calls whose action is not `grpc unary`. `pass`
+	// forwards them, marked `Execution-Status: unguarded`; `refuse` answers 403 `stream-refused`,
+	// except for those that `exempt` matches. Default: `pass`.
 	UnguardedStreams string `json:"unguarded_streams,omitempty"`
 
-	// Callers who see the circuit breakers of all upstreams at
-	// `/.well-known/cascade/circuits`: `issuer:` and the issuer of a verified token,
-	// `certificate:dn:` and the subject of a client's certificate (`certificate:uri:` and
-	// its URI where it has none), `user:` and a name of Caddy's authentication, or
-	// `caller:` and a value of `caller`. Everybody else sees those of the upstreams
-	// behind this guard, and those recorded in a workflow of theirs. Default: none.
+	// Callers who see the circuit breakers of all upstreams at `/.well-known/cascade/circuits`:
+	// `issuer:` with the issuer of a verified token, `certificate:dn:` with the subject of a client
+	// certificate (`certificate:uri:` with its URI if it has no subject), `user:` with a user name
+	// of Caddy's authentication, or `caller:` with a value of `caller`. Everybody else sees those
+	// of the upstreams behind this guard, and those recorded in a workflow of theirs. Default:
+	// none.
 	Operators []string `json:"operators,omitempty"`
 
-	// The identity of the upstream, a URI. Calls are then forwarded with a token of
-	// the gateway's as a further `Execution-Context` line, which names the upstream in
-	// its `aud` and is what the upstream's own tokens can name as their parent. It
-	// needs `identity` in the global options. Default: none is sent.
+	// The identity of the upstream, a URI. Calls are then forwarded with a further
+	// `Execution-Context` line: a token of the gateway that names the upstream in its `aud`, and
+	// that the upstream's own tokens can name as their parent. It needs `identity` in the global
+	// options. Default: no token is sent.
 	UpstreamIdentity string `json:"identity,omitempty"`
 
-	// `off` lets the well-known paths through to the upstream instead of answering
-	// them. Default: on.
+	// `off` passes the well-known paths on to the upstream instead of answering them. Default: on.
 	Endpoints string `json:"endpoints,omitempty"`
 
-	// The handlers for requests of the guard's own, such as a status probe. They
-	// lead to the same upstream as the calls do, and past site authentication.
+	// The handlers through which the guard's own requests, such as probes, reach the upstream of
+	// the calls without passing the site's authentication.
 	UpstreamRaw []json.RawMessage `json:"upstream,omitempty" caddy:"namespace=http.handlers inline_key=handler"`
 
-	// The handlers that answer a call in place of 503 `circuit-open`, while the circuit
-	// breakers refuse it: with a cached value, for example, or from another upstream.
-	// Their answer is marked `Execution-Status: refused`, is not recorded, and takes no
-	// key: each retry comes here again until an upstream is back, and then runs. So
-	// what changes something does not belong here. Default: the problem.
+	// The handlers that answer instead of 503 `circuit-open`, while the circuit breakers refuse a
+	// call: with a cached value, for example, or from another upstream. Their answer is marked
+	// `Execution-Status: refused`, is not recorded and does not use up the id: each retry comes
+	// here until an upstream is back, and then runs. So nothing that has an effect belongs here.
+	// Default: the problem.
 	FallbackRaw []json.RawMessage `json:"fallback,omitempty" caddy:"namespace=http.handlers inline_key=handler"`
 
 	// How calls are judged and kept, where their action does not say otherwise.
 	Policy
 
-	// How calls are undone that no action matches. Default: they cannot be.
+	// How calls that no action matches are undone. Default: they cannot be undone.
 	DefaultUndo *Ways `json:"default_undo,omitempty"`
 
-	// Kinds of calls with rules of their own, in order.
+	// Kinds of calls with their own rules; the first that matches counts.
 	Actions []*Action `json:"actions,omitempty"`
 
-	// Where the directive stands in the Caddyfile that this was made of, like
-	// `Caddyfile:12`: errors of loading name the place. Default: they name none.
+	// The place of the directive in the Caddyfile, like `Caddyfile:12`, so that errors at load can
+	// name it. Default: they name none.
 	WrittenAt string `json:"written_at,omitempty"`
 
 	app               *App

@@ -20,106 +20,100 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
 
-// Policy is how guarded calls are judged and kept. It stands in a handler, for all
-// its calls, and in an action, for those that the action matches; what an action
-// leaves out it takes from its handler.
+// Policy says how the outcome of guarded calls is read, and how long they are kept. A handler has
+// one for all its calls, an action one for its own; what an action leaves out it takes from its
+// handler.
 type Policy struct {
-	// The longest that a forwarded call may take, with its whole answer. A call
-	// that is not done by then is in doubt. Default: 5m.
+	// The longest that a forwarded call may take, including its whole answer. After that the call
+	// is in doubt. Default: 5m.
 	Deadline caddy.Duration `json:"deadline,omitempty"`
 
-	// The longest that an answer whose length is not announced may pause. It takes the
-	// place of the deadline once the header is there: for streams that have no end by
-	// themselves. Default: none; the deadline counts to the end.
+	// For endless answers: the longest pause in an answer whose length is not announced. It
+	// replaces the deadline once the header is there. Default: none; the deadline counts to the
+	// end.
 	StreamIdle caddy.Duration `json:"stream_idle,omitempty"`
 
 	// How long the answer of a completed call can be replayed. Default: 24h.
 	RetainResult caddy.Duration `json:"retain_result,omitempty"`
 
-	// How long the key of a completed call stays taken; at least as long as its
-	// result is kept. After it the same call runs again. Calls that are in doubt
-	// stay so whatever their age. Default: 720h (30 days).
+	// How long the key of a completed call stays taken, at least as long as its result is kept;
+	// after that the same call runs again. Calls in doubt never expire. Default: 720h (30 days).
 	RetainKey caddy.Duration `json:"retain_key,omitempty"`
 
-	// The largest answer body that is kept for replays, in bytes. A larger one
-	// flows on to its caller; its key stays taken, and retries get
-	// `result-unavailable`. Default: 8 MiB.
+	// The largest answer body that is kept for replays, in bytes. A larger one still reaches its
+	// caller; its key stays taken, and retries get `result-unavailable`. Default: 8 MiB.
 	MaxResult int64 `json:"max_result,omitempty"`
 
-	// How the upstream's status is read: `default`, `stripe` (the upstream keeps keys
-	// itself: 400 and 409 are released, and what is in doubt is sent again under its
-	// key, see `on_unknown`), `acp` (a 5xx is released and runs again) or `strict`
-	// (every 5xx is in doubt). Default: `default`.
+	// How the upstream's status is read: `default`; `stripe` (the upstream keeps keys itself: 400
+	// and 409 are released, and a call in doubt is sent again under its key, see `on_unknown`);
+	// `acp` (a 5xx is released, and a retry runs the call again); or `strict` (every 5xx is in
+	// doubt). Default: `default`.
 	Preset execution.Preset `json:"preset,omitempty"`
 
-	// Rules that go before the preset. The first that matches the answer decides.
+	// Rules that come before the preset. The first that matches the answer decides. Default: none.
 	Outcomes []OutcomeRule `json:"outcomes,omitempty"`
 
-	// What a retry of a call in doubt does: `block` (409), `probe` (ask the status
-	// URL in `probe`), `resend` (send it again with the same Idempotency-Key and the
-	// same bytes, as long as the upstream keeps that key), or `retry` (run it again: at
-	// the risk of a second effect). Default: `block`; with the preset `stripe`: `resend`.
+	// What a retry of a call in doubt does: `block` refuses it (409), `probe` asks the status URL
+	// in `probe`, `resend` sends it again with the same Idempotency-Key and the same bytes as long
+	// as the upstream keeps that key, `retry` runs it again at the risk of a second effect.
+	// Default: `block`; with the preset `stripe`: `resend`.
 	OnUnknown string `json:"on_unknown,omitempty"`
 
-	// How long after the first attempt `resend` sends a call again; afterwards it is
-	// blocked. It must be shorter than the upstream keeps keys. Default: 23h.
+	// How long after the first attempt `resend` sends a call again; afterwards it is blocked. It
+	// must be shorter than the time for which the upstream keeps keys. Default: 23h.
 	ResendFor caddy.Duration `json:"resend_for,omitempty"`
 
 	// The status URL for `on_unknown probe`.
 	Probe *Probe `json:"probe,omitempty"`
 
-	// `awaited`: the end of the answer leaves after the outcome is on disk, so
-	// that whoever saw the end can rely on the record. `async`: the end leaves at
-	// once; an answer that was seen may be found in doubt after a crash.
-	// Default: `awaited`.
+	// `awaited` sends the end of the answer after the outcome is on disk, so that whoever saw the
+	// end can rely on the record. `async` sends it at once; after a crash the call may be in doubt
+	// although its caller saw the answer. Default: `awaited`.
 	Settle string `json:"settle,omitempty"`
 
-	// The system that the calls change, as their checkpoints name it
-	// (`cascade.target`); placeholders are filled. It stands in signed tokens that
-	// others read: nothing that is secret may be in it. Default: the guard's name.
+	// The system that the calls change, as their checkpoints name it (`cascade.target`);
+	// placeholders are filled. It stands in signed tokens that others read, so it must not contain
+	// secrets. Default: the guard's name.
 	Target string `json:"target,omitempty"`
 
-	// How an answer is read whose body is framed by nothing but the end of its
-	// connection, so that a cut cannot be seen: `doubt` or `complete`.
-	// Default: `doubt`.
+	// How an answer is read that ends with its connection, without a length, so that a truncated
+	// one cannot be recognised: `doubt` or `complete`. Default: `doubt`.
 	Unframed string `json:"unframed,omitempty"`
 
-	// `unary` guards calls of the content type application/grpc*, which are else
-	// passed through, and reads grpc-status instead of the HTTP status: 16, 7 and 8
-	// are released; 14, 4, 2, 13 and none are in doubt; others are completed.
-	// Default: unset.
+	// `unary` guards calls of the content type application/grpc*, which otherwise pass unguarded,
+	// and reads grpc-status instead of the HTTP status: 16, 7 and 8 are released; 14, 4, 2, 13 and
+	// none are in doubt; others are completed. Default: unset.
 	GRPC string `json:"grpc,omitempty"`
 
 	Terms
 }
 
-// OutcomeRule reads certain answers as one outcome.
+// OutcomeRule gives certain answers an outcome.
 type OutcomeRule struct {
 	// `completed`, `released` or `in_doubt`.
 	Outcome string `json:"outcome,omitempty"`
-	// The answers: by status (one digit is a class) and header.
+	// The answers, by status (one digit is a class) and header.
 	Match caddyhttp.ResponseMatcher `json:"match,omitzero"`
 
 	verdict execution.Verdict
 }
 
-// Action is a named kind of guarded calls, with rules of its own. The first action
-// whose matchers match a call is its action.
+// Action is a named kind of guarded calls with its own rules. A call belongs to the first action
+// whose matchers match.
 type Action struct {
-	// The name, as it is recorded. It does not go into the execution key: actions
-	// can be added, renamed and removed without freeing one.
+	// The name, as it is recorded. It is not part of the execution key: actions can be added,
+	// renamed and removed without freeing one.
 	Name string `json:"name,omitempty"`
 
-	// Which calls these are. Any of Caddy's request matchers. Default: all.
+	// The calls of this action, by any of Caddy's request matchers. Default: all.
 	MatcherSetsRaw caddyhttp.RawMatcherSets `json:"match,omitempty" caddy:"namespace=http.matchers"`
 
 	Policy
 
 	Ways
 
-	// What the calls do, in a sentence for people: it stands in their checkpoints
-	// (`cascade.description`), so that nothing that is secret may be in it. Default: the
-	// action's name.
+	// What the calls do, in a sentence for people. It stands in their checkpoints
+	// (`cascade.description`), so it must not contain secrets. Default: the action's name.
 	Description string `json:"description,omitempty"`
 
 	matchers caddyhttp.MatcherSets
@@ -394,35 +388,30 @@ func parsePointers(texts []string) ([]fingerprint.Pointer, error) {
 	return pointers, nil
 }
 
-// Quota bounds what one caller may hold in the store at a time. Over a bound its new
-// calls get 429 `quota-exceeded`, and nothing is recorded or forwarded; its retries are
-// answered all the same, and other callers are not touched.
+// Quota limits what one caller may hold in the store at a time. Above a limit its new calls get 429
+// `quota-exceeded`, and nothing is recorded or forwarded; its retries are still answered, and other
+// callers are not affected.
 type Quota struct {
-	// The largest number of executions that run or are in doubt. Default: no bound.
+	// The most executions of a caller that are running or in doubt. Default: no limit.
 	OpenExecutions int `json:"open_executions,omitempty"`
 
-	// The largest size of records and answers, in bytes. It is looked at before a
-	// call is claimed, so the answers of open executions may go past it. Default: no
-	// bound.
+	// The most bytes of records and answers of a caller. It is checked before a call runs, so the
+	// answers of running calls may exceed it. Default: no limit.
 	StoredBytes int64 `json:"stored_bytes,omitempty"`
 
-	// The largest number of checkpoints that stand of one workflow; -1 is no bound.
-	// Default: 10000.
+	// The most unexpired checkpoints of one workflow; -1 for no limit. Default: 10000.
 	WorkflowCheckpoints int `json:"workflow_checkpoints,omitempty"`
 
-	// The largest size of one workflow's checkpoints, in bytes. Default: no bound.
+	// The most bytes of the checkpoints of one workflow. Default: no limit.
 	WorkflowCheckpointBytes int64 `json:"workflow_checkpoint_bytes,omitempty"`
 
-	// How many checkpoints a workflow may make in a minute; -1 is no bound. Default:
-	// 6000.
+	// The most checkpoints that a workflow may create per minute; -1 for no limit. Default: 6000.
 	WorkflowCheckpointRate int `json:"workflow_checkpoint_rate,omitempty"`
 
-	// The largest number of checkpoints that stand of one caller's calls. Default: no
-	// bound.
+	// The most unexpired checkpoints of the calls of one caller. Default: no limit.
 	CallerCheckpoints int `json:"caller_checkpoints,omitempty"`
 
-	// The largest size of the checkpoints of one caller's calls, in bytes. Default: no
-	// bound.
+	// The most bytes of the checkpoints of the calls of one caller. Default: no limit.
 	CallerCheckpointBytes int64 `json:"caller_checkpoint_bytes,omitempty"`
 }
 

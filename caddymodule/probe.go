@@ -23,30 +23,28 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
 
-// Probe asks the upstream whether a call in doubt was applied. The request goes
-// through the handler's `upstream`, with nothing of the caller's but what the
-// configuration names.
+// Probe asks the upstream whether a call in doubt took effect. The request goes through the
+// handler's `upstream`, and contains nothing of the caller's except what the configuration names.
 type Probe struct {
 	// The method. Default: GET.
 	Method string `json:"method,omitempty"`
 
-	// The path and query to ask, with placeholders like
-	// `{http.agent_guard.execution_id}`. Their values are escaped by place: one
-	// path segment, or one query value.
+	// The path and query, with placeholders like `{http.agent_guard.execution_id}`. Their values
+	// are escaped for their place: one path segment, or one query value.
 	URI string `json:"uri,omitempty"`
 
 	// Header fields of the request. Values may have placeholders.
 	Header map[string]string `json:"header,omitempty"`
 
-	// Which answers say that the call was applied.
+	// The answers that say that the call was applied.
 	Applied *Evidence `json:"applied,omitempty"`
 
-	// Which answers say that it was not applied, so that it may run. Judged after
-	// `applied`. An answer that says neither leaves the call in doubt.
+	// The answers that say that it was not applied, so that it may run; checked after `applied`.
+	// Any other answer leaves the call in doubt.
 	NotApplied *Evidence `json:"not_applied,omitempty"`
 
-	// Makes the answer that said "applied" the result of the call, which is then
-	// replayed. Else the result is unavailable. Default: false.
+	// Makes the answer that said "applied" the result of the call, which is then replayed.
+	// Otherwise the result is unavailable. Default: false.
 	UseAnswer bool `json:"use_answer,omitempty"`
 
 	// How long to wait for the answer. Default: 10s.
@@ -266,7 +264,7 @@ func (c untraced) Value(key any) any {
 	return value
 }
 
-// Evidence matches an answer. All that is set must hold.
+// Evidence matches an answer. Every member that is set must match.
 type Evidence struct {
 	// Status and header of the answer.
 	caddyhttp.ResponseMatcher

@@ -124,30 +124,30 @@ func (e *engine) rollbackLedger(keep time.Duration) *evidence.RollbackLedger {
 	}})
 }
 
-// Rollback says who may ask for rollbacks, and how often. Agents ask with tokens that
-// `trust` lets in; without it only operators ask.
+// Rollback says who may ask for rollbacks, and how often. Agents ask with tokens that `trust`
+// accepts; without `trust` only operators can ask.
 type Rollback struct {
-	// Who of a workflow may ask: `ancestor`, whoever made the call or what led to it, or
-	// `workflow`, everybody whose own part in the workflow is linked to it. Default:
+	// Who may ask. With `ancestor`, whoever made the call, or a call that led to it. With
+	// `workflow`, everybody who has a part in the workflow that is linked to it. Default:
 	// `ancestor`.
 	Lineage string `json:"lineage,omitempty"`
 
-	// The issuers with the authority of a rollback coordinator: they may ask for every
-	// checkpoint of the workflow of their token, for the scope `full_workflow`, and look
-	// at every rollback. Default: none.
+	// The issuers that are rollback coordinators: they may ask for every checkpoint of their
+	// token's workflow and for the scope `full_workflow`, and may read every rollback. Default:
+	// none.
 	Coordinators []string `json:"coordinators,omitempty"`
 
-	// How many new rollbacks one issuer may ask for in a minute, and how many may be
-	// asked for in one workflow. Over it they get 429 `quota-exceeded`; repetitions are
-	// answered, and operators are not counted. Default: 60.
+	// How many new rollbacks one issuer may ask for per minute, and how many may be asked for per
+	// minute in one workflow. Above it the answer is 429 `quota-exceeded`; repeated requests are
+	// still answered, and operators are not counted. Default: 60.
 	Rate int `json:"rate,omitempty"`
 
-	// How long an answer waits for the end of its rollback before it is 202, at most 30s;
-	// who asks may say otherwise with `Prefer: wait=N`. Default: 10s.
+	// How long an answer waits for the end of its rollback before it is 202, at most 30s; a request
+	// can change it with `Prefer: wait=N`. Default: 10s.
 	Wait caddy.Duration `json:"wait,omitempty"`
 
-	// How long a finished rollback is kept, so that asking for it again gets the same
-	// answer. It is at least as long as the longest `retain_key`. Default: 30d.
+	// How long a finished rollback is kept, so that the same request gets the same answer. At least
+	// as long as the longest `retain_key`. Default: 30d.
 	Retain caddy.Duration `json:"retain,omitempty"`
 }
 

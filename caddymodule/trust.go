@@ -17,76 +17,73 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 )
 
-// Trust says whose Execution Context Tokens are believed. With it, a token in the field
-// `Execution-Context` is verified before anything else, and a bad one is refused with
-// 403 `ect-invalid`; its issuer is the caller, its `wid` the workflow. Without it,
-// tokens are passed through and mean nothing.
+// Trust names the issuers whose Execution Context Tokens are accepted. With it, a token in the
+// field `Execution-Context` is verified before anything else, and a bad one is refused with 403
+// `ect-invalid`; its issuer is the caller, its `wid` the workflow. Without it, tokens are passed on
+// and ignored.
 type Trust struct {
-	// Where public keys are. A token that names no key of them is refused.
+	// The sources of public keys. A token whose key is in none of them is refused.
 	Keys []KeySource `json:"keys,omitempty"`
 
-	// Further names of the gateway that tokens may have in their `aud`, besides its
-	// identity.
+	// Further names accepted in the `aud` of tokens, besides the gateway's identity. Default: none.
 	Audience []string `json:"audience,omitempty"`
 
-	// The algorithms that are accepted: `ES256`, `ES384`, `EdDSA`. That of the
-	// gateway's own keys must be among them. Default: `ES256`, and the gateway's.
+	// The accepted signature algorithms: `ES256`, `ES384`, `EdDSA`. That of the gateway's own keys
+	// must be among them. Default: `ES256`, and the gateway's.
 	Algorithms []string `json:"algorithms,omitempty"`
 
-	// `L1` accepts tokens without a signature too. They are recorded as evidence, and name
-	// and allow nobody, unless a verified client certificate has their issuer as its SPIFFE
-	// ID. `L3` accepts a signed token once it stands in the gateway's
-	// ledger, and can be proven to: no request goes on before that, and after 5 s without
-	// it the request gets 503. Tokens in answers to probes are not recorded. It excludes
-	// `allow_partial`. Default: `L2`.
+	// `L1` also accepts unsigned tokens. They are recorded as evidence and do not identify the
+	// caller or allow anything, unless a verified client certificate has their issuer as its SPIFFE
+	// ID. `L3` lets a request with a token continue only after the token is in the gateway's ledger
+	// and can be proven; if that takes more than 5 s the request gets 503. Tokens in answers to
+	// probes are not recorded. `L3` cannot be combined with `allow_partial`. Default: `L2`.
 	MinLevel string `json:"min_level,omitempty"`
 
-	// By how much clocks may differ. Default: 30s.
+	// The largest difference between clocks. Default: 30s.
 	Skew caddy.Duration `json:"skew,omitempty"`
 
-	// How old a token may be when it is presented. Default: 15m.
+	// The largest age of a token when it is presented. Default: 15m.
 	MaxAge caddy.Duration `json:"max_age,omitempty"`
 
 	// The longest time between `iat` and `exp`. Default: any.
 	MaxLife caddy.Duration `json:"max_life,omitempty"`
 
-	// How many parents a token may have, at most 100. Default: 100.
+	// The most parents that a token may have, at most 100. Default: 100.
 	MaxParents int `json:"max_parents,omitempty"`
 
-	// How many ancestors a token may have. Default: 10000.
+	// The most ancestors that a token may have. Default: 10000.
 	MaxAncestors int `json:"max_ancestors,omitempty"`
 
 	// Accepts tokens with parents that the ledger does not hold, such as those of
 	// another domain. Default: false.
 	AllowPartial bool `json:"allow_partial,omitempty"`
 
-	// Accepts parents of another workflow. Default: false.
+	// Accepts parents from another workflow. Default: false.
 	CrossWorkflow bool `json:"cross_workflow,omitempty"`
 
-	// Reads a token without parents (`par`) as one that has none. Default: false.
+	// Reads a token without `par` as one that has no parents. Default: false.
 	LenientParents bool `json:"lenient_parents,omitempty"`
 
 	sources []ect.Source
 	origin  origin // of a Caddyfile's options, the last of each
 }
 
-// KeySource is a place with public keys. Exactly one of file and URL is set.
+// KeySource is a source of public keys. Exactly one of file and URL is set.
 type KeySource struct {
 	// A file with a JSON Web Key Set. It is read again when it changes.
 	File string `json:"file,omitempty"`
 
-	// A URL with a JSON Web Key Set: https, or http on the loopback interface. Keys
-	// are fetched when they are first needed, again in the background when they are
-	// 15 minutes old, and when a token names one that no source has, at most twice a
-	// minute. While the URL does not answer they are used for 24 hours. Tokens whose keys
-	// are there already, in whatever source, never wait for it.
+	// A URL with a JSON Web Key Set: https, or http on the loopback interface. Keys are fetched
+	// when they are first needed, again in the background when they are 15 minutes old, and when a
+	// token names a key that no source has, at most twice a minute. If the URL stops responding,
+	// its keys are used for another 24 hours. A token whose key some source already has never waits
+	// for a fetch.
 	URL string `json:"url,omitempty"`
 
-	// Whose the keys are: an identity, or a SPIFFE trust domain like
-	// `spiffe://example.com` for all identities in it. A key that says itself whose it
-	// is (by `sub`, or a certificate) is used only where that is within the owner.
-	// Without an owner each key must say so, and may name anybody. Keys that belong to
-	// nobody are not used.
+	// The owner of the keys: an identity, or a SPIFFE trust domain like `spiffe://example.com` for
+	// all identities in it. A key that names its own owner (by `sub`, or a certificate) is used
+	// only if that is within this one. Without an owner here each key must name its own, and may
+	// name anybody. A key with no owner is not used.
 	Owner string `json:"owner,omitempty"`
 }
 

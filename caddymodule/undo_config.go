@@ -24,35 +24,33 @@ import (
 // Terms are how checkpoints of calls are made and kept, whatever way there is to undo
 // them.
 type Terms struct {
-	// Where the credentials of an undo come from: `config` (only what the configuration
-	// writes) or `recorded` (those that the call came with, sealed with its checkpoint,
-	// used towards the same upstream only, and gone with the checkpoint). Default:
-	// `config`.
+	// Where the credentials of an undo come from: `config` (only what the configuration says) or
+	// `recorded` (those of the call itself, sealed with its checkpoint, sent to the same upstream
+	// only, and deleted with the checkpoint). Default: `config`.
 	UndoAuth string `json:"undo_auth,omitempty"`
 
-	// What becomes of a call whose state before cannot be read: `refuse` (503
-	// `snapshot-failed`, nothing is forwarded, its id stays free) or `irreversible` (it
-	// runs, and its checkpoint says that it cannot be undone). Default: `refuse`.
+	// What happens to a call if the state before it cannot be read: `refuse` (503
+	// `snapshot-failed`, nothing is forwarded, the id stays free) or `irreversible` (the call runs,
+	// and its checkpoint says that it cannot be undone). Default: `refuse`.
 	OnSnapshotError string `json:"on_snapshot_error,omitempty"`
 
-	// How long the state before the call is waited for, and the state after it.
-	// Default: 10s.
+	// How long to wait for the state before the call, and for the state after it. Default: 10s.
 	SnapshotTimeout caddy.Duration `json:"snapshot_timeout,omitempty"`
 
-	// What becomes of an undo whose answer is lost, where no `status` can be asked:
-	// `resend` (it is sent again under the same Idempotency-Key) or `escalate` (a person
-	// looks). Default: `resend`.
+	// What happens if the answer to an undo is lost and no `status` can be asked: `resend` sends
+	// the undo again under the same Idempotency-Key, `escalate` leaves it to a person. Default:
+	// `resend`.
 	OnLost string `json:"on_lost,omitempty"`
 
-	// What becomes of an undo where something else stands there than the call has left:
-	// `escalate` (a person looks) or `overwrite`. Default: `escalate`.
+	// What an undo does if the current state is not the one that the call left: `escalate` leaves
+	// it to a person, `overwrite` puts the earlier state back nevertheless. Default: `escalate`.
 	OnChanged string `json:"on_changed,omitempty"`
 
-	// How long a call can be undone. Default: 24h.
+	// How long a call can be undone, from 1s to 366d in whole seconds. Default: 24h.
 	CheckpointTTL caddy.Duration `json:"checkpoint_ttl,omitempty"`
 
-	// The largest body, in bytes, that is kept for an undo: of the state before and
-	// after, of the request, and of the answer. Default: 1 MiB.
+	// The largest body, in bytes, that is kept for an undo: of the state before and after, of the
+	// request, and of the answer. At most 16 MiB. Default: 1 MiB.
 	MaxImage int64 `json:"max_image,omitempty"`
 }
 
@@ -564,56 +562,56 @@ func chosen(m *template.Message, names []string, body bool) checkpoint.Message {
 	return kept
 }
 
-// Ways are the ways to undo calls. One is given, or none: then the calls cannot be
-// undone, and their checkpoints say so. Only `restore` and `compensate` go together:
-// what cannot be put back is then compensated.
+// Ways are the ways to undo calls. Set one, or none: then the calls cannot be undone, and their
+// checkpoints say so. Only `restore` and `compensate` can be combined: if the state cannot be put
+// back, the call is compensated.
 type Ways struct {
-	// Puts back what stood at the target of a PUT, PATCH or DELETE: the guard reads it
-	// with GET before the call and after it.
+	// Puts back the state of the target before a PUT, PATCH or DELETE. The guard reads it with GET
+	// before the call and after it.
 	Restore *Restore `json:"restore,omitempty"`
 
-	// Takes the effect back by another request.
+	// Takes the effect back with another request.
 	Compensate *Compensation `json:"compensate,omitempty"`
 
-	// Asks the agent that was called to undo it: its rollback URI, as in
-	// `https://agent.example.com/.well-known/cascade/rollback`. It is written out, so that
-	// no caller chooses who is asked; plain http leads to the own machine only.
+	// Asks the agent that was called to undo it: its rollback URI, like
+	// `https://agent.example.com/.well-known/cascade/rollback`. It contains no placeholders, so
+	// that no caller can choose who is asked; plain http is accepted only for the same machine.
 	Delegate string `json:"delegate,omitempty"`
 
-	// Says that nothing undoes the calls: a rollback needs a person. Default: false,
-	// which means the same where there is no way.
+	// Declares that nothing undoes the calls: a rollback needs a person. Default: false, which
+	// means the same if no way is set.
 	Irreversible bool `json:"irreversible,omitempty"`
 }
 
-// Restore puts back what stood there.
+// Restore puts back the state before the call.
 type Restore struct {
-	// Header fields of the guard's requests that read and put back: credentials, where
-	// `undo_auth` is `config`. Values may have placeholders like `{env.TOKEN}`.
+	// Header fields of the guard's requests that read and put back the state, such as credentials
+	// where `undo_auth` is `config`. Values may have placeholders like `{env.TOKEN}`.
 	Header map[string]string `json:"header,omitempty"`
 
-	// As the option `on_changed` of the action, which it precedes.
+	// Like the option `on_changed` of the action, which it overrides.
 	OnChanged string `json:"on_changed,omitempty"`
 
-	// `off` leaves out the look at what was put back. Default: on.
+	// `off` skips the read after the state was put back. Default: on.
 	Verify string `json:"verify,omitempty"`
 }
 
-// Request is a request that is made of a recorded call and its answer.
+// Request is built from a recorded call and its answer.
 type Request struct {
 	// The method, in capital letters.
 	Method string `json:"method,omitempty"`
 
-	// A path and a query for the upstream of the call, or a whole URL. Placeholders like
-	// `{response.json./id}` and `{request.path.2}` are filled, escaped by their place.
+	// A path and query for the upstream of the call, or a whole URL. Placeholders like
+	// `{response.json./id}` and `{request.path.2}` are filled, and escaped for their place.
 	URL string `json:"url,omitempty"`
 
-	// Header fields. Credentials, and values with placeholders like `{env.TOKEN}`, are
-	// those of the configuration when it is undone; other values may have the
-	// placeholders of the URL, and are recorded with the call.
+	// Header fields. Credentials, and values with placeholders like `{env.TOKEN}`, are those of the
+	// configuration at the time of the undo; other values may have the placeholders of the URL, and
+	// are recorded with the call.
 	Header map[string]string `json:"header,omitempty"`
 }
 
-// Compensation is a request that takes a call's effect back.
+// Compensation is a request that takes the effect of a call back.
 type Compensation struct {
 	Request
 
@@ -623,11 +621,13 @@ type Compensation struct {
 	// A form as the body, by its fields.
 	Form map[string]string `json:"form,omitempty"`
 
-	// Any other body, and its media type.
+	// The media type of `body`.
 	ContentType string `json:"content_type,omitempty"`
-	Body        string `json:"body,omitempty"` // See ContentType.
 
-	// Asks what became of the compensation where its answer was lost, or was 202.
+	// Any other body, as text with placeholders.
+	Body string `json:"body,omitempty"`
+
+	// Asks for the outcome of the compensation if its answer was lost, or was 202.
 	Status *Request `json:"status,omitempty"`
 }
 

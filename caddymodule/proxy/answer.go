@@ -22,22 +22,22 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
 
-// InBand names answers that are failures although their status is good. Exactly one of JSON, Header
-// and SSEError is set.
+// InBand matches answers that are failures although their status is good. Exactly one of JSON,
+// Header and SSEError is set.
 type InBand struct {
-	// A JSON pointer into the answer's body: the answer failed if a value other than null is there.
-	// Bodies over 64 KiB, and those with a Content-Encoding, are not looked into. A probe's answer
-	// is then judged at its end.
+	// A JSON pointer into the answer's body: the answer failed if there is a value other than null.
+	// Bodies over 64 KiB, and those with a Content-Encoding, are not read. A probe's answer is then
+	// judged at its end.
 	JSON string `json:"json,omitempty"`
 
 	// A header or trailer field: the answer failed if it has one.
 	Header string `json:"header,omitempty"`
 
-	// What the value has to be: in JSON a string, or a number as it is written. It may begin or end
-	// with *, which stands for anything. Default: anything.
+	// The value to match: in JSON a string, or a number as it is written. It may begin or end with
+	// *, which stands for anything. Default: any value.
 	Value string `json:"value,omitempty"`
 
-	// An event stream failed that sends an event called `error`, or one whose data begins with a
+	// An event stream failed if it sends an event called `error`, or one whose data begins with a
 	// JSON member `error`. A probe's answer is then judged by its first event.
 	SSEError bool `json:"sse_error,omitempty"`
 }

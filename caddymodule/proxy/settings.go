@@ -17,56 +17,56 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/internal/suggest"
 )
 
-// Settings are the circuit breakers of a transport's upstreams: one for each address, shared by all
-// transports that lead there, and kept over reloads.
+// Settings configure the circuit breakers of a transport's upstreams: one per address, shared by
+// all transports that lead there, and kept over reloads.
 //
 // A breaker is closed, open, or half-open. It opens when more than `threshold` of the calls in the
-// window have failed, then refuses every call for `cooldown`, and lets one probe through. The
-// probe's answer closes it; a failure opens it for twice as long. A refused call was not sent:
+// window have failed, refuses every call for `cooldown`, and then lets one probe through. A good
+// answer closes it; a failure opens it for twice as long. A refused call was not sent:
 // `reverse_proxy` may try the next upstream, and the guard releases the key.
 //
-// What counts as a failure: no connection, a connection that breaks, a timeout, the statuses of
-// `failure_status`, an answer that is cut off, and what `in_band` names. 429 is in no rate, but
-// fails a probe. Callers that leave and the gateway's own refusals say nothing about the upstream.
-// Health checks of `reverse_proxy` pass by.
+// Failures are: no connection, a connection that breaks, a timeout, the statuses of
+// `failure_status`, an answer that is cut off, and what `in_band` names. A 429 is not a failure,
+// but fails a probe. Callers that leave, refusals of the gateway itself, and the health checks of
+// `reverse_proxy` do not count.
 //
-// An answer of gRPC is judged by its `grpc-status` as well, in the header or trailer, as by the
-// HTTP status that means the same: with `failure_status` 5, UNKNOWN (500), DEADLINE_EXCEEDED (504),
-// INTERNAL (500), UNAVAILABLE (503) and DATA_LOSS (500) are failures; RESOURCE_EXHAUSTED is 429.
-// UNIMPLEMENTED is one only where 501 itself stands there, since anybody can ask for a method that
-// there is not. CANCELLED (499), and DEADLINE_EXCEEDED once the request's own `grpc-timeout` has
-// passed, say nothing about the upstream. A probe is judged by the first message, or the status
-// where there is none. The status of gRPC-Web is read where it is in the header, not in the body.
+// A gRPC answer is also judged by its `grpc-status`, in the header or trailer, like the HTTP status
+// with the same meaning: with `failure_status` 5, UNKNOWN (500), DEADLINE_EXCEEDED (504), INTERNAL
+// (500), UNAVAILABLE (503) and DATA_LOSS (500) are failures; RESOURCE_EXHAUSTED counts as 429.
+// UNIMPLEMENTED is a failure only if 501 itself is listed, since anybody can call a method that
+// does not exist. CANCELLED (499), and DEADLINE_EXCEEDED after the request's own `grpc-timeout`, do
+// not count. A probe is judged by its first message, or by the status if there is none. The status
+// of gRPC-Web is read from the header, not from the body.
 type Settings struct {
 	// Turns the breakers of this transport off. Default: false.
 	Off bool `json:"off,omitempty"`
 
-	// How far back the error rate looks, 1s to 1h. Default: 60s.
+	// The time over which the error rate is measured, 1s to 1h. Default: 60s.
 	Window caddy.Duration `json:"window,omitempty"`
 
 	// The share of failures, over 0 and under 1, above which a breaker opens. Default: 0.5.
 	Threshold float64 `json:"threshold,omitempty"`
 
-	// How many calls must have ended in the window before a rate is judged. Default: 10.
+	// How many calls must have ended in the window before the rate counts. Default: 10.
 	MinVolume int `json:"min_volume,omitempty"`
 
-	// How many failures in a row open a breaker whatever the rate. Default: none do.
+	// How many failures in a row open a breaker, whatever the rate. Default: no number does.
 	Consecutive int `json:"consecutive,omitempty"`
 
-	// The latency above which an answer is slow. Default: none is.
+	// The latency above which an answer is slow. Default: none.
 	SlowCall caddy.Duration `json:"slow_call,omitempty"`
 
 	// The share of slow answers above which a breaker opens. Default: 0.5.
 	SlowThreshold float64 `json:"slow_threshold,omitempty"`
 
-	// How long a call without a deadline may go without an answer before it counts as a failure
-	// while it hangs. A guarded call has its action's deadline instead. Default: for ever.
+	// How long a call without a deadline may hang before it counts as a failure. A guarded call has
+	// its action's deadline instead. Default: no limit.
 	Patience caddy.Duration `json:"patience,omitempty"`
 
 	// How long a breaker stays open at first; each failed probe doubles it. Default: 30s.
 	Cooldown caddy.Duration `json:"cooldown,omitempty"`
 
-	// The longest cooldown, at most 24h, and the longest that a `Retry-After` of the upstream is
+	// The longest cooldown, at most 24h, and the longest `Retry-After` of the upstream that is
 	// honoured. Default: 300s, or the cooldown if that is longer.
 	MaxCooldown caddy.Duration `json:"max_cooldown,omitempty"`
 
@@ -74,49 +74,49 @@ type Settings struct {
 	// not probe at the same instant. Default: 0.
 	Jitter float64 `json:"jitter,omitempty"`
 
-	// The lowest threshold that a workflow may ask for, over 0 and under 1. A workflow's verified
-	// tokens can be stricter than `threshold` and `window`, for its own calls
+	// The lowest threshold that a workflow may ask for, over 0 and under 1. The verified tokens of
+	// a workflow can be stricter than `threshold` and `window` for its own calls
 	// (`atd.circuit_threshold`, `atd.circuit_window_s`); lower thresholds are raised to this one,
-	// and looser values change nothing. Negative heeds none. Default: 0.1.
+	// and laxer values change nothing. A negative value ignores all. Default: 0.1.
 	WorkflowThreshold float64 `json:"workflow_threshold,omitempty"`
 
-	// A breaker for reading and another for writing calls of each upstream: those with a safe
-	// method, and all others. Default: false.
+	// One breaker per upstream for calls with a safe method, and one for all others. Default:
+	// false.
 	ByOperation bool `json:"by_operation,omitempty"`
 
 	// How long a half-open breaker waits for a call with a safe method before it takes another one
-	// as its probe; negative is not at all. Default: 5s.
+	// as its probe; negative for no wait. Default: 5s.
 	ProbePrefer caddy.Duration `json:"probe_prefer,omitempty"`
 
 	// How long a probe may go without an answer. Default: 30s.
 	ProbeTimeout caddy.Duration `json:"probe_timeout,omitempty"`
 
-	// `auto`; `observe` goes through the states and refuses nobody; `forced_open` refuses every
-	// call; `forced_closed` none. Default: `auto`.
+	// `auto`; `observe` changes state and refuses nothing; `forced_open` refuses every call,
+	// `forced_closed` none. Default: `auto`.
 	Mode breaker.Mode `json:"mode,omitempty"`
 
-	// The statuses that are failures, of HTTP and of gRPC by what they map to; one digit is a
-	// class. Default: 5.
+	// The statuses that are failures: of HTTP, and of gRPC by the HTTP status that they map to. One
+	// digit is a class. Default: 5.
 	FailureStatus []int `json:"failure_status,omitempty"`
 
-	// Which answers are failures although their status is good: those that match any of these.
+	// Answers that are failures although their status is good: those that match any of these.
 	// Default: none.
 	InBand []InBand `json:"in_band,omitempty"`
 
-	// The identities of upstreams by their address, a URI each, by which tokens and documents name
-	// them. Default: the address itself.
+	// The identities of upstreams, a URI each, by address. Tokens and documents name the upstream
+	// by it. Default: the address itself.
 	Downstream map[string]string `json:"downstream,omitempty"`
 
-	// A probe closes the breaker only if the upstream's identity in `downstream` has answered it:
-	// by the certificate of a TLS connection, verified, with the identity among its URIs; or by a
-	// token of its in the field `Execution-Context` of the answer, which the app's `trust`
-	// verifies, which was made since the probe was sent, and which was never used before. Any other
-	// answer fails the probe, and goes to its caller unchanged. Every upstream that is known needs
-	// an identity; one that is not known has none to be held to. Default: false.
+	// A probe closes the breaker only if the upstream proves its `downstream` identity in the
+	// answer. The proof is a verified TLS certificate with the identity among its URIs, or the
+	// upstream's own token in the field `Execution-Context` of the answer: verified by the app's
+	// `trust`, issued after the probe was sent, and never used before. Any other answer fails the
+	// probe, and reaches its caller unchanged. Every upstream that is known at load needs an
+	// identity; one that is found later and has none is not verified. Default: false.
 	VerifyProbe bool `json:"verify_probe,omitempty"`
 
-	// Where `verify_probe` stands in the Caddyfile that this was made of, like `Caddyfile:12`:
-	// errors of loading name the place. Default: they name none.
+	// The place of `verify_probe` in the Caddyfile, like `Caddyfile:12`, so that errors at load can
+	// name it. Default: they name none.
 	WrittenAt string `json:"written_at,omitempty"`
 }
 

@@ -46,30 +46,30 @@ func init() {
 const defaultKeepaliveGuarded = caddy.Duration(2 * time.Second)
 
 // Transport is Caddy's `http` transport for upstreams of guarded requests. It takes all options of
-// that transport and treats requests that are not guarded exactly as it does.
+// that transport, and treats requests that are not guarded exactly like it.
 //
-// A guarded request goes over connections of its own, which count the bytes of each request. If a
-// request fails before its first byte was written, that is proven, and the guard releases the key.
-// Over HTTP/2 the bytes of one request cannot be told from those of others; what is proven there is
-// that the request was never encoded. Over HTTP/3 nothing is proven.
+// Guarded requests have their own connections, which count the bytes of each request. If a request
+// fails before its first byte was written, nothing was sent, and the guard releases the key. Over
+// HTTP/2 the bytes of one request cannot be distinguished from those of others; there the proof is
+// that the request was never encoded. Over HTTP/3 there is no proof.
 //
 // Every request, guarded or not, passes the circuit breaker of its upstream.
 //
-// As guarded requests have connections of their own, max_conns_per_host and keepalive_idle_conns
-// hold for each kind of request, not for both together.
+// Because guarded requests have their own connections, max_conns_per_host and keepalive_idle_conns
+// apply to each kind of request separately.
 type Transport struct {
 	*reverseproxy.HTTPTransport
 
-	// How long a connection may have been idle to be used for a guarded request. An upstream that
-	// closes an idle connection just as a request is written to it leaves the request in doubt, so
-	// this should be less than the upstream's own idle timeout. It never lengthens
+	// How long a connection may have been idle and still be used for a guarded request. An upstream
+	// that closes an idle connection just as a request is written to it leaves the request in
+	// doubt, so choose less than the upstream's own idle timeout. It never lengthens
 	// keep_alive.idle_timeout. A negative value disables the reuse of connections for guarded
 	// requests. Default: `2s`.
 	KeepaliveGuarded caddy.Duration `json:"keepalive_guarded,omitempty"`
 
-	// The circuit breakers of the upstreams, one for each address. A call that one refuses fails
-	// like one whose connection is refused, so that `lb_retries` or `lb_try_duration` take it to
-	// the next upstream, whatever its method. Default: on, with the defaults of its options.
+	// The circuit breakers of the upstreams, one per address. A refused call fails like a refused
+	// connection, so that `lb_retries` or `lb_try_duration` pass it to the next upstream, whatever
+	// its method. Default: on, with the defaults of its options.
 	Breaker *Settings `json:"breaker,omitempty"`
 
 	circuits *Circuits       // nil if they are off
