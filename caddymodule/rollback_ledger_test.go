@@ -29,9 +29,12 @@ func TestRollbackLedgerOfTheLatestConfiguration(t *testing.T) {
 	if err := told.Commit(t.Context(), e.store); err != nil {
 		t.Fatal(err)
 	}
-	view, err := ledger.Nodes(t.Context(), rollback.Query{Workflow: r.Workflow})
-	if err != nil || len(view.Nodes) != 1 || view.Nodes[0].ID != told.ID || view.Nodes[0].Kind != rollback.EventNode || view.Nodes[0].By != e.latestPolicy().events.Identity() {
-		t.Errorf("%+v %v", view.Nodes, err)
+	view, err := ledger.Graph(t.Context(), rollback.Query{Workflow: r.Workflow})
+	if err != nil || view.Graph.Len() != 1 {
+		t.Fatal(err)
+	}
+	if n := view.Graph.At(0); n.ID != told.ID || n.IsTask() || n.IsCheckpoint() || n.By != e.latestPolicy().events.Identity() {
+		t.Errorf("%+v", n)
 	}
 	entry, err := e.latestPolicy().evidence.Log().Lookup(t.Context(), r.Workflow, told.ID)
 	if err != nil || entry.KeepUntil.Before(time.Now().Add(50*time.Minute)) {

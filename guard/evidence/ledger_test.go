@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -21,6 +20,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+	guardworkflow "github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 const (
@@ -155,20 +155,24 @@ func (b *rollbackBench) get(id string) rollback.Checkpoint {
 	return c
 }
 
-func (b *rollbackBench) nodes(workflow, target string) map[string]rollback.Node {
+// graph is what a plan of all of a workflow is made on.
+func (b *rollbackBench) graph(workflow, target string) *guardworkflow.Graph {
 	b.t.Helper()
-	view, err := b.ledger.Nodes(b.t.Context(), rollback.Query{Workflow: workflow, Target: target, Scope: rollback.FullWorkflow})
+	view, err := b.ledger.Graph(b.t.Context(), rollback.Query{Workflow: workflow, Target: target, Scope: rollback.FullWorkflow})
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	if _, err := rollback.NewGraph(workflow, view.Nodes); err != nil {
-		b.t.Error(err)
+	return view.Graph
+}
+
+// at is the node with an id.
+func at(t testing.TB, g *guardworkflow.Graph, id string) *guardworkflow.Node {
+	t.Helper()
+	i, there := g.Index(id)
+	if !there {
+		t.Fatalf("%s is not in the graph", id)
 	}
-	all := make(map[string]rollback.Node)
-	for _, n := range view.Nodes {
-		all[n.ID] = n
-	}
-	return all
+	return g.At(i)
 }
 
 // commit commits a batch.
@@ -218,7 +222,7 @@ func TestCascade423Checkpoint(t *testing.T) {
 	if _, err := b.ledger.Checkpoint(t.Context(), inner.ID()); !errors.Is(err, ErrNoIdentity) {
 		t.Errorf("without an identity: %v", err)
 	}
-	if _, err := b.ledger.Nodes(t.Context(), rollback.Query{Target: inner.ID()}); !errors.Is(err, ErrNoIdentity) {
+	if _, err := b.ledger.Graph(t.Context(), rollback.Query{Target: inner.ID()}); !errors.Is(err, ErrNoIdentity) {
 		t.Errorf("without an identity: %v", err)
 	}
 }
@@ -347,46 +351,51 @@ func TestNodesOfAPlan(t *testing.T) {
 	if err := b.commit(b.ledger.Stepped(t.Context(), r, &rollback.Step{Checkpoint: undone.ID(), Status: rollback.Completed}, 0)); err != nil {
 		t.Fatal(err)
 	}
-	nodes := b.nodes(workflow, "")
-	if byTarget := b.nodes("", strings.ToUpper(done.ID())); len(nodes) != 10 || len(byTarget) != len(nodes) {
-		t.Errorf("%d nodes, and %d of the workflow of a checkpoint", len(nodes), len(byTarget))
+	g := b.graph(workflow, "")
+	if byTarget := b.graph("", strings.ToUpper(done.ID())); g.Len() != 10 || byTarget.Len() != g.Len() {
+		t.Errorf("%d nodes, and %d of the workflow of a checkpoint", g.Len(), byTarget.Len())
 	}
-	for _, want := range []rollback.Node{
-		{ID: task.ID(), Kind: rollback.ActionNode, By: alice, Done: true},
-		{ID: came.ID(), Kind: rollback.ActionNode, By: alice, Done: true},
-		{ID: done.ID(), Kind: rollback.CheckpointNode, State: rollback.Ran, By: alice, Guards: []string{came.ID(), task.ID()}},
-		{ID: flying.ID(), Kind: rollback.CheckpointNode, State: rollback.InFlight, By: CallerName(caller)},
-		{ID: never.ID(), Kind: rollback.CheckpointNode, State: rollback.NeverRan, By: bob},
-		{ID: undone.ID(), Kind: rollback.CheckpointNode, State: rollback.Undone, By: CallerName(caller)},
-		{ID: group.ID(), Kind: rollback.GroupNode, State: rollback.Ran, By: bob},
+	for _, want := range []struct {
+		id     string
+		state  rollback.NodeState // of a checkpoint
+		by     string
+		group  bool
+		guards []string
+	}{
+		{id: task.ID(), by: alice},
+		{id: came.ID(), by: alice},
+		{id: done.ID(), state: rollback.Ran, by: alice, guards: []string{came.ID(), task.ID()}},
+		{id: flying.ID(), state: rollback.InFlight, by: CallerName(caller)},
+		{id: never.ID(), state: rollback.NeverRan, by: bob},
+		{id: undone.ID(), state: rollback.Undone, by: CallerName(caller)},
+		{id: group.ID(), state: rollback.Ran, by: bob, group: true},
 	} {
-		got := nodes[want.ID]
-		if got.Kind != want.Kind || got.State != want.State || got.By != want.By || got.Done != want.Done {
+		got := at(t, g, want.id)
+		switch {
+		case want.state != "":
+			if !got.IsCheckpoint() || rollback.RecordedState(got) != want.state {
+				t.Errorf("%+v, want %+v", got, want)
+			}
+		case !got.IsTask() || got.State != guardworkflow.Done:
 			t.Errorf("%+v, want %+v", got, want)
 		}
-		if want.Guards != nil && fmt.Sprint(got.Guards) != fmt.Sprint(want.Guards) {
-			t.Errorf("guards %v, want %v", got.Guards, want.Guards)
+		if got.By != want.by || got.Group != want.group || got.Report {
+			t.Errorf("%+v, want %+v", got, want)
 		}
-		if (want.State != "") != got.Reversible || (want.State != "") != (time.Until(got.Expires) > 50*time.Minute) {
-			t.Errorf("%s: reversible %v until %v", want.State, got.Reversible, got.Expires)
+		if want.guards != nil && fmt.Sprint(got.Guards) != fmt.Sprint(want.guards) {
+			t.Errorf("guards %v, want %v", got.Guards, want.guards)
+		}
+		if (want.state != "") != got.Reversible || (want.state != "") != (time.Until(got.Expires) > 50*time.Minute) {
+			t.Errorf("%s: reversible %v until %v", want.state, got.Reversible, got.Expires)
 		}
 	}
 	last := -1
 	for _, id := range []string{task.ID(), done.ID(), came.ID(), flying.ID(), never.ID(), undone.ID(), group.ID()} {
-		if nodes[id].Start <= last {
-			t.Errorf("%s began at %d, after %d", id, nodes[id].Start, last)
+		i, _ := g.Index(id)
+		if g.Seq(i) <= last {
+			t.Errorf("%s began at %d, after %d", id, g.Seq(i), last)
 		}
-		last = nodes[id].Start
-	}
-	g, err := rollback.NewGraph(workflow, slices.Collect(func(yield func(rollback.Node) bool) {
-		for _, n := range nodes {
-			if !yield(n) {
-				return
-			}
-		}
-	}))
-	if err != nil {
-		t.Fatal(err)
+		last = g.Seq(i)
 	}
 	for who, want := range map[string]bool{
 		alice:                               true,
@@ -397,13 +406,13 @@ func TestNodesOfAPlan(t *testing.T) {
 		gateway:                             false,
 		"":                                  false,
 	} {
-		if got := g.MayAsk(who, flying.ID(), rollback.Ancestor); got != want {
+		if got := rollback.MayAsk(g, who, flying.ID(), rollback.Ancestor); got != want {
 			t.Errorf("%q may ask: %v", who, got)
 		}
 	}
 	// What agents say of callers counts for nothing.
 	liar := b.token(bob, ect.Claims{Workflow: workflow, Ext: new(ect.ExtBuilder).Text("agent_guard.caller", fmt.Sprintf("%x", caller[:]))})
-	if got := b.nodes(workflow, "")[liar.ID()]; got.By != bob {
+	if got := at(t, b.graph(workflow, ""), liar.ID()); got.By != bob {
 		t.Errorf("%+v", got)
 	}
 }
@@ -417,20 +426,23 @@ func TestCheckpointWithoutAWorkflow(t *testing.T) {
 	doubt := b.checkpoint(gateway, "", "x3")
 	b.settled("", "x3", "in_doubt", b.evidence.NodeID(doubt.ID()), doubt.ID())
 	b.token(alice, ect.Claims{Parents: []string{flying.ID()}})
-	for id, want := range map[string]rollback.Node{
-		flying.ID(): {State: rollback.InFlight, By: alice}, released.ID(): {State: rollback.NeverRan, By: CallerName(caller)},
-		doubt.ID(): {State: rollback.Ran, By: CallerName(caller)},
+	for id, want := range map[string]struct {
+		state rollback.NodeState
+		by    string
+	}{
+		flying.ID(): {rollback.InFlight, alice}, released.ID(): {rollback.NeverRan, CallerName(caller)}, doubt.ID(): {rollback.Ran, CallerName(caller)},
 	} {
-		nodes := b.nodes("", id)
-		if got := nodes[id]; len(nodes) != 1 || got.Kind != rollback.CheckpointNode || got.State != want.State || got.By != want.By {
-			t.Errorf("%+v, want %+v", nodes, want)
+		g := b.graph("", id)
+		got := at(t, g, id)
+		if g.Len() != 1 || !got.IsCheckpoint() || got.Group || len(g.Guarded(0)) > 0 || rollback.RecordedState(got) != want.state || got.By != want.by {
+			t.Errorf("%d nodes, %+v, want %+v", g.Len(), got, want)
 		}
 		if got := b.get(id); got.Workflow != "" || !got.Own {
 			t.Errorf("%+v", got)
 		}
 	}
 	for _, id := range []string{task.ID(), uuid.NewString()} {
-		if _, err := b.ledger.Nodes(t.Context(), rollback.Query{Target: id}); !errors.Is(err, rollback.ErrUnknown) {
+		if _, err := b.ledger.Graph(t.Context(), rollback.Query{Target: id}); !errors.Is(err, rollback.ErrUnknown) {
 			t.Errorf("%s: %v", id, err)
 		}
 	}
@@ -449,12 +461,12 @@ func TestP6TooManyNodes(t *testing.T) {
 		b.token(bob, ect.Claims{Workflow: workflow})
 		for _, scope := range []rollback.Scope{rollback.SubDAG, rollback.FullWorkflow} {
 			over := n+2 > most || scope == rollback.FullWorkflow && 2*n+3 > most
-			_, err := b.ledger.Nodes(t.Context(), rollback.Query{Target: first.ID(), Scope: scope})
+			_, err := b.ledger.Graph(t.Context(), rollback.Query{Target: first.ID(), Scope: scope})
 			if refused := (*rollback.TooManyError)(nil); errors.As(err, &refused) != over || over && refused.Limit != most {
 				t.Errorf("%s after %d: %v", scope, n, err)
 			}
 		}
-		if view, err := b.ledger.Nodes(t.Context(), rollback.Query{Target: first.ID(), Scope: rollback.Single}); view.More || err != nil {
+		if view, err := b.ledger.Graph(t.Context(), rollback.Query{Target: first.ID(), Scope: rollback.Single}); view.More || err != nil {
 			t.Errorf("%t, %v", view.More, err)
 		}
 	}
@@ -577,8 +589,8 @@ func TestRequestIsRecordedWithTheStart(t *testing.T) {
 	}
 	read := issue(c.ID())
 	request := issue(read.ID())
-	if nodes := b.nodes(workflow, ""); len(nodes) != 1 {
-		t.Errorf("%d nodes before the rollback was accepted", len(nodes))
+	if g := b.graph(workflow, ""); g.Len() != 1 {
+		t.Errorf("%d nodes before the rollback was accepted", g.Len())
 	}
 	for range 2 { // another rollback that follows from the same request
 		r := &rollback.Rollback{ID: uuid.NewString(), Checkpoint: c.ID(), Workflow: workflow, Scope: rollback.Single}
@@ -590,8 +602,8 @@ func TestRequestIsRecordedWithTheStart(t *testing.T) {
 			t.Errorf("parents %v", got.Parents())
 		}
 	}
-	if nodes := b.nodes(workflow, ""); len(nodes) != 5 || nodes[request.ID()].By != alice || nodes[read.ID()].By != alice {
-		t.Errorf("%v", nodes)
+	if g := b.graph(workflow, ""); g.Len() != 5 || at(t, g, request.ID()).By != alice || at(t, g, read.ID()).By != alice {
+		t.Errorf("%v", g.Nodes())
 	}
 }
 
@@ -694,7 +706,7 @@ func TestCascade413WorkflowComplete(t *testing.T) {
 		start := b.token(alice, ect.Claims{Workflow: workflow, Action: "workflow_start",
 			Ext: new(ect.ExtBuilder).Text(ect.MemberWorkflowName, "the flow").Text(ect.MemberDescription, "what it does")})
 		c := b.checkpoint(gateway, workflow, "x1")
-		b.nodes(workflow, "") // as a plan was made, before
+		b.graph(workflow, "") // as a plan was made, before
 		for _, scope := range []rollback.Scope{rollback.SubDAG, rollback.FullWorkflow} {
 			r := &rollback.Rollback{ID: uuid.NewString(), Checkpoint: c.ID(), Workflow: workflow, Scope: scope, Status: status}
 			batch, err := b.ledger.Completed(t.Context(), r)

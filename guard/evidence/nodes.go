@@ -14,15 +14,18 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
-// Nodes returns the nodes that the plan of a rollback depends on: all of the workflow for
-// rollback.FullWorkflow, else the target's neighbourhood (ADR 0051). They are complete unless
+// Graph returns the graph that the plan of a rollback depends on: all of the workflow for
+// rollback.FullWorkflow, else the target's neighbourhood (ADR 0051). It is complete unless
 // More is set; a rollback.TooManyError says that no plan can be made. A checkpoint without a
 // workflow is returned alone. With checkpoint.ErrTampered the nodes are only those that link
 // the target to the requester.
-func (l *RollbackLedger) Nodes(ctx context.Context, q rollback.Query) (view rollback.View, err error) {
+func (l *RollbackLedger) Graph(ctx context.Context, q rollback.Query) (view rollback.View, err error) {
 	view, err = l.view(ctx, &q)
 	if err = asTampered(err); errors.Is(err, checkpoint.ErrTampered) && q.Target != "" && q.By != "" {
-		view.Nodes, _ = l.lineageOf(ctx, &q) // entries that cannot be read give no rights
+		view.Graph, _ = l.lineageOf(ctx, &q) // entries that cannot be read give no rights
+	}
+	if view.Graph == nil {
+		view.Graph = workflow.New(nil)
 	}
 	return view, err
 }
@@ -101,7 +104,7 @@ func (l *RollbackLedger) Unchanged(ctx context.Context, wid, version string) (bo
 const maxRequestsSince = 16
 
 // lineageOf returns the target and its ancestors up to one of the requester's.
-func (l *RollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) ([]rollback.Node, error) {
+func (l *RollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) (*workflow.Graph, error) {
 	rec, err := l.flushed(ctx)
 	if err != nil {
 		return nil, err
@@ -122,14 +125,10 @@ func (l *RollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) ([]ro
 		return nil, err
 	}
 	entries := p.entries()
-	by, err := rec.callersOf(ctx, entries)
-	if err != nil {
-		return nil, err
-	}
-	return nodesOf(workflow.New(withoutUnprovenLinks(recordsNear(entries, rec.own))), by), nil
+	return rec.graphOf(ctx, entries, recordsNear(entries, rec.own))
 }
 
-// view is Nodes without the fallback for altered entries.
+// view is Graph without the fallback for altered entries.
 func (l *RollbackLedger) view(ctx context.Context, q *rollback.Query) (view rollback.View, err error) {
 	rec, err := l.flushed(ctx)
 	if err != nil {
@@ -161,21 +160,19 @@ func (l *RollbackLedger) view(ctx context.Context, q *rollback.Query) (view roll
 	if err != nil {
 		return rollback.View{}, err
 	}
-	by, err := rec.callersOf(ctx, entries)
-	if err != nil {
+	if view.Graph, err = rec.graphOf(ctx, entries, records(entries, rec.own)); err != nil {
 		return rollback.View{}, err
 	}
-	view.Nodes = nodesOf(workflow.New(withoutUnprovenLinks(records(entries, rec.own))), by)
-	setStarts(view.Nodes, entries)
-	if e.Workflow == "" {
-		view.Version = withoutWorkflow
-		view.Nodes = slices.DeleteFunc(view.Nodes, func(n rollback.Node) bool { return n.ID != e.ID })
-		for i := range view.Nodes {
-			view.Nodes[i].Guards = nil
-		}
-	} else {
+	if e.Workflow != "" {
 		view.Version = versionOf(ends, entries)
+		return view, nil
 	}
+	view.Version = withoutWorkflow
+	var lone []workflow.Node
+	if i, there := view.Graph.Index(e.ID); there {
+		lone = append(lone, *view.Graph.At(i))
+	}
+	view.Graph = workflow.FromNodes(lone)
 	return view, nil
 }
 
@@ -266,80 +263,24 @@ func (rec *Recorder) agentIssuer(e *ledger.Entry) string {
 	return e.Issuer
 }
 
-// withoutUnprovenLinks drops the parents of unproven tokens and of strangers' reports, which
-// can name any id (ADR 0024).
-func withoutUnprovenLinks(records []workflow.Record) []workflow.Record {
+// graphOf makes the graph of entries and their records, with who is behind each. It drops the
+// parents of unproven tokens and of strangers' reports, which can name any id (ADR 0024).
+func (rec *Recorder) graphOf(ctx context.Context, entries []ledger.Entry, records []workflow.Record) (*workflow.Graph, error) {
+	by, err := rec.callersOf(ctx, entries)
+	if err != nil {
+		return nil, err
+	}
 	for i := range records {
-		if r := &records[i]; r.Issuer == "" || r.Stranger {
+		r := &records[i]
+		if r.Issuer == "" || r.Stranger {
 			r.Parents = nil
 		}
-	}
-	return records
-}
-
-// nodesOf converts the nodes of a workflow's graph.
-func nodesOf(g *workflow.Graph, by map[string]string) []rollback.Node {
-	groups := make(map[string]bool)
-	for _, e := range g.Edges() {
-		groups[e.From] = groups[e.From] || e.Kind == workflow.Contains
-	}
-	all := g.Nodes()
-	nodes := make([]rollback.Node, 0, len(all))
-	for i := range all {
-		n := &all[i]
-		node := rollback.Node{ID: n.ID, Parents: n.Parents, Kind: rollback.EventNode, By: n.Issuer, Report: reportsRecord(&n.Record)}
-		if n.Own {
-			node.Execution = n.Execution
-		}
-		if name, own := by[n.ID]; own {
-			node.By = name
-		}
-		switch {
-		case n.Event == ect.EventWorkflowStart:
-			node.BeginsWorkflow = true
-		case n.Event == "":
-			node.Kind, node.Done = rollback.ActionNode, n.State == workflow.Done
-		case n.Event == ect.EventCheckpoint:
-			node.Kind, node.State = rollback.CheckpointNode, stateOf(n, groups[n.ID])
-			node.Reversible, node.Expires, node.Guards = n.Reversible, n.Expires, n.Guards
-			if groups[n.ID] {
-				node.Kind = rollback.GroupNode
-				// A token that names itself contains nothing.
-				node.Parents = slices.DeleteFunc(slices.Clone(n.Parents), func(id string) bool { return id == n.ID })
-			}
-		}
-		nodes = append(nodes, node)
-	}
-	return nodes
-}
-
-// setStarts numbers the nodes by the order of the entries, which is that of their starts.
-func setStarts(nodes []rollback.Node, entries []ledger.Entry) {
-	places := make(map[string]int, len(entries))
-	for i := range entries {
-		if _, twice := places[entries[i].ID]; !twice {
-			places[entries[i].ID] = i
+		r.Report, r.By = reportsRecord(r), r.Issuer
+		if name, own := by[r.ID]; own {
+			r.By = name
 		}
 	}
-	for i := range nodes {
-		nodes[i].Start = places[nodes[i].ID]
-	}
-}
-
-// stateOf is the state of a checkpoint by its records. A group counts as not undone until all
-// that it contains was examined: no report on the group replaces that (P6).
-func stateOf(n *workflow.Node, group bool) rollback.NodeState {
-	switch {
-	case group:
-		return rollback.Ran
-	case n.State == workflow.RolledBack:
-		return rollback.Undone
-	case n.Detail == workflow.DetailReleased:
-		return rollback.NeverRan
-	case n.Own && n.State == workflow.Running:
-		return rollback.InFlight
-	}
-	return rollback.Ran
+	return workflow.New(records), nil
 }
 
 const (

@@ -12,6 +12,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 // Longest members of a Request, in bytes.
@@ -55,7 +56,7 @@ type draft struct {
 
 // checkedNode is a checkpoint of a plan, with what the plan takes for known of it.
 type checkedNode struct {
-	node  Node // as the ledger has it
+	node  *workflow.Node
 	state NodeState
 	token Checkpoint // the zero value where it does not verify
 }
@@ -84,7 +85,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	if r.Operator == "" && !r.Coordinator {
 		q.By = r.By
 	}
-	view, err := c.o.Ledger.Nodes(ctx, q)
+	view, err := c.o.Ledger.Graph(ctx, q)
 	if errors.Is(err, ErrUnknown) {
 		return nil, r.unknown()
 	}
@@ -96,14 +97,14 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	if err != nil {
 		return nil, err
 	}
-	g, err := c.newGraph(cp.Workflow, view.Nodes)
-	if err != nil {
+	g := view.Graph
+	if err := bounded(g); err != nil {
 		return nil, err
 	}
-	if r.Operator == "" && !r.Coordinator && !g.MayAsk(r.By, r.Checkpoint, r.Lineage) {
+	if r.Operator == "" && !r.Coordinator && !MayAsk(g, r.By, r.Checkpoint, r.Lineage) {
 		return nil, ErrNotInWorkflow
 	}
-	if r.Unnamed && !altered && !g.follows(r.Error, r.Checkpoint) {
+	if r.Unnamed && !altered && !follows(g, r.Error, r.Checkpoint) {
 		return nil, ErrUnnamed
 	}
 	now, err := c.now(ctx)
@@ -124,27 +125,26 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 		return nil, &refusal{checkpoint.ErrTampered, d, "what depends on the checkpoint is not what was recorded"}
 	}
 	ask := PlanInput{
-		Target: r.Checkpoint, Scope: r.Scope, Now: now,
+		Workflow: cp.Workflow, Target: r.Checkpoint, Scope: r.Scope, Now: now,
 		Coordinator: r.Coordinator || r.Operator != "",
 	}
 	if !ask.Coordinator {
 		// Others may have done something under the same workflow id that is none of theirs.
 		ask.By, ask.Lineage = r.By, r.Lineage
-		ask.Coordinator = r.By != "" && g.initiator() == r.By
+		ask.Coordinator = r.By != "" && initiator(g) == r.By
 	}
 	d.version, d.target = view.Version, cp
-	p, err := (&planner{Graph: g, PlanInput: ask}).plan(func(n *Node) error {
-		checked := checkedNode{node: *n, token: cp}
+	p, err := MakePlan(g, ask, func(n *workflow.Node) (NodeState, error) {
+		checked := checkedNode{node: n, token: cp}
 		var err error
 		if n.ID != r.Checkpoint {
 			checked.token, err = c.verified(ctx, n.ID)
 		}
 		if err == nil {
-			err = c.refresh(ctx, n, &checked.token)
+			checked.state, err = c.stateOf(ctx, n, &checked.token)
 		}
-		checked.state = n.State
 		d.checkpoints = append(d.checkpoints, checked)
-		return err
+		return checked.state, err
 	})
 	if unknown := (*unknownError)(nil); errors.As(err, &unknown) {
 		return nil, r.unknown()
@@ -190,32 +190,32 @@ func (c *Coordinator) verified(ctx context.Context, id string) (Checkpoint, erro
 	return cp, err
 }
 
-// refresh brings the state of a checkpoint up to date with the checkpoint store and the
-// executions, unless its token does not verify.
-func (c *Coordinator) refresh(ctx context.Context, n *Node, token *Checkpoint) error {
+// stateOf is the state of a checkpoint by its records, the checkpoint store and the executions;
+// by its records alone if its token does not verify.
+func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Checkpoint) (NodeState, error) {
+	recorded := RecordedState(n)
 	if token.ID == "" {
-		return nil
+		return recorded, nil
 	}
 	m, _, err := c.mark(ctx, n.ID)
 	switch {
 	case err != nil:
-		return err
+		return recorded, err
 	case m.State == checkpoint.Undone:
-		n.State = Undone
-		return nil
-	case n.Kind == GroupNode || !token.Own:
-		return nil
-	case n.State == Undone: // P5: the checkpoint store says otherwise
-		n.State = Ran
+		return Undone, nil
+	case n.Group || !token.Own:
+		return recorded, nil
+	case recorded == Undone: // P5: the checkpoint store says otherwise
+		recorded = Ran
 	}
-	s, err := c.callStatus(ctx, token, "", n.State)
+	s, err := c.callStatus(ctx, token, "", recorded)
 	switch {
 	case errors.Is(err, ErrStore):
-		return err
+		return recorded, err
 	case err == nil:
-		n.State = s.state
+		return s.state, nil
 	}
-	return nil
+	return recorded, nil
 }
 
 // current reports whether a plan would be the same if it was made now. If so, the draft counts
@@ -239,7 +239,7 @@ func (c *Coordinator) current(ctx context.Context, d *draft) bool {
 		if err != nil || !reflect.DeepEqual(token, known.token) {
 			return false
 		}
-		if c.refresh(ctx, &n, &token) != nil || n.State != known.state {
+		if state, err := c.stateOf(ctx, n, &token); err != nil || state != known.state {
 			return false
 		}
 	}

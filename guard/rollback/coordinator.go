@@ -16,9 +16,8 @@ import (
 // Coordinator takes requests for rollbacks and carries them out. It is safe for
 // concurrent use. Only one is to be open on a store of this process.
 type Coordinator struct {
-	o        Options
-	log      *slog.Logger
-	newGraph func(workflow string, nodes []Node) (*Graph, error) // NewGraph; tests count its calls
+	o   Options
+	log *slog.Logger
 
 	// sealing is held for reading from before a value is sealed until its commit, so that
 	// Reseal can wait for those that were sealed with an older key. It is taken before the
@@ -56,7 +55,7 @@ func Open(o Options) (*Coordinator, error) {
 	if o.Parallel <= 0 {
 		o.Parallel = defaultParallel
 	}
-	c := &Coordinator{o: o, log: o.Logger, newGraph: NewGraph, runs: map[name]*run{}, quit: make(chan struct{})}
+	c := &Coordinator{o: o, log: o.Logger, runs: map[name]*run{}, quit: make(chan struct{})}
 	if c.log == nil {
 		c.log = slog.New(slog.DiscardHandler)
 	}

@@ -218,7 +218,7 @@ func TestATDGroups(t *testing.T) {
 func TestForeignCheckpointsAreEscalated(t *testing.T) {
 	r := newRig(t)
 	r.action("1")
-	r.known("c1", rollback.CheckpointNode, rollback.Ran, rollback.Checkpoint{Reversible: true, Parents: []string{"1"}}, "1")
+	r.known("c1", CheckpointNode, rollback.Ran, rollback.Checkpoint{Reversible: true, Parents: []string{"1"}}, "1")
 	r.start()
 	wantEnd(t, r.run(request("c1", rollback.Single)), rollback.Escalated, "c1=escalated(foreign)")
 }
@@ -303,11 +303,11 @@ func TestP3WhoMayAsk(t *testing.T) {
 		t.Errorf("the initiator: %v", err)
 	}
 	// A root that somebody else makes takes nothing from who was first.
-	r.ledger.nodes = append(r.ledger.nodes, rollback.Node{ID: "x", Kind: rollback.ActionNode, By: "another", Start: 1})
+	r.ledger.nodes = append(r.ledger.nodes, Node{ID: "x", Kind: ActionNode, By: "another"})
 	if err := ask("c1", rollback.FullWorkflow, own); err != nil {
 		t.Errorf("the initiator, besides others: %v", err)
 	}
-	r.ledger.nodes = append(r.ledger.nodes, rollback.Node{ID: "y", Kind: rollback.ActionNode, By: "another", Start: -1})
+	r.ledger.nodes = slices.Insert(r.ledger.nodes, 0, Node{ID: "y", Kind: ActionNode, By: "another"})
 	var scope *rollback.ScopeError
 	if err := ask("c1", rollback.FullWorkflow, own); !errors.As(err, &scope) {
 		t.Errorf("who was not first: %v", err)
@@ -319,7 +319,7 @@ func TestP3WhoMayAsk(t *testing.T) {
 	if err := ask("c1", rollback.Single, func(q *rollback.Request) { q.Unnamed, q.By = true, "stranger" }); !errors.Is(err, rollback.ErrNotInWorkflow) {
 		t.Errorf("a stranger's: %v", err)
 	}
-	r.ledger.nodes = append(r.ledger.nodes, rollback.Node{ID: "e1", Kind: rollback.EventNode, Parents: []string{"c1"}}, rollback.Node{ID: "ex", Kind: rollback.EventNode, Parents: []string{"x"}})
+	r.ledger.nodes = append(r.ledger.nodes, Node{ID: "e1", Kind: EventNode, Parents: []string{"c1"}}, Node{ID: "ex", Kind: EventNode, Parents: []string{"x"}})
 	for id, want := range map[string]error{"e1": nil, "ex": rollback.ErrUnnamed} {
 		if err := ask("c1", rollback.Single, func(q *rollback.Request) { q.Unnamed, q.Error = true, id }); !errors.Is(err, want) {
 			t.Errorf("for the error %s: %v", id, err)
@@ -572,7 +572,7 @@ func (r *rig) retried(id string, between func(), ttls [2]time.Duration) {
 			verdict = execution.Completed
 		}
 		cp := rollback.Checkpoint{Own: true, Sum: p.Sum(), Reversible: true, Parents: []string{id}}
-		r.known(name, rollback.CheckpointNode, rollback.Ran, cp, id)
+		r.known(name, CheckpointNode, rollback.Ran, cp, id)
 		node := &r.ledger.nodes[len(r.ledger.nodes)-1]
 		node.Expires = r.now().Add(ttls[n])
 		cp = r.ledger.tokens[name]

@@ -3,14 +3,14 @@ package rollback
 import (
 	"context"
 	"crypto/sha256"
-	"sync/atomic"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 type (
 	Contender          = contender
 	Precedence         = precedence
 	ConflictResolution = conflictResolution
-	NodeError          = nodeError
 	UnknownError       = unknownError
 )
 
@@ -26,27 +26,22 @@ var (
 	ComparePrecedence = comparePrecedence
 	ResolveConflict   = resolveConflict
 	Overlap           = overlap
+	Bounded           = bounded
+	Follows           = follows
+	Initiator         = initiator
 )
 
 func NewContender(p Precedence, plan *Plan) Contender { return contender{p, plan} }
-
-func (g *Graph) Follows(id, checkpoint string) bool { return g.follows(id, checkpoint) }
-
-func (g *Graph) Initiator() string { return g.initiator() }
 
 func (c *Coordinator) ByToken(ctx context.Context, jti string) (string, error) {
 	return c.byToken(ctx, jti)
 }
 
-// Unbounded makes a plan of as many nodes as there are, and says how many links were
-// followed for it.
-func Unbounded(nodes []Node, r PlanInput) (*Plan, int, error) {
-	g, err := build("w", nodes)
-	if err != nil {
-		return nil, 0, err
-	}
+// Counted makes a plan, and says how many links were followed for it.
+func Counted(g *workflow.Graph, r PlanInput) (*Plan, int, error) {
+	target, _ := g.Index(r.Target)
 	d := &planner{Graph: g, PlanInput: r}
-	p, err := d.plan(nil)
+	p, err := d.plan(target, func(n *workflow.Node) (NodeState, error) { return RecordedState(n), nil })
 	return p, d.followed, err
 }
 
@@ -72,15 +67,5 @@ func (u *Undoer) SeeStatus() { u.noStateHash = false }
 // Unkept counts the answers that the store has not taken.
 func (u *Undoer) Unkept() (n int) {
 	u.unkept.Range(func(any, any) bool { n++; return true })
-	return n
-}
-
-// CountGraphs counts the graphs that are built from now on.
-func (c *Coordinator) CountGraphs() *atomic.Int64 {
-	n := new(atomic.Int64)
-	c.newGraph = func(workflow string, nodes []Node) (*Graph, error) {
-		n.Add(1)
-		return NewGraph(workflow, nodes)
-	}
 	return n
 }

@@ -165,7 +165,7 @@ func (u *undoer) Undo(ctx context.Context, t rollback.Task) (rollback.Result, er
 // ledger knows a workflow by heart and records into the store.
 type ledger struct {
 	mu           sync.Mutex
-	nodes        []rollback.Node
+	nodes        []Node
 	more         bool // of what a Single rollback may leave
 	tokens       map[string]rollback.Checkpoint
 	versionErr   error
@@ -191,7 +191,7 @@ func (l *ledger) Checkpoint(_ context.Context, id string) (rollback.Checkpoint, 
 	return cp, nil
 }
 
-func (l *ledger) Nodes(_ context.Context, q rollback.Query) (rollback.View, error) {
+func (l *ledger) Graph(_ context.Context, q rollback.Query) (rollback.View, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.reads.Add(1)
@@ -199,7 +199,7 @@ func (l *ledger) Nodes(_ context.Context, q rollback.Query) (rollback.View, erro
 		return rollback.View{}, rollback.ErrUnknown
 	}
 	return rollback.View{
-		Nodes: slices.Clone(l.nodes), More: l.more && q.Scope == rollback.Single, Version: l.version(),
+		Graph: graphOf("w", l.nodes...).Graph, More: l.more && q.Scope == rollback.Single, Version: l.version(),
 	}, nil
 }
 
@@ -309,15 +309,15 @@ func stop(c *rollback.Coordinator) {
 }
 
 func (r *rig) action(id string, parents ...string) {
-	r.ledger.nodes = append(r.ledger.nodes, rollback.Node{ID: id, Kind: rollback.ActionNode, Parents: parents, By: agent, Done: true})
+	r.ledger.nodes = append(r.ledger.nodes, Node{ID: id, Kind: ActionNode, Parents: parents, By: agent, Done: true})
 }
 
 // known adds a checkpoint's token.
-func (r *rig) known(id string, kind rollback.NodeKind, state rollback.NodeState, cp rollback.Checkpoint, guards ...string) {
+func (r *rig) known(id string, kind NodeKind, state rollback.NodeState, cp rollback.Checkpoint, guards ...string) {
 	cp.ID, cp.Workflow, cp.Agent, cp.TTL = id, "w", agent, ttl
 	cp.Expires = r.now().Add(ttl)
 	r.ledger.tokens[id] = cp
-	r.ledger.nodes = append(r.ledger.nodes, rollback.Node{
+	r.ledger.nodes = append(r.ledger.nodes, Node{
 		ID: id, Kind: kind, Parents: cp.Parents, By: gateway, State: state, Reversible: cp.Reversible, Expires: cp.Expires, Guards: guards,
 	})
 }
@@ -359,7 +359,7 @@ func (r *rig) claimed(id string, way checkpoint.Way, parents ...string) (*execut
 	}
 	r.action(id, parents...)
 	cp := rollback.Checkpoint{Own: true, Sum: p.Sum(), Reversible: way != checkpoint.Irreversible, Parents: []string{id}}
-	r.known("c"+id, rollback.CheckpointNode, rollback.InFlight, cp, id)
+	r.known("c"+id, CheckpointNode, rollback.InFlight, cp, id)
 	return e, p.Handle()
 }
 
@@ -392,7 +392,7 @@ func (r *rig) made(id string, way checkpoint.Way, v execution.Verdict, parents .
 }
 
 func (r *rig) group(id string, members ...string) {
-	r.known(id, rollback.GroupNode, rollback.Ran, rollback.Checkpoint{Own: true, Reversible: true, Parents: members})
+	r.known(id, GroupNode, rollback.Ran, rollback.Checkpoint{Own: true, Reversible: true, Parents: members})
 }
 
 // request is one that leaves what depends on what it undoes.

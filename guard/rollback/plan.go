@@ -10,7 +10,64 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
+
+const (
+	// MaxNodes is the most nodes that a plan is made of: those of a workflow with as many
+	// checkpoints as may stand by default, of calls that have three tokens each and were
+	// retried or have failed now and then.
+	MaxNodes = 50_000
+	// maxEdges is the most parents and guarded actions that all nodes may name together.
+	maxEdges = 20 * MaxNodes
+)
+
+// bounded refuses a graph that is too large for a plan, with *TooManyError.
+func bounded(g *workflow.Graph) error {
+	if n := g.Len(); n > MaxNodes {
+		return &TooManyError{"nodes", n, MaxNodes}
+	}
+	links := 0
+	for i := range g.Len() {
+		links += len(g.At(i).Parents) + len(g.At(i).Guards)
+	}
+	if links > maxEdges {
+		return &TooManyError{"edges", links, maxEdges}
+	}
+	return nil
+}
+
+// NodeState is what is known of a checkpoint's call. Undone comes before everything else.
+type NodeState string
+
+// The states of checkpoints.
+const (
+	// Ran: its call ran, or may have run (in doubt).
+	Ran NodeState = "ran"
+	// Undone: a rollback has undone it.
+	Undone NodeState = "undone"
+	// InFlight: its call is under way.
+	InFlight NodeState = "in_flight"
+	// NeverRan: its call was not executed, or has not come yet.
+	NeverRan NodeState = "never_ran"
+)
+
+// RecordedState is the state of a checkpoint by its records alone. A group counts as not undone
+// until all that it contains was examined: no report on the group replaces that (P6).
+func RecordedState(n *workflow.Node) NodeState {
+	switch {
+	case n.Group:
+		return Ran
+	case n.State == workflow.RolledBack:
+		return Undone
+	case n.Detail == workflow.DetailReleased:
+		return NeverRan
+	case n.Own && n.State == workflow.Running:
+		return InFlight
+	}
+	return Ran
+}
 
 // Scope is how far a rollback goes (cascade 4.1.3).
 type Scope string
@@ -57,6 +114,8 @@ const (
 
 // PlanInput asks for a plan.
 type PlanInput struct {
+	// Workflow is the name of the workflow, which becomes a part of the plan's hash.
+	Workflow string
 	// Target is the checkpoint or group to go back to. FullWorkflow needs one too.
 	Target string
 	// Scope is how far to go.
@@ -161,18 +220,18 @@ func (p *Plan) lacks(other *Plan) []string {
 	return lacking
 }
 
-// what says what is to be done with a checkpoint.
-func (n *Node) what(now time.Time) (what, then What) {
+// whatFor says what is to be done with a checkpoint.
+func whatFor(n *workflow.Node, state NodeState, now time.Time) (what, then What) {
 	ran := Undo
 	switch {
 	case !n.Reversible:
 		ran = Escalate
 	case !n.Expires.IsZero() && !now.Before(n.Expires):
 		ran = Expired
-	case n.Kind == GroupNode:
+	case n.Group:
 		ran = Gather
 	}
-	switch n.State {
+	switch state {
 	case Undone:
 		return Nothing, ""
 	case NeverRan:
@@ -184,16 +243,20 @@ func (n *Node) what(now time.Time) (what, then What) {
 }
 
 // step makes the step of checkpoint i.
-func (g *Graph) step(i int, now time.Time) PlanStep {
-	s := PlanStep{Checkpoint: g.nodes[i].ID}
-	s.What, s.Then = g.nodes[i].what(now)
-	guards := slices.Clone(g.guards[i])
-	slices.SortFunc(guards, func(a, b int) int { return latestFirst(&g.nodes[a], &g.nodes[b]) })
+func (d *planner) step(i int) PlanStep {
+	s := PlanStep{Checkpoint: d.At(i).ID}
+	s.What, s.Then = whatFor(d.At(i), d.states[i], d.Now)
+	guards := slices.Clone(d.Guarded(i))
+	slices.SortFunc(guards, d.latestFirst)
 	for _, a := range guards {
-		s.Actions = append(s.Actions, g.nodes[a].ID)
+		s.Actions = append(s.Actions, d.At(a).ID)
 	}
 	return s
 }
+
+// latestFirst orders nodes by the reverse of their start (cascade 4.1.1, Figure 7), which is the
+// order in which they were recorded.
+func (d *planner) latestFirst(a, b int) int { return cmp.Compare(d.Seq(b), d.Seq(a)) }
 
 // hashed is what a hash begins with. Its number changes with the encoding.
 const hashed = "agent-guard rollback plan 1"
@@ -257,63 +320,65 @@ func (e encoder) texts(all []string) {
 	}
 }
 
-// Plan makes the plan of a rollback. It fails with *ScopeError, *UnknownError or
+// MakePlan makes the plan of a rollback. It fails with *ScopeError, *UnknownError or
 // *CycleError. What speaks against executing it is in the plan.
-func (g *Graph) Plan(r PlanInput) (*Plan, error) {
+//
+// stateOf gives the state of each checkpoint in the plan; its error ends the planning. States
+// decide what a step does, and not which steps there are.
+func MakePlan(g *workflow.Graph, r PlanInput, stateOf func(n *workflow.Node) (NodeState, error)) (*Plan, error) {
+	if r.Scope.breadth() == 0 || r.Scope == FullWorkflow && !r.Coordinator {
+		return nil, &ScopeError{r.Scope}
+	}
+	target, known := checkpointIn(g, r.Target)
+	if !known {
+		return nil, &unknownError{r.Target}
+	}
 	d := &planner{Graph: g, PlanInput: r}
-	return d.plan(nil)
+	return d.plan(target, stateOf)
 }
 
 // planner is a plan that is being made.
 type planner struct {
-	*Graph
+	*workflow.Graph
 	PlanInput
 
 	followed int // links that were followed, which a test holds to be few
 
-	steps   []bool // nodes: the checkpoints in the plan
-	covered []bool // nodes: the actions that these were made for
-	scope   []bool // places: what the rollback is about
-	wide    []bool // places: that, what is covered, and all that follows
+	steps   []bool      // nodes: the checkpoints in the plan
+	states  []NodeState // nodes: of these, what is known of their calls
+	covered []bool      // nodes: the actions that these were made for
+	scope   []bool      // places: what the rollback is about
+	wide    []bool      // places: that, what is covered, and all that follows
 }
 
-// plan makes the plan. refresh, if any, updates the state of each checkpoint in it: states decide
-// what a step does, and not which steps there are.
-func (d *planner) plan(refresh func(n *Node) error) (*Plan, error) {
-	if d.Scope.breadth() == 0 || d.Scope == FullWorkflow && !d.Coordinator {
-		return nil, &ScopeError{d.Scope}
-	}
-	target, known := d.checkpoint(d.Target)
-	if !known {
-		return nil, &unknownError{d.Target}
-	}
+// plan makes the plan of going back to a target.
+func (d *planner) plan(target int, stateOf func(n *workflow.Node) (NodeState, error)) (*Plan, error) {
 	d.measure(target)
 	o := order{planner: d}
 	if err := o.sort(); err != nil {
 		return nil, err
 	}
 	heights := o.heights()
+	d.states = make([]NodeState, d.Len())
+	levels := make([][]int, slices.Max(heights))
 	for i, step := range d.steps {
-		if step && refresh != nil {
-			if err := refresh(&d.nodes[i]); err != nil {
-				return nil, err
-			}
-		}
-	}
-	p := &Plan{Workflow: d.workflow, Target: d.Target, Scope: d.Scope}
-	for i, height := range heights {
-		if i >= len(d.nodes) || !d.steps[i] {
+		if !step {
 			continue
 		}
-		for len(p.Levels) < height {
-			p.Levels = append(p.Levels, nil)
+		var err error
+		if d.states[i], err = stateOf(d.At(i)); err != nil {
+			return nil, err
 		}
-		p.Levels[height-1] = append(p.Levels[height-1], d.step(i, d.Now))
+		levels[heights[i]-1] = append(levels[heights[i]-1], i)
 	}
-	for _, level := range p.Levels {
-		slices.SortFunc(level, func(a, b PlanStep) int {
-			return latestFirst(&d.nodes[d.index[a.Checkpoint]], &d.nodes[d.index[b.Checkpoint]])
-		})
+	p := &Plan{Workflow: d.Workflow, Target: d.Target, Scope: d.Scope}
+	for _, level := range levels {
+		slices.SortFunc(level, d.latestFirst)
+		steps := make([]PlanStep, len(level))
+		for n, i := range level {
+			steps[n] = d.step(i)
+		}
+		p.Levels = append(p.Levels, steps)
 	}
 	d.rest(p)
 	return p, nil
@@ -321,11 +386,11 @@ func (d *planner) plan(refresh func(n *Node) error) (*Plan, error) {
 
 // measure finds out how far the plan goes.
 func (d *planner) measure(target int) {
-	roots := d.contained(target)
-	d.steps, d.covered = make([]bool, len(d.nodes)), make([]bool, len(d.nodes))
+	roots := contained(d.Graph, target)
+	d.steps, d.covered = make([]bool, d.Len()), make([]bool, d.Len())
 	switch d.Scope {
 	case Single:
-		d.scope = make([]bool, len(d.down))
+		d.scope = make([]bool, d.Places())
 		for _, i := range d.withGuards(roots) {
 			d.scope[i] = true
 		}
@@ -333,8 +398,8 @@ func (d *planner) measure(target int) {
 	case SubDAG:
 		starts := d.withGuards(roots)
 		if d.By != "" {
-			near := d.near(d.By, d.Lineage)
-			starts = slices.DeleteFunc(starts, func(i int) bool { return d.nodes[i].Kind == ActionNode && !near[i] })
+			near := near(d.Graph, d.By, d.Lineage)
+			starts = slices.DeleteFunc(starts, func(i int) bool { return d.At(i).IsTask() && !near[i] })
 		}
 		d.consequences(starts)
 	case FullWorkflow:
@@ -342,13 +407,13 @@ func (d *planner) measure(target int) {
 			d.linked()
 			break
 		}
-		d.scope = make([]bool, len(d.down))
+		d.scope = make([]bool, d.Places())
 		for p := range d.scope {
 			d.scope[p] = true
 		}
 		d.take(func(int) bool { return true })
 	}
-	all := d.effects(func(What) bool { return true })
+	all := d.effects(func(int) bool { return true })
 	for p, in := range d.scope {
 		if in {
 			all = append(all, p)
@@ -361,14 +426,14 @@ func (d *planner) measure(target int) {
 func (d *planner) consequences(places []int) {
 	d.scope = d.reach(places)
 	d.take(func(i int) bool { return d.scope[i] })
-	bare := make([]bool, len(d.nodes))
+	bare := make([]bool, d.Len())
 	for i, covered := range d.covered {
 		bare[i] = d.scope[i] && !covered
 	}
 	// Placed before its action, a checkpoint need not follow from what the action
 	// follows from.
 	d.take(func(i int) bool {
-		return slices.ContainsFunc(d.guards[i], func(a int) bool { return bare[a] })
+		return slices.ContainsFunc(d.Guarded(i), func(a int) bool { return bare[a] })
 	})
 }
 
@@ -376,35 +441,34 @@ func (d *planner) consequences(places []int) {
 // links nothing to who has made it: it is taken where all that it contains is.
 func (d *planner) linked() {
 	var own []int
-	for i, near := range d.near(d.By, d.Lineage) {
-		if near && d.nodes[i].Kind != GroupNode {
+	for i, near := range near(d.Graph, d.By, d.Lineage) {
+		if near && !d.At(i).Group {
 			own = append(own, i)
 		}
 	}
 	d.consequences(own)
-	d.take(func(i int) bool { return d.nodes[i].Kind == GroupNode && d.whole(i, d.scope) })
+	d.take(func(i int) bool { return d.At(i).Group && whole(d.Graph, i, d.scope) })
 }
 
 // take puts checkpoints into the plan.
 func (d *planner) take(which func(i int) bool) {
-	for i := range d.nodes {
-		if !d.nodes[i].isCheckpoint() || d.steps[i] || !which(i) {
+	for i := range d.Len() {
+		if !d.At(i).IsCheckpoint() || d.steps[i] || !which(i) {
 			continue
 		}
 		d.steps[i] = true
-		d.followed += len(d.guards[i])
-		for _, a := range d.guards[i] {
+		d.followed += len(d.Guarded(i))
+		for _, a := range d.Guarded(i) {
 			d.covered[a] = true
 		}
 	}
 }
 
 // effects are the checkpoints of some steps, with their actions.
-func (d *planner) effects(which func(w What) bool) []int {
+func (d *planner) effects(which func(i int) bool) []int {
 	var all []int
 	for i, step := range d.steps {
-		what, _ := d.nodes[i].what(d.Now)
-		if step && which(what) {
+		if step && which(i) {
 			all = append(all, i)
 		}
 	}
@@ -415,15 +479,15 @@ func (d *planner) effects(which func(w What) bool) []int {
 func (d *planner) withGuards(checkpoints []int) []int {
 	all := slices.Clone(checkpoints)
 	for _, i := range checkpoints {
-		d.followed += len(d.guards[i])
-		all = append(all, d.guards[i]...)
+		d.followed += len(d.Guarded(i))
+		all = append(all, d.Guarded(i)...)
 	}
 	return all
 }
 
 // reach marks the places that follow from some places, and these.
 func (d *planner) reach(starts []int) []bool {
-	met := make([]bool, len(d.down))
+	met := make([]bool, d.Places())
 	var todo []int
 	visit := func(places []int) {
 		d.followed += len(places)
@@ -438,7 +502,7 @@ func (d *planner) reach(starts []int) []bool {
 	for len(todo) > 0 {
 		last := todo[len(todo)-1]
 		todo = todo[:len(todo)-1]
-		visit(d.down[last])
+		visit(d.Next(last))
 	}
 	return met
 }
@@ -448,20 +512,20 @@ func (d *planner) reach(starts []int) []bool {
 func (d *planner) attempts() []bool {
 	calls := make(map[string]bool)
 	for i, step := range d.steps {
-		if name := d.nodes[i].Execution; step && name != "" {
+		if name := d.At(i).Execution; step && name != "" {
 			calls[name] = true
 		}
 	}
-	same := make([]bool, len(d.nodes))
+	same := make([]bool, d.Len())
 	if len(calls) == 0 {
 		return same
 	}
-	for i := range d.nodes {
-		if !calls[d.nodes[i].Execution] {
+	for i := range d.Len() {
+		if !calls[d.At(i).Execution] {
 			continue
 		}
 		same[i] = true
-		for _, a := range d.guards[i] {
+		for _, a := range d.Guarded(i) {
 			same[a] = true
 		}
 	}
@@ -470,24 +534,24 @@ func (d *planner) attempts() []bool {
 
 // rest fills in what is undone besides the scope, and what is not undone.
 func (d *planner) rest(p *Plan) {
-	touched := d.reach(d.effects(func(w What) bool { return w != Nothing && w != Block }))
+	touched := d.reach(d.effects(func(i int) bool { return d.states[i] != Undone && d.states[i] != NeverRan }))
 	same := d.attempts()
-	for i := range d.nodes {
-		n := &d.nodes[i]
-		if d.Scope == FullWorkflow && n.isCheckpoint() && !d.steps[i] {
+	for i := range d.Len() {
+		n := d.At(i)
+		if d.Scope == FullWorkflow && n.IsCheckpoint() && !d.steps[i] {
 			p.Left++
 		}
 		switch {
-		case n.Kind != ActionNode:
-			if d.steps[i] {
-				p.Missing = append(p.Missing, d.unknown[i]...)
+		case !n.IsTask():
+			if d.steps[i] && n.Group {
+				p.Missing = append(p.Missing, n.Missing...)
 			}
 		case d.covered[i] && !d.scope[i]:
 			p.Along = append(p.Along, n.ID)
 		case d.covered[i]:
 		case d.scope[i]:
 			p.Passed = append(p.Passed, n.ID)
-		case touched[i] && n.Done && !same[i]:
+		case touched[i] && n.State == workflow.Done && !same[i]:
 			p.Dependants = append(p.Dependants, n.ID)
 		}
 	}
@@ -513,9 +577,9 @@ type order struct {
 
 // next are the places that place p comes after.
 func (o *order) next(p int) (follow, guarded []int) {
-	follow = o.down[p]
-	if p < len(o.nodes) && o.steps[p] {
-		guarded = o.guards[p]
+	follow = o.Next(p)
+	if p < o.Len() && o.steps[p] {
+		guarded = o.Guarded(p)
 	}
 	o.followed += len(follow) + len(guarded)
 	return follow, guarded
@@ -523,7 +587,7 @@ func (o *order) next(p int) (follow, guarded []int) {
 
 // sort orders the places by the tokens. It fails with *CycleError.
 func (o *order) sort() error {
-	waits := make([]int, len(o.down))
+	waits := make([]int, o.Places())
 	var todo []int
 	count := 0
 	for p, in := range o.wide {
@@ -551,13 +615,12 @@ func (o *order) sort() error {
 	}
 	if len(todo) < count {
 		e := &CycleError{}
-		for p, n := range waits {
-			if n > 0 {
-				e.Nodes = append(e.Nodes, o.node(p).ID)
+		for i := range o.Len() {
+			if waits[i] > 0 || waits[o.End(i)] > 0 {
+				e.Nodes = append(e.Nodes, o.At(i).ID)
 			}
 		}
 		slices.Sort(e.Nodes)
-		e.Nodes = slices.Compact(e.Nodes)
 		return e
 	}
 	slices.Reverse(todo)
@@ -573,7 +636,7 @@ func (o *order) heights() []int {
 	for _, p := range o.sorted {
 		members[o.knots[p]] = append(members[o.knots[p]], p)
 	}
-	heights := make([]int, len(o.down))
+	heights := make([]int, o.Places())
 	tops := make([]int, o.count+1) // of a knot: its highest level
 	for k := 1; k <= o.count; k++ {
 		for _, p := range members[k] {
@@ -595,7 +658,7 @@ func (o *order) heights() []int {
 					heights[p] = max(heights[p], heights[q])
 				}
 			}
-			if p < len(o.nodes) && o.steps[p] {
+			if p < o.Len() && o.steps[p] {
 				heights[p]++
 			}
 			tops[k] = max(tops[k], heights[p])
@@ -607,8 +670,8 @@ func (o *order) heights() []int {
 // tie finds the knots: Tarjan's strongly connected components, which come out with the
 // consequences first.
 func (o *order) tie() {
-	o.knots = make([]int, len(o.down))
-	t := tarjan{order: o, seen: make([]int, len(o.down)), low: make([]int, len(o.down))}
+	o.knots = make([]int, o.Places())
+	t := tarjan{order: o, seen: make([]int, o.Places()), low: make([]int, o.Places())}
 	for _, p := range o.sorted {
 		if t.seen[p] == 0 {
 			t.visit(p)
@@ -738,17 +801,6 @@ type TooManyError struct {
 func (e *TooManyError) Error() string {
 	return fmt.Sprintf("plan: the workflow has %d %s, and at most %d can be planned for", e.Count, e.What, e.Limit)
 }
-
-// nodeError refuses a node that cannot be, which is a mistake of whoever made it.
-type nodeError struct {
-	// ID is the node's.
-	ID string
-	// Problem is what is wrong with it.
-	Problem string
-}
-
-// Error implements error.
-func (e *nodeError) Error() string { return "plan: node " + quote(e.ID) + ": " + e.Problem }
 
 // unknownError refuses a target that is no checkpoint of the workflow.
 type unknownError struct {

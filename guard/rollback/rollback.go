@@ -1,7 +1,7 @@
 // Package rollback plans rollbacks and carries them out: of one checkpoint, of what follows
 // from it, or of a whole workflow (cascade 4, P5).
 //
-// It has three parts. [Graph.Plan] says what a rollback undoes and in which order; it does no
+// It has three parts. [MakePlan] says what a rollback undoes and in which order; it does no
 // input or output and reads no clock. The [Coordinator] accepts requests, journals and runs the
 // steps of their plans, and resumes them after a crash. The [Undoer] undoes one call. The
 // package knows neither Caddy nor tokens: it declares what it needs of the ledger as [Ledger],
@@ -9,12 +9,12 @@
 //
 // # The nodes of a plan
 //
-// A [Node] is a recorded token of the workflow: an action, a checkpoint, a group of
-// checkpoints, or an event such as an error. Parents are the ids in its par. Guards link a
-// checkpoint to the actions that it was made for, since the drafts place it in two ways: below
-// the action (cascade 4.2.1) or before it (cascade, Figure 7). All nodes that the target's plan
-// depends on must be given, for FullWorkflow all of the workflow. Parents that are missing
-// belong to another workflow or were pruned, and the plan stops there (cascade 3.3.2).
+// A plan is made on a [workflow.Graph], whose nodes are recorded tokens: actions, checkpoints,
+// groups of checkpoints, and events such as an error. Guards link a checkpoint to the actions
+// that it was made for, since the drafts place it in two ways: below the action (cascade 4.2.1)
+// or before it (cascade, Figure 7). All nodes that the target's plan depends on must be in the
+// graph, for FullWorkflow all of the workflow. Parents that are missing belong to another
+// workflow or were pruned, and the plan stops there (cascade 3.3.2).
 //
 // The consequences of a checkpoint are the nodes that are reached by walking forward from it
 // and from its actions (cascade 4.1.1). What follows from a group follows from all that the
@@ -46,8 +46,8 @@
 // Containment"), unless a completed one depends on what is undone: then Dependants names it,
 // and [Plan.Partial] refuses until the requester says that they may stay.
 //
-// [Plan.Hash] identifies a plan; it covers all that the plan says, and does not depend on the
-// order of the nodes nor on nodes that the plan does not name. Time and memory grow in
+// [Plan.Hash] identifies a plan; it covers all that the plan says, and does not depend on nodes
+// that the plan does not name nor on the order in which a token names its parents. Time and memory grow in
 // proportion to the nodes and links, which MaxNodes and MaxEdges bound.
 //
 // # Acceptance and execution
@@ -104,6 +104,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 // Status is what came of a rollback, or of the part of it that concerns one agent
@@ -300,10 +301,11 @@ type Query struct {
 
 // View is the part of a workflow that a plan is made of.
 type View struct {
-	Nodes []Node
-	// More says of a Single rollback that more follows from the target than Nodes has.
+	// Graph is made of the records that are needed. It is never nil.
+	Graph *workflow.Graph
+	// More says of a Single rollback that more follows from the target than Graph has.
 	More bool
-	// Version says what was recorded of the workflow before Nodes were read, for Ledger.Unchanged.
+	// Version says what was recorded of the workflow before Graph was read, for Ledger.Unchanged.
 	// Empty is unknown.
 	Version string
 }
@@ -316,15 +318,14 @@ type Ledger interface {
 	// those of its parents (cascade 4.2.3). ErrUnknown says that there is none,
 	// checkpoint.ErrTampered that the token is not what was recorded.
 	Checkpoint(ctx context.Context, id string) (Checkpoint, error)
-	// Nodes are the nodes of the target's workflow that its plan depends on: states of
+	// Graph is the graph of those of the target's workflow that its plan depends on: states of
 	// checkpoints by their tokens alone, which the Coordinator brings up to date from the
-	// checkpoint store and the guard. ErrUnknown says that nothing has the target. The Coordinator changes the
-	// states in what it gets.
+	// checkpoint store and the guard. ErrUnknown says that nothing has the target.
 	//
 	// checkpoint.ErrTampered says that something of it is not what was recorded. The nodes are
 	// those by which lineage is judged then, as far as they can be read.
-	Nodes(ctx context.Context, q Query) (View, error)
-	// Unchanged reports whether the nodes of the workflow that were read with a version are
+	Graph(ctx context.Context, q Query) (View, error)
+	// Unchanged reports whether the graph of the workflow that was read with a version is
 	// still complete: nothing was recorded since that can change a plan. It is false for an
 	// empty version.
 	Unchanged(ctx context.Context, workflow, version string) (bool, error)

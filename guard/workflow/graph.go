@@ -41,6 +41,12 @@ type Record struct {
 	Action string
 	// Issuer is who says so (iss).
 	Issuer string
+	// By is the identity that lineage is judged by: the issuer, or for a record that the
+	// gateway wrote for a caller without tokens that caller. Empty is nobody.
+	By string
+	// Report marks an event about somebody else's actions. It links nothing that was not
+	// linked before.
+	Report bool
 	// Time is when it happened, as the token says.
 	Time time.Time
 
@@ -82,13 +88,20 @@ type Record struct {
 	Escalated bool
 }
 
-// task reports whether it is an action of somebody, and no event about one.
-func (r *Record) task() bool { return r.Event == "" }
+// IsTask reports whether it is an action of somebody, and no event about one.
+func (r *Record) IsTask() bool { return r.Event == "" }
 
-func (r *Record) isCheckpoint() bool { return r.Event == ect.EventCheckpoint }
+// IsCheckpoint reports whether it is a checkpoint or a group of them.
+func (r *Record) IsCheckpoint() bool { return r.Event == ect.EventCheckpoint }
+
+// TakesPart reports whether it makes who is behind it take part in the workflow: events do not,
+// but for workflow_start.
+func (r *Record) TakesPart() bool {
+	return r.IsTask() || r.IsCheckpoint() || r.Event == ect.EventWorkflowStart
+}
 
 // settlement reports whether it says what came of a guarded call.
-func (r *Record) settlement() bool { return r.Own && r.task() && r.Outcome != "" }
+func (r *Record) settlement() bool { return r.Own && r.IsTask() && r.Outcome != "" }
 
 // State is what is known of a node: one of ATD's words.
 type State string
@@ -129,6 +142,9 @@ const (
 // Node is a record with what the graph knows of it.
 type Node struct {
 	Record
+	// Group marks a checkpoint that contains others, its parents (ATD, "Hierarchical
+	// Checkpoints").
+	Group bool
 	// State is empty for events other than checkpoints.
 	State State
 	// Detail says more, where there is more to say.
@@ -148,15 +164,15 @@ type EdgeKind string
 
 // The kinds of edges.
 const (
-	// Caused: To follows from From.
-	Caused EdgeKind = "caused"
+	// caused: To follows from From.
+	caused EdgeKind = "caused"
 	// Contains: From is a checkpoint that groups the checkpoint To. It is the only kind
 	// that runs against the parents of the token.
 	Contains EdgeKind = "contains"
-	// CheckpointOf: To is the checkpoint of the action From.
-	CheckpointOf EdgeKind = "checkpoint_of"
-	// ErrorOf: To is an error of From.
-	ErrorOf EdgeKind = "error_of"
+	// checkpointOf: To is the checkpoint of the action From.
+	checkpointOf EdgeKind = "checkpoint_of"
+	// errorOf: To is an error of From.
+	errorOf EdgeKind = "error_of"
 	// Settles: To says what came of the call that From announced.
 	Settles EdgeKind = "settles"
 )
@@ -177,7 +193,11 @@ func worse(a, b string) string {
 	return a
 }
 
-// Graph is the graph of a workflow. It never changes.
+// Graph is the graph of a workflow. It never changes, and several goroutines can use it.
+//
+// Each node has a place, from 0 in topological order; rollbacks are planned on these. A group
+// has a second place, behind all nodes, for what follows from it: the first leads to what it
+// contains, and all of that to the second.
 type Graph struct {
 	nodes []Node         // in topological order
 	seq   []int          // of each node: its place among the records
@@ -186,44 +206,76 @@ type Graph struct {
 	parents  [][]int // by the tokens' own par, as far as they are recorded
 	children [][]int // the reverse of parents
 	down     [][]int // children, but from a group to what it contains
-	groups   []bool  // checkpoints that contain others
 	guards   [][]int // checkpoint -> the tasks that it was made for
 	undoable []bool  // tasks with a checkpoint that can be undone
 	// executions are the gateway's settlements by execution.
 	executions map[string][]int
 	ordered    int // nodes from here on lie on a cycle or behind one
+
+	ends []int   // of a node: the place that its consequences follow from
+	next [][]int // of a place: the places that follow from it
 }
 
 // New makes the graph of records, which are given in the order in which they were
 // recorded. Of two with one id the first counts.
 func New(records []Record) *Graph {
-	g := &Graph{index: make(map[string]int, len(records))}
-	var kept []int
+	nodes := make([]Node, len(records))
 	for i := range records {
-		if _, twice := g.index[records[i].ID]; !twice {
-			g.index[records[i].ID] = len(kept)
-			kept = append(kept, i)
-		}
+		nodes[i].Record = records[i]
 	}
-	for _, i := range kept {
-		g.nodes = append(g.nodes, Node{Record: records[i]})
-	}
-	g.seq = make([]int, len(kept))
-	for i := range g.seq {
-		g.seq[i] = i
-	}
-	g.link()
-	g.reorder(g.sort())
-	g.link()
+	g := newGraph(nodes)
+	g.build(g.contains)
 	g.guard()
+	g.note()
 	derive(g)
+	g.follow()
 	return g
 }
 
+// FromNodes makes the graph of nodes whose states, groups and guards are known, given as the
+// records are for New. Guards that are no tasks of the graph do not count.
+func FromNodes(nodes []Node) *Graph {
+	g := newGraph(nodes)
+	g.build(func(i int) bool { return g.nodes[i].Group })
+	g.guards = make([][]int, len(g.nodes))
+	for i := range g.nodes {
+		seen := make(map[int]bool)
+		for _, id := range g.nodes[i].Guards {
+			if t, ok := g.index[id]; ok && g.nodes[t].IsTask() && !seen[t] {
+				seen[t] = true
+				g.guards[i] = append(g.guards[i], t)
+			}
+		}
+	}
+	g.note()
+	g.follow()
+	return g
+}
+
+// newGraph takes the first node of each id.
+func newGraph(nodes []Node) *Graph {
+	g := &Graph{index: make(map[string]int, len(nodes))}
+	for i := range nodes {
+		if _, twice := g.index[nodes[i].ID]; !twice {
+			g.index[nodes[i].ID] = len(g.nodes)
+			g.nodes = append(g.nodes, nodes[i])
+		}
+	}
+	return g
+}
+
+// build links the nodes and brings them into their order.
+func (g *Graph) build(group func(i int) bool) {
+	g.seq = from(0, len(g.nodes))
+	g.link(group)
+	g.reorder(g.sort())
+	g.link(group)
+}
+
 // link finds the neighbours of every node.
-func (g *Graph) link() {
+func (g *Graph) link(group func(i int) bool) {
 	n := len(g.nodes)
-	g.parents, g.children, g.down, g.groups = make([][]int, n), make([][]int, n), make([][]int, n), make([]bool, n)
+	g.parents, g.children, g.down = make([][]int, n), make([][]int, n), make([][]int, n)
 	for i := range g.nodes {
 		node := &g.nodes[i]
 		node.Missing = nil
@@ -238,12 +290,12 @@ func (g *Graph) link() {
 				g.parents[i] = append(g.parents[i], p)
 			}
 		}
-		g.groups[i] = g.contains(i)
+		node.Group = group(i)
 	}
 	for i, parents := range g.parents {
 		for _, p := range parents {
 			g.children[p] = append(g.children[p], i)
-			if g.groups[i] {
+			if g.nodes[i].Group {
 				g.down[i] = append(g.down[i], p)
 			} else {
 				g.down[p] = append(g.down[p], i)
@@ -252,16 +304,74 @@ func (g *Graph) link() {
 	}
 }
 
+// follow makes the edges along which consequences are found.
+func (g *Graph) follow() {
+	g.ends = from(0, len(g.nodes))
+	places := len(g.nodes)
+	for i := range g.nodes {
+		if g.nodes[i].Group {
+			g.ends[i] = places
+			places++
+		}
+	}
+	g.next = make([][]int, places)
+	lead := func(from, to int) { g.next[from] = append(g.next[from], to) }
+	for i := range g.nodes {
+		node := &g.nodes[i]
+		if node.Group {
+			lead(i, g.ends[i])
+		} else if slices.Contains(node.Parents, node.ID) {
+			lead(i, i) // a cycle of one
+		}
+		for _, p := range g.parents[i] {
+			if node.Group {
+				lead(i, p)
+			}
+			lead(g.ends[p], g.ends[i])
+		}
+	}
+}
+
+// Len is how many nodes there are.
+func (g *Graph) Len() int { return len(g.nodes) }
+
+// At is node i, from 0 to Len-1, for reading only.
+func (g *Graph) At(i int) *Node { return &g.nodes[i] }
+
+// Index finds the node with an id.
+func (g *Graph) Index(id string) (i int, ok bool) {
+	i, ok = g.index[id]
+	return i, ok
+}
+
+// Seq is the place of node i among the records, from 0 on: the higher of two was recorded later.
+func (g *Graph) Seq(i int) int { return g.seq[i] }
+
+// Parents are the parents of node i, each once and without itself, for reading only.
+func (g *Graph) Parents(i int) []int { return g.parents[i] }
+
+// Guarded are the tasks that the checkpoint i was made for, each once, for reading only.
+func (g *Graph) Guarded(i int) []int { return g.guards[i] }
+
+// Places is how many places there are: Len, and one for each group.
+func (g *Graph) Places() int { return len(g.next) }
+
+// Next are the places that follow from one, for reading only. A node can follow from itself.
+func (g *Graph) Next(place int) []int { return g.next[place] }
+
+// End is the place that what follows from node i follows from: the second one of a group, else i.
+func (g *Graph) End(i int) int { return g.ends[i] }
+
 // contains reports whether a node is a checkpoint that groups others: all its parents
 // are checkpoints (ATD, "Hierarchical Checkpoints"). Those do not cause it. One that
 // has another parent too was caused like any other node: its edges could not be turned
 // around without cycles. The gateway makes no groups: its checkpoint of a call within
 // another call follows from that one's.
 func (g *Graph) contains(i int) bool {
-	if !g.nodes[i].isCheckpoint() || g.nodes[i].Own || len(g.parents[i]) == 0 {
+	if !g.nodes[i].IsCheckpoint() || g.nodes[i].Own || len(g.parents[i]) == 0 {
 		return false
 	}
-	return !slices.ContainsFunc(g.parents[i], func(p int) bool { return !g.nodes[p].isCheckpoint() })
+	return !slices.ContainsFunc(g.parents[i], func(p int) bool { return !g.nodes[p].IsCheckpoint() })
 }
 
 // sort gives the nodes in a topological order; of those that could come next, the one
@@ -337,10 +447,10 @@ func (h *smallest) Pop() any {
 // are of the first kind, and its settlement says what came of the action; what an
 // upstream does on behalf of the call follows from them as well.
 func (g *Graph) guard() {
-	g.guards, g.undoable = make([][]int, len(g.nodes)), make([]bool, len(g.nodes))
+	g.guards = make([][]int, len(g.nodes))
 	preceded := make([]bool, len(g.nodes)) // tasks whose checkpoint is their parent
 	for i := range g.nodes {
-		if !g.nodes[i].isCheckpoint() || g.groups[i] {
+		if !g.nodes[i].IsCheckpoint() || g.nodes[i].Group {
 			continue
 		}
 		if g.nodes[i].Own {
@@ -349,19 +459,24 @@ func (g *Graph) guard() {
 			g.guards[i] = g.placed(i, preceded)
 		}
 		g.nodes[i].Guards = g.ids(g.guards[i])
+	}
+	for i := range g.nodes {
+		if g.nodes[i].settlement() {
+			g.nodes[i].Settles = g.ids(g.announced(i))
+		}
+	}
+}
+
+// note finds the tasks that can be undone, and the settlements of each execution.
+func (g *Graph) note() {
+	g.undoable, g.executions = make([]bool, len(g.nodes)), make(map[string][]int)
+	for i := range g.nodes {
 		for _, t := range g.guards[i] {
 			g.undoable[t] = g.undoable[t] || g.nodes[i].Reversible
 		}
-	}
-	g.executions = make(map[string][]int)
-	for i := range g.nodes {
-		if !g.nodes[i].settlement() {
-			continue
-		}
-		if name := g.nodes[i].Execution; name != "" {
+		if name := g.nodes[i].Execution; name != "" && g.nodes[i].settlement() {
 			g.executions[name] = append(g.executions[name], i)
 		}
-		g.nodes[i].Settles = g.ids(g.announced(i))
 	}
 }
 
@@ -370,12 +485,12 @@ func (g *Graph) guard() {
 func (g *Graph) placed(i int, preceded []bool) []int {
 	var before, after []int
 	for _, p := range g.parents[i] {
-		if g.nodes[p].task() && !g.nodes[p].settlement() && !preceded[p] {
+		if g.nodes[p].IsTask() && !g.nodes[p].settlement() && !preceded[p] {
 			before = append(before, p)
 		}
 	}
 	for _, c := range g.children[i] {
-		if g.nodes[c].task() {
+		if g.nodes[c].IsTask() {
 			after = append(after, c)
 		}
 	}
@@ -416,13 +531,13 @@ func (g *Graph) guarded(i int) []int {
 func (g *Graph) announced(i int) []int {
 	var tasks []int
 	add := func(p int) {
-		if g.nodes[p].task() && !g.nodes[p].settlement() && !slices.Contains(tasks, p) {
+		if g.nodes[p].IsTask() && !g.nodes[p].settlement() && !slices.Contains(tasks, p) {
 			tasks = append(tasks, p)
 		}
 	}
 	for _, p := range g.parents[i] {
 		add(p)
-		if g.nodes[p].isCheckpoint() && !g.nodes[p].Own {
+		if g.nodes[p].IsCheckpoint() && !g.nodes[p].Own {
 			for _, t := range g.parents[p] {
 				add(t)
 			}
@@ -436,7 +551,7 @@ func (g *Graph) announced(i int) []int {
 // that it was made within.
 func (g *Graph) claimOf(s, c int) bool {
 	settled, claimed := &g.nodes[s], &g.nodes[c]
-	return settled.settlement() && claimed.isCheckpoint() && claimed.Own &&
+	return settled.settlement() && claimed.IsCheckpoint() && claimed.Own &&
 		(settled.Execution == claimed.Execution || settled.Execution == "" || claimed.Execution == "")
 }
 
@@ -445,7 +560,7 @@ func (g *Graph) subjects(i int) []int {
 	switch node := &g.nodes[i]; {
 	case node.settlement():
 		return g.announced(i)
-	case node.isCheckpoint():
+	case node.IsCheckpoint():
 		return g.guards[i]
 	}
 	return nil
@@ -497,21 +612,21 @@ func (g *Graph) Edges() []Edge {
 // kind says what it means that p is a parent of i.
 func (g *Graph) kind(p, i int) EdgeKind {
 	switch {
-	case g.groups[i]:
+	case g.nodes[i].Group:
 		return Contains
 	case g.nodes[i].Event == ect.EventError && !g.nodes[i].Stranger && slices.Contains(g.culprits(i), p):
-		return ErrorOf
-	case g.nodes[i].isCheckpoint() && slices.Contains(g.guards[i], p):
-		return CheckpointOf
+		return errorOf
+	case g.nodes[i].IsCheckpoint() && slices.Contains(g.guards[i], p):
+		return checkpointOf
 	case g.settles(i, p):
 		return Settles
 	}
-	return Caused
+	return caused
 }
 
 // settles reports whether i says what came of the agent's task p.
 func (g *Graph) settles(i, p int) bool {
-	return g.nodes[i].settlement() && g.nodes[p].task() && !g.nodes[p].settlement()
+	return g.nodes[i].settlement() && g.nodes[p].IsTask() && !g.nodes[p].settlement()
 }
 
 // Roots are the nodes that follow from nothing that is recorded.

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	. "github.com/agent-guard/caddy-agent-guard/guard/workflow"
@@ -160,7 +161,7 @@ func TestDuplicatesAndMissingParents(t *testing.T) {
 	if _, ok := node(g, "gone"); ok {
 		t.Error("a node that is not recorded")
 	}
-	if g := New(nil); len(g.Nodes()) != 0 || len(g.Roots()) != 0 || g.Summary().Status != StatusRunning {
+	if g := New(nil); len(g.Nodes()) != 0 || len(g.Roots()) != 0 || g.Summary().Status != "running" {
 		t.Errorf("the empty graph: %+v", g.Summary())
 	}
 }
@@ -203,5 +204,69 @@ func TestLargeGraph(t *testing.T) {
 	g.RecoveryPoints(records[0].Time)
 	if n := len(g.Edges()); n != size*width-width*(width+1)/2 {
 		t.Errorf("%d edges", n)
+	}
+}
+
+// Nodes of which is known what the records say make the same graph; what they name wrongly does
+// not count.
+func TestGraphOfKnownNodes(t *testing.T) {
+	of := New([]Record{
+		task("T1"), ckpt("C1", "T1"), task("T2", "T1"), claim("C2", "T2"), settled("S2", Completed, "C2", "T2"),
+		ckpt("G", "C1", "C2"), undone("a", "R", "C1", "completed", "C1"), task("T3", "G", "gone"),
+	})
+	recorded := make([]Node, of.Len())
+	for i := range recorded {
+		recorded[of.Seq(i)] = *of.At(i)
+	}
+	again := FromNodes(recorded)
+	if got, want := fmt.Sprintf("%+v", again.Nodes()), fmt.Sprintf("%+v", of.Nodes()); got != want {
+		t.Errorf("nodes\n%s\nwant\n%s", got, want)
+	}
+	wantEdges(t, again, edges(of)...)
+	if got, want := fmt.Sprint(again.Summary(), again.RecoveryPoints(time.Time{})), fmt.Sprint(of.Summary(), of.RecoveryPoints(time.Time{})); got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+	first := Node{Record: task("T")}
+	wrong := Node{Record: ckpt("C", "T"), Guards: []string{"T", "E", "gone", "T", "C"}}
+	g := FromNodes([]Node{first, {Record: by("z", task("T"))}, {Record: failure("E", "")}, wrong})
+	c, _ := g.Index("C")
+	if guarded := g.Guarded(c); g.Len() != 3 || len(guarded) != 1 || g.At(guarded[0]).Issuer != "a" {
+		t.Errorf("%d nodes, %v", g.Len(), guarded)
+	}
+}
+
+// What follows from a group follows from all that it contains, and the group from none of it
+// (ATD, "Hierarchical Checkpoints"). What names itself is a cycle.
+func TestConsequences(t *testing.T) {
+	g := New([]Record{
+		task("T1"), ckpt("C1", "T1"), task("T2"), ckpt("C2", "T2"), ckpt("G", "C1", "C2"), ckpt("H", "G"),
+		task("T3", "G"), task("T4", "H"), task("self", "self", "T2"),
+	})
+	if g.Places() != g.Len()+2 {
+		t.Errorf("%d places of %d nodes and two groups", g.Places(), g.Len())
+	}
+	for id, want := range map[string]string{
+		"T1": "C1 T3 T4", "C1": "T3 T4", "G": "C1 C2 T3 T4", "H": "C1 C2 G T3 T4", "T2": "C2 T3 T4 self", "T3": "", "self": "self",
+	} {
+		at, _ := g.Index(id)
+		met := make(map[int]bool)
+		for todo := []int{at}; len(todo) > 0; todo = todo[1:] {
+			for _, next := range g.Next(todo[0]) {
+				if !met[next] {
+					met[next] = true
+					todo = append(todo, next)
+				}
+			}
+		}
+		var got []string
+		for i := range g.Len() {
+			if met[i] {
+				got = append(got, g.At(i).ID)
+			}
+		}
+		slices.Sort(got)
+		if s := strings.Join(got, " "); s != want {
+			t.Errorf("from %s follow %q, want %q", id, s, want)
+		}
 	}
 }

@@ -35,12 +35,12 @@ func derive(g *Graph) {
 	d.followers()
 	d.rollbacks()
 	for i := range g.nodes {
-		if g.nodes[i].task() {
+		if g.nodes[i].IsTask() {
 			g.nodes[i].State, g.nodes[i].Detail = d.history[i].task()
 		}
 	}
 	for i := range g.nodes {
-		if g.nodes[i].isCheckpoint() {
+		if g.nodes[i].IsCheckpoint() {
 			g.nodes[i].State, g.nodes[i].Detail = d.checkpoint(i)
 		}
 	}
@@ -90,7 +90,7 @@ func (d *derivation) settle(task, by int) {
 func (d *derivation) claims() {
 	for i := range d.nodes {
 		node := &d.nodes[i]
-		if !node.isCheckpoint() || !node.Own ||
+		if !node.IsCheckpoint() || !node.Own ||
 			slices.ContainsFunc(d.children[i], func(c int) bool { return d.claimOf(c, i) }) {
 			continue
 		}
@@ -102,7 +102,7 @@ func (d *derivation) claims() {
 			d.claim(t, i)
 		}
 		for _, p := range d.parents[i] {
-			if d.nodes[p].isCheckpoint() && !d.nodes[p].Own {
+			if d.nodes[p].IsCheckpoint() && !d.nodes[p].Own {
 				d.claim(p, i) // the agent's own, for this call
 			}
 		}
@@ -120,15 +120,15 @@ func (d *derivation) claim(node, by int) {
 func (d *derivation) followers() {
 	passed := make(map[int][]int) // checkpoint -> two of the tasks that follow from it
 	for i := range d.nodes {
-		if !d.nodes[i].task() {
+		if !d.nodes[i].IsTask() {
 			continue
 		}
 		for _, p := range d.parents[i] {
 			switch {
 			case d.settles(i, p):
-			case d.nodes[p].task():
+			case d.nodes[p].IsTask():
 				d.history[p].followed = true
-			case !d.nodes[p].isCheckpoint():
+			case !d.nodes[p].IsCheckpoint():
 			case d.nodes[i].settlement():
 				d.follow(p, d.announced(i))
 			case len(passed[p]) < 2:
@@ -148,7 +148,7 @@ func (d *derivation) followers() {
 // follow marks the tasks before checkpoint c, but for some.
 func (d *derivation) follow(c int, except []int) {
 	for _, p := range d.parents[c] {
-		if d.nodes[p].task() && !slices.Contains(except, p) {
+		if d.nodes[p].IsTask() && !slices.Contains(except, p) {
 			d.history[p].followed = true
 		}
 	}
@@ -216,7 +216,7 @@ func (d *derivation) checkpoint(i int) (State, Detail) {
 		return Escalated, detail
 	case h.failed():
 		return Failed, detail
-	case d.groups[i]:
+	case d.nodes[i].Group:
 		return "", detail
 	case d.nodes[i].Own, h.claimed >= 0:
 		return Running, detail
@@ -254,12 +254,12 @@ func (d *derivation) errors() {
 		for _, p := range d.culprits(i) {
 			d.blame(p, found)
 		}
-		if c, ok := d.index[e.CheckpointID]; ok && d.nodes[c].isCheckpoint() {
+		if c, ok := d.index[e.CheckpointID]; ok && d.nodes[c].IsCheckpoint() {
 			d.blame(c, found)
 		}
 	}
 	// A checkpoint was made for settlements and tasks, and a settlement is of a task.
-	for _, of := range []func(*Node) bool{(*Node).isCheckpoint, (*Node).settlement} {
+	for _, of := range []func(*Node) bool{(*Node).IsCheckpoint, (*Node).settlement} {
 		for i := range d.nodes {
 			if !of(&d.nodes[i]) {
 				continue
@@ -277,7 +277,7 @@ func (d *derivation) errors() {
 }
 
 func (d *derivation) blame(node int, found blame) {
-	if d.nodes[node].task() || d.nodes[node].isCheckpoint() {
+	if d.nodes[node].IsTask() || d.nodes[node].IsCheckpoint() {
 		d.history[node].blame.add(found)
 	}
 }
@@ -377,7 +377,7 @@ func (d *derivation) rollbacks() {
 // inherit applies the rollback of a group to what it contains (ATD, "Hierarchical
 // Checkpoints"). An agent's group says nothing about others' checkpoints.
 func (d *derivation) inherit(i int, latest []report) {
-	if !d.groups[i] || latest[i].undo == notUndone {
+	if !d.nodes[i].Group || latest[i].undo == notUndone {
 		return
 	}
 	for _, c := range d.parents[i] {
@@ -406,13 +406,13 @@ func (d *derivation) asks(i int) bool {
 // targets are the checkpoints that the event names: in its member, or as the parents of
 // a request (ATD, "Basic Rollback").
 func (d *derivation) targets(i int) []int {
-	if c, ok := d.index[d.nodes[i].CheckpointID]; ok && d.nodes[c].isCheckpoint() {
+	if c, ok := d.index[d.nodes[i].CheckpointID]; ok && d.nodes[c].IsCheckpoint() {
 		return []int{c}
 	}
 	if d.nodes[i].Event != ect.EventRollbackRequest {
 		return nil
 	}
-	return slices.DeleteFunc(slices.Clone(d.parents[i]), func(p int) bool { return !d.nodes[p].isCheckpoint() })
+	return slices.DeleteFunc(slices.Clone(d.parents[i]), func(p int) bool { return !d.nodes[p].IsCheckpoint() })
 }
 
 // result reads node i's report on the end of a rollback. A compensation counts if it names its

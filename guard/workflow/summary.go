@@ -13,19 +13,19 @@ type Status string
 
 // The states of a workflow.
 const (
-	// StatusRunning: nothing has begun, something runs, or something failed that can
+	// statusRunning: nothing has begun, something runs, or something failed that can
 	// still be undone.
-	StatusRunning Status = "running"
-	// StatusSuccess: everything that is recorded is done.
-	StatusSuccess Status = "success"
-	// StatusPartial: some of it is done, and some was undone.
-	StatusPartial Status = "partial"
-	// StatusFailed: something failed and there is no way back.
-	StatusFailed Status = "failed"
-	// StatusRolledBack: everything was undone.
-	StatusRolledBack Status = "rolled_back"
-	// StatusEscalated: a human has to decide.
-	StatusEscalated Status = "escalated"
+	statusRunning Status = "running"
+	// statusSuccess: everything that is recorded is done.
+	statusSuccess Status = "success"
+	// statusPartial: some of it is done, and some was undone.
+	statusPartial Status = "partial"
+	// statusFailed: something failed and there is no way back.
+	statusFailed Status = "failed"
+	// statusRolledBack: everything was undone.
+	statusRolledBack Status = "rolled_back"
+	// statusEscalated: a human has to decide.
+	statusEscalated Status = "escalated"
 )
 
 // Summary says how a workflow stands.
@@ -43,7 +43,7 @@ type Summary struct {
 
 // Summary counts.
 func (g *Graph) Summary() Summary {
-	s := Summary{Status: StatusRunning, Tasks: make(map[State]int)}
+	s := Summary{Status: statusRunning, Tasks: make(map[State]int)}
 	total, lost, last := 0, false, -1
 	for i := range g.nodes {
 		node := &g.nodes[i]
@@ -60,16 +60,16 @@ func (g *Graph) Summary() Summary {
 	n := s.Tasks
 	switch {
 	case n[Escalated] > 0:
-		s.Status = StatusEscalated
+		s.Status = statusEscalated
 	case lost:
-		s.Status = StatusFailed
+		s.Status = statusFailed
 	case total == 0 || n[Running]+n[Pending]+n[Failed] > 0:
 	case n[RolledBack] == total:
-		s.Status = StatusRolledBack
+		s.Status = statusRolledBack
 	case n[RolledBack] > 0:
-		s.Status = StatusPartial
+		s.Status = statusPartial
 	default:
-		s.Status = StatusSuccess
+		s.Status = statusSuccess
 	}
 	return s
 }
@@ -77,14 +77,14 @@ func (g *Graph) Summary() Summary {
 // counts reports whether node i is a task of its own.
 func (g *Graph) counts(i int) bool {
 	node := &g.nodes[i]
-	if node.isCheckpoint() {
+	if node.IsCheckpoint() {
 		if node.Own && len(g.executions[node.Execution]) > 0 {
 			return false // called again
 		}
-		called := func(c int) bool { return g.nodes[c].isCheckpoint() && g.nodes[c].Own }
-		return len(g.guards[i]) == 0 && !g.groups[i] && (node.Own || !slices.ContainsFunc(g.children[i], called))
+		called := func(c int) bool { return g.nodes[c].IsCheckpoint() && g.nodes[c].Own }
+		return len(g.guards[i]) == 0 && !g.nodes[i].Group && (node.Own || !slices.ContainsFunc(g.children[i], called))
 	}
-	return node.task() && len(node.Settles) == 0 && !g.repeated(i)
+	return node.IsTask() && len(node.Settles) == 0 && !g.repeated(i)
 }
 
 // repeated reports whether node i is a settlement of a claim that a later one has
@@ -112,7 +112,7 @@ func (g *Graph) repeated(i int) bool {
 // reversible reports whether a checkpoint of task i, or i itself where it is one, can
 // be undone.
 func (g *Graph) reversible(i int) bool {
-	return g.nodes[i].isCheckpoint() && g.nodes[i].Reversible || g.undoable[i]
+	return g.nodes[i].IsCheckpoint() && g.nodes[i].Reversible || g.undoable[i]
 }
 
 // RecoveryPoints are the checkpoints that the workflow can go back to (cascade,
@@ -130,13 +130,13 @@ func (g *Graph) RecoveryPoints(now time.Time) []string {
 	points := []int{}
 	blocked := slices.Clone(final)
 	for i := len(g.nodes) - 1; i >= 0; i-- {
-		if !g.nodes[i].isCheckpoint() {
+		if !g.nodes[i].IsCheckpoint() {
 			continue
 		}
 		for _, t := range g.guards[i] {
 			blocked[i] = blocked[i] || slices.ContainsFunc(g.down[t], func(c int) bool { return c != i && final[c] })
 		}
-		if g.groups[i] {
+		if g.nodes[i].Group {
 			blocked[i] = blocked[i] || slices.ContainsFunc(g.parents[i], func(c int) bool { return blocked[c] })
 		}
 		if !blocked[i] && g.stands(i) {
@@ -155,7 +155,7 @@ func (g *Graph) stands(i int) bool {
 // final reports whether node i is a checkpoint that nobody can go back behind.
 func (g *Graph) final(i int, now time.Time) bool {
 	node := &g.nodes[i]
-	if !node.isCheckpoint() || !g.stands(i) {
+	if !node.IsCheckpoint() || !g.stands(i) {
 		return false
 	}
 	expired := !node.Expires.IsZero() && !now.Before(node.Expires)

@@ -103,7 +103,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "E-rollback-request-c", file: "guard/rollback/plan.go",
-		old: "		d.consequences(starts)", now: "		d.consequences(starts[:0])\n		d.scope = make([]bool, len(d.down))\n		for _, i := range d.withGuards(roots) {\n			d.scope[i] = true\n		}\n		d.take(func(i int) bool { return d.scope[i] })",
+		old: "		d.consequences(starts)", now: "		d.consequences(starts[:0])\n		d.scope = make([]bool, d.Places())\n		for _, i := range d.withGuards(roots) {\n			d.scope[i] = true\n		}\n		d.take(func(i int) bool { return d.scope[i] })",
 		breaks: "cascade takes no consequences along", tests: []string{"TestAERRRequests"},
 	},
 	{

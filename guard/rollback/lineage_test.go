@@ -108,20 +108,12 @@ func TestFollows(t *testing.T) {
 	for checkpoint, follow := range map[string]string{"C": "below direct on", "X": "beside on", "G": "below direct beside on", "a": "", "none": ""} {
 		var got []string
 		for _, id := range []string{"below", "direct", "above", "beside", "on", "none", ""} {
-			if g.Follows(id, checkpoint) {
+			if Follows(g.Graph, id, checkpoint) {
 				got = append(got, id)
 			}
 		}
 		wantIDs(t, checkpoint, got, follow)
 	}
-}
-
-// inTurn gives the nodes the order in which they stand.
-func inTurn(nodes ...Node) []Node {
-	for i := range nodes {
-		nodes[i].Start = i
-	}
-	return nodes
 }
 
 // Cascade 4.3.1: the initiator of a workflow is who was first. What others do later under
@@ -133,15 +125,15 @@ func TestCascade431Initiator(t *testing.T) {
 		want  string
 	}{
 		"nobody":                      {nil, ""},
-		"one":                         {inTurn(by("a", act("A")), by("b", act("B", "A"))), "a"},
-		"another one's root later":    {inTurn(by("a", act("A")), by("e", act("E")), by("e", ckpt("CE", "E"))), "a"},
-		"events before":               {inTurn(by("e", event("X")), by("a", act("A"))), "a"},
-		"the begin is recorded":       {inTurn(begins(by("o", event("W"))), by("a", act("A", "W"))), "o"},
-		"the begin is recorded later": {inTurn(by("a", act("A")), begins(by("e", event("W")))), "a"},
-		"the first follows from one":  {inTurn(by("a", act("A", "elsewhere")), by("e", act("E"))), ""},
-		"a checkpoint first":          {inTurn(by("a", before("C", nil)), by("e", act("E"))), "a"},
+		"one":                         {[]Node{by("a", act("A")), by("b", act("B", "A"))}, "a"},
+		"another one's root later":    {[]Node{by("a", act("A")), by("e", act("E")), by("e", ckpt("CE", "E"))}, "a"},
+		"events before":               {[]Node{by("e", event("X")), by("a", act("A"))}, "a"},
+		"the begin is recorded":       {[]Node{begins(by("o", event("W"))), by("a", act("A", "W"))}, "o"},
+		"the begin is recorded later": {[]Node{by("a", act("A")), begins(by("e", event("W")))}, "a"},
+		"the first follows from one":  {[]Node{by("a", act("A", "elsewhere")), by("e", act("E"))}, ""},
+		"a checkpoint first":          {[]Node{by("a", before("C", nil)), by("e", act("E"))}, "a"},
 	} {
-		if got := graph(t, c.nodes...).Initiator(); got != c.want {
+		if got := Initiator(graph(t, c.nodes...).Graph); got != c.want {
 			t.Errorf("%s: %q, want %q", what, got, c.want)
 		}
 	}
@@ -150,7 +142,7 @@ func TestCascade431Initiator(t *testing.T) {
 // Cascade 4.1.3: of the whole workflow its initiator undoes what it has a part in, and what
 // follows from that. What strangers do under the same id stays, and is counted.
 func TestCascade413InitiatorLeavesStrangersAlone(t *testing.T) {
-	g := graph(t, inTurn(
+	g := graph(t,
 		by("a", act("A")), by("a", ckpt("CA", "A")),
 		by("e", act("E")), by("e", ckpt("CE", "E")),
 		by("b", act("B", "A")), by("b", ckpt("CB", "B")),
@@ -158,7 +150,7 @@ func TestCascade413InitiatorLeavesStrangersAlone(t *testing.T) {
 		by("e", act("J", "A", "E")), by("e", ckpt("CJ", "J")), // has joined a's part
 		by("a", group("G1", "CA", "CB")), by("a", group("G2", "CA", "CE")), by("e", group("G3", "CE")),
 		by("a", ckpt("K", "E")), by("e", act("E2", "E")), by("e", ckpt("CE2", "E2")), // a's own, for a stranger's action
-	)...)
+	)
 	r := planRequest("CA", FullWorkflow)
 	r.By, r.Lineage = "a", Ancestor
 	p, err := g.Plan(r)
@@ -227,7 +219,7 @@ func TestCascade413InitiatorAgainstModel(t *testing.T) {
 			}
 			covers := false
 			for _, a := range n.Guards {
-				covers = covers || follow[a] || g.Follows(a, n.ID) && may
+				covers = covers || follow[a] || Follows(g.Graph, a, n.ID) && may
 			}
 			if in && !may && !follow[n.ID] && !covers && n.Kind == CheckpointNode {
 				t.Errorf("%s is a stranger's, and in the plan", n.ID)
