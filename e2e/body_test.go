@@ -207,7 +207,7 @@ func TestStalledUploads(t *testing.T) {
 	u := newUpstream(t)
 	g := launch(t, setup{
 		app:  "body_memory 4MiB",
-		site: "timeouts {\n read_timeout 5s\n}\nagent_proxy " + u.addr,
+		site: "timeouts {\n read_timeout 10s\n}\nagent_proxy " + u.addr,
 	})
 	payload := strings.Repeat("x", size-1)           // one byte is missing
 	defer debug.SetGCPercent(debug.SetGCPercent(20)) // what other tests have left leaves little room

@@ -364,6 +364,9 @@ func TestCallersDeadline(t *testing.T) {
 	defer hold.open()
 	u.on("/slow", func(http.ResponseWriter, *arrival) { hold.pass() })
 	g := start(t, "agent_proxy %s", u.addr)
-	got := g.call(request{path: "/slow", id: "k", header: headers{"Request-Timeout": "2"}})
+	var got reply
+	for id := 2; u.arrivals("/slow") == 0; id *= 2 { // seconds, in which the call has to leave
+		got = g.call(request{path: "/slow", id: strconv.Itoa(id), header: headers{"Request-Timeout": strconv.Itoa(id)}})
+	}
 	got.problem(t, http.StatusConflict, "in-doubt")
 }

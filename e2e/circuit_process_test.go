@@ -122,7 +122,7 @@ func TestCircuitOfAnUpstreamThatIsGone(t *testing.T) {
 	if a := gateway.retry(t, procCall{id: "refused"}); !a.executed() {
 		t.Errorf("at the other upstream: %v", a)
 	}
-	if !strings.Contains(gateway.log.String(), "no configuration leads to its upstream any more") {
+	if !gateway.log.says("no configuration leads to its upstream any more") {
 		t.Error("the log does not tell that a breaker was forgotten")
 	}
 	// With the upstream at once, so that only the reload can have made it forgotten.

@@ -201,7 +201,7 @@ func TestCircuitFailures(t *testing.T) {
 		cause string
 	}{
 		"reset": {do: reset, cause: "connection reset"},
-		"hang":  {do: func(_ http.ResponseWriter, a *arrival) { <-a.Context().Done() }, site: "deadline 1s", cause: "deadline passed"},
+		"hang":  {do: func(_ http.ResponseWriter, a *arrival) { <-a.Context().Done() }, site: "deadline 5s", cause: "deadline passed"},
 		"cut in chunks": {do: raw("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"),
 			cause: "answer cut off"},
 		"event stream that breaks": {do: raw("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n"),
@@ -216,10 +216,8 @@ func TestCircuitFailures(t *testing.T) {
 			g := start(t, "agent_proxy %s {\n%s\n%s\n}", u.addr,
 				strings.Replace(tripping, "consecutive", "in_band sse_error\nconsecutive", 1), test.site)
 			u.on("/bad", test.do)
-			for n := range 2 {
-				if res, err := g.send(request{path: "/bad", id: fmt.Sprint(n)}); err == nil {
-					read(res)
-				}
+			for _, p := range []*pending{g.begin(request{path: "/bad", id: "1"}), g.begin(request{path: "/bad", id: "2"})} {
+				wait(t, p.done, "the end of the call")
 			}
 			eventually(t, "the breaker opens", func() bool { return circuit(t, u.addr).State == breaker.Open })
 			if s := circuit(t, u.addr); s.Cause != test.cause || s.Calls != 2 {

@@ -116,11 +116,11 @@ func TestCascade321Cooldown(t *testing.T) {
 	call("/down")
 	opened := []string{""}
 	for n := range 4 {
+		if n > 0 {
+			eventually(t, "a probe, that fails", func() bool { return call("/down").status != http.StatusServiceUnavailable })
+		}
 		var id string
 		eventually(t, "the next opening is told", func() bool {
-			if n > 0 {
-				call("/down") // until it is the probe
-			}
 			id = g.circuit(a).Opened
 			return id != "" && !slices.Contains(opened, id)
 		})

@@ -411,7 +411,7 @@ func TestATDErrorTypesOnTheWire(t *testing.T) {
 		w.Header().Set(ect.FieldName, a.issue(claims).Raw())
 		w.WriteHeader(http.StatusInternalServerError)
 	})
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + " {\n identity " + a.issuer.Identity() + "\n action slow {\n match path /slow\n deadline 1s\n }\n }"})
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + " {\n identity " + a.issuer.Identity() + "\n action slow {\n match path /slow\n deadline 5s\n }\n }"})
 	for path, want := range map[string][2]string{
 		"/refused": {"warning", "action_failed"}, "/busy": {"warning", "resource_exhausted"}, "/forbidden": {"warning", "constraint_violation"},
 		"/lost": {"critical", "unknown"}, "/slow": {"critical", "timeout"}, "/cascade": {"error", "upstream_cascade"},

@@ -167,7 +167,7 @@ func TestGRPCProblems(t *testing.T) {
 func TestGRPCStreamsThatAreDeclaredUnary(t *testing.T) {
 	u := newGRPCUpstream(t)
 	g := start(t, `timeouts {
-		read_timeout 300ms
+		read_timeout 5s
 	}
 	agent_proxy h2c://%s {
 		action unary {

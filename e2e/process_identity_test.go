@@ -5,7 +5,6 @@ package e2e
 import (
 	"encoding/json"
 	"fmt"
-	"io"
 	"net/http"
 	"os"
 	"regexp"
@@ -47,19 +46,12 @@ func (s *procSite) identity(t *testing.T, args ...string) procIdentity {
 // jwks is the published set, as it came, and the names of its keys.
 func (g *procGateway) jwks(t *testing.T) (string, []string) {
 	t.Helper()
-	client := procDial()
-	defer client.CloseIdleConnections()
-	resp, err := client.Get("http://" + g.site.addr + "/.well-known/cascade/jwks")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(resp.Body)
-	if err != nil {
-		t.Fatal(err)
+	status, text := g.read(t, "jwks")
+	if status != http.StatusOK {
+		t.Fatalf("the keys: %d %s", status, text)
 	}
 	var set struct{ Keys []map[string]any }
-	if err := json.Unmarshal(text, &set); err != nil {
+	if err := json.Unmarshal([]byte(text), &set); err != nil {
 		t.Fatalf("%v in %s", err, text)
 	}
 	var names []string
@@ -70,7 +62,7 @@ func (g *procGateway) jwks(t *testing.T) (string, []string) {
 		names = append(names, key["kid"].(string))
 	}
 	slices.Sort(names)
-	return string(text), names
+	return text, names
 }
 
 // wantSigned holds that the whole ledger verifies with the keys, every signature

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -25,7 +26,7 @@ func TestProcessUpstreamClosesIdleConnections(t *testing.T) {
 		// Nothing is used twice, so nothing can be stale.
 		{"off", 3 * time.Millisecond, "off", true, 2},
 		// The gateway gives connections up well before the upstream does.
-		{"less than the upstream's", 400 * time.Millisecond, "100ms", true, 8},
+		{"less than the upstream's", 10 * procBound, "100ms", true, 8},
 		// Requests race with the closing. A byte was sent, so there is doubt; but
 		// never a second sending.
 		{"more than the upstream's", 3 * time.Millisecond, "2s", false, 3},
@@ -36,7 +37,15 @@ func TestProcessUpstreamClosesIdleConnections(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			upstream := procServeUpstream(t, l, &http.Server{IdleTimeout: test.idle})
+			var open atomic.Int64 // connections to the upstream
+			upstream := procServeUpstream(t, l, &http.Server{IdleTimeout: test.idle, ConnState: func(_ net.Conn, state http.ConnState) {
+				switch state {
+				case http.StateNew:
+					open.Add(1)
+				case http.StateClosed:
+					open.Add(-1)
+				}
+			}})
 			site := procNewSite(t, upstream.addr)
 			// Doubts are failures to a breaker, and a slow machine makes many of them:
 			// an open one would refuse the calls that this test counts.
@@ -71,6 +80,8 @@ func TestProcessUpstreamClosesIdleConnections(t *testing.T) {
 					call()
 				}
 			}
+
+			eventuallyWithin(t, procBound, "no connection is left", func() bool { return open.Load() == 0 })
 
 			var done, doubtful, free int
 			for n, f := range answers {

@@ -256,7 +256,7 @@ func TestRollbackLostEscalates(t *testing.T) {
 // escalated, with an error of the type timeout, and never called done (P6).
 func TestRollbackTimesOut(t *testing.T) {
 	a := newAgent(t, "a")
-	lab, g := launchLab(t, "checkpoint_ttl 3s"+sagaActions, a)
+	lab, g := launchLab(t, "checkpoint_ttl 12s"+sagaActions, a)
 	s := g.saga(a)
 	step := s.do(charge(7))
 	lab.on("POST /refunds", -1, restSays(500, ""))

@@ -100,6 +100,12 @@ func with(token *ect.Token, r request) request {
 	return r
 }
 
+// late reports that a call was refused and that the time of its token is over: on a slow
+// machine the call may have come after it.
+func (r reply) late(token *ect.Token) bool {
+	return r.status == http.StatusForbidden && time.Now().After(token.Expires())
+}
+
 // refusedFor holds that a call was refused for this reason.
 func (r reply) refusedFor(t *testing.T, status int, reason string) {
 	t.Helper()

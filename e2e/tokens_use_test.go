@@ -312,17 +312,23 @@ func TestOwnTokensAfterARename(t *testing.T) {
 // that it was used for, which is answered from the record, and for nothing new.
 func TestLateTokens(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	upstream.on("/refused", func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(http.StatusTooManyRequests) })
 	g := launch(t, setup{app: trusting(t, a) + "\n trust {\n skew 1ms\n }", site: "agent_proxy " + upstream.addr, badger: true})
-	token := a.issue(ect.Claims{Life: 2 * time.Second})
-	refused := a.issue(ect.Claims{Life: 2 * time.Second})
 	unused := a.issue(ect.Claims{Life: time.Second})
-	first := g.call(with(token, request{path: "/pay"}))
+	var token, refused *ect.Token
+	var first, second reply
+	var pay, refuse string
+	for life := 2 * time.Second; token == nil || first.late(token) || second.late(refused); life *= 2 {
+		pay, refuse = fmt.Sprint("/pay/", life), fmt.Sprint("/refused/", life)
+		upstream.on(refuse, func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(http.StatusTooManyRequests) })
+		token, refused = a.issue(ect.Claims{Life: life}), a.issue(ect.Claims{Life: life})
+		first = g.call(with(token, request{path: pay}))
+		second = g.call(with(refused, request{path: refuse}))
+	}
 	if first.status != http.StatusCreated {
 		t.Fatalf("%d %s", first.status, first.body)
 	}
-	if got := g.call(with(refused, request{path: "/refused"})); got.status != http.StatusTooManyRequests {
-		t.Fatalf("%d %s", got.status, got.body)
+	if second.status != http.StatusTooManyRequests {
+		t.Fatalf("%d %s", second.status, second.body)
 	}
 	// Before its end the reason is another one.
 	for deadline := time.Now().Add(patience); !strings.Contains(g.call(with(token, request{path: "/else"})).body, `"expired"`); {
@@ -330,16 +336,16 @@ func TestLateTokens(t *testing.T) {
 			t.Fatal("the token does not expire")
 		}
 	}
-	late := g.call(with(token, request{path: "/pay"}))
+	late := g.call(with(token, request{path: pay}))
 	if late.header.Get("Execution-Status") != "replayed" || late.body != first.body {
 		t.Errorf("%d %v %s", late.status, late.header, late.body)
 	}
-	g.call(with(token, request{path: "/pay", body: "{}"})).refusedFor(t, 403, "expired")
+	g.call(with(token, request{path: pay, body: "{}"})).refusedFor(t, 403, "expired")
 	g.call(with(unused, request{path: "/new"})).refusedFor(t, 403, "expired")
-	g.call(with(refused, request{path: "/refused"})).refusedFor(t, 403, "expired") // its key is free: it would be anew
-	g.call(with(token, request{path: "/pay", method: "GET"})).refusedFor(t, 403, "expired")
-	upstream.arrived("/pay", 1)
-	upstream.arrived("/refused", 1)
+	g.call(with(refused, request{path: refuse})).refusedFor(t, 403, "expired") // its key is free: it would be anew
+	g.call(with(token, request{path: pay, method: "GET"})).refusedFor(t, 403, "expired")
+	upstream.arrived(pay, 1)
+	upstream.arrived(refuse, 1)
 	upstream.arrived("/new", 0)
 }
 

@@ -13,7 +13,7 @@ import (
 // guarded or not: 504 where nothing was answered, else an answer that breaks off.
 func TestNothingWaitsForEver(t *testing.T) {
 	u := newUpstream(t)
-	site := "agent_proxy " + u.addr + " {\n deadline %s\n idle_timeout %s\n exempt path /exempt*\n action stream {\n  match path /guarded*\n  stream_idle 1s\n }\n}"
+	site := "agent_proxy " + u.addr + " {\n deadline %s\n idle_timeout %s\n exempt path /exempt*\n action stream {\n  match path /guarded*\n  stream_idle 5s\n }\n}"
 	hang := func(begin bool) func(http.ResponseWriter, *arrival) {
 		return func(w http.ResponseWriter, a *arrival) {
 			if begin {
@@ -41,7 +41,8 @@ func TestNothingWaitsForEver(t *testing.T) {
 		}
 	})
 	t.Run("pause", func(t *testing.T) {
-		g := start(t, site, "1h", "1s")
+		g := start(t, site, "1h", "5s")
+		calls := map[string]*pending{}
 		for name, r := range map[string]request{
 			"GET":     {method: http.MethodGet, path: "/get"},
 			"exempt":  {path: "/exempt", id: "k"},
@@ -49,7 +50,10 @@ func TestNothingWaitsForEver(t *testing.T) {
 			"guarded": {path: "/guarded", id: "k"},
 		} {
 			u.on(r.path, hang(true))
-			if got := g.call(r); got.status != 200 || got.body != "data: 1\n\n" || !got.cut {
+			calls[name] = g.begin(r)
+		}
+		for name, p := range calls {
+			if got := p.answer(); got.status != 200 || got.body != "data: 1\n\n" || !got.cut {
 				t.Errorf("%s: %d %q, cut %v", name, got.status, got.body, got.cut)
 			}
 		}
@@ -57,7 +61,7 @@ func TestNothingWaitsForEver(t *testing.T) {
 		u.arrived("/guarded", 1)
 	})
 	t.Run("tunnel", func(t *testing.T) {
-		g := start(t, site, "1h", "1s")
+		g := start(t, site, "1h", "5s")
 		closed := make(chan struct{})
 		u.on("/tunnel", func(w http.ResponseWriter, a *arrival) {
 			conn, rw, err := http.NewResponseController(w).Hijack()
