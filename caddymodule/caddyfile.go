@@ -156,8 +156,8 @@ func parseKeys(d *caddyfile.Dispenser, a *App) error {
 	return err
 }
 
-// writtenAt notes where an option stands of which only loading shows whether it is right: it
-// depends on files and variables of the machine that the configuration is loaded on.
+// writtenAt records the place of an option that only loading can check: it depends on files and
+// variables of the machine.
 func (a *App) writtenAt(option string, at caddyfile.Token) {
 	if a.WrittenAt == nil {
 		a.WrittenAt = map[string]string{}
@@ -191,7 +191,7 @@ func parseGuard(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 	return guard, nil
 }
 
-// wayOf is the first of the ways by which calls are undone; empty where they are not.
+// wayOf is the first way by which calls are undone; empty if they are not.
 func wayOf(w *Ways) string {
 	switch {
 	case w.Restore != nil:
@@ -280,8 +280,8 @@ func (o options[T]) read(d *caddyfile.Dispenser, kind string, into T, at origin)
 	if opt.named && len(segment) > 1 && !strings.Contains("{", segment[1].Text) {
 		label += " " + segment[1].Text
 	}
-	// The option gets a dispenser of its own, so that nothing of it, such as a
-	// block that it does not take, can be taken for the next option.
+	// A separate dispenser, so that leftovers of the option, such as a block that it does not
+	// take, are not read as the next option.
 	inner := caddyfile.NewDispenser(segment)
 	inner.Next()
 	err := opt.parse(inner, into)
@@ -299,9 +299,8 @@ func (o options[T]) read(d *caddyfile.Dispenser, kind string, into T, at origin)
 	return errorAt(first, err)
 }
 
-// origin is where the options of a block stand in a Caddyfile, by name: their
-// tokens, or those of the first where there are several. The tokens that begin the
-// block itself are at "".
+// origin has the tokens of a block's options in the Caddyfile, by name; of the first, if an
+// option appears several times. The tokens that begin the block itself are at "".
 type origin map[string]caddyfile.Segment
 
 // originOf begins the origin of the block that d stands before.
@@ -432,8 +431,8 @@ func parseDuration(d *caddyfile.Dispenser, into *caddy.Duration) error {
 	return checkDuration(*into)
 }
 
-// longest is more than anybody waits, and keeps times within what 64 bits of
-// nanoseconds can say: an expiry that wraps around would free a key (P1).
+// longest keeps times within 64 bits of nanoseconds: an expiry that wraps around would free a
+// key (P1).
 const longest = 100 * 365 * 24 * time.Hour
 
 // checkDuration checks a duration of a configuration, where 0 is the default.

@@ -56,12 +56,11 @@ import (
 //		}
 //	}
 //
-// execution_id, consequential, exempt, fingerprint_exclude, outcome, action and
-// match may stand several times: sources of the id are tried in the order in which
-// they stand, and a call is consequential, exempt or of an action if any of the
-// lines matches it. What stands replaces the default; it does not add to it.
+// execution_id, consequential, exempt, fingerprint_exclude, outcome, action and match may
+// appear several times. Sources of the id are tried in order; a call is consequential, exempt
+// or belongs to an action if any of the lines matches. Values replace the default.
 //
-// <matchers> is one request matcher on the line, or a block of them which must all
+// <matchers> is one request matcher on the line, or a block of matchers, all of which must
 // match. <policy> is any of the options that Policy has:
 //
 //	deadline      <duration>
@@ -95,8 +94,8 @@ import (
 //	on_changed        escalate | overwrite
 //	max_image         <size>
 //
-// <way> is how calls are undone: one of these, or restore and compensate, of which the
-// latter is for what cannot be restored.
+// <way> is how calls are undone: one of these, or restore together with compensate for calls
+// that cannot be restored.
 //
 //	restore {
 //		header     <field> <value>
@@ -137,8 +136,7 @@ func (h *Handler) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	return h.checkPolicies()
 }
 
-// guardOptions are the options of agent_guard. Those are agent_guard's in
-// agent_proxy, too.
+// guardOptions are the options of agent_guard, which agent_proxy takes too.
 func guardOptions() options[*Handler] {
 	type dispenser = *caddyfile.Dispenser
 	return options[*Handler]{
@@ -343,10 +341,10 @@ func checkName(name string, others []*Action) error {
 	return nil
 }
 
-// maxName leaves room for what stands before a name in a token.
+// maxName leaves room for the prefix of a name in a token.
 const maxName = 200
 
-// fitsTokens reports whether a name can stand in tokens and in logs.
+// fitsTokens reports whether a name can be used in tokens and logs.
 func fitsTokens(name string) bool {
 	return len(name) <= maxName && !strings.ContainsFunc(name, func(r rune) bool { return !unicode.IsPrint(r) })
 }
@@ -723,7 +721,7 @@ func checkDescription(text string) error {
 	return nil
 }
 
-// checkGlobals finds options that need one of the global options, which are read before.
+// checkGlobals finds options whose global option is missing; those are read before.
 func (h *Handler) checkGlobals(helper httpcaddyfile.Helper) error {
 	app := new(App)
 	if global, ok := helper.Option("agent_guard").(httpcaddyfile.App); ok {
@@ -769,8 +767,8 @@ func (h *Handler) parseHandlers(helper httpcaddyfile.Helper, option string, into
 	return nil
 }
 
-// ownRequests reports whether the guard makes requests of its own, and what asks
-// for the first.
+// ownRequests reports whether the guard makes its own requests, and the first option that
+// needs them.
 func (h *Handler) ownRequests() (wanting, bool) {
 	const probe, undo = "on_unknown: a probe is a request", ": an undo is made of requests"
 	if h.OnUnknown == onUnknownProbe {
