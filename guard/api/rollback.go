@@ -11,6 +11,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
@@ -564,7 +566,7 @@ func useOf(r *rollback.Request) evidence.Use {
 	return evidence.Use(sum.Sum(nil))
 }
 
-// maxBuckets bounds what a Limit remembers; each bucket takes about 150 bytes.
+// maxBuckets bounds what a Limit remembers; each bucket takes about 200 bytes.
 const maxBuckets = 100_000
 
 // DefaultRate is how many new rollbacks an issuer, and a workflow, may ask for in a minute.
@@ -574,19 +576,13 @@ const DefaultRate = 60
 // bucket for each (C-6.1-d). The zero Limit is ready for use.
 type Limit struct {
 	mu      sync.Mutex
-	buckets map[bucketOf]*bucket
+	buckets map[bucketOf]*rate.Limiter // each holds up to a minute's worth
 	swept   time.Time
 }
 
 type bucketOf struct {
 	workflow bool
 	name     string
-}
-
-// bucket holds up to a minute's worth.
-type bucket struct {
-	left float64
-	at   time.Time
 }
 
 // Issuer counts one new rollback that an issuer asks for. Where it may not, nothing is
@@ -606,41 +602,35 @@ func (l *Limit) take(now time.Time, perMinute int, name bucketOf) (retry time.Du
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.buckets == nil {
-		l.buckets = map[bucketOf]*bucket{}
+		l.buckets = map[bucketOf]*rate.Limiter{}
 	}
+	perSecond := rate.Limit(float64(perMinute) / 60)
 	b := l.buckets[name]
 	if b == nil {
-		if len(l.buckets) >= maxBuckets && !l.sweep(now, perMinute) {
+		if len(l.buckets) >= maxBuckets && !l.sweep(now) {
 			return time.Minute, false // forgetting one would let it begin anew
 		}
-		b = &bucket{float64(perMinute), now}
+		b = rate.NewLimiter(perSecond, perMinute)
 		l.buckets[name] = b
 	}
-	b.fill(now, perMinute)
-	if b.left < 1 {
-		missing := (1 - b.left) / float64(perMinute)
-		return time.Duration(missing * float64(time.Minute)), false
+	b.SetLimitAt(now, perSecond) // which also takes the time of a clock that was set back
+	b.SetBurstAt(now, perMinute)
+	if b.AllowN(now, 1) {
+		return 0, true
 	}
-	b.left--
-	return 0, true
-}
-
-func (b *bucket) fill(now time.Time, perMinute int) {
-	if passed := now.Sub(b.at); passed > 0 { // a clock that was set back fills nothing
-		b.left += passed.Minutes() * float64(perMinute)
-	}
-	b.left, b.at = min(b.left, float64(perMinute)), now
+	missing := (1 - b.TokensAt(now)) / float64(perMinute)
+	return time.Duration(missing * float64(time.Minute)), false
 }
 
 // sweep forgets full buckets, at most once a second: they are as ones that were never
 // used. It reports whether there is room now.
-func (l *Limit) sweep(now time.Time, perMinute int) bool {
+func (l *Limit) sweep(now time.Time) bool {
 	if now.Sub(l.swept).Abs() < time.Second {
 		return false
 	}
 	l.swept = now
 	for name, b := range l.buckets {
-		if b.fill(now, perMinute); b.left >= float64(perMinute) {
+		if b.TokensAt(now) >= float64(b.Burst()) {
 			delete(l.buckets, name)
 		}
 	}

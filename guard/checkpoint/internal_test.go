@@ -1,7 +1,6 @@
 package checkpoint
 
 import (
-	"encoding/binary"
 	"encoding/hex"
 	"reflect"
 	"testing"
@@ -125,30 +124,6 @@ func FuzzDecode(f *testing.F) {
 		_, _ = decodeCredentials(b)
 		_, _ = decodeAccount(b)
 	})
-}
-
-// What is remembered of workflows is bounded; those for whom something waits stay.
-func TestIdleUsagesAreForgotten(t *testing.T) {
-	var u usages
-	of := func(i int) scope {
-		s := scope{kind: kindWorkflow}
-		binary.BigEndian.PutUint32(s.hash[:], uint32(i))
-		return s
-	}
-	busy := u.of(of(0))
-	for i := range maxUsages - 1 {
-		u.giveBack(u.of(of(1 + i)))
-	}
-	if u.known(of(1)) == nil {
-		t.Error("forgotten without need")
-	}
-	u.giveBack(u.of(of(maxUsages)))
-	if u.known(of(1)) != nil || len(u.m) != 2 {
-		t.Errorf("%d are remembered", len(u.m))
-	}
-	if u.known(of(0)) != busy {
-		t.Error("one for whom something waits is forgotten")
-	}
 }
 
 // What stands in stores of earlier builds stays as it is, byte for byte, behind the random

@@ -213,6 +213,34 @@ func TestRateOfAWorkflow(t *testing.T) {
 	})
 }
 
+// A checkpoint whose commit has failed draws on no rate, also where another call of the
+// workflow has another rate; one that may have landed does.
+func TestRateCountsWhatMayStand(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		slow, fast := checkpoint.Terms{Rate: 2}, checkpoint.Terms{Rate: 60}
+		fail := func([]store.Write) error { return errDisk }
+		for range 5 {
+			first := r.prepare(small("a"), slow)
+			r.landed(r.prepare(small(number("f", int(time.Now().Unix()))), fast))
+			r.st.fail.Store(&fail)
+			if err := r.commit(first.Batch); !errors.Is(err, errDisk) {
+				t.Fatal(err)
+			}
+			r.st.fail.Store(nil)
+			time.Sleep(time.Second)
+		}
+		unknown := func([]store.Write) error { return store.ErrUnknown }
+		r.st.fail.Store(&unknown)
+		for _, id := range []string{"b", "c"} {
+			if err := r.commit(r.prepare(small(id), slow).Batch); !errors.Is(err, store.ErrUnknown) {
+				t.Fatal(err)
+			}
+		}
+		r.over(small("d"), slow, checkpoint.OfWorkflow, checkpoint.OverRate)
+	})
+}
+
 // Of many at a time exactly as many get through as are allowed.
 func TestQuotaHoldsUnderConcurrency(t *testing.T) {
 	onStores(t, func(t *testing.T, r *rig) {

@@ -66,10 +66,10 @@ func BenchmarkKey(b *testing.B) {
 	}
 }
 
-// One whole execution, without its store.
+// One whole execution, without its store: of a caller without a quota, and with one.
 func BenchmarkExecution(b *testing.B) {
-	for _, size := range []int{100, 1 << 10} {
-		b.Run(fmt.Sprint(size), func(b *testing.B) {
+	measure := func(name string, size int, q execution.Quota) {
+		b.Run(name, func(b *testing.B) {
 			st := &forgetful{Store: memory.New(memory.Options{})}
 			g, _, err := execution.Open(ctx, st, seal.Generate())
 			if err != nil {
@@ -80,10 +80,15 @@ func BenchmarkExecution(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				n++
-				run(b, g, benchCall(g, fmt.Sprint(n)), body)
+				c := benchCall(g, fmt.Sprint(n))
+				c.Quota = q
+				run(b, g, c, body)
 			}
 		})
 	}
+	measure("100", 100, execution.Quota{})
+	measure("1024", 1<<10, execution.Quota{})
+	measure("quota", 100, execution.Quota{Open: 100, Bytes: 1 << 50})
 }
 
 func BenchmarkReplay(b *testing.B) {

@@ -71,11 +71,11 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		err = fmt.Errorf("%w: %w", ErrUnrecorded, err)
 		orphan := e.record
 		orphan.State = StateInDoubt // as the next life of this node will record it
-		e.usage.settled(&orphan)
+		settled(e.usage, &orphan)
 	case o.Whole:
 		ending = endedAnswered
 	case o.Verdict == Released:
-		ending = EndedUnsent
+		ending = endedUnsent
 	}
 	err = done(err, batches)
 	e.g.leave(e.usage) // before those who follow wake, of whom one may claim
@@ -138,7 +138,7 @@ func (e *Execution) keep(ctx context.Context, record *Record, tail []byte, batch
 	}
 	_, err := e.g.store.Commit(ctx, batch...)
 	if err == nil {
-		e.usage.settled(record)
+		settled(e.usage, record)
 	}
 	return err
 }
@@ -151,9 +151,9 @@ const (
 	// endedAnswered: its answer is whole and for everybody who waits, whatever
 	// became of the key.
 	endedAnswered Ending = 1 + iota
-	// EndedUnsent: proven that nothing was sent. Exactly one of those that wait
+	// endedUnsent: proven that nothing was sent. Exactly one of those that wait
 	// may claim the key and run; the others follow it.
-	EndedUnsent
+	endedUnsent
 	// EndedInDoubt: no whole answer, and nobody knows.
 	EndedInDoubt
 )

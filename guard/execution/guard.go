@@ -35,7 +35,7 @@ type Guard struct {
 	flights flights
 	running gate
 	writers *writers
-	usages  usages
+	usages  store.Usages[CallerHash, unsettled]
 	bodies  *spool.Budget
 }
 
@@ -69,6 +69,7 @@ var (
 func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Recovery, error) {
 	boot := newClaim()
 	g := &Guard{store: st, sealer: sealer, boot: hex.EncodeToString(boot[:]), writers: new(writers), bodies: spool.NewBudget(DefaultBodyMemory)}
+	g.usages.Window = usageWindow
 	g.writers.current.Store(new(gate))
 	if err := g.identify(ctx); err != nil {
 		return nil, Recovery{}, err
@@ -283,7 +284,7 @@ func (g *Guard) begin(ctx context.Context, c *Call, found Finding, batches []*st
 	}
 	e, err := g.claim(ctx, c, flight, found, batches)
 	if err != nil {
-		g.flights.end(flight, EndedUnsent)
+		g.flights.end(flight, endedUnsent)
 		g.running.leave()
 		return nil, err
 	}
@@ -495,7 +496,7 @@ func (g *Guard) recover(ctx context.Context) (Recovery, error) {
 
 func (g *Guard) recoverOne(ctx context.Context, key Key, done *Recovery) error {
 	record, version, err := g.load(ctx, key)
-	if err != nil || record == nil || !record.State.Open() || record.Node != g.node || record.Boot == g.boot {
+	if err != nil || record == nil || !record.State.open() || record.Node != g.node || record.Boot == g.boot {
 		return err
 	}
 	now, err := g.store.Now(ctx)

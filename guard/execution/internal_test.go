@@ -196,7 +196,7 @@ func checkIndex(t *testing.T, g *Guard) {
 			}
 			key := Key(entry.Key[1:])
 			want[string(stateKey(r.State, r.Created, key))] = true
-			if r.State.Open() {
+			if r.State.open() {
 				continue
 			}
 			want[string(g.callerKey(r, key))] = true
@@ -586,31 +586,6 @@ func TestQuotaCountOutlastsItsClient(t *testing.T) {
 	}
 	if st.scans != 1 {
 		t.Errorf("counted %d times", st.scans)
-	}
-}
-
-// What a caller holds is remembered in little memory, however long it is kept.
-func TestQuotaExpiryIsBounded(t *testing.T) {
-	u := usage{expiry: map[int64]int64{}}
-	start := time.Unix(1_700_000_000, 0)
-	const keep = 30 * 24 * time.Hour
-	for at := start; at.Before(start.Add(2 * keep)); at = at.Add(time.Minute) {
-		u.expire(at)
-		u.keep(1, at, at.Add(keep))
-		u.keep(1, at, at.Add(24*time.Hour))
-	}
-	if n := len(u.expiry); n > 400 {
-		t.Errorf("%d windows are remembered", n)
-	}
-	now := start.Add(2 * keep)
-	u.expire(now)
-	held := int64((keep + 24*time.Hour) / time.Minute)
-	if u.bytes < held || u.bytes > held+held/20 {
-		t.Errorf("%d bytes are held, counted are %d", held, u.bytes)
-	}
-	u.expire(now.Add(keep + keep/20))
-	if u.bytes != 0 || len(u.expiry) != 0 {
-		t.Errorf("%d bytes in %d windows are left when all has expired", u.bytes, len(u.expiry))
 	}
 }
 

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -42,195 +41,78 @@ func (e *QuotaError) Error() string {
 	return fmt.Sprintf("guard: the caller has %d bytes stored, at most %d", e.Bytes, e.Quota.Bytes)
 }
 
-// usages is what the callers hold that were bounded of late. What is not in it is
-// counted from the index of the caller's executions.
-type usages struct {
-	mu sync.Mutex
-	m  map[CallerHash]*usage
-}
+// unsettled are the open executions of a caller.
+type unsettled struct{ running, doubts int }
 
-// maxUsages is how many callers are remembered; beyond it, idle ones are forgotten.
-const maxUsages = 10_000
+// usage is what one caller has: its open executions, and its records and answers.
+type usage = store.Usage[unsettled]
 
-// usage is what one caller holds.
-type usage struct {
-	users int // who enter or have entered; guarded by usages.mu
-
-	mu      sync.Mutex
-	counted bool
-	running int
-	doubts  int
-	bytes   int64
-	expiry  map[int64]int64 // bytes by the end of the window in which they expire
-	soonest int64           // the first of these ends; 0 without one
-}
-
-// How exactly expiring bytes are remembered: by windows of a 64th to a 32nd of the time
-// that is left, so that there are few of them however long a key is kept.
-const (
-	leastWindow = 10 * time.Minute
-	windows     = 64
-)
-
-// of returns the usage of caller, which is not forgotten until it is given back.
-func (u *usages) of(caller CallerHash) *usage {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if u.m == nil {
-		u.m = map[CallerHash]*usage{}
-	}
-	held := u.m[caller]
-	if held == nil {
-		if len(u.m) >= maxUsages {
-			u.forget()
-		}
-		held = &usage{expiry: map[int64]int64{}}
-		u.m[caller] = held
-	}
-	held.users++
-	return held
-}
-
-func (u *usages) giveBack(held *usage) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	held.users--
-}
-
-// forget drops the callers who run nothing, with mu held.
-func (u *usages) forget() {
-	for caller, held := range u.m {
-		if held.users == 0 {
-			delete(u.m, caller)
-		}
-	}
-}
-
-// known returns the usage of caller if it is remembered.
-func (u *usages) known(caller CallerHash) *usage {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	return u.m[caller]
-}
+// usageWindow is how exactly their end is remembered at best.
+const usageWindow = 10 * time.Minute
 
 // admit enters an execution of caller, or returns a QuotaError. One that runs again is
 // counted already, as a doubt, and always admitted: else a caller full of doubts could
 // settle none of them. The usage that it got must be left again; it is nil where there
 // is no quota, and nothing is remembered of the caller from when there was one.
 func (g *Guard) admit(ctx context.Context, caller CallerHash, q Quota, now time.Time, again bool) (*usage, error) {
-	if q.none() && g.usages.known(caller) == nil {
+	if q.none() && g.usages.Known(caller) == nil {
 		return nil, nil
 	}
 	if again {
 		q = Quota{}
 	}
-	u := g.usages.of(caller)
-	err := u.check(ctx, g, caller, q, now)
-	if err != nil {
-		g.usages.giveBack(u)
+	u := g.usages.Enter(caller)
+	if err := g.enter(ctx, u, caller, q, now); err != nil {
+		g.usages.Leave(u)
 		return nil, err
 	}
 	return u, nil
 }
 
-func (u *usage) check(ctx context.Context, g *Guard, caller CallerHash, q Quota, now time.Time) error {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if !u.counted {
-		// Where that is much it takes long, and is not begun anew because a client has left.
-		if err := u.count(context.WithoutCancel(ctx), g, caller, now); err != nil {
+func (g *Guard) enter(ctx context.Context, u *usage, caller CallerHash, q Quota, now time.Time) error {
+	u.Lock()
+	defer u.Unlock()
+	if !u.Counted {
+		if err := g.count(ctx, u, caller); err != nil {
 			return err
 		}
 	}
-	retry := u.expire(now)
-	open := u.running + u.doubts
+	retry := u.Expire(now)
+	open := u.State.running + u.State.doubts
 	switch {
 	case q.Open > 0 && open >= q.Open:
-		return &QuotaError{Open: open, Doubts: u.doubts, Bytes: u.bytes, Quota: q}
-	case q.Bytes > 0 && u.bytes >= q.Bytes:
-		return &QuotaError{Open: open, Doubts: u.doubts, Bytes: u.bytes, Quota: q, Retry: retry}
+		return &QuotaError{Open: open, Doubts: u.State.doubts, Bytes: u.Bytes, Quota: q}
+	case q.Bytes > 0 && u.Bytes >= q.Bytes:
+		return &QuotaError{Open: open, Doubts: u.State.doubts, Bytes: u.Bytes, Quota: q, Retry: retry}
 	}
-	u.running++
+	u.State.running++
 	return nil
 }
 
-// count reads what caller holds from the index, once, with mu held: those who come
-// at the same time wait for it.
-func (u *usage) count(ctx context.Context, g *Guard, caller CallerHash, now time.Time) error {
-	u.doubts, u.bytes, u.soonest = 0, 0, 0
-	clear(u.expiry)
-	for entry, err := range g.store.Scan(ctx, store.Prefix(callerPrefix(caller))) {
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
+// count reads what caller has from the index.
+func (g *Guard) count(ctx context.Context, u *usage, caller CallerHash) error {
+	u.State.doubts = 0
+	err := u.Count(ctx, g.store, callerPrefix(caller), func(entry store.Entry) error {
 		a, err := decodeAccount(entry.Value)
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
+		if err == nil {
+			a.add(u, entry.Expires)
 		}
-		u.add(a, now, entry.Expires)
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	u.counted = true
 	return nil
-}
-
-// add counts an execution that is settled and whose record expires at the given time.
-func (u *usage) add(a account, now, expires time.Time) {
-	if a.state == StateInDoubt {
-		u.doubts++
-	}
-	u.keep(a.record, now, expires)
-	if a.result > 0 {
-		u.keep(a.result, now, a.resultExpires)
-	}
-}
-
-func (u *usage) keep(bytes int64, now, expires time.Time) {
-	u.bytes += bytes
-	if expires.IsZero() {
-		return
-	}
-	window := leastWindow
-	for window < expires.Sub(now)/windows {
-		window *= 2
-	}
-	at := expires.UnixNano()
-	end := at - at%int64(window) + int64(window)
-	u.expiry[end] += bytes
-	if u.soonest == 0 || end < u.soonest {
-		u.soonest = end
-	}
-}
-
-// expire forgets what has expired and returns when the next does; the zero time where
-// nothing will.
-func (u *usage) expire(now time.Time) (next time.Time) {
-	if u.soonest != 0 && u.soonest <= now.UnixNano() {
-		u.soonest = 0
-		for end, bytes := range u.expiry {
-			if end <= now.UnixNano() {
-				u.bytes -= bytes
-				delete(u.expiry, end)
-			} else if u.soonest == 0 || end < u.soonest {
-				u.soonest = end
-			}
-		}
-	}
-	if u.soonest == 0 {
-		return time.Time{}
-	}
-	return time.Unix(0, u.soonest)
 }
 
 // settled counts what is recorded of an execution that was admitted to u.
-func (u *usage) settled(r *Record) {
+func settled(u *usage, r *Record) {
 	if u == nil {
 		return
 	}
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if u.counted {
-		u.add(accountOf(r, r.size()), r.Settled, r.expires())
-	}
+	u.Lock()
+	defer u.Unlock()
+	accountOf(r, r.size()).add(u, r.expires())
 }
 
 // leave ends an execution that was admitted to u.
@@ -238,29 +120,42 @@ func (g *Guard) leave(u *usage) {
 	if u == nil {
 		return
 	}
-	u.mu.Lock()
-	u.running--
-	u.mu.Unlock()
-	g.usages.giveBack(u)
+	u.Lock()
+	u.State.running--
+	u.Unlock()
+	g.usages.Leave(u)
 }
 
 // resolved counts that a doubt of r's caller was settled, or is run again. Next is
 // what is recorded now; nil where that is not in the index.
 func (g *Guard) resolved(r, next *Record) {
-	u := g.usages.known(r.Caller)
+	u := g.usages.Known(r.Caller)
 	if u == nil {
 		return
 	}
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if !u.counted {
+	u.Lock()
+	defer u.Unlock()
+	u.State.doubts = max(u.State.doubts-1, 0)
+	u.Add(-1, -int64(r.size()), r.Created, time.Time{})
+	if next != nil {
+		accountOf(next, next.size()).add(u, next.expires())
+	}
+}
+
+// rolledBack counts that next is recorded of an execution that was undone, or must not run. Old,
+// if any, was recorded of it, and was no doubt.
+func (g *Guard) rolledBack(old, next *Record) {
+	u := g.usages.Known(next.Caller)
+	if u == nil {
 		return
 	}
-	u.doubts = max(u.doubts-1, 0)
-	u.bytes = max(u.bytes-int64(r.size()), 0)
-	if next != nil {
-		u.add(accountOf(next, next.size()), next.Settled, next.expires())
+	u.Lock()
+	defer u.Unlock()
+	if old != nil {
+		u.Add(-1, -int64(old.size()), old.Created, old.expires())
 	}
+	// The answer beside it stays and is counted.
+	u.Add(1, int64(next.size()), next.Created, time.Time{})
 }
 
 // account is what an index entry tells of a settled execution, so that counting a
@@ -280,6 +175,20 @@ func accountOf(r *Record, record int) account {
 		a.resultExpires = r.Result.Expires
 	}
 	return a
+}
+
+// add counts an execution that is settled and whose record expires at the given time.
+func (a account) add(u *usage, expires time.Time) {
+	if !u.Counted { // it will be read from the index
+		return
+	}
+	if a.state == StateInDoubt {
+		u.State.doubts++
+	}
+	u.Add(1, a.record, a.created, expires)
+	if a.result > 0 {
+		u.Add(1, a.result, a.created, a.resultExpires)
+	}
 }
 
 // The tags of an account's fields, under the rules of a record's.
@@ -355,7 +264,7 @@ func (g *Guard) Tally(ctx context.Context, most int) (map[State]Count, error) {
 				break
 			}
 			created := time.Unix(0, createdIn(entry.Key))
-			if state.Open() && g.flights.find(keyIn(entry.Key)) == nil {
+			if state.open() && g.flights.find(keyIn(entry.Key)) == nil {
 				is, err := g.stateOf(ctx, keyIn(entry.Key))
 				switch {
 				case err != nil:

@@ -41,8 +41,8 @@ func (s State) String() string {
 	}
 }
 
-// Open reports whether the execution has not come to an end yet.
-func (s State) Open() bool { return s == StateSending }
+// open reports whether the execution has not come to an end yet.
+func (s State) open() bool { return s == StateSending }
 
 // States lists the states, in the order in which they are documented.
 func States() []State {
@@ -409,7 +409,7 @@ func (r *Record) expires() time.Time {
 // after. Whoever commits it is in g.writers from before the call until after the commit.
 func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
 	writes := 7 // of a settle: the record, its five index entries, its answer
-	if new != nil && new.State.Open() {
+	if new != nil && new.State.open() {
 		writes = 3
 	}
 	for _, b := range batches {
@@ -451,13 +451,13 @@ func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batche
 	}
 	keep(func(r *Record) []byte { return stateKey(r.State, r.Created, key) }, nil)
 	keep(func(r *Record) []byte {
-		if r.State.Open() {
+		if r.State.open() {
 			return nil
 		}
 		return g.callerKey(r, key)
 	}, func(r *Record) []byte { return accountOf(r, size).encode() })
 	keep(func(r *Record) []byte {
-		if r.State.Open() || r.Workflow == "" {
+		if r.State.open() || r.Workflow == "" {
 			return nil
 		}
 		return g.workflowKey(r, key)

@@ -357,7 +357,7 @@ func (r *resealer) take(entry store.Entry, plain []byte) bool {
 		r.left(entry, KeyLeft{Records: 1})
 		return false
 	}
-	if !record.State.Open() {
+	if !record.State.open() {
 		return true
 	}
 	key := Key(entry.Key[1:])

@@ -291,8 +291,11 @@ func (g *Guard) undo(ctx context.Context, key Key, found *Finding, next *Record,
 	_, err := g.store.Commit(ctx, append(g.put(key, found.Record, next, condition), extra...)...)
 	var lost *store.Conflict
 	switch {
+	case err == nil && found.Status == Doubtful:
+		g.resolved(found.Record, next)
+		return nil
 	case err == nil:
-		g.counted(found, next)
+		g.rolledBack(found.Record, next)
 		return nil
 	case !errors.As(err, &lost):
 		return fmt.Errorf("%w: %w", ErrStore, err)
@@ -300,44 +303,4 @@ func (g *Guard) undo(ctx context.Context, key Key, found *Finding, next *Record,
 		return ErrTaken
 	}
 	return lost
-}
-
-// counted counts what became of a caller's execution that was undone.
-func (g *Guard) counted(found *Finding, next *Record) {
-	if found.Status == Doubtful {
-		g.resolved(found.Record, next)
-		return
-	}
-	u := g.usages.known(next.Caller)
-	if u == nil {
-		return
-	}
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if !u.counted {
-		return
-	}
-	size := int64(next.size())
-	if found.Record != nil {
-		u.drop(int64(found.Record.size()), found.Record.expires())
-	}
-	u.keep(size, next.Settled, time.Time{}) // the answer beside it stays and is counted
-}
-
-// drop forgets bytes that would have expired at the given time, with mu held.
-func (u *usage) drop(bytes int64, expires time.Time) {
-	u.bytes = max(u.bytes-bytes, 0)
-	if expires.IsZero() {
-		return
-	}
-	// Which window they are in depends on when they were counted. It ends after they
-	// expire, and is one of few.
-	at := expires.UnixNano()
-	for window := int64(leastWindow); window > 0 && window <= at; window *= 2 {
-		end := at - at%window + window
-		if u.expiry[end] >= bytes {
-			u.expiry[end] -= bytes
-			return
-		}
-	}
 }

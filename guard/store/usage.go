@@ -1,0 +1,175 @@
+package store
+
+import (
+	"context"
+	"sync"
+	"time"
+)
+
+type amount struct {
+	n     int
+	bytes int64
+}
+
+// Usage counts what one holder, such as a caller or a workflow, has in a store, so that a
+// quota can bound it. State is what its owner knows of the holder besides. Whoever reads or
+// changes a Usage holds its lock.
+type Usage[S any] struct {
+	sync.Mutex
+	State S
+	// N is how many entries were added and have not expired, Bytes what they take.
+	N     int
+	Bytes int64
+	// Counted says that this is what the store has. Before, nothing is added.
+	Counted bool
+
+	window  time.Duration
+	users   int              // who have entered and not left; guarded by Usages.mu
+	expiry  map[int64]amount // by the end of the window in which they expire
+	soonest int64            // the first of these ends; 0 without one
+}
+
+// windows is into how many parts the life of an entry is divided for remembering when it
+// ends, so that there are few of them however long it is kept.
+const windows = 64
+
+// Add counts n entries and their bytes until the window is over in which they expire; the
+// zero time is never. If n is not positive, it changes what is counted of an entry that was
+// added with the same times, and does nothing once that has expired.
+func (u *Usage[S]) Add(n int, bytes int64, created, expires time.Time) {
+	if !u.Counted {
+		return
+	}
+	if !expires.IsZero() {
+		end := u.windowEnd(created, expires)
+		at, ok := u.expiry[end]
+		if !ok && n <= 0 {
+			return
+		}
+		at.n += n
+		at.bytes += bytes
+		if at.n > 0 {
+			u.remember(end, at)
+		} else {
+			bytes -= at.bytes // what is left over belongs to nothing
+			delete(u.expiry, end)
+		}
+	}
+	u.N, u.Bytes = max(u.N+n, 0), max(u.Bytes+bytes, 0)
+}
+
+func (u *Usage[S]) remember(end int64, a amount) {
+	if u.expiry == nil {
+		u.expiry = map[int64]amount{}
+	}
+	u.expiry[end] = a
+	if u.soonest == 0 || end < u.soonest {
+		u.soonest = end
+	}
+}
+
+// windowEnd is the end of the window in which an entry expires: the same whenever it is
+// asked.
+func (u *Usage[S]) windowEnd(created, expires time.Time) int64 {
+	window := u.window
+	for window < expires.Sub(created)/windows {
+		window *= 2
+	}
+	at := expires.UnixNano()
+	return at - at%int64(window) + int64(window)
+}
+
+// Expire forgets what has expired and returns when the next does; the zero time where
+// nothing will.
+func (u *Usage[S]) Expire(now time.Time) (next time.Time) {
+	if u.soonest != 0 && u.soonest <= now.UnixNano() {
+		u.soonest = 0
+		for end, a := range u.expiry {
+			if end <= now.UnixNano() {
+				u.N -= a.n
+				u.Bytes -= a.bytes
+				delete(u.expiry, end)
+			} else if u.soonest == 0 || end < u.soonest {
+				u.soonest = end
+			}
+		}
+	}
+	if u.soonest == 0 {
+		return time.Time{}
+	}
+	return time.Unix(0, u.soonest)
+}
+
+// Count lets add read the entries under a prefix, and add those that count. It is done
+// once, under the lock, so that those who come at the same time wait for it. It takes long
+// where there are many, and goes on when ctx ends: else a client that has left could make
+// the next begin anew. The error is that of the store or of add; nothing is then counted.
+func (u *Usage[S]) Count(ctx context.Context, st Store, prefix []byte, add func(Entry) error) error {
+	u.Counted = true
+	for entry, err := range st.Scan(context.WithoutCancel(ctx), Prefix(prefix)) {
+		if err == nil {
+			err = add(entry)
+		}
+		if err != nil {
+			u.Counted, u.N, u.Bytes, u.expiry, u.soonest = false, 0, 0, nil, 0
+			return err
+		}
+	}
+	return nil
+}
+
+// Usages is what the holders have that were bounded of late. What is not in it is counted
+// from the store, so that a crash forgets nothing.
+type Usages[K comparable, S any] struct {
+	// Window is how long after its expiry an entry is counted at most, or a 32nd of its life
+	// where that is longer. It must be more than zero.
+	Window time.Duration
+
+	mu sync.Mutex
+	m  map[K]*Usage[S]
+}
+
+// maxUsages is how many holders are remembered; beyond it, idle ones are forgotten.
+const maxUsages = 10_000
+
+// Enter returns what a holder has. It is not forgotten until it was given to Leave as often.
+func (u *Usages[K, S]) Enter(holder K) *Usage[S] {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.m == nil {
+		u.m = map[K]*Usage[S]{}
+	}
+	found := u.m[holder]
+	if found == nil {
+		if len(u.m) >= maxUsages {
+			u.forget()
+		}
+		found = &Usage[S]{window: u.Window}
+		u.m[holder] = found
+	}
+	found.users++
+	return found
+}
+
+// Leave gives back what Enter has returned.
+func (u *Usages[K, S]) Leave(entered *Usage[S]) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	entered.users--
+}
+
+// forget drops the holders that nobody has entered, with mu held.
+func (u *Usages[K, S]) forget() {
+	for holder, found := range u.m {
+		if found.users == 0 {
+			delete(u.m, holder)
+		}
+	}
+}
+
+// Known returns what a holder has if it is remembered, or nil.
+func (u *Usages[K, S]) Known(holder K) *Usage[S] {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.m[holder]
+}
