@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
-	"net/http/httptrace"
 	"net/url"
 	"slices"
 	"strings"
@@ -18,7 +17,6 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"golang.org/x/net/http/httpguts"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
@@ -144,124 +142,10 @@ func (p *Probe) ask(x *call) (*internalAnswer, error) {
 		}
 		header.Set(name, value)
 	}
-	a, err := x.h.send(ctx, &internalRequest{
+	return x.h.send(ctx, &internalRequest{
 		method: p.Method, path: path, query: query, host: x.r.Host, remote: x.r.RemoteAddr,
 		header: header, most: maxProbeAnswer,
 	})
-	if err != nil {
-		return nil, err
-	}
-	return a, nil
-}
-
-// send makes a request through the handlers in `upstream`, without site authentication and this
-// guard. ctx is that of a request to the same server. Go and Caddy send nothing twice by themselves;
-// it is sent again only if not a byte was sent.
-func (h *Handler) send(ctx context.Context, o *internalRequest) (*internalAnswer, error) {
-	ctx = asOwn(untraced{ctx})
-	for again := false; ; again = true {
-		a, retry, err := h.sendOnce(ctx, o)
-		if err == nil || again || !retry {
-			return a, err
-		}
-	}
-}
-
-// sendOnce also reports whether sending again is safe and likely to succeed.
-func (h *Handler) sendOnce(ctx context.Context, o *internalRequest) (a *internalAnswer, retry bool, err error) {
-	a = &internalAnswer{header: http.Header{}, most: o.most}
-	r, err := http.NewRequestWithContext(ctx, o.method, (&url.URL{Path: "/"}).String(), bytes.NewReader(o.body))
-	if err != nil {
-		return a, false, err
-	}
-	if len(o.body) == 0 {
-		r.Body = http.NoBody
-	}
-	if r.URL.Path, err = url.PathUnescape(o.path); err != nil {
-		return a, false, err
-	}
-	r.URL.RawPath, r.URL.RawQuery = o.path, o.query
-	r.RequestURI = r.URL.RequestURI()
-	r.Host, r.RemoteAddr, r.Header = o.host, o.remote, o.header.Clone()
-	r.Header.Set("Accept-Encoding", "identity")
-	server, _ := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
-	// With a replacer of its own: that of the call has the placeholders of the call.
-	r = caddyhttp.PrepareRequest(r, caddy.NewReplacer(), a, server)
-	armed, watch := proxy.Arm(r.Context())
-	defer watch.Release()
-	panicked, err := handOn(h.upstream, a, r.WithContext(armed))
-	a.unframed = watch.Unframed()
-	upstream, answered := replacer(r).Get(upstreamStatus)
-	a.replaced = answered && upstream != a.status
-	switch {
-	case panicked != nil:
-		return a, false, fmt.Errorf("the answer was cut short: %v", panicked)
-	case err != nil:
-		return a, a.status == 0 && watch.Proof(err, proxy.Retries(armed)).Again, err
-	case ctx.Err() != nil || armed.Err() != nil:
-		return a, false, errNoAnswer
-	case a.large:
-		return a, false, fmt.Errorf("the answer is larger than %d bytes", o.most)
-	}
-	return a, false, nil
-}
-
-// internalRequest is a request of the guard's own to the upstream: a status probe, or one for
-// an undo.
-type internalRequest struct {
-	method string
-	// path is escaped, query without the question mark.
-	path, query string
-	host        string
-	remote      string // the address of the client that it is made for
-	header      http.Header
-	body        []byte
-	// most is the largest answer that is read, in bytes.
-	most int64
-}
-
-// internalAnswer is a response writer that keeps a small answer.
-type internalAnswer struct {
-	status int
-	header http.Header
-	body   []byte
-	most   int64
-	large  bool
-	// unframed: the body's end cannot be distinguished from a broken connection.
-	unframed bool
-	// replaced: another handler has replaced the upstream's answer.
-	replaced bool
-}
-
-func (a *internalAnswer) Header() http.Header { return a.header }
-
-func (a *internalAnswer) WriteHeader(status int) {
-	if a.status == 0 && status >= 200 {
-		a.status = status
-	}
-}
-
-func (a *internalAnswer) Write(p []byte) (int, error) {
-	a.WriteHeader(http.StatusOK)
-	if int64(len(a.body)+len(p)) > a.most {
-		a.large = true
-		return len(p), nil
-	}
-	a.body = append(a.body, p...)
-	return len(p), nil
-}
-
-// untraced is a context without the trace of another request: a guard around this one would take the
-// request for a second attempt at its call, and stop that.
-type untraced struct{ context.Context }
-
-// Value implements context.Context.
-func (c untraced) Value(key any) any {
-	value := c.Context.Value(key)
-	if _, trace := value.(*httptrace.ClientTrace); trace {
-		return nil
-	}
-	return value
 }
 
 // Evidence matches an answer. Every member that is set must match.

@@ -139,8 +139,11 @@ func TestProbeAnswer(t *testing.T) {
 	if a.status != 200 || string(a.body) != "abc" {
 		t.Errorf("%d %q", a.status, a.body)
 	}
-	if n, err := a.Write(make([]byte, maxProbeAnswer)); n != maxProbeAnswer || err != nil || !a.large || len(a.body) != 3 {
-		t.Errorf("a large answer: %d, %v, large %v, %d bytes kept", n, err, a.large, len(a.body))
+	if n, err := a.Write(make([]byte, maxProbeAnswer-3)); n != maxProbeAnswer-3 || err != nil || a.cut {
+		t.Errorf("an answer of the longest length: %d, %v, cut %v", n, err, a.cut)
+	}
+	if n, err := a.Write([]byte("defg")); n != 4 || err != nil || !a.cut || len(a.body) != maxProbeAnswer {
+		t.Errorf("a large answer: %d, %v, cut %v, %d bytes kept", n, err, a.cut, len(a.body))
 	}
 }
 

@@ -14,8 +14,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
@@ -96,12 +94,25 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 		}
 		defer over()
 	}
-	u := undoCall{Outgoing: o, way: way, target: target, header: undoHeader(o, configured)}
-	answer, again, err := u.forward(ctx)
-	if again {
-		answer, _, err = u.forward(ctx)
+	r := &internalRequest{
+		method: o.Method, path: target.EscapedPath(), query: target.RawQuery, forceQuery: target.ForceQuery,
+		host: o.Host, header: undoHeader(o, configured), body: o.Body, most: rollback.MaxAnswer,
+		remote: "127.0.0.1:0", // it is the gateway that asks
+		// The upstream gets X-Forwarded-Proto of calls to this site. One that wants https
+		// would answer an undo with a redirect.
+		https: len(way.server.TLSConnPolicies) > 0,
 	}
-	return answer, err
+	answer, err := r.send(proxy.WithUndo(ctx), way.handler, way.server)
+	switch {
+	case err != nil && answer.notSent:
+		return nil, unsent("", err)
+	case err != nil:
+	case answer.replaced:
+		err = errReplaced
+	case answer.unframed && (o.Spec == nil || !o.Spec.Unframed):
+		err = answer.maybeCut(o.Method)
+	}
+	return answer.ofUndo(err)
 }
 
 // unsent is the error of a request of which not a byte was sent.
@@ -129,81 +140,10 @@ func undoHeader(o *rollback.Outgoing, configured http.Header) http.Header {
 	if o.Workflow != "" {
 		header.Set(headerWorkflowID, o.Workflow)
 	}
-	// Bodies are compared, so that they have to come as they are.
-	header.Set("Accept-Encoding", "identity")
 	if header.Get("User-Agent") == "" {
 		header.Set("User-Agent", "caddy-agent-guard")
 	}
 	return header
-}
-
-// undoCall is a request of an undo to the upstream of its call.
-type undoCall struct {
-	*rollback.Outgoing
-	way    *passage
-	target *url.URL
-	header http.Header
-}
-
-// request makes the request anew: handlers on the way change it.
-func (u *undoCall) request(ctx context.Context, answer http.ResponseWriter) *http.Request {
-	target := *u.target
-	r := &http.Request{
-		Method: u.Method, URL: &target, RequestURI: target.RequestURI(),
-		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
-		Header: u.header.Clone(), Host: u.Host,
-		Body: http.NoBody, ContentLength: int64(len(u.Body)),
-		RemoteAddr: "127.0.0.1:0", // it is the gateway that asks
-	}
-	if len(u.Body) > 0 {
-		r.Body = io.NopCloser(bytes.NewReader(u.Body))
-	}
-	if len(u.way.server.TLSConnPolicies) > 0 {
-		// The upstream gets X-Forwarded-Proto of calls to this site. One that wants https
-		// would answer an undo with a redirect.
-		r.TLS = new(tls.ConnectionState)
-	}
-	return caddyhttp.PrepareRequest(r.WithContext(proxy.WithUndo(asOwn(ctx))), caddy.NewReplacer(), answer, u.way.server)
-}
-
-// forward sends the request once. again says that a connection turned out to be dead
-// before a byte was written, so that another one is likely to do.
-func (u *undoCall) forward(ctx context.Context) (_ *rollback.Answer, again bool, _ error) {
-	answer := newUndoAnswer()
-	r := u.request(ctx, answer)
-	armed, watch := proxy.Arm(r.Context())
-	defer watch.Release()
-	r = r.WithContext(armed)
-	panicked, err := handOn(u.way.handler, answer, r)
-	// Of a request that is cut off before its answer reverse_proxy makes a 499 without an error.
-	cut := armed.Err() != nil && (answer.Status == 0 || answer.Status == 499)
-	proof := watch.Proof(err, proxy.Retries(armed))
-	upstream, answered := replacer(r).Get(upstreamStatus)
-	switch {
-	case panicked != nil:
-		err = errCutShort
-	case err != nil:
-	case cut:
-		err = context.Cause(ctx)
-		if err == nil {
-			err = errNoAnswer
-		}
-	case answer.Status == 0:
-		err = errNoAnswer
-	case answered && upstream != answer.Status:
-		err = errReplaced
-	default:
-		if !watch.Unframed() || u.Spec != nil && u.Spec.Unframed {
-			return &answer.Answer, false, nil
-		}
-		if err = answer.maybeCut(u.Method); err == nil {
-			return &answer.Answer, false, nil
-		}
-	}
-	if panicked == nil && (answer.Status == 0 || cut) && proof.NotSent() {
-		return nil, proof.Again, unsent("", err)
-	}
-	return nil, false, &rollback.SendError{Err: fmt.Errorf("undo: %w", err)}
 }
 
 // Watch implements undo.Watcher.
@@ -248,53 +188,26 @@ var (
 	_ rollback.Watcher = (*undoSender)(nil)
 )
 
-// undoAnswer is a response writer that keeps the answer to a request of an undo.
-type undoAnswer struct {
-	rollback.Answer
-}
-
-func newUndoAnswer() *undoAnswer { return &undoAnswer{rollback.Answer{Header: http.Header{}}} }
-
-// Header implements http.ResponseWriter.
-func (a *undoAnswer) Header() http.Header { return a.Answer.Header }
-
-// WriteHeader implements http.ResponseWriter. Interim answers are not the answer.
-func (a *undoAnswer) WriteHeader(status int) {
-	if a.Status == 0 && status >= 200 {
-		a.Status = status
+// ofUndo is the answer to a request of an undo, which may have arrived where there is an error.
+func (a *internalAnswer) ofUndo(err error) (*rollback.Answer, error) {
+	if err != nil {
+		return nil, &rollback.SendError{Err: fmt.Errorf("undo: %w", err)}
 	}
-}
-
-// Write implements http.ResponseWriter. It goes on to take what is not kept: an answer
-// that is too long is still known to be whole.
-func (a *undoAnswer) Write(p []byte) (int, error) {
-	a.WriteHeader(http.StatusOK)
-	room := rollback.MaxAnswer - len(a.Body)
-	if len(p) > room {
-		a.Cut = true
-		a.Body = append(a.Body, p[:room]...)
-		return len(p), nil
-	}
-	a.Body = append(a.Body, p...)
-	return len(p), nil
+	return &rollback.Answer{Status: a.status, Header: a.header, Body: a.body, Cut: a.cut}, nil
 }
 
 // maybeCut is for a body that nothing but the connection's end has ended, so that its own
 // end may be lacking. Of what changes something the status says enough, and the body is
 // marked; who looks at what there is must not take a part of it for the whole.
-func (a *undoAnswer) maybeCut(method string) error {
+func (a *internalAnswer) maybeCut(method string) error {
 	if proxy.Safe(method) {
 		return errCutShort
 	}
-	a.Cut = true
+	a.cut = true
 	return nil
 }
 
-var (
-	errCutShort = errors.New("the answer was cut short")
-	errNoAnswer = errors.New("no answer came")
-	errReplaced = errors.New("a handler on the way has answered in the upstream's place")
-)
+var errReplaced = errors.New("a handler on the way has answered in the upstream's place")
 
 // undoDial is how long a connection to a whole URL may take to be made, and its handshake.
 const undoDial = 10 * time.Second
@@ -304,6 +217,8 @@ const undoDial = 10 * time.Second
 // sent, and no other failure is. The environment's proxy is not used: through one, a
 // refused connection would look like an answer.
 func newDirect() http.RoundTripper {
+	protocols := new(http.Protocols)
+	protocols.SetHTTP1(true)
 	return &http.Transport{
 		DialContext:            (&net.Dialer{Timeout: undoDial}).DialContext,
 		TLSClientConfig:        &tls.Config{MinVersion: tls.VersionTLS12},
@@ -311,14 +226,8 @@ func newDirect() http.RoundTripper {
 		DisableKeepAlives:      true,
 		DisableCompression:     true,
 		MaxResponseHeaderBytes: 64 << 10,
-		Protocols:              http1(),
+		Protocols:              protocols,
 	}
-}
-
-func http1() *http.Protocols {
-	p := new(http.Protocols)
-	p.SetHTTP1(true)
-	return p
 }
 
 // whole lets a request to a whole URL through the breaker of its address (cascade 3.2, ADR
@@ -436,6 +345,7 @@ func (s *undoSender) send(ctx context.Context, o *rollback.Outgoing, header http
 	if err != nil {
 		return nil, unsent(rollback.ReasonNoUpstream, err)
 	}
+	header.Set("Accept-Encoding", "identity") // bodies are compared
 	r.Header = header
 	r.GetBody = nil
 	if ctx.Err() != nil {
@@ -449,19 +359,19 @@ func (s *undoSender) send(ctx context.Context, o *rollback.Outgoing, header http
 		return nil, &rollback.SendError{Err: fmt.Errorf("undo: %w", err)}
 	}
 	defer res.Body.Close()
-	answer := newUndoAnswer()
-	answer.Answer.Header = res.Header
+	answer := &internalAnswer{header: res.Header, most: rollback.MaxAnswer}
 	answer.WriteHeader(res.StatusCode)
 	// One byte more than is kept shows that there is more; no more is waited for.
-	if _, err := io.CopyN(answer, res.Body, rollback.MaxAnswer+1); err != nil && err != io.EOF {
-		return nil, &rollback.SendError{Err: fmt.Errorf("undo: %w: %w", errCutShort, err)}
+	if _, err = io.CopyN(answer, res.Body, rollback.MaxAnswer+1); err == io.EOF {
+		err = nil
 	}
-	if r.Method != http.MethodHead && res.ContentLength < 0 && len(res.TransferEncoding) == 0 {
-		if err := answer.maybeCut(r.Method); err != nil {
-			return nil, &rollback.SendError{Err: fmt.Errorf("undo: %w", err)}
-		}
+	switch {
+	case err != nil:
+		err = fmt.Errorf("%w: %w", errCutShort, err)
+	case r.Method != http.MethodHead && res.ContentLength < 0 && len(res.TransferEncoding) == 0:
+		err = answer.maybeCut(r.Method)
 	}
-	return &answer.Answer, nil
+	return answer.ofUndo(err)
 }
 
 // undoTrials are the undos of this life that have got no good answer yet, by the checkpoint

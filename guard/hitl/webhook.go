@@ -141,6 +141,10 @@ const (
 // Webhooks specification has it (https://www.standardwebhooks.com/). It is safe for
 // concurrent use.
 //
+// It has a client of its own, and not the sender of the gateway's requests to upstreams: the
+// receiver is no upstream and is trusted by its certificate, each attempt is signed, and
+// sending twice is harmless.
+//
 // The headers are `webhook-id`, the escalation's id, by which a receiver tells
 // repetitions; `webhook-timestamp`, the seconds since 1970 at which this attempt was
 // signed; and `webhook-signature`, for each secret `v1,` and the standard base64 of the
