@@ -42,16 +42,16 @@ type RollbackRequest struct {
 	CheckpointID string `json:"checkpoint_id"`
 	// Scope is single, sub_dag or full_workflow.
 	Scope string `json:"scope,omitempty"`
-	// Cascade says, where Scope is missing, sub_dag and not single.
+	// Cascade means sub_dag instead of single if Scope is missing.
 	Cascade bool `json:"cascade,omitempty"`
 	// KeepDependants says that completed actions which depend on what is undone stay as they
 	// are. Without it a rollback that would leave some is refused.
 	KeepDependants bool `json:"keep_dependants,omitempty"`
 	// Operator says who asks: 256 bytes at most. It is recorded and logged.
 	Operator string `json:"operator"`
-	// Reason says why: 512 bytes at most. It is recorded, logged, and told to agents.
+	// Reason says why: 512 bytes at most. It is recorded, logged, and sent to agents.
 	Reason string `json:"reason"`
-	// DryRun shows the plan, and nothing is touched or recorded.
+	// DryRun shows the plan, and changes and records nothing.
 	DryRun bool `json:"dry_run,omitempty"`
 }
 
@@ -59,7 +59,7 @@ type RollbackRequest struct {
 type RollbackPage struct {
 	// Rollbacks, the newest first, without their steps.
 	Rollbacks []*api.Document `json:"rollbacks"`
-	// Unreadable counts those that stand there and cannot be read.
+	// Unreadable counts those that cannot be read.
 	Unreadable int `json:"unreadable,omitempty"`
 	// Next is what `after` takes to go on; empty after the last page.
 	Next string `json:"next,omitempty"`
@@ -222,9 +222,9 @@ func listRollbacks(r *http.Request, all Rollbacks, p *params) (any, error) {
 
 var _ Rollbacks = (*rollback.Coordinator)(nil)
 
-// Trial is what is known of an undo that has not succeeded yet.
+// Trial is the state of an undo that has not succeeded yet.
 type Trial struct {
-	// Attempts counts the requests of this life of the gateway that got no good answer.
+	// Attempts counts the requests of this process that got no good answer.
 	Attempts int
 	// Cause is why the last one did not.
 	Cause string
@@ -260,7 +260,7 @@ func explain(ctx context.Context, st Store, doc *api.Document) {
 type Escalations struct {
 	// Escalations, the newest first.
 	Escalations []Escalation `json:"escalations"`
-	// Unreadable counts those that stand there and do not open.
+	// Unreadable counts those that cannot be opened.
 	Unreadable int `json:"unreadable,omitempty"`
 	// Next is where the list goes on; absent at its end.
 	Next string `json:"next,omitempty"`

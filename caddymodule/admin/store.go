@@ -17,18 +17,18 @@ import (
 
 // The health of a store.
 const (
-	// HealthOK: it answers.
+	// HealthOK: the store responds.
 	HealthOK = "ok"
-	// HealthClosed: it closed itself after a failed sync. Only a restart cures that.
+	// HealthClosed: it closed itself after a failed sync. Only a restart opens it again.
 	HealthClosed = "closed"
-	// HealthUnknown: it does not answer.
+	// HealthUnknown: it does not respond.
 	HealthUnknown = "unknown"
 )
 
 // maxCounted is up to which number the executions of a state are counted.
 const maxCounted = 10_000
 
-// StoreStatus is how a store is.
+// StoreStatus is the status of a store.
 type StoreStatus struct {
 	// Path names the store.
 	Path string `json:"path"`
@@ -38,7 +38,7 @@ type StoreStatus struct {
 	Problem string `json:"problem,omitempty"`
 	// Node is the gateway that the store belongs to.
 	Node string `json:"node"`
-	// Boot is the present life of that gateway.
+	// Boot is the id of this process of the gateway.
 	Boot string `json:"boot"`
 	// Executions are the numbers of executions by state; left out where they cannot
 	// be counted.
@@ -117,7 +117,7 @@ func age(now, then time.Time) int64 {
 type Report struct {
 	// Commits are transactions, each with one sync.
 	Commits uint64 `json:"commits"`
-	// Batches are what landed in them.
+	// Batches are the committed batches.
 	Batches uint64 `json:"batches"`
 	// Writes are the single writes in those.
 	Writes uint64 `json:"writes"`
@@ -137,7 +137,7 @@ type Report struct {
 	Size map[string]uint64 `json:"size_bytes,omitempty"`
 	// Dead are the bytes of expired and replaced records that compaction can give back.
 	Dead int64 `json:"dead_bytes"`
-	// Reclaimed are the bytes that compactions for their sake have given back.
+	// Reclaimed are the bytes that compactions have reclaimed.
 	Reclaimed uint64 `json:"reclaimed_bytes"`
 	// MaxSize is the largest size of the store in bytes, 0 without a limit.
 	MaxSize int64 `json:"max_size_bytes,omitempty"`
@@ -145,27 +145,27 @@ type Report struct {
 	Verifying bool `json:"verifying"`
 	// Disk is left out where the system does not say.
 	Disk *Disk `json:"disk,omitempty"`
-	// Refused are the batches that were refused for want of disk space.
+	// Refused are the batches that were refused because the disk was nearly full.
 	Refused uint64 `json:"refused_disk_full"`
 }
 
-// Disk is what is left of a store's disk.
+// Disk is the free space of a store's disk.
 type Disk struct {
 	// Free are the free bytes.
 	Free uint64 `json:"free_bytes"`
-	// MinFree are the free bytes below which nothing new begins.
+	// MinFree are the free bytes below which nothing new starts.
 	MinFree int64 `json:"min_free_bytes"`
-	// Takes says what the store takes for it: everything, outcomes, or nothing.
+	// Takes is what the store accepts: everything, outcomes, or nothing.
 	Takes string `json:"takes"`
 }
 
-// What a store takes, by the space that its disk has left (P4).
+// What a store accepts, by the free space of its disk (P4).
 const (
 	// TakesEverything: there is enough.
 	TakesEverything = "everything"
-	// TakesOutcomes: nothing new begins, what is running can end.
+	// TakesOutcomes: nothing new starts, running executions can end.
 	TakesOutcomes = "outcomes"
-	// TakesNothing: what is running ends in doubt.
+	// TakesNothing: running executions end in doubt.
 	TakesNothing = "nothing"
 )
 
@@ -205,39 +205,39 @@ type KeyStatus struct {
 type Key struct {
 	// ID is its number.
 	ID uint32 `json:"id"`
-	// Created is when it was made.
+	// Created is when it was created.
 	Created time.Time `json:"created,omitzero"`
-	// Newest says that what is sealed now is sealed with it.
+	// Newest marks the key that seals new values.
 	Newest bool `json:"newest"`
-	// InUse says that something may stand under it: the ring must keep it.
+	// InUse says that something may be sealed with it: the ring must keep it.
 	InUse bool `json:"in_use"`
 	// Until is when the last of that expires, where that is known.
 	Until time.Time `json:"until,omitzero"`
 }
 
-// Resealing is how far a pass has come.
+// Resealing is the progress of a pass.
 type Resealing struct {
 	// Key is the sealing key to which values are moved.
 	Key uint32 `json:"key"`
-	// Seen counts the values that were looked at.
+	// Seen counts the values that were read.
 	Seen int `json:"seen"`
-	// Resealed counts those that were sealed anew.
+	// Resealed counts those that were sealed again.
 	Resealed int `json:"resealed"`
-	// Damaged counts those that do not open.
+	// Damaged counts those that cannot be opened.
 	Damaged int `json:"damaged"`
-	// Left is what stands under older keys, as far as was looked.
+	// Left are the values under older keys, as far as they were read.
 	Left []KeyLeft `json:"left"`
 	// Started is when it began.
 	Started time.Time `json:"started"`
 	// Finished is when it was done; left out while it runs, and where it failed.
 	Finished time.Time `json:"finished,omitzero"`
-	// Done says that everything was looked at.
+	// Done says that everything was read.
 	Done bool `json:"done"`
 	// Error is why it stopped; it will be tried again.
 	Error string `json:"error,omitempty"`
 }
 
-// KeyLeft is what stands under an older key.
+// KeyLeft are the values that are sealed with an older key.
 type KeyLeft struct {
 	// ID is the key's number.
 	ID uint32 `json:"id"`
@@ -281,7 +281,7 @@ type Identity struct {
 	Keys []IdentityKey `json:"keys"`
 }
 
-// IdentityKey is one key of the gateway's.
+// IdentityKey is one key of the gateway.
 type IdentityKey struct {
 	// ID is its name, the `kid` of its tokens.
 	ID string `json:"id"`
@@ -414,7 +414,7 @@ type Ledger struct {
 	Key string
 }
 
-// LedgerHead is how a log is.
+// LedgerHead is the head of a log.
 type LedgerHead struct {
 	// Origin is the log's name.
 	Origin string `json:"origin"`
@@ -431,13 +431,13 @@ type LedgerHead struct {
 	// Refused is the number of entries since the opening of which no token could be
 	// made.
 	Refused int64 `json:"refused"`
-	// Damaged is the number of waiting events that do not open.
+	// Damaged is the number of waiting events that cannot be opened.
 	Damaged int64 `json:"damaged"`
 	// Retries is the number of moves into the tree that failed and were tried again.
 	Retries int64 `json:"retries"`
 }
 
-// LedgerBacklog is what waits for the sequencer.
+// LedgerBacklog are the events that wait for the sequencer.
 type LedgerBacklog struct {
 	// Entries is the number of events.
 	Entries int `json:"entries"`
@@ -445,7 +445,7 @@ type LedgerBacklog struct {
 	Age int64 `json:"age"`
 }
 
-// LedgerReport is what a verification of a whole log has found.
+// LedgerReport is the result of verifying a whole log.
 type LedgerReport struct {
 	// Origin is the log's name.
 	Origin string `json:"origin"`
@@ -455,15 +455,15 @@ type LedgerReport struct {
 	Root string `json:"root"`
 	// Entries is the number of entries that are there.
 	Entries int64 `json:"entries"`
-	// Pruned is the number of those that have nothing but their hash any more.
+	// Pruned is the number of those of which only the hash is kept.
 	Pruned int64 `json:"pruned"`
 	// Vouchers are the keys that vouched for what was pruned.
 	Vouchers []LedgerVoucher `json:"vouchers,omitempty"`
 	// Waiting counts the events that have no place in the tree yet.
 	Waiting int64 `json:"waiting"`
-	// Faults are the first 1,000 things that are not as they were written.
+	// Faults are the first 1,000 differences from what was recorded.
 	Faults []LedgerFault `json:"faults"`
-	// Count is the number of all faults; 0 says that the log holds.
+	// Count is the number of all faults; 0 if the log is intact.
 	Count int `json:"count"`
 }
 
@@ -475,7 +475,7 @@ type LedgerVoucher struct {
 	Entries int64 `json:"entries"`
 }
 
-// LedgerFault is one thing that is not as it was written.
+// LedgerFault is one difference from what was recorded.
 type LedgerFault struct {
 	// Index is the entry that it concerns, or the first of several; left out where it
 	// concerns none.
