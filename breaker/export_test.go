@@ -1,7 +1,13 @@
 package breaker
 
 // Restored is restore: a breaker outside of any registry.
-var Restored = restore
+func Restored(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
+	b, err := restore(s, rules, hook)
+	if err == nil {
+		b.resume()
+	}
+	return b, err
+}
 
 func (b *Breaker) SetRules(rules *Rules) { b.setRules(rules) }
 

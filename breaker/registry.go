@@ -113,8 +113,9 @@ func (r *Registry) Restore(s Snapshot, rules *Rules) error {
 	}
 	before := r.Find(b.key)
 	if before != nil && !before.stopBlank() || !r.put(b) {
-		b.stop()
+		return nil
 	}
+	b.resume()
 	return nil
 }
 

@@ -169,7 +169,8 @@ func (s Snapshot) Blank() bool { return s.State == Closed && s.Mode == Auto && s
 
 // restore makes a breaker with the state of a snapshot. OPEN ends at the same wall time, but never later
 // than if no time had passed since: a clock that was set back does not extend it. A probe that was
-// under way is lost, and the next suitable call is one. The error is that of DecodeSnapshot.
+// under way is lost, and the next suitable call is one. The cooldown does not end before resume. The
+// error is that of DecodeSnapshot.
 func restore(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
 	if err := s.check(); err != nil {
 		return nil, err
@@ -194,10 +195,19 @@ func restore(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
 		left := min(s.Until.Sub(now.Round(0)), s.Until.Sub(s.At), max(rules.set.MaxCooldown, rules.set.MaxRetryAfter))
 		left = max(left, 0)
 		b.outage.until, b.outage.lasts = now.Add(left), max(s.Until.Sub(s.Since), left)
-		b.arm(left)
 	default:
 		b.period = nil
 	}
 	b.publish()
 	return b, nil
+}
+
+// resume lets the cooldown of a restored breaker end. A breaker that gets no place in a registry is never
+// resumed, so that the hook gets none of its events.
+func (b *Breaker) resume() {
+	b.mu.Lock()
+	defer b.unlock()
+	if b.state == Open && !b.outage.until.IsZero() {
+		b.arm(time.Until(b.outage.until))
+	}
 }
