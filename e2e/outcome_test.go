@@ -254,7 +254,7 @@ func TestOutcomeUnframed(t *testing.T) {
 // nothing of it came or its end is missing.
 func TestOutcomeDeadline(t *testing.T) {
 	u := newUpstream(t)
-	g := start(t, "agent_proxy %s {\n deadline 100ms\n}", u.addr)
+	g := start(t, "agent_proxy %s {\n deadline 5s\n}", u.addr)
 	u.on("/silent", func(_ http.ResponseWriter, a *arrival) { <-a.Context().Done() })
 	u.on("/slow", func(w http.ResponseWriter, a *arrival) {
 		fmt.Fprint(w, "begin")
@@ -263,6 +263,7 @@ func TestOutcomeDeadline(t *testing.T) {
 	})
 
 	r := request{path: "/silent", id: "k"}
+	slow := g.begin(request{path: "/slow", id: "k"})
 	got := g.call(r)
 	if doc := got.terminal(t, 409, "in-doubt"); !strings.Contains(doc.Detail, "deadline") {
 		t.Errorf("detail: %s", doc.Detail)
@@ -270,7 +271,7 @@ func TestOutcomeDeadline(t *testing.T) {
 	g.check(u, r, got, inDoubt)
 
 	r.path = "/slow"
-	if got = g.call(r); !got.cut || got.body != "begin" {
+	if got = slow.answer(); !got.cut || got.body != "begin" {
 		t.Errorf("got %q, cut %v", got.body, got.cut)
 	}
 	g.check(u, r, got, inDoubt)
