@@ -16,13 +16,13 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 )
 
-// The classes of operations that by_operation tells apart.
+// The classes of operations that by_operation separates.
 const (
 	readClass  = "read"
 	writeClass = "write"
 )
 
-// Circuits are the breakers as one transport uses them.
+// Circuits are the breakers of one transport's upstreams.
 type Circuits struct {
 	pool      *pool
 	set       Settings
@@ -32,10 +32,9 @@ type Circuits struct {
 	forced    bool     // the settings force a mode
 }
 
-// Open holds the process's breakers for a transport with these settings, which must be let go with
-// Close. upstreams are those that it is known to lead to, as Caddy dials them; more says that there
-// may be others. It fails on settings that Validate refuses, and with VerifyProbe on an upstream
-// that is known and has no identity.
+// Open acquires the process's breakers for a transport with these settings, until Close. upstreams
+// are its known upstreams, as Caddy dials them; more says that there may be others. It fails on
+// settings that Validate refuses, and with VerifyProbe on a known upstream without an identity.
 func Open(s Settings, upstreams []string, more bool) (*Circuits, error) {
 	checked, err := s.checkAll()
 	if err != nil {
@@ -59,13 +58,13 @@ func Open(s Settings, upstreams []string, more bool) (*Circuits, error) {
 	return c, nil
 }
 
-// Close lets the breakers go. Calls that are under way may still settle theirs.
+// Close releases the breakers. Running calls may still report to theirs.
 func (c *Circuits) Close() error {
 	c.pool.leave(c)
 	return releasePool()
 }
 
-// Address is what an upstream's breaker is known by, of its dial address.
+// Address is the address of an upstream's breaker, from its dial address.
 func Address(dial string) (string, error) {
 	addr, err := caddy.ParseNetworkAddress(dial)
 	if err != nil {
@@ -74,7 +73,7 @@ func Address(dial string) (string, error) {
 	return addressOf(addr.Network, addr.JoinHostPort(0)), nil
 }
 
-// addressOf is what an upstream's breaker is known by, of its network and the address there.
+// addressOf is the address of an upstream's breaker, from its network and the address there.
 func addressOf(network, address string) string {
 	if network == "" || network == "tcp" {
 		return address
@@ -82,7 +81,8 @@ func addressOf(network, address string) string {
 	return network + "/" + address
 }
 
-// Breaker is that of an upstream, by its address, for a call of this method. Ask for each call.
+// Breaker returns the breaker of the upstream at address for a call of this method. Ask for each
+// call.
 func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
 	key := breaker.Key{Upstream: upstream}
 	if c.set.ByOperation {
@@ -98,8 +98,8 @@ func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
 	return b
 }
 
-// probeIdentity is who must have answered a probe of an upstream, by its address; empty where any
-// answer will do.
+// probeIdentity is the identity that must answer a probe of the upstream at an address; empty if
+// any may.
 func (c *Circuits) probeIdentity(upstream string) string {
 	if !c.set.VerifyProbe {
 		return ""
@@ -107,8 +107,8 @@ func (c *Circuits) probeIdentity(upstream string) string {
 	return c.checked.downstream[upstream]
 }
 
-// Refusal is that of the upstream which is back first, if every upstream is known and refuses a
-// call of this method and view at the moment; else nil.
+// Refusal is the refusal of the upstream that is back first, if all upstreams are known and refuse
+// a call of this method and view at the moment; otherwise nil.
 func (c *Circuits) Refusal(method string, view *breaker.View) *breaker.OpenError {
 	if c.open {
 		return nil
@@ -127,7 +127,7 @@ func (c *Circuits) Refusal(method string, view *breaker.View) *breaker.OpenError
 	return first
 }
 
-// Safe reports whether a method changes nothing, so that a call is suited as a probe.
+// Safe reports whether a method changes nothing, so that its calls can be probes.
 func Safe(method string) bool {
 	switch method {
 	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace:
@@ -201,7 +201,7 @@ func (p *pool) join(c *Circuits) {
 	p.count()
 }
 
-// leave takes a user out, and forgets the upstreams that none of the others leads to.
+// leave removes a user, and forgets the upstreams that no other user leads to.
 func (p *pool) leave(c *Circuits) {
 	p.mu.Lock()
 	p.users = slices.DeleteFunc(slices.Clone(p.users), func(u *Circuits) bool { return u == c })
@@ -210,7 +210,7 @@ func (p *pool) leave(c *Circuits) {
 	p.forget()
 }
 
-// forget forgets the breakers to whose upstreams nothing leads.
+// forget forgets the breakers of upstreams to which no transport leads.
 func (p *pool) forget() {
 	stood := p.registry.Status()
 	var gone []breaker.Key
@@ -244,7 +244,7 @@ func (p *pool) leadsTo(key breaker.Key) bool {
 	return slices.ContainsFunc(p.users, func(u *Circuits) bool { return u.leadsTo(key.Upstream) })
 }
 
-// identity is that of an upstream, as the latest user says that gives it one.
+// identity is the identity of an upstream, by the latest user that configures one.
 func (p *pool) identity(upstream string) string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -388,7 +388,7 @@ func (m *Member) Downstream(upstream string) string {
 	return cmp.Or(m.pool.identity(upstream), upstream)
 }
 
-// Keep remembers a reference to the opening that an event reports, such as the id of its token
+// Keep stores a reference to the opening that an event reports, such as the id of its token
 // (breaker.Breaker.Keep).
 func (m *Member) Keep(e breaker.Event, reference string) {
 	if b := m.pool.registry.Find(e.Key); b != nil {
@@ -396,7 +396,7 @@ func (m *Member) Keep(e breaker.Event, reference string) {
 	}
 }
 
-// SetMode sets what an operator wants of a breaker. It reports false where there is none.
+// SetMode sets the mode that an operator chose for a breaker. It reports false if there is none.
 func (m *Member) SetMode(key breaker.Key, mode breaker.Mode) bool {
 	b := m.pool.registry.Find(key)
 	if b != nil {
@@ -405,8 +405,8 @@ func (m *Member) SetMode(key breaker.Key, mode breaker.Mode) bool {
 	return b != nil
 }
 
-// Snapshot is what of a breaker has to outlive the process. There is nothing where a new breaker
-// would do as well, and where the configuration forces the mode.
+// Snapshot is the state of a breaker that must survive the process; none if a new breaker would do
+// as well, or if the configuration forces the mode.
 func (m *Member) Snapshot(key breaker.Key) (breaker.Snapshot, bool) {
 	m.pool.mu.Lock()
 	_, forced := m.pool.forced[key]
@@ -419,8 +419,8 @@ func (m *Member) Snapshot(key breaker.Key) (breaker.Snapshot, bool) {
 	return s, !s.Blank()
 }
 
-// Restore lets a breaker go on where another process has left it. It reports false where no
-// transport leads to its upstream. What a breaker of this process knows by itself goes before.
+// Restore continues a breaker in the state of an earlier process. It reports false if no transport
+// leads to its upstream. The state that a breaker of this process already has takes precedence.
 func (m *Member) Restore(s breaker.Snapshot) (bool, error) {
 	p := m.pool
 	if s.Class == UndoClass {
@@ -443,13 +443,13 @@ func (m *Member) Restore(s breaker.Snapshot) (bool, error) {
 	return true, nil
 }
 
-// UndoClass is the class of the breakers of what the gateway calls on its own account (ADR 0053).
-// They are apart from those of upstreams at the same addresses: neither counts for the other.
+// UndoClass is the class of the breakers of servers that the gateway itself calls (ADR 0053). They
+// are separate from those of upstreams at the same addresses.
 const UndoClass = "undo"
 
-// undoRules are those of UndoClass. Undos are few and repeat themselves at growing intervals, so
-// that a share of a minute's calls would hardly ever open a breaker; and their time is limited, so
-// that the longest cooldown is short.
+// undoRules are the rules of UndoClass. Undos are few and are retried at growing intervals, so a
+// share of a minute's calls would hardly ever open a breaker; their time is limited, so the longest
+// cooldown is short.
 var undoRules = func() *breaker.Rules {
 	r, err := breaker.NewRules(breaker.Settings{
 		Consecutive: 5, Cooldown: 5 * time.Second, MaxCooldown: 30 * time.Second,
@@ -462,16 +462,15 @@ var undoRules = func() *breaker.Rules {
 }()
 
 const (
-	// undoMemory is how long a breaker of UndoClass is kept that nobody asks for.
+	// undoMemory is how long an unused breaker of UndoClass is kept.
 	undoMemory = time.Hour
 	// maxUndoBreakers bounds how many there are. An address that is in use comes back, with a
 	// closed breaker.
 	maxUndoBreakers = 128
 )
 
-// UndoBreaker is the breaker of what the gateway calls on its own account, by its address. It is
-// forgotten an hour after it was last asked for, unless an operator has set its mode. Ask for each
-// call.
+// UndoBreaker is the breaker of a server that the gateway itself calls, by address. It is forgotten
+// an hour after its last use, unless an operator has set its mode. Ask for each call.
 func (m *Member) UndoBreaker(address string) *breaker.Breaker {
 	m.pool.noteUndo(address)
 	m.pool.forgetUnused()
@@ -485,8 +484,8 @@ func (p *pool) noteUndo(address string) {
 	p.undoUsed[address] = time.Now()
 }
 
-// forgetUnused forgets the breakers of UndoClass that were not asked for in a long time, and of too
-// many the one that was not for longest. What an operator has set stays.
+// forgetUnused forgets the breakers of UndoClass that were not used for a long time, and the least
+// recently used one if there are too many. Those whose mode an operator has set stay.
 func (p *pool) forgetUnused() {
 	p.mu.Lock()
 	busy := len(p.undoUsed) <= maxUndoBreakers
@@ -587,13 +586,13 @@ type Circuit struct {
 	Cooldown float64 `json:"cooldown_s"`
 	// NextProbe is when a probe may be let through.
 	NextProbe time.Time `json:"next_probe,omitzero"`
-	// Probing says that one is under way.
+	// Probing says that a probe is running.
 	Probing bool `json:"probing"`
-	// FailedProbes are those in a row.
+	// FailedProbes is the number of failed probes in a row.
 	FailedProbes int `json:"failed_probes"`
 	// Reason says in a word why it opened.
 	Reason string `json:"reason,omitempty"`
-	// LastCause is what the last failure was.
+	// LastCause describes the last failure.
 	LastCause string `json:"last_cause,omitempty"`
 	// Opened is the id of the token of the opening, where there is one.
 	Opened string `json:"open_ect,omitempty"`
