@@ -293,60 +293,32 @@ const (
 	fixedOverhead = 1 << 8 // version, numbers, and the tags and lengths of single fields
 )
 
-func appendField(b []byte, tag byte, v string) []byte {
-	if v == "" {
-		return b
-	}
-	b = append(b, tag)
-	b = binary.AppendUvarint(b, uint64(len(v)))
-	return append(b, v...)
-}
-
-func appendInt(b []byte, tag byte, v int64) []byte {
-	if v == 0 {
-		return b
-	}
-	var buf [binary.MaxVarintLen64]byte
-	n := binary.PutVarint(buf[:], v)
-	return append(append(b, tag, byte(n)), buf[:n]...)
-}
-
-func appendTime(b []byte, tag byte, t time.Time) []byte {
-	if t.IsZero() {
-		return b
-	}
-	return appendInt(b, tag, t.UnixNano())
-}
-
 // encode appends e as a waiting event.
 func (e *Event) encode(b []byte) []byte {
-	return e.encodeFields(append(b, encodingVersion))
+	return e.encodeFields(store.Encoder{B: append(b, encodingVersion)})
 }
 
 // encodeLeaf appends e as the entry at index.
 func (e *Event) encodeLeaf(b []byte, index int64, recorded time.Time) []byte {
-	b = append(b, encodingVersion)
-	b = appendInt(b, tagIndex, index)
-	b = appendTime(b, tagRecorded, recorded)
-	return e.encodeFields(b)
+	to := store.Encoder{B: append(b, encodingVersion)}
+	to.Int(tagIndex, index)
+	to.Time(tagRecorded, recorded)
+	return e.encodeFields(to)
 }
 
-func (e *Event) encodeFields(b []byte) []byte {
-	b = appendField(b, tagID, e.ID)
-	b = appendField(b, tagWorkflow, e.Workflow)
-	b = appendField(b, tagAction, e.Action)
-	b = appendField(b, tagIssuer, e.Issuer)
+func (e *Event) encodeFields(to store.Encoder) []byte {
+	to.String(tagID, e.ID)
+	to.String(tagWorkflow, e.Workflow)
+	to.String(tagAction, e.Action)
+	to.String(tagIssuer, e.Issuer)
 	for _, p := range e.Parents {
-		b = appendField(b, tagParent, p)
+		to.String(tagParent, p)
 	}
-	b = appendTime(b, tagTime, e.Time)
-	b = appendTime(b, tagKeepUntil, e.KeepUntil)
-	if e.Unsigned {
-		b = appendInt(b, tagUnsigned, 1)
-	}
-	b = append(b, tagPayload)
-	b = binary.AppendUvarint(b, uint64(len(e.Payload)))
-	return append(b, e.Payload...)
+	to.Time(tagTime, e.Time)
+	to.Time(tagKeepUntil, e.KeepUntil)
+	to.Bool(tagUnsigned, e.Unsigned)
+	store.Field(&to, tagPayload, e.Payload)
+	return to.B
 }
 
 // decode reads exactly what encode and encodeLeaf write: fields in their order, and each
@@ -356,58 +328,48 @@ func decode(leaf []byte) (Entry, error) {
 	if len(leaf) == 0 || leaf[0] != encodingVersion {
 		return e, errEncoding
 	}
-	b, last := leaf[1:], byte(0)
-	for len(b) > 0 {
-		tag := b[0]
-		size, n := binary.Uvarint(b[1:])
-		if n <= 0 || size > uint64(len(b)-1-n) || tag < last || tag == last && tag != tagParent {
+	d, last := store.Decoder{B: leaf[1:], Broken: errEncoding}, byte(0)
+	for d.Next() {
+		if d.Tag < last || d.Tag == last && d.Tag != tagParent {
 			return e, errEncoding
 		}
-		field := b[1+n:][:size]
-		b, last = b[1+n+int(size):], tag
-		if !e.set(tag, field) {
-			return e, errEncoding
-		}
+		last = d.Tag
+		e.set(&d)
 	}
-	if last != tagPayload || e.ID == "" {
-		return e, errEncoding
+	if d.Err == nil && (last != tagPayload || e.ID == "") {
+		d.Err = errEncoding
 	}
-	return e, nil
+	return e, d.Err
 }
 
-func (e *Entry) set(tag byte, field []byte) bool {
-	ok := true
-	number := func() int64 {
-		v, n := binary.Varint(field)
-		ok = n == len(field) && n > 0
-		return v
-	}
-	switch tag {
+// set takes the field that d is at.
+func (e *Entry) set(d *store.Decoder) {
+	switch d.Tag {
 	case tagIndex:
-		e.Index = number()
+		e.Index = d.Int()
 	case tagRecorded:
-		e.Recorded = time.Unix(0, number())
+		e.Recorded = d.Time()
 	case tagID:
-		e.ID = string(field)
+		e.ID = string(d.Field)
 	case tagWorkflow:
-		e.Workflow = string(field)
+		e.Workflow = string(d.Field)
 	case tagAction:
-		e.Action = string(field)
+		e.Action = string(d.Field)
 	case tagIssuer:
-		e.Issuer = string(field)
+		e.Issuer = string(d.Field)
 	case tagParent:
-		e.Parents = append(e.Parents, string(field))
+		e.Parents = append(e.Parents, string(d.Field))
 	case tagTime:
-		e.Time = time.Unix(0, number())
+		e.Time = d.Time()
 	case tagKeepUntil:
-		e.KeepUntil = time.Unix(0, number())
+		e.KeepUntil = d.Time()
 	case tagUnsigned:
-		e.Unsigned = number() == 1
-		ok = ok && e.Unsigned
+		if e.Unsigned = d.Int() == 1; !e.Unsigned {
+			d.Err = errEncoding
+		}
 	case tagPayload:
-		e.Payload = field
+		e.Payload = d.Field
 	default:
-		return false
+		d.Err = errEncoding
 	}
-	return ok
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 func fullSnapshot() Snapshot {
@@ -77,9 +78,9 @@ func TestImageOfNothing(t *testing.T) {
 // A newer build may add fields, and an older one still reads what it knows.
 func TestReadersSkipUnknownTags(t *testing.T) {
 	s := fullSnapshot()
-	e := encoder{s.encode()}
-	e.string(200, "from a newer build")
-	got, err := decodeSnapshot(e.b)
+	e := store.Encoder{B: s.encode()}
+	e.String(200, "from a newer build")
+	got, err := decodeSnapshot(e.B)
 	if err != nil || got.Upstream != "u" {
 		t.Errorf("%+v, %v", got, err)
 	}
@@ -132,8 +133,7 @@ func TestStoredBytes(t *testing.T) {
 	s, r := fullSnapshot(), fullResult()
 	nothing := s
 	nothing.Image, nothing.Request = &Image{}, Request{}
-	var secret encoder
-	secret.header(tagHeaderName, tagHeaderValue, map[string][]string{"B": nil, "A": {"", "x"}, "": {"y"}})
+	secret := encodeCredentials(map[string][]string{"B": nil, "A": {"", "x"}, "": {"y"}})
 	small := &part{sum: [32]byte{1}, size: 300, inline: []byte("inline"), counted: []byte{kindCaller, kindWorkflow}}
 	large := &part{sum: [32]byte{1}, size: 1 << 20, salt: []byte("saltsalt"), pieces: 4, released: true}
 	mark := Mark{State: Undone, Rollback: "r", At: s.Created, Doubt: "d"}
@@ -149,7 +149,7 @@ func TestStoredBytes(t *testing.T) {
 		"large part":  {large.encode(), "01200100000000000000000000000000000000000000000000000000000000000000020480808001040873616c7473616c74050108060102"},
 		"mark":        {mark.encode(), "0101040201720309f681a0bbd29df1fa31040164"},
 		"left":        {s.left(), "031001000000000000000000000000000000042002000000000000000000000000000000000000000000000000000000000000000201770501610b0c010350555402016803022f70"},
-		"credentials": {secret.b, "05000601790501410600060178050142"},
+		"credentials": {secret, "05000601790501410600060178050142"},
 		"account":     {account{created: s.Created, bytes: 300}.encode(), "0109f681a0bbd29df1fa310202d804"},
 	} {
 		if got := hex.EncodeToString(c.got); got != c.want {

@@ -79,36 +79,36 @@ const (
 const maxRollback = 512
 
 func (m *Mark) encode() []byte {
-	var e encoder
-	e.int(tagMarkState, int64(m.State))
-	e.string(tagMarkRollback, m.Rollback)
-	e.time(tagMarkAt, m.At)
-	e.string(tagMarkDoubt, m.Doubt)
-	return e.b
+	var e store.Encoder
+	e.Int(tagMarkState, int64(m.State))
+	e.String(tagMarkRollback, m.Rollback)
+	e.Time(tagMarkAt, m.At)
+	e.String(tagMarkDoubt, m.Doubt)
+	return e.B
 }
 
 func decodeMark(b []byte) (Mark, error) {
 	var m Mark
 	state := int64(-1)
-	d := decoder{b: b}
-	for d.next() {
-		switch d.tag {
+	d := store.Decoder{B: b, Broken: errEncoding}
+	for d.Next() {
+		switch d.Tag {
 		case tagMarkState:
-			state = d.int()
+			state = d.Int()
 		case tagMarkRollback:
-			m.Rollback = d.string()
+			m.Rollback = string(d.Field)
 		case tagMarkAt:
-			m.At = d.time()
+			m.At = d.Time()
 		case tagMarkDoubt:
-			m.Doubt = d.string()
+			m.Doubt = string(d.Field)
 		}
 	}
 	// What cannot be read must not pass for one that nobody has begun (P5).
-	if d.err == nil && (state < int64(Undoing) || state > int64(Escalated) || m.Rollback == "") {
-		d.err = errEncoding
+	if d.Err == nil && (state < int64(Undoing) || state > int64(Escalated) || m.Rollback == "") {
+		d.Err = errEncoding
 	}
 	m.State = State(state)
-	return m, d.err
+	return m, d.Err
 }
 
 // Mark reads how far the undo of a checkpoint has come. Standing is also what is known

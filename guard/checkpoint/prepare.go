@@ -110,9 +110,8 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	s.Created, s.Expires = now, now.Add(t.TTL)
-	var secret encoder
-	secret.header(tagHeaderName, tagHeaderValue, credentials)
-	s.Credentials = len(secret.b)
+	secret := encodeCredentials(credentials)
+	s.Credentials = len(secret)
 	s.fit(t.maxImage())
 	plain := s.encode()
 	p := &Pending{snapshot: &s, handle: Handle{
@@ -137,7 +136,7 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 	p.Add(v.pieces(h.name, kindSnapshot, &h.part, plain, h.expires)...)
 	if s.Credentials > 0 {
 		key := keyOf(kindCredential, h.name)
-		p.Add(store.Write{Key: key, Value: v.sealer.Seal(nil, secret.b, key), Expires: s.Expires})
+		p.Add(store.Write{Key: key, Value: v.sealer.Seal(nil, secret, key), Expires: s.Expires})
 	}
 	if t.Place != "" && s.Reversible() {
 		key := append(v.place(t.Place).prefix(), h.name[:]...)
@@ -191,9 +190,9 @@ func (i *Image) rest() int {
 }
 
 func (m *Message) rest() int {
-	var e encoder
-	e.message(&Message{Header: m.Header, ContentType: m.ContentType})
-	return len(e.b)
+	var e store.Encoder
+	(&Message{Header: m.Header, ContentType: m.ContentType}).encode(&e)
+	return len(e.B)
 }
 
 // accounts are the index entries by which quotas are counted.
@@ -454,17 +453,16 @@ func short(s string) string { return s[:min(len(s), mostLeft)] }
 
 // left is what is left of a snapshot when it is released.
 func (s *Snapshot) left() []byte {
-	var e encoder
-	e.bytes(tagCaller, s.Caller[:])
-	e.bytes(tagExecution, s.Execution[:])
-	e.string(tagWorkflow, short(s.Workflow))
-	e.string(tagAction, short(s.Action))
-	r := encoder{}
-	r.string(tagMethod, short(s.Request.Method))
-	r.string(tagHost, short(s.Request.Host))
-	r.string(tagPath, short(s.Request.Path))
-	e.bytes(tagRequest, r.b)
-	return e.b
+	var e, r store.Encoder
+	e.Bytes(tagCaller, s.Caller[:])
+	e.Bytes(tagExecution, s.Execution[:])
+	e.String(tagWorkflow, short(s.Workflow))
+	e.String(tagAction, short(s.Action))
+	r.String(tagMethod, short(s.Request.Method))
+	r.String(tagHost, short(s.Request.Host))
+	r.String(tagPath, short(s.Request.Path))
+	e.Bytes(tagRequest, r.B)
+	return e.B
 }
 
 // Released returns what is left of a checkpoint of which Open says ErrReleased. ErrUnknown
@@ -479,23 +477,23 @@ func (v *Store) Released(ctx context.Context, id string) (Released, error) {
 	}
 	var r Released
 	var request Request
-	d := decoder{b: at.inline}
-	for d.next() {
-		switch d.tag {
+	d := store.Decoder{B: at.inline, Broken: errEncoding}
+	for d.Next() {
+		switch d.Tag {
 		case tagCaller:
-			d.fill(r.Caller[:])
+			d.Fill(r.Caller[:])
 		case tagExecution:
-			d.fill(r.Execution[:])
+			d.Fill(r.Execution[:])
 		case tagWorkflow:
-			r.Workflow = d.string()
+			r.Workflow = string(d.Field)
 		case tagAction:
-			r.Action = d.string()
+			r.Action = string(d.Field)
 		case tagRequest:
-			d.sub(request.decode)
+			d.Err = request.decode(d.Field)
 		}
 	}
-	if d.err != nil {
-		return Released{}, fmt.Errorf("%w: %w", ErrTampered, d.err)
+	if d.Err != nil {
+		return Released{}, fmt.Errorf("%w: %w", ErrTampered, d.Err)
 	}
 	r.Method, r.Host, r.Path = request.Method, request.Host, request.Path
 	return r, nil

@@ -71,8 +71,7 @@ func (t *Terms) of(kind byte) bounds {
 	return bounds{of: OfCaller, Quota: t.Caller}
 }
 
-// scopes are those that s counts in: with a bound of their own, so that nothing is written
-// for the others.
+// scopes are those with a bound, in which s counts. Nothing is written for the others.
 func (v *Store) scopes(s *Snapshot, counted func(kind byte) bool) []scope {
 	var found []scope
 	if counted(kindCaller) {
@@ -92,7 +91,6 @@ type marks struct {
 	ready  time.Time // when the bucket of the rate is full again
 }
 
-// usage is what one workflow or caller has: its checkpoints.
 type usage = store.Usage[marks]
 
 // reservation is room for a checkpoint that waits for its commit.
@@ -137,8 +135,7 @@ func (r *reservation) notes() []store.Write {
 	return writes
 }
 
-// ended counts what came of the commit. What may have landed counts as if it had: less
-// is admitted, never more.
+// ended counts what came of the commit. What may have landed counts as if it had.
 func (r *reservation) ended(err error) {
 	for _, t := range r.taken {
 		t.u.Lock()
@@ -234,8 +231,7 @@ func (v *Store) count(ctx context.Context, u *usage, s scope, rate int) error {
 	return nil
 }
 
-// account is what an index entry tells of a standing checkpoint, so that counting opens
-// no snapshot. Nothing in it is a caller's.
+// account is what an index entry tells, so that counting opens no snapshot. Nothing in it is a caller's.
 type account struct {
 	created time.Time
 	bytes   int64
@@ -247,22 +243,22 @@ const (
 )
 
 func (a account) encode() []byte {
-	e := encoder{make([]byte, 0, 24)}
-	e.time(tagAccountCreated, a.created)
-	e.int(tagAccountBytes, a.bytes)
-	return e.b
+	e := store.Encoder{B: make([]byte, 0, 24)}
+	e.Time(tagAccountCreated, a.created)
+	e.Int(tagAccountBytes, a.bytes)
+	return e.B
 }
 
 func decodeAccount(b []byte) (account, error) {
 	var a account
-	d := decoder{b: b}
-	for d.next() {
-		switch d.tag {
+	d := store.Decoder{B: b, Broken: errEncoding}
+	for d.Next() {
+		switch d.Tag {
 		case tagAccountCreated:
-			a.created = d.time()
+			a.created = d.Time()
 		case tagAccountBytes:
-			a.bytes = d.int()
+			a.bytes = d.Int()
 		}
 	}
-	return a, d.err
+	return a, d.Err
 }

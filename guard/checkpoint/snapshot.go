@@ -7,9 +7,11 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/url"
 	"path"
+	"slices"
 	"strings"
 	"time"
 
@@ -105,8 +107,7 @@ type Result struct {
 	Image *Image
 }
 
-// The tags of the fields. A tag is never used again for something else; readers skip
-// tags that they do not know.
+// The tags of the fields. Readers skip those that they do not know.
 const (
 	tagID = 1 + iota
 	tagWorkflow
@@ -145,22 +146,22 @@ const (
 
 func (s *Snapshot) encode() []byte {
 	e := salted(512 + s.Request.size() + s.Image.size())
-	e.string(tagID, s.ID)
-	e.string(tagWorkflow, s.Workflow)
-	e.bytes(tagCaller, s.Caller[:])
-	e.bytes(tagExecution, s.Execution[:])
-	e.string(tagFirst, s.First)
-	e.string(tagAction, s.Action)
-	e.string(tagUpstream, s.Upstream)
-	e.int(tagWay, int64(s.Way))
-	e.string(tagReason, string(s.Reason))
-	e.time(tagCreated, s.Created)
-	e.time(tagExpires, s.Expires)
-	e.int(tagCredentials, int64(s.Credentials))
-	e.bytes(tagRequest, s.Request.encode())
-	e.image(s.Image)
-	e.bytes(tagUndo, s.Undo)
-	return e.b
+	e.String(tagID, s.ID)
+	e.String(tagWorkflow, s.Workflow)
+	e.Bytes(tagCaller, s.Caller[:])
+	e.Bytes(tagExecution, s.Execution[:])
+	e.String(tagFirst, s.First)
+	e.String(tagAction, s.Action)
+	e.String(tagUpstream, s.Upstream)
+	e.Int(tagWay, int64(s.Way))
+	e.String(tagReason, string(s.Reason))
+	e.Time(tagCreated, s.Created)
+	e.Time(tagExpires, s.Expires)
+	e.Int(tagCredentials, int64(s.Credentials))
+	e.Bytes(tagRequest, s.Request.encode())
+	s.Image.encode(&e)
+	e.Bytes(tagUndo, s.Undo)
+	return e.B
 }
 
 func decodeSnapshot(b []byte) (*Snapshot, error) {
@@ -170,58 +171,58 @@ func decodeSnapshot(b []byte) (*Snapshot, error) {
 	}
 	s := new(Snapshot)
 	var way int64
-	for d.next() {
-		switch d.tag {
+	for d.Next() {
+		switch d.Tag {
 		case tagID:
-			s.ID = d.string()
+			s.ID = string(d.Field)
 		case tagWorkflow:
-			s.Workflow = d.string()
+			s.Workflow = string(d.Field)
 		case tagCaller:
-			d.fill(s.Caller[:])
+			d.Fill(s.Caller[:])
 		case tagExecution:
-			d.fill(s.Execution[:])
+			d.Fill(s.Execution[:])
 		case tagFirst:
-			s.First = d.string()
+			s.First = string(d.Field)
 		case tagAction:
-			s.Action = d.string()
+			s.Action = string(d.Field)
 		case tagUpstream:
-			s.Upstream = d.string()
+			s.Upstream = string(d.Field)
 		case tagWay:
-			way = d.int()
+			way = d.Int()
 		case tagReason:
-			s.Reason = Reason(d.string())
+			s.Reason = Reason(d.Field)
 		case tagCreated:
-			s.Created = d.time()
+			s.Created = d.Time()
 		case tagExpires:
-			s.Expires = d.time()
+			s.Expires = d.Time()
 		case tagCredentials:
-			s.Credentials = int(d.int())
+			s.Credentials = int(d.Int())
 		case tagRequest:
-			d.sub(s.Request.decode)
+			d.Err = s.Request.decode(d.Field)
 		case tagImage:
 			s.Image = new(Image)
-			d.sub(s.Image.decode)
+			d.Err = s.Image.decode(d.Field)
 		case tagUndo:
-			s.Undo = bytes.Clone(d.field)
+			s.Undo = bytes.Clone(d.Field)
 		}
 	}
-	if d.err == nil && (way < int64(Restore) || way > int64(Irreversible) || s.ID == "") {
-		d.err = errEncoding
+	if d.Err == nil && (way < int64(Restore) || way > int64(Irreversible) || s.ID == "") {
+		d.Err = errEncoding
 	}
 	s.Way = Way(way)
-	return s, d.err
+	return s, d.Err
 }
 
 func (r *Result) encode() []byte {
 	e := salted(256 + r.Answer.size() + r.Image.size())
-	e.int(tagStatus, int64(r.Status))
-	e.int(tagUpstreamStatus, int64(r.Upstream))
-	e.string(tagReason, string(r.Reason))
-	var answer encoder
-	answer.message(&r.Answer)
-	e.bytes(tagAnswer, answer.b)
-	e.image(r.Image)
-	return e.b
+	e.Int(tagStatus, int64(r.Status))
+	e.Int(tagUpstreamStatus, int64(r.Upstream))
+	e.String(tagReason, string(r.Reason))
+	var answer store.Encoder
+	r.Answer.encode(&answer)
+	e.Bytes(tagAnswer, answer.B)
+	r.Image.encode(&e)
+	return e.B
 }
 
 func decodeResult(b []byte) (*Result, error) {
@@ -230,101 +231,114 @@ func decodeResult(b []byte) (*Result, error) {
 		return nil, err
 	}
 	r := new(Result)
-	for d.next() {
-		switch d.tag {
+	for d.Next() {
+		switch d.Tag {
 		case tagStatus:
-			r.Status = int(d.int())
+			r.Status = int(d.Int())
 		case tagUpstreamStatus:
-			r.Upstream = int(d.int())
+			r.Upstream = int(d.Int())
 		case tagReason:
-			r.Reason = Reason(d.string())
+			r.Reason = Reason(d.Field)
 		case tagAnswer:
-			d.sub(func(d *decoder) {
-				for d.next() {
-					r.Answer.read(d)
-				}
-			})
+			d.Err = r.Answer.decode(d.Field, nil)
 		case tagImage:
 			r.Image = new(Image)
-			d.sub(r.Image.decode)
+			d.Err = r.Image.decode(d.Field)
 		}
 	}
-	return r, d.err
+	return r, d.Err
 }
 
 func (r *Request) encode() []byte {
-	e := encoder{make([]byte, 0, 64+r.size())}
-	e.string(tagMethod, r.Method)
-	e.string(tagHost, r.Host)
-	e.string(tagPath, r.Path)
-	e.string(tagQuery, r.Query)
-	e.message(&r.Message)
-	return e.b
+	e := store.Encoder{B: make([]byte, 0, 64+r.size())}
+	e.String(tagMethod, r.Method)
+	e.String(tagHost, r.Host)
+	e.String(tagPath, r.Path)
+	e.String(tagQuery, r.Query)
+	r.Message.encode(&e)
+	return e.B
 }
 
-func (r *Request) decode(d *decoder) {
-	for d.next() {
-		switch d.tag {
+func (r *Request) decode(b []byte) error {
+	return r.Message.decode(b, func(d *store.Decoder) {
+		switch d.Tag {
 		case tagMethod:
-			r.Method = d.string()
+			r.Method = string(d.Field)
 		case tagHost:
-			r.Host = d.string()
+			r.Host = string(d.Field)
 		case tagPath:
-			r.Path = d.string()
+			r.Path = string(d.Field)
 		case tagQuery:
-			r.Query = d.string()
-		default:
-			r.read(d)
+			r.Query = string(d.Field)
 		}
-	}
+	})
 }
 
-// image writes where there is one, also if nothing is known of it.
-func (e *encoder) image(i *Image) {
+// encode writes where there is one, also if nothing is known of it.
+func (i *Image) encode(to *store.Encoder) {
 	if i == nil {
 		return
 	}
-	inner := encoder{make([]byte, 0, 64+i.size())}
-	inner.bool(tagExists, i.Exists)
-	inner.int(tagImageStatus, int64(i.Status))
-	inner.string(tagETag, i.ETag)
-	inner.message(&i.Message)
-	field(e, tagImage, inner.b)
+	e := store.Encoder{B: make([]byte, 0, 64+i.size())}
+	e.Bool(tagExists, i.Exists)
+	e.Int(tagImageStatus, int64(i.Status))
+	e.String(tagETag, i.ETag)
+	i.Message.encode(&e)
+	store.Field(to, tagImage, e.B)
 }
 
-func (i *Image) decode(d *decoder) {
-	for d.next() {
-		switch d.tag {
+func (i *Image) decode(b []byte) error {
+	return i.Message.decode(b, func(d *store.Decoder) {
+		switch d.Tag {
 		case tagExists:
-			i.Exists = d.bool()
+			i.Exists = d.Int() != 0
 		case tagImageStatus:
-			i.Status = int(d.int())
+			i.Status = int(d.Int())
 		case tagETag:
-			i.ETag = d.string()
-		default:
-			i.read(d)
+			i.ETag = string(d.Field)
+		}
+	})
+}
+
+// encode writes each name of the header, and behind it its values, which may be empty.
+func (m *Message) encode(e *store.Encoder) {
+	for _, k := range slices.Sorted(maps.Keys(m.Header)) {
+		store.Field(e, tagHeaderName, k)
+		for _, v := range m.Header[k] {
+			store.Field(e, tagHeaderValue, v)
 		}
 	}
+	e.String(tagContentType, m.ContentType)
+	e.Bytes(tagBody, m.Body)
 }
 
-func (e *encoder) message(m *Message) {
-	e.header(tagHeaderName, tagHeaderValue, m.Header)
-	e.string(tagContentType, m.ContentType)
-	e.bytes(tagBody, m.Body)
-}
-
-// read takes the field that d is at, if it is one of a message's.
-func (m *Message) read(d *decoder) {
-	switch d.tag {
-	case tagHeaderName:
-		d.headerName(&m.Header)
-	case tagHeaderValue:
-		d.headerValue(m.Header)
-	case tagContentType:
-		m.ContentType = d.string()
-	case tagBody:
-		m.Body = d.field
+// decode hands the fields that are not a message's to other, if any.
+func (m *Message) decode(b []byte, other func(*store.Decoder)) error {
+	d, name := store.Decoder{B: b, Broken: errEncoding}, ""
+	for d.Next() {
+		switch d.Tag {
+		case tagHeaderName:
+			if m.Header == nil {
+				m.Header = map[string][]string{}
+			}
+			name = string(d.Field)
+			m.Header[name] = nil
+		case tagHeaderValue:
+			if m.Header == nil {
+				return errEncoding
+			}
+			m.Header[name] = append(m.Header[name], string(d.Field))
+		case tagContentType:
+			m.ContentType = string(d.Field)
+		case tagBody:
+			m.Body = d.Field
+		default:
+			if other != nil {
+				other(&d)
+			}
+		}
 	}
+	return d.Err
 }
 
 // size is about what the message takes when it is encoded.
@@ -500,13 +514,16 @@ func (v *Store) Credentials(ctx context.Context, id string) (map[string][]string
 	return header, nil
 }
 
+func encodeCredentials(header map[string][]string) []byte {
+	var e store.Encoder
+	(&Message{Header: header}).encode(&e)
+	return e.B
+}
+
 func decodeCredentials(b []byte) (map[string][]string, error) {
 	var m Message
-	d := decoder{b: b}
-	for d.next() {
-		m.read(&d)
-	}
-	return m.Header, d.err
+	err := m.decode(b, nil)
+	return m.Header, err
 }
 
 // TargetOf names what a request to an upstream changes, in one way for all spellings of

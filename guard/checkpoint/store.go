@@ -8,9 +8,7 @@
 // answer the undo needs. Credentials are a value of their own, so that they can go
 // before the rest does. The Mark says how far the undo has come; it outlives the
 // others, so that what was undone is not undone again.
-//
-// Besides, the store of checkpoints knows which versions of a resource undos have made, and of which
-// earlier one (Version).
+// A Version says which version of a resource an undo has put back.
 //
 // Snapshot and Result begin with 32 random bytes, and their hashes are the SHA-256 of
 // their plain bytes: unchanged when they are sealed anew, and not to be guessed from
@@ -25,7 +23,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -71,8 +68,7 @@ var (
 	ErrStore = errors.New("checkpoint: the store is unavailable")
 )
 
-// Pending is a snapshot or a result whose batch waits for a commit, usually that of the
-// guard's claim or outcome.
+// Pending is a snapshot or a result for the commit of the call's claim or outcome.
 type Pending struct {
 	*store.Batch
 	snapshot *Snapshot
@@ -83,8 +79,7 @@ type Pending struct {
 // Sum is the hash of the snapshot or the result: the out_hash of its token.
 func (p *Pending) Sum() [32]byte { return p.sum }
 
-// Snapshot is what Prepare records; nil for a result. It is irreversible
-// where it was too large to be kept, whatever was given to Prepare.
+// Snapshot is what Prepare records: irreversible if it was too large. It is nil for a result.
 func (p *Pending) Snapshot() *Snapshot { return p.snapshot }
 
 // Handle is that of the checkpoint.
@@ -172,146 +167,23 @@ func (s scope) note() []byte {
 	return append(append(make([]byte, 0, 3+len(s.hash)), spaceCheckpoint, kindNote, s.kind), s.hash[:]...)
 }
 
-// errEncoding is the error of what opened but cannot be read: written by a newer
-// build, or by a fault of ours.
+// errEncoding: it opened but cannot be read. A newer build or a fault of ours wrote it.
 var errEncoding = errors.New("checkpoint: a record in the store cannot be read by this build")
 
-// saltSize is the number of random bytes before the fields of a snapshot or a result,
-// so that their hash tells nothing to who can guess the fields.
+// saltSize is how many random bytes stand before the fields, so that a hash confirms no guess.
 const saltSize = 32
 
-func salted(size int) encoder {
-	e := encoder{make([]byte, saltSize, saltSize+size)}
-	_, _ = rand.Read(e.b) // never fails
-	return e
+func salted(size int) store.Encoder {
+	b := make([]byte, saltSize, saltSize+size)
+	_, _ = rand.Read(b) // never fails
+	return store.Encoder{B: b}
 }
 
-func unsalted(b []byte) (decoder, error) {
+func unsalted(b []byte) (store.Decoder, error) {
 	if len(b) < saltSize {
-		return decoder{}, errEncoding
+		return store.Decoder{}, errEncoding
 	}
-	return decoder{b: b[saltSize:]}, nil
-}
-
-// encoder writes fields as tag, length, bytes, as the guard's records are. Zero values
-// are left out.
-type encoder struct{ b []byte }
-
-// field writes v where it is empty too.
-func field[T ~string | ~[]byte](e *encoder, tag byte, v T) {
-	e.b = append(e.b, tag)
-	e.b = binary.AppendUvarint(e.b, uint64(len(v)))
-	e.b = append(e.b, v...)
-}
-
-func (e *encoder) bytes(tag byte, v []byte) {
-	if len(v) > 0 {
-		field(e, tag, v)
-	}
-}
-
-func (e *encoder) string(tag byte, v string) {
-	if v != "" {
-		field(e, tag, v)
-	}
-}
-
-func (e *encoder) int(tag byte, v int64) {
-	if v != 0 {
-		var buf [binary.MaxVarintLen64]byte
-		field(e, tag, binary.AppendVarint(buf[:0], v))
-	}
-}
-
-func (e *encoder) bool(tag byte, v bool) {
-	if v {
-		e.int(tag, 1)
-	}
-}
-
-func (e *encoder) time(tag byte, v time.Time) {
-	if !v.IsZero() {
-		e.int(tag, v.UnixNano())
-	}
-}
-
-// header writes each name, and behind it its values, which may be empty.
-func (e *encoder) header(name, value byte, h map[string][]string) {
-	for _, k := range slices.Sorted(maps.Keys(h)) {
-		field(e, name, k)
-		for _, v := range h[k] {
-			field(e, value, v)
-		}
-	}
-}
-
-// decoder reads what encoder wrote. The first fault stays in err and ends next.
-type decoder struct {
-	b     []byte
-	tag   byte
-	field []byte
-	name  string // of the header field whose values come
-	err   error
-}
-
-func (d *decoder) next() bool {
-	if d.err != nil || len(d.b) == 0 {
-		return false
-	}
-	d.tag = d.b[0]
-	size, n := binary.Uvarint(d.b[1:])
-	if n <= 0 || size > uint64(len(d.b)-1-n) {
-		d.err = errEncoding
-		return false
-	}
-	d.field = d.b[1+n:][:size]
-	d.b = d.b[1+n+int(size):]
-	return true
-}
-
-func (d *decoder) string() string  { return string(d.field) }
-func (d *decoder) bool() bool      { return d.int() != 0 }
-func (d *decoder) time() time.Time { return time.Unix(0, d.int()) }
-
-func (d *decoder) int() int64 {
-	v, n := binary.Varint(d.field)
-	if n != len(d.field) || n <= 0 {
-		d.err = errEncoding
-	}
-	return v
-}
-
-func (d *decoder) fill(dst []byte) {
-	if len(d.field) != len(dst) {
-		d.err = errEncoding
-		return
-	}
-	copy(dst, d.field)
-}
-
-func (d *decoder) headerName(h *map[string][]string) {
-	if *h == nil {
-		*h = map[string][]string{}
-	}
-	d.name = d.string()
-	(*h)[d.name] = nil
-}
-
-func (d *decoder) headerValue(h map[string][]string) {
-	if h == nil {
-		d.err = errEncoding
-		return
-	}
-	h[d.name] = append(h[d.name], d.string())
-}
-
-// sub reads a field that is fields itself.
-func (d *decoder) sub(read func(*decoder)) {
-	inner := decoder{b: d.field}
-	read(&inner)
-	if inner.err != nil {
-		d.err = inner.err
-	}
+	return store.Decoder{B: b[saltSize:], Broken: errEncoding}, nil
 }
 
 const (
@@ -319,8 +191,7 @@ const (
 	inlineMost = 2 << 10
 	// pieceSize is how much of a larger one is sealed and stored at a time.
 	pieceSize = 256 << 10
-	// piecesLonger is how much longer pieces stay than what names them, so that they
-	// are not missed before that has gone.
+	// piecesLonger is how much longer pieces stay than what names them.
 	piecesLonger = time.Minute
 )
 
@@ -331,10 +202,9 @@ type part struct {
 	inline []byte
 	salt   []byte // begins the record; in the keys of its pieces
 	pieces int
-	// counted are the kinds of the scopes in which it counts.
-	counted []byte
-	// released stands in a result's place where the call never ran.
-	released bool
+
+	counted  []byte // the kinds of the scopes in which it counts
+	released bool   // stands in a result's place where the call never ran
 }
 
 const (
@@ -348,45 +218,44 @@ const (
 )
 
 func (p *part) encode() []byte {
-	e := encoder{make([]byte, 0, 96+len(p.inline))}
-	e.bytes(tagSum, p.sum[:])
-	e.int(tagSize, int64(p.size))
-	e.bytes(tagInline, p.inline)
-	e.bytes(tagSalt, p.salt)
-	e.int(tagPieces, int64(p.pieces))
-	e.bool(tagReleased, p.released)
-	e.bytes(tagCounted, p.counted)
-	return e.b
+	e := store.Encoder{B: make([]byte, 0, 96+len(p.inline))}
+	e.Bytes(tagSum, p.sum[:])
+	e.Int(tagSize, int64(p.size))
+	e.Bytes(tagInline, p.inline)
+	e.Bytes(tagSalt, p.salt)
+	e.Int(tagPieces, int64(p.pieces))
+	e.Bool(tagReleased, p.released)
+	e.Bytes(tagCounted, p.counted)
+	return e.B
 }
 
 func decodePart(b []byte) (*part, error) {
 	p := new(part)
-	d := decoder{b: b}
-	for d.next() {
-		switch d.tag {
+	d := store.Decoder{B: b, Broken: errEncoding}
+	for d.Next() {
+		switch d.Tag {
 		case tagSum:
-			d.fill(p.sum[:])
+			d.Fill(p.sum[:])
 		case tagSize:
-			p.size = int(d.int())
+			p.size = int(d.Int())
 		case tagInline:
-			p.inline = d.field
+			p.inline = d.Field
 		case tagSalt:
-			p.salt = d.field
+			p.salt = d.Field
 		case tagPieces:
-			p.pieces = int(d.int())
+			p.pieces = int(d.Int())
 		case tagReleased:
-			p.released = d.bool()
+			p.released = d.Int() != 0
 		case tagCounted:
-			p.counted = d.field
+			p.counted = d.Field
 		}
 	}
-	if d.err == nil && (p.pieces < 0 || p.pieces > maxPieces || p.pieces > 0 && len(p.salt) != saltInKey) {
-		d.err = errEncoding
+	if d.Err == nil && (p.pieces < 0 || p.pieces > maxPieces || p.pieces > 0 && len(p.salt) != saltInKey) {
+		d.Err = errEncoding
 	}
-	return p, d.err
+	return p, d.Err
 }
 
-// split makes the part of a record.
 func split(plain []byte) *part {
 	p := &part{sum: sha256.Sum256(plain), size: len(plain)}
 	if len(plain) <= inlineMost {
@@ -398,7 +267,6 @@ func split(plain []byte) *part {
 	return p
 }
 
-// head is the write of the part itself.
 func (v *Store) head(n name, kind byte, p *part, condition store.Condition, expires time.Time) store.Write {
 	key := keyOf(kind, n)
 	return store.Write{Key: key, If: condition, Value: v.sealer.Seal(nil, p.encode(), key), Expires: expires}

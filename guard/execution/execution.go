@@ -10,6 +10,7 @@ import (
 	"hash"
 	"io"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -540,48 +541,53 @@ const (
 	tagHeadTrailerValue
 )
 
-// valueMark stands before each value: an empty value is a value, which the encoder
-// would leave out.
-const valueMark = '='
+const valueMark = "=" // stands before each value, so that an empty one is no empty field
 
 func (h *Head) encode(dst []byte) []byte {
-	e := encoder{dst}
-	e.int(tagHeadStatus, int64(h.Status))
-	e.int(tagHeadSize, h.Size)
+	e := store.Encoder{B: dst}
+	e.Int(tagHeadStatus, int64(h.Status))
+	e.Int(tagHeadSize, h.Size)
 	fields := func(fields map[string][]string, name, value byte) {
 		for k, values := range fields {
-			e.string(name, k)
+			e.String(name, k)
 			for _, v := range values {
-				e.marked(value, v)
+				store.Field(&e, value, valueMark, v)
 			}
 		}
 	}
 	fields(h.Header, tagHeadName, tagHeadValue)
 	fields(h.Trailer, tagHeadTrailerName, tagHeadTrailerValue)
-	return e.b
+	return e.B
 }
 
 func decodeHead(b []byte) (*Head, error) {
 	h := &Head{Header: map[string][]string{}, Trailer: map[string][]string{}}
 	var name string
-	d := decoder{b: b}
-	for d.next() {
-		switch d.tag {
+	d := store.Decoder{B: b, Broken: errEncoding}
+	value := func() string {
+		v, ok := strings.CutPrefix(string(d.Field), valueMark)
+		if !ok {
+			d.Err = errEncoding
+		}
+		return v
+	}
+	for d.Next() {
+		switch d.Tag {
 		case tagHeadStatus:
-			h.Status = int(d.int())
+			h.Status = int(d.Int())
 		case tagHeadSize:
-			h.Size = d.int()
+			h.Size = d.Int()
 		case tagHeadName:
-			name = d.string()
+			name = string(d.Field)
 			h.Header[name] = nil
 		case tagHeadTrailerName:
-			name = d.string()
+			name = string(d.Field)
 			h.Trailer[name] = nil
 		case tagHeadValue:
-			h.Header[name] = append(h.Header[name], d.marked())
+			h.Header[name] = append(h.Header[name], value())
 		case tagHeadTrailerValue:
-			h.Trailer[name] = append(h.Trailer[name], d.marked())
+			h.Trailer[name] = append(h.Trailer[name], value())
 		}
 	}
-	return h, d.err
+	return h, d.Err
 }

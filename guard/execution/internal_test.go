@@ -356,9 +356,9 @@ func TestP2LargestRecordIsAnOrdinaryValue(t *testing.T) {
 // Records that a newer build wrote can be read: unknown fields are skipped.
 func TestRecordSkipsUnknownFields(t *testing.T) {
 	full := fullRecord()
-	e := encoder{full.encode(nil)}
-	e.string(200, "of a newer build")
-	got, err := decodeRecord(e.b)
+	e := store.Encoder{B: full.encode(nil)}
+	e.String(200, "of a newer build")
+	got, err := decodeRecord(e.B)
 	if err != nil || got.ID != "id" {
 		t.Errorf("%+v, %v", got, err)
 	}

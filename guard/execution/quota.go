@@ -44,7 +44,6 @@ func (e *QuotaError) Error() string {
 // unsettled are the open executions of a caller.
 type unsettled struct{ running, doubts int }
 
-// usage is what one caller has: its open executions, and its records and answers.
 type usage = store.Usage[unsettled]
 
 // usageWindow is how exactly their end is remembered at best.
@@ -89,7 +88,6 @@ func (g *Guard) enter(ctx context.Context, u *usage, caller CallerHash, q Quota,
 	return nil
 }
 
-// count reads what caller has from the index.
 func (g *Guard) count(ctx context.Context, u *usage, caller CallerHash) error {
 	u.State.doubts = 0
 	err := u.Count(ctx, g.store, callerPrefix(caller), func(entry store.Entry) error {
@@ -142,8 +140,8 @@ func (g *Guard) resolved(r, next *Record) {
 	}
 }
 
-// rolledBack counts that next is recorded of an execution that was undone, or must not run. Old,
-// if any, was recorded of it, and was no doubt.
+// rolledBack counts next, which says that a call was undone or must not run. Old, if any, was
+// recorded of it, and was no doubt.
 func (g *Guard) rolledBack(old, next *Record) {
 	u := g.usages.Known(next.Caller)
 	if u == nil {
@@ -161,12 +159,11 @@ func (g *Guard) rolledBack(old, next *Record) {
 // account is what an index entry tells of a settled execution, so that counting a
 // caller's needs no record to be opened. Nothing in it is the caller's.
 type account struct {
-	state   State
-	created time.Time
-	// record and result are bytes: of the record before it is sealed, until the
-	// entry itself expires, and of the answer beside it, until resultExpires.
-	record, result int64
-	resultExpires  time.Time
+	state         State
+	created       time.Time
+	record        int64 // bytes, before it is sealed; they expire with the entry
+	result        int64 // bytes of the answer beside it
+	resultExpires time.Time
 }
 
 func accountOf(r *Record, record int) account {
@@ -191,7 +188,7 @@ func (a account) add(u *usage, expires time.Time) {
 	}
 }
 
-// The tags of an account's fields, under the rules of a record's.
+// The tags of an account's fields.
 const (
 	tagAccountState = 1 + iota
 	tagAccountCreated
@@ -201,33 +198,33 @@ const (
 )
 
 func (a account) encode() []byte {
-	e := encoder{make([]byte, 0, 48)}
-	e.int(tagAccountState, int64(a.state))
-	e.time(tagAccountCreated, a.created)
-	e.int(tagAccountRecord, a.record)
-	e.int(tagAccountResult, a.result)
-	e.time(tagAccountResultExpires, a.resultExpires)
-	return e.b
+	e := store.Encoder{B: make([]byte, 0, 48)}
+	e.Int(tagAccountState, int64(a.state))
+	e.Time(tagAccountCreated, a.created)
+	e.Int(tagAccountRecord, a.record)
+	e.Int(tagAccountResult, a.result)
+	e.Time(tagAccountResultExpires, a.resultExpires)
+	return e.B
 }
 
 func decodeAccount(b []byte) (account, error) {
 	var a account
-	d := decoder{b: b}
-	for d.next() {
-		switch d.tag {
+	d := store.Decoder{B: b, Broken: errEncoding}
+	for d.Next() {
+		switch d.Tag {
 		case tagAccountState:
-			a.state = State(d.int())
+			a.state = State(d.Int())
 		case tagAccountCreated:
-			a.created = d.time()
+			a.created = d.Time()
 		case tagAccountRecord:
-			a.record = d.int()
+			a.record = d.Int()
 		case tagAccountResult:
-			a.result = d.int()
+			a.result = d.Int()
 		case tagAccountResultExpires:
-			a.resultExpires = d.time()
+			a.resultExpires = d.Time()
 		}
 	}
-	return a, d.err
+	return a, d.Err
 }
 
 // Count is how many executions there are of one kind.

@@ -9,8 +9,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// State is where a recorded execution stands. docs/state_machine.md draws the ways
-// between them.
+// State is where a recorded execution stands (docs/state_machine.md).
 type State uint8
 
 // The states. A released execution has no record: its key is free.
@@ -110,8 +109,7 @@ func (r *Record) began() time.Time {
 	return r.First
 }
 
-// Announced reports whether the record is of the call that a token has announced, by the
-// token's id.
+// Announced reports whether the recorded call was announced by the token with this id.
 func (r *Record) Announced(checkpoint string) bool {
 	return r.Checkpoint == shorten(checkpoint, maxRecordedText)
 }
@@ -155,8 +153,7 @@ func (g *Guard) newRecord(c *Call, caller CallerHash, now time.Time) Record {
 	}
 }
 
-// The tags of a record's fields. A tag is never used again for something else;
-// readers skip tags that they do not know.
+// The tags of a record's fields. Readers skip those that they do not know.
 const (
 	tagState = 1 + iota
 	tagClaim
@@ -191,42 +188,42 @@ const (
 )
 
 func (r *Record) encode(dst []byte) []byte {
-	e := encoder{dst}
-	e.int(tagState, int64(r.State))
-	e.bytes(tagClaim, r.Claim[:])
-	e.bytes(tagFingerprint, r.Fingerprint[:])
-	e.bytes(tagCaller, r.Caller[:])
-	e.string(tagID, r.ID)
-	e.int(tagOrigin, int64(r.Origin))
-	e.string(tagGuard, r.Guard)
-	e.string(tagAction, r.Action)
-	e.string(tagMethod, r.Method)
-	e.string(tagPath, r.Path)
-	e.string(tagWorkflow, r.Workflow)
-	e.string(tagNode, r.Node)
-	e.string(tagBoot, r.Boot)
-	e.time(tagCreated, r.Created)
-	e.time(tagDeadline, r.Deadline)
-	e.time(tagSettled, r.Settled)
-	e.string(tagCause, string(r.Cause))
-	e.int(tagStatus, int64(r.Status))
-	e.bool(tagResultKept, r.Result.Kept)
-	e.bytes(tagResultInline, r.Result.Inline)
-	e.int(tagResultPieces, int64(r.Result.Pieces))
+	e := store.Encoder{B: dst}
+	e.Int(tagState, int64(r.State))
+	e.Bytes(tagClaim, r.Claim[:])
+	e.Bytes(tagFingerprint, r.Fingerprint[:])
+	e.Bytes(tagCaller, r.Caller[:])
+	e.String(tagID, r.ID)
+	e.Int(tagOrigin, int64(r.Origin))
+	e.String(tagGuard, r.Guard)
+	e.String(tagAction, r.Action)
+	e.String(tagMethod, r.Method)
+	e.String(tagPath, r.Path)
+	e.String(tagWorkflow, r.Workflow)
+	e.String(tagNode, r.Node)
+	e.String(tagBoot, r.Boot)
+	e.Time(tagCreated, r.Created)
+	e.Time(tagDeadline, r.Deadline)
+	e.Time(tagSettled, r.Settled)
+	e.String(tagCause, string(r.Cause))
+	e.Int(tagStatus, int64(r.Status))
+	e.Bool(tagResultKept, r.Result.Kept)
+	e.Bytes(tagResultInline, r.Result.Inline)
+	e.Int(tagResultPieces, int64(r.Result.Pieces))
 	if r.Result.Kept {
-		e.bytes(tagResultSum, r.Result.Sum[:])
+		e.Bytes(tagResultSum, r.Result.Sum[:])
 	}
-	e.time(tagResultExpires, r.Result.Expires)
-	e.int(tagKeepResult, int64(r.KeepResult))
-	e.int(tagKeepKey, int64(r.KeepKey))
-	e.string(tagHost, r.Host)
-	e.int(tagResultSize, r.Result.Size)
-	e.string(tagCheckpoint, r.Checkpoint)
-	e.time(tagFirst, r.First)
+	e.Time(tagResultExpires, r.Result.Expires)
+	e.Int(tagKeepResult, int64(r.KeepResult))
+	e.Int(tagKeepKey, int64(r.KeepKey))
+	e.String(tagHost, r.Host)
+	e.Int(tagResultSize, r.Result.Size)
+	e.String(tagCheckpoint, r.Checkpoint)
+	e.Time(tagFirst, r.First)
 	if r.Sent != [32]byte{} {
-		e.bytes(tagSent, r.Sent[:])
+		e.Bytes(tagSent, r.Sent[:])
 	}
-	return e.b
+	return e.B
 }
 
 // size is the number of bytes of the record before it is sealed.
@@ -239,75 +236,75 @@ func (r *Record) size() int {
 
 func decodeRecord(b []byte) (*Record, error) {
 	r := new(Record)
-	d := decoder{b: b}
-	for d.next() {
-		switch d.tag {
+	d := store.Decoder{B: b, Broken: errEncoding}
+	for d.Next() {
+		switch d.Tag {
 		case tagState:
-			r.State = State(d.int())
+			r.State = State(d.Int())
 		case tagClaim:
-			d.fill(r.Claim[:])
+			d.Fill(r.Claim[:])
 		case tagFingerprint:
-			d.fill(r.Fingerprint[:])
+			d.Fill(r.Fingerprint[:])
 		case tagCaller:
-			d.fill(r.Caller[:])
+			d.Fill(r.Caller[:])
 		case tagID:
-			r.ID = d.string()
+			r.ID = string(d.Field)
 		case tagOrigin:
-			r.Origin = Origin(d.int())
+			r.Origin = Origin(d.Int())
 		case tagGuard:
-			r.Guard = d.string()
+			r.Guard = string(d.Field)
 		case tagAction:
-			r.Action = d.string()
+			r.Action = string(d.Field)
 		case tagMethod:
-			r.Method = d.string()
+			r.Method = string(d.Field)
 		case tagPath:
-			r.Path = d.string()
+			r.Path = string(d.Field)
 		case tagWorkflow:
-			r.Workflow = d.string()
+			r.Workflow = string(d.Field)
 		case tagNode:
-			r.Node = d.string()
+			r.Node = string(d.Field)
 		case tagBoot:
-			r.Boot = d.string()
+			r.Boot = string(d.Field)
 		case tagCreated:
-			r.Created = d.time()
+			r.Created = d.Time()
 		case tagDeadline:
-			r.Deadline = d.time()
+			r.Deadline = d.Time()
 		case tagSettled:
-			r.Settled = d.time()
+			r.Settled = d.Time()
 		case tagCause:
-			r.Cause = Cause(d.string())
+			r.Cause = Cause(d.Field)
 		case tagStatus:
-			r.Status = int(d.int())
+			r.Status = int(d.Int())
 		case tagResultKept:
-			r.Result.Kept = d.int() != 0
+			r.Result.Kept = d.Int() != 0
 		case tagResultInline:
-			r.Result.Inline = d.bytes()
+			r.Result.Inline = d.Field
 		case tagResultPieces:
-			r.Result.Pieces = int(d.int())
+			r.Result.Pieces = int(d.Int())
 		case tagResultSum:
-			d.fill(r.Result.Sum[:])
+			d.Fill(r.Result.Sum[:])
 		case tagResultExpires:
-			r.Result.Expires = d.time()
+			r.Result.Expires = d.Time()
 		case tagKeepResult:
-			r.KeepResult = time.Duration(d.int())
+			r.KeepResult = time.Duration(d.Int())
 		case tagKeepKey:
-			r.KeepKey = time.Duration(d.int())
+			r.KeepKey = time.Duration(d.Int())
 		case tagHost:
-			r.Host = d.string()
+			r.Host = string(d.Field)
 		case tagResultSize:
-			r.Result.Size = d.int()
+			r.Result.Size = d.Int()
 		case tagCheckpoint:
-			r.Checkpoint = d.string()
+			r.Checkpoint = string(d.Field)
 		case tagFirst:
-			r.First = d.time()
+			r.First = d.Time()
 		case tagSent:
-			d.fill(r.Sent[:])
+			d.Fill(r.Sent[:])
 		}
 	}
-	if d.err == nil && (r.State < StateSending || r.State > StateRolledBack) {
-		d.err = errEncoding
+	if d.Err == nil && (r.State < StateSending || r.State > StateRolledBack) {
+		d.Err = errEncoding
 	}
-	return r, d.err
+	return r, d.Err
 }
 
 // The store's keys begin with a letter that says what stands there. Nothing of a
@@ -428,8 +425,7 @@ func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batche
 		freeScratch(plain)
 		batch[0] = store.Write{Key: name, If: condition, Value: sealed, Expires: new.expires()}
 	}
-	// An entry is written anew where its key, its value or its expiry changes; value
-	// may be nil.
+	// An entry is written anew where its key, value or expiry changes. value may be nil.
 	keep := func(space func(*Record) []byte, value func(*Record) []byte) {
 		var before, after, content []byte
 		if old != nil {
@@ -468,105 +464,5 @@ func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batche
 	return batch
 }
 
-// errEncoding is the error of a record or head that opened but cannot be read: it
-// was written by a newer build, or by a fault of ours. It is never "not found".
+// errEncoding: it opened but cannot be read. A newer build or a fault of ours wrote it.
 var errEncoding = errors.New("guard: a record in the store cannot be read by this build")
-
-// encoder writes fields as tag, length, bytes. Zero values are left out.
-type encoder struct{ b []byte }
-
-func (e *encoder) bytes(tag byte, v []byte) {
-	if len(v) == 0 {
-		return
-	}
-	e.b = append(e.b, tag)
-	e.b = binary.AppendUvarint(e.b, uint64(len(v)))
-	e.b = append(e.b, v...)
-}
-
-func (e *encoder) string(tag byte, v string) {
-	if v == "" {
-		return
-	}
-	e.b = append(e.b, tag)
-	e.b = binary.AppendUvarint(e.b, uint64(len(v)))
-	e.b = append(e.b, v...)
-}
-
-// marked writes v after a valueMark, so that it is written where it is empty too.
-func (e *encoder) marked(tag byte, v string) {
-	e.b = append(e.b, tag)
-	e.b = binary.AppendUvarint(e.b, uint64(len(v)+1))
-	e.b = append(e.b, valueMark)
-	e.b = append(e.b, v...)
-}
-
-func (e *encoder) int(tag byte, v int64) {
-	if v == 0 {
-		return
-	}
-	var buf [binary.MaxVarintLen64]byte
-	e.bytes(tag, binary.AppendVarint(buf[:0], v))
-}
-
-func (e *encoder) bool(tag byte, v bool) {
-	if v {
-		e.int(tag, 1)
-	}
-}
-
-func (e *encoder) time(tag byte, v time.Time) {
-	if !v.IsZero() {
-		e.int(tag, v.UnixNano())
-	}
-}
-
-// decoder reads what encoder wrote. The first fault stays in err and ends next.
-type decoder struct {
-	b     []byte
-	tag   byte
-	field []byte
-	err   error
-}
-
-func (d *decoder) next() bool {
-	if d.err != nil || len(d.b) == 0 {
-		return false
-	}
-	d.tag = d.b[0]
-	size, n := binary.Uvarint(d.b[1:])
-	if n <= 0 || size > uint64(len(d.b)-1-n) {
-		d.err = errEncoding
-		return false
-	}
-	d.field = d.b[1+n:][:size]
-	d.b = d.b[1+n+int(size):]
-	return true
-}
-
-func (d *decoder) bytes() []byte   { return d.field }
-func (d *decoder) string() string  { return string(d.field) }
-func (d *decoder) time() time.Time { return time.Unix(0, d.int()) }
-
-func (d *decoder) int() int64 {
-	v, n := binary.Varint(d.field)
-	if n != len(d.field) || n <= 0 {
-		d.err = errEncoding
-	}
-	return v
-}
-
-func (d *decoder) fill(dst []byte) {
-	if copy(dst, d.field) != len(dst) || len(d.field) != len(dst) {
-		d.err = errEncoding
-	}
-}
-
-// marked reads a value behind its valueMark.
-func (d *decoder) marked() string {
-	if len(d.field) == 0 || d.field[0] != valueMark {
-		d.err = errEncoding
-		return ""
-	}
-	return string(d.field[1:])
-}

@@ -179,35 +179,35 @@ const (
 )
 
 func (r *Resolution) encode(dst []byte) []byte {
-	e := encoder{dst}
-	e.time(tagResolvedAt, r.At)
-	e.bool(tagResolvedApplied, r.Applied)
-	e.string(tagResolvedOperator, r.Operator)
-	e.string(tagResolvedReason, r.Reason)
-	e.string(tagResolvedCause, string(r.Cause))
-	e.string(tagResolvedAction, r.Action)
-	return e.b
+	e := store.Encoder{B: dst}
+	e.Time(tagResolvedAt, r.At)
+	e.Bool(tagResolvedApplied, r.Applied)
+	e.String(tagResolvedOperator, r.Operator)
+	e.String(tagResolvedReason, r.Reason)
+	e.String(tagResolvedCause, string(r.Cause))
+	e.String(tagResolvedAction, r.Action)
+	return e.B
 }
 
 func decodeResolution(b []byte) (r Resolution, err error) {
-	d := decoder{b: b}
-	for d.next() {
-		switch d.tag {
+	d := store.Decoder{B: b, Broken: errEncoding}
+	for d.Next() {
+		switch d.Tag {
 		case tagResolvedAt:
-			r.At = d.time()
+			r.At = d.Time()
 		case tagResolvedApplied:
-			r.Applied = d.int() != 0
+			r.Applied = d.Int() != 0
 		case tagResolvedOperator:
-			r.Operator = d.string()
+			r.Operator = string(d.Field)
 		case tagResolvedReason:
-			r.Reason = d.string()
+			r.Reason = string(d.Field)
 		case tagResolvedCause:
-			r.Cause = Cause(d.string())
+			r.Cause = Cause(d.Field)
 		case tagResolvedAction:
-			r.Action = d.string()
+			r.Action = string(d.Field)
 		}
 	}
-	return r, d.err
+	return r, d.Err
 }
 
 // Undoing names a call that was undone, or that must not run any more. All but Key and

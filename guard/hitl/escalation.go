@@ -197,8 +197,7 @@ type Delivery struct {
 	Next time.Time
 }
 
-// errEncoding is the error of a record that opened but cannot be read: a fault of ours,
-// since newer builds only add fields.
+// errEncoding: it opened but cannot be read. A fault of ours: newer builds only add fields.
 var errEncoding = errors.New("hitl: the encoding of an escalation is broken")
 
 // Longest recorded forms, in bytes. They keep a record far below store.MaxValue.
@@ -222,9 +221,8 @@ func shorten(s string, most int) string {
 	return strings.ToValidUTF8(s, "\uFFFD")
 }
 
-// The tags of an escalation's fields. A tag is never used again for something else;
-// readers keep what they do not know. 32 and up are left for decisions. The id is not a
-// field: it is in the record's name.
+// The tags of an escalation's fields. Readers keep what they do not know. 32 and up are left
+// for decisions. The id is in the record's name.
 const (
 	tagLevel = 1 + iota
 	tagCause
@@ -244,139 +242,84 @@ const (
 	tagNext
 )
 
-// encode appends tag, length, bytes for each field that is not zero.
+// encode appends the fields, and behind them those that this build does not know.
 func (e *Escalation) encode(b []byte) []byte {
-	b = appendInt(b, tagLevel, int64(e.Level))
-	b = appendText(b, tagCause, string(e.Cause))
-	b = appendText(b, tagSummary, e.Summary)
-	b = appendText(b, tagWorkflow, e.Workflow)
-	b = appendText(b, tagCaller, e.Caller)
-	b = appendText(b, tagCheckpoint, e.Links.Checkpoint)
-	b = appendText(b, tagRollback, e.Links.Rollback)
-	b = appendText(b, tagError, e.Links.Error)
-	b = appendText(b, tagExecution, e.Links.Execution)
-	b = appendText(b, tagUpstream, e.Links.Upstream)
-	b = appendInt(b, tagState, int64(e.State))
-	b = appendTime(b, tagOpened, e.Opened)
-	b = appendTime(b, tagChanged, e.Changed)
-	b = appendInt(b, tagAttempts, int64(e.Delivery.Attempts))
-	b = appendText(b, tagLastError, e.Delivery.LastError)
-	b = appendTime(b, tagNext, e.Delivery.Next)
-	return append(b, e.unknown...)
-}
-
-func appendText(b []byte, tag byte, v string) []byte {
-	if v == "" {
-		return b
-	}
-	b = binary.AppendUvarint(append(b, tag), uint64(len(v)))
-	return append(b, v...)
-}
-
-func appendInt(b []byte, tag byte, v int64) []byte {
-	if v == 0 {
-		return b
-	}
-	var buf [binary.MaxVarintLen64]byte
-	return appendText(b, tag, string(binary.AppendVarint(buf[:0], v)))
-}
-
-func appendTime(b []byte, tag byte, v time.Time) []byte {
-	if v.IsZero() {
-		return b
-	}
-	return appendInt(b, tag, v.UnixNano())
+	to := store.Encoder{B: b}
+	to.Int(tagLevel, int64(e.Level))
+	to.String(tagCause, string(e.Cause))
+	to.String(tagSummary, e.Summary)
+	to.String(tagWorkflow, e.Workflow)
+	to.String(tagCaller, e.Caller)
+	to.String(tagCheckpoint, e.Links.Checkpoint)
+	to.String(tagRollback, e.Links.Rollback)
+	to.String(tagError, e.Links.Error)
+	to.String(tagExecution, e.Links.Execution)
+	to.String(tagUpstream, e.Links.Upstream)
+	to.Int(tagState, int64(e.State))
+	to.Time(tagOpened, e.Opened)
+	to.Time(tagChanged, e.Changed)
+	to.Int(tagAttempts, int64(e.Delivery.Attempts))
+	to.String(tagLastError, e.Delivery.LastError)
+	to.Time(tagNext, e.Delivery.Next)
+	return append(to.B, e.unknown...)
 }
 
 // decode reads what encode wrote, but for the id.
 func decode(b []byte) (*Escalation, error) {
 	e := new(Escalation)
-	d := decoder{b: b}
-	for d.next() {
-		switch d.tag {
+	d := store.Decoder{B: b, Broken: errEncoding}
+	for d.Next() {
+		switch d.Tag {
 		case tagLevel:
-			e.Level = Level(d.small())
+			e.Level = Level(small(&d))
 		case tagCause:
-			e.Cause = Cause(d.field)
+			e.Cause = Cause(d.Field)
 		case tagSummary:
-			e.Summary = string(d.field)
+			e.Summary = string(d.Field)
 		case tagWorkflow:
-			e.Workflow = string(d.field)
+			e.Workflow = string(d.Field)
 		case tagCaller:
-			e.Caller = string(d.field)
+			e.Caller = string(d.Field)
 		case tagCheckpoint:
-			e.Links.Checkpoint = string(d.field)
+			e.Links.Checkpoint = string(d.Field)
 		case tagRollback:
-			e.Links.Rollback = string(d.field)
+			e.Links.Rollback = string(d.Field)
 		case tagError:
-			e.Links.Error = string(d.field)
+			e.Links.Error = string(d.Field)
 		case tagExecution:
-			e.Links.Execution = string(d.field)
+			e.Links.Execution = string(d.Field)
 		case tagUpstream:
-			e.Links.Upstream = string(d.field)
+			e.Links.Upstream = string(d.Field)
 		case tagState:
-			e.State = State(d.small())
+			e.State = State(small(&d))
 		case tagOpened:
-			e.Opened = d.time()
+			e.Opened = d.Time().UTC()
 		case tagChanged:
-			e.Changed = d.time()
+			e.Changed = d.Time().UTC()
 		case tagAttempts:
-			e.Delivery.Attempts = int(d.int())
+			e.Delivery.Attempts = int(d.Int())
 		case tagLastError:
-			e.Delivery.LastError = string(d.field)
+			e.Delivery.LastError = string(d.Field)
 		case tagNext:
-			e.Delivery.Next = d.time()
+			e.Delivery.Next = d.Time().UTC()
 		default:
-			e.unknown = append(e.unknown, d.raw...)
+			e.unknown = append(e.unknown, d.Raw...)
 		}
 	}
-	if d.err == nil && (e.Level == 0 || e.State == 0 || e.Delivery.Attempts < 0) {
-		d.err = errEncoding
+	if d.Err == nil && (e.Level == 0 || e.State == 0 || e.Delivery.Attempts < 0) {
+		d.Err = errEncoding
 	}
-	return e, d.err
-}
-
-// decoder walks over the fields. The first fault stays in err and ends next.
-type decoder struct {
-	b     []byte
-	tag   byte
-	field []byte
-	raw   []byte // the field with its tag and length
-	err   error
-}
-
-func (d *decoder) next() bool {
-	if d.err != nil || len(d.b) == 0 {
-		return false
-	}
-	size, n := binary.Uvarint(d.b[1:])
-	if n <= 0 || size > uint64(len(d.b)-1-n) {
-		d.err = errEncoding
-		return false
-	}
-	end := 1 + n + int(size)
-	d.tag, d.raw, d.field, d.b = d.b[0], d.b[:end], d.b[1+n:end], d.b[end:]
-	return true
-}
-
-func (d *decoder) int() int64 {
-	v, n := binary.Varint(d.field)
-	if n != len(d.field) || n <= 0 {
-		d.err = errEncoding
-	}
-	return v
+	return e, d.Err
 }
 
 // small reads a level or a state.
-func (d *decoder) small() uint8 {
-	v := d.int()
+func small(d *store.Decoder) uint8 {
+	v := d.Int()
 	if v < 0 || v > 255 {
-		d.err = errEncoding
+		d.Err = errEncoding
 	}
 	return uint8(v)
 }
-
-func (d *decoder) time() time.Time { return time.Unix(0, d.int()).UTC() }
 
 // The store's keys of escalations. Nothing of a caller is readable in them; only times,
 // levels and states are plain.
