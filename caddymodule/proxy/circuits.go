@@ -568,7 +568,7 @@ type Circuit struct {
 	Generation uint64 `json:"generation"`
 	// Since is when the present state began.
 	Since time.Time `json:"since,omitzero"`
-	// MinVolume is how many calls the rate is judged from on.
+	// MinVolume is the number of calls from which on the rate counts.
 	MinVolume int `json:"min_volume"`
 	// Threshold is the rate above which it opens, 0 to 1.
 	Threshold float64 `json:"threshold"`
@@ -626,7 +626,7 @@ type Policy struct {
 	Window float64 `json:"window_s"`
 	// Threshold is the rate above which a breaker opens, 0 to 1.
 	Threshold float64 `json:"threshold"`
-	// MinVolume is how many calls the rate is judged from on.
+	// MinVolume is the number of calls from which on the rate counts.
 	MinVolume int `json:"min_volume"`
 	// Consecutive is how many failures in a row open it, where they do.
 	Consecutive int `json:"consecutive,omitempty"`
