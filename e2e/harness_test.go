@@ -13,7 +13,10 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
+	"net/netip"
+	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -22,6 +25,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	_ "github.com/caddyserver/caddy/v2/modules/standard"
 
 	_ "github.com/agent-guard/caddy-agent-guard"
@@ -131,6 +135,44 @@ func (g *gateway) reload(site string) {
 	if err := loadConfig(g.config(site)); err != nil {
 		g.t.Fatal(err)
 	}
+	replaced(g.t)
+}
+
+// replaced waits until the servers of configurations before have stopped accepting. Caddy
+// (2.11) has a reload return before, and they share the port with the new ones.
+func replaced(t *testing.T) {
+	t.Helper()
+	app, err := caddy.ActiveContext().AppIfConfigured("http")
+	if err != nil {
+		return
+	}
+	for _, s := range app.(*caddyhttp.App).Servers {
+		for _, address := range s.Listen {
+			eventually(t, "the servers of the configuration before have stopped", func() bool { return listening(t, address) <= 1 })
+		}
+	}
+}
+
+// listening counts the sockets that listen on an address of TCP over IPv4.
+func listening(t *testing.T, address string) (n int) {
+	t.Helper()
+	at, err := netip.ParseAddrPort(address)
+	if err != nil || !at.Addr().Is4() {
+		return 0 // of another network
+	}
+	ip := at.Addr().As4()
+	slices.Reverse(ip[:])
+	want := fmt.Sprintf("%X:%04X", ip, at.Port())
+	table, err := os.ReadFile("/proc/net/tcp")
+	if err != nil {
+		return 0 // this system has no such list
+	}
+	for line := range strings.Lines(string(table)) {
+		if fields := strings.Fields(line); len(fields) > 3 && fields[1] == want && fields[3] == "0A" {
+			n++
+		}
+	}
+	return n
 }
 
 // loadConfig loads a Caddyfile as `caddy reload` does.
@@ -185,6 +227,7 @@ func load(t *testing.T, text string) {
 		t.Fatalf("%v\n%s", err, config)
 	}
 	t.Cleanup(func() { stop(t) })
+	replaced(t)
 }
 
 // stop ends the gateway before the test does, so that another can be started.

@@ -277,6 +277,9 @@ func (g *procGateway) admin(method, path, contentType, body string) (int, string
 // load loads a configuration into the running gateway. The admin endpoint of the
 // configuration before it may still close, with connections that it has not read from:
 // then nothing came of the request, and to load the same twice changes nothing.
+//
+// Caddy (2.11) answers before the servers of the configuration before have stopped
+// accepting, and they share the port with the new ones: load returns when they have.
 func (g *procGateway) load(config string) error {
 	status, text, err := g.admin("POST", "/load", "text/caddyfile", config)
 	for more := 20; (errors.Is(err, syscall.ECONNRESET) || errors.Is(err, io.EOF)) && g.alive() && more > 0; more-- {
@@ -285,6 +288,9 @@ func (g *procGateway) load(config string) error {
 	if err == nil && status != http.StatusOK {
 		err = fmt.Errorf("%d: %s", status, text)
 	}
+	eventuallyWithin(g.site.t, procBound, "the servers of the configuration before have stopped", func() bool {
+		return listening(g.site.t, g.site.addr) <= 1 && listening(g.site.t, g.site.admin) <= 1
+	})
 	return err
 }
 
