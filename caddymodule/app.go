@@ -25,6 +25,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -252,7 +253,6 @@ func (a *App) provisionKeys() (err error) {
 	return nil
 }
 
-// provisionTokens checks identity and trust.
 func (a *App) provisionTokens() error {
 	if a.Identity == nil {
 		if a.Trust != nil {
@@ -390,6 +390,15 @@ func (a *App) acquire() (*engine, error) {
 	return e, err
 }
 
+// openCalls is acquire for the way of a call.
+func (a *App) openCalls() (*guard.Engine, func(), error) {
+	e, err := a.acquire()
+	if err != nil {
+		return nil, nil, err
+	}
+	return &e.calls, func() { _ = e.release() }, nil // closing the store logs its own errors
+}
+
 var (
 	_ caddy.App          = (*App)(nil)
 	_ caddy.Provisioner  = (*App)(nil)
@@ -419,11 +428,11 @@ var (
 // The events that the app emits (docs/observability.md). Their data are guards, actions, states,
 // hashes and upstreams, never callers, their ids, or paths (P8).
 const (
-	eventInDoubt        = "agent_guard.execution_in_doubt"
-	eventResolved       = "agent_guard.execution_resolved"
+	eventInDoubt        = guard.EventInDoubt
+	eventResolved       = guard.EventResolved
 	eventRecovered      = "agent_guard.executions_recovered"
-	eventMismatch       = "agent_guard.fingerprint_mismatch"
-	eventFailOpen       = "agent_guard.fail_open"
+	eventMismatch       = guard.EventMismatch
+	eventFailOpen       = guard.EventFailOpen
 	eventStoreUnhealthy = "agent_guard.store_unhealthy"
 	eventDiskLow        = "agent_guard.disk_low"
 	eventDiskRecovered  = "agent_guard.disk_recovered"
@@ -670,7 +679,7 @@ func (a *App) verifyAnswer(ctx context.Context, header http.Header, issuer strin
 	skew := cmp.Or(time.Duration(a.Trust.Skew), ect.Skew)
 	earliest := since.Truncate(time.Second).Add(-skew) // tokens have whole seconds
 	var refused error = &ect.Error{Code: ect.CodeMissing}
-	for _, raw := range raws[:min(len(raws), maxPresented)] {
+	for _, raw := range raws[:min(len(raws), guard.MaxTokens)] {
 		if refused = way.proves(ctx, raw, issuer, earliest); refused == nil {
 			break
 		}

@@ -365,7 +365,6 @@ func hasPlace(err error, at caddyfile.Token) bool {
 
 // The functions of this file read arguments of an option. d stands before them.
 
-// parseWord reads one argument.
 func parseWord(d *caddyfile.Dispenser, into *string) error {
 	if !d.NextArg() {
 		return errSyntax
@@ -377,7 +376,6 @@ func parseWord(d *caddyfile.Dispenser, into *string) error {
 	return nil
 }
 
-// parseWords reads one argument or more.
 func parseWords(d *caddyfile.Dispenser, into *[]string) error {
 	words := d.RemainingArgs()
 	if len(words) == 0 {

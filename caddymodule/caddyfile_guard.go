@@ -349,7 +349,6 @@ func fitsTokens(name string) bool {
 	return len(name) <= maxName && !strings.ContainsFunc(name, func(r rune) bool { return !unicode.IsPrint(r) })
 }
 
-// checkGuardName checks the option `name`.
 func checkGuardName(name string) error {
 	if !fitsTokens(name) {
 		return fmt.Errorf("name: %.40q is too long, or has characters that are not printable; it has at most %d bytes", name, maxName)
@@ -698,7 +697,6 @@ func placeUndo(err error, option string, at origin) error {
 	return place(&invalid{[]string{option}, err}, at)
 }
 
-// inheritTerms fills what p leaves out.
 func (p *Policy) inheritTerms(base *Terms) {
 	inherit(&p.UndoAuth, base.UndoAuth)
 	inherit(&p.OnSnapshotError, base.OnSnapshotError)
@@ -715,7 +713,7 @@ var errUndoNeedsIdentity = errors.New("it needs an `identity` in the global opti
 const maxDescription = 512
 
 func checkDescription(text string) error {
-	if len(text) > maxDescription || text != shortened(text, maxDescription) {
+	if len(text) > maxDescription || strings.ContainsFunc(text, func(c rune) bool { return c < ' ' || c > '~' }) {
 		return fmt.Errorf("%.40q is too long, or has characters that are not printable ASCII; it has at most %d bytes and stands in tokens", text, maxDescription)
 	}
 	return nil

@@ -12,6 +12,7 @@ import (
 	"sync"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/caddyauth"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/headers"
@@ -102,7 +103,6 @@ func visitsOf(app *caddyhttp.App) ([]visit, map[*reverseproxy.Handler]bareProxy)
 	return all, bare
 }
 
-// visitsIn are those in one server.
 func visitsIn(server *caddyhttp.Server, name string, bare map[*reverseproxy.Handler]bareProxy) []visit {
 	c := chains{server: server, name: name, bare: bare, read: map[*json.RawMessage][]caddyhttp.MiddlewareHandler{}}
 	c.sites(server.Routes, "/routes")
@@ -316,7 +316,7 @@ func (h *Handler) changedBy(handler caddyhttp.MiddlewareHandler) (what, instead 
 	}
 	fields := append([]string{"Host", "Content-Type", "Content-Encoding", "Cookie"}, h.credentials...)
 	if h.Inherit {
-		fields = append(fields, headerExecutionParent)
+		fields = append(fields, guard.HeaderExecutionParent)
 	}
 	for _, field := range fields {
 		if setsField(changes.Request, field) {
@@ -497,6 +497,6 @@ func warnAnonymous(visits []visit, warned *sync.Map) {
 			continue
 		}
 		h.logger.Warn("calls without any credential share one space of execution ids; require authentication, or name the caller with `caller`",
-			slog.String("guard", h.Name), slog.String("caller", anonymous))
+			slog.String("guard", h.Name), slog.String("caller", guard.Anonymous))
 	}
 }

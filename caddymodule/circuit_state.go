@@ -3,14 +3,24 @@ package caddymodule
 import (
 	"context"
 	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -223,8 +233,6 @@ const (
 	maxCircuitEvents = 256
 	// circuitPlaceTime is how long an opening may take to its place in the ledger.
 	circuitPlaceTime = 5 * time.Second
-	// keepCircuitTokens is how long the ledger keeps the events of breakers.
-	keepCircuitTokens = 24 * time.Hour
 )
 
 // circuitRecorder records the changes of breakers in the ledger: in their order, on a
@@ -237,8 +245,6 @@ type circuitRecorder struct {
 	// opened is the last recorded opening of each breaker that is not closed. Only the
 	// goroutine uses it.
 	opened map[breaker.Key]string
-	// rejections are the workflows in which a rejection is recorded.
-	rejections rejections
 }
 
 func (e *engine) startCircuitRecorder() {
@@ -303,7 +309,7 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 		return
 	}
 	if ev.To == breaker.Open {
-		e.running.await(ctx, ev)
+		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)
 	}
 	now, err := e.store.Now(ctx)
 	if err != nil {
@@ -325,7 +331,7 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 			c.Parents = []string{last}
 			c.Workflow, _ = e.workflowOf(ctx, way, last) // none where the opening is pruned
 		}
-		if _, err := e.recordDraft(ctx, way, now, &c); err != nil {
+		if _, err := e.recordDraft(ctx, way.TokenPolicy, now, &c); err != nil {
 			e.circuitUnrecorded(ev.Key, ev.To, err)
 		}
 		return
@@ -347,34 +353,34 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 // workflow.
 func (e *engine) recordOpening(ctx context.Context, way *tokenPolicy, now time.Time, c *evidence.Circuit, ev breaker.Event, last string) (string, error) {
 	if ev.Reason == breaker.ByOperator {
-		return e.recordDraft(ctx, way, now, c) // nothing has failed
+		return e.recordDraft(ctx, way.TokenPolicy, now, c) // nothing has failed
 	}
 	failure, drafts, err := way.failureOf(ctx, now, c, ev)
 	if err != nil {
 		return "", err
 	}
-	before, err := way.evidence.Known(ctx, c.Workflow, []string{last})
+	before, err := way.Evidence.Known(ctx, c.Workflow, []string{last})
 	if err != nil {
 		return "", err
 	}
 	c.Parents = append([]string{failure}, before...)
-	return e.recordDraft(ctx, way, now, c, drafts...)
+	return e.recordDraft(ctx, way.TokenPolicy, now, c, drafts...)
 }
 
 // recordDraft records a change, behind what it follows from, and returns its id.
-func (e *engine) recordDraft(ctx context.Context, way *tokenPolicy, now time.Time, c *evidence.Circuit, before ...*ect.Draft) (string, error) {
-	draft, err := way.events.Circuit(now, c)
+func (e *engine) recordDraft(ctx context.Context, way *guard.TokenPolicy, now time.Time, c *evidence.Circuit, before ...*ect.Draft) (string, error) {
+	draft, err := way.Events.Circuit(now, c)
 	if err != nil {
 		return "", err
 	}
-	return draft.ID(), way.evidence.Append(ctx, now.Add(keepCircuitTokens), nil, append(before, draft)...)
+	return draft.ID(), way.Evidence.Append(ctx, now.Add(guard.KeepCircuitTokens), nil, append(before, draft)...)
 }
 
 // workflowOf waits for what was recorded a moment ago.
 func (e *engine) workflowOf(ctx context.Context, way *tokenPolicy, id string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, circuitPlaceTime)
 	defer cancel()
-	return way.evidence.WorkflowOf(ctx, id)
+	return way.Evidence.WorkflowOf(ctx, id)
 }
 
 // circuitEvents are the events of changes, by the new state.
@@ -409,3 +415,159 @@ func (e *engine) circuitReport() (all []circuitReport) {
 	}
 	return all
 }
+
+// joinProxies gives each guard the transport behind it, so that a call that every breaker would
+// refuse is refused before it is claimed. Other guards learn of a refusal from the transport.
+func joinProxies(app *caddyhttp.App) {
+	for _, server := range app.Servers {
+		joinIn(server.Routes)
+		for _, route := range server.NamedRoutes {
+			joinIn(caddyhttp.RouteList{*route})
+		}
+	}
+}
+
+func joinIn(routes caddyhttp.RouteList) {
+	var guards []*Handler // through which all calls come to the current handler
+	for _, route := range routes {
+		own := 0 // guards of this route, at the end of guards
+		for _, handler := range route.Handlers {
+			switch h := handler.(type) {
+			case *Handler:
+				guards, own = append(guards, h), own+1
+				continue
+			case *reverseproxy.Handler:
+				t, ours := h.Transport.(*proxy.Transport)
+				for i, guard := range guards {
+					// Calls come here from another route only if this one takes all.
+					if ours && !changesMethod(h.Rewrite) && (i >= len(guards)-own || takesAll(&route)) {
+						guard.proxy.Store(t)
+					}
+				}
+			case *caddyhttp.Subroute:
+				joinIn(h.Routes)
+			default:
+				if passesOn(h) {
+					continue
+				}
+			}
+			guards, own = nil, 0
+		}
+		if route.Terminal {
+			guards = nil
+		}
+	}
+}
+
+// takesAll reports whether every request that comes to a route takes it.
+func takesAll(route *caddyhttp.Route) bool {
+	return len(route.MatcherSets) == 0 && route.Group == ""
+}
+
+// changesMethod reports whether a call is forwarded with another method than the guard has
+// seen: a breaker may let one through and refuse the other.
+func changesMethod(r *rewrite.Rewrite) bool { return r != nil && r.Method != "" }
+
+// passesOn reports whether a handler hands every call on, unchanged as far as breakers go.
+func passesOn(handler caddyhttp.MiddlewareHandler) bool {
+	if r, ok := handler.(*rewrite.Rewrite); ok {
+		return !changesMethod(r)
+	}
+	module, ok := handler.(caddy.Module)
+	if !ok {
+		return false
+	}
+	switch module.CaddyModule().ID.Name() {
+	case "headers", "vars", "map", "request_body", "encode", "tracing", "log_append":
+		return true
+	}
+	return false
+}
+
+// circuitsOf selects the breakers that are recorded in a workflow.
+func circuitsOf(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, wid string, all bool) (func(*proxy.Circuit) bool, error) {
+	unknown := api.NewProblem(api.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
+	if policy == nil {
+		return nil, unknown
+	}
+	names, found, err := policy.graph(e).Downstreams(r.Context(), wid, who, all)
+	if err != nil {
+		return nil, err
+	}
+	if !found {
+		return nil, unknown
+	}
+	return func(c *proxy.Circuit) bool { return names[c.Downstream] }, nil
+}
+
+// operatorKinds are the kinds of callers that can be operators.
+var operatorKinds = []string{"issuer:", "certificate:", "user:", "caller:"}
+
+func checkOperators(names []string) error {
+	for _, name := range names {
+		if !slices.ContainsFunc(operatorKinds, func(kind string) bool { return strings.HasPrefix(name, kind) && len(name) > len(kind) }) {
+			return fmt.Errorf("%q is no caller: it must begin with one of %s, and go on with a name", name, strings.Join(operatorKinds, ", "))
+		}
+	}
+	return nil
+}
+
+// describeCircuit describes a breaker, with the recorded error of its last failure.
+func describeCircuit(ctx context.Context, circuits *proxy.Member, policy *tokenPolicy, s *breaker.Status) proxy.Circuit {
+	c := circuits.Describe(s)
+	c.LastFailure = policy.lastFailure(ctx, s)
+	return c
+}
+
+// policyBreaker shows that each upstream has a circuit breaker.
+type policyBreaker struct {
+	proxy.Policy
+	// Problem is the answer to a call that a breaker refuses. Fallback: another handler
+	// answers instead, marked as refused.
+	Problem  string `json:"problem"`
+	Fallback bool   `json:"fallback,omitempty"`
+}
+
+// rejectionRecorder is the recorder of an engine's breakers for the way of a call.
+type rejectionRecorder struct{ e *engine }
+
+func (r rejectionRecorder) Name(upstream string) string { return r.e.circuits.Downstream(upstream) }
+
+// Busy implements guard.Circuits. Changes of breakers always find room.
+func (r rejectionRecorder) Busy() bool { return len(r.e.recorder.waiting) >= maxCircuitEvents/2 }
+
+func (r rejectionRecorder) RecordRejection(policy *guard.TokenPolicy, open *breaker.OpenError, workflow string, parents []string) {
+	r.e.recorder.later(func(ctx context.Context) { recordRejected(ctx, r.e, policy, open, workflow, parents) })
+}
+
+func (r rejectionRecorder) Unrecorded(key breaker.Key, err error) {
+	r.e.circuitUnrecorded(key, breaker.Open, err)
+}
+
+// recordRejected records a rejection, with those of ids as parents that are recorded: the tokens
+// of a call that was not claimed are not.
+func recordRejected(ctx context.Context, e *engine, policy *guard.TokenPolicy, open *breaker.OpenError, workflow string, ids []string) {
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return // nothing can be recorded then
+	}
+	c := evidence.Circuit{
+		Event: ect.EventCircuitOpen, Downstream: e.circuits.Downstream(open.Key.Upstream), Workflow: workflow, Reason: rejectedReason,
+		ErrorType: api.CircuitOpen.ErrorType,
+	}
+	for _, s := range e.circuits.Status() {
+		if s.Key == open.Key {
+			c.ErrorRate, c.Window, c.Cooldown = s.ErrorRate, s.Window, s.Cooldown
+			ids = append(ids, s.Reference) // left out if it is of another workflow
+		}
+	}
+	if c.Parents, err = policy.Evidence.Known(ctx, workflow, ids); err == nil {
+		_, err = e.recordDraft(ctx, policy, now, &c)
+	}
+	if err != nil {
+		e.circuitUnrecorded(open.Key, breaker.Open, err)
+	}
+}
+
+// rejectedReason distinguishes a rejection from an opening.
+const rejectedReason = "rejected"

@@ -41,9 +41,13 @@ func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 // endpoints are the gateway's own paths but those of a guarded route.
 func (h *Handler) endpoints() *api.Endpoints {
 	e := &api.Endpoints{
-		Name: h.Name, Mount: mount, Challenge: h.challenge(), Play: playAnswer, Write: writeProblem,
+		Name: h.Name, Mount: mount, Challenge: h.challenge(), Play: playAnswer,
+		Write: func(w http.ResponseWriter, r *http.Request, p *api.Problem) {
+			p.Mount = mount(r)
+			guard.WriteProblem(w, r, p)
+		},
 		Refused: func(p *api.Problem, message string) {
-			h.actions[len(h.actions)-1].counts.Refused(p.Kind().Slug) // the action default
+			h.calls.CountRefusal(p.Kind().Slug)
 			if p.Cause != nil {
 				h.logger.Error(message, slog.String("problem", p.Kind().Slug), slog.Any("error", p.Cause))
 			}
@@ -96,8 +100,7 @@ func playAnswer(w http.ResponseWriter, r *http.Request, a api.Answer, header htt
 }
 
 // mount is what the path of r, as its caller sent it, has before the path that the guard
-// sees: a guard in `handle_path /api/*` has /api. What the gateway says of its own paths
-// leads back to it with that alone. Empty where a path was changed in another way.
+// sees: a guard in `handle_path /api/*` has /api. Empty where it was changed otherwise.
 func mount(r *http.Request) string {
 	sent, ok := r.Context().Value(caddyhttp.OriginalRequestCtxKey).(http.Request)
 	if !ok || sent.URL == nil {
@@ -147,7 +150,7 @@ func (*Endpoints) CaddyModule() caddy.ModuleInfo {
 func (e *Endpoints) Provision(ctx caddy.Context) error {
 	e.h = &Handler{logger: ctx.Slogger(), Name: "endpoints"}
 	e.h.setDefaults()
-	e.h.setRealm("\x00endpoints") // which is no guard's name: its users are nobody's
+	e.h.realm = "\x00endpoints" // which is no guard's name: its users are nobody's
 	e.h.credentials = canonical(e.h.Credentials)
 	app, err := ctx.AppIfConfigured("agent_guard")
 	if errors.Is(err, caddy.ErrNotConfigured) {
@@ -162,7 +165,7 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 
 // ServeHTTP answers what is ours and hands on what is not.
 func (e *Endpoints) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	if asked := asAsked(r); !isOwn(r) && api.Owns(asked.URL.Path) && e.h.endpoints().Serve(w, asked) {
+	if asked := asAsked(r); !guard.IsOwn(r) && api.Owns(asked.URL.Path) && e.h.endpoints().Serve(w, asked) {
 		return nil
 	}
 	return next.ServeHTTP(w, r)
@@ -303,7 +306,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		MaxBody:    h.MaxBody,
 		AttachWait: seconds(h.AttachWait),
 		FailOpen:   h.FailOpen,
-		Headers:    policyHeaders{headerExecutionID, headerExecutionStatus, headerReplayed},
+		Headers:    policyHeaders{guard.HeaderExecutionID, guard.HeaderExecutionStatus, guard.HeaderReplayed},
 		Executions: policyAsked{
 			Status:  prefix + api.ExecutionsPath + "{id}{?wait,key,method,path}",
 			Output:  prefix + api.ExecutionsPath + "{id}/output{?wait,key,method,path}",
@@ -322,7 +325,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		}
 	}
 	if q := h.app.Quota; h.app.Identity != nil {
-		t := q.ofCheckpoints(&h.Terms)
+		t := q.ofCheckpoints()
 		doc.Quota = &policyQuota{q.OpenExecutions, q.StoredBytes, &policyCheckpoints{
 			t.Workflow.Count, t.Workflow.Bytes, t.Rate, t.Caller.Count, t.Caller.Bytes,
 		}}
@@ -366,11 +369,11 @@ var (
 // (circuitOpen), and who takes part in a workflow those recorded in it. A credential that nobody
 // here has verified is no identity.
 func (h *Handler) circuitsFor(e *engine, way *tokenPolicy, r *http.Request, who evidence.Reader, caller string) (func(*proxy.Circuit) bool, error) {
-	if !verifiedHere(caller) {
+	if !guard.VerifiedHere(caller) {
 		return nil, api.NewProblem(api.AuthenticationRequired,
 			"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
 	}
-	operator := slices.Contains(h.Operators, h.operatorName(r, caller))
+	operator := slices.Contains(h.Operators, h.calls.OperatorName(r, caller))
 	if wid := r.URL.Query().Get("wid"); wid != "" {
 		return circuitsOf(e, way, r, who, wid, operator)
 	}
@@ -393,7 +396,7 @@ func (h *Handler) visibleCircuits(e *engine, way *tokenPolicy, r *http.Request) 
 	}
 	ctx, cancel := context.WithTimeout(r.Context(), stateWithin)
 	defer cancel()
-	only, view := r.URL.Query().Get("state"), way.asked(r.URL.Query().Get("wid"), who.Issuer)
+	only, view := r.URL.Query().Get("state"), way.calls().Asked(r.URL.Query().Get("wid"), who.Issuer)
 	doc := &proxy.Document{Circuits: []proxy.Circuit{}}
 	for _, s := range e.circuits.Status() {
 		if c := describeCircuit(ctx, e.circuits, way, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
@@ -426,21 +429,21 @@ func (h *Handler) reader(e *engine, way *tokenPolicy, r *http.Request) (evidence
 
 // asker is the reader, and the name that it has as a caller.
 func (h *Handler) asker(e *engine, way *tokenPolicy, r *http.Request) (who evidence.Reader, caller string, err error) {
-	var tokens presented
+	var tokens guard.Tokens
 	if r.Method != http.MethodPost {
-		if tokens, err = h.verifyQuestion(way, r); err != nil {
+		if tokens, err = h.calls.VerifyTokens(way.calls(), r, false); err != nil {
 			return who, "", err
 		}
-		if err := way.spend(&tokens, r); err != nil {
+		if err := way.calls().Spend(host{h}, &tokens, r); err != nil {
 			return who, "", err
 		}
 	}
-	if caller, err = h.caller(e.guard, r, &tokens); err != nil {
+	if caller, err = h.calls.CallerOf(e.guard, r, &tokens); err != nil {
 		return who, "", err
 	}
 	return evidence.Reader{
-		Issuer: tokens.issuer(), Caller: e.guard.Caller(caller),
-		Anonymous: caller == anonymous, Credential: caller != anonymous && !verifiedHere(caller),
+		Issuer: tokens.Issuer(), Caller: e.guard.Caller(caller),
+		Anonymous: caller == guard.Anonymous, Credential: caller != guard.Anonymous && !guard.VerifiedHere(caller),
 	}, caller, nil
 }
 
@@ -456,17 +459,17 @@ func (h *Handler) challenge() string {
 // rollbackAsker is who asks for a rollback: a verified token, and nothing else, is good for
 // that (cascade 6.1). A certificate counts besides, as the token's verification has it.
 func (h *Handler) rollbackAsker(e *engine, way *tokenPolicy, r *http.Request) (*api.Asker, error) {
-	if way.verifier == nil {
+	if way.Verifier == nil {
 		p := api.NewProblem(api.ECTInvalid, "This gateway believes nobody's tokens, since no `trust` is configured: only operators can roll back here.")
 		p.Reason = "untrusted"
 		return nil, p
 	}
-	tokens, err := way.verify(r)
+	tokens, err := way.Verify(r)
 	if err == nil {
 		// Who may ask for a rollback, its lineage says.
-		err = way.checkReports(r.Context(), &tokens, api.Asks...)
+		err = way.CheckReports(r.Context(), &tokens, api.Asks...)
 	}
-	h.counts.Token(tokenResult(&tokens, err))
+	h.calls.CountTokens(&tokens, err)
 	unseen := ofParents(err)
 	if unseen {
 		tokens, err = way.unseen(r)
@@ -475,20 +478,20 @@ func (h *Handler) rollbackAsker(e *engine, way *tokenPolicy, r *http.Request) (*
 		if refusal := (*ect.Error)(nil); errors.As(err, &refusal) {
 			return nil, err
 		}
-		return nil, refusedToken(err)
+		return nil, guard.RefusedToken(err)
 	}
-	switch len(tokens.own) {
+	switch len(tokens.Own) {
 	case 0:
-		caller, err := h.caller(e.guard, r, &tokens)
+		caller, err := h.calls.CallerOf(e.guard, r, &tokens)
 		if err != nil {
 			return nil, err
 		}
-		if caller == anonymous {
+		if caller == guard.Anonymous {
 			return nil, api.NewProblem(api.AuthenticationRequired, "Ask for a rollback with a signed token of the workflow.")
 		}
 		return nil, &ect.Error{Code: ect.CodeMissing}
 	case 1:
-		return &api.Asker{Token: tokens.own[0], All: tokens.all, Late: tokens.late, Unseen: unseen}, nil
+		return &api.Asker{Token: tokens.Own[0], All: tokens.All, Late: tokens.Late, Unseen: unseen}, nil
 	}
 	p := api.NewProblem(api.ECTInvalid, "Several tokens ask at once; send the one that asks, and at most what led to it.")
 	p.Reason = "several"
@@ -499,12 +502,12 @@ func (h *Handler) rollbackAsker(e *engine, way *tokenPolicy, r *http.Request) (*
 func (a *App) publicKeys() ([]byte, error) {
 	way, err := a.tokenPolicy()
 	if err != nil {
-		return nil, storeClosed(err)
+		return nil, guard.StoreClosed(err)
 	}
 	if way == nil {
 		return nil, nil
 	}
-	set, err := way.evidence.Ring().PublicSet(time.Now(), way.events.Identity(), way.events.Former()...)
+	set, err := way.Evidence.Ring().PublicSet(time.Now(), way.Events.Identity(), way.Events.Former()...)
 	if err != nil {
 		a.logger.Error("the public keys cannot be shown", zap.Error(err))
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"os"
 	"slices"
 	"sync"
@@ -15,8 +16,10 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
 	"go.uber.org/zap"
+	"go.uber.org/zap/exp/zapslog"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
@@ -57,14 +60,10 @@ type engine struct {
 	circuits  *proxy.Member
 	recorder  circuitRecorder // of their changes
 	keeping   [16]sync.Mutex  // for storing the state of each
-	running   runningCalls
-	readers   slowReaders
-	writes    writeTracker // of guarded calls
-	places    places       // where undos are sent
+	calls     guard.Engine    // what the way of a call needs of this one
+	places    places          // where undos are sent
 
 	escalations escalating
-
-	constraints constraints // on breakers, by callers
 
 	opener        StoreOpener  // by which the store was opened
 	counts        *storeCounts // held until the engine is closed
@@ -214,10 +213,14 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.startWatch(recovered)
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
+	e.waits, e.endWaits = context.WithCancel(context.Background())
+	e.calls = guard.Engine{
+		Store: st, Executions: g, Checkpoints: e.checkpoints, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
+		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slog.New(zapslog.NewHandler(spec.logger.Core())),
+	}
 	e.startEscalations() // before what may escalate
 	e.startCircuits(ctx)
 	e.startResealing(ctx)
-	e.waits, e.endWaits = context.WithCancel(context.Background())
 	return e, nil
 }
 
@@ -247,7 +250,6 @@ func (exitWatch) Handle(context.Context, caddy.Event) error {
 // cutGrace is how long cancelled executions may take to be recorded.
 const cutGrace = 5 * time.Second
 
-// exit ends all engines' executions.
 func (p *enginePool) exit() {
 	var all sync.WaitGroup
 	p.pool.Range(func(_, value any) bool {
@@ -271,7 +273,7 @@ func (e *engine) exit() {
 		rollbacks.Go(func() { e.stopRollbacks(stopping) })
 		left := e.await(drain)
 		rollbacks.Wait()
-		e.readers.wait(stopping)
+		e.calls.AwaitReaders(stopping)
 		if left == 0 {
 			return
 		}
@@ -287,55 +289,6 @@ func (e *engine) await(bound time.Duration) int {
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
 	return e.guard.Drain(ctx)
-}
-
-// detach returns the clock of an execution: a context with the values of the request, but not its
-// end (P7). It ends at the deadline, or when an exit can wait no longer.
-func (e *engine) detach(request context.Context, deadline time.Duration) *clock {
-	c := newClock(context.WithoutCancel(request), deadline)
-	c.stops = context.AfterFunc(e.uncut, c.stop)
-	return c
-}
-
-// slowReaders counts the owners of settled executions that are still reading.
-type slowReaders struct {
-	mu   sync.Mutex
-	n    int
-	none chan struct{} // closed when n falls to 0; nil while nobody waits
-}
-
-func (s *slowReaders) enter() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.n++
-}
-
-func (s *slowReaders) leave() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.n--
-	if s.n == 0 && s.none != nil {
-		close(s.none)
-		s.none = nil
-	}
-}
-
-// wait waits until there are none, or ctx is over.
-func (s *slowReaders) wait(ctx context.Context) {
-	s.mu.Lock()
-	if s.n == 0 {
-		s.mu.Unlock()
-		return
-	}
-	if s.none == nil {
-		s.none = make(chan struct{})
-	}
-	none := s.none
-	s.mu.Unlock()
-	select {
-	case <-none:
-	case <-ctx.Done():
-	}
 }
 
 var _ caddyevents.Handler = exitWatch{}
@@ -375,7 +328,6 @@ func (e *engine) snapshot() *storeSnapshot {
 	return now
 }
 
-// healthy reports whether the store answers.
 func (e *engine) healthy() bool {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()
@@ -681,7 +633,7 @@ var errKeyGiven = errors.New("the key is given as a value, which the gateway can
 	"add a new sealing key to the ring there, and load the configuration again")
 
 // errKeys: the store needs other keys.
-var errKeys = errors.New("agent_guard: keys")
+var errKeys = guard.ErrKeys
 
 // readRing reads the key ring from where spec has it.
 func readRing(spec engineSpec) (*seal.Ring, error) {
@@ -861,7 +813,6 @@ type keyStatus struct {
 	Resealing *resealStatus `json:"resealing,omitempty"`
 }
 
-// keyRow is one sealing key.
 type keyRow struct {
 	ID      uint32    `json:"id"`
 	Created time.Time `json:"created,omitzero"`
@@ -895,9 +846,4 @@ func (e *engine) keyStatus(ctx context.Context) (keyStatus, error) {
 		status.Keys = append(status.Keys, row)
 	}
 	return status, nil
-}
-
-// shuttingDown reports that the process starts no new calls. There may be no engine.
-func (e *engine) shuttingDown() bool {
-	return caddy.Exiting() || e != nil && e.draining.Load()
 }

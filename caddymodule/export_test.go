@@ -3,6 +3,8 @@ package caddymodule
 import (
 	"maps"
 	"slices"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // OptionNames lists the options of each block of the Caddyfile.
@@ -28,3 +30,6 @@ func OptionNames() map[string][]string {
 }
 
 func names[T any](opts options[T]) []string { return slices.Sorted(maps.Keys(opts)) }
+
+// Calls is the plan as the guard's calls need it.
+func (p *Plan) Calls() *guard.UndoPlan { return &p.calls }

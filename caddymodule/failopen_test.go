@@ -6,12 +6,13 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -51,7 +52,7 @@ func handlerOver(t *testing.T, opener StoreOpener, failOpen bool) *Handler {
 	})
 	app.spec.opener = opener
 	h := defaulted(t, Handler{FailOpen: failOpen})
-	h.app, h.logger, h.probes, h.failures = app, slog.New(slog.DiscardHandler), new(prober), new(throttle)
+	h.app, h.logger, h.proxy = app, slog.New(slog.DiscardHandler), new(atomic.Pointer[proxy.Transport])
 	if err := h.provisionActions(app.ctx); err != nil {
 		t.Fatal(err)
 	}
@@ -127,23 +128,5 @@ func TestFailOpenNotOnExit(t *testing.T) {
 	e.exit()
 	if code, status := serve(t, h); code != 503 || status != "refused" {
 		t.Errorf("on exit: %d %s", code, status)
-	}
-}
-
-// What happens often is told of at once, then once in a while, with its number.
-func TestStretch(t *testing.T) {
-	var s throttle
-	at := time.Unix(1_700_000_000, 0)
-	for i, step := range []struct {
-		after time.Duration
-		want  uint64
-	}{
-		{0, 1}, {0, 0}, {reportEvery - 1, 0}, {1, 3}, {reportEvery, 1}, {time.Second, 0}, {reportEvery, 2},
-		{-time.Hour, 1}, {time.Second, 0}, // the clock was set back
-	} {
-		at = at.Add(step.after)
-		if got := s.due(at); got != step.want {
-			t.Errorf("step %d: %d, want %d", i, got, step.want)
-		}
 	}
 }

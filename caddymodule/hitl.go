@@ -22,6 +22,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/cli"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -113,7 +114,6 @@ func parseHITL(d *caddyfile.Dispenser, a *App) error {
 	return nil
 }
 
-// hitlOptions are the options of hitl.
 func hitlOptions() options[*App] {
 	return options[*App]{
 		"webhook": {usage: "webhook <url> { ... }", parse: parseWebhook},
@@ -307,7 +307,7 @@ func (e *engine) escalateCircuit(ev breaker.Event) {
 		Level: hitl.Approval, Cause: hitl.CauseBreakerOpen,
 		Summary: fmt.Sprintf("The upstream %s does not come back: %d probes in a row have failed, the last one with: %s.",
 			name, ev.FailedProbes, ev.Cause),
-		Links: hitl.Links{Upstream: ev.Key.Upstream, Checkpoint: proxy.ParseEvidence(ev.Evidence).Checkpoint},
+		Links: hitl.Links{Upstream: ev.Key.Upstream, Checkpoint: guard.ParseEvidence(ev.Evidence).Checkpoint},
 	})
 	if err != nil && !errors.Is(err, store.ErrClosed) {
 		e.logger.Error("an escalation cannot be recorded: an upstream does not come back", append(circuitFields(ev), zap.Error(err))...)
@@ -381,29 +381,24 @@ func (p *enginePool) View(path string) (admin.Store, bool) {
 // storeView is an engine as the admin API sees it.
 type storeView struct{ e *engine }
 
-// Path implements admin.Store.
 func (b storeView) Path() string { return b.e.path }
 
-// Guard implements admin.Store.
 func (b storeView) Guard() *execution.Guard { return b.e.guard }
 
-// Now implements admin.Store.
 func (b storeView) Now(ctx context.Context) (time.Time, error) { return b.e.store.Now(ctx) }
 
 // Release implements admin.Store. A store that nobody else uses any more is closed,
 // and logs by itself what goes wrong then.
 func (b storeView) Release() { _ = b.e.release() }
 
-// Evidence implements admin.Store.
 func (b storeView) Evidence(ctx context.Context, key execution.Key, found *execution.Record, d execution.Resolution) *store.Batch {
 	var way *tokenPolicy
 	if a := b.e.activeConfigs.latest(); a != nil {
 		way = a.way.Load()
 	}
-	return way.settledBy(ctx, b.e, key, found, d.Applied, "operator")
+	return way.calls().SettledBy(ctx, key, found, d.Applied, "operator")
 }
 
-// Resolved implements admin.Store.
 func (b storeView) Resolved(key execution.Key, found *execution.Record, decision execution.Resolution) {
 	b.e.logger.Info("an operator has settled an execution that was in doubt",
 		zap.Stringer("key", key), zap.String("guard", found.Guard), zap.String("action", found.Action),
@@ -428,7 +423,6 @@ func (b storeView) Quota() *admin.Quota {
 	return &admin.Quota{OpenExecutions: a.Quota.OpenExecutions, StoredBytes: a.Quota.StoredBytes}
 }
 
-// Keys implements admin.Store.
 func (b storeView) Keys(ctx context.Context) (*admin.KeyStatus, error) {
 	is, err := b.e.keyStatus(ctx)
 	if err != nil {
@@ -450,7 +444,6 @@ func (b storeView) Keys(ctx context.Context) (*admin.KeyStatus, error) {
 	return status, nil
 }
 
-// Ledger implements admin.Store.
 func (b storeView) Ledger() *admin.Ledger {
 	opened := b.e.ledger.open.Load()
 	if opened == nil && b.e.ledger.coming.Load() {
@@ -462,7 +455,6 @@ func (b storeView) Ledger() *admin.Ledger {
 	return &admin.Ledger{Log: opened.Log(), Key: opened.HeadKey()}
 }
 
-// Rollbacks implements admin.Store.
 func (b storeView) Rollbacks() admin.Rollbacks {
 	if c := b.e.rollbacks.coordinator(); c != nil {
 		return c
@@ -470,15 +462,12 @@ func (b storeView) Rollbacks() admin.Rollbacks {
 	return nil
 }
 
-// Checkpoints implements admin.Store.
 func (b storeView) Checkpoints() *checkpoint.Store { return b.e.checkpoints }
 
-// Trial implements admin.Store.
 func (b storeView) Trial(checkpoint string) (admin.Trial, bool) {
 	return b.e.rollbacks.trials.of(checkpoint)
 }
 
-// RotateKeys implements admin.Store.
 func (b storeView) RotateKeys(ctx context.Context) error {
 	_, err := b.e.rotateKeys(ctx)
 	if errors.Is(err, errKeyGiven) {
@@ -487,10 +476,8 @@ func (b storeView) RotateKeys(ctx context.Context) error {
 	return err
 }
 
-// Identity implements admin.Store.
 func (b storeView) Identity() *admin.Identity { return b.e.ledger.status() }
 
-// RotateIdentity implements admin.Store.
 func (b storeView) RotateIdentity(stolen bool) error {
 	err := b.e.ledger.rotate(stolen)
 	if errors.Is(err, errKeyElsewhere) || errors.Is(err, ect.ErrBusy) {
@@ -499,10 +486,8 @@ func (b storeView) RotateIdentity(stolen bool) error {
 	return err
 }
 
-// Escalations implements admin.Store.
 func (b storeView) Escalations() *hitl.Store { return b.e.escalations.store }
 
-// Circuits implements admin.Store.
 func (b storeView) Circuits() []proxy.Circuit {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()
@@ -514,7 +499,6 @@ func (b storeView) Circuits() []proxy.Circuit {
 	return all
 }
 
-// SetCircuitMode implements admin.Store.
 func (b storeView) SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error) {
 	if !b.e.circuits.SetMode(key, mode) {
 		return false, nil
@@ -526,7 +510,6 @@ func (b storeView) SetCircuitMode(ctx context.Context, key breaker.Key, mode bre
 // counting is what a store implements that counts what it does.
 type counting interface{ Stats() badger.Stats }
 
-// Report implements admin.Store.
 func (b storeView) Report() *admin.Report {
 	st, ok := b.e.store.(counting)
 	if !ok {

@@ -15,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // internalRequest is a request of the gateway's own to the upstream of a call: it asks what a
@@ -41,8 +42,8 @@ type internalRequest struct {
 // way let it by, and ctx bounds its time. Go and Caddy send nothing twice by themselves and follow
 // no redirects; it is sent again only if a connection was dead before a byte was written. The
 // answer is never nil. An error says that there is no whole one.
-func (o *internalRequest) send(ctx context.Context, next nextHandler, server *caddyhttp.Server) (*internalAnswer, error) {
-	ctx = asOwn(untraced{ctx})
+func (o *internalRequest) send(ctx context.Context, next guard.Next, server *caddyhttp.Server) (*internalAnswer, error) {
+	ctx = guard.AsOwn(untraced{ctx})
 	for again := false; ; again = true {
 		a, retry, err := o.forward(ctx, next, server)
 		if err == nil || again || !retry {
@@ -52,7 +53,7 @@ func (o *internalRequest) send(ctx context.Context, next nextHandler, server *ca
 }
 
 // forward sends the request once. retry says that doing so again is safe and likely to succeed.
-func (o *internalRequest) forward(ctx context.Context, next nextHandler, server *caddyhttp.Server) (a *internalAnswer, retry bool, err error) {
+func (o *internalRequest) forward(ctx context.Context, next guard.Next, server *caddyhttp.Server) (a *internalAnswer, retry bool, err error) {
 	a = &internalAnswer{header: http.Header{}, most: o.most}
 	// Made anew, since handlers on the way change it.
 	r := (&http.Request{
@@ -115,18 +116,16 @@ type internalAnswer struct {
 	notSent bool
 }
 
-// Header implements http.ResponseWriter.
 func (a *internalAnswer) Header() http.Header { return a.header }
 
-// WriteHeader implements http.ResponseWriter. Interim answers are not the answer.
+// WriteHeader passes over interim answers.
 func (a *internalAnswer) WriteHeader(status int) {
 	if a.status == 0 && status >= 200 {
 		a.status = status
 	}
 }
 
-// Write implements http.ResponseWriter. It goes on to take what is not kept: an answer
-// that is too long is still known to be whole.
+// Write goes on to take what is not kept: a long answer is still known to be whole.
 func (a *internalAnswer) Write(p []byte) (int, error) {
 	a.WriteHeader(http.StatusOK)
 	kept := p[:min(int64(len(p)), a.most-int64(len(a.body)))]
@@ -142,18 +141,21 @@ var (
 
 // send asks the upstream of the guard, whose server that of ctx is: without site authentication
 // and this guard. The answer is all of it.
-func (h *Handler) send(ctx context.Context, o *internalRequest) (*internalAnswer, error) {
+func (h *Handler) send(ctx context.Context, o *guard.InternalRequest) (*guard.InternalAnswer, error) {
 	server, _ := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
-	a, err := o.send(ctx, h.upstream, server)
+	r := internalRequest{
+		method: o.Method, path: o.Path, query: o.Query, host: o.Host, remote: o.Remote, header: o.Header, most: o.MaxAnswer,
+	}
+	a, err := r.send(ctx, h.upstream, server)
 	switch {
 	case err != nil:
 		return nil, err
 	case ctx.Err() != nil || a.ended:
 		return nil, errNoAnswer
 	case a.cut:
-		return nil, fmt.Errorf("the answer is larger than %d bytes", o.most)
+		return nil, fmt.Errorf("the answer is larger than %d bytes", o.MaxAnswer)
 	}
-	return a, nil
+	return &guard.InternalAnswer{Status: a.status, Header: a.header, Body: a.body, Unframed: a.unframed, Replaced: a.replaced}, nil
 }
 
 // untraced is a context without the trace of another request: a guard around this one would take the

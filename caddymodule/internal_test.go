@@ -8,6 +8,7 @@ import (
 	"net/http/httptrace"
 	"testing"
 
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 )
 
@@ -57,8 +58,8 @@ func TestInternalRequests(t *testing.T) {
 					r.RemoteAddr != "192.0.2.1:1234" || r.TLS == nil || string(body) != "body" || r.ContentLength != 4 || r.GetBody != nil {
 					t.Errorf("%+v with %q", r, body)
 				}
-				if got := r.Header; got.Get("Accept-Encoding") != "identity" || got.Get("X-Key") != "k" || !isOwn(r) {
-					t.Errorf("%v, its own %t", got, isOwn(r))
+				if got := r.Header; got.Get("Accept-Encoding") != "identity" || got.Get("X-Key") != "k" || !guard.IsOwn(r) {
+					t.Errorf("%v, its own %t", got, guard.IsOwn(r))
 				}
 				if trace := httptrace.ContextClientTrace(r.Context()); trace != nil && trace.WroteRequest != nil {
 					traced = true

@@ -11,7 +11,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -45,7 +45,6 @@ var countsPool = caddy.NewUsagePool()
 // pooledCounts is a Set in the pool.
 type pooledCounts struct{ *storeCounts }
 
-// Destruct implements caddy.Destructor.
 func (pooledCounts) Destruct() error { return nil }
 
 // acquireCounts returns the counts of the store at path. Each call needs a release.
@@ -87,71 +86,6 @@ func (p *enginePool) peek(path string) *engine {
 		return nil
 	}
 	return value.(*engine)
-}
-
-// probeResult is what a status probe found.
-type probeResult uint8
-
-// The evidence of probes.
-const (
-	probeApplied    probeResult = iota // the call was executed
-	probeNotApplied                    // it was not
-	probeUnknown                       // the answer says neither, or none came
-	probeResults
-)
-
-var probeResultNames = [probeResults]string{"applied", "not_applied", "unknown"}
-
-var outcomes = [...]execution.Verdict{execution.Completed, execution.Released, execution.InDoubt}
-
-// actionCounts counts what became of the calls of one action of one guard. All its methods
-// are single atomic additions. The zero value counts everything but problems.
-type actionCounts struct {
-	guard, name string
-
-	running  atomic.Int64
-	executed [len(outcomes)]atomic.Uint64
-	replays  atomic.Uint64
-	attaches atomic.Uint64
-	failOpen atomic.Uint64
-	probes   [probeResults]atomic.Uint64
-	slugs    []string // of problems, in the order of their counts
-	problems []atomic.Uint64
-}
-
-// Begun counts an execution that has begun. Settled must follow.
-func (a *actionCounts) Begun() { a.running.Add(1) }
-
-// Settled counts the end of an execution, by what was recorded of it.
-func (a *actionCounts) Settled(v execution.Verdict) {
-	a.running.Add(-1)
-	for i := range outcomes {
-		if outcomes[i] == v {
-			a.executed[i].Add(1)
-		}
-	}
-}
-
-// Replayed counts a call that was answered with a recorded result.
-func (a *actionCounts) Replayed() { a.replays.Add(1) }
-
-// Attached counts a call that was answered by an execution that was running.
-func (a *actionCounts) Attached() { a.attaches.Add(1) }
-
-// FailedOpen counts a call that was forwarded unguarded for want of a store (P4).
-func (a *actionCounts) FailedOpen() { a.failOpen.Add(1) }
-
-// Probed counts a status probe.
-func (a *actionCounts) Probed(e probeResult) { a.probes[e].Add(1) }
-
-// Refused counts a call that was answered with the problem of this slug.
-func (a *actionCounts) Refused(slug string) {
-	for i := range a.slugs {
-		if a.slugs[i] == slug {
-			a.problems[i].Add(1)
-			return
-		}
-	}
 }
 
 // StoreReport describes a store.
@@ -212,7 +146,6 @@ type escalationReport struct {
 	N int
 }
 
-// circuitReport describes one circuit breaker.
 type circuitReport struct {
 	// Upstream is its address, Class read, write or undo where these are apart, else empty.
 	Upstream, Class string
@@ -224,7 +157,6 @@ type circuitReport struct {
 	Openings, Rejected uint64
 }
 
-// ledgerReport describes the ledger.
 type ledgerReport struct {
 	// Entries is the size of the tree.
 	Entries int64
@@ -237,7 +169,6 @@ type ledgerReport struct {
 	Unsigned, Retries int64
 }
 
-// doubtReport are the executions in doubt.
 type doubtReport struct {
 	// N is their number.
 	N int
@@ -253,8 +184,8 @@ type collector struct {
 	snapshot       func() *storeSnapshot
 
 	mu      sync.Mutex
-	guards  []*guardCounts
-	actions []*actionCounts
+	guards  []*guard.Counts
+	actions []*guard.ActionCounts
 }
 
 // newCollector makes a collector. snapshot is called at every collection; nil means that the store
@@ -264,7 +195,7 @@ func newCollector(set *storeCounts, version, store string, snapshot func() *stor
 }
 
 // Guard returns what guards of this name count, and shows it from now on.
-func (c *collector) Guard(name string) *guardCounts {
+func (c *collector) Guard(name string) *guard.Counts {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	g := c.set.guard(name)
@@ -275,18 +206,17 @@ func (c *collector) Guard(name string) *guardCounts {
 }
 
 // Action returns what this action of a guard counts, and shows it from now on.
-func (c *collector) Action(guard, name string) *actionCounts {
+func (c *collector) Action(guard, name string) *guard.ActionCounts {
 	g := c.Guard(guard)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	a := g.action(name)
+	a := g.Action(name)
 	if !slices.Contains(c.actions, a) {
 		c.actions = append(c.actions, a)
 	}
 	return a
 }
 
-// Describe implements prometheus.Collector.
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, f := range families {
 		if f.desc != nil {
@@ -297,23 +227,22 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	c.set.group.Describe(ch)
 }
 
-// Collect implements prometheus.Collector.
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	out := sink(ch)
 	c.mu.Lock()
 	guards, actions := slices.Clone(c.guards), slices.Clone(c.actions)
 	c.mu.Unlock()
 	for _, g := range guards {
-		for r, name := range reasonNames {
-			out.count(unguarded, g.unguarded[r].Load(), g.name, name)
+		name, passed, verified := g.Report()
+		for reason, n := range passed {
+			out.count(unguarded, n, name, reason.String())
 		}
-		g.tokens.Range(func(result, n any) bool {
-			out.count(tokens, n.(*atomic.Uint64).Load(), g.name, result.(string))
-			return true
-		})
+		for result, n := range verified {
+			out.count(tokens, n, name, result)
+		}
 	}
 	for _, a := range actions {
-		out.action(a)
+		out.action(a.Report())
 	}
 	out.count(recovered, c.set.recovered.Load(), execution.InDoubt.String())
 	for i, status := range rollbackStatuses {
@@ -352,19 +281,19 @@ func (s sink) gauge(f *Family, v float64, labels ...string) {
 	s.send(f, prometheus.GaugeValue, v, labels)
 }
 
-func (s sink) action(a *actionCounts) {
-	for i, v := range outcomes {
-		s.count(executions, a.executed[i].Load(), a.guard, a.name, v.String())
+func (s sink) action(a guard.ActionReport) {
+	for verdict, n := range a.Executions {
+		s.count(executions, n, a.Guard, a.Action, verdict.String())
 	}
-	s.gauge(running, float64(a.running.Load()), a.guard, a.name)
-	s.count(metricsReplays, a.replays.Load(), a.guard, a.name)
-	s.count(attaches, a.attaches.Load(), a.guard, a.name)
-	s.count(failOpen, a.failOpen.Load(), a.guard, a.name)
-	for i, result := range probeResultNames {
-		s.count(probes, a.probes[i].Load(), a.guard, a.name, result)
+	s.gauge(running, float64(a.Running), a.Guard, a.Action)
+	s.count(metricsReplays, a.Replays, a.Guard, a.Action)
+	s.count(attaches, a.Attaches, a.Guard, a.Action)
+	s.count(failOpen, a.FailOpen, a.Guard, a.Action)
+	for result, n := range a.Probes {
+		s.count(probes, n, a.Guard, a.Action, result.String())
 	}
-	for i, slug := range a.slugs {
-		s.count(problems, a.problems[i].Load(), a.guard, a.name, slug)
+	for slug, n := range a.Problems {
+		s.count(problems, n, a.Guard, a.Action, slug)
 	}
 }
 
@@ -520,7 +449,6 @@ var families = []*Family{
 	eventsDropped, info,
 }
 
-// rollbackReport describes the unfinished rollbacks.
 type rollbackReport struct {
 	// Running is how many are not finished, OldestAge how long ago the oldest of them was
 	// asked for; zero without one.
@@ -561,7 +489,7 @@ func (s *storeCounts) RollbackStep(status string) {
 // is loaded; a request adds to them and allocates nothing.
 type storeCounts struct {
 	mu      sync.Mutex
-	guards  map[string]*guardCounts
+	guards  map[string]*guard.Counts
 	latency prometheus.Histogram
 	group   prometheus.Histogram
 
@@ -574,7 +502,7 @@ type storeCounts struct {
 
 func newStoreCounts() *storeCounts {
 	return &storeCounts{
-		guards: map[string]*guardCounts{},
+		guards: map[string]*guard.Counts{},
 		latency: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: nameCommitSeconds, Help: helpCommitSeconds,
 			Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5},
@@ -612,74 +540,13 @@ func (s *storeCounts) EscalationNotified(taken bool) {
 }
 
 // guard returns the counts of the guards of this name.
-func (s *storeCounts) guard(name string) *guardCounts {
+func (s *storeCounts) guard(name string) *guard.Counts {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	g := s.guards[name]
 	if g == nil {
-		g = &guardCounts{name: name}
+		g = guard.NewCounts(name)
 		s.guards[name] = g
 	}
 	return g
-}
-
-// unguardedReason says why a call is not guarded.
-type unguardedReason uint8
-
-// The reasons.
-const (
-	reasonSafe    unguardedReason = iota // its method changes nothing
-	reasonExempt                         // the configuration says so
-	reasonUpgrade                        // it leaves HTTP
-	reasonGRPC                           // it is a gRPC call, and its action is not unary
-	reasons
-)
-
-var reasonNames = [reasons]string{"safe", "exempt", "upgrade", "grpc"}
-
-// guardCounts counts for all guards of one name over one store. The zero value is ready.
-type guardCounts struct {
-	name      string
-	unguarded [reasons]atomic.Uint64
-	tokens    sync.Map // what came of verifying -> *atomic.Uint64
-
-	mu      sync.Mutex
-	actions []*actionCounts
-}
-
-// Unguarded counts a call that was passed through.
-func (g *guardCounts) Unguarded(r unguardedReason) { g.unguarded[r].Add(1) }
-
-// Tokens shows the count of verified tokens, before there are any.
-func (g *guardCounts) Tokens() { g.tokens.LoadOrStore("verified", new(atomic.Uint64)) }
-
-// Token counts the verification of a request's tokens. result is verified, late, unavailable, or
-// the code of the refusal; empty is not counted.
-func (g *guardCounts) Token(result string) {
-	if result == "" {
-		return
-	}
-	n, ok := g.tokens.Load(result)
-	if !ok {
-		n, _ = g.tokens.LoadOrStore(result, new(atomic.Uint64))
-	}
-	n.(*atomic.Uint64).Add(1)
-}
-
-// action returns the counts of the action of this name.
-func (g *guardCounts) action(name string) *actionCounts {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	for _, a := range g.actions {
-		if a.name == name {
-			return a
-		}
-	}
-	a := &actionCounts{guard: g.name, name: name}
-	for _, k := range api.Kinds() {
-		a.slugs = append(a.slugs, k.Slug)
-	}
-	a.problems = make([]atomic.Uint64, len(a.slugs))
-	g.actions = append(g.actions, a)
-	return a
 }

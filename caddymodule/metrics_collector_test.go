@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/prometheus/client_golang/prometheus"
@@ -154,13 +155,13 @@ func TestCounts(t *testing.T) {
 		{a.Replayed, at("replays_total", "")},
 		{a.Attached, at("attaches_total", "")},
 		{a.FailedOpen, at("fail_open_total", "")},
-		{func() { a.Probed(probeApplied) }, at("probes_total", `,result="applied"`)},
-		{func() { a.Probed(probeNotApplied) }, at("probes_total", `,result="not_applied"`)},
-		{func() { a.Probed(probeUnknown) }, at("probes_total", `,result="unknown"`)},
-		{func() { g.Unguarded(reasonSafe) }, `agent_guard_unguarded_total{guard="g",reason="safe"}`},
-		{func() { g.Unguarded(reasonExempt) }, `agent_guard_unguarded_total{guard="g",reason="exempt"}`},
-		{func() { g.Unguarded(reasonUpgrade) }, `agent_guard_unguarded_total{guard="g",reason="upgrade"}`},
-		{func() { g.Unguarded(reasonGRPC) }, `agent_guard_unguarded_total{guard="g",reason="grpc"}`},
+		{func() { a.Probed(guard.ProbeApplied) }, at("probes_total", `,result="applied"`)},
+		{func() { a.Probed(guard.ProbeNotApplied) }, at("probes_total", `,result="not_applied"`)},
+		{func() { a.Probed(guard.ProbeUnknown) }, at("probes_total", `,result="unknown"`)},
+		{func() { g.Unguarded(guard.ReasonSafe) }, `agent_guard_unguarded_total{guard="g",reason="safe"}`},
+		{func() { g.Unguarded(guard.ReasonExempt) }, `agent_guard_unguarded_total{guard="g",reason="exempt"}`},
+		{func() { g.Unguarded(guard.ReasonUpgrade) }, `agent_guard_unguarded_total{guard="g",reason="upgrade"}`},
+		{func() { g.Unguarded(guard.ReasonGRPC) }, `agent_guard_unguarded_total{guard="g",reason="grpc"}`},
 		{func() { set.Recovered(execution.Recovery{InDoubt: 1}) }, `agent_guard_recovered_total{outcome="in_doubt"}`},
 		{set.EventDropped, `agent_guard_events_dropped_total{}`},
 	} {
@@ -321,7 +322,7 @@ func TestCountingAllocatesNothing(t *testing.T) {
 		a.Settled(execution.InDoubt)
 		a.Replayed()
 		a.Refused(slug)
-		g.Unguarded(reasonSafe)
+		g.Unguarded(guard.ReasonSafe)
 		set.Committed(3, time.Millisecond)
 	}); n != 0 {
 		t.Errorf("%v allocations", n)

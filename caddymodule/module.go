@@ -1,3 +1,6 @@
+// Package caddymodule is the only place that knows Caddy: the app, the handler,
+// the endpoints and their Caddyfile syntax. It turns configuration and Caddy's chain of
+// handlers into a guard.Handler.
 package caddymodule
 
 import (
@@ -17,6 +20,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -171,24 +175,17 @@ type Handler struct {
 	credentials       []string  // Credentials, canonical and sorted
 	consequentialSets caddyhttp.MatcherSets
 	exemptSets        caddyhttp.MatcherSets
-	pointers          []fingerprint.Pointer // of ExecutionID, by index
-	endToEnd          []string              // fields that are never hop-by-hop
-	fingerprints      fingerprint.Config
+	excluded          []fingerprint.Pointer // FingerprintExclude
 	upstream          caddyhttp.Handler
 	reach             rollback.Reach // of requests of the guard's own
-	restores          bool           // an action of it restores
 	fallback          caddyhttp.Handler
 	proxy             *atomic.Pointer[proxy.Transport] // behind it, where that is known
-	probes            *prober
-	counts            *guardCounts
-	failures          *throttle // calls that were forwarded for want of a store
+	realm             string                           // the namespace of user names
+	calls             *guard.Handler                   // that this configuration makes
 
 	origin   origin   // of a Caddyfile's guard
 	position position // in the configuration
 	written  string   // its own configuration
-
-	// What stands before the names of callers that only this guard can know.
-	users, explicits string
 }
 
 const (
@@ -200,6 +197,9 @@ const (
 
 	streamsPass   = "pass"
 	streamsRefuse = "refuse"
+
+	// idleOff: an answer may pause for ever.
+	idleOff = caddy.Duration(-1)
 
 	// defaultAction is the name of what no action matches.
 	defaultAction = "default"
@@ -219,7 +219,6 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 
 func (h *Handler) provision(ctx caddy.Context) error {
 	h.logger = ctx.Slogger()
-	h.probes, h.failures = new(prober), new(throttle)
 	h.proxy = new(atomic.Pointer[proxy.Transport])
 	app, err := ctx.App("agent_guard")
 	if err != nil {
@@ -287,8 +286,8 @@ func (h *Handler) lacksGlobal(app *App) error {
 
 func (h *Handler) setDefaults() {
 	inherit(&h.Name, defaultGuard)
-	h.setRealm(h.Name)
-	inherit(&h.DeadlineHeader, headerRequestTimeout)
+	h.realm = h.Name
+	inherit(&h.DeadlineHeader, "Request-Timeout")
 	inherit(&h.MissingID, missingMint)
 	inherit(&h.UnguardedStreams, streamsPass)
 	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
@@ -298,7 +297,7 @@ func (h *Handler) setDefaults() {
 	// An empty list means the default: without credential fields all callers would be the same
 	// (P3).
 	if len(h.ExecutionID) == 0 {
-		h.ExecutionID = []IDSource{{Header: "Idempotency-Key"}, {Header: headerExecutionID}}
+		h.ExecutionID = []IDSource{{Header: "Idempotency-Key"}, {Header: guard.HeaderExecutionID}}
 	}
 	if len(h.Credentials) == 0 {
 		h.Credentials = []string{"Authorization", "X-Api-Key", "Api-Key"}
@@ -322,17 +321,14 @@ func (h *Handler) provisionIDs() error {
 	if err := checkOperators(h.Operators); err != nil {
 		return fmt.Errorf("operators: %w", err)
 	}
-	h.pointers = make([]fingerprint.Pointer, len(h.ExecutionID))
 	for i := range h.ExecutionID {
 		source := &h.ExecutionID[i]
 		if err := source.check(); err != nil {
 			return fmt.Errorf("execution_id: source %d: %w", i+1, err)
 		}
-		h.pointers[i], _ = fingerprint.ParsePointer(source.JSON) // checked
 	}
-	h.provisionEndToEnd()
 	var err error
-	if h.fingerprints.Exclude, err = parsePointers(h.FingerprintExclude); err != nil {
+	if h.excluded, err = parsePointers(h.FingerprintExclude); err != nil {
 		return fmt.Errorf("fingerprint_exclude: %w", err)
 	}
 	return nil
@@ -379,14 +375,96 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 		}
 	}
 	h.actions = append(slices.Clip(h.Actions), fallback)
-	h.counts = h.app.collector.Guard(h.Name)
-	if h.app.Trust != nil {
-		h.counts.Tokens()
+	var err error
+	h.calls, err = h.guard()
+	return err
+}
+
+// guard makes the guard of this configuration.
+func (h *Handler) guard() (*guard.Handler, error) {
+	c := guard.Config{
+		Name: h.Name, Realm: h.realm, Host: host{h}, Open: h.app.openCalls, Verifies: h.app.Trust != nil,
+		Tokens: func() (*guard.TokenPolicy, error) {
+			way, err := h.app.tokenPolicy()
+			return way.calls(), err
+		},
+		MissingID: guard.MissingID(h.MissingID), DeriveWindow: time.Duration(h.DeriveWindow), Inherit: h.Inherit,
+		Caller: h.Caller, Credentials: h.credentials,
+		Consequential: matchOf(h.consequentialSets), Exempt: matchOf(h.exemptSets), RefuseStreams: h.UnguardedStreams == streamsRefuse,
+		FingerprintExclude: h.excluded, MaxBody: h.MaxBody, AttachWait: time.Duration(h.AttachWait),
+		Deadline: time.Duration(h.Deadline), IdleTimeout: time.Duration(h.IdleTimeout), DeadlineHeader: h.DeadlineHeader,
+		FailOpen: h.FailOpen, RequireECT: h.RequireECT, UpstreamIdentity: h.UpstreamIdentity,
+		Quota: h.app.Quota.ofCaller(), Checkpoints: h.app.Quota.ofCheckpoints(),
+		Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,
+	}
+	for _, s := range h.ExecutionID {
+		c.ExecutionID = append(c.ExecutionID, guard.IDSource(s))
+	}
+	if h.Endpoints != endpointsOff {
+		c.Endpoint = h.serveEndpoint
+	}
+	if h.upstream != nil {
+		c.Send, c.Reach = h.send, h.reach.Name()
+	}
+	if c.Verifies {
+		c.Counts.VerifiesTokens()
 	}
 	for _, a := range h.actions {
-		a.counts = h.app.collector.Action(h.Name, a.Name)
+		c.Actions = append(c.Actions, a.forCalls(h))
 	}
-	return nil
+	c.Actions[len(c.Actions)-1].Default = true
+	return guard.New(c)
+}
+
+// forCalls is the action as the guard's calls need it.
+func (a *Action) forCalls(h *Handler) *guard.Action {
+	action := &guard.Action{
+		Name: a.Name, Match: matchOf(a.matchers), Description: a.Description, Target: a.Target,
+		Deadline: time.Duration(a.Deadline), StreamIdle: time.Duration(a.StreamIdle),
+		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
+		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
+		Async: a.Settle == settleAsync, AcceptUnframed: a.Unframed == unframedComplete, Unary: a.GRPC == grpcUnary,
+		Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
+	}
+	if a.undo != nil {
+		action.Undo = &a.undo.calls
+	}
+	if a.Probe != nil {
+		action.Probe = a.Probe.forCalls(h)
+	}
+	if len(a.Outcomes) > 0 {
+		action.Rule = a.rule
+	}
+	return action
+}
+
+// rule is the verdict of the first rule that matches an answer.
+func (a *Action) rule(status int, header http.Header) (execution.Verdict, bool) {
+	for i := range a.Outcomes {
+		if rule := &a.Outcomes[i]; rule.Match.Match(status, header) {
+			return rule.verdict, true
+		}
+	}
+	return 0, false
+}
+
+func matchOf(sets caddyhttp.MatcherSets) guard.Match {
+	if len(sets) == 0 {
+		return nil
+	}
+	return sets.AnyMatchWithError
+}
+
+// refusal is with what the breakers behind the guard would refuse every call like this one.
+func (h *Handler) refusal(method string, view *breaker.View) (open *breaker.OpenError, name string) {
+	t := h.proxy.Load()
+	if t == nil {
+		return nil, ""
+	}
+	if open = t.Refusal(method, view); open == nil {
+		return nil, ""
+	}
+	return open, t.Downstream(open.Key.Upstream)
 }
 
 // provisionPolicy completes the policy of an action.
@@ -649,7 +727,6 @@ func withoutPlaces(v any) any {
 	return v
 }
 
-// checkPolicies checks combinations of options.
 func (h *Handler) checkPolicies() error {
 	base := h.Policy
 	base.inherit(&defaults)
@@ -703,13 +780,12 @@ func (h *Handler) provisionUndo(a *Action) error {
 	}
 	plan.Toward(h.reach, a.Unframed == unframedComplete)
 	a.undo = plan
-	h.restores = h.restores || plan.Restores(http.MethodPut)
 	return nil
 }
 
 // ServeHTTP guards a request, and hands it on to next where it needs no guard.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	err := h.serve(w, r, next)
+	err := h.calls.Serve(w, r, next)
 	if err == nil {
 		return nil
 	}

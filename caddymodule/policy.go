@@ -118,8 +118,7 @@ type Action struct {
 
 	matchers caddyhttp.MatcherSets
 	rules    execution.Rules
-	undo     *Plan // nil where the calls cannot be undone
-	counts   *actionCounts
+	undo     *Plan  // nil where the calls cannot be undone
 	origin   origin // of a Caddyfile's action
 }
 
@@ -272,53 +271,21 @@ func checkAnswer(m *caddyhttp.ResponseMatcher) error {
 	return checkFields(slices.Sorted(maps.Keys(m.Headers)))
 }
 
-// judge reads a whole answer. ruled says that a rule of the configuration has decided.
-func (a *Action) judge(status int, header http.Header, trailer map[string][]string) (v execution.Verdict, ruled bool) {
-	for i := range a.Outcomes {
-		if rule := &a.Outcomes[i]; rule.Match.Match(status, header) {
-			return rule.verdict, true
-		}
-	}
-	if a.GRPC == grpcUnary && status == http.StatusOK {
-		return judgeGRPC(header, trailer), false
-	}
-	return a.rules.Judge(execution.Answer{
-		Status: status, RetryAfter: header.Get("Retry-After") != "", ShouldRetry: header.Get("Stripe-Should-Retry"),
-	}), false
-}
-
-// refusedAsConflict reports that a guard behind this one has refused a gRPC call with what
-// would be a 409 of HTTP: its own record stands against it, and may be of an execution.
-func refusedAsConflict(header http.Header) bool {
-	switch header.Get("Grpc-Status") {
-	case "6", "9", "10":
-		return true
-	}
-	return false
-}
-
-// judgeGRPC reads the status of a unary call: in the trailer, or in the header of
-// an answer that has nothing else.
-func judgeGRPC(header http.Header, trailer map[string][]string) execution.Verdict {
-	text := header.Get("Grpc-Status")
-	if values := trailer["Grpc-Status"]; len(values) > 0 {
-		text = values[0]
-	}
-	code, err := strconv.ParseUint(text, 10, 32) // no sign
-	if err != nil {
-		return execution.InDoubt
-	}
-	switch code {
-	case 7, 8, 16: // permission denied, resource exhausted, unauthenticated
-		return execution.Released
-	case 2, 4, 13, 14: // unknown, deadline exceeded, internal, unavailable
-		return execution.InDoubt
-	default:
-		return execution.Completed
-	}
-}
-
 // The checks of this file serve the Caddyfile and JSON alike.
+
+// IDSource is a place where callers name the intended effect. Exactly one member is set.
+type IDSource struct {
+	// A request header field. One line, 1 to 255 visible ASCII characters; a
+	// quoted string and the bare characters are the same id.
+	Header string `json:"header,omitempty"`
+
+	// Text with placeholders. One without a value makes it no id.
+	Placeholder string `json:"placeholder,omitempty"`
+
+	// A JSON pointer (RFC 6901) into the request's JSON body, to a string or a
+	// number.
+	JSON string `json:"json,omitempty"`
+}
 
 // check finds sources that name no place, or several.
 func (s *IDSource) check() error {
@@ -351,7 +318,6 @@ func checkPlaceholder(text string) error {
 	return fmt.Errorf("%q has no placeholder and is the same for every request; write one like {http.auth.user.id}", text)
 }
 
-// checkFields checks names of header fields.
 func checkFields(names []string) error {
 	for _, name := range names {
 		if !httpguts.ValidHeaderFieldName(name) {
@@ -446,11 +412,11 @@ func (q Quota) validate() error {
 }
 
 // ofCheckpoints bounds what checkpoints a workflow and a caller may have.
-func (q Quota) ofCheckpoints(t *Terms) checkpoint.Terms {
+func (q Quota) ofCheckpoints() checkpoint.Terms {
 	inherit(&q.WorkflowCheckpoints, defaultCheckpoints)
 	inherit(&q.WorkflowCheckpointRate, defaultCheckpointRate)
 	return checkpoint.Terms{
-		TTL: t.TTL(), MaxImage: int(t.MaxImage), Rate: max(q.WorkflowCheckpointRate, 0),
+		Rate:     max(q.WorkflowCheckpointRate, 0),
 		Workflow: checkpoint.Quota{Count: max(q.WorkflowCheckpoints, 0), Bytes: q.WorkflowCheckpointBytes},
 		Caller:   checkpoint.Quota{Count: q.CallerCheckpoints, Bytes: q.CallerCheckpointBytes},
 	}
@@ -528,7 +494,6 @@ func parseCountOrOff(d *caddyfile.Dispenser, into *int) error {
 	return parseCount(d, into)
 }
 
-// parseCount reads one number.
 func parseCount(d *caddyfile.Dispenser, into *int) error {
 	if !d.NextArg() {
 		return errSyntax

@@ -1,7 +1,6 @@
 package caddymodule
 
 import (
-	"fmt"
 	"net/http"
 	"reflect"
 	"testing"
@@ -59,6 +58,14 @@ func TestInherit(t *testing.T) {
 	}
 }
 
+// judged reads an answer as the calls of an action do that no rule matches.
+func judged(a *Action, status int, header http.Header) execution.Verdict {
+	if v, ruled := a.rule(status, header); ruled {
+		return v
+	}
+	return a.rules.Judge(execution.Answer{Status: status, RetryAfter: header.Get("Retry-After") != ""})
+}
+
 // provisioned is an action with this policy, on a handler that says nothing.
 func provisioned(t *testing.T, p Policy) *Action {
 	t.Helper()
@@ -98,7 +105,7 @@ func TestOutcomeRules(t *testing.T) {
 		{503, http.Header{"Retry-After": {"1"}}, execution.Released},
 		{503, nil, execution.InDoubt},
 	} {
-		if got, _ := a.judge(c.status, c.header, nil); got != c.want {
+		if got := judged(a, c.status, c.header); got != c.want {
 			t.Errorf("%d %v is %v, want %v", c.status, c.header, got, c.want)
 		}
 	}
@@ -109,51 +116,8 @@ func TestPresetsReachTheRules(t *testing.T) {
 		"": execution.Completed, execution.PresetDefault: execution.Completed, execution.PresetStripe: execution.Completed,
 		execution.PresetACP: execution.Released, execution.PresetStrict: execution.InDoubt,
 	} {
-		if got, _ := provisioned(t, Policy{Preset: preset}).judge(500, nil, nil); got != want {
+		if got := judged(provisioned(t, Policy{Preset: preset}), 500, nil); got != want {
 			t.Errorf("500 with preset %q is %v, want %v", preset, got, want)
 		}
-	}
-}
-
-// "Settled here": unary gRPC calls are judged by grpc-status.
-func TestJudgeGRPC(t *testing.T) {
-	want := map[string]execution.Verdict{
-		"": execution.InDoubt, "x": execution.InDoubt, "-7": execution.InDoubt, "+7": execution.InDoubt, "0x7": execution.InDoubt,
-	}
-	for code := range 17 {
-		verdict := execution.Completed
-		switch code {
-		case 7, 8, 16:
-			verdict = execution.Released
-		case 2, 4, 13, 14:
-			verdict = execution.InDoubt
-		}
-		want[fmt.Sprint(code)] = verdict
-	}
-	a := provisioned(t, Policy{GRPC: grpcUnary})
-	for text, verdict := range want {
-		trailer := map[string][]string{"Grpc-Status": {text}}
-		if got, _ := a.judge(200, http.Header{}, trailer); got != verdict {
-			t.Errorf("grpc-status %q in the trailer is %v, want %v", text, got, verdict)
-		}
-		if got, _ := a.judge(200, http.Header{"Grpc-Status": {text}}, nil); got != verdict {
-			t.Errorf("grpc-status %q in the header is %v, want %v", text, got, verdict)
-		}
-	}
-	if got, _ := a.judge(200, http.Header{}, nil); got != execution.InDoubt {
-		t.Errorf("no grpc-status is %v, want in_doubt", got)
-	}
-	if got, _ := a.judge(200, http.Header{"Grpc-Status": {"0"}}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.InDoubt {
-		t.Errorf("the trailer's status does not go before the header's: %v", got)
-	}
-	if got, _ := a.judge(503, http.Header{"Retry-After": {"1"}}, map[string][]string{"Grpc-Status": {"0"}}); got != execution.Released {
-		t.Errorf("an answer that is not gRPC's is %v, want released by its HTTP status", got)
-	}
-	if got, _ := provisioned(t, Policy{}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
-		t.Errorf("grpc-status counts where no action says so: %v", got)
-	}
-	a = provisioned(t, Policy{GRPC: grpcUnary, Outcomes: []OutcomeRule{{Outcome: "completed", Match: caddyhttp.ResponseMatcher{StatusCode: []int{200}}}}})
-	if got, _ := a.judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
-		t.Errorf("rules do not go before grpc-status: %v", got)
 	}
 }

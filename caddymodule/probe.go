@@ -10,14 +10,13 @@ import (
 	"net/url"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"golang.org/x/net/http/httpguts"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
 
@@ -124,15 +123,26 @@ func (p *Probe) target(repl *caddy.Replacer) (path, query string, err error) {
 	return path, query, err
 }
 
-// ask sends the probe for the call of x.
-func (p *Probe) ask(x *call) (*internalAnswer, error) {
-	repl := replacer(x.r)
+// forCalls is the probe as the guard's calls need it.
+func (p *Probe) forCalls(h *Handler) *guard.Probe {
+	return &guard.Probe{
+		Ask:     func(r *http.Request) (*guard.InternalAnswer, error) { return p.ask(h, r) },
+		Applied: p.Applied.matches, NotApplied: p.NotApplied.matches, UseAnswer: p.UseAnswer,
+	}
+}
+
+// maxProbeAnswer is the largest answer of a probe that is read, in bytes.
+const maxProbeAnswer = 256 << 10
+
+// ask sends the probe for the call that r makes.
+func (p *Probe) ask(h *Handler, r *http.Request) (*guard.InternalAnswer, error) {
+	repl := replacer(r)
 	path, query, err := p.target(repl)
 	if err != nil {
 		return nil, err
 	}
 	// Others may wait for the probe when the caller leaves.
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(x.r.Context()), time.Duration(p.Timeout))
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), time.Duration(p.Timeout))
 	defer cancel()
 	header := http.Header{}
 	for name, value := range p.Header {
@@ -142,9 +152,9 @@ func (p *Probe) ask(x *call) (*internalAnswer, error) {
 		}
 		header.Set(name, value)
 	}
-	return x.h.send(ctx, &internalRequest{
-		method: p.Method, path: path, query: query, host: x.r.Host, remote: x.r.RemoteAddr,
-		header: header, most: maxProbeAnswer,
+	return h.send(ctx, &guard.InternalRequest{
+		Method: p.Method, Path: path, Query: query, Host: r.Host, Remote: r.RemoteAddr,
+		Header: header, MaxAnswer: maxProbeAnswer,
 	})
 }
 
@@ -180,12 +190,12 @@ func (e *Evidence) provision() error {
 	return nil
 }
 
-func (e *Evidence) matches(a *internalAnswer) bool {
-	if e == nil || !e.Match(a.status, a.header) {
+func (e *Evidence) matches(a *guard.InternalAnswer) bool {
+	if e == nil || !e.Match(a.Status, a.Header) {
 		return false
 	}
 	for text, want := range e.JSON {
-		got, found, err := fingerprint.Lookup(bytes.NewReader(a.body), int64(len(a.body)), e.pointers[text])
+		got, found, err := fingerprint.Lookup(bytes.NewReader(a.Body), int64(len(a.Body)), e.pointers[text])
 		if err != nil || !found || got != want {
 			return false
 		}
@@ -239,41 +249,6 @@ type templatePart struct {
 	text        string
 	placeholder bool
 	escape      func(string) string
-}
-
-// prober runs one probe for a key at a time; others wait for its result.
-type prober struct {
-	mu      sync.Mutex
-	running map[execution.Key]*probing
-}
-
-// enter returns the probe of key, and whether the caller has to run it, and then call leave.
-func (p *prober) enter(key execution.Key) (probe *probing, first bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if probe, ok := p.running[key]; ok {
-		return probe, false
-	}
-	if p.running == nil {
-		p.running = map[execution.Key]*probing{}
-	}
-	probe = &probing{over: make(chan struct{})}
-	p.running[key] = probe
-	return probe, true
-}
-
-func (p *prober) leave(key execution.Key, probe *probing) {
-	p.mu.Lock()
-	delete(p.running, key)
-	p.mu.Unlock()
-	close(probe.over)
-}
-
-// probing is a probe that runs.
-type probing struct {
-	over chan struct{}
-	// doubt says, once over is closed, that the call stays in doubt.
-	doubt bool
 }
 
 // checkMethod checks the name of a method.

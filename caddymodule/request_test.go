@@ -3,14 +3,11 @@ package caddymodule
 import (
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"testing"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-
-	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/seal"
-	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
 // request makes a request as Caddy hands it to a handler, with header fields given
@@ -23,22 +20,6 @@ func request(method, target string, fields ...string) *http.Request {
 	return caddyhttp.PrepareRequest(r, caddy.NewReplacer(), httptest.NewRecorder(), nil)
 }
 
-// testGuard is a guard over a store in memory.
-func testGuard(t testing.TB) *execution.Guard {
-	t.Helper()
-	st := memory.New(memory.Options{})
-	g, _, err := execution.Open(t.Context(), st, seal.Generate())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := st.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return g
-}
-
 // defaulted is a handler as Provision makes it, without what needs a context.
 func defaulted(t testing.TB, h Handler) *Handler {
 	t.Helper()
@@ -47,4 +28,13 @@ func defaulted(t testing.TB, h Handler) *Handler {
 		t.Fatal(err)
 	}
 	return &h
+}
+
+// P1: writing the same credential fields another way makes no other caller.
+func TestCredentialsHaveOneSpelling(t *testing.T) {
+	one := defaulted(t, Handler{Credentials: []string{"X-Api-Key", "authorization"}})
+	two := defaulted(t, Handler{Credentials: []string{"Authorization", "x-api-key", "X-Api-Key"}})
+	if !slices.Equal(one.credentials, two.credentials) {
+		t.Errorf("%q and %q", one.credentials, two.credentials)
+	}
 }

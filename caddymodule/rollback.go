@@ -18,6 +18,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -120,7 +121,7 @@ func (e *engine) rollbackLedger(keep time.Duration) *evidence.RollbackLedger {
 		if way == nil {
 			return evidence.Recorder{}, false
 		}
-		return evidence.Recorder{Evidence: way.evidence, EventBuilder: way.events, Verifier: way.verifier}, true
+		return evidence.Recorder{Evidence: way.Evidence, EventBuilder: way.Events, Verifier: way.Verifier}, true
 	}})
 }
 
@@ -267,21 +268,24 @@ func ofParents(err error) bool {
 
 // unseen are tokens of which everything holds but what they say of their parents; an error
 // is the same with any parents.
-func (t *tokenPolicy) unseen(r *http.Request) (presented, error) {
+func (t *tokenPolicy) unseen(r *http.Request) (guard.Tokens, error) {
 	raws, err := ect.ParseFields(r.Header[ect.FieldName])
 	if err != nil {
-		return presented{}, err
+		return guard.Tokens{}, err
 	}
-	var p presented
+	var p guard.Tokens
 	for _, raw := range raws {
-		token, err := t.verifier.VerifyStored(r.Context(), raw)
+		token, err := t.Verifier.VerifyStored(r.Context(), raw)
 		if err != nil {
-			return presented{}, err
+			return guard.Tokens{}, err
 		}
-		p.all = append(p.all, token)
+		p.All = append(p.All, token)
 	}
-	return t.sort(r, p)
+	return t.Sort(r, p)
 }
+
+// readPause is how long a group of commits may take until it can be read.
+const readPause = 5 * time.Millisecond
 
 // rollbackTokens are the tokens of a gateway for those who ask for rollbacks.
 type rollbackTokens struct {
@@ -293,18 +297,17 @@ type rollbackTokens struct {
 // Recorded implements api.Tokens. Requests that change nothing record no use of
 // their tokens, and upstreams get to see them: such a token asks for nothing any more.
 func (t *rollbackTokens) Recorded(ctx context.Context, token *ect.Token, use evidence.Use) (evidence.TokenStatus, error) {
-	status, err := t.way.evidence.UseStatus(ctx, token, use)
-	if err == nil && status == evidence.Unused && t.way.evidence.Taken(token, use, time.Now()) == evidence.Other {
+	status, err := t.way.Evidence.UseStatus(ctx, token, use)
+	if err == nil && status == evidence.Unused && t.way.Evidence.Taken(token, use, time.Now()) == evidence.Other {
 		status = evidence.Other
 	}
 	return status, err
 }
 
-// Enter implements api.Tokens.
 func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token) error {
-	ctx, cancel := context.WithTimeout(ctx, proofTime)
+	ctx, cancel := context.WithTimeout(ctx, guard.ProofTime)
 	defer cancel()
-	err := t.way.evidence.RecordTokens(ctx, all, nil, evidence.Use{})
+	err := t.way.Evidence.RecordTokens(ctx, all, nil, evidence.Use{})
 	if refused := (*ect.Error)(nil); err == nil || errors.As(err, &refused) {
 		return err
 	}
@@ -313,20 +316,19 @@ func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token) error {
 			return err // as it is: the token is valid
 		}
 	}
-	return ledgerFailed(err)
+	return guard.LedgerFailed(err)
 }
 
 // Bound implements api.Tokens. It is kept as long as the rollback is, so that the
 // same token finds it, and can ask for no other.
 func (t *rollbackTokens) Bound(ctx context.Context, token *ect.Token, use evidence.Use) (store.Write, error) {
 	now, err := t.e.store.Now(ctx)
-	return t.way.evidence.UseWrite(token, use, now.Add(t.keep)), err
+	return t.way.Evidence.UseWrite(token, use, now.Add(t.keep)), err
 }
 
-// Bind implements api.Tokens.
 func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidence.Use) error {
 	for {
-		status, err := t.way.evidence.UseStatus(ctx, token, use)
+		status, err := t.way.Evidence.UseStatus(ctx, token, use)
 		switch {
 		case err != nil || status == evidence.Same:
 			return err
@@ -342,7 +344,7 @@ func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidenc
 			return err
 		}
 		select {
-		case <-time.After(lostPause):
+		case <-time.After(readPause):
 		case <-ctx.Done():
 			return ctx.Err()
 		}
@@ -352,7 +354,7 @@ func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidenc
 // recorded is the entry under an id; found is false where there is none, or where what it said
 // is pruned.
 func (t *rollbackTokens) recorded(ctx context.Context, workflow, id string) (entry ledger.Entry, found, pruned bool, err error) {
-	log := t.way.evidence.Log()
+	log := t.way.Evidence.Log()
 	entry, err = log.Lookup(ctx, workflow, id)
 	if errors.Is(err, ledger.ErrWaiting) {
 		entry, err = log.Wait(ctx, workflow, id)
@@ -366,7 +368,6 @@ func (t *rollbackTokens) recorded(ctx context.Context, workflow, id string) (ent
 	return entry, err == nil, false, err
 }
 
-// Event implements api.Tokens.
 func (t *rollbackTokens) Event(ctx context.Context, workflow, id string) (ect.Event, bool, error) {
 	entry, found, pruned, err := t.recorded(ctx, workflow, id)
 	if !found || evidence.IsUnproven(&entry) {
@@ -387,7 +388,7 @@ func (t *rollbackTokens) For(ctx context.Context, workflow, checkpoint string, i
 	if !found {
 		return false, err
 	}
-	recorded := t.way.evidence
+	recorded := t.way.Evidence
 	for _, id := range ids {
 		if id == recorded.NodeID(checkpoint) || id == recorded.SettledID(checkpoint) {
 			return true, nil
@@ -399,21 +400,19 @@ func (t *rollbackTokens) For(ctx context.Context, workflow, checkpoint string, i
 		if err != nil {
 			return false, err
 		}
-		if _, event := ect.ParseEvent(action.Action); found && !event && !evidence.IsUnproven(&action) && !t.way.events.Own(&action) {
+		if _, event := ect.ParseEvent(action.Action); found && !event && !evidence.IsUnproven(&action) && !t.way.Events.Own(&action) {
 			return true, nil
 		}
 	}
 	return false, nil
 }
 
-// Mine implements api.Tokens.
 func (t *rollbackTokens) Mine(ctx context.Context, workflow, id string, who evidence.Reader) (bool, error) {
 	return t.way.graph(t.e).TakesPart(ctx, workflow, id, who)
 }
 
-// Raw implements api.Tokens.
 func (t *rollbackTokens) Raw(ctx context.Context, workflow, id string) (string, error) {
-	entry, err := t.way.evidence.Log().Wait(ctx, workflow, id)
+	entry, err := t.way.Evidence.Log().Wait(ctx, workflow, id)
 	if err != nil {
 		return "", err
 	}
@@ -423,13 +422,12 @@ func (t *rollbackTokens) Raw(ctx context.Context, workflow, id string) (string, 
 	return string(entry.Payload), nil
 }
 
-// Result implements api.Tokens.
 func (t *rollbackTokens) Result(ctx context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error) {
 	now, err := t.e.store.Now(ctx)
 	if err != nil {
 		return "", err
 	}
-	token, err := t.way.events.RollbackResult(now, r, request, v)
+	token, err := t.way.Events.RollbackResult(now, r, request, v)
 	if err != nil {
 		return "", err
 	}
@@ -462,14 +460,12 @@ func observe(e rollback.Evidence, err error, landed func()) (rollback.Evidence, 
 	return e, nil
 }
 
-// Started implements rollback.Ledger.
 func (l *observedLedger) Started(ctx context.Context, r *rollback.Rollback, parents []string) (rollback.Evidence, error) {
 	seen := *r
 	t, err := l.Ledger.Started(ctx, r, parents)
 	return observe(t, err, func() { l.e.rollbackStarted(&seen) })
 }
 
-// Stepped implements rollback.Ledger.
 func (l *observedLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *rollback.Step, way checkpoint.Way) (rollback.Evidence, error) {
 	status := string(s.Status)
 	if s.Cancelled {
@@ -483,7 +479,6 @@ func (l *observedLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *r
 	})
 }
 
-// Completed implements rollback.Ledger.
 func (l *observedLedger) Completed(ctx context.Context, r *rollback.Rollback) (rollback.Evidence, error) {
 	seen := *r
 	t, err := l.Ledger.Completed(ctx, r)

@@ -33,10 +33,10 @@ func TestRollbackLedgerOfTheLatestConfiguration(t *testing.T) {
 	if err != nil || view.Graph.Len() != 1 {
 		t.Fatal(err)
 	}
-	if n := view.Graph.At(0); n.ID != told.ID || n.IsTask() || n.IsCheckpoint() || n.By != e.latestPolicy().events.Identity() {
+	if n := view.Graph.At(0); n.ID != told.ID || n.IsTask() || n.IsCheckpoint() || n.By != e.latestPolicy().Events.Identity() {
 		t.Errorf("%+v", n)
 	}
-	entry, err := e.latestPolicy().evidence.Log().Lookup(t.Context(), r.Workflow, told.ID)
+	entry, err := e.latestPolicy().Evidence.Log().Lookup(t.Context(), r.Workflow, told.ID)
 	if err != nil || entry.KeepUntil.Before(time.Now().Add(50*time.Minute)) {
 		t.Errorf("kept until %v, %v", entry.KeepUntil, err)
 	}

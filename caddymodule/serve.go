@@ -2,12 +2,9 @@ package caddymodule
 
 import (
 	"context"
-	"encoding/hex"
 	"net/http"
 	"net/url"
-	"strconv"
 	"strings"
-	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -20,28 +17,75 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
-// What the way of a call needs of Caddy.
-type nextHandler = caddyhttp.Handler
+// host is Caddy, as the guard sees it.
+type host struct{ h *Handler }
 
-var isIncremental = caddyhttp.IsIncremental
+var _ guard.Host = host{}
+
+func (host) Original(r *http.Request) (method string, target *url.URL) { return original(r) }
+
+func (host) Mount(r *http.Request) string { return mount(r) }
+
+func (host) Expand(r *http.Request, text string) (string, bool) {
+	value, err := replacer(r).ReplaceOrErr(text, true, true)
+	return value, err == nil && value != ""
+}
+
+func replacer(r *http.Request) *caddy.Replacer {
+	return r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+}
+
+func (host) User(r *http.Request) string {
+	id, _ := replacer(r).GetString("http.auth.user.id")
+	return id
+}
+
+func (host) Var(r *http.Request, name string) any { return caddyhttp.GetVar(r.Context(), name) }
+
+func (host) SetVar(r *http.Request, name string, value any) {
+	caddyhttp.SetVar(r.Context(), name, value)
+}
+
+func (host) Note(r *http.Request, name, value string) { replacer(r).Set(placeholderSpace+name, value) }
+
+func (host) Incremental(h http.Header) bool { return caddyhttp.IsIncremental(h) }
+
+func (host) Upstream(next guard.Next) guard.Upstream { return &handlerUpstream{next: next} }
+
+func (host) Exiting() bool { return caddy.Exiting() }
+
+func (c host) Emit(name string, data func() map[string]any) { c.h.app.emitCall(name, data) }
+
+func (a *App) emitCall(name string, data func() map[string]any) {
+	if a.events.ShouldEmit(name) {
+		a.emit(name, data())
+	}
+}
+
+// emitCall emits an event of a call by the latest configuration, if there is one.
+func (e *engine) emitCall(name string, data func() map[string]any) bool {
+	latest := e.activeConfigs.latest()
+	if latest != nil {
+		latest.emitCall(name, data)
+	}
+	return latest != nil
+}
 
 // handlerUpstream makes the handlers behind the guard the upstream of one call. The
 // transport in proxy, or Caddy's own, proves what was sent.
 type handlerUpstream struct {
-	next  nextHandler
+	next  guard.Next
 	repl  *caddy.Replacer
 	armed context.Context
 	watch *proxy.Watch
 }
 
-// Begin implements guard.Upstream.
 func (u *handlerUpstream) Begin(ctx context.Context) context.Context {
 	u.repl, _ = ctx.Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
 	u.armed, u.watch = proxy.Arm(ctx)
 	return u.armed
 }
 
-// Forward implements guard.Upstream.
 func (u *handlerUpstream) Forward(w http.ResponseWriter, r *http.Request) (f guard.Forwarded) {
 	f.Panicked, f.Err = handOn(u.next, w, r)
 	_ = r.Body.Close() // nobody else does where no connection was made
@@ -51,15 +95,13 @@ func (u *handlerUpstream) Forward(w http.ResponseWriter, r *http.Request) (f gua
 	return f
 }
 
-func handOn(next nextHandler, w http.ResponseWriter, r *http.Request) (panicked any, err error) {
+func handOn(next guard.Next, w http.ResponseWriter, r *http.Request) (panicked any, err error) {
 	defer func() { panicked = recover() }()
 	return nil, next.ServeHTTP(w, r)
 }
 
-// Cut implements guard.Upstream.
 func (u *handlerUpstream) Cut() bool { return u.armed.Err() != nil }
 
-// Unframed implements guard.Upstream.
 func (u *handlerUpstream) Unframed() bool { return u.watch.Unframed() }
 
 // Status implements guard.Upstream. Only a proxy knows what its server has answered.
@@ -69,7 +111,6 @@ func (u *handlerUpstream) Status() int {
 	return status
 }
 
-// Answer implements guard.Upstream.
 func (u *handlerUpstream) Answer() execution.Answer {
 	a := execution.Answer{Status: u.Status()}
 	_, a.RetryAfter = u.repl.Get("http.reverse_proxy.header.Retry-After")
@@ -88,11 +129,8 @@ func (u *handlerUpstream) Silent() bool {
 // that it got.
 const upstreamStatus = "http.reverse_proxy.status_code"
 
-// original is the request as the caller sent it: its method and URL before handlers like
-// `handle_path`, `rewrite` and `method` changed them. Keys and fingerprints are made of
-// it, so that a reload that adds or removes such a handler neither frees a key (P1) nor
-// makes one of two requests (P3). Its header is not kept by Caddy; checkChains refuses
-// what would change the fields that matter. The URL must not be changed.
+// original is the request as the caller sent it. Caddy does not keep its header; checkChains
+// refuses what would change the fields that matter.
 func original(r *http.Request) (method string, target *url.URL) {
 	if o, ok := r.Context().Value(caddyhttp.OriginalRequestCtxKey).(http.Request); ok && o.URL != nil {
 		return o.Method, o.URL
@@ -120,137 +158,51 @@ func asAsked(r *http.Request) *http.Request {
 	return r
 }
 
-// publish lets logs and matchers read the placeholders of this call. Values are made
-// when they are asked for.
-func (x *call) publish() {
-	ctx := x.r.Context()
-	before, known := caddyhttp.GetVar(ctx, currentCall).(*call)
-	if known && !before.noted.over {
-		x.noted.outer = before
-	}
-	caddyhttp.SetVar(ctx, currentCall, x)
+// Begin makes the placeholders of the call readable. Values are made when they are asked for.
+func (host) Begin(r *http.Request, c *guard.Call) (outer *guard.Call) {
+	ctx := r.Context()
+	before, known := caddyhttp.GetVar(ctx, currentCall).(*guard.Call)
+	caddyhttp.SetVar(ctx, currentCall, c)
 	if known {
-		return
+		if before.Over() {
+			return nil
+		}
+		return before
 	}
-	replacer(x.r).Map(func(name string) (any, bool) {
+	replacer(r).Map(func(name string) (any, bool) {
 		name, ours := strings.CutPrefix(name, placeholderSpace)
 		if !ours {
 			return nil, false
 		}
-		return caddyhttp.GetVar(ctx, currentCall).(*call).placeholder(name)
+		return caddyhttp.GetVar(ctx, currentCall).(*guard.Call).Value(name)
 	})
+	return nil
 }
 
-// unpublish gives the placeholders back to the guard around this one. Without one
-// they stay, for the access log.
-func (x *call) unpublish() {
-	x.noted.over = true
-	if x.noted.outer != nil {
-		caddyhttp.SetVar(x.r.Context(), currentCall, x.noted.outer)
-	}
+func (host) Show(r *http.Request, c *guard.Call) { caddyhttp.SetVar(r.Context(), currentCall, c) }
+
+// traced are the values of a call in its span, by the names of the attributes. None is the
+// caller's own (P8).
+var traced = []struct{ attribute, value string }{
+	{"agent_guard.execution.guard", "guard"}, {"agent_guard.execution.action", "action"},
+	{"agent_guard.execution.status", "status"}, {"agent_guard.execution.key", "key"},
+	{"agent_guard.execution.outcome", "outcome"}, {"agent_guard.execution.problem", "problem"},
 }
 
-// String keeps everything else of a call out of whatever prints the variable (P8).
-func (x *call) String() string { return x.call.Key.String() }
-
-// identified reports that the call has its key.
-func (x *call) identified() bool { return x.call.Scope.ID != "" }
-
-// callerHash is the caller as index entries name it.
-func (x *call) callerHash() string {
-	hash := x.guard.Caller(x.call.Scope.Caller)
-	return hex.EncodeToString(hash[:])
-}
-
-// placeholder is the value under {http.agent_guard.name}. What is not known yet, or
-// does not apply, is empty.
-func (x *call) placeholder(name string) (any, bool) {
-	switch name {
-	case "execution_id":
-		return x.call.Scope.ID, true
-	case "key":
-		if !x.identified() {
-			return "", true
-		}
-		return x.call.Key.String(), true
-	case "guard":
-		return x.h.Name, true
-	case "action":
-		return x.action.Name, true
-	case "caller":
-		if !x.identified() {
-			return "", true
-		}
-		return x.callerHash(), true
-	case "workflow":
-		return x.call.Workflow, true
-	case "issuer":
-		return x.evidence.tokens.issuer(), true
-	case "checkpoint":
-		return x.call.Checkpoint, true
-	case "status":
-		return x.noted.status, true
-	case "outcome":
-		if x.noted.outcome == 0 {
-			return "", true
-		}
-		return x.noted.outcome.String(), true
-	case "cause":
-		return string(x.noted.cause), true
-	case "problem":
-		return x.noted.problem, true
-	case "age":
-		if x.noted.created.IsZero() {
-			return "", true
-		}
-		return strconv.FormatInt(int64(max(0, time.Since(x.noted.created)).Seconds()), 10), true
-	}
-	return nil, false
-}
-
-// traceCall writes what came of the call into the span of Caddy's `tracing` directive. No
-// value is the caller's own (P8). Without a span that records, it does nothing.
-func (x *call) traceCall() {
-	span := oteltrace.SpanFromContext(x.r.Context())
+// Trace writes into the span of Caddy's `tracing` directive, if it records.
+func (host) Trace(r *http.Request, c *guard.Call) {
+	span := oteltrace.SpanFromContext(r.Context())
 	if !span.IsRecording() {
 		return
 	}
-	attributes := []attribute.KeyValue{
-		attribute.String("agent_guard.execution.guard", x.h.Name),
-		attribute.String("agent_guard.execution.action", x.action.Name),
-		attribute.String("agent_guard.execution.status", x.noted.status),
-	}
-	if x.identified() {
-		attributes = append(attributes, attribute.String("agent_guard.execution.key", x.call.Key.String()))
-	}
-	if x.noted.outcome != 0 {
-		attributes = append(attributes, attribute.String("agent_guard.execution.outcome", x.noted.outcome.String()))
-	}
-	if x.noted.problem != "" {
-		attributes = append(attributes, attribute.String("agent_guard.execution.problem", x.noted.problem))
-	}
-	span.SetAttributes(attributes...)
-}
-
-// emit emits an event of this call.
-func (x *call) emit(name string, more map[string]any) {
-	a := x.h.app
-	if x.engine != nil {
-		if latest := x.engine.activeConfigs.latest(); latest != nil {
-			a = latest
+	var attributes []attribute.KeyValue
+	for _, t := range traced {
+		value, _ := c.Value(t.value)
+		if text, _ := value.(string); text != "" || t.value == "status" {
+			attributes = append(attributes, attribute.String(t.attribute, text))
 		}
 	}
-	if !a.events.ShouldEmit(name) {
-		return
-	}
-	data := map[string]any{"guard": x.h.Name, "action": x.action.Name}
-	if x.identified() {
-		data["key"], data["caller"] = x.call.Key.String(), x.callerHash()
-	}
-	for k, v := range more {
-		data[k] = v
-	}
-	a.emit(name, data)
+	span.SetAttributes(attributes...)
 }
 
 // placeholderSpace begins the names of the placeholders of guarded calls.
@@ -259,15 +211,3 @@ const placeholderSpace = "http.agent_guard."
 // currentCall is the variable of a request that holds the call of the guard
 // that works on it: the innermost, while there are several.
 const currentCall = "agent_guard.call"
-
-// noted is what is known of a call, for logs and matchers.
-type noted struct {
-	status  string // empty until it is decided
-	problem string // the slug of a refusal
-	outcome execution.Verdict
-	cause   execution.Cause
-	created time.Time // of the execution that is replayed
-
-	outer *call // of the guard around this one
-	over  bool
-}

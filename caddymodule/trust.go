@@ -1,9 +1,15 @@
 package caddymodule
 
 import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
+	"net/http"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -13,8 +19,13 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // Trust names the issuers whose Execution Context Tokens are accepted. With it, a token in the
@@ -370,4 +381,204 @@ func trustOptions() options[*App] {
 		"cross_workflow":  flag("cross_workflow", func(t *Trust) *bool { return &t.CrossWorkflow }),
 		"lenient_parents": flag("lenient_parents", func(t *Trust) *bool { return &t.LenientParents }),
 	}))
+}
+
+// tokenPolicy is what the identity and the trust of one configuration decide, with what the
+// endpoints need besides.
+type tokenPolicy struct {
+	*guard.TokenPolicy
+	own *ect.Verifier // of the gateway's own tokens
+}
+
+// calls is what the way of a call needs of t; nil without.
+func (t *tokenPolicy) calls() *guard.TokenPolicy {
+	if t == nil {
+		return nil
+	}
+	return t.TokenPolicy
+}
+
+// openTokenPolicy opens the ledger of e for a configuration.
+func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logger *slog.Logger) (_ *tokenPolicy, err error) {
+	ev, err := e.ledger.acquire(ctx, i, logger)
+	if err != nil {
+		return nil, fmt.Errorf("agent_guard: identity: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			e.ledger.leave(i)
+		}
+	}()
+	events, err := ev.EventBuilder(i.Name, i.spelling, time.Duration(i.Life))
+	if err != nil {
+		return nil, fmt.Errorf("agent_guard: identity: %w", err)
+	}
+	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{Engine: &e.calls, Evidence: ev, Events: events, RollbackURI: i.rollbackURI()}}
+	ownKeys, err := events.Source()
+	if err != nil {
+		return nil, fmt.Errorf("agent_guard: identity: %w", err)
+	}
+	policy.own, err = ect.NewVerifier(ect.Policy{
+		Audience: events.Names(), Sources: []ect.Source{ownKeys}, Algorithms: ect.Algorithms(), AllowPartial: true,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("agent_guard: identity: %w", err)
+	}
+	if t == nil {
+		return policy, nil
+	}
+	// The gateway's own tokens come back as parents.
+	sources := append([]ect.Source{ownKeys}, t.sources...)
+	algorithms := []string{i.Algorithm}
+	for _, k := range ev.Ring().List() { // a key file may have keys of other algorithms
+		algorithms = append(algorithms, k.Algorithm.String())
+	}
+	if policy.Verifier, err = t.verifier(i.Name, events.Names()[1:], algorithms, sources...); err != nil {
+		return nil, fmt.Errorf("agent_guard: trust: %w", err)
+	}
+	if t.minLevel() == ect.L1 {
+		ev.AcceptUnsigned()
+	}
+	policy.LedgerFirst = t.minLevel() == ect.L3
+	return policy, nil
+}
+
+// graph answers questions about the recorded workflows.
+func (t *tokenPolicy) graph(e *engine) *api.Ledger {
+	return api.NewLedger(api.LedgerOptions{
+		Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, HeadKey: t.Evidence.HeadKey(), Identities: []string{t.Events.Identity()}, Own: t.Events.Own,
+		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
+		Verified: t.verified, Undos: e.checkpoints, Execution: e.executionStatus, Waits: e.waits,
+		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.guard.Knows(ctx, caller) },
+	})
+}
+
+// verified verifies the gateway's own signature of a token, however old it is.
+func (t *tokenPolicy) verified(ctx context.Context, raw string) error {
+	token, err := ect.ParseInsecure(raw)
+	if err != nil {
+		return err
+	}
+	_, err = t.own.Verify(ctx, raw, ect.Presentation{Now: token.IssuedAt()})
+	return err
+}
+
+// verifyErrors verifies the errors that agents report.
+func (t *tokenPolicy) verifyErrors(r *http.Request, raws []string) ([]*ect.Token, error) {
+	if t.Verifier == nil {
+		return nil, &ect.Error{Code: ect.CodeKeyID} // no keys are trusted
+	}
+	return t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: guard.Peer(r), DAG: t.Evidence.GraphOf})
+}
+
+// admitTime is how long the errors of agents wait while the ledger is far behind.
+const admitTime = 5 * time.Second
+
+// errorUse is what the token of a reported error is used for.
+var errorUse = evidence.Use(sha256.Sum256([]byte("agent_guard errors")))
+
+// record adds the errors that agents report to the ledger. Their tokens cannot be used again.
+func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token) error {
+	admitted, cancel := context.WithTimeout(ctx, admitTime)
+	defer cancel()
+	if err := t.Evidence.Log().Admit(admitted); err != nil {
+		return err
+	}
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	batch, err := t.Evidence.NewBatch(now, tokens)
+	if err != nil {
+		return err
+	}
+	for _, token := range tokens {
+		batch.Add(t.Evidence.UseWrite(token, errorUse, time.Time{}))
+	}
+	err = batch.Commit(ctx, e.store)
+	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
+		for _, token := range tokens {
+			status, failed := t.Evidence.UseStatus(ctx, token, errorUse)
+			if failed != nil {
+				return failed
+			}
+			if status == evidence.Other {
+				return &ect.Error{Code: ect.CodeReplayed} // it was used for a call
+			}
+		}
+	}
+	if err == nil {
+		e.logger.Info("agents have reported errors", zap.Int("count", len(tokens)), zap.String("issuer", tokens[0].Issuer()))
+	}
+	return err
+}
+
+// failureOf returns the id of the error that has opened a breaker, and sets the workflow of c.
+// If the call has recorded no error, one is drafted: in the call's workflow and after its
+// checkpoint, if it was guarded.
+func (t *tokenPolicy) failureOf(ctx context.Context, now time.Time, c *evidence.Circuit, ev breaker.Event) (string, []*ect.Draft, error) {
+	failure := evidence.Attempt{Downstream: c.Downstream, Cause: cmp.Or(ev.Cause, string(ev.Reason))}
+	if of := guard.ParseEvidence(ev.Evidence); of.Checkpoint != "" {
+		attempt := t.Evidence.AttemptID(of.Checkpoint, ev.Key.String())
+		known, err := t.Evidence.Known(ctx, of.Workflow, []string{t.Evidence.ErrorID(of.Checkpoint), attempt, of.Checkpoint})
+		if err != nil {
+			return "", nil, err
+		}
+		if len(known) > 0 { // else it is in another store
+			c.Workflow = of.Workflow
+			if known[0] != of.Checkpoint {
+				return known[0], nil, nil
+			}
+			failure.Checkpoint, failure.ID, failure.Workflow = of.Checkpoint, attempt, of.Workflow
+		}
+	}
+	draft, err := t.Events.Attempt(now, &failure)
+	if err != nil {
+		return "", nil, err
+	}
+	return draft.ID(), []*ect.Draft{draft}, nil
+}
+
+// lastFailure is the id of the recorded error of a breaker's last failure, or empty.
+func (t *tokenPolicy) lastFailure(ctx context.Context, s *breaker.Status) string {
+	of := guard.ParseEvidence(s.Evidence)
+	if t == nil || of.Checkpoint == "" {
+		return ""
+	}
+	ids := []string{t.Evidence.ErrorID(of.Checkpoint), t.Evidence.AttemptID(of.Checkpoint, s.Key.String())}
+	if known, err := t.Evidence.Known(ctx, of.Workflow, ids); err == nil && len(known) > 0 {
+		return known[0]
+	}
+	return ""
+}
+
+// proves verifies that a token proves that issuer has answered a probe, and uses it up.
+func (t *tokenPolicy) proves(ctx context.Context, raw, issuer string, earliest time.Time) error {
+	now := time.Now()
+	// Without its parents: the question is who has answered, not what it did.
+	token, err := t.Verifier.Verify(ctx, raw, ect.Presentation{Now: now})
+	switch {
+	case err != nil:
+		return err
+	case token.Level() < ect.L2: // whatever `min_level` is: nothing else proves the issuer here
+		return &ect.Error{Code: ect.CodeLevel}
+	case token.Issuer() != issuer:
+		return &ect.Error{Code: ect.CodeIssuer}
+	case token.IssuedAt().Before(earliest):
+		return &ect.Error{Code: ect.CodeTooOld}
+	}
+	// The use is random, so that a token that was used before, by a probe (in memory) or a
+	// call (there or in the store), is refused, and so is this one with a later call. The
+	// memory is bounded and outlives reloads; when it is full, nothing more is verified.
+	// After a restart, earliest takes its place.
+	var use evidence.Use
+	_, _ = rand.Read(use[:]) // never fails
+	status, err := t.Evidence.Take(token, use, now)
+	if err == nil && status == evidence.Unused {
+		status, err = t.Evidence.UseStatus(ctx, token, use)
+	}
+	if err == nil && status != evidence.Unused {
+		err = &ect.Error{Code: ect.CodeReplayed}
+	}
+	return err
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
@@ -102,7 +103,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 		// would answer an undo with a redirect.
 		https: len(way.server.TLSConnPolicies) > 0,
 	}
-	answer, err := r.send(proxy.WithUndo(ctx), way.handler, way.server)
+	answer, err := r.send(guard.WithUndo(ctx), way.handler, way.server)
 	switch {
 	case err != nil && answer.notSent:
 		return nil, unsent("", err)
@@ -138,7 +139,7 @@ func undoHeader(o *rollback.Outgoing, configured http.Header) http.Header {
 		header.Set("Idempotency-Key", o.Rollback+":"+o.Checkpoint)
 	}
 	if o.Workflow != "" {
-		header.Set(headerWorkflowID, o.Workflow)
+		header.Set(guard.HeaderWorkflowID, o.Workflow)
 	}
 	if header.Get("User-Agent") == "" {
 		header.Set("User-Agent", "caddy-agent-guard")
@@ -160,17 +161,17 @@ func (s *undoSender) Watch(o *rollback.Outgoing) rollback.Window {
 	if err != nil {
 		return nil
 	}
-	return s.e.writes.open(checkpoint.TargetOf(way.reach.Name(), target.EscapedPath()))
+	return s.e.calls.Writes.Open(checkpoint.TargetOf(way.reach.Name(), target.EscapedPath()))
 }
 
 // writes says that an undo begins to change a target. P6: it does not where somebody else
 // has, since its look.
 func (s *undoSender) writes(o *rollback.Outgoing, name string) (over func(), err error) {
-	own, _ := o.Window.(*writeWindow)
-	if own != nil && own.name != name {
+	own, _ := o.Window.(*guard.WriteWindow)
+	if own != nil && own.Name() != name {
 		return nil, unsent("", errMoved) // a new look goes where it goes
 	}
-	over = s.e.writes.write(name, own)
+	over = s.e.calls.Writes.Write(name, own)
 	if own != nil && own.Disturbed() {
 		over()
 		return nil, unsent(rollback.ReasonChanged, errOvertaken)
@@ -265,7 +266,7 @@ func addressOf(u *url.URL) string {
 func wholeOutcome(ctx context.Context, answer *rollback.Answer, err error) breaker.Outcome {
 	failure := breaker.Outcome{Class: breaker.Failure}
 	switch notSent := (*rollback.SendError)(nil); {
-	case err == nil && answer.Header.Get(headerExecutionStatus) == statusRefused:
+	case err == nil && answer.Header.Get(guard.HeaderExecutionStatus) == guard.StatusRefused:
 		return breaker.Outcome{} // a gateway like this one did not call what is behind it
 	case err == nil:
 		failure.RetryAfter, failure.Cause = proxy.RetryAfter(answer.Header), fmt.Sprintf("status %d", answer.Status)
@@ -308,7 +309,7 @@ func (s *undoSender) delegate(ctx context.Context, app *App, o *rollback.Outgoin
 	if way == nil {
 		return nil, unsent(rollback.ReasonNoCredentials, errNoAsker)
 	}
-	raw, err := way.events.Request(ctx, &evidence.Request{
+	raw, err := way.Events.Request(ctx, &evidence.Request{
 		Rollback: o.Rollback, Checkpoint: o.Checkpoint, Workflow: evidence.WorkflowID(o.Workflow),
 		Audience: target.Scheme + "://" + target.Host, Reason: o.Reason,
 	})

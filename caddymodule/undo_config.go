@@ -2,7 +2,6 @@ package caddymodule
 
 import (
 	"cmp"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -16,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"golang.org/x/net/http/httpguts"
 
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
@@ -71,6 +71,14 @@ func Choices() map[string][]string {
 		"on_snapshot_error": {refuse, checkpoint.Irreversible.String()},
 		"on_lost":           {rollback.Resend, rollback.UndoEscalate},
 		"on_changed":        {rollback.UndoEscalate, rollback.Overwrite},
+	}
+}
+
+// forCalls are the terms as the guard's calls need them.
+func (t *Terms) forCalls() guard.UndoTerms {
+	return guard.UndoTerms{
+		TTL: t.TTL(), MaxImage: t.MaxImage, SnapshotTimeout: time.Duration(t.SnapshotTimeout),
+		Recorded: t.Recorded(), Refuses: t.Refuses(),
 	}
 }
 
@@ -137,12 +145,9 @@ func undoingOneOf(word string, known []string) error {
 // Plan is how the calls of one action are undone. It does not change and may be used by
 // many goroutines.
 type Plan struct {
-	terms      Terms
-	ways       Ways
-	spec       rollback.Spec
-	compensate *template.Template
-	status     *template.Template
-	needs      template.Needs // of both
+	terms Terms
+	ways  Ways
+	calls guard.UndoPlan // what the guard's calls need of it
 	// config are the fields of the configuration, by the origin that they go to; that of
 	// the call's upstream is empty.
 	config map[string]map[string]string
@@ -152,13 +157,17 @@ type Plan struct {
 var always = []string{"Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key", "Api-Key"}
 
 // Compile checks the ways and terms of an action, and reads its templates. Terms are
-// complete; guard is the guard's name; credentials are the fields by which it knows
+// complete; name is the guard's; credentials are the fields by which it knows
 // callers, which no template may ask for. The error is an *Error.
-func Compile(w *Ways, t *Terms, guard string, credentials []string) (*Plan, error) {
+func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error) {
 	if err := w.check(); err != nil {
 		return nil, err
 	}
-	p := &Plan{terms: *t, ways: *w, spec: rollback.Spec{Guard: guard, OnLost: t.OnLost, Auth: t.UndoAuth}}
+	p := &Plan{terms: *t, ways: *w, calls: guard.UndoPlan{
+		Spec:    rollback.Spec{Guard: name, OnLost: t.OnLost, Auth: t.UndoAuth},
+		Restore: w.Restore != nil, OnChanged: w.onChanged(t), Verify: w.Restore != nil && w.Restore.Verify != verifyOff, Delegate: w.Delegate,
+	}}
+	p.calls.Header = func() (http.Header, error) { return p.Fields("") }
 	secret := slices.Clone(always)
 	for _, name := range credentials {
 		secret = append(secret, http.CanonicalHeaderKey(name))
@@ -181,9 +190,9 @@ func Compile(w *Ways, t *Terms, guard string, credentials []string) (*Plan, erro
 	}
 	err := p.compileCompensation(secret)
 	if err == nil {
-		named := p.spec
-		named.Guard = cmp.Or(guard, "default") // which a Caddyfile leaves out
-		p.needs, err = named.Needs()
+		named := p.calls.Spec
+		named.Guard = cmp.Or(name, "default") // which a Caddyfile leaves out
+		p.calls.Needs, err = named.Needs()
 	}
 	if err != nil {
 		return nil, &Error{"compensate", err}
@@ -213,11 +222,11 @@ func (p *Plan) compileCompensation(secret []string) error {
 	if err != nil {
 		return err
 	}
-	if p.compensate, err = p.parse(spec, config, secret); err != nil {
+	if p.calls.Compensate, err = p.parse(spec, config, secret); err != nil {
 		return err
 	}
-	p.spec.Compensate = &spec
-	if safe(spec.Method) {
+	p.calls.Spec.Compensate = &spec
+	if spec.Method == http.MethodGet || spec.Method == http.MethodHead {
 		return fmt.Errorf("method: %s changes nothing that could be undone; write a method like POST or DELETE", spec.Method)
 	}
 	if c.Status == nil {
@@ -225,7 +234,7 @@ func (p *Plan) compileCompensation(secret []string) error {
 	}
 	asks, config, err := c.Status.spec(secret)
 	if err == nil {
-		p.status, err = p.parse(asks, config, secret)
+		p.calls.Status, err = p.parse(asks, config, secret)
 	}
 	if err == nil && asks.Method != http.MethodGet {
 		err = fmt.Errorf("method: a status is asked for with GET, and not with %s", asks.Method)
@@ -233,11 +242,9 @@ func (p *Plan) compileCompensation(secret []string) error {
 	if err != nil {
 		return fmt.Errorf("status: %w", err)
 	}
-	p.spec.Status = &asks
+	p.calls.Spec.Status = &asks
 	return nil
 }
-
-func safe(method string) bool { return method == http.MethodGet || method == http.MethodHead }
 
 // parse reads a template, and adds the fields of the configuration that go with it.
 func (p *Plan) parse(spec template.Spec, config map[string]string, secret []string) (*template.Template, error) {
@@ -362,13 +369,13 @@ func Origin(target string) string {
 
 // Undoes says that there is a way.
 func (p *Plan) Undoes() bool {
-	return p.ways.Restore != nil || p.compensate != nil || p.ways.Delegate != ""
+	return p.ways.Restore != nil || p.calls.Compensate != nil || p.ways.Delegate != ""
 }
 
 // Toward says where requests of the guard's own go, and whether an answer that only the
 // end of its connection ends is whole. It comes before any Decide.
 func (p *Plan) Toward(reach rollback.Reach, unframed bool) {
-	p.spec.Reach, p.spec.Unframed, p.spec.Fields = reach, unframed, p.config
+	p.calls.Spec.Reach, p.calls.Spec.Unframed, p.calls.Spec.Fields = reach, unframed, p.config
 }
 
 // Words are the ways, in the order in which they are tried. A nil Plan is irreversible.
@@ -382,7 +389,7 @@ func (p *Plan) Words() []string {
 		given bool
 	}{
 		{checkpoint.Restore, p.ways.Restore != nil},
-		{checkpoint.Compensate, p.compensate != nil},
+		{checkpoint.Compensate, p.calls.Compensate != nil},
 		{checkpoint.Delegate, p.ways.Delegate != ""},
 	} {
 		if way.given {
@@ -393,173 +400,6 @@ func (p *Plan) Words() []string {
 		words = []string{checkpoint.Irreversible.String()}
 	}
 	return words
-}
-
-// Terms are those that the plan was made with.
-func (p *Plan) Terms() *Terms { return &p.terms }
-
-// Decision is how one call will be undone.
-type Decision struct {
-	// Way is as in checkpoint.Snapshot.
-	Way checkpoint.Way
-	// Reason is as in checkpoint.Snapshot.
-	Reason checkpoint.Reason
-	// Request is what of the request's message is recorded.
-	Request checkpoint.Message
-	// Undo is how it is undone, as it is recorded.
-	Undo []byte
-	// Place is as in checkpoint.Terms.
-	Place string
-
-	plan *Plan
-}
-
-// Restores reports whether what a call with this method changes can be read with GET, so
-// that an image of it is wanted.
-func (p *Plan) Restores(method string) bool {
-	switch method {
-	case http.MethodPut, http.MethodPatch, http.MethodDelete:
-		return p.ways.Restore != nil
-	}
-	return false
-}
-
-// Compensates says that there is a way without an image.
-func (p *Plan) Compensates() bool { return p.compensate != nil }
-
-// ReadsRequestBody says that the request's body has to be in the source of Decide.
-func (p *Plan) ReadsRequestBody() bool { return len(p.needs.RequestBody) > 0 }
-
-// Decide says how a call is undone, before it leaves. src has all that is known of the
-// call then; imaged says that what stood there was read.
-func (p *Plan) Decide(method string, src *template.Source, imaged bool) Decision {
-	d := Decision{Way: checkpoint.Irreversible, Reason: checkpoint.ReasonDeclared, plan: p}
-	spec := rollback.Spec{
-		Guard: p.spec.Guard, Reach: p.spec.Reach, Fields: p.spec.Fields, Unframed: p.spec.Unframed,
-		ExecutionID: src.ExecutionID, OnLost: p.spec.OnLost, Auth: p.spec.Auth,
-	}
-	switch {
-	case imaged && p.Restores(method):
-		d.Way, d.Request = checkpoint.Restore, chosen(&src.Request, rollback.ImageRequestFields, false)
-		spec.OnChanged = p.ways.onChanged(&p.terms)
-		spec.Verify = p.ways.Restore.Verify != verifyOff
-	case p.compensate != nil:
-		if reason := p.unfit(src); reason != "" {
-			d.Reason = reason
-			return d
-		}
-		names := p.needs.RequestHeader
-		if spec.Target = p.Restores(method); spec.Target {
-			names = append(slices.Clone(names), rollback.ImageRequestFields...)
-		}
-		d.Way, d.Request = checkpoint.Compensate, chosen(&src.Request, names, p.ReadsRequestBody())
-		spec.Compensate, spec.Status = p.spec.Compensate, p.spec.Status
-	case p.ways.Delegate != "":
-		d.Way, spec.Delegate = checkpoint.Delegate, p.ways.Delegate
-	case p.Restores(method):
-		d.Reason = checkpoint.ReasonNoImage
-		return d
-	case p.ways.Restore != nil:
-		d.Reason = checkpoint.ReasonMethod
-		return d
-	default:
-		return d
-	}
-	d.Reason = ""
-	d.Undo, d.Place = spec.Encode(), spec.Place()
-	return d
-}
-
-// unfit says why the requests of a compensation cannot be made, whatever the answer will
-// be; it is empty where they can.
-func (p *Plan) unfit(src *template.Source) checkpoint.Reason {
-	full := *src
-	full.Status = http.StatusOK
-	full.Response = stand(&p.needs)
-	return p.filled(&full)
-}
-
-// Answered is what of an answer is recorded, or why the call cannot be undone although
-// its checkpoint says that it can. src is that of Decide with the answer.
-func (d *Decision) Answered(src *template.Source) (checkpoint.Message, checkpoint.Reason) {
-	if d.Way != checkpoint.Compensate {
-		return checkpoint.Message{}, ""
-	}
-	if reason := d.plan.filled(src); reason != "" {
-		return checkpoint.Message{}, reason
-	}
-	return chosen(&src.Response, d.plan.needs.ResponseHeader, d.ReadsAnswer()), ""
-}
-
-// ReadsAnswer says that the answer's body has to be in the source of Answered.
-func (d *Decision) ReadsAnswer() bool {
-	return d.Way == checkpoint.Compensate && len(d.plan.needs.ResponseBody) > 0
-}
-
-func (p *Plan) filled(src *template.Source) checkpoint.Reason {
-	full := *src
-	full.RollbackID = "00000000-0000-4000-8000-000000000000" // any will do
-	for _, t := range []*template.Template{p.compensate, p.status} {
-		if t == nil {
-			continue
-		}
-		_, err := t.Fill(&full)
-		switch {
-		case errors.Is(err, template.ErrTooLarge):
-			return checkpoint.ReasonTooLarge
-		case err != nil:
-			return checkpoint.ReasonAbsent
-		}
-	}
-	return ""
-}
-
-// stand is an answer that has everything that is asked for.
-func stand(n *template.Needs) template.Message {
-	m := template.Message{Header: http.Header{}}
-	for _, name := range n.ResponseHeader {
-		m.Header[name] = []string{"x"}
-	}
-	var doc any
-	for _, pointer := range n.ResponseBody {
-		doc = grown(doc, strings.Split(pointer, "/")[1:])
-	}
-	if doc != nil {
-		m.Body, _ = json.Marshal(doc) // maps and strings only
-	}
-	return m
-}
-
-var unescape = strings.NewReplacer("~1", "/", "~0", "~")
-
-// grown is doc with a text at the end of a JSON pointer. An index is a name like others.
-func grown(doc any, tokens []string) any {
-	if len(tokens) == 0 {
-		return "x"
-	}
-	members, _ := doc.(map[string]any)
-	members = maps.Clone(members)
-	if members == nil {
-		members = map[string]any{}
-	}
-	name := unescape.Replace(tokens[0])
-	members[name] = grown(members[name], tokens[1:])
-	return members
-}
-
-// chosen is what is recorded of a message.
-func chosen(m *template.Message, names []string, body bool) checkpoint.Message {
-	var kept checkpoint.Message
-	for _, name := range names {
-		if kept.Header == nil {
-			kept.Header = map[string][]string{}
-		}
-		kept.Header[name] = slices.Clone(m.Header[name])
-	}
-	if body {
-		kept.ContentType, kept.Body = m.ContentType, m.Body
-	}
-	return kept
 }
 
 // Ways are the ways to undo calls. Set one, or none: then the calls cannot be undone, and their
@@ -663,7 +503,6 @@ func (w *Ways) check() error {
 	return nil
 }
 
-// checkDelegate checks an agent's rollback URI.
 func checkDelegate(text string) error {
 	u, err := url.Parse(text)
 	const right = "use one like https://agent.example.com/.well-known/cascade/rollback"

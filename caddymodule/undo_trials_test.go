@@ -2,10 +2,11 @@ package caddymodule
 
 import (
 	"errors"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"strconv"
 	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 // What holds up an undo is remembered until its step has ended, and no more than is bounded.

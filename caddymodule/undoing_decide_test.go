@@ -59,7 +59,7 @@ func TestDecide(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := compile(t, c.ways)
-			d := p.Decide(c.method, call(c.body), c.imaged)
+			d := p.Calls().Decide(c.method, call(c.body), c.imaged)
 			if d.Way != c.way || d.Reason != c.reason {
 				t.Fatalf("%v %q, want %v %q", d.Way, d.Reason, c.way, c.reason)
 			}
@@ -85,7 +85,7 @@ func TestDecide(t *testing.T) {
 func TestP8OnlyWhatIsNeededIsRecorded(t *testing.T) {
 	t.Setenv("UNDO_TOKEN", "sesame")
 	p := compile(t, caddymodule.Ways{Compensate: refund})
-	d := p.Decide("POST", call(`{"amount":12.50}`), false)
+	d := p.Calls().Decide("POST", call(`{"amount":12.50}`), false)
 	if len(d.Request.Header) != 1 || d.Request.Header["X-By"][0] != "me" || string(d.Request.Body) != `{"amount":12.50}` {
 		t.Errorf("%+v", d.Request)
 	}
@@ -108,7 +108,7 @@ func TestP8OnlyWhatIsNeededIsRecorded(t *testing.T) {
 	if err := p.Unset(); err == nil || !strings.Contains(err.Error(), "header Authorization") || !strings.Contains(err.Error(), "UNDO_TOKEN") {
 		t.Errorf("a credential without a value: %v", err)
 	}
-	d = compile(t, caddymodule.Ways{Restore: &caddymodule.Restore{}}).Decide("PUT", call("secret"), true)
+	d = compile(t, caddymodule.Ways{Restore: &caddymodule.Restore{}}).Calls().Decide("PUT", call("secret"), true)
 	if d.Request.Body != nil || len(d.Request.Header["Accept"]) != 1 || d.Request.Header["X-Other"] != nil {
 		t.Errorf("%+v", d.Request)
 	}
@@ -143,7 +143,7 @@ func TestP8ExposedCredentials(t *testing.T) {
 func TestAnswered(t *testing.T) {
 	p := compile(t, caddymodule.Ways{Compensate: refund})
 	src := call(`{"amount":1}`)
-	d := p.Decide("POST", src, false)
+	d := p.Calls().Decide("POST", src, false)
 	if !d.ReadsAnswer() {
 		t.Fatal("the answer's body is not asked for")
 	}

@@ -1,9 +1,10 @@
 package caddymodule_test
 
 import (
-	"github.com/agent-guard/caddy-agent-guard/caddymodule"
 	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule"
 )
 
 // Fields that the guard itself writes into an undo, or that only it can fill, are refused

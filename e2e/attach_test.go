@@ -400,7 +400,7 @@ func TestOwnerLeaves(t *testing.T) {
 					s.piece(big)
 					s.end()
 				}
-				eventually(t, "the execution is settled", func() bool { return waiting("caddymodule.(*call).execute") == 0 })
+				eventually(t, "the execution is settled", func() bool { return waiting("guard.(*Call).execute") == 0 })
 				g.call(other).want(t, 200, want+big, "replayed")
 				u.arrived(r.path, 1)
 			})

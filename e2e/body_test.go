@@ -169,7 +169,7 @@ func TestBrokenOffStream(t *testing.T) {
 	out, in := io.Pipe()
 	leave := g.leaving(request{path: "/x", id: "k", reader: onlyReader{out}, client: g.h2cClient()})
 	write(t, in, `{"amo`)
-	eventually(t, "the gateway reads the body", func() bool { return waiting("caddymodule.(*call).readBody") == 1 })
+	eventually(t, "the gateway reads the body", func() bool { return waiting("guard.(*Call).readBody") == 1 })
 	leave()
 	_ = in.Close()
 	eventually(t, "the call is over", func() bool { return waiting("caddymodule.(*Handler).ServeHTTP") == 0 })

@@ -270,7 +270,7 @@ func TestProbeOnceForMany(t *testing.T) {
 				calls = append(calls, g.begin(r))
 			}
 			wait(t, probed.arrived, "the probe")
-			eventually(t, "49 calls wait for the probe", func() bool { return waiting("caddymodule.(*call).probe") == 50 })
+			eventually(t, "49 calls wait for the probe", func() bool { return waiting("guard.(*Call).probe") == 50 })
 			probed.open()
 			if row.more > 0 {
 				wait(t, again.arrived, "the second execution")
@@ -309,7 +309,7 @@ func TestProberLeaves(t *testing.T) {
 	leave := g.leaving(r)
 	wait(t, probed.arrived, "the probe")
 	waits := g.begin(r)
-	eventually(t, "another waits for the probe", func() bool { return waiting("caddymodule.(*call).probe") == 2 })
+	eventually(t, "another waits for the probe", func() bool { return waiting("guard.(*Call).probe") == 2 })
 	leave()
 	probed.open()
 	waits.answer().terminal(t, 409, "result-unavailable")

@@ -223,7 +223,7 @@ func TestSlowOwnerLeaves(t *testing.T) {
 	owner := g.open(r, "executed")
 	wait(t, f.taken, "the upstream's end")
 	_ = owner.Body.Close()
-	eventually(t, "the call is settled and its owner gone", func() bool { return waiting("caddymodule.(*call).execute") == 0 })
+	eventually(t, "the call is settled and its owner gone", func() bool { return waiting("guard.(*Call).execute") == 0 })
 	readOn(g.open(r, "replayed")).whole(t, f, "a retry")
 	u.arrived("/x", 1)
 }

@@ -83,7 +83,6 @@ type requestDAG struct {
 	least  Level
 }
 
-// Nodes implements DAG.
 func (i requestDAG) Nodes(ctx context.Context, id string) ([]Node, error) {
 	nodes, err := i.dag.Nodes(ctx, id)
 	if err != nil {

@@ -392,7 +392,6 @@ type ringSource struct {
 	former []Former
 }
 
-// Keys implements Source.
 func (s ringSource) Keys(_ context.Context, kid string) ([]*Key, error) {
 	found := s.ring.keys.Load().byID[kid]
 	if found == nil {

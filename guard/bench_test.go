@@ -1,12 +1,13 @@
 package guard_test
 
 import (
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"io"
 	"net/http"
 	"strconv"
 	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // discard is a client and a sink that keep nothing.

@@ -1,9 +1,10 @@
 package guard_test
 
 import (
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"net/http"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // The upstream is asked for nothing that a replay could not decode (RFC 9110,

@@ -1,12 +1,13 @@
 package guard_test
 
 import (
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // The mark stands in the answer however it is written, in place of what an upstream

@@ -3,7 +3,6 @@ package guard_test
 import (
 	"bytes"
 	"context"
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"io"
 	"net/http"
 	"slices"
@@ -12,6 +11,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // lazy is a client that takes what it is let to take.

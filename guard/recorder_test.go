@@ -1,12 +1,13 @@
 package guard_test
 
 import (
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"io"
 	"net/http"
 	"reflect"
 	"slices"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // sink keeps a recording.

@@ -2,7 +2,6 @@ package guard_test
 
 import (
 	"bytes"
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"net/http"
 	"os"
 	"slices"
@@ -10,6 +9,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // ADR 0055: a failure of known length waits whole, as far as it may, and nothing else does.

@@ -33,7 +33,6 @@ import (
 // defaultPage is the size of a page where none is asked for.
 const defaultPage = 50
 
-// listExecutions answers GET executions.
 func listExecutions(r *http.Request, st Store, p *params) (any, error) {
 	now, err := st.Now(r.Context())
 	if err != nil {
@@ -534,7 +533,6 @@ type Decision struct {
 // that JSON has for it, and room for the rest.
 const maxDecision = 2 << 20
 
-// resolveExecution answers POST executions/{key}/resolve.
 func resolveExecution(r *http.Request, st Store, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err

@@ -71,7 +71,6 @@ const (
 	maxRollbackReason   = 512
 )
 
-// request checks what is asked for.
 func (d *RollbackRequest) request() (r rollback.Request, err error) {
 	r = rollback.Request{
 		Checkpoint: d.CheckpointID, Reason: d.Reason, Operator: d.Operator, ID: uuid.NewString(), KeepDependants: d.KeepDependants,
@@ -203,7 +202,6 @@ func showRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
 	return api.Describe(found, id), nil
 }
 
-// listRollbacks answers GET rollbacks.
 func listRollbacks(r *http.Request, all Rollbacks, p *params) (any, error) {
 	after, limit := p.one("after"), p.limit()
 	if err := p.done(); err != nil {
@@ -308,7 +306,6 @@ type EscalationLinks struct {
 	Upstream string `json:"upstream,omitempty"`
 }
 
-// listEscalations answers GET escalations.
 func listEscalations(r *http.Request, st Store, p *params) (any, error) {
 	filter, after, limit := hitl.Filter{Workflow: p.one("workflow"), Level: p.level(), State: p.escalationState()}, p.one("after"), p.limit()
 	if err := p.done(); err != nil {

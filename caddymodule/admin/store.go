@@ -88,7 +88,6 @@ func showStore(r *http.Request, st Store, p *params) (any, error) {
 	return status, nil
 }
 
-// count counts the executions by state.
 func count(ctx context.Context, st Store) (map[string]Count, error) {
 	now, err := st.Now(ctx)
 	if err != nil {
@@ -249,7 +248,6 @@ type KeyLeft struct {
 	Until time.Time `json:"until,omitzero"`
 }
 
-// showKeys answers GET keys.
 func showKeys(r *http.Request, st Store, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err
@@ -319,7 +317,6 @@ func identityOf(st Store) (*Identity, error) {
 		"the gateway over the store %s has no identity, and signs nothing: configure `identity`, in whose name it signs what it decides", st.Path())
 }
 
-// showIdentity answers GET identity.
 func showIdentity(_ *http.Request, st Store, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err
@@ -358,7 +355,6 @@ type CircuitMode struct {
 // maxCircuitMode is the most bytes of such a request.
 const maxCircuitMode = 4 << 10
 
-// read checks what is asked for.
 func (d *CircuitMode) read(from io.Reader) error {
 	err := decode(from, maxCircuitMode, d)
 	switch {
@@ -372,7 +368,6 @@ func (d *CircuitMode) read(from io.Reader) error {
 	return nil
 }
 
-// listCircuits answers GET circuits.
 func listCircuits(_ *http.Request, st Store, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err
@@ -484,7 +479,6 @@ type LedgerFault struct {
 	What string `json:"what"`
 }
 
-// ledgerOf is the store's ledger.
 func ledgerOf(st Store) (*Ledger, error) {
 	if l := st.Ledger(); l != nil && l.Log != nil {
 		return l, nil
@@ -495,7 +489,6 @@ func ledgerOf(st Store) (*Ledger, error) {
 		"the store %s has no ledger: configure `identity`, in whose name the gateway signs what it decides", st.Path())
 }
 
-// ledgerHead answers GET ledger/head.
 func ledgerHead(_ *http.Request, st Store, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err
@@ -512,7 +505,6 @@ func ledgerHead(_ *http.Request, st Store, p *params) (any, error) {
 	}, nil
 }
 
-// ledgerExport answers GET ledger/export.
 func ledgerExport(r *http.Request, st Store, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err

@@ -363,7 +363,6 @@ type list struct {
 	listed int
 }
 
-// documents writes JSON documents unchanged.
 func (l *list) documents(all ...json.RawMessage) error {
 	for _, text := range all {
 		if _, err := fmt.Fprintf(l.cmd.OutOrStdout(), "%s\n  %s", l.separator(), text); err != nil {
@@ -446,7 +445,6 @@ func tableOf(header []string, rows [][]string) string {
 	return new(table).page(append([][]string{header}, rows...))
 }
 
-// sheet prints names with their values.
 type sheet struct {
 	b     strings.Builder
 	width int

@@ -122,7 +122,6 @@ func wordFlag(cmd *cobra.Command, value *string, name, usage string, words []str
 	complete(cmd, name, words...)
 }
 
-// require makes flags required.
 func require(cmd *cobra.Command, flags ...string) {
 	for _, flag := range flags {
 		if err := cmd.MarkFlagRequired(flag); err != nil {
@@ -137,13 +136,10 @@ type word struct {
 	words []string
 }
 
-// String implements pflag.Value.
 func (w *word) String() string { return *w.value }
 
-// Type implements pflag.Value.
 func (w *word) Type() string { return "word" }
 
-// Set implements pflag.Value.
 func (w *word) Set(text string) error {
 	if !slices.Contains(w.words, text) {
 		last := len(w.words) - 1
@@ -159,13 +155,10 @@ type words struct {
 	words  []string
 }
 
-// String implements pflag.Value.
 func (w *words) String() string { return strings.Join(*w.values, ",") }
 
-// Type implements pflag.Value.
 func (w *words) Type() string { return "words" }
 
-// Set implements pflag.Value.
 func (w *words) Set(text string) error {
 	var value string
 	for one := range strings.SplitSeq(text, ",") {
@@ -177,7 +170,6 @@ func (w *words) Set(text string) error {
 	return nil
 }
 
-// names returns the names of values.
 func names[T fmt.Stringer](values []T) []string {
 	words := make([]string, 0, len(values))
 	for _, v := range values {

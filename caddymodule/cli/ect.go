@@ -165,7 +165,6 @@ type lifetime struct {
 	given string
 }
 
-// String implements pflag.Value.
 func (l *lifetime) String() string {
 	if l.given != "" {
 		return l.given
@@ -173,10 +172,8 @@ func (l *lifetime) String() string {
 	return l.Duration.String()
 }
 
-// Type implements pflag.Value.
 func (l *lifetime) Type() string { return "duration" }
 
-// Set implements pflag.Value.
 func (l *lifetime) Set(text string) error {
 	d, err := caddy.ParseDuration(text)
 	if err != nil {

@@ -518,7 +518,6 @@ func (l *entryFlags) matches(e *ledger.Entry) bool {
 	return (l.action == "" || e.Action == l.action) && (l.id == "" || e.ID == l.id)
 }
 
-// listedEntry is an entry as JSON.
 type listedEntry struct {
 	Index    int64     `json:"index"`
 	Recorded time.Time `json:"recorded"`

@@ -21,7 +21,6 @@ import (
 // pollWait is how long the server delays its answer while a rollback runs.
 const pollWait = "20s"
 
-// rollbackFlags are the flags of `rollback`.
 type rollbackFlags struct {
 	*options
 	admin.RollbackRequest

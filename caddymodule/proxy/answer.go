@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math"
 	"mime"
 	"net/http"
 	"slices"
@@ -14,7 +13,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"golang.org/x/net/http/httpguts"
 
@@ -303,22 +301,6 @@ func (s grpcCode) String() string {
 		return fmt.Sprintf("grpc-status %d", uint32(s))
 	}
 	return fmt.Sprintf("grpc-status %d (%s)", uint32(s), grpcStatuses[s].name)
-}
-
-// ParseGRPCTimeout reads the field grpc-timeout: at most eight digits and a unit. It reports false
-// for what says nothing: a malformed value, zero, or more than a Duration can be.
-func ParseGRPCTimeout(text string) (time.Duration, bool) {
-	if len(text) < 2 || len(text) > 9 {
-		return 0, false
-	}
-	unit, known := map[byte]time.Duration{
-		'H': time.Hour, 'M': time.Minute, 'S': time.Second, 'm': time.Millisecond, 'u': time.Microsecond, 'n': time.Nanosecond,
-	}[text[len(text)-1]]
-	n, err := strconv.ParseUint(text[:len(text)-1], 10, 32)
-	if !known || err != nil || n == 0 || n > uint64(math.MaxInt64/unit) {
-		return 0, false
-	}
-	return time.Duration(n) * unit, true
 }
 
 // failedGRPC reports whether a status of gRPC is a failure by itself. UNIMPLEMENTED is none as one

@@ -12,6 +12,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // overHTTP2 runs an HTTP/2 server, and returns its address and the options of a transport
@@ -420,7 +421,7 @@ func TestParseGRPCTimeout(t *testing.T) {
 		"5S": 5 * time.Second, "100m": 100 * time.Millisecond, "1u": time.Microsecond, "99999999n": 99999999, "2H": 2 * time.Hour, "3M": 3 * time.Minute,
 		"": 0, "S": 0, "0S": 0, "5": 0, "5s": 0, "-1S": 0, "123456789S": 0, "99999999H": 0,
 	} {
-		if got, ok := proxy.ParseGRPCTimeout(text); got != want || ok != (want > 0) {
+		if got, ok := guard.ParseGRPCTimeout(text); got != want || ok != (want > 0) {
 			t.Errorf("%q: %v, %v; want %v", text, got, ok, want)
 		}
 	}

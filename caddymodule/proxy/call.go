@@ -20,6 +20,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // call is a request that a breaker has let through. It settles the permit, and becomes the body of
@@ -98,7 +99,6 @@ func (c *call) settleUnanswered() {
 	}
 }
 
-// answered judges the result of RoundTrip.
 func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 	if err != nil {
 		c.settle(c.unanswered(err))
@@ -243,7 +243,7 @@ func (c *call) Read(p []byte) (int, error) {
 // settle reports the outcome to the breaker, with the caller's reference to it.
 func (c *call) settle(o breaker.Outcome) {
 	if o.Class != breaker.Success && o.Class != breaker.Neutral {
-		e, _ := c.ctx.Value(evidenceKey{}).(Evidence)
+		e := guard.EvidenceOf(c.ctx)
 		o.Evidence = e.String()
 	}
 	c.permit.Done(o)
@@ -393,7 +393,7 @@ func (c *call) lateForCaller(res *http.Response) bool {
 	if res.Request == nil {
 		return false
 	}
-	timeout, ok := ParseGRPCTimeout(res.Request.Header.Get("Grpc-Timeout"))
+	timeout, ok := guard.ParseGRPCTimeout(res.Request.Header.Get("Grpc-Timeout"))
 	return ok && time.Since(c.began) >= timeout
 }
 
@@ -409,77 +409,8 @@ func (firstMessage) feed(p []byte) (fault string, good bool) { return "", true }
 
 func (firstMessage) end() (fault string) { return "" }
 
-// Evidence is what the failures of a call are known by. As text a breaker keeps it, and hands it on
-// in its events, refusals and status.
-type Evidence struct {
-	// Checkpoint is the id of the token that announced the call; nothing is known of a call
-	// without.
-	Checkpoint string
-	// Workflow is the id of the call's workflow; it may be empty.
-	Workflow string
-}
-
-// String is the text of e; empty without a checkpoint.
-func (e Evidence) String() string {
-	if e.Checkpoint == "" || e.Workflow == "" {
-		return e.Checkpoint
-	}
-	return e.Checkpoint + "@" + e.Workflow
-}
-
-// ParseEvidence reads the text of an Evidence. Ids have no @ in them.
-func ParseEvidence(text string) (e Evidence) {
-	e.Checkpoint, e.Workflow, _ = strings.Cut(text, "@")
-	return e
-}
-
-type evidenceKey struct{}
-
-// WithEvidence gives the failures of a request the reference that they are known by.
-func WithEvidence(ctx context.Context, e Evidence) context.Context {
-	if e.Checkpoint == "" {
-		return ctx
-	}
-	return context.WithValue(ctx, evidenceKey{}, e)
-}
-
-type patienceKey struct{}
-
-// WithPatience says that the deadline of a request is its caller's and not the upstream's to meet:
-// that it passes is no failure. Patience is how long the call may hang until it is one.
-func WithPatience(ctx context.Context, patience time.Duration) context.Context {
-	return context.WithValue(ctx, patienceKey{}, patience)
-}
-
-type undoKey struct{}
-
-type statelessKey struct{}
-
-// WithoutState marks a request that goes on where the recorded states of the breakers cannot be
-// read: its route says `fail_open` (P4).
-func WithoutState(ctx context.Context) context.Context {
-	return context.WithValue(ctx, statelessKey{}, true)
-}
-
-// WithUndo marks a request as one that undoes something. It has a lane of its own past the breakers
-// (ADR 0033): none refuses it, none makes it the probe, and none learns from what comes of it.
-// Constraints of workflows do not hold for it either.
-func WithUndo(ctx context.Context) context.Context { return context.WithValue(ctx, undoKey{}, true) }
-
-// viewVar is the variable of a request that holds what its caller asks for its workflow of
-// breakers. A variable leaves the request as it is, for handlers that no guard precedes.
-const viewVar = "agent_guard.view"
-
-// SetView lets a request be refused as its caller asks for its workflow, beside what was set
-// before. The view may be nil.
-func SetView(ctx context.Context, v *breaker.View) {
-	if v != nil {
-		caddyhttp.SetVar(ctx, viewVar, v.And(ViewOf(ctx)))
-	}
-}
-
-// ViewOf is the view that SetView set; nil without.
-func ViewOf(ctx context.Context) *breaker.View {
-	v, _ := caddyhttp.GetVar(ctx, viewVar).(*breaker.View)
+// viewOf is what the caller's tokens ask of breakers; nil without.
+func viewOf(ctx context.Context) *breaker.View {
+	v, _ := caddyhttp.GetVar(ctx, guard.ViewVar).(*breaker.View)
 	return v
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // statusOf is the breaker of an upstream as it stands.
@@ -219,7 +220,7 @@ func TestCallersDeadlinePasses(t *testing.T) {
 	t.Parallel() // it waits for a time to pass
 	up := newUpstream(t, func(c *serverConn, _ int) bool { c.read(); _, _ = c.in.ReadByte(); return false })
 	p := newProxy(t, `{"transport": {"protocol": "agent_guard"}, "upstreams": [{"dial": "%s"}]}`, up.addr)
-	impatient := proxy.WithPatience(t.Context(), time.Hour)
+	impatient := guard.WithPatience(t.Context(), time.Hour)
 	for _, left := range []time.Duration{time.Second, -1} {
 		ctx, cancel := context.WithTimeout(impatient, left)
 		forward(p, request("POST", "").WithContext(ctx))
@@ -237,8 +238,8 @@ func TestCallersDeadlinePasses(t *testing.T) {
 func TestEvidence(t *testing.T) {
 	up := newUpstream(t, says("HTTP/1.1 502 No\r\nContent-Length: 0\r\n\r\n"))
 	p := newProxy(t, `{"transport": {"protocol": "agent_guard"}, "upstreams": [{"dial": "%s"}]}`, up.addr)
-	forward(p, request("POST", "").WithContext(proxy.WithEvidence(t.Context(), proxy.Evidence{Checkpoint: "token", Workflow: "flow"})))
-	if s := statusOf(t, up.addr); proxy.ParseEvidence(s.Evidence) != (proxy.Evidence{Checkpoint: "token", Workflow: "flow"}) {
+	forward(p, request("POST", "").WithContext(guard.WithEvidence(t.Context(), guard.Evidence{Checkpoint: "token", Workflow: "flow"})))
+	if s := statusOf(t, up.addr); guard.ParseEvidence(s.Evidence) != (guard.Evidence{Checkpoint: "token", Workflow: "flow"}) {
 		t.Errorf("%+v", s)
 	}
 }
@@ -518,7 +519,7 @@ func TestSilentGRPCStreamDoesNotFailTheProbe(t *testing.T) {
 
 // undoing is a request of an undo.
 func undoing(t *testing.T, method, body string) *http.Request {
-	return request(method, body).WithContext(proxy.WithUndo(t.Context()))
+	return request(method, body).WithContext(guard.WithUndo(t.Context()))
 }
 
 // unmoved is what of a breaker no undo may change.
@@ -646,7 +647,7 @@ type viewing struct {
 }
 
 func (v viewing) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	proxy.SetView(r.Context(), v.view)
+	caddyhttp.SetVar(r.Context(), guard.ViewVar, v.view)
 	return v.testProxy.ServeHTTP(w, r, next)
 }
 

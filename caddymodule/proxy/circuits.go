@@ -312,14 +312,12 @@ func (p *pool) force(key breaker.Key, mode breaker.Mode) (changed bool) {
 	return true
 }
 
-// Transition implements breaker.Hook.
 func (p *pool) Transition(e breaker.Event) {
 	if m := p.listener(); m != nil {
 		m.hook.Transition(e)
 	}
 }
 
-// PermanentlyOpen implements breaker.Hook.
 func (p *pool) PermanentlyOpen(e breaker.Event) {
 	if m := p.listener(); m != nil {
 		m.hook.PermanentlyOpen(e)

@@ -31,7 +31,6 @@ func (c *conn) Count(a *Attempt) {
 	c.unused.Store(true)
 }
 
-// Multiplexed implements byteCounter.
 func (c *conn) Multiplexed() bool { return c.h2c }
 
 // Write counts p to the present attempt, or to none: handshakes, requests to a proxy to connect,

@@ -120,7 +120,6 @@ type Settings struct {
 	WrittenAt string `json:"written_at,omitempty"`
 }
 
-// checkedSettings are Settings that were checked.
 type checkedSettings struct {
 	rules      *breaker.Rules
 	statuses   []int

@@ -35,6 +35,7 @@ import (
 	"golang.org/x/net/http2"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 func init() {
@@ -282,7 +283,7 @@ func (s *recordedStates) await(ctx context.Context) error {
 	case errors.Is(err, caddy.ErrNotConfigured): // no guard anywhere, and no store
 	case err != nil:
 		return err
-	case is && ctx.Value(statelessKey{}) == nil:
+	case is && !guard.IsWithoutState(ctx):
 		if err := keeps.AwaitCircuits(ctx); err != nil {
 			return err
 		}
@@ -292,19 +293,6 @@ func (s *recordedStates) await(ctx context.Context) error {
 	s.read.Store(true)
 	return nil
 }
-
-// UnreadError says that a request was not sent, as the state of its upstream's breaker could not be
-// read. reverse_proxy and the proof of sending read it as a dial error.
-type UnreadError struct {
-	dial reverseproxy.DialError
-	err  error
-}
-
-// Error implements error.
-func (e *UnreadError) Error() string { return e.err.Error() }
-
-// Unwrap gives what it amounts to, and the cause.
-func (e *UnreadError) Unwrap() []error { return []error{e.dial, e.err} }
 
 // Refusal is with what a call of this method and view would be refused at the moment whatever
 // upstream it came to; nil if it would not, or if nobody knows.
@@ -361,14 +349,14 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 	if t.circuits == nil || ctx.Value(caddyhttp.ServerCtxKey) == nil {
 		return nil, nil // health checks of reverse_proxy report by themselves
 	}
-	if ctx.Value(undoKey{}) != nil {
+	if guard.IsUndo(ctx) {
 		return nil, nil // what is broken must be undone while it is (ADR 0033)
 	}
 	if err := t.states.await(ctx); err != nil {
 		if ctx.Err() != nil {
 			return nil, ctx.Err()
 		}
-		return nil, &UnreadError{dial: reverseproxy.NewDialError(err), err: err}
+		return nil, &guard.UnreadError{As: reverseproxy.NewDialError(err), Err: err}
 	}
 	upstream := req.URL.Host
 	if dial, ok := reverseproxy.GetDialInfo(ctx); ok {
@@ -378,8 +366,8 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 		return nil, ctx.Err() // over before it could be sent
 	}
 	c := &call{t: t, ctx: ctx, watch: watch, began: time.Now()}
-	op := breaker.Op{Safe: Safe(req.Method), ClientPaced: uploads(req, watch), View: ViewOf(ctx)}
-	if patience, ok := ctx.Value(patienceKey{}).(time.Duration); ok {
+	op := breaker.Op{Safe: Safe(req.Method), ClientPaced: uploads(req, watch), View: viewOf(ctx)}
+	if patience, ok := guard.PatienceOf(ctx); ok {
 		op.Patience, c.callerDeadline = patience, true
 	} else if deadline, ok := ctx.Deadline(); ok {
 		op.Patience = max(deadline.Sub(c.began), 1)

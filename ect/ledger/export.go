@@ -34,7 +34,6 @@ const (
 
 var exportBase64 = base64.StdEncoding.Strict()
 
-// exporter writes a log.
 type exporter struct {
 	*logStore
 	ctx    context.Context

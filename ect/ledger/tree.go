@@ -48,7 +48,6 @@ func (f *merkleState) add(h tlog.Hash, node func(height int, h tlog.Hash)) {
 	f.size++
 }
 
-// root is the tree's hash.
 func (f *merkleState) root() tlog.Hash {
 	if f.size == 0 {
 		root, _ := tlog.TreeHash(0, nil) // the empty tree's; reads nothing
@@ -86,7 +85,6 @@ func (t *tree) clone() *tree {
 	}
 }
 
-// tile is one to be stored.
 type tile struct {
 	level  int
 	n      int64

@@ -168,7 +168,6 @@ type responder struct {
 	r *http.Request
 }
 
-// writeJSON answers with a document.
 func (a *responder) writeJSON(status int, doc any) error {
 	body, err := json.MarshalIndent(doc, "", "  ")
 	if err != nil {

@@ -165,7 +165,6 @@ func (e *Endpoints) ask(a responder, to route) error {
 	return g.Ledger.serve(a, to, who)
 }
 
-// refuse answers with a problem.
 func (e *Endpoints) refuse(a responder, to route, err error) {
 	p := problemOf(err, NewProblem(StoreUnavailable, "The gateway's store cannot be opened."))
 	a.w.Header().Set(headerExecutionStatus, "refused")

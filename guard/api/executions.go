@@ -356,7 +356,6 @@ func (q *executionsRequest) problem(k Kind, detail string, state execution.State
 	return p
 }
 
-// replay gives the recorded answer.
 func (q *executionsRequest) replay(e *execution.Recorded) error {
 	ctx := q.r.Context()
 	result, err := q.Executions.Result(ctx, e.Key, e.Finding)
@@ -430,7 +429,6 @@ type outputWriter struct {
 	bodiless bool
 }
 
-// WriteHeader sends the header.
 func (w *outputWriter) WriteHeader(status int) {
 	h := w.Header()
 	for name := range h {
@@ -446,5 +444,4 @@ func (w *outputWriter) WriteHeader(status int) {
 	w.ResponseWriter.WriteHeader(status)
 }
 
-// Unwrap is for http.ResponseController.
 func (w *outputWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }

@@ -208,7 +208,6 @@ What the caller should do: {{.Caller}}
 What the operator can do: {{.Operator}}
 `))
 
-// serveIndex lists the problems.
 func serveIndex(w http.ResponseWriter) {
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	for _, k := range Kinds() {

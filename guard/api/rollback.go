@@ -255,7 +255,6 @@ const (
 	acceptPause = 5 * time.Millisecond
 )
 
-// ask answers POST.
 func (q *rollbackRequest) ask() error {
 	who, err := q.Ask(q.r)
 	if err != nil {

@@ -141,7 +141,6 @@ func newHeadKey(sealer store.Sealer, origin string) (*headKey, error) {
 	return &headKey{verifier, private, text}, nil
 }
 
-// Sign implements note.Signer.
 func (k *headKey) Sign(msg []byte) ([]byte, error) { return ed25519.Sign(k.private, msg), nil }
 
 // signWith signs drafts in the sequencer, off the request's path.

@@ -528,7 +528,6 @@ type rollbackGraph struct {
 	parents []string
 }
 
-// Nodes implements ect.DAG.
 func (g rollbackGraph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	nodes, err := g.graph.Nodes(ctx, id)
 	if errors.Is(err, ledger.ErrTampered) && slices.Contains(g.parents, id) {

@@ -195,7 +195,6 @@ func (d *Store) read(ctx context.Context, id uuid.UUID) (*Escalation, store.Vers
 	return e, entry.Version, nil
 }
 
-// now is the store's clock.
 func (d *Store) now(ctx context.Context) (time.Time, error) {
 	now, err := d.store.Now(ctx)
 	if err != nil {

@@ -250,7 +250,6 @@ func (n *WebhookNotifier) Notify(ctx context.Context, e Escalation) error {
 	return n.verdict(resp, time.Now())
 }
 
-// verdict is what an answer means.
 func (n *WebhookNotifier) verdict(resp *http.Response, now time.Time) error {
 	status := resp.StatusCode
 	switch {

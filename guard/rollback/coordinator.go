@@ -185,7 +185,6 @@ func (c *Coordinator) ending() bool {
 	}
 }
 
-// now is the store's clock.
 func (c *Coordinator) now(ctx context.Context) (time.Time, error) {
 	now, err := c.o.Store.Now(ctx)
 	if err != nil {

@@ -808,7 +808,6 @@ type unknownError struct {
 	Checkpoint string
 }
 
-// Error implements error.
 func (e *unknownError) Error() string {
 	return "plan: checkpoint " + quote(e.Checkpoint) + " is not among the workflow's checkpoints"
 }

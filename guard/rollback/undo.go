@@ -220,7 +220,6 @@ func HadNoEffect(status int) bool {
 	return status/100 == 4 && status != http.StatusRequestTimeout && status != http.StatusConflict
 }
 
-// job is one Undo under way.
 type job struct {
 	*Undoer
 	task      Task

@@ -421,19 +421,14 @@ func (g *Graph) reorder(order []int) {
 // smallest is a heap of places.
 type smallest []int
 
-// Len implements heap.Interface.
 func (h smallest) Len() int { return len(h) }
 
-// Less implements heap.Interface.
 func (h smallest) Less(i, j int) bool { return h[i] < h[j] }
 
-// Swap implements heap.Interface.
 func (h smallest) Swap(i, j int) { h[i], h[j] = h[j], h[i] }
 
-// Push implements heap.Interface.
 func (h *smallest) Push(x any) { *h = append(*h, x.(int)) }
 
-// Pop implements heap.Interface.
 func (h *smallest) Pop() any {
 	last := len(*h) - 1
 	x := (*h)[last]

@@ -119,10 +119,6 @@ func (t *tree) forbidden(f *goFile, l *layer, imported string) string {
 	if host, _, _ := strings.Cut(imported, "/"); l.bare && strings.Contains(host, ".") {
 		return f.dir + " imports " + imported
 	}
-	// The way of a call knows no Caddy, though it still stands in caddymodule.
-	if strings.HasPrefix(f.path, "caddymodule/call") && !f.test && within(imported, "github.com/caddyserver", "go.uber.org/zap") {
-		return "the way of a call imports " + imported
-	}
 	for _, fence := range fences {
 		if !within(imported, fence.module) || within(f.dir, fence.inside...) || fence.tests && f.test {
 			continue

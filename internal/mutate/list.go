@@ -5,14 +5,14 @@ package main
 var mutations = []mutation{
 	{
 		id: "C-3.2.4-a", file: "caddymodule/circuit_state.go",
-		old:    "	if ev.To == breaker.Open {\n		e.running.await(ctx, ev)",
-		now:    "	if ev.From == breaker.HalfOpen && ev.To == breaker.Open {\n		return\n	}\n	if ev.To == breaker.Open {\n		e.running.await(ctx, ev)",
+		old:    "	if ev.To == breaker.Open {\n		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
+		now:    "	if ev.From == breaker.HalfOpen && ev.To == breaker.Open {\n		return\n	}\n	if ev.To == breaker.Open {\n		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
 		breaks: "a probe that fails is not told", tests: []string{"TestCascade324TokensOfABreaker"},
 	},
 	{
 		id: "C-3.2.4-a", file: "caddymodule/circuit_state.go",
-		old:    "	if ev.To == breaker.Open {\n		e.running.await(ctx, ev)",
-		now:    "	if ev.To == breaker.HalfOpen {\n		return\n	}\n	if ev.To == breaker.Open {\n		e.running.await(ctx, ev)",
+		old:    "	if ev.To == breaker.Open {\n		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
+		now:    "	if ev.To == breaker.HalfOpen {\n		return\n	}\n	if ev.To == breaker.Open {\n		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
 		breaks: "a breaker that probes is not told", tests: []string{"TestCascade324TokensOfABreaker"},
 	},
 	{
@@ -21,12 +21,12 @@ var mutations = []mutation{
 		breaks: "snapshots go after half of their ttl", tests: []string{"TestCascade422KeptForItsTTL"},
 	},
 	{
-		id: "C-4.2.2-a", file: "caddymodule/call_evidence.go",
+		id: "C-4.2.2-a", file: "guard/record.go",
 		old: "return now.Add(max(ttl+ttl/2, x.call.KeepResult))", now: "_ = ttl\n	return now.Add(x.call.KeepResult)",
 		breaks: "the ledger keeps checkpoints as long as results", tests: []string{"TestCascade422KeptForItsTTL"},
 	},
 	{
-		id: "A-checkpoint-ect-format-e", file: "caddymodule/call_evidence.go",
+		id: "A-checkpoint-ect-format-e", file: "guard/record.go",
 		old: "return now.Add(max(ttl+ttl/2, x.call.KeepResult))", now: "return now.Add(min(ttl/2, x.call.KeepResult))",
 		breaks: "the ledger keeps checkpoints for half of their ttl", tests: []string{"TestCascade422KeptForItsTTL"},
 	},
@@ -72,12 +72,12 @@ var mutations = []mutation{
 		breaks: "cascaded is empty", tests: []string{"TestCascade441TokensOfARollback"},
 	},
 	{
-		id: "A-checkpoint-placement-policy-c", file: "caddymodule/call_evidence.go",
+		id: "A-checkpoint-placement-policy-c", file: "guard/record.go",
 		old: "	x.call.Checkpoint = \"\"\n	if s.policy == nil {", now: "	x.call.Checkpoint = \"\"\n	if s.policy == nil || x.r.Method == \"PUT\" || x.r.Method == \"DELETE\" {",
 		breaks: "PUT and DELETE have no checkpoint", tests: []string{"TestGuardedMethodsHaveCheckpoints"},
 	},
 	{
-		id: "A-checkpoint-placement-policy-d", file: "caddymodule/call_evidence.go",
+		id: "A-checkpoint-placement-policy-d", file: "guard/record.go",
 		old: "	x.call.Checkpoint = \"\"\n	if s.policy == nil {", now: "	x.call.Checkpoint = \"\"\n	if s.policy == nil || x.r.Method == \"PATCH\" {",
 		breaks: "PATCH has no checkpoint", tests: []string{"TestGuardedMethodsHaveCheckpoints"},
 	},

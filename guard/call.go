@@ -1,8 +1,9 @@
-package caddymodule
+package guard
 
 import (
 	"context"
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -11,14 +12,13 @@ import (
 	"net/http"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
 	"github.com/google/uuid"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -28,13 +28,14 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 )
 
-// serve is the way of a request (docs/request.md). Calls that change nothing take its first
-// step only.
-func (h *Handler) serve(w http.ResponseWriter, r *http.Request, next nextHandler) error {
-	if isOwn(r) {
+// Serve is the way of a request (docs/request.md): it guards r, and hands it on to next. Calls
+// that change nothing take its first step only. An error says that r was not answered; a
+// StatusError has the status that the server is to answer with.
+func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error {
+	if IsOwn(r) {
 		return next.ServeHTTP(w, r)
 	}
-	if h.Endpoints != endpointsOff && h.serveEndpoint(w, r) {
+	if h.Endpoint != nil && h.Endpoint(w, r) {
 		return nil
 	}
 	h.keepEndToEnd(r.Header)
@@ -42,24 +43,24 @@ func (h *Handler) serve(w http.ResponseWriter, r *http.Request, next nextHandler
 	var p *api.Problem
 	switch {
 	case errors.As(err, &p):
-		replacer(r).Set(placeholderSpace+"status", statusRefused)
-		replacer(r).Set(placeholderSpace+"problem", p.Kind().Slug)
+		h.Host.Note(r, "status", statusRefused)
+		h.Host.Note(r, "problem", p.Kind().Slug)
 		h.refuseUnguarded(w, r, p)
 		return nil
 	case err != nil:
 		return err
 	case as == classStream:
-		w = guard.Mark(w, headerExecutionStatus, statusUnguarded)
+		w = Mark(w, HeaderExecutionStatus, statusUnguarded)
 	}
 	if as != classGuarded {
 		return h.pass(w, r, next)
 	}
-	x := &call{h: h, w: guard.NewWriter(w, r), r: r, action: action, upstream: &handlerUpstream{next: next}}
-	x.publish()
+	x := &Call{h: h, w: NewWriter(w, r), r: r, action: action, upstream: h.Host.Upstream(next)}
+	x.noted.outer = h.Host.Begin(r, x)
 	defer x.close()
 	err = x.run()
 	if err != nil && x.failsOpen(err) {
-		err = refusedByCircuit(x.forwardUnguarded(w, next, err), verifiedHere(x.call.Scope.Caller))
+		err = refusedByCircuit(x.forwardUnguarded(w, next, err), VerifiedHere(x.call.Scope.Caller))
 	}
 	if errors.As(err, &p) {
 		x.recordRejection(p)
@@ -76,7 +77,7 @@ func (h *Handler) serve(w http.ResponseWriter, r *http.Request, next nextHandler
 }
 
 // pass hands on what is not guarded. A token is verified all the same.
-func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next nextHandler) error {
+func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next Next) error {
 	err := h.verifySafe(r)
 	if err == nil {
 		err = h.passOn(w, r, next)
@@ -90,19 +91,19 @@ func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next nextHandler)
 }
 
 func (h *Handler) refuseUnguarded(w http.ResponseWriter, r *http.Request, p *api.Problem) {
-	w.Header().Set(headerExecutionStatus, guard.StatusRefused)
-	h.actions[len(h.actions)-1].counts.Refused(p.Kind().Slug) // the action default
-	if p.Cause != nil && p.Kind() != api.CircuitOpen {        // which is logged once, when it opens
-		h.logger.Error("request refused", slog.String("problem", p.Kind().Slug), slog.Any("error", p.Cause))
+	w.Header().Set(HeaderExecutionStatus, StatusRefused)
+	h.CountRefusal(p.Kind().Slug)
+	if p.Cause != nil && p.Kind() != api.CircuitOpen { // which is logged once, when it opens
+		h.Logger.Error("request refused", slog.String("problem", p.Kind().Slug), slog.Any("error", p.Cause))
 	}
-	writeProblem(w, r, p)
+	p.Mount = h.Host.Mount(r)
+	WriteProblem(w, r, p)
 }
 
-// writeProblem answers r with p in the form that its caller reads, with URLs that lead
-// back to the gateway.
-func writeProblem(w http.ResponseWriter, r *http.Request, p *api.Problem) {
-	p.Mount = mount(r)
-	if isGRPC(r) || isGRPCWeb(r) {
+// WriteProblem answers r with p in the form that its caller reads. p.Mount makes its URLs
+// lead back to the gateway.
+func WriteProblem(w http.ResponseWriter, r *http.Request, p *api.Problem) {
+	if isGRPC(r) || isMedia(r, "application/grpc-web") || isMedia(r, "application/grpc-web-text") {
 		p.WriteGRPC(w, r.Header.Get("Content-Type"))
 		return
 	}
@@ -111,7 +112,7 @@ func writeProblem(w http.ResponseWriter, r *http.Request, p *api.Problem) {
 
 // run takes a guarded call through its steps. What it finds recorded may answer it, or send
 // it back to the look-up; so does a claim that another call was faster with.
-func (x *call) run() error {
+func (x *Call) run() error {
 	if err := x.open(); err != nil {
 		return err
 	}
@@ -146,7 +147,7 @@ func (x *call) run() error {
 	}
 }
 
-func (x *call) refuse(w http.ResponseWriter, p *api.Problem) {
+func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 	if p.ExecutionID == "" {
 		p.ExecutionID = x.call.Scope.ID
 	}
@@ -154,16 +155,16 @@ func (x *call) refuse(w http.ResponseWriter, p *api.Problem) {
 		p.Known(x.state.String(), x.state == execution.StateRolledBack)
 	}
 	if p.ExecutionID != "" {
-		w.Header().Set(headerExecutionID, p.ExecutionID)
+		w.Header().Set(HeaderExecutionID, p.ExecutionID)
 	}
 	x.pointToStatus(p)
 	x.pointToError(w.Header(), p)
-	w.Header().Set(headerExecutionStatus, guard.StatusRefused)
+	w.Header().Set(HeaderExecutionStatus, StatusRefused)
 	if p.Kind() == api.InDoubt {
-		w.Header().Set(headerExecutionStatus, guard.StatusInDoubt)
+		w.Header().Set(HeaderExecutionStatus, StatusInDoubt)
 	}
 	if x.call.Checkpoint != "" {
-		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
+		w.Header().Set(HeaderExecutionCheckpoint, x.call.Checkpoint)
 	}
 	if !x.read && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == api.BodyTimeout) {
 		// Else the server would wait for a body that the client was not asked for, or
@@ -175,12 +176,12 @@ func (x *call) refuse(w http.ResponseWriter, p *api.Problem) {
 		status = statusInDoubt
 	}
 	x.note(status, p.Kind().Slug)
-	x.action.counts.Refused(p.Kind().Slug)
+	x.action.Counts.Refused(p.Kind().Slug)
 	level := slog.LevelDebug
 	if p.Cause != nil && p.Kind() != api.CircuitOpen {
 		level = slog.LevelError
 	}
-	if x.h.logger.Enabled(x.r.Context(), level) {
+	if x.h.Logger.Enabled(x.r.Context(), level) {
 		fields := []slog.Attr{slog.String("problem", p.Kind().Slug)}
 		if p.Cause != nil {
 			fields = append(fields, slog.Any("error", p.Cause))
@@ -188,46 +189,47 @@ func (x *call) refuse(w http.ResponseWriter, p *api.Problem) {
 		if x.identified() {
 			fields = append(fields, slog.Any("key", x.call.Key))
 		}
-		x.h.logger.LogAttrs(x.r.Context(), level, "guarded call refused", fields...)
+		x.h.Logger.LogAttrs(x.r.Context(), level, "guarded call refused", fields...)
 	}
-	writeProblem(w, x.r, p)
+	p.Mount = x.h.Host.Mount(x.r)
+	WriteProblem(w, x.r, p)
 }
 
 // The header fields of the guard.
 const (
-	headerExecutionID     = "Execution-Id"
-	headerIdempotencyKey  = "Idempotency-Key"
-	headerExecutionParent = "Execution-Parent"
-	headerExecutionStatus = "Execution-Status"
-	headerWorkflowID      = "Workflow-Id"
-	headerReplayed        = "Idempotent-Replayed"
+	HeaderExecutionID     = "Execution-Id"
+	HeaderIdempotencyKey  = "Idempotency-Key"
+	HeaderExecutionParent = "Execution-Parent"
+	HeaderExecutionStatus = "Execution-Status"
+	HeaderWorkflowID      = "Workflow-Id"
+	HeaderReplayed        = "Idempotent-Replayed"
 
-	headerExecutionCheckpoint = "Execution-Checkpoint"
+	HeaderExecutionCheckpoint = "Execution-Checkpoint"
 )
 
-// call is one guarded call on its way.
-type call struct {
+// Call is one guarded call on its way.
+type Call struct {
 	h      *Handler
-	w      *guard.Writer
+	w      *Writer
 	r      *http.Request
 	action *Action
 
-	upstream guard.Upstream
-	engine   *engine
-	guard    *execution.Guard
-	release  func() // of the engine; taken over by who works on after the answer
-	clock    *clock // of the forwarded call
-	body     *spool.Spool
-	read     bool // the request's body was read to its end
-	call     execution.Call
-	wait     time.Time       // when a retry stops waiting for a running execution
-	probing  *probing        // the probe that this call makes
-	earlier  execution.Cause // of the doubt in which the attempt before this one stands; empty without one
-	before   string          // the checkpoint of that attempt, if it has one
+	upstream   Upstream
+	engine     *Engine
+	executions *execution.Guard
+	release    func() // of the engine; taken over by who works on after the answer
+	clock      *clock // of the forwarded call
+	body       *spool.Spool
+	read       bool // the request's body was read to its end
+	call       execution.Call
+	wait       time.Time       // when a retry stops waiting for a running execution
+	probing    *probing        // the probe that this call makes
+	earlier    execution.Cause // of the doubt in which the attempt before this one stands; empty without one
+	before     string          // the checkpoint of that attempt, if it has one
 
 	evidence callEvidence
 	capture  capture
-	window   *writeWindow // in which nobody else must change what is restored; nil without
+	window   *WriteWindow // in which nobody else must change what is restored; nil without
 	verified bool         // its tokens, or that it needs none
 
 	state       execution.State // of the execution that find has found; 0 without one
@@ -240,28 +242,30 @@ type call struct {
 
 // The statuses of calls that were not executed, as logs and matchers see them.
 const (
-	statusInDoubt   = guard.StatusInDoubt
-	statusRefused   = guard.StatusRefused
+	statusInDoubt   = StatusInDoubt
+	statusRefused   = StatusRefused
 	statusUnguarded = "unguarded"
 )
 
 // open takes a reference to the engine, which a running execution keeps.
-func (x *call) open() error {
-	e, err := x.h.app.acquire()
+func (x *Call) open() error {
+	e, release, err := x.h.Open()
 	if err != nil {
-		return storeClosed(err)
+		return StoreClosed(err)
 	}
-	x.engine, x.guard = e, e.guard
-	x.release = func() { _ = e.release() } // closing the store logs its own errors
-	if x.evidence.policy, err = x.h.app.tokenPolicy(); err != nil {
-		return storeClosed(err)
+	x.engine, x.executions, x.release = e, e.Executions, release
+	if x.evidence.policy, err = x.h.Tokens(); err != nil {
+		return StoreClosed(err)
 	}
 	return nil
 }
 
-func (x *call) close() {
-	x.traceCall()
-	x.unpublish()
+func (x *Call) close() {
+	x.h.Host.Trace(x.r, x)
+	x.noted.over = true
+	if x.noted.outer != nil { // else it stays, for the access log
+		x.h.Host.Show(x.r, x.noted.outer)
+	}
 	x.giveTokensBack()
 	x.probed()
 	x.window.close()
@@ -274,7 +278,7 @@ func (x *call) close() {
 }
 
 // prepare finds out which call the request makes. Nothing is recorded yet.
-func (x *call) prepare() error {
+func (x *Call) prepare() error {
 	caller, err := x.identify() // 1
 	if err != nil {
 		return err
@@ -286,33 +290,33 @@ func (x *call) prepare() error {
 	if x.call, err = x.describe(caller, fp); err != nil {
 		return err
 	}
-	x.wait = time.Now().Add(time.Duration(x.h.AttachWait))
+	x.wait = time.Now().Add(x.h.AttachWait)
 	if err := x.begin(); err != nil {
 		return err
 	}
-	x.evidence.policy.constrain(x.r, &x.evidence.tokens)
+	x.evidence.policy.constrain(x.h, x.r, &x.evidence.tokens)
 	return nil
 }
 
 // identify verifies the tokens of the request and names its caller.
-func (x *call) identify() (caller string, err error) {
-	if x.evidence.tokens, err = x.h.verifyTokens(x.evidence.policy, x.r); err != nil {
+func (x *Call) identify() (caller string, err error) {
+	if x.evidence.tokens, err = x.h.VerifyTokens(x.evidence.policy, x.r, x.h.RequireECT); err != nil {
 		return "", err
 	}
 	x.verified = true
-	return x.h.caller(x.guard, x.r, &x.evidence.tokens)
+	return x.h.CallerOf(x.executions, x.r, &x.evidence.tokens)
 }
 
 // fingerprint reads the request's body, which must be the one that the tokens speak of, and
 // hashes what makes the request this one.
-func (x *call) fingerprint() (execution.Fingerprint, error) {
+func (x *Call) fingerprint() (execution.Fingerprint, error) {
 	if err := x.readBody(); err != nil {
 		return execution.Fingerprint{}, err
 	}
 	if err := x.evidence.tokens.checkInput(x.bodyHash); err != nil {
 		return execution.Fingerprint{}, err
 	}
-	method, target := original(x.r)
+	method, target := x.h.Host.Original(x.r)
 	sum, err := x.h.fingerprints.Sum(fingerprint.Request{
 		Method:          method,
 		Host:            strings.ToLower(x.r.Host),
@@ -331,13 +335,13 @@ func (x *call) fingerprint() (execution.Fingerprint, error) {
 
 // describe is the call that the request makes: its workflow, its execution id, and with
 // them its key.
-func (x *call) describe(caller string, fp execution.Fingerprint) (execution.Call, error) {
-	tokens, policy := &x.evidence.tokens, &x.action.Policy
+func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call, error) {
+	tokens, policy := &x.evidence.tokens, x.action
 	work, err := workflow(x.r, tokens)
 	if err != nil {
 		return execution.Call{}, err
 	}
-	method, target := original(x.r)
+	method, target := x.h.Host.Original(x.r)
 	c := execution.Call{
 		Fingerprint: fp,
 		Scope:       execution.Scope{Caller: caller, Guard: x.h.Name, Method: method, Path: target.EscapedPath()},
@@ -346,10 +350,10 @@ func (x *call) describe(caller string, fp execution.Fingerprint) (execution.Call
 		Action:      x.action.Name,
 		Workflow:    work,
 		Deadline:    x.deadline(),
-		KeepResult:  time.Duration(policy.RetainResult),
-		KeepKey:     time.Duration(policy.RetainKey),
+		KeepResult:  policy.RetainResult,
+		KeepKey:     policy.RetainKey,
 		ResultCap:   policy.MaxResult,
-		Quota:       x.h.app.Quota.ofCaller(),
+		Quota:       x.h.Quota,
 	}
 	id, err := x.statedID()
 	if joint := tokens.executionID(); errors.Is(err, errNoID) && joint != "" {
@@ -362,12 +366,12 @@ func (x *call) describe(caller string, fp execution.Fingerprint) (execution.Call
 		return c, x.unkept(err)
 	}
 	c.Scope.ID = id
-	c.Key = x.guard.Key(c.Scope)
+	c.Key = x.executions.Key(c.Scope)
 	c.Sent, err = x.sentAs(id)
 	return c, err
 }
 
-func (x *call) unkept(err error) error {
+func (x *Call) unkept(err error) error {
 	var p *api.Problem
 	if errors.As(err, &p) {
 		return p
@@ -378,19 +382,19 @@ func (x *call) unkept(err error) error {
 }
 
 // missingID names a call whose caller did not.
-func (x *call) missingID(c *execution.Call) (string, error) {
-	if parent := x.r.Header.Get(headerExecutionParent); x.h.Inherit && parent != "" {
+func (x *Call) missingID(c *execution.Call) (string, error) {
+	if parent := x.r.Header.Get(HeaderExecutionParent); x.h.Inherit && parent != "" {
 		c.Origin = execution.OriginDerived
-		return x.guard.Inherit(c.Scope, parent, x.action.Name, c.Fingerprint), nil
+		return x.executions.Inherit(c.Scope, parent, x.action.Name, c.Fingerprint), nil
 	}
 	switch x.h.MissingID {
-	case missingRequire:
+	case MissingRequire:
 		return "", api.NewProblem(api.ExecutionIDMissing, "Send one "+x.h.firstHeader()+" header.")
-	case missingDerive:
+	case MissingDerive:
 		// Two equal calls can be intended, so the id counts for a short while only.
 		c.Origin = execution.OriginDerived
-		c.KeepResult, c.KeepKey = time.Duration(x.h.DeriveWindow), time.Duration(x.h.DeriveWindow)
-		return x.guard.Derive(c.Scope, c.Fingerprint), nil
+		c.KeepResult, c.KeepKey = x.h.DeriveWindow, x.h.DeriveWindow
+		return x.executions.Derive(c.Scope, c.Fingerprint), nil
 	default:
 		c.Origin = execution.OriginMinted
 		return uuid.NewString(), nil
@@ -406,14 +410,14 @@ func (h *Handler) firstHeader() string {
 	return "Idempotency-Key"
 }
 
-func (x *call) note(status, slug string) {
+func (x *Call) note(status, slug string) {
 	x.noted.status = status
 	if slug != "" {
 		x.noted.problem = slug
 	}
 }
 
-func (x *call) problem(k api.Kind, detail string, state execution.State) *api.Problem {
+func (x *Call) problem(k api.Kind, detail string, state execution.State) *api.Problem {
 	p := api.NewProblem(k, detail)
 	p.ExecutionID = x.call.Scope.ID
 	if state != 0 {
@@ -422,12 +426,11 @@ func (x *call) problem(k api.Kind, detail string, state execution.State) *api.Pr
 	return p
 }
 
-// gone ends a call whose client has left before its claim.
-func (x *call) gone() error {
-	return &guard.StatusError{Status: guard.StatusClientClosed, Err: x.r.Context().Err()}
+func (x *Call) gone() error {
+	return &StatusError{Status: StatusClientClosed, Err: x.r.Context().Err()}
 }
 
-func (x *call) storeFailed(err error) error {
+func (x *Call) storeFailed(err error) error {
 	if x.r.Context().Err() != nil {
 		return x.gone()
 	}
@@ -443,8 +446,8 @@ func (x *call) storeFailed(err error) error {
 }
 
 // lookUp finds what runs or is recorded under the call's key.
-func (x *call) lookUp() (execution.Finding, error) {
-	found, err := x.guard.LookUp(x.r.Context(), x.call.Key, x.call.Fingerprint)
+func (x *Call) lookUp() (execution.Finding, error) {
+	found, err := x.executions.LookUp(x.r.Context(), x.call.Key, x.call.Fingerprint)
 	if err != nil {
 		return found, x.storeFailed(err)
 	}
@@ -455,7 +458,7 @@ func (x *call) lookUp() (execution.Finding, error) {
 // admit refuses a call that must not begin now, before anything is recorded of it, and
 // prepares its claim. leave must be called when the claim's commit has ended. A call that
 // is refused may have been executed before.
-func (x *call) admit(found execution.Finding) (leave func(), err error) {
+func (x *Call) admit(found execution.Finding) (leave func(), err error) {
 	if err := x.evidence.tokens.inTime(); err != nil {
 		return nil, err // nothing new begins with them
 	}
@@ -471,7 +474,7 @@ func (x *call) admit(found execution.Finding) (leave func(), err error) {
 	return leave, nil
 }
 
-func (x *call) admitted(found execution.Finding) (leave func(), err error) {
+func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 	leave, err = x.enter(found) // nothing is read for a call that is refused here
 	if err != nil {
 		return nil, err
@@ -491,7 +494,7 @@ func (x *call) admitted(found execution.Finding) (leave func(), err error) {
 
 // claim makes this call the owner of its key, in one commit with its checkpoint (P2).
 // execution.ErrTaken says to look again.
-func (x *call) claim(found execution.Finding, leave func()) (*execution.Execution, error) {
+func (x *Call) claim(found execution.Finding, leave func()) (*execution.Execution, error) {
 	defer leave()
 	defer x.probed()
 	run, err := x.commitClaim(found)
@@ -506,21 +509,21 @@ func (x *call) claim(found execution.Finding, leave func()) (*execution.Executio
 	return run, x.refusedInDoubt(err)
 }
 
-func (x *call) commitClaim(found execution.Finding) (*execution.Execution, error) {
+func (x *Call) commitClaim(found execution.Finding) (*execution.Execution, error) {
 	batch, err := x.recordCall(found)
 	if err != nil {
 		return nil, x.snapshotEnded(err)
 	}
-	run, err := x.guard.Claim(x.r.Context(), &x.call, found, batch, x.capture.pending)
+	run, err := x.executions.Claim(x.r.Context(), &x.call, found, batch, x.capture.pending)
 	return run, x.callRecorded(batch, x.snapshotEnded(err))
 }
 
 // execute forwards the claimed call, settles what came of it, and lets the end of
 // the answer go. The client's leaving stops none of it (P7).
-func (x *call) execute(e *execution.Execution) error {
+func (x *Call) execute(e *execution.Execution) error {
 	x.note("executed", "")
 	x.state = 0 // what stood there is claimed
-	x.action.counts.Begun()
+	x.action.Counts.Begun()
 	x.engine.running.begin(x.call.Checkpoint)
 	x.clock = x.engine.detach(x.r.Context(), x.call.Deadline)
 	defer x.clock.stop()
@@ -530,7 +533,7 @@ func (x *call) execute(e *execution.Execution) error {
 	defer func() {
 		if !settled { // a panic of our own: nothing is proven
 			_ = x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil)
-			x.action.counts.Settled(execution.InDoubt)
+			x.action.Counts.Settled(execution.InDoubt)
 		}
 	}()
 	if err := x.prove(x.clock); err != nil {
@@ -541,7 +544,7 @@ func (x *call) execute(e *execution.Execution) error {
 	x.clock.stop() // readers have all the time that they need
 	outcome := x.stillInDoubt(x.judge(&f))
 	x.noted.outcome = outcome.Verdict
-	if x.action.Settle == settleAsync && outcome.Whole {
+	if x.action.Async && outcome.Whole {
 		x.observe(outcome, f.rec.Header())
 		settled = true
 		if outcome.Verdict == execution.InDoubt {
@@ -560,7 +563,7 @@ func (x *call) execute(e *execution.Execution) error {
 }
 
 // readBody reads the request's body whole, before anything is claimed.
-func (x *call) readBody() error {
+func (x *Call) readBody() error {
 	limit := x.h.MaxBody
 	tooLarge := func(limit int64) error {
 		return api.NewProblem(api.BodyTooLarge, fmt.Sprintf("This route takes bodies of at most %d bytes.", limit))
@@ -569,15 +572,15 @@ func (x *call) readBody() error {
 		return tooLarge(limit)
 	}
 	options := spool.Options{Limit: limit}
-	if x.guard != nil { // else the store is not open, and `fail_open` forwards the call
-		options.Budget = x.guard.BodyMemory()
+	if x.executions != nil { // else the store is not open, and `fail_open` forwards the call
+		options.Budget = x.executions.BodyMemory()
 	}
 	x.body = spool.New(options)
 	if x.r.Body == nil || x.r.Body == http.NoBody {
 		x.read = true
 		return nil
 	}
-	if isIncremental(x.r.Header) {
+	if x.h.Host.Incremental(x.r.Header) {
 		p := api.NewProblem(api.StreamRefused, "It asks to be forwarded while it comes (Incremental), and a guarded call is read whole.")
 		p.Status = http.StatusNotImplemented // RFC 10036, section 4.1
 		return p
@@ -607,7 +610,7 @@ func (x *call) readBody() error {
 		return p
 	}
 	// The client broke off or sent a malformed body.
-	return &guard.StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
+	return &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
 }
 
 // oneMessage reads the body of a unary gRPC call. Another message makes it a stream, whose
@@ -642,7 +645,7 @@ func (m *oneMessage) Read(p []byte) (int, error) {
 
 // giveBack makes the body readable again for the site's error routes, which would else
 // forward the call without it. It is freed with the request.
-func (x *call) giveBack() {
+func (x *Call) giveBack() {
 	if !x.read || x.body.Size() == 0 {
 		return
 	}
@@ -652,7 +655,7 @@ func (x *call) giveBack() {
 }
 
 // lookUpBody reads the id at p in a JSON body. A body that is no JSON has none.
-func (x *call) lookUpBody(p fingerprint.Pointer) (string, error) {
+func (x *Call) lookUpBody(p fingerprint.Pointer) (string, error) {
 	if !isJSON(x.r.Header.Get("Content-Type")) {
 		return "", errNoID
 	}
@@ -674,10 +677,13 @@ func isJSON(contentType string) bool {
 }
 
 // enter admits a call that would claim: not where its workflow is stopped, nor where it
-// follows from what is being undone (DESIGN, "The way of a request", step 4). leave is
+// follows from what is being undone (step 4). leave is
 // called when the claim's commit has ended.
-func (x *call) enter(found execution.Finding) (leave func(), err error) {
-	c := x.engine.rollbacks.coordinator()
+func (x *Call) enter(found execution.Finding) (leave func(), err error) {
+	var c *rollback.Coordinator
+	if find := x.engine.Coordinator; find != nil {
+		c = find()
+	}
 	if c == nil {
 		return func() {}, nil
 	}
@@ -686,7 +692,7 @@ func (x *call) enter(found execution.Finding) (leave func(), err error) {
 		workflow = evidence.WorkflowID(x.call.Workflow)
 	}
 	if workflow == "" && found.Record != nil && found.Record.Checkpoint != "" {
-		root, err := x.engine.checkpoints.First(x.r.Context(), found.Record.Checkpoint)
+		root, err := x.engine.Checkpoints.First(x.r.Context(), found.Record.Checkpoint)
 		if err != nil {
 			return nil, x.storeFailed(err)
 		}
@@ -708,7 +714,7 @@ func (x *call) enter(found execution.Finding) (leave func(), err error) {
 // led is what has led to the call: the ids of its parents, of theirs, and so on, the
 // nearest first. What stands in no ledger here has led from elsewhere, and ends the walk.
 // It is read only while a rollback of the workflow is under way.
-func (x *call) led(workflow string, found execution.Finding) iter.Seq2[string, error] {
+func (x *Call) led(workflow string, found execution.Finding) iter.Seq2[string, error] {
 	return func(yield func(string, error) bool) {
 		s := &x.evidence
 		if s.policy == nil {
@@ -718,11 +724,11 @@ func (x *call) led(workflow string, found execution.Finding) iter.Seq2[string, e
 		if found.Record != nil { // an attempt that is in doubt, and may be just being undone
 			todo = append(todo, found.Record.Checkpoint)
 		}
-		for _, t := range s.tokens.all {
+		for _, t := range s.tokens.All {
 			todo = append(todo, t.ID())
 			todo = append(todo, t.Parents()...)
 		}
-		graph, known := s.policy.evidence.Graph(workflow), map[string]bool{}
+		graph, known := s.policy.Evidence.Graph(workflow), map[string]bool{}
 		for len(todo) > 0 {
 			id := todo[0]
 			todo = todo[1:]
@@ -755,13 +761,14 @@ var errTooManyAncestors = errors.New("more has led to the call than can be looke
 // ownRequest is the context key of requests that the gateway makes by itself.
 type ownRequest struct{}
 
-// asOwn marks a request as the gateway's own: guards and endpoints on its way hand it on
+// AsOwn marks a request as the gateway's own: guards and endpoints on its way hand it on
 // as if they were not there. It is nobody's call, and needs no key, token or record.
-func asOwn(ctx context.Context) context.Context { return context.WithValue(ctx, ownRequest{}, true) }
+func AsOwn(ctx context.Context) context.Context { return context.WithValue(ctx, ownRequest{}, true) }
 
-func isOwn(r *http.Request) bool { return r.Context().Value(ownRequest{}) != nil }
+// IsOwn reports whether AsOwn marked the request.
+func IsOwn(r *http.Request) bool { return r.Context().Value(ownRequest{}) != nil }
 
-func (x *call) statedID() (string, error) {
+func (x *Call) statedID() (string, error) {
 	for i := range x.h.ExecutionID {
 		id, err := x.fromSource(&x.h.ExecutionID[i], i)
 		if errors.Is(err, errNoID) {
@@ -772,7 +779,7 @@ func (x *call) statedID() (string, error) {
 	return "", errNoID
 }
 
-func (x *call) fromSource(s *IDSource, index int) (string, error) {
+func (x *Call) fromSource(s *IDSource, index int) (string, error) {
 	var id string
 	var err error
 	switch {
@@ -784,7 +791,7 @@ func (x *call) fromSource(s *IDSource, index int) (string, error) {
 		id, err = execution.ParseID(lines)
 	case s.Placeholder != "":
 		var ok bool
-		if id, ok = filled(x.r, s.Placeholder); !ok {
+		if id, ok = x.h.Host.Expand(x.r, s.Placeholder); !ok {
 			return "", errNoID
 		}
 		err = execution.CheckID(id)
@@ -802,20 +809,16 @@ func (x *call) fromSource(s *IDSource, index int) (string, error) {
 
 // circuitsOpen refuses a call that no upstream would take, so that it is not claimed and
 // its key stays free.
-func (x *call) circuitsOpen() error {
-	t := x.h.proxy.Load()
-	if t == nil {
-		return nil
-	}
-	open := t.Refusal(x.r.Method, proxy.ViewOf(x.r.Context()))
+func (x *Call) circuitsOpen() error {
+	open, name := x.h.Refusal(x.r.Method, x.h.view(x.r))
 	if open == nil {
 		return nil
 	}
-	return circuitOpen(open, t.Downstream(open.Key.Upstream), verifiedHere(x.call.Scope.Caller))
+	return circuitOpen(open, name, VerifiedHere(x.call.Scope.Caller))
 }
 
 // overQuota refuses a call whose caller holds too much. Nothing was recorded of it.
-func (x *call) overQuota(over *execution.QuotaError) *api.Problem {
+func (x *Call) overQuota(over *execution.QuotaError) *api.Problem {
 	detail := fmt.Sprintf("The caller has %d bytes of records and answers stored, at most %d.", over.Bytes, over.Quota.Bytes)
 	if over.Quota.Open > 0 && over.Open >= over.Quota.Open {
 		detail = fmt.Sprintf("The caller has %d executions that run or are in doubt, at most %d.", over.Open, over.Quota.Open)
@@ -836,7 +839,7 @@ func (x *call) overQuota(over *execution.QuotaError) *api.Problem {
 
 // overCheckpoints refuses a call whose workflow or caller has too many checkpoints.
 // Nothing was recorded of it.
-func (x *call) overCheckpoints(over *checkpoint.QuotaError) *api.Problem {
+func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *api.Problem {
 	var detail string
 	switch over.Over {
 	case checkpoint.OverRate:
@@ -854,11 +857,99 @@ func (x *call) overCheckpoints(over *checkpoint.QuotaError) *api.Problem {
 }
 
 // pointToStatus says in a problem where its caller can see what becomes of the call.
-func (x *call) pointToStatus(p *api.Problem) {
-	if k := p.Kind(); k != api.InProgress && k != api.InDoubt || x.h.Endpoints == endpointsOff {
+func (x *Call) pointToStatus(p *api.Problem) {
+	if k := p.Kind(); k != api.InProgress && k != api.InDoubt || x.h.Endpoint == nil {
 		return
 	}
-	if x.call.Scope.Caller != anonymous {
+	if x.call.Scope.Caller != Anonymous {
 		p.StatusURL = api.ExecutionPath(x.call.Scope.ID)
+	}
+}
+
+// String keeps everything else of a call out of whatever prints the variable (P8).
+func (x *Call) String() string { return x.call.Key.String() }
+
+func (x *Call) identified() bool { return x.call.Scope.ID != "" }
+
+func (x *Call) callerHash() string {
+	hash := x.executions.Caller(x.call.Scope.Caller)
+	return hex.EncodeToString(hash[:])
+}
+
+// Value is what logs and matchers read of the call under a name of docs/observability.md, such
+// as `status`. What is not known yet, or does not apply, is empty. It reports false for other
+// names.
+func (x *Call) Value(name string) (any, bool) {
+	switch name {
+	case "execution_id":
+		return x.call.Scope.ID, true
+	case "key":
+		if !x.identified() {
+			return "", true
+		}
+		return x.call.Key.String(), true
+	case "guard":
+		return x.h.Name, true
+	case "action":
+		return x.action.Name, true
+	case "caller":
+		if !x.identified() {
+			return "", true
+		}
+		return x.callerHash(), true
+	case "workflow":
+		return x.call.Workflow, true
+	case "issuer":
+		return x.evidence.tokens.Issuer(), true
+	case "checkpoint":
+		return x.call.Checkpoint, true
+	case "status":
+		return x.noted.status, true
+	case "outcome":
+		if x.noted.outcome == 0 {
+			return "", true
+		}
+		return x.noted.outcome.String(), true
+	case "cause":
+		return string(x.noted.cause), true
+	case "problem":
+		return x.noted.problem, true
+	case "age":
+		if x.noted.created.IsZero() {
+			return "", true
+		}
+		return strconv.FormatInt(int64(max(0, time.Since(x.noted.created)).Seconds()), 10), true
+	}
+	return nil, false
+}
+
+// Over reports that the guard is done with the call.
+func (x *Call) Over() bool { return x.noted.over }
+
+// noted is what is known of a call, for logs and matchers.
+type noted struct {
+	status  string // empty until it is decided
+	problem string // the slug of a refusal
+	outcome execution.Verdict
+	cause   execution.Cause
+	created time.Time // of the execution that is replayed
+
+	outer *Call // of the guard around this one
+	over  bool
+}
+
+func (x *Call) emit(name string, more map[string]any) {
+	data := func() map[string]any {
+		data := map[string]any{"guard": x.h.Name, "action": x.action.Name}
+		if x.identified() {
+			data["key"], data["caller"] = x.call.Key.String(), x.callerHash()
+		}
+		for k, v := range more {
+			data[k] = v
+		}
+		return data
+	}
+	if x.engine == nil || x.engine.Emit == nil || !x.engine.Emit(name, data) {
+		x.h.Host.Emit(name, data)
 	}
 }

@@ -1,4 +1,4 @@
-package caddymodule
+package guard
 
 import (
 	"context"
@@ -14,7 +14,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -23,10 +22,9 @@ import (
 
 // callEvidence is what the ledger records of a call.
 type callEvidence struct {
-	policy *tokenPolicy
-	tokens presented
-	// recorded and bound say of which of the tokens the store knows: that they are in
-	// the ledger, and that they were used for this call.
+	policy *TokenPolicy
+	tokens Tokens
+	// recorded are the tokens that the ledger has, bound those that were used for this call.
 	recorded, bound map[*ect.Token]bool
 	// ancestors are tokens that were seen before, wrote nothing, and led to these.
 	ancestors []*ect.Token
@@ -53,29 +51,29 @@ const maxTarget = 512
 
 // target names the system that the call changes: as configured, never as the caller
 // has sent it unless a placeholder says so (cascade Table 2).
-func (x *call) target() string {
-	if text, ok := filled(x.r, x.action.Target); ok {
+func (x *Call) target() string {
+	if text, ok := x.h.Host.Expand(x.r, x.action.Target); ok {
 		return shortened(text, maxTarget)
 	}
 	return x.h.Name
 }
 
 // begin prepares what the ledger will record of the call. Its key is known.
-func (x *call) begin() error {
+func (x *Call) begin() error {
 	s := &x.evidence
 	if s.policy == nil {
 		return nil
 	}
 	s.call = evidence.Call{
-		Key: x.call.Key, Caller: x.guard.Caller(x.call.Scope.Caller), Action: x.action.Name,
+		Key: x.call.Key, Caller: x.executions.Caller(x.call.Scope.Caller), Action: x.action.Name,
 		Workflow: evidence.WorkflowID(x.call.Workflow), Parents: s.tokens.leaves,
-		Target: x.target(), Description: x.action.Description, RollbackURI: s.policy.rollback, TTL: x.action.TTL(),
+		Target: x.target(), Description: x.action.Description, RollbackURI: s.policy.RollbackURI, TTL: x.action.Terms.TTL,
 	}
-	s.call.Issuer = s.tokens.issuer()
+	s.call.Issuer = s.tokens.Issuer()
 	if x.h.UpstreamIdentity != "" {
 		s.call.Audience = []string{x.h.UpstreamIdentity}
 	}
-	if len(s.tokens.all) > 0 {
+	if len(s.tokens.All) > 0 {
 		return x.takeTokens()
 	}
 	return x.join()
@@ -84,18 +82,18 @@ func (x *call) begin() error {
 // join finds the place of a call without a token in a workflow: behind the execution
 // that it names as its parent. A workflow that tokens speak of cannot be joined without
 // that: whoever knows its id could write into it, and read it (P3).
-func (x *call) join() error {
+func (x *Call) join() error {
 	s := &x.evidence
 	if s.call.Workflow == "" {
 		return nil
 	}
 	named := s.call.Workflow
-	if s.policy.verifier != nil {
+	if s.policy.Verifier != nil {
 		named = evidence.NamedWorkflowID(x.call.Workflow)
 	}
-	if parent := x.r.Header.Get(headerExecutionParent); parent != "" {
+	if parent := x.r.Header.Get(HeaderExecutionParent); parent != "" {
 		for _, workflow := range slices.Compact([]string{s.call.Workflow, named}) {
-			id, err := s.policy.evidence.Parent(x.r.Context(), workflow, parent)
+			id, err := s.policy.Evidence.Parent(x.r.Context(), workflow, parent)
 			if err != nil {
 				return x.storeFailed(err)
 			}
@@ -128,7 +126,7 @@ func (s *callEvidence) know(set *map[*ect.Token]bool, t *ect.Token) {
 	(*set)[t] = true
 }
 
-func (x *call) bodyHash() (ect.Hash, error) {
+func (x *Call) bodyHash() (ect.Hash, error) {
 	body, sum := x.body.NewReader(), sha256.New()
 	defer body.Close()
 	if _, err := io.Copy(sum, body); err != nil {
@@ -137,30 +135,30 @@ func (x *call) bodyHash() (ect.Hash, error) {
 	return ect.HashOf([sha256.Size]byte(sum.Sum(nil))), nil
 }
 
-func marked(marks http.Header, checkpoint string) http.Header {
+func withCheckpoint(marks http.Header, checkpoint string) http.Header {
 	if checkpoint != "" {
-		marks[headerExecutionCheckpoint] = []string{checkpoint}
+		marks[HeaderExecutionCheckpoint] = []string{checkpoint}
 	}
 	return marks
 }
 
 // recordCall makes the checkpoint of the call and the batch by which it, the tokens that
 // led to it, and their use land in the claim's commit (P2).
-func (x *call) recordCall(found execution.Finding) (*store.Batch, error) {
+func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 	s := &x.evidence
 	x.call.Checkpoint = ""
 	if s.policy == nil {
 		return nil, nil
 	}
 	ctx := x.r.Context()
-	now, err := x.engine.store.Now(ctx)
+	now, err := x.engine.Store.Now(ctx)
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
 	if err := x.keepSnapshot(ctx); err != nil {
 		return nil, err
 	}
-	draft, err := s.policy.events.Checkpoint(now, &s.call)
+	draft, err := s.policy.Events.Checkpoint(now, &s.call)
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
@@ -168,13 +166,13 @@ func (x *call) recordCall(found execution.Finding) (*store.Batch, error) {
 	tokens := s.unrecorded()
 	drafts := []*ect.Draft{draft}
 	if x.h.UpstreamIdentity != "" {
-		if s.forwarded, err = s.policy.events.Sign(draft); err != nil {
+		if s.forwarded, err = s.policy.Events.Sign(draft); err != nil {
 			return nil, x.storeFailed(err)
 		}
 		tokens, drafts = append(tokens, s.forwarded), nil
 	}
 	if x.probing != nil && found.Record != nil && found.Record.Checkpoint != "" { // the probe has said that it was not applied
-		_, settled, err := s.policy.settlement(ctx, x.engine, x.call.Key, found.Record, false, "probe")
+		_, settled, err := s.policy.settlement(ctx, x.call.Key, found.Record, false, "probe")
 		if err != nil {
 			return nil, x.storeFailed(err)
 		}
@@ -183,11 +181,11 @@ func (x *call) recordCall(found execution.Finding) (*store.Batch, error) {
 	var link *store.Write
 	expires := x.kept(now)
 	if s.call.Workflow != "" {
-		if link, err = s.policy.evidence.Link(ctx, &s.call, x.call.Scope.ID, draft.ID(), expires); err != nil {
+		if link, err = s.policy.Evidence.Link(ctx, &s.call, x.call.Scope.ID, draft.ID(), expires); err != nil {
 			return nil, x.storeFailed(err)
 		}
 	}
-	batch, err := s.policy.evidence.NewBatch(x.recordUntil(now), tokens, drafts...)
+	batch, err := s.policy.Evidence.NewBatch(x.recordUntil(now), tokens, drafts...)
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
@@ -203,20 +201,19 @@ func (x *call) recordCall(found execution.Finding) (*store.Batch, error) {
 
 // recordUntil is how long the ledger keeps at least what it records of the call: while it
 // can be undone, and a rollback that began in time runs.
-func (x *call) recordUntil(now time.Time) time.Time {
+func (x *Call) recordUntil(now time.Time) time.Time {
 	ttl := x.evidence.call.TTL
 	return now.Add(max(ttl+ttl/2, x.call.KeepResult))
 }
 
-// ledgerAdmits waits while the ledger is far behind, as long as a retry would wait for a
-// running execution.
-func (x *call) ledgerAdmits(ctx context.Context) error {
+// ledgerAdmits waits while the ledger is far behind, as long as a retry would.
+func (x *Call) ledgerAdmits(ctx context.Context) error {
 	if x.evidence.policy == nil {
 		return nil
 	}
 	ctx, cancel := context.WithDeadline(ctx, x.wait)
 	defer cancel()
-	if err := x.evidence.policy.evidence.Log().Admit(ctx); err != nil {
+	if err := x.evidence.policy.Evidence.Log().Admit(ctx); err != nil {
 		return x.storeFailed(err)
 	}
 	return nil
@@ -224,17 +221,17 @@ func (x *call) ledgerAdmits(ctx context.Context) error {
 
 // callRecorded handles the result of the claim. A claim that was lost to a token's earlier use
 // is tried again without it where that was for this very call.
-func (x *call) callRecorded(batch *store.Batch, err error) error {
+func (x *Call) callRecorded(batch *store.Batch, err error) error {
 	if batch == nil {
 		return err
 	}
 	if err == nil {
 		x.evidence.kept = true
-		for _, t := range slices.Concat(x.evidence.ancestors, x.evidence.tokens.all) {
+		for _, t := range slices.Concat(x.evidence.ancestors, x.evidence.tokens.All) {
 			x.evidence.know(&x.evidence.recorded, t)
 		}
-		for _, t := range x.evidence.tokens.own {
-			x.evidence.policy.evidence.Forget(t, x.evidence.use) // the store knows
+		for _, t := range x.evidence.tokens.Own {
+			x.evidence.policy.Evidence.Forget(t, x.evidence.use) // the store knows
 			x.evidence.know(&x.evidence.bound, t)
 		}
 		return nil
@@ -242,7 +239,7 @@ func (x *call) callRecorded(batch *store.Batch, err error) error {
 	x.call.Checkpoint = ""
 	var lost *store.Conflict
 	if !errors.As(err, &lost) {
-		return err // guard.ErrTaken is no conflict of ours
+		return err // execution.ErrTaken is no conflict of ours
 	}
 	if failed := x.lostTo(lost); failed != nil {
 		return failed
@@ -251,7 +248,7 @@ func (x *call) callRecorded(batch *store.Batch, err error) error {
 }
 
 // settle records what came of the execution, and the evidence of it, in one commit.
-func (x *call) settle(e *execution.Execution, o execution.Outcome, answer http.Header) error {
+func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.Header) error {
 	defer x.engine.running.end(x.call.Checkpoint)
 	ctx := context.Background()
 	result := x.undoable(ctx, o, answer)
@@ -265,32 +262,32 @@ func (x *call) settle(e *execution.Execution, o execution.Outcome, answer http.H
 
 // outcomeEvents makes the evidence of an outcome. The outcome is recorded whether or not
 // that succeeds: what is missing is found at the next start, or not at all.
-func (x *call) outcomeEvents(ctx context.Context, o execution.Outcome, answer http.Header) *store.Batch {
+func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer http.Header) *store.Batch {
 	s := &x.evidence
 	if s.policy == nil {
 		return nil
 	}
-	now, err := x.engine.store.Now(ctx)
+	now, err := x.engine.Store.Now(ctx)
 	if err != nil {
 		return nil // then nothing is recorded either
 	}
 	came := evidence.Outcome{Checkpoint: x.call.Checkpoint, Verdict: o.Verdict, Cause: o.Cause, Status: o.Status}
 	came.UpstreamErrors = x.keepUpstreamErrors(ctx, now, answer)
-	drafts, err := s.policy.events.Outcome(now, &s.call, &came)
+	drafts, err := s.policy.Events.Outcome(now, &s.call, &came)
 	var signed []*ect.Token
-	if err == nil && len(drafts) > 1 && x.hearsFailure(o) {
+	if err == nil && len(drafts) > 1 && x.hears() && !(x.action.Async && o.Whole) {
 		signed, err = s.policy.signAll(drafts)
 		drafts = nil
 	}
 	if err == nil {
 		var batch *store.Batch
-		if batch, err = s.policy.evidence.NewBatch(x.recordUntil(now), signed, drafts...); err == nil {
+		if batch, err = s.policy.Evidence.NewBatch(x.recordUntil(now), signed, drafts...); err == nil {
 			if len(signed) > 0 {
 				s.failed = signed[len(signed)-1]
 			}
 			if o.Verdict != execution.InDoubt { // which keeps its key without an end, too
 				for _, t := range s.held {
-					w := s.policy.evidence.UseWrite(t, s.use, now.Add(max(x.call.KeepKey, x.call.KeepResult)))
+					w := s.policy.Evidence.UseWrite(t, s.use, now.Add(max(x.call.KeepKey, x.call.KeepResult)))
 					w.If = store.Condition{} // it was, by this call
 					batch.Add(w)
 				}
@@ -298,22 +295,22 @@ func (x *call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 			return batch
 		}
 	}
-	x.h.logger.Error("the outcome of a call could not be recorded in the ledger", slog.Any("key", x.call.Key), slog.Any("error", err))
+	x.h.Logger.Error("the outcome of a call could not be recorded in the ledger", slog.Any("key", x.call.Key), slog.Any("error", err))
 	return nil
 }
 
 // keepUpstreamErrors records the errors that the upstream reports with its answer, and returns the
 // ids. It has commits of its own: an id that others take at the same time must not keep
 // the outcome from being recorded (P6).
-func (x *call) keepUpstreamErrors(ctx context.Context, now time.Time, answer http.Header) (ids []string) {
+func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer http.Header) (ids []string) {
 	ctx, cancel := context.WithTimeout(ctx, upstreamErrorTime)
 	defer cancel()
 	for _, t := range x.upstreamErrors(ctx, answer) {
-		err := x.evidence.policy.evidence.Append(ctx, x.recordUntil(now), []*ect.Token{t})
+		err := x.evidence.policy.Evidence.Append(ctx, x.recordUntil(now), []*ect.Token{t})
 		if err == nil {
 			ids = append(ids, t.ID())
 		} else if !errors.Is(err, ledger.ErrDuplicate) {
-			x.h.logger.Warn("an error that an upstream reported could not be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
+			x.h.Logger.Warn("an error that an upstream reported could not be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
 		}
 	}
 	return ids
@@ -325,20 +322,20 @@ const upstreamErrorTime = 5 * time.Second
 // upstreamErrors are the errors that the upstream reports with its answer (ATD
 // "Error Signaling", upstream_errors). What cannot be verified, or is known already, is
 // left out.
-func (x *call) upstreamErrors(ctx context.Context, answer http.Header) []*ect.Token {
+func (x *Call) upstreamErrors(ctx context.Context, answer http.Header) []*ect.Token {
 	s := &x.evidence
 	lines := answer[ect.FieldName]
-	if len(lines) == 0 || s.policy.verifier == nil {
+	if len(lines) == 0 || s.policy.Verifier == nil {
 		return nil
 	}
 	raws, err := ect.ParseFields(lines)
-	if err != nil || len(raws) > maxPresented {
+	if err != nil || len(raws) > MaxTokens {
 		return nil
 	}
 	var errs []*ect.Token
-	graph := func(*ect.Token) ect.DAG { return s.policy.evidence.Graph(s.call.Workflow) }
+	graph := func(*ect.Token) ect.DAG { return s.policy.Evidence.Graph(s.call.Workflow) }
 	for _, raw := range raws {
-		t, err := s.policy.verifier.Verify(ctx, raw, ect.Presentation{Now: time.Now(), DAG: graph})
+		t, err := s.policy.Verifier.Verify(ctx, raw, ect.Presentation{Now: time.Now(), DAG: graph})
 		if err == nil && (!t.Proven() || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow) {
 			continue // it is no error of this workflow
 		}
@@ -346,48 +343,47 @@ func (x *call) upstreamErrors(ctx context.Context, answer http.Header) []*ect.To
 			err = checkEvent(t, false)
 		}
 		if err == nil {
-			err = s.policy.graphOnly().CheckAnswer(ctx, t, s.tokens.all, x.h.UpstreamIdentity, x.calledWith())
+			err = s.policy.graphOnly().CheckAnswer(ctx, t, s.tokens.All, x.h.UpstreamIdentity, x.calledWith())
 		}
 		if err != nil {
-			x.h.logger.Debug("an error that an upstream reported is left out", slog.Any("key", x.call.Key), slog.Any("error", err))
+			x.h.Logger.Debug("an error that an upstream reported is left out", slog.Any("key", x.call.Key), slog.Any("error", err))
 			continue
 		}
-		if known, err := s.policy.evidence.LedgerStatus(ctx, t); err == nil && known == evidence.Unused {
+		if known, err := s.policy.Evidence.LedgerStatus(ctx, t); err == nil && known == evidence.Unused {
 			errs = append(errs, t)
 		}
 	}
 	return errs
 }
 
-// calledWith are the ids of what an upstream was called with: the caller's own tokens, and the
-// call's checkpoint.
-func (x *call) calledWith() []string {
+// calledWith are the ids of the caller's own tokens and of the call's checkpoint.
+func (x *Call) calledWith() []string {
 	ids := []string{x.call.Checkpoint}
-	for _, t := range x.evidence.tokens.own {
+	for _, t := range x.evidence.tokens.Own {
 		ids = append(ids, t.NodeID())
 	}
 	return ids
 }
 
-func (x *call) takeTokens() error {
+func (x *Call) takeTokens() error {
 	s := &x.evidence
 	s.use = sha256.Sum256(append(x.call.Key[:], x.call.Fingerprint[:]...))
 	if x.r.Context().Value(tokensHanded{}) != nil {
 		s.handed = true // a guard around this one has bound them
 		return nil
 	}
-	if s.tokens.late != nil {
+	if s.tokens.Late != nil {
 		return x.lateTokens()
 	}
-	for _, t := range s.tokens.own {
-		status, err := s.policy.evidence.Take(t, s.use, time.Now())
+	for _, t := range s.tokens.Own {
+		status, err := s.policy.Evidence.Take(t, s.use, time.Now())
 		switch {
 		case err != nil: // memory is full, and the claim's commit decides
 		case status == evidence.Unused:
 			s.taken = append(s.taken, t)
 		case status == evidence.Other:
 			// Somebody tries it for something else. What was recorded counts.
-			recorded, err := s.policy.evidence.UseStatus(x.r.Context(), t, s.use)
+			recorded, err := s.policy.Evidence.UseStatus(x.r.Context(), t, s.use)
 			if err != nil {
 				return x.storeFailed(err)
 			}
@@ -402,44 +398,44 @@ func (x *call) takeTokens() error {
 
 // lateTokens lets tokens whose time is over pass for the very call that they were used
 // for, and refuses them for any other.
-func (x *call) lateTokens() error {
+func (x *Call) lateTokens() error {
 	s := &x.evidence
-	if s.tokens.late == nil {
+	if s.tokens.Late == nil {
 		return nil
 	}
-	for _, t := range s.tokens.own {
-		status, err := s.policy.evidence.UseStatus(x.r.Context(), t, s.use)
+	for _, t := range s.tokens.Own {
+		status, err := s.policy.Evidence.UseStatus(x.r.Context(), t, s.use)
 		if err != nil {
 			return x.storeFailed(err)
 		}
 		if status != evidence.Same {
-			return refusedToken(s.tokens.late)
+			return RefusedToken(s.tokens.Late)
 		}
 	}
 	return nil
 }
 
-func (x *call) giveTokensBack() {
+func (x *Call) giveTokensBack() {
 	s := &x.evidence
 	if s.kept {
 		return
 	}
 	for _, t := range s.taken {
-		s.policy.evidence.Forget(t, s.use)
+		s.policy.Evidence.Forget(t, s.use)
 	}
 }
 
 // reviewTokens looks up what the store knows of the tokens. It reports whether anything
 // was learned, and refuses a token that was used for something else.
-func (x *call) reviewTokens() (learned bool, err error) {
+func (x *Call) reviewTokens() (learned bool, err error) {
 	s := &x.evidence
 	ctx := x.r.Context()
-	own := s.tokens.own
+	own := s.tokens.Own
 	if s.handed {
 		own = nil
 	}
 	for _, t := range own {
-		status, err := s.policy.evidence.UseStatus(ctx, t, s.use)
+		status, err := s.policy.Evidence.UseStatus(ctx, t, s.use)
 		if err != nil {
 			return false, x.storeFailed(err)
 		}
@@ -448,12 +444,12 @@ func (x *call) reviewTokens() (learned bool, err error) {
 		}
 		if status == evidence.Same && !s.bound[t] {
 			s.know(&s.bound, t)
-			s.policy.evidence.Forget(t, s.use)
+			s.policy.Evidence.Forget(t, s.use)
 			learned = true
 		}
 	}
-	for _, t := range slices.Concat(s.tokens.all, s.ancestors) {
-		status, err := s.policy.evidence.LedgerStatus(ctx, t)
+	for _, t := range slices.Concat(s.tokens.All, s.ancestors) {
+		status, err := s.policy.Evidence.LedgerStatus(ctx, t)
 		if err != nil {
 			return false, x.storeFailed(err)
 		}
@@ -470,24 +466,24 @@ func (x *call) reviewTokens() (learned bool, err error) {
 
 // maxAncestors bounds the tokens that are recorded because of others, so that all events
 // fit into one commit.
-const maxAncestors = ledger.MaxEvents - maxPresented - 2
+const maxAncestors = ledger.MaxEvents - MaxTokens - 2
 
 // unrecorded are the tokens that the ledger lacks: what led to others first.
 func (s *callEvidence) unrecorded() []*ect.Token {
-	if len(s.tokens.all) == 0 {
+	if len(s.tokens.All) == 0 {
 		return nil
 	}
-	s.ancestors = s.policy.evidence.Unrecorded(s.tokens.all, maxAncestors)
-	return slices.DeleteFunc(slices.Concat(s.ancestors, s.tokens.all), func(t *ect.Token) bool { return s.recorded[t] })
+	s.ancestors = s.policy.Evidence.Unrecorded(s.tokens.All, maxAncestors)
+	return slices.DeleteFunc(slices.Concat(s.ancestors, s.tokens.All), func(t *ect.Token) bool { return s.recorded[t] })
 }
 
 // bind records in a batch what the caller's tokens are used for, for as long as the key
 // is kept: a retry must find it, however late it comes. Without a time it is recorded without
 // an end, which comes with the outcome: a stream may be over long after its deadline (ADR 0049).
 func (s *callEvidence) bind(to *store.Batch, until time.Time) {
-	for _, t := range s.tokens.own {
+	for _, t := range s.tokens.Own {
 		if !s.bound[t] && !s.handed {
-			w := s.policy.evidence.UseWrite(t, s.use, until)
+			w := s.policy.Evidence.UseWrite(t, s.use, until)
 			if until.IsZero() {
 				w.Expires = until
 				s.held = append(s.held, t)
@@ -498,16 +494,16 @@ func (s *callEvidence) bind(to *store.Batch, until time.Time) {
 }
 
 // kept is until when the key of the call is kept, should it end at its deadline.
-func (x *call) kept(now time.Time) time.Time {
+func (x *Call) kept(now time.Time) time.Time {
 	return now.Add(x.call.Deadline + max(x.call.KeepKey, x.call.KeepResult))
 }
 
 // keepTokens records the tokens of a call that is answered from what is recorded: what
-// its caller does next will name them as parents. It reports guard.ErrTaken where
+// its caller does next will name them as parents. It reports execution.ErrTaken where
 // somebody else was first, to look again.
-func (x *call) keepTokens(found execution.Finding) error {
+func (x *Call) keepTokens(found execution.Finding) error {
 	s := &x.evidence
-	if len(s.tokens.all) == 0 || s.tokens.late != nil {
+	if len(s.tokens.All) == 0 || s.tokens.Late != nil {
 		return nil
 	}
 	if _, err := x.reviewTokens(); err != nil || found.Status == execution.Mismatch {
@@ -521,10 +517,10 @@ func (x *call) keepTokens(found execution.Finding) error {
 	return x.proveRetry()
 }
 
-func (x *call) recordTokens(found execution.Finding, tokens []*ect.Token) error {
+func (x *Call) recordTokens(found execution.Finding, tokens []*ect.Token) error {
 	s := &x.evidence
 	ctx := x.r.Context()
-	now, err := x.engine.store.Now(ctx)
+	now, err := x.engine.Store.Now(ctx)
 	if err != nil {
 		return x.storeFailed(err)
 	}
@@ -532,17 +528,17 @@ func (x *call) recordTokens(found execution.Finding, tokens []*ect.Token) error 
 	if err != nil {
 		return x.storeFailed(err)
 	}
-	batch, err := s.policy.evidence.NewBatch(x.recordUntil(now), tokens, drafts...)
+	batch, err := s.policy.Evidence.NewBatch(x.recordUntil(now), tokens, drafts...)
 	if err != nil {
 		return x.storeFailed(err)
 	}
 	s.bind(batch, x.kept(now))
-	err = batch.Commit(ctx, x.engine.store)
+	err = batch.Commit(ctx, x.engine.Store)
 	if conflict := (*store.Conflict)(nil); err != nil && !errors.As(err, &conflict) {
-		if s.policy.ledgerFirst {
+		if s.policy.LedgerFirst {
 			return x.storeFailed(err)
 		}
-		x.h.logger.Warn("the tokens of a retry could not be recorded; it is answered all the same", slog.Any("key", x.call.Key), slog.Any("error", err))
+		x.h.Logger.Warn("the tokens of a retry could not be recorded; it is answered all the same", slog.Any("key", x.call.Key), slog.Any("error", err))
 		return nil
 	}
 	return x.callRecorded(batch, err)
@@ -552,11 +548,10 @@ func (x *call) recordTokens(found execution.Finding, tokens []*ect.Token) error 
 // that it has bound: a guard behind it in this process takes them for the same call.
 type tokensHanded struct{}
 
-// retryDrafts says of the tokens of a retry what came of the call that they ask for once more.
-// While it runs that is not known.
-func (x *call) retryDrafts(now time.Time, found execution.Finding, tokens []*ect.Token) ([]*ect.Draft, error) {
+// retryDrafts says of the tokens of a retry what came of its call, unless that still runs.
+func (x *Call) retryDrafts(now time.Time, found execution.Finding, tokens []*ect.Token) ([]*ect.Draft, error) {
 	r := found.Record
-	if r == nil || r.Checkpoint == "" || !slices.ContainsFunc(tokens, func(t *ect.Token) bool { return slices.Contains(x.evidence.tokens.own, t) }) {
+	if r == nil || r.Checkpoint == "" || !slices.ContainsFunc(tokens, func(t *ect.Token) bool { return slices.Contains(x.evidence.tokens.Own, t) }) {
 		return nil, nil
 	}
 	came := evidence.Outcome{Checkpoint: r.Checkpoint, Cause: r.Cause, Status: r.Status}
@@ -568,13 +563,13 @@ func (x *call) retryDrafts(now time.Time, found execution.Finding, tokens []*ect
 	default:
 		return nil, nil
 	}
-	d, err := x.evidence.policy.events.RetryOutcome(now, &x.evidence.call, &came)
+	d, err := x.evidence.policy.Events.RetryOutcome(now, &x.evidence.call, &came)
 	return []*ect.Draft{d}, err
 }
 
 // lostTo finds out what a claim was lost to. A commit that stands in the same group is
 // lost to before it can be read.
-func (x *call) lostTo(lost *store.Conflict) error {
+func (x *Call) lostTo(lost *store.Conflict) error {
 	ctx, cancel := context.WithDeadline(x.r.Context(), x.wait)
 	defer cancel()
 	for {
@@ -593,34 +588,32 @@ func (x *call) lostTo(lost *store.Conflict) error {
 // lostPause is how long a group of commits may take until it can be read.
 const lostPause = 5 * time.Millisecond
 
-// proofTime is how long a request waits until its tokens stand in the ledger's tree. The
+// ProofTime is how long a request waits until its tokens stand in the ledger's tree. The
 // sequencer tries again meanwhile, with pauses that grow from 50 ms. It is that of the
 // drafts' implementations.
-const proofTime = 5 * time.Second
+const ProofTime = 5 * time.Second
 
-// reasonLedger is the reason of a 503 for tokens without a place in the ledger.
 const reasonLedger = "ledger_unavailable"
 
 // prove waits, at level L3, until the tokens that led to the call can be proven, and with
 // them its checkpoint, which an upstream may rely on as well. At other
 // levels their commit is enough.
-func (x *call) prove(ctx context.Context) error {
+func (x *Call) prove(ctx context.Context) error {
 	s := &x.evidence
-	if s.policy == nil || !s.policy.ledgerFirst || len(s.tokens.all) == 0 && s.forwarded == nil {
+	if s.policy == nil || !s.policy.LedgerFirst || len(s.tokens.All) == 0 && s.forwarded == nil {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, proofTime)
+	ctx, cancel := context.WithTimeout(ctx, ProofTime)
 	defer cancel()
-	err := s.policy.evidence.WaitProven(ctx, s.tokens.all)
+	err := s.policy.Evidence.WaitProven(ctx, s.tokens.All)
 	if err == nil {
-		err = s.policy.evidence.WaitProvenID(ctx, s.call.Workflow, x.call.Checkpoint)
+		err = s.policy.Evidence.WaitProvenID(ctx, s.call.Workflow, x.call.Checkpoint)
 	}
 	return err
 }
 
-// unproven ends a claimed call whose tokens have no place in the ledger: nothing was
-// sent, so that its key is free again.
-func (x *call) unproven(e *execution.Execution, why error) error {
+// unproven releases a claimed call whose tokens have no place in the ledger: nothing was sent.
+func (x *Call) unproven(e *execution.Execution, why error) error {
 	o := x.stillInDoubt(execution.Outcome{Verdict: execution.Released, Cause: execution.CauseNotSent})
 	x.noted.outcome = o.Verdict
 	unrecorded := x.settle(e, o, nil)
@@ -632,16 +625,15 @@ func (x *call) unproven(e *execution.Execution, why error) error {
 	return x.refusedInDoubt(x.ledgerFailed(why))
 }
 
-// proveRetry holds, at level L3, that the tokens of a retry can be proven before it is
-// answered from what is recorded.
-func (x *call) proveRetry() error {
+// proveRetry makes the answer to a retry wait, at level L3, until its tokens can be proven.
+func (x *Call) proveRetry() error {
 	s := &x.evidence
-	if !s.policy.ledgerFirst {
+	if !s.policy.LedgerFirst {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(x.r.Context(), proofTime)
+	ctx, cancel := context.WithTimeout(x.r.Context(), ProofTime)
 	defer cancel()
-	err := s.policy.evidence.WaitProven(ctx, s.tokens.all)
+	err := s.policy.Evidence.WaitProven(ctx, s.tokens.All)
 	if x.r.Context().Err() != nil {
 		return x.gone()
 	}
@@ -651,14 +643,14 @@ func (x *call) proveRetry() error {
 	return nil
 }
 
-func (x *call) ledgerFailed(why error) error {
-	p := ledgerFailed(why)
+func (x *Call) ledgerFailed(why error) error {
+	p := LedgerFailed(why)
 	p.ExecutionID = x.call.Scope.ID
 	return p
 }
 
-// ledgerFailed makes a problem of tokens that the ledger did not take in time (P4).
-func ledgerFailed(why error) *api.Problem {
+// LedgerFailed makes a problem of tokens that the ledger did not take in time (P4).
+func LedgerFailed(why error) *api.Problem {
 	p := api.NewProblem(api.ECTUnavailable, "The ledger has not taken the token, and nothing goes on before it has.")
 	p.Reason, p.Cause = reasonLedger, why
 	return p
@@ -668,27 +660,27 @@ func ledgerFailed(why error) *api.Problem {
 // they are used for, before anybody relies on them (level L3). A use that no retry has
 // again is recorded once nothing but the request is left to do: the advised retry after a
 // 503 would else be refused, though nothing was sent (P4).
-func (t *tokenPolicy) enter(r *http.Request, p *presented, use safeUse) error {
-	ctx, cancel := context.WithTimeout(r.Context(), proofTime)
+func (t *TokenPolicy) enter(r *http.Request, p *Tokens, use safeUse) error {
+	ctx, cancel := context.WithTimeout(r.Context(), ProofTime)
 	defer cancel()
 	var err error
 	if use.once {
-		if err = t.evidence.RecordTokens(ctx, p.all, nil, use.Use); err == nil {
-			err = t.evidence.Spend(ctx, p.own, use.Use)
+		if err = t.Evidence.RecordTokens(ctx, p.All, nil, use.Use); err == nil {
+			err = t.Evidence.Spend(ctx, p.Own, use.Use)
 		}
 	} else {
-		err = t.evidence.RecordTokens(ctx, p.all, p.own, use.Use)
+		err = t.Evidence.RecordTokens(ctx, p.All, p.Own, use.Use)
 	}
 	var refused *ect.Error
 	switch {
 	case err == nil:
 		return nil
 	case errors.As(err, &refused):
-		return refusedToken(err)
+		return RefusedToken(err)
 	case r.Context().Err() != nil:
-		return &guard.StatusError{Status: guard.StatusClientClosed, Err: r.Context().Err()}
+		return &StatusError{Status: StatusClientClosed, Err: r.Context().Err()}
 	}
-	return ledgerFailed(err)
+	return LedgerFailed(err)
 }
 
 // The error of a call goes back to who has made it, in Execution-Context of the answer (ADR
@@ -696,31 +688,24 @@ func (t *tokenPolicy) enter(r *http.Request, p *presented, use safeUse) error {
 // verified, and is about nothing but their own call (P3).
 
 const (
-	// errorTime is how long an answer that says that a call has failed waits for the error that
-	// names it.
+	// errorTime is how long an answer waits for the error that names its failure.
 	errorTime = 2 * time.Second
-	// maxHeldFailure is up to which size the answer of an upstream that says that the call has
-	// failed waits for its end, so that the error can stand in its header.
+	// maxHeldFailure is the size up to which a failure's answer waits for its end, so that the
+	// error can stand in its header.
 	maxHeldFailure = 64 << 10
 )
 
 type shownError struct{ id, raw string }
 
-func (x *call) hears() bool {
-	return x.evidence.policy != nil && x.verified && x.evidence.tokens.issuer() != ""
-}
-
-// hearsFailure reports whether the caller is shown the error of an outcome with its answer.
-// Where the answer does not wait for the record, it cannot have it.
-func (x *call) hearsFailure(o execution.Outcome) bool {
-	return x.hears() && !(x.action.Settle == settleAsync && o.Whole)
+func (x *Call) hears() bool {
+	return x.evidence.policy != nil && x.verified && x.evidence.tokens.Issuer() != ""
 }
 
 // signAll signs drafts at once, for those who cannot wait for the sequencer.
-func (t *tokenPolicy) signAll(drafts []*ect.Draft) ([]*ect.Token, error) {
+func (t *TokenPolicy) signAll(drafts []*ect.Draft) ([]*ect.Token, error) {
 	signed := make([]*ect.Token, 0, len(drafts))
 	for _, d := range drafts {
-		token, err := t.events.Sign(d)
+		token, err := t.Events.Sign(d)
 		if err != nil {
 			return nil, err
 		}
@@ -731,7 +716,7 @@ func (t *tokenPolicy) signAll(drafts []*ect.Draft) ([]*ect.Token, error) {
 
 // showFailure adds the error to an answer that the upstream has given: to its header, or to
 // its trailer where that has left. An answer of known length that has left has neither.
-func (x *call) showFailure(h http.Header) {
+func (x *Call) showFailure(h http.Header) {
 	failed := x.evidence.failed
 	switch {
 	case failed == nil:
@@ -742,7 +727,7 @@ func (x *call) showFailure(h http.Header) {
 	}
 }
 
-func (x *call) pointToError(h http.Header, p *api.Problem) {
+func (x *Call) pointToError(h http.Header, p *api.Problem) {
 	if !x.hears() {
 		return
 	}
@@ -761,19 +746,18 @@ func (x *call) pointToError(h http.Header, p *api.Problem) {
 	}
 }
 
-// recordedError is the error recorded for the caller's own call with a checkpoint; nil
-// where there is none, or where it cannot be had.
-func (x *call) recordedError(checkpoint string) *shownError {
+// recordedError is the error recorded for the caller's own call, or nil.
+func (x *Call) recordedError(checkpoint string) *shownError {
 	if checkpoint == "" || !x.hears() {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(x.r.Context(), errorTime)
 	defer cancel()
-	return x.errorOf(ctx, x.evidence.call.Workflow, x.evidence.policy.evidence.ErrorID(checkpoint))
+	return x.errorOf(ctx, x.evidence.call.Workflow, x.evidence.policy.Evidence.ErrorID(checkpoint))
 }
 
-func (x *call) errorOf(ctx context.Context, workflow, id string) *shownError {
-	log := x.evidence.policy.evidence.Log()
+func (x *Call) errorOf(ctx context.Context, workflow, id string) *shownError {
+	log := x.evidence.policy.Evidence.Log()
 	entry, err := log.Lookup(ctx, workflow, id)
 	if errors.Is(err, ledger.ErrWaiting) {
 		entry, err = log.Wait(ctx, workflow, id)
@@ -786,71 +770,68 @@ func (x *call) errorOf(ctx context.Context, workflow, id string) *shownError {
 
 // recordRejection records in the workflow of a call that a breaker has rejected it: a gateway
 // is the boundary of its workflows (cascade 3.3.2).
-func (x *call) recordRejection(p *api.Problem) {
+func (x *Call) recordRejection(p *api.Problem) {
 	s := &x.evidence
 	open := (*breaker.OpenError)(nil)
 	if s.policy == nil || s.call.Workflow == "" || !errors.As(p.Cause, &open) {
 		return
 	}
-	e, way, workflow := x.engine, s.policy, s.call.Workflow
-	t := &e.recorder
-	// Changes of breakers always find room; a rejection that is left out now may come with the
-	// next rejection.
-	if len(t.waiting) >= maxCircuitEvents/2 || !t.rejections.first(open, workflow, verifiedHere(x.call.Scope.Caller)) {
+	// A rejection that is left out now may come with the next one.
+	c := x.engine.Circuits
+	if c == nil || c.Busy() || !x.engine.rejections.first(open, s.call.Workflow, VerifiedHere(x.call.Scope.Caller)) {
 		return
 	}
-	ids := s.ledTo()
-	t.later(func(ctx context.Context) { recordRejected(ctx, e, way, open, workflow, ids) })
+	c.RecordRejection(s.policy, open, s.call.Workflow, s.ledTo())
 }
 
 // rejectionError is the error that shows the caller of a call that a breaker has refused it
 // (AERR "States": it is emitted to upstream peers). There is one for each caller, workflow and
 // state of the breaker, so that a storm of retries cannot flood the ledger. Where it cannot be
 // recorded the refusal goes without.
-func (x *call) rejectionError(open *breaker.OpenError) *shownError {
+func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 	s := &x.evidence
-	if s.call.Workflow == "" {
+	if s.call.Workflow == "" || x.engine.Circuits == nil {
 		return nil
 	}
-	rejections := &x.engine.recorder.rejections
-	to := rejectedCaller{s.call.Workflow, s.tokens.issuer()}
+	rejections := &x.engine.rejections
+	to := rejectedCaller{s.call.Workflow, s.tokens.Issuer()}
 	if failure, room := rejections.shown(open, to); failure != nil || !room {
 		return failure
 	}
 	ctx, cancel := context.WithTimeout(x.r.Context(), errorTime)
 	defer cancel()
-	id := s.policy.evidence.RejectionID(open.Key.String(), open.Generation, to.workflow, to.caller)
+	id := s.policy.Evidence.RejectionID(open.Key.String(), open.Generation, to.workflow, to.caller)
 	if failure := x.errorOf(ctx, to.workflow, id); failure != nil { // of an earlier life
 		rejections.show(open, to, failure)
 		return failure
 	}
-	parents, err := s.policy.evidence.Known(ctx, to.workflow, s.ledTo())
+	parents, err := s.policy.Evidence.Known(ctx, to.workflow, s.ledTo())
 	if err != nil {
 		return nil
 	}
-	now, err := x.engine.store.Now(ctx)
+	now, err := x.engine.Store.Now(ctx)
 	if err != nil {
 		return nil
 	}
-	draft, err := s.policy.events.Rejection(now, &evidence.Rejection{
-		ID: id, Downstream: x.engine.circuits.Downstream(open.Key.Upstream), Workflow: to.workflow, Issuer: to.caller, Caller: s.call.Caller,
+	draft, err := s.policy.Events.Rejection(now, &evidence.Rejection{
+		ID: id, Downstream: x.engine.Circuits.Name(open.Key.Upstream), Workflow: to.workflow, Issuer: to.caller, Caller: s.call.Caller,
 		Parents: parents[:min(len(parents), ect.MaxParents)], ErrorType: api.CircuitOpen.ErrorType,
 	})
 	if err != nil {
 		return nil
 	}
-	token, err := s.policy.events.Sign(draft)
+	token, err := s.policy.Events.Sign(draft)
 	if err != nil {
 		return nil
 	}
-	switch err := s.policy.evidence.Append(ctx, now.Add(keepCircuitTokens), []*ect.Token{token}); {
+	switch err := s.policy.Evidence.Append(ctx, now.Add(KeepCircuitTokens), []*ect.Token{token}); {
 	case errors.Is(err, ledger.ErrDuplicate): // another call of this caller was first
 		if failure := x.errorOf(ctx, to.workflow, id); failure != nil {
 			return failure
 		}
 		return nil
 	case err != nil:
-		x.engine.circuitUnrecorded(open.Key, breaker.Open, err)
+		x.engine.Circuits.Unrecorded(open.Key, err)
 		return nil
 	}
 	failure := &shownError{token.ID(), token.Raw()}

@@ -1,4 +1,4 @@
-package caddymodule
+package guard
 
 import (
 	"io"
@@ -9,7 +9,7 @@ import (
 
 // BenchmarkClassify is all that a call which changes nothing pays for the guard (7).
 func BenchmarkClassify(b *testing.B) {
-	h := defaulted(b, Handler{actions: []*Action{{Name: defaultAction}}})
+	h := newHandler(b, Config{})
 	for _, method := range []string{http.MethodGet, http.MethodPost} {
 		b.Run(method, func(b *testing.B) {
 			r := request(method, "/v1/charges", "Content-Type", "application/json")
@@ -26,7 +26,7 @@ func BenchmarkClassify(b *testing.B) {
 // BenchmarkIdentify is the way from a request with a body of 200 B to its execution
 // key: caller, body, fingerprint, id.
 func BenchmarkIdentify(b *testing.B) {
-	h := defaulted(b, Handler{})
+	h := newHandler(b, Config{})
 	g := testGuard(b)
 	body := `{"amount":1999,"note":"` + strings.Repeat("n", 175) + `"}`
 	for name, credential := range map[string]string{"anonymous": "", "credential": "Bearer 0123456789abcdef"} {
@@ -39,7 +39,7 @@ func BenchmarkIdentify(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
-				x := &call{h: h, r: r, guard: g, action: new(Action)}
+				x := &Call{h: h, r: r, executions: g, action: new(Action)}
 				if err := x.prepare(); err != nil {
 					b.Fatal(err)
 				}

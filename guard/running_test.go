@@ -1,23 +1,20 @@
-package caddymodule
+package guard
 
 import (
 	"context"
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 )
 
 // An opening waits until its call has told what came of it, not for a call that has,
 // that tells nothing, or that runs on.
 func TestOpeningsWaitForTheirCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var e engine
+		var e Engine
 		waited := func(checkpoint string) time.Duration {
 			began := time.Now()
-			e.running.await(t.Context(), breaker.Event{Evidence: proxy.Evidence{Checkpoint: checkpoint, Workflow: "flow"}.String()})
+			e.AwaitCall(t.Context(), checkpoint)
 			return time.Since(began)
 		}
 		for _, checkpoint := range []string{"", "ends", "runs"} {
@@ -27,14 +24,14 @@ func TestOpeningsWaitForTheirCalls(t *testing.T) {
 		for _, step := range []struct {
 			checkpoint string
 			want       time.Duration
-		}{{"", 0}, {"unknown", 0}, {"ends", time.Second}, {"ends", 0}, {"runs", circuitErrorTime}} {
+		}{{"", 0}, {"unknown", 0}, {"ends", time.Second}, {"ends", 0}, {"runs", callErrorTime}} {
 			if got := waited(step.checkpoint); got != step.want {
 				t.Errorf("%q: waited %v, want %v", step.checkpoint, got, step.want)
 			}
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
-		e.running.wait(ctx, "runs") // the engine ends
+		e.AwaitCall(ctx, "runs") // the engine ends
 		e.running.end("runs")
 		e.running.end("runs")
 		if len(e.running.ends) != 0 {

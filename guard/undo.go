@@ -1,39 +1,39 @@
-package caddymodule
+package guard
 
 import (
 	"bytes"
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"mime"
 	"net/http"
 	"net/textproto"
 	"slices"
 	"strings"
 	"sync"
-	"time"
 
 	"github.com/google/uuid"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
-	templates "github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // capture is what is kept of a call so that it can be undone. What is decided is decided
-// before the call leaves (DESIGN, "Settled here").
+// before the call leaves.
 type capture struct {
 	decision Decision
-	source   templates.Source // of the templates: the request, and later the answer
-	images   *internalRequest // reads what stands at the target; nil where nobody asks
+	source   template.Source  // of the templates: the request, and later the answer
+	images   *InternalRequest // reads what stands at the target; nil where nobody asks
 	image    *checkpoint.Image
 	pending  *store.Batch       // the snapshot, for the claim's commit
 	handle   checkpoint.Handle  // of the checkpoint that stands
@@ -47,32 +47,32 @@ type capture struct {
 // planUndo finds out how the call can be undone. It comes before the claim, so that a
 // gateway that dies while it reads leaves nothing behind (ADR 0031); a claim that is
 // lost afterwards has read in vain.
-func (x *call) planUndo(found execution.Finding) error {
+func (x *Call) planUndo(found execution.Finding) error {
 	x.capture = capture{}
 	x.window.close()
 	x.window = nil
 	if x.evidence.policy == nil {
 		return nil
 	}
-	c, plan := &x.capture, x.action.undo
+	c, plan := &x.capture, x.action.Undo
 	if plan == nil {
 		c.decision = Decision{Way: checkpoint.Irreversible, Reason: checkpoint.ReasonDeclared}
-		if x.action.Name == defaultAction && !x.action.Irreversible {
+		if x.action.Default && !x.action.Irreversible {
 			c.decision.Reason = checkpoint.ReasonNoAction
 		}
 		return nil
 	}
 	if plan.Restores(x.r.Method) {
-		x.window = x.engine.writes.open(x.place())
+		x.window = x.engine.Writes.Open(x.place())
 		err := x.imageBefore(plan, found)
 		if x.r.Context().Err() != nil {
 			return x.gone()
 		}
-		if err != nil && !plan.Compensates() && plan.Terms().Refuses() {
+		if err != nil && plan.Compensate == nil && x.action.Terms.Refuses {
 			return x.noSnapshot(err)
 		}
 		if err != nil {
-			x.h.logger.Warn("what a call changes could not be read before it",
+			x.h.Logger.Warn("what a call changes could not be read before it",
 				slog.String("guard", x.h.Name), slog.String("action", x.action.Name), slog.Any("error", err))
 		}
 	}
@@ -85,16 +85,16 @@ func (x *call) planUndo(found execution.Finding) error {
 		c.image = nil
 		return nil
 	}
-	c.source = templates.Source{
+	c.source = template.Source{
 		Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery,
-		Request:     templates.Message{Header: x.r.Header, ContentType: x.r.Header.Get("Content-Type"), Body: body},
+		Request:     template.Message{Header: x.r.Header, ContentType: x.r.Header.Get("Content-Type"), Body: body},
 		ExecutionID: x.call.Scope.ID, WorkflowID: x.evidence.call.Workflow,
 	}
 	return nil
 }
 
-func (x *call) noSnapshot(why error) error {
-	if err := refusedByCircuit(why, verifiedHere(x.call.Scope.Caller)); err != why {
+func (x *Call) noSnapshot(why error) error {
+	if err := refusedByCircuit(why, VerifiedHere(x.call.Scope.Caller)); err != why {
 		return err
 	}
 	p := x.problem(api.SnapshotFailed, "Nothing was forwarded.", 0)
@@ -102,11 +102,11 @@ func (x *call) noSnapshot(why error) error {
 	return p
 }
 
-func (x *call) undoBody(plan *Plan) (body []byte, large bool, err error) {
+func (x *Call) undoBody(plan *UndoPlan) (body []byte, large bool, err error) {
 	switch {
 	case !plan.ReadsRequestBody() || x.capture.image != nil || encoded(x.r.Header):
 		return nil, false, nil
-	case x.body.Size() > plan.Terms().MaxImage:
+	case x.body.Size() > x.action.Terms.MaxImage:
 		return nil, true, nil
 	}
 	reader := x.body.NewReader()
@@ -129,16 +129,16 @@ func encoded(h http.Header) bool {
 
 // keepSnapshot makes the checkpoint's snapshot and credentials ride in the claim's
 // commit (P2), and records what its token says of them.
-func (x *call) keepSnapshot(ctx context.Context) error {
+func (x *Call) keepSnapshot(ctx context.Context) error {
 	c, s := &x.capture, &x.evidence
 	id := uuid.NewString()
-	if plan := x.action.undo; plan != nil && c.decision.Way == 0 {
+	if plan := x.action.Undo; plan != nil && c.decision.Way == 0 {
 		c.source.CheckpointID = id
 		c.decision = plan.Decide(x.r.Method, &c.source, c.image != nil)
 	}
 	snapshot := checkpoint.Snapshot{
-		ID: id, Workflow: s.call.Workflow, Caller: x.guard.Caller(x.call.Scope.Caller), Execution: x.call.Key,
-		Action: x.action.Name, Upstream: x.h.reach.Name(), Way: c.decision.Way, Reason: c.decision.Reason,
+		ID: id, Workflow: s.call.Workflow, Caller: x.executions.Caller(x.call.Scope.Caller), Execution: x.call.Key,
+		Action: x.action.Name, Upstream: x.h.Reach, Way: c.decision.Way, Reason: c.decision.Reason,
 		Request: checkpoint.Request{
 			Method: x.r.Method, Host: x.r.Host, Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery, Message: c.decision.Request,
 		},
@@ -151,18 +151,19 @@ func (x *call) keepSnapshot(ctx context.Context) error {
 		snapshot.First = id
 		if x.before != "" {
 			var err error
-			if snapshot.First, err = x.engine.checkpoints.First(ctx, x.before); err != nil {
+			if snapshot.First, err = x.engine.Checkpoints.First(ctx, x.before); err != nil {
 				return x.storeFailed(err)
 			}
 		}
 	}
 	var credentials map[string][]string
-	if x.action.Recorded() && (snapshot.Way == checkpoint.Restore || snapshot.Way == checkpoint.Compensate) {
+	if x.action.Terms.Recorded && (snapshot.Way == checkpoint.Restore || snapshot.Way == checkpoint.Compensate) {
 		credentials = x.credentials()
 	}
-	terms := x.h.app.Quota.ofCheckpoints(&x.action.Terms)
+	terms := x.h.Checkpoints
+	terms.TTL, terms.MaxImage = x.action.Terms.TTL, int(x.action.Terms.MaxImage)
 	terms.Place = c.decision.Place
-	p, err := x.engine.checkpoints.Prepare(ctx, snapshot, credentials, terms)
+	p, err := x.engine.Checkpoints.Prepare(ctx, snapshot, credentials, terms)
 	if over := (*checkpoint.QuotaError)(nil); errors.As(err, &over) {
 		return x.overCheckpoints(over)
 	}
@@ -176,9 +177,9 @@ func (x *call) keepSnapshot(ctx context.Context) error {
 	return nil
 }
 
-func (x *call) credentials() map[string][]string {
+func (x *Call) credentials() map[string][]string {
 	found := map[string][]string{}
-	for _, name := range append([]string{"Cookie"}, x.h.credentials...) {
+	for _, name := range append([]string{"Cookie"}, x.h.Credentials...) {
 		if values := x.r.Header[name]; len(values) > 0 {
 			found[name] = slices.Clone(values)
 		}
@@ -186,7 +187,7 @@ func (x *call) credentials() map[string][]string {
 	return found
 }
 
-func (x *call) snapshotEnded(err error) error {
+func (x *Call) snapshotEnded(err error) error {
 	c := &x.capture
 	if c.pending == nil {
 		return err
@@ -198,7 +199,7 @@ func (x *call) snapshotEnded(err error) error {
 
 // undoable makes what a rollback needs of the call's end ride in the outcome's commit; nil
 // where there is nothing. An outcome is recorded whether or not that succeeds (P1).
-func (x *call) undoable(ctx context.Context, o execution.Outcome, header http.Header) *store.Batch {
+func (x *Call) undoable(ctx context.Context, o execution.Outcome, header http.Header) *store.Batch {
 	c := &x.capture
 	if !c.kept {
 		return nil
@@ -207,15 +208,15 @@ func (x *call) undoable(ctx context.Context, o execution.Outcome, header http.He
 		return x.othersBeside(ctx)
 	}
 	if o.Verdict == execution.Released {
-		return x.engine.checkpoints.Release(c.handle)
+		return x.engine.Checkpoints.Release(c.handle)
 	}
 	if c.decision.Way == checkpoint.Irreversible {
 		return nil // a person undoes it, and this is a write less for each such call
 	}
 	x.observe(o, header)
-	p, err := x.engine.checkpoints.Record(ctx, c.handle, *c.result, int(x.action.MaxImage))
+	p, err := x.engine.Checkpoints.Record(ctx, c.handle, *c.result, int(x.action.Terms.MaxImage))
 	if err != nil {
-		x.h.logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
+		x.h.Logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
 		return nil
 	}
 	return p.Batch
@@ -224,7 +225,7 @@ func (x *call) undoable(ctx context.Context, o execution.Outcome, header http.He
 // observe finds out what is recorded of a completed call, once. Where the end of its answer
 // does not wait for the record, it still waits for this: whoever has seen the end may
 // change what the call has left.
-func (x *call) observe(o execution.Outcome, header http.Header) {
+func (x *Call) observe(o execution.Outcome, header http.Header) {
 	c := &x.capture
 	if !c.kept || c.result != nil || o.Verdict != execution.Completed {
 		return
@@ -241,13 +242,13 @@ func (x *call) observe(o execution.Outcome, header http.Header) {
 	c.result = &result
 }
 
-func (x *call) answered(status int, header http.Header) (checkpoint.Message, checkpoint.Reason) {
+func (x *Call) answered(status int, header http.Header) (checkpoint.Message, checkpoint.Reason) {
 	c := &x.capture
 	if c.over {
 		return checkpoint.Message{}, checkpoint.ReasonTooLarge
 	}
 	c.source.Status = status
-	c.source.Response = templates.Message{Header: header, ContentType: header.Get("Content-Type")}
+	c.source.Response = template.Message{Header: header, ContentType: header.Get("Content-Type")}
 	if !encoded(header) {
 		c.source.Response.Body = c.answer
 	}
@@ -255,20 +256,20 @@ func (x *call) answered(status int, header http.Header) (checkpoint.Message, che
 }
 
 // captureBody keeps the beginning of the answer's body, where a compensation needs it.
-func (x *call) captureBody(p []byte) {
+func (x *Call) captureBody(p []byte) {
 	c := &x.capture
 	if c.over || !c.decision.ReadsAnswer() {
 		return
 	}
-	if c.over = int64(len(c.answer)+len(p)) > x.action.MaxImage; c.over {
+	if c.over = int64(len(c.answer)+len(p)) > x.action.Terms.MaxImage; c.over {
 		c.answer = nil
 		return
 	}
 	c.answer = append(c.answer, p...)
 }
 
-func (x *call) imageBefore(plan *Plan, found execution.Finding) error {
-	header, err := plan.Fields("")
+func (x *Call) imageBefore(plan *UndoPlan, found execution.Finding) error {
+	header, err := plan.header()
 	if err != nil {
 		return err
 	}
@@ -278,18 +279,18 @@ func (x *call) imageBefore(plan *Plan, found execution.Finding) error {
 			header[name] = values
 		}
 	}
-	if plan.Terms().Recorded() {
+	if x.action.Terms.Recorded {
 		for name, values := range x.credentials() {
 			if header[name] == nil { // as in the undo: what the configuration writes wins
 				header[name] = values
 			}
 		}
 	}
-	request := &internalRequest{
-		method: look.Method, path: x.r.URL.EscapedPath(), query: x.r.URL.RawQuery,
-		host: x.r.Host, remote: x.r.RemoteAddr, header: header, most: plan.Terms().MaxImage,
+	request := &InternalRequest{
+		Method: look.Method, Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery,
+		Host: x.r.Host, Remote: x.r.RemoteAddr, Header: header, MaxAnswer: x.action.Terms.MaxImage,
 	}
-	ctx, cancel := context.WithTimeout(x.r.Context(), time.Duration(plan.Terms().SnapshotTimeout))
+	ctx, cancel := context.WithTimeout(x.r.Context(), x.action.Terms.SnapshotTimeout)
 	defer cancel()
 	image, err := x.readImage(ctx, request)
 	if err == nil && x.mayHaveRun() {
@@ -302,8 +303,8 @@ func (x *call) imageBefore(plan *Plan, found execution.Finding) error {
 }
 
 // place names what the call changes, for those who change it too.
-func (x *call) place() string {
-	return checkpoint.TargetOf(x.h.reach.Name(), x.r.URL.EscapedPath())
+func (x *Call) place() string {
+	return checkpoint.TargetOf(x.h.Reach, x.r.URL.EscapedPath())
 }
 
 // errDisturbed: the images may be of what somebody else has done.
@@ -311,17 +312,17 @@ var errDisturbed = errors.New("another call has changed the target between the l
 
 // imageAfter reads what the call has left. The end of the answer waits for it, and no
 // longer than for the state before (P7).
-func (x *call) imageAfter(status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
-	ctx := x.engine.detach(x.r.Context(), time.Duration(x.action.SnapshotTimeout))
+func (x *Call) imageAfter(status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
+	ctx := x.engine.detach(x.r.Context(), x.action.Terms.SnapshotTimeout)
 	defer ctx.stop()
-	image, err := x.readImage(proxy.WithUndo(ctx), x.capture.images) // past a breaker that has opened meanwhile
+	image, err := x.readImage(WithUndo(ctx), x.capture.images) // past a breaker that has opened meanwhile
 	if x.window.close() {
 		err = errDisturbed
 	} else if err == nil {
 		err = x.agrees(status, header, image)
 	}
 	if err != nil {
-		x.h.logger.Warn("what a call has left could not be read; only a person can undo it",
+		x.h.Logger.Warn("what a call has left could not be read; only a person can undo it",
 			slog.Any("key", x.call.Key), slog.String("action", x.action.Name), slog.Any("error", err))
 		switch {
 		case errors.Is(err, errDisturbed):
@@ -337,7 +338,7 @@ func (x *call) imageAfter(status int, header http.Header) (*checkpoint.Image, ch
 // agrees holds that the state after the call is what the upstream says that it has done. A
 // rollback must not take something else for the call's work, nor the old state for a call
 // that was taken back (P6).
-func (x *call) agrees(status int, header http.Header, after *checkpoint.Image) error {
+func (x *Call) agrees(status int, header http.Header, after *checkpoint.Image) error {
 	before, deleted := x.capture.image, x.r.Method == http.MethodDelete
 	switch {
 	case status/100 != 2:
@@ -350,7 +351,7 @@ func (x *call) agrees(status int, header http.Header, after *checkpoint.Image) e
 	case after.Exists && !encoded(header) && otherTag(header.Get("ETag"), after.ETag):
 		// RFC 9110, section 8.8.3: that of the answer is of what the call has made.
 		return fmt.Errorf("%w: the entity tag of its answer is another", errDisturbed)
-	case !deleted && !before.Exists && status != http.StatusCreated && !x.onlyCreates():
+	case !deleted && !before.Exists && status != http.StatusCreated && !slices.Equal(x.r.Header["If-None-Match"], []string{"*"}): // else the call itself fails where something is
 		return fmt.Errorf("%w: it was answered %d", errNotCreated, status)
 	case deleted && !before.Exists: // it hides from the guard what was there
 		return fmt.Errorf("the answer %d to a DELETE, and that nothing was there before it do not agree", status)
@@ -362,28 +363,23 @@ func (x *call) agrees(status int, header http.Header, after *checkpoint.Image) e
 // before the call was answered by a copy that lags. It must not be deleted (P6).
 var errNotCreated = errors.New("nothing stood there before the call, and its answer does not say 201: that it has created something (RFC 9110, section 9.3.4)")
 
-// onlyCreates reports that the call itself asks to fail where something is there.
-func (x *call) onlyCreates() bool {
-	return slices.Equal(x.r.Header["If-None-Match"], []string{"*"})
-}
-
 // otherTag reports whether two entity tags are there and are of different states.
 func otherTag(a, b string) bool {
 	return a != "" && b != "" && strings.TrimPrefix(a, "W/") != strings.TrimPrefix(b, "W/")
 }
 
-func (x *call) readImage(ctx context.Context, r *internalRequest) (*checkpoint.Image, error) {
-	a, err := x.h.send(ctx, r)
+func (x *Call) readImage(ctx context.Context, r *InternalRequest) (*checkpoint.Image, error) {
+	a, err := x.h.Send(ctx, r)
 	if err != nil {
 		return nil, err
 	}
-	image := rollback.ImageOf(&rollback.Answer{Status: a.status, Header: a.header, Body: a.body})
+	image := rollback.ImageOf(&rollback.Answer{Status: a.Status, Header: a.Header, Body: a.Body})
 	switch {
-	case a.replaced:
-		return nil, fmt.Errorf("the answer %d to GET is not the upstream's", a.status)
+	case a.Replaced:
+		return nil, fmt.Errorf("the answer %d to GET is not the upstream's", a.Status)
 	case image == nil:
-		return nil, fmt.Errorf("the answer %d to GET does not say what stands there; 200, 204, 404 and 410 do", a.status)
-	case image.Exists && a.unframed && x.action.Unframed != unframedComplete:
+		return nil, fmt.Errorf("the answer %d to GET does not say what stands there; 200, 204, 404 and 410 do", a.Status)
+	case image.Exists && a.Unframed && !x.action.AcceptUnframed:
 		return nil, errors.New("the answer to GET is framed by nothing but the end of its connection, so that a cut cannot be seen")
 	}
 	return image, nil
@@ -393,12 +389,12 @@ func (x *call) readImage(ctx context.Context, r *internalRequest) (*checkpoint.I
 // already: what was read before its earlier attempt, as what stands there now may be its
 // own work (P6). Where it is neither that nor what the attempt would have left, or somebody
 // wrote there during that one, nobody knows whose it is: the window is disturbed.
-func (x *call) imageBeforeAll(ctx context.Context, earlier string, now *checkpoint.Image) (*checkpoint.Image, error) {
-	before, err := x.engine.checkpoints.Before(ctx, earlier)
+func (x *Call) imageBeforeAll(ctx context.Context, earlier string, now *checkpoint.Image) (*checkpoint.Image, error) {
+	before, err := x.engine.Checkpoints.Before(ctx, earlier)
 	if err != nil {
 		return nil, err
 	}
-	others, err := x.engine.checkpoints.Disturbed(ctx, earlier)
+	others, err := x.engine.Checkpoints.Disturbed(ctx, earlier)
 	if err != nil {
 		return nil, err
 	}
@@ -416,7 +412,7 @@ func (x *call) imageBeforeAll(ctx context.Context, earlier string, now *checkpoi
 }
 
 // leaves reports that an image is what the call itself would leave.
-func (x *call) leaves(image *checkpoint.Image) (bool, error) {
+func (x *Call) leaves(image *checkpoint.Image) (bool, error) {
 	switch {
 	case x.r.Method == http.MethodDelete:
 		return !image.Exists, nil
@@ -442,37 +438,37 @@ func mediaType(field string) string {
 
 // othersBeside is what is recorded of a call in doubt: nothing, but that somebody else has
 // written where it may have, for its rollback and its further attempts.
-func (x *call) othersBeside(ctx context.Context) *store.Batch {
+func (x *Call) othersBeside(ctx context.Context) *store.Batch {
 	c := &x.capture
 	if c.decision.Way != checkpoint.Restore || !x.window.close() {
 		return nil
 	}
-	p, err := x.engine.checkpoints.Record(ctx, c.handle, checkpoint.Result{Reason: checkpoint.ReasonChanged}, int(x.action.MaxImage))
+	p, err := x.engine.Checkpoints.Record(ctx, c.handle, checkpoint.Result{Reason: checkpoint.ReasonChanged}, int(x.action.Terms.MaxImage))
 	if err != nil {
-		x.h.logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
+		x.h.Logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
 		return nil
 	}
 	return p.Batch
 }
 
-// writeTracker knows which guarded calls change what at the same time, so that none takes what
+// WriteTracker knows which guarded calls change what at the same time, so that none takes what
 // another has written for its own work, or for what stood there before it (P6). It sees
 // what passes the guards of this process that restore anything; what else writes there is
 // found by entity tags, or not at all.
-type writeTracker struct {
+type WriteTracker struct {
 	mu  sync.Mutex
 	all map[string]*trackedTarget
 }
 
 // trackedTarget is what calls change, while any is at it.
 type trackedTarget struct {
-	windows map[*writeWindow]bool
+	windows map[*WriteWindow]bool
 	writing int
 }
 
-// writeWindow is from the look before a call, or an undo, to the look after it.
-type writeWindow struct {
-	of   *writeTracker
+// WriteWindow is from the look before a call, or an undo, to the look after it.
+type WriteWindow struct {
+	of   *WriteTracker
 	name string
 
 	// Guarded by targets.mu.
@@ -481,54 +477,57 @@ type writeWindow struct {
 }
 
 // at is the target of that name, with mu held.
-func (t *writeTracker) at(name string) *trackedTarget {
+func (t *WriteTracker) at(name string) *trackedTarget {
 	if t.all == nil {
 		t.all = map[string]*trackedTarget{}
 	}
 	found := t.all[name]
 	if found == nil {
-		found = &trackedTarget{windows: map[*writeWindow]bool{}}
+		found = &trackedTarget{windows: map[*WriteWindow]bool{}}
 		t.all[name] = found
 	}
 	return found
 }
 
 // left forgets a target at which nobody is, with mu held.
-func (t *writeTracker) left(name string) {
+func (t *WriteTracker) left(name string) {
 	if at := t.all[name]; len(at.windows) == 0 && at.writing == 0 {
 		delete(t.all, name)
 	}
 }
 
-// open begins a window. It must be closed.
-func (t *writeTracker) open(name string) *writeWindow {
+// Open begins a window. It must be closed.
+func (t *WriteTracker) Open(name string) *WriteWindow {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	at := t.at(name)
-	w := &writeWindow{of: t, name: name, disturbed: at.writing > 0}
+	w := &WriteWindow{of: t, name: name, disturbed: at.writing > 0}
 	at.windows[w] = true
 	return w
 }
 
 // Disturbed implements rollback.Window.
-func (w *writeWindow) Disturbed() bool {
+func (w *WriteWindow) Disturbed() bool {
 	w.of.mu.Lock()
 	defer w.of.mu.Unlock()
 	return w.disturbed
 }
 
 // disturb says that somebody else has written in it, past the register.
-func (w *writeWindow) disturb() {
+func (w *WriteWindow) disturb() {
 	w.of.mu.Lock()
 	defer w.of.mu.Unlock()
 	w.disturbed = true
 }
 
+// Name is that of its target.
+func (w *WriteWindow) Name() string { return w.name }
+
 // Close implements rollback.Window.
-func (w *writeWindow) Close() { w.close() }
+func (w *WriteWindow) Close() { w.close() }
 
 // close ends a window, and reports whether it was disturbed. One that is nil was not.
-func (w *writeWindow) close() bool {
+func (w *WriteWindow) close() bool {
 	if w == nil {
 		return false
 	}
@@ -542,9 +541,9 @@ func (w *writeWindow) close() bool {
 	return w.disturbed
 }
 
-// write says that somebody begins to change a target, by a call with that window, or with
+// Write says that somebody begins to change a target, by a call with that window, or with
 // none. over must be called when that has ended.
-func (t *writeTracker) write(name string, own *writeWindow) (over func()) {
+func (t *WriteTracker) Write(name string, own *WriteWindow) (over func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	at := t.at(name)
@@ -561,4 +560,187 @@ func (t *writeTracker) write(name string, own *writeWindow) (over func()) {
 		at.writing--
 		t.left(name)
 	}
+}
+
+// UndoPlan is how the calls of one action are undone: what was there is restored, or
+// compensated for by another request, or an agent is asked. It does not change and may be
+// used by many goroutines.
+type UndoPlan struct {
+	// Spec has what is recorded for the undo of every call.
+	Spec rollback.Spec
+	// Restore restores what stood at the target of a PUT, PATCH or DELETE. OnChanged says
+	// what happens where something else stands there, Verify that the result is read.
+	Restore   bool
+	OnChanged string
+	Verify    bool
+	// Compensate makes the request that takes a call back, Status the one that asks what
+	// became of it; nil without. Needs are of both.
+	Compensate, Status *template.Template
+	Needs              template.Needs
+	// Delegate is the URI where an agent is asked to undo the call, or empty.
+	Delegate string
+	// Header has the configuration's fields of requests to the call's upstream. Nil: none.
+	Header func() (http.Header, error)
+}
+
+// Decision is how one call will be undone.
+type Decision struct {
+	// Way is as in checkpoint.Snapshot.
+	Way checkpoint.Way
+	// Reason is as in checkpoint.Snapshot.
+	Reason checkpoint.Reason
+	// Request is what of the request's message is recorded.
+	Request checkpoint.Message
+	// Undo is how it is undone, as it is recorded.
+	Undo []byte
+	// Place is as in checkpoint.Terms.
+	Place string
+
+	plan *UndoPlan
+}
+
+// Restores reports whether what a call with this method changes can be read with GET, so
+// that an image of it is wanted.
+func (p *UndoPlan) Restores(method string) bool {
+	switch method {
+	case http.MethodPut, http.MethodPatch, http.MethodDelete:
+		return p.Restore
+	}
+	return false
+}
+
+// ReadsRequestBody says that the request's body has to be in the source of Decide.
+func (p *UndoPlan) ReadsRequestBody() bool { return len(p.Needs.RequestBody) > 0 }
+
+// Decide says how a call is undone, before it leaves. src has all that is known of the
+// call then; imaged says that what stood there was read.
+func (p *UndoPlan) Decide(method string, src *template.Source, imaged bool) Decision {
+	d := Decision{Way: checkpoint.Irreversible, Reason: checkpoint.ReasonDeclared, plan: p}
+	spec := rollback.Spec{
+		Guard: p.Spec.Guard, Reach: p.Spec.Reach, Fields: p.Spec.Fields, Unframed: p.Spec.Unframed,
+		ExecutionID: src.ExecutionID, OnLost: p.Spec.OnLost, Auth: p.Spec.Auth,
+	}
+	switch {
+	case imaged && p.Restores(method):
+		d.Way, d.Request = checkpoint.Restore, chosen(&src.Request, rollback.ImageRequestFields, false)
+		spec.OnChanged = p.OnChanged
+		spec.Verify = p.Verify
+	case p.Compensate != nil:
+		full := *src // with any answer that has everything
+		full.Status, full.Response = http.StatusOK, stand(&p.Needs)
+		if reason := p.filled(&full); reason != "" {
+			d.Reason = reason
+			return d
+		}
+		names := p.Needs.RequestHeader
+		if spec.Target = p.Restores(method); spec.Target {
+			names = append(slices.Clone(names), rollback.ImageRequestFields...)
+		}
+		d.Way, d.Request = checkpoint.Compensate, chosen(&src.Request, names, p.ReadsRequestBody())
+		spec.Compensate, spec.Status = p.Spec.Compensate, p.Spec.Status
+	case p.Delegate != "":
+		d.Way, spec.Delegate = checkpoint.Delegate, p.Delegate
+	case p.Restores(method):
+		d.Reason = checkpoint.ReasonNoImage
+		return d
+	case p.Restore:
+		d.Reason = checkpoint.ReasonMethod
+		return d
+	default:
+		return d
+	}
+	d.Reason = ""
+	d.Undo, d.Place = spec.Encode(), spec.Place()
+	return d
+}
+
+// Answered is what of an answer is recorded, or why the call cannot be undone although
+// its checkpoint says that it can. src is that of Decide with the answer.
+func (d *Decision) Answered(src *template.Source) (checkpoint.Message, checkpoint.Reason) {
+	if d.Way != checkpoint.Compensate {
+		return checkpoint.Message{}, ""
+	}
+	if reason := d.plan.filled(src); reason != "" {
+		return checkpoint.Message{}, reason
+	}
+	return chosen(&src.Response, d.plan.Needs.ResponseHeader, d.ReadsAnswer()), ""
+}
+
+// ReadsAnswer says that the answer's body has to be in the source of Answered.
+func (d *Decision) ReadsAnswer() bool {
+	return d.Way == checkpoint.Compensate && len(d.plan.Needs.ResponseBody) > 0
+}
+
+func (p *UndoPlan) filled(src *template.Source) checkpoint.Reason {
+	full := *src
+	full.RollbackID = "00000000-0000-4000-8000-000000000000" // any will do
+	for _, t := range []*template.Template{p.Compensate, p.Status} {
+		if t == nil {
+			continue
+		}
+		_, err := t.Fill(&full)
+		switch {
+		case errors.Is(err, template.ErrTooLarge):
+			return checkpoint.ReasonTooLarge
+		case err != nil:
+			return checkpoint.ReasonAbsent
+		}
+	}
+	return ""
+}
+
+// stand is an answer that has everything that is asked for.
+func stand(n *template.Needs) template.Message {
+	m := template.Message{Header: http.Header{}}
+	for _, name := range n.ResponseHeader {
+		m.Header[name] = []string{"x"}
+	}
+	var doc any
+	for _, pointer := range n.ResponseBody {
+		doc = grown(doc, strings.Split(pointer, "/")[1:])
+	}
+	if doc != nil {
+		m.Body, _ = json.Marshal(doc) // maps and strings only
+	}
+	return m
+}
+
+var unescape = strings.NewReplacer("~1", "/", "~0", "~")
+
+// grown is doc with a text at the end of a JSON pointer. An index is a name like others.
+func grown(doc any, tokens []string) any {
+	if len(tokens) == 0 {
+		return "x"
+	}
+	members, _ := doc.(map[string]any)
+	members = maps.Clone(members)
+	if members == nil {
+		members = map[string]any{}
+	}
+	name := unescape.Replace(tokens[0])
+	members[name] = grown(members[name], tokens[1:])
+	return members
+}
+
+// chosen is what is recorded of a message.
+func chosen(m *template.Message, names []string, body bool) checkpoint.Message {
+	var kept checkpoint.Message
+	for _, name := range names {
+		if kept.Header == nil {
+			kept.Header = map[string][]string{}
+		}
+		kept.Header[name] = slices.Clone(m.Header[name])
+	}
+	if body {
+		kept.ContentType, kept.Body = m.ContentType, m.Body
+	}
+	return kept
+}
+
+// header has the configuration's fields of a request to the call's upstream.
+func (p *UndoPlan) header() (http.Header, error) {
+	if p.Header == nil {
+		return http.Header{}, nil
+	}
+	return p.Header()
 }

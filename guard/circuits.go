@@ -1,9 +1,8 @@
-package caddymodule
+package guard
 
 import (
 	"cmp"
 	"container/list"
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -14,210 +13,14 @@ import (
 	"sync"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
-
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
-// joinProxies gives each guard the transport behind it, so that a call that every breaker would
-// refuse is refused before it is claimed. Other guards learn of a refusal from the transport.
-func joinProxies(app *caddyhttp.App) {
-	for _, server := range app.Servers {
-		joinIn(server.Routes)
-		for _, route := range server.NamedRoutes {
-			joinIn(caddyhttp.RouteList{*route})
-		}
-	}
-}
-
-func joinIn(routes caddyhttp.RouteList) {
-	var guards []*Handler // through which all calls come to the current handler
-	for _, route := range routes {
-		own := 0 // guards of this route, at the end of guards
-		for _, handler := range route.Handlers {
-			switch h := handler.(type) {
-			case *Handler:
-				guards, own = append(guards, h), own+1
-				continue
-			case *reverseproxy.Handler:
-				t, ours := h.Transport.(*proxy.Transport)
-				for i, guard := range guards {
-					// Calls come here from another route only if this one takes all.
-					if ours && !changesMethod(h.Rewrite) && (i >= len(guards)-own || takesAll(&route)) {
-						guard.proxy.Store(t)
-					}
-				}
-			case *caddyhttp.Subroute:
-				joinIn(h.Routes)
-			default:
-				if passesOn(h) {
-					continue
-				}
-			}
-			guards, own = nil, 0
-		}
-		if route.Terminal {
-			guards = nil
-		}
-	}
-}
-
-// takesAll reports whether every request that comes to a route takes it.
-func takesAll(route *caddyhttp.Route) bool {
-	return len(route.MatcherSets) == 0 && route.Group == ""
-}
-
-// changesMethod reports whether a call is forwarded with another method than the guard has
-// seen: a breaker may let one through and refuse the other.
-func changesMethod(r *rewrite.Rewrite) bool { return r != nil && r.Method != "" }
-
-// passesOn reports whether a handler hands every call on, unchanged as far as breakers go.
-func passesOn(handler caddyhttp.MiddlewareHandler) bool {
-	if r, ok := handler.(*rewrite.Rewrite); ok {
-		return !changesMethod(r)
-	}
-	module, ok := handler.(caddy.Module)
-	if !ok {
-		return false
-	}
-	switch module.CaddyModule().ID.Name() {
-	case "headers", "vars", "map", "request_body", "encode", "tracing", "log_append":
-		return true
-	}
-	return false
-}
-
-// passOn forwards a request that is not guarded. If another guard has forwarded it before, that
-// one handles the error.
-func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	err := h.forwardInTime(w, r, next)
-	if err == nil || proxy.FromContext(r.Context()) != nil {
-		return err
-	}
-	if unread := (*proxy.UnreadError)(nil); errors.As(err, &unread) {
-		return storeClosed(err)
-	}
-	err = refusedByCircuit(err, verifiedHere(h.verifiedSafe(r)))
-	var p *api.Problem
-	if h.fallback == nil || !errors.As(err, &p) || p.Kind() != api.CircuitOpen {
-		return err
-	}
-	h.actions[len(h.actions)-1].counts.Refused(p.Kind().Slug) // the action default
-	return h.fallback.ServeHTTP(guard.Mark(w, headerExecutionStatus, statusRefused), r)
-}
-
-// circuitsOf selects the breakers that are recorded in a workflow.
-func circuitsOf(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, wid string, all bool) (func(*proxy.Circuit) bool, error) {
-	unknown := api.NewProblem(api.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
-	if policy == nil {
-		return nil, unknown
-	}
-	names, found, err := policy.graph(e).Downstreams(r.Context(), wid, who, all)
-	if err != nil {
-		return nil, err
-	}
-	if !found {
-		return nil, unknown
-	}
-	return func(c *proxy.Circuit) bool { return names[c.Downstream] }, nil
-}
-
-// operatorKinds are the kinds of callers that can be operators.
-var operatorKinds = []string{"issuer:", "certificate:", "user:", "caller:"}
-
-// checkOperators checks names of callers.
-func checkOperators(names []string) error {
-	for _, name := range names {
-		if !slices.ContainsFunc(operatorKinds, func(kind string) bool { return strings.HasPrefix(name, kind) && len(name) > len(kind) }) {
-			return fmt.Errorf("%q is no caller: it must begin with one of %s, and go on with a name", name, strings.Join(operatorKinds, ", "))
-		}
-	}
-	return nil
-}
-
-// runningCalls are the calls whose outcome is not recorded yet. A failure opens a breaker just
-// before its call records an error. It may record none: an upstream that was tried in vain is
-// not always a failure of the call.
-type runningCalls struct {
-	mu   sync.Mutex
-	ends map[string]chan struct{} // by checkpoint
-}
-
-// begin notes that a call runs. One without a checkpoint records nothing.
-func (r *runningCalls) begin(checkpoint string) {
-	if checkpoint == "" {
-		return
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.ends == nil {
-		r.ends = map[string]chan struct{}{}
-	}
-	r.ends[checkpoint] = make(chan struct{})
-}
-
-// end notes that the outcome of a call is recorded.
-func (r *runningCalls) end(checkpoint string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if end := r.ends[checkpoint]; end != nil {
-		close(end)
-		delete(r.ends, checkpoint)
-	}
-}
-
-// wait waits for the end of a call, if it runs, until ctx ends.
-func (r *runningCalls) wait(ctx context.Context, checkpoint string) {
-	r.mu.Lock()
-	end := r.ends[checkpoint]
-	r.mu.Unlock()
-	if end == nil {
-		return
-	}
-	select {
-	case <-end:
-	case <-ctx.Done():
-	}
-}
-
-// circuitErrorTime is how long the opening of a breaker waits for the call that caused it. A
-// longer call, such as a stream, would fail for another reason.
-const circuitErrorTime = 2 * time.Second
-
-// await waits for the call that has caused a change.
-func (r *runningCalls) await(ctx context.Context, ev breaker.Event) {
-	ctx, cancel := context.WithTimeout(ctx, circuitErrorTime)
-	defer cancel()
-	r.wait(ctx, proxy.ParseEvidence(ev.Evidence).Checkpoint)
-}
-
-// describeCircuit describes a breaker, with the recorded error of its last failure.
-func describeCircuit(ctx context.Context, circuits *proxy.Member, policy *tokenPolicy, s *breaker.Status) proxy.Circuit {
-	c := circuits.Describe(s)
-	c.LastFailure = policy.lastFailure(ctx, s)
-	return c
-}
-
-// policyBreaker shows that each upstream has a circuit breaker.
-type policyBreaker struct {
-	proxy.Policy
-	// Problem is the answer to a call that a breaker refuses. Fallback: another handler
-	// answers instead, marked as refused.
-	Problem  string `json:"problem"`
-	Fallback bool   `json:"fallback,omitempty"`
-}
-
-// verifiedHere reports whether the gateway itself has verified a caller, so that it may see
+// VerifiedHere reports whether the gateway itself has verified a caller, so that it may see
 // breakers (cascade 6.2). A credential that only the upstream can check may be made up.
-func verifiedHere(caller string) bool {
+func VerifiedHere(caller string) bool {
 	switch kind, _, _ := strings.Cut(caller, ":"); kind {
 	case "issuer", "certificate", "user", "explicit":
 		return true
@@ -283,6 +86,8 @@ const (
 	// maxRejectedUnverified is the same for callers that are not verified here: they can
 	// make up workflows, and must not use up the others' room.
 	maxRejectedUnverified = 64
+	// maxBreakers is how many breakers' rejections are remembered.
+	maxBreakers = 1024
 )
 
 // rejections remembers the workflows in which the rejections of a breaker are recorded, so that
@@ -299,7 +104,6 @@ type rejected struct {
 	errors     map[rejectedCaller]*shownError
 }
 
-// rejectedCaller is one caller in one workflow.
 type rejectedCaller struct{ workflow, caller string }
 
 // first reports whether to record a rejection: once for each workflow and generation of a
@@ -323,7 +127,7 @@ func (r *rejections) first(open *breaker.OpenError, workflow string, verified bo
 func (r *rejections) at(open *breaker.OpenError) *rejected {
 	known := r.of[open.Key]
 	if known == nil || known.generation != open.Generation {
-		if r.of == nil || known == nil && len(r.of) >= maxCircuits {
+		if r.of == nil || known == nil && len(r.of) >= maxBreakers {
 			r.of = map[breaker.Key]*rejected{}
 		}
 		known = &rejected{open.Generation, map[string]struct{}{}, map[string]struct{}{}, map[rejectedCaller]*shownError{}}
@@ -349,41 +153,13 @@ func (r *rejections) show(open *breaker.OpenError, to rejectedCaller, e *shownEr
 // ledTo are the ids of the call's parents, recorded or not.
 func (s *callEvidence) ledTo() []string {
 	ids := slices.Clone(s.call.Parents)
-	for _, t := range s.tokens.all {
+	for _, t := range s.tokens.All {
 		if t.Proven() { // others may name any
 			ids = append(ids, t.Parents()...)
 		}
 	}
 	return ids
 }
-
-// recordRejected records a rejection, with those of ids as parents that are recorded: the tokens
-// of a call that was not claimed are not.
-func recordRejected(ctx context.Context, e *engine, policy *tokenPolicy, open *breaker.OpenError, workflow string, ids []string) {
-	now, err := e.store.Now(ctx)
-	if err != nil {
-		return // nothing can be recorded then
-	}
-	c := evidence.Circuit{
-		Event: ect.EventCircuitOpen, Downstream: e.circuits.Downstream(open.Key.Upstream), Workflow: workflow, Reason: rejectedReason,
-		ErrorType: api.CircuitOpen.ErrorType,
-	}
-	for _, s := range e.circuits.Status() {
-		if s.Key == open.Key {
-			c.ErrorRate, c.Window, c.Cooldown = s.ErrorRate, s.Window, s.Cooldown
-			ids = append(ids, s.Reference) // left out if it is of another workflow
-		}
-	}
-	if c.Parents, err = policy.evidence.Known(ctx, workflow, ids); err == nil {
-		_, err = e.recordDraft(ctx, policy, now, &c)
-	}
-	if err != nil {
-		e.circuitUnrecorded(open.Key, breaker.Open, err)
-	}
-}
-
-// rejectedReason distinguishes a rejection from an opening.
-const rejectedReason = "rejected"
 
 // Members with which a token constrains breakers (ATD "Circuit Breaker Policy Configuration"):
 // in its extensions, or in an object there as in ATD's figure.
@@ -394,7 +170,6 @@ const (
 	constraintObject = "constraints"
 )
 
-// maxConstrained is how many askers' constraints are remembered.
 const maxConstrained = 4096
 
 // asker has asked breakers for a stricter limit: an issuer of tokens, in one workflow. The
@@ -438,7 +213,6 @@ func (c *constraints) add(by asker, asked *breaker.View) {
 	c.of[by] = c.recent.PushFront(&constrained{by, asked})
 }
 
-// find returns nil if nothing was asked, or is remembered.
 func (c *constraints) find(by asker) *breaker.View {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -495,4 +269,10 @@ func readConstraints(member func(name string) (raw string, ok bool)) (*breaker.V
 		return nil, &ect.Error{Code: ect.CodeExt}
 	}
 	return view, nil
+}
+
+// view is what the tokens of a request ask of breakers; nil without.
+func (h *Handler) view(r *http.Request) *breaker.View {
+	v, _ := h.Host.Var(r, ViewVar).(*breaker.View)
+	return v
 }

@@ -1,4 +1,4 @@
-package caddymodule
+package guard
 
 import (
 	"bytes"
@@ -13,9 +13,6 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -23,18 +20,18 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
-// anonymous is the caller of requests without any credential. They share one space
+// Anonymous is the caller of requests without any credential. They share one space
 // of execution ids.
-const anonymous = "anonymous"
+const Anonymous = "anonymous"
 
-// caller is the first identity that applies. Each kind has its own prefix, so that no caller can
+// CallerOf is the first identity that applies. Each kind has its own prefix, so that no caller can
 // take another kind's name.
-func (h *Handler) caller(g *execution.Guard, r *http.Request, tokens *presented) (string, error) {
-	if name := h.named(r, tokens.issuer()); name != "" {
+func (h *Handler) CallerOf(g *execution.Guard, r *http.Request, tokens *Tokens) (string, error) {
+	if name := h.named(r, tokens.Issuer()); name != "" {
 		return name, nil
 	}
-	if credentials := present(r.Header, h.credentials); credentials != "" {
-		if slices.Contains(h.credentials, "Authorization") && unstable(r.Header["Authorization"]) {
+	if credentials := present(r.Header, h.Credentials); credentials != "" {
+		if slices.Contains(h.Credentials, "Authorization") && unstable(r.Header["Authorization"]) {
 			return "", api.NewProblem(api.CallerUnstable,
 				"The Authorization scheme is neither Basic nor Bearer, and no `caller` is configured.")
 		}
@@ -43,14 +40,14 @@ func (h *Handler) caller(g *execution.Guard, r *http.Request, tokens *presented)
 	if cookies := present(r.Header, []string{"Cookie"}); cookies != "" {
 		return "cookie:" + keyed(g, cookies), nil
 	}
-	return anonymous, nil
+	return Anonymous, nil
 }
 
 // named is the caller whom the gateway itself knows, by the configuration, a token of
 // this issuer, a certificate, or Caddy's authentication; empty if it knows none.
 func (h *Handler) named(r *http.Request, issuer string) string {
 	if h.Caller != "" {
-		if name, ok := filled(r, h.Caller); ok {
+		if name, ok := h.Host.Expand(r, h.Caller); ok {
 			return h.explicits + name
 		}
 	}
@@ -60,17 +57,10 @@ func (h *Handler) named(r *http.Request, issuer string) string {
 	if r.TLS != nil && len(r.TLS.VerifiedChains) > 0 {
 		return "certificate:" + authority(r.TLS.VerifiedChains) + ":" + subject(r.TLS.VerifiedChains[0][0])
 	}
-	if id, _ := replacer(r).GetString("http.auth.user.id"); id != "" {
+	if id := h.Host.User(r); id != "" {
 		return h.users + id
 	}
 	return ""
-}
-
-// setRealm sets the namespace of the guard's own names of callers: `alice` of one site's basic_auth
-// is not the `alice` of another's (P3, ADR 0045).
-func (h *Handler) setRealm(realm string) {
-	h.explicits = "explicit:" + strconv.Quote(realm) + ":"
-	h.users = "user:" + strconv.Quote(realm) + ":"
 }
 
 // authority identifies the authority of a client's certificate by the key at the root of its chain,
@@ -87,9 +77,9 @@ func authority(chains [][]*x509.Certificate) string {
 	return hex.EncodeToString(least[:])
 }
 
-// operatorName is a caller's name in the option `operators`: the user, the value of `caller` or the
+// OperatorName is a caller's name in the option `operators`: the user, the value of `caller` or the
 // certificate's subject at this guard.
-func (h *Handler) operatorName(r *http.Request, caller string) string {
+func (h *Handler) OperatorName(r *http.Request, caller string) string {
 	if name, ok := strings.CutPrefix(caller, h.explicits); ok {
 		return "caller:" + name
 	}
@@ -155,11 +145,11 @@ func unstable(authorization []string) bool {
 // workflow is the id of the call's workflow: that of a verified token, else Workflow-Id, else the
 // trace id of traceparent, else empty. An invalid Workflow-Id is refused: a call must not silently
 // leave its workflow, with its rollbacks, locks and limits.
-func workflow(r *http.Request, tokens *presented) (string, error) {
+func workflow(r *http.Request, tokens *Tokens) (string, error) {
 	if id := tokens.workflow(); id != "" {
 		return id, nil
 	}
-	lines := r.Header[headerWorkflowID]
+	lines := r.Header[HeaderWorkflowID]
 	switch {
 	case len(lines) > 1:
 		return "", api.NewProblem(api.WorkflowIDInvalid, "The header Workflow-Id was sent more than once; send exactly one line, with one id.")
@@ -193,58 +183,34 @@ func traceID(traceparent string) string {
 	return fields[1]
 }
 
-// IDSource is a place where callers name the intended effect. Exactly one member is set.
-type IDSource struct {
-	// A request header field. One line, 1 to 255 visible ASCII characters; a
-	// quoted string and the bare characters are the same id.
-	Header string `json:"header,omitempty"`
-
-	// Text with placeholders. One without a value makes it no id.
-	Placeholder string `json:"placeholder,omitempty"`
-
-	// A JSON pointer (RFC 6901) into the request's JSON body, to a string or a
-	// number.
-	JSON string `json:"json,omitempty"`
-}
-
-// errNoID says that a source has nothing.
 var errNoID = errors.New("no execution id")
 
 func invalidID(err error) error { return api.NewProblem(api.ExecutionIDInvalid, sentence(err)) }
 
-// sentence is an error's text with a capital letter and a full stop.
 func sentence(err error) string {
 	text := err.Error()
 	return strings.ToUpper(text[:1]) + text[1:] + "."
 }
 
-// filled replaces the placeholders of text. All must have a value, or different callers or calls
-// could look the same (P1, P3).
-func filled(r *http.Request, text string) (string, bool) {
-	value, err := replacer(r).ReplaceOrErr(text, true, true)
-	return value, err == nil && value != ""
-}
+// MaxTokens is how many tokens one request may carry.
+const MaxTokens = 10
 
-func replacer(r *http.Request) *caddy.Replacer {
-	return r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
-}
+// Tokens are the verified tokens of one request.
+type Tokens struct {
+	// All are the tokens as they came, with parents. Own are those made by the caller: they
+	// are not the gateway's, and no parents of others.
+	All, Own []*ect.Token
+	// Late is the refusal of expired tokens, which are only good for a recorded call.
+	Late error
 
-// maxPresented is how many tokens one request may carry.
-const maxPresented = 10
-
-// presented are the verified tokens of one request.
-type presented struct {
-	all    []*ect.Token // as they came, with parents
-	own    []*ect.Token // made by the caller: not ours, and no parents of others
-	leaves []string     // the ids of those that are no parents of others
-	late   error        // the refusal of expired tokens, which are only good for a recorded call
+	leaves []string // the ids of those that are no parents of others
 	asked  *breaker.View
 }
 
 // issuer is the caller that the tokens prove, or empty. Unverified tokens do not identify the caller
 // (P3) and do not affect other tokens.
-func (p *presented) issuer() string {
-	for _, t := range p.own {
+func (p *Tokens) Issuer() string {
+	for _, t := range p.Own {
 		if author := t.Author(); author != "" {
 			return author
 		}
@@ -253,8 +219,8 @@ func (p *presented) issuer() string {
 }
 
 // workflow is that of the tokens, or empty.
-func (p *presented) workflow() string {
-	for _, t := range p.all {
+func (p *Tokens) workflow() string {
+	for _, t := range p.All {
 		if t.Workflow() != "" {
 			return t.Workflow()
 		}
@@ -263,70 +229,61 @@ func (p *presented) workflow() string {
 }
 
 // checkInput compares the body with the hash in the tokens: a token of another call is refused.
-func (p *presented) checkInput(body func() (ect.Hash, error)) error {
-	if !slices.ContainsFunc(p.own, func(t *ect.Token) bool { return !t.InputHash().IsZero() }) {
+func (p *Tokens) checkInput(body func() (ect.Hash, error)) error {
+	if !slices.ContainsFunc(p.Own, func(t *ect.Token) bool { return !t.InputHash().IsZero() }) {
 		return nil
 	}
 	sum, err := body()
 	if err != nil {
 		return err
 	}
-	for _, t := range p.own {
+	for _, t := range p.Own {
 		if err := t.CheckInput(sum); err != nil {
-			return refusedToken(err)
+			return RefusedToken(err)
 		}
 	}
 	return nil
 }
 
-// verifyTokens verifies the tokens of a request to the upstream. Without `trust` they are ignored.
-func (h *Handler) verifyTokens(policy *tokenPolicy, r *http.Request) (presented, error) {
-	return h.verified(policy, r, h.RequireECT)
-}
-
-// verifyQuestion verifies the tokens of a request to one of the gateway's endpoints. `require_ect`
-// does not apply there.
-func (h *Handler) verifyQuestion(policy *tokenPolicy, r *http.Request) (presented, error) {
-	return h.verified(policy, r, false)
-}
-
-func (h *Handler) verified(policy *tokenPolicy, r *http.Request, required bool) (presented, error) {
-	if policy == nil || policy.verifier == nil {
-		return presented{}, nil
+// VerifyTokens verifies the tokens of a request; required says that there must be one. Without
+// `trust` they are ignored.
+func (h *Handler) VerifyTokens(policy *TokenPolicy, r *http.Request, required bool) (Tokens, error) {
+	if policy == nil || policy.Verifier == nil {
+		return Tokens{}, nil
 	}
-	p, err := policy.verify(r)
-	if err == nil && len(p.own) == 0 && required {
+	p, err := policy.Verify(r)
+	if err == nil && len(p.Own) == 0 && required {
 		err = &ect.Error{Code: ect.CodeMissing}
 	}
 	if err == nil {
-		err = policy.checkReports(r.Context(), &p)
+		err = policy.CheckReports(r.Context(), &p)
 	}
-	h.counts.Token(tokenResult(&p, err))
+	h.Counts.Token(tokenResult(&p, err))
 	if err != nil {
-		return presented{}, refusedToken(err)
+		return Tokens{}, RefusedToken(err)
 	}
 	return p, nil
 }
 
 // inTime refuses expired tokens, where there is no recorded call.
-func (p *presented) inTime() error {
-	if p.late != nil {
-		return refusedToken(p.late)
+func (p *Tokens) inTime() error {
+	if p.Late != nil {
+		return RefusedToken(p.Late)
 	}
 	return nil
 }
 
 // tokenResult is the result of a verification for metrics; empty without tokens.
-func tokenResult(p *presented, err error) string {
+func tokenResult(p *Tokens, err error) string {
 	var refused *ect.Error
 	switch {
 	case errors.As(err, &refused):
 		return string(refused.Code)
 	case err != nil:
 		return "unavailable"
-	case p.late != nil:
+	case p.Late != nil:
 		return "late"
-	case len(p.all) > 0:
+	case len(p.All) > 0:
 		return "verified"
 	}
 	return ""
@@ -334,24 +291,24 @@ func tokenResult(p *presented, err error) string {
 
 // executionID is the id of a call without another one: that of its token, or one made of several;
 // empty without tokens.
-func (p *presented) executionID() string {
-	switch len(p.own) {
+func (p *Tokens) executionID() string {
+	switch len(p.Own) {
 	case 0:
 		return ""
 	case 1:
-		return p.own[0].ID()
+		return p.Own[0].ID()
 	}
-	ids := make([]string, 0, len(p.own))
-	for _, t := range p.own {
+	ids := make([]string, 0, len(p.Own))
+	for _, t := range p.Own {
 		ids = append(ids, t.ID())
 	}
 	slices.Sort(ids)
 	return evidence.JointID(ids)
 }
 
-// peer is the SPIFFE ID of the connection's verified certificate, which then has exactly one URI
+// Peer is the SPIFFE ID of the connection's verified certificate, which then has exactly one URI
 // (X509-SVID, section 2).
-func peer(r *http.Request) string {
+func Peer(r *http.Request) string {
 	if r.TLS == nil || len(r.TLS.VerifiedChains) == 0 {
 		return ""
 	}
@@ -362,8 +319,8 @@ func peer(r *http.Request) string {
 	return uris[0].String()
 }
 
-// refusedToken is the problem of a token that was not accepted.
-func refusedToken(err error) error {
+// RefusedToken is the problem of a token that was not accepted.
+func RefusedToken(err error) error {
 	var refused *ect.Error
 	if !errors.As(err, &refused) {
 		p := api.NewProblem(api.ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.")
@@ -375,53 +332,47 @@ func refusedToken(err error) error {
 	return p
 }
 
-func replayedToken() error { return refusedToken(&ect.Error{Code: ect.CodeReplayed}) }
+func replayedToken() error { return RefusedToken(&ect.Error{Code: ect.CodeReplayed}) }
 
 // needsTokens reports whether a request has tokens to verify, or lacks required ones.
 func (h *Handler) needsTokens(r *http.Request) bool {
-	return h.app.Trust != nil && (h.RequireECT || len(r.Header[ect.FieldName]) > 0)
+	return h.Verifies && (h.RequireECT || len(r.Header[ect.FieldName]) > 0)
 }
 
 // verifySafe verifies the tokens of a safe request. The use of such tokens is kept in memory; only at
 // level L3 they are recorded before the request goes on.
 func (h *Handler) verifySafe(r *http.Request) error {
 	// Tokens that another guard has verified would count as used twice.
-	if !h.needsTokens(r) || r.Context().Value(guardedBy{h.Name}) != nil || caddyhttp.GetVar(r.Context(), tokensVerified) != nil {
+	if !h.needsTokens(r) || guardedBy(r.Context(), h.Name) || h.Host.Var(r, tokensVerified) != nil {
 		return nil
 	}
-	policy, err := h.app.tokenPolicy()
+	policy, err := h.Tokens()
 	if err != nil {
-		return storeClosed(err)
+		return StoreClosed(err)
 	}
-	if policy.ledgerFirst { // it writes, and the store must not close meanwhile
-		e, err := h.app.acquire()
+	if policy.LedgerFirst { // it writes, and the store must not close meanwhile
+		_, release, err := h.Open()
 		if err != nil {
-			return storeClosed(err)
+			return StoreClosed(err)
 		}
-		defer func() { _ = e.release() }() // closing the store logs its own errors
+		defer release()
 	}
-	p, err := h.verifyTokens(policy, r)
+	p, err := h.VerifyTokens(policy, r, h.RequireECT)
 	if err != nil {
 		return err
 	}
 	if err := h.checkUnguardedInput(&p, r); err != nil {
 		return err
 	}
-	if err := policy.spend(&p, r); err != nil {
+	if err := policy.Spend(h.Host, &p, r); err != nil {
 		return err
 	}
-	if !policy.ledgerFirst {
-		policy.evidence.Seen(p.all)
+	if !policy.LedgerFirst {
+		policy.Evidence.Seen(p.All)
 	}
-	caddyhttp.SetVar(r.Context(), tokensVerified, p.issuer())
-	policy.constrain(r, &p)
+	h.Host.SetVar(r, tokensVerified, p.Issuer())
+	policy.constrain(h, r, &p)
 	return nil
-}
-
-// verifiedSafe is the verified caller of a safe request, after verifySafe; empty if it is unknown.
-func (h *Handler) verifiedSafe(r *http.Request) string {
-	issuer, _ := caddyhttp.GetVar(r.Context(), tokensVerified).(string)
-	return h.named(r, issuer)
 }
 
 // tokensVerified is a request variable: the issuer of the tokens that verifySafe has verified.
@@ -429,12 +380,12 @@ const tokensVerified = "agent_guard.tokens_verified"
 
 // checkUnguardedInput compares the body of an unguarded request with the hash in its tokens. Such a
 // body is read before the request is forwarded only if there is one.
-func (h *Handler) checkUnguardedInput(p *presented, r *http.Request) error {
+func (h *Handler) checkUnguardedInput(p *Tokens, r *http.Request) error {
 	return p.checkInput(func() (ect.Hash, error) {
 		if r.ContentLength == 0 {
 			return ect.Sum(nil), nil
 		}
-		x := &call{h: h, r: r}
+		x := &Call{h: h, r: r}
 		if err := x.readBody(); err != nil {
 			return ect.Hash{}, err
 		}
@@ -446,8 +397,8 @@ func (h *Handler) checkUnguardedInput(p *presented, r *http.Request) error {
 	})
 }
 
-// storeClosed is the problem of a store that cannot be opened.
-func storeClosed(err error) error {
+// StoreClosed is the problem of a store that cannot be opened.
+func StoreClosed(err error) error {
 	p := api.NewProblem(api.StoreUnavailable, "The gateway's store cannot be opened.")
 	p.Cause = err
 	return p

@@ -1,4 +1,4 @@
-package caddymodule
+package guard
 
 import (
 	"errors"
@@ -9,9 +9,6 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 )
 
 // cascade 3.3.1 (C-3.3.1-b): what is not guarded has a deadline to the header of its answer,
@@ -31,7 +28,7 @@ func TestTimeOfWhatIsNotGuarded(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		body    io.Reader
-		idle    caddy.Duration
+		idle    time.Duration
 		header  string // Request-Timeout
 		forward func(w http.ResponseWriter, r *http.Request) error
 		took    time.Duration
@@ -49,7 +46,7 @@ func TestTimeOfWhatIsNotGuarded(t *testing.T) {
 				_ = piece(w, 59*time.Second, 1, r)
 				return piece(w, time.Hour, 1, r)
 			}},
-		{name: "a stream that may", idle: idleOff, took: 59*time.Second + 1000*time.Hour,
+		{name: "a stream that may", idle: -1, took: 59*time.Second + 1000*time.Hour,
 			forward: func(w http.ResponseWriter, r *http.Request) error {
 				_ = piece(w, 59*time.Second, 1, r)
 				return piece(w, 1000*time.Hour, 1, r)
@@ -67,12 +64,12 @@ func TestTimeOfWhatIsNotGuarded(t *testing.T) {
 		{name: "an error of another kind", took: time.Second, status: 502,
 			forward: func(http.ResponseWriter, *http.Request) error {
 				<-time.After(time.Second)
-				return caddyhttp.Error(502, errors.New("refused"))
+				return &StatusError{Status: 502, Err: errors.New("refused")}
 			}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				h := defaulted(t, Handler{IdleTimeout: c.idle, Policy: Policy{Deadline: caddy.Duration(time.Minute)}})
+				h := newHandler(t, Config{IdleTimeout: c.idle, Deadline: time.Minute})
 				r := httptest.NewRequest(http.MethodGet, "/", c.body)
 				if c.header != "" {
 					r.Header.Set("Request-Timeout", c.header)
@@ -81,13 +78,13 @@ func TestTimeOfWhatIsNotGuarded(t *testing.T) {
 				var err error
 				cut := func() (cut bool) {
 					defer func() { cut = recover() != nil }()
-					err = h.forwardInTime(httptest.NewRecorder(), r, caddyhttp.HandlerFunc(c.forward))
+					err = h.forwardInTime(httptest.NewRecorder(), r, nextFunc(c.forward))
 					return
 				}()
 				took := time.Since(began)
 				status := 0
-				if failed := (caddyhttp.HandlerError{}); errors.As(err, &failed) {
-					status = failed.StatusCode
+				if failed := (*StatusError)(nil); errors.As(err, &failed) {
+					status = failed.Status
 				}
 				if took != c.took || status != c.status || cut != c.cut {
 					t.Errorf("after %v: %d, cut %v, %v; want %v, %d, %v", took, status, cut, err, c.took, c.status, c.cut)
@@ -113,18 +110,18 @@ func (s slow) Read(p []byte) (int, error) {
 
 // BenchmarkForwardInTime is what a request that is not guarded pays for its time.
 func BenchmarkForwardInTime(b *testing.B) {
-	h := defaulted(b, Handler{})
+	h := newHandler(b, Config{})
 	r := request(http.MethodGet, "/")
 	body := make([]byte, 200)
-	next := caddyhttp.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
+	next := nextFunc(func(w http.ResponseWriter, _ *http.Request) error {
 		w.WriteHeader(http.StatusOK)
 		_, err := w.Write(body)
 		return err
 	})
 	w := &nowhere{http.Header{}}
-	for name, forward := range map[string]func(http.ResponseWriter, *http.Request, caddyhttp.Handler) error{
+	for name, forward := range map[string]func(http.ResponseWriter, *http.Request, Next) error{
 		"timed": h.forwardInTime,
-		"bare": func(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+		"bare": func(w http.ResponseWriter, r *http.Request, next Next) error {
 			return next.ServeHTTP(w, r)
 		},
 	} {

@@ -1,4 +1,4 @@
-package caddymodule
+package guard
 
 import (
 	"context"
@@ -7,8 +7,6 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"github.com/caddyserver/caddy/v2"
 )
 
 // cascade 3.3.1: the gateway's deadline is shorter than its caller's, and never longer
@@ -35,8 +33,8 @@ func TestDeadlines(t *testing.T) {
 		{"Grpc-Timeout", "-1S", time.Minute},
 		{"Grpc-Timeout", "123456789S", time.Minute},
 	} {
-		h := defaulted(t, Handler{})
-		x := &call{h: h, r: request("POST", "/"), action: &Action{Policy: Policy{Deadline: caddy.Duration(time.Minute)}}}
+		h := newHandler(t, Config{})
+		x := &Call{h: h, r: request("POST", "/"), action: &Action{Deadline: time.Minute}}
 		if c.name != "" {
 			x.r.Header = http.Header{c.name: {c.value}}
 		}

@@ -1,4 +1,4 @@
-package caddymodule
+package guard
 
 import (
 	"bufio"
@@ -14,19 +14,13 @@ import (
 	"strings"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/google/uuid"
 	"golang.org/x/net/http/httpguts"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
-
-// guardedBy is the context key of calls that a guard of this name has forwarded.
-type guardedBy struct{ name string }
 
 // class says how a request is handled.
 type class uint8
@@ -39,20 +33,20 @@ const (
 
 // classify says whether r is guarded, and as which action.
 func (h *Handler) classify(r *http.Request) (*Action, class, error) {
-	if r.Context().Value(guardedBy{h.Name}) != nil {
+	if guardedBy(r.Context(), h.Name) {
 		return nil, classPass, nil // it is guarded already, and would wait for itself
 	}
 	// Both methods count, the one that was sent and the one that a handler like `method` has set:
 	// with a reload that adds such a handler, a retry still finds its record (P1).
-	if sent, _ := original(r); safeMethod(r.Method) && safeMethod(sent) {
-		declared, err := anyMatch(h.consequentialSets, r)
+	if sent, _ := h.Host.Original(r); safeMethod(r.Method) && safeMethod(sent) {
+		declared, err := h.Consequential.matches(r)
 		switch {
 		case err != nil:
 			return nil, classPass, err
 		case isTunnel(r, declared):
-			return h.stream(r, reasonUpgrade)
+			return h.stream(r, ReasonUpgrade)
 		case !declared:
-			h.counts.Unguarded(reasonSafe)
+			h.Counts.Unguarded(ReasonSafe)
 			return nil, classPass, nil
 		}
 	} else if exempt, err := h.exempted(r); exempt || err != nil {
@@ -62,31 +56,30 @@ func (h *Handler) classify(r *http.Request) (*Action, class, error) {
 	if err != nil {
 		return nil, classPass, err
 	}
-	if isGRPC(r) && action.GRPC != grpcUnary {
-		return h.stream(r, reasonGRPC)
+	if isGRPC(r) && !action.Unary {
+		return h.stream(r, ReasonGRPC)
 	}
 	return action, classGuarded, nil
 }
 
-func anyMatch(sets caddyhttp.MatcherSets, r *http.Request) (bool, error) {
-	if len(sets) == 0 {
+func (m Match) matches(r *http.Request) (bool, error) {
+	if m == nil {
 		return false, nil
 	}
-	return sets.AnyMatchWithError(r)
+	return m(r)
 }
 
-// exempted reports whether the configuration exempts r.
 func (h *Handler) exempted(r *http.Request) (bool, error) {
-	exempt, err := anyMatch(h.exemptSets, r)
+	exempt, err := h.Exempt.matches(r)
 	if exempt {
-		h.passThrough(r, reasonExempt)
+		h.passThrough(r, ReasonExempt)
 	}
 	return exempt, err
 }
 
 // stream passes or refuses, as configured, a request that cannot be read whole and recorded.
-func (h *Handler) stream(r *http.Request, why unguardedReason) (*Action, class, error) {
-	if h.UnguardedStreams != streamsRefuse {
+func (h *Handler) stream(r *http.Request, why UnguardedReason) (*Action, class, error) {
+	if !h.RefuseStreams {
 		h.passThrough(r, why)
 		return nil, classStream, nil
 	}
@@ -96,15 +89,15 @@ func (h *Handler) stream(r *http.Request, why unguardedReason) (*Action, class, 
 	return nil, classPass, api.NewProblem(api.StreamRefused, "It is "+streamNames[why]+".")
 }
 
-var streamNames = map[unguardedReason]string{
-	reasonUpgrade: "an upgrade to another protocol, or a tunnel",
-	reasonGRPC:    "a gRPC call that is not declared unary",
+var streamNames = map[UnguardedReason]string{
+	ReasonUpgrade: "an upgrade to another protocol, or a tunnel",
+	ReasonGRPC:    "a gRPC call that is not declared unary",
 }
 
 // passThrough counts and marks a request that is not guarded although it may have effects.
-func (h *Handler) passThrough(r *http.Request, why unguardedReason) {
-	h.counts.Unguarded(why)
-	replacer(r).Set(placeholderSpace+"status", statusUnguarded)
+func (h *Handler) passThrough(r *http.Request, why UnguardedReason) {
+	h.Counts.Unguarded(why)
+	h.Host.Note(r, "status", statusUnguarded)
 }
 
 // safeMethod lists the methods that are registered as safe, case-sensitively: an upstream may read
@@ -120,11 +113,11 @@ func safeMethod(method string) bool {
 
 // action is the first whose matchers match; the last one matches everything.
 func (h *Handler) action(r *http.Request) (*Action, error) {
-	for _, a := range h.actions {
-		if len(a.matchers) == 0 {
+	for _, a := range h.Actions {
+		if a.Match == nil {
 			return a, nil
 		}
-		matched, err := a.matchers.AnyMatchWithError(r)
+		matched, err := a.Match(r)
 		if err != nil {
 			return nil, err
 		}
@@ -175,11 +168,6 @@ func isGRPC(r *http.Request) bool {
 	return isMedia(r, "application/grpc")
 }
 
-// isGRPCWeb reports a call of gRPC-Web, over any version of HTTP.
-func isGRPCWeb(r *http.Request) bool {
-	return isMedia(r, "application/grpc-web") || isMedia(r, "application/grpc-web-text")
-}
-
 // isMedia reports whether the body of r has this media type, with any suffix and parameters.
 func isMedia(r *http.Request, name string) bool {
 	values := r.Header["Content-Type"]
@@ -191,21 +179,22 @@ func isMedia(r *http.Request, name string) bool {
 }
 
 // ourFields are the request header fields that this guard or a later one reads.
-var ourFields = [...]string{headerExecutionID, headerExecutionParent, headerWorkflowID, ect.FieldName, "Idempotency-Key"}
+var ourFields = [...]string{HeaderExecutionID, HeaderExecutionParent, HeaderWorkflowID, ect.FieldName, "Idempotency-Key"}
 
-// provisionEndToEnd lists the fields that keepEndToEnd protects: ours, and those that the execution
+// endToEnd lists the fields that keepEndToEnd protects: ours, and those that the execution
 // id is read from.
-func (h *Handler) provisionEndToEnd() {
-	h.endToEnd = slices.Clone(ourFields[:])
-	for i := range h.ExecutionID {
-		source := &h.ExecutionID[i]
+func endToEnd(sources []IDSource) []string {
+	fields := slices.Clone(ourFields[:])
+	for i := range sources {
+		source := &sources[i]
 		if source.Header != "" {
-			h.endToEnd = append(h.endToEnd, source.Header)
+			fields = append(fields, source.Header)
 		}
 		for _, name := range headerPlaceholder.FindAllStringSubmatch(source.Placeholder, -1) {
-			h.endToEnd = append(h.endToEnd, name[1])
+			fields = append(fields, name[1])
 		}
 	}
+	return fields
 }
 
 var headerPlaceholder = regexp.MustCompile(`\{(?:http\.request\.)?header\.([^{}]+)\}`)
@@ -240,26 +229,22 @@ func (h *Handler) keepEndToEnd(header http.Header) {
 // Unguarded requests have a deadline too (cascade 3.3.1, ADR 0049), until the header of the answer:
 // its body may be a long download or a stream, which has an idle timeout.
 
-// idleOff: an answer may pause forever.
-const idleOff = caddy.Duration(-1)
-
 // errNotInTime: the answer has not begun in time.
 var errNotInTime = errors.New("agent_guard: the upstream has not answered within `deadline`")
 
-// forwardInTime forwards an unguarded request.
-func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	if proxy.FromContext(r.Context()) != nil {
+func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, next Next) error {
+	if forwarderOf(r.Context()) != nil {
 		return next.ServeHTTP(w, r) // the guard before this one counts the time
 	}
-	most := time.Duration(h.Policy.Deadline)
+	most := h.Deadline
 	limit := atMost(most, r.Header, h.DeadlineHeader)
 	c := newClock(r.Context(), limit)
 	defer c.stop()
 	c.idle = limit // sending the body slowly does not count
-	t := &timed{ResponseWriter: w, clock: c, idle: time.Duration(h.IdleTimeout)}
+	t := &timed{ResponseWriter: w, clock: c, idle: h.IdleTimeout}
 	var ctx context.Context = c
 	if limit < most {
-		ctx = proxy.WithPatience(c, most)
+		ctx = WithPatience(c, most)
 	}
 	r = r.WithContext(ctx)
 	if r.Body != nil && r.Body != http.NoBody {
@@ -267,7 +252,7 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, next cad
 	}
 	err := next.ServeHTTP(t, r)
 	if err != nil && !t.begun && c.overdue() {
-		return caddyhttp.Error(http.StatusGatewayTimeout, errNotInTime)
+		return &StatusError{Status: http.StatusGatewayTimeout, Err: errNotInTime}
 	}
 	return err
 }
@@ -295,7 +280,6 @@ func (t *timed) begin() {
 	}
 }
 
-// Write implements http.ResponseWriter.
 func (t *timed) Write(p []byte) (int, error) {
 	t.begin()
 	t.clock.touch()
@@ -318,7 +302,6 @@ func (t *timed) ReadFrom(r io.Reader) (int64, error) {
 	return io.Copy(struct{ io.Writer }{t}, r)
 }
 
-// FlushError is Flush for http.ResponseController.
 func (t *timed) FlushError() error {
 	t.begin()
 	return http.NewResponseController(t.ResponseWriter).Flush()
@@ -333,7 +316,6 @@ func (t *timed) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	return &timedConn{conn, t.clock}, rw, nil
 }
 
-// Unwrap is for http.ResponseController.
 func (t *timed) Unwrap() http.ResponseWriter { return t.ResponseWriter }
 
 // timedBody resets the idle timeout when the client sends something.
@@ -350,7 +332,6 @@ func (b *timedBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// timedConn is a tunnel's connection to the client.
 type timedConn struct {
 	net.Conn
 	clock *clock
@@ -385,12 +366,32 @@ type safeUse struct {
 	once bool // it has a body: a retry counts as another request
 }
 
-func safeUseOf(r *http.Request) safeUse {
-	method, target := original(r)
+func safeUseOf(r *http.Request, host Host) safeUse {
+	method, target := host.Original(r)
 	request := method + "\x00" + r.Host + "\x00" + target.RequestURI()
 	once := r.ContentLength != 0
 	if once {
 		request += "\x00" + uuid.NewString() // another body would be another request
 	}
 	return safeUse{sha256.Sum256([]byte(request)), once}
+}
+
+// passOn forwards a request that is not guarded. If another guard has forwarded it before, that
+// one handles the error.
+func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, next Next) error {
+	err := h.forwardInTime(w, r, next)
+	if err == nil || forwarderOf(r.Context()) != nil {
+		return err
+	}
+	if unread := (*UnreadError)(nil); errors.As(err, &unread) {
+		return StoreClosed(err)
+	}
+	issuer, _ := h.Host.Var(r, tokensVerified).(string)
+	err = refusedByCircuit(err, VerifiedHere(h.named(r, issuer)))
+	var p *api.Problem
+	if h.Fallback == nil || !errors.As(err, &p) || p.Kind() != api.CircuitOpen {
+		return err
+	}
+	h.CountRefusal(p.Kind().Slug)
+	return h.Fallback.ServeHTTP(Mark(w, HeaderExecutionStatus, StatusRefused), r)
 }

@@ -1,4 +1,4 @@
-package caddymodule
+package guard
 
 import (
 	"context"
@@ -14,41 +14,38 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// forwarding is what came of forwarding a call.
 type forwarding struct {
-	guard.Forwarded
-	rec      *guard.Recorder
+	Forwarded
+	rec      *Recorder
 	unframed bool
 	overdue  bool
 }
 
 // settled counts the end of the execution, which is in doubt if it could not be recorded.
-func (x *call) settled(o execution.Outcome, unrecorded error) {
+func (x *Call) settled(o execution.Outcome, unrecorded error) {
 	if unrecorded != nil {
 		o.Verdict = execution.InDoubt
 	}
-	x.action.counts.Settled(o.Verdict)
+	x.action.Counts.Settled(o.Verdict)
 }
 
 // doubted reports the doubt to the operator, who is the one to find out.
-func (x *call) doubted(o execution.Outcome) {
+func (x *Call) doubted(o execution.Outcome) {
 	x.doubtful = true
 	x.note(statusInDoubt, "")
 	x.noted.cause = o.Cause
-	x.emit(eventInDoubt, map[string]any{"cause": string(o.Cause), "status": o.Status})
-	x.h.logger.Warn("a call is in doubt", slog.Any("key", x.call.Key), slog.String("guard", x.h.Name),
+	x.emit(EventInDoubt, map[string]any{"cause": string(o.Cause), "status": o.Status})
+	x.h.Logger.Warn("a call is in doubt", slog.Any("key", x.call.Key), slog.String("guard", x.h.Name),
 		slog.String("action", x.action.Name), slog.String("cause", string(o.Cause)), slog.Int("status", o.Status))
 }
 
-func (x *call) settleLater(e *execution.Execution, outcome execution.Outcome, answer http.Header) {
+func (x *Call) settleLater(e *execution.Execution, outcome execution.Outcome, answer http.Header) {
 	release := x.release
 	x.release = nil
 	go func() {
@@ -56,7 +53,7 @@ func (x *call) settleLater(e *execution.Execution, outcome execution.Outcome, an
 		// P7: nobody else's calls end with a panic of ours; this one is in doubt, as in execute.
 		defer func() {
 			if p := recover(); p != nil {
-				x.h.logger.Error("recording the outcome of an answered call panicked; it is in doubt",
+				x.h.Logger.Error("recording the outcome of an answered call panicked; it is in doubt",
 					slog.Any("key", x.call.Key), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
 				x.settled(execution.Outcome{Verdict: execution.InDoubt}, x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil))
 			}
@@ -65,7 +62,7 @@ func (x *call) settleLater(e *execution.Execution, outcome execution.Outcome, an
 		x.settled(outcome, err)
 		if err != nil {
 			x.unrecorded()
-			x.h.logger.Error("the outcome of an answered call could not be recorded; it is in doubt",
+			x.h.Logger.Error("the outcome of an answered call could not be recorded; it is in doubt",
 				slog.Any("key", x.call.Key), slog.Any("error", err))
 		}
 	}()
@@ -73,16 +70,16 @@ func (x *call) settleLater(e *execution.Execution, outcome execution.Outcome, an
 
 // forward hands the call to the next handler. Where it is proven that not a byte
 // was sent because the connection had gone stale, it does so once more.
-func (x *call) forward(e *execution.Execution) forwarding {
+func (x *Call) forward(e *execution.Execution) forwarding {
 	if x.h.restores {
-		defer x.engine.writes.write(x.place(), x.window)()
+		defer x.engine.Writes.Write(x.place(), x.window)()
 	}
 	e.Recording().SetPace(x.clock.wait)
-	if x.evidence.tokens.issuer() != "" && x.evidence.policy != nil {
+	if x.evidence.tokens.Issuer() != "" && x.evidence.policy != nil {
 		x.w.HoldFailures(maxHeldFailure)
 	}
 	up := x.upstream
-	rec := guard.NewRecorder(x.w, recording{e, x}, marked(x.marks("executed"), x.call.Checkpoint), up.Cut)
+	rec := NewRecorder(x.w, recording{e, x}, withCheckpoint(x.marks("executed"), x.call.Checkpoint), up.Cut)
 	rec.Judge(func(status int) http.Header { return x.doubtInHeader(e, rec, status) })
 	for again := false; ; again = true {
 		r := x.request(up.Begin(x.clock))
@@ -99,7 +96,7 @@ func (f *forwarding) failed() bool { return f.Err != nil || f.rec.Interrupted() 
 // recording feeds an execution from a Recorder, and what its undo needs.
 type recording struct {
 	e *execution.Execution
-	x *call
+	x *Call
 }
 
 func (r recording) Start(status int, header map[string][]string) {
@@ -121,13 +118,13 @@ func (r recording) SetTrailer(trailer map[string][]string) {
 
 // request is the request to forward: the call's own, with the body that was read,
 // naming this execution as the parent of what it may cause.
-func (x *call) request(ctx context.Context) *http.Request {
-	ctx = context.WithValue(ctx, guardedBy{x.h.Name}, true)
-	ctx = proxy.WithEvidence(ctx, proxy.Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow})
-	if most := time.Duration(x.action.Deadline); x.call.Deadline < most {
-		ctx = proxy.WithPatience(ctx, most)
+func (x *Call) request(ctx context.Context) *http.Request {
+	ctx = context.WithValue(ctx, forwardedKey{}, &forwarder{x.h.Name, forwarderOf(ctx)})
+	ctx = WithEvidence(ctx, Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow})
+	if most := x.action.Deadline; x.call.Deadline < most {
+		ctx = WithPatience(ctx, most)
 	}
-	if len(x.evidence.tokens.own) > 0 {
+	if len(x.evidence.tokens.Own) > 0 {
 		ctx = context.WithValue(ctx, tokensHanded{}, true)
 	}
 	r := x.r.WithContext(ctx)
@@ -136,15 +133,15 @@ func (x *call) request(ctx context.Context) *http.Request {
 	r.Header = x.r.Header.Clone()
 	r.Header.Del("Expect")  // the body is here
 	r.Header.Del("Upgrade") // what is guarded stays HTTP (isTunnel)
-	r.Header.Del(headerExecutionID)
-	r.Header.Set(headerExecutionParent, x.call.Scope.ID)
+	r.Header.Del(HeaderExecutionID)
+	r.Header.Set(HeaderExecutionParent, x.call.Scope.ID)
 	if x.call.Workflow != "" {
-		r.Header.Set(headerWorkflowID, x.call.Workflow)
+		r.Header.Set(HeaderWorkflowID, x.call.Workflow)
 	}
 	if x.evidence.forwarded != nil {
 		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
 	}
-	guard.NarrowEncoding(r.Header)
+	NarrowEncoding(r.Header)
 	if x.capture.decision.ReadsAnswer() {
 		r.Header.Set("Accept-Encoding", "identity")
 	}
@@ -158,7 +155,7 @@ func (x *call) request(ctx context.Context) *http.Request {
 }
 
 // judge reads what came of the call.
-func (x *call) judge(f *forwarding) execution.Outcome {
+func (x *Call) judge(f *forwarding) execution.Outcome {
 	rec := f.rec
 	switch {
 	case f.Panicked != nil, f.Err != nil && rec.Status() != 0:
@@ -186,7 +183,7 @@ func (x *call) judge(f *forwarding) execution.Outcome {
 }
 
 // outcomeOf is the outcome o of an answer by its status, its header and its trailer.
-func (x *call) outcomeOf(o execution.Outcome, rec *guard.Recorder, trailer map[string][]string, unframed bool) execution.Outcome {
+func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string][]string, unframed bool) execution.Outcome {
 	var ruled bool
 	o.Verdict, ruled = x.action.judge(o.Status, rec.Header(), trailer)
 	if !ruled {
@@ -199,7 +196,7 @@ func (x *call) outcomeOf(o execution.Outcome, rec *guard.Recorder, trailer map[s
 		}
 	}
 	// A refusal says so in its status, however its body ends.
-	if unframed && o.Verdict == execution.Completed && x.action.Unframed != unframedComplete {
+	if unframed && o.Verdict == execution.Completed && !x.action.AcceptUnframed {
 		o.Verdict, o.Cause = execution.InDoubt, execution.CauseUnframed
 	}
 	return o
@@ -208,8 +205,8 @@ func (x *call) outcomeOf(o execution.Outcome, rec *guard.Recorder, trailer map[s
 // doubtInHeader reads an answer before its header leaves. Where that leaves the call in doubt,
 // whatever follows, it returns what the answer says of it, and whoever follows it learns
 // it too.
-func (x *call) doubtInHeader(e *execution.Execution, rec *guard.Recorder, status int) http.Header {
-	if x.action.GRPC == grpcUnary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
+func (x *Call) doubtInHeader(e *execution.Execution, rec *Recorder, status int) http.Header {
+	if x.action.Unary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
 		return nil // the trailer says it
 	}
 	o := x.stillInDoubt(x.outcomeOf(execution.Outcome{Status: status, Cause: execution.CauseStatus}, rec, nil, x.upstream.Unframed()))
@@ -221,28 +218,74 @@ func (x *call) doubtInHeader(e *execution.Execution, rec *guard.Recorder, status
 	return x.doubtMarks()
 }
 
+// judge reads a whole answer. ruled says that a rule of the configuration has decided.
+func (a *Action) judge(status int, header http.Header, trailer map[string][]string) (v execution.Verdict, ruled bool) {
+	if a.Rule != nil {
+		if v, ruled = a.Rule(status, header); ruled {
+			return v, true
+		}
+	}
+	if a.Unary && status == http.StatusOK {
+		return judgeGRPC(header, trailer), false
+	}
+	return a.Rules.Judge(execution.Answer{
+		Status: status, RetryAfter: header.Get("Retry-After") != "", ShouldRetry: header.Get("Stripe-Should-Retry"),
+	}), false
+}
+
+// refusedAsConflict reports that a guard behind this one has refused a gRPC call with what
+// would be a 409 of HTTP: its own record stands against it, and may be of an execution.
+func refusedAsConflict(header http.Header) bool {
+	switch header.Get("Grpc-Status") {
+	case "6", "9", "10":
+		return true
+	}
+	return false
+}
+
+// judgeGRPC reads the status of a unary call: in the trailer, or in the header of
+// an answer that has nothing else.
+func judgeGRPC(header http.Header, trailer map[string][]string) execution.Verdict {
+	text := header.Get("Grpc-Status")
+	if values := trailer["Grpc-Status"]; len(values) > 0 {
+		text = values[0]
+	}
+	code, err := strconv.ParseUint(text, 10, 32) // no sign
+	if err != nil {
+		return execution.InDoubt
+	}
+	switch code {
+	case 7, 8, 16: // permission denied, resource exhausted, unauthenticated
+		return execution.Released
+	case 2, 4, 13, 14: // unknown, deadline exceeded, internal, unavailable
+		return execution.InDoubt
+	default:
+		return execution.Completed
+	}
+}
+
 // unmasked is the verdict where a handler behind the guard may have put status in the place
 // of the upstream's own: what that leaves open stays open (P6), and a refusal that only the
 // handler shows frees no key (P1).
-func (x *call) unmasked(status int, shown execution.Verdict) execution.Verdict {
+func (x *Call) unmasked(status int, shown execution.Verdict) execution.Verdict {
 	own := x.upstream.Status()
 	if own == 0 || own == status {
 		return shown
 	}
-	if said := x.action.rules.Judge(x.upstream.Answer()); said == execution.InDoubt || shown == execution.Released {
+	if said := x.action.Rules.Judge(x.upstream.Answer()); said == execution.InDoubt || shown == execution.Released {
 		return said
 	}
 	return shown
 }
 
-func (x *call) late(f *forwarding, cause execution.Cause) execution.Cause {
+func (x *Call) late(f *forwarding, cause execution.Cause) execution.Cause {
 	if f.overdue {
 		return execution.CauseDeadline
 	}
 	return cause
 }
 
-func (x *call) finish(f *forwarding, o execution.Outcome, unrecorded error) error {
+func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) error {
 	switch {
 	case f.Panicked != nil:
 		x.drain(f)
@@ -259,19 +302,19 @@ func (x *call) finish(f *forwarding, o execution.Outcome, unrecorded error) erro
 	x.abortIfSent(f)
 	f.rec.Reset()
 	if o.Verdict == execution.Released {
-		x.w.Header().Del(headerExecutionStatus)
+		x.w.Header().Del(HeaderExecutionStatus)
 		x.note(statusRefused, "")
 		if f.Err == nil {
-			f.Err = &guard.StatusError{Status: http.StatusBadGateway, Err: errNotSent}
+			f.Err = &StatusError{Status: http.StatusBadGateway, Err: errNotSent}
 		}
 		x.showFailure(x.w.Header())
-		return refusedByCircuit(f.Err, verifiedHere(x.call.Scope.Caller))
+		return refusedByCircuit(f.Err, VerifiedHere(x.call.Scope.Caller))
 	}
 	return x.inDoubtAnswer(o.Cause)
 }
 
-func (x *call) outcomeLost(err error) {
-	x.h.logger.Error("the outcome of a call could not be recorded; it is in doubt",
+func (x *Call) outcomeLost(err error) {
+	x.h.Logger.Error("the outcome of a call could not be recorded; it is in doubt",
 		slog.Any("key", x.call.Key), slog.Any("error", err))
 	x.unrecorded()
 	x.doubtful = true
@@ -279,51 +322,48 @@ func (x *call) outcomeLost(err error) {
 	x.noted.outcome, x.noted.cause = execution.InDoubt, execution.CauseUnrecorded
 }
 
-func (x *call) unrecorded() {
+func (x *Call) unrecorded() {
 	if x.doubtful {
 		return // reported already
 	}
-	x.emit(eventInDoubt, map[string]any{"cause": string(execution.CauseUnrecorded), "status": 0})
+	x.emit(EventInDoubt, map[string]any{"cause": string(execution.CauseUnrecorded), "status": 0})
 }
 
 // errNotSent is the error of a call that could not be sent on two connections.
 var errNotSent = errors.New("agent_guard: the upstream closed the connection before anything was sent")
 
 // releaseEnd lets the end of the answer go, once the client has got the rest.
-func (x *call) releaseEnd(f *forwarding) error {
+func (x *Call) releaseEnd(f *forwarding) error {
 	if f.rec.Apart() {
 		x.engine.readers.enter()
 		defer x.engine.readers.leave()
 	}
-	if !f.rec.Release(x.engine.waits) {
+	if !f.rec.Release(x.engine.Waits) {
 		panic(http.ErrAbortHandler) // the client must see that it is not whole
 	}
 	return nil
 }
 
 // drain gives the client what has come of an answer that has no end.
-func (x *call) drain(f *forwarding) {
+func (x *Call) drain(f *forwarding) {
 	if f.rec.Apart() {
 		x.engine.readers.enter()
 		defer x.engine.readers.leave()
 	}
-	f.rec.Drain(x.engine.waits)
+	f.rec.Drain(x.engine.Waits)
 }
 
-func (x *call) abortIfSent(f *forwarding) {
+func (x *Call) abortIfSent(f *forwarding) {
 	if x.w.Sent() {
 		x.drain(f)
 		panic(http.ErrAbortHandler)
 	}
 }
 
-func (x *call) inDoubtAnswer(cause execution.Cause) error {
-	x.w.Header().Del(headerExecutionStatus)
+func (x *Call) inDoubtAnswer(cause execution.Cause) error {
+	x.w.Header().Del(HeaderExecutionStatus)
 	return x.inDoubt(cause)
 }
-
-// headerRequestTimeout is where callers say how long they wait, in seconds.
-const headerRequestTimeout = "Request-Timeout"
 
 // shorter is the part of a caller's time that a call may take: what comes of it must be
 // known before the caller gives up (cascade 3.3.1).
@@ -331,8 +371,8 @@ const shorter = 0.9
 
 // deadline is the longest that the call may take: its action's, or less where its caller
 // has said for how long it waits.
-func (x *call) deadline() time.Duration {
-	return atMost(time.Duration(x.action.Deadline), x.r.Header, x.h.DeadlineHeader)
+func (x *Call) deadline() time.Duration {
+	return atMost(x.action.Deadline, x.r.Header, x.h.DeadlineHeader)
 }
 
 // atMost is most, or less where a caller says in its header h that it waits for less.
@@ -352,8 +392,11 @@ func callersTime(h http.Header, field string) (time.Duration, bool) {
 			return d, true
 		}
 	}
-	return proxy.ParseGRPCTimeout(h.Get("Grpc-Timeout"))
+	return ParseGRPCTimeout(h.Get("Grpc-Timeout"))
 }
+
+// longestTime is more than anybody waits, and keeps times within 64 bits of nanoseconds.
+const longestTime = 100 * 365 * 24 * time.Hour
 
 // parseSeconds reads a number of seconds, or a duration with a unit.
 func parseSeconds(text string) (time.Duration, bool) {
@@ -363,7 +406,7 @@ func parseSeconds(text string) (time.Duration, bool) {
 		d, err := time.ParseDuration(text)
 		return d, err == nil && d > 0
 	}
-	if !(seconds > 0) || seconds > longest.Seconds() {
+	if !(seconds > 0) || seconds > longestTime.Seconds() {
 		return 0, false
 	}
 	return time.Duration(math.Ceil(seconds * float64(time.Second))), true
@@ -491,18 +534,20 @@ func (c *clock) wait(ready <-chan struct{}) (came bool) {
 // failsOpen reports that the call may be forwarded unguarded in place of being refused
 // with err (P4): the route says `fail_open`, the store is what is missing, nothing is
 // claimed for the call, and nothing was found of an earlier one.
-func (x *call) failsOpen(err error) bool {
+func (x *Call) failsOpen(err error) bool {
 	switch {
-	case !x.h.FailOpen || x.found || x.engine.shuttingDown():
+	case !x.h.FailOpen || x.found || x.h.Host.Exiting():
+		return false
+	case x.engine != nil && x.engine.Stopping != nil && x.engine.Stopping():
 		return false
 	case !x.verified && x.h.needsTokens(x.r):
 		return false // whose call it is, is not known
-	case x.evidence.policy != nil && x.evidence.policy.ledgerFirst && len(x.evidence.tokens.all) > 0:
+	case x.evidence.policy != nil && x.evidence.policy.LedgerFirst && len(x.evidence.tokens.All) > 0:
 		return false // its tokens are good for nothing before they stand in the ledger
 	case x.engine == nil:
 		// The store could not be opened. Where it could and only the keys are refused,
 		// an earlier call may stand in it.
-		return !errors.Is(err, errKeys) && !errors.Is(err, execution.ErrWrongKey) && !errors.Is(err, execution.ErrMissingKey)
+		return !errors.Is(err, ErrKeys) && !errors.Is(err, execution.ErrWrongKey) && !errors.Is(err, execution.ErrMissingKey)
 	case errors.Is(err, store.ErrUnknown):
 		return false // the claim may stand
 	case errors.Is(err, execution.ErrUnreadable):
@@ -514,23 +559,23 @@ func (x *call) failsOpen(err error) bool {
 }
 
 // forwardUnguarded hands the call to the next handler as if there were no guard.
-func (x *call) forwardUnguarded(w http.ResponseWriter, next nextHandler, cause error) error {
-	x.action.counts.FailedOpen()
+func (x *Call) forwardUnguarded(w http.ResponseWriter, next Next, cause error) error {
+	x.action.Counts.FailedOpen()
 	x.note(statusUnguarded, api.StoreUnavailable.Slug)
 	if calls := x.h.failures.due(time.Now()); calls > 0 {
-		x.h.logger.Warn("the store is unavailable; calls are forwarded unguarded, and retries of them run again",
+		x.h.Logger.Warn("the store is unavailable; calls are forwarded unguarded, and retries of them run again",
 			slog.String("guard", x.h.Name), slog.Uint64("calls", calls), slog.Any("error", rootOf(cause)))
-		x.emit(eventFailOpen, map[string]any{"calls": calls})
+		x.emit(EventFailOpen, map[string]any{"calls": calls})
 	}
 	r := x.unguardedRequest()
 	defer r.Body.Close()
 	if x.engine == nil { // nobody reads the breakers' states, and the route wants it sent
-		r = r.WithContext(proxy.WithoutState(r.Context()))
+		r = r.WithContext(WithoutState(r.Context()))
 	}
-	return x.h.forwardInTime(guard.Mark(w, headerExecutionStatus, statusUnguarded), r, next)
+	return x.h.forwardInTime(Mark(w, HeaderExecutionStatus, statusUnguarded), r, next)
 }
 
-func (x *call) unguardedRequest() *http.Request {
+func (x *Call) unguardedRequest() *http.Request {
 	x.r.Header.Del("Upgrade") // an unsafe method leaves HTTP nowhere (isTunnel)
 	if !x.read {
 		return x.r
@@ -576,14 +621,14 @@ func (s *throttle) due(now time.Time) uint64 {
 }
 
 // degrade answers a call that a breaker has refused with the fallback, if there is one.
-func (x *call) degrade(w http.ResponseWriter, p *api.Problem) (answered bool, err error) {
-	if x.h.fallback == nil || p.Kind() != api.CircuitOpen {
+func (x *Call) degrade(w http.ResponseWriter, p *api.Problem) (answered bool, err error) {
+	if x.h.Fallback == nil || p.Kind() != api.CircuitOpen {
 		return false, nil
 	}
 	x.note(statusRefused, p.Kind().Slug)
-	x.action.counts.Refused(p.Kind().Slug)
-	w.Header().Set(headerExecutionID, x.call.Scope.ID)
+	x.action.Counts.Refused(p.Kind().Slug)
+	w.Header().Set(HeaderExecutionID, x.call.Scope.ID)
 	r := x.unguardedRequest()
 	defer r.Body.Close()
-	return true, x.h.fallback.ServeHTTP(guard.Mark(w, headerExecutionStatus, statusRefused), r)
+	return true, x.h.Fallback.ServeHTTP(Mark(w, HeaderExecutionStatus, statusRefused), r)
 }

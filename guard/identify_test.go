@@ -1,17 +1,18 @@
-package caddymodule
+package guard
 
 import (
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"errors"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"io"
 	"net/http"
 	"net/url"
 	"regexp"
 	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 )
 
 // withCertificate makes a request over TLS with a client certificate.
@@ -33,47 +34,47 @@ func TestCaller(t *testing.T) {
 
 	for _, c := range []struct {
 		name string
-		h    Handler
+		h    Config
 		r    *http.Request
 		user string // {http.auth.user.id}
 		want string // a regular expression
 	}{
-		{"nothing", Handler{}, request("POST", "/"), "", `anonymous`},
-		{"explicit", Handler{Caller: "{http.request.header.X-Tenant}"},
+		{"nothing", Config{}, request("POST", "/"), "", `anonymous`},
+		{"explicit", Config{Caller: "{http.request.header.X-Tenant}"},
 			withCertificate(request("POST", "/", "X-Tenant", "t1", "Authorization", "Bearer a"), true, ann), "u1", `explicit:"default":t1`},
-		{"explicit of several", Handler{Caller: "{http.request.header.X-Tenant}/{http.auth.user.id}"},
+		{"explicit of several", Config{Caller: "{http.request.header.X-Tenant}/{http.auth.user.id}"},
 			request("POST", "/", "X-Tenant", "t1"), "u1", `explicit:"default":t1/u1`},
-		{"explicit but empty", Handler{Caller: "{http.request.header.X-Tenant}"},
+		{"explicit but empty", Config{Caller: "{http.request.header.X-Tenant}"},
 			request("POST", "/", "Authorization", "Bearer a"), "u1", `user:"default":u1`},
 		// The rest alone would make one caller of all without a tenant (P3).
-		{"explicit but partly empty", Handler{Caller: "tenant-{http.request.header.X-Tenant}"},
+		{"explicit but partly empty", Config{Caller: "tenant-{http.request.header.X-Tenant}"},
 			request("POST", "/", "Authorization", "Bearer a"), "", `credential:` + hash},
-		{"explicit but unknown", Handler{Caller: "tenant-{http.auth.user.tenant}"},
+		{"explicit but unknown", Config{Caller: "tenant-{http.auth.user.tenant}"},
 			request("POST", "/", "Authorization", "Bearer a"), "", `credential:` + hash},
-		{"explicit excuses an unstable scheme", Handler{Caller: "{http.request.header.X-Tenant}"},
+		{"explicit excuses an unstable scheme", Config{Caller: "{http.request.header.X-Tenant}"},
 			request("POST", "/", "X-Tenant", "t1", "Authorization", "AWS4-HMAC-SHA256 Credential=a"), "", `explicit:"default":t1`},
-		{"certificate", Handler{}, withCertificate(request("POST", "/", "Authorization", "Bearer a"), true, ann), "u1", `certificate:[0-9a-f]{64}:dn:CN=ann`},
-		{"certificate with a URI", Handler{}, withCertificate(request("POST", "/"), true, spiffe), "", `certificate:[0-9a-f]{64}:uri:spiffe://example.com/agent`},
-		{"certificate with a name", Handler{}, withCertificate(request("POST", "/"), true, dns), "", `certificate:[0-9a-f]{64}:dns:agent\.example\.com`},
-		{"certificate with a key only", Handler{}, withCertificate(request("POST", "/"), true, bare), "", `certificate:[0-9a-f]{64}:spki:key`},
-		{"certificate that nobody verified", Handler{}, withCertificate(request("POST", "/"), false, ann), "", `anonymous`},
-		{"user", Handler{}, request("POST", "/", "Authorization", "Basic a", "Cookie", "c=1"), "u1", `user:"default":u1`},
-		{"user with a signed request", Handler{}, request("POST", "/", "Authorization", "Signature a"), "u1", `user:"default":u1`},
-		{"bearer", Handler{}, request("POST", "/", "Authorization", "bearer a"), "", `credential:` + hash},
-		{"basic", Handler{}, request("POST", "/", "Authorization", "BASIC a"), "", `credential:` + hash},
-		{"key", Handler{}, request("POST", "/", "X-Api-Key", "a"), "", `credential:` + hash},
-		{"other key", Handler{}, request("POST", "/", "Api-Key", "a"), "", `credential:` + hash},
-		{"configured key", Handler{Credentials: []string{"x-tenant-key"}}, request("POST", "/", "X-Tenant-Key", "a"), "", `credential:` + hash},
-		{"cookie", Handler{}, request("POST", "/", "Cookie", "session=1"), "", `cookie:` + hash},
-		{"a field that is none of the configured", Handler{Credentials: []string{"X-Tenant-Key"}}, request("POST", "/", "Authorization", "Bearer a"), "", `anonymous`},
-		{"an unstable scheme in a field that does not count", Handler{Credentials: []string{"X-Tenant-Key"}},
+		{"certificate", Config{}, withCertificate(request("POST", "/", "Authorization", "Bearer a"), true, ann), "u1", `certificate:[0-9a-f]{64}:dn:CN=ann`},
+		{"certificate with a URI", Config{}, withCertificate(request("POST", "/"), true, spiffe), "", `certificate:[0-9a-f]{64}:uri:spiffe://example.com/agent`},
+		{"certificate with a name", Config{}, withCertificate(request("POST", "/"), true, dns), "", `certificate:[0-9a-f]{64}:dns:agent\.example\.com`},
+		{"certificate with a key only", Config{}, withCertificate(request("POST", "/"), true, bare), "", `certificate:[0-9a-f]{64}:spki:key`},
+		{"certificate that nobody verified", Config{}, withCertificate(request("POST", "/"), false, ann), "", `anonymous`},
+		{"user", Config{}, request("POST", "/", "Authorization", "Basic a", "Cookie", "c=1"), "u1", `user:"default":u1`},
+		{"user with a signed request", Config{}, request("POST", "/", "Authorization", "Signature a"), "u1", `user:"default":u1`},
+		{"bearer", Config{}, request("POST", "/", "Authorization", "bearer a"), "", `credential:` + hash},
+		{"basic", Config{}, request("POST", "/", "Authorization", "BASIC a"), "", `credential:` + hash},
+		{"key", Config{}, request("POST", "/", "X-Api-Key", "a"), "", `credential:` + hash},
+		{"other key", Config{}, request("POST", "/", "Api-Key", "a"), "", `credential:` + hash},
+		{"configured key", Config{Credentials: []string{"X-Tenant-Key"}}, request("POST", "/", "X-Tenant-Key", "a"), "", `credential:` + hash},
+		{"cookie", Config{}, request("POST", "/", "Cookie", "session=1"), "", `cookie:` + hash},
+		{"a field that is none of the configured", Config{Credentials: []string{"X-Tenant-Key"}}, request("POST", "/", "Authorization", "Bearer a"), "", `anonymous`},
+		{"an unstable scheme in a field that does not count", Config{Credentials: []string{"X-Tenant-Key"}},
 			request("POST", "/", "Authorization", "Signature a", "X-Tenant-Key", "k"), "", `credential:` + hash},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			if c.user != "" {
-				replacer(c.r).Set("http.auth.user.id", c.user)
+				testHost{}.SetVar(c.r, "user", c.user)
 			}
-			got, err := defaulted(t, c.h).caller(testGuard(t), c.r, new(presented))
+			got, err := newHandler(t, c.h).CallerOf(testGuard(t), c.r, new(Tokens))
 			if err != nil || !regexp.MustCompile("^"+c.want+"$").MatchString(got) {
 				t.Errorf("caller %q, %v; want %s", got, err, c.want)
 			}
@@ -84,9 +85,9 @@ func TestCaller(t *testing.T) {
 // P3: another credential is another caller, and nothing else is.
 func TestCallersAreToldApart(t *testing.T) {
 	g := testGuard(t)
-	caller := func(h Handler, fields ...string) string {
+	caller := func(h Config, fields ...string) string {
 		t.Helper()
-		name, err := defaulted(t, h).caller(g, request("POST", "/", fields...), new(presented))
+		name, err := newHandler(t, h).CallerOf(g, request("POST", "/", fields...), new(Tokens))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -106,24 +107,18 @@ func TestCallersAreToldApart(t *testing.T) {
 	}
 	seen := map[string]string{}
 	for name, fields := range different {
-		id := caller(Handler{}, fields...)
+		id := caller(Config{}, fields...)
 		if other, ok := seen[id]; ok {
 			t.Errorf("%s and %s are one caller", name, other)
 		}
 		seen[id] = name
 	}
 	// Cookies change by themselves: beside a better credential they do not count.
-	if caller(Handler{}, "Authorization", "Bearer a") != caller(Handler{}, "Authorization", "Bearer a", "Cookie", "x=2") {
+	if caller(Config{}, "Authorization", "Bearer a") != caller(Config{}, "Authorization", "Bearer a", "Cookie", "x=2") {
 		t.Error("a cookie beside a token makes another caller")
 	}
-	// P1: writing the same fields another way frees no key.
-	one := caller(Handler{Credentials: []string{"X-Api-Key", "authorization"}}, "Authorization", "Bearer a", "X-Api-Key", "k")
-	two := caller(Handler{Credentials: []string{"Authorization", "x-api-key", "X-Api-Key"}}, "Authorization", "Bearer a", "X-Api-Key", "k")
-	if one != two {
-		t.Error("the spelling and order of `credentials` make another caller")
-	}
-	name, err := defaulted(t, Handler{}).caller(testGuard(t), request("POST", "/", "X-Api-Key", "k"), new(presented))
-	if err != nil || name == caller(Handler{}, "X-Api-Key", "k") {
+	name, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "X-Api-Key", "k"), new(Tokens))
+	if err != nil || name == caller(Config{}, "X-Api-Key", "k") {
 		t.Errorf("the hash of a credential is the same under another store's key: %v", err)
 	}
 }
@@ -132,7 +127,7 @@ func TestCallersAreToldApart(t *testing.T) {
 func TestCallersHideCredentials(t *testing.T) {
 	g := testGuard(t)
 	for _, field := range []string{"Authorization", "X-Api-Key", "Api-Key", "Cookie"} {
-		name, err := defaulted(t, Handler{}).caller(g, request("POST", "/", field, "Bearer s3cr3t"), new(presented))
+		name, err := newHandler(t, Config{}).CallerOf(g, request("POST", "/", field, "Bearer s3cr3t"), new(Tokens))
 		if err != nil || strings.Contains(name, "s3cr3t") {
 			t.Errorf("%s: caller %q, %v", field, name, err)
 		}
@@ -146,13 +141,13 @@ func TestUnstableCredentialsAreRefused(t *testing.T) {
 		"AWS4-HMAC-SHA256 Credential=a": true, "Digest username=a": true, "Signature keyId=a": true, "DPoP a": true,
 		"GNAP a": true, "Negotiate a": true, "raw-token": true, "Bearer,Signature a": true,
 	} {
-		_, err := defaulted(t, Handler{}).caller(testGuard(t), request("POST", "/", "Authorization", value), new(presented))
+		_, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "Authorization", value), new(Tokens))
 		var p *api.Problem
 		if got := errors.As(err, &p) && p.Kind() == api.CallerUnstable; got != refused {
 			t.Errorf("%q: refused %v (%v), want %v", value, got, err, refused)
 		}
 	}
-	_, err := defaulted(t, Handler{}).caller(testGuard(t), request("POST", "/", "Authorization", "Bearer a", "Authorization", "Digest b"), new(presented))
+	_, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "Authorization", "Bearer a", "Authorization", "Digest b"), new(Tokens))
 	if err == nil {
 		t.Error("a second, unstable Authorization line is not refused")
 	}
@@ -183,7 +178,7 @@ func TestWorkflow(t *testing.T) {
 		{"no flags", []string{"Traceparent", "00-" + trace + "-00f067aa0ba902b7"}, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			if got, err := workflow(request("POST", "/", c.fields...), new(presented)); got != c.want || err != nil {
+			if got, err := workflow(request("POST", "/", c.fields...), new(Tokens)); got != c.want || err != nil {
 				t.Errorf("workflow %q, want %q (%v)", got, c.want, err)
 			}
 		})
@@ -212,9 +207,9 @@ func FuzzTraceparent(f *testing.F) {
 }
 
 // stated is the id that a request states to a handler.
-func stated(t *testing.T, h Handler, r *http.Request) (string, error) {
+func stated(t *testing.T, h Config, r *http.Request) (string, error) {
 	t.Helper()
-	x := &call{h: defaulted(t, h), r: r}
+	x := &Call{h: newHandler(t, h), r: r}
 	return x.statedID()
 }
 
@@ -238,7 +233,7 @@ func TestIDInTheBody(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			r := request("POST", "/", "Content-Type", c.contentType, "X-Last", "last")
 			r.Body = io.NopCloser(strings.NewReader(c.body))
-			x := &call{h: defaulted(t, Handler{ExecutionID: sources}), r: r}
+			x := &Call{h: newHandler(t, Config{ExecutionID: sources}), r: r}
 			if err := x.readBody(); err != nil {
 				t.Fatal(err)
 			}
@@ -278,7 +273,7 @@ func TestStatedID(t *testing.T) {
 		{"a space in a placeholder", sources, []string{"X-Order", "a b", "X-Last", "l"}, "", "execution-id-invalid"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			got, err := stated(t, Handler{ExecutionID: c.sources}, request("POST", "/", c.fields...))
+			got, err := stated(t, Config{ExecutionID: c.sources}, request("POST", "/", c.fields...))
 			var p *api.Problem
 			switch {
 			case c.slug != "":

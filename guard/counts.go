@@ -1,0 +1,197 @@
+package guard
+
+import (
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+// UnguardedReason says why a request is not guarded.
+type UnguardedReason uint8
+
+// Why a request is not guarded: its method changes nothing, the configuration says so, it
+// leaves HTTP, or it is a gRPC call and its action is not unary.
+const (
+	ReasonSafe UnguardedReason = iota
+	ReasonExempt
+	ReasonUpgrade
+	ReasonGRPC
+	unguardedReasons
+)
+
+var reasonNames = [unguardedReasons]string{"safe", "exempt", "upgrade", "grpc"}
+
+func (r UnguardedReason) String() string { return reasonNames[r] }
+
+// ProbeResult is what a probe of a call in doubt has found out.
+type ProbeResult uint8
+
+// What a probe has found out: the call was executed, it was not, or the answer says neither.
+const (
+	ProbeApplied ProbeResult = iota
+	ProbeNotApplied
+	ProbeUnknown
+	probeResults
+)
+
+var probeResultNames = [probeResults]string{"applied", "not_applied", "unknown"}
+
+func (r ProbeResult) String() string { return probeResultNames[r] }
+
+var verdicts = [...]execution.Verdict{execution.Completed, execution.Released, execution.InDoubt}
+
+// ActionCounts counts what becomes of the calls of one action of one guard. To count is one
+// atomic addition.
+type ActionCounts struct {
+	guard, name string
+
+	running  atomic.Int64
+	executed [len(verdicts)]atomic.Uint64
+	replays  atomic.Uint64
+	attaches atomic.Uint64
+	failOpen atomic.Uint64
+	probes   [probeResults]atomic.Uint64
+	slugs    []string // of problems, in the order of their counts
+	problems []atomic.Uint64
+}
+
+// Begun counts an execution that has begun. Settled must follow.
+func (a *ActionCounts) Begun() { a.running.Add(1) }
+
+// Settled counts the end of an execution, by what was recorded of it.
+func (a *ActionCounts) Settled(v execution.Verdict) {
+	a.running.Add(-1)
+	for i := range verdicts {
+		if verdicts[i] == v {
+			a.executed[i].Add(1)
+		}
+	}
+}
+
+// Replayed counts a call that was answered with a recorded result.
+func (a *ActionCounts) Replayed() { a.replays.Add(1) }
+
+// Attached counts a call that was answered by an execution that was running.
+func (a *ActionCounts) Attached() { a.attaches.Add(1) }
+
+// FailedOpen counts a call that was forwarded unguarded for want of a store (P4).
+func (a *ActionCounts) FailedOpen() { a.failOpen.Add(1) }
+
+// Probed counts a status probe.
+func (a *ActionCounts) Probed(r ProbeResult) { a.probes[r].Add(1) }
+
+// Refused counts a request that was answered with the problem of this slug.
+func (a *ActionCounts) Refused(slug string) {
+	for i := range a.slugs {
+		if a.slugs[i] == slug {
+			a.problems[i].Add(1)
+			return
+		}
+	}
+}
+
+// ActionReport is what was counted of one action since its first configuration.
+type ActionReport struct {
+	Guard, Action string
+	// Running is the number of executions that run now.
+	Running int64
+	// Executions are those that have ended, by the verdict that was recorded.
+	Executions map[execution.Verdict]uint64
+	// Replays and Attaches are calls that were answered from a record, and by a running
+	// execution; FailOpen those that were forwarded without a store (P4).
+	Replays, Attaches, FailOpen uint64
+	// Probes are counted by result, Problems by slug.
+	Probes   map[ProbeResult]uint64
+	Problems map[string]uint64
+}
+
+// Report is what was counted.
+func (a *ActionCounts) Report() ActionReport {
+	r := ActionReport{
+		Guard: a.guard, Action: a.name, Running: a.running.Load(), Executions: map[execution.Verdict]uint64{},
+		Replays: a.replays.Load(), Attaches: a.attaches.Load(), FailOpen: a.failOpen.Load(),
+		Probes: map[ProbeResult]uint64{}, Problems: map[string]uint64{},
+	}
+	for i, v := range verdicts {
+		r.Executions[v] = a.executed[i].Load()
+	}
+	for i := range a.probes {
+		r.Probes[ProbeResult(i)] = a.probes[i].Load()
+	}
+	for i, slug := range a.slugs {
+		r.Problems[slug] = a.problems[i].Load()
+	}
+	return r
+}
+
+// Counts counts the requests of all guards of one name over one store.
+type Counts struct {
+	name      string
+	unguarded [unguardedReasons]atomic.Uint64
+	tokens    sync.Map // what came of verifying -> *atomic.Uint64
+
+	mu      sync.Mutex
+	actions []*ActionCounts
+}
+
+// NewCounts returns counts for the guards of a name.
+func NewCounts(name string) *Counts { return &Counts{name: name} }
+
+// Unguarded counts a request that is not guarded.
+func (c *Counts) Unguarded(r UnguardedReason) { c.unguarded[r].Add(1) }
+
+// VerifiesTokens shows the count of verified tokens, before there are any.
+func (c *Counts) VerifiesTokens() { c.tokens.LoadOrStore("verified", new(atomic.Uint64)) }
+
+// Token counts the verification of a request's tokens. result is verified, late, unavailable, or
+// the code of the refusal; empty is not counted.
+func (c *Counts) Token(result string) {
+	if result == "" {
+		return
+	}
+	n, ok := c.tokens.Load(result)
+	if !ok {
+		n, _ = c.tokens.LoadOrStore(result, new(atomic.Uint64))
+	}
+	n.(*atomic.Uint64).Add(1)
+}
+
+// Action returns the counts of the action of this name.
+func (c *Counts) Action(name string) *ActionCounts {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if i := slices.IndexFunc(c.actions, func(a *ActionCounts) bool { return a.name == name }); i >= 0 {
+		return c.actions[i]
+	}
+	a := &ActionCounts{guard: c.name, name: name}
+	for _, k := range api.Kinds() {
+		a.slugs = append(a.slugs, k.Slug)
+	}
+	a.problems = make([]atomic.Uint64, len(a.slugs))
+	c.actions = append(c.actions, a)
+	return a
+}
+
+// Report is what was counted: requests that are not guarded by reason, and verifications of
+// tokens by result.
+func (c *Counts) Report() (name string, unguarded map[UnguardedReason]uint64, tokens map[string]uint64) {
+	unguarded, tokens = map[UnguardedReason]uint64{}, map[string]uint64{}
+	for r := range c.unguarded {
+		unguarded[UnguardedReason(r)] = c.unguarded[r].Load()
+	}
+	c.tokens.Range(func(result, n any) bool {
+		tokens[result.(string)] = n.(*atomic.Uint64).Load()
+		return true
+	})
+	return c.name, unguarded, tokens
+}
+
+// CountRefusal counts a request of no action that was answered with the problem of this
+// slug: among those of the action that matches everything.
+func (h *Handler) CountRefusal(slug string) { h.Actions[len(h.Actions)-1].Counts.Refused(slug) }
+
+// CountTokens counts a verification of tokens.
+func (h *Handler) CountTokens(p *Tokens, err error) { h.Counts.Token(tokenResult(p, err)) }

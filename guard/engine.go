@@ -1,0 +1,192 @@
+package guard
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Engine is what the calls over one store share. The exported fields are set before its
+// first call and do not change.
+type Engine struct {
+	Store       store.Store
+	Executions  *execution.Guard
+	Checkpoints *checkpoint.Store
+	// Coordinator returns the coordinator of rollbacks, or nil. It may be nil itself.
+	Coordinator func() *rollback.Coordinator
+	// Circuits records in workflows what breakers refuse; nil without breakers.
+	Circuits Circuits
+	// Uncut ends when running executions are cut off, Waits when callers no longer wait
+	// for outcomes.
+	Uncut, Waits context.Context
+	// Stopping reports that nothing new begins. It may be nil.
+	Stopping func() bool
+	// Emit emits an event of a call, and reports false where nobody is there to take it. It
+	// may be nil.
+	Emit func(name string, data func() map[string]any) bool
+	// Logger takes what operators should know.
+	Logger *slog.Logger
+
+	// Writes knows what guarded calls change at the same time.
+	Writes WriteTracker
+
+	running     runningCalls
+	readers     slowReaders
+	constraints constraints
+	rejections  rejections
+}
+
+// Circuits is what the way of a call needs of the circuit breakers' recorder.
+type Circuits interface {
+	// Name is the public name of an upstream.
+	Name(upstream string) string
+	// Busy reports that too much waits already for RecordRejection.
+	Busy() bool
+	// RecordRejection records in a workflow that a breaker has refused a call, in the
+	// background. parents are ids that may be recorded.
+	RecordRejection(policy *TokenPolicy, open *breaker.OpenError, workflow string, parents []string)
+	// Unrecorded reports that an event of a breaker could not be recorded.
+	Unrecorded(key breaker.Key, err error)
+}
+
+// OpenEngine opens an engine over a store, with the keys of ring. It settles what an earlier
+// process has left: executions that were open are in doubt (P6). The caller closes the
+// store, when no call runs any more.
+func OpenEngine(ctx context.Context, st store.Store, ring *seal.Ring) (*Engine, error) {
+	executions, _, err := execution.Open(ctx, st, ring)
+	if err != nil {
+		return nil, err
+	}
+	return &Engine{
+		Store: st, Executions: executions, Checkpoints: checkpoint.New(st, ring),
+		Uncut: context.Background(), Waits: context.Background(), Logger: slog.New(slog.DiscardHandler),
+	}, nil
+}
+
+// Open is Config.Open for an engine that outlives its handlers.
+func (e *Engine) Open() (_ *Engine, release func(), _ error) { return e, func() {}, nil }
+
+// callErrorTime is how long the opening of a breaker waits for the call that caused it. A
+// longer call, such as a stream, would fail for another reason.
+const callErrorTime = 2 * time.Second
+
+// AwaitCall waits for the end of the call with this checkpoint, if it runs: for 2 s at most,
+// and no longer than ctx.
+func (e *Engine) AwaitCall(ctx context.Context, checkpoint string) {
+	ctx, cancel := context.WithTimeout(ctx, callErrorTime)
+	defer cancel()
+	e.running.wait(ctx, checkpoint)
+}
+
+// AwaitReaders waits until no client is behind in reading the answer of a settled call, or
+// ctx ends.
+func (e *Engine) AwaitReaders(ctx context.Context) { e.readers.wait(ctx) }
+
+// detach returns the clock of an execution: a context with the values of the request, but not its
+// end (P7). It ends at the deadline, or when an exit can wait no longer.
+func (e *Engine) detach(request context.Context, deadline time.Duration) *clock {
+	c := newClock(context.WithoutCancel(request), deadline)
+	c.stops = context.AfterFunc(e.Uncut, c.stop)
+	return c
+}
+
+// slowReaders counts the owners of settled executions that are still reading.
+type slowReaders struct {
+	mu   sync.Mutex
+	n    int
+	none chan struct{} // closed when n falls to 0; nil while nobody waits
+}
+
+func (s *slowReaders) enter() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.n++
+}
+
+func (s *slowReaders) leave() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.n--
+	if s.n == 0 && s.none != nil {
+		close(s.none)
+		s.none = nil
+	}
+}
+
+// wait waits until there are none, or ctx is over.
+func (s *slowReaders) wait(ctx context.Context) {
+	s.mu.Lock()
+	if s.n == 0 {
+		s.mu.Unlock()
+		return
+	}
+	if s.none == nil {
+		s.none = make(chan struct{})
+	}
+	none := s.none
+	s.mu.Unlock()
+	select {
+	case <-none:
+	case <-ctx.Done():
+	}
+}
+
+// runningCalls are the calls whose outcome is not recorded yet. A failure opens a breaker just
+// before its call records an error. It may record none: an upstream that was tried in vain is
+// not always a failure of the call.
+type runningCalls struct {
+	mu   sync.Mutex
+	ends map[string]chan struct{} // by checkpoint
+}
+
+// begin notes that a call runs. One without a checkpoint records nothing.
+func (r *runningCalls) begin(checkpoint string) {
+	if checkpoint == "" {
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.ends == nil {
+		r.ends = map[string]chan struct{}{}
+	}
+	r.ends[checkpoint] = make(chan struct{})
+}
+
+// end notes that the outcome of a call is recorded.
+func (r *runningCalls) end(checkpoint string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if end := r.ends[checkpoint]; end != nil {
+		close(end)
+		delete(r.ends, checkpoint)
+	}
+}
+
+// wait waits for the end of a call, if it runs, until ctx ends.
+func (r *runningCalls) wait(ctx context.Context, checkpoint string) {
+	r.mu.Lock()
+	end := r.ends[checkpoint]
+	r.mu.Unlock()
+	if end == nil {
+		return
+	}
+	select {
+	case <-end:
+	case <-ctx.Done():
+	}
+}
+
+// KeepCircuitTokens is how long the ledger keeps the events of breakers.
+const KeepCircuitTokens = 24 * time.Hour
+
+// ErrKeys says that the store needs other keys.
+var ErrKeys = errors.New("agent_guard: keys")

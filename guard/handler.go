@@ -1,0 +1,449 @@
+// Package guard is the way of a guarded call: an http.Handler that executes each call that
+// changes something at most once, in front of any other handler. Its steps stand in call.go
+// and are told in docs/request.md; P1 to P8 are the promises of docs/guarantees.md.
+//
+// A Handler is made of a Config and an Engine, which is what all calls over one store share.
+// With a Host it learns from the program around it what net/http does not know, such as
+// placeholders, users and what was sent upstream; without one it knows of the upstream only
+// what has answered. caddymodule is that program for Caddy.
+//
+// The packages below it hold what the steps use: execution the records, evidence and api the
+// tokens and endpoints, checkpoint and rollback how calls are undone.
+package guard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"strconv"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+)
+
+// Config says which calls a Handler guards, and how. Open is required; the zero value of
+// everything else has a default.
+type Config struct {
+	// Name is one namespace of execution ids and of callers. Default: "default".
+	Name string
+	// Realm is the namespace of the names that the Host gives callers. Default: Name.
+	Realm string
+	// Open returns the engine with a reference that release gives back. A running
+	// execution keeps it. Engine.Open is one for an engine that outlives the handler.
+	Open func() (e *Engine, release func(), err error)
+	// Tokens is the token policy; nil, or a policy that is nil, ignores tokens and records
+	// no evidence. Verifies says that there is one that verifies tokens.
+	Tokens   func() (*TokenPolicy, error)
+	Verifies bool
+	// Next is the handler behind ServeHTTP, such as an httputil.ReverseProxy.
+	Next http.Handler
+	// Host is the program that serves the requests. Default: net/http alone.
+	Host Host
+
+	// ExecutionID are the places where callers name the intended effect, in order.
+	// Default: the header fields Idempotency-Key and Execution-Id.
+	ExecutionID []IDSource
+	// MissingID says what happens to a call without an id. Default: MissingMint.
+	MissingID MissingID
+	// DeriveWindow is how long a derived id counts. Default: 60 s.
+	DeriveWindow time.Duration
+	// Inherit derives the id of a call without one from its Execution-Parent.
+	Inherit bool
+	// Caller is text with placeholders that names the caller; the Host expands it.
+	Caller string
+	// Credentials are the header fields that are credentials, in canonical form and sorted.
+	// Default: Api-Key, Authorization, X-Api-Key.
+	Credentials []string
+
+	// Consequential matches calls with a safe method that are guarded all the same, Exempt
+	// others that are not guarded. Nil matches none.
+	Consequential, Exempt Match
+	// RefuseStreams refuses what can have an effect and cannot be guarded: upgrades,
+	// tunnels, and gRPC calls that are not unary.
+	RefuseStreams bool
+	// FingerprintExclude are members of JSON bodies that are left out of the fingerprint.
+	FingerprintExclude []fingerprint.Pointer
+	// MaxBody is the size of the largest request body, in bytes. Default: 32 MiB.
+	MaxBody int64
+	// AttachWait is how long a retry waits for the first byte of a running execution.
+	// Default: 30 s.
+	AttachWait time.Duration
+	// Deadline bounds requests that are not guarded until the header of their answer.
+	// Default: 5 min. IdleTimeout is the longest pause after it. Default: 10 min; negative
+	// is none.
+	Deadline, IdleTimeout time.Duration
+	// DeadlineHeader is where callers say how long they wait. Default: Request-Timeout.
+	DeadlineHeader string
+	// FailOpen forwards calls unguarded while the store is unavailable.
+	FailOpen bool
+	// RequireECT refuses requests without a token.
+	RequireECT bool
+	// UpstreamIdentity is the upstream's identity; calls are then forwarded with a token.
+	UpstreamIdentity string
+	// Actions are the kinds of calls; the last one matches everything. Default: one action
+	// "default".
+	Actions []*Action
+	// Quota bounds what a caller may hold, Checkpoints what a workflow and a caller may.
+	Quota       execution.Quota
+	Checkpoints checkpoint.Terms
+
+	// Endpoint answers requests for the gateway's own paths, and reports whether it did. Nil
+	// has none.
+	Endpoint func(w http.ResponseWriter, r *http.Request) bool
+	// Fallback answers calls that a circuit breaker has refused. Nil: they get the problem.
+	Fallback Next
+	// Refusal is with what the breakers of all upstreams would refuse a call of this method,
+	// and the public name of the upstream; nil where they would not, or nobody knows.
+	Refusal func(method string, view *breaker.View) (open *breaker.OpenError, name string)
+	// Send sends a request of the guard's own to the upstream. Actions that read the state
+	// of their target, or probe, need it. Reach names the way of such requests; it is
+	// recorded with checkpoints.
+	Send  func(ctx context.Context, r *InternalRequest) (*InternalAnswer, error)
+	Reach string
+
+	// Counts counts the requests of all handlers of one name. Default: its own.
+	Counts *Counts
+	// Logger takes what operators should know. Default: nothing is logged.
+	Logger *slog.Logger
+}
+
+// Match reports whether a request is meant.
+type Match func(r *http.Request) (bool, error)
+
+// IDSource is a place where callers name the intended effect. Exactly one member is set.
+type IDSource struct {
+	// Header is a request header field. One line, 1 to 255 visible ASCII characters; a
+	// quoted string and the bare characters are the same id.
+	Header string
+	// Placeholder is text with placeholders. One without a value makes it no id.
+	Placeholder string
+	// JSON is a JSON pointer (RFC 6901) into the request's JSON body, to a string or a
+	// number.
+	JSON string
+}
+
+// MissingID is what happens to a call without an execution id.
+type MissingID string
+
+// What happens to a call without an execution id: it is refused, it runs under a new id, or
+// equal calls within a window are one.
+const (
+	MissingRequire MissingID = "require"
+	MissingMint    MissingID = "mint"
+	MissingDerive  MissingID = "derive"
+)
+
+// OnUnknown is what becomes of a later call where an earlier one is in doubt.
+type OnUnknown string
+
+// What becomes of a call in doubt: it stays so, the upstream is asked, it is sent again
+// under its own key, or it runs again.
+const (
+	OnUnknownBlock  OnUnknown = "block"
+	OnUnknownProbe  OnUnknown = "probe"
+	OnUnknownResend OnUnknown = "resend"
+	OnUnknownRetry  OnUnknown = "retry"
+)
+
+// Action is a kind of calls with rules of its own.
+type Action struct {
+	// Name is that of the action in records and logs.
+	Name string
+	// Match says which calls it is about. Nil: all.
+	Match Match
+	// Default says that it is the action of what no other one matches.
+	Default bool
+	// Description and Target stand in checkpoints. The Host expands Target.
+	Description, Target string
+
+	// Deadline is the longest that a forwarded call may take. Default: 5 min. StreamIdle
+	// is the longest pause of an answer without a length, in its place; 0 is none.
+	Deadline, StreamIdle time.Duration
+	// RetainResult is how long answers are kept, RetainKey how long keys are. Default: 24 h
+	// and 720 h.
+	RetainResult, RetainKey time.Duration
+	// MaxResult is the size of the largest body that is kept, in bytes. Default: 8 MiB.
+	MaxResult int64
+	// OnUnknown is what becomes of a call in doubt. Default: OnUnknownBlock. ResendFor is
+	// how long after the first attempt OnUnknownResend sends again.
+	OnUnknown OnUnknown
+	ResendFor time.Duration
+	// Probe asks the upstream about a call in doubt, for OnUnknownProbe.
+	Probe *Probe
+	// Rules read the status of an answer. Rule goes before them; nil, or false, leaves it to
+	// them.
+	Rules execution.Rules
+	Rule  func(status int, header http.Header) (execution.Verdict, bool)
+	// Async lets the end of a whole answer go before its record is durable.
+	Async bool
+	// AcceptUnframed takes an answer for whole that only the end of its connection ends.
+	AcceptUnframed bool
+	// Unary says that gRPC calls of this action are unary.
+	Unary bool
+	// Irreversible says that the configuration declares the calls irreversible. Undo says
+	// how they are undone; nil where they cannot be.
+	Irreversible bool
+	Undo         *UndoPlan
+	// Terms are how checkpoints are made and kept.
+	Terms UndoTerms
+
+	// Counts counts the calls of the action. Default: its own.
+	Counts *ActionCounts
+}
+
+// UndoTerms are how checkpoints of calls are made and kept.
+type UndoTerms struct {
+	// TTL is how long a call can be undone. Default: 24 h.
+	TTL time.Duration
+	// MaxImage is the size of the largest body that is kept for an undo, in bytes. Default:
+	// 1 MiB.
+	MaxImage int64
+	// SnapshotTimeout is how long the state of the target is waited for. Default: 10 s.
+	SnapshotTimeout time.Duration
+	// Recorded keeps the call's own credentials for its undo.
+	Recorded bool
+	// Refuses refuses a call whose state before cannot be read.
+	Refuses bool
+}
+
+// Next is the handler behind a guard, in the form of Caddy's: its error says that the
+// request was not answered.
+type Next interface {
+	ServeHTTP(w http.ResponseWriter, r *http.Request) error
+}
+
+// Host is the program that serves the requests: what it knows of them beyond net/http.
+type Host interface {
+	// Original is the request as its client sent it, before other handlers changed it: a
+	// reload that adds such a handler must neither free a key (P1) nor make one of two
+	// requests (P3). The URL must not be changed.
+	Original(r *http.Request) (method string, target *url.URL)
+	// Mount is what the path of the original request has before the path of r; empty where
+	// it was changed in another way.
+	Mount(r *http.Request) string
+	// Expand replaces the placeholders of text, and reports whether each has a value:
+	// otherwise different callers or calls could look the same (P1, P3).
+	Expand(r *http.Request, text string) (string, bool)
+	// User is the id of the user that the program has authenticated, or empty.
+	User(r *http.Request) string
+	// Var is a variable of a request, which outlives what handlers make of the request.
+	Var(r *http.Request, name string) any
+	// SetVar sets it.
+	SetVar(r *http.Request, name string, value any)
+	// Note shows logs and matchers what became of a request that is not guarded: a value of
+	// `status` or `problem`.
+	Note(r *http.Request, name, value string)
+	// Incremental reports whether the body is to be forwarded while it comes (RFC 10036).
+	Incremental(h http.Header) bool
+	// Upstream makes next the upstream of one call.
+	Upstream(next Next) Upstream
+	// Begin shows logs and matchers a call, and returns the call of a guard around this one
+	// that was shown before.
+	Begin(r *http.Request, c *Call) (outer *Call)
+	// Show shows a call again.
+	Show(r *http.Request, c *Call)
+	// Trace writes what came of the call into the trace of its request.
+	Trace(r *http.Request, c *Call)
+	// Emit emits an event. data is asked for where somebody wants it.
+	Emit(name string, data func() map[string]any)
+	// Exiting reports that the process ends.
+	Exiting() bool
+}
+
+// The events of calls.
+const (
+	EventInDoubt  = "agent_guard.execution_in_doubt"
+	EventResolved = "agent_guard.execution_resolved"
+	EventMismatch = "agent_guard.fingerprint_mismatch"
+	EventFailOpen = "agent_guard.fail_open"
+)
+
+// config makes the members of Config those of Handler, without showing them.
+type config = Config
+
+// Handler guards calls: it executes each at most once, and answers retries from what is
+// recorded. It may be used by many goroutines.
+type Handler struct {
+	config
+	fingerprints fingerprint.Config
+	pointers     []fingerprint.Pointer // of ExecutionID, by index
+	endToEnd     []string              // fields that are never hop-by-hop
+	restores     bool                  // an action of it restores
+	probes       prober
+	failures     throttle // calls that were forwarded for want of a store
+	// What stands before the names of callers that only this guard can know.
+	users, explicits string
+}
+
+// New returns a handler with this configuration. The error says which member is wrong.
+func New(c Config) (*Handler, error) {
+	if c.Open == nil {
+		return nil, errors.New("guard: Open is missing: no engine keeps what is recorded of calls")
+	}
+	if c.Tokens == nil {
+		c.Tokens = func() (*TokenPolicy, error) { return nil, nil }
+	}
+	if c.Host == nil {
+		c.Host = plainHost{}
+	}
+	if c.Refusal == nil {
+		c.Refusal = func(string, *breaker.View) (*breaker.OpenError, string) { return nil, "" }
+	}
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	initial(&c.Name, "default")
+	initial(&c.Realm, c.Name)
+	initial(&c.MissingID, MissingMint)
+	initial(&c.DeriveWindow, time.Minute)
+	initial(&c.MaxBody, 32<<20)
+	initial(&c.AttachWait, 30*time.Second)
+	initial(&c.Deadline, 5*time.Minute)
+	initial(&c.IdleTimeout, 10*time.Minute)
+	initial(&c.DeadlineHeader, "Request-Timeout")
+	if c.ExecutionID == nil {
+		c.ExecutionID = []IDSource{{Header: HeaderIdempotencyKey}, {Header: HeaderExecutionID}}
+	}
+	if c.Credentials == nil { // without any, all callers would be the same (P3)
+		c.Credentials = []string{"Api-Key", "Authorization", "X-Api-Key"}
+	}
+	if c.Counts == nil {
+		c.Counts = NewCounts(c.Name)
+	}
+	if len(c.Actions) == 0 {
+		c.Actions = []*Action{{Name: "default", Default: true}}
+	}
+	if last := c.Actions[len(c.Actions)-1]; last.Match != nil {
+		return nil, fmt.Errorf("guard: Actions: the last one, %s, must match everything", last.Name)
+	}
+	h := &Handler{
+		config: c, fingerprints: fingerprint.Config{Exclude: c.FingerprintExclude},
+		users: "user:" + strconv.Quote(c.Realm) + ":", explicits: "explicit:" + strconv.Quote(c.Realm) + ":",
+	}
+	for i, s := range c.ExecutionID {
+		p, err := fingerprint.ParsePointer(s.JSON)
+		if err != nil {
+			return nil, fmt.Errorf("guard: ExecutionID: source %d: %w", i+1, err)
+		}
+		h.pointers = append(h.pointers, p)
+	}
+	h.endToEnd = endToEnd(c.ExecutionID)
+	for _, a := range c.Actions {
+		if err := h.complete(a); err != nil {
+			return nil, fmt.Errorf("guard: action %s: %w", a.Name, err)
+		}
+	}
+	return h, nil
+}
+
+// complete sets the defaults of an action.
+func (h *Handler) complete(a *Action) error {
+	initial(&a.Deadline, 5*time.Minute)
+	initial(&a.RetainResult, 24*time.Hour)
+	initial(&a.RetainKey, 30*24*time.Hour)
+	initial(&a.MaxResult, 8<<20)
+	initial(&a.OnUnknown, OnUnknownBlock)
+	initial(&a.Rules.Preset, execution.PresetDefault)
+	initial(&a.Terms.TTL, 24*time.Hour)
+	initial(&a.Terms.MaxImage, checkpoint.DefaultMaxImage)
+	initial(&a.Terms.SnapshotTimeout, 10*time.Second)
+	if a.Counts == nil {
+		a.Counts = h.Counts.Action(a.Name)
+	}
+	if a.OnUnknown == OnUnknownProbe && a.Probe == nil {
+		return errors.New("a probe is missing, which OnUnknownProbe asks for")
+	}
+	if a.Undo != nil && a.Undo.Restore {
+		h.restores = true
+		if h.Send == nil {
+			return errors.New("an Undo that restores reads the state of its target, and needs Config.Send")
+		}
+	}
+	return nil
+}
+
+// initial sets v where it has no value.
+func initial[T comparable](v *T, value T) {
+	var zero T
+	if *v == zero {
+		*v = value
+	}
+}
+
+// ServeHTTP guards a request, and hands it on to Config.Next.
+func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	err := h.Serve(w, r, plainNext{h.Next})
+	status := (*StatusError)(nil)
+	switch {
+	case err == nil:
+	case errors.As(err, &status):
+		http.Error(w, http.StatusText(status.Status), status.Status)
+	default:
+		http.Error(w, http.StatusText(http.StatusBadGateway), http.StatusBadGateway)
+	}
+}
+
+// plainHost is a program that has nothing but net/http.
+type plainHost struct{}
+
+func (plainHost) Original(r *http.Request) (string, *url.URL)        { return r.Method, r.URL }
+func (plainHost) Mount(*http.Request) string                         { return "" }
+func (plainHost) Expand(_ *http.Request, text string) (string, bool) { return text, text != "" }
+func (plainHost) User(*http.Request) string                          { return "" }
+func (plainHost) Var(*http.Request, string) any                      { return nil }
+func (plainHost) SetVar(*http.Request, string, any)                  {}
+func (plainHost) Note(*http.Request, string, string)                 {}
+func (plainHost) Incremental(h http.Header) bool                     { return h.Get("Incremental") == "?1" }
+func (plainHost) Upstream(next Next) Upstream                        { return &plainUpstream{next: next} }
+func (plainHost) Begin(*http.Request, *Call) *Call                   { return nil }
+func (plainHost) Show(*http.Request, *Call)                          {}
+func (plainHost) Trace(*http.Request, *Call)                         {}
+func (plainHost) Emit(string, func() map[string]any)                 {}
+func (plainHost) Exiting() bool                                      { return false }
+
+// plainNext is an http.Handler, which always answers.
+type plainNext struct{ http.Handler }
+
+func (n plainNext) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
+	n.Handler.ServeHTTP(w, r)
+	return nil
+}
+
+// plainUpstream knows of the server only what the handler has answered. So nothing is ever
+// proven not to have been sent, and a body that was cut off is seen where the handler
+// panics, as an httputil.ReverseProxy does.
+type plainUpstream struct {
+	next Next
+	ctx  context.Context
+}
+
+func (u *plainUpstream) Begin(ctx context.Context) context.Context {
+	u.ctx = ctx
+	return ctx
+}
+
+func (u *plainUpstream) Forward(w http.ResponseWriter, r *http.Request) (f Forwarded) {
+	defer func() {
+		f.Panicked = recover()
+		_ = r.Body.Close()
+	}()
+	f.Err = u.next.ServeHTTP(w, r)
+	return f
+}
+
+func (u *plainUpstream) Cut() bool { return u.ctx.Err() != nil }
+
+func (u *plainUpstream) Unframed() bool { return false }
+
+func (u *plainUpstream) Status() int { return 0 }
+
+func (u *plainUpstream) Answer() execution.Answer { return execution.Answer{} }
+
+// Silent implements Upstream. A handler that writes nothing means 200.
+func (u *plainUpstream) Silent() bool { return false }

@@ -1,0 +1,52 @@
+package guard
+
+import (
+	"fmt"
+	"net/http"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+// "Settled here": unary gRPC calls are judged by grpc-status.
+func TestJudgeGRPC(t *testing.T) {
+	want := map[string]execution.Verdict{
+		"": execution.InDoubt, "x": execution.InDoubt, "-7": execution.InDoubt, "+7": execution.InDoubt, "0x7": execution.InDoubt,
+	}
+	for code := range 17 {
+		verdict := execution.Completed
+		switch code {
+		case 7, 8, 16:
+			verdict = execution.Released
+		case 2, 4, 13, 14:
+			verdict = execution.InDoubt
+		}
+		want[fmt.Sprint(code)] = verdict
+	}
+	a := &Action{Unary: true, Rules: execution.Rules{Preset: execution.PresetDefault}}
+	for text, verdict := range want {
+		trailer := map[string][]string{"Grpc-Status": {text}}
+		if got, _ := a.judge(200, http.Header{}, trailer); got != verdict {
+			t.Errorf("grpc-status %q in the trailer is %v, want %v", text, got, verdict)
+		}
+		if got, _ := a.judge(200, http.Header{"Grpc-Status": {text}}, nil); got != verdict {
+			t.Errorf("grpc-status %q in the header is %v, want %v", text, got, verdict)
+		}
+	}
+	if got, _ := a.judge(200, http.Header{}, nil); got != execution.InDoubt {
+		t.Errorf("no grpc-status is %v, want in_doubt", got)
+	}
+	if got, _ := a.judge(200, http.Header{"Grpc-Status": {"0"}}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.InDoubt {
+		t.Errorf("the trailer's status does not go before the header's: %v", got)
+	}
+	if got, _ := a.judge(503, http.Header{"Retry-After": {"1"}}, map[string][]string{"Grpc-Status": {"0"}}); got != execution.Released {
+		t.Errorf("an answer that is not gRPC's is %v, want released by its HTTP status", got)
+	}
+	if got, _ := (&Action{Rules: execution.Rules{Preset: execution.PresetDefault}}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
+		t.Errorf("grpc-status counts where no action says so: %v", got)
+	}
+	a.Rule = func(status int, _ http.Header) (execution.Verdict, bool) { return execution.Completed, status == 200 }
+	if got, _ := a.judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
+		t.Errorf("rules do not go before grpc-status: %v", got)
+	}
+}

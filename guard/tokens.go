@@ -1,0 +1,273 @@
+package guard
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net/http"
+	"slices"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// TokenPolicy is what the identity and the trust of one configuration decide: how evidence is
+// recorded, and which tokens are accepted.
+type TokenPolicy struct {
+	// Engine is the one whose ledger it records in.
+	Engine   *Engine
+	Evidence *evidence.Evidence
+	Events   *evidence.EventBuilder
+	// Verifier verifies tokens; nil without trust.
+	Verifier *ect.Verifier
+	// LedgerFirst is level L3: a token is in the ledger before the request goes on.
+	LedgerFirst bool
+	// RollbackURI is where rollbacks are asked for.
+	RollbackURI string
+}
+
+// SettledBy returns the evidence that an execution in doubt was settled, for the commit of that
+// decision; nil where there is none.
+func (t *TokenPolicy) SettledBy(ctx context.Context, key execution.Key, r *execution.Record, applied bool, by string) *store.Batch {
+	if t == nil || r.Checkpoint == "" {
+		return nil
+	}
+	now, drafts, err := t.settlement(ctx, key, r, applied, by)
+	if err == nil {
+		var batch *store.Batch
+		if batch, err = t.Evidence.NewBatch(now.Add(r.KeepResult), nil, drafts...); err == nil {
+			return batch
+		}
+	}
+	t.Engine.Logger.Error("the ledger cannot record how a doubt was settled", slog.Any("key", key), slog.Any("error", err))
+	return nil
+}
+
+// settlement drafts the event of a settled doubt.
+func (t *TokenPolicy) settlement(ctx context.Context, key execution.Key, r *execution.Record, applied bool, by string) (time.Time, []*ect.Draft, error) {
+	now, err := t.Engine.Store.Now(ctx)
+	if err != nil {
+		return now, nil, err
+	}
+	outcome := evidence.Outcome{Checkpoint: r.Checkpoint, Verdict: execution.Released, Cause: r.Cause, By: by}
+	if applied {
+		outcome.Verdict = execution.Completed
+	}
+	call := t.Evidence.CallOf(ctx, key, r)
+	drafts, err := t.Events.Outcome(now, &call, &outcome)
+	return now, drafts, err
+}
+
+// constrain makes breakers refuse the request as its tokens ask, and as earlier tokens of the
+// same issuer in this workflow have asked.
+func (t *TokenPolicy) constrain(h *Handler, r *http.Request, p *Tokens) {
+	if t == nil || len(p.All) == 0 {
+		return
+	}
+	if workflow, issuer := p.workflow(), p.Issuer(); p.asked != nil && workflow != "" && issuer != "" {
+		t.Engine.constraints.add(asker{evidence.WorkflowID(workflow), issuer}, p.asked)
+	}
+	if asked := p.asked.And(t.Asked(p.workflow(), p.Issuer())); asked != nil {
+		h.Host.SetVar(r, ViewVar, asked.And(h.view(r)))
+	}
+}
+
+// Asked is what an issuer has asked of breakers in a workflow, or nil.
+func (t *TokenPolicy) Asked(workflow, issuer string) *breaker.View {
+	if t == nil || workflow == "" || issuer == "" {
+		return nil
+	}
+	return t.Engine.constraints.find(asker{evidence.WorkflowID(workflow), issuer})
+}
+
+// graphOnly knows the ledger alone, and no executions or checkpoints.
+func (t *TokenPolicy) graphOnly() *api.Ledger {
+	return api.NewLedger(api.LedgerOptions{Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, Identities: []string{t.Events.Identity()}, Own: t.Events.Own})
+}
+
+// Verify verifies the tokens of a request. A refusal is an *ect.Error.
+func (t *TokenPolicy) Verify(r *http.Request) (Tokens, error) {
+	raws, err := ect.ParseFields(r.Header[ect.FieldName])
+	if err != nil || len(raws) == 0 {
+		return Tokens{}, err
+	}
+	if len(raws) > MaxTokens {
+		return Tokens{}, &ect.Error{Code: ect.CodeTooManyParents}
+	}
+	graph := t.Evidence.GraphOf
+	if api.HandlesRollback(r) {
+		graph = t.Evidence.GraphOfRollbackRequest
+	}
+	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: Peer(r), DAG: graph})
+	p := Tokens{All: all}
+	if err != nil {
+		if p.Late, p.All = err, t.late(r, raws, err); len(p.All) == 0 {
+			return Tokens{}, err
+		}
+	}
+	return t.Sort(r, p)
+}
+
+// Sort finds the caller's own tokens among verified ones, and what they ask for.
+func (t *TokenPolicy) Sort(r *http.Request, p Tokens) (Tokens, error) {
+	all := p.All
+	rollback := api.HandlesRollback(r)
+	for _, token := range all {
+		if err := checkEvent(token, rollback); err != nil {
+			return Tokens{}, err
+		}
+		asked, err := askedBy(token)
+		if err != nil {
+			return Tokens{}, err
+		}
+		if token.Proven() { // others may not ask for anything
+			p.asked = p.asked.And(asked)
+		}
+		if w := p.workflow(); token.Workflow() != "" && token.Workflow() != w {
+			return Tokens{}, &ect.Error{Code: ect.CodeWorkflow}
+		}
+		parent := slices.ContainsFunc(all, func(other *ect.Token) bool { return slices.Contains(other.Parents(), token.ID()) })
+		if parent {
+			continue
+		}
+		p.leaves = append(p.leaves, token.NodeID())
+		if t.Events.Issued(token) {
+			// Forwarded by an agent that got it with a call. Whatever its signature, this
+			// gateway has issued only what is in its ledger.
+			status, err := t.Evidence.LedgerStatus(r.Context(), token)
+			if err != nil {
+				return Tokens{}, err
+			}
+			if status != evidence.Same {
+				return Tokens{}, &ect.Error{Code: ect.CodeParentUnknown}
+			}
+			continue
+		}
+		if len(p.Own) > 0 && p.Own[0].Issuer() != token.Issuer() {
+			return Tokens{}, &ect.Error{Code: ect.CodeIssuer} // a request has one caller
+		}
+		p.Own = append(p.Own, token)
+	}
+	return p, nil
+}
+
+// late returns tokens that have expired, or whose keys have: a retry may come late, and its
+// tokens still find the record of the call (P1). Tokens of a revoked key find nothing.
+func (t *TokenPolicy) late(r *http.Request, raws []string, refused error) []*ect.Token {
+	var why *ect.Error
+	if !errors.As(refused, &why) {
+		return nil
+	}
+	switch why.Code {
+	case ect.CodeExpired, ect.CodeTooOld, ect.CodeKeyRevoked:
+	default:
+		return nil
+	}
+	all := make([]*ect.Token, 0, len(raws))
+	for _, raw := range raws {
+		token, err := t.Verifier.VerifyAgain(r.Context(), raw, Peer(r))
+		if err != nil {
+			return nil
+		}
+		all = append(all, token)
+	}
+	return all
+}
+
+// checkEvent checks that a token has the members that the drafts demand for its event (cascade
+// 4.2.1, ATD "Exec Act Table"). In a request for a rollback, the body has what the token of a
+// start lacks (cascade Figure 10).
+func checkEvent(t *ect.Token, rollback bool) error {
+	for _, m := range t.Lacks() {
+		_, there := t.Ext().Raw(m)
+		switch {
+		case t.Event() == ect.EventError && m == ect.MemberCheckpointID: // the sender may have no checkpoints
+		case rollback && !there && t.Event() == ect.EventRollbackStart:
+		default:
+			return &ect.Error{Code: ect.CodeExt, Lacks: t.Vocabulary().Member(m)}
+		}
+	}
+	if t.Event() == ect.EventError && len(t.Parents()) == 0 {
+		return &ect.Error{Code: ect.CodeParents}
+	}
+	return nil
+}
+
+// CheckReports refuses events about work that their issuer has no part in: a stranger who
+// knows one id could otherwise mark somebody's workflow as failed (C-6.2-b). Recorded tokens
+// pass: they add nothing, and a retry has to find its record (P1). So do the events in except.
+func (t *TokenPolicy) CheckReports(ctx context.Context, p *Tokens, except ...ect.Event) error {
+	var along []*ect.Token
+	for _, token := range p.All {
+		if token.Event() == "" || slices.Contains(except, token.Event()) || token.Issuer() == t.Events.Identity() {
+			continue
+		}
+		if along == nil {
+			along = slices.Concat(p.All, t.Evidence.Unrecorded(p.All, maxAncestors))
+		}
+		err := t.graphOnly().CheckReport(ctx, token, along)
+		if err == nil {
+			continue
+		}
+		status, failed := t.Evidence.LedgerStatus(ctx, token)
+		if failed != nil {
+			return failed
+		}
+		if status != evidence.Same {
+			return err
+		}
+	}
+	return nil
+}
+
+// Spend uses up the tokens of a request that is not guarded. Without a body the same tokens
+// may come again with the same request, and with no other; with a body, never. On an error
+// nothing is used up.
+func (t *TokenPolicy) Spend(host Host, p *Tokens, r *http.Request) error {
+	if err := p.inTime(); err != nil {
+		return err
+	}
+	if len(p.All) == 0 {
+		return nil
+	}
+	use := safeUseOf(r, host)
+	taken, err := t.take(r.Context(), p.Own, use.Use)
+	if err == nil && t.LedgerFirst {
+		if err = t.enter(r, p, use); err == nil {
+			taken = p.Own // the store knows
+		}
+	}
+	if err != nil || t.LedgerFirst {
+		for _, token := range taken {
+			t.Evidence.Forget(token, use.Use)
+		}
+	}
+	return err
+}
+
+// take remembers in memory what tokens are used for. It returns those that were unused, also
+// with an error.
+func (t *TokenPolicy) take(ctx context.Context, own []*ect.Token, use evidence.Use) (taken []*ect.Token, err error) {
+	for _, token := range own {
+		status, err := t.Evidence.Take(token, use, time.Now())
+		if err != nil && !t.LedgerFirst { // else the store remembers
+			return taken, RefusedToken(err)
+		}
+		if status == evidence.Unused {
+			taken = append(taken, token)
+			// It may have claimed a key.
+			if status, err = t.Evidence.UseStatus(ctx, token, use); err != nil {
+				return taken, RefusedToken(err)
+			}
+		}
+		if status == evidence.Other {
+			return taken, replayedToken()
+		}
+	}
+	return taken, nil
+}
