@@ -6,7 +6,9 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 
@@ -18,6 +20,9 @@ import (
 // Provision.
 func newApp(t *testing.T, dir, members string) (*App, error) {
 	t.Helper()
+	if _, known := closing.LoadOrStore(dir, true); !known {
+		t.Cleanup(func() { closed(t, dir) }) // once for all apps of the directory, after the last of them
+	}
 	ctx, err := caddy.ProvisionContext(&caddy.Config{Admin: &caddy.AdminConfig{Disabled: true}})
 	if err != nil {
 		t.Fatal(err)
@@ -28,6 +33,32 @@ func newApp(t *testing.T, dir, members string) (*App, error) {
 		t.Fatal(err)
 	}
 	return app, app.Provision(ctx)
+}
+
+// closing are the directories whose stores are waited for.
+var closing sync.Map
+
+// closed waits until nobody has the store in dir open, so that it can be removed: what an
+// app does in the background holds the store for as long as it takes.
+func closed(t *testing.T, dir string) {
+	t.Helper()
+	closing.Delete(dir)
+	path, err := resolve(filepath.Join(dir, "store"))
+	if err != nil {
+		return // it cannot have been opened
+	}
+	for end := time.Now().Add(patience); ; <-time.After(time.Millisecond) {
+		engines.mu.Lock() // held over the closing too
+		n, _ := engines.pool.References(path)
+		engines.mu.Unlock()
+		if n == 0 {
+			return
+		}
+		if time.Now().After(end) {
+			t.Errorf("%d have the store in %s open", n, dir)
+			return
+		}
+	}
 }
 
 // references counts who holds the store in dir open.

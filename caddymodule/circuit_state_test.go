@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -94,7 +95,8 @@ func TestOpeningsGoWithTheBreaker(t *testing.T) {
 	for range 2 {
 		t.Run("", func(t *testing.T) {
 			tripped(t, "a:1")
-			if all := e.circuitReport(); len(all) != 1 || all[0].Openings != 1 {
+			all := slices.DeleteFunc(e.circuitReport(), func(r circuitReport) bool { return r.Upstream != "a:1" })
+			if len(all) != 1 || all[0].Openings != 1 { // other tests leave breakers of undos
 				t.Errorf("%+v", all)
 			}
 		})
@@ -137,11 +139,12 @@ func TestChangesWaitForTheLedger(t *testing.T) {
 func TestOperatorsLeaveNoErrors(t *testing.T) {
 	dir := t.TempDir()
 	e := started(t, dir, withIdentity(filepath.Join(dir, "identity"), "")).held
-	leadingTo(t, "a:1").Breaker("a:1", "GET").SetMode(breaker.ForcedOpen)
+	b := leadingTo(t, "a:1").Breaker("a:1", "GET")
+	b.SetMode(breaker.ForcedOpen)
 	recorded := make(chan struct{})
 	e.recorder.later(func(context.Context) { close(recorded) }) // in its turn
 	<-recorded
-	opened := e.circuits.Status()[0].Reference
+	opened := b.Status().Reference
 	log := e.latestPolicy().Evidence.Log()
 	entry, err := log.Wait(t.Context(), "", opened)
 	if err != nil || entry.Action != "circuit_breaker_open" || len(entry.Parents) != 0 {
