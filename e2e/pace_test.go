@@ -84,6 +84,9 @@ func (r *reading) whole(t *testing.T, f *flood, who string) {
 	}
 }
 
+// longRead bounds calls whose answers are read only after their deadline, of 15 s.
+const longRead = 4 * patience
+
 // inUse is the memory that is in use, without what can be given back.
 func inUse() int64 {
 	for range 2 { // of which the second empties pools
@@ -106,6 +109,7 @@ func TestSlowOwner(t *testing.T) {
 			if version == "h2c" {
 				client = g.h2cClient()
 			}
+			client.Timeout = longRead
 			f := newFlood(64 << 20)
 			u.on("/x", f.answer)
 			before := inUse()
@@ -132,6 +136,7 @@ func TestSlowOwner(t *testing.T) {
 func TestOwnersThatReadNothingPastTheDeadline(t *testing.T) {
 	u := newUpstream(t)
 	g := launch(t, setup{badger: true, site: "agent_proxy " + u.addr + " {\n max_result 32MiB\n deadline 15s\n}"})
+	g.client.Timeout = longRead
 	before := inUse()
 	type call struct {
 		request
@@ -142,6 +147,7 @@ func TestOwnersThatReadNothingPastTheDeadline(t *testing.T) {
 	begin := func(path string, size int, client *http.Client, answer func(*flood, http.ResponseWriter, *arrival)) *call {
 		c := &call{request: request{path: path, id: "k"}, flood: newFlood(size)}
 		c.hold = newGate(t)
+		client.Timeout = longRead
 		u.on(path, func(w http.ResponseWriter, a *arrival) { answer(c.flood, w, a) })
 		c.owner = g.open(request{path: path, id: "k", client: client}, "executed")
 		c.follower = readOn(g.open(c.request, "attached"))
