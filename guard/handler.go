@@ -445,5 +445,6 @@ func (u *plainUpstream) Status() int { return 0 }
 
 func (u *plainUpstream) Answer() execution.Answer { return execution.Answer{} }
 
-// Silent implements Upstream. A handler that writes nothing means 200.
-func (u *plainUpstream) Silent() bool { return false }
+// Silent implements Upstream. A handler that writes nothing means 200, unless its time was over:
+// then it may have returned for that.
+func (u *plainUpstream) Silent() bool { return u.ctx.Err() != nil }

@@ -1,0 +1,309 @@
+package guard_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// The promises hold for the guard alone, with an upstream that is a function and no program
+// around it. P5 is about rollbacks, which have no way through a Handler: guard/rollback has
+// its tests. What needs sockets, processes or Caddy is in e2e.
+
+// disk is a store whose commits take their time, and can fail.
+type disk struct {
+	*memory.Store
+	takes   time.Duration
+	broken  atomic.Bool
+	commits atomic.Int64
+}
+
+func (d *disk) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	if d.broken.Load() {
+		return 0, errors.New("no space left on device")
+	}
+	<-time.After(d.takes)
+	v, err := d.Store.Commit(ctx, batch...)
+	d.commits.Add(1)
+	return v, err
+}
+
+// bed is a guard under test, in front of an upstream that is a function.
+type bed struct {
+	*testing.T
+	disk   *disk
+	ring   *seal.Ring
+	config guard.Config
+	calls  atomic.Int64 // that have come to the upstream
+	guard  *guard.Handler
+}
+
+func newBed(t *testing.T, upstream func(n int64, w http.ResponseWriter, r *http.Request)) *bed {
+	b := &bed{T: t, disk: &disk{Store: memory.New(memory.Options{})}, ring: seal.Generate()}
+	b.config.Next = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { upstream(b.calls.Add(1), w, r) })
+	b.start()
+	return b
+}
+
+// start is a process that begins over what is stored. One that runs is dead from then on.
+func (b *bed) start() {
+	b.Helper()
+	engine, err := guard.OpenEngine(b.Context(), b.disk, b.ring)
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.config.Open = engine.Open
+	if b.guard, err = guard.New(b.config); err != nil {
+		b.Fatal(err)
+	}
+}
+
+// post makes the call "k" of a caller, whose credential may be empty.
+func (b *bed) post(credential string) *http.Request {
+	r := httptest.NewRequest(http.MethodPost, "/charges", strings.NewReader("amount=10"))
+	r.Header.Set("Idempotency-Key", "k")
+	if credential != "" {
+		r.Header.Set("Authorization", "Bearer "+credential)
+	}
+	return r
+}
+
+// serve makes a call as net/http does, which an answer without its end aborts.
+func (b *bed) serve(w http.ResponseWriter, r *http.Request) {
+	defer func() {
+		if p := recover(); p != nil && p != http.ErrAbortHandler {
+			panic(p)
+		}
+	}()
+	b.guard.ServeHTTP(w, r)
+}
+
+// do makes a call and compares status, Execution-Status and body with "200 executed body".
+func (b *bed) do(r *http.Request, want string) {
+	b.Helper()
+	w := httptest.NewRecorder()
+	b.serve(w, r)
+	body := ""
+	if w.Code < 400 {
+		body = " " + w.Body.String()
+	}
+	if got := fmt.Sprint(w.Code, " ", w.Header().Get("Execution-Status"), body); got != want {
+		b.Errorf("got %s, want %s (%s)", got, want, w.Body)
+	}
+}
+
+// was compares how many calls have come to the upstream.
+func (b *bed) was(n int64) {
+	b.Helper()
+	if got := b.calls.Load(); got != n {
+		b.Errorf("the upstream was called %d times, want %d", got, n)
+	}
+}
+
+func charge(n int64, w http.ResponseWriter, _ *http.Request) { _, _ = fmt.Fprint(w, "charge ", n) }
+
+// slowly answers after a time, whoever has left.
+func slowly(n int64, w http.ResponseWriter, r *http.Request) {
+	<-time.After(10 * time.Second)
+	charge(n, w, r)
+}
+
+// P1: however a retry comes, the upstream sees one call.
+func TestP1OneCall(t *testing.T) {
+	for name, retry := range map[string]func(b *bed){
+		"after the answer": func(b *bed) {
+			b.do(b.post(""), "200 executed charge 1")
+			b.do(b.post(""), "200 replayed charge 1")
+		},
+		"while it runs": func(b *bed) {
+			var all sync.WaitGroup
+			all.Go(func() { b.do(b.post(""), "200 executed charge 1") })
+			synctest.Wait()
+			for range 9 {
+				all.Go(func() { b.do(b.post(""), "200 attached charge 1") })
+			}
+			all.Wait()
+		},
+		"with another body": func(b *bed) {
+			b.do(b.post(""), "200 executed charge 1")
+			other := b.post("")
+			other.Body = io.NopCloser(strings.NewReader("amount=99"))
+			b.do(other, "422 refused")
+		},
+		"after the process has died, and a year": func(b *bed) {
+			go b.serve(httptest.NewRecorder(), b.post(""))
+			synctest.Wait()
+			b.start()
+			b.do(b.post(""), "409 in_doubt")
+			<-time.After(365 * 24 * time.Hour)
+			b.do(b.post(""), "409 in_doubt")
+		},
+		"after its answer was stored, by another process": func(b *bed) {
+			b.do(b.post(""), "200 executed charge 1")
+			b.start()
+			b.do(b.post(""), "200 replayed charge 1")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				b := newBed(t, slowly)
+				retry(b)
+				b.was(1)
+			})
+		})
+	}
+}
+
+// P2: what comes to the upstream is recorded. A process that dies there leaves a doubt.
+func TestP2TheClaimIsDurableFirst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var b *bed
+		var opened int64 // commits that have returned before the call
+		b = newBed(t, func(int64, http.ResponseWriter, *http.Request) {
+			if n := b.disk.commits.Load() - opened; n != 1 {
+				t.Errorf("%d commits have returned when the call leaves", n)
+			}
+			b.start()
+			b.do(b.post(""), "409 in_doubt")
+		})
+		b.disk.takes, opened = time.Second, b.disk.commits.Load()
+		b.serve(httptest.NewRecorder(), b.post(""))
+		b.was(1)
+	})
+}
+
+// P3: another caller's key is another key, and says nothing of the first.
+func TestP3CallersAreApart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, charge)
+		b.do(b.post("ann"), "200 executed charge 1")
+		b.do(b.post("bob"), "200 executed charge 2")
+		other := b.post("bob")
+		other.Body = io.NopCloser(strings.NewReader("amount=99"))
+		b.do(other, "422 refused") // of bob's own call
+		b.do(b.post("eve"), "200 executed charge 3")
+		b.do(b.post("ann"), "200 replayed charge 1")
+	})
+}
+
+// P4: without a store nothing is forwarded, unless the configuration says so.
+func TestP4FailsClosed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, charge)
+		b.disk.broken.Store(true)
+		b.do(b.post(""), "503 refused")
+		b.was(0)
+		b.config.FailOpen = true
+		b.start()
+		b.do(b.post(""), "200 unguarded charge 1")
+		b.disk.broken.Store(false)
+		b.do(b.post(""), "200 executed charge 2")
+	})
+}
+
+// P6: what is not known is in doubt, and what was refused is released.
+func TestP6NothingIsCalledDone(t *testing.T) {
+	for name, c := range map[string]struct {
+		upstream func(w http.ResponseWriter)
+		first    string // Execution-Status of the call
+		retry    string
+	}{
+		"a gateway's error":    {func(w http.ResponseWriter) { w.WriteHeader(502) }, "in_doubt", "409 in_doubt"},
+		"no answer in time":    {func(http.ResponseWriter) { <-time.After(time.Hour) }, "in_doubt", "409 in_doubt"},
+		"an answer cut short":  {func(w http.ResponseWriter) { _, _ = io.WriteString(w, "char"); panic(http.ErrAbortHandler) }, "executed", "409 in_doubt"},
+		"a refusal":            {func(w http.ResponseWriter) { w.WriteHeader(401) }, "executed", "200 executed charge 2"},
+		"an error that counts": {func(w http.ResponseWriter) { w.WriteHeader(404) }, "executed", "404 replayed"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				b := newBed(t, func(n int64, w http.ResponseWriter, r *http.Request) {
+					if n > 1 {
+						charge(n, w, r)
+						return
+					}
+					c.upstream(w)
+				})
+				w := httptest.NewRecorder()
+				b.serve(w, b.post(""))
+				if got := w.Header().Get("Execution-Status"); got != c.first {
+					t.Errorf("Execution-Status %q, want %q", got, c.first)
+				}
+				b.do(b.post(""), c.retry)
+			})
+		})
+	}
+}
+
+// arrivals is a client that notes when bytes come.
+type arrivals struct {
+	http.ResponseWriter
+	mu  sync.Mutex
+	at  []time.Time // of each byte
+	all strings.Builder
+}
+
+func (a *arrivals) Write(p []byte) (int, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for range p {
+		a.at = append(a.at, time.Now())
+	}
+	return a.all.Write(p)
+}
+
+func (a *arrivals) FlushError() error { return nil }
+
+// P7: bytes flow at once; the last one waits for the commit of the outcome, and no more.
+func TestP7OnlyTheEndWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, func(_ int64, w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "3")
+			for range 3 {
+				_, _ = io.WriteString(w, "x")
+				_ = http.NewResponseController(w).Flush()
+				<-time.After(10 * time.Second)
+			}
+		})
+		b.disk.takes = time.Second
+		began := time.Now()
+		a := &arrivals{ResponseWriter: httptest.NewRecorder()}
+		b.serve(a, b.post(""))
+		if a.all.String() != "xxx" {
+			t.Fatalf("%q", a.all.String())
+		}
+		for i, want := range []time.Duration{1 * time.Second, 11 * time.Second, 32 * time.Second} {
+			if got := a.at[i].Sub(began); got != want {
+				t.Errorf("byte %d came after %v, want %v", i, got, want)
+			}
+		}
+	})
+}
+
+// P7: a client that leaves loses nothing.
+func TestP7ClientLeaves(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, slowly)
+		ctx, leave := context.WithCancel(t.Context())
+		go b.serve(httptest.NewRecorder(), b.post("").WithContext(ctx))
+		synctest.Wait()
+		leave()
+		synctest.Wait()
+		b.do(b.post(""), "200 attached charge 1")
+		b.do(b.post(""), "200 replayed charge 1")
+		b.was(1)
+	})
+}
