@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"log/slog"
 	"os"
 	"path/filepath"
 	"syscall"
@@ -12,7 +11,6 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"go.uber.org/zap"
-	"go.uber.org/zap/exp/zapslog"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
@@ -195,7 +193,7 @@ func (b *BadgerStore) OpenStore(logger *zap.Logger) (store.Store, error) {
 		return nil, err
 	}
 	st, err := badger.Open(path, badger.Options{
-		Logger:   slog.New(zapslog.NewHandler(logger.Named("badger").Core())),
+		Logger:   slogOf(logger.Named("badger")),
 		MinFree:  b.MinFree,
 		MaxSize:  b.MaxSize,
 		Observer: b.observer,

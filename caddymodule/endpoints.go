@@ -151,7 +151,7 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 	e.h = &Handler{logger: ctx.Slogger(), Name: "endpoints"}
 	e.h.setDefaults()
 	e.h.realm = "\x00endpoints" // which is no guard's name: its users are nobody's
-	e.h.credentials = canonical(e.h.Credentials)
+	e.h.credentials = guard.Canonical(e.h.Credentials)
 	app, err := ctx.AppIfConfigured("agent_guard")
 	if errors.Is(err, caddy.ErrNotConfigured) {
 		return nil

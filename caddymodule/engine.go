@@ -216,7 +216,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.waits, e.endWaits = context.WithCancel(context.Background())
 	e.calls = guard.Engine{
 		Store: st, Executions: g, Checkpoints: e.checkpoints, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
-		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slog.New(zapslog.NewHandler(spec.logger.Core())),
+		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(spec.logger),
 	}
 	e.startEscalations() // before what may escalate
 	e.startCircuits(ctx)
@@ -631,6 +631,11 @@ func (e *engine) executionStatus(ctx context.Context, key execution.Key) (state 
 // errKeyGiven: there is no file to write a new key into.
 var errKeyGiven = errors.New("the key is given as a value, which the gateway cannot change: " +
 	"add a new sealing key to the ring there, and load the configuration again")
+
+// slogOf is a logger as slog has it, with its name and without stack traces, as Caddy's own.
+func slogOf(logger *zap.Logger) *slog.Logger {
+	return slog.New(zapslog.NewHandler(logger.Core(), zapslog.WithName(logger.Name()), zapslog.AddStacktraceAt(slog.Level(127))))
+}
 
 // errKeys: the store needs other keys.
 var errKeys = guard.ErrKeys

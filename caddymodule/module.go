@@ -317,7 +317,7 @@ func (h *Handler) provisionIDs() error {
 	if err := checkFields(h.Credentials); err != nil {
 		return fmt.Errorf("credentials: %w", err)
 	}
-	h.credentials = canonical(h.Credentials)
+	h.credentials = guard.Canonical(h.Credentials)
 	if err := checkOperators(h.Operators); err != nil {
 		return fmt.Errorf("operators: %w", err)
 	}

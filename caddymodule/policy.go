@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"net/http"
 	"slices"
 	"strconv"
 	"strings"
@@ -271,8 +270,6 @@ func checkAnswer(m *caddyhttp.ResponseMatcher) error {
 	return checkFields(slices.Sorted(maps.Keys(m.Headers)))
 }
 
-// The checks of this file serve the Caddyfile and JSON alike.
-
 // IDSource is a place where callers name the intended effect. Exactly one member is set.
 type IDSource struct {
 	// A request header field. One line, 1 to 255 visible ASCII characters; a
@@ -325,17 +322,6 @@ func checkFields(names []string) error {
 		}
 	}
 	return nil
-}
-
-// canonical makes one list of all spellings and orders of the same fields, so that
-// no rewriting of the configuration makes another caller of anybody (P1).
-func canonical(fields []string) []string {
-	names := make([]string, len(fields))
-	for i, name := range fields {
-		names[i] = http.CanonicalHeaderKey(name)
-	}
-	slices.Sort(names)
-	return slices.Compact(names)
 }
 
 // parsePointers reads JSON pointers to members of a body.

@@ -23,6 +23,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
@@ -478,9 +479,9 @@ func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 		if json.Unmarshal(raw, handler) != nil {
 			continue
 		}
-		if guard, ok := handler.(*Handler); ok {
-			guard.setDefaults()
-			guard.credentials = canonical(guard.Credentials)
+		if h, ok := handler.(*Handler); ok {
+			h.setDefaults()
+			h.credentials = guard.Canonical(h.Credentials)
 		}
 		all = append(all, handler)
 	}

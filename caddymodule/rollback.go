@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/http"
 	"slices"
 	"sync"
@@ -14,7 +13,6 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"go.uber.org/zap"
-	"go.uber.org/zap/exp/zapslog"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
@@ -55,7 +53,7 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 		Store: e.store, Sealer: e.ring, Guard: e.guard, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
 		Ledger: &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
 		Undoer: rollback.NewUndoer(rollback.UndoerOptions{Guard: e.guard, Checkpoints: e.checkpoints, Sender: newUndoSender(e), Keep: keep}),
-		Keep:   keep, Logger: slog.New(zapslog.NewHandler(e.logger.Named("rollback").Core())),
+		Keep:   keep, Logger: slogOf(e.logger.Named("rollback")),
 	})
 	if err != nil {
 		return fmt.Errorf("agent_guard: rollback: %w", err)

@@ -43,7 +43,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	var p *api.Problem
 	switch {
 	case errors.As(err, &p):
-		h.Host.Note(r, "status", statusRefused)
+		h.Host.Note(r, "status", StatusRefused)
 		h.Host.Note(r, "problem", p.Kind().Slug)
 		h.refuseUnguarded(w, r, p)
 		return nil
@@ -164,16 +164,16 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 		w.Header().Set(HeaderExecutionStatus, StatusInDoubt)
 	}
 	if x.call.Checkpoint != "" {
-		w.Header().Set(HeaderExecutionCheckpoint, x.call.Checkpoint)
+		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
 	}
 	if !x.read && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == api.BodyTimeout) {
 		// Else the server would wait for a body that the client was not asked for, or
 		// that does not come.
 		w.Header().Set("Connection", "close")
 	}
-	status := statusRefused
+	status := StatusRefused
 	if x.doubtful {
-		status = statusInDoubt
+		status = StatusInDoubt
 	}
 	x.note(status, p.Kind().Slug)
 	x.action.Counts.Refused(p.Kind().Slug)
@@ -198,16 +198,17 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 // The header fields of the guard.
 const (
 	HeaderExecutionID     = "Execution-Id"
-	HeaderIdempotencyKey  = "Idempotency-Key"
+	headerIdempotencyKey  = "Idempotency-Key"
 	HeaderExecutionParent = "Execution-Parent"
 	HeaderExecutionStatus = "Execution-Status"
 	HeaderWorkflowID      = "Workflow-Id"
 	HeaderReplayed        = "Idempotent-Replayed"
 
-	HeaderExecutionCheckpoint = "Execution-Checkpoint"
+	headerExecutionCheckpoint = "Execution-Checkpoint"
 )
 
-// Call is one guarded call on its way.
+// Call is one guarded call on its way. What it shows is asked for by the goroutine that serves
+// it, and may be asked for after that.
 type Call struct {
 	h      *Handler
 	w      *Writer
@@ -232,7 +233,7 @@ type Call struct {
 	window   *WriteWindow // in which nobody else must change what is restored; nil without
 	verified bool         // its tokens, or that it needs none
 
-	state       execution.State // of the execution that find has found; 0 without one
+	state       execution.State // of the execution that lookUp has found; 0 without one
 	stays       bool            // its doubt stays, though on_unknown would have it sent again
 	doubtful    bool            // it was forwarded, and is in doubt
 	headerCause execution.Cause // of the doubt that the header of its answer shows; empty without one
@@ -242,8 +243,6 @@ type Call struct {
 
 // The statuses of calls that were not executed, as logs and matchers see them.
 const (
-	statusInDoubt   = StatusInDoubt
-	statusRefused   = StatusRefused
 	statusUnguarded = "unguarded"
 )
 

@@ -15,8 +15,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Engine is what the calls over one store share. The exported fields are set before its
-// first call and do not change.
+// Engine is what the calls over one store share. Its fields are set before its first call and
+// do not change; it must not be copied. OpenEngine sets those that must not be nil.
 type Engine struct {
 	Store       store.Store
 	Executions  *execution.Guard

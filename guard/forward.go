@@ -38,7 +38,7 @@ func (x *Call) settled(o execution.Outcome, unrecorded error) {
 // doubted reports the doubt to the operator, who is the one to find out.
 func (x *Call) doubted(o execution.Outcome) {
 	x.doubtful = true
-	x.note(statusInDoubt, "")
+	x.note(StatusInDoubt, "")
 	x.noted.cause = o.Cause
 	x.emit(EventInDoubt, map[string]any{"cause": string(o.Cause), "status": o.Status})
 	x.h.Logger.Warn("a call is in doubt", slog.Any("key", x.call.Key), slog.String("guard", x.h.Name),
@@ -303,7 +303,7 @@ func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) erro
 	f.rec.Reset()
 	if o.Verdict == execution.Released {
 		x.w.Header().Del(HeaderExecutionStatus)
-		x.note(statusRefused, "")
+		x.note(StatusRefused, "")
 		if f.Err == nil {
 			f.Err = &StatusError{Status: http.StatusBadGateway, Err: errNotSent}
 		}
@@ -318,7 +318,7 @@ func (x *Call) outcomeLost(err error) {
 		slog.Any("key", x.call.Key), slog.Any("error", err))
 	x.unrecorded()
 	x.doubtful = true
-	x.note(statusInDoubt, "")
+	x.note(StatusInDoubt, "")
 	x.noted.outcome, x.noted.cause = execution.InDoubt, execution.CauseUnrecorded
 }
 
@@ -625,10 +625,10 @@ func (x *Call) degrade(w http.ResponseWriter, p *api.Problem) (answered bool, er
 	if x.h.Fallback == nil || p.Kind() != api.CircuitOpen {
 		return false, nil
 	}
-	x.note(statusRefused, p.Kind().Slug)
+	x.note(StatusRefused, p.Kind().Slug)
 	x.action.Counts.Refused(p.Kind().Slug)
 	w.Header().Set(HeaderExecutionID, x.call.Scope.ID)
 	r := x.unguardedRequest()
 	defer r.Body.Close()
-	return true, x.h.Fallback.ServeHTTP(Mark(w, HeaderExecutionStatus, statusRefused), r)
+	return true, x.h.Fallback.ServeHTTP(Mark(w, HeaderExecutionStatus, StatusRefused), r)
 }

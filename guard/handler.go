@@ -1,6 +1,6 @@
 // Package guard is the way of a guarded call: an http.Handler that executes each call that
-// changes something at most once, in front of any other handler. Its steps stand in call.go
-// and are told in docs/request.md; P1 to P8 are the promises of docs/guarantees.md.
+// changes something at most once, in front of any other handler. Its steps stand in call.go,
+// with their parts in the files beside it, and are told in docs/request.md; P1 to P8 are the promises of docs/guarantees.md.
 //
 // A Handler is made of a Config and an Engine, which is what all calls over one store share.
 // With a Host it learns from the program around it what net/http does not know, such as
@@ -18,7 +18,9 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
@@ -35,7 +37,8 @@ type Config struct {
 	// Realm is the namespace of the names that the Host gives callers. Default: Name.
 	Realm string
 	// Open returns the engine with a reference that release gives back. A running
-	// execution keeps it. Engine.Open is one for an engine that outlives the handler.
+	// execution keeps it. Engine.Open is one for an engine that outlives the handler. An
+	// error because of the store's keys wraps ErrKeys, or FailOpen forwards past the records.
 	Open func() (e *Engine, release func(), err error)
 	// Tokens is the token policy; nil, or a policy that is nil, ignores tokens and records
 	// no evidence. Verifies says that there is one that verifies tokens.
@@ -55,10 +58,11 @@ type Config struct {
 	DeriveWindow time.Duration
 	// Inherit derives the id of a call without one from its Execution-Parent.
 	Inherit bool
-	// Caller is text with placeholders that names the caller; the Host expands it.
+	// Caller is text with placeholders that names the caller; the Host, which it needs,
+	// expands it.
 	Caller string
-	// Credentials are the header fields that are credentials, in canonical form and sorted.
-	// Default: Api-Key, Authorization, X-Api-Key.
+	// Credentials are the header fields that are credentials. Default: Authorization,
+	// X-Api-Key, Api-Key.
 	Credentials []string
 
 	// Consequential matches calls with a safe method that are guarded all the same, Exempt
@@ -89,21 +93,22 @@ type Config struct {
 	// Actions are the kinds of calls; the last one matches everything. Default: one action
 	// "default".
 	Actions []*Action
-	// Quota bounds what a caller may hold, Checkpoints what a workflow and a caller may.
+	// Quota bounds what a caller may hold; the quotas and the rate of Checkpoints, what a
+	// workflow and a caller may.
 	Quota       execution.Quota
 	Checkpoints checkpoint.Terms
 
-	// Endpoint answers requests for the gateway's own paths, and reports whether it did. Nil
-	// has none.
+	// Endpoint answers requests for the gateway's own paths, and reports whether it did.
+	// Problems then lead to api.ExecutionPath. Nil has none.
 	Endpoint func(w http.ResponseWriter, r *http.Request) bool
 	// Fallback answers calls that a circuit breaker has refused. Nil: they get the problem.
 	Fallback Next
 	// Refusal is with what the breakers of all upstreams would refuse a call of this method,
 	// and the public name of the upstream; nil where they would not, or nobody knows.
 	Refusal func(method string, view *breaker.View) (open *breaker.OpenError, name string)
-	// Send sends a request of the guard's own to the upstream. Actions that read the state
-	// of their target, or probe, need it. Reach names the way of such requests; it is
-	// recorded with checkpoints.
+	// Send sends a request of the guard's own to the upstream, marked by AsOwn; one that
+	// IsUndo passes open breakers. A longer answer than MaxAnswer is an error. Actions that
+	// restore need it. Reach names the way of such requests, for checkpoints.
 	Send  func(ctx context.Context, r *InternalRequest) (*InternalAnswer, error)
 	Reach string
 
@@ -121,7 +126,8 @@ type IDSource struct {
 	// Header is a request header field. One line, 1 to 255 visible ASCII characters; a
 	// quoted string and the bare characters are the same id.
 	Header string
-	// Placeholder is text with placeholders. One without a value makes it no id.
+	// Placeholder is text with placeholders, which a Host expands. One without a value makes
+	// it no id. A field {http.request.header.NAME} is kept end to end, as Header is.
 	Placeholder string
 	// JSON is a JSON pointer (RFC 6901) into the request's JSON body, to a string or a
 	// number.
@@ -244,7 +250,7 @@ type Host interface {
 	// Upstream makes next the upstream of one call.
 	Upstream(next Next) Upstream
 	// Begin shows logs and matchers a call, and returns the call of a guard around this one
-	// that was shown before.
+	// that was shown before and is not Over.
 	Begin(r *http.Request, c *Call) (outer *Call)
 	// Show shows a call again.
 	Show(r *http.Request, c *Call)
@@ -283,8 +289,8 @@ type Handler struct {
 
 // New returns a handler with this configuration. The error says which member is wrong.
 func New(c Config) (*Handler, error) {
-	if c.Open == nil {
-		return nil, errors.New("guard: Open is missing: no engine keeps what is recorded of calls")
+	if err := c.check(); err != nil {
+		return nil, fmt.Errorf("guard: %w", err)
 	}
 	if c.Tokens == nil {
 		c.Tokens = func() (*TokenPolicy, error) { return nil, nil }
@@ -307,23 +313,18 @@ func New(c Config) (*Handler, error) {
 	initial(&c.Deadline, 5*time.Minute)
 	initial(&c.IdleTimeout, 10*time.Minute)
 	initial(&c.DeadlineHeader, "Request-Timeout")
-	if c.ExecutionID == nil {
-		c.ExecutionID = []IDSource{{Header: HeaderIdempotencyKey}, {Header: HeaderExecutionID}}
+	if len(c.ExecutionID) == 0 {
+		c.ExecutionID = []IDSource{{Header: headerIdempotencyKey}, {Header: HeaderExecutionID}}
 	}
-	if c.Credentials == nil { // without any, all callers would be the same (P3)
-		c.Credentials = []string{"Api-Key", "Authorization", "X-Api-Key"}
+	if len(c.Credentials) == 0 { // without any, all callers would be the same (P3)
+		c.Credentials = []string{"Authorization", "X-Api-Key", "Api-Key"}
 	}
+	c.Credentials = Canonical(c.Credentials)
 	if c.Counts == nil {
 		c.Counts = NewCounts(c.Name)
 	}
-	if len(c.Actions) == 0 {
-		c.Actions = []*Action{{Name: "default", Default: true}}
-	}
-	if last := c.Actions[len(c.Actions)-1]; last.Match != nil {
-		return nil, fmt.Errorf("guard: Actions: the last one, %s, must match everything", last.Name)
-	}
 	h := &Handler{
-		config: c, fingerprints: fingerprint.Config{Exclude: c.FingerprintExclude},
+		config: c, fingerprints: fingerprint.Config{Exclude: c.FingerprintExclude}, endToEnd: endToEnd(c.ExecutionID),
 		users: "user:" + strconv.Quote(c.Realm) + ":", explicits: "explicit:" + strconv.Quote(c.Realm) + ":",
 	}
 	for i, s := range c.ExecutionID {
@@ -333,13 +334,47 @@ func New(c Config) (*Handler, error) {
 		}
 		h.pointers = append(h.pointers, p)
 	}
-	h.endToEnd = endToEnd(c.ExecutionID)
+	if len(c.Actions) == 0 {
+		c.Actions = []*Action{{Name: "default", Default: true}}
+	}
+	h.Actions = nil
 	for _, a := range c.Actions {
-		if err := h.complete(a); err != nil {
+		own := *a
+		if err := h.complete(&own); err != nil {
 			return nil, fmt.Errorf("guard: action %s: %w", a.Name, err)
 		}
+		h.Actions = append(h.Actions, &own)
 	}
 	return h, nil
+}
+
+// check finds what would break a promise.
+func (c *Config) check() error {
+	if c.Open == nil {
+		return errors.New("Open is missing: no engine keeps what is recorded of calls")
+	}
+	expands := c.Caller != "" || slices.ContainsFunc(c.ExecutionID, func(s IDSource) bool { return s.Placeholder != "" })
+	if expands && c.Host == nil {
+		return errors.New("there is no Host to replace the placeholders of Caller and ExecutionID: all calls would be one")
+	}
+	if c.RequireECT && !c.Verifies || c.Verifies && c.Tokens == nil {
+		return errors.New("nothing verifies tokens: RequireECT and Verifies need Tokens, whose policy does")
+	}
+	if n := len(c.Actions); n > 0 && c.Actions[n-1].Match != nil {
+		return fmt.Errorf("the last of Actions, %s, must match everything", c.Actions[n-1].Name)
+	}
+	return nil
+}
+
+// Canonical makes one list of all spellings and orders of the same header fields, so that
+// no rewriting of the configuration makes another caller of anybody (P1).
+func Canonical(fields []string) []string {
+	names := make([]string, len(fields))
+	for i, name := range fields {
+		names[i] = http.CanonicalHeaderKey(name)
+	}
+	slices.Sort(names)
+	return slices.Compact(names)
 }
 
 // complete sets the defaults of an action.
@@ -349,6 +384,7 @@ func (h *Handler) complete(a *Action) error {
 	initial(&a.RetainKey, 30*24*time.Hour)
 	initial(&a.MaxResult, 8<<20)
 	initial(&a.OnUnknown, OnUnknownBlock)
+	initial(&a.ResendFor, 23*time.Hour)
 	initial(&a.Rules.Preset, execution.PresetDefault)
 	initial(&a.Terms.TTL, 24*time.Hour)
 	initial(&a.Terms.MaxImage, checkpoint.DefaultMaxImage)
@@ -356,14 +392,16 @@ func (h *Handler) complete(a *Action) error {
 	if a.Counts == nil {
 		a.Counts = h.Counts.Action(a.Name)
 	}
-	if a.OnUnknown == OnUnknownProbe && a.Probe == nil {
+	h.restores = h.restores || a.Undo != nil && a.Undo.Restore
+	switch {
+	case a.RetainKey < a.RetainResult:
+		return errors.New("RetainKey is shorter than RetainResult: a result cannot outlive its key")
+	case a.OnUnknown == OnUnknownProbe && a.Probe == nil:
 		return errors.New("a probe is missing, which OnUnknownProbe asks for")
-	}
-	if a.Undo != nil && a.Undo.Restore {
-		h.restores = true
-		if h.Send == nil {
-			return errors.New("an Undo that restores reads the state of its target, and needs Config.Send")
-		}
+	case a.OnUnknown == OnUnknownResend && a.Rules.Preset != execution.PresetStripe:
+		return errors.New("OnUnknownResend is for an upstream that keeps keys itself, whose 409 is no result: it needs the preset stripe")
+	case a.Undo != nil && a.Undo.Restore && h.Send == nil:
+		return errors.New("an Undo that restores reads the state of its target, and needs Config.Send")
 	}
 	return nil
 }
@@ -378,34 +416,49 @@ func initial[T comparable](v *T, value T) {
 
 // ServeHTTP guards a request, and hands it on to Config.Next.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	err := h.Serve(w, r, plainNext{h.Next})
-	status := (*StatusError)(nil)
-	switch {
-	case err == nil:
-	case errors.As(err, &status):
-		http.Error(w, http.StatusText(status.Status), status.Status)
-	default:
-		http.Error(w, http.StatusText(http.StatusBadGateway), http.StatusBadGateway)
+	if r.Context().Value(varsKey{}) == nil { // no other guard is around this one
+		r = r.WithContext(context.WithValue(r.Context(), varsKey{}, map[string]any{}))
 	}
+	err := h.Serve(w, r, plainNext{h.Next})
+	if err == nil {
+		return
+	}
+	status := http.StatusInternalServerError
+	if known := (*StatusError)(nil); errors.As(err, &known) {
+		status = known.Status
+	} else {
+		h.Logger.Error("a request could not be answered", slog.Any("error", err))
+	}
+	http.Error(w, http.StatusText(status), status)
 }
+
+// varsKey is the context key of the variables of a request without another host.
+type varsKey struct{}
 
 // plainHost is a program that has nothing but net/http.
 type plainHost struct{}
 
-func (plainHost) Original(r *http.Request) (string, *url.URL)        { return r.Method, r.URL }
-func (plainHost) Mount(*http.Request) string                         { return "" }
-func (plainHost) Expand(_ *http.Request, text string) (string, bool) { return text, text != "" }
-func (plainHost) User(*http.Request) string                          { return "" }
-func (plainHost) Var(*http.Request, string) any                      { return nil }
-func (plainHost) SetVar(*http.Request, string, any)                  {}
-func (plainHost) Note(*http.Request, string, string)                 {}
-func (plainHost) Incremental(h http.Header) bool                     { return h.Get("Incremental") == "?1" }
-func (plainHost) Upstream(next Next) Upstream                        { return &plainUpstream{next: next} }
-func (plainHost) Begin(*http.Request, *Call) *Call                   { return nil }
-func (plainHost) Show(*http.Request, *Call)                          {}
-func (plainHost) Trace(*http.Request, *Call)                         {}
-func (plainHost) Emit(string, func() map[string]any)                 {}
-func (plainHost) Exiting() bool                                      { return false }
+func (plainHost) Original(r *http.Request) (string, *url.URL) { return r.Method, r.URL }
+func (plainHost) Mount(*http.Request) string                  { return "" }
+func (plainHost) Expand(_ *http.Request, text string) (string, bool) {
+	return text, text != "" && !strings.Contains(text, "{")
+}
+func (plainHost) User(*http.Request) string { return "" }
+func (plainHost) Var(r *http.Request, name string) any {
+	vars, _ := r.Context().Value(varsKey{}).(map[string]any)
+	return vars[name]
+}
+func (plainHost) SetVar(r *http.Request, name string, value any) {
+	r.Context().Value(varsKey{}).(map[string]any)[name] = value
+}
+func (plainHost) Note(*http.Request, string, string) {}
+func (plainHost) Incremental(h http.Header) bool     { return h.Get("Incremental") == "?1" }
+func (plainHost) Upstream(next Next) Upstream        { return &plainUpstream{next: next} }
+func (plainHost) Begin(*http.Request, *Call) *Call   { return nil }
+func (plainHost) Show(*http.Request, *Call)          {}
+func (plainHost) Trace(*http.Request, *Call)         {}
+func (plainHost) Emit(string, func() map[string]any) {}
+func (plainHost) Exiting() bool                      { return false }
 
 // plainNext is an http.Handler, which always answers.
 type plainNext struct{ http.Handler }

@@ -12,20 +12,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
-// testHost is a host whose placeholders are header fields, and `user`. Its variables stand
-// in the request's context.
+// testHost is a host whose placeholders are header fields, and `user`.
 type testHost struct{ plainHost }
-
-type varsKey struct{}
-
-func (testHost) Var(r *http.Request, name string) any {
-	vars, _ := r.Context().Value(varsKey{}).(map[string]any)
-	return vars[name]
-}
-
-func (testHost) SetVar(r *http.Request, name string, value any) {
-	r.Context().Value(varsKey{}).(map[string]any)[name] = value
-}
 
 func (h testHost) User(r *http.Request) string {
 	user, _ := h.Var(r, "user").(string)

@@ -207,7 +207,7 @@ type Tokens struct {
 	asked  *breaker.View
 }
 
-// issuer is the caller that the tokens prove, or empty. Unverified tokens do not identify the caller
+// Issuer is the caller that the tokens prove, or empty. Unverified tokens do not identify the caller
 // (P3) and do not affect other tokens.
 func (p *Tokens) Issuer() string {
 	for _, t := range p.Own {

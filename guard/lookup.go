@@ -139,7 +139,7 @@ func (x *Call) attach(flight *execution.Flight) (step, error) {
 	x.action.Counts.Attached()
 	status := "attached"
 	if follower.Doubtful() { // head has the rest of what its owner gets
-		status = statusInDoubt
+		status = StatusInDoubt
 	}
 	err = Play(x.w, x.r, Source{
 		Head: head, Body: followed{x.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
@@ -166,7 +166,7 @@ func (x *Call) inDoubt(cause execution.Cause) error {
 // doubtMarks are the fields of an answer that leaves the call in doubt. SDKs must not retry
 // it, unless a retry runs the call again.
 func (x *Call) doubtMarks() http.Header {
-	marks := http.Header{HeaderExecutionStatus: {statusInDoubt}}
+	marks := http.Header{HeaderExecutionStatus: {StatusInDoubt}}
 	if !x.runsAgain() {
 		api.NoRetry(marks)
 	}
@@ -202,7 +202,7 @@ func (x *Call) resend(found execution.Finding) (step, error) {
 // sentAs is a hash of what an upstream that keeps keys knows the call by; zero where the call
 // has no such key. The key's own bytes count: quoted it is another to the upstream.
 func (x *Call) sentAs(id string) (sum [32]byte, err error) {
-	lines := x.r.Header[HeaderIdempotencyKey]
+	lines := x.r.Header[headerIdempotencyKey]
 	if key, err := execution.ParseID(lines); x.action.OnUnknown != OnUnknownResend || err != nil || key != id {
 		return sum, nil
 	}
@@ -367,8 +367,8 @@ type Probe struct {
 	UseAnswer bool
 }
 
-// InternalRequest is a request of the guard's own to the upstream: a status probe, or one for
-// an undo.
+// InternalRequest is a request of the guard's own to the upstream: a status probe, or a look at
+// what stands at a target.
 type InternalRequest struct {
 	Method string
 	// Path is escaped, Query without the question mark.

@@ -137,7 +137,7 @@ func (x *Call) bodyHash() (ect.Hash, error) {
 
 func withCheckpoint(marks http.Header, checkpoint string) http.Header {
 	if checkpoint != "" {
-		marks[HeaderExecutionCheckpoint] = []string{checkpoint}
+		marks[headerExecutionCheckpoint] = []string{checkpoint}
 	}
 	return marks
 }

@@ -471,7 +471,7 @@ type WriteWindow struct {
 	of   *WriteTracker
 	name string
 
-	// Guarded by targets.mu.
+	// Guarded by of.mu.
 	disturbed bool // somebody else has written in it
 	closed    bool
 }

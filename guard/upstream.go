@@ -169,7 +169,8 @@ func guardedBy(ctx context.Context, name string) bool {
 // UnreadError says that a request was not sent, as the state of its upstream's breaker could
 // not be read.
 type UnreadError struct {
-	// Err is the cause, As what else it amounts to, such as an error of dialling.
+	// Err is the cause, As what else it amounts to: an error of dialling, so that a proxy and
+	// the proof of what was sent know that nothing was.
 	Err, As error
 }
 
@@ -180,7 +181,7 @@ func (e *UnreadError) Error() string { return e.Err.Error() }
 func (e *UnreadError) Unwrap() []error { return []error{e.As, e.Err} }
 
 // ViewVar is the variable of a request that holds what its caller's tokens ask of breakers,
-// a *breaker.View.
+// a *breaker.View. A variable outlives the request that the guard hands on.
 const ViewVar = "agent_guard.view"
 
 // ParseGRPCTimeout reads the field grpc-timeout: at most eight digits and a unit. It reports false

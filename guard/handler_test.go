@@ -1,0 +1,59 @@
+package guard
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+// What would break a promise is refused before the first call.
+func TestNewRefuses(t *testing.T) {
+	open := func() (*Engine, func(), error) { panic("nobody calls") }
+	for want, c := range map[string]Config{
+		"Open is missing":             {},
+		"there is no Host":            {Open: open, Caller: "{user}"},
+		"all calls would be one":      {Open: open, ExecutionID: []IDSource{{Placeholder: "{id}"}}},
+		"nothing verifies tokens":     {Open: open, RequireECT: true},
+		"source 1":                    {Open: open, ExecutionID: []IDSource{{JSON: "no pointer"}}},
+		"must match everything":       {Open: open, Actions: []*Action{{Name: "a", Match: paths("/")}}},
+		"action a: RetainKey":         {Open: open, Actions: []*Action{{Name: "a", RetainKey: 1}}},
+		"action a: a probe":           {Open: open, Actions: []*Action{{Name: "a", OnUnknown: OnUnknownProbe}}},
+		"action a: OnUnknownResend":   {Open: open, Actions: []*Action{{Name: "a", OnUnknown: OnUnknownResend}}},
+		"action a: an Undo that rest": {Open: open, Actions: []*Action{{Name: "a", Undo: &UndoPlan{Restore: true}}}},
+	} {
+		if _, err := New(c); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want ...%s...", err, want)
+		}
+	}
+}
+
+// P1, P3: however credentials are spelled, they are the same fields; and none means the
+// default. An action may stand in several configurations.
+func TestNewCompletes(t *testing.T) {
+	a := &Action{Name: "a", OnUnknown: OnUnknownResend, Rules: execution.Rules{Preset: execution.PresetStripe}}
+	one := newHandler(t, Config{Credentials: []string{"X-Api-Key", "authorization"}, Actions: []*Action{a}})
+	two := newHandler(t, Config{Credentials: []string{"Authorization", "x-api-key", "X-Api-Key"}, Actions: []*Action{a}})
+	if got := strings.Join(one.Credentials, " "); got != "Authorization X-Api-Key" || got != strings.Join(two.Credentials, " ") {
+		t.Errorf("%q and %q", one.Credentials, two.Credentials)
+	}
+	if got := strings.Join(newHandler(t, Config{Credentials: []string{}}).Credentials, " "); got != "Api-Key Authorization X-Api-Key" {
+		t.Errorf("%q", got)
+	}
+	if a.Counts != nil || one.Actions[0].Counts == two.Actions[0].Counts || one.Actions[0].ResendFor <= 0 {
+		t.Error("the configuration was changed, or not completed")
+	}
+}
+
+// An error of the handlers' own is no answer of the upstream.
+func TestServeHTTPAnswersErrors(t *testing.T) {
+	fails := func(*http.Request) (bool, error) { return false, http.ErrNotSupported }
+	h := newHandler(t, Config{Host: plainHost{}, Exempt: fails, Next: http.NotFoundHandler()})
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/", nil))
+	if w.Code != http.StatusInternalServerError {
+		t.Errorf("%d", w.Code)
+	}
+}
