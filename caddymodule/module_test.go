@@ -108,7 +108,7 @@ func TestBadJSONIsRefused(t *testing.T) {
 	}
 }
 
-// DESIGN, "Store", and P4's other side: `caddy validate` works beside a running
+// P4's other side: `caddy validate` works beside a running
 // server, so that loading a configuration opens and makes nothing. A handler works
 // without any configuration of the app.
 func TestProvisionOpensNothing(t *testing.T) {

@@ -347,7 +347,7 @@ func TestCheckpointQuotas(t *testing.T) {
 	}
 }
 
-// DESIGN "Checkpoints and rollback", undo_auth: the state is read with the configuration's
+// The state is read with the configuration's
 // credentials, or with the call's own; never with both, and never with those of a token.
 func TestWithWhatTheStateIsRead(t *testing.T) {
 	u := newUpstream(t)

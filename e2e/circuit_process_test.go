@@ -41,7 +41,7 @@ func wantProcRefused(t *testing.T, gateway *procGateway, upstream *procUpstream)
 	}
 }
 
-// DESIGN, "Breakers": OPEN stays OPEN over a reload with other thresholds, and over
+// OPEN stays OPEN over a reload with other thresholds, and over
 // kill -9 with the same deadline. What the configuration overrules ends with it.
 func TestCircuitSurvives(t *testing.T) {
 	t.Parallel() // its gateways are processes

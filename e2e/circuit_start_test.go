@@ -51,7 +51,7 @@ func (*early) Provision(ctx caddy.Context) error {
 func (*early) Start() error { return nil }
 func (*early) Stop() error  { return nil }
 
-// DESIGN, "Breakers": state survives a restart. No request reaches an upstream before the
+// State survives a restart. No request reaches an upstream before the
 // state of its breaker is there: calls that change nothing wait for it as others do, also
 // where no guard stands before them.
 func TestCircuitStateIsThereBeforeAnyRequest(t *testing.T) {

@@ -71,7 +71,7 @@ func (r reply) refusedSaying(t *testing.T, details ...string) {
 	}
 }
 
-// DESIGN, "Breakers": an open breaker refuses a call before it is claimed, what is
+// An open breaker refuses a call before it is claimed, what is
 // recorded is replayed all the same, and the key of the refused call is free.
 func TestCircuitRefusesBeforeTheClaim(t *testing.T) {
 	u := newUpstream(t)

@@ -11,7 +11,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
-// DESIGN "Checkpoints and rollback", compensate: a request made of the call's answer, by
+// A request made of the call's answer, by
 // the guard and not by who asks.
 func TestRollbackCompensates(t *testing.T) {
 	a := newAgent(t, "a")

@@ -24,7 +24,7 @@ func (s *saga) chain(path string, n int) (checkpoints []string) {
 	return checkpoints
 }
 
-// DESIGN "Checkpoints and rollback", restore: all changes of one document are undone, whether
+// All changes of one document are undone, whether
 // its ETags are versions, hashes of what stands there, or missing. An undo makes a version of
 // its own, which is the one that the next undo meets.
 func TestRollbackOfAChainOfChanges(t *testing.T) {

@@ -8,7 +8,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
-// DESIGN "Checkpoints and rollback", delegate: the agent that was called is asked to undo
+// The agent that was called is asked to undo
 // it, in the form of cascade, Figure 10, with a token of the gateway's.
 func TestRollbackDelegates(t *testing.T) {
 	a, lab := newAgent(t, "a"), newRestLab(t)

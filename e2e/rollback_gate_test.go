@@ -174,7 +174,7 @@ func TestP6RollbackOfADeleteOfWhatWasHidden(t *testing.T) {
 	f.asks(a, uuid.NewString(), checkpoint, "").undone(t, rollback.Escalated)
 }
 
-// DESIGN "Checkpoints and rollback": what came after a call is not taken for its work, also
+// What came after a call is not taken for its work, also
 // where its answer does not wait for its record.
 func TestSettleAsyncTakesTheStateFirst(t *testing.T) {
 	th, a := newThings(t), newAgent(t, "a")

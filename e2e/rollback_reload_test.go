@@ -99,7 +99,7 @@ const reloadActions = `
 		}
 	}`
 
-// DESIGN, "Settled here": undo is decided before the call leaves. What a checkpoint needs is
+// Undo is decided before the call leaves. What a checkpoint needs is
 // in it: a reload that leaves its upstream reachable takes nothing of it away, whatever it
 // does to guards, actions, breakers and sites.
 func TestCheckpointsSurviveReloads(t *testing.T) {

@@ -88,7 +88,7 @@ func TestCascade434Overlap(t *testing.T) {
 }
 
 // A narrower rollback that is under way finishes its level and joins the wider one, whose
-// result it has from then on (DESIGN, "Settled here").
+// result it has from then on.
 func TestCascade434Joins(t *testing.T) {
 	a := newAgent(t, "a")
 	lab, g := launchLab(t, sagaActions, a)

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// DESIGN "Checkpoints and rollback", restore: what stood there is put back, whatever the
+// What stood there is put back, whatever the
 // call did to it.
 func TestRollbackRestores(t *testing.T) {
 	a := newAgent(t, "a")

@@ -219,7 +219,7 @@ func TestRollbackRefusesLateDuplicates(t *testing.T) {
 	lab.wantEffects("charged ch_1", "refunded ch_1")
 }
 
-// DESIGN "Checkpoints and rollback": undo traffic passes open breakers.
+// Undo traffic passes open breakers.
 func TestRollbackPassesAnOpenBreaker(t *testing.T) {
 	a := newAgent(t, "a")
 	lab, g := launchLab(t, sagaActions, a)

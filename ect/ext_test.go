@@ -136,7 +136,7 @@ func TestAERRRegistrations(t *testing.T) {
 			t.Errorf("%s in %s is written %s, %v", c.action, c.vocabulary, d.Action(), err)
 		}
 	}
-	// ATD has no name for it, and cascade's is DESIGN's, "Settled here".
+	// ATD has no name for it, and cascade's is ours.
 	for _, v := range []ect.Vocabulary{ect.Cascade, ect.ATD} {
 		if got := v.Event(ect.EventCircuitHalfOpen); got != "circuit_breaker_half_open" {
 			t.Errorf("half-open is %q in %s", got, v)

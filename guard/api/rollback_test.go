@@ -309,7 +309,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// DESIGN "Settled here": work that outlasts the answer is 202 with its place, for as long
+// Work that outlasts the answer is 202 with its place, for as long
 // as the asker wants to wait, and at most 30 s.
 func TestWorkThatOutlastsTheAnswer(t *testing.T) {
 	for _, c := range []struct {

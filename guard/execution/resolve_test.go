@@ -136,7 +136,7 @@ func undoing(c *execution.Call, checkpoint string) execution.Undoing {
 
 var extra = store.Write{Key: []byte("z rider"), If: store.Absent(), Value: []byte("1")}
 
-// DESIGN, "Checkpoints and rollback": a late duplicate of an undone request is refused for
+// A late duplicate of an undone request is refused for
 // ever, whatever came of the call, and after a restart.
 func TestLateDuplicateIsRefusedForEver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -214,7 +214,7 @@ func TestATDGroups(t *testing.T) {
 	wantEnd(t, r.run(lacking), rollback.Failed, "c3=escalated(irreversible) lacking=failed(missing)")
 }
 
-// DESIGN: what another gateway has made cannot be undone here, and is escalated.
+// What another gateway has made cannot be undone here, and is escalated.
 func TestForeignCheckpointsAreEscalated(t *testing.T) {
 	r := newRig(t)
 	r.action("1")

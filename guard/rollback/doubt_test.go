@@ -255,7 +255,7 @@ func TestStartAfterAHalfExpiry(t *testing.T) {
 	}
 }
 
-// DESIGN, "Checkpoints and rollback": only a lost answer may be sent again, with the same
+// Only a lost answer may be sent again, with the same
 // key. Another rollback of a checkpoint whose undo is in doubt goes on under the key of
 // the first one, also when that one has joined it and after a restart, and takes one of
 // its own when it is known that the first had no effect.
@@ -624,7 +624,7 @@ func (r *rig) through(q rollback.Request) string {
 	return r.leftBehind(q)
 }
 
-// P5 and DESIGN, "Checkpoints and rollback": after an end of the process between any two
+// P5: after an end of the process between any two
 // commits, whether or not the last one landed, the rollback goes on by itself, and leaves
 // behind what an undisturbed one does: no step undone twice, none lost.
 func TestP5KilledBetweenAnyTwoCommits(t *testing.T) {

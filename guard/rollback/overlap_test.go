@@ -213,7 +213,7 @@ func TestCascade434Refused(t *testing.T) {
 	wantEnd(t, r.run(request("c2", rollback.SubDAG)), rollback.Completed, "c3=completed c2=completed")
 }
 
-// DESIGN, "Settled here": a narrower rollback that executes finishes its level, then joins
+// A narrower rollback that executes finishes its level, then joins
 // the wider one; its own id answers with the wider one's result, after a restart too.
 func TestNarrowerJoinsWider(t *testing.T) {
 	for _, again := range []bool{false, true} {

@@ -786,7 +786,7 @@ func TestCascade434Overlap(t *testing.T) {
 	}
 }
 
-// DESIGN, "Settled here": a narrower rollback that already executes finishes its level,
+// A narrower rollback that already executes finishes its level,
 // then joins the wider one.
 func TestResolveConflict(t *testing.T) {
 	g := conflicts(t)

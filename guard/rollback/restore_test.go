@@ -484,7 +484,7 @@ func (r *undoRig) keeps(v checkpoint.Version) error {
 	return p.Done(err)
 }
 
-// DESIGN "Checkpoints and rollback", restore: several changes of one resource are undone one
+// Several changes of one resource are undone one
 // after the other, though each undo makes another version; in lives that end anywhere.
 func TestCrashBetweenUndosOfOneResource(t *testing.T) {
 	crashes := 0

@@ -224,7 +224,7 @@ func (c *Coordinator) drive(r *run) {
 	}
 	for _, level := range r.levels {
 		if r.joined.is() && !r.begun(level) {
-			break // DESIGN: it finishes its level, in its next life too
+			break // it finishes its level, in its next life too
 		}
 		if !c.level(r, level) {
 			return

@@ -276,8 +276,8 @@ type Answer struct {
 // MaxAnswer is the largest body of an answer that a Sender reads, in bytes.
 const MaxAnswer = checkpoint.MaxImage
 
-// Sender sends requests of an undo, past open breakers and full bulkheads (DESIGN,
-// "Checkpoints and rollback"). It sends each once, and follows no redirection.
+// Sender sends requests of an undo, past open breakers and full bulkheads. It sends each
+// once, and follows no redirection.
 type Sender interface {
 	// Send returns the whole answer, or an error: a *SendError says what is known.
 	Send(ctx context.Context, r *Outgoing) (*Answer, error)

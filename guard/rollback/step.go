@@ -215,8 +215,8 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 }
 
 // send lets the Undoer undo a call that ran. What another rollback has left in doubt goes on
-// under that one's key: only so can it be sent again, or asked for (DESIGN, "Checkpoints and
-// rollback"). id is the checkpoint of the step, doubt what the mark of the first attempt says.
+// under that one's key: only so can it be sent again, or asked for. id is the checkpoint of the
+// step, doubt what the mark of the first attempt says.
 func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
 	brief := r.withoutSteps()
 	task := Task{Rollback: r.id, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}

@@ -119,7 +119,7 @@ const (
 	defaultLongest = time.Minute         // between two later times
 	defaultTimeout = 30 * time.Second    // of one request
 	defaultPoll    = 2 * time.Second     // between the first two questions for a status
-	defaultKeep    = 30 * 24 * time.Hour // as a key is kept (DESIGN, "Store")
+	defaultKeep    = 30 * 24 * time.Hour // as a key is kept
 )
 
 // UndoerOptions are what an Undoer works with. Guard, Checkpoints and Sender are required.

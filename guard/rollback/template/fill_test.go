@@ -108,7 +108,7 @@ func TestFillReads(t *testing.T) {
 }
 
 // A value that is not there, not one, or not a scalar is an error that names the
-// placeholder (DESIGN, "Checkpoints and rollback").
+// placeholder.
 func TestFillMisses(t *testing.T) {
 	for name, want := range map[string]error{
 		"request.path.4":            template.ErrAbsent,

@@ -98,7 +98,7 @@ func TestParseRefuses(t *testing.T) {
 		{get("/{execution.id"), "url", 1, "not closed"},
 		{get("/{execution.id{rollback.id}}"), "url", 1, "not closed"},
 		{get("/execution.id}"), "url", 13, "closes nothing"},
-		// Credentials go by undo_auth alone (DESIGN, "Checkpoints and rollback").
+		// Credentials go by undo_auth alone.
 		{header(template.Field{"Authorization", "{request.header.authorization}"}), "header Authorization", 0, "undo_auth"},
 		{get("https://other.example/?k={request.header.X-API-KEY}"), "url", 25, "undo_auth"},
 		{body(jsonType, `"{request.header.Cookie}"`), "body", 1, "undo_auth"},

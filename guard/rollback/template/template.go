@@ -1,5 +1,5 @@
 // Package template makes the request that compensates a call out of what was recorded
-// of the call: its request and its response (DESIGN, "Checkpoints and rollback"). What
+// of the call: its request and its response. What
 // an agent or an upstream sent is hostile here: a value fills the place that it was
 // given and can change nothing else of the request.
 //
@@ -637,7 +637,7 @@ var namesWithArg = []struct {
 const knownNames = "request.path, request.path.N, request.query.NAME, request.header.NAME, request.json./POINTER, " +
 	"response.status, response.header.NAME, response.json./POINTER, execution.id, workflow.id, rollback.id, checkpoint.id"
 
-// credentials are what a caller is known by (DESIGN, "Caller").
+// credentials are what a caller is known by.
 var credentials = []string{"Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key", "Api-Key"}
 
 func parseName(text string) (*name, *ParseError) {
