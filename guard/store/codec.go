@@ -57,7 +57,8 @@ func (e *Encoder) Bool(tag byte, v bool) {
 	}
 }
 
-// Time writes v unless it is the zero time, in nanoseconds since 1970, from 1678 to 2261.
+// Time writes v unless it is the zero time or 1970, in nanoseconds since 1970, from 1678 to
+// 2261.
 func (e *Encoder) Time(tag byte, v time.Time) {
 	if !v.IsZero() {
 		e.Int(tag, v.UnixNano())
@@ -69,7 +70,8 @@ type Decoder struct {
 	// B is what was not read yet, and Broken the error of what cannot be read.
 	B      []byte
 	Broken error
-	// Tag is that of the field, Field its bytes, and Raw these with the tag and the length.
+	// Tag is that of the field, Field its bytes, nil if there are none, and Raw these with the
+	// tag and the length.
 	Tag        byte
 	Field, Raw []byte
 	// Err is the first fault. Whoever finds one in a field sets it.
@@ -88,6 +90,9 @@ func (d *Decoder) Next() bool {
 	}
 	end := 1 + n + int(size)
 	d.Tag, d.Raw, d.Field, d.B = d.B[0], d.B[:end], d.B[1+n:end], d.B[end:]
+	if size == 0 {
+		d.Field = nil
+	}
 	return true
 }
 
@@ -100,8 +105,14 @@ func (d *Decoder) Int() int64 {
 	return v
 }
 
-// Time is the time in a field, in the local zone.
-func (d *Decoder) Time() time.Time { return time.Unix(0, d.Int()) }
+// Time is the time in a field, in the local zone, and the zero time for 1970, which no
+// Encoder writes.
+func (d *Decoder) Time() time.Time {
+	if v := d.Int(); v != 0 {
+		return time.Unix(0, v)
+	}
+	return time.Time{}
+}
 
 // Fill copies the field to dst, which must be as long.
 func (d *Decoder) Fill(dst []byte) {

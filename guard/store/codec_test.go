@@ -69,6 +69,18 @@ func TestDecoderReadsFields(t *testing.T) {
 	}
 }
 
+// What a writer leaves out, a reader does not tell from what is there and empty: a record
+// that was read is written as it was read.
+func TestEmptyFieldsAreAsNone(t *testing.T) {
+	d := Decoder{B: []byte("\x01\x00" + "\x02\x01\x00"), Broken: errBroken}
+	if !d.Next() || d.Field != nil {
+		t.Errorf("%#v, %v", d.Field, d.Err)
+	}
+	if !d.Next() || !d.Time().IsZero() || d.Err != nil {
+		t.Errorf("%v, %v", d.Time(), d.Err)
+	}
+}
+
 // The first fault ends the reading, with the error of the reader's own.
 func TestDecoderStopsAtAFault(t *testing.T) {
 	number := func(d *Decoder) { d.Int() }
