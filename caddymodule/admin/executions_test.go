@@ -207,8 +207,14 @@ func golden(t *testing.T, file, text string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if text != string(want) {
-		t.Errorf("got:\n%s\nwant:\n%s", text, want)
+	got, lines := strings.Split(text, "\n"), strings.Split(string(want), "\n")
+	for i := range min(len(got), len(lines)) {
+		if got[i] != lines[i] {
+			t.Fatalf("%s, line %d:\n%s\nwant:\n%s", file, i+1, got[i], lines[i])
+		}
+	}
+	if len(got) != len(lines) {
+		t.Errorf("%s: %d lines, want %d", file, len(got), len(lines))
 	}
 }
 
