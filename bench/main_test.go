@@ -82,7 +82,7 @@ func TestTable(t *testing.T) {
 		t.Fatalf("exit status %d, %v\n%s\n%s", status, err, out, log)
 	}
 	figures := 7
-	if proc.Tells {
+	if proc.Measures {
 		figures += 8 // the work of both sides, in four rows
 	}
 	if len(report.Rows) != 17 || len(report.Figures) != figures {

@@ -12,7 +12,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
-// Rollbacks are told of by the latest configuration; one without an identity tells nothing.
+// The latest configuration records rollbacks; one without an identity records none.
 func TestRollbackLedgerOfTheLatestConfiguration(t *testing.T) {
 	r := &rollback.Rollback{ID: uuid.NewString(), Checkpoint: uuid.NewString(), Workflow: uuid.NewString(), Scope: rollback.Single}
 	mute := started(t, t.TempDir(), "").held.rollbackLedger(time.Hour)
@@ -22,21 +22,21 @@ func TestRollbackLedgerOfTheLatestConfiguration(t *testing.T) {
 	dir := t.TempDir()
 	e := started(t, dir, withIdentity(filepath.Join(dir, "identity"), "")).held
 	ledger := e.rollbackLedger(time.Hour)
-	told, err := ledger.Started(t.Context(), r, nil)
+	started, err := ledger.Started(t.Context(), r, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := told.Commit(t.Context(), e.store); err != nil {
+	if err := started.Commit(t.Context(), e.store); err != nil {
 		t.Fatal(err)
 	}
 	view, err := ledger.Graph(t.Context(), rollback.Query{Workflow: r.Workflow})
 	if err != nil || view.Graph.Len() != 1 {
 		t.Fatal(err)
 	}
-	if n := view.Graph.At(0); n.ID != told.ID || n.IsTask() || n.IsCheckpoint() || n.By != e.latestPolicy().Events.Identity() {
+	if n := view.Graph.At(0); n.ID != started.ID || n.IsTask() || n.IsCheckpoint() || n.By != e.latestPolicy().Events.Identity() {
 		t.Errorf("%+v", n)
 	}
-	entry, err := e.latestPolicy().Evidence.Log().Lookup(t.Context(), r.Workflow, told.ID)
+	entry, err := e.latestPolicy().Evidence.Log().Lookup(t.Context(), r.Workflow, started.ID)
 	if err != nil || entry.KeepUntil.Before(time.Now().Add(50*time.Minute)) {
 		t.Errorf("kept until %v, %v", entry.KeepUntil, err)
 	}

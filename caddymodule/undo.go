@@ -148,7 +148,7 @@ func undoHeader(o *rollback.Outgoing, configured http.Header) http.Header {
 }
 
 // Watch implements undo.Watcher.
-func (s *undoSender) Watch(o *rollback.Outgoing) rollback.Window {
+func (s *undoSender) Watch(o *rollback.Outgoing) rollback.WriteWindow {
 	app := s.e.activeConfigs.latest()
 	if app == nil {
 		return nil

@@ -412,12 +412,12 @@ func (p *pump) write(b []byte) {
 	p.mu.Unlock()
 	p.signal()
 	if !recorded {
-		p.insist(b)
+		p.sendUnrecorded(b)
 	}
 }
 
-// insist waits until the client takes b, which cannot be read back.
-func (p *pump) insist(b []byte) {
+// sendUnrecorded waits until the client takes b, which cannot be read back.
+func (p *pump) sendUnrecorded(b []byte) {
 	for len(b) > 0 {
 		p.mu.Lock()
 		if p.cutOff {
@@ -555,7 +555,7 @@ func (p *pump) lost() {
 	p.broken = true
 }
 
-// roomMade tells who waits in insist. The caller holds mu.
+// roomMade tells who waits in sendUnrecorded. The caller holds mu.
 func (p *pump) roomMade() {
 	if p.room != nil {
 		close(p.room)

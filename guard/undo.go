@@ -506,7 +506,7 @@ func (t *WriteTracker) Open(name string) *WriteWindow {
 	return w
 }
 
-// Disturbed implements rollback.Window.
+// Disturbed implements rollback.WriteWindow.
 func (w *WriteWindow) Disturbed() bool {
 	w.of.mu.Lock()
 	defer w.of.mu.Unlock()
@@ -523,7 +523,7 @@ func (w *WriteWindow) disturb() {
 // Name is that of its target.
 func (w *WriteWindow) Name() string { return w.name }
 
-// Close implements rollback.Window.
+// Close implements rollback.WriteWindow.
 func (w *WriteWindow) Close() { w.close() }
 
 // close ends a window, and reports whether it was disturbed. One that is nil was not.

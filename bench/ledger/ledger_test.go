@@ -8,11 +8,11 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/bench/ledger"
 )
 
-// check holds lines against what was told.
-func check(t *testing.T, told func(*ledger.Book), lines ...string) *ledger.Audit {
+// check holds lines against the calls in the book.
+func check(t *testing.T, fill func(*ledger.Book), lines ...string) *ledger.Audit {
 	t.Helper()
 	book := ledger.NewBook()
-	told(book)
+	fill(book)
 	a, err := book.Check(strings.NewReader(strings.Join(lines, "\n")))
 	if err != nil {
 		t.Fatal(err)
@@ -47,7 +47,7 @@ func TestGoodRun(t *testing.T) {
 // P1: every planted fault is found, and named.
 func TestPlantedFaults(t *testing.T) {
 	for name, c := range map[string]struct {
-		told  func(*ledger.Book)
+		fill  func(*ledger.Book)
 		lines []string
 		want  string
 	}{
@@ -65,7 +65,7 @@ func TestPlantedFaults(t *testing.T) {
 			[]string{"1 a"}, "a was in doubt, and then answered"},
 		"what a client saw": {func(b *ledger.Book) { b.Breach("%d is wrong", 7) }, nil, "7 is wrong"},
 	} {
-		if a := check(t, c.told, c.lines...); !slices.Contains(a.Breaches, c.want) {
+		if a := check(t, c.fill, c.lines...); !slices.Contains(a.Breaches, c.want) {
 			t.Errorf("%s: want %q among %q", name, c.want, a.Breaches)
 		}
 	}

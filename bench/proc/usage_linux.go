@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// Tells says that UsageOf tells anything.
-const Tells = true
+// Measures says whether UsageOf works on this system.
+const Measures = true
 
 // UsageOf reads what the process uses.
 func UsageOf(pid int) (Usage, error) {

@@ -78,7 +78,7 @@ func newSide(o Options, s *scene, r *row, p place, line string) (*side, error) {
 	if sites[p].ledger {
 		made.job.Drain = s.gateways[p].Drain
 	}
-	if g := s.gateways[p]; g != nil && proc.Tells && (sites[r.subject].ledger || r.syncs) {
+	if g := s.gateways[p]; g != nil && proc.Measures && (sites[r.subject].ledger || r.syncs) {
 		made.gateway = g.Proc()
 	}
 	if r.kind == signed {

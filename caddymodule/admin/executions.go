@@ -90,12 +90,12 @@ func showExecution(r *http.Request, st Store, p *params) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	return look(r.Context(), st, key)
+	return readExecution(r.Context(), st, key)
 }
 
-// look is all that operators may see of the execution key. A free key is known by
+// readExecution reads what operators may see of the execution key. A free key is known by
 // what was decided about it.
-func look(ctx context.Context, st Store, key execution.Key) (*Execution, error) {
+func readExecution(ctx context.Context, st Store, key execution.Key) (*Execution, error) {
 	now, err := st.Now(ctx)
 	if err != nil {
 		return nil, unavailable(err)
@@ -563,7 +563,7 @@ func resolveExecution(r *http.Request, st Store, p *params) (any, error) {
 		return nil, err
 	}
 	st.Resolved(key, found.Record, decided)
-	return look(r.Context(), st, key)
+	return readExecution(r.Context(), st, key)
 }
 
 // read decodes strictly: a misspelled member must not be a decision without it.

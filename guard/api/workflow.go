@@ -370,7 +370,7 @@ func (q *ledgerRequest) signature(e *ledger.Entry) string {
 // stands.
 func (q *ledgerRequest) kept(e *ledger.Entry, doc *checkpointDocument) error {
 	v := &doc.Verification
-	v.Snapshot, doc.Undo.State = "none", checkpoint.Standing.String()
+	v.Snapshot, doc.Undo.State = "none", checkpoint.Active.String()
 	sum, ok := outputOf(e)
 	if !ok || q.Undos == nil || !q.own(e) {
 		return nil
@@ -380,7 +380,7 @@ func (q *ledgerRequest) kept(e *ledger.Entry, doc *checkpointDocument) error {
 	switch {
 	case err == nil:
 		doc.Undo = checkpointUndo{mark.State.String(), mark.Rollback, mark.At.UTC()}
-		if mark.State == checkpoint.Standing {
+		if mark.State == checkpoint.Active {
 			doc.Undo.At = time.Time{}
 		}
 	case errors.Is(err, checkpoint.ErrTampered):

@@ -120,7 +120,7 @@ func FuzzDecode(f *testing.F) {
 				t.Errorf("%+v became %+v, %v", s, again, err)
 			}
 		}
-		if m, err := decodeMark(b); err == nil && (m.State == Standing || m.State.String() == "unknown" || m.Rollback == "") {
+		if m, err := decodeMark(b); err == nil && (m.State == Active || m.State.String() == "unknown" || m.Rollback == "") {
 			t.Errorf("read %+v", m)
 		}
 		if p, err := decodePart(b); err == nil && (p.pieces < 0 || p.pieces > maxPieces) {

@@ -14,8 +14,8 @@ type State uint8
 
 // The states of an undo.
 const (
-	// Standing: nothing was begun. It is the state of every checkpoint without a mark.
-	Standing State = iota
+	// Active: nothing was begun. It is the state of every checkpoint without a mark.
+	Active State = iota
 	// Undoing: a rollback is at it.
 	Undoing
 	// Undone: it was undone, and is never undone again.
@@ -29,7 +29,7 @@ const (
 // String is the word used in answers and logs.
 func (s State) String() string {
 	switch s {
-	case Standing:
+	case Active:
 		return "standing"
 	case Undoing:
 		return "undoing"
@@ -46,9 +46,9 @@ func (s State) String() string {
 
 // steps are the states to which an undo may go from each.
 var steps = map[State][]State{
-	Standing: {Undoing, Escalated},
-	// Back to Standing goes a rollback that gives way before it has sent anything.
-	Undoing: {Undone, Failed, Escalated, Standing},
+	Active: {Undoing, Escalated},
+	// Back to Active goes a rollback that gives way before it has sent anything.
+	Undoing: {Undone, Failed, Escalated, Active},
 	// Undone without another Undoing: a person has done it.
 	Failed:    {Undoing, Undone, Escalated},
 	Escalated: {Undoing, Undone, Failed},
@@ -57,7 +57,7 @@ var steps = map[State][]State{
 // Mark is what is known of the undo of a checkpoint. It outlives the snapshot.
 type Mark struct {
 	State State
-	// Rollback is the id of the rollback that moved it here; empty for Standing.
+	// Rollback is the id of the rollback that moved it here; empty for Active.
 	Rollback string
 	// At is when it was moved here, by the store's clock.
 	At time.Time
@@ -111,7 +111,7 @@ func decodeMark(b []byte) (Mark, error) {
 	return m, d.Err
 }
 
-// Mark reads how far the undo of a checkpoint has come. Standing is also what is known
+// Mark reads how far the undo of a checkpoint has come. Active is also what is known
 // of an id that was never used. ErrTampered says that a mark stands and cannot be read.
 func (v *Store) Mark(ctx context.Context, id string) (Mark, error) {
 	return v.markOf(ctx, v.name(id))
@@ -173,7 +173,7 @@ func (v *Store) Move(ctx context.Context, id string, found Mark, step Step) (*st
 	if found.version != 0 {
 		w.If = store.VersionIs(found.version)
 	}
-	if step.To == Standing {
+	if step.To == Active {
 		w.Delete = true
 	} else {
 		m := Mark{State: step.To, Rollback: step.Rollback, At: now, Doubt: step.Doubt}
@@ -204,7 +204,7 @@ func (m *Mark) may(step Step) error {
 	if step.Rollback == "" || len(step.Rollback) > maxRollback {
 		return fmt.Errorf("%w: a rollback id of %d bytes, from 1 to %d", ErrInvalid, len(step.Rollback), maxRollback)
 	}
-	if len(step.Doubt) > maxRollback || step.To == Standing && m.Doubt != "" {
+	if len(step.Doubt) > maxRollback || step.To == Active && m.Doubt != "" {
 		return fmt.Errorf("%w: what is in doubt stays so", ErrStep)
 	}
 	if m.State == Undoing && m.Rollback != step.Rollback {

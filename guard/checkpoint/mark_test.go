@@ -39,7 +39,7 @@ func TestP5UndoneIsFinal(t *testing.T) {
 		if m := r.mark("c"); m.State != checkpoint.Undone || m.Rollback != "r1" || m.At.IsZero() {
 			t.Errorf("%+v", m)
 		}
-		for to := checkpoint.Standing; to <= checkpoint.Escalated; to++ {
+		for to := checkpoint.Active; to <= checkpoint.Escalated; to++ {
 			for _, id := range []string{"r1", "r2"} {
 				if err := r.step("c", to, id); !errors.Is(err, checkpoint.ErrStep) {
 					t.Errorf("from undone to %v by %s: %v", to, id, err)
@@ -66,11 +66,11 @@ func TestStepsOfAnUndo(t *testing.T) {
 		"undone":                  {{checkpoint.Undoing, "a", true}, {checkpoint.Undone, "a", true}},
 		"not without beginning":   {{checkpoint.Undone, "a", false}, {checkpoint.Failed, "a", false}},
 		"begun once":              {{checkpoint.Undoing, "a", true}, {checkpoint.Undoing, "a", false}, {checkpoint.Undoing, "b", false}},
-		"only who is at it":       {{checkpoint.Undoing, "a", true}, {checkpoint.Undone, "b", false}, {checkpoint.Standing, "b", false}},
-		"gives way":               {{checkpoint.Undoing, "a", true}, {checkpoint.Standing, "a", true}, {checkpoint.Undoing, "b", true}},
+		"only who is at it":       {{checkpoint.Undoing, "a", true}, {checkpoint.Undone, "b", false}, {checkpoint.Active, "b", false}},
+		"gives way":               {{checkpoint.Undoing, "a", true}, {checkpoint.Active, "a", true}, {checkpoint.Undoing, "b", true}},
 		"another after a failure": {{checkpoint.Undoing, "a", true}, {checkpoint.Failed, "a", true}, {checkpoint.Undoing, "b", true}, {checkpoint.Undone, "b", true}},
 		"escalated at once":       {{checkpoint.Escalated, "a", true}, {checkpoint.Undone, "person", true}},
-		"escalated, then failed":  {{checkpoint.Escalated, "a", true}, {checkpoint.Standing, "a", false}, {checkpoint.Failed, "a", true}},
+		"escalated, then failed":  {{checkpoint.Escalated, "a", true}, {checkpoint.Active, "a", false}, {checkpoint.Failed, "a", true}},
 	} {
 		r := newRig(t)
 		for i, m := range moves {
@@ -93,7 +93,7 @@ func TestOneRollbackBegins(t *testing.T) {
 		for i := range 20 {
 			all.Go(func() {
 				err := r.Advance(ctx, "c", found, checkpoint.Step{To: checkpoint.Undoing, Rollback: number("r", i)},
-					store.Write{Key: []byte("rider"), Value: []byte(number("r", i))})
+					store.Write{Key: []byte("extra"), Value: []byte(number("r", i))})
 				switch {
 				case err == nil:
 					begun.Add(1)
@@ -108,7 +108,7 @@ func TestOneRollbackBegins(t *testing.T) {
 		if begun.Load() != 1 || late.Load() != 19 {
 			t.Errorf("%d begun, %d late", begun.Load(), late.Load())
 		}
-		entry, err := r.st.Get(ctx, []byte("rider"))
+		entry, err := r.st.Get(ctx, []byte("extra"))
 		if m := r.mark("c"); err != nil || m.Rollback != string(entry.Value) {
 			t.Errorf("%+v, and the extra write is %q, %v", m, entry.Value, err)
 		}
@@ -142,9 +142,9 @@ func TestMarkIsKept(t *testing.T) {
 		time.Sleep(ttl * 5 / 4)
 		states(checkpoint.Undoing, checkpoint.Undone, checkpoint.Undone)
 		time.Sleep(10 * ttl)
-		states(checkpoint.Standing, checkpoint.Undone, checkpoint.Undone)
+		states(checkpoint.Active, checkpoint.Undone, checkpoint.Undone)
 		time.Sleep(1000 * ttl)
-		states(checkpoint.Standing, checkpoint.Standing, checkpoint.Undone)
+		states(checkpoint.Active, checkpoint.Active, checkpoint.Undone)
 	})
 }
 
@@ -157,7 +157,7 @@ func TestP4StepFailsClosed(t *testing.T) {
 		t.Error(err)
 	}
 	r.st.fail.Store(nil)
-	if m := r.mark("c"); m.State != checkpoint.Standing {
+	if m := r.mark("c"); m.State != checkpoint.Active {
 		t.Errorf("%+v", m)
 	}
 }

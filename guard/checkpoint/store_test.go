@@ -200,7 +200,7 @@ func TestCheckpointIsReadBack(t *testing.T) {
 			if !p.Snapshot().Reversible() {
 				t.Fatalf("%d bytes: %+v", size, p.Snapshot().Reason)
 			}
-			if c := r.open(id, checkpoint.Want{Sum: p.Sum()}); c.Result != nil || c.Mark.State != checkpoint.Standing {
+			if c := r.open(id, checkpoint.Want{Sum: p.Sum()}); c.Result != nil || c.Mark.State != checkpoint.Active {
 				t.Errorf("%d bytes: before its end %+v", size, c)
 			}
 			done := r.record(p.Handle(), result(size))
@@ -611,16 +611,16 @@ func TestPlacesOfUndos(t *testing.T) {
 		if err != nil || len(all) != 2 {
 			t.Fatalf("%d places, want 2: %v", len(all), err)
 		}
-		standing := map[string]int{}
+		reversible := map[string]int{}
 		for _, place := range all {
 			count, last, err := r.Reversible(t.Context(), place)
 			if err != nil || !last.After(time.Now()) {
 				t.Errorf("%v %v", last, err)
 			}
-			standing[place.Sample.ID] = count
+			reversible[place.Sample.ID] = count
 		}
-		if standing["c-3"] != 1 || standing["c-0"]+standing["c-2"] != 1 {
-			t.Errorf("%v stand", standing)
+		if reversible["c-3"] != 1 || reversible["c-0"]+reversible["c-2"] != 1 {
+			t.Errorf("reversible checkpoints: %v", reversible)
 		}
 	})
 }

@@ -134,7 +134,7 @@ func undoing(c *execution.Call, checkpoint string) execution.Undoing {
 	return execution.Undoing{Key: c.Key, Checkpoint: checkpoint, Workflow: "w-1", Method: "POST", Path: "/v1/charges"}
 }
 
-var extra = store.Write{Key: []byte("z rider"), If: store.Absent(), Value: []byte("1")}
+var extra = store.Write{Key: []byte("z extra"), If: store.Absent(), Value: []byte("1")}
 
 // A late duplicate of an undone request is refused for
 // ever, whatever came of the call, and after a restart.

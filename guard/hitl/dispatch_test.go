@@ -227,25 +227,25 @@ func flood(t *testing.T, p place, n int) {
 	}
 }
 
-// A flood costs the dispatcher a page at a time, whatever its length, and all are told.
+// A flood costs the dispatcher a page at a time, whatever its length, and all are delivered.
 func TestFloodIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3_000
 		p := newPlace()
 		flood(t, p, n)
 		watched := &faulty{Store: p.Store}
-		told := 0
+		delivered := 0
 		var mu sync.Mutex
 		r := &receiver{answer: func(context.Context, hitl.Escalation, int) error { time.Sleep(time.Millisecond); return nil }}
 		defer run(t, hitl.NewStore(watched, p.ring, 0), r, hitl.DispatcherOptions{OnAttempt: func(hitl.Escalation, error) {
 			mu.Lock()
 			defer mu.Unlock()
-			told++
+			delivered++
 		}})()
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if told != n || len(r.times) != n {
-			t.Errorf("%d told, %d by the receiver's count", told, len(r.times))
+		if delivered != n || len(r.times) != n {
+			t.Errorf("%d delivered, %d by the receiver's count", delivered, len(r.times))
 		}
 		if r.most != 4 || watched.widest.Load() > 8 {
 			t.Errorf("%d attempts at once, %d entries in a scan", r.most, watched.widest.Load())
@@ -253,7 +253,7 @@ func TestFloodIsBounded(t *testing.T) {
 	})
 }
 
-// In a backlog a STOP is told before an approval, and that before a PAUSE.
+// In a backlog a STOP is delivered before an approval, and that before a PAUSE.
 func TestHighestLevelFirst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
@@ -389,7 +389,7 @@ func TestUndeliveredIsFoundAfterARestart(t *testing.T) {
 	})
 }
 
-// Crash between the delivery and its record: when the lease ends it is told once more,
+// Crash between the delivery and its record: when the lease ends it is delivered once more,
 // with the same id. That is what at least once means.
 func TestLostRecordOfADeliveryIsDeliveredAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -443,7 +443,7 @@ func TestStoppedDispatcherGivesItsLeaseBack(t *testing.T) {
 	})
 }
 
-// Two nodes over one store: none is told of twice, though each takes half of the hour.
+// Two nodes over one store: none is delivered twice, though each takes half of the hour.
 func TestTwoDispatchersDeliverOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
@@ -584,11 +584,11 @@ func TestP2EscalationOutlivesTheProcess(t *testing.T) {
 	}
 	defer st.Close()
 	d := hitl.NewStore(st, ring, 0)
-	told := make(chan hitl.Escalation, len(ids))
-	end := run(t, d, &receiver{}, hitl.DispatcherOptions{OnAttempt: func(e hitl.Escalation, _ error) { told <- e }})
+	notified := make(chan hitl.Escalation, len(ids))
+	end := run(t, d, &receiver{}, hitl.DispatcherOptions{OnAttempt: func(e hitl.Escalation, _ error) { notified <- e }})
 	defer end()
 	for range ids {
-		<-told
+		<-notified
 	}
 	if got := listed(t, d, hitl.Filter{State: hitl.Notified}, 1); !slices.Equal(got, []string{ids[1], ids[0]}) {
 		t.Errorf("%v instead of %v", got, ids)

@@ -405,7 +405,7 @@ func TestPlanTouchesNothing(t *testing.T) {
 }
 
 // An extra write that conflicts keeps the rollback from being accepted.
-func TestRidersLandWithTheAcceptance(t *testing.T) {
+func TestExtraWritesLandWithTheAcceptance(t *testing.T) {
 	r := newRig(t)
 	r.made("1", checkpoint.Restore, execution.Completed)
 	r.start()

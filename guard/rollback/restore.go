@@ -449,12 +449,12 @@ func (j *job) readTarget(ctx context.Context) (*targetState, note, error) {
 // does so, only entity tags keep an undo from writing over what came after its look.
 type Watcher interface {
 	// Watch begins to watch the target of a request; nil where it cannot be seen.
-	Watch(r *Outgoing) Window
+	Watch(r *Outgoing) WriteWindow
 }
 
-// Window is the time from the look of an undo to the last one after its write. The
+// WriteWindow is the time from the first read of an undo to the last one after its write. The
 // requests that carry it do not disturb it.
-type Window interface {
+type WriteWindow interface {
 	// Disturbed reports that somebody else has written there, or has begun to.
 	Disturbed() bool
 	// Close ends it.

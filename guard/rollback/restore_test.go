@@ -685,7 +685,7 @@ type watcher struct {
 	open, all int
 }
 
-func (w *watcher) Watch(*rollback.Outgoing) rollback.Window {
+func (w *watcher) Watch(*rollback.Outgoing) rollback.WriteWindow {
 	w.open, w.all, w.disturbed = w.open+1, w.all+1, false
 	return w
 }

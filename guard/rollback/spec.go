@@ -258,7 +258,7 @@ type Outgoing struct {
 	Reason string
 	// Window is the one that the request is written in; nil where none is open. Where it is
 	// disturbed already, the sender sends nothing, and says ReasonChanged.
-	Window Window
+	Window WriteWindow
 }
 
 // Answer is what came back.

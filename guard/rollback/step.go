@@ -711,7 +711,7 @@ func (c *Coordinator) moveMark(ctx context.Context, r *run, id string, m checkpo
 	switch {
 	case step.Status == Completed:
 		to = checkpoint.Undone
-	case step.Status == Failed && m.State != checkpoint.Standing:
+	case step.Status == Failed && m.State != checkpoint.Active:
 		to = checkpoint.Failed
 	}
 	others := m.State == checkpoint.Undoing && m.Rollback != r.id

@@ -235,8 +235,8 @@ type job struct {
 	attempts      int
 	status        int
 	before, after [32]byte
-	window        Window // of what is restored; nil where none is open
-	left          string // the entity tag of what was put back; empty is none, or not known
+	window        WriteWindow // of what is restored; nil where none is open
+	left          string      // the entity tag of what was put back; empty is none, or not known
 }
 
 // No request has this method: nobody else can take the key of an undo.

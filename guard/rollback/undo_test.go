@@ -808,13 +808,13 @@ func TestP6ForgottenDoubt(t *testing.T) {
 	}
 }
 
-// untold is a store that does not say what became of a commit.
-type untold struct {
+// silent is a store that does not say what became of a commit.
+type silent struct {
 	store.Store
 	mute *bool
 }
 
-func (u untold) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+func (u silent) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
 	version, err := u.Store.Commit(ctx, batch...)
 	if *u.mute {
 		return 0, store.ErrUnknown
@@ -823,10 +823,10 @@ func (u untold) Commit(ctx context.Context, batch ...store.Write) (store.Version
 }
 
 // An answer that the store has taken is not kept beside it, also where only the answer to that was lost.
-func TestUntoldAnswerIsNotKept(t *testing.T) {
+func TestUnconfirmedAnswerIsNotKept(t *testing.T) {
 	bubble(t, func(t *testing.T, r *undoRig) {
 		mute := false
-		g, _, err := execution.Open(context.Background(), untold{r.mem, &mute}, r.ring)
+		g, _, err := execution.Open(context.Background(), silent{r.mem, &mute}, r.ring)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -32,7 +32,7 @@ var oldWords = []oldWord{
 	{name: "bar", code: "bar bars barred", except: []string{"bench"}},
 	{name: "borrowed", code: "borrow borrowed"},
 	{name: "cargo", text: "cargo lade stow rider riders"},
-	{name: "census", text: "census", code: "stock"},
+	{name: "census", text: "census", code: "stock", except: []string{"guard/store/badger/tables.go"}}, // a stored member's name
 	{name: "christen", text: "christen christened"},
 	{name: "concern", code: "concern", types: "share parts"},
 	{name: "courier", text: "courier couriers"},

@@ -286,15 +286,15 @@ func TestFullDisk(t *testing.T) {
 	look(999)
 	refuse("a claim", insert("b", "1"))
 	refuse("a write without a condition", put("b", "1"))
-	refuse("a claim with a conditional rider", insert("b", "1"), replace("a", "other", running))
+	refuse("a claim with a conditional extra write", insert("b", "1"), replace("a", "other", running))
 	refuse("a bulk value", body)
 	refuse("an outcome with a bulk value", replace("a", "done", running), body)
 	wantValue(t, s, "a", "running")
 
 	look(250)
-	done := mustCommit(t, s, replace("a", "done", running), put("index", ""), insert("rider", "1"))
+	done := mustCommit(t, s, replace("a", "done", running), put("index", ""), insert("extra", "1"))
 	wantValue(t, s, "a", "done")
-	wantValue(t, s, "rider", "1")
+	wantValue(t, s, "extra", "1")
 
 	look(249)
 	refuse("an outcome below the floor", replace("a", "again", done))

@@ -28,10 +28,10 @@ func holdApplier(t *testing.T, d *faultyDisk) (entered chan struct{}, release fu
 	released := make(chan struct{})
 	release = sync.OnceFunc(func() { close(released) })
 	t.Cleanup(release) // before the store is closed
-	tell := sync.OnceFunc(func() { close(entered) })
+	signal := sync.OnceFunc(func() { close(entered) })
 	d.set(func() {
 		d.onApply = func() error {
-			tell()
+			signal()
 			<-released
 			return nil
 		}
