@@ -2,25 +2,17 @@ package guard
 
 import (
 	"context"
-	"encoding/binary"
-	"encoding/hex"
 	"errors"
-	"fmt"
 	"io"
-	"iter"
 	"log/slog"
 	"net/http"
-	"os"
+	"runtime/debug"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
-	"github.com/google/uuid"
-
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
-	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
@@ -90,26 +82,6 @@ func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next Next) error 
 	return nil
 }
 
-func (h *Handler) refuseUnguarded(w http.ResponseWriter, r *http.Request, p *api.Problem) {
-	w.Header().Set(HeaderExecutionStatus, StatusRefused)
-	h.CountRefusal(p.Kind().Slug)
-	if p.Cause != nil && p.Kind() != api.CircuitOpen { // which is logged once, when it opens
-		h.Logger.Error("request refused", slog.String("problem", p.Kind().Slug), slog.Any("error", p.Cause))
-	}
-	p.Mount = h.Host.Mount(r)
-	WriteProblem(w, r, p)
-}
-
-// WriteProblem answers r with p in the form that its caller reads. p.Mount makes its URLs
-// lead back to the gateway.
-func WriteProblem(w http.ResponseWriter, r *http.Request, p *api.Problem) {
-	if isGRPC(r) || isMedia(r, "application/grpc-web") || isMedia(r, "application/grpc-web-text") {
-		p.WriteGRPC(w, r.Header.Get("Content-Type"))
-		return
-	}
-	p.Write(w)
-}
-
 // run takes a guarded call through its steps. What it finds recorded may answer it, or send
 // it back to the look-up; so does a claim that another call was faster with.
 func (x *Call) run() error {
@@ -147,66 +119,6 @@ func (x *Call) run() error {
 	}
 }
 
-func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
-	if p.ExecutionID == "" {
-		p.ExecutionID = x.call.Scope.ID
-	}
-	if x.state != 0 {
-		p.Known(x.state.String(), x.state == execution.StateRolledBack)
-	}
-	if p.ExecutionID != "" {
-		w.Header().Set(HeaderExecutionID, p.ExecutionID)
-	}
-	x.pointToStatus(p)
-	x.pointToError(w.Header(), p)
-	w.Header().Set(HeaderExecutionStatus, StatusRefused)
-	if p.Kind() == api.InDoubt {
-		w.Header().Set(HeaderExecutionStatus, StatusInDoubt)
-	}
-	if x.call.Checkpoint != "" {
-		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
-	}
-	if !x.read && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == api.BodyTimeout) {
-		// Else the server would wait for a body that the client was not asked for, or
-		// that does not come.
-		w.Header().Set("Connection", "close")
-	}
-	status := StatusRefused
-	if x.doubtful {
-		status = StatusInDoubt
-	}
-	x.note(status, p.Kind().Slug)
-	x.action.Counts.Refused(p.Kind().Slug)
-	level := slog.LevelDebug
-	if p.Cause != nil && p.Kind() != api.CircuitOpen {
-		level = slog.LevelError
-	}
-	if x.h.Logger.Enabled(x.r.Context(), level) {
-		fields := []slog.Attr{slog.String("problem", p.Kind().Slug)}
-		if p.Cause != nil {
-			fields = append(fields, slog.Any("error", p.Cause))
-		}
-		if x.identified() {
-			fields = append(fields, slog.Any("key", x.call.Key))
-		}
-		x.h.Logger.LogAttrs(x.r.Context(), level, "guarded call refused", fields...)
-	}
-	p.Mount = x.h.Host.Mount(x.r)
-	WriteProblem(w, x.r, p)
-}
-
-// The header fields of the guard.
-const (
-	HeaderExecutionID     = "Execution-Id"
-	headerIdempotencyKey  = "Idempotency-Key"
-	HeaderExecutionParent = "Execution-Parent"
-	HeaderExecutionStatus = "Execution-Status"
-	HeaderWorkflowID      = "Workflow-Id"
-	HeaderReplayed        = "Idempotent-Replayed"
-
-	headerExecutionCheckpoint = "Execution-Checkpoint"
-)
-
 // Call is one guarded call on its way. What it shows is asked for by the goroutine that serves
 // it, and may be asked for after that.
 type Call struct {
@@ -241,10 +153,17 @@ type Call struct {
 	noted       noted
 }
 
-// The statuses of calls that were not executed, as logs and matchers see them.
-const (
-	statusUnguarded = "unguarded"
-)
+// noted is what is known of a call, for logs and matchers.
+type noted struct {
+	status  string // empty until it is decided
+	problem string // the slug of a refusal
+	outcome execution.Verdict
+	cause   execution.Cause
+	created time.Time // of the execution that is replayed
+
+	outer *Call // of the guard around this one
+	over  bool
+}
 
 // open takes a reference to the engine, which a running execution keeps.
 func (x *Call) open() error {
@@ -370,80 +289,6 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 	return c, err
 }
 
-func (x *Call) unkept(err error) error {
-	var p *api.Problem
-	if errors.As(err, &p) {
-		return p
-	}
-	p = api.NewProblem(api.StoreUnavailable, "The request's body could not be read again.")
-	p.Cause = err
-	return p
-}
-
-// missingID names a call whose caller did not.
-func (x *Call) missingID(c *execution.Call) (string, error) {
-	if parent := x.r.Header.Get(HeaderExecutionParent); x.h.Inherit && parent != "" {
-		c.Origin = execution.OriginDerived
-		return x.executions.Inherit(c.Scope, parent, x.action.Name, c.Fingerprint), nil
-	}
-	switch x.h.MissingID {
-	case MissingRequire:
-		return "", api.NewProblem(api.ExecutionIDMissing, "Send one "+x.h.firstHeader()+" header.")
-	case MissingDerive:
-		// Two equal calls can be intended, so the id counts for a short while only.
-		c.Origin = execution.OriginDerived
-		c.KeepResult, c.KeepKey = x.h.DeriveWindow, x.h.DeriveWindow
-		return x.executions.Derive(c.Scope, c.Fingerprint), nil
-	default:
-		c.Origin = execution.OriginMinted
-		return uuid.NewString(), nil
-	}
-}
-
-func (h *Handler) firstHeader() string {
-	for _, s := range h.ExecutionID {
-		if s.Header != "" {
-			return s.Header
-		}
-	}
-	return "Idempotency-Key"
-}
-
-func (x *Call) note(status, slug string) {
-	x.noted.status = status
-	if slug != "" {
-		x.noted.problem = slug
-	}
-}
-
-func (x *Call) problem(k api.Kind, detail string, state execution.State) *api.Problem {
-	p := api.NewProblem(k, detail)
-	p.ExecutionID = x.call.Scope.ID
-	if state != 0 {
-		p.State = state.String()
-	}
-	return p
-}
-
-func (x *Call) gone() error {
-	return &StatusError{Status: StatusClientClosed, Err: x.r.Context().Err()}
-}
-
-func (x *Call) storeFailed(err error) error {
-	if x.r.Context().Err() != nil {
-		return x.gone()
-	}
-	if already := (*api.Problem)(nil); errors.As(err, &already) {
-		return already
-	}
-	if errors.Is(err, execution.ErrDraining) {
-		return x.problem(api.ShuttingDown, "Send the call again.", 0)
-	}
-	p := x.problem(api.StoreUnavailable, "Nothing was forwarded.", 0)
-	p.Cause = err
-	return p
-}
-
 // lookUp finds what runs or is recorded under the call's key.
 func (x *Call) lookUp() (execution.Finding, error) {
 	found, err := x.executions.LookUp(x.r.Context(), x.call.Key, x.call.Fingerprint)
@@ -452,6 +297,154 @@ func (x *Call) lookUp() (execution.Finding, error) {
 	}
 	x.state = found.State()
 	return found, nil
+}
+
+// step is where a call goes after a recorded execution was found.
+type step int
+
+const (
+	stepDone   step = iota // it is answered
+	stepLookUp             // look again
+	stepClaim              // admit and claim it, over what was found
+)
+
+// answer answers the call from what is recorded of it, if anything is. ErrTaken says to
+// look again.
+func (x *Call) answer(found execution.Finding) (step, error) {
+	if found.Status == execution.Free {
+		return stepClaim, nil
+	}
+	x.found = true
+	if err := x.keepTokens(found); err != nil {
+		return stepDone, err
+	}
+	switch found.Status {
+	case execution.Mismatch:
+		x.emit(EventMismatch, nil)
+		return stepDone, x.problem(api.FingerprintMismatch,
+			"The host, the query, the media type or the body differ from the call that this id was first used for.", x.state)
+	case execution.RunningHere:
+		return x.attach(found.Flight)
+	case execution.RunningElsewhere:
+		return stepDone, x.problem(api.InProgress, "It runs on another node.", execution.StateSending)
+	case execution.Replayable:
+		return stepDone, x.replay(found)
+	case execution.ResultExpired:
+		return stepDone, x.problem(api.ResultExpired, "The result was kept until "+
+			found.Record.Result.Expires.UTC().Format(time.RFC3339)+".", execution.StateCompleted)
+	case execution.ResultUnavailable:
+		return stepDone, x.unavailable()
+	case execution.RolledBack:
+		return stepDone, x.problem(api.RolledBack, "It was undone.", execution.StateRolledBack)
+	default:
+		x.call.Checkpoint = found.Record.Checkpoint
+		return x.doubt(found)
+	}
+}
+
+func (x *Call) replay(found execution.Finding) error {
+	result, err := x.executions.Result(x.r.Context(), x.call.Key, found)
+	switch {
+	case errors.Is(err, execution.ErrResultUnavailable):
+		return x.unavailable()
+	case err != nil:
+		return x.storeFailed(err)
+	}
+	x.note("replayed", "")
+	x.noted.outcome, x.noted.created = execution.Completed, result.Created
+	x.action.Counts.Replayed()
+	x.call.Checkpoint = found.Record.Checkpoint
+	marks := withCheckpoint(x.marks("replayed"), x.call.Checkpoint)
+	marks[HeaderReplayed] = []string{"true"}
+	if result.Head.Status >= http.StatusBadRequest {
+		if failed := x.recordedError(x.call.Checkpoint); failed != nil {
+			marks[ect.FieldName] = append(slices.Clone(result.Head.Header[ect.FieldName]), failed.raw)
+		}
+	}
+	err = Play(x.w, x.r, Source{
+		Head: &result.Head, Body: result.Body(x.r.Context()),
+		Trailer: func() map[string][]string { return result.Head.Trailer },
+	}, marks)
+	return x.played(err)
+}
+
+// attach follows the execution that is running in this process.
+func (x *Call) attach(flight *execution.Flight) (step, error) {
+	if x.r.Header.Get(HeaderExecutionParent) == x.call.Scope.ID {
+		x.h.Logger.Warn("a call has come back to the guard that runs it; give the guards of a chain different names",
+			slog.Any("key", x.call.Key), slog.String("guard", x.h.Name))
+		return stepDone, x.problem(api.InProgress, "It has come back to the guard that runs it.", execution.StateSending)
+	}
+	follower := flight.Follow()
+	if follower == nil {
+		select {
+		case <-flight.Done():
+			return stepLookUp, nil
+		default:
+			return stepDone, x.problem(api.ResultUnavailable,
+				"The call is running; its answer is too large to be kept.", execution.StateSending)
+		}
+	}
+	defer follower.Close()
+
+	ctx, cancel := context.WithDeadline(x.r.Context(), x.wait)
+	head, err := follower.Head(ctx)
+	cancel()
+	switch {
+	case errors.Is(err, execution.ErrNoAnswer):
+		return x.followedInVain(flight)
+	case x.r.Context().Err() != nil:
+		return stepDone, x.gone()
+	case err != nil:
+		return stepDone, x.problem(api.InProgress, "An earlier attempt has not answered yet.", execution.StateSending)
+	}
+	x.note("attached", "")
+	x.action.Counts.Attached()
+	status := "attached"
+	if follower.Doubtful() { // head has the rest of what its owner gets
+		status = StatusInDoubt
+	}
+	err = Play(x.w, x.r, Source{
+		Head: head, Body: followed{x.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
+	}, withCheckpoint(x.marks(status), flight.Checkpoint()))
+	if err != nil && !x.w.Sent() {
+		return x.followedInVain(flight)
+	}
+	return stepDone, x.played(err)
+}
+
+type followed struct {
+	ctx context.Context
+	f   *execution.Follower
+}
+
+func (f followed) Read(p []byte) (int, error) { return f.f.Read(f.ctx, p) }
+
+func (x *Call) played(err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case x.w.Sent():
+		panic(http.ErrAbortHandler) // the client must see that it is not whole
+	}
+	return x.unavailable()
+}
+
+// marks are the guard's own fields of an answer.
+func (x *Call) marks(status string) http.Header {
+	return http.Header{HeaderExecutionID: {x.call.Scope.ID}, HeaderExecutionStatus: {status}}
+}
+
+func (x *Call) doubt(found execution.Finding) (step, error) {
+	switch x.action.OnUnknown {
+	case OnUnknownRetry:
+		return stepClaim, nil
+	case OnUnknownResend:
+		return x.resend(found)
+	case OnUnknownProbe:
+		return x.probe(found)
+	}
+	return stepDone, x.inDoubt(found.Record.Cause)
 }
 
 // admit refuses a call that must not begin now, before anything is recorded of it, and
@@ -491,12 +484,53 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 	return x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
 }
 
+// enter admits a call that would claim: not where its workflow is stopped, nor where it
+// follows from what is being undone (step 4). leave is
+// called when the claim's commit has ended.
+func (x *Call) enter(found execution.Finding) (leave func(), err error) {
+	var c *rollback.Coordinator
+	if find := x.engine.Coordinator; find != nil {
+		c = find()
+	}
+	if c == nil {
+		return func() {}, nil
+	}
+	workflow := x.evidence.call.Workflow
+	if x.evidence.policy == nil { // this configuration has no identity, and another one had
+		workflow = evidence.WorkflowID(x.call.Workflow)
+	}
+	if workflow == "" && found.Record != nil && found.Record.Checkpoint != "" {
+		root, err := x.engine.Checkpoints.First(x.r.Context(), found.Record.Checkpoint)
+		if err != nil {
+			return nil, x.storeFailed(err)
+		}
+		workflow = rollback.AttemptsScope(root)
+	}
+	leave, err = c.Enter(x.r.Context(), workflow, x.led(workflow, found))
+	blocked := (*rollback.BlockedError)(nil)
+	switch {
+	case err == nil:
+		return leave, nil
+	case !errors.As(err, &blocked):
+		return nil, x.storeFailed(err)
+	case blocked.Stopped:
+		return nil, x.problem(api.WorkflowStopped, "A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
+	}
+	return nil, x.problem(api.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
+}
+
 // claim makes this call the owner of its key, in one commit with its checkpoint (P2).
 // execution.ErrTaken says to look again.
-func (x *Call) claim(found execution.Finding, leave func()) (*execution.Execution, error) {
+func (x *Call) claim(found execution.Finding, leave func()) (run *execution.Execution, err error) {
 	defer leave()
 	defer x.probed()
-	run, err := x.commitClaim(found)
+	batch, err := x.recordCall(found)
+	if err == nil {
+		run, err = x.executions.Claim(x.r.Context(), &x.call, found, batch, x.capture.pending)
+		err = x.callRecorded(batch, x.snapshotEnded(err))
+	} else {
+		err = x.snapshotEnded(err)
+	}
 	if err == nil && x.probing != nil { // the probe has said that it was not applied
 		x.resolved(execution.Released)
 	}
@@ -506,15 +540,6 @@ func (x *Call) claim(found execution.Finding, leave func()) (*execution.Executio
 		err = x.storeFailed(err)
 	}
 	return run, x.refusedInDoubt(err)
-}
-
-func (x *Call) commitClaim(found execution.Finding) (*execution.Execution, error) {
-	batch, err := x.recordCall(found)
-	if err != nil {
-		return nil, x.snapshotEnded(err)
-	}
-	run, err := x.executions.Claim(x.r.Context(), &x.call, found, batch, x.capture.pending)
-	return run, x.callRecorded(batch, x.snapshotEnded(err))
 }
 
 // execute forwards the claimed call, settles what came of it, and lets the end of
@@ -561,394 +586,228 @@ func (x *Call) execute(e *execution.Execution) error {
 	return x.finish(&f, outcome, err)
 }
 
-// readBody reads the request's body whole, before anything is claimed.
-func (x *Call) readBody() error {
-	limit := x.h.MaxBody
-	tooLarge := func(limit int64) error {
-		return api.NewProblem(api.BodyTooLarge, fmt.Sprintf("This route takes bodies of at most %d bytes.", limit))
+// forward hands the call to the next handler. Where it is proven that not a byte
+// was sent because the connection had gone stale, it does so once more.
+func (x *Call) forward(e *execution.Execution) forwarding {
+	if x.h.restores {
+		defer x.engine.Writes.Write(x.place(), x.window)()
 	}
-	if x.r.ContentLength > limit {
-		return tooLarge(limit)
+	e.Recording().SetPace(x.clock.wait)
+	if x.evidence.tokens.Issuer() != "" && x.evidence.policy != nil {
+		x.w.HoldFailures(maxHeldFailure)
 	}
-	options := spool.Options{Limit: limit}
-	if x.executions != nil { // else the store is not open, and `fail_open` forwards the call
-		options.Budget = x.executions.BodyMemory()
+	rec := NewRecorder(x.w, recording{e, x}, withCheckpoint(x.marks("executed"), x.call.Checkpoint), x.upstream.Cut)
+	rec.Judge(func(status int) http.Header { return x.doubtInHeader(e, rec, status) })
+	for again := false; ; again = true {
+		r := x.request(x.upstream.Begin(x.clock))
+		f := forwarding{rec: rec, Forwarded: x.upstream.Forward(rec, r), overdue: x.clock.overdue(), unframed: x.upstream.Unframed()}
+		if again || f.Panicked != nil || rec.Status() != 0 || !f.failed() || !f.Again {
+			return f
+		}
+		rec.Reset()
 	}
-	x.body = spool.New(options)
-	if x.r.Body == nil || x.r.Body == http.NoBody {
-		x.read = true
-		return nil
+}
+
+// request is the request to forward: the call's own, with the body that was read,
+// naming this execution as the parent of what it may cause.
+func (x *Call) request(ctx context.Context) *http.Request {
+	ctx = context.WithValue(ctx, forwardedKey{}, &forwarder{x.h.Name, forwarderOf(ctx)})
+	ctx = WithEvidence(ctx, Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow})
+	if most := x.action.Deadline; x.call.Deadline < most {
+		ctx = WithPatience(ctx, most)
 	}
-	if x.h.Host.Incremental(x.r.Header) {
-		p := api.NewProblem(api.StreamRefused, "It asks to be forwarded while it comes (Incremental), and a guarded call is read whole.")
-		p.Status = http.StatusNotImplemented // RFC 10036, section 4.1
-		return p
+	if len(x.evidence.tokens.Own) > 0 {
+		ctx = context.WithValue(ctx, tokensHanded{}, true)
 	}
-	from := io.Reader(x.r.Body)
-	if isGRPC(x.r) {
-		from = &oneMessage{Reader: from}
+	r := x.r.WithContext(ctx)
+	target := *x.r.URL // which inner handlers rewrite, and may have to once more
+	r.URL = &target
+	r.Header = x.r.Header.Clone()
+	r.Header.Del("Expect")  // the body is here
+	r.Header.Del("Upgrade") // what is guarded stays HTTP (isTunnel)
+	r.Header.Del(HeaderExecutionID)
+	r.Header.Set(HeaderExecutionParent, x.call.Scope.ID)
+	if x.call.Workflow != "" {
+		r.Header.Set(HeaderWorkflowID, x.call.Workflow)
 	}
-	_, err := io.Copy(x.body, from)
-	var spill *spool.SpillError
-	var max *http.MaxBytesError
+	if x.evidence.forwarded != nil {
+		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
+	}
+	NarrowEncoding(r.Header)
+	if x.capture.decision.ReadsAnswer() {
+		r.Header.Set("Accept-Encoding", "identity")
+	}
+	r.TransferEncoding = nil
+	r.ContentLength = x.body.Size()
+	r.Body = http.NoBody
+	if r.ContentLength > 0 {
+		r.Body = x.body.NewReader()
+	}
+	return r
+}
+
+// recording feeds an execution from a Recorder, and what its undo needs.
+type recording struct {
+	e *execution.Execution
+	x *Call
+}
+
+func (r recording) Start(status int, header map[string][]string) {
+	if idle := time.Duration(r.x.action.StreamIdle); idle > 0 && len(header["Content-Length"]) == 0 {
+		r.x.clock.pausing(idle)
+	}
+	r.e.Recording().Start(status, header)
+}
+func (r recording) Write(p []byte, needed bool) bool {
+	r.x.clock.touch()
+	r.x.captureBody(p)
+	return r.e.WriteFor(p, needed)
+}
+func (r recording) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }
+func (r recording) Wait(ready <-chan struct{}) bool  { return r.x.clock.wait(ready) }
+func (r recording) SetTrailer(trailer map[string][]string) {
+	r.e.Recording().SetTrailer(trailer)
+}
+
+// judge reads what came of the call.
+func (x *Call) judge(f *forwarding) execution.Outcome {
+	rec := f.rec
 	switch {
-	case err == nil:
-		x.read = true
-		return nil
-	case errors.Is(err, spool.ErrLimit):
-		return tooLarge(limit)
-	case errors.As(err, &max): // by request_body
-		return tooLarge(max.Limit)
-	case errors.Is(err, errSecondMessage):
-		return api.NewProblem(api.StreamRefused, "It is a gRPC call that is declared unary and sends more than one message.")
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		return api.NewProblem(api.BodyTimeout, fmt.Sprintf("%d bytes of it have come. Nothing was forwarded.", x.body.Size()))
-	case errors.As(err, &spill):
-		p := api.NewProblem(api.StoreUnavailable, "The request's body could not be kept.")
-		p.Cause = err
-		return p
+	case f.Panicked != nil, f.Err != nil && rec.Status() != 0:
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.late(f, execution.CauseTruncated), Status: rec.Status()}
+	case f.failed() && f.NotSent:
+		return execution.Outcome{Verdict: execution.Released, Cause: execution.CauseNotSent}
+	case f.Err != nil:
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.late(f, execution.CauseLost)}
+	case rec.Interrupted():
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.late(f, execution.CauseInterrupted)}
+	case rec.Status() == 0 && x.upstream.Silent():
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseNoAnswer}
 	}
-	// The client broke off or sent a malformed body.
-	return &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
+	rec.Finish()
+	o := execution.Outcome{Status: rec.Status(), Cause: execution.CauseStatus, Whole: rec.Whole()}
+	if !o.Whole {
+		o.Verdict, o.Cause = execution.InDoubt, execution.CauseTruncated
+		return o
+	}
+	if x.headerCause != "" { // P6: what the client was shown stays so; our own fields are in the header now
+		o.Verdict, o.Cause = execution.InDoubt, x.headerCause
+		return o
+	}
+	return x.outcomeOf(o, rec, rec.Trailer(), f.unframed)
 }
 
-// oneMessage reads the body of a unary gRPC call. Another message makes it a stream, whose
-// caller may wait for an answer before it ends: waiting for that end could take for ever.
-type oneMessage struct {
-	io.Reader
-	prefix [5]byte // of the message: whether it is compressed, and its length
-	read   int     // of the prefix
-	left   uint32  // of the message
-}
-
-var errSecondMessage = errors.New("more than one message")
-
-func (m *oneMessage) Read(p []byte) (int, error) {
-	n, err := m.Reader.Read(p)
-	rest := p[:n]
-	if m.read < len(m.prefix) {
-		took := copy(m.prefix[m.read:], rest)
-		m.read += took
-		rest = rest[took:]
-		if m.read < len(m.prefix) {
-			return n, err
-		}
-		m.left = binary.BigEndian.Uint32(m.prefix[1:])
-	}
-	if len(rest) > int(m.left) {
-		return n, errSecondMessage
-	}
-	m.left -= uint32(len(rest))
-	return n, err
-}
-
-// giveBack makes the body readable again for the site's error routes, which would else
-// forward the call without it. It is freed with the request.
-func (x *Call) giveBack() {
-	if !x.read || x.body.Size() == 0 {
-		return
-	}
-	body := x.body.NewReader()
-	x.r.Body = body
-	context.AfterFunc(x.r.Context(), func() { _ = body.Close() })
-}
-
-// lookUpBody reads the id at p in a JSON body. A body that is no JSON has none.
-func (x *Call) lookUpBody(p fingerprint.Pointer) (string, error) {
-	if !isJSON(x.r.Header.Get("Content-Type")) {
-		return "", errNoID
-	}
-	id, found, err := fingerprint.Lookup(x.body, x.body.Size(), p)
-	switch {
-	case errors.Is(err, fingerprint.ErrNotJSON), err == nil && !found:
-		return "", errNoID
-	case errors.Is(err, fingerprint.ErrNotScalar), errors.Is(err, fingerprint.ErrAmbiguous),
-		errors.Is(err, fingerprint.ErrValueTooLong):
-		return "", invalidID(err)
-	}
-	return id, err
-}
-
-func isJSON(contentType string) bool {
-	media, _, _ := strings.Cut(contentType, ";")
-	media = strings.ToLower(strings.TrimSpace(media))
-	return media == "application/json" || strings.HasSuffix(media, "+json")
-}
-
-// enter admits a call that would claim: not where its workflow is stopped, nor where it
-// follows from what is being undone (step 4). leave is
-// called when the claim's commit has ended.
-func (x *Call) enter(found execution.Finding) (leave func(), err error) {
-	var c *rollback.Coordinator
-	if find := x.engine.Coordinator; find != nil {
-		c = find()
-	}
-	if c == nil {
-		return func() {}, nil
-	}
-	workflow := x.evidence.call.Workflow
-	if x.evidence.policy == nil { // this configuration has no identity, and another one had
-		workflow = evidence.WorkflowID(x.call.Workflow)
-	}
-	if workflow == "" && found.Record != nil && found.Record.Checkpoint != "" {
-		root, err := x.engine.Checkpoints.First(x.r.Context(), found.Record.Checkpoint)
-		if err != nil {
-			return nil, x.storeFailed(err)
-		}
-		workflow = rollback.AttemptsScope(root)
-	}
-	leave, err = c.Enter(x.r.Context(), workflow, x.led(workflow, found))
-	blocked := (*rollback.BlockedError)(nil)
-	switch {
-	case err == nil:
-		return leave, nil
-	case !errors.As(err, &blocked):
-		return nil, x.storeFailed(err)
-	case blocked.Stopped:
-		return nil, x.problem(api.WorkflowStopped, "A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
-	}
-	return nil, x.problem(api.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
-}
-
-// led is what has led to the call: the ids of its parents, of theirs, and so on, the
-// nearest first. What stands in no ledger here has led from elsewhere, and ends the walk.
-// It is read only while a rollback of the workflow is under way.
-func (x *Call) led(workflow string, found execution.Finding) iter.Seq2[string, error] {
-	return func(yield func(string, error) bool) {
-		s := &x.evidence
-		if s.policy == nil {
-			return
-		}
-		todo := slices.Clone(s.call.Parents)
-		if found.Record != nil { // an attempt that is in doubt, and may be just being undone
-			todo = append(todo, found.Record.Checkpoint)
-		}
-		for _, t := range s.tokens.All {
-			todo = append(todo, t.ID())
-			todo = append(todo, t.Parents()...)
-		}
-		graph, known := s.policy.Evidence.Graph(workflow), map[string]bool{}
-		for len(todo) > 0 {
-			id := todo[0]
-			todo = todo[1:]
-			if known[id] {
-				continue
-			}
-			if known[id] = true; len(known) > ect.MaxAncestors {
-				yield("", errTooManyAncestors) // what was not looked at may be undone
-				return
-			}
-			if !yield(id, nil) {
-				return
-			}
-			nodes, err := graph.Nodes(x.r.Context(), id)
-			if err != nil {
-				yield("", err)
-				return
-			}
-			for i := range nodes {
-				if nodes[i].Workflow == workflow || nodes[i].Workflow == "" {
-					todo = append(todo, nodes[i].Parents...)
-				}
-			}
-		}
-	}
-}
-
-var errTooManyAncestors = errors.New("more has led to the call than can be looked at")
-
-// ownRequest is the context key of requests that the gateway makes by itself.
-type ownRequest struct{}
-
-// AsOwn marks a request as the gateway's own: guards and endpoints on its way hand it on
-// as if they were not there. It is nobody's call, and needs no key, token or record.
-func AsOwn(ctx context.Context) context.Context { return context.WithValue(ctx, ownRequest{}, true) }
-
-// IsOwn reports whether AsOwn marked the request.
-func IsOwn(r *http.Request) bool { return r.Context().Value(ownRequest{}) != nil }
-
-func (x *Call) statedID() (string, error) {
-	for i := range x.h.ExecutionID {
-		id, err := x.fromSource(&x.h.ExecutionID[i], i)
-		if errors.Is(err, errNoID) {
-			continue
-		}
-		return id, err
-	}
-	return "", errNoID
-}
-
-func (x *Call) fromSource(s *IDSource, index int) (string, error) {
-	var id string
-	var err error
-	switch {
-	case s.Header != "":
-		lines := x.r.Header[http.CanonicalHeaderKey(s.Header)]
-		if len(lines) == 0 {
-			return "", errNoID
-		}
-		id, err = execution.ParseID(lines)
-	case s.Placeholder != "":
-		var ok bool
-		if id, ok = x.h.Host.Expand(x.r, s.Placeholder); !ok {
-			return "", errNoID
-		}
-		err = execution.CheckID(id)
-	default:
-		if id, err = x.lookUpBody(x.h.pointers[index]); err != nil {
-			return "", err
-		}
-		err = execution.CheckID(id)
-	}
+// settle records what came of the execution, and the evidence of it, in one commit.
+func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.Header) error {
+	defer x.engine.running.end(x.call.Checkpoint)
+	ctx := context.Background()
+	result := x.undoable(ctx, o, answer)
+	batch := x.outcomeEvents(ctx, o, answer)
+	err := e.Settle(ctx, o, batch, result)
 	if err != nil {
-		return "", invalidID(err)
+		x.evidence.failed = nil // it stands nowhere
 	}
-	return id, nil
+	return err
 }
 
-// circuitsOpen refuses a call that no upstream would take, so that it is not claimed and
-// its key stays free.
-func (x *Call) circuitsOpen() error {
-	open, name := x.h.Refusal(x.r.Method, x.h.view(x.r))
-	if open == nil {
-		return nil
-	}
-	return circuitOpen(open, name, VerifiedHere(x.call.Scope.Caller))
-}
-
-// overQuota refuses a call whose caller holds too much. Nothing was recorded of it.
-func (x *Call) overQuota(over *execution.QuotaError) *api.Problem {
-	detail := fmt.Sprintf("The caller has %d bytes of records and answers stored, at most %d.", over.Bytes, over.Quota.Bytes)
-	if over.Quota.Open > 0 && over.Open >= over.Quota.Open {
-		detail = fmt.Sprintf("The caller has %d executions that run or are in doubt, at most %d.", over.Open, over.Quota.Open)
-	}
-	full := over.Quota.Open > 0 && over.Doubts >= over.Quota.Open
-	if full {
-		detail += " All of them are in doubt: an operator or a probe makes room, a retry does not."
-	}
-	p := x.problem(api.QuotaExceeded, detail, 0)
-	if full {
-		p.RetryAfter = max(p.RetryAfter, time.Minute)
-	}
-	if !over.Retry.IsZero() {
-		p.RetryAfter = max(p.RetryAfter, time.Until(over.Retry))
-	}
-	return p
-}
-
-// overCheckpoints refuses a call whose workflow or caller has too many checkpoints.
-// Nothing was recorded of it.
-func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *api.Problem {
-	var detail string
-	switch over.Over {
-	case checkpoint.OverRate:
-		detail = fmt.Sprintf("The %s makes more than %d checkpoints in a minute.", over.Of, over.Most)
-	case checkpoint.OverCount:
-		detail = fmt.Sprintf("The %s has %d checkpoints standing, at most so many.", over.Of, over.Most)
-	default:
-		detail = fmt.Sprintf("The %s would have more than %d bytes of checkpoints.", over.Of, over.Most)
-	}
-	p := x.problem(api.QuotaExceeded, detail, 0)
-	if !over.Retry.IsZero() {
-		p.RetryAfter = max(p.RetryAfter, time.Until(over.Retry))
-	}
-	return p
-}
-
-// pointToStatus says in a problem where its caller can see what becomes of the call.
-func (x *Call) pointToStatus(p *api.Problem) {
-	if k := p.Kind(); k != api.InProgress && k != api.InDoubt || x.h.Endpoint == nil {
-		return
-	}
-	if x.call.Scope.Caller != Anonymous {
-		p.StatusURL = api.ExecutionPath(x.call.Scope.ID)
-	}
-}
-
-// String keeps everything else of a call out of whatever prints the variable (P8).
-func (x *Call) String() string { return x.call.Key.String() }
-
-func (x *Call) identified() bool { return x.call.Scope.ID != "" }
-
-func (x *Call) callerHash() string {
-	hash := x.executions.Caller(x.call.Scope.Caller)
-	return hex.EncodeToString(hash[:])
-}
-
-// Value is what logs and matchers read of the call under a name of docs/observability.md, such
-// as `status`. What is not known yet, or does not apply, is empty. It reports false for other
-// names.
-func (x *Call) Value(name string) (any, bool) {
-	switch name {
-	case "execution_id":
-		return x.call.Scope.ID, true
-	case "key":
-		if !x.identified() {
-			return "", true
+func (x *Call) settleLater(e *execution.Execution, outcome execution.Outcome, answer http.Header) {
+	release := x.release
+	x.release = nil
+	go func() {
+		defer release()
+		// P7: nobody else's calls end with a panic of ours; this one is in doubt, as in execute.
+		defer func() {
+			if p := recover(); p != nil {
+				x.h.Logger.Error("recording the outcome of an answered call panicked; it is in doubt",
+					slog.Any("key", x.call.Key), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
+				x.settled(execution.Outcome{Verdict: execution.InDoubt}, x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil))
+			}
+		}()
+		err := x.settle(e, outcome, answer)
+		x.settled(outcome, err)
+		if err != nil {
+			x.unrecorded()
+			x.h.Logger.Error("the outcome of an answered call could not be recorded; it is in doubt",
+				slog.Any("key", x.call.Key), slog.Any("error", err))
 		}
-		return x.call.Key.String(), true
-	case "guard":
-		return x.h.Name, true
-	case "action":
-		return x.action.Name, true
-	case "caller":
-		if !x.identified() {
-			return "", true
-		}
-		return x.callerHash(), true
-	case "workflow":
-		return x.call.Workflow, true
-	case "issuer":
-		return x.evidence.tokens.Issuer(), true
-	case "checkpoint":
-		return x.call.Checkpoint, true
-	case "status":
-		return x.noted.status, true
-	case "outcome":
-		if x.noted.outcome == 0 {
-			return "", true
-		}
-		return x.noted.outcome.String(), true
-	case "cause":
-		return string(x.noted.cause), true
-	case "problem":
-		return x.noted.problem, true
-	case "age":
-		if x.noted.created.IsZero() {
-			return "", true
-		}
-		return strconv.FormatInt(int64(max(0, time.Since(x.noted.created)).Seconds()), 10), true
-	}
-	return nil, false
+	}()
 }
 
-// Over reports that the guard is done with the call.
-func (x *Call) Over() bool { return x.noted.over }
-
-// noted is what is known of a call, for logs and matchers.
-type noted struct {
-	status  string // empty until it is decided
-	problem string // the slug of a refusal
-	outcome execution.Verdict
-	cause   execution.Cause
-	created time.Time // of the execution that is replayed
-
-	outer *Call // of the guard around this one
-	over  bool
+// settled counts the end of the execution, which is in doubt if it could not be recorded.
+func (x *Call) settled(o execution.Outcome, unrecorded error) {
+	if unrecorded != nil {
+		o.Verdict = execution.InDoubt
+	}
+	x.action.Counts.Settled(o.Verdict)
 }
 
-func (x *Call) emit(name string, more map[string]any) {
-	data := func() map[string]any {
-		data := map[string]any{"guard": x.h.Name, "action": x.action.Name}
-		if x.identified() {
-			data["key"], data["caller"] = x.call.Key.String(), x.callerHash()
-		}
-		for k, v := range more {
-			data[k] = v
-		}
-		return data
+// doubted reports the doubt to the operator, who is the one to find out.
+func (x *Call) doubted(o execution.Outcome) {
+	x.doubtful = true
+	x.note(StatusInDoubt, "")
+	x.noted.cause = o.Cause
+	x.emit(EventInDoubt, map[string]any{"cause": string(o.Cause), "status": o.Status})
+	x.h.Logger.Warn("a call is in doubt", slog.Any("key", x.call.Key), slog.String("guard", x.h.Name),
+		slog.String("action", x.action.Name), slog.String("cause", string(o.Cause)), slog.Int("status", o.Status))
+}
+
+func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) error {
+	switch {
+	case f.Panicked != nil:
+		x.drain(f)
+		panic(f.Panicked)
+	case unrecorded != nil:
+		x.outcomeLost(unrecorded)
+		x.abortIfSent(f)
+		f.rec.Reset()
+		return x.inDoubtAnswer(execution.CauseUnrecorded)
+	case o.Whole:
+		x.showFailure(f.rec.Header())
+		return x.releaseEnd(f)
 	}
-	if x.engine == nil || x.engine.Emit == nil || !x.engine.Emit(name, data) {
-		x.h.Host.Emit(name, data)
+	x.abortIfSent(f)
+	f.rec.Reset()
+	if o.Verdict == execution.Released {
+		x.w.Header().Del(HeaderExecutionStatus)
+		x.note(StatusRefused, "")
+		if f.Err == nil {
+			f.Err = &StatusError{Status: http.StatusBadGateway, Err: errNotSent}
+		}
+		x.showFailure(x.w.Header())
+		return refusedByCircuit(f.Err, VerifiedHere(x.call.Scope.Caller))
 	}
+	return x.inDoubtAnswer(o.Cause)
+}
+
+// releaseEnd lets the end of the answer go, once the client has got the rest.
+func (x *Call) releaseEnd(f *forwarding) error {
+	if f.rec.Apart() {
+		x.engine.readers.enter()
+		defer x.engine.readers.leave()
+	}
+	if !f.rec.Release(x.engine.Waits) {
+		panic(http.ErrAbortHandler) // the client must see that it is not whole
+	}
+	return nil
+}
+
+// drain gives the client what has come of an answer that has no end.
+func (x *Call) drain(f *forwarding) {
+	if f.rec.Apart() {
+		x.engine.readers.enter()
+		defer x.engine.readers.leave()
+	}
+	f.rec.Drain(x.engine.Waits)
+}
+
+func (x *Call) abortIfSent(f *forwarding) {
+	if x.w.Sent() {
+		x.drain(f)
+		panic(http.ErrAbortHandler)
+	}
+}
+
+func (x *Call) inDoubtAnswer(cause execution.Cause) error {
+	x.w.Header().Del(HeaderExecutionStatus)
+	return x.inDoubt(cause)
 }

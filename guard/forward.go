@@ -3,18 +3,15 @@ package guard
 import (
 	"context"
 	"errors"
-	"io"
 	"log/slog"
 	"math"
 	"net/http"
-	"runtime/debug"
 	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -27,160 +24,7 @@ type forwarding struct {
 	overdue  bool
 }
 
-// settled counts the end of the execution, which is in doubt if it could not be recorded.
-func (x *Call) settled(o execution.Outcome, unrecorded error) {
-	if unrecorded != nil {
-		o.Verdict = execution.InDoubt
-	}
-	x.action.Counts.Settled(o.Verdict)
-}
-
-// doubted reports the doubt to the operator, who is the one to find out.
-func (x *Call) doubted(o execution.Outcome) {
-	x.doubtful = true
-	x.note(StatusInDoubt, "")
-	x.noted.cause = o.Cause
-	x.emit(EventInDoubt, map[string]any{"cause": string(o.Cause), "status": o.Status})
-	x.h.Logger.Warn("a call is in doubt", slog.Any("key", x.call.Key), slog.String("guard", x.h.Name),
-		slog.String("action", x.action.Name), slog.String("cause", string(o.Cause)), slog.Int("status", o.Status))
-}
-
-func (x *Call) settleLater(e *execution.Execution, outcome execution.Outcome, answer http.Header) {
-	release := x.release
-	x.release = nil
-	go func() {
-		defer release()
-		// P7: nobody else's calls end with a panic of ours; this one is in doubt, as in execute.
-		defer func() {
-			if p := recover(); p != nil {
-				x.h.Logger.Error("recording the outcome of an answered call panicked; it is in doubt",
-					slog.Any("key", x.call.Key), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
-				x.settled(execution.Outcome{Verdict: execution.InDoubt}, x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil))
-			}
-		}()
-		err := x.settle(e, outcome, answer)
-		x.settled(outcome, err)
-		if err != nil {
-			x.unrecorded()
-			x.h.Logger.Error("the outcome of an answered call could not be recorded; it is in doubt",
-				slog.Any("key", x.call.Key), slog.Any("error", err))
-		}
-	}()
-}
-
-// forward hands the call to the next handler. Where it is proven that not a byte
-// was sent because the connection had gone stale, it does so once more.
-func (x *Call) forward(e *execution.Execution) forwarding {
-	if x.h.restores {
-		defer x.engine.Writes.Write(x.place(), x.window)()
-	}
-	e.Recording().SetPace(x.clock.wait)
-	if x.evidence.tokens.Issuer() != "" && x.evidence.policy != nil {
-		x.w.HoldFailures(maxHeldFailure)
-	}
-	up := x.upstream
-	rec := NewRecorder(x.w, recording{e, x}, withCheckpoint(x.marks("executed"), x.call.Checkpoint), up.Cut)
-	rec.Judge(func(status int) http.Header { return x.doubtInHeader(e, rec, status) })
-	for again := false; ; again = true {
-		r := x.request(up.Begin(x.clock))
-		f := forwarding{rec: rec, Forwarded: up.Forward(rec, r), overdue: x.clock.overdue(), unframed: up.Unframed()}
-		if again || f.Panicked != nil || rec.Status() != 0 || !f.failed() || !f.Again {
-			return f
-		}
-		rec.Reset()
-	}
-}
-
 func (f *forwarding) failed() bool { return f.Err != nil || f.rec.Interrupted() }
-
-// recording feeds an execution from a Recorder, and what its undo needs.
-type recording struct {
-	e *execution.Execution
-	x *Call
-}
-
-func (r recording) Start(status int, header map[string][]string) {
-	if idle := time.Duration(r.x.action.StreamIdle); idle > 0 && len(header["Content-Length"]) == 0 {
-		r.x.clock.pausing(idle)
-	}
-	r.e.Recording().Start(status, header)
-}
-func (r recording) Write(p []byte, needed bool) bool {
-	r.x.clock.touch()
-	r.x.captureBody(p)
-	return r.e.WriteFor(p, needed)
-}
-func (r recording) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }
-func (r recording) Wait(ready <-chan struct{}) bool  { return r.x.clock.wait(ready) }
-func (r recording) SetTrailer(trailer map[string][]string) {
-	r.e.Recording().SetTrailer(trailer)
-}
-
-// request is the request to forward: the call's own, with the body that was read,
-// naming this execution as the parent of what it may cause.
-func (x *Call) request(ctx context.Context) *http.Request {
-	ctx = context.WithValue(ctx, forwardedKey{}, &forwarder{x.h.Name, forwarderOf(ctx)})
-	ctx = WithEvidence(ctx, Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow})
-	if most := x.action.Deadline; x.call.Deadline < most {
-		ctx = WithPatience(ctx, most)
-	}
-	if len(x.evidence.tokens.Own) > 0 {
-		ctx = context.WithValue(ctx, tokensHanded{}, true)
-	}
-	r := x.r.WithContext(ctx)
-	target := *x.r.URL // which inner handlers rewrite, and may have to once more
-	r.URL = &target
-	r.Header = x.r.Header.Clone()
-	r.Header.Del("Expect")  // the body is here
-	r.Header.Del("Upgrade") // what is guarded stays HTTP (isTunnel)
-	r.Header.Del(HeaderExecutionID)
-	r.Header.Set(HeaderExecutionParent, x.call.Scope.ID)
-	if x.call.Workflow != "" {
-		r.Header.Set(HeaderWorkflowID, x.call.Workflow)
-	}
-	if x.evidence.forwarded != nil {
-		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
-	}
-	NarrowEncoding(r.Header)
-	if x.capture.decision.ReadsAnswer() {
-		r.Header.Set("Accept-Encoding", "identity")
-	}
-	r.TransferEncoding = nil
-	r.ContentLength = x.body.Size()
-	r.Body = http.NoBody
-	if r.ContentLength > 0 {
-		r.Body = x.body.NewReader()
-	}
-	return r
-}
-
-// judge reads what came of the call.
-func (x *Call) judge(f *forwarding) execution.Outcome {
-	rec := f.rec
-	switch {
-	case f.Panicked != nil, f.Err != nil && rec.Status() != 0:
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.late(f, execution.CauseTruncated), Status: rec.Status()}
-	case f.failed() && f.NotSent:
-		return execution.Outcome{Verdict: execution.Released, Cause: execution.CauseNotSent}
-	case f.Err != nil:
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.late(f, execution.CauseLost)}
-	case rec.Interrupted():
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.late(f, execution.CauseInterrupted)}
-	case rec.Status() == 0 && x.upstream.Silent():
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseNoAnswer}
-	}
-	rec.Finish()
-	o := execution.Outcome{Status: rec.Status(), Cause: execution.CauseStatus, Whole: rec.Whole()}
-	if !o.Whole {
-		o.Verdict, o.Cause = execution.InDoubt, execution.CauseTruncated
-		return o
-	}
-	if x.headerCause != "" { // P6: what the client was shown stays so; our own fields are in the header now
-		o.Verdict, o.Cause = execution.InDoubt, x.headerCause
-		return o
-	}
-	return x.outcomeOf(o, rec, rec.Trailer(), f.unframed)
-}
 
 // outcomeOf is the outcome o of an answer by its status, its header and its trailer.
 func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string][]string, unframed bool) execution.Outcome {
@@ -285,34 +129,6 @@ func (x *Call) late(f *forwarding, cause execution.Cause) execution.Cause {
 	return cause
 }
 
-func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) error {
-	switch {
-	case f.Panicked != nil:
-		x.drain(f)
-		panic(f.Panicked)
-	case unrecorded != nil:
-		x.outcomeLost(unrecorded)
-		x.abortIfSent(f)
-		f.rec.Reset()
-		return x.inDoubtAnswer(execution.CauseUnrecorded)
-	case o.Whole:
-		x.showFailure(f.rec.Header())
-		return x.releaseEnd(f)
-	}
-	x.abortIfSent(f)
-	f.rec.Reset()
-	if o.Verdict == execution.Released {
-		x.w.Header().Del(HeaderExecutionStatus)
-		x.note(StatusRefused, "")
-		if f.Err == nil {
-			f.Err = &StatusError{Status: http.StatusBadGateway, Err: errNotSent}
-		}
-		x.showFailure(x.w.Header())
-		return refusedByCircuit(f.Err, VerifiedHere(x.call.Scope.Caller))
-	}
-	return x.inDoubtAnswer(o.Cause)
-}
-
 func (x *Call) outcomeLost(err error) {
 	x.h.Logger.Error("the outcome of a call could not be recorded; it is in doubt",
 		slog.Any("key", x.call.Key), slog.Any("error", err))
@@ -331,39 +147,6 @@ func (x *Call) unrecorded() {
 
 // errNotSent is the error of a call that could not be sent on two connections.
 var errNotSent = errors.New("agent_guard: the upstream closed the connection before anything was sent")
-
-// releaseEnd lets the end of the answer go, once the client has got the rest.
-func (x *Call) releaseEnd(f *forwarding) error {
-	if f.rec.Apart() {
-		x.engine.readers.enter()
-		defer x.engine.readers.leave()
-	}
-	if !f.rec.Release(x.engine.Waits) {
-		panic(http.ErrAbortHandler) // the client must see that it is not whole
-	}
-	return nil
-}
-
-// drain gives the client what has come of an answer that has no end.
-func (x *Call) drain(f *forwarding) {
-	if f.rec.Apart() {
-		x.engine.readers.enter()
-		defer x.engine.readers.leave()
-	}
-	f.rec.Drain(x.engine.Waits)
-}
-
-func (x *Call) abortIfSent(f *forwarding) {
-	if x.w.Sent() {
-		x.drain(f)
-		panic(http.ErrAbortHandler)
-	}
-}
-
-func (x *Call) inDoubtAnswer(cause execution.Cause) error {
-	x.w.Header().Del(HeaderExecutionStatus)
-	return x.inDoubt(cause)
-}
 
 // shorter is the part of a caller's time that a call may take: what comes of it must be
 // known before the caller gives up (cascade 3.3.1).
@@ -631,4 +414,15 @@ func (x *Call) degrade(w http.ResponseWriter, p *api.Problem) (answered bool, er
 	r := x.unguardedRequest()
 	defer r.Body.Close()
 	return true, x.h.Fallback.ServeHTTP(Mark(w, HeaderExecutionStatus, StatusRefused), r)
+}
+
+// giveBack makes the body readable again for the site's error routes, which would else
+// forward the call without it. It is freed with the request.
+func (x *Call) giveBack() {
+	if !x.read || x.body.Size() == 0 {
+		return
+	}
+	body := x.body.NewReader()
+	x.r.Body = body
+	context.AfterFunc(x.r.Context(), func() { _ = body.Close() })
 }

@@ -439,26 +439,39 @@ type varsKey struct{}
 type plainHost struct{}
 
 func (plainHost) Original(r *http.Request) (string, *url.URL) { return r.Method, r.URL }
-func (plainHost) Mount(*http.Request) string                  { return "" }
+
+func (plainHost) Mount(*http.Request) string { return "" }
+
 func (plainHost) Expand(_ *http.Request, text string) (string, bool) {
 	return text, text != "" && !strings.Contains(text, "{")
 }
+
 func (plainHost) User(*http.Request) string { return "" }
+
 func (plainHost) Var(r *http.Request, name string) any {
 	vars, _ := r.Context().Value(varsKey{}).(map[string]any)
 	return vars[name]
 }
+
 func (plainHost) SetVar(r *http.Request, name string, value any) {
 	r.Context().Value(varsKey{}).(map[string]any)[name] = value
 }
+
 func (plainHost) Note(*http.Request, string, string) {}
-func (plainHost) Incremental(h http.Header) bool     { return h.Get("Incremental") == "?1" }
-func (plainHost) Upstream(next Next) Upstream        { return &plainUpstream{next: next} }
-func (plainHost) Begin(*http.Request, *Call) *Call   { return nil }
-func (plainHost) Show(*http.Request, *Call)          {}
-func (plainHost) Trace(*http.Request, *Call)         {}
+
+func (plainHost) Incremental(h http.Header) bool { return h.Get("Incremental") == "?1" }
+
+func (plainHost) Upstream(next Next) Upstream { return &plainUpstream{next: next} }
+
+func (plainHost) Begin(*http.Request, *Call) *Call { return nil }
+
+func (plainHost) Show(*http.Request, *Call) {}
+
+func (plainHost) Trace(*http.Request, *Call) {}
+
 func (plainHost) Emit(string, func() map[string]any) {}
-func (plainHost) Exiting() bool                      { return false }
+
+func (plainHost) Exiting() bool { return false }
 
 // plainNext is an http.Handler, which always answers.
 type plainNext struct{ http.Handler }
@@ -501,3 +514,26 @@ func (u *plainUpstream) Answer() execution.Answer { return execution.Answer{} }
 // Silent implements Upstream. A handler that writes nothing means 200, unless its time was over:
 // then it may have returned for that.
 func (u *plainUpstream) Silent() bool { return u.ctx.Err() != nil }
+
+// The header fields of the guard.
+const (
+	HeaderExecutionID     = "Execution-Id"
+	headerIdempotencyKey  = "Idempotency-Key"
+	HeaderExecutionParent = "Execution-Parent"
+	HeaderExecutionStatus = "Execution-Status"
+	HeaderWorkflowID      = "Workflow-Id"
+	HeaderReplayed        = "Idempotent-Replayed"
+
+	headerExecutionCheckpoint = "Execution-Checkpoint"
+)
+
+// Values of Execution-Status.
+const (
+	// StatusRefused marks a guard's own problems: they tell what that guard has recorded,
+	// and come from no execution.
+	StatusRefused = "refused"
+	// StatusInDoubt marks every answer to a call that is in doubt.
+	StatusInDoubt = "in_doubt"
+
+	statusUnguarded = "unguarded"
+)

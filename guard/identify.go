@@ -5,10 +5,14 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/x509"
+	"encoding/binary"
 	"encoding/hex"
 	"errors"
+	"fmt"
+	"io"
 	"net"
 	"net/http"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,6 +22,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/spool"
+	"github.com/google/uuid"
 )
 
 // Anonymous is the caller of requests without any credential. They share one space
@@ -397,9 +404,191 @@ func (h *Handler) checkUnguardedInput(p *Tokens, r *http.Request) error {
 	})
 }
 
-// StoreClosed is the problem of a store that cannot be opened.
-func StoreClosed(err error) error {
-	p := api.NewProblem(api.StoreUnavailable, "The gateway's store cannot be opened.")
-	p.Cause = err
-	return p
+func (x *Call) statedID() (string, error) {
+	for i := range x.h.ExecutionID {
+		id, err := x.fromSource(&x.h.ExecutionID[i], i)
+		if errors.Is(err, errNoID) {
+			continue
+		}
+		return id, err
+	}
+	return "", errNoID
+}
+
+func (x *Call) fromSource(s *IDSource, index int) (string, error) {
+	var id string
+	var err error
+	switch {
+	case s.Header != "":
+		lines := x.r.Header[http.CanonicalHeaderKey(s.Header)]
+		if len(lines) == 0 {
+			return "", errNoID
+		}
+		id, err = execution.ParseID(lines)
+	case s.Placeholder != "":
+		var ok bool
+		if id, ok = x.h.Host.Expand(x.r, s.Placeholder); !ok {
+			return "", errNoID
+		}
+		err = execution.CheckID(id)
+	default:
+		if id, err = x.lookUpBody(x.h.pointers[index]); err != nil {
+			return "", err
+		}
+		err = execution.CheckID(id)
+	}
+	if err != nil {
+		return "", invalidID(err)
+	}
+	return id, nil
+}
+
+// missingID names a call whose caller did not.
+func (x *Call) missingID(c *execution.Call) (string, error) {
+	if parent := x.r.Header.Get(HeaderExecutionParent); x.h.Inherit && parent != "" {
+		c.Origin = execution.OriginDerived
+		return x.executions.Inherit(c.Scope, parent, x.action.Name, c.Fingerprint), nil
+	}
+	switch x.h.MissingID {
+	case MissingRequire:
+		return "", api.NewProblem(api.ExecutionIDMissing, "Send one "+x.h.firstHeader()+" header.")
+	case MissingDerive:
+		// Two equal calls can be intended, so the id counts for a short while only.
+		c.Origin = execution.OriginDerived
+		c.KeepResult, c.KeepKey = x.h.DeriveWindow, x.h.DeriveWindow
+		return x.executions.Derive(c.Scope, c.Fingerprint), nil
+	default:
+		c.Origin = execution.OriginMinted
+		return uuid.NewString(), nil
+	}
+}
+
+func (h *Handler) firstHeader() string {
+	for _, s := range h.ExecutionID {
+		if s.Header != "" {
+			return s.Header
+		}
+	}
+	return "Idempotency-Key"
+}
+
+// sentAs is a hash of what an upstream that keeps keys knows the call by; zero where the call
+// has no such key. The key's own bytes count: quoted it is another to the upstream.
+func (x *Call) sentAs(id string) (sum [32]byte, err error) {
+	lines := x.r.Header[headerIdempotencyKey]
+	if key, err := execution.ParseID(lines); x.action.OnUnknown != OnUnknownResend || err != nil || key != id {
+		return sum, nil
+	}
+	hash := sha256.New()
+	_, _ = fmt.Fprintf(hash, "%d:%s", len(lines[0]), lines[0])
+	body := x.body.NewReader()
+	defer func() { _ = body.Close() }()
+	if _, err := io.Copy(hash, body); err != nil {
+		return sum, x.unkept(err)
+	}
+	hash.Sum(sum[:0])
+	return sum, nil
+}
+
+// readBody reads the request's body whole, before anything is claimed.
+func (x *Call) readBody() error {
+	limit := x.h.MaxBody
+	tooLarge := func(limit int64) error {
+		return api.NewProblem(api.BodyTooLarge, fmt.Sprintf("This route takes bodies of at most %d bytes.", limit))
+	}
+	if x.r.ContentLength > limit {
+		return tooLarge(limit)
+	}
+	options := spool.Options{Limit: limit}
+	if x.executions != nil { // else the store is not open, and `fail_open` forwards the call
+		options.Budget = x.executions.BodyMemory()
+	}
+	x.body = spool.New(options)
+	if x.r.Body == nil || x.r.Body == http.NoBody {
+		x.read = true
+		return nil
+	}
+	if x.h.Host.Incremental(x.r.Header) {
+		p := api.NewProblem(api.StreamRefused, "It asks to be forwarded while it comes (Incremental), and a guarded call is read whole.")
+		p.Status = http.StatusNotImplemented // RFC 10036, section 4.1
+		return p
+	}
+	from := io.Reader(x.r.Body)
+	if isGRPC(x.r) {
+		from = &oneMessage{Reader: from}
+	}
+	_, err := io.Copy(x.body, from)
+	var spill *spool.SpillError
+	var max *http.MaxBytesError
+	switch {
+	case err == nil:
+		x.read = true
+		return nil
+	case errors.Is(err, spool.ErrLimit):
+		return tooLarge(limit)
+	case errors.As(err, &max): // by request_body
+		return tooLarge(max.Limit)
+	case errors.Is(err, errSecondMessage):
+		return api.NewProblem(api.StreamRefused, "It is a gRPC call that is declared unary and sends more than one message.")
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return api.NewProblem(api.BodyTimeout, fmt.Sprintf("%d bytes of it have come. Nothing was forwarded.", x.body.Size()))
+	case errors.As(err, &spill):
+		p := api.NewProblem(api.StoreUnavailable, "The request's body could not be kept.")
+		p.Cause = err
+		return p
+	}
+	// The client broke off or sent a malformed body.
+	return &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
+}
+
+// oneMessage reads the body of a unary gRPC call. Another message makes it a stream, whose
+// caller may wait for an answer before it ends: waiting for that end could take for ever.
+type oneMessage struct {
+	io.Reader
+	prefix [5]byte // of the message: whether it is compressed, and its length
+	read   int     // of the prefix
+	left   uint32  // of the message
+}
+
+var errSecondMessage = errors.New("more than one message")
+
+func (m *oneMessage) Read(p []byte) (int, error) {
+	n, err := m.Reader.Read(p)
+	rest := p[:n]
+	if m.read < len(m.prefix) {
+		took := copy(m.prefix[m.read:], rest)
+		m.read += took
+		rest = rest[took:]
+		if m.read < len(m.prefix) {
+			return n, err
+		}
+		m.left = binary.BigEndian.Uint32(m.prefix[1:])
+	}
+	if len(rest) > int(m.left) {
+		return n, errSecondMessage
+	}
+	m.left -= uint32(len(rest))
+	return n, err
+}
+
+// lookUpBody reads the id at p in a JSON body. A body that is no JSON has none.
+func (x *Call) lookUpBody(p fingerprint.Pointer) (string, error) {
+	if !isJSON(x.r.Header.Get("Content-Type")) {
+		return "", errNoID
+	}
+	id, found, err := fingerprint.Lookup(x.body, x.body.Size(), p)
+	switch {
+	case errors.Is(err, fingerprint.ErrNotJSON), err == nil && !found:
+		return "", errNoID
+	case errors.Is(err, fingerprint.ErrNotScalar), errors.Is(err, fingerprint.ErrAmbiguous),
+		errors.Is(err, fingerprint.ErrValueTooLong):
+		return "", invalidID(err)
+	}
+	return id, err
+}
+
+func isJSON(contentType string) bool {
+	media, _, _ := strings.Cut(contentType, ";")
+	media = strings.ToLower(strings.TrimSpace(media))
+	return media == "application/json" || strings.HasSuffix(media, "+json")
 }

@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"io"
+	"iter"
 	"log/slog"
 	"net/http"
 	"slices"
@@ -245,19 +246,6 @@ func (x *Call) callRecorded(batch *store.Batch, err error) error {
 		return failed
 	}
 	return execution.ErrTaken // look again
-}
-
-// settle records what came of the execution, and the evidence of it, in one commit.
-func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.Header) error {
-	defer x.engine.running.end(x.call.Checkpoint)
-	ctx := context.Background()
-	result := x.undoable(ctx, o, answer)
-	batch := x.outcomeEvents(ctx, o, answer)
-	err := e.Settle(ctx, o, batch, result)
-	if err != nil {
-		x.evidence.failed = nil // it stands nowhere
-	}
-	return err
 }
 
 // outcomeEvents makes the evidence of an outcome. The outcome is recorded whether or not
@@ -838,3 +826,50 @@ func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 	rejections.show(open, to, failure)
 	return failure
 }
+
+// led is what has led to the call: the ids of its parents, of theirs, and so on, the
+// nearest first. What stands in no ledger here has led from elsewhere, and ends the walk.
+// It is read only while a rollback of the workflow is under way.
+func (x *Call) led(workflow string, found execution.Finding) iter.Seq2[string, error] {
+	return func(yield func(string, error) bool) {
+		s := &x.evidence
+		if s.policy == nil {
+			return
+		}
+		todo := slices.Clone(s.call.Parents)
+		if found.Record != nil { // an attempt that is in doubt, and may be just being undone
+			todo = append(todo, found.Record.Checkpoint)
+		}
+		for _, t := range s.tokens.All {
+			todo = append(todo, t.ID())
+			todo = append(todo, t.Parents()...)
+		}
+		graph, known := s.policy.Evidence.Graph(workflow), map[string]bool{}
+		for len(todo) > 0 {
+			id := todo[0]
+			todo = todo[1:]
+			if known[id] {
+				continue
+			}
+			if known[id] = true; len(known) > ect.MaxAncestors {
+				yield("", errTooManyAncestors) // what was not looked at may be undone
+				return
+			}
+			if !yield(id, nil) {
+				return
+			}
+			nodes, err := graph.Nodes(x.r.Context(), id)
+			if err != nil {
+				yield("", err)
+				return
+			}
+			for i := range nodes {
+				if nodes[i].Workflow == workflow || nodes[i].Workflow == "" {
+					todo = append(todo, nodes[i].Parents...)
+				}
+			}
+		}
+	}
+}
+
+var errTooManyAncestors = errors.New("more has led to the call than can be looked at")

@@ -53,15 +53,6 @@ type Recorder struct {
 	judged      http.Header // what judge gave
 }
 
-// Values of Execution-Status.
-const (
-	// StatusRefused is that of a guard's own problems: what they say is of that guard's
-	// record, and not of an execution.
-	StatusRefused = "refused"
-	// StatusInDoubt is that of every answer to a call that is in doubt.
-	StatusInDoubt = "in_doubt"
-)
-
 // NewRecorder returns a recorder on w. marks are header fields that the answer
 // carries whatever the upstream says; cut tells whether the forwarded request was
 // cancelled by ourselves, which makes a 499 Caddy's own and not the upstream's.

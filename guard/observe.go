@@ -1,9 +1,12 @@
 package guard
 
 import (
+	"encoding/hex"
 	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -195,3 +198,86 @@ func (h *Handler) CountRefusal(slug string) { h.Actions[len(h.Actions)-1].Counts
 
 // CountTokens counts a verification of tokens.
 func (h *Handler) CountTokens(p *Tokens, err error) { h.Counts.Token(tokenResult(p, err)) }
+
+func (x *Call) note(status, slug string) {
+	x.noted.status = status
+	if slug != "" {
+		x.noted.problem = slug
+	}
+}
+
+func (x *Call) emit(name string, more map[string]any) {
+	data := func() map[string]any {
+		data := map[string]any{"guard": x.h.Name, "action": x.action.Name}
+		if x.identified() {
+			data["key"], data["caller"] = x.call.Key.String(), x.callerHash()
+		}
+		for k, v := range more {
+			data[k] = v
+		}
+		return data
+	}
+	if x.engine == nil || x.engine.Emit == nil || !x.engine.Emit(name, data) {
+		x.h.Host.Emit(name, data)
+	}
+}
+
+// String keeps everything else of a call out of whatever prints the variable (P8).
+func (x *Call) String() string { return x.call.Key.String() }
+
+// Value is what logs and matchers read of the call under a name of docs/observability.md, such
+// as `status`. What is not known yet, or does not apply, is empty. It reports false for other
+// names.
+func (x *Call) Value(name string) (any, bool) {
+	switch name {
+	case "execution_id":
+		return x.call.Scope.ID, true
+	case "key":
+		if !x.identified() {
+			return "", true
+		}
+		return x.call.Key.String(), true
+	case "guard":
+		return x.h.Name, true
+	case "action":
+		return x.action.Name, true
+	case "caller":
+		if !x.identified() {
+			return "", true
+		}
+		return x.callerHash(), true
+	case "workflow":
+		return x.call.Workflow, true
+	case "issuer":
+		return x.evidence.tokens.Issuer(), true
+	case "checkpoint":
+		return x.call.Checkpoint, true
+	case "status":
+		return x.noted.status, true
+	case "outcome":
+		if x.noted.outcome == 0 {
+			return "", true
+		}
+		return x.noted.outcome.String(), true
+	case "cause":
+		return string(x.noted.cause), true
+	case "problem":
+		return x.noted.problem, true
+	case "age":
+		if x.noted.created.IsZero() {
+			return "", true
+		}
+		return strconv.FormatInt(int64(max(0, time.Since(x.noted.created)).Seconds()), 10), true
+	}
+	return nil, false
+}
+
+// Over reports that the guard is done with the call.
+func (x *Call) Over() bool { return x.noted.over }
+
+func (x *Call) identified() bool { return x.call.Scope.ID != "" }
+
+func (x *Call) callerHash() string {
+	hash := x.executions.Caller(x.call.Scope.Caller)
+	return hex.EncodeToString(hash[:])
+}

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/http"
 	"slices"
 	"strconv"
@@ -16,7 +17,185 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
+
+func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
+	if p.ExecutionID == "" {
+		p.ExecutionID = x.call.Scope.ID
+	}
+	if x.state != 0 {
+		p.Known(x.state.String(), x.state == execution.StateRolledBack)
+	}
+	if p.ExecutionID != "" {
+		w.Header().Set(HeaderExecutionID, p.ExecutionID)
+	}
+	x.pointToStatus(p)
+	x.pointToError(w.Header(), p)
+	w.Header().Set(HeaderExecutionStatus, StatusRefused)
+	if p.Kind() == api.InDoubt {
+		w.Header().Set(HeaderExecutionStatus, StatusInDoubt)
+	}
+	if x.call.Checkpoint != "" {
+		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
+	}
+	if !x.read && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == api.BodyTimeout) {
+		// Else the server would wait for a body that the client was not asked for, or
+		// that does not come.
+		w.Header().Set("Connection", "close")
+	}
+	status := StatusRefused
+	if x.doubtful {
+		status = StatusInDoubt
+	}
+	x.note(status, p.Kind().Slug)
+	x.action.Counts.Refused(p.Kind().Slug)
+	level := slog.LevelDebug
+	if p.Cause != nil && p.Kind() != api.CircuitOpen {
+		level = slog.LevelError
+	}
+	if x.h.Logger.Enabled(x.r.Context(), level) {
+		fields := []slog.Attr{slog.String("problem", p.Kind().Slug)}
+		if p.Cause != nil {
+			fields = append(fields, slog.Any("error", p.Cause))
+		}
+		if x.identified() {
+			fields = append(fields, slog.Any("key", x.call.Key))
+		}
+		x.h.Logger.LogAttrs(x.r.Context(), level, "guarded call refused", fields...)
+	}
+	p.Mount = x.h.Host.Mount(x.r)
+	WriteProblem(w, x.r, p)
+}
+
+func (h *Handler) refuseUnguarded(w http.ResponseWriter, r *http.Request, p *api.Problem) {
+	w.Header().Set(HeaderExecutionStatus, StatusRefused)
+	h.CountRefusal(p.Kind().Slug)
+	if p.Cause != nil && p.Kind() != api.CircuitOpen { // which is logged once, when it opens
+		h.Logger.Error("request refused", slog.String("problem", p.Kind().Slug), slog.Any("error", p.Cause))
+	}
+	p.Mount = h.Host.Mount(r)
+	WriteProblem(w, r, p)
+}
+
+// WriteProblem answers r with p in the form that its caller reads. p.Mount makes its URLs
+// lead back to the gateway.
+func WriteProblem(w http.ResponseWriter, r *http.Request, p *api.Problem) {
+	if isGRPC(r) || isMedia(r, "application/grpc-web") || isMedia(r, "application/grpc-web-text") {
+		p.WriteGRPC(w, r.Header.Get("Content-Type"))
+		return
+	}
+	p.Write(w)
+}
+
+func (x *Call) problem(k api.Kind, detail string, state execution.State) *api.Problem {
+	p := api.NewProblem(k, detail)
+	p.ExecutionID = x.call.Scope.ID
+	if state != 0 {
+		p.State = state.String()
+	}
+	return p
+}
+
+func (x *Call) gone() error {
+	return &StatusError{Status: StatusClientClosed, Err: x.r.Context().Err()}
+}
+
+func (x *Call) storeFailed(err error) error {
+	if x.r.Context().Err() != nil {
+		return x.gone()
+	}
+	if already := (*api.Problem)(nil); errors.As(err, &already) {
+		return already
+	}
+	if errors.Is(err, execution.ErrDraining) {
+		return x.problem(api.ShuttingDown, "Send the call again.", 0)
+	}
+	p := x.problem(api.StoreUnavailable, "Nothing was forwarded.", 0)
+	p.Cause = err
+	return p
+}
+
+// StoreClosed is the problem of a store that cannot be opened.
+func StoreClosed(err error) error {
+	p := api.NewProblem(api.StoreUnavailable, "The gateway's store cannot be opened.")
+	p.Cause = err
+	return p
+}
+
+func (x *Call) unkept(err error) error {
+	var p *api.Problem
+	if errors.As(err, &p) {
+		return p
+	}
+	p = api.NewProblem(api.StoreUnavailable, "The request's body could not be read again.")
+	p.Cause = err
+	return p
+}
+
+func (x *Call) unavailable() error {
+	return x.problem(api.ResultUnavailable, "The call was executed.", execution.StateCompleted)
+}
+
+// overQuota refuses a call whose caller holds too much. Nothing was recorded of it.
+func (x *Call) overQuota(over *execution.QuotaError) *api.Problem {
+	detail := fmt.Sprintf("The caller has %d bytes of records and answers stored, at most %d.", over.Bytes, over.Quota.Bytes)
+	if over.Quota.Open > 0 && over.Open >= over.Quota.Open {
+		detail = fmt.Sprintf("The caller has %d executions that run or are in doubt, at most %d.", over.Open, over.Quota.Open)
+	}
+	full := over.Quota.Open > 0 && over.Doubts >= over.Quota.Open
+	if full {
+		detail += " All of them are in doubt: an operator or a probe makes room, a retry does not."
+	}
+	p := x.problem(api.QuotaExceeded, detail, 0)
+	if full {
+		p.RetryAfter = max(p.RetryAfter, time.Minute)
+	}
+	if !over.Retry.IsZero() {
+		p.RetryAfter = max(p.RetryAfter, time.Until(over.Retry))
+	}
+	return p
+}
+
+// overCheckpoints refuses a call whose workflow or caller has too many checkpoints.
+// Nothing was recorded of it.
+func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *api.Problem {
+	var detail string
+	switch over.Over {
+	case checkpoint.OverRate:
+		detail = fmt.Sprintf("The %s makes more than %d checkpoints in a minute.", over.Of, over.Most)
+	case checkpoint.OverCount:
+		detail = fmt.Sprintf("The %s has %d checkpoints standing, at most so many.", over.Of, over.Most)
+	default:
+		detail = fmt.Sprintf("The %s would have more than %d bytes of checkpoints.", over.Of, over.Most)
+	}
+	p := x.problem(api.QuotaExceeded, detail, 0)
+	if !over.Retry.IsZero() {
+		p.RetryAfter = max(p.RetryAfter, time.Until(over.Retry))
+	}
+	return p
+}
+
+// pointToStatus says in a problem where its caller can see what becomes of the call.
+func (x *Call) pointToStatus(p *api.Problem) {
+	if k := p.Kind(); k != api.InProgress && k != api.InDoubt || x.h.Endpoint == nil {
+		return
+	}
+	if x.call.Scope.Caller != Anonymous {
+		p.StatusURL = api.ExecutionPath(x.call.Scope.ID)
+	}
+}
+
+// circuitsOpen refuses a call that no upstream would take, so that it is not claimed and
+// its key stays free.
+func (x *Call) circuitsOpen() error {
+	open, name := x.h.Refusal(x.r.Method, x.h.view(x.r))
+	if open == nil {
+		return nil
+	}
+	return circuitOpen(open, name, VerifiedHere(x.call.Scope.Caller))
+}
 
 // VerifiedHere reports whether the gateway itself has verified a caller, so that it may see
 // breakers (cascade 6.2). A credential that only the upstream can check may be made up.

@@ -1,0 +1,251 @@
+package guard
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net/http"
+	"sync"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+func (x *Call) inDoubt(cause execution.Cause) error {
+	p := x.problem(api.InDoubt, "Cause: "+string(cause)+".", execution.StateInDoubt)
+	p.RetryHelps = x.runsAgain()
+	return p
+}
+
+// followedInVain goes on with a call that got nothing from the execution that it
+// followed. Released unsent, one of those that wait may run. In doubt, none: on_unknown
+// is for calls that come afterwards; applied here, each would run in its turn.
+func (x *Call) followedInVain(flight *execution.Flight) (step, error) {
+	select {
+	case <-flight.Done():
+	default:
+		return stepLookUp, nil
+	}
+	if flight.Ending() != execution.EndedInDoubt {
+		return stepLookUp, nil
+	}
+	found, err := x.lookUp()
+	if err != nil {
+		return stepDone, err
+	}
+	cause := execution.CauseUnrecorded
+	if found.Status == execution.Doubtful {
+		cause = found.Record.Cause
+	}
+	return stepDone, x.inDoubt(cause)
+}
+
+// doubtMarks are the fields of an answer that leaves the call in doubt. SDKs must not retry
+// it, unless a retry runs the call again.
+func (x *Call) doubtMarks() http.Header {
+	marks := http.Header{HeaderExecutionStatus: {StatusInDoubt}}
+	if !x.runsAgain() {
+		api.NoRetry(marks)
+	}
+	return marks
+}
+
+// runsAgain reports that a retry of the call runs it again where it is in doubt.
+func (x *Call) runsAgain() bool {
+	switch x.action.OnUnknown {
+	case OnUnknownRetry:
+		return true
+	case OnUnknownResend:
+		return x.call.Sent != [32]byte{} && !x.stays
+	}
+	return false
+}
+
+// resend lets a call in doubt go once more, to an upstream that answers a repetition of its
+// own key from its record: with that key and the same bytes, and only while the upstream
+// keeps the key. Time is no evidence: past that the call is in doubt as before (P1).
+func (x *Call) resend(found execution.Finding) (step, error) {
+	age, err := x.executions.Age(x.r.Context(), found)
+	if err != nil {
+		return stepDone, x.storeFailed(err)
+	}
+	if x.call.Sent == [32]byte{} || x.call.Sent != found.Record.Sent || age < 0 || age >= x.action.ResendFor {
+		x.stays = true
+		return stepDone, x.inDoubt(found.Record.Cause)
+	}
+	return stepClaim, nil
+}
+
+// mayHaveRun reports that the call runs although nobody knows whether it did before: its
+// action says so, and no probe has denied it.
+func (x *Call) mayHaveRun() bool { return x.earlier != "" }
+
+// stillInDoubt is the outcome of an attempt that was not executed, where an earlier one may
+// have been: what is proven of this one says nothing of that (P6).
+func (x *Call) stillInDoubt(o execution.Outcome) execution.Outcome {
+	if o.Verdict == execution.Released && x.mayHaveRun() {
+		o.Verdict, o.Cause = execution.InDoubt, x.earlier
+	}
+	return o
+}
+
+// refusedInDoubt says with a refusal of the call that it may have been executed before.
+func (x *Call) refusedInDoubt(err error) error {
+	if p := (*api.Problem)(nil); errors.As(err, &p) && x.mayHaveRun() {
+		p.Doubtful, p.State = true, execution.StateInDoubt.String()
+	}
+	return err
+}
+
+// probe settles a call in doubt by asking the upstream about it. Of many retries one
+// asks; the others do what its answer allows.
+func (x *Call) probe(found execution.Finding) (step, error) {
+	probe, first := x.h.probes.enter(x.call.Key)
+	if !first {
+		select {
+		case <-probe.over:
+		case <-x.r.Context().Done():
+			return stepDone, x.gone()
+		}
+		if probe.doubt {
+			return stepDone, x.inDoubt(found.Record.Cause)
+		}
+		return stepLookUp, nil
+	}
+	x.probing = probe
+	// It may have been settled since it was found.
+	found, err := x.lookUp()
+	if err != nil || found.Status != execution.Doubtful {
+		x.probed()
+		return stepLookUp, err
+	}
+	next, err := x.settleDoubt(found)
+	if next == stepDone && err == nil {
+		probe.doubt = true
+		err = x.inDoubt(found.Record.Cause)
+	}
+	if next != stepClaim { // those who wait must find the claim
+		x.probed()
+	}
+	return next, err
+}
+
+// probed wakes the retries that wait for the probe of this call.
+func (x *Call) probed() {
+	if x.probing != nil {
+		x.h.probes.leave(x.call.Key, x.probing)
+		x.probing = nil
+	}
+}
+
+// settleDoubt asks, and records that the call was applied. stepDone says that it stays
+// in doubt.
+func (x *Call) settleDoubt(found execution.Finding) (step, error) {
+	p := x.action.Probe
+	a, err := p.Ask(x.r)
+	if err != nil {
+		x.action.Counts.Probed(ProbeUnknown)
+		x.h.Logger.Warn("the status probe gave no answer; the call stays in doubt",
+			slog.Any("key", x.call.Key), slog.Any("error", err))
+		return stepDone, nil
+	}
+	switch {
+	case p.Applied(a):
+		x.action.Counts.Probed(ProbeApplied)
+		var head *execution.Head
+		if p.UseAnswer {
+			head = &execution.Head{Status: a.Status, Header: Replayable(a.Header)}
+		}
+		// Others wait for this, whether or not the caller does.
+		ctx := context.WithoutCancel(x.r.Context())
+		batch := x.evidence.policy.SettledBy(ctx, x.call.Key, found.Record, true, "probe")
+		err := x.executions.Applied(ctx, x.call.Key, found, head, a.Body, batch)
+		if err != nil && !errors.Is(err, execution.ErrTaken) {
+			return stepLookUp, x.storeFailed(err)
+		}
+		if err == nil {
+			x.resolved(execution.Completed)
+		}
+		return stepLookUp, nil
+	case p.NotApplied(a):
+		x.action.Counts.Probed(ProbeNotApplied)
+		return stepClaim, nil
+	}
+	x.action.Counts.Probed(ProbeUnknown)
+	return stepDone, nil
+}
+
+func (x *Call) resolved(v execution.Verdict) {
+	x.emit(EventResolved, map[string]any{"outcome": v.String(), "by": "probe"})
+}
+
+// prober runs one probe for a key at a time; others wait for its result.
+type prober struct {
+	mu      sync.Mutex
+	running map[execution.Key]*probing
+}
+
+// enter returns the probe of key, and whether the caller has to run it, and then call leave.
+func (p *prober) enter(key execution.Key) (probe *probing, first bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if probe, ok := p.running[key]; ok {
+		return probe, false
+	}
+	if p.running == nil {
+		p.running = map[execution.Key]*probing{}
+	}
+	probe = &probing{over: make(chan struct{})}
+	p.running[key] = probe
+	return probe, true
+}
+
+func (p *prober) leave(key execution.Key, probe *probing) {
+	p.mu.Lock()
+	delete(p.running, key)
+	p.mu.Unlock()
+	close(probe.over)
+}
+
+type probing struct {
+	over chan struct{}
+	// doubt says, once over is closed, that the call stays in doubt.
+	doubt bool
+}
+
+// Probe asks the upstream whether a call in doubt was applied.
+type Probe struct {
+	// Ask sends the question about the call that a request makes. An error says that there
+	// is no answer.
+	Ask func(r *http.Request) (*InternalAnswer, error)
+	// Applied and NotApplied say which answers mean that the call was applied, and that it
+	// was not. Applied is asked first; an answer that is neither leaves the call in doubt.
+	Applied, NotApplied func(a *InternalAnswer) bool
+	// UseAnswer makes the answer that means "applied" the result of the call.
+	UseAnswer bool
+}
+
+// InternalRequest is a request of the guard's own to the upstream: a status probe, or a look at
+// what stands at a target.
+type InternalRequest struct {
+	Method string
+	// Path is escaped, Query without the question mark.
+	Path, Query string
+	Host        string
+	// Remote is the address of the client that it is made for.
+	Remote string
+	Header http.Header
+	// MaxAnswer is the size of the largest answer that is read, in bytes.
+	MaxAnswer int64
+}
+
+// InternalAnswer is the answer to an InternalRequest.
+type InternalAnswer struct {
+	Status int
+	Header http.Header
+	Body   []byte
+	// Unframed says that nothing but the end of the connection ends the body.
+	Unframed bool
+	// Replaced says that another handler has answered in the upstream's place.
+	Replaced bool
+}
