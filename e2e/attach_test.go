@@ -1,7 +1,6 @@
 package e2e
 
 import (
-	"bufio"
 	"fmt"
 	"io"
 	"log"
@@ -114,114 +113,6 @@ func TestAttach(t *testing.T) {
 	u.arrived("/x", 1)
 }
 
-// "Attach": the wait limit counts to the first byte, then 409 `in-progress`. A stream
-// that is followed is not cut by it.
-func TestAttachWait(t *testing.T) {
-	u, hold, s := newUpstream(t), newGate(t), newSteps(t)
-	g := start(t, "agent_proxy %s {\n attach_wait 50ms\n}", u.addr)
-	u.on("/held", func(w http.ResponseWriter, a *arrival) {
-		hold.pass()
-		status(201, "done")(w, a)
-	})
-	u.on("/stream", s.answer)
-	stream := request{path: "/stream", id: "k"}
-	owner := g.open(stream, "executed")
-	follower := g.open(stream, "attached")
-
-	held := request{path: "/held", id: "k"}
-	running := g.begin(held)
-	wait(t, hold.arrived, "the call")
-	for range 2 { // after which the limit has passed for the stream too
-		doc := g.call(held).retryable(t, 409, "in-progress")
-		if doc.State != "running" || *doc.SafeNewKey || doc.ExecutionID != "k" {
-			t.Errorf("%+v", doc)
-		}
-	}
-	s.piece("still here", owner.Body, follower.Body)
-	s.end(owner.Body, follower.Body)
-	hold.open()
-	running.answer().want(t, 201, "done", "executed")
-	g.call(held).want(t, 201, "done", "replayed")
-	u.arrived("/held", 1)
-}
-
-// "Attach": who follows a cut answer sees that it is cut; who came before its header
-// gets the problem.
-func TestAttachedToACutAnswer(t *testing.T) {
-	u, s, hold := newUpstream(t), newSteps(t), newGate(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	u.on("/x", func(w http.ResponseWriter, a *arrival) {
-		s.answer(w, a)
-		panic(http.ErrAbortHandler)
-	})
-	u.on("/silent", func(w http.ResponseWriter, a *arrival) {
-		hold.pass()
-		reset(w, a)
-	})
-	r := request{path: "/x", id: "k"}
-	owner, follower := g.open(r, "executed"), g.open(r, "attached")
-	s.piece("one", owner.Body, follower.Body)
-	close(s.next)
-	for name, res := range map[string]*http.Response{"owner": owner, "follower": follower} {
-		if rest, err := io.ReadAll(res.Body); err == nil {
-			t.Errorf("the %s saw an end: %q", name, rest)
-		}
-	}
-	g.call(r).terminal(t, 409, "in-doubt")
-
-	r.path = "/silent"
-	calls := []*pending{g.begin(r)}
-	wait(t, hold.arrived, "the call")
-	for range 5 {
-		calls = append(calls, g.begin(r))
-	}
-	followers(t, 5)
-	hold.open()
-	for _, p := range calls {
-		p.answer().terminal(t, 409, "in-doubt")
-	}
-	u.arrived("/silent", 1)
-}
-
-// "Capture": past the cap those who are attached go on live, newcomers and retries
-// get 409; the key is kept.
-func TestOverMaxResult(t *testing.T) {
-	u, s := newUpstream(t), newSteps(t)
-	g := start(t, "agent_proxy %s {\n max_result 1KiB\n}", u.addr)
-	u.on("/x", s.answer)
-	r := request{path: "/x", id: "k"}
-	owner, follower := g.open(r, "executed"), g.open(r, "attached")
-	piece := strings.Repeat("x", 600)
-	s.piece(piece, owner.Body, follower.Body)
-	s.piece(piece, owner.Body, follower.Body)
-	doc := g.call(r).terminal(t, 409, "result-unavailable")
-	if doc.State != "running" || *doc.SafeNewKey {
-		t.Errorf("a newcomer got %+v", doc)
-	}
-	for range 20 {
-		s.piece(piece, owner.Body, follower.Body)
-	}
-	s.end(owner.Body, follower.Body)
-	doc = g.call(r).terminal(t, 409, "result-unavailable")
-	if doc.State != "completed" || *doc.SafeNewKey {
-		t.Errorf("a retry got %+v", doc)
-	}
-	u.arrived("/x", 1)
-
-	// One byte more or less decides.
-	for size, kept := range map[int]bool{1 << 10: true, 1<<10 + 1: false} {
-		r := request{path: fmt.Sprint("/", size), id: "k"}
-		body := strings.Repeat("y", size)
-		u.on(r.path, status(200, body))
-		g.call(r).want(t, 200, body, "executed")
-		if again := g.call(r); kept {
-			again.want(t, 200, body, "replayed")
-		} else {
-			again.terminal(t, 409, "result-unavailable")
-		}
-	}
-}
-
 // P1: a thousand equal calls at once are one execution, and all get its answer.
 func TestThousandDuplicates(t *testing.T) {
 	const n = 1000
@@ -257,37 +148,6 @@ func TestThousandDuplicates(t *testing.T) {
 		t.Errorf("%d executed, %d attached", executed, attached)
 	}
 	u.arrived("/x", 1)
-}
-
-// "A release by status gives that answer to all waiters", and then the key is free.
-func TestReleaseByStatusAnswersAllWaiters(t *testing.T) {
-	u, hold := newUpstream(t), newGate(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	u.on("/x", first(func(w http.ResponseWriter, a *arrival) {
-		hold.pass()
-		status(429, "slow down", "Retry-After", "3")(w, a)
-	}))
-	r := request{path: "/x", id: "k"}
-	calls := []*pending{g.begin(r)}
-	wait(t, hold.arrived, "the call")
-	for range 20 {
-		calls = append(calls, g.begin(r))
-	}
-	followers(t, 20)
-	hold.open()
-	for i, p := range calls {
-		want := "attached"
-		if i == 0 {
-			want = "executed"
-		}
-		got := p.answer()
-		got.want(t, 429, "slow down", want)
-		if got.header.Get("Retry-After") != "3" {
-			t.Errorf("header %v", got.header)
-		}
-	}
-	u.arrived("/x", 1)
-	g.call(r).want(t, 201, "arrival 2", "executed")
 }
 
 // "A release by proof elects exactly one waiter to run" (trap 15). What proves it
@@ -424,28 +284,4 @@ func (g *gateway) leaving(r request) (leave func()) {
 		cancel()
 		wait(g.t, done, "the end of the call")
 	}
-}
-
-// A follower that leaves, or reads nothing, disturbs nobody.
-func TestFollowerLeaves(t *testing.T) {
-	u, s := newUpstream(t), newSteps(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	u.on("/x", s.answer)
-	r := request{path: "/x", id: "k"}
-	owner := g.open(r, "executed")
-	leaver, stays := g.open(r, "attached"), g.open(r, "attached")
-
-	lazy := g.dial()
-	write(t, lazy, "POST /x HTTP/1.1\r\nHost: "+g.addr+"\r\nIdempotency-Key: k\r\nContent-Type: application/json\r\nContent-Length: 12\r\n\r\n{\"amount\":1}")
-	if line, err := bufio.NewReaderSize(lazy, 16).ReadString('\n'); err != nil || !strings.Contains(line, "200") {
-		t.Fatalf("%q %v", line, err)
-	}
-	s.piece("one", owner.Body, leaver.Body, stays.Body)
-	_ = leaver.Body.Close()
-	big := strings.Repeat("x", 1<<20)
-	s.piece(big, owner.Body, stays.Body)
-	s.end(owner.Body, stays.Body)
-	_ = lazy.Close()
-	g.call(r).want(t, 200, "one"+big, "replayed")
-	u.arrived("/x", 1)
 }

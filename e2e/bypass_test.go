@@ -70,30 +70,6 @@ func TestCallThatComesBack(t *testing.T) {
 	g.call(r).terminal(t, 409, "in-doubt")
 }
 
-// P1: those that wait for a call that ends in doubt do not run it one after the other:
-// on_unknown is for who asks afterwards.
-func TestFollowersOfDoubtDoNotRun(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s {\non_unknown retry\n}", u.addr)
-	release := make(chan struct{})
-	u.on("/pay", first(func(w http.ResponseWriter, a *arrival) {
-		<-release
-		raw("")(w, a)
-	}))
-	r := request{path: "/pay", id: "k"}
-	answers := make(chan reply, 6)
-	for range cap(answers) {
-		go func() { answers <- g.call(r) }()
-	}
-	followers(t, cap(answers)-1)
-	close(release)
-	for range cap(answers) {
-		(<-answers).retryable(t, 409, "in-doubt")
-	}
-	u.arrived("/pay", 1)
-	g.call(r).want(t, 201, "arrival 2", "executed")
-}
-
 // A probe that lacks its credential might be told that there is nothing: it is not sent.
 func TestProbeWithoutItsCredential(t *testing.T) {
 	u := newUpstream(t)

@@ -21,10 +21,7 @@ import (
 	"golang.org/x/crypto/bcrypt"
 )
 
-type (
-	headers    = map[string]string
-	httpWriter = http.ResponseWriter
-)
+type headers = map[string]string
 
 // P3: a caller never sees another caller's result, nor learns whether it exists: the
 // same id under another credential is another execution.
@@ -54,57 +51,6 @@ func TestCallersAreApart(t *testing.T) {
 			u.arrived(path, 2)
 		})
 	}
-}
-
-// A caller is the same over attempts although his cookies change beside a better
-// credential, and other fields do.
-func TestCallerIsTheSameOverAttempts(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	for i, pair := range [][2]headers{
-		{{"Authorization": "Bearer a", "Cookie": "x=1"}, {"Authorization": "Bearer a", "Cookie": "x=2"}},
-		{{"X-Api-Key": "a", "Cookie": "x=1"}, {"X-Api-Key": "a"}},
-		{{"User-Agent": "a"}, {"User-Agent": "b", "X-Request-Id": "2"}},
-	} {
-		path := fmt.Sprintf("/%d", i)
-		g.call(request{path: path, id: "k", header: pair[0]}).want(t, 201, "arrival 1", "executed")
-		g.call(request{path: path, id: "k", header: pair[1]}).want(t, 201, "arrival 1", "replayed")
-	}
-}
-
-// Section "Caller": schemes that sign every attempt anew name nobody. With a `caller`
-// they are fine.
-func TestCallerOfSignedRequests(t *testing.T) {
-	u := newUpstream(t)
-	schemes := []string{
-		"AWS4-HMAC-SHA256 Credential=AKID/20261101/eu/s3/aws4_request, Signature=%d",
-		"Signature keyId=\"a\",signature=\"%d\"", "DPoP token%d", "Digest username=\"a\", nc=%d", "Bearer%d",
-	}
-	g := start(t, "agent_proxy %s", u.addr)
-	for i, scheme := range schemes {
-		path := fmt.Sprintf("/refused/%d", i)
-		got := g.call(request{path: path, id: "k", header: headers{"Authorization": fmt.Sprintf(scheme, 1)}})
-		got.terminal(t, 400, "caller-unstable")
-		u.arrived(path, 0)
-	}
-	g = start(t, "agent_proxy %s {\n caller {http.request.header.X-Tenant}\n}", u.addr)
-	for i, scheme := range schemes {
-		path := fmt.Sprintf("/named/%d", i)
-		call := func(n int, tenant string) reply {
-			return g.call(request{path: path, id: "k", header: headers{"Authorization": fmt.Sprintf(scheme, n), "X-Tenant": tenant}})
-		}
-		call(1, "t").want(t, 201, "arrival 1", "executed")
-		call(2, "t").want(t, 201, "arrival 1", "replayed")
-		call(2, "other").want(t, 201, "arrival 2", "executed")
-		// Without a name there is nothing to fall back on.
-		call(3, "").terminal(t, 400, "caller-unstable")
-	}
-	g = start(t, "agent_proxy %s {\n credentials X-Api-Key\n}", u.addr)
-	call := func(n int) reply {
-		return g.call(request{path: "/listed", id: "k", header: headers{"Authorization": fmt.Sprintf("DPoP %d", n), "X-Api-Key": "a"}})
-	}
-	call(1).want(t, 201, "arrival 1", "executed")
-	call(2).want(t, 201, "arrival 1", "replayed")
 }
 
 // P3: the user that Caddy's own authentication names is the caller, whatever the

@@ -118,34 +118,6 @@ func parse(seen, method string) (reply, error) {
 	return read(res), nil
 }
 
-// `settle async` gives the promise up: the end does not wait.
-func TestTheEndDoesNotWaitWhenAsync(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s {\n settle async\n consequential {\n  method HEAD\n }\n}", u.addr)
-	for i, row := range endings {
-		t.Run(row.name, func(t *testing.T) {
-			r := request{method: row.method, path: fmt.Sprintf("/%d", i), id: "k"}
-			commits := newGate(t)
-			u.on(r.path, func(w http.ResponseWriter, a *arrival) {
-				g.store.holdCommits(commits)
-				row.answer(w, a)
-			})
-			got := g.call(r)
-			if got.body != row.body || got.cut || got.header.Get("Execution-Status") != "executed" {
-				t.Errorf("%d %q, cut %v", got.status, got.body, got.cut)
-			}
-			wait(t, commits.arrived, "the outcome's commit")
-			g.store.onCommit(nil)
-			commits.open()
-			again := g.call(r)
-			if again.status != got.status || again.body != row.body {
-				t.Errorf("again: %d %q", again.status, again.body)
-			}
-			u.arrived(r.path, 1)
-		})
-	}
-}
-
 // P7: the end waits for the record at a client of HTTP/1.0 and of HTTP/2 as well.
 func TestTheEndWaitsInOtherVersions(t *testing.T) {
 	u := newUpstream(t)

@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"fmt"
-	"io"
 	"net/http"
 	"strings"
 	"testing"
@@ -87,24 +86,6 @@ func TestOutputIsNotCached(t *testing.T) {
 	}
 }
 
-// The answer to a HEAD has no body, but the length of one.
-func TestOutputOfAHead(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s {\n consequential method HEAD\n}", u.addr)
-	u.on("/x", status(200, "", "Content-Length", "100", "X-Found", "yes"))
-	g.call(request{method: "HEAD", path: "/x", id: "k", header: ann}).want(t, 200, "", "executed")
-	for _, method := range []string{"GET", "HEAD"} {
-		r := asking("k/output", ann)
-		r.method = method
-		got := g.call(r)
-		got.want(t, 200, "", "replayed")
-		if got.header.Get("X-Found") != "yes" {
-			t.Errorf("%s: %v", method, got.header)
-		}
-	}
-	u.arrived("/x", 1)
-}
-
 // What has no answer to give says why, as a retry would hear it.
 func TestOutputOfNothing(t *testing.T) {
 	u, hold := newUpstream(t), newGate(t)
@@ -141,74 +122,4 @@ func TestOutputOfNothing(t *testing.T) {
 	}
 	hold.open()
 	running.answer()
-}
-
-// `/output?wait` attaches: the answer comes live, from its beginning, and the wait does
-// not cut it.
-func TestOutputAttaches(t *testing.T) {
-	u, s := newUpstream(t), newSteps(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	u.on("/x", s.answer)
-	owner := g.open(request{path: "/x", id: "k", header: ann}, "executed")
-	first := g.open(asking("k/output?wait=10s", ann), "attached")
-	s.piece("one\n", owner.Body, first.Body)
-	late := g.open(asking("k/output?wait=10s", ann), "attached")
-	if got := make([]byte, 4); true {
-		if _, err := io.ReadFull(late.Body, got); err != nil || string(got) != "one\n" {
-			t.Fatalf("the late one got %q, %v", got, err)
-		}
-	}
-	g.call(asking("k/output", ann)).retryable(t, 409, "in-progress")
-	if late.Header.Get("Cache-Control") != "no-store" || late.Header.Get("Execution-Id") != "k" || late.Header.Get("Idempotent-Replayed") != "" ||
-		late.Header.Get("Content-Type") != "text/event-stream" {
-		t.Errorf("%v", late.Header)
-	}
-	big := strings.Repeat("more ", 100_000)
-	s.piece(big, owner.Body, first.Body, late.Body)
-	s.end(owner.Body, first.Body, late.Body)
-	g.call(asking("k/output", ann)).want(t, 200, "one\n"+big, "replayed")
-	u.arrived("/x", 1)
-}
-
-// Who is attached before the first byte gets what comes of the execution: its answer,
-// the doubt, or that it was never executed. Who saw a part of an answer that is cut
-// sees the cut.
-func TestOutputAttachedToTheEnd(t *testing.T) {
-	for name, c := range map[string]struct {
-		end  func(http.ResponseWriter, *arrival)
-		want func(t *testing.T, r reply)
-	}{
-		"completed": {status(201, "done"), func(t *testing.T, r reply) { r.want(t, 201, "done", "attached") }},
-		"in doubt":  {reset, func(t *testing.T, r reply) { r.terminal(t, 409, "in-doubt") }},
-		"released":  {status(429, "slow down"), func(t *testing.T, r reply) { r.want(t, 429, "slow down", "attached") }},
-		"cut": {raw("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\npart"), func(t *testing.T, r reply) {
-			if !r.cut || r.body != "part" {
-				t.Errorf("%d %q, cut %v", r.status, r.body, r.cut)
-			}
-		}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			u, hold := newUpstream(t), newGate(t)
-			g := start(t, "agent_proxy %s", u.addr)
-			u.on("/x", func(w http.ResponseWriter, a *arrival) {
-				hold.pass()
-				c.end(w, a)
-			})
-			call := g.begin(request{path: "/x", id: "k", header: ann})
-			wait(t, hold.arrived, "the call")
-			var attached []*pending
-			for range 5 {
-				attached = append(attached, g.begin(asking("k/output?wait=60s", ann)))
-			}
-			followers(t, 5)
-			hold.open()
-			for _, p := range attached {
-				c.want(t, p.answer())
-			}
-			if call.answer(); call.got.status == 0 {
-				t.Error("the call had no answer")
-			}
-			u.arrived("/x", 1)
-		})
-	}
 }

@@ -1,14 +1,10 @@
 package e2e
 
 import (
-	"crypto/tls"
-	"crypto/x509/pkix"
 	"fmt"
 	"maps"
 	"net/http"
 	"testing"
-
-	"golang.org/x/crypto/bcrypt"
 )
 
 // questions are all ways to ask after the id k.
@@ -141,58 +137,6 @@ func TestP3ExecutionsStayAtTheirGuardAndHost(t *testing.T) {
 	ask := asking("named", tenant)
 	ask.host = "some.EXAMPLE"
 	g.call(ask).execution(t, "named")
-}
-
-// P3: the user that Caddy's authentication names asks as such, with any password that
-// is right; a wrong one gets no further.
-func TestP3ExecutionsOfUsers(t *testing.T) {
-	u := newUpstream(t)
-	hash, err := bcrypt.GenerateFromPassword([]byte("pw"), bcrypt.MinCost)
-	if err != nil {
-		t.Fatal(err)
-	}
-	g := start(t, "basic_auth {\n ann %[2]s\n bob %[2]s\n}\nagent_proxy %[1]s", u.addr, hash)
-	as := func(user, password string) headers {
-		r := g.build(request{path: "/"})
-		r.SetBasicAuth(user, password)
-		return headers{"Authorization": r.Header.Get("Authorization")}
-	}
-	none := g.asked(request{header: as("bob", "pw")})
-	g.call(request{path: "/x", id: "k", header: as("ann", "pw")}).want(t, 201, "arrival 1", "executed")
-	withCookie := as("ann", "pw")
-	withCookie["Cookie"] = "x=1"
-	g.call(asking("k", withCookie)).execution(t, "k")
-	same(t, "bob", none, g.asked(request{header: as("bob", "pw")}))
-	if got := g.call(asking("k", as("ann", "wrong"))); got.status != 401 || got.body != "" {
-		t.Errorf("a wrong password got %d %q", got.status, got.body)
-	}
-}
-
-// P3: the subject of a verified certificate asks, over its renewals.
-func TestP3ExecutionsOfCertificates(t *testing.T) {
-	u := newUpstream(t)
-	ca := newAuthority(t)
-	g := launch(t, setup{
-		address: func(port string) string { return "https://localhost:" + port },
-		site: fmt.Sprintf("tls %s {\n client_auth {\n mode verify_if_given\n trust_pool file %s\n}\n}\nagent_proxy %s",
-			ca.files(t, "localhost"), ca.file, u.addr),
-	})
-	as := func(name string) *http.Client {
-		var cert *tls.Certificate
-		if name != "" {
-			cert = ca.issue(t, pkix.Name{CommonName: name}, nil)
-		}
-		return g.newClient(ca.client(cert))
-	}
-	stranger := request{client: as("bob"), host: "localhost"}
-	none := g.asked(stranger)
-	g.call(request{path: "/x", id: "k", client: as("ann"), host: "localhost"}).want(t, 201, "arrival 1", "executed")
-	ask := asking("k", nil)
-	ask.client, ask.host = as("ann"), "localhost"
-	g.call(ask).execution(t, "k")
-	same(t, "bob", none, g.asked(stranger))
-	ask.client = as("")
-	g.call(ask).terminal(t, 401, "authentication-required")
 }
 
 // P4: without the store nothing can be told, and nothing is.

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"net/url"
 	"slices"
 	"strings"
 	"testing"
@@ -180,90 +179,6 @@ func TestExecutionStatus(t *testing.T) {
 		r.method, r.id = method, "k"
 		if got := g.call(r); got.status != 405 || got.header.Get("Allow") != "GET, HEAD" {
 			t.Errorf("%s: %d %v", method, got.status, got.header)
-		}
-	}
-}
-
-// An id that was used more than once is a list, which can be narrowed; the output of a
-// list is the list.
-func TestExecutionsOfOneID(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	for _, r := range []request{{path: "/a b"}, {path: "/a%2Fb"}, {method: "PUT", path: "/a%2Fb"}} {
-		r.id, r.header = "k", ann
-		r.path = strings.ReplaceAll(r.path, " ", "%20")
-		g.call(r)
-	}
-	all := g.call(asking("k", ann)).executions(t, 200, "k")
-	if len(all) != 3 || !slices.IsSortedFunc(all, func(a, b executionDoc) int { return b.Created.Compare(a.Created) }) {
-		t.Fatalf("%+v", all)
-	}
-	if listed := g.call(asking("k/output", ann)).executions(t, 300, "k"); len(listed) != 3 {
-		t.Errorf("%+v", listed)
-	}
-	for query, n := range map[string]int{
-		"method=PUT": 1, "method=POST": 2, "path=" + url.QueryEscape("/a%2Fb"): 2, "path=" + url.QueryEscape("/a%20b"): 1,
-		"method=POST&path=" + url.QueryEscape("/a%2Fb"): 1, "key=" + all[1].Key: 1, "key=" + strings.ToUpper(all[1].Key): 1, "unknown=1": 3,
-	} {
-		if got := g.call(asking("k?"+query, ann)).executions(t, 200, "k"); len(got) != n {
-			t.Errorf("%s: %d, want %d", query, len(got), n)
-		}
-	}
-	for _, query := range []string{"method=put", "path=/a", "key=00"} {
-		g.call(asking("k?"+query, ann)).terminal(t, 404, "execution-unknown")
-	}
-	for _, e := range all {
-		got := g.call(request{method: "GET", path: e.OutputURL, header: ann})
-		if got.status != 201 || got.header.Get("Execution-Status") != "replayed" {
-			t.Errorf("%s: %d %q", e.OutputURL, got.status, got.body)
-		}
-	}
-}
-
-// Ids are written and checked as in header fields; what is wrong with a question is
-// said.
-func TestExecutionIDInAPath(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s {\n execution_id json /id\n breaker off\n}", u.addr)
-	for i, id := range []string{"a/b", "a%b", "..", ".", `"quoted"`, `"`, "a?b#c", "a,b", "output", strings.Repeat("x", 255)} {
-		path := fmt.Sprint("/", i)
-		u.on(path, reset)
-		body, err := json.Marshal(headers{"id": id})
-		if err != nil {
-			t.Fatal(err)
-		}
-		r := request{path: path, body: string(body), header: ann}
-		doc := g.call(r).terminal(t, 409, "in-doubt")
-		if doc.ExecutionID != id || doc.StatusURL == "" {
-			t.Fatalf("%q: %+v", id, doc)
-		}
-		got := g.call(request{method: "GET", path: doc.StatusURL, header: ann}).execution(t, id)
-		if got.Path != path {
-			t.Errorf("%q leads to %+v", id, got)
-		}
-		g.call(request{method: "GET", path: got.OutputURL, header: ann}).terminal(t, 409, "in-doubt")
-	}
-	if got := g.call(asking("%22a/b%22", ann)); got.status != 400 {
-		t.Errorf("a bare slash: %d", got.status)
-	}
-	g.call(asking("%22a%2Fb%22", ann)).execution(t, "a/b")
-	for what, slug := range map[string]string{
-		"": "execution-id-invalid", "a%20b": "execution-id-invalid", "%C3%A4": "execution-id-invalid", "%22a": "execution-id-invalid",
-		strings.Repeat("x", 256): "execution-id-invalid", "/output": "execution-id-invalid",
-		"a/": "parameter-invalid", "a/b": "parameter-invalid", "a/output/": "parameter-invalid",
-		"a?wait=soon": "parameter-invalid", "a?wait=": "parameter-invalid", "a?wait": "parameter-invalid", "a?wait=-1s": "parameter-invalid",
-		"a?wait=-1": "parameter-invalid", "a?wait=1e9": "parameter-invalid", "a?path=%zz": "parameter-invalid", "a?wait=1s;2s": "parameter-invalid",
-		"a?wait=99999999999999999999999": "parameter-invalid",
-	} {
-		g.call(asking(what, ann)).terminal(t, 400, slug)
-	}
-	for _, what := range []string{"none?wait=10000h", "none?wait=999999999", "none?wait=0", "none?wait=1m30s"} {
-		g.call(asking(what, ann)).terminal(t, 404, "execution-unknown")
-	}
-	// Beside the path, not below it: nothing of the upstream's is there.
-	for _, method := range []string{"GET", "POST"} {
-		if got := g.call(request{method: method, path: strings.TrimSuffix(executionsPath, "/"), id: "k"}); got.status != 404 {
-			t.Errorf("%s: %d", method, got.status)
 		}
 	}
 }

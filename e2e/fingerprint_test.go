@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"mime/multipart"
-	"net/http"
 	"strings"
 	"testing"
 )
@@ -64,44 +63,6 @@ func TestFingerprintOfBodies(t *testing.T) {
 			}
 			u.arrived(path, 1)
 		})
-	}
-}
-
-// A mismatch is also found while the first call is still running.
-func TestFingerprintOfARunningCall(t *testing.T) {
-	u, hold := newUpstream(t), newGate(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	u.on("/x", func(w httpWriter, a *arrival) {
-		hold.pass()
-		status(201, "done")(w, a)
-	})
-	first := g.begin(request{path: "/x", id: "k"})
-	wait(t, hold.arrived, "the first call")
-	// P1: who took a new id for the same effect now would have it twice.
-	if doc := g.call(request{path: "/x", id: "k", body: `{}`}).terminal(t, 422, "fingerprint-mismatch"); *doc.SafeNewKey || doc.State != "running" {
-		t.Errorf("%+v", doc)
-	}
-	hold.open()
-	first.answer().want(t, 201, "done", "executed")
-}
-
-// P1: nor is a new id safe where the first call is in doubt: also where its process or
-// its store could not record that.
-func TestFingerprintOfACallInDoubt(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	u.on("/lost", reset)
-	u.on("/unrecorded", func(w http.ResponseWriter, a *arrival) {
-		g.store.failCommits(errBroken)
-		status(201, "done")(w, a)
-	})
-	for _, path := range []string{"/lost", "/unrecorded"} {
-		_, _ = g.send(request{path: path, id: "k"})
-		g.store.onCommit(nil)
-		if doc := g.call(request{path: path, id: "k", body: `{}`}).terminal(t, 422, "fingerprint-mismatch"); *doc.SafeNewKey || doc.State != "in_doubt" {
-			t.Errorf("%s: %+v", path, doc)
-		}
-		u.arrived(path, 1)
 	}
 }
 

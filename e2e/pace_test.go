@@ -8,7 +8,6 @@ import (
 	"io"
 	"net/http"
 	"runtime"
-	"strings"
 	"testing"
 )
 
@@ -347,19 +346,4 @@ func TestSlowOwnerWithoutADisk(t *testing.T) {
 	readOn(owner).whole(t, f, "the owner")
 	g.call(r).terminal(t, 409, "result-unavailable")
 	u.arrived("/x", 1)
-}
-
-// Trailers come after all that a slow owner has to read, and in the header of nothing.
-func TestSlowOwnerGetsTrailers(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s {\n max_result 32MiB\n}", u.addr)
-	big := strings.Repeat("0123456789abcdef", 1<<20)
-	u.on("/x", trailers(big))
-	r := request{path: "/x", id: "k"}
-	owner := g.open(r, "executed")
-	again := g.call(r) // which follows to the end
-	got := read(owner)
-	if got.cut || got.body != big || again.body != big || len(got.trailer) != 2 || got.trailer.Get("X-Announced") != "a" {
-		t.Errorf("%d and %d bytes, cut %v, %v", len(got.body), len(again.body), got.cut, got.trailer)
-	}
 }

@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"context"
+	"encoding/hex"
 	"fmt"
 	"io"
 	"net/http"
@@ -12,6 +13,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
 
@@ -126,4 +130,44 @@ func TestProcessExitEndsWaitsForOtherNodes(t *testing.T) {
 	if took := time.Since(began); took > 50*time.Second {
 		t.Errorf("the exit waited for %v", took)
 	}
+}
+
+// otherNode is a second node on the store of a gateway.
+type otherNode struct {
+	*execution.Guard
+	t *testing.T
+}
+
+// openBeside opens a gateway's store as another node, before the gateway does, which
+// takes another name then.
+func openBeside(t *testing.T, st store.Store, keyFile string) *otherNode {
+	t.Helper()
+	ring, err := seal.Load(keyFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, _, err := execution.Open(t.Context(), st, ring)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := st.Commit(t.Context(), store.Write{Key: []byte("mnode"), Value: []byte("node-of-the-gateway")}); err != nil {
+		t.Fatal(err)
+	}
+	return &otherNode{other, t}
+}
+
+// run begins a call to /x of the caller with these credentials.
+func (n *otherNode) run(id, host, credentials string) *execution.Execution {
+	n.t.Helper()
+	hash := n.Caller(credentials)
+	c := execution.Call{
+		Scope: execution.Scope{Caller: "credential:" + hex.EncodeToString(hash[:]), Guard: "default", Method: "POST", Path: "/x", ID: id},
+		Host:  host, Action: "default", Deadline: time.Minute, KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 1 << 20,
+	}
+	c.Key = n.Key(c.Scope)
+	e, err := n.Claim(n.t.Context(), &c, execution.Finding{})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return e
 }

@@ -6,7 +6,6 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 )
 
 // A flood of one caller is bounded, nothing of what is refused is recorded or sent,
@@ -72,23 +71,6 @@ func done(calls []*pending) int {
 		}
 	}
 	return n
-}
-
-// What is in doubt counts for as long as it is, and can be settled at any time.
-func TestQuotaCountsDoubts(t *testing.T) {
-	u := newUpstream(t)
-	g := launch(t, setup{app: "quota {\n open_executions 2\n}", site: "agent_proxy " + u.addr + " {\n action again {\n match path /again\n on_unknown retry\n}\n}"})
-	for _, path := range []string{"/doubt", "/again"} {
-		u.on(path, first(reset))
-		g.call(request{path: path, id: "k", header: ann})
-	}
-	g.call(request{path: "/x", id: "k", header: ann}).retryable(t, 429, "quota-exceeded")
-	g.store.pass(1000 * time.Hour)
-	g.call(request{path: "/x", id: "k", header: ann}).retryable(t, 429, "quota-exceeded")
-	g.call(request{path: "/doubt", id: "k", header: ann}).terminal(t, 409, "in-doubt")
-	u.arrived("/x", 0)
-	g.call(request{path: "/again", id: "k", header: ann}).want(t, 201, "arrival 2", "executed")
-	g.call(request{path: "/x", id: "k", header: ann}).want(t, 201, "arrival 1", "executed")
 }
 
 // Stored bytes are bounded, large answers too; room comes back as answers expire, and

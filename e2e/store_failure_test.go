@@ -41,29 +41,6 @@ func TestClaimFails(t *testing.T) {
 	g.call(request{path: "/known", id: "k"}).want(t, 201, "arrival 1", "replayed")
 }
 
-// Calls that waited for a claim which failed are not lost: they fail too, or run.
-func TestClaimFailsForMany(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	commits := newGate(t)
-	g.store.onCommit(func([]store.Write) error {
-		commits.pass()
-		return errBroken
-	})
-	r := request{path: "/x", id: "k"}
-	owner := g.begin(r)
-	wait(t, commits.arrived, "the claim")
-	var waiting []*pending
-	for range 10 {
-		waiting = append(waiting, g.begin(r))
-	}
-	commits.open()
-	for _, p := range append(waiting, owner) {
-		p.answer().retryable(t, 503, "store-unavailable")
-	}
-	u.arrived("/x", 0)
-}
-
 // Trap 4: an outcome that could not be recorded is in doubt, and said to be, to the
 // caller, to those that follow, and to every retry. The end of the answer does not leave.
 func TestSettleFails(t *testing.T) {
@@ -112,34 +89,6 @@ func TestSettleFails(t *testing.T) {
 			g.call(request{path: "/other", id: "k"}).want(t, 201, "arrival 1", "executed")
 		})
 	}
-}
-
-// A result that the store does not take is lost, not the key: the call is not run
-// again for it.
-func TestResultIsNotTaken(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	large := make([]byte, 4<<10)
-	for i := range large {
-		large[i] = 'x'
-	}
-	u.on("/x", status(200, string(large)))
-	r := request{path: "/x", id: "k"}
-	g.store.onCommit(func(batch []store.Write) error {
-		for _, w := range batch {
-			if w.Bulk {
-				return errBroken
-			}
-		}
-		return nil
-	})
-	g.call(r).want(t, 200, string(large), "executed")
-	g.store.onCommit(nil)
-	doc := g.call(r).terminal(t, 409, "result-unavailable")
-	if doc.State != "completed" || *doc.SafeNewKey {
-		t.Errorf("%+v", doc)
-	}
-	u.arrived("/x", 1)
 }
 
 // A6: a refusal of a call whose execution was met says where that stands, whatever the

@@ -7,7 +7,6 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"slices"
 	"sync"
 	"testing"
 )
@@ -187,13 +186,6 @@ func sequence(answers ...func(http.ResponseWriter, *arrival)) func(http.Response
 		w.WriteHeader(http.StatusCreated)
 		fmt.Fprintf(w, "arrival %d", a.n)
 	}
-}
-
-// all is what has arrived at a path.
-func (u *upstream) all(path string) []*arrival {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	return slices.Clone(u.seen[path])
 }
 
 // status answers with a status and header fields, in pairs.

@@ -1,6 +1,7 @@
 package guard_test
 
 import (
+	"io"
 	"net/http"
 	"testing"
 
@@ -46,4 +47,10 @@ func TestNarrowEncoding(t *testing.T) {
 	if len(h) != 0 {
 		t.Errorf("a request without the field gets %v", h)
 	}
+	b := newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) {
+		_, _ = io.WriteString(w, r.Header.Get("Accept-Encoding"))
+	})
+	r := b.post("")
+	r.Header.Set("Accept-Encoding", "br")
+	b.do(r, "200 executed identity")
 }

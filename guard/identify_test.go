@@ -183,6 +183,16 @@ func TestWorkflow(t *testing.T) {
 			}
 		})
 	}
+	// A call never leaves its workflow in silence.
+	for _, lines := range [][]string{{"order 7"}, {strings.Repeat("w", 256)}, {"pedido-ñ"}, {"a", "b"}} {
+		r := request("POST", "/")
+		r.Header["Workflow-Id"] = lines
+		_, err := workflow(r, new(Tokens))
+		var p *api.Problem
+		if !errors.As(err, &p) || p.Kind() != api.WorkflowIDInvalid || p.Kind().SafeNewKey {
+			t.Errorf("%q: %v", lines, err)
+		}
+	}
 }
 
 // Whatever a client sends, a trace id is 32 hexadecimal digits of what it sent.

@@ -33,10 +33,10 @@ type disk struct {
 }
 
 func (d *disk) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	<-time.After(d.takes)
 	if d.broken.Load() {
 		return 0, errors.New("no space left on device")
 	}
-	<-time.After(d.takes)
 	v, err := d.Store.Commit(ctx, batch...)
 	d.commits.Add(1)
 	return v, err
@@ -49,6 +49,7 @@ type bed struct {
 	ring   *seal.Ring
 	config guard.Config
 	calls  atomic.Int64 // that have come to the upstream
+	engine *guard.Engine
 	guard  *guard.Handler
 }
 
@@ -66,7 +67,7 @@ func (b *bed) start() {
 	if err != nil {
 		b.Fatal(err)
 	}
-	b.config.Open = engine.Open
+	b.engine, b.config.Open = engine, engine.Open
 	if b.guard, err = guard.New(b.config); err != nil {
 		b.Fatal(err)
 	}
@@ -205,7 +206,12 @@ func TestP4FailsClosed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBed(t, charge)
 		b.disk.broken.Store(true)
-		b.do(b.post(""), "503 refused")
+		b.disk.takes = time.Second
+		var all sync.WaitGroup
+		for range 10 { // one fails, and those who wait for it fail too
+			all.Go(func() { b.do(b.post(""), "503 refused") })
+		}
+		all.Wait()
 		b.was(0)
 		b.config.FailOpen = true
 		b.start()
@@ -290,6 +296,24 @@ func TestP7OnlyTheEndWaits(t *testing.T) {
 				t.Errorf("byte %d came after %v, want %v", i, got, want)
 			}
 		}
+	})
+}
+
+// P7: with Async the end does not wait either.
+func TestP7TheEndOfAsyncAnswers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, charge)
+		b.config.Actions = []*guard.Action{{Name: "default", Async: true}}
+		b.start()
+		b.disk.takes = time.Second
+		began := time.Now()
+		b.do(b.post(""), "200 executed charge 1")
+		if took := time.Since(began); took != time.Second { // the claim
+			t.Errorf("the end came after %v", took)
+		}
+		<-time.After(time.Hour)
+		b.do(b.post(""), "200 replayed charge 1")
+		b.was(1)
 	})
 }
 
