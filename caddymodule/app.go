@@ -110,12 +110,12 @@ type App struct {
 	opened   atomic.Bool // held is, or was
 	ended    bool        // by Cleanup
 
-	waysOnce sync.Once
-	ways     []passage // of the configuration to upstreams
+	passagesOnce  sync.Once
+	knownPassages []passage // of the configuration to upstreams
 
 	openingMu sync.Mutex
 	opening   *opening // for those who wait for the breakers' states; nil while nobody does
-	way       atomic.Pointer[tokenPolicy]
+	policy    atomic.Pointer[tokenPolicy]
 }
 
 // CaddyModule returns the Caddy module information.
@@ -345,12 +345,12 @@ func (a *App) engine() (*engine, error) {
 		return nil, err
 	}
 	if a.Identity != nil {
-		way, err := openTokenPolicy(context.Background(), e, a.Identity, a.Trust, a.ctx.Slogger())
+		policy, err := openTokenPolicy(context.Background(), e, a.Identity, a.Trust, a.ctx.Slogger())
 		if err != nil {
 			_ = e.release() // closing the store logs its own errors
 			return nil, err
 		}
-		a.way.Store(way)
+		a.policy.Store(policy)
 		if err := e.openRollbacks(a.rollbackRetain()); err != nil {
 			e.ledger.leave(a.Identity)
 			_ = e.release() // closing the store logs its own errors
@@ -364,7 +364,7 @@ func (a *App) engine() (*engine, error) {
 		}
 	}
 	e.drain.Store(int64(a.Drain))
-	e.guard.BodyMemory().SetLimit(a.BodyMemory)
+	e.executions.BodyMemory().SetLimit(a.BodyMemory)
 	if adjuster, ok := a.spec.opener.(StoreAdjuster); ok {
 		adjuster.AdjustStore(e.store)
 	}
@@ -396,7 +396,7 @@ func (a *App) openCalls() (*guard.Engine, func(), error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	return &e.calls, func() { _ = e.release() }, nil // closing the store logs its own errors
+	return &e.forCalls, func() { _ = e.release() }, nil // closing the store logs its own errors
 }
 
 var (
@@ -668,7 +668,7 @@ func (a *App) AnswerVerifier() proxy.AnswerVerifier {
 
 // verifyAnswer is a proxy.AnswerVerifier: one valid token in the answer is enough.
 func (a *App) verifyAnswer(ctx context.Context, header http.Header, issuer string, since time.Time) error {
-	way, err := a.tokenPolicy()
+	policy, err := a.tokenPolicy()
 	if err != nil {
 		return err
 	}
@@ -680,7 +680,7 @@ func (a *App) verifyAnswer(ctx context.Context, header http.Header, issuer strin
 	earliest := since.Truncate(time.Second).Add(-skew) // tokens have whole seconds
 	var refused error = &ect.Error{Code: ect.CodeMissing}
 	for _, raw := range raws[:min(len(raws), guard.MaxTokens)] {
-		if refused = way.proves(ctx, raw, issuer, earliest); refused == nil {
+		if refused = policy.proves(ctx, raw, issuer, earliest); refused == nil {
 			break
 		}
 	}
@@ -692,13 +692,13 @@ func (a *App) tokenPolicy() (*tokenPolicy, error) {
 	if a.Identity == nil {
 		return nil, nil
 	}
-	if way := a.way.Load(); way != nil {
-		return way, nil
+	if policy := a.policy.Load(); policy != nil {
+		return policy, nil
 	}
 	if _, err := a.engine(); err != nil {
 		return nil, err
 	}
-	return a.way.Load(), nil
+	return a.policy.Load(), nil
 }
 
 // rollbackRetain is how long finished rollbacks are kept: at least as long as the keys of their

@@ -13,11 +13,13 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/caddyauth"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/headers"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/requestbody"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 	"go.uber.org/zap"
 )
 
@@ -499,4 +501,72 @@ func warnAnonymous(visits []visit, warned *sync.Map) {
 		h.logger.Warn("calls without any credential share one space of execution ids; require authentication, or name the caller with `caller`",
 			slog.String("guard", h.Name), slog.String("caller", guard.Anonymous))
 	}
+}
+
+// joinProxies gives each guard the transport behind it, so that a call that every breaker would
+// refuse is refused before it is claimed. Other guards learn of a refusal from the transport.
+func joinProxies(app *caddyhttp.App) {
+	for _, server := range app.Servers {
+		joinIn(server.Routes)
+		for _, route := range server.NamedRoutes {
+			joinIn(caddyhttp.RouteList{*route})
+		}
+	}
+}
+
+func joinIn(routes caddyhttp.RouteList) {
+	var guards []*Handler // through which all calls come to the current handler
+	for _, route := range routes {
+		own := 0 // guards of this route, at the end of guards
+		for _, handler := range route.Handlers {
+			switch h := handler.(type) {
+			case *Handler:
+				guards, own = append(guards, h), own+1
+				continue
+			case *reverseproxy.Handler:
+				t, ours := h.Transport.(*proxy.Transport)
+				for i, guard := range guards {
+					// Calls come here from another route only if this one takes all.
+					if ours && !changesMethod(h.Rewrite) && (i >= len(guards)-own || takesAll(&route)) {
+						guard.proxy.Store(t)
+					}
+				}
+			case *caddyhttp.Subroute:
+				joinIn(h.Routes)
+			default:
+				if passesOn(h) {
+					continue
+				}
+			}
+			guards, own = nil, 0
+		}
+		if route.Terminal {
+			guards = nil
+		}
+	}
+}
+
+// takesAll reports whether every request that comes to a route takes it.
+func takesAll(route *caddyhttp.Route) bool {
+	return len(route.MatcherSets) == 0 && route.Group == ""
+}
+
+// changesMethod reports whether a call is forwarded with another method than the guard has
+// seen: a breaker may let one through and refuse the other.
+func changesMethod(r *rewrite.Rewrite) bool { return r != nil && r.Method != "" }
+
+// passesOn reports whether a handler hands every call on, unchanged as far as breakers go.
+func passesOn(handler caddyhttp.MiddlewareHandler) bool {
+	if r, ok := handler.(*rewrite.Rewrite); ok {
+		return !changesMethod(r)
+	}
+	module, ok := handler.(caddy.Module)
+	if !ok {
+		return false
+	}
+	switch module.CaddyModule().ID.Name() {
+	case "headers", "vars", "map", "request_body", "encode", "tracing", "log_append":
+		return true
+	}
+	return false
 }

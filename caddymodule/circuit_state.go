@@ -3,17 +3,9 @@ package caddymodule
 import (
 	"context"
 	"errors"
-	"fmt"
-	"net/http"
-	"slices"
-	"strings"
 	"sync"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
@@ -304,12 +296,12 @@ func (t *circuitRecorder) later(record func(context.Context)) bool {
 // recordCircuit records one change (cascade 3.2.4): an opening follows from the error that
 // caused it, and what comes after follows from the opening.
 func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
-	way := e.latestPolicy()
-	if way == nil {
+	policy := e.latestPolicy()
+	if policy == nil {
 		return
 	}
 	if ev.To == breaker.Open {
-		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)
+		e.forCalls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)
 	}
 	now, err := e.store.Now(ctx)
 	if err != nil {
@@ -329,14 +321,14 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 		}
 		if last != "" {
 			c.Parents = []string{last}
-			c.Workflow, _ = e.workflowOf(ctx, way, last) // none where the opening is pruned
+			c.Workflow, _ = e.workflowOf(ctx, policy, last) // none where the opening is pruned
 		}
-		if _, err := e.recordDraft(ctx, way.TokenPolicy, now, &c); err != nil {
+		if _, err := e.recordDraft(ctx, policy.TokenPolicy, now, &c); err != nil {
 			e.circuitUnrecorded(ev.Key, ev.To, err)
 		}
 		return
 	}
-	id, err := e.recordOpening(ctx, way, now, &c, ev, last)
+	id, err := e.recordOpening(ctx, policy, now, &c, ev, last)
 	if err != nil {
 		e.circuitUnrecorded(ev.Key, ev.To, err)
 		return
@@ -351,36 +343,36 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 // recordOpening records an opening in the workflow of the call whose failure caused it,
 // and returns its id. It follows from the opening before it too, if that is of the same
 // workflow.
-func (e *engine) recordOpening(ctx context.Context, way *tokenPolicy, now time.Time, c *evidence.Circuit, ev breaker.Event, last string) (string, error) {
+func (e *engine) recordOpening(ctx context.Context, policy *tokenPolicy, now time.Time, c *evidence.Circuit, ev breaker.Event, last string) (string, error) {
 	if ev.Reason == breaker.ByOperator {
-		return e.recordDraft(ctx, way.TokenPolicy, now, c) // nothing has failed
+		return e.recordDraft(ctx, policy.TokenPolicy, now, c) // nothing has failed
 	}
-	failure, drafts, err := way.failureOf(ctx, now, c, ev)
+	failure, drafts, err := policy.failureOf(ctx, now, c, ev)
 	if err != nil {
 		return "", err
 	}
-	before, err := way.Evidence.Known(ctx, c.Workflow, []string{last})
+	before, err := policy.Evidence.Known(ctx, c.Workflow, []string{last})
 	if err != nil {
 		return "", err
 	}
 	c.Parents = append([]string{failure}, before...)
-	return e.recordDraft(ctx, way.TokenPolicy, now, c, drafts...)
+	return e.recordDraft(ctx, policy.TokenPolicy, now, c, drafts...)
 }
 
 // recordDraft records a change, behind what it follows from, and returns its id.
-func (e *engine) recordDraft(ctx context.Context, way *guard.TokenPolicy, now time.Time, c *evidence.Circuit, before ...*ect.Draft) (string, error) {
-	draft, err := way.Events.Circuit(now, c)
+func (e *engine) recordDraft(ctx context.Context, policy *guard.TokenPolicy, now time.Time, c *evidence.Circuit, before ...*ect.Draft) (string, error) {
+	draft, err := policy.Events.Circuit(now, c)
 	if err != nil {
 		return "", err
 	}
-	return draft.ID(), way.Evidence.Append(ctx, now.Add(guard.KeepCircuitTokens), nil, append(before, draft)...)
+	return draft.ID(), policy.Evidence.Append(ctx, now.Add(guard.KeepCircuitTokens), nil, append(before, draft)...)
 }
 
 // workflowOf waits for what was recorded a moment ago.
-func (e *engine) workflowOf(ctx context.Context, way *tokenPolicy, id string) (string, error) {
+func (e *engine) workflowOf(ctx context.Context, policy *tokenPolicy, id string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, circuitPlaceTime)
 	defer cancel()
-	return way.Evidence.WorkflowOf(ctx, id)
+	return policy.Evidence.WorkflowOf(ctx, id)
 }
 
 // circuitEvents are the events of changes, by the new state.
@@ -398,7 +390,7 @@ func (e *engine) latestPolicy() *tokenPolicy {
 	if a == nil {
 		return nil
 	}
-	return a.way.Load()
+	return a.policy.Load()
 }
 
 // circuitReport is how the breakers are, for metrics.
@@ -416,116 +408,11 @@ func (e *engine) circuitReport() (all []circuitReport) {
 	return all
 }
 
-// joinProxies gives each guard the transport behind it, so that a call that every breaker would
-// refuse is refused before it is claimed. Other guards learn of a refusal from the transport.
-func joinProxies(app *caddyhttp.App) {
-	for _, server := range app.Servers {
-		joinIn(server.Routes)
-		for _, route := range server.NamedRoutes {
-			joinIn(caddyhttp.RouteList{*route})
-		}
-	}
-}
-
-func joinIn(routes caddyhttp.RouteList) {
-	var guards []*Handler // through which all calls come to the current handler
-	for _, route := range routes {
-		own := 0 // guards of this route, at the end of guards
-		for _, handler := range route.Handlers {
-			switch h := handler.(type) {
-			case *Handler:
-				guards, own = append(guards, h), own+1
-				continue
-			case *reverseproxy.Handler:
-				t, ours := h.Transport.(*proxy.Transport)
-				for i, guard := range guards {
-					// Calls come here from another route only if this one takes all.
-					if ours && !changesMethod(h.Rewrite) && (i >= len(guards)-own || takesAll(&route)) {
-						guard.proxy.Store(t)
-					}
-				}
-			case *caddyhttp.Subroute:
-				joinIn(h.Routes)
-			default:
-				if passesOn(h) {
-					continue
-				}
-			}
-			guards, own = nil, 0
-		}
-		if route.Terminal {
-			guards = nil
-		}
-	}
-}
-
-// takesAll reports whether every request that comes to a route takes it.
-func takesAll(route *caddyhttp.Route) bool {
-	return len(route.MatcherSets) == 0 && route.Group == ""
-}
-
-// changesMethod reports whether a call is forwarded with another method than the guard has
-// seen: a breaker may let one through and refuse the other.
-func changesMethod(r *rewrite.Rewrite) bool { return r != nil && r.Method != "" }
-
-// passesOn reports whether a handler hands every call on, unchanged as far as breakers go.
-func passesOn(handler caddyhttp.MiddlewareHandler) bool {
-	if r, ok := handler.(*rewrite.Rewrite); ok {
-		return !changesMethod(r)
-	}
-	module, ok := handler.(caddy.Module)
-	if !ok {
-		return false
-	}
-	switch module.CaddyModule().ID.Name() {
-	case "headers", "vars", "map", "request_body", "encode", "tracing", "log_append":
-		return true
-	}
-	return false
-}
-
-// circuitsOf selects the breakers that are recorded in a workflow.
-func circuitsOf(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, wid string, all bool) (func(*proxy.Circuit) bool, error) {
-	unknown := api.NewProblem(api.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
-	if policy == nil {
-		return nil, unknown
-	}
-	names, found, err := policy.graph(e).Downstreams(r.Context(), wid, who, all)
-	if err != nil {
-		return nil, err
-	}
-	if !found {
-		return nil, unknown
-	}
-	return func(c *proxy.Circuit) bool { return names[c.Downstream] }, nil
-}
-
-// operatorKinds are the kinds of callers that can be operators.
-var operatorKinds = []string{"issuer:", "certificate:", "user:", "caller:"}
-
-func checkOperators(names []string) error {
-	for _, name := range names {
-		if !slices.ContainsFunc(operatorKinds, func(kind string) bool { return strings.HasPrefix(name, kind) && len(name) > len(kind) }) {
-			return fmt.Errorf("%q is no caller: it must begin with one of %s, and go on with a name", name, strings.Join(operatorKinds, ", "))
-		}
-	}
-	return nil
-}
-
 // describeCircuit describes a breaker, with the recorded error of its last failure.
 func describeCircuit(ctx context.Context, circuits *proxy.Member, policy *tokenPolicy, s *breaker.Status) proxy.Circuit {
 	c := circuits.Describe(s)
 	c.LastFailure = policy.lastFailure(ctx, s)
 	return c
-}
-
-// policyBreaker shows that each upstream has a circuit breaker.
-type policyBreaker struct {
-	proxy.Policy
-	// Problem is the answer to a call that a breaker refuses. Fallback: another handler
-	// answers instead, marked as refused.
-	Problem  string `json:"problem"`
-	Fallback bool   `json:"fallback,omitempty"`
 }
 
 // rejectionRecorder is the recorder of an engine's breakers for the way of a call.

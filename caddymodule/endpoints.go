@@ -3,6 +3,7 @@ package caddymodule
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"slices"
@@ -47,7 +48,7 @@ func (h *Handler) endpoints() *api.Endpoints {
 			guard.WriteProblem(w, r, p)
 		},
 		Refused: func(p *api.Problem, message string) {
-			h.calls.CountRefusal(p.Kind().Slug)
+			h.handler.CountRefusal(p.Kind().Slug)
 			if p.Cause != nil {
 				h.logger.Error(message, slog.String("problem", p.Kind().Slug), slog.Any("error", p.Cause))
 			}
@@ -66,25 +67,25 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 		return nil, err
 	}
 	closeGateway := func() { _ = e.release() } // closing the store logs its own errors
-	way, err := h.app.tokenPolicy()
+	policy, err := h.app.tokenPolicy()
 	if err != nil {
 		closeGateway()
 		return nil, err
 	}
 	g := &api.Gateway{
-		Close: closeGateway, Executions: e.guard, Waits: e.waits,
-		Reader:   func(r *http.Request) (evidence.Reader, error) { return h.reader(e, way, r) },
-		Circuits: func(r *http.Request) (any, error) { return h.visibleCircuits(e, way, r) },
+		Close: closeGateway, Executions: e.executions, Waits: e.waits,
+		Reader:   func(r *http.Request) (evidence.Reader, error) { return h.reader(e, policy, r) },
+		Circuits: func(r *http.Request) (any, error) { return h.visibleCircuits(e, policy, r) },
 	}
-	if way == nil {
+	if policy == nil {
 		return g, nil
 	}
-	g.Ledger = way.graph(e)
+	g.Ledger = policy.graph(e)
 	if c := e.rollbacks.coordinator(); c != nil {
 		o := h.app.rollbackOptions()
 		g.Rollbacks = api.NewRollbacks(api.RollbackOptions{
-			Coordinator: c, Tokens: &rollbackTokens{e: e, way: way, keep: e.rollbacks.keep},
-			Ask: func(r *http.Request) (*api.Asker, error) { return h.rollbackAsker(e, way, r) }, Read: g.Reader,
+			Coordinator: c, Tokens: &rollbackTokens{e: e, policy: policy, keep: e.rollbacks.keep},
+			Ask: func(r *http.Request) (*api.Asker, error) { return h.rollbackAsker(e, policy, r) }, Read: g.Reader,
 			Limit: &e.rollbacks.limit, Rate: o.Rate, Lineage: rollback.Lineage(o.Lineage), Coordinators: o.Coordinators,
 			Wait: time.Duration(o.Wait), Waits: e.waits, Logger: h.app.ctx.Slogger(),
 		})
@@ -289,6 +290,15 @@ type policyCheckpoints struct {
 	CallerBytes   int64 `json:"caller_bytes,omitempty"`
 }
 
+// policyBreaker shows that each upstream has a circuit breaker.
+type policyBreaker struct {
+	proxy.Policy
+	// Problem is the answer to a call that a breaker refuses. Fallback: another handler
+	// answers instead, marked as refused.
+	Problem  string `json:"problem"`
+	Fallback bool   `json:"fallback,omitempty"`
+}
+
 // policyDocument publishes the policy of the guard, with URLs below prefix.
 func (h *Handler) policyDocument(prefix string) *policyDocument {
 	seconds := func(d caddy.Duration) float64 { return time.Duration(d).Seconds() }
@@ -358,6 +368,18 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	return doc
 }
 
+// operatorKinds are the kinds of callers that can be operators.
+var operatorKinds = []string{"issuer:", "certificate:", "user:", "caller:"}
+
+func checkOperators(names []string) error {
+	for _, name := range names {
+		if !slices.ContainsFunc(operatorKinds, func(kind string) bool { return strings.HasPrefix(name, kind) && len(name) > len(kind) }) {
+			return fmt.Errorf("%q is no caller: it must begin with one of %s, and go on with a name", name, strings.Join(operatorKinds, ", "))
+		}
+	}
+	return nil
+}
+
 var (
 	_ caddy.Provisioner           = (*Endpoints)(nil)
 	_ caddyhttp.MiddlewareHandler = (*Endpoints)(nil)
@@ -368,14 +390,14 @@ var (
 // callers those behind the guard that they ask, which its refusals name too
 // (circuitOpen), and who takes part in a workflow those recorded in it. A credential that nobody
 // here has verified is no identity.
-func (h *Handler) circuitsFor(e *engine, way *tokenPolicy, r *http.Request, who evidence.Reader, caller string) (func(*proxy.Circuit) bool, error) {
+func (h *Handler) circuitsFor(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, caller string) (func(*proxy.Circuit) bool, error) {
 	if !guard.VerifiedHere(caller) {
 		return nil, api.NewProblem(api.AuthenticationRequired,
 			"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
 	}
-	operator := slices.Contains(h.Operators, h.calls.OperatorName(r, caller))
+	operator := slices.Contains(h.Operators, h.handler.OperatorName(r, caller))
 	if wid := r.URL.Query().Get("wid"); wid != "" {
-		return circuitsOf(e, way, r, who, wid, operator)
+		return circuitsOf(e, policy, r, who, wid, operator)
 	}
 	if operator {
 		return func(*proxy.Circuit) bool { return true }, nil
@@ -384,22 +406,38 @@ func (h *Handler) circuitsFor(e *engine, way *tokenPolicy, r *http.Request, who 
 	return func(c *proxy.Circuit) bool { return p != nil && p.LeadsTo(c.Upstream) }, nil
 }
 
-// visibleCircuits describes the breakers that a caller may see (cascade 3.2.3).
-func (h *Handler) visibleCircuits(e *engine, way *tokenPolicy, r *http.Request) (*proxy.Document, error) {
-	who, caller, err := h.asker(e, way, r)
+// circuitsOf selects the breakers that are recorded in a workflow.
+func circuitsOf(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, wid string, all bool) (func(*proxy.Circuit) bool, error) {
+	unknown := api.NewProblem(api.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
+	if policy == nil {
+		return nil, unknown
+	}
+	names, found, err := policy.graph(e).Downstreams(r.Context(), wid, who, all)
 	if err != nil {
 		return nil, err
 	}
-	may, err := h.circuitsFor(e, way, r, who, caller)
+	if !found {
+		return nil, unknown
+	}
+	return func(c *proxy.Circuit) bool { return names[c.Downstream] }, nil
+}
+
+// visibleCircuits describes the breakers that a caller may see (cascade 3.2.3).
+func (h *Handler) visibleCircuits(e *engine, policy *tokenPolicy, r *http.Request) (*proxy.Document, error) {
+	who, caller, err := h.asker(e, policy, r)
+	if err != nil {
+		return nil, err
+	}
+	may, err := h.circuitsFor(e, policy, r, who, caller)
 	if err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(r.Context(), stateWithin)
 	defer cancel()
-	only, view := r.URL.Query().Get("state"), way.calls().Asked(r.URL.Query().Get("wid"), who.Issuer)
+	only, view := r.URL.Query().Get("state"), policy.forCalls().Asked(r.URL.Query().Get("wid"), who.Issuer)
 	doc := &proxy.Document{Circuits: []proxy.Circuit{}}
 	for _, s := range e.circuits.Status() {
-		if c := describeCircuit(ctx, e.circuits, way, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
+		if c := describeCircuit(ctx, e.circuits, policy, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
 			c.SetView(view)
 			doc.Circuits = append(doc.Circuits, c)
 		}
@@ -422,27 +460,27 @@ func (h *Handler) breakerPolicy(mount string) *policyBreaker {
 }
 
 // reader is who asks, as callers are distinguished. Tokens of a POST are its content.
-func (h *Handler) reader(e *engine, way *tokenPolicy, r *http.Request) (evidence.Reader, error) {
-	who, _, err := h.asker(e, way, r)
+func (h *Handler) reader(e *engine, policy *tokenPolicy, r *http.Request) (evidence.Reader, error) {
+	who, _, err := h.asker(e, policy, r)
 	return who, err
 }
 
 // asker is the reader, and the name that it has as a caller.
-func (h *Handler) asker(e *engine, way *tokenPolicy, r *http.Request) (who evidence.Reader, caller string, err error) {
+func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who evidence.Reader, caller string, err error) {
 	var tokens guard.Tokens
 	if r.Method != http.MethodPost {
-		if tokens, err = h.calls.VerifyTokens(way.calls(), r, false); err != nil {
+		if tokens, err = h.handler.VerifyTokens(policy.forCalls(), r, false); err != nil {
 			return who, "", err
 		}
-		if err := way.calls().Spend(host{h}, &tokens, r); err != nil {
+		if err := policy.forCalls().Spend(host{h}, &tokens, r); err != nil {
 			return who, "", err
 		}
 	}
-	if caller, err = h.calls.CallerOf(e.guard, r, &tokens); err != nil {
+	if caller, err = h.handler.CallerOf(e.executions, r, &tokens); err != nil {
 		return who, "", err
 	}
 	return evidence.Reader{
-		Issuer: tokens.Issuer(), Caller: e.guard.Caller(caller),
+		Issuer: tokens.Issuer(), Caller: e.executions.Caller(caller),
 		Anonymous: caller == guard.Anonymous, Credential: caller != guard.Anonymous && !guard.VerifiedHere(caller),
 	}, caller, nil
 }
@@ -458,21 +496,21 @@ func (h *Handler) challenge() string {
 
 // rollbackAsker is who asks for a rollback: a verified token, and nothing else, is good for
 // that (cascade 6.1). A certificate counts besides, as the token's verification has it.
-func (h *Handler) rollbackAsker(e *engine, way *tokenPolicy, r *http.Request) (*api.Asker, error) {
-	if way.Verifier == nil {
+func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request) (*api.Asker, error) {
+	if policy.Verifier == nil {
 		p := api.NewProblem(api.ECTInvalid, "This gateway believes nobody's tokens, since no `trust` is configured: only operators can roll back here.")
 		p.Reason = "untrusted"
 		return nil, p
 	}
-	tokens, err := way.Verify(r)
+	tokens, err := policy.Verify(r)
 	if err == nil {
 		// Who may ask for a rollback, its lineage says.
-		err = way.CheckReports(r.Context(), &tokens, api.Asks...)
+		err = policy.CheckReports(r.Context(), &tokens, api.Asks...)
 	}
-	h.calls.CountTokens(&tokens, err)
+	h.handler.CountTokens(&tokens, err)
 	unseen := ofParents(err)
 	if unseen {
-		tokens, err = way.unseen(r)
+		tokens, err = policy.unseen(r)
 	}
 	if err != nil {
 		if refusal := (*ect.Error)(nil); errors.As(err, &refusal) {
@@ -482,7 +520,7 @@ func (h *Handler) rollbackAsker(e *engine, way *tokenPolicy, r *http.Request) (*
 	}
 	switch len(tokens.Own) {
 	case 0:
-		caller, err := h.calls.CallerOf(e.guard, r, &tokens)
+		caller, err := h.handler.CallerOf(e.executions, r, &tokens)
 		if err != nil {
 			return nil, err
 		}
@@ -500,14 +538,14 @@ func (h *Handler) rollbackAsker(e *engine, way *tokenPolicy, r *http.Request) (*
 
 // publicKeys are the keys that verify the gateway's tokens; nil without an identity.
 func (a *App) publicKeys() ([]byte, error) {
-	way, err := a.tokenPolicy()
+	policy, err := a.tokenPolicy()
 	if err != nil {
 		return nil, guard.StoreClosed(err)
 	}
-	if way == nil {
+	if policy == nil {
 		return nil, nil
 	}
-	set, err := way.Evidence.Ring().PublicSet(time.Now(), way.Events.Identity(), way.Events.Former()...)
+	set, err := policy.Evidence.Ring().PublicSet(time.Now(), policy.Events.Identity(), policy.Events.Former()...)
 	if err != nil {
 		a.logger.Error("the public keys cannot be shown", zap.Error(err))
 	}

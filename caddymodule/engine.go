@@ -48,7 +48,7 @@ type StoreAdjuster interface {
 type engine struct {
 	path        string
 	store       store.Store
-	guard       *execution.Guard
+	executions  *execution.Guard
 	checkpoints *checkpoint.Store
 	ring        *seal.Ring
 
@@ -60,7 +60,7 @@ type engine struct {
 	circuits  *proxy.Member
 	recorder  circuitRecorder // of their changes
 	keeping   [16]sync.Mutex  // for storing the state of each
-	calls     guard.Engine    // what the way of a call needs of this one
+	forCalls  guard.Engine    // what the way of a call needs of this one
 	places    places          // where undos are sent
 
 	escalations escalating
@@ -204,7 +204,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	}
 	spec.logger.Info("store open", zap.String("path", spec.path))
 	e := &engine{
-		path: spec.path, store: st, guard: g, checkpoints: checkpoint.New(st, ring), ring: ring,
+		path: spec.path, store: st, executions: g, checkpoints: checkpoint.New(st, ring), ring: ring,
 		opener: spec.opener, counts: counts, logger: spec.logger,
 	}
 	e.ledger.engine = e
@@ -214,7 +214,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
 	e.waits, e.endWaits = context.WithCancel(context.Background())
-	e.calls = guard.Engine{
+	e.forCalls = guard.Engine{
 		Store: st, Executions: g, Checkpoints: e.checkpoints, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
 		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(spec.logger),
 	}
@@ -273,7 +273,7 @@ func (e *engine) exit() {
 		rollbacks.Go(func() { e.stopRollbacks(stopping) })
 		left := e.await(drain)
 		rollbacks.Wait()
-		e.calls.AwaitReaders(stopping)
+		e.forCalls.AwaitReaders(stopping)
 		if left == 0 {
 			return
 		}
@@ -288,7 +288,7 @@ func (e *engine) exit() {
 func (e *engine) await(bound time.Duration) int {
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
-	return e.guard.Drain(ctx)
+	return e.executions.Drain(ctx)
 }
 
 var _ caddyevents.Handler = exitWatch{}
@@ -316,7 +316,7 @@ type watch struct {
 // snapshot is the state of the engine. Its doubts may be some seconds old, since counting them
 // reads the store.
 func (e *engine) snapshot() *storeSnapshot {
-	now := &storeSnapshot{Opened: e.watch.opened, Healthy: e.healthy(), Doubts: e.doubts(), BodyMemory: e.guard.BodyMemory().Used()}
+	now := &storeSnapshot{Opened: e.watch.opened, Healthy: e.healthy(), Doubts: e.doubts(), BodyMemory: e.executions.BodyMemory().Used()}
 	e.watch.mu.Lock()
 	now.Escalations = e.watch.escalations
 	e.watch.mu.Unlock()
@@ -372,7 +372,7 @@ func (e *engine) doubts() *doubtReport {
 func (e *engine) countDoubts() *doubtReport {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()
-	n, oldest, err := e.guard.Doubts(ctx)
+	n, oldest, err := e.executions.Doubts(ctx)
 	if err != nil {
 		return nil
 	}
@@ -496,7 +496,7 @@ type keyLeft struct {
 func (e *engine) startResealing(ctx context.Context) {
 	job := &e.resealing
 	job.wake, job.ended = make(chan struct{}, 1), make(chan struct{})
-	if uses, err := e.guard.KeysInUse(ctx); err == nil {
+	if uses, err := e.executions.KeysInUse(ctx); err == nil {
 		ids := e.ring.KeyIDs()
 		for _, use := range uses {
 			if use.ID < ids[len(ids)-1] && use.Until.IsZero() {
@@ -567,7 +567,7 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 		e.resealing.last.Store(&resealStatus{Key: ids[len(ids)-1], Left: []keyLeft{}, Started: time.Now(), Err: err.Error()})
 		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
 	}
-	p, err := e.guard.Reseal(ctx, func(p execution.ResealProgress) { e.resealing.last.Store(newResealStatus(p)) })
+	p, err := e.executions.Reseal(ctx, func(p execution.ResealProgress) { e.resealing.last.Store(newResealStatus(p)) })
 	status := newResealStatus(p)
 	fields := []zap.Field{
 		zap.Uint32("key", p.Key), zap.Int("seen", p.Seen), zap.Int("resealed", p.Resealed), zap.Int("damaged", p.Damaged),
@@ -618,7 +618,7 @@ func (e *engine) flushEvents() {
 
 // executionStatus is empty without a record.
 func (e *engine) executionStatus(ctx context.Context, key execution.Key) (state string, status int, err error) {
-	found, err := e.guard.Get(ctx, key)
+	found, err := e.executions.Get(ctx, key)
 	if errors.Is(err, execution.ErrUnknown) {
 		return "", 0, nil
 	}
@@ -772,7 +772,7 @@ func (e *engine) neededBeside(ctx context.Context, other *seal.Ring) ([]uint32, 
 	if len(lacks) == 0 {
 		return nil, nil // without reading a store that may not answer
 	}
-	uses, err := e.guard.KeysInUse(ctx)
+	uses, err := e.executions.KeysInUse(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -783,7 +783,7 @@ func (e *engine) neededBeside(ctx context.Context, other *seal.Ring) ([]uint32, 
 
 // noteKey records in the store that a key is about to be used.
 func (e *engine) noteKey(ctx context.Context) func(uint32) error {
-	return func(id uint32) error { return e.guard.UseKey(ctx, id) }
+	return func(id uint32) error { return e.executions.UseKey(ctx, id) }
 }
 
 // rotateKeys adds a sealing key to the key file, uses it, begins to seal anew what is sealed with
@@ -832,7 +832,7 @@ type keyRow struct {
 func (e *engine) keyStatus(ctx context.Context) (keyStatus, error) {
 	// Read first: once a pass is reported as done, the keys must show what it has left.
 	resealing := e.resealing.last.Load()
-	uses, err := e.guard.KeysInUse(ctx)
+	uses, err := e.executions.KeysInUse(ctx)
 	if err != nil {
 		return keyStatus{}, err
 	}

@@ -32,4 +32,4 @@ func OptionNames() map[string][]string {
 func names[T any](opts options[T]) []string { return slices.Sorted(maps.Keys(opts)) }
 
 // Calls is the plan as the guard's calls need it.
-func (p *Plan) Calls() *guard.UndoPlan { return &p.calls }
+func (p *Plan) Calls() *guard.UndoPlan { return &p.forCalls }

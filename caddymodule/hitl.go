@@ -383,7 +383,7 @@ type storeView struct{ e *engine }
 
 func (b storeView) Path() string { return b.e.path }
 
-func (b storeView) Guard() *execution.Guard { return b.e.guard }
+func (b storeView) Executions() *execution.Guard { return b.e.executions }
 
 func (b storeView) Now(ctx context.Context) (time.Time, error) { return b.e.store.Now(ctx) }
 
@@ -392,11 +392,11 @@ func (b storeView) Now(ctx context.Context) (time.Time, error) { return b.e.stor
 func (b storeView) Release() { _ = b.e.release() }
 
 func (b storeView) Evidence(ctx context.Context, key execution.Key, found *execution.Record, d execution.Resolution) *store.Batch {
-	var way *tokenPolicy
+	var policy *tokenPolicy
 	if a := b.e.activeConfigs.latest(); a != nil {
-		way = a.way.Load()
+		policy = a.policy.Load()
 	}
-	return way.calls().SettledBy(ctx, key, found, d.Applied, "operator")
+	return policy.forCalls().SettledBy(ctx, key, found, d.Applied, "operator")
 }
 
 func (b storeView) Resolved(key execution.Key, found *execution.Record, decision execution.Resolution) {
@@ -491,10 +491,10 @@ func (b storeView) Escalations() *hitl.Store { return b.e.escalations.store }
 func (b storeView) Circuits() []proxy.Circuit {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()
-	way := b.e.latestPolicy()
+	policy := b.e.latestPolicy()
 	all := []proxy.Circuit{}
 	for _, s := range b.e.circuits.Status() {
-		all = append(all, describeCircuit(ctx, b.e.circuits, way, &s))
+		all = append(all, describeCircuit(ctx, b.e.circuits, policy, &s))
 	}
 	return all
 }

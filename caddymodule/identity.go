@@ -339,7 +339,7 @@ func (l *ledgerHandle) acquire(ctx context.Context, i *Identity, logger *slog.Lo
 		return nil, err
 	}
 	ev, err := evidence.Open(ctx, evidence.Options{
-		Store: e.store, Sealer: e.ring, Node: e.guard.Node(), Ring: ring, HeadFile: i.KeyFile + ".head", Logger: logger,
+		Store: e.store, Sealer: e.ring, Node: e.executions.Node(), Ring: ring, HeadFile: i.KeyFile + ".head", Logger: logger,
 	})
 	if errors.Is(err, ledger.ErrTampered) {
 		err = fmt.Errorf("%w: %s holds a ledger that is not as it was written, or an older copy of it; "+
@@ -487,7 +487,7 @@ func (l *ledgerHandle) recordEachOrphan(ctx context.Context, ev *evidence.Eviden
 	}
 	filter := execution.Filter{States: []execution.State{execution.StateInDoubt}}
 	for after := ""; ; {
-		page, err := l.engine.guard.List(ctx, filter, after, execution.MaxPage)
+		page, err := l.engine.executions.List(ctx, filter, after, execution.MaxPage)
 		if err != nil {
 			return err
 		}

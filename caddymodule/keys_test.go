@@ -66,7 +66,7 @@ func refusedToStart(t *testing.T, dir, members string) string {
 // record makes an execution with this id, whose answer does not fit into its record.
 func record(t *testing.T, app *App, id string) {
 	t.Helper()
-	g := app.held.guard
+	g := app.held.executions
 	c := recordedCall(g, id)
 	e, err := g.Claim(t.Context(), c, execution.Finding{})
 	if err != nil {
@@ -87,7 +87,7 @@ func recordedCall(g *execution.Guard, id string) *execution.Call {
 // replays holds that the execution is found, and its answer whole.
 func replays(t *testing.T, app *App, ids ...string) {
 	t.Helper()
-	g := app.held.guard
+	g := app.held.executions
 	for _, id := range ids {
 		c := recordedCall(g, id)
 		found, err := g.LookUp(t.Context(), c.Key, c.Fingerprint)

@@ -42,7 +42,7 @@ func TestConfiguredMatchers(t *testing.T) {
 		{request("PUT", "/pay"), "rest"},
 		{request("PUT", "/charge"), "pay"},
 	} {
-		if got := matched(t, h.calls, c.r); got != c.want {
+		if got := matched(t, h.handler, c.r); got != c.want {
 			t.Errorf("%s %s: %q, want %q", c.r.Method, c.r.URL, got, c.want)
 		}
 	}

@@ -181,7 +181,7 @@ type Handler struct {
 	fallback          caddyhttp.Handler
 	proxy             *atomic.Pointer[proxy.Transport] // behind it, where that is known
 	realm             string                           // the namespace of user names
-	calls             *guard.Handler                   // that this configuration makes
+	handler           *guard.Handler                   // that this configuration makes
 
 	origin   origin   // of a Caddyfile's guard
 	position position // in the configuration
@@ -376,17 +376,17 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 	}
 	h.actions = append(slices.Clip(h.Actions), fallback)
 	var err error
-	h.calls, err = h.guard()
+	h.handler, err = h.newHandler()
 	return err
 }
 
-// guard makes the guard of this configuration.
-func (h *Handler) guard() (*guard.Handler, error) {
+// newHandler makes the guard of this configuration.
+func (h *Handler) newHandler() (*guard.Handler, error) {
 	c := guard.Config{
 		Name: h.Name, Realm: h.realm, Host: host{h}, Open: h.app.openCalls, Verifies: h.app.Trust != nil,
 		Tokens: func() (*guard.TokenPolicy, error) {
-			way, err := h.app.tokenPolicy()
-			return way.calls(), err
+			policy, err := h.app.tokenPolicy()
+			return policy.forCalls(), err
 		},
 		MissingID: guard.MissingID(h.MissingID), DeriveWindow: time.Duration(h.DeriveWindow), Inherit: h.Inherit,
 		Caller: h.Caller, Credentials: h.credentials,
@@ -427,7 +427,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 		Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
 	}
 	if a.undo != nil {
-		action.Undo = &a.undo.calls
+		action.Undo = &a.undo.forCalls
 	}
 	if a.Probe != nil {
 		action.Probe = a.Probe.forCalls(h)
@@ -785,7 +785,7 @@ func (h *Handler) provisionUndo(a *Action) error {
 
 // ServeHTTP guards a request, and hands it on to next where it needs no guard.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	err := h.calls.Serve(w, r, next)
+	err := h.handler.Serve(w, r, next)
 	if err == nil {
 		return nil
 	}

@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"slices"
 	"strings"
@@ -219,39 +220,29 @@ func (p *passage) of(guard string) bool {
 // passages are all passages of the configuration, those of guards' `upstream` first. Call it when
 // everything is provisioned.
 func (a *App) passages() []passage {
-	a.waysOnce.Do(func() {
+	a.passagesOnce.Do(func() {
 		loaded, err := a.ctx.AppIfConfigured("http")
 		if err != nil {
 			return
 		}
 		app := loaded.(*caddyhttp.App)
-		var names []string
-		for name := range app.Servers {
-			names = append(names, name)
-		}
-		slices.Sort(names)
 		var found []passage
-		for _, name := range names {
+		for _, name := range slices.Sorted(maps.Keys(app.Servers)) {
 			server := app.Servers[name]
 			found = passagesIn(found, server, server.Routes, nil)
-			var routes []string
-			for name := range server.NamedRoutes {
-				routes = append(routes, name)
-			}
-			slices.Sort(routes)
-			for _, name := range routes {
+			for _, name := range slices.Sorted(maps.Keys(server.NamedRoutes)) {
 				found = passagesIn(found, server, caddyhttp.RouteList{*server.NamedRoutes[name]}, nil)
 			}
 		}
 		for _, own := range []bool{true, false} {
 			for _, p := range found {
 				if p.own == own {
-					a.ways = append(a.ways, p)
+					a.knownPassages = append(a.knownPassages, p)
 				}
 			}
 		}
 	})
-	return a.ways
+	return a.knownPassages
 }
 
 // passagesIn adds the passages in routes. before are the guards in front of them.

@@ -50,9 +50,9 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 	}
 	u.keep = keep
 	c, err := rollback.Open(rollback.Options{
-		Store: e.store, Sealer: e.ring, Guard: e.guard, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
+		Store: e.store, Sealer: e.ring, Guard: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
 		Ledger: &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
-		Undoer: rollback.NewUndoer(rollback.UndoerOptions{Guard: e.guard, Checkpoints: e.checkpoints, Sender: newUndoSender(e), Keep: keep}),
+		Undoer: rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: newUndoSender(e), Keep: keep}),
 		Keep:   keep, Logger: slogOf(e.logger.Named("rollback")),
 	})
 	if err != nil {
@@ -115,11 +115,11 @@ func (e *engine) resealRollbacks(ctx context.Context) error {
 // records, and believes, as the latest configuration does; what it records is kept for keep.
 func (e *engine) rollbackLedger(keep time.Duration) *evidence.RollbackLedger {
 	return evidence.NewRollbackLedger(evidence.RollbackLedgerOptions{Keep: keep, Recorder: func() (evidence.Recorder, bool) {
-		way := e.latestPolicy()
-		if way == nil {
+		policy := e.latestPolicy()
+		if policy == nil {
 			return evidence.Recorder{}, false
 		}
-		return evidence.Recorder{Evidence: way.Evidence, EventBuilder: way.Events, Verifier: way.Verifier}, true
+		return evidence.Recorder{Evidence: policy.Evidence, EventBuilder: policy.Events, Verifier: policy.Verifier}, true
 	}})
 }
 
@@ -287,16 +287,16 @@ const readPause = 5 * time.Millisecond
 
 // rollbackTokens are the tokens of a gateway for those who ask for rollbacks.
 type rollbackTokens struct {
-	e    *engine
-	way  *tokenPolicy
-	keep time.Duration // how long a rollback is kept
+	e      *engine
+	policy *tokenPolicy
+	keep   time.Duration // how long a rollback is kept
 }
 
 // Recorded implements api.Tokens. Requests that change nothing record no use of
 // their tokens, and upstreams get to see them: such a token asks for nothing any more.
 func (t *rollbackTokens) Recorded(ctx context.Context, token *ect.Token, use evidence.Use) (evidence.TokenStatus, error) {
-	status, err := t.way.Evidence.UseStatus(ctx, token, use)
-	if err == nil && status == evidence.Unused && t.way.Evidence.Taken(token, use, time.Now()) == evidence.Other {
+	status, err := t.policy.Evidence.UseStatus(ctx, token, use)
+	if err == nil && status == evidence.Unused && t.policy.Evidence.Taken(token, use, time.Now()) == evidence.Other {
 		status = evidence.Other
 	}
 	return status, err
@@ -305,7 +305,7 @@ func (t *rollbackTokens) Recorded(ctx context.Context, token *ect.Token, use evi
 func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token) error {
 	ctx, cancel := context.WithTimeout(ctx, guard.ProofTime)
 	defer cancel()
-	err := t.way.Evidence.RecordTokens(ctx, all, nil, evidence.Use{})
+	err := t.policy.Evidence.RecordTokens(ctx, all, nil, evidence.Use{})
 	if refused := (*ect.Error)(nil); err == nil || errors.As(err, &refused) {
 		return err
 	}
@@ -321,12 +321,12 @@ func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token) error {
 // same token finds it, and can ask for no other.
 func (t *rollbackTokens) Bound(ctx context.Context, token *ect.Token, use evidence.Use) (store.Write, error) {
 	now, err := t.e.store.Now(ctx)
-	return t.way.Evidence.UseWrite(token, use, now.Add(t.keep)), err
+	return t.policy.Evidence.UseWrite(token, use, now.Add(t.keep)), err
 }
 
 func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidence.Use) error {
 	for {
-		status, err := t.way.Evidence.UseStatus(ctx, token, use)
+		status, err := t.policy.Evidence.UseStatus(ctx, token, use)
 		switch {
 		case err != nil || status == evidence.Same:
 			return err
@@ -352,7 +352,7 @@ func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidenc
 // recorded is the entry under an id; found is false where there is none, or where what it said
 // is pruned.
 func (t *rollbackTokens) recorded(ctx context.Context, workflow, id string) (entry ledger.Entry, found, pruned bool, err error) {
-	log := t.way.Evidence.Log()
+	log := t.policy.Evidence.Log()
 	entry, err = log.Lookup(ctx, workflow, id)
 	if errors.Is(err, ledger.ErrWaiting) {
 		entry, err = log.Wait(ctx, workflow, id)
@@ -386,7 +386,7 @@ func (t *rollbackTokens) For(ctx context.Context, workflow, checkpoint string, i
 	if !found {
 		return false, err
 	}
-	recorded := t.way.Evidence
+	recorded := t.policy.Evidence
 	for _, id := range ids {
 		if id == recorded.NodeID(checkpoint) || id == recorded.SettledID(checkpoint) {
 			return true, nil
@@ -398,7 +398,7 @@ func (t *rollbackTokens) For(ctx context.Context, workflow, checkpoint string, i
 		if err != nil {
 			return false, err
 		}
-		if _, event := ect.ParseEvent(action.Action); found && !event && !evidence.IsUnproven(&action) && !t.way.Events.Own(&action) {
+		if _, event := ect.ParseEvent(action.Action); found && !event && !evidence.IsUnproven(&action) && !t.policy.Events.Own(&action) {
 			return true, nil
 		}
 	}
@@ -406,11 +406,11 @@ func (t *rollbackTokens) For(ctx context.Context, workflow, checkpoint string, i
 }
 
 func (t *rollbackTokens) Mine(ctx context.Context, workflow, id string, who evidence.Reader) (bool, error) {
-	return t.way.graph(t.e).TakesPart(ctx, workflow, id, who)
+	return t.policy.graph(t.e).TakesPart(ctx, workflow, id, who)
 }
 
 func (t *rollbackTokens) Raw(ctx context.Context, workflow, id string) (string, error) {
-	entry, err := t.way.Evidence.Log().Wait(ctx, workflow, id)
+	entry, err := t.policy.Evidence.Log().Wait(ctx, workflow, id)
 	if err != nil {
 		return "", err
 	}
@@ -425,7 +425,7 @@ func (t *rollbackTokens) Result(ctx context.Context, r *rollback.Rollback, reque
 	if err != nil {
 		return "", err
 	}
-	token, err := t.way.Events.RollbackResult(now, r, request, v)
+	token, err := t.policy.Events.RollbackResult(now, r, request, v)
 	if err != nil {
 		return "", err
 	}

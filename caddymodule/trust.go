@@ -390,8 +390,8 @@ type tokenPolicy struct {
 	own *ect.Verifier // of the gateway's own tokens
 }
 
-// calls is what the way of a call needs of t; nil without.
-func (t *tokenPolicy) calls() *guard.TokenPolicy {
+// forCalls is the policy as the guard's calls need it; nil without.
+func (t *tokenPolicy) forCalls() *guard.TokenPolicy {
 	if t == nil {
 		return nil
 	}
@@ -413,7 +413,7 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
-	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{Engine: &e.calls, Evidence: ev, Events: events, RollbackURI: i.rollbackURI()}}
+	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{Engine: &e.forCalls, Evidence: ev, Events: events, RollbackURI: i.rollbackURI()}}
 	ownKeys, err := events.Source()
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
@@ -449,7 +449,7 @@ func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 		Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, HeadKey: t.Evidence.HeadKey(), Identities: []string{t.Events.Identity()}, Own: t.Events.Own,
 		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
 		Verified: t.verified, Undos: e.checkpoints, Execution: e.executionStatus, Waits: e.waits,
-		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.guard.Knows(ctx, caller) },
+		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.executions.Knows(ctx, caller) },
 	})
 }
 

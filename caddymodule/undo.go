@@ -73,14 +73,14 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 		}
 		return s.whole(ctx, o, func() (*rollback.Answer, error) { return s.send(ctx, o, undoHeader(o, configured)) })
 	}
-	way, err := app.find(o)
+	to, err := app.find(o)
 	if errors.Is(err, errOtherWay) {
 		return nil, unsent(rollback.ReasonOtherUpstream, err)
 	}
 	if err != nil {
 		return nil, unsent(rollback.ReasonNoUpstream, err)
 	}
-	configured, err := app.undoFields(o, way)
+	configured, err := app.undoFields(o, to)
 	if err != nil { // a variable that is not set, or a file that is gone: it may come back
 		return nil, unsent("", err)
 	}
@@ -89,7 +89,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 		return nil, unsent(rollback.ReasonNoUpstream, fmt.Errorf("the path of the undo cannot be read: %w", err))
 	}
 	if !proxy.Safe(o.Method) {
-		over, err := s.writes(o, checkpoint.TargetOf(way.reach.Name(), target.EscapedPath()))
+		over, err := s.writes(o, checkpoint.TargetOf(to.reach.Name(), target.EscapedPath()))
 		if err != nil {
 			return nil, err
 		}
@@ -101,9 +101,9 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 		remote: "127.0.0.1:0", // it is the gateway that asks
 		// The upstream gets X-Forwarded-Proto of calls to this site. One that wants https
 		// would answer an undo with a redirect.
-		https: len(way.server.TLSConnPolicies) > 0,
+		https: len(to.server.TLSConnPolicies) > 0,
 	}
-	answer, err := r.send(guard.WithUndo(ctx), way.handler, way.server)
+	answer, err := r.send(guard.WithUndo(ctx), to.handler, to.server)
 	switch {
 	case err != nil && answer.notSent:
 		return nil, unsent("", err)
@@ -153,7 +153,7 @@ func (s *undoSender) Watch(o *rollback.Outgoing) rollback.WriteWindow {
 	if app == nil {
 		return nil
 	}
-	way, err := app.find(o)
+	to, err := app.find(o)
 	if err != nil {
 		return nil // nothing will be sent
 	}
@@ -161,7 +161,7 @@ func (s *undoSender) Watch(o *rollback.Outgoing) rollback.WriteWindow {
 	if err != nil {
 		return nil
 	}
-	return s.e.calls.Writes.Open(checkpoint.TargetOf(way.reach.Name(), target.EscapedPath()))
+	return s.e.forCalls.Writes.Open(checkpoint.TargetOf(to.reach.Name(), target.EscapedPath()))
 }
 
 // writes says that an undo begins to change a target. P6: it does not where somebody else
@@ -171,7 +171,7 @@ func (s *undoSender) writes(o *rollback.Outgoing, name string) (over func(), err
 	if own != nil && own.Name() != name {
 		return nil, unsent("", errMoved) // a new look goes where it goes
 	}
-	over = s.e.calls.Writes.Write(name, own)
+	over = s.e.forCalls.Writes.Write(name, own)
 	if own != nil && own.Disturbed() {
 		over()
 		return nil, unsent(rollback.ReasonChanged, errOvertaken)
@@ -302,14 +302,14 @@ func (s *undoSender) delegate(ctx context.Context, app *App, o *rollback.Outgoin
 	if err != nil {
 		return nil, unsent(rollback.ReasonNoUpstream, err)
 	}
-	way, err := app.tokenPolicy()
+	policy, err := app.tokenPolicy()
 	if err != nil {
 		return nil, unsent("", err)
 	}
-	if way == nil {
+	if policy == nil {
 		return nil, unsent(rollback.ReasonNoCredentials, errNoAsker)
 	}
-	raw, err := way.Events.Request(ctx, &evidence.Request{
+	raw, err := policy.Events.Request(ctx, &evidence.Request{
 		Rollback: o.Rollback, Checkpoint: o.Checkpoint, Workflow: evidence.WorkflowID(o.Workflow),
 		Audience: target.Scheme + "://" + target.Host, Reason: o.Reason,
 	})

@@ -145,9 +145,9 @@ func undoingOneOf(word string, known []string) error {
 // Plan is how the calls of one action are undone. It does not change and may be used by
 // many goroutines.
 type Plan struct {
-	terms Terms
-	ways  Ways
-	calls guard.UndoPlan // what the guard's calls need of it
+	terms    Terms
+	ways     Ways
+	forCalls guard.UndoPlan // what the guard's calls need of it
 	// config are the fields of the configuration, by the origin that they go to; that of
 	// the call's upstream is empty.
 	config map[string]map[string]string
@@ -163,11 +163,11 @@ func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error
 	if err := w.check(); err != nil {
 		return nil, err
 	}
-	p := &Plan{terms: *t, ways: *w, calls: guard.UndoPlan{
+	p := &Plan{terms: *t, ways: *w, forCalls: guard.UndoPlan{
 		Spec:    rollback.Spec{Guard: name, OnLost: t.OnLost, Auth: t.UndoAuth},
 		Restore: w.Restore != nil, OnChanged: w.onChanged(t), Verify: w.Restore != nil && w.Restore.Verify != verifyOff, Delegate: w.Delegate,
 	}}
-	p.calls.Header = func() (http.Header, error) { return p.Fields("") }
+	p.forCalls.Header = func() (http.Header, error) { return p.Fields("") }
 	secret := slices.Clone(always)
 	for _, name := range credentials {
 		secret = append(secret, http.CanonicalHeaderKey(name))
@@ -190,9 +190,9 @@ func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error
 	}
 	err := p.compileCompensation(secret)
 	if err == nil {
-		named := p.calls.Spec
+		named := p.forCalls.Spec
 		named.Guard = cmp.Or(name, "default") // which a Caddyfile leaves out
-		p.calls.Needs, err = named.Needs()
+		p.forCalls.Needs, err = named.Needs()
 	}
 	if err != nil {
 		return nil, &Error{"compensate", err}
@@ -222,10 +222,10 @@ func (p *Plan) compileCompensation(secret []string) error {
 	if err != nil {
 		return err
 	}
-	if p.calls.Compensate, err = p.parse(spec, config, secret); err != nil {
+	if p.forCalls.Compensate, err = p.parse(spec, config, secret); err != nil {
 		return err
 	}
-	p.calls.Spec.Compensate = &spec
+	p.forCalls.Spec.Compensate = &spec
 	if spec.Method == http.MethodGet || spec.Method == http.MethodHead {
 		return fmt.Errorf("method: %s changes nothing that could be undone; write a method like POST or DELETE", spec.Method)
 	}
@@ -234,7 +234,7 @@ func (p *Plan) compileCompensation(secret []string) error {
 	}
 	asks, config, err := c.Status.spec(secret)
 	if err == nil {
-		p.calls.Status, err = p.parse(asks, config, secret)
+		p.forCalls.Status, err = p.parse(asks, config, secret)
 	}
 	if err == nil && asks.Method != http.MethodGet {
 		err = fmt.Errorf("method: a status is asked for with GET, and not with %s", asks.Method)
@@ -242,7 +242,7 @@ func (p *Plan) compileCompensation(secret []string) error {
 	if err != nil {
 		return fmt.Errorf("status: %w", err)
 	}
-	p.calls.Spec.Status = &asks
+	p.forCalls.Spec.Status = &asks
 	return nil
 }
 
@@ -369,13 +369,13 @@ func Origin(target string) string {
 
 // Undoes says that there is a way.
 func (p *Plan) Undoes() bool {
-	return p.ways.Restore != nil || p.calls.Compensate != nil || p.ways.Delegate != ""
+	return p.ways.Restore != nil || p.forCalls.Compensate != nil || p.ways.Delegate != ""
 }
 
 // Toward says where requests of the guard's own go, and whether an answer that only the
 // end of its connection ends is whole. It comes before any Decide.
 func (p *Plan) Toward(reach rollback.Reach, unframed bool) {
-	p.calls.Spec.Reach, p.calls.Spec.Unframed, p.calls.Spec.Fields = reach, unframed, p.config
+	p.forCalls.Spec.Reach, p.forCalls.Spec.Unframed, p.forCalls.Spec.Fields = reach, unframed, p.config
 }
 
 // Words are the ways, in the order in which they are tried. A nil Plan is irreversible.
@@ -389,7 +389,7 @@ func (p *Plan) Words() []string {
 		given bool
 	}{
 		{checkpoint.Restore, p.ways.Restore != nil},
-		{checkpoint.Compensate, p.calls.Compensate != nil},
+		{checkpoint.Compensate, p.forCalls.Compensate != nil},
 		{checkpoint.Delegate, p.ways.Delegate != ""},
 	} {
 		if way.given {

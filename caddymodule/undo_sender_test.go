@@ -158,7 +158,7 @@ func TestUndoIsNobodysCall(t *testing.T) {
 			t.Errorf("%s: %+v, %v", path, answer, err)
 		}
 	}
-	page, err := app.held.guard.List(t.Context(), execution.Filter{}, "", 10)
+	page, err := app.held.executions.List(t.Context(), execution.Filter{}, "", 10)
 	if err != nil || len(page.Executions) != 0 {
 		t.Errorf("an undo was taken for a call: %+v, %v", page, err)
 	}
@@ -479,9 +479,9 @@ func TestUndoGuessesNoUpstream(t *testing.T) {
 		"none":                                {nil, "g", false, -1, errNoGuard},
 	} {
 		app := new(App)
-		app.waysOnce.Do(func() { app.ways = tt.all })
+		app.passagesOnce.Do(func() { app.knownPassages = tt.all })
 		got, err := app.find(&rollback.Outgoing{Guard: tt.guard, Recorded: tt.recorded, Spec: &rollback.Spec{Reach: a}})
-		if !errors.Is(err, tt.err) || tt.want >= 0 && got != &app.ways[tt.want] || tt.want < 0 && got != nil {
+		if !errors.Is(err, tt.err) || tt.want >= 0 && got != &app.knownPassages[tt.want] || tt.want < 0 && got != nil {
 			t.Errorf("%s: %+v %v", name, got, err)
 		}
 	}

@@ -52,8 +52,8 @@ type Stores interface {
 type Store interface {
 	// Path names it.
 	Path() string
-	// Guard is the guard over it.
-	Guard() *execution.Guard
+	// Executions are its recorded executions.
+	Executions() *execution.Guard
 	// Now is the clock by which ages and expiries are judged.
 	Now(ctx context.Context) (time.Time, error)
 	// Report is the state of the store; nil where it has none.

@@ -62,7 +62,7 @@ type opened struct {
 }
 
 func (o *opened) Path() string                               { return o.path }
-func (o *opened) Guard() *execution.Guard                    { return o.guard }
+func (o *opened) Executions() *execution.Guard               { return o.guard }
 func (o *opened) Now(ctx context.Context) (time.Time, error) { return o.store.Now(ctx) }
 func (o *opened) Quota() *admin.Quota                        { return &admin.Quota{OpenExecutions: 9} }
 func (o *opened) Report() *admin.Report                      { return &admin.Report{Commits: 7} }

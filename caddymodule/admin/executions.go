@@ -48,7 +48,7 @@ func listExecutions(r *http.Request, st Store, p *params) (any, error) {
 	if err := narrow(r.Context(), st, &filter); err != nil {
 		return nil, err
 	}
-	found, err := st.Guard().List(r.Context(), filter, after, limit)
+	found, err := st.Executions().List(r.Context(), filter, after, limit)
 	if err != nil {
 		return nil, err
 	}
@@ -101,7 +101,7 @@ func readExecution(ctx context.Context, st Store, key execution.Key) (*Execution
 		return nil, unavailable(err)
 	}
 	x := Execution{Key: key.Hex(), State: StateFree}
-	found, err := st.Guard().Get(ctx, key)
+	found, err := st.Executions().Get(ctx, key)
 	switch {
 	case err == nil:
 		x = view(&found, now)
@@ -109,7 +109,7 @@ func readExecution(ctx context.Context, st Store, key execution.Key) (*Execution
 	case !errors.Is(err, execution.ErrUnknown):
 		return nil, err
 	}
-	decided, decidedErr := st.Guard().Resolutions(ctx, key)
+	decided, decidedErr := st.Executions().Resolutions(ctx, key)
 	if decidedErr != nil {
 		return nil, decidedErr
 	}
@@ -312,7 +312,7 @@ const maxSought = 20
 // find is the key of the execution that an operator names: by the key or its first digits,
 // by the checkpoint of its call, or by the caller's id where one execution alone has it.
 func find(ctx context.Context, st Store, name string) (execution.Key, error) {
-	key, err := st.Guard().Expand(ctx, name)
+	key, err := st.Executions().Expand(ctx, name)
 	if err == nil || !errors.Is(err, execution.ErrUnknown) && !errors.Is(err, execution.ErrKeyForm) {
 		return key, err
 	}
@@ -372,7 +372,7 @@ func callOf(ctx context.Context, st Store, id string) (*checkpoint.Snapshot, *ch
 	case err != nil:
 		return nil, nil, nil, execution.ErrUnknown
 	}
-	found, err := st.Guard().Get(ctx, call.Execution)
+	found, err := st.Executions().Get(ctx, call.Execution)
 	switch {
 	case errors.Is(err, execution.ErrUnknown):
 	case err != nil:
@@ -389,7 +389,7 @@ func sought(ctx context.Context, st Store, f execution.Filter) (execution.Key, e
 	var found []execution.Recorded
 	after := ""
 	for range maxSought {
-		page, err := st.Guard().List(ctx, f, after, 2)
+		page, err := st.Executions().List(ctx, f, after, 2)
 		if err != nil {
 			return execution.Key{}, err
 		}
@@ -545,7 +545,7 @@ func resolveExecution(r *http.Request, st Store, p *params) (any, error) {
 	if err != nil {
 		return nil, refuse(http.StatusBadRequest, "%v", err)
 	}
-	g := st.Guard()
+	g := st.Executions()
 	key, err := find(r.Context(), st, p.name)
 	if err != nil {
 		return nil, err

@@ -69,7 +69,7 @@ func showStore(r *http.Request, st Store, p *params) (any, error) {
 		return nil, err
 	}
 	status := StoreStatus{
-		Path: st.Path(), Health: HealthOK, Node: st.Guard().Node(), Boot: st.Guard().Boot(),
+		Path: st.Path(), Health: HealthOK, Node: st.Executions().Node(), Boot: st.Executions().Boot(),
 		Quota: st.Quota(), Store: st.Report(),
 	}
 	var err error
@@ -93,7 +93,7 @@ func count(ctx context.Context, st Store) (map[string]Count, error) {
 	if err != nil {
 		return nil, err
 	}
-	tally, err := st.Guard().Tally(ctx, maxCounted)
+	tally, err := st.Executions().Tally(ctx, maxCounted)
 	if err != nil {
 		return nil, err
 	}
