@@ -82,8 +82,7 @@ var details = map[Code]string{
 	CodeTooManyAncestors: "too many ancestors",
 }
 
-// Error is the refusal of a token. Its text holds nothing of the token, the keys or the
-// ledger.
+// Error is the refusal of a token. Its text holds nothing of the token, the keys or the ledger.
 type Error struct {
 	// Code is the reason.
 	Code Code

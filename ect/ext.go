@@ -24,8 +24,7 @@ func (v Vocabulary) String() string { return [...]string{"cascade", "atd", "aerr
 // Event is an action that the drafts define, by its name in the cascade vocabulary.
 type Event string
 
-// The events. Those that Table 1 of the cascade draft lacks have ATD's name without its
-// prefix.
+// The events. Those that Table 1 of the cascade draft lacks have ATD's name without its prefix.
 const (
 	EventCheckpoint       Event = "checkpoint"
 	EventError            Event = "error"
@@ -183,8 +182,7 @@ func init() {
 	closingRow, cooldownRow = memberRows[string(MemberTotalCooldown)], memberRows[string(MemberCooldown)]
 }
 
-// ParseEvent reads the name of an event in any vocabulary. ok is false for an agent's own
-// action.
+// ParseEvent reads the name of an event in any vocabulary. ok is false for an agent's own action.
 func ParseEvent(action string) (event Event, ok bool) {
 	i, ok := eventRows[action]
 	if !ok {

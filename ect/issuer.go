@@ -244,8 +244,7 @@ type signer struct {
 	heads   [len(spellings)]string // the protected headers, encoded, with the dot
 }
 
-// GenerateRing makes a ring with one fresh key. The error says that the algorithm is
-// unknown.
+// GenerateRing makes a ring with one fresh key. The error says that the algorithm is unknown.
 func GenerateRing(alg Algorithm) (*Ring, error) {
 	key, err := generateKey(alg)
 	if err != nil {

@@ -49,11 +49,10 @@ type Set struct {
 	size    int
 }
 
-// ParseSet reads a JSON Web Key Set of at most 4 MiB and 10,000 keys. A key belongs to
-// the identity or trust domain in its member "sub", else to the URI in its certificate,
-// else to owner; without any it is skipped. It has also signed for the identities in
-// "former_sub". Keys of other kinds or uses are skipped, and those of one name beyond the
-// eighth.
+// ParseSet reads a JSON Web Key Set of at most 4 MiB and 10,000 keys. A key belongs to the
+// identity or trust domain in its member "sub", else to the URI in its certificate, else to
+// owner; without any it is skipped. It has also signed for the identities in "former_sub". Keys
+// of other kinds or uses are skipped, and those of one name beyond the eighth.
 func ParseSet(text []byte, owner Owner) (*Set, error) {
 	if len(text) > maxKeySet {
 		return nil, errors.New("ect: the set of keys is too large")

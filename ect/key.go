@@ -157,8 +157,7 @@ func (o Owner) permits(issuer string) bool {
 
 const spiffeScheme = "spiffe://"
 
-// validIdentity checks that v is printable, and a well-formed SPIFFE ID if it claims to be
-// one.
+// validIdentity checks that v is printable, and a well-formed SPIFFE ID if it claims to be one.
 func validIdentity(v string) bool {
 	if v == "" || len(v) > maxURI || !printable(v) {
 		return false

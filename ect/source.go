@@ -326,8 +326,7 @@ func (s *URLSource) replaced(kid string) []*Key {
 	return keys
 }
 
-// begin returns the running fetch, or begins one, or returns nil if it is too early. mu is
-// held.
+// begin returns the running fetch, or begins one, or returns nil if it is too early. mu is held.
 func (s *URLSource) begin(now time.Time) chan struct{} {
 	if s.fetching != nil {
 		return s.fetching

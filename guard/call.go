@@ -20,9 +20,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 )
 
-// Serve is the way of a request (docs/request.md): it guards r, and hands it on to next. Calls
-// that change nothing take its first step only. An error says that r was not answered; a
-// StatusError has the status that the server is to answer with.
+// Serve guards r and forwards it to next (docs/request.md). Calls that change nothing take its
+// first step only. An error means that r was not answered; a StatusError has the status to answer
+// with.
 func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error {
 	if IsOwn(r) {
 		return next.ServeHTTP(w, r)
@@ -68,7 +68,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	return err
 }
 
-// pass hands on what is not guarded. A token is verified all the same.
+// pass forwards an unguarded request. Its tokens are verified all the same.
 func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next Next) error {
 	err := h.verifySafe(r)
 	if err == nil {
@@ -82,8 +82,8 @@ func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next Next) error 
 	return nil
 }
 
-// run takes a guarded call through its steps. What it finds recorded may answer it, or send
-// it back to the look-up; so does a claim that another call was faster with.
+// run takes a guarded call through its steps. A record that it finds may answer the call or send
+// it back to the look-up; so does a claim that another call won.
 func (x *Call) run() error {
 	if err := x.open(); err != nil {
 		return err
@@ -119,8 +119,8 @@ func (x *Call) run() error {
 	}
 }
 
-// Call is one guarded call on its way. What it shows is asked for by the goroutine that serves
-// it, and may be asked for after that.
+// Call is one guarded call. Its exported methods may be called by the goroutine that serves it,
+// also after the call.
 type Call struct {
 	h      *Handler
 	w      *Writer
@@ -153,7 +153,7 @@ type Call struct {
 	noted       noted
 }
 
-// noted is what is known of a call, for logs and matchers.
+// noted holds what logs and matchers may read of a call.
 type noted struct {
 	status  string // empty until it is decided
 	problem string // the slug of a refusal
@@ -165,7 +165,7 @@ type noted struct {
 	over  bool
 }
 
-// open takes a reference to the engine, which a running execution keeps.
+// open takes a reference to the engine; a running execution keeps it.
 func (x *Call) open() error {
 	e, release, err := x.h.Open()
 	if err != nil {
@@ -195,7 +195,7 @@ func (x *Call) close() {
 	}
 }
 
-// prepare finds out which call the request makes. Nothing is recorded yet.
+// prepare identifies the call that the request makes. Nothing is recorded yet.
 func (x *Call) prepare() error {
 	caller, err := x.identify() // 1
 	if err != nil {
@@ -216,7 +216,6 @@ func (x *Call) prepare() error {
 	return nil
 }
 
-// identify verifies the tokens of the request and names its caller.
 func (x *Call) identify() (caller string, err error) {
 	if x.evidence.tokens, err = x.h.VerifyTokens(x.evidence.policy, x.r, x.h.RequireECT); err != nil {
 		return "", err
@@ -225,8 +224,7 @@ func (x *Call) identify() (caller string, err error) {
 	return x.h.CallerOf(x.executions, x.r, &x.evidence.tokens)
 }
 
-// fingerprint reads the request's body, which must be the one that the tokens speak of, and
-// hashes what makes the request this one.
+// fingerprint reads and hashes the request's body, and compares it with the hash in the tokens.
 func (x *Call) fingerprint() (execution.Fingerprint, error) {
 	if err := x.readBody(); err != nil {
 		return execution.Fingerprint{}, err
@@ -251,8 +249,7 @@ func (x *Call) fingerprint() (execution.Fingerprint, error) {
 	return execution.Fingerprint(sum), nil
 }
 
-// describe is the call that the request makes: its workflow, its execution id, and with
-// them its key.
+// describe names the call: its workflow, its execution id and its key.
 func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call, error) {
 	tokens, policy := &x.evidence.tokens, x.action
 	work, err := workflow(x.r, tokens)
@@ -299,7 +296,7 @@ func (x *Call) lookUp() (execution.Finding, error) {
 	return found, nil
 }
 
-// step is where a call goes after a recorded execution was found.
+// step says how a call goes on after a recorded execution was found.
 type step int
 
 const (
@@ -308,8 +305,7 @@ const (
 	stepClaim              // admit and claim it, over what was found
 )
 
-// answer answers the call from what is recorded of it, if anything is. ErrTaken says to
-// look again.
+// answer answers the call from its record, if there is one. After ErrTaken look it up again.
 func (x *Call) answer(found execution.Finding) (step, error) {
 	if found.Status == execution.Free {
 		return stepClaim, nil
@@ -368,7 +364,7 @@ func (x *Call) replay(found execution.Finding) error {
 	return x.played(err)
 }
 
-// attach follows the execution that is running in this process.
+// attach follows an execution that is running in this process.
 func (x *Call) attach(flight *execution.Flight) (step, error) {
 	if x.r.Header.Get(HeaderExecutionParent) == x.call.Scope.ID {
 		x.h.Logger.Warn("a call has come back to the guard that runs it; give the guards of a chain different names",
@@ -430,7 +426,7 @@ func (x *Call) played(err error) error {
 	return x.unavailable()
 }
 
-// marks are the guard's own fields of an answer.
+// marks returns the guard's own fields of an answer.
 func (x *Call) marks(status string) http.Header {
 	return http.Header{HeaderExecutionID: {x.call.Scope.ID}, HeaderExecutionStatus: {status}}
 }
@@ -447,9 +443,9 @@ func (x *Call) doubt(found execution.Finding) (step, error) {
 	return stepDone, x.inDoubt(found.Record.Cause)
 }
 
-// admit refuses a call that must not begin now, before anything is recorded of it, and
-// prepares its claim. leave must be called when the claim's commit has ended. A call that
-// is refused may have been executed before.
+// admit refuses a call that must not begin now, before anything is recorded, and prepares its
+// claim. leave must be called when the claim's commit has ended. A refused call may have been
+// executed before.
 func (x *Call) admit(found execution.Finding) (leave func(), err error) {
 	if err := x.evidence.tokens.inTime(); err != nil {
 		return nil, err // nothing new begins with them
@@ -484,9 +480,8 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 	return x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
 }
 
-// enter admits a call that would claim: not where its workflow is stopped, nor where it
-// follows from what is being undone (step 4). leave is
-// called when the claim's commit has ended.
+// enter admits a call that would claim (step 4): not where its workflow is stopped, nor where it
+// follows from what is being undone. leave is called when the claim's commit has ended.
 func (x *Call) enter(found execution.Finding) (leave func(), err error) {
 	var c *rollback.Coordinator
 	if find := x.engine.Coordinator; find != nil {
@@ -519,8 +514,8 @@ func (x *Call) enter(found execution.Finding) (leave func(), err error) {
 	return nil, x.problem(api.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
 }
 
-// claim makes this call the owner of its key, in one commit with its checkpoint (P2).
-// execution.ErrTaken says to look again.
+// claim makes this call the owner of its key, in one commit with its checkpoint (P2). After
+// execution.ErrTaken look the key up again.
 func (x *Call) claim(found execution.Finding, leave func()) (run *execution.Execution, err error) {
 	defer leave()
 	defer x.probed()
@@ -542,8 +537,8 @@ func (x *Call) claim(found execution.Finding, leave func()) (run *execution.Exec
 	return run, x.refusedInDoubt(err)
 }
 
-// execute forwards the claimed call, settles what came of it, and lets the end of
-// the answer go. The client's leaving stops none of it (P7).
+// execute forwards the claimed call, records its outcome and releases the end of the answer. A
+// client that leaves stops none of it (P7).
 func (x *Call) execute(e *execution.Execution) error {
 	x.note("executed", "")
 	x.state = 0 // what stood there is claimed
@@ -586,8 +581,8 @@ func (x *Call) execute(e *execution.Execution) error {
 	return x.finish(&f, outcome, err)
 }
 
-// forward hands the call to the next handler. Where it is proven that not a byte
-// was sent because the connection had gone stale, it does so once more.
+// forward sends the call to the next handler, and once more where the connection had gone stale
+// and provably no byte was sent.
 func (x *Call) forward(e *execution.Execution) forwarding {
 	if x.h.restores {
 		defer x.engine.Writes.Write(x.place(), x.window)()
@@ -608,8 +603,8 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 	}
 }
 
-// request is the request to forward: the call's own, with the body that was read,
-// naming this execution as the parent of what it may cause.
+// request is the request to forward: the call's own, with the body that was read and this
+// execution as the parent of what it causes.
 func (x *Call) request(ctx context.Context) *http.Request {
 	ctx = context.WithValue(ctx, forwardedKey{}, &forwarder{x.h.Name, forwarderOf(ctx)})
 	ctx = WithEvidence(ctx, Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow})
@@ -669,7 +664,6 @@ func (r recording) SetTrailer(trailer map[string][]string) {
 	r.e.Recording().SetTrailer(trailer)
 }
 
-// judge reads what came of the call.
 func (x *Call) judge(f *forwarding) execution.Outcome {
 	rec := f.rec
 	switch {
@@ -697,7 +691,7 @@ func (x *Call) judge(f *forwarding) execution.Outcome {
 	return x.outcomeOf(o, rec, rec.Trailer(), f.unframed)
 }
 
-// settle records what came of the execution, and the evidence of it, in one commit.
+// settle records the outcome of the execution and its evidence in one commit.
 func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.Header) error {
 	defer x.engine.running.end(x.call.Checkpoint)
 	ctx := context.Background()
@@ -715,7 +709,7 @@ func (x *Call) settleLater(e *execution.Execution, outcome execution.Outcome, an
 	x.release = nil
 	go func() {
 		defer release()
-		// P7: nobody else's calls end with a panic of ours; this one is in doubt, as in execute.
+		// P7: a panic ends nobody else's call; this one is in doubt, as in execute.
 		defer func() {
 			if p := recover(); p != nil {
 				x.h.Logger.Error("recording the outcome of an answered call panicked; it is in doubt",
@@ -733,7 +727,7 @@ func (x *Call) settleLater(e *execution.Execution, outcome execution.Outcome, an
 	}()
 }
 
-// settled counts the end of the execution, which is in doubt if it could not be recorded.
+// settled counts the end of the execution; one that could not be recorded is in doubt.
 func (x *Call) settled(o execution.Outcome, unrecorded error) {
 	if unrecorded != nil {
 		o.Verdict = execution.InDoubt
@@ -741,7 +735,7 @@ func (x *Call) settled(o execution.Outcome, unrecorded error) {
 	x.action.Counts.Settled(o.Verdict)
 }
 
-// doubted reports the doubt to the operator, who is the one to find out.
+// doubted reports the doubt to operators, who have to find out.
 func (x *Call) doubted(o execution.Outcome) {
 	x.doubtful = true
 	x.note(StatusInDoubt, "")
@@ -779,7 +773,7 @@ func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) erro
 	return x.inDoubtAnswer(o.Cause)
 }
 
-// releaseEnd lets the end of the answer go, once the client has got the rest.
+// releaseEnd sends the held end of the answer, once the client has the rest.
 func (x *Call) releaseEnd(f *forwarding) error {
 	if f.rec.Apart() {
 		x.engine.readers.enter()
@@ -791,7 +785,7 @@ func (x *Call) releaseEnd(f *forwarding) error {
 	return nil
 }
 
-// drain gives the client what has come of an answer that has no end.
+// drain sends the client what has arrived of an answer without an end.
 func (x *Call) drain(f *forwarding) {
 	if f.rec.Apart() {
 		x.engine.readers.enter()

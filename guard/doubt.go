@@ -17,9 +17,9 @@ func (x *Call) inDoubt(cause execution.Cause) error {
 	return p
 }
 
-// followedInVain goes on with a call that got nothing from the execution that it
-// followed. Released unsent, one of those that wait may run. In doubt, none: on_unknown
-// is for calls that come afterwards; applied here, each would run in its turn.
+// followedInVain goes on with a call that got no answer from the execution it followed. If that
+// was released unsent, one of the waiting calls may run. If it is in doubt, none may: on_unknown
+// is for later calls; here it would run each in turn.
 func (x *Call) followedInVain(flight *execution.Flight) (step, error) {
 	select {
 	case <-flight.Done():
@@ -40,8 +40,8 @@ func (x *Call) followedInVain(flight *execution.Flight) (step, error) {
 	return stepDone, x.inDoubt(cause)
 }
 
-// doubtMarks are the fields of an answer that leaves the call in doubt. SDKs must not retry
-// it, unless a retry runs the call again.
+// doubtMarks are the fields of an answer in doubt. SDKs must not retry it, unless a retry runs
+// the call again.
 func (x *Call) doubtMarks() http.Header {
 	marks := http.Header{HeaderExecutionStatus: {StatusInDoubt}}
 	if !x.runsAgain() {
@@ -50,7 +50,7 @@ func (x *Call) doubtMarks() http.Header {
 	return marks
 }
 
-// runsAgain reports that a retry of the call runs it again where it is in doubt.
+// runsAgain reports that a retry of the call in doubt runs it again.
 func (x *Call) runsAgain() bool {
 	switch x.action.OnUnknown {
 	case OnUnknownRetry:
@@ -61,9 +61,9 @@ func (x *Call) runsAgain() bool {
 	return false
 }
 
-// resend lets a call in doubt go once more, to an upstream that answers a repetition of its
-// own key from its record: with that key and the same bytes, and only while the upstream
-// keeps the key. Time is no evidence: past that the call is in doubt as before (P1).
+// resend sends a call in doubt again, to an upstream that answers a repeated key from its record:
+// with that key and the same bytes, and only while the upstream keeps the key. After that the
+// call is in doubt as before (P1).
 func (x *Call) resend(found execution.Finding) (step, error) {
 	age, err := x.executions.Age(x.r.Context(), found)
 	if err != nil {
@@ -76,12 +76,12 @@ func (x *Call) resend(found execution.Finding) (step, error) {
 	return stepClaim, nil
 }
 
-// mayHaveRun reports that the call runs although nobody knows whether it did before: its
-// action says so, and no probe has denied it.
+// mayHaveRun reports that the call runs although it may have run before: its action allows that,
+// and no probe has denied it.
 func (x *Call) mayHaveRun() bool { return x.earlier != "" }
 
-// stillInDoubt is the outcome of an attempt that was not executed, where an earlier one may
-// have been: what is proven of this one says nothing of that (P6).
+// stillInDoubt is the outcome of an attempt that was not executed after one that may have been:
+// what is proven of this one says nothing about the other (P6).
 func (x *Call) stillInDoubt(o execution.Outcome) execution.Outcome {
 	if o.Verdict == execution.Released && x.mayHaveRun() {
 		o.Verdict, o.Cause = execution.InDoubt, x.earlier
@@ -89,7 +89,7 @@ func (x *Call) stillInDoubt(o execution.Outcome) execution.Outcome {
 	return o
 }
 
-// refusedInDoubt says with a refusal of the call that it may have been executed before.
+// refusedInDoubt adds to a refusal that the call may have been executed before.
 func (x *Call) refusedInDoubt(err error) error {
 	if p := (*api.Problem)(nil); errors.As(err, &p) && x.mayHaveRun() {
 		p.Doubtful, p.State = true, execution.StateInDoubt.String()
@@ -97,8 +97,8 @@ func (x *Call) refusedInDoubt(err error) error {
 	return err
 }
 
-// probe settles a call in doubt by asking the upstream about it. Of many retries one
-// asks; the others do what its answer allows.
+// probe settles a call in doubt by asking the upstream. Of concurrent retries one asks; the
+// others use its answer.
 func (x *Call) probe(found execution.Finding) (step, error) {
 	probe, first := x.h.probes.enter(x.call.Key)
 	if !first {
@@ -130,7 +130,7 @@ func (x *Call) probe(found execution.Finding) (step, error) {
 	return next, err
 }
 
-// probed wakes the retries that wait for the probe of this call.
+// probed wakes the retries that wait for this call's probe.
 func (x *Call) probed() {
 	if x.probing != nil {
 		x.h.probes.leave(x.call.Key, x.probing)
@@ -138,8 +138,7 @@ func (x *Call) probed() {
 	}
 }
 
-// settleDoubt asks, and records that the call was applied. stepDone says that it stays
-// in doubt.
+// settleDoubt asks, and records that the call was applied. stepDone means that it stays in doubt.
 func (x *Call) settleDoubt(found execution.Finding) (step, error) {
 	p := x.action.Probe
 	a, err := p.Ask(x.r)
@@ -179,13 +178,13 @@ func (x *Call) resolved(v execution.Verdict) {
 	x.emit(EventResolved, map[string]any{"outcome": v.String(), "by": "probe"})
 }
 
-// prober runs one probe for a key at a time; others wait for its result.
+// prober runs one probe per key at a time; others wait for its result.
 type prober struct {
 	mu      sync.Mutex
 	running map[execution.Key]*probing
 }
 
-// enter returns the probe of key, and whether the caller has to run it, and then call leave.
+// enter returns the probe of key, and whether the caller must run it and then call leave.
 func (p *prober) enter(key execution.Key) (probe *probing, first bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -213,29 +212,28 @@ type probing struct {
 	doubt bool
 }
 
-// Probe asks the upstream whether a call in doubt was applied.
+// Probe asks the upstream whether it applied a call in doubt.
 type Probe struct {
-	// Ask sends the question about the call that a request makes. An error says that there
-	// is no answer.
+	// Ask sends the question about a request's call. An error means no answer.
 	Ask func(r *http.Request) (*InternalAnswer, error)
-	// Applied and NotApplied say which answers mean that the call was applied, and that it
-	// was not. Applied is asked first; an answer that is neither leaves the call in doubt.
+	// Applied and NotApplied recognise the answers for a call that was applied, and that was not.
+	// Applied is tried first; any other answer leaves the call in doubt.
 	Applied, NotApplied func(a *InternalAnswer) bool
-	// UseAnswer makes the answer that means "applied" the result of the call.
+	// UseAnswer makes the answer that means "applied" the call's result.
 	UseAnswer bool
 }
 
-// InternalRequest is a request of the guard's own to the upstream: a status probe, or a look at
-// what stands at a target.
+// InternalRequest is the guard's own request to the upstream: a status probe, or a read of a
+// target's state.
 type InternalRequest struct {
 	Method string
 	// Path is escaped, Query without the question mark.
 	Path, Query string
 	Host        string
-	// Remote is the address of the client that it is made for.
+	// Remote is the address of the client on whose behalf it is sent.
 	Remote string
 	Header http.Header
-	// MaxAnswer is the size of the largest answer that is read, in bytes.
+	// MaxAnswer bounds the answer, in bytes.
 	MaxAnswer int64
 }
 
@@ -244,8 +242,8 @@ type InternalAnswer struct {
 	Status int
 	Header http.Header
 	Body   []byte
-	// Unframed says that nothing but the end of the connection ends the body.
+	// Unframed says that only the end of the connection ends the body.
 	Unframed bool
-	// Replaced says that another handler has answered in the upstream's place.
+	// Replaced says that another handler answered instead of the upstream.
 	Replaced bool
 }

@@ -15,8 +15,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Engine is what the calls over one store share. Its fields are set before its first call and
-// do not change; it must not be copied. OpenEngine sets those that must not be nil.
+// Engine is the state shared by all calls over one store. Set its fields before the first call;
+// it must not be copied. OpenEngine sets the required ones.
 type Engine struct {
 	Store       store.Store
 	Executions  *execution.Guard
@@ -25,18 +25,17 @@ type Engine struct {
 	Coordinator func() *rollback.Coordinator
 	// Circuits records in workflows what breakers refuse; nil without breakers.
 	Circuits Circuits
-	// Uncut ends when running executions are cut off, Waits when callers no longer wait
-	// for outcomes.
+	// Uncut ends when running executions are cut off, Waits when callers no longer wait for
+	// outcomes.
 	Uncut, Waits context.Context
-	// Stopping reports that nothing new begins. It may be nil.
+	// Stopping reports that nothing new may begin. It may be nil.
 	Stopping func() bool
-	// Emit emits an event of a call, and reports false where nobody is there to take it. It
-	// may be nil.
+	// Emit emits an event of a call; false means that nobody subscribes to it. It may be nil.
 	Emit func(name string, data func() map[string]any) bool
 	// Logger takes what operators should know.
 	Logger *slog.Logger
 
-	// Writes knows what guarded calls change at the same time.
+	// Writes tracks concurrent writes of guarded calls.
 	Writes WriteTracker
 
 	running     runningCalls
@@ -45,22 +44,21 @@ type Engine struct {
 	rejections  rejections
 }
 
-// Circuits is what the way of a call needs of the circuit breakers' recorder.
+// Circuits is the part of the circuit breakers' recorder that calls use.
 type Circuits interface {
 	// Name is the public name of an upstream.
 	Name(upstream string) string
-	// Busy reports that too much waits already for RecordRejection.
+	// Busy reports that too many rejections wait to be recorded.
 	Busy() bool
-	// RecordRejection records in a workflow that a breaker has refused a call, in the
-	// background. parents are ids that may be recorded.
+	// RecordRejection records in the background, in a workflow, that a breaker refused a call.
+	// parents are ids that may be recorded.
 	RecordRejection(policy *TokenPolicy, open *breaker.OpenError, workflow string, parents []string)
 	// Unrecorded reports that an event of a breaker could not be recorded.
 	Unrecorded(key breaker.Key, err error)
 }
 
-// OpenEngine opens an engine over a store, with the keys of ring. It settles what an earlier
-// process has left: executions that were open are in doubt (P6). The caller closes the
-// store, when no call runs any more.
+// OpenEngine opens an engine over a store, with the keys of ring. Executions that an earlier
+// process left open become in doubt (P6). The caller closes the store after the last call.
 func OpenEngine(ctx context.Context, st store.Store, ring *seal.Ring) (*Engine, error) {
 	executions, _, err := execution.Open(ctx, st, ring)
 	if err != nil {
@@ -75,24 +73,23 @@ func OpenEngine(ctx context.Context, st store.Store, ring *seal.Ring) (*Engine, 
 // Open is Config.Open for an engine that outlives its handlers.
 func (e *Engine) Open() (_ *Engine, release func(), _ error) { return e, func() {}, nil }
 
-// callErrorTime is how long the opening of a breaker waits for the call that caused it. A
-// longer call, such as a stream, would fail for another reason.
+// callErrorTime is how long the opening of a breaker waits for the call that caused it. A longer
+// call, such as a stream, would fail for another reason.
 const callErrorTime = 2 * time.Second
 
-// AwaitCall waits for the end of the call with this checkpoint, if it runs: for 2 s at most,
-// and no longer than ctx.
+// AwaitCall waits for the end of the call with this checkpoint, if it runs: for at most 2 s, and
+// no longer than ctx.
 func (e *Engine) AwaitCall(ctx context.Context, checkpoint string) {
 	ctx, cancel := context.WithTimeout(ctx, callErrorTime)
 	defer cancel()
 	e.running.wait(ctx, checkpoint)
 }
 
-// AwaitReaders waits until no client is behind in reading the answer of a settled call, or
-// ctx ends.
+// AwaitReaders waits until all clients have read the answers of settled calls, or ctx ends.
 func (e *Engine) AwaitReaders(ctx context.Context) { e.readers.wait(ctx) }
 
-// detach returns the clock of an execution: a context with the values of the request, but not its
-// end (P7). It ends at the deadline, or when an exit can wait no longer.
+// detach returns the clock of an execution: a context with the request's values but not its end
+// (P7). It ends at the deadline, or when a shutdown can wait no longer.
 func (e *Engine) detach(request context.Context, deadline time.Duration) *clock {
 	c := newClock(context.WithoutCancel(request), deadline)
 	c.stops = context.AfterFunc(e.Uncut, c.stop)
@@ -122,7 +119,6 @@ func (s *slowReaders) leave() {
 	}
 }
 
-// wait waits until there are none, or ctx is over.
 func (s *slowReaders) wait(ctx context.Context) {
 	s.mu.Lock()
 	if s.n == 0 {
@@ -140,15 +136,14 @@ func (s *slowReaders) wait(ctx context.Context) {
 	}
 }
 
-// runningCalls are the calls whose outcome is not recorded yet. A failure opens a breaker just
-// before its call records an error. It may record none: an upstream that was tried in vain is
-// not always a failure of the call.
+// runningCalls are the calls whose outcome is not recorded yet. A breaker opens just before its
+// call records an error, if the call records one at all.
 type runningCalls struct {
 	mu   sync.Mutex
 	ends map[string]chan struct{} // by checkpoint
 }
 
-// begin notes that a call runs. One without a checkpoint records nothing.
+// begin notes that a call runs. A call without a checkpoint is not noted.
 func (r *runningCalls) begin(checkpoint string) {
 	if checkpoint == "" {
 		return
@@ -161,7 +156,6 @@ func (r *runningCalls) begin(checkpoint string) {
 	r.ends[checkpoint] = make(chan struct{})
 }
 
-// end notes that the outcome of a call is recorded.
 func (r *runningCalls) end(checkpoint string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -171,7 +165,6 @@ func (r *runningCalls) end(checkpoint string) {
 	}
 }
 
-// wait waits for the end of a call, if it runs, until ctx ends.
 func (r *runningCalls) wait(ctx context.Context, checkpoint string) {
 	r.mu.Lock()
 	end := r.ends[checkpoint]

@@ -26,7 +26,7 @@ type forwarding struct {
 
 func (f *forwarding) failed() bool { return f.Err != nil || f.rec.Interrupted() }
 
-// outcomeOf is the outcome o of an answer by its status, its header and its trailer.
+// outcomeOf completes the outcome o by an answer's status, header and trailer.
 func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string][]string, unframed bool) execution.Outcome {
 	var ruled bool
 	o.Verdict, ruled = x.action.judge(o.Status, rec.Header(), trailer)
@@ -39,16 +39,15 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string]
 			return o
 		}
 	}
-	// A refusal says so in its status, however its body ends.
+	// A refusal is clear from its status, however its body ends.
 	if unframed && o.Verdict == execution.Completed && !x.action.AcceptUnframed {
 		o.Verdict, o.Cause = execution.InDoubt, execution.CauseUnframed
 	}
 	return o
 }
 
-// doubtInHeader reads an answer before its header leaves. Where that leaves the call in doubt,
-// whatever follows, it returns what the answer says of it, and whoever follows it learns
-// it too.
+// doubtInHeader judges an answer before its header is sent. If the call is in doubt already,
+// whatever follows, it returns the fields that say so, and tells those attached.
 func (x *Call) doubtInHeader(e *execution.Execution, rec *Recorder, status int) http.Header {
 	if x.action.Unary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
 		return nil // the trailer says it
@@ -62,7 +61,7 @@ func (x *Call) doubtInHeader(e *execution.Execution, rec *Recorder, status int) 
 	return x.doubtMarks()
 }
 
-// judge reads a whole answer. ruled says that a rule of the configuration has decided.
+// judge reads a whole answer. ruled reports that a rule of the configuration decided.
 func (a *Action) judge(status int, header http.Header, trailer map[string][]string) (v execution.Verdict, ruled bool) {
 	if a.Rule != nil {
 		if v, ruled = a.Rule(status, header); ruled {
@@ -77,8 +76,8 @@ func (a *Action) judge(status int, header http.Header, trailer map[string][]stri
 	}), false
 }
 
-// refusedAsConflict reports that a guard behind this one has refused a gRPC call with what
-// would be a 409 of HTTP: its own record stands against it, and may be of an execution.
+// refusedAsConflict reports that a guard behind this one refused a gRPC call with what is a 409
+// in HTTP: its own record, perhaps of an execution, is in the way.
 func refusedAsConflict(header http.Header) bool {
 	switch header.Get("Grpc-Status") {
 	case "6", "9", "10":
@@ -108,9 +107,9 @@ func judgeGRPC(header http.Header, trailer map[string][]string) execution.Verdic
 	}
 }
 
-// unmasked is the verdict where a handler behind the guard may have put status in the place
-// of the upstream's own: what that leaves open stays open (P6), and a refusal that only the
-// handler shows frees no key (P1).
+// unmasked is the verdict where a handler behind the guard may have replaced the upstream's
+// status: a doubt stays a doubt (P6), and a refusal that only the handler shows frees no key
+// (P1).
 func (x *Call) unmasked(status int, shown execution.Verdict) execution.Verdict {
 	own := x.upstream.Status()
 	if own == 0 || own == status {
@@ -148,17 +147,17 @@ func (x *Call) unrecorded() {
 // errNotSent is the error of a call that could not be sent on two connections.
 var errNotSent = errors.New("agent_guard: the upstream closed the connection before anything was sent")
 
-// shorter is the part of a caller's time that a call may take: what comes of it must be
-// known before the caller gives up (cascade 3.3.1).
+// shorter is the part of its caller's time that a call may take: the outcome must be known before
+// the caller gives up (cascade 3.3.1).
 const shorter = 0.9
 
-// deadline is the longest that the call may take: its action's, or less where its caller
-// has said for how long it waits.
+// deadline is the longest that the call may take: its action's deadline, or less if its caller
+// waits for less.
 func (x *Call) deadline() time.Duration {
 	return atMost(x.action.Deadline, x.r.Header, x.h.DeadlineHeader)
 }
 
-// atMost is most, or less where a caller says in its header h that it waits for less.
+// atMost is most, or less where the caller's header says that it waits for less.
 func atMost(most time.Duration, h http.Header, field string) time.Duration {
 	left, said := callersTime(h, field)
 	if !said {
@@ -167,8 +166,8 @@ func atMost(most time.Duration, h http.Header, field string) time.Duration {
 	return min(most, time.Duration(float64(left)*shorter))
 }
 
-// callersTime is how long the caller waits, from the first field that says so. What is
-// malformed says nothing.
+// callersTime is how long the caller waits, by the first field that says so. Malformed values are
+// ignored.
 func callersTime(h http.Header, field string) (time.Duration, bool) {
 	if text := h.Get(field); text != "" {
 		if d, ok := parseSeconds(text); ok {
@@ -178,7 +177,7 @@ func callersTime(h http.Header, field string) (time.Duration, bool) {
 	return ParseGRPCTimeout(h.Get("Grpc-Timeout"))
 }
 
-// longestTime is more than anybody waits, and keeps times within 64 bits of nanoseconds.
+// longestTime keeps times within 64 bits of nanoseconds.
 const longestTime = 100 * 365 * 24 * time.Hour
 
 // parseSeconds reads a number of seconds, or a duration with a unit.
@@ -195,8 +194,8 @@ func parseSeconds(text string) (time.Duration, bool) {
 	return time.Duration(math.Ceil(seconds * float64(time.Second))), true
 }
 
-// clock is the context of a forwarded request, and the time that it has: until a
-// deadline, or as long as it never pauses for too long.
+// clock is the context of a forwarded request and its time limit: a deadline, later the longest
+// pause.
 type clock struct {
 	context.Context
 	cancel context.CancelCauseFunc
@@ -210,8 +209,7 @@ type clock struct {
 	patience time.Duration // for how long readers may still be waited for
 }
 
-// newClock starts a clock that is over after d. For as long at most, it stands still in
-// its wait.
+// newClock starts a clock that runs out after d. Its waits may stop it for d in total.
 func newClock(parent context.Context, d time.Duration) *clock {
 	c := &clock{at: time.Now().Add(d), patience: d}
 	c.Context, c.cancel = context.WithCancelCause(parent)
@@ -219,8 +217,8 @@ func newClock(parent context.Context, d time.Duration) *clock {
 	return c
 }
 
-// errPaused is the cause of the end of an answer that has paused for too long. It says
-// nothing of the upstream's health, unlike a deadline: streams may have nothing to send.
+// errPaused ends an answer that paused for too long. Unlike a deadline it says nothing about the
+// upstream's health: a stream may have nothing to send.
 var errPaused = errors.New("agent_guard: nothing has come for too long")
 
 func (c *clock) over() {
@@ -234,13 +232,12 @@ func (c *clock) over() {
 	c.cancel(context.DeadlineExceeded)
 }
 
-// overdue reports that the time was over.
 func (c *clock) overdue() bool {
 	cause := context.Cause(c.Context)
 	return cause == context.DeadlineExceeded || cause == errPaused
 }
 
-// stop ends the request without a deadline having passed, and the clock with it.
+// stop ends the request without a passed deadline.
 func (c *clock) stop() {
 	c.timer.Stop()
 	c.cancel(context.Canceled)
@@ -249,15 +246,14 @@ func (c *clock) stop() {
 	}
 }
 
-// Deadline implements context.Context. There is none where only pauses count.
+// Deadline implements context.Context. There is none where only pauses are limited.
 func (c *clock) Deadline() (time.Time, bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.at, c.idle == 0 && !c.begun
 }
 
-// pausing puts the longest pause in the place of the deadline; none, where it is not
-// positive.
+// pausing replaces the deadline by the longest pause; not positive means none.
 func (c *clock) pausing(idle time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -269,7 +265,7 @@ func (c *clock) pausing(idle time.Duration) {
 	c.timer.Stop()
 }
 
-// touch says that something has come.
+// touch restarts the pause: something has arrived.
 func (c *clock) touch() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -278,7 +274,7 @@ func (c *clock) touch() {
 	}
 }
 
-// restart gives the request d from now. What is over stays over.
+// restart gives the request d from now. A clock that has run out stays so.
 func (c *clock) restart(d time.Duration) {
 	if c.timer.Stop() {
 		c.at = time.Now().Add(d)
@@ -286,8 +282,8 @@ func (c *clock) restart(d time.Duration) {
 	}
 }
 
-// wait waits for ready while the clock stands still: that readers are slow is not the
-// upstream's fault. It reports whether ready came before all patience was used up.
+// wait waits for ready while the clock stands still, since slow readers are not the upstream's
+// fault. It reports whether ready came before the patience was used up.
 func (c *clock) wait(ready <-chan struct{}) (came bool) {
 	c.mu.Lock()
 	if c.patience <= 0 || !c.timer.Stop() {
@@ -314,9 +310,9 @@ func (c *clock) wait(ready <-chan struct{}) (came bool) {
 	return came
 }
 
-// failsOpen reports that the call may be forwarded unguarded in place of being refused
-// with err (P4): the route says `fail_open`, the store is what is missing, nothing is
-// claimed for the call, and nothing was found of an earlier one.
+// failsOpen reports that the call may be forwarded unguarded instead of refused with err (P4):
+// the route says `fail_open`, the store is unavailable, nothing is claimed for the call, and no
+// earlier record was found.
 func (x *Call) failsOpen(err error) bool {
 	switch {
 	case !x.h.FailOpen || x.found || x.h.Host.Exiting():
@@ -328,8 +324,8 @@ func (x *Call) failsOpen(err error) bool {
 	case x.evidence.policy != nil && x.evidence.policy.LedgerFirst && len(x.evidence.tokens.All) > 0:
 		return false // its tokens are good for nothing before they stand in the ledger
 	case x.engine == nil:
-		// The store could not be opened. Where it could and only the keys are refused,
-		// an earlier call may stand in it.
+		// The store could not be opened. Where only the keys are refused, it may hold an earlier
+		// call.
 		return !errors.Is(err, ErrKeys) && !errors.Is(err, execution.ErrWrongKey) && !errors.Is(err, execution.ErrMissingKey)
 	case errors.Is(err, store.ErrUnknown):
 		return false // the claim may stand
@@ -382,17 +378,16 @@ func rootOf(err error) error {
 	return err
 }
 
-// reportEvery is how often calls that were forwarded unguarded are reported.
+// reportEvery is the shortest time between two reports of calls forwarded unguarded.
 const reportEvery = 10 * time.Second
 
-// throttle counts what happens too often to be reported each time.
+// throttle limits how often something frequent is reported.
 type throttle struct {
 	unreported atomic.Uint64
 	reported   atomic.Int64 // when, in Unix nanoseconds
 }
 
-// due counts one more. It returns how many there are to report, or 0 where it is too
-// early to report again.
+// due counts one more. It returns how many to report now, or 0 if it is too early.
 func (s *throttle) due(now time.Time) uint64 {
 	s.unreported.Add(1)
 	last := s.reported.Load()
@@ -403,7 +398,7 @@ func (s *throttle) due(now time.Time) uint64 {
 	return s.unreported.Swap(0)
 }
 
-// degrade answers a call that a breaker has refused with the fallback, if there is one.
+// degrade answers a call that a breaker refused with the fallback, if there is one.
 func (x *Call) degrade(w http.ResponseWriter, p *api.Problem) (answered bool, err error) {
 	if x.h.Fallback == nil || p.Kind() != api.CircuitOpen {
 		return false, nil
@@ -416,8 +411,8 @@ func (x *Call) degrade(w http.ResponseWriter, p *api.Problem) (answered bool, er
 	return true, x.h.Fallback.ServeHTTP(Mark(w, HeaderExecutionStatus, StatusRefused), r)
 }
 
-// giveBack makes the body readable again for the site's error routes, which would else
-// forward the call without it. It is freed with the request.
+// giveBack makes the body readable again for the site's error routes, which would otherwise
+// forward the call without it.
 func (x *Call) giveBack() {
 	if !x.read || x.body.Size() == 0 {
 		return

@@ -1,14 +1,13 @@
-// Package guard is the way of a guarded call: an http.Handler that executes each call that
-// changes something at most once, in front of any other handler. Its steps stand in call.go,
-// with their parts in the files beside it, and are told in docs/request.md; P1 to P8 are the promises of docs/guarantees.md.
+// Package guard executes each call that changes something at most once, as an http.Handler in
+// front of any other handler. The steps are in call.go, their parts in the files beside it;
+// docs/request.md explains them. P1 to P8 are the promises of docs/guarantees.md.
 //
-// A Handler is made of a Config and an Engine, which is what all calls over one store share.
-// With a Host it learns from the program around it what net/http does not know, such as
-// placeholders, users and what was sent upstream; without one it knows of the upstream only
-// what has answered. caddymodule is that program for Caddy.
+// A Handler is made of a Config and an Engine, which all calls over one store share. A Host gives
+// it what net/http does not know, such as placeholders, users and what was sent upstream. Without
+// one it knows only what the upstream answered. For Caddy, caddymodule is the host.
 //
-// The packages below it hold what the steps use: execution the records, evidence and api the
-// tokens and endpoints, checkpoint and rollback how calls are undone.
+// The packages below hold what the steps use: execution the records, evidence and api the tokens
+// and endpoints, checkpoint and rollback how calls are undone.
 package guard
 
 import (
@@ -29,19 +28,19 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
 
-// Config says which calls a Handler guards, and how. Open is required; the zero value of
-// everything else has a default.
+// Config says which calls a Handler guards, and how. Open is required; all other members have
+// defaults.
 type Config struct {
-	// Name is one namespace of execution ids and of callers. Default: "default".
+	// Name is the namespace of execution ids and callers. Default: "default".
 	Name string
-	// Realm is the namespace of the names that the Host gives callers. Default: Name.
+	// Realm is the namespace of the Host's names of callers. Default: Name.
 	Realm string
-	// Open returns the engine with a reference that release gives back. A running
-	// execution keeps it. Engine.Open is one for an engine that outlives the handler. An
-	// error because of the store's keys wraps ErrKeys, or FailOpen forwards past the records.
+	// Open returns the engine and the release of its reference, which a running execution keeps.
+	// See Engine.Open. An error because of the store's keys must wrap ErrKeys, or FailOpen would
+	// forward past the records.
 	Open func() (e *Engine, release func(), err error)
-	// Tokens is the token policy; nil, or a policy that is nil, ignores tokens and records
-	// no evidence. Verifies says that there is one that verifies tokens.
+	// Tokens returns the token policy; without one tokens are ignored and no evidence is
+	// recorded. Verifies says that the policy verifies tokens.
 	Tokens   func() (*TokenPolicy, error)
 	Verifies bool
 	// Next is the handler behind ServeHTTP, such as an httputil.ReverseProxy.
@@ -49,27 +48,26 @@ type Config struct {
 	// Host is the program that serves the requests. Default: net/http alone.
 	Host Host
 
-	// ExecutionID are the places where callers name the intended effect, in order.
-	// Default: the header fields Idempotency-Key and Execution-Id.
+	// ExecutionID are the places where callers name the intended effect, in order. Default: the
+	// header fields Idempotency-Key and Execution-Id.
 	ExecutionID []IDSource
-	// MissingID says what happens to a call without an id. Default: MissingMint.
+	// MissingID says how to handle a call without an id. Default: MissingMint.
 	MissingID MissingID
-	// DeriveWindow is how long a derived id counts. Default: 60 s.
+	// DeriveWindow is how long a derived id is valid. Default: 60 s.
 	DeriveWindow time.Duration
 	// Inherit derives the id of a call without one from its Execution-Parent.
 	Inherit bool
-	// Caller is text with placeholders that names the caller; the Host, which it needs,
-	// expands it.
+	// Caller is text with placeholders that names the caller. It needs a Host.
 	Caller string
 	// Credentials are the header fields that are credentials. Default: Authorization,
 	// X-Api-Key, Api-Key.
 	Credentials []string
 
-	// Consequential matches calls with a safe method that are guarded all the same, Exempt
-	// others that are not guarded. Nil matches none.
+	// Consequential matches calls with a safe method to guard all the same, Exempt calls not to
+	// guard. Nil matches none.
 	Consequential, Exempt Match
-	// RefuseStreams refuses what can have an effect and cannot be guarded: upgrades,
-	// tunnels, and gRPC calls that are not unary.
+	// RefuseStreams refuses what may have effects and cannot be guarded: upgrades, tunnels, and
+	// gRPC calls that are not unary.
 	RefuseStreams bool
 	// FingerprintExclude are members of JSON bodies that are left out of the fingerprint.
 	FingerprintExclude []fingerprint.Pointer
@@ -78,78 +76,75 @@ type Config struct {
 	// AttachWait is how long a retry waits for the first byte of a running execution.
 	// Default: 30 s.
 	AttachWait time.Duration
-	// Deadline bounds requests that are not guarded until the header of their answer.
-	// Default: 5 min. IdleTimeout is the longest pause after it. Default: 10 min; negative
-	// is none.
+	// Deadline bounds unguarded requests until the header of their answer. Default: 5 min.
+	// IdleTimeout is the longest pause after it. Default: 10 min; negative is none.
 	Deadline, IdleTimeout time.Duration
-	// DeadlineHeader is where callers say how long they wait. Default: Request-Timeout.
+	// DeadlineHeader is the field with the caller's time limit. Default: Request-Timeout.
 	DeadlineHeader string
 	// FailOpen forwards calls unguarded while the store is unavailable.
 	FailOpen bool
 	// RequireECT refuses requests without a token.
 	RequireECT bool
-	// UpstreamIdentity is the upstream's identity; calls are then forwarded with a token.
+	// UpstreamIdentity is the upstream's identity; with one, calls are forwarded with a token.
 	UpstreamIdentity string
 	// Actions are the kinds of calls; the last one matches everything. Default: one action
 	// "default".
 	Actions []*Action
-	// Quota bounds what a caller may hold; the quotas and the rate of Checkpoints, what a
-	// workflow and a caller may.
+	// Quota bounds what a caller may hold, Checkpoints what a workflow and a caller may.
 	Quota       execution.Quota
 	Checkpoints checkpoint.Terms
 
-	// Endpoint answers requests for the gateway's own paths, and reports whether it did.
-	// Problems then lead to api.ExecutionPath. Nil has none.
+	// Endpoint answers requests for the gateway's own paths, and reports whether it did. Problems
+	// then link to api.ExecutionPath. Nil has none.
 	Endpoint func(w http.ResponseWriter, r *http.Request) bool
-	// Fallback answers calls that a circuit breaker has refused. Nil: they get the problem.
+	// Fallback answers calls that a circuit breaker refused. Nil: they get the problem.
 	Fallback Next
-	// Refusal is with what the breakers of all upstreams would refuse a call of this method,
-	// and the public name of the upstream; nil where they would not, or nobody knows.
+	// Refusal returns the error with which the breakers of all upstreams would refuse a call of
+	// this method, and the upstream's public name; nil if they would not, or unknown.
 	Refusal func(method string, view *breaker.View) (open *breaker.OpenError, name string)
-	// Send sends a request of the guard's own to the upstream, marked by AsOwn; one that
-	// IsUndo passes open breakers. A longer answer than MaxAnswer is an error. Actions that
-	// restore need it. Reach names the way of such requests, for checkpoints.
+	// Send sends the guard's own request to the upstream, marked by AsOwn; one that IsUndo passes
+	// open breakers. An answer longer than MaxAnswer is an error. Actions that restore need it.
+	// Reach names the way of such requests, for checkpoints.
 	Send  func(ctx context.Context, r *InternalRequest) (*InternalAnswer, error)
 	Reach string
 
-	// Counts counts the requests of all handlers of one name. Default: its own.
+	// Counts may be shared by all handlers of one name. Default: its own.
 	Counts *Counts
-	// Logger takes what operators should know. Default: nothing is logged.
+	// Logger gets what operators should know. Default: no logs.
 	Logger *slog.Logger
 }
 
-// Match reports whether a request is meant.
+// Match reports whether a request matches.
 type Match func(r *http.Request) (bool, error)
 
-// IDSource is a place where callers name the intended effect. Exactly one member is set.
+// IDSource is a place of an execution id. Exactly one member is set.
 type IDSource struct {
 	// Header is a request header field. One line, 1 to 255 visible ASCII characters; a
 	// quoted string and the bare characters are the same id.
 	Header string
-	// Placeholder is text with placeholders, which a Host expands. One without a value makes
-	// it no id. A field {http.request.header.NAME} is kept end to end, as Header is.
+	// Placeholder is text with placeholders for a Host to expand; if one has no value, there is
+	// no id. A field {http.request.header.NAME} is kept end to end, as Header is.
 	Placeholder string
-	// JSON is a JSON pointer (RFC 6901) into the request's JSON body, to a string or a
-	// number.
+	// JSON is a JSON pointer (RFC 6901) to a string or number in the request's JSON body.
 	JSON string
 }
 
-// MissingID is what happens to a call without an execution id.
+// MissingID says how to handle a call without an execution id.
 type MissingID string
 
-// What happens to a call without an execution id: it is refused, it runs under a new id, or
-// equal calls within a window are one.
+// A call without an execution id is refused, runs under a new id, or equal calls within a window
+// count as one.
 const (
 	MissingRequire MissingID = "require"
 	MissingMint    MissingID = "mint"
 	MissingDerive  MissingID = "derive"
 )
 
-// OnUnknown is what becomes of a later call where an earlier one is in doubt.
+// OnUnknown says how to handle a retry of a call in doubt.
 type OnUnknown string
 
-// What becomes of a call in doubt: it stays so, the upstream is asked, it is sent again
-// under its own key, or it runs again.
+// The call stays in doubt, the upstream is asked, the call is sent again under its own key, or it
+// runs again.
 const (
 	OnUnknownBlock  OnUnknown = "block"
 	OnUnknownProbe  OnUnknown = "probe"
@@ -157,43 +152,43 @@ const (
 	OnUnknownRetry  OnUnknown = "retry"
 )
 
-// Action is a kind of calls with rules of its own.
+// Action is a kind of call with its own rules.
 type Action struct {
-	// Name is that of the action in records and logs.
+	// Name is the action's name in records and logs.
 	Name string
-	// Match says which calls it is about. Nil: all.
+	// Match selects its calls. Nil: all.
 	Match Match
-	// Default says that it is the action of what no other one matches.
+	// Default marks the action of calls that no other action matches.
 	Default bool
-	// Description and Target stand in checkpoints. The Host expands Target.
+	// Description and Target are recorded in checkpoints. The Host expands Target.
 	Description, Target string
 
-	// Deadline is the longest that a forwarded call may take. Default: 5 min. StreamIdle
-	// is the longest pause of an answer without a length, in its place; 0 is none.
+	// Deadline is the longest that a forwarded call may take. Default: 5 min. For an answer
+	// without a length StreamIdle, the longest pause, replaces it; 0 is none.
 	Deadline, StreamIdle time.Duration
-	// RetainResult is how long answers are kept, RetainKey how long keys are. Default: 24 h
-	// and 720 h.
+	// RetainResult is how long answers are kept, RetainKey how long keys. Default: 24 h and 720
+	// h.
 	RetainResult, RetainKey time.Duration
-	// MaxResult is the size of the largest body that is kept, in bytes. Default: 8 MiB.
+	// MaxResult is the size of the largest body kept, in bytes. Default: 8 MiB.
 	MaxResult int64
-	// OnUnknown is what becomes of a call in doubt. Default: OnUnknownBlock. ResendFor is
-	// how long after the first attempt OnUnknownResend sends again.
+	// OnUnknown handles calls in doubt. Default: OnUnknownBlock. ResendFor is how long after the
+	// first attempt OnUnknownResend sends again.
 	OnUnknown OnUnknown
 	ResendFor time.Duration
 	// Probe asks the upstream about a call in doubt, for OnUnknownProbe.
 	Probe *Probe
-	// Rules read the status of an answer. Rule goes before them; nil, or false, leaves it to
-	// them.
+	// Rules judge an answer by its status. Rule is tried first; nil, or false, leaves it to
+	// Rules.
 	Rules execution.Rules
 	Rule  func(status int, header http.Header) (execution.Verdict, bool)
-	// Async lets the end of a whole answer go before its record is durable.
+	// Async releases the end of a whole answer before its record is durable.
 	Async bool
-	// AcceptUnframed takes an answer for whole that only the end of its connection ends.
+	// AcceptUnframed takes an answer for whole that ends with its connection.
 	AcceptUnframed bool
-	// Unary says that gRPC calls of this action are unary.
+	// Unary marks the gRPC calls of this action as unary.
 	Unary bool
-	// Irreversible says that the configuration declares the calls irreversible. Undo says
-	// how they are undone; nil where they cannot be.
+	// Irreversible declares the calls irreversible. Undo says how to undo them; nil if that is
+	// impossible.
 	Irreversible bool
 	Undo         *UndoPlan
 	// Terms are how checkpoints are made and kept.
@@ -207,58 +202,55 @@ type Action struct {
 type UndoTerms struct {
 	// TTL is how long a call can be undone. Default: 24 h.
 	TTL time.Duration
-	// MaxImage is the size of the largest body that is kept for an undo, in bytes. Default:
-	// 1 MiB.
+	// MaxImage is the size of the largest body kept for an undo, in bytes. Default: 1 MiB.
 	MaxImage int64
-	// SnapshotTimeout is how long the state of the target is waited for. Default: 10 s.
+	// SnapshotTimeout bounds the read of the target's state. Default: 10 s.
 	SnapshotTimeout time.Duration
 	// Recorded keeps the call's own credentials for its undo.
 	Recorded bool
-	// Refuses refuses a call whose state before cannot be read.
+	// Refuses refuses a call if the state before it cannot be read.
 	Refuses bool
 }
 
-// Next is the handler behind a guard, in the form of Caddy's: its error says that the
-// request was not answered.
+// Next is the handler behind a guard, in Caddy's form: an error means that it did not answer.
 type Next interface {
 	ServeHTTP(w http.ResponseWriter, r *http.Request) error
 }
 
-// Host is the program that serves the requests: what it knows of them beyond net/http.
+// Host is the program that serves the requests: it adds what net/http does not know of them.
 type Host interface {
-	// Original is the request as its client sent it, before other handlers changed it: a
-	// reload that adds such a handler must neither free a key (P1) nor make one of two
-	// requests (P3). The URL must not be changed.
+	// Original is the request as its client sent it, before other handlers changed it: a reload
+	// that adds such a handler must neither free a key (P1) nor merge two requests (P3). The URL
+	// must not be changed.
 	Original(r *http.Request) (method string, target *url.URL)
-	// Mount is what the path of the original request has before the path of r; empty where
-	// it was changed in another way.
+	// Mount is the prefix of the original path that the path of r lacks; empty if the path was
+	// changed in another way.
 	Mount(r *http.Request) string
-	// Expand replaces the placeholders of text, and reports whether each has a value:
-	// otherwise different callers or calls could look the same (P1, P3).
+	// Expand replaces the placeholders of text. It reports whether each has a value: otherwise
+	// different callers or calls could look the same (P1, P3).
 	Expand(r *http.Request, text string) (string, bool)
-	// User is the id of the user that the program has authenticated, or empty.
+	// User is the id of the user whom the program authenticated, or empty.
 	User(r *http.Request) string
-	// Var is a variable of a request, which outlives what handlers make of the request.
+	// Var is a variable of the request, which survives its rewrites by handlers.
 	Var(r *http.Request, name string) any
 	// SetVar sets it.
 	SetVar(r *http.Request, name string, value any)
-	// Note shows logs and matchers what became of a request that is not guarded: a value of
-	// `status` or `problem`.
+	// Note shows logs and matchers the `status` or `problem` of an unguarded request.
 	Note(r *http.Request, name, value string)
-	// Incremental reports whether the body is to be forwarded while it comes (RFC 10036).
+	// Incremental reports whether to forward the body as it arrives (RFC 10036).
 	Incremental(h http.Header) bool
 	// Upstream makes next the upstream of one call.
 	Upstream(next Next) Upstream
-	// Begin shows logs and matchers a call, and returns the call of a guard around this one
-	// that was shown before and is not Over.
+	// Begin shows logs and matchers a call. It returns the call of an enclosing guard that was
+	// shown before and is not Over.
 	Begin(r *http.Request, c *Call) (outer *Call)
 	// Show shows a call again.
 	Show(r *http.Request, c *Call)
-	// Trace writes what came of the call into the trace of its request.
+	// Trace adds the outcome to the trace of the request.
 	Trace(r *http.Request, c *Call)
-	// Emit emits an event. data is asked for where somebody wants it.
+	// Emit emits an event. data is called only if somebody subscribes.
 	Emit(name string, data func() map[string]any)
-	// Exiting reports that the process ends.
+	// Exiting reports that the process is shutting down.
 	Exiting() bool
 }
 
@@ -270,11 +262,11 @@ const (
 	EventFailOpen = "agent_guard.fail_open"
 )
 
-// config makes the members of Config those of Handler, without showing them.
+// config embeds Config in Handler without exporting its members.
 type config = Config
 
-// Handler guards calls: it executes each at most once, and answers retries from what is
-// recorded. It may be used by many goroutines.
+// Handler executes each call at most once, and answers retries from the record. It may be used by
+// many goroutines.
 type Handler struct {
 	config
 	fingerprints fingerprint.Config
@@ -283,11 +275,11 @@ type Handler struct {
 	restores     bool                  // an action of it restores
 	probes       prober
 	failures     throttle // calls that were forwarded for want of a store
-	// What stands before the names of callers that only this guard can know.
+	// Prefixes of the names of callers that only this guard can know.
 	users, explicits string
 }
 
-// New returns a handler with this configuration. The error says which member is wrong.
+// New returns a handler. An error names the invalid member.
 func New(c Config) (*Handler, error) {
 	if err := c.check(); err != nil {
 		return nil, fmt.Errorf("guard: %w", err)
@@ -348,7 +340,7 @@ func New(c Config) (*Handler, error) {
 	return h, nil
 }
 
-// check finds what would break a promise.
+// check refuses what would break a promise.
 func (c *Config) check() error {
 	if c.Open == nil {
 		return errors.New("Open is missing: no engine keeps what is recorded of calls")
@@ -366,8 +358,8 @@ func (c *Config) check() error {
 	return nil
 }
 
-// Canonical makes one list of all spellings and orders of the same header fields, so that
-// no rewriting of the configuration makes another caller of anybody (P1).
+// Canonical unifies all spellings and orders of the same header fields, so that rewriting the
+// configuration makes no caller another one (P1).
 func Canonical(fields []string) []string {
 	names := make([]string, len(fields))
 	for i, name := range fields {
@@ -406,7 +398,6 @@ func (h *Handler) complete(a *Action) error {
 	return nil
 }
 
-// initial sets v where it has no value.
 func initial[T comparable](v *T, value T) {
 	var zero T
 	if *v == zero {
@@ -414,7 +405,7 @@ func initial[T comparable](v *T, value T) {
 	}
 }
 
-// ServeHTTP guards a request, and hands it on to Config.Next.
+// ServeHTTP guards a request and forwards it to Config.Next.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if r.Context().Value(varsKey{}) == nil { // no other guard is around this one
 		r = r.WithContext(context.WithValue(r.Context(), varsKey{}, map[string]any{}))
@@ -432,10 +423,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	http.Error(w, http.StatusText(status), status)
 }
 
-// varsKey is the context key of the variables of a request without another host.
 type varsKey struct{}
 
-// plainHost is a program that has nothing but net/http.
+// plainHost is the Host of a program that has only net/http.
 type plainHost struct{}
 
 func (plainHost) Original(r *http.Request) (string, *url.URL) { return r.Method, r.URL }
@@ -473,7 +463,7 @@ func (plainHost) Emit(string, func() map[string]any) {}
 
 func (plainHost) Exiting() bool { return false }
 
-// plainNext is an http.Handler, which always answers.
+// plainNext adapts an http.Handler, which always answers.
 type plainNext struct{ http.Handler }
 
 func (n plainNext) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
@@ -481,9 +471,8 @@ func (n plainNext) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// plainUpstream knows of the server only what the handler has answered. So nothing is ever
-// proven not to have been sent, and a body that was cut off is seen where the handler
-// panics, as an httputil.ReverseProxy does.
+// plainUpstream knows only what the handler answered. So a call is never proven unsent, and a
+// cut-off body shows as a panic of the handler, as with httputil.ReverseProxy.
 type plainUpstream struct {
 	next Next
 	ctx  context.Context
@@ -511,8 +500,8 @@ func (u *plainUpstream) Status() int { return 0 }
 
 func (u *plainUpstream) Answer() execution.Answer { return execution.Answer{} }
 
-// Silent implements Upstream. A handler that writes nothing means 200, unless its time was over:
-// then it may have returned for that.
+// Silent implements Upstream. A handler that writes nothing means 200, unless its time had run
+// out.
 func (u *plainUpstream) Silent() bool { return u.ctx.Err() != nil }
 
 // The header fields of the guard.

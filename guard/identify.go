@@ -27,8 +27,8 @@ import (
 	"github.com/google/uuid"
 )
 
-// Anonymous is the caller of requests without any credential. They share one space
-// of execution ids.
+// Anonymous is the caller of requests without a credential. They share one space of execution
+// ids.
 const Anonymous = "anonymous"
 
 // CallerOf is the first identity that applies. Each kind has its own prefix, so that no caller can
@@ -50,8 +50,8 @@ func (h *Handler) CallerOf(g *execution.Guard, r *http.Request, tokens *Tokens) 
 	return Anonymous, nil
 }
 
-// named is the caller whom the gateway itself knows, by the configuration, a token of
-// this issuer, a certificate, or Caddy's authentication; empty if it knows none.
+// named is the caller that the gateway itself knows, by the configuration, a token of this
+// issuer, a certificate, or Caddy's authentication; empty if none applies.
 func (h *Handler) named(r *http.Request, issuer string) string {
 	if h.Caller != "" {
 		if name, ok := h.Host.Expand(r, h.Caller); ok {
@@ -84,8 +84,8 @@ func authority(chains [][]*x509.Certificate) string {
 	return hex.EncodeToString(least[:])
 }
 
-// OperatorName is a caller's name in the option `operators`: the user, the value of `caller` or the
-// certificate's subject at this guard.
+// OperatorName is a caller's name in the option `operators`: the user, the value of `caller`, or
+// the certificate's subject at this guard.
 func (h *Handler) OperatorName(r *http.Request, caller string) string {
 	if name, ok := strings.CutPrefix(caller, h.explicits); ok {
 		return "caller:" + name
@@ -199,15 +199,15 @@ func sentence(err error) string {
 	return strings.ToUpper(text[:1]) + text[1:] + "."
 }
 
-// MaxTokens is how many tokens one request may carry.
+// MaxTokens is how many tokens a request may carry.
 const MaxTokens = 10
 
 // Tokens are the verified tokens of one request.
 type Tokens struct {
-	// All are the tokens as they came, with parents. Own are those made by the caller: they
-	// are not the gateway's, and no parents of others.
+	// All are the tokens as sent, with parents. Own are those made by the caller: neither the
+	// gateway's tokens nor parents issued by others.
 	All, Own []*ect.Token
-	// Late is the refusal of expired tokens, which are only good for a recorded call.
+	// Late is the refusal of expired tokens, which are valid only for a recorded call.
 	Late error
 
 	leaves []string // the ids of those that are no parents of others
@@ -225,7 +225,6 @@ func (p *Tokens) Issuer() string {
 	return ""
 }
 
-// workflow is that of the tokens, or empty.
 func (p *Tokens) workflow() string {
 	for _, t := range p.All {
 		if t.Workflow() != "" {
@@ -272,7 +271,7 @@ func (h *Handler) VerifyTokens(policy *TokenPolicy, r *http.Request, required bo
 	return p, nil
 }
 
-// inTime refuses expired tokens, where there is no recorded call.
+// inTime refuses expired tokens; for calls without a record.
 func (p *Tokens) inTime() error {
 	if p.Late != nil {
 		return RefusedToken(p.Late)
@@ -296,7 +295,7 @@ func tokenResult(p *Tokens, err error) string {
 	return ""
 }
 
-// executionID is the id of a call without another one: that of its token, or one made of several;
+// executionID is the id of a call that has no other: its token's, or one derived from several;
 // empty without tokens.
 func (p *Tokens) executionID() string {
 	switch len(p.Own) {
@@ -313,7 +312,7 @@ func (p *Tokens) executionID() string {
 	return evidence.JointID(ids)
 }
 
-// Peer is the SPIFFE ID of the connection's verified certificate, which then has exactly one URI
+// Peer is the SPIFFE ID of the connection's verified certificate, which must have exactly one URI
 // (X509-SVID, section 2).
 func Peer(r *http.Request) string {
 	if r.TLS == nil || len(r.TLS.VerifiedChains) == 0 {
@@ -346,8 +345,8 @@ func (h *Handler) needsTokens(r *http.Request) bool {
 	return h.Verifies && (h.RequireECT || len(r.Header[ect.FieldName]) > 0)
 }
 
-// verifySafe verifies the tokens of a safe request. The use of such tokens is kept in memory; only at
-// level L3 they are recorded before the request goes on.
+// verifySafe verifies the tokens of a safe request. Their use is kept in memory; only level L3
+// records them before the request goes on.
 func (h *Handler) verifySafe(r *http.Request) error {
 	// Tokens that another guard has verified would count as used twice.
 	if !h.needsTokens(r) || guardedBy(r.Context(), h.Name) || h.Host.Var(r, tokensVerified) != nil {
@@ -382,11 +381,11 @@ func (h *Handler) verifySafe(r *http.Request) error {
 	return nil
 }
 
-// tokensVerified is a request variable: the issuer of the tokens that verifySafe has verified.
+// tokensVerified is a request variable: the issuer of the tokens verified by verifySafe.
 const tokensVerified = "agent_guard.tokens_verified"
 
-// checkUnguardedInput compares the body of an unguarded request with the hash in its tokens. Such a
-// body is read before the request is forwarded only if there is one.
+// checkUnguardedInput compares the body of an unguarded request with the hash in its tokens. Only
+// with such a hash is the body read before the request is forwarded.
 func (h *Handler) checkUnguardedInput(p *Tokens, r *http.Request) error {
 	return p.checkInput(func() (ect.Hash, error) {
 		if r.ContentLength == 0 {
@@ -443,7 +442,6 @@ func (x *Call) fromSource(s *IDSource, index int) (string, error) {
 	return id, nil
 }
 
-// missingID names a call whose caller did not.
 func (x *Call) missingID(c *execution.Call) (string, error) {
 	if parent := x.r.Header.Get(HeaderExecutionParent); x.h.Inherit && parent != "" {
 		c.Origin = execution.OriginDerived
@@ -472,8 +470,8 @@ func (h *Handler) firstHeader() string {
 	return "Idempotency-Key"
 }
 
-// sentAs is a hash of what an upstream that keeps keys knows the call by; zero where the call
-// has no such key. The key's own bytes count: quoted it is another to the upstream.
+// sentAs is a hash of the key by which the upstream knows the call; zero without one. Its bytes
+// count: quoted it is another key to the upstream.
 func (x *Call) sentAs(id string) (sum [32]byte, err error) {
 	lines := x.r.Header[headerIdempotencyKey]
 	if key, err := execution.ParseID(lines); x.action.OnUnknown != OnUnknownResend || err != nil || key != id {
@@ -541,8 +539,8 @@ func (x *Call) readBody() error {
 	return &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
 }
 
-// oneMessage reads the body of a unary gRPC call. Another message makes it a stream, whose
-// caller may wait for an answer before it ends: waiting for that end could take for ever.
+// oneMessage reads the body of a unary gRPC call. A second message makes it a stream, whose
+// caller may wait for an answer before ending it: waiting for the end could take forever.
 type oneMessage struct {
 	io.Reader
 	prefix [5]byte // of the message: whether it is compressed, and its length

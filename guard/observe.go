@@ -46,8 +46,7 @@ func (r ProbeResult) String() string { return probeResultNames[r] }
 
 var verdicts = [...]execution.Verdict{execution.Completed, execution.Released, execution.InDoubt}
 
-// ActionCounts counts what becomes of the calls of one action of one guard. To count is one
-// atomic addition.
+// ActionCounts counts the outcomes of one action's calls. Counting is one atomic addition.
 type ActionCounts struct {
 	guard, name string
 
@@ -64,7 +63,7 @@ type ActionCounts struct {
 // Begun counts an execution that has begun. Settled must follow.
 func (a *ActionCounts) Begun() { a.running.Add(1) }
 
-// Settled counts the end of an execution, by what was recorded of it.
+// Settled counts the end of an execution by its recorded verdict.
 func (a *ActionCounts) Settled(v execution.Verdict) {
 	a.running.Add(-1)
 	for i := range verdicts {
@@ -96,12 +95,12 @@ func (a *ActionCounts) Refused(slug string) {
 	}
 }
 
-// ActionReport is what was counted of one action since its first configuration.
+// ActionReport holds the counts of one action since its first configuration.
 type ActionReport struct {
 	Guard, Action string
 	// Running is the number of executions that run now.
 	Running int64
-	// Executions are those that have ended, by the verdict that was recorded.
+	// Executions are those that ended, by recorded verdict.
 	Executions map[execution.Verdict]uint64
 	// Replays and Attaches are calls that were answered from a record, and by a running
 	// execution; FailOpen those that were forwarded without a store (P4).
@@ -111,7 +110,7 @@ type ActionReport struct {
 	Problems map[string]uint64
 }
 
-// Report is what was counted.
+// Report returns the counts.
 func (a *ActionCounts) Report() ActionReport {
 	r := ActionReport{
 		Guard: a.guard, Action: a.name, Running: a.running.Load(), Executions: map[execution.Verdict]uint64{},
@@ -146,7 +145,7 @@ func NewCounts(name string) *Counts { return &Counts{name: name} }
 // Unguarded counts a request that is not guarded.
 func (c *Counts) Unguarded(r UnguardedReason) { c.unguarded[r].Add(1) }
 
-// VerifiesTokens shows the count of verified tokens, before there are any.
+// VerifiesTokens makes the count of verified tokens appear before there are any.
 func (c *Counts) VerifiesTokens() { c.tokens.LoadOrStore("verified", new(atomic.Uint64)) }
 
 // Token counts the verification of a request's tokens. result is verified, late, unavailable, or
@@ -178,8 +177,7 @@ func (c *Counts) Action(name string) *ActionCounts {
 	return a
 }
 
-// Report is what was counted: requests that are not guarded by reason, and verifications of
-// tokens by result.
+// Report returns the unguarded requests by reason and the verifications of tokens by result.
 func (c *Counts) Report() (name string, unguarded map[UnguardedReason]uint64, tokens map[string]uint64) {
 	unguarded, tokens = map[UnguardedReason]uint64{}, map[string]uint64{}
 	for r := range c.unguarded {
@@ -192,8 +190,8 @@ func (c *Counts) Report() (name string, unguarded map[UnguardedReason]uint64, to
 	return c.name, unguarded, tokens
 }
 
-// CountRefusal counts a request of no action that was answered with the problem of this
-// slug: among those of the action that matches everything.
+// CountRefusal counts a problem's slug for a request that has no action, at the action that
+// matches everything.
 func (h *Handler) CountRefusal(slug string) { h.Actions[len(h.Actions)-1].Counts.Refused(slug) }
 
 // CountTokens counts a verification of tokens.
@@ -222,12 +220,12 @@ func (x *Call) emit(name string, more map[string]any) {
 	}
 }
 
-// String keeps everything else of a call out of whatever prints the variable (P8).
+// String keeps everything else about the call out of logs (P8).
 func (x *Call) String() string { return x.call.Key.String() }
 
-// Value is what logs and matchers read of the call under a name of docs/observability.md, such
-// as `status`. What is not known yet, or does not apply, is empty. It reports false for other
-// names.
+// Value returns a variable of the call for logs and matchers, by its name in
+// docs/observability.md, such as `status`. Unknown or inapplicable values are empty. It reports
+// false for other names.
 func (x *Call) Value(name string) (any, bool) {
 	switch name {
 	case "execution_id":

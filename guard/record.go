@@ -25,33 +25,31 @@ import (
 type callEvidence struct {
 	policy *TokenPolicy
 	tokens Tokens
-	// recorded are the tokens that the ledger has, bound those that were used for this call.
+	// recorded are the tokens in the ledger, bound those that were used for this call.
 	recorded, bound map[*ect.Token]bool
-	// ancestors are tokens that were seen before, wrote nothing, and led to these.
+	// ancestors are earlier tokens without a record of their own that led to these.
 	ancestors []*ect.Token
-	// use is what the tokens are used for: this key with this request, so that a token
-	// is good for no other body.
+	// use binds the tokens to this key and request, so that they are valid for no other body.
 	use evidence.Use
-	// taken are those that this call has taken in memory first; kept says that they
-	// were used for it.
+	// taken are those that this call took first, in memory; kept says that they were used for it.
 	taken []*ect.Token
 	// held are those whose use is recorded without an end.
 	held []*ect.Token
 	kept bool
-	// handed says that a guard around this one uses the tokens, for the same request.
+	// handed says that an enclosing guard uses the tokens for the same request.
 	handed bool
 	call   evidence.Call
 	// forwarded is the checkpoint as a token, for upstreams with an identity.
 	forwarded *ect.Token
-	// failed is the error of the call as a token, for its caller, once it is recorded.
+	// failed is the recorded error of the call as a token, for its caller.
 	failed *ect.Token
 }
 
 // maxTarget leaves room in the extensions of a token.
 const maxTarget = 512
 
-// target names the system that the call changes: as configured, never as the caller
-// has sent it unless a placeholder says so (cascade Table 2).
+// target names the system that the call changes: as configured, never as sent by the caller
+// unless a placeholder says so (cascade Table 2).
 func (x *Call) target() string {
 	if text, ok := x.h.Host.Expand(x.r, x.action.Target); ok {
 		return shortened(text, maxTarget)
@@ -59,7 +57,7 @@ func (x *Call) target() string {
 	return x.h.Name
 }
 
-// begin prepares what the ledger will record of the call. Its key is known.
+// begin prepares the evidence of the call. Its key is known.
 func (x *Call) begin() error {
 	s := &x.evidence
 	if s.policy == nil {
@@ -80,9 +78,9 @@ func (x *Call) begin() error {
 	return x.join()
 }
 
-// join finds the place of a call without a token in a workflow: behind the execution
-// that it names as its parent. A workflow that tokens speak of cannot be joined without
-// that: whoever knows its id could write into it, and read it (P3).
+// join places a call without a token in a workflow, behind the execution that it names as its
+// parent. A workflow with tokens cannot be joined otherwise: knowing its id would be enough to
+// write into it, and to read it (P3).
 func (x *Call) join() error {
 	s := &x.evidence
 	if s.call.Workflow == "" {
@@ -143,8 +141,8 @@ func withCheckpoint(marks http.Header, checkpoint string) http.Header {
 	return marks
 }
 
-// recordCall makes the checkpoint of the call and the batch by which it, the tokens that
-// led to it, and their use land in the claim's commit (P2).
+// recordCall makes the call's checkpoint and the batch that records it, the tokens that led to it
+// and their use in the claim's commit (P2).
 func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 	s := &x.evidence
 	x.call.Checkpoint = ""
@@ -200,8 +198,8 @@ func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 	return batch, nil
 }
 
-// recordUntil is how long the ledger keeps at least what it records of the call: while it
-// can be undone, and a rollback that began in time runs.
+// recordUntil is how long the ledger keeps the records of the call at least: while it can be
+// undone, and a rollback that began in time runs.
 func (x *Call) recordUntil(now time.Time) time.Time {
 	ttl := x.evidence.call.TTL
 	return now.Add(max(ttl+ttl/2, x.call.KeepResult))
@@ -220,8 +218,8 @@ func (x *Call) ledgerAdmits(ctx context.Context) error {
 	return nil
 }
 
-// callRecorded handles the result of the claim. A claim that was lost to a token's earlier use
-// is tried again without it where that was for this very call.
+// callRecorded handles the result of the claim. A claim refused for an earlier use of a token is
+// retried without that token if the use was for this very call.
 func (x *Call) callRecorded(batch *store.Batch, err error) error {
 	if batch == nil {
 		return err
@@ -248,8 +246,8 @@ func (x *Call) callRecorded(batch *store.Batch, err error) error {
 	return execution.ErrTaken // look again
 }
 
-// outcomeEvents makes the evidence of an outcome. The outcome is recorded whether or not
-// that succeeds: what is missing is found at the next start, or not at all.
+// outcomeEvents makes the evidence of an outcome. If that fails the outcome is recorded all the
+// same; missing evidence is found at the next start, or not at all.
 func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer http.Header) *store.Batch {
 	s := &x.evidence
 	if s.policy == nil {
@@ -287,9 +285,9 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 	return nil
 }
 
-// keepUpstreamErrors records the errors that the upstream reports with its answer, and returns the
-// ids. It has commits of its own: an id that others take at the same time must not keep
-// the outcome from being recorded (P6).
+// keepUpstreamErrors records the errors that the upstream reports with its answer, and returns
+// their ids. It commits separately: an id taken by others meanwhile must not keep the outcome
+// from being recorded (P6).
 func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer http.Header) (ids []string) {
 	ctx, cancel := context.WithTimeout(ctx, upstreamErrorTime)
 	defer cancel()
@@ -304,12 +302,11 @@ func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer htt
 	return ids
 }
 
-// upstreamErrorTime is how long an outcome waits for what its errors need.
+// upstreamErrorTime is how long an outcome waits for the keys and records of its errors.
 const upstreamErrorTime = 5 * time.Second
 
-// upstreamErrors are the errors that the upstream reports with its answer (ATD
-// "Error Signaling", upstream_errors). What cannot be verified, or is known already, is
-// left out.
+// upstreamErrors are the errors that the upstream reports with its answer (ATD "Error Signaling",
+// upstream_errors). Unverifiable and known ones are left out.
 func (x *Call) upstreamErrors(ctx context.Context, answer http.Header) []*ect.Token {
 	s := &x.evidence
 	lines := answer[ect.FieldName]
@@ -370,7 +367,7 @@ func (x *Call) takeTokens() error {
 		case status == evidence.Unused:
 			s.taken = append(s.taken, t)
 		case status == evidence.Other:
-			// Somebody tries it for something else. What was recorded counts.
+			// It was tried for something else. The recorded use counts.
 			recorded, err := s.policy.Evidence.UseStatus(x.r.Context(), t, s.use)
 			if err != nil {
 				return x.storeFailed(err)
@@ -384,8 +381,8 @@ func (x *Call) takeTokens() error {
 	return nil
 }
 
-// lateTokens lets tokens whose time is over pass for the very call that they were used
-// for, and refuses them for any other.
+// lateTokens accepts expired tokens for the very call that they were used for, and refuses them
+// otherwise.
 func (x *Call) lateTokens() error {
 	s := &x.evidence
 	if s.tokens.Late == nil {
@@ -413,8 +410,8 @@ func (x *Call) giveTokensBack() {
 	}
 }
 
-// reviewTokens looks up what the store knows of the tokens. It reports whether anything
-// was learned, and refuses a token that was used for something else.
+// reviewTokens looks up the tokens in the store. It reports whether it learned anything, and
+// refuses a token that was used for something else.
 func (x *Call) reviewTokens() (learned bool, err error) {
 	s := &x.evidence
 	ctx := x.r.Context()
@@ -456,7 +453,7 @@ func (x *Call) reviewTokens() (learned bool, err error) {
 // fit into one commit.
 const maxAncestors = ledger.MaxEvents - MaxTokens - 2
 
-// unrecorded are the tokens that the ledger lacks: what led to others first.
+// unrecorded are the tokens that the ledger lacks, parents first.
 func (s *callEvidence) unrecorded() []*ect.Token {
 	if len(s.tokens.All) == 0 {
 		return nil
@@ -465,9 +462,9 @@ func (s *callEvidence) unrecorded() []*ect.Token {
 	return slices.DeleteFunc(slices.Concat(s.ancestors, s.tokens.All), func(t *ect.Token) bool { return s.recorded[t] })
 }
 
-// bind records in a batch what the caller's tokens are used for, for as long as the key
-// is kept: a retry must find it, however late it comes. Without a time it is recorded without
-// an end, which comes with the outcome: a stream may be over long after its deadline (ADR 0049).
+// bind records the use of the caller's tokens in a batch, for as long as the key is kept: even
+// the latest retry must find it. Without a time it has no end until the outcome sets one: a
+// stream may outlast its deadline (ADR 0049).
 func (s *callEvidence) bind(to *store.Batch, until time.Time) {
 	for _, t := range s.tokens.Own {
 		if !s.bound[t] && !s.handed {
@@ -481,14 +478,13 @@ func (s *callEvidence) bind(to *store.Batch, until time.Time) {
 	}
 }
 
-// kept is until when the key of the call is kept, should it end at its deadline.
+// kept is until when the call's key is kept, should it end at its deadline.
 func (x *Call) kept(now time.Time) time.Time {
 	return now.Add(x.call.Deadline + max(x.call.KeepKey, x.call.KeepResult))
 }
 
-// keepTokens records the tokens of a call that is answered from what is recorded: what
-// its caller does next will name them as parents. It reports execution.ErrTaken where
-// somebody else was first, to look again.
+// keepTokens records the tokens of a call that is answered from the record: its caller will name
+// them as parents. After execution.ErrTaken look the call up again.
 func (x *Call) keepTokens(found execution.Finding) error {
 	s := &x.evidence
 	if len(s.tokens.All) == 0 || s.tokens.Late != nil {
@@ -532,11 +528,12 @@ func (x *Call) recordTokens(found execution.Finding, tokens []*ect.Token) error 
 	return x.callRecorded(batch, err)
 }
 
-// tokensHanded is the context key of requests that a guard has forwarded with the tokens
-// that it has bound: a guard behind it in this process takes them for the same call.
+// tokensHanded is the context key of requests forwarded with bound tokens: a guard behind this
+// one in the same process takes them for the same call.
 type tokensHanded struct{}
 
-// retryDrafts says of the tokens of a retry what came of its call, unless that still runs.
+// retryDrafts records the outcome of its call for the tokens of a retry, unless the call still
+// runs.
 func (x *Call) retryDrafts(now time.Time, found execution.Finding, tokens []*ect.Token) ([]*ect.Draft, error) {
 	r := found.Record
 	if r == nil || r.Checkpoint == "" || !slices.ContainsFunc(tokens, func(t *ect.Token) bool { return slices.Contains(x.evidence.tokens.Own, t) }) {
@@ -555,8 +552,8 @@ func (x *Call) retryDrafts(now time.Time, found execution.Finding, tokens []*ect
 	return []*ect.Draft{d}, err
 }
 
-// lostTo finds out what a claim was lost to. A commit that stands in the same group is
-// lost to before it can be read.
+// lostTo finds the conflicting write of a claim. A commit in the same group conflicts before it
+// can be read.
 func (x *Call) lostTo(lost *store.Conflict) error {
 	ctx, cancel := context.WithDeadline(x.r.Context(), x.wait)
 	defer cancel()
@@ -576,16 +573,14 @@ func (x *Call) lostTo(lost *store.Conflict) error {
 // lostPause is how long a group of commits may take until it can be read.
 const lostPause = 5 * time.Millisecond
 
-// ProofTime is how long a request waits until its tokens stand in the ledger's tree. The
-// sequencer tries again meanwhile, with pauses that grow from 50 ms. It is that of the
-// drafts' implementations.
+// ProofTime is how long a request waits until its tokens are in the ledger's tree, as in the
+// drafts' implementations. The sequencer retries meanwhile, with pauses that grow from 50 ms.
 const ProofTime = 5 * time.Second
 
 const reasonLedger = "ledger_unavailable"
 
-// prove waits, at level L3, until the tokens that led to the call can be proven, and with
-// them its checkpoint, which an upstream may rely on as well. At other
-// levels their commit is enough.
+// prove waits, at level L3, until the tokens that led to the call and its checkpoint, on which an
+// upstream may rely, can be proven. At other levels their commit is enough.
 func (x *Call) prove(ctx context.Context) error {
 	s := &x.evidence
 	if s.policy == nil || !s.policy.LedgerFirst || len(s.tokens.All) == 0 && s.forwarded == nil {
@@ -613,7 +608,7 @@ func (x *Call) unproven(e *execution.Execution, why error) error {
 	return x.refusedInDoubt(x.ledgerFailed(why))
 }
 
-// proveRetry makes the answer to a retry wait, at level L3, until its tokens can be proven.
+// proveRetry delays the answer to a retry, at level L3, until its tokens can be proven.
 func (x *Call) proveRetry() error {
 	s := &x.evidence
 	if !s.policy.LedgerFirst {
@@ -637,17 +632,16 @@ func (x *Call) ledgerFailed(why error) error {
 	return p
 }
 
-// LedgerFailed makes a problem of tokens that the ledger did not take in time (P4).
+// LedgerFailed is the problem of tokens that the ledger did not record in time (P4).
 func LedgerFailed(why error) *api.Problem {
 	p := api.NewProblem(api.ECTUnavailable, "The ledger has not taken the token, and nothing goes on before it has.")
 	p.Reason, p.Cause = reasonLedger, why
 	return p
 }
 
-// enter takes the tokens of a request that is not guarded into the ledger, with what
-// they are used for, before anybody relies on them (level L3). A use that no retry has
-// again is recorded once nothing but the request is left to do: the advised retry after a
-// 503 would else be refused, though nothing was sent (P4).
+// enter records the tokens of an unguarded request and their use, before anybody relies on them
+// (level L3). A use that no retry repeats is recorded last, right before the request: otherwise
+// the advised retry after a 503 would be refused, though nothing was sent (P4).
 func (t *TokenPolicy) enter(r *http.Request, p *Tokens, use safeUse) error {
 	ctx, cancel := context.WithTimeout(r.Context(), ProofTime)
 	defer cancel()
@@ -671,15 +665,15 @@ func (t *TokenPolicy) enter(r *http.Request, p *Tokens, use safeUse) error {
 	return LedgerFailed(err)
 }
 
-// The error of a call goes back to who has made it, in Execution-Context of the answer (ADR
-// 0055): the same token that the ledger has. It is shown to callers only whose own token was
-// verified, and is about nothing but their own call (P3).
+// The caller gets the error of its call in Execution-Context of the answer (ADR 0055): the same
+// token that the ledger has. Only callers with a verified token see it, and only for their own
+// call (P3).
 
 const (
 	// errorTime is how long an answer waits for the error that names its failure.
 	errorTime = 2 * time.Second
-	// maxHeldFailure is the size up to which a failure's answer waits for its end, so that the
-	// error can stand in its header.
+	// maxHeldFailure is the size up to which a failure's answer is held until its end, so that
+	// its header can carry the error.
 	maxHeldFailure = 64 << 10
 )
 
@@ -689,7 +683,7 @@ func (x *Call) hears() bool {
 	return x.evidence.policy != nil && x.verified && x.evidence.tokens.Issuer() != ""
 }
 
-// signAll signs drafts at once, for those who cannot wait for the sequencer.
+// signAll signs drafts at once, without waiting for the sequencer.
 func (t *TokenPolicy) signAll(drafts []*ect.Draft) ([]*ect.Token, error) {
 	signed := make([]*ect.Token, 0, len(drafts))
 	for _, d := range drafts {
@@ -702,8 +696,8 @@ func (t *TokenPolicy) signAll(drafts []*ect.Draft) ([]*ect.Token, error) {
 	return signed, nil
 }
 
-// showFailure adds the error to an answer that the upstream has given: to its header, or to
-// its trailer where that has left. An answer of known length that has left has neither.
+// showFailure adds the error to an answer of the upstream: to its header, or to its trailer if
+// the header is sent. An answer of known length that is under way has neither.
 func (x *Call) showFailure(h http.Header) {
 	failed := x.evidence.failed
 	switch {
@@ -756,15 +750,15 @@ func (x *Call) errorOf(ctx context.Context, workflow, id string) *shownError {
 	return &shownError{entry.ID, string(entry.Payload)}
 }
 
-// recordRejection records in the workflow of a call that a breaker has rejected it: a gateway
-// is the boundary of its workflows (cascade 3.3.2).
+// recordRejection records in a call's workflow that a breaker rejected it: a gateway is the
+// boundary of its workflows (cascade 3.3.2).
 func (x *Call) recordRejection(p *api.Problem) {
 	s := &x.evidence
 	open := (*breaker.OpenError)(nil)
 	if s.policy == nil || s.call.Workflow == "" || !errors.As(p.Cause, &open) {
 		return
 	}
-	// A rejection that is left out now may come with the next one.
+	// A rejection that is left out now may be recorded with the next one.
 	c := x.engine.Circuits
 	if c == nil || c.Busy() || !x.engine.rejections.first(open, s.call.Workflow, VerifiedHere(x.call.Scope.Caller)) {
 		return
@@ -772,10 +766,9 @@ func (x *Call) recordRejection(p *api.Problem) {
 	c.RecordRejection(s.policy, open, s.call.Workflow, s.ledTo())
 }
 
-// rejectionError is the error that shows the caller of a call that a breaker has refused it
-// (AERR "States": it is emitted to upstream peers). There is one for each caller, workflow and
-// state of the breaker, so that a storm of retries cannot flood the ledger. Where it cannot be
-// recorded the refusal goes without.
+// rejectionError is the error that shows a caller that a breaker refused its call (AERR "States":
+// it is emitted to upstream peers). There is one per caller, workflow and state of the breaker,
+// so that retries cannot flood the ledger. If it cannot be recorded, the refusal has none.
 func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 	s := &x.evidence
 	if s.call.Workflow == "" || x.engine.Circuits == nil {
@@ -827,9 +820,8 @@ func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 	return failure
 }
 
-// led is what has led to the call: the ids of its parents, of theirs, and so on, the
-// nearest first. What stands in no ledger here has led from elsewhere, and ends the walk.
-// It is read only while a rollback of the workflow is under way.
+// led yields the ids of the call's ancestors, the nearest first. An id that the ledger does not
+// have ends the walk. It is read only while a rollback of the workflow is under way.
 func (x *Call) led(workflow string, found execution.Finding) iter.Seq2[string, error] {
 	return func(yield func(string, error) bool) {
 		s := &x.evidence

@@ -17,24 +17,23 @@ import (
 type Sink interface {
 	// Start takes the final status and the header difference.
 	Start(status int, header map[string][]string)
-	// Write takes the next bytes of the body. needed says that they will be read back;
-	// the result, whether they can be.
+	// Write takes the next bytes of the body. needed says that they will be read back; it reports
+	// whether they can be.
 	Write(p []byte, needed bool) (recorded bool)
-	// ReadBack reads what was written from off on. Its Read does not wait for more.
+	// ReadBack reads from off on. Its Read does not wait for more.
 	ReadBack(off int64) io.ReadCloser
-	// Wait waits for the client to take what cannot be read back, until ready is closed.
-	// False says that it was waited for long enough.
+	// Wait waits, until ready is closed, for the client to take what cannot be read back. False
+	// means that the time is used up.
 	Wait(ready <-chan struct{}) bool
-	// SetTrailer takes what came after the body.
+	// SetTrailer takes the trailer.
 	SetTrailer(trailer map[string][]string)
 }
 
-// Recorder is the response writer of a forwarded call: everything that is written
-// goes into the sink, and to the client at the client's own pace. Neither its slowness
-// nor its leaving is noticed.
+// Recorder is the response writer of a forwarded call: everything written goes into the sink, and
+// to the client at the client's own pace. A slow or leaving client is not noticed.
 //
-// It has no Unwrap and no Hijack: what goes around it could not be recorded. Its header
-// map is its own: the client's must not change while the client is written to.
+// It has no Unwrap and no Hijack, which would bypass the recording. Its header map is its own:
+// the client's must not change while the client is written to.
 type Recorder struct {
 	w      *Writer
 	pump   *pump // from the first write on that could wait for the client
@@ -53,9 +52,9 @@ type Recorder struct {
 	judged      http.Header // what judge gave
 }
 
-// NewRecorder returns a recorder on w. marks are header fields that the answer
-// carries whatever the upstream says; cut tells whether the forwarded request was
-// cancelled by ourselves, which makes a 499 Caddy's own and not the upstream's.
+// NewRecorder returns a recorder on w. marks are header fields that the answer always carries;
+// cut reports whether we cancelled the forwarded request, which makes a 499 Caddy's own and not
+// the upstream's.
 func NewRecorder(w *Writer, sink Sink, marks http.Header, cut func() bool) *Recorder {
 	r := &Recorder{w: w, sink: sink, marks: marks, cut: cut, length: -1}
 	r.header = make(http.Header, len(w.Header())+len(marks)+8)
@@ -64,14 +63,14 @@ func NewRecorder(w *Writer, sink Sink, marks http.Header, cut func() bool) *Reco
 	return r
 }
 
-// Judge lets judge say, once the status and the header of the answer are known and
-// before they leave, which fields the answer carries over all others.
+// Judge sets a function that returns overriding header fields once the status and header of the
+// answer are known and before they are sent.
 func (r *Recorder) Judge(judge func(status int) http.Header) { r.judge = judge }
 
-// Header is what the header of the answer will be, and its trailer.
+// Header is the future header of the answer, and its trailer.
 func (r *Recorder) Header() http.Header { return r.header }
 
-// mark makes h say of the execution what only we do.
+// mark sets in h the fields that only the guard sets.
 func (r *Recorder) mark(h http.Header) {
 	for _, name := range ours {
 		delete(h, name)
@@ -85,8 +84,7 @@ func (r *Recorder) mark(h http.Header) {
 	}
 }
 
-// fill makes h hold what from does. The lists are shared, so that nothing may be
-// appended to them in place.
+// fill copies from to h. The lists are shared, and must not be appended to in place.
 func fill(h, from http.Header) {
 	for name := range h {
 		if _, ok := from[name]; !ok {
@@ -98,8 +96,8 @@ func fill(h, from http.Header) {
 	}
 }
 
-// Reset brings the header maps back to what they were before the call, so that the call
-// can be forwarded or answered anew. It must not be used once anything was sent.
+// Reset restores the header maps to their state before the call, to forward or answer it anew. It
+// must not be used once anything was sent.
 func (r *Recorder) Reset() {
 	h := r.w.Header()
 	if r.before != nil {
@@ -111,16 +109,16 @@ func (r *Recorder) Reset() {
 	fill(r.header, h)
 }
 
-// Status is the final status that was written, 0 if none was.
+// Status is the final status that was written; 0 if none was.
 func (r *Recorder) Status() int { return r.status }
 
-// Interrupted reports that the handler gave the call up because we had cancelled it.
+// Interrupted reports that the handler gave up because we had cancelled the call.
 func (r *Recorder) Interrupted() bool { return r.interrupted }
 
 // Refused reports that the answer is another guard's refusal.
 func (r *Recorder) Refused() bool { return r.neighbour == StatusRefused }
 
-// Doubtful reports that another guard behind this one calls the call in doubt.
+// Doubtful reports that another guard behind this one has the call in doubt.
 func (r *Recorder) Doubtful() bool { return r.neighbour == StatusInDoubt }
 
 // Whole reports whether the body has the announced length.
@@ -170,7 +168,7 @@ func (r *Recorder) WriteHeader(status int) {
 	r.w.WriteHeader(status)
 }
 
-// Write records p and leaves it for the client. It never fails.
+// Write records p and queues it for the client. It never fails.
 func (r *Recorder) Write(p []byte) (int, error) {
 	if r.status == 0 {
 		r.WriteHeader(http.StatusOK)
@@ -195,7 +193,7 @@ func (r *Recorder) Write(p []byte) (int, error) {
 	return n, nil
 }
 
-// Flush sends what is buffered on the way to the client.
+// Flush sends what is buffered to the client.
 func (r *Recorder) Flush() { _ = r.FlushError() }
 
 // FlushError is Flush for http.ResponseController. It never fails.
@@ -213,9 +211,8 @@ func (r *Recorder) FlushError() error {
 	return nil
 }
 
-// Finish ends the recording of an answer that came whole: a handler that wrote
-// nothing answered 200 without a body, and what stands in the header map now under
-// announced or prefixed names is the trailer.
+// Finish ends the recording of a whole answer: a handler that wrote nothing answered 200 without
+// a body, and announced or prefixed names in the header map are now the trailer.
 func (r *Recorder) Finish() {
 	if r.status == 0 && !r.interrupted {
 		r.WriteHeader(http.StatusOK)
@@ -226,13 +223,12 @@ func (r *Recorder) Finish() {
 	r.mark(r.header) // in the trailer too
 }
 
-// Apart reports that the client gets the answer at a pace of its own, so that Release and
-// Drain may have to wait for it.
+// Apart reports that the client gets the answer at its own pace, so that Release and Drain may
+// have to wait for it.
 func (r *Recorder) Apart() bool { return r.pump != nil }
 
-// Release lets the end of the answer go. It waits until the client has got everything
-// before, or ctx is over. False says that it has not, and its connection must be
-// aborted, so that it sees that.
+// Release sends the end of the answer, after waiting until the client has got everything before
+// or ctx is over. False means that it has not, and its connection must be aborted to show that.
 func (r *Recorder) Release(ctx context.Context) (whole bool) {
 	if !r.drain(ctx) {
 		return false
@@ -255,8 +251,8 @@ func (r *Recorder) Release(ctx context.Context) (whole bool) {
 	return true
 }
 
-// Drain waits until the client has got what was written of an answer that has no end, or
-// ctx is over. The client's connection must be aborted then.
+// Drain waits until the client has got what was written of an answer without an end, or ctx is
+// over. The client's connection must be aborted then.
 func (r *Recorder) Drain(ctx context.Context) { r.drain(ctx) }
 
 func (r *Recorder) drain(ctx context.Context) (whole bool) {
@@ -300,8 +296,8 @@ func announced(h http.Header) []string {
 	return names
 }
 
-// difference is what must be done to before to get after: names with values are
-// set, names without are removed. What must not be replayed is left out.
+// difference is the change from before to after: names with values are set, names without are
+// removed. Fields that must not be replayed are left out.
 func difference(before, after http.Header) map[string][]string {
 	diff := make(map[string][]string, len(after))
 	for name, values := range after {
@@ -318,12 +314,10 @@ func difference(before, after http.Header) map[string][]string {
 	return diff
 }
 
-// ours are the fields in which nobody but the gateway says something about an
-// execution.
+// ours are the fields that only the gateway may set.
 var ours = [...]string{"Execution-Id", "Execution-Status", "Execution-Checkpoint", "Idempotent-Replayed"}
 
-// neverReplayed lists fields of one connection, one moment or one client, and those
-// that we set ourselves.
+// neverReplayed lists fields of one connection, one moment or one client, and those that we set.
 func neverReplayed(name string) bool {
 	switch name {
 	case "Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection",
@@ -334,16 +328,16 @@ func neverReplayed(name string) bool {
 	return slices.Contains(ours[:], name) || strings.HasPrefix(name, http.TrailerPrefix)
 }
 
-// Replayable is what of h can be replayed.
+// Replayable is the part of h that can be replayed.
 func Replayable(h http.Header) map[string][]string { return difference(nil, h) }
 
-// directSize is how much of a body that nobody flushes is written without a goroutine:
-// net/http keeps that much in memory, so that the write cannot wait for the client.
+// directSize is the size up to which a body that nobody flushes is written without a goroutine:
+// net/http keeps it in memory, so that the write does not wait for the client.
 const directSize = 2 << 10
 
-// pump gives an answer to its client at the client's pace, so that the upstream is read
-// at its own (P7). What the client is too slow for waits in two buffers of 32 KiB, and
-// beyond that is read back from the recording.
+// pump sends an answer at the client's pace, so that the upstream is read at its own (P7). Two
+// buffers of 32 KiB hold what the client is too slow for; the rest is read back from the
+// recording.
 type pump struct {
 	w    *Writer
 	sink Sink
@@ -372,8 +366,8 @@ func newPump(w *Writer, sink Sink, size int64) *pump {
 	return p
 }
 
-// write records b and leaves it for the client. It waits for the client only where b
-// cannot be read back later.
+// write records b and queues it for the client. It waits for the client only if b cannot be read
+// back later.
 func (p *pump) write(b []byte) {
 	p.mu.Lock()
 	from := p.size
@@ -437,7 +431,7 @@ func (p *pump) sendUnrecorded(b []byte) {
 	}
 }
 
-// flushed says that the client is to get everything that was written so far.
+// flushed marks that the client is to get everything written so far.
 func (p *pump) flushed() {
 	p.mu.Lock()
 	p.flush = true
@@ -452,7 +446,7 @@ func (p *pump) signal() {
 	}
 }
 
-// cut gives the client nothing more, and ends the write that is under way.
+// cut stops sending, and ends a running write.
 func (p *pump) cut() {
 	p.mu.Lock()
 	p.cutOff = true
@@ -461,8 +455,8 @@ func (p *pump) cut() {
 	_ = p.w.control.SetWriteDeadline(time.Now())
 }
 
-// end waits until the client has got all that was written, or ctx is over. It reports
-// whether bytes are missing that the client would have taken.
+// end waits until the client has got everything, or ctx is over. It reports whether bytes are
+// missing that the client would have taken.
 func (p *pump) end(ctx context.Context) (broken bool) {
 	p.mu.Lock()
 	p.ended = true
@@ -539,14 +533,14 @@ func (p *pump) run() {
 	}
 }
 
-// lost notes that what the client is to get next can no longer be read back.
+// lost marks that the client's next bytes cannot be read back any more.
 func (p *pump) lost() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.broken = true
 }
 
-// roomMade tells who waits in sendUnrecorded. The caller holds mu.
+// roomMade wakes sendUnrecorded. The caller holds mu.
 func (p *pump) roomMade() {
 	if p.room != nil {
 		close(p.room)
@@ -566,8 +560,8 @@ func (p *pump) free() {
 	}
 	p.queue = nil
 	for _, b := range p.buffers {
-		// After a failed write an HTTP/2 connection may still read what it was given:
-		// in its place would be another caller's answer (P3).
+		// After a failed write an HTTP/2 connection may still read the buffer it was given, which
+		// must not get another caller's answer (P3).
 		if b != nil && !p.w.gone {
 			buffers.Put(b)
 		}

@@ -41,8 +41,7 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
 	}
 	if !x.read && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == api.BodyTimeout) {
-		// Else the server would wait for a body that the client was not asked for, or
-		// that does not come.
+		// Otherwise the server would wait for a body that may never come.
 		w.Header().Set("Connection", "close")
 	}
 	status := StatusRefused
@@ -138,7 +137,6 @@ func (x *Call) unavailable() error {
 	return x.problem(api.ResultUnavailable, "The call was executed.", execution.StateCompleted)
 }
 
-// overQuota refuses a call whose caller holds too much. Nothing was recorded of it.
 func (x *Call) overQuota(over *execution.QuotaError) *api.Problem {
 	detail := fmt.Sprintf("The caller has %d bytes of records and answers stored, at most %d.", over.Bytes, over.Quota.Bytes)
 	if over.Quota.Open > 0 && over.Open >= over.Quota.Open {
@@ -158,8 +156,6 @@ func (x *Call) overQuota(over *execution.QuotaError) *api.Problem {
 	return p
 }
 
-// overCheckpoints refuses a call whose workflow or caller has too many checkpoints.
-// Nothing was recorded of it.
 func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *api.Problem {
 	var detail string
 	switch over.Over {
@@ -177,7 +173,7 @@ func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *api.Problem {
 	return p
 }
 
-// pointToStatus says in a problem where its caller can see what becomes of the call.
+// pointToStatus adds to a problem where its caller can follow the call.
 func (x *Call) pointToStatus(p *api.Problem) {
 	if k := p.Kind(); k != api.InProgress && k != api.InDoubt || x.h.Endpoint == nil {
 		return
@@ -187,8 +183,8 @@ func (x *Call) pointToStatus(p *api.Problem) {
 	}
 }
 
-// circuitsOpen refuses a call that no upstream would take, so that it is not claimed and
-// its key stays free.
+// circuitsOpen refuses a call whose upstreams are all refused by their breakers, before it is
+// claimed, so that its key stays free.
 func (x *Call) circuitsOpen() error {
 	open, name := x.h.Refusal(x.r.Method, x.h.view(x.r))
 	if open == nil {
@@ -198,7 +194,7 @@ func (x *Call) circuitsOpen() error {
 }
 
 // VerifiedHere reports whether the gateway itself has verified a caller, so that it may see
-// breakers (cascade 6.2). A credential that only the upstream can check may be made up.
+// breakers (cascade 6.2). Credentials that only the upstream can check may be made up.
 func VerifiedHere(caller string) bool {
 	switch kind, _, _ := strings.Cut(caller, ":"); kind {
 	case "issuer", "certificate", "user", "explicit":
@@ -207,8 +203,8 @@ func VerifiedHere(caller string) bool {
 	return false
 }
 
-// refusedByCircuit returns err, or its problem where a breaker has refused the last attempt: the
-// call was not sent. verified says that the caller is verified here.
+// refusedByCircuit turns err into its problem where a breaker refused the last attempt, so that
+// the call was not sent.
 func refusedByCircuit(err error, verified bool) error {
 	open := (*breaker.OpenError)(nil)
 	if !errors.As(err, &open) {
@@ -221,9 +217,9 @@ func refusedByCircuit(err error, verified bool) error {
 	return circuitOpen(open, identity, verified)
 }
 
-// circuitOpen is the problem of a call that a breaker has refused. Only callers that are verified
-// here see the address and the failures of the upstream, as at the endpoint of breakers. The
-// identity that the configuration gives the upstream is public.
+// circuitOpen is the problem of a call that a breaker refused. Only callers verified here see the
+// upstream's address and failures, as at the breakers' endpoint. The upstream's configured
+// identity is public.
 func circuitOpen(open *breaker.OpenError, identity string, verified bool) *api.Problem {
 	name := cmp.Or(identity, "the upstream")
 	if verified {
@@ -259,13 +255,13 @@ func circuitOpen(open *breaker.OpenError, identity string, verified bool) *api.P
 }
 
 const (
-	// maxRejected is the number of workflows in which the rejections of one breaker are
-	// recorded, until it changes. Further rejections are counted only.
+	// maxRejected bounds the workflows in which the rejections of one breaker are recorded until
+	// it changes. Further rejections are only counted.
 	maxRejected = 1024
-	// maxRejectedUnverified is the same for callers that are not verified here: they can
-	// make up workflows, and must not use up the others' room.
+	// maxRejectedUnverified is the same for unverified callers: they can make up workflows, and
+	// must not use up the others' room.
 	maxRejectedUnverified = 64
-	// maxBreakers is how many breakers' rejections are remembered.
+	// maxBreakers bounds the breakers whose rejections are remembered.
 	maxBreakers = 1024
 )
 
@@ -329,7 +325,6 @@ func (r *rejections) show(open *breaker.OpenError, to rejectedCaller, e *shownEr
 	r.at(open).errors[to] = e
 }
 
-// ledTo are the ids of the call's parents, recorded or not.
 func (s *callEvidence) ledTo() []string {
 	ids := slices.Clone(s.call.Parents)
 	for _, t := range s.tokens.All {
@@ -351,16 +346,15 @@ const (
 
 const maxConstrained = 4096
 
-// asker has asked breakers for a stricter limit: an issuer of tokens, in one workflow. The
-// workflow alone is not enough, as a token may name any: one agent could make the limits of
-// others stricter.
+// asker is an issuer of tokens in one workflow. The workflow alone is not enough: tokens may name
+// any, so one agent could make the limits of others stricter.
 type asker struct {
 	workflow string // its UUID
 	issuer   string
 }
 
-// constraints remembers what askers have asked for, for their later calls. When it is full, the
-// least recently used one is forgotten. The zero value is empty.
+// constraints remembers the limits that askers asked for. When it is full, the least recently
+// used is forgotten. The zero value is empty.
 type constraints struct {
 	mu     sync.Mutex
 	of     map[asker]*list.Element
@@ -403,8 +397,8 @@ func (c *constraints) find(by asker) *breaker.View {
 	return at.Value.(*constrained).view
 }
 
-// askedBy is what a token asks of breakers, or nil. A token with an invalid value is refused,
-// rather than accepted without the limit that it asks for.
+// askedBy returns the limits that a token asks of breakers, or nil. A token with an invalid value
+// is refused, not accepted without its limit.
 func askedBy(t *ect.Token) (*breaker.View, error) {
 	ext := t.Ext()
 	if ext.JSON() == "" {

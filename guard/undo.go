@@ -28,8 +28,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// capture is what is kept of a call so that it can be undone. What is decided is decided
-// before the call leaves.
+// capture is what is recorded of a call for its undo, decided before the call leaves.
 type capture struct {
 	decision Decision
 	source   template.Source  // of the templates: the request, and later the answer
@@ -44,9 +43,9 @@ type capture struct {
 	over   bool   // the answer's body is larger than what is kept
 }
 
-// planUndo finds out how the call can be undone. It comes before the claim, so that a
-// gateway that dies while it reads leaves nothing behind (ADR 0031); a claim that is
-// lost afterwards has read in vain.
+// planUndo finds out how the call can be undone. It comes before the claim, so that a gateway
+// that dies during the read leaves nothing behind (ADR 0031); if the claim is lost the read was
+// in vain.
 func (x *Call) planUndo(found execution.Finding) error {
 	x.capture = capture{}
 	x.window.close()
@@ -117,7 +116,7 @@ func (x *Call) undoBody(plan *UndoPlan) (body []byte, large bool, err error) {
 	return body, false, nil
 }
 
-// encoded reports that a body has a content coding, so that nothing can be read of it.
+// encoded reports that a body has a content coding, so that it cannot be read.
 func encoded(h http.Header) bool {
 	for _, line := range h["Content-Encoding"] {
 		if coding := textproto.TrimString(line); coding != "" && !strings.EqualFold(coding, "identity") {
@@ -127,8 +126,8 @@ func encoded(h http.Header) bool {
 	return false
 }
 
-// keepSnapshot makes the checkpoint's snapshot and credentials ride in the claim's
-// commit (P2), and records what its token says of them.
+// keepSnapshot adds the checkpoint's snapshot and credentials to the claim's commit (P2), and
+// records them in its token.
 func (x *Call) keepSnapshot(ctx context.Context) error {
 	c, s := &x.capture, &x.evidence
 	id := uuid.NewString()
@@ -197,8 +196,8 @@ func (x *Call) snapshotEnded(err error) error {
 	return err
 }
 
-// undoable makes what a rollback needs of the call's end ride in the outcome's commit; nil
-// where there is nothing. An outcome is recorded whether or not that succeeds (P1).
+// undoable is the batch for the outcome's commit with what a rollback needs of the call's end;
+// nil if nothing. The outcome is recorded even if that fails (P1).
 func (x *Call) undoable(ctx context.Context, o execution.Outcome, header http.Header) *store.Batch {
 	c := &x.capture
 	if !c.kept {
@@ -222,9 +221,9 @@ func (x *Call) undoable(ctx context.Context, o execution.Outcome, header http.He
 	return p.Batch
 }
 
-// observe finds out what is recorded of a completed call, once. Where the end of its answer
-// does not wait for the record, it still waits for this: whoever has seen the end may
-// change what the call has left.
+// observe reads, once, what is recorded of a completed call. The end of its answer always waits
+// for this, even if it does not wait for the record: a client that has seen the end may change
+// what the call left.
 func (x *Call) observe(o execution.Outcome, header http.Header) {
 	c := &x.capture
 	if !c.kept || c.result != nil || o.Verdict != execution.Completed {
@@ -255,7 +254,7 @@ func (x *Call) answered(status int, header http.Header) (checkpoint.Message, che
 	return c.decision.Answered(&c.source)
 }
 
-// captureBody keeps the beginning of the answer's body, where a compensation needs it.
+// captureBody keeps the beginning of the answer's body for a compensation.
 func (x *Call) captureBody(p []byte) {
 	c := &x.capture
 	if c.over || !c.decision.ReadsAnswer() {
@@ -302,16 +301,16 @@ func (x *Call) imageBefore(plan *UndoPlan, found execution.Finding) error {
 	return err
 }
 
-// place names what the call changes, for those who change it too.
+// place names the target of the call, for concurrent calls of the same target.
 func (x *Call) place() string {
 	return checkpoint.TargetOf(x.h.Reach, x.r.URL.EscapedPath())
 }
 
-// errDisturbed: the images may be of what somebody else has done.
+// errDisturbed: the images may show what somebody else did.
 var errDisturbed = errors.New("another call has changed the target between the look before this call and the one after it")
 
-// imageAfter reads what the call has left. The end of the answer waits for it, and no
-// longer than for the state before (P7).
+// imageAfter reads the state after the call. The end of the answer waits for it as long as for
+// the state before, at most (P7).
 func (x *Call) imageAfter(status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
 	ctx := x.engine.detach(x.r.Context(), x.action.Terms.SnapshotTimeout)
 	defer ctx.stop()
@@ -335,9 +334,9 @@ func (x *Call) imageAfter(status int, header http.Header) (*checkpoint.Image, ch
 	return image, ""
 }
 
-// agrees holds that the state after the call is what the upstream says that it has done. A
-// rollback must not take something else for the call's work, nor the old state for a call
-// that was taken back (P6).
+// agrees checks that the state after the call is what the upstream says that it did. A rollback
+// must not mistake something else for the call's work, nor the old state for a call that was
+// taken back (P6).
 func (x *Call) agrees(status int, header http.Header, after *checkpoint.Image) error {
 	before, deleted := x.capture.image, x.r.Method == http.MethodDelete
 	switch {
@@ -349,7 +348,7 @@ func (x *Call) agrees(status int, header http.Header, after *checkpoint.Image) e
 	case after.Exists == deleted: // a copy that lags, or something else
 		return fmt.Errorf("the answer %d to a %s, and the state after it do not agree", status, x.r.Method)
 	case after.Exists && !encoded(header) && otherTag(header.Get("ETag"), after.ETag):
-		// RFC 9110, section 8.8.3: that of the answer is of what the call has made.
+		// RFC 9110, section 8.8.3: the answer's tag is that of the state that the call made.
 		return fmt.Errorf("%w: the entity tag of its answer is another", errDisturbed)
 	case !deleted && !before.Exists && status != http.StatusCreated && !slices.Equal(x.r.Header["If-None-Match"], []string{"*"}): // else the call itself fails where something is
 		return fmt.Errorf("%w: it was answered %d", errNotCreated, status)
@@ -359,11 +358,11 @@ func (x *Call) agrees(status int, header http.Header, after *checkpoint.Image) e
 	return nil
 }
 
-// errNotCreated: what seems to be new may have been there before, such as where the look
-// before the call was answered by a copy that lags. It must not be deleted (P6).
+// errNotCreated: what seems new may have been there before, for example if the read before the
+// call came from a lagging copy. It must not be deleted (P6).
 var errNotCreated = errors.New("nothing stood there before the call, and its answer does not say 201: that it has created something (RFC 9110, section 9.3.4)")
 
-// otherTag reports whether two entity tags are there and are of different states.
+// otherTag reports whether two entity tags exist and are of different states.
 func otherTag(a, b string) bool {
 	return a != "" && b != "" && strings.TrimPrefix(a, "W/") != strings.TrimPrefix(b, "W/")
 }
@@ -385,10 +384,10 @@ func (x *Call) readImage(ctx context.Context, r *InternalRequest) (*checkpoint.I
 	return image, nil
 }
 
-// imageBeforeAll is what stood at the target before a call that may have been executed
-// already: what was read before its earlier attempt, as what stands there now may be its
-// own work (P6). Where it is neither that nor what the attempt would have left, or somebody
-// wrote there during that one, nobody knows whose it is: the window is disturbed.
+// imageBeforeAll is the state before a call that may have been executed already: the one read
+// before its earlier attempt, as the current one may be its own work (P6). If the current state
+// is neither that nor what the attempt would have left, or somebody wrote during the attempt, its
+// author is unknown: the window is disturbed.
 func (x *Call) imageBeforeAll(ctx context.Context, earlier string, now *checkpoint.Image) (*checkpoint.Image, error) {
 	before, err := x.engine.Checkpoints.Before(ctx, earlier)
 	if err != nil {
@@ -428,7 +427,7 @@ func (x *Call) leaves(image *checkpoint.Image) (bool, error) {
 	return bytes.Equal(body, image.Body), err
 }
 
-// mediaType is one without its parameters, of which servers add some.
+// mediaType strips the parameters, since servers add some.
 func mediaType(field string) string {
 	if plain, _, err := mime.ParseMediaType(field); err == nil {
 		return plain
@@ -436,8 +435,8 @@ func mediaType(field string) string {
 	return field
 }
 
-// othersBeside is what is recorded of a call in doubt: nothing, but that somebody else has
-// written where it may have, for its rollback and its further attempts.
+// othersBeside is the record for a call in doubt: only that somebody else has written to its
+// target, for its rollback and further attempts.
 func (x *Call) othersBeside(ctx context.Context) *store.Batch {
 	c := &x.capture
 	if c.decision.Way != checkpoint.Restore || !x.window.close() {
@@ -451,22 +450,21 @@ func (x *Call) othersBeside(ctx context.Context) *store.Batch {
 	return p.Batch
 }
 
-// WriteTracker knows which guarded calls change what at the same time, so that none takes what
-// another has written for its own work, or for what stood there before it (P6). It sees
-// what passes the guards of this process that restore anything; what else writes there is
-// found by entity tags, or not at all.
+// WriteTracker tracks which guarded calls change the same target at the same time, so that none
+// takes another's write for its own or for the state before it (P6). It sees calls through the
+// restoring guards of this process; other writes are found by entity tags, or not at all.
 type WriteTracker struct {
 	mu  sync.Mutex
 	all map[string]*trackedTarget
 }
 
-// trackedTarget is what calls change, while any is at it.
+// trackedTarget is a target while calls change it.
 type trackedTarget struct {
 	windows map[*WriteWindow]bool
 	writing int
 }
 
-// WriteWindow is from the look before a call, or an undo, to the look after it.
+// WriteWindow lasts from the read before a call, or an undo, to the read after it.
 type WriteWindow struct {
 	of   *WriteTracker
 	name string
@@ -476,7 +474,6 @@ type WriteWindow struct {
 	closed    bool
 }
 
-// at is the target of that name, with mu held.
 func (t *WriteTracker) at(name string) *trackedTarget {
 	if t.all == nil {
 		t.all = map[string]*trackedTarget{}
@@ -489,7 +486,7 @@ func (t *WriteTracker) at(name string) *trackedTarget {
 	return found
 }
 
-// left forgets a target at which nobody is, with mu held.
+// left forgets an unused target, with mu held.
 func (t *WriteTracker) left(name string) {
 	if at := t.all[name]; len(at.windows) == 0 && at.writing == 0 {
 		delete(t.all, name)
@@ -513,20 +510,20 @@ func (w *WriteWindow) Disturbed() bool {
 	return w.disturbed
 }
 
-// disturb says that somebody else has written in it, past the register.
+// disturb marks a write of somebody else that the tracker did not see.
 func (w *WriteWindow) disturb() {
 	w.of.mu.Lock()
 	defer w.of.mu.Unlock()
 	w.disturbed = true
 }
 
-// Name is that of its target.
+// Name is the name of its target.
 func (w *WriteWindow) Name() string { return w.name }
 
 // Close implements rollback.WriteWindow.
 func (w *WriteWindow) Close() { w.close() }
 
-// close ends a window, and reports whether it was disturbed. One that is nil was not.
+// close ends a window, and reports whether it was disturbed. A nil window was not.
 func (w *WriteWindow) close() bool {
 	if w == nil {
 		return false
@@ -541,8 +538,8 @@ func (w *WriteWindow) close() bool {
 	return w.disturbed
 }
 
-// Write says that somebody begins to change a target, by a call with that window, or with
-// none. over must be called when that has ended.
+// Write marks the beginning of a write to a target, by a call with that window or none. over must
+// be called at its end.
 func (t *WriteTracker) Write(name string, own *WriteWindow) (over func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -562,24 +559,23 @@ func (t *WriteTracker) Write(name string, own *WriteWindow) (over func()) {
 	}
 }
 
-// UndoPlan is how the calls of one action are undone: what was there is restored, or
-// compensated for by another request, or an agent is asked. It does not change and may be
-// used by many goroutines.
+// UndoPlan is how the calls of one action are undone: restored, compensated by another request,
+// or delegated to an agent. It does not change and may be used by many goroutines.
 type UndoPlan struct {
-	// Spec has what is recorded for the undo of every call.
+	// Spec is what is recorded for the undo of every call.
 	Spec rollback.Spec
-	// Restore restores what stood at the target of a PUT, PATCH or DELETE. OnChanged says
-	// what happens where something else stands there, Verify that the result is read.
+	// Restore restores the target of a PUT, PATCH or DELETE. OnChanged says what to do if it was
+	// changed since, Verify that the result is read.
 	Restore   bool
 	OnChanged string
 	Verify    bool
-	// Compensate makes the request that takes a call back, Status the one that asks what
-	// became of it; nil without. Needs are of both.
+	// Compensate makes the request that takes a call back, Status the one for its outcome; nil
+	// without. Needs are those of both.
 	Compensate, Status *template.Template
 	Needs              template.Needs
 	// Delegate is the URI where an agent is asked to undo the call, or empty.
 	Delegate string
-	// Header has the configuration's fields of requests to the call's upstream. Nil: none.
+	// Header has the configured fields of requests to the call's upstream. Nil: none.
 	Header func() (http.Header, error)
 }
 
@@ -589,9 +585,9 @@ type Decision struct {
 	Way checkpoint.Way
 	// Reason is as in checkpoint.Snapshot.
 	Reason checkpoint.Reason
-	// Request is what of the request's message is recorded.
+	// Request is the recorded part of the request's message.
 	Request checkpoint.Message
-	// Undo is how it is undone, as it is recorded.
+	// Undo is the recorded way to undo it.
 	Undo []byte
 	// Place is as in checkpoint.Terms.
 	Place string
@@ -599,8 +595,8 @@ type Decision struct {
 	plan *UndoPlan
 }
 
-// Restores reports whether what a call with this method changes can be read with GET, so
-// that an image of it is wanted.
+// Restores reports whether GET shows what a call with this method changes, so that an image is
+// needed.
 func (p *UndoPlan) Restores(method string) bool {
 	switch method {
 	case http.MethodPut, http.MethodPatch, http.MethodDelete:
@@ -609,11 +605,11 @@ func (p *UndoPlan) Restores(method string) bool {
 	return false
 }
 
-// ReadsRequestBody says that the request's body has to be in the source of Decide.
+// ReadsRequestBody says that Decide needs the request's body.
 func (p *UndoPlan) ReadsRequestBody() bool { return len(p.Needs.RequestBody) > 0 }
 
-// Decide says how a call is undone, before it leaves. src has all that is known of the
-// call then; imaged says that what stood there was read.
+// Decide says how a call is undone, before it leaves. src has all that is known of the call then;
+// imaged says that the target's state was read.
 func (p *UndoPlan) Decide(method string, src *template.Source, imaged bool) Decision {
 	d := Decision{Way: checkpoint.Irreversible, Reason: checkpoint.ReasonDeclared, plan: p}
 	spec := rollback.Spec{
@@ -654,8 +650,8 @@ func (p *UndoPlan) Decide(method string, src *template.Source, imaged bool) Deci
 	return d
 }
 
-// Answered is what of an answer is recorded, or why the call cannot be undone although
-// its checkpoint says that it can. src is that of Decide with the answer.
+// Answered is the recorded part of an answer, or why the call cannot be undone although its
+// checkpoint says that it can. src is that of Decide with the answer.
 func (d *Decision) Answered(src *template.Source) (checkpoint.Message, checkpoint.Reason) {
 	if d.Way != checkpoint.Compensate {
 		return checkpoint.Message{}, ""
@@ -666,7 +662,7 @@ func (d *Decision) Answered(src *template.Source) (checkpoint.Message, checkpoin
 	return chosen(&src.Response, d.plan.Needs.ResponseHeader, d.ReadsAnswer()), ""
 }
 
-// ReadsAnswer says that the answer's body has to be in the source of Answered.
+// ReadsAnswer says that Answered needs the answer's body.
 func (d *Decision) ReadsAnswer() bool {
 	return d.Way == checkpoint.Compensate && len(d.plan.Needs.ResponseBody) > 0
 }
@@ -689,7 +685,7 @@ func (p *UndoPlan) filled(src *template.Source) checkpoint.Reason {
 	return ""
 }
 
-// stand is an answer that has everything that is asked for.
+// stand is an answer with everything that is needed.
 func stand(n *template.Needs) template.Message {
 	m := template.Message{Header: http.Header{}}
 	for _, name := range n.ResponseHeader {
@@ -707,7 +703,7 @@ func stand(n *template.Needs) template.Message {
 
 var unescape = strings.NewReplacer("~1", "/", "~0", "~")
 
-// grown is doc with a text at the end of a JSON pointer. An index is a name like others.
+// grown is doc with a text at a JSON pointer. An index is a name like others.
 func grown(doc any, tokens []string) any {
 	if len(tokens) == 0 {
 		return "x"
@@ -722,7 +718,7 @@ func grown(doc any, tokens []string) any {
 	return members
 }
 
-// chosen is what is recorded of a message.
+// chosen is the recorded part of a message.
 func chosen(m *template.Message, names []string, body bool) checkpoint.Message {
 	var kept checkpoint.Message
 	for _, name := range names {
@@ -737,7 +733,6 @@ func chosen(m *template.Message, names []string, body bool) checkpoint.Message {
 	return kept
 }
 
-// header has the configuration's fields of a request to the call's upstream.
 func (p *UndoPlan) header() (http.Header, error) {
 	if p.Header == nil {
 		return http.Header{}, nil

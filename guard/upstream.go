@@ -12,46 +12,43 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
-// Upstream forwards one guarded call, at most twice: each attempt begins with Begin and ends
-// with Forward. One goroutine uses it, but for Cut and Unframed, which may be asked from
-// Begin on.
+// Upstream forwards one guarded call, at most twice: each attempt begins with Begin and ends with
+// Forward. It is used by one goroutine, except Cut and Unframed, which are safe from Begin on.
 type Upstream interface {
-	// Begin prepares an attempt. The request that is then forwarded must carry the
-	// returned context, which ends with ctx.
+	// Begin prepares an attempt. Its request must carry the returned context, which ends with
+	// ctx.
 	Begin(ctx context.Context) context.Context
-	// Forward hands the request on, and returns once its answer has been written to w or
-	// it is known that there will be none. After it not a byte of the request is sent.
+	// Forward forwards the request. It returns once the answer was written to w or there will be
+	// none; after it no byte of the request is sent.
 	Forward(w http.ResponseWriter, r *http.Request) Forwarded
-	// Cut reports that the attempt was ended from inside, by ctx or by the Upstream, and
-	// not by the server that it was sent to.
+	// Cut reports that ctx or the Upstream ended the attempt, not the server.
 	Cut() bool
-	// Unframed reports that nothing but the end of the connection ends the answer's body,
-	// so that a body that was cut off looks whole.
+	// Unframed reports that only the end of the connection ends the answer's body, so that a
+	// cut-off body looks whole.
 	Unframed() bool
-	// Status is that of the answer as the server has given it, whatever handlers on the
-	// way made of it; 0 where no server has answered.
+	// Status is the status given by the server, before handlers changed it; 0 if no server
+	// answered.
 	Status() int
 	// Answer is the same answer, with what else is known of it.
 	Answer() execution.Answer
-	// Silent reports that an answer without a status does not mean 200 (P6): no handler
-	// took the call, or a server has answered and nothing of that was passed on.
+	// Silent reports that an answer without a status does not mean 200 (P6): no handler took the
+	// call, or a server's answer was not passed on.
 	Silent() bool
 }
 
-// Forwarded is what came of an attempt to forward a call.
+// Forwarded is the result of an attempt to forward a call.
 type Forwarded struct {
-	// Err is what the handlers returned, Panicked what they panicked with.
+	// Err is the error that the handlers returned, Panicked the value that they panicked with.
 	Err      error
 	Panicked any
-	// NotSent says that it is proven that no byte of the request was sent.
+	// NotSent says that provably no byte of the request was sent.
 	NotSent bool
-	// Again says that not a byte was sent because a kept connection had died, so that
-	// another attempt is safe and likely to succeed.
+	// Again says that no byte was sent because a kept connection had died, so that another
+	// attempt is safe and likely to succeed.
 	Again bool
 }
 
-// StatusError is an error that the server answers with a status: the guard has no problem of
-// its own for it.
+// StatusError is an error with the status to answer with, for which the guard has no problem.
 type StatusError struct {
 	// Status is the HTTP status, from 400 to 599.
 	Status int
@@ -62,17 +59,15 @@ func (e *StatusError) Error() string { return fmt.Sprintf("HTTP status %d: %v", 
 
 func (e *StatusError) Unwrap() error { return e.Err }
 
-// StatusClientClosed is the status of a request whose client has left, as nginx and Caddy
-// log it.
+// StatusClientClosed is the status of a request whose client has left, as nginx and Caddy log it.
 const StatusClientClosed = 499
 
-// What a guard says of a request to the handlers behind it stands in the request's context.
+// Values in a request's context by which a guard informs the handlers behind it.
 
-// Evidence is what the failures of a call are known by. As text a breaker keeps it, and hands it on
-// in its events, refusals and status.
+// Evidence identifies the call of a failure. Breakers keep its text and show it in their events,
+// refusals and status.
 type Evidence struct {
-	// Checkpoint is the id of the token that announced the call; nothing is known of a call
-	// without.
+	// Checkpoint is the id of the token that announced the call; without it the call is unknown.
 	Checkpoint string
 	// Workflow is the id of the call's workflow; it may be empty.
 	Workflow string
@@ -94,7 +89,7 @@ func ParseEvidence(text string) (e Evidence) {
 
 type evidenceKey struct{}
 
-// WithEvidence gives the failures of a request the reference that they are known by.
+// WithEvidence attaches the reference of a request's call, for its failures.
 func WithEvidence(ctx context.Context, e Evidence) context.Context {
 	if e.Checkpoint == "" {
 		return ctx
@@ -102,7 +97,7 @@ func WithEvidence(ctx context.Context, e Evidence) context.Context {
 	return context.WithValue(ctx, evidenceKey{}, e)
 }
 
-// EvidenceOf is the reference that WithEvidence gave, or zero.
+// EvidenceOf returns the reference of WithEvidence, or zero.
 func EvidenceOf(ctx context.Context) Evidence {
 	e, _ := ctx.Value(evidenceKey{}).(Evidence)
 	return e
@@ -110,13 +105,13 @@ func EvidenceOf(ctx context.Context) Evidence {
 
 type patienceKey struct{}
 
-// WithPatience says that the deadline of a request is its caller's and not the upstream's to meet:
-// that it passes is no failure. Patience is how long the call may hang until it is one.
+// WithPatience says that the request's deadline is its caller's: missing it is no failure of the
+// upstream. patience is how long the call may hang before it is one.
 func WithPatience(ctx context.Context, patience time.Duration) context.Context {
 	return context.WithValue(ctx, patienceKey{}, patience)
 }
 
-// PatienceOf is what WithPatience said, if it did.
+// PatienceOf returns the patience of WithPatience, if any.
 func PatienceOf(ctx context.Context) (patience time.Duration, ok bool) {
 	patience, ok = ctx.Value(patienceKey{}).(time.Duration)
 	return patience, ok
@@ -124,9 +119,9 @@ func PatienceOf(ctx context.Context) (patience time.Duration, ok bool) {
 
 type undoKey struct{}
 
-// WithUndo marks a request as one that undoes something. It has a lane of its own past the breakers
-// (ADR 0033): none refuses it, none makes it the probe, and none learns from what comes of it.
-// Constraints of workflows do not hold for it either.
+// WithUndo marks a request of an undo. It has its own lane past the breakers (ADR 0033): none
+// refuses it, uses it as probe, or learns from its outcome, and constraints of workflows do not
+// apply.
 func WithUndo(ctx context.Context) context.Context { return context.WithValue(ctx, undoKey{}, true) }
 
 // IsUndo reports whether WithUndo marked the request.
@@ -134,8 +129,8 @@ func IsUndo(ctx context.Context) bool { return ctx.Value(undoKey{}) != nil }
 
 type statelessKey struct{}
 
-// WithoutState marks a request that goes on where the recorded states of the breakers cannot be
-// read: its route says `fail_open` (P4).
+// WithoutState marks a request that goes on although the breakers' recorded states are
+// unreadable: its route says `fail_open` (P4).
 func WithoutState(ctx context.Context) context.Context {
 	return context.WithValue(ctx, statelessKey{}, true)
 }
@@ -151,7 +146,7 @@ type forwarder struct {
 
 type forwardedKey struct{}
 
-// forwarderOf is the last guard that has forwarded the request; nil without.
+// forwarderOf is the last guard that forwarded the request, or nil.
 func forwarderOf(ctx context.Context) *forwarder {
 	f, _ := ctx.Value(forwardedKey{}).(*forwarder)
 	return f
@@ -166,26 +161,25 @@ func guardedBy(ctx context.Context, name string) bool {
 	return f != nil
 }
 
-// UnreadError says that a request was not sent, as the state of its upstream's breaker could
-// not be read.
+// UnreadError says that a request was not sent because its breaker's state could not be read.
 type UnreadError struct {
-	// Err is the cause, As what else it amounts to: an error of dialling, so that a proxy and
-	// the proof of what was sent know that nothing was.
+	// Err is the cause, As the equivalent error of dialling, by which a proxy knows that nothing
+	// was sent.
 	Err, As error
 }
 
 // Error implements error.
 func (e *UnreadError) Error() string { return e.Err.Error() }
 
-// Unwrap gives what it amounts to, and the cause.
+// Unwrap returns As and Err.
 func (e *UnreadError) Unwrap() []error { return []error{e.As, e.Err} }
 
-// ViewVar is the variable of a request that holds what its caller's tokens ask of breakers,
-// a *breaker.View. A variable outlives the request that the guard hands on.
+// ViewVar is the request variable with the *breaker.View that the caller's tokens ask for. A
+// variable survives rewrites of the request.
 const ViewVar = "agent_guard.view"
 
-// ParseGRPCTimeout reads the field grpc-timeout: at most eight digits and a unit. It reports false
-// for what says nothing: a malformed value, zero, or more than a Duration can be.
+// ParseGRPCTimeout reads the field grpc-timeout: at most eight digits and a unit. It reports
+// false for malformed values, zero, or more than a Duration can hold.
 func ParseGRPCTimeout(text string) (time.Duration, bool) {
 	if len(text) < 2 || len(text) > 9 {
 		return 0, false
@@ -200,11 +194,11 @@ func ParseGRPCTimeout(text string) (time.Duration, bool) {
 	return time.Duration(n) * unit, true
 }
 
-// ownRequest is the context key of requests that the gateway makes by itself.
+// ownRequest is the context key of the gateway's own requests.
 type ownRequest struct{}
 
-// AsOwn marks a request as the gateway's own: guards and endpoints on its way hand it on
-// as if they were not there. It is nobody's call, and needs no key, token or record.
+// AsOwn marks a request as the gateway's own: guards and endpoints pass it on unchanged. It has
+// no caller and needs no key, token or record.
 func AsOwn(ctx context.Context) context.Context { return context.WithValue(ctx, ownRequest{}, true) }
 
 // IsOwn reports whether AsOwn marked the request.

@@ -151,7 +151,7 @@ func (w *Writer) bounded(op func() error) error {
 	return err
 }
 
-// Flush sends what is buffered on the way to the client.
+// Flush sends what is buffered to the client.
 func (w *Writer) Flush() { _ = w.FlushError() }
 
 // FlushError is Flush for http.ResponseController. It never fails.
@@ -286,8 +286,8 @@ func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 	}
 	memory := buffers.Get().(*[32 << 10]byte)
 	defer func() {
-		// After a failed write an HTTP/2 connection may still read what it was given:
-		// in its place would be another caller's answer (P3).
+		// After a failed write an HTTP/2 connection may still read the buffer it was given, which
+		// must not get another caller's answer (P3).
 		if !w.gone {
 			buffers.Put(memory)
 		}
@@ -334,9 +334,8 @@ func setTrailer(w *Writer, trailer map[string][]string) {
 	}
 }
 
-// unasked reports whether the answer is gzipped and r does not accept that. The
-// guarded request asked its upstream for nothing but gzip (NarrowEncoding), so
-// other codings need no care.
+// unasked reports whether the answer is gzipped and r does not accept that. The guarded request
+// asked its upstream for nothing but gzip (NarrowEncoding), so other codings need no care.
 func unasked(h http.Header, r *http.Request) bool {
 	return isGzip(h.Get("Content-Encoding")) && !acceptsGzip(r.Header)
 }

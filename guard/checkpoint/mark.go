@@ -9,18 +9,18 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// State is how far the undo of a checkpoint has come.
+// State is the state of a checkpoint's undo.
 type State uint8
 
 // The states of an undo.
 const (
-	// Active: nothing was begun. It is the state of every checkpoint without a mark.
+	// Active: no undo has begun. The state of a checkpoint without a mark.
 	Active State = iota
-	// Undoing: a rollback is at it.
+	// Undoing: a rollback is undoing it.
 	Undoing
 	// Undone: it was undone, and is never undone again.
 	Undone
-	// Failed: an undo has failed for good. Another rollback may try.
+	// Failed: an undo failed for good. Another rollback may try.
 	Failed
 	// Escalated: a person has to look. Another rollback may try.
 	Escalated
@@ -44,25 +44,25 @@ func (s State) String() string {
 	}
 }
 
-// steps are the states to which an undo may go from each.
+// steps are the allowed changes of the state.
 var steps = map[State][]State{
 	Active: {Undoing, Escalated},
-	// Back to Active goes a rollback that gives way before it has sent anything.
+	// Back to Active: the rollback gave way before it sent anything.
 	Undoing: {Undone, Failed, Escalated, Active},
 	// Undone without another Undoing: a person has done it.
 	Failed:    {Undoing, Undone, Escalated},
 	Escalated: {Undoing, Undone, Failed},
 }
 
-// Mark is what is known of the undo of a checkpoint. It outlives the snapshot.
+// Mark is the record of a checkpoint's undo. It outlives the snapshot.
 type Mark struct {
 	State State
-	// Rollback is the id of the rollback that moved it here; empty for Active.
+	// Rollback is the id of the rollback that set the state; empty for Active.
 	Rollback string
-	// At is when it was moved here, by the store's clock.
+	// At is when the state was set, by the store's clock.
 	At time.Time
 	// Doubt is the id of the rollback under whose key an undo was sent that may have had its
-	// effect; empty without one. Whoever tries again goes on under that key.
+	// effect; empty without one. The next attempt uses the same key.
 	Doubt string
 
 	version store.Version // zero where nothing stands
@@ -103,7 +103,7 @@ func decodeMark(b []byte) (Mark, error) {
 			m.Doubt = string(d.Field)
 		}
 	}
-	// What cannot be read must not pass for one that nobody has begun (P5).
+	// An unreadable mark must not pass for a missing one (P5).
 	if d.Err == nil && (state < int64(Undoing) || state > int64(Escalated) || m.Rollback == "") {
 		d.Err = errEncoding
 	}
@@ -111,8 +111,8 @@ func decodeMark(b []byte) (Mark, error) {
 	return m, d.Err
 }
 
-// Mark reads how far the undo of a checkpoint has come. Active is also what is known
-// of an id that was never used. ErrTampered says that a mark stands and cannot be read.
+// Mark reads the state of a checkpoint's undo; Active also for an unknown id. ErrTampered means
+// that the mark cannot be read.
 func (v *Store) Mark(ctx context.Context, id string) (Mark, error) {
 	return v.markOf(ctx, v.name(id))
 }
@@ -143,18 +143,18 @@ type Step struct {
 	To State
 	// Rollback is the id of the rollback that takes the step.
 	Rollback string
-	// Keep is until when the mark is kept: as long as the execution key, at least. Zero
-	// is for ever. A mark is never kept shorter than before, nor than the snapshot.
+	// Keep is until when the mark is kept: as long as the execution key, at least. Zero is
+	// forever. A mark is never kept shorter than before, nor than the snapshot.
 	Keep time.Time
-	// Doubt is that of the mark from now on.
+	// Doubt is the mark's new Doubt.
 	Doubt string
 }
 
-// Move makes the write that takes a step, on the condition that the mark is still as it
-// was found, for the commit of whatever else belongs to the step. ErrStep says
-// that the step is none. Where the mark is undone, the credentials go in the same commit.
+// Move makes the write of a step, conditional on the mark found, for the commit of whatever else
+// belongs to the step. ErrStep means that the step is not allowed. With Undone the credentials go
+// in the same commit.
 //
-// The batch must be ended; its error is ErrChanged where somebody else was first.
+// The batch must be ended; its error is ErrChanged if another rollback was first.
 func (v *Store) Move(ctx context.Context, id string, found Mark, step Step) (*store.Batch, error) {
 	if err := found.may(step); err != nil {
 		return nil, err
@@ -186,7 +186,7 @@ func (v *Store) Move(ctx context.Context, id string, found Mark, step Step) (*st
 	return b, nil
 }
 
-// Advance takes a step by a commit of its own, which carries extra writes.
+// Advance takes a step in its own commit, with extra writes.
 func (v *Store) Advance(ctx context.Context, id string, found Mark, step Step, extra ...store.Write) error {
 	moved, err := v.Move(ctx, id, found, step)
 	if err != nil {
@@ -218,7 +218,6 @@ func (m *Mark) may(step Step) error {
 	return fmt.Errorf("%w: from %s to %s", ErrStep, m.State, step.To)
 }
 
-// keepMark is until when a mark is kept.
 func (v *Store) keepMark(ctx context.Context, n name, found Mark, keep time.Time) (time.Time, error) {
 	if keep.IsZero() || found.version != 0 && found.expires.IsZero() {
 		return time.Time{}, nil
@@ -235,19 +234,19 @@ func (v *Store) keepMark(ctx context.Context, n name, found Mark, keep time.Time
 	return keep, nil
 }
 
-// Resource is what has versions: a URL of an upstream, as it is asked for.
+// Resource is a URL of an upstream, which has versions.
 type Resource struct {
 	Upstream, Host, Path, Query string
 }
 
-// Resource is the one that a call has changed.
+// Resource is the resource that the call changed.
 func (s *Snapshot) Resource() Resource {
 	return Resource{s.Upstream, s.Request.Host, s.Request.Path, s.Request.Query}
 }
 
-// Version says that an undo has put an earlier version of a resource back: what stands there
-// under Tag is what stood there under Origin, and nobody but undos has written in between.
-// Both are strong entity tags. The zero Version says nothing.
+// Version says that an undo put back an earlier version of a resource: the state under Tag is the
+// one under Origin, and only undos have written in between. Both are strong entity tags. The zero
+// Version says nothing.
 type Version struct {
 	Resource    Resource
 	Tag, Origin string
@@ -257,9 +256,8 @@ func (v *Store) versionKey(r Resource, tag string) []byte {
 	return keyOf(kindVersion, v.sealer.Index("version", r.Upstream, r.Host, r.Path, r.Query, tag))
 }
 
-// Origin is the version that undos have put back with the one that has a tag; the tag itself
-// where no undo has made that one, or what is recorded of it cannot be read. The error is
-// ErrStore.
+// Origin returns the version that undos put back as the one with this tag; the tag itself if no
+// undo made it, or the record cannot be read. The error is ErrStore.
 func (v *Store) Origin(ctx context.Context, r Resource, tag string) (string, error) {
 	key := v.versionKey(r, tag)
 	entry, err := v.store.Get(ctx, key)
@@ -276,8 +274,8 @@ func (v *Store) Origin(ctx context.Context, r Resource, tag string) (string, err
 	return string(origin), nil
 }
 
-// PutBack makes the write of a Version, for the commit that says that its undo is done. It
-// is kept until expires. The batch must be ended.
+// PutBack makes the write of a Version, for the commit that ends its undo. It is kept until
+// expires. The batch must be ended.
 func (v *Store) PutBack(version Version, expires time.Time) *store.Batch {
 	b := v.batch(nil, nil) // before anything is sealed
 	key := v.versionKey(version.Resource, version.Tag)

@@ -13,11 +13,11 @@ import (
 
 // Bounds of what is kept.
 const (
-	// DefaultMaxImage is the largest body that is kept where nothing is configured, in
-	// bytes, and MaxImage the largest that can be configured.
+	// DefaultMaxImage is the default size of the largest body kept, in bytes, and MaxImage the
+	// largest that can be configured.
 	DefaultMaxImage = 1 << 20
 	MaxImage        = 16 << 20
-	// MinTTL and MaxTTL bound how long a checkpoint stands.
+	// MinTTL and MaxTTL bound the lifetime of a checkpoint.
 	MinTTL = time.Second
 	MaxTTL = 366 * 24 * time.Hour
 
@@ -30,21 +30,21 @@ const (
 	maxPieces      = (2*MaxImage+maxRest)/pieceSize + 1
 )
 
-// Terms are what a checkpoint is made under.
+// Terms are the terms of a checkpoint.
 type Terms struct {
-	// TTL is how long it stands at least, from MinTTL to MaxTTL.
+	// TTL is its least lifetime, from MinTTL to MaxTTL.
 	TTL time.Duration
-	// MaxImage is the largest body that is kept of the request, of the answer and of
-	// each image, in bytes; 0 is DefaultMaxImage. A call that needs more cannot be
-	// undone, and its checkpoint says so.
+	// MaxImage is the largest body kept of the request, of the answer and of each image, in
+	// bytes; 0 is DefaultMaxImage. A call that needs more cannot be undone, and its checkpoint
+	// says so.
 	MaxImage int
-	// Workflow and Caller bound what stands of one workflow and of one caller.
+	// Workflow and Caller bound the checkpoints of one workflow and of one caller.
 	Workflow, Caller Quota
-	// Rate is how many checkpoints a workflow may make in a minute, all of them at a
-	// time if it has made none before; 0 is no bound.
+	// Rate is how many checkpoints a workflow may make in a minute, all at once if it made none
+	// before; 0 is no bound.
 	Rate int
-	// Place is one name for where the undo goes and how, by which Places and Reversible know
-	// what a configuration has taken away; empty where it needs nothing of one.
+	// Place names where the undo goes and how. By it Places and Reversible find what a
+	// configuration took away; empty if the undo needs no configuration.
 	Place string
 }
 
@@ -81,7 +81,7 @@ func (s *Snapshot) check() error {
 	return nil
 }
 
-// Handle names a checkpoint that stands, and what is needed to record its result.
+// Handle names a checkpoint, with what is needed to record its result.
 type Handle struct {
 	name             name
 	created, expires time.Time // expires is when the last of it goes
@@ -91,13 +91,13 @@ type Handle struct {
 	left             []byte // what stays if the call never runs
 }
 
-// Prepare makes the writes by which a checkpoint gets on disk in the commit of the
-// claim, before the call leaves (P2). credentials, if any, are kept until its ttl or
-// until it was undone, apart from it: they are not in its hash. What the undo needs and
-// is too large makes the checkpoint irreversible: Pending.Snapshot shows it.
+// Prepare makes the writes that record a checkpoint in the claim's commit, before the call leaves
+// (P2). credentials, if any, are kept apart until the ttl ends or the call is undone: they are
+// not in its hash. If the undo needs something too large, the checkpoint is irreversible:
+// Pending.Snapshot shows it.
 //
-// A *QuotaError says that the workflow or the caller has too many already. The batch must be
-// ended; its error is ErrTaken where a checkpoint with this id stands.
+// A *QuotaError means that the workflow or the caller has too many already. The batch must be
+// ended; its error is ErrTaken if a checkpoint has this id.
 func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string][]string, t Terms) (*Pending, error) {
 	if err := t.check(); err != nil {
 		return nil, err
@@ -115,8 +115,8 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 	s.fit(t.maxImage())
 	plain := s.encode()
 	p := &Pending{snapshot: &s, handle: Handle{
-		// It stays as long as a rollback may take that began in time, so that it can be resumed
-		// after a crash (cascade 6.3: not purged under a running rollback).
+		// It stays while a rollback that began in time may run, so that it can be resumed after a
+		// crash (cascade 6.3: not purged under a running rollback).
 		name: v.name(s.ID), created: now, expires: s.Expires.Add(t.TTL / 2),
 		scopes: v.scopes(&s, func(kind byte) bool { return !t.of(kind).none() }),
 		charge: charge(&s, plain), part: *split(plain),
@@ -148,12 +148,12 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 	return p, nil
 }
 
-// charge is what a checkpoint counts for in bytes: its snapshot, its credentials, and a
+// charge is the size of a checkpoint for quotas, in bytes: its snapshot, its credentials, and a
 // result that is not large.
 func charge(s *Snapshot, plain []byte) int64 { return int64(len(plain) + s.Credentials + inlineMost) }
 
-// fit makes s irreversible where what its undo needs is too large, and drops what
-// nobody needs of an irreversible one.
+// fit makes s irreversible if its undo needs something too large, and drops what an irreversible
+// one does not need.
 func (s *Snapshot) fit(maxImage int) {
 	body, image := len(s.Request.Body), 0
 	if s.Image != nil {
@@ -175,7 +175,7 @@ const mostShown = 1024
 
 func cut(s string) string { return s[:min(len(s), mostShown)] }
 
-// rest is what the encoded request takes without its body.
+// rest is the size of the encoded request without its body.
 func (r *Request) rest() int {
 	without := *r
 	without.Body = nil
@@ -210,24 +210,23 @@ func (h *Handle) accounts(bytes int64) []store.Write {
 type Want struct {
 	// Sum is the out_hash of the checkpoint's token. It is always compared.
 	Sum [32]byte
-	// Result is the hash of the result; zero where it is not known.
+	// Result is the hash of the result; zero if unknown.
 	Result [32]byte
-	// Expires is when the token's ttl ends; zero where it is not known. It tells what
-	// has been purged from what has never been.
+	// Expires is when the token's ttl ends; zero if unknown. It distinguishes a purged checkpoint
+	// from one that never was.
 	Expires time.Time
-	// Rollback is the id of a rollback that reads on what it began to undo before the
-	// ttl ended, by this or by the first attempt of the call. It may do so for another half
-	// of the ttl.
+	// Rollback is the id of a rollback that began to undo the call before the ttl ended, by this
+	// or the first attempt. It may read the checkpoint for another half of the ttl.
 	Rollback string
 }
 
 // Checkpoint is a checkpoint that was read and verified.
 type Checkpoint struct {
 	Snapshot *Snapshot
-	// Result is nil while the call runs, and where its outcome was never recorded.
+	// Result is nil while the call runs, and if its outcome was never recorded.
 	Result *Result
 	Mark   Mark
-	// Handle serves to record a result later, as where a doubt is settled.
+	// Handle serves to record a result later, when a doubt is settled.
 	Handle Handle
 }
 
@@ -291,8 +290,8 @@ func (v *Store) Open(ctx context.Context, id string, want Want) (*Checkpoint, er
 	return c, nil
 }
 
-// begun reports whether a rollback has begun to undo the call of a checkpoint, by that or by
-// another attempt of it.
+// begun reports whether a rollback has begun to undo the call of a checkpoint, by this or another
+// attempt.
 func (v *Store) begun(ctx context.Context, c *Checkpoint, rollback string) (bool, error) {
 	ours := func(m Mark) bool { return rollback != "" && m.State == Undoing && m.Rollback == rollback }
 	if ours(c.Mark) || rollback == "" || c.Snapshot.First == "" {
@@ -305,10 +304,9 @@ func (v *Store) begun(ctx context.Context, c *Checkpoint, rollback string) (bool
 	return ours(m), err
 }
 
-// Before is what stood there before the call of a checkpoint, for the checkpoint of a
-// further attempt of that call. It is as the store has it: what the new one is made of is
-// verified by its own token. The errors are ErrUnknown, also for a call that is undone in
-// another way, ErrTampered and ErrStore.
+// Before is the state before the call of a checkpoint, for the checkpoint of a further attempt.
+// It is not verified: the new checkpoint has its own token. The errors are ErrUnknown, also for a
+// call that is undone in another way, ErrTampered and ErrStore.
 func (v *Store) Before(ctx context.Context, id string) (*Image, error) {
 	s, err := v.stored(ctx, id)
 	switch {
@@ -320,9 +318,8 @@ func (v *Store) Before(ctx context.Context, id string) (*Image, error) {
 	return s.Image, nil
 }
 
-// First is the checkpoint of the first attempt of a call, as Snapshot.First has it for the
-// attempt after the one whose checkpoint is named; itself where it has gone or cannot be
-// read. The error is ErrStore.
+// First is the checkpoint of the first attempt of the named checkpoint's call, for Snapshot.First
+// of the next attempt; the named one if that is gone or unreadable. The error is ErrStore.
 func (v *Store) First(ctx context.Context, id string) (string, error) {
 	s, err := v.stored(ctx, id)
 	switch {
@@ -334,7 +331,6 @@ func (v *Store) First(ctx context.Context, id string) (string, error) {
 	return "", err
 }
 
-// stored is a snapshot as the store has it.
 func (v *Store) stored(ctx context.Context, id string) (*Snapshot, error) {
 	n := v.name(id)
 	at, _, err := v.part(ctx, n, kindSnapshot)
@@ -355,7 +351,6 @@ func (v *Store) stored(ctx context.Context, id string) (*Snapshot, error) {
 	return s, nil
 }
 
-// result reads the result that stands at a part; nil where there is none.
 func (v *Store) result(ctx context.Context, n name, at *part, want [32]byte) (*Result, error) {
 	if at == nil {
 		if want != [32]byte{} {
@@ -384,12 +379,11 @@ func (v *Store) verified(ctx context.Context, n name, kind byte, at *part, want 
 	return v.join(ctx, n, kind, at)
 }
 
-// Peek shows what is recorded of the call of a checkpoint and of its end, for people who
-// look: as the store has it, and not held against the token. Nothing may be undone from it.
-// result is nil while the call runs. Of a call that never ran it is what Released has left.
+// Peek shows the records of a checkpoint's call and its end to people. They are not verified
+// against the token, so nothing may be undone from them. result is nil while the call runs. Of a
+// call that never ran, call is what Released has left.
 //
-// It reads on what stands there after the ttl. The errors are ErrUnknown, ErrTampered and
-// ErrStore.
+// It reads also after the ttl. The errors are ErrUnknown, ErrTampered and ErrStore.
 func (v *Store) Peek(ctx context.Context, id string) (call *Snapshot, result *Result, err error) {
 	n := v.name(id)
 	at, _, err := v.part(ctx, n, kindSnapshot)
@@ -424,8 +418,8 @@ func (v *Store) Peek(ctx context.Context, id string) (call *Snapshot, result *Re
 	return call, result, err
 }
 
-// Disturbed reports that the result of a call says ReasonChanged, for the checkpoint of a
-// further attempt of that call. The errors are those of Before.
+// Disturbed reports that the result of a call says ReasonChanged, for the checkpoint of a further
+// attempt. The errors are those of Before.
 func (v *Store) Disturbed(ctx context.Context, id string) (bool, error) {
 	n := v.name(id)
 	at, _, err := v.part(ctx, n, kindResult)
@@ -436,22 +430,21 @@ func (v *Store) Disturbed(ctx context.Context, id string) (bool, error) {
 	return r != nil && r.Reason == ReasonChanged, err
 }
 
-// Released is what is left of a checkpoint whose call never ran: enough to keep the call
-// from running later (architecture brief: cancellation). Long texts are cut.
+// Released is what is left of a checkpoint whose call never ran: enough to keep the call from
+// running later (architecture brief: cancellation). Long texts are cut.
 type Released struct {
-	// Execution is the key that the call had, Caller the hash of who made it.
+	// Execution is the call's key, Caller the hash of its caller.
 	Execution execution.Key
 	Caller    execution.CallerHash
 	// Workflow, Action, Method, Host and Path are as in the snapshot.
 	Workflow, Action, Method, Host, Path string
 }
 
-// mostLeft is how much of a text is left, in bytes.
+// mostLeft bounds a text that is left, in bytes.
 const mostLeft = 256
 
 func short(s string) string { return s[:min(len(s), mostLeft)] }
 
-// left is what is left of a snapshot when it is released.
 func (s *Snapshot) left() []byte {
 	var e, r store.Encoder
 	e.Bytes(tagCaller, s.Caller[:])
@@ -465,8 +458,8 @@ func (s *Snapshot) left() []byte {
 	return e.B
 }
 
-// Released returns what is left of a checkpoint of which Open says ErrReleased. ErrUnknown
-// says that nothing is, or that it was not released.
+// Released returns what is left of a checkpoint for which Open returns ErrReleased; otherwise
+// ErrUnknown.
 func (v *Store) Released(ctx context.Context, id string) (Released, error) {
 	at, _, err := v.part(ctx, v.name(id), kindResult)
 	switch {
@@ -518,8 +511,8 @@ type Place struct {
 	at     place
 }
 
-// Places lists where the undos of the calls go that can be undone, by one checkpoint of
-// each place, and reads no others. Where none of a place's can be read, it is left out.
+// Places lists where the undos of reversible calls go, by one checkpoint of each place. A place
+// without a readable one is left out.
 func (v *Store) Places(ctx context.Context) ([]Place, error) {
 	at := store.Prefix([]byte{spaceCheckpoint, kindPlace})
 	at.Limit = 1
@@ -546,7 +539,6 @@ func (v *Store) Places(ctx context.Context) ([]Place, error) {
 	}
 }
 
-// first is the first key of a range; nil without one.
 func (v *Store) first(ctx context.Context, at store.Range) ([]byte, error) {
 	for entry, err := range v.store.Scan(ctx, at) {
 		if err != nil {
@@ -557,7 +549,7 @@ func (v *Store) first(ctx context.Context, at store.Range) ([]byte, error) {
 	return nil, nil
 }
 
-// sample is the snapshot of that name; nil where it cannot be read, or is gone.
+// sample is the snapshot of that name; nil if it is gone or unreadable.
 func (v *Store) sample(ctx context.Context, n name) (*Snapshot, error) {
 	at, _, err := v.part(ctx, n, kindSnapshot)
 	var plain []byte
@@ -577,8 +569,8 @@ func (v *Store) sample(ctx context.Context, n name) (*Snapshot, error) {
 	return s, nil
 }
 
-// Reversible counts the checkpoints of a place whose calls can be undone and were not, and
-// tells when the last of them expires.
+// Reversible counts the checkpoints of a place whose calls can still be undone, and says when the
+// last of them expires.
 func (v *Store) Reversible(ctx context.Context, p Place) (count int, last time.Time, err error) {
 	for entry, err := range v.store.Scan(ctx, store.Prefix(p.at.prefix())) {
 		if err != nil {
@@ -602,8 +594,7 @@ func (v *Store) Reversible(ctx context.Context, p Place) (count int, last time.T
 	return count, last, nil
 }
 
-// stands reports whether the call of a checkpoint may have had its effect, and was not
-// undone.
+// stands reports whether the call of a checkpoint may have had its effect and was not undone.
 func (v *Store) stands(ctx context.Context, n name) (bool, error) {
 	at, _, err := v.part(ctx, n, kindSnapshot)
 	if err != nil && !errors.Is(err, ErrTampered) || at == nil && err == nil {
@@ -628,7 +619,7 @@ func placeKey(key []byte) (p place, n name, ok bool) {
 	return p, n, true
 }
 
-// beyond is the first key behind all that begin with prefix.
+// beyond is the first key after all that begin with prefix.
 func beyond(prefix []byte) []byte {
 	after := bytes.Clone(prefix)
 	for i := len(after) - 1; i >= 0; i-- {

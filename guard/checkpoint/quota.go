@@ -10,15 +10,15 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Quota bounds what stands of one workflow or one caller at a time, so that nobody can
-// fill the store with checkpoints (cascade 6.3). A zero member is no bound. Living
-// checkpoints are never given up for new ones (cascade 4.2.2). Who has no bound is not
-// counted, so that a new one counts what is made from then on.
+// Quota bounds the checkpoints of one workflow or one caller at a time, so that nobody can fill
+// the store with them (cascade 6.3). Zero is no bound. Living checkpoints are never given up for
+// new ones (cascade 4.2.2). Without a bound nothing is counted, so a new bound counts from its
+// beginning on.
 type Quota struct {
 	// Count is the largest number of checkpoints.
 	Count int
-	// Bytes is the largest size of their snapshots, recorded credentials and results.
-	// It is looked at before a call leaves; a large result is kept all the same.
+	// Bytes is the largest size of their snapshots, recorded credentials and results. It is
+	// checked before a call leaves; a large result is kept all the same.
 	Bytes int64
 }
 
@@ -33,13 +33,11 @@ const (
 
 // QuotaError refuses a checkpoint, and with it the call. Nothing was recorded.
 type QuotaError struct {
-	// Of is whose bound it is, OfWorkflow or OfCaller; Over says which, OverCount,
-	// OverBytes or OverRate.
+	// Of is OfWorkflow or OfCaller; Over is the exceeded bound: OverCount, OverBytes or OverRate.
 	Of, Over string
 	// Most is the bound.
 	Most int64
-	// Retry is when, at the earliest, there is room again; zero where nothing that
-	// stands expires.
+	// Retry is the earliest time at which there is room again; zero if nothing expires.
 	Retry time.Time
 }
 
@@ -54,7 +52,7 @@ func (e *QuotaError) Error() string {
 	}
 }
 
-// bounds are what one scope is held to.
+// bounds are the bounds of one scope.
 type bounds struct {
 	of string
 	Quota
@@ -63,7 +61,7 @@ type bounds struct {
 
 func (b bounds) none() bool { return b.Count <= 0 && b.Bytes <= 0 && b.rate <= 0 }
 
-// of is what t holds a kind of scope to.
+// of returns the bounds of a kind of scope.
 func (t *Terms) of(kind byte) bounds {
 	if kind == kindWorkflow {
 		return bounds{of: OfWorkflow, Quota: t.Workflow, rate: t.Rate}
@@ -71,7 +69,7 @@ func (t *Terms) of(kind byte) bounds {
 	return bounds{of: OfCaller, Quota: t.Caller}
 }
 
-// scopes are those with a bound, in which s counts. Nothing is written for the others.
+// scopes are the bounded ones in which s counts. Nothing is written for the others.
 func (v *Store) scopes(s *Snapshot, counted func(kind byte) bool) []scope {
 	var found []scope
 	if counted(kindCaller) {
@@ -84,7 +82,7 @@ func (v *Store) scopes(s *Snapshot, counted func(kind byte) bool) []scope {
 	return found
 }
 
-// marks is what is known of a workflow or a caller besides what it has.
+// marks are facts about a workflow or a caller besides its checkpoints.
 type marks struct {
 	loaded bool      // noted is known
 	noted  time.Time // until when the store says that the index may hold something
@@ -100,7 +98,6 @@ type reservation struct {
 	taken []room
 }
 
-// room is what was taken in one scope.
 type room struct {
 	u        *usage
 	scope    scope
@@ -124,7 +121,7 @@ func (v *Store) reserve(ctx context.Context, h *Handle, t *Terms, now time.Time)
 	return r, nil
 }
 
-// notes are the writes that tell a later life where to count.
+// notes are the writes that say, after a restart, where to count.
 func (r *reservation) notes() []store.Write {
 	var writes []store.Write
 	for _, t := range r.taken {
@@ -135,7 +132,7 @@ func (r *reservation) notes() []store.Write {
 	return writes
 }
 
-// ended counts what came of the commit. What may have landed counts as if it had.
+// ended counts the result of the commit. A commit that may have landed counts as landed.
 func (r *reservation) ended(err error) {
 	for _, t := range r.taken {
 		t.u.Lock()
@@ -151,7 +148,7 @@ func (r *reservation) ended(err error) {
 	}
 }
 
-// charge changes what a standing checkpoint counts for.
+// charge changes the size that a living checkpoint counts for.
 func (v *Store) charge(h Handle, n int, bytes int64) {
 	for _, s := range h.scopes {
 		if u := v.usages.Known(s); u != nil {
@@ -197,8 +194,8 @@ func later(a, b time.Time) time.Time {
 	return a
 }
 
-// count reads once what a scope has. It asks first whether the index may hold something: of
-// most workflows it does not, and a scan would cost the store much more than this.
+// count reads once what a scope has. It first reads whether the index may hold anything: for most
+// workflows it does not, and a scan would cost much more.
 func (v *Store) count(ctx context.Context, u *usage, s scope, rate int) error {
 	if !u.State.loaded {
 		entry, err := v.store.Get(ctx, s.note())
@@ -231,7 +228,8 @@ func (v *Store) count(ctx context.Context, u *usage, s scope, rate int) error {
 	return nil
 }
 
-// account is what an index entry tells, so that counting opens no snapshot. Nothing in it is a caller's.
+// account is what an index entry says, so that counting opens no snapshot. It has no data of a
+// caller.
 type account struct {
 	created time.Time
 	bytes   int64

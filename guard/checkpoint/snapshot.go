@@ -19,95 +19,90 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Snapshot is what is recorded before a call leaves. Its hash is the out_hash of the
-// checkpoint's token.
+// Snapshot is recorded before a call leaves. Its hash is the out_hash of the checkpoint's token.
 type Snapshot struct {
-	// ID is that of the checkpoint's token. It is unique in the store.
+	// ID is the id of the checkpoint's token. It is unique in the store.
 	ID string
-	// Workflow and Caller are whose quotas the checkpoint counts against. Workflow
-	// may be empty.
+	// Workflow, which may be empty, and Caller are those whose quotas the checkpoint counts
+	// against.
 	Workflow string
 	Caller   execution.CallerHash
 	// Execution is the key of the guarded call.
 	Execution execution.Key
-	// First is the checkpoint of the first attempt, where the call may have run before
-	// this one: both are one execution, of one effect, and are undone once. Its own id where
-	// the earlier attempt has no checkpoint; empty where there was none.
-	First string
-	// Action is the configured name of the call's kind.
+	// First is the checkpoint of the first attempt, if the call may have run before: both are one
+	// execution with one effect, and are undone once. Its own id if the earlier attempt has no
+	// checkpoint; empty without an earlier attempt.
+	First  string
 	Action string
 	// Upstream is where the call goes: recorded credentials are used there only.
 	Upstream string
-	// Way is how the call is undone, Reason why it cannot be; Reason is empty where
-	// it can.
+	// Way is how the call is undone, Reason why it cannot be; Reason is empty if it can.
 	Way    Way
 	Reason Reason
-	// Created and Expires are set by Prepare, by the store's clock. The checkpoint
-	// stands until Expires.
+	// Created and Expires are set by Prepare, by the store's clock.
 	Created, Expires time.Time
-	// Credentials is the size in bytes of the credentials that Prepare recorded beside
-	// it; 0 without any.
+	// Credentials is the size in bytes of the credentials recorded by Prepare; 0 without any.
 	Credentials int
 	// Request is what the undo needs of the request.
 	Request Request
-	// Image is what stood at the target before the call; nil where the undo needs none.
+	// Image is the state of the target before the call; nil if the undo needs none.
 	Image *Image
-	// Undo says how the call is undone, in the words of whoever undoes it: decided before
-	// the call leaves, whatever the configuration says later. Empty where it cannot be.
+	// Undo is the encoded way to undo the call: decided before the call leaves, whatever the
+	// configuration says later. Empty if it cannot be undone.
 	Undo []byte
 }
 
-// Root is the checkpoint that all attempts of the call share: that of the first.
+// Root is the checkpoint shared by all attempts of the call: that of the first.
 func (s *Snapshot) Root() string { return cmp.Or(s.First, s.ID) }
 
-// Reversible is what the token says in cascade.reversible.
+// Reversible is cascade.reversible of the token.
 func (s *Snapshot) Reversible() bool { return s.Way != Irreversible }
 
-// Message is what is kept of a request or an answer: what was chosen, not all of it.
+// Message is the recorded part of a request or an answer.
 type Message struct {
-	// Header are the chosen fields, under canonical names. A name without values
-	// says that the message had no such field.
+	// Header are the chosen fields, under canonical names. A name without values means that the
+	// message had no such field.
 	Header      map[string][]string
 	ContentType string
 	Body        []byte
 }
 
-// Request is what is kept of the call.
+// Request is the recorded part of the call.
 type Request struct {
 	Method, Host string
-	// Path is as it was sent, with its escapes; Query without the question mark.
+	// Path is escaped as sent; Query without the question mark.
 	Path, Query string
 	Message
 }
 
-// Image is what stood at the target of a call at one moment.
+// Image is the state of a call's target at one moment.
 type Image struct {
-	// Exists is false where there was nothing: then there is no body.
+	// Exists is false if there was nothing: then there is no body.
 	Exists bool
-	// Status is that of the answer that the image was made of.
+	// Status is the status of the answer with the state.
 	Status int
 	ETag   string
 	Message
 }
 
-// Result is what is recorded once a call has ended.
+// Result is recorded once a call has ended.
 type Result struct {
 	// Status of the answer; 0 without one.
 	Status int
-	// Upstream is the status of the upstream's own answer, whatever handlers on the way have
-	// made of it; 0 where none is known.
+	// Upstream is the status of the upstream's own answer, before handlers changed it; 0 if
+	// unknown.
 	Upstream int
-	// Reason is why the call cannot be undone although its token says that it can;
-	// empty where it can be.
+	// Reason is why the call cannot be undone although its token says that it can; empty if it
+	// can.
 	Reason Reason
 	// Answer is what the undo needs of the answer.
 	Answer Message
-	// Image is what stood at the target afterwards; nil where the undo needs none, or
-	// none could be had.
+	// Image is the state of the target afterwards; nil if the undo needs none, or it could not be
+	// read.
 	Image *Image
 }
 
-// The tags of the fields. Readers skip those that they do not know.
+// The tags of the fields. Readers skip unknown ones.
 const (
 	tagID = 1 + iota
 	tagWorkflow
@@ -274,7 +269,7 @@ func (r *Request) decode(b []byte) error {
 	})
 }
 
-// encode writes where there is one, also if nothing is known of it.
+// encode writes an image also if nothing is known of it.
 func (i *Image) encode(to *store.Encoder) {
 	if i == nil {
 		return
@@ -300,7 +295,7 @@ func (i *Image) decode(b []byte) error {
 	})
 }
 
-// encode writes each name of the header, and behind it its values, which may be empty.
+// encode writes each name of the header, and then its values, which may be empty.
 func (m *Message) encode(e *store.Encoder) {
 	for _, k := range slices.Sorted(maps.Keys(m.Header)) {
 		store.Field(e, tagHeaderName, k)
@@ -312,7 +307,7 @@ func (m *Message) encode(e *store.Encoder) {
 	e.Bytes(tagBody, m.Body)
 }
 
-// decode hands the fields that are not a message's to other, if any.
+// decode passes the fields that are not a message's to other, if any.
 func (m *Message) decode(b []byte, other func(*store.Decoder)) error {
 	d, name := store.Decoder{B: b, Broken: errEncoding}, ""
 	for d.Next() {
@@ -341,7 +336,7 @@ func (m *Message) decode(b []byte, other func(*store.Decoder)) error {
 	return d.Err
 }
 
-// size is about what the message takes when it is encoded.
+// size is about the encoded size of the message.
 func (m *Message) size() int { return len(m.Body) + 256*len(m.Header) }
 
 func (i *Image) size() int {
@@ -356,7 +351,7 @@ type Way uint8
 
 // The ways.
 const (
-	// Restore: what stood there before is put back.
+	// Restore: the earlier state is put back.
 	Restore Way = 1 + iota
 	// Compensate: another request takes the effect back.
 	Compensate
@@ -382,7 +377,7 @@ func (w Way) String() string {
 	}
 }
 
-// Reason says why a call cannot be undone. It is a fixed word and nothing of the call's.
+// Reason says why a call cannot be undone. It is a fixed word without data of the call.
 type Reason string
 
 // The reasons.
@@ -391,32 +386,31 @@ const (
 	ReasonDeclared Reason = "declared"
 	// ReasonNoAction: no configured action matches the call.
 	ReasonNoAction Reason = "no-action"
-	// ReasonNoImage: what stood there could not be fetched.
+	// ReasonNoImage: the state of the target could not be fetched.
 	ReasonNoImage Reason = "no-image"
-	// ReasonChanged: somebody else has changed what stood there while the call ran, so that
-	// nobody knows what is the call's own.
+	// ReasonChanged: another write changed the target while the call ran, so that the call's own
+	// change is unknown.
 	ReasonChanged Reason = "changed-meanwhile"
-	// ReasonNotCreated: nothing was seen there before the call, and its answer does not say
-	// that it has created something, so that it must not be deleted.
+	// ReasonNotCreated: nothing was seen at the target before the call, and its answer does not
+	// say that it created something, so that it must not be deleted.
 	ReasonNotCreated Reason = "not-created"
-	// ReasonAbsent: a value that the undo needs is not there.
+	// ReasonAbsent: a value that the undo needs is missing.
 	ReasonAbsent Reason = "absent-value"
-	// ReasonMethod: what a call with this method has done cannot be put back.
+	// ReasonMethod: the effect of a call with this method cannot be put back.
 	ReasonMethod Reason = "method"
-	// ReasonTooLarge: what the undo needs is larger than what is kept.
+	// ReasonTooLarge: the undo needs more than may be kept.
 	ReasonTooLarge Reason = "too-large"
 	// ReasonUnkept: the store had no room for what the undo needs of the answer.
 	ReasonUnkept Reason = "not-kept"
 )
 
-// Record makes the writes by which a call's result gets on disk in the commit of its
-// outcome. A later one for the same checkpoint takes its place. maxImage is as in Terms.
+// Record makes the writes that record a call's result in the outcome's commit. It replaces an
+// earlier result. maxImage is as in Terms.
 //
-// A result that is large is stored here already, by commits of its own, and only named
-// in the outcome's: a store that is nearly full takes outcomes and nothing large, and
-// an outcome must not be lost for it (P1). Where it cannot be stored, or is too large,
-// the result says why instead: the call can then be undone by a person only. ctx must
-// outlive the client, as that of the outcome does.
+// A large result is stored here already, in commits of its own, and only named in the outcome's:
+// a store that is nearly full takes outcomes but nothing large, and an outcome must not be lost
+// for it (P1). If it cannot be stored, or is too large, the result says why: then only a person
+// can undo the call. ctx must outlive the client, like the outcome's.
 //
 // The batch must be ended.
 func (v *Store) Record(ctx context.Context, h Handle, r Result, maxImage int) (*Pending, error) {
@@ -449,7 +443,7 @@ func (v *Store) Record(ctx context.Context, h Handle, r Result, maxImage int) (*
 	return p, nil
 }
 
-// keep stores the pieces of a result, one after the other.
+// keep stores the pieces of a result in order.
 func (v *Store) keep(ctx context.Context, pieces []store.Write) error {
 	for _, w := range pieces {
 		if _, err := v.store.Commit(ctx, w); err != nil {
@@ -459,9 +453,9 @@ func (v *Store) keep(ctx context.Context, pieces []store.Write) error {
 	return nil
 }
 
-// Release makes the writes by which a checkpoint goes whose call never ran. What is left
-// says so until the ttl would have ended (ErrReleased), and names the call (Released).
-// The batch must be ended.
+// Release makes the writes that remove the checkpoint of a call that never ran. Until the ttl
+// would have ended a remainder says so (ErrReleased) and names the call (Released). The batch
+// must be ended.
 func (v *Store) Release(h Handle) *store.Batch {
 	b := v.batch(nil, func(err error) {
 		if err == nil {
@@ -492,8 +486,8 @@ func (r *Result) fit(maxImage int) {
 	}
 }
 
-// Credentials are the recorded credentials of a checkpoint. ErrUnknown says that there
-// are none: none were recorded, their time is over, or the call was undone.
+// Credentials are the recorded credentials of a checkpoint. ErrUnknown: none were recorded, they
+// have expired, or the call was undone.
 func (v *Store) Credentials(ctx context.Context, id string) (map[string][]string, error) {
 	key := keyOf(kindCredential, v.name(id))
 	entry, err := v.store.Get(ctx, key)
@@ -526,8 +520,8 @@ func decodeCredentials(b []byte) (map[string][]string, error) {
 	return m.Header, err
 }
 
-// TargetOf names what a request to an upstream changes, in one way for all spellings of
-// its path that servers may take for the same. The query is no part of it.
+// TargetOf names what a request to an upstream changes: the same for all spellings of its path
+// that servers may treat as equal. The query is not part of it.
 func TargetOf(upstream, escaped string) string {
 	plain, err := url.PathUnescape(escaped)
 	if err != nil {
@@ -536,16 +530,16 @@ func TargetOf(upstream, escaped string) string {
 	return upstream + " " + strings.ToLower(path.Clean("/"+plain))
 }
 
-// Target is what the call of a checkpoint has changed, by a name that calls share which
-// must be undone one after the other, and when the checkpoint was made. It is as the store
-// has it, and good for an order only. The errors are those of Before.
+// Target names what the call of a checkpoint changed, so that calls with the same target are
+// undone one after the other, and when the checkpoint was made. It is not verified, and good for
+// an order only. The errors are those of Before.
 func (v *Store) Target(ctx context.Context, id string) (name string, made time.Time, err error) {
 	s, err := v.stored(ctx, id)
 	if err != nil {
 		return "", time.Time{}, err
 	}
 	if s.Way != Restore && s.Request.Method == http.MethodPost {
-		// A POST makes something of its own, so that many at one place have nothing in common.
+		// Each POST creates something of its own, so that POSTs to one target are independent.
 		return hex.EncodeToString(s.Execution[:]), s.Created, nil
 	}
 	return TargetOf(s.Upstream, s.Request.Path), s.Created, nil

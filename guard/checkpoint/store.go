@@ -1,18 +1,16 @@
-// Package checkpoint keeps what must be known to put a call's effect back: on disk
-// before the call leaves (P2), sealed (P8), and for as long as its token promises
-// (cascade 4.2).
+// Package checkpoint keeps what must be known to put a call's effect back: on disk before the
+// call leaves (P2), sealed (P8), and for as long as its token promises (cascade 4.2).
 //
-// A checkpoint has up to four values. The Snapshot is recorded in the commit of the
-// claim: how the call can be undone, and what stood there before. The Result is
-// recorded in the commit of the outcome: what stood there afterwards, or what of the
-// answer the undo needs. Credentials are a value of their own, so that they can go
-// before the rest does. The Mark says how far the undo has come; it outlives the
-// others, so that what was undone is not undone again.
-// A Version says which version of a resource an undo has put back.
+// A checkpoint has up to four values. The Snapshot is recorded in the claim's commit: how the
+// call can be undone, and the state before it. The Result is recorded in the outcome's commit:
+// the state after the call, or the part of the answer that the undo needs. Credentials are a
+// separate value, so that they can be deleted first. The Mark is the state of the undo; it
+// outlives the others, so that nothing is undone twice. A Version says which version of a
+// resource an undo has put back.
 //
-// Snapshot and Result begin with 32 random bytes, and their hashes are the SHA-256 of
-// their plain bytes: unchanged when they are sealed anew, and not to be guessed from
-// what they say. Nothing is read back without its hash being compared.
+// Snapshot and Result begin with 32 random bytes, and their hashes are the SHA-256 of their plain
+// bytes: unchanged by re-sealing, and not to be guessed from the content. Every read compares the
+// hash.
 package checkpoint
 
 import (
@@ -30,8 +28,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Store keeps the checkpoints of one store. It is safe for concurrent use. Quotas are
-// counted in memory, so that one Store is to be open on a store of this process.
+// Store keeps the checkpoints of one store. It is safe for concurrent use. Quotas are counted in
+// memory, so that a process may open one Store per store.
 type Store struct {
 	store   store.Store
 	sealer  store.Sealer
@@ -39,32 +37,32 @@ type Store struct {
 	writers writers
 }
 
-// New returns the store of checkpoints of what st keeps, sealed by sealer.
+// New returns the checkpoints in st, sealed by sealer.
 func New(st store.Store, sealer store.Sealer) *Store {
 	return &Store{store: st, sealer: sealer, usages: store.Usages[scope, marks]{Window: time.Second}}
 }
 
 // Errors of Store.
 var (
-	// ErrInvalid: what was given breaks a rule; the message says which.
+	// ErrInvalid: the argument breaks a rule; the message says which.
 	ErrInvalid = errors.New("checkpoint: invalid")
-	// ErrTaken: a checkpoint with this id stands already.
+	// ErrTaken: a checkpoint has this id already.
 	ErrTaken = errors.New("checkpoint: the id is taken")
-	// ErrUnknown: nothing stands under the id.
+	// ErrUnknown: no checkpoint has this id.
 	ErrUnknown = errors.New("checkpoint: unknown")
 	// ErrExpired: its ttl is over (cascade 4.2.3).
 	ErrExpired = errors.New("checkpoint: expired")
-	// ErrTampered: something stands there, but it does not open, is not what the token's
-	// hash says, or cannot be read. Nothing may be undone from it (cascade 4.2.3).
+	// ErrTampered: the record does not open, does not match the token's hash, or cannot be read.
+	// Nothing may be undone from it (cascade 4.2.3).
 	ErrTampered = errors.New("checkpoint: does not match its hash")
 	// ErrReleased: the call never ran, so there is nothing to undo.
 	ErrReleased = errors.New("checkpoint: its call never ran")
-	// ErrChanged: somebody else has moved the undo meanwhile; look at its mark again.
+	// ErrChanged: another rollback has changed the mark; read it again.
 	ErrChanged = errors.New("checkpoint: the undo was moved by another rollback")
-	// ErrStep: the undo cannot go from where it is to where it was to be moved.
+	// ErrStep: the state of the undo does not allow this step.
 	ErrStep = errors.New("checkpoint: the undo cannot take this step")
-	// ErrStore: the store did not answer or did not take a record. Nothing may be
-	// forwarded or undone (P4).
+	// ErrStore: the store did not answer or refused a record. Nothing may be forwarded or undone
+	// (P4).
 	ErrStore = errors.New("checkpoint: the store is unavailable")
 )
 
@@ -79,14 +77,14 @@ type Pending struct {
 // Sum is the hash of the snapshot or the result: the out_hash of its token.
 func (p *Pending) Sum() [32]byte { return p.sum }
 
-// Snapshot is what Prepare records: irreversible if it was too large. It is nil for a result.
+// Snapshot is what Prepare records: irreversible if too large; nil for a result.
 func (p *Pending) Snapshot() *Snapshot { return p.snapshot }
 
-// Handle is that of the checkpoint.
+// Handle is the checkpoint's handle.
 func (p *Pending) Handle() Handle { return p.handle }
 
-// batch returns a batch for a commit that a re-sealing waits for. ended, if any, gets the
-// error of the commit. Where one of the writes has lost, that is returned as lost, if any.
+// batch returns a batch for a commit that a re-sealing waits for. ended, if any, gets the error
+// of the commit. If a write's condition fails, lost replaces that error, if it is set.
 func (v *Store) batch(lost error, ended func(error)) *store.Batch {
 	gate, b := v.writers.enter(), store.NewBatch(make([]store.Write, 0, 6)...)
 	b.OnDone(func(err error) error {
@@ -140,8 +138,8 @@ func keyOf(kind byte, n name) []byte {
 	return append(append(make([]byte, 0, 2+len(n)), spaceCheckpoint, kind), n[:]...)
 }
 
-// saltInKey is how much of a record's random bytes is in the keys of its pieces, so
-// that those of two results of one checkpoint are apart.
+// saltInKey is how many of a record's random bytes are in the keys of its pieces, which keeps
+// those of two results of one checkpoint apart.
 const saltInKey = 8
 
 func pieceKey(n name, part byte, salt []byte, piece int) []byte {
@@ -167,10 +165,10 @@ func (s scope) note() []byte {
 	return append(append(make([]byte, 0, 3+len(s.hash)), spaceCheckpoint, kindNote, s.kind), s.hash[:]...)
 }
 
-// errEncoding: it opened but cannot be read. A newer build or a fault of ours wrote it.
+// errEncoding: a sealed record opened but cannot be decoded: a newer build or a bug wrote it.
 var errEncoding = errors.New("checkpoint: a record in the store cannot be read by this build")
 
-// saltSize is how many random bytes stand before the fields, so that a hash confirms no guess.
+// saltSize is how many random bytes precede the fields, so that a hash confirms no guess.
 const saltSize = 32
 
 func salted(size int) store.Encoder {
@@ -187,7 +185,7 @@ func unsalted(b []byte) (store.Decoder, error) {
 }
 
 const (
-	// inlineMost is the largest record, in bytes, that stands in one ordinary value.
+	// inlineMost is the largest record, in bytes, within one ordinary value.
 	inlineMost = 2 << 10
 	// pieceSize is how much of a larger one is sealed and stored at a time.
 	pieceSize = 256 << 10
@@ -272,7 +270,7 @@ func (v *Store) head(n name, kind byte, p *part, condition store.Condition, expi
 	return store.Write{Key: key, If: condition, Value: v.sealer.Seal(nil, p.encode(), key), Expires: expires}
 }
 
-// pieces are the writes of a record's pieces; none where it stands in its head.
+// pieces are the writes of a record's pieces; none if it is in its head.
 func (v *Store) pieces(n name, kind byte, p *part, plain []byte, expires time.Time) []store.Write {
 	if p.pieces == 0 {
 		return nil
@@ -288,7 +286,7 @@ func (v *Store) pieces(n name, kind byte, p *part, plain []byte, expires time.Ti
 	return writes
 }
 
-// part reads a head. It returns nil where there is none.
+// part reads a head; nil without one.
 func (v *Store) part(ctx context.Context, n name, kind byte) (*part, time.Time, error) {
 	key := keyOf(kind, n)
 	entry, err := v.store.Get(ctx, key)

@@ -11,22 +11,22 @@ import (
 // Key is the execution key: what one intended effect is recorded under.
 type Key [32]byte
 
-// String is a short form for logs; it tells nothing of the caller or the id.
+// String is a short form for logs; it reveals nothing about the caller or the id.
 func (k Key) String() string { return hex.EncodeToString(k[:8]) }
 
-// Hex is the whole key in hexadecimal, as operators name an execution.
+// Hex is the whole key in hexadecimal, by which operators name an execution.
 func (k Key) Hex() string { return hex.EncodeToString(k[:]) }
 
-// Fingerprint is the hash of what a call asks for. The same key with another
-// fingerprint is another request under a used id, and refused.
+// Fingerprint is the hash of a call's content. A key that comes with another fingerprint is
+// refused.
 type Fingerprint [32]byte
 
 // CallerHash is the keyed hash of a caller's identity.
 type CallerHash [16]byte
 
-// Scope is what an execution key is made of. Guard is the guard's configured name,
-// never its place or address; actions are recorded, not keyed, so that adding,
-// renaming or removing them frees no key.
+// Scope is what an execution key is derived from. Guard is the guard's configured name, not its
+// place or address; actions are not part of it, so that adding, renaming or removing them frees
+// no key.
 type Scope struct {
 	Caller, Guard, Method, Path, ID string
 }
@@ -41,31 +41,31 @@ const (
 	OriginDerived                   // hash of caller and request, valid for a window
 )
 
-// Call is one guarded call. Strings that are too long to record are shortened;
-// only Key and Fingerprint decide.
+// Call is one guarded call. Strings that are too long to record are shortened; only Key and
+// Fingerprint decide.
 type Call struct {
 	Key         Key
 	Fingerprint Fingerprint
 	Scope       Scope
 	Origin      Origin
-	// Host is recorded, not keyed: who looks an execution up must name it.
+	// Host is recorded, not part of the key: a caller that looks an execution up must name it.
 	Host     string
 	Action   string
 	Workflow string
 	// Checkpoint is the id of the token that announces the call; it may be empty.
 	Checkpoint string
-	// Sent is a hash of the upstream's own key and the bytes that it is sent with; zero
-	// where that is of no use.
+	// Sent is a hash of the upstream's own key and the bytes sent with it; zero where it is not
+	// used.
 	Sent [32]byte
 	// Deadline is the longest that the execution may take.
 	Deadline time.Duration
-	// KeepResult and KeepKey are how long after its settling the result can be
-	// replayed and the key stays taken. In-doubt records ignore both.
+	// KeepResult and KeepKey are how long after settling the result is replayed and the key stays
+	// taken. Records in doubt ignore both.
 	KeepResult, KeepKey time.Duration
-	// ResultCap is the largest answer body that is kept, in bytes. A larger one
-	// flows on, its key stays taken and its result is unavailable.
+	// ResultCap is the largest answer body that is kept, in bytes. Of a larger answer only the
+	// key is kept.
 	ResultCap int64
-	// Quota is what the call's caller may hold at a time.
+	// Quota is what the caller may hold at a time.
 	Quota Quota
 }
 
@@ -80,16 +80,15 @@ func (g *Guard) Caller(identity string) CallerHash {
 	return CallerHash(sum[:])
 }
 
-// Derive makes an execution id of what a call is, for callers that send none: the
-// intent nonce of the Execution Guard pattern. Two equal calls get the same id.
+// Derive makes an execution id from a call's content, for callers that send none: the intent
+// nonce of the Execution Guard pattern. Equal calls get the same id.
 func (g *Guard) Derive(s Scope, fp Fingerprint) string {
 	sum := g.sealer.Index("derived", s.Caller, s.Guard, s.Method, s.Path, string(fp[:]))
 	return "derived-" + hex.EncodeToString(sum[:16])
 }
 
-// Inherit makes the execution id of a nested call of what it is and of the
-// execution that it names as its parent, so that a retried parent's nested calls
-// land on the same executions.
+// Inherit makes the id of a nested call from its content and its parent execution, so that the
+// nested calls of a retried parent reach the same executions.
 func (g *Guard) Inherit(s Scope, parent, action string, fp Fingerprint) string {
 	sum := g.sealer.Index("inherited", s.Caller, s.Guard, s.Method, s.Path, parent, action, string(fp[:]))
 	return "inherited-" + hex.EncodeToString(sum[:16])
@@ -98,16 +97,14 @@ func (g *Guard) Inherit(s Scope, parent, action string, fp Fingerprint) string {
 // MaxID is the greatest length of an execution id in bytes, after unquoting.
 const MaxID = 255
 
-// What can be wrong with an id. The texts go to callers as the detail of a 400
-// problem: they say what is wrong and what would be right, and never repeat the
-// value, which may be a secret (P8).
+// Errors of ids. Their texts are the detail of a 400 problem: they say what is wrong and what
+// would be right, and never repeat the value, which may be a secret (P8).
 var (
 	// ErrIDMissing: the request has no such field.
 	ErrIDMissing = errors.New("the field with the execution id is missing; send it once, with one id")
 	// ErrIDRepeated: the field came on more than one line.
 	ErrIDRepeated = errors.New("the field with the execution id was sent more than once; send exactly one field line")
-	// ErrIDList: an unquoted value holds a comma, so that it may be two values
-	// which something on the way has joined.
+	// ErrIDList: an unquoted value contains a comma; an intermediary may have joined two values.
 	ErrIDList = errors.New("the execution id looks like a comma-separated list; send one id, or put it in double quotes if the comma belongs to it")
 	// ErrIDEmpty: nothing is left after trimming and unquoting.
 	ErrIDEmpty = errors.New("the execution id is empty; send 1 to 255 visible ASCII characters")
@@ -123,11 +120,10 @@ var (
 	ErrIDTrailing = errors.New("something follows the closing quote of the execution id; send the quoted id alone, without parameters or further values")
 )
 
-// ParseID gives the id that the field lines of one header carry. There must
-// be exactly one line. A structured-field String (RFC 9651, section 3.3.3) and
-// the raw form that most clients send name one and the same id; otherwise a
-// client that changes its library between two attempts would run twice (P1).
-// The error is one of this package's.
+// ParseID returns the id in the field lines of one header, of which there must be exactly one. A
+// structured-field String (RFC 9651, section 3.3.3) and the raw form name the same id; otherwise
+// a client that changes its library between two attempts would run twice (P1). The error is one
+// of this package's.
 func ParseID(lines []string) (id string, err error) {
 	switch len(lines) {
 	case 0:
@@ -154,9 +150,8 @@ func ParseID(lines []string) (id string, err error) {
 	return id, nil
 }
 
-// CheckID says whether id, already unquoted and from whatever source, is 1 to
-// MaxID bytes of visible ASCII (0x21 to 0x7e). The error is one of this
-// package's.
+// CheckID checks that an unquoted id is 1 to MaxID bytes of visible ASCII (0x21 to 0x7e). The
+// error is one of this package's.
 func CheckID(id string) error {
 	if id == "" {
 		return ErrIDEmpty
@@ -205,7 +200,7 @@ func unquote(v string) (string, error) {
 	return "", ErrIDUnterminated
 }
 
-// Verdict is what came of a forwarded call (P6).
+// Verdict is the outcome of a forwarded call (P6).
 type Verdict uint8
 
 // The verdicts.
@@ -214,7 +209,7 @@ const (
 	Completed Verdict = 1 + iota
 	// Released: it was not executed; the key is free again.
 	Released
-	// InDoubt: it may have been executed, and nobody knows.
+	// InDoubt: it may have been executed.
 	InDoubt
 )
 
@@ -242,21 +237,21 @@ func ParseVerdict(word string) (Verdict, error) {
 	return 0, fmt.Errorf("%q is no outcome; use completed, released or in_doubt", word)
 }
 
-// Preset is a reading of upstream statuses that other services have made known.
+// Preset is a way to read upstream statuses.
 type Preset string
 
 // The presets.
 const (
-	// PresetDefault: refusals are released, what may have happened is in doubt,
-	// everything else is completed.
+	// PresetDefault: refusals are released, unclear outcomes are in doubt, everything else is
+	// completed.
 	PresetDefault Preset = "default"
-	// PresetStripe: the upstream keeps keys itself and answers a repetition from its
-	// record. What it keeps is replayed here too, 500 among it. What it does not keep
-	// is released: refusals, 400 and 409. What may come from before it (408, 502, 503,
-	// 504) is in doubt. Stripe-Should-Retry goes before the status.
+	// PresetStripe: the upstream keeps keys and replays its own answers. They are replayed here
+	// too, also a 500. Answers that it does not keep are released: refusals, 400 and 409.
+	// Statuses that a proxy may have sent (408, 502, 503, 504) are in doubt. Stripe-Should-Retry
+	// overrides the status.
 	PresetStripe Preset = "stripe"
-	// PresetACP: a 5xx is released and runs again, as the Agentic Commerce
-	// Protocol asks. It gives P1 up for these answers, by choice.
+	// PresetACP: a 5xx is released and runs again, as the Agentic Commerce Protocol asks. This
+	// gives up P1 for these answers.
 	PresetACP Preset = "acp"
 	// PresetStrict: every 5xx is in doubt.
 	PresetStrict Preset = "strict"
@@ -267,24 +262,24 @@ func Presets() []Preset {
 	return []Preset{PresetDefault, PresetStripe, PresetACP, PresetStrict}
 }
 
-// Rules read the status of a whole answer. The zero value is PresetDefault.
+// Rules judge a whole answer by its status. The zero value is PresetDefault.
 type Rules struct {
 	Preset Preset
 	// Status overrides the preset for single statuses.
 	Status map[int]Verdict
 }
 
-// Answer is what Rules read of an answer whose body came whole.
+// Answer is an answer whose body came whole, as Rules read it.
 type Answer struct {
 	// Status is the final status.
 	Status int
-	// RetryAfter says that it carries Retry-After: a 503 that does is a refusal.
+	// RetryAfter: it has Retry-After, which makes a 503 a refusal.
 	RetryAfter bool
 	// ShouldRetry is the value of Stripe-Should-Retry.
 	ShouldRetry string
 }
 
-// refused reports a refusal that comes before the call is looked at.
+// refused reports a refusal before the call was processed.
 func (a Answer) refused() bool {
 	switch a.Status {
 	case 401, 403, 407, 421, 425, 429:
@@ -295,8 +290,8 @@ func (a Answer) refused() bool {
 	return false
 }
 
-// unclear reports a status that may come from something before the upstream, or that
-// leaves open what it has done.
+// unclear reports a status that something before the upstream may have sent, or that leaves open
+// what the upstream did.
 func (a Answer) unclear() bool {
 	switch a.Status {
 	case 408, 499, 502, 503, 504:
@@ -332,7 +327,7 @@ func (r Rules) Judge(a Answer) Verdict {
 	return Completed
 }
 
-// judgeStripe reads an answer, no refusal, of an upstream that keeps keys itself.
+// judgeStripe judges an answer, not a refusal, of an upstream that keeps keys.
 func judgeStripe(a Answer) Verdict {
 	advised := a.ShouldRetry == "true"
 	switch {

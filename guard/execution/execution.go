@@ -28,15 +28,15 @@ type Execution struct {
 	keeper  *keeper
 }
 
-// Recording takes the answer as it comes.
+// Recording takes the answer as it arrives.
 func (e *Execution) Recording() *Recording { return e.flight.recording }
 
-// Write records the next bytes of the answer's body and stores full pieces on the
-// way, so that settling waits for the last one only (P7).
+// Write records the next bytes of the answer's body and stores full pieces at once, so that
+// settling waits only for the last one (P7).
 func (e *Execution) Write(p []byte) { e.WriteFor(p, false) }
 
-// WriteFor is Write for an owner whose client may need to read the bytes back. It returns
-// what Recording.WriteFor does.
+// WriteFor is Write for an owner whose client may need to read the bytes back. It returns what
+// Recording.WriteFor returns.
 func (e *Execution) WriteFor(p []byte, needed bool) (recorded bool) {
 	recorded = e.flight.recording.WriteFor(p, needed)
 	if e.keeper == nil && e.flight.recording.Size() >= pieceSize {
@@ -48,22 +48,22 @@ func (e *Execution) WriteFor(p []byte, needed bool) (recorded bool) {
 	return recorded
 }
 
-// Outcome is what came of an execution.
+// Outcome is how an execution ended.
 type Outcome struct {
 	Verdict Verdict
 	Cause   Cause
 	// Status is that of the upstream's answer, 0 without one.
 	Status int
-	// Whole says that the recorded answer is whole. Those that follow get it to
-	// the end, also where the key is released or in doubt.
+	// Whole says that the recorded answer is complete. Followers get all of it, also if the key
+	// is released or in doubt.
 	Whole bool
 }
 
-// Settle records what came of the execution and wakes those that follow it. The
-// commit carries the batches of other packages and ends them. It is called once.
+// Settle records the outcome and wakes the followers. The commit carries the batches of other
+// packages and ends them. It is called once.
 //
-// ErrUnrecorded says that the record did not land: the execution is in doubt, and
-// must be reported so.
+// ErrUnrecorded means that the record was not written: the execution is in doubt and must be
+// reported so.
 func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Batch) error {
 	err := e.settle(ctx, o, batches)
 	ending := EndedInDoubt
@@ -144,18 +144,17 @@ func (e *Execution) keep(ctx context.Context, record *Record, tail []byte, batch
 	return err
 }
 
-// Ending says how a running execution ended, to those that wait for it.
+// Ending tells waiting calls how a running execution ended.
 type Ending uint8
 
 // The endings.
 const (
-	// endedAnswered: its answer is whole and for everybody who waits, whatever
-	// became of the key.
+	// endedAnswered: the answer is whole and for all waiting calls, whatever became of the key.
 	endedAnswered Ending = 1 + iota
-	// endedUnsent: proven that nothing was sent. Exactly one of those that wait
-	// may claim the key and run; the others follow it.
+	// endedUnsent: proven unsent. Exactly one waiting call may claim the key and run; the others
+	// follow it.
 	endedUnsent
-	// EndedInDoubt: no whole answer, and nobody knows.
+	// EndedInDoubt: no whole answer, and an unknown outcome.
 	EndedInDoubt
 )
 
@@ -173,8 +172,7 @@ type Flight struct {
 	ending      Ending // valid once done is closed
 }
 
-// Follow reads the flight's answer from its beginning, or returns nil where the
-// answer is too large for newcomers.
+// Follow reads the flight's answer from its beginning; nil if it is too large for new followers.
 func (f *Flight) Follow() *Follower { return f.recording.follow() }
 
 // Checkpoint is the id of the token that announced the execution; empty without one.
@@ -186,8 +184,8 @@ func (f *Flight) Done() <-chan struct{} { return f.done }
 // Ending is how the execution ended. It is valid once Done is closed.
 func (f *Flight) Ending() Ending { return f.ending }
 
-// flights is the table of running executions: the first caller owns a key until
-// its final state is readable in the store.
+// flights is the table of running executions: the first caller owns a key until its final state
+// is readable in the store.
 type flights [64]struct {
 	sync.Mutex
 	m map[Key]*Flight
@@ -200,7 +198,6 @@ func (t *flights) find(key Key) *Flight {
 	return shard.m[key]
 }
 
-// of reports whether a caller has a flight.
 func (t *flights) of(caller CallerHash) bool {
 	for i := range t {
 		shard := &t[i]
@@ -216,7 +213,8 @@ func (t *flights) of(caller CallerHash) bool {
 	return false
 }
 
-// start registers a flight, whose recording shares memory with others, or returns nil where one is registered already.
+// start registers a flight whose recording shares memory with others; nil if there is one
+// already.
 func (t *flights) start(c *Call, caller CallerHash, memory *spool.Budget) *Flight {
 	shard := &t[c.Key[0]%64]
 	shard.Lock()
@@ -245,9 +243,8 @@ func (t *flights) end(f *Flight, e Ending) {
 	f.recording.end(e)
 }
 
-// Await returns when nothing runs under key any more, here or on another node, or
-// with ctx's error when that ends first. It holds nothing and starts nothing that
-// outlasts it.
+// Await returns when nothing runs under key any more, here or on another node, or with ctx's
+// error.
 func (g *Guard) Await(ctx context.Context, key Key) error {
 	for {
 		over, err := g.awaitChange(ctx, key)
@@ -257,7 +254,7 @@ func (g *Guard) Await(ctx context.Context, key Key) error {
 	}
 }
 
-// awaitChange waits until what runs under key may have ended.
+// awaitChange waits until the execution under key may have ended.
 func (g *Guard) awaitChange(ctx context.Context, key Key) (over bool, err error) {
 	changed, cancel := g.store.Watch(recordKey(key)) // before the look, so that no change is slept through
 	defer cancel()
@@ -283,15 +280,14 @@ func (g *Guard) awaitChange(ctx context.Context, key Key) (over bool, err error)
 const (
 	// pieceSize is how much of a body is sealed and stored at a time.
 	pieceSize = 256 << 10
-	// maxInline is the largest encoded answer that stands in the record itself: it
-	// saves small answers a write of their own.
+	// maxInline is the largest encoded answer within the record itself, which saves a write.
 	maxInline = 512
-	// lengthSize is the size of the encoded head's length, which stands before it.
+	// lengthSize is the size of the length before the encoded head.
 	lengthSize = 4
 )
 
-// ErrResultUnavailable: the result is missing or altered in the store. The call was
-// executed and is not run again for it.
+// ErrResultUnavailable: the result is missing or altered in the store. The call was executed and
+// does not run again.
 var ErrResultUnavailable = errors.New("guard: the recorded result is not available")
 
 // errNotKept: the answer was too large, or a piece of it could not be stored.
@@ -304,7 +300,7 @@ type pieces struct {
 	failed bool
 }
 
-// keeper stores the full pieces of a growing body, one after the other.
+// keeper stores the full pieces of a growing body in order.
 type keeper struct {
 	e      *Execution
 	wake   chan struct{}
@@ -322,7 +318,7 @@ func newKeeper(e *Execution) *keeper {
 	return k
 }
 
-// grown says that the body has grown. It never waits.
+// grown signals that the body has grown. It never waits.
 func (k *keeper) grown() {
 	select {
 	case k.wake <- struct{}{}:
@@ -330,7 +326,7 @@ func (k *keeper) grown() {
 	}
 }
 
-// finish stores what full pieces are left and returns the account.
+// finish stores the remaining full pieces and returns the account.
 func (k *keeper) finish() pieces {
 	close(k.stop)
 	<-k.done
@@ -380,13 +376,13 @@ func (k *keeper) store() error {
 	return nil
 }
 
-// piecesUntil is how long pieces are kept that are stored on the way: the result's own time
-// begins when it is settled, at the deadline at the latest unless it is a stream.
+// piecesUntil is how long pieces stored early are kept: the result's own time begins at settling,
+// at the deadline at the latest unless it is a stream.
 func (r *Record) piecesUntil() time.Time { return r.Deadline.Add(r.KeepResult + time.Minute) }
 
-// rest appends the head and what is left of the body to tail, and notes in r where
-// the answer is. What it returns is to be stored as the head piece; nil where the
-// answer stands in r itself. errNotKept leaves r without a result.
+// rest appends the head and the rest of the body to tail, and notes in r where the answer is. It
+// returns the head piece to store; nil if the answer is in r itself. errNotKept leaves r without
+// a result.
 func (p *pieces) rest(tail []byte, rec *Recording, r *Record) ([]byte, error) {
 	head, whole := rec.complete()
 	if !whole || p.failed {
@@ -419,7 +415,6 @@ func (p *pieces) rest(tail []byte, rec *Recording, r *Record) ([]byte, error) {
 	return tail, nil
 }
 
-// tail is the write that stores what rest returned.
 func (g *Guard) tail(key Key, record *Record, tail []byte) store.Write {
 	name := pieceKey(key, record.Claim, headPiece)
 	return store.Write{Key: name, Bulk: true, Value: g.sealer.Seal(make([]byte, 0, len(tail)+64), tail, name),
@@ -439,9 +434,8 @@ type Result struct {
 	rest   []byte
 }
 
-// Result reads the answer of a Replayable finding and checks all of it, so that a
-// replay does not break off in its middle. ErrResultUnavailable says that it is
-// missing or altered.
+// Result reads and verifies the whole answer of a Replayable finding, so that a replay does not
+// break off. ErrResultUnavailable means that it is missing or altered.
 func (g *Guard) Result(ctx context.Context, key Key, found Finding) (*Result, error) {
 	r := found.Record
 	tail := r.Result.Inline
@@ -485,7 +479,7 @@ func (r *Result) Body(ctx context.Context) io.Reader {
 	return io.MultiReader(append(readers, bytes.NewReader(r.rest))...)
 }
 
-// pieceReader fetches its piece when it is first read.
+// pieceReader fetches its piece at the first read.
 type pieceReader struct {
 	ctx    context.Context
 	result *Result
@@ -520,11 +514,11 @@ func (g *Guard) piece(ctx context.Context, key Key, claim [16]byte, n int) ([]by
 	return plain, nil
 }
 
-// Head is an answer without its body: what a replay needs besides the bytes.
+// Head is an answer without its body.
 type Head struct {
 	Status int
-	// Header is the difference that the execution made to the answer's header: a
-	// name with values was set, a name without was removed. Names are canonical.
+	// Header is the difference that the execution made to the answer's header: names with values
+	// were set, names without were removed. Names are canonical.
 	Header map[string][]string
 	// Trailer holds what came after the body.
 	Trailer map[string][]string

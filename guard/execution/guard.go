@@ -1,14 +1,13 @@
 // Package execution executes a side effect at most once under retries (P1).
 //
-// A Call names one intended effect by its Key. LookUp says what is recorded of it:
-// nothing, a running execution to follow, a result to replay, or a reason to
-// refuse. Claim makes one caller the owner, durably, before anything is sent (P2);
-// its Execution is settled with what came of it: completed, released or in doubt
-// (P6). What nobody can tell is in doubt and stays so until there is evidence;
-// elapsed time is never evidence.
+// A Call names one intended effect by its Key. LookUp returns its record: none, a running
+// execution to follow, a result to replay, or a reason to refuse. Claim makes one caller the
+// owner, durably, before anything is sent (P2); the owner settles its Execution as completed,
+// released or in doubt (P6). An unknown outcome stays in doubt until there is evidence; elapsed
+// time is never evidence.
 //
-// The package knows neither HTTP servers nor Caddy. It keeps everything in a
-// store.Store, sealed (P8). docs/state_machine.md draws the states.
+// The package knows neither HTTP servers nor Caddy. It keeps everything in a store.Store, sealed
+// (P8). docs/state_machine.md draws the states.
 package execution
 
 import (
@@ -25,8 +24,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Guard is one node's view of all executions in one store. It is safe for
-// concurrent use.
+// Guard is one node's view of all executions in one store. It is safe for concurrent use.
 type Guard struct {
 	store   store.Store
 	sealer  store.Sealer
@@ -39,33 +37,30 @@ type Guard struct {
 	bodies  *spool.Budget
 }
 
-// BodyMemory is the bound on the memory that bodies of requests and answers of all calls
-// take together. It begins with DefaultBodyMemory.
+// BodyMemory bounds the memory that the bodies of all requests and answers share. It begins with
+// DefaultBodyMemory.
 func (g *Guard) BodyMemory() *spool.Budget { return g.bodies }
 
-// DefaultBodyMemory is how much memory bodies take together, in bytes, unless
-// BodyMemory is told otherwise.
+// DefaultBodyMemory is the default of BodyMemory, in bytes.
 const DefaultBodyMemory = 128 << 20
 
 // Errors of Guard.
 var (
 	// ErrTaken: another call owns the key; look it up again.
 	ErrTaken = errors.New("guard: the key was claimed by another call")
-	// ErrDraining: the process is about to end and starts nothing new.
+	// ErrDraining: the process is shutting down and starts nothing new.
 	ErrDraining = errors.New("guard: shutting down")
-	// ErrStore: the store did not answer or did not take a record. Nothing may be
-	// forwarded (P4).
+	// ErrStore: the store did not answer or refused a record. Nothing may be forwarded (P4).
 	ErrStore = errors.New("guard: the store is unavailable")
-	// ErrUnreadable: a record stands under the key and cannot be read. It comes with
-	// ErrStore.
+	// ErrUnreadable: the record of the key cannot be read. It comes with ErrStore.
 	ErrUnreadable = errors.New("guard: the record cannot be read")
 	// ErrUnrecorded: the outcome did not reach the store: the execution is in doubt.
 	ErrUnrecorded = errors.New("guard: the outcome could not be recorded")
 )
 
-// Open takes charge of the executions in st: it checks that sealer belongs to the
-// store, and settles what another life of this node left behind (Recovery). Only
-// one Guard may be open on a store of this process.
+// Open opens the executions in st: it checks that sealer belongs to the store and settles the
+// executions that an earlier process left open (Recovery). A process may open one Guard per
+// store.
 func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Recovery, error) {
 	boot := newClaim()
 	g := &Guard{store: st, sealer: sealer, boot: hex.EncodeToString(boot[:]), writers: new(writers), bodies: spool.NewBudget(DefaultBodyMemory)}
@@ -81,9 +76,8 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	return g, recovery, nil
 }
 
-// Drain lets no new execution begin and waits for the running ones, until ctx
-// ends. It returns how many are still running: if the process ends now, they will
-// be found in doubt.
+// Drain refuses new executions and waits for the running ones until ctx ends. It returns how many
+// still run: if the process ends now, they are found in doubt.
 func (g *Guard) Drain(ctx context.Context) int { return g.running.drain(ctx) }
 
 func newClaim() (id [16]byte) {
@@ -91,7 +85,7 @@ func newClaim() (id [16]byte) {
 	return id
 }
 
-// Status says what LookUp found.
+// Status is the result of a LookUp.
 type Status uint8
 
 // The statuses of an execution.
@@ -106,17 +100,17 @@ const (
 	RunningElsewhere
 	// Replayable: completed, the result is kept.
 	Replayable
-	// ResultExpired: completed, the result's time is over, the key is still taken.
+	// ResultExpired: completed, the result has expired, the key is still taken.
 	ResultExpired
 	// ResultUnavailable: completed, the result was never kept.
 	ResultUnavailable
 	// Doubtful: in doubt.
 	Doubtful
-	// RolledBack: undone; refused for ever.
+	// RolledBack: undone; refused forever.
 	RolledBack
 )
 
-// Finding is what is known of a key at one moment.
+// Finding is the state of a key at one moment.
 type Finding struct {
 	Status Status
 	// Record is what the store holds; nil for Free and RunningHere.
@@ -127,7 +121,7 @@ type Finding struct {
 	other   State // of the call that a Mismatch was recorded of
 }
 
-// State is where the execution stands that was found; 0 for Free.
+// State is the state of the execution; 0 for Free.
 func (f *Finding) State() State {
 	switch f.Status {
 	case Free:
@@ -142,8 +136,8 @@ func (f *Finding) State() State {
 	return f.Record.State
 }
 
-// LookUp looks a call up. It answers from the running executions of this process
-// first, then from the store. An error is ErrStore: nothing is known.
+// LookUp looks a call up: first among the running executions of this process, then in the store.
+// Its error is ErrStore: nothing is known.
 func (g *Guard) LookUp(ctx context.Context, key Key, fp Fingerprint) (Finding, error) {
 	var orphan store.Version
 	for {
@@ -162,8 +156,8 @@ func (g *Guard) LookUp(ctx context.Context, key Key, fp Fingerprint) (Finding, e
 		}
 		found := Finding{Record: record, version: version}
 		if record.State == StateSending && record.Boot == g.boot && orphan != version {
-			// Its flight began or ended between the two looks; look once more. The
-			// same version twice without a flight: its outcome was never recorded.
+			// Its flight began or ended between the two reads; read once more. The same version
+			// twice without a flight: its outcome was never recorded.
 			orphan = version
 			continue
 		}
@@ -207,8 +201,8 @@ func (g *Guard) open(sealed, name []byte) (*Record, error) {
 	return record, nil
 }
 
-// blocked reports whether whatever comes under the key is refused: the call that it
-// belonged to never ran, and nobody knows what it asked for.
+// blocked reports that every call under the key is refused: its call never ran, and its content
+// is unknown.
 func (r *Record) blocked() bool {
 	return r.State == StateRolledBack && r.Fingerprint == Fingerprint{}
 }
@@ -249,14 +243,13 @@ func (g *Guard) Age(ctx context.Context, found Finding) (time.Duration, error) {
 	return now.Sub(found.Record.began()), nil
 }
 
-// Claim makes the caller the owner of c's key, durably, before anything is sent
-// (P2). found is what LookUp returned: Free, or Doubtful where there is evidence
-// that the call was not applied, or the route chose to run again. The
-// claim's commit carries the batches of other packages and ends them, whatever happens. Where
-// the condition of one of their writes does not hold, the error is its *store.Conflict, and
-// nothing is claimed.
+// Claim makes the caller the owner of c's key, durably, before anything is sent (P2). found is
+// the result of LookUp: Free, or Doubtful if there is evidence that the call was not applied or
+// the route runs it again. The commit carries the batches of other packages and always ends them.
+// If the condition of one of their writes fails, the error is its *store.Conflict and nothing is
+// claimed.
 //
-// A *QuotaError says that the caller holds too much already.
+// A *QuotaError means that the caller holds too much already.
 //
 // The owner must settle the execution, whatever happens.
 func (g *Guard) Claim(ctx context.Context, c *Call, found Finding, batches ...*store.Batch) (*Execution, error) {
@@ -264,7 +257,6 @@ func (g *Guard) Claim(ctx context.Context, c *Call, found Finding, batches ...*s
 	return e, done(err, batches)
 }
 
-// done ends the batches of a commit.
 func done(err error, batches []*store.Batch) error {
 	for _, b := range batches {
 		err = b.Done(err)
@@ -325,7 +317,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	return &Execution{g: g, flight: flight, record: record, version: version, usage: usage}, nil
 }
 
-// gate counts running executions and, once shut, lets no new ones in.
+// gate counts running executions; once shut it admits no new ones.
 type gate struct {
 	mu   sync.Mutex
 	n    int
@@ -353,8 +345,7 @@ func (g *gate) leave() {
 	}
 }
 
-// drain shuts the gate and waits until it is empty or ctx ends. It returns how many
-// are still inside.
+// drain shuts the gate and waits until it is empty or ctx ends. It returns how many are left.
 func (g *gate) drain(ctx context.Context) int {
 	g.mu.Lock()
 	g.shut = true
@@ -380,19 +371,19 @@ func (g *gate) drain(ctx context.Context) int {
 // layoutVersion is the version of the keys and records that this build writes.
 const layoutVersion = "1"
 
-// Errors of Open that say what to do.
+// Errors of Open.
 var (
 	// ErrWrongKey: the store was sealed with another key ring.
 	ErrWrongKey = errors.New("guard: the key does not belong to this store: give the key that was made with the store; " +
 		"without it no recorded execution can be found, and retries would run again")
-	// ErrLayout: the store was written by a build that this one does not know.
+	// ErrLayout: an unknown build wrote the store.
 	ErrLayout = errors.New("guard: the store was written by another version of the gateway")
 )
 
 func metaKey(name string) []byte { return append([]byte{spaceMeta}, name...) }
 
-// Fresh reports whether nothing was ever kept in st, so that a new key may be made
-// for it. A store that holds anything needs the key that it was made with.
+// Fresh reports whether st was never used, so that a new key may be made for it. Any other store
+// needs the key that it was made with.
 func Fresh(ctx context.Context, st store.Store) (bool, error) {
 	for _, err := range st.Scan(ctx, store.Range{Limit: 1}) {
 		return false, err
@@ -400,8 +391,8 @@ func Fresh(ctx context.Context, st store.Store) (bool, error) {
 	return true, nil
 }
 
-// identify checks the store's key and layout and reads the node's id, or writes
-// them into a fresh store.
+// identify checks the store's key and layout and reads the node's id, or writes them into a fresh
+// store.
 func (g *Guard) identify(ctx context.Context) error {
 	check := metaKey("key")
 	entry, err := g.store.Get(ctx, check)
@@ -436,8 +427,8 @@ func (g *Guard) identify(ctx context.Context) error {
 	return nil
 }
 
-// keyCheck ties the index key to the sealed marker: a ring with the right sealing
-// key and another index key would find no execution.
+// keyCheck ties the index key to the sealed marker: a ring with the right sealing key and another
+// index key would find no execution.
 func (g *Guard) keyCheck() string {
 	sum := g.sealer.Index("key check")
 	return string(sum[:])
@@ -466,17 +457,17 @@ func (g *Guard) initialise(ctx context.Context) error {
 	return nil
 }
 
-// Recovery counts what an earlier life of this node left behind.
+// Recovery counts the executions that an earlier process of this node left open.
 type Recovery struct {
 	// InDoubt: it may have been sent when the process died.
 	InDoubt int
-	// Unrecorded: it may have been sent, and the store had no room to say so. It is
-	// in doubt all the same; the next opening records it.
+	// Unrecorded: it may have been sent, and the store had no room to record that. It is in doubt
+	// all the same; the next opening records it.
 	Unrecorded int
 }
 
-// recover settles the open records of other lives of this node. It runs once, when
-// the store is opened; a reload of the configuration keeps the same life.
+// recover settles the open records of earlier processes of this node. It runs once, when the
+// store is opened; a reload is no new process.
 func (g *Guard) recover(ctx context.Context) (Recovery, error) {
 	var done Recovery
 	var keys []Key
@@ -507,8 +498,8 @@ func (g *Guard) recoverOne(ctx context.Context, key Key, done *Recovery) error {
 	doubt.State, doubt.Cause, doubt.Settled = StateInDoubt, CauseDied, now
 	_, err = g.store.Commit(ctx, g.put(key, record, &doubt, store.VersionIs(version))...)
 	if errors.Is(err, store.ErrFull) {
-		// What has no owner counts as in doubt (status). A full disk must not keep
-		// everything else from flowing (P4).
+		// A record without an owner counts as in doubt (status). A full disk must not stop
+		// everything else (P4).
 		done.Unrecorded++
 		return nil
 	}
@@ -519,10 +510,9 @@ func (g *Guard) recoverOne(ctx context.Context, key Key, done *Recovery) error {
 	return nil
 }
 
-// scratch is memory for what is encoded only to be sealed.
+// scratch is memory for encoding what is sealed next.
 var scratch = sync.Pool{New: func() any { b := make([]byte, 0, 2048); return &b }}
 
-// maxScratch bounds what is kept of it for the next one.
 const maxScratch = 64 << 10
 
 func freeScratch(b *[]byte) {

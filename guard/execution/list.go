@@ -16,25 +16,24 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Filter says which executions to list; the zero value is all of them.
+// Filter selects executions; the zero value selects all.
 type Filter struct {
 	// States lists the states; none is all.
 	States []State
-	// Guard, Action and Method are compared as they were recorded; empty is any.
+	// Guard, Action and Method as they were recorded; empty is any.
 	Guard, Action, Method string
 	// Caller is the hash of the caller's identity; nil is any.
 	Caller *CallerHash
-	// Workflow is the workflow's id; empty is any. OrWorkflows are further ids under which
-	// the same workflow goes; they count with Workflow only.
+	// Workflow is the workflow's id; empty is any. OrWorkflows are its other ids; they count with
+	// Workflow only.
 	Workflow    string
 	OrWorkflows []string // see Workflow
-	// ID is the caller's name for the execution, and Checkpoint the id of the token that has
-	// announced it; empty is any.
+	// ID is the caller's name for the execution, Checkpoint the id of the token that announced
+	// it; empty is any.
 	ID, Checkpoint string
-	// NotMethod leaves out those with this method; empty leaves out none.
+	// NotMethod excludes a method; empty excludes none.
 	NotMethod string
-	// From and To bound when the execution was claimed: at or after From, before
-	// To. The zero time is no bound.
+	// From and To bound the time of the claim: at or after From, before To. Zero is no bound.
 	From, To time.Time
 }
 
@@ -42,19 +41,19 @@ type Filter struct {
 type Page struct {
 	// Executions, the youngest first.
 	Executions []Recorded
-	// Next is where the next page begins, empty after the last one. A page may hold
-	// fewer executions than were asked for, even none, and still have a next one.
+	// Next is where the next page begins; empty after the last. A page may have fewer executions
+	// than asked for, even none, and still a next page.
 	Next string
 }
 
 // MaxPage is the largest number of executions on a page.
 const MaxPage = 1000
 
-// maxOpened bounds the records that are opened for a page: a filter that few of them
-// pass gives short pages instead of a long wait.
+// maxOpened bounds the records opened for a page: a selective filter gives short pages instead of
+// long waits.
 const maxOpened = 5000
 
-// ErrCursor: the text does not say where a page begins.
+// ErrCursor: the text is not a page's beginning.
 var ErrCursor = errors.New("guard: this is not where a page begins; give what an earlier page named as the next")
 
 // position is an execution's place in the order of a listing.
@@ -81,8 +80,8 @@ func parsePosition(text string) (position, error) {
 	return position{created: int64(binary.BigEndian.Uint64(b)), key: Key(b[8:])}, nil
 }
 
-// List returns up to limit executions that pass f, from where after says; empty is
-// the beginning. Executions that begin or end meanwhile may be on no page or on two.
+// List returns up to limit executions that pass f, from after on; empty is the beginning.
+// Executions that begin or end meanwhile may be on no page or on two.
 func (g *Guard) List(ctx context.Context, f Filter, after string, limit int) (Page, error) {
 	limit = min(max(limit, 1), MaxPage)
 	at := f.first()
@@ -134,7 +133,7 @@ func (g *Guard) List(ctx context.Context, f Filter, after string, limit int) (Pa
 	return page, nil
 }
 
-// first is the position in front of all that passes.
+// first is the position before all that passes.
 func (f *Filter) first() position {
 	p := position{created: int64(^uint64(0) >> 1)}
 	if !f.To.IsZero() {
@@ -166,7 +165,6 @@ func (f *Filter) passes(r *Recorded) bool {
 		(f.Workflow == "" || slices.Contains(f.workflows(), record.Workflow))
 }
 
-// workflows are the ids of the workflow as they were recorded.
 func (f *Filter) workflows() []string {
 	all := make([]string, 0, 1+len(f.OrWorkflows))
 	for _, id := range append([]string{f.Workflow}, f.OrWorkflows...) {
@@ -175,8 +173,8 @@ func (f *Filter) workflows() []string {
 	return all
 }
 
-// State is the state as it is known: an execution whose owner is gone is in doubt,
-// whether or not anybody has recorded that yet.
+// State is the known state: an execution whose owner is gone is in doubt, even if nobody has
+// recorded that yet.
 func (r *Recorded) State() State {
 	if r.Status == Doubtful {
 		return StateInDoubt
@@ -184,8 +182,8 @@ func (r *Recorded) State() State {
 	return r.Record.State
 }
 
-// positions returns the n youngest executions after the given position that may pass
-// f, by the index that leaves fewest.
+// positions returns the n youngest executions after the given position that may pass f, by the
+// most selective index.
 func (g *Guard) positions(ctx context.Context, f *Filter, after position, n int) ([]position, error) {
 	top := &topmost{after: after, n: n}
 	var err error
@@ -207,7 +205,7 @@ func (g *Guard) positions(ctx context.Context, f *Filter, after position, n int)
 			err = errors.Join(err, g.byAge(ctx, []byte{spaceState, byte(state)}, top))
 		}
 		if slices.Contains(states, StateInDoubt) && !slices.Contains(states, StateSending) {
-			// Those whose owner is gone count as in doubt.
+			// Executions whose owner is gone count as in doubt.
 			err = errors.Join(err, g.byAge(ctx, []byte{spaceState, byte(StateSending)}, top))
 		}
 		return top.sorted(), err
@@ -231,7 +229,7 @@ func (g *Guard) byAge(ctx context.Context, prefix []byte, top *topmost) error {
 	return nil
 }
 
-// ofCaller reads the index of a caller, or of an id of its, which is ordered by id.
+// ofCaller reads the index of a caller, or of one of its ids; it is ordered by id.
 func (g *Guard) ofCaller(ctx context.Context, prefix []byte, top *topmost) error {
 	for entry, err := range g.store.Scan(ctx, store.Prefix(prefix)) {
 		if err != nil {
@@ -246,7 +244,7 @@ func (g *Guard) ofCaller(ctx context.Context, prefix []byte, top *topmost) error
 	return nil
 }
 
-// topmost keeps the first n positions after one, in memory for about twice as many.
+// topmost keeps the first n positions after one; its memory holds about twice as many.
 type topmost struct {
 	after position
 	n     int
@@ -270,8 +268,7 @@ func (t *topmost) sorted() []position {
 	return t.kept[:min(len(t.kept), t.n)]
 }
 
-// Recorded is one execution as those see it who did not send it: operators, and
-// callers who ask what became of it.
+// Recorded is one execution as operators and inquiring callers see it.
 type Recorded struct {
 	Key Key
 	Finding
@@ -312,8 +309,8 @@ func (g *Guard) Get(ctx context.Context, key Key) (Recorded, error) {
 	return Recorded{Key: key, Finding: found}, nil
 }
 
-// Expand returns the one recorded key that begins with the hexadecimal digits of
-// prefix. Where there is none, keys count that are free and were resolved once.
+// Expand returns the one recorded key that begins with these hexadecimal digits; if there is
+// none, one that is free and was resolved once.
 func (g *Guard) Expand(ctx context.Context, prefix string) (Key, error) {
 	if len(prefix) < minPrefix || len(prefix) > 2*keySize {
 		return Key{}, ErrKeyForm
@@ -354,10 +351,9 @@ func (g *Guard) expand(ctx context.Context, space byte, from, to []byte, keyOf f
 	return key, nil
 }
 
-// ByID returns the executions that caller has named id: more than one where it used
-// the id for several methods, paths or guards; of more than a thousand that are
-// settled, some. What another caller has named so is not found, and takes no other way
-// than what nobody has (P3).
+// ByID returns the executions that caller named id: several if it used the id for different
+// methods, paths or guards; at most a thousand settled ones. Another caller's are not found, and
+// the look-up takes the same way as for an unknown id (P3).
 func (g *Guard) ByID(ctx context.Context, caller CallerHash, id string) ([]Recorded, error) {
 	mine := func(r *Record) bool { return r.Caller == caller && r.ID == shorten(id, maxRecordedID) }
 	prefix := g.idPrefix(caller, id)
@@ -369,8 +365,8 @@ func (g *Guard) ByID(ctx context.Context, caller CallerHash, id string) ([]Recor
 	if err != nil {
 		return nil, err
 	}
-	// Once more: what was open may have been settled before it was met there. What was
-	// in doubt may be run again, so the first look is needed too.
+	// Read again: an open execution may have been settled between the two reads. One in doubt may
+	// run again, so the first read is needed too.
 	since, err := g.keysUnder(ctx, prefix)
 	if err != nil {
 		return nil, err
@@ -397,8 +393,8 @@ func (g *Guard) ByID(ctx context.Context, caller CallerHash, id string) ([]Recor
 	return all, nil
 }
 
-// Knows reports whether an execution of caller is recorded that has come to an end, or
-// runs here. One that was released is not.
+// Knows reports whether caller has a recorded execution that ended or runs here. Released ones do
+// not count.
 func (g *Guard) Knows(ctx context.Context, caller CallerHash) (bool, error) {
 	if g.flights.of(caller) {
 		return true, nil
@@ -414,7 +410,7 @@ func (g *Guard) Knows(ctx context.Context, caller CallerHash) (bool, error) {
 	return false, nil
 }
 
-// maxNamed is the largest number of settled executions that ByID returns.
+// maxNamed bounds the settled executions of ByID.
 const maxNamed = 1000
 
 // keysUnder lists the keys in an index whose entries begin with prefix, up to maxNamed.
@@ -431,8 +427,8 @@ func (g *Guard) keysUnder(ctx context.Context, prefix []byte) ([]Key, error) {
 	return keys, nil
 }
 
-// openKeys lists the keys of executions that have not come to an end, by the index
-// by state: those that run here and pass the filter, and all others.
+// openKeys lists the keys of executions that have not ended, by the index by state: those that
+// run here and pass the filter, and all others.
 func (g *Guard) openKeys(ctx context.Context, here func(*Flight) bool) ([]Key, error) {
 	var keys []Key
 	for entry, err := range g.store.Scan(ctx, store.Prefix([]byte{spaceState, byte(StateSending)})) {
@@ -447,14 +443,13 @@ func (g *Guard) openKeys(ctx context.Context, here func(*Flight) bool) ([]Key, e
 	return keys, nil
 }
 
-// maxDoubts is the number up to which Doubts counts.
 const maxDoubts = 100_000
 
-// Doubts counts the executions in doubt, up to 100,000, and says when the oldest
-// was claimed; the zero time without one. It reads index keys only, from the oldest on.
+// Doubts counts the executions in doubt, up to 100,000, and says when the oldest was claimed;
+// zero without one. It reads index keys only, oldest first.
 //
-// An execution whose outcome the store did not take is not among them before the
-// store is opened anew: until then its index entry says that it runs.
+// An execution whose outcome the store refused is not counted before the store is reopened: until
+// then its index entry says that it runs.
 func (g *Guard) Doubts(ctx context.Context) (n int, oldest time.Time, err error) {
 	prefix := []byte{spaceState, byte(StateInDoubt)}
 	within := store.Prefix(prefix)

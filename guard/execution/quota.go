@@ -9,14 +9,13 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Quota bounds what one caller may hold in the store at a time, so that a flood of
-// one does not become an outage of all. A zero member is no bound.
+// Quota bounds what one caller may hold in the store at a time, so that a flood of one caller is
+// no outage of all. Zero is no bound.
 type Quota struct {
 	// Open is the largest number of executions that run or are in doubt.
 	Open int
-	// Bytes is the largest size of a caller's records and answers. It is looked at
-	// before a call is claimed; the answer of a call that runs is kept whatever its
-	// size, so the bound may be passed by the answers of the open executions.
+	// Bytes is the largest size of a caller's records and answers. It is checked before a claim;
+	// the answers of running calls may exceed it.
 	Bytes int64
 }
 
@@ -29,8 +28,8 @@ type QuotaError struct {
 	Doubts int
 	Bytes  int64
 	Quota  Quota
-	// Retry is when, at the earliest, it holds less by expiry alone; zero where the
-	// end of open executions is what to wait for.
+	// Retry is the earliest time at which expiry alone frees room; zero if open executions must
+	// end first.
 	Retry time.Time
 }
 
@@ -46,13 +45,13 @@ type unsettled struct{ running, doubts int }
 
 type usage = store.Usage[unsettled]
 
-// usageWindow is how exactly their end is remembered at best.
+// usageWindow is the granularity with which their end is remembered.
 const usageWindow = 10 * time.Minute
 
-// admit enters an execution of caller, or returns a QuotaError. One that runs again is
-// counted already, as a doubt, and always admitted: else a caller full of doubts could
-// settle none of them. The usage that it got must be left again; it is nil where there
-// is no quota, and nothing is remembered of the caller from when there was one.
+// admit counts an execution of caller, or returns a QuotaError. An execution that runs again is
+// counted already, as a doubt, and always admitted: otherwise a caller full of doubts could
+// settle none. The returned usage must be left again; it is nil where there is no quota, and
+// nothing is remembered of the caller.
 func (g *Guard) admit(ctx context.Context, caller CallerHash, q Quota, now time.Time, again bool) (*usage, error) {
 	if q.none() && g.usages.Known(caller) == nil {
 		return nil, nil
@@ -103,7 +102,7 @@ func (g *Guard) count(ctx context.Context, u *usage, caller CallerHash) error {
 	return nil
 }
 
-// settled counts what is recorded of an execution that was admitted to u.
+// settled counts the record of an execution that was admitted to u.
 func settled(u *usage, r *Record) {
 	if u == nil {
 		return
@@ -124,8 +123,8 @@ func (g *Guard) leave(u *usage) {
 	g.usages.Leave(u)
 }
 
-// resolved counts that a doubt of r's caller was settled, or is run again. Next is
-// what is recorded now; nil where that is not in the index.
+// resolved counts that a doubt of r's caller was settled, or runs again. next is the new record;
+// nil if it is not in the index.
 func (g *Guard) resolved(r, next *Record) {
 	u := g.usages.Known(r.Caller)
 	if u == nil {
@@ -140,8 +139,8 @@ func (g *Guard) resolved(r, next *Record) {
 	}
 }
 
-// rolledBack counts next, which says that a call was undone or must not run. Old, if any, was
-// recorded of it, and was no doubt.
+// rolledBack counts next, the record of a call that was undone or must not run. old, if any, is
+// the record before, which was no doubt.
 func (g *Guard) rolledBack(old, next *Record) {
 	u := g.usages.Known(next.Caller)
 	if u == nil {
@@ -156,8 +155,8 @@ func (g *Guard) rolledBack(old, next *Record) {
 	u.Add(1, int64(next.size()), next.Created, time.Time{})
 }
 
-// account is what an index entry tells of a settled execution, so that counting a
-// caller's needs no record to be opened. Nothing in it is the caller's.
+// account is what an index entry says of a settled execution, so that counting a caller's opens
+// no record. It has no data of the caller.
 type account struct {
 	state         State
 	created       time.Time
@@ -243,8 +242,8 @@ func (c *Count) add(created time.Time) {
 	c.N++
 }
 
-// Tally counts the executions in each state, up to most of each, by the index. One
-// whose owner is gone counts as in doubt, as List has it.
+// Tally counts the executions in each state, up to most of each, by the index. As in List, one
+// whose owner is gone counts as in doubt.
 func (g *Guard) Tally(ctx context.Context, most int) (map[State]Count, error) {
 	all := make(map[State]Count, len(States()))
 	var orphans []time.Time
@@ -300,5 +299,5 @@ func (g *Guard) stateOf(ctx context.Context, key Key) (State, error) {
 // Node is the name of this gateway, kept with its store.
 func (g *Guard) Node() string { return g.node }
 
-// Boot is the name of this life of the gateway.
+// Boot identifies this process of the gateway.
 func (g *Guard) Boot() string { return g.boot }

@@ -9,7 +9,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// State is where a recorded execution stands (docs/state_machine.md).
+// State is the state of a recorded execution (docs/state_machine.md).
 type State uint8
 
 // The states. A released execution has no record: its key is free.
@@ -20,7 +20,7 @@ const (
 	StateCompleted
 	// StateInDoubt: it may have been executed. Never expires.
 	StateInDoubt
-	// StateRolledBack: it was undone; a late duplicate is refused for ever.
+	// StateRolledBack: it was undone; a late duplicate is refused forever.
 	StateRolledBack
 )
 
@@ -40,7 +40,6 @@ func (s State) String() string {
 	}
 }
 
-// open reports whether the execution has not come to an end yet.
 func (s State) open() bool { return s == StateSending }
 
 // States lists the states, in the order in which they are documented.
@@ -88,9 +87,9 @@ type Record struct {
 
 // storedResult says where the answer of a completed execution is kept.
 type storedResult struct {
-	// Kept tells a result that was recorded from one that could not be.
+	// Kept distinguishes a recorded result from one that could not be kept.
 	Kept bool
-	// Inline is the whole encoded answer where it is small.
+	// Inline is the whole encoded answer if it is small.
 	Inline []byte
 	// Pieces is the number of full pieces of the body kept beside the head.
 	Pieces int
@@ -114,8 +113,8 @@ func (r *Record) Announced(checkpoint string) bool {
 	return r.Checkpoint == shorten(checkpoint, maxRecordedText)
 }
 
-// Longest recorded forms. They bound a record, so that it stays where a store's
-// sync error is seen; the key and the fingerprint are of the whole.
+// Longest recorded forms. They bound a record, so that the store reports its sync errors; the key
+// and the fingerprint are of the whole.
 const (
 	maxRecordedID   = 255
 	maxRecordedText = 256
@@ -393,7 +392,7 @@ func pieceKey(key Key, claim [16]byte, piece int) []byte {
 	return binary.BigEndian.AppendUint32(b, uint32(piece))
 }
 
-// expires is when a record is forgotten: never, unless it is completed.
+// expires is when a record expires: never, unless it is completed.
 func (r *Record) expires() time.Time {
 	if r.State != StateCompleted {
 		return time.Time{}
@@ -401,9 +400,9 @@ func (r *Record) expires() time.Time {
 	return r.Settled.Add(r.KeepKey)
 }
 
-// put is the batch that brings the record of key from old to new, index entries
-// included, and then the writes of batches. Either record may be nil: nothing there before or
-// after. Whoever commits it is in g.writers from before the call until after the commit.
+// put is the batch that replaces the record old of key by new, with its index entries, and then
+// the writes of batches. Either record may be nil. Its committer is in g.writers from before the
+// call until after the commit.
 func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
 	writes := 7 // of a settle: the record, its five index entries, its answer
 	if new != nil && new.State.open() {
@@ -425,7 +424,7 @@ func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batche
 		freeScratch(plain)
 		batch[0] = store.Write{Key: name, If: condition, Value: sealed, Expires: new.expires()}
 	}
-	// An entry is written anew where its key, value or expiry changes. value may be nil.
+	// An entry is written anew if its key, value or expiry changes. value may be nil.
 	keep := func(space func(*Record) []byte, value func(*Record) []byte) {
 		var before, after, content []byte
 		if old != nil {
@@ -464,5 +463,5 @@ func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batche
 	return batch
 }
 
-// errEncoding: it opened but cannot be read. A newer build or a fault of ours wrote it.
+// errEncoding: a sealed record opened but cannot be decoded: a newer build or a bug wrote it.
 var errEncoding = errors.New("guard: a record in the store cannot be read by this build")

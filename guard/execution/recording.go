@@ -9,14 +9,12 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 )
 
-// readAhead is how far the upstream may be ahead of the slowest reader of an answer that
-// is larger than the call's ResultCap, in bytes, where ResultCap itself is not more. What
-// is between them is on disk, but for the first MiB.
+// readAhead is how many bytes the upstream may be ahead of the slowest reader of an answer larger
+// than the call's ResultCap, if that is not more. All but the first MiB of them are on disk.
 const readAhead = 64 << 20
 
-// Recording is the answer of a running execution while it comes in. The owner
-// writes it; followers read it from the beginning, at their own pace (P7). What the
-// owner's client is too slow for is read back from it too.
+// Recording is the growing answer of a running execution. The owner writes it; followers read it
+// from the beginning at their own pace (P7), as does the owner's client when it is slow.
 type Recording struct {
 	limit  int64
 	window int64 // how many bytes can be read back
@@ -40,17 +38,16 @@ type Recording struct {
 	ending    Ending
 }
 
-// Pace waits until ready is closed, and reports whether it was. False says that the
-// readers have been waited for long enough.
+// Pace waits until ready is closed, and reports whether it was. False means that the readers'
+// time is used up.
 type Pace func(ready <-chan struct{}) bool
 
 func newRecording(limit int64, memory *spool.Budget) *Recording {
 	return &Recording{limit: limit, memory: memory, window: max(limit, readAhead), holders: 1}
 }
 
-// SetPace gives the recording what waits for readers, once the answer is too large to
-// keep and the slowest of them would miss bytes. Those who are too slow for it are cut;
-// without it they are at once. It is for the owner, before it writes.
+// SetPace sets how to wait for readers that would miss bytes, once the answer is too large to
+// keep. Slower ones are cut; without a pace at once. It must precede the owner's writes.
 func (r *Recording) SetPace(pace Pace) { r.pace = pace }
 
 // Start records the status and the header difference. Only the first call counts.
@@ -63,13 +60,12 @@ func (r *Recording) Start(status int, header map[string][]string) {
 	}
 }
 
-// Write records the next bytes of the body. It never fails: a recording that cannot be
-// kept is given up, the answer goes on. It waits for readers only as Pace says.
+// Write records the next bytes of the body. It never fails: a recording that cannot be kept is
+// given up, the answer goes on. It waits for readers only as Pace says.
 func (r *Recording) Write(p []byte) { r.WriteFor(p, false) }
 
-// WriteFor is Write, where needed says that the owner's client has not got these bytes and
-// will read them back. The result tells whether it can: not where there is no room for
-// them on disk.
+// WriteFor is Write; needed says that the owner's client will read these bytes back. It reports
+// whether it can: not if the disk has no room for them.
 func (r *Recording) WriteFor(p []byte, needed bool) (recorded bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -82,8 +78,8 @@ func (r *Recording) WriteFor(p []byte, needed bool) (recorded bool) {
 	return recorded
 }
 
-// write records a part of the body. The caller holds mu, which is given up while
-// readers are waited for.
+// write records a part of the body. The caller holds mu, which is released while waiting for
+// readers.
 func (r *Recording) write(p []byte, needed bool) bool {
 	defer r.wake()
 	n := int64(len(p))
@@ -117,7 +113,7 @@ func (r *Recording) write(p []byte, needed bool) bool {
 	return !r.failed
 }
 
-// makeRoom waits until every reader has read what stands before low. The caller holds mu.
+// makeRoom waits until every reader has read everything before low. The caller holds mu.
 func (r *Recording) makeRoom(low int64) {
 	for r.behind(low, func(*Follower) {}) {
 		if r.room == nil {
@@ -144,8 +140,8 @@ func (r *Recording) makeRoom(low int64) {
 	}
 }
 
-// behind calls f for the followers that have not read what stands before low, and reports
-// whether anybody has not. The caller holds mu.
+// behind calls f for the followers that have not read everything before low, and reports whether
+// there are any. The caller holds mu.
 func (r *Recording) behind(low int64, f func(*Follower)) bool {
 	found := r.client != nil && r.client.off < low
 	for follower := range r.followers {
@@ -157,7 +153,7 @@ func (r *Recording) behind(low int64, f func(*Follower)) bool {
 	return found
 }
 
-// progress tells a waiting writer that a reader has read. The caller holds mu.
+// progress wakes a waiting writer: a reader has read. The caller holds mu.
 func (r *Recording) progress() {
 	if r.room != nil {
 		close(r.room)
@@ -165,7 +161,7 @@ func (r *Recording) progress() {
 	}
 }
 
-// release frees the body, which nobody will read any more. The caller holds mu.
+// release frees the body, which has no readers any more. The caller holds mu.
 func (r *Recording) release() {
 	if r.body != nil {
 		_ = r.body.Close() // what it failed at is lost with it
@@ -173,15 +169,14 @@ func (r *Recording) release() {
 	}
 }
 
-// Doubt says before Start that the answer leaves the call in doubt, for those that
-// follow it.
+// Doubt tells followers, before Start, that the answer leaves the call in doubt.
 func (r *Recording) Doubt() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.doubtful = true
 }
 
-// SetTrailer records what came after the body. It is for the owner, before it settles.
+// SetTrailer records the trailer. The owner calls it before settling.
 func (r *Recording) SetTrailer(trailer map[string][]string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -208,7 +203,7 @@ func (r *Recording) complete() (*Head, bool) {
 	return r.head, true
 }
 
-// lost reports that the answer is not kept, whatever comes.
+// lost reports that the answer cannot be kept any more.
 func (r *Recording) lost() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -254,8 +249,8 @@ func (r *Recording) drop() {
 
 // Errors of a Follower.
 var (
-	// ErrCut: the execution's answer was cut short, or the follower fell too far
-	// behind an answer that is too large to keep. What was read is not the whole.
+	// ErrCut: the answer was cut short, or the follower fell too far behind an answer that is too
+	// large to keep. The bytes read are not the whole.
 	ErrCut = errors.New("guard: the followed answer was cut short")
 	// ErrNoAnswer: the execution ended without an answer that could be followed.
 	ErrNoAnswer = errors.New("guard: the followed execution ended without an answer")
@@ -269,8 +264,7 @@ type Follower struct {
 	closed bool
 }
 
-// follow returns nil where the recording is too large to be followed from its
-// beginning.
+// follow returns nil if the recording is too large to be followed from its beginning.
 func (r *Recording) follow() *Follower {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -320,8 +314,8 @@ func (f *Follower) wait(ctx context.Context, ready func() bool) error {
 	}
 }
 
-// Head waits for the answer's first byte: its status and header. ErrNoAnswer says
-// that the execution ended before, or that its key was released unsent.
+// Head waits for the answer's first byte: its status and header. ErrNoAnswer means that the
+// execution ended before, or that its key was released unsent.
 func (f *Follower) Head(ctx context.Context) (*Head, error) {
 	var head *Head
 	err := f.wait(ctx, func() bool {
@@ -344,8 +338,8 @@ func (f *Follower) Doubtful() bool {
 	return f.r.doubtful
 }
 
-// Read reads the next bytes of the body, waiting for them. io.EOF comes only after
-// the execution is settled, so that who saw the end can rely on the record.
+// Read waits for and reads the next bytes of the body. io.EOF comes only after settling, so that
+// a reader that saw the end can rely on the record.
 func (f *Follower) Read(ctx context.Context, p []byte) (int, error) {
 	var ending Ending
 	var size int64
@@ -376,7 +370,7 @@ func (f *Follower) Read(ctx context.Context, p []byte) (int, error) {
 	return 0, ErrCut
 }
 
-// Trailer is what came after the body. It is whole once Read returned io.EOF.
+// Trailer is complete once Read returned io.EOF.
 func (f *Follower) Trailer() map[string][]string {
 	f.r.mu.Lock()
 	defer f.r.mu.Unlock()
@@ -386,15 +380,15 @@ func (f *Follower) Trailer() map[string][]string {
 	return f.r.head.Trailer
 }
 
-// ReadBack gives the owner's client what it was too slow for. It is for one goroutine,
+// ReadBack gives a slow client of the owner the bytes that it missed. It is for one goroutine,
 // and must be closed, once.
 type ReadBack struct {
 	r   *Recording
 	off int64 // of the first byte that is still needed; guarded by the recording's mu
 }
 
-// ReadBack lets the owner's client read from off on: what was needed, and
-// what is still there of the rest. Nothing that it needs is overwritten, but as Pace says.
+// ReadBack lets the owner's client read from off on: what it needs, and what is left of the rest.
+// Needed bytes are overwritten only as Pace says.
 func (r *Recording) ReadBack(off int64) *ReadBack {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -420,7 +414,7 @@ func (b *ReadBack) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// Close ends the reading back. Its recording can then forget what was only needed for it.
+// Close ends the reading; the recording may then forget what only it needed.
 func (b *ReadBack) Close() error {
 	b.r.mu.Lock()
 	if b.r.client == b {

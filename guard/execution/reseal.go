@@ -15,20 +15,20 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// ErrMissingKey: values in the store are sealed with a key that the ring lacks.
+// ErrMissingKey: the ring lacks a sealing key that values in the store need.
 var ErrMissingKey = errors.New("guard: the key ring lacks a sealing key under which values stand in this store: " +
 	"put it back into the ring; without it what it sealed is unreadable")
 
-// KeyUse is a sealing key under which values may stand in the store.
+// KeyUse is a sealing key under which values may be stored.
 type KeyUse struct {
 	ID uint32
-	// Until is when the last of them expires; zero where that is not known, or never.
+	// Until is when the last of them expires; zero if that is unknown, or never.
 	Until time.Time
 }
 
-// The store notes which sealing keys it needs, so that a ring without one of them is
-// refused before anything is lost: each key before its first use, with the time at
-// which it is needed no more once everything else was re-sealed.
+// The store notes which sealing keys it needs, so that a ring without one of them is refused
+// before anything is lost: each key before its first use, with the time from which it is not
+// needed any more once everything else is re-sealed.
 const keysName = "keys"
 
 const keyUseSize = 4 + 8
@@ -61,8 +61,7 @@ func decodeUses(b []byte) ([]KeyUse, error) {
 	return uses, nil
 }
 
-// KeysInUse lists the sealing keys that the store needs, by id. The newest is one of
-// them.
+// KeysInUse lists the sealing keys that the store needs, by id, the newest included.
 func (g *Guard) KeysInUse(ctx context.Context) ([]KeyUse, error) {
 	uses, _, err := g.keyUses(ctx)
 	if err != nil {
@@ -77,7 +76,7 @@ func (g *Guard) KeysInUse(ctx context.Context) ([]KeyUse, error) {
 	}), nil
 }
 
-// keyUses reads the note, and the condition on which it may be replaced.
+// keyUses reads the note, and the condition for replacing it.
 func (g *Guard) keyUses(ctx context.Context) ([]KeyUse, store.Condition, error) {
 	entry, err := g.store.Get(ctx, metaKey(keysName))
 	if errors.Is(err, store.ErrNotFound) {
@@ -98,7 +97,7 @@ func (g *Guard) keyUses(ctx context.Context) ([]KeyUse, store.Condition, error) 
 	return uses, store.VersionIs(entry.Version), nil
 }
 
-// changeUses replaces the note by what change makes of it, whoever else writes it.
+// changeUses applies change to the note, whoever else writes it.
 func (g *Guard) changeUses(ctx context.Context, change func([]KeyUse) []KeyUse) error {
 	for {
 		uses, unchanged, err := g.keyUses(ctx)
@@ -120,8 +119,8 @@ func (g *Guard) changeUses(ctx context.Context, change func([]KeyUse) []KeyUse) 
 	}
 }
 
-// UseKey notes durably that values may be sealed with a key from now on. Whoever
-// gives the sealer a new newest key calls it before the first value is sealed so.
+// UseKey notes durably that values may be sealed with a key from now on. Call it before a new
+// newest key seals its first value.
 func (g *Guard) UseKey(ctx context.Context, id uint32) error {
 	return g.changeUses(ctx, func(uses []KeyUse) []KeyUse { return with(uses, KeyUse{ID: id}) })
 }
@@ -134,8 +133,7 @@ func with(uses []KeyUse, new KeyUse) []KeyUse {
 	return uses
 }
 
-// checkKeys refuses a sealer that lacks a key that the store needs, and notes its
-// newest as used.
+// checkKeys refuses a sealer without a key that the store needs, and notes its newest as used.
 func (g *Guard) checkKeys(ctx context.Context) error {
 	uses, err := g.KeysInUse(ctx)
 	if err != nil {
@@ -150,9 +148,8 @@ func (g *Guard) checkKeys(ctx context.Context) error {
 	return g.UseKey(ctx, held[len(held)-1])
 }
 
-// writers counts the commits under way that carry sealed values, so that re-sealing
-// can wait for those whose values were sealed with an older key. Whoever seals for
-// the store enters before, and leaves after the commit.
+// writers counts the commits under way with sealed values, so that re-sealing can wait for those
+// sealed with an older key. Enter before sealing for the store, leave after the commit.
 type writers struct {
 	current atomic.Pointer[gate]
 
@@ -170,8 +167,7 @@ func (w *writers) enter() *gate {
 	}
 }
 
-// drainOlder waits until all those have left that had entered before it. Others enter
-// meanwhile.
+// drainOlder waits until all that entered before it have left. Others may enter meanwhile.
 func (w *writers) drainOlder(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -185,28 +181,26 @@ func (w *writers) drainOlder(ctx context.Context) error {
 	return nil
 }
 
-// Re-sealing works in small steps, one commit after the other: a commit among those
-// of the traffic, which the store gathers anyway, and no snapshot that is kept.
+// Re-sealing works in small steps, one commit after the other, which the store groups with the
+// traffic's, and keeps no snapshot.
 const (
 	resealPage = 256 // records that are read in one snapshot
 	countPage  = 64  // pieces of answers that are read in one snapshot
 )
 
-// ResealProgress tells how far a Reseal has come.
+// ResealProgress is the progress of a Reseal.
 type ResealProgress struct {
 	// Key is the sealing key under which values are sealed anew.
 	Key uint32
-	// Seen counts the values that were looked at.
+	// Seen counts the values read.
 	Seen int
-	// Resealed counts those that were sealed anew.
+	// Resealed counts the values sealed anew.
 	Resealed int
-	// Damaged counts those that do not open with the key that they name. They stay
-	// as they are.
+	// Damaged counts values that do not open with the key that they name. They stay as they are.
 	Damaged int
-	// Left is what stands under older keys, by their id, as far as was looked.
+	// Left is what was found under older keys, by key id.
 	Left map[uint32]KeyLeft
-	// Started and Finished are when it began, and when it was done; Finished is
-	// zero before.
+	// Started and Finished are the times of its beginning and end; Finished is zero before.
 	Started, Finished time.Time
 }
 
@@ -214,7 +208,7 @@ type ResealProgress struct {
 type KeyLeft struct {
 	// Records are damaged, or belong to executions that run on other nodes.
 	Records int
-	// Results are pieces of answers. They are not sealed anew but expire.
+	// Results are pieces of answers, which are left to expire.
 	Results int
 	// Until is when the last of it expires; zero where some of it does not.
 	Until time.Time
@@ -222,14 +216,14 @@ type KeyLeft struct {
 	endless bool
 }
 
-// Reseal seals anew, with the newest key, what was sealed with an older one: all
-// records, what operators have resolved, and the key check. Pieces of answers are left
-// to expire and are counted. When it is done the store notes which of the older keys it
-// still needs (KeysInUse). It tells report, where there is one, after each step.
+// Reseal seals anew, with the newest key, what was sealed with an older one: all records, what
+// operators have resolved, and the key check. Pieces of answers are left to expire and are
+// counted. At the end the store notes which older keys it still needs (KeysInUse). It calls
+// report, if any, after each step.
 //
-// It goes beside the traffic, whose commits win; a record whose execution runs is
-// sealed anew by its own outcome, for which Reseal waits. It may be stopped at any
-// moment: the next one passes quickly over what was done.
+// It runs beside the traffic, whose commits win; a running execution's record is sealed anew by
+// its own outcome, for which Reseal waits. It may be stopped at any moment: the next one passes
+// quickly over what was done.
 func (g *Guard) Reseal(ctx context.Context, report func(ResealProgress)) (ResealProgress, error) {
 	r := &resealer{
 		g: g, Resealer: store.NewResealer(g.store, g.sealer), report: report,
@@ -275,7 +269,7 @@ func (r *resealer) progress() ResealProgress {
 
 func (r *resealer) run(ctx context.Context) error {
 	r.report(r.progress())
-	// From here on nothing new comes under an older key in this process.
+	// From here on this process writes nothing under an older key.
 	if err := r.g.writers.drainOlder(ctx); err != nil {
 		return err
 	}
@@ -292,7 +286,7 @@ func (r *resealer) run(ctx context.Context) error {
 	return nil
 }
 
-// walk is the step that does something with what is sealed under older keys in a space.
+// walk is the step that calls do for the values under older keys in a space.
 func (r *resealer) walk(space byte, page int, do func(context.Context, ...store.Entry) error) func(context.Context) error {
 	return func(ctx context.Context) error {
 		err := r.Walk(ctx, []byte{space}, page, func(ctx context.Context, older ...store.Entry) error {
@@ -314,7 +308,7 @@ func (r *resealer) keyCheck(ctx context.Context) error {
 	return r.resealKey(ctx, metaKey("key"))
 }
 
-// resealKey seals the value under one key anew, if it is needed.
+// resealKey seals the value under one key anew, if needed.
 func (r *resealer) resealKey(ctx context.Context, key []byte) error {
 	entry, err := r.g.store.Get(ctx, key)
 	if err == nil && r.Older(entry.Value) {
@@ -326,8 +320,8 @@ func (r *resealer) resealKey(ctx context.Context, key []byte) error {
 	return nil
 }
 
-// left counts what stays under an older key. A key that nobody has is none: the
-// number itself was damaged.
+// left counts what stays under an older key. A key id that nobody has is damaged, and not
+// counted.
 func (r *resealer) left(entry store.Entry, more KeyLeft) {
 	id := r.g.sealer.KeyOf(entry.Value)
 	if !slices.Contains(r.g.sealer.KeyIDs(), id) {
@@ -366,16 +360,16 @@ func (r *resealer) take(entry store.Entry, plain []byte) bool {
 		r.left(entry, KeyLeft{Records: 1})
 		return false
 	case r.g.flights.find(key) != nil:
-		// Its outcome is conditional on the version that stands there, and must
-		// not lose to this. Without a flight nobody knows that version any more.
+		// Its outcome is conditional on the current version, and must not lose to this. Without a
+		// flight nobody knows that version any more.
 		r.running = append(r.running, key)
 		return false
 	}
 	return true
 }
 
-// awaitRunning waits for the executions whose records could not be touched, and
-// takes care of those whose outcome was not recorded.
+// awaitRunning waits for the executions whose records could not be touched, and reseals those
+// whose outcome was not recorded.
 func (r *resealer) awaitRunning(ctx context.Context) error {
 	for len(r.running) > 0 {
 		key := r.running[0]

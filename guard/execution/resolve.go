@@ -9,12 +9,11 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Applied settles a doubtful execution with the evidence that it was executed. With
-// an answer, that becomes the result; without one the result is unavailable. The
-// answer's body is at most 256 KiB; a larger one is not kept. The commit carries the batches
-// of other packages and ends them, whatever happens.
+// Applied settles a doubtful execution with the evidence that it was executed. An answer becomes
+// the result; without one the result is unavailable. An answer's body over 256 KiB is not kept.
+// The commit carries the batches of other packages and always ends them.
 //
-// ErrTaken says that the execution is not in doubt any more: look it up again.
+// ErrTaken means that the execution is not in doubt any more: look it up again.
 func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Head, body []byte, batches ...*store.Batch) error {
 	record, tail, err := g.applied(ctx, found, answer, body)
 	if err != nil {
@@ -22,15 +21,15 @@ func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Hea
 	}
 	err = g.apply(ctx, key, found, record, tail, batches)
 	if tail != nil && errors.Is(err, ErrStore) {
-		// The answer did not fit; that the call was executed is what must be kept.
+		// The answer did not fit; that the call was executed must be kept.
 		record.Result = storedResult{}
 		err = g.apply(ctx, key, found, record, nil, batches)
 	}
 	return done(err, batches)
 }
 
-// applied is the completed record of a doubtful execution, and the part of its answer
-// that is stored beside it.
+// applied is the completed record of a doubtful execution, and the part of its answer stored
+// beside it.
 func (g *Guard) applied(ctx context.Context, found Finding, answer *Head, body []byte) (*Record, []byte, error) {
 	now, err := g.store.Now(ctx)
 	if err != nil {
@@ -72,14 +71,14 @@ func (g *Guard) apply(ctx context.Context, key Key, found Finding, record *Recor
 	return nil
 }
 
-// Resolution is what an operator has found out about an execution in doubt.
+// Resolution is an operator's decision about an execution in doubt.
 type Resolution struct {
 	// At is when it was recorded; Resolve sets it.
 	At time.Time
 	// Applied says whether the call was executed. If not, its key is free again.
 	Applied bool
-	// Operator and Reason say who decided, and on what evidence. Both are required;
-	// 256 and 1,024 bytes at most.
+	// Operator and Reason say who decided, on what evidence. Both are required; 256 and 1,024
+	// bytes at most.
 	Operator, Reason string
 	// Cause is why the execution was in doubt, Action what it was; Resolve sets them.
 	Cause  Cause
@@ -105,13 +104,12 @@ var (
 	ErrAnswerTooLarge = errors.New("guard: the given answer's body is larger than 256 KiB")
 )
 
-// Resolve settles a doubtful execution as an operator decides (P1). Where it was
-// applied, a given answer is replayed from now on; without one a retry is told that
-// the call was executed and its result is not available. The decision, who made it
-// and why are recorded in the same commit, which carries the batches of other packages and
-// ends them, whatever happens.
+// Resolve settles a doubtful execution as an operator decides (P1). If it was applied, a given
+// answer is replayed from now on; without one, retries learn that the call was executed and its
+// result is not available. The decision is recorded in the same commit, which carries the batches
+// of other packages and always ends them.
 //
-// ErrTaken says that the execution changed since it was looked up.
+// ErrTaken means that the execution changed since it was looked up.
 func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answer *Head, body []byte, batches ...*store.Batch) error {
 	return done(g.resolve(ctx, found, r, answer, body, batches), batches)
 }
@@ -142,8 +140,7 @@ func (g *Guard) resolve(ctx context.Context, found Recorded, r Resolution, answe
 	return g.apply(ctx, found.Key, found.Finding, record, tail, append(batches, store.NewBatch(noted)))
 }
 
-// Resolutions lists what operators have decided about the execution key, the oldest
-// first.
+// Resolutions lists the operators' decisions about the execution key, the oldest first.
 func (g *Guard) Resolutions(ctx context.Context, key Key) ([]Resolution, error) {
 	var all []Resolution
 	for entry, err := range g.store.Scan(ctx, store.Prefix(append([]byte{spaceResolved}, key[:]...))) {
@@ -210,38 +207,37 @@ func decodeResolution(b []byte) (r Resolution, err error) {
 	return r, d.Err
 }
 
-// Undoing names a call that was undone, or that must not run any more. All but Key and
-// Checkpoint are recorded where the key is free, and not looked at elsewhere.
+// Undoing names a call that was undone, or that must not run any more. All but Key and Checkpoint
+// are only recorded where the key is free.
 type Undoing struct {
 	Key Key
-	// Checkpoint is the id of the token that announced the call. A key that was released
-	// and claimed again belongs to another one, and is left alone.
+	// Checkpoint is the id of the token that announced the call. A key that was released and
+	// claimed again belongs to another call, and is left alone.
 	Checkpoint string
-	// Fingerprint may be zero where it is not known: whatever comes is then refused.
+	// Fingerprint may be zero if unknown: then every call is refused.
 	Fingerprint Fingerprint
 	Caller      CallerHash
-	// ID is the execution id, by which the caller asks for it; empty where it is not known.
+	// ID is the execution id, by which the caller asks for it; empty if unknown.
 	ID                                          string
 	Guard, Action, Host, Method, Path, Workflow string
 }
 
 // Errors of Undone.
 var (
-	// ErrRunning: the execution runs. Await its end, and look again what became of it.
+	// ErrRunning: the execution runs. Await its end, then look it up again.
 	ErrRunning = errors.New("guard: the execution is under way")
-	// ErrOtherCall: another call owns the key, with a checkpoint of its own. It is not
-	// the one that was undone, and is not blocked.
+	// ErrOtherCall: another call owns the key, with its own checkpoint. It was not undone, and is
+	// not blocked.
 	ErrOtherCall = errors.New("guard: the key belongs to another call")
 )
 
-// Undone records that what ran under a key was undone: a late duplicate is refused for
-// ever. Where the key is free, it records that the call must not run any more: this is
-// cancellation (architecture brief). The commit carries extra writes of other packages, also
-// where the record says so already: writes and no batch, since a caller may have to try again.
-// Where an extra write's condition does not hold the error is
-// its *store.Conflict, and nothing is recorded.
+// Undone records that the execution under a key was undone: a late duplicate is refused forever.
+// If the key is free, it records that the call must not run any more: this is cancellation
+// (architecture brief). The commit carries extra writes of other packages, also if the record
+// says so already; they are no batch, since the caller may have to try again. If an extra write's
+// condition fails, the error is its *store.Conflict and nothing is recorded.
 //
-// ErrTaken says that the execution changed meanwhile: call it again. With ErrRunning and
+// ErrTaken means that the execution changed meanwhile: call it again. With ErrRunning and
 // ErrOtherCall nothing was recorded either.
 func (g *Guard) Undone(ctx context.Context, u Undoing, extra ...store.Write) error {
 	now, err := g.store.Now(ctx)

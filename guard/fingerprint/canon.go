@@ -72,8 +72,7 @@ func (c *canon) document() (ok bool) {
 	return true
 }
 
-// value encodes the next value. live are the exclusions whose first depth tokens
-// lead here.
+// value encodes the next value. live are the exclusions whose first depth tokens lead here.
 func (c *canon) value(depth int, live []int32) bool {
 	switch b := c.src.space(); b {
 	case '{':
@@ -297,19 +296,17 @@ func (c *canon) sort(start int, offs []uint32) {
 }
 
 const (
-	// maxDepth is how deep containers may nest. Deeper documents count as raw
-	// bytes.
+	// maxDepth is how deep containers may nest. Deeper documents count as raw bytes.
 	maxDepth = 512
 	// maxNumber is the longest text of a number, in bytes. Longer ones are no
 	// numbers that anybody computes with: such a document counts as raw bytes.
 	maxNumber = 32 << 10
 )
 
-// text appends the decoded text of a string, of which the opening quote is taken.
-// It stops after about limit bytes with done false; then it is to be called
-// again. Not ok is what RFC 8259 forbids, and what decoders disagree about:
-// invalid UTF-8 and lone surrogates, which many replace by one and the same
-// character.
+// text appends the decoded text of a string, of which the opening quote is taken. It stops after
+// about limit bytes with done false; then it is to be called again. Not ok is what RFC 8259
+// forbids, and what decoders disagree about: invalid UTF-8 and lone surrogates, which many
+// replace by one and the same character.
 func (s *source) text(dst []byte, limit int) (out []byte, done, ok bool) {
 	for limit > 0 {
 		w := s.win[s.i:]

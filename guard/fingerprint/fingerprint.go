@@ -1,11 +1,10 @@
-// Package fingerprint compares requests by a hash of their meaning: a key that is
-// reused for another request is detected (422), and a retry that is only encoded
-// differently is recognised.
+// Package fingerprint compares requests by a hash of their meaning: a key that is reused for
+// another request is detected (422), and a retry that is only encoded differently is recognised.
 //
-// A fingerprint covers method, host, path, query, media type, content coding and
-// body; never header fields, which differ from attempt to attempt. JSON bodies are
-// compared by value, in the sense of RFC 8785 but with exact numbers; multipart
-// bodies by their parts; everything else byte by byte.
+// A fingerprint covers method, host, path, query, media type, content coding and body; never
+// header fields, which differ from attempt to attempt. JSON bodies are compared by value, in the
+// sense of RFC 8785 but with exact numbers; multipart bodies by their parts; everything else byte
+// by byte.
 package fingerprint
 
 import (
@@ -22,9 +21,8 @@ import (
 	"sync"
 )
 
-// domain separates these sums from all others. Sums are stored for as long as
-// keys: a change that gives a request another sum needs another domain, and code
-// that still knows this one.
+// domain separates these sums from all others. Sums are stored for as long as keys: a change that
+// gives a request another sum needs another domain, and code that still knows this one.
 const domain = "agent-guard/fingerprint/v1"
 
 // The mode in which a body was read. It is part of the sum, so that bodies of
@@ -45,22 +43,19 @@ type Sum [sha256.Size]byte
 // String returns the sum in lower case hexadecimal.
 func (s Sum) String() string { return hex.EncodeToString(s[:]) }
 
-// Request has the parts of a request that are compared. Absent header fields are
-// empty.
+// Request has the parts of a request that are compared. Absent header fields are empty.
 type Request struct {
 	Method   string
 	Host     string // in any case
 	Path     string // escaped, as received
 	RawQuery string // as received, without "?"
 
-	// ContentType is taken without its parameters, but for the boundary of
-	// multipart bodies.
+	// ContentType is taken without its parameters, but for the boundary of multipart bodies.
 	ContentType     string
 	ContentEncoding string
 
-	// Body is read from 0 to Size, in bytes. One that has a method
-	// Bytes() ([]byte, bool), as *spool.Spool does, is not copied. May be nil
-	// if Size is 0.
+	// Body is read from 0 to Size, in bytes. One that has a method Bytes() ([]byte, bool), as
+	// *spool.Spool does, is not copied. May be nil if Size is 0.
 	Body io.ReaderAt
 	Size int64
 }
@@ -68,9 +63,8 @@ type Request struct {
 // Config says what is not compared. A nil *Config excludes nothing. It must not be
 // changed while it is in use.
 type Config struct {
-	// Exclude are values of JSON bodies that do not affect the sum, whether
-	// present or absent. An excluded array element counts as removed. Other
-	// bodies are not affected.
+	// Exclude are values of JSON bodies that do not affect the sum, whether present or absent. An
+	// excluded array element counts as removed. Other bodies are not affected.
 	Exclude []Pointer
 }
 
@@ -167,9 +161,8 @@ func isJSON(media string) bool {
 	return media == "application/json" || (strings.HasSuffix(media, "+json") && strings.Contains(media, "/"))
 }
 
-// follow gives the exclusions that lead further, through the member with the
-// given encoded name or, with a nil name, through the array element i, and
-// whether one of them ends there.
+// follow gives the exclusions that lead further, through the member with the given encoded name
+// or, with a nil name, through the array element i, and whether one of them ends there.
 func (c *canon) follow(live []int32, depth int, name []byte, i int64) (below []int32, drop bool) {
 	from := len(c.live)
 	for _, x := range live {

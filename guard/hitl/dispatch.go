@@ -77,14 +77,13 @@ const (
 	duePage        = 8                // due entries that are taken before the next look for higher levels
 )
 
-// Dispatcher takes escalations to a Notifier until somebody was told of each, the highest
-// level first. All that it knows is in the store, so that it goes on where the last one
-// ended.
+// Dispatcher takes escalations to a Notifier until somebody was told of each, the highest level
+// first. All that it knows is in the store, so that it goes on where the last one ended.
 //
-// Of several dispatchers over one store, on whatever nodes, one delivers an escalation at a
-// time: before an attempt its lease is committed, by the store's clock, for twice as long
-// as the attempt may take. Whoever dies in an attempt is succeeded when the lease ends, and
-// then the message may go out twice.
+// Of several dispatchers over one store, on whatever nodes, one delivers an escalation at a time:
+// before an attempt its lease is committed, by the store's clock, for twice as long as the
+// attempt may take. Whoever dies in an attempt is succeeded when the lease ends, and then the
+// message may go out twice.
 type Dispatcher struct {
 	escalations *Store
 	notifier    Notifier
@@ -116,9 +115,8 @@ func NewDispatcher(d *Store, n Notifier, o DispatcherOptions) *Dispatcher {
 	return &Dispatcher{escalations: d, notifier: n, o: o, ended: make(chan struct{}, 1)}
 }
 
-// Run delivers what is due, until ctx is done, or the store is closed or closes itself.
-// Attempts under way end with ctx, and their leases are given back; it returns when all
-// that is done.
+// Run delivers what is due, until ctx is done, or the store is closed or closes itself. Attempts
+// under way end with ctx, and their leases are given back; it returns when all that is done.
 func (c *Dispatcher) Run(ctx context.Context) {
 	var attempts sync.WaitGroup
 	defer attempts.Wait()

@@ -189,8 +189,7 @@ type Escalation struct {
 type Delivery struct {
 	// Attempts counts the attempts that were begun.
 	Attempts int
-	// LastError is why the last one that failed did, at most 512 bytes; empty once one
-	// succeeded.
+	// LastError is why the last one that failed did, at most 512 bytes; empty once one succeeded.
 	LastError string
 	// Next is when the next attempt is due; zero where none is. While one runs it is when
 	// somebody else may begin another, because this one must have been lost.

@@ -75,8 +75,7 @@ func (d *Store) changed() <-chan struct{} {
 	return d.news
 }
 
-// Pending is an escalation and the batch that opens it, which is empty where it is open
-// already.
+// Pending is an escalation and the batch that opens it, which is empty where it is open already.
 type Pending struct {
 	*store.Batch
 	escalation Escalation

@@ -45,7 +45,7 @@ func (r *Request) checkID() error {
 	return nil
 }
 
-// draft is a rollback that is about to be accepted, or shown.
+// draft is a rollback before its acceptance, or only shown.
 type draft struct {
 	head
 	plannedSteps
@@ -54,7 +54,7 @@ type draft struct {
 	target      Checkpoint
 }
 
-// checkedNode is a checkpoint of a plan, with what the plan takes for known of it.
+// checkedNode is a checkpoint of a plan, with the state that the plan assumes.
 type checkedNode struct {
 	node  *workflow.Node
 	state NodeState
@@ -70,8 +70,8 @@ type refusal struct {
 
 func (e *refusal) Unwrap() error { return e.error }
 
-// unknown is the answer about a checkpoint that is not there: strangers get what they get
-// for others' checkpoints.
+// unknown is the error about a missing checkpoint: strangers get the same as for others'
+// checkpoints.
 func (r *Request) unknown() error {
 	if r.Operator != "" || r.Coordinator {
 		return ErrCheckpointUnknown
@@ -79,7 +79,7 @@ func (r *Request) unknown() error {
 	return ErrNotInWorkflow
 }
 
-// draft decides who may ask, verifies the target, and makes the plan. It touches nothing.
+// draft decides who may ask, verifies the target, and makes the plan. It changes nothing.
 func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	q := Query{Target: r.Checkpoint, Scope: r.Scope, Lineage: r.Lineage, Error: r.Error}
 	if r.Operator == "" && !r.Coordinator {
@@ -129,7 +129,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 		Coordinator: r.Coordinator || r.Operator != "",
 	}
 	if !ask.Coordinator {
-		// Others may have done something under the same workflow id that is none of theirs.
+		// Others may have acted under the same workflow id without being part of the workflow.
 		ask.By, ask.Lineage = r.By, r.Lineage
 		ask.Coordinator = r.By != "" && initiator(g) == r.By
 	}
@@ -180,8 +180,8 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	return d, nil
 }
 
-// verified is the token of a checkpoint, or the zero value where it does not verify: its step
-// finds that out again.
+// verified is the token of a checkpoint, or the zero value if it does not verify: its step finds
+// that out again.
 func (c *Coordinator) verified(ctx context.Context, id string) (Checkpoint, error) {
 	cp, tampered, err := c.token(ctx, id)
 	if tampered {
@@ -218,8 +218,8 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 	return recorded, nil
 }
 
-// current reports whether a plan would be the same if it was made now. If so, the draft counts
-// from now on. What cannot be found out makes a new draft necessary, which fails as it must.
+// current reports whether a plan made now would be the same. If so, the draft counts as made now.
+// If that cannot be found out, a new draft is made, which fails as it must.
 func (c *Coordinator) current(ctx context.Context, d *draft) bool {
 	unchanged, err := c.o.Ledger.Unchanged(ctx, d.Workflow, d.version)
 	if err != nil || !unchanged {
@@ -250,8 +250,8 @@ func (c *Coordinator) current(ctx context.Context, d *draft) bool {
 	return true
 }
 
-// verify verifies the target before anything is touched (cascade 4.2.3). What was undone
-// already needs nothing of it.
+// verify verifies the target before anything is touched (cascade 4.2.3). An undone target needs
+// no verification.
 func (c *Coordinator) verify(ctx context.Context, d *draft, now time.Time) error {
 	cp := &d.target
 	var what What
@@ -284,8 +284,8 @@ func (c *Coordinator) verify(ctx context.Context, d *draft, now time.Time) error
 	return &refusal{checkpoint.ErrTampered, d, "the snapshot does not match the checkpoint's out_hash"}
 }
 
-// limit is how long the rollback may take: half of the shortest ttl among what it undoes
-// (ATD, "Rollback Timeout and Escalation").
+// limit is how long the rollback may take: half of the shortest ttl among what it undoes (ATD,
+// "Rollback Timeout and Escalation").
 func (d *draft) limit() time.Duration {
 	ttls := make(map[string]time.Duration, len(d.checkpoints))
 	for i := range d.checkpoints {
@@ -309,10 +309,9 @@ func (d *draft) limit() time.Duration {
 	return least / 2
 }
 
-// defaultTTL is the ttl of checkpoints that say nothing (cascade 4.2.1).
+// defaultTTL is the ttl of checkpoints without one (cascade 4.2.1).
 const defaultTTL = 24 * time.Hour
 
-// rollback is the draft as others see it.
 func (d *draft) rollback() *Rollback {
 	r := d.head.rollback()
 	if d.Plan != nil {
@@ -322,8 +321,8 @@ func (d *draft) rollback() *Rollback {
 	return r
 }
 
-// Plan shows what Execute would do, or why it would be refused. Nothing is recorded,
-// nothing is touched; the request needs no id.
+// Plan shows what Execute would do, or why it would be refused. It changes nothing; the request
+// needs no id.
 func (c *Coordinator) Plan(ctx context.Context, r Request) (*Rollback, error) {
 	d, err := c.Draft(ctx, r)
 	if err != nil {
@@ -373,13 +372,13 @@ func (c *Coordinator) Execute(ctx context.Context, r Request, extra ...store.Wri
 	return c.Accept(ctx, &Draft{Request: r}, extra...)
 }
 
-// Accept accepts a rollback durably, and returns at once: it goes on by itself. The same id
-// with the same content gives the same rollback (P5), whatever became of its checkpoints
-// since. extra lands in the accepting commit, and only there; where the condition of one
-// write does not hold the error is its *store.Conflict, and nothing is accepted.
+// Accept accepts a rollback durably and returns at once: it goes on by itself. The same id with
+// the same content gives the same rollback (P5), whatever became of its checkpoints. extra is
+// written in the accepting commit only; if the condition of a write fails, the error is its
+// *store.Conflict and nothing is accepted.
 //
-// The plan is that of the draft if nothing that it depends on has changed since; otherwise,
-// and for a request that was not drafted, it is made here.
+// The plan is the draft's if nothing that it depends on has changed since; otherwise, and without
+// a draft, it is made here.
 func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store.Write) (*Rollback, error) {
 	r := drafted.Request
 	if err := r.check(); err != nil {
@@ -394,7 +393,7 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 	if c.ending() {
 		return nil, ErrStopping
 	}
-	// Calls of the workflow are only held up for who may ask, which drafting has found out.
+	// Calls of the workflow are only held up for authorized requesters, whom drafting finds out.
 	d := new(draft)
 	if drafted.draft != nil && drafted.by == c && drafted.drafted == r {
 		*d = *drafted.draft
@@ -415,7 +414,7 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 	return c.decide(ctx, &r, d, lock, extra)
 }
 
-// draftOrRecordRefusal is draft, and records that the target does not verify.
+// draftOrRecordRefusal is draft, and records a failed verification of the target.
 func (c *Coordinator) draftOrRecordRefusal(ctx context.Context, r *Request) (*draft, error) {
 	d, err := c.draft(ctx, r)
 	if refused := (*refusal)(nil); errors.As(err, &refused) {
@@ -424,9 +423,8 @@ func (c *Coordinator) draftOrRecordRefusal(ctx context.Context, r *Request) (*dr
 	return d, err
 }
 
-// decide accepts a rollback or refuses it, behind its workflow lock: calls that were admitted
-// before it are recorded now, and no others come. A draft that they have made obsolete is made
-// anew.
+// decide accepts or refuses a rollback behind its workflow lock: earlier calls are recorded, and
+// no others come. A draft that they made obsolete is made anew.
 func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *workflowLock, extra []store.Write) (*Rollback, error) {
 	keep := false
 	defer func() {
@@ -455,7 +453,7 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 			return accepted.snapshot(), nil
 		}
 		if !errors.Is(err, errAgain) {
-			// It may have landed all the same, and will go on.
+			// It may have landed all the same, and then goes on.
 			h, _, there := c.readHead(context.WithoutCancel(ctx), c.name(r.ID))
 			keep = there == nil && (h.open() || h.stops()) || there != nil && !errors.Is(there, ErrUnknown)
 			return nil, err
@@ -464,13 +462,13 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 	return nil, fmt.Errorf("%w: others change it again and again", ErrStore)
 }
 
-// maxTries bounds how often a commit is tried that others have overtaken.
+// maxTries bounds how often a conflicting commit is tried.
 const maxTries = 20
 
-// errAgain: somebody else was first; look again.
+// errAgain: another commit was first; read again.
 var errAgain = errors.New("rollback: somebody else was first")
 
-// again finds the rollback that was asked for before, or says ErrUnknown.
+// again finds the rollback of an earlier identical request, or returns ErrUnknown.
 func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) {
 	n := c.name(r.ID)
 	h, _, err := c.readHead(ctx, n)
@@ -501,7 +499,7 @@ func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) 
 	return c.Get(ctx, r.ID)
 }
 
-// refuse records that the verification of the target has failed, and returns why.
+// refuse records a failed verification of the target, and returns its error.
 func (c *Coordinator) refuse(ctx context.Context, refused *refusal) error {
 	d := refused.draft
 	t, err := c.o.Ledger.Erred(ctx, d.head.rollback(), d.Checkpoint, errorConstraint, refused.why)
@@ -516,7 +514,7 @@ func (c *Coordinator) refuse(ctx context.Context, refused *refusal) error {
 	return refused.error
 }
 
-// conflicting are the rollbacks of a workflow that take steps, which may conflict.
+// conflicting are the unfinished rollbacks of a workflow, which may conflict.
 func (c *Coordinator) conflicting(ctx context.Context, workflow string) ([]*run, error) {
 	var all []*run
 	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(workflow))) {
@@ -540,8 +538,8 @@ func (c *Coordinator) conflicting(ctx context.Context, workflow string) ([]*run,
 // maxJoins bounds how many others give way in one commit, whose size is bounded (store.MaxBatch).
 const maxJoins = 256
 
-// resolveConflicts decides between the draft and those that were there first (cascade 4.3.4). It
-// returns those that give way.
+// resolveConflicts decides between the draft and earlier rollbacks (cascade 4.3.4). It returns
+// those that give way.
 func (d *draft) resolveConflicts(others []*run) (joins []*run, err error) {
 	d.Behind, d.Absorbed = nil, nil
 	for _, r := range others {
@@ -573,7 +571,7 @@ func (d *draft) resolveConflicts(others []*run) (joins []*run, err error) {
 	return joins, nil
 }
 
-// accept decides and commits, with the lock on acceptance held.
+// accept decides and commits, holding the lock on acceptance.
 func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []store.Write) (*run, error) {
 	fence := store.Write{Key: c.fenceKey(d.Workflow), If: store.Absent()}
 	found, err := c.o.Store.Get(ctx, fence.Key)
@@ -655,7 +653,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	return accepted, nil
 }
 
-// acceptanceWrites adds what is recorded of a new rollback besides its head.
+// acceptanceWrites adds the records of a new rollback besides its head.
 func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft, n name, b *store.Batch) error {
 	pieces, err := c.planWrites(n, &d.plannedSteps)
 	if err != nil {
@@ -689,7 +687,7 @@ func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft
 	return nil
 }
 
-// refusedBy is the conflict of an extra write, or errAgain where another commit was first.
+// refusedBy is the conflict of an extra write, or errAgain if another commit was first.
 func refusedBy(err error, extra []store.Write) error {
 	lost := (*store.Conflict)(nil)
 	switch {
@@ -701,9 +699,8 @@ func refusedBy(err error, extra []store.Write) error {
 	return errAgain
 }
 
-// previewStep says of a step that would undo something whether that is known to be in vain: what
-// came of its call may have left it for a person. What cannot be found out now is left to
-// the step itself.
+// previewStep says whether an undo is already known to be in vain: the outcome of its call may
+// leave it to a person. What cannot be found out now is left to the step.
 func (c *Coordinator) previewStep(ctx context.Context, s *Step) {
 	if s.What != Undo && s.What != Escalate {
 		return

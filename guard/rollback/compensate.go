@@ -15,7 +15,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
-// compensate undoes by a request of its own, or by asking the agent.
+// compensate undoes by a separate request, or by asking the agent.
 func (j *job) compensate(ctx context.Context) (Result, error) {
 	pace := j.pace(j.o.First)
 	var last note // of the attempt before, in this life
@@ -65,7 +65,7 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 		}
 		out, err := j.undoing(ctx)
 		if why := (requestError{}); errors.As(err, &why) {
-			// P6: with a call that is in doubt its effect is, and no undo takes it back.
+			// P6: the effect of a call in doubt is in doubt, and no undo takes it back.
 			j.doubt = j.doubt || why.why == ReasonUnfilled && j.task.Checkpoint.Result == nil
 			return j.result(why.why), nil
 		}
@@ -84,7 +84,7 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 	}
 }
 
-// hashTimeout is how long a compensation waits for the hash of a state, before and after.
+// hashTimeout bounds the reads of the state for its hash, before and after a compensation.
 const hashTimeout = 5 * time.Second
 
 // compensated is compensate, with the hash of the state after it (cascade Figure 12).
@@ -99,8 +99,8 @@ func (j *job) compensated(ctx context.Context) (Result, error) {
 	return r, nil
 }
 
-// hashBefore notes the hash of the state before the first attempt. It is recorded with what
-// comes of that; once one was sent, it cannot be seen any more.
+// hashBefore notes the hash of the state before the first attempt. It is recorded with the
+// outcome; after an attempt it cannot be read any more.
 func (j *job) hashBefore(ctx context.Context, found execution.Finding) (err error) {
 	if j.doubt || j.attempts > 0 || found.Status != execution.Free || j.before != [32]byte{} {
 		return nil
@@ -109,9 +109,9 @@ func (j *job) hashBefore(ctx context.Context, found execution.Finding) (err erro
 	return err
 }
 
-// hashState is the hash of what `status` shows now, or else the target where the action
-// restores it too, which is the state that a compensation changes as far as it can be read;
-// zero where it cannot. The error is that of ctx.
+// hashState is the hash of what `status` shows now, or of the target if the action restores it
+// too: the state that a compensation changes, as far as it can be read; zero if it cannot. The
+// error is that of ctx.
 func (j *job) hashState(ctx context.Context) ([32]byte, error) {
 	if j.noStateHash || j.delegated() {
 		return [32]byte{}, nil
@@ -142,7 +142,7 @@ func orEmpty(r *Result) Result {
 
 func (j *job) delegated() bool { return j.call.Way == checkpoint.Delegate }
 
-// reads reads answers to out, by the contract.
+// reads reads answers to out by the contract.
 func (j *job) reads(out *Outgoing) func(*Answer) note {
 	var to Outgoing
 	if out != nil {
@@ -159,7 +159,7 @@ func (j *job) reads(out *Outgoing) func(*Answer) note {
 	}
 }
 
-// conclude makes the result of a final answer; what is pending is asked for.
+// conclude makes the result of a final answer; for a pending one it asks.
 func (j *job) conclude(ctx context.Context, n note) (Result, error) {
 	j.take(n)
 	switch n.reading {
@@ -190,7 +190,7 @@ func (j *job) conclude(ctx context.Context, n note) (Result, error) {
 	return j.statusResult(n), nil
 }
 
-// statusResult is the result of a question's answer.
+// statusResult is the result of a status request's answer.
 func (j *job) statusResult(n note) Result {
 	switch n.reading {
 	case done:
@@ -205,8 +205,7 @@ func (j *job) statusResult(n note) Result {
 	return j.late(n)
 }
 
-// clear asks what became of an undo that is in doubt. Without a result it may be sent
-// again.
+// clear asks for the outcome of an undo in doubt. Without a result it may be sent again.
 func (j *job) clear(ctx context.Context, found execution.Finding, last note) (*Result, error) {
 	out, err := j.asking(ctx)
 	if why := (requestError{}); errors.As(err, &why) {
@@ -238,8 +237,8 @@ func (j *job) clear(ctx context.Context, found execution.Finding, last note) (*R
 	return &r, nil
 }
 
-// ask asks until there is an answer that decides, or no more time. It asks once however
-// late it is. before is what made it ask.
+// ask asks until an answer decides or the time is over, at least once. before is the note that
+// made it ask.
 func (j *job) ask(ctx context.Context, out *Outgoing, before note) (note, error) {
 	pace := j.pace(j.o.Poll)
 	n := before
@@ -262,8 +261,8 @@ func (j *job) ask(ctx context.Context, out *Outgoing, before note) (note, error)
 	}
 }
 
-// follow is where the Location of an answer leads, in the form of Outgoing.URL; empty
-// where that is another origin.
+// follow is where the Location of an answer leads, in the form of Outgoing.URL; empty if that is
+// another origin.
 func follow(to *Outgoing, location string) string {
 	at, err := url.Parse(location)
 	if location == "" || strings.ContainsFunc(location, notVisible) || err != nil || at.User != nil || at.Opaque != "" {
@@ -295,18 +294,18 @@ func follow(to *Outgoing, location string) string {
 	return uri
 }
 
-// notVisible are what cannot stand in a request line.
+// notVisible matches what a request line must not have.
 func notVisible(r rune) bool { return r <= ' ' || r > '~' }
 
-// fieldToken is the field in which an answer has its token.
+// fieldToken is the field of an answer with its token.
 const fieldToken = "Execution-Context"
 
-// badness orders what the places of an answer say: the worst counts.
+// badness orders the readings of an answer's parts: the worst counts.
 var badness = map[reading]int{"": 0, done: 1, pending: 2, undoEscalated: 3, refused: 4, partial: 5, unexpected: 6}
 
-// delegateSays reads a delegate's 2xx, in the words of each draft: what its body says, and
-// what the token says that comes with it. Done is only what is called completed, or says
-// nothing at all, as the contract has it; what cannot be read is unexpected (P6).
+// delegateSays reads a delegate's 2xx in the words of each draft: its body, and the token that
+// comes with it. Done needs the word completed, or no word at all, as in the contract; an
+// unreadable answer is unexpected (P6).
 func delegateSays(a *Answer) note {
 	if a.Cut {
 		return noted(unexpected, a.Status) // what it says may stand behind the cut
@@ -331,7 +330,7 @@ func delegateSays(a *Answer) note {
 			says.worst = done
 		}
 	}
-	// A token that nobody has verified can make it worse, and never better.
+	// An unverified token can make it worse, never better.
 	var signed report
 	if token(a.Header.Get(fieldToken), &signed) {
 		says.hear(&signed)
@@ -347,8 +346,8 @@ func delegateSays(a *Answer) note {
 	return n
 }
 
-// report is what a rollback's result says, in a document or in a token. What is no text is
-// read as far as it is there.
+// report is a rollback's result in a document or token. Members that are no text are read as far
+// as they exist.
 type report struct {
 	Action string                     `json:"exec_act"`
 	ECT    string                     `json:"ect"`
@@ -360,7 +359,7 @@ type report struct {
 	ECTExt map[string]json.RawMessage `json:"ect_ext"` // ext in the other spelling
 }
 
-// saying is what an answer says, so far.
+// saying is what an answer has said so far.
 type saying struct {
 	worst reading
 	doubt bool // the effect is mixed or unknown
@@ -403,7 +402,7 @@ func (s *saying) hear(r *report) {
 	}
 }
 
-// meaning is what a status is, in a word of the drafts (cascade 4.4.2) or of LRA.
+// meaning is the reading of a status word of the drafts (cascade 4.4.2) or of LRA.
 func meaning(word string) reading {
 	switch {
 	case word == "completed", word == "compensated":
@@ -430,8 +429,8 @@ func token(raw string, r *report) bool {
 	return err == nil && len(b) > 0 && json.Unmarshal(b, r) == nil
 }
 
-// repeats reports that a member of a JSON object stands in it twice, or more than once in
-// different case, which encoding/json takes for the same.
+// repeats reports that a JSON object has a member twice, or in different case, which
+// encoding/json takes for the same.
 func repeats(body []byte) bool {
 	d := json.NewDecoder(bytes.NewReader(body))
 	if begin, err := d.Token(); err != nil || begin != json.Delim('{') {
@@ -456,8 +455,8 @@ func repeats(body []byte) bool {
 	return false
 }
 
-// reading is what an answer means, or that there is none. The words of those that are
-// final are recorded with the answer, so that it means the same in every life.
+// reading is the meaning of an answer, or that there is none. Final readings are recorded with
+// the answer, so that it means the same after a restart.
 type reading string
 
 // The readings.
@@ -494,7 +493,7 @@ func (r reading) final() bool {
 // doubtful reports that the request may have had its effect.
 func (r reading) doubtful() bool { return r == unclear || r == lost || r == accepted }
 
-// reasonOf is why something is not done whose answer is final.
+// reasonOf is the reason for an undo that is not done, from its final answer.
 func reasonOf(r reading) Reason {
 	switch r {
 	case refused:
@@ -524,17 +523,17 @@ type note struct {
 	unknown  bool
 	attempts int
 	before   [32]byte
-	// tag is the strong entity tag of what a request has put back, as its answer says.
+	// tag is the strong entity tag of the restored state, from the answer.
 	tag string
-	// fresh says that it was received now, and not read from the store.
+	// fresh says that it was received now, not read from the store.
 	fresh bool
 }
 
-// underWay reports that an upstream has just said that it is at it: asking at once is no
-// use.
+// underWay reports that an upstream has just said that the undo is running, so that asking at
+// once is useless.
 func (n *note) underWay() bool { return n.fresh && (n.reading == pending || n.reading == accepted) }
 
-// common is the reading of statuses that mean the same everywhere.
+// common is the reading of statuses that always mean the same.
 func common(status int) reading {
 	switch {
 	case status == http.StatusAccepted:
@@ -555,8 +554,8 @@ func common(status int) reading {
 	return unexpected
 }
 
-// declined reports a status by which a request was turned away for what it is, before
-// anything was done for it (RFC 9110, sections 15.5 and 15.6; RFC 6585, section 5).
+// declined reports a status that turns a request away before anything was done for it (RFC 9110,
+// sections 15.5 and 15.6; RFC 6585, section 5).
 func declined(status int) bool {
 	switch status {
 	case http.StatusMethodNotAllowed, http.StatusLengthRequired, http.StatusRequestEntityTooLarge,
@@ -567,8 +566,8 @@ func declined(status int) bool {
 	return false
 }
 
-// noted is a note of an answer that was read. P6: what says nothing that is known here says
-// nothing of the effect either, unless by its status nothing was done.
+// noted is a note of an answer that was read. P6: an answer without a known meaning leaves the
+// effect unknown, unless by its status nothing was done.
 func noted(r reading, status int) note {
 	return note{reading: r, unknown: r == partial || r == unexpected && !declined(status)}
 }
@@ -588,8 +587,7 @@ func byContract(a *Answer, delegated bool) note {
 	return noted(r, a.Status)
 }
 
-// word is the body of an answer, or the member `status` of it, as far as it is a word, in
-// lower case.
+// word is the body of an answer, or its member `status`, if that is a word, in lower case.
 func word(a *Answer) string {
 	var text string
 	var object struct {
@@ -609,13 +607,13 @@ func word(a *Answer) string {
 
 const longestWord = 64
 
-// undoFailed reports a word by which upstreams say that what was asked for has failed. To be
-// canceled or rejected may be the very purpose of a compensation.
+// undoFailed reports a word for failure. Canceled and rejected may be the very purpose of a
+// compensation.
 func undoFailed(word string) bool {
 	return word == "failedtocompensate" || word == "failed" || word == "error"
 }
 
-// byTarget reads the answer to what puts a state back.
+// byTarget reads the answer to a request that restores a state.
 func byTarget(a *Answer, method string) note {
 	switch a.Status {
 	case http.StatusPreconditionFailed:
@@ -632,8 +630,8 @@ func byTarget(a *Answer, method string) note {
 	return n
 }
 
-// byStatus reads the answer to a question for what became of an undo. A 200 means done,
-// but where its body, or the member `status` of it, is a word that says otherwise.
+// byStatus reads the answer to a status request. A 200 means done, unless its body, or the member
+// `status`, is a word that says otherwise.
 func byStatus(a *Answer, delegated bool) note {
 	if a.Status == http.StatusNotFound {
 		return note{reading: absent}
@@ -642,7 +640,7 @@ func byStatus(a *Answer, delegated bool) note {
 	if a.Status == http.StatusGone || n.reading != done && common(a.Status) != done {
 		return n
 	}
-	// P6: what an upstream calls its refund, say, counts for more than that it knows it.
+	// P6: the status of a refund, say, counts for more than that the upstream knows it.
 	switch text := word(a); {
 	case text == "active":
 		return note{reading: absent}
@@ -655,7 +653,7 @@ func byStatus(a *Answer, delegated bool) note {
 	return n
 }
 
-// underWay reports a word for what has not ended yet.
+// underWay reports a word for something that has not ended.
 func underWay(word string) bool {
 	switch word {
 	case "compensating", "pending", "processing", "in_progress", "queued", "running":

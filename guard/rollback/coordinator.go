@@ -13,19 +13,19 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Coordinator takes requests for rollbacks and carries them out. It is safe for
-// concurrent use. Only one is to be open on a store of this process.
+// Coordinator accepts requests for rollbacks and runs them. It is safe for concurrent use. A
+// process may open one per store.
 type Coordinator struct {
 	o   Options
 	log *slog.Logger
 
-	// sealing is held for reading from before a value is sealed until its commit, so that
-	// Reseal can wait for those that were sealed with an older key. It is taken before the
-	// locks of runs: who waits for it behind Reseal must hold nobody up.
+	// sealing is held for reading from before a value is sealed until its commit, so that Reseal
+	// can wait for values sealed with an older key. It is taken before the locks of runs, so that
+	// waiting for Reseal holds nobody up.
 	sealing sync.RWMutex
-	// accepting is held by whoever decides about a new rollback.
+	// accepting is held while a new rollback is decided.
 	accepting sync.Mutex
-	// locks keep calls from beginning that follow from what is undone.
+	// locks block calls that follow from what is undone.
 	locks workflowLocks
 
 	mu       sync.Mutex
@@ -39,10 +39,9 @@ type Coordinator struct {
 	cut  context.CancelFunc // ends the steps that are under way
 }
 
-// defaultParallel is how many steps of a level run at once where nothing is said.
 const defaultParallel = 8
 
-// Open makes the coordinator of a store. It fails where Options lack something.
+// Open makes the coordinator of a store. It fails if Options lack something.
 func Open(o Options) (*Coordinator, error) {
 	for what, missing := range map[string]bool{
 		"store": o.Store == nil, "sealer": o.Sealer == nil, "guard": o.Guard == nil, "checkpoint store": o.Checkpoints == nil,
@@ -63,8 +62,8 @@ func Open(o Options) (*Coordinator, error) {
 	return c, nil
 }
 
-// Start resumes every rollback that is not finished. It returns once they were found; calling
-// it again is harmless.
+// Start resumes every unfinished rollback. It returns once they were found; calling it again is
+// harmless.
 func (c *Coordinator) Start(ctx context.Context) error {
 	c.mu.Lock()
 	if c.stopping {
@@ -83,7 +82,7 @@ func (c *Coordinator) Start(ctx context.Context) error {
 		r, err := c.adopt(ctx, n)
 		switch {
 		case errors.Is(err, errUnreadable), errors.Is(err, ErrUnknown):
-			// One that is damaged must not keep the others from going on.
+			// A damaged rollback must not keep the others from going on.
 			if err := c.cleanUp(ctx, n, err); err != nil {
 				c.log.Warn("what is left of a rollback cannot be given its expiry", "error", err) // the next start does
 			}
@@ -102,7 +101,7 @@ func (c *Coordinator) Start(ctx context.Context) error {
 	return nil
 }
 
-// adopt returns the rollback that is under way, from the store if it is not known yet.
+// adopt returns the running rollback, from the store if it is not known yet.
 func (c *Coordinator) adopt(ctx context.Context, n name) (*run, error) {
 	if r := c.known(n); r != nil {
 		return r, nil
@@ -117,8 +116,7 @@ func (c *Coordinator) adopt(ctx context.Context, n name) (*run, error) {
 	return c.enlist(r), nil
 }
 
-// enlist makes a rollback known, unless it is, and lets it go on; it returns the one that
-// is known.
+// enlist registers a rollback, unless it is known, and runs it; it returns the known one.
 func (c *Coordinator) enlist(r *run) *run {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -149,8 +147,8 @@ func (c *Coordinator) launch(r *run) {
 	}()
 }
 
-// Stop begins nothing new and waits for the running steps. When ctx ends they are cancelled,
-// and resumed from the journal after a restart.
+// Stop begins nothing new and waits for the running steps. When ctx ends they are cancelled, and
+// resumed from the journal after a restart.
 func (c *Coordinator) Stop(ctx context.Context) error {
 	c.mu.Lock()
 	if !c.stopping {
@@ -175,7 +173,6 @@ func (c *Coordinator) Stop(ctx context.Context) error {
 	return err
 }
 
-// ending reports whether nothing new may begin.
 func (c *Coordinator) ending() bool {
 	select {
 	case <-c.quit:
@@ -193,7 +190,7 @@ func (c *Coordinator) now(ctx context.Context) (time.Time, error) {
 	return now.Round(0).UTC(), nil
 }
 
-// How long to wait before what the store or the ledger did not take is tried again.
+// The waits between two tries of a failed write to the store or the ledger.
 const (
 	firstPause = 50 * time.Millisecond
 	longPause  = 10 * time.Second
@@ -221,8 +218,7 @@ func (c *Coordinator) retry(r *run, what string, do func(ctx context.Context) er
 	}
 }
 
-// Get returns a rollback, or ErrUnknown. One that has given way to a wider one has that
-// one's result.
+// Get returns a rollback, or ErrUnknown. One that gave way to a wider one has its result.
 func (c *Coordinator) Get(ctx context.Context, id string) (*Rollback, error) {
 	r, err := c.find(ctx, c.name(id))
 	if err != nil {
@@ -240,7 +236,6 @@ func (c *Coordinator) Get(ctx context.Context, id string) (*Rollback, error) {
 	return own, nil
 }
 
-// find finds a rollback in memory, else in the store.
 func (c *Coordinator) find(ctx context.Context, n name) (*run, error) {
 	if r := c.known(n); r != nil {
 		return r, nil
@@ -269,7 +264,7 @@ func (b *Rollback) follow(wider *Rollback) {
 	b.Escalations = append(b.Escalations[:len(b.Escalations):len(b.Escalations)], wider.Escalations...)
 }
 
-// byToken returns the id of the rollback that a token has asked for, or ErrUnknown.
+// byToken returns the id of the rollback that a token asked for, or ErrUnknown.
 func (c *Coordinator) byToken(ctx context.Context, jti string) (string, error) {
 	entry, err := c.o.Store.Get(ctx, c.tokenKey(jti))
 	if errors.Is(err, store.ErrNotFound) {
@@ -282,8 +277,8 @@ func (c *Coordinator) byToken(ctx context.Context, jti string) (string, error) {
 	return string(id), err
 }
 
-// Wait returns the rollback once it is finished. When ctx ends before, or the process does,
-// it returns it as it is then, with ctx's error or ErrStopping.
+// Wait returns the rollback once it is finished. If ctx or the process ends first, it returns the
+// current state with ctx's error or ErrStopping.
 func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
 	for next := id; ; {
 		r, err := c.find(ctx, c.name(next))
@@ -314,7 +309,7 @@ func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
 	}
 }
 
-// unfinished is the rollback as it is, with an error.
+// unfinished is the current state of the rollback, with an error.
 func (c *Coordinator) unfinished(ctx context.Context, id string, why error) (*Rollback, error) {
 	r, err := c.Get(context.WithoutCancel(ctx), id)
 	if err != nil {
@@ -327,17 +322,17 @@ func (c *Coordinator) unfinished(ctx context.Context, id string, why error) (*Ro
 type Page struct {
 	// Rollbacks, the newest first, without their plans and steps.
 	Rollbacks []*Rollback
-	// Unreadable counts those that stand there and do not open.
+	// Unreadable counts records that do not open.
 	Unreadable int
-	// Next is where the next page begins, empty after the last one.
+	// Next is where the next page begins; empty after the last.
 	Next string
 }
 
 // maxPage is the largest number of rollbacks on a page.
 const maxPage = 1000
 
-// List returns up to limit rollbacks from where after says; empty is the beginning. One
-// that has given way to a wider one is shown as it was then, and names the other.
+// List returns up to limit rollbacks from after on; empty is the beginning. One that gave way to
+// a wider one is shown as it was then, and names the other.
 func (c *Coordinator) List(ctx context.Context, after string, limit int) (Page, error) {
 	limit = min(max(limit, 1), maxPage)
 	prefix := []byte{space, kindAge}

@@ -17,8 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// head is what is recorded of a rollback besides its plan and its steps. Readers skip
-// members that they do not know.
+// head is the record of a rollback without its plan and steps. Readers skip unknown members.
 type head struct {
 	ID          string    `json:"id"`
 	Checkpoint  string    `json:"checkpoint"`
@@ -46,22 +45,22 @@ type head struct {
 	// Joined is the wider rollback to which this one gives way, Halted says that it has.
 	Joined string `json:"joined,omitempty"`
 	Halted bool   `json:"halted,omitempty"`
-	// Behind are those that come first, Absorbed those that give way to this one.
+	// Behind are the rollbacks that come first, Absorbed those that give way to this one.
 	Behind   []string `json:"behind,omitempty"`
 	Absorbed []string `json:"absorbed,omitempty"`
-	// Steps and Pieces count what stands beside it; Hash is that of the plan.
+	// Steps and Pieces count the separate records; Hash is that of the plan.
 	Steps  int    `json:"steps"`
 	Pieces int    `json:"pieces"`
 	Hash   []byte `json:"hash"`
 }
 
-// open reports whether it takes steps still.
+// open reports whether it still takes steps.
 func (h *head) open() bool { return h.State == Executing && !h.Halted }
 
 // stops reports whether it terminates its workflow (cascade 4.1.3).
 func (h *head) stops() bool { return h.Scope == FullWorkflow && h.Workflow != "" }
 
-// rollback is the head as others see it, without plan and steps.
+// rollback is the public form of the head, without plan and steps.
 func (h *head) rollback() *Rollback {
 	r := &Rollback{
 		ID: h.ID, Checkpoint: h.Checkpoint, Workflow: h.Workflow, Scope: h.Scope, Reason: h.Reason, Urgency: h.Urgency,
@@ -74,8 +73,8 @@ func (h *head) rollback() *Rollback {
 	return r
 }
 
-// content is the hash of what makes two requests the same. Another token may ask for the
-// same once more.
+// content is the hash of what makes two requests the same. The token is not part of it: a retry
+// may have another one.
 func (r *Request) content() []byte {
 	sum := sha256.New()
 	for _, text := range []string{r.Checkpoint, string(r.Scope), r.Reason, r.Urgency, r.By, r.Operator} {
@@ -88,7 +87,7 @@ func (r *Request) content() []byte {
 	return sum.Sum(nil)
 }
 
-// stepRecord is what is recorded of a step. What the plan says of it is not.
+// stepRecord is the record of a step, without what the plan says of it.
 type stepRecord struct {
 	State      StepState `json:"state"`
 	Status     Status    `json:"status,omitempty"`
@@ -131,7 +130,7 @@ func (s *Step) decode(b []byte) error {
 	return nil
 }
 
-// some is a hash, or nothing where it is zero.
+// some is a hash, or nothing if it is zero.
 func some(sum [32]byte) []byte {
 	if sum == [32]byte{} {
 		return nil
@@ -139,7 +138,7 @@ func some(sum [32]byte) []byte {
 	return sum[:]
 }
 
-// plannedSteps is a plan with what is known besides: whose the steps are, in their order.
+// plannedSteps is a plan with the agents of its steps, in their order.
 type plannedSteps struct {
 	Plan   *Plan    `json:"plan"`
 	Agents []string `json:"agents"`
@@ -177,7 +176,7 @@ func decodePlanned(b []byte) (*plannedSteps, error) {
 	return p, r.Close()
 }
 
-// steps are those of the plan, none begun, and the places of each level's.
+// steps are the plan's steps, none begun, and the indexes of each level.
 func (p *plannedSteps) steps() (steps []Step, levels [][]int) {
 	for i, level := range p.Plan.Levels {
 		var places []int
@@ -194,7 +193,7 @@ func (p *plannedSteps) steps() (steps []Step, levels [][]int) {
 	return steps, levels
 }
 
-// sealed makes the write of a value that is kept sealed under its key.
+// sealed makes the write of a value that is sealed under its key.
 func (c *Coordinator) sealed(key, plain []byte, condition store.Condition) store.Write {
 	return store.Write{Key: key, If: condition, Value: c.o.Sealer.Seal(nil, plain, key)}
 }
@@ -261,7 +260,6 @@ func (c *Coordinator) readHead(ctx context.Context, n name) (*head, store.Versio
 	return h, entry.Version, nil
 }
 
-// load reads a rollback with its plan and its steps.
 func (c *Coordinator) load(ctx context.Context, n name) (*run, error) {
 	h, version, err := c.readHead(ctx, n)
 	if err != nil {
@@ -394,13 +392,13 @@ func indexIn(key []byte) int { return int(binary.BigEndian.Uint32(key[len(key)-4
 // resealPage is how many records are read in one snapshot.
 const resealPage = 128
 
-// Reseal seals anew, with the newest key, what stands under older ones, and returns how
-// many records. It goes beside the traffic, whose commits win, may be stopped anywhere and
-// starts over; it comes before execution.Guard.Reseal. What does not open is left, and is the
-// error, as ErrUnreadable: then the older keys must not be given up.
+// Reseal seals anew, with the newest key, what is sealed with older ones, and returns how many
+// records. It runs beside the traffic, whose commits win, may be stopped anywhere and starts
+// over; it must precede execution.Guard.Reseal. Values that do not open are left and reported as
+// ErrUnreadable: then the older keys must not be given up.
 func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
 	r := store.NewResealer(c.o.Store, c.o.Sealer)
-	// Who sealed before this commits before this.
+	// Everybody who sealed before this has committed after it.
 	c.sealing.Lock()
 	//lint:ignore SA2001 to have waited is all
 	c.sealing.Unlock()
@@ -418,8 +416,8 @@ func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
 // expirePage is how many records get their expiry in one commit.
 const expirePage = 64
 
-// expireAll gives what stands of a finished rollback its expiry, after that of those that
-// it has taken up, and that those have.
+// expireAll sets the expiry of a finished rollback's records, after that of the rollbacks that it
+// absorbed, and that those did.
 func (c *Coordinator) expireAll(ctx context.Context, n name, h *head) error {
 	expires := h.Finished.Add(c.o.Keep)
 	seen := map[string]bool{h.ID: true}
@@ -449,8 +447,8 @@ func (c *Coordinator) expireAll(ctx context.Context, n name, h *head) error {
 	return c.expire(ctx, n, h, expires)
 }
 
-// cleanUp goes on with what stands of a rollback that cannot be read whole, with why. What
-// an earlier life has left of a finished one may have expired in part, the head last.
+// cleanUp handles a rollback that cannot be read whole, because of why. The records of a finished
+// one may have expired in part, the head last.
 func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
 	h, _, err := c.readHead(ctx, n)
 	switch {
@@ -468,8 +466,8 @@ func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
 	return nil
 }
 
-// expire gives all that stands of a rollback its expiry, the head last: so that it is
-// found again where this is cut off. Each changes as it was read, or is read again.
+// expire sets the expiry of all records of a rollback, the head last, so that it is found again
+// after an interruption. Each is changed as read, or read again.
 func (c *Coordinator) expire(ctx context.Context, n name, h *head, at time.Time) error {
 	for _, kind := range []byte{kindPlan, kindStep} {
 		if err := c.expireRange(ctx, store.Prefix(keyOf(kind, n)), at); err != nil {

@@ -2,37 +2,35 @@ package rollback
 
 import "github.com/agent-guard/caddy-agent-guard/guard/workflow"
 
-// Lineage is who of a workflow may ask for a rollback.
+// Lineage is the policy for who may ask for a rollback.
 type Lineage string
 
 // The policies. Unknown policies deny everyone.
 const (
-	// Ancestor: whoever is behind a checkpoint, or behind a node that it follows from
-	// (ATD, "Rollback Authorization").
+	// Ancestor: the agents behind a checkpoint and behind the nodes that it follows from (ATD,
+	// "Rollback Authorization").
 	Ancestor Lineage = "ancestor"
-	// Workflow: whoever is behind an action, checkpoint or group that is linked to the
-	// checkpoint, in whatever direction and over however many nodes (cascade 6.1).
-	// Reports link nothing.
+	// Workflow: the agents behind the actions, checkpoints and groups that are linked to the
+	// checkpoint, in any direction and over any number of nodes (cascade 6.1). Reports link
+	// nothing.
 	Workflow Lineage = "workflow"
 )
 
-// MayAsk reports whether an identity may ask for the rollback of a checkpoint. For a
-// checkpoint that is unknown nobody may, so that the answer to it is the one that
-// strangers get.
+// MayAsk reports whether an identity may ask for the rollback of a checkpoint. Nobody may for an
+// unknown checkpoint, so that its answer is the one that strangers get.
 //
-// Events give no right, but for workflow_start. Who asks for a group must be allowed to ask
-// for all that it contains, and all of that must be known. Among ancestors it gives no right to have made a group
-// of others' checkpoints. A node in another workflow never counts, and that strangers
-// give theirs the same name links nothing.
+// Events give no right, except workflow_start. Asking for a group needs the right to all its
+// members, all of which must be known. With Ancestor, having made a group of others' checkpoints
+// gives no right. A node in another workflow never counts; a workflow of the same name made by
+// strangers links nothing.
 func MayAsk(g *workflow.Graph, requester, checkpoint string, policy Lineage) bool {
 	target, known := checkpointIn(g, checkpoint)
 	return known && whole(g, target, near(g, requester, policy))
 }
 
-// initiator is who began the workflow: who is behind the node that began first, if that
-// follows from nothing; events do not count but for workflow_start. Empty is
-// nobody. Roots of others that come later take nothing from it: whoever knows the name of
-// a workflow can make one.
+// initiator is the agent that began the workflow: the one behind the first node, if that follows
+// from nothing; of events only workflow_start counts. Empty is nobody. Later roots do not change
+// it: anybody who knows the name of a workflow can make one.
 func initiator(g *workflow.Graph) string {
 	first := -1
 	for i := range g.Len() {
@@ -46,7 +44,7 @@ func initiator(g *workflow.Graph) string {
 	return g.At(first).By
 }
 
-// near marks the nodes that are linked to the requester's own as the policy wants it.
+// near marks the nodes that are linked to the requester's nodes by the policy.
 func near(g *workflow.Graph, requester string, policy Lineage) []bool {
 	if requester == "" || policy != Ancestor && policy != Workflow {
 		return make([]bool, g.Len())
@@ -54,7 +52,7 @@ func near(g *workflow.Graph, requester string, policy Lineage) []bool {
 	return spread(g, requester, policy == Workflow)
 }
 
-// whole reports whether a checkpoint, or all that a group contains, is among some nodes.
+// whole reports whether a checkpoint, or every member of a group, is among some nodes.
 func whole(g *workflow.Graph, checkpoint int, among []bool) bool {
 	some := false
 	for _, i := range contained(g, checkpoint) {
@@ -67,8 +65,7 @@ func whole(g *workflow.Graph, checkpoint int, among []bool) bool {
 	return some
 }
 
-// contained gives the checkpoint i, and if it is a group all that it contains, groups
-// in it too.
+// contained returns checkpoint i, and the members of a group, nested groups included.
 func contained(g *workflow.Graph, i int) []int {
 	all, met := []int{i}, map[int]bool{i: true}
 	for n := 0; n < len(all); n++ {
@@ -85,8 +82,8 @@ func contained(g *workflow.Graph, i int) []int {
 	return all
 }
 
-// follows reports whether a node follows from a checkpoint, or from what it was made for:
-// an error that does is one that its rollback can be asked for.
+// follows reports whether a node follows from a checkpoint or its actions: such an error may ask
+// for its rollback.
 func follows(g *workflow.Graph, id, checkpoint string) bool {
 	target, known := checkpointIn(g, checkpoint)
 	i, there := g.Index(id)
@@ -97,9 +94,9 @@ func follows(g *workflow.Graph, id, checkpoint string) bool {
 	return d.reach(d.withGuards(contained(g, target)))[g.End(i)]
 }
 
-// spread marks the requester's nodes and what follows from them by the tokens. A group
-// does not follow from what it contains. With any, it goes along every link, and
-// against it too, but not from a report to its subjects.
+// spread marks the requester's nodes and their consequences by the tokens. A group does not
+// follow from its members. With any it follows every link in both directions, but not from a
+// report to its subjects.
 func spread(g *workflow.Graph, requester string, any bool) []bool {
 	links := make([][]int, g.Len())
 	met := make([]bool, g.Len())

@@ -13,13 +13,13 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// BlockedError refuses a call that must not begin: it follows from what is being undone, or
-// its workflow was terminated.
+// BlockedError refuses a call that must not begin: it follows from what is being undone, or its
+// workflow was terminated.
 type BlockedError struct {
 	// Rollback is the id of the rollback.
 	Rollback string
-	// Stopped says that the workflow is terminated (cascade 4.1.3): nothing begins there any
-	// more. Otherwise the call may be tried again when the rollback is finished.
+	// Stopped says that the workflow is terminated (cascade 4.1.3) and nothing begins there any
+	// more. Otherwise the call may be tried again after the rollback.
 	Stopped bool
 }
 
@@ -31,8 +31,8 @@ func (e *BlockedError) Error() string {
 	return fmt.Sprintf("rollback: what the call follows from is being undone by rollback %s", e.Rollback)
 }
 
-// workflowLocks keep calls from beginning whose consequences a plan could not know of, in this
-// process. They cost a call two map reads and no write.
+// workflowLocks block calls in this process whose consequences a plan could not know of. They
+// cost a call two map reads and no write.
 type workflowLocks struct {
 	mu         sync.Mutex
 	byWorkflow map[string][]*workflowLock // by workflow, or AttemptsScope
@@ -56,15 +56,15 @@ type admission struct {
 	left     chan struct{} // closed when it has left; nil while nobody waits
 }
 
-// Enter admits a call of a workflow that follows from parents. leave is called when its
-// claim's commit has ended, in whatever way: a rollback whose request came meanwhile waits
-// for that, so that its plan has the call. The error is a *BlockedError, or that of ctx,
-// since a call waits while a rollback of its workflow is being decided about. parents is
-// read only where there is a rollback in the workflow; an error in it is returned.
+// Enter admits a call of a workflow that follows from parents. leave must be called when its
+// claim's commit has ended: a rollback requested meanwhile waits for that, so that its plan has
+// the call. The error is a *BlockedError, or that of ctx, since a call waits while a rollback of
+// its workflow is being decided. parents is read only if the workflow has a rollback; an error in
+// it is returned.
 //
-// Only calls that would claim are admitted: what is recorded is answered. Of a call without a
-// workflow only further attempts can be blocked: workflow is their AttemptsScope, and empty
-// for a first attempt.
+// Only calls that would claim are admitted; recorded ones are answered. Of a call without a
+// workflow only further attempts can be blocked: workflow is their AttemptsScope, and empty for a
+// first attempt.
 func (c *Coordinator) Enter(ctx context.Context, workflow string, parents iter.Seq2[string, error]) (leave func(), err error) {
 	if workflow == "" {
 		return func() {}, nil
@@ -111,7 +111,7 @@ func (c *Coordinator) scope(ctx context.Context, workflow, checkpoint string) (s
 	return AttemptsScope(root), nil
 }
 
-// blocked says whether a call must not begin, or what to wait for before that is known.
+// blocked says whether a call must not begin, or what to wait for to know it.
 func blocked(locks []*workflowLock, parents iter.Seq2[string, error]) (wait <-chan struct{}, err error) {
 	var partial []*workflowLock
 	for _, w := range locks {
@@ -216,15 +216,15 @@ func (l *workflowLocks) admissionsEnd(workflow string) []<-chan struct{} {
 	return all
 }
 
-// setPlan says what the lock will block.
+// setPlan sets what the lock will block.
 func (l *workflowLocks) setPlan(w *workflowLock, scope Scope, p *Plan) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	w.blockPlan(scope, p)
 }
 
-// decide lets waiting calls read the lock. It comes when the rollback is accepted: no call is
-// refused before that.
+// decide lets waiting calls read the lock, once the rollback is accepted: no call is refused
+// before.
 func (l *workflowLocks) decide(w *workflowLock) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -239,8 +239,8 @@ func (w *workflowLock) decide() {
 	}
 }
 
-// blockPlan blocks what follows from the plan's checkpoints, from the actions that these were
-// made for, and from those that it passes.
+// blockPlan blocks what follows from the plan's checkpoints, their actions, and the actions that
+// it passes.
 func (w *workflowLock) blockPlan(scope Scope, p *Plan) {
 	if w.stops = scope == FullWorkflow && !w.attemptsOnly; w.stops || w.attemptsOnly {
 		return
@@ -259,7 +259,7 @@ func (w *workflowLock) blockPlan(scope Scope, p *Plan) {
 	}
 }
 
-// unlock removes a lock, and lets the calls go on that wait for it.
+// unlock removes a lock and wakes the calls that wait for it.
 func (l *workflowLocks) unlock(w *workflowLock) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -267,7 +267,7 @@ func (l *workflowLocks) unlock(w *workflowLock) {
 	w.decide()
 }
 
-// ended removes the locks of a rollback that takes no more steps, or says how long its workflow
+// ended removes the locks of a rollback that takes no more steps, or sets how long its workflow
 // stays terminated.
 func (l *workflowLocks) ended(h *head, keep time.Duration) {
 	l.mu.Lock()
@@ -302,9 +302,8 @@ func (l *workflowLocks) remove(workflow string, which func(*workflowLock) bool) 
 	l.byWorkflow[workflow] = left
 }
 
-// Load restores the locks of unfinished rollbacks and terminated workflows. It comes before the
-// first call, and so before Start. If it fails no call may begin: it could follow from what is
-// being undone.
+// Load restores the locks of unfinished rollbacks and terminated workflows, before the first call
+// and Start. If it fails no call may begin: it could follow from what is being undone.
 func (c *Coordinator) Load(ctx context.Context) error {
 	for _, kind := range []byte{kindStop, kindOpen} {
 		for entry, err := range c.o.Store.Scan(ctx, store.Prefix([]byte{space, kind})) {

@@ -15,11 +15,10 @@ import (
 )
 
 const (
-	// MaxNodes is the most nodes that a plan is made of: those of a workflow with as many
-	// checkpoints as may stand by default, of calls that have three tokens each and were
-	// retried or have failed now and then.
+	// MaxNodes bounds the nodes of a plan: a workflow with the default number of checkpoints, for
+	// calls with three tokens each and some retries and failures.
 	MaxNodes = 50_000
-	// maxEdges is the most parents and guarded actions that all nodes may name together.
+	// maxEdges bounds the parents and guarded actions that all nodes name together.
 	maxEdges = 20 * MaxNodes
 )
 
@@ -38,7 +37,7 @@ func bounded(g *workflow.Graph) error {
 	return nil
 }
 
-// NodeState is what is known of a checkpoint's call. Undone comes before everything else.
+// NodeState is the state of a checkpoint's call. Undone comes before everything else.
 type NodeState string
 
 // The states of checkpoints.
@@ -53,8 +52,8 @@ const (
 	NeverRan NodeState = "never_ran"
 )
 
-// RecordedState is the state of a checkpoint by its records alone. A group counts as not undone
-// until all that it contains was examined: no report on the group replaces that (P6).
+// RecordedState is a checkpoint's state by its records alone. A group is not undone until all its
+// members were examined: no report on the group replaces that (P6).
 func RecordedState(n *workflow.Node) NodeState {
 	switch {
 	case n.Group:
@@ -76,13 +75,13 @@ type Scope string
 const (
 	// Single is the target, and what it contains if it is a group.
 	Single Scope = "single"
-	// SubDAG is that and its consequences.
+	// SubDAG is Single and its consequences.
 	SubDAG Scope = "sub_dag"
 	// FullWorkflow is every checkpoint of the workflow.
 	FullWorkflow Scope = "full_workflow"
 )
 
-// breadth orders the scopes. What is none is narrower than all.
+// breadth orders the scopes. Unknown scopes are the narrowest.
 func (s Scope) breadth() int {
 	return 1 + slices.Index([]Scope{Single, SubDAG, FullWorkflow}, s)
 }
@@ -90,23 +89,22 @@ func (s Scope) breadth() int {
 // What is to be done with a checkpoint.
 type What string
 
-// What can be done. The first that applies counts, in the order in which they stand
-// here.
+// What can be done. The first that applies counts, in this order.
 const (
 	// Nothing: it has been undone, and counts as done.
 	Nothing What = "nothing"
-	// Block: its call never ran, so that there is nothing to undo. The call is refused
-	// when it comes. This is cancellation, and not rollback (architecture brief).
+	// Block: its call never ran, so that there is nothing to undo. The call is refused when it
+	// comes. This is cancellation, not rollback (architecture brief).
 	Block What = "block"
-	// Wait: its call is in flight. When that has ended do what Step.Then says, or Block
-	// if the call was not executed.
+	// Wait: its call is in flight. Afterwards do what Step.Then says, or Block if the call was
+	// not executed.
 	Wait What = "wait"
 	// Escalate: it is irreversible, so that a human decides (cascade 4.2.1).
 	Escalate What = "escalate"
-	// Expired: its ttl is over, so that it must not be used (cascade 4.2.3). A human
-	// decides here too.
+	// Expired: its ttl is over, so that it must not be used (cascade 4.2.3). A human decides here
+	// too.
 	Expired What = "expired"
-	// Gather: it is a group, and is undone when what it contains is.
+	// Gather: it is a group, undone when its members are.
 	Gather What = "gather"
 	// Undo it.
 	Undo What = "undo"
@@ -114,72 +112,70 @@ const (
 
 // PlanInput asks for a plan.
 type PlanInput struct {
-	// Workflow is the name of the workflow, which becomes a part of the plan's hash.
+	// Workflow is the name of the workflow, which becomes part of the plan's hash.
 	Workflow string
 	// Target is the checkpoint or group to go back to. FullWorkflow needs one too.
 	Target string
 	// Scope is how far to go.
 	Scope Scope
-	// Coordinator says that the requester has the authority of a rollback coordinator,
-	// without which there is no FullWorkflow (cascade 4.1.3).
+	// Coordinator says that the requester has the authority of a rollback coordinator, which
+	// FullWorkflow needs (cascade 4.1.3).
 	Coordinator bool
-	// By and Lineage bound SubDAG and FullWorkflow to what By has a part in, and what follows
-	// from that: who has made a checkpoint for somebody else's action does not undo with it
-	// what else has followed from the action. An empty By bounds nothing.
+	// By and Lineage limit SubDAG and FullWorkflow to what By takes part in, and its
+	// consequences: a checkpoint made for somebody else's action does not undo that action's
+	// other consequences. An empty By limits nothing.
 	By      string
 	Lineage Lineage
 	// Now is the time by which checkpoints expire: one that ends now has expired.
 	Now time.Time
 }
 
-// PlanStep is what is to be done with one checkpoint.
+// PlanStep is the plan for one checkpoint.
 type PlanStep struct {
 	// Checkpoint is its id.
 	Checkpoint string `json:"checkpoint"`
 	// What is to be done.
 	What What `json:"what"`
-	// Then is what is to be done after Wait if the call was executed: Escalate, Expired,
-	// Gather or Undo. Otherwise it is empty.
+	// Then is what to do after Wait if the call was executed: Escalate, Expired, Gather or Undo.
+	// Otherwise it is empty.
 	Then What `json:"then,omitempty"`
-	// Actions are those that the checkpoint was made for, the latest first. A group
-	// has none of its own.
+	// Actions are those that the checkpoint was made for, the latest first; none for a group.
 	Actions []string `json:"actions,omitempty"`
 }
 
 // Plan is what a rollback does.
 type Plan struct {
-	// Workflow is the workflow that it is for.
+	// Workflow is the plan's workflow.
 	Workflow string `json:"workflow"`
 	// Target and Scope are what was asked for.
 	Target string `json:"target"`
 	Scope  Scope  `json:"scope"`
-	// Levels are done one after the other, with a barrier between them. Each has a step,
-	// each checkpoint has one step in all of them. Within a level they stand in the reverse
-	// of their start, so that whoever takes some of them one after the other takes back the
-	// latest first.
+	// Levels are done one after the other, with a barrier between them. Each has a step, each
+	// checkpoint has one step in all of them. Steps of a level are in the reverse of their start,
+	// so that doing some of them in this order undoes the latest first.
 	Levels [][]PlanStep `json:"levels"`
-	// Passed are the actions in the scope that no step undoes, since nobody made a
-	// checkpoint for them, in the order of their ids.
+	// Passed are the actions in the scope that no step undoes, for lack of a checkpoint, ordered
+	// by id.
 	Passed []string `json:"passed,omitempty"`
-	// Along are the actions outside the scope that are undone all the same, since a
-	// checkpoint of an action in it was made for them too, in the order of their ids.
+	// Along are the actions outside the scope that are undone all the same, since they share a
+	// checkpoint with one in it, ordered by id.
 	Along []string `json:"along,omitempty"`
-	// Dependants are the completed actions that no step undoes and that depend on what
-	// the plan undoes, however indirectly, in the order of their ids. Other attempts of
-	// calls that a step undoes are none.
+	// Dependants are the completed actions that no step undoes and that depend, however
+	// indirectly, on what the plan undoes, ordered by id. Other attempts of undone calls are not
+	// included.
 	Dependants []string `json:"dependants,omitempty"`
-	// Left is how many checkpoints of the workflow a FullWorkflow leaves to others, since they
-	// are not linked to what By has made. The requester does not learn which (P3).
+	// Left is how many checkpoints a FullWorkflow leaves to others, since they are not linked to
+	// By's nodes. The requester does not learn which (P3).
 	Left int `json:"left,omitempty"`
-	// Missing are ids that groups in the plan contain and that are no nodes, in their
-	// order. A rollback that could not look at them is not completed (P6).
+	// Missing are ids that groups in the plan contain and that are no nodes, in their order. A
+	// rollback that could not examine them is not completed (P6).
 	Missing []string `json:"missing,omitempty"`
 }
 
-// Partial reports whether the rest of the workflow may be left as it is. The error is a
-// *DependedOnError: a completed action that is not undone depends on one that is (ATD,
-// "Partial Rollback and Blast Radius Containment"). With FullWorkflow, which leaves nothing
-// but what is not the requester's, there is none.
+// Partial reports whether the rest of the workflow may stay as it is. Its error is a
+// *DependedOnError: a completed action that is not undone depends on one that is (ATD, "Partial
+// Rollback and Blast Radius Containment"). FullWorkflow has no such error: it leaves only what is
+// not the requester's.
 func (p *Plan) Partial() error {
 	if p.Scope != FullWorkflow && len(p.Dependants) > 0 {
 		return &DependedOnError{p.Dependants}
@@ -187,8 +183,8 @@ func (p *Plan) Partial() error {
 	return nil
 }
 
-// overlap reports whether two plans have a checkpoint in common. Those of different
-// workflows do not.
+// overlap reports whether two plans have a checkpoint in common. Those of different workflows do
+// not.
 func overlap(a, b *Plan) bool {
 	return a.Workflow == b.Workflow && len(b.lacks(a)) < a.steps()
 }
@@ -201,7 +197,7 @@ func (p *Plan) steps() int {
 	return n
 }
 
-// lacks gives the checkpoints of another plan that p does not have.
+// lacks returns the other plan's checkpoints that p does not have.
 func (p *Plan) lacks(other *Plan) []string {
 	has := make(map[string]bool, p.steps())
 	for _, level := range p.Levels {
@@ -220,7 +216,6 @@ func (p *Plan) lacks(other *Plan) []string {
 	return lacking
 }
 
-// whatFor says what is to be done with a checkpoint.
 func whatFor(n *workflow.Node, state NodeState, now time.Time) (what, then What) {
 	ran := Undo
 	switch {
@@ -242,7 +237,6 @@ func whatFor(n *workflow.Node, state NodeState, now time.Time) (what, then What)
 	return ran, ""
 }
 
-// step makes the step of checkpoint i.
 func (d *planner) step(i int) PlanStep {
 	s := PlanStep{Checkpoint: d.At(i).ID}
 	s.What, s.Then = whatFor(d.At(i), d.states[i], d.Now)
@@ -254,8 +248,8 @@ func (d *planner) step(i int) PlanStep {
 	return s
 }
 
-// latestFirst orders nodes by the reverse of their start (cascade 4.1.1, Figure 7), which is the
-// order in which they were recorded.
+// latestFirst orders nodes by the reverse of their start (cascade 4.1.1, Figure 7): the order in
+// which they were recorded.
 func (d *planner) latestFirst(a, b int) int { return cmp.Compare(d.Seq(b), d.Seq(a)) }
 
 // hashed is what a hash begins with. Its number changes with the encoding.
@@ -304,7 +298,6 @@ func (p *Plan) Hash() [sha256.Size]byte {
 type encoder struct{ hash.Hash }
 
 func (e encoder) length(n int) {
-	// A hash never fails to write.
 	_, _ = e.Write(binary.BigEndian.AppendUint64(nil, uint64(n)))
 }
 
@@ -320,11 +313,11 @@ func (e encoder) texts(all []string) {
 	}
 }
 
-// MakePlan makes the plan of a rollback. It fails with *ScopeError, *UnknownError or
-// *CycleError. What speaks against executing it is in the plan.
+// MakePlan makes the plan of a rollback. It fails with *ScopeError, *UnknownError or *CycleError.
+// Other reasons against executing it are in the plan.
 //
-// stateOf gives the state of each checkpoint in the plan; its error ends the planning. States
-// decide what a step does, and not which steps there are.
+// stateOf returns the state of each checkpoint in the plan; its error ends the planning. States
+// decide what a step does, not which steps there are.
 func MakePlan(g *workflow.Graph, r PlanInput, stateOf func(n *workflow.Node) (NodeState, error)) (*Plan, error) {
 	if r.Scope.breadth() == 0 || r.Scope == FullWorkflow && !r.Coordinator {
 		return nil, &ScopeError{r.Scope}
@@ -337,7 +330,7 @@ func MakePlan(g *workflow.Graph, r PlanInput, stateOf func(n *workflow.Node) (No
 	return d.plan(target, stateOf)
 }
 
-// planner is a plan that is being made.
+// planner is a plan in the making.
 type planner struct {
 	*workflow.Graph
 	PlanInput
@@ -384,7 +377,7 @@ func (d *planner) plan(target int, stateOf func(n *workflow.Node) (NodeState, er
 	return p, nil
 }
 
-// measure finds out how far the plan goes.
+// measure marks how far the plan goes.
 func (d *planner) measure(target int) {
 	roots := contained(d.Graph, target)
 	d.steps, d.covered = make([]bool, d.Len()), make([]bool, d.Len())
@@ -430,15 +423,14 @@ func (d *planner) consequences(places []int) {
 	for i, covered := range d.covered {
 		bare[i] = d.scope[i] && !covered
 	}
-	// Placed before its action, a checkpoint need not follow from what the action
-	// follows from.
+	// Placed before its action, a checkpoint need not follow from what the action follows from.
 	d.take(func(i int) bool {
 		return slices.ContainsFunc(d.Guarded(i), func(a int) bool { return bare[a] })
 	})
 }
 
-// linked takes what is linked to the nodes of who asks, and what follows from that. A group
-// links nothing to who has made it: it is taken where all that it contains is.
+// linked takes what is linked to the requester's nodes, and its consequences. A group links
+// nothing to its maker: it is taken if all its members are.
 func (d *planner) linked() {
 	var own []int
 	for i, near := range near(d.Graph, d.By, d.Lineage) {
@@ -507,8 +499,8 @@ func (d *planner) reach(starts []int) []bool {
 	return met
 }
 
-// attempts marks the actions of calls that a step undoes, by whichever attempt: a call does
-// not depend on itself.
+// attempts marks the actions of calls that a step undoes, by whichever attempt: a call does not
+// depend on itself.
 func (d *planner) attempts() []bool {
 	calls := make(map[string]bool)
 	for i, step := range d.steps {
@@ -532,7 +524,7 @@ func (d *planner) attempts() []bool {
 	return same
 }
 
-// rest fills in what is undone besides the scope, and what is not undone.
+// rest adds what is undone outside the scope, and what is not undone.
 func (d *planner) rest(p *Plan) {
 	touched := d.reach(d.effects(func(i int) bool { return d.states[i] != Undone && d.states[i] != NeverRan }))
 	same := d.attempts()
@@ -562,12 +554,12 @@ func (d *planner) rest(p *Plan) {
 	p.Missing = slices.Compact(p.Missing)
 }
 
-// order puts the places of a draft in the order of their rollback.
+// order sorts the places of a draft for their rollback.
 //
-// Two relations decide. By the tokens alone a place comes before what it follows from.
-// Besides, a checkpoint comes after what follows from the actions that it was made for,
-// which need not follow from it. The second can run in circles. The places of a circle
-// are a knot: between knots both relations decide, within one the tokens alone.
+// Two relations decide. By the tokens a place comes before what it follows from. And a checkpoint
+// comes after the consequences of its actions, which need not follow from it. The second relation
+// can be circular. The places of a circle are a knot: between knots both relations decide, within
+// one only the tokens.
 type order struct {
 	*planner
 	sorted []int // places by the tokens alone, consequences first
@@ -628,8 +620,8 @@ func (o *order) sort() error {
 	return nil
 }
 
-// heights gives the level of each place's step, from 1 on. Places that are no steps
-// take none of their own.
+// heights returns the level of each place's step, from 1 on. Places that are no steps have none
+// of their own.
 func (o *order) heights() []int {
 	o.tie()
 	members := make([][]int, o.count+1)
@@ -667,8 +659,7 @@ func (o *order) heights() []int {
 	return heights
 }
 
-// tie finds the knots: Tarjan's strongly connected components, which come out with the
-// consequences first.
+// tie finds the knots: Tarjan's strongly connected components, consequences first.
 func (o *order) tie() {
 	o.knots = make([]int, o.Places())
 	t := tarjan{order: o, seen: make([]int, o.Places()), low: make([]int, o.Places())}
@@ -719,20 +710,19 @@ func (t *tarjan) visit(p int) {
 	}
 }
 
-// precedence is what decides between two rollbacks (cascade 4.3.4).
+// precedence decides between two rollbacks (cascade 4.3.4).
 type precedence struct {
-	// ID is the rollback's id. No two rollbacks have the same one.
+	// ID is the rollback's id, which is unique.
 	ID string
 	// Scope is how far it goes.
 	Scope Scope
-	// Asked is when it was recorded, by the clock of the store and not the requester's.
+	// Asked is when it was recorded, by the store's clock and not the requester's.
 	Asked time.Time
 }
 
-// comparePrecedence orders rollbacks by precedence: it is negative if a takes precedence over b,
-// positive if b does over a, and zero only if they are the same. The wider scope comes
-// first, then the earlier time, then the lower id. A scope that does not exist is the
-// narrowest.
+// comparePrecedence is negative if a takes precedence over b, positive if b does over a, and zero
+// only if they are the same. The wider scope wins, then the earlier time, then the lower id. An
+// unknown scope is the narrowest.
 func comparePrecedence(a, b precedence) int {
 	return cmp.Or(
 		cmp.Compare(b.Scope.breadth(), a.Scope.breadth()),

@@ -15,7 +15,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
-// maxDoubts is how often a state is written whose answers are lost.
+// maxDoubts bounds how often a state is written whose answers are lost.
 const maxDoubts = 10
 
 // restore puts back what stood there before the call.
@@ -36,9 +36,9 @@ func (j *job) restore(ctx context.Context) (Result, error) {
 // maxTag is the longest entity tag that is recorded, in bytes.
 const maxTag = 1024
 
-// version is the one that was put back. Entity tags are versions to many upstreams: what an
-// undo writes has another one than what stood there before the call, though it is the same.
-// The undo of the call before reads that one, and must know that no stranger has made it.
+// version is the restored version. To many upstreams entity tags are versions: the restored state
+// gets a new tag. The undo of the call before reads that tag, and must know that no stranger made
+// it.
 func (j *job) version(ctx context.Context) (v checkpoint.Version, err error) {
 	tag := strong(j.call.Image.ETag)
 	if tag == "" || j.left == "" || len(j.left) > maxTag {
@@ -51,8 +51,7 @@ func (j *job) version(ctx context.Context) (v checkpoint.Version, err error) {
 	return checkpoint.Version{Resource: j.call.Resource(), Tag: j.left, Origin: origin}, nil
 }
 
-// sameVersion reports whether two entity tags are of one version, or of versions that only
-// undos have made of one.
+// sameVersion reports whether two entity tags are of one version, or differ only by undos.
 func (j *job) sameVersion(ctx context.Context, a, b string) (bool, error) {
 	if a == "" || b == "" || a == b {
 		return a == b && a != "", nil
@@ -144,7 +143,7 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 
 func (j *job) overwrites() bool { return j.spec.OnChanged == Overwrite }
 
-// post is what stood there after the call; nil where that is not known.
+// post is the state after the call; nil if unknown.
 func (j *job) post() *checkpoint.Image {
 	if j.task.Checkpoint.Result == nil {
 		return nil
@@ -152,8 +151,7 @@ func (j *job) post() *checkpoint.Image {
 	return j.task.Checkpoint.Result.Image
 }
 
-// judge decides by what stands there now. Without a result the old state is to be
-// written.
+// judge decides by the current state. Without a result the old state must be written.
 func (j *job) judge(ctx context.Context, found execution.Finding, now *targetState) (*Result, error) {
 	post := j.post()
 	switch {
@@ -194,7 +192,7 @@ func (j *job) judge(ctx context.Context, found execution.Finding, now *targetSta
 	return &r, nil
 }
 
-// method is that of the request that restores.
+// method is the method of the restoring request.
 func (j *job) method() string {
 	if j.call.Image.Exists {
 		return http.MethodPut
@@ -202,8 +200,8 @@ func (j *job) method() string {
 	return http.MethodDelete
 }
 
-// putting is the request that restores what stood there before, on the condition that
-// nobody changes what stands there now.
+// putting is the request that restores the earlier state, on the condition that nobody changes
+// the current one.
 func (j *job) putting(ctx context.Context, now *targetState) (*Outgoing, error) {
 	o := Outgoing{Method: j.method(), URL: target(&j.call.Request), Header: http.Header{}}
 	if image := j.call.Image; image.Exists {
@@ -241,7 +239,7 @@ func (j *job) readsTarget(method string) func(*Answer) note {
 	return func(a *Answer) note { return byTarget(a, method) }
 }
 
-// restored makes the result of a final answer, by another look where that is needed.
+// restored makes the result of a final answer, by another read if needed.
 func (j *job) restored(ctx context.Context, n note) (Result, error) {
 	j.take(n)
 	switch {
@@ -293,7 +291,7 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 	}
 }
 
-// unreadTarget is the result where it could not be seen what stands there.
+// unreadTarget is the result for a target that could not be read.
 func (j *job) unreadTarget(n note) Result {
 	if n.reason == "" && n.reading.final() {
 		if n.reading == unauthorized {
@@ -304,10 +302,9 @@ func (j *job) unreadTarget(n note) Result {
 	return j.late(n)
 }
 
-// ImageRequest is the request that reads what stands at the target of a call. Images are made
-// with it, before and after the call and when it is undone, so that they can be compared:
-// never compressed, never from a cache, in the representation that the call asked for if
-// its fields were recorded.
+// ImageRequest is the request that reads the state of a call's target: before and after the call
+// and for its undo. To be comparable the answers are never compressed, never from a cache, and in
+// the representation that the call asked for, if its fields were recorded.
 func ImageRequest(r *checkpoint.Request) *Outgoing {
 	o := &Outgoing{Method: http.MethodGet, URL: target(r), Host: r.Host, Header: http.Header{
 		"Accept-Encoding": {"identity"}, "Cache-Control": {"no-cache"},
@@ -320,15 +317,15 @@ func ImageRequest(r *checkpoint.Request) *Outgoing {
 	return o
 }
 
-// ImageRequestFields are the fields of a call's request that Look needs: to be recorded of a call
-// that is restored.
+// ImageRequestFields are the fields of a call's request that ImageRequest needs: to be recorded
+// of calls that are restored.
 var ImageRequestFields = []string{"Accept", "Accept-Language"}
 
 // imageFields are the fields of an answer that belong to the state, besides its type.
 var imageFields = []string{"Content-Encoding", "Content-Language", "Content-Disposition"}
 
-// ImageOf is the image that an answer to Look shows; nil where the answer says nothing of
-// what stands there, or not all of it.
+// ImageOf is the image in an answer to ImageRequest; nil if the answer does not show the whole
+// state.
 func ImageOf(a *Answer) *checkpoint.Image {
 	i := &checkpoint.Image{Status: a.Status}
 	switch a.Status {
@@ -361,8 +358,7 @@ func target(r *checkpoint.Request) string {
 	return r.Path + "?" + r.Query
 }
 
-// Same reports whether the images show the same state: whether something is there, its
-// bytes, and the fields that are put back with them.
+// Same reports whether the images show the same state: existence, bytes, and the restored fields.
 func Same(a, b *checkpoint.Image) bool {
 	if a.Exists != b.Exists {
 		return false
@@ -371,8 +367,8 @@ func Same(a, b *checkpoint.Image) bool {
 		maps.EqualFunc(a.Header, b.Header, slices.Equal[[]string])
 }
 
-// hashOf is the hash of a state; zero where it is not known. That nothing is there is a state
-// too, and not the same as one that is empty.
+// hashOf is the hash of a state; zero if unknown. An absent target has a state too, other than an
+// empty one.
 func (j *job) hashOf(i *checkpoint.Image) [32]byte {
 	switch {
 	case i == nil:
@@ -383,20 +379,20 @@ func (j *job) hashOf(i *checkpoint.Image) [32]byte {
 	return j.hash(j.task.Rollback, i.Body)
 }
 
-// nothingThere stands for the state of a target where nothing is. No body can be it for those
-// who made the target: the salt of the rollback is in every hash, and this value is random.
+// nothingThere stands for the state of an absent target. No caller can make it a body's hash:
+// every hash has the rollback's salt, and this value is random.
 var nothingThere = []byte("\x8f\x1d\xc4\x52\x0b\x9e\x77\xe3\xa6\x30\x5c\xd8\x49\xf1\x2a\xbb")
 
-// saltedHash is the SHA-256 of a record of 64 bytes: a salt of the rollback's, which nobody
-// but this gateway can make, and the SHA-256 of the state (ADR 0041). Equal states are
-// equal within a rollback, and who reads the hash cannot try what it may be of (C-6.3-b).
+// saltedHash is the SHA-256 of a record of 64 bytes: a salt of the rollback's that only this
+// gateway can make, and the SHA-256 of the state (ADR 0041). Equal states are equal within a
+// rollback, and readers cannot guess the state from the hash (C-6.3-b).
 func (u *Undoer) saltedHash(rollback string, state []byte) [32]byte {
 	salt := u.o.Guard.Key(execution.Scope{Caller: undoCaller, Method: stateMethod, Path: undoPath, ID: rollback})
 	sum := sha256.Sum256(state)
 	return sha256.Sum256(append(salt[:], sum[:]...))
 }
 
-// strong is the entity tag if a condition can be made of it (RFC 9110, section 13.1.1).
+// strong is the entity tag if it can be a condition (RFC 9110, section 13.1.1).
 func strong(etag string) string {
 	if len(etag) < 2 || !strings.HasPrefix(etag, `"`) || !strings.HasSuffix(etag, `"`) {
 		return ""
@@ -404,16 +400,15 @@ func strong(etag string) string {
 	return etag
 }
 
-// targetState is what was seen at the target: an image, or that what is there is too large to
-// be one.
+// targetState is the state read from the target: an image, or that it is too large for one.
 type targetState struct {
 	image *checkpoint.Image
 }
 
 func (s *targetState) shows(i *checkpoint.Image) bool { return s.image != nil && Same(s.image, i) }
 
-// readTarget reads what stands there now, and tries again until there is an answer or no more
-// time. It reads once however late it is. Without a state the note says why.
+// readTarget reads the current state, and tries again until there is an answer or the time is
+// over; at least once. Without a state the note says why.
 func (j *job) readTarget(ctx context.Context) (*targetState, note, error) {
 	pace := j.pace(j.o.First)
 	for {
@@ -445,15 +440,15 @@ func (j *job) readTarget(ctx context.Context) (*targetState, note, error) {
 	}
 }
 
-// Watcher is a Sender that sees who else writes at the target of an undo. Where nobody
-// does so, only entity tags keep an undo from writing over what came after its look.
+// Watcher is a Sender that notices other writers at the target of an undo. Without one, only
+// entity tags keep an undo from overwriting later changes.
 type Watcher interface {
-	// Watch begins to watch the target of a request; nil where it cannot be seen.
+	// Watch begins to watch the target of a request; nil if it cannot be watched.
 	Watch(r *Outgoing) WriteWindow
 }
 
-// WriteWindow is the time from the first read of an undo to the last one after its write. The
-// requests that carry it do not disturb it.
+// WriteWindow lasts from the first read of an undo to the last one after its write. Its own
+// requests do not disturb it.
 type WriteWindow interface {
 	// Disturbed reports that somebody else has written there, or has begun to.
 	Disturbed() bool
@@ -461,7 +456,7 @@ type WriteWindow interface {
 	Close()
 }
 
-// watch begins a window, where there is none and others are not to be written over.
+// watch begins a window, if there is none and others' changes are to be kept.
 func (j *job) watch() {
 	if w, is := j.o.Sender.(Watcher); is && j.window == nil && !j.overwrites() {
 		look := ImageRequest(&j.call.Request)
@@ -479,9 +474,8 @@ func (j *job) unwatch() {
 
 func (j *job) disturbed() bool { return j.window != nil && j.window.Disturbed() }
 
-// readTargetInWindow looks in a window. Where somebody writes beside it, it looks once more:
-// what was written may have been refused. Once an undo was sent that may still have its
-// effect, the window is what it was.
+// readTargetInWindow reads within a window. If somebody else writes meanwhile it reads once more,
+// as that write may have been refused. Once an undo may have had its effect, the window is kept.
 func (j *job) readTargetInWindow(ctx context.Context, sent bool) (*targetState, note, error) {
 	j.watch()
 	now, n, err := j.readTarget(ctx)
@@ -493,9 +487,8 @@ func (j *job) readTargetInWindow(ctx context.Context, sent bool) (*targetState, 
 	return j.readTarget(ctx)
 }
 
-// readsInWindow is readsTarget for what was sent in the window of the job. P6: what somebody
-// else has written meanwhile is lost, perhaps. It is recorded with the answer, since the
-// window does not outlive the process.
+// readsInWindow is readsTarget for requests within the job's window. P6: a concurrent write may
+// be lost. That is recorded with the answer, since the window does not outlive the process.
 func (j *job) readsInWindow(method string) func(*Answer) note {
 	read := j.readsTarget(method)
 	return func(a *Answer) note {
@@ -507,7 +500,6 @@ func (j *job) readsInWindow(method string) func(*Answer) note {
 	}
 }
 
-// restoredInWindow is restored, for what was sent in the window of the job.
 func (j *job) restoredInWindow(ctx context.Context, n note) (Result, error) {
 	r, err := j.restored(ctx, n)
 	if err == nil && (r.Done || r.Reason == ReasonUnverified) && j.disturbed() {

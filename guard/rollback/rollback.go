@@ -107,8 +107,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
-// Status is what came of a rollback, or of the part of it that concerns one agent
-// (cascade 4.4.2). It is never more than what is known (P6).
+// Status is the outcome of a rollback, or of one agent's part of it (cascade 4.4.2). It is never
+// more than what is known (P6).
 type Status string
 
 // The statuses. They are the words on the wire.
@@ -119,7 +119,7 @@ const (
 	Failed    Status = "failed"
 )
 
-// State is how far a rollback has come.
+// State is the state of a rollback.
 type State string
 
 // The states.
@@ -130,10 +130,10 @@ const (
 	Finished State = "finished"
 )
 
-// Rollback is what is recorded of a rollback.
+// Rollback is the record of a rollback.
 type Rollback struct {
 	ID, Checkpoint, Workflow string
-	// Scope is the one that was applied.
+	// Scope is the applied one.
 	Scope           Scope
 	Reason, Urgency string
 	// Requester is the identity of the agent that asked; Operator the name of the operator.
@@ -141,28 +141,28 @@ type Rollback struct {
 	State               State
 	// Status is empty before the rollback is finished.
 	Status Status
-	// Asked is when it was accepted. Due is when it must be done, after half of the shortest
-	// ttl; it is escalated then, and TimedOut. Finished is zero before that.
+	// Asked is the time of acceptance. Due is Asked plus half of the shortest ttl; a rollback
+	// that is not done by then is escalated, and TimedOut. Finished is zero before its end.
 	Asked, Due, Finished time.Time
 	TimedOut             bool
 	Plan                 *Plan
 	// Steps are those of the plan, in the order of their levels.
 	Steps []Step
-	// Unknown says that the effect of a step is not known, Mixed that some effects were
-	// undone and others were not (the heuristic outcomes hazard and mixed of XA).
+	// Unknown says that the effect of a step is unknown, Mixed that some effects were undone and
+	// others were not (the heuristic outcomes hazard and mixed of XA).
 	Unknown, Mixed bool
-	// Joined is the id of the wider rollback whose result this one has; empty without.
+	// Joined is the id of the wider rollback whose result this one has; empty without one.
 	Joined string
-	// Start and Complete are the ids of the tokens that record it; empty without.
+	// Start and Complete are the ids of its tokens; empty without.
 	Start, Complete string
 	// Before and After are hashes of the state before and after, SHA-256 with a salt of the
-	// rollback's (ADR 0041); zero where there is no state to be hashed.
+	// rollback's (ADR 0041); zero if there is no state to hash.
 	Before, After [32]byte
-	// Escalations are the ids of what people have to look at.
+	// Escalations are the ids of its escalations to people.
 	Escalations []string
 }
 
-// StepState is how far a step has come.
+// StepState is the state of a step.
 type StepState string
 
 // The states of a step.
@@ -172,11 +172,11 @@ const (
 	StepDone    StepState = "done"    // it has a Status
 )
 
-// Step is what is done with one checkpoint.
+// Step is the undo of one checkpoint.
 type Step struct {
 	Checkpoint string
-	// Agent is the identity behind the checkpoint's call: the issuer of the token that led
-	// to it, else the gateway.
+	// Agent is the identity behind the checkpoint's call: the issuer of the token that led to it,
+	// else the gateway.
 	Agent string
 	// Level is the place in the plan.
 	Level int
@@ -188,53 +188,51 @@ type Step struct {
 	// Cancelled says that the call never ran, so that there was nothing to undo: this is
 	// cancellation, not rollback (architecture brief).
 	Cancelled bool
-	// Unknown says that nobody knows whether the undo had its effect.
+	// Unknown says that the undo may or may not have had its effect.
 	Unknown bool
-	// Reason is a fixed word that says why it is not completed; empty where it is.
+	// Reason is a fixed word for why it is not completed; empty if it is.
 	Reason string
-	// Cause is why the call cannot be undone, where Reason is irreversible and that is known:
-	// the fixed word that its checkpoint has for it.
+	// Cause is the checkpoint's fixed word for why the call is irreversible, if that is known.
 	Cause string
-	// HTTPStatus is that of the last answer to the undo; 0 without one.
+	// HTTPStatus is the status of the last answer to the undo; 0 without one.
 	HTTPStatus int
 	// Attempts counts how often the undo was sent.
 	Attempts int
 	// Before and After are hashes of the state; zero without.
 	Before, After [32]byte
-	// Token is the id of the token that records the step; empty without.
+	// Token is the id of the step's token; empty without one.
 	Token string
-	// Escalation is the id of what a person has to look at; empty without.
+	// Escalation is the id of the step's escalation; empty without one.
 	Escalation string
 	Ended      time.Time
 
 	root string // the first attempt, whose mark this step holds; empty where it is that itself
 }
 
-// Request asks for a rollback. Who asks was authenticated before; whether that one may
-// ask is decided here.
+// Request asks for a rollback. The requester is authenticated; its authorization is decided here.
 type Request struct {
-	// ID is the rollback's id, a UUID in its canonical form (without `urn:uuid:`). The
-	// same id with the same content is the same rollback, for as long as it is kept (P5).
+	// ID is the rollback's id, a UUID in its canonical form (without `urn:uuid:`). The same id
+	// with the same content is the same rollback while it is kept (P5).
 	ID string
 	// Checkpoint is the id of the checkpoint or group to go back to.
 	Checkpoint string
 	// Scope is how far to go.
 	Scope Scope
-	// KeepDependants says that completed actions which depend on what is undone, and are not
-	// undone with it, are to stay as they are; without it such a rollback is refused.
+	// KeepDependants allows completed actions to stay that depend on what is undone; without it
+	// such a rollback is refused.
 	KeepDependants bool
 	// Reason is a sentence for people, at most 512 bytes. Urgency is the requester's word.
 	Reason, Urgency string
-	// Token is the id of the token that asks, and Error that of the error that it names as
-	// its cause (AERR): rollback_start follows from Error, else from Token. Both may be empty.
+	// Token is the id of the requesting token, Error the id of the error that it names as its
+	// cause (AERR): rollback_start follows from Error, else from Token. Both may be empty.
 	Token, Error string
-	// Unnamed says that the token itself does not name Checkpoint: then Error must follow
-	// from it, or one token would be good for every checkpoint.
+	// Unnamed says that the token does not name Checkpoint itself: then Error must follow from
+	// Checkpoint, or one token would be valid for every checkpoint.
 	Unnamed bool
-	// By is the identity by which lineage is judged, the issuer of the token. Ignored for
+	// By is the identity whose lineage is checked, the issuer of the token. Ignored for
 	// operators.
 	By string
-	// Lineage is who of a workflow may ask.
+	// Lineage is the policy for requesters in a workflow.
 	Lineage Lineage
 	// Coordinator says that By is a configured rollback coordinator.
 	Coordinator bool
@@ -242,7 +240,7 @@ type Request struct {
 	Operator string
 }
 
-// Options are what a Coordinator works with. All but Now and Logger are required.
+// Options configure a Coordinator. All but Now and Logger are required.
 type Options struct {
 	Store       store.Store
 	Sealer      store.Sealer
@@ -251,8 +249,8 @@ type Options struct {
 	Escalations *hitl.Store
 	Ledger      Ledger
 	Undoer      CallUndoer
-	// Keep is how long a finished rollback is kept, so that it is answered when it is asked
-	// for again; at least as long as its checkpoints' execution keys.
+	// Keep is how long a finished rollback is kept to answer repeated requests; at least as long
+	// as its checkpoints' execution keys.
 	Keep time.Duration
 	// Parallel is how many steps of a level run at once; 0 is 8.
 	Parallel int
@@ -260,20 +258,19 @@ type Options struct {
 	Logger *slog.Logger
 }
 
-// CallUndoer undoes one call. *Undoer is one.
+// CallUndoer undoes one call, as *Undoer does.
 type CallUndoer interface {
-	// Undo returns when the undo has ended, or when ctx has: then it may go on later by
-	// being called again with the same task, which sends nothing a second time that has
-	// been answered.
+	// Undo returns when the undo or ctx has ended. It may then be called again with the same
+	// task, and sends nothing again that was answered.
 	Undo(ctx context.Context, t Task) (Result, error)
 }
 
-// Checkpoint is what the ledger knows of a checkpoint's token.
+// Checkpoint is the ledger's record of a checkpoint's token.
 type Checkpoint struct {
 	ID, Workflow string
 	// Agent is the identity behind the call.
 	Agent string
-	// Own says that this gateway has made it.
+	// Own says that this gateway made it.
 	Own bool
 	// Sum is its out_hash.
 	Sum        [32]byte
@@ -287,12 +284,11 @@ type Checkpoint struct {
 
 // Query says what a plan needs of a workflow.
 type Query struct {
-	// Target is the checkpoint or group to go back to. Where it is empty, all of Workflow is
-	// needed.
+	// Target is the checkpoint or group to go back to. If empty, all of Workflow is needed.
 	Target, Workflow string
-	// Scope is how far to go: what does not follow from Target counts for FullWorkflow only.
+	// Scope is how far to go. Nodes that do not follow from Target count for FullWorkflow only.
 	Scope Scope
-	// By is whose right to ask is judged, by Lineage; empty where that one may ask for all.
+	// By is the identity whose right to ask is checked by Lineage; empty if it may ask for all.
 	By      string
 	Lineage Lineage
 	// Error is the id of an error that may follow from Target; empty without.
@@ -303,31 +299,30 @@ type Query struct {
 type View struct {
 	// Graph is made of the records that are needed. It is never nil.
 	Graph *workflow.Graph
-	// More says of a Single rollback that more follows from the target than Graph has.
+	// More says, of a Single rollback, that more nodes follow from the target than Graph has.
 	More bool
-	// Version says what was recorded of the workflow before Graph was read, for Ledger.Unchanged.
+	// Version identifies the records of the workflow before Graph was read, for Ledger.Unchanged.
 	// Empty is unknown.
 	Version string
 }
 
-// Ledger reads what is recorded of workflows, and makes the evidence of rollbacks, which lands in
-// the commit that it is about. One commit may have several. Zero Evidence is none. Several
-// goroutines call it.
+// Ledger reads the records of workflows and makes the evidence of rollbacks, which is written in
+// the commit that it is about. One commit may have several. Zero Evidence is none. It must be
+// safe for concurrent use.
 type Ledger interface {
-	// Checkpoint finds the token of a checkpoint or group and verifies its signature and
-	// those of its parents (cascade 4.2.3). ErrUnknown says that there is none,
-	// checkpoint.ErrTampered that the token is not what was recorded.
+	// Checkpoint finds the token of a checkpoint or group and verifies its signature and those of
+	// its parents (cascade 4.2.3). ErrUnknown means that there is none, checkpoint.ErrTampered
+	// that the token is not the recorded one.
 	Checkpoint(ctx context.Context, id string) (Checkpoint, error)
-	// Graph is the graph of those of the target's workflow that its plan depends on: states of
-	// checkpoints by their tokens alone, which the Coordinator brings up to date from the
-	// checkpoint store and the guard. ErrUnknown says that nothing has the target.
+	// Graph returns the nodes of the target's workflow that its plan depends on. The states of
+	// checkpoints are those of their tokens; the Coordinator updates them from the checkpoint
+	// store and the guard. ErrUnknown means that nothing has the target.
 	//
-	// checkpoint.ErrTampered says that something of it is not what was recorded. The nodes are
-	// those by which lineage is judged then, as far as they can be read.
+	// checkpoint.ErrTampered means that some of it is not what was recorded. The nodes are then
+	// those by which lineage is checked, as far as they are readable.
 	Graph(ctx context.Context, q Query) (View, error)
-	// Unchanged reports whether the graph of the workflow that was read with a version is
-	// still complete: nothing was recorded since that can change a plan. It is false for an
-	// empty version.
+	// Unchanged reports whether the graph read with a version is still complete: nothing recorded
+	// since can change a plan. It is false for an empty version.
 	Unchanged(ctx context.Context, workflow, version string) (bool, error)
 	// Started records an accepted rollback; parents are what it follows from, if anything.
 	Started(ctx context.Context, r *Rollback, parents []string) (Evidence, error)

@@ -13,7 +13,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// run is a rollback that is not finished, and what its goroutines share.
+// run is an unfinished rollback, with what its goroutines share.
 type run struct {
 	id       string
 	name     name
@@ -72,7 +72,7 @@ func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
 	return r
 }
 
-// applyHead sets the signals of the head, with mu held or before anybody else knows r.
+// applyHead sets the signals of the head, with mu held or before r is shared.
 func (r *run) applyHead() {
 	if r.head.TimedOut {
 		r.due.set()
@@ -86,8 +86,8 @@ func (r *run) applyHead() {
 	}
 }
 
-// headChanged applies the head and removes the lock of a run that has ended, with its mu held:
-// whoever waits for the end finds the workflow unlocked.
+// headChanged applies the head and removes the lock of a run that has ended, with its mu held: at
+// the end of the rollback the workflow is unlocked.
 func (c *Coordinator) headChanged(r *run) {
 	if !r.head.open() {
 		c.locks.ended(&r.head, c.o.Keep)
@@ -104,14 +104,14 @@ func (r *run) withoutSteps() *Rollback {
 	return b
 }
 
-// snapshot is all that is known of the rollback.
+// snapshot is the current state of the rollback.
 func (r *run) snapshot() *Rollback {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.snapshotWith(&r.head)
 }
 
-// snapshotWith is what whole would be with another head, with mu held.
+// snapshotWith is the current state with another head, with mu held.
 func (r *run) snapshotWith(h *head) *Rollback {
 	b := h.rollback()
 	b.Plan, b.Steps = r.plan, slices.Clone(r.steps)
@@ -145,22 +145,22 @@ func (r *run) setStep(i int, s *Step) {
 	}
 }
 
-// nextEnd is closed when the next step has ended.
+// nextEnd is closed when the next step ends.
 func (r *run) nextEnd() <-chan struct{} {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.stepped
 }
 
-// contender is the rollback as others conflict with it. mu is held.
+// contender is the rollback in conflicts with others. mu is held.
 func (r *run) contender() contender {
 	return contender{
 		precedence: precedence{ID: r.id, Scope: r.head.Scope, Asked: r.head.Asked}, Plan: r.plan,
 	}
 }
 
-// change brings the head to another state, in one commit with the batch. make is
-// given a copy, and may be called again where somebody else changed the head meanwhile.
+// change changes the head, in one commit with the batch. make gets a copy, and may be called
+// again if somebody else changed the head meanwhile.
 func (c *Coordinator) change(ctx context.Context, r *run, make func(h *head, b *store.Batch) error) error {
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
@@ -181,7 +181,7 @@ func (c *Coordinator) change(ctx context.Context, r *run, make func(h *head, b *
 		c.headChanged(r)
 		return nil
 	}
-	// Another one may have changed it, or this commit has landed and its answer was lost.
+	// It may have been changed, or this commit has landed and its answer was lost.
 	fresh, version, readErr := c.readHead(context.WithoutCancel(ctx), r.name)
 	if readErr == nil {
 		r.head, r.version = *fresh, version
@@ -190,7 +190,7 @@ func (c *Coordinator) change(ctx context.Context, r *run, make func(h *head, b *
 	return fmt.Errorf("%w: %w", ErrStore, err)
 }
 
-// drive carries a rollback out, from wherever it is.
+// drive runs a rollback, from any state.
 func (c *Coordinator) drive(r *run) {
 	defer func() {
 		if r.done.is() && c.settleDown(r) == nil {
@@ -244,7 +244,6 @@ func (c *Coordinator) drive(r *run) {
 	})
 }
 
-// waitBehind waits for those that come first.
 func (c *Coordinator) waitBehind(r *run, behind []string) error {
 	for _, id := range behind {
 		other := c.known(c.name(id))
@@ -262,15 +261,14 @@ func (c *Coordinator) waitBehind(r *run, behind []string) error {
 	return nil
 }
 
-// begun reports whether a step of a level has begun.
 func (r *run) begun(places []int) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return slices.ContainsFunc(places, func(i int) bool { return r.steps[i].State != StepPending })
 }
 
-// level takes the steps of one level side by side, but for those of one target. It reports
-// whether all have ended.
+// level runs the steps of one level side by side, except those of one target. It reports whether
+// all have ended.
 func (c *Coordinator) level(r *run, places []int) bool {
 	var todo []int
 	for _, i := range places {
@@ -316,7 +314,7 @@ func (c *Coordinator) level(r *run, places []int) bool {
 	return true
 }
 
-// watch waits for the time of a rollback to be over.
+// watch waits for the deadline of a rollback.
 func (c *Coordinator) watch(r *run, due time.Time, ended <-chan struct{}) {
 	for !r.due.is() {
 		pause := longPause
@@ -345,8 +343,8 @@ func (c *Coordinator) watch(r *run, due time.Time, ended <-chan struct{}) {
 	}
 }
 
-// halt gives way to a wider rollback, and sees to it that this one is known: the answer to
-// its acceptance may have been lost.
+// halt gives way to a wider rollback, and makes sure that it is known: the answer to its
+// acceptance may have been lost.
 func (c *Coordinator) halt(ctx context.Context, r *run) error {
 	_, err := c.adopt(ctx, c.name(r.wider()))
 	if errors.Is(err, ErrStore) && !errors.Is(err, errUnreadable) {
@@ -359,8 +357,8 @@ func (c *Coordinator) halt(ctx context.Context, r *run) error {
 	})
 }
 
-// settleDown gives what stands of a finished rollback its expiry, and of those that it has
-// taken up. Before, it is found as unfinished at the next start.
+// settleDown sets the expiry of the records of a finished rollback and of those it absorbed.
+// Before that the next start finds it as unfinished.
 func (c *Coordinator) settleDown(r *run) error {
 	r.mu.Lock()
 	h := r.head
@@ -371,10 +369,9 @@ func (c *Coordinator) settleDown(r *run) error {
 	return c.retry(r, "its expiry", func(ctx context.Context) error { return c.expireAll(ctx, r.name, &h) })
 }
 
-// lanes parts steps of one level into those that are taken one after the other: what has
-// changed the same target is undone with the last change first, since each undo is held
-// against what its own call has left. An attempt whose ttl is over comes after the others of
-// its call.
+// lanes groups steps of one level that run one after the other: calls with the same target are
+// undone with the last change first, since each undo is compared with what its own call left. An
+// attempt whose ttl is over comes after the others of its call.
 func (c *Coordinator) lanes(ctx context.Context, r *run, places []int) ([][]int, error) {
 	type change struct {
 		place int
@@ -448,14 +445,13 @@ func (c *Coordinator) lanes(ctx context.Context, r *run, places []int) ([][]int,
 	return ordered, nil
 }
 
-// Types of errors that are recorded.
 const (
 	errorTimeout    = "timeout"
 	errorConstraint = "constraint_violation"
 )
 
-// escalate opens an escalation in the commit of the batch: it is durable before anybody
-// says "escalated" (A-basic-rollback-g). It returns its id.
+// escalate opens an escalation in the commit of the batch: it is durable before anybody says
+// "escalated" (A-basic-rollback-g). It returns its id.
 func (c *Coordinator) escalate(ctx context.Context, b *store.Batch, o hitl.Opening) (string, error) {
 	p, err := c.o.Escalations.Prepare(ctx, o)
 	if err != nil {
@@ -465,7 +461,7 @@ func (c *Coordinator) escalate(ctx context.Context, b *store.Batch, o hitl.Openi
 	return p.Escalation().ID, nil
 }
 
-// timeoutOpening is the escalation of a rollback whose time is over.
+// timeoutOpening is the escalation of an overdue rollback.
 func (h *head) timeoutOpening() hitl.Opening {
 	return hitl.Opening{
 		Key: "rollback timeout " + h.ID, Level: hitl.Pause, Cause: hitl.CauseRollbackTimeout, Workflow: h.Workflow,
@@ -474,8 +470,8 @@ func (h *head) timeoutOpening() hitl.Opening {
 	}
 }
 
-// overdue records, once, that the time of a rollback is over, if it is (ATD, "Rollback
-// Timeout and Escalation"). Its state stays what it is.
+// overdue records once that the time of a rollback is over, if it is (ATD, "Rollback Timeout and
+// Escalation"). Its state does not change.
 func (c *Coordinator) overdue(r *run) error {
 	return c.retry(r, "its timeout", func(ctx context.Context) error {
 		now, err := c.now(ctx)
@@ -506,13 +502,13 @@ func (c *Coordinator) overdue(r *run) error {
 	})
 }
 
-// gaveUp reports whether an undo was given up because its time was over by the clock of this
-// process, which may be a little ahead of the store's. mu is held.
+// gaveUp reports whether an undo was given up because its time was over by this process's clock,
+// which may be a little ahead of the store's. mu is held.
 func (r *run) gaveUp() bool {
 	return slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(ReasonTimeout) })
 }
 
-// finish records what came of a rollback, once all its steps have ended.
+// finish records the outcome of a rollback, once all its steps have ended.
 func (c *Coordinator) finish(ctx context.Context, r *run) error {
 	now, err := c.now(ctx)
 	if err != nil {
@@ -558,7 +554,7 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 	})
 }
 
-// sumUp says what came of all steps together. It is never more than what is known (P6).
+// sumUp combines the outcomes of all steps. It is never more than what is known (P6).
 func sumUp(p *Plan, steps []Step) (status Status, unknown, mixed bool) {
 	undone, open, failed := 0, 0, 0
 	for i := range steps {
@@ -592,8 +588,7 @@ func sumUp(p *Plan, steps []Step) (status Status, unknown, mixed bool) {
 	return Escalated, unknown, false
 }
 
-// hashes are those of the state before and after: of the target, else of the only step
-// that has any.
+// hashes are those of the state before and after: of the target, else of the only step with any.
 func hashes(target string, steps []Step) (before, after [32]byte) {
 	n := 0
 	for i := range steps {

@@ -18,13 +18,13 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
-// What happens when the answer to an undo is lost and no status can be asked for.
+// What to do when the answer to an undo is lost and there is no status request.
 const (
 	// Resend sends it again under the same key: compensations are idempotent by contract.
 	Resend = "resend"
 	// UndoEscalate leaves it to a person.
 	UndoEscalate = "escalate"
-	// Overwrite restores also what was changed since; the other choice is Escalate.
+	// Overwrite restores also what was changed since; the alternative is Escalate.
 	Overwrite = "overwrite"
 )
 
@@ -32,60 +32,58 @@ const (
 const (
 	// AuthConfig: only what the action's configuration writes.
 	AuthConfig = "config"
-	// AuthRecorded: the call's own, sealed with its checkpoint, towards the same upstream.
+	// AuthRecorded: the call's own, sealed with its checkpoint, for the same upstream.
 	AuthRecorded = "recorded"
 )
 
-// Spec is how a call is undone, as it is recorded with its checkpoint
-// (checkpoint.Snapshot.Undo) in JSON: decided before the call leaves. What it says of
-// credentials is as the configuration wrote it, placeholders and all; where the
-// configuration of the day still has the action, its own are taken.
+// Spec is how a call is undone, recorded in JSON with its checkpoint (checkpoint.Snapshot.Undo)
+// before the call leaves. Its credentials are as configured, with placeholders; if the current
+// configuration still has the action, its credentials are used.
 type Spec struct {
 	// Guard is the name of the guard that the call went through.
 	Guard string `json:"guard"`
-	// Reach is where requests of the guard's own went, and so where those of the undo go.
+	// Reach is where the guard's own requests went, and so where those of the undo go.
 	Reach Reach `json:"reach,omitzero"`
-	// Fields are the header fields of the configuration that go with requests of the undo,
-	// by the origin that they go to; that of the call's upstream is empty.
+	// Fields are the configured header fields of the undo's requests by origin; that of the
+	// call's upstream is empty.
 	Fields map[string]map[string]string `json:"fields,omitempty"`
-	// Unframed says that an answer which only the end of its connection ends is whole.
+	// Unframed accepts an answer as whole that ends with its connection.
 	Unframed bool `json:"unframed,omitempty"`
 	// ExecutionID is the call's execution id, for templates.
 	ExecutionID string `json:"execution_id,omitempty"`
 	// Compensate is the request of the way compensate.
 	Compensate *template.Spec `json:"compensate,omitempty"`
-	// Status is the request that asks what became of a compensation whose answer was lost
-	// or was 202. Its method is GET.
+	// Status is the request for the outcome of a compensation whose answer was lost or 202. Its
+	// method is GET.
 	Status *template.Spec `json:"status,omitempty"`
 	// Delegate is the agent's rollback URI.
 	Delegate string `json:"delegate,omitempty"`
-	// OnLost is Resend or Escalate, for compensate and delegate; empty is Resend. Escalate
-	// says that the undo is not idempotent, so that nothing in doubt is sent again.
+	// OnLost is Resend or Escalate, for compensate and delegate; empty is Resend. Escalate means
+	// that the undo is not idempotent, so that nothing in doubt is sent again.
 	OnLost string `json:"on_lost"`
 	// OnChanged is Escalate or Overwrite, for restore; empty is Escalate.
 	OnChanged string `json:"on_changed,omitempty"`
 	// Auth is AuthConfig or AuthRecorded; empty is AuthConfig.
 	Auth string `json:"auth"`
-	// Target says that a GET of the call's target shows the state that a compensation
-	// changes, since the action restores as well.
+	// Target says that a GET of the call's target shows the state that a compensation changes,
+	// since the action also restores.
 	Target bool `json:"target,omitempty"`
-	// Verify says that what was restored is read once more.
+	// Verify reads the restored state once more.
 	Verify bool `json:"verify,omitempty"`
 }
 
-// Reach says which upstream it is that requests go to. It names no guard, and nothing that
-// a configuration may change of the way without leading elsewhere.
+// Reach identifies the upstream of requests. It names no guard, and nothing that may change in a
+// configuration without leading elsewhere.
 type Reach struct {
-	// Addresses are those that requests may go to, with their scheme, sorted.
+	// Addresses are the possible addresses, with their scheme, sorted.
 	Addresses []string `json:"addresses,omitempty"`
-	// Manner stands for what else decides which service answers there, and at which path:
-	// equal for equal ones.
+	// Manner is a digest of what else decides which service answers there, and at which path.
 	Manner string `json:"manner,omitempty"`
-	// Fields stands for what is done to the header on the way, credentials included.
+	// Fields is a digest of the changes to the header on the way, credentials included.
 	Fields string `json:"fields,omitempty"`
 }
 
-// Name is one name for the upstream, empty for the zero Reach.
+// Name is one name for the upstream; empty for the zero Reach.
 func (r *Reach) Name() string {
 	if len(r.Addresses) == 0 && r.Manner == "" {
 		return ""
@@ -94,9 +92,8 @@ func (r *Reach) Name() string {
 	return hex.EncodeToString(sum[:16])
 }
 
-// Leads reports whether requests that go by other come to the same upstream: to an address
-// that both have, and to the same service there. A pool that has grown or shrunk is the
-// same upstream.
+// Leads reports whether requests by other reach the same upstream: a common address, and the same
+// service there. A pool that has grown or shrunk is the same upstream.
 func (r *Reach) Leads(other *Reach) bool {
 	if r.Manner != other.Manner {
 		return false
@@ -107,8 +104,7 @@ func (r *Reach) Leads(other *Reach) bool {
 	return slices.ContainsFunc(r.Addresses, func(address string) bool { return slices.Contains(other.Addresses, address) })
 }
 
-// Place is one name for the way to the call's upstream: equal for equal ones, and empty
-// where the undo goes nowhere but to whole URLs.
+// Place names the way to the call's upstream; empty if the undo only uses whole URLs.
 func (s *Spec) Place() string {
 	if s.Delegate != "" || s.Compensate != nil && !strings.HasPrefix(s.Compensate.URL, "/") {
 		return ""
@@ -116,7 +112,7 @@ func (s *Spec) Place() string {
 	return strings.Join([]string{s.Guard, s.Auth, s.Reach.Name(), s.Reach.Fields}, "\n")
 }
 
-// ErrSpec: a Spec is not one; the message says what is wrong.
+// ErrSpec: the Spec is invalid; the message says why.
 var ErrSpec = errors.New("undo: this is no way to undo a call")
 
 // Encode writes the spec as ParseSpec reads it.
@@ -128,8 +124,8 @@ func (s *Spec) Encode() []byte {
 	return b
 }
 
-// ParseSpec reads what Encode has written, and checks it. It refuses members that it
-// does not know: what it does not understand it cannot do. The error is ErrSpec.
+// ParseSpec reads and checks what Encode wrote. It refuses unknown members, which it could not
+// carry out. The error is ErrSpec.
 func ParseSpec(b []byte) (*Spec, error) {
 	d := json.NewDecoder(bytes.NewReader(b))
 	d.DisallowUnknownFields()
@@ -143,8 +139,8 @@ func ParseSpec(b []byte) (*Spec, error) {
 	return s, s.Check()
 }
 
-// Check says what is wrong with the spec. The error is ErrSpec, and a
-// *template.ParseError where a template is the fault.
+// Check validates the spec. The error is ErrSpec, and a *template.ParseError for an invalid
+// template.
 func (s *Spec) Check() error {
 	_, err := s.templates()
 	switch {
@@ -174,8 +170,8 @@ func (s *Spec) Check() error {
 	return nil
 }
 
-// Needs says what of the call must be recorded so that its undo can be made, for both
-// templates together. The error is that of Check.
+// Needs returns what must be recorded of the call for its undo, for both templates together. The
+// error is that of Check.
 func (s *Spec) Needs() (template.Needs, error) {
 	var all template.Needs
 	if err := s.Check(); err != nil {
@@ -206,7 +202,6 @@ func union(a, b []string) []string {
 	return slices.Compact(all)
 }
 
-// templates are those of a spec; nil where there is none.
 type templates struct {
 	compensate, status *template.Template
 }
@@ -225,9 +220,9 @@ func (s *Spec) templates() (t templates, err error) {
 	return t, nil
 }
 
-// Outgoing is a request of an undo. It is the sender's own: it may change it.
+// Outgoing is a request of an undo. The sender owns it and may change it.
 type Outgoing struct {
-	// Method is GET for requests that only look.
+	// Method is GET for requests that only read.
 	Method string
 	// URL is a path and a query for the upstream of the call, or a whole URL.
 	URL string
@@ -237,37 +232,36 @@ type Outgoing struct {
 	Body []byte
 	// Host is that of the call, for requests to its upstream.
 	Host string
-	// Guard and Action name the configuration that the call went by. Spec.Reach is where it
-	// went: the request must go to no other upstream.
+	// Guard and Action name the call's configuration. Spec.Reach is where it went: the request
+	// must go to no other upstream.
 	Guard, Action string
-	// Spec is what was recorded with the checkpoint. It is not to be changed.
+	// Spec was recorded with the checkpoint. It must not be changed.
 	Spec *Spec
-	// Recorded says that Header has the call's own credentials, if it had any. Without it
-	// the sender adds those of the action's configuration.
+	// Recorded says that Header has the call's own credentials, if any. Otherwise the sender adds
+	// those of the action's configuration.
 	Recorded bool
-	// Delegated says that it goes to an agent's rollback URI, to which the sender adds a
-	// token of the gateway's.
+	// Delegated says that it goes to an agent's rollback URI; the sender adds a token of the
+	// gateway.
 	Delegated bool
-	// Rollback, Checkpoint and Workflow are the ids of what it is for: of a call that was
-	// made more than once the checkpoint of the first attempt, so that all tries of its undo
-	// name the same.
+	// Rollback, Checkpoint and Workflow are the ids of the undone call: of one with several
+	// attempts the first checkpoint, so that all tries of its undo name the same.
 	Rollback, Checkpoint, Workflow string
 	// Step is the checkpoint of the rollback's step.
 	Step string
-	// Reason is that of the rollback, for delegates.
+	// Reason is the rollback's reason, for delegates.
 	Reason string
-	// Window is the one that the request is written in; nil where none is open. Where it is
-	// disturbed already, the sender sends nothing, and says ReasonChanged.
+	// Window is the request's write window; nil without one. If it is disturbed already, the
+	// sender sends nothing and returns ReasonChanged.
 	Window WriteWindow
 }
 
-// Answer is what came back.
+// Answer is the answer to an Outgoing.
 type Answer struct {
 	// Status is the final one.
 	Status int
 	// Header has canonical names.
 	Header http.Header
-	// Body is decoded of its transfer coding, and cut at MaxAnswer bytes.
+	// Body has no transfer coding, and is cut at MaxAnswer bytes.
 	Body []byte
 	// Cut says that the body was longer.
 	Cut bool
@@ -276,19 +270,19 @@ type Answer struct {
 // MaxAnswer is the largest body of an answer that a Sender reads, in bytes.
 const MaxAnswer = checkpoint.MaxImage
 
-// Sender sends requests of an undo, past open breakers and full bulkheads. It sends each
-// once, and follows no redirection.
+// Sender sends requests of an undo, past open breakers and full bulkheads. It sends each once,
+// and follows no redirection.
 type Sender interface {
-	// Send returns the whole answer, or an error: a *SendError says what is known.
+	// Send returns the whole answer, or an error: for what is known, a *SendError.
 	Send(ctx context.Context, r *Outgoing) (*Answer, error)
 }
 
 // SendError says why there is no answer.
 type SendError struct {
-	// NotSent says that it is proven that not a byte was sent.
+	// NotSent says that provably no byte was sent.
 	NotSent bool
-	// Reason is ReasonNoUpstream, ReasonOtherUpstream, ReasonNoCredentials or ReasonChanged
-	// where trying again is no use; else empty. With a reason nothing was sent.
+	// Reason is ReasonNoUpstream, ReasonOtherUpstream, ReasonNoCredentials or ReasonChanged if
+	// trying again is useless; else empty. With a reason nothing was sent.
 	Reason Reason
 	// Err is the cause, for logs; it holds nothing secret.
 	Err error
@@ -300,13 +294,12 @@ func (e *SendError) Error() string { return e.Err.Error() }
 // Unwrap returns the cause.
 func (e *SendError) Unwrap() error { return e.Err }
 
-// Method is that of the executions under which undos are recorded. No request has it.
+// Method is the method of undos' executions. No request has it.
 const Method = undoMethod
 
-// Describe says in words for people how a call is undone: the way, and the request as far
-// as it is known before it is made, like "compensate POST /v1/refunds". A URL is the one of
-// the configuration, with its placeholders and without its query: no value of the call or
-// of its answer stands there. result may be nil.
+// Describe tells people how a call is undone: the way, and the request as far as it is known,
+// like "compensate POST /v1/refunds". A URL is the configured one, with placeholders and without
+// its query: it has no value of the call or its answer. result may be nil.
 func Describe(call *checkpoint.Snapshot, result *checkpoint.Result) string {
 	why := call.Reason
 	if result != nil && result.Reason != "" {

@@ -42,9 +42,8 @@ func escalated(reason string) stepOutcome { return stepOutcome{status: Escalated
 
 func failed(reason string) stepOutcome { return stepOutcome{status: Failed, reason: reason} }
 
-// runStep runs a step until it has ended. It is journaled before anything is sent, so that
-// after a crash at any point it is taken up, and nothing is sent twice: what was begun is
-// asked for again with the same task.
+// runStep runs a step until it has ended. It is journaled before anything is sent, so that after
+// a crash it resumes with the same task and sends nothing twice.
 func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 	step := r.step(i)
 	if step.State == StepDone {
@@ -76,8 +75,8 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			if e.status != Completed {
 				return e, nil
 			}
-			// Nothing is sent for it. Its mark needs a beginning all the same, and one that is
-			// journaled: otherwise a rollback that gives way leaves it half undone for ever.
+			// Nothing is sent for it. Its mark must begin all the same, and be journaled:
+			// otherwise a rollback that gives way would leave it half undone forever.
 			return e, c.begin(ctx, r, i, &m)
 		case step.What == Escalate:
 			return c.irreversible(ctx, &cp), nil
@@ -101,8 +100,7 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 	return c.retry(r, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
 }
 
-// irreversible is how the step of a call ends that cannot be undone, with what is known of
-// the cause.
+// irreversible is the end of the step of an irreversible call, with the known cause.
 func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) stepOutcome {
 	e := escalated(string(ReasonIrreversible))
 	if !cp.Own {
@@ -114,7 +112,7 @@ func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) stepOutc
 	return e
 }
 
-// begin journals that a step is taken, with the checkpoint's mark, in one commit.
+// begin journals the beginning of a step, with the checkpoint's mark, in one commit.
 func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Mark) error {
 	step := r.step(i)
 	ours := m.State == checkpoint.Undoing && m.Rollback == r.id
@@ -144,7 +142,7 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 	return nil
 }
 
-// undo does what a step that was begun asks for.
+// undo does the work of a step that was begun.
 func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (stepOutcome, error) {
 	what, then := r.step(i).What, r.then[i]
 	for {
@@ -158,7 +156,7 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 		s, err := c.callStatus(ctx, cp, r.id, recorded)
 		switch {
 		case errors.Is(err, execution.ErrUnreadable) && r.due.is():
-			// It does not heal by itself, and must not hold up what comes after it for ever.
+			// It does not heal by itself, and must not hold up later steps forever.
 			e := failed(reasonUnavailable)
 			e.Unknown = true
 			return e, nil
@@ -192,8 +190,8 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 	}
 }
 
-// await waits for a call in flight. It reports whether that is over; if not, the time of
-// the rollback is.
+// await waits for a call in flight. It reports whether that is over; if not, the rollback's time
+// is.
 func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (over bool, err error) {
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
@@ -214,9 +212,9 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 	return false, err
 }
 
-// send lets the Undoer undo a call that ran. What another rollback has left in doubt goes on
-// under that one's key: only so can it be sent again, or asked for. id is the checkpoint of the
-// step, doubt what the mark of the first attempt says.
+// send undoes a call that ran. A doubt of another rollback goes on under that one's key: only so
+// can it be sent again, or asked for. id is the checkpoint of the step, doubt the mark of the
+// first attempt.
 func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
 	brief := r.withoutSteps()
 	task := Task{Rollback: r.id, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
@@ -245,7 +243,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapsho
 	return e, nil
 }
 
-// forgotten reports that nothing is known of a rollback any more, nor of the keys that it had.
+// forgotten reports that neither a rollback nor its keys are recorded any more.
 func (c *Coordinator) forgotten(ctx context.Context, id string) (bool, error) {
 	switch _, _, err := c.readHead(ctx, c.name(id)); {
 	case errors.Is(err, ErrUnknown):
@@ -257,8 +255,8 @@ func (c *Coordinator) forgotten(ctx context.Context, id string) (bool, error) {
 	}
 }
 
-// statusOf separates what a person has to decide from what was tried and has failed. An answer
-// from which nobody knows what came of the undo is not known to have failed (P6).
+// statusOf separates what a person must decide from what was tried and failed. An undo of unknown
+// outcome is not known to have failed (P6).
 func statusOf(r *Result) Status {
 	switch r.Reason {
 	case ReasonIrreversible, ReasonChanged, ReasonLost, ReasonTimeout, ReasonNoPostImage,
@@ -275,7 +273,7 @@ func statusOf(r *Result) Status {
 	return Failed
 }
 
-// gather is how the step of a group ends: as what it contains has.
+// gather is the end of a group's step: that of its members.
 func (r *run) gather(members []string) stepOutcome {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -311,11 +309,10 @@ func (r *run) gather(members []string) stepOutcome {
 	return e
 }
 
-// The attempts of one execution have a checkpoint each, and one effect between them. That is
-// undone once (P1): by what is known of the last attempt, and under the mark and the key of
-// the first, which whoever undoes one of them holds.
+// The attempts of one execution have a checkpoint each and one effect together. It is undone once
+// (P1): by the last attempt's records, and under the first one's mark and key.
 
-// later is the status of the last attempt of a call that has a later one than s.
+// later is the status of the last attempt of a call, if that is later than s.
 func (c *Coordinator) later(ctx context.Context, s callSnapshot, found *execution.Recorded, rollback string) (_ callSnapshot, is bool, _ error) {
 	id := found.Record.Checkpoint
 	if id == "" {
@@ -368,8 +365,8 @@ func (c *Coordinator) undoOnce(ctx context.Context, r *run, i int, s callSnapsho
 	return c.send(ctx, r, id, s, m.Doubt)
 }
 
-// hold takes the mark of the first attempt. The step is journaled with it, so that it is let
-// go however the step ends, in another life too.
+// hold takes the mark of the first attempt. The step is journaled with it, so that it is released
+// however the step ends, also after a restart.
 func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m checkpoint.Mark) error {
 	step := r.step(i)
 	step.root = root
@@ -387,8 +384,8 @@ func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m ch
 	return nil
 }
 
-// expired is how the step of a checkpoint ends whose ttl is over: as the call has, where
-// another attempt of it was undone.
+// expired is the end of an expired checkpoint's step: that of the call, if another attempt of it
+// was undone.
 func (c *Coordinator) expired(ctx context.Context, r *run, id string) (stepOutcome, error) {
 	root, err := c.o.Checkpoints.First(ctx, id)
 	if err != nil {
@@ -412,8 +409,8 @@ func (r *run) lapses(i int) bool {
 	return what == Expired || what == Wait && r.then[i] == Expired
 }
 
-// arrange puts steps whose ttl is over behind those of other attempts of their calls, which
-// may undo them. What the plan says of the others' order stays.
+// arrange moves expired steps behind those of other attempts of their calls, which may undo them.
+// The order of the others stays.
 func (c *Coordinator) arrange(ctx context.Context, r *run) error {
 	places := slices.Concat(r.levels...)
 	if !slices.ContainsFunc(places, r.lapses) {
@@ -446,8 +443,8 @@ func (c *Coordinator) arrange(ctx context.Context, r *run) error {
 	return nil
 }
 
-// busyAt waits until a rollback that is at a checkpoint has left it. Then the step is looked
-// at again. The other one may wait for this one in its turn, with another of its steps.
+// busyAt waits until another rollback has left a checkpoint, then looks at the step again. The
+// other one may in turn wait for another step of this one.
 func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoint.Mark) (stepOutcome, error) {
 	again := fmt.Errorf("%w: another rollback was at the checkpoint", ErrStore)
 	for {
@@ -476,19 +473,19 @@ func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoin
 	}
 }
 
-// callSnapshot is what is known of the call of a checkpoint at one moment.
+// callSnapshot is the state of a checkpoint's call at one moment.
 type callSnapshot struct {
 	state NodeState
 	// call names the call; without a key there is none to be recorded.
 	call execution.Undoing
-	// opened is what was recorded before the call; nil where that is gone.
+	// opened is the record from before the call; nil if it is gone.
 	opened *checkpoint.Checkpoint
 }
 
-// callStatus finds out what became of the call of a checkpoint of this gateway. recorded is the
-// state by its tokens. A free key proves nothing, nor does one that another call has:
-// keys are forgotten, and doubtful calls are run again. So a call never ran only where the
-// checkpoint store has it as released, or its tokens say so and no result was recorded (P1, P6).
+// callStatus finds the outcome of the call of this gateway's checkpoint. recorded is the state by
+// its tokens. A free key proves nothing, nor does one that another call has: keys are forgotten,
+// and doubtful calls are run again. So a call never ran only if the checkpoint store has it as
+// released, or its tokens say so and no result was recorded (P1, P6).
 //
 // The errors are those of checkpoint.Store.Open but ErrReleased, and ErrStore.
 func (c *Coordinator) callStatus(ctx context.Context, cp *Checkpoint, rollback string, recorded NodeState) (callSnapshot, error) {
@@ -496,8 +493,8 @@ func (c *Coordinator) callStatus(ctx context.Context, cp *Checkpoint, rollback s
 	if err != nil || s.state == InFlight || s.opened == nil || s.opened.Result != nil {
 		return s, err
 	}
-	// The checkpoint was read before the execution. A call that has ended in between has left
-	// there what its undo needs, or that it never ran: once it is over, that stands there.
+	// The checkpoint was read before the execution. A call that ended in between has recorded for
+	// its undo, or that it never ran, before it was over: read again.
 	return c.readCallStatus(ctx, cp, rollback, recorded)
 }
 
@@ -533,7 +530,8 @@ func (c *Coordinator) readCallStatus(ctx context.Context, cp *Checkpoint, rollba
 				return later, err
 			}
 		}
-		// Of a call in doubt a result without a status says only whether others wrote beside it.
+		// For a call in doubt, a result without a status says only whether others wrote
+		// meanwhile.
 		if recorded != NeverRan || opened.Result != nil && opened.Result.Status != 0 {
 			s.state = Ran
 		}
@@ -545,7 +543,7 @@ func (c *Coordinator) readCallStatus(ctx context.Context, cp *Checkpoint, rollba
 	return s, nil
 }
 
-// released is the status of a call that was proven not to have run.
+// released is the status of a call that provably did not run.
 func (c *Coordinator) released(ctx context.Context, s callSnapshot) (callSnapshot, error) {
 	s.state = NeverRan
 	left, err := c.o.Checkpoints.Released(ctx, s.call.Checkpoint)
@@ -562,8 +560,7 @@ func (c *Coordinator) released(ctx context.Context, s callSnapshot) (callSnapsho
 	return s, nil
 }
 
-// mark reads how far the undo of a checkpoint has come. damaged says that it stands there
-// and cannot be read.
+// mark reads the mark of a checkpoint. damaged says that it cannot be read.
 func (c *Coordinator) mark(ctx context.Context, id string) (m checkpoint.Mark, damaged bool, err error) {
 	m, err = c.o.Checkpoints.Mark(ctx, id)
 	switch {
@@ -575,8 +572,8 @@ func (c *Coordinator) mark(ctx context.Context, id string) (m checkpoint.Mark, d
 	return m, false, nil
 }
 
-// token finds the token of a checkpoint. tampered says that it is not what was recorded,
-// or is not there.
+// token finds the token of a checkpoint. tampered says that it is not the recorded one, or is
+// missing.
 func (c *Coordinator) token(ctx context.Context, id string) (cp Checkpoint, tampered bool, err error) {
 	cp, err = c.o.Ledger.Checkpoint(ctx, id)
 	switch {
@@ -588,8 +585,8 @@ func (c *Coordinator) token(ctx context.Context, id string) (cp Checkpoint, tamp
 	return cp, false, nil
 }
 
-// record brings the outcome of a step on disk, in one commit: the journal, the mark, the
-// execution that is refused from now on, the evidence, and what a person has to look at.
+// record writes the outcome of a step in one commit: the journal, the mark, the execution to
+// refuse from now on, the evidence, and the escalation.
 func (c *Coordinator) record(ctx context.Context, r *run, i int, end stepOutcome) error {
 	landed, err := c.reread(ctx, r, i)
 	if landed || err != nil {
@@ -629,7 +626,7 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 		return err
 	}
 	if end.Version != (checkpoint.Version{}) {
-		// As long as a checkpoint of an earlier call may stand that is held against it.
+		// As long as a checkpoint of an earlier call may be compared with it.
 		keep := step.Ended.Add(c.o.Keep)
 		if keep.Before(end.token.Expires) {
 			keep = end.token.Expires
@@ -685,8 +682,8 @@ func (c *Coordinator) reread(ctx context.Context, r *run, i int) (landed bool, e
 	return step.State == StepDone, nil
 }
 
-// move takes the checkpoint's mark to where the step has ended, and with it that of the
-// first attempt of its call, if the step holds that.
+// move sets the checkpoint's mark to the step's outcome, and that of its call's first attempt if
+// the step holds it.
 func (c *Coordinator) move(ctx context.Context, r *run, step *Step, end *stepOutcome, b *store.Batch) error {
 	if step.root != "" {
 		m, damaged, err := c.mark(ctx, step.root)
@@ -736,8 +733,8 @@ func (c *Coordinator) moveMark(ctx context.Context, r *run, id string, m checkpo
 	return nil
 }
 
-// commitStep commits the outcome. With it, late duplicates of what was undone are refused
-// for ever, and what never ran must not run any more.
+// commitStep commits the outcome. With it, late duplicates of undone calls are refused forever,
+// and calls that never ran must not run any more.
 func (c *Coordinator) commitStep(ctx context.Context, end *stepOutcome, b *store.Batch) error {
 	if end.status == Completed && end.call.Key != (execution.Key{}) {
 		err := c.o.Guard.Undone(ctx, end.call, b.Writes()...)
@@ -749,7 +746,7 @@ func (c *Coordinator) commitStep(ctx context.Context, end *stepOutcome, b *store
 	return err
 }
 
-// opening is what a person has to look at after a step; needed is false after others.
+// opening is the escalation of a step; needed is false if it needs none.
 func (r *run) opening(brief *Rollback, step *Step, end *stepOutcome) (o hitl.Opening, needed bool) {
 	o = hitl.Opening{
 		Key: "rollback step " + r.id + " " + step.Checkpoint, Level: hitl.Approval, Workflow: brief.Workflow,

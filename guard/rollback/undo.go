@@ -20,37 +20,36 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
-// Task is one checkpoint to undo, for one rollback. The same Task goes on where an
-// earlier one was cut off.
+// Task is one checkpoint to undo, for one rollback. An interrupted undo goes on with the same
+// Task.
 type Task struct {
 	// Rollback is the rollback's id, a UUID in its canonical form.
 	Rollback string
-	// Again is the id of a later rollback that takes up what Rollback has left in doubt;
-	// empty for the first. What is sent still has the ids of Rollback: only so can the
-	// upstream recognise that it is the same.
+	// Again is the id of a later rollback that resumes a doubt of Rollback; empty for the first.
+	// Requests still have the ids of Rollback, so that the upstream recognises them.
 	Again string
-	// Forgotten says that Rollback is not remembered any more: its key may have been in use,
-	// though it is free.
+	// Forgotten says that the record of Rollback is gone: its key may have been used, though it
+	// is free.
 	Forgotten bool
-	// Step is the checkpoint that the rollback names, where that is another attempt of the
-	// call than Checkpoint.
+	// Step is the checkpoint that the rollback names, if that is another attempt of the call than
+	// Checkpoint.
 	Step string
-	// Checkpoint is what was read and verified.
+	// Checkpoint was read and verified.
 	Checkpoint *checkpoint.Checkpoint
 	// Reason is sent to delegates.
 	Reason string
-	// Due is when the rollback must be done: nothing is sent after it. What came of what
-	// was sent before is still asked once. The zero time is never.
+	// Due is the end of the rollback: nothing is sent after it, but the outcome of what was sent
+	// before is asked for once more. Zero is never.
 	Due time.Time
-	// Quit is closed when the process is about to end: a request under way is waited for,
-	// and none is sent after a pause. Nil is never.
+	// Quit is closed when the process shuts down: a running request is awaited, and none is sent
+	// after a pause. Nil is never.
 	Quit <-chan struct{}
 }
 
 var (
-	// ErrTask: a Task is not whole.
+	// ErrTask: a Task is not complete.
 	ErrTask = errors.New("undo: no task")
-	// ErrQuit: the process ends. The same Task goes on later.
+	// ErrQuit: shutting down. The same Task goes on later.
 	ErrQuit = errors.New("undo: the process ends")
 )
 
@@ -64,33 +63,33 @@ func (t *Task) check() error {
 	return nil
 }
 
-// Result is what came of an undo.
+// Result is the outcome of an undo.
 type Result struct {
 	// Done says that the effect is gone: proven, or by the contract of the answer.
 	Done bool
-	// Unknown says that nobody knows whether the undo had its effect, or whether there is one
-	// to be undone. Never with Done.
+	// Unknown says that the undo may or may not have had its effect, or that there may be none to
+	// undo. Never with Done.
 	Unknown bool
-	// Reason is a fixed word that says why it is not done; empty where it is.
+	// Reason is a fixed word for why it is not done; empty if it is.
 	Reason Reason
-	// Cause is why it is ReasonIrreversible, as the checkpoint knows it; empty otherwise.
+	// Cause is the checkpoint's cause of ReasonIrreversible; empty otherwise.
 	Cause checkpoint.Reason
-	// Status is that of the last answer to the undo; 0 without one.
+	// Status is the status of the last answer to the undo; 0 without one.
 	Status int
-	// Attempts counts how often the undo itself was sent. Of earlier lives of the gateway
-	// it counts what they have recorded: at least one where they left it in doubt.
+	// Attempts counts how often the undo was sent; of earlier processes what they recorded, at
+	// least one if they left it in doubt.
 	Attempts int
-	// Before and After are salted SHA-256 hashes of the bodies that stood there before and
-	// after the undo: equal for equal bodies under one Task.Rollback, and nowhere else. Zero where nothing stood there, where it was not looked at (After without
-	// Verify), and for what is not restored.
+	// Before and After are salted SHA-256 hashes of the target's bodies before and after the
+	// undo: equal for equal bodies under one Task.Rollback, and nowhere else. Zero if there was
+	// nothing, if it was not read (After without Verify), and for what is not restored.
 	Before, After [32]byte
-	// Version is the one that was put back, of what is restored; zero where it has no entity
-	// tag of its own, or it is not known whether nobody else has made it. Whoever records
-	// the outcome records it too: the undo of the call before is held against it.
+	// Version is the restored version; zero if it has no entity tag of its own, or somebody else
+	// may have made it. It must be recorded with the outcome: the undo of the call before is
+	// compared with it.
 	Version checkpoint.Version
 }
 
-// Reason says why an undo is not done. It is a fixed word.
+// Reason is a fixed word for why an undo is not done.
 type Reason string
 
 // The reasons.
@@ -113,7 +112,7 @@ const (
 	ReasonNoPostImage   Reason = "no-image"       // what stood there is not known
 )
 
-// What Options say where they are zero.
+// Defaults of UndoerOptions.
 const (
 	defaultFirst   = time.Second         // before an undo is sent a second time
 	defaultLongest = time.Minute         // between two later times
@@ -122,29 +121,27 @@ const (
 	defaultKeep    = 30 * 24 * time.Hour // as a key is kept
 )
 
-// UndoerOptions are what an Undoer works with. Guard, Checkpoints and Sender are required.
+// UndoerOptions configure an Undoer. Guard, Checkpoints and Sender are required.
 type UndoerOptions struct {
 	// Guard runs the requests that change something.
 	Guard *execution.Guard
 	// Checkpoints has the recorded credentials.
 	Checkpoints *checkpoint.Store
-	// Sender sends.
-	Sender Sender
-	// First is how long is waited before an undo is sent again; then twice as long each
-	// time, up to Longest. What an answer says in Retry-After is waited
-	// at least, but never more than half of what is left until the task is due.
+	Sender      Sender
+	// First is the wait before an undo is sent again; it doubles each time, up to Longest.
+	// Retry-After is waited at least, but never more than half of the time until the task is due.
 	First, Longest time.Duration
-	// Timeout is how long one request may take.
+	// Timeout bounds one request.
 	Timeout time.Duration
-	// Poll is how long is waited between two questions for a status; it grows like First.
+	// Poll is the wait between two status requests; it grows like First.
 	Poll time.Duration
-	// Keep is how long after the rollback is due the answer to an undo is kept, and its key
-	// taken: at least as long as the rollback itself is remembered.
+	// Keep is how long after the rollback is due the answer to an undo is kept and its key taken:
+	// at least as long as the rollback's record.
 	Keep time.Duration
 }
 
-// Undoer undoes calls. It is safe for concurrent use, also for the same Task twice: one
-// sends, and the other waits for what came of it.
+// Undoer undoes calls. It is safe for concurrent use, also for the same Task twice: one sends,
+// the other waits for the outcome.
 type Undoer struct {
 	o           UndoerOptions
 	unkept      sync.Map // of guard.Key to note: answers that the store has not taken
@@ -164,12 +161,11 @@ func NewUndoer(o UndoerOptions) *Undoer {
 	return u
 }
 
-// Undo undoes the call, and returns what came of it, which is never more than what is
-// known (P6). It may take as long as until the task is due, and for one request longer.
+// Undo undoes the call, and returns only what is known (P6). It may take until the task is due,
+// and for one request longer.
 //
-// The error is for what says nothing of the undo: ctx has ended, ErrQuit, the store is not
-// available, or guard.ErrDraining. The same Task then goes on later, also in another
-// life of the gateway.
+// An error says nothing about the undo: ctx ended, ErrQuit, the store is unavailable, or
+// guard.ErrDraining. The same Task then goes on later, also after a restart.
 func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	if err := t.check(); err != nil {
 		return Result{}, err
@@ -188,7 +184,7 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	}
 	j, err := u.newJob(t)
 	if err != nil {
-		// What was recorded cannot be done, now or later: a result, and no error.
+		// The recorded undo can never be done: a result, and no error.
 		return Result{Reason: ReasonUnfilled}, nil
 	}
 	switch {
@@ -212,10 +208,9 @@ func irreversible(c *checkpoint.Checkpoint) (cause checkpoint.Reason, is bool) {
 	return "", false
 }
 
-// HadNoEffect reports that a call had no effect, by the status of the upstream's own answer, 0
-// where that is not known: a declined payment is not refunded. 408 says nothing of it, and
-// 409 may speak of an earlier attempt. It counts for what is compensated or delegated; what
-// is restored is compared.
+// HadNoEffect reports that a call had no effect, by the status of the upstream's own answer, 0 if
+// unknown: a declined payment is not refunded. 408 does not say so, and 409 may be about an
+// earlier attempt. It counts for compensate and delegate; restore compares the state.
 func HadNoEffect(status int) bool {
 	return status/100 == 4 && status != http.StatusRequestTimeout && status != http.StatusConflict
 }
@@ -245,7 +240,7 @@ const (
 	undoMethod = "(undo)"
 	undoPath   = "/"
 	undoAction = "undo"
-	// stateMethod is for no execution at all.
+	// stateMethod belongs to no execution.
 	stateMethod = "(state)"
 )
 
@@ -264,8 +259,8 @@ func (u *Undoer) newJob(t Task) (*job, error) {
 	return j, nil
 }
 
-// useKeyOf takes the key of a rollback. P1: the attempts of a call have one between them, that
-// of the first, whichever of them is known today.
+// useKeyOf takes the key of a rollback. P1: all attempts of a call share one, that of the first,
+// whichever of them is known today.
 func (j *job) useKeyOf(rollback string) {
 	j.scope = execution.Scope{
 		Caller: undoCaller, Guard: j.spec.Guard, Method: undoMethod, Path: undoPath,
@@ -274,9 +269,9 @@ func (j *job) useKeyOf(rollback string) {
 	j.key = j.o.Guard.Key(j.scope)
 }
 
-// useOwnKey goes on under a key of this rollback's own, where an earlier one has left an answer
-// from which nobody knows what came of it: that answer stands, and is the last under its
-// key. The upstream sees no other key than before.
+// useOwnKey continues under this rollback's own key, if an earlier rollback has an answer of
+// unknown effect: that answer stays, as the last under its key. The upstream sees the same key as
+// before.
 func (j *job) useOwnKey(n note) bool {
 	if j.task.Again == "" || j.owed || !n.unknown || n.reading == pending {
 		return false
@@ -287,7 +282,6 @@ func (j *job) useOwnKey(n note) bool {
 	return true
 }
 
-// guarded is the call as the guard knows it.
 func (j *job) guarded() *execution.Call {
 	keep := j.o.Keep
 	if !j.task.Due.IsZero() {
@@ -300,8 +294,7 @@ func (j *job) guarded() *execution.Call {
 	}
 }
 
-// idempotencyKey is the id under which the undo is sent. Where it would be no valid one
-// it is the hash of what it would be.
+// idempotencyKey is the id under which the undo is sent, or its hash if it would be invalid.
 func (j *job) idempotencyKey() string {
 	whole := j.task.Rollback + "/" + j.call.Root()
 	if id, err := execution.ParseID([]string{whole}); err == nil && id == whole {
@@ -311,7 +304,7 @@ func (j *job) idempotencyKey() string {
 	return "undo-" + hex.EncodeToString(sum[:])
 }
 
-// result is what came of it where it is not done.
+// result is the result of an undo that is not done.
 func (j *job) result(why Reason) Result {
 	return Result{Unknown: j.doubt, Reason: why, Status: j.status, Attempts: j.attempts, Before: j.before, After: j.after}
 }
@@ -320,8 +313,8 @@ func (j *job) done() Result {
 	return Result{Done: true, Status: j.status, Attempts: j.attempts, Before: j.before, After: j.after}
 }
 
-// late is the result of an undo that cannot be tried again in time, or not at all any
-// more, after what came of it last.
+// late is the result of an undo that cannot be tried again in time, or at all, after its last
+// note.
 func (j *job) late(n note) Result {
 	switch {
 	case n.reason != "":
@@ -339,7 +332,7 @@ type requestError struct{ why Reason }
 
 func (b requestError) Error() string { return string(b.why) }
 
-// completeRequest makes a request whole that goes to url.
+// completeRequest completes a request to url.
 func (j *job) completeRequest(ctx context.Context, o Outgoing) (*Outgoing, error) {
 	if o.Header == nil {
 		o.Header = http.Header{}
@@ -372,9 +365,8 @@ func (j *job) completeRequest(ctx context.Context, o Outgoing) (*Outgoing, error
 	return &o, nil
 }
 
-// LacksValues reports that the request of a compensation cannot be made of what is recorded: a
-// call whose answer was lost has not left the values that it needs of it. It is false for
-// what Undo itself has to find out.
+// LacksValues reports that the request of a compensation lacks recorded values: a call whose
+// answer was lost did not leave them. It is false for what only Undo can find out.
 func LacksValues(c *checkpoint.Checkpoint) bool {
 	if c.Snapshot.Way != checkpoint.Compensate || c.Result != nil {
 		return false
@@ -387,14 +379,14 @@ func LacksValues(c *checkpoint.Checkpoint) bool {
 	return err == nil && t.compensate != nil && t.compensate.Needs().Response()
 }
 
-// undoing is the request that undoes the call, for compensate and delegate.
+// undoing is the request of compensate and delegate that undoes the call.
 func (j *job) undoing(ctx context.Context) (*Outgoing, error) {
 	if j.call.Way == checkpoint.Delegate {
 		body, err := json.Marshal(struct {
 			Rollback   string `json:"rollback_id"`
 			Checkpoint string `json:"checkpoint_id"`
 			Phase      string `json:"phase"`
-			// What the agent has done for the call goes with it, as the token says too.
+			// The agent also undoes what it did for the call, as the token says.
 			Cascade bool   `json:"cascade"`
 			Reason  string `json:"reason,omitempty"`
 		}{"urn:uuid:" + j.task.Rollback, j.call.Root(), "execute", true, j.task.Reason})
@@ -414,8 +406,8 @@ func (j *job) undoing(ctx context.Context) (*Outgoing, error) {
 	return o, nil
 }
 
-// asking is the request that asks what became of the undo; nil where there is none, or
-// what it needs of the answer to the call is not known.
+// asking is the status request of the undo; nil if there is none, or it needs unknown values of
+// the call's answer.
 func (j *job) asking(ctx context.Context) (*Outgoing, error) {
 	if j.templates.status == nil {
 		return nil, nil
@@ -431,7 +423,7 @@ func (j *job) asking(ctx context.Context) (*Outgoing, error) {
 	return o, nil
 }
 
-// fill makes a request of a template and of what was recorded.
+// fill makes a request from a template and the records.
 func (j *job) fill(ctx context.Context, t *template.Template) (*Outgoing, error) {
 	r := &j.call.Request
 	src := &template.Source{
@@ -453,8 +445,8 @@ func message(m *checkpoint.Message) template.Message {
 	return template.Message{Header: m.Header, ContentType: m.ContentType, Body: m.Body}
 }
 
-// find says how far the guarded request of the undo has come, when nothing of it runs any
-// more. It is found running only where that takes longer than the task may.
+// find returns the state of the undo's guarded request once it runs no more; running only if that
+// takes longer than the task may.
 func (j *job) find(ctx context.Context) (execution.Finding, error) {
 	for {
 		found, err := j.o.Guard.LookUp(ctx, j.key, execution.Fingerprint{})
@@ -494,16 +486,15 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 	}
 }
 
-// unsettled reports that no operator has decided about what an earlier rollback has left,
-// whose key is free (P6).
+// unsettled reports that no operator has decided about the doubt of an earlier rollback whose key
+// is free (P6).
 func (j *job) unsettled(ctx context.Context) (bool, error) {
 	said, err := j.o.Guard.Resolutions(ctx, j.key)
 	return len(said) == 0 || said[len(said)-1].Applied, err
 }
 
-// catchUp records an answer that came while the store took nothing, before anything is sent
-// again. One that is still not recorded when the task is due is known all the same: it
-// is j.answer then.
+// catchUp records an answer that came while the store was unavailable, before anything is sent
+// again. If it is still not recorded when the task is due, j.answer has it all the same.
 func (j *job) catchUp(ctx context.Context, found execution.Finding) (recorded bool, err error) {
 	kept, ok := j.unkept.Load(j.key)
 	if !ok {
@@ -537,8 +528,8 @@ func (j *job) await(ctx context.Context) error {
 	return err
 }
 
-// attempt sends the undo once, as a guarded execution over what was found. What is
-// returned is on disk (P2, P6): an error says that it is not.
+// attempt sends the undo once, as a guarded execution over what was found. The returned note is
+// on disk (P2, P6); with an error it is not.
 func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoing, read func(*Answer) note) (note, error) {
 	e, err := j.o.Guard.Claim(ctx, j.guarded(), found)
 	if errors.Is(err, execution.ErrTaken) {
@@ -559,7 +550,7 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 			e.Recording().Start(n.status, n.header())
 			outcome.Verdict, outcome.Whole = execution.Completed, true
 		case found.Status != execution.Doubtful && !n.reading.doubtful():
-			// A key that was in doubt before is so still: that one was not sent.
+			// A key that was in doubt before stays so: that request was not the unsent one.
 			outcome.Verdict = execution.Released
 		}
 		return e.Settle(context.WithoutCancel(ctx), outcome)
@@ -591,7 +582,7 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 	return n, nil
 }
 
-// send sends a request, and reads what comes back.
+// send sends a request and reads its answer.
 func (j *job) send(ctx context.Context, out *Outgoing, read func(*Answer) note) (note, execution.Cause) {
 	within, cancel := context.WithTimeout(ctx, j.o.Timeout)
 	defer cancel()
@@ -600,7 +591,7 @@ func (j *job) send(ctx context.Context, out *Outgoing, read func(*Answer) note) 
 		n := read(a)
 		n.status, n.after, n.fresh = a.Status, retryAfter(a.Header), true
 		if n.reading == accepted {
-			// Told from what is pending by its cause (settled).
+			// settled distinguishes it from a pending answer by the cause.
 			return n, execution.CauseNoAnswer
 		}
 		return n, execution.CauseStatus
@@ -617,7 +608,7 @@ func (j *job) send(ctx context.Context, out *Outgoing, read func(*Answer) note) 
 	return note{reading: lost}, execution.CauseLost
 }
 
-// The fields of a recorded answer. Its body is not kept: what it says is in the reading.
+// The fields of a recorded answer. Its body is not kept: the reading has its meaning.
 const (
 	fieldLocation = "Location"
 	fieldReading  = "Undo-Reading"
@@ -627,7 +618,7 @@ const (
 	fieldTag      = "Undo-Tag"
 )
 
-// header is how a final note is recorded.
+// header is the recorded form of a final note.
 func (n *note) header() map[string][]string {
 	h := map[string][]string{
 		fieldReading:  {string(n.reading)},
@@ -648,7 +639,7 @@ func (n *note) header() map[string][]string {
 	return h
 }
 
-// read takes what header has recorded; false where it has not.
+// read reads what header recorded; false if it did not.
 func (n *note) read(h map[string][]string) bool {
 	first := func(name string) string { return append(h[name][:len(h[name]):len(h[name])], "")[0] }
 	word := reading(first(fieldReading))
@@ -665,8 +656,8 @@ func (n *note) read(h map[string][]string) bool {
 	return true
 }
 
-// settled is the note of a request that was settled before. read reads an answer that is
-// nothing but its status.
+// settled is the note of a request that was settled before. read reads an answer that is only a
+// status.
 func (j *job) settled(ctx context.Context, found execution.Finding, read func(*Answer) note) (note, error) {
 	if found.Record == nil || found.Status == execution.Mismatch || found.Status == execution.RolledBack {
 		return note{reading: unexpected, unknown: true}, nil // not by us
@@ -684,8 +675,8 @@ func (j *job) settled(ctx context.Context, found execution.Finding, read func(*A
 			return note{}, err
 		}
 	}
-	// An operator has settled a doubt: with an answer, or with the word alone that it was
-	// applied, which leaves a status that decides nothing.
+	// An operator settled a doubt: with an answer, or only as applied, which leaves a status that
+	// decides nothing.
 	if r := read(&Answer{Status: n.status}).reading; r.final() && n.status != 0 {
 		n.reading = r
 	} else if n.status == http.StatusAccepted && found.Record.Cause == execution.CauseStatus {
@@ -694,7 +685,6 @@ func (j *job) settled(ctx context.Context, found execution.Finding, read func(*A
 	return n, nil
 }
 
-// take takes over what the result says.
 func (j *job) take(n note) {
 	j.doubt, j.status = n.unknown, n.status
 	j.attempts = max(j.attempts, n.attempts)
@@ -717,7 +707,7 @@ func (j *job) applied(ctx context.Context, found execution.Finding, n note) erro
 	return err
 }
 
-// pace says when something is tried again.
+// pace says when to try again.
 type pace struct {
 	first, next, longest time.Duration
 	due                  time.Time
@@ -728,9 +718,9 @@ func (j *job) pace(first time.Duration) *pace {
 	return &pace{first: first, next: first, longest: max(first, j.o.Longest), due: j.task.Due, quit: j.task.Quit}
 }
 
-// wait waits for the next try, and for least at any rate, but not for more than half of what
-// is left: who asks for more time than there is does not end the undo. What is left before
-// the due time is used: the last waits are shorter. It returns false when it is due.
+// wait waits for the next try, at least for least, but for at most half of the time left: a long
+// Retry-After does not end the undo. The last waits are shorter, to use the time left. It returns
+// false when the task is due.
 func (p *pace) wait(ctx context.Context, least time.Duration) (bool, error) {
 	d, due := max(p.next, least), false
 	p.next = min(2*p.next, p.longest)
@@ -752,7 +742,7 @@ func (p *pace) wait(ctx context.Context, least time.Duration) (bool, error) {
 	}
 }
 
-// retryAfter is what an answer asks to wait; 0 without a word about it.
+// retryAfter is the wait that an answer asks for; 0 without one.
 func retryAfter(h http.Header) time.Duration {
 	v := h.Get("Retry-After")
 	if seconds, err := strconv.ParseUint(v, 10, 31); err == nil {

@@ -31,8 +31,7 @@ import (
 // it was sealed for, or was sealed with a key that the ring does not have.
 var ErrOpen = errors.New("seal: the value does not open: altered, misplaced, or sealed with another key")
 
-// Ring seals and opens values and derives the store's keys. It is safe for
-// concurrent use.
+// Ring seals and opens values and derives the store's keys. It is safe for concurrent use.
 type Ring struct {
 	index    [keySize]byte
 	keys     atomic.Pointer[keySet] // so that nobody who seals or opens waits for a rotation

@@ -18,8 +18,7 @@ import (
 	"sync/atomic"
 )
 
-// defaultMemory is how many bytes of a body stay in memory unless Options say
-// otherwise.
+// defaultMemory is how many bytes of a body stay in memory unless Options say otherwise.
 const defaultMemory = 1 << 20
 
 var (
@@ -33,9 +32,8 @@ var (
 	errOffset = errors.New("spool: negative offset")
 )
 
-// SpillError is a failure to create, write or read the temporary file: no space
-// left, no such directory, an I/O error. Unlike ErrLimit it does not depend on
-// the body.
+// SpillError is a failure to create, write or read the temporary file: no space left, no such
+// directory, an I/O error. Unlike ErrLimit it does not depend on the body.
 type SpillError struct{ Err error }
 
 func (e *SpillError) Error() string { return fmt.Sprintf("spool: temporary file: %v", e.Err) }
@@ -45,16 +43,14 @@ func (e *SpillError) Unwrap() error { return e.Err }
 
 // Options of a spool. The zero value has no limit and keeps the first MiB in memory.
 type Options struct {
-	// Memory is how many bytes stay in memory. 0 means 1 MiB, a negative
-	// value none at all.
+	// Memory is how many bytes stay in memory. 0 means 1 MiB, a negative value none at all.
 	Memory int64
 	// Limit is the largest size in bytes, in a ring the number of bytes that can
 	// be read back. 0 or less: no limit.
 	Limit int64
 	// Dir is the directory of the temporary file; "" is os.TempDir().
 	Dir string
-	// Ring lets bytes beyond Limit overwrite the oldest ones. It is ignored
-	// without a Limit.
+	// Ring lets bytes beyond Limit overwrite the oldest ones. It is ignored without a Limit.
 	Ring bool
 
 	// Budget bounds the memory of this and other spools together. nil is no bound.
@@ -164,9 +160,8 @@ func (s *Spool) load(p []byte, off int64) (n int, err error) {
 	return n, err
 }
 
-// Bytes returns everything written so far without copying, if it is contiguous:
-// up to 64 KiB (or Options.Memory), and never in a ring. Do not change the bytes,
-// nor use them after Close.
+// Bytes returns everything written so far without copying, if it is contiguous: up to 64 KiB (or
+// Options.Memory), and never in a ring. Do not change the bytes, nor use them after Close.
 func (s *Spool) Bytes() (p []byte, ok bool) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -193,8 +188,7 @@ func (s *Spool) Close() error {
 	return s.unref()
 }
 
-// unref drops one reference; the last one releases everything. The caller holds
-// mu.
+// unref drops one reference; the last one releases everything. The caller holds mu.
 func (s *Spool) unref() error {
 	s.refs--
 	if s.refs > 0 {
@@ -212,9 +206,8 @@ func (s *Spool) unref() error {
 	return nil
 }
 
-// Write appends all of p or nothing. The error is ErrLimit (later, smaller
-// writes may still fit), ErrClosed, or a *SpillError, after which every further
-// Write fails alike.
+// Write appends all of p or nothing. The error is ErrLimit (later, smaller writes may still fit),
+// ErrClosed, or a *SpillError, after which every further Write fails alike.
 func (s *Spool) Write(p []byte) (int, error) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
@@ -378,8 +371,7 @@ func (s *Spool) end(n int, err error) error {
 	return err
 }
 
-// store puts p at the absolute offset off. Only the writer calls it, between
-// begin and end.
+// store puts p at the absolute offset off. Only the writer calls it, between begin and end.
 func (s *Spool) store(p []byte, off int64) error {
 	for len(p) > 0 {
 		pos, room := s.place(off)
@@ -410,12 +402,11 @@ type reader struct {
 	off int64
 }
 
-// NewReader gives a reader from offset 0. It ends with io.EOF at the end that the
-// spool has at that moment; after further writes it goes on. Until it is closed
-// the bytes stay readable through it, also after the spool's own Close: an HTTP
-// transport may read a request body after the handler has returned. On a closed
-// spool the reader is closed from the start. Its methods are safe for concurrent
-// use.
+// NewReader gives a reader from offset 0. It ends with io.EOF at the end that the spool has at
+// that moment; after further writes it goes on. Until it is closed the bytes stay readable
+// through it, also after the spool's own Close: an HTTP transport may read a request body after
+// the handler has returned. On a closed spool the reader is closed from the start. Its methods
+// are safe for concurrent use.
 func (s *Spool) NewReader() io.ReadCloser {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -57,8 +57,7 @@ func (e *Encoder) Bool(tag byte, v bool) {
 	}
 }
 
-// Time writes v unless it is the zero time or 1970, in nanoseconds since 1970, from 1678 to
-// 2261.
+// Time writes v unless it is the zero time or 1970, in nanoseconds since 1970, from 1678 to 2261.
 func (e *Encoder) Time(tag byte, v time.Time) {
 	if !v.IsZero() {
 		e.Int(tag, v.UnixNano())

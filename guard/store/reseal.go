@@ -7,8 +7,7 @@ import (
 	"slices"
 )
 
-// Sealer keeps values unreadable at rest (P8) and derives the store's keys. A seal.Ring
-// is one.
+// Sealer keeps values unreadable at rest (P8) and derives the store's keys. A seal.Ring is one.
 type Sealer interface {
 	// Seal appends the sealed plaintext to dst; it opens under the same name only.
 	Seal(dst, plaintext, name []byte) []byte
@@ -172,9 +171,8 @@ func (r *Resealer) commit(ctx context.Context, values []opened) error {
 	return nil
 }
 
-// ResealBulk seals bulk values anew. They have no conditions and need none where what
-// stands under a key is written once. One that goes meanwhile may come back until its
-// expiry.
+// ResealBulk seals bulk values anew. They have no conditions and need none where what stands
+// under a key is written once. One that goes meanwhile may come back until its expiry.
 func (r *Resealer) ResealBulk(ctx context.Context, entries ...Entry) error {
 	for i := range entries {
 		one := r.open(entries[i : i+1]) // they are large: one at a time is in memory

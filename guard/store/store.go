@@ -23,17 +23,15 @@ import (
 const (
 	// MaxKey is the longest key, in bytes. A key has at least one byte.
 	MaxKey = 512
-	// MaxValue is the largest value of an ordinary write, in bytes. Ordinary
-	// values are what promises rest on (P2); stores keep them where the error of
-	// their sync is seen.
+	// MaxValue is the largest value of an ordinary write, in bytes. Ordinary values are what
+	// promises rest on (P2); stores keep them where the error of their sync is seen.
 	MaxValue = 64 << 10
 	// MaxBulk is the largest value of a bulk write, in bytes.
 	MaxBulk = 1 << 20
 	// MaxBatch is the largest number of writes in one commit.
 	MaxBatch = 1024
-	// MaxBatchBytes bounds the keys and ordinary values of one commit together, in
-	// bytes, so that a batch fits into one transaction of every store. Bulk values
-	// do not count.
+	// MaxBatchBytes bounds the keys and ordinary values of one commit together, in bytes, so that
+	// a batch fits into one transaction of every store. Bulk values do not count.
 	MaxBatchBytes = 2 << 20
 )
 
@@ -41,10 +39,9 @@ const (
 // concurrent use. Values and keys that a store returns belong to the caller.
 // Keys and values that are given to Commit must not change until it returns.
 type Store interface {
-	// Get returns what stands under key now, or ErrNotFound. An entry whose
-	// expiry has passed (Now is at or after it) is not found, whether or not it
-	// was swept. A bulk value
-	// that is missing or does not match its checksum is ErrDamaged.
+	// Get returns what stands under key now, or ErrNotFound. An entry whose expiry has passed
+	// (Now is at or after it) is not found, whether or not it was swept. A bulk value that is
+	// missing or does not match its checksum is ErrDamaged.
 	Get(ctx context.Context, key []byte) (Entry, error)
 
 	// Scan yields the living entries of r in the order of their keys. It reads
@@ -61,19 +58,17 @@ type Store interface {
 	// (a failed sync, a lost connection); any other error says that it did not.
 	Commit(ctx context.Context, batch ...Write) (Version, error)
 
-	// Watch returns a channel that is closed when the entry under key may have
-	// changed since the call. Waking without a change is allowed, sleeping
-	// through one is not. An expiry that passes is no change: whoever waits knows
-	// it. Close wakes every watch. cancel frees the watch; calling it twice is
-	// harmless.
+	// Watch returns a channel that is closed when the entry under key may have changed since the
+	// call. Waking without a change is allowed, sleeping through one is not. An expiry that
+	// passes is no change: whoever waits knows it. Close wakes every watch. cancel frees the
+	// watch; calling it twice is harmless.
 	Watch(key []byte) (changed <-chan struct{}, cancel func())
 
 	// Now is the clock by which expiries and leases are judged. It is the
 	// store's own where several nodes share the store.
 	Now(ctx context.Context) (time.Time, error)
 
-	// Close waits for commits under way and releases the store. Later calls
-	// return ErrClosed.
+	// Close waits for commits under way and releases the store. Later calls return ErrClosed.
 	Close() error
 }
 
@@ -123,15 +118,13 @@ type Write struct {
 	// Expires is when the entry stops being found; zero is never. A time that
 	// has passed already is allowed and the same as an entry that expired.
 	Expires time.Time
-	// Bulk marks a large value that is written once and needed for a while: it
-	// must have an Expires and no condition. It is durable before any other
-	// write of its batch is, and may be kept apart so that its space comes back
-	// whole after its expiry.
+	// Bulk marks a large value that is written once and needed for a while: it must have an
+	// Expires and no condition. It is durable before any other write of its batch is, and may be
+	// kept apart so that its space comes back whole after its expiry.
 	Bulk bool
 }
 
-// Condition is what a write asks of the entry under its key. An expired entry
-// counts as absent.
+// Condition is what a write asks of the entry under its key. An expired entry counts as absent.
 type Condition struct {
 	kind    conditionKind
 	version Version

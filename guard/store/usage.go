@@ -68,8 +68,7 @@ func (u *Usage[S]) remember(end int64, a amount) {
 	}
 }
 
-// windowEnd is the end of the window in which an entry expires: the same whenever it is
-// asked.
+// windowEnd is the end of the window in which an entry expires: the same whenever it is asked.
 func (u *Usage[S]) windowEnd(created, expires time.Time) int64 {
 	window := u.window
 	for window < expires.Sub(created)/windows {

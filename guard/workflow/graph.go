@@ -520,9 +520,8 @@ func (g *Graph) guarded(i int) []int {
 	return append(settled, shared...)
 }
 
-// announced are the agents' tasks that a checkpoint or settlement of the gateway is of:
-// those among its parents, and those that an agent's checkpoint among them follows
-// from.
+// announced are the agents' tasks that a checkpoint or settlement of the gateway is of: those
+// among its parents, and those that an agent's checkpoint among them follows from.
 func (g *Graph) announced(i int) []int {
 	var tasks []int
 	add := func(p int) {
@@ -541,9 +540,8 @@ func (g *Graph) announced(i int) []int {
 	return tasks
 }
 
-// claimOf reports whether node s is a settlement of the claim of the gateway's
-// checkpoint c. Its other parents can be checkpoints of the gateway too: of the call
-// that it was made within.
+// claimOf reports whether node s is a settlement of the claim of the gateway's checkpoint c. Its
+// other parents can be checkpoints of the gateway too: of the call that it was made within.
 func (g *Graph) claimOf(s, c int) bool {
 	settled, claimed := &g.nodes[s], &g.nodes[c]
 	return settled.settlement() && claimed.IsCheckpoint() && claimed.Own &&

@@ -192,9 +192,8 @@ func (h *history) detail(s State) Detail {
 	return ""
 }
 
-// checkpoint is the state of a checkpoint: what became of it, or else of the last task
-// that it was made for. One without a task stands for an action of which there is no
-// token yet.
+// checkpoint is the state of a checkpoint: what became of it, or else of the last task that it
+// was made for. One without a task stands for an action of which there is no token yet.
 func (d *derivation) checkpoint(i int) (State, Detail) {
 	h := &d.history[i]
 	last := -1
@@ -562,8 +561,7 @@ func (g *Graph) counts(i int) bool {
 	return node.IsTask() && len(node.Settles) == 0 && !g.repeated(i)
 }
 
-// repeated reports whether node i is a settlement of a claim that a later one has
-// settled again.
+// repeated reports whether node i is a settlement of a claim that a later one has settled again.
 func (g *Graph) repeated(i int) bool {
 	if !g.nodes[i].settlement() {
 		return false
@@ -584,18 +582,16 @@ func (g *Graph) repeated(i int) bool {
 	return false
 }
 
-// reversible reports whether a checkpoint of task i, or i itself where it is one, can
-// be undone.
+// reversible reports whether a checkpoint of task i, or i itself where it is one, can be undone.
 func (g *Graph) reversible(i int) bool {
 	return g.nodes[i].IsCheckpoint() && g.nodes[i].Reversible || g.undoable[i]
 }
 
-// RecoveryPoints are the checkpoints that the workflow can go back to (cascade,
-// "Recovery Point"), the most recent first. Each can be undone, has not expired, was
-// not rolled back, and its call was made and has ended; and so it is with every
-// checkpoint that follows from it, since otherwise going back would leave effects of
-// what never was. Whether the snapshots are still good only a rollback's preparation
-// can tell.
+// RecoveryPoints are the checkpoints that the workflow can go back to (cascade, "Recovery
+// Point"), the most recent first. Each can be undone, has not expired, was not rolled back, and
+// its call was made and has ended; and so it is with every checkpoint that follows from it, since
+// otherwise going back would leave effects of what never was. Whether the snapshots are still
+// good only a rollback's preparation can tell.
 func (g *Graph) RecoveryPoints(now time.Time) []string {
 	final := make([]bool, len(g.nodes)) // nodes that something final follows from
 	for i := len(g.nodes) - 1; i >= 0; i-- {

@@ -77,9 +77,8 @@ type syncError struct{ error }
 
 func (e syncError) Unwrap() error { return e.error }
 
-// append makes values durable and fills in their pointers; syncs is called before each
-// sync. After any error but a syncError the files are usable: no pointer leads to what was
-// written.
+// append makes values durable and fills in their pointers; syncs is called before each sync.
+// After any error but a syncError the files are usable: no pointer leads to what was written.
 func (b *bodies) append(values []*bulkValue, syncs func()) error {
 	b.writing.Lock()
 	defer b.writing.Unlock()
@@ -91,8 +90,7 @@ func (b *bodies) append(values []*bulkValue, syncs func()) error {
 	return b.sync(written, syncs)
 }
 
-// writeAll writes values to their files and returns the files, pinned. The caller holds
-// writing.
+// writeAll writes values to their files and returns the files, pinned. The caller holds writing.
 func (b *bodies) writeAll(values []*bulkValue) (written []*handle, err error) {
 	bySegment := make(map[int64][]*bulkValue)
 	for _, v := range values {
@@ -229,8 +227,7 @@ func (b *bodies) read(p pointer, key []byte) ([]byte, error) {
 	}
 }
 
-// sweep removes the segments whose entries have all expired by now, and returns their
-// number.
+// sweep removes the segments whose entries have all expired by now, and returns their number.
 func (b *bodies) sweep(now time.Time) (dropped int, err error) {
 	names, err := b.renameExpired(now.Add(-sweepGrace).Unix())
 	for _, name := range names {

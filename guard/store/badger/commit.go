@@ -158,8 +158,7 @@ type staged struct {
 }
 
 const (
-	// entryOverhead is what Badger adds to key and value when it sizes a
-	// transaction.
+	// entryOverhead is what Badger adds to key and value when it sizes a transaction.
 	entryOverhead = 12
 	// maxInline is the size from which on a bulk value goes straight to its file, with a
 	// sync of its own: writing it twice would cost more.
@@ -194,8 +193,7 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 		s := staged{key: take(1 + len(w.Key))}
 		s.key[0] = userSpace
 		copy(s.key[1:], w.Key)
-		// A write that has already expired is a deletion: its bulk file may have been
-		// swept.
+		// A write that has already expired is a deletion: its bulk file may have been swept.
 		gone := w.Delete || !w.Expires.IsZero() && !now.Before(w.Expires)
 		switch {
 		case gone:

@@ -21,8 +21,7 @@ type disk interface {
 	sync(f *os.File) error
 	// syncDir returns when the entries of dir are durable.
 	syncDir(dir string) error
-	// free is the free space for dir in bytes; ok is false if the system does not report
-	// it.
+	// free is the free space for dir in bytes; ok is false if the system does not report it.
 	free(dir string) (bytes uint64, ok bool)
 }
 

@@ -183,8 +183,7 @@ func (s *manifestFile) replace(next string, content []byte) error {
 	return s.disk.syncDir(s.dir)
 }
 
-// check compares Badger's manifest with what was recorded and returns the tables that it
-// lists.
+// check compares Badger's manifest with what was recorded and returns the tables that it lists.
 func (s *manifestFile) check() ([]uint64, error) {
 	content, err := os.ReadFile(s.badgerManifest())
 	if errors.Is(err, fs.ErrNotExist) {

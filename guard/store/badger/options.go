@@ -21,8 +21,7 @@ import (
 type Options struct {
 	// Now is the clock for expiries; nil is time.Now.
 	Now func() time.Time
-	// Logger receives messages for operators, without keys or values (P8); nil logs
-	// nothing.
+	// Logger receives messages for operators, without keys or values (P8); nil logs nothing.
 	Logger *slog.Logger
 	// BulkWindow is the width of a time partition of bulk values: their space
 	// comes back at most this long after their expiry. Whole seconds; zero is
@@ -32,18 +31,16 @@ type Options struct {
 	// sync. It applies only while four or more commits come at a time, so
 	// a single client never waits. Zero is 300 µs, negative is none.
 	GroupWait time.Duration
-	// MinFree is the free disk space in bytes under which nothing new begins: Commit then
-	// takes only batches whose first write has a VersionIs condition and that carry no bulk
-	// value, so that running executions are completed instead of left in doubt, and returns
-	// store.ErrFull for all others. Under a quarter of it Commit refuses every batch: a
-	// write to Badger's mapped files on a full disk kills the process, so the quarter is
-	// more than Badger may need between two checks. Zero is DefaultMinFree, negative is no
-	// limit.
+	// MinFree is the free disk space in bytes under which nothing new begins: Commit then takes
+	// only batches whose first write has a VersionIs condition and that carry no bulk value, so
+	// that running executions are completed instead of left in doubt, and returns store.ErrFull
+	// for all others. Under a quarter of it Commit refuses every batch: a write to Badger's
+	// mapped files on a full disk kills the process, so the quarter is more than Badger may need
+	// between two checks. Zero is DefaultMinFree, negative is no limit.
 	MinFree int64
-	// MaxSize is the largest size of the whole directory in bytes, as the file system
-	// counts them. Over it Commit refuses what it refuses below MinFree, until enough has
-	// expired. Running executions are completed, so the store may grow a little larger.
-	// Zero is no limit.
+	// MaxSize is the largest size of the whole directory in bytes, as the file system counts
+	// them. Over it Commit refuses what it refuses below MinFree, until enough has expired.
+	// Running executions are completed, so the store may grow a little larger. Zero is no limit.
 	MaxSize int64
 	// VerifyEvery is the time between two checks of all of Badger's tables, which find
 	// blocks that decay while the store is open. Zero is 24 hours, negative is never. Open
@@ -166,9 +163,8 @@ func lock(dir string) (*os.File, error) {
 // logger passes Badger's messages to slog. Badger's info messages only help in debugging.
 type logger struct {
 	to *slog.Logger
-	// failed is called when a write or sync of a table or of Badger's manifest fails.
-	// Badger retries, but the second sync of a file reports success whatever became of the
-	// first.
+	// failed is called when a write or sync of a table or of Badger's manifest fails. Badger
+	// retries, but the second sync of a file reports success whatever became of the first.
 	failed func(error)
 }
 

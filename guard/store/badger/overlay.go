@@ -179,9 +179,8 @@ func (o *overlay) newest() uint64 {
 // deleted never goes to Badger.
 const applyAfter = 100 * time.Millisecond
 
-// applier writes the overlay to Badger, layer by layer, and is the only writer there
-// besides reclaim. It syncs nothing: the log keeps everything until Badger's tables have
-// it.
+// applier writes the overlay to Badger, layer by layer, and is the only writer there besides
+// reclaim. It syncs nothing: the log keeps everything until Badger's tables have it.
 type applier struct {
 	*Store
 	ts    uint64 // of the last transaction

@@ -95,9 +95,8 @@ func (s *Store) checkFree(free uint64, ok bool) {
 	}
 }
 
-// checkSize refuses new executions while the store is larger than MaxSize. Between
-// measurements the size is estimated from what was written, ordinary values twice: to the
-// log and to a table.
+// checkSize refuses new executions while the store is larger than MaxSize. Between measurements
+// the size is estimated from what was written, ordinary values twice: to the log and to a table.
 func (s *Store) checkSize() {
 	if s.space.Load() == nil {
 		s.measure()
@@ -398,8 +397,7 @@ func (s *Store) reclaimRound(k lsmStats) error {
 	return s.merge(l.left, l.right)
 }
 
-// merge compacts all entries between two keys, and all above the last level, into the last
-// level.
+// merge compacts all entries between two keys, and all above the last level, into the last level.
 func (s *Store) merge(left, right []byte) error {
 	for {
 		newest := uint64(0)

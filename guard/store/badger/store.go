@@ -187,13 +187,12 @@ func (s *Store) conflict(b *batch) error {
 	return lost
 }
 
-// Open opens the store in dir, and creates it where there is none. It refuses a directory
-// that is in use, one whose contents are damaged, and one that holds other files and no
-// store.
+// Open opens the store in dir, and creates it where there is none. It refuses a directory that is
+// in use, one whose contents are damaged, and one that holds other files and no store.
 //
-// The check for damage covers both manifests, every byte of every table, and after a crash
-// the log, except for its last frame: that one may be torn because it was never
-// acknowledged. Bulk values are checked when they are read.
+// The check for damage covers both manifests, every byte of every table, and after a crash the
+// log, except for its last frame: that one may be torn because it was never acknowledged. Bulk
+// values are checked when they are read.
 func Open(dir string, o Options) (*Store, error) {
 	return openWith(dir, o, osDisk{})
 }
@@ -334,9 +333,8 @@ func (s *Store) bodiesDir() string { return filepath.Join(s.dir, "bodies") }
 
 func (s *Store) walDir() string { return filepath.Join(s.dir, "wal") }
 
-// removeMemory removes the logs of Badger's memory tables and its value log. Our own log
-// has all that they hold. They are not synced, so after a crash Badger may refuse to open
-// with them.
+// removeMemory removes the logs of Badger's memory tables and its value log. Our own log has all
+// that they hold. They are not synced, so after a crash Badger may refuse to open with them.
 func removeMemory(lsm string) error {
 	for _, pattern := range []string{"*.mem", "*.vlog"} {
 		names, err := filepath.Glob(filepath.Join(lsm, pattern))
@@ -464,8 +462,7 @@ func (s *Store) contentError(err error) error {
 	return corrupt(s.dir, "%w", err)
 }
 
-// recover applies the log to Badger and to the bulk files, durably, so that a new log can
-// begin.
+// recover applies the log to Badger and to the bulk files, durably, so that a new log can begin.
 func (s *Store) recover(found *recovery) error {
 	m, err := s.checkMarker(found)
 	if err != nil {

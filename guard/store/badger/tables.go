@@ -30,9 +30,8 @@ import (
 // checksum, Badger's Get silently answers "not found", and compaction silently drops the
 // rest of the table: the guard would take the key for free (P1).
 
-// damagedFile marks a store in which a damaged table was found while it was open.
-// Compaction may have replaced that table since by one with right checksums and missing
-// entries.
+// damagedFile marks a store in which a damaged table was found while it was open. Compaction may
+// have replaced that table since by one with right checksums and missing entries.
 const damagedFile = "DAMAGED"
 
 // verifyAtOpen checks the tables before Badger opens them. After an orderly close the check
@@ -377,8 +376,7 @@ type verifiedTable struct {
 	Stats   tableStats   `json:"census"`
 }
 
-// fileIdentity changes with every change through the file system: Changed cannot be set
-// back.
+// fileIdentity changes with every change through the file system: Changed cannot be set back.
 type fileIdentity struct {
 	Size     int64  `json:"size"`
 	Modified int64  `json:"modified"`
@@ -489,8 +487,7 @@ func (k *verifiedTables) verifyIn(dir string, id uint64) error {
 // of the index, the index; before them the blocks that the index lists.
 func verifyTable(f *os.File) (c tableStats, err error) {
 	defer func() {
-		// The index is read by generated code that trusts its offsets, and its checksum is
-		// short.
+		// The index is read by generated code that trusts its offsets, and its checksum is short.
 		if r := recover(); r != nil {
 			err = fmt.Errorf("index cannot be read: %v", r)
 		}
@@ -719,8 +716,7 @@ func (c *statsCounter) block(b []byte) error {
 	return nil
 }
 
-// sameKeyAsLast reports whether a key, given in two parts, is an older version of the last
-// one.
+// sameKeyAsLast reports whether a key, given in two parts, is an older version of the last one.
 func (c *statsCounter) sameKeyAsLast(shared, rest []byte) bool {
 	n := len(shared) + len(rest) - badgerVersion
 	s := min(n, len(shared))

@@ -566,9 +566,8 @@ func readWholeLog(dir string, r logRange) (recovery, error) {
 	return found, nil
 }
 
-// rewriteLastFrame makes the last frame durable: its sync may never have happened, or may
-// have failed, and then a second sync of the same pages would report success. So it is
-// written again.
+// rewriteLastFrame makes the last frame durable: its sync may never have happened, or may have
+// failed, and then a second sync of the same pages would report success. So it is written again.
 func (r *recovery) rewriteLastFrame(dir string, d disk) error {
 	if r.size == 0 {
 		return nil
