@@ -43,13 +43,12 @@ func Example() {
 		panic(err)
 	}
 	event := ledger.Event{ID: "ckpt-1", Workflow: "wf-1", Action: "checkpoint", Payload: []byte("eyJ...")}
-	pending, err := log.Record(event)
+	batch, err := log.Record(event)
 	if err != nil {
 		panic(err)
 	}
-	change := store.Write{Key: []byte("state"), Value: []byte("claimed"), If: store.Absent()}
-	_, err = st.Commit(ctx, append(pending.Writes(), change)...)
-	if err := pending.Done(err); err != nil {
+	batch.Add(store.Write{Key: []byte("state"), Value: []byte("claimed"), If: store.Absent()})
+	if err := batch.Commit(ctx, st); err != nil {
 		panic(err)
 	}
 

@@ -368,20 +368,14 @@ func (l *Log) Close(ctx context.Context) error {
 // the state change that they describe.
 const MaxEvents = 16
 
-// Pending are events on their way into a commit.
-type Pending struct {
-	l       *Log
-	tickets []uint64
-	writes  []store.Write
-	done    bool
-}
-
-// Record makes the writes for 1 to MaxEvents events, in their order. They belong into the
-// commit of the state change that the events describe; that fails if a workflow has an id
-// already. What the events refer to must not change any more. Done must be called with
-// the error of the commit in every case. The error is ErrInvalid, ErrDuplicate, or why
-// the log is closed.
-func (l *Log) Record(events ...Event) (*Pending, error) {
+// Record makes the batch that records 1 to MaxEvents events, in their order, with four
+// writes at most for each. It belongs into the commit of the state change that the events
+// describe. What the events refer to must not change any more. The error is ErrInvalid,
+// ErrDuplicate, or why the log is closed.
+//
+// The batch must be ended, which wakes the sequencer. Its error is ErrDuplicate where a
+// workflow has one of the ids already.
+func (l *Log) Record(events ...Event) (*store.Batch, error) {
 	if len(events) == 0 || len(events) > MaxEvents {
 		return nil, fmt.Errorf("%w: %d events at once, from 1 to %d", ErrInvalid, len(events), MaxEvents)
 	}
@@ -393,115 +387,74 @@ func (l *Log) Record(events ...Event) (*Pending, error) {
 			return nil, fmt.Errorf("%w: unsigned, and the log has no signer", ErrInvalid)
 		}
 	}
-	p := &Pending{l: l, writes: make([]store.Write, 0, 4*len(events))}
+	kept, n := slices.Clone(events), len(events)
+	first, err := l.queue.open(kept)
+	if err != nil {
+		return nil, err
+	}
+	writes, err := l.outboxWrites(kept, first)
+	if err != nil {
+		l.queue.committed(first, n, err)
+		return nil, err
+	}
+	b := store.NewBatch(writes...)
+	b.OnDone(func(err error) error {
+		l.queue.committed(first, n, err)
+		if store.Lost(err, writes) { // not one that was added to the batch
+			return fmt.Errorf("%w: %w", ErrDuplicate, err)
+		}
+		return err
+	})
+	return b, nil
+}
+
+// outboxWrites makes the writes that record events, whose tickets begin with first. The
+// error is ErrDuplicate where two of them have one id.
+func (l *Log) outboxWrites(events []Event, first uint64) ([]store.Write, error) {
+	writes := make([]store.Write, 0, 4*len(events))
+	// add adds a write, and reports false if an earlier one conflicts with it.
+	add := func(w store.Write) bool {
+		for i := range writes {
+			if there := &writes[i]; bytes.Equal(there.Key, w.Key) {
+				return there.Delete == w.Delete && len(there.Value)+len(w.Value) == 0
+			}
+		}
+		writes = append(writes, w)
+		return true
+	}
 	for i := range events {
-		e := new(events[i])
-		id := l.idKey(e.Workflow, e.ID)
-		if p.has(id) != nil {
-			p.abandon()
-			return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
-		}
-		number, err := l.queue.open(e)
-		if err != nil {
-			p.abandon()
-			return nil, err
-		}
-		p.tickets = append(p.tickets, number)
-		t := ticket{number, l.boot}
+		e, t := &events[i], ticket{first + uint64(i), l.boot}
 		where := location{log: l.id, waiting: true, ticket: t}
+		unique := add(store.Write{Key: l.idKey(e.Workflow, e.ID), If: store.Absent(), Value: where.encode()})
 		key := l.outboxKey(t)
 		plain := e.encode(make([]byte, 0, len(e.Payload)+fixedOverhead))
-		p.writes = append(p.writes,
-			store.Write{Key: id, If: store.Absent(), Value: where.encode()},
-			store.Write{Key: key, Value: l.sealer.Seal(make([]byte, 0, len(plain)+64), plain, key)},
-		)
-		if !p.guard(e) {
-			p.abandon()
+		writes = append(writes, store.Write{Key: key, Value: l.sealer.Seal(make([]byte, 0, len(plain)+64), plain, key)})
+		// An id is not used both with and without a workflow: the key of the other use must
+		// be absent. Ids of unsigned events are the log's own, unknown to anybody before.
+		switch {
+		case e.Unsigned:
+		case e.Workflow == "":
+			unique = unique && add(store.Write{Key: l.givenKey(e.ID), If: store.Absent(), Delete: true})
+		default:
+			unique = unique && add(store.Write{Key: l.idKey("", e.ID), If: store.Absent(), Delete: true}) &&
+				add(store.Write{Key: l.givenKey(e.ID), Expires: e.KeepUntil})
+		}
+		if !unique {
 			return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
 		}
 	}
-	return p, nil
-}
-
-// guard adds writes that keep an id from being used both with and without a workflow: the
-// key of the other use is absent. Ids of unsigned events are the log's own and unknown to
-// anybody before. It returns false if an earlier event of the same commit has the id.
-func (p *Pending) guard(e *Event) bool {
-	if e.Unsigned {
-		return true
-	}
-	given := p.l.givenKey(e.ID)
-	if e.Workflow == "" {
-		return p.add(store.Write{Key: given, If: store.Absent(), Delete: true})
-	}
-	return p.add(store.Write{Key: p.l.idKey("", e.ID), If: store.Absent(), Delete: true}) &&
-		p.add(store.Write{Key: given, Expires: e.KeepUntil})
-}
-
-// add adds a write unless it is present. It returns false if a conflicting one is.
-func (p *Pending) add(w store.Write) bool {
-	there := p.has(w.Key)
-	if there == nil {
-		p.writes = append(p.writes, w)
-		return true
-	}
-	return there.Delete == w.Delete && len(there.Value) == 0
-}
-
-// has returns the write under a key, or nil.
-func (p *Pending) has(key []byte) *store.Write {
-	for i := range p.writes {
-		if bytes.Equal(p.writes[i].Key, key) {
-			return &p.writes[i]
-		}
-	}
-	return nil
-}
-
-// Writes are the writes of the events, four at most for each.
-func (p *Pending) Writes() []store.Write { return p.writes }
-
-// Done reports the result of the commit and wakes the sequencer. It returns err, wrapped
-// as ErrDuplicate if an id was used. Only the first call counts.
-func (p *Pending) Done(err error) error {
-	if !p.done {
-		p.done = true
-		for _, number := range p.tickets {
-			switch {
-			case err == nil:
-				p.l.queue.landed(number)
-			case errors.Is(err, store.ErrUnknown):
-				p.l.queue.unknown(number)
-			default:
-				p.l.queue.done(number)
-			}
-		}
-	}
-	if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
-		for i := range p.writes {
-			if bytes.Equal(p.writes[i].Key, lost.Key) {
-				return fmt.Errorf("%w: %w", ErrDuplicate, err)
-			}
-		}
-	}
-	return err
-}
-
-func (p *Pending) abandon() {
-	for _, number := range p.tickets {
-		p.l.queue.done(number)
-	}
+	return writes, nil
 }
 
 // Append commits events together with more writes and returns when they are durable. They
 // reach the tree later: see Wait. The errors are those of Record and of the store.
 func (l *Log) Append(ctx context.Context, events []Event, more ...store.Write) error {
-	p, err := l.Record(events...)
+	b, err := l.Record(events...)
 	if err != nil {
 		return err
 	}
-	_, err = l.store.Commit(ctx, append(p.Writes(), more...)...)
-	return p.Done(err)
+	b.Add(more...)
+	return b.Commit(ctx, l.store)
 }
 
 // Origin is the log's name.

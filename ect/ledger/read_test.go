@@ -331,17 +331,16 @@ func TestIDsWithoutWorkflow(t *testing.T) {
 		for i := range events {
 			events[i].Workflow = wids[i]
 		}
-		var pending [2]*Pending
+		var batches [2]*store.Batch
 		for i := range events { // both are on their way before one of them lands
 			var err error
-			if pending[i], err = b.Record(events[i]); err != nil {
+			if batches[i], err = b.Record(events[i]); err != nil {
 				t.Fatal(err)
 			}
 		}
 		var errs [2]error
-		for i, p := range pending {
-			_, err := b.store.Commit(ctx, p.Writes()...)
-			errs[i] = p.Done(err)
+		for i, batch := range batches {
+			errs[i] = batch.Commit(ctx, b.store)
 		}
 		both := wids == [2]string{"w", "v"}
 		if errs[0] != nil || (errs[1] == nil) != both || errs[1] != nil && !errors.Is(errs[1], ErrDuplicate) {

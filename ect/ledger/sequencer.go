@@ -94,33 +94,48 @@ func newQueue(first uint64, entries int, age time.Duration) *queue {
 	}
 }
 
-// open returns the next ticket, for an event that does not change any more.
-func (q *queue) open(e *Event) (uint64, error) {
+// open gives the next tickets to events that do not change any more, and returns the first.
+func (q *queue) open(events []Event) (first uint64, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.ended != nil {
 		return 0, q.ended
 	}
-	q.tickets = append(q.tickets, queuedEvent{overtaken: q.overtaken, event: e})
-	number := q.first + uint64(len(q.tickets)-1)
-	if len(q.tickets) > maxOpen && q.tickets[0].status == ticketOpen {
-		q.set(q.first, ticketDone)
+	first = q.first + uint64(len(q.tickets))
+	for i := range events {
+		q.tickets = append(q.tickets, queuedEvent{overtaken: q.overtaken, event: &events[i]})
+		if len(q.tickets) > maxOpen && q.tickets[0].status == ticketOpen {
+			q.set(q.first, ticketDone)
+		}
 	}
-	return number, nil
+	return first, nil
 }
 
-// landed says that the ticket's event is recorded.
-func (q *queue) landed(number uint64) {
+// committed gives the result of their commit to n tickets from first: nil, ErrUnknown, or
+// another error, with which nothing was recorded.
+func (q *queue) committed(first uint64, n int, err error) {
+	unknown := errors.Is(err, store.ErrUnknown)
 	q.mu.Lock()
-	// The sequencer may have been faster.
-	if t := q.find(number); t != nil && t.status == ticketOpen {
-		t.status, t.scan, t.at = ticketLanded, q.scans, time.Now()
-		q.waiting++
-		// A scan since then may have missed it.
-		q.unsure = q.unsure || t.overtaken != q.overtaken
+	for number := first; number < first+uint64(n); number++ {
+		t := q.find(number)
+		switch {
+		case err != nil && !unknown:
+			q.set(number, ticketDone)
+		case t == nil || t.status != ticketOpen: // the sequencer was faster
+		case unknown:
+			t.status, t.scan = ticketUnknown, q.scans
+		default:
+			t.status, t.scan, t.at = ticketLanded, q.scans, time.Now()
+			q.waiting++
+			// A scan since then may have missed it.
+			q.unsure = q.unsure || t.overtaken != q.overtaken
+		}
 	}
+	q.unsure = q.unsure || unknown
 	q.mu.Unlock()
-	q.signal()
+	if err == nil || unknown {
+		q.signal()
+	}
 }
 
 // done says that the ticket's event is in the tree, or was never recorded.
@@ -128,17 +143,6 @@ func (q *queue) done(number uint64) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.set(number, ticketDone)
-}
-
-// unknown says that the result of the commit is unknown.
-func (q *queue) unknown(number uint64) {
-	q.mu.Lock()
-	if t := q.find(number); t != nil && t.status == ticketOpen {
-		t.status, t.scan = ticketUnknown, q.scans
-	}
-	q.unsure = true
-	q.mu.Unlock()
-	q.signal()
 }
 
 // set changes the status. mu is held.

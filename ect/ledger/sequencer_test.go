@@ -89,9 +89,9 @@ func TestOneCommit(t *testing.T) {
 	l := mustOpen(t, testOptions(mem))
 	change := store.Write{Key: []byte("x"), Value: []byte("1"), If: store.Absent()}
 	for i, want := range []error{nil, ErrDuplicate} {
-		p := must(l.Record(testEvent(0)))(t)
-		_, err := mem.Commit(t.Context(), append([]store.Write{{Key: []byte{byte('a' + i)}}}, p.Writes()...)...)
-		if err := p.Done(err); !errors.Is(err, want) {
+		b := must(l.Record(testEvent(0)))(t)
+		_, err := mem.Commit(t.Context(), append([]store.Write{{Key: []byte{byte('a' + i)}}}, b.Writes()...)...)
+		if err := b.Done(err); !errors.Is(err, want) {
 			t.Errorf("attempt %d: %v", i, err)
 		}
 	}
@@ -99,19 +99,81 @@ func TestOneCommit(t *testing.T) {
 		t.Error("the change of a refused event landed")
 	}
 	for i := range 2 { // the change is refused the second time, and the event with it
-		p := must(l.Record(testEvent(1 + i)))(t)
-		_, err := mem.Commit(t.Context(), append([]store.Write{change}, p.Writes()...)...)
-		err = p.Done(err)
+		b := must(l.Record(testEvent(1 + i)))(t)
+		b.Add(change)
+		err := b.Commit(t.Context(), mem)
 		if lost := (*store.Conflict)(nil); i == 1 && (!errors.As(err, &lost) || errors.Is(err, ErrDuplicate)) {
 			t.Errorf("the conflict is not the caller's own: %v", err)
 		}
+	}
+	if _, err := l.Record(testEvent(3), testEvent(3)); !errors.Is(err, ErrDuplicate) {
+		t.Errorf("one id twice: %v", err)
 	}
 	drain(t, l)
 	if got := l.Head().Size; got != 2 {
 		t.Errorf("%d events instead of 2", got)
 	}
+	if n := len(l.queue.tickets); n != 0 {
+		t.Errorf("%d tickets are kept of what did not land", n)
+	}
 	if b := l.queue.backlog(); b.Entries != 0 {
 		t.Errorf("what did not land is waited for: %+v", b)
+	}
+}
+
+// TestCommitsWakeTheSequencer: what landed, or may have, is moved at once, the latter after a
+// scan of the outbox. What did not land wakes nobody.
+func TestCommitsWakeTheSequencer(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustOpen(t, testOptions(mem))
+	m := sequencer{Log: l} // it has scanned the outbox
+	unknown := fmt.Errorf("%w: the answer was lost", store.ErrUnknown)
+	for i, c := range []struct {
+		lands bool
+		err   error // that the batch is ended with
+		wakes bool
+	}{{true, nil, true}, {true, unknown, true}, {false, unknown, true}, {false, store.ErrFull, false}} {
+		size := l.Head().Size
+		b := must(l.Record(testEvent(i)))(t)
+		if c.lands {
+			must(mem.Commit(t.Context(), b.Writes()...))(t)
+			size++
+		}
+		if err := b.Done(c.err); err != c.err {
+			t.Errorf("%d: %v", i, err)
+		}
+		woken := false
+		select {
+		case <-l.queue.wake:
+			woken = true
+		default:
+		}
+		if woken != c.wakes {
+			t.Errorf("%d: woken: %t", i, woken)
+		}
+		if awaited := len(l.queue.tickets) == 1; awaited != c.wakes {
+			t.Errorf("%d: waits for it: %t", i, awaited)
+		}
+		if counted := l.queue.backlog().Entries == 1; counted != (c.err == nil) {
+			t.Errorf("%d: in the backlog: %t", i, counted)
+		}
+		for rest := true; rest; {
+			rest = must(m.move(t.Context()))(t)
+		}
+		if got := l.Head().Size; got != size {
+			t.Errorf("%d: %d events instead of %d", i, got, size)
+		}
+		if n := len(l.queue.tickets); n != 0 {
+			t.Errorf("%d: %d tickets are kept", i, n)
+		}
+	}
+	b := must(l.Record(testEvent(9)))(t)
+	l.queue.overtake() // another process moves the log on, and perhaps this event
+	if err := b.Commit(t.Context(), mem); err != nil {
+		t.Error(err)
+	}
+	if _, sure := l.queue.recorded(l.boot, 1); sure {
+		t.Error("an event is moved without a look at whether another process has moved it")
 	}
 }
 
@@ -124,8 +186,7 @@ func TestLateLanding(t *testing.T) {
 	appendEvents(t, l, 1, 3)
 	drain(t, l)
 	m := sequencer{Log: l} // without a scan of the outbox
-	_, err := mem.Commit(t.Context(), slow.Writes()...)
-	if err := slow.Done(err); err != nil {
+	if err := slow.Commit(t.Context(), mem); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := m.move(t.Context()); err != nil {
@@ -423,7 +484,7 @@ func TestAbandonedTickets(t *testing.T) {
 		l.Start()
 		p := must(l.Record(testEvent(0)))(t)
 		for range maxOpen + 10 {
-			if _, err := l.queue.open(new(Event)); err != nil {
+			if _, err := l.queue.open(make([]Event, 1)); err != nil {
 				t.Fatal(err)
 			}
 		}

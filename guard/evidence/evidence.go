@@ -224,13 +224,12 @@ func (e *Evidence) NewBatch(keep time.Time, tokens []*ect.Token, drafts ...*ect.
 		})
 		nodes = append(nodes, e.draftNode(d))
 	}
-	pending, err := e.log.Record(events...)
+	b, err := e.log.Record(events...)
 	if err != nil {
 		return nil, err
 	}
-	b := store.NewBatch(pending.Writes()...)
 	b.OnDone(func(err error) error {
-		if err = pending.Done(err); err == nil {
+		if err == nil {
 			for _, n := range nodes {
 				e.recent.add(scope{n.Workflow, n.ID}, n)
 			}

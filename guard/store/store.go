@@ -205,7 +205,8 @@ func (c *Conflict) Error() string {
 // can release what they hold.
 type Batch struct {
 	writes []Write
-	done   func(error) error // the callbacks, in their order
+	done   []func(error) error  // the callbacks, in their order
+	few    [2]func(error) error // room for the first two, which then cost no allocation
 	ended  bool
 }
 
@@ -219,11 +220,10 @@ func (b *Batch) Add(writes ...Write) { b.writes = append(b.writes, writes...) }
 // says that the commit is durable, ErrUnknown that it may be, any other error that nothing was
 // written. It returns that error, wrapped where it knows more about it.
 func (b *Batch) OnDone(callback func(err error) error) {
-	if earlier := b.done; earlier != nil {
-		b.done = func(err error) error { return callback(earlier(err)) }
-		return
+	if b.done == nil {
+		b.done = b.few[:0]
 	}
-	b.done = callback
+	b.done = append(b.done, callback)
 }
 
 // Join adds the writes and the callbacks of another batch, which must not change any more.
@@ -248,8 +248,9 @@ func (b *Batch) Done(err error) error {
 	if b == nil || b.ended {
 		return err
 	}
-	if b.ended = true; b.done != nil {
-		err = b.done(err)
+	b.ended = true
+	for _, callback := range b.done {
+		err = callback(err)
 	}
 	return err
 }
