@@ -15,38 +15,6 @@ import (
 	"time"
 )
 
-// Step 2: a body over the cap is refused before anything is claimed or forwarded,
-// whether its length is announced or not.
-func TestBodyTooLarge(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s {\n max_body 1KiB\n}", u.addr)
-	most := strings.Repeat("x", 1<<10)
-	for i, r := range []request{
-		{body: most + "x"},
-		{reader: onlyReader{strings.NewReader(most + "x")}},
-		{reader: onlyReader{strings.NewReader(strings.Repeat(most, 100))}},
-	} {
-		r.path, r.id = fmt.Sprint("/over/", i), "k"
-		doc := g.call(r).terminal(t, 413, "body-too-large")
-		if *doc.SafeNewKey || !strings.Contains(doc.Detail, "1024") {
-			t.Errorf("%+v", doc)
-		}
-		u.arrived(r.path, 0)
-		r.reader, r.body = nil, "{}" // the key is free
-		g.call(r).want(t, 201, "arrival 1", "executed")
-	}
-	for i, r := range []request{{body: most}, {reader: onlyReader{strings.NewReader(most)}}} {
-		r.path, r.id = fmt.Sprint("/at/", i), "k"
-		g.call(r).want(t, 201, "arrival 1", "executed")
-		if u.last(r.path).body != most {
-			t.Error("the body was changed")
-		}
-	}
-	if got := g.call(request{method: http.MethodGet, path: "/read", body: most + "x"}); got.status != 201 {
-		t.Errorf("what is not guarded got %d", got.status)
-	}
-}
-
 // The limit of Caddy's own directive is one too; a length that is announced it refuses
 // itself.
 func TestBodyOverTheSitesLimit(t *testing.T) {

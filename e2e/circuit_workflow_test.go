@@ -90,59 +90,6 @@ func TestWorkflowsOwnThreshold(t *testing.T) {
 	g.call(with(next, request{path: "/b"})).want(t, 201, "arrival 1", "replayed")
 }
 
-// What a workflow may ask for, and what it means within the bounds of the configuration.
-func TestWorkflowThresholdIsBounded(t *testing.T) {
-	for name, test := range map[string]struct {
-		option        string
-		member, value string
-		limit         string // empty where the call goes on
-	}{
-		"above the rate":         {"", "atd.circuit_threshold", "0.3", ""},
-		"laxer than the breaker": {"", "atd.circuit_threshold", "0.9", ""},
-		"in an object":           {"", "constraints", `{"atd.circuit_threshold":0.25,"atd.circuit_window_s":1800,"atd.resource_cpu":"2"}`, "25% of the calls in 30m0s"},
-		"longer than the window": {"", "constraints", `{"atd.circuit_threshold":0.25,"atd.circuit_window_s":1e9}`, "25% of the calls in 1h0m0s"},
-		"a window alone":         {"", "atd.circuit_window_s", "1800", ""},
-		"somebody else's":        {"", "constraints", `["atd.circuit_threshold"]`, ""},
-		"default floor":          {"", "atd.circuit_threshold", "0.001", "10%"},
-		"floor":                  {"workflow_threshold 28%", "atd.circuit_threshold", "0.001", "28%"},
-		"high floor":             {"workflow_threshold 40%", "atd.circuit_threshold", "0.001", ""},
-		"off":                    {"workflow_threshold off", "atd.circuit_threshold", "0.2", ""},
-		"observed":               {"mode observe", "atd.circuit_threshold", "0.2", ""},
-	} {
-		t.Run(name, func(t *testing.T) {
-			u, a := newUpstream(t), newAgent(t, "a")
-			g := launch(t, setup{app: trusting(t, a), badger: true,
-				site: "agent_proxy " + u.addr + " {\n" + longWindow + test.option + "\n}\n}"})
-			g.failThird(u)
-			got := g.call(with(a.asking(uuid.NewString(), test.member, test.value), request{path: "/a"}))
-			if test.limit == "" {
-				got.want(t, 201, "arrival 1", "executed")
-				return
-			}
-			got.refusedByItself(t, u.addr, test.limit)
-		})
-	}
-}
-
-// A constraint that cannot be meant refuses its token, on calls that change nothing too:
-// without it the workflow would go on with less care than it has asked for.
-func TestWorkflowThresholdThatCannotBeMeant(t *testing.T) {
-	u, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr})
-	for _, test := range [][2]string{
-		{"atd.circuit_threshold", "0"}, {"atd.circuit_threshold", "1"}, {"atd.circuit_threshold", "-0.2"},
-		{"atd.circuit_threshold", "50"}, {"atd.circuit_threshold", `"0.2"`}, {"atd.circuit_threshold", "null"},
-		{"atd.circuit_threshold", "1e999"}, {"atd.circuit_threshold", "[0.2]"},
-		{"atd.circuit_window_s", "0"}, {"atd.circuit_window_s", "0.9"}, {"atd.circuit_window_s", "-60"}, {"atd.circuit_window_s", `"60s"`},
-		{"constraints", `{"atd.circuit_threshold":2}`}, {"constraints", `{"atd.circuit_window_s":false}`},
-	} {
-		for _, method := range []string{"POST", "GET"} {
-			g.call(with(a.asking(uuid.NewString(), test[0], test[1]), request{method: method, path: "/a"})).refusedFor(t, 403, "ext")
-		}
-	}
-	u.arrived("/a", 0)
-}
-
 // Only who has a token of a workflow is held to more in it, and the strictest value counts.
 func TestWhoMakesAWorkflowStricter(t *testing.T) {
 	u, a := newUpstream(t), newAgent(t, "a")
@@ -236,17 +183,6 @@ func TestWorkflowThresholdOfADynamicUpstream(t *testing.T) {
 	u.arrived("/a", 0)
 	force(t, u.addr, breaker.ForcedClosed)
 	g.call(with(token, request{path: "/a"})).want(t, 201, "arrival 1", "executed")
-}
-
-// A fallback answers in the place of this refusal too.
-func TestWorkflowThresholdFallback(t *testing.T) {
-	u, other, a := newUpstream(t), newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n" + longWindow + "}\n" +
-		"fallback {\n reverse_proxy " + other.addr + "\n }\n}"})
-	g.failThird(u)
-	g.call(with(a.asking(uuid.NewString(), "atd.circuit_threshold", "0.2"), request{path: "/a"})).want(t, 201, "arrival 1", "refused")
-	u.arrived("/a", 0)
-	other.arrived("/a", 1)
 }
 
 // cascade 3.3.2: the workflow is told that its work is rejected, once, and sees which

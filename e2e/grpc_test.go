@@ -247,30 +247,3 @@ func TestGRPCWebProblems(t *testing.T) {
 	}
 	u.arrived("/pkg.Pay/Charge", 0)
 }
-
-// P6: of what a guard behind this one refuses as a conflict nobody knows whether it was
-// executed, over gRPC as over HTTP.
-func TestGRPCRefusalOfAnotherGuard(t *testing.T) {
-	u := newH2CUpstream(t)
-	g := start(t, "agent_proxy h2c://%s {\n grpc unary\n breaker off\n}", u.addr)
-	client := g.h2cClient()
-	for code, want := range map[string]outcome{"9": inDoubt, "6": inDoubt, "3": completed, "7": released, "14": inDoubt} {
-		path := "/pkg.Pay/" + code
-		u.on(path, first(status(200, "", "Content-Type", "application/grpc", "Grpc-Status", code, "Execution-Status", "refused")))
-		r := request{path: path, id: "k", client: client, header: headers{"Content-Type": "application/grpc", "Te": "trailers"}}
-		g.call(r)
-		again := g.call(r)
-		switch want {
-		case completed:
-			if again.header.Get("Execution-Status") != "replayed" {
-				t.Errorf("%s: %+v", code, again)
-			}
-		case released:
-			u.arrived(path, 2)
-		case inDoubt:
-			if again.header.Get("Execution-Problem") != "in-doubt" {
-				t.Errorf("%s: %+v", code, again)
-			}
-		}
-	}
-}

@@ -1,8 +1,6 @@
 package e2e
 
 import (
-	"fmt"
-	"net/http"
 	"reflect"
 	"strings"
 	"testing"
@@ -59,72 +57,5 @@ func TestReplayedHeaders(t *testing.T) {
 		if got := again.header[name]; !reflect.DeepEqual(got, values) {
 			t.Errorf("%s: %q, want %q", name, got, values)
 		}
-	}
-}
-
-// What an upstream says in our own fields is not said by us.
-func TestUpstreamCannotSpeakForTheGuard(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s", u.addr)
-	lies := []string{
-		"Execution-Id", "lie", "Execution-Status", "attached", "Idempotent-Replayed", "true", "Execution-Checkpoint", "lie",
-	}
-	check := func(name string, got reply, execution string) {
-		t.Helper()
-		got.want(t, got.status, got.body, execution)
-		if v := got.header.Values("Execution-Id"); len(v) != 1 || v[0] != "k" {
-			t.Errorf("%s: Execution-Id %q", name, v)
-		}
-		if v := got.header.Get("Execution-Checkpoint"); v != "" {
-			t.Errorf("%s: Execution-Checkpoint %q", name, v)
-		}
-	}
-	for _, code := range []int{201, 204, 429, 504} {
-		path := fmt.Sprintf("/%d", code)
-		u.on(path, first(status(code, "", lies...)))
-		execution := "executed"
-		if code == 504 {
-			execution = "in_doubt"
-		}
-		check(path, g.call(request{path: path, id: "k"}), execution)
-	}
-	check("replay", g.call(request{path: "/201", id: "k"}), "replayed")
-	doc := g.call(request{path: "/504", id: "k"})
-	doc.terminal(t, 409, "in-doubt")
-	if doc.header.Get("Execution-Status") != "in_doubt" || doc.header.Get("Idempotent-Replayed") != "" {
-		t.Errorf("in doubt: %v", doc.header)
-	}
-	u.on("/trailers", func(w http.ResponseWriter, a *arrival) {
-		flushed("body")(w, a)
-		for i := 0; i < len(lies); i += 2 {
-			w.Header().Set(http.TrailerPrefix+lies[i], lies[i+1])
-		}
-	})
-	for _, execution := range []string{"executed", "replayed"} {
-		got := g.call(request{path: "/trailers", id: "k"})
-		check("trailers", got, execution)
-		if len(got.trailer) != 0 {
-			t.Errorf("%s: trailers %v", execution, got.trailer)
-		}
-	}
-}
-
-// What a broken or refused attempt left in the header is not in the problem.
-func TestProblemsHaveNoHeadersOfAnAttempt(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "header X-Outer o\nagent_proxy %s", u.addr)
-	// The header is the end, so that nothing has left when the record fails.
-	u.on("/x", func(w http.ResponseWriter, a *arrival) {
-		g.store.failCommits(errBroken)
-		status(204, "", "X-Upstream", "u", "Etag", "e")(w, a)
-	})
-	got := g.call(request{path: "/x", id: "k"})
-	g.store.onCommit(nil)
-	got.terminal(t, 409, "in-doubt")
-	if got.header.Get("X-Upstream") != "" || got.header.Get("Etag") != "" || got.header.Get("Execution-Status") != "in_doubt" {
-		t.Errorf("header %v", got.header)
-	}
-	if got.header.Get("X-Outer") != "o" {
-		t.Errorf("header %v", got.header)
 	}
 }

@@ -1,7 +1,6 @@
 package e2e
 
 import (
-	"net/http"
 	"slices"
 	"strings"
 	"testing"
@@ -32,17 +31,6 @@ func TestRollbackCompensates(t *testing.T) {
 	}
 }
 
-// A payment that was declined is not refunded, and calls for no person.
-func TestRollbackOfARefusedCall(t *testing.T) {
-	a := newAgent(t, "a")
-	lab, g := launchLab(t, sagaActions, a)
-	s := g.saga(a)
-	lab.on("POST /charges", 1, restSays(http.StatusUnprocessableEntity, `{"error":"declined"}`))
-	declined := s.try(charge(7))
-	s.back(rollbackBody{Checkpoint: declined.header.Get("Execution-Checkpoint")}).want(t, "completed")
-	lab.arrived("POST /refunds", 0)
-}
-
 // P6: a charge of which nobody knows whether it was made, and whose refund needs its answer, is
 // left to a person, and its checkpoint does not promise anything else.
 func TestRollbackOfACallInDoubt(t *testing.T) {
@@ -65,103 +53,6 @@ func TestRollbackOfACallInDoubt(t *testing.T) {
 		t.Errorf("%+v", doc)
 	}
 	lab.arrived("POST /refunds", 0)
-}
-
-// MicroProfile LRA: what each answer to an undo means. No answer leads to a second effect.
-func TestRollbackAnswers(t *testing.T) {
-	const refunds, asking = "POST /refunds", "GET /refunds/*"
-	a := newAgent(t, "a")
-	lab, g := launchLab(t, sagaActions, a)
-	type script func(of string)
-	once := func(answer func(*restCall)) script {
-		return func(of string) { lab.onFor(refunds, of, 1, answer) }
-	}
-	for name, c := range map[string]struct {
-		script  script
-		status  string
-		reason  string
-		asked   int // how often the refund was asked for
-		effects int
-	}{
-		"200":         {func(string) {}, "completed", "", 1, 1},
-		"204":         {once(restDoes(204, "")), "completed", "", 1, 1},
-		"200 garbage": {once(restDoes(200, "\x00\xff{")), "completed", "", 1, 1},
-		"200 empty":   {once(restDoes(200, "")), "completed", "", 1, 1},
-		"202": {func(of string) {
-			lab.onFor(refunds, of, 1, restDoes(202, "", "Location", "/refunds/"+of))
-			lab.onFor(asking, of, 1, restSays(202, ""))
-		}, "completed", "", 1, 1},
-		"202 without a place": {once(restDoes(202, "")), "completed", "", 2, 1},
-		"409":                 {once(restSays(409, "")), "failed", "refused", 1, 0},
-		"410":                 {once(restSays(410, "")), "completed", "", 1, 0},
-		"418":                 {once(restSays(418, "")), "escalated", "unexpected", 1, 0},
-		"401":                 {once(restSays(401, "")), "failed", "unauthorized", 1, 0},
-		"403":                 {once(restSays(403, "")), "failed", "unauthorized", 1, 0},
-		"302":                 {once(restSays(302, "", "Location", "/refunds")), "escalated", "unexpected", 1, 0},
-		"405":                 {once(restSays(405, "")), "failed", "unexpected", 1, 0},
-		"500 once":            {once(restSays(500, "")), "completed", "", 2, 1},
-		"429 once":            {once(restSays(429, "", "Retry-After", "1")), "completed", "", 2, 1},
-		"lost after it":       {once(restLoses), "completed", "", 2, 1},
-		"lost before":         {once(restDrops), "completed", "", 2, 1},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel() // they wait for each other's retries
-			s := g.saga(a)
-			s.t = t
-			step := s.do(charge(7))
-			id := step.id(t)
-			c.script(id)
-			doc := s.back(rollbackBody{Checkpoint: step.checkpoint})
-			if c.reason == "" {
-				doc.want(t, c.status)
-			} else {
-				doc.want(t, c.status, c.reason)
-			}
-			if got := len(lab.all(refunds, id)); got != c.asked {
-				t.Errorf("the refund was asked for %d times, want %d", got, c.asked)
-			}
-			if got := lab.effectsOn("refunded", id); got != c.effects {
-				t.Errorf("%d refunds, want %d", got, c.effects)
-			}
-			if got := doc.Effect == "unknown"; got != (c.status == "escalated") {
-				t.Errorf("effect %q", doc.Effect)
-			}
-			if got := len(doc.Escalations) > 0; got != (c.status != "completed") {
-				t.Errorf("escalations %q", doc.Escalations)
-			}
-		})
-	}
-}
-
-// Facts 7.4, participant trouble: down at the rollback, done after it has returned.
-func TestRollbackWaitsForTheUpstream(t *testing.T) {
-	a := newAgent(t, "a")
-	lab, g := launchLab(t, sagaActions, a)
-	s := g.saga(a)
-	step := s.do(charge(7))
-	lab.down()
-	s.begun(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint})
-	lab.up()
-	s.finished(rollbackID(1)).want(t, "completed")
-	lab.arrived("POST /refunds", 1)
-}
-
-// A slow undo is under way, and never a success (P6).
-func TestRollbackSlowUndo(t *testing.T) {
-	a := newAgent(t, "a")
-	lab, g := launchLab(t, sagaActions, a)
-	s := g.saga(a)
-	step := s.do(charge(7))
-	hold := newGate(t)
-	lab.on("POST /refunds", 1, restWaits(hold))
-	s.begun(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint})
-	wait(t, hold.arrived, "the refund")
-	if doc := document[rollbackDoc](t, s.look(rollbackID(1))); doc.Status != "" || doc.State != "executing" {
-		t.Errorf("%+v", doc)
-	}
-	hold.open()
-	s.finished(rollbackID(1)).want(t, "completed")
-	lab.arrived("POST /refunds", 1)
 }
 
 // Facts 7.4, lost answer: where a status can be asked for nothing is sent again.

@@ -82,20 +82,6 @@ func TestRollbackOverwrites(t *testing.T) {
 	lab.wantDoc("/docs/x", `{"n":1}`)
 }
 
-// A pre-image that cannot be had: nothing is forwarded, and the key is free.
-func TestRollbackNeedsAPreImage(t *testing.T) {
-	a := newAgent(t, "a")
-	lab, g := launchLab(t, sagaActions, a)
-	lab.on("GET /docs/x", 1, restSays(http.StatusInternalServerError, ""))
-	s := g.saga(a)
-	if got := s.try(put("/docs/x", `{"n":2}`)); got.status < 400 {
-		t.Errorf("%d %s", got.status, got.body)
-	}
-	lab.arrived("PUT /docs/x", 0)
-	s.do(put("/docs/x", `{"n":2}`))
-	lab.arrived("PUT /docs/x", 1)
-}
-
 // P6: the type of what stands there, and the other fields of its image, are part of it.
 func TestRollbackRestoresTheType(t *testing.T) {
 	a := newAgent(t, "a")

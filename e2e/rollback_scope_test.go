@@ -165,24 +165,6 @@ func TestCascade421Irreversible(t *testing.T) {
 	}
 }
 
-// A call in flight is waited for, then undone.
-func TestRollbackWaitsForACallInFlight(t *testing.T) {
-	a := newAgent(t, "a")
-	lab, g := launchLab(t, sagaActions, a)
-	s := g.saga(a)
-	root := s.do(charge(1))
-	hold := newGate(t)
-	lab.on("POST /charges", 1, restWaits(hold))
-	late := g.begin(s.calling(charge(2), root.checkpoint))
-	wait(t, hold.arrived, "the second charge")
-	s.begun(rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Cascade: true})
-	lab.arrived("POST /refunds", 0)
-	hold.open()
-	late.answer()
-	s.finished(rollbackID(1)).want(t, "completed")
-	lab.wantEffects("charged ch_1", "charged ch_2", "refunded ch_2", "refunded ch_1")
-}
-
 // Facts 7.4, empty and hanging: the undo of a call that never ran succeeds and blocks the
 // late call. This is cancellation, not rollback (architecture brief).
 func TestRollbackOfACallThatNeverRan(t *testing.T) {

@@ -99,23 +99,6 @@ func TestP3SameIDInOneWorkflow(t *testing.T) {
 	}
 }
 
-// A token that was sent with a request that wrote nothing may come along with what
-// follows from it.
-func TestSeenTokenComesAlong(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr})
-	wid := uuid.NewString()
-	look := a.issue(ect.Claims{Workflow: wid, Action: "look"})
-	if got := g.call(with(look, request{method: "GET", path: "/balance"})); got.status != http.StatusCreated {
-		t.Fatalf("%d %s", got.status, got.body)
-	}
-	pay := a.issue(ect.Claims{Workflow: wid, Parents: []string{look.ID()}})
-	got := g.call(request{path: "/pay", header: map[string]string{ect.FieldName: look.Raw() + ", " + pay.Raw()}})
-	if got.status != http.StatusCreated {
-		t.Errorf("%d %s", got.status, got.body)
-	}
-}
-
 // The gateway's key may have been given, for another algorithm than a made one has.
 func TestGivenKeyOfAnotherAlgorithm(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")

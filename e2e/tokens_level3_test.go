@@ -230,35 +230,6 @@ func TestLevel3RecordsSafeRequests(t *testing.T) {
 	}
 }
 
-// ECT level L3, P4: of two uses at once one is refused, guarded or not.
-func TestLevel3TokenHasOneUse(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr, badger: true})
-	for range 3 {
-		token := a.issue(ect.Claims{Workflow: uuid.NewString()})
-		before := upstream.total()
-		var passed atomic.Int64
-		var all sync.WaitGroup
-		for n := range 12 {
-			all.Go(func() {
-				r := request{path: "/pay", id: uuid.NewString()}
-				if n%2 == 0 {
-					r = request{method: "GET", path: "/balance?n=" + strconv.Itoa(n)}
-				}
-				if got := g.call(with(token, r)); got.status == http.StatusCreated {
-					passed.Add(1)
-				} else {
-					got.refusedFor(t, 403, "replayed")
-				}
-			})
-		}
-		all.Wait()
-		if passed.Load() != 1 || upstream.total() != before+1 {
-			t.Errorf("%d passed, %d arrived", passed.Load(), upstream.total()-before)
-		}
-	}
-}
-
 // ECT level L3, P4: a ledger that takes nothing lets nothing on. The key of a call is
 // free afterwards, and its token is good for it; so is that of an exempted request with a
 // body, which no retry could be told by.

@@ -5,7 +5,6 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"sync"
 	"testing"
 	"time"
 
@@ -142,33 +141,6 @@ func TestTokenIsUsedOnce(t *testing.T) {
 	}
 	upstream.arrived("/pay", 1)
 	upstream.arrived("/other", 0)
-}
-
-// Of many calls at once with one token for different keys exactly one runs.
-func TestTokenClaimsOneKey(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr, badger: true})
-	for range 5 {
-		token := a.issue(ect.Claims{Workflow: uuid.NewString()})
-		before := upstream.total()
-		var ran sync.Map
-		var all sync.WaitGroup
-		for n := range 20 {
-			all.Go(func() {
-				if got := g.call(with(token, request{path: "/pay", id: uuid.NewString()})); got.status == http.StatusCreated {
-					ran.Store(n, true)
-				} else {
-					got.refusedFor(t, 403, "replayed")
-				}
-			})
-		}
-		all.Wait()
-		n := 0
-		ran.Range(func(any, any) bool { n++; return true })
-		if n != 1 || upstream.total() != before+1 {
-			t.Errorf("%d calls were answered, %d arrived", n, upstream.total()-before)
-		}
-	}
 }
 
 // What is wrong with a token is said in one word, and nothing is forwarded.

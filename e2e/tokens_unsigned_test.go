@@ -94,18 +94,6 @@ func TestP3UnsignedTokenNamesNobody(t *testing.T) {
 	}
 }
 
-// Tokens that come with a call are their author's, in whatever order: one without a signature
-// beside it makes nobody of who has signed.
-func TestUnsignedTokenBesideASignedOne(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "ada")
-	g := launch(t, setup{app: trusting(t, a) + level1, site: "agent_proxy " + upstream.addr})
-	order := request{path: "/pay", id: "order-7"}
-	g.call(with(a.issue(ect.Claims{}), order)).want(t, http.StatusCreated, "arrival 1", "executed")
-	unsigned := func() string { return bare(t, map[string]any{"iss": a.issuer.Identity()}) }
-	g.call(withRaw(a.issue(ect.Claims{}).Raw()+", "+unsigned(), order)).want(t, http.StatusCreated, "arrival 1", "replayed")
-	g.call(withRaw(unsigned()+", "+a.issue(ect.Claims{}).Raw(), order)).want(t, http.StatusCreated, "arrival 1", "replayed")
-}
-
 // ECT section "Levels": the iss of an unsigned token counts where the connection proves it.
 func TestUnsignedTokenOfAProvenConnection(t *testing.T) {
 	u, a, ca := newUpstream(t), newAgent(t, "ada"), newAuthority(t)

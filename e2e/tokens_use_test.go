@@ -12,7 +12,6 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // What follows from a request that wrote nothing, and from a retry with a new token, may
@@ -46,99 +45,6 @@ func TestParentsOfEveryKind(t *testing.T) {
 			t.Errorf("%s is not in the workflow: %+v", token.Action(), view)
 		}
 	}
-}
-
-// A token is good for one body, and one that names the hash of a body for that alone,
-// guarded or not.
-func TestTokensAndBodies(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr + " {\n exempt path /search\n }"})
-	token := a.issue(ect.Claims{})
-	if got := g.call(with(token, request{path: "/pay", id: "k", body: `{"amount":1}`})); got.status != http.StatusCreated {
-		t.Fatalf("%d %s", got.status, got.body)
-	}
-	g.call(with(token, request{path: "/pay", id: "k", body: `{"amount":2}`})).refusedFor(t, 403, "replayed")
-	if got := g.call(with(token, request{path: "/pay", id: "k", body: `{"amount": 1.0}`})); got.header.Get("Execution-Status") != "replayed" {
-		t.Errorf("the same by value: %d %s", got.status, got.body)
-	}
-	for _, path := range []string{"/pay", "/search"} {
-		body := `{"query":"` + strings.Repeat("x", 3<<10) + `"}`
-		named := func() *ect.Token { return a.issue(ect.Claims{Input: ect.Sum([]byte(body))}) }
-		if got := g.call(with(named(), request{path: path, body: body})); got.status != http.StatusCreated {
-			t.Errorf("%s: %d %s", path, got.status, got.body)
-		} else if arrived := upstream.last(path); arrived.Body != nil && arrived.ContentLength != int64(len(body)) {
-			t.Errorf("%s: %d bytes arrived, want %d", path, arrived.ContentLength, len(body))
-		}
-		g.call(with(named(), request{path: path, body: "{}"})).refusedFor(t, 403, "inp_hash")
-	}
-	search := a.issue(ect.Claims{})
-	if got := g.call(with(search, request{path: "/search", body: "{}"})); got.status != http.StatusCreated {
-		t.Errorf("%d %s", got.status, got.body)
-	}
-	g.call(with(search, request{path: "/search", body: `{"x":1}`})).refusedFor(t, 403, "replayed")
-}
-
-// Several tokens and no other id: the same tokens are the same call.
-func TestSeveralTokensOneCall(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr})
-	wid := uuid.NewString()
-	one, two := a.issue(ect.Claims{Workflow: wid}), a.issue(ect.Claims{Workflow: wid})
-	for _, c := range []struct{ field, status string }{
-		{one.Raw() + ", " + two.Raw(), "executed"}, {two.Raw() + "," + one.Raw(), "replayed"},
-	} {
-		got := g.call(request{path: "/pay", header: map[string]string{ect.FieldName: c.field}})
-		if got.header.Get("Execution-Status") != c.status {
-			t.Errorf("%d %v %s, want %s", got.status, got.header, got.body, c.status)
-		}
-	}
-	upstream.arrived("/pay", 1)
-}
-
-// Of several tokens one was used before: the others are as they were, whatever the level.
-func TestSeveralTokensOneUsed(t *testing.T) {
-	for _, level := range []string{"", level3} {
-		upstream, a := newUpstream(t), newAgent(t, "a")
-		g := launch(t, setup{app: trusting(t, a) + level, site: "agent_proxy " + upstream.addr})
-		wid := uuid.NewString()
-		free, taken, used := a.issue(ect.Claims{Workflow: wid}), a.issue(ect.Claims{Workflow: wid}), a.issue(ect.Claims{Workflow: wid})
-		read := func(path string, tokens ...*ect.Token) reply {
-			var raws []string
-			for _, token := range tokens {
-				raws = append(raws, token.Raw())
-			}
-			return g.call(request{method: "GET", path: path, header: map[string]string{ect.FieldName: strings.Join(raws, ", ")}})
-		}
-		passes := func(got reply) {
-			t.Helper()
-			if got.status != http.StatusCreated {
-				t.Errorf("%d %s", got.status, got.body)
-			}
-		}
-		passes(read("/used", used))
-		passes(read("/both", taken))
-		read("/both", free, taken, used).refusedFor(t, 403, "replayed")
-		passes(read("/else", free))
-		read("/else", taken).refusedFor(t, 403, "replayed")
-		passes(read("/both", taken))
-		free = a.issue(ect.Claims{Workflow: wid})
-		call := request{path: "/pay", id: "k", header: map[string]string{ect.FieldName: free.Raw() + ", " + used.Raw()}}
-		g.call(call).refusedFor(t, 403, "replayed")
-		passes(read("/else", free))
-	}
-}
-
-// Tokens of two agents are nobody's call, and neither are those of two workflows.
-func TestTokensThatDoNotBelongTogether(t *testing.T) {
-	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
-	g := launch(t, setup{app: trusting(t, a, b), site: "agent_proxy " + upstream.addr})
-	wid := uuid.NewString()
-	both := func(one, two *ect.Token) request {
-		return request{path: "/pay", header: map[string]string{ect.FieldName: one.Raw() + ", " + two.Raw()}}
-	}
-	g.call(both(a.issue(ect.Claims{Workflow: wid}), b.issue(ect.Claims{Workflow: wid}))).refusedFor(t, 403, "iss")
-	g.call(both(a.issue(ect.Claims{Workflow: wid}), a.issue(ect.Claims{Workflow: uuid.NewString()}))).refusedFor(t, 403, "wid")
-	upstream.arrived("/pay", 0)
 }
 
 // cascade 4.2.1 and ATD: a token of an event says what the drafts ask, or is refused.
@@ -188,27 +94,6 @@ func TestCheckpointsAreNotTheCallersWords(t *testing.T) {
 			t.Errorf("%s is in %s", secret, token.Payload())
 		}
 	}
-}
-
-// A token in the gateway's name that the ledger does not hold was not told by it, whoever
-// has the key.
-func TestForgedTokensOfTheGateway(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	app := trusting(t, a)
-	g := launch(t, setup{app: app, site: "agent_proxy " + upstream.addr})
-	g.call(with(a.issue(ect.Claims{}), request{path: "/pay"})) // makes the key
-	_, rest, _ := strings.Cut(app, "key_file ")
-	file, _, _ := strings.Cut(rest, "\n")
-	ring, err := ect.LoadRing(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: gatewayIdentity, Ring: ring})
-	if err != nil {
-		t.Fatal(err)
-	}
-	thief := &agent{t, ring, issuer}
-	g.call(with(thief.issue(ect.Claims{Workflow: uuid.NewString()}), request{path: "/pay"})).refusedFor(t, 403, "parent-unknown")
 }
 
 // Errors that an upstream sends along are recorded with the failure that they explain, and
@@ -308,47 +193,6 @@ func TestOwnTokensAfterARename(t *testing.T) {
 	g.call(with(a.issue(ect.Claims{}), request{path: "/next"})).refusedFor(t, 403, "aud")
 }
 
-// P1: a retry comes when it comes. A token whose time is over is still good for the call
-// that it was used for, which is answered from the record, and for nothing new.
-func TestLateTokens(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a) + "\n trust {\n skew 1ms\n }", site: "agent_proxy " + upstream.addr, badger: true})
-	unused := a.issue(ect.Claims{Life: time.Second})
-	var token, refused *ect.Token
-	var first, second reply
-	var pay, refuse string
-	for life := 2 * time.Second; token == nil || first.late(token) || second.late(refused); life *= 2 {
-		pay, refuse = fmt.Sprint("/pay/", life), fmt.Sprint("/refused/", life)
-		upstream.on(refuse, func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(http.StatusTooManyRequests) })
-		token, refused = a.issue(ect.Claims{Life: life}), a.issue(ect.Claims{Life: life})
-		first = g.call(with(token, request{path: pay}))
-		second = g.call(with(refused, request{path: refuse}))
-	}
-	if first.status != http.StatusCreated {
-		t.Fatalf("%d %s", first.status, first.body)
-	}
-	if second.status != http.StatusTooManyRequests {
-		t.Fatalf("%d %s", second.status, second.body)
-	}
-	// Before its end the reason is another one.
-	for deadline := time.Now().Add(patience); !strings.Contains(g.call(with(token, request{path: "/else"})).body, `"expired"`); {
-		if time.Now().After(deadline) {
-			t.Fatal("the token does not expire")
-		}
-	}
-	late := g.call(with(token, request{path: pay}))
-	if late.header.Get("Execution-Status") != "replayed" || late.body != first.body {
-		t.Errorf("%d %v %s", late.status, late.header, late.body)
-	}
-	g.call(with(token, request{path: pay, body: "{}"})).refusedFor(t, 403, "expired")
-	g.call(with(unused, request{path: "/new"})).refusedFor(t, 403, "expired")
-	g.call(with(refused, request{path: refuse})).refusedFor(t, 403, "expired") // its key is free: it would be anew
-	g.call(with(token, request{path: pay, method: "GET"})).refusedFor(t, 403, "expired")
-	upstream.arrived(pay, 1)
-	upstream.arrived(refuse, 1)
-	upstream.arrived("/new", 0)
-}
-
 // P1: so is a retry under a key that has ended since: it gets the recorded answer. Whatever
 // else such a key has signed is refused, however far back it is dated.
 func TestRetryUnderAnEndedKey(t *testing.T) {
@@ -407,49 +251,6 @@ func TestParentWithoutAWorkflow(t *testing.T) {
 			if got := g.get(a, "ledger/entries?jti="+token.ID()); got.status != http.StatusOK {
 				t.Errorf("after a %s: %d %s", method, got.status, got.body)
 			}
-		}
-	}
-}
-
-// ATD and AERR, "Replay": while a stream runs, however long after its deadline and the time of
-// its key, its token is good for that call alone; afterwards, for as long as the key is kept.
-func TestATokenOutlivesNoStream(t *testing.T) {
-	u, a, s := newUpstream(t), newAgent(t, "a"), newSteps(t)
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + ` {
-		deadline 10s
-		retain_result 1h
-		retain_key 1h
-		action stream {
-			match path /stream
-			stream_idle 1h
-		}
-	}`})
-	u.on("/stream", s.answer)
-	token := a.issue(ect.Claims{Workflow: uuid.NewString()})
-	call := with(token, request{path: "/stream", id: "k"})
-	owner := g.open(call, "executed")
-	s.piece("one\n", owner.Body)
-	for range 3 {
-		g.store.pass(24 * time.Hour)
-		g.call(with(token, request{path: "/pay", id: "another"})).refusedFor(t, http.StatusForbidden, "replayed")
-		s.piece("more\n", owner.Body)
-	}
-	again := g.open(call, "attached")
-	s.end()
-	for who, res := range map[string]*http.Response{"the owner": owner, "a follower": again} {
-		if got := read(res); got.cut {
-			t.Errorf("%s: %q is cut", who, got.body)
-		}
-	}
-	if got := g.call(call); got.header.Get("Execution-Status") != "replayed" {
-		t.Errorf("%d %s", got.status, got.body)
-	}
-	g.call(with(token, request{path: "/pay", id: "another"})).refusedFor(t, http.StatusForbidden, "replayed")
-	u.arrived("/pay", 0)
-	// What is kept of it has an end.
-	for e, err := range g.store.memory.Scan(t.Context(), store.Prefix([]byte("j"))) {
-		if left := e.Expires.Sub(g.store.now()); err != nil || left < 50*time.Minute || left > 3*time.Hour {
-			t.Errorf("it is kept for %s, %v", left, err)
 		}
 	}
 }

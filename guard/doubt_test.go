@@ -1,6 +1,7 @@
 package guard_test
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -333,4 +334,85 @@ func TestUpstreamsAdviceOnRetries(t *testing.T) {
 			})
 		})
 	}
+}
+
+// P6: of what a guard behind this one refuses as a conflict nobody knows whether it was executed,
+// over gRPC as over HTTP.
+func TestGRPCRefusalOfAnotherGuard(t *testing.T) {
+	for code, want := range map[string]string{"9": "in-doubt", "6": "in-doubt", "14": "in-doubt", "3": "replayed", "7": "executed"} {
+		synctest.Test(t, func(t *testing.T) {
+			b := acting(t, guard.Action{Unary: true}, says(200, "", "Content-Type", "application/grpc", "Grpc-Status", code, "Execution-Status", "refused"))
+			var h http.Header
+			for range 2 {
+				r, w := b.post(""), httptest.NewRecorder()
+				r.ProtoMajor, r.Body = 2, http.NoBody
+				r.Header.Set("Content-Type", "application/grpc")
+				r.Header.Set("Te", "trailers")
+				b.serve(w, r)
+				h = w.Header()
+			}
+			if got := cmp.Or(h.Get("Execution-Problem"), h.Get("Execution-Status")); got != want {
+				t.Errorf("%s: %s, want %s (%v)", code, got, want, h)
+			}
+		})
+	}
+}
+
+// What an upstream says in the guard's own fields is not said by the guard.
+func TestUpstreamCannotSpeakForTheGuard(t *testing.T) {
+	lies := []string{"Execution-Id", "lie", "Execution-Status", "attached", "Idempotent-Replayed", "true", "Execution-Checkpoint", "lie"}
+	for status, want := range map[int][]string{
+		201: {"201 executed ", "201 replayed "}, 204: {"204 executed ", "204 replayed "}, 429: {"429 executed ", "200 executed charge 2"},
+		504: {"504 in_doubt  final", inDoubt},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			b := acting(t, guard.Action{}, says(status, "", lies...))
+			for _, want := range want {
+				h := b.sees(b.post(""), want)
+				if got := fmt.Sprint(h["Execution-Id"], h["Execution-Checkpoint"], len(h["Execution-Status"])); got != "[k] [] 1" ||
+					(h.Get("Idempotent-Replayed") != "") != strings.Contains(want, "replayed") {
+					t.Errorf("%d: %v", status, h)
+				}
+			}
+		})
+	}
+}
+
+// What an attempt has left in the header is not in the problem, and what others have is.
+func TestProblemsHaveNoHeadersOfAnAttempt(t *testing.T) {
+	var b *bed
+	b = newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) {
+		b.disk.broken.Store(true)
+		says(204, "", "X-Upstream", "u", "Etag", "e")(w, r)
+	})
+	w := httptest.NewRecorder()
+	w.Header().Set("X-Outer", "o")
+	b.serve(w, b.post(""))
+	if h := w.Header(); w.Code != 409 || h.Get("Execution-Status") != "in_doubt" || h.Get("X-Upstream") != "" || h.Get("Etag") != "" || h.Get("X-Outer") != "o" {
+		t.Errorf("%d %v", w.Code, h)
+	}
+}
+
+// Step 2: a body over the cap is refused before anything is claimed or forwarded, whether its
+// length is announced or not.
+func TestBodyTooLarge(t *testing.T) {
+	b := newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) { _, _ = io.Copy(w, r.Body) })
+	b.config.MaxBody = 10
+	b.start()
+	send := func(size int, announced bool, want string) {
+		t.Helper()
+		r := b.post("")
+		r.Body, r.ContentLength = io.NopCloser(strings.NewReader(strings.Repeat("x", size))), -1
+		if announced {
+			r.ContentLength = int64(size)
+		}
+		b.sees(r, want)
+	}
+	for _, announced := range []bool{true, false} {
+		send(11, announced, "413 refused body-too-large  final")
+		send(1000, announced, "413 refused body-too-large  final")
+	}
+	b.was(0)
+	send(10, false, "200 executed xxxxxxxxxx")
+	send(10, true, "200 replayed xxxxxxxxxx")
 }

@@ -1,0 +1,372 @@
+package guard_test
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+const gatewayName, agentName = "spiffe://example.com/gateway", "spiffe://example.com/agent/"
+
+// trust is a bed that verifies the tokens of the agents a and b, in a bubble of time.
+type trust struct {
+	*bed
+	ring   *ect.Ring // of the gateway
+	agents map[string]*ect.Issuer
+	answer http.HandlerFunc // of the upstream; nil charges
+}
+
+// trusting runs a test with tokens of at least this level. Calls to /search are not guarded.
+func trusting(t *testing.T, level ect.Level, test func(b *trust)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		b := &trust{agents: map[string]*ect.Issuer{}}
+		b.bed = newBed(t, func(n int64, w http.ResponseWriter, r *http.Request) {
+			if b.answer != nil {
+				b.answer(w, r)
+				return
+			}
+			charge(n, w, r)
+		})
+		check := func(err error) {
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		ring := func() *ect.Ring {
+			r, err := ect.GenerateRing(ect.ES256)
+			check(err)
+			return r
+		}
+		b.ring = ring()
+		ev, err := evidence.Open(t.Context(), evidence.Options{Store: b.disk, Sealer: b.bed.ring, Node: "node", Ring: b.ring})
+		check(err)
+		t.Cleanup(func() { _ = ev.Close(context.Background()) })
+		events, err := ev.EventBuilder(gatewayName, ect.Draft00, time.Hour)
+		check(err)
+		own, err := events.Source()
+		check(err)
+		sources := []ect.Source{own}
+		for _, name := range []string{"a", "b"} {
+			ring, identity := ring(), agentName+name
+			owner, err := ect.ParseOwner(identity)
+			check(err)
+			sources = append(sources, ring.Source(owner))
+			b.agents[name], err = ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: ring})
+			check(err)
+		}
+		policy := &guard.TokenPolicy{Evidence: ev, Events: events, LedgerFirst: level == ect.L3}
+		policy.Verifier, err = ect.NewVerifier(ect.Policy{
+			Audience: []string{gatewayName}, Sources: sources, MinLevel: min(level, ect.L2), Skew: time.Millisecond, MaxAge: 24 * time.Hour, MaxLife: 24 * time.Hour,
+		})
+		check(err)
+		if level == ect.L1 {
+			ev.AcceptUnsigned()
+		}
+		b.config.Tokens, b.config.Verifies = func() (*guard.TokenPolicy, error) { return policy, nil }, true
+		b.config.Exempt = func(r *http.Request) (bool, error) { return r.URL.Path == "/search", nil }
+		b.start()
+		policy.Engine = b.engine
+		test(b)
+	})
+}
+
+// token makes a token of an agent.
+func (b *trust) token(by *ect.Issuer, c ect.Claims) *ect.Token {
+	b.Helper()
+	c.Audience, c.Action = []string{gatewayName}, "charge_card"
+	token, err := by.Issue(time.Now(), c)
+	if err != nil {
+		b.Fatal(err)
+	}
+	return token
+}
+
+// uses makes a call, such as "POST /pay", with an execution id that may be empty, and returns
+// its status, Execution-Status and, of a refusal, the reason.
+func (b *trust) uses(call, id, body string, tokens ...string) string {
+	b.Helper()
+	method, target, _ := strings.Cut(call, " ")
+	r := httptest.NewRequestWithContext(b.Context(), method, target, strings.NewReader(body))
+	if method == http.MethodGet {
+		r = httptest.NewRequestWithContext(b.Context(), method, target, nil)
+	}
+	r.Header.Set("Content-Type", "application/json")
+	r.Header.Set(ect.FieldName, strings.Join(tokens, ", "))
+	if id != "" {
+		r.Header.Set("Idempotency-Key", id)
+	}
+	w := httptest.NewRecorder()
+	b.serve(w, r)
+	var doc struct{ Reason string }
+	_ = json.Unmarshal(w.Body.Bytes(), &doc) // else it has none
+	return strings.Join(strings.Fields(fmt.Sprint(w.Code, " ", w.Header().Get("Execution-Status"), " ", doc.Reason)), " ")
+}
+
+// want compares what uses has returned.
+func (b *trust) want(got, want string) {
+	b.Helper()
+	if got != want {
+		b.Errorf("got %q, want %q", got, want)
+	}
+}
+
+const usedBefore = "403 refused replayed"
+
+// Several tokens of one call: the same are the same call, in whatever order; those of two agents
+// are nobody's, and neither are those of two workflows. One that was sent with a request that
+// wrote nothing may come along with what follows from it.
+func TestSeveralTokensOneCall(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		wid, a := uuid.NewString(), b.agents["a"]
+		one, two := b.token(a, ect.Claims{Workflow: wid}).Raw(), b.token(a, ect.Claims{Workflow: wid}).Raw()
+		b.want(b.uses("POST /pay", "", "", one, two), "200 executed")
+		b.want(b.uses("POST /pay", "", "", two, one), "200 replayed")
+		b.was(1)
+		three := b.token(a, ect.Claims{Workflow: wid}).Raw()
+		b.want(b.uses("POST /pay", "", "", three, b.token(b.agents["b"], ect.Claims{Workflow: wid}).Raw()), "403 refused iss")
+		b.want(b.uses("POST /pay", "", "", three, b.token(a, ect.Claims{Workflow: uuid.NewString()}).Raw()), "403 refused wid")
+		b.was(1)
+		look := b.token(a, ect.Claims{Workflow: wid})
+		b.want(b.uses("GET /balance", "", "", look.Raw()), "200")
+		b.want(b.uses("POST /pay", "", "", look.Raw(), b.token(a, ect.Claims{Workflow: wid, Parents: []string{look.ID()}}).Raw()), "200 executed")
+	})
+}
+
+// Of several tokens one was used before: the others are as they were, whatever the level.
+func TestSeveralTokensOneUsed(t *testing.T) {
+	for _, level := range []ect.Level{ect.L2, ect.L3} {
+		trusting(t, level, func(b *trust) {
+			wid := uuid.NewString()
+			token := func() string { return b.token(b.agents["a"], ect.Claims{Workflow: wid}).Raw() }
+			free, taken, used := token(), token(), token()
+			b.want(b.uses("GET /used", "", "", used), "200")
+			b.want(b.uses("GET /both", "", "", taken), "200")
+			b.want(b.uses("GET /both", "", "", free, taken, used), usedBefore)
+			b.want(b.uses("GET /else", "", "", free), "200")
+			b.want(b.uses("GET /else", "", "", taken), usedBefore)
+			b.want(b.uses("GET /both", "", "", taken), "200")
+			free = token()
+			b.want(b.uses("POST /pay", "k", "", free, used), usedBefore)
+			b.want(b.uses("GET /else", "", "", free), "200")
+		})
+	}
+}
+
+// P1: of many uses of one token at once, for other keys and for requests that are not guarded,
+// exactly one is good.
+func TestTokenHasOneUse(t *testing.T) {
+	for _, level := range []ect.Level{ect.L2, ect.L3} {
+		trusting(t, level, func(b *trust) {
+			b.disk.takes = time.Second
+			token := b.token(b.agents["a"], ect.Claims{Workflow: uuid.NewString()}).Raw()
+			var passed atomic.Int64
+			var all sync.WaitGroup
+			for n := range 20 {
+				call := fmt.Sprint([]string{"GET /balance?n=", "POST /pay/"}[min(n%2+int(ect.L3-level), 1)], n)
+				all.Go(func() {
+					if got := b.uses(call, fmt.Sprint(n), "", token); strings.HasPrefix(got, "200") {
+						passed.Add(1)
+					} else {
+						b.want(got, usedBefore)
+					}
+				})
+			}
+			all.Wait()
+			b.was(1)
+			if n := passed.Load(); n != 1 {
+				b.Errorf("%d uses were good", n)
+			}
+		})
+	}
+}
+
+// ECT, "Unique within wid, or globally if there is no wid": of two tokens with one jti, one of
+// them without a workflow, exactly one is good (P1), also where both come at once.
+func TestTokenWithoutWorkflowIsUniqueAnywhere(t *testing.T) {
+	for _, level := range []ect.Level{ect.L2, ect.L3} {
+		trusting(t, level, func(b *trust) {
+			b.disk.takes = time.Second
+			pair := func() [2]string {
+				id, a := uuid.NewString(), b.agents["a"]
+				return [2]string{b.token(a, ect.Claims{ID: id}).Raw(), b.token(a, ect.Claims{ID: id, Workflow: uuid.NewString()}).Raw()}
+			}
+			for _, calls := range [][2]string{{"POST /1", "POST /2"}, {"POST /1", "GET /2"}, {"GET /1", "POST /2"}, {"GET /1", "GET /2"}} {
+				both := pair()
+				var got [2]string
+				var all sync.WaitGroup
+				for i := range both {
+					all.Go(func() { got[i] = b.uses(calls[i], "", "{}", both[i]) })
+				}
+				all.Wait()
+				if good := strings.HasPrefix(got[0], "200"); good == strings.HasPrefix(got[1], "200") || got[0] != usedBefore && got[1] != usedBefore {
+					b.Errorf("%v of %v at once: %q", level, calls, got)
+				}
+			}
+			for _, call := range []string{"POST /3", "GET /3"} {
+				for first := range 2 {
+					both := pair()
+					good := strings.TrimSpace("200 " + map[bool]string{true: "executed"}[call[0] == 'P'])
+					b.want(b.uses(call, "", "{}", both[first]), good)
+					b.want(b.uses(call, "", "{}", both[1-first]), usedBefore)
+					b.want(b.uses(call, "", "{}", both[first]), strings.Replace(good, "executed", "replayed", 1))
+				}
+			}
+		})
+	}
+}
+
+// A token is good for one body, and one that names the hash of a body for that alone, guarded or
+// not.
+func TestTokensAndBodies(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		token := func(c ect.Claims) string { return b.token(b.agents["a"], c).Raw() }
+		pay := token(ect.Claims{})
+		b.want(b.uses("POST /pay", "k", `{"amount":1}`, pay), "200 executed")
+		b.want(b.uses("POST /pay", "k", `{"amount":2}`, pay), usedBefore)
+		b.want(b.uses("POST /pay", "k", `{"amount": 1.0}`, pay), "200 replayed") // the same by value
+		b.want(b.uses("GET /pay", "", "", pay), usedBefore)
+		body := `{"query":"` + strings.Repeat("x", 3<<10) + `"}`
+		for call, good := range map[string]string{"POST /pay": "200 executed", "POST /search": "200"} {
+			named := ect.Claims{Input: ect.Sum([]byte(body))}
+			b.want(b.uses(call, "", body, token(named)), good)
+			b.want(b.uses(call, "", "{}", token(named)), "403 refused inp_hash")
+		}
+		search := token(ect.Claims{})
+		b.want(b.uses("POST /search", "", "{}", search), "200")
+		b.want(b.uses("POST /search", "", `{"x":1}`, search), usedBefore)
+	})
+}
+
+// A token in the gateway's name that the ledger does not hold was not issued by it, whoever has
+// the key.
+func TestForgedTokensOfTheGateway(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		thief, err := ect.NewIssuer(ect.IssuerOptions{Identity: gatewayName, Ring: b.ring})
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.want(b.uses("POST /pay", "", "", b.token(thief, ect.Claims{Workflow: uuid.NewString()}).Raw()), "403 refused parent-unknown")
+		b.was(0)
+	})
+}
+
+// Tokens that come with a call are their author's, in whatever order: one without a signature
+// beside it makes nobody of who has signed.
+func TestUnsignedTokenBesideASignedOne(t *testing.T) {
+	trusting(t, ect.L1, func(b *trust) {
+		signed := func() string { return b.token(b.agents["a"], ect.Claims{}).Raw() }
+		unsigned := func() string {
+			now := time.Now().Unix()
+			return base64.RawURLEncoding.EncodeToString(fmt.Appendf(nil, `{"iss":%q,"aud":%q,"iat":%d,"exp":%d,"jti":%q,"exec_act":"act","par":[]}`,
+				agentName+"a", gatewayName, now, now+600, uuid.NewString()))
+		}
+		b.want(b.uses("POST /pay", "order-7", "", signed()), "200 executed")
+		b.want(b.uses("POST /pay", "order-7", "", signed(), unsigned()), "200 replayed")
+		b.want(b.uses("POST /pay", "order-7", "", unsigned(), signed()), "200 replayed")
+		b.was(1)
+	})
+}
+
+// P1: a retry comes when it comes. A token whose time is over is still good for the call that it
+// was used for, which is answered from the record, and for nothing new.
+func TestLateTokens(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		token := func() string { return b.token(b.agents["a"], ect.Claims{Life: 10 * time.Second}).Raw() }
+		used, refused, unused := token(), token(), token()
+		b.want(b.uses("POST /pay", "", "", used), "200 executed")
+		b.answer = says(429, "")
+		b.want(b.uses("POST /refused", "", "", refused), "429 executed")
+		<-time.After(11 * time.Second)
+		b.want(b.uses("POST /pay", "", "", used), "200 replayed")
+		const late = "403 refused expired"
+		b.want(b.uses("POST /else", "", "", used), late)
+		b.want(b.uses("POST /pay", "", "{}", used), late)
+		b.want(b.uses("GET /pay", "", "", used), late)
+		b.want(b.uses("POST /new", "", "", unused), late)
+		b.want(b.uses("POST /refused", "", "", refused), late) // its key is free: it would be anew
+		b.was(2)
+	})
+}
+
+// ATD and AERR, "Replay": while a stream runs, however long after the time of its key, its token
+// is good for that call alone, which a retry follows; afterwards, for as long as the key is kept.
+func TestATokenOutlivesNoStream(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		b.config.Actions = []*guard.Action{{Name: "default", Deadline: 10 * time.Second, StreamIdle: time.Hour, RetainResult: time.Hour, RetainKey: time.Hour}}
+		h, err := guard.New(b.config)
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.guard = h
+		const minutes = 23 * 60
+		b.answer = func(w http.ResponseWriter, _ *http.Request) {
+			for range minutes {
+				_, _ = io.WriteString(w, "x")
+				_ = http.NewResponseController(w).Flush()
+				<-time.After(time.Minute)
+			}
+		}
+		token := b.token(b.agents["a"], ect.Claims{Workflow: uuid.NewString(), Life: 24 * time.Hour}).Raw()
+		var all sync.WaitGroup
+		all.Go(func() { b.want(b.uses("POST /stream", "k", "", token), "200 executed") })
+		synctest.Wait()
+		b.want(b.uses("POST /pay", "another", "", token), usedBefore)
+		all.Go(func() { b.want(b.uses("POST /stream", "k", "", token), "200 attached") })
+		for range 2 {
+			<-time.After(8 * time.Hour)
+			b.want(b.uses("POST /pay", "another", "", token), usedBefore)
+		}
+		all.Go(func() { b.want(b.uses("POST /stream", "k", "", token), "200 attached") })
+		all.Wait()
+		b.want(b.uses("POST /stream", "k", "", token), "200 replayed")
+		b.want(b.uses("POST /pay", "another", "", token), usedBefore)
+		b.was(1)
+		for e, err := range b.disk.Scan(b.Context(), store.Prefix([]byte("j"))) { // what is kept of it has an end
+			if left := time.Until(e.Expires); err != nil || left < 50*time.Minute || left > 3*time.Hour {
+				b.Errorf("it is kept for %s, %v", left, err)
+			}
+		}
+	})
+}
+
+// P1, P7: what an upstream writes into Execution-Context is anybody's text. It changes nothing of
+// what became of the call, and ends nothing else.
+func TestHostileTokensOfUpstreams(t *testing.T) {
+	for _, text := range []string{`{"ext":{"a":"\`, `{"ext":{"\`, `{"ext":{"a":"\ud83d\`, `{`, "\xff", ``} {
+		for _, async := range []bool{false, true} {
+			trusting(t, ect.L2, func(b *trust) {
+				b.guard.Actions[0].Async = async
+				hostile := base64.RawURLEncoding.EncodeToString([]byte(text))
+				for _, status := range []int{201, 500} {
+					b.answer = says(status, "", ect.FieldName, hostile)
+					call := fmt.Sprint("POST /", status)
+					b.want(b.uses(call, "k", ""), fmt.Sprint(status, " executed"))
+					<-time.After(time.Minute) // its record may come after its end
+					b.want(b.uses(call, "k", ""), fmt.Sprint(status, " replayed"))
+				}
+				b.was(2)
+				if got := b.uses("POST /new", "", "", hostile); text != "" && !strings.HasPrefix(got, "40") {
+					b.Errorf("from a client: %s", got)
+				}
+			})
+		}
+	}
+}
