@@ -251,31 +251,6 @@ func TestTokenAfterARefusal(t *testing.T) {
 	}
 }
 
-// A retry of a running call attaches, with the same token.
-func TestTokenAttaches(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	arrived, let := make(chan struct{}), make(chan struct{})
-	upstream.on("/slow", func(w http.ResponseWriter, _ *arrival) {
-		close(arrived)
-		<-let
-		w.WriteHeader(http.StatusCreated)
-	})
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr, badger: true})
-	token := a.issue(ect.Claims{Workflow: uuid.NewString()})
-	first := make(chan reply, 1)
-	go func() { first <- g.call(with(token, request{path: "/slow"})) }()
-	<-arrived
-	second := make(chan reply, 1)
-	go func() { second <- g.call(with(token, request{path: "/slow"})) }()
-	g.call(with(token, request{path: "/slow", id: "other"})).refusedFor(t, 403, "replayed")
-	close(let)
-	one, two := <-first, <-second
-	if one.status != 201 || two.status != 201 || one.header.Get("Execution-Checkpoint") != two.header.Get("Execution-Checkpoint") {
-		t.Errorf("%d %v, %d %v", one.status, one.header, two.status, two.header)
-	}
-	upstream.arrived("/slow", 1)
-}
-
 // How a doubt was settled is told too.
 func TestSettledDoubtsAreTold(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")

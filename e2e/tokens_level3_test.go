@@ -1,7 +1,6 @@
 package e2e
 
 import (
-	"context"
 	"encoding/base64"
 	"net/http"
 	"strconv"
@@ -228,113 +227,6 @@ func TestLevel3RecordsSafeRequests(t *testing.T) {
 	if got := g.call(with(pay, request{path: "/pay"})); got.status != http.StatusCreated {
 		t.Errorf("%d %s", got.status, got.body)
 	}
-}
-
-// ECT level L3, P4: a ledger that takes nothing lets nothing on. The key of a call is
-// free afterwards, and its token is good for it; so is that of an exempted request with a
-// body, which no retry could be told by.
-func TestLevel3LedgerFails(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr + " {\n fail_open\n exempt path /search\n }"})
-	wid := uuid.NewString()
-	done := with(a.issue(ect.Claims{Workflow: wid}), request{path: "/done", id: "done"})
-	if got := g.call(done); got.status != http.StatusCreated {
-		t.Fatalf("%d %s", got.status, got.body)
-	}
-	calls := []request{
-		with(a.issue(ect.Claims{Workflow: wid}), request{path: "/pay", id: "k"}),
-		with(a.issue(ect.Claims{Workflow: wid, Action: "look"}), request{method: "GET", path: "/balance"}),
-		with(a.issue(ect.Claims{Workflow: wid}), request{path: "/done", id: "done"}), // a retry with a new token
-		with(a.issue(ect.Claims{Workflow: wid, Action: "search"}), request{path: "/search"}),
-	}
-	refused := func(r request, slug string) {
-		t.Helper()
-		doc := g.call(r).retryable(t, 503, slug)
-		if slug == "ect-unavailable" && doc.Reason != "ledger_unavailable" {
-			t.Errorf("%s %s: reason %q", r.method, r.path, doc.Reason)
-		}
-	}
-	t.Run("nothing is written", func(t *testing.T) {
-		g.store.failCommits(errBroken)
-		defer g.store.onCommit(nil)
-		refused(calls[0], "store-unavailable")
-		refused(calls[1], "ect-unavailable")
-		refused(calls[2], "store-unavailable")
-		refused(calls[3], "ect-unavailable")
-		// What was proven before is answered.
-		if got := g.call(done); got.header.Get("Execution-Status") != "replayed" {
-			t.Errorf("%d %s", got.status, got.body)
-		}
-	})
-	t.Run("nothing gets its place", func(t *testing.T) {
-		g.store.onCommit(func(batch []store.Write) error {
-			if isMove(batch) {
-				return errBroken
-			}
-			return nil
-		})
-		defer g.store.onCommit(nil)
-		var all sync.WaitGroup
-		for _, r := range calls {
-			all.Go(func() { refused(r, "ect-unavailable") })
-		}
-		all.Wait()
-	})
-	t.Run("no use is recorded", func(t *testing.T) {
-		g.store.onCommit(func(batch []store.Write) error {
-			if len(batch) == 1 && batch[0].Key[0] == 'j' {
-				return errBroken
-			}
-			return nil
-		})
-		defer g.store.onCommit(nil)
-		refused(calls[3], "ect-unavailable")
-	})
-	if upstream.total() != 1 {
-		t.Errorf("%d calls arrived, want that before the failure", upstream.total())
-	}
-	for i, want := range []string{"executed", "", "replayed", ""} {
-		got := g.call(calls[i])
-		if got.status != http.StatusCreated || got.header.Get("Execution-Status") != want {
-			t.Errorf("%s: %d %v %s", calls[i].path, got.status, got.header, got.body)
-		}
-	}
-	g.call(calls[3]).refusedFor(t, 403, "replayed")
-	upstream.arrived("/pay", 1)
-	upstream.arrived("/done", 1)
-	upstream.arrived("/search", 1)
-}
-
-// ECT level L3, P4: a request with a body whose client leaves while the ledger is waited
-// for has used nothing up.
-func TestLevel3ClientLeaves(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr + " {\n exempt path /search\n }"})
-	hold := newGate(t)
-	g.store.onCommit(func(batch []store.Write) error {
-		if isMove(batch) {
-			hold.pass()
-		}
-		return nil
-	})
-	// The body is read before the wait, so that the server sees the client leave.
-	body := `{"query":"x"}`
-	r := with(a.issue(ect.Claims{Workflow: uuid.NewString(), Input: ect.Sum([]byte(body))}), request{path: "/search", body: body})
-	ctx, leave := context.WithCancel(t.Context())
-	left := make(chan error, 1)
-	go func() {
-		_, err := g.client.Do(g.build(r).WithContext(ctx))
-		left <- err
-	}()
-	eventually(t, "the request waits for the ledger", func() bool { return waiting("ledger.(*Log).Wait") == 1 })
-	leave()
-	if err := wait(t, left, "the client"); err == nil {
-		t.Error("the request was answered")
-	}
-	eventually(t, "nobody waits for the ledger", func() bool { return waiting("ledger.(*Log).Wait") == 0 })
-	hold.open()
-	eventually(t, "the token is good again", func() bool { return g.call(r).status == http.StatusCreated })
-	upstream.arrived("/search", 1)
 }
 
 // ECT level L3: what an agent tells of is answered once it can be proven.

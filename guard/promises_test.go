@@ -30,12 +30,18 @@ type disk struct {
 	takes   time.Duration
 	broken  atomic.Bool
 	commits atomic.Int64
+	before  atomic.Pointer[func(batch []store.Write) error] // each commit; nil is nothing
 }
 
 func (d *disk) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
 	<-time.After(d.takes)
 	if d.broken.Load() {
 		return 0, errors.New("no space left on device")
+	}
+	if before := d.before.Load(); before != nil {
+		if err := (*before)(batch); err != nil {
+			return 0, err
+		}
 	}
 	v, err := d.Store.Commit(ctx, batch...)
 	d.commits.Add(1)

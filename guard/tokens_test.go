@@ -4,10 +4,12 @@ import (
 	"context"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -369,4 +371,113 @@ func TestHostileTokensOfUpstreams(t *testing.T) {
 			})
 		}
 	}
+}
+
+// isMove reports that a batch gives events their places in the ledger.
+func isMove(batch []store.Write) bool {
+	return slices.ContainsFunc(batch, func(w store.Write) bool { return w.Delete && len(w.Key) > 1 && w.Key[0] == 'l' && w.Key[1] == 'o' })
+}
+
+// ECT level L3, P4: a ledger that takes nothing lets nothing on, also where the guard fails open.
+// The key of a call is free afterwards, and its token is good for it; so is that of an exempted
+// request with a body, which no retry could be known by.
+func TestLevel3LedgerFails(t *testing.T) {
+	trusting(t, ect.L3, func(b *trust) {
+		b.guard.FailOpen = true
+		broken := errors.New("broken")
+		wid := uuid.NewString()
+		token := func() string { return b.token(b.agents["a"], ect.Claims{Workflow: wid}).Raw() }
+		type call struct{ line, id, body, token string }
+		use := func(c call, want string) { b.Helper(); b.want(b.uses(c.line, c.id, c.body, c.token), want) }
+		done := call{"POST /done", "done", "", token()}
+		use(done, "200 executed")
+		calls := []call{
+			{"POST /pay", "k", "", token()}, {"GET /balance", "", "", token()},
+			{"POST /done", "done", "", token()}, // a retry with a new token
+			{"POST /search", "", "{}", token()},
+		}
+		const unrecorded, unproven = "503 refused", "503 refused ledger_unavailable"
+
+		b.disk.broken.Store(true) // nothing is written
+		for i, want := range []string{unrecorded, unproven, unrecorded, unproven} {
+			use(calls[i], want)
+		}
+		use(done, "200 replayed") // what was proven before is answered
+		b.disk.broken.Store(false)
+
+		before := func(batch []store.Write) error { // nothing gets its place
+			if isMove(batch) {
+				return broken
+			}
+			return nil
+		}
+		b.disk.before.Store(&before)
+		var all sync.WaitGroup
+		for _, c := range calls {
+			all.Go(func() { use(c, unproven) })
+		}
+		all.Wait()
+		synctest.Wait()
+		unused := func(batch []store.Write) error { // no use is recorded
+			if len(batch) == 1 && batch[0].Key[0] == 'j' {
+				return broken
+			}
+			return nil
+		}
+		b.disk.before.Store(&unused)
+		use(calls[3], unproven)
+		synctest.Wait()
+		b.disk.before.Store(nil)
+		b.was(1)
+		for i, want := range []string{"200 executed", "200", "200 replayed", "200"} {
+			use(calls[i], want)
+		}
+		use(calls[3], usedBefore)
+		b.was(4)
+	})
+}
+
+// ECT level L3, P4: a request with a body whose client leaves while the ledger is waited for has
+// used nothing up.
+func TestLevel3ClientLeaves(t *testing.T) {
+	trusting(t, ect.L3, func(b *trust) {
+		hold := make(chan struct{})
+		before := func(batch []store.Write) error {
+			if isMove(batch) {
+				<-hold
+			}
+			return nil
+		}
+		b.disk.before.Store(&before)
+		token := b.token(b.agents["a"], ect.Claims{Workflow: uuid.NewString()})
+		r := httptest.NewRequest("POST", "/search", strings.NewReader("{}"))
+		r.Header.Set(ect.FieldName, token.Raw())
+		ctx, leave := context.WithCancel(b.Context())
+		var all sync.WaitGroup
+		all.Go(func() { b.serve(httptest.NewRecorder(), r.WithContext(ctx)) })
+		synctest.Wait()
+		leave()
+		all.Wait()
+		b.was(0)
+		close(hold)
+		synctest.Wait()
+		b.want(b.uses("POST /search", "", "{}", token.Raw()), "200")
+		b.was(1)
+	})
+}
+
+// A retry of a running call attaches, with the same token, which is good for nothing else.
+func TestTokenAttaches(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		b.answer = func(w http.ResponseWriter, r *http.Request) { slowly(1, w, r) }
+		token := b.token(b.agents["a"], ect.Claims{Workflow: uuid.NewString()}).Raw()
+		var all sync.WaitGroup
+		for _, want := range []string{"200 executed", "200 attached"} {
+			all.Go(func() { b.want(b.uses("POST /slow", "", "", token), want) })
+			synctest.Wait()
+		}
+		b.want(b.uses("POST /slow", "other", "", token), usedBefore)
+		all.Wait()
+		b.was(1)
+	})
 }
