@@ -206,24 +206,31 @@ func TestGoldenAnswers(t *testing.T) {
 		g.ask("GET", target, "")
 	}
 
-	// Every error from below, as any path and as one of rollbacks answers it.
+	// Every error from below, where it can come from.
 	wrapped := func(err error) error { return fmt.Errorf("%w: more", err) }
-	for _, err := range []error{
+	anywhere := []error{
+		wrapped(hitl.ErrStore), store.ErrClosed, wrapped(store.ErrUnhealthy), store.ErrFull, store.ErrUnknown, store.ErrNotFound, seal.ErrBusy,
+		ledger.ErrTampered, ledger.ErrNotFound, ledger.ErrClosed, ect.ErrUnavailable,
+		caddy.APIError{HTTPStatus: http.StatusConflict, Err: errors.New("it is a value")}, wrapped(caddy.APIError{HTTPStatus: http.StatusServiceUnavailable, Err: errors.New("later")}),
+		errors.New("read-only file system"),
+	}
+	for _, err := range append([]error{
 		execution.ErrUnknown, execution.ErrAmbiguous, execution.ErrKeyForm, execution.ErrCursor, execution.ErrResolution, execution.ErrAnswerTooLarge, execution.ErrNotInDoubt,
-		execution.ErrTaken, execution.ErrDraining, execution.ErrUnreadable, execution.ErrResultUnavailable, wrapped(execution.ErrStore),
-		hitl.ErrCursor, hitl.ErrNotFound, wrapped(hitl.ErrStore), store.ErrClosed, wrapped(store.ErrUnhealthy), store.ErrFull, store.ErrUnknown, store.ErrNotFound, seal.ErrBusy,
-		ledger.ErrTampered, ledger.ErrNotFound, ledger.ErrClosed, ect.ErrUnavailable, &ect.Error{Code: ect.CodeReplayed}, wrapped(&ect.Error{Code: ect.CodeParents}),
-		api.NewProblem(api.WorkflowUnknown, "Nothing of it is known."),
+		execution.ErrTaken, execution.ErrDraining, execution.ErrUnreadable, execution.ErrResultUnavailable, wrapped(execution.ErrStore), hitl.ErrCursor, hitl.ErrNotFound,
+	}, anywhere...) {
+		fmt.Fprintf(&g.text, "# %v\n", err)
+		o.rotation = err
+		g.ask("POST", "keys/rotate", "")
+	}
+	for _, err := range append([]error{
+		&ect.Error{Code: ect.CodeReplayed}, wrapped(&ect.Error{Code: ect.CodeParents}), api.NewProblem(api.WorkflowUnknown, "Nothing of it is known."),
 		rollback.ErrUnknown, rollback.ErrCursor, rollback.ErrInvalid, rollback.ErrMismatch, rollback.ErrStopping, rollback.ErrStore, rollback.ErrNotInWorkflow,
 		rollback.ErrUnnamed, rollback.ErrCheckpointUnknown, &rollback.ConflictError{Winner: "w"}, &rollback.DependedOnError{Dependants: []string{"d"}},
 		&rollback.ScopeError{Scope: rollback.FullWorkflow}, &rollback.TooManyError{What: "nodes", Count: 2, Limit: 1}, &rollback.CycleError{Nodes: []string{"n"}},
 		checkpoint.ErrUnknown, wrapped(checkpoint.ErrExpired), wrapped(checkpoint.ErrTampered), checkpoint.ErrStore,
-		caddy.APIError{HTTPStatus: http.StatusConflict, Err: errors.New("it is a value")}, wrapped(caddy.APIError{HTTPStatus: http.StatusServiceUnavailable, Err: errors.New("later")}),
-		errors.New("read-only file system"),
-	} {
+	}, anywhere...) {
 		fmt.Fprintf(&g.text, "# %v\n", err)
-		o.rotation, d.fail = err, err
-		g.ask("POST", "keys/rotate", "")
+		d.fail = err
 		g.ask("POST", "rollback", whole)
 	}
 
