@@ -18,6 +18,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/exp/zapslog"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
@@ -456,39 +457,7 @@ type resealing struct {
 	wake  chan struct{} // a pass is wanted
 	stop  context.CancelFunc
 	ended chan struct{}
-	last  atomic.Pointer[resealStatus]
-}
-
-// resealStatus is the progress of a pass.
-type resealStatus struct {
-	// Key is the newest sealing key.
-	Key uint32 `json:"key"`
-	// Seen counts the values that were read, Resealed those that were sealed anew, Damaged
-	// those that do not open.
-	Seen     int `json:"seen"`
-	Resealed int `json:"resealed"` // see Seen
-	Damaged  int `json:"damaged"`  // see Seen
-	// Left is what is still sealed with older keys, as far as the pass has come.
-	Left []keyLeft `json:"left"`
-	// Finished is absent while the pass runs, and if it failed.
-	Started  time.Time `json:"started"`
-	Finished time.Time `json:"finished,omitzero"` // see Started
-	// Done says that the pass is complete.
-	Done bool `json:"done"`
-	// Err is why it stopped; it is tried again.
-	Err string `json:"error,omitempty"`
-}
-
-// keyLeft counts what is sealed with an older key.
-type keyLeft struct {
-	// ID is the key's.
-	ID uint32 `json:"id"`
-	// Records could not be sealed anew: damaged, or running on another node.
-	Records int `json:"records"`
-	// Results are pieces of answers, which are left to expire.
-	Results int `json:"results"`
-	// Until is when the last of them expires; absent if some do not.
-	Until time.Time `json:"until,omitzero"`
+	last  atomic.Pointer[admin.Resealing]
 }
 
 // startResealing starts the job, and a pass if records are sealed with an older key, as after a
@@ -556,7 +525,7 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 	}
 	if err != nil && ctx.Err() == nil {
 		e.logger.Warn("re-sealing the ledger, the checkpoints and the rollbacks failed", zap.Error(err))
-		e.resealing.last.Store(&resealStatus{Key: ids[len(ids)-1], Left: []keyLeft{}, Started: time.Now(), Err: err.Error()})
+		e.resealing.last.Store(&admin.Resealing{Key: ids[len(ids)-1], Left: []admin.KeyLeft{}, Started: time.Now(), Error: err.Error()})
 		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
 	}
 	if err := e.keepCircuits(ctx); err != nil && ctx.Err() == nil {
@@ -564,7 +533,7 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 	}
 	if err := e.resealEscalations(ctx); err != nil && ctx.Err() == nil {
 		e.logger.Warn("the escalations stay under an older key", zap.Error(err))
-		e.resealing.last.Store(&resealStatus{Key: ids[len(ids)-1], Left: []keyLeft{}, Started: time.Now(), Err: err.Error()})
+		e.resealing.last.Store(&admin.Resealing{Key: ids[len(ids)-1], Left: []admin.KeyLeft{}, Started: time.Now(), Error: err.Error()})
 		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
 	}
 	p, err := e.executions.Reseal(ctx, func(p execution.ResealProgress) { e.resealing.last.Store(newResealStatus(p)) })
@@ -581,7 +550,7 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 		e.logger.Info("re-sealing finished", append(fields, zap.Duration("took", p.Finished.Sub(p.Started)))...)
 		return true
 	}
-	status.Err = err.Error()
+	status.Error = err.Error()
 	e.resealing.last.Store(status)
 	if ctx.Err() != nil {
 		return true
@@ -590,15 +559,15 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 	return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
 }
 
-func newResealStatus(p execution.ResealProgress) *resealStatus {
-	s := &resealStatus{
+func newResealStatus(p execution.ResealProgress) *admin.Resealing {
+	s := &admin.Resealing{
 		Key: p.Key, Seen: p.Seen, Resealed: p.Resealed, Damaged: p.Damaged,
-		Left: []keyLeft{}, Started: p.Started, Finished: p.Finished,
+		Left: []admin.KeyLeft{}, Started: p.Started, Finished: p.Finished,
 	}
 	for id, left := range p.Left {
-		s.Left = append(s.Left, keyLeft{ID: id, Records: left.Records, Results: left.Results, Until: left.Until})
+		s.Left = append(s.Left, admin.KeyLeft{ID: id, Records: left.Records, Results: left.Results, Until: left.Until})
 	}
-	slices.SortFunc(s.Left, func(a, b keyLeft) int { return cmp.Compare(a.ID, b.ID) })
+	slices.SortFunc(s.Left, func(a, b admin.KeyLeft) int { return cmp.Compare(a.ID, b.ID) })
 	return s
 }
 
@@ -806,45 +775,23 @@ func (e *engine) rotateKeys(ctx context.Context) (uint32, error) {
 	return id, nil
 }
 
-// keyStatus describes the key ring for operators, without any key.
-type keyStatus struct {
-	// Source is "file" or "value".
-	Source string `json:"source"`
-	// File is the key file's path.
-	File string `json:"file,omitempty"`
-	// Keys are the sealing keys, the newest last.
-	Keys []keyRow `json:"keys"`
-	// Resealing is the last pass of re-sealing since the store was opened.
-	Resealing *resealStatus `json:"resealing,omitempty"`
-}
-
-type keyRow struct {
-	ID      uint32    `json:"id"`
-	Created time.Time `json:"created,omitzero"`
-	Newest  bool      `json:"newest"`
-	// InUse: values may be sealed with it, so that the ring must keep it.
-	InUse bool `json:"in_use"`
-	// Until is when the last of them expires, if that is known.
-	Until time.Time `json:"until,omitzero"`
-}
-
 // keyStatus lists the keys and the progress of re-sealing.
-func (e *engine) keyStatus(ctx context.Context) (keyStatus, error) {
+func (e *engine) keyStatus(ctx context.Context) (*admin.KeyStatus, error) {
 	// Read first: once a pass is reported as done, the keys must show what it has left.
 	resealing := e.resealing.last.Load()
 	uses, err := e.executions.KeysInUse(ctx)
 	if err != nil {
-		return keyStatus{}, err
+		return nil, err
 	}
 	e.keying.Lock()
 	file := e.keyFile()
 	e.keying.Unlock()
-	status := keyStatus{Source: "file", File: file, Resealing: resealing}
+	status := &admin.KeyStatus{Source: "file", File: file, Keys: []admin.Key{}, Resealing: resealing}
 	if file == "" {
 		status.Source = "value"
 	}
 	for _, key := range e.ring.Keys() {
-		row := keyRow{ID: key.ID, Created: key.Created, Newest: key.Newest}
+		row := admin.Key{ID: key.ID, Created: key.Created, Newest: key.Newest}
 		if i := slices.IndexFunc(uses, func(use execution.KeyUse) bool { return use.ID == key.ID }); i >= 0 {
 			row.InUse, row.Until = true, uses[i].Until
 		}

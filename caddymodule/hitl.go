@@ -424,24 +424,7 @@ func (b storeView) Quota() *admin.Quota {
 }
 
 func (b storeView) Keys(ctx context.Context) (*admin.KeyStatus, error) {
-	is, err := b.e.keyStatus(ctx)
-	if err != nil {
-		return nil, err
-	}
-	status := &admin.KeyStatus{Source: is.Source, File: is.File, Keys: make([]admin.Key, 0, len(is.Keys))}
-	for _, key := range is.Keys {
-		status.Keys = append(status.Keys, admin.Key(key))
-	}
-	if pass := is.Resealing; pass != nil {
-		status.Resealing = &admin.Resealing{
-			Key: pass.Key, Seen: pass.Seen, Resealed: pass.Resealed, Damaged: pass.Damaged, Left: []admin.KeyLeft{},
-			Started: pass.Started, Finished: pass.Finished, Done: pass.Done, Error: pass.Err,
-		}
-		for _, left := range pass.Left {
-			status.Resealing.Left = append(status.Resealing.Left, admin.KeyLeft(left))
-		}
-	}
-	return status, nil
+	return b.e.keyStatus(ctx)
 }
 
 func (b storeView) Ledger() *admin.Ledger {

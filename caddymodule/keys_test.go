@@ -17,6 +17,7 @@ import (
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 )
@@ -101,7 +102,7 @@ func replays(t *testing.T, app *App, ids ...string) {
 }
 
 // resealed waits until all is sealed under the key.
-func resealed(t *testing.T, e *engine, key uint32) keyStatus {
+func resealed(t *testing.T, e *engine, key uint32) *admin.KeyStatus {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
@@ -160,7 +161,7 @@ func TestP1RotateKeysInAFile(t *testing.T) {
 		!status.Keys[1].InUse || !status.Keys[1].Newest || !status.Keys[1].Until.IsZero() {
 		t.Errorf("keys %+v", status.Keys)
 	}
-	if r := status.Resealing; r.Resealed == 0 || r.Damaged != 0 || r.Err != "" || r.Finished.IsZero() ||
+	if r := status.Resealing; r.Resealed == 0 || r.Damaged != 0 || r.Error != "" || r.Finished.IsZero() ||
 		len(r.Left) != 1 || r.Left[0].ID != 1 || r.Left[0].Records != 0 || r.Left[0].Results != 1 {
 		t.Errorf("resealing %+v", r)
 	}

@@ -282,9 +282,6 @@ func (t *tokenPolicy) unseen(r *http.Request) (guard.Tokens, error) {
 	return t.Sort(r, p)
 }
 
-// readPause is how long a group of commits may take until it can be read.
-const readPause = 5 * time.Millisecond
-
 // rollbackTokens are the tokens of a gateway for those who ask for rollbacks.
 type rollbackTokens struct {
 	e      *engine
@@ -341,10 +338,8 @@ func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidenc
 		if lost := (*store.Conflict)(nil); !errors.As(err, &lost) {
 			return err
 		}
-		select {
-		case <-time.After(readPause):
-		case <-ctx.Done():
-			return ctx.Err()
+		if err := store.AwaitGroup(ctx); err != nil {
+			return err
 		}
 	}
 }

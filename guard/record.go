@@ -552,8 +552,7 @@ func (x *Call) retryDrafts(now time.Time, found execution.Finding, tokens []*ect
 	return []*ect.Draft{d}, err
 }
 
-// lostTo finds the conflicting write of a claim. A commit in the same group conflicts before it
-// can be read.
+// lostTo finds the conflicting write of a claim.
 func (x *Call) lostTo(lost *store.Conflict) error {
 	ctx, cancel := context.WithDeadline(x.r.Context(), x.wait)
 	defer cancel()
@@ -562,16 +561,11 @@ func (x *Call) lostTo(lost *store.Conflict) error {
 		if err != nil || learned {
 			return err
 		}
-		select {
-		case <-time.After(lostPause):
-		case <-ctx.Done():
+		if store.AwaitGroup(ctx) != nil {
 			return x.storeFailed(lost)
 		}
 	}
 }
-
-// lostPause is how long a group of commits may take until it can be read.
-const lostPause = 5 * time.Millisecond
 
 // ProofTime is how long a request waits until its tokens are in the ledger's tree, as in the
 // drafts' implementations. The sequencer retries meanwhile, with pauses that grow from 50 ms.

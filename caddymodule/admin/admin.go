@@ -8,6 +8,8 @@
 package admin
 
 import (
+	"bytes"
+	"cmp"
 	"context"
 	"encoding/hex"
 	"encoding/json"
@@ -25,6 +27,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -187,8 +190,8 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, method, name string, se
 	defer st.Release()
 	answer, err := serve(r, st, p)
 	if err != nil {
-		err = refusal(err)
-		if api := (caddy.APIError{}); errors.As(err, &api) && api.HTTPStatus == http.StatusServiceUnavailable {
+		err = refusal(err, http.StatusInternalServerError, corePackages)
+		if refused := (caddy.APIError{}); errors.As(err, &refused) && refused.HTTPStatus == http.StatusServiceUnavailable {
 			w.Header().Set("Retry-After", "1")
 		}
 		return err
@@ -196,18 +199,15 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, method, name string, se
 	if stream, ok := answer.(stream); ok {
 		return stream.serve(w)
 	}
-	begin(w, "application/json")
-	encoder := json.NewEncoder(w)
+	var body bytes.Buffer
+	encoder := json.NewEncoder(&body)
 	encoder.SetEscapeHTML(false)
-	_ = encoder.Encode(answer) // whoever asked has gone
-	return nil
-}
-
-// begin sets the header of an answer.
-func begin(w http.ResponseWriter, mediaType string) {
-	w.Header().Set("Content-Type", mediaType)
-	w.Header().Set("Cache-Control", "no-store")
+	if err := encoder.Encode(answer); err != nil {
+		return err
+	}
 	w.Header().Set(Mark, "1")
+	api.Respond(w, http.StatusOK, "application/json", "no-store", body.Bytes())
+	return nil
 }
 
 // view returns the store at path, or the only one where path is empty.
@@ -233,6 +233,8 @@ func (a *API) view(path string) (Store, error) {
 	return nil, refuse(http.StatusNotFound, "the store %s is not open; open: %s", path, strings.Join(open, ", "))
 }
 
+var errTrailing = errors.New("something stands behind it")
+
 // decode reads one JSON value strictly: a misspelled member must not ask for something else.
 func decode(from io.Reader, limit int64, into any) error {
 	decoder := json.NewDecoder(io.LimitReader(from, limit))
@@ -241,7 +243,7 @@ func decode(from io.Reader, limit int64, into any) error {
 		return err
 	}
 	if _, err := decoder.Token(); !errors.Is(err, io.EOF) {
-		return errors.New("something stands behind it")
+		return errTrailing
 	}
 	return nil
 }
@@ -250,32 +252,29 @@ func refuse(status int, format string, args ...any) error {
 	return caddy.APIError{HTTPStatus: status, Err: fmt.Errorf(format, args...)}
 }
 
-// refusal is err with its status. The core's errors say what is wrong; the prefix
-// that tells packages apart is of no use to an operator.
-func refusal(err error) error {
-	if api := (caddy.APIError{}); errors.As(err, &api) {
-		return api
-	}
-	status := http.StatusInternalServerError
+// refusal is err as Caddy's admin endpoint writes errors: a caddy.APIError, {"error": text},
+// and no problem document. The text is the error itself, which only operators may read (P8),
+// without the names of packages in front. Its status is that of the one map of errors, or
+// otherwise for an error that is not in it.
+func refusal(err error, otherwise int, packages []string) error {
+	var refused caddy.APIError
+	var known *api.Problem
 	switch {
-	case errors.Is(err, execution.ErrUnknown):
-		status = http.StatusNotFound
-	case errors.Is(err, execution.ErrAmbiguous), errors.Is(err, execution.ErrKeyForm), errors.Is(err, execution.ErrCursor), errors.Is(err, hitl.ErrCursor),
-		errors.Is(err, execution.ErrResolution), errors.Is(err, execution.ErrAnswerTooLarge):
-		status = http.StatusBadRequest
-	case errors.Is(err, execution.ErrNotInDoubt):
-		status = http.StatusConflict
+	case errors.As(err, &refused):
+		return refused
+	case errors.As(err, &known):
+		return refuse(known.Kind().Status, "%s", known.Detail)
 	case errors.Is(err, execution.ErrTaken):
 		return refuse(http.StatusConflict, "the execution has changed meanwhile; look at it again")
-	case errors.Is(err, execution.ErrStore), errors.Is(err, hitl.ErrStore), errors.Is(err, store.ErrClosed), errors.Is(err, store.ErrUnhealthy):
-		status = http.StatusServiceUnavailable
 	}
 	text := err.Error()
-	for _, prefix := range []string{"guard: ", "ledger: ", "hitl: "} {
-		text = strings.TrimPrefix(text, prefix)
+	for _, name := range packages {
+		text = strings.TrimPrefix(text, name+": ")
 	}
-	return refuse(status, "%s", text)
+	return refuse(cmp.Or(api.OperatorStatus(err), otherwise), "%s", text)
 }
+
+var corePackages, rollbackPackages = []string{"guard", "ledger", "hitl"}, []string{"rollback", "plan", "checkpoint"}
 
 var _ caddy.AdminHandler = (*API)(nil)
 
@@ -476,7 +475,7 @@ func (s stream) serve(w http.ResponseWriter) error {
 	if to.begun {
 		panic(http.ErrAbortHandler)
 	}
-	return refusal(err)
+	return refusal(err, http.StatusInternalServerError, corePackages)
 }
 
 // streamWriter sets the header at the first byte, and gives each write its time.
@@ -488,7 +487,8 @@ type streamWriter struct {
 
 func (s *streamWriter) Write(b []byte) (int, error) {
 	if !s.begun {
-		begin(s.to, "text/plain; charset=utf-8")
+		s.to.Header().Set(Mark, "1")
+		api.Respond(s.to, http.StatusOK, "text/plain; charset=utf-8", "no-store", nil)
 		s.begun = true
 	}
 	_ = s.control.SetWriteDeadline(time.Now().Add(streamPatience)) // where the connection has one

@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/base64"
 	"encoding/hex"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -118,7 +117,7 @@ func readExecution(ctx context.Context, st Store, key execution.Key) (*Execution
 	}
 	for _, d := range decided {
 		x.Resolutions = append(x.Resolutions, Resolution{
-			At: utc(d.At), Applied: d.Applied, Operator: d.Operator, Reason: d.Reason,
+			At: d.At.UTC(), Applied: d.Applied, Operator: d.Operator, Reason: d.Reason,
 			Cause: string(d.Cause), Action: d.Action,
 		})
 	}
@@ -249,8 +248,8 @@ func view(r *execution.Recorded, now time.Time) Execution {
 		ExecutionID: record.ID, Origin: origin(record.Origin), Guard: record.Guard, Action: record.Action,
 		Method: record.Method, Host: record.Host, Path: record.Path,
 		Caller: hex.EncodeToString(record.Caller[:]), Workflow: record.Workflow, Checkpoint: record.Checkpoint,
-		Created: utc(record.Created), Deadline: utc(record.Deadline), Settled: utc(record.Settled),
-		Age:   int64(max(now.Sub(record.Created), 0) / time.Second),
+		Created: record.Created.UTC(), Deadline: record.Deadline.UTC(), Settled: record.Settled.UTC(),
+		Age:   age(now, record.Created),
 		Cause: string(record.Cause), Status: record.Status, Node: record.Node,
 	}
 	if record.State != execution.StateInDoubt {
@@ -259,10 +258,10 @@ func view(r *execution.Recorded, now time.Time) Execution {
 	if record.State == execution.StateCompleted {
 		kept := record.Result
 		x.Result = &Result{
-			Kept: kept.Kept, Size: kept.Size + int64(len(kept.Inline)), Expires: utc(kept.Expires),
+			Kept: kept.Kept, Size: kept.Size + int64(len(kept.Inline)), Expires: kept.Expires.UTC(),
 			Replayable: r.Status == execution.Replayable,
 		}
-		x.KeyExpires = utc(record.Settled.Add(record.KeepKey))
+		x.KeyExpires = record.Settled.Add(record.KeepKey).UTC()
 	}
 	return x
 }
@@ -296,13 +295,6 @@ func origin(o execution.Origin) string {
 	default:
 		return ""
 	}
-}
-
-func utc(t time.Time) time.Time {
-	if t.IsZero() {
-		return t
-	}
-	return t.UTC()
 }
 
 // maxSought is how many pages are looked through for an execution that no index names.
@@ -577,13 +569,11 @@ func (d *Decision) read(from io.Reader) error {
 	case !utf8.Valid(text):
 		return refuse(http.StatusBadRequest, "the request is not UTF-8; give a body that is none in body_base64")
 	}
-	decoder := json.NewDecoder(bytes.NewReader(text))
-	decoder.DisallowUnknownFields()
-	if err := decoder.Decode(d); err != nil {
-		return refuse(http.StatusBadRequest, "the request is no decision: %v", err)
-	}
-	if _, err := decoder.Token(); !errors.Is(err, io.EOF) {
+	switch err := decode(bytes.NewReader(text), maxDecision, d); {
+	case errors.Is(err, errTrailing):
 		return refuse(http.StatusBadRequest, "something stands behind the decision")
+	case err != nil:
+		return refuse(http.StatusBadRequest, "the request is no decision: %v", err)
 	}
 	return nil
 }

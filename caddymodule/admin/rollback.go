@@ -2,14 +2,11 @@ package admin
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/http"
 	"strconv"
-	"strings"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -110,39 +107,13 @@ func coordinated(serve func(r *http.Request, all Rollbacks, p *params) (any, err
 		}
 		answer, err := serve(r, all, p)
 		if err != nil {
-			return nil, rollbackRefusal(err)
+			return nil, refusal(err, http.StatusServiceUnavailable, rollbackPackages)
 		}
 		if doc, ok := answer.(*api.Document); ok {
 			explain(r.Context(), st, doc)
 		}
 		return answer, nil
 	}
-}
-
-// rollbackRefusal is an error of a rollback with its status.
-func rollbackRefusal(err error) error {
-	if api := (caddy.APIError{}); errors.As(err, &api) {
-		return api
-	}
-	var known *api.Problem
-	switch {
-	case errors.As(err, &known):
-		return refuse(known.Kind().Status, "%s", known.Detail)
-	case errors.Is(err, rollback.ErrUnknown):
-		return refuse(http.StatusNotFound, "%s", plainly(err))
-	case errors.Is(err, rollback.ErrCursor):
-		return refuse(http.StatusBadRequest, "%s", plainly(err))
-	}
-	return refuse(api.RollbackProblem(err).Kind().Status, "%s", plainly(err))
-}
-
-// plainly is an error without the names of packages, which are of no use to an operator.
-func plainly(err error) string {
-	text := err.Error()
-	for _, prefix := range []string{"rollback: ", "plan: ", "checkpoint: "} {
-		text = strings.TrimPrefix(text, prefix)
-	}
-	return text
 }
 
 // startRollback answers POST rollback. It does not wait for the end: whoever asks looks at it.
@@ -245,10 +216,10 @@ func explain(ctx context.Context, st Store, doc *api.Document) {
 		step.Way = rollback.Describe(call, result)
 		step.Call = &api.CallDocument{
 			Execution: call.Execution.Hex(), Action: call.Action, Method: call.Request.Method,
-			Host: call.Request.Host, Path: call.Request.Path, Created: utc(call.Created),
+			Host: call.Request.Host, Path: call.Request.Path, Created: call.Created.UTC(),
 		}
 		if record != nil {
-			step.Call.ExecutionID, step.Call.Created = record.ID, utc(record.Created)
+			step.Call.ExecutionID, step.Call.Created = record.ID, record.Created.UTC()
 		}
 	}
 	doc.WorkflowName = (&names{st: st}).of(ctx, doc.Workflow, doc.CheckpointID)

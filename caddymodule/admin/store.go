@@ -100,7 +100,7 @@ func count(ctx context.Context, st Store) (map[string]Count, error) {
 	counts := make(map[string]Count, len(tally))
 	for _, state := range execution.States() {
 		c := tally[state]
-		counts[state.String()] = Count{Count: c.N, AtLeast: c.More, Oldest: utc(c.Oldest), OldestAge: age(now, c.Oldest)}
+		counts[state.String()] = Count{Count: c.N, AtLeast: c.More, Oldest: c.Oldest.UTC(), OldestAge: age(now, c.Oldest)}
 	}
 	return counts, nil
 }

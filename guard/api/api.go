@@ -25,7 +25,10 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // WellKnown is where all paths begin but those of the older drafts.
@@ -189,14 +192,15 @@ func (a *responder) write(status int, contentType string, body []byte) {
 	}
 }
 
-// writePublic answers with what is the same for every reader who may have it.
-func (a *responder) writePublic(status int, contentType, cache string, body []byte) {
-	a.w.Header().Set("Content-Type", contentType)
+// Respond answers with what is the same for every reader who may have it. cache is the
+// Cache-Control, and may be empty.
+func Respond(w http.ResponseWriter, status int, contentType, cache string, body []byte) {
+	w.Header().Set("Content-Type", contentType)
 	if cache != "" {
-		a.w.Header().Set("Cache-Control", cache)
+		w.Header().Set("Cache-Control", cache)
 	}
-	a.w.WriteHeader(status)
-	_, _ = a.w.Write(body) // the client may be gone
+	w.WriteHeader(status)
+	_, _ = w.Write(body) // the client may be gone
 }
 
 // protect keeps what belongs to one caller out of caches, and out of other sites' pages.
@@ -293,6 +297,27 @@ func problemOf(err error, otherwise *Problem) *Problem {
 	}
 	otherwise.Cause = err
 	return otherwise
+}
+
+// OperatorStatus is the HTTP status of an error for operators, who may learn what callers
+// must not (P3): that nothing is recorded under a name. It is 0 for an error of which nothing
+// is known.
+func OperatorStatus(err error) int {
+	is := func(known ...error) bool {
+		return slices.ContainsFunc(known, func(one error) bool { return errors.Is(err, one) })
+	}
+	switch {
+	case is(execution.ErrUnknown, rollback.ErrUnknown):
+		return http.StatusNotFound
+	case is(execution.ErrAmbiguous, execution.ErrKeyForm, execution.ErrResolution, execution.ErrAnswerTooLarge,
+		execution.ErrCursor, hitl.ErrCursor, rollback.ErrCursor):
+		return http.StatusBadRequest
+	case is(execution.ErrNotInDoubt, execution.ErrTaken):
+		return http.StatusConflict
+	case is(execution.ErrStore, hitl.ErrStore, store.ErrClosed, store.ErrUnhealthy):
+		return http.StatusServiceUnavailable
+	}
+	return problemOf(err, new(Problem)).kind.Status
 }
 
 func urn(id string) string { return "urn:uuid:" + id }

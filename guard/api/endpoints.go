@@ -97,14 +97,14 @@ func (e *Endpoints) answer(w http.ResponseWriter, r *http.Request, to route) {
 	case endpointProblems:
 		servePage(w, r, to.name)
 	case endpointPolicy:
-		a.writePublic(http.StatusOK, "application/json", "", indented(e.Policy(e.Mount(r))))
+		Respond(a.w, http.StatusOK, "application/json", "", indented(e.Policy(e.Mount(r))))
 	case endpointHealth:
 		state, ready := e.Health()
 		status := http.StatusServiceUnavailable
 		if ready {
 			status = http.StatusOK
 		}
-		a.writePublic(status, "application/json", "no-store", []byte(`{"status":"`+state+"\"}\n"))
+		Respond(a.w, status, "application/json", "no-store", []byte(`{"status":"`+state+"\"}\n"))
 	case endpointKeys:
 		e.keys(a)
 	default:
@@ -126,7 +126,7 @@ func (e *Endpoints) keys(a responder) {
 	case set == nil:
 		http.Error(a.w, "This gateway has no identity: it issues no tokens.", http.StatusNotFound)
 	default:
-		a.writePublic(http.StatusOK, "application/jwk-set+json", "public, max-age=300", set)
+		Respond(a.w, http.StatusOK, "application/jwk-set+json", "public, max-age=300", set)
 	}
 }
 
@@ -146,7 +146,7 @@ func (e *Endpoints) ask(a responder, to route) error {
 		if err != nil {
 			return err
 		}
-		a.writePublic(http.StatusOK, "application/json", "no-store", indented(doc))
+		Respond(a.w, http.StatusOK, "application/json", "no-store", indented(doc))
 		return nil
 	case to.rollback():
 		if g.Rollbacks == nil {

@@ -264,7 +264,7 @@ func describeExecution(mount, id string, e *execution.Recorded) executionStatus 
 	running := e.Status == execution.RunningHere || e.Status == execution.RunningElsewhere
 	s := executionStatus{
 		Key: e.Key.Hex(), Method: r.Method, Path: r.Path, Action: r.Action, Workflow: r.Workflow,
-		State: e.State().String(), Created: r.Created.UTC(), Status: r.Status,
+		State: e.State().String(), Created: r.Created.UTC(), Settled: r.Settled.UTC(), Status: r.Status,
 		Replayable: e.Status == execution.Replayable,
 		SafeNewKey: e.Status == execution.RolledBack,
 		OutputURL:  mount + ExecutionPath(id) + "/output?key=" + e.Key.Hex(),
@@ -274,9 +274,6 @@ func describeExecution(mount, id string, e *execution.Recorded) executionStatus 
 		s.Deadline = r.Deadline.UTC()
 	case e.Status == execution.Doubtful:
 		s.Cause = string(r.Cause)
-	}
-	if !r.Settled.IsZero() {
-		s.Settled = r.Settled.UTC()
 	}
 	if r.State == execution.StateCompleted {
 		s.Result = &executionResult{Kept: r.Result.Kept}

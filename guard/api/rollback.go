@@ -145,11 +145,6 @@ func (s *Rollbacks) serve(a responder, to route) error {
 	if err == nil || a.r.Context().Err() != nil {
 		return err
 	}
-	return RollbackProblem(err)
-}
-
-// RollbackProblem is an error of a rollback as a problem.
-func RollbackProblem(err error) *Problem {
 	return problemOf(err, NewProblem(StoreUnavailable, "The gateway's store, or its ledger, does not answer. Nothing new was begun."))
 }
 
@@ -248,12 +243,8 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 	return q.writeJSON(http.StatusOK, doc)
 }
 
-const (
-	// acceptTime is how long a request may take to be accepted: its workflow is read.
-	acceptTime = 30 * time.Second
-	// acceptPause is how long a group of commits may take until it can be read.
-	acceptPause = 5 * time.Millisecond
-)
+// acceptTime is how long a request may take to be accepted: its workflow is read.
+const acceptTime = 30 * time.Second
 
 func (q *rollbackRequest) ask() error {
 	who, err := q.Ask(q.r)
@@ -427,9 +418,7 @@ func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback
 			return nil, err
 		}
 		// Somebody else has brought the token: look again.
-		select {
-		case <-time.After(acceptPause):
-		case <-ctx.Done():
+		if store.AwaitGroup(ctx) != nil {
 			return nil, err
 		}
 	}

@@ -181,7 +181,7 @@ func Describe(r *rollback.Rollback, id string) *Document {
 		RollbackID: urn(id), CheckpointID: r.Checkpoint, Workflow: r.Workflow, Scope: r.Scope,
 		Reason: r.Reason, Urgency: r.Urgency, Requester: r.Requester, Operator: r.Operator,
 		State: string(r.State), Status: r.Status, Effect: effect(r.Unknown, r.Mixed),
-		Asked: utc(r.Asked), Due: utc(r.Due), Finished: utc(r.Finished), TimedOut: r.TimedOut,
+		Asked: r.Asked.UTC(), Due: r.Due.UTC(), Finished: r.Finished.UTC(), TimedOut: r.TimedOut,
 		Steps: []StepDocument{}, Cascaded: []AgentDocument{}, Escalations: r.Escalations,
 		Before: hashed(r.Before), After: hashed(r.After),
 	}
@@ -215,7 +215,7 @@ func describeStep(s *rollback.Step) StepDocument {
 	return StepDocument{
 		CheckpointID: s.Checkpoint, Agent: s.Agent, Level: s.Level, Action: action(s), State: s.State, Status: s.Status,
 		Effect: effect(s.Unknown, false), Reason: s.Reason, Cause: s.Cause, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
-		Before: hashed(s.Before), After: hashed(s.After), Token: s.Token, Escalation: s.Escalation, Ended: utc(s.Ended),
+		Before: hashed(s.Before), After: hashed(s.After), Token: s.Token, Escalation: s.Escalation, Ended: s.Ended.UTC(),
 	}
 }
 
@@ -251,13 +251,6 @@ func hashed(sum [32]byte) string {
 		return ""
 	}
 	return ect.HashOf(sum).Prefixed()
-}
-
-func utc(t time.Time) time.Time {
-	if t.IsZero() {
-		return t
-	}
-	return t.UTC()
 }
 
 // maxFollowUp is how many sentences a document has.

@@ -197,6 +197,20 @@ func (c *Conflict) Error() string {
 	return fmt.Sprintf("store: write %d lost to version %d", c.Index, c.Found.Version)
 }
 
+// groupTime is how long a group of commits may take until it can be read.
+const groupTime = 5 * time.Millisecond
+
+// AwaitGroup waits until what a batch has lost to can be read: a commit of the same group is
+// lost to before. The error is that of ctx, if it ends sooner.
+func AwaitGroup(ctx context.Context) error {
+	select {
+	case <-time.After(groupTime):
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
 // Batch gathers the writes of one commit and the callbacks that run once it has ended. The
 // zero value is ready, and a nil Batch is empty. A Batch is for one goroutine.
 //
