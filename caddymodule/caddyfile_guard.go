@@ -697,16 +697,6 @@ func placeUndo(err error, option string, at origin) error {
 	return place(&invalid{[]string{option}, err}, at)
 }
 
-func (p *Policy) inheritTerms(base *Terms) {
-	inherit(&p.UndoAuth, base.UndoAuth)
-	inherit(&p.OnSnapshotError, base.OnSnapshotError)
-	inherit(&p.SnapshotTimeout, base.SnapshotTimeout)
-	inherit(&p.OnLost, base.OnLost)
-	inherit(&p.OnChanged, base.OnChanged)
-	inherit(&p.CheckpointTTL, base.CheckpointTTL)
-	inherit(&p.MaxImage, base.MaxImage)
-}
-
 var errUndoNeedsIdentity = errors.New("it needs an `identity` in the global options, in whose name checkpoints are made")
 
 // maxDescription leaves room in the extensions of a token.

@@ -275,14 +275,6 @@ func (e *engine) changed(ev breaker.Event) bool {
 	return e.recorder.later(func(ctx context.Context) { e.recordCircuit(ctx, ev) })
 }
 
-// opens remembers the event of an opening.
-func (t *circuitRecorder) opens(key breaker.Key, id string) {
-	if len(t.opened) >= maxCircuits {
-		clear(t.opened) // breakers that were dropped; the others know themselves
-	}
-	t.opened[key] = id
-}
-
 // later runs a recording in its turn; false says that too many wait.
 func (t *circuitRecorder) later(record func(context.Context)) bool {
 	select { // never waits: calls do
@@ -321,7 +313,9 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 		}
 		if last != "" {
 			c.Parents = []string{last}
-			c.Workflow, _ = e.workflowOf(ctx, policy, last) // none where the opening is pruned
+			placed, cancel := context.WithTimeout(ctx, circuitPlaceTime) // it may have been recorded a moment ago
+			c.Workflow, _ = policy.Evidence.WorkflowOf(placed, last)     // none where the opening is pruned
+			cancel()
 		}
 		if _, err := e.recordDraft(ctx, policy.TokenPolicy, now, &c); err != nil {
 			e.circuitUnrecorded(ev.Key, ev.To, err)
@@ -333,7 +327,10 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 		e.circuitUnrecorded(ev.Key, ev.To, err)
 		return
 	}
-	e.recorder.opens(ev.Key, id)
+	if len(e.recorder.opened) >= maxCircuits {
+		clear(e.recorder.opened) // breakers that were dropped; the others know themselves
+	}
+	e.recorder.opened[ev.Key] = id
 	e.circuits.Keep(ev, id)
 	if err := e.keepCircuit(ctx, ev.Key); err != nil { // with the reference
 		e.circuitUnrecorded(ev.Key, ev.To, err)
@@ -366,13 +363,6 @@ func (e *engine) recordDraft(ctx context.Context, policy *guard.TokenPolicy, now
 		return "", err
 	}
 	return draft.ID(), policy.Evidence.Append(ctx, now.Add(guard.KeepCircuitTokens), nil, append(before, draft)...)
-}
-
-// workflowOf waits for what was recorded a moment ago.
-func (e *engine) workflowOf(ctx context.Context, policy *tokenPolicy, id string) (string, error) {
-	ctx, cancel := context.WithTimeout(ctx, circuitPlaceTime)
-	defer cancel()
-	return policy.Evidence.WorkflowOf(ctx, id)
 }
 
 // circuitEvents are the events of changes, by the new state.

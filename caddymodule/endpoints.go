@@ -74,7 +74,10 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 	}
 	g := &api.Gateway{
 		Close: closeGateway, Executions: e.executions, Waits: e.waits,
-		Reader:   func(r *http.Request) (evidence.Reader, error) { return h.reader(e, policy, r) },
+		Reader: func(r *http.Request) (evidence.Reader, error) {
+			who, _, err := h.asker(e, policy, r)
+			return who, err
+		},
 		Circuits: func(r *http.Request) (any, error) { return h.visibleCircuits(e, policy, r) },
 	}
 	if policy == nil {
@@ -459,13 +462,8 @@ func (h *Handler) breakerPolicy(mount string) *policyBreaker {
 	return &policyBreaker{*p, mount + api.BasePath + api.CircuitOpen.Slug, h.fallback != nil}
 }
 
-// reader is who asks, as callers are distinguished. Tokens of a POST are its content.
-func (h *Handler) reader(e *engine, policy *tokenPolicy, r *http.Request) (evidence.Reader, error) {
-	who, _, err := h.asker(e, policy, r)
-	return who, err
-}
-
-// asker is the reader, and the name that it has as a caller.
+// asker is who asks, as callers are distinguished, and the name that it has as a caller.
+// Tokens of a POST are its content.
 func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who evidence.Reader, caller string, err error) {
 	var tokens guard.Tokens
 	if r.Method != http.MethodPost {

@@ -156,7 +156,9 @@ func (e *engine) release() error {
 
 // Destruct closes the store. It is called by the pool, once nobody uses it.
 func (e *engine) Destruct() error {
-	e.endRollbacks()    // first: they need the rest
+	stopping, cancel := context.WithTimeout(context.Background(), rollbackGrace)
+	e.stopRollbacks(stopping) // first: they need the rest
+	cancel()
 	e.escalations.end() // after the rollbacks, which escalate
 	e.cut()
 	e.circuits.Leave()
@@ -520,8 +522,8 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 	if err == nil { // also without an identity: there may be checkpoints of an earlier one
 		_, err = e.checkpoints.Reseal(ctx)
 	}
-	if err == nil {
-		err = e.resealRollbacks(ctx)
+	if c := e.rollbacks.coordinator(); err == nil && c != nil {
+		_, err = c.Reseal(ctx)
 	}
 	if err != nil && ctx.Err() == nil {
 		e.logger.Warn("re-sealing the ledger, the checkpoints and the rollbacks failed", zap.Error(err))

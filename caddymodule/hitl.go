@@ -195,9 +195,14 @@ const escalationAttempt = 65 * time.Second
 func (e *engine) startEscalations() {
 	x := &e.escalations
 	x.store = hitl.NewStore(e.store, e.ring, 0)
-	x.store.OnOpened(e.escalated)
+	x.store.OnOpened(func(esc hitl.Escalation) {
+		e.emit(eventEscalated, map[string]any{
+			"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "upstream": esc.Links.Upstream,
+		})
+	})
 	dispatcher := hitl.NewDispatcher(x.store, hitl.NotifierFunc(e.notify), hitl.DispatcherOptions{
-		Attempt: escalationAttempt, OnAttempt: e.attempted, OnError: e.troubled,
+		Attempt: escalationAttempt, OnAttempt: e.attempted,
+		OnError: func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
 	})
 	var ctx context.Context
 	ctx, x.stop = context.WithCancel(context.Background())
@@ -248,13 +253,6 @@ func (e *engine) notify(ctx context.Context, esc hitl.Escalation) error {
 	return nil
 }
 
-// escalated hears of an escalation that was opened.
-func (e *engine) escalated(esc hitl.Escalation) {
-	e.emit(eventEscalated, map[string]any{
-		"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "upstream": esc.Links.Upstream,
-	})
-}
-
 // attempted logs and counts an attempt to notify of an escalation.
 func (e *engine) attempted(esc hitl.Escalation, err error) {
 	e.counts.EscalationNotified(err == nil)
@@ -269,10 +267,6 @@ func (e *engine) attempted(esc hitl.Escalation, err error) {
 		e.logger.Warn("the receiver has not taken an escalation; it is tried again",
 			append(escalationFields(&esc), zap.Time("next", esc.Delivery.Next), zap.Error(err))...)
 	}
-}
-
-func (e *engine) troubled(err error) {
-	e.logger.Error("notifying of escalations is held up", zap.Error(err))
 }
 
 // escalationFields name an escalation in the log: by ids, which hold nothing secret (P8).

@@ -22,7 +22,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
@@ -143,11 +142,6 @@ func checkPublicURL(text string) error {
 
 // maxPublicURL leaves room in the extensions of a token.
 const maxPublicURL = 512
-
-// rollbackURI is where a rollback is asked for.
-func (i *Identity) rollbackURI() string {
-	return strings.TrimRight(i.PublicURL, "/") + api.WellKnown + "rollback"
-}
 
 func algorithmNames() []string {
 	var names []string

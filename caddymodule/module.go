@@ -778,7 +778,8 @@ func (h *Handler) provisionUndo(a *Action) error {
 		h.logger.Warn("a header field of an undo has no value; nothing can be undone without it",
 			slog.String("guard", h.Name), slog.String("action", a.Name), slog.Any("error", err))
 	}
-	plan.Toward(h.reach, a.Unframed == unframedComplete)
+	spec := &plan.forCalls.Spec
+	spec.Reach, spec.Unframed, spec.Fields = h.reach, a.Unframed == unframedComplete, plan.config
 	a.undo = plan
 	return nil
 }

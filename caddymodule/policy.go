@@ -167,7 +167,13 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.Unframed, base.Unframed)
 	inherit(&p.GRPC, base.GRPC)
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
-	p.inheritTerms(&base.Terms)
+	inherit(&p.UndoAuth, base.UndoAuth)
+	inherit(&p.OnSnapshotError, base.OnSnapshotError)
+	inherit(&p.SnapshotTimeout, base.SnapshotTimeout)
+	inherit(&p.OnLost, base.OnLost)
+	inherit(&p.OnChanged, base.OnChanged)
+	inherit(&p.CheckpointTTL, base.CheckpointTTL)
+	inherit(&p.MaxImage, base.MaxImage)
 }
 
 func inherit[T comparable](v *T, base T) {

@@ -53,8 +53,8 @@ type Probe struct {
 func (p *Probe) provision() error {
 	inherit(&p.Method, http.MethodGet)
 	inherit(&p.Timeout, caddy.Duration(10*time.Second))
-	if err := checkMethod(p.Method); err != nil {
-		return fmt.Errorf("probe: %w", err)
+	if !httpguts.ValidHeaderFieldName(p.Method) || strings.ToUpper(p.Method) != p.Method {
+		return fmt.Errorf("probe: %q is no method; write one in capital letters, like GET", p.Method)
 	}
 	if err := checkDuration(p.Timeout); err != nil {
 		return fmt.Errorf("probe: timeout: %w", err)
@@ -249,14 +249,6 @@ type templatePart struct {
 	text        string
 	placeholder bool
 	escape      func(string) string
-}
-
-// checkMethod checks the name of a method.
-func checkMethod(method string) error {
-	if !httpguts.ValidHeaderFieldName(method) || strings.ToUpper(method) != method {
-		return fmt.Errorf("%q is no method; write one in capital letters, like GET", method)
-	}
-	return nil
 }
 
 // parseTemplate reads text with {placeholders}.

@@ -94,23 +94,6 @@ func (e *engine) stopRollbacks(ctx context.Context) {
 // rollbackGrace is how long rollbacks may take to come to a stop when the store closes.
 const rollbackGrace = 10 * time.Second
 
-// endRollbacks is stopRollbacks for a store that closes.
-func (e *engine) endRollbacks() {
-	ctx, cancel := context.WithTimeout(context.Background(), rollbackGrace)
-	defer cancel()
-	e.stopRollbacks(ctx)
-}
-
-// resealRollbacks seals anew what older keys have sealed of rollbacks.
-func (e *engine) resealRollbacks(ctx context.Context) error {
-	c := e.rollbacks.coordinator()
-	if c == nil {
-		return nil
-	}
-	_, err := c.Reseal(ctx)
-	return err
-}
-
 // rollbackLedger is the ledger as the coordinator of the engine's rollbacks needs it. It
 // records, and believes, as the latest configuration does; what it records is kept for keep.
 func (e *engine) rollbackLedger(keep time.Duration) *evidence.RollbackLedger {

@@ -413,7 +413,9 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
-	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{Engine: &e.forCalls, Evidence: ev, Events: events, RollbackURI: i.rollbackURI()}}
+	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{
+		Engine: &e.forCalls, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
+	}}
 	ownKeys, err := events.Source()
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)

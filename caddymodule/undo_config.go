@@ -372,12 +372,6 @@ func (p *Plan) Undoes() bool {
 	return p.ways.Restore != nil || p.forCalls.Compensate != nil || p.ways.Delegate != ""
 }
 
-// Toward says where requests of the guard's own go, and whether an answer that only the
-// end of its connection ends is whole. It comes before any Decide.
-func (p *Plan) Toward(reach rollback.Reach, unframed bool) {
-	p.forCalls.Spec.Reach, p.forCalls.Spec.Unframed, p.forCalls.Spec.Fields = reach, unframed, p.config
-}
-
 // Words are the ways, in the order in which they are tried. A nil Plan is irreversible.
 func (p *Plan) Words() []string {
 	var words []string

@@ -115,20 +115,20 @@ var routes = []struct {
 	{"executions", http.MethodGet, listExecutions},
 	{"executions/{key}", http.MethodGet, showExecution},
 	{"executions/{key}/resolve", http.MethodPost, resolveExecution},
-	{"store", http.MethodGet, showStore},
-	{"keys", http.MethodGet, showKeys},
-	{"keys/rotate", http.MethodPost, rotateKeys},
-	{"identity", http.MethodGet, showIdentity},
-	{"identity/rotate", http.MethodPost, rotateIdentity},
-	{"circuits", http.MethodGet, listCircuits},
-	{"circuits/mode", http.MethodPost, setCircuitMode},
+	{"store", http.MethodGet, plain(showStore)},
+	{"keys", http.MethodGet, plain(showKeys)},
+	{"keys/rotate", http.MethodPost, plain(rotateKeys)},
+	{"identity", http.MethodGet, plain(showIdentity)},
+	{"identity/rotate", http.MethodPost, plain(rotateIdentity)},
+	{"circuits", http.MethodGet, plain(listCircuits)},
+	{"circuits/mode", http.MethodPost, plain(setCircuitMode)},
 	{"rollback", http.MethodPost, coordinated(startRollback)},
 	{"rollback/{id}", http.MethodGet, coordinated(showRollback)},
 	{"rollbacks", http.MethodGet, coordinated(listRollbacks)},
 	{"escalations", http.MethodGet, listEscalations},
-	{"ledger/head", http.MethodGet, ledgerHead},
-	{"ledger/export", http.MethodGet, ledgerExport},
-	{"ledger/verify", http.MethodGet, ledgerVerify},
+	{"ledger/head", http.MethodGet, plain(ledgerHead)},
+	{"ledger/export", http.MethodGet, plain(ledgerExport)},
+	{"ledger/verify", http.MethodGet, plain(ledgerVerify)},
 }
 
 // ServeHTTP implements caddy.AdminHandler.
@@ -172,17 +172,27 @@ func match(route string, parts []string) (name string, ok bool) {
 // a stream. Its query is read from params, so that what nobody reads can be refused.
 type handler func(r *http.Request, st Store, p *params) (any, error)
 
+// plain is a handler that takes no parameters.
+func plain(serve func(r *http.Request, st Store) (any, error)) handler {
+	return func(r *http.Request, st Store, p *params) (any, error) {
+		if err := p.done(); err != nil {
+			return nil, err
+		}
+		return serve(r, st)
+	}
+}
+
 // on calls serve with the store that the request names, and writes what it returns.
 func (a *API) on(w http.ResponseWriter, r *http.Request, method, name string, serve handler) error {
 	if r.Method != method && (r.Method != http.MethodHead || method != http.MethodGet) {
 		w.Header().Set("Allow", method)
 		return refuse(http.StatusMethodNotAllowed, "%s is not for %s; use %s", r.URL.Path, r.Method, method)
 	}
-	p, err := newParams(r)
+	query, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
-		return err
+		return refuse(http.StatusBadRequest, "query: %v", err)
 	}
-	p.name = name
+	p := &params{name: name, query: query}
 	st, err := a.view(p.one("store"))
 	if err != nil {
 		return err
@@ -285,14 +295,6 @@ type params struct {
 	query url.Values
 	seen  []string
 	err   error
-}
-
-func newParams(r *http.Request) (*params, error) {
-	query, err := url.ParseQuery(r.URL.RawQuery)
-	if err != nil {
-		return nil, refuse(http.StatusBadRequest, "query: %v", err)
-	}
-	return &params{query: query}, nil
 }
 
 func (p *params) fail(name string, err error) {

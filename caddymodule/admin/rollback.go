@@ -83,18 +83,14 @@ func (d *RollbackRequest) request() (r rollback.Request, err error) {
 	if id, err := uuid.Parse(d.CheckpointID); err == nil && len(d.CheckpointID) == len(id.String()) {
 		r.Checkpoint = id.String() // as the ledger has it
 	}
-	if r.Scope, err = api.ParseScope(d.Scope, d.cascade()); err == nil && d.RollbackID != "" {
+	var cascade *bool // nil where it is not said, as a scope alone leaves it
+	if d.Cascade {
+		cascade = &d.Cascade
+	}
+	if r.Scope, err = api.ParseScope(d.Scope, cascade); err == nil && d.RollbackID != "" {
 		r.ID, err = api.ParseID(d.RollbackID)
 	}
 	return r, err
-}
-
-// cascade is nil where it is not said, as a scope alone leaves it.
-func (d *RollbackRequest) cascade() *bool {
-	if d.Cascade {
-		return &d.Cascade
-	}
-	return nil
 }
 
 // coordinated calls serve with the rollbacks over a store.

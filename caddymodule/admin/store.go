@@ -64,10 +64,7 @@ type Count struct {
 
 // showStore answers GET store. A store that is not well is no reason for an error: it is
 // what was asked.
-func showStore(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func showStore(r *http.Request, st Store) (any, error) {
 	status := StoreStatus{
 		Path: st.Path(), Health: HealthOK, Node: st.Executions().Node(), Boot: st.Executions().Boot(),
 		Quota: st.Quota(), Store: st.Report(),
@@ -248,18 +245,12 @@ type KeyLeft struct {
 	Until time.Time `json:"until,omitzero"`
 }
 
-func showKeys(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func showKeys(r *http.Request, st Store) (any, error) {
 	return st.Keys(r.Context())
 }
 
 // rotateKeys answers POST keys/rotate, with the keys that there are now.
-func rotateKeys(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func rotateKeys(r *http.Request, st Store) (any, error) {
 	if err := st.RotateKeys(r.Context()); err != nil {
 		return nil, err
 	}
@@ -317,18 +308,12 @@ func identityOf(st Store) (*Identity, error) {
 		"the gateway over the store %s has no identity, and signs nothing: configure `identity`, in whose name it signs what it decides", st.Path())
 }
 
-func showIdentity(_ *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func showIdentity(_ *http.Request, st Store) (any, error) {
 	return identityOf(st)
 }
 
 // rotateIdentity answers POST identity/rotate, with the keys that there are now.
-func rotateIdentity(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func rotateIdentity(r *http.Request, st Store) (any, error) {
 	var d IdentityRotation
 	if err := decode(r.Body, maxRotation, &d); err != nil && !errors.Is(err, io.EOF) {
 		return nil, refuse(http.StatusBadRequest, `the request is no {"stolen": true} or {}: %v`, err)
@@ -368,18 +353,12 @@ func (d *CircuitMode) read(from io.Reader) error {
 	return nil
 }
 
-func listCircuits(_ *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func listCircuits(_ *http.Request, st Store) (any, error) {
 	return proxy.Document{Circuits: st.Circuits()}, nil
 }
 
 // setCircuitMode answers POST circuits/mode, with the breakers as they are now.
-func setCircuitMode(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func setCircuitMode(r *http.Request, st Store) (any, error) {
 	var d CircuitMode
 	if err := d.read(r.Body); err != nil {
 		return nil, err
@@ -489,10 +468,7 @@ func ledgerOf(st Store) (*Ledger, error) {
 		"the store %s has no ledger: configure `identity`, in whose name the gateway signs what it decides", st.Path())
 }
 
-func ledgerHead(_ *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func ledgerHead(_ *http.Request, st Store) (any, error) {
 	l, err := ledgerOf(st)
 	if err != nil {
 		return nil, err
@@ -505,10 +481,7 @@ func ledgerHead(_ *http.Request, st Store, p *params) (any, error) {
 	}, nil
 }
 
-func ledgerExport(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func ledgerExport(r *http.Request, st Store) (any, error) {
 	l, err := ledgerOf(st)
 	if err != nil {
 		return nil, err
@@ -520,10 +493,7 @@ func ledgerExport(r *http.Request, st Store, p *params) (any, error) {
 }
 
 // ledgerVerify answers GET ledger/verify. It reads the whole log, which takes a while.
-func ledgerVerify(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func ledgerVerify(r *http.Request, st Store) (any, error) {
 	l, err := ledgerOf(st)
 	if err != nil {
 		return nil, err

@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
@@ -189,7 +188,7 @@ const statusClientLeft = 499
 
 // header judges an answer by its status and header. over says that this settles it.
 func (c *call) header(res *http.Response) (outcome breaker.Outcome, over bool) {
-	if c.counts(res.StatusCode) {
+	if res.StatusCode == http.StatusTooManyRequests || c.t.circuits.failedStatus(res.StatusCode) {
 		return c.failure(res, breaker.Failure, res.StatusCode, fmt.Sprintf("status %d", res.StatusCode)), true
 	}
 	if res.StatusCode == statusClientLeft {
@@ -204,11 +203,6 @@ func (c *call) header(res *http.Response) (outcome breaker.Outcome, over bool) {
 		return breaker.Outcome{Class: breaker.InBand, RetryAfter: RetryAfter(res.Header), Cause: fault}, true
 	}
 	return breaker.Outcome{}, false
-}
-
-// counts reports whether a status of HTTP is a failure or a limit.
-func (c *call) counts(status int) bool {
-	return status == http.StatusTooManyRequests || c.t.circuits.failedStatus(status)
 }
 
 // failure is what came of an answer whose status counts; class is that of a failure.
@@ -408,9 +402,3 @@ type firstMessage struct{}
 func (firstMessage) feed(p []byte) (fault string, good bool) { return "", true }
 
 func (firstMessage) end() (fault string) { return "" }
-
-// viewOf is what the caller's tokens ask of breakers; nil without.
-func viewOf(ctx context.Context) *breaker.View {
-	v, _ := caddyhttp.GetVar(ctx, guard.ViewVar).(*breaker.View)
-	return v
-}

@@ -98,15 +98,6 @@ func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
 	return b
 }
 
-// probeIdentity is the identity that must answer a probe of the upstream at an address; empty if
-// any may.
-func (c *Circuits) probeIdentity(upstream string) string {
-	if !c.set.VerifyProbe {
-		return ""
-	}
-	return c.checked.downstream[upstream]
-}
-
 // Refusal is the refusal of the upstream that is back first, if all upstreams are known and refuse
 // a call of this method and view at the moment; otherwise nil.
 func (c *Circuits) Refusal(method string, view *breaker.View) *breaker.OpenError {

@@ -366,7 +366,8 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 		return nil, ctx.Err() // over before it could be sent
 	}
 	c := &call{t: t, ctx: ctx, watch: watch, began: time.Now()}
-	op := breaker.Op{Safe: Safe(req.Method), ClientPaced: uploads(req, watch), View: viewOf(ctx)}
+	op := breaker.Op{Safe: Safe(req.Method), ClientPaced: uploads(req, watch)}
+	op.View, _ = caddyhttp.GetVar(ctx, guard.ViewVar).(*breaker.View) // what the caller's tokens ask of breakers
 	if patience, ok := guard.PatienceOf(ctx); ok {
 		op.Patience, c.callerDeadline = patience, true
 	} else if deadline, ok := ctx.Deadline(); ok {
@@ -376,8 +377,8 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 	if c.permit, err = t.circuits.Breaker(upstream, req.Method).Acquire(op); err != nil {
 		return nil, &refusedError{dial: reverseproxy.NewDialError(err), open: err.(*breaker.OpenError), t: t}
 	}
-	if c.permit.Probe() {
-		c.identity = t.circuits.probeIdentity(upstream)
+	if c.permit.Probe() && t.circuits.set.VerifyProbe {
+		c.identity = t.circuits.checked.downstream[upstream]
 	}
 	return c, nil
 }
@@ -511,17 +512,6 @@ func (b *lateBody) close() {
 	}
 }
 
-// optionParser parses one option of ours, whose name the dispenser has consumed.
-type optionParser func(t *Transport, d *caddyfile.Dispenser) error
-
-// ownOptions returns the options that are ours. All others belong to the embedded HTTP transport.
-func ownOptions() map[string]optionParser {
-	return map[string]optionParser{
-		"breaker":           parseBreaker,
-		"keepalive_guarded": parseKeepaliveGuarded,
-	}
-}
-
 // UnmarshalCaddyfile sets up the transport from Caddyfile tokens. Syntax:
 //
 //	transport agent_guard {
@@ -534,7 +524,7 @@ func (t *Transport) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	if d.CountRemainingArgs() > 0 {
 		return d.ArgErr()
 	}
-	ours := ownOptions()
+	ours := map[string]func(*Transport, *caddyfile.Dispenser) error{"breaker": parseBreaker, "keepalive_guarded": parseKeepaliveGuarded}
 	for nesting := d.Nesting(); d.NextBlock(nesting); {
 		name := d.Val()
 		segment := d.NextSegment()
