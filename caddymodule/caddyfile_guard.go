@@ -569,7 +569,7 @@ func termsOptions() options[*Terms] {
 		"on_lost":           func(t *Terms) *string { return &t.OnLost },
 		"on_changed":        func(t *Terms) *string { return &t.OnChanged },
 	} {
-		words := Choices()[name]
+		words := choices()[name]
 		opts[name] = option[*Terms]{
 			usage: name + " " + words[0] + " | " + words[1],
 			parse: func(d dispenser, t *Terms) error { return parseChoice(d, into(t), words...) },
@@ -621,7 +621,7 @@ func restoreOptions() options[*Restore] {
 			return parseEntry(d, &r.Header)
 		}},
 		"on_changed": {usage: "on_changed escalate | overwrite", parse: func(d *caddyfile.Dispenser, r *Restore) error {
-			return parseChoice(d, &r.OnChanged, Choices()["on_changed"]...)
+			return parseChoice(d, &r.OnChanged, choices()["on_changed"]...)
 		}},
 		"verify": {usage: "verify off", parse: func(d *caddyfile.Dispenser, r *Restore) error {
 			return parseChoice(d, &r.Verify, "off")
@@ -763,7 +763,7 @@ func (h *Handler) ownRequests() (wanting, bool) {
 		return wanting{h.origin["on_unknown"][0], probe}, true
 	}
 	if h.DefaultUndo != nil {
-		if _, own := h.DefaultUndo.OwnRequests(); own {
+		if _, own := h.DefaultUndo.ownRequests(); own {
 			return wanting{h.origin["default_undo"][0], "default_undo" + undo}, true
 		}
 	}
@@ -771,7 +771,7 @@ func (h *Handler) ownRequests() (wanting, bool) {
 		if a.OnUnknown == onUnknownProbe {
 			return wanting{a.origin["on_unknown"][0], probe}, true
 		}
-		if option, own := a.OwnRequests(); own {
+		if option, own := a.ownRequests(); own {
 			return wanting{a.origin[option][0], option + undo}, true
 		}
 	}

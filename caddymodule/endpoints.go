@@ -362,7 +362,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		}
 		if h.app.Identity != nil {
 			published := &doc.Actions[len(doc.Actions)-1]
-			published.Undo, published.CheckpointTTL = a.undo.Words(), a.TTL().Seconds()
+			published.Undo, published.CheckpointTTL = a.undo.words(), a.TTL().Seconds()
 		}
 	}
 	for _, k := range api.Kinds() {

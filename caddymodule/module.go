@@ -761,13 +761,13 @@ func (h *Handler) provisionUndo(a *Action) error {
 		return fmt.Errorf("description: %w", err)
 	}
 	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.credentials)
-	if err != nil || !plan.Undoes() {
+	if err != nil || !plan.undoes() {
 		return err
 	}
 	if h.app.Identity == nil {
-		return fmt.Errorf("%s: %w", plan.Words()[0], errUndoNeedsIdentity)
+		return fmt.Errorf("%s: %w", plan.words()[0], errUndoNeedsIdentity)
 	}
-	if option, own := a.OwnRequests(); own && h.upstream == nil {
+	if option, own := a.ownRequests(); own && h.upstream == nil {
 		return fmt.Errorf("%s: it takes requests of the guard's own, and they need an `upstream`: the handlers that lead to the upstream", option)
 	}
 	for _, server := range plan.Exposed() {

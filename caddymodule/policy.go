@@ -244,7 +244,7 @@ func (p *Policy) validate() error {
 			return wrong(fmt.Errorf("rule %d: %w", i+1, err), "outcomes")
 		}
 	}
-	return undoError(p.CheckTerms())
+	return undoError(p.checkTerms())
 }
 
 func presets() []string {

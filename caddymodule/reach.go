@@ -335,7 +335,7 @@ func (a *App) undoFields(o *rollback.Outgoing, to *passage) (http.Header, error)
 			continue
 		}
 		for _, action := range h.actions {
-			if action.Name == o.Action && action.undo != nil && action.undo.Knows(o.URL) {
+			if action.Name == o.Action && action.undo != nil && action.undo.knows(o.URL) {
 				return action.undo.Fields(o.URL)
 			}
 		}

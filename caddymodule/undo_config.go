@@ -64,8 +64,8 @@ var Defaults = Terms{
 	CheckpointTTL: caddy.Duration(24 * time.Hour), MaxImage: checkpoint.DefaultMaxImage,
 }
 
-// Choices are the options of Terms that are one of some words.
-func Choices() map[string][]string {
+// choices are the options of Terms that are one of some words.
+func choices() map[string][]string {
 	return map[string][]string{
 		"undo_auth":         {rollback.AuthConfig, rollback.AuthRecorded},
 		"on_snapshot_error": {refuse, checkpoint.Irreversible.String()},
@@ -78,25 +78,25 @@ func Choices() map[string][]string {
 func (t *Terms) forCalls() guard.UndoTerms {
 	return guard.UndoTerms{
 		TTL: t.TTL(), MaxImage: t.MaxImage, SnapshotTimeout: time.Duration(t.SnapshotTimeout),
-		Recorded: t.Recorded(), Refuses: t.Refuses(),
+		Recorded: t.recorded(), Refuses: t.refuses(),
 	}
 }
 
 // TTL is how long checkpoints stand.
 func (t *Terms) TTL() time.Duration { return time.Duration(t.CheckpointTTL) }
 
-// Refuses says that a call whose state before cannot be read is not forwarded.
-func (t *Terms) Refuses() bool { return t.OnSnapshotError == refuse }
+// refuses says that a call whose state before cannot be read is not forwarded.
+func (t *Terms) refuses() bool { return t.OnSnapshotError == refuse }
 
-// Recorded says that the call's own credentials are kept for its undo.
-func (t *Terms) Recorded() bool { return t.UndoAuth == rollback.AuthRecorded }
+// recorded says that the call's own credentials are kept for its undo.
+func (t *Terms) recorded() bool { return t.UndoAuth == rollback.AuthRecorded }
 
 // longestSnapshot is more than a caller waits for.
 const longestSnapshot = 10 * time.Minute
 
-// CheckTerms checks terms that are complete. The error is an *Error.
-func (t *Terms) CheckTerms() error {
-	choices := Choices()
+// checkTerms checks terms that are complete. The error is an *Error.
+func (t *Terms) checkTerms() error {
+	choices := choices()
 	for option, word := range map[string]string{
 		"undo_auth": t.UndoAuth, "on_snapshot_error": t.OnSnapshotError, "on_lost": t.OnLost, "on_changed": t.OnChanged,
 	} {
@@ -176,7 +176,7 @@ func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error
 		if err := checkDelegate(w.Delegate); err != nil {
 			return nil, &Error{"delegate", err}
 		}
-		if t.Recorded() {
+		if t.recorded() {
 			return nil, undoingWrong("undo_auth", "recorded: the call's credentials go to its own upstream, and delegate asks another; set undo_auth config for the action")
 		}
 	}
@@ -261,7 +261,7 @@ func (p *Plan) parse(spec template.Spec, config map[string]string, secret []stri
 			return nil, fmt.Errorf("{request.header.%s} is a credential of the caller's, which no template hands on; set undo_auth recorded, or a header of your own", name)
 		}
 	}
-	if p.terms.Recorded() && t.Origin() != "" {
+	if p.terms.recorded() && t.Origin() != "" {
 		return nil, errors.New("url: with undo_auth recorded a call's credentials go to its own upstream only; begin with /, or set undo_auth config")
 	}
 	return t, p.add(t.Origin(), config, secret)
@@ -273,7 +273,7 @@ func (p *Plan) add(origin string, config map[string]string, secret []string) err
 		if err := checkPlaceholders(value); err != nil {
 			return fmt.Errorf("header %s: %w", name, err)
 		}
-		if p.terms.Recorded() && slices.Contains(secret, name) {
+		if p.terms.recorded() && slices.Contains(secret, name) {
 			return fmt.Errorf("header %s: with undo_auth recorded the call's own credentials are sent; leave the field away, or set undo_auth config", name)
 		}
 		if p.config == nil {
@@ -352,8 +352,8 @@ func Fields(config map[string]map[string]string, target string) (http.Header, er
 	return header, nil
 }
 
-// Knows reports whether the configuration has fields for the server of a URL.
-func (p *Plan) Knows(target string) bool { return len(p.config[Origin(target)]) > 0 }
+// knows reports whether the configuration has fields for the server of a URL.
+func (p *Plan) knows(target string) bool { return len(p.config[Origin(target)]) > 0 }
 
 // Origin is the server of a URL; empty for a path, which is of the call's upstream.
 func Origin(target string) string {
@@ -367,13 +367,13 @@ func Origin(target string) string {
 	return scheme + "://" + rest
 }
 
-// Undoes says that there is a way.
-func (p *Plan) Undoes() bool {
+// undoes says that there is a way.
+func (p *Plan) undoes() bool {
 	return p.ways.Restore != nil || p.forCalls.Compensate != nil || p.ways.Delegate != ""
 }
 
-// Words are the ways, in the order in which they are tried. A nil Plan is irreversible.
-func (p *Plan) Words() []string {
+// words are the ways, in the order in which they are tried. A nil Plan is irreversible.
+func (p *Plan) words() []string {
 	var words []string
 	if p == nil {
 		return []string{checkpoint.Irreversible.String()}
@@ -465,12 +465,12 @@ type Compensation struct {
 	Status *Request `json:"status,omitempty"`
 }
 
-// Empty says that no way is given.
-func (w *Ways) Empty() bool { return *w == Ways{} }
+// empty says that no way is given.
+func (w *Ways) empty() bool { return *w == Ways{} }
 
-// OwnRequests says that the guard itself makes requests to the upstream, and which
+// ownRequests says that the guard itself makes requests to the upstream, and which
 // option asks for them.
-func (w *Ways) OwnRequests() (option string, own bool) {
+func (w *Ways) ownRequests() (option string, own bool) {
 	switch c := w.Compensate; {
 	case w.Restore != nil:
 		return "restore", true
@@ -652,7 +652,7 @@ const verifyOff = "off"
 
 func (r *Restore) check() error {
 	if r.OnChanged != "" {
-		if err := undoingOneOf(r.OnChanged, Choices()["on_changed"]); err != nil {
+		if err := undoingOneOf(r.OnChanged, choices()["on_changed"]); err != nil {
 			return fmt.Errorf("on_changed: %w", err)
 		}
 	}
