@@ -581,8 +581,20 @@ func termsOptions() options[*Terms] {
 // waysOptions are the ways to undo a call.
 func waysOptions() options[*Ways] {
 	return options[*Ways]{
-		"restore":    {usage: "restore { ... }", parse: parseRestore},
-		"compensate": {usage: "compensate <method> <url> { ... }", parse: parseCompensate},
+		"restore": {usage: "restore { ... }", parse: func(d *caddyfile.Dispenser, w *Ways) error {
+			if d.NextArg() {
+				return errSyntax
+			}
+			w.Restore = new(Restore)
+			return restoreOptions().readBlock(d, "restore", w.Restore, originOf(d))
+		}},
+		"compensate": {usage: "compensate <method> <url> { ... }", parse: func(d *caddyfile.Dispenser, w *Ways) error {
+			w.Compensate = new(Compensation)
+			if err := parseRequestLine(d, &w.Compensate.Request); err != nil {
+				return err
+			}
+			return compensationOptions().readBlock(d, "compensate", w.Compensate, originOf(d))
+		}},
 		"delegate": {usage: "delegate <uri>", parse: func(d *caddyfile.Dispenser, w *Ways) error {
 			return parseWord(d, &w.Delegate)
 		}},
@@ -606,14 +618,6 @@ func parseDefaultUndo(d *caddyfile.Dispenser, h *Handler) error {
 	return way.parse(d, h.DefaultUndo)
 }
 
-func parseRestore(d *caddyfile.Dispenser, w *Ways) error {
-	if d.NextArg() {
-		return errSyntax
-	}
-	w.Restore = new(Restore)
-	return restoreOptions().readBlock(d, "restore", w.Restore, originOf(d))
-}
-
 // restoreOptions are the options of the way restore.
 func restoreOptions() options[*Restore] {
 	return options[*Restore]{
@@ -627,14 +631,6 @@ func restoreOptions() options[*Restore] {
 			return parseChoice(d, &r.Verify, "off")
 		}},
 	}
-}
-
-func parseCompensate(d *caddyfile.Dispenser, w *Ways) error {
-	w.Compensate = new(Compensation)
-	if err := parseRequestLine(d, &w.Compensate.Request); err != nil {
-		return err
-	}
-	return compensationOptions().readBlock(d, "compensate", w.Compensate, originOf(d))
 }
 
 // parseRequestLine reads a method and a URL.
