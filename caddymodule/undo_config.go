@@ -465,9 +465,6 @@ type Compensation struct {
 	Status *Request `json:"status,omitempty"`
 }
 
-// empty says that no way is given.
-func (w *Ways) empty() bool { return *w == Ways{} }
-
 // ownRequests says that the guard itself makes requests to the upstream, and which
 // option asks for them.
 func (w *Ways) ownRequests() (option string, own bool) {
