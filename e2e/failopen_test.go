@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"fmt"
-	"net/http"
 	"strings"
 	"testing"
 
@@ -66,63 +65,4 @@ func TestFailOpen(t *testing.T) {
 	g.call(request{path: "/y", id: "k"}).want(t, 201, "arrival 1", "executed")
 	g.call(request{path: "/y", id: "k"}).want(t, 201, "arrival 1", "replayed")
 	g.call(request{path: "/known", id: "k"}).want(t, 201, "arrival 1", "replayed")
-}
-
-// P4, P1: fail_open forwards nothing where it is not certain that nothing is claimed
-// or was executed.
-func TestFailOpenStaysClosed(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, failOpen, u.addr)
-	u.on("/doubt", status(504, ""))
-	g.call(request{path: "/known", id: "k"}).want(t, 201, "arrival 1", "executed")
-	g.call(request{path: "/doubt", id: "k"})
-	closed := func(what, path string, broken func()) {
-		t.Helper()
-		broken()
-		g.call(request{path: path, id: "k"}).retryable(t, 503, "store-unavailable")
-		g.store.onCommit(nil)
-		g.store.onGet(nil)
-	}
-	closed("the claim may stand", "/new", func() { g.store.failCommits(store.ErrUnknown) })
-	closed("the record is not taken", "/new", func() { g.store.failCommits(store.ErrInvalid) })
-	u.arrived("/new", 0)
-
-	// Where the look-up finds an execution, that stands, whatever fails.
-	g.store.failCommits(errBroken)
-	g.call(request{path: "/known", id: "k"}).want(t, 201, "arrival 1", "replayed")
-	g.call(request{path: "/known", id: "k", body: `{"other":1}`}).terminal(t, 422, "fingerprint-mismatch")
-	g.call(request{path: "/doubt", id: "k"}).terminal(t, 409, "in-doubt")
-	g.store.onCommit(nil)
-	u.arrived("/known", 1)
-	u.arrived("/doubt", 1)
-}
-
-// A call that has met an earlier one is refused when the store fails afterwards.
-func TestFailOpenAfterAnEarlierCall(t *testing.T) {
-	u, hold := newUpstream(t), newGate(t)
-	g := start(t, "agent_proxy %s {\n fail_open\n on_unknown retry\n}", u.addr)
-	u.on("/doubt", status(504, ""))
-	r := request{path: "/doubt", id: "k"}
-	g.call(r).want(t, 504, "", "in_doubt")
-	g.store.failCommits(errBroken)
-	g.call(r).retryable(t, 503, "store-unavailable")
-	g.store.onCommit(nil)
-	u.arrived("/doubt", 1)
-
-	// It waits for an execution that is released; the look-up then fails.
-	u.on("/x", func(w http.ResponseWriter, _ *arrival) {
-		hold.pass()
-		w.WriteHeader(504)
-	})
-	owner := g.begin(request{path: "/x", id: "k"})
-	wait(t, hold.arrived, "the call")
-	follower := g.begin(request{path: "/x", id: "k"})
-	followers(t, 1)
-	g.store.onGet(func() error { return errBroken })
-	hold.open()
-	owner.answer()
-	if got := follower.answer(); got.header.Get("Execution-Status") == "unguarded" {
-		t.Errorf("%d %v", got.status, got.header)
-	}
-	u.arrived("/x", 1)
 }

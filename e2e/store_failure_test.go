@@ -3,7 +3,6 @@ package e2e
 import (
 	"errors"
 	"net/http"
-	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -89,36 +88,4 @@ func TestSettleFails(t *testing.T) {
 			g.call(request{path: "/other", id: "k"}).want(t, 201, "arrival 1", "executed")
 		})
 	}
-}
-
-// A6: a refusal of a call whose execution was met says where that stands, whatever the
-// refusal is for; no new id is safe then.
-func TestRefusalsOfAKnownCallNameItsState(t *testing.T) {
-	u := newUpstream(t)
-	g := start(t, "agent_proxy %s {\n on_unknown retry\n}", u.addr)
-	u.on("/done", status(200, strings.Repeat("x", 4<<10))) // kept apart from the record
-	g.call(request{path: "/done", id: "k"})
-	u.on("/doubt", first(reset))
-	g.call(request{path: "/doubt", id: "k"}).problem(t, 409, "in-doubt")
-	results := 0
-	g.store.onGet(func() error { // the record is read, the answer is not
-		if results++; results > 1 {
-			return errBroken
-		}
-		return nil
-	})
-	if doc := g.call(request{path: "/done", id: "k"}).retryable(t, 503, "store-unavailable"); *doc.SafeNewKey || doc.State != "completed" {
-		t.Errorf("%+v", doc)
-	}
-	g.store.onGet(nil)
-	g.store.failCommits(errBroken)
-	if doc := g.call(request{path: "/doubt", id: "k"}).retryable(t, 503, "store-unavailable"); *doc.SafeNewKey || doc.State != "in_doubt" {
-		t.Errorf("%+v", doc)
-	}
-	// Of what nobody has met nothing is said.
-	if doc := g.call(request{path: "/new", id: "k"}).retryable(t, 503, "store-unavailable"); *doc.SafeNewKey || doc.State != "" {
-		t.Errorf("%+v", doc)
-	}
-	g.store.onCommit(nil)
-	g.call(request{path: "/doubt", id: "k"}).want(t, 201, "arrival 2", "executed")
 }

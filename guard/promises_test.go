@@ -31,6 +31,7 @@ type disk struct {
 	broken  atomic.Bool
 	commits atomic.Int64
 	before  atomic.Pointer[func(batch []store.Write) error] // each commit; nil is nothing
+	reading atomic.Pointer[func() error]                    // before each Get; nil is nothing
 }
 
 func (d *disk) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
@@ -46,6 +47,15 @@ func (d *disk) Commit(ctx context.Context, batch ...store.Write) (store.Version,
 	v, err := d.Store.Commit(ctx, batch...)
 	d.commits.Add(1)
 	return v, err
+}
+
+func (d *disk) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	if reading := d.reading.Load(); reading != nil {
+		if err := (*reading)(); err != nil {
+			return store.Entry{}, err
+		}
+	}
+	return d.Store.Get(ctx, key)
 }
 
 // bed is a guard under test, in front of an upstream that is a function.
@@ -224,6 +234,95 @@ func TestP4FailsClosed(t *testing.T) {
 		b.do(b.post(""), "200 unguarded charge 1")
 		b.disk.broken.Store(false)
 		b.do(b.post(""), "200 executed charge 2")
+	})
+}
+
+// P4, P1: a guard that fails open forwards nothing where it is not certain that nothing is claimed
+// or was executed.
+func TestP4FailsOpenForNewCallsOnly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, func(n int64, w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/doubt" {
+				says(504, "")(w, r)
+				return
+			}
+			charge(n, w, r)
+		})
+		b.config.FailOpen = true
+		b.start()
+		at := func(path string) *http.Request {
+			r := b.post("")
+			r.URL.Path = path
+			return r
+		}
+		b.do(at("/known"), "200 executed charge 1")
+		b.do(at("/doubt"), "504 in_doubt")
+		for _, err := range []error{store.ErrUnknown, store.ErrInvalid} { // the claim may stand, or is not taken
+			before := func([]store.Write) error { return err }
+			b.disk.before.Store(&before)
+			b.do(at("/new"), "503 refused")
+		}
+		b.disk.before.Store(nil)
+		b.disk.broken.Store(true) // what the look-up finds stands, whatever fails
+		b.do(at("/known"), "200 replayed charge 1")
+		other := at("/known")
+		other.Body = io.NopCloser(strings.NewReader("amount=99"))
+		b.do(other, "422 refused")
+		b.do(at("/doubt"), "409 in_doubt")
+		b.was(2)
+	})
+}
+
+// P4: nor is a call forwarded, or a new id safe, that has met an earlier one before the store
+// fails. The refusal says where that stands; of what nobody has met it says nothing.
+func TestP4RefusalsOfKnownCalls(t *testing.T) {
+	for name, c := range map[string]struct {
+		answer http.HandlerFunc
+		fails  func(b *bed)
+		want   string
+	}{
+		"a claim over a doubt": {says(504, ""), func(b *bed) { b.disk.broken.Store(true) }, "503 refused store-unavailable in_doubt again"},
+		"a result": {says(200, strings.Repeat("x", 4<<10)), func(b *bed) { // which is kept apart from the record
+			reads := 0
+			reading := func() error {
+				if reads++; reads > 1 {
+					return errors.New("broken")
+				}
+				return nil
+			}
+			b.disk.reading.Store(&reading)
+		}, "503 refused store-unavailable completed again"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				b := acting(t, guard.Action{OnUnknown: guard.OnUnknownRetry}, c.answer)
+				b.config.FailOpen = true
+				b.start()
+				b.serve(httptest.NewRecorder(), b.post(""))
+				c.fails(b)
+				b.sees(b.post(""), c.want)
+				b.was(1)
+			})
+		})
+	}
+	synctest.Test(t, func(t *testing.T) { // it waits for an execution, and then cannot look again
+		b := acting(t, guard.Action{}, silent)
+		b.config.FailOpen, b.config.AttachWait = true, time.Hour
+		b.start()
+		var all sync.WaitGroup
+		b.begin(&all)
+		synctest.Wait()
+		all.Go(func() { b.sees(b.post(""), "503 refused store-unavailable running again") })
+		synctest.Wait()
+		reading := func() error { return errors.New("broken") }
+		b.disk.reading.Store(&reading)
+		all.Wait()
+		b.was(1)
+	})
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, charge)
+		b.disk.broken.Store(true)
+		b.sees(b.post(""), "503 refused store-unavailable  again")
 	})
 }
 
