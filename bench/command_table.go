@@ -53,19 +53,27 @@ func (f *form) finish(out io.Writer, r *table.Report, check bool) error {
 	return nil
 }
 
+// tableFlags are the flags of everything that measures rows.
+func tableFlags(flags *flag.FlagSet, o *table.Options) {
+	flags.IntVar(&o.Rounds, "rounds", o.Rounds, "pairs of rounds of each row")
+	flags.DurationVar(&o.Round, "round", o.Round, "length of a round")
+	flags.IntVar(&o.Limit, "limit", o.Limit, "most requests in a round")
+	flags.DurationVar(&o.Sustained, "sustained", o.Sustained, "length of sustained load; 0 leaves its rows out")
+	flags.IntVar(&o.SustainedCalls, "sustained-calls", o.SustainedCalls, "calls of sustained load at least, for five times as long at most")
+	flags.IntVar(&o.Keys, "keys", o.Keys, "calls of which replays of many keys are")
+	flags.StringVar(&o.Dir, "dir", os.TempDir(), "directory on the file system to measure")
+	flags.StringVar(&o.GOGC, "gogc", o.GOGC, "GOGC of every process")
+	flags.StringVar(&o.GOMEMLIMIT, "gomemlimit", o.GOMEMLIMIT, "GOMEMLIMIT of every process")
+	flags.StringVar(&o.Rows, "rows", "", "regular expression of the rows to measure, as 'awaited @64$'")
+}
+
 func runTable(ctx context.Context, args []string, out, log io.Writer) error {
 	o, quick := table.Default, false
 	var f form
 	check := false
 	flags := flag.NewFlagSet("table", flag.ContinueOnError)
 	flags.BoolVar(&quick, "quick", false, "half a minute; says less")
-	flags.IntVar(&o.Rounds, "rounds", o.Rounds, "pairs of rounds of each row")
-	flags.DurationVar(&o.Round, "round", o.Round, "length of a round")
-	flags.IntVar(&o.Limit, "limit", o.Limit, "most requests in a round")
-	flags.StringVar(&o.Dir, "dir", os.TempDir(), "directory on the file system to measure")
-	flags.StringVar(&o.GOGC, "gogc", o.GOGC, "GOGC of every process")
-	flags.StringVar(&o.GOMEMLIMIT, "gomemlimit", o.GOMEMLIMIT, "GOMEMLIMIT of every process")
-	flags.StringVar(&o.Rows, "rows", "", "regular expression of the rows to measure, as 'awaited @64$'")
+	tableFlags(flags, &o)
 	flags.BoolVar(&check, "check", false, "exit 1 where a bar is not reached")
 	f.flags(flags)
 	if err := parse(flags, args, log); err != nil {
@@ -82,6 +90,12 @@ func runTable(ctx context.Context, args []string, out, log io.Writer) error {
 		}
 		if !set["round"] {
 			o.Round = table.Quick.Round
+		}
+		if !set["sustained"] {
+			o.Sustained = table.Quick.Sustained
+		}
+		if !set["keys"] {
+			o.Keys = table.Quick.Keys
 		}
 	}
 	report, err := table.Run(ctx, o, func(what string) { fmt.Fprintln(log, what) })

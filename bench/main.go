@@ -13,6 +13,7 @@ import (
 	"syscall"
 
 	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
+	"github.com/agent-guard/caddy-agent-guard/bench/peer"
 	"github.com/agent-guard/caddy-agent-guard/bench/proc"
 	"github.com/agent-guard/caddy-agent-guard/bench/records"
 	"github.com/agent-guard/caddy-agent-guard/bench/upstream"
@@ -22,6 +23,7 @@ import (
 var roles = proc.Roles{
 	gateway.Role:  gateway.Run,
 	upstream.Role: upstream.Run,
+	peer.Role:     peer.Run,
 
 	records.FillRole: records.Fill,
 	records.OpenRole: records.Open,
@@ -34,7 +36,7 @@ type command struct {
 }
 
 var commands = []command{
-	{"table", "ratios to a bare reverse_proxy (about three minutes)", runTable},
+	{"table", "ratios to a bare reverse_proxy (about six minutes)", runTable},
 	{"store", "opening and memory with a million records (about three minutes)", runStore},
 	{"soak", "minutes of load with kills and reloads, and what was executed", runSoak},
 }

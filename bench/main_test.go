@@ -42,6 +42,9 @@ func TestCommandLine(t *testing.T) {
 		{"table -rounds 0", 1, "rounds: at least 1"},
 		{"table -round 1us", 1, "too short"},
 		{"table -rows (", 1, "rows: "},
+		{"table -keys 0", 1, "keys: at least 1"},
+		{"table -sustained -1s", 1, "sustained: not negative"},
+		{"table -sustained 0s -rows sustained", 1, "no row matches"},
 		{"table -rows nosuch", 1, `no row matches "nosuch"`},
 		{"store -records 0", 1, "at least 1"},
 		{"store -json -markdown", 2, "not both"},
@@ -76,17 +79,21 @@ func TestCheck(t *testing.T) {
 
 // The whole table, with rounds that are too short to say anything.
 func TestTable(t *testing.T) {
-	status, out, log := bench(t, "table", "-quick", "-rounds", "1", "-round", "20ms", "-limit", "500", "-dir", t.TempDir(), "-json")
+	status, out, log := bench(t, "table", "-quick", "-rounds", "1", "-round", "20ms", "-limit", "500", "-keys", "300",
+		"-sustained", "20ms", "-sustained-calls", "200", "-dir", t.TempDir(), "-json")
 	var report table.Report
 	if err := json.Unmarshal([]byte(out), &report); status != 0 || err != nil {
 		t.Fatalf("exit status %d, %v\n%s\n%s", status, err, out, log)
 	}
-	figures := 7
-	if proc.Measures {
-		figures += 8 // the work of both sides, in four rows
+	sustained, lines := 0, map[string]int{}
+	for _, row := range report.Rows {
+		lines[row.Of]++
+		if strings.Contains(row.Name, "sustained") && row.Of == "req/s" {
+			sustained++
+		}
 	}
-	if len(report.Rows) != 17 || len(report.Figures) != figures {
-		t.Errorf("%d rows and %d figures", len(report.Rows), len(report.Figures))
+	if sustained != 3 || lines["req/s"] != 24 || lines["cpu µs"] != 8 || lines["p99 ms"] != 1 {
+		t.Errorf("%d sustained rows; all lines: %v", sustained, lines)
 	}
 	bars := 0
 	for _, row := range report.Rows {
@@ -97,14 +104,67 @@ func TestTable(t *testing.T) {
 			bars++
 		}
 	}
-	if bars != 15 {
+	if bars != 24 {
 		t.Errorf("%d rows have a bar", bars)
+	}
+	figures := map[string]bool{}
+	for _, f := range report.Figures {
+		figures[f.Name] = f.Verdict.Bar != ""
+	}
+	for name, bar := range map[string]bool{
+		"POST, sustained @64: calls":                                          false,
+		"POST, with ledger @64: ledger's backlog moved after the last answer": false,
+		"POST, outcome awaited @64: records per sync of the log":              true,
+	} {
+		if got, has := figures[name]; !has || got != bar {
+			t.Errorf("%q: there %t, has a bar %t; all are %v", name, has, got, figures)
+		}
+	}
+	if proc.Measures && !figures["POST, sustained @64: anonymous memory at the end"] {
+		t.Errorf("the memory has no bar: %v", figures)
 	}
 	if m := report.Machine; m.Sync <= 0 || m.Growing <= 0 || m.Cores < 1 || m.FileSystem == "" {
 		t.Errorf("the machine is not described: %+v", m)
 	}
 	if s := report.Settings; s.GOGC != "100" || s.Rounds != 1 {
 		t.Errorf("the settings are not stated: %+v", s)
+	}
+}
+
+// The JSON of a row has what a call costs both sides, under the names that others read.
+func TestCosts(t *testing.T) {
+	status, out, log := bench(t, "table", "-quick", "-rounds", "2", "-round", "20ms", "-rows", "awaited @16$", "-dir", t.TempDir(), "-json")
+	var report struct {
+		Rows     []map[string]any `json:"rows"`
+		Settings map[string]any   `json:"settings"`
+		Machine  map[string]any   `json:"machine"`
+	}
+	if err := json.Unmarshal([]byte(out), &report); status != 0 || err != nil || len(report.Rows) != 1 {
+		t.Fatalf("exit status %d, %v, %d rows\n%s\n%s", status, err, len(report.Rows), out, log)
+	}
+	row := report.Rows[0]
+	for _, name := range []string{"name", "conns", "subject", "reference", "of", "ratio", "subject_value", "reference_value", "verdict"} {
+		if row[name] == nil {
+			t.Errorf("the row has no %q: %v", name, row)
+		}
+	}
+	members := []string{"calls", "allocs", "alloc_bytes", "collections"}
+	if proc.Measures {
+		members = append(members, "processor_us", "anonymous_bytes")
+	}
+	for _, side := range []string{"subject_cost", "reference_cost"} {
+		cost, _ := row[side].(map[string]any)
+		for _, name := range members {
+			if cost[name] == nil {
+				t.Errorf("%s has no %q: %v", side, name, cost)
+			}
+		}
+		if cost["device_bytes"] != nil {
+			t.Errorf("%s has bytes on a device, which short rounds cannot know", side)
+		}
+	}
+	if report.Settings["keys"] == nil || report.Machine["device"] == nil {
+		t.Errorf("the run is not described: %v, %v", report.Settings, report.Machine)
 	}
 }
 

@@ -48,6 +48,8 @@ type Gateway struct {
 	Options string
 	// Env is added to the environment of the process.
 	Env []string
+	// Binary is the program to run, built from these or older sources; empty is this one.
+	Binary string
 
 	proc *proc.Proc
 }
@@ -115,7 +117,7 @@ func (g *Gateway) Start() error {
 	_ = os.Remove(g.admin()) // of a process that was killed
 	var err error
 	g.proc, err = proc.Start(proc.Spec{
-		Role: Role, Args: []string{"run", "--config", config, "--adapter", "caddyfile"},
+		Role: Role, Binary: g.Binary, Args: []string{"run", "--config", config, "--adapter", "caddyfile"},
 		Env:  append([]string{"XDG_DATA_HOME=" + g.Dir, "XDG_CONFIG_HOME=" + g.Dir, "HOME=" + g.Dir}, g.Env...),
 		Mark: "serving initial configuration",
 	})

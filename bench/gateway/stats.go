@@ -24,6 +24,13 @@ type Stats struct {
 	// collections.
 	Heap int64 `json:"heap"`
 	GCs  int64 `json:"gcs"`
+	// Allocs are the allocations so far, small ones that share a block included, and
+	// AllocBytes their bytes.
+	Allocs     int64 `json:"allocs"`
+	AllocBytes int64 `json:"alloc_bytes"`
+	// Work is the processor time so far, as exact as the system has it; zero where it
+	// does not say.
+	Work time.Duration `json:"work"`
 	// Opening is how long the store took to open.
 	Opening time.Duration `json:"opening"`
 	// Store are the store's counters; zero without one.
@@ -56,12 +63,18 @@ func readStats() Stats {
 		{Name: "/sched/goroutines:goroutines"},
 		{Name: "/memory/classes/heap/objects:bytes"},
 		{Name: "/gc/cycles/total:gc-cycles"},
+		{Name: "/gc/heap/allocs:objects"},
+		{Name: "/gc/heap/tiny/allocs:objects"},
+		{Name: "/gc/heap/allocs:bytes"},
 	}
 	metrics.Read(samples)
 	s := Stats{
 		Goroutines: int(samples[0].Value.Uint64()),
 		Heap:       int64(samples[1].Value.Uint64()),
 		GCs:        int64(samples[2].Value.Uint64()),
+		Allocs:     int64(samples[3].Value.Uint64() + samples[4].Value.Uint64()),
+		AllocBytes: int64(samples[5].Value.Uint64()),
+		Work:       workSoFar(),
 	}
 	if o := opened.Load(); o != nil {
 		s.Opening, s.Store = o.took, o.store.Stats()

@@ -32,16 +32,16 @@ func dial(ctx context.Context, j *Job) (*client, error) {
 
 // first makes the request that is not measured.
 func (c *client) first() error {
-	if err := c.conn.SetDeadline(time.Now().Add(patience + c.job.For)); err != nil {
+	if err := c.conn.SetDeadline(time.Now().Add(patience + c.job.longest())); err != nil {
 		return err
 	}
 	return c.call(c.job.Line)
 }
 
-// repeat makes requests until the end, or until none is left.
-func (c *client) repeat(end time.Time, left *atomic.Int64) error {
+// repeat makes requests until the round is over. begun counts those of all connections.
+func (c *client) repeat(start time.Time, begun *atomic.Int64) error {
 	begin := time.Now()
-	for begin.Before(end) && (c.job.Limit == 0 || left.Add(-1) >= 0) {
+	for !c.job.over(begin.Sub(start), int(begun.Add(1))) {
 		if err := c.call(""); err != nil {
 			return err
 		}

@@ -23,6 +23,9 @@ type Job struct {
 	// For is how long new requests begin, and Limit how many at most; 0 is no limit.
 	For   time.Duration
 	Limit int
+	// Least is how many requests are made even where that takes longer than For, which
+	// it may by overtime times.
+	Least int
 	// Status is the status of every answer; another one ends the round.
 	Status int
 	// Line is a header line that the first answer of each connection has, if set:
@@ -31,6 +34,22 @@ type Job struct {
 	// Drain, if set, returns once the server has done all that it put off. It is
 	// called before the clock starts, and after the last answer within the round.
 	Drain func(context.Context) error
+}
+
+// over says that the request with this number, counted from 1, is not made any more.
+func (j *Job) over(elapsed time.Duration, number int) bool {
+	if j.Limit > 0 && number > j.Limit {
+		return true
+	}
+	return elapsed >= j.For && (number > j.Least || elapsed >= j.longest())
+}
+
+// longest is how long new requests begin at most.
+func (j *Job) longest() time.Duration {
+	if j.Least == 0 {
+		return j.For
+	}
+	return overtime * j.For
 }
 
 // Result is what came of a round.
@@ -51,6 +70,9 @@ func (r Result) Rate() float64 {
 	}
 	return float64(r.Requests) / r.Elapsed.Seconds()
 }
+
+// overtime times For is the end of a round whose requests are not made by then.
+const overtime = 5
 
 // patience bounds one answer. It is far from what a working gateway needs.
 const patience = 30 * time.Second
@@ -86,12 +108,11 @@ func Run(ctx context.Context, j Job) (Result, error) {
 		}
 	})
 	drain(ctx, &j, cancel)
-	var left atomic.Int64
-	left.Store(int64(j.Limit))
+	var begun atomic.Int64
 	start := time.Now()
 	if ctx.Err() == nil {
 		each(clients, func(c *client) {
-			if err := c.repeat(start.Add(j.For), &left); err != nil {
+			if err := c.repeat(start, &begun); err != nil {
 				cancel(err)
 			}
 		})

@@ -131,3 +131,39 @@ func TestUnexpectedAnswersEndTheRound(t *testing.T) {
 		t.Errorf("a missing line: %v", err)
 	}
 }
+
+// A least number of requests does not lift the limit of a round.
+func TestLeast(t *testing.T) {
+	_, addr := serve(t, 200)
+	request := load.Payment(200)
+	request.Keys = load.Fresh
+	result, err := load.Run(t.Context(), load.Job{
+		Addr: addr, Request: request, Conns: 4, For: time.Minute, Limit: 50, Least: 100, Status: 200,
+	})
+	if err != nil || result.Requests != 50 {
+		t.Errorf("%d requests under a limit of 50, %v", result.Requests, err)
+	}
+}
+
+// Keys in turn are all keys of the range, and any key is one of them.
+func TestNumberedKeys(t *testing.T) {
+	const prefix, n = "5ec04ded-0000-4000-8000-", 5
+	each, seen := load.Each(prefix, n), map[string]int{}
+	for range 2 * n {
+		seen[string(each(nil))]++
+	}
+	if len(seen) != n {
+		t.Errorf("%d keys, want %d", len(seen), n)
+	}
+	for key, times := range seen {
+		if times != 2 || len(key) != load.KeyLength {
+			t.Errorf("%q came %d times", key, times)
+		}
+	}
+	anyOf := load.AnyOf(prefix, n)
+	for range 20 {
+		if key := string(anyOf(nil)); seen[key] == 0 {
+			t.Errorf("%q is none of them", key)
+		}
+	}
+}

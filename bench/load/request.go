@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"fmt"
+	mathrand "math/rand/v2"
 	"net/http"
 	"strings"
 	"sync/atomic"
@@ -50,6 +51,17 @@ func NewKey() string { return string(Fresh(make([]byte, 0, KeyLength))) }
 
 // Fresh appends what NewKey makes.
 func Fresh(b []byte) []byte { return NumberedKey(b, keyPrefix, keyNumber.Add(1)) }
+
+// Each appends the numbered keys with this prefix in turn, from 0 to n-1 and from 0 again.
+func Each(prefix string, n int) func([]byte) []byte {
+	var next atomic.Uint64
+	return func(b []byte) []byte { return NumberedKey(b, prefix, (next.Add(1)-1)%uint64(n)) }
+}
+
+// AnyOf appends any of the n numbered keys with this prefix.
+func AnyOf(prefix string, n int) func([]byte) []byte {
+	return func(b []byte) []byte { return NumberedKey(b, prefix, mathrand.Uint64N(uint64(n))) }
+}
 
 // NumberedKey appends a key of KeyLength bytes, 24 of which are the prefix's.
 func NumberedKey(b []byte, prefix string, n uint64) []byte {

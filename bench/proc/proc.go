@@ -15,6 +15,8 @@ import (
 type Spec struct {
 	Role string
 	Args []string
+	// Binary is the program that has the part; empty is this one.
+	Binary string
 	// Env is added to the environment.
 	Env []string
 	// Mark is in the line that says that the process works; empty is that of Ready.
@@ -40,9 +42,12 @@ const patience = 3 * time.Minute
 
 // Start runs a part and waits until it works.
 func Start(s Spec) (*Proc, error) {
-	binary, err := os.Executable()
-	if err != nil {
-		return nil, err
+	binary := s.Binary
+	if binary == "" {
+		var err error
+		if binary, err = os.Executable(); err != nil {
+			return nil, err
+		}
 	}
 	mark := s.Mark
 	if mark == "" {

@@ -12,4 +12,7 @@ type Usage struct {
 	Files int `json:"files"`
 	// Work is the processor time so far, in steps of 10 ms.
 	Work time.Duration `json:"work"`
+	// Written is what the process had the system write to disks so far, in bytes, as
+	// the system counts it: whole pages, when they become dirty. -1 is not known.
+	Written int64 `json:"written"`
 }

@@ -33,6 +33,7 @@ func UsageOf(pid int) (Usage, error) {
 	if u.Work, err = work(pid); err != nil {
 		return u, err
 	}
+	u.Written = written(pid)
 	files, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
 	u.Files = len(files)
 	return u, err
@@ -58,6 +59,23 @@ func work(pid int) (time.Duration, error) {
 		ticks += n
 	}
 	return time.Duration(ticks) * 10 * time.Millisecond, nil // on every system that Go runs on
+}
+
+// written is what the process had written to disks, -1 where the system keeps that to
+// itself.
+func written(pid int) int64 {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/io", pid))
+	if err != nil {
+		return -1
+	}
+	for line := range strings.Lines(string(text)) {
+		if name, value, _ := strings.Cut(line, ":"); name == "write_bytes" {
+			if n, err := strconv.ParseInt(strings.TrimSpace(value), 10, 64); err == nil {
+				return n
+			}
+		}
+	}
+	return -1
 }
 
 // allocated is what a file occupies on disk: Badger's are larger than they are full.

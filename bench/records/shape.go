@@ -4,7 +4,6 @@ package records
 
 import (
 	"bytes"
-	"math/rand/v2"
 	"strings"
 	"time"
 
@@ -24,7 +23,7 @@ func recordID(n uint64) string {
 // request is the call of which every record is, with the id of any of them.
 func request(records int) load.Request {
 	r := load.Payment(200)
-	r.Keys = func(b []byte) []byte { return load.NumberedKey(b, keyPrefix, rand.Uint64N(uint64(records))) }
+	r.Keys = load.AnyOf(keyPrefix, records)
 	return r
 }
 

@@ -19,8 +19,8 @@ type caller struct {
 	issuer *ect.Issuer
 }
 
-func newCaller() (*caller, error) {
-	ring, err := ect.GenerateRing(ect.ES256)
+func newCaller(alg ect.Algorithm) (*caller, error) {
+	ring, err := ect.GenerateRing(alg)
 	if err != nil {
 		return nil, err
 	}
@@ -37,18 +37,24 @@ func (c *caller) publish(path string) error {
 	return os.WriteFile(path, set, 0o600)
 }
 
-// tokens signs n tokens of one workflow, each of which names a call of its own. All
-// have the same length.
+// callsOfWorkflow is how many tokens share a workflow, so that none reaches a quota of its
+// workflow, and no workflow grows beyond what agents make.
+const callsOfWorkflow = 1000
+
+// tokens signs n tokens, each of which names a call of its own. All have the same length.
 func (c *caller) tokens(n int) (*tokens, error) {
 	t := &tokens{raw: make([]string, n)}
-	workflow, now := uuid.NewString(), time.Now()
+	workflows, now := make([]string, (n+callsOfWorkflow-1)/callsOfWorkflow), time.Now()
+	for i := range workflows {
+		workflows[i] = uuid.NewString()
+	}
 	var next atomic.Int64
 	var all sync.WaitGroup
 	var failed atomic.Pointer[error]
 	for range signers {
 		all.Go(func() {
 			for i := next.Add(1) - 1; i < int64(n); i = next.Add(1) - 1 {
-				token, err := c.issuer.Issue(now, ect.Claims{Audience: []string{gatewayIdentity}, Workflow: workflow, Action: "charge_card"})
+				token, err := c.issuer.Issue(now, ect.Claims{Audience: []string{gatewayIdentity}, Workflow: workflows[i/callsOfWorkflow], Action: "charge_card"})
 				if err != nil {
 					failed.Store(&err)
 					return

@@ -15,6 +15,9 @@ type Machine struct {
 	CPU        string `json:"cpu"`
 	Cores      int    `json:"cores"`
 	FileSystem string `json:"file_system"`
+	// Device says that the file system's block device is known, so that the bytes that
+	// reach it are.
+	Device bool `json:"device"`
 	// Others is the part of the processors that others used during the run, from 0
 	// to 1; -1 where the system does not tell.
 	Others float64 `json:"others"`

@@ -54,7 +54,14 @@ func (r *Report) preface() []string {
 	}
 	if s.Rounds > 0 {
 		lines = append(lines, fmt.Sprintf(
-			"200 B JSON POST, 1 KiB answer, no think time; %d pairs of rounds of %s, in turn; ratios are medians over the pairs.", s.Rounds, s.Round))
+			"Each cost is of the subject / of its reference; ? is not known. 200 B JSON POST, 1 KiB answer, no think time; %d pairs of rounds of %s, in turn; ratios are medians over the pairs; replays of many keys are of %d.",
+			s.Rounds, s.Round, s.Keys))
+		if s.Sustained > 0 {
+			lines = append(lines, fmt.Sprintf("Sustained load: %s and %d calls at least, on a new process with an empty store.", s.Sustained, s.SustainedCalls))
+		}
+		if !m.Device {
+			lines = append(lines, "Bytes to the device: not known, this file system has no block device of its own.")
+		}
 	}
 	return lines
 }
@@ -64,16 +71,49 @@ func (r *Report) cells() [][]string {
 	if len(r.Rows) == 0 {
 		return nil
 	}
-	all := [][]string{{"row", "conns", "of", "ratio", "low-high", "subject", "value", "against", "value", "bar", ""}}
+	all := [][]string{{
+		"row", "conns", "of", "ratio", "low-high", "bar", "", "subject", "value", "against", "value",
+		"cpu µs", "allocs", "alloc kB", "written kB", "anon MiB",
+	}}
 	for _, row := range r.Rows {
+		subject, reference := row.SubjectCost, row.ReferenceCost
+		if subject == nil || reference == nil {
+			subject, reference = new(Cost), new(Cost)
+		}
 		all = append(all, []string{
 			row.Name, fmt.Sprint(row.Conns), row.Of,
 			fmt.Sprintf("%.2f", row.Ratio.Median), fmt.Sprintf("%.2f-%.2f", row.Ratio.Low, row.Ratio.High),
-			row.Subject, number(row.SubjectValue), row.Reference, number(row.ReferenceValue),
 			row.Verdict.Bar, row.Verdict.String(),
+			row.Subject, number(row.SubjectValue), row.Reference, number(row.ReferenceValue),
+			both(subject.work(), reference.work(), 1), both(subject.Allocs, reference.Allocs, 1),
+			both(subject.AllocBytes, reference.AllocBytes, 1e3), both(subject.Written, reference.Written, 1e3),
+			both(subject.Memory, reference.Memory, mebi),
 		})
 	}
 	return all
+}
+
+// both are the values of the subject and of its reference, in a unit.
+func both(subject, reference *float64, unit float64) string {
+	if subject == nil && reference == nil {
+		return ""
+	}
+	return known(subject, unit) + " / " + known(reference, unit)
+}
+
+func known(v *float64, unit float64) string {
+	if v == nil {
+		return "?"
+	}
+	return number(*v / unit)
+}
+
+// work is the processor time of a call in the middle of all rounds.
+func (c *Cost) work() *float64 {
+	if c.Work == nil {
+		return nil
+	}
+	return &c.Work.Median
 }
 
 func (f Figure) value() string { return strings.TrimSpace(number(f.Value) + " " + f.Unit) }

@@ -27,10 +27,18 @@ type Settings struct {
 	GOMEMLIMIT string        `json:"gomemlimit"`
 	Rounds     int           `json:"rounds"`
 	Round      time.Duration `json:"round"`
+	// Sustained is how long sustained load lasts, SustainedCalls how many calls it has at
+	// least, Keys of how many calls replays of many keys are.
+	Sustained      time.Duration `json:"sustained"`
+	SustainedCalls int           `json:"sustained_calls"`
+	Keys           int           `json:"keys"`
 }
 
 func settings(o Options) Settings {
-	return Settings{Go: runtime.Version(), GOGC: o.GOGC, GOMEMLIMIT: o.GOMEMLIMIT, Rounds: o.Rounds, Round: o.Round}
+	return Settings{
+		Go: runtime.Version(), GOGC: o.GOGC, GOMEMLIMIT: o.GOMEMLIMIT, Rounds: o.Rounds, Round: o.Round,
+		Sustained: o.Sustained, SustainedCalls: o.SustainedCalls, Keys: o.Keys,
+	}
 }
 
 // Row is one measured ratio.
@@ -39,13 +47,17 @@ type Row struct {
 	Conns     int    `json:"conns"`
 	Subject   string `json:"subject"`
 	Reference string `json:"reference"`
-	// Of is what the ratio is one of: requests per second, or 99th percentiles.
+	// Of is what the ratio is one of: requests per second, 99th percentiles, or the
+	// processor time of a call.
 	Of    string      `json:"of"`
 	Ratio stat.Spread `json:"ratio"`
-	// The medians of both sides: requests per second, or milliseconds.
+	// The medians of both sides: requests per second, milliseconds, or microseconds.
 	SubjectValue   float64 `json:"subject_value"`
 	ReferenceValue float64 `json:"reference_value"`
 	Verdict        Verdict `json:"verdict"`
+	// What the calls cost both sides, with the ratio of requests per second only.
+	SubjectCost   *Cost `json:"subject_cost,omitempty"`
+	ReferenceCost *Cost `json:"reference_cost,omitempty"`
 }
 
 // Figure is one measured value that is no ratio.
@@ -108,28 +120,60 @@ func (r *Report) Below() int {
 	return n
 }
 
-func (r *Report) add(row *row, subject, reference *side) {
+func (r *Report) add(row *row, m *measured) {
+	subject, reference := m.subjects[0], m.reference
+	costs := [2]Cost{subject.spent.cost(), reference.spent.cost()}
 	line := Row{
 		Name: row.name, Conns: row.conns, Subject: string(subject.place), Reference: string(reference.place),
-		Of:             "req/s",
-		Ratio:          stat.Of(stat.Ratios(subject.rates, reference.rates)),
-		SubjectValue:   stat.Median(subject.rates),
-		ReferenceValue: stat.Median(reference.rates),
 	}
-	line.Verdict = AtLeast(line.Ratio.Median, row.bar)
-	r.Rows = append(r.Rows, line)
+	add := func(of string, subjects, references []float64, unit float64, verdict func(value float64) Verdict) *Row {
+		line.Of = of
+		line.Ratio = stat.Of(stat.Ratios(subjects, references))
+		line.SubjectValue, line.ReferenceValue = stat.Median(subjects)/unit, stat.Median(references)/unit
+		line.Verdict = verdict(line.Ratio.Median)
+		r.Rows = append(r.Rows, line)
+		return &r.Rows[len(r.Rows)-1]
+	}
+	first := add("req/s", subject.rates, reference.rates, 1, func(v float64) Verdict { return AtLeast(v, row.bar) })
+	first.SubjectCost, first.ReferenceCost = &costs[0], &costs[1]
+	if row.work > 0 && costs[0].Work != nil && costs[1].Work != nil {
+		add("cpu µs", subject.spent.works, reference.spent.works, 1, func(v float64) Verdict { return AtMost(v, row.work) })
+	}
+	if row.tail > 0 {
+		add("p99 ms", subject.tails, reference.tails, float64(time.Millisecond), func(v float64) Verdict { return AtMost(v, row.tail) })
+	}
 	r.draining(row, subject)
-	r.work(row, subject)
-	r.work(row, reference)
-	if row.tail == 0 {
+	if row.sustained {
+		r.sustained(row, m, costs[0])
+	}
+	if row.syncs {
+		r.syncs(row, subject.before, subject.after)
+		r.collections(row, subject, costs[0])
+		r.collections(row, reference, costs[1])
+	}
+}
+
+func (r *Report) figure(name string, value float64, unit string, v Verdict) {
+	r.Figures = append(r.Figures, Figure{Name: name, Value: value, Unit: unit, Verdict: v})
+}
+
+const mebi = 1 << 20
+
+// sustained reports what load that lasts leaves behind.
+func (r *Report) sustained(row *row, m *measured, cost Cost) {
+	r.figure(row.title()+": calls", float64(cost.Calls), "", Verdict{})
+	if cost.Memory != nil {
+		memory := *cost.Memory / mebi
+		r.figure(row.title()+": anonymous memory at the end", memory, "MiB", AtMost(memory, row.memory))
+	}
+	if cost.Device == nil {
 		return
 	}
-	line.Of = "p99 ms"
-	line.Ratio = stat.Of(stat.Ratios(subject.tails, reference.tails))
-	line.SubjectValue = stat.Median(subject.tails) / float64(time.Millisecond)
-	line.ReferenceValue = stat.Median(reference.tails) / float64(time.Millisecond)
-	line.Verdict = AtMost(line.Ratio.Median, row.tail)
-	r.Rows = append(r.Rows, line)
+	r.figure(row.title()+fmt.Sprintf(": bytes to the device, others' too, payload of %d B", payload), *cost.Device, "B per call",
+		AtMost(*cost.Device, row.written*payload))
+	if m.idleKnown {
+		r.figure(row.title()+": the same while the reference ran, which writes nothing", m.idle/1e3, "kB/s", Verdict{})
+	}
 }
 
 // draining reports how long a round waited for the sequencer.
@@ -137,24 +181,7 @@ func (r *Report) draining(row *row, s *side) {
 	if s.job.Drain == nil {
 		return
 	}
-	r.Figures = append(r.Figures, Figure{
-		Name:  fmt.Sprintf("ledger's backlog moved after the last answer @%d, %s", row.conns, s.place),
-		Value: stat.Median(s.drains) / float64(time.Millisecond), Unit: "ms of a round",
-	})
-}
-
-// work reports what a call cost a gateway's process: unlike the ratio, that says nearly
-// the same on a machine that has others to serve.
-func (r *Report) work(row *row, s *side) {
-	if s.gateway == nil {
-		return
-	}
-	// Each connection makes a call before the clock starts.
-	calls := s.calls + len(s.rates)*s.job.Conns
-	r.Figures = append(r.Figures, Figure{
-		Name:  fmt.Sprintf("processor time of %s, %s @%d", s.place, row.name, row.conns),
-		Value: s.work.Seconds() * 1e6 / float64(calls), Unit: "µs per call",
-	})
+	r.figure(row.title()+": ledger's backlog moved after the last answer", stat.Median(s.drains)/float64(time.Millisecond), "ms of a round", Verdict{})
 }
 
 // syncs reports how many records shared a sync. A call is two records: its claim
@@ -166,22 +193,14 @@ func (r *Report) syncs(row *row, before, after gateway.Stats) {
 	if commits == 0 {
 		return
 	}
-	r.Figures = append(r.Figures,
-		Figure{
-			Name:  fmt.Sprintf("records per sync of the log @%d", row.conns),
-			Value: records / commits, Verdict: AtLeast(records/commits, minRecordsPerSync),
-		},
-		Figure{
-			Name:  fmt.Sprintf("records per sync, those of the bodies' files too @%d", row.conns),
-			Value: records / (commits + bulk),
-		})
+	r.figure(row.title()+": records per sync of the log", records/commits, "", AtLeast(records/commits, minRecordsPerSync))
+	r.figure(row.title()+": records per sync, those of the bodies' files too", records/(commits+bulk), "", Verdict{})
 }
 
 // collections reports how often a side collected garbage: with one GOGC, who has the
 // larger heap does so less often, and is the faster for it.
-func (r *Report) collections(row *row, s *side, n int64) {
-	r.Figures = append(r.Figures, Figure{
-		Name:  fmt.Sprintf("garbage collections @%d, %s", row.conns, s.place),
-		Value: 1000 * float64(n) / float64(s.calls), Unit: "per 1000 requests",
-	})
+func (r *Report) collections(row *row, s *side, cost Cost) {
+	if cost.Collections != nil {
+		r.figure(fmt.Sprintf("%s: garbage collections of %s", row.title(), s.place), *cost.Collections, "per 1000 requests", Verdict{})
+	}
 }
