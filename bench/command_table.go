@@ -29,7 +29,13 @@ func (f *form) check() error {
 	return nil
 }
 
-func (f *form) print(out io.Writer, r *table.Report) error {
+// printed is what has all forms.
+type printed interface {
+	Text(io.Writer) error
+	Markdown(io.Writer) error
+}
+
+func (f *form) print(out io.Writer, r printed) error {
 	switch {
 	case f.json:
 		e := json.NewEncoder(out)

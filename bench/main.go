@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"strings"
 	"syscall"
 
 	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
@@ -37,6 +38,7 @@ type command struct {
 
 var commands = []command{
 	{"table", "ratios to a bare reverse_proxy (about six minutes)", runTable},
+	{"compare", "two commits in one run: compare [<flags>] OLD NEW (about five minutes)", runCompare},
 	{"store", "opening and memory with a million records (about three minutes)", runStore},
 	{"soak", "minutes of load with kills and reloads, and what was executed", runSoak},
 }
@@ -76,7 +78,7 @@ func run(ctx context.Context, args []string, out, log io.Writer) int {
 	}
 	fmt.Fprintln(log, "usage: go run . <command> [<flags>]; -h after a command lists its flags")
 	for _, c := range commands {
-		fmt.Fprintf(log, "  %-6s  %s\n", c.name, c.what)
+		fmt.Fprintf(log, "  %-7s  %s\n", c.name, c.what)
 	}
 	return 2
 }
@@ -86,15 +88,23 @@ type usageError struct{ error }
 
 // parse reads the flags of a command, which takes nothing else.
 func parse(flags *flag.FlagSet, args []string, log io.Writer) error {
+	_, err := parseNames(flags, args, log)
+	return err
+}
+
+// parseNames reads the flags of a command, and what it takes behind them.
+func parseNames(flags *flag.FlagSet, args []string, log io.Writer, names ...string) ([]string, error) {
 	flags.SetOutput(log)
 	err := flags.Parse(args)
 	switch {
 	case errors.Is(err, flag.ErrHelp):
-		return err
+		return nil, err
 	case err != nil:
-		return usageError{err}
-	case flags.NArg() > 0:
-		return usageError{fmt.Errorf("%s takes no %q", flags.Name(), flags.Arg(0))}
+		return nil, usageError{err}
+	case flags.NArg() > len(names):
+		return nil, usageError{fmt.Errorf("%s takes no %q", flags.Name(), flags.Arg(len(names)))}
+	case flags.NArg() < len(names):
+		return nil, usageError{fmt.Errorf("%s needs %s, in this order and after the flags", flags.Name(), strings.Join(names, " and "))}
 	}
-	return nil
+	return flags.Args(), nil
 }

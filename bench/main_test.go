@@ -46,6 +46,12 @@ func TestCommandLine(t *testing.T) {
 		{"table -sustained -1s", 1, "sustained: not negative"},
 		{"table -sustained 0s -rows sustained", 1, "no row matches"},
 		{"table -rows nosuch", 1, `no row matches "nosuch"`},
+		{"compare .", 2, "needs OLD and NEW"},
+		{"compare . . .", 2, `takes no "."`},
+		{"compare -json -markdown . .", 2, "not both"},
+		{"compare nosuch .", 1, "no commit"},
+		{"compare -rows nosuch . .", 1, `no row matches "nosuch"`},
+		{"compare -rows no-op . .", 1, `no row matches "no-op"`},
 		{"store -records 0", 1, "at least 1"},
 		{"store -json -markdown", 2, "not both"},
 		{"soak -for 1ms", 1, "for: at least 1s"},
@@ -165,6 +171,37 @@ func TestCosts(t *testing.T) {
 	}
 	if report.Settings["keys"] == nil || report.Machine["device"] == nil {
 		t.Errorf("the run is not described: %v, %v", report.Settings, report.Machine)
+	}
+}
+
+// Two programs take turns in one row, each with its own processes, and both their ratios
+// and their costs are held against each other; sustained load too.
+func TestCompare(t *testing.T) {
+	status, out, log := bench(t, "compare", "-rounds", "2", "-round", "20ms", "-rows", "awaited @16$|^POST, sustained",
+		"-sustained", "20ms", "-sustained-calls", "100", "-dir", t.TempDir(), "-json", ".", ".")
+	var c table.Comparison
+	if err := json.Unmarshal([]byte(out), &c); status != 0 || err != nil || len(c.Rows) != 2 {
+		t.Fatalf("exit status %d, %v, %d rows\n%s\n%s", status, err, len(c.Rows), out, log)
+	}
+	for _, row := range c.Rows {
+		if row.Rate.Median <= 0 || row.Old.Ratio.Median <= 0 || row.New.Ratio.Median <= 0 || row.Old.Cost.Calls == 0 || row.New.Cost.Calls == 0 {
+			t.Errorf("%s was not measured: %+v", row.Name, row)
+		}
+		if proc.Measures && (row.Work == nil || row.Old.Cost.Work == nil || row.New.Cost.Allocs == nil) {
+			t.Errorf("%s has no costs: %+v", row.Name, row)
+		}
+	}
+	var text, markdown bytes.Buffer
+	if err := c.Text(&text); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Markdown(&markdown); err != nil {
+		t.Fatal(err)
+	}
+	for _, form := range []string{text.String(), markdown.String()} {
+		if !strings.Contains(form, "Old: ., this working tree") || strings.Count(form, "POST, sustained") != 1 {
+			t.Errorf("got\n%s", form)
+		}
 	}
 }
 

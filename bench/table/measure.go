@@ -15,7 +15,7 @@ import (
 func Run(ctx context.Context, o Options, progress func(string)) (*Report, error) {
 	report := &Report{Settings: settings(o)}
 	machine, err := each(ctx, o, rows, progress, func(s *scene, r *row) error {
-		m, err := measure(ctx, o, s, r, []string{""})
+		m, err := measure(ctx, o, s, r, []program{{}})
 		if err == nil {
 			report.add(r, m)
 		}
@@ -177,12 +177,11 @@ func (s *side) warm(ctx context.Context) error {
 	return err
 }
 
-// measure takes a row: its reference beside a subject of each program, where the empty
-// name is this one.
-func measure(ctx context.Context, o Options, s *scene, r *row, binaries []string) (*measured, error) {
+// measure takes a row: its reference beside a subject of each program.
+func measure(ctx context.Context, o Options, s *scene, r *row, programs []program) (*measured, error) {
 	m := &measured{}
-	for _, binary := range binaries {
-		subject, err := s.side(o, r, spot{r.subject, binary}, r.proof())
+	for _, p := range programs {
+		subject, err := s.side(o, r, spot{r.subject, p}, r.proof())
 		if err != nil {
 			return nil, err
 		}

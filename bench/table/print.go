@@ -31,15 +31,26 @@ func (r *Report) Text(w io.Writer) error {
 func (r *Report) Markdown(w io.Writer) error {
 	fmt.Fprintln(w, strings.Join(r.preface(), " "))
 	fmt.Fprintln(w)
-	for i, cells := range r.cells() {
-		fmt.Fprintln(w, "| "+strings.Join(cells, " | ")+" |")
-		if i == 0 {
-			fmt.Fprintln(w, strings.Repeat("|---", len(cells))+"|")
-		}
+	if err := markdown(w, r.cells()); err != nil {
+		return err
 	}
 	fmt.Fprint(w, "\n| figure | value | bar | |\n|---|---|---|---|\n")
 	for _, f := range r.Figures {
 		fmt.Fprintf(w, "| %s | %s | %s | %s |\n", f.Name, f.value(), f.Verdict.Bar, f.Verdict)
+	}
+	return nil
+}
+
+// markdown prints a table whose first row are its titles.
+func markdown(w io.Writer, rows [][]string) error {
+	for i, cells := range rows {
+		line := "| " + strings.Join(cells, " | ") + " |\n"
+		if i == 0 {
+			line += strings.Repeat("|---", len(cells)) + "|\n"
+		}
+		if _, err := io.WriteString(w, line); err != nil {
+			return err
+		}
 	}
 	return nil
 }

@@ -29,10 +29,16 @@ type scene struct {
 	keys     int          // of the recorded calls
 }
 
-// spot is a place, served by a program: this one, or that of another commit.
+// spot is a place, served by a program.
 type spot struct {
-	place  place
-	binary string
+	place   place
+	program program
+}
+
+// program is one of those that are compared; the zero value is this one, alone.
+type program struct {
+	name   string
+	binary string // empty is this one
 }
 
 // server is what serves a spot.
@@ -154,7 +160,7 @@ func (s *scene) start(at spot) (*server, error) {
 		return nil, err
 	}
 	s.made++
-	g.Env, g.Binary = s.env, at.binary
+	g.Env, g.Binary = s.env, at.program.binary
 	if g.Options, err = s.options(site); err != nil {
 		return nil, err
 	}
