@@ -14,7 +14,8 @@ func TestOver(t *testing.T) {
 		want    bool
 	}{
 		{Job{For: time.Second}, 0, 1, false},
-		{Job{For: time.Second}, time.Second, 1, true},
+		{Job{For: time.Second}, time.Second, 1, false},
+		{Job{For: time.Second}, time.Second, 2, true},
 		{Job{For: time.Second, Limit: 10}, 0, 10, false},
 		{Job{For: time.Second, Limit: 10}, 0, 11, true},
 		{Job{For: time.Second, Least: 10}, time.Second - 1, 11, false},
