@@ -67,6 +67,7 @@ var fences = []fence{
 	{module: "go.uber.org/zap", inside: []string{"caddymodule", "cmd", ".!", "e2e", "bench"}},
 	{module: "github.com/dgraph-io", inside: []string{"guard/store/badger", "bench"}},
 	{module: "github.com/jackc/pgx", inside: []string{"guard/store/postgres", "bench"}},
+	{module: "github.com/gofiber", inside: []string{"bench"}}, // a peer to compare with
 	{module: "github.com/lestrrat-go", inside: []string{"ect!"}, hidden: true},
 	{module: "github.com/anishathalye/porcupine", inside: []string{"guard/store/storetest"}, tests: true},
 }
