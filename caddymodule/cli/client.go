@@ -289,8 +289,8 @@ type paging struct {
 func (p *paging) flags(cmd *cobra.Command) {
 	cmd.Flags().IntVar(&p.limit, "limit", 50, "The most to list; with --all, how many to ask for at a time")
 	complete(cmd, "limit")
-	stringFlag(cmd, &p.after, "after", "Where to go on, as an earlier listing says")
-	cmd.Flags().BoolVar(&p.all, "all", false, "List all there are")
+	stringFlag(cmd, &p.after, "after", "Continue after this place, as an earlier listing printed it")
+	cmd.Flags().BoolVar(&p.all, "all", false, "List all")
 }
 
 func (p *paging) valid() error {

@@ -19,25 +19,24 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 )
 
-const long = `Shows what the agent guard of a running server has recorded, settles what is in
-doubt, and undoes what calls have done; makes and reads tokens, and verifies the
-ledger.
+const long = `Shows the records of a running server's agent guard, settles calls in doubt, and
+rolls calls back; makes and reads tokens, and verifies the ledger.
 
 executions, store, keys, identity, circuits, rollback, rollbacks, escalations,
-and head, export and check of ledger ask the server's admin endpoint. It is that of
---address, else the one that --config names, else Caddy's default, which the
-environment variable CADDY_ADMIN changes. Unix sockets are written
+and head, export and check of ledger ask the server's admin endpoint: that of
+--address, else the one in --config, else Caddy's default, which the environment
+variable CADDY_ADMIN changes. Unix sockets are written
 unix//run/caddy/admin.sock. ect, and verify and list of ledger, work on files
 without a server.
 
-With --output json they print one document; those that ask the server, what
-the admin API answers. They exit with 0, or with 1 and a message on stderr.`
+With --output json they print one document; those that ask the server print the
+answer of the admin API. They exit with 0, or with 1 and a message on stderr.`
 
 // Command is what caddycmd.RegisterCommand takes.
 func Command() caddycmd.Command {
 	return caddycmd.Command{
 		Name:  "agent-guard",
-		Short: "Shows what was recorded, settles what is in doubt, undoes, makes and verifies tokens",
+		Short: "Shows records, settles calls in doubt, rolls back, makes and verifies tokens",
 		Long:  long,
 		CobraFunc: func(cmd *cobra.Command) {
 			var o options
@@ -98,7 +97,7 @@ func (o *options) server(cmd *cobra.Command) *cobra.Command {
 	f.StringVar(&o.address, "address", "", "Address of the server's admin endpoint (default: that of --config, else "+caddy.DefaultAdminListen+")")
 	f.StringVarP(&o.config, "config", "c", "", "Configuration file that names the admin endpoint")
 	f.StringVarP(&o.adapter, "adapter", "a", "", "Name of the adapter for that file")
-	f.StringVar(&o.store, "store", "", "Path of the store, where the server has several open")
+	f.StringVar(&o.store, "store", "", "Path of the store, if the server has several open")
 	complete(cmd, "store")
 	_ = cmd.MarkPersistentFlagFilename("config") // the flag is there
 	return cmd

@@ -108,23 +108,23 @@ func tokenIssue(o *options) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "issue --key FILE --iss URI --aud URI --action NAME",
 		Short: "Makes a token, and prints it",
-		Long: `Makes a token, and prints it alone, so that it can stand in a command line.
+		Long: `Makes a token, and prints nothing else, for use in a command line.
 With --output json it is printed with its ids.
 
---wid new begins a workflow; its id is told on stderr. A --parent is the id of
-a token, or a token itself: then its workflow is that of the new token too,
-unless --wid names one. Without any parent the token is a root.
+--wid new begins a workflow and prints its id on stderr. A --parent is the id of
+a token, or a token, whose workflow the new token takes unless --wid names one.
+Without a parent the token is a root.
 
---body is the body that the request will have, byte by byte: inp_hash is its
-SHA-256. curl sends a file so with --data-binary. --out-hash is a hash as the
-tokens have it, or @FILE for the SHA-256 of what that file holds.
+--body is the exact body of the request: inp_hash is its SHA-256. curl sends a
+file unchanged with --data-binary. --out-hash is a hash in the form of the
+tokens, or @FILE for the SHA-256 of that file.
 
 An --action that is an event, like checkpoint, atd:error or
 aerr:circuit_open, is written in the vocabulary of its name, and so are the
 members of --ext.
 
-A gateway accepts a token until its --life is over, and for 15 minutes at
-most, and each for one request and its retries.`,
+A gateway accepts a token until its --life is over, for 15 minutes at most, and
+for one request and its retries.`,
 		Example: `  # The first call of a workflow
   TOKEN=$(caddy agent-guard ect issue --key agent.key --iss spiffe://example.com/agent/a \
       --aud spiffe://example.com/gateway --action charge --wid new --body body.json)
@@ -143,18 +143,18 @@ most, and each for one request and its retries.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&i.key, "key", "", "File with the key, as 'ect keygen' makes it")
-	stringFlag(cmd, &i.iss, "iss", "Who says it: the owner of the key, or an identity in the owner's trust domain")
-	stringsFlag(cmd, &i.aud, "aud", "Who is to verify it: the gateway's identity; may stand several times")
-	stringFlag(cmd, &i.action, "action", "What is done (exec_act)")
+	stringFlag(cmd, &i.iss, "iss", "Issuer: the owner of the key, or an identity in the owner's trust domain")
+	stringsFlag(cmd, &i.aud, "aud", "Audience: the gateway's identity; may be repeated")
+	stringFlag(cmd, &i.action, "action", "The action (exec_act)")
 	stringFlag(cmd, &i.wid, "wid", "The workflow: a UUID, or new", newWorkflow)
-	stringFlag(cmd, &i.jti, "jti", "The token's id, a UUID (default: a fresh one)")
-	stringsFlag(cmd, &i.parents, "parent", "A token that it follows from, or that token's id; may stand several times")
+	stringFlag(cmd, &i.jti, "jti", "The token's id, a UUID (default: a new one)")
+	stringsFlag(cmd, &i.parents, "parent", "A token that it follows from, or that token's id; may be repeated")
 	f.StringVar(&i.body, "body", "", "File with the request's body; - is the standard input")
-	stringFlag(cmd, &i.outHash, "out-hash", "Hash of what came out, or @FILE")
+	stringFlag(cmd, &i.outHash, "out-hash", "Hash of the output, or @FILE")
 	stringFlag(cmd, &i.ext, "ext", "Extension members, a JSON object")
 	f.Var(&i.life, "life", "How long it is accepted, from 1s to 24h")
 	complete(cmd, "life")
-	wordFlag(cmd, &i.spelled, "spelling", "Draft whose names are written: 00 or 01", []string{ect.Draft00.String(), ect.Draft01.String()})
+	wordFlag(cmd, &i.spelled, "spelling", "Draft whose names are used: 00 or 01", []string{ect.Draft00.String(), ect.Draft01.String()})
 	require(cmd, "key", "iss", "aud", "action")
 	return cmd
 }
@@ -435,18 +435,17 @@ func tokenShow(o *options) *cobra.Command {
 	s := showFlags{options: o}
 	cmd := &cobra.Command{
 		Use:   "show [TOKEN|@FILE|-]",
-		Short: "Shows what a token says, and verifies it",
-		Long: `Shows what a token says. Without an argument it is read from the standard
+		Short: "Shows the claims of a token, and verifies it",
+		Long: `Shows the claims of a token. Without an argument it is read from the standard
 input.
 
 Anybody can write anything into a token. With --jwks, a file of the public keys
 that you trust, it is verified: its form, its signature, whether its issuer is
-the owner of the key, and its times; with --aud also that it is meant for one
-of these. --stored takes it for a record, as the ledger has them, which stays
-valid when it has expired. Whether it was used before, and whether its parents
-exist, only the gateway knows.
+the owner of the key, and its times; with --aud also its audience. --stored
+verifies it as a record of the ledger, which stays valid after it has expired.
+Only the gateway knows whether it was used before and whether its parents exist.
 
-A token that does not hold is shown all the same; the exit code is 1.`,
+An invalid token is shown all the same; the exit code is 1.`,
 		Example: `  caddy agent-guard ect show "$TOKEN"
   curl -s https://gateway.example/.well-known/cascade/jwks > gateway.json
   caddy agent-guard ect show @checkpoint.jwt --jwks gateway.json --stored`,
@@ -462,8 +461,8 @@ A token that does not hold is shown all the same; the exit code is 1.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&s.jwks, "jwks", "", "File with the public keys to verify it with")
-	stringsFlag(cmd, &s.aud, "aud", "Who you are: the token must be meant for one of these; may stand several times")
-	f.BoolVar(&s.stored, "stored", false, "Take it for a record: its age does not matter")
+	stringsFlag(cmd, &s.aud, "aud", "Your identity: the token must be meant for one of these; may be repeated")
+	f.BoolVar(&s.stored, "stored", false, "Verify it as a record: its age does not matter")
 	return cmd
 }
 

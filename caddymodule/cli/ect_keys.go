@@ -27,29 +27,29 @@ type publishFlags struct {
 	former        []string
 }
 
-const publicHelp = `The owner is whose tokens the key may sign: an identity, which is the iss of
-its tokens, or a SPIFFE trust domain for all identities in it. It stands with
-the key in the set: the gateway believes a token only where its iss fits the
-owner of its key, and does not use a key that belongs to nobody.
+const publicHelp = `The key may sign tokens of its owner only: an identity, which is the iss of its
+tokens, or a SPIFFE trust domain for all identities in it. The set names the
+owner of each key: the gateway accepts a token only if its iss matches the owner
+of its key, and ignores keys without an owner.
 
 The set is what ` + "`trust jwks_file`" + ` reads. With --public the key is added to the
-one in that file, which is made where it is not there (0644); keys of others in
-it stay. Without, a set with this key alone is printed.`
+set in that file, which is made if it does not exist (0644); other keys stay.
+Without, a set with this key alone is printed.`
 
 func tokenKeygen(o *options) *cobra.Command {
 	p := publishFlags{options: o, alg: ect.ES256.String()}
 	cmd := &cobra.Command{
 		Use:   "keygen --out FILE --owner URI",
 		Short: "Makes a key that signs tokens, and publishes its public half",
-		Long: `Makes a key that signs tokens, writes it into a file that nobody else can read
-(0600), and never over one that is there. Its directory must be there.
+		Long: `Makes a key that signs tokens and writes it into a new file that nobody else can
+read (0600). The file must not exist; its directory must.
 
 ` + publicHelp,
 		Example: `  caddy agent-guard ect keygen --owner spiffe://example.com/agent/a --out agent.key --public trusted.json`,
 		Args:    noArgs,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return p.keygen(cmd) },
 	}
-	wordFlag(cmd, &p.alg, "alg", "What the key signs with: ES256, ES384 or EdDSA; gateways accept ES256 unless told otherwise", names(ect.Algorithms()))
+	wordFlag(cmd, &p.alg, "alg", "Algorithm of the key: ES256, ES384 or EdDSA; gateways accept ES256 by default", names(ect.Algorithms()))
 	cmd.Flags().StringVar(&p.private, "out", "", "File for the private key")
 	p.flags(cmd)
 	require(cmd, "out")
@@ -60,12 +60,12 @@ func tokenPublic(o *options) *cobra.Command {
 	p := publishFlags{options: o}
 	cmd := &cobra.Command{
 		Use:   "public --key FILE --owner URI",
-		Short: "Publishes the public half of a key that is there",
+		Short: "Publishes the public half of an existing key",
 		Long: `Publishes the public half of a key file.
 
-With --replaced, keys that were replaced are in the set for as long as the file
-has them. They verify records, such as those of a ledger. With --former they
-verify what they have signed under an earlier name of the owner's too.
+With --replaced the set also has the replaced keys that are still in the file.
+They verify records, such as those of a ledger. With --former they also verify
+what they signed under an earlier name of the owner.
 
 ` + publicHelp,
 		Example: `  caddy agent-guard ect public --key agent.key --owner spiffe://example.com/agent/a > set.json`,
@@ -84,15 +84,15 @@ verify what they have signed under an earlier name of the owner's too.
 		},
 	}
 	cmd.Flags().StringVar(&p.private, "key", "", "File with the key")
-	cmd.Flags().BoolVar(&p.replaced, "replaced", false, "Also keys that were replaced and are not published any more")
-	stringsFlag(cmd, &p.former, "former", "A name that the owner had before; may stand several times")
+	cmd.Flags().BoolVar(&p.replaced, "replaced", false, "Also replaced keys that are not published any more")
+	stringsFlag(cmd, &p.former, "former", "An earlier name of the owner; may be repeated")
 	p.flags(cmd)
 	require(cmd, "key")
 	return cmd
 }
 
 func (p *publishFlags) flags(cmd *cobra.Command) {
-	stringFlag(cmd, &p.owner, "owner", "Whose tokens the key may sign, like spiffe://example.com/agent/a")
+	stringFlag(cmd, &p.owner, "owner", "Owner of the tokens that the key may sign, like spiffe://example.com/agent/a")
 	cmd.Flags().StringVar(&p.public, "public", "", "File with the set of public keys that the key is added to")
 }
 

@@ -25,7 +25,7 @@ func executionCommands(o *options) *cobra.Command {
 	return o.server(group(&cobra.Command{
 		Use:   "executions",
 		Short: "Lists, shows and resolves executions",
-		Long:  "Lists and shows what was recorded of guarded calls, and settles those that are in doubt.",
+		Long:  "Lists and shows the records of guarded calls, and settles those in doubt.",
 	}, executionList(o), executionShow(o), executionResolve(o)))
 }
 
@@ -45,22 +45,21 @@ func executionList(o *options) *cobra.Command {
 		Use:   "list",
 		Short: "Lists executions, the youngest first",
 		Long: `Lists executions, the youngest first. Filters may be combined; --state may
-stand several times.
+be repeated.
 
-Ages count from when a call was claimed. A caller is named by its hash, as
-listings and logs show it, and a workflow by its caller's name or its UUID. An
---id alone is looked for in all that is recorded, youngest first; with --caller
-it is found at once.
+Ages count from the claim of a call. A caller is named by its hash, as listings
+and logs show it, and a workflow by its caller's name or its UUID. An --id alone
+is searched in all records, youngest first; with --caller it is found at once.
 
-What a rollback has sent stands here too, with the action undo and the method
+Requests of rollbacks are listed too, with the action undo and the method
 (undo).`,
-		Example: `  # What waits for a decision?
+		Example: `  # Which executions need a decision?
   caddy agent-guard executions list --state in_doubt
 
-  # What has been running for longer than it should?
+  # Which executions run for too long?
   caddy agent-guard executions list --state running --older-than 10m
 
-  # Which call is it that an escalation, or its caller, names?
+  # Find the call that an escalation, or its caller, names
   caddy agent-guard executions list --checkpoint 0193e2a7-5b1c-7d0e-8f7a-2b6c4d1e9f30
   caddy agent-guard executions list --id order-7
 
@@ -84,9 +83,9 @@ What a rollback has sent stands here too, with the action undo and the method
 	stringFlag(cmd, &l.method, "method", "Only those with this method", "POST", "PUT", "PATCH", "DELETE")
 	stringFlag(cmd, &l.caller, "caller", "Only those of the caller with this hash")
 	stringFlag(cmd, &l.workflow, "workflow", "Only those of this workflow: its UUID, or its caller's name")
-	stringFlag(cmd, &l.id, "id", "Only those that their callers have named so, usually in Idempotency-Key")
+	stringFlag(cmd, &l.id, "id", "Only those with this id from their caller, usually in Idempotency-Key")
 	stringFlag(cmd, &l.checkpoint, "checkpoint", "Only the one of this checkpoint, a UUID as in Execution-Checkpoint")
-	wordFlag(cmd, &l.undos, "undos", "What rollbacks have sent: with (all, which is the default), without or only", undos)
+	wordFlag(cmd, &l.undos, "undos", "Requests of rollbacks: with (all, the default), without or only", undos)
 	stringFlag(cmd, &l.olderThan, "older-than", "Only those claimed longer ago, like 10m or 2d")
 	stringFlag(cmd, &l.newerThan, "newer-than", "Only those claimed since, like 10m or 2d")
 	l.flags(cmd)
@@ -127,16 +126,16 @@ func executionRow(x *admin.Execution, _ time.Time) []string {
 	}
 }
 
-const keyHelp = `KEY is an execution key, or the first digits of one, at least four: logs show
-sixteen. It may also be the UUID of the call's checkpoint, or the caller's id of
-the execution where one alone has it.`
+const keyHelp = `KEY is an execution key or its first digits, at least four; logs show sixteen.
+It may also be the UUID of the call's checkpoint, or the caller's id of the
+execution if only one has it.`
 
 func executionShow(o *options) *cobra.Command {
 	return &cobra.Command{
 		Use:   "show KEY",
-		Short: "Shows an execution, and what was decided about it",
-		Long: `Shows all that is recorded of an execution but its body and its answer, and
-what operators have decided about it.
+		Short: "Shows an execution, and the decisions about it",
+		Long: `Shows the record of an execution without its body and its answer, and the
+decisions of operators about it.
 
 ` + keyHelp,
 		Example: `  caddy agent-guard executions show 9f3c51a07b2e44d1
@@ -240,25 +239,25 @@ func executionResolve(o *options) *cobra.Command {
 	r := resolveFlags{options: o}
 	cmd := &cobra.Command{
 		Use:   "resolve KEY --applied|--not-applied --reason TEXT",
-		Short: "Settles an execution that is in doubt",
-		Long: `Settles an execution that is in doubt, with what you have found out at the
-upstream. The decision, who made it and why are recorded and logged.
+		Short: "Settles an execution in doubt",
+		Long: `Settles an execution in doubt, with what you found out at the upstream. The
+decision, who made it and why are recorded and logged.
 
 --applied: the call was executed. Retries never run it again. With --status
-they get the answer that you give, as it was the call's own; without, they
-are told that it was executed and that its answer is gone.
+they get the answer that you give; without, they learn that it was executed
+and that its answer is gone.
 
 --not-applied: the call was not executed, and cannot be any more. Its key is
-free, so that a retry RUNS. On a terminal you are asked first; elsewhere,
+free: a retry RUNS. On a terminal you are asked first; elsewhere,
 give --yes.
 
 ` + keyHelp,
-		Example: `  # The payment is there: retries get what it would have answered
+		Example: `  # The payment was made: retries get its answer
   caddy agent-guard executions resolve 9f3c51a07b2e44d1 --applied \
       --reason 'charge ch_81 is in the dashboard' \
       --status 201 --header 'Content-Type: application/json' --body '{"id":"ch_81"}'
 
-  # There is none, and there will be none: let a retry run
+  # It was not made, and will not be: let a retry run
   caddy agent-guard executions resolve 9f3c51a07b2e44d1 --not-applied \
       --reason 'no charge with this key, the provider confirms' --yes`,
 		Args:              oneKey,

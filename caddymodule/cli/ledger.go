@@ -49,7 +49,7 @@ type proofFlags struct {
 func (e *proofFlags) flags(cmd *cobra.Command) {
 	stringFlag(cmd, &e.origin, "origin", "Name of the log, where it is not that of its key")
 	stringsFlag(cmd, &e.keys, "key", "Public key of its heads, as 'ledger head' shows it; may stand several times")
-	cmd.Flags().StringArrayVar(&e.heads, "head", nil, "File with a head that was kept before, as 'ledger head --note' prints it; may stand several times")
+	cmd.Flags().StringArrayVar(&e.heads, "head", nil, "File with an earlier head, as 'ledger head --note' prints it; may be repeated")
 	require(cmd, "key")
 }
 
@@ -139,9 +139,9 @@ func ledgerHead(o *options) *cobra.Command {
 	var only bool
 	cmd := &cobra.Command{
 		Use:   "head",
-		Short: "Shows the signed head of a server's ledger, its key, and what waits",
-		Long: `Shows the signed head of a server's ledger, the public key with which exports
-and receipts are verified, and what has no place in the ledger yet.
+		Short: "Shows the signed head of a server's ledger, its key, and the backlog",
+		Long: `Shows the signed head of a server's ledger, the public key that verifies exports
+and receipts, and the events that are not in the ledger's tree yet.
 
 Keep the head elsewhere from time to time: the log must have grown out of it
 ever after, and ` + "`ledger verify --head`" + ` finds out.`,
@@ -155,7 +155,7 @@ ever after, and ` + "`ledger verify --head`" + ` finds out.`,
 			return describeHead(head)
 		}),
 	}
-	cmd.Flags().BoolVar(&only, "note", false, "Print the signed head alone, to be kept")
+	cmd.Flags().BoolVar(&only, "note", false, "Print the signed head alone, to keep it")
 	return o.server(cmd)
 }
 
@@ -181,14 +181,14 @@ func ledgerExport(o *options) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "export",
 		Short: "Exports a server's ledger, for `ledger verify`",
-		Long: `Exports a server's ledger with its newest signed head, which proves it. Whoever
-reads the export reads every token in it: who called what, and when. With --out
-it goes into a new file that nobody else can read (0600).`,
+		Long: `Exports a server's ledger with its newest signed head, which proves it. The
+export has every token: who called what, and when. With --out it is written into
+a new file that nobody else can read (0600).`,
 		Example: `  caddy agent-guard ledger export --out ledger.export`,
 		Args:    noArgs,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return o.export(cmd, out) },
 	}
-	cmd.Flags().StringVar(&out, "out", "", "File to write, which must not be there; - is the standard output, also where that is a terminal")
+	cmd.Flags().StringVar(&out, "out", "", "File to write, which must not exist; - is the standard output, also on a terminal")
 	return o.server(cmd)
 }
 
@@ -230,10 +230,10 @@ func (o *options) export(cmd *cobra.Command, out string) error {
 func ledgerCheck(o *options) *cobra.Command {
 	return o.server(&cobra.Command{
 		Use:   "check",
-		Short: "Lets a server verify its whole ledger, and shows what is wrong",
-		Long: `Lets a server read its whole ledger and hold it against its signed head: every
-entry, every stored hash, every index. It names what was changed, is missing or
-stands elsewhere, and exits with 1 then. It takes a while; calls go on.
+		Short: "Makes a server verify its whole ledger, and shows the faults",
+		Long: `Makes a server compare its whole ledger with its signed head: every entry, every
+stored hash, every index. It names what was changed, is missing or misplaced,
+and then exits with 1. It takes a while; calls go on.
 
 It finds what was done to the store. Whoever has the server has this answer
 too: ` + "`ledger verify`" + `, elsewhere and with a head that was kept, does without trust.`,
@@ -302,15 +302,15 @@ place that it had when the gateway signed the head of the export, and that none
 is missing: of what was pruned by age the hash is left, and a note that the
 gateway has signed says which entries these are. - reads the standard input.
 
-An export is only ever as good as its head. With --head it is held against
-heads that were kept before: the log must have grown out of each of them.
+An export is only as trustworthy as its head. With --head it is compared with
+earlier heads: the log must be an extension of each.
 
 With --jwks, a file of public keys like the one that the gateway publishes at
 /.well-known/cascade/jwks, the signatures of the tokens are verified too. Tokens
-under other keys, those of agents, are counted and not looked at.
+under other keys, such as those of agents, are only counted.
 
-It exits with 1 and the first entry that does not hold, where one does not, and
-with 2 where FILE is no export at all.`,
+It exits with 1 and names the first invalid entry, if there is one, and with 2 if
+FILE is no export.`,
 		Example: `  caddy agent-guard ledger verify ledger.export \
       --key agent-guard/node-4c1f+8b3c1a7e+AVq0… --head head-2026-11.txt`,
 		Args: oneArg("FILE with an export"),
@@ -496,7 +496,7 @@ func ledgerList(o *options) *cobra.Command {
 order. Entries that were pruned have no content and are left out. With --output
 json an entry has its token, which ` + "`ect show`" + ` reads.
 
-The file is read twice, so that nothing is printed that does not hold.`,
+The file is read twice, so that only verified entries are printed.`,
 		Example: `  caddy agent-guard ledger list ledger.export \
       --key agent-guard/node-4c1f+8b3c1a7e+AVq0… --workflow 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10`,
 		Args: oneArg("FILE with an export"),

@@ -31,22 +31,22 @@ func rollbackCommand(o *options) *cobra.Command {
 	r := rollbackFlags{options: o}
 	cmd := &cobra.Command{
 		Use:   "rollback CHECKPOINT --reason TEXT | --dry-run",
-		Short: "Undoes what a call, and what followed from it, has changed",
-		Long: `Undoes what a call, and what followed from it, has changed. CHECKPOINT is what
-the call's answer has in Execution-Checkpoint, or an entry of the ledger. Who asks
-and why are recorded, logged, and told to agents.
+		Short: "Undoes a call, and what followed from it",
+		Long: `Undoes a call, and what followed from it. CHECKPOINT is the Execution-Checkpoint
+of the call's answer, or an entry of the ledger. The operator and the reason are
+recorded, logged, and sent to agents.
 
---scope single undoes that call alone, which is the default; sub_dag, or
---cascade, what followed from it too; full_workflow every call of its workflow.
-Where completed calls that would stay depend on what would be undone, it is
-refused, and names them; with --keep-dependants they stay.
+--scope single, the default, undoes that call alone; sub_dag, or --cascade, what
+followed from it too; full_workflow every call of its workflow. If completed
+calls that would stay depend on what would be undone, the rollback is refused
+and names them; with --keep-dependants they stay.
 
 --dry-run shows the order, the steps with the calls that they undo and how, and
-what cannot be undone; nothing is touched. A rollback goes on by itself, also when
-this command is stopped; the same --id asks for the same one again, and nothing
-runs twice.
+what cannot be undone; nothing is changed. A rollback goes on by itself, also
+after this command was stopped; the same --id asks for the same one again, and
+nothing runs twice.
 
-It exits with 0 only where all is undone, or with --dry-run and --no-wait.`,
+It exits with 0 only if everything is undone, or with --dry-run and --no-wait.`,
 		Example: `  # What would be undone, in which order, and what cannot be?
   caddy agent-guard rollback 0193e2a7-5b1c-7d0e-8f7a-2b6c4d1e9f30 --cascade \
       --reason 'wrong price list' --dry-run
@@ -173,8 +173,8 @@ func rollbacksCommand(o *options) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "rollbacks [list | ID]",
 		Short: "Lists rollbacks, or shows one",
-		Long: `Lists rollbacks, the newest first, or shows the one with this ID: its steps, what
-came of each, and what a person must still do.`,
+		Long: `Lists rollbacks, the newest first, or shows the one with this ID: its steps,
+their outcomes, and what a person must still do.`,
 		Example: `  caddy agent-guard rollbacks
   caddy agent-guard rollbacks f1b1c2d3-e4f5-4789-abcd-ef0123456789`,
 		Args: func(_ *cobra.Command, args []string) error {
@@ -197,7 +197,7 @@ came of each, and what a person must still do.`,
 	}
 	cmd.Flags().IntVar(&limit, "limit", limit, "The most to list")
 	complete(cmd, "limit")
-	stringFlag(cmd, &after, "after", "Where to go on, as an earlier listing says")
+	stringFlag(cmd, &after, "after", "Continue after this place, as an earlier listing printed it")
 	return o.server(cmd)
 }
 

@@ -21,14 +21,14 @@ import (
 func storeCommands(o *options) *cobra.Command {
 	return o.server(group(&cobra.Command{
 		Use:   "store",
-		Short: "Shows how the store is",
-		Long:  "Shows how the store is that holds the executions.",
+		Short: "Shows the state of the store",
+		Long:  "Shows the state of the store of the executions.",
 	}, &cobra.Command{
 		Use:   "stats",
-		Short: "Shows the store's health, what it holds and what it did",
+		Short: "Shows the store's health, content and activity",
 		Long: `Shows the store's health, how many executions it holds in which state, and
-what it did since it was opened. Above 10,000 the executions of a state are
-not counted on.`,
+what it did since it was opened. The executions of a state are
+counted up to 10,000.`,
 		Example: `  caddy agent-guard store stats
   caddy agent-guard store stats --output json`,
 		Args: noArgs,
@@ -128,13 +128,13 @@ func keyCommands(o *options) *cobra.Command {
 	return o.server(group(&cobra.Command{
 		Use:   "keys",
 		Short: "Lists and rotates the sealing keys",
-		Long: `Lists and rotates the keys with which records are sealed. No key is ever
-shown. The index key, by which executions are found, is never rotated.`,
+		Long: `Lists and rotates the keys that seal records. No key is ever shown. The index
+key, by which executions are found, is never rotated.`,
 	}, &cobra.Command{
 		Use:   "list",
 		Short: "Lists the sealing keys, and how far re-sealing has come",
-		Long: `Lists the sealing keys. A key that is in use must stay in the key file:
-something in the store can be read with nothing else.`,
+		Long: `Lists the sealing keys. A key in use must stay in the key file:
+values in the store need it.`,
 		Example: "  caddy agent-guard keys list",
 		Args:    noArgs,
 		RunE:    showing(o, question{path: "keys"}, describeKeys),
@@ -197,12 +197,12 @@ func identityCommands(o *options) *cobra.Command {
 		Use:   "rotate",
 		Short: "Makes a new signing key and signs with it from now on",
 		Long: `Makes a new signing key of the configured algorithm, writes it into the key
-file, and signs with it from now on. The private part of the key before is gone;
-its public part is published for a day, in which its last tokens expire.
+file, and signs with it from now on. The old private key is deleted; its public part
+is published for a day, in which its last tokens expire.
 
-With --stolen no older key is published any more: others who ask for the
-server's keys refuse what is signed with it, tokens that have not expired
-included. Those who have copied the keys must drop it themselves.
+With --stolen no older key is published any more: others that fetch the server's
+keys then refuse tokens under it, also unexpired ones. Whoever copied the keys
+must delete it.
 
 Make a new copy of the key file afterwards: without it the server does not
 start.`,
@@ -212,18 +212,17 @@ start.`,
 		RunE: noting("Copy the key file anew. Who has copied the public keys needs the new one before the next token.",
 			showing(o, question{path: "identity/rotate", body: &rotation}, describeIdentity)),
 	}
-	rotate.Flags().BoolVar(&rotation.Stolen, "stolen", false, "An older key is in wrong hands: publish none of them any more")
+	rotate.Flags().BoolVar(&rotation.Stolen, "stolen", false, "An older key is in the wrong hands: publish older keys no more")
 	return o.server(group(&cobra.Command{
 		Use:   "identity",
-		Short: "Shows who a server is in its tokens, and rotates the key that signs them",
-		Long: `Shows who a server is in its tokens, and rotates the key that signs them. No
-private key is ever shown.`,
+		Short: "Shows the identity in a server's tokens, and rotates its signing key",
+		Long: `Shows the identity in a server's tokens, and rotates its signing key. No private
+key is ever shown.`,
 	}, &cobra.Command{
 		Use:   "show",
 		Short: "Shows the identity and its keys",
-		Long: `Shows the identity and its keys. One signs. Those before it are published until
-the last token that they have signed has expired, and stay in the key file
-after that: what is recorded is verified with them.`,
+		Long: `Shows the identity and its keys. One signs. Older ones are published until
+their last token has expired, and stay in the key file to verify records.`,
 		Example: "  caddy agent-guard identity show",
 		Args:    noArgs,
 		RunE:    showing(o, question{path: "identity"}, describeIdentity),
@@ -277,9 +276,8 @@ func circuitSet(o *options) *cobra.Command {
 		Use:   "set UPSTREAM MODE",
 		Short: "Sets the mode of a circuit breaker",
 		Long: `Sets the mode of a circuit breaker. forced_open refuses all calls to the
-upstream, forced_closed and observe none; auto gives the breaker back to itself.
-The mode outlives reloads and restarts, unless the configuration has one of its
-own.`,
+upstream, forced_closed and observe none; auto lets the breaker decide.
+The mode survives reloads and restarts, unless the configuration sets one.`,
 		Example: `  caddy agent-guard circuits set 10.0.0.7:9001 forced_open
   caddy agent-guard circuits set 10.0.0.7:9001 auto`,
 		Args: func(_ *cobra.Command, args []string) error {
@@ -306,7 +304,7 @@ own.`,
 			return err
 		},
 	}
-	cmd.Flags().StringVar(&wanted.Class, "class", "", "read or write, where the configuration says by_operation; undo, for delegates and whole URLs of rollbacks")
+	cmd.Flags().StringVar(&wanted.Class, "class", "", "read or write, if the configuration says by_operation; undo, for delegates and whole URLs of rollbacks")
 	return cmd
 }
 
@@ -332,10 +330,10 @@ func escalationCommands(o *options) *cobra.Command {
 	listing := &cobra.Command{
 		Use:   "list",
 		Short: "Lists escalations, the newest first",
-		Long: `Lists escalations, the newest first. open: nobody was told yet. notified: the
-receiver has taken it, or it stands in the log. undeliverable: the receiver does
-not take it, so that this list may be the only one who tells of it.`,
-		Example: `  # What does nobody know of?
+		Long: `Lists escalations, the newest first. open: not delivered yet. notified: the
+receiver has accepted it, or it was logged. undeliverable: the receiver does not
+accept it, so that it may be known from this list only.`,
+		Example: `  # Which escalations may nobody know of?
   caddy agent-guard escalations list --state undeliverable
 
   # All there are, for a script
@@ -361,9 +359,9 @@ not take it, so that this list may be the only one who tells of it.`,
 	page.flags(listing)
 	return o.server(group(&cobra.Command{
 		Use:   "escalations",
-		Short: "Lists what waits for a person",
-		Long: `Lists what only a person can decide: what cannot be undone, rollbacks that have
-failed, upstreams that do not come back.`,
+		Short: "Lists what needs a person",
+		Long: `Lists what only a person can decide: calls that cannot be undone, failed
+rollbacks, upstreams that do not come back.`,
 	}, listing))
 }
 
