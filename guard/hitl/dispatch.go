@@ -12,15 +12,15 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Notifier tells somebody of an escalation.
+// Notifier notifies somebody of an escalation.
 //
-// It is told at least once: after a crash, a lost answer or a lease that ran out it gets
-// the same escalation again, perhaps at another node. Escalation.ID is the message's id, by
-// which a receiver tells repetitions. nil means that the message was taken. ErrRefused
-// means that it never will be; a *LaterError says when to come again; after any other error
-// it is tried again. The error's text is recorded and reported: nothing secret is in it (P8).
+// It is called at least once: after a crash, a lost answer or an expired lease it gets the same
+// escalation again, perhaps on another node. Escalation.ID is the message's id, by which a
+// receiver recognises repetitions. nil means that the message was accepted, ErrRefused that it
+// never will be; a *LaterError says when to try again; after any other error it is tried again.
+// The error's text is recorded and reported: it must hold nothing secret (P8).
 type Notifier interface {
-	// Notify returns before ctx is done, soon after it at the latest.
+	// Notify returns before ctx is done, or soon after.
 	Notify(ctx context.Context, e Escalation) error
 }
 
@@ -30,15 +30,14 @@ type NotifierFunc func(ctx context.Context, e Escalation) error
 // Notify implements Notifier.
 func (f NotifierFunc) Notify(ctx context.Context, e Escalation) error { return f(ctx, e) }
 
-// ErrRefused: the receiver does not take this message, now or later.
+// ErrRefused: the receiver will never accept this message.
 var ErrRefused = errors.New("hitl: refused for good")
 
-// LaterError says that the receiver asks to be left alone for a while.
+// LaterError says that the receiver wants no attempts for a while.
 type LaterError struct {
-	// After is how long. It is honoured from the backoff's own time up to an hour.
+	// After is how long, bounded by the backoff's own time and an hour.
 	After time.Duration
-	// Err is what happened.
-	Err error
+	Err   error
 }
 
 func (e *LaterError) Error() string { return e.Err.Error() }
@@ -46,27 +45,26 @@ func (e *LaterError) Unwrap() error { return e.Err }
 
 // DispatcherOptions are the settings of a Dispatcher; zero fields take their default.
 type DispatcherOptions struct {
-	// First is the wait after the first attempt that failed, default 1 s. It doubles with
-	// each one.
+	// First is the wait after the first failed attempt, default 1 s. It doubles each time.
 	First time.Duration
 	// Longest is the longest such wait, default 5 min.
 	Longest time.Duration
 	// MaxAge is how long after its opening an escalation is tried; then it is Undeliverable.
-	// The default is for ever. There is always one attempt.
+	// Default: forever. There is always one attempt.
 	MaxAge time.Duration
 	// Attempt is how long one attempt may take, default 30 s.
 	Attempt time.Duration
 	// Concurrent is how many attempts run at once, default 4.
 	Concurrent int
-	// Poll is the longest time between two looks at the store, default 1 min. It bounds
-	// how late it is found what another node opened and did not live to deliver.
+	// Poll is the longest time between two reads of the store, default 1 min. It bounds the delay
+	// after another node opened an escalation and died before delivering it.
 	Poll time.Duration
-	// OnAttempt, if any, hears of each attempt whose outcome was recorded: the escalation
-	// as it now is, and why the attempt failed, or nil. One that is Undeliverable now
-	// needs an operator's eye. It is called concurrently.
+	// OnAttempt, if any, gets each attempt whose outcome was recorded: the current escalation,
+	// and why the attempt failed, or nil. An Undeliverable one needs an operator. It is called
+	// concurrently.
 	OnAttempt func(Escalation, error)
-	// OnError, if any, hears what went wrong here: the store is unavailable, or an
-	// escalation cannot be read. It is called concurrently.
+	// OnError, if any, gets local errors: the store is unavailable, or an escalation cannot be
+	// read. It is called concurrently.
 	OnError func(error)
 }
 
@@ -77,13 +75,13 @@ const (
 	duePage        = 8                // due entries that are taken before the next look for higher levels
 )
 
-// Dispatcher takes escalations to a Notifier until somebody was told of each, the highest level
-// first. All that it knows is in the store, so that it goes on where the last one ended.
+// Dispatcher delivers escalations to a Notifier, the highest level first. All its state is in the
+// store, so that it resumes after a restart.
 //
-// Of several dispatchers over one store, on whatever nodes, one delivers an escalation at a time:
-// before an attempt its lease is committed, by the store's clock, for twice as long as the
-// attempt may take. Whoever dies in an attempt is succeeded when the lease ends, and then the
-// message may go out twice.
+// Several dispatchers may share a store, also on several nodes: one delivers an escalation at a
+// time. Before an attempt it commits a lease, by the store's clock, for twice the longest
+// attempt. If it dies, another one takes over when the lease ends, and the message may be sent
+// twice.
 type Dispatcher struct {
 	escalations *Store
 	notifier    Notifier
@@ -91,7 +89,7 @@ type Dispatcher struct {
 	ended       chan struct{} // an attempt has, and its next one is due sooner than its lease was
 }
 
-// NewDispatcher makes the dispatcher of a store. Run makes it work, once.
+// NewDispatcher makes the dispatcher of a store. Call Run once.
 func NewDispatcher(d *Store, n Notifier, o DispatcherOptions) *Dispatcher {
 	orElse := func(v *time.Duration, otherwise time.Duration) {
 		if *v <= 0 {
@@ -115,8 +113,8 @@ func NewDispatcher(d *Store, n Notifier, o DispatcherOptions) *Dispatcher {
 	return &Dispatcher{escalations: d, notifier: n, o: o, ended: make(chan struct{}, 1)}
 }
 
-// Run delivers what is due, until ctx is done, or the store is closed or closes itself. Attempts
-// under way end with ctx, and their leases are given back; it returns when all that is done.
+// Run delivers what is due, until ctx is done or the store is closed. Running attempts end with
+// ctx, and their leases are released before it returns.
 func (c *Dispatcher) Run(ctx context.Context) {
 	var attempts sync.WaitGroup
 	defer attempts.Wait()
@@ -155,7 +153,7 @@ func (c *Dispatcher) pause(ctx context.Context) {
 	}
 }
 
-// round begins attempts for what is due, and returns how long nothing will be.
+// round begins attempts for what is due, and returns the time until the next is.
 func (c *Dispatcher) round(ctx context.Context, slots chan struct{}, attempts *sync.WaitGroup) (time.Duration, error) {
 	for {
 		due, wait, err := c.due(ctx)
@@ -189,8 +187,7 @@ func (c *Dispatcher) round(ctx context.Context, slots chan struct{}, attempts *s
 	}
 }
 
-// due returns the index entries of the highest level of which any are due, or else how
-// long none will be.
+// due returns the index entries of the highest level with any due, or the time until one is.
 func (c *Dispatcher) due(ctx context.Context) (names [][]byte, wait time.Duration, err error) {
 	now, err := c.escalations.now(ctx)
 	if err != nil {
@@ -218,8 +215,8 @@ func (c *Dispatcher) due(ctx context.Context) (names [][]byte, wait time.Duratio
 	return nil, wait, nil
 }
 
-// attempt tells the notifier, and records what came of it. started is before the lease
-// was committed, so that a slow commit shortens the attempt and not the lease's margin.
+// attempt notifies, and records the outcome. started is before the lease's commit, so that a slow
+// commit shortens the attempt and not the lease's margin.
 func (c *Dispatcher) attempt(ctx context.Context, started time.Time, l *lease) {
 	limited, cancel := context.WithDeadline(ctx, started.Add(c.o.Attempt))
 	defer cancel()
@@ -228,7 +225,7 @@ func (c *Dispatcher) attempt(ctx context.Context, started time.Time, l *lease) {
 		err = c.notifier.Notify(limited, *l.escalation)
 	}
 	cut := err != nil && ctx.Err() != nil
-	// What was sent is recorded even while the dispatcher ends.
+	// The outcome is recorded even while the dispatcher ends.
 	recording, done := context.WithTimeout(context.WithoutCancel(ctx), recordPatience)
 	defer done()
 	recorded, problem := c.settle(recording, l, err, cut)
@@ -247,8 +244,8 @@ type lease struct {
 	version    store.Version
 }
 
-// take leases the escalation of an index entry. It returns nil where that is not to be
-// delivered now, or somebody else was faster.
+// take leases the escalation of an index entry. It returns nil if that is not to be delivered
+// now, or another dispatcher was faster.
 func (c *Dispatcher) take(ctx context.Context, name []byte) (*lease, error) {
 	due, id := placeIn(name)
 	old, version, err := c.escalations.read(ctx, id)
@@ -259,8 +256,8 @@ func (c *Dispatcher) take(ctx context.Context, name []byte) (*lease, error) {
 	case err != nil && !errors.Is(err, ErrNotFound):
 		return nil, err
 	case err != nil || !old.due() || !old.Delivery.Next.Equal(due):
-		// Somebody else has taken it or dealt with it. Where the entry went with that, this
-		// deletes nothing; where it did not, it would be due for ever.
+		// Another one has taken it or dealt with it. If the entry went with that, this deletes
+		// nothing; if it did not, it would be due forever.
 		return nil, c.commit(ctx, store.Write{Key: name, Delete: true})
 	}
 	now, err := c.escalations.now(ctx)
@@ -281,7 +278,7 @@ func (c *Dispatcher) take(ctx context.Context, name []byte) (*lease, error) {
 	return &lease{id, &e, version}, nil
 }
 
-// postpone puts off what cannot be read, so that it stays reported and is in nobody's way.
+// postpone defers an unreadable escalation, so that it stays reported and blocks nothing.
 func (c *Dispatcher) postpone(ctx context.Context, name []byte) error {
 	now, err := c.escalations.now(ctx)
 	if err != nil {
@@ -299,8 +296,8 @@ func (c *Dispatcher) commit(ctx context.Context, batch ...store.Write) error {
 	return nil
 }
 
-// settle records the outcome of an attempt. cut says that the dispatcher ended it. It returns
-// nil where that matters no more.
+// settle records the outcome of an attempt. cut says that the dispatcher ended it. It returns nil
+// if the outcome does not matter any more.
 func (c *Dispatcher) settle(ctx context.Context, l *lease, outcome error, cut bool) (*Escalation, error) {
 	until := l.escalation.Delivery.Next
 	for old, version := l.escalation, l.version; ; {
@@ -329,14 +326,13 @@ func (c *Dispatcher) settle(ctx context.Context, l *lease, outcome error, cut bo
 		if err != nil {
 			return nil, err
 		}
-		// That it was delivered holds whoever has the lease; a failure is the holder's to tell.
+		// A delivery counts whoever has the lease; a failure only from its holder.
 		if !old.due() || outcome != nil && !old.Delivery.Next.Equal(until) {
 			return nil, nil
 		}
 	}
 }
 
-// conclude changes e by the outcome of its attempt.
 func (c *Dispatcher) conclude(e *Escalation, now time.Time, outcome error) {
 	if outcome == nil {
 		e.State, e.Changed, e.Delivery.Next, e.Delivery.LastError = Notified, now, time.Time{}, ""
@@ -354,7 +350,7 @@ func (c *Dispatcher) conclude(e *Escalation, now time.Time, outcome error) {
 	}
 }
 
-// wait is the time between the attempt with this number, which failed, and the next.
+// wait is the time between a failed attempt with this number and the next.
 func (c *Dispatcher) wait(attempts int, outcome error) time.Duration {
 	wait := c.o.First
 	for i := 1; i < attempts && wait < c.o.Longest; i++ {

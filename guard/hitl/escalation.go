@@ -1,12 +1,12 @@
-// Package hitl keeps what needs a human in the loop: an Escalation is recorded durably
-// before anybody says "escalated" (A-basic-rollback-g), and somebody is told of it.
+// Package hitl keeps the cases that need a human in the loop: an Escalation is recorded durably
+// before anybody says "escalated" (A-basic-rollback-g), and then somebody is notified.
 //
-// A Store records, finds and lists escalations. Opening one can ride in the commit of the
-// decision that causes it: see Store.Prepare. A Dispatcher takes those that nobody was told
-// of to a Notifier, at least once each, also after a restart. Decisions are not made here.
+// A Store records, finds and lists escalations. One can be opened in the commit of the decision
+// that causes it: see Store.Prepare. A Dispatcher delivers open ones to a Notifier, at least once
+// each, also after a restart. Decisions are not made here.
 //
-// The package knows neither HTTP servers nor Caddy. It keeps everything in a store.Store,
-// sealed (P8).
+// The package knows neither HTTP servers nor Caddy. It keeps everything in a store.Store, sealed
+// (P8).
 package hitl
 
 import (
@@ -27,8 +27,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Level says how much a human is to look at before it goes on (ATD, Interaction with HITL).
-// It is told, and nothing is held by it here: neither can an escalation be decided yet.
+// Level says what a human should review before it goes on (ATD, Interaction with HITL). It is
+// only reported: nothing is held up, and an escalation cannot be decided yet.
 type Level uint8
 
 // The levels.
@@ -55,13 +55,12 @@ func (l Level) String() string {
 	}
 }
 
-// Cause is why an escalation was opened. The set is closed when one is opened and open
-// when one is read: a newer build may know more.
+// Cause is why an escalation was opened. A reader may find causes of a newer build.
 type Cause string
 
 // The causes.
 const (
-	// CauseIrreversible: what is to be undone cannot be (cascade 4.2.1).
+	// CauseIrreversible: the call to undo is irreversible (cascade 4.2.1).
 	CauseIrreversible Cause = "irreversible_rollback"
 	// CauseRollbackFailed: a rollback ended as failed (ATD, HITL case 2).
 	CauseRollbackFailed Cause = "rollback_failed"
@@ -71,17 +70,17 @@ const (
 	CauseRollbackPartial Cause = "rollback_partial"
 	// CauseBreakerOpen: an upstream does not come back (ATD, HITL case 4).
 	CauseBreakerOpen Cause = "breaker_permanently_open"
-	// CauseTampered: a checkpoint is not what was recorded.
+	// CauseTampered: a checkpoint differs from its record.
 	CauseTampered Cause = "checkpoint_tampered"
 	// CauseBoundary: a failure would cross into another workflow (cascade 3.3.2).
 	CauseBoundary Cause = "workflow_boundary"
 	// CauseQuota: somebody asks for more than a quota allows, again and again.
 	CauseQuota Cause = "quota"
-	// CauseOther: the summary says it.
+	// CauseOther: see the summary.
 	CauseOther Cause = "other"
 )
 
-// Causes lists the causes that an escalation may be opened with.
+// Causes lists the causes with which an escalation may be opened.
 func Causes() []Cause {
 	return []Cause{
 		CauseIrreversible, CauseRollbackFailed, CauseRollbackTimeout, CauseRollbackPartial, CauseBreakerOpen,
@@ -89,17 +88,17 @@ func Causes() []Cause {
 	}
 }
 
-// State is where an escalation stands. 4 and 5 are left for decided and expired.
+// State is the state of an escalation. 4 and 5 are left for decided and expired.
 type State uint8
 
 // The states.
 const (
-	// Open: nobody was told yet. Such an escalation never expires.
+	// Open: not delivered yet. Such an escalation never expires.
 	Open State = 1 + iota
-	// Notified: the notifier has taken it.
+	// Notified: the notifier has accepted it.
 	Notified
-	// Undeliverable: the notifier refused it for good, or did not take it in time. It
-	// needs a human as much as before.
+	// Undeliverable: the notifier refused it for good, or did not accept it in time. It still
+	// needs a human.
 	Undeliverable
 )
 
@@ -120,22 +119,21 @@ func (s State) String() string {
 	}
 }
 
-// Links lead from an escalation to what it is about. All are optional. Longer ones than
-// 2,048 bytes are cut.
+// Links lead from an escalation to its subjects. All are optional, and cut at 2,048 bytes.
 type Links struct {
 	// Checkpoint and Error are ids of tokens, Rollback is a rollback's id.
 	Checkpoint, Rollback, Error string
-	// Execution is the hash that names an execution, as operators see it.
+	// Execution is the hash by which operators name an execution.
 	Execution string
 	// Upstream is an upstream's address.
 	Upstream string
 }
 
-// Opening is what somebody asks a human to look at. It holds nothing secret: it is sent
-// to the notifier as it is (P8).
+// Opening is a request to a human. It holds nothing secret: it is sent to the notifier unchanged
+// (P8).
 type Opening struct {
-	// Key names the occasion, say a rollback id and a checkpoint: the same key is the
-	// same escalation, for as long as that is kept. It is not stored.
+	// Key names the occasion, say a rollback id and a checkpoint: while an escalation is kept,
+	// the same key is the same one. It is not stored.
 	Key string
 	// Level is Pause, Approval or Stop.
 	Level Level
@@ -143,13 +141,13 @@ type Opening struct {
 	Cause Cause
 	// Summary is a sentence for people; it is cut at 1,024 bytes.
 	Summary string
-	// Workflow and Caller may be empty; they are cut at 2,048 bytes. Caller is the name by
-	// which operators know it, never a credential.
+	// Workflow and Caller may be empty; they are cut at 2,048 bytes. Caller is the name that
+	// operators know, never a credential.
 	Workflow, Caller string
 	Links            Links
 }
 
-// ErrOpening: what was to be opened is not complete.
+// ErrOpening: the Opening is incomplete.
 var ErrOpening = errors.New("hitl: the escalation cannot be opened")
 
 func (o *Opening) check() error {
@@ -166,11 +164,11 @@ func (o *Opening) check() error {
 	return nil
 }
 
-// Escalation is what is recorded of an Opening. It is sealed in the store.
+// Escalation is the record of an Opening. It is sealed in the store.
 type Escalation struct {
-	// ID is a UUID. It follows from the key of the opening and the store's index key, so
-	// that it is known before the commit and tells nothing of the key. A key that is opened
-	// again after its escalation has expired has the same id.
+	// ID is a UUID derived from the opening's key and the store's index key: known before the
+	// commit, and revealing nothing of the key. A key that is opened again after its escalation
+	// has expired gets the same id.
 	ID               string
 	Level            Level
 	Cause            Cause
@@ -185,18 +183,18 @@ type Escalation struct {
 	unknown []byte // fields of a newer build, which are written back as they are
 }
 
-// Delivery is what became of telling somebody.
+// Delivery is the state of the notification.
 type Delivery struct {
-	// Attempts counts the attempts that were begun.
+	// Attempts counts the attempts begun.
 	Attempts int
-	// LastError is why the last one that failed did, at most 512 bytes; empty once one succeeded.
+	// LastError is the last failure, at most 512 bytes; empty once an attempt succeeded.
 	LastError string
-	// Next is when the next attempt is due; zero where none is. While one runs it is when
-	// somebody else may begin another, because this one must have been lost.
+	// Next is when the next attempt is due; zero if none is. During an attempt it is when another
+	// dispatcher may take over, because this one must have died.
 	Next time.Time
 }
 
-// errEncoding: it opened but cannot be read. A fault of ours: newer builds only add fields.
+// errEncoding: it opened but cannot be decoded: a bug, since newer builds only add fields.
 var errEncoding = errors.New("hitl: the encoding of an escalation is broken")
 
 // Longest recorded forms, in bytes. They keep a record far below store.MaxValue.
@@ -206,7 +204,7 @@ const (
 	maxError   = 512
 )
 
-// shorten cuts s to at most that many bytes and leaves no half of a character.
+// shorten cuts s to at most that many bytes, at a character's end.
 func shorten(s string, most int) string {
 	if len(s) > most {
 		s = s[:most]
@@ -220,8 +218,8 @@ func shorten(s string, most int) string {
 	return strings.ToValidUTF8(s, "\uFFFD")
 }
 
-// The tags of an escalation's fields. Readers keep what they do not know. 32 and up are left
-// for decisions. The id is in the record's name.
+// The tags of an escalation's fields. Readers keep unknown ones. 32 and up are left for
+// decisions. The id is in the record's name.
 const (
 	tagLevel = 1 + iota
 	tagCause
@@ -241,7 +239,7 @@ const (
 	tagNext
 )
 
-// encode appends the fields, and behind them those that this build does not know.
+// encode appends the fields, and then those unknown to this build.
 func (e *Escalation) encode(b []byte) []byte {
 	to := store.Encoder{B: b}
 	to.Int(tagLevel, int64(e.Level))
@@ -263,7 +261,7 @@ func (e *Escalation) encode(b []byte) []byte {
 	return append(to.B, e.unknown...)
 }
 
-// decode reads what encode wrote, but for the id.
+// decode reads what encode wrote, without the id.
 func decode(b []byte) (*Escalation, error) {
 	e := new(Escalation)
 	d := store.Decoder{B: b, Broken: errEncoding}
@@ -335,8 +333,8 @@ const (
 	kindUndelivered = 'u'
 )
 
-// idOf is the escalation of an occasion. It is a UUID of version 8 (RFC 9562), whose bits
-// are the maker's own.
+// idOf is the id of an occasion's escalation: a UUID of version 8 (RFC 9562), whose bits the
+// maker defines.
 func (d *Store) idOf(key string) uuid.UUID {
 	hash := d.sealer.Index("escalation", key)
 	id := uuid.UUID(hash[:16])
@@ -374,7 +372,7 @@ func placeIn(name []byte) (time.Time, uuid.UUID) {
 	return time.Unix(0, int64(binary.BigEndian.Uint64(end))).UTC(), uuid.UUID(end[8:])
 }
 
-// expires is when the escalation is forgotten: never, while somebody has to be told.
+// expires is when the escalation expires: never before its notification.
 func (e *Escalation) expires(keep time.Duration) time.Time {
 	if e.State == Open {
 		return time.Time{}
@@ -382,8 +380,8 @@ func (e *Escalation) expires(keep time.Duration) time.Time {
 	return e.Changed.Add(keep)
 }
 
-// put is the batch that brings an escalation from old to new, index entries included.
-// old is nil where there is none yet. The record comes first.
+// put is the batch that changes an escalation from old, which may be nil, to new, with its index
+// entries. The record comes first.
 func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Condition) []store.Write {
 	name, expires := recordKey(id), new.expires(time.Duration(d.keep.Load()))
 	batch := make([]store.Write, 1, 5)
@@ -405,10 +403,10 @@ func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Conditio
 	return batch
 }
 
-// due reports whether somebody has yet to be told.
+// due reports whether it is still to be delivered.
 func (e *Escalation) due() bool { return e.State == Open && !e.Delivery.Next.IsZero() }
 
-// typeOpened is the one type of message there is so far.
+// typeOpened is the only type of message so far.
 const typeOpened = "escalation.opened"
 
 // message is the body; the package's comment describes it.

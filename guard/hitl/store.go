@@ -22,17 +22,17 @@ const defaultKeep = 90 * 24 * time.Hour
 var (
 	// ErrNotFound: no escalation has this id, or it has expired.
 	ErrNotFound = errors.New("hitl: no such escalation")
-	// ErrStore: the store did not answer or did not take a record.
+	// ErrStore: the store did not answer or refused a record.
 	ErrStore = errors.New("hitl: the store is unavailable")
-	// ErrUnreadable: an escalation stands there and does not open, or cannot be read.
+	// ErrUnreadable: the escalation does not open, or cannot be decoded.
 	ErrUnreadable = errors.New("hitl: the escalation cannot be read")
-	// ErrAlreadyOpen: somebody else opened the same escalation before the commit, of which
-	// therefore nothing landed. Prepare it again; it then adds no writes.
+	// ErrAlreadyOpen: the same escalation was opened before the commit, so that nothing of it was
+	// written. Prepare it again; it then adds no writes.
 	ErrAlreadyOpen = errors.New("hitl: somebody else has opened the same escalation meanwhile")
 )
 
-// Store records escalations in a store, finds them and lists them. It is safe for
-// concurrent use, also by several nodes over one store.
+// Store records, finds and lists escalations. It is safe for concurrent use, also by several
+// nodes over one store.
 type Store struct {
 	store  store.Store
 	sealer store.Sealer
@@ -44,15 +44,14 @@ type Store struct {
 }
 
 // NewStore makes the escalation store over st. keep is how long an escalation is kept after its
-// state last changed; zero is 90 days. One that nobody was told of is kept for ever.
+// state last changed; zero is 90 days. Open ones are kept forever.
 func NewStore(st store.Store, sealer store.Sealer, keep time.Duration) *Store {
 	d := &Store{store: st, sealer: sealer, news: make(chan struct{}), onOpened: func(Escalation) {}}
 	d.SetKeep(keep)
 	return d
 }
 
-// SetKeep changes how long an escalation is kept that changes its state from now on; zero
-// is 90 days.
+// SetKeep changes that time for later changes of state; zero is 90 days.
 func (d *Store) SetKeep(keep time.Duration) {
 	if keep <= 0 {
 		keep = defaultKeep
@@ -60,8 +59,8 @@ func (d *Store) SetKeep(keep time.Duration) {
 	d.keep.Store(int64(keep))
 }
 
-// OnOpened lets f hear of each escalation that is opened here from now on, once its commit has
-// landed. It is called by whoever opens, and must not wait.
+// OnOpened calls f for each escalation opened here from now on, after its commit, on the opening
+// goroutine. f must not wait.
 func (d *Store) OnOpened(f func(Escalation)) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -75,18 +74,17 @@ func (d *Store) changed() <-chan struct{} {
 	return d.news
 }
 
-// Pending is an escalation and the batch that opens it, which is empty where it is open already.
+// Pending is an escalation and the batch that opens it, which is empty if it is open already.
 type Pending struct {
 	*store.Batch
 	escalation Escalation
 }
 
-// Prepare makes the writes that open an escalation, so that it lands in the commit of the
-// decision that causes it, or neither does. Where it is open already, there are none. The
-// errors are ErrOpening, ErrStore and ErrUnreadable.
+// Prepare makes the writes that open an escalation in the commit of the decision that causes it.
+// If it is open already, there are none. The errors are ErrOpening, ErrStore and ErrUnreadable.
 //
-// The batch must be ended; its error is ErrAlreadyOpen where the escalation made the commit
-// fail. Its writes do not go first: a nearly full store judges a batch by its first write.
+// The batch must be ended; its error is ErrAlreadyOpen if the escalation made the commit fail.
+// Its writes must not come first: a nearly full store judges a batch by its first write.
 func (d *Store) Prepare(ctx context.Context, o Opening) (*Pending, error) {
 	if err := o.check(); err != nil {
 		return nil, err
@@ -133,15 +131,14 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Pending, error) {
 	return p, nil
 }
 
-// Escalation is what is opened, or was before.
+// Escalation is the one to open, or the open one.
 func (p *Pending) Escalation() Escalation { return p.escalation }
 
 // Fresh reports whether the commit opens it; if not, it was open before.
 func (p *Pending) Fresh() bool { return p.Batch != nil }
 
-// Open opens an escalation by a commit of its own, or finds it open. The error is
-// ErrOpening, ErrStore or ErrUnreadable; after ErrStore it may be open all the same, and
-// opening it again is safe.
+// Open opens an escalation in its own commit, or finds it open. The error is ErrOpening, ErrStore
+// or ErrUnreadable; after ErrStore it may be open all the same, and opening it again is safe.
 func (d *Store) Open(ctx context.Context, o Opening) (Escalation, error) {
 	for {
 		p, err := d.Prepare(ctx, o)
@@ -202,7 +199,7 @@ func (d *Store) now(ctx context.Context) (time.Time, error) {
 	return now.Round(0).UTC(), nil
 }
 
-// Filter says which escalations to list; the zero value is all of them.
+// Filter selects escalations; the zero value selects all.
 type Filter struct {
 	// Workflow is the workflow's id; empty is any.
 	Workflow string
@@ -215,17 +212,17 @@ type Filter struct {
 type Page struct {
 	// Escalations, the newest first.
 	Escalations []Escalation
-	// Unreadable counts those that stand there and do not open.
+	// Unreadable counts records that do not open.
 	Unreadable int
-	// Next is where the next page begins, empty after the last one. A page may hold fewer
-	// than were asked for, even none, and still have a next one.
+	// Next is where the next page begins; empty after the last. A page may have fewer than asked
+	// for, even none, and still a next one.
 	Next string
 }
 
 const (
 	// maxPage is the largest number of escalations on a page.
 	maxPage = 1000
-	// maxSeen bounds the index entries that are looked at for a page.
+	// maxSeen bounds the index entries that are read for a page.
 	maxSeen = 20 * listChunk
 	// listChunk is how many of them are read at once.
 	listChunk = 256
@@ -234,8 +231,8 @@ const (
 // ErrCursor: the text does not say where a page begins.
 var ErrCursor = errors.New("hitl: this is not where a page begins; give what an earlier page named as the next")
 
-// List returns up to limit escalations that pass f, from where after says; empty is the
-// beginning. One that changes meanwhile may be on no page.
+// List returns up to limit escalations that pass f, from after on; empty is the beginning. One
+// that changes meanwhile may be on no page.
 func (d *Store) List(ctx context.Context, f Filter, after string, limit int) (Page, error) {
 	limit = min(max(limit, 1), maxPage)
 	prefix := []byte{space, kindAge}
@@ -279,8 +276,8 @@ func cursor(name []byte) string {
 	return base64.RawURLEncoding.EncodeToString(name[len(name)-placeSize:])
 }
 
-// passing reads a stretch of an index: the keys of those entries that pass, and the last
-// key of all; nil at the end.
+// passing reads part of an index: the keys of the entries that pass, and the last key of all; nil
+// at the end.
 func (d *Store) passing(ctx context.Context, f *Filter, r store.Range) (names [][]byte, last []byte, err error) {
 	n := 0
 	for entry, err := range d.store.Scan(ctx, r) {
@@ -303,7 +300,7 @@ func (f *Filter) passes(l Level, s State) bool {
 	return (f.Level == 0 || f.Level == l) && (f.State == 0 || f.State == s)
 }
 
-// appendTo adds the escalation of an index entry to the page, if it passes still.
+// appendTo adds the escalation of an index entry to the page, if it still passes.
 func (d *Store) appendTo(ctx context.Context, f *Filter, name []byte, page *Page) error {
 	_, id := placeIn(name)
 	e, _, err := d.read(ctx, id)
@@ -319,10 +316,10 @@ func (d *Store) appendTo(ctx context.Context, f *Filter, name []byte, page *Page
 	return nil
 }
 
-// maxCount is how many escalations are counted at most, the newest.
+// maxCount bounds the escalations that are counted, the newest.
 const maxCount = 100_000
 
-// Counts are how many escalations there are of each level and state.
+// Counts are the numbers of escalations by level and state.
 type Counts map[Level]map[State]int
 
 // Count counts all escalations, up to 100,000, the newest. It opens none.
@@ -353,12 +350,12 @@ func (d *Store) Count(ctx context.Context) (Counts, error) {
 // resealPage is how many escalations are read in one snapshot.
 const resealPage = 256
 
-// Reseal seals anew, with the newest key, what stands under older ones, and returns how
-// many escalations. It may be stopped anywhere and starts over. Those that do not open are
-// left, and are the error, as ErrUnreadable: then the older keys must not be given up.
+// Reseal seals anew, with the newest key, what is sealed with older ones, and returns how many
+// escalations. It may be stopped anywhere and starts over. Those that do not open are left and
+// reported as ErrUnreadable: then the older keys must not be given up.
 //
-// An escalation that was prepared under an older key and is committed after the walk is
-// sealed anew by its Dispatcher.
+// An escalation prepared under an older key and committed after the walk is sealed anew by its
+// Dispatcher.
 func (d *Store) Reseal(ctx context.Context) (int, error) {
 	r := store.NewResealer(d.store, d.sealer)
 	if err := r.Walk(ctx, []byte{space, kindRecord}, resealPage, r.Reseal); err != nil {

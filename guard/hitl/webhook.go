@@ -19,18 +19,18 @@ import (
 
 // WebhookConfig says where to send escalations, and how to sign them.
 type WebhookConfig struct {
-	// URL of the receiver. It is https, or http where the host is loopback. It is not
-	// shown in errors beyond its host: paths and queries of webhooks are often secret.
+	// URL of the receiver: https, or http if the host is loopback. Errors show only its host, as
+	// paths and queries of webhooks are often secret.
 	URL string
-	// Secrets sign, each on its own: one, or up to 8 while a receiver changes over. The
-	// form is `whsec_` and the standard base64 of 24 to 64 random bytes.
+	// Secrets sign separately: one, or up to 8 while a receiver changes over. The form is
+	// `whsec_` and the standard base64 of 24 to 64 random bytes.
 	Secrets []string
-	// Timeout bounds one attempt, from the dial to the answer; zero is 10 s, at most
-	// 60 s. The limit of the dispatcher's attempt should not be shorter.
+	// Timeout bounds one attempt, from the dial to the answer; zero is 10 s, at most 60 s. The
+	// dispatcher's limit of an attempt should not be shorter.
 	Timeout time.Duration
 	// Gateway names this gateway to the receiver; optional.
 	Gateway string
-	// Roots are the authorities that may vouch for the receiver; nil is the system's.
+	// Roots are the authorities for the receiver's certificate; nil is the system's.
 	Roots *x509.CertPool
 }
 
@@ -45,8 +45,8 @@ const (
 	longestSecret  = 64
 )
 
-// Check says what is wrong with the configuration, and shows no secret and nothing of
-// the URL but its scheme and host.
+// Check validates the configuration. Its error shows no secret, and of the URL only scheme and
+// host.
 func (c *WebhookConfig) Check() error {
 	_, _, err := c.parse()
 	return err
@@ -72,19 +72,19 @@ func (c *WebhookConfig) parse() (*url.URL, [][]byte, error) {
 	return target, keys, nil
 }
 
-// CheckURL says what is wrong with WebhookConfig.URL, as Check does.
+// CheckURL validates WebhookConfig.URL, as Check does.
 func CheckURL(text string) error {
 	_, err := parseURL(text)
 	return err
 }
 
-// CheckSecret says what is wrong with one of WebhookConfig.Secrets, and shows nothing of it.
+// CheckSecret validates one of WebhookConfig.Secrets, without showing it.
 func CheckSecret(text string) error {
 	_, err := parseSecret(text)
 	return err
 }
 
-// CheckTimeout says what is wrong with WebhookConfig.Timeout.
+// CheckTimeout validates WebhookConfig.Timeout.
 func CheckTimeout(timeout time.Duration) error {
 	if timeout < 0 || timeout > longestTimeout {
 		return fmt.Errorf("it is %s; use up to %s, or nothing for %s", timeout, longestTimeout, defaultTimeout)
@@ -132,7 +132,7 @@ func parseSecret(text string) ([]byte, error) {
 }
 
 const (
-	// maxAnswer is how much of an answer is read, so that its connection can be used again.
+	// maxAnswer is how much of an answer is read, so that its connection can be reused.
 	maxAnswer  = 4 << 10
 	maxHeaders = 16 << 10
 )
@@ -184,7 +184,7 @@ type WebhookNotifier struct {
 
 var _ Notifier = (*WebhookNotifier)(nil)
 
-// NewWebhook makes a notifier, or says what Config.Check says.
+// NewWebhook makes a notifier, or returns the error of WebhookConfig.Check.
 func NewWebhook(c WebhookConfig) (*WebhookNotifier, error) {
 	target, keys, err := c.parse()
 	if err != nil {
@@ -198,7 +198,7 @@ func NewWebhook(c WebhookConfig) (*WebhookNotifier, error) {
 		url: target.String(), host: target.Host, keys: keys, gateway: c.Gateway,
 		client: &http.Client{
 			Timeout: timeout,
-			// The signature is for this receiver, and a redirect is somebody else's choice.
+			// The signature is for this receiver only, so redirects are not followed.
 			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 			Transport: &http.Transport{
 				Proxy:                  http.ProxyFromEnvironment,
@@ -218,9 +218,9 @@ func NewWebhook(c WebhookConfig) (*WebhookNotifier, error) {
 // Close gives up idle connections. The notifier may still be used.
 func (n *WebhookNotifier) Close() { n.client.CloseIdleConnections() }
 
-// Notify implements hitl.Notifier: nil after a 2xx, hitl.ErrRefused after 410, a
-// *hitl.LaterError after 429 or 503 with Retry-After, and otherwise an error after which
-// it is tried again. Errors show the receiver's host and nothing else of it.
+// Notify implements hitl.Notifier: nil after a 2xx, hitl.ErrRefused after 410, a *hitl.LaterError
+// after 429 or 503 with Retry-After, otherwise an error after which it is tried again. Errors
+// show only the receiver's host.
 func (n *WebhookNotifier) Notify(ctx context.Context, e Escalation) error {
 	content, err := body(&e, n.gateway)
 	if err != nil {
@@ -269,7 +269,7 @@ func (n *WebhookNotifier) verdict(resp *http.Response, now time.Time) error {
 	return err
 }
 
-// retryAfter reads both forms of Retry-After; zero is none, or none that is of use.
+// retryAfter reads both forms of Retry-After; zero for none, or an unusable one.
 func retryAfter(value string, now time.Time) time.Duration {
 	const most = 24 * time.Hour // far more than anybody waits, and no overflow
 	if seconds, err := strconv.ParseUint(value, 10, 64); err == nil {

@@ -6,15 +6,15 @@ import (
 )
 
 // Encoder writes the fields of a record behind B: each as its tag, its length as a varint
-// (package encoding/binary), and its bytes. Fields that are zero are left out, and a tag is
-// never used again for something else, so that builds can read each other's records.
+// (package encoding/binary), and its bytes. Zero fields are left out, and a tag is never reused,
+// so that builds can read each other's records.
 type Encoder struct{ B []byte }
 
 func (e *Encoder) head(tag byte, size int) {
 	e.B = binary.AppendUvarint(append(e.B, tag), uint64(size))
 }
 
-// Field writes a field that consists of parts, also where they are empty.
+// Field writes a field that consists of parts, even if they are empty.
 func Field[T ~string | ~[]byte](e *Encoder, tag byte, parts ...T) {
 	size := 0
 	for _, p := range parts {
@@ -66,18 +66,18 @@ func (e *Encoder) Time(tag byte, v time.Time) {
 
 // Decoder reads what an Encoder wrote. Its methods read the field that Next has found.
 type Decoder struct {
-	// B is what was not read yet, and Broken the error of what cannot be read.
+	// B is the unread rest, Broken the error for unreadable fields.
 	B      []byte
 	Broken error
-	// Tag is that of the field, Field its bytes, nil if there are none, and Raw these with the
-	// tag and the length.
+	// Tag is the field's tag, Field its bytes, nil if there are none, and Raw the whole field
+	// with tag and length.
 	Tag        byte
 	Field, Raw []byte
-	// Err is the first fault. Whoever finds one in a field sets it.
+	// Err is the first fault. A reader that finds one in a field sets it.
 	Err error
 }
 
-// Next goes to the next field. It returns false at the end and after a fault.
+// Next moves to the next field. It returns false at the end and after a fault.
 func (d *Decoder) Next() bool {
 	if d.Err != nil || len(d.B) == 0 {
 		return false
@@ -104,8 +104,8 @@ func (d *Decoder) Int() int64 {
 	return v
 }
 
-// Time is the time in a field, in the local zone, and the zero time for 1970, which no
-// Encoder writes.
+// Time is the time in a field, in the local zone; the zero time for 1970, which no Encoder
+// writes.
 func (d *Decoder) Time() time.Time {
 	if v := d.Int(); v != 0 {
 		return time.Unix(0, v)
@@ -113,7 +113,7 @@ func (d *Decoder) Time() time.Time {
 	return time.Time{}
 }
 
-// Fill copies the field to dst, which must be as long.
+// Fill copies the field to dst, which must have the same length.
 func (d *Decoder) Fill(dst []byte) {
 	if len(d.Field) != len(dst) {
 		d.Err = d.Broken

@@ -15,29 +15,26 @@ type Sealer interface {
 	Open(dst, sealed, name []byte) ([]byte, error)
 	// Index derives 32 bytes from parts, stable for the life of the store.
 	Index(domain string, parts ...string) [32]byte
-	// KeyIDs lists the keys with which it opens, by id, the last of which seals.
+	// KeyIDs lists the ids of the keys that open; the last one seals.
 	KeyIDs() []uint32
 	// KeyOf is the id of the key under which a value is sealed.
 	KeyOf(sealed []byte) uint32
 }
 
-// Resealer seals values anew, with the newest key, that are sealed under older ones. It
-// works beside the traffic in small steps, one commit after the other, and loses to every
-// other change of a value. It may be stopped anywhere: the next one passes quickly over
-// what was done. Errors are those of the store.
+// Resealer seals values under older keys anew with the newest one. It works beside the traffic in
+// small commits, and loses to every other change of a value. It may be stopped anywhere: the next
+// one passes quickly over what was done. Errors are those of the store.
 type Resealer struct {
 	// OnDamaged, if any, is called for each value that does not open; it stays as it is.
 	OnDamaged func(entry Entry, err error)
-	// OnLost, if any, is called for what now stands under a key whose value was changed
-	// meanwhile.
+	// OnLost, if any, is called for the current entry of a key that was changed meanwhile.
 	OnLost func(found Entry)
-	// Take, if any, says of an opened value whether it is sealed anew.
+	// Take, if any, decides whether an opened value is sealed anew.
 	Take func(entry Entry, plain []byte) bool
 	// Enter, if any, is called before values are sealed, and its result after their commit.
 	Enter func() (leave func())
 
-	// Seen counts the values that were read, Resealed those that were sealed anew and
-	// Damaged those that do not open.
+	// Seen counts the values read, Resealed those sealed anew, Damaged those that do not open.
 	Seen, Resealed, Damaged int
 
 	store  Store
@@ -45,10 +42,10 @@ type Resealer struct {
 	newest uint32
 }
 
-// resealBatch is how many values one commit seals anew at most.
+// resealBatch bounds the values that one commit seals anew.
 const resealBatch = 64
 
-// NewResealer returns a Resealer to the key that is the newest of sealer now.
+// NewResealer returns a Resealer to the current newest key of sealer.
 func NewResealer(st Store, sealer Sealer) *Resealer {
 	ids := sealer.KeyIDs()
 	return &Resealer{store: st, sealer: sealer, newest: ids[len(ids)-1]}
@@ -60,8 +57,8 @@ func (r *Resealer) Newest() uint32 { return r.newest }
 // Older reports whether a value is sealed under an older key.
 func (r *Resealer) Older(value []byte) bool { return r.sealer.KeyOf(value) < r.newest }
 
-// Walk hands the entries whose keys begin with prefix and whose values are sealed under
-// older keys to do, usually Reseal, for each page that was read in one snapshot.
+// Walk calls do, usually Reseal, for the entries whose keys begin with prefix and whose values
+// are sealed under older keys, a page of one snapshot at a time.
 func (r *Resealer) Walk(ctx context.Context, prefix []byte, page int, do func(context.Context, ...Entry) error) error {
 	at := Prefix(prefix)
 	at.Limit = page
@@ -106,7 +103,7 @@ type opened struct {
 	plain []byte
 }
 
-// open returns those of the entries that open and are to be sealed anew.
+// open returns the entries that open and are to be sealed anew.
 func (r *Resealer) open(entries []Entry) []opened {
 	var all []opened
 	for _, entry := range entries {
@@ -143,8 +140,8 @@ func (r *Resealer) commit(ctx context.Context, values []opened) error {
 	if r.Enter != nil {
 		defer r.Enter()()
 	}
-	// A nearly full store takes batches that begin with a change of what is there, since
-	// those are outcomes. This can wait: it begins with a write that asks for nothing.
+	// A nearly full store takes only batches that begin with a change of an existing entry, since
+	// those are outcomes. This batch can wait: it begins with another write.
 	batch := []Write{{Key: []byte("mreseal"), If: Absent(), Delete: true}}
 	for _, v := range values {
 		batch = append(batch, Write{
@@ -171,8 +168,8 @@ func (r *Resealer) commit(ctx context.Context, values []opened) error {
 	return nil
 }
 
-// ResealBulk seals bulk values anew. They have no conditions and need none where what stands
-// under a key is written once. One that goes meanwhile may come back until its expiry.
+// ResealBulk seals bulk values anew, without conditions: each key is written once. A value
+// deleted meanwhile may come back until its expiry.
 func (r *Resealer) ResealBulk(ctx context.Context, entries ...Entry) error {
 	for i := range entries {
 		one := r.open(entries[i : i+1]) // they are large: one at a time is in memory

@@ -11,16 +11,15 @@ type amount struct {
 	bytes int64
 }
 
-// Usage counts what one holder, such as a caller or a workflow, has in a store, so that a
-// quota can bound it. State is what its owner knows of the holder besides. Whoever reads or
-// changes a Usage holds its lock.
+// Usage counts what one holder, such as a caller or a workflow, has in a store, for its quota.
+// State belongs to its owner. Lock it to read or change it.
 type Usage[S any] struct {
 	sync.Mutex
 	State S
-	// N is how many entries were added and have not expired, Bytes what they take.
+	// N is how many entries were added and have not expired, Bytes their size.
 	N     int
 	Bytes int64
-	// Counted says that this is what the store has. Before, nothing is added.
+	// Counted says that the store was counted. Before, nothing is added.
 	Counted bool
 
 	window  time.Duration
@@ -29,13 +28,13 @@ type Usage[S any] struct {
 	soonest int64            // the first of these ends; 0 without one
 }
 
-// windows is into how many parts the life of an entry is divided for remembering when it
-// ends, so that there are few of them however long it is kept.
+// windows is into how many parts an entry's life is divided to remember its end, which bounds
+// their number.
 const windows = 64
 
-// Add counts n entries and their bytes until the window is over in which they expire; the
-// zero time is never. If n is not positive, it changes what is counted of an entry that was
-// added with the same times, and does nothing once that has expired.
+// Add counts n entries and their bytes until the end of the window in which they expire; the zero
+// time is never. If n is not positive, it changes the count of an entry that was added with the
+// same times, and does nothing once that has expired.
 func (u *Usage[S]) Add(n int, bytes int64, created, expires time.Time) {
 	if !u.Counted {
 		return
@@ -68,7 +67,7 @@ func (u *Usage[S]) remember(end int64, a amount) {
 	}
 }
 
-// windowEnd is the end of the window in which an entry expires: the same whenever it is asked.
+// windowEnd is the end of the window in which an entry expires; it never changes.
 func (u *Usage[S]) windowEnd(created, expires time.Time) int64 {
 	window := u.window
 	for window < expires.Sub(created)/windows {
@@ -78,8 +77,7 @@ func (u *Usage[S]) windowEnd(created, expires time.Time) int64 {
 	return at - at%int64(window) + int64(window)
 }
 
-// Expire forgets what has expired and returns when the next does; the zero time where
-// nothing will.
+// Expire forgets what has expired and returns when the next entry does; zero if none will.
 func (u *Usage[S]) Expire(now time.Time) (next time.Time) {
 	if u.soonest != 0 && u.soonest <= now.UnixNano() {
 		u.soonest = 0
@@ -99,10 +97,10 @@ func (u *Usage[S]) Expire(now time.Time) (next time.Time) {
 	return time.Unix(0, u.soonest)
 }
 
-// Count lets add read the entries under a prefix, and add those that count. It is done
-// once, under the lock, so that those who come at the same time wait for it. It takes long
-// where there are many, and goes on when ctx ends: else a client that has left could make
-// the next begin anew. The error is that of the store or of add; nothing is then counted.
+// Count lets add read the entries under a prefix, and add those that count. It runs once, under
+// the lock, so that concurrent callers wait for it. It goes on when ctx ends: otherwise a client
+// that leaves could make the next one begin anew. The error is that of the store or of add;
+// nothing is then counted.
 func (u *Usage[S]) Count(ctx context.Context, st Store, prefix []byte, add func(Entry) error) error {
 	u.Counted = true
 	for entry, err := range st.Scan(context.WithoutCancel(ctx), Prefix(prefix)) {
@@ -117,11 +115,11 @@ func (u *Usage[S]) Count(ctx context.Context, st Store, prefix []byte, add func(
 	return nil
 }
 
-// Usages is what the holders have that were bounded of late. What is not in it is counted
-// from the store, so that a crash forgets nothing.
+// Usages holds the usages of recently bounded holders. Others are counted from the store, so that
+// a crash forgets nothing.
 type Usages[K comparable, S any] struct {
-	// Window is how long after its expiry an entry is counted at most, or a 32nd of its life
-	// where that is longer. It must be more than zero.
+	// Window is the longest that an entry counts after its expiry, or a 32nd of its life if that
+	// is longer. It must be more than zero.
 	Window time.Duration
 
 	mu sync.Mutex
@@ -131,7 +129,7 @@ type Usages[K comparable, S any] struct {
 // maxUsages is how many holders are remembered; beyond it, idle ones are forgotten.
 const maxUsages = 10_000
 
-// Enter returns what a holder has. It is not forgotten until it was given to Leave as often.
+// Enter returns a holder's usage, which is kept until as many calls of Leave.
 func (u *Usages[K, S]) Enter(holder K) *Usage[S] {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -150,7 +148,7 @@ func (u *Usages[K, S]) Enter(holder K) *Usage[S] {
 	return found
 }
 
-// Leave gives back what Enter has returned.
+// Leave gives back what Enter returned.
 func (u *Usages[K, S]) Leave(entered *Usage[S]) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -166,7 +164,7 @@ func (u *Usages[K, S]) forget() {
 	}
 }
 
-// Known returns what a holder has if it is remembered, or nil.
+// Known returns a holder's usage if it is remembered, or nil.
 func (u *Usages[K, S]) Known(holder K) *Usage[S] {
 	u.mu.Lock()
 	defer u.mu.Unlock()
