@@ -19,12 +19,12 @@ import (
 // treated as one that left: its execution goes on and is recorded.
 const stallLimit = 30 * time.Second
 
-// Writer sends an answer and holds back its end: with Content-Length the last byte,
-// else the return of the handler (terminating chunk, END_STREAM), for answers
-// without a body the header. Release lets the end go.
+// Writer sends an answer and holds back its end: with Content-Length the last byte, else the
+// return of the handler (terminating chunk, END_STREAM), for answers without a body the header.
+// Release sends the end.
 //
-// Errors of the client's connection are swallowed: the first one makes the writer
-// drop everything that follows.
+// The first error of the client's connection makes the writer drop everything that follows;
+// errors are not returned.
 type Writer struct {
 	w       http.ResponseWriter
 	control *http.ResponseController

@@ -19,7 +19,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
-// Outcome is what the gateway says came of a guarded call.
+// Outcome is the gateway's outcome of a guarded call.
 type Outcome string
 
 // The outcomes. A call without one has not been settled.
@@ -29,36 +29,35 @@ const (
 	Released  Outcome = "released"
 )
 
-// Record is a token as it was recorded.
+// Record is a recorded token.
 type Record struct {
 	// ID is the jti.
 	ID string
 	// Parents are the ids of the tokens that it follows from (par).
 	Parents []string
-	// Event is an event of the drafts; empty is an action of an agent, which is a task.
+	// Event is an event of the drafts; empty for an agent's action, which is a task.
 	Event ect.Event
-	// Action is the exec_act as it is written.
+	// Action is the exec_act.
 	Action string
-	// Issuer is who says so (iss).
+	// Issuer is the iss.
 	Issuer string
-	// By is the identity that lineage is judged by: the issuer, or for a record that the
-	// gateway wrote for a caller without tokens that caller. Empty is nobody.
+	// By is the identity for lineage: the issuer, or for a record that the gateway wrote for a
+	// caller without tokens that caller. Empty is nobody.
 	By string
-	// Report marks an event about somebody else's actions. It links nothing that was not
-	// linked before.
+	// Report marks an event about somebody else's actions. It links no further nodes.
 	Report bool
-	// Time is when it happened, as the token says.
+	// Time is the token's time.
 	Time time.Time
 
-	// Own marks a token of the gateway itself. An Outcome is believed of no other.
+	// Own marks a token of the gateway itself. Only its Outcome is trusted.
 	Own bool
-	// Outcome makes a task the settlement of a guarded call: of the agent's task among
-	// its parents, or where there is none of itself.
+	// Outcome makes a task the settlement of a guarded call: of the agent's task among its
+	// parents, or else of itself.
 	Outcome Outcome
 
-	// Execution names the execution that a checkpoint or settlement of the gateway is
-	// of. It says which of its parents is a settlement's own checkpoint; and a call
-	// that was released can be made again, with another one.
+	// Execution names the execution of the gateway's checkpoint or settlement. It identifies a
+	// settlement's own checkpoint among its parents, since a released call can be made again with
+	// another one.
 	Execution string
 
 	// CheckpointID is the checkpoint that an error or a rollback names.
@@ -66,21 +65,20 @@ type Record struct {
 	// Status is what a rollback ended as (completed, partial, escalated, failed), or the
 	// terminal status of a workflow.
 	Status string
-	// Whole marks the gateway's result of a rollback as a whole. What became of a
-	// checkpoint in it, the result of that one alone says.
+	// Whole marks the gateway's result of a whole rollback. For one checkpoint, only its own
+	// result counts.
 	Whole bool
 	// Severity of an error: info, warning, error or critical.
 	Severity string
-	// Attempt marks the gateway's error of one attempt of a call, or of its rollback,
-	// which says nothing about what came of the call: its settlement does.
+	// Attempt marks the gateway's error of one attempt of a call, or of its rollback, which does
+	// not decide the call's outcome: its settlement does.
 	Attempt bool
-	// UpstreamErrors are the errors of others that came with the answer to the call that the
-	// gateway reports on: whoever answers has a part in that call.
+	// UpstreamErrors are the errors of others in the answer to the call that the gateway reports
+	// on: their issuers take part in that call.
 	UpstreamErrors []string
-	// Stranger marks a report by an issuer without a part in what it reports on. It counts for
-	// nothing.
+	// Stranger marks a report by an issuer that does not take part in its subject. It is ignored.
 	Stranger bool
-	// Reversible says of a checkpoint that the action can be undone.
+	// Reversible says that a checkpoint's action can be undone.
 	Reversible bool
 	// Expires is when a checkpoint ends; zero is never.
 	Expires time.Time
@@ -88,22 +86,22 @@ type Record struct {
 	Escalated bool
 }
 
-// IsTask reports whether it is an action of somebody, and no event about one.
+// IsTask reports whether it is an action, not an event about one.
 func (r *Record) IsTask() bool { return r.Event == "" }
 
 // IsCheckpoint reports whether it is a checkpoint or a group of them.
 func (r *Record) IsCheckpoint() bool { return r.Event == ect.EventCheckpoint }
 
-// TakesPart reports whether it makes who is behind it take part in the workflow: events do not,
-// but for workflow_start.
+// TakesPart reports whether it makes its identity a participant of the workflow: of events only
+// workflow_start does.
 func (r *Record) TakesPart() bool {
 	return r.IsTask() || r.IsCheckpoint() || r.Event == ect.EventWorkflowStart
 }
 
-// settlement reports whether it says what came of a guarded call.
+// settlement reports whether it has the outcome of a guarded call.
 func (r *Record) settlement() bool { return r.Own && r.IsTask() && r.Outcome != "" }
 
-// State is what is known of a node: one of ATD's words.
+// State is the state of a node, in ATD's words.
 type State string
 
 // The states. Events other than checkpoints have none.
@@ -122,12 +120,12 @@ const (
 	Escalated State = "escalated"
 )
 
-// Detail says more than a State does. It is empty for most nodes.
+// Detail refines a State. It is empty for most nodes.
 type Detail string
 
 // The details. The rollback's are those of the brief's state model.
 const (
-	// DetailInDoubt: the call may have had its effect, and nobody knows.
+	// DetailInDoubt: the call may have had its effect.
 	DetailInDoubt Detail = "in_doubt"
 	// DetailReleased: the call was not executed.
 	DetailReleased Detail = "released"
@@ -135,11 +133,11 @@ const (
 	RollbackRequested Detail = "rollback_requested"
 	// RollbackFailed: the last rollback has failed.
 	RollbackFailed Detail = "rollback_failed"
-	// CompensationRequired: the last rollback left effects that somebody must undo.
+	// CompensationRequired: the last rollback left effects to undo.
 	CompensationRequired Detail = "compensation_required"
 )
 
-// Node is a record with what the graph knows of it.
+// Node is a record with its place in the graph.
 type Node struct {
 	Record
 	// Group marks a checkpoint that contains others, its parents (ATD, "Hierarchical
@@ -147,7 +145,7 @@ type Node struct {
 	Group bool
 	// State is empty for events other than checkpoints.
 	State State
-	// Detail says more, where there is more to say.
+	// Detail refines the state, if possible.
 	Detail Detail
 	// Worst is the highest severity among the errors that refer to it.
 	Worst string
@@ -173,7 +171,7 @@ const (
 	checkpointOf EdgeKind = "checkpoint_of"
 	// errorOf: To is an error of From.
 	errorOf EdgeKind = "error_of"
-	// Settles: To says what came of the call that From announced.
+	// Settles: To has the outcome of the call that From announced.
 	Settles EdgeKind = "settles"
 )
 
@@ -185,7 +183,7 @@ type Edge struct {
 
 var severities = map[string]int{"info": 1, "warning": 2, "error": 3, "critical": 4}
 
-// worse is the higher severity of two. What is no word of the drafts ranks lowest.
+// worse is the higher severity of two. Unknown words rank lowest.
 func worse(a, b string) string {
 	if severities[b] > severities[a] || a == "" {
 		return b
@@ -195,9 +193,9 @@ func worse(a, b string) string {
 
 // Graph is the graph of a workflow. It never changes, and several goroutines can use it.
 //
-// Each node has a place, from 0 in topological order; rollbacks are planned on these. A group
-// has a second place, behind all nodes, for what follows from it: the first leads to what it
-// contains, and all of that to the second.
+// Each node has a place, from 0 in topological order, on which rollbacks are planned. A group has
+// a second place, behind all nodes, for its consequences: the first leads to its members, and all
+// of them to the second.
 type Graph struct {
 	nodes []Node         // in topological order
 	seq   []int          // of each node: its place among the records
@@ -216,8 +214,8 @@ type Graph struct {
 	next [][]int // of a place: the places that follow from it
 }
 
-// New makes the graph of records, which are given in the order in which they were
-// recorded. Of two with one id the first counts.
+// New makes the graph of records, given in the order of recording. Of two with one id the first
+// counts.
 func New(records []Record) *Graph {
 	nodes := make([]Node, len(records))
 	for i := range records {
@@ -232,8 +230,8 @@ func New(records []Record) *Graph {
 	return g
 }
 
-// FromNodes makes the graph of nodes whose states, groups and guards are known, given as the
-// records are for New. Guards that are no tasks of the graph do not count.
+// FromNodes makes the graph of nodes with known states, groups and guards, in the order of
+// recording. Guards that are no tasks of the graph do not count.
 func FromNodes(nodes []Node) *Graph {
 	g := newGraph(nodes)
 	g.build(func(i int) bool { return g.nodes[i].Group })
@@ -264,7 +262,7 @@ func newGraph(nodes []Node) *Graph {
 	return g
 }
 
-// build links the nodes and brings them into their order.
+// build links and orders the nodes.
 func (g *Graph) build(group func(i int) bool) {
 	g.seq = from(0, len(g.nodes))
 	g.link(group)
@@ -304,7 +302,7 @@ func (g *Graph) link(group func(i int) bool) {
 	}
 }
 
-// follow makes the edges along which consequences are found.
+// follow makes the edges of consequences.
 func (g *Graph) follow() {
 	g.ends = from(0, len(g.nodes))
 	places := len(g.nodes)
@@ -359,14 +357,13 @@ func (g *Graph) Places() int { return len(g.next) }
 // Next are the places that follow from one, for reading only. A node can follow from itself.
 func (g *Graph) Next(place int) []int { return g.next[place] }
 
-// End is the place that what follows from node i follows from: the second one of a group, else i.
+// End is the place whose consequences are those of node i: the second one of a group, else i.
 func (g *Graph) End(i int) int { return g.ends[i] }
 
-// contains reports whether a node is a checkpoint that groups others: all its parents
-// are checkpoints (ATD, "Hierarchical Checkpoints"). Those do not cause it. One that
-// has another parent too was caused like any other node: its edges could not be turned
-// around without cycles. The gateway makes no groups: its checkpoint of a call within
-// another call follows from that one's.
+// contains reports whether a node is a checkpoint that groups others: all its parents are
+// checkpoints (ATD, "Hierarchical Checkpoints"). Those do not cause it. With another parent too
+// it was caused like any other node: turning its edges around could make cycles. The gateway
+// makes no groups: its checkpoint of a call within another call follows from that one's.
 func (g *Graph) contains(i int) bool {
 	if !g.nodes[i].IsCheckpoint() || g.nodes[i].Own || len(g.parents[i]) == 0 {
 		return false
@@ -374,8 +371,8 @@ func (g *Graph) contains(i int) bool {
 	return !slices.ContainsFunc(g.parents[i], func(p int) bool { return !g.nodes[p].IsCheckpoint() })
 }
 
-// sort gives the nodes in a topological order; of those that could come next, the one
-// that was recorded first does. What lies on a cycle or behind one comes last.
+// sort returns the nodes in topological order, by time of recording where that leaves a choice.
+// Nodes on a cycle or behind one come last.
 func (g *Graph) sort() []int {
 	waits := make([]int, len(g.nodes))
 	for _, to := range g.down {
@@ -408,7 +405,6 @@ func (g *Graph) sort() []int {
 	return order
 }
 
-// reorder brings the nodes into an order.
 func (g *Graph) reorder(order []int) {
 	nodes := make([]Node, len(order))
 	for at, i := range order {
@@ -436,11 +432,10 @@ func (h *smallest) Pop() any {
 	return x
 }
 
-// guard finds the tasks that each checkpoint was made for. The drafts place it in two
-// ways: with the action as its parent (ATD, "Checkpoint ECT Format"; cascade 4.2.1), or
-// before the action, as the action's parent (cascade, Figure 7; AERR). The gateway's
-// are of the first kind, and its settlement says what came of the action; what an
-// upstream does on behalf of the call follows from them as well.
+// guard finds the tasks that each checkpoint was made for. The drafts place it in two ways: with
+// the action as its parent (ATD, "Checkpoint ECT Format"; cascade 4.2.1), or as the action's
+// parent (cascade, Figure 7; AERR). The gateway's are of the first kind, and its settlement has
+// the action's outcome; what an upstream does for the call follows from them as well.
 func (g *Graph) guard() {
 	g.guards = make([][]int, len(g.nodes))
 	preceded := make([]bool, len(g.nodes)) // tasks whose checkpoint is their parent
@@ -475,8 +470,8 @@ func (g *Graph) note() {
 	}
 }
 
-// placed gives the tasks of an agent's checkpoint, wherever it is placed. preceded
-// notes those that it is placed before.
+// placed returns the tasks of an agent's checkpoint, wherever it is placed. preceded notes those
+// that it precedes.
 func (g *Graph) placed(i int, preceded []bool) []int {
 	var before, after []int
 	for _, p := range g.parents[i] {
@@ -498,8 +493,8 @@ func (g *Graph) placed(i int, preceded []bool) []int {
 	return after
 }
 
-// guarded gives the tasks of the gateway's checkpoint i: the settlements of its claim,
-// with what they settle, or else what announced the call.
+// guarded returns the tasks of the gateway's checkpoint i: the settlements of its claim, with
+// what they settle, or else the announcement of the call.
 func (g *Graph) guarded(i int) []int {
 	announced := g.announced(i)
 	var settled, shared []int
@@ -520,8 +515,8 @@ func (g *Graph) guarded(i int) []int {
 	return append(settled, shared...)
 }
 
-// announced are the agents' tasks that a checkpoint or settlement of the gateway is of: those
-// among its parents, and those that an agent's checkpoint among them follows from.
+// announced are the agents' tasks of a gateway's checkpoint or settlement: those among its
+// parents, and those that an agent's checkpoint among them follows from.
 func (g *Graph) announced(i int) []int {
 	var tasks []int
 	add := func(p int) {
@@ -540,8 +535,8 @@ func (g *Graph) announced(i int) []int {
 	return tasks
 }
 
-// claimOf reports whether node s is a settlement of the claim of the gateway's checkpoint c. Its
-// other parents can be checkpoints of the gateway too: of the call that it was made within.
+// claimOf reports whether node s settles the claim of the gateway's checkpoint c. Its other
+// parents may be checkpoints of the gateway too: of an enclosing call.
 func (g *Graph) claimOf(s, c int) bool {
 	settled, claimed := &g.nodes[s], &g.nodes[c]
 	return settled.settlement() && claimed.IsCheckpoint() && claimed.Own &&
@@ -559,8 +554,8 @@ func (g *Graph) subjects(i int) []int {
 	return nil
 }
 
-// culprits are the parents of error i that it is about. The gateway's error has its
-// settlement among its parents, and what that settles; others led to the call.
+// culprits are the parents of error i that it is about. The gateway's error has its settlement
+// and the settled task among its parents; others led to the call.
 func (g *Graph) culprits(i int) []int {
 	if !g.nodes[i].Own {
 		return g.parents[i]
@@ -578,16 +573,16 @@ func (g *Graph) culprits(i int) []int {
 	return slices.DeleteFunc(slices.Clone(g.parents[i]), func(p int) bool { return !slices.Contains(about, p) })
 }
 
-// Nodes are all nodes in topological order: none before one that it follows from, and
-// a group before the checkpoints that it contains. The reverse is the order of a
-// rollback (cascade 4.1.1). Unordered names what has no place in it.
+// Nodes are all nodes in topological order: none before one that it follows from, and a group
+// before its members. The reverse is the order of a rollback (cascade 4.1.1). Unordered names
+// those without a place in it.
 func (g *Graph) Nodes() []Node { return slices.Clone(g.nodes) }
 
-// Unordered are the nodes on a cycle or behind one. A graph of tokens has none, since
-// a token can only name what was there before it; these stand last in Nodes.
+// Unordered are the nodes on a cycle or behind one, which are last in Nodes. A graph of tokens
+// has none, since a token can only name earlier ones.
 func (g *Graph) Unordered() []string { return g.ids(from(g.ordered, len(g.nodes))) }
 
-// Edges are all edges, in the order of the nodes that they were recorded with.
+// Edges are all edges, in the order of recording.
 func (g *Graph) Edges() []Edge {
 	var edges []Edge
 	for i, parents := range g.parents {
@@ -602,7 +597,7 @@ func (g *Graph) Edges() []Edge {
 	return edges
 }
 
-// kind says what it means that p is a parent of i.
+// kind is the kind of the edge by which p is a parent of i.
 func (g *Graph) kind(p, i int) EdgeKind {
 	switch {
 	case g.nodes[i].Group:
@@ -617,12 +612,12 @@ func (g *Graph) kind(p, i int) EdgeKind {
 	return caused
 }
 
-// settles reports whether i says what came of the agent's task p.
+// settles reports whether i has the outcome of the agent's task p.
 func (g *Graph) settles(i, p int) bool {
 	return g.nodes[i].settlement() && g.nodes[p].IsTask() && !g.nodes[p].settlement()
 }
 
-// Roots are the nodes that follow from nothing that is recorded.
+// Roots are the nodes that follow from nothing recorded.
 func (g *Graph) Roots() []string {
 	follows := make([]bool, len(g.nodes))
 	for _, to := range g.down {

@@ -8,8 +8,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
-// history is what a node's state depends on. Events are ordered by when they were recorded:
-// the times in tokens have whole seconds and come from different clocks.
+// history is what a node's state depends on. Events are ordered by recording: the times in tokens
+// have whole seconds and come from different clocks.
 type history struct {
 	settled  int // when the last settlement was recorded; -1 is never
 	outcome  Outcome
@@ -25,7 +25,7 @@ type derivation struct {
 	history []history
 }
 
-// derive fills in what the graph knows of its nodes.
+// derive fills in the states of the nodes.
 func derive(g *Graph) {
 	d := &derivation{Graph: g, history: make([]history, len(g.nodes))}
 	for i := range d.history {
@@ -48,8 +48,8 @@ func derive(g *Graph) {
 	}
 }
 
-// settlements gives every task the outcome of its call. The last one counts: a call that was
-// not executed can be made again, and a doubt can be settled later.
+// settlements sets every task's outcome. The last one counts: a call that was not executed can be
+// made again, and a doubt settled later.
 func (d *derivation) settlements() {
 	last := make(map[int]int) // checkpoint -> the last settlement of its claim
 	for i := range d.nodes {
@@ -87,8 +87,8 @@ func (d *derivation) settle(task, by int) {
 	}
 }
 
-// claims finds the calls that are under way: the gateway's checkpoint is recorded with
-// the claim (P2), and nothing has settled it.
+// claims finds the calls under way: the gateway's checkpoint is recorded with the claim (P2), and
+// nothing has settled it.
 func (d *derivation) claims() {
 	for i := range d.nodes {
 		node := &d.nodes[i]
@@ -116,9 +116,9 @@ func (d *derivation) claim(node, by int) {
 	h.claimed = max(h.claimed, d.seq[by])
 }
 
-// followers finds the tasks that others follow from, also over a checkpoint: that one
-// counts by its own action. A settlement follows from nothing that it settles, and
-// nothing follows from itself, however wrong the graph.
+// followers finds the tasks that others follow from, also through a checkpoint, which counts as
+// its own action. A settlement does not follow from what it settles, and nothing follows from
+// itself, however wrong the graph.
 func (d *derivation) followers() {
 	passed := make(map[int][]int) // checkpoint -> two of the tasks that follow from it
 	for i := range d.nodes {
@@ -147,7 +147,7 @@ func (d *derivation) followers() {
 	}
 }
 
-// follow marks the tasks before checkpoint c, but for some.
+// follow marks the tasks before checkpoint c, with exceptions.
 func (d *derivation) follow(c int, except []int) {
 	for _, p := range d.parents[c] {
 		if d.nodes[p].IsTask() && !slices.Contains(except, p) {
@@ -192,8 +192,8 @@ func (h *history) detail(s State) Detail {
 	return ""
 }
 
-// checkpoint is the state of a checkpoint: what became of it, or else of the last task that it
-// was made for. One without a task stands for an action of which there is no token yet.
+// checkpoint is the state of a checkpoint: its own, or else that of its last task. Without a task
+// it stands for an action that has no token yet.
 func (d *derivation) checkpoint(i int) (State, Detail) {
 	h := &d.history[i]
 	last := -1
@@ -225,7 +225,7 @@ func (d *derivation) checkpoint(i int) (State, Detail) {
 	return Pending, detail
 }
 
-// blame is what errors say of one node.
+// blame is the sum of errors about one node.
 type blame struct {
 	others    bool // an agent's error refers to it
 	own       int  // when the gateway's last error of it was recorded; -1 is never
@@ -283,8 +283,8 @@ func (d *derivation) blame(node int, found blame) {
 	}
 }
 
-// failed reports whether an error stands. The gateway's own is about one call: a later
-// call, or a settlement of the doubt, answers it. What others say stands.
+// failed reports whether an error stands. The gateway's own is about one call: a later call, or a
+// settlement of the doubt, supersedes it. Errors of others stand.
 func (h *history) failed() bool {
 	answered := h.claimed
 	if h.outcome == Completed {
@@ -321,15 +321,15 @@ func (u undo) detail() Detail {
 	return ""
 }
 
-// rollbackReports collects what is said about the rollback of one checkpoint.
+// rollbackReports collects the reports on the rollback of one checkpoint.
 type rollbackReports struct {
 	asked  int // when it was last asked for; -1 is never
 	direct report
-	// whole is the result of a rollback as a whole, which counts where none is direct: that
-	// of others may have made it less than what this checkpoint's own was.
+	// whole is the result of a whole rollback, which counts only without a direct one: others'
+	// checkpoints may have made it worse than this one's own.
 	whole report
-	// byStart are results that name no checkpoint, so that only the start below which
-	// they stand does. They may be of different agents (cascade, Figure 13): all count.
+	// byStart are results that name no checkpoint, only their start. They may be of different
+	// agents (cascade, Figure 13): all count.
 	byStart report
 }
 
@@ -366,7 +366,7 @@ func (d *derivation) rollbacks() {
 	}
 	for i := range d.nodes {
 		for _, t := range d.guards[i] {
-			// Whose action it is, undoes it: an agent can make a checkpoint of another's.
+			// The action's owner undoes it: an agent can make a checkpoint of another's action.
 			if !latest[i].own && !d.nodes[t].Own && !d.mayReport(i, t) {
 				continue
 			}
@@ -375,8 +375,8 @@ func (d *derivation) rollbacks() {
 	}
 }
 
-// inherit applies the rollback of a group to what it contains (ATD, "Hierarchical
-// Checkpoints"). An agent's group says nothing about others' checkpoints.
+// inherit applies the rollback of a group to its members (ATD, "Hierarchical Checkpoints"). An
+// agent's group has no effect on others' checkpoints.
 func (d *derivation) inherit(i int, latest []report) {
 	if !d.nodes[i].Group || latest[i].undo == notUndone {
 		return
@@ -388,8 +388,8 @@ func (d *derivation) inherit(i int, latest []report) {
 	}
 }
 
-// together is what two checkpoints of one task say: nothing is undone that one of them
-// says is not (P6).
+// together combines two checkpoints of one task: nothing is undone if one of them says that it is
+// not (P6).
 func together(a, b undo) undo {
 	switch {
 	case a == notUndone || a == undone && b != notUndone:
@@ -456,14 +456,14 @@ func (d *derivation) mayReport(i, c int) bool {
 	return d.nodes[i].Own || d.nodes[i].Issuer == d.nodes[c].Issuer
 }
 
-// last takes a result in place of those before it.
+// last replaces earlier results.
 func (s *report) last(next report) {
 	if next.at > s.at {
 		*s = next
 	}
 }
 
-// all takes a result beside the others: nothing is undone while one of them is not.
+// all combines results: nothing is undone while one of them is not.
 func (s *report) all(next report) {
 	*s = report{max(next.at, s.at), together(s.undo, next.undo), next.own && (s.own || s.at < 0)}
 }
@@ -502,16 +502,16 @@ const (
 	statusEscalated Status = "escalated"
 )
 
-// Summary says how a workflow stands.
+// Summary is the state of a workflow.
 type Summary struct {
-	// Status follows from the states of the tasks. It is final only as long as nothing
-	// more is recorded.
+	// Status follows from the states of the tasks. It is final only while nothing more is
+	// recorded.
 	Status Status
-	// Stated is the terminal status that the workflow's own last token says, if there
-	// is one. It is a claim: Status need not agree.
+	// Stated is the terminal status in the workflow's own last token, if any. It is a claim:
+	// Status need not agree.
 	Stated string
-	// Tasks counts the tasks by their states. A call that the gateway guards is one
-	// task, however many tokens record it; a checkpoint without a task stands for one.
+	// Tasks counts the tasks by state. A guarded call is one task, however many tokens record it;
+	// a checkpoint without a task stands for one.
 	Tasks map[State]int
 }
 
@@ -548,7 +548,6 @@ func (g *Graph) Summary() Summary {
 	return s
 }
 
-// counts reports whether node i is a task of its own.
 func (g *Graph) counts(i int) bool {
 	node := &g.nodes[i]
 	if node.IsCheckpoint() {
