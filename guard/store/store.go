@@ -1,10 +1,10 @@
-// Package store is the one contract between the guard and what it keeps: ordered
-// keys, and batches of conditional writes that land whole or not at all.
+// Package store is the contract between the guard and its storage: ordered keys, and batches of
+// conditional writes that are written whole or not at all.
 //
-// Everything that must survive a crash (executions, their index entries, result
-// bodies, and the extra writes of other packages) is encoded on top of it, once. The
-// memory store is the reference and is for tests; badger is the embedded default.
-// A new store is right when it passes the suite in package storetest.
+// Everything that must survive a crash (executions, their index entries, result bodies, and the
+// extra writes of other packages) is encoded on top of it, once. The memory store is the
+// reference and for tests; badger is the embedded default. A new store must pass the suite in
+// package storetest.
 package store
 
 import (
@@ -19,12 +19,12 @@ import (
 	"time"
 )
 
-// Limits that every store keeps, so that what one store takes another takes too.
+// Limits of every store, so that all stores accept the same batches.
 const (
 	// MaxKey is the longest key, in bytes. A key has at least one byte.
 	MaxKey = 512
-	// MaxValue is the largest value of an ordinary write, in bytes. Ordinary values are what
-	// promises rest on (P2); stores keep them where the error of their sync is seen.
+	// MaxValue is the largest value of an ordinary write, in bytes. Promises rest on ordinary
+	// values (P2); stores keep them where a sync error is noticed.
 	MaxValue = 64 << 10
 	// MaxBulk is the largest value of a bulk write, in bytes.
 	MaxBulk = 1 << 20
@@ -35,45 +35,42 @@ const (
 	MaxBatchBytes = 2 << 20
 )
 
-// Store holds versioned values under ordered keys. All methods are safe for
-// concurrent use. Values and keys that a store returns belong to the caller.
-// Keys and values that are given to Commit must not change until it returns.
+// Store holds versioned values under ordered keys. All methods are safe for concurrent use. The
+// caller owns returned values and keys; those given to Commit must not change until it returns.
 type Store interface {
-	// Get returns what stands under key now, or ErrNotFound. An entry whose expiry has passed
-	// (Now is at or after it) is not found, whether or not it was swept. A bulk value that is
-	// missing or does not match its checksum is ErrDamaged.
+	// Get returns the current entry of key, or ErrNotFound. An entry whose expiry has passed (Now
+	// is at or after it) is not found, swept or not. A bulk value that is missing or does not
+	// match its checksum is ErrDamaged.
 	Get(ctx context.Context, key []byte) (Entry, error)
 
-	// Scan yields the living entries of r in the order of their keys. It reads
-	// one consistent snapshot. The last pair carries the error, if any; that of an
-	// ErrDamaged carries the key as well, so that a caller may go on behind it.
+	// Scan yields the living entries of r in the order of their keys, from one consistent
+	// snapshot. The last pair carries the error, if any; with ErrDamaged also the key, so that a
+	// caller may continue after it.
 	Scan(ctx context.Context, r Range) iter.Seq2[Entry, error]
 
-	// Commit makes all writes of batch durable, or none. It returns the version
-	// that all of them carry. Where a condition does not hold, the error is a
-	// *Conflict that names the first write that lost and what stands there.
+	// Commit makes all writes of batch durable, or none. It returns the version that all of them
+	// carry. If a condition does not hold, the error is a *Conflict with the first such write and
+	// the current entry.
 	//
-	// ctx is honoured until the batch is queued, never after: from there on the
-	// batch may land. ErrUnknown says that the store cannot tell whether it did
-	// (a failed sync, a lost connection); any other error says that it did not.
+	// ctx counts only until the batch is queued: from there on the batch may land. ErrUnknown
+	// means that the store does not know whether it did (a failed sync, a lost connection); any
+	// other error that it did not.
 	Commit(ctx context.Context, batch ...Write) (Version, error)
 
 	// Watch returns a channel that is closed when the entry under key may have changed since the
-	// call. Waking without a change is allowed, sleeping through one is not. An expiry that
-	// passes is no change: whoever waits knows it. Close wakes every watch. cancel frees the
-	// watch; calling it twice is harmless.
+	// call. It may wake without a change, but never misses one. A passing expiry is no change.
+	// Close wakes every watch. cancel frees the watch; calling it twice is harmless.
 	Watch(key []byte) (changed <-chan struct{}, cancel func())
 
-	// Now is the clock by which expiries and leases are judged. It is the
-	// store's own where several nodes share the store.
+	// Now is the clock for expiries and leases: the store's own if several nodes share it.
 	Now(ctx context.Context) (time.Time, error)
 
 	// Close waits for commits under way and releases the store. Later calls return ErrClosed.
 	Close() error
 }
 
-// Version tells two states of one key apart. It is opaque, never zero, and a
-// store never gives the same version to two writes of one key.
+// Version identifies a state of one key. It is opaque, never zero, and never the same for two
+// writes of one key.
 type Version uint64
 
 // Entry is one living key.
@@ -106,25 +103,25 @@ func Prefix(p []byte) Range {
 	return Range{From: p}
 }
 
-// Write is one change of a batch. A key stands in a batch once at most.
+// Write is one change of a batch. A batch has each key at most once.
 type Write struct {
 	Key []byte
-	// If is the condition on what stands under Key; the zero value is none.
+	// If is the condition on the current entry of Key; the zero value is none.
 	If Condition
-	// Delete removes the entry; Value, Expires and Bulk are then unused.
-	// Deleting what is not there succeeds unless If says otherwise.
+	// Delete removes the entry; Value, Expires and Bulk are then unused. Deleting a missing entry
+	// succeeds unless If forbids it.
 	Delete bool
 	Value  []byte
-	// Expires is when the entry stops being found; zero is never. A time that
-	// has passed already is allowed and the same as an entry that expired.
+	// Expires is when the entry stops being found; zero is never. A past time is allowed, and the
+	// entry then counts as expired.
 	Expires time.Time
 	// Bulk marks a large value that is written once and needed for a while: it must have an
-	// Expires and no condition. It is durable before any other write of its batch is, and may be
-	// kept apart so that its space comes back whole after its expiry.
+	// Expires and no condition. It is durable before the other writes of its batch, and may be
+	// stored apart so that its space is freed as a whole.
 	Bulk bool
 }
 
-// Condition is what a write asks of the entry under its key. An expired entry counts as absent.
+// Condition is a write's condition on the entry of its key. An expired entry counts as absent.
 type Condition struct {
 	kind    conditionKind
 	version Version
@@ -138,13 +135,13 @@ const (
 	conditionVersion
 )
 
-// Absent holds where the key has no living entry.
+// Absent holds if the key has no living entry.
 func Absent() Condition { return Condition{kind: conditionAbsent} }
 
-// VersionIs holds where the living entry carries exactly version v.
+// VersionIs holds if the living entry has exactly version v.
 func VersionIs(v Version) Condition { return Condition{kind: conditionVersion, version: v} }
 
-// None reports whether c asks nothing, so that a store need not read.
+// None reports that c is no condition, so that a store need not read.
 func (c Condition) None() bool { return c.kind == conditionAny }
 
 // Holds reports whether c accepts found, the living entry under the key or nil.
@@ -165,16 +162,15 @@ var (
 	ErrNotFound = errors.New("store: not found")
 	// ErrClosed: the store was closed by its owner.
 	ErrClosed = errors.New("store: closed")
-	// ErrUnhealthy: the store closed itself after a failed sync. What it holds
-	// is known again only after it has been opened anew.
+	// ErrUnhealthy: the store closed itself after a failed sync. Its content is known again only
+	// after it was reopened.
 	ErrUnhealthy = errors.New("store: closed itself after a failed sync, restart needed")
-	// ErrUnknown: whether the batch landed cannot be told. Treat its entries as
-	// unknown, never as not recorded.
+	// ErrUnknown: it is unknown whether the batch was written. Treat its entries as unknown,
+	// never as not recorded.
 	ErrUnknown = errors.New("store: outcome of the commit unknown")
 	// ErrFull: there is no room for the batch now, and nothing of it was written.
-	// There may be later.
 	ErrFull = errors.New("store: no room")
-	// ErrDamaged: the entry is there, its bulk value is missing or altered.
+	// ErrDamaged: the entry exists, its bulk value is missing or altered.
 	ErrDamaged = errors.New("store: value damaged")
 	// ErrInvalid: the batch breaks a limit or a rule of Write.
 	ErrInvalid = errors.New("store: invalid batch")
@@ -182,11 +178,11 @@ var (
 
 // Conflict is the error of a batch whose condition did not hold.
 type Conflict struct {
-	// Index is the place in the batch of the first write that lost.
+	// Index is the place in the batch of the first write whose condition failed.
 	Index int
 	// Key is that write's key.
 	Key []byte
-	// Found is the living entry that stands there, or nil.
+	// Found is the current living entry, or nil.
 	Found *Entry
 }
 
@@ -211,12 +207,12 @@ func AwaitGroup(ctx context.Context) error {
 	}
 }
 
-// Batch gathers the writes of one commit and the callbacks that run once it has ended. The
-// zero value is ready, and a nil Batch is empty. A Batch is for one goroutine.
+// Batch gathers the writes of one commit and the callbacks to run after it. The zero value is
+// ready, and a nil Batch is empty. A Batch is for one goroutine.
 //
-// Whoever commits a batch also ends it: Commit, and functions that take batches into their own
-// commit. A batch that is not committed is ended with Done and the reason, so that callbacks
-// can release what they hold.
+// Committing a batch also ends it: with Commit, or in functions that take batches into their own
+// commit. A batch that is not committed is ended with Done and the reason, so that callbacks can
+// release what they hold.
 type Batch struct {
 	writes []Write
 	done   []func(error) error  // the callbacks, in their order
@@ -230,9 +226,9 @@ func NewBatch(writes ...Write) *Batch { return &Batch{writes: writes} }
 // Add adds writes.
 func (b *Batch) Add(writes ...Write) { b.writes = append(b.writes, writes...) }
 
-// OnDone adds a callback, which runs after those before it and gets what they returned: nil
-// says that the commit is durable, ErrUnknown that it may be, any other error that nothing was
-// written. It returns that error, wrapped where it knows more about it.
+// OnDone adds a callback, which runs after earlier ones and gets the error that they returned:
+// nil means that the commit is durable, ErrUnknown that it may be, any other error that nothing
+// was written. It returns that error, or wraps it.
 func (b *Batch) OnDone(callback func(err error) error) {
 	if b.done == nil {
 		b.done = b.few[:0]
@@ -256,8 +252,8 @@ func (b *Batch) Writes() []Write {
 	return b.writes
 }
 
-// Done runs the callbacks with the error of the commit and returns what they made of it.
-// Only the first call runs them.
+// Done runs the callbacks with the error of the commit and returns their result. Only the first
+// call runs them.
 func (b *Batch) Done(err error) error {
 	if b == nil || b.ended {
 		return err
@@ -278,14 +274,14 @@ func (b *Batch) Commit(ctx context.Context, st Store) error {
 	return b.Done(err)
 }
 
-// Lost reports whether err is a Conflict about one of the writes.
+// Lost reports whether err is a Conflict of one of the writes.
 func Lost(err error, writes []Write) bool {
 	var lost *Conflict
 	return errors.As(err, &lost) && slices.ContainsFunc(writes, func(w Write) bool { return bytes.Equal(w.Key, lost.Key) })
 }
 
-// Check returns an ErrInvalid that says which rule of Write or limit batch breaks.
-// Stores call it before they do anything else.
+// Check returns an ErrInvalid with the limit or rule of Write that batch breaks. Stores call it
+// first.
 func Check(batch []Write) error {
 	switch {
 	case len(batch) == 0:
@@ -319,8 +315,8 @@ func Check(batch []Write) error {
 // fewWrites is the size of a batch up to which its keys are compared with each other.
 const fewWrites = 32
 
-// before is the place of the write among the earlier ones that has this key, or -1. seen,
-// if any, has their keys, and gets this one.
+// before is the index of the earlier write with this key, or -1. seen, if any, has their keys,
+// and gets this one.
 func before(earlier []Write, key []byte, seen map[string]int) int {
 	if seen != nil {
 		if j, ok := seen[string(key)]; ok {
@@ -359,7 +355,7 @@ func (w *Write) check() error {
 
 const shards = 64
 
-// Watchers holds the watches of one store. The zero value is not ready; see New.
+// Watchers holds the watches of one store. The zero value is not ready; see NewWatchers.
 type Watchers struct {
 	seed   maphash.Seed
 	shards [shards]shard
@@ -379,8 +375,8 @@ func NewWatchers() *Watchers {
 	return &Watchers{seed: maphash.MakeSeed()}
 }
 
-// Watch returns a channel that the next Wake of key closes. cancel forgets it and
-// may be called more than once.
+// Watch returns a channel that the next Wake of key closes. cancel forgets it and may be called
+// more than once.
 func (k *Watchers) Watch(key []byte) (changed <-chan struct{}, cancel func()) {
 	s := k.shard(key)
 	name := string(key)
@@ -397,8 +393,8 @@ func (k *Watchers) Watch(key []byte) (changed <-chan struct{}, cancel func()) {
 	return w.changed, func() { s.forget(name, w) }
 }
 
-// Wake closes the channels of all watches of key. The change must be readable
-// before the call, or a waiter reads the old state and sleeps on.
+// Wake closes the channels of all watches of key. The change must be readable before the call, or
+// a waiter reads the old state and sleeps on.
 func (k *Watchers) Wake(key []byte) {
 	s := k.shard(key)
 	s.mu.Lock()
