@@ -40,13 +40,15 @@ func TestUpstreamErrorInManyAnswers(t *testing.T) {
 	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
 	g := launch(t, setup{app: trusting(t, a, b), badger: true, site: "agent_proxy " + upstream.addr})
 	wid := uuid.NewString()
-	root := a.issue(ect.Claims{Workflow: wid})
-	if got := g.call(with(root, request{path: "/root"})); got.status != 201 {
-		t.Fatal(got.body)
+	root, own := a.issue(ect.Claims{Workflow: wid}), b.issue(ect.Claims{Workflow: wid}) // b is the upstream
+	for _, task := range []*ect.Token{root, own} {
+		if got := g.call(with(task, request{path: "/root"})); got.status != 201 {
+			t.Fatal(got.body)
+		}
 	}
 	for round := range 3 {
 		sent := b.issue(ect.Claims{
-			Workflow: wid, Action: "error", Parents: []string{root.ID()},
+			Workflow: wid, Action: "error", Parents: []string{own.ID()},
 			Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "timeout").Text(ect.MemberCheckpointID, ""),
 		})
 		answers := make(chan struct{})
@@ -70,6 +72,7 @@ func TestUpstreamErrorInManyAnswers(t *testing.T) {
 				t.Errorf("round %d: %d %s", round, got.status, got.body)
 			}
 		}
+		g.entry(b, wid, sent.ID())
 	}
 }
 
