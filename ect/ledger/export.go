@@ -13,9 +13,9 @@ import (
 	"golang.org/x/mod/sumdb/tlog"
 )
 
-// An export is text: a title, the signed head, one line for each entry in its order, and
-// their number. A signed note before the entries of a tile names those that were pruned.
-// Binary values are in standard base64, padded.
+// An export is text: a title, the signed head, one line for each entry in order, and the
+// number of entries. A signed note before the entries of a tile lists the pruned ones.
+// Binary values are in standard base64 with padding.
 //
 //	agent-guard ledger export 1
 //	head BASE64 OF THE SIGNED NOTE
@@ -77,7 +77,7 @@ func (x *exporter) export(head Head) (Head, error) {
 	return head, x.w.Flush()
 }
 
-// begin writes the note of what was pruned before the first entry of a full tile.
+// begin writes the note of the pruned entries before the first entry of a full tile.
 func (x *exporter) begin() (err error) {
 	if x.tree.size&(tileWidth-1) != 0 {
 		return nil
@@ -122,24 +122,24 @@ func line(w *bufio.Writer, kind string, value []byte) error {
 	return err
 }
 
-// Exported is what VerifyExport proved.
+// Exported is the result of VerifyExport.
 type Exported struct {
 	// Head is the signed head of the export.
 	Head Head
 	// Entries and Pruned count the entries with and without their content.
 	Entries, Pruned int64
-	// Vouchers are the keys that signed what was pruned, each entry counted once.
+	// Vouchers are the keys that signed the notes of pruned entries.
 	Vouchers []Voucher
 }
 
 // maxLine is the longest line of an export: a leaf in base64, or a head.
 const maxLine = (maxLeaf+2)/3*4 + 16
 
-// VerifyExport reads an export of the log called origin and proves it against its head,
-// which one of keys must have signed, and against known heads. visit, if not nil, gets the
-// entries that have their content, in their order; they are proved only once VerifyExport
-// returns without an error. A signed note must name the entries without content. The error
-// is ErrProof unless reading or visit failed.
+// VerifyExport reads an export of the log called origin and verifies it against its head,
+// which one of keys must have signed, and against known heads. Signed notes must list the
+// entries without content. visit, if not nil, gets the others in order; they are proved only
+// when VerifyExport has returned without an error. The error is ErrProof, or that of from or
+// visit.
 func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func(Entry) error, known ...Head) (Exported, error) {
 	r := exportReader{r: bufio.NewReaderSize(from, maxLine)}
 	title, err := r.line()
@@ -189,10 +189,10 @@ type exportVerifier struct {
 	origin string
 	keys   note.Verifiers
 	marks  marks // of the tile of the next entry
-	noted  bool  // the line before was their note
+	noted  bool  // the previous line was the note of the tile
 }
 
-// take takes the line of an entry, or the note of what was pruned of the following ones.
+// take handles the line of an entry, or the note of the pruned ones among those that follow.
 func (t *exportVerifier) take(kind string, value []byte) error {
 	index := t.tree.size
 	if index >= t.x.Head.Size {
@@ -278,7 +278,7 @@ func (r *exportReader) line() ([]byte, error) {
 	return line[:len(line)-1], nil
 }
 
-// next is the kind of the next line and its value, decoded but for that of the end.
+// next returns the kind of the next line and its value, decoded except for the last line.
 func (r *exportReader) next() (kind string, value []byte, err error) {
 	line, err := r.line()
 	if err != nil {

@@ -23,13 +23,13 @@ import (
 //	l e log index                  an entry: its leaf, sealed
 //	l t log level number           a tile of 256 hashes; of level 0 full ones only
 //	l p log number                 the pruned entries of that tile of level 0, signed
-//	l j id workflow                the location of the event
-//	l g id                         some workflow has this id; no value
+//	l j id workflow                the location of an event
+//	l g id                         this id is used in some workflow; no value
 //	l w workflow log index         index: a workflow's entries; no value
 //	l c id workflow log index      index: entries by their links; no value
 //
-// All logs of a store share the last four: each node finds what the others recorded, and
-// an id is used once.
+// All logs of a store share the last four, so that each node finds the events of the others
+// and an id is used once.
 const (
 	space         = 'l'
 	spaceHead     = 'h'
@@ -44,8 +44,8 @@ const (
 )
 
 const (
-	idHash       = 16 // of an event's id, and of a workflow in its own index
-	workflowHash = 8  // of a workflow behind an id
+	idHash       = 16 // bytes of the hash of an id, and of a workflow in its own index
+	workflowHash = 8  // bytes of the hash of a workflow after an id
 	logKeySize   = 2 + 8
 	idKeySize    = 2 + idHash + workflowHash
 	indexEnd     = 8
@@ -96,8 +96,8 @@ func (s *logStore) prunedKey(n int64) []byte {
 	return binary.BigEndian.AppendUint64(logKey(spacePruned, s.id, 8), uint64(n))
 }
 
-// ticket names a waiting event: its number in its process, and that process's boot, so
-// that no two processes use the same.
+// ticket identifies a waiting event: its number in its process, and a random number of the
+// process, so that no two processes use the same ticket.
 type ticket struct {
 	number uint64
 	boot   [8]byte
@@ -146,7 +146,7 @@ func (s *logStore) linkPrefix(workflow, id string) []byte {
 	return key
 }
 
-// linkKeys are the keys of an entry in the index of links, each once.
+// linkKeys returns the keys of an entry in the index of links, without repetitions.
 func (s *logStore) linkKeys(e *Event, index int64) [][]byte {
 	if s.links == nil || e.Workflow == "" {
 		return nil
@@ -168,8 +168,8 @@ func indexIn(key []byte) int64 {
 	return int64(binary.BigEndian.Uint64(key[len(key)-indexEnd:]))
 }
 
-// location is stored under an event's id: which log has it, and its ticket while it waits,
-// then its index with the beginning of its leaf hash.
+// location is stored under an event's id: the log that has it, and its ticket while it waits
+// or then its index and the first bytes of its leaf hash.
 type location struct {
 	log     logID
 	waiting bool
@@ -226,7 +226,7 @@ func (s *logStore) openEntry(key, sealed []byte) (Entry, error) {
 	return e, nil
 }
 
-// open opens an event or entry that is sealed under key.
+// open decrypts an event or entry that is stored at key.
 func (s *logStore) open(key, sealed []byte) (Entry, error) {
 	plain, err := s.sealer.Open(nil, sealed, key)
 	if err != nil {
@@ -235,7 +235,7 @@ func (s *logStore) open(key, sealed []byte) (Entry, error) {
 	return decode(plain)
 }
 
-// storedTile reads the hashes of a tile; none if it is absent.
+// storedTile reads the hashes of a tile; nil if it is absent.
 func (s *logStore) storedTile(ctx context.Context, level int, n int64) ([]tlog.Hash, error) {
 	found, err := s.store.Get(ctx, s.tileKey(level, n))
 	if errors.Is(err, store.ErrNotFound) {
@@ -247,7 +247,7 @@ func (s *logStore) storedTile(ctx context.Context, level int, n int64) ([]tlog.H
 	return splitHashes(found.Value), nil
 }
 
-// splitHashes returns nil for what is not made of hashes.
+// splitHashes returns nil if the length is not a multiple of a hash.
 func splitHashes(b []byte) []tlog.Hash {
 	if len(b)%tlog.HashSize != 0 {
 		return nil
@@ -267,7 +267,7 @@ func joinHashes(hashes []tlog.Hash) []byte {
 	return b
 }
 
-// errEncoding: written by a newer build, or damaged before it was sealed.
+// errEncoding: a newer build wrote the entry, or it was damaged before it was sealed.
 var errEncoding = errors.New("ledger: an entry that this build cannot read")
 
 // encodingVersion begins every encoded event and leaf.
@@ -321,8 +321,8 @@ func (e *Event) encodeFields(to store.Encoder) []byte {
 	return to.B
 }
 
-// decode reads exactly what encode and encodeLeaf write: fields in their order, and each
-// once but for parents. Only Leaf and Payload share the memory of leaf.
+// decode accepts only the form that encode and encodeLeaf write: fields in ascending order,
+// each at most once except parents. Only Leaf and Payload share the memory of leaf.
 func decode(leaf []byte) (Entry, error) {
 	e := Entry{Leaf: leaf}
 	if len(leaf) == 0 || leaf[0] != encodingVersion {
@@ -342,7 +342,7 @@ func decode(leaf []byte) (Entry, error) {
 	return e, d.Err
 }
 
-// set takes the field that d is at.
+// set decodes the field at which d stands.
 func (e *Entry) set(d *store.Decoder) {
 	switch d.Tag {
 	case tagIndex:

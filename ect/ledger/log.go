@@ -2,19 +2,19 @@
 // store.Store, whose heads are signed notes.
 //
 // An event is recorded in two steps. [Log.Record] makes writes for the commit of the state
-// change that the event describes, so that both are durable or neither. The sequencer
-// then moves recorded events into the tree in their order, and signs those that were
-// recorded unsigned. Each move is one commit that is conditional on the head: a crash
-// leaves the tree before it or after it, and of two processes on one log the one that
-// loses continues from what the other wrote.
+// change that the event describes, so that both are durable or neither. They put the event
+// into the outbox. The sequencer then moves events from the outbox into the tree in their
+// order, and signs those that were recorded unsigned. Each move is one commit that is
+// conditional on the head: after a crash it happened completely or not at all, and of two
+// processes on one log the loser reloads the tree and continues.
 //
-// [Receipt] (an index, an inclusion proof, a signed head) and consistency proofs between
-// two heads can be checked with the public keys alone. [Log.Verify] reads everything and
-// names what was altered; [Log.Export] and [VerifyExport] do that without a store. Pruned
-// entries keep their hashes, and signed notes say which entries they are.
+// A [Receipt] (index, inclusion proof, signed head) and consistency proofs between two
+// heads can be checked with the public keys alone. [Log.Verify] reads the whole log and
+// reports alterations; [Log.Export] and [VerifyExport] allow that without a store. Pruned
+// entries keep their hashes, and signed notes list them.
 //
-// Payloads are opaque here. What callers gave is sealed in the store (P8); hashes, counts
-// and heads are plain.
+// Payloads are opaque here. Events are sealed in the store (P8); hashes, counts and heads
+// are plain.
 package ledger
 
 import (
@@ -51,15 +51,15 @@ const (
 	MaxParents = 100
 
 	maxIssuer = 2048
-	maxLinks  = MaxParents + 1 // ids that an event is found by, besides its own
+	maxLinks  = MaxParents + 1 // further ids under which an event is found
 	// maxLeaf is the longest encoding of an entry, in bytes.
 	maxLeaf = MaxPayload + maxIssuer + 3*MaxName + MaxParents*(MaxName+fieldOverhead) + fixedOverhead
 )
 
 // Event is one recorded decision.
 type Event struct {
-	// ID is the jti: unique in its workflow, and everywhere if it has none. Among
-	// concurrent events only signed ones are checked for the latter.
+	// ID is the jti, 1 to MaxName bytes: unique in its workflow, or in the whole store for
+	// an event without a workflow. The latter is checked for signed events only.
 	ID string
 	// Workflow is the wid; it may be empty.
 	Workflow string
@@ -67,33 +67,33 @@ type Event struct {
 	Action string
 	// Issuer is the iss, of at most 2048 bytes.
 	Issuer string
-	// Parents are the ids of the events that led to it.
+	// Parents are the ids (par) of the events that caused this one.
 	Parents []string
-	// Time is when it happened (iat).
+	// Time is when the event happened (iat).
 	Time time.Time
 	// KeepUntil is the time before which the entry is not pruned; zero leaves that to the
 	// retention of the log.
 	KeepUntil time.Time
 	// Payload is the event's token.
 	Payload []byte
-	// Unsigned says that Payload is what Options.Sign makes the token from. In an Entry it
-	// says that no token could be made.
+	// Unsigned says that Payload is a draft that Options.Sign turns into the token. In an
+	// Entry it says that Options.Sign refused.
 	Unsigned bool
-	// Parsed is the Payload, or the draft that it was made from, in parsed form, for
-	// Options.Sign and Options.Links. It is not recorded: after a crash it is nil.
+	// Parsed is the parsed Payload or its draft, for Options.Sign and Options.Links. It is
+	// not recorded: after a crash it is nil.
 	Parsed any
 }
 
-// Entry is an event with its place in a log.
+// Entry is an event that is in the tree of a log.
 type Entry struct {
 	Event
 	// Log is the origin of the log that holds it.
 	Log string
-	// Index is its place, from 0.
+	// Index is its position in the tree, from 0.
 	Index int64
-	// Recorded is when it came into the tree. It never decreases with the index.
+	// Recorded is when it was added to the tree. It never decreases with the index.
 	Recorded time.Time
-	// Leaf are the exact bytes of the tree's leaf hash.
+	// Leaf has the exact bytes under the leaf hash.
 	Leaf []byte
 }
 
@@ -105,19 +105,19 @@ var (
 	ErrDuplicate = errors.New("ledger: an event with this id is recorded")
 	// ErrNotFound: no such entry.
 	ErrNotFound = errors.New("ledger: not found")
-	// ErrWaiting: the event is recorded and has no place in the tree yet.
+	// ErrWaiting: the event is recorded but not in the tree yet.
 	ErrWaiting = errors.New("ledger: recorded, not yet in the tree")
 	// ErrPruned: the entry's content was pruned; its hash is still in the tree.
 	ErrPruned = errors.New("ledger: the entry was pruned")
-	// ErrTampered: the store's content was altered, or is an older copy. The log accepts
-	// nothing more.
+	// ErrTampered: the content of the store was altered, or replaced by an older copy. The
+	// log accepts no further events.
 	ErrTampered = errors.New("ledger: the log was altered")
 	// ErrClosed: the log was closed.
 	ErrClosed = errors.New("ledger: closed")
 	// ErrRefused is wrapped by Options.Sign for an event that it will never sign. The
 	// event goes into the tree as it is, marked as unsigned.
 	ErrRefused = errors.New("ledger: the event cannot be signed")
-	// ErrProof: a receipt, proof, head or export does not hold.
+	// ErrProof: a receipt, proof, head or export is malformed or does not verify.
 	ErrProof = errors.New("ledger: the proof does not hold")
 )
 
@@ -159,13 +159,13 @@ func encodable(t time.Time) bool {
 type Options struct {
 	// Store may hold other data and other logs.
 	Store store.Store
-	// Sealer seals what a caller gave.
+	// Sealer encrypts the events in the store.
 	Sealer store.Sealer
-	// Origin names the log for ever: one for each node, of at most 255 bytes.
+	// Origin names the log: one for each node, 1 to 255 bytes, never changed.
 	Origin string
 	// HeadSigner signs the heads.
 	HeadSigner note.Signer
-	// HeadKeys are the public keys of the heads: the signer's, and those before it.
+	// HeadKeys are the public keys of the heads: the signer's and all earlier ones.
 	HeadKeys note.Verifiers
 	// Sign makes the token of an event that was recorded unsigned, in the background.
 	// After a crash it is called again, and must make a token of the same event. An error
@@ -175,16 +175,17 @@ type Options struct {
 	// Links returns the ids in the event's workflow under which Following finds it, such
 	// as its parents; those beyond 101 are ignored. It must be deterministic. Nil is none.
 	Links func(e *Event) []string
-	// Known are earlier heads, kept elsewhere. A log without them is ErrTampered.
+	// Known are earlier heads that were kept outside the store. Open returns ErrTampered
+	// if the log does not extend them.
 	Known []Head
-	// MaxBacklog and MaxAge bound what waits for the sequencer: with more events, or an
-	// older one, Admit waits. Zero is 10,000 and 10 s.
+	// MaxBacklog and MaxAge bound the outbox: Admit waits while it has more events, or an
+	// older one. Zero is 10,000 and 10 s.
 	MaxBacklog int
 	MaxAge     time.Duration
 	// BatchDelay is how long the sequencer waits for more events once it has one, so that
 	// they share a commit. Zero is 5 ms; negative is none.
 	BatchDelay time.Duration
-	// Logger gets what the sequencer cannot return to anybody; nil is none.
+	// Logger gets the errors of the sequencer, which has no caller; nil discards them.
 	Logger *slog.Logger
 }
 
@@ -212,7 +213,7 @@ type Log struct {
 	signer   note.Signer
 	boot     [8]byte
 	queue    *queue
-	now      atomic.Pointer[state] // as in the store
+	now      atomic.Pointer[state] // the newest that this process has read or written
 	pruning  sync.Mutex            // excludes pruning, exporting, verifying and re-sealing
 	reported map[int64]bool        // entries that cannot be pruned; guarded by pruning
 	origins  sync.Map              // logID -> string, of the other logs of the store
@@ -225,7 +226,7 @@ type Log struct {
 	stopped   chan struct{}      // closed when the sequencer has ended
 }
 
-// Stats are counts since the log was opened, but for Size.
+// Stats are the counts of a log; those but Size and Backlog begin at Open.
 type Stats struct {
 	// Size is the number of entries in the tree.
 	Size int64
@@ -233,15 +234,14 @@ type Stats struct {
 	Refused int64
 	// Damaged is the number of waiting events that did not open at the last scan.
 	Damaged int64
-	// Retries is the number of moves that failed and were tried again.
+	// Retries is the number of moves that failed and were retried.
 	Retries int64
-	// Backlog is what waits for the sequencer.
+	// Backlog has the events that are not in the tree yet.
 	Backlog Backlog
 }
 
-// Open reads the head of the log and the edge of the tree, and compares the two.
-// ErrTampered says that they differ: nothing may be added then. Events reach the tree once
-// Start was called.
+// Open reads the signed head and the right edge of the tree. The error is ErrTampered if
+// they do not match each other or Options.Known. Start then moves events into the tree.
 func Open(ctx context.Context, o Options) (*Log, error) {
 	if err := o.complete(); err != nil {
 		return nil, err
@@ -273,8 +273,8 @@ func Open(ctx context.Context, o Options) (*Log, error) {
 	return l, nil
 }
 
-// ensureHead signs a head that the current key has not signed, and the first head of an
-// empty log.
+// ensureHead signs the first head of an empty log, and signs the head anew after a change
+// of the key.
 func (l *Log) ensureHead(ctx context.Context, s *state) (*state, error) {
 	key, err := l.keys.Verifier(l.signer.Name(), l.signer.KeyHash())
 	if err != nil {
@@ -342,8 +342,8 @@ func (l *Log) Start() {
 	go l.run(ctx)
 }
 
-// Close refuses new events and lets the sequencer empty the outbox until ctx ends; the
-// next process continues with what is left. Commits of events should be done before.
+// Close refuses new events and lets the sequencer empty the outbox until ctx ends; what is
+// left is moved by the next process. Callers should end their commits first.
 func (l *Log) Close(ctx context.Context) error {
 	l.queue.close(ErrClosed)
 	l.lifecycle.Lock()
@@ -368,13 +368,13 @@ func (l *Log) Close(ctx context.Context) error {
 // the state change that they describe.
 const MaxEvents = 16
 
-// Record makes the batch that records 1 to MaxEvents events, in their order, with four
-// writes at most for each. It belongs into the commit of the state change that the events
-// describe. What the events refer to must not change any more. The error is ErrInvalid,
-// ErrDuplicate, or why the log is closed.
+// Record makes the batch that records 1 to MaxEvents events in their order, with at most
+// four writes for each. The caller adds it to the commit of the state change that the
+// events describe, and must not change slices of the events afterwards. The error is
+// ErrInvalid, ErrDuplicate, or the reason why the log is closed.
 //
-// The batch must be ended, which wakes the sequencer. Its error is ErrDuplicate where a
-// workflow has one of the ids already.
+// The caller must end the batch, which wakes the sequencer. The batch fails with
+// ErrDuplicate if a workflow already has one of the ids.
 func (l *Log) Record(events ...Event) (*store.Batch, error) {
 	if len(events) == 0 || len(events) > MaxEvents {
 		return nil, fmt.Errorf("%w: %d events at once, from 1 to %d", ErrInvalid, len(events), MaxEvents)
@@ -400,7 +400,7 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 	b := store.NewBatch(writes...)
 	b.OnDone(func(err error) error {
 		l.queue.committed(first, n, err)
-		if store.Lost(err, writes) { // not one that was added to the batch
+		if store.Lost(err, writes) { // the failed condition is of an event, not of another write
 			return fmt.Errorf("%w: %w", ErrDuplicate, err)
 		}
 		return err
@@ -408,8 +408,8 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 	return b, nil
 }
 
-// outboxWrites makes the writes that record events, whose tickets begin with first. The
-// error is ErrDuplicate where two of them have one id.
+// outboxWrites makes the writes that record events; first is the ticket of the first. The
+// error is ErrDuplicate if two events have the same id.
 func (l *Log) outboxWrites(events []Event, first uint64) ([]store.Write, error) {
 	writes := make([]store.Write, 0, 4*len(events))
 	// add adds a write, and reports false if an earlier one conflicts with it.
@@ -429,8 +429,8 @@ func (l *Log) outboxWrites(events []Event, first uint64) ([]store.Write, error) 
 		key := l.outboxKey(t)
 		plain := e.encode(make([]byte, 0, len(e.Payload)+fixedOverhead))
 		writes = append(writes, store.Write{Key: key, Value: l.sealer.Seal(make([]byte, 0, len(plain)+64), plain, key)})
-		// An id is not used both with and without a workflow: the key of the other use must
-		// be absent. Ids of unsigned events are the log's own, unknown to anybody before.
+		// An id must not be used both with and without a workflow: the key of the other use
+		// must be absent. The gateway generates the ids of unsigned events, so they are new.
 		switch {
 		case e.Unsigned:
 		case e.Workflow == "":
@@ -446,8 +446,9 @@ func (l *Log) outboxWrites(events []Event, first uint64) ([]store.Write, error) 
 	return writes, nil
 }
 
-// Append commits events together with more writes and returns when they are durable. They
-// reach the tree later: see Wait. The errors are those of Record and of the store.
+// Append commits events together with more writes and returns when they are durable. The
+// sequencer adds them to the tree later: see Wait. The errors are those of Record and of
+// the store.
 func (l *Log) Append(ctx context.Context, events []Event, more ...store.Write) error {
 	b, err := l.Record(events...)
 	if err != nil {
@@ -475,9 +476,8 @@ func (l *Log) Stats() Stats {
 	}
 }
 
-// Export writes the whole log under its newest head, and proves it on the way. The text
-// is plain: its readers see every event. The error is ErrTampered, or that of reading or
-// writing.
+// Export writes the whole log up to its newest head and verifies it on the way. Events are
+// not encrypted in the export. The error is ErrTampered, or one of the store or of to.
 func (l *Log) Export(ctx context.Context, to io.Writer) (Head, error) {
 	l.pruning.Lock()
 	defer l.pruning.Unlock()
@@ -485,10 +485,10 @@ func (l *Log) Export(ctx context.Context, to io.Writer) (Head, error) {
 	return x.export(l.now.Load().head)
 }
 
-// Verify reads the whole log from the store and reports what was altered: every entry is
-// compared with its hash and its place, every stored hash with those below it, the root
-// with the signed head, and the indexes with the entries. The tree must extend the known
-// heads. An error says that the store did not answer.
+// Verify reads the whole log from the store and reports alterations. It compares every
+// entry with its hash and index, every stored hash with those below it, the root with the
+// signed head, the key indexes with the entries, and the tree with the known heads. The
+// error is one of the store.
 func (l *Log) Verify(ctx context.Context, known ...Head) (Report, error) {
 	l.pruning.Lock()
 	defer l.pruning.Unlock()

@@ -19,15 +19,15 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// pruneStep is the number of entries of one commit: a larger one, of four keys for each,
-// would delay the calls that share its sync.
+// pruneStep is the largest number of entries of one commit. Larger commits, with four keys
+// for each entry, would delay the calls that share the fsync.
 const pruneStep = 42
 
 // Prune removes the entries that were recorded before a time and whose KeepUntil has
 // passed, and returns how many. Their leaf hashes stay for verification; their ids are
-// free again. A note signed with the key of the heads names them in the same commit.
-// Entries of the last, unfinished tile stay. Damaged entries are
-// logged and skipped. An error is one of the store; the number is correct even then.
+// free again. A note signed with the key of the heads lists them in the same commit.
+// Entries of the last, unfinished tile stay. Damaged entries are logged and skipped. The
+// error is one of the store; the number is correct even then.
 func (l *Log) Prune(ctx context.Context, before time.Time) (int, error) {
 	l.pruning.Lock()
 	defer l.pruning.Unlock()
@@ -46,8 +46,8 @@ func (l *Log) Prune(ctx context.Context, before time.Time) (int, error) {
 	return total, nil
 }
 
-// pruneTile prunes one full tile. younger says that an entry in it, and so every later one,
-// was recorded too late.
+// pruneTile prunes one full tile. younger says that an entry in it was recorded at or after
+// before, and so were all later ones.
 func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pruned int, younger bool, err error) {
 	m, err := l.pruned(ctx, n)
 	if errors.Is(err, ErrTampered) {
@@ -71,7 +71,7 @@ func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pr
 		return 0, younger, err
 	}
 	m.root = root
-	// The signed note vouches for the pruned entries: they must be those of the tree.
+	// The note signs the hashes of the pruned entries, so check them against the tree first.
 	gone = slices.DeleteFunc(gone, func(p prunable) bool {
 		if tlog.RecordHash(p.Leaf) == hashes[p.Index&(tileWidth-1)] {
 			return false
@@ -91,14 +91,14 @@ func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pr
 	return pruned, younger, nil
 }
 
-// prunable is an entry that may go, as stored.
+// prunable is a stored entry that may be pruned.
 type prunable struct {
 	Entry
 	version store.Version
 }
 
-// findPrunable lists the entries of a full tile that may go, and notes in its marks when
-// the first of the others may. Entries that do not open are skipped.
+// findPrunable lists the entries of a full tile that may be pruned, and sets m.next to the
+// time when the first of the others may. Damaged entries are skipped.
 func (l *Log) findPrunable(ctx context.Context, n int64, m *marks, before, now time.Time) (gone []prunable, younger bool, err error) {
 	r := l.entries(n<<tileHeight, 0)
 	r.To = l.entryKey((n + 1) << tileHeight)
@@ -125,13 +125,13 @@ func (l *Log) findPrunable(ctx context.Context, n int64, m *marks, before, now t
 		}
 	}
 	if damaged || younger || m.count()+len(gone) == tileWidth {
-		next = 0 // not all were read, or none is left
+		next = 0 // unknown, because not all were read; or no entry is left
 	}
 	m.next = next
 	return gone, younger, nil
 }
 
-// reportUnprunable logs once for each process why an entry cannot be pruned. pruning is
+// reportUnprunable logs once in each process why an entry cannot be pruned. l.pruning is
 // held.
 func (l *Log) reportUnprunable(index int64, why error) {
 	if l.reported[index] || len(l.reported) == maxFaults {
@@ -166,7 +166,7 @@ func (l *Log) proven(ctx context.Context, n int64) ([]tlog.Hash, tlog.Hash, erro
 	return hashes, root, err
 }
 
-// prunedAtOnce is how many entries fit into one commit, from the first.
+// prunedAtOnce returns how many of the first entries fit into one commit.
 func (l *Log) prunedAtOnce(gone []prunable) int {
 	n, writes := 0, 1
 	for n < min(len(gone), pruneStep) {
@@ -198,7 +198,7 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m *marks, step []prunabl
 		)
 		if e.Workflow != "" {
 			batch = append(batch, store.Write{Key: l.workflowKey(e.Workflow, l.id, e.Index), Delete: true})
-			// Others expire with KeepUntil; the key serves concurrent events only.
+			// With KeepUntil the key expires by itself.
 			if key := l.givenKey(e.ID); e.KeepUntil.IsZero() && !given[string(key)] {
 				given[string(key)] = true
 				batch = append(batch, store.Write{Key: key, Delete: true})
@@ -225,10 +225,10 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m *marks, step []prunabl
 type marks struct {
 	bits [tileWidth / 64]uint64
 	root tlog.Hash // of the tree that ends with the tile
-	// next is when the first of the others may go, in nanoseconds; 0 is unknown. It is not
-	// signed: the entries have it.
+	// next is when the first of the other entries may be pruned, in nanoseconds since 1970;
+	// 0 is unknown. It is not signed: it can be computed from the entries.
 	next    int64
-	by      string        // the key that signed; empty is none
+	by      string        // the key that signed the note; empty if there is none
 	note    []byte        // as stored
 	version store.Version // of the note in the store; 0 if there is none
 }
@@ -254,7 +254,7 @@ func (m *marks) count() int {
 // marksLine begins the fourth line of the note, which no plain head has.
 const marksLine = "pruned "
 
-// text is what is signed: the head of the tree that ends with tile n, and the marks.
+// text returns the signed text: the head of the tree that ends with tile n, and the marks.
 func (m *marks) text(origin string, n int64) string {
 	b := make([]byte, 0, tileWidth/8)
 	for _, v := range m.bits {
@@ -263,7 +263,7 @@ func (m *marks) text(origin string, n int64) string {
 	return headText(origin, (n+1)<<tileHeight, m.root) + marksLine + base64.StdEncoding.EncodeToString(b) + "\n"
 }
 
-// parseMarks reads exactly what text makes.
+// parseMarks accepts only the exact form that text returns.
 func parseMarks(text string) (origin string, n int64, m marks, err error) {
 	malformed := fmt.Errorf("%w: not a note of what was pruned", ErrProof)
 	at := strings.LastIndex(strings.TrimSuffix(text, "\n"), "\n") + 1
@@ -286,8 +286,8 @@ func parseMarks(text string) (origin string, n int64, m marks, err error) {
 	return head.Origin, n, m, nil
 }
 
-// openMarks opens the note of one tile, which one of the keys of the heads must have
-// signed. The error is ErrProof.
+// openMarks opens the note of one tile; one of keys must have signed it. The error is
+// ErrProof.
 func openMarks(msg []byte, origin string, keys note.Verifiers) (n int64, m marks, err error) {
 	opened, err := openNote(msg, keys)
 	if err != nil {
@@ -304,7 +304,7 @@ func openMarks(msg []byte, origin string, keys note.Verifiers) (n int64, m marks
 	return n, m, nil
 }
 
-// storedMarks reads only next, note and version.
+// storedMarks reads the stored marks without verifying the note: next, note and version.
 func (s *logStore) storedMarks(ctx context.Context, n int64) (m marks, err error) {
 	found, err := s.store.Get(ctx, s.prunedKey(n))
 	if errors.Is(err, store.ErrNotFound) {
@@ -320,7 +320,8 @@ func (s *logStore) storedMarks(ctx context.Context, n int64) (m marks, err error
 	return m, nil
 }
 
-// pruned reads the marks of a tile, which a key of the heads must have signed.
+// pruned reads the marks of a tile and verifies their note. The error is ErrTampered, or
+// one of the store.
 func (s *logStore) pruned(ctx context.Context, n int64) (marks, error) {
 	stored, err := s.storedMarks(ctx, n)
 	if err != nil || stored.version == 0 {
@@ -337,15 +338,15 @@ func (s *logStore) pruned(ctx context.Context, n int64) (marks, error) {
 	return m, nil
 }
 
-// Voucher is a key that signed what was pruned.
+// Voucher is a key that signed notes of pruned entries.
 type Voucher struct {
-	// Key is its name and its hash, as in the signature of a head.
+	// Key is the name and the hash of the key, as in the signature of a head.
 	Key string
 	// Entries is the number of pruned entries that it signed for.
 	Entries int64
 }
 
-// vouchers counts by key, in the order of their appearance.
+// vouchers counts entries by key, in the order of first appearance.
 type vouchers []Voucher
 
 func (v *vouchers) add(key string) {
@@ -358,13 +359,13 @@ func (v *vouchers) add(key string) {
 	*v = append(*v, Voucher{Key: key, Entries: 1})
 }
 
-// resealPage is how many values are read in one snapshot.
+// resealPage is the number of values that are read in one snapshot.
 const resealPage = 256
 
-// Reseal seals what is sealed under older keys with the newest, and returns how many
-// values. It can be stopped anywhere and starts over. Afterwards the log needs only the
-// newest key, but for events recorded meanwhile by a process without it. Values that do
-// not open stay, and are the error.
+// Reseal encrypts values under older keys anew with the newest, and returns how many. It can
+// be stopped at any time; the next run starts over. Afterwards the log needs only the newest
+// key, except for events that a process without that key recorded meanwhile. Values that
+// cannot be decrypted stay, and are the error: ErrTampered.
 func (l *Log) Reseal(ctx context.Context) (int, error) {
 	l.pruning.Lock()
 	defer l.pruning.Unlock()

@@ -18,14 +18,14 @@ import (
 const (
 	// MaxPage is the largest number of entries of one page.
 	MaxPage = 256
-	// maxPageBytes ends a page early.
+	// maxPageBytes is the size in bytes after which a page ends early.
 	maxPageBytes = 4 << 20
 	// MaxFound is the largest number of workflows in which Find finds one id.
 	MaxFound = 16
 )
 
-// Entry is the entry of this log at index. The error is ErrNotFound, ErrPruned, or
-// ErrTampered for a missing one.
+// Entry returns the entry of this log at index. The error is ErrNotFound, ErrPruned, or
+// ErrTampered if the entry is missing.
 func (l *Log) Entry(ctx context.Context, index int64) (Entry, error) {
 	s, err := l.current(ctx, index+1)
 	if err != nil {
@@ -52,7 +52,7 @@ func (l *Log) entry(ctx context.Context, log logID, index int64) (Entry, error) 
 	return e, err
 }
 
-// absent says why there is no entry at an index below the log's size.
+// absent returns the reason why no entry is stored at an index below the log's size.
 func (l *Log) absent(ctx context.Context, log logID, index int64) error {
 	m, err := l.marksOf(ctx, log, index>>tileHeight)
 	if err != nil {
@@ -64,8 +64,8 @@ func (l *Log) absent(ctx context.Context, log logID, index int64) error {
 	return fmt.Errorf("%w: entry %d is missing", ErrTampered, index)
 }
 
-// marksOf are the marks of a tile of any log of the store. Those of other logs are signed
-// with other keys: their own verification checks that.
+// marksOf reads the marks of a tile of any log of the store. The marks of other logs are not
+// verified here, because other keys sign them; Verify on their own nodes does that.
 func (l *Log) marksOf(ctx context.Context, log logID, n int64) (marks, error) {
 	if log == l.id {
 		return l.pruned(ctx, n)
@@ -82,7 +82,7 @@ func (l *Log) marksOf(ctx context.Context, log logID, n int64) (marks, error) {
 	return marks{}, fmt.Errorf("%w: the note of what was pruned of tile %d of another log", ErrTampered, n)
 }
 
-// originOf is the name of a log of this store, from its head.
+// originOf returns the name of a log of this store, from its head.
 func (l *Log) originOf(ctx context.Context, log logID) (string, error) {
 	if log == l.id {
 		return l.origin, nil
@@ -102,8 +102,9 @@ func (l *Log) originOf(ctx context.Context, log logID) (string, error) {
 	return head.Origin, nil
 }
 
-// current is a state of at least that size, if there is one. Moves of other processes, and
-// the newest of this one, are in the store before they are at hand.
+// current returns a state of at least that size, if there is one. It reloads the head if
+// the state in memory is smaller: other processes extend the log too, and this one updates
+// its memory after the commit.
 func (l *Log) current(ctx context.Context, size int64) (*state, error) {
 	s := l.now.Load()
 	if size <= s.size {
@@ -124,7 +125,7 @@ func (l *Log) current(ctx context.Context, size int64) (*state, error) {
 }
 
 // Lookup finds an event of a workflow by its id, in any log of the store. The error is
-// ErrNotFound, ErrPruned, ErrTampered, or ErrWaiting for a recorded event without a place.
+// ErrNotFound, ErrPruned, ErrTampered, or ErrWaiting if the event is not in the tree yet.
 func (l *Log) Lookup(ctx context.Context, workflow, id string) (Entry, error) {
 	e, err := l.locate(ctx, l.idKey(workflow, id), id)
 	if err == nil && e.Workflow != workflow {
@@ -145,7 +146,7 @@ func (l *Log) locate(ctx context.Context, key []byte, id string) (Entry, error) 
 	return l.entryAt(ctx, found.Value, id)
 }
 
-// entryAt reads the entry at an encoded location, which must have the id.
+// entryAt reads the entry at an encoded location. ErrTampered says that it has another id.
 func (l *Log) entryAt(ctx context.Context, value []byte, id string) (Entry, error) {
 	at, ok := decodeLocation(value)
 	switch {
@@ -161,13 +162,13 @@ func (l *Log) entryAt(ctx context.Context, value []byte, id string) (Entry, erro
 	return e, err
 }
 
-// Find finds the events with an id in all workflows, MaxFound at most, without waiting and
-// pruned ones.
+// Find returns the events with an id in all workflows, at most MaxFound. It leaves out
+// pruned events and those that are not in the tree yet.
 func (l *Log) Find(ctx context.Context, id string) ([]Entry, error) {
 	return l.find(ctx, id, func(found store.Entry) (Entry, error) { return l.entryAt(ctx, found.Value, id) })
 }
 
-// FindRecorded is Find that waits for events without a place in the tree.
+// FindRecorded is Find, but waits for recorded events until they are in the tree.
 func (l *Log) FindRecorded(ctx context.Context, id string) ([]Entry, error) {
 	return l.find(ctx, id, func(found store.Entry) (Entry, error) {
 		return l.wait(ctx, found.Key, func() (Entry, error) { return l.locate(ctx, found.Key, id) })
@@ -197,7 +198,7 @@ func (l *Log) find(ctx context.Context, id string, read func(found store.Entry) 
 	return all, nil
 }
 
-// Wait waits until a recorded event is in the tree, and the newest head covers its entry.
+// Wait waits until a recorded event is in the tree and the newest head covers its entry.
 // The errors are those of Lookup, of Admit, and of ctx.
 func (l *Log) Wait(ctx context.Context, workflow, id string) (Entry, error) {
 	return l.wait(ctx, l.idKey(workflow, id), func() (Entry, error) { return l.Lookup(ctx, workflow, id) })
@@ -214,7 +215,7 @@ func (l *Log) Await(ctx context.Context, workflow, id string) (Entry, error) {
 	})
 }
 
-// wait calls read until the event under the key of an id has its place.
+// wait calls read until the event under the key of an id is in the tree.
 func (l *Log) wait(ctx context.Context, key []byte, read func() (Entry, error)) (Entry, error) {
 	for {
 		changed, cancel := l.store.Watch(key)
@@ -228,7 +229,7 @@ func (l *Log) wait(ctx context.Context, key []byte, read func() (Entry, error)) 
 		}
 		select {
 		case <-changed:
-		case <-l.stopped: // by a close, or because the log was altered
+		case <-l.stopped: // by Close, or because the log was altered
 			cancel()
 			if e, err = read(); errors.Is(err, ErrWaiting) {
 				err = errors.Join(err, l.Admit(ctx))
@@ -242,11 +243,11 @@ func (l *Log) wait(ctx context.Context, key []byte, read func() (Entry, error)) 
 	}
 }
 
-// awaitHead waits until the newest head covers an entry of this log, which is shortly after
-// the commit of both.
+// awaitHead waits until the head in memory covers an entry of this log: it is updated
+// shortly after the commit.
 func (l *Log) awaitHead(ctx context.Context, e *Entry) error {
 	for {
-		moved := l.queue.changes() // before the read, so that nothing is missed
+		moved := l.queue.changes() // before the read, so that no change is missed
 		if e.Log != l.options.Origin || l.now.Load().size > e.Index {
 			return nil
 		}
@@ -260,19 +261,19 @@ func (l *Log) awaitHead(ctx context.Context, e *Entry) error {
 	}
 }
 
-// Cursor is a place in a list; empty is its start.
+// Cursor is a position in a list; empty is its start.
 type Cursor string
 
 // Page is a part of a list.
 type Page struct {
 	// Entries are ordered by log and index.
 	Entries []Entry
-	// Next is where the next page begins; empty at the end.
+	// Next is the cursor of the next page; empty at the end.
 	Next Cursor
 }
 
-// List lists a workflow's entries, 1 to MaxPage at once; fewer if they are large. The
-// error is ErrInvalid or ErrTampered.
+// List returns a page of a workflow's entries: limit, from 1 to MaxPage, or fewer if they
+// are large. The error is ErrInvalid or ErrTampered.
 func (l *Log) List(ctx context.Context, workflow string, from Cursor, limit int) (Page, error) {
 	if workflow == "" || limit < 1 || limit > MaxPage {
 		return Page{}, fmt.Errorf("%w: a workflow, and a page of 1 to %d", ErrInvalid, MaxPage)
@@ -285,8 +286,8 @@ func (l *Log) List(ctx context.Context, workflow string, from Cursor, limit int)
 	})
 }
 
-// Ends returns, for each log, the cursor behind the last entry of a workflow. A new entry, or
-// the pruning of the last one, changes them.
+// Ends returns, for each log, the cursor after the last entry of a workflow. They change
+// with each new entry, and when the last one is pruned.
 func (l *Log) Ends(ctx context.Context, workflow string) ([]Cursor, error) {
 	prefix := l.workflowPrefix(workflow)
 	r := store.Prefix(prefix)
@@ -309,8 +310,8 @@ func (l *Log) Ends(ctx context.Context, workflow string) ([]Cursor, error) {
 	}
 }
 
-// Following lists the entries of a workflow that are linked to an id (Options.Links), as
-// List does. Its cost does not depend on the size of the workflow.
+// Following lists, as List does, the entries of a workflow that are linked to an id
+// (Options.Links). Its cost does not depend on the size of the workflow.
 func (l *Log) Following(ctx context.Context, workflow, id string, from Cursor, limit int) (Page, error) {
 	if workflow == "" || id == "" || limit < 1 || limit > MaxPage {
 		return Page{}, fmt.Errorf("%w: a workflow, an id, and a page of 1 to %d", ErrInvalid, MaxPage)
@@ -347,7 +348,7 @@ func (l *Log) page(ctx context.Context, prefix []byte, from Cursor, limit int, c
 		}
 		e, err := l.entry(ctx, logID(at[:8]), int64(binary.BigEndian.Uint64(at[8:])))
 		if errors.Is(err, ErrPruned) {
-			continue // since the scan began
+			continue // pruned since the scan began
 		}
 		if err == nil {
 			err = check(&e)
@@ -364,20 +365,20 @@ func (l *Log) page(ctx context.Context, prefix []byte, from Cursor, limit int, c
 // maxProof is the longest proof, in hashes: more than any tree needs.
 const maxProof = 128
 
-// Receipt proves that a log holds an entry.
+// Receipt proves that a log contains an entry. It is checked with Check.
 type Receipt struct {
 	// Log is the log's origin.
 	Log string `json:"log"`
-	// Index is the entry's place.
+	// Index is the entry's position, from 0.
 	Index int64 `json:"index"`
-	// Proof is the inclusion proof.
+	// Proof is the inclusion proof (RFC 6962, section 2.1.1).
 	Proof tlog.RecordProof `json:"proof"`
-	// Head is the signed head that the proof leads to.
+	// Head is the signed head whose root the proof leads to.
 	Head string `json:"head"`
 }
 
-// Receipt proves the entry at index against the newest head. The error is ErrNotFound or
-// ErrTampered.
+// Receipt makes the receipt of the entry at index, with the newest head. The error is
+// ErrNotFound or ErrTampered.
 func (l *Log) Receipt(ctx context.Context, index int64) (Receipt, error) {
 	s, err := l.current(ctx, index+1)
 	if err != nil {
@@ -390,7 +391,7 @@ func (l *Log) Receipt(ctx context.Context, index int64) (Receipt, error) {
 	return Receipt{Log: l.origin, Index: index, Proof: proof, Head: string(s.head.Note)}, nil
 }
 
-// Prove makes the inclusion proof of the entry at index in the tree of a size. The errors
+// Prove makes the inclusion proof of the entry at index in the tree of that size. The errors
 // are those of Receipt.
 func (l *Log) Prove(ctx context.Context, index, size int64) (tlog.RecordProof, error) {
 	s, err := l.current(ctx, size)
@@ -423,8 +424,8 @@ func (l *Log) ProveConsistency(ctx context.Context, old, new int64) (tlog.TreePr
 	return tlog.ProveTree(new, old, s.hashes(ctx, l.logStore))
 }
 
-// Check verifies the receipt of leaf in the log called origin, under a head that one of
-// keys has signed. It returns that head. The error is ErrProof.
+// Check verifies that the receipt proves leaf in the log called origin, under a head that
+// one of keys has signed. It returns that head. The error is ErrProof.
 func (r *Receipt) Check(leaf []byte, origin string, keys note.Verifiers) (Head, error) {
 	if r.Log != origin {
 		return Head{}, fmt.Errorf("%w: a receipt of the log %q", ErrProof, r.Log)
@@ -439,8 +440,8 @@ func (r *Receipt) Check(leaf []byte, origin string, keys note.Verifiers) (Head, 
 	return head, CheckInclusion(r.Proof, head, r.Index, tlog.RecordHash(leaf))
 }
 
-// CheckInclusion verifies that the tree of head has a leaf of that hash at index. The error
-// is ErrProof.
+// CheckInclusion verifies that the tree of head has a leaf with that hash at index. The
+// error is ErrProof.
 func CheckInclusion(proof tlog.RecordProof, head Head, index int64, leaf tlog.Hash) error {
 	if len(proof) > maxProof {
 		return fmt.Errorf("%w: %d hashes", ErrProof, len(proof))

@@ -13,8 +13,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Admit waits until the backlog is within its bounds. The error is that of ctx, ErrClosed
-// or ErrTampered. It reserves nothing: events admitted together may exceed the bounds.
+// Admit waits until the backlog is below MaxBacklog and MaxAge. It reserves nothing:
+// concurrent callers may exceed the bounds. The error is that of ctx, ErrClosed or
+// ErrTampered.
 func (l *Log) Admit(ctx context.Context) error {
 	return l.queue.wait(ctx, func() bool {
 		b := l.queue.measure()
@@ -22,9 +23,9 @@ func (l *Log) Admit(ctx context.Context) error {
 	}, true)
 }
 
-// Flush waits until everything that this process recorded before, and what earlier
-// processes left, is in the tree, so that List and Find return it. ErrWaiting says that
-// some of it does not open. Events of other nodes are not waited for.
+// Flush waits until all events that this process has recorded, and those that earlier
+// processes left, are in the tree, so that List and Find return them. Events of other nodes
+// are not waited for. The error is ErrWaiting if some events cannot be decrypted.
 func (l *Log) Flush(ctx context.Context) error {
 	l.queue.mu.Lock()
 	end := l.queue.first + uint64(len(l.queue.tickets))
@@ -38,7 +39,7 @@ func (l *Log) Flush(ctx context.Context) error {
 	return nil
 }
 
-// Backlog is what waits for the sequencer.
+// Backlog measures the outbox: the events that wait for the sequencer.
 type Backlog struct {
 	// Entries is the number of events that are recorded and not yet in the tree.
 	Entries int
@@ -51,7 +52,7 @@ type ticketStatus uint8
 const (
 	ticketOpen    ticketStatus = iota // its commit is under way
 	ticketLanded                      // it waits for the sequencer
-	ticketUnknown                     // a scan will say whether its commit landed
+	ticketUnknown                     // the result of its commit is unknown until a scan
 	ticketDone                        // in the tree, or never recorded
 )
 
@@ -59,29 +60,29 @@ const (
 // abandoned; should it land, a scan of the outbox finds it.
 const maxOpen = 1 << 16
 
-// queue holds the events of this process on their way, by ticket: the sequencer need not
-// read what was just written, and readers can wait for it.
+// queue has the events of this process that are not in the tree yet, by ticket. It saves the
+// sequencer from reading what was just written, and lets readers wait for it.
 type queue struct {
 	entries int
 	age     time.Duration
-	wake    chan struct{} // of one: there is something to do
+	wake    chan struct{} // buffers one signal: there is something to do
 
 	mu        sync.Mutex
 	first     uint64 // the number of tickets[0]
 	tickets   []queuedEvent
-	waiting   int // landed ones
-	inherited int // events of other processes, as far as seen
+	waiting   int // tickets with the status ticketLanded
+	inherited int // events of other processes that the last scan found
 	since     time.Time
 	scans     uint64 // scans begun
-	overtaken uint64 // times that another process has moved the log on
-	unsure    bool   // landed events may have been moved by others, or commits are unknown
+	overtaken uint64 // how often another process has extended the tree
+	unsure    bool   // another process may have moved landed events, or results are unknown
 	ended     error
 	changed   chan struct{} // closed and replaced when less waits, or at the end
 }
 
 type queuedEvent struct {
 	status    ticketStatus
-	overtaken uint64 // the queue's when the ticket was given out
+	overtaken uint64 // the queue's count when the ticket was opened
 	scan      uint64 // scans begun when it landed
 	at        time.Time
 	event     *Event // nil once done
@@ -94,7 +95,8 @@ func newQueue(first uint64, entries int, age time.Duration) *queue {
 	}
 }
 
-// open gives the next tickets to events that do not change any more, and returns the first.
+// open gives the next tickets to events and returns the first. The events must not change
+// afterwards.
 func (q *queue) open(events []Event) (first uint64, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -111,8 +113,8 @@ func (q *queue) open(events []Event) (first uint64, err error) {
 	return first, nil
 }
 
-// committed gives the result of their commit to n tickets from first: nil, ErrUnknown, or
-// another error, with which nothing was recorded.
+// committed sets the result of the commit of n tickets from first: nil, ErrUnknown, or
+// another error, which means that nothing was recorded.
 func (q *queue) committed(first uint64, n int, err error) {
 	unknown := errors.Is(err, store.ErrUnknown)
 	q.mu.Lock()
@@ -127,7 +129,7 @@ func (q *queue) committed(first uint64, n int, err error) {
 		default:
 			t.status, t.scan, t.at = ticketLanded, q.scans, time.Now()
 			q.waiting++
-			// A scan since then may have missed it.
+			// A scan since the ticket was opened may have missed the event.
 			q.unsure = q.unsure || t.overtaken != q.overtaken
 		}
 	}
@@ -138,7 +140,7 @@ func (q *queue) committed(first uint64, n int, err error) {
 	}
 }
 
-// done says that the ticket's event is in the tree, or was never recorded.
+// done marks a ticket whose event is in the tree or was never recorded.
 func (q *queue) done(number uint64) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -181,8 +183,8 @@ func (q *queue) signal() {
 	}
 }
 
-// recorded returns the first events of this process that landed, in the order of their
-// tickets. sure says that nobody else can have moved them.
+// recorded returns the first landed events of this process, in the order of their tickets.
+// sure is false if another process may have moved some of them.
 func (q *queue) recorded(boot [8]byte, most int) (found []waiting, sure bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -198,8 +200,8 @@ func (q *queue) recorded(boot [8]byte, most int) (found []waiting, sure bool) {
 	return found, true
 }
 
-// overtake says that another process has moved the log on, and perhaps events whose commit
-// is under way here.
+// overtake notes that another process has extended the tree. It may have moved events whose
+// commit is still under way here.
 func (q *queue) overtake() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -215,16 +217,16 @@ func (q *queue) beginScan() uint64 {
 	return q.scans
 }
 
-// endScan ends a scan that saw everything. What landed before it began and was not seen
-// was moved by another process; unknown commits landed if they were seen. foreign is the
-// number of events of other processes.
+// endScan ends a scan of the whole outbox. Events that landed before the scan and were not
+// seen were moved by another process. Commits with an unknown result landed if their events
+// were seen. foreign is the number of events of other processes.
 func (q *queue) endScan(scan uint64, seen map[uint64]bool, foreign int) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	for i := range q.tickets {
 		t := &q.tickets[i]
 		switch there := seen[q.first+uint64(i)]; {
-		case t.scan >= scan: // landed since then
+		case t.scan >= scan: // landed after the scan began
 		case t.status == ticketLanded && !there:
 			t.status, t.event = ticketDone, nil
 			q.waiting--
@@ -248,7 +250,8 @@ func (q *queue) setInherited(foreign int) {
 	q.inherited = foreign
 }
 
-// moved says which events reached the tree.
+// moved removes events that are in the tree: tickets of this process, and a number of
+// others.
 func (q *queue) moved(own []uint64, foreign int) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -259,7 +262,7 @@ func (q *queue) moved(own []uint64, foreign int) {
 	q.notify()
 }
 
-// changes is closed when the sequencer has moved something, or has ended.
+// changes returns a channel that closes when the sequencer moves events or ends.
 func (q *queue) changes() <-chan struct{} {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -295,8 +298,8 @@ func (q *queue) measure() Backlog {
 	return b
 }
 
-// wait waits until holds, which is called with mu held, returns true. The end of the queue
-// is an error; with strict even if holds is true.
+// wait waits until holds returns true; it is called with mu held. The error is that of ctx,
+// or why the queue was closed; if strict, a closed queue is an error even if holds is true.
 func (q *queue) wait(ctx context.Context, holds func() bool, strict bool) error {
 	for {
 		q.mu.Lock()
@@ -316,8 +319,8 @@ func (q *queue) wait(ctx context.Context, holds func() bool, strict bool) error 
 	}
 }
 
-// waitsBefore reports whether a ticket before end waits, or something uncounted may. mu is
-// held.
+// waitsBefore reports whether a ticket before end waits, or an event without a ticket here
+// may. mu is held.
 func (q *queue) waitsBefore(end uint64) bool {
 	if q.inherited > 0 || q.unsure {
 		return true
@@ -333,7 +336,7 @@ func (q *queue) waitsBefore(end uint64) bool {
 	return false
 }
 
-// close refuses further events. The first reason stays.
+// close refuses further events with the error why. Later calls change nothing.
 func (q *queue) close(why error) {
 	q.mu.Lock()
 	if q.ended == nil {
@@ -351,27 +354,27 @@ func (q *queue) closed() bool {
 }
 
 const (
-	// movedWrites are those of one event: its outbox entry, its entry, its location, its
-	// workflow's index.
+	// movedWrites is the number of writes for one event: its outbox entry, its entry, its
+	// location and its key in the workflow's index.
 	movedWrites = 4
-	// treeWrites are those of one move: the head, and the tiles that one full tile leads
-	// to, one for each level.
+	// treeWrites is the number of writes for the tree in one move: the head, and one tile
+	// for each level.
 	treeWrites = 1 + 64/tileHeight
 	// maxMoved is the largest number of events of one move.
 	maxMoved = (store.MaxBatch - treeWrites) / movedWrites
-	// maxMovedBytes bounds their entries together.
+	// maxMovedBytes bounds the entries of one move, in bytes.
 	maxMovedBytes = store.MaxBatchBytes - treeWrites*(tileWidth*tlog.HashSize+64)
-	// sealedOverhead is more than sealing adds to an entry, with its keys and its location.
+	// sealedOverhead bounds the bytes that sealing, keys and location add to an entry.
 	sealedOverhead = 1 << 9
-	// linkOverhead is more than one link takes.
+	// linkOverhead bounds the bytes of one link.
 	linkOverhead = 1 << 7
 
-	// sweepEvery is how often the whole outbox is scanned, for events whose commit landed
-	// unknown to anybody, and those that did not open before.
+	// sweepEvery is how often the whole outbox is scanned for events whose commit landed
+	// although its result was unknown, and for those that could not be decrypted before.
 	sweepEvery = 30 * time.Second
 
 	minBackoff = 50 * time.Millisecond
-	// maxBackoff leaves two tries to a caller that waits five seconds (ECT level L3).
+	// maxBackoff allows two attempts within the five seconds that a call of level L3 waits.
 	maxBackoff = 2 * time.Second
 )
 
@@ -459,9 +462,9 @@ func (l *Log) gather(ctx context.Context) {
 	}
 }
 
-// move moves the first waiting events into the tree, by one commit. rest says that there
-// may be more. Events of this process are at hand. The outbox is read for those of others:
-// after the log was opened, after a commit of unknown result, and now and then.
+// move moves the first waiting events into the tree in one commit. rest says that there may
+// be more. The queue has the events of this process. The outbox is read for those of others:
+// after Open, after a commit with an unknown result, and every sweepEvery.
 func (m *sequencer) move(ctx context.Context) (rest bool, err error) {
 	if m.rescan {
 		return m.moveAll(ctx)
@@ -517,7 +520,7 @@ func (m *sequencer) scanned(scan uint64, found []waiting) {
 	m.damaged.Store(int64(len(m.unreadable)))
 }
 
-// scan reads the first events of the outbox. end says that there are no others.
+// scan reads the first events of the outbox. end says that these are all.
 func (m *sequencer) scan(ctx context.Context) (found []waiting, end bool, err error) {
 	r := store.Prefix(logKey(spaceOutbox, m.id, 0))
 	r.Limit = maxMoved + len(m.unreadable)
@@ -533,7 +536,7 @@ func (m *sequencer) scan(ctx context.Context) (found []waiting, end bool, err er
 		}
 		entry, err := m.open(e.Key, e.Value)
 		if err != nil {
-			// Verify names it, a complete key ring opens it, and later events go on.
+			// Later events go on. Verify reports this one; a complete key ring opens it.
 			m.unreadable[t] = true
 			m.damaged.Store(int64(len(m.unreadable)))
 			if t.boot == m.boot {
@@ -659,8 +662,8 @@ func (m *sequencer) entryWrites(batch []store.Write, e *Event, index int64, leaf
 	return batch
 }
 
-// failed finds out what a failed commit left. If another process moved the log on, this
-// one continues from there, provided that the tree extends the one that it knew.
+// failed handles a failed commit. If another process has extended the tree, this one
+// continues from there, provided that the new tree extends the known one.
 func (m *sequencer) failed(ctx context.Context, before *state, failure error) error {
 	lost := (*store.Conflict)(nil)
 	if !errors.As(failure, &lost) && !errors.Is(failure, store.ErrUnknown) {
@@ -677,7 +680,7 @@ func (m *sequencer) failed(ctx context.Context, before *state, failure error) er
 		return fmt.Errorf("%w: something stands in the way of entry %d", ErrTampered, before.size)
 	}
 	if found.version == before.version {
-		return failure // it did not land
+		return failure // the commit did not land
 	}
 	m.now.Store(found)
 	m.queue.overtake()

@@ -23,15 +23,15 @@ const (
 	tileWidth  = 1 << tileHeight
 )
 
-// merkleState is what is needed to add leaves and to compute the root: the roots of the
-// complete subtrees along the right edge.
+// merkleState has the roots of the complete subtrees along the right edge: enough to add
+// leaves and to compute the root.
 type merkleState struct {
 	size  int64
 	nodes []tlog.Hash // by height; valid where that bit of size is set
 }
 
-// add adds a leaf. node, if any, gets the roots of the subtrees that it completes with
-// their heights, the smallest first.
+// add adds a leaf. node, if not nil, gets the roots and heights of the subtrees that the
+// leaf completes, the smallest first.
 func (f *merkleState) add(h tlog.Hash, node func(height int, h tlog.Hash)) {
 	height := 0
 	for n := f.size; n&1 == 1; n >>= 1 {
@@ -63,7 +63,7 @@ func (f *merkleState) root() tlog.Hash {
 	return h
 }
 
-// rootOf is the root of a tree of these leaves.
+// rootOf returns the root of the tree with these leaf hashes.
 func rootOf(hashes []tlog.Hash) tlog.Hash {
 	var f merkleState
 	for i := range hashes {
@@ -72,7 +72,8 @@ func rootOf(hashes []tlog.Hash) tlog.Hash {
 	return f.root()
 }
 
-// tree also has the unfinished tiles. Hashes are only appended, so that clones share them.
+// tree is a merkleState with the unfinished tiles. Hashes are only appended, so that clones
+// share them.
 type tree struct {
 	merkleState
 	edge [][]tlog.Hash // by level: the hashes of the tile that is not full yet
@@ -91,8 +92,8 @@ type tile struct {
 	hashes []tlog.Hash
 }
 
-// add adds a leaf and appends the tiles to be stored: those that became full, and the
-// unfinished one above them.
+// add adds a leaf. It appends to tiles what has to be stored: the tiles that became full,
+// and the unfinished one above them.
 func (t *tree) add(leaf tlog.Hash, tiles []tile) []tile {
 	t.push(0, leaf)
 	t.merkleState.add(leaf, func(height int, h tlog.Hash) {
@@ -102,7 +103,7 @@ func (t *tree) add(leaf tlog.Hash, tiles []tile) []tile {
 		level := height / tileHeight
 		full := level - 1
 		if last := len(tiles) - 1; last >= 0 && tiles[last].level == full {
-			tiles = tiles[:last] // it has become full
+			tiles = tiles[:last] // it was unfinished, and is appended as full below
 		}
 		n := t.size >> height // without the leaf being added
 		tiles = append(tiles, tile{full, n, t.edge[full]})
@@ -123,7 +124,7 @@ func (t *tree) push(level int, h tlog.Hash) {
 	t.edge[level] = append(t.edge[level], h)
 }
 
-// restore makes the tree with these unfinished tiles, by level.
+// restore makes a tree from its unfinished tiles, by level.
 func restore(edge [][]tlog.Hash) *tree {
 	t := &tree{edge: edge}
 	t.nodes = make([]tlog.Hash, len(edge)*tileHeight)
@@ -162,7 +163,8 @@ func (s *logStore) load(ctx context.Context) (*state, error) {
 	return nil, err
 }
 
-// tryLoad also reports whether the log moved on meanwhile, so that the parts do not match.
+// tryLoad also reports whether another process extended the log during the reads, so that
+// the parts do not match.
 func (s *logStore) tryLoad(ctx context.Context) (found *state, moved bool, err error) {
 	head, version, err := s.storedHead(ctx)
 	if err != nil {
@@ -180,7 +182,7 @@ func (s *logStore) tryLoad(ctx context.Context) (found *state, moved bool, err e
 	return nil, headErr == nil && after != version, err
 }
 
-// storedHead is the head in the store; the zero version says none.
+// storedHead reads the head from the store; the version is 0 if there is none.
 func (s *logStore) storedHead(ctx context.Context) (Head, store.Version, error) {
 	found, err := s.store.Get(ctx, s.headKey())
 	if errors.Is(err, store.ErrNotFound) {
@@ -196,7 +198,7 @@ func (s *logStore) storedHead(ctx context.Context) (Head, store.Version, error) 
 	return head, found.Version, nil
 }
 
-// build makes the tree of head from the unfinished tiles.
+// build makes the tree of head from the stored unfinished tiles.
 func (s *logStore) build(ctx context.Context, head Head) (*state, error) {
 	found := &state{head: head}
 	var edge [][]tlog.Hash
@@ -239,7 +241,7 @@ func (s *logStore) build(ctx context.Context, head Head) (*state, error) {
 		switch {
 		case err == nil:
 			found.recorded = e.Recorded
-		case !errors.Is(err, store.ErrNotFound): // pruned: long ago
+		case !errors.Is(err, store.ErrNotFound): // a pruned entry is old: zero is early enough
 			return nil, err
 		}
 	}
@@ -260,14 +262,14 @@ func (s *logStore) nothingAbove(ctx context.Context, size int64) error {
 	return nil
 }
 
-// entries is the range of the entries from an index on.
+// entries returns the range of the entries from an index; limit 0 is all.
 func (s *logStore) entries(from int64, limit int) store.Range {
 	r := store.Prefix(logKey(spaceEntry, s.id, 0))
 	r.From, r.Limit = s.entryKey(from), limit
 	return r
 }
 
-// contains checks that the tree extends that of an earlier head.
+// contains checks that the tree extends the tree of an earlier head.
 func (s *state) contains(ctx context.Context, on *logStore, known *Head) error {
 	if known.Origin != on.origin {
 		return fmt.Errorf("%w: a head of the log %q", ErrProof, known.Origin)
@@ -298,7 +300,7 @@ type tiles struct {
 	ctx    context.Context
 	on     *logStore
 	state  *state
-	failed error // of the store
+	failed error // of the store, as opposed to a wrong hash
 }
 
 // Height is that of a tile, in levels.
@@ -334,7 +336,7 @@ func (t *tiles) read(level int, n int64) ([]tlog.Hash, error) {
 // MaxHead is the longest signed head, in bytes.
 const MaxHead = 16 << 10
 
-// Head is the signed state of a log at one size.
+// Head is the signed head of a log: its size and root (RFC 6962, section 3.5, as a note).
 type Head struct {
 	// Origin names the log.
 	Origin string
@@ -342,7 +344,7 @@ type Head struct {
 	Size int64
 	// Root is the hash of the tree of that size.
 	Root tlog.Hash
-	// Note is the signed note that says so.
+	// Note is the signed note over the three.
 	Note []byte
 }
 
@@ -352,8 +354,8 @@ func headText(origin string, size int64, root tlog.Hash) string {
 	return fmt.Sprintf("%s\n%d\n%s\n", origin, size, root)
 }
 
-// ParseHead opens the signed head of the log called origin: one of keys must have signed
-// it. It accepts only what the log's owner would write. The error is ErrProof.
+// ParseHead opens the signed head of the log called origin; one of keys must have signed
+// it. It accepts only the exact form that a log writes. The error is ErrProof.
 func ParseHead(msg []byte, origin string, keys note.Verifiers) (Head, error) {
 	n, err := openNote(msg, keys)
 	if err != nil {
@@ -370,8 +372,8 @@ func ParseHead(msg []byte, origin string, keys note.Verifiers) (Head, error) {
 	return h, nil
 }
 
-// openNote opens a note of at most MaxHead bytes whose signatures have their one spelling.
-// The error is ErrProof.
+// openNote opens a note of at most MaxHead bytes with canonical signatures. The error is
+// ErrProof.
 func openNote(msg []byte, keys note.Verifiers) (*note.Note, error) {
 	if len(msg) > MaxHead {
 		return nil, fmt.Errorf("%w: a note of %d bytes, at most %d", ErrProof, len(msg), MaxHead)
@@ -405,8 +407,8 @@ func parseHeadText(text string) (Head, error) {
 	return Head{Origin: lines[0], Size: size, Root: root}, nil
 }
 
-// strictSignatures checks the signatures of a note for their one spelling: package note
-// accepts several.
+// strictSignatures checks that the signatures of a note are canonical: package note accepts
+// several encodings of the same signature.
 func strictSignatures(s string) bool {
 	rest, ok := strings.CutPrefix(s, "\n")
 	rest, whole := strings.CutSuffix(rest, "\n")
@@ -425,7 +427,7 @@ func strictSignatures(s string) bool {
 	return true
 }
 
-// noteText is the text of an unopened note; empty for what is no note.
+// noteText returns the text of an unverified note; empty if msg is not a note.
 func noteText(msg []byte) string {
 	return string(msg[:bytes.LastIndex(msg, []byte("\n\n"))+1])
 }

@@ -12,27 +12,27 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Fault is one alteration.
+// Fault is one alteration that Verify found.
 type Fault struct {
-	// Index is the entry that it concerns, or the first of several; -1 is none.
+	// Index is the altered entry, or the first of several; -1 if the fault is of no entry.
 	Index int64
-	// What is wrong.
+	// What describes the fault.
 	What string
 }
 
 // maxFaults is the largest number of faults of one report.
 const maxFaults = 1000
 
-// Report is what Verify found.
+// Report is the result of Verify.
 type Report struct {
 	// Head is the signed head in the store.
 	Head Head
-	// Entries, Pruned and Waiting count the present entries, the pruned ones, and the
-	// events that wait for the sequencer.
+	// Entries, Pruned and Waiting count the entries with content, the pruned ones, and the
+	// events that are not in the tree yet.
 	Entries, Pruned, Waiting int64
-	// Vouchers are the keys that signed what was pruned, each entry counted once.
+	// Vouchers are the keys that signed the notes of pruned entries.
 	Vouchers []Voucher
-	// Faults are the first 1,000 alterations; Count is the number of all.
+	// Faults are the first 1,000 alterations; Count is the total number.
 	Faults []Fault
 	Count  int
 }
@@ -67,8 +67,8 @@ func (v *verifier) fault(index int64, format string, args ...any) {
 	}
 }
 
-// head reads the head. Without a valid one the log is taken to end with its last entry, so
-// that the rest can be checked.
+// head reads the head. If it is not valid, the size is guessed from the last entry, so that
+// the rest can still be checked.
 func (v *verifier) head() error {
 	head, version, err := v.storedHead(v.ctx)
 	switch {
@@ -90,8 +90,8 @@ func (v *verifier) head() error {
 	return nil
 }
 
-// guessSize derives the size from the last entry, unless that is out of proportion to the
-// number of entries.
+// guessSize derives the size from the index of the last entry. It ignores indexes that are
+// far greater than the number of entries.
 func (v *verifier) guessSize() error {
 	last, there := int64(0), int64(0)
 	for e, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spaceEntry, v.id, 0))) {
@@ -136,7 +136,7 @@ func (v *verifier) upperTiles() error {
 			if err != nil {
 				return err
 			}
-			// A log in use may have more by now.
+			// The log may have grown meanwhile.
 			if len(stored) < len(want) || len(stored) > tileWidth {
 				v.fault(int64(n)<<((level+1)*tileHeight), "the stored hashes of level %d from here on are missing", level)
 			}
@@ -169,7 +169,7 @@ func (v *verifier) compareKnown() {
 	}
 }
 
-// end compares the whole tree with the heads, and looks for entries beyond its end.
+// end compares the tree with the heads, and looks for entries beyond its end.
 func (v *verifier) end() error {
 	v.compareKnown()
 	head := &v.report.Head
@@ -192,7 +192,7 @@ func (v *verifier) end() error {
 	return nil
 }
 
-// behind allows an index beyond the head only if the log has grown meanwhile.
+// behind reports a fault for an index beyond the head, unless the log has grown meanwhile.
 func (v *verifier) behind(index int64, what string) error {
 	now, _, err := v.storedHead(v.ctx)
 	if errors.Is(err, ErrTampered) || err == nil && (index < 0 || now.Size <= index) {
@@ -209,7 +209,7 @@ type leafTile struct {
 	n      int64
 	width  int64
 	marks  marks
-	next   int64 // the smallest KeepUntil of the present entries
+	next   int64 // the smallest KeepUntil of the entries with content
 	stored []tlog.Hash
 	made   []tlog.Hash // from the entries, or stored for absent ones
 }
@@ -250,7 +250,7 @@ func (t *leafTile) verify() error {
 	return nil
 }
 
-// walk reads the entries in their order.
+// walk checks the entries of the tile in their order.
 func (t *leafTile) walk() error {
 	index := t.first
 	r := t.v.entries(t.first, 0)
@@ -276,7 +276,7 @@ func (t *leafTile) walk() error {
 	return nil
 }
 
-// storedHash is the hash of an entry in the tile, or zero.
+// storedHash returns the stored hash of an entry; zero if there is none.
 func (t *leafTile) storedHash(index int64) tlog.Hash {
 	if t.stored == nil {
 		return tlog.Hash{}
@@ -391,9 +391,10 @@ func (v *verifier) workflows() error {
 		})
 }
 
-// index looks for keys of this log that lead to no entry of theirs. If there are as many as
-// wanted, and each was found by its entry, there are none; only else the entries are read.
-// at is the index in a key; first is set on the first pass.
+// index looks for keys of this log that do not lead to a matching entry. leafTile.indexes
+// has already found the key of every entry, so if the number of keys is want, there are no
+// others. Only otherwise the second pass reads the entry of each key. at returns the index
+// in a key; first is set on the first pass.
 func (v *verifier) index(kind byte, want int64, beyond, wrong string,
 	at func(found store.Entry, first bool) (index int64, mine bool, err error), key func(e *Entry, index int64) []byte,
 ) error {
@@ -434,7 +435,7 @@ func (v *verifier) index(kind byte, want int64, beyond, wrong string,
 	return nil
 }
 
-// storeError drops errors that say what the store holds.
+// storeError returns only errors of the store; those about its content are faults.
 func (v *verifier) storeError(err error) error {
 	if errors.Is(err, store.ErrNotFound) || errors.Is(err, ErrTampered) {
 		return nil
@@ -461,7 +462,7 @@ func (v *verifier) waits(key []byte, where location) error {
 	return nil
 }
 
-// outbox opens what waits for the sequencer.
+// outbox checks that the events in the outbox can be decrypted.
 func (v *verifier) outbox() error {
 	for found, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spaceOutbox, v.id, 0))) {
 		if err != nil {
@@ -495,7 +496,7 @@ func (v *verifier) waiting(t ticket, found store.Entry) error {
 		return nil
 	}
 	if _, err := v.store.Get(v.ctx, found.Key); err != nil {
-		return v.storeError(err) // it came into the tree meanwhile
+		return v.storeError(err) // it was moved into the tree meanwhile
 	}
 	v.fault(-1, "an event that waits is not to be found by its id (ticket %d)", t.number)
 	return nil
