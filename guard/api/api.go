@@ -1,10 +1,12 @@
-// Package api holds what the gateway answers for itself: the well-known paths of the
-// ledger, of workflows and of agents' errors, the paths on which agents ask for rollbacks
-// (cascade 4.3; ATD and AERR, "Rollback Protocol"), and every problem that it answers with.
+// Package api answers the gateway's own requests: the well-known paths of the ledger, of
+// workflows and of agents' errors, and the paths on which agents ask for rollbacks (cascade
+// 4.3; ATD and AERR, "Rollback Protocol"). It also defines every problem that the gateway
+// answers with.
 //
-// Heads and proofs hold no content, and go to every reader whom the gateway knows. Entries,
-// workflows, checkpoints and rollbacks go to who took part (ADR 0023, 0024). To everybody
-// else what is unknown and what is foreign are the same (P3).
+// Heads and proofs have no content: every caller that the gateway can identify may read
+// them. Entries, workflows, checkpoints and rollbacks are for those who took part (ADR
+// 0023, 0024). Everybody else gets the same answer for what is unknown and what belongs to
+// others (P3).
 package api
 
 import (
@@ -31,12 +33,12 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// WellKnown is where all paths begin but those of the older drafts.
+// WellKnown begins all paths but those of the older drafts.
 const WellKnown = "/.well-known/cascade/"
 
-// The paths that other packages name. Below ExecutionsPath callers ask for their executions,
-// by the id for the state, and by /output behind it for the answer (ADR 0018). Below
-// RollbackPath each rollback is read.
+// Paths that other packages use. Callers ask for their executions at ExecutionsPath + id,
+// and for the answer at the same path with /output (ADR 0018). A rollback is read at
+// RollbackPath + "/" + id.
 const (
 	ExecutionsPath   = WellKnown + "executions/"
 	RollbackPath     = WellKnown + "rollback"
@@ -46,7 +48,7 @@ const (
 
 const entriesPath = WellKnown + "ledger/entries"
 
-// endpoint is what is asked for.
+// endpoint says which resource a path names.
 type endpoint uint8
 
 const (
@@ -68,15 +70,15 @@ const (
 	endpointProblems
 )
 
-// route is a path that was read.
+// route is a parsed path.
 type route struct {
 	endpoint endpoint
-	// dialect is the draft in whose words a rollback is asked for.
+	// dialect is the draft that defines the form of a rollback request.
 	dialect ect.Vocabulary
-	name    string // the last segment, still percent-encoded, where it is a name
+	name    string // the last segment if it is a name, still percent-encoded
 }
 
-// fixed are the paths that are compared after percent-decoding.
+// fixed has the paths that are compared after percent-decoding.
 var fixed = map[string]endpoint{
 	WellKnown + "policy":         endpointPolicy,
 	WellKnown + "jwks":           endpointKeys,
@@ -86,7 +88,8 @@ var fixed = map[string]endpoint{
 	"/aerr/circuits":             endpointCircuits,
 }
 
-// routes are the other paths. One more segment, a name, follows a path that ends in a slash.
+// routes has the other paths. A path that ends in a slash is followed by one more segment,
+// a name.
 var routes = map[string]route{
 	WellKnown + "ledger/head":        {endpoint: endpointHead},
 	WellKnown + "ledger/proof":       {endpoint: endpointProof},
@@ -104,10 +107,10 @@ var routes = map[string]route{
 	"/.well-known/aerr/rollback": {endpoint: endpointAskRollback, dialect: ect.AERR},
 }
 
-// parseRoute reads the path of a request. A slash in a name is written as %2F.
+// parseRoute parses the path of a request. A slash in a name is written as %2F.
 func parseRoute(u *url.URL) (route, bool) {
 	if !Owns(u.Path) {
-		return route{}, false // the calls that are guarded
+		return route{}, false // not a path of the gateway: a call to guard
 	}
 	if at, ok := fixed[u.Path]; ok {
 		return route{endpoint: at}, true
@@ -134,10 +137,10 @@ func (t route) rollback() bool {
 	return t.endpoint == endpointAskRollback || t.endpoint == endpointRollback
 }
 
-// ledger reports whether a Ledger answers.
+// ledger reports whether a Ledger answers the path.
 func (t route) ledger() bool { return t.endpoint <= endpointCheckpoint }
 
-// allowed reports whether the path is for the request's method, and answers if not.
+// allowed reports whether the path accepts the request's method; if not, it answers.
 func (t route) allowed(w http.ResponseWriter, r *http.Request) bool {
 	methods := []string{http.MethodGet, http.MethodHead}
 	if t.endpoint == endpointErrors || t.endpoint == endpointAskRollback {
@@ -151,16 +154,16 @@ func (t route) allowed(w http.ResponseWriter, r *http.Request) bool {
 	return false
 }
 
-// HandlesRollback reports whether a request's path is one that a Rollbacks answers.
+// HandlesRollback reports whether Rollbacks answer the request's path.
 func HandlesRollback(r *http.Request) bool {
 	to, ok := parseRoute(r.URL)
 	return ok && to.rollback()
 }
 
-// RollbackURL is where a rollback is read.
+// RollbackURL returns the path at which a rollback is read.
 func RollbackURL(id string) string { return RollbackPath + "/" + url.PathEscape(id) }
 
-// entryURL is where an entry is read.
+// entryURL returns the path at which an entry is read.
 func entryURL(wid, id string) string {
 	return entriesPath + "?" + url.Values{"jti": {id}, "wid": {wid}}.Encode()
 }
@@ -180,7 +183,7 @@ func (a *responder) writeJSON(status int, doc any) error {
 	return nil
 }
 
-// write answers. Nobody but the reader may keep or frame what it is given (P3).
+// write answers. Caches must not keep the answer, and other sites must not frame it (P3).
 func (a *responder) write(status int, contentType string, body []byte) {
 	h := a.w.Header()
 	h.Set("Content-Type", contentType)
@@ -192,8 +195,8 @@ func (a *responder) write(status int, contentType string, body []byte) {
 	}
 }
 
-// Respond answers with what is the same for every reader who may have it. cache is the
-// Cache-Control, and may be empty.
+// Respond answers with a body that is the same for all readers. cache is the value of
+// Cache-Control; empty for none.
 func Respond(w http.ResponseWriter, status int, contentType, cache string, body []byte) {
 	w.Header().Set("Content-Type", contentType)
 	if cache != "" {
@@ -203,14 +206,14 @@ func Respond(w http.ResponseWriter, status int, contentType, cache string, body 
 	_, _ = w.Write(body) // the client may be gone
 }
 
-// protect keeps what belongs to one caller out of caches, and out of other sites' pages.
+// protect keeps the answer to one caller out of caches and out of other sites' pages.
 func protect(h http.Header) {
 	h.Set("Cache-Control", "no-store")
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("Cross-Origin-Resource-Policy", "same-origin")
 }
 
-// until is a context that ends with a time, another one, or an exit.
+// until returns a context that ends after d, with ctx or with exit.
 func until(ctx, exit context.Context, d time.Duration) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithTimeout(ctx, d)
 	stop := context.AfterFunc(exit, cancel)
@@ -220,10 +223,11 @@ func until(ctx, exit context.Context, d time.Duration) (context.Context, context
 	}
 }
 
-// maxDependants is how many dependants a problem names.
+// maxDependants is the largest number of dependants that a problem lists.
 const maxDependants = 20
 
-// unknownPart is the one answer for what is unknown and what is foreign (C-6.1-c, P3).
+// unknownPart is the one answer for what is unknown and what belongs to others (C-6.1-c,
+// P3).
 func unknownPart() *Problem {
 	return NewProblem(notInWorkflow, "Nothing of it is known for the identity that asks.")
 }
@@ -232,14 +236,14 @@ func badParameter(detail string) error { return NewProblem(parameterInvalid, det
 
 func refused(code ect.Code) error { return &ect.Error{Code: code} }
 
-// refusedFor is the refusal of a token with a sentence of its own.
+// refusedFor refuses a token with a detail of its own.
 func refusedFor(code ect.Code, detail string) *Problem {
 	p := NewProblem(ECTInvalid, detail)
 	p.Status, p.Reason = (&ect.Error{Code: code}).Status(), string(code)
 	return p
 }
 
-// problemOf is an error as a problem; otherwise is that of an error it does not know.
+// problemOf maps an error to a problem; otherwise is the problem for unknown errors.
 func problemOf(err error, otherwise *Problem) *Problem {
 	var known *Problem
 	if errors.As(err, &known) {
@@ -267,7 +271,7 @@ func problemOf(err error, otherwise *Problem) *Problem {
 		return NewProblem(checkpointUnknown, "No checkpoint has this id.")
 	case errors.Is(err, checkpoint.ErrTampered):
 		p := NewProblem(checkpointTampered, "What is kept of the checkpoint is not what was recorded.")
-		p.Cause = err // an operator has to see it
+		p.Cause = err // for the operator's log
 		return p
 	case errors.Is(err, checkpoint.ErrExpired):
 		return NewProblem(checkpointExpired, "The time for which it was kept is over.")
@@ -286,7 +290,7 @@ func problemOf(err error, otherwise *Problem) *Problem {
 		return p
 	case errors.As(err, &cycle):
 		p := NewProblem(cannotPrepare, "What is recorded of the workflow follows from itself.")
-		p.Reason, p.Cause = "cycle", err // verified tokens cannot: an operator has to see it
+		p.Reason, p.Cause = "cycle", err // impossible with verified tokens: for the operator's log
 		return p
 	case errors.As(err, &scope):
 		return NewProblem(coordinatorRequired, "The scope full_workflow needs the authority of a coordinator.")
@@ -299,9 +303,8 @@ func problemOf(err error, otherwise *Problem) *Problem {
 	return otherwise
 }
 
-// OperatorStatus is the HTTP status of an error for operators, who may learn what callers
-// must not (P3): that nothing is recorded under a name. It is 0 for an error of which nothing
-// is known.
+// OperatorStatus maps an error to an HTTP status for operators. Unlike callers (P3), they
+// may learn that nothing is recorded under a name. It is 0 for unknown errors.
 func OperatorStatus(err error) int {
 	is := func(known ...error) bool {
 		return slices.ContainsFunc(known, func(one error) bool { return errors.Is(err, one) })
@@ -325,19 +328,20 @@ func urn(id string) string { return "urn:uuid:" + id }
 const (
 	// maxQuery is the longest query string, in bytes.
 	maxQuery = 4 << 10
-	// LongestQuestion bounds how long an entry or a checkpoint is waited for.
+	// LongestQuestion is the longest time that a request waits for an entry or a
+	// checkpoint.
 	LongestQuestion = 60 * time.Second
-	// badWait is what is wrong with the parameter wait.
+	// badWait is the detail for a malformed parameter wait.
 	badWait = "wait is neither a duration, like 30s, nor a number of seconds."
-	// badQuery is what is wrong with a query that cannot be read.
+	// badQuery is the detail for a query that cannot be decoded.
 	badQuery = "The query is not percent-encoded correctly."
 )
 
-// params are the parameters of a question.
+// params are the query parameters of a request.
 type params struct{ values url.Values }
 
-// parseParams reads a query of which each of the names may stand once. Others are
-// left alone.
+// parseParams parses a query in which each of the names may occur once. Other parameters
+// are ignored.
 func parseParams(u *url.URL, names ...string) (params, error) {
 	if len(u.RawQuery) > maxQuery {
 		return params{}, badParameter("The query is longer than 4096 bytes.")
@@ -354,7 +358,7 @@ func parseParams(u *url.URL, names ...string) (params, error) {
 	return params{values}, nil
 }
 
-// number reads a parameter that is a size or an index. It reports whether it is there.
+// number reads a parameter that is a size or an index, and reports whether it is present.
 func (p params) number(name string) (n int64, there bool, err error) {
 	if !p.values.Has(name) {
 		return 0, false, nil
@@ -366,7 +370,7 @@ func (p params) number(name string) (n int64, there bool, err error) {
 	return n, true, nil
 }
 
-// required is number for a parameter that must be there.
+// required reads a number that must be present.
 func (p params) required(name string) (int64, error) {
 	n, there, err := p.number(name)
 	if err == nil && !there {
@@ -375,7 +379,7 @@ func (p params) required(name string) (int64, error) {
 	return n, err
 }
 
-// parseNumber reads a whole number of at most 18 digits in its one form.
+// parseNumber parses a decimal number of at most 18 digits without leading zeros or sign.
 func parseNumber(text string) (int64, bool) {
 	if len(text) == 0 || len(text) > 18 || len(text) > 1 && text[0] == '0' {
 		return 0, false
@@ -387,8 +391,7 @@ func parseNumber(text string) (int64, bool) {
 	return n, err == nil
 }
 
-// wait reads a duration, or a number of seconds. What is too long is as long as is
-// allowed.
+// wait reads a duration, or a number of seconds. Longer times are cut to LongestQuestion.
 func (p params) wait() (time.Duration, error) {
 	if !p.values.Has("wait") {
 		return 0, nil
@@ -404,7 +407,7 @@ func (p params) wait() (time.Duration, error) {
 	return min(wait, LongestQuestion), nil
 }
 
-// name reads a parameter that is an id. It reports whether it is there.
+// name reads a parameter that is an id, and reports whether it is present.
 func (p params) name(param string) (id string, there bool, err error) {
 	if !p.values.Has(param) {
 		return "", false, nil
@@ -413,7 +416,7 @@ func (p params) name(param string) (id string, there bool, err error) {
 	return id, true, err
 }
 
-// segment reads an id that is the last segment of a path.
+// segment decodes an id from the last segment of a path.
 func segment(escaped, what string) (string, error) {
 	name, err := url.PathUnescape(escaped)
 	if err != nil {
@@ -422,7 +425,7 @@ func segment(escaped, what string) (string, error) {
 	return parseName(name, what)
 }
 
-// parseName reads the id of a token or a workflow. UUIDs are compared in lower case.
+// parseName checks the id of a token or a workflow, and converts UUIDs to lower case.
 func parseName(id, what string) (string, error) {
 	if id == "" || len(id) > ledger.MaxName || !utf8.ValidString(id) || strings.ContainsFunc(id, unicode.IsControl) {
 		return "", badParameter(what + " is not an id: 1 to 256 bytes without control characters.")

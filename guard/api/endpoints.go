@@ -11,71 +11,73 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
-// Endpoints answers the gateway's own paths: those of a guarded route, or those of a site
-// that has none. A nil function leaves its paths to others.
+// Endpoints answers the gateway's own paths of one guarded route, or of a site without a
+// guarded route. If a function is nil, its paths are not handled here.
 type Endpoints struct {
-	// Name is that of the route's guard.
+	// Name is the name of the route's guard.
 	Name string
-	// Policy is the route's published policy, with URLs below mount. Nil is for a site
-	// without a guarded route, which has no executions either.
+	// Policy returns the route's published policy, with URLs below mount. It is nil for a
+	// site without a guarded route, which has no executions either.
 	Policy func(mount string) any
-	// Health is a word for the state of the gateway, and whether it takes guarded calls.
+	// Health returns the gateway's state in a word, and whether it accepts guarded calls.
 	Health func() (state string, ready bool)
-	// Keys is the JWK set of the gateway's tokens; nil where it has no identity. An error
-	// that is no *Problem is logged by Keys itself.
+	// Keys returns the JWK set of the gateway's tokens; nil if the gateway has no identity.
+	// Keys itself logs errors that are not a *Problem.
 	Keys func() ([]byte, error)
-	// Open opens the gateway for one request. Nil is for a site without one, which has the
-	// pages of the problems alone.
+	// Open opens the gateway for one request. It is nil for a site without a gateway, which
+	// has only the pages of the problems.
 	Open func() (*Gateway, error)
 
-	// Mount is what the caller's path has before that of the gateway.
+	// Mount returns the prefix that the caller's path has before that of the gateway.
 	Mount func(r *http.Request) string
-	// Challenge is the WWW-Authenticate of a 401.
+	// Challenge is the WWW-Authenticate value of a 401.
 	Challenge string
-	// Play sends the answer of an execution, with further header fields. It reports
-	// whether anything was sent.
+	// Play sends the answer of an execution with additional header fields, and reports
+	// whether it sent anything.
 	Play func(w http.ResponseWriter, r *http.Request, a Answer, header http.Header) (sent bool, err error)
-	// Refused counts a problem, and logs its cause, if it has one, with a message.
+	// Refused counts a problem, and logs message with the problem's cause if it has one.
 	Refused func(p *Problem, message string)
-	// Write sends a problem in the form that the caller reads.
+	// Write sends a problem in the format that the caller understands.
 	Write func(w http.ResponseWriter, r *http.Request, p *Problem)
 }
 
-// Gateway is an open gateway, for as long as one request is answered.
+// Gateway is a gateway that was opened for one request.
 type Gateway struct {
 	// Close releases it.
 	Close func()
-	// Reader finds out who asks. Tokens of a POST are content, and do not identify it.
+	// Reader identifies who asks. Tokens in a POST are content and do not identify the
+	// caller.
 	Reader func(r *http.Request) (evidence.Reader, error)
 	// Executions are the recorded executions.
 	Executions *execution.Guard
-	// Ledger and Rollbacks are nil where the gateway has no identity.
+	// Ledger and Rollbacks are nil if the gateway has no identity.
 	Ledger    *Ledger
 	Rollbacks *Rollbacks
 	// Circuits describes the circuit breakers that the caller may see.
 	Circuits func(r *http.Request) (any, error)
-	// Waits ends what waits: at an exit.
+	// Waits ends all waiting when the gateway shuts down.
 	Waits context.Context
 }
 
-// Owns reports whether a path may be the gateway's own. It is cheap: each call asks it.
+// Owns reports whether a path may be one of the gateway's own. It is cheap, because every
+// call goes through it.
 func Owns(path string) bool {
 	return strings.HasPrefix(path, "/.well-known/") || strings.HasPrefix(path, "/aerr/")
 }
 
-// Serve answers a request for a path of the gateway's own. It reports false, and does
-// nothing, for other paths.
+// Serve answers a request for one of the gateway's own paths. For other paths it does
+// nothing and returns false.
 func (e *Endpoints) Serve(w http.ResponseWriter, r *http.Request) bool {
 	to, ok := parseRoute(r.URL)
 	if !ok || !e.has(to.endpoint) {
 		if e.Policy == nil || !strings.HasPrefix(r.URL.Path, WellKnown) {
 			return false
 		}
-		// These paths are the gateway's: what it does not answer is no call to guard.
+		// The prefix is the gateway's own: never forward such a request to the upstream.
 		http.Error(w, "The gateway answers nothing at this path.", http.StatusNotFound)
 		return true
 	}
-	if to.ledger() || to.allowed(w, r) { // the ledger finds out who asks first
+	if to.ledger() || to.allowed(w, r) { // the ledger identifies the reader before it checks the method
 		e.answer(w, r, to)
 	}
 	return true
@@ -114,7 +116,7 @@ func (e *Endpoints) answer(w http.ResponseWriter, r *http.Request, to route) {
 	}
 }
 
-// keys answers with the keys that verify the gateway's tokens. They are public.
+// keys answers with the public keys that verify the gateway's tokens.
 func (e *Endpoints) keys(a responder) {
 	set, err := e.Keys()
 	var p *Problem
@@ -130,7 +132,7 @@ func (e *Endpoints) keys(a responder) {
 	}
 }
 
-// ask answers what is different for each caller.
+// ask answers the requests whose answer depends on the caller.
 func (e *Endpoints) ask(a responder, to route) error {
 	if to.endpoint == endpointExecutions {
 		return e.executions(a)
@@ -179,7 +181,7 @@ func (e *Endpoints) refuse(a responder, to route, err error) {
 	e.Write(a.w, a.r, p)
 }
 
-// indented is a document as JSON. The documents of the gateway always marshal.
+// indented encodes a document as JSON. The gateway's documents always marshal.
 func indented(doc any) []byte {
 	body, err := json.MarshalIndent(doc, "", "  ")
 	if err != nil {

@@ -20,17 +20,17 @@ const (
 	headerReplayed        = "Idempotent-Replayed"
 )
 
-// Answer is the answer to an execution, recorded or still growing.
+// Answer is the answer of an execution, recorded or still being received.
 type Answer struct {
 	Head *execution.Head
 	Body io.Reader
-	// Trailer is asked once Body has ended.
+	// Trailer returns the trailers once Body has ended.
 	Trailer func() map[string][]string
-	// Live says that the answer is still growing.
+	// Live says that the answer is still being received.
 	Live bool
 }
 
-// executionsRequest asks about the executions that a caller has named with one id. It
+// executionsRequest is a request about the executions that a caller has given one id. It
 // executes nothing and claims no key.
 type executionsRequest struct {
 	*Endpoints
@@ -39,10 +39,10 @@ type executionsRequest struct {
 	question
 	caller execution.CallerHash
 
-	patience context.Context // over with the time to wait, the client's leaving, or an exit
+	patience context.Context // ends with the time to wait, the client's disconnect, or a shutdown
 }
 
-// executions answers the questions of callers about their executions.
+// executions answers callers' requests about their executions.
 func (e *Endpoints) executions(a responder) error {
 	q := &executionsRequest{Endpoints: e, responder: a}
 	err := q.serve()
@@ -51,19 +51,19 @@ func (e *Endpoints) executions(a responder) error {
 	}
 	var p *Problem
 	if errors.As(err, &p) {
-		p.Cause = nil // only what the store does wrong is logged
+		p.Cause = nil // only errors of the store are logged
 	} else {
 		p = NewProblem(StoreUnavailable, "The gateway's store does not answer.")
 		p.Cause = err
 	}
-	p.Doubtful = true // nothing is said here of what was executed
+	p.Doubtful = true // the answer does not say whether the call was executed
 	if p.ExecutionID = q.id; q.id != "" {
 		a.w.Header().Set(headerExecutionID, q.id)
 	}
 	return p
 }
 
-// serve answers. Callers without any credential share their ids, and see nothing (P3).
+// serve answers. Callers without a credential share their ids, and see nothing (P3).
 func (q *executionsRequest) serve() error {
 	g, err := q.Open()
 	if err != nil {
@@ -95,9 +95,8 @@ func (q *executionsRequest) serve() error {
 	return q.writeList(http.StatusOK, all)
 }
 
-// find returns the executions in question, the youngest first. Other guards may name
-// callers in another way, and so may other sites of this one: what they have recorded
-// is not shown (P3).
+// find returns the matching executions, the youngest first. It leaves out those that other
+// guards or other sites recorded, because these may identify callers differently (P3).
 func (q *executionsRequest) find() ([]execution.Recorded, error) {
 	all, err := q.Executions.ByID(q.r.Context(), q.caller, q.id)
 	if err != nil {
@@ -119,7 +118,7 @@ func (q *executionsRequest) find() ([]execution.Recorded, error) {
 	return all, nil
 }
 
-// settled is find once none of the executions runs any more, or when the wait is over.
+// settled is find, but waits until none of the executions is running or the time is over.
 func (q *executionsRequest) settled() ([]execution.Recorded, error) {
 	for {
 		all, err := q.find()
@@ -138,7 +137,7 @@ func (q *executionsRequest) settled() ([]execution.Recorded, error) {
 	}
 }
 
-// await waits for the end of an execution, for as long as there is time.
+// await waits for the end of an execution until the time is over.
 func (q *executionsRequest) await(key execution.Key) error {
 	err := q.Executions.Await(q.patience, key)
 	if err != nil && q.patience.Err() != nil {
@@ -147,24 +146,24 @@ func (q *executionsRequest) await(key execution.Key) error {
 	return err
 }
 
-// question is what a caller asks about its executions.
+// question is the parsed request of a caller about its executions.
 type question struct {
 	id     string
-	output bool // the answer, not the state
+	output bool // asks for the answer instead of the state
 	wait   time.Duration
 
-	// What narrows it, where the id was used more than once. Empty is any.
+	// Filters, if the id was used more than once. Empty matches all.
 	key, method, path string
 }
 
-// concerns reports whether an execution with the id is meant.
+// concerns reports whether an execution with the id matches the filters.
 func (q *question) concerns(e *execution.Recorded) bool {
 	return (q.key == "" || q.key == e.Key.Hex()) &&
 		(q.method == "" || q.method == e.Record.Method) &&
 		(q.path == "" || q.path == e.Record.Path)
 }
 
-// parseQuestion reads a URL below ExecutionsPath.
+// parseQuestion parses a URL below ExecutionsPath.
 func parseQuestion(u *url.URL) (question, error) {
 	var q question
 	name, rest, more := strings.Cut(strings.TrimPrefix(u.EscapedPath(), ExecutionsPath), "/")
@@ -176,7 +175,7 @@ func parseQuestion(u *url.URL) (question, error) {
 	if err != nil {
 		return q, badParameter("The id is not percent-encoded correctly.")
 	}
-	// In quotes as in a header field, or bare. A comma is no list here.
+	// Quoted as in a header field, or bare. A comma does not separate ids here.
 	if strings.HasPrefix(id, `"`) {
 		id, err = execution.ParseID([]string{id})
 	} else {
@@ -200,8 +199,7 @@ func parseQuestion(u *url.URL) (question, error) {
 	return q, nil
 }
 
-// parseWait reads a duration, or a number of seconds. What is too long is as long as
-// is allowed.
+// parseWait parses a duration, or a number of seconds. Longer times are cut to the maximum.
 func parseWait(text string) (time.Duration, error) {
 	wait, err := time.ParseDuration(text)
 	if seconds, notSeconds := strconv.ParseUint(text, 10, 64); notSeconds == nil {
@@ -213,8 +211,8 @@ func parseWait(text string) (time.Duration, error) {
 	return min(wait, LongestQuestion), nil
 }
 
-// ExecutionPath is where a caller asks about its executions with an id. The quoted form
-// keeps apart what would be read as something else.
+// ExecutionPath returns the path of a caller's executions with an id. It quotes ids that
+// would be parsed as something else.
 func ExecutionPath(id string) string {
 	if id == "." || id == ".." || strings.HasPrefix(id, `"`) {
 		id = `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(id) + `"`
@@ -222,8 +220,8 @@ func ExecutionPath(id string) string {
 	return ExecutionsPath + url.PathEscape(id)
 }
 
-// executionsDocument are the executions that a caller has named with one id. Its members
-// are an API.
+// executionsDocument lists the executions that a caller has given one id. Its members are
+// an API.
 type executionsDocument struct {
 	ExecutionID string            `json:"execution_id"`
 	Executions  []executionStatus `json:"executions"` // the youngest first
@@ -236,26 +234,26 @@ type executionStatus struct {
 	Action   string `json:"action"`
 	Workflow string `json:"workflow,omitempty"`
 	State    string `json:"state"`
-	// Cause is why it is in doubt.
+	// Cause is why the execution is in doubt.
 	Cause   string    `json:"cause,omitempty"`
 	Created time.Time `json:"created"`
-	// Deadline is when it ends at the latest, while it runs.
+	// Deadline is when a running execution ends at the latest.
 	Deadline time.Time `json:"deadline,omitzero"`
 	Settled  time.Time `json:"settled,omitzero"`
-	// Status is that of the upstream's answer.
+	// Status is the status of the upstream's answer.
 	Status int              `json:"status,omitempty"`
 	Result *executionResult `json:"result,omitempty"`
-	// Replayable says that a retry gets the recorded answer, and so does OutputURL.
+	// Replayable says that a retry and OutputURL return the recorded answer.
 	Replayable bool   `json:"replayable"`
 	SafeNewKey bool   `json:"safe_new_key"`
 	OutputURL  string `json:"output_url"`
 }
 
-// executionResult is what is known of a completed execution's answer.
+// executionResult describes the answer of a completed execution.
 type executionResult struct {
 	// Kept says that the answer was recorded.
 	Kept bool `json:"kept"`
-	// Expires is until when it can be replayed.
+	// Expires is the time until which the answer can be replayed.
 	Expires time.Time `json:"expires,omitzero"`
 }
 
@@ -284,7 +282,7 @@ func describeExecution(mount, id string, e *execution.Recorded) executionStatus 
 	return s
 }
 
-// writeList answers with the state of the executions.
+// writeList answers with the states of the executions.
 func (q *executionsRequest) writeList(status int, all []execution.Recorded) error {
 	doc := executionsDocument{ExecutionID: q.id, Executions: make([]executionStatus, len(all))}
 	mount := q.Mount(q.r)
@@ -294,8 +292,8 @@ func (q *executionsRequest) writeList(status int, all []execution.Recorded) erro
 	return q.writeJSON(status, doc)
 }
 
-// serveOutput answers with the answer of the one execution in question, as a retry of
-// the call would, or with the list where there are several.
+// serveOutput answers with the answer of the execution, as a retry of the call would; if
+// several match, with their list.
 func (q *executionsRequest) serveOutput() error {
 	for {
 		all, err := q.find()
@@ -312,8 +310,8 @@ func (q *executionsRequest) serveOutput() error {
 	}
 }
 
-// give answers with the result of an execution. It reports that the execution has moved
-// on in the meantime, and must be looked up again.
+// give answers with the result of an execution. again says that its state has changed in
+// the meantime, so that the caller must look it up again.
 func (q *executionsRequest) give(e *execution.Recorded) (again bool, err error) {
 	switch e.Status {
 	case execution.RunningHere:
@@ -370,14 +368,14 @@ func (q *executionsRequest) replay(e *execution.Recorded) error {
 	case err == nil:
 		return nil
 	case sent:
-		panic(http.ErrAbortHandler) // the client must see that it is not whole
+		panic(http.ErrAbortHandler) // an aborted connection tells the client that the answer is incomplete
 	}
 	return q.unavailable()
 }
 
-// follow gives the answer of an execution that runs in this process, as it comes. The
-// wait is for its first byte. An answer that is cut before anything of it was sent
-// leaves the place to what is recorded then.
+// follow streams the answer of an execution that runs in this process. The wait is for its
+// first byte. If the answer breaks off before anything was sent, again is true and the
+// caller answers with what is recorded then.
 func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error) {
 	follower := e.Flight.Follow()
 	if follower == nil {
@@ -391,7 +389,7 @@ func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error
 	}
 	defer follower.Close()
 	head, err := follower.Head(q.patience)
-	if err != nil { // it has ended without an answer, or the time is over
+	if err != nil { // it ended without an answer, or the time is over
 		return true, q.r.Context().Err()
 	}
 	sent, err := q.play(e, Answer{
@@ -406,7 +404,7 @@ func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error
 	return true, nil
 }
 
-// followed makes a follower an io.Reader.
+// followed is a follower as an io.Reader.
 type followed struct {
 	ctx context.Context
 	f   *execution.Follower
@@ -419,8 +417,8 @@ func (q *executionsRequest) play(e *execution.Recorded, a Answer, marks http.Hea
 	return q.Play(&outputWriter{ResponseWriter: q.w, bodiless: e.Record.Method == http.MethodHead}, q.r, a, marks)
 }
 
-// outputWriter gives an answer to a GET that was recorded of another method: nobody
-// may keep it (P3), and the length of a HEAD's is that of a body which never came.
+// outputWriter sends an answer to a GET that was recorded for another method. It forbids
+// caching (P3) and drops the Content-Length of a HEAD, whose body is not recorded.
 type outputWriter struct {
 	http.ResponseWriter
 	bodiless bool
@@ -429,7 +427,7 @@ type outputWriter struct {
 func (w *outputWriter) WriteHeader(status int) {
 	h := w.Header()
 	for name := range h {
-		// Some caches take a field of their own for more than Cache-Control.
+		// Some caches prefer their own header field to Cache-Control.
 		if strings.HasSuffix(name, "-Cache-Control") || name == "Surrogate-Control" {
 			delete(h, name)
 		}

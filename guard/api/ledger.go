@@ -19,50 +19,51 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
-// defaultMaxNodes is how much of a workflow is read for one request.
+// defaultMaxNodes is the number of entries of a workflow that one request reads.
 const defaultMaxNodes = ect.MaxAncestors
 
 // LedgerOptions are the settings of a Ledger.
 type LedgerOptions struct {
-	// Log is the ledger. Required. Its Links are at least the parents of what Outcomes does
-	// not name.
+	// Log is the ledger. Required. Its Links must include the parents of every entry for
+	// which Outcomes returns nothing.
 	Log *ledger.Log
-	// Outcomes are the ids under which what came of a call is recorded, by an entry of the
-	// gateway's. Nil is none.
+	// Outcomes returns the ids of the outcomes of a call for an entry of the gateway. Nil
+	// is none.
 	Outcomes func(e *ledger.Entry) []string
-	// HeadKey is the public key of its heads, as note.NewVerifier reads it.
+	// HeadKey is the public key of the ledger's heads, in the format of note.NewVerifier.
 	HeadKey string
-	// Identities are the names under which the gateway issues tokens. What they issue is
-	// the gateway's word.
+	// Identities are the issuers of the gateway's own tokens.
 	Identities []string
-	// Own reports whether an entry is the gateway's, also under names that it had before;
-	// nil goes by Identities alone.
+	// Own reports whether the gateway issued an entry, under an earlier identity too; if
+	// nil, only Identities count.
 	Own func(e *ledger.Entry) bool
-	// Verify verifies tokens of a request, as ect.Verifier.VerifyAll does. Errors are
-	// *ect.Error, or what says that nothing is known of them. Required.
+	// Verify verifies the tokens of a request, as ect.Verifier.VerifyAll does. The error is
+	// an *ect.Error, or any other if the verification itself failed. Required.
 	Verify func(r *http.Request, raws []string) ([]*ect.Token, error)
-	// Record records tokens durably, all or none, each with its Raw as the payload of
-	// an event of its id and workflow. An id that is taken is ledger.ErrDuplicate.
+	// Record records tokens durably, all or none. Each is an event with the token's id and
+	// workflow, and its Raw as payload. The error is ledger.ErrDuplicate if an id is taken.
 	// Required.
 	Record func(ctx context.Context, tokens []*ect.Token) error
-	// Verified reports whether a token of the gateway's has a valid signature. Nil leaves
-	// that unknown.
+	// Verified checks the signature of one of the gateway's tokens. If nil, documents say
+	// that it is unknown.
 	Verified func(ctx context.Context, raw string) error
-	// Undos are what is kept for undoing calls; nil where nothing is.
+	// Undos is the store of checkpoints; nil if there is none.
 	Undos *checkpoint.Store
-	// Execution is the state of a guarded call, and the status of its answer, if there
-	// was one. Nil is where nobody knows.
+	// Execution returns the state of a guarded call, and the status of its answer or 0. If
+	// nil, states are unknown.
 	Execution func(ctx context.Context, key execution.Key) (state string, status int, err error)
-	// Called reports whether the gateway has guarded calls of a caller. Nil is where nobody
-	// knows, and then it may have.
+	// Called reports whether the gateway has guarded calls of a caller. If nil, every
+	// caller may have made calls.
 	Called func(ctx context.Context, caller [16]byte) (bool, error)
-	// Waits ends what waits for the ledger: at an exit. Nil is never.
+	// Waits ends all waiting for the ledger when the gateway shuts down. Nil is never.
 	Waits context.Context
-	// MaxNodes is how much of a workflow is read for one request; ect.MaxAncestors if zero.
+	// MaxNodes is the largest number of entries of a workflow that one request reads;
+	// ect.MaxAncestors if zero.
 	MaxNodes int
 }
 
-// Ledger answers. It is safe for concurrent use and holds nothing but its settings.
+// Ledger answers requests about the ledger and its workflows. It is safe for concurrent use
+// and has no state but its settings.
 type Ledger struct {
 	LedgerOptions
 }
@@ -78,8 +79,8 @@ func NewLedger(o LedgerOptions) *Ledger {
 	return &Ledger{o}
 }
 
-// serve returns the problem that it has not answered with, as a *Problem with its cause, or
-// the end of the request's context.
+// serve answers. The error is a *Problem that was not sent yet, or that of the request's
+// context.
 func (s *Ledger) serve(a responder, to route, who evidence.Reader) error {
 	if !to.allowed(a.w, a.r) {
 		return nil
@@ -88,7 +89,7 @@ func (s *Ledger) serve(a responder, to route, who evidence.Reader) error {
 	return q.problem(q.answer())
 }
 
-// ledgerRequest is one request that a Ledger answers.
+// ledgerRequest is one request to a Ledger.
 type ledgerRequest struct {
 	*Ledger
 	responder
@@ -125,8 +126,8 @@ func (q *ledgerRequest) answer() error {
 	return q.workflow()
 }
 
-// admitCredential holds what a credential is good for that is made up at no cost. Nothing
-// is read or waited for on behalf of who has made no calls here.
+// admitCredential refuses what would read or wait on behalf of a caller who has made no
+// calls here, since anybody can make up a credential.
 func (q *ledgerRequest) admitCredential() error {
 	unknown := unknownPart()
 	switch q.endpoint {
@@ -144,7 +145,7 @@ func (q *ledgerRequest) admitCredential() error {
 	return err
 }
 
-// hasCalled reports whether the reader may have a part in anything.
+// hasCalled reports whether the reader may have taken part in anything.
 func (s *Ledger) hasCalled(ctx context.Context, who evidence.Reader) (bool, error) {
 	if !who.Credential || s.Called == nil {
 		return true, nil
@@ -152,7 +153,7 @@ func (s *Ledger) hasCalled(ctx context.Context, who evidence.Reader) (bool, erro
 	return s.Called(ctx, who.Caller)
 }
 
-// problem is an error as a problem, unless the client has gone.
+// problem maps an error to a problem, unless the client has disconnected.
 func (q *ledgerRequest) problem(err error) error {
 	if err == nil || q.r.Context().Err() != nil {
 		return err
@@ -169,13 +170,13 @@ type headDocument struct {
 	Origin string    `json:"origin"`
 	Size   int64     `json:"size"`
 	Root   tlog.Hash `json:"root"`
-	// Key is the public key that the note is verified with.
+	// Key is the public key that verifies the note.
 	Key string `json:"key,omitempty"`
-	// Note is the signed note, which says the same and is what counts.
+	// Note is the signed note, which is authoritative for the other members.
 	Note string `json:"note"`
 }
 
-// head answers with the newest head: as JSON, or the signed note itself.
+// head answers with the newest head: as JSON, or as the signed note itself.
 func (q *ledgerRequest) head() error {
 	head := q.Log.Head()
 	q.w.Header().Set("Vary", "Accept")
@@ -194,8 +195,8 @@ type proofDocument struct {
 	Proof tlog.RecordProof `json:"proof"`
 }
 
-// proof answers that the tree of a size, the newest if none is given, has the entry at
-// an index.
+// proof answers with the inclusion proof of the entry at an index, in the tree of a size or
+// the newest.
 func (q *ledgerRequest) proof() error {
 	p, err := parseParams(q.r.URL, "index", "size")
 	if err != nil {
@@ -224,8 +225,8 @@ type consistencyDocument struct {
 	Proof tlog.TreeProof `json:"proof"`
 }
 
-// consistency answers that the tree of size new, the newest if none is given, begins
-// with all entries of the tree of size old.
+// consistency answers with the proof that the tree of size new, by default the newest,
+// extends the tree of size old.
 func (q *ledgerRequest) consistency() error {
 	p, err := parseParams(q.r.URL, "old", "new")
 	if err != nil {
@@ -249,7 +250,7 @@ func (q *ledgerRequest) consistency() error {
 	return q.writeJSON(http.StatusOK, consistencyDocument{q.Log.Origin(), older, newer, append(tlog.TreeProof{}, proof...)})
 }
 
-// size reads the size of a tree; the newest head's where there is none.
+// size reads the size of a tree from a parameter; by default that of the newest head.
 func (q *ledgerRequest) size(p params, name string) (int64, error) {
 	size, there, err := p.number(name)
 	if !there {
@@ -258,8 +259,8 @@ func (q *ledgerRequest) size(p params, name string) (int64, error) {
 	return size, err
 }
 
-// beyond makes the problem of a size that the tree does not have. How large it is
-// every reader may know.
+// beyond makes the problem for a size that the tree does not have. Every reader may know
+// the tree's size.
 func (q *ledgerRequest) beyond(err error) error {
 	if errors.Is(err, ledger.ErrNotFound) {
 		return NewProblem(entryUnknown, fmt.Sprintf("The tree has %d entries.", q.Log.Head().Size))
@@ -280,18 +281,18 @@ type entryDocument struct {
 	Parents  []string  `json:"par"`
 	Time     time.Time `json:"time,omitzero"`
 
-	// Signed says that Token carries a signature. An event that the gateway could not
-	// sign has no token; Leaf says what it was.
+	// Signed says that Token has a signature. If the gateway could not sign the event,
+	// there is no token and only Leaf describes it.
 	Signed bool   `json:"signed"`
 	Level  string `json:"level,omitempty"`
 	Token  string `json:"token,omitempty"`
-	// Leaf are the exact bytes that Receipt proves.
+	// Leaf has the exact bytes that Receipt proves.
 	Leaf []byte `json:"leaf"`
-	// Receipt is missing for an entry of another node's log, which gives it.
+	// Receipt is empty for an entry of another node's log; that node returns it.
 	Receipt *ledger.Receipt `json:"receipt,omitempty"`
 }
 
-// waitingDocument says that an event is recorded and has no place yet.
+// waitingDocument says that an event is recorded but not in the tree yet.
 type waitingDocument struct {
 	State    string `json:"state"` // waiting
 	ID       string `json:"jti"`
@@ -302,7 +303,7 @@ func unknownEntry() error {
 	return NewProblem(entryUnknown, "Nothing of it is known for the identity that asks.")
 }
 
-// notThere makes the problem of an entry that cannot be had.
+// notThere makes the problem for an entry that cannot be returned.
 func notThere(err error) error {
 	switch {
 	case errors.Is(err, ledger.ErrNotFound):
@@ -333,8 +334,8 @@ func (q *ledgerRequest) entry() error {
 	return q.writeEntry(&e)
 }
 
-// entryByID answers with the entry of a token. One that is recorded and has no place
-// in the tree yet can be waited for where its workflow is named.
+// entryByID answers with the entry of a token. With the workflow's name, the request can
+// wait for an entry that is not in the tree yet.
 func (q *ledgerRequest) entryByID() error {
 	p, err := parseParams(q.r.URL, "jti", "wid", "wait")
 	if err != nil {
@@ -367,19 +368,19 @@ func (q *ledgerRequest) entryByID() error {
 	return unknownEntry()
 }
 
-// entryInWorkflow answers with an entry of a workflow, if the reader may see it. Only
-// who takes part in the workflow can wait, so that nobody else learns by the time it
-// takes whether something is there.
+// entryInWorkflow answers with an entry of a workflow if the reader may see it. Only
+// participants of the workflow can wait: the duration must not reveal to others whether
+// there is an entry.
 func (q *ledgerRequest) entryInWorkflow(wid, id string, wait time.Duration) (found bool, err error) {
 	ctx := q.r.Context()
 	e, err := q.Log.Lookup(ctx, wid, id)
-	// Afterwards, so that an entry that has got its place meanwhile is in it.
+	// After the lookup, so that it includes an entry that reached the tree meanwhile.
 	part, partErr := q.participationOf(ctx, wid, q.who)
 	if partErr != nil {
 		return false, partErr
 	}
-	// One that is not there yet is waited for as well: the reader may have the id of a call
-	// that has not come this far.
+	// Wait for unknown entries too: the reader may have the id of a call that is not
+	// recorded yet.
 	if (errors.Is(err, ledger.ErrWaiting) || errors.Is(err, ledger.ErrNotFound)) && wait > 0 && !part.Empty() {
 		waits, cancel := until(q.r.Context(), q.Waits, wait)
 		defer cancel()
@@ -395,7 +396,7 @@ func (q *ledgerRequest) entryInWorkflow(wid, id string, wait time.Duration) (fou
 		return false, nil
 	case errors.Is(err, ledger.ErrWaiting), errors.Is(err, ledger.ErrPruned):
 		if part.Empty() {
-			return false, nil // nobody knows whose it is
+			return false, nil // its owner is unknown
 		}
 	case err != nil:
 		return false, err
@@ -418,7 +419,7 @@ func (q *ledgerRequest) entryInWorkflow(wid, id string, wait time.Duration) (fou
 	return true, q.writeEntry(&e)
 }
 
-// entryAnywhere finds the one entry with an id that the reader may see.
+// entryAnywhere finds the one entry with an id that the reader may see, in any workflow.
 func (q *ledgerRequest) entryAnywhere(id string) error {
 	ctx := q.r.Context()
 	all, err := q.Log.Find(ctx, id)
@@ -466,15 +467,16 @@ func (q *ledgerRequest) writeEntry(e *ledger.Entry) error {
 }
 
 const (
-	// maxBody is the size of a body with errors.
+	// maxBody is the largest body with errors, in bytes.
 	maxBody = 1 << 20
-	// reachTime is how long the answer waits for the tree.
+	// reachTime is how long an answer waits until the tokens are in the tree.
 	reachTime = 5 * time.Second
-	// maxRounds is how often others may come before a recording with the same tokens.
+	// maxRounds is how often recording is attempted if others record the same tokens
+	// concurrently.
 	maxRounds = 3
 )
 
-// recordedDocument says where errors were recorded. Its members are an API.
+// recordedDocument lists the recorded errors. Its members are an API.
 type recordedDocument struct {
 	Recorded []recordedError `json:"recorded"`
 }
@@ -484,13 +486,13 @@ type recordedError struct {
 	Workflow string `json:"wid"`
 	Log      string `json:"log"`
 	Index    int64  `json:"index"`
-	// Entry is where the entry and its receipt can be read.
+	// Entry is the path of the entry and its receipt.
 	Entry string `json:"entry"`
 }
 
 // takeErrors records the error tokens of agents (cascade 6.2; ATD, "False Error
-// Injection"). Who sends them is who has signed them. The same tokens again get the
-// same answer, also after they have expired.
+// Injection"). The sender is the signer of the tokens. Repeating a request gives the same
+// answer, even after the tokens have expired.
 func (q *ledgerRequest) takeErrors() error {
 	raws, err := q.errorTokens()
 	if err != nil {
@@ -523,7 +525,7 @@ func (q *ledgerRequest) takeErrors() error {
 	return q.writeJSON(status, doc)
 }
 
-// errorTokens are the tokens of the body, or of the header where there is no body.
+// errorTokens returns the tokens of the body, or of the header if there is no body.
 func (q *ledgerRequest) errorTokens() ([]string, error) {
 	body, err := io.ReadAll(io.LimitReader(q.r.Body, maxBody+1))
 	var tooLarge *http.MaxBytesError
@@ -558,9 +560,9 @@ func (q *ledgerRequest) errorTokens() ([]string, error) {
 	return raws, nil
 }
 
-// checkError holds what an error token must say (A-error-signaling-b to -d). No
-// checkpoint need be named where there is none, and in the words of the cascade draft, which
-// has no form for the error that its figures name, nothing need be said at all.
+// checkError checks the claims of an error token (A-error-signaling-b to -d). A checkpoint
+// is required only if the token has one to name. Tokens of the cascade vocabulary need no
+// extension: that draft does not define the form of the errors in its figures.
 func checkError(u *ect.Unverified) error {
 	severity, _ := u.Ext().Text(ect.MemberSeverity)
 	_, said := u.Ext().Raw(ect.MemberSeverity)
@@ -584,8 +586,8 @@ func checkError(u *ect.Unverified) error {
 	return nil
 }
 
-// keep records those of the tokens that are not recorded yet, all of them or none,
-// and says with what status.
+// keep records the tokens that are not recorded yet, all or none, and returns the HTTP
+// status.
 func (q *ledgerRequest) keep(raws []string, all []*ect.Unverified) (status int, err error) {
 	status = http.StatusOK
 	var verified []*ect.Token
@@ -619,8 +621,8 @@ func (q *ledgerRequest) keep(raws []string, all []*ect.Unverified) (status int, 
 	return 0, errors.New("the tokens' ids were taken again and again")
 }
 
-// fresh are the tokens that are not recorded. taken says that another one has the id
-// of one of them: only who can sign in its name may learn that.
+// fresh returns the tokens that are not recorded yet. taken says that another token has one
+// of the ids; only somebody who can sign as the issuer may learn that.
 func (q *ledgerRequest) fresh(raws []string, all []*ect.Unverified) (fresh []string, taken bool, err error) {
 	for i, raw := range raws {
 		e, err := q.reach(q.r.Context(), all[i].Workflow(), all[i].ID())
@@ -636,7 +638,7 @@ func (q *ledgerRequest) fresh(raws []string, all []*ect.Unverified) (fresh []str
 	return fresh, taken, nil
 }
 
-// reach finds a recorded token, and waits a moment for its place in the tree.
+// reach finds a recorded token, and waits up to reachTime until it is in the tree.
 func (s *Ledger) reach(ctx context.Context, wid, id string) (ledger.Entry, error) {
 	e, err := s.Log.Lookup(ctx, wid, id)
 	if !errors.Is(err, ledger.ErrWaiting) {
@@ -647,8 +649,8 @@ func (s *Ledger) reach(ctx context.Context, wid, id string) (ledger.Entry, error
 	return s.Log.Wait(ctx, wid, id)
 }
 
-// checkParents holds that all parents, and the checkpoint where one is named, are known
-// in the token's own workflow, and that its issuer has to do with them. Foreign is as
+// checkParents checks that all parents, and the checkpoint if one is named, are in the
+// token's own workflow, and that its issuer took part in them. Those of others count as
 // unknown (P3).
 func (q *ledgerRequest) checkParents(tokens []*ect.Token, all []*ect.Unverified) error {
 	for _, t := range tokens {
@@ -677,7 +679,7 @@ func (q *ledgerRequest) checkParents(tokens []*ect.Token, all []*ect.Unverified)
 	return nil
 }
 
-// knows reports whether a workflow has a token, be it one that came along.
+// knows reports whether a workflow has a token, or the same request brings it.
 func (q *ledgerRequest) knows(wid, id string, along []*ect.Unverified) (bool, error) {
 	if slices.ContainsFunc(along, func(u *ect.Unverified) bool { return u.Workflow() == wid && u.ID() == id }) {
 		return true, nil

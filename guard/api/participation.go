@@ -10,7 +10,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
-// participation collects what a reader takes part in while entries are read.
+// participation collects what a reader takes part in, entry by entry.
 type participation struct {
 	*Ledger
 	who   evidence.Reader
@@ -18,7 +18,7 @@ type participation struct {
 	mine  []string
 }
 
-// add takes an entry. It reports whether nothing more can come of others, which is never.
+// add adds an entry. It never returns true, which would end the reading early.
 func (p *participation) add(e *ledger.Entry) bool {
 	if p.takesPart(e) {
 		p.mine = append(p.mine, e.ID)
@@ -26,22 +26,23 @@ func (p *participation) add(e *ledger.Entry) bool {
 	if p.links == nil {
 		p.links = make(evidence.Links)
 	}
-	if !evidence.IsUnproven(e) { // which can name what it likes
+	if !evidence.IsUnproven(e) { // an unproven token could name any parents
 		p.links.Add(e.ID, e.Parents, p.reported(e))
 	}
 	return false
 }
 
-// takesPart reports whether an entry is of the reader's part.
+// takesPart reports whether the reader itself took part in an entry.
 func (p *participation) takesPart(e *ledger.Entry) bool {
 	event, _ := ect.ParseEvent(e.Action)
-	// Who has reported an error need not have any other part in the workflow.
+	// Reporting an error does not make the reporter a participant of the workflow.
 	return p.called(e, p.who) || event != ect.EventError && p.issued(e, p.who)
 }
 
 func (p *participation) of() evidence.Participation { return p.links.From(p.mine) }
 
-// participationOf is what a reader may see of the first MaxNodes entries of a workflow.
+// participationOf collects what a reader may see of the first MaxNodes entries of a
+// workflow.
 func (s *Ledger) participationOf(ctx context.Context, wid string, who evidence.Reader) (evidence.Participation, error) {
 	if wid == "" {
 		return evidence.Participation{}, nil
@@ -61,34 +62,34 @@ func (s *Ledger) mayRead(ctx context.Context, e *ledger.Entry, who evidence.Read
 	return s.partOf(ctx, e.Workflow, who).has(e.ID)
 }
 
-// partOf is a reader's part in a workflow.
+// partOf starts a search for the reader's part in a workflow.
 func (s *Ledger) partOf(ctx context.Context, wid string, who evidence.Reader) *search {
 	p := participation{Ledger: s, who: who}
 	return s.search(ctx, wid, p.takesPart, nil)
 }
 
-// search finds out whether an id is linked to somebody's part in a workflow, and so what
-// links.from would say of all of it. It goes from the id outwards, the nearest first and what
-// led to it before what follows, and reads MaxNodes entries at most: what others have recorded
-// beside it hides nothing, however much that is.
+// search finds out whether an id is linked to a reader's part in a workflow, with the same
+// result as links.from on all of it. It starts at the id and reads the nearest entries
+// first, parents before followers, at most MaxNodes. So the result does not depend on how
+// much others have recorded in the workflow.
 type search struct {
 	*Ledger
 	ctx   context.Context
 	wid   string
 	mine  func(e *ledger.Entry) bool
-	along []node // that are not recorded
+	along []node // tokens that are not recorded yet
 	read  map[string]*ledger.Entry
 	left  int
 }
 
-// followersAtOnce is how many followers of an id are read before it is the turn of other ids.
+// followersAtOnce is how many followers of an id are read before those of the next id.
 const followersAtOnce = 16
 
-// node is a token that is not recorded.
+// node is a token that is not recorded yet.
 type node struct {
 	id      string
 	parents []string
-	report  bool // of what others do
+	report  bool // reports on what others do
 	mine    bool
 }
 
@@ -143,7 +144,7 @@ func (s *search) has(id string) (bool, error) {
 	return false, nil
 }
 
-// parents are the ids that an id follows from. mine says that it is of the part itself.
+// parents returns the parents of an id. mine says that the id itself belongs to the part.
 func (s *search) parents(id string) (mine bool, ids []string, err error) {
 	for _, n := range s.along {
 		if n.id == id {
@@ -154,13 +155,13 @@ func (s *search) parents(id string) (mine bool, ids []string, err error) {
 	if e == nil || mine || err != nil {
 		return mine, ids, err
 	}
-	if !evidence.IsUnproven(e) { // which can name what it likes
+	if !evidence.IsUnproven(e) { // an unproven token could name any parents
 		ids = append(ids, e.Parents...)
 	}
 	return s.mine(e), ids, nil
 }
 
-// children are ids that follow from an id, but for what agents report of others.
+// children returns ids that follow from an id, except agents' reports on others.
 func (s *search) children(id string, from ledger.Cursor) (ids []string, next ledger.Cursor, err error) {
 	follows := func(e *ledger.Entry) bool {
 		return !evidence.IsUnproven(e) && !s.reported(e) && slices.Contains(e.Parents, id)
@@ -202,7 +203,7 @@ func (s *search) children(id string, from ledger.Cursor) (ids []string, next led
 	return ids, page.Next, nil
 }
 
-// get is the entry of an id in the workflow; nil where nothing can be read of it.
+// get returns the entry of an id in the workflow; nil if it cannot be read.
 func (s *search) get(id string) (*ledger.Entry, error) {
 	if e, known := s.read[id]; known || id == "" || len(id) > ledger.MaxName {
 		return e, nil
@@ -220,8 +221,8 @@ func (s *search) get(id string) (*ledger.Entry, error) {
 	return s.read[id], nil
 }
 
-// each gives the entries of a workflow in their order, at most MaxNodes, until visit
-// has enough. It reports whether there are more than it gave.
+// each calls visit with the entries of a workflow in order, at most MaxNodes, until it
+// returns true. more says that there are further entries.
 func (s *Ledger) each(ctx context.Context, wid string, visit func(*ledger.Entry) (enough bool)) (more bool, err error) {
 	var next ledger.Cursor
 	for left := s.MaxNodes; ; {
@@ -244,14 +245,14 @@ func (s *Ledger) each(ctx context.Context, wid string, visit func(*ledger.Entry)
 	}
 }
 
-// workflowIDs are the ids that a name can stand for: that of tokens, and that of calls
-// without any (ADR 0023).
+// workflowIDs returns the ids that a name can stand for: that of tokens, and that of calls
+// without tokens (ADR 0023).
 func workflowIDs(name string) []string {
 	return slices.Compact([]string{evidence.WorkflowID(name), evidence.NamedWorkflowID(name)})
 }
 
 // TakesPart reports whether an entry of a workflow is linked to the reader's own part in
-// it: what reading the workflow would show of it (ADR 0024).
+// it, and so visible to the reader (ADR 0024).
 func (s *Ledger) TakesPart(ctx context.Context, wid, id string, who evidence.Reader) (bool, error) {
 	if called, err := s.hasCalled(ctx, who); err != nil || !called {
 		return false, err
@@ -259,21 +260,22 @@ func (s *Ledger) TakesPart(ctx context.Context, wid, id string, who evidence.Rea
 	return s.partOf(ctx, wid, who).has(id)
 }
 
-// CheckReport holds that whoever reports what somebody did takes part in all of it: with
-// every parent of the token, and with the checkpoint that it names (cascade 6.2; ATD,
-// "False Error Injection"). That is what it has issued, what was made for it, as the
-// checkpoint is that an upstream gets with a call, and what is linked to its own nodes.
-// along are tokens that are not recorded and count as if they were.
+// CheckReport checks that the issuer of a report took part in all that the report names:
+// every parent of the token, and the checkpoint (cascade 6.2; ATD, "False Error
+// Injection"). It took part in what it has issued, in what was made for it, such as the
+// checkpoint that an upstream gets with a call, and in what is linked to its own nodes.
+// along are tokens that are not recorded yet but count as if they were.
 //
-// A refusal is an *ect.Error, and the same whether something is foreign or unknown (P3).
+// A refusal is an *ect.Error. It does not reveal whether something belongs to others or is
+// unknown (P3).
 func (s *Ledger) CheckReport(ctx context.Context, t *ect.Token, along []*ect.Token) error {
 	return s.checkReport(ctx, t, along, nil)
 }
 
-// CheckAnswer is CheckReport of what came with the answer to a call. Whoever was called has
-// to do with it: with the tokens that it was called with and the call's checkpoint, whose ids
-// call has. That is who the call's route names; empty is whoever answers, who may report on
-// that call so, or of what is its own, and of both at once only by its own part.
+// CheckAnswer is CheckReport for a token that came with the answer to a call. call has the
+// ids of the call's tokens and of its checkpoint; the called party took part in them.
+// called is its identity as the route names it. If it is empty, any issuer may report on
+// this call or on its own part, but on both in one token only by its own part.
 func (s *Ledger) CheckAnswer(ctx context.Context, t *ect.Token, along []*ect.Token, called string, call []string) error {
 	names := slices.Clone(t.Parents())
 	if id := evidence.NamedCheckpoint(t.Ext()); id != "" {
@@ -286,9 +288,9 @@ func (s *Ledger) CheckAnswer(ctx context.Context, t *ect.Token, along []*ect.Tok
 	return s.checkReport(ctx, t, along, call)
 }
 
-// checkReport is CheckReport where some ids count as made for the issuer.
+// checkReport is CheckReport with ids that count as made for the issuer.
 func (s *Ledger) checkReport(ctx context.Context, t *ect.Token, along []*ect.Token, made []string) error {
-	if !evidence.IsReport(t.Event()) || t.Workflow() == "" || !t.Proven() { // what is nobody's word counts for nothing
+	if !evidence.IsReport(t.Event()) || t.Workflow() == "" || !t.Proven() { // such a token is nobody's proven report
 		return nil
 	}
 	ask := issuerPart{Ledger: s, t: t, made: made, along: slices.DeleteFunc(slices.Clone(along), func(o *ect.Token) bool {
@@ -307,7 +309,7 @@ func (s *Ledger) checkReport(ctx context.Context, t *ect.Token, along []*ect.Tok
 	return nil
 }
 
-// refusedUnless is the refusal, unless nothing is known.
+// refusedUnless returns the refusal, unless err says that the lookup failed.
 func refusedUnless(err error, code ect.Code) error {
 	if err != nil {
 		return err
@@ -320,8 +322,8 @@ type issuerPart struct {
 	*Ledger
 	t     *ect.Token
 	along []*ect.Token
-	made  []string // ids of what counts as made for it
-	part  *search  // once it was asked
+	made  []string // ids that count as made for the issuer
+	part  *search  // nil until it is needed
 }
 
 func (c *issuerPart) has(ctx context.Context, id string) (bool, error) {
@@ -336,7 +338,7 @@ func (c *issuerPart) has(ctx context.Context, id string) (bool, error) {
 	if len(id) > ledger.MaxName {
 		return false, nil
 	}
-	for _, wid := range []string{c.t.Workflow(), ""} { // a parent may be of no workflow
+	for _, wid := range []string{c.t.Workflow(), ""} { // a parent may have no workflow
 		e, err := c.reach(ctx, wid, id)
 		switch {
 		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
@@ -356,8 +358,8 @@ func (c *issuerPart) has(ctx context.Context, id string) (bool, error) {
 	return part.has(id)
 }
 
-// read looks for the issuer's part in the workflow. What was recorded a moment ago may be all
-// that it has there.
+// read looks for the issuer's part in the workflow. It first waits for events that were
+// just recorded, which may be all of it.
 func (c *issuerPart) read(ctx context.Context) (*search, error) {
 	if c.part != nil {
 		return c.part, nil
@@ -379,14 +381,14 @@ func (c *issuerPart) read(ctx context.Context) (*search, error) {
 	return c.part, nil
 }
 
-// reported reports whether an entry is what an agent reports of others.
+// reported reports whether an entry is an agent's report on others.
 func (s *Ledger) reported(e *ledger.Entry) bool {
 	event, _ := ect.ParseEvent(e.Action)
 	return evidence.IsReport(event) && !s.own(e)
 }
 
-// caughtUp waits until what was recorded before stands in the tree, so that a list of
-// entries shows it. whole is false where some of it never will, since it does not open.
+// caughtUp waits until all events that were recorded before are in the tree, so that lists
+// include them. whole is false if some cannot be decrypted.
 func (s *Ledger) caughtUp(ctx context.Context) (whole bool, err error) {
 	waits, cancel := until(ctx, s.Waits, reachTime)
 	defer cancel()

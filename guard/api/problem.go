@@ -12,52 +12,54 @@ import (
 	"time"
 )
 
-// BasePath is where each problem's type URI leads: BasePath + slug explains it.
+// BasePath + slug is the type URI of a problem, and the path of the page that explains it.
 const BasePath = "/.well-known/cascade/problems/"
 
-// Problem is an error answer of the gateway's own, an RFC 9457 document. It is an error value.
+// Problem is an error that the gateway itself answers with, as an RFC 9457 document. It is
+// an error value.
 //
-// Some SDKs take an answer for a success where its body has no `error` member, some
-// give up where that member has the form of Stripe's, and some retry every 409 unless a
-// header says otherwise. docs/clients.md has what each of them was seen to do.
+// Some SDKs take an error answer without a member `error` for a success, some give up if
+// that member has Stripe's format, and some retry every 409 unless a header forbids it.
+// docs/clients.md describes the observed behaviour of each.
 type Problem struct {
 	kind Kind
-	// Detail says what happened to this call, and never contains a secret or a body.
+	// Detail describes this occurrence. It never contains a secret or a body.
 	Detail string
-	// ExecutionID is the caller's name for the effect, where one is known.
+	// ExecutionID is the caller's id of the execution; empty if unknown.
 	ExecutionID string
-	// State is the recorded execution's state, where there is one.
+	// State is the state of the recorded execution; empty if there is none.
 	State string
-	// Status is the HTTP status, where it is not that of the kind.
+	// Status is the HTTP status; zero for that of the kind.
 	Status int
-	// Reason is a short stable code that says more than the kind; it may be empty.
+	// Reason is a short stable code that refines the kind; it may be empty.
 	Reason string
-	// StatusURL is the path below Mount where the caller can ask what becomes of the
-	// execution, if it can.
+	// StatusURL is the path below Mount at which the caller can read the execution's state;
+	// it may be empty.
 	StatusURL string
-	// Mount is what the caller's paths have before those of the gateway, as /api where
-	// that is taken off on the way; empty without.
+	// Mount is the prefix that the caller's paths have before the gateway's, such as /api
+	// if a handler strips it; it may be empty.
 	Mount string
 	// ConflictingRollback is the id of the rollback that takes precedence (cascade 4.3.4).
 	ConflictingRollback string
-	// Dependants are ids of actions that keep a rollback from being prepared.
+	// Dependants are the ids of actions that prevent a rollback.
 	Dependants []string
-	// ErrorECT is the id of the error token of the failure, in the words of the
-	// circuits document; the token itself is in Execution-Context. It may be empty.
+	// ErrorECT is the id of the error token of the failure (circuits document). The token
+	// itself is in Execution-Context. It may be empty.
 	ErrorECT string
 	// Doubtful says that the call was executed, or may have been, so that no new key is
 	// safe, whatever the kind says.
 	Doubtful bool
-	// RetryHelps says that a retry of the same call can cure the problem, though its kind
-	// says otherwise.
+	// RetryHelps says that a retry of the same call may succeed, although its kind says
+	// otherwise.
 	RetryHelps bool
-	// RetryAfter is set where a retry helps; it is sent in whole seconds, at least 1.
+	// RetryAfter is when a retry may succeed, sent in whole seconds, at least 1; zero is
+	// not sent.
 	RetryAfter time.Duration
-	// Cause is for the log, never for the caller.
+	// Cause is logged and never sent to the caller.
 	Cause error
 }
 
-// NewProblem makes a problem of kind k.
+// NewProblem returns a problem of kind k.
 func NewProblem(k Kind, detail string) *Problem {
 	p := &Problem{kind: k, Detail: detail}
 	if k.retry {
@@ -66,10 +68,10 @@ func NewProblem(k Kind, detail string) *Problem {
 	return p
 }
 
-// Kind is the problem's kind.
+// Kind returns the problem's kind.
 func (p *Problem) Kind() Kind { return p.kind }
 
-// Error is the problem's slug and detail, with its cause.
+// Error returns the problem's slug and detail, with its cause.
 func (p *Problem) Error() string {
 	text := p.kind.Slug + ": " + p.Detail
 	if p.Cause != nil {
@@ -78,8 +80,8 @@ func (p *Problem) Error() string {
 	return text
 }
 
-// Known notes where the execution stands that is recorded under the caller's id. Unless it
-// was undone, it has had its effect, or may have.
+// Known sets the state of the execution that is recorded under the caller's id. Unless it
+// was undone, its effect has happened or may have.
 func (p *Problem) Known(state string, undone bool) {
 	p.State = cmp.Or(p.State, state)
 	p.Doubtful = p.Doubtful || !undone
@@ -94,7 +96,7 @@ type document struct {
 	Status      int      `json:"status"`
 	Detail      string   `json:"detail,omitempty"`
 	Reason      string   `json:"reason,omitempty"`
-	ErrorType   string   `json:"error_type,omitempty"` // AERR's word; error.type has the words that SDKs know
+	ErrorType   string   `json:"error_type,omitempty"` // the type in AERR's registry; error.type has the type that SDKs know
 	ExecutionID string   `json:"execution_id,omitempty"`
 	State       string   `json:"state,omitempty"`
 	SafeNewKey  bool     `json:"safe_new_key"`
@@ -105,25 +107,25 @@ type document struct {
 	Error       sdkBody  `json:"error"`
 }
 
-// sdkBody is the member that SDKs look for. stripe-node takes an answer without it for a
+// sdkBody is the member that SDKs read. stripe-node takes an answer without it for a
 // success, whatever its status.
 type sdkBody struct {
 	Type    string `json:"type"`
 	Code    string `json:"code"`
 	Message string `json:"message"`
-	// Status is set where a retry helps. stripe-go gives up on every error that it can
-	// read, and reads a number here: a string makes it retry.
+	// Status is set if a retry may succeed. stripe-go gives up on every error that it can
+	// decode, and it expects a number here: a string makes it retry.
 	Status string `json:"status,omitempty"`
 }
 
-// The fields that tell SDKs whether to retry: those made by Stainless (OpenAI,
-// Anthropic) and those of Stripe.
+// Header fields that tell SDKs whether to retry: those of SDKs generated by Stainless
+// (OpenAI, Anthropic) and those of Stripe.
 const (
 	headerShouldRetry       = "X-Should-Retry"
 	headerStripeShouldRetry = "Stripe-Should-Retry"
 )
 
-// NoRetry tells the SDKs that read such a field not to retry, whatever the status.
+// NoRetry tells SDKs that read such a header field not to retry, whatever the status.
 func NoRetry(h http.Header) {
 	h.Set(headerShouldRetry, "false")
 	h.Set(headerStripeShouldRetry, "false")
@@ -137,7 +139,7 @@ func (p *Problem) retries() bool { return p.kind.retry || p.RetryHelps }
 
 func (p *Problem) safeNewKey() bool { return p.kind.SafeNewKey && !p.Doubtful }
 
-// Write answers with the problem.
+// Write sends the problem as the answer.
 func (p *Problem) Write(w http.ResponseWriter) {
 	k := p.kind
 	doc := document{
@@ -153,7 +155,7 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	if p.retries() {
 		doc.Error.Status = strconv.Itoa(doc.Status)
 		h.Set("Retry-After", strconv.FormatInt(p.retrySeconds(), 10))
-		h.Set(headerStripeShouldRetry, "true") // of itself stripe-node retries no 429
+		h.Set(headerStripeShouldRetry, "true") // by default stripe-node does not retry a 429
 	} else {
 		NoRetry(h)
 	}
@@ -173,7 +175,7 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	_, _ = w.Write(body) // the client may be gone
 }
 
-// page is what the templates show of a kind.
+// page has what the templates show of a kind.
 type page struct {
 	Kind
 	Meaning, Caller, Operator string
@@ -215,8 +217,8 @@ func serveIndex(w http.ResponseWriter) {
 	}
 }
 
-// servePage explains the kind with this slug to a person, as HTML where the client
-// asks for it, else as plain text. An empty slug lists all kinds.
+// servePage answers with the page for people about the kind with this slug: as HTML if the
+// client accepts it, else as plain text. An empty slug lists all kinds.
 func servePage(w http.ResponseWriter, r *http.Request, slug string) {
 	if slug == "" {
 		serveIndex(w)
@@ -238,7 +240,7 @@ func servePage(w http.ResponseWriter, r *http.Request, slug string) {
 	_ = textPage.Execute(w, p)
 }
 
-// The codes of gRPC that problems have.
+// The gRPC status codes of problems.
 const (
 	grpcInvalidArgument    = 3
 	grpcNotFound           = 5
@@ -252,7 +254,8 @@ const (
 	grpcUnauthenticated    = 16
 )
 
-// The fields of a problem that gRPC has no place for. Clients read them in the trailer.
+// The members of a problem that have no place in a gRPC status. Clients read them in the
+// trailer.
 const (
 	headerProblem    = "Execution-Problem"
 	headerState      = "Execution-State"
@@ -260,14 +263,14 @@ const (
 	headerPushback   = "Grpc-Retry-Pushback-Ms"
 )
 
-// GRPCCode is the status that gRPC callers get (ADR 0047). What a retry of the same call
-// can cure is UNAVAILABLE, at which clients retry, or RESOURCE_EXHAUSTED; nothing else is.
+// GRPCCode returns the gRPC status code (ADR 0047). Only if a retry of the same call may
+// succeed is it UNAVAILABLE, at which clients retry, or RESOURCE_EXHAUSTED.
 func (k Kind) GRPCCode() int {
 	switch k.Slug {
 	case ResultExpired.Slug, ResultUnavailable.Slug:
-		return grpcAlreadyExists // the effect does
+		return grpcAlreadyExists // the effect already exists
 	case RolledBack.Slug, rollbackConflict.Slug:
-		return grpcAborted // another attempt is a new one
+		return grpcAborted // another attempt would be a new one
 	case StreamRefused.Slug:
 		return grpcUnimplemented
 	}
@@ -281,7 +284,7 @@ func (k Kind) GRPCCode() int {
 	case http.StatusNotFound:
 		return grpcNotFound
 	case http.StatusUnprocessableEntity:
-		return grpcAlreadyExists // the id, for another call
+		return grpcAlreadyExists // the id exists, for another call
 	case http.StatusRequestEntityTooLarge, http.StatusTooManyRequests:
 		return grpcResourceExhausted
 	}
@@ -291,8 +294,8 @@ func (k Kind) GRPCCode() int {
 	return grpcFailedPrecondition
 }
 
-// WriteGRPC answers a caller of gRPC or gRPC-Web with the problem: with trailers alone, as
-// servers answer that have nothing else to say. contentType is that of the request.
+// WriteGRPC sends the problem to a gRPC or gRPC-Web client as a trailers-only response.
+// contentType is that of the request.
 func (p *Problem) WriteGRPC(w http.ResponseWriter, contentType string) {
 	k, h := p.kind, w.Header()
 	contentType, _, _ = strings.Cut(contentType, ";")
@@ -309,7 +312,7 @@ func (p *Problem) WriteGRPC(w http.ResponseWriter, contentType string) {
 	if p.State != "" {
 		h.Set(headerState, p.State)
 	}
-	pushback := int64(-1) // which forbids a retry, whatever the client is configured to
+	pushback := int64(-1) // a negative value forbids a retry, whatever the client's configuration
 	if p.retries() {
 		pushback = 1000 * p.retrySeconds()
 	}
@@ -317,7 +320,7 @@ func (p *Problem) WriteGRPC(w http.ResponseWriter, contentType string) {
 	w.WriteHeader(http.StatusOK)
 }
 
-// grpcMessage encodes a text as gRPC over HTTP/2 asks for.
+// grpcMessage percent-encodes a text for grpc-message.
 func grpcMessage(text string) string {
 	const hex = "0123456789ABCDEF"
 	var b strings.Builder
@@ -331,31 +334,31 @@ func grpcMessage(text string) string {
 	return b.String()
 }
 
-// Kind is one kind of problem. The kinds are the variables of this package.
+// Kind is a kind of problem. All kinds are variables of this package.
 type Kind struct {
-	// Slug names the kind; it ends the problem's type URI.
+	// Slug identifies the kind; it is the last segment of the problem's type URI.
 	Slug string
 	// Status is the HTTP status.
 	Status int
-	// Title says it in a few words, the same for every occurrence.
+	// Title is a short summary, the same for every occurrence.
 	Title string
-	// SafeNewKey says whether the call may be sent again under a new key without
-	// any danger that its effect happens twice.
+	// SafeNewKey says that the call may be sent again under a new key without the risk that
+	// its effect happens twice.
 	SafeNewKey bool
-	// ErrorType is the type that AERR's registry has for it; it may be empty.
+	// ErrorType is the type in AERR's registry; it may be empty.
 	ErrorType string
 
-	retry      bool // a retry of the same call can cure it
+	retry      bool // a retry of the same call may succeed
 	retryAfter time.Duration
 	meaning    string // for people: what it means
 	caller     string // for people: what the caller should do
 	operator   string // for people: what the operator can do
 }
 
-// Code is the slug with underscores, as error codes are written.
+// Code returns the slug with underscores, the usual form of error codes.
 func (k Kind) Code() string { return strings.ReplaceAll(k.Slug, "-", "_") }
 
-// errorType is the type that SDKs of several services know an error by.
+// errorType returns the type by which the SDKs of several services know an error.
 func (k Kind) errorType() string {
 	if k.Status >= 500 {
 		return "api_error"

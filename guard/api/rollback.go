@@ -22,99 +22,101 @@ import (
 )
 
 const (
-	// DefaultWait is how long an answer waits for the end of its rollback.
+	// DefaultWait is how long an answer waits for the end of its rollback by default.
 	DefaultWait = 10 * time.Second
-	// LongestWait is how long it waits at most.
+	// LongestWait is the longest time that an answer waits.
 	LongestWait = 30 * time.Second
-	// tokenTime is how long an answer waits for its token.
+	// tokenTime is the longest time that an answer waits for its token.
 	tokenTime = 5 * time.Second
-	// retryAfter is when it is worth looking at a running rollback again, in seconds.
+	// retryAfter is when a client should ask again for a running rollback, in seconds.
 	retryAfter = "2"
 )
 
-// Coordinator carries rollbacks out. *rollback.Coordinator is one.
+// Coordinator plans and carries out rollbacks. *rollback.Coordinator implements it.
 type Coordinator interface {
-	// Draft plans a rollback, or says why it would be refused. Nothing is recorded.
+	// Draft plans a rollback without recording it. The error says why Accept would refuse
+	// it.
 	Draft(ctx context.Context, r rollback.Request) (*rollback.Draft, error)
-	// Accept accepts a rollback durably, with extra writes in the accepting commit. The same id
-	// with the same content gives the same rollback (P5). A Draft of nothing but the request is
-	// planned first.
+	// Accept accepts a rollback durably, with extra writes in the same commit. The same id
+	// with the same content returns the same rollback (P5). A Draft that has only a request
+	// is planned first.
 	Accept(ctx context.Context, d *rollback.Draft, extra ...store.Write) (*rollback.Rollback, error)
 	// Get returns a rollback, or rollback.ErrUnknown.
 	Get(ctx context.Context, id string) (*rollback.Rollback, error)
-	// Wait returns a rollback once it is finished, or as it is with ctx's error.
+	// Wait returns a rollback once it is finished. With the error of ctx it returns the
+	// rollback as it is.
 	Wait(ctx context.Context, id string) (*rollback.Rollback, error)
 }
 
-// Tokens is what is known of tokens: what they were used for, and what they have recorded.
+// Tokens reads and records the tokens of rollback requests.
 type Tokens interface {
-	// Recorded looks up how a token stands to a use.
+	// Recorded returns whether a token was used before, and for what.
 	Recorded(ctx context.Context, t *ect.Token, use evidence.Use) (evidence.TokenStatus, error)
-	// Enter records the tokens of a request, unless they are, and waits for their place.
-	// An *ect.Error says that one is not accepted.
+	// Enter records the tokens of a request that are not recorded yet, and waits until they
+	// are in the tree. The error is an *ect.Error if one is refused.
 	Enter(ctx context.Context, all []*ect.Token) error
-	// Bound is the write that binds the token that asks to its use, on the condition that
-	// it was not used. It rides in the accepting commit.
+	// Bound returns the write that binds the requesting token to its use, on the condition
+	// that the token was not used before. It is part of the accepting commit.
 	Bound(ctx context.Context, t *ect.Token, use evidence.Use) (store.Write, error)
-	// Bind does that by a commit of its own, unless it was done.
+	// Bind commits that write by itself, unless the token is bound already.
 	Bind(ctx context.Context, t *ect.Token, use evidence.Use) error
-	// Event is the event that was recorded under an id of a workflow, empty for other
-	// actions. Found is false where nothing was.
+	// Event returns the event recorded under an id of a workflow; it is empty for other
+	// actions. found is false if nothing is recorded.
 	Event(ctx context.Context, workflow, id string) (event ect.Event, found bool, err error)
-	// For reports whether one of some ids is the action that a checkpoint was made for: its
-	// caller's own token, or the gateway's node of it. It is false where there is no such
+	// For reports whether one of the ids is the action that a checkpoint was made for: the
+	// caller's own token, or the gateway's node of it. It is false if there is no such
 	// checkpoint.
 	For(ctx context.Context, workflow, checkpoint string, ids []string) (bool, error)
-	// Mine reports whether what was recorded under an id of a workflow is linked to the
+	// Mine reports whether the event recorded under an id of a workflow is linked to the
 	// reader's own part in it.
 	Mine(ctx context.Context, workflow, id string, who evidence.Reader) (bool, error)
-	// Raw is the signed token with this id. It waits until there is one.
+	// Raw returns the signed token with this id. It waits until the token is signed.
 	Raw(ctx context.Context, workflow, id string) (string, error)
-	// Result is the signed token with the result of a finished rollback in another
-	// vocabulary than cascade's. request is the id of the token that has asked.
+	// Result returns the signed token with the result of a finished rollback in a
+	// vocabulary other than cascade's. request is the id of the token that requested it.
 	Result(ctx context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error)
 }
 
-// RollbackOptions are the settings of a Rollbacks. All but the last four are required.
+// RollbackOptions are the settings of Rollbacks. All but the last four are required.
 type RollbackOptions struct {
 	Coordinator Coordinator
 	Tokens      Tokens
-	// Ask verifies who asks for a rollback. Errors are problems, or an *ect.Error.
+	// Ask verifies who requests a rollback. The error is a *Problem or an *ect.Error.
 	Ask func(r *http.Request) (*Asker, error)
-	// Read finds out who looks at one.
+	// Read identifies who reads a rollback.
 	Read func(r *http.Request) (evidence.Reader, error)
-	// Limit bounds how many new rollbacks are asked for.
+	// Limit bounds the rate of new rollbacks.
 	Limit *Limit
-	// Rate is how many new ones an issuer, and a workflow, may ask for in a minute.
+	// Rate is how many new rollbacks an issuer, and a workflow, may request in a minute.
 	Rate int
-	// Lineage is who of a workflow may ask.
+	// Lineage says which participants of a workflow may request a rollback.
 	Lineage rollback.Lineage
 
 	// Coordinators are the identities with the authority of a rollback coordinator.
 	Coordinators []string
 	// Wait is how long an answer waits; DefaultWait if zero.
 	Wait time.Duration
-	// Waits ends what waits: at an exit. Nil is never.
+	// Waits ends all waiting when the gateway shuts down. Nil is never.
 	Waits context.Context
-	// Logger gets what no answer says; nil is none.
+	// Logger gets errors that do not change an answer; nil discards them.
 	Logger *slog.Logger
 }
 
-// Asker is who asks for a rollback, by the tokens of the request.
+// Asker is who requests a rollback, according to the tokens of the request.
 type Asker struct {
-	// Token is the one that asks. It was verified, and is of level L2 at least.
+	// Token is the requesting token. It is verified and of level L2 or L3.
 	Token *ect.Token
-	// Unseen says that its parents do not bear it out: they are unknown, or cannot be its
-	// parents. No answer says so, since that would show what is there (P3).
+	// Unseen says that the parents of Token are unknown or cannot be its parents. No answer
+	// may reveal that (P3).
 	Unseen bool
 	// All are all tokens of the request.
 	All []*ect.Token
-	// Late refuses tokens whose time is over: they are good for what they were used for
-	// before, and for nothing else.
+	// Late is the error for expired tokens, or nil. An expired token only finds what it was
+	// used for before.
 	Late error
 }
 
-// Rollbacks answers. It is safe for concurrent use.
+// Rollbacks answers requests for rollbacks. It is safe for concurrent use.
 type Rollbacks struct {
 	RollbackOptions
 }
@@ -133,8 +135,8 @@ func NewRollbacks(o RollbackOptions) *Rollbacks {
 	return &Rollbacks{o}
 }
 
-// serve returns the problem that it has not answered with, as a *Problem with its cause, or
-// the end of the request's context.
+// serve answers. The error is a *Problem that was not sent yet, or that of the request's
+// context.
 func (s *Rollbacks) serve(a responder, to route) error {
 	q := &rollbackRequest{Rollbacks: s, responder: a, route: to}
 	serve := q.ask
@@ -148,7 +150,7 @@ func (s *Rollbacks) serve(a responder, to route) error {
 	return problemOf(err, NewProblem(StoreUnavailable, "The gateway's store, or its ledger, does not answer. Nothing new was begun."))
 }
 
-// rollbackRequest is one request that a Rollbacks answers.
+// rollbackRequest is one request to Rollbacks.
 type rollbackRequest struct {
 	*Rollbacks
 	responder
@@ -161,7 +163,7 @@ func (s *Rollbacks) coordinator(identity string) bool {
 	return identity != "" && slices.Contains(s.Coordinators, identity)
 }
 
-// show answers GET: to who takes part in what is rolled back, and to coordinators.
+// show answers GET, for participants of what is rolled back and for coordinators.
 func (q *rollbackRequest) show() error {
 	id, err := ParseID(q.name)
 	if err != nil {
@@ -202,7 +204,7 @@ func (q *rollbackRequest) maySee(r *rollback.Rollback, who evidence.Reader) (boo
 	return q.Tokens.Mine(q.r.Context(), r.Workflow, r.Checkpoint, who)
 }
 
-// await answers with the rollback, once it is finished or patience is over.
+// await answers with the rollback once it is finished, or when patience is over.
 func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.Duration, dialect ect.Vocabulary, request string) error {
 	if r.State != rollback.Finished && patience > 0 {
 		ctx, cancel := until(q.r.Context(), q.Waits, patience)
@@ -210,9 +212,9 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 		cancel()
 		switch {
 		case q.r.Context().Err() != nil:
-			return q.r.Context().Err() // it goes on by itself
+			return q.r.Context().Err() // the rollback goes on without the client
 		case err != nil && later == nil:
-			// It was accepted, and that is what the answer says.
+			// The rollback is accepted, so the answer is not an error.
 			q.Logger.Warn("a rollback could not be waited for", slog.String("rollback", id), slog.Any("error", err))
 		default:
 			r = later
@@ -232,7 +234,7 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 	if r.Complete != "" {
 		raw, err := q.Tokens.Raw(ctx, r.Workflow, r.Complete)
 		if err != nil && q.r.Context().Err() == nil {
-			// The result stands without it, and the ledger has it a moment later.
+			// The result is valid without the token, which reaches the ledger later.
 			q.Logger.Warn("the token of a finished rollback cannot be read", slog.String("rollback", id), slog.Any("error", err))
 		}
 		doc.ECT = raw
@@ -243,7 +245,7 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 	return q.writeJSON(http.StatusOK, doc)
 }
 
-// acceptTime is how long a request may take to be accepted: its workflow is read.
+// acceptTime bounds how long a request may take to be accepted, which reads its workflow.
 const acceptTime = 30 * time.Second
 
 func (q *rollbackRequest) ask() error {
@@ -276,11 +278,11 @@ func (q *rollbackRequest) ask() error {
 	return q.await(r, wanted.ID, patience, q.dialect, who.Token.ID())
 }
 
-// Asks are the events whose tokens ask for a rollback: an agent has signed that something is
-// to be undone, or that it begins to (cascade Figure 11).
+// Asks are the events whose tokens request a rollback: with them an agent has signed that
+// an action is to be undone, or that it begins to undo it (cascade Figure 11).
 var Asks = []ect.Event{ect.EventRollbackRequest, ect.EventRollbackStart}
 
-// check holds what a token that asks must be.
+// check checks the requirements on a requesting token.
 func (q *rollbackRequest) check(who *Asker, body []byte) error {
 	t := who.Token
 	switch {
@@ -289,7 +291,8 @@ func (q *rollbackRequest) check(who *Asker, body []byte) error {
 	case t.Workflow() == "":
 		return refused(ect.CodeWorkflow)
 	case !slices.Contains(Asks, t.Event()):
-		// Whoever was shown a token that says something else could ask with it (ADR 0054).
+		// Otherwise anybody who was shown a token about something else could use it (ADR
+		// 0054).
 		return refusedFor(ect.CodeAction, "Only a token whose exec_act is rollback_start or rollback_request, or that of an older draft, asks for a rollback.")
 	case q.dialect != ect.Cascade && t.Event() != ect.EventRollbackRequest:
 		return refusedFor(ect.CodeAction, "On this path only a rollback_request asks for a rollback, as its draft says.")
@@ -299,7 +302,7 @@ func (q *rollbackRequest) check(who *Asker, body []byte) error {
 	return t.CheckInput(ect.Sum(body))
 }
 
-// request makes what the coordinator is asked for.
+// request makes the coordinator's request.
 func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, error) {
 	t := who.Token
 	wanted := rollback.Request{
@@ -321,7 +324,7 @@ func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, er
 		return wanted, err
 	}
 	if q.dialect == ect.AERR && wanted.Error == "" {
-		wanted.Unnamed = true // E-rollback-request-b: only the error that led to it will do
+		wanted.Unnamed = true // E-rollback-request-b: only the error that led to the rollback is known
 		return wanted, nil
 	}
 	named, err := q.names(t, said.checkpoint)
@@ -329,9 +332,9 @@ func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, er
 	return wanted, err
 }
 
-// names reports whether a token itself says which checkpoint is meant: in its members, which
-// were compared before, or in par, which has the checkpoint or the action that it was made
-// for; or by the hash of the body, which names it (ADR 0054).
+// names reports whether a token itself says which checkpoint is meant: in its extension
+// members, which bind has compared; in par, which has the checkpoint or the action that it
+// was made for; or by the hash of the body that names it (ADR 0054).
 func (q *rollbackRequest) names(t *ect.Token, checkpoint string) (bool, error) {
 	if id, _ := t.Ext().Text(ect.MemberCheckpointID); id != "" || !t.InputHash().IsZero() {
 		return true, nil
@@ -348,7 +351,7 @@ func (q *rollbackRequest) names(t *ect.Token, checkpoint string) (bool, error) {
 	return q.Tokens.For(q.r.Context(), t.Workflow(), checkpoint, parents)
 }
 
-// cause is the error that a token names among its parents; empty without one.
+// cause returns the error that a token has among its parents; empty if there is none.
 func (q *rollbackRequest) cause(t *ect.Token, checkpoint string) (string, error) {
 	for _, id := range t.Parents() {
 		if evidence.Canonical(id) == checkpoint {
@@ -365,9 +368,9 @@ func (q *rollbackRequest) cause(t *ect.Token, checkpoint string) (string, error)
 	return "", nil
 }
 
-// accept returns the rollback that is asked for: the one that there is, or a new one. The
-// same token with the same content finds it again, also after its time; a token is good
-// for one content (P5, E-idempotency-a).
+// accept returns the requested rollback, an existing or a new one. The same token with the
+// same content finds its rollback again, even after it has expired; a token is good for
+// only one content (P5, E-idempotency-a).
 func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback.Rollback, error) {
 	ctx, cancel := until(q.r.Context(), q.Waits, acceptTime)
 	defer cancel()
@@ -394,7 +397,7 @@ func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback
 		case status == evidence.Same && known != nil:
 			return known, nil
 		case status == evidence.Same:
-			return nil, refused(ect.CodeReplayed) // its rollback is not kept any more
+			return nil, refused(ect.CodeReplayed) // its rollback was deleted after its retention
 		case known == nil || foreign:
 			if err := q.limit(&q.counted.issuer, q.Limit.Issuer, who.Token.Issuer()); err != nil {
 				return nil, err
@@ -417,16 +420,16 @@ func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback
 		if !errors.As(err, &lost) {
 			return nil, err
 		}
-		// Somebody else has brought the token: look again.
+		// Another request has used the token meanwhile: look it up again.
 		if store.AwaitGroup(ctx) != nil {
 			return nil, err
 		}
 	}
 }
 
-// execute asks the coordinator. A refusal is no step of the workflow: nothing is recorded of
-// it. What is accepted follows from its token, so that this is recorded first; what the
-// token was used for lands with the acceptance.
+// execute asks the coordinator. A refusal is not a step of the workflow, so nothing is
+// recorded of it. An accepted rollback follows from its token: the token is recorded first,
+// and its use in the commit of the acceptance.
 func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollback.Request, use evidence.Use, known bool) (*rollback.Rollback, error) {
 	if known {
 		r, err := q.Coordinator.Accept(ctx, &rollback.Draft{Request: *wanted})
@@ -446,11 +449,11 @@ func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollb
 	if err != nil && !refused {
 		return nil, err
 	}
-	// The bound of the workflow is for those who take part in it: the plan says so.
+	// The rate of the workflow is only for its participants, which the plan has checked.
 	if err := q.limit(&q.counted.workflow, q.Limit.Workflow, who.Token.Workflow()); err != nil {
 		return nil, err
 	}
-	if refused { // Accept refuses it too, and records the error (cascade 4.2.3).
+	if refused { // Accept refuses it too, and records the error (cascade 4.2.3)
 		draft = &rollback.Draft{Request: *wanted}
 		if _, err := q.Coordinator.Accept(ctx, draft); err != nil {
 			return nil, err
@@ -467,14 +470,14 @@ func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollb
 	if err != nil {
 		return nil, err
 	}
-	return r, q.Tokens.Bind(ctx, who.Token, use) // it has, unless somebody else was first
+	return r, q.Tokens.Bind(ctx, who.Token, use) // no-op unless another request accepted it first
 }
 
-// mismatch shows another rollback with the same id only to who may read that (P3).
+// mismatch names another rollback with the same id only to callers who may read it (P3).
 func (q *rollbackRequest) mismatch(ctx context.Context, t *ect.Token, id string, mismatch error) error {
 	r, err := q.Coordinator.Get(ctx, id)
 	if errors.Is(err, rollback.ErrUnknown) {
-		return refused(ect.CodeReplayed) // it is the token's id that was used before
+		return refused(ect.CodeReplayed) // it was the token's id that was used before
 	}
 	if err != nil {
 		return err
@@ -489,14 +492,14 @@ func (q *rollbackRequest) mismatch(ctx context.Context, t *ect.Token, id string,
 	return mismatch
 }
 
-// inWorkflow holds that the checkpoint belongs to the token's own workflow (cascade 6.1).
-// It looks at nothing else, so that what is unknown and what is foreign are refused alike
+// inWorkflow checks that the checkpoint belongs to the token's own workflow (cascade 6.1).
+// It checks nothing else, so that unknown checkpoints and those of others are refused alike
 // (P3).
 func (q *rollbackRequest) inWorkflow(ctx context.Context, t *ect.Token, checkpoint string) error {
 	_, found, err := q.Tokens.Event(ctx, t.Workflow(), checkpoint)
 	switch {
 	case errors.Is(err, ledger.ErrTampered):
-		return nil // an entry of this workflow: the coordinator refuses it, and names why to who may ask
+		return nil // in this workflow: the coordinator refuses it, with a reason for those who may roll back
 	case err != nil:
 		return err
 	case !found && q.coordinator(t.Issuer()):
@@ -507,8 +510,8 @@ func (q *rollbackRequest) inWorkflow(ctx context.Context, t *ect.Token, checkpoi
 	return nil
 }
 
-// unseen refuses a token for its parents, as it would be refused if these were there: after
-// the same checks, and counted alike (P3).
+// unseen refuses a token because of its parents. It makes the same checks and counts as for
+// known parents, so that the answer does not reveal whether they exist (P3).
 func (q *rollbackRequest) unseen(t *ect.Token, checkpoint string) error {
 	if err := q.limit(&q.counted.issuer, q.Limit.Issuer, t.Issuer()); err != nil {
 		return err
@@ -521,10 +524,11 @@ func (q *rollbackRequest) unseen(t *ect.Token, checkpoint string) error {
 	return unknownPart()
 }
 
-// counted says by whose bounds a request was counted: once, however often it is tried.
+// counted says which rates have counted a request: each counts it once, however often it is
+// retried.
 type counted struct{ issuer, workflow bool }
 
-// limit counts a new rollback by one of the bounds (C-6.1-d).
+// limit counts a new rollback in one of the rates (C-6.1-d).
 func (q *rollbackRequest) limit(once *bool, take func(time.Time, int, string) (time.Duration, bool), name string) error {
 	if *once {
 		return nil
@@ -539,7 +543,7 @@ func (q *rollbackRequest) limit(once *bool, take func(time.Time, int, string) (t
 	return p
 }
 
-// useOf is what the token of a request is used for: this content, on whatever path.
+// useOf returns what the token of a request is used for: this content, on any path.
 func useOf(r *rollback.Request) evidence.Use {
 	sum := sha256.New()
 	parts := []string{"agent_guard rollback", r.ID, r.Checkpoint, string(r.Scope), r.Reason, r.Urgency}
@@ -554,17 +558,18 @@ func useOf(r *rollback.Request) evidence.Use {
 	return evidence.Use(sum.Sum(nil))
 }
 
-// maxBuckets bounds what a Limit remembers; each bucket takes about 200 bytes.
+// maxBuckets bounds the memory of a Limit; each bucket takes about 200 bytes.
 const maxBuckets = 100_000
 
-// DefaultRate is how many new rollbacks an issuer, and a workflow, may ask for in a minute.
+// DefaultRate is how many new rollbacks an issuer, and a workflow, may request in a minute
+// by default.
 const DefaultRate = 60
 
-// Limit bounds how often new rollbacks are asked for, per issuer and per workflow: a token
-// bucket for each (C-6.1-d). The zero Limit is ready for use.
+// Limit bounds the rate of new rollbacks with a token bucket for each issuer and each
+// workflow (C-6.1-d). The zero Limit is ready for use.
 type Limit struct {
 	mu      sync.Mutex
-	buckets map[bucketOf]*rate.Limiter // each holds up to a minute's worth
+	buckets map[bucketOf]*rate.Limiter // each holds the tokens of one minute at most
 	swept   time.Time
 }
 
@@ -573,15 +578,15 @@ type bucketOf struct {
 	name     string
 }
 
-// Issuer counts one new rollback that an issuer asks for. Where it may not, nothing is
-// counted, and retry says when it may.
+// Issuer counts one new rollback of an issuer. If the rate is exceeded it counts nothing,
+// and retry is the time until the next one is allowed.
 func (l *Limit) Issuer(now time.Time, perMinute int, issuer string) (retry time.Duration, ok bool) {
 	return l.take(now, perMinute, bucketOf{false, issuer})
 }
 
-// Workflow counts one new rollback in a workflow, as Issuer does. It is to be asked only
-// for who may roll back there: whoever knows the name of a workflow could else keep others
-// from it.
+// Workflow counts one new rollback in a workflow, as Issuer does. Call it only for those
+// who may roll back there: otherwise anybody who knows the name of a workflow could use up
+// its rate.
 func (l *Limit) Workflow(now time.Time, perMinute int, workflow string) (retry time.Duration, ok bool) {
 	return l.take(now, perMinute, bucketOf{true, workflow})
 }
@@ -596,12 +601,12 @@ func (l *Limit) take(now time.Time, perMinute int, name bucketOf) (retry time.Du
 	b := l.buckets[name]
 	if b == nil {
 		if len(l.buckets) >= maxBuckets && !l.sweep(now) {
-			return time.Minute, false // forgetting one would let it begin anew
+			return time.Minute, false // no room: forgetting a bucket would let it start full again
 		}
 		b = rate.NewLimiter(perSecond, perMinute)
 		l.buckets[name] = b
 	}
-	b.SetLimitAt(now, perSecond) // which also takes the time of a clock that was set back
+	b.SetLimitAt(now, perSecond) // also adopts the time of a clock that was set back
 	b.SetBurstAt(now, perMinute)
 	if b.AllowN(now, 1) {
 		return 0, true
@@ -610,8 +615,8 @@ func (l *Limit) take(now time.Time, perMinute int, name bucketOf) (retry time.Du
 	return time.Duration(missing * float64(time.Minute)), false
 }
 
-// sweep forgets full buckets, at most once a second: they are as ones that were never
-// used. It reports whether there is room now.
+// sweep deletes full buckets, at most once a second: they are equal to new ones. It reports
+// whether there is room now.
 func (l *Limit) sweep(now time.Time) bool {
 	if now.Sub(l.swept).Abs() < time.Second {
 		return false

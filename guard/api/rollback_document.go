@@ -14,130 +14,131 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
-// Planned is the state of a rollback that was only planned.
+// Planned is the state of a rollback that was planned and not accepted.
 const Planned = "planned"
 
-// What is not sure about the effect of a rollback (the heuristic outcomes of XA).
+// How the effect of a rollback is uncertain (the heuristic outcomes of XA).
 const (
 	// EffectMixed: some effects were undone and others were not.
 	EffectMixed = "mixed"
-	// EffectUnknown: of some undo nobody knows whether it had its effect.
+	// EffectUnknown: it is unknown whether some undos had their effect.
 	EffectUnknown = "unknown"
 )
 
 // Document describes a rollback. Its members are an API.
 type Document struct {
-	// RollbackID is urn:uuid: and the id.
+	// RollbackID is the id as a URN (urn:uuid:).
 	RollbackID string `json:"rollback_id"`
-	// CheckpointID is the checkpoint or group that it goes back to.
+	// CheckpointID is the checkpoint or group that is rolled back.
 	CheckpointID string `json:"checkpoint_id"`
-	// Workflow is that of the checkpoint.
+	// Workflow is the workflow of the checkpoint.
 	Workflow string `json:"workflow,omitempty"`
-	// WorkflowName is what its caller calls it, where that is another name. Only operators
-	// are told.
+	// WorkflowName is the caller's name of the workflow if it differs. Sent to operators
+	// only.
 	WorkflowName string `json:"workflow_name,omitempty"`
-	// Scope is how far it goes.
+	// Scope is how much is rolled back.
 	Scope rollback.Scope `json:"scope"`
-	// Reason is the requester's, a sentence for people.
+	// Reason is the requester's sentence for people.
 	Reason string `json:"reason,omitempty"`
-	// Urgency is the requester's word.
+	// Urgency is the urgency that the requester gave.
 	Urgency string `json:"urgency,omitempty"`
-	// Requester is the agent that has asked.
+	// Requester is the agent that requested it.
 	Requester string `json:"requester,omitempty"`
-	// Operator is the name of the operator who has asked.
+	// Operator is the name of the operator who requested it.
 	Operator string `json:"operator,omitempty"`
 	// State is planned, executing or finished.
 	State string `json:"state"`
-	// Status is completed, partial, escalated or failed, once it is finished. It is never
-	// more than what is known (P6).
+	// Status is completed, partial, escalated or failed once it is finished. It never
+	// claims more than is known (P6).
 	Status rollback.Status `json:"status,omitempty"`
-	// Effect is mixed or unknown where the effect is not simply undone or not.
+	// Effect is mixed or unknown if the effect is neither completely undone nor completely
+	// kept.
 	Effect string `json:"effect,omitempty"`
-	// Asked is when it was accepted.
+	// Asked is when the rollback was accepted.
 	Asked time.Time `json:"asked,omitzero"`
-	// Due is when it must be done; then it is escalated.
+	// Due is the deadline, after which it is escalated.
 	Due time.Time `json:"due,omitzero"`
-	// Finished is when it was.
+	// Finished is when it ended.
 	Finished time.Time `json:"finished,omitzero"`
-	// TimedOut says that it was not done when it was due.
+	// TimedOut says that it had not ended at the deadline.
 	TimedOut bool `json:"timed_out,omitempty"`
-	// Joined is the wider rollback whose result this one has.
+	// Joined is the wider rollback that this one became part of, and whose result it has.
 	Joined string `json:"joined,omitempty"`
-	// PlanHash is what the plan is recognised by, SHA-256 in hexadecimal.
+	// PlanHash identifies the plan: SHA-256 in hexadecimal.
 	PlanHash string `json:"plan_hash,omitempty"`
-	// Steps are in the order in which they are taken, level by level.
+	// Steps are in the order of execution, level by level.
 	Steps []StepDocument `json:"steps"`
-	// Uncovered are actions in the scope that no step undoes, since nobody made a
-	// checkpoint for them.
+	// Uncovered are actions in the scope that no step undoes, because they have no
+	// checkpoint.
 	Uncovered []string `json:"uncovered,omitempty"`
-	// Along are actions outside of the scope that are undone with others.
+	// Along are actions outside of the scope that are undone together with others.
 	Along []string `json:"along,omitempty"`
-	// Dependants are completed actions that depend on what is undone, and stay.
+	// Dependants are completed actions that depend on undone ones and are not undone.
 	Dependants []string `json:"dependants,omitempty"`
-	// Missing is what groups contain and nobody knows.
+	// Missing are members of groups that are unknown.
 	Missing []string `json:"missing,omitempty"`
-	// Others is how many checkpoints under the workflow's id stay, since they are not linked
-	// to those of who has asked for the whole.
+	// Others is how many checkpoints under the workflow's id are not rolled back, because
+	// they are not linked to those of the requester.
 	Others int `json:"others,omitempty"`
-	// Cascaded are the agents besides that of the checkpoint with what came of their part,
-	// as in the token (cascade 4.4.1).
+	// Cascaded are the agents other than that of the checkpoint with the results of their
+	// parts, as in the token (cascade 4.4.1).
 	Cascaded []AgentDocument `json:"cascaded"`
-	// FailedAgents are all agents whose part is not completed (cascade 4.3.3).
+	// FailedAgents are all agents whose part was not completed (cascade 4.3.3).
 	FailedAgents []string `json:"failed_agents,omitempty"`
 	// Before is the hash of the state before the rollback, as in the token.
 	Before string `json:"state_hash_before,omitempty"`
-	// After is that of the state after it.
+	// After is the hash of the state after the rollback.
 	After string `json:"state_hash_after,omitempty"`
-	// Escalations are the ids of what people have to look at.
+	// Escalations are the ids of the escalations to people.
 	Escalations []string `json:"escalations,omitempty"`
-	// FollowUp says in words what a person must still do. It is empty where that is nothing.
+	// FollowUp lists in sentences what a person must still do; it may be empty.
 	FollowUp []string `json:"follow_up,omitempty"`
-	// Tokens are the ids of its tokens.
+	// Tokens are the ids of the rollback's tokens.
 	Tokens *TokensDocument `json:"tokens,omitempty"`
-	// ECT is the signed token rollback_complete.
+	// ECT is the signed rollback_complete token.
 	ECT string `json:"ect,omitempty"`
 }
 
-// StepDocument describes what is done with one checkpoint.
+// StepDocument describes the step that handles one checkpoint.
 type StepDocument struct {
 	// CheckpointID is the checkpoint.
 	CheckpointID string `json:"checkpoint_id"`
-	// Agent is the identity behind its call.
+	// Agent is the identity that made the call.
 	Agent string `json:"agent,omitempty"`
-	// Level counts from 0; all steps of one are finished before the next begins.
+	// Level counts from 0; all steps of a level finish before the next level begins.
 	Level int `json:"level"`
 	// Action is undo, cancel, wait, escalate, gather or none.
 	Action string `json:"action"`
 	// State is pending, running or done.
 	State rollback.StepState `json:"state,omitempty"`
-	// Status is what came of it, once it is done.
+	// Status is the result of the step once it is done.
 	Status rollback.Status `json:"status,omitempty"`
-	// Effect is unknown where nobody knows whether the undo had its effect.
+	// Effect is unknown if it is unknown whether the undo had its effect.
 	Effect string `json:"effect,omitempty"`
-	// Reason is a fixed word that says why it is not completed.
+	// Reason is a fixed word that says why the step is not completed.
 	Reason string `json:"reason,omitempty"`
-	// Cause says more where Reason is irreversible, in the word of the checkpoint.
+	// Cause refines the reason irreversible, in the word of the checkpoint.
 	Cause string `json:"cause,omitempty"`
-	// HTTPStatus is that of the last answer to the undo.
+	// HTTPStatus is the status of the last answer to the undo.
 	HTTPStatus int `json:"http_status,omitempty"`
 	// Attempts counts how often the undo was sent.
 	Attempts int `json:"attempts,omitempty"`
 	// Before is the hash of the state before the undo.
 	Before string `json:"state_hash_before,omitempty"`
-	// After is that of the state after it.
+	// After is the hash of the state after the undo.
 	After string `json:"state_hash_after,omitempty"`
 	// Token is the id of the step's token.
 	Token string `json:"token,omitempty"`
-	// Escalation is the id of what a person has to look at.
+	// Escalation is the id of the escalation to a person.
 	Escalation string `json:"escalation,omitempty"`
-	// Ended is when it was done.
+	// Ended is when the step was done.
 	Ended time.Time `json:"ended,omitzero"`
-	// LastCause is why the last attempt of a step that is running was in vain. Only
-	// operators are told; so with Call and Way.
+	// LastCause is why the last attempt of a running step failed. It, Call and Way are sent
+	// to operators only.
 	LastCause string `json:"last_cause,omitempty"`
 	// Call is the call that the checkpoint was made for, as far as it is recorded.
 	Call *CallDocument `json:"call,omitempty"`
-	// Way is how it is undone, like "compensate POST /v1/refunds".
+	// Way is how the call is undone, like "compensate POST /v1/refunds".
 	Way string `json:"way,omitempty"`
 }
 
@@ -145,37 +146,37 @@ type StepDocument struct {
 type CallDocument struct {
 	// Execution is the execution key, in hexadecimal.
 	Execution string `json:"execution"`
-	// ExecutionID is the caller's name for the execution.
+	// ExecutionID is the caller's id of the execution.
 	ExecutionID string `json:"execution_id,omitempty"`
 	// Action is the configured name of the call's kind.
 	Action string `json:"action,omitempty"`
-	// Method is the call's.
+	// Method is the method of the call.
 	Method string `json:"method"`
-	// Host is the call's.
+	// Host is the host of the call.
 	Host string `json:"host,omitempty"`
-	// Path is the call's, without its query.
+	// Path is the path of the call, without its query.
 	Path string `json:"path"`
-	// Created is when it was claimed.
+	// Created is when the call was claimed.
 	Created time.Time `json:"created,omitzero"`
 }
 
-// AgentDocument is what came of one agent's part.
+// AgentDocument is the result of one agent's part.
 type AgentDocument struct {
 	// Agent is its identity.
 	Agent string `json:"agent"`
-	// Status is what came of it.
+	// Status is the result of its part.
 	Status rollback.Status `json:"status"`
 }
 
-// TokensDocument names the tokens of a rollback.
+// TokensDocument lists the tokens of a rollback.
 type TokensDocument struct {
-	// Start is the id of rollback_start.
+	// Start is the id of the rollback_start token.
 	Start string `json:"start,omitempty"`
-	// Complete is that of rollback_complete.
+	// Complete is the id of the rollback_complete token.
 	Complete string `json:"complete,omitempty"`
 }
 
-// Describe describes a rollback that was asked for under an id.
+// Describe makes the document of a rollback that was requested under an id.
 func Describe(r *rollback.Rollback, id string) *Document {
 	doc := &Document{
 		RollbackID: urn(id), CheckpointID: r.Checkpoint, Workflow: r.Workflow, Scope: r.Scope,
@@ -219,8 +220,8 @@ func describeStep(s *rollback.Step) StepDocument {
 	}
 }
 
-// action says what is done in a word for those who ask. That a call which never ran is
-// cancelled and not rolled back is a word of its own (architecture brief).
+// action returns the action of a step as one word. A call that never ran is cancelled, not
+// rolled back: the architecture brief has a word of its own for it.
 func action(s *rollback.Step) string {
 	if s.Cancelled {
 		return "cancel"
@@ -239,7 +240,7 @@ func action(s *rollback.Step) string {
 func effect(unknown, mixed bool) string {
 	switch {
 	case unknown:
-		return EffectUnknown // which says less than mixed does
+		return EffectUnknown // EffectUnknown takes precedence over EffectMixed
 	case mixed:
 		return EffectMixed
 	}
@@ -253,10 +254,10 @@ func hashed(sum [32]byte) string {
 	return ect.HashOf(sum).Prefixed()
 }
 
-// maxFollowUp is how many sentences a document has.
+// maxFollowUp is the largest number of sentences in a document.
 const maxFollowUp = 50
 
-// remedies say what a person does about a step that is not completed, by its reason.
+// remedies say what a person should do about an uncompleted step, by its reason.
 var remedies = map[string]string{
 	string(rollback.ReasonIrreversible):  "it cannot be undone by the gateway; undo it by hand, or decide that it stays",
 	string(rollback.ReasonChanged):       "somebody has changed it since; look at it, and put it back by hand or leave it",
@@ -283,12 +284,12 @@ var remedies = map[string]string{
 	"unavailable":                        "the undo could not be carried on in time, and it may have had its effect; find out in the target system, and ask again under a new id",
 }
 
-// reasonExpired is also planned.
+// reasonExpired occurs in plans too.
 const reasonExpired = "checkpoint-expired"
 
 const otherRemedy = "it is not undone; look at it"
 
-// followUp says what a person must still do. Of a plan it says what would be left.
+// followUp lists what a person must still do. For a plan it lists what would be left.
 func followUp(r *rollback.Rollback) []string {
 	var all []string
 	add := func(format string, args ...any) {
@@ -308,7 +309,7 @@ func followUp(r *rollback.Rollback) []string {
 			continue
 		case s.State == rollback.StepDone:
 		case r.State == rollback.Executing:
-			continue // nobody has to do anything yet
+			continue // not finished: nothing to do yet
 		case s.What == rollback.Expired:
 			reason = reasonExpired
 		case s.What == rollback.Escalate && reason == "":
@@ -344,8 +345,9 @@ func followUp(r *rollback.Rollback) []string {
 	return all
 }
 
-// result is a rollback's result in the words of an older draft: what its token says, and
-// the token (ATD "Basic Rollback", AERR "Rollback Response"). Its members are an API.
+// result is the result of a rollback in the form of an older draft: the members of its
+// token, and the token (ATD "Basic Rollback", AERR "Rollback Response"). Its members are an
+// API.
 type result struct {
 	Action  string          `json:"exec_act"`
 	ID      string          `json:"jti"`
@@ -355,7 +357,7 @@ type result struct {
 	ECT     string          `json:"ect"`
 }
 
-// answerIn answers with a finished rollback in the words of an older draft.
+// answerIn answers with a finished rollback in the form of an older draft.
 func (q *rollbackRequest) answerIn(ctx context.Context, r *rollback.Rollback, id string, v ect.Vocabulary, request string) error {
 	raw, err := q.Tokens.Result(ctx, r, request, v)
 	if err != nil {
@@ -365,7 +367,7 @@ func (q *rollbackRequest) answerIn(ctx context.Context, r *rollback.Rollback, id
 		}
 		return err
 	}
-	token, err := ect.ParseInsecure(raw) // signed a moment ago
+	token, err := ect.ParseInsecure(raw) // the gateway has just signed it
 	if err != nil {
 		return err
 	}

@@ -41,14 +41,15 @@ func (q *rollbackRequest) body() ([]byte, error) {
 	return body, nil
 }
 
-// asked is what a request asks for, in its body or in its token. What is empty is not said.
+// asked is the content of a request, from its body or its token. Empty fields were not
+// given.
 type asked struct {
 	id, checkpoint, scope, reason, urgency string
 	cascade, keep                          *bool
 }
 
-// parseBody reads Figure 10 of the cascade draft, and AERR's request. Members that it does
-// not know are ignored, but for one that asks for nothing to be done: operators know it.
+// parseBody parses Figure 10 of the cascade draft, and AERR's request. It ignores unknown
+// members except dry_run, which only operators have: the rollback would be carried out.
 func parseBody(body []byte, dialect ect.Vocabulary) (*asked, error) {
 	members, err := readObject(body)
 	if err != nil {
@@ -100,8 +101,8 @@ func parseBody(body []byte, dialect ect.Vocabulary) (*asked, error) {
 	return a, err
 }
 
-// ParseScope reads the word for a scope. Where there is none, cascade says it; where there
-// is neither, it is single. Where both are there they must not contradict each other.
+// ParseScope parses the word for a scope. Without a word, cascade decides; without both,
+// the scope is single. Both together must not contradict each other.
 func ParseScope(word string, cascade *bool) (rollback.Scope, error) {
 	scope := rollback.Scope(word)
 	switch scope {
@@ -120,7 +121,7 @@ func ParseScope(word string, cascade *bool) (rollback.Scope, error) {
 	return scope, nil
 }
 
-// ParseID reads the id of a rollback: a UUID, with or without urn:uuid:.
+// ParseID parses the id of a rollback: a UUID, with or without urn:uuid:.
 func ParseID(text string) (string, error) {
 	const prefix = "urn:uuid:"
 	if plain, err := url.PathUnescape(text); err == nil {
@@ -136,8 +137,8 @@ func ParseID(text string) (string, error) {
 	return id.String(), nil
 }
 
-// readObject reads one JSON object in which no member stands twice: two readers could take
-// it for two requests. A null is as a member that is not there.
+// readObject parses one JSON object without duplicate members: two readers could read
+// different requests from it. A null counts as an absent member.
 func readObject(body []byte) (map[string]json.RawMessage, error) {
 	wrong := badParameter("The body is no JSON object.")
 	if !utf8.Valid(body) {
@@ -179,7 +180,8 @@ func isName(id string) bool {
 	return id != "" && len(id) <= ledger.MaxName && !strings.ContainsFunc(id, unicode.IsControl)
 }
 
-// said is what a request says besides its token: in its body, or with ATD nowhere.
+// said returns the request's content apart from its token: that of its body, or nothing in
+// ATD.
 func (q *rollbackRequest) said(t *ect.Token, body []byte) (*asked, error) {
 	if q.dialect != ect.ATD {
 		return parseBody(body, q.dialect)
@@ -187,9 +189,9 @@ func (q *rollbackRequest) said(t *ect.Token, body []byte) (*asked, error) {
 	return &asked{id: t.ID(), checkpoint: evidence.Canonical(t.Parents()[0])}, nil
 }
 
-// bind holds a request to its token: what the token says the body does not say otherwise,
-// and what the body does not say the token does (ADR 0043 and 0054). The body alone is signed by
-// nobody: whoever got hold of the token could else roll back something else with it.
+// bind completes a request from its token and refuses contradictions between the two (ADR
+// 0043 and 0054). The body alone is not signed: whoever stole the token could otherwise
+// roll back something else with it.
 func bind(a *asked, t *ect.Token, dialect ect.Vocabulary) error {
 	in := inToken{t: t}
 	id, checkpoint := in.text(ect.MemberRollbackID), in.text(ect.MemberCheckpointID)
@@ -198,7 +200,7 @@ func bind(a *asked, t *ect.Token, dialect ect.Vocabulary) error {
 	if in.err != nil {
 		return in.err
 	}
-	if id != "" && dialect != ect.ATD { // whose rollbacks are named by the token itself
+	if id != "" && dialect != ect.ATD { // in ATD the token itself identifies the rollback
 		if named, err := ParseID(id); err != nil || named != a.id {
 			return in.contradicts(ect.MemberRollbackID, "rollback_id")
 		}
@@ -224,11 +226,12 @@ func bind(a *asked, t *ect.Token, dialect ect.Vocabulary) error {
 	return in.bindScope(a, scope, cascade)
 }
 
-// bindScope holds how far the request goes to what the token says.
+// bindScope checks the scope of the request against the token.
 func (in *inToken) bindScope(a *asked, scope string, cascade *bool) error {
 	if scope == "" && cascade == nil {
 		if rollback.Scope(a.scope) == rollback.FullWorkflow && in.t.InputHash().IsZero() {
-			// It ends the workflow: whoever got hold of the token must not be able to ask for that.
+			// It ends the workflow, so a stolen token must not allow it unless the token
+			// says so.
 			return refusedFor(ect.CodeExt, fmt.Sprintf("The scope full_workflow must stand in %s of the token, or inp_hash of the token must be the hash of the body.",
 				in.name(ect.MemberScope)))
 		}
@@ -253,13 +256,13 @@ func (in *inToken) bindScope(a *asked, scope string, cascade *bool) error {
 		in.name(m), signed, ect.MemberScope))
 }
 
-// inToken reads what a token says in its extensions.
+// inToken reads extension members of a token.
 type inToken struct {
 	t   *ect.Token
-	err error // of the first member of a wrong type
+	err error // for the first member of a wrong type
 }
 
-// name is that of a member as the token's vocabulary has it.
+// name returns the name of a member in the token's vocabulary.
 func (in *inToken) name(m ect.Member) string { return in.t.Vocabulary().Member(m) }
 
 func (in *inToken) text(m ect.Member) string {
@@ -285,8 +288,8 @@ func (in *inToken) contradicts(m ect.Member, member string) error {
 	return refusedFor(ect.CodeExt, fmt.Sprintf("%s of the token is not the request's %s.", in.name(m), member))
 }
 
-// patience is how long the answer may wait: as `Prefer` (RFC 7240) or the parameter wait
-// says, else by default, and never longer than LongestWait.
+// patience returns how long the answer may wait: the value of `Prefer` (RFC 7240) or of the
+// parameter wait, else byDefault, at most LongestWait.
 func (q *rollbackRequest) patience(byDefault time.Duration) (time.Duration, error) {
 	wait := byDefault
 	for preference := range strings.SplitSeq(strings.Join(q.r.Header.Values("Prefer"), ","), ",") {
@@ -295,7 +298,7 @@ func (q *rollbackRequest) patience(byDefault time.Duration) (time.Duration, erro
 		case "respond-async":
 			wait = 0
 		case "wait":
-			// What cannot be read is ignored, as RFC 7240 asks for.
+			// RFC 7240: ignore malformed preferences.
 			if seconds, err := strconv.ParseUint(strings.Trim(strings.TrimSpace(value), `"`), 10, 32); err == nil {
 				wait = time.Duration(seconds) * time.Second
 			}

@@ -20,21 +20,20 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
-// maxRecoveryPoints is how many candidates are shown.
+// maxRecoveryPoints is the largest number of recovery points in a document.
 const maxRecoveryPoints = 16
 
-// workflowDocument is a workflow by its tokens. Its members are an API.
+// workflowDocument describes a workflow by its tokens. Its members are an API.
 type workflowDocument struct {
 	Workflow string `json:"wid"`
-	// Status and the nodes' states are left out where not all of the workflow was
-	// read: what was not could change them (P6).
+	// Status and the nodes' states are left out if not all of the workflow was read: the
+	// rest could change them (P6).
 	Status    workflow.Status `json:"status,omitempty"`
 	Stated    string          `json:"stated_status,omitempty"`
 	Truncated bool            `json:"truncated,omitempty"`
 
 	Tasks map[workflow.State]int `json:"tasks,omitempty"`
-	// RecoveryPoints are the checkpoints that the workflow can go back to, the most
-	// recent first.
+	// RecoveryPoints are the checkpoints that can be rolled back, the most recent first.
 	RecoveryPoints []string `json:"recovery_points,omitempty"`
 
 	Roots     []string       `json:"roots"`
@@ -57,10 +56,10 @@ type nodeDocument struct {
 	State  workflow.State  `json:"state,omitempty"`
 	Detail workflow.Detail `json:"detail,omitempty"`
 
-	// Outcome and Answer, the status of the upstream's, are of a guarded call.
+	// Outcome and Answer, the status of the upstream's answer, are set for guarded calls.
 	Outcome workflow.Outcome `json:"outcome,omitempty"`
 	Answer  int64            `json:"answer_status,omitempty"`
-	// Severity is an error's own; Worst the highest of a node's errors.
+	// Severity is that of an error, Worst the highest of a node's errors.
 	Severity     string    `json:"severity,omitempty"`
 	Worst        string    `json:"worst_severity,omitempty"`
 	CheckpointID string    `json:"checkpoint_id,omitempty"`
@@ -78,7 +77,7 @@ type edgeDocument struct {
 	Kind workflow.EdgeKind `json:"kind"`
 }
 
-// source is where a node stands in the ledger, and what the graph does not need of it.
+// source is the place of a node in the ledger, with the data that the graph does not need.
 type source struct {
 	log    string
 	index  int64
@@ -100,7 +99,7 @@ func (q *ledgerRequest) workflow() error {
 	if err != nil {
 		return err
 	}
-	// Whoever saw the end of a call can rely on its record.
+	// A client that saw the end of a call can rely on finding its record.
 	whole, err := q.caughtUp(q.r.Context())
 	if err != nil {
 		return err
@@ -121,8 +120,8 @@ func unknownWorkflow() *Problem {
 	return NewProblem(WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 }
 
-// read reads what the reader may see of a workflow. It is not whole where some of what was
-// recorded cannot be read.
+// read reads what the reader may see of a workflow. doc is marked as incomplete if some
+// recorded events cannot be read.
 func (q *ledgerRequest) read(wid string, whole bool) (doc workflowDocument, found bool, err error) {
 	var records []workflow.Record
 	var sources []source
@@ -139,7 +138,7 @@ func (q *ledgerRequest) read(wid string, whole bool) (doc workflowDocument, foun
 	if err := evidence.MarkStrangers(records, func(id string) ([]string, error) {
 		e, err := q.Log.Lookup(q.r.Context(), wid, id)
 		if errors.Is(err, ledger.ErrPruned) {
-			return nil, nil // meanwhile
+			return nil, nil // pruned meanwhile
 		}
 		return evidence.AudienceOf(&e), err
 	}); err != nil {
@@ -149,8 +148,8 @@ func (q *ledgerRequest) read(wid string, whole bool) (doc workflowDocument, foun
 	return describe(wid, records, sources, more || !whole, time.Now()), true, nil
 }
 
-// inOrder brings what several nodes of a fleet have recorded into one order, as far as
-// the reader may see it.
+// inOrder merges the records of several nodes of a fleet into one order, as far as the
+// reader may see them.
 func inOrder(records []workflow.Record, sources []source, part *evidence.Participation) (r []workflow.Record, s []source) {
 	var order []int
 	for i := range records {
@@ -218,8 +217,8 @@ type checkpointDocument struct {
 	Claims   json.RawMessage `json:"claims,omitempty"`
 
 	Verification checkpointVerification `json:"verification"`
-	// Reversible says that it can be undone, as far as is known now; Way how, and Reason
-	// why not, in a fixed word.
+	// Reversible says whether the call can be undone, as far as is known now; Way how, and
+	// Reason why not, as a fixed word.
 	Reversible bool   `json:"reversible"`
 	Way        string `json:"way,omitempty"`
 	Reason     string `json:"reason,omitempty"`
@@ -229,11 +228,10 @@ type checkpointDocument struct {
 }
 
 type checkpointVerification struct {
-	// Signature is valid, invalid, unsigned, or unknown where the key is not held any
-	// more.
+	// Signature is valid, invalid, unsigned, or unknown if the key is no longer available.
 	Signature string `json:"signature"`
-	// Snapshot is matches, mismatch, none where the token has no out_hash, released where
-	// the call never ran, or missing. It is found out when it is asked for.
+	// Snapshot is matches, mismatch, none if the token has no out_hash, released if the
+	// call never ran, or missing. It is checked when the document is requested.
 	Snapshot string    `json:"snapshot"`
 	Hash     string    `json:"out_hash,omitempty"`
 	Expired  bool      `json:"expired"`
@@ -252,16 +250,17 @@ type checkpointExecution struct {
 }
 
 const (
-	// freshTime is how long a checkpoint is waited for that is not known yet: it has its
-	// place in the tree a moment after its call. Unknown and foreign ones take as long.
+	// freshTime is how long a request waits for an unknown checkpoint, which is in the tree
+	// a moment after its call. Unknown checkpoints and those of others take equally long
+	// (P3).
 	freshTime = 2 * time.Second
-	// firstLook is after how long it is looked for again, and each time after twice as long,
-	// lookEvery at most: whose it is, is found out by reading its workflow.
+	// firstLook is when it is looked up again, with doubling intervals up to lookEvery:
+	// finding its owner means reading its workflow.
 	firstLook = 20 * time.Millisecond
 	lookEvery = 640 * time.Millisecond
 )
 
-// checkpoint answers with a checkpoint and what can be verified of it now.
+// checkpoint answers with a checkpoint and what can be verified about it now.
 func (q *ledgerRequest) checkpoint() error {
 	id, err := segment(q.name, "id")
 	if err != nil {
@@ -332,7 +331,7 @@ func (q *ledgerRequest) findCheckpoint(id string, wait time.Duration) (*ledger.E
 	}
 }
 
-// claimsOf are the decoded claims of an entry's token.
+// claimsOf returns the decoded claims of an entry's token.
 func claimsOf(e *ledger.Entry) json.RawMessage {
 	payload := string(e.Payload)
 	if parts := strings.Split(payload, "."); len(parts) == 3 {
@@ -347,13 +346,13 @@ func claimsOf(e *ledger.Entry) json.RawMessage {
 	return json.RawMessage(payload)
 }
 
-// signature says whether the token's signature holds.
+// signature checks the token's signature.
 func (q *ledgerRequest) signature(e *ledger.Entry) string {
 	switch {
 	case levelOf(e) == "" || levelOf(e) == "L1":
 		return "unsigned"
 	case q.Verified == nil || !q.own(e):
-		return "unknown" // it held when it was presented
+		return "unknown" // the signature was valid when the token was presented
 	}
 	err := q.Verified(q.r.Context(), string(e.Payload))
 	refusal := (*ect.Error)(nil)
@@ -366,8 +365,8 @@ func (q *ledgerRequest) signature(e *ledger.Entry) string {
 	return "unknown"
 }
 
-// kept fills in what is kept for undoing the call of a checkpoint, and how the call
-// stands.
+// kept adds to a document what is stored for undoing the call of a checkpoint, and the
+// call's state.
 func (q *ledgerRequest) kept(e *ledger.Entry, doc *checkpointDocument) error {
 	v := &doc.Verification
 	v.Snapshot, doc.Undo.State = "none", checkpoint.Active.String()
@@ -424,7 +423,7 @@ func (q *ledgerRequest) kept(e *ledger.Entry, doc *checkpointDocument) error {
 	return err
 }
 
-// outputOf is the out_hash of an entry's token.
+// outputOf returns the out_hash of an entry's token.
 func outputOf(e *ledger.Entry) (sum [sha256.Size]byte, there bool) {
 	var claims struct {
 		Hash string `json:"out_hash"`
@@ -439,12 +438,12 @@ func outputOf(e *ledger.Entry) (sum [sha256.Size]byte, there bool) {
 	return [sha256.Size]byte(plain), true
 }
 
-// Downstreams are the upstreams whose circuit breakers have recorded in a workflow that they
-// opened or rejected a call, by the names that the tokens give them. They are of what the
-// reader may see of the workflow, or of all of it. Found is false where that is nothing.
+// Downstreams returns the upstreams whose circuit breakers have opened or rejected a call
+// in a workflow, by their names in the tokens. With all it reads the whole workflow, else
+// what the reader may see of it. found is false if that is nothing.
 func (s *Ledger) Downstreams(ctx context.Context, name string, who evidence.Reader, all bool) (names map[string]bool, found bool, err error) {
 	for _, wid := range workflowIDs(name) {
-		p, opened := participation{Ledger: s, who: who}, map[string]string{} // by the id of the token
+		p, opened := participation{Ledger: s, who: who}, map[string]string{} // by token id
 		read := 0
 		if _, err = s.each(ctx, wid, func(e *ledger.Entry) bool {
 			read++
@@ -471,17 +470,17 @@ func (s *Ledger) Downstreams(ctx context.Context, name string, who evidence.Read
 	return nil, false, nil
 }
 
-// own reports whether an entry is the gateway's.
+// own reports whether the gateway issued an entry.
 func (s *Ledger) own(e *ledger.Entry) bool {
 	return slices.Contains(s.Identities, e.Issuer) || s.Own != nil && s.Own(e)
 }
 
-// issued reports whether an entry is a token of the reader's own.
+// issued reports whether the reader issued an entry.
 func (s *Ledger) issued(e *ledger.Entry, who evidence.Reader) bool {
 	return who.Issuer != "" && e.Issuer == who.Issuer && !s.own(e)
 }
 
-// called reports whether an entry is the gateway's, of one of the reader's calls.
+// called reports whether an entry is the gateway's record of one of the reader's calls.
 func (s *Ledger) called(e *ledger.Entry, who evidence.Reader) bool {
 	if who.Caller == [16]byte{} || !s.own(e) {
 		return false
@@ -489,10 +488,10 @@ func (s *Ledger) called(e *ledger.Entry, who evidence.Reader) bool {
 	return evidence.CallerOf(e) == who.Caller
 }
 
-// recordOf is an entry as the graph reads it.
+// recordOf returns an entry in the form that the graph reads.
 func (s *Ledger) recordOf(e *ledger.Entry) workflow.Record { return evidence.RecordOf(e, s.own(e)) }
 
-// levelOf is the assurance that an entry's token gives by itself.
+// levelOf returns the level that an entry's token proves by itself.
 func levelOf(e *ledger.Entry) string {
 	if e.Unsigned {
 		return ""

@@ -175,9 +175,9 @@ func (o *Outcome) failed() bool {
 	return o.By == "" && (o.Verdict != execution.Completed || o.Status >= 400)
 }
 
-// NodeID is the id of the outcome of the call with this checkpoint: one for each call, so
-// that the outcome is recorded once, over restarts too. Only the gateway can make these
-// ids: whoever could take one first would keep the outcome from being recorded (P6).
+// NodeID is the id of the outcome of the call with this checkpoint. Each call has one, so
+// that its outcome is recorded once even if the gateway restarts. The ids are derived from
+// a secret: whoever could use one first would keep the outcome from being recorded (P6).
 func (e *Evidence) NodeID(checkpoint string) string { return e.secretID("outcome node", checkpoint) }
 
 // SettledID is the id of the event that says how that call in doubt was settled.
@@ -321,7 +321,7 @@ func (b *EventBuilder) failure(now time.Time, c *Call, o *Outcome, node string) 
 	})
 }
 
-// errorAudience are the verifiers of an error that the caller may read.
+// errorAudience returns the verifiers of an error that the caller may read.
 func (b *EventBuilder) errorAudience(caller string) []string {
 	if caller == "" || caller == b.Identity() {
 		return []string{b.Identity()}

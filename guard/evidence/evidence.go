@@ -61,7 +61,8 @@ type Evidence struct {
 	seen   *recent[*ect.Token] // presented, and not recorded
 	uses   *uses
 	names  names
-	// unsigned: unproven tokens are accepted, so that they have to be looked up too.
+	// unsigned says that unproven tokens are accepted, so that they have to be looked up
+	// too.
 	unsigned atomic.Bool
 }
 
@@ -119,8 +120,8 @@ func (e *Evidence) Close(ctx context.Context) error {
 	return errors.Join(e.log.Close(ctx), e.WriteHead())
 }
 
-// headKey signs the heads of a log. It is derived from the key with which the store's
-// index was made: it belongs to the store as that does, and never changes (ADR 0023).
+// headKey signs the heads of a log. It is derived from the index key of the store, so it
+// belongs to that store and never changes (ADR 0023).
 type headKey struct {
 	note.Verifier
 	private ed25519.PrivateKey

@@ -23,7 +23,7 @@ var ErrNoIdentity = errors.New("rollbacks: without `identity` there is no ledger
 // flushTime is how long recorded events may wait for their places in the tree.
 const flushTime = 5 * time.Second
 
-// Recorder is what a configuration records rollbacks with.
+// Recorder has what a configuration needs to record rollbacks.
 type Recorder struct {
 	// Evidence is the ledger.
 	Evidence *Evidence
@@ -85,7 +85,7 @@ func (l *RollbackLedger) flushed(ctx context.Context) (*Recorder, error) {
 	defer cancel()
 	err = rec.Evidence.Log().Flush(waits)
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
-		err = errBehind // the caller's own time is not over
+		err = errBehind // flushTime is over, not the caller's own time
 	}
 	return rec, err
 }

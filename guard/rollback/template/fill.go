@@ -14,35 +14,34 @@ import (
 	"unicode/utf8"
 )
 
-// Source is what was recorded of a call. Only what [Template.Needs] tells has to be in
-// it. The zero value of a field is what is absent.
+// Source is what was recorded of a call. Only the parts in [Template.Needs] are required.
+// The zero value of a field means absent.
 type Source struct {
-	// Path of the request as it was sent: percent-encoded, with its first slash.
+	// Path is the request's path as sent: percent-encoded, with its leading slash.
 	Path string
-	// Query of the request as it was sent, without the question mark.
+	// Query is the request's query as sent, without the question mark.
 	Query string
-	// Request is the message of the call.
+	// Request is the call's request.
 	Request Message
-	// Status of the answer. Without one there was no answer, whatever Response holds.
+	// Status is the status of the answer; 0 if there was none, and Response is ignored.
 	Status int
-	// Response is the message of the answer.
+	// Response is the answer.
 	Response Message
 
-	// The ids that belong to the call and to its rollback.
+	// The ids of the call and of its rollback.
 	ExecutionID, WorkflowID, RollbackID, CheckpointID string
 }
 
 // Message is the content of a request or a response. Fill does not change it.
 type Message struct {
 	Header http.Header // names in canonical form
-	// ContentType is the media type of Body. Empty means that it was not said: then
-	// the body may be JSON.
+	// ContentType is the media type of Body. If it is empty, the body may be JSON.
 	ContentType string
-	// Body is decoded: of a compressed one nothing can be read.
+	// Body is decoded: compressed bodies cannot be read.
 	Body []byte
 }
 
-// reader gives the values of placeholders and checks each body once.
+// reader reads the values of placeholders and checks each body at most once.
 type reader struct {
 	src               *Source
 	request, response document
@@ -52,7 +51,7 @@ type document struct {
 	read, valid bool
 }
 
-// value gives the value of n. The error is one of this package.
+// value reads the value of n. The error is one of this package.
 func (r *reader) value(n *name) (value, error) {
 	switch n.what {
 	case responseStatus, responseHeader, responseBody:
@@ -92,7 +91,7 @@ func (r *reader) value(n *name) (value, error) {
 	}
 }
 
-// given is a value that is absent if it is empty.
+// given returns a value that is absent if it is empty.
 func given(s string) (value, error) {
 	if s == "" {
 		return value{}, ErrAbsent
@@ -100,7 +99,7 @@ func given(s string) (value, error) {
 	return value{text: s, quoted: true}, nil
 }
 
-// single is a value that may have come more than once.
+// single returns a value that may have occurred more than once.
 func single(values []string) (value, error) {
 	switch len(values) {
 	case 0:
@@ -142,7 +141,7 @@ func (d *document) value(m *Message, tokens []string) (value, error) {
 	return find(m.Body, tokens)
 }
 
-// place is where a placeholder stands.
+// place is the context of a placeholder, which decides the escaping.
 type place uint8
 
 const (
@@ -160,17 +159,16 @@ var placeWords = [...]string{
 
 func (p place) String() string { return placeWords[p] }
 
-// sample is what stands for a value at load.
+// sample is the value that Parse uses to check the template.
 func (p place) sample() string {
 	if p == jsonValue {
-		// Next to anything else than space and punctuation null is invalid, where a
-		// digit might make a longer number.
+		// Unlike a digit, null cannot extend an adjacent number: it is invalid there.
 		return "null"
 	}
 	return "x"
 }
 
-// appendValue writes v as the place needs it. The error is ErrEmpty or ErrUnfit.
+// appendValue appends v, escaped for the place. The error is ErrEmpty or ErrUnfit.
 func (p place) appendValue(dst []byte, v value) ([]byte, error) {
 	switch p {
 	case pathSegment:
@@ -205,13 +203,13 @@ func (p place) appendValue(dst []byte, v value) ([]byte, error) {
 	return append(dst, quoted...), nil
 }
 
-// ambiguousInPath are characters that some servers resolve though they are encoded.
+// ambiguousInPath reports characters that some servers interpret even if they are encoded.
 func ambiguousInPath(r rune) bool { return r == '/' || r == '\\' || r < ' ' || r == 0x7f }
 
-// isControl leaves out the tab, which fields may hold (RFC 9110, section 5.5).
+// isControl does not include the tab, which field values may have (RFC 9110, section 5.5).
 func isControl(r rune) bool { return r < ' ' && r != '\t' || r == 0x7f }
 
-// appendEscaped percent-encodes all but RFC 3986's unreserved characters.
+// appendEscaped percent-encodes all characters but the unreserved ones of RFC 3986.
 func appendEscaped(dst []byte, s string) []byte {
 	const digits = "0123456789ABCDEF"
 	for i := range len(s) {
@@ -224,7 +222,7 @@ func appendEscaped(dst []byte, s string) []byte {
 	return dst
 }
 
-// quote writes s, which is valid UTF-8, as a JSON string.
+// quote encodes s, which is valid UTF-8, as a JSON string.
 func quote(s string) []byte {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
@@ -233,11 +231,10 @@ func quote(s string) []byte {
 	return bytes.TrimSuffix(b.Bytes(), []byte("\n"))
 }
 
-// JSONObject writes a [Spec.Body]: a JSON object with a member for each field, in their
-// order. A value that is one placeholder and nothing else becomes a JSON value, so that
-// a number stays one; any other value becomes text, in which braces that are meant as
-// such are written twice. Names hold no placeholders. The error is a *ParseError;
-// names that come twice are left to [Parse].
+// JSONObject makes a [Spec.Body]: a JSON object with a member for each field, in their
+// order. A value that is exactly one placeholder becomes a JSON value, so that numbers stay
+// numbers; any other value becomes a string. Literal braces in values are doubled. Names
+// cannot have placeholders. The error is a *ParseError; [Parse] reports duplicate names.
 func JSONObject(fields []Field) (body string, err error) {
 	return compose(fields, "json ", "{{", ",", "}}", func(name string, value []piece) string {
 		member := string(quote(name)) + ":"
@@ -251,9 +248,9 @@ func JSONObject(fields []Field) (body string, err error) {
 	})
 }
 
-// Form writes a [Spec.Body]: a form with a pair for each field, in their order. Names
-// and text are percent-encoded; braces in values that are meant as such are written
-// twice. Names hold no placeholders. The error is a *ParseError.
+// Form makes a [Spec.Body]: a form with a pair for each field, in their order. Names and
+// text are percent-encoded; literal braces in values are doubled. Names cannot have
+// placeholders. The error is a *ParseError.
 func Form(fields []Field) (body string, err error) {
 	escape := func(text string) string { return string(appendEscaped(nil, text)) }
 	return compose(fields, "form ", "", "&", "", func(name string, value []piece) string {
@@ -299,28 +296,28 @@ func rewrite(pieces []piece, escape func(string) string) string {
 	return b.String()
 }
 
-// Needs tells what a template reads, so that nothing else has to be recorded. Lists are
-// sorted and name each thing once.
+// Needs lists what a template reads, so that nothing else has to be recorded. Lists are
+// sorted, without duplicates.
 type Needs struct {
-	// Path: the request's path.
+	// Path says that the request's path is read.
 	Path bool
-	// Query are names in the request's query, decoded.
+	// Query are names of parameters in the request's query, decoded.
 	Query []string
-	// RequestHeader and ResponseHeader are names of fields, in canonical form.
+	// RequestHeader and ResponseHeader are names of header fields, in canonical form.
 	RequestHeader, ResponseHeader []string
-	// RequestBody and ResponseBody are JSON pointers.
+	// RequestBody and ResponseBody are JSON pointers (RFC 6901).
 	RequestBody, ResponseBody []string
-	// Status: the status of the response.
+	// Status says that the status of the response is read.
 	Status bool
 }
 
-// Response reports that something of the response is read: the template cannot be
-// filled before there is one, nor ever for a call whose answer was lost.
+// Response reports whether the response is read: the template can be filled only after the
+// call, and never if its answer was lost.
 func (n Needs) Response() bool {
 	return n.Status || len(n.ResponseHeader) > 0 || len(n.ResponseBody) > 0
 }
 
-// Needs tells what the template reads.
+// Needs returns what the template reads.
 func (t *Template) Needs() Needs {
 	var n Needs
 	n.add(t.url)
@@ -359,15 +356,15 @@ func (n *Needs) add(pieces []piece) {
 	}
 }
 
-// Request is a request to send.
+// Request is a compensating request.
 type Request struct {
 	Method string
-	// URL is a path and a query for the upstream of the call, or begins with
-	// [Template.Origin]. It is escaped as it is to be sent.
+	// URL is a path and query for the upstream of the call, or begins with
+	// [Template.Origin]. It is escaped for sending.
 	URL string
 	// Header has one value per name, Content-Type included. It is never nil.
 	Header http.Header
-	// Body is nil if there is none.
+	// Body is nil for a request without a body.
 	Body []byte
 }
 
@@ -392,11 +389,11 @@ func (t *Template) Fill(src *Source) (Request, error) {
 	return req, nil
 }
 
-// filler writes pieces until something is wrong.
+// filler appends pieces until an error occurs.
 type filler struct {
 	values reader
-	room   int    // bytes that the request may still grow by
-	last   *piece // the placeholder that was filled last
+	room   int    // bytes by which the request may still grow
+	last   *piece // the placeholder filled last
 	err    error
 }
 
@@ -428,7 +425,7 @@ func (f *filler) appendValue(dst []byte, p *piece) []byte {
 	return dst
 }
 
-// spend takes n bytes of the room. Text alone cannot use it up: Parse saw to that.
+// spend takes n bytes of the room. Literal text alone cannot exceed it: Parse checks that.
 func (f *filler) spend(n int) {
 	if f.room -= n; f.room < 0 && f.err == nil {
 		f.fail(ErrTooLarge)
@@ -439,20 +436,20 @@ func (f *filler) fail(err error) {
 	f.err = &FillError{f.last.name.text, f.last.place.String(), err}
 }
 
-// value is what a placeholder stands for.
+// value is the value of a placeholder.
 type value struct {
 	text   string
-	quoted bool // in JSON: neither a number nor a boolean
+	quoted bool // a JSON string, not a number or a boolean
 }
 
-// isDocument reports that doc is JSON that all decoders read alike, but for members of
-// the same name: RFC 8259 in valid UTF-8, without lone surrogates.
+// isDocument reports whether all decoders read doc alike, apart from duplicate members:
+// valid JSON (RFC 8259), valid UTF-8, no lone surrogates.
 func isDocument(doc []byte) bool {
 	return utf8.Valid(doc) && json.Valid(doc) && loneSurrogate(doc) < 0
 }
 
-// loneSurrogate finds an escape, in valid JSON, that stands for half a character. Many
-// decoders replace all of them by one and the same character.
+// loneSurrogate finds an escape, in valid JSON, of half a character. Many decoders replace
+// all of them with the same character.
 func loneSurrogate(doc []byte) int {
 	for i := 0; i < len(doc); i++ {
 		if doc[i] != '\\' {
@@ -476,13 +473,13 @@ func loneSurrogate(doc []byte) int {
 	return -1
 }
 
-// unit reads four hexadecimal digits.
+// unit decodes four hexadecimal digits.
 func unit(digits []byte) rune {
-	n, _ := strconv.ParseUint(string(digits[:4]), 16, 16) // valid JSON has them
+	n, _ := strconv.ParseUint(string(digits[:4]), 16, 16) // checked: the JSON is valid
 	return rune(n)
 }
 
-// find gives the scalar at tokens in doc, for which isDocument holds. The error is
+// find returns the scalar at tokens in doc, which must satisfy isDocument. The error is
 // ErrAbsent, ErrNotScalar or ErrAmbiguous.
 func find(doc []byte, tokens []string) (value, error) {
 	c := cursor{doc: doc}
@@ -512,13 +509,13 @@ func find(doc []byte, tokens []string) (value, error) {
 	return value{text: string(c.skip())}, nil
 }
 
-// cursor goes over a document that is known to be valid.
+// cursor reads a document that is known to be valid.
 type cursor struct {
 	doc []byte
 	i   int
 }
 
-// next gives the first byte of what comes after space.
+// next skips white space and returns the next byte without taking it.
 func (c *cursor) next() byte {
 	for c.doc[c.i] <= ' ' {
 		c.i++
@@ -526,14 +523,14 @@ func (c *cursor) next() byte {
 	return c.doc[c.i]
 }
 
-// take goes past punctuation.
+// take takes a punctuation byte.
 func (c *cursor) take() byte {
 	b := c.next()
 	c.i++
 	return b
 }
 
-// skip goes past a value and gives it as written.
+// skip takes a value and returns it as written.
 func (c *cursor) skip() []byte {
 	first := c.next()
 	from := c.i
@@ -576,7 +573,7 @@ func (c *cursor) text() (s string) {
 	return s
 }
 
-// member goes to the value of a member of the object that begins here.
+// member moves to the value of a member of the object at the cursor.
 func (c *cursor) member(name string) (found bool, err error) {
 	c.i++
 	at := 0
@@ -600,8 +597,8 @@ func (c *cursor) member(name string) (found bool, err error) {
 	}
 }
 
-// element goes to an element of the array that begins here. "-" and what has leading
-// zeros name none (RFC 6901, section 4).
+// element moves to an element of the array at the cursor. "-" and numbers with leading
+// zeros match no element (RFC 6901, section 4).
 func (c *cursor) element(token string) (found bool) {
 	c.i++
 	index, err := strconv.ParseUint(token, 10, 31)
@@ -617,12 +614,12 @@ func (c *cursor) element(token string) (found bool) {
 	return true
 }
 
-// checkDocument says where doc is not what isDocument wants, or has two members of one
-// name in any object.
+// checkDocument reports where doc does not satisfy isDocument, or has an object with
+// duplicate members.
 func checkDocument(doc []byte) *ParseError {
 	var syntax *json.SyntaxError
 	if err := json.Unmarshal(doc, new(json.RawMessage)); errors.As(err, &syntax) {
-		// The offset is behind the byte that is wrong, or the end of the text.
+		// The offset is after the invalid byte, or the end of the text.
 		return bad(max(int(syntax.Offset)-1, 0), "%v", syntax)
 	}
 	for i := 0; i < len(doc); {

@@ -1,10 +1,9 @@
-// Package template makes the request that compensates a call out of what was recorded
-// of the call: its request and its response. What
-// an agent or an upstream sent is hostile here: a value fills the place that it was
-// given and can change nothing else of the request.
+// Package template makes the request that compensates a call from what was recorded of the
+// call: its request and its response. Everything that an agent or an upstream sent is
+// untrusted: a value can fill its placeholder and change nothing else of the request.
 //
-// A template is read once, when the configuration is, by [Parse]. [Template.Fill] then
-// makes a [Request], without I/O and always the same one for the same [Source].
+// [Parse] parses a template once, when the configuration is loaded. [Template.Fill] then
+// makes a [Request] without I/O, always the same for the same [Source].
 //
 // # Placeholders
 //
@@ -21,17 +20,17 @@
 //	{rollback.id}             the rollback that asks
 //	{checkpoint.id}           the checkpoint of the call's first attempt
 //
-// Any other name is an error of [Parse]. A brace that is meant as such is written twice:
-// {{ and }}, in a JSON body too. A name ends at the first closing brace, so a member
-// whose name holds a brace cannot be asked for.
+// Any other name is an error of [Parse]. Literal braces are doubled: {{ and }}, in a JSON
+// body too. A name ends at the first closing brace, so members whose names contain a brace
+// cannot be read.
 //
-// The fields that callers prove themselves with (Authorization, Proxy-Authorization,
-// Cookie, X-Api-Key, Api-Key) cannot be asked for: a template must not be able to hand
-// them to another host. Which credentials an undo carries is a setting of its own.
+// Header fields with the caller's credentials (Authorization, Proxy-Authorization, Cookie,
+// X-Api-Key, Api-Key) cannot be read: a template must not be able to send them to another
+// host. The credentials of an undo are a separate setting.
 //
 // # Places
 //
-// Where a placeholder stands says how its value is written and what it cannot be:
+// The place of a placeholder decides how its value is escaped and which values are refused:
 //
 //   - In the path it is one segment or a part of one. Everything outside RFC 3986's
 //     unreserved characters is percent-encoded. Empty, ".", "..", a slash, a backslash
@@ -46,20 +45,20 @@
 //     true and false as such.
 //   - In a form body it is as in a query.
 //
-// Method, scheme, host, port, field names, names in queries and forms, and names of
-// JSON members cannot hold placeholders. The URL is a path, which means the upstream of
-// the call, or begins with http:// or https:// and a fixed host. Bodies of other types
-// than JSON and forms can hold no placeholder, because nobody knows how to escape there.
+// Method, scheme, host, port, field names, names in queries and forms, and names of JSON
+// members cannot have placeholders. The URL is a path, for the upstream of the call, or
+// begins with http:// or https:// and a fixed host. Only JSON bodies and forms can have
+// placeholders, since the escaping of other types is unknown.
 //
-// [JSONObject] and [Form] make a body of names and values, for settings that list them.
+// [JSONObject] and [Form] make a body from the names and values of a configuration.
 //
 // # Errors
 //
-// [Parse] gives a [*ParseError], with the place and what would be right. [Template.Fill]
-// gives a [*FillError], which names the placeholder and never its value, since that may
-// be a secret (P8). A call whose template cannot be filled cannot be compensated: its
-// checkpoint is irreversible, and says so. The rollback's id is not known when this is
-// first found out; any id in its place tells.
+// [Parse] returns a [*ParseError] with the place and a remedy. [Template.Fill] returns a
+// [*FillError], which names the placeholder but not its value, which may be a secret (P8).
+// A call whose template cannot be filled cannot be compensated: its checkpoint is marked
+// irreversible. This is checked before the rollback's id is known; any id serves for the
+// check.
 package template
 
 import (
@@ -80,32 +79,31 @@ import (
 const (
 	// MaxValue is the longest value that a placeholder may have, before escaping.
 	MaxValue = 4 << 10
-	// MaxRequest is the size of the largest request: its URL, its header fields with
-	// their names, and its body. It holds for what a template says by itself too.
+	// MaxRequest is the largest size of a request: URL, header fields with their names, and
+	// body. [Parse] applies it to the template's own text.
 	MaxRequest = 64 << 10
 )
 
-// Spec is a template as the configuration has it. URL, values of Header and Body may
-// hold placeholders.
+// Spec is a template as configured. URL, values of Header and Body may have placeholders.
 type Spec struct {
-	// Method is written in capital letters.
+	// Method is the HTTP method in capital letters.
 	Method string
-	// URL is a path with a query or none, like "/v1/refunds", for the upstream of the
-	// call, or a whole https or http URL.
+	// URL is a path with an optional query, like "/v1/refunds", for the upstream of the
+	// call, or a complete http or https URL.
 	URL string
-	// Header has each name once, and none that belongs to the connection.
+	// Header has each name at most once, and no fields of the connection.
 	Header []Field
-	// ContentType is the media type of Body; it goes with a body, and only with one.
+	// ContentType is the media type of Body; required with a body, empty without one.
 	ContentType string
-	// Body is JSON, a form (application/x-www-form-urlencoded), or anything else
-	// without placeholders.
+	// Body is JSON, a form (application/x-www-form-urlencoded), or anything else without
+	// placeholders.
 	Body string
 }
 
 // Field is one header field.
 type Field struct{ Name, Value string }
 
-// Template makes requests. It does not change and may be used by many goroutines.
+// Template is a parsed template. It is immutable and safe for concurrent use.
 type Template struct {
 	method      string
 	origin      string
@@ -120,7 +118,7 @@ type field struct {
 	value []piece
 }
 
-// Parse reads a template. The error is a *ParseError.
+// Parse parses a template. The error is a *ParseError.
 func Parse(spec Spec) (*Template, error) {
 	t := &Template{method: spec.Method, contentType: spec.ContentType}
 	size := len(spec.URL) + len(spec.ContentType) + len(spec.Body)
@@ -149,8 +147,8 @@ func Parse(spec Spec) (*Template, error) {
 	return t, nil
 }
 
-// Origin is the scheme and host that the request goes to, like "https://example.com:8443",
-// or empty for the upstream of the call. No value can change it.
+// Origin returns the scheme and host of the requests, like "https://example.com:8443";
+// empty for the upstream of the call. No value can change it.
 func (t *Template) Origin() string { return t.origin }
 
 func checkMethod(method string) *ParseError {
@@ -165,7 +163,7 @@ func checkMethod(method string) *ParseError {
 	return nil
 }
 
-// kind is how a body is written.
+// kind is the type of a body, which decides its escaping.
 type kind uint8
 
 const (
@@ -205,15 +203,16 @@ func bodyKind(spec Spec) (kind, *ParseError) {
 	return k, nil
 }
 
-// isJSON knows application/json and the types that are JSON by their suffix (RFC 6839).
+// isJSON reports whether a media type is application/json or has the suffix +json (RFC
+// 6839).
 func isJSON(media string) bool {
 	return media == "application/json" || strings.HasSuffix(media, "+json")
 }
 
 func outsideASCII(r rune) bool { return r < ' ' || r > '~' }
 
-// ofConnection are fields that are not the template's to set: they frame the message,
-// belong to one connection, or name the host.
+// ofConnection are fields that a template must not set: they frame the message, belong to
+// one connection, or name the host.
 var ofConnection = []string{
 	"Connection", "Content-Length", "Expect", "Host", "Keep-Alive", "Proxy-Connection",
 	"Te", "Trailer", "Transfer-Encoding", "Upgrade",
@@ -277,7 +276,7 @@ func (t *Template) parseURL(text string) *ParseError {
 	return err
 }
 
-// parseOrigin takes scheme and host, if there are any. What is left begins with a slash.
+// parseOrigin parses scheme and host, if present. rest begins with a slash.
 func (t *Template) parseOrigin(text string) (rest string, err *ParseError) {
 	authority := ""
 	switch scheme, after, ok := strings.Cut(text, "://"); {
@@ -308,7 +307,7 @@ func (t *Template) parseOrigin(text string) (rest string, err *ParseError) {
 	return rest, nil
 }
 
-// checkAuthority wants a plain host, and a port or none.
+// checkAuthority checks for a plain host with an optional port.
 func checkAuthority(authority string) *ParseError {
 	if i := strings.IndexAny(authority, "{}"); i >= 0 {
 		return bad(i, "host and port can hold no placeholder; write them out")
@@ -341,7 +340,7 @@ func checkAuthority(authority string) *ParseError {
 	return nil
 }
 
-// parseTarget reads path and query.
+// parseTarget parses path and query.
 func (t *Template) parseTarget(pieces []piece) *ParseError {
 	path, query, asked := cut(pieces, '?')
 	if err := parsePath(path); err != nil {
@@ -358,7 +357,7 @@ func (t *Template) parseTarget(pieces []piece) *ParseError {
 	return nil
 }
 
-// subDelims and the like may stand in a path as they are (RFC 3986, section 3.3).
+// inPath are the characters that a path may have unescaped (RFC 3986, section 3.3).
 const inPath = "-._~!$&'()*+,;=:@/"
 
 func parsePath(pieces []piece) *ParseError {
@@ -386,8 +385,8 @@ func parsePath(pieces []piece) *ParseError {
 	return nil
 }
 
-// parsePairs reads name=value&name=value. extra are characters that may stand as they
-// are besides those of names and values.
+// parsePairs parses name=value&name=value. extra are further characters that may be
+// unescaped.
 func parsePairs(pieces []piece, extra string) *ParseError {
 	inValue := false
 	for i := range pieces {
@@ -414,7 +413,8 @@ func parsePairs(pieces []piece, extra string) *ParseError {
 	return nil
 }
 
-// checkEscaped wants what is in allowed, letters, digits, and whole percent-encodings.
+// checkEscaped checks that p has only allowed characters, letters, digits, and complete
+// percent-encodings.
 func checkEscaped(p *piece, allowed string) *ParseError {
 	for i := 0; i < len(p.text); i++ {
 		c := p.text[i]
@@ -462,11 +462,11 @@ func parseBody(text string, k kind) ([]piece, *ParseError) {
 	return pieces, nil
 }
 
-// placeInJSON tells which placeholders stand between quotes. What it takes for a string
-// is one if the whole is valid, which checkJSON sees to.
+// placeInJSON finds out which placeholders are inside JSON strings. It is correct only for
+// valid JSON, which checkJSON checks.
 func placeInJSON(pieces []piece) *ParseError {
 	quoted, escaped := false, false
-	var inString, inName *piece // in the string that is open; in the one that was closed last
+	var inString, inName *piece // the piece that opened the current string; the last piece of the string closed last
 	for i := range pieces {
 		p := &pieces[i]
 		if p.name != nil {
@@ -496,10 +496,10 @@ func placeInJSON(pieces []piece) *ParseError {
 	return nil
 }
 
-// checkJSON wants that the body is JSON with a sample for each value.
+// checkJSON checks that the body is valid JSON with a sample value for each placeholder.
 func checkJSON(pieces []piece) *ParseError {
 	var sample []byte
-	starts := make([]int, len(pieces)) // of the pieces in the sample
+	starts := make([]int, len(pieces)) // offset of each piece in the sample
 	for i, p := range pieces {
 		starts[i] = len(sample)
 		if p.name == nil {
@@ -524,16 +524,16 @@ func checkJSON(pieces []piece) *ParseError {
 	return bad(offset, "with values in place the body is no JSON: %s", problem.Problem)
 }
 
-// piece is a stretch of text, or a placeholder.
+// piece is literal text or a placeholder.
 type piece struct {
 	text   string
-	offset int // in the field as it is written
+	offset int // in the field as configured
 	name   *name
 	place  place
 }
 
-// scan splits text at its placeholders. No piece of text goes on after a doubled brace,
-// so that offset plus an index into text is the place in the field.
+// scan splits text at its placeholders. A doubled brace ends a piece of text, so that
+// offset plus an index into the piece is the position in the field.
 func scan(text string) ([]piece, *ParseError) {
 	var all []piece
 	from := 0
@@ -573,7 +573,7 @@ func scan(text string) ([]piece, *ParseError) {
 	return all, nil
 }
 
-// cut splits pieces at the first sep that is text.
+// cut splits pieces at the first sep in literal text.
 func cut(pieces []piece, sep byte) (before, after []piece, found bool) {
 	for i, p := range pieces {
 		at := strings.IndexByte(p.text, sep)
@@ -588,7 +588,7 @@ func cut(pieces []piece, sep byte) (before, after []piece, found bool) {
 	return pieces, nil, false
 }
 
-// what a placeholder reads.
+// what is the kind of a placeholder.
 type what uint8
 
 const (
@@ -606,11 +606,11 @@ const (
 	checkpointID
 )
 
-// name is a placeholder's name, read.
+// name is a parsed placeholder.
 type name struct {
-	text    string // as written
+	text    string // as configured
 	what    what
-	arg     string // name in a query or header, pointer
+	arg     string // name of the query parameter or header field, or JSON pointer
 	segment int
 	tokens  []string // of the pointer
 }
@@ -621,7 +621,7 @@ var plainNames = map[string]what{
 	"rollback.id": rollbackID, "checkpoint.id": checkpointID,
 }
 
-// namesWithArg are the beginnings of names that go on.
+// namesWithArg are the prefixes of names with an argument.
 var namesWithArg = []struct {
 	prefix string
 	what   what
@@ -637,7 +637,7 @@ var namesWithArg = []struct {
 const knownNames = "request.path, request.path.N, request.query.NAME, request.header.NAME, request.json./POINTER, " +
 	"response.status, response.header.NAME, response.json./POINTER, execution.id, workflow.id, rollback.id, checkpoint.id"
 
-// credentials are what a caller is known by.
+// credentials are header fields that authenticate a caller.
 var credentials = []string{"Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key", "Api-Key"}
 
 func parseName(text string) (*name, *ParseError) {
@@ -690,11 +690,11 @@ func (n *name) readArg() *ParseError {
 	return nil
 }
 
-// unescapeToken decodes a token of a pointer (RFC 6901, section 4). A Replacer goes
-// over the text once, so that ~01 is ~1.
+// unescapeToken decodes a token of a pointer (RFC 6901, section 4). A Replacer makes one
+// pass, so that ~01 becomes ~1.
 var unescapeToken = strings.NewReplacer("~1", "/", "~0", "~")
 
-// isToken reports that s is a token as of RFC 9110, section 5.6.2.
+// isToken reports whether s is a token (RFC 9110, section 5.6.2).
 func isToken(s string) bool {
 	for i := range len(s) {
 		if c := s[i]; !isAlphanumeric(c) && strings.IndexByte("!#$%&'*+-.^_`|~", c) < 0 {
@@ -708,14 +708,14 @@ func isAlphanumeric(c byte) bool {
 	return 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9'
 }
 
-// ParseError says what is wrong with a template.
+// ParseError is an error of [Parse].
 type ParseError struct {
-	// Field is "method", "url", "header NAME", "content_type", "body", or "template"
-	// for the whole.
+	// Field is "method", "url", "header NAME", "content_type", "body", or "template" for
+	// the template as a whole.
 	Field string
-	// Offset is the place in the field as it is written, in bytes from 0.
+	// Offset is the position in the field as configured, in bytes from 0.
 	Offset int
-	// Problem says what is wrong, and what would be right.
+	// Problem describes the error and its remedy.
 	Problem string
 }
 
@@ -732,35 +732,34 @@ func (e *ParseError) in(field string) *ParseError {
 	return e
 }
 
-// Why a template cannot be filled.
+// Reasons why a template cannot be filled.
 var (
 	// ErrAbsent: there is no such value, or it is null, or no response was recorded.
 	ErrAbsent = errors.New("the value is absent")
-	// ErrEmpty: an empty value where a path segment or a header field needs one.
+	// ErrEmpty: the value is empty, where a path segment or a header field needs text.
 	ErrEmpty = errors.New("the value is empty")
 	// ErrNotScalar: the value is an object or an array.
 	ErrNotScalar = errors.New("the value is an object or an array; name a string, a number or a boolean in it")
-	// ErrAmbiguous: the field or the name in the query came more than once, or a JSON
-	// member's name occurs more than once in an object on the way to the value.
+	// ErrAmbiguous: the header field or query parameter occurred more than once, or an
+	// object on the way to the value has duplicate members.
 	ErrAmbiguous = errors.New("the value's name occurs more than once, so that nobody knows which is meant")
-	// ErrNotJSON: the body is of another type, invalid as of RFC 8259, invalid UTF-8,
+	// ErrNotJSON: the body has another type, or is invalid JSON (RFC 8259), invalid UTF-8
 	// or has lone surrogates.
 	ErrNotJSON = errors.New("the body is not valid JSON")
-	// ErrMalformed: the recorded path or query has a bad percent-encoding, or the query
-	// a semicolon, which some read as a separator.
+	// ErrMalformed: the recorded path or query has an invalid percent-encoding, or the
+	// query a semicolon, which some servers take for a separator.
 	ErrMalformed = errors.New("the recorded path or query is malformed")
-	// ErrUnfit: the value holds what its place cannot, escaped or not.
+	// ErrUnfit: the value has characters that its place does not allow, even escaped.
 	ErrUnfit = errors.New("the value cannot stand in this place")
-	// ErrTooLarge: the value is longer than MaxValue, or with it the request larger
-	// than MaxRequest.
+	// ErrTooLarge: the value exceeds MaxValue, or the request MaxRequest.
 	ErrTooLarge = errors.New("the value, or with it the request, is too large")
 )
 
-// FillError says which placeholder has no usable value. It never holds the value.
+// FillError names the placeholder without a usable value. It never contains the value.
 type FillError struct {
 	// Placeholder is the name without its braces.
 	Placeholder string
-	// Place is where it stands, in words.
+	// Place describes where the placeholder is, in words.
 	Place string
 	// Err is one of the errors of this package.
 	Err error
