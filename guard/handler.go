@@ -476,6 +476,7 @@ func (n plainNext) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 type plainUpstream struct {
 	next Next
 	ctx  context.Context
+	late bool // the call's time had run out at its end
 }
 
 func (u *plainUpstream) Begin(ctx context.Context) context.Context {
@@ -485,7 +486,7 @@ func (u *plainUpstream) Begin(ctx context.Context) context.Context {
 
 func (u *plainUpstream) Forward(w http.ResponseWriter, r *http.Request) (f Forwarded) {
 	defer func() {
-		f.Panicked = recover()
+		f.Panicked, u.late = recover(), u.ctx.Err() != nil
 		_ = r.Body.Close()
 	}()
 	f.Err = u.next.ServeHTTP(w, r)
@@ -502,7 +503,7 @@ func (u *plainUpstream) Answer() execution.Answer { return execution.Answer{} }
 
 // Silent implements Upstream. A handler that writes nothing means 200, unless its time had run
 // out.
-func (u *plainUpstream) Silent() bool { return u.ctx.Err() != nil }
+func (u *plainUpstream) Silent() bool { return u.late }
 
 // The header fields of the guard.
 const (

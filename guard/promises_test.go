@@ -336,6 +336,7 @@ func TestP6NothingIsCalledDone(t *testing.T) {
 		"a gateway's error":    {func(w http.ResponseWriter) { w.WriteHeader(502) }, "in_doubt", "409 in_doubt"},
 		"no answer in time":    {func(http.ResponseWriter) { <-time.After(time.Hour) }, "in_doubt", "409 in_doubt"},
 		"an answer cut short":  {func(w http.ResponseWriter) { _, _ = io.WriteString(w, "char"); panic(http.ErrAbortHandler) }, "executed", "409 in_doubt"},
+		"an empty answer":      {func(http.ResponseWriter) {}, "executed", "200 replayed "},
 		"a refusal":            {func(w http.ResponseWriter) { w.WriteHeader(401) }, "executed", "200 executed charge 2"},
 		"an error that counts": {func(w http.ResponseWriter) { w.WriteHeader(404) }, "executed", "404 replayed"},
 	} {
