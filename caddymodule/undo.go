@@ -89,7 +89,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 		return nil, unsent(rollback.ReasonNoUpstream, fmt.Errorf("the path of the undo cannot be read: %w", err))
 	}
 	if !proxy.Safe(o.Method) {
-		over, err := s.writes(o, checkpoint.TargetOf(to.reach.Name(), target.EscapedPath()))
+		over, err := s.e.forCalls.Writes.WriteUndo(checkpoint.TargetOf(to.reach.Name(), target.EscapedPath()), o.Window)
 		if err != nil {
 			return nil, err
 		}
@@ -163,26 +163,6 @@ func (s *undoSender) Watch(o *rollback.Outgoing) rollback.WriteWindow {
 	}
 	return s.e.forCalls.Writes.Open(checkpoint.TargetOf(to.reach.Name(), target.EscapedPath()))
 }
-
-// writes says that an undo begins to change a target. P6: it does not where somebody else
-// has, since its look.
-func (s *undoSender) writes(o *rollback.Outgoing, name string) (over func(), err error) {
-	own, _ := o.Window.(*guard.WriteWindow)
-	if own != nil && own.Name() != name {
-		return nil, unsent("", errMoved) // a new look goes where it goes
-	}
-	over = s.e.forCalls.Writes.Write(name, own)
-	if own != nil && own.Disturbed() {
-		over()
-		return nil, unsent(rollback.ReasonChanged, errOvertaken)
-	}
-	return over, nil
-}
-
-var (
-	errMoved     = errors.New("the configuration leads to another upstream than when the target was looked at")
-	errOvertaken = errors.New("another call has changed the target since it was looked at")
-)
 
 var (
 	_ rollback.Sender  = (*undoSender)(nil)

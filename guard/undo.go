@@ -517,9 +517,6 @@ func (w *WriteWindow) disturb() {
 	w.disturbed = true
 }
 
-// Name is the name of its target.
-func (w *WriteWindow) Name() string { return w.name }
-
 // Close implements rollback.WriteWindow.
 func (w *WriteWindow) Close() { w.close() }
 
@@ -557,6 +554,25 @@ func (t *WriteTracker) Write(name string, own *WriteWindow) (over func()) {
 		at.writing--
 		t.left(name)
 	}
+}
+
+// WriteUndo is Write for an undo, whose window may be nil. P6: it refuses the write if somebody else
+// has written since the undo's read, with a *rollback.SendError.
+func (t *WriteTracker) WriteUndo(name string, window rollback.WriteWindow) (over func(), err error) {
+	own, _ := window.(*WriteWindow)
+	if own != nil && own.name != name { // a new read goes where the write goes
+		return nil, unsentUndo("", "the configuration leads to another upstream than when the target was looked at")
+	}
+	over = t.Write(name, own)
+	if own != nil && own.Disturbed() {
+		over()
+		return nil, unsentUndo(rollback.ReasonChanged, "another call has changed the target since it was looked at")
+	}
+	return over, nil
+}
+
+func unsentUndo(reason rollback.Reason, why string) error {
+	return &rollback.SendError{NotSent: true, Reason: reason, Err: errors.New("undo: " + why)}
 }
 
 // UndoPlan is how the calls of one action are undone: restored, compensated by another request,
