@@ -2,11 +2,14 @@ package guard_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"path"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -14,15 +17,18 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/google/uuid"
+
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
 // The promises hold for the guard alone, with an upstream that is a function and no program
-// around it. P5 is about rollbacks, which have no way through a Handler: guard/rollback has
-// its tests. What needs sockets, processes or Caddy is in e2e.
+// around it. What needs sockets, processes or Caddy is in e2e.
 
 // disk is a store whose commits take their time, and can fail.
 type disk struct {
@@ -323,6 +329,160 @@ func TestP4RefusalsOfKnownCalls(t *testing.T) {
 		b := newBed(t, charge)
 		b.disk.broken.Store(true)
 		b.sees(b.post(""), "503 refused store-unavailable  again")
+	})
+}
+
+// P5: a call is undone once, however often and under whatever ids that is asked for, also after
+// restarts; one id has one result, and no other content.
+func TestP5UndoneOnce(t *testing.T) {
+	undoing(t, func(b *saga) {
+		charge, id := b.do("POST /charges", "{}"), uuid.NewString()
+		var all sync.WaitGroup
+		for range 9 {
+			all.Go(func() {
+				b.check(b.begun(id, charge))
+				b.ended(id, "completed")
+			})
+		}
+		all.Wait()
+		first := b.ended(id, "completed")
+		b.begin()
+		<-time.After(29 * 24 * time.Hour)
+		b.check(b.begun(id, charge))
+		if again := b.ended(id, "completed"); !again.Finished.Equal(first.Finished) {
+			t.Errorf("it ended at %v, and then at %v", first.Finished, again.Finished)
+		}
+		if err := b.begun(id, charge, rollback.SubDAG); !errors.Is(err, rollback.ErrMismatch) {
+			t.Errorf("the id with another scope: %v", err)
+		}
+		b.had("charged ch_1", "refunded ch_1")
+	})
+	undoing(t, func(b *saga) {
+		charge := b.do("POST /charges", "{}")
+		b.back("completed", charge)
+		b.back("completed", charge)
+		b.back("completed", charge, rollback.FullWorkflow)
+		b.had("charged ch_1", "refunded ch_1")
+	})
+}
+
+// P5: what follows from a call is undone before it, and of several changes of one document the
+// last one first, whether they follow from each other or not.
+func TestP5LastComesFirst(t *testing.T) {
+	undoing(t, func(b *saga) {
+		b.write("/docs/x", "v0")
+		doc := b.do("PUT /docs/x", "v1")
+		charge := b.do("POST /charges", "{}", doc.checkpoint)
+		last := b.do("PUT /plain/y", "new", charge.checkpoint)
+		b.back("completed", last, rollback.FullWorkflow)
+		b.had("/docs/x is v1", "charged ch_2", "/plain/y is new", "deleted /plain/y", "refunded ch_2", "/docs/x is v0")
+	})
+	undoing(t, func(b *saga) {
+		paths := []string{"/docs/x", "/plain/y", "/docs/z"}
+		var last step
+		for _, text := range []string{"v1", "v2", "v3", "v4"} {
+			for _, path := range paths {
+				last = b.do("PUT "+path, text)
+			}
+		}
+		b.back("completed", last, rollback.FullWorkflow)
+		for _, path := range paths {
+			b.stands(path, "")
+		}
+	})
+}
+
+// P5: nothing follows from a call while it is being undone, nor begins in a workflow that was undone
+// as a whole, also after a restart.
+func TestP5NothingFollows(t *testing.T) {
+	const paused, stopped = "409 workflow-paused", "403 workflow-stopped"
+	refused := func(b *saga, want string, after ...string) {
+		b.Helper()
+		s := b.try("POST /mail", "", after...)
+		var doc struct{ Type string }
+		_ = json.Unmarshal(s.Body.Bytes(), &doc) // else it has none
+		b.want(fmt.Sprint(s.Code, " ", path.Base(doc.Type)), want)
+	}
+	undoing(t, func(b *saga) {
+		charge, id, open := b.do("POST /charges", "{}"), uuid.NewString(), make(chan struct{})
+		b.on("POST /refunds", b.waits(open))
+		b.check(b.begun(id, charge))
+		synctest.Wait()
+		refused(b, paused, charge.checkpoint)
+		b.do("POST /mail", "")
+		close(open)
+		b.ended(id, "completed")
+		b.had("charged ch_1", "mailed", "refunded ch_1")
+		b.do("POST /mail", "", charge.checkpoint)
+	})
+	undoing(t, func(b *saga) {
+		charge, id, open := b.do("POST /charges", "{}"), uuid.NewString(), make(chan struct{})
+		b.on("POST /refunds", b.waits(open))
+		b.check(b.begun(id, charge, rollback.FullWorkflow))
+		synctest.Wait()
+		refused(b, stopped)
+		b.other().do("POST /mail", "")
+		close(open)
+		b.ended(id, "completed")
+		refused(b, stopped)
+		b.begin()
+		refused(b, stopped)
+		b.had("charged ch_1", "mailed", "refunded ch_1")
+	})
+}
+
+// P5, P6: what nothing can undo, and what somebody else has changed since, is left to a person;
+// the rest is undone.
+func TestP5LeftToAPerson(t *testing.T) {
+	escalated := func(b *saga, cause hitl.Cause) {
+		b.Helper()
+		page, err := b.escalations.List(b.Context(), hitl.Filter{}, "", 10)
+		b.check(err)
+		if !slices.ContainsFunc(page.Escalations, func(e hitl.Escalation) bool { return e.Cause == cause }) {
+			b.Errorf("no escalation says %s: %+v", cause, page.Escalations)
+		}
+	}
+	undoing(t, func(b *saga) {
+		b.back("escalated irreversible", b.do("POST /mail", ""))
+		escalated(b, hitl.CauseIrreversible)
+		b.had("mailed")
+	})
+	undoing(t, func(b *saga) {
+		b.do("POST /mail", "")
+		if r := b.back("partial irreversible", b.do("POST /charges", "{}"), rollback.FullWorkflow); !r.Mixed {
+			t.Errorf("%+v", r)
+		}
+		escalated(b, hitl.CauseIrreversible)
+		b.had("mailed", "charged ch_2", "refunded ch_2")
+	})
+	undoing(t, func(b *saga) {
+		for _, path := range []string{"/docs/x", "/plain/x"} {
+			b.write(path, "v0")
+			doc := b.do("PUT "+path, "v1")
+			b.write(path, "another's")
+			b.back("escalated changed-since", doc)
+			b.stands(path, "another's")
+		}
+	})
+}
+
+// P5: a rollback goes on where its process has died, under the same key: what was done is not
+// done again, and what was not is.
+func TestP5GoesOnAfterARestart(t *testing.T) {
+	undoing(t, func(b *saga) {
+		b.write("/docs/x", "v0")
+		doc := b.do("PUT /docs/x", "v1")
+		b.do("POST /charges", "{}", doc.checkpoint)
+		id, never := uuid.NewString(), make(chan struct{})
+		defer close(never)
+		b.on("POST /refunds", b.late(never))
+		b.check(b.begun(id, doc, rollback.FullWorkflow))
+		synctest.Wait()
+		b.stands("/docs/x", "v1")
+		b.begin()
+		b.ended(id, "completed")
+		b.stands("/docs/x", "v0")
+		b.had("/docs/x is v1", "charged ch_2", "refunded ch_2", "/docs/x is v0")
 	})
 }
 

@@ -30,16 +30,19 @@ const gatewayName, agentName = "spiffe://example.com/gateway", "spiffe://example
 // trust is a bed that verifies the tokens of the agents a and b, in a bubble of time.
 type trust struct {
 	*bed
-	ring   *ect.Ring // of the gateway
-	agents map[string]*ect.Issuer
-	answer http.HandlerFunc // of the upstream; nil charges
+	level    ect.Level
+	ring     *ect.Ring // of the gateway
+	agents   map[string]*ect.Issuer
+	sources  []ect.Source     // of the agents' keys
+	answer   http.HandlerFunc // of the upstream; nil charges
+	evidence *evidence.Evidence
 }
 
 // trusting runs a test with tokens of at least this level. Calls to /search are not guarded.
 func trusting(t *testing.T, level ect.Level, test func(b *trust)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		b := &trust{agents: map[string]*ect.Issuer{}}
+		b := &trust{agents: map[string]*ect.Issuer{}, level: level}
 		b.bed = newBed(t, func(n int64, w http.ResponseWriter, r *http.Request) {
 			if b.answer != nil {
 				b.answer(w, r)
@@ -47,47 +50,56 @@ func trusting(t *testing.T, level ect.Level, test func(b *trust)) {
 			}
 			charge(n, w, r)
 		})
-		check := func(err error) {
-			if err != nil {
-				t.Fatal(err)
-			}
-		}
 		ring := func() *ect.Ring {
 			r, err := ect.GenerateRing(ect.ES256)
-			check(err)
+			b.check(err)
 			return r
 		}
 		b.ring = ring()
-		ev, err := evidence.Open(t.Context(), evidence.Options{Store: b.disk, Sealer: b.bed.ring, Node: "node", Ring: b.ring})
-		check(err)
-		t.Cleanup(func() { _ = ev.Close(context.Background()) })
-		events, err := ev.EventBuilder(gatewayName, ect.Draft00, time.Hour)
-		check(err)
-		own, err := events.Source()
-		check(err)
-		sources := []ect.Source{own}
 		for _, name := range []string{"a", "b"} {
 			ring, identity := ring(), agentName+name
 			owner, err := ect.ParseOwner(identity)
-			check(err)
-			sources = append(sources, ring.Source(owner))
+			b.check(err)
+			b.sources = append(b.sources, ring.Source(owner))
 			b.agents[name], err = ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: ring})
-			check(err)
+			b.check(err)
 		}
-		policy := &guard.TokenPolicy{Evidence: ev, Events: events, LedgerFirst: level == ect.L3}
-		policy.Verifier, err = ect.NewVerifier(ect.Policy{
-			Audience: []string{gatewayName}, Sources: sources, MinLevel: min(level, ect.L2), Skew: time.Millisecond, MaxAge: 24 * time.Hour, MaxLife: 24 * time.Hour,
-		})
-		check(err)
-		if level == ect.L1 {
-			ev.AcceptUnsigned()
-		}
-		b.config.Tokens, b.config.Verifies = func() (*guard.TokenPolicy, error) { return policy, nil }, true
 		b.config.Exempt = func(r *http.Request) (bool, error) { return r.URL.Path == "/search", nil }
-		b.start()
-		policy.Engine = b.engine
+		b.begin()
 		test(b)
 	})
+}
+
+func (b *trust) check(err error) {
+	b.Helper()
+	if err != nil {
+		b.Fatal(err)
+	}
+}
+
+// begin is start with a ledger, and returns the policy by which it records.
+func (b *trust) begin() *guard.TokenPolicy {
+	b.Helper()
+	ev, err := evidence.Open(b.Context(), evidence.Options{Store: b.disk, Sealer: b.bed.ring, Node: "node", Ring: b.ring})
+	b.check(err)
+	b.evidence = ev
+	b.Cleanup(func() { _ = ev.Close(context.Background()) })
+	events, err := ev.EventBuilder(gatewayName, ect.Draft00, time.Hour)
+	b.check(err)
+	own, err := events.Source()
+	b.check(err)
+	policy := &guard.TokenPolicy{Evidence: ev, Events: events, LedgerFirst: b.level == ect.L3}
+	policy.Verifier, err = ect.NewVerifier(ect.Policy{
+		Audience: []string{gatewayName}, Sources: append(b.sources[:2:2], own), MinLevel: min(b.level, ect.L2), Skew: time.Millisecond, MaxAge: 24 * time.Hour, MaxLife: 24 * time.Hour,
+	})
+	b.check(err)
+	if b.level == ect.L1 {
+		ev.AcceptUnsigned()
+	}
+	b.config.Tokens, b.config.Verifies = func() (*guard.TokenPolicy, error) { return policy, nil }, true
+	b.start()
+	policy.Engine = b.engine
+	return policy
 }
 
 // token makes a token of an agent.
