@@ -100,21 +100,21 @@ type App struct {
 	guards    guards
 	events    *caddyevents.App
 	pending   pendingEvents
-	counts    *storeCounts // of the store
+	counts    *storeCounts // shared by all configurations with the same store
 	counting  bool         // counts are held, until Cleanup
 	collector *collector
 
 	mu       sync.Mutex
 	held     *engine     // the configuration's own reference
-	accepted atomic.Bool // the engine has taken the configuration's keys over
-	opened   atomic.Bool // held is, or was
-	ended    bool        // by Cleanup
+	accepted atomic.Bool // the engine has adopted the configuration's keys
+	opened   atomic.Bool // held is or was set
+	ended    bool        // Cleanup was called
 
 	passagesOnce  sync.Once
 	knownPassages []passage // of the configuration to upstreams
 
 	openingMu sync.Mutex
-	opening   *opening // for those who wait for the breakers' states; nil while nobody does
+	opening   *opening // the running attempt to open the store; nil without one
 	policy    atomic.Pointer[tokenPolicy]
 }
 
@@ -129,7 +129,7 @@ func (a *App) Provision(ctx caddy.Context) error {
 	return a.place(a.provision(ctx))
 }
 
-// wrong is an error in an option, by its name in WrittenAt.
+// wrong is an error in an option; option is its name in WrittenAt.
 type wrong struct {
 	option string
 	err    error
@@ -138,7 +138,7 @@ type wrong struct {
 func (e *wrong) Error() string { return e.err.Error() }
 func (e *wrong) Unwrap() error { return e.err }
 
-// place adds where in the Caddyfile the option stands that err is about.
+// place adds the place of err's option in the Caddyfile.
 func (a *App) place(err error) error {
 	bad := (*wrong)(nil)
 	switch {
@@ -214,15 +214,14 @@ func (a *App) provision(ctx caddy.Context) error {
 	return a.events.On(exitEvent, exitWatch{})
 }
 
-// provisionKeys finds out where the keys of the store are, and checks them as far as they
-// are there.
+// provisionKeys finds the store's keys, and checks them if they exist already.
 func (a *App) provisionKeys() (err error) {
 	repl := caddy.NewReplacer()
 	switch {
 	case a.Key != "" && a.KeyFile != "":
 		return errors.New("give either a file or a value, not both")
 	case a.Key != "":
-		if strings.Contains(a.Key, `"`) { // which an error of the replacer would show (P8)
+		if strings.Contains(a.Key, `"`) { // the replacer's error would contain the key (P8)
 			return errors.New("value: a key ring's JSON cannot stand in the configuration; " +
 				"give a placeholder that has it as its value, like {env.AGENT_GUARD_KEY}")
 		}
@@ -234,7 +233,7 @@ func (a *App) provisionKeys() (err error) {
 		}
 		return nil
 	case a.KeyFile != "":
-		// An unset variable must not lead to another file than was meant.
+		// An unset variable must not lead to a different file.
 		if a.spec.keyFile, err = repl.ReplaceOrErr(a.KeyFile, true, true); err == nil {
 			a.spec.keyFile, err = filepath.Abs(a.spec.keyFile)
 		}
@@ -302,11 +301,11 @@ func (a *App) Start() error {
 	return a.place(err)
 }
 
-// Stop does nothing: on a reload running executions go on, each with a reference to the engine, and
-// an exit has waited for them before (exitWatch).
+// Stop does nothing. On a reload running executions go on, each with its reference to the
+// engine; at an exit, exitWatch has waited for them.
 func (a *App) Stop() error { return nil }
 
-// Cleanup releases the configuration's reference, if there is one: Provision may have failed.
+// Cleanup releases the configuration's reference, if Provision or Start took one.
 func (a *App) Cleanup() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -338,7 +337,7 @@ func (a *App) engine() (*engine, error) {
 		return a.held, nil
 	}
 	if a.ended {
-		return nil, errEnded // nobody would release it
+		return nil, errEnded // nothing would release it
 	}
 	e, err := a.acquire()
 	if err != nil {
@@ -390,7 +389,7 @@ func (a *App) acquire() (*engine, error) {
 	return e, err
 }
 
-// openCalls is acquire for the way of a call.
+// openCalls is acquire in the form that package guard needs.
 func (a *App) openCalls() (*guard.Engine, func(), error) {
 	e, err := a.acquire()
 	if err != nil {
@@ -405,8 +404,9 @@ var (
 	_ caddy.CleanerUpper = (*App)(nil)
 )
 
-// guards are the handlers of one configuration. The gateway's own requests reach the upstream of a
-// call through them. Handlers are provisioned in any order, also while rollbacks go on.
+// guards are the handlers of one configuration. The gateway's own requests reach the
+// upstream of a call through them. Handlers are provisioned in any order, also while
+// rollbacks are running.
 type guards struct {
 	mu      sync.Mutex
 	all     []*Handler
@@ -448,7 +448,7 @@ const (
 	eventUndeliverable    = "agent_guard.escalation_undeliverable"
 )
 
-// maxEvents is how many events wait for handlers at most.
+// maxEvents is the largest number of events that wait for handlers.
 const maxEvents = 256
 
 // flushTime is how long an exit waits for the handlers of events.
@@ -473,7 +473,7 @@ func (a *App) deliver(e pendingEvent) {
 			a.logger.Error("a handler of an event panicked", zap.String("event", e.name), zap.String("panic", fmt.Sprint(p)))
 		}
 	}()
-	if a.ctx.Err() == nil { // else the configuration's handlers are gone
+	if a.ctx.Err() == nil { // afterwards the configuration's handlers no longer exist
 		a.events.Emit(a.ctx, e.name, e.data)
 	}
 }
@@ -483,14 +483,16 @@ type pendingEvent struct {
 	data map[string]any
 }
 
-// pendingEvents wait for their handlers. Their goroutine ends when none waits.
+// pendingEvents is the queue of events for handlers. Its goroutine ends when the queue is
+// empty.
 type pendingEvents struct {
 	mu    sync.Mutex
 	queue []pendingEvent
 	idle  chan struct{} // closed when the queue is empty; nil while it is
 }
 
-// put queues e for serve. It reports false if too many wait.
+// put queues e, and calls serve for it in the background. It returns false if the queue is
+// full.
 func (p *pendingEvents) put(e pendingEvent, serve func(pendingEvent)) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -521,7 +523,7 @@ func (p *pendingEvents) run(serve func(pendingEvent)) {
 	}
 }
 
-// flush waits until no event waits, for at most flushTime.
+// flush waits until the queue is empty, for at most flushTime.
 func (p *pendingEvents) flush() {
 	p.mu.Lock()
 	idle := p.idle
@@ -571,7 +573,7 @@ func (u *activeConfigs) latest() *App {
 	return u.apps[len(u.apps)-1]
 }
 
-// lives reports whether any configuration goes on. On a reload the new one does.
+// lives reports whether any configuration is active. During a reload the new one is.
 func (u *activeConfigs) lives() bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -596,7 +598,7 @@ func (a *App) AwaitCircuits(ctx context.Context) error {
 	}
 }
 
-// open starts to open the store, unless that is under way.
+// open starts opening the store, unless an attempt is running.
 func (a *App) open() *opening {
 	a.openingMu.Lock()
 	defer a.openingMu.Unlock()

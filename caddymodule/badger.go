@@ -98,16 +98,16 @@ func (b *BadgerStore) Validate() error {
 	return b.checkPath()
 }
 
-// checkPath says what a start would fail of, so that `caddy validate` says it too. It opens
-// and makes nothing: another process may have the store open.
+// checkPath finds the errors that opening would have, so that `caddy validate` reports
+// them. It opens and creates nothing: another process may have the store open.
 func (b *BadgerStore) checkPath() error {
 	path, err := b.absolute()
 	if err != nil {
-		return nil // StorePath says it
+		return nil // StorePath returns the error
 	}
 	if real, err := resolve(path); err == nil {
 		if _, open := engines.pool.References(real); open {
-			return nil // a reload must not fail of the disk of a store that is open
+			return nil // the state of the disk must not prevent a reload while the store is open
 		}
 	}
 	if err := checkDirectory(path); err != nil {
@@ -116,7 +116,7 @@ func (b *BadgerStore) checkPath() error {
 	return nil
 }
 
-// checkDirectory says why a directory at path cannot be written in, or be made.
+// checkDirectory returns why a directory at path cannot be created or written.
 func checkDirectory(path string) error {
 	for dir := path; ; dir = filepath.Dir(dir) {
 		info, err := os.Stat(dir)
@@ -154,8 +154,8 @@ func (b *BadgerStore) absolute() (string, error) {
 	if b.Path == "" {
 		return filepath.Abs(filepath.Join(caddy.AppDataDir(), "agent_guard"))
 	}
-	// An unset variable must not lead to another store than was meant: all that
-	// was executed would run again (P1).
+	// An unset variable must not lead to another store: everything that was executed would
+	// run again (P1).
 	path, err := caddy.NewReplacer().ReplaceOrErr(b.Path, true, true)
 	if err == nil {
 		path, err = filepath.Abs(path)
@@ -166,8 +166,8 @@ func (b *BadgerStore) absolute() (string, error) {
 	return path, nil
 }
 
-// resolve follows symbolic links as far as the path exists, so that two names of
-// one directory are one store.
+// resolve follows symbolic links in the existing part of the path, so that two names of one
+// directory are one store.
 func resolve(path string) (string, error) {
 	real, err := filepath.EvalSymlinks(path)
 	if err == nil {
@@ -204,7 +204,7 @@ func (b *BadgerStore) OpenStore(logger *zap.Logger) (store.Store, error) {
 	return st, nil
 }
 
-// AdjustStore gives a store that is open already the limits of this configuration.
+// AdjustStore applies the limits of this configuration to a store that is already open.
 func (b *BadgerStore) AdjustStore(st store.Store) {
 	if open, ok := st.(interface{ SetLimits(minFree, maxSize int64) }); ok {
 		open.SetLimits(b.MinFree, b.MaxSize)

@@ -27,8 +27,8 @@ func init() {
 	httpcaddyfile.RegisterHandlerDirective("agent_guard", parseGuard)
 	httpcaddyfile.RegisterHandlerDirective("agent_guard_endpoints", parseEndpoints)
 	httpcaddyfile.RegisterDirective("agent_proxy", parseProxy)
-	// After encode: identity is known, bodies are limited, and what is recorded is
-	// not compressed by Caddy.
+	// After encode: the caller is authenticated, bodies are limited, and recorded answers
+	// are not compressed by Caddy.
 	httpcaddyfile.RegisterDirectiveOrder("agent_guard", httpcaddyfile.After, "encode")
 	httpcaddyfile.RegisterDirectiveOrder("agent_guard_endpoints", httpcaddyfile.Before, "respond")
 	httpcaddyfile.RegisterDirectiveOrder("agent_proxy", httpcaddyfile.Before, "reverse_proxy")
@@ -191,7 +191,7 @@ func parseGuard(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 	return guard, nil
 }
 
-// wayOf is the first way by which calls are undone; empty if they are not.
+// wayOf is the first option that says how calls are undone; empty if there is none.
 func wayOf(w *Ways) string {
 	switch {
 	case w.Restore != nil:
@@ -218,21 +218,21 @@ type option[T any] struct {
 	several bool
 	// named says that its first argument is a name, which errors show.
 	named bool
-	// parse reads the option's tokens, and leaves none over. d stands on the
-	// option's name. The error needs neither the name nor the place.
+	// parse parses all of the option's tokens. d is at the option's name. The error needs
+	// neither the name nor the place.
 	parse func(d *caddyfile.Dispenser, into T) error
 }
 
 // options are the options of one kind of block, by name.
 type options[T any] map[string]option[T]
 
-// merge is o and more.
+// merge returns the options of both.
 func (o options[T]) merge(more options[T]) options[T] {
 	maps.Copy(o, more)
 	return o
 }
 
-// within makes options of a part those of the whole.
+// within turns the options of a part into options of the whole.
 func within[T, U any](part func(T) U, opts options[U]) options[T] {
 	whole := make(options[T], len(opts))
 	for name, opt := range opts {
@@ -247,8 +247,8 @@ func within[T, U any](part func(T) U, opts options[U]) options[T] {
 // errSyntax says that an option has too many arguments, or too few.
 var errSyntax = errors.New("wrong number of arguments")
 
-// readBlock reads the block that begins on the line of d, if one does. kind is what
-// errors call it. What stands where is noted in at.
+// readBlock parses the block that begins on the line of d, if there is one. Errors call it
+// kind. at gets the tokens of its options.
 func (o options[T]) readBlock(d *caddyfile.Dispenser, kind string, into T, at origin) error {
 	for nesting := d.Nesting(); d.NextBlock(nesting); {
 		if err := o.read(d, kind, into, at); err != nil {
@@ -258,7 +258,7 @@ func (o options[T]) readBlock(d *caddyfile.Dispenser, kind string, into T, at or
 	return nil
 }
 
-// read reads the option that d stands on.
+// read parses the option at which d stands.
 func (o options[T]) read(d *caddyfile.Dispenser, kind string, into T, at origin) error {
 	segment := d.NextSegment()
 	first := segment[0]
@@ -299,14 +299,14 @@ func (o options[T]) read(d *caddyfile.Dispenser, kind string, into T, at origin)
 	return errorAt(first, err)
 }
 
-// origin has the tokens of a block's options in the Caddyfile, by name; of the first, if an
-// option appears several times. The tokens that begin the block itself are at "".
+// origin has the tokens of a block's options in the Caddyfile by name; those of the first
+// if an option is repeated. The tokens that begin the block are at "".
 type origin map[string]caddyfile.Segment
 
 // originOf begins the origin of the block that d stands before.
 func originOf(d *caddyfile.Dispenser) origin { return origin{"": {d.Token()}} }
 
-// invalid is an error in the values of some options, the likeliest first.
+// invalid is an error in the values of some options, the most likely culprit first.
 type invalid struct {
 	options []string
 	err     error
@@ -314,8 +314,8 @@ type invalid struct {
 
 func (e *invalid) Error() string { return e.options[0] + ": " + e.err.Error() }
 
-// place gives err the place of the option that it comes from: in the first block
-// where one of its options stands, else that of the first block.
+// place adds to err the place of its option: in the first block that has one of its
+// options, else that of the first block.
 func place(err error, blocks ...origin) error {
 	var bad *invalid
 	if errors.As(err, &bad) {
@@ -330,7 +330,7 @@ func place(err error, blocks ...origin) error {
 	return errorAt(blocks[0][""][0], err)
 }
 
-// errorAt adds the place of a token to err, unless err has one from further inside.
+// errorAt adds the place of a token to err, unless err already has a more precise one.
 func errorAt(at caddyfile.Token, err error) error {
 	if hasPlace(err, at) {
 		return err
@@ -340,14 +340,13 @@ func errorAt(at caddyfile.Token, err error) error {
 	return d.WrapErr(err)
 }
 
-// placeOf is the place of a token as errors name it: the file, the line, and by what imports
-// it came there.
+// placeOf returns the place of a token as errors show it: file, line and import chain.
 func placeOf(at caddyfile.Token) string {
 	return strings.TrimPrefix(errorAt(at, errors.New("")).Error(), ", at ")
 }
 
-// withPlace adds a place that a configuration has kept to err, unless err has one from
-// further inside. Caddy hands errors of modules on as text.
+// withPlace adds a place from the configuration to err, unless err already has a more
+// precise one. Caddy passes errors of modules on as text.
 func withPlace(err error, place string) error {
 	if err == nil || place == "" || endsInPlace.MatchString(err.Error()) {
 		return err
@@ -355,15 +354,15 @@ func withPlace(err error, place string) error {
 	return fmt.Errorf("%w, at %s", err, place)
 }
 
-// endsInPlace recognises a place at the end of an error.
+// endsInPlace matches a place at the end of an error.
 var endsInPlace = regexp.MustCompile(`, at [^\n]+:[0-9]+( import chain \[[^\n]*\])?$`)
 
-// hasPlace recognises the places that dispensers write.
+// hasPlace matches the places that dispensers add.
 func hasPlace(err error, at caddyfile.Token) bool {
 	return strings.Contains(err.Error(), ", at "+at.File+":")
 }
 
-// The functions of this file read arguments of an option. d stands before them.
+// The following functions parse arguments of an option. d is before them.
 
 func parseWord(d *caddyfile.Dispenser, into *string) error {
 	if !d.NextArg() {
@@ -429,8 +428,8 @@ func parseDuration(d *caddyfile.Dispenser, into *caddy.Duration) error {
 	return checkDuration(*into)
 }
 
-// longest keeps times within 64 bits of nanoseconds: an expiry that wraps around would free a
-// key (P1).
+// longest bounds durations so that they fit into 64 bits of nanoseconds: an expiry that
+// overflows would free a key (P1).
 const longest = 100 * 365 * 24 * time.Hour
 
 // checkDuration checks a duration of a configuration, where 0 is the default.
@@ -449,7 +448,7 @@ func parseSize(d *caddyfile.Dispenser, into *int64) error {
 		return errSyntax
 	}
 	text := d.Val()
-	// ParseBytes takes commas out: 1,5MiB would be 15 MiB.
+	// ParseBytes ignores commas: 1,5MiB would be 15 MiB.
 	size, err := humanize.ParseBytes(text)
 	switch {
 	case err == nil && size > math.MaxInt64, err != nil && strings.Contains(err.Error(), "too large"):
@@ -463,8 +462,8 @@ func parseSize(d *caddyfile.Dispenser, into *int64) error {
 	return nil
 }
 
-// parseMatchers reads one set of request matchers, all of which must match. Further
-// sets are alternatives.
+// parseMatchers parses one set of request matchers, all of which must match. Several sets
+// are alternatives.
 func parseMatchers(d *caddyfile.Dispenser, into *caddyhttp.RawMatcherSets) error {
 	if d.NextArg() {
 		switch text := d.Val(); {
@@ -492,8 +491,8 @@ func parseMatchers(d *caddyfile.Dispenser, into *caddyhttp.RawMatcherSets) error
 	return nil
 }
 
-// parseStatuses reads statuses, where 5xx is a class, as response matchers have
-// them: a class is its first digit.
+// parseStatuses parses statuses. A class such as 5xx is a single digit, as in Caddy's
+// response matchers.
 func parseStatuses(words []string) ([]int, error) {
 	var codes []int
 	for _, word := range words {

@@ -326,7 +326,7 @@ func actionOptions() options[*Action] {
 		merge(within(func(a *Action) *Ways { return &a.Ways }, waysOptions()))
 }
 
-// checkName checks the name of an action that comes after others.
+// checkName checks the name of a further action.
 func checkName(name string, others []*Action) error {
 	switch {
 	case name == "":
@@ -341,7 +341,7 @@ func checkName(name string, others []*Action) error {
 	return nil
 }
 
-// maxName leaves room for the prefix of a name in a token.
+// maxName bounds a name, in bytes: tokens add a prefix.
 const maxName = 200
 
 // fitsTokens reports whether a name can be used in tokens and logs.
@@ -446,8 +446,8 @@ func answerOptions() options[*caddyhttp.ResponseMatcher] {
 	}
 }
 
-// parseAnswer reads statuses on the line, or a block of opts. Both go into m, which
-// is a part of into.
+// parseAnswer parses statuses on the line, or a block of opts, into m, which is part of
+// into.
 func parseAnswer[T any](d *caddyfile.Dispenser, kind string, m *caddyhttp.ResponseMatcher, into T, opts options[T]) error {
 	var err error
 	if m.StatusCode, err = parseStatuses(d.RemainingArgs()); err != nil || len(m.StatusCode) > 0 {
@@ -484,7 +484,7 @@ func parseOnUnknown(d *caddyfile.Dispenser, p *Policy) error {
 	if err := probeOptions().readBlock(d, "a probe", p.Probe, originOf(d)); err != nil {
 		return err
 	}
-	check := *p.Probe // what Provision makes of it is not for the JSON
+	check := *p.Probe // the JSON must not contain what Provision adds
 	return check.provision()
 }
 
@@ -605,7 +605,7 @@ func waysOptions() options[*Ways] {
 	}
 }
 
-// parseDefaultUndo reads one of the ways for what no action matches.
+// parseDefaultUndo parses how calls without an action are undone.
 func parseDefaultUndo(d *caddyfile.Dispenser, h *Handler) error {
 	if !d.NextArg() {
 		return errSyntax
@@ -674,7 +674,7 @@ func compensationOptions() options[*Compensation] {
 	}.merge(within(func(c *Compensation) *Request { return &c.Request }, requestOptions()))
 }
 
-// undoError names the option of an error for place.
+// undoError returns err with the option that place needs.
 func undoError(err error) error {
 	if bad := (*Error)(nil); errors.As(err, &bad) {
 		return &invalid{[]string{bad.Option}, bad.Err}
@@ -682,7 +682,7 @@ func undoError(err error) error {
 	return err
 }
 
-// placeUndo gives an error of a way the place of the option in which the way stands.
+// placeUndo adds to an error the place of the option that says how calls are undone.
 func placeUndo(err error, option string, at origin) error {
 	bad := (*Error)(nil)
 	if errors.As(err, &bad) {
@@ -695,7 +695,7 @@ func placeUndo(err error, option string, at origin) error {
 
 var errUndoNeedsIdentity = errors.New("it needs an `identity` in the global options, in whose name checkpoints are made")
 
-// maxDescription leaves room in the extensions of a token.
+// maxDescription bounds a description, in bytes, so that it fits into a token's extensions.
 const maxDescription = 512
 
 func checkDescription(text string) error {
@@ -705,7 +705,8 @@ func checkDescription(text string) error {
 	return nil
 }
 
-// checkGlobals finds options whose global option is missing; those are read before.
+// checkGlobals finds options whose global option is missing; global options are parsed
+// first.
 func (h *Handler) checkGlobals(helper httpcaddyfile.Helper) error {
 	app := new(App)
 	if global, ok := helper.Option("agent_guard").(httpcaddyfile.App); ok {
@@ -730,8 +731,8 @@ func (h *Handler) checkGlobals(helper httpcaddyfile.Helper) error {
 	return nil
 }
 
-// parseHandlers reads the handlers in the block of an option, which takes the helper
-// that UnmarshalCaddyfile does not have.
+// parseHandlers parses the handlers in the block of an option. It needs the helper, which
+// UnmarshalCaddyfile does not have.
 func (h *Handler) parseHandlers(helper httpcaddyfile.Helper, option string, into *[]json.RawMessage) error {
 	segment, ok := h.origin[option]
 	if !ok {

@@ -23,9 +23,9 @@ import (
 	"go.uber.org/zap"
 )
 
-// before are the handlers that a request may have passed on its way to another one.
+// before are the handlers that a request may have passed.
 type before struct {
-	auths    []*caddyauth.Authentication // one that every request passes replaces those before
+	auths    []*caddyauth.Authentication // one that every request passes replaces the earlier ones
 	always   bool                        // every request passes one of auths
 	changers []caddyhttp.MiddlewareHandler
 	guards   []*Handler
@@ -50,7 +50,7 @@ func union[T comparable](a, b []T) []T {
 	return all
 }
 
-// visit is one route to a guard.
+// visit is one route to a guard: its place and what a request passes before it.
 type visit struct {
 	guard  *Handler
 	server *caddyhttp.Server
@@ -69,7 +69,8 @@ type chains struct {
 	depth  int // of named routes
 	visits []visit
 	bare   map[*reverseproxy.Handler]bareProxy
-	// read are the handlers of routes that are not loaded: one for each, whatever leads there.
+	// read has the handlers of routes that are not loaded, decoded once for all routes to
+	// them.
 	read map[*json.RawMessage][]caddyhttp.MiddlewareHandler
 }
 
@@ -114,11 +115,11 @@ func visitsIn(server *caddyhttp.Server, name string, bare map[*reverseproxy.Hand
 	return c.visits
 }
 
-// sites reads the routes of a server. Each site has a route of its own, or, if it is the only one,
-// all of the list.
+// sites reads the routes of a server. Each site has its own route; a single site may have
+// all of them.
 func (c *chains) sites(routes caddyhttp.RouteList, list string) {
 	c.place, c.site = c.name+list, nil
-	for i := range routes { // without other sites, and Caddy's own redirects to https
+	for i := range routes { // except other sites and Caddy's redirects to https
 		if hostsOf(&routes[i]) == "" && !answersOnly(&routes[i]) {
 			c.site = append(c.site, routes[i])
 		}
@@ -126,8 +127,8 @@ func (c *chains) sites(routes caddyhttp.RouteList, list string) {
 	c.routes(routes, before{}, true)
 }
 
-// routes reads a list, and returns what a request may have passed after it. top: it is the list of a
-// server.
+// routes reads a list and returns what a request may have passed after it. top says that it
+// is the list of a server.
 func (c *chains) routes(routes caddyhttp.RouteList, b before, top bool) before {
 	groups := map[string]before{} // before the first route of a group
 	for i := range routes {
@@ -161,7 +162,7 @@ func (c *chains) routes(routes caddyhttp.RouteList, b before, top bool) before {
 	return b
 }
 
-// answersOnly reports whether a route has nothing but a fixed answer.
+// answersOnly reports whether a route only has fixed answers.
 func answersOnly(route *caddyhttp.Route) bool {
 	return len(route.Handlers) > 0 && !slices.ContainsFunc(route.Handlers, func(h caddyhttp.MiddlewareHandler) bool {
 		_, answers := h.(*caddyhttp.StaticResponse)
@@ -169,7 +170,7 @@ func answersOnly(route *caddyhttp.Route) bool {
 	})
 }
 
-// siteOf are the routes of a site with a route of its own.
+// siteOf returns the routes of a site that has its own route.
 func siteOf(route *caddyhttp.Route) caddyhttp.RouteList {
 	if len(route.Handlers) == 1 {
 		if sub, ok := route.Handlers[0].(*caddyhttp.Subroute); ok && sub.Errors == nil {
@@ -179,7 +180,7 @@ func siteOf(route *caddyhttp.Route) caddyhttp.RouteList {
 	return caddyhttp.RouteList{{Handlers: route.Handlers}}
 }
 
-// handlers reads a route. It reports whether no request goes on after it.
+// handlers reads the handlers of a route. ends says that no request passes it.
 func (c *chains) handlers(route *caddyhttp.Route, b before) (_ before, ends bool) {
 	for _, handler := range c.handlersOf(route) {
 		switch h := handler.(type) {
@@ -210,8 +211,8 @@ func (c *chains) handlers(route *caddyhttp.Route, b before) (_ before, ends bool
 	return b, ends
 }
 
-// proxy records a proxy without breakers behind a guard. One that does not forward the call itself,
-// as in forward_auth, is left out.
+// proxy records a proxy without breakers behind a guard, unless it does not forward the
+// call itself, as in forward_auth.
 func (c *chains) proxy(h *reverseproxy.Handler, b before) {
 	_, ours := h.Transport.(*proxy.Transport)
 	asks := changesMethod(h.Rewrite) && len(h.HandleResponse) > 0
@@ -235,8 +236,8 @@ func warnBare(logger *zap.Logger, bare map[*reverseproxy.Handler]bareProxy) {
 	}
 }
 
-// checkWays refuses configurations in which two calls or callers would look the same (P1, P3), as far
-// as that is certain while not all handlers of a server are loaded.
+// checkWays refuses routes on which two calls or callers would look the same (P1, P3). It
+// reports only what is certain, since not all handlers of a server are loaded yet.
 func checkWays(visits []visit) error {
 	first := map[*Handler]*visit{}
 	for i := range visits {
@@ -303,8 +304,9 @@ func (v *visit) check() error {
 	return nil
 }
 
-// changedBy says what a handler changes that identifies calls or callers, and where that belongs; or
-// empty. The guard has the original method and URI from Caddy, but of nothing else.
+// changedBy returns what a handler changes that identifies calls or callers, and where such
+// a change belongs; empty if nothing. Caddy keeps only the original method and URI for the
+// guard.
 func (h *Handler) changedBy(handler caddyhttp.MiddlewareHandler) (what, instead string) {
 	if body, ok := handler.(*requestbody.RequestBody); ok {
 		if body.Set == "" {
@@ -364,7 +366,7 @@ func setsField(ops *headers.HeaderOps, field string) bool {
 }
 
 // writer writes routes as text. Equal texts lead to the same upstreams through the same
-// authentication. What cannot be written equals nothing else.
+// authentication. Parts that cannot be written equal nothing else.
 type writer struct {
 	server *caddyhttp.Server
 	name   string
@@ -423,8 +425,8 @@ func (w *writer) handler(handler caddyhttp.MiddlewareHandler) string {
 	return w.module(handler)
 }
 
-// authentication writes the users that one knows. known is false if only loading it would show
-// them, because of its defaults and placeholders.
+// authentication writes the users that h knows. known is false if they depend on defaults
+// or placeholders that only loading resolves.
 func (w *writer) authentication(h *caddyauth.Authentication) (text string, known bool) {
 	var b strings.Builder
 	for _, name := range slices.Sorted(maps.Keys(h.Providers)) {
@@ -447,7 +449,7 @@ func (w *writer) authentication(h *caddyauth.Authentication) (text string, known
 	return b.String(), true
 }
 
-// unplaced is a transport without its place in a Caddyfile.
+// unplaced removes the place in the Caddyfile from a transport.
 func unplaced(t http.RoundTripper) http.RoundTripper {
 	ours, ok := t.(*proxy.Transport)
 	if !ok || ours.Breaker == nil {
@@ -462,12 +464,12 @@ func (w *writer) module(module any) string {
 	switch m := module.(type) {
 	case nil:
 		return "nil"
-	case *caddyauth.HTTPBasicAuth: // whose list of accounts is emptied by loading it
+	case *caddyauth.HTTPBasicAuth: // loading empties its list of accounts
 		text, err := json.Marshal(m.Accounts)
 		if err == nil {
 			return string(text)
 		}
-	case *reverseproxy.MultiUpstreams: // whose parts are not written
+	case *reverseproxy.MultiUpstreams: // its parts are not written
 	default:
 		of := reflect.TypeOf(module)
 		for of.Kind() == reflect.Pointer {
@@ -481,14 +483,15 @@ func (w *writer) module(module any) string {
 	return fmt.Sprintf("%s %T %p", w.name, module, module)
 }
 
-// Modules of these packages are compared by their JSON. That of others may be incomplete.
+// Modules of these packages are compared by their JSON. The JSON of others may be
+// incomplete.
 const (
 	caddyPackages = "github.com/caddyserver/caddy/v2/modules/"
 	ownPackages   = "github.com/agent-guard/caddy-agent-guard/"
 )
 
-// warnAnonymous warns of guards that calls without any credential can reach, as they share one
-// space of execution ids. warned has the names of the guards that were warned of before.
+// warnAnonymous warns of guards that calls without a credential can reach: these calls
+// share one space of execution ids. warned has the names of guards with an earlier warning.
 func warnAnonymous(visits []visit, warned *sync.Map) {
 	for i := range visits {
 		h := visits[i].guard
@@ -503,8 +506,9 @@ func warnAnonymous(visits []visit, warned *sync.Map) {
 	}
 }
 
-// joinProxies gives each guard the transport behind it, so that a call that every breaker would
-// refuse is refused before it is claimed. Other guards learn of a refusal from the transport.
+// joinProxies gives each guard the transport behind it, so that a call that all breakers
+// would refuse is refused before it is claimed. A guard without one learns of the refusal
+// when it forwards.
 func joinProxies(app *caddyhttp.App) {
 	for _, server := range app.Servers {
 		joinIn(server.Routes)
@@ -526,7 +530,8 @@ func joinIn(routes caddyhttp.RouteList) {
 			case *reverseproxy.Handler:
 				t, ours := h.Transport.(*proxy.Transport)
 				for i, guard := range guards {
-					// Calls come here from another route only if this one takes all.
+					// The calls of other routes arrive here only if every request takes
+					// this route.
 					if ours && !changesMethod(h.Rewrite) && (i >= len(guards)-own || takesAll(&route)) {
 						guard.proxy.Store(t)
 					}
@@ -546,16 +551,17 @@ func joinIn(routes caddyhttp.RouteList) {
 	}
 }
 
-// takesAll reports whether every request that comes to a route takes it.
+// takesAll reports whether every request takes the route.
 func takesAll(route *caddyhttp.Route) bool {
 	return len(route.MatcherSets) == 0 && route.Group == ""
 }
 
-// changesMethod reports whether a call is forwarded with another method than the guard has
-// seen: a breaker may let one through and refuse the other.
+// changesMethod reports whether calls are forwarded with another method than the guard saw:
+// breakers may treat the two methods differently.
 func changesMethod(r *rewrite.Rewrite) bool { return r != nil && r.Method != "" }
 
-// passesOn reports whether a handler hands every call on, unchanged as far as breakers go.
+// passesOn reports whether a handler passes every call on, and changes nothing that matters
+// for breakers.
 func passesOn(handler caddyhttp.MiddlewareHandler) bool {
 	if r, ok := handler.(*rewrite.Rewrite); ok {
 		return !changesMethod(r)

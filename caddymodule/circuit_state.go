@@ -23,16 +23,16 @@ import (
 const spaceCircuit = 'b'
 
 const (
-	// circuitPatience is how long the call that has changed a breaker's state waits
-	// for the store.
+	// circuitPatience is how long the call that changed a breaker's state waits for the
+	// store.
 	circuitPatience = 5 * time.Second
-	// circuitMemory is how long a closed breaker is remembered. It is more than the
-	// time in which the next cooldown begins where the last one was.
+	// circuitMemory is how long the state of a closed breaker is kept: longer than the time
+	// within which a new opening continues with the last cooldown.
 	circuitMemory = time.Hour
 )
 
-// startCircuits brings the breakers to where the last process has left them, and hears
-// of them from now on.
+// startCircuits restores the states that the last process stored, and listens to changes
+// from now on.
 func (e *engine) startCircuits(ctx context.Context) {
 	e.circuits = proxy.Join()
 	e.startCircuitRecorder()
@@ -45,8 +45,8 @@ func (e *engine) startCircuits(ctx context.Context) {
 		}
 		switch {
 		case err != nil:
-			// It may be an operator's mode, under a key that comes back or in the form of
-			// a newer version. The error names the upstream if it is known.
+			// It may be a mode set by an operator, under a key that is missing now or in a
+			// newer format. The error names the upstream if it is known.
 			e.logger.Warn("the state of a circuit breaker cannot be read; it is left as it is until the breaker changes its state",
 				zap.Error(err))
 		case !kept:
@@ -61,23 +61,22 @@ func (e *engine) startCircuits(ctx context.Context) {
 		}
 		gone = gone[n:]
 	}
-	// What opened before this store did is in it from now on.
+	// Store what opened before the store was open.
 	if err := e.keepCircuits(ctx); err != nil {
 		e.logger.Warn("the states of circuit breakers cannot be recorded", zap.Error(err))
 	}
 }
 
-// circuitStart is how long a request waits at the start until the states of the breakers
-// are read.
+// circuitStart is how long a request waits at startup for the states of the breakers.
 const circuitStart = 10 * time.Second
 
 // opening is one attempt to open the store, for all who wait for it.
 type opening struct {
 	done chan struct{}
-	err  error // once done is closed
+	err  error // set before done is closed
 }
 
-// restoreCircuit reports false where nothing of the configuration leads to the upstream.
+// restoreCircuit returns false if the configuration has no such upstream.
 func (e *engine) restoreCircuit(entry store.Entry) (bool, error) {
 	plain, err := e.ring.Open(nil, entry.Value, entry.Key)
 	if err != nil {
@@ -96,10 +95,10 @@ func (e *engine) restoreCircuit(entry store.Entry) (bool, error) {
 	return kept, err
 }
 
-// keepCircuit records the state of a breaker. A new breaker's is not recorded.
+// keepCircuit stores the state of a breaker, unless it equals that of a new breaker.
 func (e *engine) keepCircuit(ctx context.Context, key breaker.Key) error {
 	name := e.ring.Index("circuit", key.Upstream, key.Class)
-	// What is recorded last has to be the newest.
+	// The newest state must be stored last.
 	turn := &e.keeping[int(name[0])%len(e.keeping)]
 	turn.Lock()
 	defer turn.Unlock()
@@ -118,9 +117,9 @@ func (e *engine) keepCircuit(ctx context.Context, key breaker.Key) error {
 	return err
 }
 
-// keepCircuits records the states of all breakers, sealed with the newest key. Where a
-// state changes meanwhile, it is recorded once more: this commit may have come after
-// that of the change.
+// keepCircuits stores the states of all breakers, sealed with the newest key. If a state
+// changes meanwhile it is stored again, since this commit may have come after that of the
+// change.
 func (e *engine) keepCircuits(ctx context.Context) error {
 	before := map[breaker.Key]uint64{}
 	for settled := false; !settled; {
@@ -130,7 +129,8 @@ func (e *engine) keepCircuits(ctx context.Context) error {
 				continue
 			}
 			before[s.Key], settled = s.Generation, false
-			// A new breaker has nothing recorded, unless it is what could not be read.
+			// Skip new breakers: nothing is stored of them, except a state that could not
+			// be read, which stays.
 			if _, known := e.circuits.Snapshot(s.Key); !known && s.State == breaker.Closed && s.Mode == breaker.Auto {
 				continue
 			}
@@ -142,12 +142,12 @@ func (e *engine) keepCircuits(ctx context.Context) error {
 	return nil
 }
 
-// circuitHook hears what becomes of the breakers while an engine is open. It is called
-// for each breaker in order, so that the state that is recorded last is the newest.
+// circuitHook receives the events of the breakers while an engine is open, for each breaker
+// in order, so that the newest state is stored last.
 type circuitHook struct{ e *engine }
 
-// Transition implements breaker.Hook. The call that has changed the state waits for the
-// commit, so that a crash does not undo what others have seen.
+// Transition implements breaker.Hook. The call that changed the state waits for the commit,
+// so that a crash does not revert a change that others have seen.
 func (h circuitHook) Transition(ev breaker.Event) {
 	level := zap.InfoLevel
 	if ev.To == breaker.Open {
@@ -174,9 +174,9 @@ func (h circuitHook) PermanentlyOpen(ev breaker.Event) {
 	h.e.escalateCircuit(ev)
 }
 
-// Dropped implements circuits.Hook. What is recorded of them goes too, an operator's mode
-// included: the upstream would else come back, after any time, in a state that nobody saw
-// in between. A configuration that ends, and leaves none behind, drops nothing for good.
+// Dropped implements proxy.Hook. It deletes the stored states too, including modes set by
+// operators: otherwise the upstream could come back much later in a forgotten state. The
+// end of the last configuration drops nothing.
 func (h circuitHook) Dropped(gone []breaker.Status) {
 	if !h.e.activeConfigs.lives() {
 		return
@@ -190,7 +190,7 @@ func (h circuitHook) Dropped(gone []breaker.Status) {
 		}
 		h.e.logger.Log(level, "a circuit breaker is forgotten: no configuration leads to its upstream any more",
 			zap.String("upstream", s.Key.Upstream), zap.String("class", s.Key.Class), zap.Stringer("state", s.State), zap.Stringer("mode", s.Mode))
-		// It records what there is: by now that may be a new one.
+		// keepCircuit stores the current state: by now there may be a new breaker.
 		if err := h.e.keepCircuit(ctx, s.Key); err != nil && !errors.Is(err, store.ErrClosed) {
 			h.e.logger.Warn("the state of a circuit breaker that is gone cannot be deleted; the next opening of the store does it",
 				zap.Stringer("upstream", s.Key), zap.Error(err))
@@ -219,23 +219,23 @@ func circuitData(ev breaker.Event) map[string]any {
 var _ proxy.Hook = circuitHook{}
 
 const (
-	// maxCircuits is how many breakers are remembered beside themselves.
+	// maxCircuits bounds the references to openings that are kept in memory.
 	maxCircuits = 1024
-	// maxCircuitEvents is how many changes of breakers wait to be recorded at most.
+	// maxCircuitEvents is the largest number of changes that wait to be recorded.
 	maxCircuitEvents = 256
-	// circuitPlaceTime is how long an opening may take to its place in the ledger.
+	// circuitPlaceTime is how long to wait until an opening is in the ledger's tree.
 	circuitPlaceTime = 5 * time.Second
 )
 
-// circuitRecorder records the changes of breakers in the ledger: in their order, on a
-// goroutine of its own.
+// circuitRecorder records the changes of breakers in the ledger, in order, on its own
+// goroutine.
 type circuitRecorder struct {
 	waiting chan func(context.Context)
-	begin   func() // lets the recording begin
+	begin   func() // starts the recording
 	stop    context.CancelFunc
 	ended   chan struct{}
-	// opened is the last recorded opening of each breaker that is not closed. Only the
-	// goroutine uses it.
+	// opened is the id of the last recorded opening of each breaker that is not closed.
+	// Only the goroutine uses it.
 	opened map[breaker.Key]string
 }
 
@@ -249,7 +249,7 @@ func (e *engine) startCircuitRecorder() {
 	t.begin = sync.OnceFunc(func() { close(begun) })
 	go func() {
 		defer close(t.ended)
-		select { // what comes before the ledger is open waits for it
+		select { // changes before the ledger is open wait for it
 		case <-begun:
 		case <-ctx.Done():
 		}
@@ -264,20 +264,21 @@ func (e *engine) startCircuitRecorder() {
 	}()
 }
 
-// end stops recording. What waits is lost to the ledger; the state itself is stored.
+// end stops the recording. Waiting changes are not recorded in the ledger; the states
+// themselves are stored.
 func (t *circuitRecorder) end() {
 	t.stop()
 	<-t.ended
 }
 
-// changed has a change recorded; false says that too many wait.
+// changed queues a change for recording; false says that the queue is full.
 func (e *engine) changed(ev breaker.Event) bool {
 	return e.recorder.later(func(ctx context.Context) { e.recordCircuit(ctx, ev) })
 }
 
-// later runs a recording in its turn; false says that too many wait.
+// later queues a recording; false says that the queue is full.
 func (t *circuitRecorder) later(record func(context.Context)) bool {
-	select { // never waits: calls do
+	select { // never blocks, because calls wait for it
 	case t.waiting <- record:
 		return true
 	default:
@@ -285,8 +286,8 @@ func (t *circuitRecorder) later(record func(context.Context)) bool {
 	}
 }
 
-// recordCircuit records one change (cascade 3.2.4): an opening follows from the error that
-// caused it, and what comes after follows from the opening.
+// recordCircuit records one change (cascade 3.2.4). The parent of an opening is the error
+// that caused it; the parent of later changes is the opening.
 func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 	policy := e.latestPolicy()
 	if policy == nil {
@@ -297,13 +298,13 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 	}
 	now, err := e.store.Now(ctx)
 	if err != nil {
-		return // nothing can be recorded then
+		return // the store is closed
 	}
 	c := evidence.Circuit{
 		Event: circuitEvents[ev.To], Downstream: e.circuits.Downstream(ev.Key.Upstream),
 		ErrorRate: ev.ErrorRate, Window: ev.Window, Cooldown: ev.Cooldown, TotalCooldown: ev.TotalCooldown, Reason: string(ev.Reason),
 	}
-	last := e.recorder.opened[ev.Key] // newer than the event's, which is of the moment of the change
+	last := e.recorder.opened[ev.Key] // newer than the event's, which was taken at the change
 	if last == "" {
 		last = ev.Reference
 	}
@@ -313,8 +314,8 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 		}
 		if last != "" {
 			c.Parents = []string{last}
-			placed, cancel := context.WithTimeout(ctx, circuitPlaceTime) // it may have been recorded a moment ago
-			c.Workflow, _ = policy.Evidence.WorkflowOf(placed, last)     // none where the opening is pruned
+			placed, cancel := context.WithTimeout(ctx, circuitPlaceTime) // it may have just been recorded
+			c.Workflow, _ = policy.Evidence.WorkflowOf(placed, last)     // empty if the opening was pruned
 			cancel()
 		}
 		if _, err := e.recordDraft(ctx, policy.TokenPolicy, now, &c); err != nil {
@@ -328,21 +329,20 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 		return
 	}
 	if len(e.recorder.opened) >= maxCircuits {
-		clear(e.recorder.opened) // breakers that were dropped; the others know themselves
+		clear(e.recorder.opened) // drops those of forgotten breakers; the others have their references
 	}
 	e.recorder.opened[ev.Key] = id
 	e.circuits.Keep(ev, id)
-	if err := e.keepCircuit(ctx, ev.Key); err != nil { // with the reference
+	if err := e.keepCircuit(ctx, ev.Key); err != nil { // with the new reference
 		e.circuitUnrecorded(ev.Key, ev.To, err)
 	}
 }
 
-// recordOpening records an opening in the workflow of the call whose failure caused it,
-// and returns its id. It follows from the opening before it too, if that is of the same
-// workflow.
+// recordOpening records an opening in the workflow of the call whose failure caused it, and
+// returns its id. The previous opening is a parent too if it is in the same workflow.
 func (e *engine) recordOpening(ctx context.Context, policy *tokenPolicy, now time.Time, c *evidence.Circuit, ev breaker.Event, last string) (string, error) {
 	if ev.Reason == breaker.ByOperator {
-		return e.recordDraft(ctx, policy.TokenPolicy, now, c) // nothing has failed
+		return e.recordDraft(ctx, policy.TokenPolicy, now, c) // no call failed
 	}
 	failure, drafts, err := policy.failureOf(ctx, now, c, ev)
 	if err != nil {
@@ -356,7 +356,7 @@ func (e *engine) recordOpening(ctx context.Context, policy *tokenPolicy, now tim
 	return e.recordDraft(ctx, policy.TokenPolicy, now, c, drafts...)
 }
 
-// recordDraft records a change, behind what it follows from, and returns its id.
+// recordDraft records a change after its parents, and returns its id.
 func (e *engine) recordDraft(ctx context.Context, policy *guard.TokenPolicy, now time.Time, c *evidence.Circuit, before ...*ect.Draft) (string, error) {
 	draft, err := policy.Events.Circuit(now, c)
 	if err != nil {
@@ -383,7 +383,7 @@ func (e *engine) latestPolicy() *tokenPolicy {
 	return a.policy.Load()
 }
 
-// circuitReport is how the breakers are, for metrics.
+// circuitReport returns the states of the breakers for metrics.
 func (e *engine) circuitReport() (all []circuitReport) {
 	for _, s := range e.circuits.Status() {
 		r := circuitReport{Upstream: s.Key.Upstream, Class: s.Key.Class, ErrorRate: s.ErrorRate, Openings: s.Openings, Rejected: s.Rejected}
@@ -405,12 +405,12 @@ func describeCircuit(ctx context.Context, circuits *proxy.Member, policy *tokenP
 	return c
 }
 
-// rejectionRecorder is the recorder of an engine's breakers for the way of a call.
+// rejectionRecorder records rejections for package guard.
 type rejectionRecorder struct{ e *engine }
 
 func (r rejectionRecorder) Name(upstream string) string { return r.e.circuits.Downstream(upstream) }
 
-// Busy implements guard.Circuits. Changes of breakers always find room.
+// Busy implements guard.Circuits. Half of the queue stays free for changes of breakers.
 func (r rejectionRecorder) Busy() bool { return len(r.e.recorder.waiting) >= maxCircuitEvents/2 }
 
 func (r rejectionRecorder) RecordRejection(policy *guard.TokenPolicy, open *breaker.OpenError, workflow string, parents []string) {
@@ -421,12 +421,12 @@ func (r rejectionRecorder) Unrecorded(key breaker.Key, err error) {
 	r.e.circuitUnrecorded(key, breaker.Open, err)
 }
 
-// recordRejected records a rejection, with those of ids as parents that are recorded: the tokens
-// of a call that was not claimed are not.
+// recordRejected records a rejection. Its parents are those of ids that are recorded: the
+// tokens of a call that was not claimed are not.
 func recordRejected(ctx context.Context, e *engine, policy *guard.TokenPolicy, open *breaker.OpenError, workflow string, ids []string) {
 	now, err := e.store.Now(ctx)
 	if err != nil {
-		return // nothing can be recorded then
+		return // the store is closed
 	}
 	c := evidence.Circuit{
 		Event: ect.EventCircuitOpen, Downstream: e.circuits.Downstream(open.Key.Upstream), Workflow: workflow, Reason: rejectedReason,
@@ -435,7 +435,7 @@ func recordRejected(ctx context.Context, e *engine, policy *guard.TokenPolicy, o
 	for _, s := range e.circuits.Status() {
 		if s.Key == open.Key {
 			c.ErrorRate, c.Window, c.Cooldown = s.ErrorRate, s.Window, s.Cooldown
-			ids = append(ids, s.Reference) // left out if it is of another workflow
+			ids = append(ids, s.Reference) // ignored if it is of another workflow
 		}
 	}
 	if c.Parents, err = policy.Evidence.Known(ctx, workflow, ids); err == nil {
@@ -446,5 +446,5 @@ func recordRejected(ctx context.Context, e *engine, policy *guard.TokenPolicy, o
 	}
 }
 
-// rejectedReason distinguishes a rejection from an opening.
+// rejectedReason tells a rejection from an opening.
 const rejectedReason = "rejected"

@@ -28,8 +28,7 @@ func init() {
 	caddy.RegisterModule(new(Endpoints))
 }
 
-// serveEndpoint answers the well-known paths of a guard. It reports false for
-// everything else.
+// serveEndpoint answers the well-known paths of a guard. It returns false for other paths.
 func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 	if r = asAsked(r); !api.Owns(r.URL.Path) {
 		return false
@@ -39,7 +38,7 @@ func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 	return e.Serve(w, r)
 }
 
-// endpoints are the gateway's own paths but those of a guarded route.
+// endpoints returns the gateway's own paths, without those that only a guarded route has.
 func (h *Handler) endpoints() *api.Endpoints {
 	e := &api.Endpoints{
 		Name: h.Name, Mount: mount, Challenge: h.challenge(), Play: playAnswer,
@@ -103,23 +102,23 @@ func playAnswer(w http.ResponseWriter, r *http.Request, a api.Answer, header htt
 	return to.Sent(), err
 }
 
-// mount is what the path of r, as its caller sent it, has before the path that the guard
-// sees: a guard in `handle_path /api/*` has /api. Empty where it was changed otherwise.
+// mount returns the prefix that the path of r had when the caller sent it: /api for a guard
+// in `handle_path /api/*`. It is empty if the path was changed in another way.
 func mount(r *http.Request) string {
 	sent, ok := r.Context().Value(caddyhttp.OriginalRequestCtxKey).(http.Request)
 	if !ok || sent.URL == nil {
 		return ""
 	}
 	prefix, ok := strings.CutSuffix(sent.URL.EscapedPath(), r.URL.EscapedPath())
-	if !ok || !strings.HasPrefix(prefix, "/") || strings.HasPrefix(prefix, "//") { // which would name another host
+	if !ok || !strings.HasPrefix(prefix, "/") || strings.HasPrefix(prefix, "//") { // it would name another host
 		return ""
 	}
 	return prefix
 }
 
-// health says to a load balancer or a container's health check whether guarded calls
-// are taken: not while the store is closed (P4) or the process exits. It says nothing
-// else, so that anybody may ask.
+// health tells load balancers and health checks whether guarded calls are accepted: not
+// while the store is closed (P4) or the process exits. It reveals nothing else, so anybody
+// may ask.
 func (a *App) health() (state string, ready bool) {
 	e, err := a.acquire()
 	if err != nil {
@@ -141,7 +140,7 @@ func (a *App) health() (state string, ready bool) {
 // the paths of ATD and AERR. It identifies callers like an `agent_guard` without options. The paths
 // of a route are answered by its `agent_guard` handler.
 type Endpoints struct {
-	// h is a guard without a route.
+	// h is a guard that guards nothing.
 	h *Handler
 }
 
@@ -154,7 +153,7 @@ func (*Endpoints) CaddyModule() caddy.ModuleInfo {
 func (e *Endpoints) Provision(ctx caddy.Context) error {
 	e.h = &Handler{logger: ctx.Slogger(), Name: "endpoints"}
 	e.h.setDefaults()
-	e.h.realm = "\x00endpoints" // which is no guard's name: its users are nobody's
+	e.h.realm = "\x00endpoints" // no guard has this name, so its users are nobody's
 	e.h.credentials = guard.Canonical(e.h.Credentials)
 	app, err := ctx.AppIfConfigured("agent_guard")
 	if errors.Is(err, caddy.ErrNotConfigured) {
@@ -167,7 +166,7 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 	return e.h.provisionActions(ctx)
 }
 
-// ServeHTTP answers what is ours and hands on what is not.
+// ServeHTTP answers the well-known paths and passes other requests on.
 func (e *Endpoints) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
 	if asked := asAsked(r); !guard.IsOwn(r) && api.Owns(asked.URL.Path) && e.h.endpoints().Serve(w, asked) {
 		return nil
@@ -213,7 +212,7 @@ type policyDocument struct {
 
 type policyID struct {
 	Sources []IDSource `json:"sources"`
-	// Token says that the id of a verified token counts where no source has one.
+	// Token says that the id of a verified token is used if no source has one.
 	Token   bool    `json:"token_id,omitempty"`
 	Format  string  `json:"format"`
 	Missing string  `json:"missing"`
@@ -237,8 +236,8 @@ type policyAction struct {
 	// ResendFor is set where on_unknown is resend.
 	ResendFor float64 `json:"resend_for_s,omitempty"`
 	Settle    string  `json:"settle"`
-	// Undo are the ways in which calls are undone, in the order in which they are tried;
-	// CheckpointTTL is for how long. Both are missing without an identity.
+	// Undo are the ways in which calls are undone, in the order in which they are tried,
+	// and CheckpointTTL is for how long. Both are missing without an identity.
 	Undo          []string `json:"undo,omitempty"`
 	CheckpointTTL float64  `json:"checkpoint_ttl_s,omitempty"`
 }
@@ -256,32 +255,31 @@ type policyHeaders struct {
 	Replayed string `json:"replayed"`
 }
 
-// policyAsked says how callers ask about their executions, as URI templates (RFC 6570).
+// policyAsked has the URI templates (RFC 6570) at which callers read their executions.
 type policyAsked struct {
 	Status  string  `json:"status"`
 	Output  string  `json:"output"`
 	MaxWait float64 `json:"max_wait_s"`
 }
 
-// policyTokens says what becomes of Execution Context Tokens.
+// policyTokens describes the use of Execution Context Tokens.
 type policyTokens struct {
 	Header   string   `json:"header"`
 	Audience []string `json:"audience"`
 	Required bool     `json:"required"`
-	// Keys and Ledger are where the gateway's own keys and its ledger are, Workflow
-	// where a workflow can be looked at, Errors where agents report theirs.
+	// Keys, Ledger, Workflow and Errors are the URLs of the gateway's keys, of its ledger,
+	// of a workflow, and for agents' errors.
 	Keys     string `json:"jwks"`
 	Ledger   string `json:"ledger"`
 	Workflow string `json:"workflow"`
 	Errors   string `json:"errors"`
 }
 
-// policyQuota is what one caller may hold at a time; a member that is missing is no
-// bound.
+// policyQuota is what one caller may have at a time; a missing member is no limit.
 type policyQuota struct {
 	Open  int   `json:"open_executions,omitempty"`
 	Bytes int64 `json:"stored_bytes,omitempty"`
-	// Checkpoints are bounds of a workflow's checkpoints and of a caller's, with an identity.
+	// Checkpoints are limits for a workflow and a caller, with an identity only.
 	Checkpoints *policyCheckpoints `json:"checkpoints,omitempty"`
 }
 
@@ -293,11 +291,11 @@ type policyCheckpoints struct {
 	CallerBytes   int64 `json:"caller_bytes,omitempty"`
 }
 
-// policyBreaker shows that each upstream has a circuit breaker.
+// policyBreaker describes the upstreams' circuit breakers.
 type policyBreaker struct {
 	proxy.Policy
-	// Problem is the answer to a call that a breaker refuses. Fallback: another handler
-	// answers instead, marked as refused.
+	// Problem is the answer to a call that a breaker refuses. Fallback says that another
+	// handler answers instead; its answer is marked as refused.
 	Problem  string `json:"problem"`
 	Fallback bool   `json:"fallback,omitempty"`
 }
@@ -388,11 +386,10 @@ var (
 	_ caddyhttp.MiddlewareHandler = (*Endpoints)(nil)
 )
 
-// circuitsFor says which breakers a caller may see. The state of upstreams shows how the
-// house is built (cascade 6.2, ATD "Circuit Breaker State Leakage"): operators see all,
-// callers those behind the guard that they ask, which its refusals name too
-// (circuitOpen), and who takes part in a workflow those recorded in it. A credential that nobody
-// here has verified is no identity.
+// circuitsFor selects the breakers that a caller may see. Their states reveal the internal
+// structure (cascade 6.2, ATD "Circuit Breaker State Leakage"). So operators see all,
+// callers those behind this guard, which refusals name too, and participants of a workflow
+// those recorded in it. An unverified credential is no identity.
 func (h *Handler) circuitsFor(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, caller string) (func(*proxy.Circuit) bool, error) {
 	if !guard.VerifiedHere(caller) {
 		return nil, api.NewProblem(api.AuthenticationRequired,
@@ -409,7 +406,7 @@ func (h *Handler) circuitsFor(e *engine, policy *tokenPolicy, r *http.Request, w
 	return func(c *proxy.Circuit) bool { return p != nil && p.LeadsTo(c.Upstream) }, nil
 }
 
-// circuitsOf selects the breakers that are recorded in a workflow.
+// circuitsOf selects the breakers that a workflow has records of.
 func circuitsOf(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, wid string, all bool) (func(*proxy.Circuit) bool, error) {
 	unknown := api.NewProblem(api.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 	if policy == nil {
@@ -448,8 +445,8 @@ func (h *Handler) visibleCircuits(e *engine, policy *tokenPolicy, r *http.Reques
 	return doc, nil
 }
 
-// breakerPolicy is that of the proxy behind the guard; nil where it has no breakers, or
-// is not plain to see.
+// breakerPolicy describes the breakers of the proxy behind the guard; nil if there are none
+// or the proxy is unknown.
 func (h *Handler) breakerPolicy(mount string) *policyBreaker {
 	t := h.proxy.Load()
 	if t == nil {
@@ -462,8 +459,8 @@ func (h *Handler) breakerPolicy(mount string) *policyBreaker {
 	return &policyBreaker{*p, mount + api.BasePath + api.CircuitOpen.Slug, h.fallback != nil}
 }
 
-// asker is who asks, as callers are distinguished, and the name that it has as a caller.
-// Tokens of a POST are its content.
+// asker identifies who asks, in the same way as callers. Tokens of a POST are content and
+// do not identify it.
 func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who evidence.Reader, caller string, err error) {
 	var tokens guard.Tokens
 	if r.Method != http.MethodPost {
@@ -483,8 +480,8 @@ func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who ev
 	}, caller, nil
 }
 
-// challenge names a way to authenticate. No scheme is registered for API keys; the
-// word is the one in use.
+// challenge names a way to authenticate. No scheme is registered for API keys; this is the
+// usual name.
 func (h *Handler) challenge() string {
 	if slices.Contains(h.credentials, "Authorization") {
 		return `Bearer realm="executions"`
@@ -492,8 +489,8 @@ func (h *Handler) challenge() string {
 	return `ApiKey realm="executions"`
 }
 
-// rollbackAsker is who asks for a rollback: a verified token, and nothing else, is good for
-// that (cascade 6.1). A certificate counts besides, as the token's verification has it.
+// rollbackAsker identifies who requests a rollback: only a verified token can (cascade
+// 6.1). A certificate counts as far as the token's verification uses it.
 func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request) (*api.Asker, error) {
 	if policy.Verifier == nil {
 		p := api.NewProblem(api.ECTInvalid, "This gateway believes nobody's tokens, since no `trust` is configured: only operators can roll back here.")
@@ -502,7 +499,7 @@ func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request)
 	}
 	tokens, err := policy.Verify(r)
 	if err == nil {
-		// Who may ask for a rollback, its lineage says.
+		// The rollback's lineage decides who may request it.
 		err = policy.CheckReports(r.Context(), &tokens, api.Asks...)
 	}
 	h.handler.CountTokens(&tokens, err)

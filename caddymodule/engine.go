@@ -27,11 +27,11 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// StoreOpener is the interface of modules in the namespace agent_guard.stores, also other people's.
-// StoreAdjuster, StoreReporter and ObservedOpener are optional for them.
+// StoreOpener is the interface of modules in the namespace agent_guard.stores, which other
+// projects may provide too. StoreAdjuster, StoreReporter and ObservedOpener are optional.
 type StoreOpener interface {
-	// StorePath identifies the store, whatever the other options say. For files it is the
-	// absolute path with symbolic links resolved.
+	// StorePath identifies the store, independently of its other options. For files it is
+	// the absolute path with symbolic links resolved.
 	StorePath() (string, error)
 	// OpenStore opens the store. It may log to logger for as long as it is open.
 	OpenStore(logger *zap.Logger) (store.Store, error)
@@ -54,31 +54,31 @@ type engine struct {
 	ring        *seal.Ring
 
 	keying    sync.Mutex    // held while the ring changes; guards configs
-	configs   []*engineSpec // that hold the engine, the latest last
+	configs   []*engineSpec // active ones, the latest last
 	resealing resealing
 	ledger    ledgerHandle
 	rollbacks rollbackService
 	circuits  *proxy.Member
-	recorder  circuitRecorder // of their changes
-	keeping   [16]sync.Mutex  // for storing the state of each
-	forCalls  guard.Engine    // what the way of a call needs of this one
-	places    places          // where undos are sent
+	recorder  circuitRecorder // records changes of breakers
+	keeping   [16]sync.Mutex  // serialise storing the state of each breaker
+	forCalls  guard.Engine    // the engine in the form that package guard needs
+	places    places          // upstreams of undos
 
 	escalations escalating
 
-	opener        StoreOpener  // by which the store was opened
+	opener        StoreOpener  // opened the store
 	counts        *storeCounts // held until the engine is closed
 	activeConfigs activeConfigs
 	watch         watch
 	warned        sync.Map // names of guards, by warnAnonymous
 
 	logger   *zap.Logger
-	drain    atomic.Int64 // nanoseconds, as the latest configuration says
-	draining atomic.Bool  // nothing new begins
+	drain    atomic.Int64 // nanoseconds, from the latest configuration
+	draining atomic.Bool  // no new executions
 	exiting  sync.Once
-	uncut    context.Context // of all executions; ended by cut
+	uncut    context.Context // parent of all executions; cancelled by cut
 	cut      context.CancelFunc
-	waits    context.Context // of callers who wait for outcomes; ended by an exit, after its drain
+	waits    context.Context // ends the waiting of callers for outcomes; cancelled after the drain of an exit
 	endWaits context.CancelFunc
 }
 
@@ -109,7 +109,7 @@ func (p *enginePool) acquire(spec engineSpec, accepted bool) (*engine, error) {
 	if err != nil || opened || accepted {
 		return e, err
 	}
-	// Not under p.mu: it may wait for a rotation, and that for the store.
+	// Without p.mu: it may wait for a rotation, which waits for the store.
 	if err := e.adoptKeys(context.Background(), spec); err != nil {
 		_ = e.release() // closing the store logs its own errors
 		return nil, fmt.Errorf("%w: %w", errKeys, err)
@@ -117,8 +117,8 @@ func (p *enginePool) acquire(spec engineSpec, accepted bool) (*engine, error) {
 	return e, nil
 }
 
-// hold returns the engine of spec with one more reference, and whether it had to be
-// opened.
+// hold returns the engine of spec with one more reference. opened says that this call
+// opened it.
 func (p *enginePool) hold(spec engineSpec) (_ *engine, opened bool, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -134,8 +134,8 @@ func (p *enginePool) hold(spec engineSpec) (_ *engine, opened bool, err error) {
 	return value.(*engine), !loaded, nil
 }
 
-// warnOfOthers warns of a configuration with another store than the previous one: it does not know
-// the calls recorded there.
+// warnOfOthers warns if a configuration has another store than the previous one: the calls
+// recorded there are unknown to it.
 func (p *enginePool) warnOfOthers(spec engineSpec) {
 	p.pool.Range(func(path, _ any) bool {
 		if path != spec.path {
@@ -146,7 +146,7 @@ func (p *enginePool) warnOfOthers(spec engineSpec) {
 	})
 }
 
-// release gives one reference back.
+// release releases one reference.
 func (e *engine) release() error {
 	engines.mu.Lock()
 	defer engines.mu.Unlock()
@@ -154,12 +154,12 @@ func (e *engine) release() error {
 	return err
 }
 
-// Destruct closes the store. It is called by the pool, once nobody uses it.
+// Destruct closes the store. The pool calls it after the last release.
 func (e *engine) Destruct() error {
 	stopping, cancel := context.WithTimeout(context.Background(), rollbackGrace)
-	e.stopRollbacks(stopping) // first: they need the rest
+	e.stopRollbacks(stopping) // first: rollbacks use everything below
 	cancel()
-	e.escalations.end() // after the rollbacks, which escalate
+	e.escalations.end() // after the rollbacks, which open escalations
 	e.cut()
 	e.circuits.Leave()
 	e.recorder.end()
@@ -188,7 +188,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	}
 	defer func() {
 		if err != nil {
-			_ = st.Close() // the first error is the one to return
+			_ = st.Close() // the first error is returned
 		}
 	}()
 	ctx := context.Background()
@@ -221,16 +221,16 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 		Store: st, Executions: g, Checkpoints: e.checkpoints, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
 		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(spec.logger),
 	}
-	e.startEscalations() // before what may escalate
+	e.startEscalations() // before anything that may open escalations
 	e.startCircuits(ctx)
 	e.startResealing(ctx)
 	return e, nil
 }
 
-// At exit Caddy stops its apps in no particular order, and http's Stop closes the listeners and
-// waits for all requests. Only before any app stops can new calls be refused with an answer, and
-// slow ones be bounded by `drain`: at the event exitEvent. OnExit comes last, for executions that
-// have outlived the last configuration with a guard.
+// At an exit Caddy stops its apps in no particular order, and the http app closes its
+// listeners and waits for all requests. Refusing new calls with an answer, and limiting
+// slow ones to `drain`, is possible only before that: at exitEvent. OnExit comes last, for
+// executions that outlived the last configuration with a guard.
 func init() {
 	caddy.OnExit(func(context.Context) { engines.exit() })
 }
@@ -262,8 +262,8 @@ func (p *enginePool) exit() {
 	all.Wait()
 }
 
-// exit starts no new executions and waits for the running ones. Those that outlast the drain are
-// cancelled and recorded as in doubt.
+// exit refuses new executions and waits for running ones. After the drain it cancels them;
+// they are recorded as in doubt.
 func (e *engine) exit() {
 	e.exiting.Do(func() {
 		defer e.endWaits()
@@ -287,7 +287,7 @@ func (e *engine) exit() {
 	})
 }
 
-// await reports how many executions are still running after bound.
+// await waits for running executions for at most bound, and returns how many are left.
 func (e *engine) await(bound time.Duration) int {
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
@@ -305,7 +305,7 @@ const (
 // watch is the state of an engine over time.
 type watch struct {
 	opened    time.Time
-	recovered execution.Recovery // zero once it is reported
+	recovered execution.Recovery // zero once it was reported
 	stop      chan struct{}
 	done      sync.WaitGroup
 
@@ -316,8 +316,8 @@ type watch struct {
 	counting    chan struct{}      // closed when the current count ends; nil without one
 }
 
-// snapshot is the state of the engine. Its doubts may be some seconds old, since counting them
-// reads the store.
+// snapshot returns the state of the engine. Its doubts may be some seconds old, since
+// counting them reads the store.
 func (e *engine) snapshot() *storeSnapshot {
 	now := &storeSnapshot{Opened: e.watch.opened, Healthy: e.healthy(), Doubts: e.doubts(), BodyMemory: e.executions.BodyMemory().Used()}
 	e.watch.mu.Lock()
@@ -338,8 +338,8 @@ func (e *engine) healthy() bool {
 	return err == nil
 }
 
-// doubts counts the executions in doubt; nil if that fails. A store that hangs is read by one
-// goroutine at a time, and a scrape does not wait long.
+// doubts counts the executions in doubt; nil if that fails. Only one goroutine at a time
+// counts, and a scrape does not wait long for a store that hangs.
 func (e *engine) doubts() *doubtReport {
 	w := &e.watch
 	w.mu.Lock()
@@ -390,8 +390,8 @@ func (e *engine) countDoubts() *doubtReport {
 	return found
 }
 
-// reportRecovered emits once how many executions the last process has left open: nobody listens
-// when the store is opened.
+// reportRecovered emits once how many executions the last process left open. No handler is
+// listening yet when the store is opened.
 func (e *engine) reportRecovered() {
 	e.watch.mu.Lock()
 	found := e.watch.recovered
@@ -451,19 +451,20 @@ func (e *engine) reportChanges(was storeState) storeState {
 	return is
 }
 
-// resealRetry is the time between a pass that failed, as on a full disk, and the next one.
+// resealRetry is the time until the next pass after a failed one, for example because of a
+// full disk.
 const resealRetry = time.Minute
 
-// resealing is the engine's job that seals values anew with the newest key.
+// resealing is the background job that encrypts values anew with the newest key.
 type resealing struct {
-	wake  chan struct{} // a pass is wanted
+	wake  chan struct{} // requests a pass
 	stop  context.CancelFunc
 	ended chan struct{}
 	last  atomic.Pointer[admin.Resealing]
 }
 
-// startResealing starts the job, and a pass if records are sealed with an older key, as after a
-// crash during one.
+// startResealing starts the job. It requests a pass if records have an older key, for
+// example after a crash during a pass.
 func (e *engine) startResealing(ctx context.Context) {
 	job := &e.resealing
 	job.wake, job.ended = make(chan struct{}, 1), make(chan struct{})
@@ -479,7 +480,7 @@ func (e *engine) startResealing(ctx context.Context) {
 	go e.keepResealed(ctx)
 }
 
-// reseal requests a pass, after the current one.
+// reseal requests a pass; it follows the running one.
 func (e *engine) reseal() {
 	select {
 	case e.resealing.wake <- struct{}{}:
@@ -510,7 +511,7 @@ func (e *engine) keepResealed(ctx context.Context) {
 	}
 }
 
-// resealOnce makes one pass. It reports false where another attempt may help.
+// resealOnce makes one pass. It returns false if a retry may succeed.
 func (e *engine) resealOnce(ctx context.Context) bool {
 	ids := e.ring.KeyIDs()
 	e.logger.Info("re-sealing started", zap.Uint32("key", ids[len(ids)-1]))
@@ -519,7 +520,7 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 		e.ledger.unsealed.Store(true) // the configuration that opens the ledger requests it again
 		return true
 	}
-	if err == nil { // also without an identity: there may be checkpoints of an earlier one
+	if err == nil { // even without an identity: an earlier configuration may have made checkpoints
 		_, err = e.checkpoints.Reseal(ctx)
 	}
 	if c := e.rollbacks.coordinator(); err == nil && c != nil {
@@ -587,7 +588,8 @@ func (e *engine) flushEvents() {
 	}
 }
 
-// executionStatus is empty without a record.
+// executionStatus returns the state of an execution and the status of its answer; empty
+// without a record.
 func (e *engine) executionStatus(ctx context.Context, key execution.Key) (state string, status int, err error) {
 	found, err := e.executions.Get(ctx, key)
 	if errors.Is(err, execution.ErrUnknown) {
@@ -599,19 +601,20 @@ func (e *engine) executionStatus(ctx context.Context, key execution.Key) (state 
 	return found.State().String(), found.Record.Status, nil
 }
 
-// errKeyGiven: there is no file to write a new key into.
+// errKeyGiven: the key is a value in the configuration, so a new one cannot be written.
 var errKeyGiven = errors.New("the key is given as a value, which the gateway cannot change: " +
 	"add a new sealing key to the ring there, and load the configuration again")
 
-// slogOf is a logger as slog has it, with its name and without stack traces, as Caddy's own.
+// slogOf returns a slog.Logger with the logger's name and, like Caddy's own, without stack
+// traces.
 func slogOf(logger *zap.Logger) *slog.Logger {
 	return slog.New(zapslog.NewHandler(logger.Core(), zapslog.WithName(logger.Name()), zapslog.AddStacktraceAt(slog.Level(127))))
 }
 
-// errKeys: the store needs other keys.
+// errKeys: the store needs other keys than the configuration has.
 var errKeys = guard.ErrKeys
 
-// readRing reads the key ring from where spec has it.
+// readRing reads the key ring of spec.
 func readRing(spec engineSpec) (*seal.Ring, error) {
 	if spec.key != "" {
 		return seal.Parse([]byte(spec.key))
@@ -624,7 +627,8 @@ func readRing(spec engineSpec) (*seal.Ring, error) {
 	return ring, err
 }
 
-// checkKeyFile says why an existing key file cannot be read. A missing one may be created later.
+// checkKeyFile returns why an existing key file cannot be read. A missing file may be
+// created later.
 func checkKeyFile(file string) error {
 	info, err := os.Stat(file)
 	switch {
@@ -641,8 +645,8 @@ func checkKeyFile(file string) error {
 	return nil
 }
 
-// loadRing reads the key ring. It creates one only for a store that never held anything: a lost key
-// must not look like an empty store.
+// loadRing reads the key ring. It creates one only for a store that was never used: a lost
+// key must not look like an empty store.
 func loadRing(ctx context.Context, st store.Store, spec engineSpec) (*seal.Ring, error) {
 	ring, err := readRing(spec)
 	if !errors.Is(err, fs.ErrNotExist) {
@@ -660,8 +664,8 @@ func loadRing(ctx context.Context, st store.Store, spec engineSpec) (*seal.Ring,
 	return seal.Create(spec.keyFile)
 }
 
-// adoptKeys takes over the sealing keys of a configuration. It refuses a ring without a key that
-// the store needs, as the store would be unreadable after the next start.
+// adoptKeys adopts the sealing keys of a configuration. It refuses a ring that lacks a key
+// of the store's values: they could not be read after the next start.
 func (e *engine) adoptKeys(ctx context.Context, spec engineSpec) error {
 	e.keying.Lock() // before the file is read: a rotation may be writing it
 	defer e.keying.Unlock()
@@ -694,7 +698,7 @@ func (e *engine) adoptKeys(ctx context.Context, spec engineSpec) error {
 	return nil
 }
 
-// join makes spec the latest configuration of the engine: rotations write its key file.
+// join makes spec the latest configuration of the engine, whose key file rotations write.
 func (e *engine) join(spec *engineSpec) {
 	e.keying.Lock()
 	defer e.keying.Unlock()
@@ -704,23 +708,23 @@ func (e *engine) join(spec *engineSpec) {
 	}
 }
 
-// joined reports whether a configuration uses the engine.
+// joined reports whether any configuration uses the engine.
 func (e *engine) joined() bool {
 	e.keying.Lock()
 	defer e.keying.Unlock()
 	return len(e.configs) > 0
 }
 
-// leave removes a configuration. If it is the latest, rotations write the key file of the one
-// before.
+// leave removes a configuration. If it was the latest, rotations write the key file of the
+// previous one.
 func (e *engine) leave(spec *engineSpec) {
 	e.keying.Lock()
 	defer e.keying.Unlock()
 	e.configs = slices.DeleteFunc(e.configs, func(s *engineSpec) bool { return s == spec })
 }
 
-// keyFile is the file with the ring; empty if the key is a value, or without a configuration.
-// keying is held.
+// keyFile returns the key ring's file; empty if the key is a value, or without a
+// configuration. keying is held.
 func (e *engine) keyFile() string {
 	if len(e.configs) == 0 {
 		return ""
@@ -728,7 +732,7 @@ func (e *engine) keyFile() string {
 	return e.configs[len(e.configs)-1].keyFile
 }
 
-// keySource names where the ring is, and nothing of its content.
+// keySource describes where the ring comes from, without any of its content.
 func (s *engineSpec) keySource() string {
 	if s.keyFile == "" {
 		return "the value"
@@ -736,12 +740,13 @@ func (s *engineSpec) keySource() string {
 	return "the file " + s.keyFile
 }
 
-// neededBeside lists the keys of the engine's ring that other lacks and the store needs.
+// neededBeside returns the keys of the engine's ring that other lacks although the store
+// needs them.
 func (e *engine) neededBeside(ctx context.Context, other *seal.Ring) ([]uint32, error) {
 	have := other.KeyIDs()
 	lacks := slices.DeleteFunc(e.ring.KeyIDs(), func(id uint32) bool { return slices.Contains(have, id) })
 	if len(lacks) == 0 {
-		return nil, nil // without reading a store that may not answer
+		return nil, nil // avoids reading a store that may not respond
 	}
 	uses, err := e.executions.KeysInUse(ctx)
 	if err != nil {
@@ -752,14 +757,14 @@ func (e *engine) neededBeside(ctx context.Context, other *seal.Ring) ([]uint32, 
 	}), nil
 }
 
-// noteKey records in the store that a key is about to be used.
+// noteKey returns a function that records in the store that a key is about to be used.
 func (e *engine) noteKey(ctx context.Context) func(uint32) error {
 	return func(id uint32) error { return e.executions.UseKey(ctx, id) }
 }
 
-// rotateKeys adds a sealing key to the key file, uses it, begins to seal anew what is sealed with
-// older ones, and returns its id. The caller holds a reference to the engine. The error is
-// errKeyGiven if the key is in no file.
+// rotateKeys adds a sealing key to the key file, uses it, and requests a pass of
+// re-sealing. The caller holds a reference to the engine. The error is errKeyGiven if there
+// is no key file.
 func (e *engine) rotateKeys(ctx context.Context) (uint32, error) {
 	e.keying.Lock()
 	defer e.keying.Unlock()
@@ -777,9 +782,9 @@ func (e *engine) rotateKeys(ctx context.Context) (uint32, error) {
 	return id, nil
 }
 
-// keyStatus lists the keys and the progress of re-sealing.
+// keyStatus returns the keys and the progress of re-sealing.
 func (e *engine) keyStatus(ctx context.Context) (*admin.KeyStatus, error) {
-	// Read first: once a pass is reported as done, the keys must show what it has left.
+	// Read before the keys: if the pass is reported as done, the keys must show its result.
 	resealing := e.resealing.last.Load()
 	uses, err := e.executions.KeysInUse(ctx)
 	if err != nil {

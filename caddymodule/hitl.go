@@ -72,7 +72,7 @@ func (h *HITL) provision(gateway string) error {
 	repl := caddy.NewReplacer()
 	c := hitl.WebhookConfig{Timeout: time.Duration(h.Webhook.Timeout), Gateway: gateway}
 	var err error
-	// An unset variable must not make another receiver of this one, or a weak secret.
+	// An unset variable must not change the receiver or weaken a secret.
 	if c.URL, err = repl.ReplaceOrErr(h.Webhook.URL, true, true); err == nil {
 		err = hitl.CheckURL(c.URL)
 	}
@@ -92,7 +92,7 @@ func (h *HITL) provision(gateway string) error {
 	return err
 }
 
-// close gives up what provision has made.
+// close releases what provision has opened.
 func (h *HITL) close() {
 	if h != nil && h.webhook != nil {
 		h.webhook.Close()
@@ -180,16 +180,16 @@ func webhookOptions() options[*App] {
 	}
 }
 
-// escalating is the engine's store of escalations, and the dispatcher that notifies of them
-// whom the latest configuration names. Both live as long as the engine, over reloads.
+// escalating has the engine's store of escalations and the dispatcher that sends them to
+// the receiver of the latest configuration. Both live as long as the engine, over reloads.
 type escalating struct {
 	store *hitl.Store
-	begin func() // lets the dispatcher begin
+	begin func() // starts the dispatcher
 	stop  context.CancelFunc
 	ended chan struct{}
 }
 
-// escalationAttempt is how long one attempt to notify may take: longer than a webhook may.
+// escalationAttempt bounds one attempt to notify: longer than a webhook's timeout may be.
 const escalationAttempt = 65 * time.Second
 
 func (e *engine) startEscalations() {
@@ -211,7 +211,7 @@ func (e *engine) startEscalations() {
 	x.begin = sync.OnceFunc(func() { close(begun) })
 	go func() {
 		defer close(x.ended)
-		select { // the first configuration names the receiver
+		select { // waits for the first configuration, which has the receiver
 		case <-begun:
 			dispatcher.Run(ctx)
 		case <-ctx.Done():
@@ -219,7 +219,7 @@ func (e *engine) startEscalations() {
 	}()
 }
 
-// adopt takes the options of the latest configuration over.
+// adopt applies the options of the latest configuration.
 func (x *escalating) adopt(o *HITL) {
 	keep := time.Duration(0)
 	if o != nil {
@@ -229,19 +229,19 @@ func (x *escalating) adopt(o *HITL) {
 	x.begin()
 }
 
-// end stops the dispatcher and waits until it no longer uses the store. It resumes after a
-// restart.
+// end stops the dispatcher and waits until it no longer uses the store. The dispatcher
+// resumes after a restart.
 func (x *escalating) end() {
 	x.stop()
 	<-x.ended
 }
 
-// notify implements hitl.Notifier, by the latest configuration.
+// notify implements hitl.Notifier with the latest configuration.
 func (e *engine) notify(ctx context.Context, esc hitl.Escalation) error {
 	a := e.activeConfigs.latest()
 	switch {
 	case a == nil:
-		return errNotOpen // it is tried again, with the next configuration
+		return errNotOpen // retried with the next configuration
 	case a.HITL != nil && a.HITL.webhook != nil:
 		return a.HITL.webhook.Notify(ctx, esc)
 	}
@@ -269,7 +269,7 @@ func (e *engine) attempted(esc hitl.Escalation, err error) {
 	}
 }
 
-// escalationFields name an escalation in the log: by ids, which hold nothing secret (P8).
+// escalationFields returns the log fields of an escalation: ids, nothing secret (P8).
 func escalationFields(esc *hitl.Escalation) []zap.Field {
 	fields := []zap.Field{
 		zap.String("escalation", esc.ID), zap.Stringer("level", esc.Level), zap.String("cause", string(esc.Cause)),
@@ -286,9 +286,9 @@ func escalationFields(esc *hitl.Escalation) []zap.Field {
 	return fields
 }
 
-// escalateCircuit opens the escalation of an upstream that does not come back (ATD, HITL
-// case 4). The breaker says so once an outage, and the time of that names it: generations
-// begin anew with a breaker that was forgotten.
+// escalateCircuit opens the escalation of an upstream that does not recover (ATD, HITL case
+// 4). The breaker reports it once per outage. The start of the outage identifies it,
+// because the generation of a forgotten breaker starts again.
 func (e *engine) escalateCircuit(ev breaker.Event) {
 	ctx, cancel := context.WithTimeout(context.Background(), circuitPatience)
 	defer cancel()
@@ -308,8 +308,8 @@ func (e *engine) escalateCircuit(ev breaker.Event) {
 	}
 }
 
-// resealEscalations seals them anew. Those that do not open with any key of the ring are
-// lost already, and keep no other value from being moved.
+// resealEscalations encrypts them anew. Those that no key of the ring opens are already
+// lost, and do not stop the others.
 func (e *engine) resealEscalations(ctx context.Context) error {
 	_, err := e.escalations.store.Reseal(ctx)
 	if errors.Is(err, hitl.ErrUnreadable) {
@@ -319,7 +319,7 @@ func (e *engine) resealEscalations(ctx context.Context) error {
 	return err
 }
 
-// countEscalations is how many there are, for metrics; nil where that is not known.
+// countEscalations counts the escalations for metrics; nil if that fails.
 func (e *engine) countEscalations() []escalationReport {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()
@@ -341,9 +341,9 @@ func init() {
 	caddycmd.RegisterCommand(cli.Command())
 }
 
-// AdminAPI adds the routes below `/agent_guard/` to Caddy's admin endpoint, by which
-// operators see executions, settle what is in doubt, and look at the store. The
-// command `caddy agent-guard` uses them. It has no options.
+// AdminAPI adds the routes below `/agent_guard/` to Caddy's admin endpoint, with which
+// operators list executions, resolve those in doubt, and inspect the store. The command
+// `caddy agent-guard` uses them. It has no options.
 type AdminAPI struct{}
 
 // CaddyModule returns the Caddy module information.
@@ -351,8 +351,8 @@ func (AdminAPI) CaddyModule() caddy.ModuleInfo {
 	return caddy.ModuleInfo{ID: "admin.api.agent_guard", New: func() caddy.Module { return new(AdminAPI) }}
 }
 
-// Routes implements caddy.AdminRouter. Which stores are open is asked with each
-// request: this module is made before any app, and is never cleaned up.
+// Routes implements caddy.AdminRouter. Every request looks up the open stores: Caddy makes
+// this module before any app and never cleans it up.
 func (AdminAPI) Routes() []caddy.AdminRoute {
 	return []caddy.AdminRoute{{Pattern: admin.Prefix, Handler: admin.New(&engines)}}
 }
@@ -372,7 +372,7 @@ func (p *enginePool) View(path string) (admin.Store, bool) {
 	return storeView{e}, e != nil
 }
 
-// storeView is an engine as the admin API sees it.
+// storeView implements admin.Store for an engine.
 type storeView struct{ e *engine }
 
 func (b storeView) Path() string { return b.e.path }
@@ -381,8 +381,8 @@ func (b storeView) Executions() *execution.Guard { return b.e.executions }
 
 func (b storeView) Now(ctx context.Context) (time.Time, error) { return b.e.store.Now(ctx) }
 
-// Release implements admin.Store. A store that nobody else uses any more is closed,
-// and logs by itself what goes wrong then.
+// Release implements admin.Store. Closing a store that has no other users logs its own
+// errors.
 func (b storeView) Release() { _ = b.e.release() }
 
 func (b storeView) Evidence(ctx context.Context, key execution.Key, found *execution.Record, d execution.Resolution) *store.Batch {
@@ -408,7 +408,7 @@ func (b storeView) Resolved(key execution.Key, found *execution.Record, decision
 	})
 }
 
-// Quota implements admin.Store. It is that of the latest configuration.
+// Quota implements admin.Store, with the quota of the latest configuration.
 func (b storeView) Quota() *admin.Quota {
 	a := b.e.activeConfigs.latest()
 	if a == nil || a.Quota == (Quota{}) {
@@ -481,10 +481,10 @@ func (b storeView) SetCircuitMode(ctx context.Context, key breaker.Key, mode bre
 		return false, nil
 	}
 	b.e.logger.Warn("an operator has set the mode of a circuit breaker", zap.Stringer("upstream", key), zap.Stringer("mode", mode))
-	return true, b.e.keepCircuit(ctx, key) // not every mode changes the state
+	return true, b.e.keepCircuit(ctx, key) // not every mode changes the state, which would store it
 }
 
-// counting is what a store implements that counts what it does.
+// counting is a store with statistics.
 type counting interface{ Stats() badger.Stats }
 
 func (b storeView) Report() *admin.Report {
@@ -512,7 +512,7 @@ func (b storeView) Report() *admin.Report {
 	return r
 }
 
-// takes says what a store still takes, in the words of the admin API.
+// takes translates a watermark into a word of the admin API.
 func takes(w Watermark) string {
 	switch w {
 	case DiskEnough:

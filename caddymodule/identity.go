@@ -102,8 +102,7 @@ func (i *Identity) provision(store string) error {
 	return nil
 }
 
-// provisionKeys finds out where the identity's keys are, and checks them as far as they are
-// there.
+// provisionKeys finds the identity's keys, and checks them if they exist already.
 func (i *Identity) provisionKeys(store string) error {
 	if i.KeyFile == "" {
 		i.KeyFile = store + ".identity"
@@ -126,7 +125,7 @@ func (i *Identity) provisionKeys(store string) error {
 	return nil
 }
 
-// checkPublicURL checks where the gateway is reached; empty is not known.
+// checkPublicURL checks the public URL; empty is allowed.
 func checkPublicURL(text string) error {
 	u, err := url.Parse(text)
 	switch {
@@ -140,7 +139,7 @@ func checkPublicURL(text string) error {
 	return nil
 }
 
-// maxPublicURL leaves room in the extensions of a token.
+// maxPublicURL bounds the URL, in bytes, so that it fits into a token's extensions.
 const maxPublicURL = 512
 
 func algorithmNames() []string {
@@ -151,8 +150,8 @@ func algorithmNames() []string {
 	return names
 }
 
-// loadRing reads the keys of the identity, or makes the first one where fresh says that
-// nothing was signed yet: without the keys before, nobody could verify what was.
+// loadRing reads the keys of the identity. If fresh, nothing was signed before, and it may
+// create the first key. Otherwise a new key would make earlier tokens unverifiable.
 func (i *Identity) loadRing(fresh bool, logger *slog.Logger) (*ect.Ring, error) {
 	ring, err := i.readRing(fresh, logger)
 	if err != nil {
@@ -178,8 +177,8 @@ func (i *Identity) readRing(fresh bool, logger *slog.Logger) (*ect.Ring, error) 
 	return ect.CreateRing(i.KeyFile, i.algorithm)
 }
 
-// recordName records the name and key that tokens are signed with from now on, and warns of
-// missing keys: the key file may have been replaced by another one.
+// recordName records the name and key that sign tokens from now on. It warns of missing
+// keys, since the key file may have been replaced.
 func (i *Identity) recordName(ctx context.Context, ev *evidence.Evidence, ring *ect.Ring, logger *slog.Logger) error {
 	if lacks := ev.MissingKeys(ring); len(lacks) > 0 {
 		logger.Warn("the key file lacks keys that the gateway has signed with: what they have signed cannot be verified; "+
@@ -256,7 +255,7 @@ func identityOptions() options[*Identity] {
 	}
 }
 
-// checkIdentity checks who somebody is said to be.
+// checkIdentity checks an identity, a URI.
 func checkIdentity(name string) error {
 	u, err := url.Parse(name)
 	if err != nil || u.Scheme == "" {
@@ -269,21 +268,21 @@ func checkIdentity(name string) error {
 	return err
 }
 
-// keepReplaced is how long a replaced key is published: the longest life of a token that it
-// may have signed, whatever `life` says today, and the clock skew of verifiers.
+// keepReplaced is how long a replaced key is published: the longest life of a token,
+// independent of the current `life`, and the clock skew of verifiers.
 const keepReplaced = ect.MaxLife + time.Minute
 
 const (
-	// ledgerCloseTime is how long the sequencer may take to finish when the store closes.
+	// ledgerCloseTime bounds how long the sequencer may take when the store closes.
 	ledgerCloseTime = 10 * time.Second
 	pruneEvery      = time.Hour
-	headEvery       = 10 * time.Second // the newest head is written beside the store
-	orphansTime     = 30 * time.Second // for recording orphans at the start
+	headEvery       = 10 * time.Second // how often the newest head is written to the file beside the store
+	orphansTime     = 30 * time.Second // for recording orphans at startup
 )
 
 var (
 	errNoIdentity = errors.New("the running configuration has no `identity`, whose key could be rotated")
-	// errKeyElsewhere: rotating this file would lose the key that signs.
+	// errKeyElsewhere: rotating this file would lose the current signing key.
 	errKeyElsewhere = errors.New("the key file does not hold the key that signs now")
 	errSealedLedger = errors.New("the store holds a ledger, which is sealed anew only while `identity` is configured; " +
 		"until then the older keys are needed")
@@ -295,14 +294,15 @@ var (
 type ledgerHandle struct {
 	engine *engine
 
-	mu         sync.Mutex  // held while it is opened, and while its keys change; guards identities
+	mu         sync.Mutex  // held while it is opened and while its keys change; guards identities
 	identities []*Identity // of the configurations that hold it, the latest last
 	open       atomic.Pointer[evidence.Evidence]
 	retain     atomic.Int64 // nanoseconds, of the latest configuration
-	coming     atomic.Bool  // a configuration has an identity, and is about to open it
+	coming     atomic.Bool  // a configuration with an identity is about to open it
 	stop       context.CancelFunc
 	ended      chan struct{}
-	// unsealed: it could not be sealed anew, because no configuration held the engine.
+	// unsealed says that re-sealing was not possible, because no configuration held the
+	// engine.
 	unsealed atomic.Bool
 }
 
@@ -366,7 +366,7 @@ func (l *ledgerHandle) join(i *Identity) {
 	l.retain.Store(int64(i.Retain))
 }
 
-// latest is the identity of the latest configuration, or nil. mu is held.
+// latest returns the identity of the latest configuration, or nil. mu is held.
 func (l *ledgerHandle) latest() *Identity {
 	if len(l.identities) == 0 {
 		return nil
@@ -374,8 +374,8 @@ func (l *ledgerHandle) latest() *Identity {
 	return l.identities[len(l.identities)-1]
 }
 
-// leave removes the identity of a configuration. If that one has failed to load, the keys of
-// the one before it are used again.
+// leave removes the identity of a configuration. If that was the latest, for example
+// because its load failed, the previous identity's keys are used again.
 func (l *ledgerHandle) leave(i *Identity) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -398,7 +398,7 @@ func (l *ledgerHandle) leave(i *Identity) {
 	l.open.Load().Ring().Reload(ring)
 }
 
-// close ends the ledger, once nothing uses the engine any more.
+// close closes the ledger after the last use of the engine.
 func (l *ledgerHandle) close() {
 	ev := l.open.Load()
 	if ev == nil {
@@ -409,14 +409,14 @@ func (l *ledgerHandle) close() {
 	ctx, cancel := context.WithTimeout(context.Background(), ledgerCloseTime)
 	defer cancel()
 	if !l.engine.healthy() {
-		cancel() // nothing can be moved any more
+		cancel() // the store is closing: nothing can be moved into the tree
 	}
 	if err := ev.Close(ctx); err != nil {
 		l.engine.logger.Warn("not all of the evidence has its place in the ledger yet; the next start goes on", zap.Error(err))
 	}
 }
 
-// report is for metrics; nil without a ledger.
+// report returns the ledger's metrics; nil without a ledger.
 func (l *ledgerHandle) report() *ledgerReport {
 	ev := l.open.Load()
 	if ev == nil {
@@ -428,7 +428,8 @@ func (l *ledgerHandle) report() *ledgerReport {
 	}
 }
 
-// keepPruned prunes old entries, and writes the newest head beside the store.
+// keepPruned periodically prunes old entries and writes the newest head to the file beside
+// the store.
 func (l *ledgerHandle) keepPruned(ctx context.Context, ev *evidence.Evidence) {
 	defer close(l.ended)
 	tick, heads := time.NewTicker(pruneEvery), time.NewTicker(headEvery)
@@ -437,7 +438,7 @@ func (l *ledgerHandle) keepPruned(ctx context.Context, ev *evidence.Evidence) {
 	logger := l.engine.logger
 	warned := false
 	start := make(chan struct{})
-	close(start) // prune at once too: a process may end before pruneEvery
+	close(start) // prune once at startup: the process may end before pruneEvery
 	for {
 		select {
 		case <-start:
@@ -463,8 +464,8 @@ func (l *ledgerHandle) keepPruned(ctx context.Context, ev *evidence.Evidence) {
 	}
 }
 
-// recordOrphans records the executions that a process which crashed has left in doubt. On an
-// error, such as a full disk, the start goes on, and the next one tries again.
+// recordOrphans records the executions that a crashed process left in doubt. Errors, such
+// as a full disk, do not stop the startup; the next one tries again.
 func (l *ledgerHandle) recordOrphans(ctx context.Context, ev *evidence.Evidence, i *Identity) {
 	ctx, cancel := context.WithTimeout(ctx, orphansTime)
 	defer cancel()
@@ -517,7 +518,7 @@ func (l *ledgerHandle) reseal(ctx context.Context) error {
 // configuration and signs with it. The previous key stays published until its tokens have
 // expired; with stolen, no older key is published any more.
 func (l *ledgerHandle) rotate(stolen bool) error {
-	l.mu.Lock() // a reload meanwhile would bring back the ring that it has read before
+	l.mu.Lock() // excludes a reload, which could restore the ring it has read before
 	defer l.mu.Unlock()
 	ev, i := l.open.Load(), l.latest()
 	if ev == nil || i == nil {
@@ -563,7 +564,7 @@ func (i *Identity) checkSigner(open *ect.Ring) error {
 	return nil
 }
 
-// status describes the identity and its keys for operators; nil where the latest configuration
+// status describes the identity and its keys for operators; nil if the latest configuration
 // has none.
 func (l *ledgerHandle) status() *admin.Identity {
 	l.mu.Lock()

@@ -18,30 +18,30 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
-// internalRequest is a request of the gateway's own to the upstream of a call: it asks what a
-// call in doubt has done, reads what stands at a target, or undoes a call. All of them are sent
-// here. What does not go through an upstream's handlers has other rules: undos to whole URLs
+// internalRequest is a request of the gateway's own to the upstream of a call: a probe of a
+// call in doubt, a read of a target's state, or an undo. Requests that do not go through an
+// upstream's handlers are sent elsewhere, by other rules: undos to whole URLs
 // (undoSender.send), escalations (guard/hitl) and the keys of issuers (ect).
 type internalRequest struct {
 	method string
-	// path is escaped, query without the question mark.
+	// path is percent-encoded; query has no question mark.
 	path, query string
 	host        string
-	remote      string // the address of the client that it is made for
+	remote      string // the client address to present
 	header      http.Header
 	body        []byte
-	// most is how much of the answer's body is kept, in bytes.
+	// most is how many bytes of the answer's body are kept.
 	most int64
-	// forceQuery: there is a question mark also without a query.
+	// forceQuery sends a question mark even if the query is empty.
 	forceQuery bool
-	// https: the upstream is told that it came over TLS.
+	// https tells the upstream that the request came over TLS.
 	https bool
 }
 
-// send sends the request through handlers that lead to the upstream. Guards and endpoints on the
-// way let it by, and ctx bounds its time. Go and Caddy send nothing twice by themselves and follow
-// no redirects; it is sent again only if a connection was dead before a byte was written. The
-// answer is never nil. An error says that there is no whole one.
+// send sends the request through handlers that lead to the upstream. Guards and endpoints
+// on the way let it pass. ctx bounds its time. Go and Caddy do not repeat it or follow
+// redirects; send itself repeats it only if the connection was dead before a byte was
+// written. The answer is never nil; an error says that it is incomplete or missing.
 func (o *internalRequest) send(ctx context.Context, next guard.Next, server *caddyhttp.Server) (*internalAnswer, error) {
 	ctx = guard.AsOwn(untraced{ctx})
 	for again := false; ; again = true {
@@ -55,7 +55,7 @@ func (o *internalRequest) send(ctx context.Context, next guard.Next, server *cad
 // forward sends the request once. retry says that doing so again is safe and likely to succeed.
 func (o *internalRequest) forward(ctx context.Context, next guard.Next, server *caddyhttp.Server) (a *internalAnswer, retry bool, err error) {
 	a = &internalAnswer{header: http.Header{}, most: o.most}
-	// Made anew, since handlers on the way change it.
+	// New for each attempt, since handlers change the request.
 	r := (&http.Request{
 		Method: o.method, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
 		URL:  &url.URL{RawPath: o.path, RawQuery: o.query, ForceQuery: o.forceQuery},
@@ -66,21 +66,22 @@ func (o *internalRequest) forward(ctx context.Context, next guard.Next, server *
 		return a, false, err
 	}
 	r.RequestURI = r.URL.RequestURI()
-	r.Header.Set("Accept-Encoding", "identity") // bodies are compared, and read
+	r.Header.Set("Accept-Encoding", "identity") // bodies are compared and parsed
 	if len(o.body) > 0 {
 		r.Body = io.NopCloser(bytes.NewReader(o.body))
 	}
 	if o.https {
 		r.TLS = new(tls.ConnectionState)
 	}
-	// With a replacer of its own: that of the call has the placeholders of the call.
+	// With its own replacer: that of the call has the call's placeholders.
 	r = caddyhttp.PrepareRequest(r, caddy.NewReplacer(), a, server)
 	armed, watch := proxy.Arm(r.Context())
 	defer watch.Release()
 	r = r.WithContext(armed)
 	panicked, err := handOn(next, a, r)
 	a.ended = armed.Err() != nil
-	// Of a request that is cut off before its answer reverse_proxy makes a 499 without an error.
+	// reverse_proxy turns a request that was cut off before the answer into a 499 without
+	// an error.
 	silent := a.status == 0 || a.ended && a.status == 499
 	proof := watch.Proof(err, proxy.Retries(armed))
 	upstream, answered := replacer(r).Get(upstreamStatus)
@@ -99,33 +100,34 @@ func (o *internalRequest) forward(ctx context.Context, next guard.Next, server *
 	return a, a.notSent && proof.Again, err
 }
 
-// internalAnswer is a response writer that keeps the answer to an internal request.
+// internalAnswer is the response writer of an internal request; it keeps the answer.
 type internalAnswer struct {
 	status int
 	header http.Header
 	body   []byte
 	most   int64
-	cut    bool // the body is longer than what is kept
-	// unframed: the body's end cannot be distinguished from a broken connection.
+	cut    bool // the body is longer than most
+	// unframed: the body ends with the connection, so a broken connection cannot be
+	// recognised.
 	unframed bool
 	// replaced: another handler has replaced the upstream's answer.
 	replaced bool
-	// ended: the request's time was over, or a second sending was cut off.
+	// ended: the time was over, or the request was cut off before a second sending.
 	ended bool
-	// notSent: there is no answer, and it is proven that not a byte was sent.
+	// notSent: there is no answer, and provably no byte was sent.
 	notSent bool
 }
 
 func (a *internalAnswer) Header() http.Header { return a.header }
 
-// WriteHeader passes over interim answers.
+// WriteHeader ignores interim (1xx) answers.
 func (a *internalAnswer) WriteHeader(status int) {
 	if a.status == 0 && status >= 200 {
 		a.status = status
 	}
 }
 
-// Write goes on to take what is not kept: a long answer is still known to be whole.
+// Write accepts more than it keeps, so that a long answer is known to be complete.
 func (a *internalAnswer) Write(p []byte) (int, error) {
 	a.WriteHeader(http.StatusOK)
 	kept := p[:min(int64(len(p)), a.most-int64(len(a.body)))]
@@ -139,8 +141,8 @@ var (
 	errNoAnswer = errors.New("no answer came")
 )
 
-// send asks the upstream of the guard, whose server that of ctx is: without site authentication
-// and this guard. The answer is all of it.
+// send sends an internal request to the guard's upstream, on the server of ctx, bypassing
+// the site's authentication and this guard. The answer is complete.
 func (h *Handler) send(ctx context.Context, o *guard.InternalRequest) (*guard.InternalAnswer, error) {
 	server, _ := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
 	r := internalRequest{
@@ -158,8 +160,8 @@ func (h *Handler) send(ctx context.Context, o *guard.InternalRequest) (*guard.In
 	return &guard.InternalAnswer{Status: a.status, Header: a.header, Body: a.body, Unframed: a.unframed, Replaced: a.replaced}, nil
 }
 
-// untraced is a context without the trace of another request: a guard around this one would take the
-// request for a second attempt at its call, and stop that.
+// untraced hides the call of another request: an outer guard would take the internal
+// request for a second attempt of that call and stop it.
 type untraced struct{ context.Context }
 
 // Value implements context.Context.

@@ -16,9 +16,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// StoreObserver counts what a store does.
+// StoreObserver receives the commits of a store.
 type StoreObserver interface {
-	// Committed reports batches that became durable together, and how long that took.
+	// Committed reports batches that became durable in one commit, and its duration.
 	Committed(batches int, took time.Duration)
 }
 
@@ -32,8 +32,8 @@ type ObservedOpener interface {
 type StoreReporter interface {
 	// ReportStore describes a store that OpenStore has returned. It is called at every scrape.
 	ReportStore(st store.Store) StoreReport
-	// ReportDisk describes the disk of such a store; nil is unknown. It is called every
-	// second, and must not wait.
+	// ReportDisk describes the disk of such a store; nil if unknown. It is called every
+	// second and must not block.
 	ReportDisk(st store.Store) *DiskReport
 }
 
@@ -42,12 +42,12 @@ type StoreReporter interface {
 // the store is open. Each configuration registers a collector that reads them.
 var countsPool = caddy.NewUsagePool()
 
-// pooledCounts is a Set in the pool.
+// pooledCounts makes storeCounts a caddy.Destructor for the pool.
 type pooledCounts struct{ *storeCounts }
 
 func (pooledCounts) Destruct() error { return nil }
 
-// acquireCounts returns the counts of the store at path. Each call needs a release.
+// acquireCounts returns the counts of the store at path. Each call needs a releaseCounts.
 func acquireCounts(path string) *storeCounts {
 	value, _, _ := countsPool.LoadOrNew(path, func() (caddy.Destructor, error) { // never fails
 		return pooledCounts{newStoreCounts()}, nil
@@ -59,7 +59,7 @@ func releaseCounts(path string) {
 	_, _ = countsPool.Delete(path) // its Destruct does not fail
 }
 
-// version is that of this module in the binary.
+// version returns the version of this module in the binary.
 func version() string {
 	const path = "github.com/agent-guard/caddy-agent-guard"
 	build, ok := debug.ReadBuildInfo()
@@ -76,8 +76,8 @@ func version() string {
 
 var errNotOpen = errors.New("agent_guard: the store is not open")
 
-// peek returns the engine over the store at path with a reference of its own, or nil
-// where it is not open.
+// peek returns the engine of the store at path with one more reference; nil if it is not
+// open.
 func (p *enginePool) peek(path string) *engine {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -90,9 +90,9 @@ func (p *enginePool) peek(path string) *engine {
 
 // StoreReport describes a store.
 type StoreReport struct {
-	// Bytes is the store's size on disk, by part. The store names its parts.
+	// Bytes is the store's size on disk, by part. The store chooses the names of its parts.
 	Bytes map[string]uint64
-	// Refused counts the commits that were refused for want of disk space.
+	// Refused counts the commits that were refused for lack of disk space.
 	Refused uint64
 }
 
@@ -100,27 +100,27 @@ type StoreReport struct {
 type DiskReport struct {
 	// Free is the free space in bytes.
 	Free uint64
-	// Watermark says what the store still takes.
+	// Watermark is what the store still accepts.
 	Watermark Watermark
 }
 
-// Watermark says what a store still takes, by the space that its disk has left (P4).
+// Watermark is what a store still accepts, depending on its free disk space (P4).
 type Watermark uint8
 
 // The watermarks.
 const (
 	DiskEnough Watermark = iota // everything
-	DiskLow                     // outcomes of what is running; nothing new begins
+	DiskLow                     // outcomes of running executions, but no new ones
 	DiskFull                    // nothing
 )
 
-// storeSnapshot is what is known of an open store at one moment.
+// storeSnapshot is the state of an open store at one moment.
 type storeSnapshot struct {
 	// Opened is when it was opened.
 	Opened time.Time
-	// Healthy says whether it answers.
+	// Healthy says whether the store responds.
 	Healthy bool
-	// BodyMemory is what bodies take of the memory that they share, in bytes.
+	// BodyMemory is the shared memory for bodies that is in use, in bytes.
 	BodyMemory int64
 	// Doubts is nil if they could not be counted.
 	Doubts *doubtReport
@@ -128,56 +128,58 @@ type storeSnapshot struct {
 	Report *StoreReport
 	// Disk is nil if the store does not know it.
 	Disk *DiskReport
-	// Ledger is nil where no configuration has an identity.
+	// Ledger is nil if no configuration has an identity.
 	Ledger *ledgerReport
 	// Escalations is empty if they could not be counted.
 	Escalations []escalationReport
 	// Circuits are the breakers of the process.
 	Circuits []circuitReport
-	// Rollbacks is nil where nothing can be rolled back.
+	// Rollbacks is nil if rollbacks are not available.
 	Rollbacks *rollbackReport
 }
 
-// escalationReport is how many escalations there are of one level in one state.
+// escalationReport is the number of escalations of one level in one state.
 type escalationReport struct {
-	// Level and State are words of the program.
+	// Level and State are fixed words.
 	Level, State string
 	// N is their number.
 	N int
 }
 
 type circuitReport struct {
-	// Upstream is its address, Class read, write or undo where these are apart, else empty.
+	// Upstream is the address. Class is read, write or undo if these have separate
+	// breakers, else empty.
 	Upstream, Class string
 	// State is 0 for closed, 1 for half-open, 2 for open.
 	State int
-	// ErrorRate is that of the window, 0 to 1.
+	// ErrorRate is the error rate in the window, 0 to 1.
 	ErrorRate float64
-	// Openings and Rejected count since the process began.
+	// Openings and Rejected are counts since the process began.
 	Openings, Rejected uint64
 }
 
 type ledgerReport struct {
 	// Entries is the size of the tree.
 	Entries int64
-	// Backlog is the number of events that wait for their place in it, and Age how
-	// long the oldest of them has waited.
+	// Backlog is the number of events that are not in the tree yet, and Age how long the
+	// oldest has waited.
 	Backlog int
 	Age     time.Duration
-	// Unsigned counts the events that went into the tree without a token, Retries the
-	// moves that failed and were tried again, since the store was opened.
+	// Unsigned counts events that were added without a token, and Retries failed moves into
+	// the tree, both since the store was opened.
 	Unsigned, Retries int64
 }
 
 type doubtReport struct {
 	// N is their number.
 	N int
-	// OldestAge is how long ago the oldest began; zero without one.
+	// OldestAge is how long ago the oldest began; zero if there is none.
 	OldestAge time.Duration
 }
 
-// collector shows storeCounts to the registry of one configuration: those of its own guards and
-// actions, so that the configuration bounds the number of series, and the state of the store.
+// collector exposes storeCounts to the registry of one configuration: its own guards and
+// actions, so that the configuration bounds the number of series, and the state of the
+// store.
 type collector struct {
 	set            *storeCounts
 	version, store string
@@ -188,13 +190,13 @@ type collector struct {
 	actions []*guard.ActionCounts
 }
 
-// newCollector makes a collector. snapshot is called at every collection; nil means that the store
-// is not open.
+// newCollector makes a collector. snapshot is called at every collection and returns nil if
+// the store is not open.
 func newCollector(set *storeCounts, version, store string, snapshot func() *storeSnapshot) *collector {
 	return &collector{set: set, version: version, store: store, snapshot: snapshot}
 }
 
-// Guard returns what guards of this name count, and shows it from now on.
+// Guard returns the counts of guards with this name, and exposes them from now on.
 func (c *collector) Guard(name string) *guard.Counts {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -205,7 +207,7 @@ func (c *collector) Guard(name string) *guard.Counts {
 	return g
 }
 
-// Action returns what this action of a guard counts, and shows it from now on.
+// Action returns the counts of this action of a guard, and exposes them from now on.
 func (c *collector) Action(guard, name string) *guard.ActionCounts {
 	g := c.Guard(guard)
 	c.mu.Lock()
@@ -261,13 +263,13 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	out.snapshot(c.snapshot())
 }
 
-// sink takes the metrics of one collection.
+// sink receives the metrics of one collection.
 type sink chan<- prometheus.Metric
 
 func (s sink) send(f *Family, kind prometheus.ValueType, v float64, labels []string) {
 	m, err := prometheus.NewConstMetric(f.desc, kind, v, labels...)
 	if err != nil {
-		// A name of the configuration that is no UTF-8 must not take the process down.
+		// A name in the configuration that is not UTF-8 must not crash the process.
 		m = prometheus.NewInvalidMetric(f.desc, err)
 	}
 	s <- m
@@ -297,8 +299,8 @@ func (s sink) action(a guard.ActionReport) {
 	}
 }
 
-// snapshot shows the state of the store. What is unknown is left out: a zero would mean that all
-// is well.
+// snapshot exposes the state of the store. Unknown values are left out: zeros would mean
+// that all is well.
 func (s sink) snapshot(now *storeSnapshot) {
 	if now == nil {
 		s.gauge(storeHealthy, 0)
@@ -351,7 +353,7 @@ var _ prometheus.Collector = (*collector)(nil)
 
 // Family is one metric family as it is exposed.
 type Family struct {
-	// Name is the whole name.
+	// Name is the full name.
 	Name string
 	// Type is counter, gauge or histogram.
 	Type string
@@ -382,8 +384,8 @@ func family(name, kind, help string, labels ...string) *Family {
 	}
 }
 
-// The families. Values of labels are words of the configuration or of this program,
-// so that their number is bounded: no id, no path and no caller is among them (P8).
+// The families. Label values are words of the configuration or of this program, so that
+// their number is bounded. They never contain ids, paths or callers (P8).
 var (
 	executions     = family("executions_total", counter, "Executions that ended, by outcome.", "guard", "action", "outcome")
 	running        = family("running", gauge, "Executions that are running now.", "guard", "action")
@@ -450,8 +452,8 @@ var families = []*Family{
 }
 
 type rollbackReport struct {
-	// Running is how many are not finished, OldestAge how long ago the oldest of them was
-	// asked for; zero without one.
+	// Running is how many rollbacks are not finished, and OldestAge how long ago the oldest
+	// of them was requested; zero if there is none.
 	Running   int
 	OldestAge time.Duration
 }
@@ -459,7 +461,7 @@ type rollbackReport struct {
 // stepCancelled is the status of a step whose call never ran.
 const stepCancelled = "cancelled"
 
-// The words that are counted. They are those of the package rollback.
+// The words that are counted, from package rollback.
 var (
 	rollbackStatuses = []string{"completed", "partial", "escalated", "failed"}
 	stepStatuses     = append(slices.Clone(rollbackStatuses), stepCancelled)
@@ -471,22 +473,22 @@ type rollbackCounts struct {
 	steps    [5]atomic.Uint64
 }
 
-// Rollback counts a rollback that is finished.
+// Rollback counts a finished rollback.
 func (s *storeCounts) Rollback(status string) {
 	if i := slices.Index(rollbackStatuses, status); i >= 0 {
 		s.rollbacks.finished[i].Add(1)
 	}
 }
 
-// RollbackStep counts a step that is done.
+// RollbackStep counts a finished step.
 func (s *storeCounts) RollbackStep(status string) {
 	if i := slices.Index(stepStatuses, status); i >= 0 {
 		s.rollbacks.steps[i].Add(1)
 	}
 }
 
-// storeCounts are all counts of one store. Guards and actions are looked up when a configuration
-// is loaded; a request adds to them and allocates nothing.
+// storeCounts are all counts of one store. Guards and actions are looked up when a
+// configuration is loaded, so that a request only adds and allocates nothing.
 type storeCounts struct {
 	mu      sync.Mutex
 	guards  map[string]*guard.Counts
@@ -497,7 +499,7 @@ type storeCounts struct {
 	dropped   atomic.Uint64
 	rollbacks rollbackCounts
 
-	deliveries [2]atomic.Uint64 // of escalations: failed, taken
+	deliveries [2]atomic.Uint64 // of escalations: failed, accepted
 }
 
 func newStoreCounts() *storeCounts {
@@ -514,18 +516,18 @@ func newStoreCounts() *storeCounts {
 	}
 }
 
-// Committed counts a group of batches that became durable together.
+// Committed implements StoreObserver.
 func (s *storeCounts) Committed(batches int, took time.Duration) {
 	s.latency.Observe(took.Seconds())
 	s.group.Observe(float64(batches))
 }
 
-// Recovered counts the executions that the last process has left open.
+// Recovered counts the executions that the last process left open.
 func (s *storeCounts) Recovered(r execution.Recovery) {
 	s.recovered.Add(uint64(r.InDoubt))
 }
 
-// EventDropped counts an event that no handler was asked about.
+// EventDropped counts an event that was not delivered to its handlers.
 func (s *storeCounts) EventDropped() { s.dropped.Add(1) }
 
 var deliveryNames = [2]string{"failed", "taken"}
@@ -539,7 +541,7 @@ func (s *storeCounts) EscalationNotified(taken bool) {
 	s.deliveries[i].Add(1)
 }
 
-// guard returns the counts of the guards of this name.
+// guard returns the counts of guards with this name.
 func (s *storeCounts) guard(name string) *guard.Counts {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -1,6 +1,6 @@
-// Package caddymodule is the only place that knows Caddy: the app, the handler,
-// the endpoints and their Caddyfile syntax. It turns configuration and Caddy's chain of
-// handlers into a guard.Handler.
+// Package caddymodule is the Caddy plugin: the app, the handlers, the endpoints and their
+// Caddyfile syntax. It is the only package that depends on Caddy's configuration. It turns
+// configuration and Caddy's chain of handlers into a guard.Handler.
 package caddymodule
 
 import (
@@ -171,21 +171,21 @@ type Handler struct {
 
 	app               *App
 	logger            *slog.Logger
-	actions           []*Action // Actions and the default one
-	credentials       []string  // Credentials, canonical and sorted
+	actions           []*Action // the configured actions and the default one
+	credentials       []string  // configured or default ones, canonical and sorted
 	consequentialSets caddyhttp.MatcherSets
 	exemptSets        caddyhttp.MatcherSets
 	excluded          []fingerprint.Pointer // FingerprintExclude
 	upstream          caddyhttp.Handler
-	reach             rollback.Reach // of requests of the guard's own
+	reach             rollback.Reach // where the gateway's own requests lead
 	fallback          caddyhttp.Handler
-	proxy             *atomic.Pointer[proxy.Transport] // behind it, where that is known
+	proxy             *atomic.Pointer[proxy.Transport] // the transport behind the guard, if known
 	realm             string                           // the namespace of user names
-	handler           *guard.Handler                   // that this configuration makes
+	handler           *guard.Handler                   // made from this configuration
 
-	origin   origin   // of a Caddyfile's guard
+	origin   origin   // in the Caddyfile
 	position position // in the configuration
-	written  string   // its own configuration
+	written  string   // its own JSON before loading, from writtenAs
 }
 
 const (
@@ -198,12 +198,12 @@ const (
 	streamsPass   = "pass"
 	streamsRefuse = "refuse"
 
-	// idleOff: an answer may pause for ever.
+	// idleOff disables the idle timeout.
 	idleOff = caddy.Duration(-1)
 
-	// defaultAction is the name of what no action matches.
+	// defaultAction is the name for calls that match no action.
 	defaultAction = "default"
-	// defaultGuard is the name of a guard that is given none.
+	// defaultGuard is the name of a guard without a configured name.
 	defaultGuard = "default"
 )
 
@@ -248,7 +248,7 @@ func (h *Handler) provision(ctx caddy.Context) error {
 		return fmt.Errorf("exempt: %w", err)
 	}
 	if h.UpstreamRaw != nil {
-		raw := slices.Clone(h.UpstreamRaw) // which loading empties
+		raw := slices.Clone(h.UpstreamRaw) // loading empties it
 		mods, err := ctx.LoadModule(h, "UpstreamRaw")
 		if err != nil {
 			return fmt.Errorf("upstream: %w", err)
@@ -273,7 +273,7 @@ func (h *Handler) provision(ctx caddy.Context) error {
 	return h.app.guards.add(h)
 }
 
-// lacksGlobal returns an error for an option that needs one of the app's.
+// lacksGlobal returns the error of an option whose global option is missing.
 func (h *Handler) lacksGlobal(app *App) error {
 	switch {
 	case h.RequireECT && app.Trust == nil:
@@ -351,7 +351,7 @@ func provisionMatchers(ctx caddy.Context, host any, field string, raw caddyhttp.
 	return into.FromInterface(mods)
 }
 
-// provisionActions makes h.actions of the configured ones and the default one.
+// provisionActions sets h.actions to the configured actions and the default one.
 func (h *Handler) provisionActions(ctx caddy.Context) error {
 	fallback := &Action{Name: defaultAction}
 	if h.DefaultUndo != nil {
@@ -380,7 +380,7 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 	return err
 }
 
-// newHandler makes the guard of this configuration.
+// newHandler makes the guard.Handler of this configuration.
 func (h *Handler) newHandler() (*guard.Handler, error) {
 	c := guard.Config{
 		Name: h.Name, Realm: h.realm, Host: host{h}, Open: h.app.openCalls, Verifies: h.app.Trust != nil,
@@ -416,7 +416,7 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 	return guard.New(c)
 }
 
-// forCalls is the action as the guard's calls need it.
+// forCalls returns the action in the form that package guard needs.
 func (a *Action) forCalls(h *Handler) *guard.Action {
 	action := &guard.Action{
 		Name: a.Name, Match: matchOf(a.matchers), Description: a.Description, Target: a.Target,
@@ -438,7 +438,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 	return action
 }
 
-// rule is the verdict of the first rule that matches an answer.
+// rule returns the verdict of the first rule that matches an answer.
 func (a *Action) rule(status int, header http.Header) (execution.Verdict, bool) {
 	for i := range a.Outcomes {
 		if rule := &a.Outcomes[i]; rule.Match.Match(status, header) {
@@ -455,7 +455,8 @@ func matchOf(sets caddyhttp.MatcherSets) guard.Match {
 	return sets.AnyMatchWithError
 }
 
-// refusal is with what the breakers behind the guard would refuse every call like this one.
+// refusal returns the error with which the breakers behind the guard would refuse every
+// call of this method and view, and the upstream's name; nil if they would not.
 func (h *Handler) refusal(method string, view *breaker.View) (open *breaker.OpenError, name string) {
 	t := h.proxy.Load()
 	if t == nil {
@@ -467,7 +468,7 @@ func (h *Handler) refusal(method string, view *breaker.View) (open *breaker.Open
 	return open, t.Downstream(open.Key.Upstream)
 }
 
-// provisionPolicy completes the policy of an action.
+// provisionPolicy completes and compiles the policy of an action.
 func (h *Handler) provisionPolicy(a *Action) error {
 	a.inherit(&h.Policy)
 	a.Policy = a.Policy.completed()
@@ -490,7 +491,7 @@ func (h *Handler) provisionPolicy(a *Action) error {
 	return a.Probe.provision()
 }
 
-// Validate checks what Provision has set.
+// Validate checks the provisioned options.
 func (h *Handler) Validate() error {
 	return withPlace(h.validate(), h.WrittenAt)
 }
@@ -537,13 +538,13 @@ var (
 // answer calls to one upstream with results of the other (P1), and confuse users of the same name
 // (P3). So each name is unique in a configuration, unless its guards are `shared`.
 
-// namesKey is the key of the names of guards in the state of one Caddyfile.
+// namesKey is the key of the guards' names in the state of one Caddyfile.
 const namesKey = "agent_guard.names"
 
 // claimName refuses a name that another guard of the same Caddyfile has.
 func (h *Handler) claimName(helper httpcaddyfile.Helper) error {
 	if helper.State == nil {
-		return nil // Provision checks again
+		return nil // Provision checks it too
 	}
 	at := h.origin[""][0]
 	if name, ok := h.origin["name"]; ok {
@@ -573,7 +574,7 @@ func (h *Handler) claimName(helper httpcaddyfile.Helper) error {
 	return nil
 }
 
-// sameName is the error of two guards with one name.
+// sameName returns the error of two guards with the same name.
 func sameName(name, other string, number int) error {
 	return fmt.Errorf("the guard at %s is called %q too, and one name is one space of execution ids and callers: "+
 		"a call to one would be answered with the result of the other. "+
@@ -589,14 +590,14 @@ func quotedWord(word string) string {
 	return word
 }
 
-// position is where a guard stands in a configuration.
+// position is the place of a guard in a configuration.
 type position struct {
 	server *caddyhttp.Server
 	text   string
 }
 
-// positionOf finds the handler that is being provisioned: in the routes whose handlers are not loaded
-// yet.
+// positionOf finds the place of the handler that is being provisioned: the first route
+// whose handlers are not loaded yet.
 func positionOf(ctx caddy.Context) position {
 	var p position
 	p.server, _ = ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
@@ -642,7 +643,7 @@ func serverName(app *caddyhttp.App, server *caddyhttp.Server) string {
 	return "?"
 }
 
-// loading is the index of the first route whose handlers are not loaded, or -1.
+// loading returns the index of the first route whose handlers are not loaded, or -1.
 func loading(routes caddyhttp.RouteList) int {
 	return slices.IndexFunc(routes, func(r caddyhttp.Route) bool { return r.HandlersRaw != nil })
 }
@@ -676,7 +677,8 @@ func (g *guards) add(h *Handler) error {
 		if other.Shared && h.Shared {
 			continue
 		}
-		// One site may be in several servers: checkChains finds out whether it is the same.
+		// Several servers may have the same site; checkChains finds out whether it is the
+		// same.
 		if other.position.server != h.position.server && other.written == h.written {
 			continue
 		}
@@ -686,7 +688,8 @@ func (g *guards) add(h *Handler) error {
 	return nil
 }
 
-// writtenAs is the configuration of a guard. Loading its modules will remove parts of it.
+// writtenAs returns the configuration of a guard as text, before loading its modules
+// empties parts of it.
 func (h *Handler) writtenAs() string {
 	text, err := json.Marshal(h)
 	var members map[string]any
@@ -755,7 +758,7 @@ func (h *Handler) checkPolicies() error {
 	return nil
 }
 
-// provisionUndo compiles how the calls of an action are undone.
+// provisionUndo compiles the ways in which the calls of an action are undone.
 func (h *Handler) provisionUndo(a *Action) error {
 	if err := checkDescription(a.Description); err != nil {
 		return fmt.Errorf("description: %w", err)
@@ -784,7 +787,7 @@ func (h *Handler) provisionUndo(a *Action) error {
 	return nil
 }
 
-// ServeHTTP guards a request, and hands it on to next where it needs no guard.
+// ServeHTTP guards a call, or passes the request on to next if it needs no guard.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
 	err := h.handler.Serve(w, r, next)
 	if err == nil {

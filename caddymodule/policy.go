@@ -117,7 +117,7 @@ type Action struct {
 
 	matchers caddyhttp.MatcherSets
 	rules    execution.Rules
-	undo     *Plan  // nil where the calls cannot be undone
+	undo     *Plan  // nil if the calls cannot be undone
 	origin   origin // of a Caddyfile's action
 }
 
@@ -136,7 +136,7 @@ const (
 	grpcUnary = "unary"
 )
 
-// defaults is the policy of a handler that says nothing.
+// defaults are the defaults of a handler's policy.
 var defaults = Policy{
 	Deadline:     caddy.Duration(5 * time.Minute),
 	RetainResult: caddy.Duration(24 * time.Hour),
@@ -149,7 +149,7 @@ var defaults = Policy{
 	Terms:        Defaults,
 }
 
-// inherit fills what p leaves out from base.
+// inherit sets the options that p leaves out to those of base.
 func (p *Policy) inherit(base *Policy) {
 	inherit(&p.Deadline, base.Deadline)
 	inherit(&p.StreamIdle, base.StreamIdle)
@@ -183,8 +183,8 @@ func inherit[T comparable](v *T, base T) {
 	}
 }
 
-// completed is p, which has inherited, with what its preset does about doubts where nobody
-// says it. What others inherit from is left as it was said: their preset may be another.
+// completed returns p, after it has inherited, with the default for doubts of its preset. p
+// itself stays without it, since an action that inherits may have another preset.
 func (p Policy) completed() Policy {
 	if p.OnUnknown == "" {
 		p.OnUnknown = onUnknownBlock
@@ -195,7 +195,7 @@ func (p Policy) completed() Policy {
 	return p
 }
 
-// validate checks p after it has inherited. Its errors name the option.
+// validate checks p after it has inherited. Errors name the option.
 func (p *Policy) validate() error {
 	wrong := func(err error, options ...string) error { return &invalid{options, err} }
 	for _, d := range []struct {
@@ -255,7 +255,7 @@ func presets() []string {
 	return names
 }
 
-// check finds rules that would say nothing, or match every answer or none.
+// check refuses rules without an outcome, and those that match every answer or none.
 func (r *OutcomeRule) check() error {
 	if _, err := execution.ParseVerdict(r.Outcome); err != nil {
 		return err
@@ -266,7 +266,7 @@ func (r *OutcomeRule) check() error {
 	return checkAnswer(&r.Match)
 }
 
-// checkAnswer checks what a response matcher names.
+// checkAnswer checks the statuses and header fields of a response matcher.
 func checkAnswer(m *caddyhttp.ResponseMatcher) error {
 	for _, code := range m.StatusCode {
 		if err := checkStatus(code); err != nil {
@@ -290,7 +290,7 @@ type IDSource struct {
 	JSON string `json:"json,omitempty"`
 }
 
-// check finds sources that name no place, or several.
+// check requires exactly one place.
 func (s *IDSource) check() error {
 	set := 0
 	for _, v := range []string{s.Header, s.Placeholder, s.JSON} {
@@ -310,8 +310,8 @@ func (s *IDSource) check() error {
 	return err
 }
 
-// checkPlaceholder refuses text that is the same for every request: as a caller it
-// would show one caller's results to all (P3), as an id it would make all calls one.
+// checkPlaceholder refuses text that is the same for all requests: as a caller it would
+// show one caller's results to everybody (P3), as an id it would make all calls one.
 func checkPlaceholder(text string) error {
 	if _, rest, open := strings.Cut(text, "{"); open {
 		if end := strings.IndexByte(rest, '}'); end > 0 {
@@ -330,7 +330,7 @@ func checkFields(names []string) error {
 	return nil
 }
 
-// parsePointers reads JSON pointers to members of a body.
+// parsePointers parses JSON pointers to members of a body.
 func parsePointers(texts []string) ([]fingerprint.Pointer, error) {
 	var pointers []fingerprint.Pointer
 	for _, text := range texts {
@@ -373,7 +373,7 @@ type Quota struct {
 	CallerCheckpointBytes int64 `json:"caller_checkpoint_bytes,omitempty"`
 }
 
-// The bounds of checkpoints where nothing is said (ATD, "Checkpoint Flooding").
+// The default limits of checkpoints (ATD, "Checkpoint Flooding").
 const (
 	defaultCheckpoints    = 10_000
 	defaultCheckpointRate = 6_000
@@ -403,7 +403,7 @@ func (q Quota) validate() error {
 	return nil
 }
 
-// ofCheckpoints bounds what checkpoints a workflow and a caller may have.
+// ofCheckpoints returns the limits of a workflow's and a caller's checkpoints.
 func (q Quota) ofCheckpoints() checkpoint.Terms {
 	inherit(&q.WorkflowCheckpoints, defaultCheckpoints)
 	inherit(&q.WorkflowCheckpointRate, defaultCheckpointRate)
@@ -458,7 +458,7 @@ func quotaOptions() options[*Quota] {
 	}
 }
 
-// parseScope reads whose a bound is, and the bound, which may stand once for each.
+// parseScope parses a limit and whose it is. Each may occur once.
 func parseScope[T int | int64](d *caddyfile.Dispenser, workflow, caller *T, parse func(*caddyfile.Dispenser, *T) error) error {
 	var whose string
 	if err := parseChoice(d, &whose, checkpoint.OfWorkflow, checkpoint.OfCaller); err != nil {
@@ -474,7 +474,7 @@ func parseScope[T int | int64](d *caddyfile.Dispenser, workflow, caller *T, pars
 	return parse(d, into)
 }
 
-// parseCountOrOff reads a number, or `off` for no bound.
+// parseCountOrOff parses a number, or `off` for no limit.
 func parseCountOrOff(d *caddyfile.Dispenser, into *int) error {
 	if d.NextArg() {
 		if d.Val() == "off" {

@@ -94,8 +94,8 @@ func (p *Probe) provision() error {
 	return nil
 }
 
-// asksForACall reports whether the request names the call that it asks about. Otherwise one answer
-// would count for all calls.
+// asksForACall reports whether the request depends on the call. Otherwise one answer would
+// decide all calls.
 func (p *Probe) asksForACall() bool {
 	if p.path.varies() || p.query.varies() {
 		return true
@@ -108,12 +108,12 @@ func (p *Probe) asksForACall() bool {
 	return false
 }
 
-// target is the escaped path and the query to ask.
+// target returns the escaped path and query of the probe.
 func (p *Probe) target(repl *caddy.Replacer) (path, query string, err error) {
 	if path, err = p.path.fill(repl); err != nil {
 		return "", "", err
 	}
-	// Whoever chooses the values must not choose another path.
+	// A value must not be able to change the path.
 	for segment := range strings.SplitSeq(path, "/") {
 		if segment == "." || segment == ".." {
 			return "", "", errors.New("a value in the path would lead elsewhere")
@@ -123,7 +123,7 @@ func (p *Probe) target(repl *caddy.Replacer) (path, query string, err error) {
 	return path, query, err
 }
 
-// forCalls is the probe as the guard's calls need it.
+// forCalls returns the probe in the form that package guard needs.
 func (p *Probe) forCalls(h *Handler) *guard.Probe {
 	return &guard.Probe{
 		Ask:     func(r *http.Request) (*guard.InternalAnswer, error) { return p.ask(h, r) },
@@ -131,22 +131,22 @@ func (p *Probe) forCalls(h *Handler) *guard.Probe {
 	}
 }
 
-// maxProbeAnswer is the largest answer of a probe that is read, in bytes.
+// maxProbeAnswer is the largest body of a probe's answer that is read, in bytes.
 const maxProbeAnswer = 256 << 10
 
-// ask sends the probe for the call that r makes.
+// ask sends the probe for the call of r.
 func (p *Probe) ask(h *Handler, r *http.Request) (*guard.InternalAnswer, error) {
 	repl := replacer(r)
 	path, query, err := p.target(repl)
 	if err != nil {
 		return nil, err
 	}
-	// Others may wait for the probe when the caller leaves.
+	// Others may wait for the probe after the caller has disconnected.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), time.Duration(p.Timeout))
 	defer cancel()
 	header := http.Header{}
 	for name, value := range p.Header {
-		// Asked without its credential, an upstream may answer as if there were nothing.
+		// Without its credential, an upstream may answer as if the call were unknown.
 		if value, err = repl.ReplaceOrErr(value, true, true); err != nil {
 			return nil, fmt.Errorf("header %s: %w", name, err)
 		}
@@ -206,7 +206,7 @@ func (e *Evidence) matches(a *guard.InternalAnswer) bool {
 // probeTemplate is text with placeholders whose values are escaped.
 type probeTemplate []templatePart
 
-// varies reports that a placeholder is not the same for all requests.
+// varies reports whether a placeholder depends on the request.
 func (t probeTemplate) varies() bool {
 	return slices.ContainsFunc(t, func(part templatePart) bool {
 		space, _, _ := strings.Cut(part.text, ".")
@@ -214,7 +214,7 @@ func (t probeTemplate) varies() bool {
 	})
 }
 
-// sample is the template with an example of each value.
+// sample returns the template filled with example values.
 func (t probeTemplate) sample() string {
 	var b strings.Builder
 	for _, part := range t {
@@ -227,8 +227,8 @@ func (t probeTemplate) sample() string {
 	return b.String()
 }
 
-// fill replaces the placeholders. One without a value is an error: the request would ask something
-// else.
+// fill replaces the placeholders. A missing value is an error, because the probe would ask
+// about something else.
 func (t probeTemplate) fill(repl *caddy.Replacer) (string, error) {
 	var b strings.Builder
 	for _, part := range t {
@@ -251,7 +251,7 @@ type templatePart struct {
 	escape      func(string) string
 }
 
-// parseTemplate reads text with {placeholders}.
+// parseTemplate parses text with {placeholders}.
 func parseTemplate(text string, escape func(string) string) (probeTemplate, error) {
 	var t probeTemplate
 	for text != "" {

@@ -37,7 +37,7 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	if err != nil {
 		return nil, err
 	}
-	h.Next() // the name again: the look for a matcher has rewound
+	h.Next() // again: looking for a matcher has reset the dispenser
 	parts, err := split(h.NextSegment())
 	if err != nil {
 		return nil, err
@@ -87,14 +87,14 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	return []httpcaddyfile.ConfigValue{{Class: "route", Value: route}}, nil
 }
 
-// proxyParts are the tokens of an agent_proxy directive, by whose they are.
+// proxyParts are the tokens of an agent_proxy directive, separated by handler.
 type proxyParts struct {
-	guard   []caddyfile.Token // a directive with the guard's options
-	proxy   []caddyfile.Token // one with all others
+	guard   []caddyfile.Token // a directive agent_guard
+	proxy   []caddyfile.Token // a directive reverse_proxy with all other options
 	breaker caddyfile.Segment // the transport's option; nil without it
 }
 
-// split parts the tokens of an agent_proxy directive.
+// split separates the tokens of an agent_proxy directive.
 func split(whole caddyfile.Segment) (parts proxyParts, err error) {
 	d := caddyfile.NewDispenser(whole)
 	d.Next() // the directive's name
@@ -135,9 +135,9 @@ func split(whole caddyfile.Segment) (parts proxyParts, err error) {
 	return parts, nil
 }
 
-// guarded makes the transport agent_guard of the one that reverse_proxy has made: none, or http as
-// the scheme of the upstreams needs. agent_guard has all options of http. breaker is the option of
-// this name, if it stands outside.
+// guarded turns the transport that reverse_proxy has parsed (none, or http as the
+// upstreams' scheme requires) into the transport agent_guard, which has all options of
+// http. breaker is the option of that name if it is outside of the transport's block.
 func guarded(raw json.RawMessage, breaker caddyfile.Segment) (json.RawMessage, error) {
 	transport := map[string]json.RawMessage{}
 	if raw != nil {

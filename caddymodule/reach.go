@@ -29,23 +29,23 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
-// reachOf returns where handlers that were made of raw lead: the upstreams, and what else decides
-// which service answers there (ADR 0052). Breakers, health checks, timeouts, load balancing and
-// certificates do not.
+// reachOf returns where handlers, which were loaded from raw, lead: the upstreams, and what
+// else decides which service answers there (ADR 0052). That does not include breakers,
+// health checks, timeouts, load balancing and certificates.
 func reachOf(raw []json.RawMessage, handlers []any) rollback.Reach {
 	var f finding
 	for i, handler := range handlers {
 		var text any
 		if i < len(raw) {
-			_ = json.Unmarshal(raw[i], &text) // a module was made of it, so it is valid
+			_ = json.Unmarshal(raw[i], &text) // valid, since a module was loaded from it
 		}
-		f.pass(withoutPlaces(text), handler) // a moved line of the Caddyfile leads to the same place
+		f.pass(withoutPlaces(text), handler) // moving a line in the Caddyfile changes nothing
 	}
 	slices.Sort(f.addresses)
 	return rollback.Reach{Addresses: slices.Compact(f.addresses), Manner: digest(f.manner), Fields: digest(f.fields)}
 }
 
-// finding collects what reachOf finds.
+// finding collects the result of reachOf.
 type finding struct {
 	addresses      []string
 	manner, fields []any
@@ -89,8 +89,8 @@ func membersOf(object any, member string) []any {
 	return found
 }
 
-// withoutProxies is the configuration of handlers without that of each reverse_proxy, which pass
-// adds by itself.
+// withoutProxies removes the configuration of each reverse_proxy; pass adds the relevant
+// parts itself.
 func withoutProxies(v any) any {
 	switch v := v.(type) {
 	case map[string]any:
@@ -112,18 +112,18 @@ func withoutProxies(v any) any {
 	return v
 }
 
-// digest is the same for equal values, in whatever order their members are.
+// digest returns the same text for equal values, in whatever order their members are.
 func digest(v any) string {
 	text, err := json.Marshal(v) // members of maps are sorted
 	if err != nil {
-		return "?" // not the digest of any configuration
+		return "?" // equals no configuration
 	}
 	sum := sha256.Sum256(text)
 	return hex.EncodeToString(sum[:16])
 }
 
-// addressesOf are the upstreams of a reverse_proxy, with their scheme. text is its
-// configuration, where that is known.
+// addressesOf returns the upstreams of a reverse_proxy with their scheme. text is its
+// configuration, if known.
 func addressesOf(h *reverseproxy.Handler, text any) []string {
 	scheme := schemeOf(h.Transport)
 	var all []string
@@ -136,7 +136,7 @@ func addressesOf(h *reverseproxy.Handler, text any) []string {
 	}
 	if module, ok := h.DynamicUpstreams.(caddy.Module); ok {
 		name, source := module.CaddyModule().ID.Name(), any(h.DynamicUpstreams)
-		if name == "multi" { // which does not remember its sources
+		if name == "multi" { // it does not keep its sources
 			members, _ := text.(map[string]any)
 			if source = members["dynamic_upstreams"]; source == nil {
 				return all
@@ -159,8 +159,8 @@ func schemeOf(t http.RoundTripper) string {
 	return "http"
 }
 
-// mannerOf is what of a reverse_proxy decides which service answers at an address, and at
-// which path: the names that it asks for, and how it rewrites.
+// mannerOf returns the settings of a reverse_proxy that decide which service answers at an
+// address, and at which path: server names and rewrites.
 func mannerOf(h *reverseproxy.Handler) any {
 	m := struct{ ServerName, Host, Rewrite any }{Rewrite: h.Rewrite}
 	switch t := h.Transport.(type) {
@@ -188,7 +188,7 @@ func tlsName(t *reverseproxy.HTTPTransport) string {
 	return t.TLS.ServerName
 }
 
-// fieldsOf is what a reverse_proxy does to the header of requests.
+// fieldsOf returns what a reverse_proxy changes in request headers.
 func fieldsOf(h *reverseproxy.Handler) any {
 	if ops := requestOps(h); ops != nil {
 		return *ops
@@ -203,16 +203,16 @@ func requestOps(h *reverseproxy.Handler) *headers.HeaderOps {
 	return h.Headers.Request
 }
 
-// passage is a handler of the configuration that leads to an upstream.
+// passage is a handler in the configuration that leads to an upstream.
 type passage struct {
 	handler caddyhttp.Handler
 	reach   rollback.Reach
-	guards  []*Handler // whose calls it gets, as far as the routes show
-	own     bool       // it is a guard's `upstream`
+	guards  []*Handler // guards whose calls reach it, according to the routes
+	own     bool       // the option `upstream` of a guard
 	server  *caddyhttp.Server
 }
 
-// of reports whether it gets the calls of a guard of this name.
+// of reports whether the calls of a guard with this name reach it.
 func (p *passage) of(guard string) bool {
 	return slices.ContainsFunc(p.guards, func(h *Handler) bool { return h.Name == guard })
 }
@@ -245,7 +245,7 @@ func (a *App) passages() []passage {
 	return a.knownPassages
 }
 
-// passagesIn adds the passages in routes. before are the guards in front of them.
+// passagesIn adds the passages in routes. before are the guards on the way there.
 func passagesIn(found []passage, server *caddyhttp.Server, routes caddyhttp.RouteList, before []*Handler) []passage {
 	before = slices.Clip(before)
 	for _, route := range routes {
@@ -330,7 +330,7 @@ func (a *App) undoFields(o *rollback.Outgoing, to *passage) (http.Header, error)
 		if h.Name != o.Guard {
 			continue
 		}
-		// P8: not those of a guard that has got this name, and leads elsewhere.
+		// P8: not those of a guard that has taken this name and leads elsewhere.
 		if to != nil && !slices.Contains(to.guards, h) && (o.Spec == nil || !h.reach.Leads(&o.Spec.Reach)) {
 			continue
 		}
@@ -381,8 +381,8 @@ func (g *guards) checkReached(ctx caddy.Context, server *caddyhttp.Server) error
 	return checkWays(visitsIn(server, place, map[*reverseproxy.Handler]bareProxy{}))
 }
 
-// answeredBefore looks through a list that stands behind the handler by, which answers every
-// request; "" is none. It returns what has answered behind the list.
+// answeredBefore refuses a guard after by, a handler that answers every request; "" is
+// none. It returns the handler that answers every request of this list.
 func answeredBefore(routes caddyhttp.RouteList, place, by string) (string, error) {
 	for i := range routes {
 		route := &routes[i]
@@ -401,7 +401,7 @@ func answeredBefore(routes caddyhttp.RouteList, place, by string) (string, error
 	return by, nil
 }
 
-// answeredIn looks through the handlers of one route.
+// answeredIn does that for the handlers of one route.
 func answeredIn(route *caddyhttp.Route, at, by string) (string, error) {
 	for _, handler := range handlersOf(route) {
 		switch h := handler.(type) {
@@ -428,8 +428,8 @@ func answeredIn(route *caddyhttp.Route, at, by string) (string, error) {
 	return by, nil
 }
 
-// handlersOf are the handlers of a route, as far as this file knows them. Those that are not
-// loaded yet are read, not provisioned.
+// handlersOf returns the handlers of a route that this file knows. Those not loaded yet are
+// decoded, not provisioned.
 func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 	if route.HandlersRaw == nil {
 		return route.Handlers
@@ -441,7 +441,7 @@ func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 		}
 		var handler caddyhttp.MiddlewareHandler
 		if json.Unmarshal(raw, &of) != nil {
-			continue // loading it says what is wrong
+			continue // loading reports the error
 		}
 		switch of.Handler {
 		case "authentication":
@@ -479,15 +479,15 @@ func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 	return all
 }
 
-// answersAll is the directive of a handler that hands no request on; "" for those that may.
+// answersAll returns the directive of a handler that passes no request on; "" if it may.
 func answersAll(handler caddyhttp.MiddlewareHandler) string {
 	switch h := handler.(type) {
 	case *reverseproxy.Handler:
-		if len(h.HandleResponse) == 0 { // with which forward_auth hands requests on
+		if len(h.HandleResponse) == 0 { // forward_auth passes requests on with it
 			return "reverse_proxy"
 		}
 	case *caddyhttp.StaticResponse:
-		if code := string(h.StatusCode); code != "103" && !strings.Contains(code, "{") { // early hints go before an answer
+		if code := string(h.StatusCode); code != "103" && !strings.Contains(code, "{") { // early hints come before an answer
 			return "respond"
 		}
 	case *caddyhttp.StaticError:
@@ -500,9 +500,9 @@ func answersAll(handler caddyhttp.MiddlewareHandler) string {
 	return ""
 }
 
-// checkResends refuses a configuration in which Caddy would send a guarded call
-// twice and the guard could not stop it (P1): reverse_proxy with retries that apply
-// to the call, over a transport that makes its connections unseen, like fastcgi.
+// checkResends refuses a configuration in which Caddy would send a guarded call twice and
+// the guard could not stop it (P1): a reverse_proxy with retries that apply to the call,
+// with a transport such as fastcgi, whose connections the guard cannot watch.
 func checkResends(server *caddyhttp.Server) error {
 	guard, err := resendsIn(server.Routes, nil)
 	if err != nil {
@@ -516,8 +516,8 @@ func checkResends(server *caddyhttp.Server) error {
 	return nil
 }
 
-// resendsIn looks through routes in their order. guard is the last agent_guard on
-// the way there; the last one that it finds is returned.
+// resendsIn checks routes in order. guard is the last agent_guard before them; the last one
+// found is returned.
 func resendsIn(routes caddyhttp.RouteList, guard *Handler) (*Handler, error) {
 	for i := range routes {
 		for _, handler := range handlersOf(&routes[i]) {
@@ -541,7 +541,7 @@ func resendsIn(routes caddyhttp.RouteList, guard *Handler) (*Handler, error) {
 	return guard, nil
 }
 
-// transportOf is the name of a proxy's transport, loaded or not.
+// transportOf returns the name of a proxy's transport, loaded or not.
 func transportOf(proxy *reverseproxy.Handler) string {
 	if module, ok := proxy.Transport.(caddy.Module); ok {
 		return module.CaddyModule().ID.Name()
@@ -549,7 +549,7 @@ func transportOf(proxy *reverseproxy.Handler) string {
 	var of struct {
 		Protocol string `json:"protocol"`
 	}
-	_ = json.Unmarshal(proxy.TransportRaw, &of) // loading it says what is wrong
+	_ = json.Unmarshal(proxy.TransportRaw, &of) // loading reports the error
 	return cmp.Or(of.Protocol, "http")
 }
 
@@ -562,13 +562,13 @@ func resends(proxy *reverseproxy.Handler, guard *Handler) bool {
 	if lb == nil || lb.Retries == 0 && lb.TryDuration == 0 {
 		return false
 	}
-	// Without matchers only GET is sent again after its connection was made.
+	// Without matchers, only GET is retried after its connection was made.
 	return len(lb.RetryMatch)+len(lb.RetryMatchRaw) > 0 || len(guard.consequentialSets)+len(guard.ConsequentialRaw) > 0
 }
 
-// unguardedErrorRoutes lists the servers with a guard whose error routes forward calls
-// past it. A call that was provably not sent comes there, and its key is free: what
-// is forwarded there is recorded nowhere.
+// unguardedErrorRoutes lists the servers whose error routes forward guarded calls without a
+// guard. A call that was provably not sent gets there after its key was released;
+// forwarding it there is not recorded.
 func unguardedErrorRoutes(app *caddyhttp.App) []string {
 	var names []string
 	for name, server := range app.Servers {
@@ -602,19 +602,18 @@ func forwardsUnguarded(routes caddyhttp.RouteList) bool {
 	return false
 }
 
-// places are the upstreams of undoable calls to which the configuration does not lead.
+// places are the upstreams of undoable calls that the configuration does not lead to.
 type places struct {
 	mu sync.Mutex
-	// warned has the names of the places that the log has warned of: a reload does not repeat
-	// the warning.
+	// warned has the places that were logged, so that a reload does not repeat the warning.
 	warned map[string]bool
 }
 
-// placesTime bounds the check.
+// placesTime bounds the duration of the check.
 const placesTime = 10 * time.Minute
 
-// watchPlaces warns of checkpoints that nobody can undo with this configuration (ADR 0052). It
-// runs in the background, and reads one checkpoint of each upstream to which one leads.
+// watchPlaces warns of checkpoints that this configuration cannot undo (ADR 0052). It runs
+// in the background, and reads one checkpoint for each upstream.
 func (a *App) watchPlaces(e *engine) {
 	if a.Identity == nil {
 		return
@@ -645,7 +644,7 @@ func (p *places) check(ctx context.Context, checkpoints *checkpoint.Store, a *Ap
 	for _, place := range all {
 		spec, err := rollback.ParseSpec(place.Sample.Undo)
 		if err != nil {
-			continue // nobody can undo it, whatever the configuration says
+			continue // it can never be undone, whatever the configuration
 		}
 		_, err = a.find(&rollback.Outgoing{Guard: spec.Guard, Recorded: spec.Auth == rollback.AuthRecorded, Spec: spec})
 		if err == nil {

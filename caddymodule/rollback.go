@@ -24,23 +24,23 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// rollbackService are the rollbacks of an engine, from the first configuration on that has an
-// identity: what cannot be recorded is not undone. They go on over reloads.
+// rollbackService has the rollbacks of an engine. The first configuration with an identity
+// opens it: undos must be recorded. Rollbacks continue over reloads.
 type rollbackService struct {
-	mu   sync.Mutex // held while they are opened
+	mu   sync.Mutex // held while it is opened
 	open atomic.Pointer[rollback.Coordinator]
-	keep time.Duration // how long a finished one is kept; set before open
-	// limit bounds who asks, over all configurations.
+	keep time.Duration // how long a finished rollback is kept; set before open
+	// limit bounds the rate of requests, over all configurations.
 	limit api.Limit
 	book  rollbackBook
-	// trials are the undos that are tried again.
+	// trials are the undos that are being retried.
 	trials undoTrials
 }
 
-// coordinator carries them out; nil before there is one.
+// coordinator returns the coordinator; nil before openRollbacks.
 func (u *rollbackService) coordinator() *rollback.Coordinator { return u.open.Load() }
 
-// openRollbacks makes the coordinator, unless there is one. Nothing runs yet.
+// openRollbacks makes the coordinator, unless there is one. It starts nothing.
 func (e *engine) openRollbacks(keep time.Duration) error {
 	u := &e.rollbacks
 	u.mu.Lock()
@@ -58,29 +58,29 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 	if err != nil {
 		return fmt.Errorf("agent_guard: rollback: %w", err)
 	}
-	if err := c.Load(context.Background()); err != nil { // before any call comes
+	if err := c.Load(context.Background()); err != nil { // before the first call
 		return fmt.Errorf("agent_guard: rollback: %w", err)
 	}
 	u.open.Store(c)
 	return nil
 }
 
-// startRollbacks goes on with what an earlier life has not finished. It comes once the
-// configuration has started, since undos go by its routes.
+// startRollbacks resumes the rollbacks that the last process left unfinished. It runs after
+// the configuration has started, since undos use its routes.
 func (e *engine) startRollbacks(ctx context.Context) {
 	c := e.rollbacks.coordinator()
 	if c == nil {
 		return
 	}
 	if err := c.Start(ctx); err != nil {
-		// New ones and the others are none the worse; the next start goes on.
+		// The others and new ones go on; the next start tries again.
 		e.logger.Error("rollbacks that are not finished cannot be taken up again", zap.Error(err))
 	}
 	e.rollbacks.book.find(ctx, c)
 }
 
-// stopRollbacks begins no new ones and waits for the steps that are under way until ctx
-// ends. What is left goes on in the next life.
+// stopRollbacks starts no further steps and waits for running ones until ctx ends. The rest
+// is resumed after a restart.
 func (e *engine) stopRollbacks(ctx context.Context) {
 	c := e.rollbacks.coordinator()
 	if c == nil {
@@ -91,11 +91,11 @@ func (e *engine) stopRollbacks(ctx context.Context) {
 	}
 }
 
-// rollbackGrace is how long rollbacks may take to come to a stop when the store closes.
+// rollbackGrace bounds how long rollbacks may take to stop when the store closes.
 const rollbackGrace = 10 * time.Second
 
-// rollbackLedger is the ledger as the coordinator of the engine's rollbacks needs it. It
-// records, and believes, as the latest configuration does; what it records is kept for keep.
+// rollbackLedger returns the ledger for the coordinator. It verifies and records with the
+// latest configuration, and keeps its events for keep.
 func (e *engine) rollbackLedger(keep time.Duration) *evidence.RollbackLedger {
 	return evidence.NewRollbackLedger(evidence.RollbackLedgerOptions{Keep: keep, Recorder: func() (evidence.Recorder, bool) {
 		policy := e.latestPolicy()
@@ -135,7 +135,7 @@ type Rollback struct {
 
 const defaultRollbackRetain = 30 * 24 * time.Hour
 
-// provision checks the options and completes them. It works on no options too.
+// provision checks the options and sets defaults. The zero value is valid.
 func (o *Rollback) provision() error {
 	inherit(&o.Lineage, string(rollback.Ancestor))
 	inherit(&o.Rate, api.DefaultRate)
@@ -227,7 +227,7 @@ func rollbackOptions() options[*Rollback] {
 	}
 }
 
-// policyRollback says where rollbacks are asked for, and by whom.
+// policyRollback says where rollbacks are requested, and by whom.
 type policyRollback struct {
 	Request string  `json:"request"`
 	Status  string  `json:"status"` // a URI template (RFC 6570)
@@ -239,7 +239,7 @@ type policyRollback struct {
 	MaxWait float64 `json:"max_wait_s"`
 }
 
-// ofParents reports whether it is for its parents that a token was refused, or may be.
+// ofParents reports whether a token was, or may have been, refused because of its parents.
 func ofParents(err error) bool {
 	var refusal *ect.Error
 	return errors.As(err, &refusal) && slices.Contains([]ect.Code{
@@ -247,8 +247,8 @@ func ofParents(err error) bool {
 	}, refusal.Code)
 }
 
-// unseen are tokens of which everything holds but what they say of their parents; an error
-// is the same with any parents.
+// unseen verifies the tokens except for what they say of their parents. An error is the
+// same with any parents.
 func (t *tokenPolicy) unseen(r *http.Request) (guard.Tokens, error) {
 	raws, err := ect.ParseFields(r.Header[ect.FieldName])
 	if err != nil {
@@ -265,15 +265,15 @@ func (t *tokenPolicy) unseen(r *http.Request) (guard.Tokens, error) {
 	return t.Sort(r, p)
 }
 
-// rollbackTokens are the tokens of a gateway for those who ask for rollbacks.
+// rollbackTokens implements api.Tokens.
 type rollbackTokens struct {
 	e      *engine
 	policy *tokenPolicy
 	keep   time.Duration // how long a rollback is kept
 }
 
-// Recorded implements api.Tokens. Requests that change nothing record no use of
-// their tokens, and upstreams get to see them: such a token asks for nothing any more.
+// Recorded implements api.Tokens. Requests that change nothing do not record the use of
+// their tokens, and upstreams see these tokens: such a token cannot request a rollback.
 func (t *rollbackTokens) Recorded(ctx context.Context, token *ect.Token, use evidence.Use) (evidence.TokenStatus, error) {
 	status, err := t.policy.Evidence.UseStatus(ctx, token, use)
 	if err == nil && status == evidence.Unused && t.policy.Evidence.Taken(token, use, time.Now()) == evidence.Other {
@@ -291,14 +291,14 @@ func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token) error {
 	}
 	for _, failed := range []error{store.ErrFull, store.ErrUnhealthy, store.ErrClosed, store.ErrUnknown} {
 		if errors.Is(err, failed) {
-			return err // as it is: the token is valid
+			return err // unchanged: the token is valid
 		}
 	}
 	return guard.LedgerFailed(err)
 }
 
-// Bound implements api.Tokens. It is kept as long as the rollback is, so that the
-// same token finds it, and can ask for no other.
+// Bound implements api.Tokens. It is kept as long as the rollback, so that the same token
+// finds it and cannot request another.
 func (t *rollbackTokens) Bound(ctx context.Context, token *ect.Token, use evidence.Use) (store.Write, error) {
 	now, err := t.e.store.Now(ctx)
 	return t.policy.Evidence.UseWrite(token, use, now.Add(t.keep)), err
@@ -327,8 +327,8 @@ func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidenc
 	}
 }
 
-// recorded is the entry under an id; found is false where there is none, or where what it said
-// is pruned.
+// recorded returns the entry under an id; found is false if there is none, or if its
+// content was pruned.
 func (t *rollbackTokens) recorded(ctx context.Context, workflow, id string) (entry ledger.Entry, found, pruned bool, err error) {
 	log := t.policy.Evidence.Log()
 	entry, err = log.Lookup(ctx, workflow, id)
@@ -353,13 +353,13 @@ func (t *rollbackTokens) Event(ctx context.Context, workflow, id string) (ect.Ev
 	return event, true, nil
 }
 
-// For implements api.Tokens. A checkpoint's par is the action that it was made for
-// (cascade 4.2.1), or what led to a call without a token of its own: that is another one's
-// checkpoint or node, which names what it stands for itself.
+// For implements api.Tokens. The par of a checkpoint is the action that it was made for
+// (cascade 4.2.1). For a call without a token of its own, par has what led to it: the
+// checkpoint or node of another call, which does not match.
 func (t *rollbackTokens) For(ctx context.Context, workflow, checkpoint string, ids []string) (bool, error) {
 	entry, found, _, err := t.recorded(ctx, workflow, checkpoint)
 	if errors.Is(err, ledger.ErrTampered) {
-		return false, nil // it does not say any more what it was for
+		return false, nil // the entry was altered, so what it was for is unknown
 	}
 	if !found {
 		return false, err
@@ -412,14 +412,14 @@ func (t *rollbackTokens) Result(ctx context.Context, r *rollback.Rollback, reque
 
 var _ api.Tokens = (*rollbackTokens)(nil)
 
-// observedLedger updates metrics, events and the log with what the ledger records of rollbacks,
-// once it is committed.
+// observedLedger updates metrics, events and the log with recorded rollback events after
+// their commit.
 type observedLedger struct {
 	rollback.Ledger
 	e *engine
 }
 
-// observe calls landed once the evidence is committed.
+// observe calls landed after the evidence was committed.
 func observe(e rollback.Evidence, err error, landed func()) (rollback.Evidence, error) {
 	if err != nil {
 		return e, err
@@ -461,7 +461,7 @@ func (l *observedLedger) Completed(ctx context.Context, r *rollback.Rollback) (r
 	return observe(t, err, func() { l.e.rollbackFinished(&seen) })
 }
 
-// by says what kind of requester has asked.
+// by returns the kind of requester.
 func by(r *rollback.Rollback) string {
 	if r.Operator != "" {
 		return "operator"
@@ -480,7 +480,7 @@ func (e *engine) rollbackStarted(r *rollback.Rollback) {
 func (e *engine) rollbackFinished(r *rollback.Rollback) {
 	e.rollbacks.book.ended(r.ID)
 	e.counts.Rollback(string(r.Status))
-	log := e.logger.Warn // a person has to look
+	log := e.logger.Warn // a person has to act
 	if r.Status == rollback.Completed {
 		log = e.logger.Info
 	}
@@ -493,10 +493,10 @@ func (e *engine) rollbackFinished(r *rollback.Rollback) {
 	})
 }
 
-// rollbackBook knows which rollbacks are not finished.
+// rollbackBook tracks the unfinished rollbacks.
 type rollbackBook struct {
 	mu   sync.Mutex
-	asks map[string]time.Time // when they were asked for, by id
+	asks map[string]time.Time // when they were requested, by id
 }
 
 func (b *rollbackBook) begun(id string, asked time.Time) {
@@ -514,20 +514,20 @@ func (b *rollbackBook) ended(id string) {
 	delete(b.asks, id)
 }
 
-// bookPage is how many rollbacks are looked at together, and maxBookPages how often: of
-// those that an earlier life has left the newest are found.
+// bookPage is how many rollbacks are read together, and maxBookPages how many pages: of
+// those that the last process left, the newest are found.
 const (
 	bookPage     = 100
 	maxBookPages = 100
 )
 
-// find takes over what an earlier life has left unfinished.
+// find adds what the last process left unfinished.
 func (b *rollbackBook) find(ctx context.Context, c *rollback.Coordinator) {
 	after := ""
 	for range maxBookPages {
 		page, err := c.List(ctx, after, bookPage)
 		if err != nil {
-			return // metrics lack it, and nothing else
+			return // only metrics lack them
 		}
 		for _, r := range page.Rollbacks {
 			if r.State == rollback.Executing {
@@ -540,8 +540,7 @@ func (b *rollbackBook) find(ctx context.Context, c *rollback.Coordinator) {
 	}
 }
 
-// report counts those that are not finished. One that ended with a wider one is found out
-// here.
+// report counts unfinished rollbacks. It removes those that ended as part of a wider one.
 func (b *rollbackBook) report(ctx context.Context, c *rollback.Coordinator, now time.Time) *rollbackReport {
 	if c == nil {
 		return nil
@@ -567,7 +566,7 @@ func (b *rollbackBook) report(ctx context.Context, c *rollback.Coordinator, now 
 	return report
 }
 
-// rollbackReport is how the rollbacks are; nil where there are none to be had.
+// rollbackReport returns the metrics of rollbacks; nil if there are none.
 func (e *engine) rollbackReport() *rollbackReport {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()

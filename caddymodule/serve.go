@@ -17,7 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
-// host is Caddy, as the guard sees it.
+// host implements guard.Host with Caddy.
 type host struct{ h *Handler }
 
 var _ guard.Host = host{}
@@ -62,7 +62,7 @@ func (a *App) emitCall(name string, data func() map[string]any) {
 	}
 }
 
-// emitCall emits an event of a call by the latest configuration, if there is one.
+// emitCall emits an event of a call to the latest configuration, if there is one.
 func (e *engine) emitCall(name string, data func() map[string]any) bool {
 	latest := e.activeConfigs.latest()
 	if latest != nil {
@@ -71,8 +71,8 @@ func (e *engine) emitCall(name string, data func() map[string]any) bool {
 	return latest != nil
 }
 
-// handlerUpstream makes the handlers behind the guard the upstream of one call. The
-// transport in proxy, or Caddy's own, proves what was sent.
+// handlerUpstream makes the handlers behind the guard a guard.Upstream for one call. The
+// transport in caddymodule/proxy, or Caddy's own, gives the evidence of what was sent.
 type handlerUpstream struct {
 	next  guard.Next
 	repl  *caddy.Replacer
@@ -88,7 +88,7 @@ func (u *handlerUpstream) Begin(ctx context.Context) context.Context {
 
 func (u *handlerUpstream) Forward(w http.ResponseWriter, r *http.Request) (f guard.Forwarded) {
 	f.Panicked, f.Err = handOn(u.next, w, r)
-	_ = r.Body.Close() // nobody else does where no connection was made
+	_ = r.Body.Close() // no transport has closed it if no connection was made
 	proof := u.watch.Proof(f.Err, proxy.Retries(u.armed))
 	f.NotSent, f.Again = proof.NotSent(), proof.Again
 	u.watch.Release()
@@ -104,7 +104,7 @@ func (u *handlerUpstream) Cut() bool { return u.armed.Err() != nil }
 
 func (u *handlerUpstream) Unframed() bool { return u.watch.Unframed() }
 
-// Status implements guard.Upstream. Only a proxy knows what its server has answered.
+// Status implements guard.Upstream. Only reverse_proxy reports the upstream's status.
 func (u *handlerUpstream) Status() int {
 	value, _ := u.repl.Get(upstreamStatus)
 	status, _ := value.(int)
@@ -118,19 +118,19 @@ func (u *handlerUpstream) Answer() execution.Answer {
 	return a
 }
 
-// Silent implements guard.Upstream. An upgrade that nobody asked for is answered and not
-// passed on.
+// Silent implements guard.Upstream. reverse_proxy neither reports nor passes on an upgrade
+// that was not requested.
 func (u *handlerUpstream) Silent() bool {
 	_, answered := u.repl.Get(upstreamStatus)
 	return answered || caddyhttp.GetVar(u.armed, "unhandled") == true
 }
 
-// upstreamStatus is the placeholder in which reverse_proxy leaves the status of the answer
-// that it got.
+// upstreamStatus is the placeholder that reverse_proxy sets to the status of the upstream's
+// answer.
 const upstreamStatus = "http.reverse_proxy.status_code"
 
-// original is the request as the caller sent it. Caddy does not keep its header; checkChains
-// refuses what would change the fields that matter.
+// original returns the method and URI as the caller sent them. Caddy does not keep the
+// original header; checkChains refuses changes to the fields that matter.
 func original(r *http.Request) (method string, target *url.URL) {
 	if o, ok := r.Context().Value(caddyhttp.OriginalRequestCtxKey).(http.Request); ok && o.URL != nil {
 		return o.Method, o.URL
@@ -138,11 +138,11 @@ func original(r *http.Request) (method string, target *url.URL) {
 	return r.Method, r.URL
 }
 
-// ownPaths begin the paths that a guard answers itself.
+// ownPaths are the prefixes of the paths that a guard answers itself.
 var ownPaths = []string{api.WellKnown, "/.well-known/atd/", "/.well-known/aerr/", "/aerr/"}
 
-// asAsked is r, or where handlers before the guard have rewritten a well-known path, the
-// request as it was sent: who asks must not lose the way to an answer by a reload.
+// asAsked returns r, or the request as it was sent if earlier handlers have rewritten a
+// well-known path: a reload must not make these paths unreachable.
 func asAsked(r *http.Request) *http.Request {
 	method, sent := original(r)
 	if method == r.Method && sent.Path == r.URL.Path && sent.RawQuery == r.URL.RawQuery {
@@ -158,7 +158,7 @@ func asAsked(r *http.Request) *http.Request {
 	return r
 }
 
-// Begin makes the placeholders of the call readable. Values are made when they are asked for.
+// Begin makes the placeholders of the call available. Values are computed on demand.
 func (host) Begin(r *http.Request, c *guard.Call) (outer *guard.Call) {
 	ctx := r.Context()
 	before, known := caddyhttp.GetVar(ctx, currentCall).(*guard.Call)
@@ -181,15 +181,15 @@ func (host) Begin(r *http.Request, c *guard.Call) (outer *guard.Call) {
 
 func (host) Show(r *http.Request, c *guard.Call) { caddyhttp.SetVar(r.Context(), currentCall, c) }
 
-// traced are the values of a call in its span, by the names of the attributes. None is the
-// caller's own (P8).
+// traced maps the attributes of a call's span to placeholders. None contains a value of the
+// caller (P8).
 var traced = []struct{ attribute, value string }{
 	{"agent_guard.execution.guard", "guard"}, {"agent_guard.execution.action", "action"},
 	{"agent_guard.execution.status", "status"}, {"agent_guard.execution.key", "key"},
 	{"agent_guard.execution.outcome", "outcome"}, {"agent_guard.execution.problem", "problem"},
 }
 
-// Trace writes into the span of Caddy's `tracing` directive, if it records.
+// Trace sets attributes of the span of Caddy's `tracing` directive, if it records.
 func (host) Trace(r *http.Request, c *guard.Call) {
 	span := oteltrace.SpanFromContext(r.Context())
 	if !span.IsRecording() {
@@ -205,9 +205,8 @@ func (host) Trace(r *http.Request, c *guard.Call) {
 	span.SetAttributes(attributes...)
 }
 
-// placeholderSpace begins the names of the placeholders of guarded calls.
+// placeholderSpace is the prefix of the placeholders of guarded calls.
 const placeholderSpace = "http.agent_guard."
 
-// currentCall is the variable of a request that holds the call of the guard
-// that works on it: the innermost, while there are several.
+// currentCall is the request variable with the call of the innermost guard.
 const currentCall = "agent_guard.call"

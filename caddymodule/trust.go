@@ -98,8 +98,8 @@ type KeySource struct {
 	Owner string `json:"owner,omitempty"`
 }
 
-// provision opens the sources of keys. A file that cannot be read is an error here; a
-// URL may be down.
+// provision opens the sources of keys. An unreadable file is an error; a URL may be
+// unreachable.
 func (t *Trust) provision(own string, logger *zap.Logger) error {
 	if len(t.Keys) == 0 {
 		return errNoTrust
@@ -126,8 +126,7 @@ func (t *Trust) provision(own string, logger *zap.Logger) error {
 	return err
 }
 
-// checkFor finds what does not go with the ledger, and with the algorithm with which the
-// gateway signs.
+// checkFor finds contradictions to the ledger and to own, the gateway's signing algorithm.
 func (t *Trust) checkFor(own string) error {
 	if len(t.Algorithms) > 0 && !slices.Contains(t.Algorithms, own) {
 		return &invalid{[]string{"algorithms"}, fmt.Errorf("%s is missing, with which the gateway itself signs: its tokens come back as parents", own)}
@@ -138,10 +137,10 @@ func (t *Trust) checkFor(own string) error {
 	return nil
 }
 
-// errNoTrust: options say how tokens are verified, and none says whose.
+// errNoTrust: there are options but no keys.
 var errNoTrust = errors.New("no keys are given; name some with `jwks_file` or `jwks_url`")
 
-// checkLevel holds that other options leave the level what it is.
+// checkLevel refuses options that would weaken the level.
 func (t *Trust) checkLevel() error {
 	if t.AllowPartial && t.minLevel() == ect.L3 {
 		return &invalid{[]string{"allow_partial"}, errors.New("it excludes `min_level L3`, at which every parent stands in the ledger; leave one of them out")}
@@ -149,7 +148,7 @@ func (t *Trust) checkLevel() error {
 	return nil
 }
 
-// lacksIdentity says what an app without an identity, and so without a ledger, lacks.
+// lacksIdentity returns the error for an app without an identity and so without a ledger.
 func (t *Trust) lacksIdentity() error {
 	if t.minLevel() == ect.L3 {
 		return &invalid{[]string{"min_level"}, errors.New("L3 needs an `identity`: only with one there is a ledger for tokens to stand in")}
@@ -157,8 +156,8 @@ func (t *Trust) lacksIdentity() error {
 	return errors.New("it needs an `identity`, which is what tokens name in their aud")
 }
 
-// algorithms are what is accepted: by default ES256, and what the gateway signs and has
-// signed with.
+// algorithms returns the accepted algorithms: by default ES256 and those of the gateway's
+// keys.
 func (t *Trust) algorithms(own []string) []string {
 	if len(t.Algorithms) > 0 {
 		return t.Algorithms
@@ -210,15 +209,15 @@ func (k *KeySource) open(logger *zap.Logger) (ect.Source, error) {
 	return source, nil
 }
 
-// warnSkipped warns of keys that are not used: their owners will be refused.
+// warnSkipped warns of keys that are not used: their owners' tokens will be refused.
 func warnSkipped(logger *zap.Logger, place string, set *ect.Set) {
 	for _, s := range set.Skipped() {
 		logger.Warn("a key is not used", zap.String("keys", place), zap.String("kid", s.KeyID), zap.String("reason", s.Reason))
 	}
 }
 
-// verifier makes the verifier of a gateway called identity, whose own keys are for the
-// algorithms own.
+// verifier makes the verifier of the gateway called identity; own are the algorithms of its
+// keys.
 func (t *Trust) verifier(identity string, former, own []string, sources ...ect.Source) (*ect.Verifier, error) {
 	policy := ect.Policy{
 		Audience: append([]string{identity}, t.Audience...), Former: former, Sources: sources,
@@ -236,14 +235,15 @@ func (t *Trust) verifier(identity string, former, own []string, sources ...ect.S
 	if policy.MinLevel = t.minLevel(); policy.MinLevel == 0 {
 		return nil, fmt.Errorf("min_level: %w", oneOf(t.MinLevel, levelNames...))
 	}
-	// The commit of the call, or one before the request goes on, takes the tokens.
+	// The tokens are recorded in the commit of the call, or in one before the request goes
+	// on.
 	policy.CallerAppends = policy.MinLevel == ect.L3
 	return ect.NewVerifier(policy)
 }
 
 var levelNames = []string{"L1", "L2", "L3"}
 
-// minLevel is the lowest level that passes; zero where there is no such level.
+// minLevel returns the lowest accepted level; zero if it is unknown.
 func (t *Trust) minLevel() ect.Level {
 	switch strings.ToUpper(t.MinLevel) {
 	case "", "L2":
@@ -295,13 +295,12 @@ func parseTrust(d *caddyfile.Dispenser, a *App) error {
 	if len(at) == 1 {
 		return errors.New("it trusts nobody; name keys with `jwks_file` or `jwks_url`")
 	}
-	delete(at, "") // that of the first line remains
+	delete(at, "") // keep that of the first line
 	maps.Copy(a.Trust.origin, at)
 	return nil
 }
 
-// parseKeySource reads a place of keys and, where one is given, their owner. at is where the
-// option stands.
+// parseKeySource parses a source of keys with an optional owner. at is the option's token.
 func (a *App) parseKeySource(d *caddyfile.Dispenser, kind string, at caddyfile.Token) error {
 	words := d.RemainingArgs()
 	if len(words) == 0 || len(words) > 2 || words[0] == "" {
@@ -310,7 +309,7 @@ func (a *App) parseKeySource(d *caddyfile.Dispenser, kind string, at caddyfile.T
 	var k KeySource
 	if kind == "jwks_url" {
 		k.URL = words[0]
-		if _, err := ect.NewURLSource(ect.URLOptions{URL: k.URL}); err != nil { // which fetches nothing
+		if _, err := ect.NewURLSource(ect.URLOptions{URL: k.URL}); err != nil { // checks the URL, fetches nothing
 			return err
 		}
 	} else {
@@ -383,14 +382,14 @@ func trustOptions() options[*App] {
 	}))
 }
 
-// tokenPolicy is what the identity and the trust of one configuration decide, with what the
-// endpoints need besides.
+// tokenPolicy is the token policy of one configuration's identity and trust, with what the
+// endpoints need in addition.
 type tokenPolicy struct {
 	*guard.TokenPolicy
 	own *ect.Verifier // of the gateway's own tokens
 }
 
-// forCalls is the policy as the guard's calls need it; nil without.
+// forCalls returns the policy in the form that package guard needs; nil for nil.
 func (t *tokenPolicy) forCalls() *guard.TokenPolicy {
 	if t == nil {
 		return nil
@@ -429,7 +428,7 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 	if t == nil {
 		return policy, nil
 	}
-	// The gateway's own tokens come back as parents.
+	// The gateway's own tokens are presented as parents.
 	sources := append([]ect.Source{ownKeys}, t.sources...)
 	algorithms := []string{i.Algorithm}
 	for _, k := range ev.Ring().List() { // a key file may have keys of other algorithms
@@ -445,7 +444,7 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 	return policy, nil
 }
 
-// graph answers questions about the recorded workflows.
+// graph returns the endpoint for the recorded workflows.
 func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 	return api.NewLedger(api.LedgerOptions{
 		Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, HeadKey: t.Evidence.HeadKey(), Identities: []string{t.Events.Identity()}, Own: t.Events.Own,
@@ -455,7 +454,7 @@ func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 	})
 }
 
-// verified verifies the gateway's own signature of a token, however old it is.
+// verified verifies a token of the gateway's own, ignoring its age.
 func (t *tokenPolicy) verified(ctx context.Context, raw string) error {
 	token, err := ect.ParseInsecure(raw)
 	if err != nil {
@@ -465,7 +464,7 @@ func (t *tokenPolicy) verified(ctx context.Context, raw string) error {
 	return err
 }
 
-// verifyErrors verifies the errors that agents report.
+// verifyErrors verifies the error tokens that agents send.
 func (t *tokenPolicy) verifyErrors(r *http.Request, raws []string) ([]*ect.Token, error) {
 	if t.Verifier == nil {
 		return nil, &ect.Error{Code: ect.CodeKeyID} // no keys are trusted
@@ -473,13 +472,13 @@ func (t *tokenPolicy) verifyErrors(r *http.Request, raws []string) ([]*ect.Token
 	return t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: guard.Peer(r), DAG: t.Evidence.GraphOf})
 }
 
-// admitTime is how long the errors of agents wait while the ledger is far behind.
+// admitTime bounds how long agents' errors wait for a ledger with a backlog.
 const admitTime = 5 * time.Second
 
-// errorUse is what the token of a reported error is used for.
+// errorUse is the use of the tokens of reported errors.
 var errorUse = evidence.Use(sha256.Sum256([]byte("agent_guard errors")))
 
-// record adds the errors that agents report to the ledger. Their tokens cannot be used again.
+// record records the error tokens that agents send. The tokens cannot be used again.
 func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token) error {
 	admitted, cancel := context.WithTimeout(ctx, admitTime)
 	defer cancel()
@@ -526,7 +525,7 @@ func (t *tokenPolicy) failureOf(ctx context.Context, now time.Time, c *evidence.
 		if err != nil {
 			return "", nil, err
 		}
-		if len(known) > 0 { // else it is in another store
+		if len(known) > 0 { // otherwise it is in another store
 			c.Workflow = of.Workflow
 			if known[0] != of.Checkpoint {
 				return known[0], nil, nil
@@ -541,7 +540,8 @@ func (t *tokenPolicy) failureOf(ctx context.Context, now time.Time, c *evidence.
 	return draft.ID(), []*ect.Draft{draft}, nil
 }
 
-// lastFailure is the id of the recorded error of a breaker's last failure, or empty.
+// lastFailure returns the id of the recorded error of a breaker's last failure; empty if
+// there is none.
 func (t *tokenPolicy) lastFailure(ctx context.Context, s *breaker.Status) string {
 	of := guard.ParseEvidence(s.Evidence)
 	if t == nil || of.Checkpoint == "" {
@@ -554,15 +554,15 @@ func (t *tokenPolicy) lastFailure(ctx context.Context, s *breaker.Status) string
 	return ""
 }
 
-// proves verifies that a token proves that issuer has answered a probe, and uses it up.
+// proves verifies that a token proves that issuer answered a probe, and marks it as used.
 func (t *tokenPolicy) proves(ctx context.Context, raw, issuer string, earliest time.Time) error {
 	now := time.Now()
-	// Without its parents: the question is who has answered, not what it did.
+	// Without its parents: they are irrelevant for who answered.
 	token, err := t.Verifier.Verify(ctx, raw, ect.Presentation{Now: now})
 	switch {
 	case err != nil:
 		return err
-	case token.Level() < ect.L2: // whatever `min_level` is: nothing else proves the issuer here
+	case token.Level() < ect.L2: // whatever `min_level` is: only a signature proves the issuer here
 		return &ect.Error{Code: ect.CodeLevel}
 	case token.Issuer() != issuer:
 		return &ect.Error{Code: ect.CodeIssuer}

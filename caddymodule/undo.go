@@ -26,21 +26,20 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
-// undoSender sends the requests of undos (ADR 0033): to the upstream of the call, by
-// whatever way the latest configuration has to it (ADR 0052), and to whole URLs by a client
-// of its own.
+// undoSender sends the requests of undos (ADR 0033): to the upstream of the call through
+// the latest configuration (ADR 0052), and to whole URLs with a client of its own.
 type undoSender struct {
 	e *engine
 	// direct is for whole URLs.
 	direct http.RoundTripper
 }
 
-// newUndoSender makes the sender of an engine. It sends nothing before the first
-// configuration has joined the engine, and then says that nothing was sent.
+// newUndoSender makes the sender of an engine. Before the first configuration has joined
+// the engine, every request fails as not sent.
 func newUndoSender(e *engine) *undoSender { return &undoSender{e: e, direct: newDirect()} }
 
-// Send implements rollback.Sender. Why there is no answer is recorded: who looks at a rollback
-// that takes long sees that it is tried again, and not what for.
+// Send implements rollback.Sender. It remembers why an attempt failed, so that operators
+// see why a rollback takes long.
 func (s *undoSender) Send(ctx context.Context, o *rollback.Outgoing) (*rollback.Answer, error) {
 	answer, err := s.dispatch(ctx, o)
 	s.e.rollbacks.trials.tried(o, answer, err)
@@ -58,13 +57,13 @@ func (s *undoSender) Send(ctx context.Context, o *rollback.Outgoing) (*rollback.
 func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollback.Answer, error) {
 	app := s.e.activeConfigs.latest()
 	if app == nil {
-		return nil, unsent("", errNotOpen) // between configurations: the next one comes
+		return nil, unsent("", errNotOpen) // between two configurations
 	}
 	if o.Delegated {
 		return s.whole(ctx, o, func() (*rollback.Answer, error) { return s.delegate(ctx, app, o) })
 	}
 	if !strings.HasPrefix(o.URL, "/") {
-		if o.Recorded { // they are for the upstream of the call only
+		if o.Recorded { // recorded credentials are only for the upstream of the call
 			return nil, unsent(rollback.ReasonNoCredentials, errOtherWay)
 		}
 		configured, err := app.undoFields(o, nil)
@@ -81,7 +80,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 		return nil, unsent(rollback.ReasonNoUpstream, err)
 	}
 	configured, err := app.undoFields(o, to)
-	if err != nil { // a variable that is not set, or a file that is gone: it may come back
+	if err != nil { // an unset variable or a missing file may come back
 		return nil, unsent("", err)
 	}
 	target, err := url.ParseRequestURI(o.URL)
@@ -98,9 +97,9 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 	r := &internalRequest{
 		method: o.Method, path: target.EscapedPath(), query: target.RawQuery, forceQuery: target.ForceQuery,
 		host: o.Host, header: undoHeader(o, configured), body: o.Body, most: rollback.MaxAnswer,
-		remote: "127.0.0.1:0", // it is the gateway that asks
-		// The upstream gets X-Forwarded-Proto of calls to this site. One that wants https
-		// would answer an undo with a redirect.
+		remote: "127.0.0.1:0", // the gateway itself asks
+		// The upstream gets the X-Forwarded-Proto of calls to this site. One that requires
+		// https would otherwise answer an undo with a redirect.
 		https: len(to.server.TLSConnPolicies) > 0,
 	}
 	answer, err := r.send(guard.WithUndo(ctx), to.handler, to.server)
@@ -116,14 +115,14 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 	return answer.ofUndo(err)
 }
 
-// unsent is the error of a request of which not a byte was sent.
+// unsent is the error of a request of which no byte was sent.
 func unsent(reason rollback.Reason, err error) error {
 	return &rollback.SendError{NotSent: true, Reason: reason, Err: fmt.Errorf("undo: %w", err)}
 }
 
-// undoHeader is the header of a request of an undo. What was recorded or made from the
-// template stays; configured has the fields of the configuration, and its credentials
-// where the call's own are not used.
+// undoHeader returns the header of an undo request. Recorded fields and those of the
+// template take precedence. configured has the fields of the configuration, including its
+// credentials if those of the call are not used.
 func undoHeader(o *rollback.Outgoing, configured http.Header) http.Header {
 	header := http.Header{}
 	for name, values := range o.Header {
@@ -134,7 +133,7 @@ func undoHeader(o *rollback.Outgoing, configured http.Header) http.Header {
 			header[name] = append([]string(nil), values...)
 		}
 	}
-	// A question for the current state must not be answered from a cache.
+	// The current state must not come from a cache.
 	if !proxy.Safe(o.Method) && header.Get("Idempotency-Key") == "" {
 		header.Set("Idempotency-Key", o.Rollback+":"+o.Checkpoint)
 	}
@@ -147,7 +146,7 @@ func undoHeader(o *rollback.Outgoing, configured http.Header) http.Header {
 	return header
 }
 
-// Watch implements undo.Watcher.
+// Watch implements rollback.Watcher.
 func (s *undoSender) Watch(o *rollback.Outgoing) rollback.WriteWindow {
 	app := s.e.activeConfigs.latest()
 	if app == nil {
@@ -169,7 +168,8 @@ var (
 	_ rollback.Watcher = (*undoSender)(nil)
 )
 
-// ofUndo is the answer to a request of an undo, which may have arrived where there is an error.
+// ofUndo converts the answer to an undo request. With an error, the request may have
+// arrived.
 func (a *internalAnswer) ofUndo(err error) (*rollback.Answer, error) {
 	if err != nil {
 		return nil, &rollback.SendError{Err: fmt.Errorf("undo: %w", err)}
@@ -177,9 +177,9 @@ func (a *internalAnswer) ofUndo(err error) (*rollback.Answer, error) {
 	return &rollback.Answer{Status: a.status, Header: a.header, Body: a.body, Cut: a.cut}, nil
 }
 
-// maybeCut is for a body that nothing but the connection's end has ended, so that its own
-// end may be lacking. Of what changes something the status says enough, and the body is
-// marked; who looks at what there is must not take a part of it for the whole.
+// maybeCut handles a body that ends with the connection, so that it may be incomplete. If
+// the request changed something, the status suffices and the body is marked. A read of the
+// current state must not use an incomplete body.
 func (a *internalAnswer) maybeCut(method string) error {
 	if proxy.Safe(method) {
 		return errCutShort
@@ -190,12 +190,12 @@ func (a *internalAnswer) maybeCut(method string) error {
 
 var errReplaced = errors.New("a handler on the way has answered in the upstream's place")
 
-// undoDial is how long a connection to a whole URL may take to be made, and its handshake.
+// undoDial bounds the connection to a whole URL and, separately, its TLS handshake.
 const undoDial = 10 * time.Second
 
-// newDirect is the transport for whole URLs. Nothing in it sends a request twice: each has
-// a connection of its own, so that one that was refused is the proof that nothing was
-// sent, and no other failure is. The environment's proxy is not used: through one, a
+// newDirect makes the transport for whole URLs. It never sends a request twice: each
+// request has its own connection, so that a refused connection proves that nothing was
+// sent, and no other failure does. It ignores the environment's proxy, through which a
 // refused connection would look like an answer.
 func newDirect() http.RoundTripper {
 	protocols := new(http.Protocols)
@@ -211,8 +211,8 @@ func newDirect() http.RoundTripper {
 	}
 }
 
-// whole lets a request to a whole URL through the breaker of its address (cascade 3.2, ADR
-// 0053). A refusal is the proof that nothing was sent: the step tries again.
+// whole sends a request to a whole URL through the breaker of its address (cascade 3.2, ADR
+// 0053). A refusal proves that nothing was sent, and the step is retried.
 func (s *undoSender) whole(ctx context.Context, o *rollback.Outgoing, send func() (*rollback.Answer, error)) (*rollback.Answer, error) {
 	target, err := parseWhole(o.URL)
 	if err != nil {
@@ -226,13 +226,13 @@ func (s *undoSender) whole(ctx context.Context, o *rollback.Outgoing, send func(
 	if err != nil {
 		return nil, unsent("", err)
 	}
-	defer permit.Done(breaker.Outcome{}) // where send panics
+	defer permit.Done(breaker.Outcome{}) // if send panics
 	answer, err := send()
 	permit.Done(wholeOutcome(ctx, answer, err))
 	return answer, err
 }
 
-// addressOf is the host and port of a URL.
+// addressOf returns the host and port of a URL.
 func addressOf(u *url.URL) string {
 	port := u.Port()
 	if port == "" {
@@ -241,13 +241,13 @@ func addressOf(u *url.URL) string {
 	return net.JoinHostPort(strings.ToLower(u.Hostname()), port)
 }
 
-// wholeOutcome is what came of a request to a whole URL, as far as its target's health
-// goes. What was not sent for a reason of the gateway's own says nothing of it.
+// wholeOutcome judges a request to a whole URL for the breaker. What was not sent for a
+// reason of the gateway's own says nothing about the target.
 func wholeOutcome(ctx context.Context, answer *rollback.Answer, err error) breaker.Outcome {
 	failure := breaker.Outcome{Class: breaker.Failure}
 	switch notSent := (*rollback.SendError)(nil); {
 	case err == nil && answer.Header.Get(guard.HeaderExecutionStatus) == guard.StatusRefused:
-		return breaker.Outcome{} // a gateway like this one did not call what is behind it
+		return breaker.Outcome{} // another gateway refused it and did not call what is behind it
 	case err == nil:
 		failure.RetryAfter, failure.Cause = proxy.RetryAfter(answer.Header), fmt.Sprintf("status %d", answer.Status)
 		switch {
@@ -256,7 +256,7 @@ func wholeOutcome(ctx context.Context, answer *rollback.Answer, err error) break
 		case answer.Status < 500:
 			return breaker.Outcome{Class: breaker.Success}
 		}
-	case errors.Is(ctx.Err(), context.Canceled): // the gateway stops
+	case errors.Is(ctx.Err(), context.Canceled): // the gateway is stopping
 		return breaker.Outcome{}
 	case ctx.Err() != nil:
 		failure.Cause = "timeout"
@@ -276,7 +276,7 @@ func dialFailed(err error) bool {
 	return errors.As(err, &dial) && dial.Op == "dial"
 }
 
-// delegate asks another agent to roll back its own.
+// delegate asks another agent to undo its own action.
 func (s *undoSender) delegate(ctx context.Context, app *App, o *rollback.Outgoing) (*rollback.Answer, error) {
 	target, err := parseWhole(o.URL)
 	if err != nil {
@@ -303,11 +303,11 @@ func (s *undoSender) delegate(ctx context.Context, app *App, o *rollback.Outgoin
 
 var errNoAsker = errors.New("without `identity` in the global options there is no token by which an agent knows who asks")
 
-// parseWhole reads the URL of somebody who is not the call's upstream.
+// parseWhole parses the URL of a server other than the call's upstream.
 func parseWhole(text string) (*url.URL, error) {
 	u, err := url.Parse(text)
 	switch {
-	case err != nil: // which would show it
+	case err != nil: // the error would contain it
 		return nil, errors.New("the URL of the undo cannot be read")
 	case u.Scheme != "http" && u.Scheme != "https", u.Hostname() == "", u.User != nil:
 		return nil, errors.New("the URL of the undo is none of http or https with a host and without credentials")
@@ -315,8 +315,8 @@ func parseWhole(text string) (*url.URL, error) {
 	return u, nil
 }
 
-// send sends a request to a whole URL. Redirects are answers: where they lead is somebody
-// else's choice, and so would be who gets the credentials.
+// send sends a request to a whole URL. It does not follow redirects: the target would
+// choose who gets the credentials.
 func (s *undoSender) send(ctx context.Context, o *rollback.Outgoing, header http.Header) (*rollback.Answer, error) {
 	target, err := parseWhole(o.URL)
 	if err != nil {
@@ -342,7 +342,8 @@ func (s *undoSender) send(ctx context.Context, o *rollback.Outgoing, header http
 	defer res.Body.Close()
 	answer := &internalAnswer{header: res.Header, most: rollback.MaxAnswer}
 	answer.WriteHeader(res.StatusCode)
-	// One byte more than is kept shows that there is more; no more is waited for.
+	// Reading one byte more than is kept shows that the body is longer, without waiting for
+	// more.
 	if _, err = io.CopyN(answer, res.Body, rollback.MaxAnswer+1); err == io.EOF {
 		err = nil
 	}
@@ -355,17 +356,17 @@ func (s *undoSender) send(ctx context.Context, o *rollback.Outgoing, header http
 	return answer.ofUndo(err)
 }
 
-// undoTrials are the undos of this life that have got no good answer yet, by the checkpoint
-// of their step: who looks at a rollback that hangs learns why.
+// undoTrials remembers the failed undo attempts of this process by checkpoint, for
+// operators who look at a rollback that takes long.
 type undoTrials struct {
 	mu  sync.Mutex
 	all map[string]admin.Trial
 }
 
-// maxTrials bounds how many are remembered: many more than run at a time.
+// maxTrials bounds the memory: many more than run at a time.
 const maxTrials = 10_000
 
-// tried takes what came of a request.
+// tried records the result of a request.
 func (t *undoTrials) tried(o *rollback.Outgoing, answer *rollback.Answer, err error) {
 	cause := ""
 	switch looks := o.Method == http.MethodGet; {
@@ -387,14 +388,14 @@ func (t *undoTrials) tried(o *rollback.Outgoing, answer *rollback.Answer, err er
 	t.all[o.Step] = admin.Trial{Attempts: was.Attempts + 1, Cause: cause}
 }
 
-// ended forgets a checkpoint: its step says what came of it.
+// ended forgets a checkpoint once its step is done.
 func (t *undoTrials) ended(checkpoint string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	delete(t.all, checkpoint)
 }
 
-// of is what is known of a checkpoint.
+// of returns the failed attempts for a checkpoint.
 func (t *undoTrials) of(checkpoint string) (admin.Trial, bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

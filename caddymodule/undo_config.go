@@ -21,8 +21,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
-// Terms are how checkpoints of calls are made and kept, whatever way there is to undo
-// them.
+// Terms are the options of checkpoints, independent of the way in which calls are undone.
 type Terms struct {
 	// Where the credentials of an undo come from: `config` (only what the configuration says) or
 	// `recorded` (those of the call itself, sealed with its checkpoint, sent to the same upstream
@@ -54,17 +53,17 @@ type Terms struct {
 	MaxImage int64 `json:"max_image,omitempty"`
 }
 
-// The words of Terms.OnSnapshotError, besides that of checkpoint.Irreversible.
+// refuse is a value of Terms.OnSnapshotError, besides checkpoint.Irreversible.
 const refuse = "refuse"
 
-// Defaults are the terms where nothing is said.
+// Defaults are the terms without any options.
 var Defaults = Terms{
 	UndoAuth: rollback.AuthConfig, OnSnapshotError: refuse, SnapshotTimeout: caddy.Duration(10 * time.Second),
 	OnLost: rollback.Resend, OnChanged: rollback.UndoEscalate,
 	CheckpointTTL: caddy.Duration(24 * time.Hour), MaxImage: checkpoint.DefaultMaxImage,
 }
 
-// choices are the options of Terms that are one of some words.
+// choices returns the options of Terms with fixed words, and their words.
 func choices() map[string][]string {
 	return map[string][]string{
 		"undo_auth":         {rollback.AuthConfig, rollback.AuthRecorded},
@@ -74,7 +73,7 @@ func choices() map[string][]string {
 	}
 }
 
-// forCalls are the terms as the guard's calls need them.
+// forCalls returns the terms in the form that package guard needs.
 func (t *Terms) forCalls() guard.UndoTerms {
 	return guard.UndoTerms{
 		TTL: t.TTL(), MaxImage: t.MaxImage, SnapshotTimeout: time.Duration(t.SnapshotTimeout),
@@ -82,19 +81,19 @@ func (t *Terms) forCalls() guard.UndoTerms {
 	}
 }
 
-// TTL is how long checkpoints stand.
+// TTL returns how long checkpoints are kept.
 func (t *Terms) TTL() time.Duration { return time.Duration(t.CheckpointTTL) }
 
-// refuses says that a call whose state before cannot be read is not forwarded.
+// refuses reports whether a call is refused if the state before it cannot be read.
 func (t *Terms) refuses() bool { return t.OnSnapshotError == refuse }
 
-// recorded says that the call's own credentials are kept for its undo.
+// recorded reports whether the call's own credentials are kept for its undo.
 func (t *Terms) recorded() bool { return t.UndoAuth == rollback.AuthRecorded }
 
-// longestSnapshot is more than a caller waits for.
+// longestSnapshot is the largest SnapshotTimeout: more than callers wait.
 const longestSnapshot = 10 * time.Minute
 
-// checkTerms checks terms that are complete. The error is an *Error.
+// checkTerms checks complete terms. The error is an *Error.
 func (t *Terms) checkTerms() error {
 	choices := choices()
 	for option, word := range map[string]string{
@@ -107,7 +106,7 @@ func (t *Terms) checkTerms() error {
 	switch ttl, timeout := t.TTL(), time.Duration(t.SnapshotTimeout); {
 	case ttl < checkpoint.MinTTL || ttl > checkpoint.MaxTTL:
 		return undoingWrong("checkpoint_ttl", "%v; it must be from %v to %dd", ttl, checkpoint.MinTTL, checkpoint.MaxTTL/(24*time.Hour))
-	case ttl%time.Second != 0: // tokens have it in whole seconds
+	case ttl%time.Second != 0: // tokens have whole seconds
 		return undoingWrong("checkpoint_ttl", "%v; it must be whole seconds", ttl)
 	case timeout <= 0 || timeout > longestSnapshot:
 		return undoingWrong("snapshot_timeout", "%v; it must be positive, and at most %v", timeout, longestSnapshot)
@@ -119,9 +118,9 @@ func (t *Terms) checkTerms() error {
 
 // Error is an error in an option.
 type Error struct {
-	// Option is its name.
+	// Option is the option's name.
 	Option string
-	// Err says what is wrong, and what would be right.
+	// Err says what is wrong and how to correct it.
 	Err error
 }
 
@@ -142,23 +141,23 @@ func undoingOneOf(word string, known []string) error {
 	return fmt.Errorf("%q is unknown; use %s or %s", word, known[0], known[1])
 }
 
-// Plan is how the calls of one action are undone. It does not change and may be used by
-// many goroutines.
+// Plan is the compiled form of Ways and Terms of one action. It is immutable and safe for
+// concurrent use.
 type Plan struct {
 	terms    Terms
 	ways     Ways
-	forCalls guard.UndoPlan // what the guard's calls need of it
-	// config are the fields of the configuration, by the origin that they go to; that of
-	// the call's upstream is empty.
+	forCalls guard.UndoPlan // in the form that package guard needs
+	// config has the fields of the configuration by the origin that gets them; empty is the
+	// call's upstream.
 	config map[string]map[string]string
 }
 
-// always are credentials whatever the configuration calls so.
+// always are header fields that are credentials in every configuration.
 var always = []string{"Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key", "Api-Key"}
 
-// Compile checks the ways and terms of an action, and reads its templates. Terms are
-// complete; name is the guard's; credentials are the fields by which it knows
-// callers, which no template may ask for. The error is an *Error.
+// Compile checks the ways and terms of an action, and parses its templates. Terms are
+// complete; name is the guard's; credentials are the header fields that identify its
+// callers, which templates cannot read. The error is an *Error.
 func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error) {
 	if err := w.check(); err != nil {
 		return nil, err
@@ -191,7 +190,7 @@ func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error
 	err := p.compileCompensation(secret)
 	if err == nil {
 		named := p.forCalls.Spec
-		named.Guard = cmp.Or(name, "default") // which a Caddyfile leaves out
+		named.Guard = cmp.Or(name, "default") // a Caddyfile may leave it out
 		p.forCalls.Needs, err = named.Needs()
 	}
 	if err != nil {
@@ -204,7 +203,7 @@ func (p *Plan) compileRestore(secret []string) error {
 	if err := p.ways.Restore.check(); err != nil {
 		return err
 	}
-	// All of them are the configuration's: nothing of a restore is made of a template.
+	// All of them come from the configuration: a restore has no template.
 	all := slices.Clone(secret)
 	for name := range p.ways.Restore.Header {
 		all = append(all, http.CanonicalHeaderKey(name))
@@ -246,7 +245,7 @@ func (p *Plan) compileCompensation(secret []string) error {
 	return nil
 }
 
-// parse reads a template, and adds the fields of the configuration that go with it.
+// parse parses a template, and adds the fields of the configuration that go with it.
 func (p *Plan) parse(spec template.Spec, config map[string]string, secret []string) (*template.Template, error) {
 	t, err := template.Parse(spec)
 	if err != nil {
@@ -267,7 +266,7 @@ func (p *Plan) parse(spec template.Spec, config map[string]string, secret []stri
 	return t, p.add(t.Origin(), config, secret)
 }
 
-// add takes fields of the configuration for an origin.
+// add adds fields of the configuration for an origin.
 func (p *Plan) add(origin string, config map[string]string, secret []string) error {
 	for name, value := range config {
 		if err := checkPlaceholders(value); err != nil {
@@ -290,7 +289,7 @@ func (p *Plan) add(origin string, config map[string]string, secret []string) err
 	return nil
 }
 
-// checkPlaceholders finds those that no process has.
+// checkPlaceholders refuses placeholders that do not exist.
 func checkPlaceholders(value string) error {
 	for rest := value; ; {
 		_, after, open := strings.Cut(rest, "{")
@@ -305,8 +304,9 @@ func checkPlaceholders(value string) error {
 	}
 }
 
-// Exposed names the servers, by scheme and host, that get fields of the configuration
-// without TLS and are not the own machine. It is not an error: a mesh may encrypt beneath.
+// Exposed lists the servers, by scheme and host, that get fields of the configuration
+// without TLS and are not on this machine. It is no error: a mesh may encrypt the
+// connection.
 func (p *Plan) Exposed() []string {
 	var all []string
 	for origin := range p.config {
@@ -318,8 +318,8 @@ func (p *Plan) Exposed() []string {
 	return all
 }
 
-// Unset says which field of the configuration has no value now, by the error of Fields.
-// It may have one when something is undone, so that it is no fault of the configuration.
+// Unset returns the error of Fields for a field of the configuration that has no value now.
+// That is no error of the configuration: the value may be there when something is undone.
 func (p *Plan) Unset() error {
 	var all []error
 	for _, origin := range slices.Sorted(maps.Keys(p.config)) {
@@ -330,14 +330,14 @@ func (p *Plan) Unset() error {
 	return errors.Join(all...)
 }
 
-// Fields are the fields of the configuration that go with a request of an undo to a
-// URL: the credentials of its server and of no other. A placeholder without a value is
-// an error: asked without its credential, a server may answer as if there were nothing.
+// Fields returns the fields of the configuration for an undo request to a URL: the
+// credentials for its server only. A placeholder without a value is an error: without its
+// credential, a server may answer as if the resource did not exist.
 func (p *Plan) Fields(target string) (http.Header, error) {
 	return Fields(p.config, target)
 }
 
-// Fields are those of a Plan, or those of a checkpoint's undo.Spec.
+// Fields is Plan.Fields for the config of a checkpoint's undo.Spec.
 func Fields(config map[string]map[string]string, target string) (http.Header, error) {
 	origin := Origin(target)
 	header := make(http.Header, len(config[origin]))
@@ -355,7 +355,7 @@ func Fields(config map[string]map[string]string, target string) (http.Header, er
 // knows reports whether the configuration has fields for the server of a URL.
 func (p *Plan) knows(target string) bool { return len(p.config[Origin(target)]) > 0 }
 
-// Origin is the server of a URL; empty for a path, which is of the call's upstream.
+// Origin returns the server of a URL; empty for a path, which is for the call's upstream.
 func Origin(target string) string {
 	scheme, rest, ok := strings.Cut(target, "://")
 	if !ok || strings.HasPrefix(target, "/") {
@@ -367,12 +367,12 @@ func Origin(target string) string {
 	return scheme + "://" + rest
 }
 
-// undoes says that there is a way.
+// undoes reports whether the calls can be undone.
 func (p *Plan) undoes() bool {
 	return p.ways.Restore != nil || p.forCalls.Compensate != nil || p.ways.Delegate != ""
 }
 
-// words are the ways, in the order in which they are tried. A nil Plan is irreversible.
+// words returns the ways in the order in which they are tried. A nil Plan is irreversible.
 func (p *Plan) words() []string {
 	var words []string
 	if p == nil {
@@ -465,8 +465,8 @@ type Compensation struct {
 	Status *Request `json:"status,omitempty"`
 }
 
-// ownRequests says that the guard itself makes requests to the upstream, and which
-// option asks for them.
+// ownRequests reports whether the guard itself makes requests to the upstream, and the
+// option that needs them.
 func (w *Ways) ownRequests() (option string, own bool) {
 	switch c := w.Compensate; {
 	case w.Restore != nil:
@@ -477,7 +477,7 @@ func (w *Ways) ownRequests() (option string, own bool) {
 	return "", false
 }
 
-// check finds ways that do not go together.
+// check refuses ways that cannot be combined.
 func (w *Ways) check() error {
 	var given []string
 	for option, set := range map[string]bool{
@@ -523,15 +523,16 @@ func loopback(host string) bool {
 	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
-// fields are header fields by whose they are.
+// fields are header fields by their source.
 type fields struct {
-	// config are taken from the configuration of the day, recorded stand in templates.
+	// config are read from the configuration at the time of the undo, recorded are in
+	// templates.
 	config   map[string]string
 	recorded []template.Field
 }
 
-// part separates the fields of the configuration from those of a template: those that are
-// credentials, or that have a placeholder of the process, never get on disk (P8).
+// part separates fields: credentials, and those with a placeholder of the process, stay in
+// the configuration and are never stored (P8); the others belong to the template.
 func part(header map[string]string, credentials []string) (fields, error) {
 	var f fields
 	seen := map[string]string{}
@@ -567,7 +568,7 @@ func part(header map[string]string, credentials []string) (fields, error) {
 	return f, nil
 }
 
-// ofGuard are fields that are the guard's to write into an undo, and why.
+// ofGuard are header fields that only the guard sets in an undo, with the reason.
 var ofGuard = map[string]string{
 	"Idempotency-Key": "every undo has one of its own, by which it runs once",
 	headerToken:       "a token says who calls, and nobody but the guard can issue one for an undo",
@@ -577,7 +578,7 @@ var ofGuard = map[string]string{
 
 const headerToken = "Execution-Context"
 
-// ofProcess reports a placeholder that is not of a call.
+// ofProcess reports whether value has a placeholder that is not of a call.
 func ofProcess(value string) bool {
 	for _, space := range []string{"{env.", "{file.", "{system."} {
 		if strings.Contains(value, space) {
@@ -587,8 +588,7 @@ func ofProcess(value string) bool {
 	return false
 }
 
-// plain gives an error of a template without the offset, which means nothing in a
-// composed one.
+// plain removes the offset from an error of a composed template, where it means nothing.
 func plain(err error) error {
 	if parse := (*template.ParseError)(nil); errors.As(err, &parse) {
 		return fmt.Errorf("%s: %s", parse.Field, parse.Problem)
@@ -596,13 +596,13 @@ func plain(err error) error {
 	return err
 }
 
-// spec makes the template of a request.
+// spec returns the template of a request, and its fields of the configuration.
 func (r *Request) spec(credentials []string) (template.Spec, map[string]string, error) {
 	f, err := part(r.Header, credentials)
 	return template.Spec{Method: r.Method, URL: r.URL, Header: f.recorded}, f.config, err
 }
 
-// spec makes the template of a compensation.
+// spec returns the template of a compensation, and its fields of the configuration.
 func (c *Compensation) spec(credentials []string) (template.Spec, map[string]string, error) {
 	spec, config, err := c.Request.spec(credentials)
 	if err != nil {
@@ -637,7 +637,7 @@ func sorted(m map[string]string) []template.Field {
 	return list
 }
 
-// onChanged is the choice that holds for a way.
+// onChanged returns the effective value of on_changed.
 func (w *Ways) onChanged(t *Terms) string {
 	if w.Restore != nil && w.Restore.OnChanged != "" {
 		return w.Restore.OnChanged

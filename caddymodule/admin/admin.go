@@ -1,10 +1,9 @@
-// Package admin is what operators ask of the guard over Caddy's admin endpoint, below
-// /agent_guard/: executions, what is in doubt and how it is settled, the state of the
-// stores, the keys, circuit breakers, rollbacks, and what waits for a person. Who may ask
-// is decided by that endpoint: its address, its
-// origins, and its access rules where it is remote.
+// Package admin is the API for operators on Caddy's admin endpoint, below /agent_guard/:
+// executions and the resolution of those in doubt, the state of the stores, keys, the
+// ledger, circuit breakers, rollbacks and escalations. Caddy's endpoint decides who may use
+// it: by its address, its origins, and its access rules for remote administration.
 //
-// Nothing here gives out a body, an answer or a credential of a call.
+// No answer contains a body, an answer or a credential of a call.
 package admin
 
 import (
@@ -35,67 +34,66 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Prefix is the path below which everything is.
+// Prefix is the path below which all routes are.
 const Prefix = "/agent_guard/"
 
-// Mark is a header field of every answer, by which a client knows that it is an agent
-// guard that has answered, and not whatever else listens at that address.
+// Mark is a header field of every answer: it shows clients that an agent guard answered,
+// and not another server at that address.
 const Mark = "Agent-Guard-Admin"
 
-// Stores are the stores that are open in this process.
+// Stores gives access to the stores that are open in this process.
 type Stores interface {
-	// Paths lists them.
+	// Paths lists the paths of the open stores.
 	Paths() []string
-	// View keeps the store at path open until Release is called; false where it is
-	// not open.
+	// View keeps the store at path open until Release is called. It returns false if the
+	// store is not open.
 	View(path string) (Store, bool)
 }
 
 // Store is an open store with the guard over it.
 type Store interface {
-	// Path names it.
+	// Path identifies the store.
 	Path() string
-	// Executions are its recorded executions.
+	// Executions are the store's recorded executions.
 	Executions() *execution.Guard
-	// Now is the clock by which ages and expiries are judged.
+	// Now returns the time of the store's clock, for ages and expiries.
 	Now(ctx context.Context) (time.Time, error)
-	// Report is the state of the store; nil where it has none.
+	// Report returns the state of the store; nil if the store does not report it.
 	Report() *Report
-	// Quota is what one caller may hold; nil where nothing bounds it.
+	// Quota returns the limits of one caller; nil without limits.
 	Quota() *Quota
-	// Evidence returns the evidence of a decision, for its commit; nil where there is none.
+	// Evidence returns the evidence of a decision for its commit; nil if none is recorded.
 	Evidence(ctx context.Context, key execution.Key, found *execution.Record, decision execution.Resolution) *store.Batch
 	// Resolved logs a decision and emits its event.
 	Resolved(key execution.Key, found *execution.Record, decision execution.Resolution)
-	// Keys is the state of the key ring.
+	// Keys returns the state of the key ring.
 	Keys(ctx context.Context) (*KeyStatus, error)
-	// Ledger is the log of what was decided; nil where the store has none.
+	// Ledger returns the store's ledger; nil if there is none.
 	Ledger() *Ledger
-	// RotateKeys makes a new sealing key. Where the gateway cannot do that by its
-	// configuration, the error is a caddy.APIError.
+	// RotateKeys makes a new sealing key. The error is a caddy.APIError if the
+	// configuration does not allow it.
 	RotateKeys(ctx context.Context) error
-	// Identity is who the gateway is in its tokens, with its keys; nil where the latest
-	// configuration does not say.
+	// Identity returns the gateway's identity in tokens, with its keys; nil if the latest
+	// configuration has none.
 	Identity() *Identity
-	// RotateIdentity makes a new signing key. With stolen, none of those before it is
-	// published any more. Where the key file does not allow it, the error is a
-	// caddy.APIError.
+	// RotateIdentity makes a new signing key. With stolen, no earlier key is published any
+	// more. The error is a caddy.APIError if the key file does not allow it.
 	RotateIdentity(stolen bool) error
-	// Circuits are the circuit breakers of this process, sorted by upstream; never nil.
+	// Circuits returns the circuit breakers of this process, sorted by upstream; never nil.
 	Circuits() []proxy.Circuit
-	// SetCircuitMode sets what an operator wants of a breaker, and records it. It reports
-	// false where there is no such breaker.
+	// SetCircuitMode sets and stores the mode that an operator chose for a breaker. It
+	// returns false if there is no such breaker.
 	SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error)
-	// Rollbacks are those over the store; nil where nothing can be rolled back.
+	// Rollbacks returns the rollbacks of the store; nil if rollbacks are not possible.
 	Rollbacks() Rollbacks
-	// Trial is what is known of the undo of a checkpoint that has not succeeded yet; false
-	// where nothing is.
+	// Trial returns the failed attempts to undo a checkpoint that is not undone yet; false
+	// if there are none.
 	Trial(checkpoint string) (Trial, bool)
-	// Checkpoints are the checkpoints; nil where none are made.
+	// Checkpoints returns the store of checkpoints; nil if none are made.
 	Checkpoints() *checkpoint.Store
-	// Escalations are the recorded escalations.
+	// Escalations returns the store of escalations.
 	Escalations() *hitl.Store
-	// Release ends the view.
+	// Release ends the use of the store.
 	Release()
 }
 
@@ -107,7 +105,7 @@ type API struct {
 // New makes the API over stores.
 func New(stores Stores) *API { return &API{stores: stores} }
 
-// routes are what is asked for below Prefix. A part in braces is a name.
+// routes are the paths below Prefix. A segment in braces matches any name.
 var routes = []struct {
 	path, method string
 	serve        handler
@@ -134,7 +132,7 @@ var routes = []struct {
 // ServeHTTP implements caddy.AdminHandler.
 func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	parts := strings.Split(strings.TrimPrefix(r.URL.EscapedPath(), Prefix), "/")
-	for i, part := range parts { // an execution id may have a slash
+	for i, part := range parts { // an execution id may contain slashes
 		if plain, err := url.PathUnescape(part); err == nil {
 			parts[i] = plain
 		}
@@ -151,7 +149,7 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 		Prefix, strings.Join(parts, "/"), strings.Join(paths[:last], ", "), paths[last])
 }
 
-// match compares the parts of a path with a route, and returns the name in it.
+// match compares the segments of a path with a route, and returns the name in it.
 func match(route string, parts []string) (name string, ok bool) {
 	wanted := strings.Split(route, "/")
 	if len(wanted) != len(parts) {
@@ -168,11 +166,11 @@ func match(route string, parts []string) (name string, ok bool) {
 	return name, true
 }
 
-// handler answers a request about a store, with what is to be encoded as JSON or with
-// a stream. Its query is read from params, so that what nobody reads can be refused.
+// handler answers a request about a store with a value to be encoded as JSON, or a stream.
+// It reads the query from params, so that unknown parameters are refused.
 type handler func(r *http.Request, st Store, p *params) (any, error)
 
-// plain is a handler that takes no parameters.
+// plain makes a handler of a function that takes no parameters.
 func plain(serve func(r *http.Request, st Store) (any, error)) handler {
 	return func(r *http.Request, st Store, p *params) (any, error) {
 		if err := p.done(); err != nil {
@@ -182,7 +180,7 @@ func plain(serve func(r *http.Request, st Store) (any, error)) handler {
 	}
 }
 
-// on calls serve with the store that the request names, and writes what it returns.
+// on calls serve with the requested store, and writes its result.
 func (a *API) on(w http.ResponseWriter, r *http.Request, method, name string, serve handler) error {
 	if r.Method != method && (r.Method != http.MethodHead || method != http.MethodGet) {
 		w.Header().Set("Allow", method)
@@ -220,7 +218,7 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, method, name string, se
 	return nil
 }
 
-// view returns the store at path, or the only one where path is empty.
+// view returns the store at path, or the only one if path is empty.
 func (a *API) view(path string) (Store, error) {
 	open := a.stores.Paths()
 	slices.Sort(open)
@@ -245,7 +243,7 @@ func (a *API) view(path string) (Store, error) {
 
 var errTrailing = errors.New("something stands behind it")
 
-// decode reads one JSON value strictly: a misspelled member must not ask for something else.
+// decode decodes one JSON value strictly: a misspelled member must not be ignored.
 func decode(from io.Reader, limit int64, into any) error {
 	decoder := json.NewDecoder(io.LimitReader(from, limit))
 	decoder.DisallowUnknownFields()
@@ -262,10 +260,10 @@ func refuse(status int, format string, args ...any) error {
 	return caddy.APIError{HTTPStatus: status, Err: fmt.Errorf(format, args...)}
 }
 
-// refusal is err as Caddy's admin endpoint writes errors: a caddy.APIError, {"error": text},
-// and no problem document. The text is the error itself, which only operators may read (P8),
-// without the names of packages in front. Its status is that of the one map of errors, or
-// otherwise for an error that is not in it.
+// refusal converts err to the errors of Caddy's admin endpoint: a caddy.APIError, {"error":
+// text}, not a problem document. The text is the error without the prefixes in packages;
+// only operators read it (P8). The status is that of api.OperatorStatus, or otherwise for
+// an unknown error.
 func refusal(err error, otherwise int, packages []string) error {
 	var refused caddy.APIError
 	var known *api.Problem
@@ -288,10 +286,9 @@ var corePackages, rollbackPackages = []string{"guard", "ledger", "hitl"}, []stri
 
 var _ caddy.AdminHandler = (*API)(nil)
 
-// params is the query of a request. The first thing that is wrong with it is kept
-// until done.
+// params is the query of a request. It keeps the first error until done.
 type params struct {
-	name  string // in the path, where it has one
+	name  string // from the path, if the route has one
 	query url.Values
 	seen  []string
 	err   error
@@ -303,7 +300,7 @@ func (p *params) fail(name string, err error) {
 	}
 }
 
-// one is the value of a parameter that may stand once.
+// one returns the value of a parameter that may occur once.
 func (p *params) one(name string) string {
 	p.seen = append(p.seen, name)
 	values := p.query[name]
@@ -313,7 +310,8 @@ func (p *params) one(name string) string {
 	return p.query.Get(name)
 }
 
-// list are the values of a parameter that may stand several times, or have commas.
+// list returns the values of a parameter that may occur several times, or separated by
+// commas.
 func (p *params) list(name string) (all []string) {
 	p.seen = append(p.seen, name)
 	for _, value := range p.query[name] {
@@ -326,8 +324,8 @@ func (p *params) list(name string) (all []string) {
 	return all
 }
 
-// done returns what was wrong, a parameter that nobody has read included: a
-// misspelled filter must not look like one that everything passes.
+// done returns the first error, also for a parameter that was never read: a misspelled
+// filter must not be ignored.
 func (p *params) done() error {
 	if p.err != nil {
 		return p.err
@@ -341,7 +339,7 @@ func (p *params) done() error {
 	return nil
 }
 
-// age reads a duration like 10m or 2d.
+// age parses a duration like 10m or 2d.
 func (p *params) age(name string) time.Duration {
 	text := p.one(name)
 	if text == "" {
@@ -395,7 +393,7 @@ func (p *params) caller() *execution.CallerHash {
 	return &hash
 }
 
-// checkpoint is the id of a checkpoint; empty is any.
+// checkpoint returns the id of a checkpoint; empty matches any.
 func (p *params) checkpoint() string {
 	text := p.one("checkpoint")
 	if text == "" {
@@ -408,7 +406,7 @@ func (p *params) checkpoint() string {
 	return id
 }
 
-// undos leaves out the executions under which undos are recorded, or all others.
+// undos selects whether the executions of undos are left out, or all others.
 func (p *params) undos(f *execution.Filter) {
 	switch text := p.one("undos"); text {
 	case "", "with":
@@ -423,7 +421,7 @@ func (p *params) undos(f *execution.Filter) {
 	}
 }
 
-// limit is the size of a page.
+// limit returns the size of a page.
 func (p *params) limit() int {
 	text := p.one("limit")
 	if text == "" {
@@ -436,7 +434,7 @@ func (p *params) limit() int {
 	return n
 }
 
-// filter reads what to list. Ages are counted back from now.
+// filter parses the filter of a list. Ages are counted back from now.
 func (p *params) filter(now time.Time) execution.Filter {
 	f := execution.Filter{
 		States: p.states(), Guard: p.one("guard"), Action: p.one("action"), Method: p.one("method"),
@@ -457,16 +455,15 @@ func (p *params) filter(now time.Time) execution.Filter {
 	return f
 }
 
-// streamPatience is how long a reader may take nothing: a stream keeps the store open
-// and the ledger from being pruned.
+// streamPatience is how long a reader may be idle: a stream keeps the store open and blocks
+// the pruning of the ledger.
 const streamPatience = 5 * time.Minute
 
-// stream is an answer that is too large to be held: it writes itself, as text.
+// stream is an answer that is too large for memory: it writes itself, as text.
 type stream func(to io.Writer) error
 
-// serve writes the stream. What goes wrong before the first byte is an error like any
-// other. After it nothing can be said any more but by breaking off, so that nobody
-// takes a part for the whole.
+// serve writes the stream. An error before the first byte is answered as usual. After it,
+// the connection is aborted, so that nobody takes a part for the whole.
 func (s stream) serve(w http.ResponseWriter) error {
 	to := streamWriter{to: w, control: http.NewResponseController(w)}
 	err := s(&to)
@@ -480,7 +477,8 @@ func (s stream) serve(w http.ResponseWriter) error {
 	return refusal(err, http.StatusInternalServerError, corePackages)
 }
 
-// streamWriter sets the header at the first byte, and gives each write its time.
+// streamWriter sends the header before the first byte, and extends the deadline before each
+// write.
 type streamWriter struct {
 	to      http.ResponseWriter
 	control *http.ResponseController
@@ -493,6 +491,6 @@ func (s *streamWriter) Write(b []byte) (int, error) {
 		api.Respond(s.to, http.StatusOK, "text/plain; charset=utf-8", "no-store", nil)
 		s.begun = true
 	}
-	_ = s.control.SetWriteDeadline(time.Now().Add(streamPatience)) // where the connection has one
+	_ = s.control.SetWriteDeadline(time.Now().Add(streamPatience)) // if the connection supports it
 	return s.to.Write(b)
 }

@@ -29,7 +29,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
-// defaultPage is the size of a page where none is asked for.
+// defaultPage is the size of a page if the request names none.
 const defaultPage = 50
 
 func listExecutions(r *http.Request, st Store, p *params) (any, error) {
@@ -58,7 +58,8 @@ func listExecutions(r *http.Request, st Store, p *params) (any, error) {
 	return page, nil
 }
 
-// narrow bounds the listing of a checkpoint's execution by when that was claimed, where the checkpoint store knows it: else all that is recorded would be looked through.
+// narrow limits the search for a checkpoint's execution to the time of its claim, if the
+// checkpoint store knows it. Otherwise all records would be searched.
 func narrow(ctx context.Context, st Store, f *execution.Filter) error {
 	if f.Checkpoint == "" || f.Method == rollback.Method {
 		return nil
@@ -80,7 +81,8 @@ func narrow(ctx context.Context, st Store, f *execution.Filter) error {
 	return nil
 }
 
-// showExecution answers GET executions/{key}, which may be the id of a checkpoint or an execution.
+// showExecution answers GET executions/{key}, which may also be the id of a checkpoint or
+// an execution.
 func showExecution(r *http.Request, st Store, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err
@@ -92,8 +94,8 @@ func showExecution(r *http.Request, st Store, p *params) (any, error) {
 	return readExecution(r.Context(), st, key)
 }
 
-// readExecution reads what operators may see of the execution key. A free key is known by
-// what was decided about it.
+// readExecution reads what operators may see of an execution. A free key still has its
+// resolutions.
 func readExecution(ctx context.Context, st Store, key execution.Key) (*Execution, error) {
 	now, err := st.Now(ctx)
 	if err != nil {
@@ -124,10 +126,10 @@ func readExecution(ctx context.Context, st Store, key execution.Key) (*Execution
 	return &x, nil
 }
 
-// workflowID is the UUID of the workflow of an execution, where its name is none.
+// workflowID returns the UUID of an execution's workflow, if the workflow's name is none.
 func workflowID(ctx context.Context, st Store, record *execution.Record) string {
 	if record.Checkpoint == "" {
-		return "" // no token knows it
+		return "" // no token contains it
 	}
 	id := evidence.WorkflowID(record.Workflow)
 	if call, _, _, err := callOf(ctx, st, record.Checkpoint); err == nil && call.Workflow != "" {
@@ -139,108 +141,108 @@ func workflowID(ctx context.Context, st Store, record *execution.Record) string 
 	return id
 }
 
-// unavailable is a store's own error, that did not come through the guard.
+// unavailable returns the answer to an error of the store itself.
 func unavailable(err error) error {
 	return refuse(http.StatusServiceUnavailable, "the store is unavailable: %v", err)
 }
 
-// StateFree is the state of a key under which nothing is recorded any more.
+// StateFree is the state of a key without a record.
 const StateFree = "free"
 
-// Page is a part of a listing.
+// Page is a page of executions. Its members are an API.
 type Page struct {
-	// Executions, the youngest first.
+	// Executions are sorted by age, the youngest first.
 	Executions []Execution `json:"executions"`
-	// Next is what `after` takes to go on; empty after the last page. A page that is
-	// not full, even an empty one, may have a next one.
+	// Next is the value of `after` for the next page; empty after the last page. A page
+	// that is not full, even an empty one, may have a next one.
 	Next string `json:"next,omitempty"`
 }
 
-// Execution is one execution, as operators see it.
+// Execution describes one execution to operators. Its members are an API.
 type Execution struct {
 	// Key is the execution key in hexadecimal; logs show its first 16 digits.
 	Key string `json:"key"`
 	// State is running, completed, in_doubt, rolled_back, or free.
 	State string `json:"state"`
-	// Detail says more than State where there is more to say: running_here,
-	// running_elsewhere, replayable, result_expired or result_unavailable.
+	// Detail refines State: running_here, running_elsewhere, replayable, result_expired or
+	// result_unavailable.
 	Detail string `json:"detail,omitempty"`
-	// ExecutionID is the caller's name for it, shortened to 255 bytes.
+	// ExecutionID is the caller's id for the execution, cut to 255 bytes.
 	ExecutionID string `json:"execution_id,omitempty"`
-	// Origin says where that came from: given, minted or derived.
+	// Origin is the origin of the id: given, minted or derived.
 	Origin string `json:"origin,omitempty"`
 	// Guard is the guard's configured name.
 	Guard string `json:"guard,omitempty"`
 	// Action is the action's configured name.
 	Action string `json:"action,omitempty"`
-	// Method is the call's.
+	// Method is the call's method.
 	Method string `json:"method,omitempty"`
-	// Host is the call's.
+	// Host is the call's host.
 	Host string `json:"host,omitempty"`
-	// Path is the call's. Its query is not recorded.
+	// Path is the call's path. Its query is not recorded.
 	Path string `json:"path,omitempty"`
-	// Caller is the keyed hash of who asked, in hexadecimal.
+	// Caller is the keyed hash of the caller, in hexadecimal.
 	Caller string `json:"caller,omitempty"`
-	// Workflow is the workflow's id, if any.
+	// Workflow is the caller's name of the workflow, if any.
 	Workflow string `json:"workflow,omitempty"`
-	// WorkflowID is the UUID by which tokens, rollbacks and escalations know the workflow,
-	// where its name is another one. Listings leave it out.
+	// WorkflowID is the UUID of the workflow in tokens, rollbacks and escalations, if its
+	// name is another one. Lists leave it out.
 	WorkflowID string `json:"workflow_id,omitempty"`
-	// Checkpoint is the id of the token that announced it, by which it is rolled back; empty
+	// Checkpoint is the id of the call's checkpoint, with which it is rolled back; empty
 	// without an identity.
 	Checkpoint string `json:"checkpoint,omitempty"`
-	// Created is when it was claimed.
+	// Created is when the call was claimed.
 	Created time.Time `json:"created,omitzero"`
-	// Deadline is until when it may run.
+	// Deadline is when the execution ends at the latest.
 	Deadline time.Time `json:"deadline,omitzero"`
-	// Settled is when its outcome was recorded.
+	// Settled is when the outcome was recorded.
 	Settled time.Time `json:"settled,omitzero"`
-	// Age is the seconds since Created.
+	// Age is the time since Created, in seconds.
 	Age int64 `json:"age"`
-	// Cause is why it is in doubt.
+	// Cause is why the execution is in doubt.
 	Cause string `json:"cause,omitempty"`
-	// Status is that of the upstream's answer, or of the one that an operator gave; 0 without one.
+	// Status is the status of the upstream's answer, or of the one that an operator
+	// supplied; 0 without one.
 	Status int `json:"status,omitempty"`
-	// Node is the gateway that ran it.
+	// Node is the gateway that executed the call.
 	Node string `json:"node,omitempty"`
-	// Result is what is kept of the answer of a completed execution.
+	// Result describes the recorded answer of a completed execution.
 	Result *Result `json:"result,omitempty"`
-	// KeyExpires is when the key of a completed execution is free again.
+	// KeyExpires is when the key of a completed execution becomes free.
 	KeyExpires time.Time `json:"key_expires,omitzero"`
-	// Resolutions are what operators have decided, the oldest first. Listings leave
-	// them out.
+	// Resolutions are the decisions of operators, the oldest first. Lists leave them out.
 	Resolutions []Resolution `json:"resolutions,omitempty"`
 }
 
-// Result is what is kept of an answer.
+// Result describes a recorded answer. Its members are an API.
 type Result struct {
-	// Kept says that it was recorded at all: it may have been too large.
+	// Kept says that the answer was recorded: it may have been too large.
 	Kept bool `json:"kept"`
-	// Size is the bytes that it takes in the store.
+	// Size is the size in the store, in bytes.
 	Size int64 `json:"size"`
-	// Expires is until when it can be replayed.
+	// Expires is the time until which the answer can be replayed.
 	Expires time.Time `json:"expires,omitzero"`
-	// Replayable says that a retry gets it now.
+	// Replayable says that a retry would get the answer now.
 	Replayable bool `json:"replayable"`
 }
 
-// Resolution is what an operator has decided.
+// Resolution is a decision of an operator. Its members are an API.
 type Resolution struct {
-	// At is when.
+	// At is when the operator decided.
 	At time.Time `json:"at"`
 	// Applied says that the call was executed.
 	Applied bool `json:"applied"`
-	// Operator is who decided.
+	// Operator is the name of the operator.
 	Operator string `json:"operator"`
-	// Reason is on what evidence.
+	// Reason is the operator's evidence.
 	Reason string `json:"reason"`
-	// Cause is why it was in doubt.
+	// Cause is why the call was in doubt.
 	Cause string `json:"cause,omitempty"`
 	// Action is the action's name at that time.
 	Action string `json:"action,omitempty"`
 }
 
-// view is r as operators see it.
+// view describes r to operators.
 func view(r *execution.Recorded, now time.Time) Execution {
 	record := r.Record
 	x := Execution{
@@ -253,7 +255,7 @@ func view(r *execution.Recorded, now time.Time) Execution {
 		Cause: string(record.Cause), Status: record.Status, Node: record.Node,
 	}
 	if record.State != execution.StateInDoubt {
-		x.Cause = "" // what an outcome was read from is no cause of a doubt
+		x.Cause = "" // other outcomes have a cause too, but only doubts show it
 	}
 	if record.State == execution.StateCompleted {
 		kept := record.Result
@@ -266,7 +268,7 @@ func view(r *execution.Recorded, now time.Time) Execution {
 	return x
 }
 
-// detail is what a status says beyond the state.
+// detail returns what a status says beyond the state.
 func detail(s execution.Status) string {
 	switch s {
 	case execution.RunningHere:
@@ -297,12 +299,12 @@ func origin(o execution.Origin) string {
 	}
 }
 
-// maxSought is how many pages are looked through for an execution that no index names.
-// A page opens a few thousand records.
+// maxSought is how many pages are searched for an execution without an index. A page reads
+// a few thousand records.
 const maxSought = 20
 
-// find is the key of the execution that an operator names: by the key or its first digits,
-// by the checkpoint of its call, or by the caller's id where one execution alone has it.
+// find returns the key of the execution that an operator names: by the key or its first
+// digits, by its checkpoint, or by the caller's id if that is unique.
 func find(ctx context.Context, st Store, name string) (execution.Key, error) {
 	key, err := st.Executions().Expand(ctx, name)
 	if err == nil || !errors.Is(err, execution.ErrUnknown) && !errors.Is(err, execution.ErrKeyForm) {
@@ -330,14 +332,14 @@ func find(ctx context.Context, st Store, name string) (execution.Key, error) {
 	return key, err
 }
 
-// checkpointID is the id of a checkpoint as it is recorded; false where it has not the form.
+// checkpointID returns the id of a checkpoint as recorded; false if the form is wrong.
 func checkpointID(text string) (string, bool) {
 	id, err := uuid.Parse(text)
 	return id.String(), err == nil && len(text) == len(id.String())
 }
 
-// ofCheckpoint is the key of the call of a checkpoint, as long as the checkpoint store has that and
-// the key is still that call's; else guard.ErrUnknown.
+// ofCheckpoint returns the key of a checkpoint's call, if the checkpoint store still has
+// the checkpoint and the key still belongs to that call; else guard.ErrUnknown.
 func ofCheckpoint(ctx context.Context, st Store, id string) (execution.Key, error) {
 	call, _, record, err := callOf(ctx, st, id)
 	switch {
@@ -349,9 +351,9 @@ func ofCheckpoint(ctx context.Context, st Store, id string) (execution.Key, erro
 	return call.Execution, nil
 }
 
-// callOf is what the checkpoint store has of the call of a checkpoint, and the record of its execution:
-// nil where the key is free, or another call's. Where the checkpoint store has nothing that can be read
-// it is guard.ErrUnknown.
+// callOf returns a checkpoint's stored data and the record of its execution, which is nil
+// if the key is free or belongs to another call. The error is guard.ErrUnknown if the
+// checkpoint cannot be read.
 func callOf(ctx context.Context, st Store, id string) (*checkpoint.Snapshot, *checkpoint.Result, *execution.Record, error) {
 	checkpoints := st.Checkpoints()
 	if checkpoints == nil {
@@ -375,8 +377,8 @@ func callOf(ctx context.Context, st Store, id string) (*checkpoint.Snapshot, *ch
 	return call, result, nil, nil
 }
 
-// sought is the key of the one execution that passes a filter which no index serves. Where
-// there are too many executions to say that there is no other one, that is an error.
+// sought returns the key of the only execution that passes a filter without an index. The
+// error says that there are too many executions to be sure that it is the only one.
 func sought(ctx context.Context, st Store, f execution.Filter) (execution.Key, error) {
 	var found []execution.Recorded
 	after := ""
@@ -405,7 +407,7 @@ func sought(ctx context.Context, st Store, f execution.Filter) (execution.Key, e
 	return found[0].Key, nil
 }
 
-// describe names executions so that one can be chosen.
+// describe lists executions for an error message, so that one can be chosen.
 func describe(all []execution.Recorded) string {
 	var words []string
 	for i := range all {
@@ -415,20 +417,20 @@ func describe(all []execution.Recorded) string {
 	return strings.Join(words, " and ")
 }
 
-// Executions know a workflow by its caller's name for it. Tokens, rollbacks and escalations
-// know it by a UUID, which is derived from a name that is none. Operators may say either.
+// Executions have the caller's name of a workflow. Tokens, rollbacks and escalations have a
+// UUID, which is derived from a name that is no UUID. Operators may use either.
 
-// maxNamed is in how many checkpoints of a workflow its name is looked for.
+// maxNamed is how many checkpoints of a workflow are searched for its name.
 const maxNamed = 20
 
-// names finds callers' names of workflows, each once.
+// names looks up callers' names of workflows, each once.
 type names struct {
 	st    Store
 	known map[string]string
 }
 
-// of is the caller's name for the workflow with a UUID; empty where there is none, or none
-// is recorded any more. checkpoint is one of the workflow, and may be empty.
+// of returns the caller's name of the workflow with a UUID; empty if that is the name, or
+// if no name is recorded any more. checkpoint belongs to the workflow and may be empty.
 func (n *names) of(ctx context.Context, workflow, checkpoint string) string {
 	if workflow == "" {
 		return ""
@@ -447,7 +449,7 @@ func (n *names) of(ctx context.Context, workflow, checkpoint string) string {
 	return name
 }
 
-// by looks at the execution of a checkpoint.
+// by reads the name from the execution of a checkpoint.
 func (n *names) by(ctx context.Context, workflow, checkpoint string) string {
 	_, _, record, err := callOf(ctx, n.st, checkpoint)
 	if err != nil || record == nil || record.Workflow == workflow {
@@ -459,7 +461,7 @@ func (n *names) by(ctx context.Context, workflow, checkpoint string) string {
 	return ""
 }
 
-// inLedger looks at the checkpoints that the ledger has of the workflow.
+// inLedger reads the name from the workflow's checkpoints in the ledger.
 func (n *names) inLedger(ctx context.Context, workflow string) string {
 	l := n.st.Ledger()
 	if l == nil || l.Log == nil {
@@ -467,7 +469,7 @@ func (n *names) inLedger(ctx context.Context, workflow string) string {
 	}
 	page, err := l.Log.List(ctx, workflow, "", ledger.MaxPage)
 	if err != nil {
-		return "" // only a name is missing
+		return "" // only the name would be missing
 	}
 	looked := 0
 	for i := range page.Entries {
@@ -485,8 +487,7 @@ func (n *names) inLedger(ctx context.Context, workflow string) string {
 	return ""
 }
 
-// forms are the forms under which a workflow is recorded that an operator names: the given
-// one first.
+// forms returns the names under which a workflow may be recorded, the given one first.
 func (n *names) forms(ctx context.Context, given string) []string {
 	if given == "" {
 		return nil
@@ -502,27 +503,27 @@ func (n *names) forms(ctx context.Context, given string) []string {
 
 // The decisions about an execution in doubt.
 const (
-	// DecisionApplied: it was executed.
+	// DecisionApplied: the call was executed.
 	DecisionApplied = "applied"
-	// DecisionNotApplied: it was not, and cannot be any more.
+	// DecisionNotApplied: the call was not executed, and cannot be any more.
 	DecisionNotApplied = "not_applied"
 )
 
-// Decision is what POST executions/{key}/resolve takes.
+// Decision is the body of POST executions/{key}/resolve.
 type Decision struct {
 	// Decision is applied or not_applied.
 	Decision string `json:"decision"`
-	// Operator says who decides: 256 bytes at most. It is recorded and logged.
+	// Operator is the name of the operator, at most 256 bytes. It is recorded and logged.
 	Operator string `json:"operator"`
-	// Reason says on what evidence: 1,024 bytes at most. It is recorded and logged.
+	// Reason is the operator's evidence, at most 1,024 bytes. It is recorded and logged.
 	Reason string `json:"reason"`
-	// Result is the answer that retries get from now on. It goes with applied only;
-	// without one they are told that the call was executed and its result is gone.
+	// Result is the answer that retries get from now on, with applied only. Without one
+	// they learn that the call was executed and its answer is unavailable.
 	Result *Answer `json:"result,omitempty"`
 }
 
-// maxDecision is the most bytes of a request: a body of 256 KiB in the widest form
-// that JSON has for it, and room for the rest.
+// maxDecision bounds a request, in bytes: a body of 256 KiB in its longest JSON encoding,
+// and the rest.
 const maxDecision = 2 << 20
 
 func resolveExecution(r *http.Request, st Store, p *params) (any, error) {
@@ -558,7 +559,7 @@ func resolveExecution(r *http.Request, st Store, p *params) (any, error) {
 	return readExecution(r.Context(), st, key)
 }
 
-// read decodes strictly: a misspelled member must not be a decision without it.
+// read decodes strictly: a misspelled member must not be ignored.
 func (d *Decision) read(from io.Reader) error {
 	text, err := io.ReadAll(io.LimitReader(from, maxDecision+1))
 	switch {
@@ -578,7 +579,7 @@ func (d *Decision) read(from io.Reader) error {
 	return nil
 }
 
-// check returns the answer that d gives, if any.
+// check returns the answer in d, if there is one.
 func (d *Decision) check() (*execution.Head, []byte, error) {
 	switch {
 	case d.Decision != DecisionApplied && d.Decision != DecisionNotApplied:
@@ -599,19 +600,19 @@ func (d *Decision) check() (*execution.Head, []byte, error) {
 	return head, body, nil
 }
 
-// Answer is an answer that an operator gives in place of the one that was lost.
+// Answer is an answer that an operator supplies for a lost one.
 type Answer struct {
 	// Status is from 200 to 599.
 	Status int `json:"status"`
-	// Header is the header, names with their values.
+	// Header has the header fields with their values.
 	Header map[string][]string `json:"header,omitempty"`
 	// Body is the body as text: at most 256 KiB.
 	Body string `json:"body,omitempty"`
-	// BodyBase64 is the body in base64, where it is no text.
+	// BodyBase64 is the body in base64, if it is not text.
 	BodyBase64 string `json:"body_base64,omitempty"`
 }
 
-// read checks that the answer can be sent as it stands.
+// read checks that the answer can be sent.
 func (a *Answer) read() (*execution.Head, []byte, error) {
 	if a.Status < 200 || a.Status > 599 {
 		return nil, nil, fmt.Errorf("status: %d is no final status; use 200 to 599", a.Status)
@@ -636,7 +637,7 @@ func (a *Answer) read() (*execution.Head, []byte, error) {
 	return &execution.Head{Status: a.Status, Header: header}, body, nil
 }
 
-// fields is the header with canonical names.
+// fields returns the header with canonical names.
 func (a *Answer) fields(length int) (map[string][]string, error) {
 	header := make(http.Header, len(a.Header))
 	for _, name := range slices.Sorted(maps.Keys(a.Header)) {

@@ -15,50 +15,52 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Rollbacks are the rollbacks over a store. *rollback.Coordinator is one.
+// Rollbacks plans and carries out rollbacks. *rollback.Coordinator implements it.
 type Rollbacks interface {
-	// Plan shows what Execute would do, or why it would not.
+	// Plan returns what Execute would do. The error says why it would refuse.
 	Plan(ctx context.Context, r rollback.Request) (*rollback.Rollback, error)
-	// Execute accepts a rollback durably. The same id with the same content gives the same
-	// rollback (P5).
+	// Execute accepts a rollback durably. The same id with the same content returns the
+	// same rollback (P5).
 	Execute(ctx context.Context, r rollback.Request, extra ...store.Write) (*rollback.Rollback, error)
 	// Get returns a rollback, or rollback.ErrUnknown.
 	Get(ctx context.Context, id string) (*rollback.Rollback, error)
-	// Wait returns a rollback once it is finished, or as it is with ctx's error.
+	// Wait returns a rollback once it is finished. With the error of ctx it returns the
+	// rollback as it is.
 	Wait(ctx context.Context, id string) (*rollback.Rollback, error)
-	// List returns up to limit rollbacks, the newest first, from where after says.
+	// List returns up to limit rollbacks after a cursor, the newest first.
 	List(ctx context.Context, after string, limit int) (rollback.Page, error)
 }
 
-// RollbackRequest is what POST rollback takes.
+// RollbackRequest is the body of POST rollback.
 type RollbackRequest struct {
-	// RollbackID is a UUID, with or without urn:uuid:; the same for every repetition.
-	// Without it there is a new one with each request.
+	// RollbackID is a UUID, with or without urn:uuid:; repetitions of a request use the
+	// same one. Without it every request is a new rollback.
 	RollbackID string `json:"rollback_id,omitempty"`
-	// CheckpointID is the checkpoint or group to go back to.
+	// CheckpointID is the checkpoint or group to roll back.
 	CheckpointID string `json:"checkpoint_id"`
 	// Scope is single, sub_dag or full_workflow.
 	Scope string `json:"scope,omitempty"`
-	// Cascade means sub_dag instead of single if Scope is missing.
+	// Cascade selects sub_dag instead of single if Scope is missing.
 	Cascade bool `json:"cascade,omitempty"`
-	// KeepDependants says that completed actions which depend on what is undone stay as they
-	// are. Without it a rollback that would leave some is refused.
+	// KeepDependants allows that completed actions which depend on undone ones stay.
+	// Otherwise such a rollback is refused.
 	KeepDependants bool `json:"keep_dependants,omitempty"`
-	// Operator says who asks: 256 bytes at most. It is recorded and logged.
+	// Operator is the name of the operator, at most 256 bytes. It is recorded and logged.
 	Operator string `json:"operator"`
-	// Reason says why: 512 bytes at most. It is recorded, logged, and sent to agents.
+	// Reason is the operator's reason, at most 512 bytes. It is recorded, logged, and sent
+	// to agents.
 	Reason string `json:"reason"`
-	// DryRun shows the plan, and changes and records nothing.
+	// DryRun returns the plan without changing or recording anything.
 	DryRun bool `json:"dry_run,omitempty"`
 }
 
-// RollbackPage is a part of a listing of rollbacks.
+// RollbackPage is a page of rollbacks. Its members are an API.
 type RollbackPage struct {
-	// Rollbacks, the newest first, without their steps.
+	// Rollbacks are sorted by age, the newest first, without their steps.
 	Rollbacks []*api.Document `json:"rollbacks"`
 	// Unreadable counts those that cannot be read.
 	Unreadable int `json:"unreadable,omitempty"`
-	// Next is what `after` takes to go on; empty after the last page.
+	// Next is the value of `after` for the next page; empty after the last page.
 	Next string `json:"next,omitempty"`
 }
 
@@ -81,9 +83,9 @@ func (d *RollbackRequest) request() (r rollback.Request, err error) {
 		return r, refuse(http.StatusBadRequest, "reason: say why, in at most %d bytes", maxRollbackReason)
 	}
 	if id, err := uuid.Parse(d.CheckpointID); err == nil && len(d.CheckpointID) == len(id.String()) {
-		r.Checkpoint = id.String() // as the ledger has it
+		r.Checkpoint = id.String() // the form of the ledger
 	}
-	var cascade *bool // nil where it is not said, as a scope alone leaves it
+	var cascade *bool // nil if absent: then the scope alone decides
 	if d.Cascade {
 		cascade = &d.Cascade
 	}
@@ -93,7 +95,7 @@ func (d *RollbackRequest) request() (r rollback.Request, err error) {
 	return r, err
 }
 
-// coordinated calls serve with the rollbacks over a store.
+// coordinated makes a handler of a function that needs the store's rollbacks.
 func coordinated(serve func(r *http.Request, all Rollbacks, p *params) (any, error)) handler {
 	return func(r *http.Request, st Store, p *params) (any, error) {
 		all := st.Rollbacks()
@@ -112,7 +114,7 @@ func coordinated(serve func(r *http.Request, all Rollbacks, p *params) (any, err
 	}
 }
 
-// startRollback answers POST rollback. It does not wait for the end: whoever asks looks at it.
+// startRollback answers POST rollback. It does not wait for the end: clients poll.
 func startRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err
@@ -141,7 +143,8 @@ func startRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
 	return api.Describe(accepted, wanted.ID), nil
 }
 
-// showRollback answers GET rollback/{id}, once it is finished where that is waited for.
+// showRollback answers GET rollback/{id}; on request it waits until the rollback is
+// finished.
 func showRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
 	wait := min(p.age("wait"), api.LongestWait)
 	if err := p.done(); err != nil {
@@ -187,16 +190,16 @@ func listRollbacks(r *http.Request, all Rollbacks, p *params) (any, error) {
 
 var _ Rollbacks = (*rollback.Coordinator)(nil)
 
-// Trial is the state of an undo that has not succeeded yet.
+// Trial has the failed attempts of an undo that has not succeeded yet.
 type Trial struct {
-	// Attempts counts the requests of this process that got no good answer.
+	// Attempts counts the failed requests of this process.
 	Attempts int
-	// Cause is why the last one did not.
+	// Cause is why the last one failed.
 	Cause string
 }
 
-// explain adds what operators may know beyond those who ask over HTTP (P8): what each step
-// is about, how it is undone, what holds it up, and what the caller calls the workflow.
+// explain adds what only operators may see (P8): the call of each step, how it is undone,
+// why it takes long, and the caller's name of the workflow.
 func explain(ctx context.Context, st Store, doc *api.Document) {
 	for i := range doc.Steps {
 		step := &doc.Steps[i]
@@ -207,7 +210,7 @@ func explain(ctx context.Context, st Store, doc *api.Document) {
 		}
 		call, result, record, err := callOf(ctx, st, step.CheckpointID)
 		if err != nil {
-			continue // a group, another gateway's, or nothing that stands any more
+			continue // a group, another gateway's, or expired
 		}
 		step.Way = rollback.Describe(call, result)
 		step.Call = &api.CallDocument{
@@ -221,19 +224,19 @@ func explain(ctx context.Context, st Store, doc *api.Document) {
 	doc.WorkflowName = (&names{st: st}).of(ctx, doc.Workflow, doc.CheckpointID)
 }
 
-// Escalations is what GET escalations answers. Its members are an API.
+// Escalations is the answer to GET escalations. Its members are an API.
 type Escalations struct {
-	// Escalations, the newest first.
+	// Escalations are sorted by age, the newest first.
 	Escalations []Escalation `json:"escalations"`
-	// Unreadable counts those that cannot be opened.
+	// Unreadable counts those that cannot be decrypted.
 	Unreadable int `json:"unreadable,omitempty"`
-	// Next is where the list goes on; absent at its end.
+	// Next is the value of `after` for the next page; empty after the last page.
 	Next string `json:"next,omitempty"`
 }
 
-// Escalation is something that only a person can decide. Its members are an API.
+// Escalation is a case that only a person can decide. Its members are an API.
 type Escalation struct {
-	// ID names it.
+	// ID is the escalation's id.
 	ID string `json:"id"`
 	// Level is 1 (pause), 2 (approval) or 3 (stop), LevelName the word.
 	Level     uint8  `json:"level"`
@@ -243,33 +246,33 @@ type Escalation struct {
 	// Cause is a fixed word, Summary a sentence.
 	Cause   string `json:"cause"`
 	Summary string `json:"summary"` // see Cause
-	// Workflow and Caller are whose it is.
+	// Workflow and Caller are those of the case.
 	Workflow string `json:"workflow,omitempty"`
 	Caller   string `json:"caller,omitempty"` // see Workflow
-	// WorkflowName is what its caller calls the workflow, where that is another name.
+	// WorkflowName is the caller's name of the workflow, if that is another one.
 	WorkflowName string `json:"workflow_name,omitempty"`
-	// Links lead to what it is about.
+	// Links has the ids of what the case is about.
 	Links EscalationLinks `json:"links"`
-	// Opened and Changed are when it was opened, and when its state last changed.
+	// Opened is when it was opened, Changed when its state last changed.
 	Opened  time.Time `json:"opened"`
 	Changed time.Time `json:"changed"` // see Opened
-	// Attempts counts how often somebody was to be told, and LastError is why the last
-	// attempt failed, if it did.
+	// Attempts counts the attempts to notify somebody, and LastError is why the last one
+	// failed; empty if it did not.
 	Attempts  int    `json:"attempts"`
 	LastError string `json:"last_error,omitempty"` // see Attempts
-	// NextAttempt is when the next one is due; absent where none is.
+	// NextAttempt is when the next attempt is due; absent if there is none.
 	NextAttempt time.Time `json:"next_attempt,omitzero"`
 }
 
-// EscalationLinks lead from an escalation to what it is about.
+// EscalationLinks has the ids of what an escalation is about.
 type EscalationLinks struct {
-	// Checkpoint and Error are ids of tokens, Rollback is a rollback's id.
+	// Checkpoint and Error are ids of tokens, Rollback is the id of a rollback.
 	Checkpoint string `json:"checkpoint,omitempty"`
 	Rollback   string `json:"rollback,omitempty"` // see Checkpoint
 	Error      string `json:"error,omitempty"`    // see Checkpoint
-	// Execution is the hash that names an execution.
+	// Execution is the execution key in hexadecimal.
 	Execution string `json:"execution,omitempty"`
-	// Upstream is an upstream's address.
+	// Upstream is the address of an upstream.
 	Upstream string `json:"upstream,omitempty"`
 }
 
@@ -296,7 +299,7 @@ func listEscalations(r *http.Request, st Store, p *params) (any, error) {
 	return page, nil
 }
 
-// escalatedAs is the first of the forms of a workflow's id under which there are escalations.
+// escalatedAs returns the first of a workflow's names that has escalations.
 func escalatedAs(ctx context.Context, st Store, forms []string) (string, error) {
 	for _, form := range forms {
 		page, err := st.Escalations().List(ctx, hitl.Filter{Workflow: form}, "", 1)
@@ -319,7 +322,7 @@ func viewEscalation(e *hitl.Escalation) Escalation {
 	}
 }
 
-// level is a level, by its number or its word; 0 is any.
+// level parses a level, a number or its word; 0 matches any.
 func (p *params) level() hitl.Level {
 	text := p.one("level")
 	if text == "" {
@@ -334,7 +337,7 @@ func (p *params) level() hitl.Level {
 	return 0
 }
 
-// escalationState is a state of an escalation; 0 is any.
+// escalationState parses the state of an escalation; 0 matches any.
 func (p *params) escalationState() hitl.State {
 	text := p.one("state")
 	if text == "" {

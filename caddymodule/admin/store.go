@@ -25,45 +25,44 @@ const (
 	HealthUnknown = "unknown"
 )
 
-// maxCounted is up to which number the executions of a state are counted.
+// maxCounted is the number up to which the executions of a state are counted.
 const maxCounted = 10_000
 
-// StoreStatus is the status of a store.
+// StoreStatus is the status of a store. Its members are an API.
 type StoreStatus struct {
-	// Path names the store.
+	// Path identifies the store.
 	Path string `json:"path"`
 	// Health is ok, closed or unknown.
 	Health string `json:"health"`
-	// Problem is what is wrong, where it is not ok.
+	// Problem says what is wrong if Health is not ok.
 	Problem string `json:"problem,omitempty"`
-	// Node is the gateway that the store belongs to.
+	// Node is the gateway of the store.
 	Node string `json:"node"`
 	// Boot is the id of this process of the gateway.
 	Boot string `json:"boot"`
-	// Executions are the numbers of executions by state; left out where they cannot
-	// be counted.
+	// Executions has the numbers of executions by state; absent if they cannot be counted.
 	Executions map[string]Count `json:"executions,omitempty"`
-	// Quota is what one caller may hold, by the latest configuration; left out where
-	// nothing bounds it.
+	// Quota has the limits of one caller in the latest configuration; absent without
+	// limits.
 	Quota *Quota `json:"quota,omitempty"`
-	// Store is the state of the store; left out where it cannot.
+	// Store is the store's own report; absent if it has none.
 	Store *Report `json:"store,omitempty"`
 }
 
-// Count is how many executions there are in a state.
+// Count is the number of executions in a state.
 type Count struct {
 	// Count is their number.
 	Count int `json:"count"`
-	// AtLeast says that there are more: the counting stops at 10,000.
+	// AtLeast says that there are more: counting stops at 10,000.
 	AtLeast bool `json:"at_least,omitempty"`
-	// Oldest is when the first of them was claimed.
+	// Oldest is when the oldest of them was claimed.
 	Oldest time.Time `json:"oldest,omitzero"`
-	// OldestAge are the seconds since.
+	// OldestAge is the time since Oldest, in seconds.
 	OldestAge int64 `json:"oldest_age,omitempty"`
 }
 
-// showStore answers GET store. A store that is not well is no reason for an error: it is
-// what was asked.
+// showStore answers GET store. An unhealthy store is not an error: its health is what was
+// asked for.
 func showStore(r *http.Request, st Store) (any, error) {
 	status := StoreStatus{
 		Path: st.Path(), Health: HealthOK, Node: st.Executions().Node(), Boot: st.Executions().Boot(),
@@ -109,71 +108,73 @@ func age(now, then time.Time) int64 {
 	return int64(max(now.Sub(then), 0) / time.Second)
 }
 
-// Report is the state of a store: what it did since it was opened.
+// Report has the counts of a store since it was opened. Its members are an API.
 type Report struct {
-	// Commits are transactions, each with one sync.
+	// Commits is the number of transactions, each with one fsync.
 	Commits uint64 `json:"commits"`
-	// Batches are the committed batches.
+	// Batches is the number of committed batches.
 	Batches uint64 `json:"batches"`
-	// Writes are the single writes in those.
+	// Writes is the number of writes in those.
 	Writes uint64 `json:"writes"`
-	// RecordsPerSync is Batches over Commits.
+	// RecordsPerSync is Batches divided by Commits.
 	RecordsPerSync float64 `json:"records_per_sync"`
-	// Conflicts are batches that lost to another.
+	// Conflicts is the number of batches whose conditions failed.
 	Conflicts uint64 `json:"conflicts"`
-	// Bytes are the bytes of records that were written.
+	// Bytes is the size of the written records, in bytes.
 	Bytes uint64 `json:"bytes_written"`
-	// BodyBytes are the bytes of result bodies that were written.
+	// BodyBytes is the size of the written result bodies, in bytes.
 	BodyBytes uint64 `json:"body_bytes_written"`
-	// BodySyncs are the syncs of files of result bodies.
+	// BodySyncs is the number of fsyncs of files with result bodies.
 	BodySyncs uint64 `json:"body_syncs"`
-	// Dropped are the files of result bodies that were dropped after their expiry.
+	// Dropped is the number of files with result bodies that were deleted after their
+	// expiry.
 	Dropped uint64 `json:"segments_dropped"`
-	// Size are the bytes that the store takes of the disk, by part.
+	// Size is the disk space of the store by part, in bytes.
 	Size map[string]uint64 `json:"size_bytes,omitempty"`
-	// Dead are the bytes of expired and replaced records that compaction can give back.
+	// Dead is the size of expired and replaced records that compaction can reclaim, in
+	// bytes.
 	Dead int64 `json:"dead_bytes"`
-	// Reclaimed are the bytes that compactions have reclaimed.
+	// Reclaimed is the disk space that compactions have reclaimed, in bytes.
 	Reclaimed uint64 `json:"reclaimed_bytes"`
-	// MaxSize is the largest size of the store in bytes, 0 without a limit.
+	// MaxSize is the largest size of the store in bytes; 0 without a limit.
 	MaxSize int64 `json:"max_size_bytes,omitempty"`
-	// Verifying is true while what was there before this opening is still read.
+	// Verifying says that the data of earlier processes is still being verified.
 	Verifying bool `json:"verifying"`
-	// Disk is left out where the system does not say.
+	// Disk is absent if the system does not report it.
 	Disk *Disk `json:"disk,omitempty"`
-	// Refused are the batches that were refused because the disk was nearly full.
+	// Refused is the number of batches refused because the disk was nearly full.
 	Refused uint64 `json:"refused_disk_full"`
 }
 
 // Disk is the free space of a store's disk.
 type Disk struct {
-	// Free are the free bytes.
+	// Free is the free space in bytes.
 	Free uint64 `json:"free_bytes"`
-	// MinFree are the free bytes below which nothing new starts.
+	// MinFree is the free space in bytes below which nothing new starts.
 	MinFree int64 `json:"min_free_bytes"`
 	// Takes is what the store accepts: everything, outcomes, or nothing.
 	Takes string `json:"takes"`
 }
 
-// What a store accepts, by the free space of its disk (P4).
+// What a store accepts, depending on its free disk space (P4).
 const (
-	// TakesEverything: there is enough.
+	// TakesEverything: there is enough space.
 	TakesEverything = "everything"
-	// TakesOutcomes: nothing new starts, running executions can end.
+	// TakesOutcomes: nothing new starts, but running executions can end.
 	TakesOutcomes = "outcomes"
 	// TakesNothing: running executions end in doubt.
 	TakesNothing = "nothing"
 )
 
-// Quota is what one caller may hold in a store at a time; a zero member is no bound.
+// Quota has the limits of one caller in a store; zero is no limit.
 type Quota struct {
-	// OpenExecutions is the largest number of executions that run or are in doubt.
+	// OpenExecutions is the largest number of executions that are running or in doubt.
 	OpenExecutions int `json:"open_executions,omitempty"`
-	// StoredBytes is the largest size of records and answers.
+	// StoredBytes is the largest size of records and answers, in bytes.
 	StoredBytes int64 `json:"stored_bytes,omitempty"`
 }
 
-// shortage says what is wrong where the store does not take everything.
+// shortage returns the problem of a store that does not accept everything.
 func (r *Report) shortage() string {
 	switch {
 	case r.Disk == nil || r.Disk.Takes == TakesEverything:
@@ -185,63 +186,63 @@ func (r *Report) shortage() string {
 	}
 }
 
-// KeyStatus is what operators see of the key ring. There is never a key in it.
+// KeyStatus describes the key ring without its keys. Its members are an API.
 type KeyStatus struct {
-	// Source is "file", or "value" where the configuration gives the key.
+	// Source is "file", or "value" if the key is in the configuration.
 	Source string `json:"source"`
-	// File is the key file's path.
+	// File is the path of the key file.
 	File string `json:"file,omitempty"`
 	// Keys are the sealing keys, the newest last.
 	Keys []Key `json:"keys"`
-	// Resealing is the last pass of sealing anew since the store was opened.
+	// Resealing is the last re-sealing since the store was opened.
 	Resealing *Resealing `json:"resealing,omitempty"`
 }
 
 // Key is one sealing key.
 type Key struct {
-	// ID is its number.
+	// ID is the number of the key.
 	ID uint32 `json:"id"`
 	// Created is when it was created.
 	Created time.Time `json:"created,omitzero"`
-	// Newest marks the key that seals new values.
+	// Newest says that the key seals new values.
 	Newest bool `json:"newest"`
-	// InUse says that something may be sealed with it: the ring must keep it.
+	// InUse says that values may be sealed with it, so that the ring must keep it.
 	InUse bool `json:"in_use"`
-	// Until is when the last of that expires, where that is known.
+	// Until is when the last of these values expires, if known.
 	Until time.Time `json:"until,omitzero"`
 }
 
 // Resealing is the progress of a pass.
 type Resealing struct {
-	// Key is the sealing key to which values are moved.
+	// Key is the new sealing key of the values.
 	Key uint32 `json:"key"`
-	// Seen counts the values that were read.
+	// Seen is the number of values read.
 	Seen int `json:"seen"`
-	// Resealed counts those that were sealed again.
+	// Resealed is the number of values that were sealed anew.
 	Resealed int `json:"resealed"`
-	// Damaged counts those that cannot be opened.
+	// Damaged is the number of values that cannot be decrypted.
 	Damaged int `json:"damaged"`
-	// Left are the values under older keys, as far as they were read.
+	// Left has the values found under older keys.
 	Left []KeyLeft `json:"left"`
-	// Started is when it began.
+	// Started is when the pass began.
 	Started time.Time `json:"started"`
-	// Finished is when it was done; left out while it runs, and where it failed.
+	// Finished is when the pass ended; absent while it runs and if it failed.
 	Finished time.Time `json:"finished,omitzero"`
-	// Done says that everything was read.
+	// Done says that all values were read.
 	Done bool `json:"done"`
-	// Error is why it stopped; it will be tried again.
+	// Error is why the pass stopped; it will be retried.
 	Error string `json:"error,omitempty"`
 }
 
-// KeyLeft are the values that are sealed with an older key.
+// KeyLeft has the numbers of values under one older key.
 type KeyLeft struct {
-	// ID is the key's number.
+	// ID is the number of the key.
 	ID uint32 `json:"id"`
-	// Records are those that could not be moved.
+	// Records is the number of records that could not be sealed anew.
 	Records int `json:"records"`
-	// Results are parts of answers, which expire.
+	// Results is the number of parts of answers, which are not sealed anew but expire.
 	Results int `json:"results"`
-	// Until is when the last of it expires; left out where some of it does not.
+	// Until is when the last of these values expires; absent if some do not expire.
 	Until time.Time `json:"until,omitzero"`
 }
 
@@ -249,7 +250,7 @@ func showKeys(r *http.Request, st Store) (any, error) {
 	return st.Keys(r.Context())
 }
 
-// rotateKeys answers POST keys/rotate, with the keys that there are now.
+// rotateKeys answers POST keys/rotate with the resulting keys.
 func rotateKeys(r *http.Request, st Store) (any, error) {
 	if err := st.RotateKeys(r.Context()); err != nil {
 		return nil, err
@@ -257,49 +258,46 @@ func rotateKeys(r *http.Request, st Store) (any, error) {
 	return st.Keys(r.Context())
 }
 
-// Identity is who the gateway is in its tokens, and what it signs them with. There is
-// never a private key in it.
+// Identity is the gateway's identity in tokens, with its public keys. Its members are an
+// API.
 type Identity struct {
 	// Name is the `iss` of the gateway's tokens.
 	Name string `json:"name"`
-	// File is the key file's path.
+	// File is the path of the key file.
 	File string `json:"file"`
-	// Algorithm is that of the next key.
+	// Algorithm is the algorithm of the next key.
 	Algorithm string `json:"algorithm"`
-	// Keys are those of the file, the one that signs last.
+	// Keys are the keys of the file; the last one signs.
 	Keys []IdentityKey `json:"keys"`
 }
 
 // IdentityKey is one key of the gateway.
 type IdentityKey struct {
-	// ID is its name, the `kid` of its tokens.
+	// ID is the key's `kid` in tokens.
 	ID string `json:"id"`
-	// Algorithm is what it signs with.
+	// Algorithm is the key's algorithm.
 	Algorithm string `json:"alg"`
-	// Created is when it was made; left out where that is not known.
+	// Created is when the key was made; absent if unknown.
 	Created time.Time `json:"created,omitzero"`
-	// Until is when it leaves the published set, or has left it; left out for the one
-	// that signs.
+	// Until is when the key leaves, or has left, the published set; absent for the one that
+	// signs.
 	Until time.Time `json:"until,omitzero"`
-	// Signs marks the one in use.
+	// Signs says that the key signs new tokens.
 	Signs bool `json:"signs"`
-	// Revoked says that nothing that it has signed is believed any more, not even
-	// records.
+	// Revoked says that no signature of the key is accepted any more, not even in records.
 	Revoked bool `json:"revoked,omitempty"`
 }
 
-// IdentityRotation is what POST identity/rotate takes. An empty body is one without
-// members.
+// IdentityRotation is the body of POST identity/rotate, which may be empty.
 type IdentityRotation struct {
-	// Stolen says that an older key is in wrong hands: none of them is published any
-	// more.
+	// Stolen says that an older key was stolen: no older key is published any more.
 	Stolen bool `json:"stolen,omitempty"`
 }
 
-// maxRotation is the most bytes of such a request.
+// maxRotation bounds the body, in bytes.
 const maxRotation = 1 << 10
 
-// identityOf is the identity in the store's latest configuration.
+// identityOf returns the identity of the store's latest configuration.
 func identityOf(st Store) (*Identity, error) {
 	if i := st.Identity(); i != nil {
 		return i, nil
@@ -312,7 +310,7 @@ func showIdentity(_ *http.Request, st Store) (any, error) {
 	return identityOf(st)
 }
 
-// rotateIdentity answers POST identity/rotate, with the keys that there are now.
+// rotateIdentity answers POST identity/rotate with the resulting keys.
 func rotateIdentity(r *http.Request, st Store) (any, error) {
 	var d IdentityRotation
 	if err := decode(r.Body, maxRotation, &d); err != nil && !errors.Is(err, io.EOF) {
@@ -327,17 +325,17 @@ func rotateIdentity(r *http.Request, st Store) (any, error) {
 	return identityOf(st)
 }
 
-// CircuitMode is what POST circuits/mode takes.
+// CircuitMode is the body of POST circuits/mode.
 type CircuitMode struct {
-	// Upstream is the address of the upstream, as circuits shows it.
+	// Upstream is the address of the upstream, as in circuits.
 	Upstream string `json:"upstream"`
-	// Class is read or write, where these have breakers of their own, or undo.
+	// Class is read or write if these have separate breakers, or undo.
 	Class string `json:"class,omitempty"`
 	// Mode is auto, observe, forced_open or forced_closed.
 	Mode *breaker.Mode `json:"mode"`
 }
 
-// maxCircuitMode is the most bytes of such a request.
+// maxCircuitMode bounds the body, in bytes.
 const maxCircuitMode = 4 << 10
 
 func (d *CircuitMode) read(from io.Reader) error {
@@ -357,7 +355,7 @@ func listCircuits(_ *http.Request, st Store) (any, error) {
 	return proxy.Document{Circuits: st.Circuits()}, nil
 }
 
-// setCircuitMode answers POST circuits/mode, with the breakers as they are now.
+// setCircuitMode answers POST circuits/mode with the resulting breakers.
 func setCircuitMode(r *http.Request, st Store) (any, error) {
 	var d CircuitMode
 	if err := d.read(r.Body); err != nil {
@@ -378,83 +376,81 @@ func setCircuitMode(r *http.Request, st Store) (any, error) {
 	return proxy.Document{Circuits: st.Circuits()}, nil
 }
 
-// Ledger is the log of a store, as operators see it.
+// Ledger is the ledger of a store.
 type Ledger struct {
-	// Log is the log. It is open for as long as the view is held, and nil while it is
-	// being opened.
+	// Log is the log, open as long as the store is in use; nil while it is being opened.
 	Log *ledger.Log
-	// Key is the public key with which its heads are verified, in the form that
-	// note.NewVerifier reads.
+	// Key is the public key of the log's heads, in the format of note.NewVerifier.
 	Key string
 }
 
-// LedgerHead is the head of a log.
+// LedgerHead is the head of a log. Its members are an API.
 type LedgerHead struct {
-	// Origin is the log's name.
+	// Origin is the name of the log.
 	Origin string `json:"origin"`
 	// Size is the number of entries.
 	Size int64 `json:"size"`
 	// Root is the hash of the tree of that size, in base64.
 	Root string `json:"root"`
-	// Key is the public key with which the note is verified.
+	// Key is the public key that verifies the note.
 	Key string `json:"key"`
 	// Note is the signed head itself.
 	Note string `json:"note"`
-	// Backlog is what is recorded and has no place in the tree yet.
+	// Backlog has the events that are not in the tree yet.
 	Backlog LedgerBacklog `json:"backlog"`
-	// Refused is the number of entries since the opening of which no token could be
-	// made.
+	// Refused is the number of entries, since the log was opened, for which no token could
+	// be made.
 	Refused int64 `json:"refused"`
-	// Damaged is the number of waiting events that cannot be opened.
+	// Damaged is the number of waiting events that cannot be decrypted.
 	Damaged int64 `json:"damaged"`
-	// Retries is the number of moves into the tree that failed and were tried again.
+	// Retries is the number of moves into the tree that failed and were retried.
 	Retries int64 `json:"retries"`
 }
 
-// LedgerBacklog are the events that wait for the sequencer.
+// LedgerBacklog has the events that wait for the sequencer.
 type LedgerBacklog struct {
 	// Entries is the number of events.
 	Entries int `json:"entries"`
-	// Age are the seconds for which the oldest has waited.
+	// Age is how long the oldest event has waited, in seconds.
 	Age int64 `json:"age"`
 }
 
-// LedgerReport is the result of verifying a whole log.
+// LedgerReport is the result of verifying a whole log. Its members are an API.
 type LedgerReport struct {
-	// Origin is the log's name.
+	// Origin is the name of the log.
 	Origin string `json:"origin"`
-	// Size is the number of entries by the head that stands in the store.
+	// Size is the number of entries according to the stored head.
 	Size int64 `json:"size"`
-	// Root is the hash of the tree by that head, in base64.
+	// Root is the root hash of that head, in base64.
 	Root string `json:"root"`
-	// Entries is the number of entries that are there.
+	// Entries is the number of entries with content.
 	Entries int64 `json:"entries"`
-	// Pruned is the number of those of which only the hash is kept.
+	// Pruned is the number of entries without content.
 	Pruned int64 `json:"pruned"`
-	// Vouchers are the keys that vouched for what was pruned.
+	// Vouchers are the keys that signed the notes of pruned entries.
 	Vouchers []LedgerVoucher `json:"vouchers,omitempty"`
-	// Waiting counts the events that have no place in the tree yet.
+	// Waiting is the number of events that are not in the tree yet.
 	Waiting int64 `json:"waiting"`
-	// Faults are the first 1,000 differences from what was recorded.
+	// Faults are the first 1,000 alterations.
 	Faults []LedgerFault `json:"faults"`
 	// Count is the number of all faults; 0 if the log is intact.
 	Count int `json:"count"`
 }
 
-// LedgerVoucher is a key that vouched for what was pruned.
+// LedgerVoucher is a key that signed notes of pruned entries.
 type LedgerVoucher struct {
-	// Key is its name and its hash, as in the signature of a head.
+	// Key is the name and the hash of the key, as in the signature of a head.
 	Key string `json:"key"`
-	// Entries is the number of pruned entries that it vouched for.
+	// Entries is the number of pruned entries in its notes.
 	Entries int64 `json:"entries"`
 }
 
-// LedgerFault is one difference from what was recorded.
+// LedgerFault is one alteration.
 type LedgerFault struct {
-	// Index is the entry that it concerns, or the first of several; left out where it
-	// concerns none.
+	// Index is the altered entry, or the first of several; absent if the fault is of no
+	// entry.
 	Index *int64 `json:"index,omitempty"`
-	// What is wrong.
+	// What describes the fault.
 	What string `json:"what"`
 }
 
@@ -492,7 +488,7 @@ func ledgerExport(r *http.Request, st Store) (any, error) {
 	}), nil
 }
 
-// ledgerVerify answers GET ledger/verify. It reads the whole log, which takes a while.
+// ledgerVerify answers GET ledger/verify. It reads the whole log, which may take long.
 func ledgerVerify(r *http.Request, st Store) (any, error) {
 	l, err := ledgerOf(st)
 	if err != nil {

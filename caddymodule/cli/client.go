@@ -34,9 +34,9 @@ const (
 // maxAnswer bounds what is read of an answer: a full page has far less.
 const maxAnswer = 16 << 20
 
-// client asks the admin API of one server.
+// client sends requests to the admin API of one server.
 type client struct {
-	address string // as it was given
+	address string // as given by the user
 	origin  string
 	unix    bool
 	store   string
@@ -48,7 +48,7 @@ type question struct {
 	path  string
 	query url.Values
 	body  any
-	slow  bool // the answer takes as long as it takes
+	slow  bool // without a time limit
 }
 
 // filters makes a query of alternating names and values. Empty values are left out.
@@ -194,11 +194,11 @@ func (c *client) send(ctx context.Context, q question) (*http.Response, error) {
 	if err != nil {
 		return nil, err
 	}
-	req.GetBody = nil // a decision is not sent twice by itself
+	req.GetBody = nil // Go must not send a decision twice
 	if body != nil {
 		req.Header.Set("Content-Type", "application/json")
 	}
-	if !c.unix { // where origins are enforced
+	if !c.unix { // origins are not enforced on unix sockets
 		req.Header.Set("Origin", c.origin)
 	}
 	c.http.Timeout = answerTimeout
@@ -219,7 +219,8 @@ func (c *client) send(ctx context.Context, q question) (*http.Response, error) {
 	return nil, fmt.Errorf("asking %s: %w", c.address, err)
 }
 
-// check returns the server's error, or an error where something else than the agent guard answers.
+// check returns the server's error, or an error if something else than the agent guard
+// answers.
 func (c *client) check(resp *http.Response, text []byte) error {
 	if resp.StatusCode == http.StatusOK {
 		if resp.Header.Get(admin.Mark) == "" {
@@ -253,7 +254,8 @@ func show[T any](cmd *cobra.Command, o *options, q question, describe func(*T, t
 	return answer, o.print(cmd, text, func(now time.Time) string { return describe(answer, now) })
 }
 
-// showing is the RunE of a command without arguments that shows the answer to a question.
+// showing returns the RunE of a command without arguments that shows the answer to a
+// question.
 func showing[T any](o *options, q question, describe func(*T, time.Time) string) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, _ []string) error {
 		_, err := show(cmd, o, q, describe)
@@ -278,7 +280,7 @@ func encode(out io.Writer, v any) error {
 	return encoder.Encode(v)
 }
 
-// paging is how much of a list is asked for.
+// paging is the part of a list that is requested.
 type paging struct {
 	limit int
 	after string
@@ -394,7 +396,7 @@ func (l *list) rows(rows [][]string) error {
 	return err
 }
 
-// end ends the list; next, if any, says where it goes on.
+// end ends the list; next, if not empty, is the cursor of the next page.
 func (l *list) end(next string) error {
 	if l.json {
 		begin := ""
@@ -450,7 +452,7 @@ type sheet struct {
 	width int
 }
 
-// line adds a name with its value, unless that is "".
+// line adds a name with its value, unless the value is "".
 func (s *sheet) line(name string, value any) {
 	if value != "" {
 		fmt.Fprintf(&s.b, "%-*s  %v\n", s.width, name, value)
@@ -466,7 +468,7 @@ func printable(text string) string {
 	return strconv.QuoteToGraphic(text)
 }
 
-// short is the part of a key or a hash that logs show.
+// short returns the beginning of a key or a hash, as in logs.
 func short(hash string, digits int) string {
 	if len(hash) > digits {
 		return hash[:digits]

@@ -1,7 +1,6 @@
-// Package cli is the command `caddy agent-guard`: what operators do, from a terminal
-// or a script, over the admin API of a running server, and what people do with tokens
-// and exports of the ledger, which needs files only. It opens no store: that is the
-// server's alone.
+// Package cli is the command `caddy agent-guard`. Operators use it, from a terminal or a
+// script, with the admin API of a running server. Tokens and exports of the ledger it reads
+// from files. It never opens a store: only the server does.
 package cli
 
 import (
@@ -32,7 +31,7 @@ without a server.
 With --output json they print one document; those that ask the server print the
 answer of the admin API. They exit with 0, or with 1 and a message on stderr.`
 
-// Command is what caddycmd.RegisterCommand takes.
+// Command returns the command for caddycmd.RegisterCommand.
 func Command() caddycmd.Command {
 	return caddycmd.Command{
 		Name:  "agent-guard",
@@ -42,7 +41,7 @@ func Command() caddycmd.Command {
 			var o options
 			f := cmd.PersistentFlags()
 			f.VarP(&word{&o.output, []string{outputTable, outputJSON}}, "output", "o", "Form of the output: table or json")
-			o.output = outputTable // not before: the help does not print it
+			o.output = outputTable // set here, so that the help does not show it as a default
 			complete(cmd, "output", outputTable, outputJSON)
 			group(cmd, executionCommands(&o), storeCommands(&o), keyCommands(&o), identityCommands(&o), circuitCommands(&o),
 				escalationCommands(&o), rollbackCommand(&o), rollbacksCommand(&o), tokenCommands(&o), ledgerCommands(&o))
@@ -50,7 +49,7 @@ func Command() caddycmd.Command {
 	}
 }
 
-// group gives cmd subcommands. By itself it shows its help.
+// group gives cmd subcommands. Without one it shows its help.
 func group(cmd *cobra.Command, commands ...*cobra.Command) *cobra.Command {
 	cmd.Args = cobra.NoArgs
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }

@@ -40,7 +40,7 @@ type InBand struct {
 	SSEError bool `json:"sse_error,omitempty"`
 }
 
-// inBandRule is an InBand that was checked.
+// inBandRule is a checked InBand.
 type inBandRule struct {
 	InBand
 	pointer fingerprint.Pointer
@@ -128,10 +128,10 @@ func (r *inBandRule) matches(value string) bool {
 
 // inspector searches the body of an answer that began well for a failure.
 type inspector interface {
-	// feed takes the next bytes. It returns what makes the answer a failure, in a few words, or
-	// that the answer has turned out good so far.
+	// feed takes the next bytes. fault says what makes the answer a failure, in a few
+	// words; good that it is good so far.
 	feed(p []byte) (fault string, good bool)
-	// end says that the body is whole.
+	// end is called at the end of the body, and returns the fault if there is one.
 	end() (fault string)
 }
 
@@ -183,12 +183,12 @@ func (d *jsonBody) end() string { return d.circuits.bodyFault(d.body) }
 
 // eventStream searches an event stream for an error, line by line.
 type eventStream struct {
-	line  []byte // the present one, its beginning
-	begun bool   // the present event has a line
-	cr    bool   // the last byte was \r, of which \n may be the other half
+	line  []byte // beginning of the current line
+	begun bool   // the current event has a line
+	cr    bool   // the last byte was \r, which \n may follow as part of the same line end
 }
 
-// maxLine is how much of a line is needed to know it, in bytes.
+// maxLine is how much of a line has to be read, in bytes.
 const maxLine = 64
 
 func (e *eventStream) feed(p []byte) (fault string, good bool) {
@@ -201,7 +201,7 @@ func (e *eventStream) feed(p []byte) (fault string, good bool) {
 			if len(e.line) < maxLine {
 				e.line = append(e.line, b)
 			}
-		case len(e.line) == 0: // which ends an event
+		case len(e.line) == 0: // an empty line ends an event
 			good = good || e.begun
 			e.begun = false
 		default:
@@ -239,21 +239,21 @@ func isErrorLine(line []byte) bool {
 // grpcCode is the status of a gRPC call, as google.rpc.Code numbers them.
 type grpcCode uint32
 
-// The statuses that are more than what they map to.
+// The statuses that are judged in another way than their HTTP statuses.
 const (
-	// grpcCancelled says that somebody has called the work off.
+	// grpcCancelled: the call was cancelled.
 	grpcCancelled grpcCode = 1
-	// grpcDeadline says that the time for it ran out, the caller's or the upstream's own.
+	// grpcDeadline: the deadline of the caller or of the upstream itself has passed.
 	grpcDeadline grpcCode = 4
-	// grpcUnimplemented says that there is no such method, mostly before the upstream knows who
-	// asks.
+	// grpcUnimplemented: there is no such method. Upstreams usually answer that before they
+	// authenticate the caller.
 	grpcUnimplemented grpcCode = 12
 )
 
-// grpcUnknown is what a status that cannot be read is, as for gRPC's own clients.
+// grpcUnknown replaces a malformed status, as in gRPC's own clients.
 const grpcUnknown grpcCode = 2
 
-// grpcStatuses are names, and the HTTP statuses that google.rpc.Code gives for them.
+// grpcStatuses has the names, and the HTTP statuses that google.rpc.Code assigns to them.
 var grpcStatuses = []struct {
 	name string
 	http int
@@ -264,8 +264,8 @@ var grpcStatuses = []struct {
 	{"UNAVAILABLE", 503}, {"DATA_LOSS", 500}, {"UNAUTHENTICATED", 401},
 }
 
-// isGRPC reports whether an answer is one of gRPC, by its Content-Type. web says that it is one of
-// gRPC-Web, which has its status in the body unless that is empty.
+// isGRPC reports whether the Content-Type of an answer is one of gRPC. web says that it is
+// gRPC-Web, whose status is in the body unless the body is empty.
 func isGRPC(header http.Header) (is, web bool) {
 	kind, _, _ := strings.Cut(strings.ToLower(header.Get("Content-Type")), ";")
 	rest, is := strings.CutPrefix(strings.TrimSpace(kind), "application/grpc")
@@ -273,8 +273,8 @@ func isGRPC(header http.Header) (is, web bool) {
 	return is && (web || rest == "" || rest[0] == '+'), web
 }
 
-// readGRPCStatus reads the status of a gRPC call from the header or the trailer of its answer. It
-// reports false where there is none.
+// readGRPCStatus reads the status of a gRPC call from the header or the trailer of its
+// answer. It returns false if there is none.
 func readGRPCStatus(fields http.Header) (grpcCode, bool) {
 	values := fields["Grpc-Status"]
 	if len(values) == 0 {
@@ -287,7 +287,7 @@ func readGRPCStatus(fields http.Header) (grpcCode, bool) {
 	return grpcCode(code), true
 }
 
-// HTTP is the status of HTTP that means the same: 500 for a number that is not defined.
+// HTTP returns the corresponding HTTP status: 500 for an undefined number.
 func (s grpcCode) HTTP() int {
 	if int64(s) >= int64(len(grpcStatuses)) {
 		return http.StatusInternalServerError
@@ -295,7 +295,7 @@ func (s grpcCode) HTTP() int {
 	return grpcStatuses[s].http
 }
 
-// String is the status as a cause, such as "grpc-status 14 (UNAVAILABLE)".
+// String describes the status as a cause, such as "grpc-status 14 (UNAVAILABLE)".
 func (s grpcCode) String() string {
 	if int64(s) >= int64(len(grpcStatuses)) {
 		return fmt.Sprintf("grpc-status %d", uint32(s))
@@ -303,9 +303,9 @@ func (s grpcCode) String() string {
 	return fmt.Sprintf("grpc-status %d (%s)", uint32(s), grpcStatuses[s].name)
 }
 
-// failedGRPC reports whether a status of gRPC is a failure by itself. UNIMPLEMENTED is none as one
-// of a class: anybody can ask for a method that there is not, and must not cut the upstream off
-// from others by that.
+// failedGRPC reports whether a gRPC status is a failure by itself. UNIMPLEMENTED does not
+// fail as part of a class: anybody can call a method that does not exist, and must not open
+// the breaker for others.
 func (c *Circuits) failedGRPC(status grpcCode) bool {
 	if status == grpcUnimplemented {
 		return slices.Contains(c.checked.statuses, status.HTTP())
@@ -313,8 +313,8 @@ func (c *Circuits) failedGRPC(status grpcCode) bool {
 	return c.failedStatus(status.HTTP())
 }
 
-// tunnel is what an upgrade has made of a connection. That of a WebSocket is judged by how it was
-// closed (section 7.1); of other protocols nothing is known but that the upstream was there.
+// tunnel is an upgraded connection. A WebSocket is judged by its close frame (section 7.1);
+// for other protocols it is only known that the upstream responded.
 type tunnel struct {
 	*call
 	io.Writer
@@ -322,10 +322,10 @@ type tunnel struct {
 	fromServer frameReader
 	mu         sync.Mutex
 	toServer   frameReader // guarded by mu
-	leaving    atomic.Bool // the client's side has ended, or has said so
+	leaving    atomic.Bool // the client's side has ended, or announced its end
 }
 
-// Read follows the upstream's side.
+// Read watches the upstream's side.
 func (t *tunnel) Read(p []byte) (int, error) {
 	n, err := t.ReadCloser.Read(p)
 	if t.websocket {
@@ -348,10 +348,10 @@ func (t *tunnel) outcome() breaker.Outcome {
 	return breaker.Outcome{Class: breaker.Success}
 }
 
-// Write follows the client's side.
+// Write watches the client's side.
 func (t *tunnel) Write(p []byte) (int, error) {
 	if t.websocket {
-		t.mu.Lock() // a shutdown of the gateway's writes beside the client
+		t.mu.Lock() // on shutdown the gateway writes concurrently with the client
 		if t.toServer.feed(p); t.toServer.code != 0 {
 			t.leaving.Store(true)
 		}
@@ -360,7 +360,7 @@ func (t *tunnel) Write(p []byte) (int, error) {
 	return t.Writer.Write(p)
 }
 
-// CloseWrite ends the client's side alone, which reverse_proxy asks for by this name.
+// CloseWrite ends only the client's side; reverse_proxy looks for a method of this name.
 func (t *tunnel) CloseWrite() error {
 	t.leaving.Store(true)
 	if half, ok := t.Writer.(interface{ CloseWrite() error }); ok {
@@ -369,7 +369,7 @@ func (t *tunnel) CloseWrite() error {
 	return fmt.Errorf("CloseWrite: %w", http.ErrNotSupported)
 }
 
-// Close ends both sides. What the upstream says after it is of no interest.
+// Close ends both sides. What the upstream sends afterwards is ignored.
 func (t *tunnel) Close() error {
 	t.leaving.Store(true)
 	return t.call.Close()
@@ -381,7 +381,7 @@ type frameReader struct {
 
 	head    [14]byte
 	have    int    // bytes of head
-	payload uint64 // bytes of the frame that are still to come
+	payload uint64 // remaining bytes of the frame
 	status  []byte // of a close frame
 }
 
@@ -423,7 +423,7 @@ func (f *frameReader) feed(p []byte) {
 func (f *frameReader) closes() bool { return f.head[0]&0x0f == 8 }
 func (f *frameReader) masked() bool { return f.head[1]&0x80 != 0 }
 
-// headSize is that of the present frame's head, as far as it is known.
+// headSize returns the size of the current frame's head, as far as it is known.
 func (f *frameReader) headSize() int {
 	if f.have < 2 {
 		return 2
@@ -461,5 +461,5 @@ func (f *frameReader) closeCode() int {
 	if code := int(binary.BigEndian.Uint16(f.status)); code >= 1000 {
 		return code
 	}
-	return noStatus // there is no such code
+	return noStatus // such a code does not exist
 }

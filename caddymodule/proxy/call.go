@@ -22,8 +22,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
-// call is a request that a breaker has let through. It settles the permit, and becomes the body of
-// the answer, since only its end shows the outcome of the call.
+// call is a request that a breaker has let through. It becomes the body of the answer,
+// because only its end shows the outcome of the call, and then settles the permit.
 type call struct {
 	t      *Transport
 	ctx    context.Context
@@ -33,14 +33,14 @@ type call struct {
 	upload *upload // of a request whose body comes from the client
 	// callerDeadline says that the deadline is the caller's own.
 	callerDeadline bool
-	// identity is who must answer, of a probe that is verified; else empty.
+	// identity is who must answer a verified probe; else empty.
 	identity string
 
-	io.ReadCloser // the answer's body; nil before
+	io.ReadCloser // the answer's body; nil before the answer
 	res           *http.Response
-	inspect       inspector   // of the body; nil where it needs none
-	grpc, web     bool        // it is one of gRPC, or of gRPC-Web
-	judged        atomic.Bool // it has begun well
+	inspect       inspector   // of the body; nil if none is needed
+	grpc, web     bool        // gRPC or gRPC-Web
+	judged        atomic.Bool // its beginning was judged as good
 }
 
 // upload is the body of a request that is read from its client while it is sent.
@@ -48,12 +48,13 @@ type upload struct {
 	io.ReadCloser
 	lease  breaker.Lease
 	since  time.Time    // when the call began
-	begun  atomic.Bool  // some of it was asked for: there is a connection
-	took   atomic.Int64 // nanoseconds from since until all was sent; 0 before
+	begun  atomic.Bool  // some of it was read: there is a connection
+	took   atomic.Int64 // nanoseconds from since until all was sent; 0 until then
 	failed atomic.Bool
 }
 
-// Read notes the end, after which it is the upstream's turn, and a failure, which is the client's.
+// Read notes the end of the body, after which the upstream has to act, and a read error,
+// which is the client's fault.
 func (u *upload) Read(p []byte) (int, error) {
 	u.begun.Store(true)
 	n, err := u.ReadCloser.Read(p)
@@ -68,18 +69,18 @@ func (u *upload) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// underWay reports that the client is sending it: what happens meanwhile may be its doing, as an
-// upstream hangs up on who takes too long.
+// underWay reports whether the client is sending the body. Failures meanwhile may be the
+// client's fault: upstreams disconnect slow clients.
 func (u *upload) underWay() bool { return u != nil && u.begun.Load() && u.took.Load() == 0 }
 
-// uploads reports whether the body of req is read from its client while it is sent. A guarded
-// call's was read before it was claimed.
+// uploads reports whether the body of req is read from its client while it is sent. The
+// body of a guarded call is read before it is claimed.
 func uploads(req *http.Request, watch *Watch) bool {
 	return watch == nil && req.Body != nil && req.Body != http.NoBody
 }
 
-// request is req as it is to be sent. A body that its client still sends can fail on the client's
-// side.
+// request returns req in the form in which it is sent: errors of reading the client's body
+// are attributed to the client.
 func (c *call) request(req *http.Request) *http.Request {
 	if !uploads(req, c.watch) {
 		return req
@@ -90,7 +91,7 @@ func (c *call) request(req *http.Request) *http.Request {
 	return own
 }
 
-// settleUnanswered is for every way out on which nothing else settles the permit: a panic, or
+// settleUnanswered settles the permit if nothing else does: after a panic or
 // runtime.Goexit.
 func (c *call) settleUnanswered() {
 	if c.ReadCloser == nil {
@@ -143,31 +144,32 @@ func (c *call) unanswered(err error) breaker.Outcome {
 	failure := breaker.Outcome{Class: breaker.Failure}
 	switch {
 	case errors.Is(err, errGone), errors.Is(err, errAttemptOver), c.upload != nil && c.upload.failed.Load(), c.upload.underWay():
-		return breaker.Outcome{} // an idle connection was stale, or the client's body failed, or was too slow
+		return breaker.Outcome{} // an idle connection was stale, or the client's body failed or was too slow
 	case c.watch != nil && c.watch.cutOff(c.ctx):
 		failure.Cause = "connection lost"
 	case c.overdue():
 		failure.Cause = "deadline passed"
 	case c.ctx.Err() != nil:
-		return breaker.Outcome{} // the client has left
+		return breaker.Outcome{} // the client has disconnected
 	default:
 		failure.Cause = causeOf(err)
 	}
 	return failure
 }
 
-// overdue reports that the upstream has not met the deadline. A caller that waits for less than the
-// action may take says nothing of the upstream by that.
+// overdue reports whether the upstream has missed the deadline. A shorter deadline of the
+// caller's own says nothing about the upstream.
 func (c *call) overdue() bool {
 	return !c.callerDeadline && errors.Is(context.Cause(c.ctx), context.DeadlineExceeded)
 }
 
-// causeOf names an error of a transport in a few words without anything of the request.
+// causeOf describes an error of a transport in a few words that contain nothing of the
+// request.
 func causeOf(err error) string {
 	var timeout interface{ Timeout() bool }
 	switch {
 	case errors.As(err, new(reverseproxy.DialError)):
-		// Caddy's error shows nothing of the one inside but its text.
+		// Caddy's error wraps the inner one only as text.
 		if strings.Contains(err.Error(), syscall.ECONNREFUSED.Error()) {
 			return "connection refused"
 		}
@@ -182,11 +184,11 @@ func causeOf(err error) string {
 	return "no answer"
 }
 
-// statusClientLeft is what proxies answer, or log, where the client has left. It says nothing of
-// the upstream, unless `failure` names it.
+// statusClientLeft is the status that proxies use if the client has disconnected. It says
+// nothing about the upstream, unless `failure` lists it.
 const statusClientLeft = 499
 
-// header judges an answer by its status and header. over says that this settles it.
+// header judges an answer by its status and header. over says that this is final.
 func (c *call) header(res *http.Response) (outcome breaker.Outcome, over bool) {
 	if res.StatusCode == http.StatusTooManyRequests || c.t.circuits.failedStatus(res.StatusCode) {
 		return c.failure(res, breaker.Failure, res.StatusCode, fmt.Sprintf("status %d", res.StatusCode)), true
@@ -205,10 +207,10 @@ func (c *call) header(res *http.Response) (outcome breaker.Outcome, over bool) {
 	return breaker.Outcome{}, false
 }
 
-// failure is what came of an answer whose status counts; class is that of a failure.
+// failure returns the outcome of an answer whose status is a failure of that class.
 func (c *call) failure(res *http.Response, class breaker.Class, status int, cause string) breaker.Outcome {
 	if res.Header.Get("Execution-Status") == "refused" {
-		return breaker.Outcome{} // a gateway like this one did not call what is behind it
+		return breaker.Outcome{} // another gateway refused it and did not call what is behind it
 	}
 	if status == http.StatusTooManyRequests {
 		class = breaker.RateLimited
@@ -216,7 +218,7 @@ func (c *call) failure(res *http.Response, class breaker.Class, status int, caus
 	return breaker.Outcome{Class: class, RetryAfter: RetryAfter(res.Header), Cause: cause}
 }
 
-// Read inspects the answer on its way, and settles the permit at its end.
+// Read inspects the answer while it is read, and settles the permit at its end.
 func (c *call) Read(p []byte) (int, error) {
 	n, err := c.ReadCloser.Read(p)
 	if n > 0 && c.inspect != nil {
@@ -243,8 +245,8 @@ func (c *call) settle(o breaker.Outcome) {
 	c.permit.Done(o)
 }
 
-// latency is how long the upstream has taken so far, without the time that the client took to send
-// the call.
+// latency returns how long the upstream has taken so far, without the time for sending the
+// call.
 func (c *call) latency() time.Duration {
 	all := time.Since(c.began)
 	switch {
@@ -256,7 +258,7 @@ func (c *call) latency() time.Duration {
 	return all - time.Duration(c.upload.took.Load())
 }
 
-// begunWell notes that the answer has begun well.
+// begunWell notes that the beginning of the answer is good.
 func (c *call) begunWell() {
 	c.judged.Store(true)
 	c.permit.Answered(c.latency())
@@ -291,8 +293,8 @@ func (c *call) ended(err error) {
 	c.settle(o)
 }
 
-// Close settles the permit of an answer that is not read to its end. That is not the upstream's
-// fault: it has answered, unless its body was still to be inspected.
+// Close settles the permit of an answer that is not read to its end. Unless the body had to
+// be inspected, that is not a failure: the upstream has answered.
 func (c *call) Close() error {
 	if c.ctx.Err() == nil && c.judged.Load() {
 		c.settle(breaker.Outcome{Class: breaker.Success})
@@ -302,12 +304,13 @@ func (c *call) Close() error {
 	return c.ReadCloser.Close()
 }
 
-// AnswerVerifier verifies that the header of an answer has a token of issuer that was made since
-// then, is meant for this gateway, and was never used before; the token is used up by it. A refusal
-// is an *ect.Error. After any other error nothing is known.
+// AnswerVerifier verifies that the header of an answer has a token that issuer made after
+// since, for this gateway, and that was never used before. It marks the token as used. A
+// refusal is an *ect.Error; any other error means that the verification failed.
 type AnswerVerifier func(ctx context.Context, header http.Header, issuer string, since time.Time) error
 
-// openIdentities finds what can prove who has answered a probe, and fails where nothing can.
+// openIdentities prepares the verification of probes' answers. The error says that nothing
+// could prove the identities.
 func (t *Transport) openIdentities(ctx caddy.Context) error {
 	app, err := ctx.AppIfConfigured("agent_guard")
 	if err != nil && !errors.Is(err, caddy.ErrNotConfigured) {
@@ -323,8 +326,8 @@ func (t *Transport) openIdentities(ctx caddy.Context) error {
 	return nil
 }
 
-// verifyProbe judges whether a probe was answered by somebody else than its upstream (cascade 6.2).
-// over says that it was, or that nobody knows.
+// verifyProbe judges whether the upstream itself answered a probe (cascade 6.2). over says
+// that it did not, or that it is unknown.
 func (c *call) verifyProbe(res *http.Response) (outcome breaker.Outcome, over bool) {
 	if c.identity == "" || certifies(res.TLS, c.identity) {
 		return breaker.Outcome{}, false
@@ -350,12 +353,12 @@ func (c *call) verifyProbe(res *http.Response) (outcome breaker.Outcome, over bo
 	case errors.As(err, &refused):
 		return failure(fmt.Sprintf("%sits token is refused (%s)", somebody, refused.Code))
 	case c.ctx.Err() != nil && !c.overdue():
-		return breaker.Outcome{}, true // the client has left
+		return breaker.Outcome{}, true // the client has disconnected
 	}
 	return failure("probe not verified: the token of its answer cannot be checked at the moment")
 }
 
-// certifies reports whether the connection has proven that its other end is identity.
+// certifies reports whether the TLS connection has proven identity as its peer.
 func certifies(state *tls.ConnectionState, identity string) bool {
 	if state == nil || len(state.VerifiedChains) == 0 {
 		return false
@@ -363,8 +366,8 @@ func certifies(state *tls.ConnectionState, identity string) bool {
 	return slices.ContainsFunc(state.VerifiedChains[0][0].URIs, func(uri *url.URL) bool { return uri.String() == identity })
 }
 
-// grpcStatus judges an answer of gRPC by the status in its header or trailer. over says that this
-// settles it. Without a status that of HTTP alone counts.
+// grpcStatus judges a gRPC answer by the status in its header or trailer. over says that
+// this is final. Without a gRPC status only the HTTP status counts.
 func (c *call) grpcStatus(res *http.Response, fields http.Header) (outcome breaker.Outcome, over bool) {
 	status, ok := readGRPCStatus(fields)
 	if !ok {
@@ -376,13 +379,13 @@ func (c *call) grpcStatus(res *http.Response, fields http.Header) (outcome break
 	if status.HTTP() == http.StatusTooManyRequests || c.t.circuits.failedGRPC(status) {
 		return c.failure(res, breaker.InBand, status.HTTP(), status.String()), true
 	}
-	// Work that somebody called off says neither that the upstream works nor that it fails, unless
+	// A cancelled call shows neither that the upstream works nor that it fails, unless
 	// `failure` says so.
 	return breaker.Outcome{}, status == grpcCancelled
 }
 
-// lateForCaller reports that the time is over which the caller itself has given to the upstream:
-// who is in a hurry must not cut it off from all others.
+// lateForCaller reports whether the caller's own deadline has passed. An impatient caller
+// must not open the breaker for all others.
 func (c *call) lateForCaller(res *http.Response) bool {
 	if res.Request == nil {
 		return false
@@ -391,12 +394,12 @@ func (c *call) lateForCaller(res *http.Response) bool {
 	return ok && time.Since(c.began) >= timeout
 }
 
-// firstMessage waits for the first message of a gRPC answer: a probe is good with it, since a call
-// that fails has none, and a long stream must not hold the probe. The status that comes after it
-// counts all the same. A stream that stays silent until the lease ends says nothing: its header has
-// shown that the upstream lives.
+// firstMessage waits for the first message of a gRPC answer. A probe succeeds with it: a
+// failing call has none, and a long stream must not keep the probe open. A status after it
+// still counts. If the stream stays silent until the probe times out, the probe says
+// nothing: the header has shown that the upstream lives.
 //
-// Calls that are no probes are good with the header: one that waits for messages is not overdue.
+// Other calls succeed with the header: a stream that waits for messages is not overdue.
 type firstMessage struct{}
 
 func (firstMessage) feed(p []byte) (fault string, good bool) { return "", true }

@@ -28,13 +28,14 @@ type Circuits struct {
 	set       Settings
 	checked   *checkedSettings
 	upstreams []string // their addresses
-	open      bool     // there are others that are not known
+	open      bool     // there are unknown upstreams too
 	forced    bool     // the settings force a mode
 }
 
-// Open acquires the process's breakers for a transport with these settings, until Close. upstreams
-// are its known upstreams, as Caddy dials them; more says that there may be others. It fails on
-// settings that Validate refuses, and with VerifyProbe on a known upstream without an identity.
+// Open acquires the process's breakers for a transport with these settings, until Close.
+// upstreams are its known upstreams, as Caddy dials them; more says that there may be
+// others. The error is that of Validate, or says that VerifyProbe lacks the identity of a
+// known upstream.
 func Open(s Settings, upstreams []string, more bool) (*Circuits, error) {
 	checked, err := s.checkAll()
 	if err != nil {
@@ -58,13 +59,13 @@ func Open(s Settings, upstreams []string, more bool) (*Circuits, error) {
 	return c, nil
 }
 
-// Close releases the breakers. Running calls may still report to theirs.
+// Close releases the breakers. Running calls may still report their outcomes.
 func (c *Circuits) Close() error {
 	c.pool.leave(c)
 	return releasePool()
 }
 
-// Address is the address of an upstream's breaker, from its dial address.
+// Address returns the address of an upstream's breaker for a dial address.
 func Address(dial string) (string, error) {
 	addr, err := caddy.ParseNetworkAddress(dial)
 	if err != nil {
@@ -73,7 +74,8 @@ func Address(dial string) (string, error) {
 	return addressOf(addr.Network, addr.JoinHostPort(0)), nil
 }
 
-// addressOf is the address of an upstream's breaker, from its network and the address there.
+// addressOf returns the address of an upstream's breaker for a network and an address in
+// it.
 func addressOf(network, address string) string {
 	if network == "" || network == "tcp" {
 		return address
@@ -81,8 +83,8 @@ func addressOf(network, address string) string {
 	return network + "/" + address
 }
 
-// Breaker returns the breaker of the upstream at address for a call of this method. Ask for each
-// call.
+// Breaker returns the breaker of the upstream at address for a call of this method. Look it
+// up for each call.
 func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
 	key := breaker.Key{Upstream: upstream}
 	if c.set.ByOperation {
@@ -92,14 +94,14 @@ func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
 		}
 	}
 	b := c.pool.registry.Get(key, c.checked.rules)
-	if c.pool.forces.Load() > 0 && b.Key() == key { // not where many share one
+	if c.pool.forces.Load() > 0 && b.Key() == key { // not if many upstreams share one breaker
 		c.pool.enforce(b)
 	}
 	return b
 }
 
-// Refusal is the refusal of the upstream that is back first, if all upstreams are known and refuse
-// a call of this method and view at the moment; otherwise nil.
+// Refusal returns the refusal of the upstream that recovers first, if all upstreams are
+// known and currently refuse a call of this method and view; otherwise nil.
 func (c *Circuits) Refusal(method string, view *breaker.View) *breaker.OpenError {
 	if c.open {
 		return nil
@@ -110,7 +112,7 @@ func (c *Circuits) Refusal(method string, view *breaker.View) *breaker.OpenError
 		if refusal == nil {
 			return nil
 		}
-		// Without an end nobody knows, and whoever has one is sooner.
+		// A refusal without an end comes last, since its end is unknown.
 		if first == nil || !refusal.Until.IsZero() && (first.Until.IsZero() || refusal.Until.Before(first.Until)) {
 			first = refusal
 		}
@@ -135,21 +137,21 @@ func (c *Circuits) leadsTo(upstream string) bool {
 // known reports whether an upstream is one of those that are known from the configuration.
 func (c *Circuits) known(upstream string) bool { return slices.Contains(c.upstreams, upstream) }
 
-// pool is the process's breakers, while anybody holds them.
+// pool has the process's breakers, as long as a transport or member uses them.
 type pool struct {
 	registry *breaker.Registry
-	forces   atomic.Int64 // how many breakers and users force a mode, or are forced
+	forces   atomic.Int64 // number of forced modes, and of transports that force one
 
-	// mu is never held while a breaker or the registry is called: their calls of the hook comes
-	// back here, and so does what the registry asks when it drops.
+	// mu is never held during calls of a breaker or the registry: they call the hook or
+	// leadsTo, which lock mu.
 	mu        sync.Mutex
-	users     []*Circuits // replaced as a whole
+	users     []*Circuits // never changed, only replaced
 	listeners []*Member   // the latest last
 	forced    map[breaker.Key]breaker.Mode
-	undoUsed  map[string]time.Time // addresses of UndoClass, and when they were last asked for
+	undoUsed  map[string]time.Time // addresses of UndoClass with their last use
 }
 
-// pools has one entry: a UsagePool counts who holds it, over reloads.
+// pools has one entry: a caddy.UsagePool counts the users over reloads.
 var pools = caddy.NewUsagePool()
 
 const poolKey = "agent_guard.circuits"
@@ -177,8 +179,8 @@ func (p *pool) Destruct() error {
 	return nil
 }
 
-// join adds a user. Equal settings share their rules: a breaker that several transports use would
-// else change its rules with every call.
+// join adds a user. Equal settings share their rules; otherwise a breaker that several
+// transports use would change its rules with every call.
 func (p *pool) join(c *Circuits) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -192,7 +194,7 @@ func (p *pool) join(c *Circuits) {
 	p.count()
 }
 
-// leave removes a user, and forgets the upstreams that no other user leads to.
+// leave removes a user, and forgets the upstreams that no other user has.
 func (p *pool) leave(c *Circuits) {
 	p.mu.Lock()
 	p.users = slices.DeleteFunc(slices.Clone(p.users), func(u *Circuits) bool { return u == c })
@@ -201,7 +203,7 @@ func (p *pool) leave(c *Circuits) {
 	p.forget()
 }
 
-// forget forgets the breakers of upstreams to which no transport leads.
+// forget forgets the breakers of upstreams that no transport has.
 func (p *pool) forget() {
 	stood := p.registry.Status()
 	var gone []breaker.Key
@@ -223,8 +225,7 @@ func (p *pool) forget() {
 	}
 }
 
-// leadsTo reports whether any user leads to the upstream of a breaker: one that has come meanwhile
-// too.
+// leadsTo reports whether any user, even a new one, has the upstream of a breaker.
 func (p *pool) leadsTo(key breaker.Key) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -235,7 +236,8 @@ func (p *pool) leadsTo(key breaker.Key) bool {
 	return slices.ContainsFunc(p.users, func(u *Circuits) bool { return u.leadsTo(key.Upstream) })
 }
 
-// identity is the identity of an upstream, by the latest user that configures one.
+// identity returns the identity of an upstream according to the latest user that configures
+// one.
 func (p *pool) identity(upstream string) string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -247,8 +249,8 @@ func (p *pool) identity(upstream string) string {
 	return ""
 }
 
-// enforce brings a breaker into the mode that a configuration forces, or out of the one that an
-// earlier configuration did. A mode that nothing here has forced is left alone.
+// enforce sets the mode that a configuration forces, or ends one that an earlier
+// configuration forced. It does not change a mode that no configuration forced.
 func (p *pool) enforce(b *breaker.Breaker) {
 	p.mu.Lock()
 	mode := p.wanted(b.Key().Upstream)
@@ -259,8 +261,8 @@ func (p *pool) enforce(b *breaker.Breaker) {
 	}
 }
 
-// wanted is the mode of an upstream's breaker: that of the latest transport that is known to lead
-// there, whoever calls. p.mu is held.
+// wanted returns the mode of an upstream's breaker according to the latest transport that
+// knows the upstream, whichever transport calls. p.mu is held.
 func (p *pool) wanted(upstream string) breaker.Mode {
 	var who *Circuits
 	for _, user := range slices.Backward(p.users) {
@@ -272,13 +274,13 @@ func (p *pool) wanted(upstream string) breaker.Mode {
 			who = user
 		}
 	}
-	if who == nil || !who.forced { // to observe is for the rules
+	if who == nil || !who.forced { // observe is handled by the rules
 		return breaker.Auto
 	}
 	return who.set.Mode
 }
 
-// count counts the forced modes, without which enforce need not run. p.mu is held.
+// count counts the forced modes: enforce is needed only if there are some. p.mu is held.
 func (p *pool) count() {
 	n := len(p.forced)
 	for _, user := range p.users {
@@ -289,7 +291,7 @@ func (p *pool) count() {
 	p.forces.Store(int64(n))
 }
 
-// force notes what is forced. p.mu is held.
+// force notes the forced mode of a breaker. p.mu is held.
 func (p *pool) force(key breaker.Key, mode breaker.Mode) (changed bool) {
 	if p.forced[key] == mode {
 		return false
@@ -315,7 +317,7 @@ func (p *pool) PermanentlyOpen(e breaker.Event) {
 	}
 }
 
-// listener is the latest member with a hook; nil without.
+// listener returns the latest member with a hook; nil without one.
 func (p *pool) listener() *Member {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -330,8 +332,9 @@ var (
 	_ caddy.Destructor = (*pool)(nil)
 )
 
-// Member keeps the state of the process's breakers between processes, and delivers their events. Of
-// several with a hook, only the latest delivers: each transition is reported once.
+// Member stores and restores the state of the process's breakers, and delivers their
+// events. If several members have a hook, only the latest delivers, so that each transition
+// is reported once.
 type Member struct {
 	pool *pool
 	hook Hook
@@ -340,16 +343,16 @@ type Member struct {
 // Hook receives the events of the process's breakers.
 type Hook interface {
 	breaker.Hook
-	// Dropped receives the breakers that are forgotten because no transport leads to their
-	// upstreams any more, in their last state. A transport that comes may bring one back at any
-	// moment: ask for the breakers that exist instead of concluding.
+	// Dropped receives the last states of the breakers that are forgotten because no
+	// transport has their upstreams any more. A new transport may bring one back at any
+	// moment: look up the breakers that exist.
 	Dropped([]breaker.Status)
 }
 
 // Join makes a member until Leave.
 func Join() *Member { return &Member{pool: holdPool()} }
 
-// Listen gives the hook every transition from now on. It may call the member.
+// Listen calls the hook for every transition from now on. The hook may call the member.
 func (m *Member) Listen(hook Hook) {
 	m.pool.mu.Lock()
 	defer m.pool.mu.Unlock()
@@ -357,27 +360,26 @@ func (m *Member) Listen(hook Hook) {
 	m.pool.listeners = append(m.pool.listeners, m)
 }
 
-// Leave ends the membership. A call of the hook that has begun may still run.
+// Leave ends the membership. A running call of the hook may continue.
 func (m *Member) Leave() {
 	m.pool.mu.Lock()
 	m.pool.listeners = slices.DeleteFunc(m.pool.listeners, func(other *Member) bool { return other == m })
 	m.pool.mu.Unlock()
-	_ = releasePool() // the pool's end reports nothing
+	_ = releasePool() // the pool's end reports no errors
 }
 
-// Status is that of every breaker, sorted by key.
+// Status returns the status of every breaker, sorted by key.
 func (m *Member) Status() []breaker.Status {
 	m.pool.forgetUnused()
 	return m.pool.registry.Status()
 }
 
-// Downstream is the identity of an upstream, by its address, where one is configured; else the
-// address.
+// Downstream returns the configured identity of an upstream, or its address.
 func (m *Member) Downstream(upstream string) string {
 	return cmp.Or(m.pool.identity(upstream), upstream)
 }
 
-// Keep stores a reference to the opening that an event reports, such as the id of its token
+// Keep stores a reference to the opening of an event, such as the id of its token
 // (breaker.Breaker.Keep).
 func (m *Member) Keep(e breaker.Event, reference string) {
 	if b := m.pool.registry.Find(e.Key); b != nil {
@@ -385,7 +387,8 @@ func (m *Member) Keep(e breaker.Event, reference string) {
 	}
 }
 
-// SetMode sets the mode that an operator chose for a breaker. It reports false if there is none.
+// SetMode sets the mode that an operator chose for a breaker. It returns false if there is
+// no such breaker.
 func (m *Member) SetMode(key breaker.Key, mode breaker.Mode) bool {
 	b := m.pool.registry.Find(key)
 	if b != nil {
@@ -394,8 +397,8 @@ func (m *Member) SetMode(key breaker.Key, mode breaker.Mode) bool {
 	return b != nil
 }
 
-// Snapshot is the state of a breaker that must survive the process; none if a new breaker would do
-// as well, or if the configuration forces the mode.
+// Snapshot returns the state of a breaker that must survive the process. It returns false
+// if a new breaker would be in the same state, or if the configuration forces the mode.
 func (m *Member) Snapshot(key breaker.Key) (breaker.Snapshot, bool) {
 	m.pool.mu.Lock()
 	_, forced := m.pool.forced[key]
@@ -408,8 +411,8 @@ func (m *Member) Snapshot(key breaker.Key) (breaker.Snapshot, bool) {
 	return s, !s.Blank()
 }
 
-// Restore continues a breaker in the state of an earlier process. It reports false if no transport
-// leads to its upstream. The state that a breaker of this process already has takes precedence.
+// Restore continues a breaker in the state of an earlier process. It returns false if no
+// transport has the upstream. A state of this process takes precedence.
 func (m *Member) Restore(s breaker.Snapshot) (bool, error) {
 	p := m.pool
 	if s.Class == UndoClass {
@@ -432,20 +435,20 @@ func (m *Member) Restore(s breaker.Snapshot) (bool, error) {
 	return true, nil
 }
 
-// UndoClass is the class of the breakers of servers that the gateway itself calls (ADR 0053). They
-// are separate from those of upstreams at the same addresses.
+// UndoClass is the class of breakers for servers that the gateway itself calls (ADR 0053).
+// They are separate from those of upstreams at the same addresses.
 const UndoClass = "undo"
 
-// undoRules are the rules of UndoClass. Undos are few and are retried at growing intervals, so a
-// share of a minute's calls would hardly ever open a breaker; their time is limited, so the longest
-// cooldown is short.
+// undoRules are the rules of UndoClass. Undos are few and are retried at growing intervals,
+// so that a rate over a minute would hardly ever open a breaker. Their time is limited, so
+// that the longest cooldown is short.
 var undoRules = func() *breaker.Rules {
 	r, err := breaker.NewRules(breaker.Settings{
 		Consecutive: 5, Cooldown: 5 * time.Second, MaxCooldown: 30 * time.Second,
-		ProbeWait: -1, // what changes something is as good a probe
+		ProbeWait: -1, // a request that changes something is as good a probe
 	})
 	if err != nil {
-		panic(err) // they are in their ranges
+		panic(err) // all values are in their ranges
 	}
 	return r
 }()
@@ -453,28 +456,29 @@ var undoRules = func() *breaker.Rules {
 const (
 	// undoMemory is how long an unused breaker of UndoClass is kept.
 	undoMemory = time.Hour
-	// maxUndoBreakers bounds how many there are. An address that is in use comes back, with a
-	// closed breaker.
+	// maxUndoBreakers bounds their number. A removed address that is still in use gets a
+	// new, closed breaker.
 	maxUndoBreakers = 128
 )
 
-// UndoBreaker is the breaker of a server that the gateway itself calls, by address. It is forgotten
-// an hour after its last use, unless an operator has set its mode. Ask for each call.
+// UndoBreaker returns the breaker of a server that the gateway itself calls, by address. It
+// is forgotten an hour after its last use, unless an operator has set its mode. Look it up
+// for each call.
 func (m *Member) UndoBreaker(address string) *breaker.Breaker {
 	m.pool.noteUndo(address)
 	m.pool.forgetUnused()
 	return m.pool.registry.Get(breaker.Key{Upstream: address, Class: UndoClass}, undoRules)
 }
 
-// noteUndo records that the breaker of address was asked for.
+// noteUndo notes a use of the breaker of address.
 func (p *pool) noteUndo(address string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.undoUsed[address] = time.Now()
 }
 
-// forgetUnused forgets the breakers of UndoClass that were not used for a long time, and the least
-// recently used one if there are too many. Those whose mode an operator has set stay.
+// forgetUnused forgets the breakers of UndoClass that were not used for undoMemory, and the
+// least recently used one if there are too many. Those with a mode set by an operator stay.
 func (p *pool) forgetUnused() {
 	p.mu.Lock()
 	busy := len(p.undoUsed) <= maxUndoBreakers
@@ -507,7 +511,7 @@ func (p *pool) forgetUnused() {
 	p.forget()
 }
 
-// RetryAfter reads Retry-After, in either form; 0 without one.
+// RetryAfter parses Retry-After (RFC 9110, section 10.2.3) in either form; 0 without one.
 func RetryAfter(header http.Header) time.Duration {
 	value := header.Get("Retry-After")
 	if value == "" {
@@ -523,8 +527,8 @@ func RetryAfter(header http.Header) time.Duration {
 	return max(time.Until(at), 0)
 }
 
-// Document describes the breakers: Figure 3 of the cascade draft, with more members. They are an
-// API.
+// Document describes breakers: Figure 3 of the cascade draft, with further members. Its
+// members are an API.
 type Document struct {
 	// Circuits are sorted by upstream and class.
 	Circuits []Circuit `json:"circuits"`
@@ -532,46 +536,47 @@ type Document struct {
 
 // Circuit describes one breaker.
 type Circuit struct {
-	// Downstream is the identity of the upstream where one is configured, else its address.
+	// Downstream is the configured identity of the upstream, or its address.
 	Downstream string `json:"downstream_agent"`
 	// State is closed, open or half_open.
 	State string `json:"state"`
-	// ErrorRate is the share of failures in the window, 0 to 1; of an open breaker, as it opened.
+	// ErrorRate is the share of failures in the window, 0 to 1; of an open breaker, that at
+	// its opening.
 	ErrorRate float64 `json:"error_rate"`
-	// Window is how far back the rate looks, in seconds.
+	// Window is the length of the window, in seconds.
 	Window float64 `json:"window_s"`
-	// LastFailure is the id of the error token of the last failure, where there is one.
+	// LastFailure is the id of the error token of the last failure, if there is one.
 	LastFailure string `json:"last_failure_ect,omitempty"`
-	// CooldownRemaining are the whole seconds after which a probe may be let through: a part of one
-	// counts as one, so that 0 is never said too early.
+	// CooldownRemaining is the time in seconds until a probe may be let through, rounded up
+	// so that it never reaches 0 too early.
 	CooldownRemaining int64 `json:"cooldown_remaining_s"`
 
-	// Upstream is the address.
+	// Upstream is the upstream's address.
 	Upstream string `json:"upstream"`
-	// Class is read or write, where they have breakers of their own, and undo for what the gateway
-	// calls itself (UndoClass).
+	// Class is read or write if these have separate breakers, and undo for servers that the
+	// gateway itself calls (UndoClass).
 	Class string `json:"class,omitempty"`
 	// Mode is auto, observe, forced_open or forced_closed.
 	Mode string `json:"mode"`
 	// Generation counts the changes of state.
 	Generation uint64 `json:"generation"`
-	// Since is when the present state began.
+	// Since is when the current state began.
 	Since time.Time `json:"since,omitzero"`
-	// MinVolume is the number of calls from which on the rate counts.
+	// MinVolume is the number of calls from which the rate counts.
 	MinVolume int `json:"min_volume"`
-	// Threshold is the rate above which it opens, 0 to 1.
+	// Threshold is the rate above which the breaker opens, 0 to 1.
 	Threshold float64 `json:"threshold"`
-	// Calls are those that count in the window.
+	// Calls is the number of calls in the window that count.
 	Calls int `json:"calls"`
-	// Failures are those of them that failed.
+	// Failures is the number of failed ones among them.
 	Failures int `json:"failures"`
-	// Slow are those of them whose answer began too late.
+	// Slow is the number of those whose answer began too late.
 	Slow int `json:"slow"`
-	// RateLimited are the answers with 429 in the window, which count for no rate.
+	// RateLimited is the number of answers with 429 in the window, which the rate ignores.
 	RateLimited int `json:"rate_limited"`
-	// Overdue are the calls that hang at the moment.
+	// Overdue is the number of calls that currently hang.
 	Overdue int `json:"overdue"`
-	// Cooldown is how long it is open, in seconds.
+	// Cooldown is the current cooldown, in seconds.
 	Cooldown float64 `json:"cooldown_s"`
 	// NextProbe is when a probe may be let through.
 	NextProbe time.Time `json:"next_probe,omitzero"`
@@ -579,23 +584,24 @@ type Circuit struct {
 	Probing bool `json:"probing"`
 	// FailedProbes is the number of failed probes in a row.
 	FailedProbes int `json:"failed_probes"`
-	// Reason says in a word why it opened.
+	// Reason is why it opened, in a word.
 	Reason string `json:"reason,omitempty"`
 	// LastCause describes the last failure.
 	LastCause string `json:"last_cause,omitempty"`
-	// Opened is the id of the token of the opening, where there is one.
+	// Opened is the id of the token of the opening, if there is one.
 	Opened string `json:"open_ect,omitempty"`
-	// Rejected counts the calls that it has refused since the process began.
+	// Rejected is the number of calls refused since the process began.
 	Rejected uint64 `json:"rejected"`
 
-	// WorkflowThreshold is the rate above which it refuses the workflow that was asked for, where
-	// that has asked for one. The settings bound it.
+	// WorkflowThreshold is the stricter threshold of the requested workflow, if it has
+	// asked for one within the settings' bounds.
 	WorkflowThreshold float64 `json:"workflow_threshold,omitempty"`
-	// WorkflowWindow is over how many seconds, where it has asked for that.
+	// WorkflowWindow is the window of the requested workflow in seconds, if it has asked
+	// for one.
 	WorkflowWindow float64 `json:"workflow_window_s,omitempty"`
 }
 
-// SetView shows what a workflow asks of the breaker; nil is nothing.
+// SetView adds what a workflow asks of the breaker; nil is nothing.
 func (c *Circuit) SetView(v *breaker.View) {
 	if v == nil {
 		return
@@ -608,22 +614,23 @@ func (c *Circuit) SetView(v *breaker.View) {
 	}
 }
 
-// Policy is what callers may know of when breakers open, and for how long: nothing of which
-// upstreams there are. Its members are an API; durations are in seconds.
+// Policy tells callers when breakers open and for how long, without revealing the
+// upstreams. Its members are an API; durations are in seconds.
 type Policy struct {
-	// Window is how far back the error rate looks.
+	// Window is the window of the error rate.
 	Window float64 `json:"window_s"`
 	// Threshold is the rate above which a breaker opens, 0 to 1.
 	Threshold float64 `json:"threshold"`
-	// MinVolume is the number of calls from which on the rate counts.
+	// MinVolume is the number of calls from which the rate counts.
 	MinVolume int `json:"min_volume"`
-	// Consecutive is how many failures in a row open it, where they do.
+	// Consecutive is the number of failures in a row that open a breaker, if that is
+	// configured.
 	Consecutive int `json:"consecutive,omitempty"`
-	// Cooldown is how long it is open at first.
+	// Cooldown is the first cooldown.
 	Cooldown float64 `json:"cooldown_s"`
-	// MaxCooldown is how long at most, after probes that have failed.
+	// MaxCooldown is the longest cooldown, after failed probes.
 	MaxCooldown float64 `json:"max_cooldown_s"`
-	// ByOperation says that calls with a safe method have breakers of their own.
+	// ByOperation says that calls with a safe method have separate breakers.
 	ByOperation bool `json:"by_operation,omitempty"`
 }
 

@@ -9,14 +9,14 @@ import (
 	"sync/atomic"
 )
 
-// conn counts what is written for each request. It lies below TLS, so that a record that was begun
-// counts.
+// conn counts what is written for each request. It is below TLS, so that the beginning of a
+// TLS record counts.
 type conn struct {
 	net.Conn
 	h2c     bool
-	stale   func() // called when the connection was found closed before a request
+	stale   func() // called if the connection turns out to be closed before a request
 	attempt atomic.Pointer[Attempt]
-	unused  atomic.Bool // by the present attempt
+	unused  atomic.Bool // by the current attempt
 }
 
 var (
@@ -24,7 +24,7 @@ var (
 	errGone        = errors.New("the upstream has closed the kept connection")
 )
 
-// Count implements byteCounter. HTTP/1 calls it for each request that the connection is used for, before
+// Count implements byteCounter. HTTP/1 calls it for each request on the connection, before
 // the first byte.
 func (c *conn) Count(a *Attempt) {
 	c.attempt.Store(a)
@@ -33,15 +33,15 @@ func (c *conn) Count(a *Attempt) {
 
 func (c *conn) Multiplexed() bool { return c.h2c }
 
-// Write counts p to the present attempt, or to none: handshakes, requests to a proxy to connect,
-// and HTTP/2.
+// Write counts p for the current attempt, if there is one; not for handshakes, CONNECT
+// requests to a proxy, and HTTP/2.
 func (c *conn) Write(p []byte) (int, error) {
 	a := c.attempt.Load()
 	if a == nil {
 		return c.Conn.Write(p)
 	}
-	// An end that has arrived but that nobody has read yet would swallow the request and leave it
-	// in doubt.
+	// If the other side has closed the connection and nobody has read that yet, the request
+	// would be lost and in doubt.
 	if c.unused.Swap(false) && gone(c.Conn) {
 		c.stale()
 		return 0, errGone
@@ -56,23 +56,24 @@ func (c *conn) Write(p []byte) (int, error) {
 
 var _ byteCounter = (*conn)(nil)
 
-// byteCounter is a connection that reports what it writes, below any TLS. Tests have their own.
+// byteCounter is a connection that reports what it writes, below any TLS. Tests have
+// another implementation.
 type byteCounter interface {
 	net.Conn
-	// Count makes a the attempt that writes from here on belong to.
+	// Count attributes the following writes to a.
 	Count(a *Attempt)
-	// Multiplexed reports whether the connection carries many requests at once unless TLS above it
-	// negotiates otherwise.
+	// Multiplexed reports whether the connection carries several requests at a time, unless
+	// TLS above it negotiates something else.
 	Multiplexed() bool
 }
 
-// tlsConn is a *tls.Conn, or a connection that wraps one and says so.
+// tlsConn is a *tls.Conn, or a connection that exposes the one it wraps.
 type tlsConn interface {
 	ConnectionState() tls.ConnectionState
 	NetConn() net.Conn
 }
 
-// counted finds the counting connection below conn, or nil.
+// counted returns the counting connection below conn, or nil.
 func counted(conn net.Conn) byteCounter {
 	for {
 		if c, ok := conn.(byteCounter); ok {
@@ -98,10 +99,11 @@ func multiplexed(conn net.Conn) bool {
 	}
 }
 
-// writesUnasked reports whether the transport that handed out conn will write to it although the
-// context was cancelled. HTTP/1 does; it must be stopped by closing. HTTP/2 and HTTP/3 look at the
-// context once more before they write, and theirs must not be closed: others use it, and quic-go's
-// panics. On cleartext only the caller of the hook tells HTTP/2 from HTTP/1.
+// writesUnasked reports whether the transport that handed out conn will write to it
+// although the context was cancelled. HTTP/1 does, and is stopped by closing conn. HTTP/2
+// and HTTP/3 check the context again before they write; their connections must not be
+// closed, since other requests use them (and quic-go panics). On cleartext, only the caller
+// of the hook shows whether it is HTTP/2 or HTTP/1.
 func writesUnasked(conn net.Conn) bool {
 	if _, udp := conn.LocalAddr().(*net.UDPAddr); udp {
 		return false
@@ -116,14 +118,15 @@ func writesUnasked(conn net.Conn) bool {
 			here = frame.Function[:strings.LastIndex(frame.Function, ".")+1]
 		}
 		if !passesHookOn(frame.Function, here) {
-			// Anyone unknown may be HTTP/1.
+			// An unknown caller may be HTTP/1.
 			return !strings.Contains(frame.Function, "http2")
 		}
 	}
 	return true
 }
 
-// passesHookOn reports whether function is between a transport and the hook that it calls.
+// passesHookOn reports whether function may be between a transport and the hook that it
+// calls.
 func passesHookOn(function, here string) bool {
 	for _, prefix := range []string{here, "runtime.", "reflect.", "net/http/httptrace."} {
 		if strings.HasPrefix(function, prefix) {
@@ -133,12 +136,13 @@ func passesHookOn(function, here string) bool {
 	return false
 }
 
-// closeBelow closes conn without the farewell that TLS would write and wait for.
+// closeBelow closes conn without the TLS close alert, which would be written and waited
+// for.
 func closeBelow(conn net.Conn) {
 	for {
 		t, ok := conn.(tlsConn)
 		if !ok {
-			_ = conn.Close() // it is closed so that it cannot be written to; its error says nothing new
+			_ = conn.Close() // closed to prevent writes; its error does not matter
 			return
 		}
 		conn = t.NetConn()

@@ -8,8 +8,8 @@ import (
 	"syscall"
 )
 
-// gone reports that the other side's end of c has arrived already. It reads nothing and does not
-// wait, also while another goroutine reads.
+// gone reports whether the other side has closed c. It neither reads nor waits, even while
+// another goroutine reads.
 func gone(c net.Conn) bool {
 	sc, ok := c.(syscall.Conn)
 	if !ok {

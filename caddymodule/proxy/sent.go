@@ -22,11 +22,11 @@ type Watch struct {
 	fields atomic.Bool // a header field was written; keeps the hook cheap
 
 	mu      sync.Mutex
-	blown   bool     // bytes may have left, or the forward is over
+	blown   bool     // bytes may have been sent, or the forward has ended
 	conns   int      // how often a connection was asked for
-	outside bool     // a connection was asked for outside of our transport
+	outside bool     // a connection was asked for by another transport than ours
 	inside  bool     // our transport's RoundTrip has not returned
-	attempt *Attempt // the last one through our transport, or nil
+	attempt *Attempt // the last one of our transport, or nil
 }
 
 type contextKey struct{}
@@ -55,14 +55,15 @@ func Arm(ctx context.Context) (context.Context, *Watch) {
 	}), w
 }
 
-// FromContext returns the watch that ctx was armed with, or nil for a request that is not guarded.
+// FromContext returns the watch of a context from Arm, or nil for a request that is not
+// guarded.
 func FromContext(ctx context.Context) *Watch {
 	w, _ := ctx.Value(contextKey{}).(*Watch)
 	return w
 }
 
-// Release cancels the context and blows the fuse, so that nothing is sent from here on. Calling it
-// again is harmless.
+// Release cancels the context and blows the fuse, so that nothing more is sent. It can be
+// called several times.
 func (w *Watch) Release() {
 	w.mu.Lock()
 	w.blown = true
@@ -70,22 +71,22 @@ func (w *Watch) Release() {
 	w.cancel()
 }
 
-// cutOff reports whether the fuse has ended the forward, and not its caller: the first sending
-// failed on the way, and a second one was about to begin.
+// cutOff reports whether the fuse, and not the caller, ended the forward: the first sending
+// failed, and a second one was about to begin.
 func (w *Watch) cutOff(ctx context.Context) bool {
 	return ctx.Err() != nil && w.parent.Err() == nil
 }
 
-// Unframed reports whether our transport saw that nothing but the end of the connection ends the
-// response body, so that a cut body looks whole.
+// Unframed reports whether our transport saw that the response body ends with the
+// connection, so that a truncated body looks complete.
 func (w *Watch) Unframed() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.attempt != nil && w.attempt.unframed
 }
 
-// getConn is called before a connection is sought. After the fuse has blown that is a second
-// sending.
+// getConn is called before a connection is looked for. After the fuse has blown, that is a
+// second sending.
 func (w *Watch) getConn(string) {
 	w.mu.Lock()
 	w.conns++
@@ -164,18 +165,19 @@ type Attempt struct {
 	watch *Watch
 
 	// Guarded by watch.mu.
-	shared   net.Conn // the multiplexed connection the request goes to, or nil
+	shared   net.Conn // the multiplexed connection of the request, or nil
 	taken    bool     // a connection was obtained
-	pending  int      // writes begun and not ended
+	pending  int      // writes that have begun and not ended
 	wrote    bool     // at least one byte was accepted by the socket
-	unknown  bool     // bytes may have left that nobody counts
+	unknown  bool     // bytes may have been sent uncounted
 	sealed   bool     // no write may begin
 	unframed bool
 	onConn   func()
 }
 
-// Attempt opens the next attempt of our transport. It returns nil, and cancels the request, where
-// an earlier attempt may have sent something: the transport must then fail without sending.
+// Attempt opens the next attempt of our transport. If an earlier attempt may have sent
+// something, it cancels the request and returns nil; the transport must then fail without
+// sending.
 func (w *Watch) Attempt() *Attempt {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -188,16 +190,16 @@ func (w *Watch) Attempt() *Attempt {
 	return w.attempt
 }
 
-// whenConnected lets f be called once a connection was obtained, before anything is written to it.
-// It is not called where the request is cut off there.
+// whenConnected calls f when there is a connection, before anything is written to it. It
+// does not if the request is cut off at that point.
 func (a *Attempt) whenConnected(f func()) {
 	a.watch.mu.Lock()
 	defer a.watch.mu.Unlock()
 	a.onConn = f
 }
 
-// Begin announces a write of the request's bytes. If it returns false, nothing may be written: the
-// attempt is over, and its count was given away as final.
+// Begin announces a write of bytes of the request. If it returns false, nothing may be
+// written: the attempt has ended, and its count was reported as final.
 func (a *Attempt) Begin() bool {
 	a.watch.mu.Lock()
 	defer a.watch.mu.Unlock()
@@ -217,22 +219,22 @@ func (a *Attempt) Wrote(n int) {
 	a.wrote = a.wrote || n > 0
 }
 
-// Unknown says that the attempt sends in a way that cannot be counted.
+// Unknown notes that the attempt sends in a way that cannot be counted.
 func (a *Attempt) Unknown() {
 	a.watch.mu.Lock()
 	defer a.watch.mu.Unlock()
 	a.unknown = true
 }
 
-// Unframed says that the response body is ended by nothing but the connection.
+// Unframed notes that the response body ends with the connection.
 func (a *Attempt) Unframed() {
 	a.watch.mu.Lock()
 	defer a.watch.mu.Unlock()
 	a.unframed = true
 }
 
-// Done says that RoundTrip has returned with err. After a failure no further write may begin; after
-// a response the rest of the body may still be on its way.
+// Done notes that RoundTrip has returned err. After a failure no further write may begin;
+// after a response the rest of the request body may still be sent.
 func (a *Attempt) Done(err error) {
 	a.watch.mu.Lock()
 	defer a.watch.mu.Unlock()
@@ -242,7 +244,7 @@ func (a *Attempt) Done(err error) {
 	}
 }
 
-// take notes the connection that the attempt was given. watch.mu is held.
+// take notes the connection of the attempt. watch.mu is held.
 func (a *Attempt) take(conn net.Conn, shared bool) {
 	a.taken = true
 	if shared {
@@ -254,9 +256,10 @@ func (a *Attempt) take(conn net.Conn, shared bool) {
 	}
 }
 
-// encoding notes that a request is about to be put on a multiplexed connection, where its bytes
-// cannot be told from others'. Where that comes after the count was given away as final, it returns
-// the connection: closing it is the only way to keep the request off the wire. watch.mu is held.
+// encoding notes that the request is about to be written to a multiplexed connection, where
+// its bytes cannot be told from others'. If the count was already reported as final, it
+// returns the connection: closing it is the only way to keep the request from being sent.
+// watch.mu is held.
 func (a *Attempt) encoding() (late net.Conn) {
 	switch {
 	case a == nil || a.shared == nil:
@@ -269,15 +272,15 @@ func (a *Attempt) encoding() (late net.Conn) {
 	}
 }
 
-// zero reports whether it is final that no byte left. watch.mu is held.
+// zero reports whether it is final that no byte was sent. watch.mu is held.
 func (a *Attempt) zero() bool {
 	return a.sealed && !a.unknown && !a.wrote && a.pending == 0
 }
 
-// evidenceKind names the evidence that nothing was sent.
+// evidenceKind is the evidence that nothing was sent.
 type evidenceKind int
 
-// From none to the strongest.
+// From no evidence to the strongest.
 const (
 	// noEvidence: the request may have had its effect.
 	noEvidence evidenceKind = iota
@@ -285,22 +288,22 @@ const (
 	noUpstreamFound
 	// dialFailed: no connection to the upstream could be made.
 	dialFailed
-	// nothingWritten: our transport counted what was written, and it was nothing.
+	// nothingWritten: our transport counted what was written: nothing.
 	nothingWritten
 )
 
-// Verdict is what is proven about one forward. The zero value is: nothing.
+// Verdict is what is proven about one forward. The zero value proves nothing.
 type Verdict struct {
 	Reason evidenceKind
-	// Again says that forwarding once more at once is likely to succeed: a connection was there,
-	// and turned out to be dead before a byte was written.
+	// Again says that forwarding once more right away is likely to succeed: the connection
+	// was dead before a byte was written.
 	Again bool
 }
 
 // NotSent reports whether it is proven that no byte of the request was sent.
 func (v Verdict) NotSent() bool { return v.Reason != noEvidence }
 
-// Placeholders that reverse_proxy leaves behind.
+// Placeholders that reverse_proxy sets.
 const (
 	retriesPlaceholder = "http.reverse_proxy.retries"
 	statusPlaceholder  = "http.reverse_proxy.status_code"
@@ -310,10 +313,10 @@ const (
 // noUpstream is the text of reverse_proxy's unexported error. A test holds it against the real one.
 const noUpstream = "no upstreams available"
 
-// Retries returns how many attempts reverse_proxy made beyond the first in the forward that was
-// armed with ctx, or -1 if that cannot be told: none ran to its end, an upstream has answered, or
-// an error was handled on the way, so that more than one reverse_proxy may have run and the number
-// is only the last one's.
+// Retries returns how many attempts reverse_proxy made after the first one in the forward
+// that was armed with ctx. It is -1 if the number is unknown: no attempt ended, an upstream
+// has answered, or an error was handled on the way, so that several reverse_proxy may have
+// run and the number is only that of the last one.
 func Retries(ctx context.Context) int {
 	repl, ok := ctx.Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
 	if !ok {
@@ -331,12 +334,12 @@ func Retries(ctx context.Context) int {
 	return -1
 }
 
-// Proof ends the forward and says what is proven about it. err is what the handlers returned (nil
-// for a cancelled request: reverse_proxy reports 499 without an error), retries what Retries
-// returned.
+// Proof ends the forward and returns what is proven about it. err is the error of the
+// handlers (nil for a cancelled request: reverse_proxy reports 499 without an error),
+// retries the result of Retries.
 //
-// It first makes sure that nothing can be sent afterwards: the fuse is blown, the context
-// cancelled, and our transport's connections refuse the request's bytes.
+// It first makes sure that nothing can be sent afterwards: it blows the fuse, cancels the
+// context, and makes our transport's connections refuse the request's bytes.
 func (w *Watch) Proof(err error, retries int) Verdict {
 	w.mu.Lock()
 	blown := w.blown
@@ -350,20 +353,20 @@ func (w *Watch) Proof(err error, retries int) Verdict {
 	return v
 }
 
-// verdict weighs the evidence. w.mu is held; blown is the fuse before Proof.
+// verdict weighs the evidence. w.mu is held; blown is the state of the fuse before Proof.
 func (w *Watch) verdict(err error, retries int, blown bool) Verdict {
 	noConnection := errors.As(err, new(reverseproxy.DialError))
 	switch {
 	case retries < 0:
-		// Something that nobody saw may have been sent by another proxy.
+		// Another proxy may have sent something unseen.
 		return Verdict{}
 
 	case w.attempt != nil && (w.outside || !w.attempt.zero()):
 		return Verdict{}
 
-	// A reverse_proxy has one transport: as one attempt was ours, all were, and none of them is
-	// opened before the one before it is known to be zero. So retries that found no upstream need
-	// no further proof.
+	// A reverse_proxy has one transport: if one attempt was ours, all were, and each begins
+	// only when the previous one provably sent nothing. So retries that found no upstream
+	// need no further proof.
 	case w.attempt != nil && noConnection:
 		return Verdict{Reason: dialFailed}
 	case w.attempt != nil:
@@ -372,12 +375,12 @@ func (w *Watch) verdict(err error, retries int, blown bool) Verdict {
 	case blown:
 		return Verdict{}
 
-	// The error is that of the last attempt only. fastcgi dials with the same error and reports
-	// nothing, so each earlier attempt must have been seen.
+	// The error is that of the last attempt only. fastcgi dials with the same error and
+	// reports no events, so every earlier attempt must have been observed.
 	case noConnection && (retries == 0 || w.conns > retries):
 		return Verdict{Reason: dialFailed}
 
-	// This error stands only if no iteration got as far as a transport.
+	// This error is proof only if no attempt reached a transport.
 	case w.conns == 0 && isNoUpstream(err):
 		return Verdict{Reason: noUpstreamFound}
 

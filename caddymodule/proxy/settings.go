@@ -141,7 +141,7 @@ func (s *Settings) checkAll() (*checkedSettings, error) {
 	return s.check()
 }
 
-// check checks the options one by one.
+// check checks each option by itself.
 func (s *Settings) check() (*checkedSettings, error) {
 	c := &checkedSettings{statuses: s.FailureStatus, downstream: map[string]string{}}
 	if s.Mode > breaker.ForcedClosed {
@@ -197,7 +197,7 @@ func (s *Settings) breaker() breaker.Settings {
 	}
 }
 
-// optionNames are the options by the names of package breaker.
+// optionNames maps the options of package breaker to those of Settings.
 var optionNames = strings.NewReplacer(
 	"breaker: ", "", "MaxCooldown", "cooldown (longest)", "Cooldown", "cooldown", "Window", "window",
 	"SlowThreshold", "slow (share)", "Threshold", "threshold", "MinVolume", "min_volume", "Consecutive", "consecutive",

@@ -1,16 +1,16 @@
-// Package proxy is the transport agent_guard of Caddy's reverse_proxy: its HTTP transport, which in
-// addition proves what of a guarded request was sent (section "Sent or not"), and asks the circuit
-// breaker of the upstream first (section "Breakers").
+// Package proxy is the transport agent_guard of Caddy's reverse_proxy: Caddy's HTTP
+// transport, which also proves what was sent of a guarded request (section "Sent or not"),
+// and which asks the circuit breaker of the upstream first (section "Breakers").
 //
-// Two things send a request again without asking: Go's HTTP transports, after a reused connection
-// broke, and reverse_proxy with lb_retry_match. Arm puts a fuse into the request's context that
-// stops both (P1). Proof says what had been sent when the forward ended, on positive evidence only:
-// an event that was not seen proves nothing.
+// Two things repeat a request on their own: Go's HTTP transports, after a reused connection
+// broke, and reverse_proxy with lb_retry_match. [Arm] puts a fuse into the request's
+// context that stops both (P1). [Watch.Proof] returns what was sent when the forward ended,
+// on positive evidence only: an event that was not seen proves nothing.
 //
-// The breakers belong to the process, one for each upstream address, whatever transports and
-// configurations lead there. A breaker follows the settings of the call that came last. Its state
-// lives as long as any transport or member does, so a reload changes neither state nor counts. An
-// upstream that no configuration has any more is forgotten.
+// The breakers belong to the process, one for each upstream address, whichever transports
+// and configurations use it. A breaker has the settings of its latest call. Its state lives
+// as long as any transport or member uses it, so that a reload changes neither state nor
+// counts. An upstream that no configuration has any more is forgotten.
 package proxy
 
 import (
@@ -73,10 +73,10 @@ type Transport struct {
 	// its method. Default: on, with the defaults of its options.
 	Breaker *Settings `json:"breaker,omitempty"`
 
-	circuits *Circuits       // nil if they are off
-	states   *recordedStates // of the breakers, from the process before; nil if they are off
+	circuits *Circuits       // nil if breakers are off
+	states   *recordedStates // states from the last process; nil if breakers are off
 	inBand   bodyKinds
-	verify   AnswerVerifier // of probes' answers; nil where no tokens are trusted
+	verify   AnswerVerifier // verifies probes' answers; nil without trust
 
 	guarded *http.Transport
 	http3   bool
@@ -93,7 +93,7 @@ func (Transport) CaddyModule() caddy.ModuleInfo {
 	}
 }
 
-// Provision sets up the embedded transport and its counting twin.
+// Provision sets up the embedded transport, its counting twin and the breakers.
 func (t *Transport) Provision(ctx caddy.Context) error {
 	if err := t.HTTPTransport.Provision(ctx); err != nil {
 		return err
@@ -111,10 +111,10 @@ func (t *Transport) Provision(ctx caddy.Context) error {
 	return t.openCircuits(ctx)
 }
 
-// Cleanup closes the idle connections of both transports, and lets the breakers go.
+// Cleanup closes the idle connections of both transports, and releases the breakers.
 func (t *Transport) Cleanup() error {
 	if t.circuits != nil {
-		_ = t.circuits.Close() // it cannot fail; calls on their way still settle
+		_ = t.circuits.Close() // it cannot fail; running calls still settle
 	}
 	if t.guarded != nil {
 		t.guarded.CloseIdleConnections()
@@ -122,8 +122,8 @@ func (t *Transport) Cleanup() error {
 	return t.HTTPTransport.Cleanup()
 }
 
-// RoundTrip implements http.RoundTripper. It asks the upstream's breaker first. For a guarded
-// request it reports to the request's watch what it sends, and refuses to send it a second time.
+// RoundTrip implements http.RoundTripper. It asks the upstream's breaker first. It reports
+// to the watch of a guarded request what it sends, and refuses to send it a second time.
 func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	watch := FromContext(req.Context())
 	var attempt *Attempt
@@ -149,14 +149,14 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	return c.answered(res, err)
 }
 
-// closeBody is the contract of RoundTripper for a request that is not sent.
+// closeBody closes the body, as http.RoundTripper requires, if the request is not sent.
 func closeBody(req *http.Request) {
 	if req.Body != nil {
-		_ = req.Body.Close() // the request failed already
+		_ = req.Body.Close() // the request has already failed
 	}
 }
 
-// forward sends a request: one that is guarded with its attempt, others without.
+// forward sends a request; attempt is nil if it is not guarded.
 func (t *Transport) forward(req *http.Request, attempt *Attempt) (*http.Response, error) {
 	if attempt == nil {
 		return t.HTTPTransport.RoundTrip(req)
@@ -169,8 +169,8 @@ func (t *Transport) forward(req *http.Request, attempt *Attempt) (*http.Response
 	return res, err
 }
 
-// send passes req to the transport that can count it, if one can. A request that changes the
-// protocol takes the connection away from HTTP, and HTTP/3 has no connection that could be wrapped.
+// send passes req to the transport that counts, if counting is possible. An upgrade takes
+// the connection away from HTTP, and HTTP/3 connections cannot be wrapped.
 func (t *Transport) send(req *http.Request, attempt *Attempt) (*http.Response, error) {
 	if t.http3 || req.Header.Get("Upgrade") != "" {
 		attempt.Unknown()
@@ -184,8 +184,8 @@ func (t *Transport) send(req *http.Request, attempt *Attempt) (*http.Response, e
 	return res, err
 }
 
-// withOwnVars gives a request a copy of Caddy's variables. A dial reads them in a goroutine that
-// may outlive the attempt, when others write them again.
+// withOwnVars gives a request a copy of Caddy's variables. A dial reads them in a goroutine
+// that may outlive the attempt, when others write to them again.
 func withOwnVars(ctx context.Context) context.Context {
 	vars, ok := ctx.Value(caddyhttp.VarsCtxKey).(map[string]any)
 	if !ok {
@@ -194,14 +194,14 @@ func withOwnVars(ctx context.Context) context.Context {
 	return context.WithValue(ctx, caddyhttp.VarsCtxKey, maps.Clone(vars))
 }
 
-// unframed reports whether the body of res ends only with its connection. A body that Go unpacked
-// is framed by gzip itself.
+// unframed reports whether the body of res ends with its connection. gzip frames a body
+// that Go has decompressed.
 func unframed(req *http.Request, res *http.Response) bool {
 	return res.ProtoMajor == 1 && req.Method != http.MethodHead &&
 		res.ContentLength < 0 && len(res.TransferEncoding) == 0 && !res.Uncompressed
 }
 
-// Interface guards. reverse_proxy asks its transport for each of these.
+// Interface guards: reverse_proxy checks its transport for each of these.
 var (
 	_ caddy.Provisioner  = (*Transport)(nil)
 	_ caddy.CleanerUpper = (*Transport)(nil)
@@ -214,8 +214,8 @@ var (
 	_ reverseproxy.RequestHeaderOpsTransport           = (*Transport)(nil)
 )
 
-// openCircuits opens the breakers of the upstreams. Those that are known are the static ones of the
-// reverse_proxy that loads this transport.
+// openCircuits opens the breakers of the upstreams. The known ones are the static upstreams
+// of the reverse_proxy that loads this transport.
 func (t *Transport) openCircuits(ctx caddy.Context) error {
 	settings := Settings{}
 	if t.Breaker != nil {
@@ -249,7 +249,7 @@ func (t *Transport) openCircuits(ctx caddy.Context) error {
 	return nil
 }
 
-// breakerError is an error of the option breaker, with its place where that is known.
+// breakerError adds the place of the option breaker to an error, if known.
 func breakerError(settings *Settings, err error) error {
 	if settings.WrittenAt == "" {
 		return fmt.Errorf("breaker: %w", err)
@@ -257,20 +257,21 @@ func breakerError(settings *Settings, err error) error {
 	return fmt.Errorf("breaker: %w, at %s", err, settings.WrittenAt)
 }
 
-// guardApp is what the transport needs of the app agent_guard, whose package imports this one.
+// guardApp is what the transport needs of the app agent_guard, whose package imports this
+// one.
 type guardApp interface {
 	// AwaitCircuits returns once the breakers have the state that the last process left.
 	AwaitCircuits(ctx context.Context) error
-	// AnswerVerifier verifies who has answered a probe; nil where no tokens are trusted. The
-	// transport needs it, as calls that no guard sees can be probes too.
+	// AnswerVerifier verifies answers to probes; nil without trust. The transport itself
+	// needs it, because calls without a guard can be probes too.
 	AnswerVerifier() AnswerVerifier
 }
 
-// recordedStates waits for those of the breakers to be read, once.
+// recordedStates waits once until the stored states of the breakers are loaded.
 type recordedStates struct {
 	read atomic.Bool
-	// app finds who reads them, if anybody does. It is not known before all modules are
-	// provisioned: a guard behind this transport may be the first to ask for it.
+	// app returns the app that loads them, if there is one. It is unknown until all modules
+	// are provisioned: a guard behind this transport may be the first to need the app.
 	app func() (any, error)
 }
 
@@ -280,7 +281,7 @@ func (s *recordedStates) await(ctx context.Context) error {
 	}
 	app, err := s.app()
 	switch keeps, is := app.(guardApp); {
-	case errors.Is(err, caddy.ErrNotConfigured): // no guard anywhere, and no store
+	case errors.Is(err, caddy.ErrNotConfigured): // no guard and so no store
 	case err != nil:
 		return err
 	case is && !guard.IsWithoutState(ctx):
@@ -288,14 +289,14 @@ func (s *recordedStates) await(ctx context.Context) error {
 			return err
 		}
 	case is:
-		return nil // and the next request asks again
+		return nil // the next request tries again
 	}
 	s.read.Store(true)
 	return nil
 }
 
-// Refusal is with what a call of this method and view would be refused at the moment whatever
-// upstream it came to; nil if it would not, or if nobody knows.
+// Refusal returns the error with which a call of this method and view would currently be
+// refused by every upstream; nil if it would not, or if that is unknown.
 func (t *Transport) Refusal(method string, view *breaker.View) *breaker.OpenError {
 	if t.circuits == nil {
 		return nil
@@ -303,7 +304,8 @@ func (t *Transport) Refusal(method string, view *breaker.View) *breaker.OpenErro
 	return t.circuits.Refusal(method, view)
 }
 
-// BreakerPolicy is what callers may know of the breakers; nil if they are off, or refuse nobody.
+// BreakerPolicy returns the breakers' policy for callers; nil if breakers are off or refuse
+// nothing.
 func (t *Transport) BreakerPolicy() *Policy {
 	c := t.circuits
 	if c == nil || c.set.Mode == breaker.Observe || c.set.Mode == breaker.ForcedClosed {
@@ -316,7 +318,7 @@ func (t *Transport) BreakerPolicy() *Policy {
 	}
 }
 
-// Downstream is the identity of an upstream, by its address, where one is configured.
+// Downstream returns the configured identity of an upstream, or its address.
 func (t *Transport) Downstream(upstream string) string {
 	if t.circuits == nil {
 		return ""
@@ -324,13 +326,13 @@ func (t *Transport) Downstream(upstream string) string {
 	return t.circuits.pool.identity(upstream)
 }
 
-// LeadsTo reports whether an upstream is one of the static ones.
+// LeadsTo reports whether an upstream is a static one of this transport.
 func (t *Transport) LeadsTo(upstream string) bool {
 	return t.circuits != nil && t.circuits.known(upstream)
 }
 
-// refusedError is a breaker's refusal. reverse_proxy and the proof of sending read it as what it
-// amounts to: no connection was made.
+// refusedError is a breaker's refusal. reverse_proxy and Proof treat it like a failed
+// connection.
 type refusedError struct {
 	dial reverseproxy.DialError
 	open *breaker.OpenError
@@ -340,17 +342,18 @@ type refusedError struct {
 func (e *refusedError) Error() string   { return e.open.Error() }
 func (e *refusedError) Unwrap() []error { return []error{e.dial, e.open} }
 
-// Downstream is the identity of the upstream that was not called, where one is configured.
+// Downstream returns the configured identity of the upstream that was not called, or its
+// address.
 func (e *refusedError) Downstream() string { return e.t.Downstream(e.open.Key.Upstream) }
 
-// admit asks the breaker of the request's upstream. Without a breaker the call is nil.
+// admit asks the breaker of the request's upstream. The call is nil without a breaker.
 func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 	ctx := req.Context()
 	if t.circuits == nil || ctx.Value(caddyhttp.ServerCtxKey) == nil {
-		return nil, nil // health checks of reverse_proxy report by themselves
+		return nil, nil // reverse_proxy handles the results of its health checks itself
 	}
 	if guard.IsUndo(ctx) {
-		return nil, nil // what is broken must be undone while it is (ADR 0033)
+		return nil, nil // undos must not wait until a failing upstream recovers (ADR 0033)
 	}
 	if err := t.states.await(ctx); err != nil {
 		if ctx.Err() != nil {
@@ -363,7 +366,7 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 		upstream = addressOf(dial.Network, dial.Address)
 	}
 	if ctx.Err() != nil {
-		return nil, ctx.Err() // over before it could be sent
+		return nil, ctx.Err() // the context ended before sending
 	}
 	c := &call{t: t, ctx: ctx, watch: watch, began: time.Now()}
 	op := breaker.Op{Safe: Safe(req.Method), ClientPaced: uploads(req, watch)}
@@ -383,19 +386,20 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 	return c, nil
 }
 
-// twin builds the transport of the guarded requests: configured as the embedded one is, but with
-// counted connections that are not idle for long.
+// twin makes the transport of guarded requests: configured like the embedded one, but with
+// counted connections that are idle only briefly.
 //
-// It is made from the provisioned transport and not from the configuration, whose guest modules
-// Caddy loads only once.
+// It is made from the provisioned transport instead of the configuration, because Caddy
+// loads guest modules only once.
 func (t *Transport) twin() (*http.Transport, error) {
 	rt := t.Transport.Clone()
-	// Where one kept connection was closed, those of its age are about to be.
+	// If one kept connection was closed, those of the same age will be too.
 	stale := func() { t.guarded.CloseIdleConnections() }
 	dial := countWrites(t.Transport.DialContext, stale, slices.Contains(t.Versions, "h2c"))
 	rt.DialContext = dial
 	if t.Transport.DialTLSContext != nil {
-		// Caddy's function makes the TCP connection itself, below TLS, where it cannot be wrapped.
+		// Caddy's function dials the TCP connection itself, below TLS, where it cannot be
+		// wrapped.
 		rt.DialTLSContext = t.dialTLS(dial)
 	}
 
@@ -407,8 +411,8 @@ func (t *Transport) twin() (*http.Transport, error) {
 		rt.IdleConnTimeout = keepalive
 	}
 
-	// Clone copies the hooks of the original's HTTP/2, which would put guarded requests on
-	// connections of the original's pool. This replaces them.
+	// Clone copies the original's HTTP/2 hooks, which would put guarded requests on
+	// connections of the original's pool. Replace them.
 	if slices.Contains(t.Versions, "2") || slices.Contains(t.Versions, "h2c") {
 		//lint:ignore SA1019 the twin must speak HTTP/2 exactly as Caddy's transport does
 		if err := http2.ConfigureTransport(rt); err != nil {
@@ -420,8 +424,8 @@ func (t *Transport) twin() (*http.Transport, error) {
 
 type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error)
 
-// countWrites wraps the connections that dial makes. cleartext HTTP/2 is all or nothing in a
-// transport, so it is known here.
+// countWrites wraps the connections of dial. A transport uses cleartext HTTP/2 always or
+// never, so h2c is known here.
 func countWrites(dial dialFunc, stale func(), h2c bool) dialFunc {
 	return func(ctx context.Context, network, addr string) (net.Conn, error) {
 		c, err := dial(ctx, network, addr)
@@ -432,8 +436,8 @@ func countWrites(dial dialFunc, stale func(), h2c bool) dialFunc {
 	}
 }
 
-// dialTLS does what Caddy's DialTLSContext does (server names with placeholders, and the PROXY
-// protocol, whose addresses Go cannot split), over dial.
+// dialTLS does what Caddy's DialTLSContext does over dial: server names with placeholders,
+// and the PROXY protocol, whose addresses Go cannot split.
 func (t *Transport) dialTLS(dial dialFunc) dialFunc {
 	return func(ctx context.Context, network, addr string) (net.Conn, error) {
 		c, err := dial(ctx, network, addr)
@@ -444,7 +448,7 @@ func (t *Transport) dialTLS(dial dialFunc) dialFunc {
 		if strings.Contains(config.ServerName, "{") {
 			repl, ok := ctx.Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
 			if !ok {
-				_ = c.Close() // the error below is the one to know
+				_ = c.Close() // the error below is returned
 				return nil, errNoReplacer
 			}
 			config.ServerName = repl.ReplaceAll(config.ServerName, "")
@@ -456,7 +460,7 @@ func (t *Transport) dialTLS(dial dialFunc) dialFunc {
 		}
 		tc := tls.Client(c, config)
 		if err := tc.HandshakeContext(ctx); err != nil {
-			_ = tc.Close() // the handshake's error is the one to know
+			_ = tc.Close() // the handshake's error is returned
 			return nil, err
 		}
 		return tc, nil
@@ -465,15 +469,15 @@ func (t *Transport) dialTLS(dial dialFunc) dialFunc {
 
 var errNoReplacer = errors.New("a server name with placeholders needs a request of Caddy's")
 
-// maxAtOnce is the largest body that is put behind its header in one write, in bytes.
+// maxAtOnce is the largest body that is written together with its header, in bytes.
 const maxAtOnce = 8 << 10
 
-// lateBody is a small body that is read into memory once its request has a connection, and not
-// before: a request that gets none is sent elsewhere, with the body unread.
+// lateBody is a small body that is read into memory only when its request has a connection:
+// without one, the request is sent elsewhere with the body unread.
 //
-// Go writes a header by itself where the body is not of a type that it knows to be in memory, since
-// it might be long in coming: a second system call here, and a second wake-up of the upstream. A
-// guarded call's body was read before it was claimed.
+// Go writes a header separately if the body is not of a type that it knows to be in memory:
+// a second system call here, and a second wake-up of the upstream. The body of a guarded
+// call was read before the call was claimed.
 type lateBody struct {
 	from   io.ReadCloser
 	length int64
@@ -481,8 +485,8 @@ type lateBody struct {
 	read   bool
 }
 
-// lateBodyOf gives req, which is the transport's own copy, such a body if it can: on HTTP/1 only,
-// whose connections are always reported.
+// lateBodyOf gives req, which is the transport's own copy, such a body if possible: only on
+// HTTP/1, which reports each connection.
 func (t *Transport) lateBodyOf(req *http.Request, attempt *Attempt) *lateBody {
 	if t.h2c || req.URL.Scheme != "http" || req.Body == nil || len(req.Trailer) > 0 ||
 		req.ContentLength <= 0 || req.ContentLength > maxAtOnce {
@@ -494,8 +498,8 @@ func (t *Transport) lateBodyOf(req *http.Request, attempt *Attempt) *lateBody {
 	return b
 }
 
-// fill reads one byte more than was announced, to meet the end. What it finds too much or too
-// little, or cannot read, Go's transport finds in its turn.
+// fill reads one byte more than announced, to reach the end. Bodies of another length and
+// read errors are left to Go's transport.
 func (b *lateBody) fill() {
 	if b.read {
 		return
@@ -505,7 +509,7 @@ func (b *lateBody) fill() {
 	_ = b.from.Close()
 }
 
-// close is the contract of RoundTripper for a body that was not read.
+// close closes a body that was not read, as http.RoundTripper requires.
 func (b *lateBody) close() {
 	if b != nil && !b.read {
 		_ = b.from.Close()
@@ -539,7 +543,7 @@ func (t *Transport) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 		}
 		d.DeleteN(len(segment))
 	}
-	// What is left is the block of transport http, with its lines, which errors name.
+	// The rest is the block of transport http, with its line numbers for errors.
 	d.Reset()
 	return t.HTTPTransport.UnmarshalCaddyfile(d)
 }
