@@ -5,6 +5,7 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"maps"
@@ -12,6 +13,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -45,6 +47,40 @@ func TestSignatureForms(t *testing.T) {
 	}
 }
 
+// TestSameSignature: the signatures of ECDSA are those of RFC 6979, appendix A.2.5 and
+// A.2.6, so that a token that is signed again has the same bytes.
+func TestSameSignature(t *testing.T) {
+	for _, c := range []struct {
+		algorithm Algorithm
+		curve     elliptic.Curve
+		key, want string
+	}{
+		{
+			ES256, elliptic.P256(), "c9afa9d845ba75166b5c215767b1d6934e50c3db36e89b127b8a622b120f6721",
+			"efd48b2aacb6a8fd1140dd9cd45e81d69d2c877b56aaf991c34d0ea84eaf3716" +
+				"f7cb1c942d657c41d436c7a1b6e29f65f3e900dbb9aff4064dc4ab2f843acda8",
+		},
+		{
+			ES384, elliptic.P384(), "6b9d3dad2e1b8c1c05b19875b6659f4de23c3b667bf297ba9aa47740787137d896d5724e4c70a825f872c9ea60d2edf5",
+			"94edbb92a5ecb8aad4736e56c691916b3f88140666ce9fa73d64c4ea95ad133c81a648152e44acf96e36dd1e80fabe46" +
+				"99ef4aeb15f178cea1fe40db2603138f130e740a19624526203b6351d0a3a94fa329c145786e679e7b82c71a38628ac8",
+		},
+	} {
+		secret, err := hex.DecodeString(c.key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		private, err := ecdsa.ParseRawPrivateKey(c.curve, secret)
+		if err != nil {
+			t.Fatal(err)
+		}
+		raw, err := c.algorithm.sign(nil, private, []byte("sample"))
+		if err != nil || hex.EncodeToString(raw) != c.want {
+			t.Errorf("%s: %x, %v", c.algorithm, raw, err)
+		}
+	}
+}
+
 // TestShortSignatures: a signature whose r or s begins with a zero octet, as one in 128
 // does, has the same length and verifies; zeros and numbers over the order do not.
 func TestShortSignatures(t *testing.T) {
@@ -53,8 +89,9 @@ func TestShortSignatures(t *testing.T) {
 		t.Fatal(err)
 	}
 	short := false
-	for range 2000 {
-		raw, err := ES256.sign(nil, private, []byte("text"))
+	for n := range 2000 {
+		text := []byte(strconv.Itoa(n))
+		raw, err := ES256.sign(nil, private, text)
 		if err != nil || len(raw) != 64 {
 			t.Fatalf("%d octets, %v", len(raw), err)
 		}
@@ -62,7 +99,7 @@ func TestShortSignatures(t *testing.T) {
 			continue
 		}
 		short = true
-		if !ES256.verify(&private.PublicKey, []byte("text"), raw) {
+		if !ES256.verify(&private.PublicKey, text, raw) {
 			t.Fatalf("%x does not hold", raw)
 		}
 		break

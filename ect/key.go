@@ -6,7 +6,6 @@ import (
 	"crypto/ecdsa"
 	"crypto/ed25519"
 	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/sha256"
 	"crypto/sha512"
 	"errors"
@@ -323,14 +322,19 @@ func (a Algorithm) verify(public crypto.PublicKey, text, signature []byte) bool 
 	return false
 }
 
-// sign appends the raw signature of text.
+// sign appends the raw signature of text. The same text gets the same signature: ECDSA is
+// that of RFC 6979, which needs no random numbers and takes a quarter less time (ADR 0064).
 func (a Algorithm) sign(dst []byte, private crypto.Signer, text []byte) ([]byte, error) {
 	switch key := private.(type) {
 	case ed25519.PrivateKey:
 		return append(dst, ed25519.Sign(key, text)...), nil
 	case *ecdsa.PrivateKey:
 		var sum [sha512.Size384]byte
-		der, err := ecdsa.SignASN1(rand.Reader, key, a.digest(sum[:0], text))
+		hash := crypto.SHA256
+		if a == ES384 {
+			hash = crypto.SHA384
+		}
+		der, err := key.Sign(nil, a.digest(sum[:0], text), hash)
 		if err != nil {
 			return nil, err
 		}

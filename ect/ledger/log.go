@@ -387,7 +387,10 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 			return nil, fmt.Errorf("%w: unsigned, and the log has no signer", ErrInvalid)
 		}
 	}
-	kept, n := slices.Clone(events), len(events)
+	kept, n := make([]hashedEvent, len(events)), len(events)
+	for i := range events {
+		kept[i].Event = events[i]
+	}
 	first, err := l.queue.open(kept)
 	if err != nil {
 		return nil, err
@@ -408,9 +411,15 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 	return b, nil
 }
 
+// hashedEvent is an event with the hashes of its names, which are computed once.
+type hashedEvent struct {
+	Event
+	names names
+}
+
 // outboxWrites makes the writes that record events; first is the ticket of the first. The
 // error is ErrDuplicate if two events have the same id.
-func (l *Log) outboxWrites(events []Event, first uint64) ([]store.Write, error) {
+func (l *Log) outboxWrites(events []hashedEvent, first uint64) ([]store.Write, error) {
 	writes := make([]store.Write, 0, 4*len(events))
 	// add adds a write, and reports false if an earlier one conflicts with it.
 	add := func(w store.Write) bool {
@@ -422,28 +431,55 @@ func (l *Log) outboxWrites(events []Event, first uint64) ([]store.Write, error) 
 		writes = append(writes, w)
 		return true
 	}
+	work := scratch.Get().(*[2][]byte)
+	defer scratch.Put(work)
 	for i := range events {
-		e, t := &events[i], ticket{first + uint64(i), l.boot}
+		e, t := &events[i].Event, ticket{first + uint64(i), l.boot}
+		events[i].names = l.namesOf(e.Workflow, e.ID)
+		n := &events[i].names
+		work[0] = e.encode(work[0][:0])
+		plain := work[0]
+		if !e.Unsigned {
+			work[1] = pack(work[1][:0], plain, e.Payload)
+			plain = work[1]
+		}
+		memory := arena{b: make([]byte, 0, idKeySize+locationSize+outboxKeySize+len(plain)+sealedMore)}
+		id := memory.cut(n.appendID(memory.b, spaceID))
 		where := location{log: l.id, waiting: true, ticket: t}
-		unique := add(store.Write{Key: l.idKey(e.Workflow, e.ID), If: store.Absent(), Value: where.encode()})
-		key := l.outboxKey(t)
-		plain := e.encode(make([]byte, 0, len(e.Payload)+fixedOverhead))
-		writes = append(writes, store.Write{Key: key, Value: l.sealer.Seal(make([]byte, 0, len(plain)+64), plain, key)})
+		unique := add(store.Write{Key: id, If: store.Absent(), Value: memory.cut(where.encode(memory.b))})
+		key := memory.cut(l.outboxKey(memory.b, t))
+		writes = append(writes, store.Write{Key: key, Value: memory.cut(l.sealer.Seal(memory.b, plain, key))})
 		// An id must not be used both with and without a workflow: the key of the other use
 		// must be absent. The gateway generates the ids of unsigned events, so they are new.
 		switch {
 		case e.Unsigned:
 		case e.Workflow == "":
-			unique = unique && add(store.Write{Key: l.givenKey(e.ID), If: store.Absent(), Delete: true})
+			unique = unique && add(store.Write{Key: n.appendGiven(nil), If: store.Absent(), Delete: true})
 		default:
 			unique = unique && add(store.Write{Key: l.idKey("", e.ID), If: store.Absent(), Delete: true}) &&
-				add(store.Write{Key: l.givenKey(e.ID), Expires: e.KeepUntil})
+				add(store.Write{Key: n.appendGiven(nil), Expires: e.KeepUntil})
 		}
 		if !unique {
 			return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
 		}
 	}
 	return writes, nil
+}
+
+// scratch holds buffers for encoding.
+var scratch = sync.Pool{New: func() any { return new([2][]byte) }}
+
+// sealedMore is more than sealing adds to a value.
+const sealedMore = 64
+
+// arena is memory for many small values that live equally long.
+type arena struct{ b []byte }
+
+// cut returns what was appended to b, which must be the result of that.
+func (a *arena) cut(b []byte) []byte {
+	from := len(a.b)
+	a.b = b
+	return b[from:len(b):len(b)]
 }
 
 // Append commits events together with more writes and returns when they are durable. The

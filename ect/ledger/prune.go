@@ -190,21 +190,22 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m *marks, step []prunabl
 	for i := range step {
 		e := &step[i]
 		m.set(e.Index)
+		names := l.namesOf(e.Workflow, e.ID)
 		batch = append(batch,
 			// A full store accepts a batch that begins with an existing key, because pruning
 			// makes room.
 			store.Write{Key: l.entryKey(e.Index), Delete: true, If: store.VersionIs(e.version)},
-			store.Write{Key: l.idKey(e.Workflow, e.ID), Delete: true},
+			store.Write{Key: names.appendID(nil, spaceID), Delete: true},
 		)
 		if e.Workflow != "" {
-			batch = append(batch, store.Write{Key: l.workflowKey(e.Workflow, l.id, e.Index), Delete: true})
+			batch = append(batch, store.Write{Key: names.appendWorkflow(nil, l.id, e.Index), Delete: true})
 			// With KeepUntil the key expires by itself.
-			if key := l.givenKey(e.ID); e.KeepUntil.IsZero() && !given[string(key)] {
+			if key := names.appendGiven(nil); e.KeepUntil.IsZero() && !given[string(key)] {
 				given[string(key)] = true
 				batch = append(batch, store.Write{Key: key, Delete: true})
 			}
 		}
-		for _, key := range l.linkKeys(&e.Event, e.Index) {
+		for _, key := range l.linkKeysIn(names.workflow, &e.Event, e.Index) {
 			batch = append(batch, store.Write{Key: key, Delete: true})
 		}
 	}

@@ -176,7 +176,7 @@ func (l *Log) FindRecorded(ctx context.Context, id string) ([]Entry, error) {
 }
 
 func (l *Log) find(ctx context.Context, id string, read func(found store.Entry) (Entry, error)) ([]Entry, error) {
-	r := store.Prefix(l.idPrefix(id))
+	r := store.Prefix(l.idKey("", id)[:2+idHash])
 	r.Limit = MaxFound
 	var located []store.Entry
 	for found, err := range l.store.Scan(ctx, r) {
@@ -316,7 +316,9 @@ func (l *Log) Following(ctx context.Context, workflow, id string, from Cursor, l
 	if workflow == "" || id == "" || limit < 1 || limit > MaxPage {
 		return Page{}, fmt.Errorf("%w: a workflow, an id, and a page of 1 to %d", ErrInvalid, MaxPage)
 	}
-	return l.page(ctx, l.linkPrefix(workflow, id), from, limit, func(e *Entry) error {
+	prefix := l.idKey(workflow, id)
+	prefix[1] = spaceLink
+	return l.page(ctx, prefix, from, limit, func(e *Entry) error {
 		if e.Workflow != workflow || !slices.Contains(l.links(&e.Event), id) {
 			return fmt.Errorf("%w: entry %d is not linked to what leads to it", ErrTampered, e.Index)
 		}

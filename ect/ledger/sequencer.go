@@ -85,7 +85,7 @@ type queuedEvent struct {
 	overtaken uint64 // the queue's count when the ticket was opened
 	scan      uint64 // scans begun when it landed
 	at        time.Time
-	event     *Event // nil once done
+	event     *hashedEvent // nil once done
 }
 
 func newQueue(first uint64, entries int, age time.Duration) *queue {
@@ -96,8 +96,8 @@ func newQueue(first uint64, entries int, age time.Duration) *queue {
 }
 
 // open gives the next tickets to events and returns the first. The events must not change
-// afterwards.
-func (q *queue) open(events []Event) (first uint64, err error) {
+// afterwards, but for their names until their commit.
+func (q *queue) open(events []hashedEvent) (first uint64, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.ended != nil {
@@ -389,11 +389,15 @@ type sequencer struct {
 	*Log
 	rescan     bool            // the next move reads the outbox
 	unreadable map[ticket]bool // found by the scans since rescan was set
+
+	// Buffers of a move, kept for the next one.
+	leaf, packed, memory []byte
+	batch                []store.Write
 }
 
 type waiting struct {
 	ticket ticket
-	event  Event
+	event  hashedEvent
 }
 
 // run moves events until the log is closed and nothing waits, or ctx ends.
@@ -545,7 +549,7 @@ func (m *sequencer) scan(ctx context.Context) (found []waiting, end bool, err er
 			m.options.Logger.Error("an event that waits for the ledger does not open", slog.Any("error", err))
 			continue
 		}
-		found = append(found, waiting{t, entry.Event})
+		found = append(found, waiting{t, hashedEvent{entry.Event, m.namesOf(entry.Workflow, entry.ID)}})
 	}
 	return found, n < r.Limit, nil
 }
@@ -576,7 +580,7 @@ func (m *sequencer) token(ctx context.Context, e *Event) error {
 // tokens makes the tokens of as many events as it can, from the first.
 func (m *sequencer) tokens(ctx context.Context, found []waiting) ([]waiting, error) {
 	for i := range found {
-		if err := m.token(ctx, &found[i].event); err != nil {
+		if err := m.token(ctx, &found[i].event.Event); err != nil {
 			if i == 0 {
 				return nil, err
 			}
@@ -600,17 +604,18 @@ func (m *sequencer) commit(ctx context.Context, found []waiting) (n int, err err
 		now = before.recorded
 	}
 	after := &state{tree: before.clone(), recorded: now}
-	batch := make([]store.Write, 1, treeWrites+movedWrites*len(found))
+	batch := append(m.batch[:0], store.Write{})
+	memory := arena{b: m.memory[:0]}
 	room := maxMovedBytes
 	var tiles []tile
 	var linked []store.Write
 	var own []uint64
 	for i := range found {
 		w := &found[i]
-		index := after.size
-		leaf := w.event.encodeLeaf(make([]byte, 0, len(w.event.Payload)+fixedOverhead), index, now)
-		links := m.linkKeys(&w.event, index)
-		room -= len(leaf) + sealedOverhead + len(links)*linkOverhead
+		e, n, index := &w.event.Event, &w.event.names, after.size
+		m.leaf = e.encodeLeaf(m.leaf[:0], index, now)
+		links := m.linkKeysIn(n.workflow, e, index)
+		room -= len(m.leaf) + sealedOverhead + len(links)*linkOverhead
 		if room < 0 || i > 0 && len(batch)+len(linked)+movedWrites+len(links) > store.MaxBatch-treeWrites {
 			found = found[:i]
 			break
@@ -618,18 +623,27 @@ func (m *sequencer) commit(ctx context.Context, found []waiting) (n int, err err
 		for _, key := range links {
 			linked = append(linked, store.Write{Key: key})
 		}
-		hash := tlog.RecordHash(leaf)
+		hash := tlog.RecordHash(m.leaf)
 		tiles = after.add(hash, tiles)
-		batch = m.entryWrites(batch, &w.event, index, leaf, hash)
+		m.packed = pack(m.packed[:0], m.leaf, e.Payload)
+		key := memory.cut(appendEntryKey(memory.b, m.id, index))
+		where := location{log: m.id, index: index, check: checkOf(hash)}
+		batch = append(batch, store.Write{Key: key, Value: memory.cut(m.sealer.Seal(memory.b, m.packed, key))})
+		id := memory.cut(n.appendID(memory.b, spaceID))
+		batch = append(batch, store.Write{Key: id, Value: memory.cut(where.encode(memory.b))})
 		if i == 0 {
 			// Anything beyond the end of the tree is forged.
 			batch[entryWrite].If = store.Absent()
 		}
-		batch = append(batch, store.Write{Key: m.outboxKey(w.ticket), Delete: true})
+		if e.Workflow != "" {
+			batch = append(batch, store.Write{Key: memory.cut(n.appendWorkflow(memory.b, m.id, index))})
+		}
+		batch = append(batch, store.Write{Key: memory.cut(m.outboxKey(memory.b, w.ticket)), Delete: true})
 		if w.ticket.boot == m.boot {
 			own = append(own, w.ticket.number)
 		}
 	}
+	m.memory = memory.b
 	batch = append(batch, linked...)
 	for _, t := range tiles {
 		batch = append(batch, store.Write{Key: m.tileKey(t.level, t.n), Value: joinHashes(t.hashes)})
@@ -639,6 +653,11 @@ func (m *sequencer) commit(ctx context.Context, found []waiting) (n int, err err
 	}
 	batch[0] = store.Write{Key: m.headKey(), Value: after.head.Note, If: store.VersionIs(before.version)}
 	after.version, err = m.store.Commit(ctx, batch...)
+	clear(batch)
+	m.batch = batch
+	if cap(m.memory) > maxKept {
+		m.memory = nil
+	}
 	if err == nil {
 		m.now.Store(after)
 		m.queue.moved(own, len(found)-len(own))
@@ -649,18 +668,8 @@ func (m *sequencer) commit(ctx context.Context, found []waiting) (n int, err err
 
 const entryWrite = 1
 
-func (m *sequencer) entryWrites(batch []store.Write, e *Event, index int64, leaf []byte, hash tlog.Hash) []store.Write {
-	key := m.entryKey(index)
-	where := location{log: m.id, index: index, check: checkOf(hash)}
-	batch = append(batch,
-		store.Write{Key: key, Value: m.sealer.Seal(make([]byte, 0, len(leaf)+64), leaf, key)},
-		store.Write{Key: m.idKey(e.Workflow, e.ID), Value: where.encode()},
-	)
-	if e.Workflow != "" {
-		batch = append(batch, store.Write{Key: m.workflowKey(e.Workflow, m.id, index)})
-	}
-	return batch
-}
+// maxKept bounds a buffer that is kept for the next move.
+const maxKept = 512 << 10
 
 // failed handles a failed commit. If another process has extended the tree, this one
 // continues from there, provided that the new tree extends the known one.

@@ -484,7 +484,7 @@ func TestAbandonedTickets(t *testing.T) {
 		l.Start()
 		p := must(l.Record(testEvent(0)))(t)
 		for range maxOpen + 10 {
-			if _, err := l.queue.open(make([]Event, 1)); err != nil {
+			if _, err := l.queue.open(make([]hashedEvent, 1)); err != nil {
 				t.Fatal(err)
 			}
 		}

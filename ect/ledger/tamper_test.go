@@ -53,6 +53,24 @@ func tinyBase(t testing.TB, sealer store.Sealer) (Options, []store.Entry) {
 	return o, contents(t, mem)
 }
 
+// packedBase is a tiny log whose payloads are tokens in compact form.
+func packedBase(t testing.TB, sealer store.Sealer) (Options, []store.Entry) {
+	t.Helper()
+	mem := memory.New(memory.Options{})
+	o := compactTokens(testOptions(mem))
+	o.Sealer = sealer
+	l := mustOpen(t, o)
+	for n := range 4 {
+		mustAppend(t, l, unsignedEvent(n))
+	}
+	drain(t, l)
+	presented := testEvent(4)
+	presented.Payload = testToken([]byte(`{"jti":"id-4"}`))
+	mustAppend(t, l, presented)
+	mustVerify(t, l)
+	return o, contents(t, mem)
+}
+
 // owner is the entry that a stored value belongs to, or -1 and why none can be named.
 func owner(e store.Entry) int64 {
 	switch e.Key[1] {
@@ -79,6 +97,7 @@ func TestTamperEveryByte(t *testing.T) {
 		least  int
 	}{
 		{"tiny sealed", true, tinyBase, 1500}, {"tiny plain", false, tinyBase, 1200},
+		{"packed sealed", true, packedBase, 1500}, {"packed plain", false, packedBase, 1200},
 		{"tile sealed", true, tamperBase, 1500}, {"tile plain", false, tamperBase, 1500},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -214,7 +233,7 @@ func TestTamperWhole(t *testing.T) {
 		{"an entry more", []store.Write{{Key: s.entryKey(size), Value: value(s.entryKey(size - 1))}}, size, "stands behind"},
 		{"an id more", []store.Write{{Key: s.idKey("w", "forged"), Value: value(s.idKey("", "id-30"))}}, 30, "an id leads here"},
 		{"an id that leads behind the end", []store.Write{
-			{Key: s.idKey("w", "forged"), Value: (&location{log: s.id, index: size + 7}).encode()},
+			{Key: s.idKey("w", "forged"), Value: (&location{log: s.id, index: size + 7}).encode(nil)},
 		}, size + 7, "behind the signed head"},
 		{"a place in a list behind the end", []store.Write{{Key: s.workflowKey("forged", s.id, size+7)}}, size + 7, "behind the signed head"},
 		{"a place in a list more", []store.Write{{Key: s.workflowKey("forged", s.id, 31)}}, 31, "a workflow that is not its own"},

@@ -300,7 +300,7 @@ func (t *leafTile) present(index int64, key, sealed []byte) error {
 	if t.marks.has(index) {
 		t.v.fault(index, "there, and marked as pruned")
 	}
-	leaf, err := v.sealer.Open(nil, sealed, key)
+	leaf, err := v.openLeaf(key, sealed)
 	if err != nil {
 		t.v.fault(index, "does not open: %s", err)
 		t.made = append(t.made, t.storedHash(index))
@@ -329,7 +329,7 @@ func (t *leafTile) present(index int64, key, sealed []byte) error {
 func (t *leafTile) indexes(index int64, e *Entry, hash tlog.Hash) error {
 	v := t.v
 	at := location{log: v.id, index: index, check: checkOf(hash)}
-	if err := t.checkKey(index, v.idKey(e.Workflow, e.ID), at.encode(), "not to be found by its id", "does not fit what stands under its id"); err != nil || e.Workflow == "" {
+	if err := t.checkKey(index, v.idKey(e.Workflow, e.ID), at.encode(nil), "not to be found by its id", "does not fit what stands under its id"); err != nil || e.Workflow == "" {
 		return err
 	}
 	v.listed++
@@ -445,7 +445,7 @@ func (v *verifier) storeError(err error) error {
 
 // waits checks that a waiting event is in the outbox.
 func (v *verifier) waits(key []byte, where location) error {
-	_, err := v.store.Get(v.ctx, v.outboxKey(where.ticket))
+	_, err := v.store.Get(v.ctx, v.outboxKey(nil, where.ticket))
 	if !errors.Is(err, store.ErrNotFound) {
 		return err
 	}
