@@ -105,65 +105,42 @@ type API struct {
 // New makes the API over stores.
 func New(stores Stores) *API { return &API{stores: stores} }
 
-// routes are the paths below Prefix. A segment in braces matches any name.
-var routes = []struct {
-	path, method string
-	serve        handler
-}{
-	{"executions", http.MethodGet, listExecutions},
-	{"executions/{key}", http.MethodGet, showExecution},
-	{"executions/{key}/resolve", http.MethodPost, resolveExecution},
-	{"store", http.MethodGet, plain(showStore)},
-	{"keys", http.MethodGet, plain(showKeys)},
-	{"keys/rotate", http.MethodPost, plain(rotateKeys)},
-	{"identity", http.MethodGet, plain(showIdentity)},
-	{"identity/rotate", http.MethodPost, plain(rotateIdentity)},
-	{"circuits", http.MethodGet, plain(listCircuits)},
-	{"circuits/mode", http.MethodPost, plain(setCircuitMode)},
-	{"rollback", http.MethodPost, coordinated(startRollback)},
-	{"rollback/{id}", http.MethodGet, coordinated(showRollback)},
-	{"rollbacks", http.MethodGet, coordinated(listRollbacks)},
-	{"escalations", http.MethodGet, listEscalations},
-	{"ledger/head", http.MethodGet, plain(ledgerHead)},
-	{"ledger/export", http.MethodGet, plain(ledgerExport)},
-	{"ledger/verify", http.MethodGet, plain(ledgerVerify)},
+// routes are the paths below Prefix.
+var routes = []api.Route[handler]{
+	{Path: "executions", Method: http.MethodGet, To: listExecutions},
+	{Path: "executions/{key}", Method: http.MethodGet, To: showExecution},
+	{Path: "executions/{key}/resolve", Method: http.MethodPost, To: resolveExecution},
+	{Path: "store", Method: http.MethodGet, To: plain(showStore)},
+	{Path: "keys", Method: http.MethodGet, To: plain(showKeys)},
+	{Path: "keys/rotate", Method: http.MethodPost, To: plain(rotateKeys)},
+	{Path: "identity", Method: http.MethodGet, To: plain(showIdentity)},
+	{Path: "identity/rotate", Method: http.MethodPost, To: plain(rotateIdentity)},
+	{Path: "circuits", Method: http.MethodGet, To: plain(listCircuits)},
+	{Path: "circuits/mode", Method: http.MethodPost, To: plain(setCircuitMode)},
+	{Path: "rollback", Method: http.MethodPost, To: coordinated(startRollback)},
+	{Path: "rollback/{id}", Method: http.MethodGet, To: coordinated(showRollback)},
+	{Path: "rollbacks", Method: http.MethodGet, To: coordinated(listRollbacks)},
+	{Path: "escalations", Method: http.MethodGet, To: listEscalations},
+	{Path: "ledger/head", Method: http.MethodGet, To: plain(ledgerHead)},
+	{Path: "ledger/export", Method: http.MethodGet, To: plain(ledgerExport)},
+	{Path: "ledger/verify", Method: http.MethodGet, To: plain(ledgerVerify)},
 }
 
 // ServeHTTP implements caddy.AdminHandler.
 func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
-	parts := strings.Split(strings.TrimPrefix(r.URL.EscapedPath(), Prefix), "/")
-	for i, part := range parts { // an execution id may contain slashes
-		if plain, err := url.PathUnescape(part); err == nil {
-			parts[i] = plain
-		}
+	path := strings.TrimPrefix(r.URL.EscapedPath(), Prefix)
+	if to, name := api.Match(routes, path); to != nil {
+		return a.on(w, r, to, name)
 	}
-	var paths []string
-	for _, to := range routes {
-		if name, ok := match(to.path, parts); ok {
-			return a.on(w, r, to.method, name, to.serve)
-		}
-		paths = append(paths, to.path)
+	if plain, err := url.PathUnescape(path); err == nil {
+		path = plain
+	}
+	paths := make([]string, len(routes))
+	for i := range routes {
+		paths[i] = routes[i].Path
 	}
 	last := len(paths) - 1
-	return refuse(http.StatusNotFound, "%s has no %s; there are %s and %s",
-		Prefix, strings.Join(parts, "/"), strings.Join(paths[:last], ", "), paths[last])
-}
-
-// match compares the segments of a path with a route, and returns the name in it.
-func match(route string, parts []string) (name string, ok bool) {
-	wanted := strings.Split(route, "/")
-	if len(wanted) != len(parts) {
-		return "", false
-	}
-	for i, part := range parts {
-		switch {
-		case part != "" && strings.HasPrefix(wanted[i], "{"):
-			name = part
-		case part != wanted[i]:
-			return "", false
-		}
-	}
-	return name, true
+	return refuse(http.StatusNotFound, "%s has no %s; there are %s and %s", Prefix, path, strings.Join(paths[:last], ", "), paths[last])
 }
 
 // handler answers a request about a store with a value to be encoded as JSON, or a stream.
@@ -180,15 +157,19 @@ func plain(serve func(r *http.Request, st Store) (any, error)) handler {
 	}
 }
 
-// on calls serve with the requested store, and writes its result.
-func (a *API) on(w http.ResponseWriter, r *http.Request, method, name string, serve handler) error {
-	if r.Method != method && (r.Method != http.MethodHead || method != http.MethodGet) {
-		w.Header().Set("Allow", method)
-		return refuse(http.StatusMethodNotAllowed, "%s is not for %s; use %s", r.URL.Path, r.Method, method)
+// on calls the handler of a route with the requested store, and writes its result. name is
+// that in the path, percent-encoded.
+func (a *API) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler], name string) error {
+	if !to.Allows(r.Method) {
+		w.Header().Set("Allow", to.Method)
+		return refuse(http.StatusMethodNotAllowed, "%s is not for %s; use %s", r.URL.Path, r.Method, to.Method)
 	}
 	query, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
 		return refuse(http.StatusBadRequest, "query: %v", err)
+	}
+	if name, err = url.PathUnescape(name); err != nil {
+		return refuse(http.StatusBadRequest, "path: %v", err)
 	}
 	p := &params{name: name, query: query}
 	st, err := a.view(p.one("store"))
@@ -196,7 +177,7 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, method, name string, se
 		return err
 	}
 	defer st.Release()
-	answer, err := serve(r, st, p)
+	answer, err := to.To(r, st, p)
 	if err != nil {
 		err = refusal(err, http.StatusInternalServerError, corePackages)
 		if refused := (caddy.APIError{}); errors.As(err, &refused) && refused.HTTPStatus == http.StatusServiceUnavailable {

@@ -323,7 +323,7 @@ func TestStoreStatus(t *testing.T) {
 	var st admin.StoreStatus
 	r.get("store", &st)
 	doubts := st.Executions["in_doubt"]
-	if st.Health != admin.HealthOK || st.Problem != "" || st.Node != o.guard.Node() || st.Boot != o.guard.Boot() || st.Node == "" ||
+	if st.Health != "ok" || st.Problem != "" || st.Node != o.guard.Node() || st.Boot != o.guard.Boot() || st.Node == "" ||
 		doubts.Count != 3 || doubts.AtLeast || doubts.OldestAge != 180 || !doubts.Oldest.Equal(r.now.Add(-3*time.Minute)) ||
 		st.Executions["running"].Count != 1 || len(st.Executions) != 4 || st.Store == nil || st.Store.Commits != 7 || st.Quota.OpenExecutions != 9 {
 		t.Errorf("%+v", st)
@@ -334,7 +334,7 @@ func TestStoreStatus(t *testing.T) {
 	}
 	st = admin.StoreStatus{}
 	r.get("store", &st)
-	if st.Health != admin.HealthUnknown || st.Problem == "" || st.Executions != nil || st.Store == nil {
+	if st.Health != "unknown" || st.Problem == "" || st.Executions != nil || st.Store == nil {
 		t.Errorf("closed: %+v", st)
 	}
 	for _, target := range []string{"executions", "executions/abcd"} {
@@ -349,7 +349,7 @@ func TestStoreStatusAfterAFailedSync(t *testing.T) {
 	o.store = unhealthy{o.store}
 	var st admin.StoreStatus
 	r.get("store", &st)
-	if st.Health != admin.HealthClosed || !strings.Contains(st.Problem, "restart") {
+	if st.Health != "closed" || !strings.Contains(st.Problem, "restart") {
 		t.Errorf("%+v", st)
 	}
 }

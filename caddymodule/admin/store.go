@@ -17,12 +17,12 @@ import (
 
 // The health of a store.
 const (
-	// HealthOK: the store responds.
-	HealthOK = "ok"
-	// HealthClosed: it closed itself after a failed sync. Only a restart opens it again.
-	HealthClosed = "closed"
-	// HealthUnknown: it does not respond.
-	HealthUnknown = "unknown"
+	// healthOK: the store responds.
+	healthOK = "ok"
+	// healthClosed: it closed itself after a failed sync. Only a restart opens it again.
+	healthClosed = "closed"
+	// healthUnknown: it does not respond.
+	healthUnknown = "unknown"
 )
 
 // maxCounted is the number up to which the executions of a state are counted.
@@ -65,7 +65,7 @@ type Count struct {
 // asked for.
 func showStore(r *http.Request, st Store) (any, error) {
 	status := StoreStatus{
-		Path: st.Path(), Health: HealthOK, Node: st.Executions().Node(), Boot: st.Executions().Boot(),
+		Path: st.Path(), Health: healthOK, Node: st.Executions().Node(), Boot: st.Executions().Boot(),
 		Quota: st.Quota(), Store: st.Report(),
 	}
 	var err error
@@ -73,9 +73,9 @@ func showStore(r *http.Request, st Store) (any, error) {
 		if r.Context().Err() != nil {
 			return nil, unavailable(err)
 		}
-		status.Problem, status.Health = err.Error(), HealthUnknown
+		status.Problem, status.Health = err.Error(), healthUnknown
 		if errors.Is(err, store.ErrUnhealthy) {
-			status.Health = HealthClosed
+			status.Health = healthClosed
 		}
 	}
 	if status.Problem == "" && status.Store != nil {

@@ -70,67 +70,112 @@ const (
 	endpointProblems
 )
 
-// route is a parsed path.
-type route struct {
+// resource is what a path of the gateway's own names.
+type resource struct {
 	endpoint endpoint
 	// dialect is the draft that defines the form of a rollback request.
 	dialect ect.Vocabulary
-	name    string // the last segment if it is a name, still percent-encoded
 }
 
-// fixed has the paths that are compared after percent-decoding.
-var fixed = map[string]endpoint{
-	WellKnown + "policy":         endpointPolicy,
-	WellKnown + "jwks":           endpointKeys,
-	WellKnown + "health":         endpointHealth,
-	WellKnown + "circuits":       endpointCircuits,
-	"/.well-known/aerr/circuits": endpointCircuits,
-	"/aerr/circuits":             endpointCircuits,
+// routes are the paths of sites.
+var routes = []Route[resource]{
+	{WellKnown + "policy", http.MethodGet, resource{endpoint: endpointPolicy}},
+	{WellKnown + "jwks", http.MethodGet, resource{endpoint: endpointKeys}},
+	{WellKnown + "health", http.MethodGet, resource{endpoint: endpointHealth}},
+	{BasePath + "{slug...}", http.MethodGet, resource{endpoint: endpointProblems}},
+	{ExecutionsPath + "{id...}", http.MethodGet, resource{endpoint: endpointExecutions}},
+
+	{WellKnown + "circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
+	{"/.well-known/aerr/circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
+	{"/aerr/circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
+
+	{WellKnown + "ledger/head", http.MethodGet, resource{endpoint: endpointHead}},
+	{WellKnown + "ledger/proof", http.MethodGet, resource{endpoint: endpointProof}},
+	{WellKnown + "ledger/consistency", http.MethodGet, resource{endpoint: endpointConsistency}},
+	{entriesPath, http.MethodGet, resource{endpoint: endpointEntries}},
+	{entriesPath + "/{index}", http.MethodGet, resource{endpoint: endpointEntry}},
+	{WellKnown + "workflows/{id}", http.MethodGet, resource{endpoint: endpointWorkflow}},
+	{WellKnown + "checkpoints/{id}", http.MethodGet, resource{endpoint: endpointCheckpoint}},
+	{WellKnown + "errors", http.MethodPost, resource{endpoint: endpointErrors}},
+
+	{RollbackPath, http.MethodPost, resource{endpointAskRollback, ect.Cascade}},
+	{RollbackPath + "/{id}", http.MethodGet, resource{endpointRollback, ect.Cascade}},
+	{ATDRollbackPath, http.MethodPost, resource{endpointAskRollback, ect.ATD}},
+	{AERRRollbackPath, http.MethodPost, resource{endpointAskRollback, ect.AERR}},
+	{"/.well-known/aerr/rollback", http.MethodPost, resource{endpointAskRollback, ect.AERR}},
 }
 
-// routes has the other paths. A path that ends in a slash is followed by one more segment,
-// a name.
-var routes = map[string]route{
-	WellKnown + "ledger/head":        {endpoint: endpointHead},
-	WellKnown + "ledger/proof":       {endpoint: endpointProof},
-	WellKnown + "ledger/consistency": {endpoint: endpointConsistency},
-	entriesPath:                      {endpoint: endpointEntries},
-	entriesPath + "/":                {endpoint: endpointEntry},
-	WellKnown + "workflows/":         {endpoint: endpointWorkflow},
-	WellKnown + "checkpoints/":       {endpoint: endpointCheckpoint},
-	WellKnown + "errors":             {endpoint: endpointErrors},
-
-	RollbackPath:                 {endpoint: endpointAskRollback, dialect: ect.Cascade},
-	RollbackPath + "/":           {endpoint: endpointRollback, dialect: ect.Cascade},
-	ATDRollbackPath:              {endpoint: endpointAskRollback, dialect: ect.ATD},
-	AERRRollbackPath:             {endpoint: endpointAskRollback, dialect: ect.AERR},
-	"/.well-known/aerr/rollback": {endpoint: endpointAskRollback, dialect: ect.AERR},
+// Route is a row of a table of the gateway's own paths (ADR 0063). The table of this package
+// has those of sites; the admin API has another one, since its listener is another one.
+type Route[T any] struct {
+	// Path is compared segment by segment after percent-decoding. {name} matches any
+	// segment that is not empty, {name...} at the end the rest of the path.
+	Path string
+	// Method is GET, which includes HEAD, or POST.
+	Method string
+	// To is the resource or the handler.
+	To T
 }
 
-// parseRoute parses the path of a request. A slash in a name is written as %2F.
-func parseRoute(u *url.URL) (route, bool) {
-	if !Owns(u.Path) {
-		return route{}, false // not a path of the gateway: a call to guard
-	}
-	if at, ok := fixed[u.Path]; ok {
-		return route{endpoint: at}, true
-	}
-	if slug, ok := strings.CutPrefix(u.Path, BasePath); ok {
-		return route{endpoint: endpointProblems, name: slug}, true
-	}
-	path := u.EscapedPath()
-	if strings.HasPrefix(path, ExecutionsPath) {
-		return route{endpoint: endpointExecutions}, true
-	}
-	end := strings.LastIndexByte(path, '/') + 1
-	if end < len(path) {
-		if to, ok := routes[path]; ok {
-			return to, true
+// Match returns the first route that matches a percent-encoded path, and its name, which is
+// still encoded: a slash in a name is written as %2F. The route is nil if none matches.
+func Match[T any](table []Route[T], path string) (to *Route[T], name string) {
+	for i := range table {
+		if name, ok := matchPath(table[i].Path, path); ok {
+			return &table[i], name
 		}
 	}
-	to, ok := routes[path[:end]]
-	to.name = path[end:]
-	return to, ok && to.name != ""
+	return nil, ""
+}
+
+func matchPath(pattern, path string) (name string, ok bool) {
+	for {
+		if strings.HasSuffix(pattern, "...}") && !strings.Contains(pattern, "/") {
+			return path, true
+		}
+		want, next, more := strings.Cut(pattern, "/")
+		segment, rest, longer := strings.Cut(path, "/")
+		switch {
+		case more != longer:
+			return "", false
+		case strings.HasPrefix(want, "{"):
+			if name = segment; name == "" {
+				return "", false
+			}
+		case want != segment:
+			if plain, err := url.PathUnescape(segment); err != nil || plain != want {
+				return "", false
+			}
+		}
+		if !more {
+			return name, true
+		}
+		pattern, path = next, rest
+	}
+}
+
+// Allows reports whether the route accepts an HTTP method.
+func (to *Route[T]) Allows(method string) bool {
+	return method == to.Method || method == http.MethodHead && to.Method == http.MethodGet
+}
+
+// route is a parsed path.
+type route struct {
+	row *Route[resource]
+	resource
+	name string // the variable part of the path, still percent-encoded
+}
+
+// parseRoute parses the path of a request.
+func parseRoute(u *url.URL) (to route, ok bool) {
+	if !Owns(u.Path) {
+		return route{}, false // a call to guard
+	}
+	found, name := Match(routes, u.EscapedPath())
+	if found == nil {
+		return route{}, false
+	}
+	return route{found, found.To, name}, true
 }
 
 func (t route) rollback() bool {
@@ -142,14 +187,14 @@ func (t route) ledger() bool { return t.endpoint <= endpointCheckpoint }
 
 // allowed reports whether the path accepts the request's method; if not, it answers.
 func (t route) allowed(w http.ResponseWriter, r *http.Request) bool {
-	methods := []string{http.MethodGet, http.MethodHead}
-	if t.endpoint == endpointErrors || t.endpoint == endpointAskRollback {
-		methods = []string{http.MethodPost}
-	}
-	if slices.Contains(methods, r.Method) {
+	if t.row.Allows(r.Method) {
 		return true
 	}
-	w.Header().Set("Allow", strings.Join(methods, ", "))
+	allow := t.row.Method
+	if allow == http.MethodGet {
+		allow += ", " + http.MethodHead
+	}
+	w.Header().Set("Allow", allow)
 	w.WriteHeader(http.StatusMethodNotAllowed)
 	return false
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"net/url"
 	"strings"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -97,7 +98,8 @@ func (e *Endpoints) answer(w http.ResponseWriter, r *http.Request, to route) {
 	a := responder{w, r}
 	switch to.endpoint {
 	case endpointProblems:
-		servePage(w, r, to.name)
+		slug, _ := url.PathUnescape(to.name) // EscapedPath is correctly encoded
+		servePage(w, r, slug)
 	case endpointPolicy:
 		Respond(a.w, http.StatusOK, "application/json", "", indented(e.Policy(e.Mount(r))))
 	case endpointHealth:
@@ -135,7 +137,7 @@ func (e *Endpoints) keys(a responder) {
 // ask answers the requests whose answer depends on the caller.
 func (e *Endpoints) ask(a responder, to route) error {
 	if to.endpoint == endpointExecutions {
-		return e.executions(a)
+		return e.executions(a, to.name)
 	}
 	g, err := e.Open()
 	if err != nil {

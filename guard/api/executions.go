@@ -42,10 +42,11 @@ type executionsRequest struct {
 	patience context.Context // ends with the time to wait, the client's disconnect, or a shutdown
 }
 
-// executions answers callers' requests about their executions.
-func (e *Endpoints) executions(a responder) error {
+// executions answers callers' requests about their executions. path is what follows
+// ExecutionsPath, still percent-encoded.
+func (e *Endpoints) executions(a responder, path string) error {
 	q := &executionsRequest{Endpoints: e, responder: a}
-	err := q.serve()
+	err := q.serve(path)
 	if err == nil || a.r.Context().Err() != nil {
 		return err
 	}
@@ -64,7 +65,7 @@ func (e *Endpoints) executions(a responder) error {
 }
 
 // serve answers. Callers without a credential share their ids, and see nothing (P3).
-func (q *executionsRequest) serve() error {
+func (q *executionsRequest) serve(path string) error {
 	g, err := q.Open()
 	if err != nil {
 		return err
@@ -79,7 +80,7 @@ func (q *executionsRequest) serve() error {
 		return NewProblem(AuthenticationRequired, "Send the credential that the call was made with.")
 	}
 	q.caller = who.Caller
-	if q.question, err = parseQuestion(q.r.URL); err != nil {
+	if q.question, err = parseQuestion(path, q.r.URL.RawQuery); err != nil {
 		return err
 	}
 	var cancel context.CancelFunc
@@ -163,10 +164,10 @@ func (q *question) concerns(e *execution.Recorded) bool {
 		(q.path == "" || q.path == e.Record.Path)
 }
 
-// parseQuestion parses a URL below ExecutionsPath.
-func parseQuestion(u *url.URL) (question, error) {
+// parseQuestion parses a path below ExecutionsPath, percent-encoded, and the query.
+func parseQuestion(path, query string) (question, error) {
 	var q question
-	name, rest, more := strings.Cut(strings.TrimPrefix(u.EscapedPath(), ExecutionsPath), "/")
+	name, rest, more := strings.Cut(path, "/")
 	if more && rest != "output" {
 		return q, badParameter("Below an id there is only /output. A slash that belongs to the id is written as %2F.")
 	}
@@ -186,7 +187,7 @@ func parseQuestion(u *url.URL) (question, error) {
 		return q, NewProblem(ExecutionIDInvalid, strings.ToUpper(text[:1])+text[1:]+".")
 	}
 	q.id = id
-	values, err := url.ParseQuery(u.RawQuery)
+	values, err := url.ParseQuery(query)
 	if err != nil {
 		return q, badParameter(badQuery)
 	}

@@ -23,7 +23,8 @@ func FuzzIDInAPath(f *testing.F) {
 			if err != nil {
 				t.Fatalf("%q: %v", id, err)
 			}
-			q, err := parseQuestion(u)
+			to, _ := parseRoute(u)
+			q, err := parseQuestion(to.name, u.RawQuery)
 			if err != nil || q.id != id || q.output != output {
 				t.Errorf("%q: %+v, %v", id, q, err)
 			}
@@ -41,7 +42,11 @@ func FuzzExecutionQuestion(f *testing.F) {
 		if err != nil {
 			return
 		}
-		q, err := parseQuestion(u)
+		to, ok := parseRoute(u)
+		if !ok {
+			t.Fatalf("%q is no path of executions", text)
+		}
+		q, err := parseQuestion(to.name, u.RawQuery)
 		var p *Problem
 		switch {
 		case err == nil:
