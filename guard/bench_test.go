@@ -24,6 +24,8 @@ type sinkOf struct{ discard }
 
 func (sinkOf) Write([]byte, bool) bool         { return true }
 func (sinkOf) ReadBack(int64) io.ReadCloser    { return io.NopCloser(strings.NewReader("")) }
+func (sinkOf) Judge(int) http.Header           { return nil }
+func (sinkOf) Cut() bool                       { return false }
 func (sinkOf) Wait(ready <-chan struct{}) bool { <-ready; return true }
 
 // BenchmarkCapture is the recorder's own cost for an answer on its way: its header
@@ -32,13 +34,13 @@ func BenchmarkCapture(b *testing.B) {
 	for _, size := range []int{1 << 10, 64 << 10} {
 		b.Run(strconv.Itoa(size), func(b *testing.B) {
 			body, r := make([]byte, size), post()
-			marks := http.Header{"Execution-Status": {"executed"}, "Execution-Id": {"1"}}
+			marks := []guard.Field{{Name: "Execution-Status", Value: [1]string{"executed"}}, {Name: "Execution-Id", Value: [1]string{"1"}}}
 			b.SetBytes(int64(size))
 			b.ReportAllocs()
 			for b.Loop() {
 				to := discard{http.Header{"Server": {"Caddy"}}}
 				w := guard.NewWriter(to, r)
-				rec := guard.NewRecorder(w, sinkOf{}, marks, never)
+				rec := guard.NewRecorder(w, sinkOf{}, marks...)
 				rec.Header()["Content-Type"] = []string{"application/json"}
 				rec.Header()["Content-Length"] = []string{strconv.Itoa(size)}
 				rec.WriteHeader(http.StatusOK)

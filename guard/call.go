@@ -32,29 +32,33 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	}
 	h.keepEndToEnd(r.Header)
 	action, as, err := h.classify(r)
-	var p *api.Problem
-	switch {
-	case errors.As(err, &p):
-		h.Host.Note(r, "status", StatusRefused)
-		h.Host.Note(r, "problem", p.Kind().Slug)
-		h.refuseUnguarded(w, r, p)
-		return nil
-	case err != nil:
-		return err
-	case as == classStream:
+	if err != nil {
+		return h.unclassified(w, r, err)
+	}
+	if as == classStream {
 		w = Mark(w, HeaderExecutionStatus, statusUnguarded)
 	}
 	if as != classGuarded {
 		return h.pass(w, r, next)
 	}
-	x := &Call{h: h, w: NewWriter(w, r), r: r, action: action, upstream: h.Host.Upstream(next)}
+	x := &Call{h: h, r: r, action: action, upstream: h.Host.Upstream(next)}
+	x.w.begin(w, r, &h.alarms)
+	x.clock.alarms = &h.alarms
 	x.noted.outer = h.Host.Begin(r, x)
 	defer x.close()
-	err = x.run()
-	if err != nil && x.failsOpen(err) {
+	if err = x.run(); err == nil {
+		return nil
+	}
+	return x.unanswered(w, next, err)
+}
+
+// unanswered ends a call that was not answered, with the problem that err is, by the fallback, or
+// unguarded. It returns the error that remains.
+func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
+	if x.failsOpen(err) {
 		err = refusedByCircuit(x.forwardUnguarded(w, next, err), VerifiedHere(x.call.Scope.Caller))
 	}
-	if errors.As(err, &p) {
+	if p := (*api.Problem)(nil); errors.As(err, &p) {
 		x.recordRejection(p)
 		if answered, err := x.degrade(w, p); answered {
 			return err
@@ -68,18 +72,31 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	return err
 }
 
+// unclassified answers a request that classify refuses.
+func (h *Handler) unclassified(w http.ResponseWriter, r *http.Request, err error) error {
+	if p := (*api.Problem)(nil); errors.As(err, &p) {
+		h.Host.Note(r, "status", StatusRefused)
+		h.Host.Note(r, "problem", p.Kind().Slug)
+		h.refuseUnguarded(w, r, p)
+		return nil
+	}
+	return err
+}
+
 // pass forwards an unguarded request. Its tokens are verified all the same.
 func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next Next) error {
 	err := h.verifySafe(r)
 	if err == nil {
 		err = h.passOn(w, r, next)
 	}
-	var p *api.Problem
-	if !errors.As(err, &p) {
-		return err
+	if err == nil {
+		return nil
 	}
-	h.refuseUnguarded(w, r, p)
-	return nil
+	if p := (*api.Problem)(nil); errors.As(err, &p) {
+		h.refuseUnguarded(w, r, p)
+		return nil
+	}
+	return err
 }
 
 // run takes a guarded call through its steps. A record that it finds may answer the call or send
@@ -123,7 +140,7 @@ func (x *Call) run() error {
 // also after the call.
 type Call struct {
 	h      *Handler
-	w      *Writer
+	w      Writer
 	r      *http.Request
 	action *Action
 
@@ -131,7 +148,10 @@ type Call struct {
 	engine     *Engine
 	executions *execution.Guard
 	release    func() // of the engine; taken over by who works on after the answer
-	clock      *clock // of the forwarded call
+	clock      clock  // of the forwarded call
+	rec        Recorder
+	sink       recording // what rec feeds
+	fields     [3]Field  // of the answer; see marks
 	body       *spool.Spool
 	read       bool // the request's body was read to its end
 	call       execution.Call
@@ -350,14 +370,14 @@ func (x *Call) replay(found execution.Finding) error {
 	x.noted.outcome, x.noted.created = execution.Completed, result.Created
 	x.action.Counts.Replayed()
 	x.call.Checkpoint = found.Record.Checkpoint
-	marks := withCheckpoint(x.marks("replayed"), x.call.Checkpoint)
+	marks := header(x.marks("replayed", x.call.Checkpoint))
 	marks[HeaderReplayed] = []string{"true"}
 	if result.Head.Status >= http.StatusBadRequest {
 		if failed := x.recordedError(x.call.Checkpoint); failed != nil {
 			marks[ect.FieldName] = append(slices.Clone(result.Head.Header[ect.FieldName]), failed.raw)
 		}
 	}
-	err = Play(x.w, x.r, Source{
+	err = Play(&x.w, x.r, Source{
 		Head: &result.Head, Body: result.Body(x.r.Context()),
 		Trailer: func() map[string][]string { return result.Head.Trailer },
 	}, marks)
@@ -400,9 +420,9 @@ func (x *Call) attach(flight *execution.Flight) (step, error) {
 	if follower.Doubtful() { // head has the rest of what its owner gets
 		status = StatusInDoubt
 	}
-	err = Play(x.w, x.r, Source{
+	err = Play(&x.w, x.r, Source{
 		Head: head, Body: followed{x.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
-	}, withCheckpoint(x.marks(status), flight.Checkpoint()))
+	}, header(x.marks(status, flight.Checkpoint())))
 	if err != nil && !x.w.Sent() {
 		return x.followedInVain(flight)
 	}
@@ -426,9 +446,24 @@ func (x *Call) played(err error) error {
 	return x.unavailable()
 }
 
-// marks returns the guard's own fields of an answer.
-func (x *Call) marks(status string) http.Header {
-	return http.Header{HeaderExecutionID: {x.call.Scope.ID}, HeaderExecutionStatus: {status}}
+// marks returns the guard's own fields of an answer. They are valid until it is called again.
+func (x *Call) marks(status, checkpoint string) []Field {
+	x.fields = [...]Field{
+		{HeaderExecutionID, [1]string{x.call.Scope.ID}}, {HeaderExecutionStatus, [1]string{status}},
+		{headerExecutionCheckpoint, [1]string{checkpoint}},
+	}
+	if checkpoint == "" {
+		return x.fields[:2]
+	}
+	return x.fields[:]
+}
+
+func header(fields []Field) http.Header {
+	h := make(http.Header, len(fields)+1)
+	for i := range fields {
+		fields[i].set(h)
+	}
+	return h
 }
 
 func (x *Call) doubt(found execution.Finding) (step, error) {
@@ -529,12 +564,15 @@ func (x *Call) claim(found execution.Finding, leave func()) (run *execution.Exec
 	if err == nil && x.probing != nil { // the probe has said that it was not applied
 		x.resolved(execution.Released)
 	}
+	if err == nil {
+		return run, nil
+	}
 	if over := (*execution.QuotaError)(nil); errors.As(err, &over) {
 		err = x.overQuota(over)
-	} else if err != nil && !errors.Is(err, execution.ErrTaken) {
+	} else if !errors.Is(err, execution.ErrTaken) {
 		err = x.storeFailed(err)
 	}
-	return run, x.refusedInDoubt(err)
+	return nil, x.refusedInDoubt(err)
 }
 
 // execute forwards the claimed call, records its outcome and releases the end of the answer. A
@@ -544,7 +582,7 @@ func (x *Call) execute(e *execution.Execution) error {
 	x.state = 0 // what stood there is claimed
 	x.action.Counts.Begun()
 	x.engine.running.begin(x.call.Checkpoint)
-	x.clock = x.engine.detach(x.r.Context(), x.call.Deadline)
+	x.engine.detach(&x.clock, x.r.Context(), x.call.Deadline)
 	defer x.clock.stop()
 
 	var f forwarding
@@ -555,7 +593,7 @@ func (x *Call) execute(e *execution.Execution) error {
 			x.action.Counts.Settled(execution.InDoubt)
 		}
 	}()
-	if err := x.prove(x.clock); err != nil {
+	if err := x.prove(&x.clock); err != nil {
 		settled = true
 		return x.unproven(e, err)
 	}
@@ -587,14 +625,15 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 	if x.h.restores {
 		defer x.engine.Writes.Write(x.place(), x.window)()
 	}
-	e.Recording().SetPace(x.clock.wait)
+	x.sink = recording{e, x}
+	e.Recording().SetPace(&x.sink)
 	if x.evidence.tokens.Issuer() != "" && x.evidence.policy != nil {
 		x.w.HoldFailures(maxHeldFailure)
 	}
-	rec := NewRecorder(x.w, recording{e, x}, withCheckpoint(x.marks("executed"), x.call.Checkpoint), x.upstream.Cut)
-	rec.Judge(func(status int) http.Header { return x.doubtInHeader(e, rec, status) })
+	rec := &x.rec
+	rec.begin(&x.w, &x.sink, x.marks("executed", x.call.Checkpoint))
 	for again := false; ; again = true {
-		r := x.request(x.upstream.Begin(x.clock))
+		r := x.request(x.upstream.Begin(&x.clock))
 		f := forwarding{rec: rec, Forwarded: x.upstream.Forward(rec, r), overdue: x.clock.overdue(), unframed: x.upstream.Unframed()}
 		if again || f.Panicked != nil || rec.Status() != 0 || !f.failed() || !f.Again {
 			return f
@@ -606,24 +645,21 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 // request is the request to forward: the call's own, with the body that was read and this
 // execution as the parent of what it causes.
 func (x *Call) request(ctx context.Context) *http.Request {
-	ctx = context.WithValue(ctx, forwardedKey{}, &forwarder{x.h.Name, forwarderOf(ctx)})
-	ctx = WithEvidence(ctx, Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow})
-	if most := x.action.Deadline; x.call.Deadline < most {
-		ctx = WithPatience(ctx, most)
-	}
-	if len(x.evidence.tokens.Own) > 0 {
-		ctx = context.WithValue(ctx, tokensHanded{}, true)
-	}
-	r := x.r.WithContext(ctx)
+	r := x.r.WithContext(&forwardedContext{
+		Context: ctx, forwarder: forwarder{x.h.Name, forwarderOf(ctx)},
+		evidence: Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow},
+		patience: x.action.Deadline, patient: x.call.Deadline < x.action.Deadline,
+		handed: len(x.evidence.tokens.Own) > 0,
+	})
 	target := *x.r.URL // which inner handlers rewrite, and may have to once more
 	r.URL = &target
 	r.Header = x.r.Header.Clone()
 	r.Header.Del("Expect")  // the body is here
 	r.Header.Del("Upgrade") // what is guarded stays HTTP (isTunnel)
 	r.Header.Del(HeaderExecutionID)
-	r.Header.Set(HeaderExecutionParent, x.call.Scope.ID)
+	r.Header[HeaderExecutionParent] = []string{x.call.Scope.ID}
 	if x.call.Workflow != "" {
-		r.Header.Set(HeaderWorkflowID, x.call.Workflow)
+		r.Header[HeaderWorkflowID] = []string{x.call.Workflow}
 	}
 	if x.evidence.forwarded != nil {
 		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
@@ -647,22 +683,24 @@ type recording struct {
 	x *Call
 }
 
-func (r recording) Start(status int, header map[string][]string) {
+func (r *recording) Start(status int, header map[string][]string) {
 	if idle := time.Duration(r.x.action.StreamIdle); idle > 0 && len(header["Content-Length"]) == 0 {
 		r.x.clock.pausing(idle)
 	}
 	r.e.Recording().Start(status, header)
 }
-func (r recording) Write(p []byte, needed bool) bool {
+func (r *recording) Write(p []byte, needed bool) bool {
 	r.x.clock.touch()
 	r.x.captureBody(p)
 	return r.e.WriteFor(p, needed)
 }
-func (r recording) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }
-func (r recording) Wait(ready <-chan struct{}) bool  { return r.x.clock.wait(ready) }
-func (r recording) SetTrailer(trailer map[string][]string) {
+func (r *recording) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }
+func (r *recording) Wait(ready <-chan struct{}) bool  { return r.x.clock.wait(ready) }
+func (r *recording) SetTrailer(trailer map[string][]string) {
 	r.e.Recording().SetTrailer(trailer)
 }
+func (r *recording) Judge(status int) http.Header { return r.x.doubtInHeader(r.e, &r.x.rec, status) }
+func (r *recording) Cut() bool                    { return r.x.upstream.Cut() }
 
 func (x *Call) judge(f *forwarding) execution.Outcome {
 	rec := f.rec

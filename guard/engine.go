@@ -39,6 +39,7 @@ type Engine struct {
 	Writes WriteTracker
 
 	running     runningCalls
+	cuts        cutOff
 	readers     slowReaders
 	constraints constraints
 	rejections  rejections
@@ -88,12 +89,12 @@ func (e *Engine) AwaitCall(ctx context.Context, checkpoint string) {
 // AwaitReaders waits until all clients have read the answers of settled calls, or ctx ends.
 func (e *Engine) AwaitReaders(ctx context.Context) { e.readers.wait(ctx) }
 
-// detach returns the clock of an execution: a context with the request's values but not its end
+// detach starts the clock of an execution: a context with the request's values but not its end
 // (P7). It ends at the deadline, or when a shutdown can wait no longer.
-func (e *Engine) detach(request context.Context, deadline time.Duration) *clock {
-	c := newClock(context.WithoutCancel(request), deadline)
-	c.stops = context.AfterFunc(e.Uncut, c.stop)
-	return c
+func (e *Engine) detach(c *clock, request context.Context, deadline time.Duration) {
+	c.parent = detached{request}
+	c.start(&c.parent, deadline)
+	e.cuts.add(c, e.Uncut)
 }
 
 // slowReaders counts the owners of settled executions that are still reading.

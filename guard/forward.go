@@ -199,29 +199,150 @@ func parseSeconds(text string) (time.Duration, bool) {
 type clock struct {
 	context.Context
 	cancel context.CancelCauseFunc
-	stops  func() bool // what else ends it; nil with nothing
+
+	alarms         *alarms // whose timer it uses
+	parent         detached
+	cut            *cutOff // where it is listed; nil of an unguarded request
+	previous, next *clock  // in that list; guarded by its mutex
+	listed         bool
 
 	mu       sync.Mutex
-	timer    *time.Timer
+	timer    *alarm        // nil once the clock was stopped
 	at       time.Time     // when it is over
 	idle     time.Duration // the longest pause; 0 where there is a deadline, or no limit
 	begun    bool          // the answer has begun, and pauses count
 	patience time.Duration // for how long readers may still be waited for
 }
 
-// newClock starts a clock that runs out after d. Its waits may stop it for d in total.
 func newClock(parent context.Context, d time.Duration) *clock {
-	c := &clock{at: time.Now().Add(d), patience: d}
-	c.Context, c.cancel = context.WithCancelCause(parent)
-	c.timer = time.AfterFunc(d, c.over)
+	c := new(clock)
+	c.start(parent, d)
 	return c
+}
+
+// start starts a clock that runs out after d. Its waits may stop it for d in total.
+func (c *clock) start(parent context.Context, d time.Duration) {
+	c.at, c.patience = time.Now().Add(d), d
+	c.Context, c.cancel = context.WithCancelCause(parent)
+	c.timer = c.alarms.start(d, c)
+}
+
+// alarms are timers that one call after the other uses. nil keeps none.
+type alarms struct{ pool sync.Pool }
+
+// alarm is a timer that calls to.ring.
+type alarm struct {
+	*time.Timer
+	to interface{ ring() }
+}
+
+// start calls to.ring after d.
+func (p *alarms) start(d time.Duration, to interface{ ring() }) *alarm {
+	if p != nil {
+		if a, ok := p.pool.Get().(*alarm); ok {
+			a.to = to
+			a.Reset(d)
+			return a
+		}
+	}
+	a := &alarm{to: to}
+	a.Timer = time.AfterFunc(d, func() { a.to.ring() })
+	return a
+}
+
+// stop ends the use of an alarm. It reports whether ring was not called and never will be: only
+// then may another call use it.
+func (p *alarms) stop(a *alarm) bool {
+	if !a.Stop() {
+		return false
+	}
+	if p != nil {
+		a.to = nil
+		p.pool.Put(a)
+	}
+	return true
+}
+
+// detached has the values of a context, but not its end. It is context.WithoutCancel as a part of
+// a clock.
+type detached struct{ context.Context }
+
+// Deadline implements context.Context.
+func (detached) Deadline() (time.Time, bool) { return time.Time{}, false }
+
+// Done implements context.Context.
+func (detached) Done() <-chan struct{} { return nil }
+
+// Err implements context.Context.
+func (detached) Err() error { return nil }
+
+// cutOff lists the clocks of running executions, which Engine.Uncut stops. A list costs a call
+// less than context.AfterFunc.
+type cutOff struct {
+	mu      sync.Mutex
+	first   *clock
+	watches bool // uncut is being watched
+	over    bool
+}
+
+// add lists c, or stops it where uncut has ended.
+func (l *cutOff) add(c *clock, uncut context.Context) {
+	l.mu.Lock()
+	if !l.watches {
+		l.watches = true
+		context.AfterFunc(uncut, l.stopAll)
+	}
+	over := l.over
+	if !over {
+		c.cut, c.next, c.listed = l, l.first, true
+		if l.first != nil {
+			l.first.previous = c
+		}
+		l.first = c
+	}
+	l.mu.Unlock()
+	if over {
+		c.stop()
+	}
+}
+
+func (l *cutOff) remove(c *clock) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !c.listed {
+		return
+	}
+	c.listed = false
+	if c.previous != nil {
+		c.previous.next = c.next
+	} else {
+		l.first = c.next
+	}
+	if c.next != nil {
+		c.next.previous = c.previous
+	}
+	c.previous, c.next = nil, nil
+}
+
+func (l *cutOff) stopAll() {
+	l.mu.Lock()
+	l.over = true
+	var all []*clock
+	for c := l.first; c != nil; c = c.next {
+		all = append(all, c)
+	}
+	l.mu.Unlock()
+	for _, c := range all {
+		c.stop()
+	}
 }
 
 // errPaused ends an answer that paused for too long. Unlike a deadline it says nothing about the
 // upstream's health: a stream may have nothing to send.
 var errPaused = errors.New("agent_guard: nothing has come for too long")
 
-func (c *clock) over() {
+// ring ends the request: its time is over.
+func (c *clock) ring() {
 	c.mu.Lock()
 	begun := c.begun
 	c.mu.Unlock()
@@ -239,10 +360,15 @@ func (c *clock) overdue() bool {
 
 // stop ends the request without a passed deadline.
 func (c *clock) stop() {
-	c.timer.Stop()
+	c.mu.Lock()
+	if c.timer != nil {
+		c.alarms.stop(c.timer)
+		c.timer = nil
+	}
+	c.mu.Unlock()
 	c.cancel(context.Canceled)
-	if c.stops != nil {
-		c.stops()
+	if c.cut != nil {
+		c.cut.remove(c)
 	}
 }
 
@@ -262,7 +388,9 @@ func (c *clock) pausing(idle time.Duration) {
 		c.restart(idle)
 		return
 	}
-	c.timer.Stop()
+	if c.timer != nil {
+		c.timer.Stop()
+	}
 }
 
 // touch restarts the pause: something has arrived.
@@ -276,7 +404,7 @@ func (c *clock) touch() {
 
 // restart gives the request d from now. A clock that has run out stays so.
 func (c *clock) restart(d time.Duration) {
-	if c.timer.Stop() {
+	if c.timer != nil && c.timer.Stop() {
 		c.at = time.Now().Add(d)
 		c.timer.Reset(d)
 	}
@@ -286,7 +414,7 @@ func (c *clock) restart(d time.Duration) {
 // fault. It reports whether ready came before the patience was used up.
 func (c *clock) wait(ready <-chan struct{}) (came bool) {
 	c.mu.Lock()
-	if c.patience <= 0 || !c.timer.Stop() {
+	if c.patience <= 0 || c.timer == nil || !c.timer.Stop() {
 		c.mu.Unlock()
 		return false
 	}
@@ -306,6 +434,9 @@ func (c *clock) wait(ready <-chan struct{}) (came bool) {
 	defer c.mu.Unlock()
 	c.patience -= time.Since(began)
 	c.at = time.Now().Add(left)
+	if c.timer == nil {
+		return false // it was stopped meanwhile
+	}
 	c.timer.Reset(left)
 	return came
 }

@@ -275,6 +275,7 @@ type Handler struct {
 	restores     bool                  // an action of it restores
 	probes       prober
 	failures     throttle // calls that were forwarded for want of a store
+	alarms       alarms
 	// Prefixes of the names of callers that only this guard can know.
 	users, explicits string
 }

@@ -175,6 +175,9 @@ func workflow(r *http.Request, tokens *Tokens) (string, error) {
 // empty where that is malformed. Versions after 00 may have further fields.
 func traceID(traceparent string) string {
 	const version, trace, parent, flags = 2, 32, 16, 2 // lengths in hexadecimal digits
+	if traceparent == "" {
+		return ""
+	}
 	fields := strings.Split(traceparent, "-")
 	if len(fields) < 4 || fields[0] == "ff" || fields[0] == "00" && len(fields) != 4 {
 		return ""
@@ -491,9 +494,6 @@ func (x *Call) sentAs(id string) (sum [32]byte, err error) {
 // readBody reads the request's body whole, before anything is claimed.
 func (x *Call) readBody() error {
 	limit := x.h.MaxBody
-	tooLarge := func(limit int64) error {
-		return api.NewProblem(api.BodyTooLarge, fmt.Sprintf("This route takes bodies of at most %d bytes.", limit))
-	}
 	if x.r.ContentLength > limit {
 		return tooLarge(limit)
 	}
@@ -515,15 +515,24 @@ func (x *Call) readBody() error {
 	if isGRPC(x.r) {
 		from = &oneMessage{Reader: from}
 	}
-	_, err := io.Copy(x.body, from)
+	if _, err := x.body.ReadFrom(from); err != nil {
+		return x.unreadBody(err)
+	}
+	x.read = true
+	return nil
+}
+
+func tooLarge(limit int64) error {
+	return api.NewProblem(api.BodyTooLarge, fmt.Sprintf("This route takes bodies of at most %d bytes.", limit))
+}
+
+// unreadBody is the refusal of a call whose body could not be read.
+func (x *Call) unreadBody(err error) error {
 	var spill *spool.SpillError
 	var max *http.MaxBytesError
 	switch {
-	case err == nil:
-		x.read = true
-		return nil
 	case errors.Is(err, spool.ErrLimit):
-		return tooLarge(limit)
+		return tooLarge(x.h.MaxBody)
 	case errors.As(err, &max): // by request_body
 		return tooLarge(max.Limit)
 	case errors.Is(err, errSecondMessage):

@@ -149,7 +149,7 @@ func TestASlowClientIsCutOff(t *testing.T) {
 // says.
 func TestWhereNothingCanBeReadBack(t *testing.T) {
 	run := func(to *lazy, sink *full) (rec *guard.Recorder, want []byte) {
-		rec = guard.NewRecorder(guard.NewWriter(to, post()), sink, nil, never)
+		rec = guard.NewRecorder(guard.NewWriter(to, post()), sink)
 		for i := range 10 {
 			_, _ = rec.Write(part(i))
 			want = append(want, part(i)...)

@@ -134,13 +134,6 @@ func (x *Call) bodyHash() (ect.Hash, error) {
 	return ect.HashOf([sha256.Size]byte(sum.Sum(nil))), nil
 }
 
-func withCheckpoint(marks http.Header, checkpoint string) http.Header {
-	if checkpoint != "" {
-		marks[headerExecutionCheckpoint] = []string{checkpoint}
-	}
-	return marks
-}
-
 // recordCall makes the call's checkpoint and the batch that records it, the tokens that led to it
 // and their use in the claim's commit (P2).
 func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {

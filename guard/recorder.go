@@ -27,7 +27,22 @@ type Sink interface {
 	Wait(ready <-chan struct{}) bool
 	// SetTrailer takes the trailer.
 	SetTrailer(trailer map[string][]string)
+	// Judge is called once the status and header of the answer are known and before they are
+	// sent. It returns further fields that the answer carries, whatever the upstream says.
+	Judge(status int) http.Header
+	// Cut reports that we have cancelled the forwarded request, which makes a 499 Caddy's own and
+	// not the upstream's.
+	Cut() bool
 }
+
+// Field is a header field with one value.
+type Field struct {
+	Name  string
+	Value [1]string
+}
+
+// set sets f in h, which then shares its value.
+func (f *Field) set(h http.Header) { h[f.Name] = f.Value[:] }
 
 // Recorder is the response writer of a forwarded call: everything written goes into the sink, and
 // to the client at the client's own pace. A slow or leaving client is not noticed.
@@ -40,32 +55,30 @@ type Recorder struct {
 	sink   Sink
 	header http.Header // what the call makes of the client's header map
 	before http.Header // the client's as it was before, where it was changed and the answer may still be replaced
-	marks  http.Header // our own fields, which no upstream may set
-	cut    func() bool // whether the forwarding was cut off from inside
+	marks  []Field     // our own fields, which no upstream may set
 
 	status      int
 	length      int64 // announced, or -1
 	size        int64
 	interrupted bool
-	neighbour   string // the Execution-Status of another guard behind this one
-	judge       func(status int) http.Header
-	judged      http.Header // what judge gave
+	neighbour   string      // the Execution-Status of another guard behind this one
+	judged      http.Header // what Sink.Judge gave
 }
 
-// NewRecorder returns a recorder on w. marks are header fields that the answer always carries;
-// cut reports whether we cancelled the forwarded request, which makes a 499 Caddy's own and not
-// the upstream's.
-func NewRecorder(w *Writer, sink Sink, marks http.Header, cut func() bool) *Recorder {
-	r := &Recorder{w: w, sink: sink, marks: marks, cut: cut, length: -1}
-	r.header = make(http.Header, len(w.Header())+len(marks)+8)
-	fill(r.header, w.Header())
-	r.mark(r.header)
+// NewRecorder returns a recorder on w. marks are header fields that the answer always carries.
+// They must not change while the recorder is in use.
+func NewRecorder(w *Writer, sink Sink, marks ...Field) *Recorder {
+	r := new(Recorder)
+	r.begin(w, sink, marks)
 	return r
 }
 
-// Judge sets a function that returns overriding header fields once the status and header of the
-// answer are known and before they are sent.
-func (r *Recorder) Judge(judge func(status int) http.Header) { r.judge = judge }
+func (r *Recorder) begin(w *Writer, sink Sink, marks []Field) {
+	*r = Recorder{w: w, sink: sink, marks: marks, length: -1}
+	r.header = make(http.Header, len(w.Header())+len(marks)+4)
+	fill(r.header, w.Header())
+	r.mark(r.header)
+}
 
 // Header is the future header of the answer, and its trailer.
 func (r *Recorder) Header() http.Header { return r.header }
@@ -76,8 +89,8 @@ func (r *Recorder) mark(h http.Header) {
 		delete(h, name)
 		delete(h, http.TrailerPrefix+name)
 	}
-	for name, values := range r.marks {
-		h[name] = values
+	for i := range r.marks {
+		r.marks[i].set(h)
 	}
 	for name, values := range r.judged {
 		h[name] = values
@@ -145,7 +158,7 @@ func (r *Recorder) WriteHeader(status int) {
 	if r.status != 0 || r.interrupted {
 		return
 	}
-	if status == 499 && r.cut() {
+	if status == 499 && r.sink.Cut() {
 		r.interrupted = true
 		return
 	}
@@ -155,9 +168,7 @@ func (r *Recorder) WriteHeader(status int) {
 			r.neighbour = said
 		}
 	}
-	if r.judge != nil {
-		r.judged = r.judge(status)
-	}
+	r.judged = r.sink.Judge(status)
 	r.mark(r.header)
 	r.length = contentLength(r.header)
 	r.sink.Start(status, difference(r.w.Header(), r.header))
@@ -300,11 +311,14 @@ func announced(h http.Header) []string {
 // removed. Fields that must not be replayed are left out.
 func difference(before, after http.Header) map[string][]string {
 	diff := make(map[string][]string, len(after))
+	lines := make([]string, 0, len(after)) // of all fields: most have one
 	for name, values := range after {
 		if len(values) == 0 || neverReplayed(name) || slices.Equal(values, before[name]) {
 			continue
 		}
-		diff[name] = slices.Clone(values)
+		from := len(lines)
+		lines = append(lines, values...)
+		diff[name] = lines[from:len(lines):len(lines)]
 	}
 	for name := range before {
 		if len(after[name]) == 0 && !neverReplayed(name) {

@@ -16,13 +16,17 @@ type sink struct {
 	header  map[string][]string
 	body    string
 	trailer map[string][]string
+	cut     func() bool
 }
 
 func (s *sink) Start(status int, header map[string][]string) { s.status, s.header = status, header }
 func (s *sink) Write(p []byte, needed bool) bool             { s.body += string(p); return true }
 func (s *sink) Wait(ready <-chan struct{}) bool              { <-ready; return true }
 func (s *sink) ReadBack(off int64) io.ReadCloser             { return &readBack{s, int(off)} }
+func (s *sink) Cut() bool                                    { return s.cut() }
 func (s *sink) SetTrailer(trailer map[string][]string)       { s.trailer = trailer }
+
+func (s *sink) Judge(int) http.Header { return nil }
 
 // readBack reads a sink's body.
 type readBack struct {
@@ -49,7 +53,8 @@ type recorded struct {
 
 func recordCut(to http.ResponseWriter, r *http.Request, cut func() bool) *recorded {
 	rec := new(recorded)
-	rec.Recorder = guard.NewRecorder(guard.NewWriter(to, r), &rec.sink, http.Header{"Execution-Status": {"executed"}}, cut)
+	rec.sink.cut = cut
+	rec.Recorder = guard.NewRecorder(guard.NewWriter(to, r), &rec.sink, guard.Field{Name: "Execution-Status", Value: [1]string{"executed"}})
 	return rec
 }
 

@@ -312,9 +312,10 @@ var errDisturbed = errors.New("another call has changed the target between the l
 // imageAfter reads the state after the call. The end of the answer waits for it as long as for
 // the state before, at most (P7).
 func (x *Call) imageAfter(status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
-	ctx := x.engine.detach(x.r.Context(), x.action.Terms.SnapshotTimeout)
-	defer ctx.stop()
-	image, err := x.readImage(WithUndo(ctx), x.capture.images) // past a breaker that has opened meanwhile
+	var clock clock
+	x.engine.detach(&clock, x.r.Context(), x.action.Terms.SnapshotTimeout)
+	defer clock.stop()
+	image, err := x.readImage(WithUndo(&clock), x.capture.images) // past a breaker that has opened meanwhile
 	if x.window.close() {
 		err = errDisturbed
 	} else if err == nil {

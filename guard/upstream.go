@@ -146,6 +146,38 @@ type forwarder struct {
 
 type forwardedKey struct{}
 
+// forwardedContext is the context of a forwarded call: all values that inform the handlers behind
+// the guard, in one.
+type forwardedContext struct {
+	context.Context
+	forwarder forwarder
+	evidence  Evidence
+	patience  time.Duration
+	patient   bool // patience counts
+	handed    bool // the guard uses the tokens of the request
+}
+
+// Value implements context.Context.
+func (c *forwardedContext) Value(key any) any {
+	switch key.(type) {
+	case forwardedKey:
+		return &c.forwarder
+	case evidenceKey:
+		if c.evidence.Checkpoint != "" {
+			return c.evidence
+		}
+	case patienceKey:
+		if c.patient {
+			return c.patience
+		}
+	case tokensHanded:
+		if c.handed {
+			return true
+		}
+	}
+	return c.Context.Value(key)
+}
+
 // forwarderOf is the last guard that forwarded the request, or nil.
 func forwarderOf(ctx context.Context) *forwarder {
 	f, _ := ctx.Value(forwardedKey{}).(*forwarder)

@@ -27,8 +27,9 @@ const stallLimit = 30 * time.Second
 // errors are not returned.
 type Writer struct {
 	w       http.ResponseWriter
-	control *http.ResponseController
+	control http.ResponseController
 	head    bool // the request was HEAD
+	alarms  *alarms
 
 	failures int64 // failures with a body of at most this wait whole
 
@@ -39,12 +40,17 @@ type Writer struct {
 	last   []byte // what waits: a byte, or the body
 	sent   bool
 	gone   bool
-	stall  *time.Timer // ends the write that is under way
 }
 
 // NewWriter returns a Writer on w for an answer to r.
 func NewWriter(w http.ResponseWriter, r *http.Request) *Writer {
-	return &Writer{w: w, control: http.NewResponseController(w), head: r.Method == http.MethodHead, left: -1}
+	v := new(Writer)
+	v.begin(w, r, nil)
+	return v
+}
+
+func (w *Writer) begin(to http.ResponseWriter, r *http.Request, alarms *alarms) {
+	*w = Writer{w: to, control: *http.NewResponseController(to), head: r.Method == http.MethodHead, left: -1, alarms: alarms}
 }
 
 // HoldFailures makes the writer hold back answers whose status says that the call has failed,
@@ -126,30 +132,17 @@ func (w *Writer) send(p []byte) {
 	if w.gone || len(p) == 0 {
 		return
 	}
-	err := w.bounded(func() error {
-		_, err := w.w.Write(p)
-		return err
-	})
-	if err != nil {
+	a := w.alarms.start(stallLimit, w)
+	_, err := w.w.Write(p)
+	if !w.alarms.stop(a) || err != nil {
 		w.gone = true
 	}
 }
 
-// bounded ends op where the client stalls. A write deadline that stands while nothing
-// is written would reset a healthy HTTP/2 stream whose upstream is silent, so there is
-// one only once op is overdue.
-func (w *Writer) bounded(op func() error) error {
-	if w.stall == nil {
-		w.stall = time.AfterFunc(stallLimit, func() { _ = w.control.SetWriteDeadline(time.Now()) })
-	} else {
-		w.stall.Reset(stallLimit)
-	}
-	err := op()
-	if !w.stall.Stop() {
-		w.gone = true // the deadline stands, or is about to
-	}
-	return err
-}
+// ring ends a write or flush where the client stalls. A write deadline that stands while nothing
+// is written would reset a healthy HTTP/2 stream whose upstream is silent, so there is one only
+// once the write is overdue.
+func (w *Writer) ring() { _ = w.control.SetWriteDeadline(time.Now()) }
 
 // Flush sends what is buffered to the client.
 func (w *Writer) Flush() { _ = w.FlushError() }
@@ -162,7 +155,9 @@ func (w *Writer) FlushError() error {
 	if w.held || w.whole || w.gone {
 		return nil
 	}
-	if err := w.bounded(w.control.Flush); err != nil && !errors.Is(err, http.ErrNotSupported) {
+	a := w.alarms.start(stallLimit, w)
+	err := w.control.Flush()
+	if !w.alarms.stop(a) || err != nil && !errors.Is(err, http.ErrNotSupported) {
 		w.gone = true
 	}
 	return nil

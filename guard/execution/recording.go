@@ -38,9 +38,12 @@ type Recording struct {
 	ending    Ending
 }
 
-// Pace waits until ready is closed, and reports whether it was. False means that the readers'
-// time is used up.
-type Pace func(ready <-chan struct{}) bool
+// Pace waits for slow readers.
+type Pace interface {
+	// Wait waits until ready is closed, and reports whether it was. False means that the readers'
+	// time is used up.
+	Wait(ready <-chan struct{}) bool
+}
 
 func newRecording(limit int64, memory *spool.Budget) *Recording {
 	return &Recording{limit: limit, memory: memory, window: max(limit, readAhead), holders: 1}
@@ -123,7 +126,7 @@ func (r *Recording) makeRoom(low int64) {
 		patient := false
 		if r.pace != nil {
 			r.mu.Unlock()
-			patient = r.pace(room)
+			patient = r.pace.Wait(room)
 			r.mu.Lock()
 		}
 		if !patient {
