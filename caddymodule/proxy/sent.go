@@ -18,6 +18,7 @@ import (
 // still write and report after RoundTrip has returned.
 type Watch struct {
 	parent context.Context
+	armed  armed
 	cancel context.CancelFunc
 	fields atomic.Bool // a header field was written; keeps the hook cheap
 
@@ -46,13 +47,27 @@ type contextKey struct{}
 func Arm(ctx context.Context) (context.Context, *Watch) {
 	forgetEarlierProxy(ctx)
 	w := &Watch{parent: ctx}
-	child, cancel := context.WithCancel(context.WithValue(ctx, contextKey{}, w))
-	w.cancel = cancel
-	return httptrace.WithClientTrace(child, &httptrace.ClientTrace{
+	w.armed.w = w
+	w.armed.Context, w.cancel = context.WithCancel(ctx)
+	return httptrace.WithClientTrace(&w.armed, &httptrace.ClientTrace{
 		GetConn:          w.getConn,
 		GotConn:          w.gotConn,
 		WroteHeaderField: w.wroteHeaderField,
 	}), w
+}
+
+// armed is the context of a forward, which knows its watch.
+type armed struct {
+	context.Context
+	w *Watch
+}
+
+// Value implements context.Context.
+func (a *armed) Value(key any) any {
+	if _, ok := key.(contextKey); ok {
+		return a.w
+	}
+	return a.Context.Value(key)
 }
 
 // FromContext returns the watch of a context from Arm, or nil for a request that is not

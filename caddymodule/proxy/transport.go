@@ -505,7 +505,9 @@ func (b *lateBody) fill() {
 		return
 	}
 	b.read = true
-	_, _ = io.CopyN(&b.buf, b.from, b.length+1)
+	memory := make([]byte, b.length+1)
+	n, _ := io.ReadFull(b.from, memory)
+	b.buf = *bytes.NewBuffer(memory[:n])
 	_ = b.from.Close()
 }
 

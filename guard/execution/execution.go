@@ -29,7 +29,7 @@ type Execution struct {
 }
 
 // Recording takes the answer as it arrives.
-func (e *Execution) Recording() *Recording { return e.flight.recording }
+func (e *Execution) Recording() *Recording { return &e.flight.recording }
 
 // Write records the next bytes of the answer's body and stores full pieces at once, so that
 // settling waits only for the last one (P7).
@@ -110,7 +110,7 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 	record.State = StateCompleted
 	buf := scratch.Get().(*[]byte)
 	defer freeScratch(buf)
-	if tail, err = pieces.rest((*buf)[:0], e.flight.recording, &record); err == nil {
+	if tail, err = pieces.rest((*buf)[:0], &e.flight.recording, &record); err == nil {
 		record.Result.Expires = now.Add(record.KeepResult)
 		if until := record.piecesUntil(); pieces.stored > 0 && until.Before(record.Result.Expires) {
 			record.Result.Expires = until // a stream has no deadline
@@ -167,7 +167,7 @@ type Flight struct {
 	caller      CallerHash
 	id          string
 	checkpoint  string
-	recording   *Recording
+	recording   Recording
 	done        chan struct{}
 	ending      Ending // valid once done is closed
 }
@@ -224,8 +224,9 @@ func (t *flights) start(c *Call, caller CallerHash, memory *spool.Budget) *Fligh
 	}
 	f := &Flight{
 		key: c.Key, fingerprint: c.Fingerprint, caller: caller, id: c.Scope.ID, checkpoint: c.Checkpoint,
-		recording: newRecording(c.ResultCap, memory), done: make(chan struct{}),
+		done: make(chan struct{}),
 	}
+	f.recording.begin(c.ResultCap, memory)
 	if shard.m == nil {
 		shard.m = map[Key]*Flight{}
 	}

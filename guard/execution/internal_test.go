@@ -199,10 +199,10 @@ func checkIndex(t *testing.T, g *Guard) {
 			if r.State.open() {
 				continue
 			}
-			want[string(g.callerKey(r, key))] = true
-			accounts[string(g.callerKey(r, key))] = string(accountOf(r, r.size()).encode())
+			want[string(g.appendCallerKey(nil, r, key))] = true
+			accounts[string(g.appendCallerKey(nil, r, key))] = string(accountOf(r, r.size()).appendTo(nil))
 			if r.Workflow != "" {
-				want[string(g.workflowKey(r, key))] = true
+				want[string(g.appendWorkflowKey(nil, r, key))] = true
 			}
 		case spaceCaller:
 			found[string(entry.Key)] = string(entry.Value)
@@ -603,7 +603,7 @@ func TestStoredBytes(t *testing.T) {
 	}{
 		"record":            {full.encode(nil), "01010602100100000000000000000000000000000003200002000000000000000000000000000000000000000000000000000000000000041000000300000000000000000000000000050269640601040701670801610904504f53540a022f700b01770c016e0d01620e09f681a0bbd29df1fa310f09f881a0bbd29df1fa311009fa81a0bbd29df1fa31110f757073747265616d5f737461747573120292031301021406696e6c696e65150106162000000004000000000000000000000000000000000000000000000000000000001709fc81a0bbd29df1fa3118078080c58bc6d101190780808a978ca3031a01681b01081c016b1d09f481a0bbd29df1fa311e200000000005000000000000000000000000000000000000000000000000000000"},
 		"sparse record":     {(&Record{State: StateSending, Created: full.Created}).encode(nil), "010104021000000000000000000000000000000000032000000000000000000000000000000000000000000000000000000000000000000410000000000000000000000000000000000e09f681a0bbd29df1fa31"},
-		"account":           {accountOf(&full, 300).encode(), "0101060209f681a0bbd29df1fa310302d8040401080509fc81a0bbd29df1fa31"},
+		"account":           {accountOf(&full, 300).appendTo(nil), "0101060209f681a0bbd29df1fa310302d8040401080509fc81a0bbd29df1fa31"},
 		"head":              {head.encode(nil), "010292030202d80403014104013d04023d620504476f6e65"},
 		"resolution":        {resolution.encode(nil), "0109f681a0bbd29df1fa3102010203016f040172050f636f6e6e656374696f6e5f6c6f7374060161"},
 		"sparse resolution": {(&Resolution{}).encode(nil), ""},

@@ -196,8 +196,11 @@ const (
 	tagAccountResultExpires
 )
 
-func (a account) encode() []byte {
-	e := store.Encoder{B: make([]byte, 0, 48)}
+// accountSize is the largest size of an encoded account.
+const accountSize = 48
+
+func (a account) appendTo(b []byte) []byte {
+	e := store.Encoder{B: b}
 	e.Int(tagAccountState, int64(a.state))
 	e.Time(tagAccountCreated, a.created)
 	e.Int(tagAccountRecord, a.record)

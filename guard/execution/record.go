@@ -339,9 +339,9 @@ const (
 
 const keySize = len(Key{})
 
-func recordKey(key Key) []byte {
-	return append(append(make([]byte, 0, 1+len(key)), spaceRecord), key[:]...)
-}
+func recordKey(key Key) []byte { return appendRecordKey(make([]byte, 0, 1+len(key)), key) }
+
+func appendRecordKey(b []byte, key Key) []byte { return append(append(b, spaceRecord), key[:]...) }
 
 func appendTime(b []byte, t time.Time) []byte {
 	return binary.BigEndian.AppendUint64(b, uint64(t.UnixNano()))
@@ -356,31 +356,41 @@ func createdIn(name []byte) int64 {
 }
 
 func stateKey(state State, created time.Time, key Key) []byte {
-	b := append(make([]byte, 0, 2+8+len(key)), spaceState, byte(state))
-	return append(appendTime(b, created), key[:]...)
+	return appendStateKey(make([]byte, 0, 2+8+len(key)), state, created, key)
+}
+
+func appendStateKey(b []byte, state State, created time.Time, key Key) []byte {
+	return append(appendTime(append(b, spaceState, byte(state)), created), key[:]...)
 }
 
 func callerPrefix(caller CallerHash) []byte {
-	return append(append(make([]byte, 0, 1+2*16+keySize), spaceCaller), caller[:]...)
+	return append(append(make([]byte, 0, 1+16), spaceCaller), caller[:]...)
 }
 
 func (g *Guard) idPrefix(caller CallerHash, id string) []byte {
-	hash := g.sealer.Index("id", string(caller[:]), id)
-	return append(callerPrefix(caller), hash[:16]...)
+	return g.appendIDPrefix(make([]byte, 0, 1+2*16), caller, id)
 }
 
-func (g *Guard) callerKey(r *Record, key Key) []byte {
-	return append(g.idPrefix(r.Caller, r.ID), key[:]...)
+func (g *Guard) appendIDPrefix(b []byte, caller CallerHash, id string) []byte {
+	hash := g.sealer.Index("id", string(caller[:]), id)
+	return append(append(append(b, spaceCaller), caller[:]...), hash[:16]...)
+}
+
+func (g *Guard) appendCallerKey(b []byte, r *Record, key Key) []byte {
+	return append(g.appendIDPrefix(b, r.Caller, r.ID), key[:]...)
 }
 
 func (g *Guard) workflowPrefix(workflow string) []byte {
-	hash := g.sealer.Index("workflow", workflow)
-	b := append(make([]byte, 0, 1+16+8+keySize), spaceWorkflow)
-	return append(b, hash[:16]...)
+	return g.appendWorkflowPrefix(make([]byte, 0, 1+16), workflow)
 }
 
-func (g *Guard) workflowKey(r *Record, key Key) []byte {
-	return append(appendTime(g.workflowPrefix(r.Workflow), r.Created), key[:]...)
+func (g *Guard) appendWorkflowPrefix(b []byte, workflow string) []byte {
+	hash := g.sealer.Index("workflow", workflow)
+	return append(append(b, spaceWorkflow), hash[:16]...)
+}
+
+func (g *Guard) appendWorkflowKey(b []byte, r *Record, key Key) []byte {
+	return append(appendTime(g.appendWorkflowPrefix(b, r.Workflow), r.Created), key[:]...)
 }
 
 // headPiece is the number of the piece that holds the head and the body's rest.
@@ -412,29 +422,35 @@ func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batche
 		writes += len(b.Writes())
 	}
 	batch := make([]store.Write, 1, writes)
-	name := recordKey(key)
+	var sealed []byte
 	size := 0 // of the new record, before it is sealed
+	plain := scratch.Get().(*[]byte)
+	defer freeScratch(plain)
+	if new != nil {
+		*plain = new.encode((*plain)[:0])
+		size = len(*plain)
+	}
+	memory := make([]byte, 0, indexMemory+size) // of the keys and values: what is cut off it stays as it is
+	memory = appendRecordKey(memory, key)
+	name := memory[:len(memory):len(memory)]
 	if new == nil {
 		batch[0] = store.Write{Key: name, If: condition, Delete: true}
 	} else {
-		plain := scratch.Get().(*[]byte)
-		*plain = new.encode((*plain)[:0])
-		size = len(*plain)
-		sealed := g.sealer.Seal(make([]byte, 0, size+64), *plain, name)
-		freeScratch(plain)
+		sealed, memory = cutOff(memory, g.sealer.Seal(memory, *plain, name))
 		batch[0] = store.Write{Key: name, If: condition, Value: sealed, Expires: new.expires()}
 	}
-	// An entry is written anew if its key, value or expiry changes. value may be nil.
-	keep := func(space func(*Record) []byte, value func(*Record) []byte) {
+	// An entry is written anew if its key, value or expiry changes. entry appends nothing for a
+	// record that has none. value may be nil.
+	keep := func(entry func(b []byte, r *Record) []byte, value func(b []byte, r *Record) []byte) {
 		var before, after, content []byte
 		if old != nil {
-			before = space(old)
+			before, memory = cutOff(memory, entry(memory, old))
 		}
 		if new != nil {
-			after = space(new)
+			after, memory = cutOff(memory, entry(memory, new))
 		}
 		if after != nil && value != nil {
-			content = value(new)
+			content, memory = cutOff(memory, value(memory, new))
 		}
 		same := before != nil && string(before) == string(after)
 		if before != nil && !same {
@@ -444,23 +460,35 @@ func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batche
 			batch = append(batch, store.Write{Key: after, Value: content, Expires: new.expires()})
 		}
 	}
-	keep(func(r *Record) []byte { return stateKey(r.State, r.Created, key) }, nil)
-	keep(func(r *Record) []byte {
+	keep(func(b []byte, r *Record) []byte { return appendStateKey(b, r.State, r.Created, key) }, nil)
+	keep(func(b []byte, r *Record) []byte {
 		if r.State.open() {
-			return nil
+			return b
 		}
-		return g.callerKey(r, key)
-	}, func(r *Record) []byte { return accountOf(r, size).encode() })
-	keep(func(r *Record) []byte {
+		return g.appendCallerKey(b, r, key)
+	}, func(b []byte, r *Record) []byte { return accountOf(r, size).appendTo(b) })
+	keep(func(b []byte, r *Record) []byte {
 		if r.State.open() || r.Workflow == "" {
-			return nil
+			return b
 		}
-		return g.workflowKey(r, key)
+		return g.appendWorkflowKey(b, r, key)
 	}, nil)
 	for _, b := range batches {
 		batch = append(batch, b.Writes()...)
 	}
 	return batch
+}
+
+// indexMemory is enough for the sealing of a record, its key, its five index entries' and the
+// account.
+const indexMemory = 64 + 1 + 2*(2+8) + 2*(1+2*16) + (1 + 16 + 8) + 6*keySize + accountSize
+
+// cutOff returns what was appended to memory, nil if nothing was, and all of it.
+func cutOff(memory, appended []byte) (cut, all []byte) {
+	if len(appended) == len(memory) {
+		return nil, appended
+	}
+	return appended[len(memory):len(appended):len(appended)], appended
 }
 
 // errEncoding: a sealed record opened but cannot be decoded: a newer build or a bug wrote it.

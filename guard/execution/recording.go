@@ -45,8 +45,8 @@ type Pace interface {
 	Wait(ready <-chan struct{}) bool
 }
 
-func newRecording(limit int64, memory *spool.Budget) *Recording {
-	return &Recording{limit: limit, memory: memory, window: max(limit, readAhead), holders: 1}
+func (r *Recording) begin(limit int64, memory *spool.Budget) {
+	r.limit, r.memory, r.window, r.holders = limit, memory, max(limit, readAhead), 1
 }
 
 // SetPace sets how to wait for readers that would miss bytes, once the answer is too large to

@@ -42,7 +42,8 @@ func (g *Guard) applied(ctx context.Context, found Finding, answer *Head, body [
 	if answer == nil || len(body) > pieceSize {
 		return &record, nil, nil
 	}
-	recording := newRecording(pieceSize, nil)
+	recording := new(Recording)
+	recording.begin(pieceSize, nil)
 	defer recording.drop()
 	recording.Start(answer.Status, answer.Header)
 	recording.Write(body)

@@ -24,6 +24,8 @@ const (
 	// sweepGrace keeps a segment a little longer than its entries, for reads that found an
 	// entry and are about to fetch its value.
 	sweepGrace = time.Minute
+	// maxScratch is the largest buffer of a write that is kept for the next one, in bytes.
+	maxScratch = 1 << 20
 )
 
 // bodies are the bulk values, in append-only files by time of expiry: Badger reclaims space
@@ -36,7 +38,8 @@ type bodies struct {
 	// writing is held by an append from the choice of its files to their sync, and by a
 	// sweep while it renames, so that no value goes to a dropped file.
 	writing sync.Mutex
-	created bool // since the directory was last synced; guarded by writing
+	created bool   // since the directory was last synced; guarded by writing
+	scratch []byte // guarded by writing
 
 	mu      sync.Mutex // guards what follows
 	handles map[int64]*handle
@@ -67,9 +70,10 @@ func openBodies(dir string, window time.Duration, d disk) (*bodies, error) {
 
 // bulkValue is a value to append; append fills in its place.
 type bulkValue struct {
-	key, value []byte
-	expires    time.Time
-	at         pointer
+	key     string
+	value   []byte
+	expires time.Time
+	at      pointer
 }
 
 // syncError means that the state of the disk is unknown.
@@ -111,7 +115,17 @@ func (b *bodies) writeAll(values []*bulkValue) (written []*handle, err error) {
 }
 
 func (b *bodies) write(h *handle, end int64, values []*bulkValue) error {
-	var buf []byte
+	size := 0
+	for _, v := range values {
+		size += segmentHeader + len(v.key) + len(v.value)
+	}
+	buf := b.scratch[:0]
+	if cap(buf) < size {
+		buf = make([]byte, 0, size)
+	}
+	if b.scratch = buf; size > maxScratch {
+		b.scratch = nil // do not keep the memory of one large write
+	}
 	for _, v := range values {
 		offset := uint64(h.size) + uint64(len(buf))
 		var sum uint32
@@ -386,14 +400,16 @@ func segmentEnd(name string) (int64, bool) {
 	return end, err == nil
 }
 
-func appendSegment(b, key, value []byte) (_ []byte, sum uint32) {
-	sum = crc32.Update(crc32.Checksum(key, castagnoli), castagnoli, value)
+func appendSegment(b []byte, key string, value []byte) (_ []byte, sum uint32) {
+	from := len(b) + segmentHeader
 	b = binary.BigEndian.AppendUint32(b, segmentMagic)
 	b = binary.BigEndian.AppendUint32(b, uint32(len(key)))
 	b = binary.BigEndian.AppendUint32(b, uint32(len(value)))
-	b = binary.BigEndian.AppendUint32(b, sum)
-	b = append(b, key...)
-	return append(b, value...), sum
+	b = binary.BigEndian.AppendUint32(b, 0)
+	b = append(append(b, key...), value...)
+	sum = crc32.Checksum(b[from:], castagnoli)
+	binary.BigEndian.PutUint32(b[from-4:], sum)
+	return b, sum
 }
 
 // readSegment reads the value at p and checks that it belongs to key.

@@ -122,7 +122,7 @@ func TestDamagedBulk(t *testing.T) {
 		"another key's": func(t *testing.T, file string) {
 			b, err := os.ReadFile(file)
 			must(t, err)
-			other, _ := appendSegment(nil, []byte("x"), b[len(b)-1000:])
+			other, _ := appendSegment(nil, "x", b[len(b)-1000:])
 			copy(b[len(b)-len(other):], other)
 			must(t, os.WriteFile(file, b, 0o600))
 		},

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -152,7 +153,7 @@ type batch struct {
 
 // staged is one write as the log will hold it.
 type staged struct {
-	key   []byte // with the byte in front
+	key   string // with the byte in front
 	value []byte // header and value; nil deletes
 	apart bool   // value is a pointer, to be filled in
 }
@@ -172,16 +173,27 @@ var batches = sync.Pool{New: func() any { return &batch{done: make(chan struct{}
 func newBatch(writes []store.Write, now time.Time) *batch {
 	b := batches.Get().(*batch)
 	b.writes, b.failed = writes, -1
-	total := 0
+	total, keys := 0, 0
 	for i := range writes {
 		w := &writes[i]
-		total += 1 + len(w.Key) + headerSize
+		keys += 1 + len(w.Key)
+		if w.Delete {
+			continue
+		}
+		total += headerSize
 		if w.Bulk && len(w.Value) >= maxInline {
 			total += pointerSize
 		} else {
 			total += len(w.Value)
 		}
 	}
+	var names strings.Builder // of all keys
+	names.Grow(keys)
+	for i := range writes {
+		names.WriteByte(userSpace)
+		names.Write(writes[i].Key)
+	}
+	name := names.String()
 	memory := make([]byte, 0, total)
 	take := func(n int) []byte {
 		from := len(memory)
@@ -190,9 +202,8 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 	}
 	for i := range writes {
 		w := &writes[i]
-		s := staged{key: take(1 + len(w.Key))}
-		s.key[0] = userSpace
-		copy(s.key[1:], w.Key)
+		s := staged{key: name[:1+len(w.Key)]}
+		name = name[1+len(w.Key):]
 		// A write that has already expired is a deletion: its bulk file may have been swept.
 		gone := w.Delete || !w.Expires.IsZero() && !now.Before(w.Expires)
 		switch {
@@ -237,10 +248,13 @@ const maxGroupBulk = 8 << 20
 // cost as much as the fsync.
 type committer struct {
 	*Store
-	mu     sync.Mutex    // held during a commit
-	next   store.Version // the next version to give
-	values []*bulkValue  // scratch
-	frame  []byte        // scratch
+	mu   sync.Mutex    // held during a commit
+	next store.Version // the next version to give
+
+	// Scratch, one group after the other.
+	values  []*bulkValue
+	frame   []byte
+	pending map[string][]byte
 }
 
 func (c *committer) run() {
@@ -367,7 +381,7 @@ func (c *committer) appendBulk(all []*batch) ([]*batch, error) {
 			if !b.staged[i].apart {
 				continue
 			}
-			values = append(values, &bulkValue{key: w.Key, value: w.Value, expires: w.Expires})
+			values = append(values, &bulkValue{key: string(w.Key), value: w.Value, expires: w.Expires})
 		}
 	}
 	if len(values) == 0 {
@@ -432,16 +446,20 @@ type group struct {
 	pending   map[string][]byte
 }
 
+// maxPending is the number of keys up to which a group's map is used again.
+const maxPending = 4096
+
 // evaluate checks the conditions of each batch against the state that those before it
 // leave, and collects the writes of those that hold. A conflict with the durable state is
 // answered at once; one with a winner of this group waits for the sync.
 func (c *committer) evaluate(all []*batch) *group {
 	c.reading.RLock()
 	defer c.reading.RUnlock()
-	g := &group{
-		winners: make([]*batch, 0, len(all)),
-		pending: make(map[string][]byte),
+	if c.pending == nil || len(c.pending) > maxPending {
+		c.pending = make(map[string][]byte)
 	}
+	clear(c.pending)
+	g := &group{winners: make([]*batch, 0, len(all)), pending: c.pending}
 	now := c.options.Now()
 	for _, b := range all {
 		err := c.checkConditions(g, b, now)
@@ -469,12 +487,12 @@ func (c *committer) checkConditions(g *group, b *batch, now time.Time) error {
 		if condition.None() {
 			continue
 		}
-		raw, ok := g.pending[string(b.staged[i].key)]
+		raw, ok := g.pending[b.staged[i].key]
 		if ok {
 			b.onGroup = true
 		} else {
 			var err error
-			if raw, err = c.find(b.staged[i].key); err != nil {
+			if raw, err = c.find([]byte(b.staged[i].key)); err != nil {
 				return err
 			}
 		}
@@ -517,6 +535,6 @@ func (c *committer) stage(g *group, b *batch) {
 		if w.value != nil {
 			binary.BigEndian.PutUint64(w.value[1:], uint64(b.version))
 		}
-		g.pending[string(w.key)] = w.value
+		g.pending[w.key] = w.value
 	}
 }

@@ -43,6 +43,7 @@ type overlay struct {
 type layer struct {
 	values  map[string][]byte // by key as in Badger; nil is deleted
 	size    int
+	names   int           // bytes of the keys, at most
 	seq     uint64        // the last frame
 	version store.Version // the highest
 }
@@ -52,6 +53,7 @@ func newLayer() *layer { return &layer{values: make(map[string][]byte)} }
 func (l *layer) put(key string, value []byte) {
 	l.values[key] = value
 	l.size += len(key) + len(value) + entryOverhead
+	l.names += len(key)
 }
 
 func newOverlay(ts, seq uint64) *overlay {
@@ -272,12 +274,16 @@ func (a *applier) apply(l *layer) error {
 	defer reader.Discard()
 	w := &writer{applier: a, floor: uint64(l.version)}
 	defer w.discard()
-	for key, value := range l.values {
-		if at, ok := pointed[key]; ok {
+	names := make([]byte, 0, l.names)
+	for name, value := range l.values {
+		if at, ok := pointed[name]; ok {
 			value = at
 		}
+		from := len(names)
+		names = append(names, name...)
+		key := names[from:len(names):len(names)]
 		if value == nil {
-			_, err := reader.Get([]byte(key))
+			_, err := reader.Get(key)
 			if errors.Is(err, badgerdb.ErrKeyNotFound) {
 				continue // written and deleted within the layer, or never there
 			}
@@ -285,7 +291,7 @@ func (a *applier) apply(l *layer) error {
 				return fmt.Errorf("applying: %w", err)
 			}
 		}
-		if err := w.set([]byte(key), value, now); err != nil {
+		if err := w.set(key, value, now); err != nil {
 			return fmt.Errorf("applying: %w", err)
 		}
 	}
@@ -298,9 +304,17 @@ func (a *applier) apply(l *layer) error {
 // stageBulk writes the layer's bulk values to their files and returns the pointers to store
 // instead, nil for values that have expired.
 func (a *applier) stageBulk(l *layer, now time.Time) (map[string][]byte, error) {
-	var values []*bulkValue
-	var keys []string
-	pointed := make(map[string][]byte)
+	n := 0
+	for _, value := range l.values {
+		if value != nil && value[0]&flagInline != 0 {
+			n++
+		}
+	}
+	if n == 0 {
+		return nil, nil
+	}
+	pointed := make(map[string][]byte, n)
+	all, values, keys := make([]bulkValue, 0, n), make([]*bulkValue, 0, n), make([]string, 0, n)
 	for key, value := range l.values {
 		if value == nil || value[0]&flagInline == 0 {
 			continue
@@ -313,17 +327,16 @@ func (a *applier) stageBulk(l *layer, now time.Time) (map[string][]byte, error) 
 			pointed[key] = nil // its file may have been swept already
 			continue
 		}
-		keys = append(keys, key)
-		values = append(values, &bulkValue{key: []byte(key[1:]), value: r.value, expires: r.expires})
-	}
-	if len(values) == 0 {
-		return pointed, nil
+		all = append(all, bulkValue{key: key[1:], value: r.value, expires: r.expires})
+		keys, values = append(keys, key), append(values, &all[len(all)-1])
 	}
 	if err := a.bodies.stage(values, a.countBulkSync); err != nil {
 		return nil, fmt.Errorf("applying: %w", err)
 	}
+	pointers := make([]byte, n*(headerSize+pointerSize))
 	for i, v := range values {
-		p := make([]byte, headerSize+pointerSize)
+		p := pointers[: headerSize+pointerSize : headerSize+pointerSize]
+		pointers = pointers[len(p):]
 		copy(p, l.values[keys[i]][:headerSize])
 		p[0] &^= flagInline
 		v.at.put(p[headerSize:])

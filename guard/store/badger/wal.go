@@ -457,7 +457,7 @@ type frame struct {
 func beginFrame(b []byte) []byte { return append(b[:0], make([]byte, frameHeader)...) }
 
 // appendChange adds a change; a nil value deletes.
-func appendChange(b, key, value []byte) []byte {
+func appendChange(b []byte, key string, value []byte) []byte {
 	kind := byte(changePut)
 	if value == nil {
 		kind = changeDelete

@@ -231,7 +231,7 @@ func TestReusedFile(t *testing.T) {
 	f, err := createLog(dir, 1, firstLogSize, osDisk{})
 	must(t, err)
 	write := func(l *logFile, at int64, seq uint64) int64 {
-		b := appendChange(beginFrame(nil), []byte("kkey"), make([]byte, headerSize+100))
+		b := appendChange(beginFrame(nil), "kkey", make([]byte, headerSize+100))
 		b = endFrame(b, l.seed, seq, store.Version(seq))
 		must(t, osDisk{}.record(l.f, b, at))
 		return at + int64(len(b))
@@ -270,7 +270,7 @@ func TestFrames(t *testing.T) {
 		if c.value == "" {
 			value = nil
 		}
-		b = appendChange(b, []byte(c.key), value)
+		b = appendChange(b, c.key, value)
 	}
 	b = endFrame(b, 7, 3, 99)
 	f, ok := readFrame(append(slices.Clone(b), 1, 2, 3), 7)
