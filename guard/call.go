@@ -3,7 +3,6 @@ package guard
 import (
 	"context"
 	"errors"
-	"io"
 	"log/slog"
 	"net/http"
 	"runtime/debug"
@@ -33,7 +32,13 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	h.keepEndToEnd(r.Header)
 	action, as, err := h.classify(r)
 	if err != nil {
-		return h.unclassified(w, r, err)
+		if p := (*api.Problem)(nil); errors.As(err, &p) {
+			h.Host.Note(r, "status", StatusRefused)
+			h.Host.Note(r, "problem", p.Kind().Slug)
+			h.refuseUnguarded(w, r, p)
+			return nil
+		}
+		return err
 	}
 	if as == classStream {
 		w = Mark(w, HeaderExecutionStatus, statusUnguarded)
@@ -68,17 +73,6 @@ func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
 	}
 	if err != nil {
 		x.giveBack()
-	}
-	return err
-}
-
-// unclassified answers a request that classify refuses.
-func (h *Handler) unclassified(w http.ResponseWriter, r *http.Request, err error) error {
-	if p := (*api.Problem)(nil); errors.As(err, &p) {
-		h.Host.Note(r, "status", StatusRefused)
-		h.Host.Note(r, "problem", p.Kind().Slug)
-		h.refuseUnguarded(w, r, p)
-		return nil
 	}
 	return err
 }
@@ -429,6 +423,29 @@ func (x *Call) attach(flight *execution.Flight) (step, error) {
 	return stepDone, x.played(err)
 }
 
+// followedInVain goes on with a call that got no answer from the execution it followed. If that
+// was released unsent, one of the waiting calls may run. If it is in doubt, none may: on_unknown
+// is for later calls; here it would run each in turn.
+func (x *Call) followedInVain(flight *execution.Flight) (step, error) {
+	select {
+	case <-flight.Done():
+	default:
+		return stepLookUp, nil
+	}
+	if flight.Ending() != execution.EndedInDoubt {
+		return stepLookUp, nil
+	}
+	found, err := x.lookUp()
+	if err != nil {
+		return stepDone, err
+	}
+	cause := execution.CauseUnrecorded
+	if found.Status == execution.Doubtful {
+		cause = found.Record.Cause
+	}
+	return stepDone, x.inDoubt(cause)
+}
+
 type followed struct {
 	ctx context.Context
 	f   *execution.Follower
@@ -446,26 +463,6 @@ func (x *Call) played(err error) error {
 	return x.unavailable()
 }
 
-// marks returns the guard's own fields of an answer. They are valid until it is called again.
-func (x *Call) marks(status, checkpoint string) []Field {
-	x.fields = [...]Field{
-		{HeaderExecutionID, [1]string{x.call.Scope.ID}}, {HeaderExecutionStatus, [1]string{status}},
-		{headerExecutionCheckpoint, [1]string{checkpoint}},
-	}
-	if checkpoint == "" {
-		return x.fields[:2]
-	}
-	return x.fields[:]
-}
-
-func header(fields []Field) http.Header {
-	h := make(http.Header, len(fields)+1)
-	for i := range fields {
-		fields[i].set(h)
-	}
-	return h
-}
-
 func (x *Call) doubt(found execution.Finding) (step, error) {
 	switch x.action.OnUnknown {
 	case OnUnknownRetry:
@@ -476,6 +473,62 @@ func (x *Call) doubt(found execution.Finding) (step, error) {
 		return x.probe(found)
 	}
 	return stepDone, x.inDoubt(found.Record.Cause)
+}
+
+// resend sends a call in doubt again, to an upstream that answers a repeated key from its record:
+// with that key and the same bytes, and only while the upstream keeps the key. After that the
+// call is in doubt as before (P1).
+func (x *Call) resend(found execution.Finding) (step, error) {
+	age, err := x.executions.Age(x.r.Context(), found)
+	if err != nil {
+		return stepDone, x.storeFailed(err)
+	}
+	if x.call.Sent == [32]byte{} || x.call.Sent != found.Record.Sent || age < 0 || age >= x.action.ResendFor {
+		x.stays = true
+		return stepDone, x.inDoubt(found.Record.Cause)
+	}
+	return stepClaim, nil
+}
+
+// probe settles a call in doubt by asking the upstream. Of concurrent retries one asks; the
+// others use its answer.
+func (x *Call) probe(found execution.Finding) (step, error) {
+	probe, first := x.h.probes.enter(x.call.Key)
+	if !first {
+		select {
+		case <-probe.over:
+		case <-x.r.Context().Done():
+			return stepDone, x.gone()
+		}
+		if probe.doubt {
+			return stepDone, x.inDoubt(found.Record.Cause)
+		}
+		return stepLookUp, nil
+	}
+	x.probing = probe
+	// It may have been settled since it was found.
+	found, err := x.lookUp()
+	if err != nil || found.Status != execution.Doubtful {
+		x.probed()
+		return stepLookUp, err
+	}
+	next, err := x.settleDoubt(found)
+	if next == stepDone && err == nil {
+		probe.doubt = true
+		err = x.inDoubt(found.Record.Cause)
+	}
+	if next != stepClaim { // those who wait must find the claim
+		x.probed()
+	}
+	return next, err
+}
+
+// probed wakes the retries that wait for this call's probe.
+func (x *Call) probed() {
+	if x.probing != nil {
+		x.h.probes.leave(x.call.Key, x.probing)
+		x.probing = nil
+	}
 }
 
 // admit refuses a call that must not begin now, before anything is recorded, and prepares its
@@ -626,7 +679,7 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 		defer x.engine.Writes.Write(x.place(), x.window)()
 	}
 	x.sink = recording{e, x}
-	e.Recording().SetPace(&x.sink)
+	e.Recording().SetPace(x.clock.wait)
 	if x.evidence.tokens.Issuer() != "" && x.evidence.policy != nil {
 		x.w.HoldFailures(maxHeldFailure)
 	}
@@ -676,31 +729,6 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	}
 	return r
 }
-
-// recording feeds an execution from a Recorder, and what its undo needs.
-type recording struct {
-	e *execution.Execution
-	x *Call
-}
-
-func (r *recording) Start(status int, header map[string][]string) {
-	if idle := time.Duration(r.x.action.StreamIdle); idle > 0 && len(header["Content-Length"]) == 0 {
-		r.x.clock.pausing(idle)
-	}
-	r.e.Recording().Start(status, header)
-}
-func (r *recording) Write(p []byte, needed bool) bool {
-	r.x.clock.touch()
-	r.x.captureBody(p)
-	return r.e.WriteFor(p, needed)
-}
-func (r *recording) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }
-func (r *recording) Wait(ready <-chan struct{}) bool  { return r.x.clock.wait(ready) }
-func (r *recording) SetTrailer(trailer map[string][]string) {
-	r.e.Recording().SetTrailer(trailer)
-}
-func (r *recording) Judge(status int) http.Header { return r.x.doubtInHeader(r.e, &r.x.rec, status) }
-func (r *recording) Cut() bool                    { return r.x.upstream.Cut() }
 
 func (x *Call) judge(f *forwarding) execution.Outcome {
 	rec := f.rec

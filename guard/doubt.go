@@ -17,29 +17,6 @@ func (x *Call) inDoubt(cause execution.Cause) error {
 	return p
 }
 
-// followedInVain goes on with a call that got no answer from the execution it followed. If that
-// was released unsent, one of the waiting calls may run. If it is in doubt, none may: on_unknown
-// is for later calls; here it would run each in turn.
-func (x *Call) followedInVain(flight *execution.Flight) (step, error) {
-	select {
-	case <-flight.Done():
-	default:
-		return stepLookUp, nil
-	}
-	if flight.Ending() != execution.EndedInDoubt {
-		return stepLookUp, nil
-	}
-	found, err := x.lookUp()
-	if err != nil {
-		return stepDone, err
-	}
-	cause := execution.CauseUnrecorded
-	if found.Status == execution.Doubtful {
-		cause = found.Record.Cause
-	}
-	return stepDone, x.inDoubt(cause)
-}
-
 // doubtMarks are the fields of an answer in doubt. SDKs must not retry it, unless a retry runs
 // the call again.
 func (x *Call) doubtMarks() http.Header {
@@ -61,21 +38,6 @@ func (x *Call) runsAgain() bool {
 	return false
 }
 
-// resend sends a call in doubt again, to an upstream that answers a repeated key from its record:
-// with that key and the same bytes, and only while the upstream keeps the key. After that the
-// call is in doubt as before (P1).
-func (x *Call) resend(found execution.Finding) (step, error) {
-	age, err := x.executions.Age(x.r.Context(), found)
-	if err != nil {
-		return stepDone, x.storeFailed(err)
-	}
-	if x.call.Sent == [32]byte{} || x.call.Sent != found.Record.Sent || age < 0 || age >= x.action.ResendFor {
-		x.stays = true
-		return stepDone, x.inDoubt(found.Record.Cause)
-	}
-	return stepClaim, nil
-}
-
 // mayHaveRun reports that the call runs although it may have run before: its action allows that,
 // and no probe has denied it.
 func (x *Call) mayHaveRun() bool { return x.earlier != "" }
@@ -95,47 +57,6 @@ func (x *Call) refusedInDoubt(err error) error {
 		p.Doubtful, p.State = true, execution.StateInDoubt.String()
 	}
 	return err
-}
-
-// probe settles a call in doubt by asking the upstream. Of concurrent retries one asks; the
-// others use its answer.
-func (x *Call) probe(found execution.Finding) (step, error) {
-	probe, first := x.h.probes.enter(x.call.Key)
-	if !first {
-		select {
-		case <-probe.over:
-		case <-x.r.Context().Done():
-			return stepDone, x.gone()
-		}
-		if probe.doubt {
-			return stepDone, x.inDoubt(found.Record.Cause)
-		}
-		return stepLookUp, nil
-	}
-	x.probing = probe
-	// It may have been settled since it was found.
-	found, err := x.lookUp()
-	if err != nil || found.Status != execution.Doubtful {
-		x.probed()
-		return stepLookUp, err
-	}
-	next, err := x.settleDoubt(found)
-	if next == stepDone && err == nil {
-		probe.doubt = true
-		err = x.inDoubt(found.Record.Cause)
-	}
-	if next != stepClaim { // those who wait must find the claim
-		x.probed()
-	}
-	return next, err
-}
-
-// probed wakes the retries that wait for this call's probe.
-func (x *Call) probed() {
-	if x.probing != nil {
-		x.h.probes.leave(x.call.Key, x.probing)
-		x.probing = nil
-	}
 }
 
 // settleDoubt asks, and records that the call was applied. stepDone means that it stays in doubt.

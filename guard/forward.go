@@ -3,6 +3,7 @@ package guard
 import (
 	"context"
 	"errors"
+	"io"
 	"log/slog"
 	"math"
 	"net/http"
@@ -25,6 +26,51 @@ type forwarding struct {
 }
 
 func (f *forwarding) failed() bool { return f.Err != nil || f.rec.Interrupted() }
+
+// recording feeds an execution from a Recorder, and what its undo needs.
+type recording struct {
+	e *execution.Execution
+	x *Call
+}
+
+func (r *recording) Start(status int, header map[string][]string) {
+	if idle := time.Duration(r.x.action.StreamIdle); idle > 0 && len(header["Content-Length"]) == 0 {
+		r.x.clock.pausing(idle)
+	}
+	r.e.Recording().Start(status, header)
+}
+func (r *recording) Write(p []byte, needed bool) bool {
+	r.x.clock.touch()
+	r.x.captureBody(p)
+	return r.e.WriteFor(p, needed)
+}
+func (r *recording) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }
+func (r *recording) Wait(ready <-chan struct{}) bool  { return r.x.clock.wait(ready) }
+func (r *recording) SetTrailer(trailer map[string][]string) {
+	r.e.Recording().SetTrailer(trailer)
+}
+func (r *recording) Judge(status int) http.Header { return r.x.doubtInHeader(r.e, &r.x.rec, status) }
+func (r *recording) Cut() bool                    { return r.x.upstream.Cut() }
+
+// marks returns the guard's own fields of an answer. They are valid until it is called again.
+func (x *Call) marks(status, checkpoint string) []Field {
+	x.fields = [...]Field{
+		{HeaderExecutionID, [1]string{x.call.Scope.ID}}, {HeaderExecutionStatus, [1]string{status}},
+		{headerExecutionCheckpoint, [1]string{checkpoint}},
+	}
+	if checkpoint == "" {
+		return x.fields[:2]
+	}
+	return x.fields[:]
+}
+
+func header(fields []Field) http.Header {
+	h := make(http.Header, len(fields)+1)
+	for i := range fields {
+		fields[i].set(h)
+	}
+	return h
+}
 
 // outcomeOf completes the outcome o by an answer's status, header and trailer.
 func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string][]string, unframed bool) execution.Outcome {

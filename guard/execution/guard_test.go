@@ -795,11 +795,6 @@ func TestTooLargeAnswerFlowsOnAndKeepsItsKey(t *testing.T) {
 	r.status(c, execution.ResultUnavailable)
 }
 
-// pace is a Pace that is a function.
-type pace func(ready <-chan struct{}) bool
-
-func (p pace) Wait(ready <-chan struct{}) bool { return p(ready) }
-
 // P7: an answer that is too large to keep waits for who reads it slowly, and goes on
 // without them where they have been waited for long enough.
 func TestRecordingWaitsForSlowReaders(t *testing.T) {
@@ -810,7 +805,7 @@ func TestRecordingWaitsForSlowReaders(t *testing.T) {
 		e := r.claim(c)
 		e.Recording().SetReadAhead(2000)
 		var waited time.Duration
-		e.Recording().SetPace(pace(func(ready <-chan struct{}) bool {
+		e.Recording().SetPace(func(ready <-chan struct{}) bool {
 			began := time.Now()
 			defer func() { waited += time.Since(began) }()
 			select {
@@ -819,7 +814,7 @@ func TestRecordingWaitsForSlowReaders(t *testing.T) {
 			case <-time.After(patience - waited):
 				return false
 			}
-		}))
+		})
 		f := r.find(c).Flight.Follow()
 		e.Recording().Start(200, nil)
 		return r, c, e, f, func() time.Duration { return waited }

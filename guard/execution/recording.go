@@ -38,12 +38,9 @@ type Recording struct {
 	ending    Ending
 }
 
-// Pace waits for slow readers.
-type Pace interface {
-	// Wait waits until ready is closed, and reports whether it was. False means that the readers'
-	// time is used up.
-	Wait(ready <-chan struct{}) bool
-}
+// Pace waits until ready is closed, and reports whether it was. False means that the readers'
+// time is used up.
+type Pace func(ready <-chan struct{}) bool
 
 func (r *Recording) begin(limit int64, memory *spool.Budget) {
 	r.limit, r.memory, r.window, r.holders = limit, memory, max(limit, readAhead), 1
@@ -126,7 +123,7 @@ func (r *Recording) makeRoom(low int64) {
 		patient := false
 		if r.pace != nil {
 			r.mu.Unlock()
-			patient = r.pace.Wait(room)
+			patient = r.pace(room)
 			r.mu.Lock()
 		}
 		if !patient {
