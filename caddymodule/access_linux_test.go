@@ -4,7 +4,6 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
-	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -66,14 +65,7 @@ func TestPermissionsOfTheStoreAreChecked(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			var err error
 			asNobody(t, func() { err = c.check() })
-			if (err != nil) != (c.want != nil) {
-				t.Fatal(err)
-			}
-			for _, want := range c.want {
-				if !strings.Contains(err.Error(), want) {
-					t.Errorf("got  %v\nwant ...%s", err, want)
-				}
-			}
+			WantError(t, err, c.want)
 		})
 	}
 }

@@ -31,14 +31,7 @@ func TestProvisionRefusesAStoreThatCannotBeMade(t *testing.T) {
 			}
 			app, err := newApp(t, filepath.Join(dir, c.dir), "")
 			defer app.Cleanup()
-			if (err != nil) != (c.want != nil) {
-				t.Fatal(err)
-			}
-			for _, want := range c.want {
-				if !strings.Contains(err.Error(), want) {
-					t.Errorf("got  %v\nwant ...%s", err, want)
-				}
-			}
+			WantError(t, err, c.want)
 			if after, err := os.ReadDir(dir); err != nil || len(after) != len(before) {
 				t.Errorf("%v before, %v after, %v", before, after, err)
 			}
@@ -50,10 +43,7 @@ func TestProvisionRefusesAStoreThatCannotBeMade(t *testing.T) {
 // broken disk is calls, and not the configuration that takes them elsewhere.
 func TestReloadDoesNotLookAtAnOpenStore(t *testing.T) {
 	dir := t.TempDir()
-	running, err := newApp(t, dir, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	running := validApp(t, dir, "")
 	if err := running.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -75,9 +65,7 @@ func TestReloadDoesNotLookAtAnOpenStore(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, app := range []*App{next, running} {
-		if err := app.Cleanup(); err != nil {
-			t.Error(err)
-		}
+		cleanUp(t, app)
 	}
 }
 

@@ -35,6 +35,23 @@ func newApp(t *testing.T, dir, members string) (*App, error) {
 	return app, app.Provision(ctx)
 }
 
+// validApp is newApp with options that must be valid.
+func validApp(t *testing.T, dir, members string) *App {
+	t.Helper()
+	app, err := newApp(t, dir, members)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return app
+}
+
+func cleanUp(t *testing.T, app *App) {
+	t.Helper()
+	if err := app.Cleanup(); err != nil {
+		t.Error(err)
+	}
+}
+
 // closing are the directories whose stores are waited for.
 var closing sync.Map
 
@@ -76,10 +93,7 @@ func references(t *testing.T, dir string) int {
 // nothing, and never another configuration's reference.
 func TestCleanupOfHalfBuiltApps(t *testing.T) {
 	dir := t.TempDir()
-	running, err := newApp(t, dir, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	running := validApp(t, dir, "")
 	for range 2 { // a configuration holds one reference, however often it is started
 		if err := running.Start(); err != nil {
 			t.Fatal(err)
@@ -89,10 +103,7 @@ func TestCleanupOfHalfBuiltApps(t *testing.T) {
 	if err == nil {
 		t.Fatal("two keys are accepted")
 	}
-	validated, err := newApp(t, dir, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	validated := validApp(t, dir, "")
 	for name, app := range map[string]*App{"untouched": new(App), "refused": refused, "only validated": validated} {
 		for range 2 {
 			if err := app.Cleanup(); err != nil {
@@ -104,9 +115,7 @@ func TestCleanupOfHalfBuiltApps(t *testing.T) {
 		}
 	}
 	for range 2 {
-		if err := running.Cleanup(); err != nil {
-			t.Error(err)
-		}
+		cleanUp(t, running)
 	}
 	if n := references(t, dir); n != 0 {
 		t.Errorf("%d references are left", n)
@@ -120,14 +129,9 @@ func TestALostKeyFileIsNotMadeAnew(t *testing.T) {
 	key := filepath.Join(dir, "store.key")
 	start := func() error {
 		t.Helper()
-		app, err := newApp(t, dir, "")
-		if err != nil {
-			t.Fatal(err)
-		}
-		err = app.Start()
-		if err := app.Cleanup(); err != nil {
-			t.Error(err)
-		}
+		app := validApp(t, dir, "")
+		err := app.Start()
+		cleanUp(t, app)
 		return err
 	}
 	if err := start(); err != nil {
@@ -163,16 +167,11 @@ func TestKeyByValue(t *testing.T) {
 	}
 	t.Setenv("AGENT_GUARD_TEST_KEY", string(text))
 	dir := t.TempDir()
-	app, err := newApp(t, dir, `, "key": "{env.AGENT_GUARD_TEST_KEY}"`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	app := validApp(t, dir, `, "key": "{env.AGENT_GUARD_TEST_KEY}"`)
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
-	if err := app.Cleanup(); err != nil {
-		t.Error(err)
-	}
+	cleanUp(t, app)
 	if _, err := os.Stat(filepath.Join(dir, "store.key")); err == nil {
 		t.Error("a key file was made")
 	}
@@ -205,14 +204,9 @@ func TestStartNamesThePlaceOfTheKeys(t *testing.T) {
 	dir := t.TempDir()
 	start := func() error {
 		t.Helper()
-		app, err := newApp(t, dir, `, "written_at": {"store": "Caddyfile:3", "keys": "Caddyfile:4"}`)
-		if err != nil {
-			t.Fatal(err)
-		}
-		err = app.Start()
-		if err := app.Cleanup(); err != nil {
-			t.Error(err)
-		}
+		app := validApp(t, dir, `, "written_at": {"store": "Caddyfile:3", "keys": "Caddyfile:4"}`)
+		err := app.Start()
+		cleanUp(t, app)
 		return err
 	}
 	if err := start(); err != nil {

@@ -107,10 +107,7 @@ func TestOpeningsGoWithTheBreaker(t *testing.T) {
 // once it is.
 func TestChangesWaitForTheLedger(t *testing.T) {
 	dir := t.TempDir()
-	app, err := newApp(t, dir, withIdentity(filepath.Join(dir, "identity"), ""))
-	if err != nil {
-		t.Fatal(err)
-	}
+	app := validApp(t, dir, withIdentity(filepath.Join(dir, "identity"), ""))
 	e, err := app.acquire() // as a request does that comes before the start
 	if err != nil {
 		t.Fatal(err)
@@ -127,9 +124,7 @@ func TestChangesWaitForTheLedger(t *testing.T) {
 	if err != nil || entry.Action != "circuit_breaker_open" {
 		t.Errorf("%q: %v %+v", opened, err, entry)
 	}
-	if err := app.Cleanup(); err != nil {
-		t.Error(err)
-	}
+	cleanUp(t, app)
 	if err := e.release(); err != nil {
 		t.Error(err)
 	}
@@ -209,10 +204,7 @@ func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 // as a mode that a newer version has recorded; the rest is restored.
 func TestCircuitStateIsRead(t *testing.T) {
 	dir := t.TempDir()
-	app, err := newApp(t, dir, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	app := validApp(t, dir, "")
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -240,9 +232,7 @@ func TestCircuitStateIsRead(t *testing.T) {
 		}
 	}
 	// The end of the process, as far as breakers go.
-	if err := app.Cleanup(); err != nil {
-		t.Fatal(err)
-	}
+	cleanUp(t, app)
 	if err := here.Close(); err != nil {
 		t.Fatal(err)
 	}

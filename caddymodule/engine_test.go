@@ -17,10 +17,7 @@ import (
 func TestKeysThatWaitHoldNobodyUp(t *testing.T) {
 	dir := t.TempDir()
 	running := started(t, dir, "")
-	next, err := newApp(t, dir, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	next := validApp(t, dir, "")
 	running.held.keying.Lock() // as a rotation does
 	before := references(t, dir)
 	loaded := make(chan error, 1)
@@ -48,24 +45,15 @@ func TestKeysThatWaitHoldNobodyUp(t *testing.T) {
 	if err := <-loaded; err != nil {
 		t.Error(err)
 	}
-	if err := next.Cleanup(); err != nil {
-		t.Error(err)
-	}
+	cleanUp(t, next)
 }
 
 // Between the opening of the store and that of the ledger in it, operators are told that it
 // comes, and not that there is none.
 func TestLedgerThatIsBeingOpened(t *testing.T) {
 	dir := t.TempDir()
-	app, err := newApp(t, dir, withIdentity(filepath.Join(dir, "identity"), ""))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := app.Cleanup(); err != nil {
-			t.Error(err)
-		}
-	})
+	app := validApp(t, dir, withIdentity(filepath.Join(dir, "identity"), ""))
+	t.Cleanup(func() { cleanUp(t, app) })
 	head := func() (int, http.Header) {
 		t.Helper()
 		w := httptest.NewRecorder()

@@ -147,9 +147,7 @@ func TestReloadChangesTheReceiver(t *testing.T) {
 	b := escalate(t, e, "b")
 	second.wait(t)
 	until(t, e, b.ID, hitl.Notified)
-	if err := old.Cleanup(); err != nil {
-		t.Fatal(err)
-	}
+	cleanUp(t, old)
 	c := escalate(t, e, "c")
 	second.wait(t)
 	until(t, e, c.ID, hitl.Notified)

@@ -56,15 +56,8 @@ func (h *heard) next(t *testing.T) caddy.Event {
 // listening is an app with a handler for the event called name.
 func listening(t *testing.T, name string, first func()) (*App, *heard) {
 	t.Helper()
-	app, err := newApp(t, t.TempDir(), "")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := app.Cleanup(); err != nil {
-			t.Error(err)
-		}
-	})
+	app := validApp(t, t.TempDir(), "")
+	t.Cleanup(func() { cleanUp(t, app) })
 	h := &heard{came: make(chan struct{}, 10*maxEvents), first: first}
 	if err := app.events.On(name, h); err != nil {
 		t.Fatal(err)
@@ -307,9 +300,7 @@ func TestEmitAfterTheConfigurationIsGone(t *testing.T) {
 			app.emit("agent_guard.test", nil)
 		}
 	})
-	if err := app.Cleanup(); err != nil {
-		t.Error(err)
-	}
+	cleanUp(t, app)
 	all.Wait()
 	close(hang)
 	app.pending.flush()

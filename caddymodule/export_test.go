@@ -3,6 +3,8 @@ package caddymodule
 import (
 	"maps"
 	"slices"
+	"strings"
+	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
@@ -33,3 +35,16 @@ func names[T any](opts options[T]) []string { return slices.Sorted(maps.Keys(opt
 
 // Calls is the plan as the guard's calls need it.
 func (p *Plan) Calls() *guard.UndoPlan { return &p.forCalls }
+
+// WantError checks that an error has all of these texts, or that there is none if want is nil.
+func WantError(t *testing.T, err error, want []string) {
+	t.Helper()
+	if (err != nil) != (want != nil) {
+		t.Fatal(err)
+	}
+	for _, text := range want {
+		if !strings.Contains(err.Error(), text) {
+			t.Errorf("got  %v\nwant ...%s", err, text)
+		}
+	}
+}

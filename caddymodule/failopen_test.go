@@ -41,15 +41,8 @@ func (lent) Close() error { return nil }
 // handlerOver is a handler over an app with a store of its own.
 func handlerOver(t *testing.T, opener StoreOpener, failOpen bool) *Handler {
 	t.Helper()
-	app, err := newApp(t, t.TempDir(), "")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := app.Cleanup(); err != nil {
-			t.Error(err)
-		}
-	})
+	app := validApp(t, t.TempDir(), "")
+	t.Cleanup(func() { cleanUp(t, app) })
 	app.spec.opener = opener
 	h := defaulted(t, Handler{FailOpen: failOpen})
 	h.app, h.logger, h.proxy = app, slog.New(slog.DiscardHandler), new(atomic.Pointer[proxy.Transport])
@@ -97,9 +90,7 @@ func TestFailOpenNotWithoutKeys(t *testing.T) {
 	if code, status := serve(t, h); code != 503 || status != "refused" {
 		t.Errorf("beside a running configuration: %d %s", code, status)
 	}
-	if err := running.Cleanup(); err != nil {
-		t.Fatal(err)
-	}
+	cleanUp(t, running)
 	if code, status := serve(t, h); code != 503 || status != "refused" {
 		t.Errorf("with another store's keys: %d %s", code, status)
 	}

@@ -91,10 +91,7 @@ func publishedAt(t *testing.T, app *App, at time.Time) *ect.Set {
 func TestRotatedIdentityKeepsItsPromises(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "identity")
-	app, err := newApp(t, dir, withIdentity(file, ""))
-	if err != nil {
-		t.Fatal(err)
-	}
+	app := validApp(t, dir, withIdentity(file, ""))
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -111,9 +108,7 @@ func TestRotatedIdentityKeepsItsPromises(t *testing.T) {
 	if n := publishedAt(t, app, last.Add(2*time.Minute)).Len(); n != 1 {
 		t.Errorf("%d keys are published once all tokens have expired", n)
 	}
-	if err := app.Cleanup(); err != nil {
-		t.Fatal(err)
-	}
+	cleanUp(t, app)
 
 	again := started(t, dir, withIdentity(file, ""))
 	if signing(t, again) != after {
@@ -154,19 +149,14 @@ func TestIdentityRotatesInTheLatestConfiguration(t *testing.T) {
 	if _, err := ect.CreateRing(two, ect.ES256); err != nil {
 		t.Fatal(err)
 	}
-	failed, err := newApp(t, dir, withIdentity(two, `, "algorithm": "EdDSA", "retain": 7200000000000`))
-	if err != nil {
-		t.Fatal(err)
-	}
+	failed := validApp(t, dir, withIdentity(two, `, "algorithm": "EdDSA", "retain": 7200000000000`))
 	if err := failed.Start(); err != nil {
 		t.Fatal(err)
 	}
 	if signing(t, failed) != inFile(t, two) {
 		t.Error("the next configuration does not bring its keys")
 	}
-	if err := failed.Cleanup(); err != nil { // as Caddy does where another app fails
-		t.Fatal(err)
-	}
+	cleanUp(t, failed) // as Caddy does where another app fails
 	if signing(t, first) != inFile(t, one) {
 		t.Error("a configuration that has failed to load has left its keys")
 	}
@@ -179,9 +169,7 @@ func TestIdentityRotatesInTheLatestConfiguration(t *testing.T) {
 	}
 
 	next := started(t, dir, withIdentity(two, `, "algorithm": "EdDSA"`))
-	if err := first.Cleanup(); err != nil { // it was replaced
-		t.Fatal(err)
-	}
+	cleanUp(t, first) // it was replaced
 	id := rotateIdentity(t, next, false)
 	status := next.held.ledger.status()
 	if inFile(t, two) != id || status.File != two || status.Name != gatewayName || status.Algorithm != "EdDSA" || len(status.Keys) != 2 {
@@ -194,9 +182,7 @@ func TestIdentityRotatesInTheLatestConfiguration(t *testing.T) {
 	}
 
 	without := started(t, dir, "")
-	if err := next.Cleanup(); err != nil {
-		t.Fatal(err)
-	}
+	cleanUp(t, next)
 	if err := without.held.ledger.rotate(false); !errors.Is(err, errNoIdentity) || without.held.ledger.status() != nil {
 		t.Errorf("without an identity: %v", err)
 	}

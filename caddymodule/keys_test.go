@@ -28,15 +28,8 @@ const patience = 30 * time.Second
 // started is a running app whose store is in dir. Its end is the test's.
 func started(t *testing.T, dir, members string) *App {
 	t.Helper()
-	app, err := newApp(t, dir, members)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := app.Cleanup(); err != nil {
-			t.Error(err)
-		}
-	})
+	app := validApp(t, dir, members)
+	t.Cleanup(func() { cleanUp(t, app) })
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -46,12 +39,9 @@ func started(t *testing.T, dir, members string) *App {
 // refusedToStart is the error of an app that must not start beside the running one.
 func refusedToStart(t *testing.T, dir, members string) string {
 	t.Helper()
-	app, err := newApp(t, dir, members)
-	if err != nil {
-		t.Fatal(err)
-	}
+	app := validApp(t, dir, members)
 	before := references(t, dir)
-	err = app.Start()
+	err := app.Start()
 	if cleanup := app.Cleanup(); cleanup != nil {
 		t.Error(cleanup)
 	}
@@ -138,10 +128,7 @@ func rotateKeys(t *testing.T, e *engine) uint32 {
 func TestP1RotateKeysInAFile(t *testing.T) {
 	dir := t.TempDir()
 	key := filepath.Join(dir, "store.key")
-	app, err := newApp(t, dir, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	app := validApp(t, dir, "")
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -179,13 +166,9 @@ func TestP1RotateKeysInAFile(t *testing.T) {
 	wantNoSecret(t, string(text), string(shown))
 
 	reloaded := started(t, dir, "")
-	if err := app.Cleanup(); err != nil {
-		t.Fatal(err)
-	}
+	cleanUp(t, app)
 	replays(t, reloaded, "before", "after")
-	if err := reloaded.Cleanup(); err != nil {
-		t.Fatal(err)
-	}
+	cleanUp(t, reloaded)
 	again := started(t, dir, "")
 	replays(t, again, "before", "after")
 	if r := again.held.resealing.last.Load(); r != nil {
@@ -225,9 +208,7 @@ func TestRotationSurvivesACrash(t *testing.T) {
 	dir := t.TempDir()
 	app := started(t, dir, "")
 	record(t, app, "before")
-	if err := app.Cleanup(); err != nil {
-		t.Fatal(err)
-	}
+	cleanUp(t, app)
 	if _, err := rotateFile(filepath.Join(dir, "store.key")); err != nil {
 		t.Fatal(err)
 	}
@@ -352,9 +333,7 @@ func TestAKeyThatIsNotNeededMayGo(t *testing.T) {
 		t.Errorf("rotated to %d", id)
 	}
 	for _, a := range []*App{app, reloaded} {
-		if err := a.Cleanup(); err != nil {
-			t.Error(err)
-		}
+		cleanUp(t, a)
 	}
 	again := started(t, dir, "")
 	if got := again.held.ring.KeyIDs(); len(got) != 2 || got[0] != 2 || got[1] != 3 {
@@ -388,19 +367,14 @@ func TestTheRingMayMove(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Setenv("AGENT_GUARD_TEST_KEY", string(text))
-	moved, err := newApp(t, dir, `, "key": "{env.AGENT_GUARD_TEST_KEY}"`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	moved := validApp(t, dir, `, "key": "{env.AGENT_GUARD_TEST_KEY}"`)
 	if err := moved.Start(); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := app.held.rotateKeys(t.Context()); !errors.Is(err, errKeyGiven) {
 		t.Errorf("rotating a value: %v", err)
 	}
-	if err := moved.Cleanup(); err != nil { // another app of that configuration failed
-		t.Fatal(err)
-	}
+	cleanUp(t, moved) // another app of that configuration failed
 	if id := rotateKeys(t, app.held); id != 2 {
 		t.Errorf("rotated to %d", id)
 	}
@@ -469,9 +443,7 @@ func TestRotationsBesideReloads(t *testing.T) {
 			if err != nil {
 				t.Error(err)
 			}
-			if err := reload.Cleanup(); err != nil {
-				t.Error(err)
-			}
+			cleanUp(t, reload)
 		}
 	})
 	var ids []string
@@ -482,9 +454,7 @@ func TestRotationsBesideReloads(t *testing.T) {
 	wg.Wait()
 	resealed(t, app.held, 6)
 	replays(t, app, ids...)
-	if err := app.Cleanup(); err != nil {
-		t.Fatal(err)
-	}
+	cleanUp(t, app)
 	again := started(t, dir, "")
 	replays(t, again, ids...)
 }
@@ -492,10 +462,7 @@ func TestRotationsBesideReloads(t *testing.T) {
 // The log tells of each step, and of no key (P8).
 func TestRotationIsLogged(t *testing.T) {
 	dir := t.TempDir()
-	app, err := newApp(t, dir, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	app := validApp(t, dir, "")
 	core, logs := observer.New(zapcore.DebugLevel)
 	app.spec.logger = zap.New(core)
 	if err := app.Start(); err != nil {
@@ -504,9 +471,7 @@ func TestRotationIsLogged(t *testing.T) {
 	record(t, app, "one")
 	rotateKeys(t, app.held)
 	resealed(t, app.held, 2)
-	if err := app.Cleanup(); err != nil { // which waits for the job
-		t.Fatal(err)
-	}
+	cleanUp(t, app) // which waits for the job
 	for _, want := range []string{"sealing key rotated", "re-sealing started", "re-sealing finished"} {
 		if n := logs.FilterMessage(want).FilterField(zap.Uint32("key", 2)).Len(); n != 1 {
 			t.Errorf("%q is logged %d times", want, n)

@@ -3,6 +3,8 @@ package caddymodule_test
 import (
 	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule"
 )
 
 // P1, P3: a name that stands twice is refused in JSON too, with both places. A site with
@@ -44,15 +46,7 @@ func TestProvisionRefusesTwoGuardsOfOneName(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Setenv("XDG_DATA_HOME", t.TempDir())
-			err := provision(t, c.config)
-			if (err != nil) != (c.want != nil) {
-				t.Fatal(err)
-			}
-			for _, want := range c.want {
-				if !strings.Contains(err.Error(), want) {
-					t.Errorf("got  %v\nwant ...%s", err, want)
-				}
-			}
+			caddymodule.WantError(t, provision(t, c.config), c.want)
 		})
 	}
 }

@@ -68,11 +68,7 @@ func loadedApp(t *testing.T, guard, web string) *App {
 		t.Fatal(err)
 	}
 	app := loaded.(*App)
-	t.Cleanup(func() {
-		if err := app.Cleanup(); err != nil {
-			t.Error(err)
-		}
-	})
+	t.Cleanup(func() { cleanUp(t, app) })
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
