@@ -261,7 +261,7 @@ func TestProcessRetryDuringTheUndo(t *testing.T) {
 		lab := newRestLab(t)
 		site := procNewSite(t, lab.addr)
 		site.app = "identity " + gatewayIdentity
-		site.guard = retried
+		site.guard = "action charge {\n match path /charges\n on_unknown retry\n compensate POST /refunds {\n json charge {request.json./id}\n }\n }"
 		site.start(t)
 		g := site.gateway(t)
 		calling := func(id string) request {

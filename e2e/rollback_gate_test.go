@@ -2,10 +2,8 @@ package e2e
 
 import (
 	"fmt"
-	"io"
 	"net/http"
 	"testing"
-	"time"
 
 	"github.com/google/uuid"
 
@@ -13,52 +11,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
-
-// P6: what stands there when a doubtful call is run again may be its own work. A rollback
-// goes back to what stood there before it was sent first.
-func TestP6RollbackOfARetriedDoubt(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	th.at["/things/a"] = "before"
-	lost, refused := 2, 1
-	th.on("/things/a", func(w http.ResponseWriter, in *arrival) {
-		if in.Method == http.MethodPut && in.body == "after" && lost > 0 {
-			lost--
-			th.mu.Lock()
-			th.at["/things/a"] = in.body
-			th.mu.Unlock()
-			panic(http.ErrAbortHandler)
-		}
-		if in.Method == http.MethodPut && in.body == "after" && refused > 0 {
-			refused--
-			w.WriteHeader(http.StatusTooManyRequests) // of this attempt: it says nothing of the others
-			return
-		}
-		th.serve(w, in)
-	})
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + th.addr + ` {
-		on_unknown retry
-		default_undo restore
-	}`})
-	f := g.workflow()
-	put := func(status int) reply {
-		token := a.issue(ect.Claims{Workflow: f.wid, Action: "do"})
-		got := f.call(with(token, request{
-			method: "PUT", path: "/things/a", id: "k", body: "after", header: headers{"Content-Type": "text/plain"},
-		}))
-		if got.status != status {
-			t.Fatalf("%d %s", got.status, got.body)
-		}
-		return got
-	}
-	put(409)
-	put(409)
-	if v := g.checkpointOf(a, put(429)); v.Execution.State != "in_doubt" || v.Verification.Snapshot != "matches" {
-		t.Errorf("%+v", v)
-	}
-	got := put(200)
-	f.asks(a, uuid.NewString(), got.header.Get("Execution-Checkpoint"), "").undone(t, rollback.Completed)
-	th.stands("/things/a", "before")
-}
 
 // C-6.1-d, P3: who has no part in a workflow cannot use up the rollbacks that may be asked
 // for in it.
@@ -138,95 +90,4 @@ func TestP1ImagesBehindAnotherGuard(t *testing.T) {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
 	th.stands("/things/a", "after")
-}
-
-// P6: what an upstream has only accepted is not there yet. A rollback that finds the old
-// state has undone nothing.
-func TestP6RollbackOfWhatWasOnlyAccepted(t *testing.T) {
-	u, a := newUpstream(t), newAgent(t, "a")
-	u.on("/slow", func(w http.ResponseWriter, in *arrival) {
-		if in.Method != http.MethodGet {
-			w.WriteHeader(http.StatusAccepted)
-			return
-		}
-		_, _ = io.WriteString(w, "before")
-	})
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n default_undo restore\n}"})
-	f := g.workflow()
-	_, checkpoint := f.does(a, "PUT", "/slow", "after")
-	f.asks(a, uuid.NewString(), checkpoint, "").undone(t, rollback.Escalated)
-}
-
-// P6: an upstream that says it has deleted what it has never shown hides it from the
-// gateway, so that nobody knows what there was.
-func TestP6RollbackOfADeleteOfWhatWasHidden(t *testing.T) {
-	u, a := newUpstream(t), newAgent(t, "a")
-	u.on("/hidden", func(w http.ResponseWriter, in *arrival) {
-		if in.Method == http.MethodGet {
-			w.WriteHeader(http.StatusNotFound)
-			return
-		}
-		w.WriteHeader(http.StatusNoContent)
-	})
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n default_undo restore\n}"})
-	f := g.workflow()
-	_, checkpoint := f.does(a, "DELETE", "/hidden", "")
-	f.asks(a, uuid.NewString(), checkpoint, "").undone(t, rollback.Escalated)
-}
-
-// What came after a call is not taken for its work, also
-// where its answer does not wait for its record.
-func TestSettleAsyncTakesTheStateFirst(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	th.at["/things/a"] = "before"
-	looks, slow := 0, make(chan struct{})
-	th.on("/things/a", func(w http.ResponseWriter, in *arrival) {
-		if in.Method == http.MethodGet {
-			if looks++; looks == 2 {
-				select { // the state after the first call
-				case <-slow:
-				case <-time.After(2 * time.Second):
-				}
-			}
-		}
-		th.serve(w, in)
-	})
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + th.addr + ` {
-		settle async
-		action thing {
-			match path /things/*
-			restore
-		}
-	}`})
-	f := g.workflow()
-	_, checkpoint := f.does(a, "PUT", "/things/a", "first")
-	th.mu.Lock()
-	th.at["/things/a"] = "another's" // who has seen the end of the answer
-	th.mu.Unlock()
-	close(slow)
-	f.asks(a, uuid.NewString(), checkpoint, "").undone(t, rollback.Escalated)
-	th.stands("/things/a", "another's")
-}
-
-// P6: a doubtful call that runs again and is refused by the gateway itself is still in
-// doubt, and no new id is safe for it.
-func TestP6RefusalOfADoubtfulCall(t *testing.T) {
-	u, a := newUpstream(t), newAgent(t, "a")
-	there := "old"
-	s := &shelf{state: &there}
-	g := launch(t, setup{app: trusting(t, a) + "\nquota {\n checkpoint_rate 1\n}", badger: true, site: "agent_proxy " + u.addr + " {\n on_unknown retry\n default_undo restore\n}"})
-	wid := uuid.NewString()
-	put := func() reply {
-		return g.call(with(a.issue(ect.Claims{Workflow: wid}), request{method: "PUT", path: "/x", id: "k", body: "new"}))
-	}
-	u.on("/x", func(w http.ResponseWriter, in *arrival) {
-		if in.Method == http.MethodPut {
-			panic(http.ErrAbortHandler)
-		}
-		s.serve(w, in)
-	})
-	put().retryable(t, 409, "in-doubt")
-	if doc := put().retryable(t, 429, "quota-exceeded"); *doc.SafeNewKey || doc.State != "in_doubt" {
-		t.Errorf("%+v", doc)
-	}
 }

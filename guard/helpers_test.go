@@ -51,6 +51,36 @@ func (h testHost) Expand(r *http.Request, text string) (string, bool) {
 	}
 }
 
+// StatusHost is net/http with an upstream whose statuses it knows.
+type StatusHost struct{ plainHost }
+
+func (StatusHost) Upstream(next Next) Upstream {
+	u := &statusUpstream{}
+	u.next = nextFunc(func(w http.ResponseWriter, r *http.Request) error {
+		return next.ServeHTTP(statusWriter{w, &u.status}, r)
+	})
+	return u
+}
+
+type statusUpstream struct {
+	plainUpstream
+	status int
+}
+
+func (u *statusUpstream) Status() int { return u.status }
+
+type statusWriter struct {
+	http.ResponseWriter
+	status *int
+}
+
+func (w statusWriter) WriteHeader(status int) {
+	*w.status = status
+	w.ResponseWriter.WriteHeader(status)
+}
+
+func (w statusWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
 // nextFunc is a handler behind the guard.
 type nextFunc func(http.ResponseWriter, *http.Request) error
 

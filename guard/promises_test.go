@@ -350,10 +350,10 @@ func TestP5UndoneOnce(t *testing.T) {
 		<-time.After(29 * 24 * time.Hour)
 		b.check(b.begun(id, charge))
 		if again := b.ended(id, "completed"); !again.Finished.Equal(first.Finished) {
-			t.Errorf("it ended at %v, and then at %v", first.Finished, again.Finished)
+			b.Errorf("it ended at %v, and then at %v", first.Finished, again.Finished)
 		}
 		if err := b.begun(id, charge, rollback.SubDAG); !errors.Is(err, rollback.ErrMismatch) {
-			t.Errorf("the id with another scope: %v", err)
+			b.Errorf("the id with another scope: %v", err)
 		}
 		b.had("charged ch_1", "refunded ch_1")
 	})
@@ -404,25 +404,25 @@ func TestP5NothingFollows(t *testing.T) {
 		b.want(fmt.Sprint(s.Code, " ", path.Base(doc.Type)), want)
 	}
 	undoing(t, func(b *saga) {
-		charge, id, open := b.do("POST /charges", "{}"), uuid.NewString(), make(chan struct{})
-		b.on("POST /refunds", b.waits(open))
+		charge, id, hold := b.do("POST /charges", "{}"), uuid.NewString(), newGate()
+		b.on("POST /refunds", b.waits(hold))
 		b.check(b.begun(id, charge))
-		synctest.Wait()
+		<-hold.arrived
 		refused(b, paused, charge.checkpoint)
 		b.do("POST /mail", "")
-		close(open)
+		close(hold.open)
 		b.ended(id, "completed")
 		b.had("charged ch_1", "mailed", "refunded ch_1")
 		b.do("POST /mail", "", charge.checkpoint)
 	})
 	undoing(t, func(b *saga) {
-		charge, id, open := b.do("POST /charges", "{}"), uuid.NewString(), make(chan struct{})
-		b.on("POST /refunds", b.waits(open))
+		charge, id, hold := b.do("POST /charges", "{}"), uuid.NewString(), newGate()
+		b.on("POST /refunds", b.waits(hold))
 		b.check(b.begun(id, charge, rollback.FullWorkflow))
-		synctest.Wait()
+		<-hold.arrived
 		refused(b, stopped)
 		b.other().do("POST /mail", "")
-		close(open)
+		close(hold.open)
 		b.ended(id, "completed")
 		refused(b, stopped)
 		b.begin()
@@ -450,7 +450,7 @@ func TestP5LeftToAPerson(t *testing.T) {
 	undoing(t, func(b *saga) {
 		b.do("POST /mail", "")
 		if r := b.back("partial irreversible", b.do("POST /charges", "{}"), rollback.FullWorkflow); !r.Mixed {
-			t.Errorf("%+v", r)
+			b.Errorf("%+v", r)
 		}
 		escalated(b, hitl.CauseIrreversible)
 		b.had("mailed", "charged ch_2", "refunded ch_2")
@@ -473,11 +473,11 @@ func TestP5GoesOnAfterARestart(t *testing.T) {
 		b.write("/docs/x", "v0")
 		doc := b.do("PUT /docs/x", "v1")
 		b.do("POST /charges", "{}", doc.checkpoint)
-		id, never := uuid.NewString(), make(chan struct{})
-		defer close(never)
-		b.on("POST /refunds", b.late(never))
+		id, hold := uuid.NewString(), newGate()
+		defer close(hold.open)
+		b.on("POST /refunds", b.late(hold))
 		b.check(b.begun(id, doc, rollback.FullWorkflow))
-		synctest.Wait()
+		<-hold.arrived
 		b.stands("/docs/x", "v1")
 		b.begin()
 		b.ended(id, "completed")

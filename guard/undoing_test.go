@@ -83,48 +83,69 @@ func (s *service) act(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	was, exists := s.docs[path]
-	tag := func() {
-		if strings.HasPrefix(path, "/docs/") {
-			w.Header().Set("ETag", fmt.Sprintf("%q", s.docs[path]))
-		}
-	}
-	match := r.Header.Get("If-Match")
+	match, none := r.Header.Get("If-Match"), r.Header.Get("If-None-Match")
 	switch {
+	case match != "" && (!exists || match != fmt.Sprintf("%q", was)), none == "*" && exists:
+		w.WriteHeader(http.StatusPreconditionFailed)
+		return
 	case r.Method != http.MethodPut && !exists:
 		w.WriteHeader(http.StatusNotFound)
-	case match != "" && match != fmt.Sprintf("%q", was):
-		w.WriteHeader(http.StatusPreconditionFailed)
-	case r.Method == http.MethodGet:
-		tag()
-		_, _ = io.WriteString(w, was)
+		return
 	case r.Method == http.MethodDelete:
 		delete(s.docs, path)
 		s.effects = append(s.effects, "deleted "+path)
 		w.WriteHeader(http.StatusNoContent)
-	default:
+		return
+	case r.Method != http.MethodGet:
 		s.docs[path] = string(body)
-		s.effects = append(s.effects, path+" is "+string(body))
-		tag()
-		if !exists {
-			w.WriteHeader(http.StatusCreated)
+		if r.Method == http.MethodPatch {
+			s.docs[path] = was + string(body)
 		}
+		s.effects = append(s.effects, path+" is "+s.docs[path])
+	}
+	if strings.HasPrefix(path, "/docs/") {
+		w.Header().Set("ETag", fmt.Sprintf("%q", s.docs[path]))
+	}
+	if !exists {
+		w.WriteHeader(http.StatusCreated)
+	}
+	if r.Method == http.MethodGet {
+		_, _ = io.WriteString(w, was)
 	}
 }
 
-// late acts, and answers once the channel is closed.
-func (s *service) late(open <-chan struct{}) http.HandlerFunc {
+// does acts and answers something else.
+func (s *service) does(status int) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		s.act(httptest.NewRecorder(), r)
+		w.WriteHeader(status)
+	}
+}
+
+// gate is where a request waits until a test opens it.
+type gate struct{ arrived, open chan struct{} }
+
+func newGate() *gate { return &gate{make(chan struct{}), make(chan struct{})} }
+
+func (g *gate) pass() {
+	close(g.arrived)
+	<-g.open
+}
+
+// late acts, and answers once the gate is open.
+func (s *service) late(g *gate) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		answer := httptest.NewRecorder()
 		s.act(answer, r)
-		<-open
+		g.pass()
 		play(w, answer)
 	}
 }
 
-// waits acts once the channel is closed.
-func (s *service) waits(open <-chan struct{}) http.HandlerFunc {
+// waits acts once the gate is open.
+func (s *service) waits(g *gate) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
-		<-open
+		g.pass()
 		s.act(w, r)
 	}
 }
@@ -149,6 +170,8 @@ type saga struct {
 type rollbacks struct {
 	*rollback.Coordinator
 	escalations *hitl.Store
+	ledger      *evidence.RollbackLedger
+	sending     func() // called before an undo changes something; nil is nothing
 }
 
 const keepRollbacks = 30 * 24 * time.Hour
@@ -178,8 +201,23 @@ func undoing(t *testing.T, test func(b *saga)) {
 			{Name: "charge", Match: at("/charges"), Undo: u.compensated("{response.json./id}")},
 			{Name: "mail", Irreversible: true},
 		}
+		b.config.Host = guard.StatusHost{}
 		u.begin()
 		test(u)
+	})
+}
+
+// retrying is undoing where calls in doubt run again, and charges have the ids that calls give
+// them.
+func retrying(t *testing.T, test func(b *saga)) {
+	t.Helper()
+	undoing(t, func(b *saga) {
+		for _, a := range b.config.Actions {
+			a.OnUnknown = guard.OnUnknownRetry
+		}
+		b.config.Actions[1].Undo = b.compensated("{request.json./id}")
+		b.begin()
+		test(b)
 	})
 }
 
@@ -210,12 +248,13 @@ func (b *saga) begin() {
 	policy := b.trust.begin()
 	e := b.engine
 	b.rollbacks = &rollbacks{escalations: hitl.NewStore(b.disk, b.bed.ring, 0)}
+	b.ledger = evidence.NewRollbackLedger(evidence.RollbackLedgerOptions{Keep: keepRollbacks, Recorder: func() (evidence.Recorder, bool) {
+		return evidence.Recorder{Evidence: policy.Evidence, EventBuilder: policy.Events, Verifier: policy.Verifier}, true
+	}})
 	var err error
 	b.Coordinator, err = rollback.Open(rollback.Options{
 		Store: b.disk, Sealer: b.bed.ring, Guard: e.Executions, Checkpoints: e.Checkpoints, Escalations: b.escalations, Keep: keepRollbacks,
-		Ledger: evidence.NewRollbackLedger(evidence.RollbackLedgerOptions{Keep: keepRollbacks, Recorder: func() (evidence.Recorder, bool) {
-			return evidence.Recorder{Evidence: policy.Evidence, EventBuilder: policy.Events, Verifier: policy.Verifier}, true
-		}}),
+		Ledger: b.ledger,
 		Undoer: rollback.NewUndoer(rollback.UndoerOptions{Guard: e.Executions, Checkpoints: e.Checkpoints, Sender: b, Keep: keepRollbacks}),
 	})
 	b.check(err)
@@ -258,6 +297,9 @@ func (b *saga) ask(ctx context.Context, method, path string, header http.Header,
 // Send implements rollback.Sender.
 func (b *saga) Send(ctx context.Context, o *rollback.Outgoing) (*rollback.Answer, error) {
 	if o.Method != http.MethodGet {
+		if b.sending != nil {
+			b.sending()
+		}
 		over, err := b.engine.Writes.WriteUndo(checkpoint.TargetOf("", o.URL), o.Window)
 		if err != nil {
 			return nil, err
@@ -297,6 +339,13 @@ func (b *saga) try(route, body string, after ...string) step {
 
 // attempt makes a call with a token, by which it is known.
 func (b *saga) attempt(token *ect.Token, route, body string, fields ...string) step {
+	s := step{ResponseRecorder: httptest.NewRecorder()}
+	b.serve(s, b.call(token, route, body, fields...))
+	s.checkpoint = s.Header().Get("Execution-Checkpoint")
+	return s
+}
+
+func (b *saga) call(token *ect.Token, route, body string, fields ...string) *http.Request {
 	method, path, _ := strings.Cut(route, " ")
 	r := httptest.NewRequestWithContext(b.Context(), method, path, strings.NewReader(body))
 	r.Header.Set(ect.FieldName, token.Raw())
@@ -306,10 +355,23 @@ func (b *saga) attempt(token *ect.Token, route, body string, fields ...string) s
 	for i := 0; i < len(fields); i += 2 {
 		r.Header.Set(fields[i], fields[i+1])
 	}
-	s := step{ResponseRecorder: httptest.NewRecorder()}
-	b.serve(s, r)
-	s.checkpoint = s.Header().Get("Execution-Checkpoint")
-	return s
+	return r
+}
+
+// pending makes a call that comes to a gate, which ended opens.
+func (b *saga) pending(g *gate, route, body string) (ended func() step) {
+	var s step
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		s = b.try(route, body)
+	}()
+	<-g.arrived
+	return func() step {
+		close(g.open)
+		<-done
+		return s
+	}
 }
 
 // do makes a call that must succeed.
@@ -356,6 +418,19 @@ func (b *saga) back(want string, s step, scope ...rollback.Scope) *rollback.Roll
 	id := uuid.NewString()
 	b.check(b.begun(id, s, scope...))
 	return b.ended(id, want)
+}
+
+// reason is why a call that has ended cannot be undone; empty if it can.
+func (b *saga) reason(s step) string {
+	b.Helper()
+	token, err := b.ledger.Checkpoint(b.Context(), s.checkpoint)
+	b.check(err)
+	c, err := b.engine.Checkpoints.Open(b.Context(), s.checkpoint, checkpoint.Want{Sum: token.Sum, Expires: token.Expires})
+	b.check(err)
+	if c.Result != nil && c.Result.Reason != "" {
+		return string(c.Result.Reason)
+	}
+	return string(c.Snapshot.Reason)
 }
 
 // had compares what has happened at the service.
