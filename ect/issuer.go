@@ -189,14 +189,17 @@ func ParseDraft(payload string) (*Draft, error) {
 	return &Draft{content: set.content}, nil
 }
 
+// tokenBuffers holds buffers that tokens are made in.
+var tokenBuffers = sync.Pool{New: func() any { return new([]byte) }}
+
 // Sign signs a draft with the current key. The error is ErrUnavailable.
 func (i *Issuer) Sign(d *Draft) (*Token, error) {
 	signer := i.o.Ring.keys.Load().signer
 	head := signer.heads[d.spelling]
 	enc := base64.RawURLEncoding
-	size := signer.key.algorithm.signatureSize()
-	b := make([]byte, 0, len(head)+enc.EncodedLen(len(d.payload))+1+enc.EncodedLen(size))
-	b = append(b, head...)
+	work := tokenBuffers.Get().(*[]byte)
+	defer tokenBuffers.Put(work)
+	b := append((*work)[:0], head...)
 	b = enc.AppendEncode(b, []byte(d.payload))
 	var room [96]byte
 	signature, err := signer.key.algorithm.sign(room[:0], signer.private, b)
@@ -204,6 +207,7 @@ func (i *Issuer) Sign(d *Draft) (*Token, error) {
 		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}
 	b = enc.AppendEncode(append(b, '.'), signature)
+	*work = b
 	return &Token{content: d.content, raw: string(b), level: L2, key: signer.key, proven: true}, nil
 }
 

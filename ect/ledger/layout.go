@@ -68,13 +68,16 @@ type logStore struct {
 	keys   note.Verifiers
 	id     logID
 	links  func(e *Event) []string
+	none   [idHash]byte // the hash of no workflow
 }
 
 func newLogStore(o *Options) *logStore {
-	return &logStore{
+	s := &logStore{
 		store: o.Store, sealer: o.Sealer, origin: o.Origin, keys: o.HeadKeys,
 		id: logOf(o.Sealer, o.Origin), links: o.Links,
 	}
+	s.none = s.hashOf("ledger workflow", "")
+	return s
 }
 
 func logOf(s store.Sealer, origin string) logID {
@@ -133,7 +136,11 @@ func ticketIn(key []byte) (ticket, bool) {
 type names struct{ id, workflow [idHash]byte }
 
 func (s *logStore) namesOf(workflow, id string) names {
-	return names{s.hashOf("ledger id", id), s.hashOf("ledger workflow", workflow)}
+	n := names{s.hashOf("ledger id", id), s.none}
+	if workflow != "" {
+		n.workflow = s.hashOf("ledger workflow", workflow)
+	}
+	return n
 }
 
 func (s *logStore) hashOf(domain, name string) [idHash]byte {

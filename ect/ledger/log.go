@@ -456,7 +456,8 @@ func (l *Log) outboxWrites(events []hashedEvent, first uint64) ([]store.Write, e
 		case e.Workflow == "":
 			unique = unique && add(store.Write{Key: n.appendGiven(nil), If: store.Absent(), Delete: true})
 		default:
-			unique = unique && add(store.Write{Key: l.idKey("", e.ID), If: store.Absent(), Delete: true}) &&
+			alone := names{n.id, l.none}
+			unique = unique && add(store.Write{Key: alone.appendID(nil, spaceID), If: store.Absent(), Delete: true}) &&
 				add(store.Write{Key: n.appendGiven(nil), Expires: e.KeepUntil})
 		}
 		if !unique {
