@@ -27,23 +27,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// StoreOpener is the interface of modules in the namespace agent_guard.stores, which other
-// projects may provide too. StoreAdjuster, StoreReporter and ObservedOpener are optional.
-type StoreOpener interface {
-	// StorePath identifies the store, independently of its other options. For files it is
-	// the absolute path with symbolic links resolved.
-	StorePath() (string, error)
-	// OpenStore opens the store. It may log to logger for as long as it is open.
-	OpenStore(logger *zap.Logger) (store.Store, error)
-}
-
-// StoreAdjuster is an optional interface of a StoreOpener, for options that may change while the
-// store is open.
-type StoreAdjuster interface {
-	// AdjustStore applies such options to the open store, once for each configuration.
-	AdjustStore(st store.Store)
-}
-
 // engine is an open store with the guard over it. All configurations and requests that name the
 // store share it; it is closed when the last of them is gone.
 type engine struct {
@@ -144,6 +127,20 @@ func (p *enginePool) warnOfOthers(spec engineSpec) {
 		}
 		return true
 	})
+}
+
+var errNotOpen = errors.New("agent_guard: the store is not open")
+
+// peek returns the engine of the store at path with one more reference; nil if it is not
+// open.
+func (p *enginePool) peek(path string) *engine {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	value, _, err := p.pool.LoadOrNew(path, func() (caddy.Destructor, error) { return nil, errNotOpen })
+	if err != nil {
+		return nil
+	}
+	return value.(*engine)
 }
 
 // release releases one reference.

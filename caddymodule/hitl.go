@@ -2,10 +2,8 @@ package caddymodule
 
 import (
 	"context"
-	"encoding/hex"
 	"errors"
 	"fmt"
-	"net/http"
 	"strconv"
 	"strings"
 	"sync"
@@ -13,21 +11,13 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
-	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/cli"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
-	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
-	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
-	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
 
 // HITL (human in the loop) says how people are notified of escalations, the cases that only a
@@ -335,197 +325,3 @@ func (e *engine) countEscalations() []escalationReport {
 	}
 	return all
 }
-
-func init() {
-	caddy.RegisterModule(AdminAPI{})
-	caddycmd.RegisterCommand(cli.Command())
-}
-
-// AdminAPI adds the routes below `/agent_guard/` to Caddy's admin endpoint, with which
-// operators list executions, resolve those in doubt, and inspect the store. The command
-// `caddy agent-guard` uses them. It has no options.
-type AdminAPI struct{}
-
-// CaddyModule returns the Caddy module information.
-func (AdminAPI) CaddyModule() caddy.ModuleInfo {
-	return caddy.ModuleInfo{ID: "admin.api.agent_guard", New: func() caddy.Module { return new(AdminAPI) }}
-}
-
-// Routes implements caddy.AdminRouter. Every request looks up the open stores: Caddy makes
-// this module before any app and never cleans it up.
-func (AdminAPI) Routes() []caddy.AdminRoute {
-	return []caddy.AdminRoute{{Pattern: admin.Prefix, Handler: admin.New(&engines)}}
-}
-
-// Paths lists the open engines.
-func (p *enginePool) Paths() (all []string) {
-	p.pool.Range(func(path, _ any) bool {
-		all = append(all, path.(string))
-		return true
-	})
-	return all
-}
-
-// View returns the open engine at path with a reference of its own.
-func (p *enginePool) View(path string) (admin.Store, bool) {
-	e := p.peek(path)
-	return storeView{e}, e != nil
-}
-
-// storeView implements admin.Store for an engine.
-type storeView struct{ e *engine }
-
-func (b storeView) Path() string { return b.e.path }
-
-func (b storeView) Executions() *execution.Guard { return b.e.executions }
-
-func (b storeView) Now(ctx context.Context) (time.Time, error) { return b.e.store.Now(ctx) }
-
-// Release implements admin.Store. Closing a store that has no other users logs its own
-// errors.
-func (b storeView) Release() { _ = b.e.release() }
-
-func (b storeView) Evidence(ctx context.Context, key execution.Key, found *execution.Record, d execution.Resolution) *store.Batch {
-	var policy *tokenPolicy
-	if a := b.e.activeConfigs.latest(); a != nil {
-		policy = a.policy.Load()
-	}
-	return policy.forCalls().SettledBy(ctx, key, found, d.Applied, "operator")
-}
-
-func (b storeView) Resolved(key execution.Key, found *execution.Record, decision execution.Resolution) {
-	b.e.logger.Info("an operator has settled an execution that was in doubt",
-		zap.Stringer("key", key), zap.String("guard", found.Guard), zap.String("action", found.Action),
-		zap.String("cause", string(found.Cause)), zap.Bool("applied", decision.Applied),
-		zap.String("operator", decision.Operator), zap.String("reason", decision.Reason))
-	outcome := execution.Released
-	if decision.Applied {
-		outcome = execution.Completed
-	}
-	b.e.emit(eventResolved, map[string]any{
-		"guard": found.Guard, "action": found.Action, "key": key.String(), "caller": hex.EncodeToString(found.Caller[:]),
-		"outcome": outcome.String(), "by": "operator",
-	})
-}
-
-// Quota implements admin.Store, with the quota of the latest configuration.
-func (b storeView) Quota() *admin.Quota {
-	a := b.e.activeConfigs.latest()
-	if a == nil || a.Quota == (Quota{}) {
-		return nil
-	}
-	return &admin.Quota{OpenExecutions: a.Quota.OpenExecutions, StoredBytes: a.Quota.StoredBytes}
-}
-
-func (b storeView) Keys(ctx context.Context) (*admin.KeyStatus, error) {
-	return b.e.keyStatus(ctx)
-}
-
-func (b storeView) Ledger() *admin.Ledger {
-	opened := b.e.ledger.open.Load()
-	if opened == nil && b.e.ledger.coming.Load() {
-		return new(admin.Ledger)
-	}
-	if opened == nil {
-		return nil
-	}
-	return &admin.Ledger{Log: opened.Log(), Key: opened.HeadKey()}
-}
-
-func (b storeView) Rollbacks() admin.Rollbacks {
-	if c := b.e.rollbacks.coordinator(); c != nil {
-		return c
-	}
-	return nil
-}
-
-func (b storeView) Checkpoints() *checkpoint.Store { return b.e.checkpoints }
-
-func (b storeView) Trial(checkpoint string) (admin.Trial, bool) {
-	return b.e.rollbacks.trials.of(checkpoint)
-}
-
-func (b storeView) RotateKeys(ctx context.Context) error {
-	_, err := b.e.rotateKeys(ctx)
-	if errors.Is(err, errKeyGiven) {
-		return caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
-	}
-	return err
-}
-
-func (b storeView) Identity() *admin.Identity { return b.e.ledger.status() }
-
-func (b storeView) RotateIdentity(stolen bool) error {
-	err := b.e.ledger.rotate(stolen)
-	if errors.Is(err, errKeyElsewhere) || errors.Is(err, ect.ErrBusy) {
-		return caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
-	}
-	return err
-}
-
-func (b storeView) Escalations() *hitl.Store { return b.e.escalations.store }
-
-func (b storeView) Circuits() []proxy.Circuit {
-	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
-	defer cancel()
-	policy := b.e.latestPolicy()
-	all := []proxy.Circuit{}
-	for _, s := range b.e.circuits.Status() {
-		all = append(all, describeCircuit(ctx, b.e.circuits, policy, &s))
-	}
-	return all
-}
-
-func (b storeView) SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error) {
-	if !b.e.circuits.SetMode(key, mode) {
-		return false, nil
-	}
-	b.e.logger.Warn("an operator has set the mode of a circuit breaker", zap.Stringer("upstream", key), zap.Stringer("mode", mode))
-	return true, b.e.keepCircuit(ctx, key) // not every mode changes the state, which would store it
-}
-
-// counting is a store with statistics.
-type counting interface{ Stats() badger.Stats }
-
-func (b storeView) Report() *admin.Report {
-	st, ok := b.e.store.(counting)
-	if !ok {
-		return nil
-	}
-	s := st.Stats()
-	r := &admin.Report{
-		Commits: s.Commits, Batches: s.Batches, Writes: s.Writes, Conflicts: s.Conflicts,
-		Bytes: s.Bytes, BodyBytes: s.BulkBytes, BodySyncs: s.BulkSyncs, Dropped: s.Dropped, Refused: s.Full,
-		Dead: s.Space.Dead, Reclaimed: s.ReclaimedBytes, MaxSize: s.MaxSize, Verifying: s.Verifying,
-	}
-	if s.Commits > 0 {
-		r.RecordsPerSync = float64(s.Batches) / float64(s.Commits)
-	}
-	reporter, ok := b.e.opener.(StoreReporter)
-	if !ok {
-		return r
-	}
-	r.Size = reporter.ReportStore(b.e.store).Bytes
-	if disk := reporter.ReportDisk(b.e.store); disk != nil {
-		r.Disk = &admin.Disk{Free: disk.Free, MinFree: s.MinFree, Takes: takes(disk.Watermark)}
-	}
-	return r
-}
-
-// takes translates a watermark into a word of the admin API.
-func takes(w Watermark) string {
-	switch w {
-	case DiskEnough:
-		return admin.TakesEverything
-	case DiskLow:
-		return admin.TakesOutcomes
-	default:
-		return admin.TakesNothing
-	}
-}
-
-var (
-	_ caddy.AdminRouter = AdminAPI{}
-	_ admin.Stores      = (*enginePool)(nil)
-	_ admin.Store       = storeView{}
-)

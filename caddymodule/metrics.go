@@ -1,7 +1,6 @@
 package caddymodule
 
 import (
-	"errors"
 	"runtime/debug"
 	"slices"
 	"sync"
@@ -13,29 +12,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
-
-// StoreObserver receives the commits of a store.
-type StoreObserver interface {
-	// Committed reports batches that became durable in one commit, and its duration.
-	Committed(batches int, took time.Duration)
-}
-
-// ObservedOpener is an optional interface of a StoreOpener.
-type ObservedOpener interface {
-	// ObserveStore is called before OpenStore, with the observer of its store.
-	ObserveStore(o StoreObserver)
-}
-
-// StoreReporter is an optional interface of a StoreOpener.
-type StoreReporter interface {
-	// ReportStore describes a store that OpenStore has returned. It is called at every scrape.
-	ReportStore(st store.Store) StoreReport
-	// ReportDisk describes the disk of such a store; nil if unknown. It is called every
-	// second and must not block.
-	ReportDisk(st store.Store) *DiskReport
-}
 
 // countsPool has the counts of each store, by its path. Caddy makes a registry for every
 // configuration, but counts outlive reloads: they last while a configuration names the store, or
@@ -73,46 +50,6 @@ func version() string {
 	}
 	return "unknown"
 }
-
-var errNotOpen = errors.New("agent_guard: the store is not open")
-
-// peek returns the engine of the store at path with one more reference; nil if it is not
-// open.
-func (p *enginePool) peek(path string) *engine {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	value, _, err := p.pool.LoadOrNew(path, func() (caddy.Destructor, error) { return nil, errNotOpen })
-	if err != nil {
-		return nil
-	}
-	return value.(*engine)
-}
-
-// StoreReport describes a store.
-type StoreReport struct {
-	// Bytes is the store's size on disk, by part. The store chooses the names of its parts.
-	Bytes map[string]uint64
-	// Refused counts the commits that were refused for lack of disk space.
-	Refused uint64
-}
-
-// DiskReport describes the disk of a store.
-type DiskReport struct {
-	// Free is the free space in bytes.
-	Free uint64
-	// Watermark is what the store still accepts.
-	Watermark Watermark
-}
-
-// Watermark is what a store still accepts, depending on its free disk space (P4).
-type Watermark uint8
-
-// The watermarks.
-const (
-	DiskEnough Watermark = iota // everything
-	DiskLow                     // outcomes of running executions, but no new ones
-	DiskFull                    // nothing
-)
 
 // storeSnapshot is the state of an open store at one moment.
 type storeSnapshot struct {

@@ -80,6 +80,12 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 // still run: if the process ends now, they are found in doubt.
 func (g *Guard) Drain(ctx context.Context) int { return g.running.drain(ctx) }
 
+// Node is the name of this gateway, kept with its store.
+func (g *Guard) Node() string { return g.node }
+
+// Boot identifies this process of the gateway.
+func (g *Guard) Boot() string { return g.boot }
+
 func newClaim() (id [16]byte) {
 	_, _ = rand.Read(id[:]) // never fails
 	return id

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
@@ -19,6 +20,70 @@ import (
 func init() {
 	caddy.RegisterModule(BadgerStore{})
 }
+
+// StoreOpener is the interface of modules in the namespace agent_guard.stores, which other
+// projects may provide too. StoreAdjuster, StoreReporter and ObservedOpener are optional.
+type StoreOpener interface {
+	// StorePath identifies the store, independently of its other options. For files it is
+	// the absolute path with symbolic links resolved.
+	StorePath() (string, error)
+	// OpenStore opens the store. It may log to logger for as long as it is open.
+	OpenStore(logger *zap.Logger) (store.Store, error)
+}
+
+// StoreAdjuster is an optional interface of a StoreOpener, for options that may change while the
+// store is open.
+type StoreAdjuster interface {
+	// AdjustStore applies such options to the open store, once for each configuration.
+	AdjustStore(st store.Store)
+}
+
+// StoreObserver receives the commits of a store.
+type StoreObserver interface {
+	// Committed reports batches that became durable in one commit, and its duration.
+	Committed(batches int, took time.Duration)
+}
+
+// ObservedOpener is an optional interface of a StoreOpener.
+type ObservedOpener interface {
+	// ObserveStore is called before OpenStore, with the observer of its store.
+	ObserveStore(o StoreObserver)
+}
+
+// StoreReporter is an optional interface of a StoreOpener.
+type StoreReporter interface {
+	// ReportStore describes a store that OpenStore has returned. It is called at every scrape.
+	ReportStore(st store.Store) StoreReport
+	// ReportDisk describes the disk of such a store; nil if unknown. It is called every
+	// second and must not block.
+	ReportDisk(st store.Store) *DiskReport
+}
+
+// StoreReport describes a store.
+type StoreReport struct {
+	// Bytes is the store's size on disk, by part. The store chooses the names of its parts.
+	Bytes map[string]uint64
+	// Refused counts the commits that were refused for lack of disk space.
+	Refused uint64
+}
+
+// DiskReport describes the disk of a store.
+type DiskReport struct {
+	// Free is the free space in bytes.
+	Free uint64
+	// Watermark is what the store still accepts.
+	Watermark Watermark
+}
+
+// Watermark is what a store still accepts, depending on its free disk space (P4).
+type Watermark uint8
+
+// The watermarks.
+const (
+	DiskEnough Watermark = iota // everything
+	DiskLow                     // outcomes of running executions, but no new ones
+	DiskFull                    // nothing
+)
 
 // BadgerStore keeps executions in an embedded Badger database: one directory, used by one process
 // at a time. Every commit is synced to disk before anything depends on it.
