@@ -262,12 +262,18 @@ func (b *BadgerStore) OpenStore(logger *zap.Logger) (store.Store, error) {
 		MinFree:  b.MinFree,
 		MaxSize:  b.MaxSize,
 		Observer: b.observer,
+		Absent:   oftenAbsent,
 	})
 	if err != nil {
 		return nil, err
 	}
 	return st, nil
 }
+
+// oftenAbsent are the keys that a call asks for before it writes them, or deletes soon after
+// (docs/storage.md): records, and their index by state; the ledger's ids and its outbox; tokens that
+// were used; snapshots.
+var oftenAbsent = []string{"x", "s", "lj", "lg", "lo", "j", "kb"}
 
 // AdjustStore applies the limits of this configuration to a store that is already open.
 func (b *BadgerStore) AdjustStore(st store.Store) {

@@ -44,6 +44,12 @@ func TestDeadlines(t *testing.T) {
 	}
 }
 
+func newClock(d time.Duration) *clock {
+	c := new(clock)
+	c.start(context.Background(), d)
+	return c
+}
+
 // The deadline is the upstream's: it stands still while readers are waited for, and for as
 // long again at most.
 func TestTheClockStandsStillForReaders(t *testing.T) {
@@ -53,7 +59,7 @@ func TestTheClockStandsStillForReaders(t *testing.T) {
 		return ready
 	}
 	synctest.Test(t, func(t *testing.T) {
-		c := newClock(context.Background(), time.Minute)
+		c := newClock(time.Minute)
 		defer c.stop()
 		began := time.Now()
 		time.Sleep(30 * time.Second)
@@ -75,14 +81,14 @@ func TestTheClockStandsStillForReaders(t *testing.T) {
 		}
 	})
 	synctest.Test(t, func(t *testing.T) { // an exit ends the wait, too
-		c := newClock(context.Background(), time.Minute)
+		c := newClock(time.Minute)
 		time.AfterFunc(time.Second, c.stop)
 		if c.wait(after(time.Hour)) || c.overdue() || !errors.Is(c.Err(), context.Canceled) {
 			t.Errorf("%v", c.Err())
 		}
 	})
 	synctest.Test(t, func(t *testing.T) { // what is over stays over
-		c := newClock(context.Background(), time.Minute)
+		c := newClock(time.Minute)
 		time.Sleep(time.Hour)
 		c.pausing(time.Hour)
 		c.touch()
@@ -95,7 +101,7 @@ func TestTheClockStandsStillForReaders(t *testing.T) {
 // A stream that has no deadline ends when it pauses for too long.
 func TestTheClockOfAStream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := newClock(context.Background(), time.Minute)
+		c := newClock(time.Minute)
 		defer c.stop()
 		c.touch() // which a deadline does not heed
 		began := time.Now()

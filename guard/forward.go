@@ -260,12 +260,6 @@ type clock struct {
 	patience time.Duration // for how long readers may still be waited for
 }
 
-func newClock(parent context.Context, d time.Duration) *clock {
-	c := new(clock)
-	c.start(parent, d)
-	return c
-}
-
 // start starts a clock that runs out after d. Its waits may stop it for d in total.
 func (c *clock) start(parent context.Context, d time.Duration) {
 	c.at, c.patience = time.Now().Add(d), d

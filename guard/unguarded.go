@@ -238,7 +238,8 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, next Nex
 	}
 	most := h.Deadline
 	limit := atMost(most, r.Header, h.DeadlineHeader)
-	c := newClock(r.Context(), limit)
+	c := new(clock)
+	c.start(r.Context(), limit)
 	defer c.stop()
 	c.idle = limit // sending the body slowly does not count
 	t := &timed{ResponseWriter: w, clock: c, idle: h.IdleTimeout}

@@ -146,6 +146,9 @@ func newFaulty(t *testing.T, o Options) (*Store, *faultyDisk) {
 
 func reopenWith(t *testing.T, dir string, o Options, d disk) *Store {
 	t.Helper()
+	if o.Absent == nil {
+		o.Absent = []string{""} // all keys
+	}
 	s, err := openWith(dir, o, d)
 	if err != nil {
 		t.Fatalf("open: %v", err)

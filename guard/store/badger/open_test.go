@@ -236,7 +236,7 @@ func inspectFile(t *testing.T, name string) (tableStats, error) {
 	f, err := os.Open(name)
 	must(t, err)
 	defer f.Close()
-	return verifyTable(f)
+	return verifyTable(f, func([]byte) {})
 }
 
 // Every cut and every flipped byte in a table is found, and none ends the process.

@@ -47,6 +47,12 @@ type Options struct {
 	// checks them too or, if they have not changed since an orderly close, defers the check
 	// until right after it.
 	VerifyEvery time.Duration
+	// Absent are the prefixes of keys that are often asked for while they are absent: records that
+	// a call is about to make, and what is deleted soon after it was written. A filter in memory,
+	// of at most 28 MB (while it is replaced, twice that), saves most of these look-ups.
+	Absent []string
+	// mostAbsent is maxFiltered; smaller in tests.
+	mostAbsent int64
 	// Observer is called for every group of commits; nil is none.
 	Observer Observer
 }

@@ -270,6 +270,7 @@ func (a *applier) apply(l *layer) error {
 	if err != nil {
 		return err
 	}
+	a.absence.begin(a.ts)
 	reader := a.db.NewTransactionAt(a.ts, false)
 	defer reader.Discard()
 	w := &writer{applier: a, floor: uint64(l.version)}
@@ -283,6 +284,9 @@ func (a *applier) apply(l *layer) error {
 		names = append(names, name...)
 		key := names[from:len(names):len(names)]
 		if value == nil {
+			if a.absence.proves(key) {
+				continue // nearly always written and deleted within the layer
+			}
 			_, err := reader.Get(key)
 			if errors.Is(err, badgerdb.ErrKeyNotFound) {
 				continue // written and deleted within the layer, or never there
@@ -290,6 +294,9 @@ func (a *applier) apply(l *layer) error {
 			if err != nil {
 				return fmt.Errorf("applying: %w", err)
 			}
+		}
+		if value != nil {
+			a.absence.add(key)
 		}
 		if err := w.set(key, value, now); err != nil {
 			return fmt.Errorf("applying: %w", err)

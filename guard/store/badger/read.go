@@ -153,7 +153,7 @@ func (s *Store) getRaw(key []byte) ([]byte, error) {
 // overlay's memory. The caller holds reading.
 func (s *Store) find(key []byte) ([]byte, error) {
 	raw, ok, ts := s.overlay.get(key)
-	if ok {
+	if ok || s.absence.proves(key) {
 		return raw, nil
 	}
 	txn := s.db.NewTransactionAt(ts, false)

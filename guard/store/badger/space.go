@@ -517,6 +517,7 @@ func (s *Store) tidyLoop() {
 			return
 		case <-verify.C:
 			_ = s.verifyNewTables() // it has logged the error and closed the store
+			s.fillAbsence()
 		case <-tidy.C:
 			s.sweep()
 			batches := s.counters.batches.Load()

@@ -67,6 +67,7 @@ type Store struct {
 
 	verified *verifiedTables // Badger's tables whose checksums are right
 	deferred deferredVerification
+	absence  *absence
 
 	limits      atomic.Pointer[limits]
 	free        atomic.Uint64 // bytes on the disk, when last checked
@@ -223,8 +224,9 @@ func openWith(dir string, o Options, d disk) (*Store, error) {
 		closing: make(chan struct{}),
 
 		committed: make(chan struct{}),
-		verified:  newVerifiedTables(dir),
 	}
+	s.absence = newAbsence(s.options.Absent, s.options.mostAbsent)
+	s.verified = newVerifiedTables(dir, s.absence)
 	s.manifest = &manifestFile{dir: dir, lsm: s.lsm(), disk: d}
 	s.limits.Store(s.options.limits())
 	s.queue = &queue{wait: s.options.GroupWait, wake: make(chan struct{}, 1)}

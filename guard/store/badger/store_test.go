@@ -24,6 +24,7 @@ import (
 
 func open(t *testing.T, dir string, o badger.Options) *badger.Store {
 	t.Helper()
+	o.Absent = []string{""} // all keys
 	s, err := badger.Open(dir, o)
 	if err != nil {
 		t.Fatalf("open: %v", err)
@@ -175,7 +176,7 @@ func TestMain(m *testing.M) {
 
 // commitUntilKilled writes one line for every batch that Commit acknowledged.
 func commitUntilKilled(dir string) error {
-	s, err := badger.Open(dir, badger.Options{})
+	s, err := badger.Open(dir, badger.Options{Absent: []string{""}})
 	if err != nil {
 		return err
 	}

@@ -234,6 +234,7 @@ func (s *Store) saveVerified() error {
 // verifyLoop runs until the store closes.
 func (s *Store) verifyLoop() {
 	s.verifyAllDeferred()
+	s.fillAbsence()
 	if s.options.VerifyEvery < 0 {
 		return
 	}
@@ -245,6 +246,27 @@ func (s *Store) verifyLoop() {
 			return
 		case <-tick.C:
 			_ = s.verifyTables() // it has logged the error and closed the store
+		}
+	}
+}
+
+// fillAbsence reads the tables that the next filter of absent keys lacks.
+func (s *Store) fillAbsence() {
+	for {
+		s.reading.RLock()
+		if s.usable() != nil {
+			s.reading.RUnlock()
+			return
+		}
+		ts := s.inTables()
+		s.reading.RUnlock()
+		ids, err := s.tables()
+		if err != nil {
+			return
+		}
+		lacking := s.absence.lacks(ids, ts)
+		if len(lacking) == 0 || s.verify(func(id uint64) bool { return slices.Contains(lacking, id) }) != nil || s.isClosing() {
+			return
 		}
 	}
 }
@@ -362,7 +384,8 @@ func (v *deferredVerification) cancel(err error) {
 // unchanged is still right. An orderly close writes them to the file TABLES, whose loss
 // costs nothing but time.
 type verifiedTables struct {
-	file string
+	file    string
+	absence *absence // learns the keys of every table that is read
 
 	mu     sync.Mutex
 	tables map[uint64]verifiedTable
@@ -385,8 +408,8 @@ type fileIdentity struct {
 	Device   uint64 `json:"device"`
 }
 
-func newVerifiedTables(dir string) *verifiedTables {
-	return &verifiedTables{file: filepath.Join(dir, "TABLES"), tables: make(map[uint64]verifiedTable)}
+func newVerifiedTables(dir string, absence *absence) *verifiedTables {
+	return &verifiedTables{file: filepath.Join(dir, "TABLES"), absence: absence, tables: make(map[uint64]verifiedTable)}
 }
 
 // load reads the file TABLES, if it is there and whole.
@@ -459,10 +482,11 @@ func (k *verifiedTables) unchanged(id uint64, f *os.File) bool {
 // verify checks a table and records the result.
 func (k *verifiedTables) verify(id uint64, f *os.File) error {
 	mark, _ := identityOf(f) // before it is read
-	c, err := verifyTable(f)
+	c, err := verifyTable(f, k.absence.add)
 	if err != nil {
 		return err
 	}
+	k.absence.tableRead(id)
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.tables[id] = verifiedTable{ID: id, File: mark, Checked: time.Now(), Stats: c}
@@ -479,13 +503,13 @@ func (k *verifiedTables) verifyIn(dir string, id uint64) error {
 	return k.verify(id, f)
 }
 
-// verifyTable reads a table file of Badger, compares every part with its checksum, and
-// counts what will expire. Badger's own check ends the process, or panics on its own
+// verifyTable reads a table file of Badger, compares every part with its checksum, calls seen for
+// its keys, and counts what will expire. Badger's own check ends the process, or panics on its own
 // goroutine, if a file is cut or garbled in the wrong place.
 //
 // From the end: 4 bytes length of the checksum, the checksum of the index, 4 bytes length
 // of the index, the index; before them the blocks that the index lists.
-func verifyTable(f *os.File) (c tableStats, err error) {
+func verifyTable(f *os.File, seen func(key []byte)) (c tableStats, err error) {
 	defer func() {
 		// The index is read by generated code that trusts its offsets, and its checksum is short.
 		if r := recover(); r != nil {
@@ -501,7 +525,7 @@ func verifyTable(f *os.File) (c tableStats, err error) {
 		return c, err
 	}
 	r := blockReader{f: f, end: blocks}
-	count := statsCounter{buckets: make(map[int64]int64)}
+	count := statsCounter{buckets: make(map[int64]int64), seen: seen}
 	var at int64
 	var offset fb.BlockOffset
 	for i := range index.OffsetsLength() {
@@ -659,6 +683,7 @@ const (
 type statsCounter struct {
 	buckets map[int64]int64
 	key     []byte // of the last entry, without its version
+	seen    func(key []byte)
 }
 
 const (
@@ -723,6 +748,7 @@ func (c *statsCounter) sameKeyAsLast(shared, rest []byte) bool {
 	same := len(c.key) == n && bytes.Equal(c.key[:s], shared[:s]) && bytes.Equal(c.key[s:], rest[:n-s])
 	if !same {
 		c.key = append(append(c.key[:0], shared[:s]...), rest[:n-s]...)
+		c.seen(c.key)
 	}
 	return same
 }

@@ -56,7 +56,7 @@ func decay(t *testing.T, dir string) (table string) {
 
 func pretendKnown(t *testing.T, dir string) {
 	t.Helper()
-	k := newVerifiedTables(dir)
+	k := newVerifiedTables(dir, newAbsence(nil, 0))
 	k.load()
 	if len(k.tables) == 0 {
 		t.Fatal("nothing is known of the tables")
@@ -159,8 +159,8 @@ func TestTablesAreReadBeforeTheyAnswer(t *testing.T) {
 		// As it is between Open and the reading of this table.
 		s := &Store{
 			dir: t.TempDir(), options: open.options, disk: osDisk{}, watches: open.watches,
-			verified: newVerifiedTables(dir), db: open.db, scans: make(map[uint64]int),
-			failed: make(chan struct{}), overlay: newOverlay(open.durable.Load(), 0),
+			verified: newVerifiedTables(dir, newAbsence(nil, 0)), db: open.db, scans: make(map[uint64]int),
+			failed: make(chan struct{}), overlay: newOverlay(open.durable.Load(), 0), absence: newAbsence(nil, 0),
 		}
 		s.limits.Store(open.options.limits())
 		if s.deferred.done.Load() {
