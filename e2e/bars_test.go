@@ -23,15 +23,12 @@ func (f *flow) begins(a *agent, path string, parents ...string) reply {
 // Facts 7.4, "Joining after rollback began: refused": what follows from what is being undone
 // does not begin, and burns no key; what is recorded is answered, and the rest goes on.
 func TestJoiningAfterRollbackBegan(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: th.site(), badger: true})
+	lab, a := newRestLab(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: lab.site(), badger: true})
 	f := g.workflow()
-	root, checkpoint := f.does(a, "PUT", "/things/a", "1")
+	root, checkpoint := f.does(a, "PUT", "/docs/a", "1")
 	hold := newGate(t)
-	th.on("/things/a", func(w http.ResponseWriter, a *arrival) {
-		hold.pass()
-		th.serve(w, a)
-	})
+	lab.on("* /docs/a", -1, restWaits(hold))
 	id := uuid.NewString()
 	asking := a.issue(f.request(checkpoint, `, "cascade": true`))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "cascade": true}`, id, checkpoint)
@@ -42,65 +39,65 @@ func TestJoiningAfterRollbackBegan(t *testing.T) {
 
 	// A token of a request that wrote nothing stands between.
 	read := a.issue(ect.Claims{Workflow: f.wid, Action: "read", Parents: []string{root.ID()}})
-	if got := f.call(with(read, request{method: "GET", path: "/things/b"})); got.status != http.StatusNotFound {
+	if got := f.call(with(read, request{method: "GET", path: "/docs/b"})); got.status != http.StatusNotFound {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
 	for _, parent := range []string{root.ID(), checkpoint, read.ID()} {
-		got := f.begins(a, "/things/b", parent)
+		got := f.begins(a, "/docs/b", parent)
 		got.is(t, http.StatusConflict, "workflow-paused")
 		got.retryable(t, http.StatusConflict, "workflow-paused")
 	}
 	late := with(a.issue(ect.Claims{Workflow: f.wid, Action: "do", Parents: []string{checkpoint}}),
-		request{method: "PUT", path: "/things/c", body: "late", header: headers{"Content-Type": "text/plain"}})
+		request{method: "PUT", path: "/docs/c", body: "late", header: headers{"Content-Type": "text/plain"}})
 	g.call(late).is(t, http.StatusConflict, "workflow-paused")
-	if got := f.begins(a, "/things/b"); got.status != 201 {
+	if got := f.begins(a, "/docs/b"); got.status != 201 {
 		t.Errorf("what follows from nothing: %d %s", got.status, got.body)
 	}
-	if got := g.workflow().begins(a, "/things/b"); got.status/100 != 2 {
+	if got := g.workflow().begins(a, "/docs/b"); got.status/100 != 2 {
 		t.Errorf("another workflow: %d %s", got.status, got.body)
 	}
-	th.stands("/things/c", "")
+	lab.wantDoc("/docs/c", "")
 
 	hold.open()
 	g.call(with(asking, request{path: api.RollbackPath, body: body, header: headers{"Prefer": "wait=20"}})).undone(t, rollback.Completed)
 	if got := g.call(late); got.status != 201 || got.header.Get("Execution-Status") != "executed" {
 		t.Errorf("the same call afterwards: %d %s", got.status, got.body)
 	}
-	th.stands("/things/c", "late")
+	lab.wantDoc("/docs/c", "late")
 }
 
 // Cascade 4.1.3: a rollback of the whole workflow terminates it, over a restart too, and
 // the ledger is told (ATD "Workflow Boundary ECTs"). What was recorded is answered.
 func TestCascade413FullWorkflowStops(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
+	lab, a := newRestLab(t), newAgent(t, "a")
 	app := trusting(t, a)
-	g := launch(t, setup{app: app, site: th.site()})
+	g := launch(t, setup{app: app, site: lab.site()})
 	f := g.workflow()
-	_, checkpoint := f.does(a, "PUT", "/things/a", "1")
-	mail := with(a.issue(ect.Claims{Workflow: f.wid, Action: "mail"}), request{path: "/mails", body: "hello"})
+	_, checkpoint := f.does(a, "PUT", "/docs/a", "1")
+	mail := with(a.issue(ect.Claims{Workflow: f.wid, Action: "mail"}), request{path: "/mail", body: "hello"})
 	sent := g.call(mail)
-	if sent.status != 201 {
+	if sent.status != 200 {
 		t.Fatalf("%d %s", sent.status, sent.body)
 	}
 	f.asks(a, uuid.NewString(), checkpoint, `, "scope": "full_workflow"`).undone(t, rollback.Partial)
 	for _, again := range []bool{false, true} {
 		if again {
 			stop(t)
-			g = launch(t, setup{app: app, site: th.site(), store: g.store})
+			g = launch(t, setup{app: app, site: lab.site(), store: g.store})
 			f.gateway = g
 		}
-		got := f.begins(a, "/things/b")
+		got := f.begins(a, "/docs/b")
 		got.is(t, http.StatusForbidden, "workflow-stopped")
 		got.terminal(t, http.StatusForbidden, "workflow-stopped")
 		// Another port is another host, and so another call.
-		if got := g.call(mail); !again && (got.status != 201 || got.header.Get("Execution-Status") != "replayed") {
+		if got := g.call(mail); !again && (got.status != 200 || got.header.Get("Execution-Status") != "replayed") {
 			t.Errorf("what is recorded: %d %s", got.status, got.body)
 		}
-		if got := g.workflow().begins(a, "/things/c"); got.status/100 != 2 {
+		if got := g.workflow().begins(a, "/docs/c"); got.status/100 != 2 {
 			t.Errorf("another workflow, again %v: %d %s", again, got.status, got.body)
 		}
 	}
-	th.stands("/things/b", "")
+	lab.wantDoc("/docs/b", "")
 
 	var view struct {
 		Stated string `json:"stated_status"`

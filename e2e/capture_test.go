@@ -6,7 +6,6 @@ import (
 	"io"
 	"net/http"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -52,71 +51,25 @@ func (g *gateway) checkpointOf(a *agent, r reply) (v checkpointView) {
 	return v
 }
 
-// shelf is a resource of a REST upstream at one path.
-type shelf struct {
-	mu    sync.Mutex
-	state *string
-	gets  []http.Header
-	get   func(w http.ResponseWriter) bool // answers a GET in place of the shelf
-}
-
-func (s *shelf) serve(w http.ResponseWriter, a *arrival) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	switch a.Method {
-	case http.MethodGet:
-		s.gets = append(s.gets, a.Header.Clone())
-		if s.get != nil && s.get(w) {
-			return
-		}
-		if s.state == nil {
-			w.WriteHeader(http.StatusNotFound)
-			return
-		}
-		w.Header().Set("ETag", fmt.Sprintf("%q", *s.state))
-		_, _ = io.WriteString(w, *s.state)
-	case http.MethodDelete:
-		s.state = nil
-		w.WriteHeader(http.StatusNoContent)
-	default:
-		if a.body == "refuse" {
-			w.WriteHeader(http.StatusUnprocessableEntity)
-			return
-		}
-		created := s.state == nil
-		s.state = &a.body
-		if created {
-			w.WriteHeader(http.StatusCreated)
-			return
-		}
-		w.WriteHeader(http.StatusOK)
-	}
-}
-
 // C-4.2.1-a to -h, C-4.2.2-c, -d: for each way to undo a call its checkpoint says
 // truthfully before the call leaves whether it can be undone, and can be verified.
 func TestCheckpointsOfEachWay(t *testing.T) {
-	u, a := newUpstream(t), newAgent(t, "a")
-	there := "old"
-	shelves := map[string]*shelf{"/r/there": {state: &there}, "/r/new": {}, "/r/gone": {state: &there}, "/r/refused": {state: &there}, "/r/post": {}}
-	for path, s := range shelves {
-		u.on(path, s.serve)
+	lab, a := newRestLab(t), newAgent(t, "a")
+	for _, name := range []string{"there", "gone", "refused"} {
+		lab.write("/docs/"+name, "old")
 	}
-	u.on("/charge", func(w http.ResponseWriter, in *arrival) {
-		if got := in.Header.Get("Accept-Encoding"); strings.Contains(in.body, "amount") && got != "identity" {
-			t.Errorf("an answer that is needed is asked for with %q", got)
-		}
-		w.Header().Set("Content-Type", "application/json")
-		_, _ = io.WriteString(w, `{"id":"ch_1"}`)
-	})
-	u.on("/charge/none", func(w http.ResponseWriter, _ *arrival) { _, _ = io.WriteString(w, `{}`) })
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + ` {
+	lab.on("PATCH /docs/refused", 1, restSays(http.StatusUnprocessableEntity, ""))
+	lab.on("POST /charge", -1, restSays(http.StatusOK, `{"id":"ch_1"}`))
+	lab.on("POST /charge/none", -1, restSays(http.StatusOK, `{}`))
+	lab.on("POST /docs/post", 1, restSays(http.StatusCreated, ""))
+	lab.on("POST /*", -1, restSays(http.StatusCreated, ""))
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + lab.addr + ` {
 		action rest {
-			match path /r/*
+			match path /docs/*
 			restore {
 				header X-Look yes
 			}
-			description "Changes a shelf"
+			description "Changes a document"
 			checkpoint_ttl 2h
 		}
 		action charge {
@@ -141,11 +94,11 @@ func TestCheckpointsOfEachWay(t *testing.T) {
 		reversible, can    bool
 		way, reason        string
 	}{
-		{"PUT", "/r/there", "new", 2, true, true, "restore", ""},
-		{"PUT", "/r/new", "new", 2, true, true, "restore", ""},
-		{"DELETE", "/r/gone", "", 2, true, true, "restore", ""},
-		{"PATCH", "/r/refused", "refuse", 2, true, true, "restore", ""},
-		{"POST", "/r/post", "new", 0, false, false, "irreversible", "method"},
+		{"PUT", "/docs/there", "new", 2, true, true, "restore", ""},
+		{"PUT", "/docs/new", "new", 2, true, true, "restore", ""},
+		{"DELETE", "/docs/gone", "", 2, true, true, "restore", ""},
+		{"PATCH", "/docs/refused", "refuse", 2, true, true, "restore", ""},
+		{"POST", "/docs/post", "new", 0, false, false, "irreversible", "method"},
 		{"POST", "/charge", `{"amount":1}`, 0, true, true, "compensate", ""},
 		{"POST", "/charge/none", `{"amount":1}`, 0, true, false, "compensate", "absent-value"},
 		{"POST", "/charge", `{"sum":1}`, 0, false, false, "irreversible", "absent-value"},
@@ -159,17 +112,17 @@ func TestCheckpointsOfEachWay(t *testing.T) {
 			v.Verification.Snapshot != "matches" || v.Execution.State != "completed" || v.Execution.Status != got.status || v.Claims.Out == "" {
 			t.Errorf("%s %s: %d %+v", c.method, c.path, got.status, v)
 		}
-		s := shelves[c.path]
-		if s == nil {
-			continue
+		gets := lab.all("GET "+c.path, "")
+		if len(gets) != c.gets || c.gets > 0 && (gets[0].header.Get("X-Look") != "yes" || gets[1].header.Get("X-Look") != "yes" ||
+			gets[0].header.Get("Accept-Encoding") != "identity" || gets[0].header.Get("Execution-Context") != "") {
+			t.Errorf("%s %s: it was looked at with %v", c.method, c.path, gets)
 		}
-		if len(s.gets) != c.gets || c.gets > 0 && (s.gets[0].Get("X-Look") != "yes" || s.gets[1].Get("X-Look") != "yes" ||
-			s.gets[0].Get("Accept-Encoding") != "identity" || s.gets[0].Get("Execution-Context") != "") {
-			t.Errorf("%s %s: it was looked at with %v", c.method, c.path, s.gets)
+		if sent := lab.last(c.path); strings.HasPrefix(c.path, "/charge") && strings.Contains(sent.body, "amount") && sent.header.Get("Accept-Encoding") != "identity" {
+			t.Errorf("an answer that is needed is asked for with %v", sent.header)
 		}
 		if c.gets > 0 {
 			ext, _ := json.Marshal(v.Claims.Ext)
-			if v.Claims.Ext["cascade.description"] != "Changes a shelf" || v.Claims.Ext["cascade.ttl"] != 7200.0 ||
+			if v.Claims.Ext["cascade.description"] != "Changes a document" || v.Claims.Ext["cascade.ttl"] != 7200.0 ||
 				v.Claims.Ext["cascade.target"] != "default" || !strings.HasSuffix(fmt.Sprint(v.Claims.Ext["cascade.rollback_uri"]), "/.well-known/cascade/rollback") ||
 				strings.Contains(string(ext), "old") { // C-6.3-c
 				t.Errorf("%s", ext)
@@ -183,58 +136,52 @@ func TestCheckpointsOfEachWay(t *testing.T) {
 func TestSnapshotThatFails(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		get  func(w http.ResponseWriter) bool
+		get  func(*restCall)
 	}{
-		{"refused", func(w http.ResponseWriter) bool { w.WriteHeader(http.StatusUnauthorized); return true }},
-		{"broken", func(w http.ResponseWriter) bool { w.WriteHeader(http.StatusInternalServerError); return true }},
-		{"cut", func(http.ResponseWriter) bool { panic(http.ErrAbortHandler) }},
-		{"large", func(w http.ResponseWriter) bool { _, _ = io.WriteString(w, strings.Repeat("x", 2000)); return true }},
-		{"partial", func(w http.ResponseWriter) bool { w.WriteHeader(http.StatusPartialContent); return true }},
+		{"refused", restSays(http.StatusUnauthorized, "")},
+		{"broken", restSays(http.StatusInternalServerError, "")},
+		{"cut", restDrops},
+		{"large", restSays(http.StatusOK, strings.Repeat("x", 2000))},
+		{"partial", restSays(http.StatusPartialContent, "")},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			u, a := newUpstream(t), newAgent(t, "a")
-			there := "old"
-			strict, lax, both := &shelf{state: &there, get: c.get}, &shelf{state: &there, get: c.get}, &shelf{state: &there, get: c.get}
-			u.on("/strict", strict.serve)
-			u.on("/lax", lax.serve)
-			u.on("/both", both.serve)
-			g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + ` {
+			lab, a := newRestLab(t), newAgent(t, "a")
+			for path, times := range map[string]int{"/docs/strict": 1, "/docs/lax": -1, "/docs/both": -1} {
+				lab.write(path, "old")
+				lab.on("GET "+path, times, c.get)
+			}
+			g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + lab.addr + ` {
 				max_image 1KiB
 				action strict {
-					match path /strict
+					match path /docs/strict
 					restore
 				}
 				action lax {
-					match path /lax
+					match path /docs/lax
 					restore
 					on_snapshot_error irreversible
 				}
 				action both {
-					match path /both
+					match path /docs/both
 					restore
 					compensate POST /undo
 				}
 			}`})
 			put := func(path string) reply {
-				return g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), request{method: "PUT", path: path, id: "k", body: "new"}))
+				return g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), request{method: "PUT", path: path, id: path, body: "new"}))
 			}
-			doc := put("/strict").retryable(t, 503, "snapshot-failed")
+			doc := put("/docs/strict").retryable(t, 503, "snapshot-failed")
 			if !*doc.SafeNewKey || doc.State != "" {
 				t.Errorf("%+v", doc)
 			}
-			if last := u.last("/strict"); last.Method != http.MethodGet {
-				t.Errorf("%s was forwarded", last.Method)
-			}
-			strict.mu.Lock()
-			strict.get = nil
-			strict.mu.Unlock()
-			if got := put("/strict"); got.status != 200 || got.header.Get("Execution-Status") != "executed" {
+			lab.arrived("PUT /docs/strict", 0)
+			if got := put("/docs/strict"); got.status != 200 || got.header.Get("Execution-Status") != "executed" {
 				t.Errorf("the id was not free: %d %s", got.status, got.body)
 			}
-			if v := g.checkpointOf(a, put("/lax")); v.Reversible || v.Way != "irreversible" || v.Reason != "no-image" || v.Claims.Ext["cascade.reversible"] != false {
+			if v := g.checkpointOf(a, put("/docs/lax")); v.Reversible || v.Way != "irreversible" || v.Reason != "no-image" || v.Claims.Ext["cascade.reversible"] != false {
 				t.Errorf("%+v", v)
 			}
-			if v := g.checkpointOf(a, put("/both")); !v.Reversible || v.Way != "compensate" {
+			if v := g.checkpointOf(a, put("/docs/both")); !v.Reversible || v.Way != "compensate" {
 				t.Errorf("%+v", v)
 			}
 		})
@@ -244,24 +191,15 @@ func TestSnapshotThatFails(t *testing.T) {
 // A state after the call that contradicts its answer, or cannot be read, is not taken for
 // what the call has left. The call is completed all the same, and its answer is whole.
 func TestStateAfterTheCall(t *testing.T) {
-	u, a := newUpstream(t), newAgent(t, "a")
-	there := "old"
-	lagging, broken := &shelf{}, &shelf{state: &there}
-	looks := 0
-	lagging.get = func(w http.ResponseWriter) bool { w.WriteHeader(http.StatusNotFound); return true }
-	broken.get = func(w http.ResponseWriter) bool {
-		if looks++; looks == 1 {
-			return false
-		}
-		w.WriteHeader(http.StatusInternalServerError)
-		return true
-	}
-	u.on("/lagging", lagging.serve)
-	u.on("/broken", broken.serve)
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n default_undo restore\n}"})
-	for path, status := range map[string]int{"/lagging": 201, "/broken": 200} {
+	lab, a := newRestLab(t), newAgent(t, "a")
+	lab.write("/docs/broken", "old")
+	lab.on("GET /docs/lagging", -1, restSays(http.StatusNotFound, ""))
+	lab.on("GET /docs/broken", 1, (*restCall).usual)
+	lab.on("GET /docs/broken", -1, restSays(http.StatusInternalServerError, ""))
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + lab.addr + " {\n default_undo restore\n}"})
+	for path, status := range map[string]int{"/docs/lagging": 201, "/docs/broken": 200} {
 		got := g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), request{method: "PUT", path: path, body: "new"}))
-		got.want(t, status, "", "executed")
+		got.want(t, status, "new", "executed")
 		if v := g.checkpointOf(a, got); v.Claims.Ext["cascade.reversible"] != true || v.Reversible || v.Reason != "no-image" {
 			t.Errorf("%s: %+v", path, v)
 		}
@@ -350,40 +288,38 @@ func TestCheckpointQuotas(t *testing.T) {
 // The state is read with the configuration's
 // credentials, or with the call's own; never with both, and never with those of a token.
 func TestWithWhatTheStateIsRead(t *testing.T) {
-	u := newUpstream(t)
+	lab := newRestLab(t)
 	t.Setenv("E2E_TOKEN", "of the gateway")
-	there := "old"
-	config, recorded := &shelf{state: &there}, &shelf{state: &there}
-	u.on("/config", config.serve)
-	u.on("/recorded", recorded.serve)
-	g := launch(t, setup{app: "identity " + gatewayIdentity, badger: true, site: "agent_proxy " + u.addr + ` {
+	lab.write("/docs/config", "old")
+	lab.write("/docs/recorded", "old")
+	g := launch(t, setup{app: "identity " + gatewayIdentity, badger: true, site: "agent_proxy " + lab.addr + ` {
 		action config {
-			match path /config
+			match path /docs/config
 			restore {
 				header Authorization "Bearer {env.E2E_TOKEN}"
 			}
 		}
 		action recorded {
-			match path /recorded
+			match path /docs/recorded
 			restore
 			undo_auth recorded
 		}
 	}`})
-	for path, want := range map[string]string{"/config": "Bearer of the gateway", "/recorded": "Bearer of the caller"} {
+	for path, want := range map[string]string{"/docs/config": "Bearer of the gateway", "/docs/recorded": "Bearer of the caller"} {
 		got := g.call(request{method: "PUT", path: path, body: "new", header: headers{
 			"Authorization": "Bearer of the caller", "Accept": "text/x", "X-Other": "x",
 		}})
 		if got.status != 200 || got.header.Get("Execution-Status") != "executed" {
 			t.Fatalf("%d %s", got.status, got.body)
 		}
-		s := map[string]*shelf{"/config": config, "/recorded": recorded}[path]
-		for _, h := range s.gets {
-			if h.Get("Authorization") != want || h.Get("Accept") != "text/x" || h.Get("X-Other") != "" || h.Get("Idempotency-Key") != "" {
+		gets := lab.all("GET "+path, "")
+		for _, got := range gets {
+			if h := got.header; h.Get("Authorization") != want || h.Get("Accept") != "text/x" || h.Get("X-Other") != "" || h.Get("Idempotency-Key") != "" {
 				t.Errorf("%s was read with %v", path, h)
 			}
 		}
-		if len(s.gets) != 2 {
-			t.Errorf("%s was read %d times", path, len(s.gets))
+		if len(gets) != 2 {
+			t.Errorf("%s was read %d times", path, len(gets))
 		}
 	}
 }

@@ -74,13 +74,11 @@ func TestStrangersTellNothing(t *testing.T) {
 // With `lineage workflow` neither a token that nobody is proven to have issued nor what a
 // third party tells of both makes two strangers of a workflow linked (ADR 0024, 0038).
 func TestNobodyLinksStrangersForRollbacks(t *testing.T) {
-	th, ada, bob, eve := newThings(t), newAgent(t, "ada"), newAgent(t, "bob"), newAgent(t, "eve")
-	th.on("/things/d", th.serve)
-	th.on("/things/e", th.serve)
-	g := launch(t, setup{app: trusting(t, ada, bob, eve) + "\nrollback {\n lineage workflow\n }" + level1, site: th.site(), badger: true})
+	lab, ada, bob, eve := newRestLab(t), newAgent(t, "ada"), newAgent(t, "bob"), newAgent(t, "eve")
+	g := launch(t, setup{app: trusting(t, ada, bob, eve) + "\nrollback {\n lineage workflow\n }" + level1, site: lab.site(), badger: true})
 	f := g.workflow()
-	first, checkpoint := f.does(ada, "PUT", "/things/a", "1")
-	second, _ := f.does(bob, "PUT", "/things/b", "1")
+	first, checkpoint := f.does(ada, "PUT", "/docs/a", "1")
+	second, _ := f.does(bob, "PUT", "/docs/b", "1")
 	refused := func(after string) {
 		t.Helper()
 		if got := f.asks(bob, uuid.NewString(), checkpoint, ""); got.status != http.StatusForbidden {
@@ -89,14 +87,14 @@ func TestNobodyLinksStrangersForRollbacks(t *testing.T) {
 	}
 	refused("nothing")
 	both := []string{first.ID(), second.ID()}
-	if got := g.call(withRaw(bare(t, map[string]any{"wid": f.wid, "par": both}), request{method: "PUT", path: "/things/c", id: "c", body: "1"})); got.status >= 300 {
+	if got := g.call(withRaw(bare(t, map[string]any{"wid": f.wid, "par": both}), request{method: "PUT", path: "/docs/c", id: "c", body: "1"})); got.status >= 300 {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
 	refused("an unsigned token")
 
 	// Eve takes part in both, by two nodes that no link joins, and tells of them at once.
-	f.does(eve, "PUT", "/things/d", "1", first.ID())
-	f.does(eve, "PUT", "/things/e", "1", second.ID())
+	f.does(eve, "PUT", "/docs/d", "1", first.ID())
+	f.does(eve, "PUT", "/docs/e", "1", second.ID())
 	failure := eve.issue(ect.Claims{Workflow: f.wid, Action: "error", Parents: both,
 		Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "x").Text(ect.MemberCheckpointID, "")})
 	if got := g.call(with(failure, request{path: "/.well-known/cascade/errors", reader: nothing{}})); got.status != http.StatusCreated {

@@ -163,6 +163,15 @@ func (l *restLab) all(pattern, of string) (all []*restArrival) {
 	return all
 }
 
+// last is the last request for a path.
+func (l *restLab) last(path string) *restArrival {
+	all := l.all("* "+path, "")
+	if len(all) == 0 {
+		return new(restArrival)
+	}
+	return all[len(all)-1]
+}
+
 // arrived checks how many requests came that match.
 func (l *restLab) arrived(pattern string, want int) {
 	l.t.Helper()

@@ -15,10 +15,10 @@ import (
 // C-6.1-d, P3: who has no part in a workflow cannot use up the rollbacks that may be asked
 // for in it.
 func TestCascade61StrangersUseUpNoRollbacks(t *testing.T) {
-	th, a, m := newThings(t), newAgent(t, "a"), newAgent(t, "m")
-	g := launch(t, setup{app: trusting(t, a, m) + "\nrollback {\n rate 2\n }", site: th.site(), badger: true})
+	lab, a, m := newRestLab(t), newAgent(t, "a"), newAgent(t, "m")
+	g := launch(t, setup{app: trusting(t, a, m) + "\nrollback {\n rate 2\n }", site: lab.site(), badger: true})
 	f := g.workflow()
-	_, checkpoint := f.does(a, "PUT", "/things/a", "1")
+	_, checkpoint := f.does(a, "PUT", "/docs/a", "1")
 	for range 2 {
 		f.asks(m, uuid.NewString(), checkpoint, "").is(t, 403, "not-in-workflow")
 	}
@@ -29,10 +29,10 @@ func TestCascade61StrangersUseUpNoRollbacks(t *testing.T) {
 // P4: without room in the store no rollback begins, and what is said is that, and not that
 // something is wrong with the token. With room again the same request goes on.
 func TestP4RollbackWithoutRoom(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: th.site()})
+	lab, a := newRestLab(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: lab.site()})
 	f := g.workflow()
-	_, checkpoint := f.does(a, "PUT", "/things/a", "1")
+	_, checkpoint := f.does(a, "PUT", "/docs/a", "1")
 	asking, id := a.issue(f.request(checkpoint, "")), uuid.NewString()
 	g.settledView(a, f.wid, 3)
 	g.store.failCommits(fmt.Errorf("badger: %w", store.ErrFull))
@@ -41,7 +41,7 @@ func TestP4RollbackWithoutRoom(t *testing.T) {
 	if got.header.Get("Retry-After") == "" {
 		t.Error("no Retry-After")
 	}
-	th.stands("/things/a", "1")
+	lab.wantDoc("/docs/a", "1")
 	g.store.onCommit(nil)
 	f.asksWith(asking, id, checkpoint, "").undone(t, rollback.Completed)
 }
@@ -49,16 +49,16 @@ func TestP4RollbackWithoutRoom(t *testing.T) {
 // Cascade 6.1: an upstream gets the tokens of requests that change nothing, too. It cannot
 // ask for a rollback with them, also not after a restart, which forgets that they were used.
 func TestCascade61TokenOfAReadAsksForNothing(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	setting := setup{app: trusting(t, a), site: th.site()}
+	lab, a := newRestLab(t), newAgent(t, "a")
+	setting := setup{app: trusting(t, a), site: lab.site()}
 	g := launch(t, setting)
 	f := g.workflow()
-	_, checkpoint := f.does(a, "PUT", "/things/a", "1")
+	_, checkpoint := f.does(a, "PUT", "/docs/a", "1")
 	token := a.issue(ect.Claims{Workflow: f.wid, Action: "look", Parents: []string{checkpoint}})
 	asking := a.issue(f.request(checkpoint, ""))
-	read := func(shown *ect.Token) reply { return f.call(with(shown, request{method: "GET", path: "/things/a"})) }
+	read := func(shown *ect.Token) reply { return f.call(with(shown, request{method: "GET", path: "/docs/a"})) }
 	for _, shown := range []*ect.Token{token, asking} {
-		if got := read(shown); got.status != 200 || th.last("/things/a").Header.Get("Execution-Context") == "" {
+		if got := read(shown); got.status != 200 || lab.last("/docs/a").header.Get("Execution-Context") == "" {
 			t.Fatalf("%d %s", got.status, got.body)
 		}
 	}
@@ -71,23 +71,23 @@ func TestCascade61TokenOfAReadAsksForNothing(t *testing.T) {
 	setting.store = g.store
 	f.gateway = launch(t, setting)
 	f.asksWith(token, uuid.NewString(), checkpoint, "").refusedFor(t, 403, "exec_act")
-	th.stands("/things/a", "1")
+	lab.wantDoc("/docs/a", "1")
 }
 
 // P1: a guard inside another one reads what stands there by requests of its own. They are
 // no second sending of the call.
 func TestP1ImagesBehindAnotherGuard(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	th.at["/things/a"] = "before"
+	lab, a := newRestLab(t), newAgent(t, "a")
+	lab.write("/docs/a", "before")
 	g := launch(t, setup{app: trusting(t, a), badger: true, site: `route {
 		agent_guard {
 			name outer
 		}
-		` + th.site() + `
+		` + lab.site() + `
 	}`})
-	got := g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), request{method: "PUT", path: "/things/a", body: "after"}))
+	got := g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), request{method: "PUT", path: "/docs/a", body: "after"}))
 	if got.status != 200 {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
-	th.stands("/things/a", "after")
+	lab.wantDoc("/docs/a", "after")
 }

@@ -88,7 +88,7 @@ func (r *reloads) logged() string {
 
 const reloadActions = `
 	action thing {
-		match path /things/*
+		match path /docs/*
 		restore
 	}
 	action charge {
@@ -122,27 +122,20 @@ func TestCheckpointsSurviveReloads(t *testing.T) {
 		"another upstream beside it": before + "\nhttp://other.example:PORT {\n agent_proxy 127.0.0.1:9 {\n name other\n}\n}",
 	} {
 		t.Run(name, func(t *testing.T) {
-			th, a := newThings(t), newAgent(t, "a")
-			var authorized string
-			th.on("/refunds", func(w http.ResponseWriter, a *arrival) {
-				authorized = a.Header.Get("Authorization")
-				th.note("refund " + a.body)
-			})
-			th.at["/things/a"] = "before"
-			up := func(site string) string { return strings.ReplaceAll(site, "UP", th.addr) }
+			lab, a := newRestLab(t), newAgent(t, "a")
+			lab.write("/docs/a", "before")
+			up := func(site string) string { return strings.ReplaceAll(site, "UP", lab.addr) }
 			r := newReloads(t, a, up(before))
-			_, put := r.does(a, "PUT", "/things/a", "after")
+			_, put := r.does(a, "PUT", "/docs/a", "after")
 			_, charged := r.does(a, "POST", "/charges", "{}")
 
 			r.load(up(after))
 			r.rolledBack(a, put).undone(t, rollback.Completed)
 			r.rolledBack(a, charged).undone(t, rollback.Completed)
-			th.stands("/things/a", "before")
-			if changes := th.changes(); !strings.HasSuffix(changes, `refund {"charge":"ch_1"}`) || strings.Count(changes, "refund") != 1 {
-				t.Error(changes)
-			}
-			if authorized != "Bearer of-the-gateway" {
-				t.Errorf("the refund came with %q", authorized)
+			lab.wantDoc("/docs/a", "before")
+			lab.wantEffects("changed /docs/a", "charged ch_1", "changed /docs/a", "refunded ch_1")
+			if all := lab.all("POST /refunds", ""); len(all) != 1 || all[0].header.Get("Authorization") != "Bearer of-the-gateway" {
+				t.Errorf("the refund came with %v", all)
 			}
 			if strings.Contains(r.logged(), lostUpstream) {
 				t.Error("the log says that an upstream is gone")
@@ -158,16 +151,16 @@ const lostUpstream = "nothing in this configuration leads to the upstream of cal
 // and a rollback leaves them to a person and says why. Nothing goes to whatever has the
 // guard's name by now (P6), and all is well once the upstream is back.
 func TestCheckpointsOfAnUpstreamThatIsGone(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
+	lab, a := newRestLab(t), newAgent(t, "a")
 	other := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		t.Errorf("%s %s came to another upstream", r.Method, r.URL)
 	}))
 	defer other.Close()
 	site := "http://:PORT {\n agent_proxy %s {\n" + strings.Replace(reloadActions, "header Authorization \"Bearer {env.E2E_RELOAD_TOKEN}\"", "", 1) + "\n}\n}"
-	before := fmt.Sprintf(site, th.addr)
+	before := fmt.Sprintf(site, lab.addr)
 	r := newReloads(t, a, before)
-	_, put := r.does(a, "PUT", "/things/a", "after")
-	_, undone := r.does(a, "PUT", "/things/b", "after")
+	_, put := r.does(a, "PUT", "/docs/a", "after")
+	_, undone := r.does(a, "PUT", "/docs/b", "after")
 	_, charged := r.does(a, "POST", "/charges", "{}")
 	r.rolledBack(a, undone).undone(t, rollback.Completed)
 
@@ -175,7 +168,7 @@ func TestCheckpointsOfAnUpstreamThatIsGone(t *testing.T) {
 	r.load(after)
 	eventually(t, "the log says that an upstream is gone", func() bool { return strings.Contains(r.logged(), lostUpstream) })
 	for _, line := range strings.Split(r.logged(), "\n") {
-		if strings.Contains(line, lostUpstream) && (!strings.Contains(line, `"checkpoints":2`) || !strings.Contains(line, th.addr) ||
+		if strings.Contains(line, lostUpstream) && (!strings.Contains(line, `"checkpoints":2`) || !strings.Contains(line, lab.addr) ||
 			!strings.Contains(line, `"level":"warn"`) || !strings.Contains(line, `"guard":"default"`)) {
 			t.Error(line)
 		}
@@ -190,7 +183,7 @@ func TestCheckpointsOfAnUpstreamThatIsGone(t *testing.T) {
 	r.load(before)
 	r.rolledBack(a, put).undone(t, rollback.Completed)
 	r.rolledBack(a, charged).undone(t, rollback.Completed)
-	th.stands("/things/a", "")
+	lab.wantDoc("/docs/a", "")
 	if n := strings.Count(r.logged(), lostUpstream); n != 1 {
 		t.Errorf("the log says %d times that an upstream is gone", n)
 	}

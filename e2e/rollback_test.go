@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -15,107 +14,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
-
-// things is an upstream with resources that can be read, put and deleted, charges that can
-// be refunded, and mails that cannot be taken back.
-type things struct {
-	*upstream
-	mu   sync.Mutex
-	at   map[string]string // what stands at a path
-	done []string          // what changed, in its order
-}
-
-func newThings(t *testing.T) *things {
-	th := &things{upstream: newUpstream(t), at: map[string]string{}}
-	for _, path := range []string{"/things/a", "/things/b", "/things/c"} {
-		th.on(path, th.serve)
-	}
-	th.on("/charges", func(w http.ResponseWriter, a *arrival) {
-		th.note("charge")
-		w.Header().Set("Content-Type", "application/json")
-		w.WriteHeader(http.StatusCreated)
-		fmt.Fprint(w, `{"id": "ch_1"}`)
-	})
-	th.on("/refunds", func(w http.ResponseWriter, a *arrival) {
-		th.note("refund " + a.body)
-		w.WriteHeader(http.StatusOK)
-	})
-	return th
-}
-
-func (th *things) note(what string) {
-	th.mu.Lock()
-	defer th.mu.Unlock()
-	th.done = append(th.done, what)
-}
-
-func (th *things) serve(w http.ResponseWriter, a *arrival) {
-	th.mu.Lock()
-	defer th.mu.Unlock()
-	now, there := th.at[a.URL.Path]
-	tag := fmt.Sprintf("%q", now)
-	if match := a.Header.Get("If-Match"); match != "" && match != tag {
-		w.WriteHeader(http.StatusPreconditionFailed)
-		return
-	}
-	switch a.Method {
-	case http.MethodGet:
-		if !there {
-			w.WriteHeader(http.StatusNotFound)
-			return
-		}
-		w.Header().Set("ETag", tag)
-		w.Header().Set("Content-Type", "text/plain")
-		fmt.Fprint(w, now)
-		return
-	case http.MethodDelete:
-		delete(th.at, a.URL.Path)
-		w.WriteHeader(http.StatusNoContent)
-	default:
-		th.at[a.URL.Path] = a.body
-		if there {
-			w.WriteHeader(http.StatusOK)
-		} else {
-			w.WriteHeader(http.StatusCreated)
-		}
-	}
-	th.done = append(th.done, a.Method+" "+a.URL.Path+" "+a.body)
-}
-
-func (th *things) stands(path, want string) {
-	th.t.Helper()
-	th.mu.Lock()
-	defer th.mu.Unlock()
-	if got := th.at[path]; got != want {
-		th.t.Errorf("%s: %q stands there, want %q", path, got, want)
-	}
-}
-
-func (th *things) changes() string {
-	th.mu.Lock()
-	defer th.mu.Unlock()
-	return strings.Join(th.done, "; ")
-}
-
-// undoable is the site over things.
-func (th *things) site() string {
-	return fmt.Sprintf(`agent_proxy %s {
-		action thing {
-			match path /things/*
-			restore
-		}
-		action charge {
-			match path /charges
-			compensate POST /refunds {
-				json charge {response.json./id}
-			}
-		}
-		action mail {
-			match path /mails
-			irreversible
-		}
-	}`, th.addr)
-}
 
 // flow is one workflow of agents over a site.
 type flow struct {
@@ -189,18 +87,18 @@ func (r reply) is(t *testing.T, status int, slug string) {
 // Issue 6 "Rollback", cascade 4.1.2: a PUT is put back, once, however often it is asked; a
 // late duplicate does not bring it back.
 func TestP5RollbackOfAPut(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	th.at["/things/a"] = "before"
-	g := launch(t, setup{app: trusting(t, a), site: th.site(), badger: true})
+	lab, a := newRestLab(t), newAgent(t, "a")
+	lab.write("/docs/a", "before")
+	g := launch(t, setup{app: trusting(t, a), site: lab.site(), badger: true})
 	f := g.workflow()
-	token, checkpoint := f.does(a, "PUT", "/things/a", "after")
-	th.stands("/things/a", "after")
+	token, checkpoint := f.does(a, "PUT", "/docs/a", "after")
+	lab.wantDoc("/docs/a", "after")
 
 	id := uuid.NewString()
 	asking := a.issue(f.request(checkpoint, `, "reason": "a mistake"`))
 	first := f.asksWith(asking, id, checkpoint, `, "reason": "a mistake"`)
 	doc := first.undone(t, rollback.Completed)
-	th.stands("/things/a", "before")
+	lab.wantDoc("/docs/a", "before")
 	if doc.Requester != a.issuer.Identity() || len(doc.Steps) != 1 || doc.Steps[0].Action != "undo" || len(doc.FollowUp) > 0 || doc.Before == "" || doc.After == "" {
 		t.Errorf("%+v", doc)
 	}
@@ -217,57 +115,51 @@ func TestP5RollbackOfAPut(t *testing.T) {
 	if looked := f.call(with(a.issue(ect.Claims{Workflow: f.wid}), request{method: "GET", path: api.RollbackURL(id)})); looked.body != first.body {
 		t.Errorf("%d %s", looked.status, looked.body)
 	}
-	if changes := th.changes(); changes != "PUT /things/a after; PUT /things/a before" {
-		t.Error(changes)
-	}
+	lab.wantEffects("changed /docs/a", "changed /docs/a")
 
 	f.asksWith(asking, uuid.NewString(), checkpoint, "").refusedFor(t, 403, "replayed")
 	f.asksWith(asking, id, uuid.NewString(), "").refusedFor(t, 403, "ext")
 	f.asks(a, id, checkpoint, `, "reason": "another"`).is(t, 422, "rollback-mismatch")
-	g.call(with(token, request{method: "PUT", path: "/things/a", body: "after", header: headers{"Content-Type": "text/plain"}})).is(t, 409, "rolled-back")
+	g.call(with(token, request{method: "PUT", path: "/docs/a", body: "after", header: headers{"Content-Type": "text/plain"}})).is(t, 409, "rolled-back")
 	// What is undone already is done, under another id too.
 	f.asks(a, uuid.NewString(), checkpoint, "").undone(t, rollback.Completed)
-	if changes := th.changes(); changes != "PUT /things/a after; PUT /things/a before" {
-		t.Error(changes)
-	}
+	lab.wantEffects("changed /docs/a", "changed /docs/a")
 }
 
 // Cascade 4.1.1, 4.1.3: a checkpoint and its consequences, in reverse order; what has no
 // way back is escalated and not skipped.
 func TestCascade413RollbackOfWhatFollowed(t *testing.T) {
-	th, a, b := newThings(t), newAgent(t, "a"), newAgent(t, "b")
-	g := launch(t, setup{app: trusting(t, a, b), site: th.site(), badger: true})
+	lab, a, b := newRestLab(t), newAgent(t, "a"), newAgent(t, "b")
+	g := launch(t, setup{app: trusting(t, a, b), site: lab.site(), badger: true})
 	f := g.workflow()
-	root, first := f.does(a, "PUT", "/things/a", "1")
+	root, first := f.does(a, "PUT", "/docs/a", "1")
 	f.does(b, "POST", "/charges", "{}", root.ID())
 	doc := f.asks(a, uuid.NewString(), first, `, "cascade": true`).undone(t, rollback.Completed)
 	if len(doc.Steps) != 2 || doc.Steps[0].Level >= doc.Steps[1].Level || doc.Steps[1].CheckpointID != first || len(doc.Cascaded) != 1 || doc.Cascaded[0].Agent != b.issuer.Identity() {
 		t.Errorf("%+v", doc)
 	}
-	if changes := th.changes(); changes != `PUT /things/a 1; charge; refund {"charge":"ch_1"}; DELETE /things/a ` {
-		t.Error(changes)
-	}
+	lab.wantEffects("created /docs/a", "charged ch_1", "refunded ch_1", "deleted /docs/a")
 
 	f = g.workflow()
-	root, first = f.does(a, "PUT", "/things/b", "1")
-	_, mail := f.does(b, "POST", "/mails", "hello", root.ID())
+	root, first = f.does(a, "PUT", "/docs/b", "1")
+	_, mail := f.does(b, "POST", "/mail", "hello", root.ID())
 	doc = f.asks(a, uuid.NewString(), first, `, "scope": "sub_dag"`).undone(t, rollback.Partial)
 	if len(doc.Escalations) == 0 || len(doc.FollowUp) == 0 || !strings.Contains(doc.FollowUp[0], mail) || len(doc.FailedAgents) != 1 {
 		t.Errorf("%+v", doc)
 	}
 	f = g.workflow()
-	_, mail = f.does(b, "POST", "/mails", "hello")
+	_, mail = f.does(b, "POST", "/mail", "hello")
 	f.asks(b, uuid.NewString(), mail, "").undone(t, rollback.Escalated)
 }
 
 // Cascade 6.1, P3: who has no part in a checkpoint learns nothing, and touches nothing.
 func TestP3RollbackOfOthers(t *testing.T) {
-	th, a, b, m := newThings(t), newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "m")
+	lab, a, b, m := newRestLab(t), newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "m")
 	stranger := newAgent(t, "a") // who has a's name, and another key
-	g := launch(t, setup{app: trusting(t, a, b, m), site: th.site(), badger: true})
+	g := launch(t, setup{app: trusting(t, a, b, m), site: lab.site(), badger: true})
 	f := g.workflow()
-	root, checkpoint := f.does(a, "PUT", "/things/a", "1")
-	_, later := f.does(b, "PUT", "/things/b", "1", root.ID())
+	root, checkpoint := f.does(a, "PUT", "/docs/a", "1")
+	_, later := f.does(b, "PUT", "/docs/b", "1", root.ID())
 	id := uuid.NewString()
 
 	f.call(request{path: api.RollbackPath, body: "{}"}).is(t, 401, "authentication-required")
@@ -299,21 +191,21 @@ func TestP3RollbackOfOthers(t *testing.T) {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 	f.call(request{method: "GET", path: api.RollbackURL(id)}).is(t, 401, "authentication-required")
-	th.stands("/things/b", "")
+	lab.wantDoc("/docs/b", "")
 }
 
 // Option `lineage workflow`, `coordinators` and `rate`.
 func TestRollbackOptions(t *testing.T) {
-	th, a, b, c := newThings(t), newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "c")
-	g := launch(t, setup{app: trusting(t, a, b, c) + "\nrollback {\n lineage workflow\n coordinators " + c.issuer.Identity() + "\n rate 2\n }", site: th.site(), badger: true})
+	lab, a, b, c := newRestLab(t), newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "c")
+	g := launch(t, setup{app: trusting(t, a, b, c) + "\nrollback {\n lineage workflow\n coordinators " + c.issuer.Identity() + "\n rate 2\n }", site: lab.site(), badger: true})
 	f := g.workflow()
-	root, checkpoint := f.does(a, "PUT", "/things/a", "1")
-	f.does(b, "PUT", "/things/b", "1", root.ID())
+	root, checkpoint := f.does(a, "PUT", "/docs/a", "1")
+	f.does(b, "PUT", "/docs/b", "1", root.ID())
 	f.asks(b, uuid.NewString(), checkpoint, `, "keep_dependants": true`).undone(t, rollback.Completed)
 	whole := uuid.NewString()
 	asking := c.issue(f.request(checkpoint, `, "scope": "full_workflow"`))
 	f.asksWith(asking, whole, checkpoint, `, "scope": "full_workflow"`).undone(t, rollback.Completed)
-	th.stands("/things/b", "")
+	lab.wantDoc("/docs/b", "")
 	// The workflow's bound is reached; a repetition is answered all the same (C-6.1-d).
 	over := f.asks(a, uuid.NewString(), checkpoint, "")
 	over.is(t, 429, "quota-exceeded")
@@ -325,10 +217,10 @@ func TestRollbackOptions(t *testing.T) {
 
 // ATD and AERR "Rollback Protocol": the older paths, in their words.
 func TestRollbackInOlderDialects(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: th.site(), badger: true})
+	lab, a := newRestLab(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: lab.site(), badger: true})
 	f := g.workflow()
-	_, checkpoint := f.does(a, "PUT", "/things/a", "1")
+	_, checkpoint := f.does(a, "PUT", "/docs/a", "1")
 	atd := a.issue(ect.Claims{Workflow: f.wid, Action: "atd:rollback_request", Vocabulary: ect.ATD, Parents: []string{checkpoint},
 		Ext: new(ect.ExtBuilder).Text(ect.MemberReason, "why").Bool(ect.MemberCascade, true)})
 	var result struct {
@@ -347,9 +239,9 @@ func TestRollbackInOlderDialects(t *testing.T) {
 			t.Errorf("%+v", result)
 		}
 	}
-	th.stands("/things/a", "")
+	lab.wantDoc("/docs/a", "")
 
-	root, checkpoint := f.does(a, "PUT", "/things/b", "1")
+	root, checkpoint := f.does(a, "PUT", "/docs/b", "1")
 	failure := a.issue(ect.Claims{Workflow: f.wid, Action: "aerr:error", Vocabulary: ect.AERR, Parents: []string{root.ID()},
 		Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "action_failed").Text(ect.MemberCheckpointID, checkpoint)})
 	if got := g.call(request{path: "/.well-known/cascade/errors", body: failure.Raw(), header: headers{"Content-Type": ect.Draft00.MediaType()}}); got.status != http.StatusCreated {
@@ -361,22 +253,19 @@ func TestRollbackInOlderDialects(t *testing.T) {
 	if err := json.Unmarshal([]byte(got.body), &result); err != nil || result.Action != "aerr:rollback_complete" || result.Ext["aerr.status"] != "completed" {
 		t.Errorf("%d %s", got.status, got.body)
 	}
-	th.stands("/things/b", "")
+	lab.wantDoc("/docs/b", "")
 }
 
 // P5: the same answer after a restart, also where the rollback was cut off by it.
 func TestP5RollbackOverARestart(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	th.at["/things/a"] = "before"
+	lab, a := newRestLab(t), newAgent(t, "a")
+	lab.write("/docs/a", "before")
 	app := trusting(t, a)
-	g := launch(t, setup{app: app + "\ndrain 1s", site: th.site()})
+	g := launch(t, setup{app: app + "\ndrain 1s", site: lab.site()})
 	f := g.workflow()
-	_, checkpoint := f.does(a, "PUT", "/things/a", "after")
+	_, checkpoint := f.does(a, "PUT", "/docs/a", "after")
 	hold := newGate(t)
-	th.on("/things/a", func(w http.ResponseWriter, a *arrival) {
-		hold.pass()
-		th.serve(w, a)
-	})
+	lab.on("* /docs/a", -1, restWaits(hold))
 	id := uuid.NewString()
 	asking := a.issue(f.request(checkpoint, ""))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, id, checkpoint)
@@ -385,33 +274,30 @@ func TestP5RollbackOverARestart(t *testing.T) {
 		t.Fatalf("%d %v %s", accepted.status, accepted.header, accepted.body)
 	}
 	stop(t)
-	th.on("/things/a", th.serve)
 	hold.open()
 
-	g = launch(t, setup{app: app, site: th.site(), store: g.store})
+	g = launch(t, setup{app: app, site: lab.site(), store: g.store})
 	f.gateway = g
 	got := g.call(with(asking, request{path: api.RollbackPath, body: body, header: headers{"Prefer": "wait=20"}}))
 	first := got.undone(t, rollback.Completed)
-	th.stands("/things/a", "before")
+	lab.wantDoc("/docs/a", "before")
 	if first.RollbackID != "urn:uuid:"+id {
 		t.Errorf("%+v", first)
 	}
 	if again := g.call(with(asking, request{path: api.RollbackPath, body: body})); again.body != got.body {
 		t.Errorf("%s\n%s", got.body, again.body)
 	}
-	if puts := strings.Count(th.changes(), "PUT /things/a before"); puts != 1 {
-		t.Error(th.changes())
-	}
+	lab.wantEffects("changed /docs/a", "changed /docs/a")
 }
 
 // The paths are the gateway's own: nothing is guarded there, and `endpoints off` leaves them
 // to the upstream; agent_guard_endpoints answers them too.
 func TestRollbackPathsOfASite(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: fmt.Sprintf("agent_proxy %s {\n endpoints off\n }", th.addr)})
+	lab, a := newRestLab(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: fmt.Sprintf("agent_proxy %s {\n endpoints off\n }", lab.addr)})
 	for _, path := range []string{api.RollbackPath, api.ATDRollbackPath, api.AERRRollbackPath} {
 		g.call(request{path: path})
-		th.arrived(path, 1)
+		lab.arrived("POST "+path, 1)
 	}
 	stop(t)
 	g = launch(t, setup{app: trusting(t, a), site: "agent_guard_endpoints\n respond 404"})
@@ -432,10 +318,10 @@ func TestRollbackPathsOfASite(t *testing.T) {
 
 // A token whose time is over finds the rollback that it has asked for, and begins none.
 func TestP5LateTokenFindsItsRollback(t *testing.T) {
-	th, a := newThings(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a) + "\ntrust {\n skew 1s\n }", site: th.site(), badger: true})
+	lab, a := newRestLab(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a) + "\ntrust {\n skew 1s\n }", site: lab.site(), badger: true})
 	f := g.workflow()
-	_, checkpoint := f.does(a, "PUT", "/things/a", "1")
+	_, checkpoint := f.does(a, "PUT", "/docs/a", "1")
 	claims := f.request(checkpoint, "")
 	var short, late *ect.Token
 	var id string

@@ -30,6 +30,9 @@ const sagaActions = `
 		irreversible
 	}`
 
+// site is the site over a restLab.
+func (l *restLab) site() string { return "agent_proxy " + l.addr + " {" + sagaActions + "\n}" }
+
 // saga is an agent's workflow at a gateway.
 type saga struct {
 	t   *testing.T
