@@ -79,7 +79,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		ending = endedUnsent
 	}
 	err = done(err, batches)
-	e.g.leave(e.usage) // before those who follow wake, of whom one may claim
+	e.g.quotas.leave(e.usage) // before those who follow wake, of whom one may claim
 	e.g.flights.end(e.flight, ending)
 	e.g.running.leave()
 	return err

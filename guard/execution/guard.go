@@ -26,14 +26,12 @@ import (
 
 // Guard is one node's view of all executions in one store. It is safe for concurrent use.
 type Guard struct {
+	records
 	store   store.Store
-	sealer  store.Sealer
-	node    string
-	boot    string
 	flights flights
 	running gate
 	writers *writers
-	usages  store.Usages[CallerHash, unsettled]
+	quotas  quotas
 	bodies  *spool.Budget
 }
 
@@ -63,8 +61,11 @@ var (
 // store.
 func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Recovery, error) {
 	boot := newClaim()
-	g := &Guard{store: st, sealer: sealer, boot: hex.EncodeToString(boot[:]), writers: new(writers), bodies: spool.NewBudget(DefaultBodyMemory)}
-	g.usages.Window = usageWindow
+	g := &Guard{
+		records: records{sealer: sealer, boot: hex.EncodeToString(boot[:])}, store: st,
+		writers: new(writers), bodies: spool.NewBudget(DefaultBodyMemory),
+	}
+	g.quotas.store, g.quotas.usages.Window = st, usageWindow
 	g.writers.current.Store(new(gate))
 	if err := g.identify(ctx); err != nil {
 		return nil, Recovery{}, err
@@ -295,7 +296,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	usage, err := g.admit(ctx, flight.caller, c.Quota, now, found.Record != nil)
+	usage, err := g.quotas.admit(ctx, flight.caller, c.Quota, now, found.Record != nil)
 	if err != nil {
 		return nil, err
 	}
@@ -307,7 +308,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	}
 	version, err := g.store.Commit(ctx, g.put(c.Key, found.Record, &record, condition, batches...)...)
 	if err != nil {
-		g.leave(usage)
+		g.quotas.leave(usage)
 		var lost *store.Conflict
 		switch {
 		case !errors.As(err, &lost):
@@ -318,7 +319,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 		return nil, lost
 	}
 	if found.Record != nil {
-		g.resolved(found.Record, nil)
+		g.quotas.resolved(found.Record, nil)
 	}
 	return &Execution{g: g, flight: flight, record: record, version: version, usage: usage}, nil
 }

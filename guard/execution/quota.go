@@ -44,51 +44,57 @@ type unsettled struct{ running, doubts int }
 
 type usage = store.Usage[unsettled]
 
-// usageWindow is the granularity with which their end is remembered.
+// quotas counts the executions and bytes of callers with a quota.
+type quotas struct {
+	store  store.Store
+	usages store.Usages[CallerHash, unsettled]
+}
+
+// usageWindow is the granularity with which the expiry of records is counted.
 const usageWindow = 10 * time.Minute
 
 // admit counts an execution of caller, or returns a QuotaError. An execution that runs again is
 // counted already, as a doubt, and always admitted: otherwise a caller full of doubts could
 // settle none. The returned usage must be left again; it is nil where there is no quota, and
 // nothing is remembered of the caller.
-func (g *Guard) admit(ctx context.Context, caller CallerHash, q Quota, now time.Time, again bool) (*usage, error) {
-	if q.none() && g.usages.Known(caller) == nil {
+func (q *quotas) admit(ctx context.Context, caller CallerHash, limit Quota, now time.Time, again bool) (*usage, error) {
+	if limit.none() && q.usages.Known(caller) == nil {
 		return nil, nil
 	}
 	if again {
-		q = Quota{}
+		limit = Quota{}
 	}
-	u := g.usages.Enter(caller)
-	if err := g.enter(ctx, u, caller, q, now); err != nil {
-		g.usages.Leave(u)
+	u := q.usages.Enter(caller)
+	if err := q.enter(ctx, u, caller, limit, now); err != nil {
+		q.usages.Leave(u)
 		return nil, err
 	}
 	return u, nil
 }
 
-func (g *Guard) enter(ctx context.Context, u *usage, caller CallerHash, q Quota, now time.Time) error {
+func (q *quotas) enter(ctx context.Context, u *usage, caller CallerHash, limit Quota, now time.Time) error {
 	u.Lock()
 	defer u.Unlock()
 	if !u.Counted {
-		if err := g.count(ctx, u, caller); err != nil {
+		if err := q.count(ctx, u, caller); err != nil {
 			return err
 		}
 	}
 	retry := u.Expire(now)
 	open := u.State.running + u.State.doubts
 	switch {
-	case q.Open > 0 && open >= q.Open:
-		return &QuotaError{Open: open, Doubts: u.State.doubts, Bytes: u.Bytes, Quota: q}
-	case q.Bytes > 0 && u.Bytes >= q.Bytes:
-		return &QuotaError{Open: open, Doubts: u.State.doubts, Bytes: u.Bytes, Quota: q, Retry: retry}
+	case limit.Open > 0 && open >= limit.Open:
+		return &QuotaError{Open: open, Doubts: u.State.doubts, Bytes: u.Bytes, Quota: limit}
+	case limit.Bytes > 0 && u.Bytes >= limit.Bytes:
+		return &QuotaError{Open: open, Doubts: u.State.doubts, Bytes: u.Bytes, Quota: limit, Retry: retry}
 	}
 	u.State.running++
 	return nil
 }
 
-func (g *Guard) count(ctx context.Context, u *usage, caller CallerHash) error {
+func (q *quotas) count(ctx context.Context, u *usage, caller CallerHash) error {
 	u.State.doubts = 0
-	err := u.Count(ctx, g.store, callerPrefix(caller), func(entry store.Entry) error {
+	err := u.Count(ctx, q.store, callerPrefix(caller), func(entry store.Entry) error {
 		a, err := decodeAccount(entry.Value)
 		if err == nil {
 			a.add(u, entry.Expires)
@@ -112,20 +118,20 @@ func settled(u *usage, r *Record) {
 }
 
 // leave ends an execution that was admitted to u.
-func (g *Guard) leave(u *usage) {
+func (q *quotas) leave(u *usage) {
 	if u == nil {
 		return
 	}
 	u.Lock()
 	u.State.running--
 	u.Unlock()
-	g.usages.Leave(u)
+	q.usages.Leave(u)
 }
 
 // resolved counts that a doubt of r's caller was settled, or runs again. next is the new record;
 // nil if it is not in the index.
-func (g *Guard) resolved(r, next *Record) {
-	u := g.usages.Known(r.Caller)
+func (q *quotas) resolved(r, next *Record) {
+	u := q.usages.Known(r.Caller)
 	if u == nil {
 		return
 	}
@@ -140,8 +146,8 @@ func (g *Guard) resolved(r, next *Record) {
 
 // rolledBack counts next, the record of a call that was undone or must not run. old, if any, is
 // the record before, which was no doubt.
-func (g *Guard) rolledBack(old, next *Record) {
-	u := g.usages.Known(next.Caller)
+func (q *quotas) rolledBack(old, next *Record) {
+	u := q.usages.Known(next.Caller)
 	if u == nil {
 		return
 	}

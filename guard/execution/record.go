@@ -127,7 +127,14 @@ func shorten(s string, most int) string {
 	return s[:most]
 }
 
-func (g *Guard) newRecord(c *Call, caller CallerHash, now time.Time) Record {
+// records writes the records of executions with their index entries, for one process.
+type records struct {
+	sealer store.Sealer
+	node   string
+	boot   string
+}
+
+func (l *records) newRecord(c *Call, caller CallerHash, now time.Time) Record {
 	return Record{
 		State:       StateSending,
 		Claim:       newClaim(),
@@ -142,8 +149,8 @@ func (g *Guard) newRecord(c *Call, caller CallerHash, now time.Time) Record {
 		Path:        shorten(c.Scope.Path, maxRecordedText),
 		Workflow:    shorten(c.Workflow, maxRecordedText),
 		Checkpoint:  shorten(c.Checkpoint, maxRecordedText),
-		Node:        g.node,
-		Boot:        g.boot,
+		Node:        l.node,
+		Boot:        l.boot,
 		Created:     now,
 		Sent:        c.Sent,
 		Deadline:    now.Add(c.Deadline),
@@ -367,30 +374,30 @@ func callerPrefix(caller CallerHash) []byte {
 	return append(append(make([]byte, 0, 1+16), spaceCaller), caller[:]...)
 }
 
-func (g *Guard) idPrefix(caller CallerHash, id string) []byte {
-	return g.appendIDPrefix(make([]byte, 0, 1+2*16), caller, id)
+func (l *records) idPrefix(caller CallerHash, id string) []byte {
+	return l.appendIDPrefix(make([]byte, 0, 1+2*16), caller, id)
 }
 
-func (g *Guard) appendIDPrefix(b []byte, caller CallerHash, id string) []byte {
-	hash := g.sealer.Index("id", string(caller[:]), id)
+func (l *records) appendIDPrefix(b []byte, caller CallerHash, id string) []byte {
+	hash := l.sealer.Index("id", string(caller[:]), id)
 	return append(append(append(b, spaceCaller), caller[:]...), hash[:16]...)
 }
 
-func (g *Guard) appendCallerKey(b []byte, r *Record, key Key) []byte {
-	return append(g.appendIDPrefix(b, r.Caller, r.ID), key[:]...)
+func (l *records) appendCallerKey(b []byte, r *Record, key Key) []byte {
+	return append(l.appendIDPrefix(b, r.Caller, r.ID), key[:]...)
 }
 
-func (g *Guard) workflowPrefix(workflow string) []byte {
-	return g.appendWorkflowPrefix(make([]byte, 0, 1+16), workflow)
+func (l *records) workflowPrefix(workflow string) []byte {
+	return l.appendWorkflowPrefix(make([]byte, 0, 1+16), workflow)
 }
 
-func (g *Guard) appendWorkflowPrefix(b []byte, workflow string) []byte {
-	hash := g.sealer.Index("workflow", workflow)
+func (l *records) appendWorkflowPrefix(b []byte, workflow string) []byte {
+	hash := l.sealer.Index("workflow", workflow)
 	return append(append(b, spaceWorkflow), hash[:16]...)
 }
 
-func (g *Guard) appendWorkflowKey(b []byte, r *Record, key Key) []byte {
-	return append(appendTime(g.appendWorkflowPrefix(b, r.Workflow), r.Created), key[:]...)
+func (l *records) appendWorkflowKey(b []byte, r *Record, key Key) []byte {
+	return append(appendTime(l.appendWorkflowPrefix(b, r.Workflow), r.Created), key[:]...)
 }
 
 // headPiece is the number of the piece that holds the head and the body's rest.
@@ -411,9 +418,9 @@ func (r *Record) expires() time.Time {
 }
 
 // put is the batch that replaces the record old of key by new, with its index entries, and then
-// the writes of batches. Either record may be nil. Its committer is in g.writers from before the
+// the writes of batches. Either record may be nil. Its committer is in Guard.writers from before the
 // call until after the commit.
-func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
+func (l *records) put(key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
 	writes := 7 // of a settle: the record, its five index entries, its answer
 	if new != nil && new.State.open() {
 		writes = 3
@@ -436,7 +443,7 @@ func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batche
 	if new == nil {
 		batch[0] = store.Write{Key: name, If: condition, Delete: true}
 	} else {
-		sealed, memory = cutOff(memory, g.sealer.Seal(memory, *plain, name))
+		sealed, memory = cutOff(memory, l.sealer.Seal(memory, *plain, name))
 		batch[0] = store.Write{Key: name, If: condition, Value: sealed, Expires: new.expires()}
 	}
 	// An entry is written anew if its key, value or expiry changes. entry appends nothing for a
@@ -465,13 +472,13 @@ func (g *Guard) put(key Key, old, new *Record, condition store.Condition, batche
 		if r.State.open() {
 			return b
 		}
-		return g.appendCallerKey(b, r, key)
+		return l.appendCallerKey(b, r, key)
 	}, func(b []byte, r *Record) []byte { return accountOf(r, size).appendTo(b) })
 	keep(func(b []byte, r *Record) []byte {
 		if r.State.open() || r.Workflow == "" {
 			return b
 		}
-		return g.appendWorkflowKey(b, r, key)
+		return l.appendWorkflowKey(b, r, key)
 	}, nil)
 	for _, b := range batches {
 		batch = append(batch, b.Writes()...)

@@ -68,7 +68,7 @@ func (g *Guard) apply(ctx context.Context, key Key, found Finding, record *Recor
 		}
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	g.resolved(found.Record, record)
+	g.quotas.resolved(found.Record, record)
 	return nil
 }
 
@@ -289,10 +289,10 @@ func (g *Guard) undo(ctx context.Context, key Key, found *Finding, next *Record,
 	var lost *store.Conflict
 	switch {
 	case err == nil && found.Status == Doubtful:
-		g.resolved(found.Record, next)
+		g.quotas.resolved(found.Record, next)
 		return nil
 	case err == nil:
-		g.rolledBack(found.Record, next)
+		g.quotas.rolledBack(found.Record, next)
 		return nil
 	case !errors.As(err, &lost):
 		return fmt.Errorf("%w: %w", ErrStore, err)
