@@ -74,7 +74,7 @@ type chains struct {
 	read map[*json.RawMessage][]caddyhttp.MiddlewareHandler
 }
 
-// handlersOf are the handlers of a route.
+// handlersOf returns the handlers of a route.
 func (c *chains) handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 	if len(route.HandlersRaw) == 0 {
 		return route.Handlers
@@ -236,9 +236,9 @@ func warnBare(logger *zap.Logger, bare map[*reverseproxy.Handler]bareProxy) {
 	}
 }
 
-// checkWays refuses routes on which two calls or callers would look the same (P1, P3). It
+// checkVisits refuses routes on which two calls or callers would look the same (P1, P3). It
 // reports only what is certain, since not all handlers of a server are loaded yet.
-func checkWays(visits []visit) error {
+func checkVisits(visits []visit) error {
 	first := map[*Handler]*visit{}
 	for i := range visits {
 		v := &visits[i]
@@ -260,7 +260,7 @@ func (v *visit) invokedTwice(other *visit) error {
 		v.guard.Name, other.place, v.place, quotedWord(v.guard.Name)), v.guard.WrittenAt)
 }
 
-// checkChains refuses what checkWays does, and different guards of one name.
+// checkChains refuses what checkVisits does, and different guards of one name.
 func checkChains(visits []visit) error {
 	first := map[string]*visit{} // of each name
 	for i := range visits {

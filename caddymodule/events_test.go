@@ -255,7 +255,7 @@ func TestPlaceholdersAreDocumented(t *testing.T) {
 
 // Every attribute of spans has its row in the manual, and every row its attribute.
 func TestSpanAttributesAreDocumented(t *testing.T) {
-	compare(t, "../docs/observability.md", []string{"serve.go"}, regexp.MustCompile("`(agent_guard\\.execution\\.[a-z_]+)`"),
+	compare(t, "../docs/observability.md", []string{"host.go"}, regexp.MustCompile("`(agent_guard\\.execution\\.[a-z_]+)`"),
 		regexp.MustCompile(`"(agent_guard\.execution\.[a-z_]+)"`))
 }
 

@@ -378,7 +378,7 @@ func (g *guards) checkReached(ctx caddy.Context, server *caddyhttp.Server) error
 	if err := checkResends(server); err != nil {
 		return err
 	}
-	return checkWays(visitsIn(server, place, map[*reverseproxy.Handler]bareProxy{}))
+	return checkVisits(visitsIn(server, place, map[*reverseproxy.Handler]bareProxy{}))
 }
 
 // answeredBefore refuses a guard after by, a handler that answers every request; "" is

@@ -15,22 +15,22 @@ import (
 //
 // ErrTaken means that the execution is not in doubt any more: look it up again.
 func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Head, body []byte, batches ...*store.Batch) error {
-	record, tail, err := g.applied(ctx, found, answer, body)
+	record, tail, err := g.appliedRecord(ctx, found, answer, body)
 	if err != nil {
 		return done(err, batches)
 	}
-	err = g.apply(ctx, key, found, record, tail, batches)
+	err = g.commitApplied(ctx, key, found, record, tail, batches)
 	if tail != nil && errors.Is(err, ErrStore) {
 		// The answer did not fit; that the call was executed must be kept.
 		record.Result = storedResult{}
-		err = g.apply(ctx, key, found, record, nil, batches)
+		err = g.commitApplied(ctx, key, found, record, nil, batches)
 	}
 	return done(err, batches)
 }
 
-// applied is the completed record of a doubtful execution, and the part of its answer stored
-// beside it.
-func (g *Guard) applied(ctx context.Context, found Finding, answer *Head, body []byte) (*Record, []byte, error) {
+// appliedRecord returns the completed record of a doubtful execution, and the part of its
+// answer that is stored beside it.
+func (g *Guard) appliedRecord(ctx context.Context, found Finding, answer *Head, body []byte) (*Record, []byte, error) {
 	now, err := g.store.Now(ctx)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w: %w", ErrStore, err)
@@ -56,7 +56,7 @@ func (g *Guard) applied(ctx context.Context, found Finding, answer *Head, body [
 	return &record, tail, nil
 }
 
-func (g *Guard) apply(ctx context.Context, key Key, found Finding, record *Record, tail []byte, batches []*store.Batch) error {
+func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, record *Record, tail []byte, batches []*store.Batch) error {
 	defer g.writers.enter().leave()
 	batch := g.put(key, found.Record, record, store.VersionIs(found.version), batches...)
 	if tail != nil {
@@ -124,7 +124,7 @@ func (g *Guard) resolve(ctx context.Context, found Recorded, r Resolution, answe
 	case len(body) > pieceSize:
 		return ErrAnswerTooLarge
 	}
-	record, tail, err := g.applied(ctx, found.Finding, answer, body)
+	record, tail, err := g.appliedRecord(ctx, found.Finding, answer, body)
 	if err != nil {
 		return err
 	}
@@ -138,7 +138,7 @@ func (g *Guard) resolve(ctx context.Context, found Recorded, r Resolution, answe
 	if !r.Applied {
 		record, tail = nil, nil
 	}
-	return g.apply(ctx, found.Key, found.Finding, record, tail, append(batches, store.NewBatch(noted)))
+	return g.commitApplied(ctx, found.Key, found.Finding, record, tail, append(batches, store.NewBatch(noted)))
 }
 
 // Resolutions lists the operators' decisions about the execution key, the oldest first.
@@ -264,7 +264,7 @@ func (g *Guard) Undone(ctx context.Context, u Undoing, extra ...store.Write) err
 		next.Settled = found.Record.Settled
 	}
 	next.State = StateRolledBack
-	return g.undo(ctx, u.Key, &found.Finding, &next, extra)
+	return g.commitUndone(ctx, u.Key, &found.Finding, &next, extra)
 }
 
 // block records that the call of a free key must not run any more.
@@ -276,10 +276,10 @@ func (g *Guard) block(ctx context.Context, u *Undoing, now time.Time, extra []st
 		Workflow: shorten(u.Workflow, maxRecordedText), Checkpoint: shorten(u.Checkpoint, maxRecordedText),
 		Node: g.node, Boot: g.boot, Created: now, Settled: now,
 	}
-	return g.undo(ctx, u.Key, &Finding{Status: Free}, &tomb, extra)
+	return g.commitUndone(ctx, u.Key, &Finding{Status: Free}, &tomb, extra)
 }
 
-func (g *Guard) undo(ctx context.Context, key Key, found *Finding, next *Record, extra []store.Write) error {
+func (g *Guard) commitUndone(ctx context.Context, key Key, found *Finding, next *Record, extra []store.Write) error {
 	defer g.writers.enter().leave()
 	condition := store.Absent()
 	if found.Record != nil {
