@@ -79,7 +79,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		ending = endedUnsent
 	}
 	err = done(err, batches)
-	e.g.quotas.leave(e.usage) // before those who follow wake, of whom one may claim
+	e.g.quotas.leave(e.usage) // before the followers wake, since one of them may claim
 	e.g.flights.end(e.flight, ending)
 	e.g.running.leave()
 	return err
@@ -144,7 +144,7 @@ func (e *Execution) keep(ctx context.Context, record *Record, tail []byte, batch
 	return err
 }
 
-// Ending tells waiting calls how a running execution ended.
+// Ending is how a running execution ended, for the calls that wait for it.
 type Ending uint8
 
 // The endings.
@@ -536,7 +536,7 @@ const (
 	tagHeadTrailerValue
 )
 
-const valueMark = "=" // stands before each value, so that an empty one is no empty field
+const valueMark = "=" // prefix of each value: zero values are not encoded, but empty header values are
 
 func (h *Head) encode(dst []byte) []byte {
 	e := store.Encoder{B: dst}

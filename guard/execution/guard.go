@@ -474,7 +474,7 @@ type Recovery struct {
 }
 
 // recover settles the open records of earlier processes of this node. It runs once, when the
-// store is opened; a reload is no new process.
+// store is opened: a reload is not a new process.
 func (g *Guard) recover(ctx context.Context) (Recovery, error) {
 	var done Recovery
 	var keys []Key
@@ -517,7 +517,7 @@ func (g *Guard) recoverOne(ctx context.Context, key Key, done *Recovery) error {
 	return nil
 }
 
-// scratch is memory for encoding what is sealed next.
+// scratch has buffers for encoding records before they are sealed.
 var scratch = sync.Pool{New: func() any { b := make([]byte, 0, 2048); return &b }}
 
 const maxScratch = 64 << 10

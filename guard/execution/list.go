@@ -173,8 +173,8 @@ func (f *Filter) workflows() []string {
 	return all
 }
 
-// State is the known state: an execution whose owner is gone is in doubt, even if nobody has
-// recorded that yet.
+// State returns the state. An execution whose owner is gone is in doubt, even if that is not
+// recorded yet.
 func (r *Recorded) State() State {
 	if r.Status == Doubtful {
 		return StateInDoubt

@@ -9,7 +9,7 @@ import (
 )
 
 // Quota bounds what one caller may hold in the store at a time, so that a flood of one caller is
-// no outage of all. Zero is no bound.
+// not an outage for all. Zero is no limit.
 type Quota struct {
 	// Open is the largest number of executions that run or are in doubt.
 	Open int
@@ -55,8 +55,8 @@ const usageWindow = 10 * time.Minute
 
 // admit counts an execution of caller, or returns a QuotaError. An execution that runs again is
 // counted already, as a doubt, and always admitted: otherwise a caller full of doubts could
-// settle none. The returned usage must be left again; it is nil where there is no quota, and
-// nothing is remembered of the caller.
+// settle none. Pass the returned usage to leave; it is nil without a quota, if nothing is counted
+// of the caller.
 func (q *quotas) admit(ctx context.Context, caller CallerHash, limit Quota, now time.Time, again bool) (*usage, error) {
 	if limit.none() && q.usages.Known(caller) == nil {
 		return nil, nil

@@ -15,7 +15,7 @@ type State uint8
 // The states. A released execution has no record: its key is free.
 const (
 	// StateSending: it was sent, or may have been.
-	StateSending State = 2 + iota // as it is recorded; 1 is no state
+	StateSending State = 2 + iota // the stored value; 1 is unused
 	// StateCompleted: executed; the result is kept for a while, the key longer.
 	StateCompleted
 	// StateInDoubt: it may have been executed. Never expires.
@@ -57,7 +57,7 @@ func ParseState(word string) (State, error) {
 	return 0, fmt.Errorf("%q is no state; use running, completed, in_doubt or rolled_back", word)
 }
 
-// Record is what is kept of one execution. It is sealed in the store.
+// Record is the stored state of one execution. It is sealed in the store.
 type Record struct {
 	State       State
 	Claim       [16]byte // random; a claim's result cannot be taken for another's
@@ -313,7 +313,7 @@ func decodeRecord(b []byte) (*Record, error) {
 	return r, d.Err
 }
 
-// The store's keys begin with a letter that says what stands there. Nothing of a
+// The store's keys begin with a letter for the kind of the entry. Nothing of a
 // caller is readable in them: hashes are keyed, and only times are plain.
 //
 //	m name                        what the store is: layout, key check, node, keys in use
@@ -437,7 +437,7 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 		*plain = new.encode((*plain)[:0])
 		size = len(*plain)
 	}
-	memory := make([]byte, 0, indexMemory+size) // of the keys and values: what is cut off it stays as it is
+	memory := make([]byte, 0, indexMemory+size) // for the keys and values; cutOff parts are not written again
 	memory = appendRecordKey(memory, key)
 	name := memory[:len(memory):len(memory)]
 	if new == nil {

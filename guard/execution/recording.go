@@ -25,7 +25,7 @@ type Recording struct {
 	memory    *spool.Budget // that bodies share
 	base      int64         // offset of the first byte that body was given
 	head      *Head
-	over      bool // past the limit: not kept, readers go on live
+	over      bool // past the limit: not kept, readers get it live
 	skipped   bool // past the limit and nobody reads: body ends before size
 	failed    bool // bytes are missing: not kept, followers are cut
 	doubtful  bool // the answer leaves the call in doubt
@@ -61,7 +61,7 @@ func (r *Recording) Start(status int, header map[string][]string) {
 }
 
 // Write records the next bytes of the body. It never fails: a recording that cannot be kept is
-// given up, the answer goes on. It waits for readers only as Pace says.
+// dropped, and the answer continues. It waits for readers only as Pace allows.
 func (r *Recording) Write(p []byte) { r.WriteFor(p, false) }
 
 // WriteFor is Write; needed says that the owner's client will read these bytes back. It reports
@@ -387,8 +387,8 @@ type ReadBack struct {
 	off int64 // of the first byte that is still needed; guarded by the recording's mu
 }
 
-// ReadBack lets the owner's client read from off on: what it needs, and what is left of the rest.
-// Needed bytes are overwritten only as Pace says.
+// ReadBack lets the client of the call itself read from off: bytes written as needed, and
+// others that are still in memory. Needed bytes are overwritten only as Pace allows.
 func (r *Recording) ReadBack(off int64) *ReadBack {
 	r.mu.Lock()
 	defer r.mu.Unlock()

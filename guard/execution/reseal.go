@@ -97,7 +97,7 @@ func (g *Guard) keyUses(ctx context.Context) ([]KeyUse, store.Condition, error) 
 	return uses, store.VersionIs(entry.Version), nil
 }
 
-// changeUses applies change to the note, whoever else writes it.
+// changeUses applies change to the stored key uses, and retries if others change them too.
 func (g *Guard) changeUses(ctx context.Context, change func([]KeyUse) []KeyUse) error {
 	for {
 		uses, unchanged, err := g.keyUses(ctx)
@@ -320,7 +320,7 @@ func (r *resealer) resealKey(ctx context.Context, key []byte) error {
 	return nil
 }
 
-// left counts what stays under an older key. A key id that nobody has is damaged, and not
+// left counts what stays under an older key. Values under an unknown key are damaged, and not
 // counted.
 func (r *resealer) left(entry store.Entry, more KeyLeft) {
 	id := r.g.sealer.KeyOf(entry.Value)
@@ -346,7 +346,7 @@ func (r *resealer) take(entry store.Entry, plain []byte) bool {
 		return true
 	}
 	record, err := decodeRecord(plain)
-	if err != nil { // of a newer build; whether it runs cannot be told
+	if err != nil { // of a newer build; it may be running
 		r.Damaged++
 		r.left(entry, KeyLeft{Records: 1})
 		return false
@@ -361,7 +361,7 @@ func (r *resealer) take(entry store.Entry, plain []byte) bool {
 		return false
 	case r.g.flights.find(key) != nil:
 		// Its outcome is conditional on the current version, and must not lose to this. Without a
-		// flight nobody knows that version any more.
+		// flight no process has that version any more.
 		r.running = append(r.running, key)
 		return false
 	}
