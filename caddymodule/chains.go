@@ -275,7 +275,7 @@ func checkChains(visits []visit) error {
 		case v.guard.Shared && other.guard.Shared:
 		case v.guard == other.guard:
 			return v.invokedTwice(other)
-		case other.server == v.server, v.writer().routes(v.site) != other.writer().routes(other.site):
+		case other.server == v.server, v.text().routes(v.site) != other.text().routes(other.site):
 			return withPlace(fmt.Errorf("%s: %w", v.place, sameName(v.guard.Name, other.place, 2)), v.guard.WrittenAt)
 		}
 	}
@@ -286,7 +286,7 @@ func checkChains(visits []visit) error {
 func (v *visit) check() error {
 	kinds := map[string]bool{}
 	for _, auth := range v.before.auths {
-		if text, known := v.writer().authentication(auth); known {
+		if text, known := v.text().authentication(auth); known {
 			kinds[text] = true
 		}
 	}
@@ -365,17 +365,17 @@ func setsField(ops *headers.HeaderOps, field string) bool {
 	return false
 }
 
-// writer writes routes as text. Equal texts lead to the same upstreams through the same
-// authentication. Parts that cannot be written equal nothing else.
-type writer struct {
+// routeText writes routes as text to compare them. Equal texts lead to the same upstreams
+// through the same authentication. Parts that cannot be written equal nothing else.
+type routeText struct {
 	server *caddyhttp.Server
 	name   string
 	depth  int // of named routes
 }
 
-func (v *visit) writer() *writer { return &writer{server: v.server, name: v.name} }
+func (v *visit) text() *routeText { return &routeText{server: v.server, name: v.name} }
 
-func (w *writer) routes(routes caddyhttp.RouteList) string {
+func (w *routeText) routes(routes caddyhttp.RouteList) string {
 	var b strings.Builder
 	for i := range routes {
 		fmt.Fprintf(&b, "(%q %v ", routes[i].Group, routes[i].Terminal)
@@ -394,7 +394,7 @@ func (w *writer) routes(routes caddyhttp.RouteList) string {
 	return b.String()
 }
 
-func (w *writer) handler(handler caddyhttp.MiddlewareHandler) string {
+func (w *routeText) handler(handler caddyhttp.MiddlewareHandler) string {
 	switch h := handler.(type) {
 	case *Handler:
 		return h.written
@@ -427,7 +427,7 @@ func (w *writer) handler(handler caddyhttp.MiddlewareHandler) string {
 
 // authentication writes the users that h knows. known is false if they depend on defaults
 // or placeholders that only loading resolves.
-func (w *writer) authentication(h *caddyauth.Authentication) (text string, known bool) {
+func (w *routeText) authentication(h *caddyauth.Authentication) (text string, known bool) {
 	var b strings.Builder
 	for _, name := range slices.Sorted(maps.Keys(h.Providers)) {
 		b.WriteString(name + w.module(h.Providers[name]))
@@ -460,7 +460,7 @@ func unplaced(t http.RoundTripper) http.RoundTripper {
 	return &proxy.Transport{HTTPTransport: ours.HTTPTransport, KeepaliveGuarded: ours.KeepaliveGuarded, Breaker: &breaker}
 }
 
-func (w *writer) module(module any) string {
+func (w *routeText) module(module any) string {
 	switch m := module.(type) {
 	case nil:
 		return "nil"

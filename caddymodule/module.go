@@ -351,7 +351,8 @@ func provisionMatchers(ctx caddy.Context, host any, field string, raw caddyhttp.
 	return into.FromInterface(mods)
 }
 
-// provisionActions sets h.actions to the configured actions and the default one.
+// provisionActions compiles the configured actions and the default one, and makes the
+// guard.Handler of this configuration with them.
 func (h *Handler) provisionActions(ctx caddy.Context) error {
 	fallback := &Action{Name: defaultAction}
 	if h.DefaultUndo != nil {
