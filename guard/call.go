@@ -151,7 +151,7 @@ type Call struct {
 	call       execution.Call
 	wait       time.Time       // when a retry stops waiting for a running execution
 	probing    *probing        // the probe that this call makes
-	earlier    execution.Cause // of the doubt in which the attempt before this one stands; empty without one
+	earlier    execution.Cause // why the attempt before this one is in doubt; empty without one
 	before     string          // the checkpoint of that attempt, if it has one
 
 	evidence callEvidence
@@ -632,7 +632,7 @@ func (x *Call) claim(found execution.Finding, leave func()) (run *execution.Exec
 // client that leaves stops none of it (P7).
 func (x *Call) execute(e *execution.Execution) error {
 	x.note("executed", "")
-	x.state = 0 // what stood there is claimed
+	x.state = 0 // the record that was found has been replaced
 	x.action.Counts.Begun()
 	x.engine.running.begin(x.call.Checkpoint)
 	x.engine.detach(&x.clock, x.r.Context(), x.call.Deadline)
@@ -765,7 +765,7 @@ func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.H
 	batch := x.outcomeEvents(ctx, o, answer)
 	err := e.Settle(ctx, o, batch, result)
 	if err != nil {
-		x.evidence.failed = nil // it stands nowhere
+		x.evidence.failed = nil // it was not recorded
 	}
 	return err
 }

@@ -31,9 +31,10 @@ type callEvidence struct {
 	ancestors []*ect.Token
 	// use binds the tokens to this key and request, so that they are valid for no other body.
 	use evidence.Use
-	// taken are those that this call took first, in memory; kept says that they were used for it.
+	// taken are the tokens that this call was the first to use, by the memory; kept says that
+	// their use was recorded.
 	taken []*ect.Token
-	// held are those whose use is recorded without an end.
+	// held are those whose recorded use has no expiry yet.
 	held []*ect.Token
 	kept bool
 	// handed says that an enclosing guard uses the tokens for the same request.
@@ -264,7 +265,7 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 			if len(signed) > 0 {
 				s.failed = signed[len(signed)-1]
 			}
-			if o.Verdict != execution.InDoubt { // which keeps its key without an end, too
+			if o.Verdict != execution.InDoubt { // whose key does not expire either
 				for _, t := range s.held {
 					w := s.policy.Evidence.UseWrite(t, s.use, now.Add(max(x.call.KeepKey, x.call.KeepResult)))
 					w.If = store.Condition{} // it was, by this call
@@ -360,7 +361,7 @@ func (x *Call) takeTokens() error {
 		case status == evidence.Unused:
 			s.taken = append(s.taken, t)
 		case status == evidence.Other:
-			// It was tried for something else. The recorded use counts.
+			// It was presented with another call as well. What the store has recorded counts.
 			recorded, err := s.policy.Evidence.UseStatus(x.r.Context(), t, s.use)
 			if err != nil {
 				return x.storeFailed(err)
@@ -816,7 +817,7 @@ func (x *Call) led(workflow string, found execution.Finding) iter.Seq2[string, e
 			return
 		}
 		todo := slices.Clone(s.call.Parents)
-		if found.Record != nil { // an attempt that is in doubt, and may be just being undone
+		if found.Record != nil { // an attempt in doubt, which a rollback may be undoing
 			todo = append(todo, found.Record.Checkpoint)
 		}
 		for _, t := range s.tokens.All {
@@ -831,7 +832,7 @@ func (x *Call) led(workflow string, found execution.Finding) iter.Seq2[string, e
 				continue
 			}
 			if known[id] = true; len(known) > ect.MaxAncestors {
-				yield("", errTooManyAncestors) // what was not looked at may be undone
+				yield("", errTooManyAncestors) // one of the others may be among what is undone
 				return
 			}
 			if !yield(id, nil) {

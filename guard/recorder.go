@@ -359,13 +359,13 @@ type pump struct {
 	wake chan struct{} // says that there is something to do
 
 	mu      sync.Mutex
-	size    int64         // of what was given
+	size    int64         // of what the upstream has sent
 	queue   []byte        // what the client gets next
 	back    io.ReadCloser // gives what comes after queue; nil where nothing does
 	lag     int64         // bytes to be read back
 	adding  bool          // lag is about to grow
 	flush   bool
-	ended   bool          // no more will be given
+	ended   bool          // the upstream sends no more
 	cutOff  bool          // the client gets nothing more
 	room    chan struct{} // closed when queue was taken or the lag made up for; nil while nobody waits
 	broken  bool          // bytes are missing that the client would have taken

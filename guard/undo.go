@@ -32,12 +32,12 @@ import (
 type capture struct {
 	decision Decision
 	source   template.Source  // of the templates: the request, and later the answer
-	images   *InternalRequest // reads what stands at the target; nil where nobody asks
+	images   *InternalRequest // reads the target's state; nil where it is not needed
 	image    *checkpoint.Image
 	pending  *store.Batch       // the snapshot, for the claim's commit
-	handle   checkpoint.Handle  // of the checkpoint that stands
-	kept     bool               // it stands
-	result   *checkpoint.Result // of the call, once it was found out
+	handle   checkpoint.Handle  // of the recorded checkpoint
+	kept     bool               // the checkpoint was recorded
+	result   *checkpoint.Result // of the call, once it was read
 
 	answer []byte // the beginning of the answer's body, where it is needed
 	over   bool   // the answer's body is larger than what is kept
@@ -203,14 +203,14 @@ func (x *Call) undoable(ctx context.Context, o execution.Outcome, header http.He
 	if !c.kept {
 		return nil
 	}
-	if o.Verdict == execution.InDoubt { // nobody knows what stands there
+	if o.Verdict == execution.InDoubt { // the state of the target is unknown
 		return x.othersBeside(ctx)
 	}
 	if o.Verdict == execution.Released {
 		return x.engine.Checkpoints.Release(c.handle)
 	}
 	if c.decision.Way == checkpoint.Irreversible {
-		return nil // a person undoes it, and this is a write less for each such call
+		return nil // only a person can undo it; this saves a write
 	}
 	x.observe(o, header)
 	p, err := x.engine.Checkpoints.Record(ctx, c.handle, *c.result, int(x.action.Terms.MaxImage))
@@ -346,21 +346,21 @@ func (x *Call) agrees(status int, header http.Header, after *checkpoint.Image) e
 		if rollback.Same(before, after) {
 			return errors.New("the answer 202 promises a change, and nothing has changed yet")
 		}
-	case after.Exists == deleted: // a copy that lags, or something else
+	case after.Exists == deleted: // a replica that lags, or another change
 		return fmt.Errorf("the answer %d to a %s, and the state after it do not agree", status, x.r.Method)
 	case after.Exists && !encoded(header) && otherTag(header.Get("ETag"), after.ETag):
 		// RFC 9110, section 8.8.3: the answer's tag is that of the state that the call made.
 		return fmt.Errorf("%w: the entity tag of its answer is another", errDisturbed)
 	case !deleted && !before.Exists && status != http.StatusCreated && !slices.Equal(x.r.Header["If-None-Match"], []string{"*"}): // else the call itself fails where something is
 		return fmt.Errorf("%w: it was answered %d", errNotCreated, status)
-	case deleted && !before.Exists: // it hides from the guard what was there
+	case deleted && !before.Exists: // the guard may not see what was there
 		return fmt.Errorf("the answer %d to a DELETE, and that nothing was there before it do not agree", status)
 	}
 	return nil
 }
 
 // errNotCreated: what seems new may have been there before, for example if the read before the
-// call came from a lagging copy. It must not be deleted (P6).
+// call came from a lagging replica. It must not be deleted (P6).
 var errNotCreated = errors.New("nothing stood there before the call, and its answer does not say 201: that it has created something (RFC 9110, section 9.3.4)")
 
 // otherTag reports whether two entity tags exist and are of different states.

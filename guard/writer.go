@@ -303,7 +303,7 @@ func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 			return err
 		}
 		if w.gone {
-			return nil // nobody is left to play to
+			return nil // the client has gone
 		}
 	}
 	w.Release()
