@@ -14,39 +14,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
-// What follows from a request that wrote nothing, and from a retry with a new token, may
-// name its token as a parent: that is recorded with it, or was with the retry.
-func TestParentsOfEveryKind(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr, badger: true})
-	wid := uuid.NewString()
-	look := a.issue(ect.Claims{Workflow: wid, Action: "look"})
-	again := a.issue(ect.Claims{Workflow: wid, Action: "look_again", Parents: []string{look.ID()}})
-	for _, token := range []*ect.Token{look, again} {
-		if got := g.call(with(token, request{method: "GET", path: "/balance"})); got.status != http.StatusCreated {
-			t.Fatalf("%d %s", got.status, got.body)
-		}
-	}
-	first := a.issue(ect.Claims{Workflow: wid, Parents: []string{again.ID()}})
-	retry := a.issue(ect.Claims{Workflow: wid, Parents: []string{first.ID()}})
-	next := a.issue(ect.Claims{Workflow: wid, Parents: []string{retry.ID()}})
-	for _, c := range []struct {
-		token      *ect.Token
-		id, status string
-	}{{first, "order-7", "executed"}, {retry, "order-7", "replayed"}, {next, "order-8", "executed"}} {
-		if got := g.call(with(c.token, request{path: "/pay", id: c.id})); got.header.Get("Execution-Status") != c.status {
-			t.Fatalf("%d %v %s, want %s", got.status, got.header, got.body, c.status)
-		}
-	}
-	// Five tokens; checkpoint and node of two calls.
-	view := g.settledView(a, wid, 9)
-	for _, token := range []*ect.Token{look, again, first, retry, next} {
-		if view.state(token.ID()) == "none" {
-			t.Errorf("%s is not in the workflow: %+v", token.Action(), view)
-		}
-	}
-}
-
 // cascade 4.2.1 and ATD: a token of an event says what the drafts ask, or is refused.
 func TestEventsOfAgents(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
@@ -227,30 +194,4 @@ func TestRetryUnderAnEndedKey(t *testing.T) {
 	g.call(with(unused, request{path: "/new"})).refusedFor(t, 403, "key-revoked")
 	upstream.arrived("/pay", 1)
 	upstream.arrived("/new", 0)
-}
-
-// A token without a workflow is a parent in any, whether it came with a call or with a
-// request that wrote nothing, and is recorded with what follows from it.
-func TestParentWithoutAWorkflow(t *testing.T) {
-	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr, badger: true})
-	for _, method := range []string{"POST", "GET"} {
-		first := a.issue(ect.Claims{Action: "look"})
-		second := a.issue(ect.Claims{Action: "look", Parents: []string{first.ID()}})
-		for _, token := range []*ect.Token{first, second} {
-			if got := g.call(with(token, request{method: method, path: "/balance"})); got.status != http.StatusCreated {
-				t.Fatalf("%d %s", got.status, got.body)
-			}
-		}
-		child := a.issue(ect.Claims{Workflow: uuid.NewString(), Parents: []string{second.ID()}})
-		if got := g.call(with(child, request{path: "/pay"})); got.status != http.StatusCreated {
-			t.Fatalf("after a %s: %d %s", method, got.status, got.body)
-		}
-		g.settledView(a, child.Workflow(), 3)
-		for _, token := range []*ect.Token{first, second} {
-			if got := g.get(a, "ledger/entries?jti="+token.ID()); got.status != http.StatusOK {
-				t.Errorf("after a %s: %d %s", method, got.status, got.body)
-			}
-		}
-	}
 }

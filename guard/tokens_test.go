@@ -1,6 +1,7 @@
 package guard_test
 
 import (
+	"cmp"
 	"context"
 	"encoding/base64"
 	"encoding/json"
@@ -105,7 +106,7 @@ func (b *trust) begin() *guard.TokenPolicy {
 // token makes a token of an agent.
 func (b *trust) token(by *ect.Issuer, c ect.Claims) *ect.Token {
 	b.Helper()
-	c.Audience, c.Action = []string{gatewayName}, "charge_card"
+	c.Audience, c.Action = []string{gatewayName}, cmp.Or(c.Action, "charge_card")
 	token, err := by.Issue(time.Now(), c)
 	if err != nil {
 		b.Fatal(err)
@@ -113,9 +114,17 @@ func (b *trust) token(by *ect.Issuer, c ect.Claims) *ect.Token {
 	return token
 }
 
-// uses makes a call, such as "POST /pay", with an execution id that may be empty, and returns
-// its status, Execution-Status and, of a refusal, the reason.
-func (b *trust) uses(call, id, body string, tokens ...string) string {
+// has reports that the ledger holds a token of a workflow, which may be empty.
+func (b *trust) has(workflow, id string) {
+	b.Helper()
+	b.check(b.evidence.Log().Flush(b.Context()))
+	if _, err := b.evidence.Log().Lookup(b.Context(), workflow, id); err != nil {
+		b.Errorf("%s: %v", id, err)
+	}
+}
+
+// send makes a call, such as "POST /pay", with an execution id that may be empty.
+func (b *trust) send(call, id, body string, tokens ...string) *httptest.ResponseRecorder {
 	b.Helper()
 	method, target, _ := strings.Cut(call, " ")
 	r := httptest.NewRequestWithContext(b.Context(), method, target, strings.NewReader(body))
@@ -129,6 +138,13 @@ func (b *trust) uses(call, id, body string, tokens ...string) string {
 	}
 	w := httptest.NewRecorder()
 	b.serve(w, r)
+	return w
+}
+
+// uses makes a call and returns its status, Execution-Status and, of a refusal, the reason.
+func (b *trust) uses(call, id, body string, tokens ...string) string {
+	b.Helper()
+	w := b.send(call, id, body, tokens...)
 	var doc struct{ Reason string }
 	_ = json.Unmarshal(w.Body.Bytes(), &doc) // else it has none
 	return strings.Join(strings.Fields(fmt.Sprint(w.Code, " ", w.Header().Get("Execution-Status"), " ", doc.Reason)), " ")
@@ -182,6 +198,103 @@ func TestSeveralTokensOneUsed(t *testing.T) {
 			b.want(b.uses("GET /else", "", "", free), "200")
 		})
 	}
+}
+
+// What follows from a request that wrote nothing, and from a retry with a new token, may name its
+// token as a parent: that is recorded with it, or was with the retry.
+func TestParentsOfEveryKind(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		wid := uuid.NewString()
+		var ids []string
+		for _, c := range []struct{ call, id, want string }{
+			{"GET /balance", "", "200"}, {"GET /balance", "", "200"},
+			{"POST /pay", "order-7", "200 executed"}, {"POST /pay", "order-7", "200 replayed"}, {"POST /pay", "order-8", "200 executed"},
+		} {
+			token := b.token(b.agents["a"], ect.Claims{Workflow: wid, Parents: ids[max(len(ids)-1, 0):]})
+			b.want(b.uses(c.call, c.id, "", token.Raw()), c.want)
+			ids = append(ids, token.ID())
+		}
+		for _, id := range ids {
+			b.has(wid, id)
+		}
+	})
+}
+
+// A token without a workflow is a parent in any, whether it came with a call or with a request
+// that wrote nothing, and is recorded with what follows from it.
+func TestParentWithoutAWorkflow(t *testing.T) {
+	for call, want := range map[string]string{"POST /balance": "200 executed", "GET /balance": "200"} {
+		trusting(t, ect.L2, func(b *trust) {
+			first := b.token(b.agents["a"], ect.Claims{})
+			second := b.token(b.agents["a"], ect.Claims{Parents: []string{first.ID()}})
+			b.want(b.uses(call, "", "", first.Raw()), want)
+			b.want(b.uses(call, "", "", second.Raw()), want)
+			child := b.token(b.agents["a"], ect.Claims{Workflow: uuid.NewString(), Parents: []string{second.ID()}})
+			b.want(b.uses("POST /pay", "", "", child.Raw()), "200 executed")
+			b.has("", first.ID())
+			b.has("", second.ID())
+		})
+	}
+}
+
+// failure is an error that the agent b reports of a token.
+func (b *trust) failure(wid, of string) *ect.Token {
+	b.Helper()
+	return b.token(b.agents["b"], ect.Claims{
+		Workflow: wid, Action: "error", Parents: []string{of},
+		Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "timeout").Text(ect.MemberCheckpointID, ""),
+	})
+}
+
+// An upstream that names one error twice does not keep the outcome from being recorded.
+func TestUpstreamErrorTwice(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		b.config.UpstreamIdentity = agentName + "b"
+		b.begin()
+		wid := uuid.NewString()
+		var sent *ect.Token
+		var checkpoint string
+		b.answer = func(w http.ResponseWriter, r *http.Request) {
+			lines := r.Header.Values(ect.FieldName)
+			last, err := ect.ParseInsecure(lines[len(lines)-1])
+			b.check(err)
+			checkpoint = last.ID()
+			sent = b.failure(wid, checkpoint)
+			says(500, "", ect.FieldName, sent.Raw()+", "+sent.Raw())(w, r)
+		}
+		b.want(b.uses("POST /pay", "", "", b.token(b.agents["a"], ect.Claims{Workflow: wid}).Raw()), "500 executed")
+		b.has(wid, sent.ID())
+		b.has(wid, b.evidence.NodeID(checkpoint))
+	})
+}
+
+// P6: the outcomes of answers that carry one error at the same time are recorded all the same.
+func TestUpstreamErrorInManyAnswers(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		b.disk.takes = time.Second
+		wid := uuid.NewString()
+		task := func(by string) *ect.Token { return b.token(b.agents[by], ect.Claims{Workflow: wid}) }
+		own := task("b") // who is the upstream
+		b.want(b.uses("POST /root", "", "", task("a").Raw()), "200 executed")
+		b.want(b.uses("POST /root", "", "", own.Raw()), "200 executed")
+		sent := b.failure(wid, own.ID())
+		b.answer = func(w http.ResponseWriter, r *http.Request) {
+			<-time.After(time.Minute)
+			says(200, "", ect.FieldName, sent.Raw())(w, r)
+		}
+		var all sync.WaitGroup
+		var answers [20]*httptest.ResponseRecorder
+		for i := range answers {
+			token := task("a").Raw()
+			all.Go(func() { answers[i] = b.send("POST /pay", "", "", token) })
+		}
+		all.Wait()
+		b.has(wid, sent.ID())
+		for _, w := range answers {
+			b.want(w.Header().Get("Execution-Status"), "executed")
+			b.has(wid, b.evidence.NodeID(w.Header().Get("Execution-Checkpoint")))
+		}
+	})
 }
 
 // P1: of many uses of one token at once, for other keys and for requests that are not guarded,
