@@ -11,8 +11,8 @@ import (
 // absence proves that Badger has nothing under a key, without a look into its tables: what a claim
 // asks for, and what was written and deleted again before it was applied, is nearly always absent.
 //
-// The filter must know every key with one of its prefixes that is in Badger: taking a key for
-// absent that is there would execute its call again (P1). Keys come in two ways. The applier adds
+// The filter must know every key with one of its prefixes that is in Badger: treating a present key
+// as absent would execute its call again (P1). Keys come in two ways. The applier adds
 // what it writes, before it writes it. What was there before comes from the tables, each of which
 // is read whole around Open (see tables.go). Until all of them are read, nothing is proven.
 //
@@ -20,7 +20,7 @@ import (
 // beside it, in the same way, and takes its place.
 type absence struct {
 	prefixes [][]byte // of keys, with the byte in front
-	most     int64    // keys of a filter
+	most     int64    // keys after which a filter is replaced
 
 	current atomic.Pointer[filter] // complete; nil while nothing is proven
 	next    atomic.Pointer[filter] // being built; nil is none
@@ -49,8 +49,8 @@ func newAbsence(prefixes []string, most int64) *absence {
 	return a
 }
 
-// begin begins a filter of what is applied from now on if there is none, or it is full. Only the
-// applier calls it. ts is Badger's timestamp.
+// begin begins a filter of what is applied from now on if there is none, or it is full. After
+// newAbsence only the applier calls it. ts is Badger's timestamp.
 func (a *absence) begin(ts uint64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -78,37 +78,38 @@ func (a *absence) proves(key []byte) bool {
 	return f != nil && a.covers(key) && !f.mayHave(maphash.Bytes(seed, key))
 }
 
-// add adds a key that is in Badger, or is about to be written to it.
-func (a *absence) add(key []byte) {
-	next := a.next.Load() // first: it may take the place of current meanwhile
-	current := a.current.Load()
-	if next == nil && current == nil || !a.covers(key) {
+// add adds a key to filters, of which any may be nil. The applier adds what it is about to write to
+// next and then to current: in this order, since next may take the place of current meanwhile.
+func (a *absence) add(key []byte, to ...*filter) {
+	if !a.covers(key) {
 		return
 	}
 	hash := maphash.Bytes(seed, key)
-	for _, f := range []*filter{next, current} {
+	for _, f := range to {
 		if f != nil {
 			f.add(hash)
 		}
 	}
 }
 
-// tableRead notes that all keys of a table were added.
-func (a *absence) tableRead(id uint64) {
+// tableRead notes that all keys of a table were added to a filter, which was next before the first
+// of them was read.
+func (a *absence) tableRead(id uint64, to *filter) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.read != nil {
+	if to != nil && a.next.Load() == to {
 		a.read[id] = true
 		delete(a.missing, id)
 	}
 }
 
-// lacks lists the tables that are still to be read for the next filter, if one is being built.
-// listed are Badger's tables, and have all that was written up to the timestamp ts.
+// unread lists the tables that are still to be read for the next filter, if one is being built.
+// With none left that filter takes its place. listed are Badger's tables, and have all that was
+// written up to the timestamp ts.
 //
 // A table that was missing and is listed no more was merged before it was read: its keys are in
 // others. Badger lists the result of a merge before it drops what it has merged.
-func (a *absence) lacks(listed []uint64, ts uint64) []uint64 {
+func (a *absence) unread(listed []uint64, ts uint64) []uint64 {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.next.Load() == nil || ts < a.since {
@@ -154,8 +155,7 @@ var seed = maphash.MakeSeed()
 // filter is a Bloom filter that grows. Adding and asking may happen at the same time; who asks
 // after an add has returned gets its key.
 type filter struct {
-	growing sync.Mutex
-	parts   atomic.Pointer[[]*filterPart]
+	parts atomic.Pointer[[]*filterPart]
 }
 
 // filterPart has eight words for every 51 keys, and one bit in each of them for every key: about
@@ -207,9 +207,7 @@ func (f *filter) add(hash uint64) {
 	if last.keys.Add(1) != last.capacity || len(parts) == maxParts {
 		return
 	}
-	f.growing.Lock()
-	defer f.growing.Unlock()
-	grown := append(slices.Clone(*f.parts.Load()), newFilterPart(4*last.capacity))
+	grown := append(slices.Clone(parts), newFilterPart(4*last.capacity)) // only one key is the last
 	f.parts.Store(&grown)
 }
 

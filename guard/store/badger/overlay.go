@@ -296,7 +296,7 @@ func (a *applier) apply(l *layer) error {
 			}
 		}
 		if value != nil {
-			a.absence.add(key)
+			a.absence.add(key, a.absence.next.Load(), a.absence.current.Load())
 		}
 		if err := w.set(key, value, now); err != nil {
 			return fmt.Errorf("applying: %w", err)

@@ -516,8 +516,10 @@ func (s *Store) tidyLoop() {
 		case <-s.closing:
 			return
 		case <-verify.C:
-			_ = s.verifyNewTables() // it has logged the error and closed the store
-			s.fillAbsence()
+			_ = s.verifyNewTables()     // it has logged the error and closed the store
+			if s.deferred.done.Load() { // else verifyLoop is at it
+				s.fillAbsence()
+			}
 		case <-tidy.C:
 			s.sweep()
 			batches := s.counters.batches.Load()

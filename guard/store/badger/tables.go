@@ -264,7 +264,7 @@ func (s *Store) fillAbsence() {
 		if err != nil {
 			return
 		}
-		lacking := s.absence.lacks(ids, ts)
+		lacking := s.absence.unread(ids, ts)
 		if len(lacking) == 0 || s.verify(func(id uint64) bool { return slices.Contains(lacking, id) }) != nil || s.isClosing() {
 			return
 		}
@@ -482,11 +482,12 @@ func (k *verifiedTables) unchanged(id uint64, f *os.File) bool {
 // verify checks a table and records the result.
 func (k *verifiedTables) verify(id uint64, f *os.File) error {
 	mark, _ := identityOf(f) // before it is read
-	c, err := verifyTable(f, k.absence.add)
+	filter := k.absence.next.Load()
+	c, err := verifyTable(f, func(key []byte) { k.absence.add(key, filter) })
 	if err != nil {
 		return err
 	}
-	k.absence.tableRead(id)
+	k.absence.tableRead(id, filter)
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.tables[id] = verifiedTable{ID: id, File: mark, Checked: time.Now(), Stats: c}
