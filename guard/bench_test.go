@@ -34,7 +34,7 @@ func BenchmarkCapture(b *testing.B) {
 	for _, size := range []int{1 << 10, 64 << 10} {
 		b.Run(strconv.Itoa(size), func(b *testing.B) {
 			body, r := make([]byte, size), post()
-			marks := []guard.Field{{Name: "Execution-Status", Value: [1]string{"executed"}}, {Name: "Execution-Id", Value: [1]string{"1"}}}
+			marks := []guard.Field{{Name: "Execution-Status", Value: "executed"}, {Name: "Execution-Id", Value: "1"}}
 			b.SetBytes(int64(size))
 			b.ReportAllocs()
 			for b.Loop() {

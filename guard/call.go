@@ -425,7 +425,7 @@ func (x *Call) attach(flight *execution.Flight) (step, error) {
 
 // followedInVain goes on with a call that got no answer from the execution it followed. If that
 // was released unsent, one of the waiting calls may run. If it is in doubt, none may: on_unknown
-// is for later calls; here it would run each in turn.
+// is for later calls only, or each waiting call would run.
 func (x *Call) followedInVain(flight *execution.Flight) (step, error) {
 	select {
 	case <-flight.Done():
@@ -507,15 +507,15 @@ func (x *Call) probe(found execution.Finding) (step, error) {
 	}
 	x.probing = probe
 	// It may have been settled since it was found.
-	found, err := x.lookUp()
-	if err != nil || found.Status != execution.Doubtful {
+	now, err := x.lookUp()
+	if err != nil || now.Status != execution.Doubtful {
 		x.probed()
 		return stepLookUp, err
 	}
-	next, err := x.settleDoubt(found)
+	next, err := x.settleDoubt(now)
 	if next == stepDone && err == nil {
 		probe.doubt = true
-		err = x.inDoubt(found.Record.Cause)
+		err = x.inDoubt(now.Record.Cause)
 	}
 	if next != stepClaim { // those who wait must find the claim
 		x.probed()
@@ -612,6 +612,7 @@ func (x *Call) claim(found execution.Finding, leave func()) (run *execution.Exec
 		run, err = x.executions.Claim(x.r.Context(), &x.call, found, batch, x.capture.pending)
 		err = x.callRecorded(batch, x.snapshotEnded(err))
 	} else {
+		x.call.Checkpoint = "" // it was not recorded
 		err = x.snapshotEnded(err)
 	}
 	if err == nil && x.probing != nil { // the probe has said that it was not applied
@@ -642,6 +643,10 @@ func (x *Call) execute(e *execution.Execution) error {
 	settled := false
 	defer func() {
 		if !settled { // a panic of our own: nothing is proven
+			if p := x.rec.pump; p != nil { // else it would write after the handler has returned
+				p.cut()
+				<-p.done
+			}
 			_ = x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil)
 			x.action.Counts.Settled(execution.InDoubt)
 		}
@@ -687,7 +692,8 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 	rec.begin(&x.w, &x.sink, x.marks("executed", x.call.Checkpoint))
 	for again := false; ; again = true {
 		r := x.request(x.upstream.Begin(&x.clock))
-		f := forwarding{rec: rec, Forwarded: x.upstream.Forward(rec, r), overdue: x.clock.overdue(), unframed: x.upstream.Unframed()}
+		done := x.upstream.Forward(rec, r)
+		f := forwarding{rec: rec, Forwarded: done, overdue: x.clock.overdue(), unframed: x.upstream.Unframed()}
 		if again || f.Panicked != nil || rec.Status() != 0 || !f.failed() || !f.Again {
 			return f
 		}

@@ -59,7 +59,8 @@ func (x *Call) refusedInDoubt(err error) error {
 	return err
 }
 
-// settleDoubt asks, and records that the call was applied. stepDone means that it stays in doubt.
+// settleDoubt asks the upstream, and records it if the call was applied. stepDone means that the
+// doubt stays.
 func (x *Call) settleDoubt(found execution.Finding) (step, error) {
 	p := x.action.Probe
 	a, err := p.Ask(x.r)

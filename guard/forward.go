@@ -55,8 +55,8 @@ func (r *recording) Cut() bool                    { return r.x.upstream.Cut() }
 // marks returns the guard's own fields of an answer. They are valid until it is called again.
 func (x *Call) marks(status, checkpoint string) []Field {
 	x.fields = [...]Field{
-		{HeaderExecutionID, [1]string{x.call.Scope.ID}}, {HeaderExecutionStatus, [1]string{status}},
-		{headerExecutionCheckpoint, [1]string{checkpoint}},
+		{Name: HeaderExecutionID, Value: x.call.Scope.ID}, {Name: HeaderExecutionStatus, Value: status},
+		{Name: headerExecutionCheckpoint, Value: checkpoint},
 	}
 	if checkpoint == "" {
 		return x.fields[:2]
@@ -248,7 +248,7 @@ type clock struct {
 
 	alarms         *alarms // whose timer it uses
 	parent         detached
-	cut            *cutOff // where it is listed; nil of an unguarded request
+	cut            *cutOff // where it is listed; nil for an unguarded request
 	previous, next *clock  // in that list; guarded by its mutex
 	listed         bool
 
@@ -267,7 +267,7 @@ func (c *clock) start(parent context.Context, d time.Duration) {
 	c.timer = c.alarms.start(d, c)
 }
 
-// alarms are timers that one call after the other uses. nil keeps none.
+// alarms keeps stopped timers for later calls. nil keeps none.
 type alarms struct{ pool sync.Pool }
 
 // alarm is a timer that calls to.ring.
@@ -316,8 +316,8 @@ func (detached) Done() <-chan struct{} { return nil }
 // Err implements context.Context.
 func (detached) Err() error { return nil }
 
-// cutOff lists the clocks of running executions, which Engine.Uncut stops. A list costs a call
-// less than context.AfterFunc.
+// cutOff lists the clocks that stop when Engine.Uncut ends. It is cheaper for a call than
+// context.AfterFunc.
 type cutOff struct {
 	mu      sync.Mutex
 	first   *clock

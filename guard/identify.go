@@ -473,8 +473,8 @@ func (h *Handler) firstHeader() string {
 	return "Idempotency-Key"
 }
 
-// sentAs is a hash of the key by which the upstream knows the call; zero without one. Its bytes
-// count: quoted it is another key to the upstream.
+// sentAs is a hash of what a resend must repeat: the key as it was sent, with any quotes, and the
+// body. It is zero without a key.
 func (x *Call) sentAs(id string) (sum [32]byte, err error) {
 	lines := x.r.Header[headerIdempotencyKey]
 	if key, err := execution.ParseID(lines); x.action.OnUnknown != OnUnknownResend || err != nil || key != id {
@@ -498,7 +498,7 @@ func (x *Call) readBody() error {
 		return tooLarge(limit)
 	}
 	options := spool.Options{Limit: limit}
-	if x.executions != nil { // else the store is not open, and `fail_open` forwards the call
+	if x.executions != nil { // nil for an unguarded request, which opens no engine
 		options.Budget = x.executions.BodyMemory()
 	}
 	x.body = spool.New(options)

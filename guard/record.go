@@ -268,7 +268,7 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 			if o.Verdict != execution.InDoubt { // whose key does not expire either
 				for _, t := range s.held {
 					w := s.policy.Evidence.UseWrite(t, s.use, now.Add(max(x.call.KeepKey, x.call.KeepResult)))
-					w.If = store.Condition{} // it was, by this call
+					w.If = store.Condition{} // the claim has written it
 					batch.Add(w)
 				}
 			}

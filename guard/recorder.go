@@ -37,12 +37,15 @@ type Sink interface {
 
 // Field is a header field with one value.
 type Field struct {
-	Name  string
-	Value [1]string
+	Name, Value string
+
+	list [1]string // what header maps share, whose handlers may change it in place
 }
 
-// set sets f in h, which then shares its value.
-func (f *Field) set(h http.Header) { h[f.Name] = f.Value[:] }
+func (f *Field) set(h http.Header) {
+	f.list[0] = f.Value
+	h[f.Name] = f.list[:]
+}
 
 // Recorder is the response writer of a forwarded call: everything written goes into the sink, and
 // to the client at the client's own pace. A slow or leaving client is not noticed.

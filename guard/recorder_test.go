@@ -54,7 +54,7 @@ type recorded struct {
 func recordCut(to http.ResponseWriter, r *http.Request, cut func() bool) *recorded {
 	rec := new(recorded)
 	rec.sink.cut = cut
-	rec.Recorder = guard.NewRecorder(guard.NewWriter(to, r), &rec.sink, guard.Field{Name: "Execution-Status", Value: [1]string{"executed"}})
+	rec.Recorder = guard.NewRecorder(guard.NewWriter(to, r), &rec.sink, guard.Field{Name: "Execution-Status", Value: "executed"})
 	return rec
 }
 
@@ -84,6 +84,17 @@ func TestTheHeaderDifferenceIsRecorded(t *testing.T) {
 	rec.Header()["X-Added"][0] = "changed later"
 	if !reflect.DeepEqual(rec.sink.header, want) {
 		t.Errorf("the recording changed with the header map: %v", rec.sink.header)
+	}
+}
+
+// Handlers between the guard and its upstream may change values in place, as Caddy's `header` does.
+func TestOurFieldsAreNotChangedInPlace(t *testing.T) {
+	to := newClient()
+	rec := record(to, post())
+	rec.Header()["Execution-Status"][0] = "replaced"
+	rec.WriteHeader(200)
+	if got := to.header.Get("Execution-Status"); got != "executed" {
+		t.Errorf("the client sees Execution-Status %q", got)
 	}
 }
 

@@ -36,7 +36,7 @@ type capture struct {
 	image    *checkpoint.Image
 	pending  *store.Batch       // the snapshot, for the claim's commit
 	handle   checkpoint.Handle  // of the recorded checkpoint
-	kept     bool               // the checkpoint was recorded
+	kept     bool               // the claim has recorded it
 	result   *checkpoint.Result // of the call, once it was read
 
 	answer []byte // the beginning of the answer's body, where it is needed
@@ -203,7 +203,7 @@ func (x *Call) undoable(ctx context.Context, o execution.Outcome, header http.He
 	if !c.kept {
 		return nil
 	}
-	if o.Verdict == execution.InDoubt { // the state of the target is unknown
+	if o.Verdict == execution.InDoubt { // its effect is unknown
 		return x.othersBeside(ctx)
 	}
 	if o.Verdict == execution.Released {

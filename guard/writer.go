@@ -134,7 +134,11 @@ func (w *Writer) send(p []byte) {
 	}
 	a := w.alarms.start(stallLimit, w)
 	_, err := w.w.Write(p)
-	if !w.alarms.stop(a) || err != nil {
+	if !w.alarms.stop(a) {
+		w.ring() // it may not have come to it yet, and the end must not go out without p's
+		w.gone = true
+	}
+	if err != nil {
 		w.gone = true
 	}
 }

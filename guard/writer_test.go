@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -225,6 +226,7 @@ func TestAFailedFlushIsTheClientsLeaving(t *testing.T) {
 type stalled struct {
 	header   http.Header
 	deadline chan struct{}
+	passed   sync.Once
 }
 
 func (s *stalled) Header() http.Header { return s.header }
@@ -242,7 +244,7 @@ func (s *stalled) FlushError() error {
 
 func (s *stalled) SetWriteDeadline(t time.Time) error {
 	if !t.After(time.Now()) {
-		close(s.deadline)
+		s.passed.Do(func() { close(s.deadline) })
 	}
 	return nil
 }
@@ -256,7 +258,7 @@ func TestStallingClientsAreGivenUp(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				w := guard.NewWriter(&stalled{http.Header{}, make(chan struct{})}, post())
+				w := guard.NewWriter(&stalled{header: http.Header{}, deadline: make(chan struct{})}, post())
 				begin := time.Now()
 				w.WriteHeader(200)
 				stall(w)
