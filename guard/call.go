@@ -144,8 +144,8 @@ type Call struct {
 	release    func() // of the engine; taken over by who works on after the answer
 	clock      clock  // of the forwarded call
 	rec        Recorder
-	sink       recording // what rec feeds
-	fields     [3]Field  // of the answer; see marks
+	sink       callSink // what rec feeds
+	fields     [3]Field // of the answer; see marks
 	body       *spool.Spool
 	read       bool // the request's body was read to its end
 	call       execution.Call
@@ -285,8 +285,8 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 		Quota:       x.h.Quota,
 	}
 	id, err := x.statedID()
-	if joint := tokens.executionID(); errors.Is(err, errNoID) && joint != "" {
-		id, err = joint, nil
+	if fromTokens := tokens.executionID(); errors.Is(err, errNoID) && fromTokens != "" {
+		id, err = fromTokens, nil
 	}
 	if errors.Is(err, errNoID) {
 		id, err = x.missingID(&c)
@@ -589,7 +589,7 @@ func (x *Call) enter(found execution.Finding) (leave func(), err error) {
 		}
 		workflow = rollback.AttemptsScope(root)
 	}
-	leave, err = c.Enter(x.r.Context(), workflow, x.led(workflow, found))
+	leave, err = c.Enter(x.r.Context(), workflow, x.ancestors(workflow, found))
 	blocked := (*rollback.BlockedError)(nil)
 	switch {
 	case err == nil:
@@ -640,9 +640,9 @@ func (x *Call) execute(e *execution.Execution) error {
 	defer x.clock.stop()
 
 	var f forwarding
-	settled := false
+	ended := false
 	defer func() {
-		if !settled { // a panic of our own: nothing is proven
+		if !ended { // a panic of our own: nothing is proven
 			if p := x.rec.pump; p != nil { // else it would write after the handler has returned
 				p.cut()
 				<-p.done
@@ -652,7 +652,7 @@ func (x *Call) execute(e *execution.Execution) error {
 		}
 	}()
 	if err := x.prove(&x.clock); err != nil {
-		settled = true
+		ended = true
 		return x.unproven(e, err)
 	}
 	f = x.forward(e)
@@ -661,7 +661,7 @@ func (x *Call) execute(e *execution.Execution) error {
 	x.noted.outcome = outcome.Verdict
 	if x.action.Async && outcome.Whole {
 		x.observe(outcome, f.rec.Header())
-		settled = true
+		ended = true
 		if outcome.Verdict == execution.InDoubt {
 			x.doubted(outcome)
 		}
@@ -669,8 +669,8 @@ func (x *Call) execute(e *execution.Execution) error {
 		return x.releaseEnd(&f)
 	}
 	err := x.settle(e, outcome, f.rec.Header())
-	settled = true
-	x.settled(outcome, err)
+	ended = true
+	x.countEnd(outcome, err)
 	if outcome.Verdict == execution.InDoubt {
 		x.doubted(outcome)
 	}
@@ -683,7 +683,7 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 	if x.h.restores {
 		defer x.engine.Writes.Write(x.place(), x.window)()
 	}
-	x.sink = recording{e, x}
+	x.sink = callSink{e, x}
 	e.Recording().SetPace(x.clock.wait)
 	if x.evidence.tokens.Issuer() != "" && x.evidence.policy != nil {
 		x.w.HoldFailures(maxHeldFailure)
@@ -740,13 +740,13 @@ func (x *Call) judge(f *forwarding) execution.Outcome {
 	rec := f.rec
 	switch {
 	case f.Panicked != nil, f.Err != nil && rec.Status() != 0:
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.late(f, execution.CauseTruncated), Status: rec.Status()}
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseTruncated), Status: rec.Status()}
 	case f.failed() && f.NotSent:
 		return execution.Outcome{Verdict: execution.Released, Cause: execution.CauseNotSent}
 	case f.Err != nil:
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.late(f, execution.CauseLost)}
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseLost)}
 	case rec.Interrupted():
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.late(f, execution.CauseInterrupted)}
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseInterrupted)}
 	case rec.Status() == 0 && x.upstream.Silent():
 		return execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseNoAnswer}
 	}
@@ -786,11 +786,11 @@ func (x *Call) settleLater(e *execution.Execution, outcome execution.Outcome, an
 			if p := recover(); p != nil {
 				x.h.Logger.Error("recording the outcome of an answered call panicked; it is in doubt",
 					slog.Any("key", x.call.Key), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
-				x.settled(execution.Outcome{Verdict: execution.InDoubt}, x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil))
+				x.countEnd(execution.Outcome{Verdict: execution.InDoubt}, x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil))
 			}
 		}()
 		err := x.settle(e, outcome, answer)
-		x.settled(outcome, err)
+		x.countEnd(outcome, err)
 		if err != nil {
 			x.unrecorded()
 			x.h.Logger.Error("the outcome of an answered call could not be recorded; it is in doubt",
@@ -799,8 +799,8 @@ func (x *Call) settleLater(e *execution.Execution, outcome execution.Outcome, an
 	}()
 }
 
-// settled counts the end of the execution; one that could not be recorded is in doubt.
-func (x *Call) settled(o execution.Outcome, unrecorded error) {
+// countEnd counts the end of the execution; one that could not be recorded is in doubt.
+func (x *Call) countEnd(o execution.Outcome, unrecorded error) {
 	if unrecorded != nil {
 		o.Verdict = execution.InDoubt
 	}

@@ -27,30 +27,30 @@ type forwarding struct {
 
 func (f *forwarding) failed() bool { return f.Err != nil || f.rec.Interrupted() }
 
-// recording feeds an execution from a Recorder, and what its undo needs.
-type recording struct {
+// callSink feeds an execution from a Recorder, and what its undo needs.
+type callSink struct {
 	e *execution.Execution
 	x *Call
 }
 
-func (r *recording) Start(status int, header map[string][]string) {
+func (r *callSink) Start(status int, header map[string][]string) {
 	if idle := time.Duration(r.x.action.StreamIdle); idle > 0 && len(header["Content-Length"]) == 0 {
 		r.x.clock.pausing(idle)
 	}
 	r.e.Recording().Start(status, header)
 }
-func (r *recording) Write(p []byte, needed bool) bool {
+func (r *callSink) Write(p []byte, needed bool) bool {
 	r.x.clock.touch()
 	r.x.captureBody(p)
 	return r.e.WriteFor(p, needed)
 }
-func (r *recording) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }
-func (r *recording) Wait(ready <-chan struct{}) bool  { return r.x.clock.wait(ready) }
-func (r *recording) SetTrailer(trailer map[string][]string) {
+func (r *callSink) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }
+func (r *callSink) Wait(ready <-chan struct{}) bool  { return r.x.clock.wait(ready) }
+func (r *callSink) SetTrailer(trailer map[string][]string) {
 	r.e.Recording().SetTrailer(trailer)
 }
-func (r *recording) Judge(status int) http.Header { return r.x.doubtInHeader(r.e, &r.x.rec, status) }
-func (r *recording) Cut() bool                    { return r.x.upstream.Cut() }
+func (r *callSink) Judge(status int) http.Header { return r.x.doubtInHeader(r.e, &r.x.rec, status) }
+func (r *callSink) Cut() bool                    { return r.x.upstream.Cut() }
 
 // marks returns the guard's own fields of an answer. They are valid until it is called again.
 func (x *Call) marks(status, checkpoint string) []Field {
@@ -167,7 +167,7 @@ func (x *Call) unmasked(status int, shown execution.Verdict) execution.Verdict {
 	return shown
 }
 
-func (x *Call) late(f *forwarding, cause execution.Cause) execution.Cause {
+func (x *Call) orDeadline(f *forwarding, cause execution.Cause) execution.Cause {
 	if f.overdue {
 		return execution.CauseDeadline
 	}
@@ -265,116 +265,6 @@ func (c *clock) start(parent context.Context, d time.Duration) {
 	c.at, c.patience = time.Now().Add(d), d
 	c.Context, c.cancel = context.WithCancelCause(parent)
 	c.timer = c.alarms.start(d, c)
-}
-
-// alarms keeps stopped timers for later calls. nil keeps none.
-type alarms struct{ pool sync.Pool }
-
-// alarm is a timer that calls to.ring.
-type alarm struct {
-	*time.Timer
-	to interface{ ring() }
-}
-
-// start calls to.ring after d.
-func (p *alarms) start(d time.Duration, to interface{ ring() }) *alarm {
-	if p != nil {
-		if a, ok := p.pool.Get().(*alarm); ok {
-			a.to = to
-			a.Reset(d)
-			return a
-		}
-	}
-	a := &alarm{to: to}
-	a.Timer = time.AfterFunc(d, func() { a.to.ring() })
-	return a
-}
-
-// stop ends the use of an alarm. It reports whether ring was not called and never will be: only
-// then may another call use it.
-func (p *alarms) stop(a *alarm) bool {
-	if !a.Stop() {
-		return false
-	}
-	if p != nil {
-		a.to = nil
-		p.pool.Put(a)
-	}
-	return true
-}
-
-// detached has the values of a context, but not its end. It is context.WithoutCancel as a part of
-// a clock.
-type detached struct{ context.Context }
-
-// Deadline implements context.Context.
-func (detached) Deadline() (time.Time, bool) { return time.Time{}, false }
-
-// Done implements context.Context.
-func (detached) Done() <-chan struct{} { return nil }
-
-// Err implements context.Context.
-func (detached) Err() error { return nil }
-
-// cutOff lists the clocks that stop when Engine.Uncut ends. It is cheaper for a call than
-// context.AfterFunc.
-type cutOff struct {
-	mu      sync.Mutex
-	first   *clock
-	watches bool // uncut is being watched
-	over    bool
-}
-
-// add lists c, or stops it where uncut has ended.
-func (l *cutOff) add(c *clock, uncut context.Context) {
-	l.mu.Lock()
-	if !l.watches {
-		l.watches = true
-		context.AfterFunc(uncut, l.stopAll)
-	}
-	over := l.over
-	if !over {
-		c.cut, c.next, c.listed = l, l.first, true
-		if l.first != nil {
-			l.first.previous = c
-		}
-		l.first = c
-	}
-	l.mu.Unlock()
-	if over {
-		c.stop()
-	}
-}
-
-func (l *cutOff) remove(c *clock) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if !c.listed {
-		return
-	}
-	c.listed = false
-	if c.previous != nil {
-		c.previous.next = c.next
-	} else {
-		l.first = c.next
-	}
-	if c.next != nil {
-		c.next.previous = c.previous
-	}
-	c.previous, c.next = nil, nil
-}
-
-func (l *cutOff) stopAll() {
-	l.mu.Lock()
-	l.over = true
-	var all []*clock
-	for c := l.first; c != nil; c = c.next {
-		all = append(all, c)
-	}
-	l.mu.Unlock()
-	for _, c := range all {
-		c.stop()
-	}
 }
 
 // errPaused ends an answer that paused for too long. Unlike a deadline it says nothing about the
@@ -479,6 +369,113 @@ func (c *clock) wait(ready <-chan struct{}) (came bool) {
 	}
 	c.timer.Reset(left)
 	return came
+}
+
+// alarms keeps stopped timers for later calls. nil keeps none.
+type alarms struct{ pool sync.Pool }
+
+type alarm struct {
+	*time.Timer
+	to interface{ ring() }
+}
+
+func (p *alarms) start(d time.Duration, to interface{ ring() }) *alarm {
+	if p != nil {
+		if a, ok := p.pool.Get().(*alarm); ok {
+			a.to = to
+			a.Reset(d)
+			return a
+		}
+	}
+	a := &alarm{to: to}
+	a.Timer = time.AfterFunc(d, func() { a.to.ring() })
+	return a
+}
+
+// stop ends the use of an alarm. It reports whether ring was not called and never will be: only
+// then may another call use it.
+func (p *alarms) stop(a *alarm) bool {
+	if !a.Stop() {
+		return false
+	}
+	if p != nil {
+		a.to = nil
+		p.pool.Put(a)
+	}
+	return true
+}
+
+// detached is context.WithoutCancel as a part of a clock.
+type detached struct{ context.Context }
+
+// Deadline implements context.Context.
+func (detached) Deadline() (time.Time, bool) { return time.Time{}, false }
+
+// Done implements context.Context.
+func (detached) Done() <-chan struct{} { return nil }
+
+// Err implements context.Context.
+func (detached) Err() error { return nil }
+
+// cutOff lists the clocks that stop when Engine.Uncut ends. It is cheaper for a call than
+// context.AfterFunc.
+type cutOff struct {
+	mu      sync.Mutex
+	first   *clock
+	watches bool // uncut is being watched
+	over    bool
+}
+
+// add lists c, or stops it where uncut has ended.
+func (l *cutOff) add(c *clock, uncut context.Context) {
+	l.mu.Lock()
+	if !l.watches {
+		l.watches = true
+		context.AfterFunc(uncut, l.stopAll)
+	}
+	over := l.over
+	if !over {
+		c.cut, c.next, c.listed = l, l.first, true
+		if l.first != nil {
+			l.first.previous = c
+		}
+		l.first = c
+	}
+	l.mu.Unlock()
+	if over {
+		c.stop()
+	}
+}
+
+func (l *cutOff) remove(c *clock) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !c.listed {
+		return
+	}
+	c.listed = false
+	if c.previous != nil {
+		c.previous.next = c.next
+	} else {
+		l.first = c.next
+	}
+	if c.next != nil {
+		c.next.previous = c.previous
+	}
+	c.previous, c.next = nil, nil
+}
+
+func (l *cutOff) stopAll() {
+	l.mu.Lock()
+	l.over = true
+	var all []*clock
+	for c := l.first; c != nil; c = c.next {
+		all = append(all, c)
+	}
+	l.mu.Unlock()
+	for _, c := range all {
+		c.stop()
+	}
 }
 
 // failsOpen reports that the call may be forwarded unguarded instead of refused with err (P4):

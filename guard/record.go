@@ -182,7 +182,8 @@ func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
-	if s.held = nil; x.action.StreamIdle > 0 {
+	s.held = nil
+	if x.action.StreamIdle > 0 {
 		expires = time.Time{}
 	}
 	s.bind(batch, expires)
@@ -522,10 +523,6 @@ func (x *Call) recordTokens(found execution.Finding, tokens []*ect.Token) error 
 	return x.callRecorded(batch, err)
 }
 
-// tokensHanded is the context key of requests forwarded with bound tokens: a guard behind this
-// one in the same process takes them for the same call.
-type tokensHanded struct{}
-
 // retryDrafts records the outcome of its call for the tokens of a retry, unless the call still
 // runs.
 func (x *Call) retryDrafts(now time.Time, found execution.Finding, tokens []*ect.Token) ([]*ect.Draft, error) {
@@ -588,7 +585,7 @@ func (x *Call) unproven(e *execution.Execution, why error) error {
 	o := x.stillInDoubt(execution.Outcome{Verdict: execution.Released, Cause: execution.CauseNotSent})
 	x.noted.outcome = o.Verdict
 	unrecorded := x.settle(e, o, nil)
-	x.settled(o, unrecorded)
+	x.countEnd(o, unrecorded)
 	if unrecorded != nil {
 		x.outcomeLost(unrecorded)
 		return x.inDoubtAnswer(execution.CauseUnrecorded)
@@ -751,7 +748,7 @@ func (x *Call) recordRejection(p *api.Problem) {
 	if c == nil || c.Busy() || !x.engine.rejections.first(open, s.call.Workflow, VerifiedHere(x.call.Scope.Caller)) {
 		return
 	}
-	c.RecordRejection(s.policy, open, s.call.Workflow, s.ledTo())
+	c.RecordRejection(s.policy, open, s.call.Workflow, s.parentIDs())
 }
 
 // rejectionError is the error that shows a caller that a breaker refused its call (AERR "States":
@@ -774,7 +771,7 @@ func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 		rejections.show(open, to, failure)
 		return failure
 	}
-	parents, err := s.policy.Evidence.Known(ctx, to.workflow, s.ledTo())
+	parents, err := s.policy.Evidence.Known(ctx, to.workflow, s.parentIDs())
 	if err != nil {
 		return nil
 	}
@@ -808,9 +805,9 @@ func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 	return failure
 }
 
-// led yields the ids of the call's ancestors, the nearest first. An id that the ledger does not
+// ancestors yields the ids of the call's ancestors, the nearest first. An id that the ledger does not
 // have ends the walk. It is read only while a rollback of the workflow is under way.
-func (x *Call) led(workflow string, found execution.Finding) iter.Seq2[string, error] {
+func (x *Call) ancestors(workflow string, found execution.Finding) iter.Seq2[string, error] {
 	return func(yield func(string, error) bool) {
 		s := &x.evidence
 		if s.policy == nil {

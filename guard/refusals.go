@@ -325,7 +325,7 @@ func (r *rejections) show(open *breaker.OpenError, to rejectedCaller, e *shownEr
 	r.at(open).errors[to] = e
 }
 
-func (s *callEvidence) ledTo() []string {
+func (s *callEvidence) parentIDs() []string {
 	ids := slices.Clone(s.call.Parents)
 	for _, t := range s.tokens.All {
 		if t.Proven() { // others may name any

@@ -312,10 +312,10 @@ var errDisturbed = errors.New("another call has changed the target between the l
 // imageAfter reads the state after the call. The end of the answer waits for it as long as for
 // the state before, at most (P7).
 func (x *Call) imageAfter(status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
-	var clock clock
-	x.engine.detach(&clock, x.r.Context(), x.action.Terms.SnapshotTimeout)
-	defer clock.stop()
-	image, err := x.readImage(WithUndo(&clock), x.capture.images) // past a breaker that has opened meanwhile
+	var limit clock
+	x.engine.detach(&limit, x.r.Context(), x.action.Terms.SnapshotTimeout)
+	defer limit.stop()
+	image, err := x.readImage(WithUndo(&limit), x.capture.images) // past a breaker that has opened meanwhile
 	if x.window.close() {
 		err = errDisturbed
 	} else if err == nil {

@@ -146,6 +146,10 @@ type forwarder struct {
 
 type forwardedKey struct{}
 
+// tokensHanded is the context key of requests forwarded with bound tokens: a guard behind this
+// one in the same process takes them for the same call.
+type tokensHanded struct{}
+
 // forwardedContext is the context of a forwarded call: all values that inform the handlers behind
 // the guard, in one.
 type forwardedContext struct {

@@ -16,8 +16,7 @@ import (
 // what it writes, before it writes it. What was there before comes from the tables, each of which
 // is read whole around Open (see tables.go). Until all of them are read, nothing is proven.
 //
-// Keys that were deleted or have expired stay in the filter. Once it is full a new one is built
-// beside it, in the same way, and takes its place.
+// Deleted keys stay. Once the filter is full a new one is built beside it, and takes its place.
 type absence struct {
 	prefixes [][]byte // of keys, with the byte in front
 	most     int64    // keys after which a filter is replaced
@@ -137,9 +136,8 @@ func (a *absence) unread(listed []uint64, ts uint64) []uint64 {
 	return ids
 }
 
-// complete puts the next filter into its place, unless it is more than half full: then it would
-// soon have to be built again, and nothing is proven until the store is opened anew. The caller
-// holds mu.
+// complete puts the next filter into its place, unless it is more than half full and would soon be
+// built again: then nothing is proven until the next opening. The caller holds mu.
 func (a *absence) complete() {
 	next := a.next.Load()
 	a.missing, a.read = nil, nil
