@@ -153,7 +153,8 @@ var seed = maphash.MakeSeed()
 // filter is a Bloom filter that grows. Adding and asking may happen at the same time; who asks
 // after an add has returned gets its key.
 type filter struct {
-	parts atomic.Pointer[[]*filterPart]
+	growing sync.Mutex
+	parts   atomic.Pointer[[]*filterPart]
 }
 
 // filterPart has eight words for every 51 keys, and one bit in each of them for every key: about
@@ -202,11 +203,15 @@ func (f *filter) add(hash uint64) {
 	for i := range words {
 		words[i].Or(1 << (bits >> (6 * i) & 63))
 	}
-	if last.keys.Add(1) != last.capacity || len(parts) == maxParts {
+	if last.keys.Add(1) < last.capacity || len(parts) == maxParts {
 		return
 	}
-	grown := append(slices.Clone(parts), newFilterPart(4*last.capacity)) // only one key is the last
-	f.parts.Store(&grown)
+	f.growing.Lock() // all wait for the next part: in a part that is too full nothing is absent
+	defer f.growing.Unlock()
+	if len(*f.parts.Load()) == len(parts) {
+		grown := append(slices.Clone(parts), newFilterPart(4*last.capacity))
+		f.parts.Store(&grown)
+	}
 }
 
 // block returns the words of a key, and where its bits are: six bits of bits for each word.
