@@ -50,7 +50,7 @@ type Store interface {
 
 	// Commit makes all writes of batch durable, or none. It returns the version that all of them
 	// carry. If a condition does not hold, the error is a *Conflict with the first such write and
-	// the current entry.
+	// the current entry. After its return the batch, with its keys and values, is the caller's.
 	//
 	// ctx counts only until the batch is queued: from there on the batch may land. ErrUnknown
 	// means that the store does not know whether it did (a failed sync, a lost connection); any

@@ -172,6 +172,19 @@ func exerciseCommit(t *testing.T, open Opener) {
 		b.is("b", "1")
 	})
 
+	t.Run("TheBatchIsTheCallersAgain", func(t *testing.T) {
+		b := newBench(t, open)
+		a, c := put("a", "1"), put("c", "2")
+		c.Bulk, c.Expires = true, b.Now().Add(time.Hour)
+		b.commit(a, c)
+		for _, slice := range [][]byte{a.Key, a.Value, c.Key, c.Value} {
+			copy(slice, "x")
+		}
+		b.is("a", "1")
+		b.is("c", "2")
+		b.absent("x")
+	})
+
 	t.Run("VersionsOfOneKeyNeverRepeat", func(t *testing.T) {
 		b := newBench(t, open)
 		seen := map[store.Version]bool{}
