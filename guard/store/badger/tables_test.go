@@ -330,12 +330,18 @@ func TestTableStats(t *testing.T) {
 // Garbled entries with a right checksum are an error, not a panic.
 func FuzzBlockStats(f *testing.F) {
 	f.Add([]byte{})
-	f.Add([]byte{0, 0, 1, 0, 'k', 0, 0, 0, 'v', 0, 0, 0, 0, 0, 0, 0, 1})
+	f.Add([]byte("\x00\x00\x0b\x00key\x00\x00\x00\x00\x00\x00\x00\x01" + "\x00\x00\x00v" + // one entry
+		"\x00\x00\x00\x00" + "\x00\x00\x00\x01"))
 	f.Add([]byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		c := statsCounter{buckets: make(map[int64]int64)}
-		if err := c.block(b); err == nil {
-			c.stats(int64(len(b)))
+		seen := 0
+		c := statsCounter{buckets: make(map[int64]int64), seen: func([]byte) { seen++ }}
+		if err := c.block(b); err != nil {
+			return
+		}
+		c.stats(int64(len(b)))
+		if len(c.key) > 0 && seen == 0 {
+			t.Errorf("key %q was not seen", c.key)
 		}
 	})
 }
