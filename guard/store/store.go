@@ -39,8 +39,8 @@ const (
 // caller owns returned values and keys; those given to Commit must not change until it returns.
 type Store interface {
 	// Get returns the current entry of key, or ErrNotFound. An entry whose expiry has passed (Now
-	// is at or after it) is not found, swept or not. A bulk value that is missing or does not
-	// match its checksum is ErrDamaged.
+	// is at or after it) is not found, swept or not. A value that is missing or does not match
+	// its checksum is ErrDamaged.
 	Get(ctx context.Context, key []byte) (Entry, error)
 
 	// Scan yields the living entries of r in the order of their keys, from one consistent
@@ -170,7 +170,7 @@ var (
 	ErrUnknown = errors.New("store: outcome of the commit unknown")
 	// ErrFull: there is no room for the batch now, and nothing of it was written.
 	ErrFull = errors.New("store: no room")
-	// ErrDamaged: the entry exists, its bulk value is missing or altered.
+	// ErrDamaged: the entry exists, its value is missing or altered.
 	ErrDamaged = errors.New("store: value damaged")
 	// ErrInvalid: the batch breaks a limit or a rule of Write.
 	ErrInvalid = errors.New("store: invalid batch")

@@ -2,6 +2,7 @@ package badger
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -10,9 +11,11 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -28,8 +31,9 @@ const (
 	maxScratch = 1 << 20
 )
 
-// bodies are the bulk values, in append-only files by time of expiry: Badger reclaims space
-// only by rewriting the live values.
+// bodies are the values that are stored apart from Badger, in append-only files by time of
+// expiry: Badger reclaims space only by rewriting the live values, and writes every value
+// again with each of its levels.
 type bodies struct {
 	dir    string
 	window time.Duration
@@ -41,15 +45,16 @@ type bodies struct {
 	created bool   // since the directory was last synced; guarded by writing
 	scratch []byte // guarded by writing
 
-	mu      sync.Mutex // guards what follows
+	clock atomic.Uint64 // of uses
+
+	mu      sync.RWMutex // guards what follows
 	handles map[int64]*handle
-	clock   uint64 // of uses
 	closed  bool
 }
 
 type handle struct {
 	f      *os.File
-	used   uint64
+	used   atomic.Uint64
 	pinned bool  // an append is under way; not to be closed
 	dirty  bool  // written and not synced; not to be closed
 	size   int64 // where the next append goes; the appender's
@@ -94,51 +99,54 @@ func (b *bodies) append(values []*bulkValue, syncs func()) error {
 	return b.sync(written, syncs)
 }
 
-// writeAll writes values to their files and returns the files, pinned. The caller holds writing.
+// writeAll writes values to their files and returns the files, pinned. After an error the next
+// append overwrites all that was written. The caller holds writing.
 func (b *bodies) writeAll(values []*bulkValue) (written []*handle, err error) {
 	bySegment := make(map[int64][]*bulkValue)
 	for _, v := range values {
 		end := partition(v.expires, b.window)
 		bySegment[end] = append(bySegment[end], v)
 	}
+	before := make(map[*handle]int64, len(bySegment))
 	for end, values := range bySegment {
 		h, err := b.forAppend(end)
-		if err != nil {
-			return written, err
+		if err == nil {
+			written = append(written, h)
+			before[h] = h.size
+			err = b.write(h, end, values)
 		}
-		written = append(written, h)
-		if err := b.write(h, end, values); err != nil {
+		if err != nil {
+			for h, size := range before {
+				// Truncating gives space back to a full disk, and may fail.
+				h.size = size
+				_ = h.f.Truncate(size)
+			}
 			return written, err
 		}
 	}
 	return written, nil
 }
 
+// write appends values to one file, in pieces of about maxScratch bytes.
 func (b *bodies) write(h *handle, end int64, values []*bulkValue) error {
-	size := 0
-	for _, v := range values {
-		size += segmentHeader + len(v.key) + len(v.value)
-	}
 	buf := b.scratch[:0]
-	if cap(buf) < size {
-		buf = make([]byte, 0, size)
-	}
-	if b.scratch = buf; size > maxScratch {
-		b.scratch = nil // do not keep the memory of one large write
-	}
-	for _, v := range values {
+	for i, v := range values {
 		offset := uint64(h.size) + uint64(len(buf))
 		var sum uint32
 		buf, sum = appendSegment(buf, v.key, v.value)
 		v.at = pointer{segment: end, offset: offset, length: uint32(len(v.value)), sum: sum}
+		if i < len(values)-1 && len(buf) < maxScratch {
+			continue
+		}
+		if err := b.disk.write(h.f, buf, h.size); err != nil {
+			return fmt.Errorf("writing bulk values: %w", err)
+		}
+		h.size += int64(len(buf))
+		buf = buf[:0]
 	}
-	if err := b.disk.write(h.f, buf, h.size); err != nil {
-		// The next append overwrites what was written. Truncating gives space back to a
-		// full disk, and may fail.
-		_ = h.f.Truncate(h.size)
-		return fmt.Errorf("writing bulk values: %w", err)
+	if b.scratch = buf; cap(buf) > 2*maxScratch {
+		b.scratch = nil // do not keep the memory of one large write
 	}
-	h.size += int64(len(buf))
 	b.mu.Lock()
 	h.dirty = true
 	b.mu.Unlock()
@@ -175,9 +183,8 @@ func (b *bodies) handle(end int64, flags int) (*handle, error) {
 	if b.closed {
 		return nil, store.ErrClosed
 	}
-	b.clock++
 	if h := b.handles[end]; h != nil {
-		h.used = b.clock
+		h.used.Store(b.clock.Add(1))
 		return h, nil
 	}
 	f, err := os.OpenFile(filepath.Join(b.dir, segmentName(end)), flags, 0o600)
@@ -189,7 +196,8 @@ func (b *bodies) handle(end int64, flags int) (*handle, error) {
 		f.Close()
 		return nil, err
 	}
-	h := &handle{f: f, used: b.clock, size: info.Size()}
+	h := &handle{f: f, size: info.Size()}
+	h.used.Store(b.clock.Add(1))
 	b.handles[end] = h
 	b.evict()
 	return h, nil
@@ -203,10 +211,10 @@ func (b *bodies) evict() {
 		var found *handle
 		for end, h := range b.handles {
 			// The newest was opened for a caller that has not used it yet.
-			if h.pinned || h.dirty || h.used == b.clock {
+			if h.pinned || h.dirty || h.used.Load() == b.clock.Load() {
 				continue
 			}
-			if found == nil || h.used < found.used {
+			if found == nil || h.used.Load() < found.used.Load() {
 				oldest, found = end, h
 			}
 		}
@@ -218,12 +226,24 @@ func (b *bodies) evict() {
 	}
 }
 
+// forRead returns the open segment.
+func (b *bodies) forRead(segment int64) (*handle, error) {
+	b.mu.RLock()
+	h := b.handles[segment]
+	b.mu.RUnlock()
+	if h != nil {
+		h.used.Store(b.clock.Add(1))
+		return h, nil
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.handle(segment, os.O_RDWR)
+}
+
 // read returns the value at p, or store.ErrDamaged if it is missing or altered.
 func (b *bodies) read(p pointer, key []byte) ([]byte, error) {
 	for {
-		b.mu.Lock()
-		h, err := b.handle(p.segment, os.O_RDWR)
-		b.mu.Unlock()
+		h, err := b.forRead(p.segment)
 		switch {
 		case errors.Is(err, store.ErrClosed):
 			return nil, err
@@ -296,8 +316,8 @@ func (b *bodies) close() {
 	clear(b.handles)
 }
 
-// Small bulk values are written to their files after their commit. The log keeps them until
-// the files are synced: see logCleaner.
+// Ordinary values, and small bulk values, are written to their files after their commit. The
+// log keeps them until the files are synced: see logCleaner.
 
 // stage writes values and fills in their pointers. They are durable after syncStaged.
 func (b *bodies) stage(values []*bulkValue, syncs func()) error {
@@ -364,7 +384,7 @@ func (b *bodies) sync(files []*handle, syncs func()) error {
 	return nil
 }
 
-// A segment holds the bulk values of one time partition. It is read by pointers from Badger
+// A segment holds the values of one time partition. It is read by pointers from Badger
 // only, so what a crash left at its end does no harm.
 //
 //	bytes 0-3    magic
@@ -433,4 +453,128 @@ func readSegment(f *os.File, p pointer, key []byte) ([]byte, error) {
 		return nil, fmt.Errorf("checksum does not match in segment %d at %d", p.segment, p.offset)
 	}
 	return value[:len(value):len(value)], nil
+}
+
+// segmentFacts are what was found whole in a segment: everything before end but gaps.
+type segmentFacts struct {
+	end  int64
+	gaps []gap // in the order of the file
+}
+
+// gap is what holds no whole value. A crash or a full disk leaves some, to which nothing points.
+type gap struct{ from, to int64 }
+
+// maxGaps bounds the gaps that are recorded of a segment; the rest of it counts as one.
+const maxGaps = 1000
+
+// has reports whether a value with a key of so many bytes lies where whole values were found.
+func (f segmentFacts) has(p pointer, key int) bool {
+	from := int64(p.offset)
+	to := from + int64(segmentHeader+key) + int64(p.length)
+	if to > f.end {
+		return false
+	}
+	i, _ := slices.BinarySearchFunc(f.gaps, from, func(g gap, from int64) int { return cmp.Compare(g.to, from+1) })
+	return i == len(f.gaps) || f.gaps[i].from >= to
+}
+
+// check reads all segments, in their order on the disk, until stop is closed.
+func (b *bodies) check(stop <-chan struct{}) map[int64]segmentFacts {
+	found := make(map[int64]segmentFacts)
+	entries, err := os.ReadDir(b.dir)
+	if err != nil {
+		return found
+	}
+	for _, e := range entries {
+		segment, ok := segmentEnd(e.Name())
+		if !ok {
+			continue
+		}
+		f, err := os.Open(filepath.Join(b.dir, e.Name()))
+		if err != nil {
+			continue // swept meanwhile, or each of its values will be read
+		}
+		if info, err := f.Stat(); err == nil {
+			found[segment] = checkSegment(f, info.Size(), stop)
+		}
+		f.Close()
+	}
+	return found
+}
+
+// checkSegment reads the first size bytes of a segment. It rests for longer than it works, so
+// that calls do not notice it.
+func checkSegment(f io.ReaderAt, size int64, stop <-chan struct{}) segmentFacts {
+	facts := segmentFacts{end: size}
+	piece := make([]byte, checkPiece)
+	gapFrom := int64(-1)
+	for at := int64(0); at < size; {
+		begun := time.Now()
+		n, err := f.ReadAt(piece[:min(size-at, checkPiece)], at)
+		if err != nil || len(facts.gaps) == maxGaps {
+			facts.end = at
+			return facts
+		}
+		used := 0
+		for b := piece[:n]; used < n; {
+			length := wholeValue(b[used:])
+			if length == 0 && n == checkPiece && used > checkPiece-maxSegmentValue {
+				break // it may go on in the next piece
+			}
+			if length > 0 {
+				if gapFrom >= 0 {
+					facts.gaps, gapFrom = append(facts.gaps, gap{gapFrom, at + int64(used)}), -1
+				}
+				used += length
+				continue
+			}
+			if gapFrom < 0 {
+				gapFrom = at + int64(used)
+			}
+			used++
+			if next := bytes.Index(b[used:], segmentMagicBytes); next >= 0 {
+				used += next
+			} else {
+				used = max(used, n-len(segmentMagicBytes)+1)
+			}
+		}
+		at += int64(used)
+		if n < checkPiece {
+			break
+		}
+		select {
+		case <-stop:
+			facts.end = at
+			return facts
+		case <-time.After(3 * time.Since(begun)):
+		}
+	}
+	if gapFrom >= 0 {
+		facts.end = gapFrom
+	}
+	return facts
+}
+
+const (
+	maxSegmentValue = segmentHeader + store.MaxKey + store.MaxBulk
+	checkPiece      = 2 * maxSegmentValue
+)
+
+var segmentMagicBytes = binary.BigEndian.AppendUint32(nil, segmentMagic)
+
+// wholeValue is the length in the segment of the value at the beginning of b, 0 if that is none
+// or not whole.
+func wholeValue(b []byte) int {
+	if len(b) < segmentHeader || binary.BigEndian.Uint32(b) != segmentMagic {
+		return 0
+	}
+	key, value := binary.BigEndian.Uint32(b[4:]), binary.BigEndian.Uint32(b[8:])
+	if key > store.MaxKey || value > store.MaxBulk || segmentHeader+int(key+value) > len(b) {
+		return 0
+	}
+	end := segmentHeader + int(key+value)
+	if crc32.Checksum(b[segmentHeader:end], castagnoli) != binary.BigEndian.Uint32(b[12:]) {
+		return 0
+	}
+	return end
 }

@@ -2,6 +2,7 @@ package badger
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -9,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -127,36 +129,280 @@ func TestDamagedBulk(t *testing.T) {
 			must(t, os.WriteFile(file, b, 0o600))
 		},
 	} {
-		t.Run(name, func(t *testing.T) {
-			m := newManual()
-			dir := t.TempDir()
-			s := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
-			mustCommit(t, s, m.bulk("a", 1000, time.Hour), put("ordinary", "1"))
-			segments(t, s) // so that it is the first in its file
-			v := mustCommit(t, s, m.bulk("b", 1000, time.Hour))
-			file := segments(t, s)[0]
-			must(t, s.Close())
-			damage(t, file)
-			s = reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
-			_, err := s.Get(t.Context(), []byte("b"))
-			wantErr(t, "get", err, store.ErrDamaged)
-			if errors.Is(err, store.ErrNotFound) {
-				t.Error("damaged reads as absent")
+		testDamaged(t, name+", bulk", (*manual).bulk, damage)
+		testDamaged(t, name+", record", (*manual).expiring, damage)
+	}
+}
+
+// P1: the entry of a damaged value is never absent.
+func testDamaged(t *testing.T, name string, write func(m *manual, key string, size int, ttl time.Duration) store.Write, damage func(t *testing.T, file string)) {
+	t.Run(name, func(t *testing.T) {
+		m := newManual()
+		dir := t.TempDir()
+		s := reopenWith(t, dir, Options{Now: m.Now, VerifyEvery: -1}, osDisk{})
+		mustCommit(t, s, write(m, "a", 1000, time.Hour), put("ordinary", "1"))
+		segments(t, s) // so that it is the first in its file
+		v := mustCommit(t, s, write(m, "b", 1000, time.Hour))
+		file := segments(t, s)[0]
+		must(t, s.Close())
+		damage(t, file)
+		s = reopenWith(t, dir, Options{Now: m.Now, VerifyEvery: -1}, osDisk{})
+		must(t, s.verifyStored())
+		if n := s.Stats().Damaged; n == 0 && !strings.HasPrefix(name, "another key's") { // which only a read finds
+			t.Error("the check of what is stored has found nothing")
+		}
+		_, err := s.Get(t.Context(), []byte("b"))
+		wantErr(t, "get", err, store.ErrDamaged)
+		if errors.Is(err, store.ErrNotFound) {
+			t.Error("damaged reads as absent")
+		}
+		var entry store.Entry
+		var last error
+		for entry, last = range s.Scan(t.Context(), store.Range{From: []byte("b"), To: []byte("c")}) {
+		}
+		wantErr(t, "scan", last, store.ErrDamaged)
+		if string(entry.Key) != "b" {
+			t.Errorf("the scan does not tell which entry is damaged: %q", entry.Key)
+		}
+		wantValue(t, s, "ordinary", "1")
+		// Its entry still stands for conditions.
+		_, err = s.Commit(t.Context(), insert("b", "1"))
+		wantErr(t, "insert", err, store.ErrDamaged)
+		mustCommit(t, s, store.Write{Key: []byte("b"), Delete: true, If: store.VersionIs(v)})
+		must(t, s.cause())
+	})
+}
+
+// Large values with an expiry leave Badger; conditions need their entries alone, and what is
+// overwritten within a layer is not written.
+func TestLargeValuesLeaveBadger(t *testing.T) {
+	m := newManual()
+	s, d := newFaulty(t, Options{Now: m.Now})
+	entered, release := holdApplier(t, d)
+	mustCommit(t, s, put("blocker", "1"))
+	wait(t, entered) // what follows is one layer
+	brief, large := m.expiring("large", 9000, time.Hour), m.expiring("large", 5000, time.Hour)
+	mustCommit(t, s, brief, put("for ever", strings.Repeat("v", 1000)))
+	brief.Key = []byte("brief")
+	mustCommit(t, s, brief, m.expiring("least", minApart, time.Hour), m.expiring("less", minApart-1, time.Hour))
+	mustCommit(t, s, remove("brief"))
+	v := mustCommit(t, s, large)
+	check := func(s *Store) {
+		t.Helper()
+		wantValue(t, s, "large", string(large.Value))
+		lost := new(store.Conflict)
+		_, err := s.Commit(t.Context(), insert("large", "again"))
+		if !errors.As(err, &lost) || lost.Found.Version != v || !bytes.Equal(lost.Found.Value, large.Value) {
+			t.Errorf("insert: %v", err)
+		}
+	}
+	check(s)
+	release()
+	files := segments(t, s)
+	if len(files) != 1 {
+		t.Fatalf("segments %q, want one", files)
+	}
+	info, err := os.Stat(files[0])
+	must(t, err)
+	if want := int64(2*segmentHeader + len("large") + 5000 + len("least") + minApart); info.Size() != want {
+		t.Errorf("the segment has %d bytes, want %d: the last value alone", info.Size(), want)
+	}
+	for key, pointed := range map[string]bool{"large": true, "least": true, "less": false, "for ever": false} {
+		raw, err := s.getRaw(userKey([]byte(key)))
+		must(t, err)
+		r, err := decode(raw)
+		if err != nil || r.bulk != pointed {
+			t.Errorf("%q: a pointer %v, %v; want %v", key, r.bulk, err, pointed)
+		}
+	}
+	check(s)
+	s = flushed(t, s, Options{Now: m.Now})
+	check(s)
+	mustCommit(t, s, store.Write{Key: []byte("large"), Value: []byte("small"), If: store.VersionIs(v), Expires: large.Expires})
+	must(t, s.drain(t.Context()))
+	wantValue(t, s, "large", "small")
+	m.advance(2 * time.Hour)
+	s.sweep()
+	if left := segments(t, s); len(left) != 0 {
+		t.Errorf("left: %q", left)
+	}
+	mustCommit(t, s, insert("least", "again"))
+}
+
+// A layer for which the disk has no space is staged again, over what came through of it.
+func TestStagingAgainLeavesNothing(t *testing.T) {
+	m := newManual()
+	s, d := newFaulty(t, Options{Now: m.Now})
+	mustCommit(t, s, m.expiring("before", 300, time.Hour))
+	must(t, s.drain(t.Context()))
+	tried := make(chan struct{}, 1)
+	n := 0
+	d.set(func() {
+		d.onWrite = func(name string) error {
+			if !strings.HasSuffix(name, segmentSuffix) {
+				return nil
 			}
-			var entry store.Entry
-			var last error
-			for entry, last = range s.Scan(t.Context(), store.Range{From: []byte("b"), To: []byte("c")}) {
+			if n++; n%3 != 0 { // the third segment, or the third piece
+				return nil
 			}
-			wantErr(t, "scan", last, store.ErrDamaged)
-			if string(entry.Key) != "b" {
-				t.Errorf("the scan does not tell which entry is damaged: %q", entry.Key)
+			signal(tried)
+			return syscall.ENOSPC
+		}
+	})
+	var batch []store.Write
+	for i := range 60 {
+		batch = append(batch, m.expiring(fmt.Sprint("key-", i), 30_000, time.Duration(1+i%3)*time.Hour))
+	}
+	mustCommit(t, s, batch...)
+	for range 3 {
+		<-tried
+	}
+	wantValue(t, s, "key-0", string(batch[0].Value))
+	d.set(func() { d.onWrite = nil })
+	var size int64
+	for _, file := range segments(t, s) {
+		info, err := os.Stat(file)
+		must(t, err)
+		size += info.Size()
+	}
+	if want := int64(60*30_000 + 60*100 + 400); size > want {
+		t.Errorf("%d bytes of segments, want at most %d", size, want)
+	}
+	s = flushed(t, s, Options{Now: m.Now})
+	for _, w := range batch {
+		wantValue(t, s, string(w.Key), string(w.Value))
+	}
+	wantValue(t, s, "before", string(m.expiring("before", 300, 0).Value))
+}
+
+// The check of what is stored finds damage, and takes nothing else for it: not the space that a
+// crash left, nor entries that were replaced or have expired.
+func TestStoredValuesAreVerified(t *testing.T) {
+	m := newManual()
+	dir := t.TempDir()
+	o := Options{Now: m.Now, VerifyEvery: -1}
+	s := reopenWith(t, dir, o, osDisk{})
+	const n = 3000
+	var batch []store.Write
+	for i := range n {
+		batch = append(batch, m.expiring(fmt.Sprintf("key-%04d", i), 1000, time.Hour))
+		if len(batch) == 1000 {
+			mustCommit(t, s, batch...)
+			batch = batch[:0]
+		}
+	}
+	mustCommit(t, s, m.expiring("soon", 1000, time.Minute), m.expiring("later", 1000, 20*time.Hour), m.expiring("replaced", 1000, 30*time.Hour))
+	s = flushed(t, s, o)
+	mustCommit(t, s, put("replaced", "1"))
+	s = flushed(t, s, o)
+	want := func(damaged uint64) {
+		t.Helper()
+		must(t, s.verifyStored())
+		if got := s.Stats().Damaged; got != damaged {
+			t.Errorf("%d values are found damaged, want %d", got, damaged)
+		}
+		must(t, s.cause())
+	}
+	want(0)
+	files := make(map[int64]string)
+	for _, file := range segments(t, s) {
+		end, _ := segmentEnd(filepath.Base(file))
+		files[end] = file
+	}
+	must(t, s.Close())
+	must(t, os.Remove(files[partition(m.Now().Add(30*time.Hour), time.Hour)])) // nothing points to it
+	main := files[partition(m.Now().Add(time.Hour), time.Hour)]
+	torn, err := os.OpenFile(main, os.O_APPEND|os.O_WRONLY, 0)
+	must(t, err)
+	_, err = torn.Write(append([]byte("agb1 torn"), make([]byte, 10_000)...))
+	must(t, errors.Join(err, torn.Close()))
+	s = reopenWith(t, dir, o, osDisk{})
+	mustCommit(t, s, m.expiring("behind", 1000, time.Hour))
+	s = flushed(t, s, o)
+	want(0)
+	must(t, s.Close())
+	record := segmentHeader + len("key-0000") + 1000
+	flip(t, main, 500*record+segmentHeader+100) // one in its value
+	flip(t, main, 700*record+10)                // one in its length
+	flip(t, main, 2900*record+segmentHeader+2)  // one in its key
+	must(t, os.Remove(files[partition(m.Now().Add(20*time.Hour), time.Hour)]))
+	s = reopenWith(t, dir, o, osDisk{})
+	want(4)
+	m.advance(3 * time.Hour)
+	want(1)
+}
+
+func TestSegmentsAreRead(t *testing.T) {
+	var b []byte
+	var at []pointer
+	for i := range 40 {
+		offset := uint64(len(b))
+		value := bytes.Repeat([]byte{byte(i)}, i*7_000)
+		var sum uint32
+		b, sum = appendSegment(b, fmt.Sprint("key-", i), value)
+		at = append(at, pointer{offset: offset, length: uint32(len(value)), sum: sum})
+	}
+	key := func(i int) int { return len(fmt.Sprint("key-", i)) }
+	facts := checkSegment(bytes.NewReader(b), int64(len(b)), nil)
+	if facts.end != int64(len(b)) || len(facts.gaps) != 0 {
+		t.Errorf("%+v, want all %d bytes", facts, len(b))
+	}
+	for _, damage := range [][2]uint64{{at[5].offset, at[6].offset}, {at[20].offset + 8, at[20].offset + 9}, {at[30].offset, at[33].offset + 5}, {at[39].offset + 400, uint64(len(b))}} {
+		bad := bytes.Clone(b)
+		for i := damage[0]; i < damage[1]; i++ {
+			bad[i] ^= 0x55
+		}
+		facts := checkSegment(bytes.NewReader(bad), int64(len(bad)), nil)
+		for i, p := range at {
+			end := p.offset + segmentHeader + uint64(key(i)) + uint64(p.length)
+			if got, want := facts.has(p, key(i)), end <= damage[0] || p.offset >= damage[1]; got != want {
+				t.Errorf("bytes %d to %d are altered: value %d is found %v, want %v", damage[0], damage[1], i, got, want)
 			}
-			wantValue(t, s, "ordinary", "1")
-			// Its entry still stands for conditions.
-			_, err = s.Commit(t.Context(), insert("b", "1"))
-			wantErr(t, "insert", err, store.ErrDamaged)
-			mustCommit(t, s, store.Write{Key: []byte("b"), Delete: true, If: store.VersionIs(v)})
-		})
+		}
+	}
+}
+
+// Whatever a segment holds, reading it ends, and nothing is found where readSegment fails.
+func FuzzSegment(f *testing.F) {
+	whole, _ := appendSegment(nil, "key", []byte("value"))
+	f.Add([]byte{})
+	f.Add(whole)
+	f.Add(append(append([]byte("agb1"), whole...), "agb1 torn"...))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		facts := checkSegment(bytes.NewReader(b), int64(len(b)), nil)
+		for at := 0; at+segmentHeader <= len(b); at++ {
+			n := wholeValue(b[at:])
+			if n == 0 {
+				continue
+			}
+			if key := int(binary.BigEndian.Uint32(b[at+4:])); n != segmentHeader+key+int(binary.BigEndian.Uint32(b[at+8:])) {
+				t.Errorf("a value at %d of %d bytes", at, n)
+			}
+			if at == 0 && facts.end < int64(n) {
+				t.Errorf("the first value is not found: %+v", facts)
+			}
+		}
+	})
+}
+
+// A store of the form before is read, and becomes one of this form.
+func TestOldFormIsCarriedOver(t *testing.T) {
+	dir := t.TempDir()
+	must(t, os.CopyFS(dir, os.DirFS("testdata/form2")))
+	for range 2 {
+		s := reopenWith(t, dir, Options{}, osDisk{})
+		must(t, s.verifyStored())
+		for _, key := range []string{"record", "kept", "bulk"} {
+			wantValue(t, s, key, strings.Repeat(key+" ", 200))
+		}
+		wantValue(t, s, "small", "small")
+		e, err := s.Get(t.Context(), []byte("record"))
+		must(t, err)
+		mustCommit(t, s, store.Write{Key: e.Key, Value: e.Value, Expires: e.Expires, If: store.VersionIs(e.Version)})
+		must(t, s.Close())
+		if b, err := os.ReadFile(filepath.Join(dir, "STORE")); err != nil || !strings.Contains(string(b), `"format":3`) {
+			t.Errorf("%s, %v", b, err)
+		}
 	}
 }
 

@@ -469,4 +469,11 @@ func (m *manual) bulk(key string, size int, ttl time.Duration) store.Write {
 	return store.Write{Key: []byte(key), Value: bytes.Repeat([]byte(key), size)[:size], Bulk: true, Expires: m.Now().Add(ttl)}
 }
 
+// expiring is an ordinary write.
+func (m *manual) expiring(key string, size int, ttl time.Duration) store.Write {
+	w := m.bulk(key, size, ttl)
+	w.Bulk = false
+	return w
+}
+
 func newManual() *manual { return &manual{now: time.Unix(1_700_000_000, 0)} }

@@ -65,7 +65,7 @@ func (s *manifestFile) load() (found bool, err error) {
 		return false, corrupt(s.dir, "STORE cannot be read: %w", err)
 	}
 	switch {
-	case s.current.Format != format:
+	case s.current.Format != format && s.current.Format != oldFormat:
 		return false, fmt.Errorf("badger: %s was written in form %d by another version of this program; this one reads form %d",
 			s.dir, s.current.Format, format)
 	case s.current.State != stateCreating && s.current.State != stateOpen && s.current.State != stateClosed:
@@ -90,7 +90,7 @@ func (s *manifestFile) markOpen() error {
 // markClosed marks a store that was closed in order, with the log that it leaves.
 func (s *manifestFile) markClosed(log logRange) error {
 	return s.update(func(now *manifest) error {
-		now.Format, now.Log = format, log
+		now.Log = log
 		return s.readBadger(now, stateClosed)
 	})
 }
@@ -135,6 +135,7 @@ func (s *manifestFile) readBadger(now *manifest, state string) error {
 	if err != nil {
 		return err
 	}
+	now.Format = format
 	now.State, now.ManifestSize, now.ManifestHead, now.Manifest = state, int64(len(manifest)), sum(firstChangeSet(manifest)), ""
 	if state == stateClosed {
 		now.Manifest = sum(manifest)

@@ -23,8 +23,8 @@ type Options struct {
 	Now func() time.Time
 	// Logger receives messages for operators, without keys or values (P8); nil logs nothing.
 	Logger *slog.Logger
-	// BulkWindow is the width of a time partition of bulk values: their space
-	// comes back at most this long after their expiry. Whole seconds; zero is
+	// BulkWindow is the width of a time partition of bulk values and of large ones that expire:
+	// their space comes back at most this long after their expiry. Whole seconds; zero is
 	// an hour. It may change from one opening to the next.
 	BulkWindow time.Duration
 	// GroupWait is the longest time that a commit waits for others to share its
@@ -42,8 +42,8 @@ type Options struct {
 	// them. Over it Commit refuses what it refuses below MinFree, until enough has expired.
 	// Running executions are completed, so the store may grow a little larger. Zero is no limit.
 	MaxSize int64
-	// VerifyEvery is the time between two checks of all of Badger's tables, which find
-	// blocks that decay while the store is open. Zero is 24 hours, negative is never. Open
+	// VerifyEvery is the time between two checks of all of Badger's tables and segments, which
+	// find what decays while the store is open. Zero is 24 hours, negative is never. Open
 	// checks them too or, if they have not changed since an orderly close, defers the check
 	// until right after it.
 	VerifyEvery time.Duration

@@ -262,11 +262,11 @@ func (a *applier) awaitSpace(stop <-chan struct{}) bool {
 	return false
 }
 
-// apply writes a layer to Badger, its bulk values to their files first. The marker comes
+// apply writes a layer to Badger, its large values to their files first. The marker comes
 // last: if Badger's tables have it, they have the whole layer and all before it.
 func (a *applier) apply(l *layer) error {
 	now := a.options.Now()
-	pointed, err := a.stageBulk(l, now)
+	pointed, err := a.stageApart(l, now)
 	if err != nil {
 		return err
 	}
@@ -308,12 +308,24 @@ func (a *applier) apply(l *layer) error {
 	return w.commit()
 }
 
-// stageBulk writes the layer's bulk values to their files and returns the pointers to store
-// instead, nil for values that have expired.
-func (a *applier) stageBulk(l *layer, now time.Time) (map[string][]byte, error) {
+// minApart is the size in bytes from which on an ordinary value with an expiry leaves Badger for
+// a segment. A pointer and Badger's own entry take about 100.
+const minApart = 256
+
+// apart reports whether a value, as the log has it, is stored in a segment once it is applied.
+func apart(value []byte) bool {
+	if value == nil || value[0]&flagInline != 0 {
+		return value != nil
+	}
+	return value[0]&(flagExpires|flagBulk) == flagExpires && len(value)-headerSize >= minApart
+}
+
+// stageApart writes the layer's large values to their files and returns the pointers to store
+// instead, nil for bulk values that have expired.
+func (a *applier) stageApart(l *layer, now time.Time) (map[string][]byte, error) {
 	n := 0
 	for _, value := range l.values {
-		if value != nil && value[0]&flagInline != 0 {
+		if apart(value) {
 			n++
 		}
 	}
@@ -323,15 +335,17 @@ func (a *applier) stageBulk(l *layer, now time.Time) (map[string][]byte, error) 
 	pointed := make(map[string][]byte, n)
 	all, values, keys := make([]bulkValue, 0, n), make([]*bulkValue, 0, n), make([]string, 0, n)
 	for key, value := range l.values {
-		if value == nil || value[0]&flagInline == 0 {
+		if !apart(value) {
 			continue
 		}
 		r, err := decode(value)
 		if err != nil {
 			return nil, fmt.Errorf("applying: %w", err)
 		}
-		if !r.living(now) {
-			pointed[key] = nil // its file may have been swept already
+		if !r.living(now) { // its file may have been swept already
+			if value[0]&flagInline != 0 {
+				pointed[key] = nil
+			}
 			continue
 		}
 		all = append(all, bulkValue{key: key[1:], value: r.value, expires: r.expires})
@@ -340,12 +354,12 @@ func (a *applier) stageBulk(l *layer, now time.Time) (map[string][]byte, error) 
 	if err := a.bodies.stage(values, a.countBulkSync); err != nil {
 		return nil, fmt.Errorf("applying: %w", err)
 	}
-	pointers := make([]byte, n*(headerSize+pointerSize))
+	pointers := make([]byte, len(values)*(headerSize+pointerSize))
 	for i, v := range values {
 		p := pointers[: headerSize+pointerSize : headerSize+pointerSize]
 		pointers = pointers[len(p):]
 		copy(p, l.values[keys[i]][:headerSize])
-		p[0] &^= flagInline
+		p[0] = p[0]&^flagInline | flagBulk
 		v.at.put(p[headerSize:])
 		pointed[keys[i]] = p
 	}
@@ -454,7 +468,10 @@ const (
 	// versionGap is left between the highest version found at opening and the first new
 	// one, for versions in a torn end of the log.
 	versionGap = 1 << 20
-	format     = 2
+	// format is the form of what is written. The form before it had only bulk values in
+	// segments, and reads no other after a loss of power; it is read, and becomes this one.
+	format    = 3
+	oldFormat = 2
 )
 
 var (
@@ -483,8 +500,10 @@ func readMarker(db *badgerdb.DB) (m marker, found bool, err error) {
 		return marker{}, false, err
 	}
 	rest, ok := bytes.CutPrefix(raw, []byte(markerText))
-	if ok && len(rest) == 12 && binary.BigEndian.Uint32(rest) == format {
-		return marker{seq: binary.BigEndian.Uint64(rest[4:])}, true, nil
+	if ok && len(rest) == 12 {
+		if form := binary.BigEndian.Uint32(rest); form == format || form == oldFormat {
+			return marker{seq: binary.BigEndian.Uint64(rest[4:])}, true, nil
+		}
 	}
 	return marker{}, false, fmt.Errorf("the marker is %q, written by another version of this program", raw)
 }

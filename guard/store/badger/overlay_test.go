@@ -295,7 +295,8 @@ func TestApplyingFails(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s, d := newFaulty(t, Options{Now: m.Now})
 			d.set(func() { fail(d) })
-			mustCommit(t, s, put("a", "1"), m.bulk("b", 1000, time.Hour))
+			record := m.expiring("c", 1000, time.Hour)
+			mustCommit(t, s, put("a", "1"), m.bulk("b", 1000, time.Hour), record)
 			switch name {
 			case "while it is full":
 				value := strings.Repeat("v", 60_000)
@@ -318,6 +319,7 @@ func TestApplyingFails(t *testing.T) {
 			again := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
 			wantValue(t, again, "a", "1")
 			wantValue(t, again, "b", string(m.bulk("b", 1000, 0).Value))
+			wantValue(t, again, "c", string(record.Value))
 		})
 	}
 }
@@ -355,11 +357,13 @@ func TestApplyingWaitsForSpace(t *testing.T) {
 	}
 
 	d.set(func() { d.onWrite = func(string) error { return syscall.ENOSPC } })
-	mustCommit(t, s, m.bulk("d", 1000, time.Hour))
+	record := m.expiring("e", 1000, time.Hour)
+	mustCommit(t, s, m.bulk("d", 1000, time.Hour), record)
 	dir := s.dir
 	_ = s.Close() // still without space: the log keeps it
 	again := reopenWith(t, dir, Options{Now: m.Now}, osDisk{})
 	wantValue(t, again, "d", string(m.bulk("d", 1000, 0).Value))
+	wantValue(t, again, "e", string(record.Value))
 }
 
 // versions counts Badger's versions of key, deletions included.

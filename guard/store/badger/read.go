@@ -41,7 +41,8 @@ const (
 	headerSize = 21
 
 	flagExpires = 1 << 0
-	flagBulk    = 1 << 1
+	// flagBulk marks a value that is stored in a segment, or will be if flagInline is set too.
+	flagBulk = 1 << 1
 	// flagInline marks a bulk value that is stored here itself: in the log and the overlay,
 	// not in Badger.
 	flagInline = 1 << 2
@@ -90,7 +91,7 @@ func (r *record) living(now time.Time) bool {
 	return r.expires.IsZero() || now.Before(r.expires)
 }
 
-// pointer locates a bulk value.
+// pointer locates a value in a segment.
 type pointer struct {
 	segment int64 // the end of its time partition, Unix seconds
 	offset  uint64
@@ -175,8 +176,9 @@ func (s *Store) entry(key, raw []byte, now time.Time) (store.Entry, error) {
 	if !now.IsZero() && !r.living(now) {
 		return store.Entry{}, store.ErrNotFound
 	}
-	e := store.Entry{Key: key, Value: bytes.Clone(r.value), Version: r.version, Expires: r.expires}
+	e := store.Entry{Key: key, Version: r.version, Expires: r.expires}
 	if !r.bulk {
+		e.Value = bytes.Clone(r.value)
 		return e, nil
 	}
 	e.Value, err = s.bodies.read(readPointer(r.value), key)

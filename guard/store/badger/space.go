@@ -184,8 +184,8 @@ func updatesInPlace(writes []store.Write) bool {
 // Space is the disk space of a store by part, in bytes: allocated blocks, not lengths of
 // files. It is measured once a minute.
 type Space struct {
-	// LSM are the ordinary values, Bodies the bulk values, Log everything else: logs and
-	// manifest.
+	// LSM are Badger's tables, Bodies the values that are stored apart, Log everything else:
+	// logs and manifest.
 	LSM, Bodies, Log int64
 	// Total is the sum.
 	Total int64
@@ -574,8 +574,10 @@ type Stats struct {
 	BulkSyncs uint64
 	// Bytes of keys and ordinary values, and bytes of bulk values, that were committed.
 	Bytes, BulkBytes uint64
-	// Dropped counts the segments of bulk values removed after their expiry.
+	// Dropped counts the segments removed after the expiry of their values.
 	Dropped uint64
+	// Damaged is the number of values in segments that the last check found missing or altered.
+	Damaged uint64
 	// Full counts the batches refused for want of disk space.
 	Full uint64
 	// Reclaimed counts the compactions run to reclaim space, and ReclaimedBytes what they
@@ -598,9 +600,9 @@ type Stats struct {
 }
 
 type counters struct {
-	batches, writes, conflicts, commits, applied, bulkSyncs, bytes, bulkBytes, dropped, full atomic.Uint64
-	reclaimed, reclaimedBytes                                                                atomic.Uint64
-	lastReclaim                                                                              atomic.Int64 // Unix nanoseconds
+	batches, writes, conflicts, commits, applied, bulkSyncs, bytes, bulkBytes, dropped, damaged, full atomic.Uint64
+	reclaimed, reclaimedBytes                                                                         atomic.Uint64
+	lastReclaim                                                                                       atomic.Int64 // Unix nanoseconds
 }
 
 // Stats returns the present counts and the last measurements. It touches no file.
@@ -616,6 +618,7 @@ func (s *Store) Stats() Stats {
 		Bytes:     c.bytes.Load(),
 		BulkBytes: c.bulkBytes.Load(),
 		Dropped:   c.dropped.Load(),
+		Damaged:   c.damaged.Load(),
 		Full:      c.full.Load(),
 
 		Reclaimed:      c.reclaimed.Load(),

@@ -1,6 +1,6 @@
 // Package badger is the embedded store. Commits go to a write-ahead log of its own, one
-// sync for each group; from there ordinary values move to Badger, and bulk values to files
-// by time of expiry.
+// sync for each group; from there small values move to Badger, and bulk values and large ones
+// that expire to files by time of expiry.
 //
 // Commit returns after the sync of the log (P2). Reads find the entry in memory at once,
 // and in Badger a little later. After a failed sync the store closes itself: every later
@@ -12,7 +12,7 @@
 //	STORE     format and state of the store; see manifest
 //	wal/      the log
 //	lsm/      Badger
-//	bodies/   bulk values
+//	bodies/   values that are stored apart from Badger
 package badger
 
 import (
@@ -192,8 +192,8 @@ func (s *Store) conflict(b *batch) error {
 // in use, one whose contents are damaged, and one that holds other files and no store.
 //
 // The check for damage covers both manifests, every byte of every table, and after a crash the
-// log, except for its last frame: that one may be torn because it was never acknowledged. Bulk
-// values are checked when they are read.
+// log, except for its last frame: that one may be torn because it was never acknowledged. What
+// is stored apart is checked right after it, and whenever it is read.
 func Open(dir string, o Options) (*Store, error) {
 	return openWith(dir, o, osDisk{})
 }

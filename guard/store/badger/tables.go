@@ -49,7 +49,7 @@ func (s *Store) verifyAtOpen(ids []uint64) error {
 			return err
 		}
 	}
-	err := s.verified.verifyAll(s.lsm(), now, nil, nil)
+	err := s.verified.verifyAll(s.lsm(), now, nil, nil, nil)
 	if err != nil {
 		s.deferred.cancel(err)
 	}
@@ -106,8 +106,9 @@ func (s *Store) listed() (map[uint64]badgerdb.TableManifest, error) {
 
 // verifyAll checks the tables ids in dir, several at a time. In a running store, gone
 // reports whether Badger dropped a table during the check: it truncates and removes the
-// file while we read it. Before Badger is open, gone is nil.
-func (k *verifiedTables) verifyAll(dir string, ids []uint64, gone func(id uint64) bool, stop <-chan struct{}) error {
+// file while we read it. Before Badger is open, gone is nil. see, if any, gets the newest entry
+// of each key of a table, on several goroutines.
+func (k *verifiedTables) verifyAll(dir string, ids []uint64, gone func(id uint64) bool, see func(key, value []byte), stop <-chan struct{}) error {
 	next := make(chan uint64)
 	failed := make(chan struct{})
 	var once sync.Once
@@ -116,7 +117,7 @@ func (k *verifiedTables) verifyAll(dir string, ids []uint64, gone func(id uint64
 	for range min(len(ids), runtime.GOMAXPROCS(0), 4) {
 		workers.Go(func() {
 			for id := range next {
-				err := k.verifyIn(dir, id)
+				err := k.verifyIn(dir, id, see)
 				if err == nil || gone != nil && gone(id) {
 					continue
 				}
@@ -143,10 +144,81 @@ feed:
 }
 
 // verifyTables reads all of Badger's tables and compares them with their checksums. A mismatch
-// closes the store for good; it opens again only from a backup. Bulk values are checked
-// when they are read.
+// closes the store for good; it opens again only from a backup.
 func (s *Store) verifyTables() error {
-	return s.verify(func(uint64) bool { return true })
+	return s.verify(func(uint64) bool { return true }, nil)
+}
+
+// verifyStored reads all segments and all tables, and compares the pointers in the tables with
+// what the segments hold. A value that is damaged closes nothing: its entry is in Badger, so its
+// key stays taken, and every read of it fails (P1).
+func (s *Store) verifyStored() error {
+	check := segmentCheck{segments: s.bodies.check(s.closing), now: s.options.Now()}
+	if err := s.verify(func(uint64) bool { return true }, check.see); err != nil || s.isClosing() {
+		return err
+	}
+	damaged := 0
+	for key, at := range check.suspects {
+		if s.isClosing() {
+			return nil
+		}
+		if s.damagedAt([]byte(key), at) {
+			damaged++
+		}
+	}
+	if s.counters.damaged.Store(uint64(damaged)); damaged > 0 {
+		s.options.Logger.Error("stored values are damaged: calls with their keys are refused until they expire",
+			"dir", s.bodiesDir(), "values", damaged)
+	}
+	return nil
+}
+
+// damagedAt reports whether the current entry of a key points to a damaged value at p. Only
+// reading it tells: its segment may be swept, or the entry replaced.
+func (s *Store) damagedAt(key []byte, p pointer) bool {
+	raw, err := s.getRaw(key)
+	if err != nil || raw == nil {
+		return false
+	}
+	r, err := decode(raw)
+	if err != nil || !r.bulk || readPointer(r.value) != p {
+		return false
+	}
+	_, err = s.entry(key[1:], raw, s.options.Now())
+	return errors.Is(err, store.ErrDamaged)
+}
+
+// segmentCheck collects the pointers in tables to what segments do not hold.
+type segmentCheck struct {
+	segments map[int64]segmentFacts
+	now      time.Time
+
+	mu       sync.Mutex
+	suspects map[string]pointer // by key, at most maxSuspects
+}
+
+const maxSuspects = 10_000
+
+func (c *segmentCheck) see(key, value []byte) {
+	if key[0] != userSpace || len(value) != headerSize+pointerSize {
+		return
+	}
+	r, err := decode(value)
+	if err != nil || !r.bulk || !r.living(c.now) {
+		return
+	}
+	p := readPointer(r.value)
+	if c.segments[p.segment].has(p, len(key)-1) {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.suspects == nil {
+		c.suspects = make(map[string]pointer)
+	}
+	if len(c.suspects) < maxSuspects {
+		c.suspects[string(key)] = p
+	}
 }
 
 // verifyNewTables checks, and counts, the tables that compaction has made since.
@@ -154,10 +226,10 @@ func (s *Store) verifyNewTables() error {
 	return s.verify(func(id uint64) bool {
 		_, ok := s.verified.get(id)
 		return !ok
-	})
+	}, nil)
 }
 
-func (s *Store) verify(which func(id uint64) bool) error {
+func (s *Store) verify(which func(id uint64) bool, see func(key, value []byte)) error {
 	ids, err := s.tables()
 	if err != nil {
 		return err
@@ -169,7 +241,7 @@ func (s *Store) verify(which func(id uint64) bool) error {
 			chosen = append(chosen, id)
 		}
 	}
-	if err := s.verified.verifyAll(s.lsm(), chosen, s.dropped, s.closing); err != nil {
+	if err := s.verified.verifyAll(s.lsm(), chosen, s.dropped, see, s.closing); err != nil {
 		err = corrupt(s.dir, "%w", err)
 		s.markDamaged(err)
 		return err
@@ -224,7 +296,7 @@ func (s *Store) saveVerified() error {
 		if _, ok := s.verified.get(id); ok || time.Since(begun) > closePatienceForTables {
 			continue
 		}
-		if err := s.verified.verifyIn(s.lsm(), id); err != nil {
+		if err := s.verified.verifyIn(s.lsm(), id, nil); err != nil {
 			return fmt.Errorf("table %s: %w", filepath.Base(table.IDToFilename(id)), err)
 		}
 	}
@@ -238,6 +310,7 @@ func (s *Store) verifyLoop() {
 	if s.options.VerifyEvery < 0 {
 		return
 	}
+	_ = s.verifyStored() // what it finds, it has logged
 	tick := time.NewTicker(s.options.VerifyEvery)
 	defer tick.Stop()
 	for {
@@ -245,7 +318,7 @@ func (s *Store) verifyLoop() {
 		case <-s.closing:
 			return
 		case <-tick.C:
-			_ = s.verifyTables() // it has logged the error and closed the store
+			_ = s.verifyStored()
 		}
 	}
 }
@@ -265,7 +338,7 @@ func (s *Store) fillAbsence() {
 			return
 		}
 		lacking := s.absence.unread(ids, ts)
-		if len(lacking) == 0 || s.verify(func(id uint64) bool { return slices.Contains(lacking, id) }) != nil || s.isClosing() {
+		if len(lacking) == 0 || s.verify(func(id uint64) bool { return slices.Contains(lacking, id) }, nil) != nil || s.isClosing() {
 			return
 		}
 	}
@@ -338,7 +411,7 @@ func (s *Store) verifyRange(first, last []byte) error {
 
 func (s *Store) verifyDeferred(t *deferredTable) error {
 	t.once.Do(func() {
-		err := s.verified.verify(t.id, t.file)
+		err := s.verified.verify(t.id, t.file, nil)
 		info, statErr := t.file.Stat()
 		if err != nil && statErr == nil && info.Size() == 0 && s.dropped(t.id) {
 			err = nil // a compaction was faster, and Badger has truncated the file
@@ -480,10 +553,15 @@ func (k *verifiedTables) unchanged(id uint64, f *os.File) bool {
 }
 
 // verify checks a table and records the result.
-func (k *verifiedTables) verify(id uint64, f *os.File) error {
+func (k *verifiedTables) verify(id uint64, f *os.File, see func(key, value []byte)) error {
 	mark, _ := identityOf(f) // before it is read
 	filter := k.absence.next.Load()
-	c, err := verifyTable(f, func(key []byte) { k.absence.add(key, filter) })
+	c, err := verifyTable(f, func(key, value []byte) {
+		k.absence.add(key, filter)
+		if see != nil {
+			see(key, value)
+		}
+	})
 	if err != nil {
 		return err
 	}
@@ -495,22 +573,22 @@ func (k *verifiedTables) verify(id uint64, f *os.File) error {
 }
 
 // verifyIn checks a table in dir.
-func (k *verifiedTables) verifyIn(dir string, id uint64) error {
+func (k *verifiedTables) verifyIn(dir string, id uint64, see func(key, value []byte)) error {
 	f, err := os.Open(table.NewFilename(id, dir))
 	if err != nil {
 		return err
 	}
 	defer f.Close()
-	return k.verify(id, f)
+	return k.verify(id, f, see)
 }
 
 // verifyTable reads a table file of Badger, compares every part with its checksum, calls seen for
-// its keys, and counts what will expire. Badger's own check ends the process, or panics on its own
+// the newest entry of each key (a deletion has no value), and counts what will expire. Badger's own check ends the process, or panics on its own
 // goroutine, if a file is cut or garbled in the wrong place.
 //
 // From the end: 4 bytes length of the checksum, the checksum of the index, 4 bytes length
 // of the index, the index; before them the blocks that the index lists.
-func verifyTable(f *os.File, seen func(key []byte)) (c tableStats, err error) {
+func verifyTable(f *os.File, seen func(key, value []byte)) (c tableStats, err error) {
 	defer func() {
 		// The index is read by generated code that trusts its offsets, and its checksum is short.
 		if r := recover(); r != nil {
@@ -684,7 +762,7 @@ const (
 type statsCounter struct {
 	buckets map[int64]int64
 	key     []byte // of the last entry, without its version
-	seen    func(key []byte)
+	seen    func(key, value []byte)
 }
 
 const (
@@ -731,8 +809,12 @@ func (c *statsCounter) block(b []byte) error {
 			return errEntries
 		}
 		bucket := int64(never)
+		older := c.sameKeyAsLast(first[:shared], b[from+4:at])
+		if !older {
+			c.seen(c.key, b[at+2+size:to])
+		}
 		switch {
-		case c.sameKeyAsLast(first[:shared], b[from+4:at]) || b[at]&badgerDeleted != 0:
+		case older || b[at]&badgerDeleted != 0:
 			bucket = 0
 		case expires > 0:
 			bucket = (int64(expires) + bucketSeconds - 1) / bucketSeconds * bucketSeconds
@@ -749,7 +831,6 @@ func (c *statsCounter) sameKeyAsLast(shared, rest []byte) bool {
 	same := len(c.key) == n && bytes.Equal(c.key[:s], shared[:s]) && bytes.Equal(c.key[s:], rest[:n-s])
 	if !same {
 		c.key = append(append(c.key[:0], shared[:s]...), rest[:n-s]...)
-		c.seen(c.key)
 	}
 	return same
 }

@@ -262,7 +262,9 @@ func TestDroppedTablesAreNoDamage(t *testing.T) {
 	if err := os.WriteFile(name, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	check := func(gone func(uint64) bool) error { return s.verified.verifyAll(s.lsm(), []uint64{never}, gone, nil) }
+	check := func(gone func(uint64) bool) error {
+		return s.verified.verifyAll(s.lsm(), []uint64{never}, gone, nil, nil)
+	}
 	if err := check(s.dropped); err != nil {
 		t.Errorf("a dropped table: %v", err)
 	}
@@ -335,7 +337,7 @@ func FuzzBlockStats(f *testing.F) {
 	f.Add([]byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		seen := 0
-		c := statsCounter{buckets: make(map[int64]int64), seen: func([]byte) { seen++ }}
+		c := statsCounter{buckets: make(map[int64]int64), seen: func(_, _ []byte) { seen++ }}
 		if err := c.block(b); err != nil {
 			return
 		}

@@ -585,8 +585,8 @@ func (r *recovery) rewriteLastFrame(dir string, d disk) error {
 }
 
 // replay applies the log to Badger. Badger's tables have everything up to the marker m,
-// since layers are applied in order. Bulk values up to it may still be missing: their files
-// are not synced with the tables. It reports whether there was anything to do.
+// since layers are applied in order. Values in segments up to it may still be missing: those
+// files are not synced with the tables. It reports whether there was anything to do.
 func (r *recovery) replay(dir string, a *applier, m marker) (changed bool, err error) {
 	l := newLayer()
 	flush := func() error {
@@ -605,7 +605,7 @@ func (r *recovery) replay(dir string, a *applier, m marker) (changed bool, err e
 			err := f.each(func(key, value []byte) {
 				wanted := f.seq > m.seq
 				if !wanted && failure == nil {
-					wanted, failure = a.lacksBulk(key, value)
+					wanted, failure = a.lacks(key, value)
 				}
 				if wanted {
 					l.put(string(key), value)
@@ -627,10 +627,9 @@ func (r *recovery) replay(dir string, a *applier, m marker) (changed bool, err e
 	return changed, err
 }
 
-// lacksBulk reports whether value is a bulk value that Badger points to and that its file
-// does not have.
-func (a *applier) lacksBulk(key, value []byte) (bool, error) {
-	if value == nil || value[0]&flagInline == 0 {
+// lacks reports whether Badger points to value and its file does not have it.
+func (a *applier) lacks(key, value []byte) (bool, error) {
+	if !apart(value) {
 		return false, nil
 	}
 	txn := a.db.NewTransactionAt(a.ts, false)
@@ -644,8 +643,8 @@ func (a *applier) lacksBulk(key, value []byte) (bool, error) {
 		return false, err
 	}
 	logged, err := decode(value)
-	if err != nil || there.version != logged.version {
-		return false, err // overwritten since
+	if err != nil || there.version != logged.version || !there.bulk {
+		return false, err // overwritten since, or in Badger itself
 	}
 	at := readPointer(there.value)
 	_, err = a.bodies.read(at, key[1:])

@@ -313,6 +313,9 @@ func TestCrashAtEveryPoint(t *testing.T) {
 		}
 		return m.bulk(fmt.Sprintf("body-%d-", i), size, time.Hour)
 	}
+	record := func(i int) store.Write { // goes to a segment from the applier alone
+		return m.expiring(fmt.Sprintf("record-%d-", i%keys), 400+100*i, 2*time.Hour)
+	}
 	type moment struct {
 		what     string
 		answered int
@@ -330,7 +333,7 @@ func TestCrashAtEveryPoint(t *testing.T) {
 	s, err := openWith(dir, Options{Now: m.Now, GroupWait: -1}, d)
 	must(t, err)
 	for i := range keys * 2 {
-		mustCommit(t, s, body(i), put(fmt.Sprint("key-", i%keys), fmt.Sprint(i)), put(fmt.Sprint("passing-", i), ""),
+		mustCommit(t, s, body(i), record(i), put(fmt.Sprint("key-", i%keys), fmt.Sprint(i)), put(fmt.Sprint("passing-", i), ""),
 			remove(fmt.Sprint("passing-", i-1)))
 		d.mu.Lock()
 		answered = i + 1
@@ -374,6 +377,7 @@ func TestCrashAtEveryPoint(t *testing.T) {
 				}
 				if want >= 0 {
 					wantValue(t, again, fmt.Sprint("key-", k), fmt.Sprint(want))
+					wantValue(t, again, string(record(want).Key), string(record(want).Value))
 				}
 			}
 			var passing []string
@@ -403,8 +407,8 @@ func TestPowerLossAroundADrop(t *testing.T) {
 		}
 	})
 	s, n := rotated(t, d, Options{Now: m.Now})
-	small := m.bulk("small", 10_000, time.Hour)
-	mustCommit(t, s, small, put("names", "small"))
+	small, record := m.bulk("small", 10_000, time.Hour), m.expiring("record", 10_000, 3*time.Hour)
+	mustCommit(t, s, small, record, put("names", "small"))
 	must(t, s.drain(t.Context()))
 	d.mu.Lock()
 	dir = s.dir
@@ -435,6 +439,7 @@ func TestPowerLossAroundADrop(t *testing.T) {
 		again := reopenWith(t, image, Options{Now: m.Now}, osDisk{})
 		wantValue(t, again, "names", "small")
 		wantValue(t, again, "small", string(small.Value))
+		wantValue(t, again, "record", string(record.Value))
 		wantValue(t, again, "count", fmt.Sprint(n-1))
 		if t.Failed() {
 			t.Fatalf("image %d of %d", i, len(taken))
