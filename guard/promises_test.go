@@ -288,7 +288,7 @@ func TestP4RefusalsOfKnownCalls(t *testing.T) {
 		want   string
 	}{
 		"a claim over a doubt": {says(504, ""), func(b *bed) { b.disk.broken.Store(true) }, "503 refused store-unavailable in_doubt again"},
-		"a result": {says(200, strings.Repeat("x", 4<<10)), func(b *bed) { // which is kept apart from the record
+		"a result": {says(200, strings.Repeat("x", 300<<10)), func(b *bed) { // whose pieces are read one after the other
 			reads := 0
 			reading := func() error {
 				if reads++; reads > 1 {

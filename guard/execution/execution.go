@@ -3,11 +3,9 @@ package execution
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"hash"
 	"io"
 	"slices"
 	"strings"
@@ -110,13 +108,11 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 	record.State = StateCompleted
 	buf := scratch.Get().(*[]byte)
 	defer freeScratch(buf)
-	if tail, err = pieces.rest((*buf)[:0], &e.flight.recording, &record); err == nil {
-		record.Result.Expires = now.Add(record.KeepResult)
-		if until := record.piecesUntil(); pieces.stored > 0 && until.Before(record.Result.Expires) {
-			record.Result.Expires = until // a stream has no deadline
-		}
+	until := now.Add(record.KeepResult)
+	if early := record.piecesUntil(); pieces.stored > 0 && early.Before(until) {
+		until = early // a stream has no deadline
 	}
-	if tail != nil {
+	if tail = pieces.rest((*buf)[:0], &e.flight.recording, &record, until); tail != nil {
 		*buf = tail
 	}
 	err = e.keep(ctx, &record, tail, batches)
@@ -281,7 +277,8 @@ func (g *Guard) awaitChange(ctx context.Context, key Key) (over bool, err error)
 const (
 	// pieceSize is how much of a body is sealed and stored at a time.
 	pieceSize = 256 << 10
-	// maxInline is the largest encoded answer within the record itself, which saves a write.
+	// maxInline is the largest encoded answer within the record itself, which saves a write. The
+	// record keeps it as long as the key.
 	maxInline = 512
 	// lengthSize is the size of the length before the encoded head.
 	lengthSize = 4
@@ -297,7 +294,6 @@ var errNotKept = errors.New("guard: the answer is not kept")
 // pieces is what was stored of a body so far.
 type pieces struct {
 	stored int
-	sum    hash.Hash
 	failed bool
 }
 
@@ -311,10 +307,7 @@ type keeper struct {
 }
 
 func newKeeper(e *Execution) *keeper {
-	k := &keeper{
-		e: e, wake: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{}),
-		pieces: pieces{sum: sha256.New()},
-	}
+	k := &keeper{e: e, wake: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{})}
 	go k.run()
 	return k
 }
@@ -362,9 +355,8 @@ func (k *keeper) store() error {
 	if n, err := k.e.flight.recording.readAt(buf, int64(k.pieces.stored)*pieceSize); n < len(buf) {
 		return fmt.Errorf("piece %d has %d bytes: %w", k.pieces.stored, n, err)
 	}
-	k.pieces.sum.Write(buf)
 	r := &k.e.record
-	name := pieceKey(k.e.flight.key, r.Claim, headPiece+1+k.pieces.stored)
+	name := pieceKey(k.e.flight.key, r.Claim, firstPiece+k.pieces.stored)
 	defer k.e.g.writers.enter().leave()
 	write := store.Write{
 		Key: name, Value: k.e.g.sealer.Seal(nil, buf, name), Bulk: true,
@@ -381,45 +373,100 @@ func (k *keeper) store() error {
 // at the deadline at the latest unless it is a stream.
 func (r *Record) piecesUntil() time.Time { return r.Deadline.Add(r.KeepResult + time.Minute) }
 
-// rest appends the head and the rest of the body to tail, and notes in r where the answer is. It
-// returns the head piece to store; nil if the answer is in r itself. errNotKept leaves r without
-// a result.
-func (p *pieces) rest(tail []byte, rec *Recording, r *Record) ([]byte, error) {
+// rest appends the head and the rest of the body to tail, and notes in r where the answer is, until
+// when. It returns the head piece to store; nil if the answer is in r itself, or r has no result
+// since the answer is not whole, or too large.
+func (p *pieces) rest(tail []byte, rec *Recording, r *Record, until time.Time) []byte {
 	head, whole := rec.complete()
 	if !whole || p.failed {
-		return nil, errNotKept
+		return nil
 	}
 	size := int(head.Size - int64(p.stored)*pieceSize)
 	tail = head.encode(append(tail[:0], make([]byte, lengthSize)...))
+	result := storedResult{Kept: true, Pieces: p.stored, Expires: until}
+	inline := p.stored == 0 && len(tail)+size <= maxInline
+	if !inline {
+		result.ByKey = true
+		plain := scratch.Get().(*[]byte)
+		defer freeScratch(plain)
+		replayed := Record{ // what a replay needs
+			State: StateCompleted, Claim: r.Claim, Fingerprint: r.Fingerprint, Checkpoint: r.Checkpoint,
+			Created: r.Created, First: r.First, Cause: r.Cause, Status: r.Status, Result: result,
+		}
+		*plain = replayed.encode((*plain)[:0])
+		e := store.Encoder{B: tail}
+		e.Bytes(tagHeadRecord, *plain)
+		tail = e.B
+	}
 	encoded := len(tail)
 	if encoded-lengthSize+size > store.MaxBulk-1024 {
-		return nil, errNotKept
+		return nil
 	}
+	binary.BigEndian.PutUint32(tail, uint32(encoded-lengthSize))
 	tail = slices.Grow(tail, size)[:encoded+size]
 	left := tail[encoded:]
-	if n, err := rec.readAt(left, int64(p.stored)*pieceSize); n < len(left) {
-		return nil, fmt.Errorf("%w: %w", errNotKept, err)
+	if n, _ := rec.readAt(left, int64(p.stored)*pieceSize); n < len(left) {
+		return nil
 	}
-	if p.sum == nil {
-		p.sum = sha256.New()
-	}
-	p.sum.Write(left)
-	p.sum.Write(tail[lengthSize:encoded])
-	binary.BigEndian.PutUint32(tail, uint32(encoded-lengthSize))
-	r.Result = storedResult{Kept: true, Pieces: p.stored}
-	p.sum.Sum(r.Result.Sum[:0])
-	if p.stored == 0 && len(tail) <= maxInline {
+	r.Result = result
+	if inline {
 		r.Result.Inline = bytes.Clone(tail)
-		return nil, nil
+		return nil
 	}
 	r.Result.Size = int64(p.stored)*pieceSize + int64(len(tail))
-	return tail, nil
+	return tail
 }
 
 func (g *Guard) tail(key Key, record *Record, tail []byte) store.Write {
-	name := pieceKey(key, record.Claim, headPiece)
+	name := answerKey(key)
 	return store.Write{Key: name, Bulk: true, Value: g.sealer.Seal(make([]byte, 0, len(tail)+64), tail, name),
 		Expires: record.Result.Expires}
+}
+
+// answer is the head piece of a recorded answer.
+type answer struct {
+	head   *Head
+	record Record // what a replay needs of it; empty if the answer is not under answerKey
+	rest   []byte // of the body, after the full pieces
+}
+
+func decodeAnswer(tail []byte) (*answer, error) {
+	if len(tail) < lengthSize || int64(binary.BigEndian.Uint32(tail)) > int64(len(tail)-lengthSize) {
+		return nil, ErrResultUnavailable
+	}
+	size := lengthSize + int(binary.BigEndian.Uint32(tail))
+	a := &answer{rest: tail[size:]}
+	var err error
+	if a.head, err = decodeHead(tail[lengthSize:size]); err == nil && a.head.record != nil {
+		err = a.record.decode(a.head.record)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrResultUnavailable, err)
+	}
+	return a, nil
+}
+
+// answerOf reads the head piece of a recorded answer.
+func (g *Guard) answerOf(ctx context.Context, key Key, r *Record) (*answer, error) {
+	switch {
+	case r.Result.Inline != nil:
+		return decodeAnswer(r.Result.Inline)
+	case !r.Result.ByKey:
+		return g.headPiece(ctx, pieceKey(key, r.Claim, earlierHead))
+	}
+	a, err := g.headPiece(ctx, answerKey(key))
+	if err == nil && a.record.Claim != r.Claim {
+		return nil, ErrResultUnavailable
+	}
+	return a, err
+}
+
+func (g *Guard) headPiece(ctx context.Context, name []byte) (*answer, error) {
+	plain, err := g.piece(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	return decodeAnswer(plain)
 }
 
 // Result is a recorded answer.
@@ -437,45 +484,33 @@ type Result struct {
 
 // Result reads and verifies the whole answer of a Replayable finding, so that a replay does not
 // break off. ErrResultUnavailable means that it is missing or altered.
+//
+// Sealing verifies it: a piece opens only under its name, with the key, the claim and the piece's
+// number, and is written once. The head piece names its claim inside, and how many pieces there are.
 func (g *Guard) Result(ctx context.Context, key Key, found Finding) (*Result, error) {
-	r := found.Record
-	tail := r.Result.Inline
-	if tail == nil {
+	r, a := found.Record, found.answer
+	if a == nil {
 		var err error
-		if tail, err = g.piece(ctx, key, r.Claim, headPiece); err != nil {
+		if a, err = g.answerOf(ctx, key, r); err != nil {
 			return nil, err
 		}
 	}
-	if len(tail) < lengthSize || int64(binary.BigEndian.Uint32(tail)) > int64(len(tail)-lengthSize) {
-		return nil, ErrResultUnavailable
-	}
-	size := lengthSize + int(binary.BigEndian.Uint32(tail))
-	encoded, rest := tail[lengthSize:size], tail[size:]
-	head, err := decodeHead(encoded)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrResultUnavailable, err)
-	}
-	sum := sha256.New()
 	for i := range r.Result.Pieces {
-		piece, err := g.piece(ctx, key, r.Claim, headPiece+1+i)
-		if err != nil {
+		if _, err := g.piece(ctx, pieceKey(key, r.Claim, firstPiece+i)); err != nil {
 			return nil, err
 		}
-		sum.Write(piece)
 	}
-	sum.Write(rest)
-	sum.Write(encoded)
-	if [32]byte(sum.Sum(nil)) != r.Result.Sum {
+	if a.head.Size != int64(r.Result.Pieces)*pieceSize+int64(len(a.rest)) {
 		return nil, ErrResultUnavailable
 	}
-	return &Result{Head: *head, Created: r.Created, g: g, key: key, claim: r.Claim, pieces: r.Result.Pieces, rest: rest}, nil
+	return &Result{Head: *a.head, Created: r.Created, g: g, key: key, claim: r.Claim, pieces: r.Result.Pieces, rest: a.rest}, nil
 }
 
 // Body reads the body, a piece at a time.
 func (r *Result) Body(ctx context.Context) io.Reader {
 	readers := make([]io.Reader, 0, r.pieces+1)
 	for i := range r.pieces {
-		readers = append(readers, &pieceReader{ctx: ctx, result: r, piece: headPiece + 1 + i})
+		readers = append(readers, &pieceReader{ctx: ctx, result: r, piece: firstPiece + i})
 	}
 	return io.MultiReader(append(readers, bytes.NewReader(r.rest))...)
 }
@@ -490,7 +525,7 @@ type pieceReader struct {
 
 func (p *pieceReader) Read(b []byte) (int, error) {
 	if p.body == nil {
-		piece, err := p.result.g.piece(p.ctx, p.result.key, p.result.claim, p.piece)
+		piece, err := p.result.g.piece(p.ctx, pieceKey(p.result.key, p.result.claim, p.piece))
 		if err != nil {
 			return 0, err
 		}
@@ -499,20 +534,12 @@ func (p *pieceReader) Read(b []byte) (int, error) {
 	return p.body.Read(b)
 }
 
-func (g *Guard) piece(ctx context.Context, key Key, claim [16]byte, n int) ([]byte, error) {
-	name := pieceKey(key, claim, n)
-	entry, err := g.store.Get(ctx, name)
-	switch {
-	case errors.Is(err, store.ErrNotFound), errors.Is(err, store.ErrDamaged):
-		return nil, fmt.Errorf("%w: %w", ErrResultUnavailable, err)
-	case err != nil:
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+func (g *Guard) piece(ctx context.Context, name []byte) ([]byte, error) {
+	plain, _, err := g.read(ctx, name)
+	if err == nil && plain == nil || errors.Is(err, store.ErrDamaged) || errors.Is(err, ErrUnreadable) {
+		return nil, ErrResultUnavailable
 	}
-	plain, err := g.sealer.Open(nil, entry.Value, name)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrResultUnavailable, err)
-	}
-	return plain, nil
+	return plain, err
 }
 
 // Head is an answer without its body.
@@ -525,6 +552,8 @@ type Head struct {
 	Trailer map[string][]string
 	// Size is the body's length in bytes.
 	Size int64
+
+	record []byte // see answer; encoded
 }
 
 const (
@@ -534,6 +563,7 @@ const (
 	tagHeadValue
 	tagHeadTrailerName
 	tagHeadTrailerValue
+	tagHeadRecord
 )
 
 const valueMark = "=" // prefix of each value: zero values are not encoded, but empty header values are
@@ -582,6 +612,8 @@ func decodeHead(b []byte) (*Head, error) {
 			h.Header[name] = append(h.Header[name], value())
 		case tagHeadTrailerValue:
 			h.Trailer[name] = append(h.Trailer[name], value())
+		case tagHeadRecord:
+			h.record = d.Field
 		}
 	}
 	return h, d.Err

@@ -120,12 +120,15 @@ const (
 // Finding is the state of a key at one moment.
 type Finding struct {
 	Status Status
-	// Record is what the store holds; nil for Free and RunningHere.
+	// Record is what the store holds; nil for Free and RunningHere. Of a completed one LookUp may
+	// return only what a replay needs: state, claim, fingerprint, checkpoint, Created, First, cause,
+	// status and result.
 	Record *Record
 	// Flight is set for RunningHere.
 	Flight  *Flight
 	version store.Version
-	other   State // of the call that a Mismatch was recorded of
+	other   State   // of the call that a Mismatch was recorded of
+	answer  *answer // nil where Result has to read it
 }
 
 // State is the state of the execution; 0 for Free.
@@ -146,13 +149,27 @@ func (f *Finding) State() State {
 // LookUp looks a call up: first among the running executions of this process, then in the store.
 // Its error is ErrStore: nothing is known.
 func (g *Guard) LookUp(ctx context.Context, key Key, fp Fingerprint) (Finding, error) {
+	return g.lookUp(ctx, key, fp, true)
+}
+
+// lookUp is LookUp. With replay it reads the answer first, which has what a replay needs of the
+// record and is deleted where the record changes: then a replay is one read.
+func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay bool) (Finding, error) {
 	var orphan store.Version
 	for {
 		if f := g.flights.find(key); f != nil {
-			if f.fingerprint != fp {
-				return Finding{Status: Mismatch, other: StateSending}, nil
+			return f.found(fp), nil
+		}
+		if replay {
+			a, err := g.headPiece(ctx, answerKey(key))
+			if err == nil {
+				found, err := g.found(ctx, &a.record, fp)
+				found.answer = a
+				return found, err
 			}
-			return Finding{Status: RunningHere, Flight: f}, nil
+			if !errors.Is(err, ErrResultUnavailable) {
+				return Finding{}, err
+			}
 		}
 		record, version, err := g.load(ctx, key)
 		if err != nil {
@@ -161,27 +178,58 @@ func (g *Guard) LookUp(ctx context.Context, key Key, fp Fingerprint) (Finding, e
 		if record == nil {
 			return Finding{Status: Free}, nil
 		}
-		found := Finding{Record: record, version: version}
 		if record.State == StateSending && record.Boot == g.boot && orphan != version {
 			// Its flight began or ended between the two reads; read once more. The same version
 			// twice without a flight: its outcome was never recorded.
 			orphan = version
 			continue
 		}
-		if record.Fingerprint != fp && !record.blocked() {
-			found.Status, found.other = Mismatch, record.State
-			if record.State == StateSending && record.Node == g.node { // as status says
-				found.other = StateInDoubt
-			}
-			return found, nil
-		}
-		found.Status, err = g.status(ctx, record)
+		found, err := g.found(ctx, record, fp)
+		found.version = version
 		return found, err
 	}
 }
 
+func (f *Flight) found(fp Fingerprint) Finding {
+	if f.fingerprint != fp {
+		return Finding{Status: Mismatch, other: StateSending}
+	}
+	return Finding{Status: RunningHere, Flight: f}
+}
+
+// found is what a call with a fingerprint finds where a record is.
+func (g *Guard) found(ctx context.Context, record *Record, fp Fingerprint) (Finding, error) {
+	found := Finding{Record: record}
+	if record.Fingerprint != fp && !record.blocked() {
+		found.Status, found.other = Mismatch, record.State
+		if record.State == StateSending && record.Node == g.node { // as status says
+			found.other = StateInDoubt
+		}
+		return found, nil
+	}
+	var err error
+	found.Status, err = g.status(ctx, record)
+	return found, err
+}
+
 func (g *Guard) load(ctx context.Context, key Key) (*Record, store.Version, error) {
-	name := recordKey(key)
+	plain, version, err := g.read(ctx, recordKey(key))
+	if plain == nil || err != nil {
+		return nil, 0, err
+	}
+	record, err := decodeRecord(plain)
+	return record, version, unreadable(err)
+}
+
+func unreadable(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
+}
+
+// read reads and opens a sealed value; nil is none.
+func (g *Guard) read(ctx context.Context, name []byte) ([]byte, store.Version, error) {
 	entry, err := g.store.Get(ctx, name)
 	if errors.Is(err, store.ErrNotFound) {
 		return nil, 0, nil
@@ -189,23 +237,8 @@ func (g *Guard) load(ctx context.Context, key Key) (*Record, store.Version, erro
 	if err != nil {
 		return nil, 0, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	record, err := g.open(entry.Value, name)
-	if err != nil {
-		return nil, 0, err
-	}
-	return record, entry.Version, nil
-}
-
-func (g *Guard) open(sealed, name []byte) (*Record, error) {
-	plain, err := g.sealer.Open(nil, sealed, name)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
-	}
-	record, err := decodeRecord(plain)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w: %w", ErrStore, ErrUnreadable, err)
-	}
-	return record, nil
+	plain, err := g.sealer.Open(nil, entry.Value, name)
+	return plain, entry.Version, unreadable(err)
 }
 
 // blocked reports that every call under the key is refused: its call never ran, and its content

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -541,35 +542,176 @@ func TestAppliedWithoutRoomForTheAnswer(t *testing.T) {
 // A result that is missing or altered is reported, and never a reason to run again.
 func TestDamagedResultIsUnavailable(t *testing.T) {
 	for _, size := range []int{1000, 600 << 10} {
-		for _, damage := range []func(e store.Entry) store.Write{
-			func(e store.Entry) store.Write { return store.Write{Key: e.Key, Delete: true} },
-			func(e store.Entry) store.Write {
-				e.Value[len(e.Value)/2] ^= 1
-				return store.Write{Key: e.Key, Value: e.Value, Expires: e.Expires, Bulk: true}
+		for piece := range 1 + size/(256<<10) {
+			for _, damage := range []func(e store.Entry) store.Write{
+				func(e store.Entry) store.Write { return store.Write{Key: e.Key, Delete: true} },
+				func(e store.Entry) store.Write {
+					e.Value[len(e.Value)/2] ^= 1
+					return store.Write{Key: e.Key, Value: e.Value, Expires: e.Expires, Bulk: true}
+				},
+			} {
+				r := newRig(t)
+				c := r.call("a")
+				e := r.claim(c)
+				r.settle(e, answered(e, make([]byte, size)))
+				pieces := r.pieces()
+				if want := 1 + size/(256<<10); len(pieces) != want {
+					t.Fatalf("%d pieces, want %d", len(pieces), want)
+				}
+				r.write(damage(pieces[piece]))
+				found := r.status(c, execution.Replayable)
+				if _, err := r.Result(ctx, c.Key, found); !errors.Is(err, execution.ErrResultUnavailable) {
+					t.Errorf("%d bytes, piece %d: %v", size, piece, err)
+				}
+			}
+		}
+	}
+}
+
+// pieces are the stored pieces of answers, the heads of keys first.
+func (r *rig) pieces() (all []store.Entry) {
+	r.t.Helper()
+	for entry, err := range r.mem.Scan(ctx, store.Prefix([]byte{'r'})) {
+		if err != nil {
+			r.t.Fatal(err)
+		}
+		all = append(all, entry)
+	}
+	return all
+}
+
+func (r *rig) write(batch ...store.Write) {
+	r.t.Helper()
+	if _, err := r.mem.Commit(ctx, batch...); err != nil {
+		r.t.Fatal(err)
+	}
+}
+
+// Sealing alone tells pieces apart: one of another key, of another claim, or in another place
+// does not open under its new name; a whole head of an earlier claim names that claim.
+func TestMixedUpAnswersAreUnavailable(t *testing.T) {
+	put := func(name []byte, e store.Entry) store.Write {
+		return store.Write{Key: name, Value: e.Value, Expires: e.Expires, Bulk: true}
+	}
+	synctest.Test(t, func(t *testing.T) {
+		const size = 600 << 10
+		answeredAs := func(r *rig, c *execution.Call) []store.Entry {
+			known := len(r.pieces())
+			e := r.claim(c)
+			r.settle(e, answered(e, make([]byte, size)))
+			all := r.pieces()
+			if len(all) != known+3 {
+				t.Fatalf("%d pieces after %d", len(all), known)
+			}
+			return slices.DeleteFunc(all, func(e store.Entry) bool { return !bytes.HasPrefix(e.Key[1:], c.Key[:]) })
+		}
+		for name, mix := range map[string]func(mine, other, earlier []store.Entry) []store.Write{
+			"the head of another key":  func(mine, other, _ []store.Entry) []store.Write { return []store.Write{put(mine[0].Key, other[0])} },
+			"a piece of another key":   func(mine, other, _ []store.Entry) []store.Write { return []store.Write{put(mine[1].Key, other[1])} },
+			"a piece of another claim": func(mine, _, earlier []store.Entry) []store.Write { return []store.Write{put(mine[1].Key, earlier[1])} },
+			"two pieces exchanged": func(mine, _, _ []store.Entry) []store.Write {
+				return []store.Write{put(mine[1].Key, mine[2]), put(mine[2].Key, mine[1])}
 			},
+			"one piece twice":            func(mine, _, _ []store.Entry) []store.Write { return []store.Write{put(mine[2].Key, mine[1])} },
+			"a piece in place of a head": func(mine, _, _ []store.Entry) []store.Write { return []store.Write{put(mine[0].Key, mine[1])} },
 		} {
 			r := newRig(t)
 			c := r.call("a")
-			e := r.claim(c)
-			r.settle(e, answered(e, make([]byte, size)))
-			var pieces []store.Entry
-			for entry, err := range r.mem.Scan(ctx, store.Prefix([]byte{'r'})) {
-				if err != nil {
-					t.Fatal(err)
-				}
-				pieces = append(pieces, entry)
-			}
-			if want := 1 + size/(256<<10); len(pieces) != want {
-				t.Fatalf("%d pieces, want %d", len(pieces), want)
-			}
-			if _, err := r.mem.Commit(ctx, damage(pieces[len(pieces)-1])); err != nil {
+			c.KeepKey = c.KeepResult
+			earlier := answeredAs(r, c)
+			time.Sleep(c.KeepResult + time.Hour)
+			r.status(c, execution.Free)
+			mine, other := answeredAs(r, c), answeredAs(r, r.call("b"))
+			if result, err := r.Result(ctx, c.Key, r.status(c, execution.Replayable)); err != nil || result.Head.Size != size {
 				t.Fatal(err)
 			}
-			found := r.status(c, execution.Replayable)
-			if _, err := r.Result(ctx, c.Key, found); !errors.Is(err, execution.ErrResultUnavailable) {
-				t.Errorf("result: %v", err)
+			r.write(mix(mine, other, earlier)...)
+			if _, err := r.Result(ctx, c.Key, r.status(c, execution.Replayable)); !errors.Is(err, execution.ErrResultUnavailable) {
+				t.Errorf("%s: %v", name, err)
 			}
 		}
+
+		// The whole head of an earlier claim opens under its key. Its time is in it, so that it is not
+		// replayed however long the store keeps it; and it is no answer of the claim that is recorded.
+		r := newRig(t)
+		c := r.call("a")
+		c.KeepKey = c.KeepResult
+		earlier := answeredAs(r, c)[0]
+		time.Sleep(c.KeepResult + time.Hour)
+		answeredAs(r, c)
+		earlier.Expires = time.Now().Add(time.Hour)
+		r.write(put(earlier.Key, earlier))
+		r.status(c, execution.ResultExpired)
+		found, err := r.Get(ctx, c.Key)
+		if err != nil || found.Status != execution.Replayable {
+			t.Fatalf("the record: %d, %v", found.Status, err)
+		}
+		if _, err := r.Result(ctx, c.Key, found.Finding); !errors.Is(err, execution.ErrResultUnavailable) {
+			t.Errorf("an earlier claim's head: %v", err)
+		}
+	})
+}
+
+// counted counts what a replay asks of its store and its sealer.
+type counted struct {
+	store.Store
+	store.Sealer
+	found, opened int
+}
+
+func (c *counted) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	e, err := c.Store.Get(ctx, key)
+	if err == nil {
+		c.found++
+	}
+	return e, err
+}
+
+func (c *counted) Open(dst, sealed, name []byte) ([]byte, error) {
+	c.opened++
+	return c.Sealer.Open(dst, sealed, name)
+}
+
+// An answer of up to 4 KiB, and more, is one entry that is found and one value that is opened. What
+// is not there costs nothing: the store knows that without a look.
+func TestReplayIsOneLookUpAndOneUnseal(t *testing.T) {
+	for _, size := range []int{0, 100, 600, 1 << 10, 4 << 10, 40 << 10} {
+		r := newRig(t)
+		count := &counted{Store: r.mem, Sealer: r.ring}
+		g, _, err := execution.Open(ctx, count, count)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Guard = g
+		c := r.call("a")
+		e := r.claim(c)
+		r.settle(e, answered(e, make([]byte, size)))
+		count.found, count.opened = 0, 0
+		result, err := r.Result(ctx, c.Key, r.status(c, execution.Replayable))
+		if err != nil || count.found != 1 || count.opened != 1 {
+			t.Fatalf("%d bytes: %d found, %d opened, %v", size, count.found, count.opened, err)
+		}
+		if body, err := io.ReadAll(result.Body(ctx)); err != nil || len(body) != size {
+			t.Errorf("%d bytes: %d, %v", size, len(body), err)
+		}
+	}
+}
+
+// An answer is not replayed once its call was undone, and lists do not open it.
+func TestAnswerGoesWithItsRecord(t *testing.T) {
+	r := newRig(t)
+	c := r.call("a")
+	e := r.claim(c)
+	r.settle(e, answered(e, make([]byte, 1000)))
+	if n := len(r.pieces()); n != 1 {
+		t.Fatalf("%d pieces", n)
+	}
+	if err := r.Undone(ctx, execution.Undoing{Key: c.Key}); err != nil {
+		t.Fatal(err)
+	}
+	r.status(c, execution.RolledBack)
+	if n := len(r.pieces()); n != 0 {
+		t.Errorf("%d pieces of a call that was undone", n)
 	}
 }
 

@@ -296,7 +296,7 @@ func (g *Guard) Get(ctx context.Context, key Key) (Recorded, error) {
 	if record == nil {
 		return Recorded{}, ErrUnknown
 	}
-	found, err := g.LookUp(ctx, key, record.Fingerprint)
+	found, err := g.lookUp(ctx, key, record.Fingerprint, false)
 	if err != nil {
 		return Recorded{}, err
 	}

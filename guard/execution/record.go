@@ -93,8 +93,8 @@ type storedResult struct {
 	Inline []byte
 	// Pieces is the number of full pieces of the body kept beside the head.
 	Pieces int
-	// Sum is the SHA-256 over the body and then the encoded head.
-	Sum [32]byte
+	// ByKey says that the head is under answerKey. Earlier builds kept it under its claim.
+	ByKey bool
 	// Size is how many bytes are stored beside the record.
 	Size    int64
 	Expires time.Time
@@ -182,7 +182,7 @@ const (
 	tagResultKept
 	tagResultInline
 	tagResultPieces
-	tagResultSum
+	_ // of earlier builds: the SHA-256 over the answer
 	tagResultExpires
 	tagKeepResult
 	tagKeepKey
@@ -191,6 +191,7 @@ const (
 	tagCheckpoint
 	tagFirst
 	tagSent
+	tagResultByKey
 )
 
 func (r *Record) encode(dst []byte) []byte {
@@ -216,9 +217,6 @@ func (r *Record) encode(dst []byte) []byte {
 	e.Bool(tagResultKept, r.Result.Kept)
 	e.Bytes(tagResultInline, r.Result.Inline)
 	e.Int(tagResultPieces, int64(r.Result.Pieces))
-	if r.Result.Kept {
-		e.Bytes(tagResultSum, r.Result.Sum[:])
-	}
 	e.Time(tagResultExpires, r.Result.Expires)
 	e.Int(tagKeepResult, int64(r.KeepResult))
 	e.Int(tagKeepKey, int64(r.KeepKey))
@@ -229,6 +227,7 @@ func (r *Record) encode(dst []byte) []byte {
 	if r.Sent != [32]byte{} {
 		e.Bytes(tagSent, r.Sent[:])
 	}
+	e.Bool(tagResultByKey, r.Result.ByKey)
 	return e.B
 }
 
@@ -242,6 +241,10 @@ func (r *Record) size() int {
 
 func decodeRecord(b []byte) (*Record, error) {
 	r := new(Record)
+	return r, r.decode(b)
+}
+
+func (r *Record) decode(b []byte) error {
 	d := store.Decoder{B: b, Broken: errEncoding}
 	for d.Next() {
 		switch d.Tag {
@@ -287,8 +290,6 @@ func decodeRecord(b []byte) (*Record, error) {
 			r.Result.Inline = d.Field
 		case tagResultPieces:
 			r.Result.Pieces = int(d.Int())
-		case tagResultSum:
-			d.Fill(r.Result.Sum[:])
 		case tagResultExpires:
 			r.Result.Expires = d.Time()
 		case tagKeepResult:
@@ -305,12 +306,14 @@ func decodeRecord(b []byte) (*Record, error) {
 			r.First = d.Time()
 		case tagSent:
 			d.Fill(r.Sent[:])
+		case tagResultByKey:
+			r.Result.ByKey = d.Int() != 0
 		}
 	}
 	if d.Err == nil && (r.State < StateSending || r.State > StateRolledBack) {
 		d.Err = errEncoding
 	}
-	return r, d.Err
+	return d.Err
 }
 
 // The store's keys begin with a letter for the kind of the entry. Nothing of a
@@ -322,7 +325,8 @@ func decodeRecord(b []byte) (*Record, error) {
 //	c caller id key               index: a caller's settled executions by id; the value
 //	                              is an account of them
 //	w workflow created key        index: a workflow's settled executions by age
-//	r key claim piece             the result of a claim: its head, then full pieces
+//	r key                         the head of an answer, with what a replay needs of the record
+//	r key claim piece             the full pieces before it, from 1 on; 0 was the head
 //	o key at                      what an operator has resolved, sealed
 //	l ...                         the ledger's (package ect/ledger)
 //	b name                        the state of a circuit breaker, sealed (package caddymodule)
@@ -400,8 +404,17 @@ func (l *records) appendWorkflowKey(b []byte, r *Record, key Key) []byte {
 	return append(appendTime(l.appendWorkflowPrefix(b, r.Workflow), r.Created), key[:]...)
 }
 
-// headPiece is the number of the piece that holds the head and the body's rest.
-const headPiece = 0
+const (
+	// earlierHead was the number of the head piece in earlier builds.
+	earlierHead = iota
+	// firstPiece is the number of the first full piece of a body.
+	firstPiece
+)
+
+// answerKey is the name of an answer's head piece, which holds the body's rest too.
+func answerKey(key Key) []byte {
+	return append(append(make([]byte, 0, 1+len(key)), spaceResult), key[:]...)
+}
 
 func pieceKey(key Key, claim [16]byte, piece int) []byte {
 	b := append(make([]byte, 0, 1+len(key)+len(claim)+4), spaceResult)
@@ -480,6 +493,9 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 		}
 		return l.appendWorkflowKey(b, r, key)
 	}, nil)
+	if old != nil && old.Result.ByKey {
+		batch = append(batch, store.Write{Key: answerKey(key), Delete: true}) // or it would be replayed
+	}
 	for _, b := range batches {
 		batch = append(batch, b.Writes()...)
 	}

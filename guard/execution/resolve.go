@@ -48,10 +48,9 @@ func (g *Guard) appliedRecord(ctx context.Context, found Finding, answer *Head, 
 	recording.Start(answer.Status, answer.Header)
 	recording.Write(body)
 	var none pieces
-	tail, err := none.rest(nil, recording, &record)
-	if err == nil {
+	tail := none.rest(nil, recording, &record, now.Add(record.KeepResult))
+	if record.Result.Kept {
 		record.Status = answer.Status
-		record.Result.Expires = now.Add(record.KeepResult)
 	}
 	return &record, tail, nil
 }
