@@ -628,7 +628,7 @@ func (m *sequencer) commit(ctx context.Context, found []waiting) (n int, err err
 		m.packed = pack(m.packed[:0], m.leaf, e.Payload)
 		key := memory.cut(appendEntryKey(memory.b, m.id, index))
 		where := location{log: m.id, index: index, check: checkOf(hash)}
-		batch = append(batch, store.Write{Key: key, Value: memory.cut(m.sealer.Seal(memory.b, m.packed, key))})
+		batch = append(batch, store.Write{Key: key, Value: memory.cut(m.sealer.Seal(memory.b, m.packed, key)), Bulk: true})
 		id := memory.cut(n.appendID(memory.b, spaceID))
 		batch = append(batch, store.Write{Key: id, Value: memory.cut(where.encode(memory.b))})
 		if i == 0 {

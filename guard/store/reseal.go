@@ -31,6 +31,8 @@ type Resealer struct {
 	OnLost func(found Entry)
 	// Take, if any, decides whether an opened value is sealed anew.
 	Take func(entry Entry, plain []byte) bool
+	// Bulk seals values that do not expire anew as bulk values, which they were.
+	Bulk bool
 	// Enter, if any, is called before values are sealed, and its result after their commit.
 	Enter func() (leave func())
 
@@ -145,7 +147,7 @@ func (r *Resealer) commit(ctx context.Context, values []opened) error {
 	batch := []Write{{Key: []byte("mreseal"), If: Absent(), Delete: true}}
 	for _, v := range values {
 		batch = append(batch, Write{
-			Key: v.Key, If: VersionIs(v.Version), Expires: v.Expires,
+			Key: v.Key, If: VersionIs(v.Version), Expires: v.Expires, Bulk: r.Bulk && v.Expires.IsZero(),
 			Value: r.sealer.Seal(make([]byte, 0, len(v.Value)), v.plain, v.Key),
 		})
 	}

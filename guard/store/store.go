@@ -26,12 +26,12 @@ const (
 	// MaxValue is the largest value of an ordinary write, in bytes. Promises rest on ordinary
 	// values (P2); stores keep them where a sync error is noticed.
 	MaxValue = 64 << 10
-	// MaxBulk is the largest value of a bulk write, in bytes.
+	// MaxBulk is the largest value of a bulk write with an expiry, in bytes.
 	MaxBulk = 1 << 20
 	// MaxBatch is the largest number of writes in one commit.
 	MaxBatch = 1024
 	// MaxBatchBytes bounds the keys and ordinary values of one commit together, in bytes, so that
-	// a batch fits into one transaction of every store. Bulk values do not count.
+	// a batch fits into one transaction of every store. Bulk values that expire do not count.
 	MaxBatchBytes = 2 << 20
 )
 
@@ -115,9 +115,9 @@ type Write struct {
 	// Expires is when the entry stops being found; zero is never. A past time is allowed, and the
 	// entry then counts as expired.
 	Expires time.Time
-	// Bulk marks a large value that is written once and needed for a while: it must have an
-	// Expires and no condition. It is durable before the other writes of its batch, and may be
-	// stored apart so that its space is freed as a whole.
+	// Bulk marks a value that is written once, and may be stored apart so that its space is freed
+	// as a whole. One with an Expires may be large, must have no condition, and is durable before
+	// the other writes of its batch. One without is held to the limits of an ordinary value.
 	Bulk bool
 }
 
@@ -299,7 +299,7 @@ func Check(batch []Write) error {
 			return fmt.Errorf("%w: write %d: %s", ErrInvalid, i, err)
 		}
 		size += len(batch[i].Key)
-		if !batch[i].Delete && !batch[i].Bulk {
+		if !batch[i].Delete && !batch[i].Large() {
 			size += len(batch[i].Value)
 		}
 		if j := before(batch[:i], batch[i].Key, seen); j >= 0 {
@@ -333,6 +333,9 @@ func before(earlier []Write, key []byte, seen map[string]int) int {
 	return -1
 }
 
+// Large reports whether the write has a bulk value that expires, which may be large.
+func (w *Write) Large() bool { return w.Bulk && !w.Expires.IsZero() }
+
 func (w *Write) check() error {
 	switch {
 	case len(w.Key) == 0:
@@ -341,13 +344,11 @@ func (w *Write) check() error {
 		return fmt.Errorf("key of %d bytes, at most %d", len(w.Key), MaxKey)
 	case w.Delete:
 		return nil
-	case w.Bulk && w.Expires.IsZero():
-		return errors.New("bulk value without an expiry")
-	case w.Bulk && !w.If.None():
-		return errors.New("bulk value with a condition")
-	case w.Bulk && len(w.Value) > MaxBulk:
+	case w.Large() && !w.If.None():
+		return errors.New("bulk value with an expiry and a condition")
+	case w.Large() && len(w.Value) > MaxBulk:
 		return fmt.Errorf("bulk value of %d bytes, at most %d", len(w.Value), MaxBulk)
-	case !w.Bulk && len(w.Value) > MaxValue:
+	case !w.Large() && len(w.Value) > MaxValue:
 		return fmt.Errorf("value of %d bytes, at most %d", len(w.Value), MaxValue)
 	}
 	return nil

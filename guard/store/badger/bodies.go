@@ -9,6 +9,7 @@ import (
 	"hash/crc32"
 	"io"
 	"io/fs"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -35,15 +36,17 @@ const (
 // expiry: Badger reclaims space only by rewriting the live values, and writes every value
 // again with each of its levels.
 type bodies struct {
-	dir    string
-	window time.Duration
-	disk   disk
+	dir      string
+	window   time.Duration
+	keptSize int64
+	disk     disk
 
 	// writing is held by an append from the choice of its files to their sync, and by a
 	// sweep while it renames, so that no value goes to a dropped file.
 	writing sync.Mutex
 	created bool   // since the directory was last synced; guarded by writing
 	scratch []byte // guarded by writing
+	kept    int64  // the newest kept segment, where values without an expiry go; guarded by writing
 
 	clock atomic.Uint64 // of uses
 
@@ -60,7 +63,7 @@ type handle struct {
 	size   int64 // where the next append goes; the appender's
 }
 
-func openBodies(dir string, window time.Duration, d disk) (*bodies, error) {
+func openBodies(dir string, window time.Duration, keptSize int64, d disk) (*bodies, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
@@ -70,14 +73,21 @@ func openBodies(dir string, window time.Duration, d disk) (*bodies, error) {
 			return nil, err
 		}
 	}
-	return &bodies{dir: dir, window: window, disk: d, handles: make(map[int64]*handle)}, nil
+	b := &bodies{dir: dir, window: window, keptSize: keptSize, disk: d, kept: firstKept, handles: make(map[int64]*handle)}
+	entries, err := os.ReadDir(dir)
+	for _, e := range entries {
+		if segment, ok := segmentEnd(e.Name()); ok && isKept(segment) {
+			b.kept = max(b.kept, segment)
+		}
+	}
+	return b, err
 }
 
 // bulkValue is a value to append; append fills in its place.
 type bulkValue struct {
 	key     string
 	value   []byte
-	expires time.Time
+	expires time.Time // zero is never
 	at      pointer
 }
 
@@ -104,8 +114,21 @@ func (b *bodies) append(values []*bulkValue, syncs func()) error {
 func (b *bodies) writeAll(values []*bulkValue) (written []*handle, err error) {
 	bySegment := make(map[int64][]*bulkValue)
 	for _, v := range values {
-		end := partition(v.expires, b.window)
+		end := int64(keepForEver)
+		if !v.expires.IsZero() {
+			end = partition(v.expires, b.window)
+		}
 		bySegment[end] = append(bySegment[end], v)
+	}
+	if values := bySegment[keepForEver]; len(values) > 0 {
+		end, err := b.keptForAppend()
+		if err != nil {
+			return nil, err
+		}
+		// As they are read, and as they die: in the order of their keys.
+		slices.SortFunc(values, func(v, w *bulkValue) int { return strings.Compare(v.key, w.key) })
+		bySegment[end] = values
+		delete(bySegment, keepForEver)
 	}
 	before := make(map[*handle]int64, len(bySegment))
 	for end, values := range bySegment {
@@ -125,6 +148,37 @@ func (b *bodies) writeAll(values []*bulkValue) (written []*handle, err error) {
 		}
 	}
 	return written, nil
+}
+
+// keptForAppend returns the kept segment for a layer's values: the newest, or the next one where
+// that is full. The caller holds writing.
+func (b *bodies) keptForAppend() (int64, error) {
+	h, err := b.forAppend(b.kept)
+	if err != nil {
+		return 0, err
+	}
+	b.unpin([]*handle{h})
+	if h.size >= b.keptSize {
+		b.kept++
+	}
+	return b.kept, nil
+}
+
+// fullKept lists the kept segments that no value goes to any more.
+func (b *bodies) fullKept() (full []int64) {
+	b.writing.Lock()
+	newest := b.kept
+	b.writing.Unlock()
+	entries, err := os.ReadDir(b.dir)
+	if err != nil {
+		return nil // looked for again in a minute
+	}
+	for _, e := range entries {
+		if segment, ok := segmentEnd(e.Name()); ok && isKept(segment) && segment < newest {
+			full = append(full, segment)
+		}
+	}
+	return full
 }
 
 // write appends values to one file, in pieces of about maxScratch bytes.
@@ -261,9 +315,9 @@ func (b *bodies) read(p pointer, key []byte) ([]byte, error) {
 	}
 }
 
-// sweep removes the segments whose entries have all expired by now, and returns their number.
-func (b *bodies) sweep(now time.Time) (dropped int, err error) {
-	names, err := b.renameExpired(now.Add(-sweepGrace).Unix())
+// drop removes segments, and returns their number.
+func (b *bodies) drop(which func(segment int64) bool) (dropped int, err error) {
+	names, err := b.rename(which)
 	for _, name := range names {
 		// Freeing a large file takes time, and commits must not wait for it.
 		if removeErr := os.Remove(filepath.Join(b.dir, name)); removeErr != nil && err == nil {
@@ -273,9 +327,8 @@ func (b *bodies) sweep(now time.Time) (dropped int, err error) {
 	return len(names), err
 }
 
-// renameExpired renames the segments that end at or before end, and lists them with those
-// that a crash left renamed.
-func (b *bodies) renameExpired(end int64) (names []string, err error) {
+// rename renames the segments to drop, and lists them with those that a crash left renamed.
+func (b *bodies) rename(which func(segment int64) bool) (names []string, err error) {
 	b.writing.Lock()
 	defer b.writing.Unlock()
 	entries, err := os.ReadDir(b.dir)
@@ -289,7 +342,7 @@ func (b *bodies) renameExpired(end int64) (names []string, err error) {
 			continue
 		}
 		segment, ok := segmentEnd(name)
-		if !ok || segment > end {
+		if !ok || !which(segment) {
 			continue
 		}
 		b.mu.Lock()
@@ -409,15 +462,35 @@ func partition(expires time.Time, window time.Duration) int64 {
 	return start + width
 }
 
-func segmentName(end int64) string { return strconv.FormatInt(end, 10) + segmentSuffix }
+// Values without an expiry go to kept segments, which are numbered from firstKept on. They are
+// deleted when nothing points to them any more, the newest never, so no number is used twice.
+const (
+	keepForEver = math.MinInt64 // the segment of a value until it has one
+	firstKept   = math.MinInt64 + 1
+	keptPrefix  = "kept-"
+)
 
+func isKept(segment int64) bool { return segment < math.MinInt64/2 }
+
+func segmentName(segment int64) string {
+	if isKept(segment) {
+		return keptPrefix + strconv.FormatInt(segment-math.MinInt64, 10) + segmentSuffix
+	}
+	return strconv.FormatInt(segment, 10) + segmentSuffix
+}
+
+// segmentEnd returns the segment of a name.
 func segmentEnd(name string) (int64, bool) {
 	digits, ok := strings.CutSuffix(name, segmentSuffix)
 	if !ok {
 		return 0, false
 	}
-	end, err := strconv.ParseInt(digits, 10, 64)
-	return end, err == nil
+	number, kept := strings.CutPrefix(digits, keptPrefix)
+	segment, err := strconv.ParseInt(number, 10, 64)
+	if kept {
+		segment += math.MinInt64
+	}
+	return segment, err == nil && isKept(segment) == kept
 }
 
 func appendSegment(b []byte, key string, value []byte) (_ []byte, sum uint32) {
@@ -502,57 +575,80 @@ func (b *bodies) check(stop <-chan struct{}) map[int64]segmentFacts {
 	return found
 }
 
-// checkSegment reads the first size bytes of a segment. It rests for longer than it works, so
-// that calls do not notice it.
-func checkSegment(f io.ReaderAt, size int64, stop <-chan struct{}) segmentFacts {
-	facts := segmentFacts{end: size}
-	piece := make([]byte, checkPiece)
-	gapFrom := int64(-1)
-	for at := int64(0); at < size; {
-		begun := time.Now()
-		n, err := f.ReadAt(piece[:min(size-at, checkPiece)], at)
-		if err != nil || len(facts.gaps) == maxGaps {
-			facts.end = at
-			return facts
-		}
-		used := 0
-		for b := piece[:n]; used < n; {
-			length := wholeValue(b[used:])
-			if length == 0 && n == checkPiece && used > checkPiece-maxSegmentValue {
-				break // it may go on in the next piece
+// checkSegment reads the first size bytes of a segment.
+func checkSegment(f io.ReaderAt, size int64, stop <-chan struct{}) (facts segmentFacts) {
+	_ = walkSegment(f, 0, size, stop, func(at int64, record []byte) error {
+		if at > facts.end {
+			if len(facts.gaps) == maxGaps {
+				return errors.New("too many gaps")
 			}
+			facts.gaps = append(facts.gaps, gap{facts.end, at})
+		}
+		facts.end = at + int64(len(record))
+		return nil
+	})
+	return facts // what was not reached counts as a gap
+}
+
+// walk calls do with the place and the key of each whole value of a segment, from a place on.
+func (b *bodies) walk(segment, from int64, stop <-chan struct{}, do func(at int64, key []byte) error) error {
+	f, err := os.Open(filepath.Join(b.dir, segmentName(segment)))
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	return walkSegment(f, from, info.Size(), stop, func(at int64, record []byte) error {
+		key := record[segmentHeader:][:binary.BigEndian.Uint32(record[4:])]
+		return do(at, key)
+	})
+}
+
+// walkSegment calls do for each whole value of a segment, until it returns an error. It rests for
+// longer than it works, so that calls do not notice it.
+func walkSegment(f io.ReaderAt, from, size int64, stop <-chan struct{}, do func(at int64, record []byte) error) error {
+	piece := make([]byte, min(checkPiece, max(size-from, 0)))
+	for at := from; at < size; {
+		begun := time.Now()
+		b := piece[:min(size-at, checkPiece)]
+		if _, err := f.ReadAt(b, at); err != nil {
+			return err
+		}
+		last := at+int64(len(b)) == size
+		used := 0
+		for used < len(b) {
+			length := wholeValue(b[used:])
 			if length > 0 {
-				if gapFrom >= 0 {
-					facts.gaps, gapFrom = append(facts.gaps, gap{gapFrom, at + int64(used)}), -1
+				if err := do(at+int64(used), b[used:used+length]); err != nil {
+					return err
 				}
 				used += length
 				continue
 			}
-			if gapFrom < 0 {
-				gapFrom = at + int64(used)
+			if !last && used > checkPiece-maxSegmentValue {
+				break // it may go on in the next piece
 			}
 			used++
 			if next := bytes.Index(b[used:], segmentMagicBytes); next >= 0 {
 				used += next
 			} else {
-				used = max(used, n-len(segmentMagicBytes)+1)
+				used = max(used, len(b)-len(segmentMagicBytes)+1)
 			}
 		}
 		at += int64(used)
-		if n < checkPiece {
+		if at >= size {
 			break
 		}
 		select {
 		case <-stop:
-			facts.end = at
-			return facts
+			return errClosing
 		case <-time.After(3 * time.Since(begun)):
 		}
 	}
-	if gapFrom >= 0 {
-		facts.end = gapFrom
-	}
-	return facts
+	return nil
 }
 
 const (

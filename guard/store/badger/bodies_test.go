@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"iter"
 	"os"
 	"path/filepath"
 	"slices"
@@ -53,6 +54,12 @@ func TestBulkIsSyncedFirst(t *testing.T) {
 	mustCommit(t, s, m.bulk("c", maxInline-1, time.Hour), put("outcome", "2"))
 	if got = d.all(); got[0] != "commit" || slices.Contains(got, "sync") {
 		t.Errorf("calls %q for a small value, want the frame alone", got)
+	}
+	must(t, s.drain(t.Context()))
+	d.reset()
+	mustCommit(t, s, kept("d", store.MaxValue))
+	if got = d.all(); got[0] != "commit" || slices.Contains(got, "sync") {
+		t.Errorf("calls %q for a kept value, want the frame alone", got)
 	}
 }
 
@@ -131,6 +138,7 @@ func TestDamagedBulk(t *testing.T) {
 	} {
 		testDamaged(t, name+", bulk", (*manual).bulk, damage)
 		testDamaged(t, name+", record", (*manual).expiring, damage)
+		testDamaged(t, name+", kept", func(_ *manual, key string, size int, _ time.Duration) store.Write { return kept(key, size) }, damage)
 	}
 }
 
@@ -227,6 +235,216 @@ func TestLargeValuesLeaveBadger(t *testing.T) {
 		t.Errorf("left: %q", left)
 	}
 	mustCommit(t, s, insert("least", "again"))
+}
+
+// keptStore is a store with n kept values, some in each of several full segments.
+func keptStore(t *testing.T, dir string, n int, o Options) *Store {
+	t.Helper()
+	o.keptSize, o.VerifyEvery = 20_000, -1
+	s := reopenWith(t, dir, o, osDisk{})
+	for i := range n {
+		mustCommit(t, s, kept(fmt.Sprintf("key-%03d", i), 2000))
+		if i%4 == 3 {
+			must(t, s.drain(t.Context()))
+		}
+	}
+	must(t, s.drain(t.Context()))
+	return s
+}
+
+// Kept values live for as long as they are pointed to, through sweeps and openings; a segment is
+// dropped when the last of its values was deleted or replaced, the newest never.
+func TestKeptSegmentsAreDropped(t *testing.T) {
+	dir := t.TempDir()
+	const n = 100
+	s := keptStore(t, dir, n, Options{})
+	full := len(segments(t, s)) - 1
+	if full < 4 {
+		t.Fatalf("%d full segments, want several", full)
+	}
+	sweep := func() {
+		t.Helper()
+		must(t, s.drain(t.Context()))
+		for range 3 {
+			s.sweep()
+			s.sweepKept()
+		}
+	}
+	check := func(from, to int) {
+		t.Helper()
+		for i := from; i < to; i++ {
+			w := kept(fmt.Sprintf("key-%03d", i), 2000)
+			wantValue(t, s, string(w.Key), string(w.Value))
+		}
+		must(t, s.verifyStored())
+		if d := s.Stats().Damaged; d != 0 {
+			t.Errorf("%d values are damaged", d)
+		}
+	}
+	sweep()
+	if got := len(segments(t, s)); got != full+1 {
+		t.Errorf("%d segments after a sweep of living values, want %d", got, full+1)
+	}
+	check(0, n)
+	// All but the last value of the first segment, deleted, replaced, or given an expiry.
+	last := 0
+	for raw := int64(firstKept); raw == firstKept; last++ {
+		b, err := s.getRaw(userKey(fmt.Appendf(nil, "key-%03d", last)))
+		must(t, err)
+		r, err := decode(b)
+		must(t, err)
+		raw = readPointer(r.value).segment
+	}
+	last -= 2
+	for i := range last {
+		w := kept(fmt.Sprintf("key-%03d", i), 2000)
+		switch i % 3 {
+		case 0:
+			w = remove(string(w.Key))
+		case 1:
+			w.Expires, w.Bulk = time.Now().Add(time.Hour), false
+		}
+		mustCommit(t, s, w)
+	}
+	sweep()
+	first := filepath.Join(s.bodiesDir(), segmentName(firstKept))
+	if _, err := os.Stat(first); err != nil {
+		t.Fatalf("a segment with one living value is gone: %v", err)
+	}
+	check(last, n)
+	mustCommit(t, s, remove(fmt.Sprintf("key-%03d", last)))
+	sweep()
+	if _, err := os.Stat(first); err == nil {
+		t.Error("a segment without a living value stays")
+	}
+	check(last+1, n)
+	s = keptStoreAgain(t, s)
+	check(last+1, n)
+	for i := range n {
+		mustCommit(t, s, remove(fmt.Sprintf("key-%03d", i)))
+	}
+	sweep()
+	for _, file := range segments(t, s) {
+		if segment, _ := segmentEnd(filepath.Base(file)); isKept(segment) && segment != s.bodies.kept {
+			t.Errorf("left: %q, want the newest alone", file)
+		}
+	}
+	newest := s.bodies.kept
+	s = keptStoreAgain(t, s)
+	mustCommit(t, s, kept("more", 2000))
+	must(t, s.drain(t.Context()))
+	if s.bodies.kept < newest {
+		t.Errorf("segment %d after %d: a number is used twice", s.bodies.kept, newest)
+	}
+	wantValue(t, s, "more", string(kept("more", 2000).Value))
+}
+
+func keptStoreAgain(t *testing.T, s *Store) *Store {
+	t.Helper()
+	dir := s.dir
+	must(t, s.Close())
+	s = keptStore(t, dir, 0, Options{})
+	s.verifyAllDeferred()
+	return s
+}
+
+// A scan reads its snapshot to the end, though all of it was deleted and swept meanwhile.
+func TestKeptSegmentsOutliveScans(t *testing.T) {
+	const n = 100
+	s := keptStore(t, t.TempDir(), n, Options{})
+	before := len(segments(t, s))
+	next, stop := iter.Pull2(s.Scan(t.Context(), store.Prefix([]byte("key-"))))
+	defer stop()
+	seen := 0
+	for ; seen < 3; seen++ {
+		if _, err, ok := next(); err != nil || !ok {
+			t.Fatal(err)
+		}
+	}
+	for i := range n {
+		mustCommit(t, s, remove(fmt.Sprintf("key-%03d", i)))
+	}
+	must(t, s.drain(t.Context()))
+	for range 3 {
+		s.sweepKept()
+	}
+	if got := len(segments(t, s)); got != before {
+		t.Errorf("%d segments under a scan, want %d", got, before)
+	}
+	for {
+		e, err, ok := next()
+		if !ok {
+			break
+		}
+		if want := kept(fmt.Sprintf("key-%03d", seen), 2000); err != nil || !bytes.Equal(e.Value, want.Value) {
+			t.Fatalf("%q: %v", e.Key, err)
+		}
+		seen++
+	}
+	if seen != n {
+		t.Errorf("%d entries, want %d", seen, n)
+	}
+	s.sweepKept()
+	s.sweepKept()
+	if got := len(segments(t, s)); got != 1 {
+		t.Errorf("%d segments after the scan, want the newest", got)
+	}
+}
+
+// What is staged and not yet in Badger is not swept.
+func TestStagedValuesAreNotSwept(t *testing.T) {
+	s, d := newFaulty(t, Options{keptSize: 1})
+	mustCommit(t, s, kept("before", 1000))
+	must(t, s.drain(t.Context()))
+	entered, release := holdApplier(t, d)
+	mustCommit(t, s, kept("staged", 1000))
+	wait(t, entered)
+	for range 3 {
+		s.sweepKept()
+	}
+	release()
+	for _, key := range []string{"before", "staged"} {
+		must(t, s.drain(t.Context()))
+		wantValue(t, s, key, string(kept(key, 1000).Value))
+	}
+}
+
+// A sweep drops no living value that lies behind garbled ones.
+func TestKeptSegmentsWithDamage(t *testing.T) {
+	dir := t.TempDir()
+	const n = 40
+	s := keptStore(t, dir, n, Options{})
+	must(t, s.Close())
+	file := filepath.Join(dir, "bodies", segmentName(firstKept))
+	record := segmentHeader + len("key-000") + 2000
+	b, err := os.ReadFile(file)
+	must(t, err)
+	values := len(b) / record
+	for i := range values - 1 { // all but the last are garbled, so that only its own place tells it
+		clear(b[i*record : i*record+segmentHeader+i])
+	}
+	must(t, os.WriteFile(file, b, 0o600))
+	s = keptStore(t, dir, 0, Options{})
+	s.verifyAllDeferred()
+	for range 3 {
+		s.sweepKept()
+	}
+	w := kept(fmt.Sprintf("key-%03d", values-1), 2000)
+	wantValue(t, s, string(w.Key), string(w.Value))
+	_, err = s.Get(t.Context(), []byte("key-000"))
+	wantErr(t, "a garbled value", err, store.ErrDamaged)
+}
+
+// While space is short, an update in place may carry a kept value: an entry of the ledger.
+func TestKeptValuesWhileSpaceIsShort(t *testing.T) {
+	s, d := newFaulty(t, Options{MinFree: 1000})
+	v := mustCommit(t, s, put("head", "1"))
+	d.set(func() { d.left = 500 })
+	s.checkSpace()
+	update := store.Write{Key: []byte("head"), Value: []byte("2"), If: store.VersionIs(v)}
+	mustCommit(t, s, update, kept("entry", 1000))
+	_, err := s.Commit(t.Context(), kept("other", 1000))
+	wantErr(t, "a new entry", err, errFull)
 }
 
 // A layer for which the disk has no space is staged again, over what came through of it.
@@ -532,8 +750,18 @@ func TestPartition(t *testing.T) {
 		if got != c.want {
 			t.Errorf("partition(%d, %v) = %d, want %d", c.expires, c.window, got, c.want)
 		}
-		if end, ok := segmentEnd(segmentName(got)); !ok || end != got {
+		if end, ok := segmentEnd(segmentName(got)); !ok || end != got || isKept(end) {
 			t.Errorf("name of segment %d reads as %d", got, end)
+		}
+	}
+	for _, n := range []int64{firstKept, firstKept + 1, firstKept + 1_000_000} {
+		if segment, ok := segmentEnd(segmentName(n)); !ok || segment != n || !isKept(segment) {
+			t.Errorf("name %q of a kept segment reads as %d", segmentName(n), segment)
+		}
+	}
+	for _, name := range []string{"kept-.seg", "kept--5.seg", "kept-1.seg.dropped", "kept-x.seg", "1.wal", "kept-99999999999999999999.seg"} {
+		if segment, ok := segmentEnd(name); ok {
+			t.Errorf("%q reads as %d", name, segment)
 		}
 	}
 }

@@ -181,7 +181,7 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 			continue
 		}
 		total += headerSize
-		if w.Bulk && len(w.Value) >= maxInline {
+		if w.Large() && len(w.Value) >= maxInline {
 			total += pointerSize
 		} else {
 			total += len(w.Value)
@@ -208,7 +208,7 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 		gone := w.Delete || !w.Expires.IsZero() && !now.Before(w.Expires)
 		switch {
 		case gone:
-		case w.Bulk && len(w.Value) >= maxInline:
+		case w.Large() && len(w.Value) >= maxInline:
 			s.value, s.apart = take(headerSize+pointerSize), true
 			putHeader(s.value, w.Expires, flagBulk)
 			b.bulk += len(w.Value)

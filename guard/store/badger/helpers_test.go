@@ -476,4 +476,9 @@ func (m *manual) expiring(key string, size int, ttl time.Duration) store.Write {
 	return w
 }
 
+// kept is a bulk write without an expiry.
+func kept(key string, size int) store.Write {
+	return store.Write{Key: []byte(key), Value: bytes.Repeat([]byte(key), size)[:size], Bulk: true}
+}
+
 func newManual() *manual { return &manual{now: time.Unix(1_700_000_000, 0)} }

@@ -53,6 +53,9 @@ type Options struct {
 	Absent []string
 	// mostAbsent is maxFiltered; smaller in tests.
 	mostAbsent int64
+	// keptSize is the size of a kept segment in bytes, from which on the next one begins; zero is
+	// 64 MiB. Smaller in tests.
+	keptSize int64
 	// Observer is called for every group of commits; nil is none.
 	Observer Observer
 }
@@ -66,6 +69,7 @@ type Observer interface {
 // What the zero Options mean.
 const (
 	defaultBulkWindow = time.Hour
+	defaultKeptSize   = 64 << 20
 	defaultGroupWait  = 300 * time.Microsecond
 	// DefaultMinFree is the most that Badger may need after commits were stopped: the logs
 	// and tables of all memory tables, one of them being flushed and one not yet removed;
@@ -88,6 +92,9 @@ func (o Options) withDefaults() Options {
 		o.BulkWindow = defaultBulkWindow
 	}
 	o.BulkWindow = max(o.BulkWindow.Truncate(time.Second), time.Second)
+	if o.keptSize == 0 {
+		o.keptSize = defaultKeptSize
+	}
 	if o.GroupWait == 0 {
 		o.GroupWait = defaultGroupWait
 	}

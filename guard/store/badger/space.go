@@ -174,7 +174,7 @@ func (s *Store) hasRoom(writes []store.Write) error {
 // updatesInPlace reports whether writes replace an existing entry and take little space.
 func updatesInPlace(writes []store.Write) bool {
 	for i := range writes {
-		if writes[i].Bulk && !writes[i].Delete {
+		if writes[i].Large() && !writes[i].Delete {
 			return false
 		}
 	}
@@ -522,6 +522,7 @@ func (s *Store) tidyLoop() {
 			}
 		case <-tidy.C:
 			s.sweep()
+			s.sweepKept()
 			batches := s.counters.batches.Load()
 			busy := batches-seen > busyBatches
 			seen = batches
@@ -541,23 +542,121 @@ func (s *Store) discardOldVersions() {
 	if s.usable() != nil {
 		return
 	}
+	s.db.SetDiscardTs(s.oldestScan())
+}
+
+// oldestScan is the oldest timestamp of Badger that is read.
+func (s *Store) oldestScan() uint64 {
 	oldest := s.durable.Load()
 	s.scansMu.Lock()
+	defer s.scansMu.Unlock()
 	for ts := range s.scans {
 		oldest = min(oldest, ts)
 	}
-	s.scansMu.Unlock()
-	s.db.SetDiscardTs(oldest)
+	return oldest
 }
 
-// sweep removes the files of expired bulk values.
+// sweep removes the segments whose values have all expired.
 func (s *Store) sweep() {
-	n, err := s.bodies.sweep(s.options.Now())
+	end := s.options.Now().Add(-sweepGrace).Unix()
+	s.drop(func(segment int64) bool { return !isKept(segment) && segment <= end })
+}
+
+func (s *Store) drop(which func(segment int64) bool) {
+	n, err := s.bodies.drop(which)
 	s.counters.dropped.Add(uint64(n))
 	if err != nil {
-		s.options.Logger.Warn("dropping expired bulk values", "dir", s.dir, "error", err)
+		s.options.Logger.Warn("dropping segments", "dir", s.dir, "error", err)
 	}
 }
+
+// keptSegment is what is known of a full kept segment. Nothing ever points to it anew, so what
+// is dead in it stays dead.
+type keptSegment struct {
+	at   int64  // all before it is dead
+	key  []byte // of the value there
+	dead bool   // all of it was dead
+	ts   uint64 // at this timestamp of Badger
+}
+
+// sweepKept removes the kept segments that nothing points to any more. One that was found so is
+// removed by a later call, when no scan reads an older state. tidyLoop calls it.
+func (s *Store) sweepKept() {
+	if !s.deferred.done.Load() {
+		return // a damaged table would hide pointers
+	}
+	// Their last layer is applied, since a segment is full only when a later layer begins another.
+	full := s.bodies.fullKept()
+	ts := s.durable.Load()
+	gone := make(map[int64]bool)
+	for _, segment := range full {
+		k := s.kept[segment]
+		if k == nil {
+			k = new(keptSegment)
+			s.kept[segment] = k
+		}
+		switch {
+		case s.isClosing():
+			return
+		case k.dead && s.oldestScan() >= k.ts:
+			gone[segment] = true
+			delete(s.kept, segment)
+		case k.dead:
+		default:
+			if err := s.findLiving(segment, k, ts); err != nil && !errors.Is(err, errClosing) && s.unhealthy() == nil {
+				s.options.Logger.Warn("looking for what is pruned", "dir", s.dir, "error", err)
+			}
+		}
+	}
+	s.drop(func(segment int64) bool { return gone[segment] })
+}
+
+// findLiving moves k to the first value in its segment that Badger points to at ts.
+func (s *Store) findLiving(segment int64, k *keptSegment, ts uint64) error {
+	living := func(key []byte, at int64) (bool, error) {
+		s.reading.RLock()
+		defer s.reading.RUnlock()
+		if err := s.usable(); err != nil {
+			return false, err
+		}
+		txn := s.db.NewTransactionAt(ts, false)
+		defer txn.Discard()
+		raw, err := lookUp(txn, key)
+		if raw == nil || err != nil {
+			return false, err
+		}
+		r, err := decode(raw)
+		if err != nil || !r.bulk {
+			return false, err
+		}
+		p := readPointer(r.value)
+		return p.segment == segment && p.offset == uint64(at), nil
+	}
+	if k.key != nil {
+		if found, err := living(k.key, k.at); found || err != nil {
+			return err
+		}
+	}
+	found := false
+	err := s.bodies.walk(segment, k.at, s.closing, func(at int64, key []byte) error {
+		name := userKey(key)
+		is, err := living(name, at)
+		if is {
+			k.at, k.key, found = at, name, true
+			return errFound
+		}
+		return err
+	})
+	if err == nil && !found {
+		k.dead, k.ts = true, ts
+	}
+	if errors.Is(err, errFound) {
+		return nil
+	}
+	return err
+}
+
+var errFound = errors.New("found")
 
 // Stats are the counts of a store since it was opened.
 type Stats struct {
@@ -574,7 +673,7 @@ type Stats struct {
 	BulkSyncs uint64
 	// Bytes of keys and ordinary values, and bytes of bulk values, that were committed.
 	Bytes, BulkBytes uint64
-	// Dropped counts the segments removed after the expiry of their values.
+	// Dropped counts the segments removed after their values have expired or were deleted.
 	Dropped uint64
 	// Damaged is the number of values in segments that the last check found missing or altered.
 	Damaged uint64

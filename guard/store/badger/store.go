@@ -60,6 +60,7 @@ type Store struct {
 	closed  bool
 	scans   map[uint64]int // running scans by timestamp, guarded by scansMu
 	scansMu sync.Mutex
+	kept    map[int64]*keptSegment // full ones; tidyLoop's
 
 	failure atomic.Pointer[error] // set once, by the first failed sync
 	failed  chan struct{}         // closed then
@@ -220,6 +221,7 @@ func openWith(dir string, o Options, d disk) (*Store, error) {
 		lock:    held,
 		watches: store.NewWatchers(),
 		scans:   make(map[uint64]int),
+		kept:    make(map[int64]*keptSegment),
 		failed:  make(chan struct{}),
 		closing: make(chan struct{}),
 
@@ -375,7 +377,7 @@ func (s *Store) openError(err error) error {
 
 func (s *Store) start(fresh bool, found recovery) error {
 	var err error
-	s.bodies, err = openBodies(s.bodiesDir(), s.options.BulkWindow, s.disk)
+	s.bodies, err = openBodies(s.bodiesDir(), s.options.BulkWindow, s.options.keptSize, s.disk)
 	if err != nil {
 		return fmt.Errorf("badger: bulk values: %w", err)
 	}

@@ -330,10 +330,10 @@ func TestCrashAtEveryPoint(t *testing.T) {
 		}
 		moments = append(moments, moment{what, answered, []string{crashed(t, dir), d.powerless(t, dir)}})
 	})
-	s, err := openWith(dir, Options{Now: m.Now, GroupWait: -1}, d)
+	s, err := openWith(dir, Options{Now: m.Now, GroupWait: -1, keptSize: 600}, d)
 	must(t, err)
 	for i := range keys * 2 {
-		mustCommit(t, s, body(i), record(i), put(fmt.Sprint("key-", i%keys), fmt.Sprint(i)), put(fmt.Sprint("passing-", i), ""),
+		mustCommit(t, s, body(i), record(i), kept(fmt.Sprintf("kept-%d-", i%keys), 500+i), put(fmt.Sprint("key-", i%keys), fmt.Sprint(i)), put(fmt.Sprint("passing-", i), ""),
 			remove(fmt.Sprint("passing-", i-1)))
 		d.mu.Lock()
 		answered = i + 1
@@ -378,6 +378,8 @@ func TestCrashAtEveryPoint(t *testing.T) {
 				if want >= 0 {
 					wantValue(t, again, fmt.Sprint("key-", k), fmt.Sprint(want))
 					wantValue(t, again, string(record(want).Key), string(record(want).Value))
+					entry := kept(fmt.Sprintf("kept-%d-", k), 500+want)
+					wantValue(t, again, string(entry.Key), string(entry.Value))
 				}
 			}
 			var passing []string
@@ -408,7 +410,7 @@ func TestPowerLossAroundADrop(t *testing.T) {
 	})
 	s, n := rotated(t, d, Options{Now: m.Now})
 	small, record := m.bulk("small", 10_000, time.Hour), m.expiring("record", 10_000, 3*time.Hour)
-	mustCommit(t, s, small, record, put("names", "small"))
+	mustCommit(t, s, small, record, kept("kept", 10_000), put("names", "small"))
 	must(t, s.drain(t.Context()))
 	d.mu.Lock()
 	dir = s.dir
@@ -440,6 +442,7 @@ func TestPowerLossAroundADrop(t *testing.T) {
 		wantValue(t, again, "names", "small")
 		wantValue(t, again, "small", string(small.Value))
 		wantValue(t, again, "record", string(record.Value))
+		wantValue(t, again, "kept", string(kept("kept", 10_000).Value))
 		wantValue(t, again, "count", fmt.Sprint(n-1))
 		if t.Failed() {
 			t.Fatalf("image %d of %d", i, len(taken))

@@ -631,6 +631,32 @@ func exerciseBulk(t *testing.T, open Opener) {
 		}
 	})
 
+	t.Run("WithoutAnExpiry", func(t *testing.T) {
+		b := newBench(t, open)
+		var all []string
+		for i, size := range []int{0, 1, 300, store.MaxValue} {
+			key, value := string(rune('a'+i)), random(size)
+			w := bulk(key, value, time.Time{})
+			w.If = store.Absent()
+			v := b.commit(w)
+			b.conflict(w)
+			if e := b.is(key, string(value)); e.Version != v || !e.Expires.IsZero() {
+				t.Errorf("%d bytes: version %d and expiry %v, want %d and none", size, e.Version, e.Expires, v)
+			}
+			all = append(all, string(value))
+		}
+		for i, e := range b.scan(store.Range{}) {
+			if string(e.Value) != all[i] {
+				t.Errorf("%q = %s, want %s", e.Key, brief(e.Value), brief([]byte(all[i])))
+			}
+		}
+		v := b.commit(bulk("a", []byte("again"), time.Time{}))
+		b.commit(store.Write{Key: []byte("a"), Value: []byte("once more"), Bulk: true, If: store.VersionIs(v)})
+		b.is("a", "once more")
+		b.commit(remove("b"))
+		b.absent("b")
+	})
+
 	t.Run("LosingBatchLeavesNothing", func(t *testing.T) {
 		b := newBench(t, open)
 		b.put("a", "1")

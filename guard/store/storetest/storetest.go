@@ -437,11 +437,18 @@ func exerciseLimits(t *testing.T, open Opener) {
 			"long key":              {put(strings.Repeat("k", store.MaxKey+1), "1")},
 			"large value":           {put("a", strings.Repeat("v", store.MaxValue+1))},
 			"large bulk value":      {{Key: []byte("a"), Value: make([]byte, store.MaxBulk+1), Bulk: true, Expires: soon}},
-			"bulk for ever":         {{Key: []byte("a"), Bulk: true}},
+			"large bulk for ever":   {{Key: []byte("a"), Value: make([]byte, store.MaxValue+1), Bulk: true}},
 			"bulk with a condition": {{Key: []byte("a"), Bulk: true, Expires: soon, If: store.Absent()}},
 			"same key twice":        {put("a", "1"), remove("a")},
 			"too many writes":       many(store.MaxBatch+1, 1),
 			"too many bytes":        many(store.MaxBatchBytes/store.MaxValue+1, store.MaxValue),
+			"too many bytes of bulk": func() []store.Write {
+				batch := many(store.MaxBatchBytes/store.MaxValue+1, store.MaxValue)
+				for i := range batch {
+					batch[i].Bulk = true
+				}
+				return batch
+			}(),
 		} {
 			v, err := b.Commit(t.Context(), batch...)
 			if !errors.Is(err, store.ErrInvalid) {
