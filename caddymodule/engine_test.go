@@ -1,14 +1,21 @@
 package caddymodule
 
 import (
+	"bytes"
+	"context"
 	"errors"
 	"net/http"
 	"net/http/httptest"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 	"github.com/caddyserver/caddy/v2"
 )
 
@@ -81,5 +88,44 @@ func TestLedgerThatIsBeingOpened(t *testing.T) {
 	}
 	if err := e.release(); err != nil {
 		t.Error(err)
+	}
+}
+
+// unfound notes the keys that are asked for and not there.
+type unfound struct {
+	store.Store
+	keys [][]byte
+}
+
+func (u *unfound) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	e, err := u.Store.Get(ctx, key)
+	if errors.Is(err, store.ErrNotFound) {
+		u.keys = append(u.keys, bytes.Clone(key))
+	}
+	return e, err
+}
+
+// What a new call asks for before its claim is in the filter of absent keys, so that no table is
+// asked (ADR 0065).
+func TestWhatANewCallAsksForIsFiltered(t *testing.T) {
+	st := &unfound{Store: memory.New(memory.Options{})}
+	g, _, err := execution.Open(t.Context(), st, seal.Generate())
+	if err != nil {
+		t.Fatal(err)
+	}
+	st.keys = nil
+	c := execution.Call{Deadline: time.Minute, KeepKey: time.Hour}
+	c.Key = g.Key(c.Scope)
+	found, err := g.LookUp(t.Context(), c.Key, c.Fingerprint)
+	if err == nil {
+		_, err = g.Claim(t.Context(), &c, found)
+	}
+	if err != nil || len(st.keys) < 2 {
+		t.Fatal(len(st.keys), err)
+	}
+	for _, key := range st.keys {
+		if !slices.ContainsFunc(oftenAbsent, func(p string) bool { return bytes.HasPrefix(key, []byte(p)) }) {
+			t.Errorf("%q is not filtered", key[:1])
+		}
 	}
 }
