@@ -55,6 +55,7 @@ func init() {
 //			life      <duration>
 //			retain    <duration>
 //			public_url <url>
+//			sign      shown | eager
 //		}
 //		trust jwks_file <path> [<owner>]
 //		trust jwks_url  <url>  [<owner>]

@@ -59,9 +59,21 @@ type Identity struct {
 	// can still be verified. Default: 90d.
 	Retain caddy.Duration `json:"retain,omitempty"`
 
+	// When the gateway's own tokens are signed. `shown` signs one when somebody asks for it, from
+	// what was recorded: the same bytes each time. A replaced key stays in the key file until all
+	// that names it is signed. `eager` signs each when it is recorded: for key files that are
+	// exchanged from outside, or where the store is audited without the gateway. Default: `eager`.
+	Sign string `json:"sign,omitempty"`
+
 	algorithm ect.Algorithm
 	spelling  ect.Spelling
 }
+
+// The values of Identity.Sign.
+const (
+	signEager = "eager"
+	signShown = "shown"
+)
 
 const defaultRetain = 90 * 24 * time.Hour
 
@@ -75,6 +87,7 @@ func (i *Identity) provision(store string) error {
 	}
 	inherit(&i.Algorithm, ect.ES256.String())
 	inherit(&i.Spelling, ect.Draft00.String())
+	inherit(&i.Sign, signEager)
 	inherit(&i.Life, caddy.Duration(ect.DefaultLife))
 	inherit(&i.Retain, caddy.Duration(defaultRetain))
 	var err error
@@ -83,6 +96,9 @@ func (i *Identity) provision(store string) error {
 	}
 	if err := oneOf(i.Spelling, ect.Draft00.String(), ect.Draft01.String()); err != nil {
 		return fmt.Errorf("spelling: %w", err)
+	}
+	if err := oneOf(i.Sign, signShown, signEager); err != nil {
+		return fmt.Errorf("sign: %w", err)
 	}
 	if i.Spelling == ect.Draft01.String() {
 		i.spelling = ect.Draft01
@@ -185,7 +201,24 @@ func (i *Identity) recordName(ctx context.Context, ev *evidence.Evidence, ring *
 			"if the file was exchanged by mistake, put the right one back and load the configuration again",
 			slog.String("file", i.KeyFile), slog.Any("keys", lacks))
 	}
-	return ev.RecordName(ctx, i.Name, ring)
+	if err := ev.RecordName(ctx, i.Name, ring); err != nil {
+		return err
+	}
+	if gone := unsignable(ev, ring); len(gone) > 0 {
+		logger.Warn("the key file lacks the private parts of keys under which recorded tokens are not signed yet: their entries are "+
+			"shown with their claims and proofs, and without tokens; put the key file back that holds them, and set `sign eager` "+
+			"where key files are exchanged from outside",
+			slog.String("file", i.KeyFile), slog.Any("keys", gone))
+	}
+	return ev.SignWhenShown(ctx, i.Sign == signShown, ring)
+}
+
+// unsignable are the keys under which something recorded is not signed, and that cannot sign.
+func unsignable(ev *evidence.Evidence, ring *ect.Ring) []string {
+	keys := ring.List()
+	return slices.DeleteFunc(ev.KeysToSign(), func(kid string) bool {
+		return slices.ContainsFunc(keys, func(k ect.RingKey) bool { return k.ID == kid && k.Private })
+	})
 }
 
 // parseIdentity reads
@@ -197,6 +230,7 @@ func (i *Identity) recordName(ctx context.Context, ev *evidence.Evidence, ring *
 //		life      <duration>
 //		retain    <duration>
 //		public_url <url>
+//		sign      shown | eager
 //	}
 func parseIdentity(d *caddyfile.Dispenser, a *App) error {
 	a.Identity = new(Identity)
@@ -249,6 +283,9 @@ func identityOptions() options[*Identity] {
 			}
 			return checkPublicURL(i.PublicURL)
 		}},
+		"sign": {usage: "sign shown | eager", parse: func(d dispenser, i *Identity) error {
+			return parseChoice(d, &i.Sign, signShown, signEager)
+		}},
 		"retain": {usage: "retain <duration>", parse: func(d dispenser, i *Identity) error {
 			return parseDuration(d, &i.Retain)
 		}},
@@ -297,10 +334,11 @@ type ledgerHandle struct {
 	mu         sync.Mutex  // held while it is opened and while its keys change; guards identities
 	identities []*Identity // of the configurations that hold it, the latest last
 	open       atomic.Pointer[evidence.Evidence]
-	retain     atomic.Int64 // nanoseconds, of the latest configuration
-	coming     atomic.Bool  // a configuration with an identity is about to open it
+	retain     atomic.Int64  // nanoseconds, of the latest configuration
+	coming     atomic.Bool   // a configuration with an identity is about to open it
+	replaced   chan struct{} // buffers one signal: the ring may have keys to retire
 	stop       context.CancelFunc
-	ended      chan struct{}
+	ended      sync.WaitGroup
 	// unsealed says that re-sealing was not possible, because no configuration held the
 	// engine.
 	unsealed atomic.Bool
@@ -321,6 +359,7 @@ func (l *ledgerHandle) acquire(ctx context.Context, i *Identity, logger *slog.Lo
 		}
 		ev.Ring().Reload(ring)
 		l.join(i)
+		l.retireSoon()
 		return ev, nil
 	}
 	e := l.engine
@@ -354,8 +393,10 @@ func (l *ledgerHandle) acquire(ctx context.Context, i *Identity, logger *slog.Lo
 	l.join(i)
 	var pruning context.Context
 	pruning, l.stop = context.WithCancel(context.Background())
-	l.ended = make(chan struct{})
-	go l.keepPruned(pruning, ev)
+	l.replaced = make(chan struct{}, 1)
+	l.retireSoon() // what an earlier life began
+	l.ended.Go(func() { l.keepPruned(pruning, ev) })
+	l.ended.Go(func() { l.keepRetired(pruning, ev) })
 	return ev, nil
 }
 
@@ -386,6 +427,10 @@ func (l *ledgerHandle) leave(i *Identity) {
 		return
 	}
 	l.retain.Store(int64(back.Retain))
+	ev := l.open.Load()
+	if err := ev.SignWhenShown(context.Background(), back.Sign == signShown, ev.Ring()); err != nil {
+		l.engine.logger.Warn("tokens are signed when they are recorded, until the next load of the configuration", zap.Error(err))
+	}
 	if back.KeyFile == i.KeyFile {
 		return
 	}
@@ -395,7 +440,7 @@ func (l *ledgerHandle) leave(i *Identity) {
 			"of the one that failed to load, until the next reload", zap.Error(err))
 		return
 	}
-	l.open.Load().Ring().Reload(ring)
+	ev.Ring().Reload(ring)
 }
 
 // close closes the ledger after the last use of the engine.
@@ -405,7 +450,7 @@ func (l *ledgerHandle) close() {
 		return
 	}
 	l.stop()
-	<-l.ended
+	l.ended.Wait()
 	ctx, cancel := context.WithTimeout(context.Background(), ledgerCloseTime)
 	defer cancel()
 	if !l.engine.healthy() {
@@ -431,7 +476,6 @@ func (l *ledgerHandle) report() *ledgerReport {
 // keepPruned periodically prunes old entries and writes the newest head to the file beside
 // the store.
 func (l *ledgerHandle) keepPruned(ctx context.Context, ev *evidence.Evidence) {
-	defer close(l.ended)
 	tick, heads := time.NewTicker(pruneEvery), time.NewTicker(headEvery)
 	defer tick.Stop()
 	defer heads.Stop()
@@ -462,6 +506,58 @@ func (l *ledgerHandle) keepPruned(ctx context.Context, ev *evidence.Evidence) {
 			logger.Info("the ledger was pruned", zap.Int("entries", n))
 		}
 	}
+}
+
+func (l *ledgerHandle) retireSoon() {
+	select {
+	case l.replaced <- struct{}{}:
+	default:
+	}
+}
+
+// keepRetired removes the private parts of replaced keys once all is signed that was recorded
+// under them. What fails is tried again every hour, and after a restart.
+func (l *ledgerHandle) keepRetired(ctx context.Context, ev *evidence.Evidence) {
+	again := time.NewTicker(pruneEvery)
+	defer again.Stop()
+	for {
+		select {
+		case <-l.replaced:
+		case <-again.C:
+		case <-ctx.Done():
+			return
+		}
+		if err := l.retire(ctx, ev); err != nil && ctx.Err() == nil {
+			l.engine.logger.Warn("replaced signing keys stay in the key file for now", zap.Error(err))
+		}
+	}
+}
+
+func (l *ledgerHandle) retire(ctx context.Context, ev *evidence.Evidence) error {
+	done, signed, err := ev.SignReplaced(ctx)
+	if errors.Is(err, ledger.ErrTampered) {
+		l.engine.logger.Error("entries of the ledger that were altered have no token any more", zap.Error(err))
+		err = nil
+	}
+	if err != nil || len(done) == 0 {
+		return err
+	}
+	l.mu.Lock() // excludes a reload and a rotation, as rotate does
+	defer l.mu.Unlock()
+	i := l.latest()
+	if i == nil {
+		return errNoIdentity
+	}
+	if err := i.checkSigner(ev.Ring()); err != nil {
+		return err
+	}
+	needed := ev.KeysToSign() // a reload may have brought a key back
+	done = slices.DeleteFunc(done, func(kid string) bool { return slices.Contains(needed, kid) })
+	if err := ev.Ring().Retire(i.KeyFile, done...); err != nil {
+		return err
+	}
+	l.engine.logger.Info("replaced signing keys retired", zap.Strings("keys", done), zap.Int("signed", signed))
+	return nil
 }
 
 // recordOrphans records the executions that a crashed process left in doubt. Errors, such
@@ -516,7 +612,8 @@ func (l *ledgerHandle) reseal(ctx context.Context) error {
 
 // rotate writes a new signing key of the configured algorithm into the key file of the latest
 // configuration and signs with it. The previous key stays published until its tokens have
-// expired; with stolen, no older key is published any more.
+// expired, and keeps its private part until what was recorded under it is signed; with stolen,
+// no older key is published any more, and none signs anything any more.
 func (l *ledgerHandle) rotate(stolen bool) error {
 	l.mu.Lock() // excludes a reload, which could restore the ring it has read before
 	defer l.mu.Unlock()
@@ -531,13 +628,22 @@ func (l *ledgerHandle) rotate(stolen bool) error {
 	if stolen {
 		keep = 0
 	}
-	id, err := ev.Ring().Rotate(i.KeyFile, i.algorithm, time.Now(), keep)
+	ctx := context.Background()
+	id, err := ev.Ring().Rotate(i.KeyFile, i.algorithm, time.Now(), keep, ev.KeysToSign()...)
 	if err != nil {
 		return err
 	}
-	if err := ev.RecordName(context.Background(), i.Name, ev.Ring()); err != nil {
+	err = ev.RecordName(ctx, i.Name, ev.Ring())
+	if err == nil && stolen {
+		err = ev.ForgetKeys(ctx, unsignable(ev, ev.Ring())...)
+	}
+	if err == nil {
+		err = ev.SignWhenShown(ctx, i.Sign == signShown, ev.Ring())
+	}
+	if err != nil {
 		l.engine.logger.Error("that the new key signs in this name is noted with the next load of the configuration", zap.Error(err))
 	}
+	l.retireSoon()
 	l.engine.logger.Info("signing key rotated", zap.String("identity", i.Name), zap.String("key", id),
 		zap.Stringer("algorithm", i.algorithm), zap.Bool("stolen", stolen))
 	l.engine.emit(eventIdentityRotated, nil)

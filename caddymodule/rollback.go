@@ -392,10 +392,11 @@ func (t *rollbackTokens) Raw(ctx context.Context, workflow, id string) (string, 
 	if err != nil {
 		return "", err
 	}
-	if entry.Unsigned {
-		return "", ledger.ErrRefused
+	token, err := t.policy.Evidence.Log().Token(ctx, &entry)
+	if errors.Is(err, ledger.ErrNoToken) {
+		err = ledger.ErrRefused
 	}
-	return string(entry.Payload), nil
+	return string(token), err
 }
 
 func (t *rollbackTokens) Result(ctx context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error) {

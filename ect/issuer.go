@@ -1,6 +1,7 @@
 package ect
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"crypto"
@@ -9,6 +10,7 @@ import (
 	"crypto/elliptic"
 	"crypto/rand"
 	"encoding/base64"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -202,13 +204,46 @@ func (i *Issuer) Sign(d *Draft) (*Token, error) {
 	b := append((*work)[:0], head...)
 	b = enc.AppendEncode(b, []byte(d.payload))
 	var room [96]byte
-	signature, err := signer.key.algorithm.sign(room[:0], signer.private, b)
+	signature, err := signer.sign(room[:0], b)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
+		return nil, err
 	}
 	b = enc.AppendEncode(append(b, '.'), signature)
 	*work = b
 	return &Token{content: d.content, raw: string(b), level: L2, key: signer.key, proven: true}, nil
+}
+
+// Header is the protected header of the tokens that the current key signs, in JSON, and kid
+// the name of that key. Whoever keeps it with the payload of a Draft can make the token
+// later: see Signature. Do not change the bytes.
+func (r *Ring) Header(s Spelling) (header []byte, kid string) {
+	current := r.keys.Load().signer
+	return current.headers[s], current.key.id
+}
+
+// Signature signs a payload that was kept with a header, under the key that the header
+// names: the same bytes each time, and those that Sign would have made. The error is
+// ErrUnavailable if the ring does not hold the private part of that key.
+func (r *Ring) Signature(header, payload []byte) ([]byte, error) {
+	for _, s := range r.keys.Load().signers {
+		for i := range s.headers {
+			if !bytes.Equal(s.headers[i], header) {
+				continue
+			}
+			b := append(make([]byte, 0, len(s.heads[i])+base64.RawURLEncoding.EncodedLen(len(payload))), s.heads[i]...)
+			return s.sign(nil, base64.RawURLEncoding.AppendEncode(b, payload))
+		}
+	}
+	return nil, fmt.Errorf("%w: the private part of the key %.80q is gone", ErrUnavailable, HeaderKeyID(header))
+}
+
+// HeaderKeyID is the kid of a protected header in JSON; empty if it has none.
+func HeaderKeyID(header []byte) string {
+	var h struct {
+		ID string `json:"kid"`
+	}
+	_ = json.Unmarshal(header, &h) // what is no header names no key
+	return h.ID
 }
 
 // Issue drafts and signs. The errors are those of Draft and Sign.
@@ -220,8 +255,8 @@ func (i *Issuer) Issue(now time.Time, claims Claims) (*Token, error) {
 	return i.Sign(d)
 }
 
-// Ring holds the signing keys. The newest signs; replaced ones have lost their private
-// part and only verify. It is safe for concurrent use, also while it is rotated.
+// Ring holds the signing keys. The newest signs; replaced ones only verify, and lose their
+// private part once all is signed that was recorded under them. It is safe for concurrent use, also while it is rotated.
 type Ring struct {
 	keys     atomic.Pointer[ringKeys]
 	changing sync.Mutex // held while keys are replaced
@@ -232,6 +267,8 @@ type ringKeys struct {
 	all    []ringKey // the signing one is last
 	byID   map[string][]*Key
 	signer *signer
+
+	signers []*signer // the keys that have their private part, also replaced ones
 }
 
 // ringKey is a key with what only its owner knows.
@@ -246,6 +283,16 @@ type signer struct {
 	key     *Key
 	private crypto.Signer
 	heads   [len(spellings)]string // the protected headers, encoded, with the dot
+	headers [len(spellings)][]byte // the same in JSON
+}
+
+// sign appends the signature of a header and payload, encoded. The error is ErrUnavailable.
+func (s *signer) sign(dst, encoded []byte) ([]byte, error) {
+	signature, err := s.key.algorithm.sign(dst, s.private, encoded)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
+	}
+	return signature, nil
 }
 
 // GenerateRing makes a ring with one fresh key. The error says that the algorithm is unknown.
@@ -325,14 +372,21 @@ func newRingKeys(keys []ringKey) (*ringKeys, error) {
 		}
 		next.byID[all[i].id] = []*Key{&all[i].Key}
 	}
-	current := &all[len(all)-1]
-	next.signer = &signer{key: &current.Key, private: current.private}
-	for s, names := range spellings {
-		head := append([]byte(`{"alg":"`), current.algorithm.String()...)
-		head = append(append(append(head, `","typ":"`...), names.typ...), `","kid":`...)
-		head = append(appendText(head, current.id), '}')
-		next.signer.heads[s] = base64.RawURLEncoding.EncodeToString(head) + "."
+	for i := range all {
+		k := &all[i]
+		if k.private == nil || k.revoked {
+			continue
+		}
+		s := &signer{key: &k.Key, private: k.private}
+		for n, names := range spellings {
+			head := append([]byte(`{"alg":"`), k.algorithm.String()...)
+			head = append(append(append(head, `","typ":"`...), names.typ...), `","kid":`...)
+			s.headers[n] = append(appendText(head, k.id), '}')
+			s.heads[n] = base64.RawURLEncoding.EncodeToString(s.headers[n]) + "."
+		}
+		next.signers = append(next.signers, s)
 	}
+	next.signer = next.signers[len(next.signers)-1]
 	return next, nil
 }
 
@@ -350,6 +404,8 @@ type RingKey struct {
 	Signs bool
 	// Revoked says that none of its signatures count any more.
 	Revoked bool
+	// Private says that its private part is there: see Signature.
+	Private bool
 }
 
 // List describes the keys of the ring, the signing one last.
@@ -358,7 +414,7 @@ func (r *Ring) List() []RingKey {
 	list := make([]RingKey, len(keys.all))
 	for i := range keys.all {
 		k := &keys.all[i]
-		list[i] = RingKey{k.id, k.algorithm, k.created, k.notAfter, &k.Key == keys.signer.key, k.revoked}
+		list[i] = RingKey{k.id, k.algorithm, k.created, k.notAfter, &k.Key == keys.signer.key, k.revoked, k.private != nil}
 	}
 	return list
 }
@@ -409,8 +465,9 @@ func (s ringSource) Keys(_ context.Context, kid string) ([]*Key, error) {
 }
 
 // rotated returns the keys with a fresh one that signs. Those before it verify new tokens
-// until keep has passed at the latest, and records without end.
-func (k *ringKeys) rotated(alg Algorithm, now time.Time, keep time.Duration) (*ringKeys, error) {
+// until keep has passed at the latest, and records without end. Those named in unsigned keep
+// their private part, unless keep is 0.
+func (k *ringKeys) rotated(alg Algorithm, now time.Time, keep time.Duration, unsigned []string) (*ringKeys, error) {
 	fresh, err := generateKey(alg)
 	if err != nil {
 		return nil, err
@@ -418,7 +475,9 @@ func (k *ringKeys) rotated(alg Algorithm, now time.Time, keep time.Duration) (*r
 	until := now.Add(keep).UTC().Truncate(time.Second).Add(time.Second)
 	next := make([]ringKey, 0, len(k.all)+1)
 	for _, old := range k.all {
-		old.private = nil
+		if keep == 0 || !slices.Contains(unsigned, old.id) {
+			old.private = nil
+		}
 		if old.notAfter.IsZero() || old.notAfter.After(until) {
 			old.notAfter = until
 		}
@@ -485,19 +544,44 @@ func CreateRing(path string, alg Algorithm) (*Ring, error) {
 
 // Rotate adds a fresh key to the file at path, which holds this ring, and then signs with
 // it. The key before loses its private part and stays published for keep, the longest
-// life of its tokens; so do keys that were replaced earlier, at most. The file is replaced
-// atomically and durable before the new key signs. kid names the new key. The error is
-// ErrBusy, or that of reading or writing the file.
-func (r *Ring) Rotate(path string, alg Algorithm, now time.Time, keep time.Duration) (kid string, err error) {
+// life of its tokens; so do keys that were replaced earlier, at most. Keys named in unsigned
+// keep their private part until Retire, for what was recorded under them without a
+// signature; with keep 0, after a theft, they do not. The file is replaced atomically and
+// durable before the new key signs. kid names the new key. The error is ErrBusy, or that of
+// reading or writing the file.
+func (r *Ring) Rotate(path string, alg Algorithm, now time.Time, keep time.Duration, unsigned ...string) (kid string, err error) {
+	err = r.edit(path, func(found *ringKeys) (*ringKeys, error) { return found.rotated(alg, now, keep, unsigned) })
+	if err != nil {
+		return "", err
+	}
+	return r.keys.Load().signer.key.id, nil
+}
+
+// Retire removes the private parts of the named keys from the file at path, which holds this
+// ring. The key that signs keeps its own. The errors are those of Rotate.
+func (r *Ring) Retire(path string, kids ...string) error {
+	return r.edit(path, func(found *ringKeys) (*ringKeys, error) {
+		keys := slices.Clone(found.all)
+		for i := range keys[:len(keys)-1] { // the last one signs
+			if slices.Contains(kids, keys[i].id) {
+				keys[i].private = nil
+			}
+		}
+		return newRingKeys(keys)
+	})
+}
+
+// edit changes the keys in the file at path and takes them over.
+func (r *Ring) edit(path string, change func(found *ringKeys) (*ringKeys, error)) error {
 	r.changing.Lock()
 	defer r.changing.Unlock()
 	var next *ringKeys
-	err = durable.Edit(path, func(was []byte) ([]byte, error) {
+	err := durable.Edit(path, func(was []byte) ([]byte, error) {
 		found, err := parseRing(was)
 		if err != nil {
 			return nil, err
 		}
-		if next, err = found.keys.Load().rotated(alg, now, keep); err != nil {
+		if next, err = change(found.keys.Load()); err != nil {
 			return nil, err
 		}
 		return marshalKeys(next.all, "", true)
@@ -506,10 +590,10 @@ func (r *Ring) Rotate(path string, alg Algorithm, now time.Time, keep time.Durat
 		err = ErrBusy
 	}
 	if err != nil {
-		return "", fmt.Errorf("key file %s: %w", path, err)
+		return fmt.Errorf("key file %s: %w", path, err)
 	}
 	r.keys.Store(next)
-	return next.signer.key.id, nil
+	return nil
 }
 
 // Reload takes over the keys of another ring, read anew from the same file.

@@ -6,6 +6,7 @@ import (
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/x509"
+	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
 	"errors"
@@ -415,6 +416,65 @@ func TestFormerAudience(t *testing.T) {
 			_, err := v.Verify(t.Context(), token.Raw(), ect.Presentation{Now: time.Now()})
 			if accepted := own && names != nil; accepted != (err == nil) || !accepted && (!errors.As(err, &refused) || refused.Code != ect.CodeAudience) {
 				t.Errorf("of %s with %v: %v", who, names, err)
+			}
+		}
+	}
+}
+
+// ADR 0064, "Signing when a token is shown": the header and the payload of a draft give the
+// bytes of its token, each time, after a restart, and after a rotation that keeps the key.
+func TestSignatureMadeLater(t *testing.T) {
+	for _, alg := range ect.Algorithms() {
+		for _, spelling := range []ect.Spelling{ect.Draft00, ect.Draft01} {
+			path := filepath.Join(t.TempDir(), "ect.jwks")
+			ring := must(ect.CreateRing(path, alg))(t)
+			issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring, Spelling: spelling}))(t)
+			draft := must(issuer.Draft(at, ect.Claims{
+				Audience: []string{gateway}, Action: "pay", Ext: new(ect.ExtBuilder).Text(ect.MemberDescription, "a \u2028 <&>"),
+			}))(t)
+			header, kid := ring.Header(spelling)
+			if ect.HeaderKeyID(header) != kid || kid != ring.List()[0].ID {
+				t.Errorf("%s names %q", header, kid)
+			}
+			want := must(issuer.Sign(draft))(t).Raw()
+			check := func(when string, r *ect.Ring) {
+				t.Helper()
+				for range 2 {
+					signature, err := r.Signature(header, []byte(draft.Payload()))
+					enc := base64.RawURLEncoding.EncodeToString
+					if got := enc(header) + "." + enc([]byte(draft.Payload())) + "." + enc(signature); err != nil || got != want {
+						t.Errorf("%v %v %s: %v\n%s\n%s", alg, spelling, when, err, got, want)
+					}
+				}
+			}
+			gone := func(when string, r *ect.Ring) {
+				t.Helper()
+				if got, err := r.Signature(header, []byte(draft.Payload())); !errors.Is(err, ect.ErrUnavailable) || got != nil {
+					t.Errorf("%v %s: %x %v", alg, when, got, err)
+				}
+			}
+			check("at once", ring)
+			for range 2 { // the second rotation finds the key among the replaced ones
+				must(ring.Rotate(path, alg, at, time.Hour, kid))(t)
+			}
+			if list := ring.List(); !list[0].Private || list[1].Private || !list[2].Private || list[0].Signs || list[0].Until.IsZero() {
+				t.Errorf("%+v", list)
+			}
+			check("rotated", ring)
+			check("restarted", must(ect.LoadRing(path))(t))
+			signs := ring.List()[2].ID
+			if err := ring.Retire(path, kid, signs); err != nil {
+				t.Fatal(err)
+			}
+			gone("retired", ring)
+			gone("restarted without it", must(ect.LoadRing(path))(t))
+			if issue(t, must(ect.LoadRing(path))(t)).Key().ID() != signs {
+				t.Error("the key that signs was retired")
+			}
+			stolen := signs
+			must(ring.Rotate(path, alg, at, 0, stolen))(t)
+			if text := must(os.ReadFile(path))(t); bytes.Count(text, []byte(`"d"`)) != 1 {
+				t.Error("a stolen key keeps its private part")
 			}
 		}
 	}

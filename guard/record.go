@@ -729,10 +729,14 @@ func (x *Call) errorOf(ctx context.Context, workflow, id string) *shownError {
 	if errors.Is(err, ledger.ErrWaiting) {
 		entry, err = log.Wait(ctx, workflow, id)
 	}
-	if err != nil || entry.Unsigned {
+	if err != nil {
 		return nil
 	}
-	return &shownError{entry.ID, string(entry.Payload)}
+	token, err := log.Token(ctx, &entry)
+	if err != nil {
+		return nil
+	}
+	return &shownError{entry.ID, string(token)}
 }
 
 // recordRejection records in a call's workflow that a breaker rejected it: a gateway is the

@@ -418,7 +418,7 @@ func newSignatures(jwks string) (*signatures, error) {
 
 // add verifies the token of an entry, and that its id and issuer are those of the entry.
 func (s *signatures) add(ctx context.Context, e *ledger.Entry) error {
-	if e.Unsigned {
+	if e.Unsigned || e.Header != nil { // refused, or of a key that is gone
 		s.Unsigned++
 		return nil
 	}
@@ -527,7 +527,7 @@ type listedEntry struct {
 	Issuer   string    `json:"issuer"`
 	Parents  []string  `json:"parents"`
 	Time     time.Time `json:"time"`
-	// Unsigned says that no token could be made: Token is the payload that it would have had.
+	// Unsigned says that there is no signature: Token is the payload that it would have had.
 	Unsigned bool   `json:"unsigned,omitempty"`
 	Token    string `json:"token"`
 }
@@ -595,7 +595,7 @@ const rowsPerPage = 1000
 func entryDocument(e *ledger.Entry) listedEntry {
 	return listedEntry{
 		Index: e.Index, Recorded: e.Recorded.UTC(), ID: e.ID, Workflow: e.Workflow, Action: e.Action, Issuer: e.Issuer,
-		Parents: append([]string{}, e.Parents...), Time: e.Time.UTC(), Unsigned: e.Unsigned, Token: string(e.Payload),
+		Parents: append([]string{}, e.Parents...), Time: e.Time.UTC(), Unsigned: e.Unsigned || e.Header != nil, Token: string(e.Payload),
 	}
 }
 

@@ -14,37 +14,48 @@ import (
 )
 
 // An export is text: a title, the signed head, one line for each entry in order, and the
-// number of entries. A signed note before the entries of a tile lists the pruned ones.
-// Binary values are in standard base64 with padding.
+// number of entries. A signed note before the entries of a tile lists the pruned ones. An
+// entry whose leaf has the header and the payload of its token follows its signature; form 1
+// has none of those. Binary values are in standard base64 with padding.
 //
-//	agent-guard ledger export 1
+//	agent-guard ledger export 2
 //	head BASE64 OF THE SIGNED NOTE
+//	entry BASE64 OF THE LEAF
+//	signature BASE64 OF THE SIGNATURE OF THE NEXT ENTRY'S TOKEN
 //	entry BASE64 OF THE LEAF
 //	gaps BASE64 OF THE SIGNED NOTE
 //	pruned BASE64 OF THE LEAF HASH
 //	end 2
 const (
-	exportTitle  = "agent-guard ledger export 1"
-	exportHead   = "head "
-	exportEntry  = "entry "
-	exportGaps   = "gaps "
-	exportPruned = "pruned "
-	exportEnd    = "end "
+	exportTitle     = "agent-guard ledger export 1"
+	exportTitle2    = "agent-guard ledger export 2"
+	exportHead      = "head "
+	exportEntry     = "entry "
+	exportSignature = "signature "
+	exportGaps      = "gaps "
+	exportPruned    = "pruned "
+	exportEnd       = "end "
 )
 
 var exportBase64 = base64.StdEncoding.Strict()
 
 type exporter struct {
-	*logStore
+	*Log
+	state  *state
 	ctx    context.Context
 	w      *bufio.Writer
 	tree   merkleState
 	marks  marks       // of the tile of the next entry
 	hashes []tlog.Hash // of that tile, once needed
+	proven []tlog.Hash // the same, of the entries below the head, proved
 }
 
-func (x *exporter) export(head Head) (Head, error) {
-	fmt.Fprintf(x.w, "%s\n", exportTitle)
+func (x *exporter) export() (Head, error) {
+	head, title := x.state.head, exportTitle
+	if x.options.Signature != nil {
+		title = exportTitle2
+	}
+	fmt.Fprintf(x.w, "%s\n", title)
 	line(x.w, exportHead, head.Note)
 	r := x.entries(0, 0)
 	r.To = x.entryKey(head.Size)
@@ -62,6 +73,9 @@ func (x *exporter) export(head Head) (Head, error) {
 		if err := x.begin(); err != nil {
 			return Head{}, err
 		}
+		if err := x.signature(&e); err != nil {
+			return Head{}, err
+		}
 		x.tree.add(tlog.RecordHash(e.Leaf), nil)
 		if line(x.w, exportEntry, e.Leaf) != nil {
 			break
@@ -77,12 +91,35 @@ func (x *exporter) export(head Head) (Head, error) {
 	return head, x.w.Flush()
 }
 
+// signature writes the line of the signature of an entry that has none in its leaf.
+func (x *exporter) signature(e *Entry) (err error) {
+	if e.Header == nil {
+		return nil
+	}
+	if e.Index != x.tree.size {
+		return fmt.Errorf("%w: entry %d stands at %d", ErrTampered, e.Index, x.tree.size)
+	}
+	if x.proven == nil {
+		if x.proven, err = x.leaves(x.ctx, x.state, e.Index&^(tileWidth-1), (e.Index|(tileWidth-1))+1); err != nil {
+			return err
+		}
+	}
+	signature, err := x.signProven(x.ctx, x.id, e, x.proven[e.Index&(tileWidth-1)])
+	if errors.Is(err, ErrNoToken) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return line(x.w, exportSignature, signature)
+}
+
 // begin writes the note of the pruned entries before the first entry of a full tile.
 func (x *exporter) begin() (err error) {
 	if x.tree.size&(tileWidth-1) != 0 {
 		return nil
 	}
-	x.hashes = nil
+	x.hashes, x.proven = nil, nil
 	if x.marks, err = x.pruned(x.ctx, x.tree.size>>tileHeight); err != nil || x.marks.version == 0 {
 		return err
 	}
@@ -136,9 +173,10 @@ type Exported struct {
 const maxLine = (maxLeaf+2)/3*4 + 16
 
 // VerifyExport reads an export of the log called origin and verifies it against its head,
-// which one of keys must have signed, and against known heads. Signed notes must list the
-// entries without content. visit, if not nil, gets the others in order; they are proved only
-// when VerifyExport has returned without an error. The error is ErrProof, or that of from or
+// which one of keys must have signed, and against known heads. The signatures of tokens are not
+// verified here. Signed notes must list the
+// entries without content. visit, if not nil, gets the others in order, with their tokens as
+// payload; an entry that keeps its Header has no signature. They are proved only when VerifyExport has returned without an error. The error is ErrProof, or that of from or
 // visit.
 func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func(Entry) error, known ...Head) (Exported, error) {
 	r := exportReader{r: bufio.NewReaderSize(from, maxLine)}
@@ -146,7 +184,7 @@ func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func
 	if err != nil {
 		return Exported{}, err
 	}
-	if string(title) != exportTitle {
+	if string(title) != exportTitle && string(title) != exportTitle2 {
 		return Exported{}, fmt.Errorf("%w: not an export, or one of another version", ErrProof)
 	}
 	kind, value, err := r.next()
@@ -173,6 +211,9 @@ func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func
 			return Exported{}, err
 		}
 		if kind == exportEnd {
+			if t.signature != nil {
+				return Exported{}, fmt.Errorf("%w: a signature without an entry", ErrProof)
+			}
 			return x, r.end(tree, x.Head, value, known)
 		}
 		if err := t.take(kind, value); err != nil {
@@ -190,6 +231,8 @@ type exportVerifier struct {
 	keys   note.Verifiers
 	marks  marks // of the tile of the next entry
 	noted  bool  // the previous line was the note of the tile
+
+	signature []byte // the previous line, for the entry of the next one
 }
 
 // take handles the line of an entry, or the note of the pruned ones among those that follow.
@@ -197,6 +240,16 @@ func (t *exportVerifier) take(kind string, value []byte) error {
 	index := t.tree.size
 	if index >= t.x.Head.Size {
 		return fmt.Errorf("%w: entry %d stands behind the head", ErrProof, index)
+	}
+	if t.signature != nil && kind != exportEntry {
+		return fmt.Errorf("%w: entry %d: a signature belongs to an entry", ErrProof, index)
+	}
+	if kind == exportSignature {
+		if len(value) == 0 || len(value) > maxSignature {
+			return fmt.Errorf("%w: entry %d: a signature of %d bytes", ErrProof, index, len(value))
+		}
+		t.signature = value
+		return nil
 	}
 	begins := index&(tileWidth-1) == 0
 	if kind == exportGaps {
@@ -250,6 +303,13 @@ func (t *exportVerifier) entry(index int64, kind string, value []byte) error {
 	if e.Index != index {
 		return fmt.Errorf("%w: entry %d: reordered: entry %d stands here", ErrProof, index, e.Index)
 	}
+	signature := t.signature
+	if t.signature = nil; signature != nil {
+		if e.Header == nil {
+			return fmt.Errorf("%w: entry %d: a signature, and its token is signed", ErrProof, index)
+		}
+		e.Payload, e.Header = joinToken(e.Header, e.Payload, signature), nil
+	}
 	t.x.Entries++
 	t.tree.add(tlog.RecordHash(value), nil)
 	if t.visit == nil {
@@ -284,7 +344,7 @@ func (r *exportReader) next() (kind string, value []byte, err error) {
 	if err != nil {
 		return "", nil, err
 	}
-	for _, kind := range []string{exportEntry, exportPruned, exportGaps, exportHead, exportEnd} {
+	for _, kind := range []string{exportEntry, exportSignature, exportPruned, exportGaps, exportHead, exportEnd} {
 		if len(line) <= len(kind) || string(line[:len(kind)]) != kind {
 			continue
 		}

@@ -29,8 +29,9 @@ import (
 //	l g id                         this id is used in some workflow; no value
 //	l w workflow log index         index: a workflow's entries; no value
 //	l c id workflow log index      index: entries by their links; no value
+//	l s log index                  the signature of an entry whose key is gone, sealed
 //
-// All logs of a store share the last four, so that each node finds the events of the others
+// All logs of a store share j, g, w and c, so that each node finds the events of the others
 // and an id is used once.
 const (
 	space         = 'l'
@@ -43,6 +44,7 @@ const (
 	spaceGiven    = 'g'
 	spaceWorkflow = 'w'
 	spaceLink     = 'c'
+	spaceSigned   = 's'
 )
 
 const (
@@ -104,6 +106,10 @@ func appendEntryKey(b []byte, log logID, index int64) []byte {
 }
 
 func (s *logStore) entryKey(index int64) []byte { return entryKey(s.id, index) }
+
+func signedKey(log logID, index int64) []byte {
+	return binary.BigEndian.AppendUint64(logKey(spaceSigned, log, indexEnd), uint64(index))
+}
 
 func (s *logStore) tileKey(level int, n int64) []byte {
 	return binary.BigEndian.AppendUint64(append(logKey(spaceTile, s.id, 9), byte(level)), uint64(n))
@@ -399,6 +405,7 @@ const (
 	tagKeepUntil = 9
 	tagUnsigned  = 10
 	tagPayload   = 11
+	tagHeader    = 12
 )
 
 const (
@@ -431,11 +438,12 @@ func (e *Event) encodeFields(to store.Encoder) []byte {
 	to.Time(tagKeepUntil, e.KeepUntil)
 	to.Bool(tagUnsigned, e.Unsigned)
 	store.Field(&to, tagPayload, e.Payload)
+	to.Bytes(tagHeader, e.Header)
 	return to.B
 }
 
 // decode accepts only the form that encode and encodeLeaf write: fields in ascending order,
-// each at most once except parents. Only Leaf and Payload share the memory of leaf.
+// each at most once except parents. Only Leaf, Payload and Header share the memory of leaf.
 func decode(leaf []byte) (Entry, error) {
 	e := Entry{Leaf: leaf}
 	if len(leaf) == 0 || leaf[0] != encodingVersion {
@@ -449,7 +457,7 @@ func decode(leaf []byte) (Entry, error) {
 		last = d.Tag
 		e.set(&d)
 	}
-	if d.Err == nil && (last != tagPayload || e.ID == "") {
+	if d.Err == nil && (last != tagPayload && e.Header == nil || e.ID == "" || e.Header != nil && (len(e.Payload) == 0 || e.Unsigned)) {
 		d.Err = errEncoding
 	}
 	return e, d.Err
@@ -482,6 +490,10 @@ func (e *Entry) set(d *store.Decoder) {
 		}
 	case tagPayload:
 		e.Payload = d.Field
+	case tagHeader:
+		if e.Header = d.Field; len(e.Header) == 0 {
+			d.Err = errEncoding
+		}
 	default:
 		d.Err = errEncoding
 	}

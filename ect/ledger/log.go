@@ -45,13 +45,18 @@ import (
 const (
 	// MaxPayload is the largest payload, in bytes.
 	MaxPayload = 32 << 10
+	// MaxClaims is the largest payload with a Header, in bytes.
+	MaxClaims = 16 << 10
 	// MaxName is the longest id, workflow, action or parent, in bytes.
 	MaxName = 256
 	// MaxParents is the largest number of parents.
 	MaxParents = 100
 
 	maxIssuer = 2048
-	maxLinks  = MaxParents + 1 // further ids under which an event is found
+	maxHeader = 512
+	// maxSignature is the longest signature, in bytes.
+	maxSignature = 512
+	maxLinks     = MaxParents + 1 // further ids under which an event is found
 	// maxLeaf is the longest encoding of an entry, in bytes.
 	maxLeaf = MaxPayload + maxIssuer + 3*MaxName + MaxParents*(MaxName+fieldOverhead) + fixedOverhead
 )
@@ -74,8 +79,11 @@ type Event struct {
 	// KeepUntil is the time before which the entry is not pruned; zero leaves that to the
 	// retention of the log.
 	KeepUntil time.Time
-	// Payload is the event's token.
+	// Payload is the event's token, or with a Header the payload of the token.
 	Payload []byte
+	// Header is the protected header of a token that is signed when it is asked for: see
+	// Log.Token. It is nil where Payload is the token.
+	Header []byte
 	// Unsigned says that Payload is a draft that Options.Sign turns into the token. In an
 	// Entry it says that Options.Sign refused.
 	Unsigned bool
@@ -114,6 +122,8 @@ var (
 	ErrTampered = errors.New("ledger: the log was altered")
 	// ErrClosed: the log was closed.
 	ErrClosed = errors.New("ledger: closed")
+	// ErrNoToken: the entry has no token, or the key that its Header names is gone.
+	ErrNoToken = errors.New("ledger: the entry has no token")
 	// ErrRefused is wrapped by Options.Sign for an event that it will never sign. The
 	// event goes into the tree as it is, marked as unsigned.
 	ErrRefused = errors.New("ledger: the event cannot be signed")
@@ -133,6 +143,8 @@ func (e *Event) check() error {
 		return fmt.Errorf("%w: %d parents, at most %d", ErrInvalid, len(e.Parents), MaxParents)
 	case len(e.Payload) == 0 || len(e.Payload) > MaxPayload:
 		return fmt.Errorf("%w: payload of %d bytes, from 1 to %d", ErrInvalid, len(e.Payload), MaxPayload)
+	case len(e.Header) > maxHeader || e.Header != nil && (len(e.Header) == 0 || e.Unsigned || len(e.Payload) > MaxClaims):
+		return fmt.Errorf("%w: a header of %d bytes for a payload of %d", ErrInvalid, len(e.Header), len(e.Payload))
 	case !encodable(e.Time) || !encodable(e.KeepUntil):
 		return fmt.Errorf("%w: a time is out of range", ErrInvalid)
 	}
@@ -172,6 +184,9 @@ type Options struct {
 	// that wraps ErrRefused is final; any other is retried, and later events wait. If nil,
 	// unsigned events are invalid.
 	Sign func(ctx context.Context, e Event) ([]byte, error)
+	// Signature signs the token of an entry with a Header, when somebody asks for it: always
+	// the same bytes. An error says that the key is gone. If nil, such events are invalid.
+	Signature func(header, payload []byte) ([]byte, error)
 	// Links returns the ids in the event's workflow under which Following finds it, such
 	// as its parents; those beyond 101 are ignored. It must be deterministic. Nil is none.
 	Links func(e *Event) []string
@@ -386,6 +401,9 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 		if events[i].Unsigned && l.options.Sign == nil {
 			return nil, fmt.Errorf("%w: unsigned, and the log has no signer", ErrInvalid)
 		}
+		if events[i].Header != nil && l.options.Signature == nil {
+			return nil, fmt.Errorf("%w: a header, and the log does not sign", ErrInvalid)
+		}
 	}
 	kept, n := make([]hashedEvent, len(events)), len(events)
 	for i := range events {
@@ -439,7 +457,7 @@ func (l *Log) outboxWrites(events []hashedEvent, first uint64) ([]store.Write, e
 		n := &events[i].names
 		work[0] = e.encode(work[0][:0])
 		plain := work[0]
-		if !e.Unsigned {
+		if !e.Unsigned && e.Header == nil {
 			work[1] = pack(work[1][:0], plain, e.Payload)
 			plain = work[1]
 		}
@@ -450,9 +468,9 @@ func (l *Log) outboxWrites(events []hashedEvent, first uint64) ([]store.Write, e
 		key := memory.cut(l.outboxKey(memory.b, t))
 		writes = append(writes, store.Write{Key: key, Value: memory.cut(l.sealer.Seal(memory.b, plain, key))})
 		// An id must not be used both with and without a workflow: the key of the other use
-		// must be absent. The gateway generates the ids of unsigned events, so they are new.
+		// must be absent. The gateway generates the ids of its own events, so they are new.
 		switch {
-		case e.Unsigned:
+		case e.Unsigned, e.Header != nil:
 		case e.Workflow == "":
 			unique = unique && add(store.Write{Key: n.appendGiven(nil), If: store.Absent(), Delete: true})
 		default:
@@ -518,8 +536,8 @@ func (l *Log) Stats() Stats {
 func (l *Log) Export(ctx context.Context, to io.Writer) (Head, error) {
 	l.pruning.Lock()
 	defer l.pruning.Unlock()
-	x := exporter{logStore: l.logStore, ctx: ctx, w: bufio.NewWriterSize(to, 64<<10)}
-	return x.export(l.now.Load().head)
+	x := exporter{Log: l, state: l.now.Load(), ctx: ctx, w: bufio.NewWriterSize(to, 64<<10)}
+	return x.export()
 }
 
 // Verify reads the whole log from the store and reports alterations. It compares every

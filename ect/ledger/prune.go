@@ -62,6 +62,10 @@ func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pr
 	if err != nil || len(gone) == 0 && m.next == known {
 		return 0, younger, err
 	}
+	signed, err := l.signatures(ctx, n)
+	if err != nil {
+		return 0, younger, err
+	}
 	hashes, root, err := l.proven(ctx, n)
 	if errors.Is(err, ErrTampered) {
 		l.reportUnprunable(n<<tileHeight, err)
@@ -83,7 +87,7 @@ func (l *Log) pruneTile(ctx context.Context, n int64, before, now time.Time) (pr
 	for first := true; first || len(gone) > 0; first = false {
 		step := gone[:l.prunedAtOnce(gone)]
 		gone = gone[len(step):]
-		if err := l.pruneCommit(ctx, n, &m, step, len(gone) == 0); err != nil {
+		if err := l.pruneCommit(ctx, n, &m, step, signed, len(gone) == 0); err != nil {
 			return pruned, younger, err
 		}
 		pruned += len(step)
@@ -170,7 +174,7 @@ func (l *Log) proven(ctx context.Context, n int64) ([]tlog.Hash, tlog.Hash, erro
 func (l *Log) prunedAtOnce(gone []prunable) int {
 	n, writes := 0, 1
 	for n < min(len(gone), pruneStep) {
-		writes += 4 + len(l.linkKeys(&gone[n].Event, gone[n].Index))
+		writes += 5 + len(l.linkKeys(&gone[n].Event, gone[n].Index))
 		if n > 0 && writes > store.MaxBatch {
 			break
 		}
@@ -179,8 +183,8 @@ func (l *Log) prunedAtOnce(gone []prunable) int {
 	return n
 }
 
-// pruneCommit removes entries and marks them in m.
-func (l *Log) pruneCommit(ctx context.Context, n int64, m *marks, step []prunable, last bool) error {
+// pruneCommit removes entries with their stored signatures, and marks them in m.
+func (l *Log) pruneCommit(ctx context.Context, n int64, m *marks, step []prunable, signed map[int64]bool, last bool) error {
 	condition := store.Absent()
 	if m.version != 0 {
 		condition = store.VersionIs(m.version)
@@ -197,6 +201,9 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m *marks, step []prunabl
 			store.Write{Key: l.entryKey(e.Index), Delete: true, If: store.VersionIs(e.version)},
 			store.Write{Key: names.appendID(nil, spaceID), Delete: true},
 		)
+		if signed[e.Index] {
+			batch = append(batch, store.Write{Key: signedKey(l.id, e.Index), Delete: true})
+		}
 		if e.Workflow != "" {
 			batch = append(batch, store.Write{Key: names.appendWorkflow(nil, l.id, e.Index), Delete: true})
 			// With KeepUntil the key expires by itself.
@@ -375,7 +382,7 @@ func (l *Log) Reseal(ctx context.Context) (int, error) {
 	r.OnDamaged = func(found store.Entry, err error) {
 		damaged = errors.Join(damaged, fmt.Errorf("%w: %q: %w", ErrTampered, found.Key[:2], err))
 	}
-	for _, kind := range []byte{spaceOutbox, spaceEntry} {
+	for _, kind := range []byte{spaceOutbox, spaceEntry, spaceSigned} {
 		r.Bulk = kind == spaceEntry
 		if err := r.Walk(ctx, logKey(kind, l.id, 0), resealPage, r.Reseal); err != nil {
 			return r.Resealed, err

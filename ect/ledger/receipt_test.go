@@ -271,6 +271,7 @@ func FuzzDecode(f *testing.F) {
 	e := testEvent(7)
 	f.Add(e.encode(nil))
 	f.Add(e.encodeLeaf(nil, 12, e.Time))
+	f.Add(laterEvent(7).encodeLeaf(nil, 12, e.Time))
 	f.Add([]byte{encodingVersion, tagPayload, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		got, err := decode(b)
@@ -295,6 +296,7 @@ func TestStoredBytes(t *testing.T) {
 	}{
 		"event":  {e.encode([]byte("before")), "6265666f726501030469642d37040a776f726b666c6f772d31050370617906167370696666653a2f2f6578616d706c652e636f6d2f6107016107016208058098dc93340909f681a0bbd29df1fa310a01020b097061796c6f61642d37"},
 		"leaf":   {e.encodeLeaf(nil, 300, time.Unix(1_800_000_000, 0)), "010102d80402098080a0bbd29df1fa31030469642d37040a776f726b666c6f772d31050370617906167370696666653a2f2f6578616d706c652e636f6d2f6107016107016208058098dc93340909f681a0bbd29df1fa310a01020b097061796c6f61642d37"},
+		"header": {laterEvent(1).encodeLeaf(nil, 1, time.Time{}), "01010102030469642d31040a776f726b666c6f772d31050370617906167370696666653a2f2f6578616d706c652e636f6d2f61070469642d30080580a8d6b9070b1b7b226a7469223a2269642d31222c22646f7473223a22612e62227d0c0d7b226b6964223a226b6579227d"},
 		"sparse": {(&Event{ID: "x"}).encodeLeaf(nil, 0, time.Time{}), "010301780b00"},
 	} {
 		if got := hex.EncodeToString(c.got); got != c.want {
@@ -323,7 +325,11 @@ func TestBrokenFields(t *testing.T) {
 		"another order":     "\x01\x0b\x00\x03\x01x",
 		"a field twice":     "\x01\x03\x01x\x03\x01x\x0b\x00",
 		"twice unsigned":    "\x01\x03\x01x\x0a\x01\x04\x0b\x00",
-		"an unknown field":  "\x01\x03\x01x\x0b\x00\x0c\x00",
+		"an unknown field":  "\x01\x03\x01x\x0b\x00\x0d\x00",
+		"an empty header":   "\x01\x03\x01x\x0b\x01p\x0c\x00",
+		"only a header":     "\x01\x03\x01x\x0c\x01h",
+		"a header of none":  "\x01\x03\x01x\x0b\x00\x0c\x01h",
+		"refused, a header": "\x01\x03\x01x\x0a\x01\x02\x0b\x01p\x0c\x01h",
 		"no payload":        "\x01\x03\x01x",
 		"no id":             "\x01\x0b\x00",
 	} {

@@ -26,11 +26,14 @@ func (l *Log) Admit(ctx context.Context) error {
 // Flush waits until all events that this process has recorded, and those that earlier
 // processes left, are in the tree, so that List and Find return them. Events of other nodes
 // are not waited for. The error is ErrWaiting if some events cannot be decrypted.
-func (l *Log) Flush(ctx context.Context) error {
+func (l *Log) Flush(ctx context.Context) error { return l.flush(ctx, false) }
+
+// flush is Flush; with open it also waits for the commits that are under way.
+func (l *Log) flush(ctx context.Context, open bool) error {
 	l.queue.mu.Lock()
 	end := l.queue.first + uint64(len(l.queue.tickets))
 	l.queue.mu.Unlock()
-	if err := l.queue.wait(ctx, func() bool { return !l.queue.waitsBefore(end) }, false); err != nil {
+	if err := l.queue.wait(ctx, func() bool { return !l.queue.waitsBefore(end, open) }, false); err != nil {
 		return err
 	}
 	if n := l.damaged.Load(); n > 0 {
@@ -134,6 +137,9 @@ func (q *queue) committed(first uint64, n int, err error) {
 		}
 	}
 	q.unsure = q.unsure || unknown
+	if err != nil {
+		q.notify()
+	}
 	q.mu.Unlock()
 	if err == nil || unknown {
 		q.signal()
@@ -320,8 +326,8 @@ func (q *queue) wait(ctx context.Context, holds func() bool, strict bool) error 
 }
 
 // waitsBefore reports whether a ticket before end waits, or an event without a ticket here
-// may. mu is held.
-func (q *queue) waitsBefore(end uint64) bool {
+// may; with open, one whose commit is under way counts too. mu is held.
+func (q *queue) waitsBefore(end uint64, open bool) bool {
 	if q.inherited > 0 || q.unsure {
 		return true
 	}
@@ -329,7 +335,7 @@ func (q *queue) waitsBefore(end uint64) bool {
 		if q.first+uint64(i) >= end {
 			return false
 		}
-		if t := q.tickets[i].status; t == ticketLanded || t == ticketUnknown {
+		if t := q.tickets[i].status; t == ticketLanded || t == ticketUnknown || open && t == ticketOpen {
 			return true
 		}
 	}
@@ -625,10 +631,14 @@ func (m *sequencer) commit(ctx context.Context, found []waiting) (n int, err err
 		}
 		hash := tlog.RecordHash(m.leaf)
 		tiles = after.add(hash, tiles)
-		m.packed = pack(m.packed[:0], m.leaf, e.Payload)
+		plain := m.leaf
+		if e.Header == nil {
+			m.packed = pack(m.packed[:0], m.leaf, e.Payload)
+			plain = m.packed
+		}
 		key := memory.cut(appendEntryKey(memory.b, m.id, index))
 		where := location{log: m.id, index: index, check: checkOf(hash)}
-		batch = append(batch, store.Write{Key: key, Value: memory.cut(m.sealer.Seal(memory.b, m.packed, key)), Bulk: true})
+		batch = append(batch, store.Write{Key: key, Value: memory.cut(m.sealer.Seal(memory.b, plain, key)), Bulk: true})
 		id := memory.cut(n.appendID(memory.b, spaceID))
 		batch = append(batch, store.Write{Key: id, Value: memory.cut(where.encode(memory.b))})
 		if i == 0 {

@@ -51,7 +51,7 @@ type verifier struct {
 
 func (s *logStore) verify(ctx context.Context, known []Head) (Report, error) {
 	v := &verifier{logStore: s, ctx: ctx, known: known}
-	steps := []func() error{v.head, v.entriesAndTiles, v.upperTiles, v.end, v.locations, v.workflows, v.outbox}
+	steps := []func() error{v.head, v.entriesAndTiles, v.upperTiles, v.end, v.locations, v.workflows, v.signatures, v.outbox}
 	for _, step := range steps {
 		if err := step(); err != nil {
 			return v.report, err

@@ -445,17 +445,28 @@ func (q *ledgerRequest) entryAnywhere(id string) error {
 	return badParameter("The id stands in several workflows: name one of them with wid.")
 }
 
+// token is the token of an entry; empty if it has none, or if the key is gone that would sign
+// it.
+func (s *Ledger) token(ctx context.Context, e *ledger.Entry) (string, error) {
+	token, err := s.Log.Token(ctx, e)
+	if errors.Is(err, ledger.ErrNoToken) {
+		return "", nil
+	}
+	return string(token), err
+}
+
 func (q *ledgerRequest) writeEntry(e *ledger.Entry) error {
+	token, err := q.token(q.r.Context(), e)
+	if err != nil {
+		return err
+	}
 	doc := entryDocument{
 		Log: e.Log, Index: e.Index, Recorded: e.Recorded.UTC(),
 		ID: e.ID, Workflow: e.Workflow, Action: e.Action, Issuer: e.Issuer,
 		Parents: append([]string{}, e.Parents...), Time: e.Time.UTC(),
-		Level: levelOf(e), Leaf: e.Leaf,
+		Level: levelOf(token), Leaf: e.Leaf, Token: token,
 	}
 	doc.Signed = doc.Level != "" && doc.Level != "L1"
-	if !e.Unsigned {
-		doc.Token = string(e.Payload)
-	}
 	if e.Log == q.Log.Origin() {
 		receipt, err := q.Log.Receipt(q.r.Context(), e.Index)
 		if err != nil {
@@ -631,8 +642,16 @@ func (q *ledgerRequest) fresh(raws []string, all []*ect.Unverified) (fresh []str
 			fresh = append(fresh, raw)
 		case err != nil && !errors.Is(err, ledger.ErrPruned):
 			return nil, false, err
-		case err != nil || string(e.Payload) != raw:
-			fresh, taken = append(fresh, raw), true
+		default:
+			token := ""
+			if err == nil {
+				if token, err = q.token(q.r.Context(), &e); err != nil {
+					return nil, false, err
+				}
+			}
+			if token != raw {
+				fresh, taken = append(fresh, raw), true
+			}
 		}
 	}
 	return fresh, taken, nil

@@ -288,11 +288,11 @@ func (q *ledgerRequest) checkpoint() error {
 	doc := checkpointDocument{ID: e.ID, Workflow: e.Workflow, Issuer: e.Issuer}
 	doc.Verification.Expires = expires.UTC()
 	doc.Reversible, _ = ext.Bool(ect.MemberReversible)
-	if !e.Unsigned {
-		doc.Token = string(e.Payload)
+	if doc.Token, err = q.token(q.r.Context(), e); err != nil {
+		return err
 	}
 	doc.Claims = claimsOf(e)
-	doc.Verification.Signature = q.signature(e)
+	doc.Verification.Signature = q.signature(e, doc.Token)
 	if err := q.kept(e, &doc); err != nil {
 		return err
 	}
@@ -334,7 +334,7 @@ func (q *ledgerRequest) findCheckpoint(id string, wait time.Duration) (*ledger.E
 // claimsOf returns the decoded claims of an entry's token.
 func claimsOf(e *ledger.Entry) json.RawMessage {
 	payload := string(e.Payload)
-	if parts := strings.Split(payload, "."); len(parts) == 3 {
+	if parts := strings.Split(payload, "."); len(parts) == 3 && !e.Unsigned && e.Header == nil {
 		payload = parts[1]
 	}
 	if plain, err := base64.RawURLEncoding.DecodeString(payload); err == nil {
@@ -346,15 +346,15 @@ func claimsOf(e *ledger.Entry) json.RawMessage {
 	return json.RawMessage(payload)
 }
 
-// signature checks the token's signature.
-func (q *ledgerRequest) signature(e *ledger.Entry) string {
-	switch {
-	case levelOf(e) == "" || levelOf(e) == "L1":
+// signature checks the signature of an entry's token.
+func (q *ledgerRequest) signature(e *ledger.Entry, token string) string {
+	switch level := levelOf(token); {
+	case level == "" || level == "L1":
 		return "unsigned"
 	case q.Verified == nil || !q.own(e):
 		return "unknown" // the signature was valid when the token was presented
 	}
-	err := q.Verified(q.r.Context(), string(e.Payload))
+	err := q.Verified(q.r.Context(), token)
 	refusal := (*ect.Error)(nil)
 	switch {
 	case err == nil:
@@ -491,12 +491,12 @@ func (s *Ledger) called(e *ledger.Entry, who evidence.Reader) bool {
 // recordOf returns an entry in the form that the graph reads.
 func (s *Ledger) recordOf(e *ledger.Entry) workflow.Record { return evidence.RecordOf(e, s.own(e)) }
 
-// levelOf returns the level that an entry's token proves by itself.
-func levelOf(e *ledger.Entry) string {
-	if e.Unsigned {
+// levelOf returns the level that a token proves by itself; none without a token.
+func levelOf(token string) string {
+	if token == "" {
 		return ""
 	}
-	u, err := ect.ParseInsecure(string(e.Payload))
+	u, err := ect.ParseInsecure(token)
 	if err != nil {
 		return ""
 	}

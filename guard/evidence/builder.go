@@ -225,10 +225,10 @@ func extensionOf(event *ledger.Event) ect.Ext {
 	if parsed, ok := event.Parsed.(interface{ Ext() ect.Ext }); ok && !event.Unsigned {
 		return parsed.Ext()
 	}
-	if t, err := ect.ParseInsecure(string(event.Payload)); err == nil {
-		return t.Ext()
+	if event.Unsigned {
+		return ect.Ext{}
 	}
-	return ect.Ext{}
+	return Extension(&ledger.Entry{Event: *event})
 }
 
 // isDerived reports whether an id may be one that asUUID has made.
@@ -547,7 +547,7 @@ func (b *EventBuilder) Own(entry *ledger.Entry) bool {
 	if !slices.ContainsFunc(b.former, func(f ect.Former) bool { return f.Name == entry.Issuer }) {
 		return false
 	}
-	if entry.Unsigned {
+	if entry.Unsigned || entry.Header != nil {
 		return true // only the gateway's events are recorded unsigned
 	}
 	sum := sha256.Sum256(entry.Payload)

@@ -61,6 +61,7 @@ type Evidence struct {
 	seen   *recent[*ect.Token] // presented, and not recorded
 	uses   *uses
 	names  names
+	later  laterKeys
 	// unsigned says that unproven tokens are accepted, so that they have to be looked up
 	// too.
 	unsigned atomic.Bool
@@ -89,13 +90,13 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	}
 	e.log, err = ledger.Open(ctx, ledger.Options{
 		Store: o.Store, Sealer: o.Sealer, Origin: origin, HeadSigner: head,
-		HeadKeys: note.VerifierList(head.Verifier), Sign: signWith(issuer), Logger: o.Logger,
+		HeadKeys: note.VerifierList(head.Verifier), Sign: signWith(issuer), Signature: o.Ring.Signature, Logger: o.Logger,
 		Known: known, Links: e.indexIDs,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("evidence: %w", err)
 	}
-	if err := e.readNames(ctx); err != nil {
+	if err := errors.Join(e.readNames(ctx), e.readLater(ctx)); err != nil {
 		return nil, err
 	}
 	e.log.Start()
@@ -218,14 +219,17 @@ func (e *Evidence) NewBatch(keep time.Time, tokens []*ect.Token, drafts ...*ect.
 		events = append(events, eventOf(token, keep))
 		nodes = append(nodes, recordedNode(token))
 	}
+	e.later.mu.RLock()
 	for _, d := range drafts {
+		header := e.later.header(e.ring, d)
 		events = append(events, ledger.Event{
 			ID: d.ID(), Workflow: d.Workflow(), Action: d.Action(), Issuer: d.Issuer(), Parents: d.Parents(),
-			Time: d.IssuedAt(), KeepUntil: keep, Payload: []byte(d.Payload()), Unsigned: true, Parsed: d,
+			Time: d.IssuedAt(), KeepUntil: keep, Payload: []byte(d.Payload()), Header: header, Unsigned: header == nil, Parsed: d,
 		})
 		nodes = append(nodes, e.draftNode(d))
 	}
 	b, err := e.log.Record(events...)
+	e.later.mu.RUnlock()
 	if err != nil {
 		return nil, err
 	}
@@ -384,13 +388,145 @@ func (e *Evidence) writeNames(ctx context.Context, all []ect.Former) error {
 	return nil
 }
 
+// laterKeys are the keys under which events are recorded with the header of their token, to
+// be signed when the token is shown (ADR 0064). They are stored before the first such event,
+// so that none of them loses its private part unnoticed.
+type laterKeys struct {
+	mu      sync.RWMutex // read-held from the choice of a key until the event has its ticket
+	on      bool
+	kids    []string
+	version store.Version
+	key     uint32 // under which they are sealed
+}
+
+var laterKey = []byte{spaceNames, 's'}
+
+// header is the header that a draft is recorded with; nil if the sequencer is to sign it. mu
+// is held.
+func (k *laterKeys) header(ring *ect.Ring, d *ect.Draft) []byte {
+	if !k.on || len(d.Payload()) > ledger.MaxClaims {
+		return nil
+	}
+	header, kid := ring.Header(d.Spelling())
+	if !slices.Contains(k.kids, kid) {
+		return nil
+	}
+	return header
+}
+
+func (e *Evidence) readLater(ctx context.Context) error {
+	found, err := e.store.Get(ctx, laterKey)
+	if errors.Is(err, store.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	text, err := e.sealer.Open(nil, found.Value, laterKey)
+	if err == nil {
+		err = json.Unmarshal(text, &e.later.kids)
+	}
+	if err != nil {
+		return fmt.Errorf("evidence: the keys of what is not signed yet: %w: %w", ledger.ErrTampered, err)
+	}
+	e.later.version, e.later.key = found.Version, e.sealer.KeyOf(found.Value)
+	return nil
+}
+
+// writeLater stores the keys. later.mu is held.
+func (e *Evidence) writeLater(ctx context.Context, kids []string) error {
+	text, err := json.Marshal(kids)
+	if err != nil {
+		return err
+	}
+	condition := store.Absent()
+	if e.later.version != 0 {
+		condition = store.VersionIs(e.later.version)
+	}
+	sealed := e.sealer.Seal(nil, text, laterKey)
+	version, err := e.store.Commit(ctx, store.Write{Key: laterKey, Value: sealed, If: condition})
+	if err != nil {
+		return fmt.Errorf("evidence: noting under which keys something is not signed yet: %w", err)
+	}
+	e.later.kids, e.later.version, e.later.key = kids, version, e.sealer.KeyOf(sealed)
+	return nil
+}
+
+// SignWhenShown says whether events are signed when their tokens are asked for, from now on
+// and with the newest key of the ring, or by the sequencer. Keys that it was not called with
+// sign in the sequencer.
+func (e *Evidence) SignWhenShown(ctx context.Context, on bool, ring *ect.Ring) error {
+	e.later.mu.Lock()
+	defer e.later.mu.Unlock()
+	if e.later.on = on; !on {
+		return nil
+	}
+	_, kid := ring.Header(ect.Draft00)
+	if slices.Contains(e.later.kids, kid) {
+		return nil
+	}
+	return e.writeLater(ctx, append(slices.Clone(e.later.kids), kid))
+}
+
+// KeysToSign are the keys under which events may be recorded that have no signature.
+func (e *Evidence) KeysToSign() []string {
+	e.later.mu.RLock()
+	defer e.later.mu.RUnlock()
+	return slices.Clone(e.later.kids)
+}
+
+// SignReplaced makes and stores the signatures of what was recorded under replaced keys of
+// the ring and is not signed, and returns those keys: nothing needs their private parts any
+// more. Entries that were altered are left out; then the error is ledger.ErrTampered. With
+// another error nothing is returned, and the next call goes on.
+func (e *Evidence) SignReplaced(ctx context.Context) (done []string, stored int, err error) {
+	var replaced []string
+	for _, k := range e.ring.List() {
+		if k.Private && !k.Signs && !k.Until.IsZero() {
+			replaced = append(replaced, k.ID)
+		}
+	}
+	if len(replaced) == 0 {
+		return nil, 0, nil
+	}
+	isReplaced := func(kid string) bool { return slices.Contains(replaced, kid) }
+	e.later.mu.Lock() // who has chosen one of these keys has a ticket now
+	unsigned := slices.ContainsFunc(e.later.kids, isReplaced)
+	e.later.mu.Unlock()
+	if !unsigned {
+		return replaced, 0, nil
+	}
+	stored, err = e.log.StoreSignatures(ctx, func(header []byte) bool { return isReplaced(ect.HeaderKeyID(header)) })
+	if err != nil && !errors.Is(err, ledger.ErrTampered) {
+		return nil, stored, err
+	}
+	return replaced, stored, errors.Join(err, e.ForgetKeys(ctx, replaced...))
+}
+
+// ForgetKeys says that nothing more is signed under these keys.
+func (e *Evidence) ForgetKeys(ctx context.Context, kids ...string) error {
+	e.later.mu.Lock()
+	defer e.later.mu.Unlock()
+	left := slices.DeleteFunc(slices.Clone(e.later.kids), func(kid string) bool { return slices.Contains(kids, kid) })
+	if len(left) == len(e.later.kids) {
+		return nil
+	}
+	return e.writeLater(ctx, left)
+}
+
 // Reseal seals with the newest key what older ones have sealed.
 func (e *Evidence) Reseal(ctx context.Context) error {
 	_, err := e.log.Reseal(ctx)
+	ids := e.sealer.KeyIDs()
+	newest := ids[len(ids)-1]
+	e.later.mu.Lock()
+	if e.later.version != 0 && e.later.key != newest {
+		err = errors.Join(err, e.writeLater(ctx, e.later.kids))
+	}
+	e.later.mu.Unlock()
 	e.names.mu.Lock()
 	defer e.names.mu.Unlock()
-	ids := e.sealer.KeyIDs()
-	if e.names.version != 0 && e.names.key != ids[len(ids)-1] {
+	if e.names.version != 0 && e.names.key != newest {
 		err = errors.Join(err, e.writeNames(ctx, e.names.all))
 	}
 	return err

@@ -231,6 +231,7 @@ type claims interface {
 	Parents() []string
 	OutputHash() ect.Hash
 	Ext() ect.Ext
+	Audience() []string
 }
 
 // verify verifies the signature of a recorded token (cascade 4.2.3), also under replaced
@@ -247,11 +248,11 @@ func (rec *Recorder) verify(ctx context.Context, e *ledger.Entry, as role) (clai
 		return nil, fmt.Errorf("%w: entry %d has no token", checkpoint.ErrTampered, e.Index)
 	}
 	if IsUnproven(e) && as == asParent {
-		return ect.ParseInsecure(string(e.Payload)) // it is not used as evidence
+		return recordedClaims(e) // it is not used as evidence
 	}
-	c, err := rec.signed(ctx, e)
+	c, err := rec.signed(ctx, e, proven)
 	if err != nil && proven && !rec.own(e) && ctx.Err() == nil && as.excuses(err) {
-		c, err = ect.ParseInsecure(string(e.Payload))
+		c, err = recordedClaims(e)
 	}
 	if refused := (*ect.Error)(nil); errors.As(err, &refused) {
 		err = fmt.Errorf("%w: the token of entry %d: %w", checkpoint.ErrTampered, e.Index, err)
@@ -289,8 +290,20 @@ func (r role) excuses(err error) bool {
 	return false
 }
 
-// signed verifies a token by its signature.
-func (rec *Recorder) signed(ctx context.Context, e *ledger.Entry) (claims, error) {
+// signed verifies a token by its signature. One that is signed only when it is shown was
+// recorded by the gateway itself: that its entry is proven says as much (ADR 0064).
+func (rec *Recorder) signed(ctx context.Context, e *ledger.Entry, proven bool) (claims, error) {
+	if e.Header != nil && proven {
+		kid := ect.HeaderKeyID(e.Header)
+		if slices.ContainsFunc(rec.Evidence.Ring().List(), func(k ect.RingKey) bool { return k.ID == kid && k.Revoked }) {
+			return nil, &ect.Error{Code: ect.CodeKeyRevoked}
+		}
+		return recordedClaims(e)
+	}
+	token, err := rec.Evidence.Log().Token(ctx, e)
+	if err != nil {
+		return nil, err
+	}
 	verifier := rec.Verifier
 	if rec.own(e) {
 		var err error
@@ -301,7 +314,7 @@ func (rec *Recorder) signed(ctx context.Context, e *ledger.Entry) (claims, error
 	if verifier == nil { // no agent is trusted any more
 		return nil, &ect.Error{Code: ect.CodeKeyID}
 	}
-	return verifier.VerifyStored(ctx, string(e.Payload))
+	return verifier.VerifyStored(ctx, string(token))
 }
 
 // ownVerifier verifies the gateway's tokens under its own keys alone: the keys of a trust
@@ -594,9 +607,7 @@ func (rec *Recorder) workflowStart(ctx context.Context, wid string) (began workf
 			continue
 		}
 		began.id = e.ID
-		if t, err := ect.ParseInsecure(string(e.Payload)); err == nil {
-			began.name, _ = t.Ext().Text(ect.MemberWorkflowName)
-		}
+		began.name, _ = Extension(e).Text(ect.MemberWorkflowName)
 	}
 	return began, nil
 }

@@ -233,16 +233,19 @@ func (s *Participation) Empty() bool { return len(s.ids) == 0 }
 // Extension returns the extension members of an entry's token, or of the draft that could
 // not be signed. Entries were verified, or made here, before they were recorded.
 func Extension(e *ledger.Entry) ect.Ext {
-	if e.Unsigned {
-		if d, err := ect.ParseDraft(string(e.Payload)); err == nil {
-			return d.Ext()
-		}
-		return ect.Ext{}
-	}
-	if u, err := ect.ParseInsecure(string(e.Payload)); err == nil {
-		return u.Ext()
+	if c, err := recordedClaims(e); err == nil {
+		return c.Ext()
 	}
 	return ect.Ext{}
+}
+
+// recordedClaims are the claims of an entry, as it was recorded: nothing is verified here.
+// The error is an *ect.Error.
+func recordedClaims(e *ledger.Entry) (claims, error) {
+	if e.Unsigned || e.Header != nil {
+		return ect.ParseDraft(string(e.Payload))
+	}
+	return ect.ParseInsecure(string(e.Payload))
 }
 
 // CallerOf is the keyed hash of the caller in one of the gateway's entries; zero if absent.
@@ -273,9 +276,9 @@ func NamedCheckpoint(x ect.Ext) string {
 
 // AudienceOf is the aud of an entry's token.
 func AudienceOf(e *ledger.Entry) []string {
-	u, err := ect.ParseInsecure(string(e.Payload))
-	if err != nil {
+	c, err := recordedClaims(e)
+	if err != nil || e.Unsigned {
 		return nil
 	}
-	return u.Audience()
+	return c.Audience()
 }

@@ -380,7 +380,11 @@ func (b *EventBuilder) recordedRequest(ctx context.Context, workflow, id string)
 	if errors.Is(err, ledger.ErrNotFound) {
 		return "", nil
 	}
-	return string(entry.Payload), err
+	if err != nil {
+		return "", err
+	}
+	token, err := b.e.log.Token(ctx, &entry)
+	return string(token), err
 }
 
 func (b *EventBuilder) request(now time.Time, r *Request, id string) (*ect.Token, error) {

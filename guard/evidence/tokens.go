@@ -575,7 +575,11 @@ func (g graph) nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	}
 	nodes := make([]ect.Node, 0, len(entries))
 	for i := range entries {
-		nodes = append(nodes, nodeOf(&entries[i]))
+		n, err := g.e.nodeOf(ctx, &entries[i])
+		if err != nil {
+			return nil, err
+		}
+		nodes = append(nodes, n)
 	}
 	return nodes, nil
 }
@@ -598,24 +602,31 @@ func (e *Evidence) find(ctx context.Context, workflow, id string) (ect.Node, boo
 	case err != nil:
 		return ect.Node{}, false, err
 	}
-	n := nodeOf(&entry)
+	n, err := e.nodeOf(ctx, &entry)
+	if err != nil {
+		return ect.Node{}, false, err
+	}
 	e.recent.add(scope{n.Workflow, n.ID}, n)
 	return n, true, nil
 }
 
 // nodeOf is the graph's node of an entry. Recorded tokens were verified before; signed ones
-// are of level L3, since they are in the ledger.
-func nodeOf(entry *ledger.Entry) ect.Node {
+// are of level L3, since they are in the ledger. One whose key is gone has no digest: no token
+// that is presented is the same.
+func (e *Evidence) nodeOf(ctx context.Context, entry *ledger.Entry) (ect.Node, error) {
 	n := ect.Node{
 		ID: entry.ID, Workflow: entry.Workflow, IssuedAt: entry.Time, Parents: entry.Parents, Level: ect.L3,
 	}
-	if entry.Unsigned || !strings.Contains(string(entry.Payload), ".") {
+	if entry.Unsigned || entry.Header == nil && !strings.Contains(string(entry.Payload), ".") {
 		n.Level = ect.L1
 	}
-	if !entry.Unsigned {
-		n.Digest = sha256.Sum256(entry.Payload)
+	switch token, err := e.log.Token(ctx, entry); {
+	case err == nil:
+		n.Digest = sha256.Sum256(token)
+	case !errors.Is(err, ledger.ErrNoToken):
+		return n, err
 	}
-	return n
+	return n, nil
 }
 
 // linkKey is the store's key of the checkpoint of an execution, for calls of the workflow that
