@@ -508,6 +508,9 @@ func (g *Guard) Result(ctx context.Context, key Key, found Finding) (*Result, er
 
 // Body reads the body, a piece at a time.
 func (r *Result) Body(ctx context.Context) io.Reader {
+	if r.pieces == 0 {
+		return bytes.NewReader(r.rest)
+	}
 	readers := make([]io.Reader, 0, r.pieces+1)
 	for i := range r.pieces {
 		readers = append(readers, &pieceReader{ctx: ctx, result: r, piece: firstPiece + i})
@@ -589,8 +592,13 @@ func decodeHead(b []byte) (*Head, error) {
 	h := &Head{Header: map[string][]string{}, Trailer: map[string][]string{}}
 	var name string
 	d := store.Decoder{B: b, Broken: errEncoding}
+	text := string(b) // of which all names and values are parts: one allocation
+	field := func() string {
+		end := len(text) - len(d.B)
+		return text[end-len(d.Field) : end]
+	}
 	value := func() string {
-		v, ok := strings.CutPrefix(string(d.Field), valueMark)
+		v, ok := strings.CutPrefix(field(), valueMark)
 		if !ok {
 			d.Err = errEncoding
 		}
@@ -603,10 +611,10 @@ func decodeHead(b []byte) (*Head, error) {
 		case tagHeadSize:
 			h.Size = d.Int()
 		case tagHeadName:
-			name = string(d.Field)
+			name = field()
 			h.Header[name] = nil
 		case tagHeadTrailerName:
-			name = string(d.Field)
+			name = field()
 			h.Trailer[name] = nil
 		case tagHeadValue:
 			h.Header[name] = append(h.Header[name], value())
