@@ -109,3 +109,43 @@ func BenchmarkGet(b *testing.B) {
 		}
 	})
 }
+
+// BenchmarkLargeValues reads values of 1,500 bytes that stand in Badger, and others that stand in
+// segments: all in the order of their keys, and single ones.
+func BenchmarkLargeValues(b *testing.B) {
+	const n = 40_000
+	for _, bulk := range []bool{false, true} {
+		s := openBench(b, badger.Options{})
+		var batch []store.Write
+		for i := range uint64(n) {
+			batch = append(batch, store.Write{Key: binary.BigEndian.AppendUint64(nil, i), Value: make([]byte, 1500), Bulk: bulk})
+			if len(batch) == 500 {
+				if _, err := s.Commit(b.Context(), batch...); err != nil {
+					b.Fatal(err)
+				}
+				batch = nil
+			}
+		}
+		b.Run(fmt.Sprintf("scan/segment=%v", bulk), func(b *testing.B) {
+			for b.Loop() {
+				for _, err := range s.Scan(b.Context(), store.Range{}) {
+					if err != nil {
+						b.Fatal(err)
+					}
+				}
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*n), "ns/value")
+		})
+		b.Run(fmt.Sprintf("get/segment=%v", bulk), func(b *testing.B) {
+			b.ReportAllocs()
+			b.RunParallel(func(p *testing.PB) {
+				for i := uint64(0); p.Next(); i++ {
+					if _, err := s.Get(b.Context(), binary.BigEndian.AppendUint64(nil, i*7919%n)); err != nil {
+						b.Error(err)
+						return
+					}
+				}
+			})
+		})
+	}
+}
