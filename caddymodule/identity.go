@@ -62,7 +62,7 @@ type Identity struct {
 	// When the gateway's own tokens are signed. `shown` signs one when somebody asks for it, from
 	// what was recorded: the same bytes each time. A replaced key stays in the key file until all
 	// that names it is signed. `eager` signs each when it is recorded: for key files that are
-	// exchanged from outside, or where the store is audited without the gateway. Default: `eager`.
+	// exchanged from outside, or where the store is audited without the gateway. Default: `shown`.
 	Sign string `json:"sign,omitempty"`
 
 	algorithm ect.Algorithm
@@ -87,7 +87,7 @@ func (i *Identity) provision(store string) error {
 	}
 	inherit(&i.Algorithm, ect.ES256.String())
 	inherit(&i.Spelling, ect.Draft00.String())
-	inherit(&i.Sign, signEager)
+	inherit(&i.Sign, signShown)
 	inherit(&i.Life, caddy.Duration(ect.DefaultLife))
 	inherit(&i.Retain, caddy.Duration(defaultRetain))
 	var err error

@@ -2,6 +2,7 @@ package ledger
 
 import (
 	"bytes"
+	"context"
 	"encoding/base64"
 	"errors"
 	"fmt"
@@ -356,6 +357,11 @@ func TestStoreSignaturesWaitsForCommits(t *testing.T) {
 	l := mustStart(t, laterOptions(memory.New(memory.Options{})))
 	failing, landing := must(l.Record(*laterEvent(1)))(t), must(l.Record(*laterEvent(2)))(t)
 	end := l.queue.first + 2
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	if n, err := l.StoreSignatures(over, func([]byte) bool { return true }); n != 0 || !errors.Is(err, context.Canceled) {
+		t.Errorf("%d signatures, and the commits are not waited for: %v", n, err)
+	}
 	stored := make(chan int)
 	go func() {
 		n, err := l.StoreSignatures(t.Context(), func([]byte) bool { return true })

@@ -15,8 +15,13 @@ import (
 
 // BenchmarkCall is the evidence of a call without tokens, recorded on Badger by 64 callers:
 // its two events drafted, committed by two commits that have nothing else, signed, and moved
-// into the tree.
+// into the tree. Nobody asks for their tokens.
 func BenchmarkCall(b *testing.B) {
+	b.Run("sign=shown", func(b *testing.B) { benchmarkCall(b, true) })
+	b.Run("sign=eager", func(b *testing.B) { benchmarkCall(b, false) })
+}
+
+func benchmarkCall(b *testing.B, shown bool) {
 	st, err := badger.Open(b.TempDir(), badger.Options{})
 	if err != nil {
 		b.Fatal(err)
@@ -24,6 +29,9 @@ func BenchmarkCall(b *testing.B) {
 	b.Cleanup(func() { _ = st.Close() })
 	opened, err := evidence.Open(b.Context(), evidence.Options{Store: st, Sealer: seal.Generate(), Node: "n1", Ring: newRing(b)})
 	if err != nil {
+		b.Fatal(err)
+	}
+	if err := opened.SignWhenShown(b.Context(), shown, opened.Ring()); err != nil {
 		b.Fatal(err)
 	}
 	builder, err := opened.EventBuilder(identity, ect.Draft00, 0)

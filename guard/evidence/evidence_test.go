@@ -70,6 +70,9 @@ func (b *bench) open(t *testing.T) {
 	if b.builder, err = opened.EventBuilder(identity, ect.Draft00, 0); err != nil {
 		t.Fatal(err)
 	}
+	if err := opened.SignWhenShown(t.Context(), true, b.ring); err != nil {
+		t.Fatal(err)
+	}
 	b.evidence = opened
 }
 
@@ -113,7 +116,11 @@ func (b *bench) entry(t *testing.T, workflow, id string) *ect.Token {
 	if err != nil {
 		t.Fatal(err)
 	}
-	token, err := v.VerifyStored(ctx, string(entry.Payload))
+	raw, err := b.evidence.Log().Token(ctx, &entry)
+	if err != nil {
+		t.Fatal(err)
+	}
+	token, err := v.VerifyStored(ctx, string(raw))
 	if err != nil {
 		t.Fatal(err)
 	}

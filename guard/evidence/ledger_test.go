@@ -1,9 +1,12 @@
 package evidence_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -90,6 +93,9 @@ func (b *rollbackBench) open() {
 		if err := opened.RecordName(b.t.Context(), name, b.ring); err != nil {
 			b.t.Fatal(err)
 		}
+	}
+	if err := opened.SignWhenShown(b.t.Context(), true, b.ring); err != nil {
+		b.t.Fatal(err)
 	}
 	builder, err := opened.EventBuilder(gateway, ect.Draft00, 0)
 	if err != nil {
@@ -526,6 +532,57 @@ func TestAgentsOfALongChain(t *testing.T) {
 	}
 }
 
+// The gateway's tokens are verified by their signatures where they are recorded with them, and
+// by the tree where not; a key that is revoked vouches for no checkpoint either way.
+func TestOwnTokensOfBothForms(t *testing.T) {
+	for _, shown := range []bool{true, false} {
+		b := newRollbackBench(t)
+		if err := b.evidence.SignWhenShown(t.Context(), shown, b.ring); err != nil {
+			t.Fatal(err)
+		}
+		draft, err := b.recorder.EventBuilder.Checkpoint(time.Now(), &Call{
+			Caller: caller, Action: "charge", Workflow: uuid.NewString(), TTL: time.Hour, State: state, Reversible: true,
+		})
+		if err == nil {
+			err = b.evidence.Append(t.Context(), time.Now().Add(time.Hour), nil, draft)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c := b.get(draft.ID()); !c.Own || !c.Reversible || c.Workflow != draft.Workflow() {
+			t.Errorf("shown %v: %+v", shown, c)
+		}
+		text, err := b.ring.MarshalText()
+		if err != nil {
+			t.Fatal(err)
+		}
+		file := filepath.Join(t.TempDir(), "ring")
+		if err := os.WriteFile(file, text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := b.ring.Rotate(file, ect.ES256, time.Now(), time.Hour, b.evidence.KeysToSign()...); err != nil {
+			t.Fatal(err)
+		}
+		b.get(draft.ID())
+		kid := b.ring.List()[0].ID
+		if text, err = b.ring.MarshalText(); err != nil {
+			t.Fatal(err)
+		}
+		text = bytes.Replace(text, []byte(`"kid": "`+kid+`"`), []byte(`"revoked": true, "kid": "`+kid+`"`), 1)
+		if err := os.WriteFile(file, text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		revoked, err := ect.LoadRing(file)
+		if err != nil || !revoked.List()[0].Revoked {
+			t.Fatal(err)
+		}
+		b.ring.Reload(revoked)
+		if _, err := b.ledger.Checkpoint(t.Context(), draft.ID()); !errors.Is(err, checkpoint.ErrTampered) {
+			t.Errorf("shown %v: under a revoked key: %v", shown, err)
+		}
+	}
+}
+
 // entry is what the ledger has under an id.
 func (b *rollbackBench) entry(workflow, id string) *ect.Unverified {
 	b.t.Helper()
@@ -535,7 +592,11 @@ func (b *rollbackBench) entry(workflow, id string) *ect.Unverified {
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	u, err := ect.ParseInsecure(string(e.Payload))
+	raw, err := b.evidence.Log().Token(ctx, &e)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	u, err := ect.ParseInsecure(string(raw))
 	if err != nil {
 		b.t.Fatal(err)
 	}

@@ -1,0 +1,246 @@
+package evidence_test
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// ringPath writes the bench's ring of signing keys to a file.
+func ringPath(t *testing.T, b *bench) string {
+	t.Helper()
+	text, err := b.ring.MarshalText()
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "ring")
+	if err := os.WriteFile(path, text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// record records a draft, and returns it with the token that it has if signed at once.
+func (b *bench) record(t *testing.T) (*ect.Draft, string) {
+	t.Helper()
+	draft, err := b.builder.Checkpoint(time.Now(), call(uuid.NewString()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	token, err := b.builder.Sign(draft)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.evidence.Append(t.Context(), time.Now().Add(time.Hour), nil, draft); err != nil {
+		t.Fatal(err)
+	}
+	return draft, token.Raw()
+}
+
+func (b *bench) recorded(t *testing.T, d *ect.Draft) ledger.Entry {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	e, err := b.evidence.Log().Wait(ctx, d.Workflow(), d.ID())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return e
+}
+
+// ADR 0064, "Signing when a token is shown": an event is recorded without a signature, and
+// its token has the bytes that it would have had: in this life and the next, after a
+// rotation, and after the key went. It is the same token to whoever presents it.
+func TestSignedWhenShown(t *testing.T) {
+	b := newBench(t)
+	path := ringPath(t, b)
+	draft, want := b.record(t)
+	held := func(when string) {
+		t.Helper()
+		e := b.recorded(t, draft)
+		if e.Header == nil || e.Unsigned || string(e.Payload) != draft.Payload() {
+			t.Errorf("%s: %s is signed in the ledger", when, e.Payload)
+		}
+		for range 2 {
+			if got, err := b.evidence.Log().Token(t.Context(), &e); err != nil || string(got) != want {
+				t.Errorf("%s: %v\n%s\n%s", when, err, got, want)
+			}
+		}
+		presented := b.entry(t, draft.Workflow(), draft.ID())
+		if status, err := b.evidence.LedgerStatus(t.Context(), presented); err != nil || status != evidence.Same && when != "recorded" {
+			t.Errorf("%s: %v %v", when, status, err)
+		}
+	}
+	again := func() {
+		t.Helper()
+		b.close(t)
+		ring, err := ect.LoadRing(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b.ring = ring
+		b.open(t)
+	}
+	held("recorded")
+	again()
+	held("opened again")
+
+	first := b.ring.List()[0].ID
+	if got := b.evidence.KeysToSign(); !slices.Equal(got, []string{first}) {
+		t.Errorf("%q are noted", got)
+	}
+	if _, err := b.ring.Rotate(path, ect.ES256, time.Now(), time.Hour, b.evidence.KeysToSign()...); err != nil {
+		t.Fatal(err)
+	}
+	// Until the new key is noted the sequencer signs: what names it must be found again.
+	eager, _ := b.record(t)
+	if e := b.recorded(t, eager); e.Header != nil || e.Unsigned {
+		t.Errorf("%s names a key that is not noted", e.Header)
+	}
+	held("rotated")
+	again() // a crash between the rotation and the walk
+	held("opened after the rotation")
+	if err := b.evidence.SignWhenShown(t.Context(), true, b.ring); err != nil {
+		t.Fatal(err)
+	}
+	later, wantLater := b.record(t)
+	if e := b.recorded(t, later); ect.HeaderKeyID(e.Header) != b.ring.List()[1].ID {
+		t.Errorf("%s does not name the new key", e.Header)
+	}
+
+	done, stored, err := b.evidence.SignReplaced(t.Context())
+	if err != nil || stored != 1 || !slices.Equal(done, []string{first}) {
+		t.Errorf("%q, %d signatures: %v", done, stored, err)
+	}
+	if got := b.evidence.KeysToSign(); !slices.Equal(got, []string{b.ring.List()[1].ID}) {
+		t.Errorf("%q are noted", got)
+	}
+	again() // a crash before the key goes
+	if done, stored, err = b.evidence.SignReplaced(t.Context()); err != nil || stored != 0 || !slices.Equal(done, []string{first}) {
+		t.Errorf("%q, %d signatures: %v", done, stored, err)
+	}
+	if err := b.ring.Retire(path, done...); err != nil {
+		t.Fatal(err)
+	}
+	held("without the key")
+	again()
+	held("opened without the key")
+	e := b.recorded(t, later)
+	if got, err := b.evidence.Log().Token(t.Context(), &e); err != nil || string(got) != wantLater {
+		t.Errorf("%v %s", err, got)
+	}
+	if done, stored, err := b.evidence.SignReplaced(t.Context()); err != nil || stored != 0 || done != nil {
+		t.Errorf("%q, %d signatures: %v", done, stored, err)
+	}
+}
+
+// With `sign eager` the sequencer signs.
+func TestSignedAtOnce(t *testing.T) {
+	b := newBench(t)
+	if err := b.evidence.SignWhenShown(t.Context(), false, b.ring); err != nil {
+		t.Fatal(err)
+	}
+	draft, want := b.record(t)
+	if e := b.recorded(t, draft); e.Header != nil || string(e.Payload) != want {
+		t.Errorf("%s is not signed in the ledger", e.Payload)
+	}
+}
+
+// What is recorded beside a rotation is signed by its walk, or names the next key: never a
+// key that is gone.
+func TestRotationBesideRecords(t *testing.T) {
+	b := newBench(t)
+	path := ringPath(t, b)
+	var all sync.WaitGroup
+	var mu sync.Mutex
+	var drafts []*ect.Draft
+	ended := make(chan struct{})
+	for range 3 {
+		all.Go(func() {
+			for range 100 {
+				draft, err := b.builder.Checkpoint(time.Now(), call(uuid.NewString()))
+				if err == nil {
+					err = b.evidence.Append(t.Context(), time.Now().Add(time.Hour), nil, draft)
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				mu.Lock()
+				drafts = append(drafts, draft)
+				mu.Unlock()
+			}
+		})
+	}
+	go func() { all.Wait(); close(ended) }()
+	for going := true; going; {
+		select {
+		case <-ended:
+			going = false
+		default:
+		}
+		_, err := b.ring.Rotate(path, ect.ES256, time.Now(), time.Hour, b.evidence.KeysToSign()...)
+		if err == nil {
+			err = b.evidence.SignWhenShown(t.Context(), true, b.ring)
+		}
+		var done []string
+		if err == nil {
+			done, _, err = b.evidence.SignReplaced(t.Context())
+		}
+		if err == nil {
+			err = b.ring.Retire(path, done...)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	for _, d := range drafts {
+		e := b.recorded(t, d)
+		if _, err := b.evidence.Log().Token(t.Context(), &e); err != nil {
+			t.Fatalf("of %d: %s: %v", len(drafts), e.Header, err)
+		}
+	}
+}
+
+// Which keys are still needed is sealed: nobody takes one away unnoticed.
+func TestKeysToSignAreSealed(t *testing.T) {
+	b := newBench(t)
+	b.record(t)
+	if _, err := b.sealer.Rotate(ringFile(t, b), func(uint32) error { return nil }); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.evidence.Reseal(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	sealed, err := b.store.Get(t.Context(), []byte("ns"))
+	if ids := b.sealer.KeyIDs(); err != nil || b.sealer.KeyOf(sealed.Value) != ids[len(ids)-1] {
+		t.Errorf("not sealed anew: %v", err)
+	}
+	b.close(t)
+	b.open(t)
+	if got := b.evidence.KeysToSign(); len(got) != 1 {
+		t.Errorf("%q", got)
+	}
+	if err := b.evidence.ForgetKeys(t.Context(), b.ring.List()[0].ID); err != nil || len(b.evidence.KeysToSign()) != 0 {
+		t.Errorf("not forgotten: %v", err)
+	}
+	b.close(t)
+	if _, err := b.store.Commit(t.Context(), store.Write{Key: []byte("ns"), Value: []byte("[]")}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := evidence.Open(t.Context(), evidence.Options{Store: b.store, Sealer: b.sealer, Node: "n1", Ring: b.ring}); !errors.Is(err, ledger.ErrTampered) {
+		t.Errorf("forged: %v", err)
+	}
+}
