@@ -350,8 +350,10 @@ func (b *bodies) rename(which func(segment int64) bool) (names []string, err err
 			h.f.Close()
 			delete(b.handles, segment)
 		}
+		// With mu, or a read opens it in between, and an append goes to what is removed.
+		err := os.Rename(filepath.Join(b.dir, name), filepath.Join(b.dir, name+droppedSuffix))
 		b.mu.Unlock()
-		if err := os.Rename(filepath.Join(b.dir, name), filepath.Join(b.dir, name+droppedSuffix)); err != nil {
+		if err != nil {
 			return names, err
 		}
 		names = append(names, name+droppedSuffix)
@@ -391,18 +393,32 @@ func (b *bodies) syncStaged(syncs func()) error {
 	return b.sync(b.unsynced(), syncs)
 }
 
-// markUnsynced notes that a segment may be in the page cache only.
-func (b *bodies) markUnsynced(segment int64) error {
+// writeAgain writes values in their places, where the same bytes may be in the page cache only:
+// after a sync that failed another one would not write them. They are durable after syncStaged.
+func (b *bodies) writeAgain(values []*bulkValue, syncs func()) error {
 	b.writing.Lock()
 	defer b.writing.Unlock()
-	h, err := b.forAppend(segment)
-	if err != nil {
-		return err
+	slices.SortFunc(values, func(v, w *bulkValue) int { // few syncs, for any number of segments
+		return cmp.Or(cmp.Compare(v.at.segment, w.at.segment), cmp.Compare(v.at.offset, w.at.offset))
+	})
+	for _, v := range values {
+		h, err := b.forAppend(v.at.segment)
+		if err != nil {
+			return err
+		}
+		b.mu.Lock()
+		h.dirty = true
+		b.mu.Unlock()
+		b.scratch, _ = appendSegment(b.scratch[:0], v.key, v.value)
+		err = b.disk.write(h.f, b.scratch, int64(v.at.offset))
+		if err == nil && len(b.unsynced()) > maxHandles/2 {
+			err = b.sync(b.unsynced(), syncs)
+		}
+		b.unpin([]*handle{h})
+		if err != nil {
+			return fmt.Errorf("writing bulk values again: %w", err)
+		}
 	}
-	b.mu.Lock()
-	h.dirty = true
-	b.mu.Unlock()
-	b.unpin([]*handle{h})
 	return nil
 }
 

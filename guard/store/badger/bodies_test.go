@@ -493,6 +493,47 @@ func TestStagingAgainLeavesNothing(t *testing.T) {
 	wantValue(t, s, "before", string(m.expiring("before", 300, 0).Value))
 }
 
+// P2, P4: a sync that failed for want of space is not tried again as a write is, for the second
+// one would report success without the pages of the first.
+func TestSegmentSyncFailsForWantOfSpace(t *testing.T) {
+	for _, cause := range []error{syscall.ENOSPC, syscall.EDQUOT} {
+		m := newManual()
+		s, d := newFaulty(t, Options{Now: m.Now})
+		again := make(chan struct{}, 1)
+		syncs := 0
+		d.set(func() {
+			d.onSync = func(name string) error {
+				if !strings.HasSuffix(name, segmentSuffix) {
+					return nil
+				}
+				if syncs++; syncs > 1 {
+					signal(again)
+					return nil
+				}
+				return &os.PathError{Op: "sync", Path: name, Err: cause}
+			}
+		})
+		var many []store.Write
+		for i := range maxHandles { // more than stay unsynced
+			many = append(many, m.expiring(fmt.Sprintf("key-%03d", i), 300, time.Duration(i+1)*time.Hour))
+		}
+		mustCommit(t, s, many...)
+		select {
+		case <-s.failed:
+			wantErr(t, "cause", s.cause(), cause)
+		case <-again:
+			t.Errorf("%v: synced again after the failed sync", cause)
+		case <-time.After(30 * time.Second): // of a test that fails
+			t.Fatal("nothing was synced")
+		}
+		_ = s.Close()
+		s = reopenWith(t, s.dir, Options{Now: m.Now}, osDisk{})
+		for _, w := range many {
+			wantValue(t, s, string(w.Key), string(w.Value))
+		}
+	}
+}
+
 // The check of what is stored finds damage, and takes nothing else for it: not the space that a
 // crash left, nor entries that were replaced or have expired.
 func TestStoredValuesAreVerified(t *testing.T) {
@@ -718,6 +759,46 @@ func TestHandlesAreBounded(t *testing.T) {
 		})
 	}
 	readers.Wait()
+}
+
+// P2: a read beside a sweep does not keep a file open that the sweep removes, for a later write
+// would go there. It fails by chance; a right sweep never does.
+func TestSweptSegmentsStayClosed(t *testing.T) {
+	b, err := openBodies(t.TempDir(), time.Hour, 1<<20, osDisk{})
+	must(t, err)
+	defer b.close()
+	expires := time.Unix(1_700_000_000, 0)
+	p := pointer{segment: partition(expires, b.window), length: 300}
+	done := make(chan struct{})
+	var readers sync.WaitGroup
+	defer readers.Wait()
+	defer close(done)
+	for range 2 {
+		readers.Go(func() {
+			for {
+				select {
+				case <-done:
+					return
+				default:
+					_, _ = b.read(p, []byte("a"))
+				}
+			}
+		})
+	}
+	for range 500 {
+		must(t, b.stage([]*bulkValue{{key: "a", value: make([]byte, 300), expires: expires}}, func() {}))
+		dropped, err := b.drop(func(segment int64) bool { return segment == p.segment })
+		must(t, err)
+		if dropped != 1 {
+			t.Fatalf("%d segments dropped, want 1: the value went to none", dropped)
+		}
+		b.mu.Lock()
+		open := b.handles[p.segment] != nil
+		b.mu.Unlock()
+		if open {
+			t.Fatal("a removed segment is open")
+		}
+	}
 }
 
 func TestTornTailIsSkipped(t *testing.T) {

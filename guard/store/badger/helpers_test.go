@@ -266,6 +266,68 @@ func (d *imagingDisk) syncDir(dir string) error {
 	return err
 }
 
+// forgetfulDisk is the real disk, with segments as Linux writes them: a sync that fails leaves what
+// it did not write in the page cache, and later syncs pass over it.
+type forgetfulDisk struct {
+	osDisk
+	mu      sync.Mutex
+	failing bool
+	cached  map[string][]written // since the last sync, by name
+	durable map[string][]byte
+	most    int // segments at once with unsynced writes
+}
+
+type written struct {
+	at int64
+	b  []byte
+}
+
+func newForgetful() *forgetfulDisk {
+	return &forgetfulDisk{cached: make(map[string][]written), durable: make(map[string][]byte)}
+}
+
+func (d *forgetfulDisk) write(f *os.File, b []byte, off int64) error {
+	if strings.HasSuffix(f.Name(), segmentSuffix) {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.cached[f.Name()] = append(d.cached[f.Name()], written{off, slices.Clone(b)})
+		d.most = max(d.most, len(d.cached))
+	}
+	return d.osDisk.write(f, b, off)
+}
+
+func (d *forgetfulDisk) sync(f *os.File) error {
+	if !strings.HasSuffix(f.Name(), segmentSuffix) {
+		return d.osDisk.sync(f)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	cached := d.cached[f.Name()]
+	delete(d.cached, f.Name())
+	if d.failing {
+		return errDisk
+	}
+	content := d.durable[f.Name()]
+	for _, w := range cached {
+		if missing := int(w.at) + len(w.b) - len(content); missing > 0 {
+			content = append(content, make([]byte, missing)...)
+		}
+		copy(content[w.at:], w.b)
+	}
+	d.durable[f.Name()] = content
+	return nil
+}
+
+// losePower leaves of the segments in a store's directory what is durable. The store is closed.
+func (d *forgetfulDisk) losePower(t *testing.T, dir string) {
+	t.Helper()
+	names, err := filepath.Glob(filepath.Join(dir, "bodies", "*"+segmentSuffix))
+	must(t, err)
+	for _, name := range names {
+		must(t, os.WriteFile(name, d.durable[name], 0o600))
+	}
+}
+
 // crashed copies the files of a store as a crash at this moment would leave them. The
 // logs of Badger's memory are left out: see TestBadgersLogsDoNotMatter.
 func crashed(t *testing.T, from string) (to string) {

@@ -238,7 +238,8 @@ func (a *applier) applyActive(stop <-chan struct{}) error {
 			break
 		}
 		full := errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
-		if !full || !a.awaitSpace(stop) {
+		// Not after a sync: a second one would report success without the pages of the first.
+		if !full || errors.As(err, new(syncError)) || !a.awaitSpace(stop) {
 			return err
 		}
 	}

@@ -585,14 +585,22 @@ func (r *recovery) rewriteLastFrame(dir string, d disk) error {
 }
 
 // replay applies the log to Badger. Badger's tables have everything up to the marker m,
-// since layers are applied in order. Values in segments up to it may still be missing: those
-// files are not synced with the tables. It reports whether there was anything to do.
+// since layers are applied in order. Values in segments up to it may be missing, or be in the page
+// cache only: those files are not synced with the tables. Like the last frame they are written
+// again. It reports whether Badger was changed.
 func (r *recovery) replay(dir string, a *applier, m marker) (changed bool, err error) {
 	l := newLayer()
 	flush := func() error {
 		changed = true
 		err := a.apply(l)
 		l = newLayer()
+		return err
+	}
+	var again []*bulkValue
+	size := 0 // of again
+	writeAgain := func() error {
+		err := a.bodies.writeAgain(again, a.countBulkSync)
+		again, size = again[:0], 0
 		return err
 	}
 	for n := r.First; n <= r.Last; n++ {
@@ -605,14 +613,20 @@ func (r *recovery) replay(dir string, a *applier, m marker) (changed bool, err e
 			err := f.each(func(key, value []byte) {
 				wanted := f.seq > m.seq
 				if !wanted && failure == nil {
-					wanted, failure = a.lacks(key, value)
+					var there *bulkValue
+					if there, wanted, failure = a.lacks(key, value); there != nil {
+						again, size = append(again, there), size+len(there.value)
+					}
 				}
 				if wanted {
 					l.put(string(key), value)
 				}
 			})
 			l.seq, l.version = f.seq, f.version
-			if err = errors.Join(err, failure); err == nil && l.size >= maxLayer {
+			if err = errors.Join(err, failure); err == nil && size >= maxLayer {
+				err = writeAgain()
+			}
+			if err == nil && l.size >= maxLayer {
 				err = flush()
 			}
 			return err
@@ -621,38 +635,40 @@ func (r *recovery) replay(dir string, a *applier, m marker) (changed bool, err e
 			return changed, err
 		}
 	}
-	if len(l.values) > 0 || l.seq > m.seq {
+	err = writeAgain()
+	if err == nil && (len(l.values) > 0 || l.seq > m.seq) {
 		err = flush()
 	}
 	return changed, err
 }
 
-// lacks reports whether Badger points to value and its file does not have it.
-func (a *applier) lacks(key, value []byte) (bool, error) {
+// lacks reports whether Badger points to value and its file does not have it. If the file has it,
+// it returns where.
+func (a *applier) lacks(key, value []byte) (there *bulkValue, lacks bool, err error) {
 	if !apart(value) {
-		return false, nil
+		return nil, false, nil
 	}
 	txn := a.db.NewTransactionAt(a.ts, false)
 	defer txn.Discard()
 	raw, err := lookUp(txn, key)
 	if err != nil || raw == nil {
-		return false, err
+		return nil, false, err
 	}
-	there, err := decode(raw)
+	stored, err := decode(raw)
 	if err != nil {
-		return false, err
+		return nil, false, err
 	}
 	logged, err := decode(value)
-	if err != nil || there.version != logged.version || !there.bulk {
-		return false, err // overwritten since, or in Badger itself
+	if err != nil || stored.version != logged.version || !stored.bulk {
+		return nil, false, err // overwritten since, or in Badger itself
 	}
-	at := readPointer(there.value)
-	_, err = a.bodies.read(at, key[1:])
-	if errors.Is(err, store.ErrDamaged) {
-		return true, nil
+	at := readPointer(stored.value)
+	found, err := a.bodies.read(at, key[1:])
+	switch {
+	case errors.Is(err, store.ErrDamaged):
+		return nil, true, nil
+	case err != nil:
+		return nil, false, err
 	}
-	if err == nil {
-		err = a.bodies.markUnsynced(at.segment)
-	}
-	return false, err
+	return &bulkValue{key: string(key[1:]), value: found, at: at}, false, nil
 }

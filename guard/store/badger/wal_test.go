@@ -1,6 +1,7 @@
 package badger
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"os"
@@ -525,4 +526,49 @@ func TestReplayOfManyLayers(t *testing.T) {
 			dir = crashed(t, dir)
 		}
 	}
+}
+
+// P2: after a failed sync of a segment the log is trusted, and not what can be read of the segment.
+// Its values are written again, in a bounded number of files at a time.
+func TestSegmentsAreWrittenAgainAfterAFailedSync(t *testing.T) {
+	m := newManual()
+	d := newForgetful()
+	o := Options{Now: m.Now, VerifyEvery: -1, keptSize: 20_000}
+	s := reopenWith(t, t.TempDir(), o, d)
+	var many []store.Write
+	for i := range 5 * maxHandles {
+		many = append(many, m.expiring(fmt.Sprintf("key-%03d", i), 300+i, time.Duration(1+i%(3*maxHandles))*time.Hour),
+			kept(fmt.Sprintf("kept-%03d", i), 500))
+	}
+	for layer := range slices.Chunk(many, 40) {
+		mustCommit(t, s, layer...)
+		must(t, s.drain(t.Context()))
+	}
+	d.mu.Lock()
+	d.failing = true
+	d.mu.Unlock()
+	mustCommit(t, s, put("last", "1"), m.expiring("last of the first", 300, time.Hour))
+	wantErr(t, "close", s.Close(), errDisk)
+
+	d.failing, d.most, d.cached = false, 0, make(map[string][]written)
+	clear(d.durable) // what was synced before, too: the log has all of it
+	s = reopenWith(t, s.dir, o, d)
+	if limit := maxHandles/2 + 1; d.most > limit {
+		t.Errorf("%d segments with unsynced writes during recovery, want at most %d", d.most, limit)
+	}
+	for _, file := range segments(t, s) {
+		before := slices.Clone(d.durable[file])
+		content, err := os.ReadFile(file)
+		must(t, err)
+		if !bytes.Equal(before, content) {
+			t.Errorf("%s: %d of %d bytes are durable, or others", filepath.Base(file), len(before), len(content))
+		}
+	}
+	must(t, s.Close())
+	d.losePower(t, s.dir)
+	s = reopenWith(t, s.dir, o, osDisk{})
+	for _, w := range many {
+		wantValue(t, s, string(w.Key), string(w.Value))
+	}
+	wantValue(t, s, "last of the first", string(m.expiring("last of the first", 300, 0).Value))
 }
