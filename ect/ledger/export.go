@@ -61,7 +61,7 @@ func (x *exporter) export() (Head, error) {
 	r.To = x.entryKey(head.Size)
 	for found, err := range x.store.Scan(x.ctx, r) {
 		if err != nil {
-			return Head{}, err
+			return Head{}, damagedAt(found.Key, err)
 		}
 		if err := x.fill(indexIn(found.Key)); err != nil {
 			return Head{}, err

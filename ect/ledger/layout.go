@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"time"
 
@@ -258,9 +259,35 @@ func (s *logStore) read(ctx context.Context, log logID, index int64) (Entry, err
 	key := entryKey(log, index)
 	found, err := s.store.Get(ctx, key)
 	if err != nil {
-		return Entry{}, err
+		return Entry{}, damagedAt(key, err)
 	}
 	return s.openEntry(key, found.Value)
+}
+
+// damagedAt makes ErrTampered of the store's error for an entry whose value is damaged: it stays so.
+func damagedAt(key []byte, err error) error {
+	if errors.Is(err, store.ErrDamaged) {
+		return fmt.Errorf("%w: entry %d: %w", ErrTampered, indexIn(key), err)
+	}
+	return err
+}
+
+// scan is a Scan that goes on behind damaged values, in another snapshot. Their pairs have only the
+// key, and an error that is store.ErrDamaged. It heeds no limit.
+func (s *logStore) scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	return func(yield func(store.Entry, error) bool) {
+		for more := true; more; {
+			more = false
+			for found, err := range s.store.Scan(ctx, r) {
+				if more = errors.Is(err, store.ErrDamaged); more {
+					r.From = append(bytes.Clone(found.Key), 0)
+				}
+				if !yield(found, err) {
+					return
+				}
+			}
+		}
+	}
 }
 
 func (s *logStore) openEntry(key, sealed []byte) (Entry, error) {
@@ -269,6 +296,18 @@ func (s *logStore) openEntry(key, sealed []byte) (Entry, error) {
 		return Entry{}, fmt.Errorf("%w: entry %d: %w", ErrTampered, indexIn(key), err)
 	}
 	return e, nil
+}
+
+// scanned opens a pair of scan as the entry of its key. The error is ErrTampered, or one of the store.
+func (s *logStore) scanned(found store.Entry, err error) (Entry, error) {
+	if err != nil {
+		return Entry{}, damagedAt(found.Key, err)
+	}
+	e, err := s.openEntry(found.Key, found.Value)
+	if err == nil && e.Index != indexIn(found.Key) {
+		err = fmt.Errorf("%w: entry %d stands at %d", ErrTampered, e.Index, indexIn(found.Key))
+	}
+	return e, err
 }
 
 // open decrypts an event or entry that is stored at key.

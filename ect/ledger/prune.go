@@ -108,13 +108,10 @@ func (l *Log) findPrunable(ctx context.Context, n int64, m *marks, before, now t
 	r.To = l.entryKey((n + 1) << tileHeight)
 	damaged := false
 	next := int64(math.MaxInt64)
-	for found, err := range l.store.Scan(ctx, r) {
-		if err != nil {
+	for found, err := range l.scan(ctx, r) {
+		e, err := l.scanned(found, err)
+		if err != nil && !errors.Is(err, ErrTampered) {
 			return nil, false, err
-		}
-		e, err := l.openEntry(found.Key, found.Value)
-		if err == nil && e.Index != indexIn(found.Key) {
-			err = fmt.Errorf("%w: entry %d stands at %d", ErrTampered, e.Index, indexIn(found.Key))
 		}
 		switch {
 		case err != nil:

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"strconv"
 	"strings"
@@ -269,4 +270,51 @@ func TestPruneGoesOnPastDamage(t *testing.T) {
 	appendEvents(t, l, 3*tileWidth, 4*tileWidth)
 	drain(t, l)
 	mustPrune(t, l, tileWidth)
+}
+
+// Values that the store reports as damaged are named and passed over: everything else is pruned,
+// verified and extended.
+func TestDamagedValuesStopNothing(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	var log bytes.Buffer
+	bad := &rotten{mem, map[string]bool{}}
+	o := testOptions(bad)
+	o.Logger = slog.New(slog.NewTextHandler(&log, nil))
+	l := mustOpen(t, o)
+	const size = 3 * tileWidth
+	appendEvents(t, l, 0, size)
+	drain(t, l)
+	for _, index := range []int64{7, 8, tileWidth, size - 2, size - 1} {
+		bad.keys[string(l.entryKey(index))] = true
+	}
+	before := l.now.Load().recorded
+	l = mustOpen(t, o) // with the newest entry damaged
+	if got := l.now.Load().recorded; got.IsZero() || got.After(before) {
+		t.Errorf("the last entry that can be read was recorded at %v, the last one at %v", got, before)
+	}
+	if _, err := l.Entry(t.Context(), 7); !errors.Is(err, ErrTampered) {
+		t.Errorf("a damaged entry: %v", err)
+	}
+	if _, err := l.Export(t.Context(), io.Discard); !errors.Is(err, ErrTampered) || !strings.Contains(err.Error(), "entry 7") {
+		t.Errorf("exported: %v", err)
+	}
+	r, err := verifyStored(t, o)
+	if err != nil || r.Entries != size || !faultsNaming(&r, 7) || !faultsNaming(&r, 8) || !faultsNaming(&r, tileWidth) || !faultsNaming(&r, size-1) {
+		t.Errorf("%d entries, %v%s", r.Entries, err, allFaults(&r))
+	}
+	for i, want := range []int{size - 5, 0} {
+		if n, err := l.Prune(t.Context(), time.Now().Add(time.Minute)); err != nil || n != want {
+			t.Errorf("%d pruned instead of %d by the %d. pass: %v", n, want, i+1, err)
+		}
+	}
+	if n := strings.Count(log.String(), "level=ERROR"); n != 5 {
+		t.Errorf("%d reports instead of 5:\n%s", n, log.String())
+	}
+	appendEvents(t, l, size, size+2)
+	drain(t, l)
+	// Of the last tile, which is not full, there is nothing to prove the others with.
+	bad.keys[string(l.entryKey(size))] = true
+	if _, err := Open(t.Context(), o); !errors.Is(err, ErrTampered) {
+		t.Errorf("opened without an entry of the last tile: %v", err)
+	}
 }

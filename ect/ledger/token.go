@@ -86,7 +86,7 @@ func (l *Log) storedSignature(ctx context.Context, log logID, index int64) ([]by
 		return nil, fmt.Errorf("%w: the key that entry %d names is gone", ErrNoToken, index)
 	}
 	if err != nil {
-		return nil, err
+		return nil, damagedAt(key, err)
 	}
 	signature, err := l.sealer.Open(nil, found.Value, key)
 	if err != nil {
@@ -114,8 +114,8 @@ func (l *Log) leaves(ctx context.Context, s *state, from, to int64) ([]tlog.Hash
 func (l *Log) signatures(ctx context.Context, n int64) (map[int64]bool, error) {
 	have := make(map[int64]bool)
 	r := store.Range{From: signedKey(l.id, n<<tileHeight), To: signedKey(l.id, (n+1)<<tileHeight)}
-	for found, err := range l.store.Scan(ctx, r) {
-		if err != nil {
+	for found, err := range l.scan(ctx, r) {
+		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return nil, err
 		}
 		have[indexIn(found.Key)] = true
@@ -159,13 +159,10 @@ func (l *Log) storeTile(ctx context.Context, n int64, of func(header []byte) boo
 	r.To = l.entryKey(min((n+1)<<tileHeight, s.size))
 	var found []Entry
 	var altered error // the first one
-	for stands, err := range l.store.Scan(ctx, r) {
-		if err != nil {
+	for stands, err := range l.scan(ctx, r) {
+		e, err := l.scanned(stands, err)
+		if err != nil && !errors.Is(err, ErrTampered) {
 			return 0, err
-		}
-		e, err := l.openEntry(stands.Key, stands.Value)
-		if err == nil && e.Index != indexIn(stands.Key) {
-			err = fmt.Errorf("%w: entry %d stands at %d", ErrTampered, e.Index, indexIn(stands.Key))
 		}
 		switch {
 		case err != nil:

@@ -236,14 +236,16 @@ func (s *logStore) build(ctx context.Context, head Head) (*state, error) {
 		edge = append(edge, hashes)
 	}
 	found.tree = restore(edge)
-	if found.recorded.IsZero() && head.Size > 0 {
-		e, err := s.read(ctx, s.id, head.Size-1)
-		switch {
-		case err == nil:
-			found.recorded = e.Recorded
-		case !errors.Is(err, store.ErrNotFound): // a pruned entry is old: zero is early enough
+	// A pruned entry is old: zero is early enough.
+	for i := head.Size - 1; found.recorded.IsZero() && i >= max(0, first-tileWidth); i-- {
+		e, err := s.read(ctx, s.id, i)
+		if errors.Is(err, store.ErrNotFound) {
+			break
+		}
+		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return nil, err
 		}
+		found.recorded = e.Recorded // zero where the value is damaged: then the one before it says enough
 	}
 	if head.Note != nil && found.root() != head.Root {
 		return nil, fmt.Errorf("%w: the entries do not fit the signed head of size %d", ErrTampered, head.Size)
@@ -254,7 +256,7 @@ func (s *logStore) build(ctx context.Context, head Head) (*state, error) {
 // nothingAbove checks that no entry is stored beyond the end of the tree.
 func (s *logStore) nothingAbove(ctx context.Context, size int64) error {
 	for e, err := range s.store.Scan(ctx, s.entries(size, 1)) {
-		if err != nil {
+		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return err
 		}
 		return fmt.Errorf("%w: entry %d stands behind the signed head of size %d", ErrTampered, indexIn(e.Key), size)

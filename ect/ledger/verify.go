@@ -94,8 +94,8 @@ func (v *verifier) head() error {
 // far greater than the number of entries.
 func (v *verifier) guessSize() error {
 	last, there := int64(0), int64(0)
-	for e, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spaceEntry, v.id, 0))) {
-		if err != nil {
+	for e, err := range v.scan(v.ctx, store.Prefix(logKey(spaceEntry, v.id, 0))) {
+		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return err
 		}
 		last = max(last, indexIn(e.Key))
@@ -184,7 +184,7 @@ func (v *verifier) end() error {
 	r := v.entries(head.Size, 1)
 	r.Reverse = true
 	for e, err := range v.store.Scan(v.ctx, r) {
-		if err != nil {
+		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return err
 		}
 		return v.behind(indexIn(e.Key), "stands ")
@@ -255,8 +255,8 @@ func (t *leafTile) walk() error {
 	index := t.first
 	r := t.v.entries(t.first, 0)
 	r.To = t.v.entryKey(t.first + t.width)
-	for found, err := range t.v.store.Scan(t.v.ctx, r) {
-		if err != nil {
+	for found, err := range t.v.scan(t.v.ctx, r) {
+		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return err
 		}
 		if len(found.Key) != logKeySize+indexEnd {
@@ -265,7 +265,7 @@ func (t *leafTile) walk() error {
 		for ; index < indexIn(found.Key); index++ {
 			t.absent(index)
 		}
-		if err := t.present(index, found.Key, found.Value); err != nil {
+		if err := t.present(index, found, err); err != nil {
 			return err
 		}
 		index++
@@ -294,13 +294,18 @@ func (t *leafTile) absent(index int64) {
 	t.v.fault(index, "missing, and nobody vouches that it was pruned")
 }
 
-func (t *leafTile) present(index int64, key, sealed []byte) error {
+// present checks a stored entry; damaged is the store's error if it could not read its value.
+func (t *leafTile) present(index int64, found store.Entry, damaged error) error {
 	v := t.v
 	v.report.Entries++
 	if t.marks.has(index) {
 		t.v.fault(index, "there, and marked as pruned")
 	}
-	leaf, err := v.openLeaf(key, sealed)
+	var leaf []byte
+	err := damaged
+	if err == nil {
+		leaf, err = v.openLeaf(found.Key, found.Value)
+	}
 	if err != nil {
 		t.v.fault(index, "does not open: %s", err)
 		t.made = append(t.made, t.storedHash(index))
