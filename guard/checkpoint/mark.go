@@ -124,7 +124,7 @@ func (v *Store) markOf(ctx context.Context, n name) (Mark, error) {
 		return Mark{}, nil
 	}
 	if err != nil {
-		return Mark{}, fmt.Errorf("%w: %w", ErrStore, err)
+		return Mark{}, unread(err)
 	}
 	plain, err := v.sealer.Open(nil, entry.Value, key)
 	if err != nil {
@@ -223,6 +223,9 @@ func (v *Store) keepMark(ctx context.Context, n name, found Mark, keep time.Time
 		return time.Time{}, nil
 	}
 	entry, err := v.store.Get(ctx, keyOf(kindSnapshot, n))
+	if errors.Is(err, store.ErrDamaged) {
+		return time.Time{}, nil // how long it is kept is not known
+	}
 	if err != nil && !errors.Is(err, store.ErrNotFound) {
 		return time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
 	}
@@ -261,7 +264,7 @@ func (v *Store) versionKey(r Resource, tag string) []byte {
 func (v *Store) Origin(ctx context.Context, r Resource, tag string) (string, error) {
 	key := v.versionKey(r, tag)
 	entry, err := v.store.Get(ctx, key)
-	if errors.Is(err, store.ErrNotFound) {
+	if errors.Is(err, store.ErrNotFound) || errors.Is(err, store.ErrDamaged) {
 		return tag, nil
 	}
 	if err != nil {

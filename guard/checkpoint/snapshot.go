@@ -495,7 +495,7 @@ func (v *Store) Credentials(ctx context.Context, id string) (map[string][]string
 		return nil, ErrUnknown
 	}
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, unread(err)
 	}
 	plain, err := v.sealer.Open(nil, entry.Value, key)
 	if err != nil {

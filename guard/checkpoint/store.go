@@ -286,6 +286,15 @@ func (v *Store) pieces(n name, kind byte, p *part, plain []byte, expires time.Ti
 	return writes
 }
 
+// unread is the error of a value that the store did not give. A damaged one stays so: to retry it as
+// ErrStore would hold up a rollback forever.
+func unread(err error) error {
+	if errors.Is(err, store.ErrDamaged) {
+		return fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	return fmt.Errorf("%w: %w", ErrStore, err)
+}
+
 // part reads a head; nil without one.
 func (v *Store) part(ctx context.Context, n name, kind byte) (*part, time.Time, error) {
 	key := keyOf(kind, n)
@@ -294,7 +303,7 @@ func (v *Store) part(ctx context.Context, n name, kind byte) (*part, time.Time, 
 		return nil, time.Time{}, nil
 	}
 	if err != nil {
-		return nil, time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, time.Time{}, unread(err)
 	}
 	plain, err := v.sealer.Open(nil, entry.Value, key)
 	if err != nil {
@@ -314,10 +323,10 @@ func (v *Store) join(ctx context.Context, n name, kind byte, p *part) ([]byte, e
 		key := pieceKey(n, kind, p.salt, i)
 		entry, err := v.store.Get(ctx, key)
 		switch {
-		case errors.Is(err, store.ErrNotFound), errors.Is(err, store.ErrDamaged):
+		case errors.Is(err, store.ErrNotFound):
 			return nil, fmt.Errorf("%w: %w", ErrTampered, err)
 		case err != nil:
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+			return nil, unread(err)
 		}
 		if plain, err = v.sealer.Open(plain, entry.Value, key); err != nil {
 			return nil, fmt.Errorf("%w: %w", ErrTampered, err)

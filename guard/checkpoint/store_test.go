@@ -654,3 +654,53 @@ func TestReleasedNamesItsCall(t *testing.T) {
 		}
 	})
 }
+
+// A value that the store reports as damaged is as one that does not open: it heals no more, and must
+// not pass for a store that does not answer.
+func TestDamagedIsTampered(t *testing.T) {
+	r := newRig(t)
+	p := r.landed(r.prepare(full("a", 100), checkpoint.Terms{Place: "here"}))
+	end := r.record(p.Handle(), result(100))
+	want := checkpoint.Want{Sum: p.Sum(), Result: end.Sum()}
+	r.open("a", want)
+	place, err := r.Places(ctx)
+	if err != nil || len(place) != 1 {
+		t.Fatalf("%d places, %v", len(place), err)
+	}
+	damaged := func(kinds string) {
+		get := func(key []byte) error {
+			if key[0] == 'k' && strings.IndexByte(kinds, key[1]) >= 0 {
+				return fmt.Errorf("reading: %w", store.ErrDamaged)
+			}
+			return nil
+		}
+		r.st.get.Store(&get)
+	}
+	for _, kind := range []string{"b", "a", "u"} { // snapshot, result, mark
+		damaged(kind)
+		r.refuses("a", want, checkpoint.ErrTampered)
+		if _, err := r.Open(ctx, "a", want); errors.Is(err, checkpoint.ErrStore) {
+			t.Errorf("%s: %v", kind, err)
+		}
+		if n, _, err := r.Reversible(ctx, place[0]); err != nil || n != 1 {
+			t.Errorf("%s: %d reversible, %v", kind, n, err)
+		}
+	}
+	damaged("b")
+	if first, err := r.First(ctx, "a"); err != nil || first != "a" {
+		t.Errorf("the first attempt is %q, %v", first, err)
+	}
+	if _, err := r.Places(ctx); err != nil {
+		t.Error(err)
+	}
+	if err := r.Advance(ctx, "a", checkpoint.Mark{}, checkpoint.Step{To: checkpoint.Undoing, Rollback: "r", Keep: time.Now()}); err != nil {
+		t.Errorf("a mark beside a damaged snapshot: %v", err)
+	}
+	damaged("uc")
+	if _, err := r.Mark(ctx, "a"); !errors.Is(err, checkpoint.ErrTampered) {
+		t.Errorf("the mark: %v", err)
+	}
+	if _, err := r.Credentials(ctx, "a"); !errors.Is(err, checkpoint.ErrTampered) {
+		t.Errorf("the credentials: %v", err)
+	}
+}

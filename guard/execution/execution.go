@@ -539,7 +539,7 @@ func (p *pieceReader) Read(b []byte) (int, error) {
 
 func (g *Guard) piece(ctx context.Context, name []byte) ([]byte, error) {
 	plain, _, err := g.read(ctx, name)
-	if err == nil && plain == nil || errors.Is(err, store.ErrDamaged) || errors.Is(err, ErrUnreadable) {
+	if err == nil && plain == nil || errors.Is(err, ErrUnreadable) {
 		return nil, ErrResultUnavailable
 	}
 	return plain, err

@@ -231,10 +231,12 @@ func unreadable(err error) error {
 // read reads and opens a sealed value; nil is none.
 func (g *Guard) read(ctx context.Context, name []byte) ([]byte, store.Version, error) {
 	entry, err := g.store.Get(ctx, name)
-	if errors.Is(err, store.ErrNotFound) {
+	switch {
+	case errors.Is(err, store.ErrNotFound):
 		return nil, 0, nil
-	}
-	if err != nil {
+	case errors.Is(err, store.ErrDamaged):
+		return nil, 0, unreadable(err)
+	case err != nil:
 		return nil, 0, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	plain, err := g.sealer.Open(nil, entry.Value, name)

@@ -273,6 +273,22 @@ func TestCascade423StepsAreVerified(t *testing.T) {
 	}
 }
 
+// Cascade 4.2.3: a snapshot that the store reports as damaged ends its step and escalates, and does
+// not hold up the others.
+func TestCascade423DamagedSnapshotEndsItsStep(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	name := r.ring.Index("checkpoint", "c2")
+	r.st.rotten.Store("kb" + string(name[:]))
+	r.start()
+	b := r.run(request("c1", rollback.SubDAG))
+	wantEnd(t, b, rollback.Partial, "c2=failed(checkpoint-tampered) c1=completed")
+	if r.escalations()[hitl.CauseTampered] != 1 {
+		t.Errorf("%v", r.escalations())
+	}
+}
+
 // P3 and C-4.1.3-e: who may ask, and that strangers learn nothing.
 func TestP3WhoMayAsk(t *testing.T) {
 	r := newRig(t)

@@ -389,6 +389,21 @@ func TestManyGiveWay(t *testing.T) {
 // ATD, "Rollback Timeout and Escalation": an execution that cannot be read any more holds
 // its rollback up until that is due, and not for ever.
 func TestUnreadableExecutionEndsWhenDue(t *testing.T) {
+	for name, spoil := range map[string]func(r *rig, record []byte) error{
+		"altered": func(r *rig, record []byte) error {
+			_, err := r.mem.Commit(ctx, store.Write{Key: record, Value: []byte("spoilt")})
+			return err
+		},
+		"damaged": func(r *rig, record []byte) error {
+			r.st.rotten.Store(string(record))
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) { endsWhenDue(t, spoil) })
+	}
+}
+
+func endsWhenDue(t *testing.T, spoil func(r *rig, record []byte) error) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
 		r.made("1", checkpoint.Compensate, execution.Completed)
@@ -396,7 +411,7 @@ func TestUnreadableExecutionEndsWhenDue(t *testing.T) {
 		q := request("c1", rollback.SubDAG)
 		r.execute(q)
 		key := r.call("2").Key
-		if _, err := r.mem.Commit(ctx, store.Write{Key: append([]byte{'x'}, key[:]...), Value: []byte("spoilt")}); err != nil {
+		if err := spoil(r, append([]byte{'x'}, key[:]...)); err != nil {
 			t.Fatal(err)
 		}
 		r.start()

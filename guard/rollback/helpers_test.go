@@ -43,7 +43,8 @@ type mortal struct {
 	commits int
 	dies    int // at this commit; negative is never
 	lands   bool
-	deaf    atomic.Bool // does not answer reads
+	deaf    atomic.Bool  // does not answer reads
+	rotten  atomic.Value // the key of a damaged value, a string
 	dead    chan struct{}
 }
 
@@ -63,6 +64,9 @@ func (m *mortal) gone() bool {
 func (m *mortal) Get(ctx context.Context, key []byte) (store.Entry, error) {
 	if m.gone() || m.deaf.Load() {
 		return store.Entry{}, errDead
+	}
+	if m.rotten.Load() == string(key) {
+		return store.Entry{}, fmt.Errorf("reading: %w", store.ErrDamaged)
 	}
 	return m.Store.Get(ctx, key)
 }
