@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"slices"
 	"strings"
 	"sync"
@@ -1098,4 +1099,96 @@ func TestFollowerStopsWaitingWithItsContext(t *testing.T) {
 			t.Errorf("head after the release: %v", err)
 		}
 	})
+}
+
+// rotten is a store whose values under some keys are damaged, as those in a file can be.
+type rotten struct {
+	store.Store
+	keys map[string]bool
+}
+
+func (s *rotten) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	if s.keys[string(key)] {
+		return store.Entry{}, fmt.Errorf("reading: %w", store.ErrDamaged)
+	}
+	return s.Store.Get(ctx, key)
+}
+
+func (s *rotten) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	return func(yield func(store.Entry, error) bool) {
+		for e, err := range s.Store.Scan(ctx, r) {
+			if err == nil && s.keys[string(e.Key)] {
+				yield(store.Entry{Key: e.Key}, fmt.Errorf("scanning: %w", store.ErrDamaged))
+				return
+			}
+			if !yield(e, err) {
+				return
+			}
+		}
+	}
+}
+
+// P1, P4: a damaged record is an earlier call that cannot be read, and no store that does not answer:
+// it is not forwarded unguarded, and does not hold up what asks for it forever.
+func TestP1DamagedRecordIsUnreadable(t *testing.T) {
+	r := newRig(t)
+	c := r.call("a")
+	e := r.claim(c)
+	r.settle(e, answered(e, []byte("done")))
+	bad := &rotten{r.mem, map[string]bool{"x" + string(c.Key[:]): true}}
+	g, _, err := execution.Open(ctx, bad, r.ring)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := g.Get(ctx, c.Key); !errors.Is(err, execution.ErrStore) || !errors.Is(err, execution.ErrUnreadable) {
+		t.Errorf("a damaged record: %v", err)
+	}
+	bad.keys["r"+string(c.Key[:])] = true
+	if _, err := g.LookUp(ctx, c.Key, c.Fingerprint); !errors.Is(err, execution.ErrUnreadable) {
+		t.Errorf("a damaged record, and its answer too: %v", err)
+	}
+}
+
+// P1: a clock that was far ahead and is set back brings back an expired answer. It is not given for
+// the claim that was made meanwhile, whose outcome is another.
+func TestP1NoAnswerOfAnEarlierClaimAfterTheClockWasSetBack(t *testing.T) {
+	start := time.Now()
+	for name, late := range map[string]func(r *rig, c *execution.Call){
+		"running": func(r *rig, c *execution.Call) {
+			r.claim(c)
+		},
+		"in doubt": func(r *rig, c *execution.Call) {
+			if err := r.claim(c).Settle(ctx, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseLost}); err != nil {
+				r.t.Fatal(err)
+			}
+		},
+		"released": func(r *rig, c *execution.Call) {
+			if err := r.claim(c).Settle(ctx, execution.Outcome{Verdict: execution.Released}); err != nil {
+				r.t.Fatal(err)
+			}
+		},
+		"rolled back": func(r *rig, c *execution.Call) {
+			if err := r.Undone(ctx, undoing(c, "")); err != nil {
+				r.t.Fatal(err)
+			}
+		},
+	} {
+		now := start
+		r := &rig{t: t, mem: memory.New(memory.Options{Now: func() time.Time { return now }}), ring: seal.Generate()}
+		r.restart()
+		c := r.call("a")
+		e := r.claim(c)
+		r.settle(e, answered(e, make([]byte, 1000)))
+		now = start.Add(c.KeepKey + time.Hour)
+		r.status(c, execution.Free)
+		late(r, c)
+		want := r.status(c, r.find(c).Status).Status
+		now = start.Add(time.Minute)
+		if got := r.find(c).Status; got != want || got == execution.Replayable {
+			t.Errorf("%s: status %d with the clock set back, before %d", name, got, want)
+		}
+		if n := len(r.pieces()); n != 0 {
+			t.Errorf("%s: %d pieces of an earlier answer are back", name, n)
+		}
+	}
 }

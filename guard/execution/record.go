@@ -412,9 +412,9 @@ const (
 )
 
 // answerKey is the name of an answer's head piece, which holds the body's rest too.
-func answerKey(key Key) []byte {
-	return append(append(make([]byte, 0, 1+len(key)), spaceResult), key[:]...)
-}
+func answerKey(key Key) []byte { return appendAnswerKey(make([]byte, 0, 1+len(key)), key) }
+
+func appendAnswerKey(b []byte, key Key) []byte { return append(append(b, spaceResult), key[:]...) }
 
 func pieceKey(key Key, claim [16]byte, piece int) []byte {
 	b := append(make([]byte, 0, 1+len(key)+len(claim)+4), spaceResult)
@@ -493,8 +493,12 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 		}
 		return l.appendWorkflowKey(b, r, key)
 	}, nil)
-	if old != nil && old.Result.ByKey {
-		batch = append(batch, store.Write{Key: answerKey(key), Delete: true}) // or it would be replayed
+	// Or it would be replayed. Without an old record too: a clock that is set back brings back what had
+	// expired (P1). The store applies no deletion of what it does not have.
+	if old == nil || old.Result.ByKey {
+		var answer []byte
+		answer, memory = cutOff(memory, appendAnswerKey(memory, key))
+		batch = append(batch, store.Write{Key: answer, Delete: true})
 	}
 	for _, b := range batches {
 		batch = append(batch, b.Writes()...)
@@ -504,7 +508,7 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 
 // indexMemory is enough for the sealing of a record, its key, its five index entries' and the
 // account.
-const indexMemory = 64 + 1 + 2*(2+8) + 2*(1+2*16) + (1 + 16 + 8) + 6*keySize + accountSize
+const indexMemory = 64 + 1 + 2*(2+8) + 2*(1+2*16) + (1 + 16 + 8) + 1 + 7*keySize + accountSize
 
 // cutOff returns what was appended to memory, nil if nothing was, and all of it.
 func cutOff(memory, appended []byte) (cut, all []byte) {

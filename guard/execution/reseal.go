@@ -231,7 +231,10 @@ func (g *Guard) Reseal(ctx context.Context, report func(ResealProgress)) (Reseal
 	}
 	r.Take = r.take
 	r.Enter = func() func() { return g.writers.enter().leave }
-	r.OnDamaged = func(entry store.Entry, _ error) { r.left(entry, KeyLeft{Records: 1}) }
+	r.OnDamaged = func(entry store.Entry, _ error) {
+		r.unread = r.unread || entry.Value == nil
+		r.left(entry, KeyLeft{Records: 1})
+	}
 	r.OnLost = func(found store.Entry) {
 		if r.Older(found.Value) { // by another node
 			r.left(found, KeyLeft{Records: 1})
@@ -258,6 +261,7 @@ type resealer struct {
 	started time.Time
 	remains map[uint32]KeyLeft // under older keys
 	running []Key              // whose executions must end first
+	unread  bool               // a value could not be read, so that its key is not known
 }
 
 func (r *resealer) progress() ResealProgress {
@@ -396,8 +400,12 @@ func (r *resealer) countResults(_ context.Context, older ...store.Entry) error {
 	return nil
 }
 
-// note writes down which older keys are still needed.
+// note writes down which older keys are still needed: all of them as before if a value could not be
+// read.
 func (r *resealer) note(ctx context.Context) error {
+	if r.unread {
+		return nil
+	}
 	return r.g.changeUses(ctx, func(uses []KeyUse) []KeyUse {
 		uses = slices.DeleteFunc(uses, func(use KeyUse) bool { return use.ID < r.Newest() })
 		for id, left := range r.remains {

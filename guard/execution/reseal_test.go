@@ -519,3 +519,34 @@ func TestP1ResealLosesToWhatChangedMeanwhile(t *testing.T) {
 	r.status(gone, execution.Free)
 	r.wantInUse(2)
 }
+
+// Under which key a damaged value was sealed is not known: no older key is given up for it.
+func TestResealKeepsTheKeysOfDamagedValues(t *testing.T) {
+	r := newRig(t)
+	c := r.call("a")
+	e := r.claim(c)
+	r.settle(e, answered(e, make([]byte, 1000)))
+	bad := &rotten{r.mem, map[string]bool{"x" + string(c.Key[:]): true}}
+	g, _, err := execution.Open(ctx, bad, r.ring)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Guard = g
+	r.rotate()
+	if p := r.reseal(); p.Damaged != 1 {
+		t.Errorf("%+v", p)
+	}
+	for _, use := range r.inUse() {
+		if !use.Until.IsZero() {
+			t.Errorf("key %d is needed until %v only", use.ID, use.Until)
+		}
+	}
+	r.wantInUse(1, 2)
+	clear(bad.keys) // back from a backup
+	if p := r.reseal(); p.Damaged != 0 {
+		t.Errorf("%+v", p)
+	}
+	if uses := r.inUse(); len(uses) != 2 || uses[0].Until.IsZero() {
+		t.Errorf("%v, and only an answer is left", uses)
+	}
+}

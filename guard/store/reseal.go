@@ -25,7 +25,9 @@ type Sealer interface {
 // small commits, and loses to every other change of a value. It may be stopped anywhere: the next
 // one passes quickly over what was done. Errors are those of the store.
 type Resealer struct {
-	// OnDamaged, if any, is called for each value that does not open; it stays as it is.
+	// OnDamaged, if any, is called for each value that does not open; it stays as it is. Of a value
+	// that the store cannot read (ErrDamaged) the entry has only the key: under which key it is sealed
+	// is not known.
 	OnDamaged func(entry Entry, err error)
 	// OnLost, if any, is called for the current entry of a key that was changed meanwhile.
 	OnLost func(found Entry)
