@@ -1,6 +1,7 @@
 package evidence_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"os"
@@ -79,8 +80,12 @@ func TestSignedWhenShown(t *testing.T) {
 			}
 		}
 		presented := b.entry(t, draft.Workflow(), draft.ID())
-		if status, err := b.evidence.LedgerStatus(t.Context(), presented); err != nil || status != evidence.Same && when != "recorded" {
+		if status, err := b.evidence.LedgerStatus(t.Context(), presented); err != nil || status != evidence.Same {
 			t.Errorf("%s: %v %v", when, status, err)
+		}
+		nodes, err := b.evidence.GraphOf(presented).Nodes(t.Context(), presented.ID())
+		if err != nil || len(nodes) != 1 || nodes[0].Digest != presented.Digest() {
+			t.Errorf("%s: %+v %v", when, nodes, err)
 		}
 	}
 	again := func() {
@@ -143,6 +148,86 @@ func TestSignedWhenShown(t *testing.T) {
 	}
 	if done, stored, err := b.evidence.SignReplaced(t.Context()); err != nil || stored != 0 || done != nil {
 		t.Errorf("%q, %d signatures: %v", done, stored, err)
+	}
+}
+
+// What is presented under the id of a recorded event is the same only with the same bytes; no
+// digest is not the digest of anything. Whoever has no key for it compares what was signed.
+func TestSameAsSignedLater(t *testing.T) {
+	b := newBench(t)
+	path := ringPath(t, b)
+	fresh, _ := b.record(t)
+	old, _ := b.record(t)
+	presented := b.entry(t, old.Workflow(), old.ID())
+	thief, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: b.ring})
+	if err != nil {
+		t.Fatal(err)
+	}
+	compare := func(when string, token *ect.Token, want evidence.TokenStatus) {
+		t.Helper()
+		if got, err := b.evidence.LedgerStatus(t.Context(), token); err != nil || got != want {
+			t.Errorf("%s: %v %v", when, got, err)
+		}
+		nodes, err := b.evidence.GraphOf(token).Nodes(t.Context(), token.ID())
+		if err != nil || len(nodes) != 1 || (nodes[0].Digest == token.Digest()) != (want == evidence.Same) {
+			t.Errorf("%s: %+v %v", when, nodes, err)
+		}
+	}
+	another := func(d *ect.Draft) *ect.Token {
+		t.Helper()
+		token, err := thief.Issue(time.Now(), ect.Claims{ID: d.ID(), Workflow: d.Workflow(), Action: "pay", Audience: []string{identity}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return token
+	}
+	compare("another token of the same key", another(fresh), evidence.Other)
+	compare("another token of an older event", another(old), evidence.Other)
+	if _, err := b.ring.Rotate(path, ect.ES256, time.Now(), 0); err != nil { // after a theft
+		t.Fatal(err)
+	}
+	b.close(t)
+	b.open(t)
+	compare("another token, without the key", another(old), evidence.Other)
+	compare("the token, without the key", presented, evidence.Same)
+}
+
+// An ancestor needs no signature, and no tile of the tree: an altered one does not stop the
+// calls that follow from its entries. Only who presents the token itself needs it whole.
+func TestAncestorsAreNotSigned(t *testing.T) {
+	b := newBench(t)
+	first, _ := b.record(t)
+	presented := b.entry(t, first.Workflow(), first.ID())
+	for range 260 { // more than a tile has
+		b.record(t)
+	}
+	last, _ := b.record(t)
+	b.recorded(t, last)
+	b.close(t)
+	for found, err := range b.store.Scan(t.Context(), store.Prefix([]byte("lt"))) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if level := found.Key[len(found.Key)-9]; level != 0 {
+			continue
+		}
+		altered := bytes.Clone(found.Value)
+		altered[0] ^= 1
+		if _, err := b.store.Commit(t.Context(), store.Write{Key: found.Key, Value: altered}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.open(t) // which remembers nothing
+	child := b.token(t, ect.Claims{Workflow: first.Workflow(), Parents: []string{first.ID()}})
+	nodes, err := b.evidence.GraphOf(child).Nodes(t.Context(), first.ID())
+	if err != nil || len(nodes) != 1 || nodes[0].Level != ect.L3 || nodes[0].Digest != [32]byte{} {
+		t.Errorf("%+v %v", nodes, err)
+	}
+	if nodes, err := b.evidence.GraphOf(presented).Nodes(t.Context(), first.ID()); !errors.Is(err, ledger.ErrTampered) {
+		t.Errorf("%+v %v", nodes, err)
+	}
+	if status, err := b.evidence.LedgerStatus(t.Context(), presented); !errors.Is(err, ledger.ErrTampered) {
+		t.Errorf("%v %v", status, err)
 	}
 }
 

@@ -3,6 +3,7 @@ package evidence
 import (
 	"context"
 	"crypto/sha256"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"slices"
@@ -471,10 +472,60 @@ func (e *Evidence) LedgerStatus(ctx context.Context, t *ect.Token) (TokenStatus,
 	if !ok {
 		return e.takenElsewhere(ctx, t)
 	}
-	if n.Digest == t.Digest() {
+	same, err := e.same(ctx, &n, t)
+	if err != nil {
+		return Unused, err
+	}
+	if same {
 		return Same, nil
 	}
 	return Other, nil
+}
+
+// same reports whether a recorded node is of this token, and then gives it the digest. Few
+// nodes are ever compared, and a token that is signed when it is shown costs a signature.
+func (e *Evidence) same(ctx context.Context, n *ect.Node, t *ect.Token) (bool, error) {
+	if n.Digest != [sha256.Size]byte{} {
+		return n.Digest == t.Digest(), nil
+	}
+	waits, cancel := context.WithTimeout(ctx, placeTime)
+	entry, err := e.log.Wait(waits, n.Workflow, n.ID)
+	cancel()
+	if errors.Is(err, ledger.ErrNotFound) || errors.Is(err, ledger.ErrPruned) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	if entry.Header != nil && !signs(t, &entry) {
+		return false, nil
+	}
+	token, err := e.log.Token(ctx, &entry)
+	if errors.Is(err, ledger.ErrNoToken) {
+		if entry.Header == nil {
+			return false, nil
+		}
+		n.Digest = t.Digest() // its key is gone, and t was verified under the public part
+		return true, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	n.Digest = sha256.Sum256(token)
+	e.recent.add(scope{n.Workflow, n.ID}, *n)
+	return n.Digest == t.Digest(), nil
+}
+
+// signs reports whether a token has a verified signature of the header and the payload of an
+// entry.
+func signs(t *ect.Token, entry *ledger.Entry) bool {
+	if !t.Proven() || t.Level() < ect.L2 {
+		return false
+	}
+	enc := base64.RawURLEncoding
+	signed := append(enc.AppendEncode(nil, entry.Header), '.')
+	signed = append(enc.AppendEncode(signed, entry.Payload), '.')
+	return strings.HasPrefix(t.Raw(), string(signed))
 }
 
 // takenElsewhere is Other if the id is recorded elsewhere and either token has no workflow:
@@ -501,9 +552,9 @@ func (e *Evidence) takenElsewhere(ctx context.Context, t *ect.Token) (TokenStatu
 type graph struct {
 	e        *Evidence
 	workflow string
-	// own is the id of the token that is verified. It is not searched in other workflows,
+	// own is the token that is verified, if any. Its id is not searched in other workflows,
 	// since an id is unique within its workflow only.
-	own string
+	own *ect.Token
 }
 
 // AcceptUnsigned includes unproven tokens (level L1) in lookups from now on.
@@ -514,12 +565,12 @@ func (e *Evidence) Graph(workflow string) ect.DAG { return graph{e: e, workflow:
 
 // GraphOf finds recorded tokens for one that is being verified. A false workflow finds the
 // parents of another one, which are refused.
-func (e *Evidence) GraphOf(t *ect.Token) ect.DAG { return graph{e, t.Workflow(), t.ID()} }
+func (e *Evidence) GraphOf(t *ect.Token) ect.DAG { return graph{e, t.Workflow(), t} }
 
 // GraphOfRollbackRequest is GraphOf for a token that asks for a rollback: altered parents
 // count as present. The rollback itself reports that they were altered.
 func (e *Evidence) GraphOfRollbackRequest(t *ect.Token) ect.DAG {
-	return rollbackGraph{graph{e, t.Workflow(), t.ID()}, t.Parents()}
+	return rollbackGraph{graph{e, t.Workflow(), t}, t.Parents()}
 }
 
 // rollbackGraph is the graph of a token that asks for a rollback.
@@ -536,9 +587,15 @@ func (g rollbackGraph) Nodes(ctx context.Context, id string) ([]ect.Node, error)
 	return nodes, err
 }
 
-// Nodes implements ect.DAG. Unproven tokens count where no other has the id.
+// Nodes implements ect.DAG. Unproven tokens count where no other has the id. Of the gateway's
+// own tokens only that which is verified is sure to have its digest.
 func (g graph) Nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	nodes, err := g.nodes(ctx, id)
+	if g.own != nil && id == g.own.ID() {
+		for i := 0; i < len(nodes) && err == nil; i++ {
+			_, err = g.e.same(ctx, &nodes[i], g.own)
+		}
+	}
 	if err == nil && len(nodes) == 0 && g.e.unsigned.Load() {
 		return g.nodes(ctx, ect.UnprovenID(id))
 	}
@@ -564,7 +621,7 @@ func (g graph) nodes(ctx context.Context, id string) ([]ect.Node, error) {
 		return nil, err
 	case ok:
 		return []ect.Node{n}, nil
-	case g.workflow != "" && id == g.own:
+	case g.workflow != "" && g.own != nil && id == g.own.ID():
 		return nil, nil
 	}
 	waits, cancel := context.WithTimeout(ctx, placeTime)
@@ -575,11 +632,7 @@ func (g graph) nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	}
 	nodes := make([]ect.Node, 0, len(entries))
 	for i := range entries {
-		n, err := g.e.nodeOf(ctx, &entries[i])
-		if err != nil {
-			return nil, err
-		}
-		nodes = append(nodes, n)
+		nodes = append(nodes, nodeOf(&entries[i]))
 	}
 	return nodes, nil
 }
@@ -602,31 +655,25 @@ func (e *Evidence) find(ctx context.Context, workflow, id string) (ect.Node, boo
 	case err != nil:
 		return ect.Node{}, false, err
 	}
-	n, err := e.nodeOf(ctx, &entry)
-	if err != nil {
-		return ect.Node{}, false, err
-	}
+	n := nodeOf(&entry)
 	e.recent.add(scope{n.Workflow, n.ID}, n)
 	return n, true, nil
 }
 
 // nodeOf is the graph's node of an entry. Recorded tokens were verified before; signed ones
-// are of level L3, since they are in the ledger. One whose key is gone has no digest: no token
-// that is presented is the same.
-func (e *Evidence) nodeOf(ctx context.Context, entry *ledger.Entry) (ect.Node, error) {
+// are of level L3, since they are in the ledger. It has the digest only of a token that stands
+// in the entry: see same.
+func nodeOf(entry *ledger.Entry) ect.Node {
 	n := ect.Node{
 		ID: entry.ID, Workflow: entry.Workflow, IssuedAt: entry.Time, Parents: entry.Parents, Level: ect.L3,
 	}
 	if entry.Unsigned || entry.Header == nil && !strings.Contains(string(entry.Payload), ".") {
 		n.Level = ect.L1
 	}
-	switch token, err := e.log.Token(ctx, entry); {
-	case err == nil:
-		n.Digest = sha256.Sum256(token)
-	case !errors.Is(err, ledger.ErrNoToken):
-		return n, err
+	if entry.Header == nil && !entry.Unsigned {
+		n.Digest = sha256.Sum256(entry.Payload)
 	}
-	return n, nil
+	return n
 }
 
 // linkKey is the store's key of the checkpoint of an execution, for calls of the workflow that
