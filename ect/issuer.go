@@ -237,6 +237,22 @@ func (r *Ring) Signature(header, payload []byte) ([]byte, error) {
 	return nil, fmt.Errorf("%w: the private part of the key %.80q is gone", ErrUnavailable, HeaderKeyID(header))
 }
 
+// Verifies reports whether a signature holds that was kept with a header and a payload, under
+// the key of the ring that the header names, replaced and revoked ones included; known is
+// false if the ring has no such key.
+func (r *Ring) Verifies(header, payload, signature []byte) (holds, known bool) {
+	enc := base64.RawURLEncoding
+	signed := append(enc.AppendEncode(nil, header), '.')
+	signed = enc.AppendEncode(signed, payload)
+	for _, k := range r.keys.Load().byID[HeaderKeyID(header)] {
+		known = true
+		if k.algorithm.verify(k.public, signed, signature) {
+			return true, true
+		}
+	}
+	return false, known
+}
+
 // HeaderKeyID is the kid of a protected header in JSON; empty if it has none.
 func HeaderKeyID(header []byte) string {
 	var h struct {

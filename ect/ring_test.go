@@ -437,8 +437,24 @@ func TestSignatureMadeLater(t *testing.T) {
 				t.Errorf("%s names %q", header, kid)
 			}
 			want := must(issuer.Sign(draft))(t).Raw()
+			kept := must(ring.Signature(header, []byte(draft.Payload())))(t)
+			verifies := func(when string, r *ect.Ring) {
+				t.Helper()
+				if holds, known := r.Verifies(header, []byte(draft.Payload()), kept); !holds || !known {
+					t.Errorf("%v %s: the kept signature does not hold (known: %v)", alg, when, known)
+				}
+				for what, forged := range map[string][][]byte{
+					"payload": {header, []byte(draft.Payload() + " "), kept}, "header": {append(header[:len(header):len(header)], ' '), []byte(draft.Payload()), kept},
+					"signature": {header, []byte(draft.Payload()), kept[1:]},
+				} {
+					if holds, known := r.Verifies(forged[0], forged[1], forged[2]); holds || !known {
+						t.Errorf("%v %s, another %s: %v %v", alg, when, what, holds, known)
+					}
+				}
+			}
 			check := func(when string, r *ect.Ring) {
 				t.Helper()
+				verifies(when, r)
 				for range 2 {
 					signature, err := r.Signature(header, []byte(draft.Payload()))
 					enc := base64.RawURLEncoding.EncodeToString
@@ -449,11 +465,15 @@ func TestSignatureMadeLater(t *testing.T) {
 			}
 			gone := func(when string, r *ect.Ring) {
 				t.Helper()
+				verifies(when, r)
 				if got, err := r.Signature(header, []byte(draft.Payload())); !errors.Is(err, ect.ErrUnavailable) || got != nil {
 					t.Errorf("%v %s: %x %v", alg, when, got, err)
 				}
 			}
 			check("at once", ring)
+			if holds, known := must(ect.GenerateRing(alg))(t).Verifies(header, []byte(draft.Payload()), kept); holds || known {
+				t.Errorf("another ring: %v %v", holds, known)
+			}
 			for range 2 { // the second rotation finds the key among the replaced ones
 				must(ring.Rotate(path, alg, at, time.Hour, kid))(t)
 			}

@@ -71,13 +71,14 @@ type logStore struct {
 	keys   note.Verifiers
 	id     logID
 	links  func(e *Event) []string
+	holds  func(header, payload, signature []byte) (holds, known bool)
 	none   [idHash]byte // the hash of no workflow
 }
 
 func newLogStore(o *Options) *logStore {
 	s := &logStore{
 		store: o.Store, sealer: o.Sealer, origin: o.Origin, keys: o.HeadKeys,
-		id: logOf(o.Sealer, o.Origin), links: o.Links,
+		id: logOf(o.Sealer, o.Origin), links: o.Links, holds: o.Verifies,
 	}
 	s.none = s.hashOf("ledger workflow", "")
 	return s

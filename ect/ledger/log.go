@@ -187,6 +187,9 @@ type Options struct {
 	// Signature signs the token of an entry with a Header, when somebody asks for it: always
 	// the same bytes. An error says that the key is gone. If nil, such events are invalid.
 	Signature func(header, payload []byte) ([]byte, error)
+	// Verifies says whether the key that a header names is known, and whether a stored
+	// signature holds under it. If nil, none is known.
+	Verifies func(header, payload, signature []byte) (holds, known bool)
 	// Links returns the ids in the event's workflow under which Following finds it, such
 	// as its parents; those beyond 101 are ignored. It must be deterministic. Nil is none.
 	Links func(e *Event) []string

@@ -36,7 +36,7 @@ func (l *Log) Token(ctx context.Context, e *Entry) ([]byte, error) {
 		return e.Payload, nil
 	}
 	if e.Log != l.origin {
-		signature, err := l.storedSignature(ctx, logOf(l.sealer, e.Log), e.Index)
+		signature, err := l.storedSignature(ctx, logOf(l.sealer, e.Log), e)
 		if err != nil {
 			return nil, err
 		}
@@ -75,24 +75,37 @@ func (l *Log) signProven(ctx context.Context, log logID, e *Entry, hash tlog.Has
 			return signature, nil
 		}
 	}
-	return l.storedSignature(ctx, log, e.Index)
+	return l.storedSignature(ctx, log, e)
 }
 
-// storedSignature reads the signature that StoreSignatures kept. The error is ErrNoToken.
-func (l *Log) storedSignature(ctx context.Context, log logID, index int64) ([]byte, error) {
-	key := signedKey(log, index)
+// storedSignature reads the signature that StoreSignatures kept. If its key is known it must
+// hold: whoever can seal can replace it. The error is ErrNoToken or ErrTampered.
+func (l *Log) storedSignature(ctx context.Context, log logID, e *Entry) ([]byte, error) {
+	key := signedKey(log, e.Index)
 	found, err := l.store.Get(ctx, key)
 	if errors.Is(err, store.ErrNotFound) {
-		return nil, fmt.Errorf("%w: the key that entry %d names is gone", ErrNoToken, index)
+		return nil, fmt.Errorf("%w: the key that entry %d names is gone", ErrNoToken, e.Index)
 	}
 	if err != nil {
 		return nil, damagedAt(key, err)
 	}
 	signature, err := l.sealer.Open(nil, found.Value, key)
 	if err != nil {
-		return nil, fmt.Errorf("%w: the signature of entry %d: %w", ErrTampered, index, err)
+		return nil, fmt.Errorf("%w: the signature of entry %d: %w", ErrTampered, e.Index, err)
+	}
+	if l.forged(e, signature) {
+		return nil, fmt.Errorf("%w: the stored signature of entry %d does not hold", ErrTampered, e.Index)
 	}
 	return signature, nil
+}
+
+// forged reports whether a stored signature does not hold under the key of its entry.
+func (s *logStore) forged(e *Entry, signature []byte) bool {
+	if s.holds == nil {
+		return false
+	}
+	holds, known := s.holds(e.Header, e.Payload, signature)
+	return known && !holds
 }
 
 // leaves returns the leaf hashes of a range of entries, as far as the state has them, proved
@@ -208,7 +221,8 @@ func (l *Log) storeTile(ctx context.Context, n int64, of func(header []byte) boo
 	return stored, altered
 }
 
-// signatures checks that the stored signatures open, and are of entries of the tree.
+// signatures checks that the stored signatures open, are of entries of the tree, and hold.
+// That one is missing is no fault: after a theft there are none.
 func (v *verifier) signatures() error {
 	for found, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spaceSigned, v.id, 0))) {
 		if err != nil {
@@ -219,13 +233,27 @@ func (v *verifier) signatures() error {
 			continue
 		}
 		index := indexIn(found.Key)
-		if _, err := v.sealer.Open(nil, found.Value, found.Key); err != nil {
-			v.fault(index, "its signature does not open: %s", err)
+		signature, unopened := v.sealer.Open(nil, found.Value, found.Key)
+		if unopened != nil {
+			v.fault(index, "its signature does not open: %s", unopened)
 		}
 		if index < 0 || index >= v.report.Head.Size {
 			if err := v.behind(index, "a signature stands "); err != nil {
 				return err
 			}
+			continue
+		}
+		e, err := v.read(v.ctx, v.id, index)
+		switch {
+		case errors.Is(err, store.ErrNotFound):
+			v.fault(index, "a signature stands without its entry")
+		case errors.Is(err, ErrTampered): // reported with the entries
+		case err != nil:
+			return err
+		case e.Header == nil:
+			v.fault(index, "a signature stands beside a token that has its own")
+		case unopened == nil && v.forged(&e, signature):
+			v.fault(index, "its stored signature does not hold")
 		}
 	}
 	return nil

@@ -6,6 +6,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"io"
 	"strings"
 	"testing"
 
@@ -40,6 +41,10 @@ func laterToken(n int) string {
 func laterOptions(st store.Store) Options {
 	o := testOptions(st)
 	o.Signature = testSignature
+	o.Verifies = func(header, payload, signature []byte) (holds, known bool) {
+		want, _ := testSignature(header, payload)
+		return bytes.Equal(signature, want), strings.Contains(string(header), `"key"`)
+	}
 	return o
 }
 
@@ -271,6 +276,65 @@ func TestStoredSignatures(t *testing.T) {
 	}
 	r := must(l.Verify(t.Context()))(t)
 	if r.Count != 2 || !faultsNaming(&r, size+5) {
+		t.Errorf("%s", allFaults(&r))
+	}
+}
+
+// P8: whoever writes the store with the sealing keys can replace a stored signature. It is
+// neither shown nor exported, and reported; so is one that belongs to no entry.
+func TestForgedStoredSignatures(t *testing.T) {
+	st := memory.New(memory.Options{})
+	l := mustOpen(t, laterOptions(st))
+	appendMixed(t, l, 0, 10)
+	foreign := *laterEvent(11)
+	foreign.Header = []byte(`{"kid":"of another gateway"}`)
+	mustAppend(t, l, foreign)
+	drain(t, l)
+	if _, err := l.StoreSignatures(t.Context(), func([]byte) bool { return true }); err != nil {
+		t.Fatal(err)
+	}
+	l.options.Signature = keyGone
+	put := func(w store.Write) {
+		t.Helper()
+		if _, err := st.Commit(t.Context(), w); err != nil {
+			t.Fatal(err)
+		}
+	}
+	forge := func(index int64) {
+		t.Helper()
+		key := signedKey(l.id, index)
+		put(store.Write{Key: key, Value: l.sealer.Seal(nil, []byte("forged"), key)})
+	}
+	mustVerify(t, l)
+	for index, what := range map[int64]string{3: "does not hold", 4: "beside a token that has its own"} {
+		before, err := st.Get(t.Context(), signedKey(l.id, index))
+		forge(index)
+		if r := must(l.Verify(t.Context()))(t); r.Count != 1 || r.Faults[0].Index != index || !strings.Contains(r.Faults[0].What, what) {
+			t.Errorf("%d: %s", index, allFaults(&r))
+		}
+		if err != nil { // it has none
+			put(store.Write{Key: signedKey(l.id, index), Delete: true})
+			continue
+		}
+		if got, err := tokenAt(t, l, index); !errors.Is(err, ErrTampered) || got != "" {
+			t.Errorf("%d: %q %v", index, got, err)
+		}
+		if _, err := l.Export(t.Context(), io.Discard); !errors.Is(err, ErrTampered) {
+			t.Errorf("%d exported: %v", index, err)
+		}
+		put(store.Write{Key: signedKey(l.id, index), Value: before.Value})
+	}
+	mustVerify(t, l)
+	// What nobody here has the public part of is shown as it is stored.
+	forge(10)
+	if got, err := tokenAt(t, l, 10); err != nil || !strings.HasSuffix(got, base64.RawURLEncoding.EncodeToString([]byte("forged"))) {
+		t.Errorf("%q %v", got, err)
+	}
+	mustVerify(t, l)
+	// Its entry is gone, and nobody vouches for that; nor for the signature.
+	put(store.Write{Key: l.entryKey(5), Delete: true})
+	r := must(l.Verify(t.Context()))(t)
+	if !strings.Contains(allFaults(&r), "a signature stands without its entry") {
 		t.Errorf("%s", allFaults(&r))
 	}
 }

@@ -90,8 +90,8 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	}
 	e.log, err = ledger.Open(ctx, ledger.Options{
 		Store: o.Store, Sealer: o.Sealer, Origin: origin, HeadSigner: head,
-		HeadKeys: note.VerifierList(head.Verifier), Sign: signWith(issuer), Signature: o.Ring.Signature, Logger: o.Logger,
-		Known: known, Links: e.indexIDs,
+		HeadKeys: note.VerifierList(head.Verifier), Sign: signWith(issuer), Signature: o.Ring.Signature, Verifies: o.Ring.Verifies,
+		Logger: o.Logger, Known: known, Links: e.indexIDs,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("evidence: %w", err)

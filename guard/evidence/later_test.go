@@ -149,6 +149,21 @@ func TestSignedWhenShown(t *testing.T) {
 	if done, stored, err := b.evidence.SignReplaced(t.Context()); err != nil || stored != 0 || done != nil {
 		t.Errorf("%q, %d signatures: %v", done, stored, err)
 	}
+
+	// P8: another signature in its place is not shown, also if it was sealed.
+	for found, err := range b.store.Scan(t.Context(), store.Prefix([]byte("ls"))) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		forged := b.sealer.Seal(nil, make([]byte, 64), found.Key)
+		if _, err := b.store.Commit(t.Context(), store.Write{Key: found.Key, Value: forged}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	e = b.recorded(t, draft)
+	if got, err := b.evidence.Log().Token(t.Context(), &e); !errors.Is(err, ledger.ErrTampered) || got != nil {
+		t.Errorf("%s %v", got, err)
+	}
 }
 
 // What is presented under the id of a recorded event is the same only with the same bytes; no
