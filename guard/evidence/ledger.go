@@ -291,11 +291,15 @@ func (r role) excuses(err error) bool {
 }
 
 // signed verifies a token by its signature. One that is signed only when it is shown was
-// recorded by the gateway itself: that its entry is proven says as much (ADR 0064).
+// recorded by the gateway itself: that its entry is proven says as much, while its key is
+// in the key file and not revoked (ADR 0064).
 func (rec *Recorder) signed(ctx context.Context, e *ledger.Entry, proven bool) (claims, error) {
 	if e.Header != nil && proven {
-		kid := ect.HeaderKeyID(e.Header)
-		if slices.ContainsFunc(rec.Evidence.Ring().List(), func(k ect.RingKey) bool { return k.ID == kid && k.Revoked }) {
+		kid, keys := ect.HeaderKeyID(e.Header), rec.Evidence.Ring().List()
+		switch i := slices.IndexFunc(keys, func(k ect.RingKey) bool { return k.ID == kid }); {
+		case i < 0:
+			return nil, &ect.Error{Code: ect.CodeKeyID}
+		case keys[i].Revoked:
 			return nil, &ect.Error{Code: ect.CodeKeyRevoked}
 		}
 		return recordedClaims(e)

@@ -533,7 +533,8 @@ func TestAgentsOfALongChain(t *testing.T) {
 }
 
 // The gateway's tokens are verified by their signatures where they are recorded with them, and
-// by the tree where not; a key that is revoked vouches for no checkpoint either way.
+// by the tree where not; a key that is revoked, or in no key file any more, vouches for no
+// checkpoint either way.
 func TestOwnTokensOfBothForms(t *testing.T) {
 	for _, shown := range []bool{true, false} {
 		b := newRollbackBench(t)
@@ -579,6 +580,10 @@ func TestOwnTokensOfBothForms(t *testing.T) {
 		b.ring.Reload(revoked)
 		if _, err := b.ledger.Checkpoint(t.Context(), draft.ID()); !errors.Is(err, checkpoint.ErrTampered) {
 			t.Errorf("shown %v: under a revoked key: %v", shown, err)
+		}
+		b.ring.Reload(newRing(t))
+		if _, err := b.ledger.Checkpoint(t.Context(), draft.ID()); !errors.Is(err, checkpoint.ErrTampered) {
+			t.Errorf("shown %v: under a key that the file has no more: %v", shown, err)
 		}
 	}
 }
