@@ -294,24 +294,21 @@ func (b *bodies) forRead(segment int64) (*handle, error) {
 	return b.handle(segment, os.O_RDWR)
 }
 
-// read returns the value at p, or store.ErrDamaged if it is missing or altered.
+// read returns the value at p, or store.ErrDamaged if it is missing or altered. Where the system
+// does not let it be read, now or at all, the error is the system's.
 func (b *bodies) read(p pointer, key []byte) ([]byte, error) {
 	for {
 		h, err := b.forRead(p.segment)
 		switch {
-		case errors.Is(err, store.ErrClosed):
-			return nil, err
-		case err != nil:
+		case errors.Is(err, fs.ErrNotExist):
 			return nil, fmt.Errorf("%w: %w", store.ErrDamaged, err)
+		case err != nil:
+			return nil, err
 		}
 		value, err := readSegment(h.f, p, key)
-		switch {
-		case errors.Is(err, os.ErrClosed):
-			continue
-		case err != nil:
-			return nil, fmt.Errorf("%w: %w", store.ErrDamaged, err)
+		if !errors.Is(err, os.ErrClosed) {
+			return value, err
 		}
-		return value, nil
 	}
 }
 
@@ -327,7 +324,8 @@ func (b *bodies) drop(which func(segment int64) bool) (dropped int, err error) {
 	return len(names), err
 }
 
-// rename renames the segments to drop, and lists them with those that a crash left renamed.
+// rename renames the segments to drop, and lists them with those that a crash left renamed. Where
+// a reader holds a file, Windows does not rename it; the others go all the same.
 func (b *bodies) rename(which func(segment int64) bool) (names []string, err error) {
 	b.writing.Lock()
 	defer b.writing.Unlock()
@@ -335,6 +333,7 @@ func (b *bodies) rename(which func(segment int64) bool) (names []string, err err
 	if err != nil {
 		return nil, err
 	}
+	var failed []error
 	for _, e := range entries {
 		name := e.Name()
 		if strings.HasSuffix(name, droppedSuffix) {
@@ -354,11 +353,12 @@ func (b *bodies) rename(which func(segment int64) bool) (names []string, err err
 		err := os.Rename(filepath.Join(b.dir, name), filepath.Join(b.dir, name+droppedSuffix))
 		b.mu.Unlock()
 		if err != nil {
-			return names, err
+			failed = append(failed, err)
+			continue
 		}
 		names = append(names, name+droppedSuffix)
 	}
-	return names, nil
+	return names, errors.Join(failed...)
 }
 
 func (b *bodies) close() {
@@ -521,12 +521,12 @@ func appendSegment(b []byte, key string, value []byte) (_ []byte, sum uint32) {
 	return b, sum
 }
 
-// readSegment reads the value at p and checks that it belongs to key.
+// readSegment reads the value at p and checks that it belongs to key, else it is ErrDamaged.
 func readSegment(f *os.File, p pointer, key []byte) ([]byte, error) {
 	b := make([]byte, segmentHeader+len(key)+int(p.length))
 	if _, err := f.ReadAt(b, int64(p.offset)); err != nil {
 		if errors.Is(err, io.EOF) {
-			return nil, fmt.Errorf("segment %d ends inside the value", p.segment)
+			return nil, fmt.Errorf("%w: segment %d ends inside the value", store.ErrDamaged, p.segment)
 		}
 		return nil, err
 	}
@@ -537,15 +537,16 @@ func readSegment(f *os.File, p pointer, key []byte) ([]byte, error) {
 		!bytes.Equal(b[segmentHeader:segmentHeader+len(key)], key),
 		binary.BigEndian.Uint32(b[8:]) != p.length,
 		binary.BigEndian.Uint32(b[12:]) != p.sum:
-		return nil, fmt.Errorf("segment %d holds something else at %d", p.segment, p.offset)
+		return nil, fmt.Errorf("%w: segment %d holds something else at %d", store.ErrDamaged, p.segment, p.offset)
 	case crc32.Checksum(b[segmentHeader:], castagnoli) != p.sum:
-		return nil, fmt.Errorf("checksum does not match in segment %d at %d", p.segment, p.offset)
+		return nil, fmt.Errorf("%w: checksum does not match in segment %d at %d", store.ErrDamaged, p.segment, p.offset)
 	}
 	return value[:len(value):len(value)], nil
 }
 
 // segmentFacts are what was found whole in a segment: everything before end but gaps.
 type segmentFacts struct {
+	size int64 // when it was read; what lies behind is newer
 	end  int64
 	gaps []gap // in the order of the file
 }
@@ -558,8 +559,7 @@ const maxGaps = 1000
 
 // has reports whether a value with a key of so many bytes lies where whole values were found.
 func (f segmentFacts) has(p pointer, key int) bool {
-	from := int64(p.offset)
-	to := from + int64(segmentHeader+key) + int64(p.length)
+	from, to := int64(p.offset), p.end(key)
 	if to > f.end {
 		return false
 	}
@@ -579,9 +579,10 @@ func (b *bodies) check(stop <-chan struct{}) map[int64]segmentFacts {
 		if !ok {
 			continue
 		}
+		found[segment] = segmentFacts{size: math.MaxInt64} // unless it opens, each of its values is read
 		f, err := os.Open(filepath.Join(b.dir, e.Name()))
 		if err != nil {
-			continue // swept meanwhile, or each of its values will be read
+			continue
 		}
 		if info, err := f.Stat(); err == nil {
 			found[segment] = checkSegment(f, info.Size(), stop)
@@ -593,6 +594,7 @@ func (b *bodies) check(stop <-chan struct{}) map[int64]segmentFacts {
 
 // checkSegment reads the first size bytes of a segment.
 func checkSegment(f io.ReaderAt, size int64, stop <-chan struct{}) (facts segmentFacts) {
+	facts.size = size
 	_ = walkSegment(f, 0, size, stop, func(at int64, record []byte) error {
 		if at > facts.end {
 			if len(facts.gaps) == maxGaps {

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -255,9 +256,9 @@ func keptStore(t *testing.T, dir string, n int, o Options) *Store {
 // Kept values live for as long as they are pointed to, through sweeps and openings; a segment is
 // dropped when the last of its values was deleted or replaced, the newest never.
 func TestKeptSegmentsAreDropped(t *testing.T) {
-	dir := t.TempDir()
+	dir, m := t.TempDir(), newManual()
 	const n = 100
-	s := keptStore(t, dir, n, Options{})
+	s := keptStore(t, dir, n, Options{Now: m.Now})
 	full := len(segments(t, s)) - 1
 	if full < 4 {
 		t.Fatalf("%d full segments, want several", full)
@@ -267,6 +268,7 @@ func TestKeptSegmentsAreDropped(t *testing.T) {
 		must(t, s.drain(t.Context()))
 		for range 3 {
 			s.sweep()
+			m.advance(sweepGrace)
 			s.sweepKept()
 		}
 	}
@@ -302,7 +304,7 @@ func TestKeptSegmentsAreDropped(t *testing.T) {
 		case 0:
 			w = remove(string(w.Key))
 		case 1:
-			w.Expires, w.Bulk = time.Now().Add(time.Hour), false
+			w.Expires, w.Bulk = m.Now().Add(time.Hour), false
 		}
 		mustCommit(t, s, w)
 	}
@@ -343,7 +345,7 @@ func keptStoreAgain(t *testing.T, s *Store) *Store {
 	t.Helper()
 	dir := s.dir
 	must(t, s.Close())
-	s = keptStore(t, dir, 0, Options{})
+	s = keptStore(t, dir, 0, Options{Now: s.options.Now})
 	s.verifyAllDeferred()
 	return s
 }
@@ -351,7 +353,8 @@ func keptStoreAgain(t *testing.T, s *Store) *Store {
 // A scan reads its snapshot to the end, though all of it was deleted and swept meanwhile.
 func TestKeptSegmentsOutliveScans(t *testing.T) {
 	const n = 100
-	s := keptStore(t, t.TempDir(), n, Options{})
+	m := newManual()
+	s := keptStore(t, t.TempDir(), n, Options{Now: m.Now})
 	before := len(segments(t, s))
 	next, stop := iter.Pull2(s.Scan(t.Context(), store.Prefix([]byte("key-"))))
 	defer stop()
@@ -366,6 +369,7 @@ func TestKeptSegmentsOutliveScans(t *testing.T) {
 	}
 	must(t, s.drain(t.Context()))
 	for range 3 {
+		m.advance(sweepGrace)
 		s.sweepKept()
 	}
 	if got := len(segments(t, s)); got != before {
@@ -385,6 +389,7 @@ func TestKeptSegmentsOutliveScans(t *testing.T) {
 		t.Errorf("%d entries, want %d", seen, n)
 	}
 	s.sweepKept()
+	m.advance(sweepGrace)
 	s.sweepKept()
 	if got := len(segments(t, s)); got != 1 {
 		t.Errorf("%d segments after the scan, want the newest", got)
@@ -393,13 +398,15 @@ func TestKeptSegmentsOutliveScans(t *testing.T) {
 
 // What is staged and not yet in Badger is not swept.
 func TestStagedValuesAreNotSwept(t *testing.T) {
-	s, d := newFaulty(t, Options{keptSize: 1})
+	m := newManual()
+	s, d := newFaulty(t, Options{Now: m.Now, keptSize: 1})
 	mustCommit(t, s, kept("before", 1000))
 	must(t, s.drain(t.Context()))
 	entered, release := holdApplier(t, d)
 	mustCommit(t, s, kept("staged", 1000))
 	wait(t, entered)
 	for range 3 {
+		m.advance(sweepGrace)
 		s.sweepKept()
 	}
 	release()
@@ -409,11 +416,186 @@ func TestStagedValuesAreNotSwept(t *testing.T) {
 	}
 }
 
+// A read that has the pointer gets its value, however soon sweeps follow each other; a minute
+// after the last value is gone, the segment goes.
+func TestKeptSegmentsOutliveReads(t *testing.T) {
+	m := newManual()
+	const n = 20
+	s := keptStore(t, t.TempDir(), n, Options{Now: m.Now})
+	raw, err := s.getRaw(userKey([]byte("key-000")))
+	must(t, err)
+	for i := range n {
+		mustCommit(t, s, remove(fmt.Sprintf("key-%03d", i)))
+	}
+	must(t, s.drain(t.Context()))
+	for range 3 {
+		s.sweepKept()
+	}
+	m.advance(sweepGrace - time.Second)
+	s.sweepKept()
+	e, err := s.entry([]byte("key-000"), raw, m.Now())
+	if err != nil || !bytes.Equal(e.Value, kept("key-000", 2000).Value) {
+		t.Errorf("a read that began before the deletion: %v", err)
+	}
+	m.advance(time.Second)
+	s.sweepKept()
+	if got := len(segments(t, s)); got != 1 {
+		t.Errorf("%d segments, want the newest", got)
+	}
+}
+
+// The search for living values ends after a while, and goes on from there a minute later.
+func TestSearchForLivingValuesIsBounded(t *testing.T) {
+	m := newManual()
+	var slow atomic.Bool
+	now := func() time.Time {
+		if slow.Load() {
+			m.advance(time.Second)
+		}
+		return m.Now()
+	}
+	const n = 100
+	s := keptStore(t, t.TempDir(), n, Options{Now: now})
+	full := len(s.bodies.fullKept())
+	for i := range n {
+		mustCommit(t, s, remove(fmt.Sprintf("key-%03d", i)))
+	}
+	must(t, s.drain(t.Context()))
+	slow.Store(true)
+	for calls := 1; ; calls++ {
+		s.sweepKept()
+		untouched := 0
+		for _, k := range s.kept {
+			if !k.dead && k.key == nil {
+				untouched++
+			}
+		}
+		if calls == 1 && untouched < full-3 {
+			t.Errorf("%d of %d segments were searched at once", full-untouched, full)
+		}
+		if len(segments(t, s)) == 1 {
+			return
+		}
+		if calls > n {
+			t.Fatalf("%d segments are left, want the newest alone", len(segments(t, s)))
+		}
+	}
+}
+
+// A file that cannot be renamed, as on Windows while it is read, holds up no other, and goes later.
+func TestSweepGoesOnPastFailure(t *testing.T) {
+	m := newManual()
+	const n = 40
+	s := keptStore(t, t.TempDir(), n, Options{Now: m.Now})
+	for i := range n {
+		mustCommit(t, s, remove(fmt.Sprintf("key-%03d", i)))
+	}
+	must(t, s.drain(t.Context()))
+	first := filepath.Join(s.bodiesDir(), segmentName(firstKept))
+	inTheWay := first + droppedSuffix
+	must(t, os.MkdirAll(filepath.Join(inTheWay, "sub"), 0o700))
+	for range 3 {
+		s.sweepKept()
+		m.advance(sweepGrace)
+		if k := s.kept[firstKept]; k == nil || !k.dead {
+			t.Error("the segment that was not renamed is searched again")
+		}
+	}
+	if got := segments(t, s); len(got) != 3 || got[0] != first {
+		t.Errorf("left: %q, want the first, what is in its way, and the newest", got)
+	}
+	must(t, os.RemoveAll(inTheWay))
+	s.sweepKept()
+	if got := len(segments(t, s)); got != 1 {
+		t.Errorf("%d segments, want the newest", got)
+	}
+}
+
+// What the system does not let us read, now or at all, is not called damaged.
+func TestUnreadableIsNotDamaged(t *testing.T) {
+	m := newManual()
+	dir := t.TempDir()
+	o := Options{Now: m.Now, VerifyEvery: -1}
+	s := reopenWith(t, dir, o, osDisk{})
+	w := m.expiring("a", 1000, time.Hour)
+	mustCommit(t, s, w)
+	file := segments(t, s)[0]
+	s = flushed(t, s, o)
+	aside := filepath.Join(dir, "aside")
+	end, _ := segmentEnd(filepath.Base(file))
+	unreadable := func(why string) {
+		t.Helper()
+		_, err := s.Get(t.Context(), w.Key)
+		if err == nil || errors.Is(err, store.ErrDamaged) || errors.Is(err, store.ErrNotFound) {
+			t.Errorf("%s: %v, want the system's error", why, err)
+		}
+	}
+	must(t, os.Rename(file, aside))
+	must(t, os.Mkdir(file, 0o700))
+	unreadable("a file that does not open")
+	must(t, s.verifyStored())
+	if got := s.Stats().Damaged; got != 0 {
+		t.Errorf("%d values are damaged, want 0", got)
+	}
+	must(t, os.Remove(file))
+	must(t, os.Rename(aside, file))
+	wantValue(t, s, "a", string(w.Value))
+	f, err := os.OpenFile(file, os.O_WRONLY, 0)
+	must(t, err)
+	s.bodies.mu.Lock()
+	s.bodies.handles[end].f.Close()
+	s.bodies.handles[end].f = f
+	s.bodies.mu.Unlock()
+	unreadable("a file that is not read")
+}
+
+// Whatever is written while the segments are read, and whatever was pruned before, hides no damage.
+func TestCheckUnderLoad(t *testing.T) {
+	m := newManual()
+	s, _ := newFaulty(t, Options{Now: m.Now, VerifyEvery: -1})
+	mustCommit(t, s, m.expiring("a", 300, time.Hour))
+	flip(t, segments(t, s)[0], -1)
+	check := segmentCheck{s: s, segments: s.bodies.check(s.closing), now: m.Now()}
+	see := func(key string) {
+		t.Helper()
+		raw, err := s.getRaw(userKey([]byte(key)))
+		must(t, err)
+		check.see(userKey([]byte(key)), raw)
+	}
+	for _, ttl := range []time.Duration{time.Hour, 20 * time.Hour} { // to a known segment, to a new one
+		key := "new " + ttl.String()
+		mustCommit(t, s, m.expiring(key, 300, ttl))
+		must(t, s.drain(t.Context()))
+		see(key)
+	}
+	if n := len(check.suspects); n != 0 {
+		t.Errorf("%d suspects that were written after the check, want 0", n)
+	}
+	mustCommit(t, s, kept("pruned", 300))
+	must(t, s.drain(t.Context()))
+	raw, err := s.getRaw(userKey([]byte("pruned")))
+	must(t, err)
+	raw = bytes.Clone(raw)
+	gone := pointer{segment: firstKept + 1000, length: 300}
+	gone.put(raw[headerSize:])
+	for i := range maxSuspects + 10 {
+		check.see(userKey(fmt.Appendf(nil, "pruned %d", i)), raw)
+		if len(check.suspects) > maxSuspects {
+			t.Fatalf("%d suspects in memory", len(check.suspects))
+		}
+	}
+	see("a")
+	check.readSuspects()
+	if check.damaged != 1 || check.unread != 0 {
+		t.Errorf("%d damaged, %d unread, want 1 and 0", check.damaged, check.unread)
+	}
+}
+
 // A sweep drops no living value that lies behind garbled ones.
 func TestKeptSegmentsWithDamage(t *testing.T) {
-	dir := t.TempDir()
+	dir, m := t.TempDir(), newManual()
 	const n = 40
-	s := keptStore(t, dir, n, Options{})
+	s := keptStore(t, dir, n, Options{Now: m.Now})
 	must(t, s.Close())
 	file := filepath.Join(dir, "bodies", segmentName(firstKept))
 	record := segmentHeader + len("key-000") + 2000
@@ -424,9 +606,10 @@ func TestKeptSegmentsWithDamage(t *testing.T) {
 		clear(b[i*record : i*record+segmentHeader+i])
 	}
 	must(t, os.WriteFile(file, b, 0o600))
-	s = keptStore(t, dir, 0, Options{})
+	s = keptStore(t, dir, 0, Options{Now: m.Now})
 	s.verifyAllDeferred()
 	for range 3 {
+		m.advance(sweepGrace)
 		s.sweepKept()
 	}
 	w := kept(fmt.Sprintf("key-%03d", values-1), 2000)

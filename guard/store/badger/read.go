@@ -101,6 +101,11 @@ type pointer struct {
 
 const pointerSize = 24
 
+// end is where the value and its key, of so many bytes, end in the segment.
+func (p pointer) end(key int) int64 {
+	return int64(p.offset) + int64(segmentHeader+key) + int64(p.length)
+}
+
 func (p pointer) put(b []byte) {
 	binary.BigEndian.PutUint64(b, uint64(p.segment))
 	binary.BigEndian.PutUint64(b[8:], p.offset)

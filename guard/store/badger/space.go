@@ -2,6 +2,7 @@ package badger
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -577,10 +578,16 @@ type keptSegment struct {
 	key  []byte // of the value there
 	dead bool   // all of it was dead
 	ts   uint64 // at this timestamp of Badger
+	died time.Time
 }
 
+// walkFor bounds the time in which one call of sweepKept looks for living values. Others of
+// tidyLoop's tasks wait for it.
+const walkFor = 10 * time.Second
+
 // sweepKept removes the kept segments that nothing points to any more. One that was found so is
-// removed by a later call, when no scan reads an older state. tidyLoop calls it.
+// removed sweepGrace later, when no scan reads an older state, since reads may have its pointers.
+// tidyLoop calls it.
 func (s *Store) sweepKept() {
 	if !s.deferred.done.Load() {
 		return // a damaged table would hide pointers
@@ -588,31 +595,30 @@ func (s *Store) sweepKept() {
 	// Their last layer is applied, since a segment is full only when a later layer begins another.
 	full := s.bodies.fullKept()
 	ts := s.durable.Load()
+	now := s.options.Now() // not before ts
 	gone := make(map[int64]bool)
+	known := make(map[int64]*keptSegment, len(full)) // what could not be removed stays known as dead
 	for _, segment := range full {
-		k := s.kept[segment]
-		if k == nil {
-			k = new(keptSegment)
-			s.kept[segment] = k
-		}
+		k := cmp.Or(s.kept[segment], new(keptSegment))
+		known[segment] = k
 		switch {
 		case s.isClosing():
 			return
-		case k.dead && s.oldestScan() >= k.ts:
-			gone[segment] = true
-			delete(s.kept, segment)
 		case k.dead:
-		default:
-			if err := s.findLiving(segment, k, ts); err != nil && !errors.Is(err, errClosing) && s.unhealthy() == nil {
+			gone[segment] = now.Sub(k.died) >= sweepGrace && s.oldestScan() >= k.ts
+		case s.options.Now().Sub(now) < walkFor:
+			if err := s.findLiving(segment, k, ts, now); err != nil && !errors.Is(err, errClosing) && s.unhealthy() == nil {
 				s.options.Logger.Warn("looking for what is pruned", "dir", s.dir, "error", err)
 			}
 		}
 	}
+	s.kept = known
 	s.drop(func(segment int64) bool { return gone[segment] })
 }
 
-// findLiving moves k to the first value in its segment that Badger points to at ts.
-func (s *Store) findLiving(segment int64, k *keptSegment, ts uint64) error {
+// findLiving moves k to the first value in its segment that Badger points to at ts, or to where
+// it was when the time was over that began at now.
+func (s *Store) findLiving(segment int64, k *keptSegment, ts uint64, now time.Time) error {
 	living := func(key []byte, at int64) (bool, error) {
 		s.reading.RLock()
 		defer s.reading.RUnlock()
@@ -641,14 +647,14 @@ func (s *Store) findLiving(segment int64, k *keptSegment, ts uint64) error {
 	err := s.bodies.walk(segment, k.at, s.closing, func(at int64, key []byte) error {
 		name := userKey(key)
 		is, err := living(name, at)
-		if is {
+		if is || err == nil && s.options.Now().Sub(now) >= walkFor {
 			k.at, k.key, found = at, name, true
 			return errFound
 		}
 		return err
 	})
 	if err == nil && !found {
-		k.dead, k.ts = true, ts
+		k.dead, k.ts, k.died = true, ts, now
 	}
 	if errors.Is(err, errFound) {
 		return nil

@@ -153,50 +153,62 @@ func (s *Store) verifyTables() error {
 // what the segments hold. A value that is damaged closes nothing: its entry is in Badger, so its
 // key stays taken, and every read of it fails (P1).
 func (s *Store) verifyStored() error {
-	check := segmentCheck{segments: s.bodies.check(s.closing), now: s.options.Now()}
+	check := segmentCheck{s: s, segments: s.bodies.check(s.closing), now: s.options.Now()}
 	if err := s.verify(func(uint64) bool { return true }, check.see); err != nil || s.isClosing() {
 		return err
 	}
-	damaged := 0
-	for key, at := range check.suspects {
-		if s.isClosing() {
-			return nil
-		}
-		if s.damagedAt([]byte(key), at) {
-			damaged++
-		}
+	check.readSuspects()
+	if s.isClosing() {
+		return nil
 	}
-	if s.counters.damaged.Store(uint64(damaged)); damaged > 0 {
+	if s.counters.damaged.Store(uint64(check.damaged)); check.damaged > 0 {
 		s.options.Logger.Error("stored values are damaged: calls with their keys are refused until they expire",
-			"dir", s.bodiesDir(), "values", damaged)
+			"dir", s.bodiesDir(), "values", check.damaged)
+	}
+	if check.unread > 0 && s.unhealthy() == nil {
+		s.options.Logger.Warn("the check of stored values is incomplete: some cannot be read",
+			"dir", s.bodiesDir(), "values", check.unread, "error", check.why)
 	}
 	return nil
 }
 
-// damagedAt reports whether the current entry of a key points to a damaged value at p. Only
-// reading it tells: its segment may be swept, or the entry replaced.
-func (s *Store) damagedAt(key []byte, p pointer) bool {
+// readAt reads the value at p, if the current entry of a key points there: it may be replaced or
+// expired.
+func (s *Store) readAt(key []byte, p pointer) error {
 	raw, err := s.getRaw(key)
 	if err != nil || raw == nil {
-		return false
+		return err
 	}
 	r, err := decode(raw)
 	if err != nil || !r.bulk || readPointer(r.value) != p {
-		return false
+		return err
 	}
-	_, err = s.entry(key[1:], raw, s.options.Now())
-	return errors.Is(err, store.ErrDamaged)
+	if _, err = s.entry(key[1:], raw, s.options.Now()); errors.Is(err, store.ErrNotFound) {
+		return nil
+	}
+	return err
 }
 
-// segmentCheck collects the pointers in tables to what segments do not hold.
+// segmentCheck compares the pointers in tables with what was found in segments before.
 type segmentCheck struct {
+	s        *Store
 	segments map[int64]segmentFacts
 	now      time.Time
 
-	mu       sync.Mutex
-	suspects map[string]pointer // by key, at most maxSuspects
+	mu              sync.Mutex
+	suspects        []suspect // at most maxSuspects
+	damaged, unread int
+	why             error // of the last that was not read
 }
 
+// suspect is a pointer to what the segments do not hold. Only reading it tells: its segment may be
+// swept, or the entry replaced.
+type suspect struct {
+	key []byte
+	at  pointer
+}
+
+// maxSuspects bounds the suspects in memory; so many are read before more are collected.
 const maxSuspects = 10_000
 
 func (c *segmentCheck) see(key, value []byte) {
@@ -208,17 +220,44 @@ func (c *segmentCheck) see(key, value []byte) {
 		return
 	}
 	p := readPointer(r.value)
-	if c.segments[p.segment].has(p, len(key)-1) {
+	facts := c.segments[p.segment]
+	if facts.has(p, len(key)-1) {
 		return
 	}
+	if int64(p.offset) >= facts.size {
+		// Written since, unless the file is cut: a pointer is stored when its value is in the file.
+		info, err := os.Stat(filepath.Join(c.s.bodiesDir(), segmentName(p.segment)))
+		if err == nil && p.end(len(key)-1) <= info.Size() {
+			return
+		}
+	}
+	c.mu.Lock()
+	c.suspects = append(c.suspects, suspect{bytes.Clone(key), p})
+	full := len(c.suspects) >= maxSuspects
+	c.mu.Unlock()
+	if full {
+		c.readSuspects()
+	}
+}
+
+// readSuspects reads what was collected.
+func (c *segmentCheck) readSuspects() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.suspects == nil {
-		c.suspects = make(map[string]pointer)
+	for _, suspect := range c.suspects {
+		if c.s.isClosing() {
+			break
+		}
+		err := c.s.readAt(suspect.key, suspect.at)
+		switch {
+		case errors.Is(err, store.ErrDamaged):
+			c.damaged++
+		case err != nil:
+			c.unread++
+			c.why = err
+		}
 	}
-	if len(c.suspects) < maxSuspects {
-		c.suspects[string(key)] = p
-	}
+	c.suspects = c.suspects[:0]
 }
 
 // verifyNewTables checks, and counts, the tables that compaction has made since.
