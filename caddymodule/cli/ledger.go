@@ -404,6 +404,9 @@ type signatures struct {
 	// Verified and Unsigned count valid signatures and entries without a signed token.
 	Verified int64 `json:"verified"`
 	Unsigned int64 `json:"unsigned"`
+	// Lacking counts those of Unsigned whose key is known: the gateway has lost its private
+	// part, or somebody has taken the signatures out of the export.
+	Lacking int64 `json:"lacking"`
 	// Unknown counts tokens under unknown keys by their claimed issuer.
 	Unknown map[string]int64 `json:"unknown"`
 }
@@ -420,7 +423,11 @@ func newSignatures(jwks string) (*signatures, error) {
 func (s *signatures) add(ctx context.Context, e *ledger.Entry) error {
 	if e.Unsigned || e.Header != nil { // refused, or of a key that is gone
 		s.Unsigned++
-		return nil
+		known, err := s.keys.Keys(ctx, ect.HeaderKeyID(e.Header))
+		if err == nil && e.Header != nil && len(known) > 0 {
+			s.Lacking++
+		}
+		return err
 	}
 	raw := string(e.Payload)
 	seen, err := ect.ParseInsecure(raw)
@@ -436,6 +443,9 @@ func (s *signatures) add(ctx context.Context, e *ledger.Entry) error {
 		if refusal.Code == ect.CodeKeyID {
 			s.Unknown[seen.Issuer()]++
 			return nil
+		}
+		if refusal.Code == ect.CodeSignature && !bytes.Contains(e.Leaf, e.Payload) {
+			return fmt.Errorf("entry %d: the signature beside it does not hold: only the entry is in the tree", e.Index)
 		}
 		return fmt.Errorf("entry %d: its token does not hold: %s (%s)", e.Index, refusal.Detail(), refusal.Code)
 	}
@@ -465,6 +475,9 @@ func (s *signatures) verify(ctx context.Context, raw string, seen *ect.Unverifie
 // describe summarises the counts.
 func (s *signatures) describe() string {
 	text := fmt.Sprintf("%d signatures hold, %d entries are not signed", s.Verified, s.Unsigned)
+	if s.Lacking > 0 {
+		text += fmt.Sprintf(", %d of these LACK THEIR SIGNATURE though --jwks has the key", s.Lacking)
+	}
 	if len(s.Unknown) == 0 {
 		return text
 	}

@@ -284,6 +284,59 @@ func TestLedgerVerifyPruned(t *testing.T) {
 	}
 }
 
+// The tree holds no signature of what is signed when it is shown: an export that lacks it, or has
+// another in its place, is of the same tree. Both are told from a token that never was.
+func TestLedgerVerifySignaturesBesideTheTree(t *testing.T) {
+	ring, err := ect.GenerateRing(ect.ES256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: gateway, Ring: ring})
+	if err != nil {
+		t.Fatal(err)
+	}
+	public, err := ring.PublicSet(time.Now(), gateway)
+	if err != nil {
+		t.Fatal(err)
+	}
+	draft, err := issuer.Draft(time.Now(), ect.Claims{Audience: []string{gateway}, Action: "checkpoint", Workflow: someWID})
+	if err != nil {
+		t.Fatal(err)
+	}
+	token, err := issuer.Sign(draft)
+	if err != nil {
+		t.Fatal(err)
+	}
+	header, _ := ring.Header(ect.Draft00)
+	entry := func(header []byte, payload string) *ledger.Entry {
+		return &ledger.Entry{Leaf: []byte("a leaf"), Event: ledger.Event{ID: draft.ID(), Issuer: gateway, Header: header, Payload: []byte(payload)}}
+	}
+	found, err := newSignatures(put(t, "keys", string(public)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range []*ledger.Entry{
+		entry(nil, token.Raw()), entry(header, draft.Payload()), entry([]byte(`{"kid":"another"}`), draft.Payload()), {Event: ledger.Event{Unsigned: true}},
+	} {
+		if err := found.add(t.Context(), e); err != nil {
+			t.Error(err)
+		}
+	}
+	want := "1 signatures hold, 3 entries are not signed, 1 of these LACK THEIR SIGNATURE though --jwks has the key"
+	if found.Verified != 1 || found.Unsigned != 3 || found.Lacking != 1 || found.describe() != want {
+		t.Errorf("%+v %s", found, found.describe())
+	}
+	at := strings.LastIndexByte(token.Raw(), '.') + 1
+	forged := entry(nil, token.Raw()[:at]+strings.Repeat("A", 86))
+	if err := found.add(t.Context(), forged); err == nil || !strings.Contains(err.Error(), "the signature beside it does not hold: only the entry is in the tree") {
+		t.Errorf("beside the tree: %v", err)
+	}
+	forged.Leaf = append([]byte("a leaf with "), forged.Payload...)
+	if err := found.add(t.Context(), forged); err == nil || !strings.Contains(err.Error(), "its token does not hold") {
+		t.Errorf("in the tree: %v", err)
+	}
+}
+
 // With public keys the tokens are verified too; what nobody has keys for is counted, and
 // one that is false is named.
 func TestLedgerVerifyTokens(t *testing.T) {

@@ -198,7 +198,7 @@ func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func
 	if x.Head, err = ParseHead(value, origin, keys); err != nil {
 		return Exported{}, err
 	}
-	t := exportVerifier{x: &x, visit: visit, origin: origin, keys: keys}
+	t := exportVerifier{x: &x, visit: visit, origin: origin, keys: keys, first: string(title) == exportTitle}
 	tree := &t.tree
 	for {
 		for i := range known {
@@ -229,6 +229,7 @@ type exportVerifier struct {
 	visit  func(Entry) error
 	origin string
 	keys   note.Verifiers
+	first  bool  // the export has form 1
 	marks  marks // of the tile of the next entry
 	noted  bool  // the previous line was the note of the tile
 
@@ -245,6 +246,9 @@ func (t *exportVerifier) take(kind string, value []byte) error {
 		return fmt.Errorf("%w: entry %d: a signature belongs to an entry", ErrProof, index)
 	}
 	if kind == exportSignature {
+		if t.first {
+			return fmt.Errorf("%w: entry %d: a signature in an export of form 1", ErrProof, index)
+		}
 		if len(value) == 0 || len(value) > maxSignature {
 			return fmt.Errorf("%w: entry %d: a signature of %d bytes", ErrProof, index, len(value))
 		}

@@ -408,6 +408,10 @@ func TestExportedSignatures(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
+	first := bytes.Replace(exported(t, l), lines[0], []byte(exportTitle+"\n"), 1)
+	if _, err := VerifyExport(bytes.NewReader(first), testOrigin, testKeys, nil); !errors.Is(err, ErrProof) {
+		t.Errorf("in form 1: %v", err)
+	}
 	long := []byte(exportSignature + base64.StdEncoding.EncodeToString(make([]byte, maxSignature+1)) + "\n")
 	text := bytes.Replace(exported(t, l), signature, long, 1)
 	if _, err := VerifyExport(bytes.NewReader(text), testOrigin, testKeys, nil); !errors.Is(err, ErrProof) {
