@@ -217,7 +217,7 @@ func (i *Identity) recordName(ctx context.Context, ev *evidence.Evidence, ring *
 func unsignable(ev *evidence.Evidence, ring *ect.Ring) []string {
 	keys := ring.List()
 	return slices.DeleteFunc(ev.KeysToSign(), func(kid string) bool {
-		return slices.ContainsFunc(keys, func(k ect.RingKey) bool { return k.ID == kid && k.Private })
+		return slices.ContainsFunc(keys, func(k ect.RingKey) bool { return k.ID == kid && k.Private && !k.Revoked })
 	})
 }
 
@@ -428,19 +428,19 @@ func (l *ledgerHandle) leave(i *Identity) {
 	}
 	l.retain.Store(int64(back.Retain))
 	ev := l.open.Load()
+	if back.KeyFile != i.KeyFile {
+		ring, err := back.loadRing(false, slog.New(slog.DiscardHandler))
+		if err != nil {
+			l.engine.logger.Error("the key file of the running configuration cannot be read again; tokens are signed with the key "+
+				"of the one that failed to load, until the next reload", zap.Error(err))
+		} else {
+			ev.Ring().Reload(ring)
+		}
+	}
 	if err := ev.SignWhenShown(context.Background(), back.Sign == signShown, ev.Ring()); err != nil {
 		l.engine.logger.Warn("tokens are signed when they are recorded, until the next load of the configuration", zap.Error(err))
 	}
-	if back.KeyFile == i.KeyFile {
-		return
-	}
-	ring, err := back.loadRing(false, slog.New(slog.DiscardHandler))
-	if err != nil {
-		l.engine.logger.Error("the key file of the running configuration cannot be read again; tokens are signed with the key "+
-			"of the one that failed to load, until the next reload", zap.Error(err))
-		return
-	}
-	ev.Ring().Reload(ring)
+	l.retireSoon()
 }
 
 // close closes the ledger after the last use of the engine.
@@ -534,16 +534,25 @@ func (l *ledgerHandle) keepRetired(ctx context.Context, ev *evidence.Evidence) {
 }
 
 func (l *ledgerHandle) retire(ctx context.Context, ev *evidence.Evidence) error {
-	done, signed, err := ev.SignReplaced(ctx)
-	if errors.Is(err, ledger.ErrTampered) {
-		l.engine.logger.Error("entries of the ledger that were altered have no token any more", zap.Error(err))
-		err = nil
-	}
-	if err != nil || len(done) == 0 {
-		return err
+	signed, unsigned := ev.SignReplaced(ctx)
+	if errors.Is(unsigned, ledger.ErrTampered) {
+		l.engine.logger.Error("entries of the ledger were altered and cannot be signed; the signing keys that they may name stay "+
+			"in the key file", zap.Error(unsigned))
+		unsigned = nil
 	}
 	l.mu.Lock() // excludes a reload and a rotation, as rotate does
 	defer l.mu.Unlock()
+	noted := len(ev.KeysToSign())
+	done, err := ev.ForgetSigned(ctx)
+	if err != nil {
+		return errors.Join(unsigned, err)
+	}
+	if noted > 0 && len(ev.KeysToSign()) == 0 {
+		l.engine.logger.Info("no token waits for its signature any more", zap.Int("signed", signed))
+	}
+	if len(done) == 0 {
+		return unsigned
+	}
 	i := l.latest()
 	if i == nil {
 		return errNoIdentity
@@ -551,13 +560,11 @@ func (l *ledgerHandle) retire(ctx context.Context, ev *evidence.Evidence) error 
 	if err := i.checkSigner(ev.Ring()); err != nil {
 		return err
 	}
-	needed := ev.KeysToSign() // a reload may have brought a key back
-	done = slices.DeleteFunc(done, func(kid string) bool { return slices.Contains(needed, kid) })
 	if err := ev.Ring().Retire(i.KeyFile, done...); err != nil {
 		return err
 	}
 	l.engine.logger.Info("replaced signing keys retired", zap.Strings("keys", done), zap.Int("signed", signed))
-	return nil
+	return unsigned
 }
 
 // recordOrphans records the executions that a crashed process left in doubt. Errors, such

@@ -160,6 +160,9 @@ func TestIdentityRotatesInTheLatestConfiguration(t *testing.T) {
 	if signing(t, first) != inFile(t, one) {
 		t.Error("a configuration that has failed to load has left its keys")
 	}
+	if got := first.held.ledger.open.Load().KeysToSign(); !slices.Equal(got, []string{inFile(t, one)}) {
+		t.Errorf("something is to be signed under %q", got)
+	}
 	if got := time.Duration(first.held.ledger.retain.Load()); got != time.Hour {
 		t.Errorf("entries are kept for %v", got)
 	}

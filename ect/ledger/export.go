@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"strconv"
 
 	"golang.org/x/mod/sumdb/note"
@@ -100,11 +101,21 @@ func (x *exporter) signature(e *Entry) (err error) {
 		return fmt.Errorf("%w: entry %d stands at %d", ErrTampered, e.Index, x.tree.size)
 	}
 	if x.proven == nil {
-		if x.proven, err = x.leaves(x.ctx, x.state, e.Index&^(tileWidth-1), (e.Index|(tileWidth-1))+1); err != nil {
+		if x.proven, err = x.leaves(x.ctx, x.state, e.Index&^(tileWidth-1), (e.Index|(tileWidth-1))+1); err != nil && !errors.Is(err, ErrTampered) {
 			return err
 		}
+		if err != nil { // the root of the export proves the entries, but only at its end
+			x.options.Logger.Error("entries are exported without signatures that would have to be made", slog.Int64("from", e.Index),
+				slog.Int64("below", (e.Index|(tileWidth-1))+1), slog.Any("error", err))
+			x.proven = []tlog.Hash{}
+		}
 	}
-	signature, err := x.signProven(x.ctx, x.id, e, x.proven[e.Index&(tileWidth-1)])
+	var signature []byte
+	if len(x.proven) == 0 {
+		signature, err = x.storedSignature(x.ctx, x.id, e)
+	} else {
+		signature, err = x.signProven(x.ctx, x.id, e, x.proven[e.Index&(tileWidth-1)])
+	}
 	if errors.Is(err, ErrNoToken) {
 		return nil
 	}

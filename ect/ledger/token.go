@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"golang.org/x/mod/sumdb/tlog"
 
@@ -131,7 +132,9 @@ func (l *Log) signatures(ctx context.Context, n int64) (map[int64]bool, error) {
 		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return nil, err
 		}
-		have[indexIn(found.Key)] = true
+		if err == nil { // a damaged one is made again
+			have[indexIn(found.Key)] = true
+		}
 	}
 	return have, nil
 }
@@ -142,68 +145,102 @@ const signStep = 64
 // StoreSignatures makes and stores the signatures of the entries whose Header of selects, so
 // that their tokens outlive the key. It returns how many it has stored; those that are
 // stored already it leaves. It first waits until everything is in the tree that has a batch
-// now, also if that is not committed yet. It can be stopped at any time, and begins anew. Entries that were altered stay without a signature; then the error
-// is ErrTampered, and all others are done. Else it is ErrNoToken if the key is gone, or that
-// of Flush.
+// now, also if that is not committed yet, but not longer than a minute. It can be stopped at
+// any time, and begins anew. Entries that were altered stay without a signature; then the
+// error is ErrTampered and names them, and all others are done. Else it is ErrNoToken if the
+// key is gone, that of Flush, or context.DeadlineExceeded.
 func (l *Log) StoreSignatures(ctx context.Context, of func(header []byte) bool) (stored int, err error) {
-	if err := l.flush(ctx, true); err != nil {
-		return 0, err
+	waiting, cancel := context.WithTimeout(ctx, flushTime)
+	defer cancel()
+	if err := l.flush(waiting, true); err != nil {
+		return 0, fmt.Errorf("waiting for what is being recorded: %w", err)
 	}
+	var altered alteredEntries
 	size := l.now.Load().size
-	var altered error
 	for n := int64(0); n<<tileHeight < size; n++ {
-		made, err := l.storeTile(ctx, n, of)
+		made, err := l.storeTile(ctx, n, of, &altered)
 		stored += made
-		if errors.Is(err, ErrTampered) {
-			altered, err = cmp.Or(altered, err), nil
-		}
 		if err != nil {
 			return stored, err
 		}
 	}
-	return stored, altered
+	return stored, altered.err()
 }
 
-func (l *Log) storeTile(ctx context.Context, n int64, of func(header []byte) bool) (stored int, err error) {
+// flushTime bounds how long StoreSignatures waits: a commit may never end.
+const flushTime = time.Minute
+
+// alteredEntries collects the entries that cannot be signed.
+type alteredEntries struct {
+	first   error
+	indexes []int64
+}
+
+func (a *alteredEntries) add(err error, indexes ...int64) {
+	a.first = cmp.Or(a.first, err)
+	a.indexes = append(a.indexes, indexes...)
+}
+
+// err names the first of them.
+func (a *alteredEntries) err() error {
+	const most = 20
+	n := len(a.indexes)
+	switch {
+	case n == 0:
+		return nil
+	case n > most:
+		return fmt.Errorf("entries %v and %d more: %w", a.indexes[:most], n-most, a.first)
+	}
+	return fmt.Errorf("entries %v: %w", a.indexes, a.first)
+}
+
+func (l *Log) storeTile(ctx context.Context, n int64, of func(header []byte) bool, altered *alteredEntries) (stored int, err error) {
 	l.pruning.Lock() // a pruned entry has no signature either
 	defer l.pruning.Unlock()
 	s := l.now.Load()
-	r := l.entries(n<<tileHeight, 0)
-	r.To = l.entryKey(min((n+1)<<tileHeight, s.size))
+	from, to := n<<tileHeight, min((n+1)<<tileHeight, s.size)
+	r := l.entries(from, 0)
+	r.To = l.entryKey(to)
 	var found []Entry
-	var altered error // the first one
-	for stands, err := range l.scan(ctx, r) {
-		e, err := l.scanned(stands, err)
+	stands := make(map[int64]bool, tileWidth)
+	for at, err := range l.scan(ctx, r) {
+		e, err := l.scanned(at, err)
 		if err != nil && !errors.Is(err, ErrTampered) {
 			return 0, err
 		}
+		index := indexIn(at.Key)
+		stands[index] = true
 		switch {
 		case err != nil:
-			altered = cmp.Or(altered, err)
+			altered.add(err, index)
 		case e.Header != nil && of(e.Header):
 			found = append(found, e)
 		}
 	}
-	if len(found) == 0 {
-		return 0, altered
+	if err := l.missing(ctx, n, from, to, stands, altered); err != nil || len(found) == 0 {
+		return 0, err
 	}
 	have, err := l.signatures(ctx, n)
 	if err != nil {
 		return 0, err
 	}
-	hashes, err := l.leaves(ctx, s, n<<tileHeight, (n+1)<<tileHeight)
+	found = slices.DeleteFunc(found, func(e Entry) bool { return have[e.Index] })
+	hashes, err := l.leaves(ctx, s, from, to)
+	if errors.Is(err, ErrTampered) {
+		for i := range found {
+			altered.add(err, found[i].Index)
+		}
+		return 0, nil
+	}
 	if err != nil {
 		return 0, err
 	}
 	var writes []store.Write
 	for i := range found {
 		e := &found[i]
-		if have[e.Index] {
-			continue
-		}
-		signature, err := l.signProven(ctx, l.id, e, hashes[e.Index&(tileWidth-1)])
+		signature, err := l.signProven(ctx, l.id, e, hashes[e.Index-from])
 		if errors.Is(err, ErrTampered) {
-			altered = cmp.Or(altered, err)
+			altered.add(err, e.Index)
 			continue
 		}
 		if err != nil {
@@ -218,7 +255,25 @@ func (l *Log) storeTile(ctx context.Context, n int64, of func(header []byte) boo
 		}
 		stored += len(step)
 	}
-	return stored, altered
+	return stored, nil
+}
+
+// missing adds the entries of a tile that do not stand in the store and were not pruned: a
+// backup may have them.
+func (l *Log) missing(ctx context.Context, n, from, to int64, stands map[int64]bool, altered *alteredEntries) error {
+	if int64(len(stands)) == to-from {
+		return nil
+	}
+	marks, err := l.pruned(ctx, n)
+	if err != nil && !errors.Is(err, ErrTampered) {
+		return err
+	}
+	for i := from; i < to; i++ {
+		if !stands[i] && (err != nil || !marks.has(i)) {
+			altered.add(cmp.Or(err, fmt.Errorf("%w: entry %d is missing", ErrTampered, i)), i)
+		}
+	}
+	return nil
 }
 
 // signatures checks that the stored signatures open, are of entries of the tree, and hold.

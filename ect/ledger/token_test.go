@@ -9,6 +9,7 @@ import (
 	"io"
 	"strings"
 	"testing"
+	"testing/synctest"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -453,4 +454,61 @@ func TestStoreSignaturesWaitsForCommits(t *testing.T) {
 	if n := <-stored; n != 1 || waits() {
 		t.Errorf("%d signatures", n)
 	}
+}
+
+// An altered tile costs no token: its entries are named, and signed once it is put back. An
+// export has them without signatures.
+func TestAlteredTilesAreNotSigned(t *testing.T) {
+	const size = 2*tileWidth + 10
+	st := memory.New(memory.Options{})
+	l := mustOpen(t, laterOptions(st))
+	appendMixed(t, l, 0, size)
+	key := l.tileKey(0, 0)
+	found := must(st.Get(t.Context(), key))(t)
+	put := func(key, value []byte) {
+		t.Helper()
+		if _, err := st.Commit(t.Context(), store.Write{Key: key, Value: value}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	altered := bytes.Clone(found.Value)
+	altered[0] ^= 1
+	put(key, altered)
+	all := func([]byte) bool { return true }
+	n, err := l.StoreSignatures(t.Context(), all)
+	if n != (size-tileWidth)/2 || !errors.Is(err, ErrTampered) || !strings.Contains(err.Error(), "entries [1 3 5 ") ||
+		!strings.Contains(err.Error(), "and 108 more") {
+		t.Errorf("%d signatures: %v", n, err)
+	}
+	if tokens := exportedTokens(t, exported(t, l)); len(tokens) != size-tileWidth/2 || tokens[tileWidth+1] != laterToken(tileWidth+1) {
+		t.Errorf("%d tokens", len(tokens))
+	}
+	put(key, found.Value)
+
+	key = l.entryKey(4)
+	entry := must(st.Get(t.Context(), key))(t)
+	if _, err := st.Commit(t.Context(), store.Write{Key: key, Delete: true}); err != nil {
+		t.Fatal(err)
+	}
+	n, err = l.StoreSignatures(t.Context(), all)
+	if n != tileWidth/2 || !errors.Is(err, ErrTampered) || !strings.Contains(err.Error(), "entries [4]") {
+		t.Errorf("%d signatures: %v", n, err)
+	}
+	put(key, entry.Value)
+	if n, err := l.StoreSignatures(t.Context(), all); n != 0 || err != nil {
+		t.Errorf("%d signatures: %v", n, err)
+	}
+	wantTokens(t, l, size)
+}
+
+// A commit that never ends does not hold the signatures up silently.
+func TestStoreSignaturesGivesUp(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := mustOpen(t, laterOptions(memory.New(memory.Options{})))
+		open := must(l.Record(*laterEvent(1)))(t)
+		defer func() { _ = open.Done(errCrash) }()
+		if n, err := l.StoreSignatures(t.Context(), func([]byte) bool { return true }); n != 0 || !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%d signatures: %v", n, err)
+		}
+	})
 }

@@ -394,7 +394,11 @@ func (e *Evidence) writeNames(ctx context.Context, all []ect.Former) error {
 type laterKeys struct {
 	mu      sync.RWMutex // read-held from the choice of a key until the event has its ticket
 	on      bool
+	signs   string // the newest key of the ring, or of the one that is about to be loaded
 	kids    []string
+	walked  []string    // those of kids under which all is signed, once SignReplaced has ended
+	noted   string      // the key that this process has noted last
+	chosen  atomic.Bool // something was recorded under noted
 	version store.Version
 	key     uint32 // under which they are sealed
 }
@@ -410,6 +414,9 @@ func (k *laterKeys) header(ring *ect.Ring, d *ect.Draft) []byte {
 	header, kid := ring.Header(d.Spelling())
 	if !slices.Contains(k.kids, kid) {
 		return nil
+	}
+	if kid == k.noted && !k.chosen.Load() {
+		k.chosen.Store(true)
 	}
 	return header
 }
@@ -452,20 +459,42 @@ func (e *Evidence) writeLater(ctx context.Context, kids []string) error {
 	return nil
 }
 
+// maxLater bounds the noted keys. Beyond it the sequencer signs: dropping a key could lose
+// tokens.
+const maxLater = 256
+
 // SignWhenShown says whether events are signed when their tokens are asked for, from now on
 // and with the newest key of the ring, or by the sequencer. Keys that it was not called with
-// sign in the sequencer.
+// sign in the sequencer. The key that it was called with before is forgotten if nothing was
+// recorded under it. While the ring changes, nobody may call ForgetSigned.
 func (e *Evidence) SignWhenShown(ctx context.Context, on bool, ring *ect.Ring) error {
-	e.later.mu.Lock()
-	defer e.later.mu.Unlock()
-	if e.later.on = on; !on {
-		return nil
-	}
+	k := &e.later
+	k.mu.Lock()
+	defer k.mu.Unlock()
 	_, kid := ring.Header(ect.Draft00)
-	if slices.Contains(e.later.kids, kid) {
+	k.on, k.signs = on, kid
+	next := slices.Clone(k.kids)
+	if k.noted != "" && k.noted != kid && !k.chosen.Load() {
+		next = slices.DeleteFunc(next, func(noted string) bool { return noted == k.noted })
+	}
+	if on {
+		k.walked = slices.DeleteFunc(k.walked, func(walked string) bool { return walked == kid })
+	}
+	note := on && !slices.Contains(next, kid) && len(next) < maxLater
+	if note {
+		next = append(next, kid)
+	}
+	if slices.Equal(next, k.kids) {
 		return nil
 	}
-	return e.writeLater(ctx, append(slices.Clone(e.later.kids), kid))
+	if err := e.writeLater(ctx, next); err != nil {
+		return err
+	}
+	k.noted = ""
+	if k.chosen.Store(false); note {
+		k.noted = kid
+	}
+	return nil
 }
 
 // KeysToSign are the keys under which events may be recorded that have no signature.
@@ -476,31 +505,60 @@ func (e *Evidence) KeysToSign() []string {
 }
 
 // SignReplaced makes and stores the signatures of what was recorded under replaced keys of
-// the ring and is not signed, and returns those keys: nothing needs their private parts any
-// more. Entries that were altered are left out; then the error is ledger.ErrTampered. With
-// another error nothing is returned, and the next call goes on.
-func (e *Evidence) SignReplaced(ctx context.Context) (done []string, stored int, err error) {
-	var replaced []string
-	for _, k := range e.ring.List() {
-		if k.Private && !k.Signs && !k.Until.IsZero() {
-			replaced = append(replaced, k.ID)
+// the ring and is not signed; if the sequencer signs, also under the key that signs. Then
+// ForgetSigned forgets these keys. The error is ledger.ErrTampered if entries were altered
+// that may name one of them, or that of ledger.Log.StoreSignatures; with any error all keys
+// are still needed, and the next call goes on. Do not call it twice at a time.
+func (e *Evidence) SignReplaced(ctx context.Context) (stored int, err error) {
+	keys := e.ring.List()
+	var walk []string
+	e.later.mu.Lock() // who has chosen one of these keys has a ticket now
+	on := e.later.on
+	for _, k := range keys {
+		replaced := !k.Signs && k.ID != e.later.signs && !k.Until.IsZero()
+		if slices.Contains(e.later.kids, k.ID) && k.Private && !k.Revoked && (replaced || !on) {
+			walk = append(walk, k.ID)
 		}
 	}
-	if len(replaced) == 0 {
-		return nil, 0, nil
-	}
-	isReplaced := func(kid string) bool { return slices.Contains(replaced, kid) }
-	e.later.mu.Lock() // who has chosen one of these keys has a ticket now
-	unsigned := slices.ContainsFunc(e.later.kids, isReplaced)
+	e.later.walked = slices.Clone(walk) // SignWhenShown takes out what signs again
 	e.later.mu.Unlock()
-	if !unsigned {
-		return replaced, 0, nil
+	if len(walk) == 0 {
+		return 0, nil
 	}
-	stored, err = e.log.StoreSignatures(ctx, func(header []byte) bool { return isReplaced(ect.HeaderKeyID(header)) })
-	if err != nil && !errors.Is(err, ledger.ErrTampered) {
-		return nil, stored, err
+	stored, err = e.log.StoreSignatures(ctx, func(header []byte) bool { return slices.Contains(walk, ect.HeaderKeyID(header)) })
+	if err != nil {
+		e.later.mu.Lock()
+		e.later.walked = nil
+		e.later.mu.Unlock()
 	}
-	return replaced, stored, errors.Join(err, e.ForgetKeys(ctx, replaced...))
+	return stored, err
+}
+
+// ForgetSigned forgets the keys whose SignReplaced has ended without an error and that do not
+// sign again since, and revoked ones, which sign nothing. It returns the replaced and revoked
+// keys of the ring whose private parts nothing needs any more. The ring must not change until
+// these are removed.
+func (e *Evidence) ForgetSigned(ctx context.Context) (done []string, err error) {
+	keys := e.ring.List()
+	e.later.mu.Lock()
+	forget := e.later.walked
+	e.later.walked = nil
+	e.later.mu.Unlock()
+	for _, k := range keys {
+		if k.Revoked {
+			forget = append(forget, k.ID)
+		}
+	}
+	if err := e.ForgetKeys(ctx, forget...); err != nil {
+		return nil, err
+	}
+	needed := e.KeysToSign()
+	for _, k := range keys {
+		if k.Private && !k.Signs && (k.Revoked || !k.Until.IsZero()) && !slices.Contains(needed, k.ID) {
+			done = append(done, k.ID)
+		}
+	}
+	return done, nil
 }
 
 // ForgetKeys says that nothing more is signed under these keys.

@@ -61,6 +61,208 @@ func (b *bench) recorded(t *testing.T, d *ect.Draft) ledger.Entry {
 	return e
 }
 
+// signReplaced makes the signatures that are missing, and returns the keys that may go.
+func (b *bench) signReplaced(t *testing.T) (done []string, stored int, err error) {
+	t.Helper()
+	stored, err = b.evidence.SignReplaced(t.Context())
+	done, forgetting := b.evidence.ForgetSigned(t.Context())
+	return done, stored, errors.Join(err, forgetting)
+}
+
+// rotate makes a new key sign, and returns the replaced one.
+func (b *bench) rotate(t *testing.T, path string) (replaced string) {
+	t.Helper()
+	keys := b.ring.List()
+	_, err := b.ring.Rotate(path, ect.ES256, time.Now(), time.Hour, b.evidence.KeysToSign()...)
+	if err == nil {
+		err = b.evidence.SignWhenShown(t.Context(), true, b.ring)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return keys[len(keys)-1].ID
+}
+
+func (b *bench) wantToken(t *testing.T, d *ect.Draft, want string) {
+	t.Helper()
+	e := b.recorded(t, d)
+	if got, err := b.evidence.Log().Token(t.Context(), &e); err != nil || string(got) != want {
+		t.Errorf("%q, want %q: %v", got, want, err)
+	}
+}
+
+// A private part goes only once each entry that names its key has a signature: an altered
+// entry may be put back.
+func TestAlteredEntriesKeepTheirKey(t *testing.T) {
+	b := newBench(t)
+	path := ringPath(t, b)
+	draft, want := b.record(t)
+	b.recorded(t, draft)
+	var entry store.Entry
+	for found, err := range b.store.Scan(t.Context(), store.Prefix([]byte("le"))) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		entry = store.Entry{Key: bytes.Clone(found.Key), Value: bytes.Clone(found.Value)}
+	}
+	put := func(value []byte) {
+		t.Helper()
+		if _, err := b.store.Commit(t.Context(), store.Write{Key: entry.Key, Value: value}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	altered := bytes.Clone(entry.Value)
+	altered[len(altered)-1] ^= 1
+	put(altered)
+	first := b.rotate(t, path)
+	if done, stored, err := b.signReplaced(t); !errors.Is(err, ledger.ErrTampered) || stored != 0 || len(done) != 0 ||
+		!slices.Contains(b.evidence.KeysToSign(), first) {
+		t.Errorf("%q, %d signatures: %v", done, stored, err)
+	}
+	put(entry.Value)
+	if done, stored, err := b.signReplaced(t); err != nil || stored != 1 || !slices.Equal(done, []string{first}) {
+		t.Errorf("put back: %q, %d signatures: %v", done, stored, err)
+	} else if err := b.ring.Retire(path, done...); err != nil {
+		t.Fatal(err)
+	}
+	b.wantToken(t, draft, want)
+}
+
+// Once `sign eager` is loaded, what was recorded before is signed, also under the key that
+// signs: the key file can be replaced.
+func TestSignedBeforeTheFileIsReplaced(t *testing.T) {
+	b := newBench(t)
+	draft, want := b.record(t)
+	if err := b.evidence.SignWhenShown(t.Context(), false, b.ring); err != nil {
+		t.Fatal(err)
+	}
+	if done, stored, err := b.signReplaced(t); err != nil || stored != 1 || done != nil || len(b.evidence.KeysToSign()) != 0 {
+		t.Errorf("%q, %d signatures, %q are needed: %v", done, stored, b.evidence.KeysToSign(), err)
+	}
+	b.ring.Reload(newRing(t))
+	b.wantToken(t, draft, want)
+}
+
+// Nothing is signed under a revoked key, so it needs no private part, and holds no other back.
+func TestRevokedKeysAreForgotten(t *testing.T) {
+	b := newBench(t)
+	path := ringPath(t, b)
+	b.record(t)
+	revoked := b.rotate(t, path)
+	draft, want := b.record(t)
+	second := b.rotate(t, path)
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text = bytes.Replace(text, []byte(`"kid": "`+revoked+`"`), []byte(`"revoked": true, "kid": "`+revoked+`"`), 1)
+	if err := os.WriteFile(path, text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ring, err := ect.LoadRing(path)
+	if err != nil || !ring.List()[0].Revoked {
+		t.Fatal(err)
+	}
+	b.ring.Reload(ring)
+	done, stored, err := b.signReplaced(t)
+	if err != nil || stored != 1 || !slices.Equal(done, []string{revoked, second}) || len(b.evidence.KeysToSign()) != 1 {
+		t.Errorf("%q, %d signatures, %q are needed: %v", done, stored, b.evidence.KeysToSign(), err)
+	}
+	if err := b.ring.Retire(path, done...); err != nil {
+		t.Fatal(err)
+	}
+	b.wantToken(t, draft, want)
+}
+
+// A replaced key that a reload brings back while its signatures are made is not forgotten,
+// also if it is replaced again before they are.
+func TestKeyBroughtBackIsKept(t *testing.T) {
+	for _, replacedAgain := range []bool{false, true} {
+		b := newBench(t)
+		path := ringPath(t, b)
+		before, err := ect.LoadRing(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b.record(t)
+		first := b.rotate(t, path)
+		after, err := ect.LoadRing(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if stored, err := b.evidence.SignReplaced(t.Context()); err != nil || stored != 1 {
+			t.Fatalf("%d signatures: %v", stored, err)
+		}
+		load := func(ring *ect.Ring) {
+			if err := b.evidence.SignWhenShown(t.Context(), true, ring); err != nil {
+				t.Fatal(err)
+			}
+			b.ring.Reload(ring)
+		}
+		load(before)
+		draft, want := b.record(t)
+		if replacedAgain {
+			load(after)
+		}
+		if done, err := b.evidence.ForgetSigned(t.Context()); err != nil || done != nil || !slices.Contains(b.evidence.KeysToSign(), first) {
+			t.Errorf("replaced again %v: %q, %q are needed: %v", replacedAgain, done, b.evidence.KeysToSign(), err)
+		}
+		if !replacedAgain {
+			// Until it is replaced, its private part stays.
+			if done, stored, err := b.signReplaced(t); err != nil || stored != 0 || done != nil {
+				t.Errorf("%q, %d signatures: %v", done, stored, err)
+			}
+			load(after)
+		}
+		if done, stored, err := b.signReplaced(t); err != nil || stored != 1 || !slices.Equal(done, []string{first}) {
+			t.Errorf("replaced again %v: %q, %d signatures: %v", replacedAgain, done, stored, err)
+		} else if err := b.ring.Retire(path, done...); err != nil {
+			t.Fatal(err)
+		}
+		b.wantToken(t, draft, want)
+	}
+}
+
+// A key that signed nothing, as of a configuration that could not be loaded, is not noted for
+// good.
+func TestUnusedKeysAreForgotten(t *testing.T) {
+	for _, used := range []bool{false, true} {
+		b := newBench(t)
+		text, err := b.ring.MarshalText()
+		if err != nil {
+			t.Fatal(err)
+		}
+		path := filepath.Join(t.TempDir(), "ring")
+		if err := os.WriteFile(path, text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		mine, err := ect.LoadRing(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b.record(t)
+		other := newRing(t)
+		if err := b.evidence.SignWhenShown(t.Context(), true, other); err != nil {
+			t.Fatal(err)
+		}
+		b.ring.Reload(other)
+		if used {
+			b.record(t)
+		}
+		b.ring.Reload(mine)
+		if err := b.evidence.SignWhenShown(t.Context(), true, b.ring); err != nil {
+			t.Fatal(err)
+		}
+		want := []string{mine.List()[0].ID}
+		if used {
+			want = append(want, other.List()[0].ID)
+		}
+		if got := b.evidence.KeysToSign(); !slices.Equal(got, want) {
+			t.Errorf("used %v: %q are noted, want %q", used, got, want)
+		}
+	}
+}
+
 // ADR 0064, "Signing when a token is shown": an event is recorded without a signature, and
 // its token has the bytes that it would have had: in this life and the next, after a
 // rotation, and after the key went. It is the same token to whoever presents it.
@@ -125,7 +327,7 @@ func TestSignedWhenShown(t *testing.T) {
 		t.Errorf("%s does not name the new key", e.Header)
 	}
 
-	done, stored, err := b.evidence.SignReplaced(t.Context())
+	done, stored, err := b.signReplaced(t)
 	if err != nil || stored != 1 || !slices.Equal(done, []string{first}) {
 		t.Errorf("%q, %d signatures: %v", done, stored, err)
 	}
@@ -133,7 +335,7 @@ func TestSignedWhenShown(t *testing.T) {
 		t.Errorf("%q are noted", got)
 	}
 	again() // a crash before the key goes
-	if done, stored, err = b.evidence.SignReplaced(t.Context()); err != nil || stored != 0 || !slices.Equal(done, []string{first}) {
+	if done, stored, err = b.signReplaced(t); err != nil || stored != 0 || !slices.Equal(done, []string{first}) {
 		t.Errorf("%q, %d signatures: %v", done, stored, err)
 	}
 	if err := b.ring.Retire(path, done...); err != nil {
@@ -146,7 +348,7 @@ func TestSignedWhenShown(t *testing.T) {
 	if got, err := b.evidence.Log().Token(t.Context(), &e); err != nil || string(got) != wantLater {
 		t.Errorf("%v %s", err, got)
 	}
-	if done, stored, err := b.evidence.SignReplaced(t.Context()); err != nil || stored != 0 || done != nil {
+	if done, stored, err := b.signReplaced(t); err != nil || stored != 0 || done != nil {
 		t.Errorf("%q, %d signatures: %v", done, stored, err)
 	}
 
@@ -297,7 +499,7 @@ func TestRotationBesideRecords(t *testing.T) {
 		}
 		var done []string
 		if err == nil {
-			done, _, err = b.evidence.SignReplaced(t.Context())
+			done, _, err = b.signReplaced(t)
 		}
 		if err == nil {
 			err = b.ring.Retire(path, done...)
