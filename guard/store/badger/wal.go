@@ -664,11 +664,8 @@ func (a *applier) lacks(key, value []byte) (there *bulkValue, lacks bool, err er
 	}
 	at := readPointer(stored.value)
 	found, err := a.bodies.read(at, key[1:])
-	switch {
-	case errors.Is(err, store.ErrDamaged):
-		return nil, true, nil
-	case err != nil:
-		return nil, false, err
+	if err != nil {
+		return nil, true, nil // also where the disk cannot read it: the log has it
 	}
 	return &bulkValue{key: string(key[1:]), value: found, at: at}, false, nil
 }
