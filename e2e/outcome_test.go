@@ -77,6 +77,7 @@ func TestOutcomeByStatus(t *testing.T) {
 		{code: 422, want: completed},
 		{code: 425, want: released},
 		{code: 429, want: released},
+		{code: 529, want: released, preset: map[string]outcome{"strict": inDoubt}}, // overloaded, as LLM APIs say
 		{code: 429, header: []string{"Retry-After", "7"}, want: released},
 		{code: 499, want: inDoubt, preset: map[string]outcome{"stripe": resent}},
 		{code: 500, want: completed, preset: strict(completed)},

@@ -282,7 +282,7 @@ type Answer struct {
 // refused reports a refusal before the call was processed.
 func (a Answer) refused() bool {
 	switch a.Status {
-	case 401, 403, 407, 421, 425, 429:
+	case 401, 403, 407, 421, 425, 429, 529:
 		return true
 	case 503:
 		return a.RetryAfter

@@ -198,6 +198,7 @@ func TestOutcomeTable(t *testing.T) {
 		{503, false, doubt, doubt, free, doubt},
 		{503, true, free, free, free, doubt},
 		{504, false, doubt, doubt, free, doubt},
+		{529, false, free, free, free, doubt},
 	} {
 		for preset, want := range map[execution.Preset]execution.Verdict{
 			"": row.plain, execution.PresetDefault: row.plain, execution.PresetStripe: row.stripe,
