@@ -6,7 +6,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"iter"
 	"strings"
 	"sync"
 	"testing"
@@ -281,32 +280,5 @@ func must[T any](v T, err error) func(testing.TB) T {
 			t.Fatal(err)
 		}
 		return v
-	}
-}
-
-// rotten is a store whose values under some keys are damaged, as those in a file can be.
-type rotten struct {
-	store.Store
-	keys map[string]bool
-}
-
-func (s *rotten) Get(ctx context.Context, key []byte) (store.Entry, error) {
-	if s.keys[string(key)] {
-		return store.Entry{}, fmt.Errorf("reading: %w", store.ErrDamaged)
-	}
-	return s.Store.Get(ctx, key)
-}
-
-func (s *rotten) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
-	return func(yield func(store.Entry, error) bool) {
-		for e, err := range s.Store.Scan(ctx, r) {
-			if err == nil && s.keys[string(e.Key)] {
-				yield(store.Entry{Key: e.Key}, fmt.Errorf("scanning: %w", store.ErrDamaged))
-				return
-			}
-			if !yield(e, err) {
-				return
-			}
-		}
 	}
 }

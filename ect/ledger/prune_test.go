@@ -18,6 +18,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/storetest"
 )
 
 // full is a store that accepts only changes of existing keys, as a full badger store does.
@@ -277,7 +278,7 @@ func TestPruneGoesOnPastDamage(t *testing.T) {
 func TestDamagedValuesStopNothing(t *testing.T) {
 	mem := memory.New(memory.Options{})
 	var log bytes.Buffer
-	bad := &rotten{mem, map[string]bool{}}
+	bad := &storetest.Damaged{Store: mem, Keys: map[string]bool{}}
 	o := testOptions(bad)
 	o.Logger = slog.New(slog.NewTextHandler(&log, nil))
 	l := mustOpen(t, o)
@@ -285,7 +286,7 @@ func TestDamagedValuesStopNothing(t *testing.T) {
 	appendEvents(t, l, 0, size)
 	drain(t, l)
 	for _, index := range []int64{7, 8, tileWidth, size - 2, size - 1} {
-		bad.keys[string(l.entryKey(index))] = true
+		bad.Keys[string(l.entryKey(index))] = true
 	}
 	before := l.now.Load().recorded
 	l = mustOpen(t, o) // with the newest entry damaged
@@ -313,7 +314,7 @@ func TestDamagedValuesStopNothing(t *testing.T) {
 	appendEvents(t, l, size, size+2)
 	drain(t, l)
 	// Of the last tile, which is not full, there is nothing to prove the others with.
-	bad.keys[string(l.entryKey(size))] = true
+	bad.Keys[string(l.entryKey(size))] = true
 	if _, err := Open(t.Context(), o); !errors.Is(err, ErrTampered) {
 		t.Errorf("opened without an entry of the last tile: %v", err)
 	}

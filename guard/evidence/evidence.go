@@ -88,6 +88,8 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 		headFile: o.HeadFile, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
 		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), uses: &uses{most: maxUses, m: map[string][]used{}},
 	}
+	e.names.under, e.names.called = []byte{spaceNames}, "the names that the gateway has had"
+	e.later.under, e.later.called = []byte{spaceNames, 's'}, "the keys of what is not signed yet"
 	e.log, err = ledger.Open(ctx, ledger.Options{
 		Store: o.Store, Sealer: o.Sealer, Origin: origin, HeadSigner: head,
 		HeadKeys: note.VerifierList(head.Verifier), Sign: signWith(issuer), Signature: o.Ring.Signature, Verifies: o.Ring.Verifies,
@@ -96,7 +98,7 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	if err != nil {
 		return nil, fmt.Errorf("evidence: %w", err)
 	}
-	if err := errors.Join(e.readNames(ctx), e.readLater(ctx)); err != nil {
+	if err := errors.Join(e.names.read(ctx, e), e.later.read(ctx, e)); err != nil {
 		return nil, err
 	}
 	e.log.Start()
@@ -318,32 +320,64 @@ const (
 // latest name last. They are kept with the ledger that they explain, and sealed, so that
 // nobody can add one (ADR 0040).
 type names struct {
-	mu      sync.Mutex
-	all     []ect.Former
-	version store.Version
-	key     uint32 // under which they are sealed
+	mu sync.Mutex
+	sealedList[ect.Former]
 }
 
-var namesKey = []byte{spaceNames}
+// sealedList is a list that is stored as one sealed JSON value.
+type sealedList[T any] struct {
+	under   []byte // its key in the store
+	called  string // in errors
+	all     []T
+	version store.Version
+	key     uint32 // under which it is sealed
+}
 
-// readNames reads the stored names, if any.
-func (e *Evidence) readNames(ctx context.Context) error {
-	found, err := e.store.Get(ctx, namesKey)
+// read reads the stored list, if any.
+func (l *sealedList[T]) read(ctx context.Context, e *Evidence) error {
+	found, err := e.store.Get(ctx, l.under)
 	if errors.Is(err, store.ErrNotFound) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	text, err := e.sealer.Open(nil, found.Value, namesKey)
+	text, err := e.sealer.Open(nil, found.Value, l.under)
 	if err == nil {
-		err = json.Unmarshal(text, &e.names.all)
+		err = json.Unmarshal(text, &l.all)
 	}
 	if err != nil {
-		return fmt.Errorf("evidence: the names that the gateway has had: %w: %w", ledger.ErrTampered, err)
+		return fmt.Errorf("evidence: %s: %w: %w", l.called, ledger.ErrTampered, err)
 	}
-	e.names.version, e.names.key = found.Version, e.sealer.KeyOf(found.Value)
+	l.version, l.key = found.Version, e.sealer.KeyOf(found.Value)
 	return nil
+}
+
+// write replaces the list.
+func (l *sealedList[T]) write(ctx context.Context, e *Evidence, all []T) error {
+	text, err := json.Marshal(all)
+	if err != nil {
+		return err
+	}
+	condition := store.Absent()
+	if l.version != 0 {
+		condition = store.VersionIs(l.version)
+	}
+	sealed := e.sealer.Seal(nil, text, l.under)
+	version, err := e.store.Commit(ctx, store.Write{Key: l.under, Value: sealed, If: condition})
+	if err != nil {
+		return fmt.Errorf("evidence: writing %s: %w", l.called, err)
+	}
+	l.all, l.version, l.key = all, version, e.sealer.KeyOf(sealed)
+	return nil
+}
+
+// reseal writes the list again unless it is sealed under the newest key.
+func (l *sealedList[T]) reseal(ctx context.Context, e *Evidence, newest uint32) error {
+	if l.version == 0 || l.key == newest {
+		return nil
+	}
+	return l.write(ctx, e, l.all)
 }
 
 // RecordName records that the gateway signs under a name with the newest key of the ring.
@@ -367,43 +401,21 @@ func (e *Evidence) RecordName(ctx context.Context, name string, ring *ect.Ring) 
 	}
 	now.Keys = now.Keys[max(0, len(now.Keys)-maxNameKeys):]
 	next = append(next, now)
-	return e.writeNames(ctx, next[max(0, len(next)-maxNames):])
-}
-
-func (e *Evidence) writeNames(ctx context.Context, all []ect.Former) error {
-	text, err := json.Marshal(all)
-	if err != nil {
-		return err
-	}
-	condition := store.Absent()
-	if e.names.version != 0 {
-		condition = store.VersionIs(e.names.version)
-	}
-	sealed := e.sealer.Seal(nil, text, namesKey)
-	version, err := e.store.Commit(ctx, store.Write{Key: namesKey, Value: sealed, If: condition})
-	if err != nil {
-		return fmt.Errorf("evidence: noting the gateway's name: %w", err)
-	}
-	e.names.all, e.names.version, e.names.key = all, version, e.sealer.KeyOf(sealed)
-	return nil
+	return e.names.write(ctx, e, next[max(0, len(next)-maxNames):])
 }
 
 // laterKeys are the keys under which events are recorded with the header of their token, to
 // be signed when the token is shown (ADR 0064). They are stored before the first such event,
 // so that none of them loses its private part unnoticed.
 type laterKeys struct {
-	mu      sync.RWMutex // read-held from the choice of a key until the event has its ticket
-	on      bool
-	signs   string // the newest key of the ring, or of the one that is about to be loaded
-	kids    []string
-	walked  []string    // those of kids under which all is signed, once SignReplaced has ended
-	noted   string      // the key that this process has noted last
-	chosen  atomic.Bool // something was recorded under noted
-	version store.Version
-	key     uint32 // under which they are sealed
+	mu     sync.RWMutex // read-held from the choice of a key until the event has its ticket
+	on     bool
+	signs  string      // the newest key of the ring, or of the one that is about to be loaded
+	walked []string    // those under which all is signed, once SignReplaced has ended
+	noted  string      // the key that this process has noted last
+	chosen atomic.Bool // something was recorded under noted
+	sealedList[string]
 }
-
-var laterKey = []byte{spaceNames, 's'}
 
 // header is the header that a draft is recorded with; nil if the sequencer is to sign it. mu
 // is held.
@@ -412,51 +424,13 @@ func (k *laterKeys) header(ring *ect.Ring, d *ect.Draft) []byte {
 		return nil
 	}
 	header, kid := ring.Header(d.Spelling())
-	if !slices.Contains(k.kids, kid) {
+	if !slices.Contains(k.all, kid) {
 		return nil
 	}
 	if kid == k.noted && !k.chosen.Load() {
 		k.chosen.Store(true)
 	}
 	return header
-}
-
-func (e *Evidence) readLater(ctx context.Context) error {
-	found, err := e.store.Get(ctx, laterKey)
-	if errors.Is(err, store.ErrNotFound) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	text, err := e.sealer.Open(nil, found.Value, laterKey)
-	if err == nil {
-		err = json.Unmarshal(text, &e.later.kids)
-	}
-	if err != nil {
-		return fmt.Errorf("evidence: the keys of what is not signed yet: %w: %w", ledger.ErrTampered, err)
-	}
-	e.later.version, e.later.key = found.Version, e.sealer.KeyOf(found.Value)
-	return nil
-}
-
-// writeLater stores the keys. later.mu is held.
-func (e *Evidence) writeLater(ctx context.Context, kids []string) error {
-	text, err := json.Marshal(kids)
-	if err != nil {
-		return err
-	}
-	condition := store.Absent()
-	if e.later.version != 0 {
-		condition = store.VersionIs(e.later.version)
-	}
-	sealed := e.sealer.Seal(nil, text, laterKey)
-	version, err := e.store.Commit(ctx, store.Write{Key: laterKey, Value: sealed, If: condition})
-	if err != nil {
-		return fmt.Errorf("evidence: noting under which keys something is not signed yet: %w", err)
-	}
-	e.later.kids, e.later.version, e.later.key = kids, version, e.sealer.KeyOf(sealed)
-	return nil
 }
 
 // maxLater bounds the noted keys. Beyond it the sequencer signs: dropping a key could lose
@@ -473,7 +447,7 @@ func (e *Evidence) SignWhenShown(ctx context.Context, on bool, ring *ect.Ring) e
 	defer k.mu.Unlock()
 	_, kid := ring.Header(ect.Draft00)
 	k.on, k.signs = on, kid
-	next := slices.Clone(k.kids)
+	next := slices.Clone(k.all)
 	if k.noted != "" && k.noted != kid && !k.chosen.Load() {
 		next = slices.DeleteFunc(next, func(noted string) bool { return noted == k.noted })
 	}
@@ -484,10 +458,10 @@ func (e *Evidence) SignWhenShown(ctx context.Context, on bool, ring *ect.Ring) e
 	if note {
 		next = append(next, kid)
 	}
-	if slices.Equal(next, k.kids) {
+	if slices.Equal(next, k.all) {
 		return nil
 	}
-	if err := e.writeLater(ctx, next); err != nil {
+	if err := e.later.write(ctx, e, next); err != nil {
 		return err
 	}
 	k.noted = ""
@@ -501,7 +475,7 @@ func (e *Evidence) SignWhenShown(ctx context.Context, on bool, ring *ect.Ring) e
 func (e *Evidence) KeysToSign() []string {
 	e.later.mu.RLock()
 	defer e.later.mu.RUnlock()
-	return slices.Clone(e.later.kids)
+	return slices.Clone(e.later.all)
 }
 
 // SignReplaced makes and stores the signatures of what was recorded under replaced keys of
@@ -516,7 +490,7 @@ func (e *Evidence) SignReplaced(ctx context.Context) (stored int, err error) {
 	on := e.later.on
 	for _, k := range keys {
 		replaced := !k.Signs && k.ID != e.later.signs && !k.Until.IsZero()
-		if slices.Contains(e.later.kids, k.ID) && k.Private && !k.Revoked && (replaced || !on) {
+		if slices.Contains(e.later.all, k.ID) && k.Private && !k.Revoked && (replaced || !on) {
 			walk = append(walk, k.ID)
 		}
 	}
@@ -565,11 +539,11 @@ func (e *Evidence) ForgetSigned(ctx context.Context) (done []string, err error) 
 func (e *Evidence) ForgetKeys(ctx context.Context, kids ...string) error {
 	e.later.mu.Lock()
 	defer e.later.mu.Unlock()
-	left := slices.DeleteFunc(slices.Clone(e.later.kids), func(kid string) bool { return slices.Contains(kids, kid) })
-	if len(left) == len(e.later.kids) {
+	left := slices.DeleteFunc(slices.Clone(e.later.all), func(kid string) bool { return slices.Contains(kids, kid) })
+	if len(left) == len(e.later.all) {
 		return nil
 	}
-	return e.writeLater(ctx, left)
+	return e.later.write(ctx, e, left)
 }
 
 // Reseal seals with the newest key what older ones have sealed.
@@ -578,16 +552,11 @@ func (e *Evidence) Reseal(ctx context.Context) error {
 	ids := e.sealer.KeyIDs()
 	newest := ids[len(ids)-1]
 	e.later.mu.Lock()
-	if e.later.version != 0 && e.later.key != newest {
-		err = errors.Join(err, e.writeLater(ctx, e.later.kids))
-	}
+	err = errors.Join(err, e.later.reseal(ctx, e, newest))
 	e.later.mu.Unlock()
 	e.names.mu.Lock()
 	defer e.names.mu.Unlock()
-	if e.names.version != 0 && e.names.key != newest {
-		err = errors.Join(err, e.writeNames(ctx, e.names.all))
-	}
-	return err
+	return errors.Join(err, e.names.reseal(ctx, e, newest))
 }
 
 // MissingKeys lists the keys that the gateway has signed with and the ring lacks: their

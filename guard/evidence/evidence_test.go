@@ -3,6 +3,7 @@ package evidence_test
 import (
 	"bytes"
 	"context"
+	"encoding"
 	"errors"
 	"os"
 	"path/filepath"
@@ -309,7 +310,7 @@ func TestNamesOfBefore(t *testing.T) {
 	}
 	held("noted")
 	b.close(t)
-	if _, err := b.sealer.Rotate(ringFile(t, b), func(uint32) error { return nil }); err != nil {
+	if _, err := b.sealer.Rotate(textFile(t, b.sealer), func(uint32) error { return nil }); err != nil {
 		t.Fatal(err)
 	}
 	b.open(t)
@@ -341,9 +342,10 @@ func TestNamesOfBefore(t *testing.T) {
 	}
 }
 
-func ringFile(t *testing.T, b *bench) string {
+// textFile writes a ring of keys to a file.
+func textFile(t *testing.T, ring encoding.TextMarshaler) string {
 	t.Helper()
-	text, err := b.sealer.MarshalText()
+	text, err := ring.MarshalText()
 	if err != nil {
 		t.Fatal(err)
 	}

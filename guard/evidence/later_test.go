@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"os"
-	"path/filepath"
 	"slices"
 	"sync"
 	"testing"
@@ -22,15 +21,7 @@ import (
 // ringPath writes the bench's ring of signing keys to a file.
 func ringPath(t *testing.T, b *bench) string {
 	t.Helper()
-	text, err := b.ring.MarshalText()
-	if err != nil {
-		t.Fatal(err)
-	}
-	path := filepath.Join(t.TempDir(), "ring")
-	if err := os.WriteFile(path, text, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	return path
+	return textFile(t, b.ring)
 }
 
 // record records a draft, and returns it with the token that it has if signed at once.
@@ -228,14 +219,7 @@ func TestKeyBroughtBackIsKept(t *testing.T) {
 func TestUnusedKeysAreForgotten(t *testing.T) {
 	for _, used := range []bool{false, true} {
 		b := newBench(t)
-		text, err := b.ring.MarshalText()
-		if err != nil {
-			t.Fatal(err)
-		}
-		path := filepath.Join(t.TempDir(), "ring")
-		if err := os.WriteFile(path, text, 0o600); err != nil {
-			t.Fatal(err)
-		}
+		path := ringPath(t, b)
 		mine, err := ect.LoadRing(path)
 		if err != nil {
 			t.Fatal(err)
@@ -520,7 +504,7 @@ func TestRotationBesideRecords(t *testing.T) {
 func TestKeysToSignAreSealed(t *testing.T) {
 	b := newBench(t)
 	b.record(t)
-	if _, err := b.sealer.Rotate(ringFile(t, b), func(uint32) error { return nil }); err != nil {
+	if _, err := b.sealer.Rotate(textFile(t, b.sealer), func(uint32) error { return nil }); err != nil {
 		t.Fatal(err)
 	}
 	if err := b.evidence.Reseal(t.Context()); err != nil {

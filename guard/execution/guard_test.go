@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"iter"
 	"slices"
 	"strings"
 	"sync"
@@ -19,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/storetest"
 )
 
 var ctx = context.Background()
@@ -1101,33 +1101,6 @@ func TestFollowerStopsWaitingWithItsContext(t *testing.T) {
 	})
 }
 
-// rotten is a store whose values under some keys are damaged, as those in a file can be.
-type rotten struct {
-	store.Store
-	keys map[string]bool
-}
-
-func (s *rotten) Get(ctx context.Context, key []byte) (store.Entry, error) {
-	if s.keys[string(key)] {
-		return store.Entry{}, fmt.Errorf("reading: %w", store.ErrDamaged)
-	}
-	return s.Store.Get(ctx, key)
-}
-
-func (s *rotten) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
-	return func(yield func(store.Entry, error) bool) {
-		for e, err := range s.Store.Scan(ctx, r) {
-			if err == nil && s.keys[string(e.Key)] {
-				yield(store.Entry{Key: e.Key}, fmt.Errorf("scanning: %w", store.ErrDamaged))
-				return
-			}
-			if !yield(e, err) {
-				return
-			}
-		}
-	}
-}
-
 // P1, P4: a damaged record is an earlier call that cannot be read, and no store that does not answer:
 // it is not forwarded unguarded, and does not hold up what asks for it forever.
 func TestP1DamagedRecordIsUnreadable(t *testing.T) {
@@ -1135,7 +1108,7 @@ func TestP1DamagedRecordIsUnreadable(t *testing.T) {
 	c := r.call("a")
 	e := r.claim(c)
 	r.settle(e, answered(e, []byte("done")))
-	bad := &rotten{r.mem, map[string]bool{"x" + string(c.Key[:]): true}}
+	bad := &storetest.Damaged{Store: r.mem, Keys: map[string]bool{"x" + string(c.Key[:]): true}}
 	g, _, err := execution.Open(ctx, bad, r.ring)
 	if err != nil {
 		t.Fatal(err)
@@ -1143,7 +1116,7 @@ func TestP1DamagedRecordIsUnreadable(t *testing.T) {
 	if _, err := g.Get(ctx, c.Key); !errors.Is(err, execution.ErrStore) || !errors.Is(err, execution.ErrUnreadable) {
 		t.Errorf("a damaged record: %v", err)
 	}
-	bad.keys["r"+string(c.Key[:])] = true
+	bad.Keys["r"+string(c.Key[:])] = true
 	if _, err := g.LookUp(ctx, c.Key, c.Fingerprint); !errors.Is(err, execution.ErrUnreadable) {
 		t.Errorf("a damaged record, and its answer too: %v", err)
 	}

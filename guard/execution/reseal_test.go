@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/storetest"
 )
 
 // rotate gives the rig's ring another key, as a gateway does.
@@ -526,7 +527,7 @@ func TestResealKeepsTheKeysOfDamagedValues(t *testing.T) {
 	c := r.call("a")
 	e := r.claim(c)
 	r.settle(e, answered(e, make([]byte, 1000)))
-	bad := &rotten{r.mem, map[string]bool{"x" + string(c.Key[:]): true}}
+	bad := &storetest.Damaged{Store: r.mem, Keys: map[string]bool{"x" + string(c.Key[:]): true}}
 	g, _, err := execution.Open(ctx, bad, r.ring)
 	if err != nil {
 		t.Fatal(err)
@@ -542,7 +543,7 @@ func TestResealKeepsTheKeysOfDamagedValues(t *testing.T) {
 		}
 	}
 	r.wantInUse(1, 2)
-	clear(bad.keys) // back from a backup
+	clear(bad.Keys) // back from a backup
 	if p := r.reseal(); p.Damaged != 0 {
 		t.Errorf("%+v", p)
 	}

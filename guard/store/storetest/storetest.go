@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"strconv"
 	"strings"
@@ -498,4 +499,33 @@ func exerciseLimits(t *testing.T, open Opener) {
 			t.Errorf("%d entries, want %d: the store keeps its own ones apart", n, len(keys))
 		}
 	})
+}
+
+// Damaged is a store whose values under some keys are damaged, as those in a file can be.
+type Damaged struct {
+	store.Store
+	Keys map[string]bool
+}
+
+// Get returns store.ErrDamaged for those keys.
+func (s *Damaged) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	if s.Keys[string(key)] {
+		return store.Entry{}, fmt.Errorf("reading: %w", store.ErrDamaged)
+	}
+	return s.Store.Get(ctx, key)
+}
+
+// Scan ends with store.ErrDamaged at the first of those keys.
+func (s *Damaged) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	return func(yield func(store.Entry, error) bool) {
+		for e, err := range s.Store.Scan(ctx, r) {
+			if err == nil && s.Keys[string(e.Key)] {
+				yield(store.Entry{Key: e.Key}, fmt.Errorf("scanning: %w", store.ErrDamaged))
+				return
+			}
+			if !yield(e, err) {
+				return
+			}
+		}
+	}
 }
