@@ -1,0 +1,554 @@
+package protocol
+
+import (
+	"bytes"
+	"io"
+	"maps"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Meaning says what an answer tells of its call.
+type Meaning uint8
+
+const (
+	// Unanswered: there was no final answer, or none that could be read.
+	Unanswered Meaning = iota
+	// Executed: there is a result, also one that says that the tool has failed.
+	Executed
+	// NotExecuted: an error before anything was executed.
+	NotExecuted
+	// Failed: an error that says no more than an HTTP status of 500.
+	Failed
+	// Doubtful: another guard has the call in doubt, or has a record in its way.
+	Doubtful
+)
+
+// Outcome is what an answer says.
+type Outcome struct {
+	Meaning Meaning
+	// Code is the code of a JSON-RPC error, or 0.
+	Code int
+	// Step says that the server asks for input first: the client sends the call again with it.
+	Step bool
+	// Task is the id of the task that goes on, or empty.
+	Task string
+	// Resumable says that the stream has ids of events, so that it may go on elsewhere.
+	Resumable bool
+}
+
+// Reply is what a repeated answer takes from the request that asks for it.
+type Reply struct {
+	// ID is the id of the request as it was sent; nil keeps the id.
+	ID []byte
+	// Progress is the progress token as it was sent; with nil no progress is repeated.
+	Progress []byte
+	// Live says that the call still runs: what its server asks the client for is repeated too.
+	Live bool
+}
+
+// ProblemCode is the code of all JSON-RPC errors that the guard itself answers with.
+const ProblemCode = -32090
+
+// maxScalar is the longest value of an answer that is read, and maxHeld the longest beginning of a
+// message that is held until it is clear what it is, in bytes.
+const (
+	maxScalar = 1 << 10
+	maxHeld   = 64 << 10
+)
+
+// Answer follows an answer's body while it is written. It keeps a bounded part of it.
+type Answer struct {
+	protocol Protocol
+	learn    func(tool string, readOnly bool)
+	lines    lines // of a stream of events
+	stream   bool
+	scan     scanner
+	value    []byte // the value being read, from path at
+	at       string
+	reads    bool
+	m        answered
+	out      Outcome
+	rewrite  *rewriting // nil: the answer is read only
+}
+
+// answered is what is known of one message of an answer.
+type answered struct {
+	response, request bool // it has a result or an error; a method
+	failed            bool // an error
+	method            string
+	code              string
+	status            string // error.data.status of another guard
+	final             bool   // A2A: nothing follows
+	step              bool
+	task              string
+	tool              string // the tool being listed
+	readOnly          bool
+}
+
+// NewAnswer follows an answer with this Content-Type to a message of this protocol. learn is called
+// for each tool of a list, with its annotation; it may be nil.
+func NewAnswer(p Protocol, contentType string, learn func(tool string, readOnly bool)) *Answer {
+	return &Answer{protocol: p, learn: learn, stream: isStream(contentType)}
+}
+
+func isStream(contentType string) bool {
+	media, _, _ := strings.Cut(contentType, ";")
+	return strings.EqualFold(strings.TrimSpace(media), "text/event-stream")
+}
+
+// Write reads the next part of the body. It never fails.
+func (a *Answer) Write(p []byte) (int, error) {
+	if a.stream {
+		a.lines.split(a, p)
+	} else {
+		a.feed(p)
+	}
+	return len(p), nil
+}
+
+// End returns the outcome of the whole body. An event without its empty line does not count, as
+// its clients do not see it either.
+func (a *Answer) End() Outcome {
+	if !a.stream {
+		a.finish()
+	}
+	return a.out
+}
+
+// feed scans JSON and passes it on.
+func (a *Answer) feed(p []byte) {
+	for len(p) > 0 {
+		n, ev := a.scan.next(p)
+		if a.reads && len(a.value) <= maxScalar {
+			a.value = append(a.value, p[:n]...)
+		}
+		a.emit(p[:n])
+		p = p[n:]
+		switch {
+		case ev == begins:
+			a.begins(p[0])
+		case ev == ended && a.reads:
+			a.ended()
+		case ev == closed:
+			a.closed()
+		}
+	}
+}
+
+func (a *Answer) emit(p []byte) {
+	if a.rewrite != nil {
+		a.rewrite.write(p)
+	}
+}
+
+// begins notes what the message is by the members that it has.
+func (a *Answer) begins(first byte) {
+	a.at = a.scan.path()
+	switch a.at {
+	case "":
+		return
+	case "result":
+		a.m.response = true
+	case "error":
+		a.m.response, a.m.failed = true, first == '{'
+	case "result.message":
+		a.m.final = true
+	}
+	if a.rewrite != nil {
+		a.rewrite.known(&a.m)
+	}
+	if first != '{' && first != '[' {
+		a.reads, a.value = true, a.value[:0]
+		if a.rewrite != nil {
+			a.rewrite.begins(a.at)
+		}
+	}
+}
+
+// ended reads a value.
+func (a *Answer) ended() {
+	a.reads = false
+	text := ""
+	if len(a.value) <= maxScalar {
+		text = string(a.value)
+		if text[0] == '"' {
+			text = unquote(a.value)
+		}
+	}
+	switch a.at {
+	case "id", "params.progressToken":
+		if a.rewrite != nil {
+			a.rewrite.ends(a.at, a.value, &a.m)
+		}
+	case "method":
+		a.m.request, a.m.method = true, text
+	case "error.code":
+		a.m.code = text
+	case "error.data.status":
+		a.m.status = text
+	case "result.resultType":
+		a.m.step = text == "input_required"
+	case "result.kind":
+		a.m.final = a.m.final || text == "message"
+	case "result.final", "result.statusUpdate.final":
+		a.m.final = a.m.final || text == "true"
+	case "result.status.state", "result.task.status.state", "result.statusUpdate.status.state":
+		state := strings.ReplaceAll(strings.ToLower(strings.TrimPrefix(text, "TASK_STATE_")), "_", "-")
+		a.m.final = a.m.final || slices.Contains(settled, state)
+	case "result.task.taskId", "result.taskId", "result.id", "result.task.id", "result.statusUpdate.taskId":
+		if a.m.task == "" {
+			a.m.task = text
+		}
+	case "result.tools..name":
+		a.m.tool = text
+	case "result.tools..annotations.readOnlyHint":
+		a.m.readOnly = text == "true"
+	}
+}
+
+// closed learns a tool at the end of its description.
+func (a *Answer) closed() {
+	if a.learn == nil || len(a.scan.open) != 3 || a.scan.path() != "result.tools." {
+		return
+	}
+	if a.m.tool != "" {
+		a.learn(a.m.tool, a.m.readOnly)
+	}
+	a.m.tool, a.m.readOnly = "", false
+}
+
+// settled are the states in which a task of A2A is at an end, or waits for its client.
+var settled = []string{"completed", "failed", "canceled", "cancelled", "rejected", "input-required", "auth-required"}
+
+// finish takes a whole message into account.
+func (a *Answer) finish() {
+	if a.rewrite != nil {
+		a.rewrite.finish(&a.m)
+	}
+	m := a.m
+	a.m, a.reads = answered{}, false
+	names := a.scan.names // of which only the memory is used again
+	a.scan = scanner{open: a.scan.open[:0], names: names}
+	if !m.response || m.request {
+		return
+	}
+	if m.task != "" {
+		a.out.Task = m.task
+	}
+	switch {
+	case m.failed:
+		a.out.Code, _ = strconv.Atoi(m.code)
+		a.out.Meaning = meaningOf(a.protocol, a.out.Code, m.status)
+		a.out.Step = a.protocol == MCP && a.out.Code == codeNeedsURL
+	case a.protocol == A2A && a.stream && !m.final:
+	default:
+		a.out.Meaning, a.out.Step = Executed, m.step
+	}
+}
+
+// codeNeedsURL is MCP's error of a call that needs its user at a page first.
+const codeNeedsURL = -32042
+
+// meaningOf says what a JSON-RPC error means for its call.
+func meaningOf(p Protocol, code int, status string) Meaning {
+	switch {
+	case code == ProblemCode && status == strconv.Itoa(http.StatusConflict):
+		return Doubtful
+	case code == ProblemCode, code == -32700, code == -32600, code == -32601, code == -32602:
+		return NotExecuted
+	case p == MCP && (-32022 <= code && code <= -32020 || code == codeNeedsURL):
+		return NotExecuted
+	case p == A2A && -32009 <= code && code <= -32001 && code != -32006:
+		return NotExecuted
+	case code == -32603, -32099 <= code && code <= -32000:
+		return Failed
+	}
+	return Executed // an error of the method itself
+}
+
+// Judge completes the outcome of an answer by its HTTP status. Unanswered leaves the verdict to the
+// rules of HTTP where the status is not 200.
+func Judge(m *Message, status int, o Outcome) Outcome {
+	switch status {
+	case http.StatusBadRequest, http.StatusNotFound, http.StatusMethodNotAllowed, http.StatusNotAcceptable, http.StatusUnsupportedMediaType:
+		// The transport refuses: a tool's own errors have the status 200. With 404 a session has
+		// ended, and the client sends the call again in a new one.
+		if m.Protocol == MCP && (o.Meaning == Unanswered || o.Meaning == Failed) {
+			o.Meaning = NotExecuted
+		}
+	}
+	return o
+}
+
+// lines splits a stream of events (HTML, "Server-sent events") that comes in pieces.
+type lines struct {
+	head  []byte // the beginning of a line
+	in    byte   // 'd' in a line of data, 'i' of an id, 'o' in another; 0 at its beginning
+	space bool   // one space before the data does not belong to it
+	cr    byte   // the line before had this kind and ended with a CR
+	later bool   // the first line is over, which may begin with a mark of its byte order
+}
+
+// maxField is longer than each name that counts, with its colon and a byte order mark.
+const maxField = 8
+
+func (l *lines) split(a *Answer, p []byte) {
+	for len(p) > 0 {
+		before := l.cr
+		if l.cr = 0; before != 0 && p[0] == '\n' {
+			if before != 'i' {
+				a.emit(p[:1])
+			}
+			p = p[1:]
+			continue
+		}
+		switch l.in {
+		case 0:
+			l.begin(a, p[0])
+			p = p[1:]
+		case 'd':
+			if l.space && p[0] == ' ' {
+				a.emit(p[:1])
+				l.space, p = false, p[1:]
+				continue
+			}
+			l.space = false
+			n := bytes.IndexAny(p, "\r\n")
+			if n < 0 {
+				n = len(p)
+			}
+			a.feed(p[:n])
+			if p = p[n:]; len(p) > 0 {
+				l.end(a, p[0])
+				p = p[1:]
+			}
+		default:
+			n := bytes.IndexAny(p, "\r\n")
+			if n < 0 {
+				n = len(p)
+			}
+			if l.in != 'i' {
+				a.emit(p[:n])
+			}
+			if p = p[n:]; len(p) > 0 {
+				l.end(a, p[0])
+				p = p[1:]
+			}
+		}
+	}
+}
+
+// begin takes a byte of the beginning of a line.
+func (l *lines) begin(a *Answer, c byte) {
+	over := c == '\r' || c == '\n'
+	if over && len(l.head) == 0 {
+		l.in = 'e' // the end of an event
+		l.end(a, c)
+		return
+	}
+	if !over {
+		l.head = append(l.head, c)
+		if c != ':' && len(l.head) < maxField {
+			return
+		}
+	}
+	name := string(l.head)
+	if !l.later {
+		name = strings.TrimPrefix(name, "\ufeff")
+	}
+	switch l.later = true; strings.TrimSuffix(name, ":") {
+	case "data":
+		l.in, l.space = 'd', !over
+	case "id":
+		l.in, a.out.Resumable = 'i', true
+	default:
+		l.in = 'o'
+	}
+	if l.in != 'i' {
+		a.emit(l.head)
+	}
+	l.head = l.head[:0]
+	if over {
+		l.end(a, c)
+	}
+}
+
+// end ends a line with c.
+func (l *lines) end(a *Answer, c byte) {
+	if l.in == 'd' { // a line's end is white space for JSON
+		if _, ev := a.scan.next([]byte{'\n'}); ev == ended && a.reads {
+			a.ended()
+			_, _ = a.scan.next([]byte{'\n'})
+		}
+	}
+	if l.in != 'i' {
+		a.emit([]byte{c})
+	}
+	if c == '\r' {
+		l.cr = l.in
+	}
+	if l.in == 'e' {
+		a.finish()
+	}
+	l.in = 0
+}
+
+// Reader returns from, the body of a recorded answer, as the answer to the request of r. It changes
+// ids and progress tokens only, and leaves out ids of events; a stream also loses what the server
+// asked the first client for. It holds no more than 64 KiB at a time beyond what it has read.
+func (r Reply) Reader(from io.Reader, contentType string) io.Reader {
+	stream := isStream(contentType)
+	rewrite := rewriting{reply: r, stream: stream, from: -1, token: -1, id: -1}
+	return &replyReader{from: from, a: &Answer{protocol: MCP, stream: stream, rewrite: &rewrite}}
+}
+
+type replyReader struct {
+	from io.Reader
+	a    *Answer
+	err  error
+	buf  []byte
+}
+
+// Read implements io.Reader.
+func (r *replyReader) Read(p []byte) (int, error) {
+	w := r.a.rewrite
+	for w.safe == 0 && r.err == nil {
+		if r.buf == nil {
+			r.buf = make([]byte, 16<<10)
+		}
+		var n int
+		n, r.err = r.from.Read(r.buf)
+		_, _ = r.a.Write(r.buf[:n]) // never fails
+		if r.err != nil {
+			w.write(r.a.lines.head)
+			w.safe = len(w.out)
+		}
+	}
+	if w.safe == 0 {
+		return 0, r.err
+	}
+	n := copy(p, w.out[:w.safe])
+	w.out = append(w.out[:0], w.out[n:]...)
+	w.safe -= n
+	w.begun -= n
+	for _, at := range []*int{&w.from, &w.token, &w.id} {
+		*at = max(*at-n, -1)
+	}
+	return n, nil
+}
+
+// rewriting makes the text of another answer. What it writes into out can be taken up to safe.
+type rewriting struct {
+	reply  Reply
+	stream bool
+	out    []byte
+	safe   int
+	begun  int  // where the message begins that is held
+	passes bool // the message is clear, and not held any more
+	drops  bool // it is left out
+	asks   bool // it is a request of the server, which only the first client could answer
+
+	from, token, id   int // where in out a value, a progress token and an id begin; -1: nowhere
+	tokenSize, idSize int
+}
+
+func (w *rewriting) write(p []byte) {
+	if w.drops {
+		return
+	}
+	w.out = append(w.out, p...)
+	switch {
+	case w.passes && w.from < 0:
+		w.safe = len(w.out)
+	case len(w.out)-max(w.begun, w.from) <= maxHeld:
+	case w.passes: // no id is so long
+		w.from = -1
+		w.safe = len(w.out)
+	case w.stream && (w.token >= 0 || w.asks):
+		w.drops, w.out, w.from = true, w.out[:w.begun], -1
+	default:
+		w.pass()
+	}
+}
+
+// pass lets through what is held of a message, and the rest of it.
+func (w *rewriting) pass() {
+	w.passes = true
+	if w.from < 0 {
+		w.safe = len(w.out)
+	}
+}
+
+// begins notes where a value begins that may have to be replaced.
+func (w *rewriting) begins(at string) {
+	if !w.drops && (at == "id" || at == "params.progressToken") {
+		w.from = len(w.out)
+	}
+}
+
+// ends replaces the value that has ended, or notes where it stands until it is clear whether to.
+func (w *rewriting) ends(at string, value []byte, m *answered) {
+	from := w.from
+	if w.from = -1; from < 0 || len(w.out)-from != len(value) {
+		return
+	}
+	switch {
+	case at == "params.progressToken":
+		w.token, w.tokenSize = from, len(value)
+	case string(value) != "null": // with which the server does not know whom it answers
+		w.id, w.idSize = from, len(value)
+	}
+	w.known(m)
+	if w.passes {
+		w.safe = len(w.out)
+	}
+}
+
+// known decides about a message as soon as it is clear what it is.
+func (w *rewriting) known(m *answered) {
+	switch {
+	case w.drops:
+	case m.response && !m.request:
+		if w.id >= 0 && w.reply.ID != nil {
+			w.splice(w.id, w.idSize, w.reply.ID)
+		}
+		w.id = -1
+		w.pass()
+	case m.request && strings.HasPrefix(m.method, "notifications/") && m.method != "notifications/progress":
+		w.pass()
+	default:
+		w.asks = m.request && m.method != "notifications/progress" && !w.reply.Live
+	}
+}
+
+func (w *rewriting) splice(at, size int, value []byte) {
+	w.out = slices.Replace(w.out, at, at+size, value...)
+}
+
+// finish ends a message. What it was is clear now.
+func (w *rewriting) finish(m *answered) {
+	switch {
+	case w.drops || w.passes:
+	case m.method == "notifications/progress" && w.token >= 0 && w.reply.Progress != nil:
+		w.splice(w.token, w.tokenSize, w.reply.Progress)
+	case m.method == "notifications/progress" && w.stream, w.asks && w.id >= 0 && w.stream:
+		w.out = w.out[:w.begun]
+	}
+	w.safe, w.begun = len(w.out), len(w.out)
+	w.passes, w.drops, w.asks, w.from, w.token, w.id = false, false, false, -1, -1, -1
+}
+
+// unrepeatable are header fields of an answer that belong to one session, or to its exact bytes.
+var unrepeatable = []string{HeaderSession, "Last-Event-Id", "Content-Length", "Content-Digest", "Repr-Digest", "Digest", "Content-Md5", "Etag"}
+
+// Header returns the header of a recorded answer for another request.
+func (r Reply) Header(recorded map[string][]string) map[string][]string {
+	h := maps.Clone(recorded)
+	for _, name := range unrepeatable {
+		delete(h, name)
+	}
+	return h
+}

@@ -1,0 +1,238 @@
+package protocol_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"reflect"
+	"strings"
+	"testing"
+	"testing/iotest"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+)
+
+const (
+	asJSON   = "application/json"
+	asStream = "text/event-stream; charset=utf-8"
+)
+
+func outcome(p protocol.Protocol, contentType, body string) protocol.Outcome {
+	a := protocol.NewAnswer(p, contentType, nil)
+	_, _ = io.WriteString(a, body)
+	return a.End()
+}
+
+// What an answer means: isError is executed, protocol errors are not, -32603 is like a 500, and a
+// stream without its final answer is no answer.
+func TestMeaning(t *testing.T) {
+	for _, c := range []struct {
+		protocol protocol.Protocol
+		body     string
+		want     protocol.Outcome
+	}{
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"content":[]}}`, protocol.Outcome{Meaning: protocol.Executed}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"content":[{"error":{"code":-32602}}],"isError":true}}`, protocol.Outcome{Meaning: protocol.Executed}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32602,"message":"Unknown tool"}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32602}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32020,"message":""}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32020}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32042,"message":""}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32042, Step: true}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32603,"message":""}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32603}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"message":"","code":-32001}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32001}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":5,"message":"no money"}}`, protocol.Outcome{Meaning: protocol.Executed, Code: 5}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"status":409}}}`, protocol.Outcome{Meaning: protocol.Doubtful, Code: -32090}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"status":503}}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32090}},
+		{protocol.A2A, `{"jsonrpc":"2.0","id":1,"error":{"code":-32001}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32001}},
+		{protocol.A2A, `{"jsonrpc":"2.0","id":1,"error":{"code":-32006}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32006}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"resultType":"input_required","inputRequests":{}}}`, protocol.Outcome{Meaning: protocol.Executed, Step: true}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"task":{"taskId":"t9","status":"working"}}}`, protocol.Outcome{Meaning: protocol.Executed, Task: "t9"}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"resultType":"task","taskId":"t9"}}`, protocol.Outcome{Meaning: protocol.Executed, Task: "t9"}},
+		{protocol.A2A, `{"jsonrpc":"2.0","id":1,"result":{"kind":"task","id":"t9","status":{"state":"working"}}}`, protocol.Outcome{Meaning: protocol.Executed, Task: "t9"}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"a":"` + strings.Repeat("x", 5000) + `"},"id":1}`, protocol.Outcome{Meaning: protocol.Executed}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"method":"ping"}`, protocol.Outcome{}},
+		{protocol.MCP, ``, protocol.Outcome{}}, {protocol.MCP, `<html>`, protocol.Outcome{}}, {protocol.MCP, `]]`, protocol.Outcome{}},
+		{protocol.MCP, "data: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\"}\n\n", protocol.Outcome{}},
+		{protocol.MCP, "id: 1\ndata:\n\n", protocol.Outcome{Resumable: true}},
+		{protocol.MCP, "event: message\ndata: {\"jsonrpc\":\"2.0\",\ndata: \"id\":1,\"result\":{}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
+		{protocol.MCP, "event: message\r\ndata: {\"jsonrpc\":\"2.0\",\r\ndata:\"id\":1,\"error\":{\"code\":-32602\r\ndata:}}\r\n\r\n", protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32602}},
+		{protocol.MCP, "\ufeffdata: {\"result\":{}}\r\r", protocol.Outcome{Meaning: protocol.Executed}},
+		{protocol.MCP, "data: {\"result\":{}}\n", protocol.Outcome{}}, // no client has seen it
+		{protocol.MCP, ": data: {\"result\":{}}\n\n", protocol.Outcome{}},
+		{protocol.A2A, "data: {\"result\":{\"kind\":\"task\",\"id\":\"t\",\"status\":{\"state\":\"working\"}}}\n\n", protocol.Outcome{Task: "t"}},
+		{protocol.A2A, "data: {\"result\":{\"kind\":\"status-update\",\"final\":true}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
+		{protocol.A2A, "data: {\"result\":{\"statusUpdate\":{\"status\":{\"state\":\"TASK_STATE_INPUT_REQUIRED\"}}}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
+		{protocol.A2A, "data: {\"result\":{\"message\":{\"parts\":[]}}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
+	} {
+		as := asJSON
+		if !strings.HasPrefix(c.body, "{") && len(c.body) > 6 {
+			as = asStream
+		}
+		if got := outcome(c.protocol, as, c.body); got != c.want {
+			t.Errorf("%s %.200s: %+v", c.protocol, c.body, got)
+		}
+	}
+}
+
+func TestJudge(t *testing.T) {
+	mcp, a2a := &protocol.Message{Protocol: protocol.MCP}, &protocol.Message{Protocol: protocol.A2A}
+	for _, c := range []struct {
+		m      *protocol.Message
+		status int
+		said   protocol.Meaning
+		want   protocol.Meaning
+	}{
+		{mcp, http.StatusNotFound, protocol.Unanswered, protocol.NotExecuted}, // its session has ended
+		{mcp, http.StatusBadRequest, protocol.Failed, protocol.NotExecuted},
+		{mcp, http.StatusBadRequest, protocol.Executed, protocol.Executed},
+		{mcp, http.StatusOK, protocol.Unanswered, protocol.Unanswered},
+		{mcp, http.StatusBadGateway, protocol.Unanswered, protocol.Unanswered},
+		{a2a, http.StatusNotFound, protocol.Unanswered, protocol.Unanswered},
+	} {
+		if got := protocol.Judge(c.m, c.status, protocol.Outcome{Meaning: c.said}); got.Meaning != c.want {
+			t.Errorf("%s, status %d, %d: %d", c.m.Protocol, c.status, c.said, got.Meaning)
+		}
+	}
+}
+
+func TestLearnsTools(t *testing.T) {
+	const list = `{"jsonrpc":"2.0","id":1,"result":{"tools":[
+		{"name":"get","annotations":{"title":"name","readOnlyHint":true},"inputSchema":{"properties":{"name":{"type":"string"}}}},
+		{"annotations":{"readOnlyHint":false},"inputSchema":{"tools":[{"name":"x","annotations":{"readOnlyHint":true}}]},"name":"pay"},
+		{"name":"mail"},{"annotations":{"readOnlyHint":true}},{"name":"l\u0069st","annotations":{"readOnly\u0048int":true}}],"nextCursor":"2"}}`
+	want := map[string]bool{"get": true, "pay": false, "mail": false, "list": true}
+	for as, body := range map[string]string{asJSON: list, asStream: "data: " + strings.ReplaceAll(list, "\n", "\ndata: ") + "\n\n"} {
+		got := map[string]bool{}
+		a := protocol.NewAnswer(protocol.MCP, as, func(tool string, readOnly bool) { got[tool] = readOnly })
+		_, _ = io.WriteString(a, body)
+		a.End()
+		if !reflect.DeepEqual(got, want) {
+			t.Errorf("%s: %v", as, got)
+		}
+	}
+}
+
+func reply(as, body, id, progress string, live bool) string {
+	r := protocol.Reply{ID: []byte(id), Live: live}
+	if progress != "" {
+		r.Progress = []byte(progress)
+	}
+	text, err := io.ReadAll(iotest.OneByteReader(r.Reader(strings.NewReader(body), as)))
+	if err != nil {
+		panic(err)
+	}
+	return string(text)
+}
+
+// A repeated answer has the id and the progress token of the request that asks, and is byte by byte
+// the same otherwise.
+func TestReply(t *testing.T) {
+	const progress = "event: message\nid: 4\ndata: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\",\"params\":{\"progressToken\":\"old\", \"progress\":1}}\n\n"
+	long := strings.Repeat(`"id":1,\"`, 20000)
+	for _, c := range []struct{ name, as, body, want string }{
+		{"id first", asJSON, ` {"jsonrpc":"2.0", "id" : 1 ,"result":{"id":1,"x":[{"id":1}]}} `, ` {"jsonrpc":"2.0", "id" : "new" ,"result":{"id":1,"x":[{"id":1}]}} `},
+		{"id last", asJSON, `{"error":{"code":1,"data":{"id":1}},"id":"old"}`, `{"error":{"code":1,"data":{"id":1}},"id":"new"}`},
+		{"escaped name", asJSON, `{"\u0069d":1,"result":0}`, `{"\u0069d":"new","result":0}`},
+		{"no id known", asJSON, `{"id":null,"error":{}}`, `{"id":null,"error":{}}`},
+		{"no message", asJSON, `{"id":1,"name":"x"}`, `{"id":1,"name":"x"}`},
+		{"no JSON", asJSON, `<id>1</id>`, `<id>1</id>`},
+		{"cut", asJSON, `{"id":1,"result":{"a`, `{"id":"new","result":{"a`},
+		{"long", asJSON, `{"result":"` + strings.ReplaceAll(long, `"`, `\"`) + `","id":1}`, `{"result":"` + strings.ReplaceAll(long, `"`, `\"`) + `","id":"new"}`},
+		{"stream", asStream, "event: message\nid: 7\nretry: 5\ndata: {\"id\":1,\"result\":{}}\n\n", "event: message\nretry: 5\ndata: {\"id\":\"new\",\"result\":{}}\n\n"},
+		{"lines", asStream, "data: {\"id\":1\r\ndata: ,\"result\":{}}\r\n\r\n: x\r\n\r\nid: 9\r\n\r\n", "data: {\"id\":\"new\"\r\ndata: ,\"result\":{}}\r\n\r\n: x\r\n\r\n\r\n"},
+		{"every event", asStream, "data:{\"id\":1,\"result\":1}\n\ndata:{\"result\":2,\"id\":1}\n\n", "data:{\"id\":\"new\",\"result\":1}\n\ndata:{\"result\":2,\"id\":\"new\"}\n\n"},
+		{"long event", asStream, "data: {\"result\":[" + strings.Repeat("1,\ndata: ", 20000) + "1],\"id\":1}\n\n", "data: {\"result\":[" + strings.Repeat("1,\ndata: ", 20000) + "1],\"id\":\"new\"}\n\n"},
+		{"progress", asStream, progress + "data: {\"id\":1,\"result\":1}\n\n",
+			strings.Replace(strings.Replace(progress, `"old"`, `5`, 1), "id: 4\n", "", 1) + "data: {\"id\":\"new\",\"result\":1}\n\n"},
+		{"other notification", asStream, "data: {\"method\":\"notifications/message\",\"params\":{\"id\":1}}\n\n", "data: {\"method\":\"notifications/message\",\"params\":{\"id\":1}}\n\n"},
+		{"question", asStream, "data: {\"id\":1,\"method\":\"sampling/createMessage\",\"params\":{}}\n\ndata: {\"id\":1,\"result\":1}\n\n", "data: {\"id\":\"new\",\"result\":1}\n\n"},
+		{"long question", asStream, "data: {\"id\":1,\"method\":\"sampling/createMessage\",\"params\":[" + strings.Repeat("1,", 90000) + "1]}\n\ndata: {\"id\":1,\"result\":1}\n\n", "data: {\"id\":\"new\",\"result\":1}\n\n"},
+		{"no end", asStream, "data: {\"id\":1,\"result\":1}\n\ndat", "data: {\"id\":\"new\",\"result\":1}\n\ndat"},
+	} {
+		if got := reply(c.as, c.body, `"new"`, "5", false); got != c.want {
+			t.Errorf("%s:\n%.300s\nis not\n%.300s", c.name, got, c.want)
+		}
+	}
+	if got := reply(asStream, progress+progress+"data: {\"id\":1,\"result\":1}\n\n", "2", "", false); got != "data: {\"id\":2,\"result\":1}\n\n" {
+		t.Errorf("without a progress token: %s", got)
+	}
+	const question = "data: {\"id\":1,\"method\":\"elicitation/create\"}\n\n"
+	if got := reply(asStream, question, "2", "", true); got != question {
+		t.Errorf("while it runs the question is %s", got)
+	}
+}
+
+func TestReplyHeader(t *testing.T) {
+	recorded := map[string][]string{"Content-Type": {asJSON}, "Mcp-Session-Id": {"s1"}, "Content-Length": {"5"}, "X-Server": nil}
+	got := protocol.Reply{}.Header(recorded)
+	if want := map[string][]string{"Content-Type": {asJSON}, "X-Server": nil}; !reflect.DeepEqual(got, want) {
+		t.Errorf("%v", got)
+	}
+	if len(recorded) != 4 {
+		t.Error("the recorded header was changed")
+	}
+}
+
+// pieces writes body in pieces of random lengths.
+func pieces(a io.Writer, body []byte, rnd *rand.Rand) {
+	for len(body) > 0 {
+		n := 1 + rnd.IntN(min(len(body), 9))
+		_, _ = a.Write(body[:n])
+		body = body[n:]
+	}
+}
+
+// An answer means the same in whatever pieces it comes, and what is repeated of it in pieces too.
+// A JSON answer is repeated as it is but for its id.
+func FuzzAnswer(f *testing.F) {
+	for _, s := range []string{
+		`{"jsonrpc":"2.0","id":1,"result":{"tools":[{"name":"a","annotations":{"readOnlyHint":true}}]}}`, `{"error":{"code":-32602},"id":"x"}`, `{"id":1,"id":2,"result":0}`,
+		"data: {\"id\":1,\r\ndata: \"result\":{}}\r\n\r\n", "\ufeffid: 1\rdata: {}\r\r: x\n\n", "data: {\"method\":\"notifications/progress\",\"params\":{\"progressToken\":1}}\n\n", "{\"id\"", "data", "[[[", "data:1\n\n", "data: {\"id\n\ndata: \":1}\n\n",
+	} {
+		f.Add([]byte(s), true, uint64(1))
+		f.Add([]byte(s), false, uint64(2))
+	}
+	f.Fuzz(func(t *testing.T, body []byte, stream bool, seed uint64) {
+		rnd := rand.New(rand.NewPCG(seed, 1))
+		as := asJSON
+		if stream {
+			as = asStream
+		}
+		whole := protocol.NewAnswer(protocol.A2A, as, func(string, bool) {})
+		_, _ = whole.Write(body)
+		parts := protocol.NewAnswer(protocol.A2A, as, func(string, bool) {})
+		pieces(parts, body, rnd)
+		if a, b := whole.End(), parts.End(); a != b {
+			t.Fatalf("%q: whole %+v, in pieces %+v", body, a, b)
+		}
+		r := protocol.Reply{ID: []byte(`"new"`), Progress: []byte(`[7]`)}
+		want, err := io.ReadAll(r.Reader(bytes.NewReader(body), as))
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := io.ReadAll(r.Reader(iotest.OneByteReader(bytes.NewReader(body)), as))
+		if err != nil || !bytes.Equal(got, want) {
+			t.Fatalf("%q is repeated as %q, in pieces as %q, %v", body, want, got, err)
+		}
+		var before, after map[string]json.RawMessage
+		if stream || json.Unmarshal(body, &before) != nil {
+			return
+		}
+		if err := json.Unmarshal(want, &after); err != nil {
+			t.Fatalf("%q is repeated as %q: %v", body, want, err)
+		}
+		_, result := before["result"]
+		_, failed := before["error"]
+		for name, value := range before {
+			same := bytes.Equal(value, after[name])
+			if id := string(after["id"]); name == "id" && (result || failed) && len(before["method"]) == 0 && (value[0] == '"' || value[0] == '-' || '0' <= value[0] && value[0] <= '9') {
+				if same = id == `"new"`; len(value) > 1000 {
+					continue
+				}
+			}
+			if !same && name != "id" {
+				t.Fatalf("%q is repeated as %q", body, want)
+			}
+		}
+	})
+}

@@ -1,0 +1,495 @@
+// Package protocol reads the messages of agents: JSON-RPC 2.0, the Model Context Protocol (MCP,
+// revisions 2025-03-26 to 2026-07-28) and Agent2Agent (A2A 0.3 and 1.0, as JSON-RPC and REST). It
+// says what a message does, which key names its effect, and what an answer means, and it rewrites
+// a recorded answer for another request.
+//
+// A message is taken for harmless only where every server reads it so. What is not clear, such as
+// a member that comes twice or in another case, is left to the rules of HTTP.
+package protocol
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"mime"
+	"net/http"
+	"slices"
+	"strings"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+)
+
+// Protocol names a protocol of agents.
+type Protocol string
+
+// The protocols. Auto finds out by header and body; None reads no message.
+const (
+	Auto    Protocol = "auto"
+	MCP     Protocol = "mcp"
+	A2A     Protocol = "a2a"
+	JSONRPC Protocol = "jsonrpc"
+	None    Protocol = "none"
+)
+
+// Header fields of the protocols, in their canonical form.
+const (
+	HeaderSession = "Mcp-Session-Id"
+	HeaderVersion = "Mcp-Protocol-Version"
+	HeaderA2A     = "A2a-Version"
+)
+
+// Rules say how messages are read. They must not be changed while they are in use.
+type Rules struct {
+	// Protocol is the protocol of the upstream. Empty is Auto.
+	Protocol Protocol
+	// MetaKeys are the members of `_meta` that name the effect, in order. Nil: idempotency-key,
+	// idempotency_key, idempotencyKey and execution-id.
+	MetaKeys []string
+	// Arguments are the arguments of a tool that name the effect, in order.
+	Arguments []string
+	// Exempt and Consequential are tools that change nothing, and tools that do, whatever their
+	// annotations say. Consequential goes first.
+	Exempt, Consequential []string
+}
+
+var metaKeys = []string{"idempotency-key", "idempotency_key", "idempotencyKey", "execution-id"}
+
+// Reads reports whether the body of r decides what r does: it is a POST with JSON that is not
+// compressed.
+func (u *Rules) Reads(r *http.Request) bool {
+	if u.Protocol == None || r.Method != http.MethodPost || len(r.Header["Content-Type"]) != 1 {
+		return false
+	}
+	for _, coding := range r.Header["Content-Encoding"] {
+		if !strings.EqualFold(strings.TrimSpace(coding), "identity") {
+			return false
+		}
+	}
+	media, parameters, err := mime.ParseMediaType(r.Header["Content-Type"][0])
+	if charset := parameters["charset"]; err != nil || charset != "" && !strings.EqualFold(charset, "utf-8") {
+		return false
+	}
+	return media == "application/json" || strings.HasSuffix(media, "+json")
+}
+
+// Ends reports whether r ends a session of MCP, which has no effect that could come twice.
+func (u *Rules) Ends(r *http.Request) bool {
+	return r.Method == http.MethodDelete && r.Header.Get(HeaderSession) != "" &&
+		(u.Protocol == MCP || u.Protocol == Auto || u.Protocol == "")
+}
+
+// Request is what a body holds.
+type Request struct {
+	// Messages are those of the body, in its order. Batch says that the body is an array.
+	Messages []Message
+	Batch    bool
+}
+
+// Message is one message of a request.
+type Message struct {
+	// Protocol is MCP, A2A or JSONRPC. REST says that it is A2A without JSON-RPC around it.
+	Protocol Protocol
+	REST     bool
+	// Version is the revision that the header names, or empty.
+	Version string
+	// Body is the text of the message as it was sent.
+	Body []byte
+	// ID is the id as it was sent. It is nil for notifications, answers and REST.
+	ID []byte
+	// Method is empty for answers. REST has the names of A2A 1.0.
+	Method string
+	// Tool is the name in tools/call; empty if it is missing or not clear.
+	Tool string
+
+	params    object // of JSON-RPC; the body of REST
+	meta      object
+	arguments []byte
+}
+
+// Parse reads the body of a request for path with this header. It reports whether the body is a
+// message, or a batch, of the protocol. The result refers to body.
+func (u *Rules) Parse(header http.Header, path string, body []byte) (Request, bool) {
+	if u.Protocol == None || !json.Valid(body) {
+		return Request{}, false
+	}
+	body = bytes.Trim(body, " \t\r\n")
+	var q Request
+	if body[0] == '[' {
+		q.Batch = true
+		for element := range elements(body) {
+			m, ok := u.message(header, element)
+			if !ok {
+				return Request{}, false
+			}
+			q.Messages = append(q.Messages, m)
+		}
+		return q, len(q.Messages) > 0
+	}
+	m, ok := u.message(header, body)
+	if !ok {
+		m, ok = u.rest(header, path, body)
+	}
+	if !ok {
+		return Request{}, false
+	}
+	q.Messages = []Message{m}
+	return q, true
+}
+
+// envelope are the members of a JSON-RPC message.
+var envelope = []string{"jsonrpc", "id", "method", "params", "result", "error"}
+
+func (u *Rules) message(header http.Header, text []byte) (Message, bool) {
+	top, ok := objectOf(text)
+	if !ok || !top.clear(envelope) || unquote(top.get("jsonrpc")) != "2.0" {
+		return Message{}, false
+	}
+	// In a body that nobody has announced a further member may mean something to its server.
+	strict := u.Protocol == Auto || u.Protocol == ""
+	if strict && slices.ContainsFunc(top, func(m member) bool { return !slices.Contains(envelope, m.name) }) {
+		return Message{}, false
+	}
+	m := Message{Body: text, ID: top.get("id"), Method: unquote(top.get("method"))}
+	answer := top.get("result") != nil || top.get("error") != nil
+	if answer == (m.Method != "") || m.Method == "" && top.get("method") != nil {
+		return Message{}, false
+	}
+	switch {
+	case answer, m.ID == nil:
+		m.ID = nil
+	case m.ID[0] != '"' && !number(m.ID) && string(m.ID) != "null":
+		return Message{}, false
+	}
+	if params := top.get("params"); params != nil && params[0] == '{' {
+		if m.params, ok = objectOf(params); !ok {
+			return Message{}, false
+		}
+	}
+	m.Protocol = u.Protocol
+	if strict {
+		m.Protocol = recognise(header, &m)
+	}
+	m.read(header)
+	return m, !answer || m.Protocol != JSONRPC // who answers must have been asked
+}
+
+// recognise finds the protocol of a message.
+func recognise(header http.Header, m *Message) Protocol {
+	_, mcp := methodsMCP[m.Method]
+	_, a2a := methodsA2A[m.Method]
+	mcp = mcp || strings.HasPrefix(m.Method, "notifications/")
+	isMCP := header.Get(HeaderSession) != "" || header.Get(HeaderVersion) != "" || header.Get("Mcp-Method") != ""
+	isA2A := header.Get(HeaderA2A) != "" || header.Get("A2a-Extensions") != "" || header.Get("X-A2a-Extensions") != ""
+	switch {
+	case isA2A && !isMCP:
+		return A2A
+	case isMCP && !isA2A:
+		return MCP
+	case mcp != a2a && mcp:
+		return MCP
+	case mcp != a2a:
+		return A2A
+	}
+	return JSONRPC
+}
+
+// read takes from the parameters what names the call.
+func (m *Message) read(header http.Header) {
+	m.meta, _ = objectOf(m.params.get("_meta"))
+	if m.Protocol == A2A {
+		m.Version = header.Get(HeaderA2A)
+		return
+	}
+	m.Version = header.Get(HeaderVersion)
+	if m.Method == "tools/call" && m.params.clear([]string{"name", "arguments", "_meta"}) {
+		m.Tool = unquote(m.params.get("name"))
+		m.arguments = m.params.get("arguments")
+	}
+}
+
+// rest reads a request of A2A's REST form by its path.
+func (u *Rules) rest(header http.Header, path string, body []byte) (Message, bool) {
+	said := u.Protocol == A2A || header.Get(HeaderA2A) != ""
+	if u.Protocol != A2A && u.Protocol != Auto && u.Protocol != "" {
+		return Message{}, false
+	}
+	top, ok := objectOf(body)
+	if !ok {
+		return Message{}, false
+	}
+	m := Message{Protocol: A2A, REST: true, Body: body, Version: header.Get(HeaderA2A), params: top}
+	for suffix, method := range map[string]string{
+		"/message:send": "SendMessage", "/message:stream": "SendStreamingMessage",
+		":cancel": "CancelTask", ":subscribe": "SubscribeToTask", "/pushNotificationConfigs": "CreateTaskPushNotificationConfig",
+	} {
+		if strings.HasSuffix(path, suffix) {
+			m.Method = method
+		}
+	}
+	message, _ := objectOf(top.get("message"))
+	switch {
+	case m.Method == "":
+		return Message{}, false
+	case said:
+		return m, true
+	}
+	return m, strings.HasPrefix(m.Method, "Send") && message.get("messageId") != nil && message.get("role") != nil
+}
+
+// The methods of clients, and whether they change something. Others do. To cancel a task, or to
+// delete something, twice is the same as once in both protocols.
+var (
+	methodsMCP = map[string]bool{
+		"initialize": false, "ping": false, "server/discover": false, "tools/list": false, "tools/call": true,
+		"resources/list": false, "resources/templates/list": false, "resources/read": false,
+		"resources/subscribe": false, "resources/unsubscribe": false, "prompts/list": false, "prompts/get": false,
+		"completion/complete": false, "logging/setLevel": false, "subscriptions/listen": false,
+		"tasks/get": false, "tasks/result": false, "tasks/list": false, "tasks/cancel": false, "tasks/update": false,
+	}
+	methodsA2A = map[string]bool{
+		"message/send": true, "message/stream": true, "SendMessage": true, "SendStreamingMessage": true,
+		"tasks/get": false, "tasks/list": false, "tasks/cancel": false, "tasks/resubscribe": false,
+		"GetTask": false, "ListTasks": false, "CancelTask": false, "SubscribeToTask": false,
+		"tasks/pushNotificationConfig/set": true, "tasks/pushNotificationConfig/get": false,
+		"tasks/pushNotificationConfig/list": false, "tasks/pushNotificationConfig/delete": false,
+		"CreateTaskPushNotificationConfig": true, "SetTaskPushNotificationConfig": true,
+		"GetTaskPushNotificationConfig": false, "ListTaskPushNotificationConfigs": false,
+		"ListTaskPushNotificationConfig": false, "DeleteTaskPushNotificationConfig": false,
+		"agent/getAuthenticatedExtendedCard": false, "GetExtendedAgentCard": false, "agent/getCard": false,
+	}
+)
+
+// Changes reports whether m may change something. readOnly says that the server has announced the
+// tool as read-only.
+func (u *Rules) Changes(m *Message, readOnly bool) bool {
+	methods := methodsMCP
+	switch m.Protocol {
+	case JSONRPC:
+		return true
+	case A2A:
+		methods = methodsA2A
+	}
+	changes, known := methods[m.Method]
+	switch {
+	case m.Method == "", m.Protocol == MCP && strings.HasPrefix(m.Method, "notifications/"):
+		return false
+	case !known:
+		return true
+	case m.Method != "tools/call" || m.Tool == "":
+		return changes
+	case slices.Contains(u.Consequential, m.Tool):
+		return true
+	}
+	return !slices.Contains(u.Exempt, m.Tool) && !readOnly
+}
+
+// Errors of a key. They do not contain it.
+var (
+	// ErrKeyType: the key is neither a string nor a number.
+	ErrKeyType = errors.New("the key in the message is neither a string nor a number")
+	// ErrKeyTwice: its name occurs more than once, so that the server may read another one.
+	ErrKeyTwice = errors.New("the key in the message occurs more than once")
+)
+
+// Key returns the key that the message itself names: that of `_meta`, that of an argument, or the
+// messageId of A2A with the id of its task. Empty: there is none. It is never the id of JSON-RPC,
+// which is unique within a session only. A text of more than 200 bytes, or with other characters
+// than visible ASCII, is replaced by its hash. Steps of one call have different keys.
+func (u *Rules) Key(m *Message) (string, error) {
+	names := u.MetaKeys
+	if names == nil {
+		names = metaKeys
+	}
+	places := []struct {
+		names []string
+		of    object
+	}{{names, m.meta}}
+	if len(u.Arguments) > 0 {
+		arguments, _ := objectOf(m.arguments)
+		places = append(places, struct {
+			names []string
+			of    object
+		}{u.Arguments, arguments})
+	}
+	for _, place := range places {
+		for _, name := range place.names {
+			value := place.of.get(name)
+			switch {
+			case value == nil:
+				continue
+			case !place.of.clear([]string{name}):
+				return "", ErrKeyTwice
+			case value[0] == '"':
+				value = []byte(unquote(value))
+			case !number(value):
+				return "", ErrKeyType
+			}
+			if len(value) > 0 {
+				return tidy(string(value)) + m.step(), nil
+			}
+		}
+	}
+	if m.Protocol != A2A || !strings.HasPrefix(strings.ToLower(m.Method), "send") && !strings.HasPrefix(m.Method, "message/") {
+		return "", nil
+	}
+	message, _ := objectOf(m.params.get("message"))
+	if !message.clear([]string{"messageId", "taskId"}) {
+		return "", ErrKeyTwice
+	}
+	id, task := unquote(message.get("messageId")), unquote(message.get("taskId"))
+	if id == "" {
+		return "", nil
+	}
+	if task != "" {
+		return tidy(id + "@" + task), nil
+	}
+	return tidy(id), nil
+}
+
+// tidy makes an id of at most 200 visible characters of any text.
+func tidy(text string) string {
+	const most = 200
+	if len(text) <= most && !strings.ContainsFunc(text, func(c rune) bool { return c < 0x21 || c > 0x7e }) {
+		return text
+	}
+	sum := sha256.Sum256([]byte(text))
+	return "sha256:" + hex.EncodeToString(sum[:])
+}
+
+// step names the step that the message is of its call, by what the client answers to an
+// `input_required`. It is empty for the first.
+func (m *Message) step() string {
+	responses, state := m.params.get("inputResponses"), m.params.get("requestState")
+	if responses == nil && state == nil {
+		return ""
+	}
+	text := slices.Concat([]byte{'['}, orNull(responses), []byte{','}, orNull(state), []byte{']'})
+	sum, err := (*fingerprint.Config)(nil).Sum(fingerprint.Request{
+		ContentType: "application/json", Body: strings.NewReader(string(text)), Size: int64(len(text)),
+	})
+	if err != nil {
+		panic("protocol: " + err.Error()) // it is in memory
+	}
+	return "~" + sum.String()[:32]
+}
+
+func orNull(value []byte) []byte {
+	if value == nil {
+		return []byte("null")
+	}
+	return value
+}
+
+// Exclude returns what two attempts of the same call may differ in: the id, the members of
+// `_meta`, the trace context and the key. m.Body has all that the fingerprint needs.
+func (u *Rules) Exclude(m *Message) []fingerprint.Pointer {
+	var paths []string
+	switch {
+	case m.Protocol == A2A && m.REST:
+		paths = pathsREST
+	case m.Protocol == A2A:
+		paths = pathsA2A
+	case m.Protocol == MCP:
+		paths = pathsMCP
+	default:
+		paths = pathsJSONRPC
+	}
+	pointers := make([]fingerprint.Pointer, 0, len(paths)+len(u.Arguments))
+	escape := strings.NewReplacer("~", "~0", "/", "~1")
+	for _, name := range u.Arguments {
+		if m.Method == "tools/call" {
+			paths = append(paths[:len(paths):len(paths)], "/params/arguments/"+escape.Replace(name))
+		}
+	}
+	for _, path := range paths {
+		p, err := fingerprint.ParsePointer(path)
+		if err == nil { // else the name is no text, and no member has it
+			pointers = append(pointers, p)
+		}
+	}
+	return pointers
+}
+
+var (
+	pathsMCP     = []string{"/id", "/params/_meta"}
+	pathsJSONRPC = []string{"/id"}
+	pathsA2A     = append(traces("/params"), "/id", "/params/_meta", "/params/message/messageId")
+	pathsREST    = append(traces(""), "/message/messageId")
+)
+
+// traces are the places of a trace context in a request of A2A.
+func traces(prefix string) (paths []string) {
+	for _, of := range []string{"/metadata/", "/message/metadata/"} {
+		for _, name := range []string{"traceparent", "tracestate", "baggage"} {
+			paths = append(paths, prefix+of+name)
+		}
+	}
+	return paths
+}
+
+// Argument returns the value at a pointer in the arguments of a tool, as it was written, or the
+// text of a string. found is false for other messages.
+func (m *Message) Argument(at fingerprint.Pointer) (value string, found bool, err error) {
+	if m.arguments == nil {
+		return "", false, nil
+	}
+	return fingerprint.Lookup(strings.NewReader(string(m.arguments)), int64(len(m.arguments)), at)
+}
+
+// Tokens returns the tokens in the member execution-context of `_meta`, a string or a list of
+// strings. It is nil if there are none; ok is false if the member is something else.
+func (m *Message) Tokens() (tokens []string, ok bool) {
+	value := m.meta.get("execution-context")
+	switch {
+	case value == nil:
+		return nil, true
+	case !m.meta.clear([]string{"execution-context"}):
+		return nil, false
+	case value[0] == '"':
+		return []string{unquote(value)}, true
+	case value[0] != '[':
+		return nil, false
+	}
+	for element := range elements(value) {
+		if element[0] != '"' {
+			return nil, false
+		}
+		tokens = append(tokens, unquote(element))
+	}
+	return tokens, true
+}
+
+// Trace returns the W3C trace context of `_meta`, or of the metadata of A2A; empty without one.
+func (m *Message) Trace() string {
+	if text := unquote(m.meta.get("traceparent")); text != "" || m.Protocol != A2A {
+		return text
+	}
+	metadata, _ := objectOf(m.params.get("metadata"))
+	return unquote(metadata.get("traceparent"))
+}
+
+// Cancels returns the id of the request that a notifications/cancelled names, as it was sent; nil
+// for other messages.
+func (m *Message) Cancels() []byte {
+	if m.Protocol != MCP || m.Method != "notifications/cancelled" {
+		return nil
+	}
+	return m.params.get("requestId")
+}
+
+// WithRequestID returns the text of a notifications/cancelled for another request.
+func (m *Message) WithRequestID(id []byte) []byte {
+	if m.Cancels() == nil {
+		return m.Body
+	}
+	old := m.Cancels()
+	from := cap(m.Body) - cap(old) // both reach to the end of the same array
+	return slices.Concat(m.Body[:from], id, m.Body[from+len(old):])
+}
+
+// Reply is what an answer that was recorded for another request takes from the one that asks.
+func (m *Message) Reply() Reply {
+	return Reply{ID: m.ID, Progress: m.meta.get("progressToken")}
+}

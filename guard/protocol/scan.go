@@ -1,0 +1,140 @@
+package protocol
+
+import "strings"
+
+const (
+	// maxPath is how deep a value may stand to have a path.
+	maxPath = 5
+	// maxName is the longest name in a path, in bytes as written. Longer names match nothing.
+	maxName = 64
+	// maxDepth is how deep containers may nest. Deeper text has no paths any more.
+	maxDepth = 1 << 10
+)
+
+type event uint8
+
+const (
+	more    event = iota // all bytes were taken
+	begins               // the next byte begins a value
+	ended                // a string, a number or a literal has ended
+	closed               // an object or an array has ended
+	unknown              // this is no JSON, or nests too deep
+)
+
+// scanner follows a JSON text that comes in pieces. It knows where it is, and keeps none of it. It
+// does not validate: what is no JSON has some events or others.
+type scanner struct {
+	open      []byte              // the containers, '{' or '['
+	names     [maxPath + 1][]byte // of the member in each of the outer ones, as written
+	in        byte                // 's' in a string, 'k' in a name, 'v' in a number or literal; 0 between them
+	escaped   bool                // the next byte belongs to an escape
+	wantsName bool                // the next string is a name
+	announced bool                // begins was given for the value that comes
+	broken    bool
+}
+
+// next takes bytes of p up to the next event.
+func (s *scanner) next(p []byte) (n int, ev event) {
+	for ; n < len(p) && !s.broken; n++ {
+		c := p[n]
+		switch s.in {
+		case 's', 'k':
+			if s.in == 's' && !s.escaped && c != '"' && c != '\\' {
+				continue
+			}
+			if depth := len(s.open); s.in == 'k' && depth <= maxPath && len(s.names[depth]) <= maxName {
+				s.names[depth] = append(s.names[depth], c)
+			}
+			switch {
+			case s.escaped:
+				s.escaped = false
+			case c == '\\':
+				s.escaped = true
+			case c == '"' && s.in == 'k':
+				s.in = 0
+			case c == '"':
+				s.in = 0
+				return n + 1, ended
+			}
+			continue
+		case 'v':
+			if strings.IndexByte(" \t\r\n,:]}", c) < 0 {
+				continue
+			}
+			s.in = 0
+			return n, ended
+		}
+		switch c {
+		case ' ', '\t', '\r', '\n', ':':
+			continue
+		case ',':
+			s.wantsName = len(s.open) > 0 && s.open[len(s.open)-1] == '{'
+			continue
+		case '}', ']':
+			if len(s.open) == 0 {
+				s.broken = true
+				return n, unknown
+			}
+			s.open, s.wantsName = s.open[:len(s.open)-1], false
+			return n + 1, closed
+		case '"':
+			if s.wantsName {
+				s.in, s.wantsName = 'k', false
+				if depth := len(s.open); depth <= maxPath {
+					s.names[depth] = append(s.names[depth][:0], c)
+				}
+				continue
+			}
+		}
+		if !s.announced {
+			s.announced = true
+			return n, begins
+		}
+		s.announced = false
+		switch c {
+		case '"':
+			s.in = 's'
+		case '{', '[':
+			if len(s.open) == maxDepth {
+				s.broken = true
+				return n, unknown
+			}
+			s.open, s.wantsName = append(s.open, c), c == '{'
+			if depth := len(s.open); depth <= maxPath {
+				s.names[depth] = s.names[depth][:0]
+			}
+		default:
+			s.in = 'v'
+		}
+	}
+	if s.broken {
+		return len(p), more
+	}
+	return n, more
+}
+
+// path is where the value is that next has announced, or that has just ended: the names from the
+// outside, with a dot between them; an element of an array has an empty name. It is empty for the
+// whole text and for what stands too deep.
+func (s *scanner) path() string {
+	if len(s.open) == 0 || len(s.open) > maxPath {
+		return ""
+	}
+	var b [maxPath * (maxName + 2)]byte
+	p := b[:0]
+	for depth := 1; depth <= len(s.open); depth++ {
+		if depth > 1 {
+			p = append(p, '.')
+		}
+		name := s.names[depth]
+		switch {
+		case len(name) > maxName:
+			return ""
+		case len(name) > 1 && strings.IndexByte(string(name), '\\') >= 0:
+			p = append(p, unquote(name)...)
+		case len(name) > 1:
+			p = append(p, name[1:len(name)-1]...)
+		}
+	}
+	return string(p)
+}
