@@ -139,11 +139,16 @@ func (s *Store) admit(writes []store.Write) error {
 		return nil
 	}
 	for i := range writes {
-		if writes[i].If.None() {
+		w := &writes[i]
+		if w.If.None() && w.Count == 0 {
 			continue
 		}
-		name := userKey(writes[i].Key)
-		if err := s.verifyRange(name, name); err != nil {
+		first := userKey(w.Key)
+		last := first
+		if w.Numbered&store.NumberedKey != 0 { // the key is not known yet
+			last = append(bytes.Clone(first[:len(first)-counterSize]), bytes.Repeat([]byte{0xff}, counterSize)...)
+		}
+		if err := s.verifyRange(first, last); err != nil {
 			return notWritten(err)
 		}
 	}
