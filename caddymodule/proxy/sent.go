@@ -19,6 +19,7 @@ import (
 type Watch struct {
 	parent context.Context
 	armed  armed
+	trace  httptrace.ClientTrace
 	cancel context.CancelFunc
 	fields atomic.Bool // a header field was written; keeps the hook cheap
 
@@ -49,11 +50,12 @@ func Arm(ctx context.Context) (context.Context, *Watch) {
 	w := &Watch{parent: ctx}
 	w.armed.w = w
 	w.armed.Context, w.cancel = context.WithCancel(ctx)
-	return httptrace.WithClientTrace(&w.armed, &httptrace.ClientTrace{
+	w.trace = httptrace.ClientTrace{
 		GetConn:          w.getConn,
 		GotConn:          w.gotConn,
 		WroteHeaderField: w.wroteHeaderField,
-	}), w
+	}
+	return httptrace.WithClientTrace(&w.armed, &w.trace), w
 }
 
 // armed is the context of a forward, which knows its watch.

@@ -575,13 +575,17 @@ func (c *committer) checkConditions(g *group, b *batch, now time.Time) error {
 				return err
 			}
 		}
-		found, err := livingEntry(raw, now)
+		entry, living, err := livingEntry(raw, now)
 		if err != nil {
 			return err
 		}
+		var found *store.Entry
+		if living {
+			found = &entry
+		}
 		if !condition.Holds(found) {
 			b.failed = i
-			if found != nil {
+			if living {
 				b.found = raw
 			}
 			return nil
@@ -594,16 +598,16 @@ func notWritten(err error) error {
 	return fmt.Errorf("badger: nothing was written: %w", err)
 }
 
-// livingEntry decodes what a condition needs of raw; nil is expired or none.
-func livingEntry(raw []byte, now time.Time) (*store.Entry, error) {
+// livingEntry decodes what a condition needs of raw; living is false where it is expired or none.
+func livingEntry(raw []byte, now time.Time) (entry store.Entry, living bool, err error) {
 	if raw == nil {
-		return nil, nil
+		return store.Entry{}, false, nil
 	}
 	r, err := decode(raw)
-	if err != nil || !r.living(now) {
-		return nil, err
+	if err != nil {
+		return store.Entry{}, false, err
 	}
-	return &store.Entry{Version: r.version}, nil
+	return store.Entry{Version: r.version}, r.living(now), nil
 }
 
 func (c *committer) stage(g *group, b *batch) {

@@ -274,7 +274,7 @@ func (a *applier) apply(l *layer) error {
 	a.absence.begin(a.ts)
 	reader := a.db.NewTransactionAt(a.ts, false)
 	defer reader.Discard()
-	w := &writer{applier: a, floor: uint64(l.version)}
+	w := &writer{applier: a, floor: uint64(l.version), entries: make([]badgerdb.Entry, len(l.values)+1)}
 	defer w.discard()
 	names := make([]byte, 0, l.names)
 	for name, value := range l.values {
@@ -375,6 +375,8 @@ type writer struct {
 	txn   *badgerdb.Txn
 	size  int64
 	count int64
+	// entries are for the next values, in one piece of memory; beyond them each has its own.
+	entries []badgerdb.Entry
 }
 
 func (w *writer) set(key, value []byte, now time.Time) error {
@@ -394,7 +396,8 @@ func (w *writer) set(key, value []byte, now time.Time) error {
 		return w.txn.Delete(key)
 	}
 	w.counters.applied.Add(1)
-	e := badgerdb.NewEntry(key, value)
+	e := w.entry()
+	e.Key, e.Value = key, value
 	if key[0] == userSpace {
 		r, err := decode(value)
 		if err != nil {
@@ -403,6 +406,15 @@ func (w *writer) set(key, value []byte, now time.Time) error {
 		e.ExpiresAt = hint(r.expires, now)
 	}
 	return w.txn.SetEntry(e)
+}
+
+func (w *writer) entry() *badgerdb.Entry {
+	if len(w.entries) == 0 {
+		return new(badgerdb.Entry)
+	}
+	e := &w.entries[0]
+	w.entries = w.entries[1:]
+	return e
 }
 
 func (w *writer) commit() error {
