@@ -179,7 +179,7 @@ func (o *overlay) newest() uint64 {
 
 // applyAfter is how long a change waits for others of its key: what is written and soon
 // deleted never goes to Badger.
-const applyAfter = 100 * time.Millisecond
+const applyAfter = 300 * time.Millisecond
 
 // applier writes the overlay to Badger, layer by layer, and is the only writer there besides
 // reclaim. It syncs nothing: the log keeps everything until Badger's tables have it.
