@@ -67,6 +67,8 @@ type Call struct {
 	ResultCap int64
 	// Quota is what the caller may hold at a time.
 	Quota Quota
+	// Attempt is the call without a key; nil for one with a key.
+	Attempt *Attempt
 }
 
 // Key derives the execution key of s.

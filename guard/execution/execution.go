@@ -24,6 +24,7 @@ type Execution struct {
 	version store.Version
 	usage   *usage // nil where its caller has no quota
 	keeper  *keeper
+	attempt *Attempt // nil for a call with a key
 }
 
 // Recording takes the answer as it arrives.
@@ -76,6 +77,12 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 	case o.Verdict == Released:
 		ending = endedUnsent
 	}
+	if e.attempt != nil {
+		if err != nil {
+			o.Verdict = InDoubt
+		}
+		e.attempt.settled(o.Verdict, e.record.Settled)
+	}
 	err = done(err, batches)
 	e.g.quotas.leave(e.usage) // before the followers wake, since one of them may claim
 	e.g.flights.end(e.flight, ending)
@@ -91,16 +98,29 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 	if e.keeper != nil {
 		pieces = e.keeper.finish()
 	}
-	if o.Verdict == Released {
-		_, err := g.store.Commit(ctx, g.put(e.flight.key, &e.record, nil, store.VersionIs(e.version), batches...)...)
-		return err
+	if e.attempt != nil {
+		before, err := g.store.Now(ctx)
+		if err != nil {
+			return err
+		}
+		e.attempt.runs(before)
 	}
 	now, err := g.store.Now(ctx)
 	if err != nil {
 		return err
 	}
+	e.record.Settled = now
+	if o.Verdict == Released {
+		batch := g.put(e.flight.key, &e.record, nil, store.VersionIs(e.version), batches...)
+		if r := &e.record; e.attempt != nil {
+			batch = append(batch, store.Write{Key: appendRowKey(nil, r.Group, e.flight.key),
+				Value: appendRow(nil, markReleased, r.Count, now), Expires: now.Add(r.Window)})
+		}
+		_, err := g.store.Commit(ctx, batch...)
+		return err
+	}
 	record := e.record
-	record.Settled, record.Cause, record.Status = now, o.Cause, o.Status
+	record.Cause, record.Status = o.Cause, o.Status
 	if o.Verdict == InDoubt {
 		record.State = StateInDoubt
 		return e.keep(ctx, &record, nil, batches)

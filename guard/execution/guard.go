@@ -29,6 +29,7 @@ type Guard struct {
 	records
 	store   store.Store
 	flights flights
+	groups  groups
 	running gate
 	writers *writers
 	quotas  quotas
@@ -68,6 +69,9 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	g.quotas.store, g.quotas.usages.Window = st, usageWindow
 	g.writers.current.Store(new(gate))
 	if err := g.identify(ctx); err != nil {
+		return nil, Recovery{}, err
+	}
+	if err := g.groups.open(ctx, g); err != nil {
 		return nil, Recovery{}, err
 	}
 	recovery, err := g.recover(ctx)
@@ -356,7 +360,10 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	if found.Record != nil {
 		g.quotas.resolved(found.Record, nil)
 	}
-	return &Execution{g: g, flight: flight, record: record, version: version, usage: usage}, nil
+	if c.Attempt != nil {
+		c.Attempt.runs(time.Time{})
+	}
+	return &Execution{g: g, flight: flight, record: record, version: version, usage: usage, attempt: c.Attempt}, nil
 }
 
 // gate counts running executions; once shut it admits no new ones.

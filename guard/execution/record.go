@@ -83,6 +83,10 @@ type Record struct {
 	Result      storedResult
 	KeepResult  time.Duration
 	KeepKey     time.Duration
+	// Of a call without a key, which equal ones find for the Window after it.
+	Group  Group
+	Window time.Duration
+	Count  int
 }
 
 // storedResult says where the answer of a completed execution is kept.
@@ -135,7 +139,7 @@ type records struct {
 }
 
 func (l *records) newRecord(c *Call, caller CallerHash, now time.Time) Record {
-	return Record{
+	r := Record{
 		State:       StateSending,
 		Claim:       newClaim(),
 		Fingerprint: c.Fingerprint,
@@ -157,6 +161,10 @@ func (l *records) newRecord(c *Call, caller CallerHash, now time.Time) Record {
 		KeepResult:  c.KeepResult,
 		KeepKey:     max(c.KeepKey, c.KeepResult),
 	}
+	if a := c.Attempt; a != nil {
+		r.Group, r.Window, r.Count = a.group, a.window, a.count
+	}
+	return r
 }
 
 // The tags of a record's fields. Readers skip those that they do not know.
@@ -192,6 +200,9 @@ const (
 	tagFirst
 	tagSent
 	tagResultByKey
+	tagGroup
+	tagWindow
+	tagCount
 )
 
 func (r *Record) encode(dst []byte) []byte {
@@ -228,6 +239,11 @@ func (r *Record) encode(dst []byte) []byte {
 		e.Bytes(tagSent, r.Sent[:])
 	}
 	e.Bool(tagResultByKey, r.Result.ByKey)
+	if r.Group != (Group{}) {
+		e.Bytes(tagGroup, r.Group[:])
+		e.Int(tagWindow, int64(r.Window))
+		e.Int(tagCount, int64(r.Count))
+	}
 	return e.B
 }
 
@@ -308,6 +324,12 @@ func (r *Record) decode(b []byte) error {
 			d.Fill(r.Sent[:])
 		case tagResultByKey:
 			r.Result.ByKey = d.Int() != 0
+		case tagGroup:
+			d.Fill(r.Group[:])
+		case tagWindow:
+			r.Window = time.Duration(d.Int())
+		case tagCount:
+			r.Count = int(d.Int())
 		}
 	}
 	if d.Err == nil && (r.State < StateSending || r.State > StateRolledBack) {
@@ -325,6 +347,8 @@ func (r *Record) decode(b []byte) error {
 //	c caller id key               index: a caller's settled executions by id; the value
 //	                              is an account of them
 //	w workflow created key        index: a workflow's settled executions by age
+//	n group key                   index: equal calls without a key, for their window;
+//	                              the value marks those that were not answered, or released
 //	r key                         the head of an answer, with what a replay needs of the record
 //	r key claim piece             the full pieces before it, from 1 on; 0 was the head
 //	o key at                      what an operator has resolved, sealed
@@ -344,6 +368,7 @@ const (
 	spaceCaller   = 'c'
 	spaceState    = 's'
 	spaceWorkflow = 'w'
+	spaceGroup    = 'n'
 	spaceResult   = 'r'
 	spaceResolved = 'o'
 )
@@ -434,7 +459,7 @@ func (r *Record) expires() time.Time {
 // the writes of batches. Either record may be nil. Its committer is in Guard.writers from before the
 // call until after the commit.
 func (l *records) put(key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
-	writes := 7 // of a settle: the record, its five index entries, its answer
+	writes := 8 // of a settle: the record, its six index entries, its answer
 	if new != nil && new.State.open() {
 		writes = 3
 	}
@@ -493,6 +518,20 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 		}
 		return l.appendWorkflowKey(b, r, key)
 	}, nil)
+	grouped := func(r *Record) bool { return r != nil && !r.State.open() && r.Group != Group{} }
+	switch {
+	case grouped(new) && !(grouped(old) && old.State == StateCompleted):
+		var name, value []byte
+		name, memory = cutOff(memory, appendRowKey(memory, new.Group, key))
+		mark := byte(markNone)
+		if old != nil && old.State == StateInDoubt { // whoever was told of the doubt has not learned more
+			mark = markUnanswered
+		}
+		value, memory = cutOff(memory, appendRow(memory, mark, new.Count, new.Settled))
+		batch = append(batch, store.Write{Key: name, Value: value, Expires: new.Settled.Add(new.Window)})
+	case grouped(old) && !grouped(new):
+		batch = append(batch, store.Write{Key: appendRowKey(nil, old.Group, key), Delete: true})
+	}
 	// Or it would be replayed. Without an old record too: a clock that is set back brings back what had
 	// expired (P1). The store applies no deletion of what it does not have.
 	if old == nil || old.Result.ByKey {
@@ -508,7 +547,7 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 
 // indexMemory is enough for the sealing of a record, its key, its five index entries' and the
 // account.
-const indexMemory = 64 + 1 + 2*(2+8) + 2*(1+2*16) + (1 + 16 + 8) + 1 + 7*keySize + accountSize
+const indexMemory = 64 + 1 + 2*(2+8) + 2*(1+2*16) + (1 + 16 + 8) + 1 + 7*keySize + accountSize + rowSize
 
 // cutOff returns what was appended to memory, nil if nothing was, and all of it.
 func cutOff(memory, appended []byte) (cut, all []byte) {

@@ -1,0 +1,701 @@
+package execution
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Retries of calls without a key are recognised by evidence (ADR 0070).
+
+// Group is the keyed hash of what equal calls of one caller have in common.
+type Group [16]byte
+
+// Group names the calls that are equal to the one with this scope, whose ID does not count, and
+// this fingerprint. peer tells callers without a credential apart.
+func (g *Guard) Group(s Scope, peer string, fp Fingerprint) Group {
+	sum := g.sealer.Index("group", s.Caller, s.Guard, s.Method, s.Path, peer, string(fp[:]))
+	return Group(sum[:])
+}
+
+// Question asks whether a call without a key is a retry.
+type Question struct {
+	Group Group
+	// Count is the number that the call gives itself as a retry, from 1 on; 0 where it gives none.
+	Count int
+	// Window is how long after its end an execution is recognised.
+	Window time.Duration
+	// Gone ends when the client of the call leaves.
+	Gone context.Context
+	// ID and Key are those of the call if it is a new one.
+	ID  string
+	Key Key
+}
+
+// Evidence says why a call counts as a retry.
+type Evidence string
+
+// The kinds of evidence.
+const (
+	// EvidenceUnanswered: the earlier attempt's client has left, or did not get the whole answer.
+	EvidenceUnanswered Evidence = "unanswered"
+	// EvidenceInDoubt: the execution is in doubt.
+	EvidenceInDoubt Evidence = "in_doubt"
+	// EvidenceAnswer: the earlier attempt's answer was one that clients retry.
+	EvidenceAnswer Evidence = "answer"
+	// EvidenceStated: the call says that it is a retry.
+	EvidenceStated Evidence = "stated"
+)
+
+// Attempt is one call without a key, from Recognize to End. It holds the execution whose answer it
+// waits for.
+type Attempt struct {
+	// Evidence is why the call counts as a retry of the execution with ID and Key; empty for a
+	// new call, whose own they are.
+	Evidence Evidence
+	ID       string
+	Key      Key
+
+	at       *groups
+	group    Group
+	window   time.Duration
+	count    int
+	known    *known
+	gone     context.Context
+	answered bool
+}
+
+// left reports that the client has left before it was answered.
+func (a *Attempt) left() bool { return !a.answered && a.gone.Err() != nil }
+
+func (a *Attempt) waits() bool { return !a.answered && a.gone.Err() == nil }
+
+// known is an execution that a retry may be recognised as.
+type known struct {
+	key    Key
+	id     string
+	group  Group
+	window time.Duration
+	began  time.Time // the youngest attempt
+	order  uint64    // of those that began at the same time
+	count  int       // of its youngest attempt
+	holder *Attempt  // the attempt that waits for its answer
+	runner *Attempt  // the attempt that runs it
+
+	state      State // StateSending until it has ended, 0 before it was claimed
+	released   bool
+	unanswered bool // the last attempt has ended without a whole answer
+	retriable  bool // the last attempt's answer was one that clients retry
+	ended      time.Time
+	settling   time.Time // by the store's clock; while its outcome is being recorded
+	settled    time.Time // by the store's clock
+	mark       byte      // in its row
+	crashed    bool      // its process has ended before it could write a mark
+	pending    bool      // in the list of its shard
+}
+
+// The marks of a row.
+const (
+	markNone       = 0
+	markUnanswered = 'u'
+	markReleased   = 'r'
+	markAnswered   = 'a' // after it was not, or a crash has left that open
+)
+
+// evidence is what the execution has to say for a retry; empty without any.
+func (k *known) evidence() Evidence {
+	switch {
+	case k.released:
+		return ""
+	case k.state == StateInDoubt:
+		return EvidenceInDoubt
+	case k.holder != nil && k.holder.left(), k.holder == nil && k.unanswered:
+		return EvidenceUnanswered
+	case k.retriable && (k.holder == nil || k.holder.answered):
+		return EvidenceAnswer
+	}
+	return ""
+}
+
+func (k *known) younger(than *known) bool {
+	if c := k.began.Compare(than.began); c != 0 {
+		return c > 0
+	}
+	return k.order > than.order
+}
+
+func (k *known) over(now time.Time) bool {
+	return k.holder == nil && k.runner == nil && now.Sub(k.ended) >= k.window
+}
+
+// choose returns the execution that a call with this count is a retry of; nil for a new call. A
+// released one makes it a new call too.
+func choose(all []*known, count int, now time.Time) (*known, Evidence) {
+	var best *known
+	var why Evidence
+	rank := -1
+	var answered *known // the youngest without evidence
+	for _, k := range all {
+		if !k.released && k.evidence() == "" && !k.over(now) && (answered == nil || k.younger(answered)) {
+			answered = k
+		}
+	}
+	for _, k := range all {
+		e := k.evidence()
+		free := k.holder == nil || !k.holder.waits() || k.state == StateInDoubt || k.count < count
+		if k.over(now) || !free || count == 0 && e == "" {
+			continue
+		}
+		r := 0
+		if count > 0 && k.count == count-1 {
+			r += 4
+		}
+		if e != "" || k.released && (answered == nil || k.younger(answered)) {
+			r += 2
+		}
+		if k.state != StateInDoubt {
+			r++
+		}
+		if r > rank || r == rank && k.younger(best) {
+			best, why, rank = k, e, r
+		}
+	}
+	if best != nil && why == "" {
+		why = EvidenceStated
+	}
+	return best, why
+}
+
+const (
+	// retryWait is how long an equal call waits for the news that the first one's client has left.
+	retryWait = 30 * time.Millisecond
+	// markEvery is how late marks may be written.
+	markEvery = time.Second
+	// mostKnown bounds what is kept in memory; beyond it the store is scanned.
+	mostKnown = 1 << 16
+	// mostWatched bounds the clients whose leave one call waits for.
+	mostWatched = 16
+	// mostCrashes bounds the crashes that are remembered.
+	mostCrashes = 64
+)
+
+// groups is the table of the executions that retries may be recognised as.
+type groups struct {
+	g        *Guard
+	shards   [64]groupShard
+	n        atomic.Int64
+	order    atomic.Uint64
+	since    atomic.Pointer[time.Time] // memory has everything that began later
+	crashes  []crash                   // of earlier processes
+	armed    atomic.Bool
+	flushing sync.Mutex
+	closed   bool
+}
+
+type groupShard struct {
+	sync.Mutex
+	of       map[Group][]*known
+	removals uint64
+	pending  []*known // whose marks may have to change, or that are being settled
+}
+
+// crash is the time between the last writing of marks by a process and the start of the next one.
+type crash struct{ from, to time.Time }
+
+func (t *groups) shard(group Group) *groupShard { return &t.shards[group[0]%64] }
+
+// Recognize decides whether a call without a key is a retry, and registers it. End must follow.
+// The error is ErrStore, or that of ctx.
+func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
+	t := &g.groups
+	a := &Attempt{ID: q.ID, Key: q.Key, at: t, group: q.Group, window: q.Window, count: q.Count, gone: q.Gone}
+	asks := q.Count > 0 || time.Since(*t.since.Load()) < q.Window
+	var until time.Time // of the wait for the leave of others
+	for {
+		var stored []*known
+		s := t.shard(q.Group)
+		s.Lock()
+		seen := s.removals
+		s.Unlock()
+		if asks {
+			var err error
+			if stored, err = t.read(ctx, q.Group, q.Window); err != nil {
+				return nil, err
+			}
+		}
+		waited := !until.IsZero() && !time.Now().Before(until)
+		waiting, again := t.decide(a, stored, seen, asks, waited)
+		switch {
+		case again:
+			continue
+		case waiting == nil:
+			return a, nil
+		case until.IsZero():
+			until = time.Now().Add(retryWait)
+		}
+		if err := awaitLeave(ctx, waiting, until); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// decide registers a as a retry or as a new call. Before it does the latter it returns the
+// attempts whose clients still wait, unless the time for that is over. What was stored must be read
+// again if something was forgotten since: it may be older than that.
+func (t *groups) decide(a *Attempt, stored []*known, seen uint64, asks, waited bool) (waiting []*Attempt, again bool) {
+	s := t.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	if asks && s.removals != seen {
+		return nil, true
+	}
+	now := time.Now()
+	all := s.of[a.group]
+	candidates := slices.Clip(all)
+	for _, k := range stored {
+		if !slices.ContainsFunc(all, func(other *known) bool { return other.key == k.key }) {
+			candidates = append(candidates, k)
+		}
+	}
+	k, why := choose(candidates, a.count, now)
+	if k == nil && !waited {
+		for i := len(all) - 1; i >= 0 && len(waiting) < mostWatched; i-- {
+			if h := all[i].holder; h != nil && h.waits() {
+				waiting = append(waiting, h)
+			}
+		}
+		if waiting != nil {
+			return waiting, false
+		}
+	}
+	if k != nil && k.released {
+		t.remove(s, k)
+		k = nil
+	}
+	if k == nil {
+		k = &known{key: a.Key, id: a.ID, group: a.group, window: a.window, count: a.count}
+		t.add(s, k)
+	} else {
+		a.Evidence, a.ID, a.Key = why, k.id, k.key
+		if !slices.Contains(all, k) {
+			t.add(s, k)
+		}
+	}
+	k.count, k.began, k.order = max(k.count, a.count), now, t.order.Add(1)
+	k.holder, k.unanswered, k.retriable = a, false, false
+	a.known = k
+	t.note(s, k)
+	return nil, false
+}
+
+func (t *groups) add(s *groupShard, k *known) {
+	if s.of == nil {
+		s.of = map[Group][]*known{}
+	}
+	now := time.Now()
+	all := slices.DeleteFunc(s.of[k.group], func(k *known) bool { return k.over(now) })
+	t.n.Add(int64(len(all) - len(s.of[k.group]) + 1))
+	s.of[k.group] = append(all, k)
+}
+
+func (t *groups) remove(s *groupShard, k *known) {
+	all := s.of[k.group]
+	i := slices.Index(all, k)
+	if i < 0 {
+		return
+	}
+	t.n.Add(-1)
+	s.removals++
+	if all = slices.Delete(all, i, i+1); len(all) == 0 {
+		delete(s.of, k.group)
+		return
+	}
+	s.of[k.group] = all
+}
+
+// awaitLeave returns when one of the clients has left, or at a time; the error is ctx's.
+func awaitLeave(ctx context.Context, of []*Attempt, until time.Time) error {
+	left := make(chan struct{}, len(of))
+	for _, a := range of {
+		defer context.AfterFunc(a.gone, func() { left <- struct{}{} })()
+	}
+	timer := time.NewTimer(time.Until(until))
+	defer timer.Stop()
+	select {
+	case <-left:
+	case <-timer.C:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	return nil
+}
+
+// runs notes that the attempt runs the execution. settling is zero until its outcome is about to be
+// recorded: what that will say of the time is later.
+func (a *Attempt) runs(settling time.Time) {
+	s := a.at.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	k := a.known
+	k.runner, k.state, k.released, k.settling = a, StateSending, false, settling
+	if !settling.IsZero() {
+		a.at.pend(s, k)
+	}
+}
+
+// settled notes how the execution has ended.
+func (a *Attempt) settled(v Verdict, at time.Time) {
+	s := a.at.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	k := a.known
+	k.runner, k.settling, k.settled, k.ended = nil, time.Time{}, at, time.Now()
+	k.state, k.mark = StateCompleted, markNone // the outcome has its row written anew
+	switch v {
+	case InDoubt:
+		k.state = StateInDoubt
+	case Released:
+		k.released, k.mark = true, markReleased
+	}
+	a.at.pend(s, k)
+}
+
+// Completed notes that the execution has a result: a doubt was settled meanwhile.
+func (a *Attempt) Completed() {
+	s := a.at.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	if a.known.runner == nil {
+		a.known.state = StateCompleted
+	}
+}
+
+// Answering notes that the end of the answer is about to be written: the client is answered,
+// unless it has left. Status is that of the answer.
+func (a *Attempt) Answering(status int) {
+	s := a.at.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	a.answered = a.gone.Err() == nil
+	if a.known.holder == a {
+		a.known.retriable = clientsRetry(status)
+	}
+}
+
+// Unanswered takes Answering back: the write has failed.
+func (a *Attempt) Unanswered() {
+	s := a.at.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	a.answered = false
+}
+
+// End ends the attempt. What it ran must be settled before.
+func (a *Attempt) End() {
+	s := a.at.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	k := a.known
+	if k.holder != a {
+		return
+	}
+	k.holder = nil
+	k.unanswered = !a.answered
+	if k.ended.IsZero() || k.unanswered && k.state != StateInDoubt {
+		k.ended = time.Now()
+	}
+	if k.state == 0 && !k.released { // it was never claimed
+		a.at.remove(s, k)
+		return
+	}
+	a.at.note(s, k)
+}
+
+// note has the mark of an execution written if it is to change, and forgets an execution that has
+// nothing to say any more.
+func (t *groups) note(s *groupShard, k *known) {
+	if k.wanted() != k.mark {
+		t.pend(s, k)
+		return
+	}
+	if k.holder == nil && k.runner == nil && !k.released && k.evidence() == "" && k.state != 0 {
+		t.remove(s, k)
+	}
+}
+
+// wanted is the mark that the row of an execution should have.
+func (k *known) wanted() byte {
+	switch {
+	case k.released:
+		return markReleased
+	case k.state != StateCompleted || k.runner != nil:
+		return k.mark
+	case k.holder != nil && !k.holder.answered, k.holder == nil && k.unanswered:
+		return markUnanswered
+	case k.mark != markNone || k.crashed:
+		return markAnswered
+	}
+	return markNone
+}
+
+func (t *groups) pend(s *groupShard, k *known) {
+	if !k.pending {
+		k.pending = true
+		s.pending = append(s.pending, k)
+	}
+	if !t.armed.Swap(true) {
+		time.AfterFunc(markEvery, func() { _ = t.flush(context.Background()) })
+	}
+}
+
+// clientsRetry reports whether clients retry a call that is answered with this status. 409 is left
+// out: ours leaves the attempt unanswered.
+func clientsRetry(status int) bool { return status == 408 || status == 429 || status >= 500 }
+
+// flush writes the marks that have changed, and that all marks are written up to now.
+func (t *groups) flush(ctx context.Context) error {
+	t.flushing.Lock()
+	defer t.flushing.Unlock()
+	if t.closed {
+		return nil
+	}
+	t.armed.Store(false)
+	upTo, err := t.g.store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	now := upTo
+	var batch []store.Write
+	var open []*known
+	var marks []byte
+	for i := range t.shards {
+		s := &t.shards[i]
+		s.Lock()
+		pending := s.pending
+		s.pending = nil
+		for _, k := range pending {
+			k.pending = false
+			if !k.settling.IsZero() {
+				if k.settling.Before(upTo) {
+					upTo = k.settling
+				}
+				t.pend(s, k)
+				continue
+			}
+			if mark := k.wanted(); mark != k.mark {
+				open, marks = append(open, k), append(marks, mark)
+				batch = append(batch, k.row(mark, now))
+			} else {
+				t.note(s, k)
+			}
+		}
+		s.Unlock()
+	}
+	for len(batch) >= store.MaxBatch && err == nil {
+		n := store.MaxBatch - 1
+		if _, err = t.g.store.Commit(ctx, batch[:n]...); err == nil {
+			t.marked(open[:n], marks[:n])
+			batch, open, marks = batch[n:], open[n:], marks[n:]
+		}
+	}
+	if err == nil {
+		value := appendTime(nil, upTo)
+		for _, c := range t.crashes {
+			value = appendTime(appendTime(value, c.from), c.to)
+		}
+		_, err = t.g.store.Commit(ctx, append(batch, store.Write{Key: metaKey(marksName), Value: value})...)
+	}
+	if err != nil {
+		for _, k := range open {
+			if errors.Is(err, store.ErrClosed) {
+				break
+			}
+			s := t.shard(k.group)
+			s.Lock()
+			t.pend(s, k)
+			s.Unlock()
+		}
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	t.marked(open, marks)
+	t.shrink()
+	return nil
+}
+
+// marked notes which marks are in the store.
+func (t *groups) marked(all []*known, marks []byte) {
+	for i, k := range all {
+		s := t.shard(k.group)
+		s.Lock()
+		k.mark = marks[i]
+		t.note(s, k)
+		s.Unlock()
+	}
+}
+
+// shrink forgets what is too old, and where there is too much what the store knows as well.
+func (t *groups) shrink() {
+	if t.n.Load() <= mostKnown {
+		return
+	}
+	now := time.Now()
+	t.since.Store(&now)
+	for i := range t.shards {
+		s := &t.shards[i]
+		s.Lock()
+		for group, all := range s.of {
+			kept := slices.DeleteFunc(all, func(k *known) bool { return k.holder == nil && k.runner == nil && !k.pending })
+			t.n.Add(int64(len(kept) - len(all)))
+			if s.of[group] = kept; len(kept) == 0 {
+				delete(s.of, group)
+			}
+		}
+		s.Unlock()
+	}
+}
+
+// Close writes what is still to be noted of calls without a key. It is called once, before the store
+// is closed.
+func (g *Guard) Close(ctx context.Context) error {
+	err := g.groups.flush(ctx)
+	g.groups.flushing.Lock()
+	defer g.groups.flushing.Unlock()
+	g.groups.closed = true
+	return err
+}
+
+// marksName is the name of the entry that says up to when marks are written.
+const marksName = "marks"
+
+// open reads up to when earlier processes have written their marks.
+func (t *groups) open(ctx context.Context, g *Guard) error {
+	t.g = g
+	start := time.Now()
+	t.since.Store(&start)
+	entry, err := g.store.Get(ctx, metaKey(marksName))
+	if errors.Is(err, store.ErrNotFound) {
+		if g.node == "node-"+g.boot {
+			return nil // the store is new
+		}
+		// Nothing was marked yet, so that nothing is known.
+		entry.Value, err = appendTime(nil, time.Unix(0, 0)), nil
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	upTo, crashes, err := decodeMarks(entry.Value)
+	if err != nil {
+		return unreadable(err)
+	}
+	t.crashes = append(crashes, crash{upTo, now})
+	if n := len(t.crashes) - mostCrashes; n > 0 {
+		t.crashes = t.crashes[n:]
+	}
+	return nil
+}
+
+func decodeMarks(b []byte) (upTo time.Time, crashes []crash, err error) {
+	if len(b)%16 != 8 {
+		return upTo, nil, errEncoding
+	}
+	next := func() time.Time {
+		at := time.Unix(0, int64(binary.BigEndian.Uint64(b)))
+		b = b[8:]
+		return at
+	}
+	upTo = next()
+	for len(b) > 0 {
+		crashes = append(crashes, crash{next(), next()})
+	}
+	return upTo, crashes, nil
+}
+
+// rowSize is the size of the key and the value of a row.
+const rowSize = 1 + len(Group{}) + keySize + 1 + binary.MaxVarintLen64 + 8
+
+func appendRowKey(b []byte, group Group, key Key) []byte {
+	return append(append(append(b, spaceGroup), group[:]...), key[:]...)
+}
+
+func appendRow(b []byte, mark byte, count int, settled time.Time) []byte {
+	return appendTime(binary.AppendUvarint(append(b, mark), uint64(count)), settled)
+}
+
+// row is written where the mark of an execution changes.
+func (k *known) row(mark byte, now time.Time) store.Write {
+	w := store.Write{
+		Key: appendRowKey(nil, k.group, k.key), Value: appendRow(nil, mark, k.count, k.settled),
+		Expires: k.settled.Add(k.window),
+	}
+	if mark == markUnanswered {
+		w.Expires = now.Add(k.window) // from the leave of the client
+	}
+	return w
+}
+
+// read returns what the store knows of a group.
+func (t *groups) read(ctx context.Context, group Group, window time.Duration) ([]*known, error) {
+	now, err := t.g.store.Now(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	here := time.Now()
+	var all []*known
+	for entry, err := range t.g.store.Scan(ctx, store.Prefix(append([]byte{spaceGroup}, group[:]...))) {
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		k, err := decodeRow(entry)
+		if err != nil {
+			return nil, unreadable(err)
+		}
+		k.group, k.window = group, window
+		k.began = here.Add(k.settled.Sub(now))
+		k.ended = here.Add(entry.Expires.Sub(now) - window)
+		all = append(all, k)
+	}
+	return slices.DeleteFunc(all, func(k *known) bool {
+		if k.released || err != nil {
+			return false
+		}
+		var record *Record
+		if record, _, err = t.g.load(ctx, k.key); record == nil {
+			return true
+		}
+		k.id, k.state = record.ID, StateCompleted
+		if record.State == StateInDoubt || record.State.open() {
+			k.state = StateInDoubt
+		}
+		k.retriable = record.State == StateCompleted && clientsRetry(record.Status)
+		k.crashed = k.mark == markNone && record.Boot != t.g.boot && slices.ContainsFunc(t.crashes, func(c crash) bool {
+			return !k.settled.Before(c.from) && !k.settled.After(c.to)
+		})
+		k.unanswered = k.mark == markUnanswered || k.crashed
+		return false
+	}), err
+}
+
+func decodeRow(entry store.Entry) (*known, error) {
+	if len(entry.Value) < 2 {
+		return nil, errEncoding
+	}
+	count, n := binary.Uvarint(entry.Value[1:])
+	if n <= 0 || len(entry.Value) != 1+n+8 {
+		return nil, errEncoding
+	}
+	k := &known{key: keyIn(entry.Key), count: int(count), mark: entry.Value[0]}
+	k.settled = time.Unix(0, int64(binary.BigEndian.Uint64(entry.Value[1+n:])))
+	k.released = k.mark == markReleased
+	return k, nil
+}

@@ -1,0 +1,438 @@
+package execution
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// alike is a node whose calls are all equal, and have no key.
+type alike struct {
+	*testing.T
+	mem  *memory.Store
+	ring *seal.Ring
+	g    *Guard
+	n    int
+}
+
+func newAlike(t *testing.T) *alike {
+	b := &alike{T: t, mem: memory.New(memory.Options{}), ring: seal.Generate()}
+	b.start()
+	return b
+}
+
+func (b *alike) start() {
+	b.Helper()
+	g, _, err := Open(context.Background(), b.mem, b.ring)
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.g = g
+}
+
+// kill ends the process: nothing is written any more. Another one begins.
+func (b *alike) kill() {
+	b.g.groups.flushing.Lock()
+	b.g.groups.closed = true
+	b.g.groups.flushing.Unlock()
+	b.start()
+}
+
+// stop ends the process in order.
+func (b *alike) stop() {
+	b.Helper()
+	if err := b.g.Close(context.Background()); err != nil {
+		b.Fatal(err)
+	}
+	b.start()
+}
+
+// one is a call under test.
+type one struct {
+	*Attempt
+	b     *alike
+	leave func()
+	call  *Call
+	run   *Execution // nil for a retry that found the execution
+}
+
+const testWindow = 10 * time.Minute
+
+// call makes a call, and claims it where it has to run.
+func (b *alike) call(count int) *one {
+	b.Helper()
+	b.n++
+	gone, leave := context.WithCancel(context.Background())
+	scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: fmt.Sprint("id-", b.n)}
+	group := b.g.Group(scope, "", Fingerprint{1})
+	a, err := b.g.Recognize(context.Background(), Question{
+		Group: group, Count: count, Window: testWindow, Gone: gone, ID: scope.ID, Key: b.g.Key(scope),
+	})
+	if err != nil {
+		b.Fatal(err)
+	}
+	scope.ID = a.ID
+	o := &one{Attempt: a, b: b, leave: leave, call: &Call{
+		Key: a.Key, Fingerprint: Fingerprint{1}, Scope: scope, KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 1 << 20, Attempt: a,
+	}}
+	found, err := b.g.LookUp(context.Background(), a.Key, Fingerprint{1})
+	if err != nil {
+		b.Fatal(err)
+	}
+	if found.Status == Free {
+		if o.run, err = b.g.Claim(context.Background(), o.call, found); err != nil {
+			b.Fatal(err)
+		}
+	}
+	return o
+}
+
+func (o *one) settle(v Verdict, status int) *one {
+	o.run.Recording().Start(status, nil)
+	if err := o.run.Settle(context.Background(), Outcome{Verdict: v, Status: status, Whole: v != InDoubt}); err != nil {
+		o.b.Fatal(err)
+	}
+	return o
+}
+
+func (o *one) answer(status int) *one {
+	o.Answering(status)
+	o.End()
+	return o
+}
+
+// lost is a call whose client leaves when it has been executed.
+func (o *one) lost() *one {
+	o.leave()
+	o.answer(200)
+	return o
+}
+
+// is compares what the call was recognised as: nil is a new call.
+func (o *one) is(of *one, why Evidence) *one {
+	o.b.Helper()
+	if of == nil && (o.Evidence != "" || o.run == nil) {
+		o.b.Errorf("recognised as %s by %q, want a new call", o.ID, o.Evidence)
+	}
+	if of != nil && (o.ID != of.ID || o.Evidence != why) {
+		o.b.Errorf("recognised as %q by %q, want %s by %q", o.ID, o.Evidence, of.ID, why)
+	}
+	return o
+}
+
+func TestRecognize(t *testing.T) {
+	for name, test := range map[string]func(b *alike){
+		"both answered": func(b *alike) {
+			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+		},
+		"both wait": func(b *alike) {
+			b.call(0)
+			begin := time.Now()
+			b.call(0).is(nil, "")
+			if took := time.Since(begin); took != retryWait {
+				b.Errorf("the second one has waited for %v", took)
+			}
+		},
+		"left while it runs": func(b *alike) {
+			a := b.call(0)
+			a.leave()
+			begin := time.Now()
+			r := b.call(0).is(a, EvidenceUnanswered)
+			if took := time.Since(begin); took != 0 {
+				b.Errorf("the retry has waited for %v", took)
+			}
+			a.settle(Completed, 200).lost()
+			r.answer(200)
+			b.call(0).is(nil, "")
+		},
+		"the news comes after the retry": func(b *alike) {
+			a := b.call(0)
+			time.AfterFunc(20*time.Millisecond, a.leave)
+			b.call(0).is(a, EvidenceUnanswered)
+		},
+		"three have left": func(b *alike) {
+			var all []string
+			three := []*one{b.call(0), b.call(0), b.call(0)}
+			for _, o := range three {
+				o.leave()
+			}
+			for range three {
+				o := b.call(0)
+				if o.Evidence != EvidenceUnanswered || slices.Contains(all, o.ID) {
+					b.Errorf("%s by %q, after %v", o.ID, o.Evidence, all)
+				}
+				all = append(all, o.ID)
+			}
+			b.call(0).is(nil, "")
+		},
+		"a retry that has left too": func(b *alike) {
+			a := b.call(0).settle(Completed, 200).lost()
+			b.call(0).is(a, EvidenceUnanswered).lost()
+			b.call(0).is(a, EvidenceUnanswered).answer(200)
+			b.call(0).is(nil, "")
+		},
+		"the end could not be written": func(b *alike) {
+			a := b.call(0).settle(Completed, 200)
+			a.Answering(200)
+			a.Unanswered()
+			a.End()
+			b.call(0).is(a, EvidenceUnanswered)
+		},
+		"closed at once": func(b *alike) {
+			a := b.call(0).settle(Completed, 200)
+			a.Answering(200)
+			a.leave()
+			b.call(0).is(nil, "")
+			a.End()
+		},
+		"an answer that clients retry": func(b *alike) {
+			a := b.call(0).settle(Completed, 500)
+			a.Answering(500) // and the retry is there before it has ended
+			r := b.call(0).is(a, EvidenceAnswer)
+			a.End()
+			r.answer(500)
+			b.call(0).is(a, EvidenceAnswer).answer(500)
+			<-time.After(testWindow)
+			b.call(0).is(nil, "")
+		},
+		"in doubt": func(b *alike) {
+			a := b.call(0).settle(InDoubt, 502)
+			a.End()
+			for range 3 { // any number at a time
+				b.call(0).is(a, EvidenceInDoubt)
+			}
+			<-time.After(testWindow - 1)
+			b.call(0).is(a, EvidenceInDoubt).End()
+		},
+		"in doubt, later": func(b *alike) {
+			b.call(0).settle(InDoubt, 502).End()
+			<-time.After(testWindow)
+			b.call(0).is(nil, "")
+		},
+		"released": func(b *alike) {
+			b.call(0).settle(Released, 529).answer(529)
+			b.call(1).is(nil, "").settle(Completed, 200).answer(200)
+			b.call(0).is(nil, "")
+		},
+		"stated": func(b *alike) {
+			a := b.call(0).settle(Completed, 200).answer(200)
+			b.call(1).is(a, EvidenceStated).answer(200)
+			b.call(0).is(nil, "")
+		},
+		"stated while the first one waits": func(b *alike) {
+			a := b.call(0)
+			b.call(1).is(a, EvidenceStated)
+			other := b.call(1).is(nil, "") // of another one, which has never come
+			b.call(2).is(other, EvidenceStated)
+		},
+		"the youngest attempt decides": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(1)
+			b.call(0).settle(Released, 529).answer(529)
+			b.call(1).is(nil, "").settle(Completed, 200).answer(200)
+			<-time.After(1)
+			b.call(0).settle(Released, 529).answer(529)
+			<-time.After(1)
+			c := b.call(0).settle(Completed, 200).answer(200)
+			b.call(1).is(c, EvidenceStated)
+		},
+		"attempts have numbers": func(b *alike) {
+			first := b.call(0).settle(Completed, 200).lost()
+			second := b.call(1).is(first, EvidenceUnanswered).lost()
+			other := b.call(0).is(second, EvidenceUnanswered).lost()
+			fresh := b.call(0).is(other, EvidenceUnanswered)
+			b.call(2).is(fresh, EvidenceStated)
+		},
+		"a window counts from the end": func(b *alike) {
+			a := b.call(0)
+			a.leave()
+			<-time.After(3 * testWindow)
+			r := b.call(0).is(a, EvidenceUnanswered)
+			r.leave()
+			r.End()
+			<-time.After(3 * testWindow)
+			b.call(0).is(a, EvidenceUnanswered).lost()
+			a.settle(Completed, 200).lost()
+			<-time.After(testWindow - 1)
+			b.call(0).is(a, EvidenceUnanswered).lost()
+			<-time.After(testWindow)
+			b.call(0).is(nil, "")
+		},
+		"refused before its claim": func(b *alike) {
+			gone := context.Background()
+			a, err := b.g.Recognize(gone, Question{Window: testWindow, Gone: gone, ID: "x"})
+			if err != nil {
+				b.Fatal(err)
+			}
+			a.End()
+			if n := b.g.groups.n.Load(); n != 0 {
+				b.Errorf("%d are known", n)
+			}
+		},
+		"killed after an answer": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(2 * time.Second)
+			late := b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			b.kill()
+			<-time.After(time.Second)
+			b.call(0).is(late, EvidenceUnanswered).answer(200)
+			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			if r := b.call(1); r.Evidence != EvidenceStated {
+				b.Errorf("%q", r.Evidence)
+			}
+		},
+		"killed twice": func(b *alike) {
+			late := b.call(0).settle(Completed, 200).answer(200)
+			b.kill()
+			b.call(7) // makes it write its marks
+			<-time.After(2 * time.Second)
+			b.kill()
+			if o := b.call(0); o.Evidence == "" {
+				b.Errorf("%s is new, after %s", o.ID, late.ID)
+			}
+		},
+		"killed while it runs": func(b *alike) {
+			a := b.call(0)
+			b.kill()
+			b.call(0).is(a, EvidenceInDoubt)
+		},
+		"killed long after a client has left": func(b *alike) {
+			a := b.call(0).settle(Completed, 200).lost()
+			b.call(0).is(a, EvidenceUnanswered).lost()
+			<-time.After(time.Minute)
+			b.kill()
+			b.call(0).is(a, EvidenceUnanswered).answer(200)
+			<-time.After(time.Minute)
+			b.kill()
+			b.call(0).is(nil, "")
+		},
+		"killed while a client reads slowly": func(b *alike) {
+			a := b.call(0).settle(Completed, 200)
+			<-time.After(time.Minute)
+			b.kill()
+			b.call(0).is(a, EvidenceUnanswered)
+		},
+		"killed after a refusal": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(5 * time.Second)
+			b.call(0).settle(Released, 529).answer(529)
+			b.kill()
+			b.call(1).is(nil, "")
+		},
+		"stopped": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			slow := b.call(0).settle(Completed, 200)
+			<-time.After(1)
+			b.stop()
+			<-time.After(1)
+			b.call(0).is(slow, EvidenceUnanswered)
+		},
+		"stopped after an answer": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(1)
+			b.stop()
+			b.call(0).is(nil, "")
+		},
+		"a failure that clients retry, after a restart": func(b *alike) {
+			a := b.call(0).settle(Completed, 500).answer(500)
+			<-time.After(time.Minute)
+			b.kill()
+			b.call(0).is(a, EvidenceAnswer)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { test(newAlike(t)) })
+		})
+	}
+}
+
+// A model of recognition: callers with intended calls, all equal, that are answered, lose their
+// answers, retry or give up; some are refused, some end in doubt, and the process is killed. No more
+// is executed than was intended, and no call that is not a retry is taken for one of a call that was
+// answered.
+func TestRecognitionModel(t *testing.T) {
+	for seed := range uint64(60) {
+		synctest.Test(t, func(t *testing.T) {
+			random := rand.New(rand.NewPCG(seed, 70))
+			b := newAlike(t)
+			intended, executed := 0, 0
+			unlearned := map[string]bool{} // executions whose last attempt was not answered
+			stated := seed%2 == 0          // retries say that they are
+			var running []*one
+			counts := map[*one]int{}
+			var retries []int // the counts of the attempts to come
+			for range 300 {
+				switch n := random.IntN(20); {
+				case n < 7 || n < 12 && len(retries) > 0:
+					count := 0
+					if n >= 7 {
+						count, retries = retries[0], retries[1:]
+					} else {
+						intended++
+					}
+					said := 0
+					if stated {
+						said = count
+					}
+					o := b.call(said)
+					if o.run != nil {
+						executed++
+					} else if said == 0 && !unlearned[o.ID] {
+						t.Fatalf("seed %d: a call was taken for a retry of %s (%s), which was answered: %+v", seed, o.ID, o.Evidence, o.known)
+					}
+					if o.Evidence == EvidenceInDoubt { // it is refused
+						o.End()
+						continue
+					}
+					unlearned[o.ID] = false
+					counts[o] = count
+					running = append(running, o)
+				case n < 19 && len(running) > 0:
+					i := random.IntN(len(running))
+					o := running[i]
+					running = slices.Delete(running, i, i+1)
+					lost := random.IntN(3) == 0
+					if lost {
+						o.leave()
+						unlearned[o.ID] = true
+					}
+					switch end := random.IntN(10); {
+					case o.run != nil && end == 0:
+						o.settle(Released, 529).answer(529)
+						executed-- // it was not
+						retries = append(retries, counts[o]+1)
+						continue
+					case o.run != nil:
+						o.settle(Completed, 200)
+					}
+					o.answer(200)
+					if lost && random.IntN(4) > 0 {
+						retries = append(retries, counts[o]+1)
+					}
+				case n == 19 && seed%3 == 0:
+					for _, o := range running {
+						unlearned[o.ID] = true
+						retries = append(retries, counts[o]+1)
+					}
+					running = nil
+					for id := range unlearned {
+						unlearned[id] = true // or it was, in the last second
+					}
+					b.kill()
+				}
+				if executed > intended {
+					t.Fatalf("seed %d: %d were executed, %d intended", seed, executed, intended)
+				}
+				<-time.After(time.Duration(random.IntN(400)) * time.Millisecond)
+			}
+		})
+	}
+}
