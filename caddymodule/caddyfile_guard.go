@@ -16,6 +16,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // UnmarshalCaddyfile reads the directive
@@ -28,11 +29,12 @@ import (
 //		operators           <callers...>
 //		deadline_header     <field>
 //		identity            <uri>
-//		execution_id        header <fields...> | placeholder <placeholder> | json <pointer>
+//		execution_id        header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>
 //		missing_id          require | mint | derive [<window>]
 //		inherit
-//		consequential       <matchers>
-//		exempt              <matchers>
+//		protocol            none | auto | mcp | a2a | jsonrpc
+//		consequential       <matchers> | tool <names...>
+//		exempt              <matchers> | tool <names...>
 //		unguarded_streams   pass | refuse
 //		fingerprint_exclude <json pointers...>
 //		max_body            <size>
@@ -187,17 +189,20 @@ func guardOptions() options[*Handler] {
 			return checkFields(h.Credentials)
 		}},
 		"execution_id": {several: true, parse: parseExecutionID,
-			usage: "execution_id header <fields...> | placeholder <placeholder> | json <pointer>"},
+			usage: "execution_id header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>"},
+		"protocol": {usage: "protocol none | auto | mcp | a2a | jsonrpc", parse: func(d dispenser, h *Handler) error {
+			return parseChoice(d, &h.Protocol, protocols...)
+		}},
 		"missing_id": {usage: "missing_id require | mint | derive [<window>]", parse: parseMissingID},
 		"inherit": {usage: "inherit", parse: func(_ dispenser, h *Handler) error {
 			h.Inherit = true
 			return nil
 		}},
-		"consequential": {several: true, usage: "consequential <matchers>", parse: func(d dispenser, h *Handler) error {
-			return parseMatchers(d, &h.ConsequentialRaw)
+		"consequential": {several: true, usage: "consequential <matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
+			return parseTools(d, &h.ConsequentialTools, &h.ConsequentialRaw)
 		}},
-		"exempt": {several: true, usage: "exempt <matchers>", parse: func(d dispenser, h *Handler) error {
-			return parseMatchers(d, &h.ExemptRaw)
+		"exempt": {several: true, usage: "exempt <matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
+			return parseTools(d, &h.ExemptTools, &h.ExemptRaw)
 		}},
 		"unguarded_streams": {usage: "unguarded_streams pass | refuse", parse: func(d dispenser, h *Handler) error {
 			return parseChoice(d, &h.UnguardedStreams, streamsPass, streamsRefuse)
@@ -239,6 +244,22 @@ func guardOptions() options[*Handler] {
 	}.merge(within(func(h *Handler) *Policy { return &h.Policy }, policyOptions()))
 }
 
+// protocols are the words of the option `protocol`.
+var protocols = []string{
+	string(protocol.None), string(protocol.Auto), string(protocol.MCP), string(protocol.A2A), string(protocol.JSONRPC),
+}
+
+// parseTools reads names of tools after the word `tool`, or matchers.
+func parseTools(d *caddyfile.Dispenser, tools *[]string, sets *caddyhttp.RawMatcherSets) error {
+	if d.NextArg() {
+		if d.Val() == "tool" && !d.Token().Quoted() {
+			return parseWords(d, tools)
+		}
+		d.Prev()
+	}
+	return parseMatchers(d, sets)
+}
+
 // skipHandlers leaves a block of handlers to parseHandlers.
 func skipHandlers(d *caddyfile.Dispenser, _ *Handler) error {
 	if d.NextArg() {
@@ -254,11 +275,19 @@ func parseExecutionID(d *caddyfile.Dispenser, h *Handler) error {
 		return errSyntax
 	}
 	kind, values := d.Val(), d.RemainingArgs()
-	if err := oneOf(kind, "header", "placeholder", "json"); err != nil {
+	if err := oneOf(kind, "header", "placeholder", "json", "meta", "argument"); err != nil {
 		return err
 	}
 	if len(values) == 0 {
 		return errSyntax
+	}
+	switch kind {
+	case "meta":
+		h.MetaKeys = append(h.MetaKeys, values...)
+		return nil
+	case "argument":
+		h.ArgumentKeys = append(h.ArgumentKeys, values...)
+		return nil
 	}
 	for _, value := range values {
 		var source IDSource

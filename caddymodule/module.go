@@ -25,6 +25,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -90,6 +91,26 @@ type Handler struct {
 
 	// Calls with any other method that are not guarded, such as a search by POST. Default: none.
 	ExemptRaw caddyhttp.RawMatcherSets `json:"exempt,omitempty" caddy:"namespace=http.matchers"`
+
+	// The protocol of the upstream: `mcp`, `a2a`, `jsonrpc`, `auto` (found out by header and body) or
+	// `none`. With one, messages are read: those that change nothing pass, and the guard's own errors
+	// are errors of JSON-RPC. Default: `none`.
+	Protocol string `json:"protocol,omitempty"`
+
+	// The members of a message's `_meta` that name the effect, in order, after those of
+	// `execution_id`. Default: `idempotency-key`, `idempotency_key`, `idempotencyKey`, `execution-id`.
+	MetaKeys []string `json:"meta_keys,omitempty"`
+
+	// The arguments of tools that name the effect, in order, after the members of `_meta`. Default:
+	// none.
+	ArgumentKeys []string `json:"argument_keys,omitempty"`
+
+	// Tools that change nothing, whatever their server announces. Default: none.
+	ExemptTools []string `json:"exempt_tools,omitempty"`
+
+	// Tools that change something, also where their server announces them as read-only. Default:
+	// none.
+	ConsequentialTools []string `json:"consequential_tools,omitempty"`
 
 	// JSON pointers to members of the request body that differ between the attempts of one call,
 	// and are ignored when two attempts are compared. Default: none.
@@ -398,6 +419,11 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 		Quota: h.app.Quota.ofCaller(), Checkpoints: h.app.Quota.ofCheckpoints(),
 		Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,
 	}
+	if p := protocol.Protocol(h.Protocol); p != "" && p != protocol.None {
+		c.Protocol = &protocol.Rules{
+			Protocol: p, MetaKeys: h.MetaKeys, Arguments: h.ArgumentKeys, Exempt: h.ExemptTools, Consequential: h.ConsequentialTools,
+		}
+	}
 	for _, s := range h.ExecutionID {
 		c.ExecutionID = append(c.ExecutionID, guard.IDSource(s))
 	}
@@ -503,6 +529,20 @@ func (h *Handler) validate() error {
 	}
 	if err := oneOf(h.MissingID, missingRequire, missingMint, missingDerive); err != nil {
 		return fmt.Errorf("missing_id: %w", err)
+	}
+	if h.Protocol != "" {
+		if err := oneOf(h.Protocol, protocols...); err != nil {
+			return fmt.Errorf("protocol: %w", err)
+		}
+	}
+	words := len(h.MetaKeys) + len(h.ArgumentKeys) + len(h.ExemptTools) + len(h.ConsequentialTools)
+	if words > 0 && (h.Protocol == "" || h.Protocol == string(protocol.None)) {
+		return errors.New("`exempt tool`, `consequential tool` and `execution_id meta` or `argument` need a `protocol`, such as `protocol mcp`")
+	}
+	for _, tool := range h.ExemptTools {
+		if slices.Contains(h.ConsequentialTools, tool) {
+			return fmt.Errorf("the tool %q is both exempt and consequential", tool)
+		}
 	}
 	if err := oneOf(h.UnguardedStreams, streamsPass, streamsRefuse); err != nil {
 		return fmt.Errorf("unguarded_streams: %w", err)

@@ -15,6 +15,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 )
@@ -46,7 +47,18 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	if as != classGuarded {
 		return h.pass(w, r, next)
 	}
-	x := &Call{h: h, r: r, action: action, upstream: h.Host.Upstream(next)}
+	x := &Call{h: h, r: r, action: action}
+	if h.Protocol != nil && h.Protocol.Reads(r) {
+		_ = x.open() // else run says so
+		harmless, err := h.message(x)
+		if harmless {
+			return h.passMessage(w, x, next)
+		}
+		if err != nil {
+			return h.unread(w, x, err)
+		}
+	}
+	x.upstream = h.Host.Upstream(next)
 	x.w.begin(w, r, &h.alarms)
 	x.clock.alarms = &h.alarms
 	x.noted.outer = h.Host.Begin(r, x)
@@ -96,8 +108,10 @@ func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next Next) error 
 // run takes a guarded call through its steps. A record that it finds may answer the call or send
 // it back to the look-up; so does a claim that another call won.
 func (x *Call) run() error {
-	if err := x.open(); err != nil {
-		return err
+	if x.engine == nil {
+		if err := x.open(); err != nil {
+			return err
+		}
 	}
 	if err := x.prepare(); err != nil { // 1 and 2
 		return err
@@ -147,7 +161,9 @@ type Call struct {
 	sink       callSink // what rec feeds
 	fields     [3]Field // of the answer; see marks
 	body       *spool.Spool
-	read       bool // the request's body was read to its end
+	read       bool              // the request's body was read to its end
+	message    *protocol.Message // that the body is; nil for any other call
+	heard      *protocol.Answer  // to the message; nil where only HTTP says what it means
 	call       execution.Call
 	wait       time.Time       // when a retry stops waiting for a running execution
 	probing    *probing        // the probe that this call makes
@@ -240,14 +256,20 @@ func (x *Call) identify() (caller string, err error) {
 
 // fingerprint reads and hashes the request's body, and compares it with the hash in the tokens.
 func (x *Call) fingerprint() (execution.Fingerprint, error) {
-	if err := x.readBody(); err != nil {
-		return execution.Fingerprint{}, err
+	if x.body == nil {
+		if err := x.readBody(); err != nil {
+			return execution.Fingerprint{}, err
+		}
 	}
 	if err := x.evidence.tokens.checkInput(x.bodyHash); err != nil {
 		return execution.Fingerprint{}, err
 	}
+	config := x.h.fingerprints
+	if x.message != nil {
+		config.Exclude = append(x.h.Protocol.Exclude(x.message), config.Exclude...)
+	}
 	method, target := x.h.Host.Original(x.r)
-	sum, err := x.h.fingerprints.Sum(fingerprint.Request{
+	sum, err := config.Sum(fingerprint.Request{
 		Method:          method,
 		Host:            strings.ToLower(x.r.Host),
 		Path:            target.EscapedPath(),
@@ -285,6 +307,9 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 		Quota:       x.h.Quota,
 	}
 	id, err := x.statedID()
+	if errors.Is(err, errNoID) {
+		id, err = messageKey(x)
+	}
 	if fromTokens := tokens.executionID(); errors.Is(err, errNoID) && fromTokens != "" {
 		id, err = fromTokens, nil
 	}
@@ -371,6 +396,7 @@ func (x *Call) replay(found execution.Finding) error {
 			marks[ect.FieldName] = append(slices.Clone(result.Head.Header[ect.FieldName]), failed.raw)
 		}
 	}
+	x.w.reply = replyTo(x, false)
 	err = Play(&x.w, x.r, Source{
 		Head: &result.Head, Body: result.Body(x.r.Context()),
 		Trailer: func() map[string][]string { return result.Head.Trailer },
@@ -414,6 +440,7 @@ func (x *Call) attach(flight *execution.Flight) (step, error) {
 	if follower.Doubtful() { // head has the rest of what its owner gets
 		status = StatusInDoubt
 	}
+	x.w.reply = replyTo(x, true)
 	err = Play(&x.w, x.r, Source{
 		Head: head, Body: followed{x.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
 	}, header(x.marks(status, flight.Checkpoint())))
@@ -724,7 +751,7 @@ func (x *Call) request(ctx context.Context) *http.Request {
 		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
 	}
 	NarrowEncoding(r.Header)
-	if x.capture.decision.ReadsAnswer() {
+	if x.capture.decision.ReadsAnswer() || x.message != nil {
 		r.Header.Set("Accept-Encoding", "identity")
 	}
 	r.TransferEncoding = nil
@@ -760,7 +787,7 @@ func (x *Call) judge(f *forwarding) execution.Outcome {
 		o.Verdict, o.Cause = execution.InDoubt, x.headerCause
 		return o
 	}
-	return x.outcomeOf(o, rec, rec.Trailer(), f.unframed)
+	return understand(x, x.outcomeOf(o, rec, rec.Trailer(), f.unframed))
 }
 
 // settle records the outcome of the execution and its evidence in one commit.

@@ -15,6 +15,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -37,11 +38,18 @@ func (r *callSink) Start(status int, header map[string][]string) {
 	if idle := time.Duration(r.x.action.StreamIdle); idle > 0 && len(header["Content-Length"]) == 0 {
 		r.x.clock.pausing(idle)
 	}
+	r.x.heard = nil
+	if m, h := r.x.message, r.x.rec.Header(); m != nil && !m.REST && h.Get("Content-Encoding") == "" {
+		r.x.heard = protocol.NewAnswer(m.Protocol, h.Get("Content-Type"), nil)
+	}
 	r.e.Recording().Start(status, header)
 }
 func (r *callSink) Write(p []byte, needed bool) bool {
 	r.x.clock.touch()
 	r.x.captureBody(p)
+	if r.x.heard != nil {
+		_, _ = r.x.heard.Write(p) // never fails
+	}
 	return r.e.WriteFor(p, needed)
 }
 func (r *callSink) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }

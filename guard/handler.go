@@ -26,6 +26,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // Config says which calls a Handler guards, and how. Open is required; all other members have
@@ -62,6 +63,10 @@ type Config struct {
 	// Credentials are the header fields that are credentials. Default: Authorization,
 	// X-Api-Key, Api-Key.
 	Credentials []string
+
+	// Protocol reads the bodies of agents' protocols: messages that change nothing are not guarded.
+	// Nil reads none.
+	Protocol *protocol.Rules
 
 	// Consequential matches calls with a safe method to guard all the same, Exempt calls not to
 	// guard. Nil matches none.
@@ -276,6 +281,7 @@ type Handler struct {
 	probes       prober
 	failures     throttle // calls that were forwarded for want of a store
 	alarms       alarms
+	tools        protocol.Tools // of the servers behind it, as announced
 	// Prefixes of the names of callers that only this guard can know.
 	users, explicits string
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/google/uuid"
 )
@@ -46,6 +47,9 @@ func (h *Handler) CallerOf(g *execution.Guard, r *http.Request, tokens *Tokens) 
 	}
 	if cookies := present(r.Header, []string{"Cookie"}); cookies != "" {
 		return "cookie:" + keyed(g, cookies), nil
+	}
+	if session := r.Header.Get(protocol.HeaderSession); h.Protocol != nil && session != "" {
+		return "session:" + keyed(g, session), nil
 	}
 	return Anonymous, nil
 }
@@ -580,7 +584,9 @@ func (m *oneMessage) Read(p []byte) (int, error) {
 
 // lookUpBody reads the id at p in a JSON body. A body that is no JSON has none.
 func (x *Call) lookUpBody(p fingerprint.Pointer) (string, error) {
-	if !isJSON(x.r.Header.Get("Content-Type")) {
+	media, _, _ := strings.Cut(x.r.Header.Get("Content-Type"), ";")
+	media = strings.ToLower(strings.TrimSpace(media))
+	if media != "application/json" && !strings.HasSuffix(media, "+json") {
 		return "", errNoID
 	}
 	id, found, err := fingerprint.Lookup(x.body, x.body.Size(), p)
@@ -592,10 +598,4 @@ func (x *Call) lookUpBody(p fingerprint.Pointer) (string, error) {
 		return "", invalidID(err)
 	}
 	return id, err
-}
-
-func isJSON(contentType string) bool {
-	media, _, _ := strings.Cut(contentType, ";")
-	media = strings.ToLower(strings.TrimSpace(media))
-	return media == "application/json" || strings.HasSuffix(media, "+json")
 }

@@ -65,6 +65,17 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 		x.h.Logger.LogAttrs(x.r.Context(), level, "guarded call refused", fields...)
 	}
 	p.Mount = x.h.Host.Mount(x.r)
+	if x.message != nil && !x.message.REST {
+		// The status is 200: another one fails the transport of SDKs, and nobody reads the problem.
+		document := &documentWriter{header: w.Header()}
+		p.Write(document)
+		body := x.message.Error(p.Kind().Title+". "+p.Detail, document.body)
+		w.Header().Set("Content-Type", "application/json")
+		w.Header().Set("Content-Length", strconv.Itoa(len(body)))
+		w.WriteHeader(http.StatusOK)
+		_, _ = w.Write(body) // the client may be gone
+		return
+	}
 	WriteProblem(w, x.r, p)
 }
 

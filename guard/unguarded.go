@@ -20,6 +20,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // class says how a request is handled.
@@ -51,6 +52,8 @@ func (h *Handler) classify(r *http.Request) (*Action, class, error) {
 		}
 	} else if exempt, err := h.exempted(r); exempt || err != nil {
 		return nil, classPass, err
+	} else if h.Protocol != nil && h.Protocol.Protocol != protocol.A2A && h.Protocol.Protocol != protocol.JSONRPC && r.Method == http.MethodDelete && r.Header.Get(protocol.HeaderSession) != "" {
+		return nil, classPass, nil
 	}
 	action, err := h.action(r)
 	if err != nil {

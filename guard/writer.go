@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // stallLimit is how long a client may take for one write. A client that stalls is
@@ -40,6 +41,8 @@ type Writer struct {
 	last   []byte // what waits: a byte, or the body
 	sent   bool
 	gone   bool
+
+	reply *protocol.Reply // makes what is played an answer to another request; nil repeats it as it was
 }
 
 // NewWriter returns a Writer on w for an answer to r.
@@ -275,9 +278,15 @@ func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 		h[name] = values
 	}
 	body := src.Body
-	if unasked(h, r) && bodyAllowed(src.Head.Status) {
+	if (unasked(h, r) || w.reply != nil && isGzip(h.Get("Content-Encoding"))) && bodyAllowed(src.Head.Status) {
 		plain(h)
 		body = &gunzip{from: body}
+	}
+	if w.reply != nil {
+		for _, name := range protocol.Unrepeatable {
+			delete(h, name)
+		}
+		body = w.reply.Reader(body, h.Get("Content-Type"))
 	}
 	w.WriteHeader(src.Head.Status)
 	if src.Live {

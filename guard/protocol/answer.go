@@ -3,7 +3,6 @@ package protocol
 import (
 	"bytes"
 	"io"
-	"maps"
 	"net/http"
 	"slices"
 	"strconv"
@@ -541,14 +540,6 @@ func (w *rewriting) finish(m *answered) {
 	w.passes, w.drops, w.asks, w.from, w.token, w.id = false, false, false, -1, -1, -1
 }
 
-// unrepeatable are header fields of an answer that belong to one session, or to its exact bytes.
-var unrepeatable = []string{HeaderSession, "Last-Event-Id", "Content-Length", "Content-Digest", "Repr-Digest", "Digest", "Content-Md5", "Etag"}
-
-// Header returns the header of a recorded answer for another request.
-func (r Reply) Header(recorded map[string][]string) map[string][]string {
-	h := maps.Clone(recorded)
-	for _, name := range unrepeatable {
-		delete(h, name)
-	}
-	return h
-}
+// Unrepeatable are header fields that a recorded answer loses as the answer to another request: they
+// belong to one session, or to its exact bytes.
+var Unrepeatable = []string{HeaderSession, "Last-Event-Id", "Content-Length", "Content-Digest", "Repr-Digest", "Digest", "Content-Md5", "Etag"}

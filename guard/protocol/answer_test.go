@@ -162,17 +162,6 @@ func TestReply(t *testing.T) {
 	}
 }
 
-func TestReplyHeader(t *testing.T) {
-	recorded := map[string][]string{"Content-Type": {asJSON}, "Mcp-Session-Id": {"s1"}, "Content-Length": {"5"}, "X-Server": nil}
-	got := protocol.Reply{}.Header(recorded)
-	if want := map[string][]string{"Content-Type": {asJSON}, "X-Server": nil}; !reflect.DeepEqual(got, want) {
-		t.Errorf("%v", got)
-	}
-	if len(recorded) != 4 {
-		t.Error("the recorded header was changed")
-	}
-}
-
 // pieces writes body in pieces of random lengths.
 func pieces(a io.Writer, body []byte, rnd *rand.Rand) {
 	for len(body) > 0 {

@@ -74,12 +74,6 @@ func (u *Rules) Reads(r *http.Request) bool {
 	return media == "application/json" || strings.HasSuffix(media, "+json")
 }
 
-// Ends reports whether r ends a session of MCP, which has no effect that could come twice.
-func (u *Rules) Ends(r *http.Request) bool {
-	return r.Method == http.MethodDelete && r.Header.Get(HeaderSession) != "" &&
-		(u.Protocol == MCP || u.Protocol == Auto || u.Protocol == "")
-}
-
 // Request is what a body holds.
 type Request struct {
 	// Messages are those of the body, in its order. Batch says that the body is an array.

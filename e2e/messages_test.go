@@ -1,0 +1,190 @@
+package e2e
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+)
+
+// toolServer answers messages as MCP servers do. It counts the calls of each tool.
+type toolServer struct {
+	mu    sync.Mutex
+	calls map[string]int
+	seen  int // requests
+}
+
+func (s *toolServer) count(tool string) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.calls[tool]
+}
+
+func (s *toolServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body, _ := io.ReadAll(r.Body) // what is cut fits no case
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.seen++
+	id := "null"
+	if _, rest, ok := strings.Cut(string(body), `"id":`); ok {
+		id = rest[:strings.IndexAny(rest, ",}")]
+	}
+	called := func(tool string) bool { return strings.Contains(string(body), `"name":"`+tool+`"`) }
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Mcp-Session-Id", "session of "+id)
+	switch {
+	case strings.Contains(string(body), `"tools/list"`):
+		_, _ = io.WriteString(w, `{"jsonrpc":"2.0","id":`+id+`,"result":{"tools":[{"name":"get","annotations":{"readOnlyHint":true}},{"name":"pay"}]}}`)
+	case called("pay"), called("get"):
+		for _, tool := range []string{"pay", "get"} {
+			if called(tool) {
+				s.calls[tool]++
+				_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"content":[],"n":%d}}`, id, s.calls[tool])
+			}
+		}
+	case called("fail"):
+		s.calls["fail"]++
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"content":[],"isError":true,"n":%d}}`, id, s.calls["fail"])
+	case called("unknown"):
+		s.calls["unknown"]++
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"error":{"code":-32602,"message":"Unknown tool"}}`, id)
+	case called("stream"), called("cut"):
+		w.Header().Set("Content-Type", "text/event-stream")
+		_, _ = io.WriteString(w, "id: 1\ndata: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\",\"params\":{\"progressToken\":\"first\",\"progress\":1}}\n\n")
+		if called("cut") {
+			s.calls["cut"]++
+			return
+		}
+		s.calls["stream"]++
+		_, _ = fmt.Fprintf(w, "id: 2\ndata: {\"jsonrpc\":\"2.0\",\"id\":%s,\"result\":{\"n\":%d}}\n\n", id, s.calls["stream"])
+	case strings.Contains(string(body), "notifications/"):
+		w.WriteHeader(http.StatusAccepted)
+	default:
+		_, _ = io.WriteString(w, `{"jsonrpc":"2.0","id":`+id+`,"result":{}}`)
+	}
+}
+
+func newToolServer(t *testing.T) (*toolServer, string) {
+	s := &toolServer{calls: map[string]int{}}
+	server := httptest.NewServer(s)
+	t.Cleanup(server.Close)
+	return s, strings.TrimPrefix(server.URL, "http://")
+}
+
+// message is a POST of a message in a session of its own.
+func message(body string, header ...string) request {
+	h := map[string]string{
+		"Content-Type": "application/json", "Accept": "application/json, text/event-stream", "Mcp-Session-Id": "a", "Mcp-Protocol-Version": "2025-11-25",
+	}
+	for i := 0; i < len(header); i += 2 {
+		h[header[i]] = header[i+1]
+	}
+	return request{path: "/mcp", body: body, header: h}
+}
+
+func toolCall(id, tool, more string) string {
+	return `{"jsonrpc":"2.0","id":` + id + `,"method":"tools/call","params":{"name":"` + tool + `","arguments":{}` + more + `}}`
+}
+
+const keyA = `,"_meta":{"execution-id":"a","progressToken":"first"}`
+
+// What changes nothing passes as through a bare proxy; tools count by what is known of them.
+func TestMessagesThatPass(t *testing.T) {
+	s, addr := newToolServer(t)
+	g := start(t, "agent_proxy %s {\n protocol mcp\n missing_id require\n exempt tool stream\n}", addr)
+	for _, body := range []string{
+		`{"jsonrpc":"2.0","id":0,"method":"initialize","params":{}}`, `{"jsonrpc":"2.0","id":1,"method":"ping"}`,
+		`{"jsonrpc":"2.0","method":"notifications/initialized"}`, `{"jsonrpc":"2.0","id":7,"result":{}}`,
+		`[{"jsonrpc":"2.0","id":1,"method":"ping"}]`, toolCall("1", "stream", ""),
+	} {
+		got := g.call(message(body))
+		if got.status != 200 && got.status != 202 || got.header.Get("Execution-Status") != "" || got.header.Get("Execution-Id") != "" {
+			t.Errorf("%s: %d %v", body, got.status, got.header)
+		}
+	}
+	if got := g.call(request{method: "DELETE", path: "/mcp", header: map[string]string{"Mcp-Session-Id": "a"}}); got.status != 200 || got.header.Get("Execution-Status") != "" {
+		t.Errorf("the end of the session: %d %v", got.status, got.header)
+	}
+	// Nobody knows yet that `get` is read-only, and a call needs a key here.
+	refused := g.call(message(toolCall("5", "get", "")))
+	if refused.status != 200 || !strings.HasPrefix(refused.body, `{"jsonrpc":"2.0","id":5,"error":{"code":-32090,`) || s.count("get") != 0 {
+		t.Errorf("a call without a key: %d %s", refused.status, refused.body)
+	}
+	g.call(message(`{"jsonrpc":"2.0","id":2,"method":"tools/list"}`))
+	if got := g.call(message(toolCall("6", "get", ""))); s.count("get") != 1 || got.header.Get("Execution-Status") != "" {
+		t.Errorf("a read-only tool: %s", got.body)
+	}
+	if got := g.call(message(toolCall("7", "pay", ""))); !strings.Contains(got.body, "execution-id-missing") || s.count("pay") != 0 {
+		t.Errorf("a tool that is not read-only: %s", got.body)
+	}
+	before := s.seen
+	if got := g.call(message(`{"jsonrpc":"2.0","id":1,"method":"ping","Method":"tools/call"}`)); got.status != 400 || s.seen != before {
+		t.Errorf("a message that servers read in two ways: %d %s", got.status, got.body)
+	}
+}
+
+// A retry under another id of JSON-RPC is answered under its own, and runs nothing. The id of
+// JSON-RPC is no key, and a session is a caller.
+func TestMessagesAreAnsweredOnce(t *testing.T) {
+	s, addr := newToolServer(t)
+	g := start(t, "agent_proxy %s {\n protocol mcp\n execution_id argument request_key\n execution_id meta execution-id\n}", addr)
+	g.call(message(toolCall("1", "pay", keyA))).want(t, 200, `{"jsonrpc":"2.0","id":1,"result":{"content":[],"n":1}}`, "executed")
+	got := g.call(message(toolCall(`"x2"`, "pay", `,"_meta":{"execution-id":"a","progressToken":9}`)))
+	got.want(t, 200, `{"jsonrpc":"2.0","id":"x2","result":{"content":[],"n":1}}`, "replayed")
+	if session := got.header.Get("Mcp-Session-Id"); session != "" {
+		t.Errorf("the replay names the session %q", session)
+	}
+	g.call(message(toolCall("1", "pay", ""))).want(t, 200, `{"jsonrpc":"2.0","id":1,"result":{"content":[],"n":2}}`, "executed")
+	g.call(message(toolCall("1", "pay", ""))).want(t, 200, `{"jsonrpc":"2.0","id":1,"result":{"content":[],"n":3}}`, "executed")
+	g.call(message(toolCall("1", "pay", keyA), "Mcp-Session-Id", "b")).want(t, 200, `{"jsonrpc":"2.0","id":1,"result":{"content":[],"n":4}}`, "executed")
+	g.call(message(toolCall("1", "pay", keyA), "Idempotency-Key", "first")).want(t, 200, `{"jsonrpc":"2.0","id":1,"result":{"content":[],"n":5}}`, "executed")
+	mismatch := g.call(message(toolCall("3", "fail", keyA)))
+	if mismatch.status != 200 || !strings.Contains(mismatch.body, `"id":3,"error":{"code":-32090,`) || !strings.Contains(mismatch.body, "fingerprint-mismatch") {
+		t.Errorf("another tool under the same key: %d %s", mismatch.status, mismatch.body)
+	}
+	argument := func(id, key string) string {
+		return strings.Replace(toolCall(id, "pay", ""), `"arguments":{}`, `"arguments":{"request_key":"`+key+`"}`, 1)
+	}
+	g.call(message(argument("1", "k1"))).want(t, 200, `{"jsonrpc":"2.0","id":1,"result":{"content":[],"n":6}}`, "executed")
+	g.call(message(argument("2", "k1"))).want(t, 200, `{"jsonrpc":"2.0","id":2,"result":{"content":[],"n":6}}`, "replayed")
+	if s.count("fail") != 0 {
+		t.Error("the mismatch has run")
+	}
+}
+
+// What the answer says decides, not its status.
+func TestMessagesMeanings(t *testing.T) {
+	s, addr := newToolServer(t)
+	g := start(t, "agent_proxy %s {\n protocol mcp\n}", addr)
+	g.call(message(toolCall("1", "fail", keyA))).want(t, 200, `{"jsonrpc":"2.0","id":1,"result":{"content":[],"isError":true,"n":1}}`, "executed")
+	g.call(message(toolCall("2", "fail", keyA))).want(t, 200, `{"jsonrpc":"2.0","id":2,"result":{"content":[],"isError":true,"n":1}}`, "replayed")
+	key := func(id string) string { return strings.Replace(keyA, `"a"`, `"`+id+`"`, 1) }
+	for _, id := range []string{"1", "2"} {
+		g.call(message(toolCall(id, "unknown", key("u")))).want(t, 200, `{"jsonrpc":"2.0","id":`+id+`,"error":{"code":-32602,"message":"Unknown tool"}}`, "executed")
+	}
+	if n := s.count("unknown"); n != 2 {
+		t.Errorf("a call that was never executed has been sent %d times", n)
+	}
+	const event = "data: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\",\"params\":{\"progressToken\":%s,\"progress\":1}}\n\ndata: {\"jsonrpc\":\"2.0\",\"id\":%s,\"result\":{\"n\":1}}\n\n"
+	if got := g.call(message(toolCall("1", "stream", key("s")))); !strings.Contains(got.body, "id: 2\n") {
+		t.Errorf("the first stream: %q", got.body)
+	}
+	g.call(message(toolCall("2", "stream", strings.Replace(key("s"), `"first"`, "5", 1)))).want(t, 200, fmt.Sprintf(event, "5", "2"), "replayed")
+	g.call(message(toolCall("1", "cut", key("c"))))
+	doubt := g.call(message(toolCall("2", "cut", key("c"))))
+	if doubt.status != 200 || !strings.Contains(doubt.body, `"id":2,"error":{"code":-32090,`) || doubt.header.Get("Execution-Status") != "in_doubt" || s.count("cut") != 1 {
+		t.Errorf("after a stream without its answer: %d %s %v", doubt.status, doubt.body, doubt.header)
+	}
+}
+
+// Without the option a message is a request as any other.
+func TestMessagesWithoutProtocol(t *testing.T) {
+	_, addr := newToolServer(t)
+	g := start(t, "agent_proxy %s", addr)
+	if got := g.call(message(`{"jsonrpc":"2.0","id":1,"method":"ping"}`)); got.header.Get("Execution-Status") != "executed" {
+		t.Errorf("a ping is not guarded: %v", got.header)
+	}
+}
