@@ -30,7 +30,10 @@ import (
 //		deadline_header     <field>
 //		identity            <uri>
 //		execution_id        header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>
-//		missing_id          require | mint | derive [<window>]
+//		missing_id          require | mint | derive [<window>] | recognize {
+//			window       <duration>
+//			retry_header <fields...>
+//		}
 //		inherit
 //		protocol            none | auto | mcp | a2a | jsonrpc
 //		consequential       <matchers> | tool <names...>
@@ -193,7 +196,7 @@ func guardOptions() options[*Handler] {
 		"protocol": {usage: "protocol none | auto | mcp | a2a | jsonrpc", parse: func(d dispenser, h *Handler) error {
 			return parseChoice(d, &h.Protocol, protocols...)
 		}},
-		"missing_id": {usage: "missing_id require | mint | derive [<window>]", parse: parseMissingID},
+		"missing_id": {usage: "missing_id require | mint | derive [<window>] | recognize [{ ... }]", parse: parseMissingID},
 		"inherit": {usage: "inherit", parse: func(_ dispenser, h *Handler) error {
 			h.Inherit = true
 			return nil
@@ -311,11 +314,24 @@ func parseExecutionID(d *caddyfile.Dispenser, h *Handler) error {
 }
 
 func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
-	if err := parseChoice(d, &h.MissingID, missingRequire, missingMint, missingDerive); err != nil {
+	if err := parseChoice(d, &h.MissingID, missingRequire, missingMint, missingDerive, missingRecognize); err != nil {
 		return err
 	}
 	if h.MissingID == missingDerive && d.CountRemainingArgs() > 0 {
 		return parseDuration(d, &h.DeriveWindow)
+	}
+	if h.MissingID == missingRecognize {
+		return options[*Handler]{
+			"window": {usage: "window <duration>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
+				return parseDuration(d, &h.RecognizeWindow)
+			}},
+			"retry_header": {usage: "retry_header <fields...>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
+				if err := parseWords(d, &h.RetryHeaders); err != nil {
+					return err
+				}
+				return checkFields(h.RetryHeaders)
+			}},
+		}.readBlock(d, "missing_id recognize", h, originOf(d))
 	}
 	return nil
 }

@@ -166,6 +166,9 @@ func (e *engine) Destruct() error {
 	e.watch.done.Wait()
 	e.ledger.close()
 	defer releaseCounts(e.path)
+	if err := e.executions.Close(context.Background()); err != nil {
+		e.logger.Warn("which clients were not answered could not be noted; equal calls without an id count as retries", zap.Error(err))
+	}
 	return e.store.Close()
 }
 

@@ -39,6 +39,8 @@ var inCaddyfile = map[string]string{
 	"Handler.argument_keys":           "`execution_id argument <names...>`",
 	"Handler.exempt_tools":            "`exempt tool <names...>`",
 	"Handler.consequential_tools":     "`consequential tool <names...>`",
+	"Handler.recognize_window":        "`missing_id recognize { window <duration> }`",
+	"Handler.retry_headers":           "`missing_id recognize { retry_header <fields...> }`",
 	"Handler.derive_window":           "`missing_id derive <window>`",
 	"Handler.actions":                 "`action <name> { ... }`",
 	"Policy.outcomes":                 "`outcome <outcome> ...`",

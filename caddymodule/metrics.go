@@ -227,6 +227,9 @@ func (s sink) action(a guard.ActionReport) {
 	s.gauge(running, float64(a.Running), a.Guard, a.Action)
 	s.count(metricsReplays, a.Replays, a.Guard, a.Action)
 	s.count(attaches, a.Attaches, a.Guard, a.Action)
+	for evidence, n := range a.Recognized {
+		s.count(recognized, n, a.Guard, a.Action, string(evidence))
+	}
 	s.count(failOpen, a.FailOpen, a.Guard, a.Action)
 	for result, n := range a.Probes {
 		s.count(probes, n, a.Guard, a.Action, result.String())
@@ -327,6 +330,7 @@ var (
 	executions     = family("executions_total", counter, "Executions that ended, by outcome.", "guard", "action", "outcome")
 	running        = family("running", gauge, "Executions that are running now.", "guard", "action")
 	metricsReplays = family("replays_total", counter, "Calls that were answered with a recorded result.", "guard", "action")
+	recognized     = family("recognized_total", counter, "Calls without an id that were recognised as retries, by the evidence.", "guard", "action", "evidence")
 	attaches       = family("attaches_total", counter, "Calls that were answered by an execution that was running already.", "guard", "action")
 	problems       = family("problems_total", counter, "Calls that were answered with a problem of the gateway.", "guard", "action", "problem")
 	failOpen       = family("fail_open_total", counter, "Calls that were forwarded unguarded because the store was unavailable.", "guard", "action")
@@ -378,7 +382,7 @@ func Families() []*Family {
 }
 
 var families = []*Family{
-	executions, running, metricsReplays, attaches, problems, failOpen, probes, unguarded, tokens,
+	executions, running, metricsReplays, attaches, recognized, problems, failOpen, probes, unguarded, tokens,
 	inDoubt, inDoubtOldest, recovered,
 	bodyMemory, storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
 	circuitState, circuitErrors, circuitOpenings, circuitRejected,

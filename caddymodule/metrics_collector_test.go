@@ -154,6 +154,7 @@ func TestCounts(t *testing.T) {
 		{settle(execution.InDoubt), at("executions_total", `,outcome="in_doubt"`)},
 		{a.Replayed, at("replays_total", "")},
 		{a.Attached, at("attaches_total", "")},
+		{func() { a.Recognized(execution.EvidenceUnanswered) }, `agent_guard_recognized_total{action="pay",evidence="unanswered",guard="g"}`},
 		{a.FailedOpen, at("fail_open_total", "")},
 		{func() { a.Probed(guard.ProbeApplied) }, at("probes_total", `,result="applied"`)},
 		{func() { a.Probed(guard.ProbeNotApplied) }, at("probes_total", `,result="not_applied"`)},

@@ -63,11 +63,20 @@ type Handler struct {
 
 	// What happens to a call without an id. `require` refuses it (400). `mint` runs it under a new
 	// id, which the answer names; its retries cannot be recognised. `derive` treats equal calls of
-	// one caller within a window as one execution. Default: `mint`.
+	// one caller within a window as one execution. `recognize` does so where there is evidence that
+	// the later call is a retry. Default: `mint`.
 	MissingID string `json:"missing_id,omitempty"`
 
 	// How long a derived id counts, from the end of the execution. Default: 60s.
 	DeriveWindow caddy.Duration `json:"derive_window,omitempty"`
+
+	// How long `recognize` finds a call after its end, or after its client has left. Default: 10m.
+	RecognizeWindow caddy.Duration `json:"recognize_window,omitempty"`
+
+	// Request header fields in which a call says that it is a retry, for `recognize`: with a number
+	// from 1 on, or with `attempt=N` from 2 on. Default: `X-Stainless-Retry-Count`,
+	// `Amz-Sdk-Request`, `Grpc-Previous-Rpc-Attempts`.
+	RetryHeaders []string `json:"retry_headers,omitempty"`
 
 	// Gives a call without an id that names its parent in `Execution-Parent` an id derived from
 	// parent, action and request, so that a retry of a nested call is recognised. It comes before
@@ -210,9 +219,10 @@ type Handler struct {
 }
 
 const (
-	missingRequire = "require"
-	missingMint    = "mint"
-	missingDerive  = "derive"
+	missingRequire   = "require"
+	missingMint      = "mint"
+	missingRecognize = "recognize"
+	missingDerive    = "derive"
 
 	endpointsOff = "off"
 
@@ -312,6 +322,7 @@ func (h *Handler) setDefaults() {
 	inherit(&h.MissingID, missingMint)
 	inherit(&h.UnguardedStreams, streamsPass)
 	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
+	inherit(&h.RecognizeWindow, caddy.Duration(10*time.Minute))
 	inherit(&h.MaxBody, 32<<20)
 	inherit(&h.IdleTimeout, caddy.Duration(10*time.Minute))
 	inherit(&h.AttachWait, caddy.Duration(30*time.Second))
@@ -410,7 +421,8 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 			policy, err := h.app.tokenPolicy()
 			return policy.forCalls(), err
 		},
-		MissingID: guard.MissingID(h.MissingID), DeriveWindow: time.Duration(h.DeriveWindow), Inherit: h.Inherit,
+		MissingID: guard.MissingID(h.MissingID), DeriveWindow: time.Duration(h.DeriveWindow),
+		RecognizeWindow: time.Duration(h.RecognizeWindow), RetryHeaders: guard.Canonical(h.RetryHeaders), Inherit: h.Inherit,
 		Caller: h.Caller, Credentials: h.credentials,
 		Consequential: matchOf(h.consequentialSets), Exempt: matchOf(h.exemptSets), RefuseStreams: h.UnguardedStreams == streamsRefuse,
 		FingerprintExclude: h.excluded, MaxBody: h.MaxBody, AttachWait: time.Duration(h.AttachWait),
@@ -527,7 +539,7 @@ func (h *Handler) validate() error {
 	if err := checkGuardName(h.Name); err != nil {
 		return err
 	}
-	if err := oneOf(h.MissingID, missingRequire, missingMint, missingDerive); err != nil {
+	if err := oneOf(h.MissingID, missingRequire, missingMint, missingDerive, missingRecognize); err != nil {
 		return fmt.Errorf("missing_id: %w", err)
 	}
 	if h.Protocol != "" {
@@ -551,6 +563,12 @@ func (h *Handler) validate() error {
 		if err := oneOf(h.Endpoints, endpointsOff); err != nil {
 			return fmt.Errorf("endpoints: %w, or leave it out", err)
 		}
+	}
+	if err := checkDuration(h.RecognizeWindow); err != nil {
+		return fmt.Errorf("recognize_window: %w", err)
+	}
+	if err := checkFields(h.RetryHeaders); err != nil {
+		return fmt.Errorf("retry_headers: %w", err)
 	}
 	if err := checkDuration(h.DeriveWindow); err != nil {
 		return fmt.Errorf("derive_window: %w", err)

@@ -52,7 +52,7 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"outcome's status":          {withHandler(`"outcomes": [{"outcome": "completed", "match": {"status_code": [600]}}]`), `outcomes: rule 1: 600 is no final status; use 200 to 599, or a class from 2 to 5`},
 		"outcome's class":           {withHandler(`"outcomes": [{"outcome": "completed", "match": {"status_code": [1]}}]`), `outcomes: rule 1: 1 is no final status; use 200 to 599, or a class from 2 to 5`},
 		"outcome's header":          {withHandler(`"outcomes": [{"outcome": "completed", "match": {"headers": {"X Y": ["z"]}}}]`), `outcomes: rule 1: "X Y" is no name of a header field`},
-		"missing_id":                {withHandler(`"missing_id": "invent"`), `missing_id: "invent" is unknown; use require, mint or derive`},
+		"missing_id":                {withHandler(`"missing_id": "invent"`), `missing_id: "invent" is unknown; use require, mint, derive or recognize`},
 		"derive_window":             {withHandler(`"missing_id": "derive", "derive_window": -1`), `derive_window: -1ns is negative; it must be positive`},
 		"attach_wait":               {withHandler(`"attach_wait": -1`), `attach_wait: -1ns is negative; it must be positive`},
 		"max_body":                  {withHandler(`"max_body": -1`), `max_body: -1 bytes is negative; it must be positive`},
@@ -159,7 +159,7 @@ func TestDefaults(t *testing.T) {
 				t.Fatal(err)
 			}
 			want := `{"name":"default","execution_id":[{"header":"Idempotency-Key"},{"header":"Execution-Id"}],"missing_id":"mint",` +
-				`"derive_window":60000000000,"credentials":["Authorization","X-Api-Key","Api-Key"],"max_body":33554432,"attach_wait":30000000000,"idle_timeout":600000000000,` +
+				`"derive_window":60000000000,"recognize_window":600000000000,"credentials":["Authorization","X-Api-Key","Api-Key"],"max_body":33554432,"attach_wait":30000000000,"idle_timeout":600000000000,` +
 				`"deadline_header":"Request-Timeout","unguarded_streams":"pass","deadline":300000000000,"retain_result":86400000000000,"retain_key":2592000000000000,"max_result":8388608,"preset":"default",` +
 				`"resend_for":82800000000000,"settle":"awaited","unframed":"doubt",` +
 				`"undo_auth":"config","on_snapshot_error":"refuse","snapshot_timeout":10000000000,"on_lost":"resend","on_changed":"escalate",` +

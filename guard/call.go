@@ -159,7 +159,7 @@ type Call struct {
 	clock      clock  // of the forwarded call
 	rec        Recorder
 	sink       callSink // what rec feeds
-	fields     [3]Field // of the answer; see marks
+	fields     [4]Field // of the answer; see marks
 	body       *spool.Spool
 	read       bool              // the request's body was read to its end
 	message    *protocol.Message // that the body is; nil for any other call
@@ -213,6 +213,9 @@ func (x *Call) close() {
 	x.noted.over = true
 	if x.noted.outer != nil { // else it stays, for the access log
 		x.h.Host.Show(x.r, x.noted.outer)
+	}
+	if x.call.Attempt != nil {
+		x.call.Attempt.End()
 	}
 	x.giveTokensBack()
 	x.probed()
@@ -321,6 +324,12 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 	}
 	c.Scope.ID = id
 	c.Key = x.executions.Key(c.Scope)
+	if c.Origin == execution.OriginMinted && x.h.MissingID == MissingRecognize {
+		if err := x.recognize(&c); err != nil {
+			return c, err
+		}
+		id = c.Scope.ID
+	}
 	c.Sent, err = x.sentAs(id)
 	return c, err
 }
@@ -384,6 +393,9 @@ func (x *Call) replay(found execution.Finding) error {
 		return x.unavailable()
 	case err != nil:
 		return x.storeFailed(err)
+	}
+	if x.call.Attempt != nil {
+		x.call.Attempt.Completed()
 	}
 	x.note("replayed", "")
 	x.noted.outcome, x.noted.created = execution.Completed, result.Created

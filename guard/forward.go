@@ -62,14 +62,15 @@ func (r *callSink) Cut() bool                    { return r.x.upstream.Cut() }
 
 // marks returns the guard's own fields of an answer. They are valid until it is called again.
 func (x *Call) marks(status, checkpoint string) []Field {
-	x.fields = [...]Field{
-		{Name: HeaderExecutionID, Value: x.call.Scope.ID}, {Name: HeaderExecutionStatus, Value: status},
-		{Name: headerExecutionCheckpoint, Value: checkpoint},
+	fields := append(x.fields[:0],
+		Field{Name: HeaderExecutionID, Value: x.call.Scope.ID}, Field{Name: HeaderExecutionStatus, Value: status})
+	if checkpoint != "" {
+		fields = append(fields, Field{Name: headerExecutionCheckpoint, Value: checkpoint})
 	}
-	if checkpoint == "" {
-		return x.fields[:2]
+	if a := x.call.Attempt; a != nil && a.Evidence != "" {
+		fields = append(fields, Field{Name: headerExecutionRecognized, Value: a.ID})
 	}
-	return x.fields[:]
+	return fields
 }
 
 func header(fields []Field) http.Header {

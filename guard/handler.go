@@ -56,6 +56,12 @@ type Config struct {
 	MissingID MissingID
 	// DeriveWindow is how long a derived id is valid. Default: 60 s.
 	DeriveWindow time.Duration
+	// RecognizeWindow is how long after its end MissingRecognize finds a call. Default: 10 min.
+	// RetryHeaders are the fields in which a call says that it is a retry: a number from 1 on, or
+	// attempt=N from 2 on. Default: X-Stainless-Retry-Count, Amz-Sdk-Request,
+	// Grpc-Previous-Rpc-Attempts.
+	RecognizeWindow time.Duration
+	RetryHeaders    []string
 	// Inherit derives the id of a call without one from its Execution-Parent.
 	Inherit bool
 	// Caller is text with placeholders that names the caller. It needs a Host.
@@ -137,12 +143,14 @@ type IDSource struct {
 // MissingID says how to handle a call without an execution id.
 type MissingID string
 
-// A call without an execution id is refused, runs under a new id, or equal calls within a window
-// count as one.
+// A call without an execution id is refused, runs under a new id, equal calls within a window count
+// as one, or those that are retries by evidence (ADR 0070).
 const (
 	MissingRequire MissingID = "require"
 	MissingMint    MissingID = "mint"
 	MissingDerive  MissingID = "derive"
+
+	MissingRecognize MissingID = "recognize"
 )
 
 // OnUnknown says how to handle a retry of a call in doubt.
@@ -307,6 +315,10 @@ func New(c Config) (*Handler, error) {
 	initial(&c.Realm, c.Name)
 	initial(&c.MissingID, MissingMint)
 	initial(&c.DeriveWindow, time.Minute)
+	initial(&c.RecognizeWindow, 10*time.Minute)
+	if len(c.RetryHeaders) == 0 {
+		c.RetryHeaders = []string{"X-Stainless-Retry-Count", "Amz-Sdk-Request", "Grpc-Previous-Rpc-Attempts"}
+	}
 	initial(&c.MaxBody, 32<<20)
 	initial(&c.AttachWait, 30*time.Second)
 	initial(&c.Deadline, 5*time.Minute)
@@ -521,6 +533,7 @@ const (
 	HeaderWorkflowID      = "Workflow-Id"
 	HeaderReplayed        = "Idempotent-Replayed"
 
+	headerExecutionRecognized = "Execution-Recognized"
 	headerExecutionCheckpoint = "Execution-Checkpoint"
 )
 

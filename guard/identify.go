@@ -468,6 +468,47 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 	}
 }
 
+// recognize looks for evidence that a call without a key is a retry. It then has the key of the
+// earlier execution, else its own.
+func (x *Call) recognize(c *execution.Call) error {
+	peer := ""
+	if c.Scope.Caller == Anonymous { // else strangers would be one caller (P3)
+		peer, _, _ = net.SplitHostPort(x.r.RemoteAddr)
+	}
+	a, err := x.executions.Recognize(x.r.Context(), execution.Question{
+		Scope: c.Scope, Fingerprint: c.Fingerprint, Peer: peer, Count: retryCount(x.r.Header, x.h.RetryHeaders),
+		Window: x.h.RecognizeWindow, Gone: x.r.Context(),
+	})
+	if err != nil {
+		return x.storeFailed(err)
+	}
+	c.Attempt, c.Scope.ID, c.Key, x.w.attempt = a, a.ID, a.Key, a
+	if a.Evidence != "" {
+		x.action.Counts.Recognized(a.Evidence)
+	}
+	return nil
+}
+
+// retryCount is the number that a call gives itself as a retry in one of the fields; 0 without.
+// Amz-Sdk-Request counts attempts from 1 on ("attempt=2; max=3").
+func retryCount(h http.Header, fields []string) int {
+	most := 0
+	for _, name := range fields {
+		for part := range strings.SplitSeq(h.Get(name), ";") {
+			part = strings.TrimSpace(part)
+			number, attempts := strings.CutPrefix(part, "attempt=")
+			n, err := strconv.Atoi(number)
+			if attempts {
+				n--
+			}
+			if err == nil && n < 1<<16 {
+				most = max(most, n)
+			}
+		}
+	}
+	return most
+}
+
 func (h *Handler) firstHeader() string {
 	for _, s := range h.ExecutionID {
 		if s.Header != "" {

@@ -44,6 +44,10 @@ var probeResultNames = [probeResults]string{"applied", "not_applied", "unknown"}
 
 func (r ProbeResult) String() string { return probeResultNames[r] }
 
+var retryEvidence = [...]execution.Evidence{
+	execution.EvidenceUnanswered, execution.EvidenceInDoubt, execution.EvidenceAnswer, execution.EvidenceStated,
+}
+
 var verdicts = [...]execution.Verdict{execution.Completed, execution.Released, execution.InDoubt}
 
 // ActionCounts counts the outcomes of one action's calls. Counting is one atomic addition.
@@ -56,7 +60,8 @@ type ActionCounts struct {
 	attaches atomic.Uint64
 	failOpen atomic.Uint64
 	probes   [probeResults]atomic.Uint64
-	slugs    []string // of problems, in the order of their counts
+	retries  [len(retryEvidence)]atomic.Uint64 // that were recognised
+	slugs    []string                          // of problems, in the order of their counts
 	problems []atomic.Uint64
 }
 
@@ -78,6 +83,11 @@ func (a *ActionCounts) Replayed() { a.replays.Add(1) }
 
 // Attached counts a call that was answered by an execution that was running.
 func (a *ActionCounts) Attached() { a.attaches.Add(1) }
+
+// Recognized counts a call without an id that was recognised as a retry.
+func (a *ActionCounts) Recognized(e execution.Evidence) {
+	a.retries[slices.Index(retryEvidence[:], e)].Add(1)
+}
 
 // FailedOpen counts a call that was forwarded unguarded for want of a store (P4).
 func (a *ActionCounts) FailedOpen() { a.failOpen.Add(1) }
@@ -105,6 +115,8 @@ type ActionReport struct {
 	// Replays and Attaches are calls that were answered from a record, and by a running
 	// execution; FailOpen those that were forwarded without a store (P4).
 	Replays, Attaches, FailOpen uint64
+	// Recognized are retries without an id, by the evidence.
+	Recognized map[execution.Evidence]uint64
 	// Probes are counted by result, Problems by slug.
 	Probes   map[ProbeResult]uint64
 	Problems map[string]uint64
@@ -115,7 +127,10 @@ func (a *ActionCounts) Report() ActionReport {
 	r := ActionReport{
 		Guard: a.guard, Action: a.name, Running: a.running.Load(), Executions: map[execution.Verdict]uint64{},
 		Replays: a.replays.Load(), Attaches: a.attaches.Load(), FailOpen: a.failOpen.Load(),
-		Probes: map[ProbeResult]uint64{}, Problems: map[string]uint64{},
+		Probes: map[ProbeResult]uint64{}, Problems: map[string]uint64{}, Recognized: map[execution.Evidence]uint64{},
+	}
+	for i, e := range retryEvidence {
+		r.Recognized[e] = a.retries[i].Load()
 	}
 	for i, v := range verdicts {
 		r.Executions[v] = a.executed[i].Load()

@@ -332,7 +332,7 @@ func difference(before, after http.Header) map[string][]string {
 }
 
 // ours are the fields that only the gateway may set.
-var ours = [...]string{"Execution-Id", "Execution-Status", "Execution-Checkpoint", "Idempotent-Replayed"}
+var ours = [...]string{"Execution-Id", "Execution-Status", "Execution-Checkpoint", "Execution-Recognized", "Idempotent-Replayed"}
 
 // neverReplayed lists fields of one connection, one moment or one client, and those that we set.
 func neverReplayed(name string) bool {

@@ -37,6 +37,9 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 	if p.Kind() == api.InDoubt {
 		w.Header().Set(HeaderExecutionStatus, StatusInDoubt)
 	}
+	if a := x.call.Attempt; a != nil && a.Evidence != "" {
+		w.Header().Set(headerExecutionRecognized, a.ID)
+	}
 	if x.call.Checkpoint != "" {
 		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
 	}

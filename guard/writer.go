@@ -31,6 +31,8 @@ type Writer struct {
 	control http.ResponseController
 	head    bool // the request was HEAD
 	alarms  *alarms
+	attempt *execution.Attempt // is told when the client is answered; may be nil
+	http1   bool
 
 	failures int64 // failures with a body of at most this wait whole
 
@@ -53,7 +55,7 @@ func NewWriter(w http.ResponseWriter, r *http.Request) *Writer {
 }
 
 func (w *Writer) begin(to http.ResponseWriter, r *http.Request, alarms *alarms) {
-	*w = Writer{w: to, control: *http.NewResponseController(to), head: r.Method == http.MethodHead, left: -1, alarms: alarms}
+	*w = Writer{w: to, control: *http.NewResponseController(to), head: r.Method == http.MethodHead, left: -1, alarms: alarms, http1: r.ProtoMajor == 1}
 }
 
 // HoldFailures makes the writer hold back answers whose status says that the call has failed,
@@ -172,6 +174,17 @@ func (w *Writer) FlushError() error {
 
 // Release lets the end of the answer go.
 func (w *Writer) Release() {
+	if w.attempt != nil {
+		w.attempt.Answering(w.status) // before the write, which a client may answer with its next call
+		defer func() {
+			if w.http1 && w.left == 0 { // else the server writes the end later
+				w.Flush()
+			}
+			if w.gone {
+				w.attempt.Unanswered()
+			}
+		}()
+	}
 	if w.held || w.whole {
 		w.held, w.whole, w.sent = false, false, true
 		w.w.WriteHeader(w.status)

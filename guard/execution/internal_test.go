@@ -612,7 +612,7 @@ func TestStoredBytes(t *testing.T) {
 	head := Head{Status: 201, Size: 300, Header: map[string][]string{"A": {"", "b"}}, Trailer: map[string][]string{"Gone": nil}}
 	resolution := Resolution{At: full.Created, Applied: true, Operator: "o", Reason: "r", Cause: CauseLost, Action: "a"}
 	keyed := full
-	keyed.Group, keyed.Window, keyed.Count = Group{}, 0, 0
+	keyed.Group, keyed.Window, keyed.Count = groupHash{}, 0, 0
 	for name, c := range map[string]struct {
 		got  []byte
 		want string
@@ -639,7 +639,7 @@ func TestEarlierRecord(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := fullRecord()
-	want.Result.ByKey, want.Group, want.Window, want.Count = false, Group{}, 0, 0
+	want.Result.ByKey, want.Group, want.Window, want.Count = false, groupHash{}, 0, 0
 	got, err := decodeRecord(b)
 	if err != nil {
 		t.Fatal(err)

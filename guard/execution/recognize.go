@@ -15,28 +15,22 @@ import (
 
 // Retries of calls without a key are recognised by evidence (ADR 0070).
 
-// Group is the keyed hash of what equal calls of one caller have in common.
-type Group [16]byte
-
-// Group names the calls that are equal to the one with this scope, whose ID does not count, and
-// this fingerprint. peer tells callers without a credential apart.
-func (g *Guard) Group(s Scope, peer string, fp Fingerprint) Group {
-	sum := g.sealer.Index("group", s.Caller, s.Guard, s.Method, s.Path, peer, string(fp[:]))
-	return Group(sum[:])
-}
+// groupHash is the keyed hash of what equal calls of one caller have in common.
+type groupHash [16]byte
 
 // Question asks whether a call without a key is a retry.
 type Question struct {
-	Group Group
+	// Scope and Fingerprint are those of the call if it is a new one. Scope.ID is of no account for
+	// what it equals, and Peer tells callers without a credential apart.
+	Scope       Scope
+	Fingerprint Fingerprint
+	Peer        string
 	// Count is the number that the call gives itself as a retry, from 1 on; 0 where it gives none.
 	Count int
 	// Window is how long after its end an execution is recognised.
 	Window time.Duration
 	// Gone ends when the client of the call leaves.
 	Gone context.Context
-	// ID and Key are those of the call if it is a new one.
-	ID  string
-	Key Key
 }
 
 // Evidence says why a call counts as a retry.
@@ -64,7 +58,7 @@ type Attempt struct {
 	Key      Key
 
 	at       *groups
-	group    Group
+	group    groupHash
 	window   time.Duration
 	count    int
 	known    *known
@@ -72,16 +66,13 @@ type Attempt struct {
 	answered bool
 }
 
-// left reports that the client has left before it was answered.
-func (a *Attempt) left() bool { return !a.answered && a.gone.Err() != nil }
-
 func (a *Attempt) waits() bool { return !a.answered && a.gone.Err() == nil }
 
 // known is an execution that a retry may be recognised as.
 type known struct {
 	key    Key
 	id     string
-	group  Group
+	group  groupHash
 	window time.Duration
 	began  time.Time // the youngest attempt
 	order  uint64    // of those that began at the same time
@@ -116,7 +107,7 @@ func (k *known) evidence() Evidence {
 		return ""
 	case k.state == StateInDoubt:
 		return EvidenceInDoubt
-	case k.holder != nil && k.holder.left(), k.holder == nil && k.unanswered:
+	case k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil, k.holder == nil && k.unanswered:
 		return EvidenceUnanswered
 	case k.retriable && (k.holder == nil || k.holder.answered):
 		return EvidenceAnswer
@@ -201,7 +192,7 @@ type groups struct {
 
 type groupShard struct {
 	sync.Mutex
-	of       map[Group][]*known
+	of       map[groupHash][]*known
 	removals uint64
 	pending  []*known // whose marks may have to change, or that are being settled
 }
@@ -209,24 +200,27 @@ type groupShard struct {
 // crash is the time between the last writing of marks by a process and the start of the next one.
 type crash struct{ from, to time.Time }
 
-func (t *groups) shard(group Group) *groupShard { return &t.shards[group[0]%64] }
+func (t *groups) shard(group groupHash) *groupShard { return &t.shards[group[0]%64] }
 
 // Recognize decides whether a call without a key is a retry, and registers it. End must follow.
 // The error is ErrStore, or that of ctx.
 func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 	t := &g.groups
-	a := &Attempt{ID: q.ID, Key: q.Key, at: t, group: q.Group, window: q.Window, count: q.Count, gone: q.Gone}
+	s := q.Scope
+	sum := g.sealer.Index("group", s.Caller, s.Guard, s.Method, s.Path, q.Peer, string(q.Fingerprint[:]))
+	group := groupHash(sum[:])
+	a := &Attempt{ID: s.ID, Key: g.Key(s), at: t, group: group, window: q.Window, count: q.Count, gone: q.Gone}
 	asks := q.Count > 0 || time.Since(*t.since.Load()) < q.Window
 	var until time.Time // of the wait for the leave of others
 	for {
 		var stored []*known
-		s := t.shard(q.Group)
+		s := t.shard(group)
 		s.Lock()
 		seen := s.removals
 		s.Unlock()
 		if asks {
 			var err error
-			if stored, err = t.read(ctx, q.Group, q.Window); err != nil {
+			if stored, err = t.read(ctx, group, q.Window); err != nil {
 				return nil, err
 			}
 		}
@@ -297,7 +291,7 @@ func (t *groups) decide(a *Attempt, stored []*known, seen uint64, asks, waited b
 
 func (t *groups) add(s *groupShard, k *known) {
 	if s.of == nil {
-		s.of = map[Group][]*known{}
+		s.of = map[groupHash][]*known{}
 	}
 	now := time.Now()
 	all := slices.DeleteFunc(s.of[k.group], func(k *known) bool { return k.over(now) })
@@ -622,9 +616,9 @@ func decodeMarks(b []byte) (upTo time.Time, crashes []crash, err error) {
 }
 
 // rowSize is the size of the key and the value of a row.
-const rowSize = 1 + len(Group{}) + keySize + 1 + binary.MaxVarintLen64 + 8
+const rowSize = 1 + len(groupHash{}) + keySize + 1 + binary.MaxVarintLen64 + 8
 
-func appendRowKey(b []byte, group Group, key Key) []byte {
+func appendRowKey(b []byte, group groupHash, key Key) []byte {
 	return append(append(append(b, spaceGroup), group[:]...), key[:]...)
 }
 
@@ -645,7 +639,7 @@ func (k *known) row(mark byte, now time.Time) store.Write {
 }
 
 // read returns what the store knows of a group.
-func (t *groups) read(ctx context.Context, group Group, window time.Duration) ([]*known, error) {
+func (t *groups) read(ctx context.Context, group groupHash, window time.Duration) ([]*known, error) {
 	now, err := t.g.store.Now(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)

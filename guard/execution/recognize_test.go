@@ -71,9 +71,8 @@ func (b *alike) call(count int) *one {
 	b.n++
 	gone, leave := context.WithCancel(context.Background())
 	scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: fmt.Sprint("id-", b.n)}
-	group := b.g.Group(scope, "", Fingerprint{1})
 	a, err := b.g.Recognize(context.Background(), Question{
-		Group: group, Count: count, Window: testWindow, Gone: gone, ID: scope.ID, Key: b.g.Key(scope),
+		Scope: scope, Fingerprint: Fingerprint{1}, Count: count, Window: testWindow, Gone: gone,
 	})
 	if err != nil {
 		b.Fatal(err)
@@ -268,7 +267,7 @@ func TestRecognize(t *testing.T) {
 		},
 		"refused before its claim": func(b *alike) {
 			gone := context.Background()
-			a, err := b.g.Recognize(gone, Question{Window: testWindow, Gone: gone, ID: "x"})
+			a, err := b.g.Recognize(gone, Question{Window: testWindow, Gone: gone})
 			if err != nil {
 				b.Fatal(err)
 			}

@@ -84,7 +84,7 @@ type Record struct {
 	KeepResult  time.Duration
 	KeepKey     time.Duration
 	// Of a call without a key, which equal ones find for the Window after it.
-	Group  Group
+	Group  groupHash
 	Window time.Duration
 	Count  int
 }
@@ -239,7 +239,7 @@ func (r *Record) encode(dst []byte) []byte {
 		e.Bytes(tagSent, r.Sent[:])
 	}
 	e.Bool(tagResultByKey, r.Result.ByKey)
-	if r.Group != (Group{}) {
+	if r.Group != (groupHash{}) {
 		e.Bytes(tagGroup, r.Group[:])
 		e.Int(tagWindow, int64(r.Window))
 		e.Int(tagCount, int64(r.Count))
@@ -518,7 +518,7 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 		}
 		return l.appendWorkflowKey(b, r, key)
 	}, nil)
-	grouped := func(r *Record) bool { return r != nil && !r.State.open() && r.Group != Group{} }
+	grouped := func(r *Record) bool { return r != nil && !r.State.open() && r.Group != groupHash{} }
 	switch {
 	case grouped(new) && !(grouped(old) && old.State == StateCompleted):
 		var name, value []byte
