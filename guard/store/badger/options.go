@@ -108,15 +108,13 @@ func (o Options) withDefaults() Options {
 }
 
 const (
-	// memTableSize is such that its table fits into the first two pieces, 4 and 8 MiB, of the memory
-	// that Badger builds a table in and keeps up to eight times; the third would be 16 MiB.
-	memTableSize = 12 << 20
+	memTableSize = 16 << 20
 	numMemTables = 2
 	valueLogSize = 1 << 20
 	// levelZero is the size of a compaction of level 0: Badger starts it at five tables,
 	// and the level below is about as large.
 	levelZero  = 2 * 5 * memTableSize
-	freeMargin = 120 << 20
+	freeMargin = 64 << 20
 	// valueThreshold is Badger's largest, which no value of ours reaches: sync errors of
 	// Badger's value log are only logged (P2).
 	valueThreshold = 1 << 20
