@@ -484,6 +484,7 @@ func (x *Call) recognize(c *execution.Call) error {
 	}
 	c.Attempt, c.Scope.ID, c.Key, x.w.attempt = a, a.ID, a.Key, a
 	if a.Evidence != "" {
+		x.found = true // it must not run again unguarded
 		x.action.Counts.Recognized(a.Evidence)
 	}
 	return nil

@@ -2,6 +2,7 @@ package guard_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -137,6 +138,23 @@ func TestRetryWithoutAKeyAndWithoutAStore(t *testing.T) {
 		b.do(b.keyless(""), "503 refused")
 		b.disk.broken.Store(false)
 		b.do(b.keyless("1"), "200 replayed charge 1")
+	})
+}
+
+// P1, P4: a retry that was recognised is not forwarded unguarded, though its record cannot be read.
+func TestRetryWithoutAKeyDoesNotFailOpen(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := recognizing(t, charge)
+		b.config.FailOpen = true
+		b.start()
+		b.lost()
+		<-time.After(2 * time.Second) // its mark is written
+		reading := func() error { return errors.New("broken") }
+		b.disk.reading.Store(&reading)
+		b.do(b.keyless(""), "503 refused")
+		b.disk.reading.Store(nil)
+		b.do(b.keyless(""), "200 replayed charge 1")
+		b.was(1)
 	})
 }
 

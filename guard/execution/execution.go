@@ -81,7 +81,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		if err != nil {
 			o.Verdict = InDoubt
 		}
-		e.attempt.settled(o.Verdict, e.record.Settled)
+		e.attempt.settled(o.Verdict, e.record.Settled, err == nil)
 	}
 	err = done(err, batches)
 	e.g.quotas.leave(e.usage) // before the followers wake, since one of them may claim

@@ -345,7 +345,8 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 		record.First = found.Record.began()
 		condition = store.VersionIs(found.version)
 	}
-	version, err := g.store.Commit(ctx, g.put(c.Key, found.Record, &record, condition, batches...)...)
+	batch := c.Attempt.claims(g.put(c.Key, found.Record, &record, condition, batches...))
+	version, err := g.store.Commit(ctx, batch...)
 	if err != nil {
 		g.quotas.leave(usage)
 		var lost *store.Conflict
@@ -550,6 +551,7 @@ func (g *Guard) recoverOne(ctx context.Context, key Key, done *Recovery) error {
 		// A record without an owner counts as in doubt (status). A full disk must not stop
 		// everything else (P4).
 		done.Unrecorded++
+		g.groups.recovered(key, record)
 		return nil
 	}
 	if err != nil {

@@ -62,6 +62,7 @@ type Attempt struct {
 	window   time.Duration
 	count    int
 	known    *known
+	refused  *known // the refusal that it is the retry of; nil without one
 	gone     context.Context
 	answered bool
 }
@@ -85,6 +86,8 @@ type known struct {
 	unanswered bool // the last attempt has ended without a whole answer
 	retriable  bool // the last attempt's answer was one that clients retry
 	ended      time.Time
+	taken      bool      // by the retry of the refused attempt
+	unrecorded bool      // that it is in doubt is known here only
 	settling   time.Time // by the store's clock; while its outcome is being recorded
 	settled    time.Time // by the store's clock
 	mark       byte      // in its row
@@ -100,10 +103,13 @@ const (
 	markAnswered   = 'a' // after it was not, or a crash has left that open
 )
 
+// refused reports that a retry runs as a new call. One that is attached still may run it itself.
+func (k *known) refused() bool { return k.released && (k.holder == nil || k.holder.answered) }
+
 // evidence is what the execution has to say for a retry; empty without any.
 func (k *known) evidence() Evidence {
 	switch {
-	case k.released:
+	case k.refused():
 		return ""
 	case k.state == StateInDoubt:
 		return EvidenceInDoubt
@@ -127,28 +133,28 @@ func (k *known) over(now time.Time) bool {
 }
 
 // choose returns the execution that a call with this count is a retry of; nil for a new call. A
-// released one makes it a new call too.
+// refused one makes it a new call too.
 func choose(all []*known, count int, now time.Time) (*known, Evidence) {
 	var best *known
 	var why Evidence
 	rank := -1
-	var answered *known // the youngest without evidence
+	var youngest *known // that may have been executed, and that nobody waits for
 	for _, k := range all {
-		if !k.released && k.evidence() == "" && !k.over(now) && (answered == nil || k.younger(answered)) {
-			answered = k
+		if !k.refused() && (k.holder == nil || !k.holder.waits()) && !k.over(now) && (youngest == nil || k.younger(youngest)) {
+			youngest = k
 		}
 	}
 	for _, k := range all {
 		e := k.evidence()
 		free := k.holder == nil || !k.holder.waits() || k.state == StateInDoubt || k.count < count
-		if k.over(now) || !free || count == 0 && e == "" {
+		if k.over(now) || !free || k.taken || count == 0 && e == "" {
 			continue
 		}
 		r := 0
 		if count > 0 && k.count == count-1 {
 			r += 4
 		}
-		if e != "" || k.released && (answered == nil || k.younger(answered)) {
+		if e != "" || k.refused() && (youngest == nil || k.younger(youngest)) {
 			r += 2
 		}
 		if k.state != StateInDoubt {
@@ -193,12 +199,23 @@ type groups struct {
 type groupShard struct {
 	sync.Mutex
 	of       map[groupHash][]*known
-	removals uint64
-	pending  []*known // whose marks may have to change, or that are being settled
+	removals [64]uint64 // by group
+	pending  []*known   // whose marks may have to change, or that are being settled
 }
 
 // crash is the time between the last writing of marks by a process and the start of the next one.
 type crash struct{ from, to time.Time }
+
+// view is what is known of a group before its shard is locked. It is read again if something was
+// forgotten meanwhile.
+type view struct {
+	asks     bool // the store
+	since    *time.Time
+	removals uint64
+	stored   []*known
+}
+
+func (s *groupShard) removed(group groupHash) *uint64 { return &s.removals[group[1]%64] }
 
 func (t *groups) shard(group groupHash) *groupShard { return &t.shards[group[0]%64] }
 
@@ -210,25 +227,25 @@ func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 	sum := g.sealer.Index("group", s.Caller, s.Guard, s.Method, s.Path, q.Peer, string(q.Fingerprint[:]))
 	group := groupHash(sum[:])
 	a := &Attempt{ID: s.ID, Key: g.Key(s), at: t, group: group, window: q.Window, count: q.Count, gone: q.Gone}
-	asks := q.Count > 0 || time.Since(*t.since.Load()) < q.Window
 	var until time.Time // of the wait for the leave of others
+	var unread error
 	for {
-		var stored []*known
+		v := view{since: t.since.Load()}
 		s := t.shard(group)
 		s.Lock()
-		seen := s.removals
+		v.removals = *s.removed(group)
 		s.Unlock()
-		if asks {
-			var err error
-			if stored, err = t.read(ctx, group, q.Window); err != nil {
-				return nil, err
-			}
+		if v.asks = q.Count > 0 || time.Since(*v.since) < q.Window; v.asks {
+			v.stored, unread = t.read(ctx, group, q.Window)
 		}
 		waited := !until.IsZero() && !time.Now().Before(until)
-		waiting, again := t.decide(a, stored, seen, asks, waited)
+		waiting, again := t.decide(a, &v, waited)
 		switch {
 		case again:
 			continue
+		case waiting == nil && unread != nil && a.Evidence == "": // what memory knows holds without the store
+			a.End()
+			return nil, unread
 		case waiting == nil:
 			return a, nil
 		case until.IsZero():
@@ -241,19 +258,18 @@ func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 }
 
 // decide registers a as a retry or as a new call. Before it does the latter it returns the
-// attempts whose clients still wait, unless the time for that is over. What was stored must be read
-// again if something was forgotten since: it may be older than that.
-func (t *groups) decide(a *Attempt, stored []*known, seen uint64, asks, waited bool) (waiting []*Attempt, again bool) {
+// attempts whose clients still wait, unless the time for that is over. With again, v is too old.
+func (t *groups) decide(a *Attempt, v *view, waited bool) (waiting []*Attempt, again bool) {
 	s := t.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
-	if asks && s.removals != seen {
+	if t.since.Load() != v.since || v.asks && *s.removed(a.group) != v.removals {
 		return nil, true
 	}
 	now := time.Now()
 	all := s.of[a.group]
 	candidates := slices.Clip(all)
-	for _, k := range stored {
+	for _, k := range v.stored {
 		if !slices.ContainsFunc(all, func(other *known) bool { return other.key == k.key }) {
 			candidates = append(candidates, k)
 		}
@@ -269,9 +285,11 @@ func (t *groups) decide(a *Attempt, stored []*known, seen uint64, asks, waited b
 			return waiting, false
 		}
 	}
-	if k != nil && k.released {
-		t.remove(s, k)
-		k = nil
+	if k != nil && k.refused() {
+		if !slices.Contains(all, k) {
+			t.add(s, k)
+		}
+		k.taken, a.refused, k = true, k, nil
 	}
 	if k == nil {
 		k = &known{key: a.Key, id: a.ID, group: a.group, window: a.window, count: a.count}
@@ -306,7 +324,7 @@ func (t *groups) remove(s *groupShard, k *known) {
 		return
 	}
 	t.n.Add(-1)
-	s.removals++
+	*s.removed(k.group)++
 	if all = slices.Delete(all, i, i+1); len(all) == 0 {
 		delete(s.of, k.group)
 		return
@@ -339,19 +357,32 @@ func (a *Attempt) runs(settling time.Time) {
 	defer s.Unlock()
 	k := a.known
 	k.runner, k.state, k.released, k.settling = a, StateSending, false, settling
+	if a.refused != nil {
+		a.at.remove(s, a.refused)
+		a.refused = nil
+	}
 	if !settling.IsZero() {
 		a.at.pend(s, k)
 	}
 }
 
+// claims completes the batch of the attempt's claim: what it is the retry of is not taken again.
+func (a *Attempt) claims(batch []store.Write) []store.Write {
+	if a == nil || a.refused == nil {
+		return batch
+	}
+	return append(batch, store.Write{Key: appendRowKey(nil, a.group, a.refused.key), Delete: true})
+}
+
 // settled notes how the execution has ended.
-func (a *Attempt) settled(v Verdict, at time.Time) {
+func (a *Attempt) settled(v Verdict, at time.Time, recorded bool) {
 	s := a.at.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
 	k := a.known
 	k.runner, k.settling, k.settled, k.ended = nil, time.Time{}, at, time.Now()
 	k.state, k.mark = StateCompleted, markNone // the outcome has its row written anew
+	k.unrecorded = !recorded
 	switch v {
 	case InDoubt:
 		k.state = StateInDoubt
@@ -366,8 +397,8 @@ func (a *Attempt) Completed() {
 	s := a.at.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
-	if a.known.runner == nil {
-		a.known.state = StateCompleted
+	if k := a.known; k.runner == nil && k.state == StateInDoubt {
+		k.state, k.mark, k.unrecorded = StateCompleted, markUnanswered, false // as Guard.put has marked it
 	}
 }
 
@@ -397,6 +428,9 @@ func (a *Attempt) End() {
 	s.Lock()
 	defer s.Unlock()
 	k := a.known
+	if a.refused != nil {
+		a.refused.taken = false // a was refused before it could run
+	}
 	if k.holder != a {
 		return
 	}
@@ -444,6 +478,10 @@ func (t *groups) pend(s *groupShard, k *known) {
 		k.pending = true
 		s.pending = append(s.pending, k)
 	}
+	t.arm()
+}
+
+func (t *groups) arm() {
 	if !t.armed.Swap(true) {
 		time.AfterFunc(markEvery, func() { _ = t.flush(context.Background()) })
 	}
@@ -463,7 +501,10 @@ func (t *groups) flush(ctx context.Context) error {
 	t.armed.Store(false)
 	upTo, err := t.g.store.Now(ctx)
 	if err != nil {
-		return err
+		if !errors.Is(err, store.ErrClosed) {
+			t.arm()
+		}
+		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	now := upTo
 	var batch []store.Write
@@ -545,7 +586,9 @@ func (t *groups) shrink() {
 		s := &t.shards[i]
 		s.Lock()
 		for group, all := range s.of {
-			kept := slices.DeleteFunc(all, func(k *known) bool { return k.holder == nil && k.runner == nil && !k.pending })
+			kept := slices.DeleteFunc(all, func(k *known) bool {
+				return k.over(now) || k.holder == nil && k.runner == nil && !k.pending && !k.taken && !k.unrecorded
+			})
 			t.n.Add(int64(len(kept) - len(all)))
 			if s.of[group] = kept; len(kept) == 0 {
 				delete(s.of, group)
@@ -592,11 +635,29 @@ func (t *groups) open(ctx context.Context, g *Guard) error {
 	if err != nil {
 		return unreadable(err)
 	}
+	if now.Before(upTo) { // the clock was set back
+		now = upTo.Add(time.Minute)
+	}
 	t.crashes = append(crashes, crash{upTo, now})
 	if n := len(t.crashes) - mostCrashes; n > 0 {
 		t.crashes = t.crashes[n:]
 	}
 	return nil
+}
+
+// recovered notes a doubt of an earlier process that the store had no room for.
+func (t *groups) recovered(key Key, r *Record) {
+	if r.Group == (groupHash{}) {
+		return
+	}
+	s := t.shard(r.Group)
+	s.Lock()
+	defer s.Unlock()
+	now := time.Now()
+	t.add(s, &known{
+		key: key, id: r.ID, group: r.Group, window: r.Window, count: r.Count, state: StateInDoubt, unrecorded: true,
+		began: now, order: t.order.Add(1), ended: now,
+	})
 }
 
 func decodeMarks(b []byte) (upTo time.Time, crashes []crash, err error) {
@@ -628,6 +689,9 @@ func appendRow(b []byte, mark byte, count int, settled time.Time) []byte {
 
 // row is written where the mark of an execution changes.
 func (k *known) row(mark byte, now time.Time) store.Write {
+	if k.settled.IsZero() { // the store had no clock then
+		k.settled = now
+	}
 	w := store.Write{
 		Key: appendRowKey(nil, k.group, k.key), Value: appendRow(nil, mark, k.count, k.settled),
 		Expires: k.settled.Add(k.window),

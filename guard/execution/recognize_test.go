@@ -5,11 +5,13 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
@@ -20,10 +22,14 @@ type alike struct {
 	ring *seal.Ring
 	g    *Guard
 	n    int
+	fast atomic.Int64 // by how much the store's clock is
 }
 
 func newAlike(t *testing.T) *alike {
-	b := &alike{T: t, mem: memory.New(memory.Options{}), ring: seal.Generate()}
+	b := &alike{T: t, ring: seal.Generate()}
+	b.mem = memory.New(memory.Options{Now: func() time.Time {
+		return time.Now().Add(time.Duration(b.fast.Load()))
+	}})
 	b.start()
 	return b
 }
@@ -35,6 +41,13 @@ func (b *alike) start() {
 		b.Fatal(err)
 	}
 	b.g = g
+}
+
+// full is a store that writes nothing.
+type full struct{ store.Store }
+
+func (full) Commit(context.Context, ...store.Write) (store.Version, error) {
+	return 0, store.ErrFull
 }
 
 // kill ends the process: nothing is written any more. Another one begins.
@@ -124,6 +137,13 @@ func (o *one) is(of *one, why Evidence) *one {
 		o.b.Errorf("recognised as %q by %q, want %s by %q", o.ID, o.Evidence, of.ID, why)
 	}
 	return o
+}
+
+// dead is a context that has ended.
+func (b *alike) dead() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	return ctx
 }
 
 func TestRecognize(t *testing.T) {
@@ -286,6 +306,107 @@ func TestRecognize(t *testing.T) {
 			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
 			if r := b.call(1); r.Evidence != EvidenceStated {
 				b.Errorf("%q", r.Evidence)
+			}
+		},
+		"a refusal whose retry is in doubt": func(b *alike) {
+			b.call(0).settle(Released, 529).answer(529)
+			<-time.After(1)
+			doubt := b.call(1).is(nil, "").settle(InDoubt, 502)
+			doubt.End()
+			<-time.After(1)
+			b.call(0).is(doubt, EvidenceInDoubt).End()
+			b.call(1).is(doubt, EvidenceInDoubt).End()
+			b.kill()
+			b.call(1).is(doubt, EvidenceInDoubt)
+		},
+		"a refusal before a doubt": func(b *alike) {
+			b.call(0).settle(Released, 529).answer(529)
+			<-time.After(1)
+			doubt := b.call(0).is(nil, "").settle(InDoubt, 502)
+			doubt.End()
+			b.call(1).is(doubt, EvidenceInDoubt)
+		},
+		"refused while another one waits": func(b *alike) {
+			a := b.call(0)
+			b.call(0).is(nil, "")
+			a.settle(Released, 529).answer(529)
+			last := b.call(1).is(nil, "")
+			b.call(2).is(last, EvidenceStated)
+		},
+		"a refusal whose retry was refused before its claim": func(b *alike) {
+			b.call(0).settle(Released, 529).answer(529)
+			ctx := context.Background()
+			scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: "refused"}
+			a, err := b.g.Recognize(ctx, Question{Scope: scope, Fingerprint: Fingerprint{1}, Count: 1, Window: testWindow, Gone: ctx})
+			if err != nil || a.refused == nil {
+				b.Fatal(a, err)
+			}
+			a.End()
+			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			b.call(1).is(nil, "")
+		},
+		"unsent, and its retry leaves before it runs it": func(b *alike) {
+			a := b.call(0)
+			a.leave()
+			r := b.call(0).is(a, EvidenceUnanswered)
+			if err := a.run.Settle(context.Background(), Outcome{Verdict: Released, Cause: CauseNotSent}); err != nil {
+				b.Fatal(err)
+			}
+			a.End()
+			r.leave()
+			b.call(0).is(a, EvidenceUnanswered) // so that one of the two claims the key
+		},
+		"a doubt that was settled, and answered": func(b *alike) {
+			a := b.call(0).settle(InDoubt, 502)
+			a.End()
+			found, err := b.g.Get(context.Background(), a.Key)
+			if err == nil {
+				err = b.g.Resolve(context.Background(), found, Resolution{Applied: true, Operator: "o", Reason: "r"}, &Head{Status: 200}, nil)
+			}
+			if err != nil {
+				b.Fatal(err)
+			}
+			r := b.call(0).is(a, EvidenceInDoubt)
+			r.Completed()
+			r.answer(200)
+			<-time.After(2 * time.Second)
+			b.kill()
+			b.call(0).is(nil, "")
+		},
+		"memory is full": func(b *alike) {
+			t := &b.g.groups
+			a := b.call(0)
+			if err := a.run.Settle(b.dead(), Outcome{Verdict: InDoubt}); err == nil {
+				b.Fatal("it was recorded")
+			}
+			a.End()
+			v := view{since: t.since.Load()}
+			<-time.After(2 * time.Second)
+			t.n.Add(mostKnown)
+			t.shrink()
+			if _, again := t.decide(&Attempt{at: t, group: a.group, gone: context.Background()}, &v, true); !again {
+				b.Error("decided by what was forgotten")
+			}
+			b.call(0).is(a, EvidenceInDoubt) // which no row says
+		},
+		"in doubt, and the store is full": func(b *alike) {
+			a := b.call(0)
+			g, recovery, err := Open(context.Background(), full{b.mem}, b.ring)
+			if err != nil || recovery.Unrecorded != 1 {
+				b.Fatal(recovery, err)
+			}
+			b.g = g
+			b.call(0).is(a, EvidenceInDoubt)
+		},
+		"the clock was set back": func(b *alike) {
+			b.fast.Store(int64(time.Hour))
+			a := b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(2 * time.Second)
+			late := b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			b.fast.Store(0)
+			b.kill()
+			if r := b.call(0); r.ID != late.ID || r.Evidence != EvidenceUnanswered {
+				b.Errorf("%q, after %s and %s: %q", r.ID, a.ID, late.ID, r.Evidence)
 			}
 		},
 		"killed twice": func(b *alike) {

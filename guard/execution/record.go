@@ -459,9 +459,14 @@ func (r *Record) expires() time.Time {
 // the writes of batches. Either record may be nil. Its committer is in Guard.writers from before the
 // call until after the commit.
 func (l *records) put(key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
-	writes := 8 // of a settle: the record, its six index entries, its answer
+	writes := 7 // of a settle: the record, its five index entries, its answer
 	if new != nil && new.State.open() {
 		writes = 3
+	}
+	row := 0
+	if new != nil && new.Group != (groupHash{}) {
+		row = rowSize
+		writes++
 	}
 	for _, b := range batches {
 		writes += len(b.Writes())
@@ -475,7 +480,7 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 		*plain = new.encode((*plain)[:0])
 		size = len(*plain)
 	}
-	memory := make([]byte, 0, indexMemory+size) // for the keys and values; cutOff parts are not written again
+	memory := make([]byte, 0, indexMemory+row+size) // for the keys and values; cutOff parts are not written again
 	memory = appendRecordKey(memory, key)
 	name := memory[:len(memory):len(memory)]
 	if new == nil {
@@ -547,7 +552,7 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 
 // indexMemory is enough for the sealing of a record, its key, its five index entries' and the
 // account.
-const indexMemory = 64 + 1 + 2*(2+8) + 2*(1+2*16) + (1 + 16 + 8) + 1 + 7*keySize + accountSize + rowSize
+const indexMemory = 64 + 1 + 2*(2+8) + 2*(1+2*16) + (1 + 16 + 8) + 1 + 7*keySize + accountSize
 
 // cutOff returns what was appended to memory, nil if nothing was, and all of it.
 func cutOff(memory, appended []byte) (cut, all []byte) {
