@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -78,6 +79,8 @@ func (s procStagedCommits) Commit(ctx context.Context, batch ...store.Write) (st
 func procStage(batch []store.Write) string {
 	first := batch[0]
 	switch {
+	case slices.ContainsFunc(batch, func(w store.Write) bool { return string(w.Key) == "mmarks" }):
+		return "marks"
 	case first.Key[0] == 'm':
 		return "christening"
 	case first.Key[0] == 'r':
