@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"io"
 	"maps"
 	"net/http"
 	"strings"
@@ -309,4 +310,62 @@ func TestRecognizedIsTheCallersOwn(t *testing.T) {
 		own.recognized(t)
 		u.arrived(path, 2)
 	}
+}
+
+// Whatever the form of an answer, whoever got all of it means what he calls next, however soon.
+func TestNotRecognizedAfterAnyAnswer(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, recognizes, u.addr)
+	keeping := &http.Client{Transport: new(http.Transport), Timeout: patience}
+	t.Cleanup(keeping.CloseIdleConnections)
+	large := strings.Repeat("large ", 100_000)
+	for version, client := range map[string]*http.Client{"h1": g.newClient(nil), "h1 kept": keeping, "h2c": g.h2cClient()} {
+		for name, answer := range map[string]func(http.ResponseWriter, *arrival){
+			"length": status(201, "short"), "large": status(200, large, "Content-Length", fmt.Sprint(len(large))),
+			"chunked": func(w http.ResponseWriter, _ *arrival) {
+				_ = http.NewResponseController(w).Flush()
+				_, _ = io.WriteString(w, "some")
+			},
+			"chunked large": status(200, large), "204": status(204, ""), "none": status(200, "", "Content-Length", "0"),
+			"trailer": func(w http.ResponseWriter, _ *arrival) {
+				w.Header().Set("Trailer", "Sum")
+				_, _ = io.WriteString(w, "some")
+				w.Header().Set("Sum", "1")
+			},
+			"400": status(400, "no"), "404": status(404, ""),
+		} {
+			t.Run(version+" "+name, func(t *testing.T) {
+				r := equal("/" + strings.ReplaceAll(version+"-"+name, " ", "-"))
+				r.client = client
+				u.on(r.path, answer)
+				const n = 20
+				for range n {
+					got := g.call(r)
+					if got.cut || got.header.Get("Execution-Status") != "executed" {
+						t.Errorf("%d %s, cut %v", got.status, got.header.Get("Execution-Status"), got.cut)
+					}
+					got.itsOwn(t)
+				}
+				u.arrived(r.path, n)
+			})
+		}
+	}
+}
+
+// A reload forgets nothing: a client that left before it has not been answered.
+func TestRecognizedAfterAReload(t *testing.T) {
+	u, hold := newUpstream(t), newGate(t)
+	g := start(t, recognizes, u.addr)
+	r := equal("/x")
+	u.on("/x", held(hold))
+	g.cut(t, u, 1, r)
+	g.reload(fmt.Sprintf(recognizes, u.addr) + "\nheader X-Config two")
+	retry := g.begin(r)
+	followers(t, 1)
+	hold.open()
+	got := retry.answer()
+	got.want(t, 201, "arrival 1", "attached")
+	got.recognized(t)
+	g.call(r).want(t, 201, "arrival 2", "executed")
+	u.arrived("/x", 2)
 }
