@@ -369,3 +369,24 @@ func TestRecognizedAfterAReload(t *testing.T) {
 	g.call(r).want(t, 201, "arrival 2", "executed")
 	u.arrived("/x", 2)
 }
+
+// A retry that is told that the call still runs has not been answered: the next one is a retry too.
+func TestRecognizedAfterARefusal(t *testing.T) {
+	u, hold := newUpstream(t), newGate(t)
+	g := start(t, "e2e_leaves\nagent_proxy %s {\n missing_id recognize\n attach_wait 1ms\n}", u.addr)
+	r := equal("/x")
+	u.on("/x", held(hold))
+	g.cut(t, u, 1, r)
+	for range 3 {
+		got := g.call(r)
+		got.retryable(t, 409, "in-progress")
+		got.recognized(t)
+	}
+	hold.open()
+	idle(t)
+	got := g.call(r)
+	got.want(t, 201, "arrival 1", "replayed")
+	got.recognized(t)
+	g.call(r).want(t, 201, "arrival 2", "executed")
+	u.arrived("/x", 2)
+}
