@@ -48,9 +48,17 @@ func (s *toolServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case called("fail"):
 		s.calls["fail"]++
 		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"content":[],"isError":true,"n":%d}}`, id, s.calls["fail"])
-	case called("unknown"):
-		s.calls["unknown"]++
-		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"error":{"code":-32602,"message":"Unknown tool"}}`, id)
+	case called("unknown"), called("invalid"):
+		tool, code := "unknown", -32601
+		if called("invalid") {
+			tool, code = "invalid", -32602
+		}
+		s.calls[tool]++
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"error":{"code":%d,"message":"Unknown tool"}}`, id, code)
+	case called("busy"):
+		s.calls["busy"]++
+		w.WriteHeader(http.StatusTooManyRequests)
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"error":{"code":-32000,"message":"Later"}}`, id)
 	case called("stream"), called("cut"):
 		w.Header().Set("Content-Type", "text/event-stream")
 		_, _ = io.WriteString(w, "id: 1\ndata: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\",\"params\":{\"progressToken\":\"first\",\"progress\":1}}\n\n")
@@ -163,10 +171,22 @@ func TestMessagesMeanings(t *testing.T) {
 	g.call(message(toolCall("2", "fail", keyA))).want(t, 200, `{"jsonrpc":"2.0","id":2,"result":{"content":[],"isError":true,"n":1}}`, "replayed")
 	key := func(id string) string { return strings.Replace(keyA, `"a"`, `"`+id+`"`, 1) }
 	for _, id := range []string{"1", "2"} {
-		g.call(message(toolCall(id, "unknown", key("u")))).want(t, 200, `{"jsonrpc":"2.0","id":`+id+`,"error":{"code":-32602,"message":"Unknown tool"}}`, "executed")
+		g.call(message(toolCall(id, "unknown", key("u")))).want(t, 200, `{"jsonrpc":"2.0","id":`+id+`,"error":{"code":-32601,"message":"Unknown tool"}}`, "executed")
 	}
 	if n := s.count("unknown"); n != 2 {
 		t.Errorf("a call that was never executed has been sent %d times", n)
+	}
+	// Also a tool that has run gives -32602, where its result does not fit its schema.
+	for _, id := range []string{"1", "2"} {
+		if got := g.call(message(toolCall(id, "invalid", key("i")))); !strings.Contains(got.body, `"id":`+id+`,"error":{"code":-32602,`) || s.count("invalid") != 1 {
+			t.Errorf("after -32602: %s, sent %d times", got.body, s.count("invalid"))
+		}
+	}
+	// A status that refuses stays one, whatever the error beside it.
+	for n := range 2 {
+		if got := g.call(message(toolCall("1", "busy", key("b")))); got.status != 429 || s.count("busy") != n+1 {
+			t.Errorf("a call that the server has no time for: %d, sent %d times", got.status, s.count("busy"))
+		}
 	}
 	const event = "data: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\",\"params\":{\"progressToken\":%s,\"progress\":1}}\n\ndata: {\"jsonrpc\":\"2.0\",\"id\":%s,\"result\":{\"n\":1}}\n\n"
 	if got := g.call(message(toolCall("1", "stream", key("s")))); !strings.Contains(got.body, "id: 2\n") {

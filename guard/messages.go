@@ -125,6 +125,9 @@ func understand(x *Call, o execution.Outcome) execution.Outcome {
 	case protocol.NotExecuted:
 		o.Verdict = execution.Released
 	case protocol.Failed:
+		if o.Verdict == execution.Released {
+			return o // its status says more, such as 401 or 429
+		}
 		o.Verdict = x.action.Rules.Judge(execution.Answer{Status: http.StatusInternalServerError})
 	case protocol.Doubtful:
 		o.Verdict = execution.InDoubt

@@ -70,6 +70,7 @@ type Answer struct {
 	reads    bool
 	m        answered
 	out      Outcome
+	begun    bool       // what came shows that something was executed
 	rewrite  *rewriting // nil: the answer is read only
 }
 
@@ -79,7 +80,7 @@ type answered struct {
 	failed            bool // an error
 	method            string
 	code              string
-	status            string // error.data.status of another guard
+	status, problem   string // error.data.status and .type of another guard
 	final             bool   // A2A: nothing follows
 	step              bool
 	task              string
@@ -188,6 +189,8 @@ func (a *Answer) ended() {
 		a.m.code = text
 	case "error.data.status":
 		a.m.status = text
+	case "error.data.type":
+		a.m.problem = text
 	case "result.resultType":
 		a.m.step = text == "input_required"
 	case "result.kind":
@@ -232,7 +235,11 @@ func (a *Answer) finish() {
 	names := a.scan.names // of which only the memory is used again
 	a.scan = scanner{open: a.scan.open[:0], names: names}
 	if !m.response || m.request {
+		a.begun = a.begun || m.method == "notifications/progress"
 		return
+	}
+	if a.out.Meaning == Executed || a.out.Meaning == Doubtful {
+		return // what comes later does not undo it
 	}
 	if m.task != "" {
 		a.out.Task = m.task
@@ -240,9 +247,13 @@ func (a *Answer) finish() {
 	switch {
 	case m.failed:
 		a.out.Code, _ = strconv.Atoi(m.code)
-		a.out.Meaning = meaningOf(a.protocol, a.out.Code, m.status)
+		a.out.Meaning = meaningOf(a.protocol, a.out.Code, &m)
 		a.out.Step = a.protocol == MCP && a.out.Code == codeNeedsURL
+		if a.begun && a.out.Meaning == NotExecuted && !a.out.Step {
+			a.out.Meaning = Failed
+		}
 	case a.protocol == A2A && a.stream && !m.final:
+		a.begun = true
 	default:
 		a.out.Meaning, a.out.Step = Executed, m.step
 	}
@@ -251,12 +262,16 @@ func (a *Answer) finish() {
 // codeNeedsURL is MCP's error of a call that needs its user at a page first.
 const codeNeedsURL = -32042
 
-// meaningOf says what a JSON-RPC error means for its call.
-func meaningOf(p Protocol, code int, status string) Meaning {
+// meaningOf says what a JSON-RPC error means for its call. -32602 proves nothing: SDKs also give it
+// for results that do not fit the tool's output schema, once the tool has run.
+func meaningOf(p Protocol, code int, m *answered) Meaning {
 	switch {
-	case code == ProblemCode && status == strconv.Itoa(http.StatusConflict):
-		return Doubtful
-	case code == ProblemCode, code == -32700, code == -32600, code == -32601, code == -32602:
+	case code == ProblemCode && strings.Contains(m.problem, "/.well-known/cascade/problems/"):
+		if m.status == strconv.Itoa(http.StatusConflict) {
+			return Doubtful
+		}
+		return NotExecuted
+	case code == -32700, code == -32600, code == -32601:
 		return NotExecuted
 	case p == MCP && (-32022 <= code && code <= -32020 || code == codeNeedsURL):
 		return NotExecuted

@@ -35,14 +35,21 @@ func TestMeaning(t *testing.T) {
 	}{
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"content":[]}}`, protocol.Outcome{Meaning: protocol.Executed}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"content":[{"error":{"code":-32602}}],"isError":true}}`, protocol.Outcome{Meaning: protocol.Executed}},
-		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32602,"message":"Unknown tool"}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32602}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32602,"message":"Unknown tool"}}`, protocol.Outcome{Meaning: protocol.Executed, Code: -32602}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32601,"message":"Method not found"}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32601}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32020,"message":""}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32020}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32042,"message":""}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32042, Step: true}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32603,"message":""}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32603}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"message":"","code":-32001}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32001}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":5,"message":"no money"}}`, protocol.Outcome{Meaning: protocol.Executed, Code: 5}},
-		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"status":409}}}`, protocol.Outcome{Meaning: protocol.Doubtful, Code: -32090}},
-		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"status":503}}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32090}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"type":"/x/.well-known/cascade/problems/in-doubt","status":409}}}`, protocol.Outcome{Meaning: protocol.Doubtful, Code: -32090}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"type":"/.well-known/cascade/problems/store-unavailable","status":503}}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32090}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"status":503}}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32090}}, // a server's own code
+		// After a sign of its execution no error says that there was none, and after a result none counts.
+		{protocol.MCP, "data: {\"method\":\"notifications/progress\"}\n\ndata: {\"error\":{\"code\":-32601}}\n\n", protocol.Outcome{Meaning: protocol.Failed, Code: -32601}},
+		{protocol.A2A, "data: {\"result\":{\"status\":{\"state\":\"working\"}}}\n\ndata: {\"error\":{\"code\":-32004}}\n\n", protocol.Outcome{Meaning: protocol.Failed, Code: -32004}},
+		{protocol.MCP, "data: {\"result\":{}}\n\ndata: {\"error\":{\"code\":-32601}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
+		{protocol.MCP, "data: {\"method\":\"notifications/progress\"}\n\ndata: {\"error\":{\"code\":-32042}}\n\n", protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32042, Step: true}},
 		{protocol.A2A, `{"jsonrpc":"2.0","id":1,"error":{"code":-32001}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32001}},
 		{protocol.A2A, `{"jsonrpc":"2.0","id":1,"error":{"code":-32006}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32006}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"resultType":"input_required","inputRequests":{}}}`, protocol.Outcome{Meaning: protocol.Executed, Step: true}},
@@ -55,7 +62,7 @@ func TestMeaning(t *testing.T) {
 		{protocol.MCP, "data: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\"}\n\n", protocol.Outcome{}},
 		{protocol.MCP, "id: 1\ndata:\n\n", protocol.Outcome{Resumable: true}},
 		{protocol.MCP, "event: message\ndata: {\"jsonrpc\":\"2.0\",\ndata: \"id\":1,\"result\":{}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
-		{protocol.MCP, "event: message\r\ndata: {\"jsonrpc\":\"2.0\",\r\ndata:\"id\":1,\"error\":{\"code\":-32602\r\ndata:}}\r\n\r\n", protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32602}},
+		{protocol.MCP, "event: message\r\ndata: {\"jsonrpc\":\"2.0\",\r\ndata:\"id\":1,\"error\":{\"code\":-32601\r\ndata:}}\r\n\r\n", protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32601}},
 		{protocol.MCP, "\ufeffdata: {\"result\":{}}\r\r", protocol.Outcome{Meaning: protocol.Executed}},
 		{protocol.MCP, "data: {\"result\":{}}\n", protocol.Outcome{}}, // no client has seen it
 		{protocol.MCP, ": data: {\"result\":{}}\n\n", protocol.Outcome{}},
