@@ -17,6 +17,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
@@ -105,7 +106,7 @@ type Message struct {
 // Parse reads the body of a request for path with this header. It reports whether the body is a
 // message, or a batch, of the protocol. The result refers to body.
 func (u *Rules) Parse(header http.Header, path string, body []byte) (Request, bool) {
-	if u.Protocol == None || !json.Valid(body) {
+	if u.Protocol == None || !json.Valid(body) || !utf8.Valid(body) { // readers differ in what they make of other bytes
 		return Request{}, false
 	}
 	body = bytes.Trim(body, " \t\r\n")
@@ -166,14 +167,16 @@ func (u *Rules) message(header http.Header, text []byte) (Message, bool) {
 		m.Protocol = recognise(header, &m)
 	}
 	m.read(header)
-	return m, !answer || m.Protocol != JSONRPC // who answers must have been asked
+	// Who answers must have been asked. A server may go by the header instead.
+	named := header.Get("Mcp-Method")
+	return m, (!answer || m.Protocol != JSONRPC) && (m.Protocol != MCP || named == "" || named == m.Method)
 }
 
 // recognise finds the protocol of a message.
 func recognise(header http.Header, m *Message) Protocol {
 	_, mcp := methodsMCP[m.Method]
+	mcp = mcp && m.Method != "tasks/update" || slices.Contains(notificationsMCP, m.Method)
 	_, a2a := methodsA2A[m.Method]
-	mcp = mcp || strings.HasPrefix(m.Method, "notifications/")
 	isMCP := header.Get(HeaderSession) != "" || header.Get(HeaderVersion) != "" || header.Get("Mcp-Method") != ""
 	isA2A := header.Get(HeaderA2A) != "" || header.Get("A2a-Extensions") != "" || header.Get("X-A2a-Extensions") != ""
 	switch {
@@ -199,6 +202,9 @@ func (m *Message) read(header http.Header) {
 	m.Version = header.Get(HeaderVersion)
 	if m.Method == "tools/call" && m.params.clear([]string{"name", "arguments", "_meta"}) {
 		m.Tool = unquote(m.params.get("name"))
+		if named := header.Get("Mcp-Name"); named != "" && named != m.Tool {
+			m.Tool = ""
+		}
 		m.arguments = m.params.get("arguments")
 	}
 }
@@ -230,6 +236,11 @@ func (u *Rules) rest(header http.Header, path string, body []byte) (Message, boo
 		return m, true
 	}
 	return m, strings.HasPrefix(m.Method, "Send") && message.get("messageId") != nil && message.get("role") != nil
+}
+
+// notificationsMCP are those of clients, which tell MCP without its header fields.
+var notificationsMCP = []string{
+	"notifications/initialized", "notifications/cancelled", "notifications/progress", "notifications/roots/list_changed",
 }
 
 // The methods of clients, and whether they change something. Others do. To cancel a task, or to
@@ -267,7 +278,7 @@ func (u *Rules) Changes(m *Message, readOnly bool) bool {
 	}
 	changes, known := methods[m.Method]
 	switch {
-	case m.Method == "", m.Protocol == MCP && strings.HasPrefix(m.Method, "notifications/"):
+	case m.Method == "", m.Protocol == MCP && m.ID == nil && strings.HasPrefix(m.Method, "notifications/"):
 		return false
 	case !known:
 		return true
@@ -377,7 +388,8 @@ func orNull(value []byte) []byte {
 }
 
 // Exclude returns what two attempts of the same call may differ in: the id, the members of
-// `_meta`, the trace context and the key. m.Body has all that the fingerprint needs.
+// `_meta`, the trace context and the messageId of A2A. An argument counts, also one that is the
+// key: with a key from elsewhere it is content. m.Body has all that the fingerprint needs.
 func (u *Rules) Exclude(m *Message) []fingerprint.Pointer {
 	var paths []string
 	switch {
@@ -390,13 +402,7 @@ func (u *Rules) Exclude(m *Message) []fingerprint.Pointer {
 	default:
 		paths = pathsJSONRPC
 	}
-	pointers := make([]fingerprint.Pointer, 0, len(paths)+len(u.Arguments))
-	escape := strings.NewReplacer("~", "~0", "/", "~1")
-	for _, name := range u.Arguments {
-		if m.Method == "tools/call" {
-			paths = append(paths[:len(paths):len(paths)], "/params/arguments/"+escape.Replace(name))
-		}
-	}
+	pointers := make([]fingerprint.Pointer, 0, len(paths))
 	for _, path := range paths {
 		p, err := fingerprint.ParsePointer(path)
 		if err == nil { // else the name is no text, and no member has it

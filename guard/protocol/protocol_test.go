@@ -79,6 +79,14 @@ func TestClassify(t *testing.T) {
 		{body: `{"jsonrpc":"2.0","id":5,"result":{}}`},
 		{rules: protocol.Rules{Exempt: []string{"get"}}, body: `{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"get","Name":"pay"}}`, protocol: protocol.MCP, changes: true},
 		{rules: protocol.Rules{Exempt: []string{"get"}}, body: `{"jsonrpc":"2.0","id":1,"method":"tools/call","params":["get"]}`, protocol: protocol.MCP, changes: true},
+		{body: "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"ping\",\"meth\xffod\":\"tools/call\"}", rules: protocol.Rules{Protocol: protocol.MCP}},
+		{body: `{"jsonrpc":"2.0","id":1,"method":"ping"}`, header: header("Mcp-Method", "tools/call")},
+		{body: `{"jsonrpc":"2.0","id":1,"method":"ping"}`, header: header("Mcp-Method", "ping"), protocol: protocol.MCP},
+		{rules: protocol.Rules{Exempt: []string{"get"}}, header: header("Mcp-Name", "pay"), body: `{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"get"}}`, protocol: protocol.MCP, changes: true},
+		{body: `{"jsonrpc":"2.0","id":1,"method":"notifications/x"}`, header: mcp, protocol: protocol.MCP, changes: true},
+		{body: `{"jsonrpc":"2.0","method":"notifications/x"}`, header: mcp, protocol: protocol.MCP},
+		{body: `{"jsonrpc":"2.0","method":"notifications/pay"}`, protocol: protocol.JSONRPC, changes: true},
+		{body: `{"jsonrpc":"2.0","id":1,"method":"tasks/update"}`, protocol: protocol.JSONRPC, changes: true},
 		{body: `{"jsonrpc":2.0,"id":1,"method":"ping"}`}, {body: `{"id":1,"method":"ping"}`}, {body: `{}`}, {body: `[]`}, {body: `[1]`}, {body: `1`}, {body: ``}, {body: `{`},
 	} {
 		q, ok := c.rules.Parse(c.header, "/mcp", []byte(c.body))
@@ -293,8 +301,9 @@ func TestFingerprint(t *testing.T) {
 		{
 			one: []string{`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay","arguments":{"a":1,"b":{}}}}`,
 				`{"jsonrpc":"2.0","method":"tools/call","id":"x","params":{"arguments":{"b":{},"a":1.0},"name":"pay"}}`},
-			same: []string{`{"jsonrpc":"2.0","id":2,"method":"tools/call","params":{"name":"pay","arguments":{"a":1,"b":{},"k/e~y":5},"_meta":{"progressToken":4,"traceparent":"00"}}}`},
+			same: []string{`{"jsonrpc":"2.0","id":2,"method":"tools/call","params":{"name":"pay","arguments":{"a":1,"b":{}},"_meta":{"progressToken":4,"traceparent":"00"}}}`},
 			other: []string{`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay","arguments":{"a":1,"b":{"id":1}}}}`,
+				`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay","arguments":{"a":1,"b":{},"k/e~y":5}}}`,
 				`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"mail","arguments":{"a":1,"b":{}}}}`,
 				`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay","arguments":{"a":1,"b":{}},"task":{"ttl":1}}}`,
 				`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay","arguments":{"a":1,"b":{}},"requestState":"s"}}`,
