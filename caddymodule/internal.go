@@ -34,8 +34,6 @@ type internalRequest struct {
 	most int64
 	// forceQuery sends a question mark even if the query is empty.
 	forceQuery bool
-	// https tells the upstream that the request came over TLS.
-	https bool
 }
 
 // send sends the request through handlers that lead to the upstream. Guards and endpoints
@@ -70,7 +68,9 @@ func (o *internalRequest) forward(ctx context.Context, next guard.Next, server *
 	if len(o.body) > 0 {
 		r.Body = io.NopCloser(bytes.NewReader(o.body))
 	}
-	if o.https {
+	// The upstream gets the X-Forwarded-Proto of calls to this site. One that requires https
+	// would otherwise answer with a redirect.
+	if server != nil && len(server.TLSConnPolicies) > 0 {
 		r.TLS = new(tls.ConnectionState)
 	}
 	// With its own replacer: that of the call has the call's placeholders.

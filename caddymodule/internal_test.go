@@ -10,16 +10,19 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddytls"
 )
 
 // What the gateway asks for itself passes its own guards, unchanged by what handlers did to it
 // before, and only a whole answer of the upstream counts.
 func TestInternalRequests(t *testing.T) {
 	ask := internalRequest{
-		method: "PUT", path: "/a%2Fb", query: "x=1", host: "pay.example.com", remote: "192.0.2.1:1234", https: true,
+		method: "PUT", path: "/a%2Fb", query: "x=1", host: "pay.example.com", remote: "192.0.2.1:1234",
 		header: http.Header{"Accept-Encoding": {"gzip"}, "X-Key": {"k"}}, body: []byte("body"), most: 4,
 	}
 	failure := errors.New("failed")
+	// Upstreams that require https would answer a probe or an undo with a redirect.
+	overTLS := &caddyhttp.Server{TLSConnPolicies: caddytls.ConnectionPolicies{{}}}
 	for name, c := range map[string]struct {
 		upstream func(w http.ResponseWriter, r *http.Request) error
 		status   int
@@ -69,7 +72,7 @@ func TestInternalRequests(t *testing.T) {
 			})
 			ctx := httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) {}})
 			for range 2 {
-				a, err := ask.send(ctx, next, nil)
+				a, err := ask.send(ctx, next, overTLS)
 				if a.status != c.status || string(a.body) != c.body || a.cut != c.cut || !errors.Is(err, c.err) || a.notSent {
 					t.Errorf("%d %q, cut %t, %v", a.status, a.body, a.cut, err)
 				}
@@ -82,11 +85,14 @@ func TestInternalRequests(t *testing.T) {
 	// Where the time is over, the proxy's own 499 is no answer.
 	ctx, cancel := context.WithCancelCause(t.Context())
 	over := errors.New("over")
-	a, err := ask.send(ctx, caddyhttp.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
+	a, err := ask.send(ctx, caddyhttp.HandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
 		cancel(over)
 		w.WriteHeader(499) // as reverse_proxy does
+		if r.TLS != nil {
+			t.Error("TLS on a site without")
+		}
 		return nil
-	}), nil)
+	}), new(caddyhttp.Server))
 	if !errors.Is(err, over) || !a.ended {
 		t.Errorf("%+v, %v", a, err)
 	}

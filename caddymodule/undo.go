@@ -98,9 +98,6 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 		method: o.Method, path: target.EscapedPath(), query: target.RawQuery, forceQuery: target.ForceQuery,
 		host: o.Host, header: undoHeader(o, configured), body: o.Body, most: rollback.MaxAnswer,
 		remote: "127.0.0.1:0", // the gateway itself asks
-		// The upstream gets the X-Forwarded-Proto of calls to this site. One that requires
-		// https would otherwise answer an undo with a redirect.
-		https: len(to.server.TLSConnPolicies) > 0,
 	}
 	answer, err := r.send(guard.WithUndo(ctx), to.handler, to.server)
 	switch {

@@ -178,6 +178,10 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler],
 	}
 	defer st.Release()
 	answer, err := to.To(r, st, p)
+	stream, streams := answer.(stream)
+	if err == nil && streams {
+		err = stream.serve(w)
+	}
 	if err != nil {
 		err = refusal(err, http.StatusInternalServerError, corePackages)
 		if refused := (caddy.APIError{}); errors.As(err, &refused) && refused.HTTPStatus == http.StatusServiceUnavailable {
@@ -185,8 +189,8 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler],
 		}
 		return err
 	}
-	if stream, ok := answer.(stream); ok {
-		return stream.serve(w)
+	if streams {
+		return nil
 	}
 	var body bytes.Buffer
 	encoder := json.NewEncoder(&body)
@@ -455,7 +459,7 @@ func (s stream) serve(w http.ResponseWriter) error {
 	if to.begun {
 		panic(http.ErrAbortHandler)
 	}
-	return refusal(err, http.StatusInternalServerError, corePackages)
+	return err
 }
 
 // streamWriter sends the header before the first byte, and extends the deadline before each

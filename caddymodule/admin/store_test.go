@@ -261,6 +261,9 @@ func TestLedgerExportBreaksOff(t *testing.T) {
 	}
 	st.after = 1
 	r.refuses("GET", "ledger/export", "", http.StatusServiceUnavailable, "restart needed")
+	if w, _ := r.ask("GET", "ledger/export", ""); w.Header().Get("Retry-After") != "1" {
+		t.Errorf("an export that can be had later: %v", w.Header())
+	}
 	r.refuses("GET", "ledger/verify", "", http.StatusServiceUnavailable, "restart needed")
 }
 
