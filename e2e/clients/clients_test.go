@@ -1,6 +1,6 @@
 // Package clients measures what real clients make of the gateway's answers: how many
 // effects the upstream has, what the calling code sees, and how often the client tries.
-// docs/clients.md has what was measured; `go test ./... -write` writes it anew.
+// docs/clients.md has what was measured; `go test ./... -update` writes it anew.
 package clients
 
 import (
@@ -14,7 +14,7 @@ import (
 	"testing"
 )
 
-var write = flag.Bool("write", false, "write the tables of docs/clients.md anew")
+var write = flag.Bool("update", false, "write the tables of docs/clients.md anew")
 
 // retries is how often each client may try again.
 const retries = 2
@@ -123,7 +123,7 @@ func TestClients(t *testing.T) {
 			text.WriteString(tables[c.title+"/"+s.title] + "\n")
 		}
 	}
-	compare(t, text.String()+"\n")
+	compare(t, "measured", text.String()+"\n")
 }
 
 // measure makes one call of a client where the situation holds.
@@ -173,14 +173,11 @@ func (b *bench) measure(t *testing.T, c client, s situation, site string) measur
 	return m
 }
 
-const (
-	begin = "<!-- measured -->\n"
-	end   = "<!-- end of what was measured -->\n"
-)
-
-// compare holds the measured tables against the documentation.
-func compare(t *testing.T, got string) {
+// compare holds the measured tables against the documentation, where they stand after a line
+// `<!-- PLACE -->`.
+func compare(t *testing.T, place, got string) {
 	t.Helper()
+	begin, end := "<!-- "+place+" -->\n", "<!-- end of "+place+" -->\n"
 	file := filepath.Join("..", "..", "docs", "clients.md")
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -205,5 +202,5 @@ func compare(t *testing.T, got string) {
 			t.Errorf("%s does not have: %s", file, line)
 		}
 	}
-	t.Errorf("%s is not what was measured; look why, then run with -write", file)
+	t.Errorf("%s is not what was measured; look why, then run with -update", file)
 }

@@ -4,8 +4,10 @@ import readline from 'node:readline';
 import Stripe from 'stripe';
 import OpenAI from 'openai';
 import Anthropic from '@anthropic-ai/sdk';
+import { agents } from './agents.mjs';
 
 const clients = {
+	...agents,
 	async stripe({ base, key, amount, retries }) {
 		const { hostname, port } = new URL(base);
 		const stripe = new Stripe('sk_test_1', { host: hostname, port, protocol: 'http', telemetry: false });
@@ -29,8 +31,11 @@ const clients = {
 
 // seen is what an error tells the code that catches it.
 function seen(err) {
+	if (err.name === 'tool') return 'gets a tool result that is an error';
 	const code = err.error?.error?.code ?? err.error?.code ?? err.code ?? err.raw?.code;
-	return ['throws', err.constructor.name, err.status ?? err.statusCode, code].filter((v) => v != null).join(' ');
+	// In the data of a JSON-RPC error stands the gateway's problem.
+	const problem = (err.data ?? err.errorData ?? err.envelope?.data)?.error?.code;
+	return ['throws', err.constructor.name, err.status ?? err.statusCode, code, problem].filter((v) => v != null).join(' ');
 }
 
 for await (const line of readline.createInterface({ input: process.stdin })) {

@@ -32,6 +32,18 @@ type task struct {
 	Key     string `json:"key"`
 	Amount  int    `json:"amount"`
 	Retries int    `json:"retries"`
+	// Of agents: how often the call is meant, the milliseconds that the client waits for an
+	// answer (0: longer than anything takes), and the tools of a tour.
+	Times   int        `json:"times"`
+	Timeout int        `json:"timeout"`
+	Calls   []toolCall `json:"calls"`
+}
+
+// toolCall is a call of a tool, with how many notifications of its progress come.
+type toolCall struct {
+	Name     string         `json:"name"`
+	Args     map[string]any `json:"args"`
+	Progress int            `json:"progress"`
 }
 
 // sight is what the code that made the call sees.
