@@ -344,9 +344,6 @@ func tourMCPGo(t *testing.T, a task) sight {
 		}
 	})
 	log := []string{init.ServerInfo.Name}
-	if err := client.Ping(ctx); err != nil {
-		return sight{Seen: err.Error()}
-	}
 	list, err := client.ListTools(ctx, mcpgotypes.ListToolsRequest{})
 	if err != nil {
 		return sight{Seen: err.Error()}

@@ -603,6 +603,7 @@ func handTo(port int) http.Handler {
 	return &httputil.ReverseProxy{
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(&url.URL{Scheme: "http", Host: fmt.Sprint("127.0.0.1:", port)})
+			r.Out.Host = r.In.Host
 		},
 		FlushInterval: -1, Transport: &http.Transport{}, ErrorLog: log.New(io.Discard, "", 0),
 		ErrorHandler: func(http.ResponseWriter, *http.Request, error) { panic(http.ErrAbortHandler) },
@@ -612,40 +613,14 @@ func handTo(port int) http.Handler {
 // startEverything runs the reference server of MCP.
 func startEverything(t *testing.T) http.Handler {
 	t.Helper()
-	free, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	port := free.Addr().(*net.TCPAddr).Port
-	_ = free.Close()
+	port := freePort(t)
 	node := exec.Command("node", "node_modules/@modelcontextprotocol/server-everything/dist/index.js", "streamableHttp")
 	node.Env = append(os.Environ(), fmt.Sprint("PORT=", port))
 	if err := node.Start(); err != nil {
 		t.Fatalf("Node is needed: %v", err)
 	}
-	ended := make(chan struct{})
-	go func() {
-		_ = node.Wait()
-		close(ended)
-	}()
-	t.Cleanup(func() {
-		_ = node.Process.Kill()
-		<-ended
-	})
-	for deadline := time.After(patience); ; {
-		conn, err := net.Dial("tcp", fmt.Sprint("127.0.0.1:", port))
-		if err == nil {
-			_ = conn.Close()
-			return handTo(port)
-		}
-		select {
-		case <-ended:
-			t.Fatal("server-everything has ended; run `npm ci` in e2e/clients")
-		case <-deadline:
-			t.Fatal("server-everything does not listen")
-		case <-time.After(20 * time.Millisecond):
-		}
-	}
+	awaitServer(t, node, port)
+	return handTo(port)
 }
 
 // made matches what differs from run to run.
