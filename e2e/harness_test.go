@@ -62,6 +62,8 @@ type setup struct {
 	store *testStore
 	// address makes a site address of the port; nil is http.
 	address func(port string) string
+	// before stands before the site, such as an import of snippets.
+	before string
 	// more makes further sites of the port.
 	more func(port string) string
 }
@@ -118,11 +120,11 @@ func launch(t *testing.T, s setup) *gateway {
 	}
 	%s
 }
-%s {
+%s%s {
 	%s
 }
 %s
-`, dir, storeOption, s.app, s.global, address, site, more)
+`, dir, storeOption, s.app, s.global, s.before, address, site, more)
 	}
 	load(t, g.config(s.site))
 	g.client = g.newClient(nil)
