@@ -17,7 +17,7 @@ import (
 func (t *tree) product() []*goFile {
 	var files []*goFile
 	for i := range t.gos {
-		if f := &t.gos[i]; !f.test && !within(f.dir, "bench") {
+		if f := &t.gos[i]; !f.test && !within(f.dir, "bench") && !within(f.dir, "e2e") {
 			files = append(files, f)
 		}
 	}
