@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"bufio"
 	"fmt"
 	"io"
 	"net/http"
@@ -206,5 +207,67 @@ func TestMessagesWithoutProtocol(t *testing.T) {
 	g := start(t, "agent_proxy %s", addr)
 	if got := g.call(message(`{"jsonrpc":"2.0","id":1,"method":"ping"}`)); got.header.Get("Execution-Status") != "executed" {
 		t.Errorf("a ping is not guarded: %v", got.header)
+	}
+}
+
+// Whoever has read the final answer from an event has been answered, and may close the stream
+// before its end (ADR 0070): an equal call afterwards is meant. With an event before that it is a
+// retry.
+func TestMessagesAreAnsweredByTheirFinalEvent(t *testing.T) {
+	for _, final := range []bool{true, false} {
+		t.Run(fmt.Sprint("final ", final), func(t *testing.T) {
+			var mu sync.Mutex
+			calls := 0
+			hold := newGate(t)
+			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				mu.Lock()
+				calls++
+				n := calls
+				mu.Unlock()
+				w.Header().Set("Content-Type", "text/event-stream")
+				answer := fmt.Sprintf("data: {\"jsonrpc\":\"2.0\",\"id\":1,\"result\":{\"n\":%d}}\n\n", n)
+				first := answer
+				if !final {
+					first = "data: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/message\",\"params\":{}}\n\n"
+				}
+				_, _ = io.WriteString(w, first)
+				if n == 1 {
+					_ = http.NewResponseController(w).Flush()
+					hold.pass()
+				}
+				if !final {
+					_, _ = io.WriteString(w, answer)
+				}
+			}))
+			t.Cleanup(server.Close)
+			t.Cleanup(hold.open)
+			g := start(t, "e2e_leaves\nagent_proxy %s {\n protocol mcp\n missing_id recognize\n breaker off\n}", strings.TrimPrefix(server.URL, "http://"))
+			known := left.Load()
+			leaving, leave := withCancel(g.build(message(toolCall("1", "pay", ""), leaver, "yes")))
+			defer leave()
+			res, err := g.client.Do(leaving)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := bufio.NewReader(res.Body).ReadString('}'); err != nil { // the event is there
+				t.Fatal(err)
+			}
+			leave()
+			eventually(t, "the gateway knows that the client has left", func() bool { return left.Load() == known+1 })
+			if final {
+				if got := g.call(message(toolCall("1", "pay", ""))); !strings.Contains(got.body, `"n":2`) {
+					t.Errorf("the same call, meant again while the stream of the first is open: %s", got.body)
+				}
+			}
+			hold.open()
+			idle(t)
+			want := `"n":1`
+			if final {
+				want = `"n":3`
+			}
+			if got := g.call(message(toolCall("1", "pay", ""))); !strings.Contains(got.body, want) {
+				t.Errorf("the same call, once the first has ended: %s, want %s", got.body, want)
+			}
+		})
 	}
 }

@@ -483,6 +483,9 @@ func (x *Call) recognize(c *execution.Call) error {
 		return x.storeFailed(err)
 	}
 	c.Attempt, c.Scope.ID, c.Key, x.w.attempt = a, a.ID, a.Key, a
+	if x.message != nil && !x.message.REST {
+		x.w.message = x.message
+	}
 	if a.Evidence != "" {
 		x.found = true // it must not run again unguarded
 		x.action.Counts.Recognized(a.Evidence)

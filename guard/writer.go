@@ -32,6 +32,9 @@ type Writer struct {
 	head    bool // the request was HEAD
 	alarms  *alarms
 	attempt *execution.Attempt // is told when the client is answered; may be nil
+	answer  *protocol.Answer   // to a message, until its final answer has come; may be nil
+	final   bool               // that was written, and not flushed yet
+	reached bool               // it was flushed
 	http1   bool
 
 	failures int64 // failures with a body of at most this wait whole
@@ -44,7 +47,8 @@ type Writer struct {
 	sent   bool
 	gone   bool
 
-	reply *protocol.Reply // makes what is played an answer to another request; nil repeats it as it was
+	message *protocol.Message // without a key, that is answered over JSON-RPC; nil for others
+	reply   *protocol.Reply   // makes what is played an answer to another request; nil repeats it as it was
 }
 
 // NewWriter returns a Writer on w for an answer to r.
@@ -86,7 +90,19 @@ func (w *Writer) WriteHeader(status int) {
 		return
 	}
 	w.sent = true
+	if h := w.Header(); w.message != nil && strings.HasPrefix(h.Get("Content-Type"), "text/event-stream") && h.Get("Content-Encoding") == "" {
+		// Whoever has read the final answer may call again before the stream has ended (ADR 0070).
+		w.answer = protocol.NewAnswer(w.message.Protocol, h.Get("Content-Type"), nil)
+	}
 	w.w.WriteHeader(status)
+}
+
+// unheard takes back that the client has got the final answer, where it has gone.
+func (w *Writer) unheard() {
+	if w.final && w.gone {
+		w.attempt.Unanswered()
+		w.final = false
+	}
 }
 
 // holds reports whether the header of an answer is its end, or waits for it with the body.
@@ -137,6 +153,14 @@ func (w *Writer) send(p []byte) {
 	if w.gone || len(p) == 0 {
 		return
 	}
+	if w.answer != nil {
+		_, _ = w.answer.Write(p) // never fails
+		if w.answer.End().Meaning != protocol.Unanswered {
+			w.attempt.Answering(w.status) // before the write
+			w.answer, w.final = nil, true
+		}
+	}
+	defer w.unheard()
 	a := w.alarms.start(stallLimit, w)
 	_, err := w.w.Write(p)
 	if !w.alarms.stop(a) {
@@ -169,12 +193,14 @@ func (w *Writer) FlushError() error {
 	if !w.alarms.stop(a) || err != nil && !errors.Is(err, http.ErrNotSupported) {
 		w.gone = true
 	}
+	w.unheard()
+	w.reached, w.final = w.reached || w.final, false
 	return nil
 }
 
 // Release lets the end of the answer go.
 func (w *Writer) Release() {
-	if w.attempt != nil {
+	if w.attempt != nil && !w.reached {
 		w.attempt.Answering(w.status) // before the write, which a client may answer with its next call
 		defer func() {
 			if w.http1 && w.left == 0 { // else the server writes the end later

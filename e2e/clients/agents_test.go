@@ -633,11 +633,11 @@ func TestToursOfMCP(t *testing.T) {
 	g := newAgentGateway(t, s.Listener.Addr().String())
 	node := startNode(t)
 	amount := map[string]any{"amount": 7}
-	own := []toolCall{{"peek", amount, 0}, {"pay", amount, 0}, {"pay", map[string]any{"amount": 8}, 0}, {"slow", amount, 2}}
+	own := []toolCall{{"peek", amount, 0}, {"pay", amount, 0}, {"pay", amount, 0}, {"slow", amount, 2}}
 	everything := []toolCall{
 		{"echo", map[string]any{"message": "hello"}, 0}, {"get-sum", map[string]any{"a": 1, "b": 2}, 0},
 		{"trigger-long-running-operation", map[string]any{"duration": 0.02, "steps": 2}, 2},
-		{"toggle-simulated-logging", map[string]any{}, 0},
+		{"toggle-simulated-logging", map[string]any{}, 0}, {"toggle-simulated-logging", map[string]any{}, 0},
 	}
 	tours := map[string]func(*testing.T, task) sight{"mcp-ts tour": node.call, "go-sdk": tourGoSDK, "mcp-go": tourMCPGo}
 	n := 0
