@@ -15,7 +15,8 @@ import (
 type toolServer struct {
 	mu    sync.Mutex
 	calls map[string]int
-	seen  int // requests
+	seen  int   // requests
+	hold  *gate // for calls of tools; may be nil
 }
 
 func (s *toolServer) count(tool string) int {
@@ -26,6 +27,12 @@ func (s *toolServer) count(tool string) int {
 
 func (s *toolServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	body, _ := io.ReadAll(r.Body) // what is cut fits no case
+	s.mu.Lock()
+	hold := s.hold
+	s.mu.Unlock()
+	if hold != nil && strings.Contains(string(body), `"tools/call"`) {
+		hold.pass()
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.seen++
