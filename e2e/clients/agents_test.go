@@ -446,7 +446,7 @@ var agentRows = []agentRow{
 	{title: "all is well"},
 	{title: "the same call twice, both meant", times: 2},
 	{title: "the connection breaks while the call runs", do: []deed{holds}, way: cuts},
-	{title: gaveUp, do: []deed{holds}, timeout: 5000},
+	{title: gaveUp, do: []deed{holds}, timeout: 10_000},
 	{title: "answer lost between upstream and gateway", do: []deed{drops}},
 	{title: taken, way: loses},
 	{title: "500, executed", do: []deed{fails500}},
