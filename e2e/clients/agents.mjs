@@ -13,7 +13,7 @@ export function card(url) {
 	return {
 		name: 'agent', description: 'pays', version: '1', provider: undefined, securitySchemes: {}, securityRequirements: [], signatures: [],
 		supportedInterfaces: [{ url, protocolBinding: 'JSONRPC', tenant: '', protocolVersion: '1.0' }],
-		capabilities: { streaming: false, pushNotifications: false, extensions: [] },
+		capabilities: { streaming: true, pushNotifications: false, extensions: [] },
 		defaultInputModes: ['text'], defaultOutputModes: ['text'], skills: [],
 	};
 }
@@ -91,6 +91,23 @@ export const agents = {
 			},
 		}, { serviceParameters: { Authorization: 'Bearer ' + key }, signal: AbortSignal.timeout(timeout || 60000) }));
 		return { id: answer.parts?.[0]?.content?.value };
+	},
+	// What comes of a message that is streamed, twice with one id, and of a task that is not there.
+	async 'a2a-js tour'({ base, key, amount }) {
+		const agent = await new ClientFactory({ transports: [new JsonRpcTransportFactory()] }).createFromAgentCard(card(base + '/a2a'));
+		const options = { serviceParameters: { Authorization: 'Bearer ' + key } };
+		const messageId = randomUUID(), log = [];
+		for (let n = 0; n < 2; n++) {
+			for await (const event of agent.sendMessageStream({
+				tenant: '', configuration: undefined, metadata: undefined,
+				message: {
+					messageId, contextId: '', taskId: '', role: 1, metadata: undefined, extensions: [], referenceTaskIds: [],
+					parts: [{ content: { $case: 'text', value: `pay ${amount}` }, metadata: undefined, filename: '', mediaType: '' }],
+				},
+			}, options)) log.push(`${event.payload?.$case}: ${event.payload?.value?.parts?.[0]?.content?.value}`);
+		}
+		log.push(await agent.getTask({ tenant: '', id: 'nothing', historyLength: undefined }, options).then(() => 'a task', (err) => err.constructor.name));
+		return { id: log.join('\n') };
 	},
 	async 'mcp-ts, in doubt'(task) {
 		const client = await mcp(task);

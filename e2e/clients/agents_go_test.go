@@ -437,3 +437,25 @@ func slowMCPGo(t *testing.T, a task, tool string) (string, error) {
 	defer func() { _ = client.Close() }()
 	return toolMCPGo(t.Context(), client, tool, payment{a.Amount}, nil)
 }
+
+// tourA2AGo streams a message, twice with one id, and asks for a task that is not there.
+func tourA2AGo(t *testing.T, a task) sight {
+	client, err := a2aclient.NewFromEndpoints(t.Context(), []a2a.AgentInterface{{URL: a.Base + "/a2a", Transport: a2a.TransportProtocolJSONRPC}},
+		a2aclient.WithJSONRPCTransport(&http.Client{Transport: withKey(a.Key)}))
+	if err != nil {
+		return sight{Seen: err.Error()}
+	}
+	var log []string
+	message := a2a.NewMessage(a2a.MessageRoleUser, a2a.TextPart{Text: fmt.Sprint("pay ", a.Amount)})
+	for range 2 {
+		for event, err := range client.SendStreamingMessage(t.Context(), &a2a.MessageSendParams{Message: message}) {
+			said, ok := event.(*a2a.Message)
+			if err != nil || !ok || len(said.Parts) != 1 {
+				return sight{Seen: fmt.Sprint(event, err)}
+			}
+			log = append(log, "message: "+said.Parts[0].(a2a.TextPart).Text)
+		}
+	}
+	_, err = client.GetTask(t.Context(), &a2a.TaskQueryParams{ID: "nothing"})
+	return sight{OK: true, ID: strings.Join(append(log, fmt.Sprint(errors.Is(err, a2a.ErrTaskNotFound))), "\n")}
+}

@@ -236,8 +236,10 @@ func called(r *http.Request, body []byte) string {
 		}
 		return message.Params.Name
 	case strings.HasSuffix(r.URL.Path, "/a2a"):
-		if bytes.Contains(body, []byte(`"message/send"`)) || bytes.Contains(body, []byte(`"SendMessage"`)) {
-			return "send"
+		for _, method := range []string{"message/send", "message/stream", "SendMessage", "SendStreamingMessage"} {
+			if bytes.Contains(body, []byte(`"`+method+`"`)) {
+				return method
+			}
 		}
 		return ""
 	}
@@ -745,5 +747,37 @@ func TestSessionsWithEqualIDs(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// A message that is streamed comes as through a bare proxy; sent again with its id it is answered
+// again, and not executed.
+func TestToursOfA2A(t *testing.T) {
+	s := newAgentSite(t)
+	g := newAgentGateway(t, s.Listener.Addr().String())
+	node := startNode(t)
+	for _, c := range []agentClient{
+		{name: "a2a-js tour", server: "a2a-js", call: node.call},
+		{name: "a2a-go", server: "a2a-go", call: tourA2AGo},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			got := map[string][]string{}
+			for site, effects := range map[string]int{"bare": 2, "a2a": 1} {
+				cell := newAgentCell(nothing)
+				cell.name = c.name + " by " + site
+				seen := c.call(t, task{Client: c.name, Base: s.line(t, g, cell, site) + "/" + c.server, Key: c.name, Amount: 5})
+				if !seen.OK {
+					t.Fatalf("%s: %s", site, seen.Seen)
+				}
+				if n := cell.settled(t); n != effects {
+					t.Errorf("%s: %d effects, want %d", site, n, effects)
+				}
+				got[site] = strings.Split(seen.ID, "\n")
+			}
+			bare, guard := got["bare"], got["a2a"]
+			if len(bare) != 3 || len(guard) != 3 || guard[0] != guard[1] || bare[0] == bare[1] || bare[2] != guard[2] {
+				t.Errorf("by the guard %q, by a bare proxy %q", guard, bare)
+			}
+		})
 	}
 }
