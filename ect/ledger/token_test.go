@@ -425,7 +425,9 @@ func TestExportedSignatures(t *testing.T) {
 func TestStoreSignaturesWaitsForCommits(t *testing.T) {
 	l := mustStart(t, laterOptions(memory.New(memory.Options{})))
 	failing, landing := must(l.Record(*laterEvent(1)))(t), must(l.Record(*laterEvent(2)))(t)
+	l.queue.mu.Lock()
 	end := l.queue.first + 2
+	l.queue.mu.Unlock()
 	over, cancel := context.WithCancel(t.Context())
 	cancel()
 	if n, err := l.StoreSignatures(over, func([]byte) bool { return true }); n != 0 || !errors.Is(err, context.Canceled) {
@@ -439,19 +441,19 @@ func TestStoreSignaturesWaitsForCommits(t *testing.T) {
 		}
 		stored <- n
 	}()
-	waits := func() bool {
+	waits := func(underWay bool) bool {
 		l.queue.mu.Lock()
 		defer l.queue.mu.Unlock()
-		return l.queue.waitsBefore(end, true)
+		return l.queue.waitsBefore(end, underWay)
 	}
-	if !waits() || l.queue.waitsBefore(end, false) {
+	if !waits(true) || waits(false) {
 		t.Error("a commit under way counts as done")
 	}
 	if err := landing.Commit(t.Context(), l.store); err != nil {
 		t.Fatal(err)
 	}
 	_ = failing.Done(errCrash)
-	if n := <-stored; n != 1 || waits() {
+	if n := <-stored; n != 1 || waits(true) {
 		t.Errorf("%d signatures", n)
 	}
 }
