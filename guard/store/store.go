@@ -10,12 +10,10 @@ package store
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"hash/maphash"
 	"iter"
-	"math"
 	"slices"
 	"sync"
 	"time"
@@ -38,8 +36,7 @@ const (
 )
 
 // Store holds versioned values under ordered keys. All methods are safe for concurrent use. The
-// caller owns returned values and keys; those given to Commit must not change until it returns, and
-// Commit changes only their numbers (Write.Numbered).
+// caller owns returned values and keys; those given to Commit must not change until it returns.
 type Store interface {
 	// Get returns the current entry of key, or ErrNotFound. An entry whose expiry has passed (Now
 	// is at or after it) is not found, swept or not. A value that is missing or does not match
@@ -122,61 +119,6 @@ type Write struct {
 	// as a whole. One with an Expires may be large, must have no condition, and is durable before
 	// the other writes of its batch. One without is held to the limits of an ordinary value.
 	Bulk bool
-	// Numbered says where the write has a number that the store gives. There stand eight bytes,
-	// big-endian, with an offset below the Count of the batch's counter, to which the store adds
-	// what the counter was before. A batch that lands has the final numbers in its own Keys and
-	// Values after Commit; any other is unchanged. No plain key of the batch may be equal to a
-	// numbered one but for its number. For neither deletions nor large bulk values.
-	Numbered Numbered
-	// Count, if not zero, makes the write a counter, of which a batch has one at most: Value is
-	// empty, and the store adds Count to the eight-byte big-endian number under Key, where nothing
-	// is zero. Batches get their numbers in the order in which they land, without gaps. Such a
-	// value is an ordinary one, which never expires.
-	Count uint32
-}
-
-// Numbered says which parts of a write end with a number that the store gives.
-type Numbered uint8
-
-const (
-	// NumberedKey: the last eight bytes of the Key, which has more.
-	NumberedKey Numbered = 1 << iota
-	// NumberedValue: the last eight bytes of the Value.
-	NumberedValue
-)
-
-// numberSize is the number of bytes of a number in a key or a value.
-const numberSize = 8
-
-// AddNumber adds n to the number at the end of a key or a value.
-func AddNumber(b []byte, n uint64) {
-	at := b[len(b)-numberSize:]
-	binary.BigEndian.PutUint64(at, binary.BigEndian.Uint64(at)+n)
-}
-
-// Counter returns the write of a batch that is its counter, or -1.
-func Counter(batch []Write) int {
-	for i := range batch {
-		if batch[i].Count != 0 {
-			return i
-		}
-	}
-	return -1
-}
-
-// NextCount returns what a counter with that value, nil for none, has after count more. The error
-// is ErrInvalid.
-func NextCount(value []byte, count uint32) (before, after uint64, err error) {
-	if value != nil && len(value) != numberSize {
-		return 0, 0, fmt.Errorf("%w: a counter of %d bytes", ErrInvalid, len(value))
-	}
-	if value != nil {
-		before = binary.BigEndian.Uint64(value)
-	}
-	if before > math.MaxInt64-uint64(count) {
-		return 0, 0, fmt.Errorf("%w: the counter is at its end", ErrInvalid)
-	}
-	return before, before + uint64(count), nil
 }
 
 // Condition is a write's condition on the entry of its key. An expired entry counts as absent.
@@ -294,32 +236,12 @@ func (b *Batch) OnDone(callback func(err error) error) {
 	b.done = append(b.done, callback)
 }
 
-// Join adds the writes and the callbacks of another batch, which must not change any more. If both
-// have a counter under the same key, one counts for both: numbers of the other follow.
+// Join adds the writes and the callbacks of another batch, which must not change any more.
 func (b *Batch) Join(other *Batch) {
-	if other == nil {
-		return
-	}
-	mine, theirs := Counter(b.writes), Counter(other.writes)
-	if mine < 0 || theirs < 0 || !bytes.Equal(b.writes[mine].Key, other.writes[theirs].Key) {
+	if other != nil {
 		b.Add(other.writes...)
 		b.OnDone(other.Done)
-		return
 	}
-	for i := range other.writes {
-		w := &other.writes[i]
-		if w.Numbered&NumberedKey != 0 {
-			AddNumber(w.Key, uint64(b.writes[mine].Count))
-		}
-		if w.Numbered&NumberedValue != 0 {
-			AddNumber(w.Value, uint64(b.writes[mine].Count))
-		}
-		if i != theirs {
-			b.Add(*w)
-		}
-	}
-	b.writes[mine].Count += other.writes[theirs].Count
-	b.OnDone(other.Done)
 }
 
 // Writes returns the writes.
@@ -367,7 +289,7 @@ func Check(batch []Write) error {
 	case len(batch) > MaxBatch:
 		return fmt.Errorf("%w: %d writes, at most %d", ErrInvalid, len(batch), MaxBatch)
 	}
-	size, numbers := 0, false
+	size := 0
 	var seen map[string]int // where comparing all with all would take long
 	if len(batch) > fewWrites {
 		seen = make(map[string]int, len(batch))
@@ -376,7 +298,6 @@ func Check(batch []Write) error {
 		if err := batch[i].check(); err != nil {
 			return fmt.Errorf("%w: write %d: %s", ErrInvalid, i, err)
 		}
-		numbers = numbers || batch[i].Count != 0 || batch[i].Numbered != 0
 		size += len(batch[i].Key)
 		if !batch[i].Delete && !batch[i].Large() {
 			size += len(batch[i].Value)
@@ -388,43 +309,7 @@ func Check(batch []Write) error {
 	if size > MaxBatchBytes {
 		return fmt.Errorf("%w: %d bytes of keys and values, at most %d", ErrInvalid, size, MaxBatchBytes)
 	}
-	if numbers {
-		return checkNumbers(batch)
-	}
 	return nil
-}
-
-// checkNumbers checks the counter of a batch, and the writes that have a number of it.
-func checkNumbers(batch []Write) error {
-	c := Counter(batch)
-	if c < 0 {
-		return fmt.Errorf("%w: numbers without a counter", ErrInvalid)
-	}
-	count := uint64(batch[c].Count)
-	for i := range batch {
-		w := &batch[i]
-		if i != c && w.Count != 0 {
-			return fmt.Errorf("%w: writes %d and %d are counters", ErrInvalid, c, i)
-		}
-		if w.Numbered&NumberedKey != 0 && !hasOffset(w.Key, count) || w.Numbered&NumberedValue != 0 && !hasOffset(w.Value, count) {
-			return fmt.Errorf("%w: write %d: no number below %d", ErrInvalid, i, count)
-		}
-		if w.Numbered&NumberedKey == 0 {
-			continue
-		}
-		for j := range batch {
-			if other := &batch[j]; other.Numbered&NumberedKey == 0 && len(other.Key) == len(w.Key) &&
-				bytes.Equal(other.Key[:len(w.Key)-numberSize], w.Key[:len(w.Key)-numberSize]) {
-				return fmt.Errorf("%w: writes %d and %d may get the same key", ErrInvalid, j, i)
-			}
-		}
-	}
-	return nil
-}
-
-// hasOffset reports whether b ends with a number below count.
-func hasOffset(b []byte, count uint64) bool {
-	return len(b) >= numberSize && binary.BigEndian.Uint64(b[len(b)-numberSize:]) < count
 }
 
 // fewWrites is the size of a batch up to which its keys are compared with each other.
@@ -457,10 +342,6 @@ func (w *Write) check() error {
 		return errors.New("empty key")
 	case len(w.Key) > MaxKey:
 		return fmt.Errorf("key of %d bytes, at most %d", len(w.Key), MaxKey)
-	case w.Count != 0 && (w.Delete || w.Bulk || w.Numbered != 0 || len(w.Value) > 0 || !w.Expires.IsZero()):
-		return errors.New("a counter that is more than that")
-	case w.Numbered != 0 && (w.Delete || w.Large()) || w.Numbered > NumberedKey|NumberedValue:
-		return errors.New("a number in a deletion or a large value")
 	case w.Delete:
 		return nil
 	case w.Large() && !w.If.None():

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -145,9 +146,6 @@ type batch struct {
 	failed  int    // index of the write whose condition failed, or -1
 	found   []byte // the value under its key; nil is none
 
-	names   []byte // all keys, each with the byte in front; the memory is kept
-	counter int    // the write that is a counter, or -1
-
 	// onGroup is set if the result depends on an earlier batch of the same group, and so on
 	// its sync.
 	onGroup bool
@@ -174,24 +172,28 @@ var batches = sync.Pool{New: func() any { return &batch{done: make(chan struct{}
 // versions and pointers.
 func newBatch(writes []store.Write, now time.Time) *batch {
 	b := batches.Get().(*batch)
-	b.writes, b.failed, b.counter = writes, -1, -1
-	total := 0
+	b.writes, b.failed = writes, -1
+	total, keys := 0, 0
 	for i := range writes {
 		w := &writes[i]
-		b.names = append(append(b.names, userSpace), w.Key...)
+		keys += 1 + len(w.Key)
 		if w.Delete {
 			continue
 		}
 		total += headerSize
-		if w.Count != 0 {
-			b.counter = i
-			total += counterSize
-		} else if w.Large() && len(w.Value) >= maxInline {
+		if w.Large() && len(w.Value) >= maxInline {
 			total += pointerSize
 		} else {
 			total += len(w.Value)
 		}
 	}
+	var names strings.Builder // of all keys
+	names.Grow(keys)
+	for i := range writes {
+		names.WriteByte(userSpace)
+		names.Write(writes[i].Key)
+	}
+	name := names.String()
 	memory := make([]byte, 0, total)
 	take := func(n int) []byte {
 		from := len(memory)
@@ -200,13 +202,12 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 	}
 	for i := range writes {
 		w := &writes[i]
-		var s staged
+		s := staged{key: name[:1+len(w.Key)]}
+		name = name[1+len(w.Key):]
 		// A write that has already expired is a deletion: its bulk file may have been swept.
 		gone := w.Delete || !w.Expires.IsZero() && !now.Before(w.Expires)
 		switch {
 		case gone:
-		case w.Count != 0:
-			s.value = take(headerSize + counterSize) // the committer counts
 		case w.Large() && len(w.Value) >= maxInline:
 			s.value, s.apart = take(headerSize+pointerSize), true
 			putHeader(s.value, w.Expires, flagBulk)
@@ -221,55 +222,10 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 			putHeader(s.value, w.Expires, 0)
 			copy(s.value[headerSize:], w.Value)
 		}
-		b.size += 1 + len(w.Key) + len(s.value) + entryOverhead
+		b.size += len(s.key) + len(s.value) + entryOverhead
 		b.staged = append(b.staged, s)
 	}
-	if b.counter < 0 {
-		b.setKeys()
-	}
 	return b
-}
-
-// setKeys makes the staged keys of names, once these are final.
-func (b *batch) setKeys() {
-	name := string(b.names)
-	for i := range b.writes {
-		n := 1 + len(b.writes[i].Key)
-		b.staged[i].key, name = name[:n], name[n:]
-	}
-}
-
-// counterSize is the size of a counter's value, in bytes.
-const counterSize = 8
-
-// number adds before to the numbers in the staged keys and values, and sets the counter to after.
-func (b *batch) number(before, after uint64) {
-	name := b.names
-	for i := range b.writes {
-		w, n := &b.writes[i], 1+len(b.writes[i].Key)
-		if w.Numbered&store.NumberedKey != 0 {
-			store.AddNumber(name[:n], before)
-		}
-		if value := b.staged[i].value; w.Numbered&store.NumberedValue != 0 && value != nil {
-			store.AddNumber(value, before)
-		}
-		name = name[n:]
-	}
-	binary.BigEndian.PutUint64(b.staged[b.counter].value[headerSize:], after)
-	b.setKeys()
-}
-
-// reportNumbers gives the final numbers to the caller, whose writes have landed.
-func (b *batch) reportNumbers() {
-	for i := range b.writes {
-		w, s := &b.writes[i], &b.staged[i]
-		if w.Numbered&store.NumberedKey != 0 {
-			copy(w.Key, s.key[1:])
-		}
-		if w.Numbered&store.NumberedValue != 0 && s.value != nil {
-			copy(w.Value[len(w.Value)-counterSize:], s.value[len(s.value)-counterSize:])
-		}
-	}
 }
 
 func (b *batch) finish(err error) {
@@ -280,7 +236,7 @@ func (b *batch) finish(err error) {
 // release returns the batch to the pool; the overlay keeps the encoded values.
 func (b *batch) release() {
 	clear(b.staged)
-	*b = batch{done: b.done, staged: b.staged[:0], names: b.names[:0]}
+	*b = batch{done: b.done, staged: b.staged[:0]}
 	batches.Put(b)
 }
 
@@ -463,9 +419,6 @@ func (c *committer) publish(g *group) {
 	c.overlay.publish(g.pending, c.log.seq, c.next-1)
 	c.queue.countInFlight(len(g.winners) + len(g.dependent))
 	for _, b := range g.winners {
-		if b.counter >= 0 {
-			b.reportNumbers()
-		}
 		c.counters.batches.Add(1)
 		c.counters.writes.Add(uint64(len(b.staged)))
 		c.counters.bytes.Add(uint64(b.size - b.inline))
@@ -509,10 +462,7 @@ func (c *committer) evaluate(all []*batch) *group {
 	g := &group{winners: make([]*batch, 0, len(all)), pending: c.pending}
 	now := c.options.Now()
 	for _, b := range all {
-		err := c.count(g, b)
-		if err == nil {
-			err = c.checkConditions(g, b, now)
-		}
+		err := c.checkConditions(g, b, now)
 		switch {
 		case err != nil:
 			b.finish(notWritten(err))
@@ -528,35 +478,6 @@ func (c *committer) evaluate(all []*batch) *group {
 		}
 	}
 	return g
-}
-
-// count gives a batch with a counter its numbers, which are final if it wins. They follow from
-// those of the winners before it, in the order of the log.
-func (c *committer) count(g *group, b *batch) error {
-	if b.counter < 0 {
-		return nil
-	}
-	key := userKey(b.writes[b.counter].Key)
-	raw, ok := g.pending[string(key)]
-	if b.onGroup = ok; !ok {
-		var err error
-		if raw, err = c.find(key); err != nil {
-			return err
-		}
-	}
-	var value []byte
-	if raw != nil {
-		r, err := decode(raw)
-		if err != nil {
-			return err
-		}
-		value = r.value
-	}
-	before, after, err := store.NextCount(value, b.writes[b.counter].Count)
-	if err == nil {
-		b.number(before, after)
-	}
-	return err
 }
 
 // checkConditions finds the first write whose condition does not hold.

@@ -139,16 +139,11 @@ func (s *Store) admit(writes []store.Write) error {
 		return nil
 	}
 	for i := range writes {
-		w := &writes[i]
-		if w.If.None() && w.Count == 0 {
+		if writes[i].If.None() {
 			continue
 		}
-		first := userKey(w.Key)
-		last := first
-		if w.Numbered&store.NumberedKey != 0 { // the key is not known yet
-			last = append(bytes.Clone(first[:len(first)-counterSize]), bytes.Repeat([]byte{0xff}, counterSize)...)
-		}
-		if err := s.verifyRange(first, last); err != nil {
+		name := userKey(writes[i].Key)
+		if err := s.verifyRange(name, name); err != nil {
 			return notWritten(err)
 		}
 	}

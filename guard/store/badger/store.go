@@ -16,6 +16,7 @@
 package badger
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -176,7 +177,7 @@ func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Versio
 
 // conflict returns the error with the entry that the condition met.
 func (s *Store) conflict(b *batch) error {
-	lost := &store.Conflict{Index: b.failed, Key: []byte(b.staged[b.failed].key[1:])}
+	lost := &store.Conflict{Index: b.failed, Key: bytes.Clone(b.writes[b.failed].Key)}
 	if b.found == nil {
 		return lost
 	}

@@ -96,38 +96,3 @@ func TestLostFindsTheWriteOfAConflict(t *testing.T) {
 		t.Error("Lost")
 	}
 }
-
-// Two batches that count with the same counter count as one, and each has its own numbers.
-func TestBatchJoinsCounters(t *testing.T) {
-	st := memory.New(memory.Options{})
-	counting := func(name string, n int) *store.Batch {
-		b := store.NewBatch(store.Write{Key: []byte("n"), Count: uint32(n)})
-		for i := range n {
-			b.Add(store.Write{
-				Key: append([]byte("e"), 0, 0, 0, 0, 0, 0, 0, byte(i)), Value: append([]byte(name), 0, 0, 0, 0, 0, 0, 0, byte(i)),
-				Numbered: store.NumberedKey | store.NumberedValue,
-			})
-		}
-		return b
-	}
-	for round := range byte(2) {
-		a, b := counting("a", 2), counting("b", 3)
-		a.Join(b)
-		a.Join(store.NewBatch(store.Write{Key: []byte("plain")}))
-		if err := a.Commit(t.Context(), st); err != nil {
-			t.Fatal(err)
-		}
-		for i, name := range []string{"a", "a", "b", "b", "b"} {
-			at := append([]byte{0, 0, 0, 0, 0, 0, 0}, 5*round+byte(i))
-			e, err := st.Get(t.Context(), append([]byte("e"), at...))
-			if err != nil || string(e.Value) != name+string(at) {
-				t.Errorf("number %d is %q: %v", at[7], e.Value, err)
-			}
-		}
-		for i, w := range b.Writes()[1:] {
-			if w.Key[8] != 5*round+2+byte(i) {
-				t.Errorf("the other batch has the key %x at %d", w.Key, i)
-			}
-		}
-	}
-}

@@ -7,7 +7,6 @@ package memory
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"iter"
 	"slices"
 	"sync"
@@ -85,23 +84,15 @@ func (s *Store) apply(batch []store.Write) (store.Version, error) {
 		return 0, store.ErrClosed
 	}
 	now := s.now()
-	before, after, err := s.count(batch, now)
-	if err != nil {
-		return 0, err
-	}
 	for i := range batch {
 		if batch[i].If.None() {
 			continue
 		}
-		key := bytes.Clone(batch[i].Key)
-		if batch[i].Numbered&store.NumberedKey != 0 {
-			store.AddNumber(key, before)
-		}
-		found := s.living(key, now)
+		found := s.living(batch[i].Key, now)
 		if batch[i].If.Holds(found) {
 			continue
 		}
-		lost := &store.Conflict{Index: i, Key: key}
+		lost := &store.Conflict{Index: i, Key: bytes.Clone(batch[i].Key)}
 		if found != nil {
 			e := clone(*found)
 			lost.Found = &e
@@ -110,32 +101,9 @@ func (s *Store) apply(batch []store.Write) (store.Version, error) {
 	}
 	s.version++
 	for i := range batch {
-		w := batch[i]
-		if w.Numbered&store.NumberedKey != 0 {
-			store.AddNumber(w.Key, before)
-		}
-		if w.Numbered&store.NumberedValue != 0 {
-			store.AddNumber(w.Value, before)
-		}
-		if w.Count != 0 {
-			w.Value = binary.BigEndian.AppendUint64(nil, after)
-		}
-		s.put(&w)
+		s.put(&batch[i])
 	}
 	return s.version, nil
-}
-
-// count returns what the counter of a batch has before and after it.
-func (s *Store) count(batch []store.Write, now time.Time) (before, after uint64, err error) {
-	c := store.Counter(batch)
-	if c < 0 {
-		return 0, 0, nil
-	}
-	var value []byte
-	if found := s.living(batch[c].Key, now); found != nil {
-		value = found.Value
-	}
-	return store.NextCount(value, batch[c].Count)
 }
 
 func (s *Store) put(w *store.Write) {

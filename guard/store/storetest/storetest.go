@@ -37,7 +37,6 @@ func Exercise(t *testing.T, open Opener) {
 		{"Get", exerciseGet},
 		{"Scan", exerciseScan},
 		{"Commit", exerciseCommit},
-		{"Count", exerciseCount},
 		{"Watch", exerciseWatch},
 		{"Expiry", exerciseExpiry},
 		{"Bulk", exerciseBulk},
@@ -311,19 +310,6 @@ func Reopen(t *testing.T, place Place) {
 		again()
 		b.conflict(replace("a", "3", v))
 		b.commit(replace("a", "3", w))
-	})
-
-	t.Run("CountersGoOn", func(t *testing.T) {
-		b, again := setup(t)
-		for i := range uint64(8) {
-			b.commit(counter("n", 1), numbered("e", 0, "1"), insert(fmt.Sprint("k", i), "1"))
-			b.conflict(counter("n", 1), numbered("e", 0, "2"), insert(fmt.Sprint("k", i), "2"))
-			again()
-			b.is("n", number(i+1))
-			if n := len(b.scan(store.Prefix([]byte("e")))); n != int(i+1) {
-				t.Fatalf("%d numbered entries, want %d", n, i+1)
-			}
-		}
 	})
 
 	t.Run("ManyTimes", func(t *testing.T) {
