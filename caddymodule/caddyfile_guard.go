@@ -54,7 +54,7 @@ import (
 //		}
 //		<policy>
 //		action <name> {
-//			match       <matchers>
+//			match       <matchers> | tool <names...> | argument <pointer> <value>
 //			description <text>
 //			<policy>
 //			<way>
@@ -63,7 +63,9 @@ import (
 //
 // execution_id, consequential, exempt, fingerprint_exclude, outcome, action and match may
 // appear several times. Sources of the id are tried in order; a call is consequential, exempt
-// or belongs to an action if any of the lines matches. Values replace the default.
+// or belongs to an action if any of the lines matches. Lines of match with tool are one
+// condition beside those with matchers, and each with argument is a further one. Values replace
+// the default.
 //
 // <matchers> is one request matcher on the line, or a block of matchers, all of which must
 // match. <policy> is any of the options that Policy has:
@@ -355,12 +357,33 @@ func parseAction(d *caddyfile.Dispenser, h *Handler) error {
 	return nil
 }
 
+// parseMatch parses a line that says which calls belong to an action.
+func parseMatch(d *caddyfile.Dispenser, a *Action) (err error) {
+	if !d.NextArg() {
+		return parseMatchers(d, &a.MatcherSetsRaw)
+	}
+	switch word := d.Val(); {
+	case word == "tool" && !d.Token().Quoted():
+		err = parseWords(d, &a.Tools)
+	case word == "argument" && !d.Token().Quoted():
+		err = parseEntry(d, &a.Arguments)
+	default:
+		d.Prev()
+		return parseMatchers(d, &a.MatcherSetsRaw)
+	}
+	if err == nil { // the line is the one at fault; whether there is a protocol is known later
+		err = a.checkMessages(&Handler{Protocol: "auto"})
+	}
+	if bad := (*invalid)(nil); errors.As(err, &bad) {
+		err = bad.err
+	}
+	return err
+}
+
 // actionOptions are the options of an action.
 func actionOptions() options[*Action] {
 	return options[*Action]{
-		"match": {several: true, usage: "match <matchers>", parse: func(d *caddyfile.Dispenser, a *Action) error {
-			return parseMatchers(d, &a.MatcherSetsRaw)
-		}},
+		"match": {several: true, usage: "match <matchers> | tool <names...> | argument <pointer> <value>", parse: parseMatch},
 		"description": {usage: "description <text>", parse: func(d *caddyfile.Dispenser, a *Action) error {
 			if err := parseWord(d, &a.Description); err != nil {
 				return err

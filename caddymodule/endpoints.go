@@ -236,14 +236,17 @@ type policyCompared struct {
 }
 
 type policyAction struct {
-	Name         string           `json:"name"`
-	RetainResult float64          `json:"retain_result_s"`
-	RetainKey    float64          `json:"retain_key_s"`
-	MaxResult    int64            `json:"max_result_bytes"`
-	Deadline     float64          `json:"deadline_s"`
-	Preset       execution.Preset `json:"preset"`
-	Outcomes     []OutcomeRule    `json:"outcomes,omitempty"`
-	OnUnknown    string           `json:"on_unknown"`
+	Name string `json:"name"`
+	// Tools and Arguments say which messages belong to the action.
+	Tools        []string          `json:"tools,omitempty"`
+	Arguments    map[string]string `json:"arguments,omitempty"`
+	RetainResult float64           `json:"retain_result_s"`
+	RetainKey    float64           `json:"retain_key_s"`
+	MaxResult    int64             `json:"max_result_bytes"`
+	Deadline     float64           `json:"deadline_s"`
+	Preset       execution.Preset  `json:"preset"`
+	Outcomes     []OutcomeRule     `json:"outcomes,omitempty"`
+	OnUnknown    string            `json:"on_unknown"`
 	// ResendFor is set where on_unknown is resend.
 	ResendFor float64 `json:"resend_for_s,omitempty"`
 	Settle    string  `json:"settle"`
@@ -363,7 +366,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	}
 	for _, a := range h.actions {
 		doc.Actions = append(doc.Actions, policyAction{
-			Name: a.Name, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
+			Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
 			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Settle: a.Settle,
 		})
 		if a.OnUnknown == onUnknownResend {

@@ -48,6 +48,8 @@ var inCaddyfile = map[string]string{
 	"Policy.resend_for":               "`on_unknown resend <duration>`",
 	"OutcomeRule.outcome":             "`outcome <outcome>`",
 	"OutcomeRule.match":               "the rest of the line, or a block",
+	"Action.tools":                    "`match tool <names...>`",
+	"Action.arguments":                "`match argument <pointer> <value>`",
 	"Action.name":                     "`action <name>`",
 	"Identity.name":                   "`identity <name>`",
 	"Settings.off":                    "`breaker off`",

@@ -431,9 +431,9 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 		Quota: h.app.Quota.ofCaller(), Checkpoints: h.app.Quota.ofCheckpoints(),
 		Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,
 	}
-	if p := protocol.Protocol(h.Protocol); p != "" && p != protocol.None {
+	if h.readsMessages() {
 		c.Protocol = &protocol.Rules{
-			Protocol: p, MetaKeys: h.MetaKeys, Arguments: h.ArgumentKeys, Exempt: h.ExemptTools, Consequential: h.ConsequentialTools,
+			Protocol: protocol.Protocol(h.Protocol), MetaKeys: h.MetaKeys, Arguments: h.ArgumentKeys, Exempt: h.ExemptTools, Consequential: h.ConsequentialTools,
 		}
 	}
 	for _, s := range h.ExecutionID {
@@ -455,10 +455,15 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 	return guard.New(c)
 }
 
+// readsMessages reports whether the guard reads the messages of a protocol.
+func (h *Handler) readsMessages() bool {
+	return h.Protocol != "" && h.Protocol != string(protocol.None)
+}
+
 // forCalls returns the action in the form that package guard needs.
 func (a *Action) forCalls(h *Handler) *guard.Action {
 	action := &guard.Action{
-		Name: a.Name, Match: matchOf(a.matchers), Description: a.Description, Target: a.Target,
+		Name: a.Name, Match: matchOf(a.matchers), Tools: a.Tools, Arguments: a.Arguments, Description: a.Description, Target: a.Target,
 		Deadline: time.Duration(a.Deadline), StreamIdle: time.Duration(a.StreamIdle),
 		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
 		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
@@ -514,6 +519,9 @@ func (h *Handler) provisionPolicy(a *Action) error {
 	if err := a.Policy.validate(); err != nil {
 		return err
 	}
+	if err := a.checkMessages(h); err != nil {
+		return err
+	}
 	a.rules = execution.Rules{Preset: a.Preset}
 	for i := range a.Outcomes {
 		a.Outcomes[i].verdict, _ = execution.ParseVerdict(a.Outcomes[i].Outcome) // validated
@@ -548,7 +556,7 @@ func (h *Handler) validate() error {
 		}
 	}
 	words := len(h.MetaKeys) + len(h.ArgumentKeys) + len(h.ExemptTools) + len(h.ConsequentialTools)
-	if words > 0 && (h.Protocol == "" || h.Protocol == string(protocol.None)) {
+	if words > 0 && !h.readsMessages() {
 		return errors.New("`exempt tool`, `consequential tool` and `execution_id meta` or `argument` need a `protocol`, such as `protocol mcp`")
 	}
 	for _, tool := range h.ExemptTools {
@@ -806,6 +814,9 @@ func (h *Handler) checkPolicies() error {
 		policy.inherit(&base)
 		policy = policy.completed()
 		err := policy.validate()
+		if err == nil {
+			err = a.checkMessages(h)
+		}
 		if err == nil {
 			_, err = Compile(&a.Ways, &policy.Terms, h.Name, h.Credentials)
 			err = undoError(err)

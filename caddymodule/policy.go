@@ -87,6 +87,27 @@ type Policy struct {
 	Terms
 }
 
+// checkMessages checks the options of an action that are about messages, which only a guard with
+// a `protocol` reads.
+func (a *Action) checkMessages(h *Handler) error {
+	wrong := func(text string, of ...any) error { return &invalid{[]string{"match"}, fmt.Errorf(text, of...)} }
+	for i, tool := range a.Tools {
+		switch {
+		case tool == "":
+			return wrong("a tool has no name; give it one")
+		case slices.Contains(a.Tools[:i], tool):
+			return wrong("the tool %q is named twice", tool)
+		}
+	}
+	if _, err := parsePointers(slices.Sorted(maps.Keys(a.Arguments))); err != nil {
+		return wrong("argument: %w", err)
+	}
+	if len(a.Tools)+len(a.Arguments) > 0 && !h.readsMessages() {
+		return wrong("`tool` and `argument` choose by what a message says, and need a `protocol`, such as `protocol mcp`")
+	}
+	return nil
+}
+
 // OutcomeRule gives certain answers an outcome.
 type OutcomeRule struct {
 	// `completed`, `released` or `in_doubt`.
@@ -106,6 +127,15 @@ type Action struct {
 
 	// The calls of this action, by any of Caddy's request matchers. Default: all.
 	MatcherSetsRaw caddyhttp.RawMatcherSets `json:"match,omitempty" caddy:"namespace=http.matchers"`
+
+	// The tools whose calls belong to this action, if `match` takes them too; of messages that call
+	// no tool, the methods. It needs a `protocol`. Default: all.
+	Tools []string `json:"tools,omitempty"`
+
+	// Values that the arguments of the tool must have, by JSON pointers; of messages that call no
+	// tool, the parameters. A value is a string, or a number as it is written. It needs a `protocol`.
+	// Default: none.
+	Arguments map[string]string `json:"arguments,omitempty"`
 
 	Policy
 

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"bufio"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net/http"
@@ -205,6 +206,85 @@ func TestMessagesMeanings(t *testing.T) {
 	doubt := g.call(message(toolCall("2", "cut", key("c"))))
 	if doubt.status != 200 || !strings.Contains(doubt.body, `"id":2,"error":{"code":-32090,`) || doubt.header.Get("Execution-Status") != "in_doubt" || s.count("cut") != 1 {
 		t.Errorf("after a stream without its answer: %d %s %v", doubt.status, doubt.body, doubt.header)
+	}
+}
+
+// An action is chosen by the tool and its arguments, of a generic message by its method. The
+// messages of a batch that change something have one action.
+func TestMessagesChooseTheirAction(t *testing.T) {
+	s, addr := newToolServer(t)
+	g := start(t, `agent_proxy %s {
+		protocol mcp
+		action euros {
+			match path /mcp
+			match tool fail pay
+			match argument /money/currency EUR
+			match argument /n 1
+			outcome in_doubt 200
+		}
+	}`, addr)
+	money := func(tool, arguments string) string {
+		return strings.Replace(toolCall("1", tool, ""), `"arguments":{}`, `"arguments":`+arguments, 1)
+	}
+	euro := money("pay", `{"money":{"currency":"EUR"},"n":1}`)
+	const ping = `{"jsonrpc":"2.0","id":8,"method":"ping"}`
+	for _, c := range []struct{ body, status string }{
+		{euro, "in_doubt"},
+		{money("fail", `{"n":1,"money":{"currency":"\u0045UR"}}`), "in_doubt"},
+		{money("pay", `{"money":{"currency":"USD"},"n":1}`), "executed"},
+		{money("pay", `{"money":{"currency":"EUR"},"n":1.0}`), "executed"},
+		{money("pay", `{"money":{"currency":"EUR"}}`), "executed"},
+		{money("pay", `{"money":{"currency":"EUR","currency":"EUR"},"n":1}`), "executed"},
+		{money("get", `{"money":{"currency":"EUR"},"n":1}`), "executed"},
+		{"[" + ping + "," + euro + "," + euro + "]", "in_doubt"},
+		{"[" + toolCall("2", "pay", "") + "]", "executed"},
+	} {
+		if got := g.call(message(c.body)); got.header.Get("Execution-Status") != c.status {
+			t.Errorf("%s: %d %v, want %s", c.body, got.status, got.header, c.status)
+		}
+	}
+	other := message(euro)
+	other.path = "/elsewhere"
+	if got := g.call(other); got.header.Get("Execution-Status") != "executed" {
+		t.Errorf("on another path: %v", got.header)
+	}
+	before := s.seen
+	mixed := g.call(message("[" + ping + "," + euro + "," + toolCall("2", "pay", "") + "]"))
+	if mixed.status != 400 || !strings.Contains(mixed.body, "batch-mixed") || !strings.Contains(mixed.body, "euros") || s.seen != before {
+		t.Errorf("a batch of two actions: %d %s", mixed.status, mixed.body)
+	}
+	var policy struct {
+		Actions []struct {
+			Name      string
+			Tools     []string
+			Arguments map[string]string
+		}
+	}
+	if err := json.Unmarshal([]byte(g.call(request{method: "GET", path: "/.well-known/cascade/policy"}).body), &policy); err != nil ||
+		fmt.Sprint(policy.Actions) != "[{euros [fail pay] map[/money/currency:EUR /n:1]} {default [] map[]}]" {
+		t.Errorf("the policy: %v %v", policy, err)
+	}
+}
+
+// Of messages that call no tool the method and the parameters count.
+func TestMessagesChooseTheirActionByMethod(t *testing.T) {
+	_, addr := newToolServer(t)
+	g := start(t, `agent_proxy %s {
+		protocol jsonrpc
+		action first {
+			match tool transfer
+			match argument /0 a
+			outcome in_doubt 200
+		}
+	}`, addr)
+	for body, status := range map[string]string{
+		`{"jsonrpc":"2.0","id":1,"method":"transfer","params":["a"]}`: "in_doubt",
+		`{"jsonrpc":"2.0","id":1,"method":"transfer","params":["b"]}`: "executed",
+		`{"jsonrpc":"2.0","id":1,"method":"other","params":["a"]}`:    "executed",
+	} {
+		if got := g.call(message(body)); got.header.Get("Execution-Status") != status {
+			t.Errorf("%s: %d %v, want %s", body, got.status, got.header, status)
+		}
 	}
 }
 

@@ -73,6 +73,10 @@ func provoked(t *testing.T) map[string]reply {
 		max_body 1KiB
 		attach_wait 20ms
 		retain_result 1h
+		protocol jsonrpc
+		action one {
+			match tool one
+		}
 		action small {
 			match path /large
 			max_result 10
@@ -93,8 +97,10 @@ func provoked(t *testing.T) map[string]reply {
 		"execution-id-missing": g.call(request{path: "/x"}),
 		"execution-id-invalid": g.call(request{path: "/x", id: "a b"}),
 		"workflow-id-invalid":  g.call(request{path: "/x", id: "k", header: headers{"Workflow-Id": "a b"}}),
-		"caller-unstable":      g.call(request{path: "/x", id: "k", header: headers{"Authorization": "DPoP x"}}),
-		"body-too-large":       g.call(request{path: "/x", id: "k", body: strings.Repeat("x", 2000)}),
+		"batch-mixed": g.call(request{path: "/x", id: "k", header: headers{"Content-Type": "application/json"},
+			body: `[{"jsonrpc":"2.0","id":1,"method":"one"},{"jsonrpc":"2.0","id":2,"method":"two"}]`}),
+		"caller-unstable": g.call(request{path: "/x", id: "k", header: headers{"Authorization": "DPoP x"}}),
+		"body-too-large":  g.call(request{path: "/x", id: "k", body: strings.Repeat("x", 2000)}),
 	}
 	again := func(slug string, one, two request) {
 		g.call(one)
@@ -199,7 +205,7 @@ func TestProblems(t *testing.T) {
 			}
 			id := "k"
 			switch k.Slug {
-			case "execution-id-missing", "execution-id-invalid", "workflow-id-invalid", "caller-unstable", "body-too-large", "authentication-required",
+			case "execution-id-missing", "execution-id-invalid", "workflow-id-invalid", "batch-mixed", "caller-unstable", "body-too-large", "authentication-required",
 				"ect-invalid", "entry-unknown", "workflow-unknown", "not-in-workflow", "checkpoint-expired":
 				id = "" // not known yet
 			}

@@ -171,6 +171,12 @@ type Action struct {
 	Name string
 	// Match selects its calls. Nil: all.
 	Match Match
+	// Tools and Arguments select calls by what their message says, beside Match: the tool, or the
+	// method of a message that calls none, is one of Tools; and each value at a JSON pointer into the
+	// arguments of the tool, or the parameters of another message, is this text. They need a
+	// Protocol. Empty: all.
+	Tools     []string
+	Arguments map[string]string
 	// Default marks the action of calls that no other action matches.
 	Default bool
 	// Description and Target are recorded in checkpoints. The Host expands Target.
@@ -207,8 +213,20 @@ type Action struct {
 	// Terms are how checkpoints are made and kept.
 	Terms UndoTerms
 
+	// DoubtAsResult answers a tools/call of MCP in doubt with a result for its model, unless a retry
+	// runs it again. Otherwise the answer is the problem.
+	DoubtAsResult bool
+
 	// Counts counts the calls of the action. Default: its own.
 	Counts *ActionCounts
+
+	arguments []argument // Arguments
+}
+
+// argument is a value that calls of an action have.
+type argument struct {
+	at    fingerprint.Pointer
+	value string
 }
 
 // UndoTerms are how checkpoints of calls are made and kept.
@@ -286,6 +304,7 @@ type Handler struct {
 	pointers     []fingerprint.Pointer // of ExecutionID, by index
 	endToEnd     []string              // fields that are never hop-by-hop
 	restores     bool                  // an action of it restores
+	byMessage    bool                  // an action of it is chosen by its messages
 	probes       prober
 	failures     throttle // calls that were forwarded for want of a store
 	alarms       alarms
@@ -371,7 +390,7 @@ func (c *Config) check() error {
 	if c.RequireECT && !c.Verifies || c.Verifies && c.Tokens == nil {
 		return errors.New("nothing verifies tokens: RequireECT and Verifies need Tokens, whose policy does")
 	}
-	if n := len(c.Actions); n > 0 && c.Actions[n-1].Match != nil {
+	if n := len(c.Actions); n > 0 && (c.Actions[n-1].Match != nil || len(c.Actions[n-1].Tools)+len(c.Actions[n-1].Arguments) > 0) {
 		return fmt.Errorf("the last of Actions, %s, must match everything", c.Actions[n-1].Name)
 	}
 	return nil
@@ -404,7 +423,18 @@ func (h *Handler) complete(a *Action) error {
 		a.Counts = h.Counts.Action(a.Name)
 	}
 	h.restores = h.restores || a.Undo != nil && a.Undo.Restore
+	h.byMessage = h.byMessage || len(a.Tools)+len(a.Arguments) > 0
+	a.arguments = nil
+	for text, value := range a.Arguments {
+		p, err := fingerprint.ParsePointer(text)
+		if err != nil {
+			return fmt.Errorf("the pointers of Arguments: %w", err)
+		}
+		a.arguments = append(a.arguments, argument{p, value})
+	}
 	switch {
+	case h.byMessage && h.Protocol == nil:
+		return errors.New("nothing reads the messages that Tools and Arguments are of: set Protocol")
 	case a.RetainKey < a.RetainResult:
 		return errors.New("RetainKey is shorter than RetainResult: a result cannot outlive its key")
 	case a.OnUnknown == OnUnknownProbe && a.Probe == nil:

@@ -3,6 +3,7 @@ package guard
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 
@@ -15,8 +16,9 @@ import (
 // the rules of HTTP.
 const maxMessage = 4 << 20
 
-// message reads the body of x as a message (ADR 0072). harmless says that it changes nothing. A
-// batch that changes something is guarded as a whole, by the rules of HTTP.
+// message reads the body of x as a message (ADR 0072), and finds the action that it belongs to.
+// harmless says that it changes nothing. A batch that changes something is guarded as a whole, by
+// the rules of HTTP, so all that change something in it must belong to one action.
 func (h *Handler) message(x *Call) (harmless bool, err error) {
 	if err := x.readBody(); err != nil || x.body.Size() > maxMessage {
 		return false, err
@@ -32,9 +34,23 @@ func (h *Handler) message(x *Call) (harmless bool, err error) {
 		return false, nil
 	}
 	harmless = true
+	var chosen *Action
 	for i := range q.Messages {
 		m := &q.Messages[i]
-		harmless = harmless && !h.Protocol.Changes(m, h.tools.ReadOnly(h.server(x.r), m.Tool))
+		if !h.Protocol.Changes(m, h.tools.ReadOnly(h.server(x.r), m.Tool)) {
+			continue
+		}
+		if harmless = false; !h.byMessage {
+			continue
+		}
+		action, err := h.action(x.r, m)
+		if err != nil {
+			return false, err
+		}
+		if chosen != nil && chosen != action {
+			return false, api.NewProblem(api.BatchMixed, fmt.Sprintf("One belongs to the action %s, another to %s.", chosen.Name, action.Name))
+		}
+		chosen, x.action = action, action
 	}
 	if harmless || !q.Batch {
 		x.message = &q.Messages[0]

@@ -2,6 +2,7 @@ package guard
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"errors"
@@ -20,6 +21,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
@@ -55,7 +57,7 @@ func (h *Handler) classify(r *http.Request) (*Action, class, error) {
 	} else if h.Protocol != nil && h.Protocol.Protocol != protocol.A2A && h.Protocol.Protocol != protocol.JSONRPC && r.Method == http.MethodDelete && r.Header.Get(protocol.HeaderSession) != "" {
 		return nil, classPass, nil
 	}
-	action, err := h.action(r)
+	action, err := h.action(r, nil)
 	if err != nil {
 		return nil, classPass, err
 	}
@@ -114,9 +116,13 @@ func safeMethod(method string) bool {
 	return false
 }
 
-// action is the first whose matchers match; the last one matches everything.
-func (h *Handler) action(r *http.Request) (*Action, error) {
+// action is the first that matches r and its message, which is nil before the body is read, and for
+// requests without one. The last one matches everything.
+func (h *Handler) action(r *http.Request, m *protocol.Message) (*Action, error) {
 	for _, a := range h.Actions {
+		if !a.takes(m) {
+			continue
+		}
 		if a.Match == nil {
 			return a, nil
 		}
@@ -129,6 +135,24 @@ func (h *Handler) action(r *http.Request) (*Action, error) {
 		}
 	}
 	panic("agent_guard: the default action matches everything")
+}
+
+// takes reports whether a takes calls with this message. What servers may read in two ways does not
+// match.
+func (a *Action) takes(m *protocol.Message) bool {
+	if len(a.Tools) == 0 && len(a.arguments) == 0 {
+		return true
+	}
+	if m == nil || len(a.Tools) > 0 && !slices.Contains(a.Tools, m.Name) {
+		return false
+	}
+	for _, want := range a.arguments {
+		value, found, err := fingerprint.Lookup(bytes.NewReader(m.Content), int64(len(m.Content)), want.at)
+		if err != nil || !found || value != want.value {
+			return false
+		}
+	}
+	return true
 }
 
 // isTunnel reports whether r, with a safe method, leaves HTTP by CONNECT or an upgrade. If it is

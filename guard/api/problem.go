@@ -395,6 +395,13 @@ var (
 		caller:   "Send one Workflow-Id line with 1 to 255 visible ASCII characters, or leave it away. Keep the execution id.",
 		operator: "Nothing needs to be done.",
 	}
+	BatchMixed = Kind{
+		Slug: "batch-mixed", Status: http.StatusBadRequest,
+		Title:    "The messages of the batch belong to different actions",
+		meaning:  "A batch is guarded as one call, under the rules of one action. The messages of this one that change something belong to several. Nothing was forwarded.",
+		caller:   "Send the messages one by one.",
+		operator: "Actions are chosen by message with `match tool` and `match argument`.",
+	}
 	CallerUnstable = Kind{
 		Slug: "caller-unstable", Status: http.StatusBadRequest,
 		Title:    "The credentials change with every attempt",
@@ -569,7 +576,7 @@ var (
 // Kinds lists all kinds, in the order in which they are documented.
 func Kinds() []Kind {
 	return append([]Kind{
-		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
+		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, BatchMixed, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
 		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
 		AuthenticationRequired, executionUnknown, ECTInvalid, ECTUnavailable, entryUnknown, entryPruned, WorkflowUnknown,
 		parameterInvalid,

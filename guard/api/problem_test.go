@@ -144,7 +144,7 @@ func TestSafeNewKey(t *testing.T) {
 	// Answered before anybody has looked under the key, about questions, or of what is known
 	// to run, to have run or to be in doubt.
 	unsafe := []string{
-		"caller-unstable", "workflow-id-invalid", "fingerprint-mismatch", "in-progress", "in-doubt", "result-expired", "result-unavailable", "store-unavailable",
+		"caller-unstable", "workflow-id-invalid", "batch-mixed", "fingerprint-mismatch", "in-progress", "in-doubt", "result-expired", "result-unavailable", "store-unavailable",
 		"shutting-down", "circuit-open", "body-too-large", "body-timeout", "stream-refused", "authentication-required", "execution-unknown", "ect-invalid",
 		"ect-unavailable", "entry-unknown", "entry-pruned", "workflow-unknown", "parameter-invalid",
 	}
@@ -174,7 +174,7 @@ func TestSafeNewKey(t *testing.T) {
 // The status of gRPC of every kind, and what a client that is configured to retry makes of it.
 func TestGRPCStatuses(t *testing.T) {
 	codes := map[string]string{
-		"execution-id-missing": "3", "execution-id-invalid": "3", "workflow-id-invalid": "3", "caller-unstable": "3", "parameter-invalid": "3",
+		"execution-id-missing": "3", "execution-id-invalid": "3", "workflow-id-invalid": "3", "batch-mixed": "3", "caller-unstable": "3", "parameter-invalid": "3",
 		"authentication-required": "16",
 		"ect-invalid":             "7", "not-in-workflow": "7", "coordinator-required": "7", "workflow-stopped": "7",
 		"execution-unknown": "5", "entry-unknown": "5", "workflow-unknown": "5", "checkpoint-unknown": "5",

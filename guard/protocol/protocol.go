@@ -97,6 +97,11 @@ type Message struct {
 	Method string
 	// Tool is the name in tools/call; empty if it is missing or not clear.
 	Tool string
+	// Name is what actions are chosen by: the tool in tools/call, else the method.
+	Name string
+	// Content has the arguments of a tool, or the parameters of another message; of REST the body.
+	// Nil: there are none, or the tool is not clear.
+	Content []byte
 
 	params    object // of JSON-RPC; the body of REST
 	meta      object
@@ -162,6 +167,7 @@ func (u *Rules) message(header http.Header, text []byte) (Message, bool) {
 			return Message{}, false
 		}
 	}
+	m.Content = top.get("params")
 	m.Protocol = u.Protocol
 	if strict {
 		m.Protocol = recognise(header, &m)
@@ -195,17 +201,22 @@ func recognise(header http.Header, m *Message) Protocol {
 // read takes from the parameters what names the call.
 func (m *Message) read(header http.Header) {
 	m.meta, _ = objectOf(m.params.get("_meta"))
+	m.Name = m.Method
 	if m.Protocol == A2A {
 		m.Version = header.Get(HeaderA2A)
 		return
 	}
 	m.Version = header.Get(HeaderVersion)
+	if m.Method == "tools/call" {
+		m.Content, m.Name = nil, ""
+	}
 	if m.Method == "tools/call" && m.params.clear([]string{"name", "arguments", "_meta"}) {
 		m.Tool = unquote(m.params.get("name"))
 		if named := header.Get("Mcp-Name"); named != "" && named != m.Tool {
 			m.Tool = ""
 		}
 		m.arguments = m.params.get("arguments")
+		m.Content, m.Name = m.arguments, m.Tool
 	}
 }
 
@@ -219,13 +230,13 @@ func (u *Rules) rest(header http.Header, path string, body []byte) (Message, boo
 	if !ok {
 		return Message{}, false
 	}
-	m := Message{Protocol: A2A, REST: true, Body: body, Version: header.Get(HeaderA2A), params: top}
+	m := Message{Protocol: A2A, REST: true, Body: body, Version: header.Get(HeaderA2A), params: top, Content: body}
 	for suffix, method := range map[string]string{
 		"/message:send": "SendMessage", "/message:stream": "SendStreamingMessage",
 		":cancel": "CancelTask", ":subscribe": "SubscribeToTask", "/pushNotificationConfigs": "CreateTaskPushNotificationConfig",
 	} {
 		if strings.HasSuffix(path, suffix) {
-			m.Method = method
+			m.Method, m.Name = method, method
 		}
 	}
 	message, _ := objectOf(top.get("message"))
@@ -427,15 +438,6 @@ func traces(prefix string) (paths []string) {
 		}
 	}
 	return paths
-}
-
-// Argument returns the value at a pointer in the arguments of a tool, as it was written, or the
-// text of a string. found is false for other messages.
-func (m *Message) Argument(at fingerprint.Pointer) (value string, found bool, err error) {
-	if m.arguments == nil {
-		return "", false, nil
-	}
-	return fingerprint.Lookup(strings.NewReader(string(m.arguments)), int64(len(m.arguments)), at)
 }
 
 // Tokens returns the tokens in the member execution-context of `_meta`, a string or a list of

@@ -363,7 +363,7 @@ func TestMeta(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if value, found, err := m.Argument(p); value != want || found != (want != "") || err != nil {
+		if value, found, err := fingerprint.Lookup(bytes.NewReader(m.Content), int64(len(m.Content)), p); value != want || found != (want != "") || err != nil {
 			t.Errorf("%s: %q, %v, %v", path, value, found, err)
 		}
 	}
