@@ -93,6 +93,7 @@ import (
 //	target        <text>
 //	unframed      doubt | complete
 //	grpc          unary
+//	in_doubt_as   problem | tool_result
 //	checkpoint_ttl    <duration>
 //	undo_auth         config | recorded
 //	on_snapshot_error refuse | irreversible
@@ -467,6 +468,9 @@ func policyOptions() options[*Policy] {
 		}},
 		"grpc": {usage: "grpc unary", parse: func(d dispenser, p *Policy) error {
 			return parseChoice(d, &p.GRPC, grpcUnary)
+		}},
+		"in_doubt_as": {usage: "in_doubt_as problem | tool_result", parse: func(d dispenser, p *Policy) error {
+			return parseChoice(d, &p.InDoubtAs, doubtProblem, doubtToolResult)
 		}},
 	}.merge(within(func(p *Policy) *Terms { return &p.Terms }, termsOptions()))
 }

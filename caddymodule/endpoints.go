@@ -249,7 +249,9 @@ type policyAction struct {
 	OnUnknown    string            `json:"on_unknown"`
 	// ResendFor is set where on_unknown is resend.
 	ResendFor float64 `json:"resend_for_s,omitempty"`
-	Settle    string  `json:"settle"`
+	// InDoubtAs is set where a call in doubt is answered with a result for the model.
+	InDoubtAs string `json:"in_doubt_as,omitempty"`
+	Settle    string `json:"settle"`
 	// Undo are the ways in which calls are undone, in the order in which they are tried,
 	// and CheckpointTTL is for how long. Both are missing without an identity.
 	Undo          []string `json:"undo,omitempty"`
@@ -371,6 +373,9 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		})
 		if a.OnUnknown == onUnknownResend {
 			doc.Actions[len(doc.Actions)-1].ResendFor = seconds(a.ResendFor)
+		}
+		if a.InDoubtAs == doubtToolResult {
+			doc.Actions[len(doc.Actions)-1].InDoubtAs = a.InDoubtAs
 		}
 		if h.app.Identity != nil {
 			published := &doc.Actions[len(doc.Actions)-1]

@@ -468,7 +468,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
 		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
 		Async: a.Settle == settleAsync, AcceptUnframed: a.Unframed == unframedComplete, Unary: a.GRPC == grpcUnary,
-		Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
+		DoubtAsResult: a.InDoubtAs == doubtToolResult, Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
 	}
 	if a.undo != nil {
 		action.Undo = &a.undo.forCalls
@@ -801,7 +801,11 @@ func (h *Handler) checkPolicies() error {
 	base := h.Policy
 	base.inherit(&defaults)
 	whole := base.completed()
-	if err := whole.validate(); err != nil {
+	err := whole.validate()
+	if err == nil {
+		err = (&Action{Policy: whole}).checkMessages(h)
+	}
+	if err != nil {
 		return place(err, h.origin)
 	}
 	if h.DefaultUndo != nil {
@@ -815,7 +819,7 @@ func (h *Handler) checkPolicies() error {
 		policy = policy.completed()
 		err := policy.validate()
 		if err == nil {
-			err = a.checkMessages(h)
+			err = (&Action{Policy: policy, Tools: a.Tools, Arguments: a.Arguments}).checkMessages(h)
 		}
 		if err == nil {
 			_, err = Compile(&a.Ways, &policy.Terms, h.Name, h.Credentials)

@@ -17,6 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // Policy says how the outcome of guarded calls is read, and how long they are kept. A handler has
@@ -84,6 +85,12 @@ type Policy struct {
 	// none are in doubt; others are completed. Default: unset.
 	GRPC string `json:"grpc,omitempty"`
 
+	// How the guard answers a `tools/call` of MCP in doubt: `problem` is a JSON-RPC error;
+	// `tool_result` is a result with `isError` that tells the model what is not known, and that it
+	// must not simply repeat the call. Where `on_unknown` runs a retry again it stays an error. It
+	// needs `protocol mcp` or `auto`. Default: `problem`.
+	InDoubtAs string `json:"in_doubt_as,omitempty"`
+
 	Terms
 }
 
@@ -101,6 +108,9 @@ func (a *Action) checkMessages(h *Handler) error {
 	}
 	if _, err := parsePointers(slices.Sorted(maps.Keys(a.Arguments))); err != nil {
 		return wrong("argument: %w", err)
+	}
+	if mcp := h.Protocol == string(protocol.MCP) || h.Protocol == string(protocol.Auto); a.InDoubtAs == doubtToolResult && !mcp {
+		return &invalid{[]string{"in_doubt_as"}, errors.New("tool_result is an answer of MCP, and needs `protocol mcp` or `auto`")}
 	}
 	if len(a.Tools)+len(a.Arguments) > 0 && !h.readsMessages() {
 		return wrong("`tool` and `argument` choose by what a message says, and need a `protocol`, such as `protocol mcp`")
@@ -164,6 +174,9 @@ const (
 	unframedComplete = "complete"
 
 	grpcUnary = "unary"
+
+	doubtProblem    = "problem"
+	doubtToolResult = "tool_result"
 )
 
 // defaults are the defaults of a handler's policy.
@@ -196,6 +209,7 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.Settle, base.Settle)
 	inherit(&p.Unframed, base.Unframed)
 	inherit(&p.GRPC, base.GRPC)
+	inherit(&p.InDoubtAs, base.InDoubtAs)
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
 	inherit(&p.UndoAuth, base.UndoAuth)
 	inherit(&p.OnSnapshotError, base.OnSnapshotError)
@@ -251,9 +265,10 @@ func (p *Policy) validate() error {
 		{"on_unknown", p.OnUnknown, []string{onUnknownBlock, onUnknownProbe, onUnknownResend, onUnknownRetry}},
 		{"settle", p.Settle, []string{settleAwaited, settleAsync}},
 		{"unframed", p.Unframed, []string{unframedDoubt, unframedComplete}},
+		{"in_doubt_as", p.InDoubtAs, []string{doubtProblem, doubtToolResult}},
 		{"grpc", p.GRPC, []string{grpcUnary}},
 	} {
-		if word.name == "grpc" && word.value == "" {
+		if word.value == "" && (word.name == "grpc" || word.name == "in_doubt_as") {
 			continue
 		}
 		if err := oneOf(word.value, word.known...); err != nil {

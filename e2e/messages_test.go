@@ -288,6 +288,68 @@ func TestMessagesChooseTheirActionByMethod(t *testing.T) {
 	}
 }
 
+// A model reads results, and not the errors of the transport: what is in doubt can be said to it. A
+// call whose retry runs again, and any other problem, stays an error.
+func TestMessagesTellModelsOfDoubts(t *testing.T) {
+	upstream := newUpstream(t)
+	upstream.on("/mcp", reset)
+	g := start(t, `agent_proxy %s {
+		protocol mcp
+		breaker off
+		in_doubt_as tool_result
+		action again {
+			match tool again
+			on_unknown retry
+		}
+		action error {
+			match tool error
+			in_doubt_as problem
+		}
+	}`, upstream.addr)
+	for attempt, id := range []string{"1", `"two"`} {
+		got := g.call(message(toolCall(id, "pay", keyA), "Mcp-Protocol-Version", "2026-07-28"))
+		var answer struct {
+			ID     json.RawMessage
+			Error  json.RawMessage
+			Result struct {
+				IsError    bool
+				ResultType string
+				Content    []struct{ Type, Text string }
+				Meta       map[string]struct {
+					Type, State string
+					ID          string `json:"execution_id"`
+				} `json:"_meta"`
+			}
+		}
+		if err := json.Unmarshal([]byte(got.body), &answer); err != nil {
+			t.Fatal(err, got.body)
+		}
+		r, problem := answer.Result, answer.Result.Meta["agent-guard/problem"]
+		if got.status != 200 || string(answer.ID) != id || answer.Error != nil || !r.IsError || r.ResultType != "complete" || len(r.Content) != 1 {
+			t.Fatalf("attempt %d: %d %s", attempt+1, got.status, got.body)
+		}
+		for _, part := range []string{"Cause: connection_lost.", "Do not simply repeat it", "The execution is a."} {
+			if text := r.Content[0]; text.Type != "text" || !strings.Contains(text.Text, part) {
+				t.Errorf("attempt %d: %q is not in %q", attempt+1, part, text.Text)
+			}
+		}
+		if !strings.HasSuffix(problem.Type, "/in-doubt") || problem.ID != "a" || problem.State != "in_doubt" ||
+			got.header.Get("Execution-Status") != "in_doubt" || got.header.Get("X-Should-Retry") != "false" {
+			t.Errorf("attempt %d: %+v, %v", attempt+1, problem, got.header)
+		}
+	}
+	upstream.arrived("/mcp", 1)
+	for _, body := range []string{
+		toolCall("3", "again", `,"_meta":{"execution-id":"b"}`), toolCall("3", "error", `,"_meta":{"execution-id":"c"}`),
+		toolCall("3", "other", keyA), // another call under the first one's id
+		`{"jsonrpc":"2.0","id":3,"method":"tools/unknown","params":{"name":"x"}}`,
+	} {
+		if got := g.call(message(body)); got.status != 200 || !strings.HasPrefix(got.body, `{"jsonrpc":"2.0","id":3,"error":{"code":-32090,`) {
+			t.Errorf("%s: %d %s", body, got.status, got.body)
+		}
+	}
+}
+
 // Without the option a message is a request as any other.
 func TestMessagesWithoutProtocol(t *testing.T) {
 	_, addr := newToolServer(t)

@@ -19,6 +19,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
@@ -73,6 +74,10 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 		document := &documentWriter{header: w.Header()}
 		p.Write(document)
 		body := x.message.Error(p.Kind().Title+". "+p.Detail, document.body)
+		call := x.message.Protocol == protocol.MCP && x.message.Tool != ""
+		if x.action.DoubtAsResult && call && p.Kind() == api.InDoubt && !p.RetryHelps {
+			body = x.message.ToolError(fmt.Sprintf(doubtForModels, p.Detail, p.ExecutionID), document.body)
+		}
 		w.Header().Set("Content-Type", "application/json")
 		w.Header().Set("Content-Length", strconv.Itoa(len(body)))
 		w.WriteHeader(http.StatusOK)
@@ -81,6 +86,12 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 	}
 	WriteProblem(w, x.r, p)
 }
+
+// doubtForModels is what a model reads of its call in doubt.
+const doubtForModels = "It is not known whether this call was executed. %s It may have taken effect, or may yet. " +
+	"Do not simply repeat it, neither as it was nor slightly changed: the effect could happen twice. " +
+	"First find out what has become of it, for example by reading what it would have changed, or leave that to a person. " +
+	"The execution is %s."
 
 func (h *Handler) refuseUnguarded(w http.ResponseWriter, r *http.Request, p *api.Problem) {
 	w.Header().Set(HeaderExecutionStatus, StatusRefused)
