@@ -483,7 +483,7 @@ func (h *Handler) breakerPolicy(mount string) *policyBreaker {
 func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who evidence.Reader, caller string, err error) {
 	var tokens guard.Tokens
 	if r.Method != http.MethodPost {
-		if tokens, err = h.handler.VerifyTokens(policy.forCalls(), r, false); err != nil {
+		if tokens, err = h.handler.VerifyTokens(policy.forCalls(), r, nil, false); err != nil {
 			return who, "", err
 		}
 		if err := policy.forCalls().Spend(host{h}, &tokens, r); err != nil {
@@ -516,7 +516,7 @@ func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request)
 		p.Reason = "untrusted"
 		return nil, p
 	}
-	tokens, err := policy.Verify(r)
+	tokens, err := policy.Verify(r, nil)
 	if err == nil {
 		// The rollback's lineage decides who may request it.
 		err = policy.CheckReports(r.Context(), &tokens, api.Asks...)

@@ -7,9 +7,12 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
 // toolServer answers messages as MCP servers do. It counts the calls of each tool.
@@ -346,6 +349,78 @@ func TestMessagesTellModelsOfDoubts(t *testing.T) {
 	} {
 		if got := g.call(message(body)); got.status != 200 || !strings.HasPrefix(got.body, `{"jsonrpc":"2.0","id":3,"error":{"code":-32090,`) {
 			t.Errorf("%s: %d %s", body, got.status, got.body)
+		}
+	}
+}
+
+// A token in `_meta` is as good as one in the header: for one call and its retries, with the call that
+// it hashes, and where one is required.
+func TestMessagesCarryTokens(t *testing.T) {
+	s, addr := newToolServer(t)
+	a := newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + addr + " {\n protocol mcp\n require_ect\n}"})
+	meta := func(tokens string) string { return `,"_meta":{"progressToken":1,"execution-context":` + tokens + `}` }
+	quoted := func(token *ect.Token) string { return strconv.Quote(token.Raw()) }
+	one := a.issue(ect.Claims{})
+	g.call(message(toolCall("1", "pay", meta(quoted(one))))).want(t, 200, `{"jsonrpc":"2.0","id":1,"result":{"content":[],"n":1}}`, "executed")
+	g.call(message(toolCall("2", "pay", meta("["+quoted(one)+"]")), "Mcp-Session-Id", "b")).want(t, 200, `{"jsonrpc":"2.0","id":2,"result":{"content":[],"n":1}}`, "replayed")
+	g.call(with(one, message(toolCall("3", "pay", meta(quoted(one)))))).want(t, 200, `{"jsonrpc":"2.0","id":3,"result":{"content":[],"n":1}}`, "replayed")
+
+	input := func(tool string) *ect.Token {
+		return a.issue(ect.Claims{Input: ect.Sum([]byte(`{"method":"tools/call","params":{"arguments":{},"name":"` + tool + `"}}`))})
+	}
+	hashed := input("pay")
+	g.call(message(toolCall("1", "pay", meta(quoted(hashed))))).want(t, 200, `{"jsonrpc":"2.0","id":1,"result":{"content":[],"n":2}}`, "executed")
+	inHeader := message(toolCall("1", "pay", ""))
+	whole := a.issue(ect.Claims{Input: ect.Sum([]byte(inHeader.body))})
+	g.call(with(whole, inHeader)).want(t, 200, `{"jsonrpc":"2.0","id":1,"result":{"content":[],"n":3}}`, "executed")
+
+	for name, c := range map[string]struct {
+		request request
+		reason  string
+	}{
+		"none":                    {message(toolCall("1", "pay", "")), "missing"},
+		"another call's":          {message(toolCall("1", "pay", meta(quoted(input("fail"))))), "inp_hash"},
+		"the message's in header": {with(input("pay"), message(toolCall("1", "pay", ""))), "inp_hash"},
+		"no token":                {message(toolCall("1", "pay", meta("7"))), "malformed"},
+		"a stranger's":            {message(toolCall("1", "pay", meta(quoted(newAgent(t, "x").issue(ect.Claims{}))))), ""},
+	} {
+		got := g.call(c.request)
+		if got.status != 200 || !strings.Contains(got.body, `"code":-32090`) || !strings.Contains(got.body, "/ect-invalid") || !strings.Contains(got.body, `"reason":"`+c.reason) {
+			t.Errorf("%s: %d %s", name, got.status, got.body)
+		}
+	}
+	if got := g.call(message(toolCall("1", "fail", meta(quoted(one))))); !strings.Contains(got.body, `"code":-32090`) {
+		t.Errorf("a token that was used for another call: %s", got.body)
+	}
+	if s.count("pay") != 3 || s.count("fail") != 0 {
+		t.Errorf("%d and %d calls", s.count("pay"), s.count("fail"))
+	}
+	const ping = `{"jsonrpc":"2.0","id":1,"method":"ping"%s}`
+	g.call(message(fmt.Sprintf(ping, ""))).refusedFor(t, 403, "missing")
+	params := func(token *ect.Token) string {
+		return `,"params":{"_meta":{"execution-context":` + quoted(token) + `}}`
+	}
+	if got := g.call(message(fmt.Sprintf(ping, params(a.issue(ect.Claims{}))))); got.status != 200 {
+		t.Errorf("a ping with a token: %d %s", got.status, got.body)
+	}
+	g.call(message(fmt.Sprintf("["+ping+","+ping+"]", params(a.issue(ect.Claims{})), ""))).refusedFor(t, 403, "missing")
+}
+
+// A trace context in `_meta` names the workflow, after those of the header.
+func TestMessagesNameTheirWorkflow(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s {\n protocol mcp\n}", u.addr)
+	const trace, other = "0af7651916cd43dd8448eb211c80319c", "1af7651916cd43dd8448eb211c80319c"
+	of := func(id string) string { return "00-" + id + "-b7ad6b7169203331-01" }
+	call := toolCall("1", "pay", `,"_meta":{"traceparent":"`+of(trace)+`"}`)
+	for _, c := range []struct {
+		header []string
+		want   string
+	}{{nil, trace}, {[]string{"Traceparent", of(other)}, other}, {[]string{"Workflow-Id", "w"}, "w"}} {
+		g.call(message(call, c.header...))
+		if got := u.last("/mcp").Header.Get("Workflow-Id"); got != c.want {
+			t.Errorf("%v: the workflow %q, want %q", c.header, got, c.want)
 		}
 	}
 }

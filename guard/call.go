@@ -45,7 +45,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		w = Mark(w, HeaderExecutionStatus, statusUnguarded)
 	}
 	if as != classGuarded {
-		return h.pass(w, r, next)
+		return h.pass(w, r, nil, next)
 	}
 	x := &Call{h: h, r: r, action: action}
 	if h.Protocol != nil && h.Protocol.Reads(r) {
@@ -89,9 +89,10 @@ func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
 	return err
 }
 
-// pass forwards an unguarded request. Its tokens are verified all the same.
-func (h *Handler) pass(w http.ResponseWriter, r *http.Request, next Next) error {
-	err := h.verifySafe(r)
+// pass forwards an unguarded request. Its tokens are verified all the same, also those of its
+// message; m is nil without one.
+func (h *Handler) pass(w http.ResponseWriter, r *http.Request, m *protocol.Message, next Next) error {
+	err := h.verifySafe(r, m)
 	if err == nil {
 		err = h.passOn(w, r, next)
 	}
@@ -250,7 +251,7 @@ func (x *Call) prepare() error {
 }
 
 func (x *Call) identify() (caller string, err error) {
-	if x.evidence.tokens, err = x.h.VerifyTokens(x.evidence.policy, x.r, x.h.RequireECT); err != nil {
+	if x.evidence.tokens, err = x.h.VerifyTokens(x.evidence.policy, x.r, x.message, x.h.RequireECT); err != nil {
 		return "", err
 	}
 	x.verified = true
@@ -294,6 +295,9 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 	work, err := workflow(x.r, tokens)
 	if err != nil {
 		return execution.Call{}, err
+	}
+	if work == "" && x.message != nil {
+		work = traceID(x.message.Trace)
 	}
 	method, target := x.h.Host.Original(x.r)
 	c := execution.Call{

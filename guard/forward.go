@@ -496,7 +496,7 @@ func (x *Call) failsOpen(err error) bool {
 		return false
 	case x.engine != nil && x.engine.Stopping != nil && x.engine.Stopping():
 		return false
-	case !x.verified && x.h.needsTokens(x.r):
+	case !x.verified && x.h.needsTokens(x.r, x.message):
 		return false // whose call it is, is not known
 	case x.evidence.policy != nil && x.evidence.policy.LedgerFirst && len(x.evidence.tokens.All) > 0:
 		return false // its tokens are good for nothing before they stand in the ledger

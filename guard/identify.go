@@ -217,8 +217,10 @@ type Tokens struct {
 	// Late is the refusal of expired tokens, which are valid only for a recorded call.
 	Late error
 
-	leaves []string // the ids of those that are no parents of others
-	asked  *breaker.View
+	leaves  []string // the ids of those that are no parents of others
+	asked   *breaker.View
+	message *protocol.Message // of the request
+	inside  []string          // the tokens, as sent, that only its `_meta` has
 }
 
 // Issuer is the caller that the tokens prove, or empty. Unverified tokens do not identify the caller
@@ -241,16 +243,28 @@ func (p *Tokens) workflow() string {
 	return ""
 }
 
-// checkInput compares the body with the hash in the tokens: a token of another call is refused.
+// checkInput compares the body with the hash in the tokens: a token of another call is refused. A
+// token that stands in the message hashes its Input.
 func (p *Tokens) checkInput(body func() (ect.Hash, error)) error {
-	if !slices.ContainsFunc(p.Own, func(t *ect.Token) bool { return !t.InputHash().IsZero() }) {
-		return nil
-	}
-	sum, err := body()
-	if err != nil {
-		return err
-	}
+	var whole ect.Hash // once it is needed
 	for _, t := range p.Own {
+		sum := ect.Hash{}
+		switch {
+		case t.InputHash().IsZero():
+			continue
+		case slices.Contains(p.inside, t.Raw()):
+			if input, ok := p.message.Input(); ok {
+				sum = ect.Sum(input)
+			}
+		default:
+			if whole.IsZero() {
+				var err error
+				if whole, err = body(); err != nil {
+					return err
+				}
+			}
+			sum = whole
+		}
 		if err := t.CheckInput(sum); err != nil {
 			return RefusedToken(err)
 		}
@@ -258,13 +272,13 @@ func (p *Tokens) checkInput(body func() (ect.Hash, error)) error {
 	return nil
 }
 
-// VerifyTokens verifies the tokens of a request; required says that there must be one. Without
-// `trust` they are ignored.
-func (h *Handler) VerifyTokens(policy *TokenPolicy, r *http.Request, required bool) (Tokens, error) {
+// VerifyTokens verifies the tokens of a request and of its message, which may be nil; required says
+// that there must be one. Without `trust` they are ignored.
+func (h *Handler) VerifyTokens(policy *TokenPolicy, r *http.Request, m *protocol.Message, required bool) (Tokens, error) {
 	if policy == nil || policy.Verifier == nil {
 		return Tokens{}, nil
 	}
-	p, err := policy.Verify(r)
+	p, err := policy.Verify(r, m)
 	if err == nil && len(p.Own) == 0 && required {
 		err = &ect.Error{Code: ect.CodeMissing}
 	}
@@ -348,15 +362,23 @@ func RefusedToken(err error) error {
 func replayedToken() error { return RefusedToken(&ect.Error{Code: ect.CodeReplayed}) }
 
 // needsTokens reports whether a request has tokens to verify, or lacks required ones.
-func (h *Handler) needsTokens(r *http.Request) bool {
-	return h.Verifies && (h.RequireECT || len(r.Header[ect.FieldName]) > 0)
+func (h *Handler) needsTokens(r *http.Request, m *protocol.Message) bool {
+	if !h.Verifies {
+		return false
+	}
+	if m != nil {
+		if tokens, ok := m.Tokens(); len(tokens) > 0 || !ok {
+			return true
+		}
+	}
+	return h.RequireECT || len(r.Header[ect.FieldName]) > 0
 }
 
 // verifySafe verifies the tokens of a safe request. Their use is kept in memory; only level L3
 // records them before the request goes on.
-func (h *Handler) verifySafe(r *http.Request) error {
+func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	// Tokens that another guard has verified would count as used twice.
-	if !h.needsTokens(r) || guardedBy(r.Context(), h.Name) || h.Host.Var(r, tokensVerified) != nil {
+	if !h.needsTokens(r, m) || guardedBy(r.Context(), h.Name) || h.Host.Var(r, tokensVerified) != nil {
 		return nil
 	}
 	policy, err := h.Tokens()
@@ -370,7 +392,7 @@ func (h *Handler) verifySafe(r *http.Request) error {
 		}
 		defer release()
 	}
-	p, err := h.VerifyTokens(policy, r, h.RequireECT)
+	p, err := h.VerifyTokens(policy, r, m, h.RequireECT)
 	if err != nil {
 		return err
 	}

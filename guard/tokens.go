@@ -13,6 +13,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -90,9 +91,19 @@ func (t *TokenPolicy) graphOnly() *api.Ledger {
 	return api.NewLedger(api.LedgerOptions{Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, Identities: []string{t.Events.Identity()}, Own: t.Events.Own})
 }
 
-// Verify verifies the tokens of a request. A refusal is an *ect.Error.
-func (t *TokenPolicy) Verify(r *http.Request) (Tokens, error) {
+// Verify verifies the tokens of a request and of its message m, which is nil without one. A refusal
+// is an *ect.Error.
+func (t *TokenPolicy) Verify(r *http.Request, m *protocol.Message) (Tokens, error) {
 	raws, err := ect.ParseFields(r.Header[ect.FieldName])
+	var inside []string
+	if m != nil && err == nil {
+		lines, ok := m.Tokens()
+		if inside, err = ect.ParseFields(lines); !ok {
+			err = &ect.Error{Code: ect.CodeMalformed}
+		}
+		inside = slices.DeleteFunc(inside, func(raw string) bool { return slices.Contains(raws, raw) })
+		raws = append(raws, inside...)
+	}
 	if err != nil || len(raws) == 0 {
 		return Tokens{}, err
 	}
@@ -104,7 +115,7 @@ func (t *TokenPolicy) Verify(r *http.Request) (Tokens, error) {
 		graph = t.Evidence.GraphOfRollbackRequest
 	}
 	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: Peer(r), DAG: graph})
-	p := Tokens{All: all}
+	p := Tokens{All: all, message: m, inside: inside}
 	if err != nil {
 		if p.Late, p.All = err, t.late(r, raws, err); len(p.All) == 0 {
 			return Tokens{}, err

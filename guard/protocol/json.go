@@ -1,9 +1,14 @@
 package protocol
 
 import (
+	"bytes"
 	"encoding/json"
+	"fmt"
 	"iter"
+	"slices"
+	"strconv"
 	"strings"
+	"unicode/utf16"
 )
 
 // member is a member of an object: its decoded name and the text of its value.
@@ -130,3 +135,87 @@ func unquote(text []byte) string {
 }
 
 func number(text []byte) bool { return text[0] == '-' || '0' <= text[0] && text[0] <= '9' }
+
+// canonical appends a valid JSON text in the form of RFC 8785. ok is false where that form does not
+// say exactly what the text says.
+func canonical(to, text []byte) (_ []byte, ok bool) {
+	switch c := text[0]; {
+	case c == '{':
+		o, _ := objectOf(text)
+		return canonicalObject(to, o)
+	case c == '[':
+		next := byte('[')
+		for element := range elements(text) {
+			if to, ok = canonical(append(to, next), element); !ok {
+				return nil, false
+			}
+			next = ','
+		}
+		if next == '[' {
+			to = append(to, next)
+		}
+		return append(to, ']'), true
+	case c == '"':
+		s := unquote(text)
+		if strings.ContainsRune(s, '\ufffd') && bytes.Contains(bytes.ToLower(text), []byte(`\ud`)) {
+			return nil, false // half a pair
+		}
+		return canonicalString(to, s), true
+	case number(text):
+		f, err := strconv.ParseFloat(string(text), 64)
+		form, _ := json.Marshal(f + 0) // as ECMAScript writes it
+		digits := strings.TrimLeft(strings.Map(func(c rune) rune {
+			if c < '0' || c > '9' {
+				return -1
+			}
+			return c
+		}, strings.FieldsFunc(string(text), func(c rune) bool { return c == 'e' || c == 'E' })[0]), "0")
+		if f == 0 {
+			form = []byte{'0'}
+		}
+		// A double has any 15 digits; with more, the text must be the one that it is written as.
+		exact := len(digits) <= 15 && (f != 0 || digits == "") || string(text) == string(form)
+		return append(to, form...), err == nil && exact
+	}
+	return append(to, text...), true
+}
+
+// canonicalObject appends the members in the order of their names in UTF-16.
+func canonicalObject(to []byte, o object) (_ []byte, ok bool) {
+	o = slices.Clone(o)
+	slices.SortStableFunc(o, func(a, b member) int {
+		return slices.Compare(utf16.Encode([]rune(a.name)), utf16.Encode([]rune(b.name)))
+	})
+	to = append(to, '{')
+	for i, m := range o {
+		if i > 0 {
+			if m.name == o[i-1].name {
+				return nil, false
+			}
+			to = append(to, ',')
+		}
+		to = append(canonicalString(to, m.name), ':')
+		if to, ok = canonical(to, m.value); !ok {
+			return nil, false
+		}
+	}
+	return append(to, '}'), true
+}
+
+func canonicalString(to []byte, s string) []byte {
+	const short = "\b\t\n\f\r"
+	to = append(to, '"')
+	for i := range len(s) {
+		switch c := s[i]; {
+		case c == '"' || c == '\\':
+			to = append(to, '\\', c)
+		case c >= ' ':
+			to = append(to, c)
+		case strings.IndexByte(short, c) >= 0:
+			to = append(to, '\\', "btnfr"[strings.IndexByte(short, c)])
+		default:
+			to = fmt.Appendf(to, "\\u%04x", c)
+		}
+	}
+	return append(to, '"')
+}

@@ -102,6 +102,8 @@ type Message struct {
 	// Content has the arguments of a tool, or the parameters of another message; of REST the body.
 	// Nil: there are none, or the tool is not clear.
 	Content []byte
+	// Trace is the W3C trace context of `_meta`, or of the metadata of A2A; empty without one.
+	Trace string
 
 	params    object // of JSON-RPC; the body of REST
 	meta      object
@@ -123,6 +125,7 @@ func (u *Rules) Parse(header http.Header, path string, body []byte) (Request, bo
 			if !ok {
 				return Request{}, false
 			}
+			m.meta, m.Trace = nil, "" // what one message says of itself is nothing that the others say
 			q.Messages = append(q.Messages, m)
 		}
 		return q, len(q.Messages) > 0
@@ -201,9 +204,13 @@ func recognise(header http.Header, m *Message) Protocol {
 // read takes from the parameters what names the call.
 func (m *Message) read(header http.Header) {
 	m.meta, _ = objectOf(m.params.get("_meta"))
-	m.Name = m.Method
+	m.Name, m.Trace = m.Method, unquote(m.meta.get("traceparent"))
 	if m.Protocol == A2A {
 		m.Version = header.Get(HeaderA2A)
+		if m.Trace == "" {
+			metadata, _ := objectOf(m.params.get("metadata"))
+			m.Trace = unquote(metadata.get("traceparent"))
+		}
 		return
 	}
 	m.Version = header.Get(HeaderVersion)
@@ -463,13 +470,21 @@ func (m *Message) Tokens() (tokens []string, ok bool) {
 	return tokens, true
 }
 
-// Trace returns the W3C trace context of `_meta`, or of the metadata of A2A; empty without one.
-func (m *Message) Trace() string {
-	if text := unquote(m.meta.get("traceparent")); text != "" || m.Protocol != A2A {
-		return text
+// Input is what a token in `_meta` hashes of its message: method and params without `_meta`, as an
+// object in the canonical form of RFC 8785. A token cannot hash what it stands in, and ids and
+// progress tokens are made when a message is sent. ok is false where two texts that servers may
+// read differently have one form: a name twice, a number that no double has, half a surrogate pair.
+func (m *Message) Input() (text []byte, ok bool) {
+	params := slices.DeleteFunc(slices.Clone(m.params), func(p member) bool { return p.name == "_meta" })
+	name, err := json.Marshal(m.Method)
+	if err != nil {
+		return nil, false
 	}
-	metadata, _ := objectOf(m.params.get("metadata"))
-	return unquote(metadata.get("traceparent"))
+	if text, ok = canonical([]byte(`{"method":`), name); !ok {
+		return nil, false
+	}
+	text, ok = canonicalObject(append(text, `,"params":`...), params)
+	return append(text, '}'), ok
 }
 
 // Cancels returns the id of the request that a notifications/cancelled names, as it was sent; nil

@@ -355,8 +355,8 @@ func TestMeta(t *testing.T) {
 		}
 	}
 	m := call(`{"traceparent":"00-a","x":"y"}`)
-	if m.Trace() != "00-a" {
-		t.Errorf("trace %q", m.Trace())
+	if m.Trace != "00-a" {
+		t.Errorf("trace %q", m.Trace)
 	}
 	for path, want := range map[string]string{"/to/iban": "DE1", "/n": "1.50", "/none": ""} {
 		p, err := fingerprint.ParsePointer(path)
@@ -365,6 +365,41 @@ func TestMeta(t *testing.T) {
 		}
 		if value, found, err := fingerprint.Lookup(bytes.NewReader(m.Content), int64(len(m.Content)), p); value != want || found != (want != "") || err != nil {
 			t.Errorf("%s: %q, %v, %v", path, value, found, err)
+		}
+	}
+}
+
+// What a token in `_meta` hashes is in the form of RFC 8785, whose examples these are, or there is no
+// such form that says exactly what was sent.
+func TestInput(t *testing.T) {
+	var u protocol.Rules
+	of := func(params string) string {
+		m := parse(t, &u, mcp, `{"jsonrpc":"2.0","id":1,"method":"tools/call","params":`+params+`}`)
+		text, ok := m.Input()
+		if !ok {
+			return "none"
+		}
+		return strings.TrimSuffix(strings.TrimPrefix(string(text), `{"method":"tools/call","params":`), "}")
+	}
+	for params, want := range map[string]string{
+		`{"name":"pay","_meta":{"execution-context":"x","progressToken":1},"arguments":{ "b":1, "a":[ ] }}`: `{"arguments":{"a":[],"b":1},"name":"pay"}`,
+		`{"numbers":[333333333.33333329,1E30,4.50,2e-3,0.000000000000000000000000001,-0,1e21]}`:             "none",
+		`{"numbers":[333333333.3333333,1E30,4.50,2e-3,0.000000000000000000000000001,-0,1e21,[1,[]]]}`:       `{"numbers":[333333333.3333333,1e+30,4.5,0.002,1e-27,0,1e+21,[1,[]]]}`,
+		`{"string":"\u20ac$\u000F\u000aA'\u0042\u0022\u005c\\\"\/","literals":[null,true,false]}`:           `{"literals":[null,true,false],"string":"€$\u000f\nA'B\"\\\\\"/"}`,
+		`{"\u20ac":1,"\r":2,"\ufb33":3,"1":4,"\ud83d\ude00":5,"\u0080":6,"\u00f6":7,"\u2028":8}`:            "{\"\\r\":2,\"1\":4,\"\u0080\":6,\"ö\":7,\"\u2028\":8,\"€\":1,\"😀\":5,\"\ufb33\":3}",
+		`{"n":9007199254740993}`:       "none",
+		`{"n":9007199254740992}`:       `{"n":9007199254740992}`,
+		`{"n":1e400}`:                  "none",
+		`{"n":1e-400}`:                 "none",
+		`{"n":{"a":1,"\u0061":1}}`:     "none",
+		`{"n":"\ud800"}`:               "none",
+		`{"n":"\ufffd"}`:               "{\"n\":\"\ufffd\"}",
+		`{"n":["\udc00 and more"]}`:    "none",
+		`{"n":10000000000000001}`:      "none",
+		`{"n":1000000000000000000000}`: "none",
+	} {
+		if got := of(params); got != want {
+			t.Errorf("%s: %s, want %s", params, got, want)
 		}
 	}
 }
@@ -430,7 +465,6 @@ func FuzzParse(f *testing.F) {
 			}
 			u.Exclude(m)
 			m.Tokens()
-			m.Trace()
 			if !json.Valid(m.WithRequestID([]byte("1"))) || !m.REST && (!json.Valid(m.Error("é\xff", nil)) || !json.Valid(m.ToolError("", m.Body))) {
 				t.Fatalf("%q: what is made of it is no JSON", body)
 			}
