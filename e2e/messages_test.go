@@ -12,6 +12,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
@@ -71,6 +72,13 @@ func (s *toolServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.calls["busy"]++
 		w.WriteHeader(http.StatusTooManyRequests)
 		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"error":{"code":-32000,"message":"Later"}}`, id)
+	case called("broken"), strings.Contains(string(body), `"prompts/list"`):
+		s.calls["broken"]++
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"error":{"code":-32603,"message":"Internal"}}`, id)
+	case called("breaking"):
+		s.calls["breaking"]++
+		w.Header().Set("Content-Type", "text/event-stream")
+		_, _ = fmt.Fprintf(w, "data: {\"jsonrpc\":\"2.0\",\"id\":%s,\"error\":{\"code\":-32603,\"message\":\"Internal\"}}\n\n", id)
 	case called("stream"), called("cut"):
 		w.Header().Set("Content-Type", "text/event-stream")
 		_, _ = io.WriteString(w, "id: 1\ndata: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\",\"params\":{\"progressToken\":\"first\",\"progress\":1}}\n\n")
@@ -422,6 +430,43 @@ func TestMessagesNameTheirWorkflow(t *testing.T) {
 		if got := u.last("/mcp").Header.Get("Workflow-Id"); got != c.want {
 			t.Errorf("%v: the workflow %q, want %q", c.header, got, c.want)
 		}
+	}
+}
+
+// An internal error is a failure of the upstream, in JSON and in a stream, of a tool and of a list. What
+// a tool or a caller does wrong is none.
+func TestMessagesFeedTheBreaker(t *testing.T) {
+	s, addr := newToolServer(t)
+	g := start(t, "agent_proxy %s {\n protocol mcp\n breaker {\n consecutive 3\n cooldown 10h\n probe_prefer off\n}\n}", addr)
+	for _, tool := range []string{"fail", "unknown", "invalid", "fail", "pay"} {
+		g.call(message(toolCall("1", tool, "")))
+	}
+	if now := circuit(t, addr); now.Failures != 0 || now.State != breaker.Closed {
+		t.Fatalf("after errors of callers and tools: %+v", now)
+	}
+	g.call(message(toolCall("1", "broken", "")))
+	g.call(message(toolCall("1", "breaking", "")))
+	if now := circuit(t, addr); now.Failures != 2 || now.State != breaker.Closed {
+		t.Fatalf("after two internal errors: %+v", now)
+	}
+	g.call(message(`{"jsonrpc":"2.0","id":1,"method":"prompts/list"}`))
+	if now := circuit(t, addr); now.State != breaker.Open || now.Cause != "JSON-RPC error -32603" {
+		t.Fatalf("after the third: %+v", now)
+	}
+	if got := g.call(message(toolCall("9", "pay", ""))); !strings.HasPrefix(got.body, `{"jsonrpc":"2.0","id":9,"error":{"code":-32090,`) ||
+		!strings.Contains(got.body, "circuit-open") || s.count("pay") != 1 {
+		t.Errorf("a call while it is open: %s", got.body)
+	}
+	// A probe that ends with an internal error closes nothing.
+	halfOpen(t, addr)
+	g.call(message(toolCall("1", "broken", "")))
+	if now := circuit(t, addr); now.State == breaker.Closed {
+		t.Errorf("after a probe with an internal error: %+v", now)
+	}
+	halfOpen(t, addr)
+	g.call(message(toolCall("1", "fail", "")))
+	if now := circuit(t, addr); now.State != breaker.Closed {
+		t.Errorf("after a probe that a tool has answered: %+v", now)
 	}
 }
 

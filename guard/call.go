@@ -749,7 +749,7 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 func (x *Call) request(ctx context.Context) *http.Request {
 	r := x.r.WithContext(&forwardedContext{
 		Context: ctx, forwarder: forwarder{x.h.Name, forwarderOf(ctx)},
-		evidence: Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow},
+		evidence: Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow}, message: x.message,
 		patience: x.action.Deadline, patient: x.call.Deadline < x.action.Deadline,
 		handed: len(x.evidence.tokens.Own) > 0,
 	})

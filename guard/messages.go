@@ -95,7 +95,7 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, next Next) error {
 		server := h.server(r)
 		w = &listener{ResponseWriter: w, learn: func(tool string, readOnly bool) { h.tools.Learn(server, tool, readOnly) }}
 	}
-	return h.pass(w, r, x.message, next)
+	return h.pass(w, r.WithContext(context.WithValue(r.Context(), MessageKey{}, x.message)), x.message, next)
 }
 
 // listener reads the tools in an answer that passes by.

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // Upstream forwards one guarded call, at most twice: each attempt begins with Begin and ends with
@@ -103,6 +104,10 @@ func EvidenceOf(ctx context.Context) Evidence {
 	return e
 }
 
+// MessageKey is the key of the message of an agents' protocol that a forwarded request is, a
+// *protocol.Message, by which a transport can judge what its answer says.
+type MessageKey struct{}
+
 type patienceKey struct{}
 
 // WithPatience says that the request's deadline is its caller's: missing it is no failure of the
@@ -156,6 +161,7 @@ type forwardedContext struct {
 	context.Context
 	forwarder forwarder
 	evidence  Evidence
+	message   *protocol.Message
 	patience  time.Duration
 	patient   bool // patience counts
 	handed    bool // the guard uses the tokens of the request
@@ -169,6 +175,10 @@ func (c *forwardedContext) Value(key any) any {
 	case evidenceKey:
 		if c.evidence.Checkpoint != "" {
 			return c.evidence
+		}
+	case MessageKey:
+		if c.message != nil {
+			return c.message
 		}
 	case patienceKey:
 		if c.patient {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // InBand matches answers that are failures although their status is good. Exactly one of JSON,
@@ -180,6 +181,35 @@ func (d *jsonBody) feed(p []byte) (fault string, good bool) {
 }
 
 func (d *jsonBody) end() string { return d.circuits.bodyFault(d.body) }
+
+// messageAnswer inspects the answer to a message of JSON-RPC, beside another inspector, which may be
+// nil. Alone it lets a probe be judged at the end of its answer.
+type messageAnswer struct {
+	inspector
+	circuits *Circuits
+	answer   *protocol.Answer
+}
+
+func (a *messageAnswer) feed(p []byte) (fault string, good bool) {
+	_, _ = a.answer.Write(p) // never fails
+	if a.inspector == nil {
+		return "", false
+	}
+	return a.inspector.feed(p)
+}
+
+// end takes an internal error for a failure, as a 500 is. The codes beside it may be the fault of who
+// asks.
+func (a *messageAnswer) end() (fault string) {
+	if a.inspector != nil {
+		fault = a.inspector.end()
+	}
+	const internal = -32603
+	if fault == "" && a.answer.End().Code == internal && a.circuits.failedStatus(http.StatusInternalServerError) {
+		fault = fmt.Sprintf("JSON-RPC error %d", internal)
+	}
+	return fault
+}
 
 // eventStream searches an event stream for an error, line by line.
 type eventStream struct {

@@ -20,6 +20,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // call is a request that a breaker has let through. It becomes the body of the answer,
@@ -127,6 +128,12 @@ func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 		return res, nil
 	}
 	c.inspect = c.t.inBand.inspector(c.t.circuits, res)
+	if m, _ := c.ctx.Value(guard.MessageKey{}).(*protocol.Message); m != nil && !m.REST && res.Header.Get("Content-Encoding") == "" {
+		if c.inspect == nil && !c.permit.Probe() {
+			c.begunWell()
+		}
+		c.inspect = &messageAnswer{c.inspect, c.t.circuits, protocol.NewAnswer(m.Protocol, res.Header.Get("Content-Type"), nil)}
+	}
 	switch {
 	case c.inspect != nil:
 	case c.grpc && !c.web && c.permit.Probe():
