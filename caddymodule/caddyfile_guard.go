@@ -89,6 +89,7 @@ import (
 //		use_answer
 //		timeout     <duration>
 //	}
+//	keys          trusted | advisory
 //	settle        awaited | async
 //	target        <text>
 //	unframed      doubt | complete
@@ -332,7 +333,7 @@ func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
 				if err := parseWords(d, &h.RetryHeaders); err != nil {
 					return err
 				}
-				return checkFields(h.RetryHeaders)
+				return checkRetryHeaders(h.RetryHeaders)
 			}},
 		}.readBlock(d, "missing_id recognize", h, originOf(d))
 	}
@@ -460,6 +461,9 @@ func policyOptions() options[*Policy] {
 		"outcome": {several: true, usage: "outcome completed | released | in_doubt <statuses...>", parse: parseOutcome},
 		"on_unknown": {usage: "on_unknown block | retry | resend [<duration>] | probe <method> <uri> { ... }",
 			parse: parseOnUnknown},
+		"keys": {usage: "keys trusted | advisory", parse: func(d dispenser, p *Policy) error {
+			return parseChoice(d, &p.Keys, keysTrusted, keysAdvisory)
+		}},
 		"settle": {usage: "settle awaited | async", parse: func(d dispenser, p *Policy) error {
 			return parseChoice(d, &p.Settle, settleAwaited, settleAsync)
 		}},

@@ -228,6 +228,8 @@ type policyID struct {
 	Format  string  `json:"format"`
 	Missing string  `json:"missing"`
 	Window  float64 `json:"derive_window_s,omitempty"`
+	// Recognized is how long after its end a call is found, where retries are recognised.
+	Recognized float64 `json:"recognize_window_s,omitempty"`
 }
 
 type policyCompared struct {
@@ -251,6 +253,7 @@ type policyAction struct {
 	ResendFor float64 `json:"resend_for_s,omitempty"`
 	// InDoubtAs is set where a call in doubt is answered with a result for the model.
 	InDoubtAs string `json:"in_doubt_as,omitempty"`
+	Keys      string `json:"keys"`
 	Settle    string `json:"settle"`
 	// Undo are the ways in which calls are undone, in the order in which they are tried,
 	// and CheckpointTTL is for how long. Both are missing without an identity.
@@ -363,13 +366,16 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	if h.MissingID == missingDerive {
 		doc.ExecutionID.Window = seconds(h.DeriveWindow)
 	}
+	if h.MissingID == missingRecognize || slices.ContainsFunc(h.actions, func(a *Action) bool { return a.Keys == keysAdvisory }) {
+		doc.ExecutionID.Recognized = seconds(h.RecognizeWindow)
+	}
 	if h.FailOpen {
 		doc.Guarantee += " While the gateway's records are unavailable, calls are forwarded unguarded, marked Execution-Status: unguarded; the guarantee does not hold for them."
 	}
 	for _, a := range h.actions {
 		doc.Actions = append(doc.Actions, policyAction{
 			Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
-			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Settle: a.Settle,
+			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys, Settle: a.Settle,
 		})
 		if a.OnUnknown == onUnknownResend {
 			doc.Actions[len(doc.Actions)-1].ResendFor = seconds(a.ResendFor)

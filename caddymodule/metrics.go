@@ -330,7 +330,7 @@ var (
 	executions     = family("executions_total", counter, "Executions that ended, by outcome.", "guard", "action", "outcome")
 	running        = family("running", gauge, "Executions that are running now.", "guard", "action")
 	metricsReplays = family("replays_total", counter, "Calls that were answered with a recorded result.", "guard", "action")
-	recognized     = family("recognized_total", counter, "Calls without an id that were recognised as retries, by the evidence.", "guard", "action", "evidence")
+	recognized     = family("recognized_total", counter, "Calls that were recognised as retries, by the evidence.", "guard", "action", "evidence")
 	attaches       = family("attaches_total", counter, "Calls that were answered by an execution that was running already.", "guard", "action")
 	problems       = family("problems_total", counter, "Calls that were answered with a problem of the gateway.", "guard", "action", "problem")
 	failOpen       = family("fail_open_total", counter, "Calls that were forwarded unguarded because the store was unavailable.", "guard", "action")

@@ -44,8 +44,9 @@ func init() {
 // `attached`, `in_doubt`, `refused`, `unguarded`; empty for calls that change nothing), and for
 // guarded calls `{http.agent_guard.guard}`, `.action`, `.execution_id`, `.key`, `.caller`,
 // `.workflow`, `.issuer` of a verified token, `.checkpoint` of the execution, `.outcome`
-// (`completed`, `released`, `in_doubt`), `.cause` of a call in doubt, `.problem` of a refusal, and
-// `.age` of a replayed execution in seconds. A placeholder that does not apply is empty.
+// (`completed`, `released`, `in_doubt`), `.cause` of a call in doubt, `.problem` of a refusal,
+// `.age` of a replayed execution in seconds, and `.recognized`, the evidence by which a call was
+// recognised as a retry. A placeholder that does not apply is empty.
 type Handler struct {
 	// The guard's name: the namespace of execution ids and of users. It is part of the execution
 	// key, so that keys survive every other change of the configuration. Two guards of the same
@@ -467,7 +468,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 		Deadline: time.Duration(a.Deadline), StreamIdle: time.Duration(a.StreamIdle),
 		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
 		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
-		Async: a.Settle == settleAsync, AcceptUnframed: a.Unframed == unframedComplete, Unary: a.GRPC == grpcUnary,
+		AdvisoryKeys: a.Keys == keysAdvisory, Async: a.Settle == settleAsync, AcceptUnframed: a.Unframed == unframedComplete, Unary: a.GRPC == grpcUnary,
 		DoubtAsResult: a.InDoubtAs == doubtToolResult, Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
 	}
 	if a.undo != nil {
@@ -575,7 +576,7 @@ func (h *Handler) validate() error {
 	if err := checkDuration(h.RecognizeWindow); err != nil {
 		return fmt.Errorf("recognize_window: %w", err)
 	}
-	if err := checkFields(h.RetryHeaders); err != nil {
+	if err := checkRetryHeaders(h.RetryHeaders); err != nil {
 		return fmt.Errorf("retry_headers: %w", err)
 	}
 	if err := checkDuration(h.DeriveWindow); err != nil {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/http"
 	"slices"
 	"strconv"
 	"strings"
@@ -65,6 +66,11 @@ type Policy struct {
 
 	// The status URL for `on_unknown probe`.
 	Probe *Probe `json:"probe,omitempty"`
+
+	// What a key says. With `trusted` calls with different keys are different calls. With `advisory` a
+	// call with a new key is a retry of an equal one where there is the evidence that `missing_id
+	// recognize` asks for, and its key names that execution from then on. Default: `trusted`.
+	Keys string `json:"keys,omitempty"`
 
 	// `awaited` sends the end of the answer after the outcome is on disk, so that whoever saw the
 	// end can rely on the record. `async` sends it at once; after a crash the call may be in doubt
@@ -167,6 +173,9 @@ const (
 	onUnknownRetry  = "retry"
 	onUnknownResend = "resend"
 
+	keysTrusted  = "trusted"
+	keysAdvisory = "advisory"
+
 	settleAwaited = "awaited"
 	settleAsync   = "async"
 
@@ -187,6 +196,7 @@ var defaults = Policy{
 	MaxResult:    8 << 20,
 	Preset:       execution.PresetDefault,
 	ResendFor:    caddy.Duration(23 * time.Hour), // Stripe keeps keys for a day at least
+	Keys:         keysTrusted,
 	Settle:       settleAwaited,
 	Unframed:     unframedDoubt,
 	Terms:        Defaults,
@@ -206,6 +216,7 @@ func (p *Policy) inherit(base *Policy) {
 		inherit(&p.Probe, base.Probe)
 	}
 	inherit(&p.ResendFor, base.ResendFor)
+	inherit(&p.Keys, base.Keys)
 	inherit(&p.Settle, base.Settle)
 	inherit(&p.Unframed, base.Unframed)
 	inherit(&p.GRPC, base.GRPC)
@@ -263,6 +274,7 @@ func (p *Policy) validate() error {
 	}{
 		{"preset", string(p.Preset), presets()},
 		{"on_unknown", p.OnUnknown, []string{onUnknownBlock, onUnknownProbe, onUnknownResend, onUnknownRetry}},
+		{"keys", p.Keys, []string{keysTrusted, keysAdvisory}},
 		{"settle", p.Settle, []string{settleAwaited, settleAsync}},
 		{"unframed", p.Unframed, []string{unframedDoubt, unframedComplete}},
 		{"in_doubt_as", p.InDoubtAs, []string{doubtProblem, doubtToolResult}},
@@ -373,6 +385,17 @@ func checkFields(names []string) error {
 		}
 	}
 	return nil
+}
+
+func checkRetryHeaders(names []string) error {
+	seen := map[string]bool{}
+	for _, name := range names {
+		if name = http.CanonicalHeaderKey(name); seen[name] {
+			return fmt.Errorf("the field %s is named twice", name)
+		}
+		seen[name] = true
+	}
+	return checkFields(names)
 }
 
 // parsePointers parses JSON pointers to members of a body.

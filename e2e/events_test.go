@@ -15,6 +15,7 @@ const everyEvent = `events {
 	on agent_guard.execution_resolved e2e
 	on agent_guard.executions_recovered e2e
 	on agent_guard.fingerprint_mismatch e2e
+	on agent_guard.call_recognized e2e
 	on agent_guard.fail_open e2e
 	on agent_guard.store_unhealthy e2e
 	on agent_guard.disk_low e2e
@@ -26,6 +27,7 @@ const everyEvent = `events {
 func TestEvents(t *testing.T) {
 	o, u := observed(t), newUpstream(t)
 	g := launch(t, setup{global: everyEvent, site: fmt.Sprintf(`agent_proxy %s {
+		missing_id recognize
 		on_unknown probe GET /status?id={http.agent_guard.execution_id} {
 			applied 200
 			not_applied 404
@@ -75,6 +77,11 @@ func TestEvents(t *testing.T) {
 	expect("agent_guard.execution_resolved", map[string]any{"outcome": "completed", "by": "probe"})
 	call("another")
 	expect("agent_guard.fingerprint_mismatch", nil)
+	for _, count := range []string{"", "1"} {
+		g.call(request{path: "/y", header: map[string]string{"Authorization": "Bearer secret-credential", "X-Stainless-Retry-Count": count}})
+	}
+	key = ""
+	expect("agent_guard.call_recognized", map[string]any{"evidence": "stated"})
 }
 
 // The store's state is told without any call.

@@ -68,7 +68,7 @@ func currentObserver() *observer {
 }
 
 var placeholders = []string{
-	"status", "guard", "action", "outcome", "cause", "problem", "age", "key", "caller", "execution_id", "workflow",
+	"status", "guard", "action", "outcome", "cause", "problem", "age", "key", "caller", "execution_id", "workflow", "recognized",
 }
 
 // observe is a handler outside the guard: it makes a span that records, as `tracing`

@@ -246,7 +246,7 @@ func TestEndpoints(t *testing.T) {
 	u := newUpstream(t)
 	g := launch(t, setup{
 		app:  "quota {\n stored_bytes 1MiB\n}",
-		site: fmt.Sprintf("agent_proxy %s {\n name payments\n missing_id derive 90s\n fingerprint_exclude /t\n action pay {\n match path /pay\n preset stripe\n retain_key 48h\n}\n}", u.addr),
+		site: fmt.Sprintf("agent_proxy %s {\n name payments\n missing_id derive 90s\n fingerprint_exclude /t\n action pay {\n match path /pay\n keys advisory\n preset stripe\n retain_key 48h\n}\n}", u.addr),
 	})
 	g.store.onGet(func() error { return errBroken })
 	g.store.failCommits(errBroken)
@@ -268,6 +268,8 @@ func TestEndpoints(t *testing.T) {
 		ExecutionID struct {
 			Missing string  `json:"missing"`
 			Window  float64 `json:"derive_window_s"`
+
+			Recognized float64 `json:"recognize_window_s"`
 		} `json:"execution_id"`
 		Fingerprint struct {
 			Excluded []string `json:"excluded_json_pointers"`
@@ -278,6 +280,7 @@ func TestEndpoints(t *testing.T) {
 			RetainKey float64 `json:"retain_key_s"`
 			OnUnknown string  `json:"on_unknown"`
 			ResendFor float64 `json:"resend_for_s"`
+			Keys      string  `json:"keys"`
 		} `json:"actions"`
 		Problems []struct {
 			Type string `json:"type"`
@@ -292,9 +295,9 @@ func TestEndpoints(t *testing.T) {
 	if err := json.Unmarshal([]byte(got.body), &doc); err != nil || got.status != 200 || got.header.Get("Content-Type") != "application/json" {
 		t.Fatalf("%d %v %v", got.status, got.header, err)
 	}
-	if doc.Guard != "payments" || doc.ExecutionID.Missing != "derive" || doc.ExecutionID.Window != 90 ||
+	if doc.Guard != "payments" || doc.ExecutionID.Missing != "derive" || doc.ExecutionID.Window != 90 || doc.ExecutionID.Recognized != 600 ||
 		fmt.Sprint(doc.Fingerprint.Excluded) != "[/t]" || len(doc.Problems) != len(api.Kinds()) ||
-		fmt.Sprint(doc.Actions) != "[{pay stripe 172800 resend 82800} {default default 2.592e+06 block 0}]" {
+		fmt.Sprint(doc.Actions) != "[{pay stripe 172800 resend 82800 advisory} {default default 2.592e+06 block 0 trusted}]" {
 		t.Errorf("policy %+v", doc)
 	}
 	if doc.Executions.Status != executionsPath+"{id}{?wait,key,method,path}" || doc.Executions.Output != executionsPath+"{id}/output{?wait,key,method,path}" ||

@@ -69,6 +69,28 @@ func TestReportedModelRunIsBilledOnce(t *testing.T) {
 	u.arrived("/v1/runs", 1)
 }
 
+// https://github.com/square/square-mcp-server/issues/31: the model writes a new key for each attempt.
+func TestReportedFreshKeyPerAttempt(t *testing.T) {
+	s, addr := newToolServer(t)
+	g := start(t, "e2e_leaves\nagent_proxy %s {\n protocol mcp\n keys advisory\n}", addr)
+	pay := func(id, key string) request {
+		return message(toolCall(id, "pay", `,"_meta":{"idempotency-key":"`+key+`"}`), "Authorization", "Bearer ada")
+	}
+	g.lose(t, s, pay("1", "first"))
+	for _, id := range []string{"2", "3"} {
+		got := g.call(pay(id, "second"))
+		got.want(t, 200, `{"jsonrpc":"2.0","id":`+id+`,"result":{"content":[],"n":1}}`, "replayed")
+		got.recognized(t)
+	}
+	if s.count("pay") != 1 {
+		t.Errorf("%d payments", s.count("pay"))
+	}
+	// The first one was answered: a new key is the caller's word.
+	if g.call(pay("4", "third")).itsOwn(t); s.count("pay") != 2 {
+		t.Errorf("%d payments, 2 are meant", s.count("pay"))
+	}
+}
+
 // lose makes a call of a tool whose client leaves while it runs, and waits until it has run.
 func (g *gateway) lose(t *testing.T, s *toolServer, r request) {
 	t.Helper()

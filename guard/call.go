@@ -242,6 +242,9 @@ func (x *Call) prepare() error {
 	if x.call, err = x.describe(caller, fp); err != nil {
 		return err
 	}
+	if a := x.call.Attempt; a != nil && a.Evidence != "" {
+		x.emit(EventRecognized, map[string]any{"evidence": string(a.Evidence)})
+	}
 	x.wait = time.Now().Add(x.h.AttachWait)
 	if err := x.begin(); err != nil {
 		return err
@@ -317,6 +320,8 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 	if errors.Is(err, errNoID) {
 		id, err = messageKey(x)
 	}
+	// A token is its issuer's word.
+	evident := policy.AdvisoryKeys && err == nil && len(tokens.Own) == 0
 	if fromTokens := tokens.executionID(); errors.Is(err, errNoID) && fromTokens != "" {
 		id, err = fromTokens, nil
 	}
@@ -328,7 +333,7 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 	}
 	c.Scope.ID = id
 	c.Key = x.executions.Key(c.Scope)
-	if c.Origin == execution.OriginMinted && x.h.MissingID == MissingRecognize {
+	if evident || c.Origin == execution.OriginMinted && x.h.MissingID == MissingRecognize {
 		if err := x.recognize(&c); err != nil {
 			return c, err
 		}

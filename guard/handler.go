@@ -200,6 +200,8 @@ type Action struct {
 	// Rules.
 	Rules execution.Rules
 	Rule  func(status int, header http.Header) (execution.Verdict, bool)
+	// AdvisoryKeys has a call with a new key looked up by the evidence of MissingRecognize.
+	AdvisoryKeys bool
 	// Async releases the end of a whole answer before its record is durable.
 	Async bool
 	// AcceptUnframed takes an answer for whole that ends with its connection.
@@ -291,6 +293,8 @@ const (
 	EventResolved = "agent_guard.execution_resolved"
 	EventMismatch = "agent_guard.fingerprint_mismatch"
 	EventFailOpen = "agent_guard.fail_open"
+
+	EventRecognized = "agent_guard.call_recognized"
 )
 
 // config embeds Config in Handler without exporting its members.

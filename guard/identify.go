@@ -490,15 +490,15 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 	}
 }
 
-// recognize looks for evidence that a call without a key is a retry. It then has the key of the
-// earlier execution, else its own.
+// recognize looks for evidence that a call without a key, or with an advisory one, is a retry. It
+// then has the key of the earlier execution, else its own.
 func (x *Call) recognize(c *execution.Call) error {
 	peer := ""
 	if c.Scope.Caller == Anonymous { // else strangers would be one caller (P3)
 		peer, _, _ = net.SplitHostPort(x.r.RemoteAddr)
 	}
 	a, err := x.executions.Recognize(x.r.Context(), execution.Question{
-		Scope: c.Scope, Fingerprint: c.Fingerprint, Peer: peer, Count: retryCount(x.r.Header, x.h.RetryHeaders),
+		Scope: c.Scope, Fingerprint: c.Fingerprint, Peer: peer, Given: c.Origin == execution.OriginGiven, Count: retryCount(x.r.Header, x.h.RetryHeaders),
 		Window: x.h.RecognizeWindow, Gone: x.r.Context(),
 	})
 	if err != nil {

@@ -46,6 +46,7 @@ func (r ProbeResult) String() string { return probeResultNames[r] }
 
 var retryEvidence = [...]execution.Evidence{
 	execution.EvidenceUnanswered, execution.EvidenceInDoubt, execution.EvidenceAnswer, execution.EvidenceStated,
+	execution.EvidenceKey,
 }
 
 var verdicts = [...]execution.Verdict{execution.Completed, execution.Released, execution.InDoubt}
@@ -84,7 +85,7 @@ func (a *ActionCounts) Replayed() { a.replays.Add(1) }
 // Attached counts a call that was answered by an execution that was running.
 func (a *ActionCounts) Attached() { a.attaches.Add(1) }
 
-// Recognized counts a call without an id that was recognised as a retry.
+// Recognized counts a call that was recognised as a retry by evidence.
 func (a *ActionCounts) Recognized(e execution.Evidence) {
 	a.retries[slices.Index(retryEvidence[:], e)].Add(1)
 }
@@ -115,7 +116,7 @@ type ActionReport struct {
 	// Replays and Attaches are calls that were answered from a record, and by a running
 	// execution; FailOpen those that were forwarded without a store (P4).
 	Replays, Attaches, FailOpen uint64
-	// Recognized are retries without an id, by the evidence.
+	// Recognized are retries that were recognised by evidence, by what it was.
 	Recognized map[execution.Evidence]uint64
 	// Probes are counted by result, Problems by slug.
 	Probes   map[ProbeResult]uint64
@@ -276,6 +277,11 @@ func (x *Call) Value(name string) (any, bool) {
 		return string(x.noted.cause), true
 	case "problem":
 		return x.noted.problem, true
+	case "recognized":
+		if x.call.Attempt == nil {
+			return "", true
+		}
+		return string(x.call.Attempt.Evidence), true
 	case "age":
 		if x.noted.created.IsZero() {
 			return "", true

@@ -129,6 +129,42 @@ func TestRetriesWithoutAKeyByOutcome(t *testing.T) {
 	})
 }
 
+// P1 with a new key for each attempt: it is looked up by the same evidence where keys are advisory,
+// and from then on names that execution.
+func TestNewKeysThatAreAdvisory(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := recognizing(t, charge)
+		b.config.Actions = []*guard.Action{{Name: "default", Default: true, AdvisoryKeys: true}}
+		b.start()
+		keyed := func(key string) *http.Request {
+			r := b.post("ada")
+			r.Header.Set("Idempotency-Key", key)
+			return r
+		}
+		ctx, leave := context.WithCancel(b.Context())
+		b.serve(httptest.NewRecorder(), keyed("a").WithContext(context.WithValue(ctx, leaving{}, leave)))
+		other := keyed("b")
+		other.Header.Set("Authorization", "Bearer eve")
+		b.do(other, "200 executed charge 2")
+		<-time.After(1)
+		w := httptest.NewRecorder()
+		b.serve(w, keyed("b"))
+		if h := w.Header(); w.Body.String() != "charge 1" || h.Get("Execution-Recognized") != "a" || h.Get("Execution-Id") != "a" {
+			b.Errorf("%s %v", w.Body, h)
+		}
+		b.do(keyed("c"), "200 executed charge 3")
+		<-time.After(2 * time.Second)
+		b.start()
+		b.do(keyed("b"), "200 replayed charge 1")
+		b.do(keyed("a"), "200 replayed charge 1")
+		another := keyed("b")
+		another.Body = io.NopCloser(strings.NewReader("amount=99"))
+		b.do(another, "422 refused")
+		b.do(keyed("d"), "200 executed charge 4")
+		b.was(4)
+	})
+}
+
 // Where the store does not answer, a call that may be a retry is refused (P4).
 func TestRetryWithoutAKeyAndWithoutAStore(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -67,7 +67,7 @@ type Call struct {
 	ResultCap int64
 	// Quota is what the caller may hold at a time.
 	Quota Quota
-	// Attempt is the call without a key; nil for one with a key.
+	// Attempt is the call that may be a retry by evidence; nil for one whose key is its caller's word.
 	Attempt *Attempt
 }
 

@@ -24,7 +24,7 @@ type Execution struct {
 	version store.Version
 	usage   *usage // nil where its caller has no quota
 	keeper  *keeper
-	attempt *Attempt // nil for a call with a key
+	attempt *Attempt // nil for a call whose key is its caller's word
 }
 
 // Recording takes the answer as it arrives.
@@ -81,7 +81,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		if err != nil {
 			o.Verdict = InDoubt
 		}
-		e.attempt.settled(o.Verdict, e.record.Settled, err == nil)
+		e.attempt.settled(o.Verdict, e.record.Settled, e.record.KeepKey, err == nil)
 	}
 	err = done(err, batches)
 	e.g.quotas.leave(e.usage) // before the followers wake, since one of them may claim

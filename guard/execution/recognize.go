@@ -13,18 +13,22 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Retries of calls without a key are recognised by evidence (ADR 0070).
+// Retries of calls without a key, or with a new one that is advisory, are recognised by evidence
+// (ADR 0070).
 
 // groupHash is the keyed hash of what equal calls of one caller have in common.
 type groupHash [16]byte
 
-// Question asks whether a call without a key is a retry.
+// Question asks whether a call is a retry.
 type Question struct {
 	// Scope and Fingerprint are those of the call if it is a new one. Scope.ID is of no account for
 	// what it equals, and Peer tells callers without a credential apart.
 	Scope       Scope
 	Fingerprint Fingerprint
 	Peer        string
+	// Given says that the caller has named the effect by Scope.ID. It is not asked further where that
+	// is known.
+	Given bool
 	// Count is the number that the call gives itself as a retry, from 1 on; 0 where it gives none.
 	Count int
 	// Window is how long after its end an execution is recognised.
@@ -46,10 +50,12 @@ const (
 	EvidenceAnswer Evidence = "answer"
 	// EvidenceStated: the call says that it is a retry.
 	EvidenceStated Evidence = "stated"
+	// EvidenceKey: a call with the same key was recognised before.
+	EvidenceKey Evidence = "key"
 )
 
-// Attempt is one call without a key, from Recognize to End. It holds the execution whose answer it
-// waits for.
+// Attempt is one call that may be a retry, from Recognize to End. It holds the execution whose
+// answer it waits for.
 type Attempt struct {
 	// Evidence is why the call counts as a retry of the execution with ID and Key; empty for a
 	// new call, whose own they are.
@@ -58,6 +64,7 @@ type Attempt struct {
 	Key      Key
 
 	at       *groups
+	own      *Key // that the caller has given; nil without
 	group    groupHash
 	window   time.Duration
 	count    int
@@ -93,6 +100,9 @@ type known struct {
 	mark       byte      // in its row
 	crashed    bool      // its process has ended before it could write a mark
 	pending    bool      // in the list of its shard
+	expires    time.Time // of its record; zero where that is not known
+	aliases    []Key     // that stand for it, and do not expire yet
+	forgotten  bool      // its row is to be deleted
 }
 
 // The marks of a row.
@@ -181,6 +191,8 @@ const (
 	mostWatched = 16
 	// mostCrashes bounds the crashes that are remembered.
 	mostCrashes = 64
+	// mostRefused bounds the refusals of one group.
+	mostRefused = 64
 )
 
 // groups is the table of the executions that retries may be recognised as.
@@ -213,33 +225,34 @@ type view struct {
 	since    *time.Time
 	removals uint64
 	stored   []*known
+	named    *known        // by the call's key
+	alias    store.Version // of what the key stood for
 }
 
 func (s *groupShard) removed(group groupHash) *uint64 { return &s.removals[group[1]%64] }
 
 func (t *groups) shard(group groupHash) *groupShard { return &t.shards[group[0]%64] }
 
-// Recognize decides whether a call without a key is a retry, and registers it. End must follow.
-// The error is ErrStore, or that of ctx.
+// Recognize decides whether a call is a retry, and registers it. End must follow. That a given key
+// stands for another execution is durable then. The error is ErrStore, or that of ctx.
 func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 	t := &g.groups
 	s := q.Scope
 	sum := g.sealer.Index("group", s.Caller, s.Guard, s.Method, s.Path, q.Peer, string(q.Fingerprint[:]))
 	group := groupHash(sum[:])
-	a := &Attempt{ID: s.ID, Key: g.Key(s), at: t, group: group, window: q.Window, count: q.Count, gone: q.Gone}
+	own := g.Key(s)
+	a := &Attempt{ID: s.ID, Key: own, at: t, group: group, window: q.Window, count: q.Count, gone: q.Gone}
+	if q.Given {
+		a.own = &own
+	}
 	var until time.Time // of the wait for the leave of others
-	var unread error
 	for {
-		v := view{since: t.since.Load()}
-		s := t.shard(group)
-		s.Lock()
-		v.removals = *s.removed(group)
-		s.Unlock()
-		if v.asks = q.Count > 0 || time.Since(*v.since) < q.Window; v.asks {
-			v.stored, unread = t.read(ctx, group, q.Window)
+		v, unread, err := t.view(ctx, a, q.Fingerprint)
+		if err != nil {
+			return nil, err
 		}
 		waited := !until.IsZero() && !time.Now().Before(until)
-		waiting, again := t.decide(a, &v, waited)
+		waiting, again := t.decide(a, v, waited)
 		switch {
 		case again:
 			continue
@@ -247,7 +260,19 @@ func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 			a.End()
 			return nil, unread
 		case waiting == nil:
-			return a, nil
+			if a.own == nil || a.Key == own || v.named != nil {
+				return a, nil
+			}
+			err := t.stand(ctx, a, v)
+			if err == nil {
+				return a, nil
+			}
+			a.End()
+			if lost := (*store.Conflict)(nil); !errors.As(err, &lost) {
+				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+			}
+			a.ID, a.Key, a.Evidence = s.ID, own, "" // another call with this key was first
+			continue
 		case until.IsZero():
 			until = time.Now().Add(retryWait)
 		}
@@ -257,17 +282,116 @@ func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 	}
 }
 
+// view reads what decide needs of the store. Where only the scan fails the error is unread.
+func (t *groups) view(ctx context.Context, a *Attempt, fp Fingerprint) (v *view, unread, err error) {
+	v = &view{since: t.since.Load()}
+	s := t.shard(a.group)
+	s.Lock()
+	v.removals = *s.removed(a.group)
+	s.Unlock()
+	if a.own != nil {
+		if err := t.named(ctx, a, fp, v); err != nil || v.named != nil {
+			return v, nil, err
+		}
+	}
+	if v.asks = a.count > 0 || time.Since(*v.since) < a.window; v.asks {
+		v.stored, unread = t.read(ctx, a.group, a.window)
+	}
+	return v, unread, nil
+}
+
+// named finds the execution that the call's key stands for: its own, or the one that it was
+// recognised as. That of another content has no state: the call is refused by its record.
+func (t *groups) named(ctx context.Context, a *Attempt, fp Fingerprint, v *view) error {
+	k := &known{key: *a.own, id: a.ID, group: a.group, window: a.window, count: a.count}
+	record, _, err := t.g.load(ctx, k.key)
+	if err == nil && record == nil {
+		entry, lost := t.g.store.Get(ctx, aliasKey(*a.own))
+		switch {
+		case errors.Is(lost, store.ErrNotFound):
+			return nil
+		case lost != nil:
+			return fmt.Errorf("%w: %w", ErrStore, lost)
+		case len(entry.Value) != keySize:
+			return unreadable(errEncoding)
+		}
+		k.key, v.alias = Key(entry.Value), entry.Version
+		record, _, err = t.g.load(ctx, k.key)
+	}
+	if err != nil || record == nil { // what has expired, or was released, is not known
+		return err
+	}
+	if k.key != *a.own {
+		k.id = record.ID
+	}
+	v.named = k
+	if record.Fingerprint != fp {
+		return nil
+	}
+	now, err := t.g.store.Now(ctx)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	entry, err := t.g.store.Get(ctx, appendRowKey(nil, a.group, k.key))
+	if err == nil {
+		var row *known
+		if row, err = decodeRow(entry); err != nil {
+			return unreadable(err)
+		}
+		k.mark, k.settled, k.count = row.mark, row.settled, row.count
+		k.ended = time.Now().Add(entry.Expires.Sub(now) - a.window)
+	} else if !errors.Is(err, store.ErrNotFound) {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	t.describe(k, record)
+	if record.State.open() && t.g.flights.find(k.key) != nil {
+		k.state = StateSending
+	}
+	return nil
+}
+
+// stand has the call's key stand for the execution that it was recognised as. The error is a
+// *store.Conflict if the key has become known meanwhile.
+func (t *groups) stand(ctx context.Context, a *Attempt, v *view) error {
+	s := t.shard(a.group)
+	s.Lock()
+	key, expires := a.known.key, time.Time{}
+	if a.known.state == StateCompleted {
+		expires = a.known.expires
+	}
+	s.Unlock()
+	condition := store.Absent()
+	if v.alias != 0 {
+		condition = store.VersionIs(v.alias)
+	}
+	_, err := t.g.store.Commit(ctx,
+		store.Write{Key: aliasKey(*a.own), If: condition, Value: key[:], Expires: expires},
+		store.Write{Key: recordKey(*a.own), If: store.Absent(), Delete: true})
+	return err
+}
+
 // decide registers a as a retry or as a new call. Before it does the latter it returns the
 // attempts whose clients still wait, unless the time for that is over. With again, v is too old.
 func (t *groups) decide(a *Attempt, v *view, waited bool) (waiting []*Attempt, again bool) {
 	s := t.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
-	if t.since.Load() != v.since || v.asks && *s.removed(a.group) != v.removals {
+	if t.since.Load() != v.since || (v.asks || a.own != nil) && *s.removed(a.group) != v.removals {
 		return nil, true
 	}
 	now := time.Now()
 	all := s.of[a.group]
+	if k := a.standsFor(all, v.named); k != nil {
+		if k != v.named || k.state != 0 && !slices.Contains(all, k) {
+			t.hold(s, a, k, now)
+		} else {
+			k.holder, a.known = a, k
+		}
+		if a.ID, a.Key = k.id, k.key; a.Key != *a.own {
+			a.Evidence = EvidenceKey
+		}
+		return nil, false
+	}
 	candidates := slices.Clip(all)
 	for _, k := range v.stored {
 		if !slices.ContainsFunc(all, func(other *known) bool { return other.key == k.key }) {
@@ -292,19 +416,51 @@ func (t *groups) decide(a *Attempt, v *view, waited bool) (waiting []*Attempt, a
 		k.taken, a.refused, k = true, k, nil
 	}
 	if k == nil {
+		for _, other := range all { // its own key was refused
+			if other.key == a.Key && a.refused == nil && !other.taken {
+				other.taken, a.refused = true, other
+			}
+		}
 		k = &known{key: a.Key, id: a.ID, group: a.group, window: a.window, count: a.count}
-		t.add(s, k)
 	} else {
 		a.Evidence, a.ID, a.Key = why, k.id, k.key
-		if !slices.Contains(all, k) {
-			t.add(s, k)
+		if a.own != nil && a.Key != *a.own && (k.state != StateCompleted || k.expires.IsZero()) {
+			k.aliases = append(k.aliases, *a.own)
 		}
+	}
+	t.hold(s, a, k, now)
+	return nil, false
+}
+
+// standsFor returns the execution that the call's key is known to stand for; nil for a new key.
+func (a *Attempt) standsFor(all []*known, named *known) *known {
+	if a.own == nil {
+		return nil
+	}
+	key := *a.own
+	if named != nil {
+		key = named.key
+	}
+	for _, k := range all {
+		if !k.refused() && (k.key == key || named == nil && slices.Contains(k.aliases, key)) {
+			return k
+		}
+	}
+	if slices.ContainsFunc(all, func(k *known) bool { return k.key == key }) {
+		return nil // it was refused since named was read
+	}
+	return named
+}
+
+// hold has the attempt wait for the answer of k.
+func (t *groups) hold(s *groupShard, a *Attempt, k *known, now time.Time) {
+	if !slices.Contains(s.of[a.group], k) {
+		t.add(s, k)
 	}
 	k.count, k.began, k.order = max(k.count, a.count), now, t.order.Add(1)
 	k.holder, k.unanswered, k.retriable = a, false, false
 	a.known = k
 	t.note(s, k)
-	return nil, false
 }
 
 func (t *groups) add(s *groupShard, k *known) {
@@ -356,6 +512,10 @@ func (a *Attempt) runs(settling time.Time) {
 	s.Lock()
 	defer s.Unlock()
 	k := a.known
+	if settling.IsZero() && !slices.Contains(s.of[a.group], k) { // another call with its key was refused meanwhile
+		k.holder = a
+		a.at.add(s, k)
+	}
 	k.runner, k.state, k.released, k.settling = a, StateSending, false, settling
 	if a.refused != nil {
 		a.at.remove(s, a.refused)
@@ -375,21 +535,42 @@ func (a *Attempt) claims(batch []store.Write) []store.Write {
 }
 
 // settled notes how the execution has ended.
-func (a *Attempt) settled(v Verdict, at time.Time, recorded bool) {
+func (a *Attempt) settled(v Verdict, at time.Time, keep time.Duration, recorded bool) {
 	s := a.at.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
 	k := a.known
 	k.runner, k.settling, k.settled, k.ended = nil, time.Time{}, at, time.Now()
 	k.state, k.mark = StateCompleted, markNone // the outcome has its row written anew
-	k.unrecorded = !recorded
+	k.unrecorded, k.expires = !recorded, at.Add(keep)
 	switch v {
 	case InDoubt:
 		k.state = StateInDoubt
 	case Released:
 		k.released, k.mark = true, markReleased
+		a.at.forget(s, a.group)
 	}
 	a.at.pend(s, k)
+}
+
+// forget forgets the oldest refusal of a group that has too many.
+func (t *groups) forget(s *groupShard, group groupHash) {
+	var oldest *known
+	n := 0
+	for _, k := range s.of[group] {
+		if !k.released {
+			continue
+		}
+		n++
+		if k.refused() && !k.taken && k.holder == nil && (oldest == nil || oldest.younger(k)) {
+			oldest = k
+		}
+	}
+	if n > mostRefused && oldest != nil {
+		oldest.forgotten = true
+		t.remove(s, oldest)
+		t.pend(s, oldest)
+	}
 }
 
 // Completed notes that the execution has a result: a doubt was settled meanwhile.
@@ -449,7 +630,7 @@ func (a *Attempt) End() {
 // note has the mark of an execution written if it is to change, and forgets an execution that has
 // nothing to say any more.
 func (t *groups) note(s *groupShard, k *known) {
-	if k.wanted() != k.mark {
+	if k.wanted() != k.mark || k.state == StateCompleted && len(k.aliases) > 0 {
 		t.pend(s, k)
 		return
 	}
@@ -524,10 +705,23 @@ func (t *groups) flush(ctx context.Context) error {
 				t.pend(s, k)
 				continue
 			}
-			if mark := k.wanted(); mark != k.mark {
-				open, marks = append(open, k), append(marks, mark)
-				batch = append(batch, k.row(mark, now))
-			} else {
+			write := func(w store.Write) {
+				open, marks, batch = append(open, k), append(marks, k.mark), append(batch, w)
+			}
+			done := true
+			if k.state == StateCompleted {
+				for _, key := range k.aliases {
+					write(store.Write{Key: aliasKey(key), Value: k.key[:], Expires: k.expires})
+				}
+				done, k.aliases = len(k.aliases) == 0, nil
+			}
+			switch mark := k.wanted(); {
+			case k.forgotten:
+				write(store.Write{Key: appendRowKey(nil, k.group, k.key), Delete: true})
+			case mark != k.mark:
+				write(k.row(mark, now))
+				marks[len(marks)-1] = mark
+			case done:
 				t.note(s, k)
 			}
 		}
@@ -683,6 +877,9 @@ func appendRowKey(b []byte, group groupHash, key Key) []byte {
 	return append(append(append(b, spaceGroup), group[:]...), key[:]...)
 }
 
+// aliasKey is the name of the entry that says which execution a key stands for.
+func aliasKey(key Key) []byte { return append([]byte{spaceAlias}, key[:]...) }
+
 func appendRow(b []byte, mark byte, count int, settled time.Time) []byte {
 	return appendTime(binary.AppendUvarint(append(b, mark), uint64(count)), settled)
 }
@@ -731,17 +928,23 @@ func (t *groups) read(ctx context.Context, group groupHash, window time.Duration
 		if record, _, err = t.g.load(ctx, k.key); record == nil {
 			return true
 		}
-		k.id, k.state = record.ID, StateCompleted
-		if record.State == StateInDoubt || record.State.open() {
-			k.state = StateInDoubt
-		}
-		k.retriable = record.State == StateCompleted && clientsRetry(record.Status)
-		k.crashed = k.mark == markNone && record.Boot != t.g.boot && slices.ContainsFunc(t.crashes, func(c crash) bool {
-			return !k.settled.Before(c.from) && !k.settled.After(c.to)
-		})
-		k.unanswered = k.mark == markUnanswered || k.crashed
+		k.id = record.ID
+		t.describe(k, record)
 		return false
 	}), err
+}
+
+// describe completes what a row says by the record.
+func (t *groups) describe(k *known, record *Record) {
+	k.state, k.expires = StateCompleted, record.expires()
+	if record.State == StateInDoubt || record.State.open() {
+		k.state = StateInDoubt
+	}
+	k.retriable = record.State == StateCompleted && clientsRetry(record.Status)
+	k.crashed = k.mark == markNone && record.Boot != t.g.boot && slices.ContainsFunc(t.crashes, func(c crash) bool {
+		return !k.settled.Before(c.from) && !k.settled.After(c.to)
+	})
+	k.unanswered = k.mark == markUnanswered || k.crashed
 }
 
 func decodeRow(entry store.Entry) (*known, error) {

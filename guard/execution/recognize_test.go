@@ -2,6 +2,7 @@ package execution
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -82,10 +83,18 @@ const testWindow = 10 * time.Minute
 func (b *alike) call(count int) *one {
 	b.Helper()
 	b.n++
+	return b.make(fmt.Sprint("id-", b.n), false, count)
+}
+
+// keyed makes a call with a key of its caller's.
+func (b *alike) keyed(id string) *one { return b.make(id, true, 0) }
+
+func (b *alike) make(id string, given bool, count int) *one {
+	b.Helper()
 	gone, leave := context.WithCancel(context.Background())
-	scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: fmt.Sprint("id-", b.n)}
+	scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: id}
 	a, err := b.g.Recognize(context.Background(), Question{
-		Scope: scope, Fingerprint: Fingerprint{1}, Count: count, Window: testWindow, Gone: gone,
+		Scope: scope, Fingerprint: Fingerprint{1}, Given: given, Count: count, Window: testWindow, Gone: gone,
 	})
 	if err != nil {
 		b.Fatal(err)
@@ -472,6 +481,163 @@ func TestRecognize(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) { test(newAlike(t)) })
 		})
 	}
+}
+
+// Keys that are advisory (ADR 0070): a new one is looked up by evidence, a known one is its caller's
+// word.
+func TestRecognizeNewKeys(t *testing.T) {
+	repeats := func(o, of *one) *one {
+		o.b.Helper()
+		if o.Evidence != "" || o.ID != of.ID || o.run != nil {
+			o.b.Errorf("%s by %q, want %s by its key", o.ID, o.Evidence, of.ID)
+		}
+		return o
+	}
+	for name, test := range map[string]func(b *alike){
+		"its first attempt was lost": func(b *alike) {
+			a := b.keyed("a").is(nil, "").settle(Completed, 200).lost()
+			b.keyed("b").is(a, EvidenceUnanswered).answer(200)
+			b.keyed("c").is(nil, "").settle(Completed, 200).answer(200)
+			b.keyed("b").is(a, EvidenceKey).answer(200) // and none of what has come since
+		},
+		"answered under its key meanwhile": func(b *alike) {
+			a := b.keyed("a").settle(Completed, 200).lost()
+			repeats(b.keyed("a"), a).answer(200)
+			b.keyed("b").is(nil, "")
+		},
+		"answered under its key after a restart": func(b *alike) {
+			a := b.keyed("a").settle(Completed, 200).lost()
+			<-time.After(2 * time.Second)
+			b.kill()
+			<-time.After(1)
+			repeats(b.keyed("a"), a).answer(200)
+			b.keyed("b").is(nil, "").settle(Completed, 200).answer(200)
+			<-time.After(2 * time.Second)
+			b.kill()
+			b.keyed("c").is(nil, "")
+		},
+		"lost again under its key": func(b *alike) {
+			a := b.keyed("a").settle(Completed, 200).answer(200)
+			repeats(b.keyed("a"), a).lost()
+			b.keyed("b").is(a, EvidenceUnanswered)
+		},
+		"all answered": func(b *alike) {
+			b.keyed("a").settle(Completed, 200).answer(200)
+			b.keyed("b").is(nil, "")
+		},
+		"among calls without a key": func(b *alike) {
+			a := b.keyed("a").settle(Completed, 200).lost()
+			b.call(0).is(a, EvidenceUnanswered).answer(200)
+			c := b.call(0).is(nil, "").settle(Completed, 200).lost()
+			b.keyed("b").is(c, EvidenceUnanswered)
+		},
+		"in doubt": func(b *alike) {
+			a := b.keyed("a").settle(InDoubt, 502)
+			a.End()
+			b.keyed("b").is(a, EvidenceInDoubt).End()
+			b.kill()
+			<-time.After(testWindow)
+			b.keyed("c").is(nil, "").settle(Completed, 200).answer(200)
+			b.keyed("b").is(a, EvidenceKey) // a key has no window
+		},
+		"three new keys at a time": func(b *alike) {
+			three := []*one{b.keyed("a"), b.keyed("b"), b.keyed("c")}
+			for _, o := range three {
+				o.settle(Completed, 200).lost()
+			}
+			for i := range three { // the youngest first
+				b.keyed(fmt.Sprint("new-", i)).is(three[len(three)-1-i], EvidenceUnanswered)
+			}
+			b.keyed("d").is(nil, "")
+		},
+		"one new key twice at a time": func(b *alike) {
+			a := b.keyed("a").settle(Completed, 200).lost()
+			b.keyed("b").is(a, EvidenceUnanswered)
+			b.keyed("b").is(a, EvidenceKey)
+		},
+		"killed after it was recognised": func(b *alike) {
+			a := b.keyed("a").settle(Completed, 200).lost()
+			b.keyed("b").is(a, EvidenceUnanswered).answer(200)
+			<-time.After(2 * time.Second)
+			b.kill()
+			<-time.After(testWindow)
+			b.keyed("b").is(a, EvidenceKey)
+			b.keyed("c").is(nil, "")
+		},
+		"the store is full when it is recognised": func(b *alike) {
+			a := b.keyed("a").settle(Completed, 200).lost()
+			b.g.store = full{b.mem}
+			gone := context.Background()
+			scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: "b"}
+			if _, err := b.g.Recognize(gone, Question{Scope: scope, Fingerprint: Fingerprint{1}, Given: true, Window: testWindow, Gone: gone}); !errors.Is(err, ErrStore) {
+				b.Fatal(err) // else it would be answered by what a crash forgets
+			}
+			b.g.store = b.mem
+			b.keyed("b").is(a, EvidenceUnanswered)
+		},
+		"refused": func(b *alike) {
+			b.keyed("a").settle(Released, 529).answer(529)
+			b.keyed("a").is(nil, "").settle(Released, 529).answer(529)
+			b.keyed("b").is(nil, "").settle(Completed, 200).answer(200)
+			b.keyed("a").is(nil, "")
+		},
+		"of another content": func(b *alike) {
+			a := b.keyed("a").settle(Completed, 200).lost()
+			b.keyed("b").is(a, EvidenceUnanswered).lost()
+			ctx := context.Background()
+			for _, id := range []string{"a", "b"} { // which the record of a refuses
+				scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: id}
+				other, err := b.g.Recognize(ctx, Question{Scope: scope, Fingerprint: Fingerprint{2}, Given: true, Window: testWindow, Gone: ctx})
+				if err != nil || other.Key != a.Key {
+					b.Fatal(other, err)
+				}
+				other.End()
+			}
+			b.keyed("c").is(a, EvidenceUnanswered)
+		},
+		"as long as the execution's record": func(b *alike) {
+			done := b.keyed("a").settle(Completed, 200).lost()
+			b.keyed("b").is(done, EvidenceUnanswered).answer(200)
+			running := b.keyed("c").is(nil, "")
+			running.leave()
+			r := b.keyed("d").is(running, EvidenceUnanswered)
+			running.settle(Completed, 200)
+			r.answer(200)
+			<-time.After(2 * time.Second)
+			for _, id := range []string{"b", "d"} {
+				scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: id}
+				entry, err := b.mem.Get(context.Background(), aliasKey(b.g.Key(scope)))
+				if err != nil || entry.Expires.Sub(time.Now().Add(time.Hour)).Abs() > 3*time.Second {
+					b.Errorf("%s until %v: %v", id, entry.Expires, err)
+				}
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { test(newAlike(t)) })
+		})
+	}
+}
+
+// Thousands of equal refusals cost the calls that equal them no more than a few.
+func TestRecognizeAfterManyRefusals(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newAlike(t)
+		for range 10 * mostRefused {
+			b.call(0).settle(Released, 529).answer(529)
+		}
+		<-time.After(2 * time.Second)
+		rows := 0
+		for _, err := range b.mem.Scan(context.Background(), store.Prefix([]byte{spaceGroup})) {
+			if rows++; err != nil {
+				t.Fatal(err)
+			}
+		}
+		if n := b.g.groups.n.Load(); n != mostRefused || rows != mostRefused {
+			t.Errorf("%d are known, %d have a row, want %d", n, rows, mostRefused)
+		}
+		b.call(1).is(nil, "").settle(Completed, 200).answer(200) // of the youngest
+	})
 }
 
 // A model of recognition: callers with intended calls, all equal, that are answered, lose their

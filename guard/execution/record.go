@@ -347,8 +347,9 @@ func (r *Record) decode(b []byte) error {
 //	c caller id key               index: a caller's settled executions by id; the value
 //	                              is an account of them
 //	w workflow created key        index: a workflow's settled executions by age
-//	n group key                   index: equal calls without a key, for their window;
-//	                              the value marks those that were not answered, or released
+//	n group key                   index: equal calls that retries are recognised among, for their
+//	                              window; the value marks those not answered, or released
+//	a key                         the execution that an advisory key was recognised for
 //	r key                         the head of an answer, with what a replay needs of the record
 //	r key claim piece             the full pieces before it, from 1 on; 0 was the head
 //	o key at                      what an operator has resolved, sealed
@@ -369,6 +370,7 @@ const (
 	spaceState    = 's'
 	spaceWorkflow = 'w'
 	spaceGroup    = 'n'
+	spaceAlias    = 'a'
 	spaceResult   = 'r'
 	spaceResolved = 'o'
 )

@@ -131,4 +131,9 @@ var mutations = []mutation{
 		old: "e.ring.Index(\"circuit\", key.Upstream, key.Class)", now: "e.ring.Index(\"circuit\", key.Class)",
 		breaks: "breakers are recorded in one place", tests: []string{"TestCircuitsAreApartOverARestart"},
 	},
+	{
+		id: "G-three-layer-model-a", file: "guard/execution/recognize.go",
+		old: "a.own == nil || a.Key == own || v.named != nil {", now: "a.own == nil || a.Key == own || v.named != nil || a.Evidence != \"\" {",
+		breaks: "a new key that was recognised is a new key again", tests: []string{"TestNewKeysThatAreAdvisory"},
+	},
 }
