@@ -33,6 +33,13 @@ func Payment(n int) Request {
 	return Request{Method: http.MethodPost, Path: "/v1/charges", Body: []byte(body)}
 }
 
+// Message is a POST of a message of MCP that changes nothing, of n bytes.
+func Message(n int) Request {
+	const head, tail = `{"jsonrpc":"2.0","id":1,"method":"resources/read","params":{"uri":"file:///`, `"}}`
+	body := head + strings.Repeat("n", max(n-len(head)-len(tail), 0)) + tail
+	return Request{Method: http.MethodPost, Path: "/mcp", Body: []byte(body)}
+}
+
 // KeyLength is that of a UUID, because some take nothing else.
 const KeyLength = 36
 

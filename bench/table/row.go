@@ -16,6 +16,7 @@ const (
 	replay              // the same call again and again
 	replays             // calls that were made before, each as often as any other
 	signed              // each a call of its own, with a token that names it
+	message             // a message of MCP that changes nothing, so it is read and passes
 )
 
 // row is one line of the table: a subject, and what it is compared with.
@@ -46,6 +47,7 @@ const (
 	async    place = "agent_proxy, settle async"
 	noop     place = "no-op handler"
 	naive    place = "naive map"
+	speaking place = "agent_proxy, protocol mcp"
 	ledgered place = "agent_proxy, ledger"
 	trusting place = "agent_proxy, ledger, trust"
 	trustEd  place = "agent_proxy, ledger, trust, EdDSA"
@@ -72,6 +74,7 @@ var rows = []row{
 	{name: "GET, passed through", kind: get, conns: 16, subject: guarded, reference: bare, bar: 0.97},
 	{name: "GET, passed through", kind: get, conns: 64, subject: guarded, reference: bare, bar: 0.97},
 	{name: "GET, passed through", kind: get, conns: 256, subject: guarded, reference: bare, bar: 0.97},
+	{name: "MCP message that changes nothing", kind: message, conns: 64, subject: speaking, reference: bare, bar: 0.95},
 	{name: "POST, outcome awaited", kind: post, conns: 1, subject: guarded, reference: bare, bar: 0.40},
 	{name: "POST, outcome awaited", kind: post, conns: 16, subject: guarded, reference: bare, bar: 0.50},
 	{name: "POST, outcome awaited", kind: post, conns: 64, subject: guarded, reference: bare, bar: 0.70, tail: 1.5, work: guardWork, syncs: true},
@@ -105,6 +108,8 @@ func (r *row) request(recorded string, keys int) load.Request {
 	switch r.kind {
 	case get:
 		return load.Request{Method: "GET", Path: "/v1/charges"}
+	case message:
+		return load.Message(requestSize)
 	case replay:
 		request := load.Payment(requestSize)
 		request.Key = load.NewKey()
@@ -127,7 +132,7 @@ func (r *row) request(recorded string, keys int) load.Request {
 // proof is a line that an answer of the subject has where it did what the row says.
 func (r *row) proof() string {
 	switch {
-	case r.kind == get || !sites[r.subject].guarded:
+	case r.kind == get || r.kind == message || !sites[r.subject].guarded:
 		return ""
 	case r.kind == replay || r.kind == replays:
 		return "Execution-Status: replayed"

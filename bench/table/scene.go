@@ -108,6 +108,7 @@ var sites = map[place]site{
 	static:   {text: "header Content-Type application/json\n\trespond `%[2]s`"},
 	guarded:  {text: "agent_proxy %[1]s", guarded: true},
 	async:    {text: "agent_proxy %[1]s {\n\t\tsettle async\n\t}", guarded: true},
+	speaking: {text: "agent_proxy %[1]s {\n\t\tprotocol mcp\n\t}", guarded: true},
 	ledgered: {text: "agent_proxy %[1]s", guarded: true, ledger: true, algorithm: ect.ES256},
 	trusting: {text: "agent_proxy %[1]s {\n\t\trequire_ect\n\t}", guarded: true, ledger: true, trust: true, algorithm: ect.ES256},
 	trustEd:  {text: "agent_proxy %[1]s {\n\t\trequire_ect\n\t}", guarded: true, ledger: true, trust: true, algorithm: ect.EdDSA},
