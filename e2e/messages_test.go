@@ -22,6 +22,8 @@ type toolServer struct {
 	calls map[string]int
 	seen  int   // requests
 	hold  *gate // for calls of tools; may be nil
+
+	refunds []string // as they came, each with its session
 }
 
 func (s *toolServer) count(tool string) int {
@@ -58,6 +60,9 @@ func (s *toolServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 				_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"content":[],"n":%d}}`, id, s.calls[tool])
 			}
 		}
+	case called("refund"):
+		s.refunds = append(s.refunds, r.Header.Get("Mcp-Session-Id")+" "+string(body))
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"content":[]}}`, id)
 	case called("fail"):
 		s.calls["fail"]++
 		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"content":[],"isError":true,"n":%d}}`, id, s.calls["fail"])
@@ -467,6 +472,32 @@ func TestMessagesFeedTheBreaker(t *testing.T) {
 	g.call(message(toolCall("1", "fail", "")))
 	if now := circuit(t, addr); now.State != breaker.Closed {
 		t.Errorf("after a probe that a tool has answered: %+v", now)
+	}
+}
+
+// What undoes a call of a tool can be a call of another one, in the session of the first.
+func TestMessagesAreUndoneByMessages(t *testing.T) {
+	s, addr := newToolServer(t)
+	a := newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: `agent_proxy ` + addr + ` {
+		protocol mcp
+		action pay {
+			match tool pay
+			compensate POST /mcp {
+				body application/json ` + "`" + `{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"refund","arguments":{{"payment":"{response.json./result/n}","of":"{request.json./params/name}"}}}}}}` + "`" + `
+				header Mcp-Session-Id {request.header.Mcp-Session-Id}
+				header Accept "application/json, text/event-stream"
+			}
+		}
+	}`})
+	saga := g.saga(a)
+	paid := saga.do(message(toolCall("1", "pay", ""), "Mcp-Session-Id", "the first"))
+	saga.back(rollbackBody{Checkpoint: paid.checkpoint, Reason: "wrong order"}).want(t, "completed")
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	want := `the first {"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"refund","arguments":{"payment":"1","of":"pay"}}}`
+	if len(s.refunds) != 1 || s.refunds[0] != want || s.calls["pay"] != 1 {
+		t.Errorf("%q", s.refunds)
 	}
 }
 
