@@ -496,7 +496,7 @@ func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who ev
 			return who, "", err
 		}
 	}
-	if caller, err = h.handler.CallerOf(e.executions, r, &tokens); err != nil {
+	if caller, err = h.handler.CallerOf(e.executions, r, tokens.Issuer()); err != nil {
 		return who, "", err
 	}
 	return evidence.Reader{
@@ -540,7 +540,7 @@ func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request)
 	}
 	switch len(tokens.Own) {
 	case 0:
-		caller, err := h.handler.CallerOf(e.executions, r, &tokens)
+		caller, err := h.handler.CallerOf(e.executions, r, tokens.Issuer())
 		if err != nil {
 			return nil, err
 		}

@@ -230,6 +230,8 @@ func (s sink) action(a guard.ActionReport) {
 	for evidence, n := range a.Recognized {
 		s.count(recognized, n, a.Guard, a.Action, string(evidence))
 	}
+	s.count(cancels, a.CancelsKept, a.Guard, a.Action, "kept")
+	s.count(cancels, a.CancelsPassed, a.Guard, a.Action, "passed_on")
 	s.count(failOpen, a.FailOpen, a.Guard, a.Action)
 	for result, n := range a.Probes {
 		s.count(probes, n, a.Guard, a.Action, result.String())
@@ -331,6 +333,7 @@ var (
 	running        = family("running", gauge, "Executions that are running now.", "guard", "action")
 	metricsReplays = family("replays_total", counter, "Calls that were answered with a recorded result.", "guard", "action")
 	recognized     = family("recognized_total", counter, "Calls that were recognised as retries, by the evidence.", "guard", "action", "evidence")
+	cancels        = family("cancellations_total", counter, "Cancellations of running calls by notifications/cancelled: passed on to the upstream, or kept from it.", "guard", "action", "result")
 	attaches       = family("attaches_total", counter, "Calls that were answered by an execution that was running already.", "guard", "action")
 	problems       = family("problems_total", counter, "Calls that were answered with a problem of the gateway.", "guard", "action", "problem")
 	failOpen       = family("fail_open_total", counter, "Calls that were forwarded unguarded because the store was unavailable.", "guard", "action")
@@ -382,7 +385,7 @@ func Families() []*Family {
 }
 
 var families = []*Family{
-	executions, running, metricsReplays, attaches, recognized, problems, failOpen, probes, unguarded, tokens,
+	executions, running, metricsReplays, attaches, recognized, cancels, problems, failOpen, probes, unguarded, tokens,
 	inDoubt, inDoubtOldest, recovered,
 	bodyMemory, storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
 	circuitState, circuitErrors, circuitOpenings, circuitRejected,

@@ -155,6 +155,8 @@ func TestCounts(t *testing.T) {
 		{a.Replayed, at("replays_total", "")},
 		{a.Attached, at("attaches_total", "")},
 		{func() { a.Recognized(execution.EvidenceUnanswered) }, `agent_guard_recognized_total{action="pay",evidence="unanswered",guard="g"}`},
+		{func() { a.Cancelled(false) }, at("cancellations_total", `,result="kept"`)},
+		{func() { a.Cancelled(true) }, at("cancellations_total", `,result="passed_on"`)},
 		{a.FailedOpen, at("fail_open_total", "")},
 		{func() { a.Probed(guard.ProbeApplied) }, at("probes_total", `,result="applied"`)},
 		{func() { a.Probed(guard.ProbeNotApplied) }, at("probes_total", `,result="not_applied"`)},

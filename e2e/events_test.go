@@ -16,6 +16,7 @@ const everyEvent = `events {
 	on agent_guard.executions_recovered e2e
 	on agent_guard.fingerprint_mismatch e2e
 	on agent_guard.call_recognized e2e
+	on agent_guard.call_cancelled e2e
 	on agent_guard.fail_open e2e
 	on agent_guard.store_unhealthy e2e
 	on agent_guard.disk_low e2e

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -23,7 +24,8 @@ type toolServer struct {
 	seen  int   // requests
 	hold  *gate // for calls of tools; may be nil
 
-	refunds []string // as they came, each with its session
+	refunds   []string // as they came, each with its session
+	cancelled []string // the ids of requests
 }
 
 func (s *toolServer) count(tool string) int {
@@ -93,6 +95,10 @@ func (s *toolServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 		s.calls["stream"]++
 		_, _ = fmt.Fprintf(w, "id: 2\ndata: {\"jsonrpc\":\"2.0\",\"id\":%s,\"result\":{\"n\":%d}}\n\n", id, s.calls["stream"])
+	case strings.Contains(string(body), "notifications/cancelled"):
+		_, rest, _ := strings.Cut(string(body), `"requestId":`)
+		s.cancelled = append(s.cancelled, rest[:strings.IndexAny(rest, ",}")])
+		w.WriteHeader(http.StatusAccepted)
 	case strings.Contains(string(body), "notifications/"):
 		w.WriteHeader(http.StatusAccepted)
 	default:
@@ -498,6 +504,63 @@ func TestMessagesAreUndoneByMessages(t *testing.T) {
 	want := `the first {"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"refund","arguments":{"payment":"1","of":"pay"}}}`
 	if len(s.refunds) != 1 || s.refunds[0] != want || s.calls["pay"] != 1 {
 		t.Errorf("%q", s.refunds)
+	}
+}
+
+// P1: a client that says notifications/cancelled has left, though its request stays open. The upstream
+// hears of it once, with the id that it knows, and so do operators.
+func TestMessagesCancelled(t *testing.T) {
+	o := observed(t)
+	s, addr := newToolServer(t)
+	hold := newGate(t)
+	s.hold = hold
+	g := launch(t, setup{global: everyEvent, site: fmt.Sprintf(`handle /metrics {
+		metrics
+	}
+	handle {
+		agent_proxy %s {
+			protocol mcp
+			missing_id recognize
+		}
+	}`, addr)})
+	cancel := func(id string, passedOn bool, heard ...string) {
+		t.Helper()
+		got := g.call(message(`{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":` + id + `,"reason":"timeout"}}`))
+		if e := o.event(); got.status != 202 || e.Name() != "agent_guard.call_cancelled" || e.Data["passed_on"] != passedOn || e.Data["key"] == nil {
+			t.Errorf("%d, %s %v", got.status, e.Name(), e.Data)
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if !slices.Equal(s.cancelled, heard) {
+			t.Errorf("the upstream has heard of %q", s.cancelled)
+		}
+	}
+	first := g.begin(message(toolCall("3", "pay", "")))
+	<-hold.arrived
+	cancel("3", true, "3")
+	retry := g.begin(message(toolCall(`"four"`, "pay", "")))
+	if e := o.event(); e.Name() != "agent_guard.call_recognized" || e.Data["evidence"] != "unanswered" {
+		t.Errorf("%s %v", e.Name(), e.Data)
+	}
+	followers(t, 1)
+	cancel(`"four"`, false, "3")
+	last := g.begin(message(toolCall("5", "pay", "")))
+	o.event()
+	followers(t, 2)
+	hold.open()
+	for id, p := range map[string]*pending{"3": first, `"four"`: retry, "5": last} {
+		if got := p.answer(); got.status != 200 || !strings.Contains(got.body, `"id":`+id+`,"result"`) {
+			t.Errorf("%s: %d %s", id, got.status, got.body)
+		}
+	}
+	if n := s.count("pay"); n != 1 {
+		t.Errorf("it was executed %d times", n)
+	}
+	samples := g.samples("/metrics")
+	for _, result := range []string{"kept", "passed_on"} {
+		if n := samples[`agent_guard_cancellations_total{action="default",guard="default",result="`+result+`"}`]; n != "1" {
+			t.Errorf("%s: %s", result, n)
+		}
 	}
 }
 

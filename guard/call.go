@@ -164,6 +164,7 @@ type Call struct {
 	body       *spool.Spool
 	read       bool              // the request's body was read to its end
 	message    *protocol.Message // that the body is; nil for any other call
+	cancels    *protocol.Request // that the body is, where it cancels another one; else nil
 	heard      *protocol.Answer  // to the message; nil where only HTTP says what it means
 	call       execution.Call
 	wait       time.Time       // when a retry stops waiting for a running execution
@@ -181,6 +182,7 @@ type Call struct {
 	doubtful    bool            // it was forwarded, and is in doubt
 	headerCause execution.Cause // of the doubt that the header of its answer shows; empty without one
 	found       bool            // an execution of this id was met
+	client      client          // that waits for its answer
 	noted       noted
 }
 
@@ -215,8 +217,14 @@ func (x *Call) close() {
 	if x.noted.outer != nil { // else it stays, for the access log
 		x.h.Host.Show(x.r, x.noted.outer)
 	}
+	if x.engine != nil {
+		x.engine.clients.remove(&x.client)
+	}
 	if x.call.Attempt != nil {
 		x.call.Attempt.End()
+	}
+	if x.client.leave != nil {
+		x.client.leave()
 	}
 	x.giveTokensBack()
 	x.probed()
@@ -239,9 +247,15 @@ func (x *Call) prepare() error {
 	if err != nil {
 		return err
 	}
+	x.client.call, x.client.gone = x, x.r.Context()
+	if m := x.message; m != nil && m.Protocol == protocol.MCP && m.ID != nil && len(m.ID) <= execution.MaxID {
+		x.client.name = x.h.requestName(x.r, caller, m.ID)
+		x.client.gone, x.client.leave = context.WithCancel(x.client.gone)
+	}
 	if x.call, err = x.describe(caller, fp); err != nil {
 		return err
 	}
+	x.engine.clients.add(&x.client, x.call.Key)
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
 		x.emit(EventRecognized, map[string]any{"evidence": string(a.Evidence)})
 	}
@@ -258,7 +272,7 @@ func (x *Call) identify() (caller string, err error) {
 		return "", err
 	}
 	x.verified = true
-	return x.h.CallerOf(x.executions, x.r, &x.evidence.tokens)
+	return x.h.CallerOf(x.executions, x.r, x.evidence.tokens.Issuer())
 }
 
 // fingerprint reads and hashes the request's body, and compares it with the hash in the tokens.
@@ -685,6 +699,7 @@ func (x *Call) execute(e *execution.Execution) error {
 	x.action.Counts.Begun()
 	x.engine.running.begin(x.call.Checkpoint)
 	x.engine.detach(&x.clock, x.r.Context(), x.call.Deadline)
+	x.client.sent.Store(true)
 	defer x.clock.stop()
 
 	var f forwarding

@@ -39,6 +39,7 @@ type Engine struct {
 	Writes WriteTracker
 
 	running     runningCalls
+	clients     clients
 	cuts        cutOff
 	readers     slowReaders
 	constraints constraints

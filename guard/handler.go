@@ -295,6 +295,7 @@ const (
 	EventFailOpen = "agent_guard.fail_open"
 
 	EventRecognized = "agent_guard.call_recognized"
+	EventCancelled  = "agent_guard.call_cancelled"
 )
 
 // config embeds Config in Handler without exporting its members.

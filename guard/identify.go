@@ -32,10 +32,10 @@ import (
 // ids.
 const Anonymous = "anonymous"
 
-// CallerOf is the first identity that applies. Each kind has its own prefix, so that no caller can
-// take another kind's name.
-func (h *Handler) CallerOf(g *execution.Guard, r *http.Request, tokens *Tokens) (string, error) {
-	if name := h.named(r, tokens.Issuer()); name != "" {
+// CallerOf is the first identity that applies; issuer is that of the request's tokens, or empty. Each
+// kind has its own prefix, so that no caller can take another kind's name.
+func (h *Handler) CallerOf(g *execution.Guard, r *http.Request, issuer string) (string, error) {
+	if name := h.named(r, issuer); name != "" {
 		return name, nil
 	}
 	if credentials := present(r.Header, h.Credentials); credentials != "" {
@@ -495,11 +495,11 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 func (x *Call) recognize(c *execution.Call) error {
 	peer := ""
 	if c.Scope.Caller == Anonymous { // else strangers would be one caller (P3)
-		peer, _, _ = net.SplitHostPort(x.r.RemoteAddr)
+		peer = peerOf(x.r)
 	}
 	a, err := x.executions.Recognize(x.r.Context(), execution.Question{
 		Scope: c.Scope, Fingerprint: c.Fingerprint, Peer: peer, Given: c.Origin == execution.OriginGiven, Count: retryCount(x.r.Header, x.h.RetryHeaders),
-		Window: x.h.RecognizeWindow, Gone: x.r.Context(),
+		Window: x.h.RecognizeWindow, Gone: x.client.gone,
 	})
 	if err != nil {
 		return x.storeFailed(err)
@@ -513,6 +513,12 @@ func (x *Call) recognize(c *execution.Call) error {
 		x.action.Counts.Recognized(a.Evidence)
 	}
 	return nil
+}
+
+// peerOf is the address of the client's host.
+func peerOf(r *http.Request) string {
+	peer, _, _ := net.SplitHostPort(r.RemoteAddr)
+	return peer
 }
 
 // retryCount is the number that a call gives itself as a retry in one of the fields; 0 without.

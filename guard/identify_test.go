@@ -74,7 +74,7 @@ func TestCaller(t *testing.T) {
 			if c.user != "" {
 				testHost{}.SetVar(c.r, "user", c.user)
 			}
-			got, err := newHandler(t, c.h).CallerOf(testGuard(t), c.r, new(Tokens))
+			got, err := newHandler(t, c.h).CallerOf(testGuard(t), c.r, "")
 			if err != nil || !regexp.MustCompile("^"+c.want+"$").MatchString(got) {
 				t.Errorf("caller %q, %v; want %s", got, err, c.want)
 			}
@@ -87,7 +87,7 @@ func TestCallersAreToldApart(t *testing.T) {
 	g := testGuard(t)
 	caller := func(h Config, fields ...string) string {
 		t.Helper()
-		name, err := newHandler(t, h).CallerOf(g, request("POST", "/", fields...), new(Tokens))
+		name, err := newHandler(t, h).CallerOf(g, request("POST", "/", fields...), "")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -117,7 +117,7 @@ func TestCallersAreToldApart(t *testing.T) {
 	if caller(Config{}, "Authorization", "Bearer a") != caller(Config{}, "Authorization", "Bearer a", "Cookie", "x=2") {
 		t.Error("a cookie beside a token makes another caller")
 	}
-	name, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "X-Api-Key", "k"), new(Tokens))
+	name, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "X-Api-Key", "k"), "")
 	if err != nil || name == caller(Config{}, "X-Api-Key", "k") {
 		t.Errorf("the hash of a credential is the same under another store's key: %v", err)
 	}
@@ -127,7 +127,7 @@ func TestCallersAreToldApart(t *testing.T) {
 func TestCallersHideCredentials(t *testing.T) {
 	g := testGuard(t)
 	for _, field := range []string{"Authorization", "X-Api-Key", "Api-Key", "Cookie"} {
-		name, err := newHandler(t, Config{}).CallerOf(g, request("POST", "/", field, "Bearer s3cr3t"), new(Tokens))
+		name, err := newHandler(t, Config{}).CallerOf(g, request("POST", "/", field, "Bearer s3cr3t"), "")
 		if err != nil || strings.Contains(name, "s3cr3t") {
 			t.Errorf("%s: caller %q, %v", field, name, err)
 		}
@@ -141,13 +141,13 @@ func TestUnstableCredentialsAreRefused(t *testing.T) {
 		"AWS4-HMAC-SHA256 Credential=a": true, "Digest username=a": true, "Signature keyId=a": true, "DPoP a": true,
 		"GNAP a": true, "Negotiate a": true, "raw-token": true, "Bearer,Signature a": true,
 	} {
-		_, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "Authorization", value), new(Tokens))
+		_, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "Authorization", value), "")
 		var p *api.Problem
 		if got := errors.As(err, &p) && p.Kind() == api.CallerUnstable; got != refused {
 			t.Errorf("%q: refused %v (%v), want %v", value, got, err, refused)
 		}
 	}
-	_, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "Authorization", "Bearer a", "Authorization", "Digest b"), new(Tokens))
+	_, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "Authorization", "Bearer a", "Authorization", "Digest b"), "")
 	if err == nil {
 		t.Error("a second, unstable Authorization line is not refused")
 	}

@@ -1,11 +1,15 @@
 package guard
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -37,6 +41,9 @@ func (h *Handler) message(x *Call) (harmless bool, err error) {
 	var chosen *Action
 	for i := range q.Messages {
 		m := &q.Messages[i]
+		if m.Cancels() != nil {
+			x.cancels = &q
+		}
 		if !h.Protocol.Changes(m, h.tools.ReadOnly(h.server(x.r), m.Tool)) {
 			continue
 		}
@@ -84,8 +91,11 @@ func (h *Handler) server(r *http.Request) string {
 // passMessage forwards a message that changes nothing, and learns the tools that it asks for.
 func (h *Handler) passMessage(w http.ResponseWriter, x *Call, next Next) error {
 	r := x.r
-	if x.release != nil {
+	if x.release != nil && x.cancels == nil {
 		x.release()
+	} else if x.release != nil {
+		defer x.release()
+		next = canceller{x, next}
 	}
 	context.AfterFunc(r.Context(), func() { _ = x.body.Close() })
 	x.giveBack()
@@ -116,6 +126,160 @@ func (l *listener) Write(p []byte) (int, error) {
 }
 
 func (l *listener) Unwrap() http.ResponseWriter { return l.ResponseWriter }
+
+// mostClients bounds the clients that can say that they do not wait any more.
+const mostClients = 1 << 16
+
+// clients are those that wait in this process for the answers of guarded calls.
+type clients struct {
+	mu    sync.Mutex
+	named map[requestName][]*client   // by what notifications/cancelled name
+	of    map[execution.Key][]*client // by the execution whose answer they wait for
+}
+
+// requestName is how a client names its request. An id of JSON-RPC is unique within a session only;
+// without one, clients are told apart by their address.
+type requestName struct{ guard, caller, server, session, peer, id string }
+
+// client is one that waits for the answer of a call.
+type client struct {
+	name      requestName
+	call      *Call
+	key       execution.Key
+	gone      context.Context    // ends when it has left
+	leave     context.CancelFunc // nil where only its connection says so
+	listed    bool
+	sent      atomic.Bool // the upstream gets its request
+	cancelled bool        // the upstream was told that nobody waits
+}
+
+func (h *Handler) requestName(r *http.Request, caller string, id []byte) requestName {
+	n := requestName{guard: h.Name, caller: caller, server: h.server(r), session: r.Header.Get(protocol.HeaderSession), id: string(id)}
+	if n.session == "" {
+		n.peer = peerOf(r)
+	}
+	return n
+}
+
+// add lists a client that waits for the answer of an execution.
+func (l *clients) add(c *client, key execution.Key) {
+	if c.leave == nil {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.named) >= mostClients {
+		return
+	}
+	if l.of == nil {
+		l.named, l.of = map[requestName][]*client{}, map[execution.Key][]*client{}
+	}
+	c.key, c.listed = key, true
+	l.named[c.name], l.of[key] = append(l.named[c.name], c), append(l.of[key], c)
+}
+
+func (l *clients) remove(c *client) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !c.listed {
+		return
+	}
+	is := func(other *client) bool { return other == c }
+	if l.named[c.name] = slices.DeleteFunc(l.named[c.name], is); len(l.named[c.name]) == 0 {
+		delete(l.named, c.name)
+	}
+	if l.of[c.key] = slices.DeleteFunc(l.of[c.key], is); len(l.of[c.key]) == 0 {
+		delete(l.of, c.key)
+	}
+}
+
+// cancel notes that the client of a request waits no more: for retries it has left (ADR 0070). c is
+// nil where no such call runs here, or more than one. first has the request that the upstream is to
+// be told of, once, when nobody waits for its answer; else it is nil.
+func (l *clients) cancel(name requestName) (c, first *client) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	all := l.named[name]
+	if len(all) == 0 || slices.ContainsFunc(all, func(c *client) bool { return c.key != all[0].key }) {
+		return nil, nil
+	}
+	for _, c := range all {
+		if c.call.call.Attempt != nil {
+			c.call.call.Attempt.Unanswered()
+		}
+		c.leave()
+	}
+	for _, other := range l.of[all[0].key] {
+		switch {
+		case other.gone.Err() == nil:
+			return all[0], nil
+		case other.sent.Load() && !other.cancelled && other.name.session == name.session:
+			first = other
+		}
+	}
+	if first != nil {
+		first.cancelled = true
+	}
+	return all[0], first
+}
+
+// canceller is the handler behind the guard for a body with notifications/cancelled. It hands on
+// those that concern the upstream, with the ids that it knows.
+type canceller struct {
+	x    *Call
+	next Next
+}
+
+// ServeHTTP implements Next.
+func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
+	x, h := n.x, n.x.h
+	issuer, _ := h.Host.Var(r, tokensVerified).(string)
+	caller, err := h.CallerOf(x.executions, r, issuer)
+	if err != nil {
+		return n.next.ServeHTTP(w, r) // its calls are refused, so that none runs
+	}
+	var texts [][]byte
+	changed := false
+	for i := range x.cancels.Messages {
+		m := &x.cancels.Messages[i]
+		id, text := m.Cancels(), m.Body
+		if id != nil {
+			c, first := x.engine.clients.cancel(h.requestName(r, caller, id))
+			switch {
+			case c == nil: // no call of ours
+			case first == nil:
+				text, changed = nil, true
+				c.call.action.Counts.Cancelled(false)
+			default:
+				text, changed = m.WithRequestID([]byte(first.name.id)), changed || first.name.id != string(id)
+				c.call.action.Counts.Cancelled(true)
+			}
+			if c != nil {
+				c.call.emit(EventCancelled, map[string]any{"passed_on": first != nil})
+			}
+		}
+		if text != nil {
+			texts = append(texts, text)
+		}
+	}
+	switch {
+	case len(texts) == 0:
+		w.WriteHeader(http.StatusAccepted)
+		return nil
+	case changed:
+		body := bytes.Join(texts, []byte{','})
+		if x.cancels.Batch {
+			body = slices.Concat([]byte{'['}, body, []byte{']'})
+		}
+		r = r.WithContext(r.Context())
+		r.Header = r.Header.Clone()
+		for _, name := range protocol.OfBody {
+			r.Header.Del(name)
+		}
+		r.Body, r.ContentLength = io.NopCloser(bytes.NewReader(body)), int64(len(body))
+	}
+	return n.next.ServeHTTP(w, r)
+}
 
 // messageKey is the id that the message of x names itself.
 func messageKey(x *Call) (string, error) {

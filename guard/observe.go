@@ -62,6 +62,7 @@ type ActionCounts struct {
 	failOpen atomic.Uint64
 	probes   [probeResults]atomic.Uint64
 	retries  [len(retryEvidence)]atomic.Uint64 // that were recognised
+	cancels  [2]atomic.Uint64                  // that were kept back, and passed on
 	slugs    []string                          // of problems, in the order of their counts
 	problems []atomic.Uint64
 }
@@ -88,6 +89,15 @@ func (a *ActionCounts) Attached() { a.attaches.Add(1) }
 // Recognized counts a call that was recognised as a retry by evidence.
 func (a *ActionCounts) Recognized(e execution.Evidence) {
 	a.retries[slices.Index(retryEvidence[:], e)].Add(1)
+}
+
+// Cancelled counts a notifications/cancelled for a running call.
+func (a *ActionCounts) Cancelled(passedOn bool) {
+	i := 0
+	if passedOn {
+		i = 1
+	}
+	a.cancels[i].Add(1)
 }
 
 // FailedOpen counts a call that was forwarded unguarded for want of a store (P4).
@@ -118,6 +128,9 @@ type ActionReport struct {
 	Replays, Attaches, FailOpen uint64
 	// Recognized are retries that were recognised by evidence, by what it was.
 	Recognized map[execution.Evidence]uint64
+	// CancelsKept and CancelsPassed are cancellations that the upstream was not told of, and that
+	// it was.
+	CancelsKept, CancelsPassed uint64
 	// Probes are counted by result, Problems by slug.
 	Probes   map[ProbeResult]uint64
 	Problems map[string]uint64
@@ -129,6 +142,7 @@ func (a *ActionCounts) Report() ActionReport {
 		Guard: a.guard, Action: a.name, Running: a.running.Load(), Executions: map[execution.Verdict]uint64{},
 		Replays: a.replays.Load(), Attaches: a.attaches.Load(), FailOpen: a.failOpen.Load(),
 		Probes: map[ProbeResult]uint64{}, Problems: map[string]uint64{}, Recognized: map[execution.Evidence]uint64{},
+		CancelsKept: a.cancels[0].Load(), CancelsPassed: a.cancels[1].Load(),
 	}
 	for i, e := range retryEvidence {
 		r.Recognized[e] = a.retries[i].Load()

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -15,6 +16,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // recognizing is a guard whose callers send no key.
@@ -163,6 +165,226 @@ func TestNewKeysThatAreAdvisory(t *testing.T) {
 		b.do(keyed("d"), "200 executed charge 4")
 		b.was(4)
 	})
+}
+
+// agents is a guard of an MCP server. Its calls wait until the test lets them go; what else comes is
+// noted.
+type agents struct {
+	*bed
+	hold  chan struct{}
+	other []string
+	open  bool
+
+	streams bool // the answers of calls are streams of events
+}
+
+func newAgents(t *testing.T) *agents {
+	a := &agents{hold: make(chan struct{})}
+	a.bed = newBed(t, func(n int64, w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body) // what is cut fits no case
+		if !strings.Contains(string(body), "tools/call") {
+			a.calls.Add(-1)
+			a.other = append(a.other, string(body))
+			w.WriteHeader(http.StatusAccepted)
+			return
+		}
+		if a.streams {
+			w.Header().Set("Content-Type", "text/event-stream")
+			_, _ = fmt.Fprintf(w, "data: {\"jsonrpc\":\"2.0\",\"id\":3,\"result\":{\"n\":%d}}\n\n", n)
+			_ = http.NewResponseController(w).Flush() // a recorder flushes
+			<-a.hold
+			return
+		}
+		<-a.hold
+		id, _, _ := strings.Cut(strings.SplitN(string(body), `"id":`, 2)[1], ",")
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"n":%d}}`, id, n)
+	})
+	a.config.Protocol = &protocol.Rules{Protocol: protocol.MCP}
+	a.config.MissingID = guard.MissingRecognize
+	a.start()
+	return a
+}
+
+// message makes a POST of a message; session is that of a caller of the same name.
+func (a *agents) message(session, body string) *http.Request {
+	r := httptest.NewRequest(http.MethodPost, "/mcp", strings.NewReader(body))
+	r.Header.Set("Content-Type", "application/json")
+	r.Header.Set("Authorization", "Bearer "+session)
+	r.Header.Set("Mcp-Session-Id", session)
+	return r
+}
+
+func (a *agents) pay(session, id, key string) *http.Request {
+	if key != "" {
+		key = `,"_meta":{"execution-id":"` + key + `"}`
+	}
+	return a.message(session, `{"jsonrpc":"2.0","id":`+id+`,"method":"tools/call","params":{"name":"pay","arguments":{"amount":10}`+key+`}}`)
+}
+
+// begin makes a call that the test lets go later.
+func (a *agents) begin(r *http.Request) *httptest.ResponseRecorder {
+	w := httptest.NewRecorder()
+	go a.serve(w, r)
+	synctest.Wait()
+	return w
+}
+
+const cancelled = `{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":%s,"reason":"timeout"}}`
+
+// cancel says that a client does not wait, and compares what the upstream hears.
+func (a *agents) cancel(session, id, want string) {
+	a.Helper()
+	a.other = nil
+	a.do(a.message(session, fmt.Sprintf(cancelled, id)), "202  ")
+	if got := strings.Join(a.other, "\n"); got != want {
+		a.Errorf("the upstream has heard %q, not %q", got, want)
+	}
+}
+
+// answered lets the calls go, and compares an answer.
+func (a *agents) answered(w *httptest.ResponseRecorder, want string) {
+	a.Helper()
+	if !a.open {
+		synctest.Wait()
+		a.open = true
+		close(a.hold)
+	}
+	synctest.Wait()
+	if got := w.Header().Get("Execution-Status") + " " + w.Body.String(); got != want {
+		a.Errorf("got %s, want %s", got, want)
+	}
+}
+
+// P1: after a timeout an SDK of MCP leaves its request open and says notifications/cancelled.
+func TestCancelledCallsAreRetried(t *testing.T) {
+	heard := func(id string) string { return fmt.Sprintf(cancelled, id) }
+	for name, test := range map[string]func(a *agents){
+		"while it runs": func(a *agents) {
+			a.begin(a.pay("ada", "3", ""))
+			a.cancel("ada", "3", heard("3"))
+			retry := a.begin(a.pay("ada", "4", ""))
+			a.answered(retry, `attached {"jsonrpc":"2.0","id":4,"result":{"n":1}}`)
+			a.do(a.pay("ada", "5", ""), `200 executed {"jsonrpc":"2.0","id":5,"result":{"n":2}}`)
+			a.was(2)
+		},
+		"its answer went to a request that nobody reads": func(a *agents) {
+			first := a.begin(a.pay("ada", "3", ""))
+			a.cancel("ada", "3", heard("3"))
+			a.answered(first, `executed {"jsonrpc":"2.0","id":3,"result":{"n":1}}`)
+			a.do(a.pay("ada", "4", ""), `200 replayed {"jsonrpc":"2.0","id":4,"result":{"n":1}}`)
+			a.was(1)
+		},
+		"the final event has gone to it": func(a *agents) {
+			a.streams = true
+			a.begin(a.pay("ada", "3", ""))
+			a.cancel("ada", "3", heard("3"))
+			retry := a.begin(a.pay("ada", "4", ""))
+			a.answered(retry, "attached data: {\"jsonrpc\":\"2.0\",\"id\":4,\"result\":{\"n\":1}}\n\n")
+			a.was(1)
+		},
+		"a retry in the same instant": func(a *agents) {
+			a.begin(a.pay("ada", "3", ""))
+			retry := httptest.NewRecorder()
+			go a.serve(retry, a.pay("ada", "4", ""))
+			<-time.After(10 * time.Millisecond)
+			a.cancel("ada", "3", heard("3"))
+			a.answered(retry, `attached {"jsonrpc":"2.0","id":4,"result":{"n":1}}`)
+			a.was(1)
+		},
+		"each of three attempts, told of once": func(a *agents) {
+			a.begin(a.pay("ada", "3", ""))
+			a.cancel("ada", "3", heard("3"))
+			a.cancel("ada", "3", "")
+			a.begin(a.pay("ada", `"b"`, ""))
+			a.cancel("ada", `"b"`, "")
+			last := a.begin(a.pay("ada", "5", ""))
+			a.answered(last, `attached {"jsonrpc":"2.0","id":5,"result":{"n":1}}`)
+			a.cancel("ada", "5", heard("5")) // it has been answered: nothing is known here
+			a.was(1)
+		},
+		"one that attached, while the first waits": func(a *agents) {
+			first := a.begin(a.pay("ada", "3", "k"))
+			a.begin(a.pay("ada", "4", "k"))
+			a.cancel("ada", "4", "")
+			a.answered(first, `executed {"jsonrpc":"2.0","id":3,"result":{"n":1}}`)
+			a.was(1)
+		},
+		"the first, and then the one that waits": func(a *agents) {
+			a.begin(a.pay("ada", "3", "k"))
+			second := a.begin(a.pay("ada", `"four"`, "k"))
+			a.cancel("ada", "3", "")
+			a.cancel("ada", `"four"`, heard("3"))
+			a.cancel("ada", `"four"`, "")
+			a.answered(second, `attached {"jsonrpc":"2.0","id":"four","result":{"n":1}}`)
+		},
+		"the first by its connection, then the one that waits": func(a *agents) {
+			ctx, leave := context.WithCancel(a.Context())
+			a.begin(a.pay("ada", "3", "").WithContext(ctx))
+			leave()
+			a.begin(a.pay("ada", "4", ""))
+			a.cancel("ada", "4", heard("3"))
+			retry := a.begin(a.pay("ada", "5", ""))
+			a.answered(retry, `attached {"jsonrpc":"2.0","id":5,"result":{"n":1}}`)
+			a.was(1)
+		},
+		"from another session": func(a *agents) {
+			a.begin(a.pay("ada", "3", "k"))
+			other := a.pay("ada", "4", "k")
+			other.Header.Set("Mcp-Session-Id", "new")
+			a.begin(other)
+			a.cancel("ada", "3", "")
+			notice := a.message("ada", heard("4"))
+			notice.Header.Set("Mcp-Session-Id", "new")
+			a.do(notice, "202  ")
+			if len(a.other) != 0 {
+				a.Errorf("the upstream has heard %q", a.other)
+			}
+			close(a.hold)
+		},
+		"in a batch": func(a *agents) {
+			first := a.begin(a.pay("ada", "3", "k"))
+			a.begin(a.pay("ada", "4", "k"))
+			a.do(a.message("ada", "["+heard("4")+`, {"jsonrpc":"2.0","method":"notifications/initialized"}]`), "202  ")
+			a.do(a.message("ada", "["+heard("3")+", "+heard("9")+"]"), "202  ")
+			want := []string{`[{"jsonrpc":"2.0","method":"notifications/initialized"}]`, "[" + heard("3") + ", " + heard("9") + "]"}
+			if !slices.Equal(a.other, want) {
+				a.Errorf("the upstream has heard %q", a.other)
+			}
+			a.answered(first, `executed {"jsonrpc":"2.0","id":3,"result":{"n":1}}`)
+		},
+		"without a session": func(a *agents) {
+			sessionless := func(address string, r *http.Request) *http.Request {
+				r.Header.Del("Mcp-Session-Id")
+				r.RemoteAddr = address
+				return r
+			}
+			a.begin(sessionless("192.0.2.7:1", a.pay("ada", "3", "")))
+			a.do(sessionless("192.0.2.8:1", a.message("ada", heard("3"))), "202  ") // another's
+			second := a.begin(sessionless("192.0.2.7:2", a.pay("ada", "3", "")))
+			<-time.After(time.Second)                                               // a new call
+			a.do(sessionless("192.0.2.7:3", a.message("ada", heard("3"))), "202  ") // of either
+			third := a.begin(sessionless("192.0.2.7:2", a.pay("ada", "4", "")))
+			<-time.After(time.Second)
+			a.answered(second, `executed {"jsonrpc":"2.0","id":3,"result":{"n":2}}`)
+			a.answered(third, `executed {"jsonrpc":"2.0","id":4,"result":{"n":3}}`)
+		},
+		"others' requests of the same id": func(a *agents) {
+			first := a.begin(a.pay("ada", "3", ""))
+			a.cancel("eve", "3", heard("3"))
+			eve := a.message("ada", heard("3"))
+			eve.Header.Set("Authorization", "Bearer eve")
+			a.do(eve, "202  ")
+			a.cancel("ada", `"3"`, heard(`"3"`))
+			second := a.begin(a.pay("ada", "4", ""))
+			<-time.After(time.Second)
+			a.answered(first, `executed {"jsonrpc":"2.0","id":3,"result":{"n":1}}`)
+			a.answered(second, `executed {"jsonrpc":"2.0","id":4,"result":{"n":2}}`)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { test(newAgents(t)) })
+		})
+	}
 }
 
 // Where the store does not answer, a call that may be a retry is refused (P4).

@@ -595,7 +595,7 @@ func (a *Attempt) Answering(status int) {
 	}
 }
 
-// Unanswered takes Answering back: the write has failed.
+// Unanswered takes Answering back: the write has failed, or the client says that it does not wait.
 func (a *Attempt) Unanswered() {
 	s := a.at.shard(a.group)
 	s.Lock()

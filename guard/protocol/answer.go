@@ -557,4 +557,7 @@ func (w *rewriting) finish(m *answered) {
 
 // Unrepeatable are header fields that a recorded answer loses as the answer to another request: they
 // belong to one session, or to its exact bytes.
-var Unrepeatable = []string{HeaderSession, "Last-Event-Id", "Content-Length", "Content-Digest", "Repr-Digest", "Digest", "Content-Md5", "Etag"}
+var Unrepeatable = append([]string{HeaderSession, "Last-Event-Id", "Etag"}, OfBody...)
+
+// OfBody are header fields that do not fit a body that was changed.
+var OfBody = []string{"Content-Length", "Content-Digest", "Repr-Digest", "Digest", "Content-Md5"}

@@ -490,7 +490,7 @@ func (m *Message) Input() (text []byte, ok bool) {
 // Cancels returns the id of the request that a notifications/cancelled names, as it was sent; nil
 // for other messages.
 func (m *Message) Cancels() []byte {
-	if m.Protocol != MCP || m.Method != "notifications/cancelled" {
+	if m.Protocol != MCP || m.Method != "notifications/cancelled" || !m.params.clear([]string{"requestId"}) {
 		return nil
 	}
 	return m.params.get("requestId")
