@@ -478,7 +478,11 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 	}
 	switch x.h.MissingID {
 	case MissingRequire:
-		return "", api.NewProblem(api.ExecutionIDMissing, "Send one "+x.h.firstHeader()+" header.")
+		field := headerIdempotencyKey
+		if i := slices.IndexFunc(x.h.ExecutionID, func(s IDSource) bool { return s.Header != "" }); i >= 0 {
+			field = x.h.ExecutionID[i].Header
+		}
+		return "", api.NewProblem(api.ExecutionIDMissing, "Send one "+field+" header.")
 	case MissingDerive:
 		// Two equal calls can be intended, so the id counts for a short while only.
 		c.Origin = execution.OriginDerived
@@ -539,15 +543,6 @@ func retryCount(h http.Header, fields []string) int {
 		}
 	}
 	return most
-}
-
-func (h *Handler) firstHeader() string {
-	for _, s := range h.ExecutionID {
-		if s.Header != "" {
-			return s.Header
-		}
-	}
-	return "Idempotency-Key"
 }
 
 // sentAs is a hash of what a resend must repeat: the key as it was sent, with any quotes, and the
