@@ -95,6 +95,7 @@ import (
 //	unframed      doubt | complete
 //	grpc          unary
 //	in_doubt_as   problem | tool_result
+//	on_leave      continue | cancel
 //	checkpoint_ttl    <duration>
 //	undo_auth         config | recorded
 //	on_snapshot_error refuse | irreversible
@@ -475,6 +476,9 @@ func policyOptions() options[*Policy] {
 		}},
 		"in_doubt_as": {usage: "in_doubt_as problem | tool_result", parse: func(d dispenser, p *Policy) error {
 			return parseChoice(d, &p.InDoubtAs, doubtProblem, doubtToolResult)
+		}},
+		"on_leave": {usage: "on_leave continue | cancel", parse: func(d dispenser, p *Policy) error {
+			return parseChoice(d, &p.OnLeave, leaveContinue, leaveCancel)
 		}},
 	}.merge(within(func(p *Policy) *Terms { return &p.Terms }, termsOptions()))
 }

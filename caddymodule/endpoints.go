@@ -253,8 +253,10 @@ type policyAction struct {
 	ResendFor float64 `json:"resend_for_s,omitempty"`
 	// InDoubtAs is set where a call in doubt is answered with a result for the model.
 	InDoubtAs string `json:"in_doubt_as,omitempty"`
-	Keys      string `json:"keys"`
-	Settle    string `json:"settle"`
+	// OnLeave is set where a call is cancelled when nobody waits for its answer.
+	OnLeave string `json:"on_leave,omitempty"`
+	Keys    string `json:"keys"`
+	Settle  string `json:"settle"`
 	// Undo are the ways in which calls are undone, in the order in which they are tried,
 	// and CheckpointTTL is for how long. Both are missing without an identity.
 	Undo          []string `json:"undo,omitempty"`
@@ -382,6 +384,9 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		}
 		if a.InDoubtAs == doubtToolResult {
 			doc.Actions[len(doc.Actions)-1].InDoubtAs = a.InDoubtAs
+		}
+		if a.OnLeave == leaveCancel {
+			doc.Actions[len(doc.Actions)-1].OnLeave = a.OnLeave
 		}
 		if h.app.Identity != nil {
 			published := &doc.Actions[len(doc.Actions)-1]

@@ -97,6 +97,12 @@ type Policy struct {
 	// needs `protocol mcp` or `auto`. Default: `problem`.
 	InDoubtAs string `json:"in_doubt_as,omitempty"`
 
+	// What happens when the last client that waits for the answer of a running call has left, by its
+	// connection or by `notifications/cancelled` of MCP: `continue` leaves the call alone, so that a
+	// retry gets its answer; `cancel` cancels the request to the upstream. The call is in doubt then:
+	// that it was cancelled says nothing about its effect. Default: `continue`.
+	OnLeave string `json:"on_leave,omitempty"`
+
 	Terms
 }
 
@@ -186,6 +192,9 @@ const (
 
 	doubtProblem    = "problem"
 	doubtToolResult = "tool_result"
+
+	leaveContinue = "continue"
+	leaveCancel   = "cancel"
 )
 
 // defaults are the defaults of a handler's policy.
@@ -221,6 +230,7 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.Unframed, base.Unframed)
 	inherit(&p.GRPC, base.GRPC)
 	inherit(&p.InDoubtAs, base.InDoubtAs)
+	inherit(&p.OnLeave, base.OnLeave)
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
 	inherit(&p.UndoAuth, base.UndoAuth)
 	inherit(&p.OnSnapshotError, base.OnSnapshotError)
@@ -278,9 +288,10 @@ func (p *Policy) validate() error {
 		{"settle", p.Settle, []string{settleAwaited, settleAsync}},
 		{"unframed", p.Unframed, []string{unframedDoubt, unframedComplete}},
 		{"in_doubt_as", p.InDoubtAs, []string{doubtProblem, doubtToolResult}},
+		{"on_leave", p.OnLeave, []string{leaveContinue, leaveCancel}},
 		{"grpc", p.GRPC, []string{grpcUnary}},
 	} {
-		if word.value == "" && (word.name == "grpc" || word.name == "in_doubt_as") {
+		if word.value == "" && (word.name == "grpc" || word.name == "in_doubt_as" || word.name == "on_leave") {
 			continue
 		}
 		if err := oneOf(word.value, word.known...); err != nil {

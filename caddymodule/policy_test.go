@@ -19,7 +19,7 @@ func TestInherit(t *testing.T) {
 	}
 	handler := Policy{
 		Deadline: 1, RetainResult: 2, RetainKey: 3, MaxResult: 4, Preset: execution.PresetStripe, OnUnknown: onUnknownProbe, ResendFor: 8, Probe: probe,
-		Keys: keysAdvisory, Settle: settleAsync, Unframed: unframedComplete, GRPC: grpcUnary, InDoubtAs: doubtToolResult, Outcomes: []OutcomeRule{rule(404)},
+		Keys: keysAdvisory, Settle: settleAsync, Unframed: unframedComplete, GRPC: grpcUnary, InDoubtAs: doubtToolResult, OnLeave: leaveCancel, Outcomes: []OutcomeRule{rule(404)},
 		Terms: Terms{UndoAuth: "recorded", OnSnapshotError: "irreversible", SnapshotTimeout: 5, OnLost: "escalate", OnChanged: "overwrite", CheckpointTTL: 6, MaxImage: 7},
 	}
 	own := Policy{
@@ -28,7 +28,7 @@ func TestInherit(t *testing.T) {
 		Terms: Terms{UndoAuth: "config", OnSnapshotError: "refuse", SnapshotTimeout: 50, OnLost: "resend", OnChanged: "escalate", CheckpointTTL: 60, MaxImage: 70},
 	}
 	both := own
-	both.InDoubtAs = doubtToolResult
+	both.InDoubtAs, both.OnLeave = doubtToolResult, leaveCancel
 	both.GRPC, both.Outcomes = grpcUnary, []OutcomeRule{rule(409), rule(404)} // the action's rules go first
 	retry := handler
 	retry.OnUnknown, retry.Probe = onUnknownRetry, nil // the handler's probe goes with its word

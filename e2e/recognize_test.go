@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 )
 
 const recognizes = "e2e_leaves\nagent_proxy %s {\n missing_id recognize\n breaker off\n}"
@@ -39,6 +40,38 @@ func (g *gateway) cut(t *testing.T, u *upstream, n int, r request) {
 		leave()
 	}
 	eventually(t, "the gateway knows that the clients have left", func() bool { return left.Load() == known+int64(n) })
+}
+
+// P6: with on_leave cancel the upstream's request ends when the last client has left; what came of it
+// is in doubt, which is no failure of the upstream.
+func TestOnLeaveCancel(t *testing.T) {
+	u, stopped := newUpstream(t), make(chan struct{})
+	u.on("/x", func(_ http.ResponseWriter, a *arrival) {
+		<-a.Context().Done()
+		close(stopped)
+	})
+	g := start(t, `e2e_leaves
+	agent_proxy %s {
+		on_leave cancel
+		breaker {
+			consecutive 1
+			cooldown 10h
+			probe_prefer off
+		}
+	}`, u.addr)
+	r := equal("/x", "Idempotency-Key", "k")
+	g.cut(t, u, 1, r)
+	select {
+	case <-stopped:
+	case <-time.After(time.Minute):
+		t.Fatal("the request was not cancelled")
+	}
+	idle(t)
+	if got := g.call(r); got.status != 409 || !strings.Contains(got.body, "client_left") {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	u.arrived("/x", 1)
+	g.call(request{path: "/y", id: "l"}).want(t, 201, "arrival 1", "executed")
 }
 
 // idle waits until nothing runs.

@@ -699,7 +699,9 @@ func (x *Call) execute(e *execution.Execution) error {
 	x.action.Counts.Begun()
 	x.engine.running.begin(x.call.Checkpoint)
 	x.engine.detach(&x.clock, x.r.Context(), x.call.Deadline)
-	x.client.sent.Store(true)
+	if x.client.listed {
+		x.engine.clients.left(x.call.Key, &x.client)
+	}
 	defer x.clock.stop()
 
 	var f forwarding
@@ -811,7 +813,7 @@ func (x *Call) judge(f *forwarding) execution.Outcome {
 	case rec.Interrupted():
 		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseInterrupted)}
 	case rec.Status() == 0 && x.upstream.Silent():
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseNoAnswer}
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orLeft(execution.CauseNoAnswer)}
 	}
 	rec.Finish()
 	o := execution.Outcome{Status: rec.Status(), Cause: execution.CauseStatus, Whole: rec.Whole()}

@@ -180,6 +180,13 @@ func (x *Call) orDeadline(f *forwarding, cause execution.Cause) execution.Cause 
 	if f.overdue {
 		return execution.CauseDeadline
 	}
+	return x.orLeft(cause)
+}
+
+func (x *Call) orLeft(cause execution.Cause) execution.Cause {
+	if context.Cause(x.clock.Context) == errLeft {
+		return execution.CauseLeft
+	}
 	return cause
 }
 

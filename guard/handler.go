@@ -218,6 +218,9 @@ type Action struct {
 	// DoubtAsResult answers a tools/call of MCP in doubt with a result for its model, unless a retry
 	// runs it again. Otherwise the answer is the problem.
 	DoubtAsResult bool
+	// CancelOnLeave cancels the request to the upstream when the last client that waits for its answer
+	// has left. The call is in doubt then, unless provably nothing of it was sent.
+	CancelOnLeave bool
 
 	// Counts counts the calls of the action. Default: its own.
 	Counts *ActionCounts

@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"slices"
 	"sync"
-	"sync/atomic"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -149,7 +148,8 @@ type client struct {
 	gone      context.Context    // ends when it has left
 	leave     context.CancelFunc // nil where only its connection says so
 	listed    bool
-	sent      atomic.Bool // the upstream gets its request
+	stop      func() bool // the watch over gone; nil without one
+	sent      bool        // the upstream has its request
 	cancelled bool        // the upstream was told that nobody waits
 }
 
@@ -161,21 +161,51 @@ func (h *Handler) requestName(r *http.Request, caller string, id []byte) request
 	return n
 }
 
-// add lists a client that waits for the answer of an execution.
+// add lists a client that waits for the answer of an execution, where its leave counts while its
+// connection stays, or ends the request to the upstream.
 func (l *clients) add(c *client, key execution.Key) {
-	if c.leave == nil {
+	cancels := c.call.action.CancelOnLeave
+	if c.leave == nil && !cancels {
 		return
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if len(l.named) >= mostClients {
-		return
-	}
 	if l.of == nil {
 		l.named, l.of = map[requestName][]*client{}, map[execution.Key][]*client{}
 	}
 	c.key, c.listed = key, true
-	l.named[c.name], l.of[key] = append(l.named[c.name], c), append(l.of[key], c)
+	l.of[key] = append(l.of[key], c)
+	if c.leave != nil && len(l.named) < mostClients {
+		l.named[c.name] = append(l.named[c.name], c)
+	}
+	if cancels {
+		c.stop = context.AfterFunc(c.gone, func() { l.left(key, nil) })
+	}
+}
+
+// errLeft ends a request to the upstream for whose answer nobody waits.
+var errLeft = errors.New("agent_guard: no client waits for the answer")
+
+// left ends the request of an execution if nobody waits for its answer, and its action says so. It is
+// called when a client has left, and when the request of sends is about to be sent.
+func (l *clients) left(key execution.Key, sends *client) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if sends != nil {
+		sends.sent = true
+	}
+	var sent *client
+	for _, c := range l.of[key] {
+		if c.gone.Err() == nil {
+			return
+		}
+		if c.sent && c.call.action.CancelOnLeave {
+			sent = c
+		}
+	}
+	if sent != nil {
+		sent.call.clock.cancel(errLeft)
+	}
 }
 
 func (l *clients) remove(c *client) {
@@ -183,6 +213,9 @@ func (l *clients) remove(c *client) {
 	defer l.mu.Unlock()
 	if !c.listed {
 		return
+	}
+	if c.stop != nil {
+		c.stop()
 	}
 	is := func(other *client) bool { return other == c }
 	if l.named[c.name] = slices.DeleteFunc(l.named[c.name], is); len(l.named[c.name]) == 0 {
@@ -213,7 +246,7 @@ func (l *clients) cancel(name requestName) (c, first *client) {
 		switch {
 		case other.gone.Err() == nil:
 			return all[0], nil
-		case other.sent.Load() && !other.cancelled && other.name.session == name.session:
+		case other.sent && !other.cancelled && other.name.session == name.session:
 			first = other
 		}
 	}

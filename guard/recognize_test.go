@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -175,7 +176,8 @@ type agents struct {
 	other []string
 	open  bool
 
-	streams bool // the answers of calls are streams of events
+	cut     atomic.Bool // a call was cancelled
+	streams bool        // the answers of calls are streams of events
 }
 
 func newAgents(t *testing.T) *agents {
@@ -195,7 +197,12 @@ func newAgents(t *testing.T) *agents {
 			<-a.hold
 			return
 		}
-		<-a.hold
+		select {
+		case <-a.hold:
+		case <-r.Context().Done():
+			a.cut.Store(true)
+			return
+		}
 		id, _, _ := strings.Cut(strings.SplitN(string(body), `"id":`, 2)[1], ",")
 		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"n":%d}}`, id, n)
 	})
@@ -384,6 +391,75 @@ func TestCancelledCallsAreRetried(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) { test(newAgents(t)) })
 		})
+	}
+}
+
+// With on_leave cancel the last client that leaves ends the request, and nothing is known of its
+// effect (P1, P6).
+func TestCancelOnLeave(t *testing.T) {
+	for name, test := range map[string]func(a *agents, leave, leaveSecond context.CancelFunc, second func() *httptest.ResponseRecorder){
+		"the only one": func(a *agents, leave, _ context.CancelFunc, _ func() *httptest.ResponseRecorder) {
+			leave()
+			synctest.Wait()
+			a.doubted(true)
+		},
+		"by a notification": func(a *agents, _, _ context.CancelFunc, _ func() *httptest.ResponseRecorder) {
+			a.cancel("ada", "3", fmt.Sprintf(cancelled, "3"))
+			synctest.Wait()
+			a.doubted(true)
+		},
+		"another waits": func(a *agents, leave, _ context.CancelFunc, second func() *httptest.ResponseRecorder) {
+			w := second()
+			leave()
+			synctest.Wait()
+			a.doubted(false)
+			a.answered(w, `attached {"jsonrpc":"2.0","id":4,"result":{"n":1}}`)
+		},
+		"another leaves": func(a *agents, _, leave context.CancelFunc, second func() *httptest.ResponseRecorder) {
+			second()
+			leave()
+			synctest.Wait()
+			a.doubted(false)
+		},
+		"both leave": func(a *agents, leave, leaveSecond context.CancelFunc, second func() *httptest.ResponseRecorder) {
+			second()
+			leave()
+			leaveSecond()
+			synctest.Wait()
+			a.doubted(true)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				a := newAgents(t)
+				a.config.Actions = []*guard.Action{{Name: "default", Default: true, CancelOnLeave: true}}
+				a.start()
+				first, leave := context.WithCancel(t.Context())
+				other, leaveSecond := context.WithCancel(t.Context())
+				a.begin(a.pay("ada", "3", "k").WithContext(first))
+				test(a, leave, leaveSecond, func() *httptest.ResponseRecorder { return a.begin(a.pay("ada", "4", "k").WithContext(other)) })
+				leave()
+				leaveSecond()
+				synctest.Wait()
+				a.was(1)
+			})
+		})
+	}
+}
+
+// doubted compares whether the call was cancelled, after which a retry is told of the doubt.
+func (a *agents) doubted(want bool) {
+	a.Helper()
+	if a.cut.Load() != want {
+		a.Errorf("cancelled: %t", !want)
+	}
+	if !want {
+		return
+	}
+	w := httptest.NewRecorder()
+	a.serve(w, a.pay("ada", "5", "k"))
+	if h := w.Header(); h.Get("Execution-Status") != "refused" && h.Get("Execution-Status") != "in_doubt" || !strings.Contains(w.Body.String(), "client_left") {
+		a.Errorf("%v %s", h, w.Body)
 	}
 }
 

@@ -354,6 +354,7 @@ const (
 	CauseTruncated   Cause = "answer_truncated"   // the answer's body ended early
 	CauseUnframed    Cause = "answer_unframed"    // the answer ended with its connection
 	CauseDeadline    Cause = "deadline"           // the action's deadline passed
+	CauseLeft        Cause = "client_left"        // nobody waited, and the action has it cancelled then
 	CauseInterrupted Cause = "interrupted"        // the forwarding was cut off from inside
 	CauseNoAnswer    Cause = "no_answer"          // what the upstream answered was not passed on
 	CauseUnrecorded  Cause = "outcome_unrecorded" // the store did not take the outcome
