@@ -217,7 +217,7 @@ func (x *Call) close() {
 	if x.noted.outer != nil { // else it stays, for the access log
 		x.h.Host.Show(x.r, x.noted.outer)
 	}
-	if x.engine != nil {
+	if x.client.listed {
 		x.engine.clients.remove(&x.client)
 	}
 	if x.call.Attempt != nil {
@@ -255,7 +255,9 @@ func (x *Call) prepare() error {
 	if x.call, err = x.describe(caller, fp); err != nil {
 		return err
 	}
-	x.engine.clients.add(&x.client, x.call.Key)
+	if x.client.leave != nil || x.action.CancelOnLeave {
+		x.engine.clients.add(&x.client, x.call.Key)
+	}
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
 		x.emit(EventRecognized, map[string]any{"evidence": string(a.Evidence)})
 	}

@@ -164,10 +164,6 @@ func (h *Handler) requestName(r *http.Request, caller string, id []byte) request
 // add lists a client that waits for the answer of an execution, where its leave counts while its
 // connection stays, or ends the request to the upstream.
 func (l *clients) add(c *client, key execution.Key) {
-	cancels := c.call.action.CancelOnLeave
-	if c.leave == nil && !cancels {
-		return
-	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.of == nil {
@@ -178,7 +174,7 @@ func (l *clients) add(c *client, key execution.Key) {
 	if c.leave != nil && len(l.named) < mostClients {
 		l.named[c.name] = append(l.named[c.name], c)
 	}
-	if cancels {
+	if c.call.action.CancelOnLeave {
 		c.stop = context.AfterFunc(c.gone, func() { l.left(key, nil) })
 	}
 }
@@ -211,9 +207,6 @@ func (l *clients) left(key execution.Key, sends *client) {
 func (l *clients) remove(c *client) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if !c.listed {
-		return
-	}
 	if c.stop != nil {
 		c.stop()
 	}
