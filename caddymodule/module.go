@@ -65,7 +65,7 @@ type Handler struct {
 	// What happens to a call without an id. `require` refuses it (400). `mint` runs it under a new
 	// id, which the answer names; its retries cannot be recognised. `derive` treats equal calls of
 	// one caller within a window as one execution. `recognize` does so where there is evidence that
-	// the later call is a retry. Default: `mint`.
+	// the later call is a retry. Default: `recognize`.
 	MissingID string `json:"missing_id,omitempty"`
 
 	// How long a derived id counts, from the end of the execution. Default: 60s.
@@ -320,7 +320,7 @@ func (h *Handler) setDefaults() {
 	inherit(&h.Name, defaultGuard)
 	h.realm = h.Name
 	inherit(&h.DeadlineHeader, "Request-Timeout")
-	inherit(&h.MissingID, missingMint)
+	inherit(&h.MissingID, missingRecognize)
 	inherit(&h.UnguardedStreams, streamsPass)
 	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
 	inherit(&h.RecognizeWindow, caddy.Duration(10*time.Minute))

@@ -244,6 +244,7 @@ func TestMessagesChooseTheirAction(t *testing.T) {
 			match argument /n 1
 			outcome in_doubt 200
 		}
+		missing_id mint
 	}`, addr)
 	money := func(tool, arguments string) string {
 		return strings.Replace(toolCall("1", tool, ""), `"arguments":{}`, `"arguments":`+arguments, 1)

@@ -52,7 +52,7 @@ type Config struct {
 	// ExecutionID are the places where callers name the intended effect, in order. Default: the
 	// header fields Idempotency-Key and Execution-Id.
 	ExecutionID []IDSource
-	// MissingID says how to handle a call without an id. Default: MissingMint.
+	// MissingID says how to handle a call without an id. Default: MissingRecognize.
 	MissingID MissingID
 	// DeriveWindow is how long a derived id is valid. Default: 60 s.
 	DeriveWindow time.Duration
@@ -340,7 +340,7 @@ func New(c Config) (*Handler, error) {
 	}
 	initial(&c.Name, "default")
 	initial(&c.Realm, c.Name)
-	initial(&c.MissingID, MissingMint)
+	initial(&c.MissingID, MissingRecognize)
 	initial(&c.DeriveWindow, time.Minute)
 	initial(&c.RecognizeWindow, 10*time.Minute)
 	if len(c.RetryHeaders) == 0 {

@@ -379,7 +379,7 @@ var (
 		Title:    "The call names no execution id",
 		meaning:  "This route runs a call that changes something only if the caller names the intended effect, so that a retry can be told from a second effect.",
 		caller:   "Send one Idempotency-Key header with a random value of 1 to 255 visible ASCII characters, the same for every retry of this one call.",
-		operator: "`missing_id mint` lets such calls through under an id that the gateway makes up; `missing_id derive` finds equal calls within a short window.",
+		operator: "`missing_id recognize` runs such calls under an id that the gateway makes up, and finds retries by evidence; `missing_id mint` takes each for a new call; `missing_id derive` finds equal calls within a short window.",
 	}
 	ExecutionIDInvalid = Kind{
 		Slug: "execution-id-invalid", Status: http.StatusBadRequest, SafeNewKey: true,
