@@ -187,13 +187,30 @@ func startGateway(ctx context.Context, server net.Addr) (ways []way, stop func()
 	if err != nil {
 		return nil, nil, err
 	}
-	stop = func() { _ = os.RemoveAll(dir) }
 	build := exec.CommandContext(ctx, "go", "build", "-o", filepath.Join(dir, "caddy"), "./cmd/caddy")
 	build.Dir, build.Stderr = root, os.Stderr
 	if err := build.Run(); err != nil {
-		stop()
+		_ = os.RemoveAll(dir)
 		return nil, nil, err
 	}
+	// Another process can take a free port before the gateway does.
+	for tries := 1; ; tries++ {
+		ways, quit, err := runGateway(ctx, root, dir, server)
+		if err == nil {
+			return ways, func() {
+				quit()
+				_ = os.RemoveAll(dir)
+			}, nil
+		}
+		if tries == 10 || !strings.Contains(err.Error(), "address already in use") {
+			_ = os.RemoveAll(dir)
+			return nil, nil, err
+		}
+	}
+}
+
+// runGateway runs the Caddy in dir, which keeps its state there, at ports that are free.
+func runGateway(ctx context.Context, root, dir string, server net.Addr) (ways []way, stop func(), err error) {
 	_, port, _ := net.SplitHostPort(server.String())
 	guarded, bare := freePort(), freePort()
 	var said bytes.Buffer
@@ -201,7 +218,6 @@ func startGateway(ctx context.Context, server net.Addr) (ways []way, stop func()
 	caddy.Env = append(os.Environ(), "STORE="+filepath.Join(dir, "store"), "SERVER="+port, "GUARDED="+guarded, "BARE="+bare, "XDG_DATA_HOME="+dir, "XDG_CONFIG_HOME="+dir)
 	caddy.Stdout, caddy.Stderr = &said, &said
 	if err := caddy.Start(); err != nil {
-		stop()
 		return nil, nil, err
 	}
 	ended := make(chan struct{})
@@ -212,7 +228,6 @@ func startGateway(ctx context.Context, server net.Addr) (ways []way, stop func()
 	stop = func() {
 		_ = caddy.Process.Signal(os.Interrupt)
 		<-ended
-		_ = os.RemoveAll(dir)
 	}
 	for _, port := range []string{guarded, bare} {
 		for {
