@@ -560,6 +560,13 @@ func (h *Handler) validate() error {
 	if words > 0 && !h.readsMessages() {
 		return errors.New("`exempt tool`, `consequential tool` and `execution_id meta` or `argument` need a `protocol`, such as `protocol mcp`")
 	}
+	for name, tools := range map[string][]string{"exempt_tools": h.ExemptTools, "consequential_tools": h.ConsequentialTools} {
+		for i, tool := range tools {
+			if tool == "" || slices.Contains(tools[:i], tool) {
+				return fmt.Errorf("%s: the tool %q is empty or named twice; name each tool once", name, tool)
+			}
+		}
+	}
 	for _, tool := range h.ExemptTools {
 		if slices.Contains(h.ConsequentialTools, tool) {
 			return fmt.Errorf("the tool %q is both exempt and consequential", tool)

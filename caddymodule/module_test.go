@@ -53,6 +53,8 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"outcome's class":           {withHandler(`"outcomes": [{"outcome": "completed", "match": {"status_code": [1]}}]`), `outcomes: rule 1: 1 is no final status; use 200 to 599, or a class from 2 to 5`},
 		"outcome's header":          {withHandler(`"outcomes": [{"outcome": "completed", "match": {"headers": {"X Y": ["z"]}}}]`), `outcomes: rule 1: "X Y" is no name of a header field`},
 		"missing_id":                {withHandler(`"missing_id": "invent"`), `missing_id: "invent" is unknown; use require, mint, derive or recognize`},
+		"exempt_tools":              {withHandler(`"protocol": "mcp", "exempt_tools": ["get", "get"]`), `exempt_tools: the tool "get" is empty or named twice; name each tool once`},
+		"consequential_tools":       {withHandler(`"protocol": "mcp", "consequential_tools": [""]`), `consequential_tools: the tool "" is empty or named twice; name each tool once`},
 		"derive_window":             {withHandler(`"missing_id": "derive", "derive_window": -1`), `derive_window: -1ns is negative; it must be positive`},
 		"attach_wait":               {withHandler(`"attach_wait": -1`), `attach_wait: -1ns is negative; it must be positive`},
 		"max_body":                  {withHandler(`"max_body": -1`), `max_body: -1 bytes is negative; it must be positive`},

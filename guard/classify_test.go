@@ -4,6 +4,8 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 func paths(patterns ...string) Match {
@@ -109,5 +111,15 @@ func TestTunnelsAreNotGuarded(t *testing.T) {
 	r.Method = http.MethodConnect
 	if _, as, err := newHandler(t, Config{}).classify(r); as != classStream || err != nil {
 		t.Errorf("CONNECT: %v, %v", as, err)
+	}
+}
+
+// Only a guard of MCP takes a DELETE for the end of a session: with auto that is the caller's word.
+func TestEndsOfSessions(t *testing.T) {
+	for p, want := range map[protocol.Protocol]class{protocol.MCP: classPass, protocol.Auto: classGuarded, protocol.A2A: classGuarded, protocol.JSONRPC: classGuarded} {
+		h := newHandler(t, Config{Protocol: &protocol.Rules{Protocol: p}})
+		if _, as, err := h.classify(request("DELETE", "/mcp", "Mcp-Session-Id", "s")); as != want || err != nil {
+			t.Errorf("%s: %v, %v", p, as, err)
+		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // "Settled here": unary gRPC calls are judged by grpc-status.
@@ -48,5 +49,22 @@ func TestJudgeGRPC(t *testing.T) {
 	a.Rule = func(status int, _ http.Header) (execution.Verdict, bool) { return execution.Completed, status == 200 }
 	if got, _ := a.judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
 		t.Errorf("rules do not go before grpc-status: %v", got)
+	}
+}
+
+// MCP's 404 says that nothing was executed, unless the operator says what it means.
+func TestOperatorsOutcomeOfMessages(t *testing.T) {
+	for _, c := range []struct {
+		status map[int]execution.Verdict
+		want   execution.Verdict
+	}{{nil, execution.Released}, {map[int]execution.Verdict{404: execution.Completed}, execution.Completed}} {
+		x := &Call{
+			message: &protocol.Message{Protocol: protocol.MCP, ID: []byte("1")},
+			heard:   protocol.NewAnswer(protocol.MCP, "application/json", nil),
+			action:  &Action{Rules: execution.Rules{Status: c.status}},
+		}
+		if o := understand(x, execution.Outcome{Status: 404, Verdict: execution.Completed}); o.Verdict != c.want {
+			t.Errorf("with the rules %v: %v", c.status, o.Verdict)
+		}
 	}
 }

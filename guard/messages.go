@@ -329,7 +329,9 @@ func understand(x *Call, o execution.Outcome) execution.Outcome {
 	}
 	switch protocol.Judge(x.message, o.Status, x.heard.End()).Meaning {
 	case protocol.NotExecuted:
-		o.Verdict = execution.Released
+		if _, named := x.action.Rules.Status[o.Status]; !named || o.Status == http.StatusOK {
+			o.Verdict = execution.Released
+		}
 	case protocol.Failed:
 		if o.Verdict == execution.Released {
 			return o // its status says more, such as 401 or 429

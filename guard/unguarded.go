@@ -54,7 +54,7 @@ func (h *Handler) classify(r *http.Request) (*Action, class, error) {
 		}
 	} else if exempt, err := h.exempted(r); exempt || err != nil {
 		return nil, classPass, err
-	} else if h.Protocol != nil && h.Protocol.Protocol != protocol.A2A && h.Protocol.Protocol != protocol.JSONRPC && r.Method == http.MethodDelete && r.Header.Get(protocol.HeaderSession) != "" {
+	} else if h.Protocol != nil && h.Protocol.Protocol == protocol.MCP && r.Method == http.MethodDelete && r.Header.Get(protocol.HeaderSession) != "" {
 		return nil, classPass, nil
 	}
 	action, err := h.action(r, nil)

@@ -3,6 +3,7 @@ package protocol
 import (
 	"bytes"
 	"io"
+	"mime"
 	"net/http"
 	"slices"
 	"strconv"
@@ -316,6 +317,9 @@ func (l *lines) split(a *Answer, p []byte) {
 			if before != 'i' {
 				a.emit(p[:1])
 			}
+			if before == 'e' && a.rewrite != nil { // it belongs to the event that has ended
+				a.rewrite.finish(&answered{})
+			}
 			p = p[1:]
 			continue
 		}
@@ -410,11 +414,15 @@ func (l *lines) end(a *Answer, c byte) {
 	l.in = 0
 }
 
-// Reader returns from, the body of a recorded answer, as the answer to the request of r. It changes
+// Reader returns from, the body of a recorded answer, as the answer to the request of r. What is
+// neither JSON nor a stream of events stays as it is. It changes
 // ids and progress tokens only, and leaves out ids of events; a stream also loses what the server
 // asked the first client for. It holds no more than 64 KiB at a time beyond what it has read.
 func (r Reply) Reader(from io.Reader, contentType string) io.Reader {
 	stream := isStream(contentType)
+	if media, _, _ := mime.ParseMediaType(contentType); !stream && media != "application/json" && !strings.HasSuffix(media, "+json") && contentType != "" {
+		return from
+	}
 	rewrite := rewriting{reply: r, stream: stream, from: -1, token: -1, id: -1}
 	return &replyReader{from: from, a: &Answer{protocol: MCP, stream: stream, rewrite: &rewrite}}
 }

@@ -45,6 +45,9 @@ func TestMeaning(t *testing.T) {
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"type":"/x/.well-known/cascade/problems/in-doubt","status":409}}}`, protocol.Outcome{Meaning: protocol.Doubtful, Code: -32090}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"type":"/.well-known/cascade/problems/store-unavailable","status":503}}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32090}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"status":503}}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32090}}, // a server's own code
+		// A name with a dot in it, and an empty one, are no path.
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error.code":-32601,"error":{"code":5,"message":""}}`, protocol.Outcome{Meaning: protocol.Executed, Code: 5}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":5,"message":""},"error\u002ecode":-32601}`, protocol.Outcome{Meaning: protocol.Executed, Code: 5}},
 		// After a sign of its execution no error says that there was none, and after a result none counts.
 		{protocol.MCP, "data: {\"method\":\"notifications/progress\"}\n\ndata: {\"error\":{\"code\":-32601}}\n\n", protocol.Outcome{Meaning: protocol.Failed, Code: -32601}},
 		{protocol.A2A, "data: {\"result\":{\"status\":{\"state\":\"working\"}}}\n\ndata: {\"error\":{\"code\":-32004}}\n\n", protocol.Outcome{Meaning: protocol.Failed, Code: -32004}},
@@ -168,6 +171,34 @@ func TestReply(t *testing.T) {
 		t.Errorf("while it runs the question is %s", got)
 	}
 }
+
+// What is no JSON and no stream of events is repeated as it is, and the end of an event comes before
+// the next one does.
+func TestReplyOfOtherAnswers(t *testing.T) {
+	const answer = `{"id":1,"result":{}}`
+	if got := reply("text/plain", answer, "2", "", false); got != answer {
+		t.Errorf("plain text is repeated as %s", got)
+	}
+	const event = "data: {\"id\":1,\"result\":{}}\r\n\r\n"
+	delivered := 0
+	live := io.MultiReader(iotest.OneByteReader(strings.NewReader(event)), readFunc(func([]byte) (int, error) {
+		if delivered != len(event) {
+			t.Errorf("%d of %d bytes have come before the next event", delivered, len(event))
+		}
+		return 0, io.EOF
+	}))
+	r := protocol.Reply{ID: []byte("2"), Live: true}.Reader(live, asStream)
+	for p := make([]byte, 100); ; {
+		n, err := r.Read(p)
+		if delivered += n; err != nil {
+			return
+		}
+	}
+}
+
+type readFunc func(p []byte) (int, error)
+
+func (f readFunc) Read(p []byte) (int, error) { return f(p) }
 
 // pieces writes body in pieces of random lengths.
 func pieces(a io.Writer, body []byte, rnd *rand.Rand) {

@@ -229,7 +229,6 @@ func (m *Message) read(header http.Header) {
 
 // rest reads a request of A2A's REST form by its path.
 func (u *Rules) rest(header http.Header, path string, body []byte) (Message, bool) {
-	said := u.Protocol == A2A || header.Get(HeaderA2A) != ""
 	if u.Protocol != A2A && u.Protocol != Auto && u.Protocol != "" {
 		return Message{}, false
 	}
@@ -250,9 +249,10 @@ func (u *Rules) rest(header http.Header, path string, body []byte) (Message, boo
 	switch {
 	case m.Method == "":
 		return Message{}, false
-	case said:
+	case u.Protocol == A2A:
 		return m, true
 	}
+	// What a caller says of himself makes nothing harmless that another server may execute.
 	return m, strings.HasPrefix(m.Method, "Send") && message.get("messageId") != nil && message.get("role") != nil
 }
 
@@ -344,6 +344,8 @@ func (u *Rules) Key(m *Message) (string, error) {
 				continue
 			case !place.of.clear([]string{name}):
 				return "", ErrKeyTwice
+			case string(value) == "null":
+				continue
 			case value[0] == '"':
 				value = []byte(unquote(value))
 			case !number(value):
@@ -365,11 +367,15 @@ func (u *Rules) Key(m *Message) (string, error) {
 	if id == "" {
 		return "", nil
 	}
+	key := messageIDs.Replace(id)
 	if task != "" {
-		return tidy(id + "@" + task), nil
+		key += "@" + task
 	}
-	return tidy(id), nil
+	return tidy(key), nil
 }
+
+// messageIDs keeps an id apart from the id of a task behind it.
+var messageIDs = strings.NewReplacer("%", "%25", "@", "%40")
 
 // tidy makes an id of at most 200 visible characters of any text.
 func tidy(text string) string {

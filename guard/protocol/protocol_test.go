@@ -184,7 +184,7 @@ func TestBatch(t *testing.T) {
 }
 
 func TestREST(t *testing.T) {
-	said := header("A2A-Version", "1.0")
+	said := header("A2A-Version", "configured")
 	const send = `{"message":{"messageId":"m1","role":"ROLE_USER","parts":[]}}`
 	for _, c := range []struct {
 		header       http.Header
@@ -195,14 +195,19 @@ func TestREST(t *testing.T) {
 		{nil, "/message:send", send, true, true, "SendMessage", "m1"},
 		{nil, "/tenant/message:stream", send, true, true, "SendStreamingMessage", "m1"},
 		{nil, "/message:send", `{"message":"hello"}`, false, false, "", ""},
+		{nil, "/message:send", `{"message":{"messageId":"a@b%","role":"ROLE_USER","taskId":"c@d"}}`, true, true, "SendMessage", "a%40b%25@c@d"},
 		{said, "/v1/message:send", `{"message":{"messageId":"m1","taskId":"t1"}}`, true, true, "SendMessage", "m1@t1"},
 		{said, "/tasks/t1:cancel", `{}`, true, false, "CancelTask", ""},
 		{nil, "/tasks/t1:cancel", `{}`, false, false, "", ""},
+		{header("A2A-Version", "1.0"), "/operations/o1:cancel", `{}`, false, false, "", ""}, // only the caller says that this is A2A
 		{said, "/tasks/t1/pushNotificationConfigs", `{}`, true, true, "CreateTaskPushNotificationConfig", ""},
 		{said, "/other", `{}`, false, false, "", ""},
 		{said, "/message:send", `[]`, false, false, "", ""},
 	} {
 		var u protocol.Rules
+		if c.header.Get("A2A-Version") == "configured" {
+			u.Protocol = protocol.A2A
+		}
 		q, ok := u.Parse(c.header, c.path, []byte(c.body))
 		if ok != c.is {
 			t.Errorf("%s %s: %v", c.path, c.body, ok)
@@ -238,6 +243,8 @@ func TestKey(t *testing.T) {
 		{call(`"arguments":{"request_key":"a1"},"_meta":{"idempotencyKey":""}`), "a1", nil},
 		{call(`"_meta":{"execution-id":"m2","progressToken":1}`), "m2", nil},
 		{call(`"_meta":{"execution-id":["m2"]}`), "", protocol.ErrKeyType},
+		{call(`"arguments":{"request_key":"a1"},"_meta":{"idempotency-key":null}`), "a1", nil},
+		{call(`"_meta":{"execution-id":null,"Execution-ID":"2"}`), "", protocol.ErrKeyTwice},
 		{call(`"_meta":{"execution-id":"1","execution-id":"2"}`), "", protocol.ErrKeyTwice},
 		{call(`"_meta":{"execution-id":"ein Schlüssel"}`), "sha256:88ff6d1c2b86cf3d6d4bbd67a2f4ae19c3c2a62c8cf0a0c55ae8bb9e3d9ed8d5", nil},
 		{send(`{"messageId":"m1"}`), "m1", nil},

@@ -1,6 +1,9 @@
 package protocol
 
-import "strings"
+import (
+	"bytes"
+	"strings"
+)
 
 const (
 	// maxPath is how deep a value may stand to have a path.
@@ -115,7 +118,8 @@ func (s *scanner) next(p []byte) (n int, ev event) {
 
 // path is where the value is that next has announced, or that has just ended: the names from the
 // outside, with a dot between them; an element of an array has an empty name. It is empty for the
-// whole text and for what stands too deep.
+// whole text, for what stands too deep, and where a name is empty or has a dot in it, so that no
+// member is taken for another.
 func (s *scanner) path() string {
 	if len(s.open) == 0 || len(s.open) > maxPath {
 		return ""
@@ -128,12 +132,19 @@ func (s *scanner) path() string {
 		}
 		name := s.names[depth]
 		switch {
+		case len(name) == 0: // an element of an array
+			continue
 		case len(name) > maxName:
 			return ""
-		case len(name) > 1 && strings.IndexByte(string(name), '\\') >= 0:
+		}
+		from := len(p)
+		if bytes.IndexByte(name, '\\') >= 0 {
 			p = append(p, unquote(name)...)
-		case len(name) > 1:
-			p = append(p, name[1:len(name)-1]...)
+		} else {
+			p = append(p, name[1:max(1, len(name)-1)]...)
+		}
+		if len(p) == from || bytes.IndexByte(p[from:], '.') >= 0 {
+			return ""
 		}
 	}
 	return string(p)
