@@ -865,7 +865,9 @@ func (h *Handler) provisionUndo(a *Action) error {
 	}
 	spec := &plan.forCalls.Spec
 	spec.Reach, spec.Unframed, spec.Fields = h.reach, a.Unframed == unframedComplete, plan.config
-	a.undo = plan
+	if a.undo = plan; plan != nil && h.readsMessages() {
+		plan.forCalls.Spec.Protocol = protocol.Protocol(h.Protocol)
+	}
 	return nil
 }
 

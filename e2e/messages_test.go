@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"bufio"
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -25,6 +26,7 @@ type toolServer struct {
 	hold  *gate // for calls of tools; may be nil
 
 	refunds   []string // as they came, each with its session
+	refunded  string   // what they are answered after the id; empty is a result
 	cancelled []string // the ids of requests
 }
 
@@ -64,7 +66,7 @@ func (s *toolServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 	case called("refund"):
 		s.refunds = append(s.refunds, r.Header.Get("Mcp-Session-Id")+" "+string(body))
-		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"content":[]}}`, id)
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,%s}`, id, cmp.Or(s.refunded, `"result":{"content":[]}`))
 	case called("fail"):
 		s.calls["fail"]++
 		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"content":[],"isError":true,"n":%d}}`, id, s.calls["fail"])
@@ -505,6 +507,35 @@ func TestMessagesAreUndoneByMessages(t *testing.T) {
 	want := `the first {"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"refund","arguments":{"payment":"1","of":"pay"}}}`
 	if len(s.refunds) != 1 || s.refunds[0] != want || s.calls["pay"] != 1 {
 		t.Errorf("%q", s.refunds)
+	}
+}
+
+// P6: an undo that is a message is not done because its status is 200.
+func TestMessagesThatUndoAreJudgedByMeaning(t *testing.T) {
+	s, addr := newToolServer(t)
+	a := newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: `agent_proxy ` + addr + ` {
+		protocol mcp
+		action pay {
+			match tool pay
+			compensate POST /mcp {
+				body application/json ` + "`" + `{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"refund","arguments":{{}}}}}}` + "`" + `
+			}
+		}
+	}`})
+	saga := g.saga(a)
+	for answer, want := range map[string][]string{
+		`"result":{"content":[],"isError":true}`: {"failed", "refused", ""},
+		`"error":{"code":-32601}`:                {"failed", "unexpected", ""},
+		`"error":{"code":-32602}`:                {"escalated", "unexpected", "unknown"},
+	} {
+		s.mu.Lock()
+		s.refunded = answer
+		s.mu.Unlock()
+		doc := saga.back(rollbackBody{Checkpoint: saga.do(message(toolCall("1", "pay", ""))).checkpoint})
+		if doc.Status != want[0] || len(doc.Steps) != 1 || doc.Steps[0].Reason != want[1] || doc.Effect != want[2] {
+			t.Errorf("%s: %+v", answer, doc)
+		}
 	}
 }
 

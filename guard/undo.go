@@ -650,7 +650,7 @@ func (p *UndoPlan) Decide(method string, src *template.Source, imaged bool) Deci
 			names = append(slices.Clone(names), rollback.ImageRequestFields...)
 		}
 		d.Way, d.Request = checkpoint.Compensate, chosen(&src.Request, names, p.ReadsRequestBody())
-		spec.Compensate, spec.Status = p.Spec.Compensate, p.Spec.Status
+		spec.Compensate, spec.Status, spec.Protocol = p.Spec.Compensate, p.Spec.Status, p.Spec.Protocol
 	case p.Delegate != "":
 		d.Way, spec.Delegate = checkpoint.Delegate, p.Delegate
 	case p.Restores(method):

@@ -2,6 +2,7 @@ package protocol
 
 import (
 	"bytes"
+	"encoding/json"
 	"io"
 	"mime"
 	"net/http"
@@ -37,6 +38,13 @@ type Outcome struct {
 	Task string
 	// Resumable says that the stream has ids of events, so that it may go on elsewhere.
 	Resumable bool
+	// ToolError says that the tool has run and says itself that it has failed.
+	ToolError bool
+	// State is the state of the task, or the member `status` of a result that has one, in lower case
+	// with hyphens; empty without.
+	State string
+	// Status is the HTTP status of another guard's problem, or 0.
+	Status int
 }
 
 // Reply is what a repeated answer takes from the request that asks for it.
@@ -72,6 +80,7 @@ type Answer struct {
 	m        answered
 	out      Outcome
 	begun    bool       // what came shows that something was executed
+	asked    *Message   // nil: any response is taken for the answer
 	rewrite  *rewriting // nil: the answer is read only
 }
 
@@ -79,6 +88,10 @@ type Answer struct {
 type answered struct {
 	response, request bool // it has a result or an error; a method
 	failed            bool // an error
+	result, erred     bool // it has these members, and error is not null
+	object            bool // the result is one
+	toolErrors        int  // members isError that are not false
+	id, state         string
 	method            string
 	code              string
 	status, problem   string // error.data.status and .type of another guard
@@ -152,11 +165,14 @@ func (a *Answer) begins(first byte) {
 	case "":
 		return
 	case "result":
-		a.m.response = true
+		a.m.response, a.m.result, a.m.object = true, true, first == '{'
 	case "error":
-		a.m.response, a.m.failed = true, first == '{'
+		a.m.response, a.m.failed, a.m.erred = true, first == '{', a.m.erred || first != 'n'
 	case "result.message":
 		a.m.final = true
+	}
+	if strings.EqualFold(a.at, "result.isError") {
+		a.m.toolErrors++
 	}
 	if a.rewrite != nil {
 		a.rewrite.known(&a.m)
@@ -179,8 +195,14 @@ func (a *Answer) ended() {
 			text = unquote(a.value)
 		}
 	}
+	if strings.EqualFold(a.at, "result.isError") && (text == "false" || text == "null") {
+		a.m.toolErrors--
+	}
 	switch a.at {
 	case "id", "params.progressToken":
+		if a.at == "id" {
+			a.m.id = text
+		}
 		if a.rewrite != nil {
 			a.rewrite.ends(a.at, a.value, &a.m)
 		}
@@ -199,10 +221,12 @@ func (a *Answer) ended() {
 	case "result.final", "result.statusUpdate.final":
 		a.m.final = a.m.final || text == "true"
 	case "result.status.state", "result.task.status.state", "result.statusUpdate.status.state":
-		state := strings.ReplaceAll(strings.ToLower(strings.TrimPrefix(text, "TASK_STATE_")), "_", "-")
-		a.m.final = a.m.final || slices.Contains(settled, state)
+		a.m.state = stateOf(text)
+		a.m.final = a.m.final || slices.Contains(settled, a.m.state)
+	case "result.status", "result.task.status", "result.structuredContent.status":
+		a.m.state = stateOf(text)
 	case "result.task.taskId", "result.taskId", "result.id", "result.task.id", "result.statusUpdate.taskId":
-		if a.m.task == "" {
+		if a.m.task == "" && (a.protocol == A2A || a.at != "result.id") {
 			a.m.task = text
 		}
 	case "result.tools..name":
@@ -223,6 +247,11 @@ func (a *Answer) closed() {
 	a.m.tool, a.m.readOnly = "", false
 }
 
+// stateOf is a state as the revisions of the protocols write it, in one form.
+func stateOf(text string) string {
+	return strings.ReplaceAll(strings.ToLower(strings.TrimPrefix(text, "TASK_STATE_")), "_", "-")
+}
+
 // settled are the states in which a task of A2A is at an end, or waits for its client.
 var settled = []string{"completed", "failed", "canceled", "cancelled", "rejected", "input-required", "auth-required"}
 
@@ -233,21 +262,26 @@ func (a *Answer) finish() {
 	}
 	m := a.m
 	a.m, a.reads = answered{}, false
+	ignored := a.asked != nil && !a.answers(&m)
 	names := a.scan.names // of which only the memory is used again
 	a.scan = scanner{open: a.scan.open[:0], names: names}
 	if !m.response || m.request {
 		a.begun = a.begun || m.method == "notifications/progress"
 		return
 	}
-	if a.out.Meaning == Executed || a.out.Meaning == Doubtful {
+	if ignored || a.out.Meaning == Executed || a.out.Meaning == Doubtful {
 		return // what comes later does not undo it
 	}
 	if m.task != "" {
 		a.out.Task = m.task
 	}
+	a.out.State, a.out.ToolError = m.state, m.toolErrors > 0
 	switch {
 	case m.failed:
 		a.out.Code, _ = strconv.Atoi(m.code)
+		if a.out.Code == ProblemCode {
+			a.out.Status, _ = strconv.Atoi(m.status)
+		}
 		a.out.Meaning = meaningOf(a.protocol, a.out.Code, &m)
 		a.out.Step = a.protocol == MCP && a.out.Code == codeNeedsURL
 		if a.begun && a.out.Meaning == NotExecuted && !a.out.Step {
@@ -296,6 +330,37 @@ func Judge(m *Message, status int, o Outcome) Outcome {
 		}
 	}
 	return o
+}
+
+// Outcome judges the whole answer to m by its status and what it says. Unlike Answer it takes nothing
+// for a result that is not certainly one: a whole JSON text, with the id of m, and without an error
+// beside it.
+func (m *Message) Outcome(status int, contentType string, body []byte) Outcome {
+	a := NewAnswer(m.Protocol, contentType, nil)
+	a.asked = m
+	if m.REST { // as JSON-RPC says the same; events of REST are not read
+		a.stream, body = false, slices.Concat([]byte(`{"result":`), body, []byte{'}'})
+	}
+	if !a.stream && !json.Valid(body) {
+		body = nil
+	}
+	_, _ = a.Write(body) // never fails
+	return Judge(m, status, a.End())
+}
+
+// answers reports whether a message that has ended is certainly the answer to the one that was asked.
+func (a *Answer) answers(m *answered) bool {
+	id := string(a.asked.ID)
+	if id != "" && id[0] == '"' {
+		id = unquote(a.asked.ID)
+	}
+	switch {
+	case a.scan.broken || len(a.scan.open) > 0 || a.scan.in != 0:
+		return false // it is not whole
+	case m.failed:
+		return !m.result && m.code != "" && (m.id == id || m.id == "null" || m.id == "")
+	}
+	return m.result && !m.erred && (m.object || a.protocol == JSONRPC) && m.id == id
 }
 
 // lines splits a stream of events (HTML, "Server-sent events") that comes in pieces.

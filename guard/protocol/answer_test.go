@@ -34,7 +34,7 @@ func TestMeaning(t *testing.T) {
 		want     protocol.Outcome
 	}{
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"content":[]}}`, protocol.Outcome{Meaning: protocol.Executed}},
-		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"content":[{"error":{"code":-32602}}],"isError":true}}`, protocol.Outcome{Meaning: protocol.Executed}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"content":[{"error":{"code":-32602}}],"isError":true}}`, protocol.Outcome{Meaning: protocol.Executed, ToolError: true}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32602,"message":"Unknown tool"}}`, protocol.Outcome{Meaning: protocol.Executed, Code: -32602}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32601,"message":"Method not found"}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32601}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32020,"message":""}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32020}},
@@ -42,9 +42,9 @@ func TestMeaning(t *testing.T) {
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32603,"message":""}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32603}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"message":"","code":-32001}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32001}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":5,"message":"no money"}}`, protocol.Outcome{Meaning: protocol.Executed, Code: 5}},
-		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"type":"/x/.well-known/cascade/problems/in-doubt","status":409}}}`, protocol.Outcome{Meaning: protocol.Doubtful, Code: -32090}},
-		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"type":"/.well-known/cascade/problems/store-unavailable","status":503}}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32090}},
-		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"status":503}}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32090}}, // a server's own code
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"type":"/x/.well-known/cascade/problems/in-doubt","status":409}}}`, protocol.Outcome{Meaning: protocol.Doubtful, Code: -32090, Status: 409}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"type":"/.well-known/cascade/problems/store-unavailable","status":503}}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32090, Status: 503}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"data":{"status":503}}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32090, Status: 503}}, // a server's own code
 		// A name with a dot in it, and an empty one, are no path.
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error.code":-32601,"error":{"code":5,"message":""}}`, protocol.Outcome{Meaning: protocol.Executed, Code: 5}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"error":{"code":5,"message":""},"error\u002ecode":-32601}`, protocol.Outcome{Meaning: protocol.Executed, Code: 5}},
@@ -56,9 +56,9 @@ func TestMeaning(t *testing.T) {
 		{protocol.A2A, `{"jsonrpc":"2.0","id":1,"error":{"code":-32001}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32001}},
 		{protocol.A2A, `{"jsonrpc":"2.0","id":1,"error":{"code":-32006}}`, protocol.Outcome{Meaning: protocol.Failed, Code: -32006}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"resultType":"input_required","inputRequests":{}}}`, protocol.Outcome{Meaning: protocol.Executed, Step: true}},
-		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"task":{"taskId":"t9","status":"working"}}}`, protocol.Outcome{Meaning: protocol.Executed, Task: "t9"}},
+		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"task":{"taskId":"t9","status":"working"}}}`, protocol.Outcome{Meaning: protocol.Executed, Task: "t9", State: "working"}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"resultType":"task","taskId":"t9"}}`, protocol.Outcome{Meaning: protocol.Executed, Task: "t9"}},
-		{protocol.A2A, `{"jsonrpc":"2.0","id":1,"result":{"kind":"task","id":"t9","status":{"state":"working"}}}`, protocol.Outcome{Meaning: protocol.Executed, Task: "t9"}},
+		{protocol.A2A, `{"jsonrpc":"2.0","id":1,"result":{"kind":"task","id":"t9","status":{"state":"working"}}}`, protocol.Outcome{Meaning: protocol.Executed, Task: "t9", State: "working"}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"result":{"a":"` + strings.Repeat("x", 5000) + `"},"id":1}`, protocol.Outcome{Meaning: protocol.Executed}},
 		{protocol.MCP, `{"jsonrpc":"2.0","id":1,"method":"ping"}`, protocol.Outcome{}},
 		{protocol.MCP, ``, protocol.Outcome{}}, {protocol.MCP, `<html>`, protocol.Outcome{}}, {protocol.MCP, `]]`, protocol.Outcome{}},
@@ -69,9 +69,9 @@ func TestMeaning(t *testing.T) {
 		{protocol.MCP, "\ufeffdata: {\"result\":{}}\r\r", protocol.Outcome{Meaning: protocol.Executed}},
 		{protocol.MCP, "data: {\"result\":{}}\n", protocol.Outcome{}}, // no client has seen it
 		{protocol.MCP, ": data: {\"result\":{}}\n\n", protocol.Outcome{}},
-		{protocol.A2A, "data: {\"result\":{\"kind\":\"task\",\"id\":\"t\",\"status\":{\"state\":\"working\"}}}\n\n", protocol.Outcome{Task: "t"}},
+		{protocol.A2A, "data: {\"result\":{\"kind\":\"task\",\"id\":\"t\",\"status\":{\"state\":\"working\"}}}\n\n", protocol.Outcome{Task: "t", State: "working"}},
 		{protocol.A2A, "data: {\"result\":{\"kind\":\"status-update\",\"final\":true}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
-		{protocol.A2A, "data: {\"result\":{\"statusUpdate\":{\"status\":{\"state\":\"TASK_STATE_INPUT_REQUIRED\"}}}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
+		{protocol.A2A, "data: {\"result\":{\"statusUpdate\":{\"status\":{\"state\":\"TASK_STATE_INPUT_REQUIRED\"}}}}\n\n", protocol.Outcome{Meaning: protocol.Executed, State: "input-required"}},
 		{protocol.A2A, "data: {\"result\":{\"message\":{\"parts\":[]}}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
 	} {
 		as := asJSON
@@ -102,6 +102,68 @@ func TestJudge(t *testing.T) {
 		if got := protocol.Judge(c.m, c.status, protocol.Outcome{Meaning: c.said}); got.Meaning != c.want {
 			t.Errorf("%s, status %d, %d: %d", c.m.Protocol, c.status, c.said, got.Meaning)
 		}
+	}
+}
+
+// A whole answer counts only where it is certainly the answer to the message.
+func TestOutcome(t *testing.T) {
+	asked := func(p protocol.Protocol, path, body string) *protocol.Message {
+		q, ok := (&protocol.Rules{Protocol: p}).Parse(http.Header{}, path, []byte(body))
+		if !ok {
+			t.Fatalf("%s is no message", body)
+		}
+		return &q.Messages[0]
+	}
+	call := asked(protocol.MCP, "/mcp", `{"jsonrpc":"2.0","id":"a\u0031","method":"tools/call","params":{"name":"refund"}}`)
+	send := asked(protocol.A2A, "/", `{"jsonrpc":"2.0","id":1,"method":"message/send","params":{}}`)
+	rest := asked(protocol.A2A, "/message:send", `{"message":{}}`)
+	plain := asked(protocol.JSONRPC, "/", `{"jsonrpc":"2.0","id":1,"method":"refund"}`)
+	for _, c := range []struct {
+		m        *protocol.Message
+		as, body string
+		want     protocol.Outcome
+	}{
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"content":[]}}`, protocol.Outcome{Meaning: protocol.Executed}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"content":[],"isError":false}}`, protocol.Outcome{Meaning: protocol.Executed}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"content":[],"IsError":true}}`, protocol.Outcome{Meaning: protocol.Executed, ToolError: true}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"isError":true,"isError":false}}`, protocol.Outcome{Meaning: protocol.Executed, ToolError: true}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"isError":"true"}}`, protocol.Outcome{Meaning: protocol.Executed, ToolError: true}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"isError":{}}}`, protocol.Outcome{Meaning: protocol.Executed, ToolError: true}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"structuredContent":{"status":"FAILED"}}}`, protocol.Outcome{Meaning: protocol.Executed, State: "failed"}},
+		{call, asStream, "data: {\"id\":\"a1\",\"result\":{}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
+		// What another one is told, what is cut, and what says two things, is no answer.
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a2","result":{"content":[]}}`, protocol.Outcome{}},
+		{call, asJSON, `{"jsonrpc":"2.0","result":{"content":[]}}`, protocol.Outcome{}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"content":[]}`, protocol.Outcome{}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"content":[]}}}`, protocol.Outcome{}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":null}`, protocol.Outcome{}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":true}`, protocol.Outcome{}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{},"error":{"code":-32601}}`, protocol.Outcome{}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","error":"no","result":{}}`, protocol.Outcome{}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","error":"no"}`, protocol.Outcome{}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","error":{}}`, protocol.Outcome{}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","error":null}`, protocol.Outcome{}},
+		{call, asJSON, `[{"jsonrpc":"2.0","id":"a1","result":{}}]`, protocol.Outcome{}},
+		{call, asJSON, ``, protocol.Outcome{}},
+		{call, asStream, "data: {\"id\":\"a1\",\"result\":{\n\n", protocol.Outcome{}},
+		{call, asStream, "data: {\"id\":\"a1\",\"result\":{}}\n", protocol.Outcome{}},
+		{call, asStream, "data: {\"id\":\"b\",\"result\":{}}\n\ndata: {\"id\":\"a1\",\"error\":{\"code\":-32601}}\n\n", protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32601}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":null,"error":{"code":-32700}}`, protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32700}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a2","error":{"code":-32601}}`, protocol.Outcome{}},
+		{plain, asJSON, `{"jsonrpc":"2.0","id":1,"result":null}`, protocol.Outcome{Meaning: protocol.Executed}},
+		{plain, asJSON, `{"jsonrpc":"2.0","id":1,"error":null,"result":{"id":"re_1","status":"in_progress"}}`, protocol.Outcome{Meaning: protocol.Executed, State: "in-progress"}},
+		{send, asJSON, `{"jsonrpc":"2.0","id":1,"result":{"kind":"task","id":"t","status":{"state":"failed"}}}`, protocol.Outcome{Meaning: protocol.Executed, Task: "t", State: "failed"}},
+		{send, asStream, "data: {\"id\":1,\"result\":{\"kind\":\"status-update\",\"taskId\":\"t\",\"status\":{\"state\":\"working\"}}}\n\n", protocol.Outcome{Task: "t", State: "working"}},
+		{rest, asJSON, `{"task":{"id":"t","status":{"state":"TASK_STATE_COMPLETED"}}}`, protocol.Outcome{Meaning: protocol.Executed, Task: "t", State: "completed"}},
+		{rest, asJSON, `{"task":`, protocol.Outcome{}},
+		{rest, asStream, "data: {\"task\":{}}\n\n", protocol.Outcome{}},
+	} {
+		if got := c.m.Outcome(http.StatusOK, c.as, []byte(c.body)); got != c.want {
+			t.Errorf("%s %s: %+v", c.m.Method, c.body, got)
+		}
+	}
+	if got := call.Outcome(http.StatusNotFound, "text/plain", []byte("session not found")); got.Meaning != protocol.NotExecuted {
+		t.Errorf("404: %+v", got)
 	}
 }
 

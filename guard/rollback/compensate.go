@@ -13,6 +13,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // compensate undoes by a separate request, or by asking the agent.
@@ -148,8 +149,12 @@ func (j *job) reads(out *Outgoing) func(*Answer) note {
 	if out != nil {
 		to = *out // the sender may change its own
 	}
+	read := func(a *Answer) note { return byContract(a, j.delegated()) }
+	if q, is := j.message(out); is {
+		read = func(a *Answer) note { return byMessage(a, &q) }
+	}
 	return func(a *Answer) note {
-		n := byContract(a, j.delegated())
+		n := read(a)
 		if n.reading == pending {
 			if n.location = follow(&to, a.Header.Get("Location")); n.location == "" {
 				n.reading = accepted
@@ -157,6 +162,15 @@ func (j *job) reads(out *Outgoing) func(*Answer) note {
 		}
 		return n
 	}
+}
+
+// message reads an undo that is a message of the call's protocol.
+func (j *job) message(out *Outgoing) (q protocol.Request, is bool) {
+	if j.spec.Protocol == "" || out == nil || j.delegated() {
+		return q, false
+	}
+	path, _, _ := strings.Cut(out.URL, "?")
+	return (&protocol.Rules{Protocol: j.spec.Protocol}).Parse(out.Header, path, out.Body)
 }
 
 // conclude makes the result of a final answer; for a pending one it asks.
@@ -585,6 +599,62 @@ func byContract(a *Answer, delegated bool) note {
 		return note{reading: refused} // P6: a refund that was made and has failed, say
 	}
 	return noted(r, a.Status)
+}
+
+// byMessage reads the answer to a compensation that is a message. P6: it is done only by a result that
+// answers it for certain.
+func byMessage(a *Answer, q *protocol.Request) note {
+	m := &q.Messages[0]
+	if q.Batch || m.ID == nil && !m.REST {
+		return noted(unexpected, a.Status) // nothing says what came of each, or of it
+	}
+	var o protocol.Outcome
+	if coding := a.Header.Get("Content-Encoding"); coding == "" || strings.EqualFold(coding, "identity") {
+		o = m.Outcome(a.Status, a.Header.Get("Content-Type"), a.Body)
+	}
+	switch {
+	case a.Status/100 == 2:
+		return said(o)
+	case o.Meaning == protocol.NotExecuted:
+		if r := common(a.Status); r != unexpected && r != unclear {
+			return note{reading: r}
+		}
+		return turnedAway(o)
+	case a.Status == http.StatusGone: // the address is, and not what the call did
+		return noted(unexpected, a.Status)
+	}
+	return noted(common(a.Status), a.Status)
+}
+
+// said reads what a message of a good status says.
+func said(o protocol.Outcome) note {
+	switch {
+	case o.Meaning == protocol.NotExecuted:
+		return turnedAway(o)
+	case o.Meaning != protocol.Executed:
+		return note{reading: unclear}
+	case o.ToolError:
+		return note{reading: refused} // it has run, and says that it has failed
+	case o.Code != 0, o.Step: // it may have done a part; nobody is here to be asked
+		return note{reading: unexpected, unknown: true}
+	}
+	switch state := strings.ReplaceAll(o.State, "-", "_"); {
+	case undoFailed(state), state == "rejected":
+		return note{reading: refused}
+	case o.Task == "", state == "completed":
+		return note{reading: done}
+	case state == "", state == "submitted", state == "working":
+		return note{reading: accepted}
+	}
+	return note{reading: unexpected, unknown: true}
+}
+
+// turnedAway is a message that was not executed. Another guard's refusal passes.
+func turnedAway(o protocol.Outcome) note {
+	if o.Status >= 500 || common(o.Status) == busy {
+		return note{reading: busy}
+	}
+	return note{reading: unexpected}
 }
 
 // word is the body of an answer, or its member `status`, if that is a word, in lower case.

@@ -14,6 +14,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -78,6 +79,112 @@ func TestCompensationAnswersGarbage(t *testing.T) {
 	bubble(t, func(t *testing.T, r *undoRig) {
 		r.answers("garbage \x00{")
 		r.wants(task(checkpoint.Compensate, rollback.Spec{}), rollback.Result{Done: true, Status: 200, Attempts: 1})
+	})
+}
+
+// refunding is a compensation that is a call of a tool.
+func refunding(id string) rollback.Spec {
+	return rollback.Spec{Protocol: protocol.MCP, Compensate: &template.Spec{
+		Method: "POST", URL: "/mcp", ContentType: "application/json",
+		Body: `{{"jsonrpc":"2.0",` + id + `"method":"tools/call","params":{{"name":"refund","arguments":{{"charge":"{response.json./id}"}}}}}}`,
+	}}
+}
+
+// says is the answer to a message, with a body or a stream of events.
+func says(status int, body string) *rollback.Answer {
+	as := "application/json"
+	if strings.HasPrefix(body, "data:") {
+		as = "text/event-stream"
+	}
+	return &rollback.Answer{Status: status, Header: http.Header{"Content-Type": {as}}, Body: []byte(body)}
+}
+
+// P6: a message is done where a result says so, whatever its status, and nothing that is not
+// understood is. An error that precedes execution has had no effect; others may have had one.
+func TestP6CompensationsByMessage(t *testing.T) {
+	const (
+		call    = `"id":7,`
+		refused = rollback.ReasonRefused
+		odd     = rollback.ReasonUnexpected
+		late    = rollback.ReasonTimeout
+	)
+	for _, c := range []struct {
+		id, answer string
+		status     int
+		reason     rollback.Reason
+		unknown    bool
+	}{
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"content":[]}}`, 200, "", false},
+		{call, "data: {\"jsonrpc\":\"2.0\",\"id\":7,\"result\":{\"content\":[]}}\n\n", 200, "", false},
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"content":[],"isError":true}}`, 200, refused, false},
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"structuredContent":{"status":"failed"}}}`, 200, refused, false},
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32601}}`, 200, odd, false},
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32602}}`, 200, odd, true},
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":4}}`, 200, odd, true},
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32603}}`, 200, late, true},
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32050}}`, 200, late, true},
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"resultType":"input_required"}}`, 200, odd, true},
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"task":{"taskId":"t","status":"working"}}}`, 200, late, true},
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"task":{"taskId":"t","status":"completed"}}}`, 200, "", false},
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"task":{"taskId":"t","status":"failed"}}}`, 200, refused, false},
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"task":{"taskId":"t","status":"cancelled"}}}`, 200, odd, true},
+		// Another guard: what passes is tried until the time is over, and its doubt is one.
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32090,"data":{"type":"/.well-known/cascade/problems/circuit-open","status":503}}}`, 200, late, false},
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32090,"data":{"type":"/.well-known/cascade/problems/key-required","status":400}}}`, 200, odd, false},
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32090,"data":{"type":"/.well-known/cascade/problems/in-doubt","status":409}}}`, 200, late, true},
+		// A stream without its end, an error after progress, what is for others, and what nobody understands.
+		{call, "data: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\"}\n\n", 200, late, true},
+		{call, "data: {\"jsonrpc\":\"2.0\",\"id\":7,\"result\":{\"content\":[]}}\n", 200, late, true},
+		{call, "data: {\"method\":\"notifications/progress\"}\n\ndata: {\"id\":7,\"error\":{\"code\":-32601}}\n\n", 200, late, true},
+		{call, `{"jsonrpc":"2.0","id":8,"result":{"content":[]}}`, 200, late, true},
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"content":[]}`, 200, late, true},
+		{call, `{"status":"completed"}`, 200, late, true},
+		{call, `<html>`, 200, late, true},
+		{call, ``, 200, late, true},
+		{call, ``, 202, late, true},
+		{"", `{"jsonrpc":"2.0","result":{"content":[]}}`, 200, odd, true}, // a notification has no answer
+		// The status of the transport.
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32600}}`, 400, odd, false},
+		{call, `no`, 404, odd, false},
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32602}}`, 400, odd, true},
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"content":[]}}`, 410, odd, true},
+		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32601}}`, 500, odd, false},
+		{call, `{"jsonrpc":"2.0","id":7,"result":{"content":[]}}`, 500, late, true},
+		{call, ``, 401, rollback.ReasonUnauthorized, false},
+		{call, ``, 429, late, false},
+	} {
+		bubble(t, func(t *testing.T, r *undoRig) {
+			r.answers(says(c.status, c.answer))
+			task := task(checkpoint.Compensate, refunding(c.id))
+			for life := range 2 {
+				got := r.undo(task)
+				if got.Done != (c.reason == "") || got.Reason != c.reason || got.Unknown != c.unknown || life == 0 && got.Status != c.status {
+					t.Errorf("%d %s: %+v", c.status, c.answer, got)
+				}
+				r.restart(-1)
+			}
+			if c.reason != late && len(r.sent) != 1 {
+				t.Errorf("%s: sent %d times", c.answer, len(r.sent))
+			}
+		})
+	}
+	// What passes is done later.
+	bubble(t, func(t *testing.T, r *undoRig) {
+		r.answers(says(200, `{"jsonrpc":"2.0","id":7,"error":{"code":-32603}}`), says(200, `{"jsonrpc":"2.0","id":7,"result":{}}`))
+		r.wants(task(checkpoint.Compensate, refunding(call)), rollback.Result{Done: true, Status: 200, Attempts: 2})
+	})
+	// A batch says nothing that could be read, and without a protocol the status decides.
+	bubble(t, func(t *testing.T, r *undoRig) {
+		spec := refunding(call)
+		spec.Compensate.Body = "[" + spec.Compensate.Body + "]"
+		r.answers(says(200, `[{"jsonrpc":"2.0","id":7,"result":{}}]`))
+		r.wants(task(checkpoint.Compensate, spec), rollback.Result{Unknown: true, Reason: odd, Status: 200, Attempts: 1})
+	})
+	bubble(t, func(t *testing.T, r *undoRig) {
+		spec := refunding(call)
+		spec.Protocol = ""
+		r.answers(says(200, `{"jsonrpc":"2.0","id":7,"error":{"code":-32601}}`))
+		r.wants(task(checkpoint.Compensate, spec), rollback.Result{Done: true, Status: 200, Attempts: 1})
 	})
 }
 

@@ -82,6 +82,17 @@
 //	others         ReasonUnexpected, of unknown effect; only another rollback sends it again,
 //	               under the same key
 //
+// An undo that is a message of the protocol of the call's guard is judged by what its answer says:
+//
+//	a result       done; with isError, or of a task that has failed or was rejected, ReasonRefused
+//	a task at work like 202 without Location
+//	an error that precedes execution
+//	               ReasonUnexpected, without effect; another guard's refusal that passes is sent again
+//	-32603, server errors, an error after progress, no final answer that can be read
+//	               in doubt, like a 500
+//	other errors, a question to the client, 410
+//	               ReasonUnexpected, of unknown effect
+//
 // A doubt is resolved by the status request: 202 means wait, 404 that nothing has arrived.
 // Without one the undo is sent again under the same key, since compensations are idempotent by
 // contract, or, with OnLost Escalate, left to a person.

@@ -15,6 +15,7 @@ import (
 	"strings"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
@@ -53,6 +54,9 @@ type Spec struct {
 	ExecutionID string `json:"execution_id,omitempty"`
 	// Compensate is the request of the way compensate.
 	Compensate *template.Spec `json:"compensate,omitempty"`
+	// Protocol is that of the call's guard. A Compensate that is a message of it is judged by what its
+	// answer says; empty is by HTTP alone.
+	Protocol protocol.Protocol `json:"protocol,omitempty"`
 	// Status is the request for the outcome of a compensation whose answer was lost or 202. Its
 	// method is GET.
 	Status *template.Spec `json:"status,omitempty"`

@@ -33,7 +33,7 @@ var layers = []layer{
 	{part: "guard/workflow!", may: []string{"ect"}, tests: []string{"internal"}},
 	{part: "guard/hitl!", may: leaves, tests: []string{"guard", "internal"}},
 	{part: "guard/checkpoint!", may: append([]string{"guard/execution!"}, leaves...), tests: []string{"guard", "internal"}},
-	{part: "guard/rollback", may: append([]string{"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/workflow!"}, leaves...), tests: []string{"guard", "ect!", "internal"}},
+	{part: "guard/rollback", may: append([]string{"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/workflow!", "guard/protocol!"}, leaves...), tests: []string{"guard", "ect!", "internal"}},
 	{part: "guard/evidence!", may: append([]string{
 		"guard/execution!", "guard/checkpoint!", "guard/rollback!", "guard/workflow!", "ect", "internal/durable",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
