@@ -90,8 +90,8 @@ func refunding(id string) rollback.Spec {
 	}}
 }
 
-// says is the answer to a message, with a body or a stream of events.
-func says(status int, body string) *rollback.Answer {
+// spoken is the answer to a message, with a body or a stream of events.
+func spoken(status int, body string) *rollback.Answer {
 	as := "application/json"
 	if strings.HasPrefix(body, "data:") {
 		as = "text/event-stream"
@@ -154,7 +154,7 @@ func TestP6CompensationsByMessage(t *testing.T) {
 		{call, ``, 429, late, false},
 	} {
 		bubble(t, func(t *testing.T, r *undoRig) {
-			r.answers(says(c.status, c.answer))
+			r.answers(spoken(c.status, c.answer))
 			task := task(checkpoint.Compensate, refunding(c.id))
 			for life := range 2 {
 				got := r.undo(task)
@@ -170,20 +170,20 @@ func TestP6CompensationsByMessage(t *testing.T) {
 	}
 	// What passes is done later.
 	bubble(t, func(t *testing.T, r *undoRig) {
-		r.answers(says(200, `{"jsonrpc":"2.0","id":7,"error":{"code":-32603}}`), says(200, `{"jsonrpc":"2.0","id":7,"result":{}}`))
+		r.answers(spoken(200, `{"jsonrpc":"2.0","id":7,"error":{"code":-32603}}`), spoken(200, `{"jsonrpc":"2.0","id":7,"result":{}}`))
 		r.wants(task(checkpoint.Compensate, refunding(call)), rollback.Result{Done: true, Status: 200, Attempts: 2})
 	})
 	// A batch says nothing that could be read, and without a protocol the status decides.
 	bubble(t, func(t *testing.T, r *undoRig) {
 		spec := refunding(call)
 		spec.Compensate.Body = "[" + spec.Compensate.Body + "]"
-		r.answers(says(200, `[{"jsonrpc":"2.0","id":7,"result":{}}]`))
+		r.answers(spoken(200, `[{"jsonrpc":"2.0","id":7,"result":{}}]`))
 		r.wants(task(checkpoint.Compensate, spec), rollback.Result{Unknown: true, Reason: odd, Status: 200, Attempts: 1})
 	})
 	bubble(t, func(t *testing.T, r *undoRig) {
 		spec := refunding(call)
 		spec.Protocol = ""
-		r.answers(says(200, `{"jsonrpc":"2.0","id":7,"error":{"code":-32601}}`))
+		r.answers(spoken(200, `{"jsonrpc":"2.0","id":7,"error":{"code":-32601}}`))
 		r.wants(task(checkpoint.Compensate, spec), rollback.Result{Done: true, Status: 200, Attempts: 1})
 	})
 }
