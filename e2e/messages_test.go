@@ -419,7 +419,11 @@ func TestMessagesCarryTokens(t *testing.T) {
 		t.Errorf("%d and %d calls", s.count("pay"), s.count("fail"))
 	}
 	const ping = `{"jsonrpc":"2.0","id":1,"method":"ping"%s}`
-	g.call(message(fmt.Sprintf(ping, ""))).refusedFor(t, 403, "missing")
+	if got := g.call(message(fmt.Sprintf(ping, ""))); got.status != 200 || got.header.Get("Execution-Status") != "refused" ||
+		!strings.HasPrefix(got.body, `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,`) || !strings.Contains(got.body, `"reason":"missing"`) {
+		t.Errorf("a ping without a token: %d %s", got.status, got.body)
+	}
+	g.call(message(`{"jsonrpc":"2.0","method":"notifications/initialized"}`)).refusedFor(t, 403, "missing")
 	params := func(token *ect.Token) string {
 		return `,"params":{"_meta":{"execution-context":` + quoted(token) + `}}`
 	}
@@ -427,6 +431,63 @@ func TestMessagesCarryTokens(t *testing.T) {
 		t.Errorf("a ping with a token: %d %s", got.status, got.body)
 	}
 	g.call(message(fmt.Sprintf("["+ping+","+ping+"]", params(a.issue(ect.Claims{})), ""))).refusedFor(t, 403, "missing")
+}
+
+// Cascade 3.2.1: a failure that a message reports is one, though its status is 200.
+func TestMessagesFailuresAreErrors(t *testing.T) {
+	_, addr := newToolServer(t)
+	a := newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + addr + " {\n protocol mcp\n}"})
+	for tool, want := range map[string][2]string{
+		"broken": {"error", "in_band_error"}, "breaking": {"error", "in_band_error"}, "fail": {"warning", "tool_error"},
+		"invalid": {"warning", "tool_error"}, "pay": {},
+	} {
+		nodes := 4
+		if tool == "pay" {
+			nodes = 3
+		}
+		s := g.saga(a)
+		step := s.try(message(toolCall("1", tool, "")))
+		failures := s.events(nodes, ect.EventError)
+		if len(failures) != nodes-3 {
+			t.Errorf("%s has %d errors", tool, len(failures))
+		}
+		for _, u := range failures {
+			says(t, u, map[ect.Member]string{
+				ect.MemberSeverity: strconv.Quote(want[0]), ect.MemberErrorType: `"action_failed"`,
+				ect.MemberCheckpointID: strconv.Quote(step.checkpoint), ect.MemberDescription: strconv.Quote("default: " + want[1]),
+			})
+		}
+	}
+}
+
+// Digests are of the body that one client got, wherever they stand.
+func TestMessagesAreRepeatedWithoutDigests(t *testing.T) {
+	u := newUpstream(t)
+	u.on("/mcp", func(w http.ResponseWriter, _ *arrival) {
+		w.Header().Set("Content-Type", "application/json")
+		w.Header().Set("Trailer", "Content-Digest, X-Sum")
+		w.Header().Set("Repr-Digest", "sha-256=:a:")
+		_, _ = io.WriteString(w, `{"jsonrpc":"2.0","id":1,"result":{}}`)
+		for _, name := range []string{"Content-Digest", "X-Sum", http.TrailerPrefix + "Repr-Digest", http.TrailerPrefix + "Digest"} {
+			w.Header().Set(name, "sha-256=:b:")
+		}
+	})
+	g := start(t, "agent_proxy %s {\n protocol mcp\n}", u.addr)
+	first := g.call(message(toolCall("1", "pay", keyA)))
+	if first.trailer.Get("Content-Digest") == "" || first.trailer.Get("Repr-Digest") == "" || first.header.Get("Repr-Digest") == "" {
+		t.Fatalf("the first answer: %v, %v", first.header, first.trailer)
+	}
+	again := g.call(message(toolCall("2", "pay", keyA)))
+	again.want(t, 200, `{"jsonrpc":"2.0","id":2,"result":{}}`, "replayed")
+	if again.trailer.Get("X-Sum") == "" {
+		t.Errorf("the trailer is lost: %v", again.trailer)
+	}
+	for _, name := range []string{"Content-Digest", "Repr-Digest", "Digest"} {
+		if again.trailer.Get(name)+again.header.Get(name) != "" {
+			t.Errorf("%s is repeated: %v, %v", name, again.header, again.trailer)
+		}
+	}
 }
 
 // A trace context in `_meta` names the workflow, after those of the header.

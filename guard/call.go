@@ -36,7 +36,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		if p := (*api.Problem)(nil); errors.As(err, &p) {
 			h.Host.Note(r, "status", StatusRefused)
 			h.Host.Note(r, "problem", p.Kind().Slug)
-			h.refuseUnguarded(w, r, p)
+			h.refuseUnguarded(w, r, nil, p)
 			return nil
 		}
 		return err
@@ -100,7 +100,7 @@ func (h *Handler) pass(w http.ResponseWriter, r *http.Request, m *protocol.Messa
 		return nil
 	}
 	if p := (*api.Problem)(nil); errors.As(err, &p) {
-		h.refuseUnguarded(w, r, p)
+		h.refuseUnguarded(w, r, m, p)
 		return nil
 	}
 	return err

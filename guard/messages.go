@@ -61,6 +61,9 @@ func (h *Handler) message(x *Call) (harmless bool, err error) {
 	if harmless || !q.Batch {
 		x.message = &q.Messages[0]
 	}
+	if harmless && q.Batch {
+		x.message.ID = nil // an error with one id answers no batch
+	}
 	return harmless, nil
 }
 
@@ -327,7 +330,12 @@ func understand(x *Call, o execution.Outcome) execution.Outcome {
 	if x.heard == nil || o.Verdict == execution.InDoubt {
 		return o
 	}
-	switch protocol.Judge(x.message, o.Status, x.heard.End()).Meaning {
+	said := protocol.Judge(x.message, o.Status, x.heard.End())
+	switch said.Meaning {
+	case protocol.Executed:
+		if said.Code != 0 || said.ToolError || said.Task != "" && (said.State == "failed" || said.State == "rejected") {
+			o.Cause = execution.CauseTool
+		}
 	case protocol.NotExecuted:
 		if _, named := x.action.Rules.Status[o.Status]; !named || o.Status == http.StatusOK {
 			o.Verdict = execution.Released
@@ -336,9 +344,9 @@ func understand(x *Call, o execution.Outcome) execution.Outcome {
 		if o.Verdict == execution.Released {
 			return o // its status says more, such as 401 or 429
 		}
-		o.Verdict = x.action.Rules.Judge(execution.Answer{Status: http.StatusInternalServerError})
+		o.Verdict, o.Cause = x.action.Rules.Judge(execution.Answer{Status: http.StatusInternalServerError}), execution.CauseInBand
 	case protocol.Doubtful:
-		o.Verdict = execution.InDoubt
+		o.Verdict, o.Cause = execution.InDoubt, execution.CauseInBand
 	case protocol.Unanswered:
 		if o.Status == http.StatusOK && x.message.ID != nil { // the stream ended before its answer
 			o.Verdict, o.Cause = execution.InDoubt, execution.CauseTruncated

@@ -70,21 +70,25 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 	}
 	p.Mount = x.h.Host.Mount(x.r)
 	if x.message != nil && !x.message.REST {
-		// The status is 200: another one fails the transport of SDKs, and nobody reads the problem.
-		document := &documentWriter{header: w.Header()}
-		p.Write(document)
-		body := x.message.Error(p.Kind().Title+". "+p.Detail, document.body)
-		call := x.message.Protocol == protocol.MCP && x.message.Tool != ""
-		if x.action.DoubtAsResult && call && p.Kind() == api.InDoubt && !p.RetryHelps {
-			body = x.message.ToolError(fmt.Sprintf(doubtForModels, p.Detail, p.ExecutionID), document.body)
-		}
-		w.Header().Set("Content-Type", "application/json")
-		w.Header().Set("Content-Length", strconv.Itoa(len(body)))
-		w.WriteHeader(http.StatusOK)
-		_, _ = w.Write(body) // the client may be gone
+		writeMessage(w, p, x.message, x.action.DoubtAsResult)
 		return
 	}
 	WriteProblem(w, x.r, p)
+}
+
+// writeMessage answers m with a problem. The status is 200: another one fails the transport of SDKs,
+// and nobody reads the problem. doubtAsResult has models read a doubt.
+func writeMessage(w http.ResponseWriter, p *api.Problem, m *protocol.Message, doubtAsResult bool) {
+	document := &documentWriter{header: w.Header()}
+	p.Write(document)
+	body := m.Error(p.Kind().Title+". "+p.Detail, document.body)
+	if doubtAsResult && m.Protocol == protocol.MCP && m.Tool != "" && p.Kind() == api.InDoubt && !p.RetryHelps {
+		body = m.ToolError(fmt.Sprintf(doubtForModels, p.Detail, p.ExecutionID), document.body)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
+	w.WriteHeader(http.StatusOK)
+	_, _ = w.Write(body) // the client may be gone
 }
 
 // doubtForModels is what a model reads of its call in doubt.
@@ -93,13 +97,19 @@ const doubtForModels = "It is not known whether this call was executed. %s It ma
 	"First find out what has become of it, for example by reading what it would have changed, or leave that to a person. " +
 	"The execution is %s."
 
-func (h *Handler) refuseUnguarded(w http.ResponseWriter, r *http.Request, p *api.Problem) {
+// refuseUnguarded answers a request that nothing is recorded of. A message, if m is one, gets an error
+// with its id where it has one.
+func (h *Handler) refuseUnguarded(w http.ResponseWriter, r *http.Request, m *protocol.Message, p *api.Problem) {
 	w.Header().Set(HeaderExecutionStatus, StatusRefused)
 	h.CountRefusal(p.Kind().Slug)
 	if p.Cause != nil && p.Kind() != api.CircuitOpen { // which is logged once, when it opens
 		h.Logger.Error("request refused", slog.String("problem", p.Kind().Slug), slog.Any("error", p.Cause))
 	}
 	p.Mount = h.Host.Mount(r)
+	if m != nil && m.ID != nil {
+		writeMessage(w, p, m, false)
+		return
+	}
 	WriteProblem(w, r, p)
 }
 

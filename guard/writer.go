@@ -359,7 +359,14 @@ func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 		}
 	}
 	w.Release()
-	setTrailer(w, src.Trailer())
+	trailer := src.Trailer()
+	if w.reply != nil {
+		trailer = maps.Clone(trailer)
+		for _, name := range protocol.OfBody {
+			delete(trailer, name)
+		}
+	}
+	setTrailer(w, trailer)
 	return nil
 }
 

@@ -172,7 +172,8 @@ type Outcome struct {
 
 // failed reports that the call failed or may have failed.
 func (o *Outcome) failed() bool {
-	return o.By == "" && (o.Verdict != execution.Completed || o.Status >= 400)
+	inBand := o.Cause == execution.CauseInBand || o.Cause == execution.CauseTool
+	return o.By == "" && (o.Verdict != execution.Completed || o.Status >= 400 || inBand)
 }
 
 // NodeID is the id of the outcome of the call with this checkpoint. Each call has one, so
@@ -345,7 +346,7 @@ func classify(o *Outcome) (severity, kind string) {
 		return "warning", "constraint_violation"
 	case len(o.UpstreamErrors) > 0:
 		return "error", "upstream_cascade"
-	case o.Status < 500:
+	case o.Status < 500 && o.Cause != execution.CauseInBand:
 		return "warning", "action_failed"
 	default:
 		return "error", "action_failed"

@@ -155,6 +155,8 @@ func TestFailures(t *testing.T) {
 		{evidence.Outcome{Verdict: execution.Released, By: "probe"}, "", ""},
 		{evidence.Outcome{Verdict: execution.Completed, Status: 422}, "warning", "action_failed"},
 		{evidence.Outcome{Verdict: execution.Completed, Status: 500}, "error", "action_failed"},
+		{evidence.Outcome{Verdict: execution.Completed, Status: 200, Cause: execution.CauseInBand}, "error", "action_failed"},
+		{evidence.Outcome{Verdict: execution.Completed, Status: 200, Cause: execution.CauseTool}, "warning", "action_failed"},
 		{evidence.Outcome{Verdict: execution.Completed, Status: 500, UpstreamErrors: []string{uuid.NewString()}}, "error", "upstream_cascade"},
 		{evidence.Outcome{Verdict: execution.Released, Status: 429}, "warning", "resource_exhausted"},
 		{evidence.Outcome{Verdict: execution.Released, Status: 401}, "warning", "constraint_violation"},

@@ -349,6 +349,8 @@ type Cause string
 // The causes.
 const (
 	CauseStatus      Cause = "upstream_status"    // the action's rules read the answer so
+	CauseInBand      Cause = "in_band_error"      // a message reports a failure of its server, like a 500
+	CauseTool        Cause = "tool_error"         // a message reports that its tool or method has failed
 	CauseNotSent     Cause = "not_sent"           // proven: no byte left
 	CauseLost        Cause = "connection_lost"    // a byte was sent, no answer came
 	CauseTruncated   Cause = "answer_truncated"   // the answer's body ended early

@@ -321,14 +321,10 @@ var (
 // which is unique within a session only. A text of more than 200 bytes, or with other characters
 // than visible ASCII, is replaced by its hash. Steps of one call have different keys.
 func (u *Rules) Key(m *Message) (string, error) {
-	names := u.MetaKeys
-	if names == nil {
-		names = metaKeys
-	}
 	places := []struct {
 		names []string
 		of    object
-	}{{names, m.meta}}
+	}{{u.metaNames(), m.meta}}
 	if len(u.Arguments) > 0 {
 		arguments, _ := objectOf(m.arguments)
 		places = append(places, struct {
@@ -374,6 +370,13 @@ func (u *Rules) Key(m *Message) (string, error) {
 	return tidy(key), nil
 }
 
+func (u *Rules) metaNames() []string {
+	if u.MetaKeys == nil {
+		return metaKeys
+	}
+	return u.MetaKeys
+}
+
 // messageIDs keeps an id apart from the id of a task behind it.
 var messageIDs = strings.NewReplacer("%", "%25", "@", "%40")
 
@@ -412,7 +415,7 @@ func orNull(value []byte) []byte {
 }
 
 // Exclude returns what two attempts of the same call may differ in: the id, the members of
-// `_meta`, the trace context and the messageId of A2A. An argument counts, also one that is the
+// `_meta` (of generic JSON-RPC those that the guard reads), the trace context and the messageId of A2A. An argument counts, also one that is the
 // key: with a key from elsewhere it is content. m.Body has all that the fingerprint needs.
 func (u *Rules) Exclude(m *Message) []fingerprint.Pointer {
 	var paths []string
@@ -424,7 +427,11 @@ func (u *Rules) Exclude(m *Message) []fingerprint.Pointer {
 	case m.Protocol == MCP:
 		paths = pathsMCP
 	default:
+		// Its `_meta` may mean anything to its server, but for what the guard itself reads there.
 		paths = pathsJSONRPC
+		for _, name := range u.metaNames() {
+			paths = append(paths, "/params/_meta/"+strings.NewReplacer("~", "~0", "/", "~1").Replace(name))
+		}
 	}
 	pointers := make([]fingerprint.Pointer, 0, len(paths))
 	for _, path := range paths {
@@ -438,9 +445,12 @@ func (u *Rules) Exclude(m *Message) []fingerprint.Pointer {
 
 var (
 	pathsMCP     = []string{"/id", "/params/_meta"}
-	pathsJSONRPC = []string{"/id"}
-	pathsA2A     = append(traces("/params"), "/id", "/params/_meta", "/params/message/messageId")
-	pathsREST    = append(traces(""), "/message/messageId")
+	pathsJSONRPC = slices.Clip([]string{
+		"/id", "/params/_meta/progressToken", "/params/_meta/execution-context",
+		"/params/_meta/traceparent", "/params/_meta/tracestate", "/params/_meta/baggage",
+	})
+	pathsA2A  = append(traces("/params"), "/id", "/params/_meta", "/params/message/messageId")
+	pathsREST = append(traces(""), "/message/messageId")
 )
 
 // traces are the places of a trace context in a request of A2A.

@@ -326,6 +326,14 @@ func TestFingerprint(t *testing.T) {
 			same:  []string{`{"jsonrpc":"2.0","id":2,"method":"eth_send","params":[{"_meta":1}]}`},
 			other: []string{`{"jsonrpc":"2.0","id":1,"method":"eth_send","params":[{"_meta":2}]}`},
 		},
+		{ // of a server's own members nobody knows that they do not count
+			one: []string{`{"jsonrpc":"2.0","id":1,"method":"pay","params":{"a":1,"_meta":{"traceparent":"00","tracestate":"a","baggage":"a","progressToken":1,"execution-context":"t","execution-id":"1","tenant":"a"}}}`},
+			same: []string{`{"jsonrpc":"2.0","id":2,"method":"pay","params":{"a":1,"_meta":{"traceparent":"01","tracestate":"b","baggage":"b","progressToken":2,"execution-context":["u"],"idempotency-key":"2","tenant":"a"}}}`,
+				`{"jsonrpc":"2.0","id":2,"method":"pay","params":{"a":1,"_meta":{"tenant":"a"}}}`},
+			other: []string{`{"jsonrpc":"2.0","id":1,"method":"pay","params":{"a":1,"_meta":{"tenant":"b"}}}`,
+				`{"jsonrpc":"2.0","id":1,"method":"pay","params":{"a":1,"_meta":{}}}`,
+				`{"jsonrpc":"2.0","id":1,"method":"pay","params":{"a":1,"traceparent":"00","_meta":{"tenant":"a"}}}`},
+		},
 	} {
 		want := sum(c.one[0])
 		for _, body := range slices.Concat(c.one, c.same) {
