@@ -600,6 +600,69 @@ func TestMessagesThatUndoAreJudgedByMeaning(t *testing.T) {
 	}
 }
 
+// P1: where the session of the call has ended, its undo gets one of its own, and is executed once.
+func TestMessagesAreUndoneInANewSession(t *testing.T) {
+	var mu sync.Mutex
+	var log []string
+	session := "first"
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body) // what is cut is no case below
+		mu.Lock()
+		defer mu.Unlock()
+		var m struct {
+			Method string
+			Params struct{ Name string }
+		}
+		_ = json.Unmarshal(body, &m) // DELETE has none
+		log = append(log, strings.Join([]string{r.Method, m.Method, m.Params.Name, r.Header.Get("Mcp-Session-Id"), r.Header.Get("X-Api-Key")}, " "))
+		w.Header().Set("Content-Type", "application/json")
+		switch {
+		case m.Method == "initialize":
+			session = "second"
+			w.Header().Set("Mcp-Session-Id", session)
+			w.Header().Set("Content-Type", "text/event-stream")
+			_, _ = io.WriteString(w, "data: {\"jsonrpc\":\"2.0\",\"id\":\"initialize\",\"result\":{\"protocolVersion\":\"2025-11-25\",\"capabilities\":{}}}\n\n")
+		case r.Header.Get("Mcp-Session-Id") != session:
+			w.WriteHeader(http.StatusNotFound)
+			_, _ = io.WriteString(w, `{"jsonrpc":"2.0","id":null,"error":{"code":-32001,"message":"Session not found"}}`)
+		case r.Method == http.MethodDelete:
+		case m.Method == "notifications/initialized":
+			w.WriteHeader(http.StatusAccepted)
+		default:
+			_, _ = io.WriteString(w, `{"jsonrpc":"2.0","id":1,"result":{"content":[]}}`)
+		}
+	}))
+	t.Cleanup(server.Close)
+	a := newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: `agent_proxy ` + strings.TrimPrefix(server.URL, "http://") + ` {
+		protocol mcp
+		action pay {
+			match tool pay
+			compensate POST /mcp {
+				body application/json ` + "`" + `{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"refund","arguments":{{}}}}}}` + "`" + `
+				header Mcp-Session-Id {request.header.Mcp-Session-Id}
+				header X-Api-Key "the gateway's"
+			}
+		}
+	}`})
+	saga := g.saga(a)
+	paid := saga.do(message(toolCall("1", "pay", ""), "Mcp-Session-Id", "first"))
+	mu.Lock()
+	session = "" // the server has started anew
+	mu.Unlock()
+	doc := saga.back(rollbackBody{Checkpoint: paid.checkpoint})
+	doc.want(t, "completed")
+	mu.Lock()
+	defer mu.Unlock()
+	want := []string{
+		"POST tools/call pay first ", "POST tools/call refund first the gateway's", "POST initialize   the gateway's",
+		"POST notifications/initialized  second the gateway's", "POST tools/call refund second the gateway's", "DELETE   second the gateway's",
+	}
+	if !slices.Equal(log, want) || doc.Steps[0].Attempts != 2 {
+		t.Errorf("%q, %+v", log, doc.Steps)
+	}
+}
+
 // P1: a client that says notifications/cancelled has left, though its request stays open. The upstream
 // hears of it once, with the id that it knows, and so do operators.
 func TestMessagesCancelled(t *testing.T) {

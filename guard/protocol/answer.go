@@ -45,6 +45,8 @@ type Outcome struct {
 	State string
 	// Status is the HTTP status of another guard's problem, or 0.
 	Status int
+	// Version is the revision that a server of MCP has chosen for a session; empty for other answers.
+	Version string
 }
 
 // Reply is what a repeated answer takes from the request that asks for it.
@@ -92,6 +94,7 @@ type answered struct {
 	object            bool // the result is one
 	toolErrors        int  // members isError that are not false
 	id, state         string
+	version           string
 	method            string
 	code              string
 	status, problem   string // error.data.status and .type of another guard
@@ -223,6 +226,8 @@ func (a *Answer) ended() {
 	case "result.status.state", "result.task.status.state", "result.statusUpdate.status.state":
 		a.m.state = stateOf(text)
 		a.m.final = a.m.final || slices.Contains(settled, a.m.state)
+	case "result.protocolVersion":
+		a.m.version = text
 	case "result.status", "result.task.status", "result.structuredContent.status":
 		a.m.state = stateOf(text)
 	case "result.task.taskId", "result.taskId", "result.id", "result.task.id", "result.statusUpdate.taskId":
@@ -275,7 +280,7 @@ func (a *Answer) finish() {
 	if m.task != "" {
 		a.out.Task = m.task
 	}
-	a.out.State, a.out.ToolError = m.state, m.toolErrors > 0
+	a.out.State, a.out.ToolError, a.out.Version = m.state, m.toolErrors > 0, m.version
 	switch {
 	case m.failed:
 		a.out.Code, _ = strconv.Atoi(m.code)

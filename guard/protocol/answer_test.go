@@ -130,6 +130,7 @@ func TestOutcome(t *testing.T) {
 		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"isError":"true"}}`, protocol.Outcome{Meaning: protocol.Executed, ToolError: true}},
 		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"isError":{}}}`, protocol.Outcome{Meaning: protocol.Executed, ToolError: true}},
 		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"structuredContent":{"status":"FAILED"}}}`, protocol.Outcome{Meaning: protocol.Executed, State: "failed"}},
+		{call, asJSON, `{"jsonrpc":"2.0","id":"a1","result":{"protocolVersion":"2025-06-18"}}`, protocol.Outcome{Meaning: protocol.Executed, Version: "2025-06-18"}},
 		{call, asStream, "data: {\"id\":\"a1\",\"result\":{}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
 		// What another one is told, what is cut, and what says two things, is no answer.
 		{call, asJSON, `{"jsonrpc":"2.0","id":"a2","result":{"content":[]}}`, protocol.Outcome{}},

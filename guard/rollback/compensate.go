@@ -2,14 +2,18 @@ package rollback
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
 	"net/url"
 	"strings"
 	"time"
+
+	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -541,6 +545,8 @@ type note struct {
 	tag string
 	// fresh says that it was received now, not read from the store.
 	fresh bool
+	// wantsSession says that it was not executed, and may be in a new session.
+	wantsSession bool
 }
 
 // underWay reports that an upstream has just said that the undo is running, so that asking at
@@ -619,7 +625,9 @@ func byMessage(a *Answer, q *protocol.Request) note {
 		if r := common(a.Status); r != unexpected && r != unclear {
 			return note{reading: r}
 		}
-		return turnedAway(o)
+		n := turnedAway(o)
+		n.wantsSession = wantsSession(m, a, o)
+		return n
 	case a.Status == http.StatusGone: // the address is, and not what the call did
 		return noted(unexpected, a.Status)
 	}
@@ -730,4 +738,76 @@ func underWay(word string) bool {
 		return true
 	}
 	return false
+}
+
+// opening opens a session of MCP.
+const opening = `{"jsonrpc":"2.0","id":"initialize","method":"initialize","params":{"protocolVersion":%q,"capabilities":{},` +
+	`"clientInfo":{"name":"caddy-agent-guard","version":"1"}}}`
+
+// Revisions of MCP: the newest one with sessions, which is offered, and the first one without.
+const (
+	withSessions    = "2025-11-25"
+	withoutSessions = "2026-07-28"
+)
+
+// wantsSession reports that a server of MCP has turned a message away that it may take in another
+// session: the one of the call that is undone has ended, or the configuration names none.
+func wantsSession(m *protocol.Message, a *Answer, o protocol.Outcome) bool {
+	return m.Protocol == protocol.MCP && m.Version < withoutSessions && m.Method != "initialize" &&
+		o.Meaning == protocol.NotExecuted && (a.Status == http.StatusBadRequest || a.Status == http.StatusNotFound)
+}
+
+// inNewSession sends an undo in a session of its own, after it was turned away with before. P1: it was
+// not executed then. What a busy server refuses here is tried later. end ends the session.
+func (j *job) inNewSession(ctx context.Context, out *Outgoing, before note, read func(*Answer) note) (n note, cause execution.Cause, end func()) {
+	own := *out
+	own.Header = out.Header.Clone()
+	own.Header.Del(protocol.HeaderSession)
+	own.Header.Del(protocol.HeaderVersion)
+	send := func(method, body string, limit time.Duration, read func(*Answer) note) reading {
+		one := own
+		one.Method, one.Body, one.Header = method, []byte(body), own.Header.Clone()
+		one.Header.Set("Idempotency-Key", uuid.NewString()) // each session is another one
+		within, cancel := context.WithTimeout(ctx, limit)
+		defer cancel()
+		n, _ := j.send(within, &one, read)
+		return n.reading
+	}
+	end = func() {}
+	before.wantsSession = false
+	later := note{reading: busy, status: before.status, after: before.after}
+	hello := fmt.Sprintf(opening, cmp.Or(out.Header.Get(protocol.HeaderVersion), withSessions))
+	q, _ := (&protocol.Rules{Protocol: protocol.MCP}).Parse(own.Header, "/", []byte(hello)) // it is one
+	begun := send(http.MethodPost, hello, j.o.Timeout/2, func(a *Answer) note {
+		n := byMessage(a, &q)
+		if n.reading == done {
+			if id := a.Header.Get(protocol.HeaderSession); id != "" {
+				own.Header.Set(protocol.HeaderSession, id)
+			}
+			if v := q.Messages[0].Outcome(a.Status, a.Header.Get("Content-Type"), a.Body).Version; v != "" {
+				own.Header.Set(protocol.HeaderVersion, v)
+			}
+		}
+		return n
+	})
+	session := own.Header.Get(protocol.HeaderSession)
+	switch {
+	case begun != done && begun.final(), begun == done && session == out.Header.Get(protocol.HeaderSession):
+		return before, execution.CauseStatus, end // there is no session to be had
+	case begun != done:
+		return later, execution.CauseStatus, end
+	case session != "":
+		end = func() { send(http.MethodDelete, "", hashTimeout, func(*Answer) note { return note{} }) }
+	}
+	ready := send(http.MethodPost, `{"jsonrpc":"2.0","method":"notifications/initialized"}`, j.o.Timeout/2, func(a *Answer) note {
+		return note{reading: common(a.Status)}
+	})
+	if ready != done && ready != pending {
+		return later, execution.CauseStatus, end
+	}
+	j.attempts++ // the one before
+	again := own
+	again.Header = own.Header.Clone()
+	n, cause = j.send(ctx, &again, read)
+	return n, cause, end
 }

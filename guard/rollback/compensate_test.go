@@ -1,6 +1,8 @@
 package rollback_test
 
 import (
+	"bytes"
+	"cmp"
 	"context"
 	"encoding/base64"
 	"encoding/json"
@@ -8,6 +10,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -163,8 +166,14 @@ func TestP6CompensationsByMessage(t *testing.T) {
 				}
 				r.restart(-1)
 			}
-			if c.reason != late && len(r.sent) != 1 {
-				t.Errorf("%s: sent %d times", c.answer, len(r.sent))
+			sent := 0
+			for _, o := range r.sent {
+				if strings.Contains(string(o.Body), "tools/call") {
+					sent++
+				}
+			}
+			if c.reason != late && sent != 1 {
+				t.Errorf("%s: sent %d times", c.answer, sent)
 			}
 		})
 	}
@@ -186,6 +195,151 @@ func TestP6CompensationsByMessage(t *testing.T) {
 		r.answers(spoken(200, `{"jsonrpc":"2.0","id":7,"error":{"code":-32601}}`))
 		r.wants(task(checkpoint.Compensate, spec), rollback.Result{Done: true, Status: 200, Attempts: 1})
 	})
+}
+
+// toolServer is a server of MCP whose sessions end. It executes a call in any session that it knows.
+type toolServer struct {
+	gone    int // the status for a session that it does not know
+	opens   []any
+	ready   int    // the status for notifications/initialized; 0 is 202
+	version string // the revision that it chooses
+	log     []string
+	keys    []string // of what opens and ends sessions
+	calls   int
+	answer  []any // to what is executed; empty is a result
+}
+
+func (s *toolServer) serve(o *rollback.Outgoing) (*rollback.Answer, error) {
+	session := o.Header.Get("Mcp-Session-Id")
+	method, _, _ := strings.Cut(string(o.Body[max(0, bytes.Index(o.Body, []byte(`"method":"`))):]), `",`)
+	method, _, _ = strings.Cut(strings.TrimPrefix(method, `"method":"`), `"`)
+	s.log = append(s.log, strings.TrimSpace(cmp.Or(method, o.Method)+" "+session+" "+o.Header.Get("Mcp-Protocol-Version")))
+	if method != "tools/call" {
+		s.keys = append(s.keys, o.Header.Get("Idempotency-Key"))
+	}
+	next := func(of *[]any, otherwise any) (*rollback.Answer, error) {
+		if len(*of) > 0 {
+			otherwise, *of = (*of)[0], (*of)[1:]
+		}
+		switch a := otherwise.(type) {
+		case error:
+			return nil, a
+		case int:
+			return &rollback.Answer{Status: a}, nil
+		}
+		return spoken(200, otherwise.(string)), nil
+	}
+	switch {
+	case o.Method == http.MethodDelete:
+		return &rollback.Answer{Status: 204}, nil
+	case method == "initialize":
+		a, err := next(&s.opens, `{"jsonrpc":"2.0","id":"initialize","result":{"protocolVersion":"`+cmp.Or(s.version, "2025-06-18")+`","capabilities":{}}}`)
+		if a != nil && a.Status == 200 {
+			a.Header.Set("Mcp-Session-Id", "new")
+		}
+		return a, err
+	case method == "notifications/initialized":
+		return &rollback.Answer{Status: cmp.Or(s.ready, 202)}, nil
+	case session != "new":
+		return spoken(s.gone, `{"jsonrpc":"2.0","id":null,"error":{"code":-32001,"message":"Session not found"}}`), nil
+	}
+	s.calls++
+	return next(&s.answer, `{"jsonrpc":"2.0","id":7,"result":{"content":[]}}`)
+}
+
+// inSession is a compensation in a session.
+func inSession(id string) rollback.Spec {
+	spec := refunding(`"id":7,`)
+	if id != "" {
+		spec.Compensate.Header = []template.Field{{Name: "Mcp-Session-Id", Value: id}}
+	}
+	return spec
+}
+
+// P1: an undo goes into a new session where the server has proven that it was not executed in the one
+// that it was sent in, and is executed once.
+func TestP1CompensationsInANewSession(t *testing.T) {
+	opened := []string{"initialize", "notifications/initialized new 2025-06-18", "tools/call new 2025-06-18", "DELETE new 2025-06-18"}
+	for _, c := range []struct {
+		name, session string
+		server        toolServer
+		want          rollback.Result
+		log           []string
+	}{
+		{"ended", "old", toolServer{gone: 404}, rollback.Result{Done: true, Status: 200, Attempts: 2}, append([]string{"tools/call old"}, opened...)},
+		{"unknown", "old", toolServer{gone: 400}, rollback.Result{Done: true, Status: 200, Attempts: 2}, append([]string{"tools/call old"}, opened...)},
+		{"none", "", toolServer{gone: 400}, rollback.Result{Done: true, Status: 200, Attempts: 2}, append([]string{"tools/call"}, opened...)},
+		{"known", "new", toolServer{gone: 404}, rollback.Result{Done: true, Status: 200, Attempts: 1}, []string{"tools/call new"}},
+		{"failed there", "old", toolServer{gone: 404, answer: []any{`{"jsonrpc":"2.0","id":7,"result":{"isError":true}}`}},
+			rollback.Result{Reason: rollback.ReasonRefused, Status: 200, Attempts: 2}, append([]string{"tools/call old"}, opened...)},
+		// Only what was not executed is sent once more, and only where a session can be had.
+		{"error", "old", toolServer{gone: 401}, rollback.Result{Reason: rollback.ReasonUnauthorized, Status: 401, Attempts: 1}, []string{"tools/call old"}},
+		{"executed", "new", toolServer{answer: []any{`{"jsonrpc":"2.0","id":7,"error":{"code":-32602}}`}},
+			rollback.Result{Reason: rollback.ReasonUnexpected, Unknown: true, Status: 200, Attempts: 1}, []string{"tools/call new"}},
+		{"no server", "old", toolServer{gone: 404, opens: []any{404}},
+			rollback.Result{Reason: rollback.ReasonUnexpected, Status: 404, Attempts: 1}, []string{"tools/call old", "initialize"}},
+		{"refused", "old", toolServer{gone: 404, opens: []any{`{"jsonrpc":"2.0","id":"initialize","error":{"code":-32600}}`}},
+			rollback.Result{Reason: rollback.ReasonUnexpected, Status: 404, Attempts: 1}, []string{"tools/call old", "initialize"}},
+		// What passes is tried again from the beginning.
+		{"busy", "old", toolServer{gone: 404, opens: []any{503, errLost, errUnsent, `{"jsonrpc":"2.0","id":"other","result":{}}`}},
+			rollback.Result{Done: true, Status: 200, Attempts: 6}, append([]string{
+				"tools/call old", "initialize", "tools/call old", "initialize", "tools/call old", "initialize", "tools/call old", "initialize", "tools/call old",
+			}, opened...)},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			bubble(t, func(t *testing.T, r *undoRig) {
+				s := c.server
+				r.answer = s.serve
+				r.wants(task(checkpoint.Compensate, inSession(c.session)), c.want)
+				r.restart(-1)
+				r.wants(task(checkpoint.Compensate, inSession(c.session)), c.want)
+				if !slices.Equal(s.log, c.log) {
+					t.Errorf("%q", s.log)
+				}
+				slices.Sort(s.keys)
+				if len(slices.Compact(s.keys)) != len(s.keys) || slices.Contains(s.keys, key) {
+					t.Errorf("what opens a session has the key of another request: %q", s.keys)
+				}
+				for _, o := range r.sent {
+					if strings.Contains(string(o.Body), "tools/call") && (o.Header.Get("Idempotency-Key") != key || o.URL != "/mcp") {
+						t.Errorf("%s %v", o.URL, o.Header)
+					}
+				}
+			})
+		})
+	}
+	// In doubt, the session stays, and by default the call is sent again as it was first.
+	bubble(t, func(t *testing.T, r *undoRig) {
+		s := toolServer{gone: 404, answer: []any{errLost}}
+		r.answer = s.serve
+		spec := inSession("old")
+		spec.OnLost = rollback.UndoEscalate
+		r.wants(task(checkpoint.Compensate, spec), rollback.Result{Unknown: true, Reason: rollback.ReasonLost, Attempts: 2, Status: 0})
+		if want := append([]string{"tools/call old"}, opened[:3]...); !slices.Equal(s.log, want) {
+			t.Errorf("%q", s.log)
+		}
+	})
+	// A server without sessions has none to open.
+	bubble(t, func(t *testing.T, r *undoRig) {
+		s := toolServer{gone: 404}
+		r.answer = s.serve
+		spec := inSession("")
+		spec.Compensate.Header = []template.Field{{Name: "Mcp-Protocol-Version", Value: "2026-07-28"}}
+		r.wants(task(checkpoint.Compensate, spec), rollback.Result{Reason: rollback.ReasonUnexpected, Status: 404, Attempts: 1})
+	})
+	// A life can end between any two steps.
+	for n := range 24 {
+		bubble(t, func(t *testing.T, r *undoRig) {
+			s := toolServer{gone: 404}
+			r.answer = s.serve
+			spec := inSession("old")
+			spec.OnLost = rollback.UndoEscalate
+			got := r.lives(task(checkpoint.Compensate, spec), n)
+			if s.calls > 1 || !got.Done && !got.Unknown || got.Done && s.calls != 1 {
+				t.Errorf("%d: %+v after %d calls", n, got, s.calls)
+			}
+		})
+	}
 }
 
 // What passes is tried again, later each time, under one key.

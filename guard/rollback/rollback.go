@@ -90,6 +90,8 @@
 //	               ReasonUnexpected, without effect; another guard's refusal that passes is sent again
 //	-32603, server errors, an error after progress, no final answer that can be read
 //	               in doubt, like a 500
+//	400 or 404 of MCP, without a result
+//	               sent once more, in a session of its own
 //	other errors, a question to the client, 410
 //	               ReasonUnexpected, of unknown effect
 //

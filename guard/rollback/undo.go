@@ -561,7 +561,12 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 			_ = settle()
 		}
 	}()
+	again, end := *out, func() {} // the sender may change its own
+	again.Header = out.Header.Clone()
 	sent, sentCause := j.send(ctx, out, read)
+	if sent.wantsSession {
+		sent, sentCause, end = j.inNewSession(ctx, &again, sent, read)
+	}
 	n, cause = sent, sentCause
 	if n.reading != unsent {
 		j.attempts++
@@ -575,6 +580,9 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 			j.unkept.Store(j.key, n)
 		}
 		return n, err
+	}
+	if !n.reading.doubtful() { // else its server may still be at it
+		end()
 	}
 	if !n.reading.final() && ctx.Err() != nil {
 		return n, ctx.Err()
