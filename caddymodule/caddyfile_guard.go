@@ -89,6 +89,10 @@ import (
 //		use_answer
 //		timeout     <duration>
 //	}
+//	on_unknown    probe task {
+//		header      <field> <value>
+//		timeout     <duration>
+//	}
 //	keys          trusted | advisory
 //	settle        awaited | async
 //	target        <text>
@@ -460,7 +464,7 @@ func policyOptions() options[*Policy] {
 			return nil
 		}},
 		"outcome": {several: true, usage: "outcome completed | released | in_doubt <statuses...>", parse: parseOutcome},
-		"on_unknown": {usage: "on_unknown block | retry | resend [<duration>] | probe <method> <uri> { ... }",
+		"on_unknown": {usage: "on_unknown block | retry | resend [<duration>] | probe <method> <uri> { ... } | probe task { ... }",
 			parse: parseOnUnknown},
 		"keys": {usage: "keys trusted | advisory", parse: func(d dispenser, p *Policy) error {
 			return parseChoice(d, &p.Keys, keysTrusted, keysAdvisory)
@@ -554,11 +558,12 @@ func parseOnUnknown(d *caddyfile.Dispenser, p *Policy) error {
 		return nil
 	}
 	p.Probe = new(Probe)
-	var err error
-	if p.Probe.Method, p.Probe.URI, err = parsePair(d); err != nil {
-		return err
-	}
-	if d.NextArg() {
+	switch args := d.RemainingArgs(); {
+	case len(args) == 1 && args[0] == "task":
+		p.Probe.Task = true
+	case len(args) == 2:
+		p.Probe.Method, p.Probe.URI = args[0], args[1]
+	default:
 		return errSyntax
 	}
 	if err := probeOptions().readBlock(d, "a probe", p.Probe, originOf(d)); err != nil {

@@ -146,7 +146,7 @@ var (
 func (h *Handler) send(ctx context.Context, o *guard.InternalRequest) (*guard.InternalAnswer, error) {
 	server, _ := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
 	r := internalRequest{
-		method: o.Method, path: o.Path, query: o.Query, host: o.Host, remote: o.Remote, header: o.Header, most: o.MaxAnswer,
+		method: o.Method, path: o.Path, query: o.Query, host: o.Host, remote: o.Remote, header: o.Header, body: o.Body, most: o.MaxAnswer,
 	}
 	a, err := r.send(ctx, h.upstream, server)
 	switch {

@@ -41,6 +41,7 @@ var inCaddyfile = map[string]string{
 	"Handler.consequential_tools":     "`consequential tool <names...>`",
 	"Handler.recognize_window":        "`missing_id recognize { window <duration> }`",
 	"Handler.retry_headers":           "`missing_id recognize { retry_header <fields...> }`",
+	"Probe.task":                      "`on_unknown probe task { ... }`",
 	"Handler.derive_window":           "`missing_id derive <window>`",
 	"Handler.actions":                 "`action <name> { ... }`",
 	"Policy.outcomes":                 "`outcome <outcome> ...`",

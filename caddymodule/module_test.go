@@ -76,6 +76,8 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"actions of one name":       {withHandler(`"actions": [{"name": "a"}, {"name": "b"}, {"name": "a"}]`), `actions: action 3: two actions are called "a"; give each a name of its own`},
 		"no action":                 {withHandler(`"actions": [null]`), `actions: action 1 is null; leave it out`},
 		"unknown upstream":          {withHandler(`"upstream": [{"handler": "nosuch"}]`), `upstream: `},
+		"probe of a task":           {withHandler(`"protocol": "jsonrpc", ` + probe(`"task": true`)), "on_unknown: tasks are of MCP and A2A, and `probe task` needs `protocol mcp`, `a2a` or `auto`"},
+		"probe of task and URI":     {withHandler(`"protocol": "mcp", ` + probe(`"task": true, "uri": "/a"`)), "probe: a task is asked for with tasks/get"},
 		"probe without upstream":    {withHandler(`"on_unknown": "probe", "probe": {"uri": "/a", "applied": {"status_code": [200]}}`), "on_unknown: probe needs an `upstream`"},
 		"on_unknown without probe":  {withHandler(`"on_unknown": "probe", ` + upstream), "on_unknown: probe needs a `probe` with the status URL to ask"},
 		"probe without on_unknown":  {withHandler(action(`"probe": {"uri": "/a"}`)), `action pay: probe: it is never asked, as on_unknown is block; set on_unknown to probe`},

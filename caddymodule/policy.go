@@ -124,6 +124,9 @@ func (a *Action) checkMessages(h *Handler) error {
 	if mcp := h.Protocol == string(protocol.MCP) || h.Protocol == string(protocol.Auto); a.InDoubtAs == doubtToolResult && !mcp {
 		return &invalid{[]string{"in_doubt_as"}, errors.New("tool_result is an answer of MCP, and needs `protocol mcp` or `auto`")}
 	}
+	if a.Probe != nil && a.Probe.Task && (!h.readsMessages() || h.Protocol == string(protocol.JSONRPC)) {
+		return &invalid{[]string{"on_unknown"}, errors.New("tasks are of MCP and A2A, and `probe task` needs `protocol mcp`, `a2a` or `auto`")}
+	}
 	if len(a.Tools)+len(a.Arguments) > 0 && !h.readsMessages() {
 		return wrong("`tool` and `argument` choose by what a message says, and need a `protocol`, such as `protocol mcp`")
 	}

@@ -23,6 +23,12 @@ import (
 // Probe asks the upstream whether a call in doubt took effect. The request goes through the
 // handler's `upstream`, and contains nothing of the caller's except what the configuration names.
 type Probe struct {
+	// Asks for the task that the call has begun, with `tasks/get` of MCP or A2A (`GetTask` in A2A 1.0)
+	// at the path of the call, where its answer had named the task before it was cut off. That the
+	// upstream has the task means that the call was applied, and the task becomes its result. It needs
+	// `protocol mcp`, `a2a` or `auto`, and takes `header` and `timeout` only. Default: false.
+	Task bool `json:"task,omitempty"`
+
 	// The method. Default: GET.
 	Method string `json:"method,omitempty"`
 
@@ -51,6 +57,9 @@ type Probe struct {
 }
 
 func (p *Probe) provision() error {
+	if p.Task {
+		return p.provisionTask()
+	}
 	inherit(&p.Method, http.MethodGet)
 	inherit(&p.Timeout, caddy.Duration(10*time.Second))
 	if !httpguts.ValidHeaderFieldName(p.Method) || strings.ToUpper(p.Method) != p.Method {
@@ -94,6 +103,21 @@ func (p *Probe) provision() error {
 	return nil
 }
 
+// provisionTask checks a probe that asks for a task.
+func (p *Probe) provisionTask() error {
+	inherit(&p.Timeout, caddy.Duration(10*time.Second))
+	if err := checkDuration(p.Timeout); err != nil {
+		return fmt.Errorf("probe: timeout: %w", err)
+	}
+	if err := checkFields(slices.Sorted(maps.Keys(p.Header))); err != nil {
+		return fmt.Errorf("probe: header: %w", err)
+	}
+	if p.Method != "" || p.URI != "" || p.Applied != nil || p.NotApplied != nil || p.UseAnswer {
+		return errors.New("probe: a task is asked for with tasks/get, and is the call's answer; leave method, URI, applied, not_applied and use_answer away")
+	}
+	return nil
+}
+
 // asksForACall reports whether the request depends on the call. Otherwise one answer would
 // decide all calls.
 func (p *Probe) asksForACall() bool {
@@ -125,37 +149,44 @@ func (p *Probe) target(repl *caddy.Replacer) (path, query string, err error) {
 
 // forCalls returns the probe in the form that package guard needs.
 func (p *Probe) forCalls(h *Handler) *guard.Probe {
-	return &guard.Probe{
-		Ask:     func(r *http.Request) (*guard.InternalAnswer, error) { return p.ask(h, r) },
-		Applied: p.Applied.matches, NotApplied: p.NotApplied.matches, UseAnswer: p.UseAnswer,
+	probe := &guard.Probe{
+		Ask: func(r *http.Request, message *guard.InternalRequest) (*guard.InternalAnswer, error) {
+			return p.ask(h, r, message)
+		},
+		Applied: p.Applied.matches, NotApplied: p.NotApplied.matches, UseAnswer: p.UseAnswer || p.Task, Task: p.Task,
 	}
+	if p.Task {
+		probe.Applied = func(*guard.InternalAnswer) bool { return true } // else it is an error
+	}
+	return probe
 }
 
 // maxProbeAnswer is the largest body of a probe's answer that is read, in bytes.
 const maxProbeAnswer = 256 << 10
 
-// ask sends the probe for the call of r.
-func (p *Probe) ask(h *Handler, r *http.Request) (*guard.InternalAnswer, error) {
+// ask sends the probe for the call of r, or a message of the guard about it.
+func (p *Probe) ask(h *Handler, r *http.Request, message *guard.InternalRequest) (*guard.InternalAnswer, error) {
 	repl := replacer(r)
-	path, query, err := p.target(repl)
-	if err != nil {
-		return nil, err
+	if message == nil {
+		path, query, err := p.target(repl)
+		if err != nil {
+			return nil, err
+		}
+		message = &guard.InternalRequest{Method: p.Method, Path: path, Query: query, Header: http.Header{}}
 	}
 	// Others may wait for the probe after the caller has disconnected.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), time.Duration(p.Timeout))
 	defer cancel()
-	header := http.Header{}
 	for name, value := range p.Header {
 		// Without its credential, an upstream may answer as if the call were unknown.
-		if value, err = repl.ReplaceOrErr(value, true, true); err != nil {
+		value, err := repl.ReplaceOrErr(value, true, true)
+		if err != nil {
 			return nil, fmt.Errorf("header %s: %w", name, err)
 		}
-		header.Set(name, value)
+		message.Header.Set(name, value)
 	}
-	return h.send(ctx, &guard.InternalRequest{
-		Method: p.Method, Path: path, Query: query, Host: r.Host, Remote: r.RemoteAddr,
-		Header: header, MaxAnswer: maxProbeAnswer,
-	})
+	message.Host, message.Remote, message.MaxAnswer = r.Host, r.RemoteAddr, maxProbeAnswer
+	return h.send(ctx, message)
 }
 
 // Evidence matches an answer. Every member that is set must match.

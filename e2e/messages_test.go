@@ -461,6 +461,61 @@ func TestMessagesFailuresAreErrors(t *testing.T) {
 	}
 }
 
+// A doubt whose answer had named a task is settled by it; without a task nothing is asked.
+func TestMessagesInDoubtAreAskedForByTheirTask(t *testing.T) {
+	u := newUpstream(t)
+	var mu sync.Mutex
+	sends, asked, task := 0, []string(nil), `{"id":"t1","kind":"task","status":{"state":"working"}}`
+	u.on("/a2a", func(w http.ResponseWriter, in *arrival) {
+		mu.Lock()
+		defer mu.Unlock()
+		if strings.Contains(in.body, "tasks/get") {
+			asked = append(asked, in.Header.Get("Authorization")+" "+in.body)
+			w.Header().Set("Content-Type", "application/json")
+			_, _ = io.WriteString(w, `{"jsonrpc":"2.0","id":"task",`+task+`}`)
+			return
+		}
+		sends++
+		w.Header().Set("Content-Type", "text/event-stream")
+		if !strings.Contains(in.body, "nothing") {
+			_, _ = io.WriteString(w, "data: {\"jsonrpc\":\"2.0\",\"id\":1,\"result\":"+`{"id":"t1","kind":"task","status":{"state":"working"}}`+"}\n\n")
+		}
+		_ = http.NewResponseController(w).Flush() // an error shows as a call without a task
+		panic(http.ErrAbortHandler)
+	})
+	g := start(t, "agent_proxy %s {\n protocol a2a\n on_unknown probe task {\n header Authorization {http.request.header.Authorization}\n }\n}", u.addr)
+	send := func(id, message string) request {
+		return request{path: "/a2a", body: `{"jsonrpc":"2.0","id":` + id + `,"method":"message/stream","params":{"message":{"messageId":"` + message + `","parts":[]}}}`,
+			header: map[string]string{"Content-Type": "application/json", "Authorization": "Bearer one"}}
+	}
+	answer := func(to string) { mu.Lock(); defer mu.Unlock(); task = to }
+	state := func() (int, int) { mu.Lock(); defer mu.Unlock(); return sends, len(asked) }
+
+	g.call(send("1", "m"))
+	answer(`"error":{"code":-32001,"message":"Task not found"}`) // which may have been forgotten
+	if got := g.call(send("2", "m")); !strings.Contains(got.body, "/in-doubt") {
+		t.Errorf("while the task is not known: %s", got.body)
+	}
+	answer(`"result":{"id":"t1","kind":"task","status":{"state":"completed"}}`)
+	want := "data: {\"jsonrpc\":\"2.0\",\"id\":%s,\"result\":{\"id\":\"t1\",\"kind\":\"task\",\"status\":{\"state\":\"completed\"}}}\n\n"
+	for _, id := range []string{"3", "4"} {
+		got := g.call(send(id, "m"))
+		if got.want(t, 200, fmt.Sprintf(want, id), "replayed"); got.header.Get("Content-Type") != "text/event-stream" {
+			t.Errorf("%v", got.header)
+		}
+	}
+	if sent, questions := state(); sent != 1 || questions != 2 || asked[1] != `Bearer one {"id":"task","jsonrpc":"2.0","method":"tasks/get","params":{"id":"t1"}}` {
+		t.Errorf("%d sends, asked %q", sent, asked)
+	}
+	g.call(send("1", "nothing"))
+	if got := g.call(send("2", "nothing")); !strings.Contains(got.body, "/in-doubt") {
+		t.Errorf("without a task: %s", got.body)
+	}
+	if sent, questions := state(); sent != 2 || questions != 2 {
+		t.Errorf("%d sends, %d questions", sent, questions)
+	}
+}
+
 // Digests are of the body that one client got, wherever they stand.
 func TestMessagesAreRepeatedWithoutDigests(t *testing.T) {
 	u := newUpstream(t)

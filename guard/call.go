@@ -725,6 +725,9 @@ func (x *Call) execute(e *execution.Execution) error {
 	f = x.forward(e)
 	x.clock.stop() // readers have all the time that they need
 	outcome := x.stillInDoubt(x.judge(&f))
+	if x.heard != nil && outcome.Verdict == execution.InDoubt {
+		outcome.Task = x.heard.End().Task
+	}
 	x.noted.outcome = outcome.Verdict
 	if x.action.Async && outcome.Whole {
 		x.observe(outcome, f.rec.Header())

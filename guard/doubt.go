@@ -3,12 +3,14 @@ package guard
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"sync"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 func (x *Call) inDoubt(cause execution.Cause) error {
@@ -63,7 +65,7 @@ func (x *Call) refusedInDoubt(err error) error {
 // doubt stays.
 func (x *Call) settleDoubt(found execution.Finding) (step, error) {
 	p := x.action.Probe
-	a, err := p.Ask(x.r)
+	a, err := x.ask(p, found.Record.Task)
 	if err != nil {
 		x.action.Counts.Probed(ProbeUnknown)
 		x.h.Logger.Warn("the status probe gave no answer; the call stays in doubt",
@@ -74,7 +76,7 @@ func (x *Call) settleDoubt(found execution.Finding) (step, error) {
 	case p.Applied(a):
 		x.action.Counts.Probed(ProbeApplied)
 		var head *execution.Head
-		if p.UseAnswer {
+		if p.UseAnswer && a.Status != 0 {
 			head = &execution.Head{Status: a.Status, Header: Replayable(a.Header)}
 		}
 		// Others wait for this, whether or not the caller does.
@@ -94,6 +96,46 @@ func (x *Call) settleDoubt(found execution.Finding) (step, error) {
 	}
 	x.action.Counts.Probed(ProbeUnknown)
 	return stepDone, nil
+}
+
+// errNoTask: a call whose answer was lost has left no id of a task, and then nothing can be asked.
+var errNoTask = errors.New("no task of the call is known")
+
+// ask sends the probe. Where it asks for a task, the answer is the task's as one to the call.
+func (x *Call) ask(p *Probe, task string) (*InternalAnswer, error) {
+	if !p.Task {
+		return p.Ask(x.r, nil)
+	}
+	if task == "" || x.message == nil {
+		return nil, errNoTask
+	}
+	text, header := x.message.TaskQuery(task)
+	if text == nil {
+		return nil, errNoTask
+	}
+	question := &InternalRequest{Method: http.MethodPost, Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery, Header: http.Header{}, Body: text}
+	for name, value := range header {
+		question.Header.Set(name, value)
+	}
+	for _, name := range []string{protocol.HeaderSession, protocol.HeaderVersion, protocol.HeaderA2A} {
+		if values := x.r.Header[name]; len(values) > 0 {
+			question.Header[name] = values
+		}
+	}
+	question.Header.Set("Content-Type", "application/json")
+	question.Header.Set("Accept", "application/json, text/event-stream")
+	a, err := p.Ask(x.r, question)
+	if err != nil {
+		return nil, err
+	}
+	body, as, known := x.message.TaskAnswer(task, a.Status, a.Header.Get("Content-Type"), a.Body)
+	switch {
+	case !known || a.Replaced:
+		return nil, fmt.Errorf("the answer %d to the question for the task does not show it", a.Status)
+	case body == nil:
+		return new(InternalAnswer), nil
+	}
+	return &InternalAnswer{Status: http.StatusOK, Header: http.Header{"Content-Type": {as}}, Body: body}, nil
 }
 
 func (x *Call) resolved(v execution.Verdict) {
@@ -136,8 +178,12 @@ type probing struct {
 
 // Probe asks the upstream whether it applied a call in doubt.
 type Probe struct {
-	// Ask sends the question about a request's call. An error means no answer.
-	Ask func(r *http.Request) (*InternalAnswer, error)
+	// Ask sends the question about a request's call, or a message of the guard, which lacks host and
+	// credentials. An error means no answer.
+	Ask func(r *http.Request, message *InternalRequest) (*InternalAnswer, error)
+	// Task asks for the task that the answer to the call's message has named. That its server has it
+	// says that the call was applied.
+	Task bool
 	// Applied and NotApplied recognise the answers for a call that was applied, and that was not.
 	// Applied is tried first; any other answer leaves the call in doubt.
 	Applied, NotApplied func(a *InternalAnswer) bool
@@ -155,6 +201,8 @@ type InternalRequest struct {
 	// Remote is the address of the client on whose behalf it is sent.
 	Remote string
 	Header http.Header
+	// Body is nil for requests without one.
+	Body []byte
 	// MaxAnswer bounds the answer, in bytes.
 	MaxAnswer int64
 }

@@ -106,7 +106,7 @@ func probing(useAnswer bool, answer func() int) guard.Action {
 		return func(a *guard.InternalAnswer) bool { return a.Status == status }
 	}
 	return guard.Action{OnUnknown: guard.OnUnknownProbe, Probe: &guard.Probe{
-		Ask: func(*http.Request) (*guard.InternalAnswer, error) {
+		Ask: func(*http.Request, *guard.InternalRequest) (*guard.InternalAnswer, error) {
 			status := answer()
 			if status == 0 {
 				return nil, errors.New("lost")

@@ -53,6 +53,8 @@ type Outcome struct {
 	Cause   Cause
 	// Status is that of the upstream's answer, 0 without one.
 	Status int
+	// Task is the id of the task that an answer in doubt names; empty without one.
+	Task string
 	// Whole says that the recorded answer is complete. Followers get all of it, also if the key
 	// is released or in doubt.
 	Whole bool
@@ -122,7 +124,9 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 	record := e.record
 	record.Cause, record.Status = o.Cause, o.Status
 	if o.Verdict == InDoubt {
-		record.State = StateInDoubt
+		if record.State = StateInDoubt; len(o.Task) <= maxRecordedText { // a part of it names another one
+			record.Task = o.Task
+		}
 		return e.keep(ctx, &record, nil, batches)
 	}
 	record.State = StateCompleted

@@ -321,7 +321,7 @@ func fullRecord() Record {
 	r := Record{
 		State: StateCompleted, ID: "id", Origin: OriginMinted, Guard: "g", Action: "a", Host: "h", Method: "POST", Path: "/p",
 		Workflow: "w", Checkpoint: "k", Node: "n", Boot: "b", Created: at, First: at.Add(-1), Deadline: at.Add(1), Settled: at.Add(2), Cause: CauseStatus,
-		Status: 201, KeepResult: time.Hour, KeepKey: 2 * time.Hour,
+		Status: 201, Task: "t", KeepResult: time.Hour, KeepKey: 2 * time.Hour,
 		Result: storedResult{Kept: true, Inline: []byte("inline"), Pieces: 3, ByKey: true, Size: 4, Expires: at.Add(3)},
 	}
 	r.Claim[0], r.Fingerprint[1], r.Caller[2] = 1, 2, 3
@@ -609,6 +609,7 @@ func (r *Recording) SetReadAhead(bytes int64) { r.window = max(r.limit, bytes) }
 // What stands in stores of earlier builds stays as it is, byte for byte.
 func TestStoredBytes(t *testing.T) {
 	full := fullRecord()
+	full.Task = "" // which earlier builds did not have
 	head := Head{Status: 201, Size: 300, Header: map[string][]string{"A": {"", "b"}}, Trailer: map[string][]string{"Gone": nil}}
 	resolution := Resolution{At: full.Created, Applied: true, Operator: "o", Reason: "r", Cause: CauseLost, Action: "a"}
 	keyed := full
@@ -639,7 +640,7 @@ func TestEarlierRecord(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := fullRecord()
-	want.Result.ByKey, want.Group, want.Window, want.Count = false, groupHash{}, 0, 0
+	want.Result.ByKey, want.Group, want.Window, want.Count, want.Task = false, groupHash{}, 0, 0, ""
 	got, err := decodeRecord(b)
 	if err != nil {
 		t.Fatal(err)

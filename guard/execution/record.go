@@ -79,7 +79,8 @@ type Record struct {
 	Deadline    time.Time
 	Settled     time.Time
 	Cause       Cause
-	Status      int // of the upstream's answer; 0 without one
+	Status      int    // of the upstream's answer; 0 without one
+	Task        string // by which the upstream can be asked about a doubt; empty without one
 	Result      storedResult
 	KeepResult  time.Duration
 	KeepKey     time.Duration
@@ -203,6 +204,7 @@ const (
 	tagGroup
 	tagWindow
 	tagCount
+	tagTask
 )
 
 func (r *Record) encode(dst []byte) []byte {
@@ -238,6 +240,7 @@ func (r *Record) encode(dst []byte) []byte {
 	if r.Sent != [32]byte{} {
 		e.Bytes(tagSent, r.Sent[:])
 	}
+	e.String(tagTask, r.Task)
 	e.Bool(tagResultByKey, r.Result.ByKey)
 	if r.Group != (groupHash{}) {
 		e.Bytes(tagGroup, r.Group[:])
@@ -300,6 +303,8 @@ func (r *Record) decode(b []byte) error {
 			r.Cause = Cause(d.Field)
 		case tagStatus:
 			r.Status = int(d.Int())
+		case tagTask:
+			r.Task = string(d.Field)
 		case tagResultKept:
 			r.Result.Kept = d.Int() != 0
 		case tagResultInline:

@@ -168,6 +168,53 @@ func TestOutcome(t *testing.T) {
 	}
 }
 
+// A task that its server still has is the answer to the call that has begun it, in the form of its
+// method. Anything else says nothing.
+func TestTaskAnswer(t *testing.T) {
+	read := func(p protocol.Protocol, version, method string) *protocol.Message {
+		q, ok := (&protocol.Rules{Protocol: p}).Parse(http.Header{"Mcp-Protocol-Version": {version}}, "/", []byte(`{"jsonrpc":"2.0","id":1,"method":"`+method+`","params":{}}`))
+		if !ok {
+			t.Fatal(method)
+		}
+		return &q.Messages[0]
+	}
+	const a2a, mcp = `{"id":"t","status":{"state":"working"}}`, `{"taskId":"t","status":"working"}`
+	for _, c := range []struct {
+		m                         *protocol.Message
+		query, result, answer, as string
+	}{
+		{read(protocol.A2A, "", "message/send"), `{"id":"task","jsonrpc":"2.0","method":"tasks/get","params":{"id":"t"}}`, a2a, `{"jsonrpc":"2.0","id":"task","result":` + a2a + `}`, asJSON},
+		{read(protocol.A2A, "", "message/stream"), `{"id":"task","jsonrpc":"2.0","method":"tasks/get","params":{"id":"t"}}`, a2a, `data: {"jsonrpc":"2.0","id":"task","result":` + a2a + "}\n\n", "text/event-stream"},
+		{read(protocol.A2A, "", "SendStreamingMessage"), `{"id":"task","jsonrpc":"2.0","method":"GetTask","params":{"id":"t"}}`, a2a, `data: {"jsonrpc":"2.0","id":"task","result":{"task":` + a2a + "}}\n\n", "text/event-stream"},
+		{read(protocol.MCP, "2025-11-25", "tools/call"), `{"id":"task","jsonrpc":"2.0","method":"tasks/get","params":{"taskId":"t"}}`, mcp, `{"jsonrpc":"2.0","id":"task","result":{"task":` + mcp + `}}`, asJSON},
+		{read(protocol.MCP, "2026-07-28", "tools/call"), `{"id":"task","jsonrpc":"2.0","method":"tasks/get","params":{"taskId":"t"}}`, mcp, "", ""},
+	} {
+		text, header := c.m.TaskQuery("t")
+		if string(text) != c.query || (header["Mcp-Name"] == "t") != (c.m.Version == "2026-07-28") {
+			t.Errorf("%s asks %s %v", c.m.Method, text, header)
+		}
+		body := "\n{\"jsonrpc\":\"2.0\",\n\"id\":\"task\",\"result\":" + c.result + "}"
+		answer, as, known := c.m.TaskAnswer("t", 200, asJSON, []byte(body))
+		if string(answer) != c.answer || as != c.as || !known {
+			t.Errorf("%s: %q, %s, %v", c.m.Method, answer, as, known)
+		}
+		for _, other := range []string{`{"jsonrpc":"2.0","id":"task","error":{"code":-32001}}`, `{}`, `{"jsonrpc":"2.0","id":2,"result":` + c.result + `}`, `{"jsonrpc":"2.0","id":"task","result":{}}`} {
+			if _, _, known := c.m.TaskAnswer("t", 200, asJSON, []byte(other)); known {
+				t.Errorf("%s shows the task", other)
+			}
+		}
+		if _, _, known := c.m.TaskAnswer("t", 500, asJSON, []byte(body)); known {
+			t.Error("a 500 shows the task")
+		}
+		if _, _, known := c.m.TaskAnswer("u", 200, asJSON, []byte(body)); known {
+			t.Error("it is another task")
+		}
+	}
+	if text, _ := read(protocol.JSONRPC, "", "pay").TaskQuery("t"); text != nil {
+		t.Errorf("generic JSON-RPC asks %s", text)
+	}
+}
+
 func TestLearnsTools(t *testing.T) {
 	const list = `{"jsonrpc":"2.0","id":1,"result":{"tools":[
 		{"name":"get","annotations":{"title":"name","readOnlyHint":true},"inputSchema":{"properties":{"name":{"type":"string"}}}},

@@ -1,7 +1,11 @@
 package protocol
 
 import (
+	"bytes"
 	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
 	"sync"
 )
 
@@ -99,4 +103,59 @@ func (t *Tools) ReadOnly(server, tool string) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.servers[server][tool]
+}
+
+// taskID is the id of the messages that ask for tasks.
+const taskID = `"task"`
+
+// TaskQuery returns a message that asks for a task that m has begun, and the header fields that go with
+// it beside those of the session. It is nil where m can begin none that could be asked for by a message.
+func (m *Message) TaskQuery(task string) (text []byte, header map[string]string) {
+	method, member := "tasks/get", "id"
+	switch {
+	case m.REST, m.Protocol == JSONRPC:
+		return nil, nil
+	case m.Protocol == MCP:
+		if member = "taskId"; m.Version >= "2026-07-28" {
+			header = map[string]string{"Mcp-Method": method, "Mcp-Name": task}
+		}
+	case strings.HasPrefix(m.Method, "Send"):
+		method = "GetTask"
+	}
+	text, err := json.Marshal(map[string]any{
+		"jsonrpc": "2.0", "id": json.RawMessage(taskID), "method": method, "params": map[string]string{member: task},
+	})
+	if err != nil {
+		panic("protocol: " + err.Error()) // its parts are text
+	}
+	return text, header
+}
+
+// TaskAnswer reads the answer to a TaskQuery. known reports that the server has the task: m was
+// executed. answer is what the task is as the answer to m, nil if that is not certain.
+func (m *Message) TaskAnswer(task string, status int, contentType string, body []byte) (answer []byte, as string, known bool) {
+	query := Message{Protocol: m.Protocol, ID: []byte(taskID)}
+	o := query.Outcome(status, contentType, body)
+	if status != http.StatusOK || o.Meaning != Executed || o.Code != 0 || o.Task != task {
+		return nil, "", false
+	}
+	top, ok := objectOf(bytes.Trim(body, " \t\r\n"))
+	if !ok || isStream(contentType) || m.Protocol == MCP && m.Version >= "2026-07-28" {
+		return nil, "", true
+	}
+	wrap := `%s`
+	if m.Protocol == MCP || strings.HasPrefix(m.Method, "Send") {
+		wrap = `{"task":%s}`
+	}
+	text := fmt.Appendf(nil, `{"jsonrpc":"2.0","id":`+taskID+`,"result":`+wrap+`}`, top.get("result"))
+	if m.Method != "message/stream" && m.Method != "SendStreamingMessage" {
+		return text, "application/json", true
+	}
+	var line bytes.Buffer
+	line.WriteString("data: ")
+	if json.Compact(&line, text) != nil {
+		return nil, "", true
+	}
+	line.WriteString("\n\n")
+	return line.Bytes(), "text/event-stream", true
 }
