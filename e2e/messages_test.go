@@ -626,6 +626,26 @@ func TestMessagesAreUndoneByMessages(t *testing.T) {
 	}
 }
 
+// Servers may answer with a stream of events as well; its answer has the values of the undo.
+func TestMessagesInStreamsAreUndone(t *testing.T) {
+	s, addr := newToolServer(t)
+	a := newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: `agent_proxy ` + addr + ` {
+		protocol mcp
+		default_undo compensate POST /mcp {
+			body application/json ` + "`" + `{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"refund","arguments":{{"payment":{response.json./result/n}}}}}}}` + "`" + `
+		}
+	}`})
+	saga := g.saga(a)
+	made := saga.do(message(toolCall("1", "stream", "")))
+	saga.back(rollbackBody{Checkpoint: made.checkpoint}).want(t, "completed")
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.refunds) != 1 || !strings.Contains(s.refunds[0], `{"payment":1}`) {
+		t.Errorf("%q", s.refunds)
+	}
+}
+
 // P6: an undo that is a message is not done because its status is 200.
 func TestMessagesThatUndoAreJudgedByMeaning(t *testing.T) {
 	s, addr := newToolServer(t)

@@ -250,6 +250,11 @@ func (x *Call) answered(status int, header http.Header) (checkpoint.Message, che
 	c.source.Response = template.Message{Header: header, ContentType: header.Get("Content-Type")}
 	if !encoded(header) {
 		c.source.Response.Body = c.answer
+		if x.message != nil {
+			if text := x.message.Final(header.Get("Content-Type"), c.answer); text != nil {
+				c.source.Response.ContentType, c.source.Response.Body = "application/json", text
+			}
+		}
 	}
 	return c.decision.Answered(&c.source)
 }

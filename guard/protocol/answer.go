@@ -353,6 +353,28 @@ func (m *Message) Outcome(status int, contentType string, body []byte) Outcome {
 	return Judge(m, status, a.End())
 }
 
+// Final returns the text of the event that answers m in the whole body of a stream of events: of a
+// message that is not certainly one, of what is no stream, and of an answer in several steps nil.
+func (m *Message) Final(contentType string, body []byte) []byte {
+	if !isStream(contentType) || m.REST || m.Outcome(http.StatusOK, contentType, body).Meaning != Executed {
+		return nil
+	}
+	body = bytes.TrimPrefix(body, []byte("\ufeff"))
+	body = bytes.ReplaceAll(bytes.ReplaceAll(body, []byte("\r\n"), []byte{'\n'}), []byte{'\r'}, []byte{'\n'})
+	for event := range bytes.SplitSeq(body, []byte("\n\n")) {
+		var data []byte
+		for line := range bytes.SplitSeq(event, []byte{'\n'}) {
+			if rest, is := bytes.CutPrefix(line, []byte("data:")); is {
+				data = append(append(data, rest...), '\n')
+			}
+		}
+		if len(data) > 0 && m.Outcome(http.StatusOK, "", data).Meaning == Executed {
+			return bytes.TrimSpace(data)
+		}
+	}
+	return nil
+}
+
 // answers reports whether a message that has ended is certainly the answer to the one that was asked.
 func (a *Answer) answers(m *answered) bool {
 	id := string(a.asked.ID)

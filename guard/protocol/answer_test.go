@@ -215,6 +215,26 @@ func TestTaskAnswer(t *testing.T) {
 	}
 }
 
+// The event that answers is what a stream says.
+func TestFinal(t *testing.T) {
+	q, _ := (&protocol.Rules{Protocol: protocol.MCP}).Parse(http.Header{}, "/", []byte(`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay"}}`))
+	const progress, answer = "data: {\"method\":\"notifications/progress\"}\n\n", `{"jsonrpc":"2.0","id":1,"result":{"n":1}}`
+	for body, want := range map[string]string{
+		progress + "event: message\nid: 2\ndata: " + answer + "\n\n":     answer,
+		"\ufeffdata:" + answer + "\r\n\r\n":                              answer,
+		"data: {\"jsonrpc\":\"2.0\",\rdata: \"id\":1,\"result\":{}}\r\r": "{\"jsonrpc\":\"2.0\",\n \"id\":1,\"result\":{}}",
+		progress: "", "data: " + answer + "\n": "", "data: {\"id\":2,\"result\":{}}\n\n": "", "": "",
+		"data: {\"id\":1,\"error\":{\"code\":-32601}}\n\n": "",
+	} {
+		if got := string(q.Messages[0].Final(asStream, []byte(body))); got != want {
+			t.Errorf("%q: %q", body, got)
+		}
+	}
+	if got := q.Messages[0].Final(asJSON, []byte(answer)); got != nil {
+		t.Errorf("JSON is no stream: %s", got)
+	}
+}
+
 func TestLearnsTools(t *testing.T) {
 	const list = `{"jsonrpc":"2.0","id":1,"result":{"tools":[
 		{"name":"get","annotations":{"title":"name","readOnlyHint":true},"inputSchema":{"properties":{"name":{"type":"string"}}}},
