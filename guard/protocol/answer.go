@@ -277,7 +277,7 @@ func (a *Answer) finish() {
 	if ignored || a.out.Meaning == Executed || a.out.Meaning == Doubtful {
 		return // what comes later does not undo it
 	}
-	if m.task != "" {
+	if m.task != "" && a.protocol != JSONRPC {
 		a.out.Task = m.task
 	}
 	a.out.State, a.out.ToolError, a.out.Version = m.state, m.toolErrors > 0, m.version

@@ -131,12 +131,17 @@ func (m *Message) TaskQuery(task string) (text []byte, header map[string]string)
 	return text, header
 }
 
+// TaskOutcome judges the answer to a TaskQuery. known reports that it shows the task.
+func (m *Message) TaskOutcome(task string, status int, contentType string, body []byte) (o Outcome, known bool) {
+	query := Message{Protocol: m.Protocol, ID: []byte(taskID)}
+	o = query.Outcome(status, contentType, body)
+	return o, status == http.StatusOK && o.Meaning == Executed && o.Code == 0 && o.Task == task
+}
+
 // TaskAnswer reads the answer to a TaskQuery. known reports that the server has the task: m was
 // executed. answer is what the task is as the answer to m, nil if that is not certain.
 func (m *Message) TaskAnswer(task string, status int, contentType string, body []byte) (answer []byte, as string, known bool) {
-	query := Message{Protocol: m.Protocol, ID: []byte(taskID)}
-	o := query.Outcome(status, contentType, body)
-	if status != http.StatusOK || o.Meaning != Executed || o.Code != 0 || o.Task != task {
+	if _, known = m.TaskOutcome(task, status, contentType, body); !known {
 		return nil, "", false
 	}
 	top, ok := objectOf(bytes.Trim(body, " \t\r\n"))

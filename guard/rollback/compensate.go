@@ -155,10 +155,20 @@ func (j *job) reads(out *Outgoing) func(*Answer) note {
 	}
 	read := func(a *Answer) note { return byContract(a, j.delegated()) }
 	if q, is := j.message(out); is {
-		read = func(a *Answer) note { return byMessage(a, &q) }
+		session := to.Header.Get(protocol.HeaderSession)
+		read = func(a *Answer) note {
+			n := byMessage(a, &q)
+			if text, _ := q.Messages[0].TaskQuery(n.task); n.task != "" && text != nil {
+				n.reading, n.location = pending, taskAt(session, n.task)
+			}
+			return n
+		}
 	}
 	return func(a *Answer) note {
 		n := read(a)
+		if n.task != "" {
+			return n
+		}
 		if n.reading == pending {
 			if n.location = follow(&to, a.Header.Get("Location")); n.location == "" {
 				n.reading = accepted
@@ -189,7 +199,10 @@ func (j *job) conclude(ctx context.Context, n note) (Result, error) {
 	}
 	j.doubt = true // until it says how it has ended
 	out, err := j.asking(ctx)
-	if n.location != "" {
+	read := func(a *Answer) note { return byStatus(a, j.delegated()) }
+	if session, task, is := taskIn(n.location); is {
+		out, read, err = j.askingTask(ctx, session, task)
+	} else if n.location != "" {
 		out, err = j.completeRequest(ctx, Outgoing{Method: http.MethodGet, URL: n.location, Delegated: j.delegated()})
 	}
 	if why := (requestError{}); errors.As(err, &why) {
@@ -201,7 +214,7 @@ func (j *job) conclude(ctx context.Context, n note) (Result, error) {
 	if out == nil {
 		return j.result(ReasonLost), nil // the store has lost where to ask
 	}
-	n, err = j.ask(ctx, out, n)
+	n, err = j.ask(ctx, out, n, read)
 	if err != nil {
 		return Result{}, err
 	}
@@ -235,7 +248,7 @@ func (j *job) clear(ctx context.Context, found execution.Finding, last note) (*R
 	}
 	n := note{reading: absent}
 	if out != nil {
-		if n, err = j.ask(ctx, out, last); err != nil {
+		if n, err = j.ask(ctx, out, last, func(a *Answer) note { return byStatus(a, j.delegated()) }); err != nil {
 			return nil, err
 		}
 	}
@@ -257,7 +270,7 @@ func (j *job) clear(ctx context.Context, found execution.Finding, last note) (*R
 
 // ask asks until an answer decides or the time is over, at least once. before is the note that
 // made it ask.
-func (j *job) ask(ctx context.Context, out *Outgoing, before note) (note, error) {
+func (j *job) ask(ctx context.Context, out *Outgoing, before note, read func(*Answer) note) (note, error) {
 	pace := j.pace(j.o.Poll)
 	n := before
 	for asked := false; ; asked = true {
@@ -268,8 +281,10 @@ func (j *job) ask(ctx context.Context, out *Outgoing, before note) (note, error)
 			}
 		}
 		one := *out
-		one.Header = out.Header.Clone()
-		n, _ = j.send(ctx, &one, func(a *Answer) note { return byStatus(a, j.delegated()) })
+		if one.Header = out.Header.Clone(); one.Method != http.MethodGet {
+			one.Header.Set("Idempotency-Key", uuid.NewString()) // each question is another one
+		}
+		n, _ = j.send(ctx, &one, read)
 		switch {
 		case ctx.Err() != nil:
 			return n, ctx.Err()
@@ -545,6 +560,8 @@ type note struct {
 	tag string
 	// fresh says that it was received now, not read from the store.
 	fresh bool
+	// task is the id of the task that goes on; empty without one.
+	task string
 	// wantsSession says that it was not executed, and may be in a new session.
 	wantsSession bool
 }
@@ -652,9 +669,50 @@ func said(o protocol.Outcome) note {
 	case o.Task == "", state == "completed":
 		return note{reading: done}
 	case state == "", state == "submitted", state == "working":
-		return note{reading: accepted}
+		return note{reading: accepted, task: o.Task}
 	}
 	return note{reading: unexpected, unknown: true}
+}
+
+// taskAt is where a task is asked for, in the place of a Location.
+func taskAt(session, task string) string { return "task:" + session + " " + task }
+
+func taskIn(location string) (session, task string, is bool) {
+	rest, is := strings.CutPrefix(location, "task:")
+	session, task, _ = strings.Cut(rest, " ") // which no session has in it
+	return session, task, is
+}
+
+// askingTask is the question for a task that the undo has begun, in the session where it was.
+func (j *job) askingTask(ctx context.Context, session, task string) (*Outgoing, func(*Answer) note, error) {
+	out, err := j.undoing(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	q, is := j.message(out)
+	if !is {
+		return nil, nil, requestError{ReasonUnfilled}
+	}
+	m := &q.Messages[0]
+	text, header := m.TaskQuery(task)
+	out.Body = text
+	for name, value := range header {
+		out.Header.Set(name, value)
+	}
+	if out.Header.Del(protocol.HeaderSession); session != "" {
+		out.Header.Set(protocol.HeaderSession, session)
+	}
+	return out, func(a *Answer) note {
+		switch o, known := m.TaskOutcome(task, a.Status, a.Header.Get("Content-Type"), a.Body); {
+		case known:
+			return said(o)
+		case a.Status/100 == 2 && o.Meaning != protocol.Executed && o.Meaning != protocol.NotExecuted:
+			return note{reading: unclear}
+		case a.Status/100 == 2, a.Status == http.StatusGone: // it has forgotten the task
+			return note{reading: unexpected, unknown: true}
+		}
+		return noted(common(a.Status), a.Status)
+	}, nil
 }
 
 // turnedAway is a message that was not executed. Another guard's refusal passes.
@@ -809,5 +867,8 @@ func (j *job) inNewSession(ctx context.Context, out *Outgoing, before note, read
 	again := own
 	again.Header = own.Header.Clone()
 	n, cause = j.send(ctx, &again, read)
+	if _, task, is := taskIn(n.location); is {
+		n.location = taskAt(session, task)
+	}
 	return n, cause, end
 }

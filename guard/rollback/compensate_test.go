@@ -127,7 +127,6 @@ func TestP6CompensationsByMessage(t *testing.T) {
 		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32603}}`, 200, late, true},
 		{call, `{"jsonrpc":"2.0","id":7,"error":{"code":-32050}}`, 200, late, true},
 		{call, `{"jsonrpc":"2.0","id":7,"result":{"resultType":"input_required"}}`, 200, odd, true},
-		{call, `{"jsonrpc":"2.0","id":7,"result":{"task":{"taskId":"t","status":"working"}}}`, 200, late, true},
 		{call, `{"jsonrpc":"2.0","id":7,"result":{"task":{"taskId":"t","status":"completed"}}}`, 200, "", false},
 		{call, `{"jsonrpc":"2.0","id":7,"result":{"task":{"taskId":"t","status":"failed"}}}`, 200, refused, false},
 		{call, `{"jsonrpc":"2.0","id":7,"result":{"task":{"taskId":"t","status":"cancelled"}}}`, 200, odd, true},
@@ -194,6 +193,64 @@ func TestP6CompensationsByMessage(t *testing.T) {
 		spec.Protocol = ""
 		r.answers(spoken(200, `{"jsonrpc":"2.0","id":7,"error":{"code":-32601}}`))
 		r.wants(task(checkpoint.Compensate, spec), rollback.Result{Done: true, Status: 200, Attempts: 1})
+	})
+}
+
+// What undoes as a task is asked for until the task has ended, and not sent again.
+func TestCompensationsAsTasks(t *testing.T) {
+	const working = `{"jsonrpc":"2.0","id":"task","result":{"taskId":"t 1","status":"working"}}`
+	state := func(word string) string { return strings.Replace(working, "working", word, 1) }
+	for _, c := range []struct {
+		answers []any
+		want    rollback.Result
+	}{
+		{[]any{working, errLost, spoken(503, ""), `<html>`, state("completed")}, rollback.Result{Done: true, Status: 200, Attempts: 1}},
+		{[]any{working, state("failed")}, rollback.Result{Reason: rollback.ReasonRefused, Status: 200, Attempts: 1}},
+		{[]any{state("cancelled")}, rollback.Result{Unknown: true, Reason: rollback.ReasonUnexpected, Status: 200, Attempts: 1}},
+		{[]any{state("input_required")}, rollback.Result{Unknown: true, Reason: rollback.ReasonUnexpected, Status: 200, Attempts: 1}},
+		{[]any{`{"jsonrpc":"2.0","id":"task","error":{"code":-32602}}`}, rollback.Result{Unknown: true, Reason: rollback.ReasonUnexpected, Status: 200, Attempts: 1}},
+		{[]any{strings.Replace(state("completed"), "t 1", "t 2", 1)}, rollback.Result{Unknown: true, Reason: rollback.ReasonUnexpected, Status: 200, Attempts: 1}},
+		{[]any{spoken(410, "")}, rollback.Result{Unknown: true, Reason: rollback.ReasonUnexpected, Status: 200, Attempts: 1}},
+		{[]any{working}, rollback.Result{Unknown: true, Reason: rollback.ReasonTimeout, Status: 200, Attempts: 1}},
+	} {
+		for lives := range 2 {
+			bubble(t, func(t *testing.T, r *undoRig) {
+				r.answers(append([]any{`{"jsonrpc":"2.0","id":7,"result":{"task":{"taskId":"t 1","status":"working"}}}`}, c.answers...)...)
+				task, keys := task(checkpoint.Compensate, inSession("s")), map[string]bool{}
+				if lives > 0 { // the process dies while it asks
+					answer := r.answer
+					r.answer = func(o *rollback.Outgoing) (*rollback.Answer, error) {
+						if strings.Contains(string(o.Body), "tasks/get") && r.life.Err() == nil && lives > 0 {
+							lives = 0
+							r.die()
+							return nil, errLost
+						}
+						return answer(o)
+					}
+					if _, err := r.Undo(r.life, task); err == nil {
+						t.Fatal("it lived on")
+					}
+					r.restart(-1)
+				}
+				r.wants(task, c.want)
+				for i, o := range r.sent {
+					if asks := strings.Contains(string(o.Body), `"method":"tasks/get","params":{"taskId":"t 1"}`); asks != (i > 0) || o.Header.Get("Mcp-Session-Id") != "s" || keys[o.Header.Get("Idempotency-Key")] {
+						t.Errorf("request %d: %s %v", i, o.Body, o.Header)
+					}
+					keys[o.Header.Get("Idempotency-Key")] = true
+				}
+			})
+		}
+	}
+	// In a session of its own, which stays while the task works.
+	bubble(t, func(t *testing.T, r *undoRig) {
+		s := toolServer{gone: 404, answer: []any{`{"jsonrpc":"2.0","id":7,"result":{"task":{"taskId":"t 1","status":"working"}}}`, state("completed")}}
+		r.answer = s.serve
+		r.wants(task(checkpoint.Compensate, inSession("old")), rollback.Result{Done: true, Status: 200, Attempts: 2})
+		want := []string{"tools/call old", "initialize", "notifications/initialized new 2025-06-18", "tools/call new 2025-06-18", "tasks/get new"}
+		if !slices.Equal(s.log, want) {
+			t.Errorf("%q", s.log)
+		}
 	})
 }
 

@@ -85,7 +85,7 @@
 // An undo that is a message of the protocol of the call's guard is judged by what its answer says:
 //
 //	a result       done; with isError, or of a task that has failed or was rejected, ReasonRefused
-//	a task at work like 202 without Location
+//	a task at work asked for with tasks/get until it has ended
 //	an error that precedes execution
 //	               ReasonUnexpected, without effect; another guard's refusal that passes is sent again
 //	-32603, server errors, an error after progress, no final answer that can be read

@@ -581,7 +581,7 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 		}
 		return n, err
 	}
-	if !n.reading.doubtful() { // else its server may still be at it
+	if !n.reading.doubtful() && n.reading != pending { // else its server may still be at it
 		end()
 	}
 	if !n.reading.final() && ctx.Err() != nil {
