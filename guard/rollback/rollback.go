@@ -97,7 +97,8 @@
 //
 // A doubt is resolved by the status request: 202 means wait, 404 that nothing has arrived.
 // Without one the undo is sent again under the same key, since compensations are idempotent by
-// contract, or, with OnLost Escalate, left to a person.
+// contract, or, with OnLost Escalate, left to a person. Tools do not see that key: it needs a place
+// in their message.
 //
 // Restore reads the target first and compares it with what stood there before and after the
 // call, by existence and by the bytes of the body. The earlier state is done; a change by
