@@ -534,6 +534,7 @@ func joinIn(routes caddyhttp.RouteList) {
 					// this route.
 					if ours && !changesMethod(h.Rewrite) && (i >= len(guards)-own || takesAll(&route)) {
 						guard.proxy.Store(t)
+						guard.oneServer.Store(len(h.Upstreams) == 1 && h.DynamicUpstreams == nil && !strings.Contains(h.Upstreams[0].Dial, "{") && len(h.HandleResponse) == 0)
 					}
 				}
 			case *caddyhttp.Subroute:

@@ -211,6 +211,7 @@ type Handler struct {
 	reach             rollback.Reach // where the gateway's own requests lead
 	fallback          caddyhttp.Handler
 	proxy             *atomic.Pointer[proxy.Transport] // the transport behind the guard, if known
+	oneServer         *atomic.Bool                     // equal requests always go to the same upstream
 	realm             string                           // the namespace of user names
 	handler           *guard.Handler                   // made from this configuration
 
@@ -251,7 +252,7 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 
 func (h *Handler) provision(ctx caddy.Context) error {
 	h.logger = ctx.Slogger()
-	h.proxy = new(atomic.Pointer[proxy.Transport])
+	h.proxy, h.oneServer = new(atomic.Pointer[proxy.Transport]), new(atomic.Bool)
 	app, err := ctx.App("agent_guard")
 	if err != nil {
 		return err
@@ -436,6 +437,9 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 		c.Protocol = &protocol.Rules{
 			Protocol: protocol.Protocol(h.Protocol), MetaKeys: h.MetaKeys, Arguments: h.ArgumentKeys, Exempt: h.ExemptTools, Consequential: h.ConsequentialTools,
 		}
+	}
+	if h.oneServer != nil {
+		c.OneServer = h.oneServer.Load
 	}
 	for _, s := range h.ExecutionID {
 		c.ExecutionID = append(c.ExecutionID, guard.IDSource(s))

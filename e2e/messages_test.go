@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"bufio"
+	"bytes"
 	"cmp"
 	"encoding/json"
 	"fmt"
@@ -861,6 +862,181 @@ func TestMessagesAreAnsweredByTheirFinalEvent(t *testing.T) {
 			}
 			if got := g.call(message(toolCall("1", "pay", ""))); !strings.Contains(got.body, want) {
 				t.Errorf("the same call, once the first has ended: %s, want %s", got.body, want)
+			}
+		})
+	}
+}
+
+// sessionServer speaks MCP, and counts what it executes. With plain it executes every POST and answers
+// as no server of MCP does; with echo it answers with what it was sent.
+type sessionServer struct {
+	mu          sync.Mutex
+	pays, seen  int
+	deletes     int
+	plain, echo bool
+	lose        bool // the next answer
+}
+
+func (s *sessionServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body, _ := io.ReadAll(r.Body) // what is cut fits no case
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.seen++
+	if r.Method == http.MethodDelete {
+		s.deletes++
+		return
+	}
+	var m struct {
+		ID     json.RawMessage
+		Method string
+		Params json.RawMessage
+	}
+	_ = json.Unmarshal(body, &m) // what is none has no method
+	if s.lose {
+		s.lose = false
+		s.pays++
+		panic(http.ErrAbortHandler)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	result := "{}"
+	switch {
+	case s.echo:
+		result = string(m.Params)
+	case s.plain:
+		_, _ = fmt.Fprintf(w, `{"n":%d}`, s.seen)
+		return
+	case m.Method == "initialize":
+		result = `{"protocolVersion":"2025-11-25","capabilities":{},"serverInfo":{"name":"s"}}`
+		w.Header().Set("Mcp-Session-Id", fmt.Sprint("session ", s.seen))
+	case m.Method == "tools/list":
+		result = `{"tools":[{"name":"pay","inputSchema":{"type":"object"}}]}`
+	case m.Method == "tools/call" && bytes.Contains(body, []byte(`"pay"`)):
+		s.pays++
+		result = fmt.Sprintf(`{"content":[],"n":%d}`, s.pays)
+	case m.Method == "tools/call":
+		s.pays++
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"error":{"code":-32601,"message":"Unknown tool"}}`, m.ID)
+		return
+	case m.ID == nil:
+		w.WriteHeader(http.StatusAccepted)
+		return
+	}
+	_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":%s}`, m.ID, result)
+}
+
+const initializes = `{"jsonrpc":"2.0","id":0,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{},"clientInfo":{"name":"c","version":"1"}}}`
+
+func ping(id int) string { return fmt.Sprintf(`{"jsonrpc":"2.0","id":%d,"method":"ping"}`, id) }
+
+// hello is the first message of a client, which has no session yet.
+func hello(body string, header ...string) request {
+	r := message(body, header...)
+	delete(r.header, "Mcp-Session-Id")
+	delete(r.header, "Mcp-Protocol-Version")
+	return r
+}
+
+// guardedAs makes a call and compares whether it was guarded.
+func (g *gateway) guardedAs(what string, r request, status string) reply {
+	g.t.Helper()
+	a := g.call(r)
+	if got := a.header.Get("Execution-Status"); got != status {
+		g.t.Errorf("%s: %d %q %s", what, a.status, got, a.body)
+	}
+	return a
+}
+
+// With auto, a server has to show that it speaks MCP before a message that changes nothing passes.
+func TestProtocolIsProven(t *testing.T) {
+	s := new(sessionServer)
+	server := httptest.NewServer(s)
+	t.Cleanup(server.Close)
+	addr := strings.TrimPrefix(server.URL, "http://")
+	site := "agent_proxy " + addr + " {\n protocol auto\n}"
+	g := start(t, "%s", site)
+
+	g.guardedAs("before a proof", message(ping(1)), "executed")
+	s.mu.Lock()
+	s.lose = true // which makes an equal call a retry, but for this one
+	s.mu.Unlock()
+	g.guardedAs("whose answer is lost", hello(initializes), "in_doubt")
+	a := g.guardedAs("the first message", hello(initializes), "executed")
+	if b := g.guardedAs("of another client", hello(initializes), ""); a.body != b.body || a.header.Get("Mcp-Session-Id") == b.header.Get("Mcp-Session-Id") {
+		t.Errorf("two clients have one session: %s", b.header.Get("Mcp-Session-Id"))
+	}
+	g.guardedAs("after it", message(ping(1)), "")
+	g.guardedAs("in another session", message(ping(2), "Mcp-Session-Id", "b"), "")
+	g.guardedAs("a list", message(`{"jsonrpc":"2.0","id":3,"method":"tools/list"}`), "")
+	g.guardedAs("a tool", message(toolCall("4", "pay", "")), "executed")
+	g.guardedAs("an unknown method", message(`{"jsonrpc":"2.0","id":5,"method":"pay"}`), "executed")
+	end := message("")
+	end.method = "DELETE"
+	g.guardedAs("DELETE", end, "executed")
+
+	// What goes another way may come to another server.
+	for what, header := range map[string][]string{"another host": {"Host", "other"}, "a field": {"X-Tenant", "b"}, "a credential": {"Authorization", "Bearer b"}} {
+		r := message(ping(1), header...)
+		if header[0] == "Host" {
+			delete(r.header, "Host")
+			r.host = header[1]
+		}
+		g.guardedAs(what, r, "executed")
+	}
+	elsewhere := message(ping(1))
+	elsewhere.path = "/other"
+	g.guardedAs("another path", elsewhere, "executed")
+
+	// Not executed, says the answer, and only now that counts.
+	g.guardedAs("an unknown tool before a proof", message(toolCall("6", "none", `,"_meta":{"execution-id":"k"}`), "X-Tenant", "b"), "executed")
+	g.guardedAs("its retry before a proof", message(toolCall("7", "none", `,"_meta":{"execution-id":"k"}`), "X-Tenant", "b"), "replayed")
+	g.guardedAs("an unknown tool", message(toolCall("6", "none", `,"_meta":{"execution-id":"k2"}`)), "executed")
+	g.guardedAs("again", message(toolCall("7", "none", `,"_meta":{"execution-id":"k2"}`)), "executed")
+
+	g.reload(site + "\n# anew")
+	g.guardedAs("after a reload", message(ping(1)), "executed")
+	g.guardedAs("a tool after a reload", message(toolCall("8", "none", `,"_meta":{"execution-id":"l"}`)), "executed")
+	if b := g.guardedAs("its retry", message(toolCall("9", "none", `,"_meta":{"execution-id":"l"}`)), "replayed"); !strings.Contains(b.body, `"id":9`) {
+		t.Errorf("the id of the one that asks is missing: %s", b.body)
+	}
+	g.guardedAs("a list proves it again", message(`{"jsonrpc":"2.0","id":3,"method":"tools/list"}`), "executed")
+	g.guardedAs("so this passes", message(ping(1)), "")
+
+	s.mu.Lock()
+	s.plain = true
+	s.mu.Unlock()
+	g.guardedAs("another server has come", message(ping(1)), "")
+	g.guardedAs("which shows", message(ping(1)), "executed")
+}
+
+// Who names himself MCP finds no way around the guard of a server of another kind, not even of one that
+// gives back what it was sent.
+func TestProtocolIsNotTheCallersWord(t *testing.T) {
+	s := new(sessionServer)
+	server := httptest.NewServer(s)
+	t.Cleanup(server.Close)
+	addr := strings.TrimPrefix(server.URL, "http://")
+	crafted := strings.Replace(initializes, "clientInfo", "serverInfo", 1)
+	for _, c := range []struct {
+		name, site  string
+		plain, echo bool
+	}{
+		{"plain", "agent_proxy %s {\n protocol auto\n}", true, false},
+		{"echo", "agent_proxy %s {\n protocol auto\n}", false, true},
+		{"several upstreams", "agent_proxy %[1]s %[1]s {\n protocol auto\n}", false, false},
+		{"by a matcher", "agent_guard {\n protocol auto\n}\n@a header X-A a\nreverse_proxy @a %[1]s\nreverse_proxy %[1]s", false, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s.mu.Lock()
+			s.plain, s.echo = c.plain, c.echo
+			s.mu.Unlock()
+			g := start(t, c.site, addr)
+			for range 2 {
+				g.guardedAs("initialize", hello(initializes), "executed")
+				g.guardedAs("a crafted one", hello(crafted), "executed")
+				g.guardedAs("in a field", hello(initializes, "X-A", `{"serverInfo":{"name":"s"}}`), "executed")
+				g.guardedAs("ping", message(ping(1)), "executed")
+				g.guardedAs("a batch", message("["+ping(1)+"]"), "executed")
+				g.guardedAs("a list", message(`{"jsonrpc":"2.0","id":3,"method":"tools/list"}`), "executed")
 			}
 		})
 	}

@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"log/slog"
@@ -164,6 +165,8 @@ type Call struct {
 	body       *spool.Spool
 	read       bool              // the request's body was read to its end
 	message    *protocol.Message // that the body is; nil for any other call
+	proves     proof             // that the server speaks the protocol, where nobody has configured it
+	shown      *bytes.Buffer     // what may show that; nil where nothing can
 	cancels    *protocol.Request // that the body is, where it cancels another one; else nil
 	heard      *protocol.Answer  // to the message; nil where only HTTP says what it means
 	call       execution.Call
@@ -337,7 +340,7 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 		id, err = messageKey(x)
 	}
 	// A token is its issuer's word.
-	evident := policy.AdvisoryKeys && err == nil && len(tokens.Own) == 0
+	evident := policy.AdvisoryKeys && err == nil && len(tokens.Own) == 0 && !opens(x)
 	if fromTokens := tokens.executionID(); errors.Is(err, errNoID) && fromTokens != "" {
 		id, err = fromTokens, nil
 	}
@@ -349,7 +352,7 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 	}
 	c.Scope.ID = id
 	c.Key = x.executions.Key(c.Scope)
-	if evident || c.Origin == execution.OriginMinted && x.h.MissingID == MissingRecognize {
+	if evident || c.Origin == execution.OriginMinted && x.h.MissingID == MissingRecognize && !opens(x) {
 		if err := x.recognize(&c); err != nil {
 			return c, err
 		}
@@ -729,6 +732,9 @@ func (x *Call) execute(e *execution.Execution) error {
 		outcome.Task = x.heard.End().Task
 	}
 	x.noted.outcome = outcome.Verdict
+	if outcome.Whole {
+		showed(x, f.rec.Status(), f.rec.Header())
+	}
 	if x.action.Async && outcome.Whole {
 		x.observe(outcome, f.rec.Header())
 		ended = true

@@ -42,6 +42,9 @@ func (r *callSink) Start(status int, header map[string][]string) {
 	if m, h := r.x.message, r.x.rec.Header(); m != nil && !m.REST && h.Get("Content-Encoding") == "" {
 		r.x.heard = protocol.NewAnswer(m.Protocol, h.Get("Content-Type"), nil)
 	}
+	if r.x.shown != nil {
+		r.x.shown.Reset()
+	}
 	r.e.Recording().Start(status, header)
 }
 func (r *callSink) Write(p []byte, needed bool) bool {
@@ -49,6 +52,9 @@ func (r *callSink) Write(p []byte, needed bool) bool {
 	r.x.captureBody(p)
 	if r.x.heard != nil {
 		_, _ = r.x.heard.Write(p) // never fails
+	}
+	if s := r.x.shown; s != nil && s.Len() <= maxShown {
+		_, _ = s.Write(p) // never fails
 	}
 	return r.e.WriteFor(p, needed)
 }

@@ -73,6 +73,9 @@ type Config struct {
 	// Protocol reads the bodies of agents' protocols: messages that change nothing are not guarded.
 	// Nil reads none.
 	Protocol *protocol.Rules
+	// OneServer reports that equal requests always go to the same server. Where the Protocol is found
+	// out by header and body, only then does an answer prove what the server speaks. Nil: no.
+	OneServer func() bool
 
 	// Consequential matches calls with a safe method to guard all the same, Exempt calls not to
 	// guard. Nil matches none.
@@ -317,6 +320,7 @@ type Handler struct {
 	failures     throttle // calls that were forwarded for want of a store
 	alarms       alarms
 	tools        protocol.Tools // of the servers behind it, as announced
+	proofs       proofs
 	// Prefixes of the names of callers that only this guard can know.
 	users, explicits string
 }

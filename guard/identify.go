@@ -472,6 +472,10 @@ func (x *Call) fromSource(s *IDSource, index int) (string, error) {
 }
 
 func (x *Call) missingID(c *execution.Call) (string, error) {
+	if opens(x) && x.h.MissingID != MissingRequire {
+		c.Origin = execution.OriginMinted
+		return uuid.NewString(), nil
+	}
 	if parent := x.r.Header.Get(HeaderExecutionParent); x.h.Inherit && parent != "" {
 		c.Origin = execution.OriginDerived
 		return x.executions.Inherit(c.Scope, parent, x.action.Name, c.Fingerprint), nil

@@ -59,6 +59,7 @@ func TestOperatorsOutcomeOfMessages(t *testing.T) {
 		want   execution.Verdict
 	}{{nil, execution.Released}, {map[int]execution.Verdict{404: execution.Completed}, execution.Completed}} {
 		x := &Call{
+			h:       &Handler{config: Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}},
 			message: &protocol.Message{Protocol: protocol.MCP, ID: []byte("1")},
 			heard:   protocol.NewAnswer(protocol.MCP, "application/json", nil),
 			action:  &Action{Rules: execution.Rules{Status: c.status}},

@@ -2,14 +2,20 @@ package guard
 
 import (
 	"bytes"
+	"cmp"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
+	"net/url"
 	"slices"
+	"strings"
 	"sync"
 
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -36,7 +42,10 @@ func (h *Handler) message(x *Call) (harmless bool, err error) {
 	if !ok {
 		return false, nil
 	}
-	harmless = true
+	if h.Protocol.Guesses() {
+		x.proves = proofOf(h, x.r)
+	}
+	harmless = understood(x)
 	var chosen *Action
 	for i := range q.Messages {
 		m := &q.Messages[i]
@@ -64,8 +73,103 @@ func (h *Handler) message(x *Call) (harmless bool, err error) {
 	if harmless && q.Batch {
 		x.message.ID = nil // an error with one id answers no batch
 	}
+	if m := x.message; m != nil && (m.Method == "initialize" || m.Method == "tools/list") && h.Protocol.Guesses() && h.OneServer != nil && h.OneServer() {
+		x.shown = new(bytes.Buffer)
+	}
 	return harmless, nil
 }
+
+// A protocol that nobody has configured is what the caller says. So his messages count as such only
+// once the server has shown that it speaks the protocol (ADR 0072).
+
+// proof stands for all requests that go the same way as one whose answer has shown that.
+type proof [sha256.Size]byte
+
+// mostProofs bounds the proofs of a handler, and maxShown the answer that is read for one, in bytes.
+const (
+	mostProofs = 1 << 14
+	maxShown   = 256 << 10
+)
+
+// proofs are those of one handler, so that a new configuration has none.
+type proofs struct {
+	mu  sync.Mutex
+	all map[proof]struct{}
+}
+
+func (p *proofs) add(of proof) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.all == nil {
+		p.all = map[proof]struct{}{}
+	}
+	for other := range p.all {
+		if len(p.all) < mostProofs {
+			break
+		}
+		delete(p.all, other)
+	}
+	p.all[of] = struct{}{}
+}
+
+// proofOf has all of a request that may decide which server executes it. What differs between the
+// messages of one client is left out.
+func proofOf(h *Handler, r *http.Request) proof {
+	method, target := h.Host.Original(r)
+	text := fmt.Appendf(nil, "%q %q %q %q %q %q", method, target.RequestURI(), r.Method, r.URL.RequestURI(), r.Host, peerOf(r))
+	if r.TLS != nil {
+		text = fmt.Appendf(text, " %q", r.TLS.ServerName)
+		for _, cert := range r.TLS.PeerCertificates {
+			text = fmt.Appendf(text, " %x", sha256.Sum256(cert.Raw))
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(r.Header)) {
+		switch name {
+		case "Content-Length", "Accept", "Expect", "Last-Event-Id", "Traceparent", "Tracestate", "Baggage", "X-Request-Id",
+			headerIdempotencyKey, HeaderExecutionID, HeaderExecutionParent, HeaderWorkflowID, ect.FieldName:
+			continue
+		}
+		if !strings.HasPrefix(name, "Mcp-") {
+			text = fmt.Appendf(text, "\n%q: %q", name, r.Header[name])
+		}
+	}
+	return sha256.Sum256(text)
+}
+
+// understood reports that the server of x reads messages as the guard does.
+func understood(x *Call) bool {
+	p := &x.h.proofs
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	_, proven := p.all[x.proves]
+	return proven || !x.h.Protocol.Guesses()
+}
+
+// showed keeps the proof that a whole answer is, before its client has the end of it.
+func showed(x *Call, status int, header http.Header) {
+	if x.shown == nil || status != http.StatusOK || header.Get("Content-Encoding") != "" || x.shown.Len() > maxShown {
+		return
+	}
+	_, target := x.h.Host.Original(x.r)
+	sent := []string{target.RequestURI(), target.Path, x.r.URL.RequestURI(), x.r.URL.Path}
+	for _, u := range []*url.URL{target, x.r.URL} {
+		query, err := url.QueryUnescape(u.RawQuery)
+		if err != nil {
+			return
+		}
+		sent = append(sent, query)
+	}
+	for name, values := range x.r.Header {
+		sent = append(append(sent, name), values...)
+	}
+	if x.message.Proves(header.Get("Content-Type"), x.shown.Bytes(), sent...) {
+		x.h.proofs.add(x.proves)
+	}
+}
+
+// opens reports whether x is the first message of a session of MCP. What it answers is one client's:
+// without a key it is never that of another.
+func opens(x *Call) bool { return x.message != nil && x.message.Method == "initialize" }
 
 // unread answers a request whose body could not be read.
 func (h *Handler) unread(w http.ResponseWriter, x *Call, err error) error {
@@ -103,21 +207,47 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, next Next) error {
 	x.giveBack()
 	r.ContentLength, r.TransferEncoding = x.body.Size(), nil
 	r.Header.Del("Expect") // the body is here
+	l := &listener{ResponseWriter: w}
 	if x.message.Method == "tools/list" {
 		server := h.server(r)
-		w = &listener{ResponseWriter: w, learn: func(tool string, readOnly bool) { h.tools.Learn(server, tool, readOnly) }}
+		l.learn = func(tool string, readOnly bool) { h.tools.Learn(server, tool, readOnly) }
+	}
+	if h.Protocol.Guesses() && x.message.ID != nil {
+		defer func() {
+			media, coding := l.Header().Get("Content-Type"), l.Header().Get("Content-Encoding")
+			if l.answer == nil || r.Context().Err() != nil || l.status != http.StatusOK || coding != "" || strings.HasPrefix(media, "text/event-stream") {
+				return // it says nothing, or may go on elsewhere
+			}
+			if !strings.HasPrefix(media, "application/json") || l.answer.End().Meaning == protocol.Unanswered {
+				h.proofs.mu.Lock() // another server may have taken the place of the one that was proven
+				defer h.proofs.mu.Unlock()
+				clear(h.proofs.all)
+			}
+		}()
+		w = l
+	} else if l.learn != nil {
+		w = l
 	}
 	return h.pass(w, r.WithContext(context.WithValue(r.Context(), MessageKey{}, x.message)), x.message, next)
 }
 
-// listener reads the tools in an answer that passes by.
+// listener reads an answer that passes by, and the tools in it.
 type listener struct {
 	http.ResponseWriter
+	status int
 	learn  func(tool string, readOnly bool)
 	answer *protocol.Answer
 }
 
+func (l *listener) WriteHeader(status int) {
+	if !informational(status) {
+		l.status = status
+	}
+	l.ResponseWriter.WriteHeader(status)
+}
+
 func (l *listener) Write(p []byte) (int, error) {
+	l.status = cmp.Or(l.status, http.StatusOK)
 	if l.answer == nil {
 		l.answer = protocol.NewAnswer(protocol.MCP, l.Header().Get("Content-Type"), l.learn)
 	}
@@ -327,7 +457,7 @@ func messageKey(x *Call) (string, error) {
 
 // understand judges a whole answer by what it says, where HTTP says no more than that it came.
 func understand(x *Call, o execution.Outcome) execution.Outcome {
-	if x.heard == nil || o.Verdict == execution.InDoubt {
+	if x.heard == nil || o.Verdict == execution.InDoubt || !understood(x) {
 		return o
 	}
 	said := protocol.Judge(x.message, o.Status, x.heard.End())

@@ -69,7 +69,8 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 		x.h.Logger.LogAttrs(x.r.Context(), level, "guarded call refused", fields...)
 	}
 	p.Mount = x.h.Host.Mount(x.r)
-	if x.message != nil && !x.message.REST {
+	// A sender who has named neither MCP nor A2A, and whose server nobody has named, may go by the status.
+	if m := x.message; m != nil && !m.REST && (m.Protocol != protocol.JSONRPC || !x.h.Protocol.Guesses()) {
 		writeMessage(w, p, x.message, x.action.DoubtAsResult)
 		return
 	}

@@ -375,6 +375,53 @@ func (m *Message) Final(contentType string, body []byte) []byte {
 	return nil
 }
 
+// Proves reports whether the whole answer to m, with the status 200, shows that its server speaks MCP:
+// it is a full result of `initialize`, or a list of tools. sent is what else the client has sent. What
+// a server could have made of the client's own words is no proof (ADR 0072).
+func (m *Message) Proves(contentType string, body []byte, sent ...string) bool {
+	own := map[string]string{"initialize": "serverInfo", "tools/list": "inputSchema"}[m.Method] // what no client has to say
+	if m.Protocol != MCP || own == "" || m.ID == nil {
+		return false
+	}
+	for _, text := range append(sent, string(m.Body)) {
+		if strings.Contains(text, own) || strings.Contains(text, `\`) {
+			return false
+		}
+	}
+	media, _, _ := mime.ParseMediaType(contentType)
+	o := m.Outcome(http.StatusOK, contentType, body)
+	if isStream(contentType) {
+		body = m.Final(contentType, body)
+	} else if media != "application/json" {
+		return false
+	}
+	if o.Meaning != Executed || o.Code != 0 || !json.Valid(body) {
+		return false
+	}
+	top, ok := objectOf(bytes.TrimSpace(body))
+	if !ok || !top.clear(envelope) || unquote(top.get("jsonrpc")) != "2.0" || !bytes.Equal(top.get("id"), m.ID) {
+		return false
+	}
+	result, _ := objectOf(top.get("result"))
+	if m.Method == "initialize" {
+		_, able := objectOf(result.get("capabilities"))
+		info, _ := objectOf(result.get(own))
+		return able && unquote(result.get("protocolVersion")) != "" && unquote(info.get("name")) != ""
+	}
+	if tools := result.get("tools"); tools != nil && tools[0] == '[' {
+		found := false
+		for element := range elements(tools) {
+			tool, _ := objectOf(element)
+			if _, ok := objectOf(tool.get(own)); !ok || unquote(tool.get("name")) == "" {
+				return false
+			}
+			found = true
+		}
+		return found
+	}
+	return false
+}
+
 // answers reports whether a message that has ended is certainly the answer to the one that was asked.
 func (a *Answer) answers(m *answered) bool {
 	id := string(a.asked.ID)

@@ -393,3 +393,48 @@ func FuzzAnswer(f *testing.F) {
 		}
 	})
 }
+
+// Only what no client could have had a server repeat proves that it speaks MCP.
+func TestProofs(t *testing.T) {
+	const (
+		initialize = `{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{},"clientInfo":{"name":"c"}}}`
+		answer     = `{"jsonrpc":"2.0","id":1,"result":{"protocolVersion":"2025-11-25","capabilities":{},"serverInfo":{"name":"s"}}}`
+		list       = `{"jsonrpc":"2.0","id":1,"method":"tools/list"}`
+		tools      = `{"jsonrpc":"2.0","id":1,"result":{"tools":[{"name":"pay","inputSchema":{}}]}}`
+		js         = "application/json"
+	)
+	for _, c := range []struct {
+		name, body, contentType, answer, sent string
+		want                                  bool
+	}{
+		{"initialize", initialize, js + "; charset=utf-8", answer, "", true},
+		{"in a stream", initialize, "text/event-stream", "id: 1\ndata:\n\ndata: " + answer + "\n\n", "", true},
+		{"tools", list, js, tools, "", true},
+		{"no media type", initialize, "", answer, "", false},
+		{"text", initialize, "text/plain", answer, "", false},
+		{"another id", initialize, js, strings.Replace(answer, `"id":1`, `"id":2`, 1), "", false},
+		{"the id as a string", initialize, js, strings.Replace(answer, `"id":1`, `"id":"1"`, 1), "", false},
+		{"another version", initialize, js, strings.Replace(answer, `2.0`, `1.0`, 1), "", false},
+		{"the request", initialize, js, initialize, "", false},
+		{"its parameters", initialize, js, `{"jsonrpc":"2.0","id":1,"result":{"protocolVersion":"2025-11-25","capabilities":{},"clientInfo":{"name":"c"}}}`, "", false},
+		{"parameters like the answer", strings.Replace(initialize, "clientInfo", "serverInfo", 1), js, answer, "", false},
+		{"escaped", strings.Replace(initialize, "clientInfo", `\u0073erverInfo`, 1), js, answer, "", false},
+		{"a field like the answer", initialize, js, answer, answer, false},
+		{"an escaped field", initialize, js, answer, `\u0073erverInfo`, false},
+		{"an error", initialize, js, `{"jsonrpc":"2.0","id":1,"error":{"code":-32601,"message":"m"}}`, "", false},
+		{"cut", initialize, js, answer[:len(answer)-1], "", false},
+		{"a further id", initialize, js, strings.Replace(answer, `"id":1`, `"ID":1,"id":1`, 1), "", false},
+		{"no tools", list, js, `{"jsonrpc":"2.0","id":1,"result":{"tools":[]}}`, "", false},
+		{"tools without a schema", list, js, strings.Replace(tools, "inputSchema", "schema", 1), "", false},
+		{"one without a name", list, js, strings.Replace(tools, "}]", `},{"inputSchema":{}}]`, 1), "", false},
+		{"another method", `{"jsonrpc":"2.0","id":1,"method":"ping"}`, js, answer, "", false},
+	} {
+		q, ok := (&protocol.Rules{}).Parse(http.Header{}, "/mcp", []byte(c.body))
+		if !ok {
+			t.Fatalf("%s: no message", c.name)
+		}
+		if got := q.Messages[0].Proves(c.contentType, []byte(c.answer), c.sent); got != c.want {
+			t.Errorf("%s: %v", c.name, got)
+		}
+	}
+}

@@ -57,6 +57,9 @@ type Rules struct {
 
 var metaKeys = []string{"idempotency-key", "idempotency_key", "idempotencyKey", "execution-id"}
 
+// Guesses reports whether the protocol is found out by header and body.
+func (u *Rules) Guesses() bool { return u.Protocol == Auto || u.Protocol == "" }
+
 // Reads reports whether the body of r decides what r does: it is a POST with JSON that is not
 // compressed.
 func (u *Rules) Reads(r *http.Request) bool {
@@ -150,7 +153,7 @@ func (u *Rules) message(header http.Header, text []byte) (Message, bool) {
 		return Message{}, false
 	}
 	// In a body that nobody has announced a further member may mean something to its server.
-	strict := u.Protocol == Auto || u.Protocol == ""
+	strict := u.Guesses()
 	if strict && slices.ContainsFunc(top, func(m member) bool { return !slices.Contains(envelope, m.name) }) {
 		return Message{}, false
 	}
