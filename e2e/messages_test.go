@@ -874,6 +874,7 @@ type sessionServer struct {
 	pays, seen  int
 	deletes     int
 	plain, echo bool
+	empty       bool
 	lose        bool // the next answer
 }
 
@@ -900,6 +901,8 @@ func (s *sessionServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "application/json")
 	result := "{}"
 	switch {
+	case s.empty:
+		return
 	case s.echo:
 		result = string(m.Params)
 	case s.plain:
@@ -1001,11 +1004,41 @@ func TestProtocolIsProven(t *testing.T) {
 	g.guardedAs("a list proves it again", message(`{"jsonrpc":"2.0","id":3,"method":"tools/list"}`), "executed")
 	g.guardedAs("so this passes", message(ping(1)), "")
 
-	s.mu.Lock()
-	s.plain = true
-	s.mu.Unlock()
-	g.guardedAs("another server has come", message(ping(1)), "")
-	g.guardedAs("which shows", message(ping(1)), "executed")
+	for what, change := range map[string]func(bool){
+		"plain": func(is bool) { s.plain = is }, "empty": func(is bool) { s.empty = is },
+	} {
+		for _, status := range []string{"", "in_doubt"} {
+			r := message(ping(1))
+			if status != "" {
+				r = message(toolCall("1", "pay", ""), "Idempotency-Key", what)
+			}
+			s.mu.Lock()
+			change(true)
+			s.mu.Unlock()
+			if status != "" {
+				g.call(r)
+			} else {
+				g.guardedAs(what, r, status)
+			}
+			g.guardedAs(what+" shows", message(ping(1)), "executed")
+			s.mu.Lock()
+			change(false)
+			s.mu.Unlock()
+			g.guardedAs("a proof", hello(initializes), "executed")
+			g.guardedAs("passes", message(ping(1)), "")
+		}
+	}
+}
+
+// With auto, a body that cannot be read is refused as that of any other call, and logs can show it.
+func TestUnreadBodiesWithAuto(t *testing.T) {
+	s := new(sessionServer)
+	server := httptest.NewServer(s)
+	t.Cleanup(server.Close)
+	g := start(t, "header >X-Problem {http.agent_guard.problem}\nagent_proxy %s {\n protocol auto\n max_body 10\n}", strings.TrimPrefix(server.URL, "http://"))
+	if a := g.call(message(ping(1))); a.status != http.StatusRequestEntityTooLarge || a.header.Get("X-Problem") != "body-too-large" || s.seen != 0 {
+		t.Errorf("%d, problem %q, seen %d: %s", a.status, a.header.Get("X-Problem"), s.seen, a.body)
+	}
 }
 
 // Who names himself MCP finds no way around the guard of a server of another kind, not even of one that

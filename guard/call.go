@@ -55,9 +55,10 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		if harmless {
 			return h.passMessage(w, x, next)
 		}
-		if err != nil {
+		if err != nil && !h.Protocol.Guesses() {
 			return h.unread(w, x, err)
 		}
+		x.unreadable = err // in its turn, as for a call that is no message
 	}
 	x.upstream = h.Host.Upstream(next)
 	x.w.begin(w, r, &h.alarms)
@@ -165,6 +166,7 @@ type Call struct {
 	body       *spool.Spool
 	read       bool              // the request's body was read to its end
 	message    *protocol.Message // that the body is; nil for any other call
+	unreadable error             // why the body could not be read as a message
 	proves     proof             // that the server speaks the protocol, where nobody has configured it
 	shown      *bytes.Buffer     // what may show that; nil where nothing can
 	cancels    *protocol.Request // that the body is, where it cancels another one; else nil
@@ -282,6 +284,9 @@ func (x *Call) identify() (caller string, err error) {
 
 // fingerprint reads and hashes the request's body, and compares it with the hash in the tokens.
 func (x *Call) fingerprint() (execution.Fingerprint, error) {
+	if x.unreadable != nil {
+		return execution.Fingerprint{}, x.unreadable
+	}
 	if x.body == nil {
 		if err := x.readBody(); err != nil {
 			return execution.Fingerprint{}, err

@@ -112,6 +112,13 @@ func (p *proofs) add(of proof) {
 	p.all[of] = struct{}{}
 }
 
+// withdraw forgets all: after an answer unlike MCP, another server may have taken the place of one.
+func (p *proofs) withdraw() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	clear(p.all)
+}
+
 // proofOf has all of a request that may decide which server executes it. What differs between the
 // messages of one client is left out.
 func proofOf(h *Handler, r *http.Request) proof {
@@ -214,14 +221,12 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, next Next) error {
 	}
 	if h.Protocol.Guesses() && x.message.ID != nil {
 		defer func() {
-			media, coding := l.Header().Get("Content-Type"), l.Header().Get("Content-Encoding")
-			if l.answer == nil || r.Context().Err() != nil || l.status != http.StatusOK || coding != "" || strings.HasPrefix(media, "text/event-stream") {
-				return // it says nothing, or may go on elsewhere
+			media, read := l.Header().Get("Content-Type"), l.Header().Get("Content-Encoding") == ""
+			if r.Context().Err() != nil || l.status/100 != 2 || strings.HasPrefix(media, "text/event-stream") {
+				return // it may go on elsewhere, or says nothing of the server
 			}
-			if !strings.HasPrefix(media, "application/json") || l.answer.End().Meaning == protocol.Unanswered {
-				h.proofs.mu.Lock() // another server may have taken the place of the one that was proven
-				defer h.proofs.mu.Unlock()
-				clear(h.proofs.all)
+			if l.answer == nil || !strings.HasPrefix(media, "application/json") || read && l.answer.End().Meaning == protocol.Unanswered {
+				h.proofs.withdraw()
 			}
 		}()
 		w = l
@@ -479,6 +484,9 @@ func understand(x *Call, o execution.Outcome) execution.Outcome {
 		o.Verdict, o.Cause = execution.InDoubt, execution.CauseInBand
 	case protocol.Unanswered:
 		if o.Status == http.StatusOK && x.message.ID != nil { // the stream ended before its answer
+			if !strings.HasPrefix(x.rec.Header().Get("Content-Type"), "text/event-stream") {
+				x.h.proofs.withdraw()
+			}
 			o.Verdict, o.Cause = execution.InDoubt, execution.CauseTruncated
 		}
 	}
