@@ -75,8 +75,8 @@ const (
 	duePage        = 8                // due entries that are taken before the next look for higher levels
 )
 
-// Dispatcher delivers escalations to a Notifier, the highest level first. All its state is in the
-// store, so that it resumes after a restart.
+// Dispatcher delivers escalations to a Notifier, the highest level first, and ends those that
+// nobody decides in time. All its state is in the store, so that it resumes after a restart.
 //
 // Several dispatchers may share a store, also on several nodes: one delivers an escalation at a
 // time. Before an attempt it commits a lease, by the store's clock, for twice the longest
@@ -156,9 +156,13 @@ func (c *Dispatcher) pause(ctx context.Context) {
 // round begins attempts for what is due, and returns the time until the next is.
 func (c *Dispatcher) round(ctx context.Context, slots chan struct{}, attempts *sync.WaitGroup) (time.Duration, error) {
 	for {
+		deadline, err := c.escalations.expireDue(ctx)
+		if err != nil {
+			return 0, err
+		}
 		due, wait, err := c.due(ctx)
 		if err != nil || len(due) == 0 {
-			return wait, err
+			return min(wait, deadline), err
 		}
 		for _, name := range due {
 			select {

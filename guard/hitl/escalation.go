@@ -1,9 +1,9 @@
 // Package hitl keeps the cases that need a human in the loop: an Escalation is recorded durably
 // before anybody says "escalated" (A-basic-rollback-g), and then somebody is notified.
 //
-// A Store records, finds and lists escalations. One can be opened in the commit of the decision
-// that causes it: see Store.Prepare. A Dispatcher delivers open ones to a Notifier, at least once
-// each, also after a restart. Decisions are not made here.
+// A Store records, finds and lists escalations, and counts what people decide about them: see
+// Store.Decide. One can be opened in the commit of the event that causes it: see Store.Prepare. A
+// Dispatcher delivers open ones to a Notifier, at least once each, also after a restart.
 //
 // The package knows neither HTTP servers nor Caddy. It keeps everything in a store.Store, sealed
 // (P8).
@@ -27,17 +27,16 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Level says what a human should review before it goes on (ATD, Interaction with HITL). It is
-// only reported: nothing is held up, and an escalation cannot be decided yet.
+// Level says what a human should review before it goes on (ATD, Interaction with HITL).
 type Level uint8
 
 // The levels.
 const (
-	// Pause: the workflow, before its next step.
+	// Pause: the workflow, before its next step. Its new calls wait until it is resumed.
 	Pause Level = 1 + iota
 	// Approval: the one step that needs it.
 	Approval
-	// Stop: the workflow as a whole.
+	// Stop: the workflow as a whole. Its new calls are refused until it is resumed.
 	Stop
 )
 
@@ -76,6 +75,14 @@ const (
 	CauseBoundary Cause = "workflow_boundary"
 	// CauseQuota: somebody asks for more than a quota allows, again and again.
 	CauseQuota Cause = "quota"
+	// CauseCall: a call waits for an approval, by its action or by a rule.
+	CauseCall Cause = "approval_required"
+	// CauseError: an error is critical, or fits a rule (ATD, HITL Escalation on Error).
+	CauseError Cause = "critical_error"
+	// CauseReach: an error or a plan reaches more than three agents (cascade 3.4.3).
+	CauseReach Cause = "many_agents"
+	// CauseCritical: a rollback is about to undo a critical node (ATD, HITL case 3).
+	CauseCritical Cause = "critical_node"
 	// CauseOther: see the summary.
 	CauseOther Cause = "other"
 )
@@ -84,11 +91,11 @@ const (
 func Causes() []Cause {
 	return []Cause{
 		CauseIrreversible, CauseRollbackFailed, CauseRollbackTimeout, CauseRollbackPartial, CauseBreakerOpen,
-		CauseTampered, CauseBoundary, CauseQuota, CauseOther,
+		CauseTampered, CauseBoundary, CauseQuota, CauseCall, CauseError, CauseReach, CauseCritical, CauseOther,
 	}
 }
 
-// State is the state of an escalation. 4 and 5 are left for decided and expired.
+// State is the state of an escalation's notification; Status is that of the decision.
 type State uint8
 
 // The states.
@@ -145,6 +152,18 @@ type Opening struct {
 	// operators know, never a credential.
 	Workflow, Caller string
 	Links            Links
+
+	// Proposal is what an approval does. With level Pause or Stop and a workflow the escalation
+	// holds that, and without a kind it proposes to resume it.
+	Proposal Proposal
+	// Role is required of who decides, at most 128 bytes; empty is DefaultRole.
+	Role string
+	// Quorum is how many have to approve, at most 16; zero is one. One denial denies.
+	Quorum int
+	// Within is the time to decide; zero is without end. Once it is over, it counts as a denial.
+	Within time.Duration
+	// Requester is who asked, and cannot approve; cut at 2,048 bytes, and not sent to the notifier.
+	Requester string
 }
 
 // ErrOpening: the Opening is incomplete.
@@ -160,6 +179,12 @@ func (o *Opening) check() error {
 		return fmt.Errorf("%w: cause is %q; use one of %q", ErrOpening, o.Cause, Causes())
 	case o.Summary == "":
 		return fmt.Errorf("%w: summary is empty; write a sentence for whoever has to decide", ErrOpening)
+	case !slices.Contains([]ProposalKind{"", RunCall, Resume, PartialRollback, ContinueRollback}, o.Proposal.Kind):
+		return fmt.Errorf("%w: proposal is %q, which nothing carries out", ErrOpening, o.Proposal.Kind)
+	case len(o.Proposal.Hash) > maxHash || len(o.Role) > maxRole:
+		return fmt.Errorf("%w: hash or role is longer than 128 bytes", ErrOpening)
+	case o.Quorum < 0 || o.Quorum > maxQuorum || o.Within < 0:
+		return fmt.Errorf("%w: quorum is %d and the time %s; use up to %d, and no negative time", ErrOpening, o.Quorum, o.Within, maxQuorum)
 	}
 	return nil
 }
@@ -176,9 +201,27 @@ type Escalation struct {
 	Workflow, Caller string
 	Links            Links
 	State            State
-	// Opened and Changed are when it was opened, and when its state last changed.
+	// Opened and Changed are when it was opened, and when its state or status last changed.
 	Opened, Changed time.Time
 	Delivery        Delivery
+
+	Status   Status
+	Proposal Proposal
+	// Role, Quorum and Requester are those of the Opening.
+	Role      string
+	Quorum    int
+	Requester string
+	// Deadline is when it expires undecided; zero is never.
+	Deadline time.Time
+	// Held says that it keeps new calls of its workflow from beginning, until it is approved.
+	Held bool
+	// Decisions are what people said, the latest last. Round counts how often the question was
+	// asked again.
+	Decisions []Decision
+	Round     int
+	// Token is the id of the token that says that it was opened, Resolution that of the latest
+	// decision; empty where no ledger is kept.
+	Token, Resolution string
 
 	unknown []byte // fields of a newer build, which are written back as they are
 }
@@ -218,8 +261,7 @@ func shorten(s string, most int) string {
 	return strings.ToValidUTF8(s, "\uFFFD")
 }
 
-// The tags of an escalation's fields. Readers keep unknown ones. 32 and up are left for
-// decisions. The id is in the record's name.
+// The tags of an escalation's fields. Readers keep unknown ones. The id is in the record's name.
 const (
 	tagLevel = 1 + iota
 	tagCause
@@ -238,6 +280,50 @@ const (
 	tagLastError
 	tagNext
 )
+
+const (
+	tagStatus = 32 + iota
+	tagProposal
+	tagProposalText
+	tagHash
+	tagRole
+	tagQuorum
+	tagRequester
+	tagDeadline
+	tagHeld
+	tagDecision
+	tagRound
+	tagToken
+	tagResolution
+)
+
+// The tags of a decision's fields.
+const (
+	tagBy = 1 + iota
+	tagApprove
+	tagReason
+	tagAt
+	tagIn
+)
+
+func decodeDecision(b []byte) (d Decision, err error) {
+	from := store.Decoder{B: b, Broken: errEncoding}
+	for from.Next() {
+		switch from.Tag {
+		case tagBy:
+			d.By = string(from.Field)
+		case tagApprove:
+			d.Approve = from.Int() != 0
+		case tagReason:
+			d.Reason = string(from.Field)
+		case tagAt:
+			d.At = from.Time().UTC()
+		case tagIn:
+			d.Round = int(from.Int())
+		}
+	}
+	return d, from.Err
+}
 
 // encode appends the fields, and then those unknown to this build.
 func (e *Escalation) encode(b []byte) []byte {
@@ -258,6 +344,27 @@ func (e *Escalation) encode(b []byte) []byte {
 	to.Int(tagAttempts, int64(e.Delivery.Attempts))
 	to.String(tagLastError, e.Delivery.LastError)
 	to.Time(tagNext, e.Delivery.Next)
+	to.Int(tagStatus, int64(e.Status))
+	to.String(tagProposal, string(e.Proposal.Kind))
+	to.String(tagProposalText, e.Proposal.Text)
+	to.String(tagHash, e.Proposal.Hash)
+	to.String(tagRole, e.Role)
+	to.Int(tagQuorum, int64(e.Quorum))
+	to.String(tagRequester, e.Requester)
+	to.Time(tagDeadline, e.Deadline)
+	to.Bool(tagHeld, e.Held)
+	for i := range e.Decisions {
+		d, one := &e.Decisions[i], store.Encoder{}
+		one.String(tagBy, d.By)
+		one.Bool(tagApprove, d.Approve)
+		one.String(tagReason, d.Reason)
+		one.Time(tagAt, d.At)
+		one.Int(tagIn, int64(d.Round))
+		store.Field(&to, tagDecision, one.B)
+	}
+	to.Int(tagRound, int64(e.Round))
+	to.String(tagToken, e.Token)
+	to.String(tagResolution, e.Resolution)
 	return append(to.B, e.unknown...)
 }
 
@@ -299,12 +406,45 @@ func decode(b []byte) (*Escalation, error) {
 			e.Delivery.LastError = string(d.Field)
 		case tagNext:
 			e.Delivery.Next = d.Time().UTC()
+		case tagStatus:
+			e.Status = Status(small(&d))
+		case tagProposal:
+			e.Proposal.Kind = ProposalKind(d.Field)
+		case tagProposalText:
+			e.Proposal.Text = string(d.Field)
+		case tagHash:
+			e.Proposal.Hash = string(d.Field)
+		case tagRole:
+			e.Role = string(d.Field)
+		case tagQuorum:
+			e.Quorum = int(d.Int())
+		case tagRequester:
+			e.Requester = string(d.Field)
+		case tagDeadline:
+			e.Deadline = d.Time().UTC()
+		case tagHeld:
+			e.Held = d.Int() != 0
+		case tagDecision:
+			one, err := decodeDecision(d.Field)
+			if d.Err == nil {
+				d.Err = err
+			}
+			e.Decisions = append(e.Decisions, one)
+		case tagRound:
+			e.Round = int(d.Int())
+		case tagToken:
+			e.Token = string(d.Field)
+		case tagResolution:
+			e.Resolution = string(d.Field)
 		default:
 			e.unknown = append(e.unknown, d.Raw...)
 		}
 	}
 	if d.Err == nil && (e.Level == 0 || e.State == 0 || e.Delivery.Attempts < 0) {
 		d.Err = errEncoding
+	}
+	if e.Status == 0 { // of a build without decisions: it holds nothing, and can be acknowledged
+		e.Status = Pending
 	}
 	return e, d.Err
 }
@@ -322,15 +462,19 @@ func small(d *store.Decoder) uint8 {
 // levels and states are plain.
 //
 //	h e id                        the escalation, sealed
-//	h t opened id                 index: all by age; the value is level and state
+//	h t opened id                 index: all by age; the value is level, state and status
 //	h w workflow opened id        index: a workflow's by age; the same value
 //	h u level due id              index: those to be delivered
+//	h b id                        index: what holds a workflow, or a call waits for
+//	h d deadline id               index: the pending ones that expire
 const (
 	space           = 'h'
 	kindRecord      = 'e'
 	kindAge         = 't'
 	kindWorkflow    = 'w'
 	kindUndelivered = 'u'
+	kindHold        = 'b'
+	kindDeadline    = 'd'
 )
 
 // idOf is the id of an occasion's escalation: a UUID of version 8 (RFC 9562), whose bits the
@@ -372,9 +516,10 @@ func placeIn(name []byte) (time.Time, uuid.UUID) {
 	return time.Unix(0, int64(binary.BigEndian.Uint64(end))).UTC(), uuid.UUID(end[8:])
 }
 
-// expires is when the escalation expires: never before its notification.
+// expires is when the record expires: never before its notification, nor while it holds a workflow
+// or proposes something.
 func (e *Escalation) expires(keep time.Duration) time.Time {
-	if e.State == Open {
+	if e.State == Open || e.Held || e.Status == Pending && e.Proposal.Kind != "" {
 		return time.Time{}
 	}
 	return e.Changed.Add(keep)
@@ -384,10 +529,10 @@ func (e *Escalation) expires(keep time.Duration) time.Time {
 // entries. The record comes first.
 func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Condition) []store.Write {
 	name, expires := recordKey(id), new.expires(time.Duration(d.keep.Load()))
-	batch := make([]store.Write, 1, 5)
+	batch := make([]store.Write, 1, 7)
 	batch[0] = store.Write{Key: name, If: condition, Value: d.sealer.Seal(nil, new.encode(nil), name), Expires: expires}
 	if old == nil || old.State != new.State || !old.Changed.Equal(new.Changed) {
-		value := []byte{byte(new.Level), byte(new.State)}
+		value := []byte{byte(new.Level), byte(new.State), byte(new.Status)}
 		batch = append(batch, store.Write{Key: ageKey(new.Opened, id), Value: value, Expires: expires})
 		if new.Workflow != "" {
 			of := appendPlace(d.workflowPrefix(new.Workflow), new.Opened, id)
@@ -400,7 +545,30 @@ func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Conditio
 	if new.due() && !(old != nil && old.due() && old.Delivery.Next.Equal(new.Delivery.Next)) {
 		batch = append(batch, store.Write{Key: dueKey(new.Level, new.Delivery.Next, id)})
 	}
+	if now, before := new.Held || new.waits(), old != nil && (old.Held || old.waits()); now != before {
+		batch = append(batch, store.Write{Key: append([]byte{space, kindHold}, id[:]...), Delete: before})
+	}
+	before := time.Time{}
+	if old != nil {
+		before = old.expiry()
+	}
+	if at := new.expiry(); !at.Equal(before) {
+		if !before.IsZero() {
+			batch = append(batch, store.Write{Key: appendPlace([]byte{space, kindDeadline}, before, id), Delete: true})
+		}
+		if !at.IsZero() {
+			batch = append(batch, store.Write{Key: appendPlace([]byte{space, kindDeadline}, at, id)})
+		}
+	}
 	return batch
+}
+
+// expiry is when it expires undecided; zero is never.
+func (e *Escalation) expiry() time.Time {
+	if e.Status != Pending {
+		return time.Time{}
+	}
+	return e.Deadline
 }
 
 // due reports whether it is still to be delivered.

@@ -38,15 +38,24 @@ type Store struct {
 	sealer store.Sealer
 	keep   atomic.Int64 // nanoseconds
 
-	mu       sync.Mutex
-	news     chan struct{} // closed when something was opened here
-	onOpened func(Escalation)
+	holds holds
+
+	mu        sync.Mutex
+	news      chan struct{} // closed when something was opened here
+	decisions chan struct{} // closed when something was decided here
+	onOpened  func(Escalation)
+	onDecided func(Escalation)
+	evidence  Evidence
 }
 
 // NewStore makes the escalation store over st. keep is how long an escalation is kept after its
-// state last changed; zero is 90 days. Open ones are kept forever.
+// state last changed; zero is 90 days. Those that are not delivered are kept forever, and those
+// that hold a workflow or still propose something. Call Load before the first call.
 func NewStore(st store.Store, sealer store.Sealer, keep time.Duration) *Store {
-	d := &Store{store: st, sealer: sealer, news: make(chan struct{}), onOpened: func(Escalation) {}}
+	nobody := func(Escalation) {}
+	d := &Store{
+		store: st, sealer: sealer, news: make(chan struct{}), decisions: make(chan struct{}), onOpened: nobody, onDecided: nobody,
+	}
 	d.SetKeep(keep)
 	return d
 }
@@ -74,8 +83,8 @@ func (d *Store) changed() <-chan struct{} {
 	return d.news
 }
 
-// Pending is an escalation and the batch that opens it, which is empty if it is open already.
-type Pending struct {
+// Opened is an escalation and the batch that opens it, which is empty if it is open already.
+type Opened struct {
 	*store.Batch
 	escalation Escalation
 }
@@ -85,14 +94,14 @@ type Pending struct {
 //
 // The batch must be ended; its error is ErrAlreadyOpen if the escalation made the commit fail.
 // Its writes must not come first: a nearly full store judges a batch by its first write.
-func (d *Store) Prepare(ctx context.Context, o Opening) (*Pending, error) {
+func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 	if err := o.check(); err != nil {
 		return nil, err
 	}
 	id := d.idOf(o.Key)
 	found, _, err := d.read(ctx, id)
 	if err == nil {
-		return &Pending{escalation: *found}, nil
+		return &Opened{escalation: *found}, nil
 	}
 	if !errors.Is(err, ErrNotFound) {
 		return nil, err
@@ -110,8 +119,25 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Pending, error) {
 			Upstream: shorten(o.Links.Upstream, maxText),
 		},
 		State: Open, Opened: now, Changed: now, Delivery: Delivery{Next: now},
+		Status: Pending, Proposal: o.Proposal, Role: o.Role, Quorum: o.Quorum, Requester: shorten(o.Requester, maxText),
+		Held: o.Level != Approval && o.Workflow != "",
 	}
-	p := &Pending{Batch: store.NewBatch(d.put(id, nil, &e, store.Absent())...), escalation: e}
+	if e.Held && o.Proposal.Kind == "" {
+		e.Proposal = resumption()
+	}
+	e.Proposal.Text = shorten(e.Proposal.Text, maxSummary)
+	if o.Within > 0 {
+		e.Deadline = now.Add(o.Within)
+	}
+	token, evidence, err := d.recorded(ctx, nil, &e)
+	if err != nil {
+		return nil, err
+	}
+	e.Token = token
+	d.holds.note(&e) // before the commit: no call begins between that and this
+	p := &Opened{Batch: store.NewBatch(d.put(id, nil, &e, store.Absent())...), escalation: e}
+	own := p.Writes()[:1]
+	p.Join(evidence)
 	p.OnDone(func(err error) error {
 		if err == nil || errors.Is(err, store.ErrUnknown) { // it may have landed
 			d.mu.Lock()
@@ -123,7 +149,7 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Pending, error) {
 				opened(e)
 			}
 		}
-		if store.Lost(err, p.Writes()[:1]) {
+		if store.Lost(err, own) {
 			return fmt.Errorf("%w: %w", ErrAlreadyOpen, err)
 		}
 		return err
@@ -132,10 +158,10 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Pending, error) {
 }
 
 // Escalation is the one to open, or the open one.
-func (p *Pending) Escalation() Escalation { return p.escalation }
+func (p *Opened) Escalation() Escalation { return p.escalation }
 
 // Fresh reports whether the commit opens it; if not, it was open before.
-func (p *Pending) Fresh() bool { return p.Batch != nil }
+func (p *Opened) Fresh() bool { return p.Batch != nil }
 
 // Open opens an escalation in its own commit, or finds it open. The error is ErrOpening, ErrStore
 // or ErrUnreadable; after ErrStore it may be open all the same, and opening it again is safe.
@@ -157,17 +183,25 @@ func (d *Store) Open(ctx context.Context, o Opening) (Escalation, error) {
 	}
 }
 
-// Get returns the escalation with this id, or ErrNotFound, ErrStore, ErrUnreadable.
+// Get returns the escalation with this id, or ErrNotFound, ErrStore, ErrUnreadable. One that is
+// overdue expires with it.
 func (d *Store) Get(ctx context.Context, id string) (Escalation, error) {
-	parsed, err := uuid.Parse(id)
-	if err != nil || parsed.String() != id {
-		return Escalation{}, ErrNotFound
+	parsed, err := parseID(id)
+	if err != nil {
+		return Escalation{}, err
 	}
 	e, _, err := d.read(ctx, parsed)
 	if err != nil {
 		return Escalation{}, err
 	}
-	return *e, nil
+	if e.expiry().IsZero() {
+		return *e, nil
+	}
+	found, err := d.change(ctx, id, func(*Escalation, time.Time) (*Escalation, error) { return nil, nil })
+	if errors.Is(err, ErrExpired) {
+		err = nil
+	}
+	return found, err
 }
 
 // read returns the escalation and its version.
@@ -203,9 +237,10 @@ func (d *Store) now(ctx context.Context) (time.Time, error) {
 type Filter struct {
 	// Workflow is the workflow's id; empty is any.
 	Workflow string
-	// Level and State are compared; zero is any.
-	Level Level
-	State State
+	// Level, State and Status are compared; zero is any.
+	Level  Level
+	State  State
+	Status Status
 }
 
 // Page is a part of a listing.
@@ -286,7 +321,8 @@ func (d *Store) passing(ctx context.Context, f *Filter, r store.Range) (names []
 		}
 		n++
 		last = entry.Key
-		if v := entry.Value; len(v) < 2 || f.passes(Level(v[0]), State(v[1])) {
+		v := entry.Value
+		if len(v) < 2 || f.passes(Level(v[0]), State(v[1]), f.Status) && (len(v) < 3 || f.passes(Level(v[0]), State(v[1]), Status(v[2]))) {
 			names = append(names, entry.Key)
 		}
 	}
@@ -296,8 +332,8 @@ func (d *Store) passing(ctx context.Context, f *Filter, r store.Range) (names []
 	return names, last, nil
 }
 
-func (f *Filter) passes(l Level, s State) bool {
-	return (f.Level == 0 || f.Level == l) && (f.State == 0 || f.State == s)
+func (f *Filter) passes(l Level, s State, decided Status) bool {
+	return (f.Level == 0 || f.Level == l) && (f.State == 0 || f.State == s) && (f.Status == 0 || f.Status == decided)
 }
 
 // appendTo adds the escalation of an index entry to the page, if it still passes.
@@ -310,7 +346,7 @@ func (d *Store) appendTo(ctx context.Context, f *Filter, name []byte, page *Page
 		page.Unreadable++
 	case err != nil:
 		return err
-	case f.passes(e.Level, e.State):
+	case f.passes(e.Level, e.State, e.Status):
 		page.Escalations = append(page.Escalations, *e)
 	}
 	return nil

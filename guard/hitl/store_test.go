@@ -140,6 +140,9 @@ func (f *faulty) between(what *func()) {
 
 func (f *faulty) Get(ctx context.Context, key []byte) (store.Entry, error) {
 	f.between(&f.beforeGet)
+	if f.failing.Load() {
+		return store.Entry{}, errStore
+	}
 	return f.Store.Get(ctx, key)
 }
 
@@ -283,7 +286,7 @@ func TestLostOpeningIsPreparedAgain(t *testing.T) {
 }
 
 func TestNoEscalationHasNoWrites(t *testing.T) {
-	none := new(hitl.Pending)
+	none := new(hitl.Opened)
 	if err := none.Done(errStore); none.Writes() != nil || !errors.Is(err, errStore) {
 		t.Error(none.Writes(), err)
 	}

@@ -1,0 +1,538 @@
+package hitl
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Status says what was decided about an escalation.
+type Status uint8
+
+// The statuses. Only a pending escalation can be decided.
+const (
+	// Pending: nobody has decided yet, or not enough have approved.
+	Pending Status = 1 + iota
+	// Approved: what the proposal says is done.
+	Approved
+	// Denied: somebody has said no, and everything stays as it is.
+	Denied
+	// Expired: nobody has decided in time, which counts as no.
+	Expired
+	// Withdrawn: there is nothing to decide any more.
+	Withdrawn
+)
+
+// Statuses lists the statuses, in the order in which they are documented.
+func Statuses() []Status { return []Status{Pending, Approved, Denied, Expired, Withdrawn} }
+
+// String is the word used in documents and logs.
+func (s Status) String() string {
+	switch s {
+	case Pending:
+		return "pending"
+	case Approved:
+		return "approved"
+	case Denied:
+		return "denied"
+	case Expired:
+		return "expired"
+	case Withdrawn:
+		return "withdrawn"
+	default:
+		return fmt.Sprintf("status_%d", uint8(s))
+	}
+}
+
+// ProposalKind is what an approval does.
+type ProposalKind string
+
+// The kinds of proposals. The empty kind proposes nothing: an approval then says that somebody
+// has seen to the case.
+const (
+	// RunCall lets the call run that waits.
+	RunCall ProposalKind = "run-call"
+	// Resume lets new calls of the workflow begin again.
+	Resume ProposalKind = "resume"
+	// PartialRollback undoes what can be undone.
+	PartialRollback ProposalKind = "partial-rollback"
+	// ContinueRollback lets a rollback that waits go on.
+	ContinueRollback ProposalKind = "continue-rollback"
+)
+
+// Proposal is what an approval does, and nothing else.
+type Proposal struct {
+	// Kind is one of the kinds, or empty.
+	Kind ProposalKind
+	// Text says in words what is done; it is cut at 1,024 bytes.
+	Text string
+	// Hash identifies the plan or the request that was shown, at most 128 bytes. A decision must
+	// name it. Empty: there is nothing that could change.
+	Hash string
+}
+
+// DefaultRole decides where an escalation requires no other role.
+const DefaultRole = "operator"
+
+const (
+	maxHash   = 128
+	maxRole   = 128
+	maxQuorum = 16
+	// maxDecisions bounds what is kept of the decisions; the oldest go first.
+	maxDecisions = 64
+)
+
+// Decision is what one person said.
+type Decision struct {
+	// By is the name of who decided, as operators know it.
+	By string
+	// Approve says that the proposal may be carried out.
+	Approve bool
+	// Reason is the person's reason, at most 1,024 bytes.
+	Reason string
+	// At is the time by the store's clock.
+	At time.Time
+	// Round counts how often the question was asked before.
+	Round int
+}
+
+// Vote is a decision that somebody wants to make.
+type Vote struct {
+	// By is the name of who decides. Roles are theirs; Every has all roles.
+	By    string
+	Roles []string
+	Every bool
+	// Approve says that the proposal may be carried out.
+	Approve bool
+	// Hash is that of the proposal as it was shown.
+	Hash string
+	// Reason is for people, and may be empty for an approval.
+	Reason string
+}
+
+// The reasons why a vote does not count. Nothing is changed by it.
+var (
+	// ErrDecided: it was decided before, or this person has voted already.
+	ErrDecided = errors.New("hitl: it was decided already")
+	// ErrExpired: the time to decide is over.
+	ErrExpired = errors.New("hitl: the time to decide is over, which counts as a denial")
+	// ErrRole: the person does not have the role that is required.
+	ErrRole = errors.New("hitl: the required role is missing")
+	// ErrOwn: who asked cannot approve.
+	ErrOwn = errors.New("hitl: who asked cannot approve")
+	// ErrHash: the vote names another plan or request than the one to decide.
+	ErrHash = errors.New("hitl: the decision is about something else than what is proposed")
+	// ErrReason: a denial says why.
+	ErrReason = errors.New("hitl: a denial needs a reason")
+	// ErrNotHeld: only what still holds a workflow can be asked again.
+	ErrNotHeld = errors.New("hitl: the escalation holds no workflow that could be resumed")
+)
+
+// Evidence makes the writes that record a change in a ledger, and returns the id of its token. old
+// is nil where the escalation is opened; if it has fewer decisions than e, the last one is new. A
+// nil batch records nothing.
+type Evidence func(ctx context.Context, old, e *Escalation) (token string, b *store.Batch, err error)
+
+// SetEvidence sets how later changes are recorded in a ledger; nil records none.
+func (d *Store) SetEvidence(f Evidence) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.evidence = f
+}
+
+func (d *Store) recorded(ctx context.Context, old, e *Escalation) (string, *store.Batch, error) {
+	d.mu.Lock()
+	f := d.evidence
+	d.mu.Unlock()
+	if f == nil {
+		return "", nil, nil
+	}
+	token, b, err := f(ctx, old, e)
+	if err != nil {
+		return "", nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return token, b, nil
+}
+
+// RequiredRole is the role of who may decide.
+func (e *Escalation) RequiredRole() string { return cmp.Or(e.Role, DefaultRole) }
+
+// overdue reports whether the time to decide is over.
+func (e *Escalation) overdue(now time.Time) bool {
+	return e.Status == Pending && !e.Deadline.IsZero() && !now.Before(e.Deadline)
+}
+
+// decided is the escalation after a vote at a time, or why the vote does not count.
+func (e *Escalation) decided(v *Vote, now time.Time) (*Escalation, error) {
+	switch {
+	case !v.Every && !slices.Contains(v.Roles, e.RequiredRole()):
+		return nil, fmt.Errorf("%w: %q is required", ErrRole, e.RequiredRole())
+	case e.Status == Expired || e.overdue(now):
+		return nil, ErrExpired
+	case e.Status != Pending:
+		return nil, fmt.Errorf("%w: %s", ErrDecided, e.Status)
+	case e.Proposal.Hash != v.Hash:
+		return nil, ErrHash
+	case v.Approve && v.By == e.Requester:
+		return nil, ErrOwn
+	case !v.Approve && v.Reason == "":
+		return nil, ErrReason
+	}
+	by, approvals := shorten(v.By, maxText), 1
+	for i := range e.Decisions { // all of this round are approvals, or it would not be pending
+		if e.Decisions[i].Round != e.Round {
+			continue
+		}
+		if e.Decisions[i].By == by {
+			return nil, fmt.Errorf("%w by %q", ErrDecided, by)
+		}
+		approvals++
+	}
+	next := *e
+	kept := e.Decisions[max(0, len(e.Decisions)+1-maxDecisions):]
+	next.Decisions = append(slices.Clone(kept), Decision{
+		By: by, Approve: v.Approve, Reason: shorten(v.Reason, maxSummary), At: now, Round: e.Round,
+	})
+	next.Changed = now
+	switch {
+	case !v.Approve:
+		next.Status = Denied
+	case approvals >= max(1, e.Quorum):
+		next.Status, next.Held = Approved, false
+	}
+	return &next, nil
+}
+
+// ended is the escalation after it has expired or was withdrawn.
+func (e *Escalation) ended(as Status, now time.Time) *Escalation {
+	next := *e
+	next.Status, next.Changed = as, now
+	if as == Withdrawn {
+		next.Held = false
+	}
+	return &next
+}
+
+// asked is the escalation after by has asked again for the workflow to be resumed.
+func (e *Escalation) asked(by string, within time.Duration, now time.Time) (*Escalation, error) {
+	switch {
+	case e.Status == Pending:
+		return nil, fmt.Errorf("%w: it is pending", ErrNotHeld)
+	case !e.Held:
+		return nil, ErrNotHeld
+	}
+	next := *e
+	next.Status, next.Changed, next.Round, next.Requester = Pending, now, e.Round+1, shorten(by, maxText)
+	next.Proposal, next.Deadline = resumption(), time.Time{}
+	if within > 0 {
+		next.Deadline = now.Add(within)
+	}
+	return &next, nil
+}
+
+func resumption() Proposal {
+	return Proposal{Kind: Resume, Text: "New calls of the workflow may begin again."}
+}
+
+// Decide counts a vote. The errors are ErrNotFound, ErrStore and ErrUnreadable, and those above
+// that say why the vote does not count; the escalation is returned with those. A vote that races
+// the deadline, or another vote, has one result: each change is committed on the condition that
+// nothing else has changed.
+func (d *Store) Decide(ctx context.Context, id string, v Vote) (Escalation, error) {
+	return d.change(ctx, id, func(e *Escalation, now time.Time) (*Escalation, error) { return e.decided(&v, now) })
+}
+
+// Withdraw ends a pending escalation that nobody has to decide any more, and lifts what it holds.
+func (d *Store) Withdraw(ctx context.Context, id string) (Escalation, error) {
+	return d.change(ctx, id, func(e *Escalation, now time.Time) (*Escalation, error) {
+		if e.Status != Pending {
+			return nil, fmt.Errorf("%w: %s", ErrDecided, e.Status)
+		}
+		return e.ended(Withdrawn, now), nil
+	})
+}
+
+// AskAgain makes an escalation pending again that was denied or has expired, and still holds its
+// workflow. It then proposes to resume the workflow, and by cannot approve. within is the time to
+// decide; zero is without end.
+func (d *Store) AskAgain(ctx context.Context, id, by string, within time.Duration) (Escalation, error) {
+	return d.change(ctx, id, func(e *Escalation, now time.Time) (*Escalation, error) { return e.asked(by, within, now) })
+}
+
+// change commits what make returns, on the condition that nothing else has changed; an error of
+// make is returned with the escalation. One that is overdue expires first.
+func (d *Store) change(ctx context.Context, id string, make func(e *Escalation, now time.Time) (*Escalation, error)) (Escalation, error) {
+	parsed, err := parseID(id)
+	if err != nil {
+		return Escalation{}, err
+	}
+	for {
+		e, version, err := d.read(ctx, parsed)
+		if err != nil {
+			return Escalation{}, err
+		}
+		now, err := d.now(ctx)
+		if err != nil {
+			return Escalation{}, err
+		}
+		next, refusal := make(e, now)
+		if e.overdue(now) {
+			next = e.ended(Expired, now)
+			if refusal == nil {
+				refusal = ErrExpired
+			}
+		}
+		if next == nil {
+			return *e, refusal
+		}
+		switch err := d.commit(ctx, parsed, e, next, version); {
+		case err == nil:
+			return *next, refusal
+		case !errors.Is(err, errChanged):
+			return Escalation{}, err
+		}
+	}
+}
+
+var errChanged = errors.New("hitl: somebody else has changed the escalation meanwhile")
+
+// commit records a change of the decision from old to next, in one commit with its evidence.
+func (d *Store) commit(ctx context.Context, id uuid.UUID, old, next *Escalation, version store.Version) error {
+	token, evidence, err := d.recorded(ctx, old, next)
+	if err != nil {
+		return err
+	}
+	next.Resolution = token
+	writes := d.put(id, old, next, store.VersionIs(version))
+	b := store.NewBatch(writes...)
+	b.Join(evidence)
+	d.holds.note(next)
+	err = b.Commit(ctx, d.store)
+	if store.Lost(err, writes[:1]) {
+		return errChanged
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	d.holds.settle(next)
+	d.mu.Lock()
+	close(d.decisions)
+	d.decisions = make(chan struct{})
+	decided := d.onDecided
+	d.mu.Unlock()
+	if next.Status != Pending {
+		decided(*next)
+	}
+	return nil
+}
+
+// OnDecided calls f for each escalation that was decided, expired or was withdrawn here from now
+// on, after the commit. f must not wait.
+func (d *Store) OnDecided(f func(Escalation)) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.onDecided = f
+}
+
+// Wait returns the escalation once it is not pending any more. With the error of ctx it returns
+// it as it is.
+func (d *Store) Wait(ctx context.Context, id string) (Escalation, error) {
+	for {
+		d.mu.Lock()
+		news := d.decisions
+		d.mu.Unlock()
+		e, err := d.Get(ctx, id)
+		if err != nil || e.Status != Pending {
+			return e, err
+		}
+		timer := time.NewTimer(waitPoll) // another node may decide, and deadlines pass
+		select {
+		case <-news:
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+			return e, ctx.Err()
+		}
+		timer.Stop()
+	}
+}
+
+// waitPoll is how often Wait reads the store when it hears nothing.
+const waitPoll = 5 * time.Second
+
+// expireDue ends what nobody has decided in time, up to a page, and returns the time until the next
+// deadline.
+func (d *Store) expireDue(ctx context.Context) (wait time.Duration, err error) {
+	now, err := d.now(ctx)
+	if err != nil {
+		return 0, err
+	}
+	r := store.Prefix([]byte{space, kindDeadline})
+	r.Limit = duePage
+	n := 0
+	for entry, err := range d.store.Scan(ctx, r) {
+		if err != nil {
+			return 0, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		n++
+		at, id := placeIn(entry.Key)
+		if at.After(now) {
+			return at.Sub(now), nil
+		}
+		_, err := d.change(ctx, id.String(), func(*Escalation, time.Time) (*Escalation, error) { return nil, nil })
+		switch {
+		case errors.Is(err, ErrExpired):
+		case err == nil, errors.Is(err, ErrNotFound), errors.Is(err, ErrUnreadable): // the entry is of an earlier round
+			if _, err := d.store.Commit(ctx, store.Write{Key: entry.Key, Delete: true}); err != nil {
+				return 0, fmt.Errorf("%w: %w", ErrStore, err)
+			}
+		default:
+			return 0, err
+		}
+	}
+	if n == r.Limit {
+		return 0, nil // there may be more
+	}
+	return math.MaxInt64, nil
+}
+
+// holds names in memory what holds workflows, and what waits for its requester, so that a call of
+// another workflow costs a map read, however much is pending. It may name what the store does
+// not hold any more, and never lacks what this process has opened: whoever finds something reads
+// the store.
+type holds struct {
+	mu        sync.RWMutex
+	workflows map[string]map[string]struct{} // ids by workflow
+	waiting   map[string]map[string]struct{} // ids of pending calls by requester
+}
+
+func (h *holds) note(e *Escalation) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if e.Held {
+		h.workflows = with(h.workflows, e.Workflow, e.ID)
+	}
+	if e.waits() {
+		h.waiting = with(h.waiting, e.Requester, e.ID)
+	}
+}
+
+// settle forgets what the escalation does not hold any more.
+func (h *holds) settle(e *Escalation) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if !e.Held {
+		without(h.workflows, e.Workflow, e.ID)
+	}
+	if !e.waits() {
+		without(h.waiting, e.Requester, e.ID)
+	}
+}
+
+func with(all map[string]map[string]struct{}, name, id string) map[string]map[string]struct{} {
+	if all == nil {
+		all = map[string]map[string]struct{}{}
+	}
+	if all[name] == nil {
+		all[name] = map[string]struct{}{}
+	}
+	all[name][id] = struct{}{}
+	return all
+}
+
+func without(all map[string]map[string]struct{}, name, id string) {
+	delete(all[name], id)
+	if len(all[name]) == 0 {
+		delete(all, name)
+	}
+}
+
+// waits reports whether a call waits for the decision.
+func (e *Escalation) waits() bool { return e.Status == Pending && e.Proposal.Kind == RunCall }
+
+// Load reads what holds workflows, before the first call. If it fails, no call may begin. What
+// cannot be read holds nothing; unreadable counts it.
+func (d *Store) Load(ctx context.Context) (unreadable int, err error) {
+	for entry, err := range d.store.Scan(ctx, store.Prefix([]byte{space, kindHold})) {
+		if err != nil {
+			return unreadable, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		id := uuid.UUID(bytes.Clone(entry.Key[2:]))
+		e, _, err := d.read(ctx, id)
+		switch {
+		case errors.Is(err, ErrNotFound):
+		case errors.Is(err, ErrUnreadable):
+			unreadable++
+		case err != nil:
+			return unreadable, err
+		default:
+			d.holds.note(e)
+		}
+	}
+	return unreadable, nil
+}
+
+// Blocks returns the escalation that keeps new calls of a workflow from beginning, the highest
+// level first; nil if there is none. The errors are ErrStore and ErrUnreadable: then no call may
+// begin.
+func (d *Store) Blocks(ctx context.Context, workflow string) (*Escalation, error) {
+	d.holds.mu.RLock()
+	ids := slices.Collect(maps.Keys(d.holds.workflows[workflow]))
+	d.holds.mu.RUnlock()
+	var highest *Escalation
+	for _, id := range ids {
+		e, _, err := d.read(ctx, uuid.MustParse(id))
+		switch {
+		case errors.Is(err, ErrNotFound): // not committed yet, or never
+		case err != nil:
+			return nil, err
+		case e.Held && (highest == nil || e.Level > highest.Level):
+			highest = e
+		}
+	}
+	return highest, nil
+}
+
+// Waits reports whether at least most calls of a requester wait for a decision.
+func (d *Store) Waits(ctx context.Context, requester string, most int) (bool, error) {
+	d.holds.mu.RLock()
+	ids := slices.Collect(maps.Keys(d.holds.waiting[requester]))
+	d.holds.mu.RUnlock()
+	if len(ids) < most {
+		return false, nil
+	}
+	n := 0
+	for _, id := range ids { // some may never have been committed
+		switch e, err := d.Get(ctx, id); {
+		case err == nil && e.waits():
+			n++
+		case err == nil, errors.Is(err, ErrNotFound):
+			d.holds.mu.Lock()
+			without(d.holds.waiting, requester, id)
+			d.holds.mu.Unlock()
+		default:
+			return false, err
+		}
+	}
+	return n >= most, nil
+}
+
+// parseID reads the id of an escalation, or returns ErrNotFound.
+func parseID(id string) (uuid.UUID, error) {
+	parsed, err := uuid.Parse(id)
+	if err != nil || parsed.String() != id {
+		return uuid.UUID{}, ErrNotFound
+	}
+	return parsed, nil
+}
