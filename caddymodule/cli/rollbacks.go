@@ -169,35 +169,54 @@ func (c *client) waitFinished(ctx context.Context, id string, text json.RawMessa
 
 func rollbacksCommand(o *options) *cobra.Command {
 	var after string
+	var tree bool
 	limit := 50
 	cmd := &cobra.Command{
-		Use:   "rollbacks [list | ID]",
+		Use:   "rollbacks [list | [show] ID]",
 		Short: "Lists rollbacks, or shows one",
 		Long: `Lists rollbacks, the newest first, or shows the one with this ID: its steps,
-their outcomes, and what a person must still do.`,
+their outcomes, and what a person must still do. With --tree it shows the steps
+as a tree: what followed from a call stands below it, and is undone before it.`,
 		Example: `  caddy agent-guard rollbacks
-  caddy agent-guard rollbacks f1b1c2d3-e4f5-4789-abcd-ef0123456789`,
+  caddy agent-guard rollbacks show f1b1c2d3-e4f5-4789-abcd-ef0123456789 --tree`,
 		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) > 0 && args[0] == "show" { // as other commands have it, like list
+				args = args[1:]
+				if len(args) == 0 {
+					return errors.New("ID: it is missing; `rollbacks` lists them")
+				}
+			}
 			if len(args) > 1 {
 				return fmt.Errorf("give one ID, or none; there are %d", len(args))
+			}
+			if tree && (len(args) == 0 || args[0] == "list") {
+				return errors.New("--tree: give the ID of the rollback that it shows")
 			}
 			return nil
 		},
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if len(args) == 0 || args[0] == "list" { // as other commands have it
+			if len(args) > 0 && args[0] == "show" {
+				args = args[1:]
+			}
+			if len(args) == 0 || args[0] == "list" {
 				return o.listRollbacks(cmd, filters("limit", strconv.Itoa(limit), "after", after))
 			}
 			if _, err := api.ParseID(args[0]); err != nil {
 				return fmt.Errorf("ID: %q is no UUID; `rollbacks` lists them", args[0])
 			}
-			_, err := show(cmd, o, question{path: "rollback/" + url.PathEscape(args[0])}, describeRollback)
+			describe := describeRollback
+			if tree {
+				describe = func(doc *api.Document, _ time.Time) string { return doc.Drawing().Tree() }
+			}
+			_, err := show(cmd, o, question{path: "rollback/" + url.PathEscape(args[0])}, describe)
 			return err
 		},
 	}
 	cmd.Flags().IntVar(&limit, "limit", limit, "The most to list")
 	complete(cmd, "limit")
 	stringFlag(cmd, &after, "after", "Continue after this place, as an earlier listing printed it")
+	cmd.Flags().BoolVar(&tree, "tree", false, "Show the steps of the rollback as a tree")
 	return o.server(cmd)
 }
 

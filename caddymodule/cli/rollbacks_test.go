@@ -48,6 +48,10 @@ func TestGoldenRollbacks(t *testing.T) {
 	hangs.State, hangs.Status, hangs.Effect, hangs.Finished, hangs.FollowUp = "executing", "", "", time.Time{}, nil
 	hangs.Steps[2] = api.StepDocument{CheckpointID: "c1", Level: 1, Action: "undo", State: rollback.StepRunning, Attempts: 7, LastCause: "POST: connection refused"}
 	golden(t, "rollback_hangs", describeRollback(hangs, now))
+	drawn := someRollback()
+	drawn.Steps[2].Earlier = []string{"c2", "c3"}
+	drawn.Steps[2].Begun, drawn.Steps[2].Ended = now, now.Add(time.Second)
+	golden(t, "rollback_tree", drawn.Drawing().Tree())
 	golden(t, "rollbacks_list", describeRollbacks(&admin.RollbackPage{Rollbacks: []*api.Document{someRollback()}}, now))
 }
 
@@ -106,7 +110,14 @@ func TestRollbackCommand(t *testing.T) {
 	if got := document[admin.RollbackPage](t, "rollbacks", "list", "--address", server.address); len(got.Rollbacks) != 1 {
 		t.Errorf("`rollbacks list`: %+v", got)
 	}
+	if out, _, err := run(t, "rollbacks", "show", rollbackID, "--tree", "--address", server.address); err != nil || !strings.Contains(out, "● (agent not known)  escalate: escalated") {
+		t.Errorf("%v\n%s", err, out)
+	}
 	refuses(t, `ID: "foo" is no UUID`, "rollbacks", "foo")
+	refuses(t, `ID: "foo" is no UUID`, "rollbacks", "show", "foo")
+	refuses(t, "ID: it is missing", "rollbacks", "show")
+	refuses(t, "--tree: give the ID", "rollbacks", "--tree")
+	refuses(t, "--tree: give the ID", "rollbacks", "list", "--tree")
 	refuses(t, "give one ID, or none; there are 2", "rollbacks", "a", "b")
 	refuses(t, "give --scope or --cascade", "rollback", checkpointID, "--scope", "single", "--cascade", "--dry-run")
 	refuses(t, "give --dry-run or --no-wait", "rollback", checkpointID, "--no-wait", "--dry-run")

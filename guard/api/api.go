@@ -14,6 +14,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"mime"
 	"net/http"
 	"net/url"
 	"slices"
@@ -226,6 +227,63 @@ func (a *responder) writeJSON(status int, doc any) error {
 	}
 	a.write(status, "application/json", append(body, '\n'))
 	return nil
+}
+
+// The media types of pictures.
+const (
+	mediaDOT = "text/vnd.graphviz"
+	mediaSVG = "image/svg+xml"
+)
+
+// writeRollback answers with a rollback, also as a picture where a GET prefers that.
+func (a *responder) writeRollback(status int, doc *Document) error {
+	if a.r.Method == http.MethodPost {
+		return a.writeJSON(status, doc)
+	}
+	a.w.Header().Set("Vary", "Accept")
+	switch preferred(a.r, "application/json", mediaDOT, mediaSVG) {
+	case mediaDOT:
+		a.write(status, mediaDOT+"; charset=utf-8", doc.Drawing().DOT())
+	case mediaSVG:
+		// Opened by itself in a browser it is a document of the site's origin.
+		a.w.Header().Set("Content-Security-Policy", "default-src 'none'; sandbox")
+		a.write(status, mediaSVG, doc.Drawing().SVG())
+	default:
+		return a.writeJSON(status, doc)
+	}
+	return nil
+}
+
+// maxRanges bounds the members of Accept that are read.
+const maxRanges = 64
+
+// preferred is the offered media type that a request accepts with the highest quality: of several
+// the one that it names more exactly, then the first. It is the first one too if the request
+// accepts none: an answer in another form is of more use than none (RFC 9110, 12.5.1).
+func preferred(r *http.Request, offered ...string) string {
+	ranges := strings.SplitN(strings.Join(r.Header.Values("Accept"), ","), ",", maxRanges)
+	best, quality, exact := offered[0], 0.0, 0
+	for _, one := range offered {
+		q, how := 0.0, 0
+		major, _, _ := strings.Cut(one, "/")
+		for _, text := range ranges {
+			accepted, params, err := mime.ParseMediaType(text)
+			specific := 1 + slices.Index([]string{"*/*", major + "/*", one}, accepted)
+			if err != nil || specific <= how {
+				continue
+			}
+			how, q = specific, 1
+			if text, ok := params["q"]; ok {
+				if q, err = strconv.ParseFloat(text, 64); err != nil || !(q >= 0 && q <= 1) {
+					q = 0
+				}
+			}
+		}
+		if q > quality || q == quality && q > 0 && how > exact {
+			best, quality, exact = one, q, how
+		}
+	}
+	return best
 }
 
 // write answers. Caches must not keep the answer, and other sites must not frame it (P3).

@@ -2,7 +2,10 @@ package api
 
 import (
 	"errors"
+	"net/http"
 	"net/url"
+	"slices"
+	"strings"
 	"testing"
 )
 
@@ -60,6 +63,31 @@ func FuzzQuestion(f *testing.F) {
 			id, there, err := p.name(name)
 			if read(err) && there != (id != "") {
 				t.Errorf("%q: %s is %q", target, name, id)
+			}
+		}
+	})
+}
+
+// FuzzAccept: whatever stands in Accept, one of the offered forms is sent, and never one that is
+// refused beside one that is accepted.
+func FuzzAccept(f *testing.F) {
+	for _, seed := range []string{
+		"", "*/*", "image/svg+xml", "IMAGE/SVG+XML;Q=0.3, application/json;q=0.2", "text/*;q=1.1", "image/*;q=NaN", ",,;q", "a/b;q=\"0.5\"", "*/*;q=0, text/vnd.graphviz;q=0.001",
+	} {
+		f.Add(seed)
+	}
+	offered := []string{"application/json", mediaDOT, mediaSVG}
+	f.Fuzz(func(t *testing.T, accept string) {
+		got := preferred(&http.Request{Header: http.Header{"Accept": {accept}}}, offered...)
+		if !slices.Contains(offered, got) {
+			t.Fatalf("%q gets %q", accept, got)
+		}
+		if strings.ContainsAny(accept, "\",;") {
+			return
+		}
+		for _, one := range offered { // a list of one, of full quality
+			if strings.EqualFold(strings.TrimSpace(accept), one) && got != one {
+				t.Fatalf("%q gets %q", accept, got)
 			}
 		}
 	})

@@ -7,7 +7,6 @@ import (
 	"io"
 	"net/http"
 	"slices"
-	"strings"
 	"time"
 
 	"golang.org/x/mod/sumdb/tlog"
@@ -180,7 +179,7 @@ type headDocument struct {
 func (q *ledgerRequest) head() error {
 	head := q.Log.Head()
 	q.w.Header().Set("Vary", "Accept")
-	if strings.Contains(q.r.Header.Get("Accept"), "text/plain") {
+	if preferred(q.r, "application/json", "text/plain") == "text/plain" {
 		q.write(http.StatusOK, "text/plain; charset=utf-8", head.Note)
 		return nil
 	}

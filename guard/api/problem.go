@@ -231,7 +231,7 @@ func servePage(w http.ResponseWriter, r *http.Request, slug string) {
 	}
 	p := page{Kind: k, Meaning: k.meaning, Caller: k.caller, Operator: k.operator, Retry: k.retry}
 	w.Header().Set("Vary", "Accept")
-	if strings.Contains(r.Header.Get("Accept"), "text/html") {
+	if preferred(r, "text/plain", "text/html") == "text/html" {
 		w.Header().Set("Content-Type", "text/html; charset=utf-8")
 		_ = htmlPage.Execute(w, p) // only the client's leaving can fail here
 		return

@@ -223,7 +223,7 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 	if r.State != rollback.Finished {
 		q.w.Header().Set("Location", RollbackURL(id))
 		q.w.Header().Set("Retry-After", retryAfter)
-		return q.writeJSON(http.StatusAccepted, Describe(r, id))
+		return q.writeRollback(http.StatusAccepted, Describe(r, id))
 	}
 	ctx, cancel := until(q.r.Context(), q.Waits, tokenTime)
 	defer cancel()
@@ -242,7 +242,7 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 	if doc.ECT != "" {
 		q.w.Header().Set(ect.FieldName, doc.ECT)
 	}
-	return q.writeJSON(http.StatusOK, doc)
+	return q.writeRollback(http.StatusOK, doc)
 }
 
 // acceptTime bounds how long a request may take to be accepted, which reads its workflow.

@@ -1,15 +1,19 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/drawing"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
@@ -131,8 +135,13 @@ type StepDocument struct {
 	Token string `json:"token,omitempty"`
 	// Escalation is the id of the escalation to a person.
 	Escalation string `json:"escalation,omitempty"`
+	// Begun is when the step was begun; missing if nothing had to be, or could be, tried.
+	Begun time.Time `json:"begun,omitzero"`
 	// Ended is when the step was done.
 	Ended time.Time `json:"ended,omitzero"`
+	// Earlier are the checkpoints whose steps come right before this one, because their calls
+	// follow from its call, or because it is a group that contains them; at most 64.
+	Earlier []string `json:"earlier,omitempty"`
 	// LastCause is why the last attempt of a running step failed. It, Call and Way are sent
 	// to operators only.
 	LastCause string `json:"last_cause,omitempty"`
@@ -199,7 +208,13 @@ func Describe(r *rollback.Rollback, id string) *Document {
 		doc.Others = p.Left
 	}
 	for i := range r.Steps {
-		doc.Steps = append(doc.Steps, describeStep(&r.Steps[i]))
+		step := describeStep(&r.Steps[i])
+		for _, place := range r.Steps[i].Earlier {
+			if place < len(r.Steps) {
+				step.Earlier = append(step.Earlier, r.Steps[place].Checkpoint)
+			}
+		}
+		doc.Steps = append(doc.Steps, step)
 	}
 	if r.State == rollback.Finished {
 		var others []ect.Outcome
@@ -216,8 +231,91 @@ func describeStep(s *rollback.Step) StepDocument {
 	return StepDocument{
 		CheckpointID: s.Checkpoint, Agent: s.Agent, Level: s.Level, Action: action(s), State: s.State, Status: s.Status,
 		Effect: effect(s.Unknown, false), Reason: s.Reason, Cause: s.Cause, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
-		Before: hashed(s.Before), After: hashed(s.After), Token: s.Token, Escalation: s.Escalation, Ended: s.Ended.UTC(),
+		Before: hashed(s.Before), After: hashed(s.After), Token: s.Token, Escalation: s.Escalation, Begun: s.Begun.UTC(), Ended: s.Ended.UTC(),
 	}
+}
+
+// Drawing draws the steps, with nothing that the document does not say: the target at the top,
+// and the arrows to what followed from it.
+func (d *Document) Drawing() *drawing.Drawing {
+	top := 0
+	places := make(map[string]int, len(d.Steps))
+	for i := range d.Steps {
+		places[d.Steps[i].CheckpointID] = i
+		top = max(top, d.Steps[i].Level)
+	}
+	p := &drawing.Drawing{Title: "Rollback " + d.RollbackID + ": " + inWords(d.State, string(d.Status))}
+	note := func(parts ...string) {
+		if text := inWords(parts...); text != "" {
+			p.Notes = append(p.Notes, text)
+		}
+	}
+	note("checkpoint "+d.CheckpointID, "scope "+string(d.Scope))
+	note(labelled("asked", moment(d.Asked)), labelled("due", moment(d.Due)), labelled("finished", moment(d.Finished)))
+	if d.TimedOut {
+		note("not done in time")
+	}
+	note(labelled("effect", d.Effect))
+	note(labelled("joined", d.Joined))
+	if n := len(d.Uncovered); n > 0 {
+		note(fmt.Sprintf("%d actions without a checkpoint are not shown", n))
+	}
+	note("What followed from a call stands below it, and is undone before it: level 0 first.")
+	for level := range top + 1 {
+		p.Layers = append(p.Layers, fmt.Sprint("level ", top-level))
+	}
+	for i := range d.Steps {
+		s := &d.Steps[i]
+		node := drawing.Node{Layer: top - s.Level, Name: cmp.Or(s.Agent, "(agent not known)"), Tone: s.tone()}
+		node.State = s.Action + ": " + cmp.Or(string(s.Status), string(s.State), d.State)
+		node.Lines = []string{
+			labelled("reason", inWords(s.Reason, s.Cause)), labelled("effect", s.Effect), "", s.CheckpointID,
+			labelled("begun", moment(s.Begun)), labelled("ended", moment(s.Ended)),
+		}
+		if c := s.Call; c != nil {
+			node.Lines[2] = strings.TrimSpace(c.Action + " " + c.Method + " " + c.Path)
+		}
+		p.Nodes = append(p.Nodes, node)
+		for _, id := range s.Earlier {
+			if to, ok := places[id]; ok {
+				p.Edges = append(p.Edges, drawing.Edge{From: i, To: to})
+			}
+		}
+	}
+	return p
+}
+
+func (s *StepDocument) tone() drawing.Tone {
+	switch {
+	case s.Status == rollback.Completed:
+		return drawing.Good
+	case s.Status == rollback.Failed:
+		return drawing.Bad
+	case s.Status != "", s.Action == "escalate":
+		return drawing.Warning
+	case s.State == rollback.StepRunning:
+		return drawing.Active
+	}
+	return drawing.Plain
+}
+
+// inWords joins the parts that are not empty.
+func inWords(parts ...string) string {
+	return strings.Join(slices.DeleteFunc(parts, func(part string) bool { return part == "" }), ", ")
+}
+
+func labelled(label, text string) string {
+	if text == "" {
+		return ""
+	}
+	return label + " " + text
+}
+
+func moment(at time.Time) string {
+	if at.IsZero() {
+		return ""
+	}
+	return at.UTC().Format("2006-01-02T15:04:05.000Z07:00")
 }
 
 // action returns the action of a step as one word. A call that never ran is cancelled, not

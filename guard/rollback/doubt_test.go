@@ -577,7 +577,10 @@ func (r *rig) leftBehind(q rollback.Request) string {
 		if err != nil {
 			r.t.Fatal(err)
 		}
-		marks = append(marks, s.Checkpoint+" "+m.State.String())
+		marks = append(marks, fmt.Sprint(s.Checkpoint, " ", m.State, " begun ", !s.Begun.IsZero(), " after ", s.Earlier))
+		if s.Begun.Before(b.Asked) && !s.Begun.IsZero() || s.Ended.Before(s.Begun) {
+			r.t.Errorf("%s begun at %s and ended at %s", s.Checkpoint, s.Begun, s.Ended)
+		}
 	}
 	var effects []string
 	for id, keys := range r.world.effects {
@@ -649,7 +652,7 @@ func TestP5KilledBetweenAnyTwoCommits(t *testing.T) {
 	want := r.through(request("g", rollback.SubDAG))
 	all := r.st.commits
 	b, err := r.List(ctx, "", 1)
-	if err != nil || len(b.Rollbacks) != 1 || !strings.Contains(want, mixedEnds) || b.Rollbacks[0].Status != rollback.Partial || all < 20 {
+	if err != nil || len(b.Rollbacks) != 1 || !strings.Contains(want, mixedEnds) || !strings.Contains(want, "begun true") || b.Rollbacks[0].Status != rollback.Partial || all < 20 {
 		t.Fatalf("undisturbed, with %d commits: %s, %v", all, want, err)
 	}
 	for dies := range all {

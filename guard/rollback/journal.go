@@ -100,6 +100,7 @@ type stepRecord struct {
 	After      []byte    `json:"after,omitempty"`
 	Token      string    `json:"token,omitempty"`
 	Escalation string    `json:"escalation,omitempty"`
+	Begun      time.Time `json:"begun,omitzero"`
 	Ended      time.Time `json:"ended,omitzero"`
 	Cause      string    `json:"cause,omitempty"`
 	Root       string    `json:"root,omitempty"`
@@ -108,7 +109,7 @@ type stepRecord struct {
 func (s *Step) encode() ([]byte, error) {
 	return json.Marshal(stepRecord{
 		s.State, s.Status, s.Cancelled, s.Unknown, s.Reason, s.HTTPStatus, s.Attempts,
-		some(s.Before), some(s.After), s.Token, s.Escalation, s.Ended, s.Cause, s.root,
+		some(s.Before), some(s.After), s.Token, s.Escalation, s.Begun, s.Ended, s.Cause, s.root,
 	})
 }
 
@@ -124,7 +125,7 @@ func (s *Step) decode(b []byte) error {
 	}
 	s.State, s.Status, s.Cancelled, s.Unknown, s.Reason = r.State, r.Status, r.Cancelled, r.Unknown, r.Reason
 	s.HTTPStatus, s.Attempts, s.Token, s.Escalation, s.Ended = r.HTTPStatus, r.Attempts, r.Token, r.Escalation, r.Ended
-	s.Cause, s.root = r.Cause, r.Root
+	s.Begun, s.Cause, s.root = r.Begun, r.Cause, r.Root
 	copy(s.Before[:], r.Before)
 	copy(s.After[:], r.After)
 	return nil
@@ -181,7 +182,7 @@ func (p *plannedSteps) steps() (steps []Step, levels [][]int) {
 	for i, level := range p.Plan.Levels {
 		var places []int
 		for _, s := range level {
-			step := Step{Checkpoint: s.Checkpoint, Level: i, What: s.What, State: StepPending}
+			step := Step{Checkpoint: s.Checkpoint, Level: i, What: s.What, State: StepPending, Earlier: s.Earlier}
 			if len(steps) < len(p.Agents) {
 				step.Agent = p.Agents[len(steps)]
 			}

@@ -141,6 +141,10 @@ type PlanStep struct {
 	Then What `json:"then,omitempty"`
 	// Actions are those that the checkpoint was made for, the latest first; none for a group.
 	Actions []string `json:"actions,omitempty"`
+	// Earlier are the places, in the order of the plan, of the steps that come before this one with
+	// none between, at most 64: their calls follow from its call, or a group contains them. It is
+	// for people: the levels decide, and no hash covers it.
+	Earlier []int `json:"earlier,omitempty"`
 }
 
 // Plan is what a rollback does.
@@ -373,6 +377,7 @@ func (d *planner) plan(target int, stateOf func(n *workflow.Node) (NodeState, er
 		}
 		p.Levels = append(p.Levels, steps)
 	}
+	o.connect(p, heights)
 	d.rest(p)
 	return p, nil
 }
@@ -657,6 +662,73 @@ func (o *order) heights() []int {
 		}
 	}
 	return heights
+}
+
+// maxEarlier bounds what a step names of those before it, so that a plan stays linear in its steps.
+const maxEarlier = 64
+
+// connect sets Earlier of the steps: those that are reached over what follows from a checkpoint and
+// from its actions, up to the first step on each way.
+func (o *order) connect(p *Plan, heights []int) {
+	place := make([]int, o.Len()) // of a step: its place in the plan
+	undoing := make([][]int, o.Len())
+	n := 0
+	for _, level := range p.Levels {
+		for _, s := range level {
+			i, _ := o.Index(s.Checkpoint)
+			place[i] = n
+			n++
+			for _, a := range o.Guarded(i) {
+				undoing[a] = append(undoing[a], i)
+			}
+		}
+	}
+	below, seen, mark := make([][]int, o.Places()), make([]int, o.Len()), 0
+	collect := func(met []int, from int) []int {
+		next := o.Next(from)
+		o.followed += len(next)
+		for _, q := range next {
+			first := below[q]
+			switch {
+			case q >= o.Len():
+			case o.steps[q]:
+				first = []int{q}
+			case len(undoing[q]) > 0:
+				first = undoing[q]
+			}
+			for _, step := range first {
+				if len(met) == maxEarlier {
+					return met
+				}
+				if seen[step] != mark {
+					seen[step] = mark
+					met = append(met, step)
+				}
+			}
+		}
+		return met
+	}
+	for _, q := range o.sorted {
+		mark++
+		below[q] = collect(nil, q)
+	}
+	for l, level := range p.Levels {
+		for k := range level {
+			mark++
+			i, _ := o.Index(level[k].Checkpoint)
+			seen[i] = mark // its actions lead to it
+			met := collect(nil, i)
+			for _, a := range o.Guarded(i) {
+				met = collect(met, a)
+			}
+			for _, step := range met {
+				if heights[step]-1 < l { // not one of its own knot that comes with it, or later
+					level[k].Earlier = append(level[k].Earlier, place[step])
+				}
+			}
+			slices.Sort(level[k].Earlier)
+		}
+	}
 }
 
 // tie finds the knots: Tarjan's strongly connected components, consequences first.

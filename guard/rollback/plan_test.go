@@ -563,7 +563,7 @@ func TestHashIsStable(t *testing.T) {
 func TestHashTellsPlansApart(t *testing.T) {
 	base := Plan{
 		Workflow: "w", Target: "C", Scope: SubDAG,
-		Levels: [][]PlanStep{{{"D", Wait, Undo, []string{"b", "a"}}, {"E", Undo, "", nil}}, {{"C", Undo, "", []string{"c"}}}},
+		Levels: [][]PlanStep{{{"D", Wait, Undo, []string{"b", "a"}, nil}, {"E", Undo, "", nil, nil}}, {{"C", Undo, "", []string{"c"}, nil}}},
 		Passed: []string{"p"}, Along: []string{"l"}, Dependants: []string{"q"}, Missing: []string{"r"},
 	}
 	seen := map[[32]byte]string{base.Hash(): "base"}
@@ -810,6 +810,61 @@ func TestResolveConflict(t *testing.T) {
 				t.Errorf("%s, want %s", got, test.want)
 			}
 		})
+	}
+}
+
+// A step names those right before it: not those behind them, and over actions that nothing
+// undoes to the next one that something does.
+func TestPlansNameTheStepsBefore(t *testing.T) {
+	wide := []Node{act("a"), ckpt("A", "a"), event("e", "a")}
+	for i := range 70 {
+		wide = append(wide, act(fmt.Sprint("w", i), "e"), ckpt(fmt.Sprint("W", i), fmt.Sprint("w", i)))
+	}
+	for name, test := range map[string]struct {
+		nodes  []Node
+		target string
+		want   string
+	}{
+		"a chain":             {[]Node{act("a"), ckpt("A", "a"), act("b", "a"), ckpt("B", "b"), act("c", "b"), ckpt("C", "c")}, "A", "C:; B: C; A: B"},
+		"over an action":      {[]Node{act("a"), ckpt("A", "a"), act("b", "a"), event("e", "b"), act("c", "e"), ckpt("C", "c")}, "A", "C:; A: C"},
+		"over the checkpoint": {[]Node{act("a"), ckpt("A", "a"), act("b", "A"), ckpt("B", "b")}, "A", "B:; A: B"},
+		"a diamond": {[]Node{
+			act("a"), ckpt("A", "a"), act("b", "a"), ckpt("B", "b"), act("c", "a"), ckpt("C", "c"), act("d", "b", "c"), ckpt("D", "d"),
+		}, "A", "D:; C: D; B: D; A: C B"},
+		"both ways": {[]Node{act("a"), ckpt("A", "a"), act("b", "a"), ckpt("B", "b"), act("c", "b", "a"), ckpt("C", "c")}, "A", "C:; B: C; A: C B"},
+		"a group":   {[]Node{act("a"), ckpt("A", "a"), act("b", "a"), ckpt("B", "b"), group("G", "A", "B")}, "G", "B:; A: B; G: B A"},
+		"placed before its action": {[]Node{
+			before("A", []string{"a"}), act("a", "A"), act("b", "a"), ckpt("B", "b"),
+		}, "A", "B:; A: B"},
+		"two attempts": {[]Node{act("a"), ckpt("A", "a"), ckpt("A2", "a"), act("b", "a"), ckpt("B", "b")}, "A", "B:; A: B; A2: B"},
+	} {
+		p := planned(t, graph(t, test.nodes...), test.target, SubDAG)
+		order := strings.Fields(strings.ReplaceAll(levels(p), "|", ""))
+		var got []string
+		for _, level := range p.Levels {
+			for _, s := range level {
+				text := s.Checkpoint + ":"
+				for _, place := range s.Earlier {
+					text += " " + order[place]
+				}
+				got = append(got, text)
+			}
+		}
+		slices.Sort(got)
+		want := strings.Split(test.want, "; ")
+		slices.Sort(want)
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: %q, want %q", name, got, want)
+		}
+	}
+	p := planned(t, graph(t, wide...), "A", SubDAG)
+	if last := p.Levels[len(p.Levels)-1][0]; last.Checkpoint != "A" || len(last.Earlier) != 64 {
+		t.Errorf("%s names %d of 70", last.Checkpoint, len(last.Earlier))
+	}
+	unlike := planned(t, graph(t, wide...), "A", SubDAG)
+	unlike.Levels[1][0].Earlier = nil
+	if unlike.Hash() != p.Hash() {
+		t.Error("the steps before one are in the hash")
 	}
 }
 

@@ -218,7 +218,10 @@ type Step struct {
 	Token string
 	// Escalation is the id of the step's escalation; empty without one.
 	Escalation string
-	Ended      time.Time
+	// Begun is when the step was journaled, zero if nothing was tried; Ended is when it was done.
+	Begun, Ended time.Time
+	// Earlier are the places of the steps that come right before this one, as in the plan.
+	Earlier []int
 
 	root string // the first attempt, whose mark this step holds; empty where it is that itself
 }

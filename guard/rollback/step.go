@@ -119,6 +119,10 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 	if ours && step.State == StepRunning {
 		return nil
 	}
+	now, err := c.now(ctx)
+	if err != nil {
+		return err
+	}
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
 	b := new(store.Batch)
@@ -129,7 +133,7 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 		}
 		b.Join(p)
 	}
-	step.State = StepRunning
+	step.State, step.Begun = StepRunning, now
 	w, err := c.stepWrite(r.name, i, &step)
 	if err != nil {
 		return b.Done(err)

@@ -27,6 +27,7 @@ var layers = []layer{
 	{part: "guard/fingerprint!"},
 	{part: "guard/seal!", may: []string{"internal/durable"}},
 	{part: "guard/protocol!", may: []string{"guard/fingerprint!"}},
+	{part: "guard/drawing!", bare: true},
 	{part: "guard/store!"},
 	{part: "guard/store", may: []string{"guard/store!", "internal/durable"}, tests: []string{"guard/store"}},
 	{part: "guard/execution!", may: leaves, tests: []string{"guard", "internal"}},
@@ -38,7 +39,7 @@ var layers = []layer{
 		"guard/execution!", "guard/checkpoint!", "guard/rollback!", "guard/workflow!", "ect", "internal/durable",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard/api!", may: append([]string{
-		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/evidence!", "ect", "breaker",
+		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/evidence!", "guard/drawing!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard!", may: append([]string{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/evidence!", "guard/api!", "guard/protocol!", "ect", "breaker",
