@@ -203,16 +203,17 @@ type noted struct {
 	over  bool
 }
 
-// open takes a reference to the engine; a running execution keeps it.
+// open takes a reference to the engine; a running execution keeps it. After an error x has none.
 func (x *Call) open() error {
 	e, release, err := x.h.Open()
 	if err != nil {
 		return StoreClosed(err)
 	}
-	x.engine, x.executions, x.release = e, e.Executions, release
-	if x.evidence.policy, err = x.h.Tokens(); err != nil {
+	if x.evidence.policy, err = x.h.Tokens(); err != nil { // else nothing would be verified
+		release()
 		return StoreClosed(err)
 	}
+	x.engine, x.executions, x.release = e, e.Executions, release
 	return nil
 }
 

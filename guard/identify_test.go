@@ -7,12 +7,14 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"regexp"
 	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // withCertificate makes a request over TLS with a client certificate.
@@ -298,5 +300,26 @@ func TestStatedID(t *testing.T) {
 				t.Errorf("%q, %v; want %q", got, err, c.want)
 			}
 		})
+	}
+}
+
+// P3: where the tokens of a message cannot be verified, because the ledger does not open, it is refused as
+// any other call is, and the engine is given back.
+func TestMessagesWaitForTheTokenPolicy(t *testing.T) {
+	e := testEngine(t)
+	held := 0
+	h := newHandler(t, Config{
+		Protocol: &protocol.Rules{Protocol: protocol.MCP}, Verifies: true, RequireECT: true,
+		Open:   func() (*Engine, func(), error) { held++; return e, func() { held-- }, nil },
+		Tokens: func() (*TokenPolicy, error) { return nil, errors.New("the ledger is damaged") },
+	})
+	for _, body := range []string{`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay"}}`, `{"amount":1}`} {
+		r := request(http.MethodPost, "/mcp", "Content-Type", "application/json")
+		r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
+		w, forwarded := httptest.NewRecorder(), false
+		err := h.Serve(w, r, nextFunc(func(http.ResponseWriter, *http.Request) error { forwarded = true; return nil }))
+		if err != nil || forwarded || !strings.Contains(w.Body.String(), "store-unavailable") || held != 0 {
+			t.Errorf("%s: forwarded %t, %v, %d references to the engine remain: %s", body, forwarded, err, held, w.Body)
+		}
 	}
 }
