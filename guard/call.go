@@ -49,11 +49,15 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		return h.pass(w, r, nil, next)
 	}
 	x := &Call{h: h, r: r, action: action}
-	if h.Protocol != nil && h.Protocol.Reads(r) {
+	if h.Protocol != nil && r.ContentLength <= maxMessage && h.Protocol.Reads(r) {
 		_ = x.open() // else run says so
-		harmless, err := h.message(x)
-		if harmless {
-			return h.passMessage(w, x, next)
+		begins, text := false, []byte(nil)
+		err := x.readBody(func(start []byte) bool { begins = h.Protocol.Begins(r.URL.Path, start); return begins })
+		if begins && err == nil {
+			text, err = h.message(x)
+		}
+		if text != nil {
+			return h.passMessage(w, x, text, next)
 		}
 		if err != nil && !h.Protocol.Guesses() {
 			return h.unread(w, x, err)
@@ -96,7 +100,7 @@ func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
 func (h *Handler) pass(w http.ResponseWriter, r *http.Request, m *protocol.Message, next Next) error {
 	err := h.verifySafe(r, m)
 	if err == nil {
-		err = h.passOn(w, r, next)
+		err = h.passOn(w, r, m, next)
 	}
 	if err == nil {
 		return nil
@@ -111,10 +115,8 @@ func (h *Handler) pass(w http.ResponseWriter, r *http.Request, m *protocol.Messa
 // run takes a guarded call through its steps. A record that it finds may answer the call or send
 // it back to the look-up; so does a claim that another call won.
 func (x *Call) run() error {
-	if x.engine == nil {
-		if err := x.open(); err != nil {
-			return err
-		}
+	if err := x.open(); err != nil {
+		return err
 	}
 	if err := x.prepare(); err != nil { // 1 and 2
 		return err
@@ -203,17 +205,20 @@ type noted struct {
 	over  bool
 }
 
-// open takes a reference to the engine; a running execution keeps it. After an error x has none.
+// open takes a reference to the engine, unless x has it; a running execution keeps it. It is called
+// again where a step before the first could do without.
 func (x *Call) open() error {
-	e, release, err := x.h.Open()
-	if err != nil {
+	if x.engine == nil {
+		e, release, err := x.h.Open()
+		if err != nil {
+			return StoreClosed(err)
+		}
+		x.engine, x.executions, x.release = e, e.Executions, release
+	}
+	var err error
+	if x.evidence.policy, err = x.h.Tokens(); err != nil {
 		return StoreClosed(err)
 	}
-	if x.evidence.policy, err = x.h.Tokens(); err != nil { // else nothing would be verified
-		release()
-		return StoreClosed(err)
-	}
-	x.engine, x.executions, x.release = e, e.Executions, release
 	return nil
 }
 
@@ -288,10 +293,8 @@ func (x *Call) fingerprint() (execution.Fingerprint, error) {
 	if x.unreadable != nil {
 		return execution.Fingerprint{}, x.unreadable
 	}
-	if x.body == nil {
-		if err := x.readBody(); err != nil {
-			return execution.Fingerprint{}, err
-		}
+	if err := x.readBody(nil); err != nil {
+		return execution.Fingerprint{}, err
 	}
 	if err := x.evidence.tokens.checkInput(x.bodyHash); err != nil {
 		return execution.Fingerprint{}, err
@@ -786,12 +789,16 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 // request is the request to forward: the call's own, with the body that was read and this
 // execution as the parent of what it causes.
 func (x *Call) request(ctx context.Context) *http.Request {
-	r := x.r.WithContext(&forwardedContext{
+	forwarded := &forwardedContext{
 		Context: ctx, forwarder: forwarder{x.h.Name, forwarderOf(ctx)},
-		evidence: Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow}, message: x.message,
+		evidence: Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow},
 		patience: x.action.Deadline, patient: x.call.Deadline < x.action.Deadline,
 		handed: len(x.evidence.tokens.Own) > 0,
-	})
+	}
+	if x.message != nil && understood(x) { // else breakers hear from HTTP alone
+		forwarded.message = x.message
+	}
+	r := x.r.WithContext(forwarded)
 	target := *x.r.URL // which inner handlers rewrite, and may have to once more
 	r.URL = &target
 	r.Header = x.r.Header.Clone()

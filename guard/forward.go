@@ -541,7 +541,7 @@ func (x *Call) forwardUnguarded(w http.ResponseWriter, next Next, cause error) e
 	if x.engine == nil { // nobody reads the breakers' states, and the route wants it sent
 		r = r.WithContext(WithoutState(r.Context()))
 	}
-	return x.h.forwardInTime(Mark(w, HeaderExecutionStatus, statusUnguarded), r, next)
+	return x.h.forwardInTime(Mark(w, HeaderExecutionStatus, statusUnguarded), r, nil, next)
 }
 
 func (x *Call) unguardedRequest() *http.Request {

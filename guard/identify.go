@@ -421,7 +421,7 @@ func (h *Handler) checkUnguardedInput(p *Tokens, r *http.Request) error {
 			return ect.Sum(nil), nil
 		}
 		x := &Call{h: h, r: r}
-		if err := x.readBody(); err != nil {
+		if err := x.readBody(nil); err != nil {
 			return ect.Hash{}, err
 		}
 		context.AfterFunc(r.Context(), func() { _ = x.body.Close() })
@@ -567,10 +567,14 @@ func (x *Call) sentAs(id string) (sum [32]byte, err error) {
 	return sum, nil
 }
 
-// readBody reads the request's body whole, before anything is claimed.
-func (x *Call) readBody() error {
+// readBody reads the request's body whole, before anything is claimed. If wanted, which may be nil, does
+// not take what comes first of it, and there is more to come, it is as if nothing was read.
+func (x *Call) readBody(wanted func(start []byte) bool) error {
 	limit := x.h.MaxBody
-	if x.r.ContentLength > limit {
+	switch {
+	case x.read:
+		return nil
+	case x.r.ContentLength > limit:
 		return tooLarge(limit)
 	}
 	options := spool.Options{Limit: limit}
@@ -591,11 +595,29 @@ func (x *Call) readBody() error {
 	if isGRPC(x.r) {
 		from = &oneMessage{Reader: from}
 	}
+	if wanted != nil {
+		n, err := x.body.ReadSome(from)
+		if err != nil && err != io.EOF {
+			return x.unreadBody(err)
+		}
+		if start, _ := x.body.Bytes(); !wanted(start) && err == nil && n != x.r.ContentLength {
+			x.r.Body = rejoined{io.MultiReader(bytes.NewReader(bytes.Clone(start)), x.r.Body), x.r.Body}
+			_ = x.body.Close()
+			x.body = nil
+			return nil
+		}
+	}
 	if _, err := x.body.ReadFrom(from); err != nil {
 		return x.unreadBody(err)
 	}
 	x.read = true
 	return nil
+}
+
+// rejoined is a body whose beginning was read before.
+type rejoined struct {
+	io.Reader
+	io.Closer
 }
 
 func tooLarge(limit int64) error {

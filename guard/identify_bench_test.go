@@ -1,10 +1,13 @@
 package guard
 
 import (
+	"context"
 	"io"
 	"net/http"
 	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // BenchmarkClassify is all that a call which changes nothing pays for the guard (7).
@@ -47,4 +50,70 @@ func BenchmarkIdentify(b *testing.B) {
 			}
 		})
 	}
+}
+
+// BenchmarkPassMessage is what a message that changes nothing pays for being read: 200 B through the
+// handler to one that reads it and answers with 1 KiB.
+func BenchmarkPassMessage(b *testing.B) {
+	h := newHandler(b, Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}, Open: openTest(b)})
+	const head, tail = `{"jsonrpc":"2.0","id":1,"method":"resources/read","params":{"uri":"file:///`, `"}}`
+	text := head + strings.Repeat("n", 200-len(head)-len(tail)) + tail
+	answer := []byte(`{"jsonrpc":"2.0","id":1,"result":{"contents":"` + strings.Repeat("n", 975) + `"}}`)
+	next := nextFunc(func(w http.ResponseWriter, r *http.Request) error {
+		if n, err := io.Copy(io.Discard, r.Body); n != int64(len(text)) || err != nil {
+			b.Fatal(n, err)
+		}
+		w.Header()["Content-Type"] = []string{"application/json"}
+		_, err := w.Write(answer)
+		return err
+	})
+	b.ReportAllocs()
+	w := &nowhere{http.Header{}}
+	for b.Loop() {
+		r := request(http.MethodPost, "/mcp", "Content-Type", "application/json")
+		ctx, cancel := context.WithCancel(r.Context())
+		r = r.WithContext(ctx)
+		r.Body, r.ContentLength = io.NopCloser(strings.NewReader(text)), int64(len(text))
+		if err := h.Serve(w, r, next); err != nil {
+			b.Fatal(err)
+		}
+		cancel()
+	}
+}
+
+// BenchmarkReadMessage is what a POST with JSON pays for being looked at, by what its body is.
+func BenchmarkReadMessage(b *testing.B) {
+	h := newHandler(b, Config{Protocol: &protocol.Rules{Protocol: protocol.Auto}})
+	g := testGuard(b)
+	for name, body := range map[string]string{
+		"plain":   `{"amount":1999,"note":"` + strings.Repeat("n", 175) + `"}`,
+		"late":    `{"id":1999,"params":{"note":"` + strings.Repeat("n", 155) + `"},"amount":1}`,
+		"message": `{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay","arguments":{"note":"` + strings.Repeat("n", 110) + `"}}}`,
+	} {
+		b.Run(name, func(b *testing.B) {
+			r := request(http.MethodPost, "/v1/charges", "Content-Type", "application/json", "Authorization", "Bearer 0123456789abcdef", "Accept", "*/*")
+			b.ReportAllocs()
+			for b.Loop() {
+				r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
+				x := &Call{h: h, r: r, executions: g, action: h.Actions[0]}
+				begins := false
+				err := x.readBody(func(start []byte) bool {
+					begins = h.Protocol.Reads(r) && h.Protocol.Begins(r.URL.Path, start)
+					return begins
+				})
+				if begins && err == nil {
+					_, err = h.message(x)
+				}
+				if err != nil || (x.message != nil) != (name == "message") {
+					b.Fatal(err, x.message)
+				}
+				_ = x.body.Close()
+			}
+		})
+	}
+}
+
+func openTest(b *testing.B) func() (*Engine, func(), error) {
+	e := testEngine(b)
+	return func() (*Engine, func(), error) { return e, func() {}, nil }
 }

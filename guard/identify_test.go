@@ -246,7 +246,7 @@ func TestIDInTheBody(t *testing.T) {
 			r := request("POST", "/", "Content-Type", c.contentType, "X-Last", "last")
 			r.Body = io.NopCloser(strings.NewReader(c.body))
 			x := &Call{h: newHandler(t, Config{ExecutionID: sources}), r: r}
-			if err := x.readBody(); err != nil {
+			if err := x.readBody(nil); err != nil {
 				t.Fatal(err)
 			}
 			defer x.close()

@@ -5,10 +5,10 @@ import (
 	"cmp"
 	"context"
 	"crypto/sha256"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"net/http"
 	"net/url"
 	"slices"
@@ -25,27 +25,27 @@ import (
 // the rules of HTTP.
 const maxMessage = 4 << 20
 
-// message reads the body of x as a message (ADR 0072), and finds the action that it belongs to.
-// harmless says that it changes nothing. A batch that changes something is guarded as a whole, by
-// the rules of HTTP, so all that change something in it must belong to one action.
-func (h *Handler) message(x *Call) (harmless bool, err error) {
-	if err := x.readBody(); err != nil || x.body.Size() > maxMessage {
-		return false, err
+// message reads the body of x, which begins as one, as a message (ADR 0072), and finds the action that it belongs to.
+// harmless is the body of one that changes nothing, else nil. A batch that changes something is guarded as
+// a whole, by the rules of HTTP, so all that change something in it must belong to one action.
+func (h *Handler) message(x *Call) (harmless []byte, err error) {
+	if x.body.Size() > maxMessage {
+		return nil, nil
 	}
-	from := x.body.NewReader()
-	defer func() { _ = from.Close() }()
-	body, err := io.ReadAll(from)
-	if err != nil {
-		return false, x.unkept(err)
+	body := make([]byte, x.body.Size()) // its own: the message outlives the call, where that is settled later
+	if _, err := x.body.ReadAt(body, 0); err != nil && err != io.EOF {
+		return nil, x.unkept(err)
 	}
 	q, ok := h.Protocol.Parse(x.r.Header, x.r.URL.Path, body)
 	if !ok {
-		return false, nil
+		return nil, nil
 	}
 	if h.Protocol.Guesses() {
 		x.proves = proofOf(h, x.r)
 	}
-	harmless = understood(x)
+	if understood(x) {
+		harmless = body
+	}
 	var chosen *Action
 	for i := range q.Messages {
 		m := &q.Messages[i]
@@ -55,22 +55,22 @@ func (h *Handler) message(x *Call) (harmless bool, err error) {
 		if !h.Protocol.Changes(m, h.tools.ReadOnly(h.server(x.r), m.Tool)) {
 			continue
 		}
-		if harmless = false; !h.byMessage {
+		if harmless = nil; !h.byMessage {
 			continue
 		}
 		action, err := h.action(x.r, m)
 		if err != nil {
-			return false, err
+			return nil, err
 		}
 		if chosen != nil && chosen != action {
-			return false, api.NewProblem(api.BatchMixed, fmt.Sprintf("One belongs to the action %s, another to %s.", chosen.Name, action.Name))
+			return nil, api.NewProblem(api.BatchMixed, fmt.Sprintf("One belongs to the action %s, another to %s.", chosen.Name, action.Name))
 		}
 		chosen, x.action = action, action
 	}
-	if harmless || !q.Batch {
+	if harmless != nil || !q.Batch {
 		x.message = &q.Messages[0]
 	}
-	if harmless && q.Batch {
+	if harmless != nil && q.Batch {
 		x.message.ID = nil // an error with one id answers no batch
 	}
 	if m := x.message; m != nil && (m.Method == "initialize" || m.Method == "tools/list") && h.Protocol.Guesses() && h.OneServer != nil && h.OneServer() {
@@ -123,21 +123,41 @@ func (p *proofs) withdraw() {
 // messages of one client is left out.
 func proofOf(h *Handler, r *http.Request) proof {
 	method, target := h.Host.Original(r)
-	text := fmt.Appendf(nil, "%q %q %q %q %q %q", method, target.RequestURI(), r.Method, r.URL.RequestURI(), r.Host, peerOf(r))
-	if r.TLS != nil {
-		text = fmt.Appendf(text, " %q", r.TLS.ServerName)
+	var room [512]byte
+	text := room[:0]
+	add := func(part string) { text = append(binary.AppendUvarint(text, uint64(len(part))), part...) }
+	for _, part := range []string{method, target.RequestURI(), r.Method, r.URL.RequestURI(), r.Host, peerOf(r)} {
+		add(part)
+	}
+	if r.TLS == nil {
+		add("http")
+	} else {
+		add("https")
+		add(r.TLS.ServerName)
+		text = binary.AppendUvarint(text, uint64(len(r.TLS.PeerCertificates)))
 		for _, cert := range r.TLS.PeerCertificates {
-			text = fmt.Appendf(text, " %x", sha256.Sum256(cert.Raw))
+			sum := sha256.Sum256(cert.Raw)
+			add(string(sum[:]))
 		}
 	}
-	for _, name := range slices.Sorted(maps.Keys(r.Header)) {
+	var all [32]string
+	names := all[:0]
+	for name := range r.Header {
 		switch name {
 		case "Content-Length", "Accept", "Expect", "Last-Event-Id", "Traceparent", "Tracestate", "Baggage", "X-Request-Id",
 			headerIdempotencyKey, HeaderExecutionID, HeaderExecutionParent, HeaderWorkflowID, ect.FieldName:
 			continue
 		}
 		if !strings.HasPrefix(name, "Mcp-") {
-			text = fmt.Appendf(text, "\n%q: %q", name, r.Header[name])
+			names = append(names, name)
+		}
+	}
+	slices.Sort(names)
+	for _, name := range names {
+		add(name)
+		text = binary.AppendUvarint(text, uint64(len(r.Header[name])))
+		for _, value := range r.Header[name] {
+			add(value)
 		}
 	}
 	return sha256.Sum256(text)
@@ -201,25 +221,25 @@ func (h *Handler) server(r *http.Request) string {
 	return r.Host + target.Path
 }
 
-// passMessage forwards a message that changes nothing, and learns the tools that it asks for.
-func (h *Handler) passMessage(w http.ResponseWriter, x *Call, next Next) error {
-	r := x.r
+// passMessage forwards a message that changes nothing, with the body text, and learns the tools that it
+// asks for.
+func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next Next) error {
+	r, m := x.r, x.message
 	if x.release != nil && x.cancels == nil {
 		x.release()
 	} else if x.release != nil {
 		defer x.release()
 		next = canceller{x, next}
 	}
-	context.AfterFunc(r.Context(), func() { _ = x.body.Close() })
-	x.giveBack()
-	r.ContentLength, r.TransferEncoding = x.body.Size(), nil
+	_ = x.body.Close()
+	r.Body, r.ContentLength, r.TransferEncoding = io.NopCloser(bytes.NewReader(text)), int64(len(text)), nil
 	r.Header.Del("Expect") // the body is here
 	l := &listener{ResponseWriter: w}
-	if x.message.Method == "tools/list" {
+	if m.Method == "tools/list" {
 		server := h.server(r)
 		l.learn = func(tool string, readOnly bool) { h.tools.Learn(server, tool, readOnly) }
 	}
-	if h.Protocol.Guesses() && x.message.ID != nil {
+	if h.Protocol.Guesses() && m.ID != nil {
 		defer func() {
 			media, read := l.Header().Get("Content-Type"), l.Header().Get("Content-Encoding") == ""
 			if r.Context().Err() != nil || l.status/100 != 2 || strings.HasPrefix(media, "text/event-stream") {
@@ -233,7 +253,11 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, next Next) error {
 	} else if l.learn != nil {
 		w = l
 	}
-	return h.pass(w, r.WithContext(context.WithValue(r.Context(), MessageKey{}, x.message)), x.message, next)
+	err := h.pass(w, r, m, next)
+	if err != nil {
+		r.Body = io.NopCloser(bytes.NewReader(text)) // for the site's error routes
+	}
+	return err
 }
 
 // listener reads an answer that passes by, and the tools in it.

@@ -259,8 +259,12 @@ func (h *Handler) keepEndToEnd(header http.Header) {
 // errNotInTime: the answer has not begun in time.
 var errNotInTime = errors.New("agent_guard: the upstream has not answered within `deadline`")
 
-func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, next Next) error {
+// forwardInTime forwards r, which is the message m, or none.
+func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *protocol.Message, next Next) error {
 	if forwarderOf(r.Context()) != nil {
+		if m != nil {
+			r = r.WithContext(context.WithValue(r.Context(), MessageKey{}, m))
+		}
 		return next.ServeHTTP(w, r) // the guard before this one counts the time
 	}
 	most := h.Deadline
@@ -271,8 +275,11 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, next Nex
 	c.idle = limit // sending the body slowly does not count
 	t := &timed{ResponseWriter: w, clock: c, idle: h.IdleTimeout}
 	var ctx context.Context = c
+	if m != nil {
+		ctx = context.WithValue(ctx, MessageKey{}, m)
+	}
 	if limit < most {
-		ctx = WithPatience(c, most)
+		ctx = WithPatience(ctx, most)
 	}
 	r = r.WithContext(ctx)
 	if r.Body != nil && r.Body != http.NoBody {
@@ -406,8 +413,8 @@ func safeUseOf(r *http.Request, host Host) safeUse {
 
 // passOn forwards a request that is not guarded. If another guard has forwarded it before, that
 // one handles the error.
-func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, next Next) error {
-	err := h.forwardInTime(w, r, next)
+func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, m *protocol.Message, next Next) error {
+	err := h.forwardInTime(w, r, m, next)
 	if err == nil || forwarderOf(r.Context()) != nil {
 		return err
 	}

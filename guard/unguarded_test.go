@@ -78,7 +78,7 @@ func TestTimeOfWhatIsNotGuarded(t *testing.T) {
 				var err error
 				cut := func() (cut bool) {
 					defer func() { cut = recover() != nil }()
-					err = h.forwardInTime(httptest.NewRecorder(), r, nextFunc(c.forward))
+					err = h.forwardInTime(httptest.NewRecorder(), r, nil, nextFunc(c.forward))
 					return
 				}()
 				took := time.Since(began)
@@ -120,7 +120,7 @@ func BenchmarkForwardInTime(b *testing.B) {
 	})
 	w := &nowhere{http.Header{}}
 	for name, forward := range map[string]func(http.ResponseWriter, *http.Request, Next) error{
-		"timed": h.forwardInTime,
+		"timed": func(w http.ResponseWriter, r *http.Request, next Next) error { return h.forwardInTime(w, r, nil, next) },
 		"bare": func(w http.ResponseWriter, r *http.Request, next Next) error {
 			return next.ServeHTTP(w, r)
 		},

@@ -165,8 +165,6 @@ func (a *Answer) emit(p []byte) {
 func (a *Answer) begins(first byte) {
 	a.at = a.scan.path()
 	switch a.at {
-	case "":
-		return
 	case "result":
 		a.m.response, a.m.result, a.m.object = true, true, first == '{'
 	case "error":
@@ -174,13 +172,13 @@ func (a *Answer) begins(first byte) {
 	case "result.message":
 		a.m.final = true
 	}
-	if strings.EqualFold(a.at, "result.isError") {
+	if a.at == pathIsError {
 		a.m.toolErrors++
 	}
 	if a.rewrite != nil {
 		a.rewrite.known(&a.m)
 	}
-	if first != '{' && first != '[' {
+	if a.at != "" && first != '{' && first != '[' {
 		a.reads, a.value = true, a.value[:0]
 		if a.rewrite != nil {
 			a.rewrite.begins(a.at)
@@ -198,7 +196,7 @@ func (a *Answer) ended() {
 			text = unquote(a.value)
 		}
 	}
-	if strings.EqualFold(a.at, "result.isError") && (text == "false" || text == "null") {
+	if a.at == pathIsError && (text == "false" || text == "null") {
 		a.m.toolErrors--
 	}
 	switch a.at {
@@ -243,7 +241,7 @@ func (a *Answer) ended() {
 
 // closed learns a tool at the end of its description.
 func (a *Answer) closed() {
-	if a.learn == nil || len(a.scan.open) != 3 || a.scan.path() != "result.tools." {
+	if a.learn == nil || len(a.scan.open) != 3 || a.scan.path() != pathTool {
 		return
 	}
 	if a.m.tool != "" {

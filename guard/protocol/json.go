@@ -25,7 +25,11 @@ func objectOf(text []byte) (object, bool) {
 	if len(text) == 0 || text[0] != '{' {
 		return nil, false
 	}
-	o := make(object, 0, 8)
+	return membersOf(make(object, 0, 4), text), true
+}
+
+// membersOf appends the members of a valid JSON object.
+func membersOf(o object, text []byte) object {
 	for i := space(text, 1); text[i] != '}'; i = space(text, i) {
 		if text[i] == ',' {
 			i = space(text, i+1)
@@ -37,7 +41,7 @@ func objectOf(text []byte) (object, bool) {
 		o = append(o, member{name, text[i:end]})
 		i = end
 	}
-	return o, true
+	return o
 }
 
 // elements yields the elements of a valid JSON array.
@@ -92,13 +96,14 @@ func space(text []byte, i int) int {
 	return i
 }
 
-// skip is the index behind the value that begins at i of a valid JSON text.
+// skip is the index behind the value that begins at i of a valid JSON text; of what is cut off, behind
+// its end.
 func skip(text []byte, i int) int {
 	depth := 0
 	for ; i < len(text); i++ {
 		switch text[i] {
 		case '"':
-			for i++; text[i] != '"'; i++ {
+			for i++; i < len(text) && text[i] != '"'; i++ {
 				if text[i] == '\\' {
 					i++
 				}
@@ -111,7 +116,7 @@ func skip(text []byte, i int) int {
 		case ' ', '\t', '\n', '\r', ',', ':':
 			continue
 		default:
-			for i+1 < len(text) && !strings.ContainsRune(" \t\n\r,:]}", rune(text[i+1])) {
+			for i+1 < len(text) && strings.IndexByte(" \t\n\r,:]}", text[i+1]) < 0 {
 				i++
 			}
 		}
@@ -127,12 +132,22 @@ func unquote(text []byte) string {
 	if len(text) < 2 || text[0] != '"' {
 		return ""
 	}
+	special := func(c rune) bool { return c < ' ' || c > '~' || c == '"' || c == '\\' }
+	if inner := text[1 : len(text)-1]; text[len(text)-1] == '"' && !bytes.ContainsFunc(inner, special) {
+		if i := slices.IndexFunc(usual, func(name string) bool { return name == string(inner) }); i >= 0 {
+			return usual[i] // without a copy
+		}
+		return string(inner)
+	}
 	var s string
 	if json.Unmarshal(text, &s) != nil {
 		return ""
 	}
 	return s
 }
+
+// usual are the words of most messages.
+var usual = []string{"jsonrpc", "2.0", "id", "method", "params", "name", "arguments", "_meta", "uri", "tools/call", "ping", "tools/list", "resources/read"}
 
 func number(text []byte) bool { return text[0] == '-' || '0' <= text[0] && text[0] <= '9' }
 

@@ -71,6 +71,9 @@ func (u *Rules) Reads(r *http.Request) bool {
 			return false
 		}
 	}
+	if r.Header["Content-Type"][0] == "application/json" {
+		return true
+	}
 	media, parameters, err := mime.ParseMediaType(r.Header["Content-Type"][0])
 	if charset := parameters["charset"]; err != nil || charset != "" && !strings.EqualFold(charset, "utf-8") {
 		return false
@@ -113,6 +116,47 @@ type Message struct {
 	arguments []byte
 }
 
+// Begins reports whether a body for path that begins with text can be a message, so that it has to be
+// read whole. text may be all of it.
+func (u *Rules) Begins(path string, text []byte) bool {
+	if !u.Guesses() || methodREST(path) != "" {
+		return true
+	}
+	next := func(i int) int { // the next byte that is no white space
+		for i < len(text) && strings.IndexByte(" \t\r\n", text[i]) >= 0 {
+			i++
+		}
+		return i
+	}
+	i := next(0)
+	if i < len(text) && text[i] == '[' {
+		i = next(i + 1)
+	}
+	if i < len(text) && text[i] != '{' {
+		return false
+	}
+	for i = next(i + 1); i < len(text); i = next(i + 1) {
+		if text[i] != '"' {
+			return text[i] != '}' // an object without members is none; else it is no JSON
+		}
+		end := bytes.IndexByte(text[i+1:], '"')
+		if end < 0 {
+			return true
+		}
+		name := text[i+1 : i+1+end]
+		if !slices.ContainsFunc(envelope, func(member string) bool { return member == string(name) }) {
+			return bytes.IndexByte(name, '\\') >= 0
+		}
+		if i = next(i + end + 2); i >= len(text) || text[i] != ':' {
+			return true
+		}
+		if i = next(skip(text, next(i+1))); i >= len(text) || text[i] != ',' {
+			return true
+		}
+	}
+	return true
+}
+
 // Parse reads the body of a request for path with this header. It reports whether the body is a
 // message, or a batch, of the protocol. The result refers to body.
 func (u *Rules) Parse(header http.Header, path string, body []byte) (Request, bool) {
@@ -148,8 +192,12 @@ func (u *Rules) Parse(header http.Header, path string, body []byte) (Request, bo
 var envelope = []string{"jsonrpc", "id", "method", "params", "result", "error"}
 
 func (u *Rules) message(header http.Header, text []byte) (Message, bool) {
-	top, ok := objectOf(text)
-	if !ok || !top.clear(envelope) || unquote(top.get("jsonrpc")) != "2.0" {
+	var room [8]member
+	if text[0] != '{' {
+		return Message{}, false
+	}
+	top, ok := membersOf(room[:0], text), true
+	if !top.clear(envelope) || unquote(top.get("jsonrpc")) != "2.0" {
 		return Message{}, false
 	}
 	// In a body that nobody has announced a further member may mean something to its server.
@@ -235,28 +283,36 @@ func (u *Rules) rest(header http.Header, path string, body []byte) (Message, boo
 	if u.Protocol != A2A && u.Protocol != Auto && u.Protocol != "" {
 		return Message{}, false
 	}
+	method := methodREST(path)
+	if method == "" {
+		return Message{}, false
+	}
 	top, ok := objectOf(body)
 	if !ok {
 		return Message{}, false
 	}
-	m := Message{Protocol: A2A, REST: true, Body: body, Version: header.Get(HeaderA2A), params: top, Content: body}
-	for suffix, method := range map[string]string{
-		"/message:send": "SendMessage", "/message:stream": "SendStreamingMessage",
-		":cancel": "CancelTask", ":subscribe": "SubscribeToTask", "/pushNotificationConfigs": "CreateTaskPushNotificationConfig",
-	} {
-		if strings.HasSuffix(path, suffix) {
-			m.Method, m.Name = method, method
-		}
-	}
-	message, _ := objectOf(top.get("message"))
-	switch {
-	case m.Method == "":
-		return Message{}, false
-	case u.Protocol == A2A:
+	m := Message{Protocol: A2A, REST: true, Body: body, Method: method, Name: method, Version: header.Get(HeaderA2A), params: top, Content: body}
+	if u.Protocol == A2A {
 		return m, true
 	}
+	message, _ := objectOf(top.get("message"))
 	// What a caller says of himself makes nothing harmless that another server may execute.
 	return m, strings.HasPrefix(m.Method, "Send") && message.get("messageId") != nil && message.get("role") != nil
+}
+
+// methodREST is the method of A2A that a path of its REST form stands for, or empty.
+func methodREST(path string) string {
+	for _, of := range pathsOfREST {
+		if strings.HasSuffix(path, of.suffix) {
+			return of.method
+		}
+	}
+	return ""
+}
+
+var pathsOfREST = []struct{ suffix, method string }{
+	{"/message:send", "SendMessage"}, {"/message:stream", "SendStreamingMessage"},
+	{":cancel", "CancelTask"}, {":subscribe", "SubscribeToTask"}, {"/pushNotificationConfigs", "CreateTaskPushNotificationConfig"},
 }
 
 // notificationsMCP are those of clients, which tell MCP without its header fields.

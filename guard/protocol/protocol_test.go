@@ -384,6 +384,21 @@ func TestMeta(t *testing.T) {
 	}
 }
 
+// A body that is no message is known by its beginning, whatever comes later, where nobody has named the
+// protocol.
+func TestBegins(t *testing.T) {
+	for text, want := range map[string]bool{
+		"": true, " \n": true, "{": true, ` { "json`: true, `{"jsonrpc"`: true, `{"id" : [1,"}"] , "met`: true, `{"id":1`: true, `{"id":"a\\`: true,
+		`[`: true, `[ {"method":"a"`: true, `{"\u0069d":1,`: true, `{"id" 1`: true, `{"id":1}`: true,
+		`{"amount"`: false, ` {"id":{"a":[{}]}, "amount":`: false, `{"Id":`: false, `{}`: false, `[1`: false, `[{"a"`: false, `"`: false, "1": false,
+	} {
+		auto, named := protocol.Rules{}, protocol.Rules{Protocol: protocol.MCP}
+		if auto.Begins("/", []byte(text)) != want || !auto.Begins("/v1/message:send", []byte(text)) || !named.Begins("/", []byte(text)) {
+			t.Errorf("%s: want %t", text, want)
+		}
+	}
+}
+
 // What a token in `_meta` hashes is in the form of RFC 8785, whose examples these are, or there is no
 // such form that says exactly what was sent.
 func TestInput(t *testing.T) {
@@ -466,6 +481,11 @@ func FuzzParse(f *testing.F) {
 	u := protocol.Rules{Exempt: []string{"get"}, Arguments: []string{"key"}}
 	f.Fuzz(func(t *testing.T, body []byte, path string) {
 		q, ok := u.Parse(nil, path, body)
+		for n := range len(body) + 1 {
+			if !u.Begins(path, body[:n]) && ok {
+				t.Fatalf("%q is a message, and %q cannot begin one", body, body[:n])
+			}
+		}
 		if !ok {
 			return
 		}

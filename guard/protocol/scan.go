@@ -116,10 +116,29 @@ func (s *scanner) next(p []byte) (n int, ev event) {
 	return n, more
 }
 
+// paths are those that count, so that no path is made anew for each value.
+var paths = func() map[string]string {
+	all := map[string]string{}
+	for _, path := range []string{
+		"id", "method", "params.progressToken", "result", "error", "error.code", "error.data.status", "error.data.type",
+		pathIsError, "result.resultType", "result.kind", "result.final", "result.message", "result.statusUpdate.final",
+		"result.status.state", "result.task.status.state", "result.statusUpdate.status.state", "result.protocolVersion",
+		"result.status", "result.task.status", "result.structuredContent.status", "result.task.taskId", "result.taskId",
+		"result.id", "result.task.id", "result.statusUpdate.taskId", pathTool, "result.tools..name", "result.tools..annotations.readOnlyHint",
+	} {
+		all[path] = path
+	}
+	return all
+}()
+
+const (
+	pathIsError = "result.isError"
+	pathTool    = "result.tools."
+)
+
 // path is where the value is that next has announced, or that has just ended: the names from the
-// outside, with a dot between them; an element of an array has an empty name. It is empty for the
-// whole text, for what stands too deep, and where a name is empty or has a dot in it, so that no
-// member is taken for another.
+// outside, with a dot between them; an element of an array has an empty name. It is empty where it
+// is none of paths. Where a name is empty or has a dot in it, no member is taken for another.
 func (s *scanner) path() string {
 	if len(s.open) == 0 || len(s.open) > maxPath {
 		return ""
@@ -147,5 +166,8 @@ func (s *scanner) path() string {
 			return ""
 		}
 	}
-	return string(p)
+	if bytes.EqualFold(p, []byte(pathIsError)) { // in any case, as some clients read it
+		return pathIsError
+	}
+	return paths[string(p)]
 }

@@ -5,6 +5,7 @@
 package spool
 
 import (
+	"cmp"
 	"crypto/aes"
 	"crypto/cipher"
 	"crypto/rand"
@@ -235,48 +236,45 @@ func (s *Spool) write(p []byte) (int, error) {
 // suffices. It returns how many bytes were kept and the error of r or one of
 // Write's. On ErrLimit the bytes up to the limit are kept.
 func (s *Spool) ReadFrom(r io.Reader) (total int64, err error) {
-	s.writing.Lock()
-	defer s.writing.Unlock()
-	var scratch []byte
-	defer func() { giveScratch(scratch) }()
 	for {
-		room := s.room()
-		if room == 0 && scratch == nil {
-			scratch = s.scratch()
-		}
-		var n int
-		var rerr error
-		if room > 0 {
-			n, rerr, err = s.readInto(r, room)
-		} else {
-			p := scratch
-			if left := s.limit - s.size; s.limit > 0 && !s.ring {
-				// One byte more than fits distinguishes a body that ends here
-				// from one that is too large.
-				p = p[:min(int64(len(p)), left+1)]
-			}
-			n, rerr = r.Read(p)
-			over := s.limit > 0 && !s.ring && int64(n) > s.limit-s.size
-			if over {
-				n = int(s.limit - s.size)
-			}
-			if n > 0 {
-				n, err = s.write(p[:n])
-			}
-			if err == nil && over {
-				err = ErrLimit
-			}
-		}
-		total += int64(n)
-		switch {
-		case err != nil:
-			return total, err
-		case rerr == io.EOF:
+		n, err := s.ReadSome(r)
+		if total += n; err == io.EOF {
 			return total, nil
-		case rerr != nil:
-			return total, rerr
+		} else if err != nil {
+			return total, err
 		}
 	}
+}
+
+// ReadSome is ReadFrom for one Read of r; at its end the error is io.EOF.
+func (s *Spool) ReadSome(r io.Reader) (int64, error) {
+	s.writing.Lock()
+	defer s.writing.Unlock()
+	if room := s.room(); room > 0 {
+		n, rerr, err := s.readInto(r, room)
+		return int64(n), cmp.Or(err, rerr)
+	}
+	scratch := s.scratch()
+	defer giveScratch(scratch)
+	p := scratch
+	if left := s.limit - s.size; s.limit > 0 && !s.ring {
+		// One byte more than fits distinguishes a body that ends here
+		// from one that is too large.
+		p = p[:min(int64(len(p)), left+1)]
+	}
+	n, rerr := r.Read(p)
+	over := s.limit > 0 && !s.ring && int64(n) > s.limit-s.size
+	if over {
+		n = int(s.limit - s.size)
+	}
+	var err error
+	if n > 0 {
+		n, err = s.write(p[:n])
+	}
+	if err == nil && over {
+		err = ErrLimit
+	}
+	return int64(n), cmp.Or(err, rerr)
 }
 
 // room is how many bytes can be read directly into memory at the present end; 0
