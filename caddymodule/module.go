@@ -87,8 +87,9 @@ type Handler struct {
 	// The caller, as text with placeholders like `{http.auth.user.tenant}`. Without this option,
 	// and where one of its placeholders has no value, the caller is the first of these that exists:
 	// the issuer of a verified token, the subject of a verified client certificate,
-	// `{http.auth.user.id}`, a hash of the credential fields, a hash of the cookies, `anonymous`. A
-	// caller never gets the result of another.
+	// `{http.auth.user.id}`, a hash of the credential fields, a hash of the cookies, a hash of
+	// `Mcp-Session-Id` (not with `protocol` `none`), `anonymous`. A caller never gets the result of
+	// another.
 	Caller string `json:"caller,omitempty"`
 
 	// The header fields that are credentials, in any order. An `Authorization` whose scheme is
@@ -102,9 +103,10 @@ type Handler struct {
 	// Calls with any other method that are not guarded, such as a search by POST. Default: none.
 	ExemptRaw caddyhttp.RawMatcherSets `json:"exempt,omitempty" caddy:"namespace=http.matchers"`
 
-	// The protocol of the upstream: `mcp`, `a2a`, `jsonrpc`, `auto` (found out by header and body) or
-	// `none`. With one, messages are read: those that change nothing pass, and the guard's own errors
-	// are errors of JSON-RPC. Default: `none`.
+	// The protocol of the upstream: `mcp`, `a2a`, `jsonrpc`, `auto` (found out by header, body and
+	// answers) or `none`. With one, messages are read: those that change nothing pass, and the guard's
+	// own errors are errors of JSON-RPC. With `auto` a body that is no message stays what it is, and
+	// messages pass only once their server has shown that it speaks MCP. Default: `auto`.
 	Protocol string `json:"protocol,omitempty"`
 
 	// The members of a message's `_meta` that name the effect, in order, after those of
@@ -322,6 +324,7 @@ func (h *Handler) setDefaults() {
 	h.realm = h.Name
 	inherit(&h.DeadlineHeader, "Request-Timeout")
 	inherit(&h.MissingID, missingRecognize)
+	inherit(&h.Protocol, string(protocol.Auto))
 	inherit(&h.UnguardedStreams, streamsPass)
 	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
 	inherit(&h.RecognizeWindow, caddy.Duration(10*time.Minute))
@@ -461,9 +464,7 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 }
 
 // readsMessages reports whether the guard reads the messages of a protocol.
-func (h *Handler) readsMessages() bool {
-	return h.Protocol != "" && h.Protocol != string(protocol.None)
-}
+func (h *Handler) readsMessages() bool { return h.Protocol != string(protocol.None) }
 
 // forCalls returns the action in the form that package guard needs.
 func (a *Action) forCalls(h *Handler) *guard.Action {
@@ -555,14 +556,12 @@ func (h *Handler) validate() error {
 	if err := oneOf(h.MissingID, missingRequire, missingMint, missingDerive, missingRecognize); err != nil {
 		return fmt.Errorf("missing_id: %w", err)
 	}
-	if h.Protocol != "" {
-		if err := oneOf(h.Protocol, protocols...); err != nil {
-			return fmt.Errorf("protocol: %w", err)
-		}
+	if err := oneOf(h.Protocol, protocols...); err != nil {
+		return fmt.Errorf("protocol: %w", err)
 	}
 	words := len(h.MetaKeys) + len(h.ArgumentKeys) + len(h.ExemptTools) + len(h.ConsequentialTools)
 	if words > 0 && !h.readsMessages() {
-		return errors.New("`exempt tool`, `consequential tool` and `execution_id meta` or `argument` need a `protocol`, such as `protocol mcp`")
+		return errors.New("`exempt tool`, `consequential tool` and `execution_id meta` or `argument` are for messages, which `protocol none` does not read")
 	}
 	for name, tools := range map[string][]string{"exempt_tools": h.ExemptTools, "consequential_tools": h.ConsequentialTools} {
 		for i, tool := range tools {

@@ -163,7 +163,7 @@ func TestDefaults(t *testing.T) {
 				t.Fatal(err)
 			}
 			want := `{"name":"default","execution_id":[{"header":"Idempotency-Key"},{"header":"Execution-Id"}],"missing_id":"recognize",` +
-				`"derive_window":60000000000,"recognize_window":600000000000,"credentials":["Authorization","X-Api-Key","Api-Key"],"max_body":33554432,"attach_wait":30000000000,"idle_timeout":600000000000,` +
+				`"derive_window":60000000000,"recognize_window":600000000000,"credentials":["Authorization","X-Api-Key","Api-Key"],"protocol":"auto","max_body":33554432,"attach_wait":30000000000,"idle_timeout":600000000000,` +
 				`"deadline_header":"Request-Timeout","unguarded_streams":"pass","deadline":300000000000,"retain_result":86400000000000,"retain_key":2592000000000000,"max_result":8388608,"preset":"default",` +
 				`"resend_for":82800000000000,"keys":"trusted","settle":"awaited","unframed":"doubt",` +
 				`"undo_auth":"config","on_snapshot_error":"refuse","snapshot_timeout":10000000000,"on_lost":"resend","on_changed":"escalate",` +

@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -121,14 +122,15 @@ func (a *Action) checkMessages(h *Handler) error {
 	if _, err := parsePointers(slices.Sorted(maps.Keys(a.Arguments))); err != nil {
 		return wrong("argument: %w", err)
 	}
-	if mcp := h.Protocol == string(protocol.MCP) || h.Protocol == string(protocol.Auto); a.InDoubtAs == doubtToolResult && !mcp {
+	speaks := protocol.Protocol(cmp.Or(h.Protocol, string(protocol.Auto)))
+	if a.InDoubtAs == doubtToolResult && speaks != protocol.MCP && speaks != protocol.Auto {
 		return &invalid{[]string{"in_doubt_as"}, errors.New("tool_result is an answer of MCP, and needs `protocol mcp` or `auto`")}
 	}
-	if a.Probe != nil && a.Probe.Task && (!h.readsMessages() || h.Protocol == string(protocol.JSONRPC)) {
+	if a.Probe != nil && a.Probe.Task && (speaks == protocol.None || speaks == protocol.JSONRPC) {
 		return &invalid{[]string{"on_unknown"}, errors.New("tasks are of MCP and A2A, and `probe task` needs `protocol mcp`, `a2a` or `auto`")}
 	}
 	if len(a.Tools)+len(a.Arguments) > 0 && !h.readsMessages() {
-		return wrong("`tool` and `argument` choose by what a message says, and need a `protocol`, such as `protocol mcp`")
+		return wrong("`tool` and `argument` choose by what a message says, which `protocol none` does not read")
 	}
 	return nil
 }
@@ -154,11 +156,11 @@ type Action struct {
 	MatcherSetsRaw caddyhttp.RawMatcherSets `json:"match,omitempty" caddy:"namespace=http.matchers"`
 
 	// The tools whose calls belong to this action, if `match` takes them too; of messages that call
-	// no tool, the methods. It needs a `protocol`. Default: all.
+	// no tool, the methods. Not with `protocol none`. Default: all.
 	Tools []string `json:"tools,omitempty"`
 
 	// Values that the arguments of the tool must have, by JSON pointers; of messages that call no
-	// tool, the parameters. A value is a string, or a number as it is written. It needs a `protocol`.
+	// tool, the parameters. A value is a string, or a number as it is written. Not with `protocol none`.
 	// Default: none.
 	Arguments map[string]string `json:"arguments,omitempty"`
 

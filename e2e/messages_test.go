@@ -601,6 +601,19 @@ func TestMessagesFeedTheBreaker(t *testing.T) {
 	}
 }
 
+// With `auto` a breaker reads the answers of those servers only that have shown that they speak MCP: no
+// caller of another one can open it by a body that looks like a message.
+func TestMessagesThatNobodyHasNamedFeedNoBreaker(t *testing.T) {
+	_, addr := newToolServer(t)
+	g := start(t, "agent_proxy %s {\n breaker {\n consecutive 3\n cooldown 10h\n}\n}", addr)
+	for range 4 {
+		g.call(message(toolCall("1", "broken", "")))
+	}
+	if now := circuit(t, addr); now.Failures != 0 || now.State != breaker.Closed {
+		t.Errorf("after internal errors: %+v", now)
+	}
+}
+
 // What undoes a call of a tool can be a call of another one, in the session of the first.
 func TestMessagesAreUndoneByMessages(t *testing.T) {
 	s, addr := newToolServer(t)
@@ -796,12 +809,122 @@ func TestMessagesCancelled(t *testing.T) {
 	}
 }
 
-// Without the option a message is a request as any other.
+// With `protocol none` a message is a request as any other, whatever its server is.
 func TestMessagesWithoutProtocol(t *testing.T) {
-	_, addr := newToolServer(t)
-	g := start(t, "agent_proxy %s", addr)
-	if got := g.call(message(`{"jsonrpc":"2.0","id":1,"method":"ping"}`)); got.header.Get("Execution-Status") != "executed" {
-		t.Errorf("a ping is not guarded: %v", got.header)
+	s := new(sessionServer)
+	server := httptest.NewServer(s)
+	t.Cleanup(server.Close)
+	g := start(t, "agent_proxy %s {\n protocol none\n}", strings.TrimPrefix(server.URL, "http://"))
+	g.guardedAs("the first", hello(initializes), "executed")
+	g.guardedAs("a ping", message(ping(1)), "executed")
+	g.guardedAs("a key in the message", message(toolCall("4", "pay", `,"_meta":{"execution-id":"k"}`)), "executed")
+	g.guardedAs("again", message(toolCall("4", "pay", `,"_meta":{"execution-id":"k"}`)), "executed")
+}
+
+// P1, P2: a site that knows nothing of agents sees no difference between `protocol none` and the default:
+// the same bytes arrive and come back, and what was recorded before a reload is found after it.
+func TestPlainSitesWithTheDefaultProtocol(t *testing.T) {
+	u := newUpstream(t)
+	u.on("/v1", func(w http.ResponseWriter, a *arrival) {
+		seen := a.Header.Clone()
+		for _, name := range []string{"Idempotency-Key", "Execution-Parent", "X-Forwarded-Host"} { // of one gateway and call
+			seen.Del(name)
+		}
+		w.Header().Set("Content-Type", "application/json")
+		w.Header().Set("Etag", `"1"`)
+		_ = json.NewEncoder(w).Encode(map[string]any{
+			"uri": a.RequestURI, "length": a.ContentLength, "coding": a.TransferEncoding, "header": seen, "body": a.body, "trailer": a.trailer,
+		})
+	})
+	long := strings.Repeat("long ", 1<<16)
+	bodies := map[string]request{
+		"an object":                {body: `{"amount":1}`},
+		"names of messages":        {body: `{"id":1,"method":"card","params":{"a":1},"amount":1}`},
+		"a message but for a name": {body: `{"jsonrpc":"2.0","id":1,"method":"ping","amount":1}`},
+		"another version":          {body: `{"jsonrpc":"1.0","id":1,"method":"ping"}`},
+		"a key beside":             {body: `{"_meta":{"execution-id":"x"},"amount":1}`},
+		"white space":              {body: " \r\n\t{ \"amount\" : 1 } "},
+		"an array":                 {body: `[{"amount":1},{"id":2}]`},
+		"nothing in it":            {body: `{}`}, "a text": {body: `"a"`}, "a number": {body: `1`}, "no JSON": {body: `{"id":`}, "no JSON at all": {body: "amount"},
+		"an odd first name":   {body: `{"\u0069d":1,"amount":2}`},
+		"long":                {body: `{"amount":"` + long + `"}`},
+		"long, late":          {body: `{"params":"` + long + `","amount":1}`},
+		"chunked":             {reader: slowly(`{"amount":1}`), body: `{"amount":1}`},
+		"chunked and long":    {reader: slowly(`{"id":"` + long + `","a":1}`), body: `{"id":"` + long + `","a":1}`, trailer: http.Header{"X-Sum": {"1"}}},
+		"chunked and unclear": {reader: slowly(`{"id":1,"params":"` + long + `"}`), body: `{"id":1,"params":"` + long + `"}`},
+		"a session":           {body: `{"amount":1}`, header: map[string]string{"Mcp-Session-Id": "s", "Authorization": "Bearer a"}},
+		"a tree":              {body: `{"a":1}`, header: map[string]string{"Content-Type": "application/vnd.api+json; charset=utf-8"}},
+		"a form":              {body: `a=1`, header: map[string]string{"Content-Type": "application/x-www-form-urlencoded"}},
+		"a put":               {method: "PUT", body: `{"jsonrpc":"2.0","id":1,"method":"ping"}`},
+		"compressed":          {body: `{"jsonrpc":"2.0","id":1,"method":"ping"}`, header: map[string]string{"Content-Encoding": "gzip"}},
+		"expecting":           {body: `{"amount":1}`, header: map[string]string{"Expect": "100-continue"}},
+	}
+	g := start(t, "agent_proxy %s {\n protocol none\n}", u.addr)
+	send := func(name, key string) string {
+		r := bodies[name]
+		if again, ok := r.reader.(*slowReader); ok {
+			r.reader = slowly(again.text)
+		}
+		r.path, r.id = "/v1?q=1", key+strings.ReplaceAll(name, " ", "-")
+		got := g.call(r)
+		for _, own := range []string{"Date", "Execution-Id", "Execution-Status", "Idempotent-Replayed"} {
+			got.header.Del(own)
+		}
+		return fmt.Sprint(got.status, got.header, got.trailer, got.length, got.body)
+	}
+	before := map[string]string{}
+	for name := range bodies {
+		before[name] = send(name, "")
+	}
+	seen := u.total()
+	g.reload("agent_proxy " + u.addr)
+	for name := range bodies {
+		if after := send(name, ""); after != before[name] {
+			t.Errorf("%s is not replayed after a reload:\n%.300s\nwas\n%.300s", name, after, before[name])
+		}
+	}
+	if u.total() != seen {
+		t.Errorf("%d calls ran again after a reload", u.total()-seen)
+	}
+	for name := range bodies {
+		if after := send(name, "new-"); after != before[name] {
+			t.Errorf("%s:\n%.300s\nwas\n%.300s", name, after, before[name])
+		}
+	}
+	if u.total() != 2*seen {
+		t.Errorf("%d calls arrived, want %d", u.total(), 2*seen)
+	}
+}
+
+// slowly is a reader that gives a text in pieces of 700 bytes.
+func slowly(text string) *slowReader { return &slowReader{text: text, left: text} }
+
+type slowReader struct{ text, left string }
+
+func (s *slowReader) Read(p []byte) (int, error) {
+	if s.left == "" {
+		return 0, io.EOF
+	}
+	n := copy(p, s.left[:min(len(s.left), 700)])
+	s.left = s.left[n:]
+	return n, nil
+}
+
+// P1: a message whose key was recorded when none were read does not run again when they are.
+func TestMessagesRecordedWithoutProtocol(t *testing.T) {
+	s := new(sessionServer)
+	server := httptest.NewServer(s)
+	t.Cleanup(server.Close)
+	addr := strings.TrimPrefix(server.URL, "http://")
+	g := start(t, "agent_proxy %s {\n protocol none\n}", addr)
+	call := message(toolCall("4", "pay", ""), "Idempotency-Key", "k", "Authorization", "Bearer a")
+	g.guardedAs("before", call, "executed")
+	g.reload("agent_proxy " + addr)
+	got := g.call(call)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.pays != 1 || got.header.Get("Execution-Status") == "executed" {
+		t.Errorf("it ran again: %s %s", got.header.Get("Execution-Status"), got.body)
 	}
 }
 
@@ -955,7 +1078,7 @@ func TestProtocolIsProven(t *testing.T) {
 	server := httptest.NewServer(s)
 	t.Cleanup(server.Close)
 	addr := strings.TrimPrefix(server.URL, "http://")
-	site := "agent_proxy " + addr + " {\n protocol auto\n}"
+	site := "agent_proxy " + addr // auto is the default
 	g := start(t, "%s", site)
 
 	g.guardedAs("before a proof", message(ping(1)), "executed")
@@ -1053,8 +1176,8 @@ func TestProtocolIsNotTheCallersWord(t *testing.T) {
 		name, site  string
 		plain, echo bool
 	}{
-		{"plain", "agent_proxy %s {\n protocol auto\n}", true, false},
-		{"echo", "agent_proxy %s {\n protocol auto\n}", false, true},
+		{"plain", "agent_proxy %s", true, false},
+		{"echo", "agent_proxy %s", false, true},
 		{"several upstreams", "agent_proxy %[1]s %[1]s {\n protocol auto\n}", false, false},
 		{"by a matcher", "agent_guard {\n protocol auto\n}\n@a header X-A a\nreverse_proxy @a %[1]s\nreverse_proxy %[1]s", false, false},
 	} {
