@@ -446,6 +446,7 @@ const (
 	eventRollbackFinished = "agent_guard.rollback_finished"
 	eventEscalated        = "agent_guard.escalation_opened"
 	eventUndeliverable    = "agent_guard.escalation_undeliverable"
+	eventDecided          = "agent_guard.escalation_decided"
 )
 
 // maxEvents is the largest number of events that wait for handlers.

@@ -100,6 +100,10 @@ import (
 //	grpc          unary
 //	in_doubt_as   problem | tool_result
 //	on_leave      continue | cancel
+//	approve       [off | <role>] [{
+//		quorum <number>
+//		within <duration>
+//	}]
 //	checkpoint_ttl    <duration>
 //	undo_auth         config | recorded
 //	on_snapshot_error refuse | irreversible
@@ -433,6 +437,34 @@ func checkGuardName(name string) error {
 
 var _ caddyfile.Unmarshaler = (*Handler)(nil)
 
+// parseApprove reads who has to approve calls.
+func parseApprove(d *caddyfile.Dispenser, p *Policy) error {
+	a := new(Approve)
+	p.Approve = a
+	if d.NextArg() {
+		if a.Off = d.Val() == "off"; !a.Off {
+			a.Role = d.Val()
+		}
+	}
+	if err := a.check(); err != nil {
+		return err
+	}
+	if a.Off {
+		return nil
+	}
+	return options[*Approve]{
+		"quorum": {usage: "quorum <number>", parse: func(d *caddyfile.Dispenser, a *Approve) error {
+			if err := parseCount(d, &a.Quorum); err != nil {
+				return err
+			}
+			return a.check()
+		}},
+		"within": {usage: "within <duration>", parse: func(d *caddyfile.Dispenser, a *Approve) error {
+			return parseDuration(d, &a.Within)
+		}},
+	}.readBlock(d, "approve", a, originOf(d))
+}
+
 // policyOptions are the options of a guard and of its actions.
 func policyOptions() options[*Policy] {
 	type dispenser = *caddyfile.Dispenser
@@ -452,6 +484,7 @@ func policyOptions() options[*Policy] {
 		"retain_key": {usage: "retain_key <duration>", parse: func(d dispenser, p *Policy) error {
 			return parseDuration(d, &p.RetainKey)
 		}},
+		"approve": {usage: "approve [off | <role>] [{ ... }]", parse: parseApprove},
 		"max_result": {usage: "max_result <size>", parse: func(d dispenser, p *Policy) error {
 			return parseSize(d, &p.MaxResult)
 		}},

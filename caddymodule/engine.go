@@ -217,11 +217,13 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
 	e.waits, e.endWaits = context.WithCancel(context.Background())
+	if err := e.startEscalations(ctx); err != nil { // before anything that may open escalations
+		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
+	}
 	e.forCalls = guard.Engine{
-		Store: st, Executions: g, Checkpoints: e.checkpoints, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
+		Store: st, Executions: g, Checkpoints: e.checkpoints, Escalations: e.escalations.store, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
 		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(spec.logger),
 	}
-	e.startEscalations() // before anything that may open escalations
 	e.startCircuits(ctx)
 	e.startResealing(ctx)
 	return e, nil

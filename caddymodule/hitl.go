@@ -182,9 +182,18 @@ type escalating struct {
 // escalationAttempt bounds one attempt to notify: longer than a webhook's timeout may be.
 const escalationAttempt = 65 * time.Second
 
-func (e *engine) startEscalations() {
+// startEscalations reads what holds workflows, and makes the dispatcher.
+func (e *engine) startEscalations(ctx context.Context) error {
 	x := &e.escalations
 	x.store = hitl.NewStore(e.store, e.ring, 0)
+	unreadable, err := x.store.Load(ctx)
+	if err != nil {
+		return err
+	}
+	if unreadable > 0 {
+		e.logger.Error("some escalations cannot be read; they hold no workflow any more", zap.Int("unreadable", unreadable))
+	}
+	x.store.OnDecided(e.decided)
 	x.store.OnOpened(func(esc hitl.Escalation) {
 		e.emit(eventEscalated, map[string]any{
 			"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "upstream": esc.Links.Upstream,
@@ -194,8 +203,8 @@ func (e *engine) startEscalations() {
 		Attempt: escalationAttempt, OnAttempt: e.attempted,
 		OnError: func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
 	})
-	var ctx context.Context
-	ctx, x.stop = context.WithCancel(context.Background())
+	running, stop := context.WithCancel(context.Background())
+	x.stop = stop
 	x.ended = make(chan struct{})
 	begun := make(chan struct{})
 	x.begin = sync.OnceFunc(func() { close(begun) })
@@ -203,10 +212,25 @@ func (e *engine) startEscalations() {
 		defer close(x.ended)
 		select { // waits for the first configuration, which has the receiver
 		case <-begun:
-			dispatcher.Run(ctx)
-		case <-ctx.Done():
+			dispatcher.Run(running)
+		case <-running.Done():
 		}
 	}()
+	return nil
+}
+
+// decided logs and emits what was decided, or expired. The reason is for the record only (P8).
+func (e *engine) decided(esc hitl.Escalation) {
+	by := ""
+	if n := len(esc.Decisions); n > 0 && (esc.Status == hitl.Approved || esc.Status == hitl.Denied) {
+		by = esc.Decisions[n-1].By
+	}
+	e.logger.Info("an escalation was decided",
+		append(escalationFields(&esc), zap.Stringer("status", esc.Status), zap.String("by", by), zap.String("proposal", string(esc.Proposal.Kind)))...)
+	e.emit(eventDecided, map[string]any{
+		"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "status": esc.Status.String(), "by": by,
+		"upstream": esc.Links.Upstream,
+	})
 }
 
 // adopt applies the options of the latest configuration.

@@ -474,7 +474,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
 		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
 		AdvisoryKeys: a.Keys == keysAdvisory, Async: a.Settle == settleAsync, AcceptUnframed: a.Unframed == unframedComplete, Unary: a.GRPC == grpcUnary,
-		DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
+		DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
 	}
 	if a.undo != nil {
 		action.Undo = &a.undo.forCalls

@@ -16,6 +16,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"golang.org/x/net/http/httpguts"
 
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
@@ -104,7 +105,56 @@ type Policy struct {
 	// that it was cancelled says nothing about its effect. Default: `continue`.
 	OnLeave string `json:"on_leave,omitempty"`
 
+	// Asks people before a call is sent. Until they have approved it, it gets 409
+	// `approval-required` and its key stays free; afterwards the same call under the same id is
+	// sent. Default: nobody is asked.
+	Approve *Approve `json:"approve,omitempty"`
+
 	Terms
+}
+
+// Approve says who has to approve calls before they are sent.
+type Approve struct {
+	// The role of who may decide. Default: `operator`.
+	Role string `json:"role,omitempty"`
+
+	// How many have to approve, up to 16. One denial denies. Default: 1.
+	Quorum int `json:"quorum,omitempty"`
+
+	// The time to decide, and after the approval the time to make the call. Then it is denied.
+	// Default: 24h.
+	Within caddy.Duration `json:"within,omitempty"`
+
+	// Calls of this action are not asked for, though the guard asks for others.
+	Off bool `json:"off,omitempty"`
+}
+
+func (a *Approve) check() error {
+	switch {
+	case a == nil || a.Off:
+		return nil
+	case len(a.Role) > maxRole || strings.ContainsFunc(a.Role, func(r rune) bool { return r <= ' ' || r == 0x7f }):
+		return fmt.Errorf("role: %.40q is no role: up to %d bytes without blanks", a.Role, maxRole)
+	case a.Quorum < 0 || a.Quorum > maxQuorum:
+		return fmt.Errorf("quorum: it is %d; use 1 to %d", a.Quorum, maxQuorum)
+	}
+	if err := checkDuration(a.Within); err != nil {
+		return fmt.Errorf("within: %w", err)
+	}
+	return nil
+}
+
+const (
+	maxRole   = 128
+	maxQuorum = 16
+)
+
+// forCalls is nil where nobody is asked.
+func (a *Approve) forCalls() *guard.Approval {
+	if a == nil || a.Off {
+		return nil
+	}
+	return &guard.Approval{Role: a.Role, Quorum: a.Quorum, Within: time.Duration(a.Within)}
 }
 
 // checkMessages checks the options of an action that are about messages, which only a guard with
@@ -236,6 +286,7 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.GRPC, base.GRPC)
 	inherit(&p.InDoubtAs, base.InDoubtAs)
 	inherit(&p.OnLeave, base.OnLeave)
+	inherit(&p.Approve, base.Approve)
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
 	inherit(&p.UndoAuth, base.UndoAuth)
 	inherit(&p.OnSnapshotError, base.OnSnapshotError)
@@ -316,6 +367,9 @@ func (p *Policy) validate() error {
 		if err := p.Outcomes[i].check(); err != nil {
 			return wrong(fmt.Errorf("rule %d: %w", i+1, err), "outcomes")
 		}
+	}
+	if err := p.Approve.check(); err != nil {
+		return wrong(err, "approve")
 	}
 	return undoError(p.checkTerms())
 }

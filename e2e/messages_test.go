@@ -673,7 +673,6 @@ func TestMessagesThatUndoAreJudgedByMeaning(t *testing.T) {
 			}
 		}
 	}`})
-	saga := g.saga(a)
 	for answer, want := range map[string][]string{
 		`"result":{"content":[],"isError":true}`: {"failed", "refused", ""},
 		`"error":{"code":-32601}`:                {"failed", "unexpected", ""},
@@ -682,6 +681,7 @@ func TestMessagesThatUndoAreJudgedByMeaning(t *testing.T) {
 		s.mu.Lock()
 		s.refunded = answer
 		s.mu.Unlock()
+		saga := g.saga(a) // a failed rollback stops its workflow
 		doc := saga.back(rollbackBody{Checkpoint: saga.do(message(toolCall("1", "pay", ""))).checkpoint})
 		if doc.Status != want[0] || len(doc.Steps) != 1 || doc.Steps[0].Reason != want[1] || doc.Effect != want[2] {
 			t.Errorf("%s: %+v", answer, doc)

@@ -2,12 +2,18 @@ package guard
 
 import (
 	"bytes"
+	"cmp"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
+	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"runtime/debug"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -16,6 +22,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
@@ -635,6 +642,11 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 	if err := x.circuitsOpen(); err != nil {
 		return nil, err
 	}
+	if x.action.Approval != nil {
+		if err := x.approved(); err != nil {
+			return nil, err
+		}
+	}
 	if err := x.planUndo(found); err != nil {
 		return nil, err
 	}
@@ -644,38 +656,150 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 	return x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
 }
 
-// enter admits a call that would claim (step 4): not where its workflow is stopped, nor where it
-// follows from what is being undone. leave is called when the claim's commit has ended.
+// enter admits a call that would claim (step 4): not where people hold its workflow or a rollback
+// has ended it, nor where it follows from what is being undone. leave is called when the claim's
+// commit has ended.
 func (x *Call) enter(found execution.Finding) (leave func(), err error) {
-	var c *rollback.Coordinator
-	if find := x.engine.Coordinator; find != nil {
-		c = find()
-	}
-	if c == nil {
-		return func() {}, nil
-	}
 	workflow := x.evidence.call.Workflow
 	if x.evidence.policy == nil { // this configuration has no identity, and another one had
 		workflow = evidence.WorkflowID(x.call.Workflow)
 	}
-	if workflow == "" && found.Record != nil && found.Record.Checkpoint != "" {
-		root, err := x.engine.Checkpoints.First(x.r.Context(), found.Record.Checkpoint)
-		if err != nil {
-			return nil, x.storeFailed(err)
+	leave = func() {}
+	var c *rollback.Coordinator
+	if find := x.engine.Coordinator; find != nil {
+		c = find()
+	}
+	if c != nil {
+		scope := workflow
+		if scope == "" && found.Record != nil && found.Record.Checkpoint != "" {
+			root, err := x.engine.Checkpoints.First(x.r.Context(), found.Record.Checkpoint)
+			if err != nil {
+				return nil, x.storeFailed(err)
+			}
+			scope = rollback.AttemptsScope(root)
 		}
-		workflow = rollback.AttemptsScope(root)
+		leave, err = c.Enter(x.r.Context(), scope, x.ancestors(scope, found))
+		blocked := (*rollback.BlockedError)(nil)
+		switch {
+		case err == nil:
+		case !errors.As(err, &blocked):
+			return nil, x.storeFailed(err)
+		case blocked.Stopped: // for good, whatever people say
+			return nil, x.problem(api.WorkflowStopped, "A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
+		default:
+			return nil, x.problem(api.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
+		}
 	}
-	leave, err = c.Enter(x.r.Context(), workflow, x.ancestors(workflow, found))
-	blocked := (*rollback.BlockedError)(nil)
-	switch {
-	case err == nil:
+	if x.engine.Escalations == nil || workflow == "" {
 		return leave, nil
-	case !errors.As(err, &blocked):
-		return nil, x.storeFailed(err)
-	case blocked.Stopped:
-		return nil, x.problem(api.WorkflowStopped, "A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
 	}
-	return nil, x.problem(api.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
+	e, err := x.engine.Escalations.Blocks(x.r.Context(), workflow)
+	if e != nil || err != nil {
+		leave()
+		return nil, x.heldBy(e, err)
+	}
+	return leave, nil
+}
+
+// heldBy refuses a call whose workflow an escalation holds, or may hold (P4).
+func (x *Call) heldBy(e *hitl.Escalation, err error) error {
+	if err != nil {
+		return x.storeFailed(err)
+	}
+	p := x.problem(api.WorkflowPaused, "A person has to look at the workflow before it goes on. Nothing was forwarded.", 0)
+	p.RetryAfter = decisionRetry
+	if e.Level == hitl.Stop {
+		p = x.problem(api.WorkflowStopped, "The workflow is stopped until a person resumes it. Nothing was forwarded.", 0)
+	}
+	p.EscalationID = e.ID
+	return p
+}
+
+const (
+	// decisionRetry is when a call that waits for a person may come again.
+	decisionRetry = 30 * time.Second
+	// approvalTime is the time to decide where none is configured.
+	approvalTime = 24 * time.Hour
+	// maxWaiting is how many calls of a caller may wait for people.
+	maxWaiting = 100
+	// maxShownBody is how much of a body people are shown.
+	maxShownBody = 4 << 10
+)
+
+// approved refuses a call whose action asks people first, until they have approved this very
+// request. The approval is good for the request and its execution id, and for the time to decide
+// once more, but for no longer than its key is kept: so a key that is free has not run since.
+func (x *Call) approved() error {
+	all, a, ctx := x.engine.Escalations, x.action.Approval, x.r.Context()
+	sum := sha256.New()
+	for _, part := range [][]byte{x.call.Key[:], x.call.Fingerprint[:], []byte(x.earlier), []byte(x.before)} { // another attempt is asked for anew
+		_, _ = sum.Write(part) // never fails
+	}
+	hash := "sha-256:" + hex.EncodeToString(sum.Sum(nil))
+	e, err := all.Find(ctx, "call "+hash)
+	if errors.Is(err, hitl.ErrNotFound) {
+		e, err = x.askPeople(hash)
+	}
+	if err != nil {
+		return x.storeFailed(err)
+	}
+	now, err := x.engine.Store.Now(ctx)
+	if err != nil {
+		return x.storeFailed(err)
+	}
+	refused := x.problem(api.ApprovalDenied, "A person has denied this call.", 0)
+	switch {
+	case e.Status == hitl.Pending:
+		refused = x.problem(api.ApprovalRequired, "The call waits until a person has approved it. Nothing was forwarded.", 0)
+		refused.RetryAfter = decisionRetry
+	case e.Status == hitl.Approved && now.Before(e.Decisions[len(e.Decisions)-1].At.Add(min(cmp.Or(a.Within, approvalTime), x.call.KeepKey))):
+		return nil
+	case e.Status == hitl.Approved:
+		refused.Detail = "The call was approved, and not made in time."
+	case e.Status == hitl.Expired:
+		refused.Detail = "Nobody has approved the call in time."
+	}
+	refused.EscalationID = e.ID
+	return refused
+}
+
+// askPeople opens the escalation of a call that waits for an approval.
+func (x *Call) askPeople(hash string) (hitl.Escalation, error) {
+	a, ctx := x.action.Approval, x.r.Context()
+	caller := x.call.Scope.Caller
+	requester := cmp.Or(x.h.OperatorName(x.r, caller), caller)
+	full, err := x.engine.Escalations.Waits(ctx, requester, maxWaiting)
+	if err != nil {
+		return hitl.Escalation{}, err
+	}
+	if full {
+		return hitl.Escalation{}, x.problem(api.QuotaExceeded, fmt.Sprintf("%d calls of the caller wait for approvals, at most so many.", maxWaiting), 0)
+	}
+	named := ""
+	if VerifiedHere(caller) {
+		named = requester
+	}
+	shown, body := new(strings.Builder), x.body.NewReader()
+	defer body.Close()
+	method, target := x.h.Host.Original(x.r)
+	fmt.Fprintf(shown, "%s %s%s\n", method, x.call.Host, target.RequestURI())
+	if _, err := io.Copy(shown, io.LimitReader(body, maxShownBody)); err != nil {
+		return hitl.Escalation{}, x.unkept(err)
+	}
+	if left := x.body.Size() - maxShownBody; left > 0 {
+		fmt.Fprintf(shown, "\n(%d more bytes)", left)
+	}
+	workflow := x.evidence.call.Workflow
+	if x.evidence.policy == nil {
+		workflow = evidence.WorkflowID(x.call.Workflow)
+	}
+	return x.engine.Escalations.Open(ctx, hitl.Opening{
+		Key: "call " + hash, Level: hitl.Approval, Cause: hitl.CauseCall, Workflow: workflow, Caller: named, Requester: requester,
+		Summary:  "A call of the action " + strconv.Quote(x.action.Name) + " waits for an approval.",
+		Links:    hitl.Links{Checkpoint: x.before},
+		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: shown.String(), Hash: hash},
+		Role:     a.Role, Quorum: a.Quorum, Within: cmp.Or(a.Within, approvalTime),
+	})
 }
 
 // claim makes this call the owner of its key, in one commit with its checkpoint (P2). After

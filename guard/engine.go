@@ -10,6 +10,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -23,6 +24,9 @@ type Engine struct {
 	Checkpoints *checkpoint.Store
 	// Coordinator returns the coordinator of rollbacks, or nil. It may be nil itself.
 	Coordinator func() *rollback.Coordinator
+	// Escalations are the questions to people, which keep calls from beginning. OpenEngine reads
+	// them, so that each process over a store asks the same.
+	Escalations *hitl.Store
 	// Circuits records in workflows what breakers refuse; nil without breakers.
 	Circuits Circuits
 	// Uncut ends when running executions are cut off, Waits when callers no longer wait for
@@ -66,8 +70,12 @@ func OpenEngine(ctx context.Context, st store.Store, ring *seal.Ring) (*Engine, 
 	if err != nil {
 		return nil, err
 	}
+	escalations := hitl.NewStore(st, ring, 0)
+	if _, err := escalations.Load(ctx); err != nil {
+		return nil, err
+	}
 	return &Engine{
-		Store: st, Executions: executions, Checkpoints: checkpoint.New(st, ring),
+		Store: st, Executions: executions, Checkpoints: checkpoint.New(st, ring), Escalations: escalations,
 		Uncut: context.Background(), Waits: context.Background(), Logger: slog.New(slog.DiscardHandler),
 	}, nil
 }

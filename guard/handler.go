@@ -218,6 +218,9 @@ type Action struct {
 	// Terms are how checkpoints are made and kept.
 	Terms UndoTerms
 
+	// Approval asks people before a call is sent; nil does not.
+	Approval *Approval
+
 	// DoubtAsResult answers a tools/call of MCP in doubt with a result for its model, unless a retry
 	// runs it again. Otherwise the answer is the problem.
 	DoubtAsResult bool
@@ -235,6 +238,16 @@ type Action struct {
 type argument struct {
 	at    fingerprint.Pointer
 	value string
+}
+
+// Approval says who has to approve the calls of an action before they are sent.
+type Approval struct {
+	// Role is that of who may decide. Default: hitl.DefaultRole.
+	Role string
+	// Quorum is how many have to approve. Default: 1.
+	Quorum int
+	// Within is the time to decide, and then to use the approval. Default: 24 h.
+	Within time.Duration
 }
 
 // UndoTerms are how checkpoints of calls are made and kept.

@@ -1,6 +1,7 @@
 package admin
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/http"
@@ -262,6 +263,62 @@ type Escalation struct {
 	LastError string `json:"last_error,omitempty"` // see Attempts
 	// NextAttempt is when the next attempt is due; absent if there is none.
 	NextAttempt time.Time `json:"next_attempt,omitzero"`
+	// Status is pending, approved, denied, expired or withdrawn.
+	Status string `json:"status"`
+	// Proposal is what an approval does; it is missing if there is nothing to do.
+	Proposal *EscalationProposal `json:"proposal,omitempty"`
+	// RequiredRole is that of who may decide; who has the admin API has every role. Quorum is
+	// how many have to approve, if that is more than one.
+	RequiredRole string `json:"required_role"`
+	Quorum       int    `json:"quorum,omitempty"` // see RequiredRole
+	// Requester is who asked, and cannot approve.
+	Requester string `json:"requester,omitempty"`
+	// Deadline is when it expires; missing if it does not.
+	Deadline time.Time `json:"deadline,omitzero"`
+	// Held says that it keeps new calls of its workflow from beginning.
+	Held bool `json:"held,omitempty"`
+	// Decisions are what people said, the latest last.
+	Decisions []EscalationDecision `json:"decisions,omitempty"`
+	// Token and Resolution are the ids of the tokens of its opening and its latest decision.
+	Token      string `json:"token,omitempty"`
+	Resolution string `json:"resolution,omitempty"` // see Token
+}
+
+// EscalationProposal is what an approval does.
+type EscalationProposal struct {
+	// Kind is run-call, resume, partial-rollback or continue-rollback; Text says it in words.
+	Kind string `json:"kind"`
+	Text string `json:"text,omitempty"` // see Kind
+	// RequestHash or PlanHash is what a decision has to name, if there is one.
+	RequestHash string `json:"request_hash,omitempty"`
+	PlanHash    string `json:"plan_hash,omitempty"` // see RequestHash
+}
+
+// EscalationDecision is what one person said.
+type EscalationDecision struct {
+	// By is the person's name, Decision is approve or deny, for this Reason and at that time.
+	By       string    `json:"by"`
+	Decision string    `json:"decision"`         // see By
+	Reason   string    `json:"reason,omitempty"` // see By
+	At       time.Time `json:"at"`               // see By
+}
+
+// EscalationVote is the body of POST escalations/{id}/decision.
+type EscalationVote struct {
+	// Decision is approve or deny.
+	Decision string `json:"decision"`
+	// RequestHash or PlanHash is that of the proposal as it was shown.
+	RequestHash string `json:"request_hash,omitempty"`
+	PlanHash    string `json:"plan_hash,omitempty"` // see RequestHash
+	// Operator is who decides, and Reason why, at most 256 and 512 bytes. A denial needs a reason.
+	Operator string `json:"operator"`
+	Reason   string `json:"reason,omitempty"` // see Operator
+}
+
+// EscalationQuestion is the body of POST escalations/{id}/ask.
+type EscalationQuestion struct {
+	// Operator is who asks, at most 256 bytes, and cannot approve.
+	Operator string `json:"operator"`
 }
 
 // EscalationLinks has the ids of what an escalation is about.
@@ -276,8 +333,71 @@ type EscalationLinks struct {
 	Upstream string `json:"upstream,omitempty"`
 }
 
+func showEscalation(r *http.Request, st Store, p *params) (any, error) {
+	if err := p.done(); err != nil {
+		return nil, err
+	}
+	found, err := st.Escalations().Get(r.Context(), p.name)
+	return seeEscalation(r.Context(), st, &found, err)
+}
+
+// seeEscalation is the answer about one escalation, or the error.
+func seeEscalation(ctx context.Context, st Store, e *hitl.Escalation, err error) (any, error) {
+	if err != nil {
+		return nil, err
+	}
+	view := viewEscalation(e)
+	view.WorkflowName = (&names{st: st}).of(ctx, e.Workflow, e.Links.Checkpoint)
+	return view, nil
+}
+
+// decideEscalation answers POST escalations/{id}/decision. Who has the admin API has every role.
+func decideEscalation(r *http.Request, st Store, p *params) (any, error) {
+	if err := p.done(); err != nil {
+		return nil, err
+	}
+	var d EscalationVote
+	if err := decode(r.Body, maxRollback, &d); err != nil {
+		return nil, refuse(http.StatusBadRequest, `the request is no {"decision": "...", "operator": "...", "reason": "..."}: %v`, err)
+	}
+	switch {
+	case d.Decision != "approve" && d.Decision != "deny":
+		return nil, refuse(http.StatusBadRequest, "decision: it is %q; use approve or deny", d.Decision)
+	case d.Operator == "" || len(d.Operator) > maxRollbackOperator:
+		return nil, refuse(http.StatusBadRequest, "operator: say who decides, in at most %d bytes", maxRollbackOperator)
+	case len(d.Reason) > maxRollbackReason:
+		return nil, refuse(http.StatusBadRequest, "reason: it has more than %d bytes", maxRollbackReason)
+	case d.RequestHash != "" && d.PlanHash != "":
+		return nil, refuse(http.StatusBadRequest, "request_hash and plan_hash: give the one that the escalation shows")
+	}
+	found, err := st.Escalations().Decide(r.Context(), p.name, hitl.Vote{
+		By: operatorPrefix + d.Operator, Every: true, Approve: d.Decision == "approve", Hash: cmp.Or(d.RequestHash, d.PlanHash), Reason: d.Reason,
+	})
+	return seeEscalation(r.Context(), st, &found, err)
+}
+
+// operatorPrefix begins the names of who decides at the admin API.
+const operatorPrefix = "operator:"
+
+// askEscalation answers POST escalations/{id}/ask: the question whether the workflow may be
+// resumed is asked again.
+func askEscalation(r *http.Request, st Store, p *params) (any, error) {
+	if err := p.done(); err != nil {
+		return nil, err
+	}
+	var d EscalationQuestion
+	if err := decode(r.Body, maxRollback, &d); err != nil {
+		return nil, refuse(http.StatusBadRequest, `the request is no {"operator": "..."}: %v`, err)
+	}
+	if d.Operator == "" || len(d.Operator) > maxRollbackOperator {
+		return nil, refuse(http.StatusBadRequest, "operator: say who asks, in at most %d bytes", maxRollbackOperator)
+	}
+	found, err := st.Escalations().AskAgain(r.Context(), p.name, operatorPrefix+d.Operator, 0)
+	return seeEscalation(r.Context(), st, &found, err)
+}
+
 func listEscalations(r *http.Request, st Store, p *params) (any, error) {
-	filter, after, limit := hitl.Filter{Workflow: p.one("workflow"), Level: p.level(), State: p.escalationState()}, p.one("after"), p.limit()
+	filter, after, limit := hitl.Filter{Workflow: p.one("workflow"), Level: p.level(), State: p.escalationState(), Status: p.escalationStatus()}, p.one("after"), p.limit()
 	if err := p.done(); err != nil {
 		return nil, err
 	}
@@ -314,7 +434,26 @@ func escalatedAs(ctx context.Context, st Store, forms []string) (string, error) 
 }
 
 func viewEscalation(e *hitl.Escalation) Escalation {
+	var proposal *EscalationProposal
+	switch p := &e.Proposal; p.Kind {
+	case "":
+	case hitl.RunCall:
+		proposal = &EscalationProposal{Kind: string(p.Kind), Text: p.Text, RequestHash: p.Hash}
+	default:
+		proposal = &EscalationProposal{Kind: string(p.Kind), Text: p.Text, PlanHash: p.Hash}
+	}
+	var decisions []EscalationDecision
+	for i := range e.Decisions {
+		d := &e.Decisions[i]
+		word := "deny"
+		if d.Approve {
+			word = "approve"
+		}
+		decisions = append(decisions, EscalationDecision{d.By, word, d.Reason, d.At})
+	}
 	return Escalation{
+		Status: e.Status.String(), Proposal: proposal, RequiredRole: e.RequiredRole(), Quorum: e.Quorum, Requester: e.Requester,
+		Deadline: e.Deadline, Held: e.Held, Decisions: decisions, Token: e.Token, Resolution: e.Resolution,
 		ID: e.ID, Level: uint8(e.Level), LevelName: e.Level.String(), State: e.State.String(),
 		Cause: string(e.Cause), Summary: e.Summary, Workflow: e.Workflow, Caller: e.Caller, Links: EscalationLinks(e.Links),
 		Opened: e.Opened, Changed: e.Changed,
@@ -334,6 +473,21 @@ func (p *params) level() hitl.Level {
 		}
 	}
 	p.fail("level", fmt.Errorf("%q is no level; there are 1 (pause), 2 (approval) and 3 (stop)", text))
+	return 0
+}
+
+// escalationStatus parses the status of an escalation; 0 matches any.
+func (p *params) escalationStatus() hitl.Status {
+	text := p.one("status")
+	if text == "" {
+		return 0
+	}
+	for _, s := range hitl.Statuses() {
+		if text == s.String() {
+			return s
+		}
+	}
+	p.fail("status", fmt.Errorf("%q is no status; there are %v", text, hitl.Statuses()))
 	return 0
 }
 

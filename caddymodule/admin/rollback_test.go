@@ -2,9 +2,11 @@ package admin_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
+	"reflect"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -181,7 +183,8 @@ func TestEscalations(t *testing.T) {
 		t.Fatalf("%+v", got)
 	}
 	newest, want := got.Escalations[0], opened[4]
-	if newest != (admin.Escalation{
+	if !reflect.DeepEqual(newest, admin.Escalation{
+		Status: "pending", RequiredRole: "operator",
 		ID: want.ID, Level: 2, LevelName: "approval", State: "open", Cause: "irreversible_rollback", Summary: "No way back.",
 		Workflow: "w0", Caller: "ada", Links: admin.EscalationLinks{Checkpoint: "c", Rollback: "r", Error: "e", Execution: "x", Upstream: "u:1"},
 		Opened: want.Opened, Changed: want.Changed, NextAttempt: want.Delivery.Next,
@@ -189,7 +192,7 @@ func TestEscalations(t *testing.T) {
 		t.Errorf("%+v", newest)
 	}
 	for query, n := range map[string]int{
-		"level=1": 2, "level=pause": 2, "level=approval": 2, "level=3": 1, "state=open": 5, "state=notified": 0,
+		"level=1": 2, "level=pause": 2, "level=approval": 2, "level=3": 1, "state=open": 5, "state=notified": 0, "status=pending": 5, "status=denied": 0,
 		"workflow=w1": 2, "workflow=w1&level=2": 1, "workflow=nobody": 0,
 	} {
 		var got admin.Escalations
@@ -220,10 +223,77 @@ func TestEscalationRefusals(t *testing.T) {
 		"level=4":      `"4" is no level; there are 1 (pause), 2 (approval) and 3 (stop)`,
 		"state=closed": `"closed" is no state; there are [open notified undeliverable]`,
 		"leve=1":       `"leve" is no parameter`,
+		"status=open":  `"open" is no status; there are [pending approved denied expired withdrawn]`,
 		"after=x":      "this is not where a page begins",
 		"limit=0":      "is not from 1 to 1000",
 	} {
 		r.refuses("GET", "escalations?"+query, "", http.StatusBadRequest, want)
 	}
 	r.refuses("POST", "escalations", "", http.StatusMethodNotAllowed, "use GET")
+}
+
+// decide posts, and reads the escalation that is answered.
+func decide(r *rig, target, body string, got *admin.Escalation) {
+	r.t.Helper()
+	w, refused := r.ask(http.MethodPost, target, body)
+	if refused.HTTPStatus != 0 {
+		r.t.Fatalf("%s: %v", target, refused)
+	}
+	if err := json.Unmarshal(w.Body.Bytes(), got); err != nil {
+		r.t.Fatal(err)
+	}
+}
+
+// Section "Admin API": an operator decides what was shown, once.
+func TestDecisionsOfOperators(t *testing.T) {
+	r, o := newRig(t)
+	open := func(op hitl.Opening) string {
+		t.Helper()
+		op.Summary = "s"
+		e, err := o.escalations.Open(ctx, op)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return "escalations/" + e.ID
+	}
+	call := open(hitl.Opening{Key: "call", Level: hitl.Approval, Cause: hitl.CauseCall, Requester: "operator:eve",
+		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: "POST /pay", Hash: "sha-256:1"}})
+	stop := open(hitl.Opening{Key: "stop", Level: hitl.Stop, Cause: hitl.CauseRollbackFailed, Workflow: "w"})
+	for body, want := range map[string]struct {
+		status int
+		text   string
+	}{
+		`{"decision": "approve"}`:                                                               {400, "operator: say who decides"},
+		`{"decision": "maybe", "operator": "ann"}`:                                              {400, `decision: it is "maybe"; use approve or deny`},
+		`{"decision": "approve", "operator": "ann", "hash": "x"}`:                               {400, "unknown field"},
+		`{"decision": "approve", "operator": "ann", "request_hash": "a", "plan_hash": "b"}`:     {400, "give the one"},
+		`{"decision": "approve", "operator": "ann", "request_hash": "sha-256:2"}`:               {409, "something else"},
+		`{"decision": "approve", "operator": "eve", "request_hash": "sha-256:1"}`:               {403, "who asked cannot approve"},
+		`{"decision": "deny", "operator": "ann", "request_hash": "sha-256:1"}`:                  {400, "a denial needs a reason"},
+		`{"decision": "deny", "operator": "ann", "reason": "` + strings.Repeat("x", 513) + `"}`: {400, "more than 512 bytes"},
+	} {
+		r.refuses("POST", call+"/decision", body, want.status, want.text)
+	}
+	r.refuses("POST", "escalations/00000000-0000-8000-8000-000000000000/decision", `{"decision": "approve", "operator": "ann"}`, http.StatusNotFound, "no such escalation")
+	r.refuses("GET", "escalations/x", "", http.StatusNotFound, "no such escalation")
+	var got admin.Escalation
+	decide(r, call+"/decision", `{"decision": "approve", "operator": "ann", "request_hash": "sha-256:1", "reason": "fine"}`, &got)
+	if got.Status != "approved" || len(got.Decisions) != 1 || got.Decisions[0].By != "operator:ann" || got.Decisions[0].Reason != "fine" || got.Proposal.RequestHash != "sha-256:1" {
+		t.Errorf("%+v", got)
+	}
+	r.refuses("POST", call+"/decision", `{"decision": "deny", "operator": "bob", "request_hash": "sha-256:1", "reason": "no"}`, http.StatusConflict, "decided already")
+	r.refuses("POST", call+"/ask", `{"operator": "bob"}`, http.StatusConflict, "holds no workflow")
+	got = admin.Escalation{}
+	decide(r, stop+"/decision", `{"decision": "deny", "operator": "ann", "reason": "not yet"}`, &got)
+	if got.Status != "denied" || !got.Held {
+		t.Errorf("%+v", got)
+	}
+	got = admin.Escalation{}
+	decide(r, stop+"/ask", `{"operator": "bob"}`, &got)
+	r.refuses("POST", stop+"/decision", `{"decision": "approve", "operator": "bob"}`, http.StatusForbidden, "who asked cannot approve")
+	got = admin.Escalation{}
+	decide(r, stop+"/decision", `{"decision": "approve", "operator": "ann"}`, &got)
+	if got.Status != "approved" || got.Held {
+		t.Errorf("%+v", got)
+	}
 }

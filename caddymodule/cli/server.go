@@ -1,9 +1,12 @@
 package cli
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
 	"maps"
 	"math"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -326,14 +329,18 @@ func describeCircuits(doc *proxy.Document, now time.Time) string {
 
 func escalationCommands(o *options) *cobra.Command {
 	var page paging
-	var state, level, workflow string
+	var state, status, level, workflow string
 	listing := &cobra.Command{
 		Use:   "list",
 		Short: "Lists escalations, the newest first",
 		Long: `Lists escalations, the newest first. open: not delivered yet. notified: the
 receiver has accepted it, or it was logged. undeliverable: the receiver does not
-accept it, so that it may be known from this list only.`,
-		Example: `  # Which escalations may nobody know of?
+accept it, so that it may be known from this list only. pending ones wait for a
+decision.`,
+		Example: `  # What waits for a decision?
+  caddy agent-guard escalations list --status pending
+
+  # Which escalations may nobody know of?
   caddy agent-guard escalations list --state undeliverable
 
   # All there are, for a script
@@ -343,7 +350,7 @@ accept it, so that it may be known from this list only.`,
 			if err := page.valid(); err != nil {
 				return err
 			}
-			query := filters("state", state, "level", level, "workflow", workflow)
+			query := filters("state", state, "status", status, "level", level, "workflow", workflow)
 			out := list{cmd: cmd, name: "escalations", json: o.json(), header: escalationHeader}
 			unreadable, err := listPages(o, &page, query, &out, escalationRow)
 			if err == nil && unreadable > 0 && !o.json() {
@@ -354,18 +361,150 @@ accept it, so that it may be known from this list only.`,
 	}
 	levels := names([]hitl.Level{hitl.Pause, hitl.Approval, hitl.Stop})
 	wordFlag(listing, &state, "state", "Only those in this state: open, notified or undeliverable", names(hitl.States()))
+	wordFlag(listing, &status, "status", "Only those with this status: pending, approved, denied, expired or withdrawn", names(hitl.Statuses()))
 	wordFlag(listing, &level, "level", "Only those of this level: pause, approval or stop", levels)
 	stringFlag(listing, &workflow, "workflow", "Only those of this workflow: its UUID, or its caller's name")
 	page.flags(listing)
 	return o.server(group(&cobra.Command{
 		Use:   "escalations",
-		Short: "Lists what needs a person",
-		Long: `Lists what only a person can decide: calls that cannot be undone, failed
-rollbacks, upstreams that do not come back.`,
-	}, listing))
+		Short: "Lists and decides what needs a person",
+		Long: `Lists what only a person can decide: calls that wait for an approval, calls that
+cannot be undone, failed rollbacks, upstreams that do not come back; and records
+what was decided.`,
+	}, listing, &cobra.Command{
+		Use:               "show ID",
+		Short:             "Shows an escalation, and what an approval would do",
+		Args:              oneArg("ID"),
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			_, err := show(cmd, o, question{path: "escalations/" + url.PathEscape(args[0])}, describeEscalation)
+			return err
+		},
+	}, o.decisionCommand("approve"), o.decisionCommand("deny"), o.askCommand()))
 }
 
-var escalationHeader = []string{"OPENED", "LEVEL", "STATE", "CAUSE", "WORKFLOW", "SUMMARY", "ID"}
+// decisionCommand is the command that approves, or the one that denies.
+func (o *options) decisionCommand(word string) *cobra.Command {
+	vote := admin.EscalationVote{Decision: word}
+	var hash string
+	cmd := &cobra.Command{
+		Use:   "approve ID --hash HASH",
+		Short: "Approves what an escalation proposes",
+		Long: `Approves what an escalation proposes, and nothing else. --hash is that of the
+request or the plan, as escalations show has it: if something else is proposed by
+now, the approval does not count. An escalation without a hash needs none. Who
+asked cannot approve.`,
+		Example: `  caddy agent-guard escalations show 2d0f5b1c-52a0-8c1e-9f5d-0d7f9a3c6b11
+  caddy agent-guard escalations approve 2d0f5b1c-52a0-8c1e-9f5d-0d7f9a3c6b11 \
+      --hash sha-256:4b2f... --reason 'The amount is right'`,
+		Args:              oneArg("ID"),
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if vote.Operator = cmp.Or(vote.Operator, currentUser()); vote.Operator == "" {
+				return errors.New("who decides? neither --operator nor $USER says")
+			}
+			c, err := o.client()
+			if err != nil {
+				return err
+			}
+			at := "escalations/" + url.PathEscape(args[0])
+			var shown admin.Escalation
+			if _, err := c.ask(cmd.Context(), question{path: at}, &shown); err != nil {
+				return err
+			}
+			if p := shown.Proposal; p != nil {
+				if vote.RequestHash, vote.PlanHash = hash, ""; p.RequestHash == "" {
+					vote.RequestHash, vote.PlanHash = "", hash
+				}
+				if asked := cmp.Or(p.RequestHash, p.PlanHash); word == "deny" && hash == "" {
+					vote.RequestHash = asked // nothing is done, whatever is proposed
+				} else if asked != hash {
+					return fmt.Errorf("--hash: give that of what was shown; what is proposed now has %s", cmp.Or(asked, "none"))
+				}
+			}
+			_, err = show(cmd, o, question{path: at + "/decision", body: &vote}, describeEscalation)
+			return err
+		},
+	}
+	if word == "deny" {
+		cmd.Use, cmd.Short = "deny ID --reason TEXT", "Denies what an escalation proposes"
+		cmd.Long = `Denies what an escalation proposes: everything stays as it is. A workflow that is
+paused or stopped stays so, until it is asked for again (escalations ask) and
+approved.`
+		cmd.Example = `  caddy agent-guard escalations deny 2d0f5b1c-52a0-8c1e-9f5d-0d7f9a3c6b11 \
+      --reason 'The account is closed'`
+	}
+	stringFlag(cmd, &vote.Reason, "reason", "Why, in a sentence for people; a denial needs it")
+	stringFlag(cmd, &hash, "hash", "The hash of the request or the plan, as it was shown")
+	stringFlag(cmd, &vote.Operator, "operator", "Who decides (default: $USER)")
+	return cmd
+}
+
+func (o *options) askCommand() *cobra.Command {
+	var q admin.EscalationQuestion
+	cmd := &cobra.Command{
+		Use:   "ask ID",
+		Short: "Asks again whether a workflow may be resumed",
+		Long: `Asks again whether a workflow may be resumed that is still paused or stopped,
+after that was denied or has expired. Who asks cannot approve.`,
+		Args:              oneArg("ID"),
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if q.Operator = cmp.Or(q.Operator, currentUser()); q.Operator == "" {
+				return errors.New("who asks? neither --operator nor $USER says")
+			}
+			_, err := show(cmd, o, question{path: "escalations/" + url.PathEscape(args[0]) + "/ask", body: &q}, describeEscalation)
+			return err
+		},
+	}
+	stringFlag(cmd, &q.Operator, "operator", "Who asks (default: $USER)")
+	return cmd
+}
+
+// describeEscalation shows an escalation line by line, what is proposed, and who has decided.
+func describeEscalation(e *admin.Escalation, now time.Time) string {
+	s := sheet{width: 11}
+	s.line("escalation", printable(e.ID))
+	s.line("status", printable(e.Status))
+	s.line("level", printable(e.LevelName))
+	s.line("cause", printable(e.Cause))
+	s.line("summary", printable(e.Summary))
+	s.line("workflow", named(e.Workflow, e.WorkflowName))
+	if e.Held {
+		s.line("holds", "new calls of the workflow")
+	}
+	s.line("caller", printable(e.Caller))
+	s.line("requester", printable(e.Requester))
+	s.line("role", printable(e.RequiredRole))
+	s.line("quorum", number(e.Quorum))
+	s.line("opened", moment(e.Opened, now))
+	s.line("deadline", moment(e.Deadline, now))
+	s.line("notified", printable(e.State))
+	s.line("checkpoint", printable(e.Links.Checkpoint))
+	s.line("rollback", printable(e.Links.Rollback))
+	s.line("error", printable(e.Links.Error))
+	s.line("execution", printable(e.Links.Execution))
+	s.line("upstream", printable(e.Links.Upstream))
+	if p := e.Proposal; p != nil {
+		s.line("proposal", printable(p.Kind))
+		s.line("hash", printable(cmp.Or(p.RequestHash, p.PlanHash)))
+		s.b.WriteString("\nAn approval does this:\n")
+		for line := range strings.Lines(p.Text) {
+			s.b.WriteString("  " + printable(strings.TrimRight(line, "\r\n")) + "\n")
+		}
+	} else {
+		s.b.WriteString("\nAn approval changes nothing; it says that somebody has seen to it.\n")
+	}
+	for i, d := range e.Decisions {
+		if i == 0 {
+			s.b.WriteString("\nDecisions:\n")
+		}
+		fmt.Fprintf(&s.b, "  %s  %s  %s  %s\n", moment(d.At, now), printable(d.Decision), printable(d.By), printable(d.Reason))
+	}
+	return s.b.String()
+}
+
+var escalationHeader = []string{"OPENED", "LEVEL", "STATUS", "STATE", "CAUSE", "WORKFLOW", "SUMMARY", "ID"}
 
 func escalationRow(e *admin.Escalation, now time.Time) []string {
 	workflow := cut(printable(e.Workflow), 36)
@@ -373,7 +512,7 @@ func escalationRow(e *admin.Escalation, now time.Time) []string {
 		workflow += " (" + cut(printable(e.WorkflowName), 36) + ")"
 	}
 	return []string{
-		moment(e.Opened, now), printable(e.LevelName), printable(e.State), printable(e.Cause),
+		moment(e.Opened, now), printable(e.LevelName), printable(e.Status), printable(e.State), printable(e.Cause),
 		dash(workflow), cut(printable(e.Summary), 100), printable(e.ID),
 	}
 }

@@ -3,6 +3,7 @@ package cli
 import (
 	"net/http"
 	"net/http/httptest"
+	"reflect"
 	"strings"
 	"testing"
 	"time"
@@ -119,11 +120,11 @@ func someEscalations() []admin.Escalation {
 	at := time.Date(2026, 11, 20, 13, 0, 0, 0, time.UTC)
 	return []admin.Escalation{
 		{
-			ID: "01234567-89ab-8def-8123-456789abcdef", Level: 3, LevelName: "stop", State: "undeliverable", Cause: "rollback_failed",
+			ID: "01234567-89ab-8def-8123-456789abcdef", Level: 3, LevelName: "stop", Status: "pending", State: "undeliverable", Cause: "rollback_failed",
 			Summary: "The refund of checkpoint-7 was refused.", Workflow: "w", Opened: at, Changed: at, Attempts: 7, LastError: "410",
 		},
 		{
-			ID: "11234567-89ab-8def-8123-456789abcdef", Level: 2, LevelName: "approval", State: "notified", Cause: "breaker_permanently_open",
+			ID: "11234567-89ab-8def-8123-456789abcdef", Level: 2, LevelName: "approval", Status: "denied", State: "notified", Cause: "breaker_permanently_open",
 			Summary: "evil\x1b[2J " + strings.Repeat("long ", 40), Opened: at.Add(5 * time.Second), Changed: at, Attempts: 1,
 		},
 	}
@@ -155,7 +156,7 @@ func TestEscalationsAsk(t *testing.T) {
 		return out, diagnostics
 	}
 	for args, want := range map[string]string{
-		"--limit 1": "limit=1",
+		"--limit 1": "limit=1", "--status pending --limit 1": "limit=1&status=pending",
 		"--limit 1 --state open --level stop --workflow w --after x": "after=x&level=stop&limit=1&state=open&workflow=w",
 	} {
 		out, diagnostics := list(args)
@@ -168,9 +169,10 @@ func TestEscalationsAsk(t *testing.T) {
 		t.Errorf("%q\n%s", server.asked, out)
 	}
 	all := document[admin.Escalations](t, "escalations", "list", "--all", "--address", server.address)
-	if len(all.Escalations) != 2 || all.Escalations[0] != someEscalations()[0] {
+	if len(all.Escalations) != 2 || !reflect.DeepEqual(all.Escalations[0], someEscalations()[0]) {
 		t.Errorf("%+v", all)
 	}
+	refuses(t, "use pending, approved, denied, expired or withdrawn", "escalations", "list", "--status", "open")
 	refuses(t, "use pause, approval or stop", "escalations", "list", "--level", "4")
 	refuses(t, "--limit must be at least 1", "escalations", "list", "--limit", "0")
 }
@@ -208,4 +210,43 @@ Key 2 still has 1 records and 2 parts of answers.
 	if out := describeKeys(&admin.KeyStatus{Source: "value"}, now); !strings.Contains(out, "given as a value") {
 		t.Error(out)
 	}
+}
+
+func proposing() admin.Escalation {
+	e := someEscalations()[1]
+	e.Status, e.Proposal = "pending", &admin.EscalationProposal{Kind: "run-call", Text: "POST /pay\n{\"to\": \"evil\x1b[2J\"}", RequestHash: "sha-256:1"}
+	e.Decisions = []admin.EscalationDecision{{By: "user:ann", Decision: "approve", Reason: "fine", At: e.Opened}}
+	e.Requester, e.Quorum, e.RequiredRole, e.Held, e.Deadline = "issuer:agent", 2, "payments", true, e.Opened.Add(time.Hour)
+	return e
+}
+
+// Section "CLI": how an escalation is shown.
+func TestGoldenEscalation(t *testing.T) {
+	e := proposing()
+	golden(t, "escalations_show", describeEscalation(&e, e.Opened.Add(5*time.Second)))
+}
+
+// Section "CLI": an approval names what was shown, and is refused here if that has changed.
+func TestEscalationsAreDecided(t *testing.T) {
+	e := proposing()
+	server := newAdminServer(t, func(*http.Request) any { return e })
+	get := "GET /agent_guard/escalations/e-1 "
+	for args, want := range map[string]string{
+		"show e-1": get,
+		"approve e-1 --hash sha-256:1 --operator ann": get + "\n" + `POST /agent_guard/escalations/e-1/decision {"decision":"approve","request_hash":"sha-256:1","operator":"ann"}`,
+		"deny e-1 --reason no --operator ann":         get + "\n" + `POST /agent_guard/escalations/e-1/decision {"decision":"deny","request_hash":"sha-256:1","operator":"ann","reason":"no"}`,
+		"ask e-1 --operator bob":                      `POST /agent_guard/escalations/e-1/ask {"operator":"bob"}`,
+	} {
+		out, _, err := server.run(t, strings.Fields("escalations "+args)...)
+		if err != nil || strings.Join(server.asked, "\n") != want || !strings.HasPrefix(out, "escalation ") {
+			t.Errorf("%s asks %q: %v\n%s", args, server.asked, err, out)
+		}
+	}
+	for _, hash := range []string{"", "--hash sha-256:2"} {
+		_, _, err := server.run(t, strings.Fields("escalations approve e-1 --operator ann "+hash)...)
+		if err == nil || !strings.Contains(err.Error(), "what is proposed now has sha-256:1") || len(server.asked) != 1 {
+			t.Errorf("%q: %v, asked %q", hash, err, server.asked)
+		}
+	}
+	refuses(t, "give one ID", "escalations", "approve")
 }

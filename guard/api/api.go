@@ -413,12 +413,14 @@ func OperatorStatus(err error) int {
 		return slices.ContainsFunc(known, func(one error) bool { return errors.Is(err, one) })
 	}
 	switch {
-	case is(execution.ErrUnknown, rollback.ErrUnknown):
+	case is(execution.ErrUnknown, rollback.ErrUnknown, hitl.ErrNotFound):
 		return http.StatusNotFound
 	case is(execution.ErrAmbiguous, execution.ErrKeyForm, execution.ErrResolution, execution.ErrAnswerTooLarge,
-		execution.ErrCursor, hitl.ErrCursor, rollback.ErrCursor):
+		execution.ErrCursor, hitl.ErrCursor, rollback.ErrCursor, hitl.ErrReason):
 		return http.StatusBadRequest
-	case is(execution.ErrNotInDoubt, execution.ErrTaken):
+	case is(hitl.ErrOwn, hitl.ErrRole):
+		return http.StatusForbidden
+	case is(execution.ErrNotInDoubt, execution.ErrTaken, hitl.ErrDecided, hitl.ErrExpired, hitl.ErrHash, hitl.ErrNotHeld):
 		return http.StatusConflict
 	case is(execution.ErrStore, hitl.ErrStore, store.ErrClosed, store.ErrUnhealthy):
 		return http.StatusServiceUnavailable

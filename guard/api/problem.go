@@ -46,6 +46,8 @@ type Problem struct {
 	// ErrorECT is the id of the error token of the failure (circuits document). The token
 	// itself is in Execution-Context. It may be empty.
 	ErrorECT string
+	// EscalationID is the id of the escalation that a person has to decide; it may be empty.
+	EscalationID string
 	// Doubtful says that the call was executed, or may have been, so that no new key is
 	// safe, whatever the kind says.
 	Doubtful bool
@@ -104,6 +106,7 @@ type document struct {
 	Conflicting string   `json:"conflicting_rollback_id,omitempty"`
 	Dependants  []string `json:"dependants,omitempty"`
 	ErrorECT    string   `json:"error_ect,omitempty"`
+	Escalation  string   `json:"escalation_id,omitempty"`
 	Error       sdkBody  `json:"error"`
 }
 
@@ -145,7 +148,7 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	doc := document{
 		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Status: cmp.Or(p.Status, k.Status), Detail: p.Detail, Reason: p.Reason,
 		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: p.safeNewKey(),
-		ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, Dependants: p.Dependants, ErrorECT: p.ErrorECT,
+		ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, Dependants: p.Dependants, ErrorECT: p.ErrorECT, Escalation: p.EscalationID,
 		Error: sdkBody{Type: k.errorType(), Code: k.Code(), Message: strings.TrimSpace(k.Title + ". " + p.Detail)},
 	}
 	if p.StatusURL != "" {
@@ -618,18 +621,33 @@ var (
 	}
 	WorkflowStopped = Kind{
 		Slug: "workflow-stopped", Status: http.StatusForbidden, SafeNewKey: true,
-		Title:    "The workflow was ended",
-		meaning:  "A rollback of the scope full_workflow was accepted for the call's workflow. With that the workflow has ended: nothing begins in it any more, also when the rollback is finished. Nothing was recorded or forwarded; what was recorded before is answered as ever.",
+		Title:    "The workflow is stopped",
+		meaning:  "Nothing begins in the call's workflow any more. With `escalation_id` something has failed that a person has to look at, such as a rollback, and the workflow stays stopped until a person resumes it. Without one a rollback of the scope full_workflow was accepted, which has ended the workflow for good. Nothing was recorded or forwarded; what was recorded before is answered as ever.",
 		caller:   "Stop the work of this workflow. What has to be done all the same is a new workflow, with an id of its own.",
-		operator: "`caddy agent-guard rollbacks` shows the rollback. The workflow stays ended for as long as the rollback is kept (`retain` in the `rollback` block).",
+		operator: "`caddy agent-guard escalations show` shows why, and `escalations approve` resumes the workflow. `caddy agent-guard rollbacks` shows the rollback of a workflow that was ended, which stays so for as long as that is kept (`retain` in the `rollback` block).",
 	}
 	WorkflowPaused = Kind{
 		Slug: "workflow-paused", Status: http.StatusConflict, SafeNewKey: true,
-		Title: "What the call follows from is being rolled back",
+		Title: "The workflow is paused",
 		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "A rollback is under way that undoes what led to this call, and a call that began now could be missing in it. Nothing was recorded or forwarded.",
-		caller:   "Look whether the work is still wanted: what it follows from is taken back. If so, send the same call again after Retry-After.",
-		operator: "`caddy agent-guard rollbacks` lists what is under way.",
+		meaning:  "With `escalation_id` a person has to look at the workflow before it goes on. Without one a rollback is under way that undoes what led to this call, and a call that began now could be missing in it. Nothing was recorded or forwarded.",
+		caller:   "Look whether the work is still wanted: what it follows from may be taken back. If so, send the same call again after Retry-After.",
+		operator: "`caddy agent-guard escalations show` shows what there is to look at, and `escalations approve` resumes the workflow. `caddy agent-guard rollbacks` lists what is under way.",
+	}
+	ApprovalRequired = Kind{
+		Slug: "approval-required", Status: http.StatusConflict, SafeNewKey: true,
+		Title: "A person has to approve the call",
+		retry: true, retryAfter: 30 * time.Second,
+		meaning:  "Calls of this kind are sent only after a person has approved them. The question is recorded, `escalation_id` names it, and it outlives restarts. Nothing was forwarded, and the id is still free.",
+		caller:   "Send the same call under the same id again after Retry-After: it runs once it is approved. Another body is another question.",
+		operator: "`caddy agent-guard escalations list` shows what waits, `escalations approve` and `deny` decide. `approve` in the action says who may, and by when.",
+	}
+	ApprovalDenied = Kind{
+		Slug: "approval-denied", Status: http.StatusForbidden, SafeNewKey: true,
+		Title:    "The call was not approved",
+		meaning:  "A person has denied the call, or nobody has approved it in time, or it was not made in time after it was approved. Nothing was forwarded.",
+		caller:   "Do without it. Under a new id it is a new question to the same people.",
+		operator: "`caddy agent-guard escalations show` shows who decided, when and why.",
 	}
 	rollbackMismatch = Kind{
 		Slug: "rollback-mismatch", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
@@ -678,7 +696,7 @@ var (
 // rollbackKinds lists the kinds of rollbacks, in the order in which they are documented.
 func rollbackKinds() []Kind {
 	return []Kind{
-		notInWorkflow, coordinatorRequired, WorkflowStopped, WorkflowPaused, rollbackConflict, rollbackMismatch, dependedOn, cannotPrepare,
+		ApprovalRequired, ApprovalDenied, notInWorkflow, coordinatorRequired, WorkflowStopped, WorkflowPaused, rollbackConflict, rollbackMismatch, dependedOn, cannotPrepare,
 		checkpointUnknown, checkpointExpired, checkpointTampered,
 	}
 }

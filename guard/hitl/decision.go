@@ -75,7 +75,7 @@ const (
 type Proposal struct {
 	// Kind is one of the kinds, or empty.
 	Kind ProposalKind
-	// Text says in words what is done; it is cut at 1,024 bytes.
+	// Text says in words what is done, and shows the request; it is cut at 8,192 bytes.
 	Text string
 	// Hash identifies the plan or the request that was shown, at most 128 bytes. A decision must
 	// name it. Empty: there is nothing that could change.
@@ -86,6 +86,8 @@ type Proposal struct {
 const DefaultRole = "operator"
 
 const (
+	maxProposal = 8 << 10
+
 	maxHash   = 128
 	maxRole   = 128
 	maxQuorum = 16
@@ -490,6 +492,14 @@ func (d *Store) Blocks(ctx context.Context, workflow string) (*Escalation, error
 	d.holds.mu.RLock()
 	ids := slices.Collect(maps.Keys(d.holds.workflows[workflow]))
 	d.holds.mu.RUnlock()
+	if len(ids) == 0 {
+		return nil, nil
+	}
+	return d.highest(ctx, ids)
+}
+
+// highest is the escalation of the highest level that still holds its workflow.
+func (d *Store) highest(ctx context.Context, ids []string) (*Escalation, error) {
 	var highest *Escalation
 	for _, id := range ids {
 		e, _, err := d.read(ctx, uuid.MustParse(id))

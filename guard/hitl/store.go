@@ -125,7 +125,7 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 	if e.Held && o.Proposal.Kind == "" {
 		e.Proposal = resumption()
 	}
-	e.Proposal.Text = shorten(e.Proposal.Text, maxSummary)
+	e.Proposal.Text = shorten(e.Proposal.Text, maxProposal)
 	if o.Within > 0 {
 		e.Deadline = now.Add(o.Within)
 	}
@@ -202,6 +202,11 @@ func (d *Store) Get(ctx context.Context, id string) (Escalation, error) {
 		err = nil
 	}
 	return found, err
+}
+
+// Find returns the escalation of an occasion, as Get does.
+func (d *Store) Find(ctx context.Context, key string) (Escalation, error) {
+	return d.Get(ctx, d.idOf(key).String())
 }
 
 // read returns the escalation and its version.

@@ -464,7 +464,7 @@ func (c *Coordinator) escalate(ctx context.Context, b *store.Batch, o hitl.Openi
 // timeoutOpening is the escalation of an overdue rollback.
 func (h *head) timeoutOpening() hitl.Opening {
 	return hitl.Opening{
-		Key: "rollback timeout " + h.ID, Level: hitl.Pause, Cause: hitl.CauseRollbackTimeout, Workflow: h.Workflow,
+		Key: "rollback timeout " + h.ID, Level: hitl.Approval, Cause: hitl.CauseRollbackTimeout, Workflow: h.Workflow,
 		Summary: "The rollback was not done within half of the time that its checkpoints stand.",
 		Links:   hitl.Links{Checkpoint: h.Checkpoint, Rollback: h.ID},
 	}
