@@ -67,6 +67,7 @@ func init() {
 //			coordinators <issuers...>
 //			rate         <number>
 //			wait         <duration>
+//			reservation  <duration>
 //			retain       <duration>
 //		}
 //		hitl {

@@ -128,6 +128,10 @@ type Rollback struct {
 	// can change it with `Prefer: wait=N`. Default: 10s.
 	Wait caddy.Duration `json:"wait,omitempty"`
 
+	// How long a prepared rollback is reserved, at most 10m: for so long no call begins that would
+	// follow from what it covers, unless it is carried out before. Default: 60s.
+	Reservation caddy.Duration `json:"reservation,omitempty"`
+
 	// How long a finished rollback is kept, so that the same request gets the same answer. At least
 	// as long as the longest `retain_key`. Default: 30d.
 	Retain caddy.Duration `json:"retain,omitempty"`
@@ -140,6 +144,7 @@ func (o *Rollback) provision() error {
 	inherit(&o.Lineage, string(rollback.Ancestor))
 	inherit(&o.Rate, api.DefaultRate)
 	inherit(&o.Wait, caddy.Duration(api.DefaultWait))
+	inherit(&o.Reservation, caddy.Duration(rollback.DefaultReservation))
 	inherit(&o.Retain, caddy.Duration(defaultRollbackRetain))
 	if err := oneOf(o.Lineage, lineages...); err != nil {
 		return fmt.Errorf("lineage: %w", err)
@@ -154,6 +159,9 @@ func (o *Rollback) provision() error {
 	}
 	if err := checkRollbackWait(o.Wait); err != nil {
 		return fmt.Errorf("wait: %w", err)
+	}
+	if err := checkReservation(o.Reservation); err != nil {
+		return fmt.Errorf("reservation: %w", err)
 	}
 	if err := checkDuration(o.Retain); err != nil {
 		return fmt.Errorf("retain: %w", err)
@@ -173,6 +181,19 @@ func checkRollbackWait(v caddy.Duration) error {
 	return nil
 }
 
+// longestReservation bounds how long calls are held back for a rollback that never comes.
+const longestReservation = 10 * time.Minute
+
+func checkReservation(v caddy.Duration) error {
+	if err := checkDuration(v); err != nil {
+		return err
+	}
+	if time.Duration(v) > longestReservation {
+		return fmt.Errorf("%v is too long; it must be at most %v", time.Duration(v), longestReservation)
+	}
+	return nil
+}
+
 // parseRollback reads
 //
 //	rollback {
@@ -180,6 +201,7 @@ func checkRollbackWait(v caddy.Duration) error {
 //		coordinators <issuers...>
 //		rate         <number>
 //		wait         <duration>
+//		reservation  <duration>
 //		retain       <duration>
 //	}
 func parseRollback(d *caddyfile.Dispenser, a *App) error {
@@ -221,6 +243,12 @@ func rollbackOptions() options[*Rollback] {
 			}
 			return checkRollbackWait(o.Wait)
 		}},
+		"reservation": {usage: "reservation <duration>", parse: func(d dispenser, o *Rollback) error {
+			if err := parseDuration(d, &o.Reservation); err != nil {
+				return err
+			}
+			return checkReservation(o.Reservation)
+		}},
 		"retain": {usage: "retain <duration>", parse: func(d dispenser, o *Rollback) error {
 			return parseDuration(d, &o.Retain)
 		}},
@@ -230,6 +258,7 @@ func rollbackOptions() options[*Rollback] {
 // policyRollback says where rollbacks are requested, and by whom.
 type policyRollback struct {
 	Request string  `json:"request"`
+	Prepare string  `json:"prepare"`
 	Status  string  `json:"status"` // a URI template (RFC 6570)
 	ATD     string  `json:"atd"`
 	AERR    string  `json:"aerr"`
@@ -237,6 +266,8 @@ type policyRollback struct {
 	Rate    int     `json:"rate_per_minute"`
 	Wait    float64 `json:"wait_s"`
 	MaxWait float64 `json:"max_wait_s"`
+
+	Reservation float64 `json:"reservation_s"`
 }
 
 // ofParents reports whether a token was, or may have been, refused because of its parents.

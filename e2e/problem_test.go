@@ -171,7 +171,7 @@ func TestProblems(t *testing.T) {
 		"stream-refused": true, "body-timeout": true, // TestUnguardedStreamsRefuse, TestBodyThatStandsStill
 		"entry-pruned": true, "ect-unavailable": true, // packages graph and tokens
 		// Package api, and TestP5RollbackOfAPut, TestP3RollbackOfOthers, bars_test.go.
-		"workflow-stopped": true, "workflow-paused": true, "coordinator-required": true, "rollback-conflict": true, "rollback-mismatch": true, "cannot-prepare": true, "depended-on": true,
+		"workflow-stopped": true, "workflow-paused": true, "coordinator-required": true, "rollback-conflict": true, "rollback-mismatch": true, "cannot-prepare": true, "plan-changed": true, "depended-on": true,
 		"checkpoint-unknown": true, "checkpoint-tampered": true,
 	}
 	all := provoked(t)

@@ -11,6 +11,7 @@ package api
 
 import (
 	"context"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -45,6 +46,7 @@ const (
 	RollbackPath     = WellKnown + "rollback"
 	ATDRollbackPath  = "/.well-known/atd/rollback"
 	AERRRollbackPath = "/aerr/rollback"
+	PreparePath      = RollbackPath + "/prepare"
 )
 
 const entriesPath = WellKnown + "ledger/entries"
@@ -62,6 +64,7 @@ const (
 	endpointErrors
 	endpointCheckpoint
 	endpointAskRollback
+	endpointPrepareRollback
 	endpointRollback
 	endpointPolicy
 	endpointKeys
@@ -100,6 +103,7 @@ var routes = []Route[resource]{
 	{WellKnown + "errors", http.MethodPost, resource{endpoint: endpointErrors}},
 
 	{RollbackPath, http.MethodPost, resource{endpointAskRollback, ect.Cascade}},
+	{PreparePath, http.MethodPost, resource{endpointPrepareRollback, ect.Cascade}},
 	{RollbackPath + "/{id}", http.MethodGet, resource{endpointRollback, ect.Cascade}},
 	{ATDRollbackPath, http.MethodPost, resource{endpointAskRollback, ect.ATD}},
 	{AERRRollbackPath, http.MethodPost, resource{endpointAskRollback, ect.AERR}},
@@ -180,7 +184,11 @@ func parseRoute(u *url.URL) (to route, ok bool) {
 }
 
 func (t route) rollback() bool {
-	return t.endpoint == endpointAskRollback || t.endpoint == endpointRollback
+	switch t.endpoint {
+	case endpointAskRollback, endpointPrepareRollback, endpointRollback:
+		return true
+	}
+	return false
 }
 
 // ledger reports whether a Ledger answers the path.
@@ -361,6 +369,7 @@ func problemOf(err error, otherwise *Problem) *Problem {
 	var conflict *rollback.ConflictError
 	var depended *rollback.DependedOnError
 	var scope *rollback.ScopeError
+	var planned *rollback.PlanChangedError
 	var large *rollback.TooManyError
 	var cycle *rollback.CycleError
 	switch {
@@ -386,6 +395,10 @@ func problemOf(err error, otherwise *Problem) *Problem {
 		n := len(depended.Dependants)
 		p := NewProblem(dependedOn, fmt.Sprintf("Completed actions depend on what would be undone: %d. Ask with cascade true to undo them too, or with keep_dependants true to leave them as they are.", n))
 		p.Dependants = depended.Dependants[:min(n, maxDependants)]
+		return p
+	case errors.As(err, &planned):
+		p := NewProblem(planChanged, "`plan_hash` is that of the plan as it is now.")
+		p.PlanHash = hex.EncodeToString(planned.Hash[:])
 		return p
 	case errors.As(err, &large):
 		p := NewProblem(cannotPrepare, "The workflow is too large to be planned for.")

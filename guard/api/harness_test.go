@@ -419,6 +419,9 @@ type fake struct {
 	asDrafted bool                       // what was accepted last
 	waited    chan struct{}              // gets one for each Wait
 	readers   map[string]map[string]bool // who is linked to which id
+	reserved  map[string]*rollback.Prepared
+	obstacles []rollback.Obstacle // of what is prepared
+	refusal   error               // of what is prepared
 }
 
 func newFake() *fake {
@@ -426,7 +429,7 @@ func newFake() *fake {
 		accepted: map[string]rollback.Request{}, done: map[string]*rollback.Rollback{},
 		bound: map[string]evidence.Use{}, digests: map[string][32]byte{}, waited: make(chan struct{}, 100),
 		result:  func(r *rollback.Rollback) { r.Status = rollback.Completed },
-		readers: map[string]map[string]bool{alice: {point: true}},
+		readers: map[string]map[string]bool{alice: {point: true}}, reserved: map[string]*rollback.Prepared{},
 	}
 }
 
@@ -448,6 +451,62 @@ func (f *fake) Draft(_ context.Context, r rollback.Request) (*rollback.Draft, er
 	}
 	f.drafted = &rollback.Draft{Request: r}
 	return f.drafted, nil
+}
+
+func (f *fake) Prepare(ctx context.Context, r rollback.Request) (*rollback.Prepared, error) {
+	f.mu.Lock()
+	before, known := f.reserved[r.ID]
+	f.mu.Unlock()
+	if known {
+		if before.Rollback.Checkpoint != r.Checkpoint || before.Rollback.Scope != r.Scope || before.Rollback.Requester != r.By {
+			return nil, rollback.ErrMismatch
+		}
+		return before, nil
+	}
+	if _, err := f.Draft(ctx, r); err != nil {
+		return nil, err
+	}
+	p := &rollback.Prepared{Obstacles: f.obstacles, Refusal: f.refusal, Rollback: &rollback.Rollback{
+		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Requester: r.By, State: rollback.Reserved, Asked: time.Now(),
+		Plan:  &rollback.Plan{Workflow: flow, Target: r.Checkpoint, Scope: r.Scope},
+		Steps: []rollback.Step{{Checkpoint: point, Agent: alice, What: rollback.Undo}, {Checkpoint: "other", Agent: mallory, What: rollback.Undo}},
+	}}
+	return p, nil
+}
+
+func (f *fake) Reserve(_ context.Context, p *rollback.Prepared, last time.Duration, writes ...store.Write) (*rollback.Prepared, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if err := f.bindAll(writes); err != nil {
+		return nil, err
+	}
+	reserved := *p
+	reserved.Until = time.Now().Add(last)
+	f.reserved[p.Rollback.ID] = &reserved
+	return &reserved, nil
+}
+
+func (f *fake) Prepared(_ context.Context, id string) (*rollback.Prepared, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if p, ok := f.reserved[id]; ok {
+		return p, nil
+	}
+	return nil, rollback.ErrUnknown
+}
+
+// bindAll commits the uses of tokens, with mu held.
+func (f *fake) bindAll(writes []store.Write) error {
+	for _, w := range writes {
+		bindingsMu.Lock()
+		bound := bindings[string(w.Key)]
+		bindingsMu.Unlock()
+		if _, taken := f.bound[name(bound.token)]; taken {
+			return fmt.Errorf("commit: %w", &store.Conflict{Key: w.Key})
+		}
+		f.bound[name(bound.token)], f.digests[name(bound.token)] = bound.use, bound.token.Digest()
+	}
+	return nil
 }
 
 type binding struct {
@@ -478,14 +537,8 @@ func (f *fake) Accept(ctx context.Context, d *rollback.Draft, writes ...store.Wr
 		f.refusals++
 		return nil, f.fail
 	}
-	for _, w := range writes {
-		bindingsMu.Lock()
-		bound := bindings[string(w.Key)]
-		bindingsMu.Unlock()
-		if _, taken := f.bound[name(bound.token)]; taken {
-			return nil, fmt.Errorf("commit: %w", &store.Conflict{Key: w.Key})
-		}
-		f.bound[name(bound.token)], f.digests[name(bound.token)] = bound.use, bound.token.Digest()
+	if err := f.bindAll(writes); err != nil {
+		return nil, err
 	}
 	f.executed++
 	f.accepted[r.ID], f.asDrafted = r, d == f.drafted

@@ -41,6 +41,8 @@ type Problem struct {
 	Mount string
 	// ConflictingRollback is the id of the rollback that takes precedence (cascade 4.3.4).
 	ConflictingRollback string
+	// PlanHash identifies the plan of a rollback as it is now: SHA-256 in hexadecimal.
+	PlanHash string
 	// Dependants are the ids of actions that prevent a rollback.
 	Dependants []string
 	// ErrorECT is the id of the error token of the failure (circuits document). The token
@@ -104,6 +106,7 @@ type document struct {
 	SafeNewKey  bool     `json:"safe_new_key"`
 	StatusURL   string   `json:"status_url,omitempty"`
 	Conflicting string   `json:"conflicting_rollback_id,omitempty"`
+	PlanHash    string   `json:"plan_hash,omitempty"`
 	Dependants  []string `json:"dependants,omitempty"`
 	ErrorECT    string   `json:"error_ect,omitempty"`
 	Escalation  string   `json:"escalation_id,omitempty"`
@@ -148,7 +151,7 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	doc := document{
 		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Status: cmp.Or(p.Status, k.Status), Detail: p.Detail, Reason: p.Reason,
 		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: p.safeNewKey(),
-		ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, Dependants: p.Dependants, ErrorECT: p.ErrorECT, Escalation: p.EscalationID,
+		ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, PlanHash: p.PlanHash, Dependants: p.Dependants, ErrorECT: p.ErrorECT, Escalation: p.EscalationID,
 		Error: sdkBody{Type: k.errorType(), Code: k.Code(), Message: strings.TrimSpace(k.Title + ". " + p.Detail)},
 	}
 	if p.StatusURL != "" {
@@ -630,7 +633,7 @@ var (
 		Slug: "workflow-paused", Status: http.StatusConflict, SafeNewKey: true,
 		Title: "The workflow is paused",
 		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "With `escalation_id` a person has to look at the workflow before it goes on. Without one a rollback is under way that undoes what led to this call, and a call that began now could be missing in it. Nothing was recorded or forwarded.",
+		meaning:  "With `escalation_id` a person has to look at the workflow before it goes on. Without one a rollback is under way, or prepared, that undoes what led to this call, and a call that began now could be missing in it. Nothing was recorded or forwarded.",
 		caller:   "Look whether the work is still wanted: what it follows from may be taken back. If so, send the same call again after Retry-After.",
 		operator: "`caddy agent-guard escalations show` shows what there is to look at, and `escalations approve` resumes the workflow. `caddy agent-guard rollbacks` lists what is under way.",
 	}
@@ -670,6 +673,13 @@ var (
 		caller:   "Ask for a narrower scope, or ask a person.",
 		operator: "A cycle cannot come from verified tokens: the log names its nodes.",
 	}
+	planChanged = Kind{
+		Slug: "plan-changed", Status: http.StatusConflict, SafeNewKey: true,
+		Title:    "What would be undone is not what was prepared",
+		meaning:  "The rollback was prepared, or the request names a `plan_hash`, and by now the plan is another one: calls have ended, or were undone, or others have come. Nothing was begun, and nothing is reserved any more.",
+		caller:   "Prepare the rollback again under the same id, look at the plan, and execute that one.",
+		operator: "Nothing needs to be done. `caddy agent-guard rollback --dry-run` shows the plan as it is now.",
+	}
 	checkpointUnknown = Kind{
 		Slug: "checkpoint-unknown", Status: http.StatusNotFound, SafeNewKey: true,
 		Title:    "There is no such checkpoint",
@@ -696,7 +706,7 @@ var (
 // rollbackKinds lists the kinds of rollbacks, in the order in which they are documented.
 func rollbackKinds() []Kind {
 	return []Kind{
-		ApprovalRequired, ApprovalDenied, notInWorkflow, coordinatorRequired, WorkflowStopped, WorkflowPaused, rollbackConflict, rollbackMismatch, dependedOn, cannotPrepare,
+		ApprovalRequired, ApprovalDenied, notInWorkflow, coordinatorRequired, WorkflowStopped, WorkflowPaused, rollbackConflict, rollbackMismatch, dependedOn, cannotPrepare, planChanged,
 		checkpointUnknown, checkpointExpired, checkpointTampered,
 	}
 }

@@ -139,7 +139,7 @@ func TestSafeNewKey(t *testing.T) {
 		"rolled-back":    "the effect was undone",
 		"quota-exceeded": "found free", "snapshot-failed": "found free", "workflow-paused": "found free", "workflow-stopped": "found free", "approval-required": "found free", "approval-denied": "found free",
 		"not-in-workflow": "a rollback", "coordinator-required": "a rollback", "rollback-conflict": "a rollback", "rollback-mismatch": "a rollback",
-		"cannot-prepare": "a rollback", "depended-on": "a rollback", "checkpoint-unknown": "a rollback", "checkpoint-expired": "a rollback", "checkpoint-tampered": "a rollback",
+		"cannot-prepare": "a rollback", "plan-changed": "a rollback", "depended-on": "a rollback", "checkpoint-unknown": "a rollback", "checkpoint-expired": "a rollback", "checkpoint-tampered": "a rollback",
 	}
 	// Answered before anybody has looked under the key, about questions, or of what is known
 	// to run, to have run or to be in doubt.
@@ -180,7 +180,7 @@ func TestGRPCStatuses(t *testing.T) {
 		"execution-unknown": "5", "entry-unknown": "5", "workflow-unknown": "5", "checkpoint-unknown": "5",
 		"fingerprint-mismatch": "6", "rollback-mismatch": "6", "result-expired": "6", "result-unavailable": "6",
 		"body-too-large": "8", "quota-exceeded": "8",
-		"in-doubt": "9", "cannot-prepare": "9", "depended-on": "9", "checkpoint-tampered": "9", "checkpoint-expired": "9", "entry-pruned": "9",
+		"in-doubt": "9", "cannot-prepare": "9", "plan-changed": "9", "depended-on": "9", "checkpoint-tampered": "9", "checkpoint-expired": "9", "entry-pruned": "9",
 		"rolled-back": "10", "rollback-conflict": "10", "stream-refused": "12",
 		"in-progress": "14", "workflow-paused": "14", "approval-required": "14", "approval-denied": "7", "snapshot-failed": "14", "store-unavailable": "14", "shutting-down": "14",
 		"circuit-open": "14", "ect-unavailable": "14", "body-timeout": "14",

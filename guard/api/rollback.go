@@ -41,6 +41,13 @@ type Coordinator interface {
 	// with the same content returns the same rollback (P5). A Draft that has only a request
 	// is planned first.
 	Accept(ctx context.Context, d *rollback.Draft, extra ...store.Write) (*rollback.Rollback, error)
+	// Prepare says what a rollback would do, and what stands in the way. It changes nothing.
+	Prepare(ctx context.Context, r rollback.Request) (*rollback.Prepared, error)
+	// Reserve reserves what was prepared, for as long as last.
+	Reserve(ctx context.Context, p *rollback.Prepared, last time.Duration, extra ...store.Write) (*rollback.Prepared, error)
+	// Prepared returns a rollback that is reserved, or was accepted after it was prepared; else
+	// rollback.ErrUnknown.
+	Prepared(ctx context.Context, id string) (*rollback.Prepared, error)
 	// Get returns a rollback, or rollback.ErrUnknown.
 	Get(ctx context.Context, id string) (*rollback.Rollback, error)
 	// Wait returns a rollback once it is finished. With the error of ctx it returns the
@@ -77,7 +84,7 @@ type Tokens interface {
 	Result(ctx context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error)
 }
 
-// RollbackOptions are the settings of Rollbacks. All but the last four are required.
+// RollbackOptions are the settings of Rollbacks. All but the last five are required.
 type RollbackOptions struct {
 	Coordinator Coordinator
 	Tokens      Tokens
@@ -94,6 +101,9 @@ type RollbackOptions struct {
 
 	// Coordinators are the identities with the authority of a rollback coordinator.
 	Coordinators []string
+	// Reservation is how long a prepared rollback is reserved; rollback.DefaultReservation if
+	// zero.
+	Reservation time.Duration
 	// Wait is how long an answer waits; DefaultWait if zero.
 	Wait time.Duration
 	// Waits ends all waiting when the gateway shuts down. Nil is never.
@@ -126,6 +136,9 @@ func NewRollbacks(o RollbackOptions) *Rollbacks {
 	if o.Wait == 0 {
 		o.Wait = DefaultWait
 	}
+	if o.Reservation == 0 {
+		o.Reservation = rollback.DefaultReservation
+	}
 	if o.Waits == nil {
 		o.Waits = context.Background()
 	}
@@ -156,6 +169,7 @@ type rollbackRequest struct {
 	responder
 	route
 	counted counted
+	dry     bool // nothing is to be done
 }
 
 // coordinator reports whether an identity is a configured rollback coordinator.
@@ -181,6 +195,12 @@ func (q *rollbackRequest) show() error {
 		return NewProblem(AuthenticationRequired, "Send the credential that the workflow's calls were made with.")
 	}
 	r, err := q.Coordinator.Get(q.r.Context(), id)
+	var prepared *rollback.Prepared
+	if errors.Is(err, rollback.ErrUnknown) {
+		if prepared, err = q.Coordinator.Prepared(q.r.Context(), id); err == nil {
+			r = prepared.Rollback
+		}
+	}
 	if errors.Is(err, rollback.ErrUnknown) {
 		return unknownPart()
 	}
@@ -192,6 +212,9 @@ func (q *rollbackRequest) show() error {
 			err = unknownPart()
 		}
 		return err
+	}
+	if prepared != nil && r.State == rollback.Reserved {
+		return q.writeJSON(http.StatusOK, describePrepared(prepared, id))
 	}
 	return q.await(r, id, patience, ect.Cascade, "")
 }
@@ -271,6 +294,9 @@ func (q *rollbackRequest) ask() error {
 	if who.Unseen {
 		return q.unseen(who.Token, wanted.Checkpoint)
 	}
+	if q.dry || q.endpoint == endpointPrepareRollback {
+		return q.prepare(who, wanted)
+	}
 	r, err := q.accept(who, wanted)
 	if err != nil {
 		return err
@@ -317,6 +343,18 @@ func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, er
 	}
 	wanted.ID, wanted.Checkpoint, wanted.Reason, wanted.Urgency = said.id, said.checkpoint, said.reason, said.urgency
 	wanted.KeepDependants = said.keep != nil && *said.keep
+	wanted.Planned, q.dry = said.planned, said.dry
+	if said.scope == "" && said.cascade == nil && q.endpoint == endpointAskRollback {
+		// Figure 10 has no scope: it is that of the rollback that was prepared, which the same
+		// requester has signed.
+		prepared, err := q.Coordinator.Prepared(q.r.Context(), said.id)
+		switch {
+		case err == nil && prepared.Rollback.Checkpoint == said.checkpoint:
+			said.scope = string(prepared.Rollback.Scope)
+		case err != nil && !errors.Is(err, rollback.ErrUnknown):
+			return wanted, err
+		}
+	}
 	if wanted.Scope, err = ParseScope(said.scope, said.cascade); err != nil {
 		return wanted, err
 	}
@@ -368,22 +406,95 @@ func (q *rollbackRequest) cause(t *ect.Token, checkpoint string) (string, error)
 	return "", nil
 }
 
+// prepare answers with what the rollback would do (cascade 4.3.2, phase 1), and reserves it
+// unless it is a dry run. Nothing is recorded of a token whose request is refused, or changes
+// nothing; one that has prepared a rollback is good for nothing else.
+func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
+	ctx, cancel := until(q.r.Context(), q.Waits, acceptTime)
+	defer cancel()
+	use := useOf("agent_guard prepare", &wanted)
+	for {
+		status, err := q.unused(ctx, who, use)
+		if err != nil {
+			return err
+		}
+		if status == evidence.Unused {
+			if err := q.limit(&q.counted.issuer, q.Limit.Issuer, who.Token.Issuer()); err != nil {
+				return err
+			}
+		}
+		if err := q.inWorkflow(ctx, who.Token, wanted.Checkpoint); err != nil {
+			return err
+		}
+		p, err := q.Coordinator.Prepare(ctx, wanted)
+		switch {
+		case errors.Is(err, rollback.ErrMismatch):
+			return q.mismatch(ctx, who.Token, wanted.ID, err)
+		case err != nil:
+			return err
+		case p.Rollback.Workflow != "" && p.Rollback.Workflow != who.Token.Workflow():
+			return unknownPart()
+		case wanted.Unnamed && wanted.Error == "":
+			return rollback.ErrUnnamed
+		}
+		if p.Ready() && p.Until.IsZero() && p.Rollback.State == rollback.Reserved && !q.dry {
+			p, err = q.reserve(ctx, who, p, use)
+		}
+		if lost := (*store.Conflict)(nil); errors.As(err, &lost) && store.AwaitGroup(ctx) == nil {
+			continue // another request has used the token meanwhile
+		}
+		if err != nil {
+			return err
+		}
+		code := http.StatusOK
+		if !p.Ready() {
+			code = http.StatusConflict
+		}
+		return q.writeJSON(code, describePrepared(p, wanted.ID))
+	}
+}
+
+// reserve reserves what was prepared, with the use of its token.
+func (q *rollbackRequest) reserve(ctx context.Context, who *Asker, p *rollback.Prepared, use evidence.Use) (*rollback.Prepared, error) {
+	if err := q.limit(&q.counted.workflow, q.Limit.Workflow, who.Token.Workflow()); err != nil {
+		return nil, err
+	}
+	if err := q.Tokens.Enter(ctx, who.All); err != nil {
+		return nil, err
+	}
+	bound, err := q.Tokens.Bound(ctx, who.Token, use)
+	if err != nil {
+		return nil, err
+	}
+	return q.Coordinator.Reserve(ctx, p, q.Reservation, bound)
+}
+
+// unused returns whether a token was used for the same before. It refuses a token that was used
+// for something else, and an expired one that was not used.
+func (q *rollbackRequest) unused(ctx context.Context, who *Asker, use evidence.Use) (evidence.TokenStatus, error) {
+	status, err := q.Tokens.Recorded(ctx, who.Token, use)
+	switch {
+	case err != nil:
+		return status, err
+	case status == evidence.Other:
+		return status, refused(ect.CodeReplayed)
+	case status == evidence.Unused && who.Late != nil:
+		return status, who.Late
+	}
+	return status, nil
+}
+
 // accept returns the requested rollback, an existing or a new one. The same token with the
 // same content finds its rollback again, even after it has expired; a token is good for
 // only one content (P5, E-idempotency-a).
 func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback.Rollback, error) {
 	ctx, cancel := until(q.r.Context(), q.Waits, acceptTime)
 	defer cancel()
-	use := useOf(&wanted)
+	use := useOf("agent_guard rollback", &wanted)
 	for {
-		status, err := q.Tokens.Recorded(ctx, who.Token, use)
-		switch {
-		case err != nil:
+		status, err := q.unused(ctx, who, use)
+		if err != nil {
 			return nil, err
-		case status == evidence.Other:
-			return nil, refused(ect.CodeReplayed)
-		case status == evidence.Unused && who.Late != nil:
-			return nil, who.Late
 		}
 		known, err := q.Coordinator.Get(ctx, wanted.ID)
 		switch {
@@ -477,7 +588,13 @@ func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollb
 func (q *rollbackRequest) mismatch(ctx context.Context, t *ect.Token, id string, mismatch error) error {
 	r, err := q.Coordinator.Get(ctx, id)
 	if errors.Is(err, rollback.ErrUnknown) {
-		return refused(ect.CodeReplayed) // it was the token's id that was used before
+		prepared, unknown := q.Coordinator.Prepared(ctx, id)
+		if errors.Is(unknown, rollback.ErrUnknown) {
+			return refused(ect.CodeReplayed) // it was the token's id that was used before
+		}
+		if err = unknown; err == nil {
+			r = prepared.Rollback
+		}
 	}
 	if err != nil {
 		return err
@@ -543,10 +660,10 @@ func (q *rollbackRequest) limit(once *bool, take func(time.Time, int, string) (t
 	return p
 }
 
-// useOf returns what the token of a request is used for: this content, on any path.
-func useOf(r *rollback.Request) evidence.Use {
+// useOf returns what the token of a request is used for: this phase and content, on any path.
+func useOf(phase string, r *rollback.Request) evidence.Use {
 	sum := sha256.New()
-	parts := []string{"agent_guard rollback", r.ID, r.Checkpoint, string(r.Scope), r.Reason, r.Urgency}
+	parts := []string{phase, r.ID, r.Checkpoint, string(r.Scope), r.Reason, r.Urgency}
 	if r.KeepDependants {
 		parts = append(parts, "keep dependants")
 	}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/drawing"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
@@ -58,6 +60,8 @@ type Document struct {
 	// Effect is mixed or unknown if the effect is neither completely undone nor completely
 	// kept.
 	Effect string `json:"effect,omitempty"`
+	// Prepared is when it was prepared, if it was.
+	Prepared time.Time `json:"prepared,omitzero"`
 	// Asked is when the rollback was accepted.
 	Asked time.Time `json:"asked,omitzero"`
 	// Due is the deadline, after which it is escalated.
@@ -151,6 +155,86 @@ type StepDocument struct {
 	Way string `json:"way,omitempty"`
 }
 
+// What an agent answers to a request to prepare (cascade 4.3.2).
+const (
+	statusPrepared      = "prepared"
+	statusCannotPrepare = "cannot_prepare"
+)
+
+// PreparedDocument is the answer to a request to prepare a rollback: its document, with what
+// stands in the way. Its members are an API.
+type PreparedDocument struct {
+	Document
+	// Status is prepared or cannot_prepare.
+	Status string `json:"status"`
+	// Reason is a fixed word for why there is no plan that may be carried out; empty where
+	// agents say why they cannot prepare.
+	Reason string `json:"reason_code,omitempty"`
+	// Conflicting is the rollback that takes precedence (cascade 4.3.4).
+	Conflicting string `json:"conflicting_rollback_id,omitempty"`
+	// Until is when the reservation ends; missing without one.
+	Until time.Time `json:"reserved_until,omitzero"`
+	// Irreversible are the checkpoints of calls that cannot be undone.
+	Irreversible []string `json:"irreversible,omitempty"`
+	// Agents are those of the plan, with their answers.
+	Agents []ReadinessDocument `json:"agents"`
+}
+
+// ReadinessDocument says whether an agent can undo its part.
+type ReadinessDocument struct {
+	// Agent is its identity; missing where it is not known.
+	Agent string `json:"agent,omitempty"`
+	// Status is prepared or cannot_prepare.
+	Status string `json:"status"`
+	// Reason is a fixed word for why it cannot prepare.
+	Reason string `json:"reason,omitempty"`
+	// CheckpointID is the checkpoint that cannot be undone.
+	CheckpointID string `json:"checkpoint_id,omitempty"`
+}
+
+// describePrepared makes the answer to a request to prepare.
+func describePrepared(p *rollback.Prepared, id string) *PreparedDocument {
+	doc := &PreparedDocument{Document: *Describe(p.Rollback, id), Status: statusPrepared, Until: p.Until.UTC(), Agents: []ReadinessDocument{}}
+	if !p.Ready() {
+		doc.Status = statusCannotPrepare
+	}
+	if p.Until.IsZero() && p.Rollback.State == rollback.Reserved {
+		doc.State, doc.Asked, doc.Due = Planned, time.Time{}, time.Time{}
+	}
+	conflict, depended := (*rollback.ConflictError)(nil), (*rollback.DependedOnError)(nil)
+	switch {
+	case errors.As(p.Refusal, &conflict):
+		doc.Reason, doc.Conflicting = "conflict", urn(conflict.Winner)
+	case errors.As(p.Refusal, &depended):
+		doc.Reason, doc.Dependants = dependedOn.Slug, depended.Dependants
+	case errors.Is(p.Refusal, checkpoint.ErrExpired):
+		doc.Reason = checkpointExpired.Slug
+	case errors.Is(p.Refusal, checkpoint.ErrTampered):
+		doc.Reason = checkpointTampered.Slug
+	}
+	status, named := statusPrepared, map[string]bool{}
+	if doc.Reason != "" {
+		status = statusCannotPrepare
+	}
+	for _, o := range p.Obstacles {
+		if o.Reason == string(rollback.ReasonIrreversible) {
+			doc.Irreversible = append(doc.Irreversible, o.Checkpoint)
+		}
+		named[o.Agent] = true
+		doc.Agents = append(doc.Agents, ReadinessDocument{o.Agent, statusCannotPrepare, o.Reason, o.Checkpoint})
+	}
+	for i := range p.Rollback.Steps {
+		if agent := p.Rollback.Steps[i].Agent; !named[agent] {
+			named[agent] = true
+			doc.Agents = append(doc.Agents, ReadinessDocument{Agent: agent, Status: status, Reason: doc.Reason})
+		}
+	}
+	if len(doc.Agents) == 0 && doc.Reason != "" { // there is no plan that names them
+		doc.Agents = append(doc.Agents, ReadinessDocument{Status: status, Reason: doc.Reason, CheckpointID: doc.CheckpointID})
+	}
+	return doc
+}
+
 // CallDocument describes the call of a checkpoint to operators.
 type CallDocument struct {
 	// Execution is the execution key, in hexadecimal.
@@ -191,7 +275,7 @@ func Describe(r *rollback.Rollback, id string) *Document {
 		RollbackID: urn(id), CheckpointID: r.Checkpoint, Workflow: r.Workflow, Scope: r.Scope,
 		Reason: r.Reason, Urgency: r.Urgency, Requester: r.Requester, Operator: r.Operator,
 		State: string(r.State), Status: r.Status, Effect: effect(r.Unknown, r.Mixed),
-		Asked: r.Asked.UTC(), Due: r.Due.UTC(), Finished: r.Finished.UTC(), TimedOut: r.TimedOut,
+		Prepared: r.Prepared.UTC(), Asked: r.Asked.UTC(), Due: r.Due.UTC(), Finished: r.Finished.UTC(), TimedOut: r.TimedOut,
 		Steps: []StepDocument{}, Cascaded: []AgentDocument{}, Escalations: r.Escalations,
 		Before: hashed(r.Before), After: hashed(r.After),
 	}
@@ -375,6 +459,7 @@ var remedies = map[string]string{
 	string(rollback.ReasonNoPostImage):   "what stood there after the call is not known; compare by hand before you put it back",
 	reasonExpired:                        "its time to be undone is over; undo it by hand, or decide that it stays",
 	"checkpoint-tampered":                "what is kept of it is not what was recorded; examine the store, and undo it by hand",
+	"checkpoint-unknown":                 "a group has it, and nobody knows it here; find out what it stood for",
 	"foreign":                            "another gateway or agent has made the checkpoint; ask for its rollback there",
 	"missing":                            "the group contains checkpoints that nobody knows here; find out what they stood for",
 	"members":                            "some of what the group contains was not undone; look at the steps of those",

@@ -2,6 +2,7 @@ package api
 
 import (
 	"bytes"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -46,17 +47,22 @@ func (q *rollbackRequest) body() ([]byte, error) {
 type asked struct {
 	id, checkpoint, scope, reason, urgency string
 	cascade, keep                          *bool
+	dry                                    bool     // nothing is to be done
+	planned                                [32]byte // the hash of the plan; zero without one
 }
 
-// parseBody parses Figure 10 of the cascade draft, and AERR's request. It ignores unknown
-// members except dry_run, which only operators have: the rollback would be carried out.
-func parseBody(body []byte, dialect ect.Vocabulary) (*asked, error) {
+// parseBody parses Figures 9 and 10 of the cascade draft, and AERR's request. It ignores unknown
+// members, except for what another path has: the rollback would be carried out.
+func parseBody(body []byte, to resource) (*asked, error) {
 	members, err := readObject(body)
 	if err != nil {
 		return nil, err
 	}
-	if _, there := members["dry_run"]; there {
-		return nil, badParameter("dry_run is not known here, and nothing was done. Operators look ahead: caddy agent-guard rollback --dry-run.")
+	executes := to == resource{endpointAskRollback, ect.Cascade}
+	for _, name := range []string{"dry_run", "plan_hash"} {
+		if _, there := members[name]; there && !executes {
+			return nil, badParameter(name + " is not known here, and nothing was done. Send it to " + RollbackPath + ".")
+		}
 	}
 	text := func(name string) (value string) {
 		if raw, there := members[name]; there && err == nil && json.Unmarshal(raw, &value) != nil {
@@ -76,6 +82,10 @@ func parseBody(body []byte, dialect ect.Vocabulary) (*asked, error) {
 		return value
 	}
 	a.cascade, a.keep = truth("cascade"), truth("keep_dependants")
+	if dry := truth("dry_run"); dry != nil {
+		a.dry = *dry
+	}
+	hash := text("plan_hash")
 	if err != nil {
 		return nil, err
 	}
@@ -86,12 +96,22 @@ func parseBody(body []byte, dialect ect.Vocabulary) (*asked, error) {
 		return nil, badParameter("checkpoint_id is missing.")
 	case !isName(a.checkpoint):
 		return nil, badParameter("checkpoint_id is no id: 1 to 256 bytes without control characters.")
-	case dialect == ect.Cascade && phase != "" && phase != "execute":
-		return nil, badParameter("phase is not execute.")
+	case executes && phase != "" && phase != "execute":
+		return nil, badParameter("phase is not execute; the other one is asked for at " + PreparePath + ".")
+	case to.endpoint == endpointPrepareRollback && phase != "" && phase != "prepare":
+		return nil, badParameter("phase is not prepare; the other one is asked for at " + RollbackPath + ".")
 	case len(a.reason) > maxReason:
 		return nil, badParameter(fmt.Sprintf("reason is longer than %d bytes.", maxReason))
 	case len(a.urgency) > maxUrgency:
 		return nil, badParameter(fmt.Sprintf("urgency is longer than %d bytes.", maxUrgency))
+	}
+	if hash != "" {
+		if len(hash) != hex.EncodedLen(len(a.planned)) {
+			return nil, badParameter(badHash)
+		}
+		if _, err := hex.Decode(a.planned[:], []byte(hash)); err != nil {
+			return nil, badParameter(badHash)
+		}
 	}
 	a.checkpoint = evidence.Canonical(a.checkpoint)
 	if a.id, err = ParseID(a.id); err != nil {
@@ -100,6 +120,8 @@ func parseBody(body []byte, dialect ect.Vocabulary) (*asked, error) {
 	_, err = ParseScope(a.scope, a.cascade)
 	return a, err
 }
+
+const badHash = "plan_hash is no SHA-256 in hexadecimal, as the prepared plan has it."
 
 // ParseScope parses the word for a scope. Without a word, cascade decides; without both,
 // the scope is single. Both together must not contradict each other.
@@ -184,7 +206,7 @@ func isName(id string) bool {
 // ATD.
 func (q *rollbackRequest) said(t *ect.Token, body []byte) (*asked, error) {
 	if q.dialect != ect.ATD {
-		return parseBody(body, q.dialect)
+		return parseBody(body, q.resource)
 	}
 	return &asked{id: t.ID(), checkpoint: evidence.Canonical(t.Parents()[0])}, nil
 }

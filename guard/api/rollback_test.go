@@ -88,7 +88,8 @@ func TestCascade432MalformedRequests(t *testing.T) {
 		"something behind": body(askedID, point, "") + "{}", "no UTF-8": body(askedID, point, ", \"reason\": \"\xff\""),
 		"a long reason": body(askedID, point, `, "reason": "`+strings.Repeat("x", 513)+`"`), "a control character": body(askedID, "a\n", ""),
 		"a long urgency": body(askedID, point, `, "urgency": "`+strings.Repeat("x", 65)+`"`), "cut": body(askedID, point, "")[:40],
-		"a dry run": body(askedID, point, `, "dry_run": true`),
+		"a dry run that is none": body(askedID, point, `, "dry_run": "yes"`),
+		"a hash that is none":    body(askedID, point, `, "plan_hash": "12"`), "a hash of other digits": body(askedID, point, `, "plan_hash": "`+strings.Repeat("xy", 32)+`"`),
 	} {
 		if got := s.post(RollbackPath, text, token); got.Code != 400 {
 			t.Errorf("%s: %d %s", what, got.Code, got.Body)
@@ -104,6 +105,100 @@ func TestCascade432MalformedRequests(t *testing.T) {
 			t.Errorf("%s %s: %d", method, path, got.Code)
 		}
 	}
+}
+
+// C-4.3.2-b to -e, Figure 9: the answer says whether the agents are prepared, and why not; a
+// reservation is recorded with the use of the token, which is good for nothing else.
+func TestCascade432Prepared(t *testing.T) {
+	s := newSite(t, func(o *RollbackOptions) { o.Reservation = 7 * time.Second })
+	token := issued(t, alice, claims(flow))
+	figure9 := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "scope": "sub_dag"}`, askedID, point)
+	var first PreparedDocument
+	got := s.post(PreparePath, figure9, token)
+	got.read(http.StatusOK, &first)
+	if first.Status != "prepared" || first.State != "prepared" || first.PlanHash == "" || first.Scope != rollback.SubDAG ||
+		time.Until(first.Until) > 7*time.Second || time.Until(first.Until) <= 0 || fmt.Sprint(first.Agents) != fmt.Sprintf("[{%s prepared  } {%s prepared  }]", alice, mallory) {
+		t.Errorf("%+v", first)
+	}
+	if len(s.entered) != 1 || len(s.bound) != 1 || s.executed != 0 {
+		t.Errorf("entered %v, bound %v, executed %d", s.entered, s.bound, s.executed)
+	}
+	same(t, "the same token", got, s.post(PreparePath, figure9, token))
+	same(t, "another token", got, s.post(PreparePath, figure9, issued(t, alice, claims(flow))))
+	s.post(RollbackPath, body(askedID, point, `, "cascade": true`), token).refused(403, "ect-invalid", "replayed")
+	s.post(PreparePath, body(askedID, point, ""), token).refused(400, "parameter-invalid", "")
+	other := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, askedID, point)
+	s.post(PreparePath, other, issued(t, alice, claims(flow))).refused(422, "rollback-mismatch", "")
+	s.post(PreparePath, other, issued(t, mallory, claims(flow))).refused(403, "not-in-workflow", "")
+
+	var shown PreparedDocument
+	s.get(RollbackURL(askedID), evidence.Reader{Issuer: alice}).read(http.StatusOK, &shown)
+	if shown.Status != "prepared" || shown.PlanHash != first.PlanHash {
+		t.Errorf("%+v", shown)
+	}
+	s.get(RollbackURL(askedID), evidence.Reader{Issuer: "spiffe://example.com/agent/nobody"}).refused(403, "not-in-workflow", "")
+
+	// Figure 10 has no scope: it is that of what was prepared.
+	s.post(RollbackPath, body(askedID, point, `, "plan_hash": "`+first.PlanHash+`"`), issued(t, alice, claims(flow))).document(http.StatusOK)
+	if r := s.accepted[askedID]; r.Scope != rollback.SubDAG || fmt.Sprintf("%x", r.Planned) != first.PlanHash {
+		t.Errorf("%+v", r)
+	}
+}
+
+// C-4.3.2-e: who cannot prepare says why, with 409 and the document, and nothing is recorded. A
+// dry run says the same, and reserves nothing either where all could.
+func TestCascade432CannotPrepareIs409(t *testing.T) {
+	for name, c := range map[string]struct {
+		refusal   error
+		obstacles []rollback.Obstacle
+		code      int
+		want      string
+	}{
+		"nothing in the way": {nil, nil, 200, fmt.Sprintf(`prepared "" [] [{%s prepared  } {%s prepared  }]`, alice, mallory)},
+		"irreversible": {nil, []rollback.Obstacle{{Checkpoint: "other", Agent: mallory, Reason: "irreversible"}}, 409,
+			fmt.Sprintf(`cannot_prepare "" [other] [{%s cannot_prepare irreversible other} {%s prepared  }]`, mallory, alice)},
+		"changed":  {nil, []rollback.Obstacle{{Checkpoint: point, Agent: alice, Reason: "changed-since"}}, 409, fmt.Sprintf(`cannot_prepare "" [] [{%s cannot_prepare changed-since %s} {%s prepared  }]`, alice, point, mallory)},
+		"conflict": {&rollback.ConflictError{Winner: askedID}, nil, 409, fmt.Sprintf(`cannot_prepare "conflict" [] [{%s cannot_prepare conflict } {%s cannot_prepare conflict }]`, alice, mallory)},
+		"depended": {&rollback.DependedOnError{Dependants: []string{"d1"}}, nil, 409, fmt.Sprintf(`cannot_prepare "depended-on" [] [{%s cannot_prepare depended-on } {%s cannot_prepare depended-on }]`, alice, mallory)},
+		"expired":  {checkpoint.ErrExpired, nil, 409, fmt.Sprintf(`cannot_prepare "checkpoint-expired" [] [{%s cannot_prepare checkpoint-expired } {%s cannot_prepare checkpoint-expired }]`, alice, mallory)},
+		"tampered": {checkpoint.ErrTampered, nil, 409, fmt.Sprintf(`cannot_prepare "checkpoint-tampered" [] [{%s cannot_prepare checkpoint-tampered } {%s cannot_prepare checkpoint-tampered }]`, alice, mallory)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newSite(t)
+			s.refusal, s.obstacles = c.refusal, c.obstacles
+			for _, send := range []struct{ path, body string }{
+				{RollbackPath, body(askedID, point, `, "dry_run": true`)},
+				{PreparePath, fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, askedID, point)},
+			} {
+				var doc PreparedDocument
+				s.post(send.path, send.body, issued(t, alice, claims(flow))).read(c.code, &doc)
+				if got := fmt.Sprintf("%s %q %v %v", doc.Status, doc.Reason, doc.Irreversible, doc.Agents); got != c.want {
+					t.Errorf("%s, want %s", got, c.want)
+				}
+				reserved := c.code == 200 && send.path == PreparePath
+				if (len(s.entered)+len(s.bound) > 0) != reserved || doc.Until.IsZero() == reserved || (doc.State == "planned") == reserved {
+					t.Errorf("%s: entered %v, bound %v: %+v", send.path, s.entered, s.bound, doc)
+				}
+			}
+			if s.executed > 0 {
+				t.Error("executed")
+			}
+		})
+	}
+}
+
+// C-6.1-d: who prepares is counted as who executes, unless it is reserved already.
+func TestCascade61PrepareIsCounted(t *testing.T) {
+	s := newSite(t, func(o *RollbackOptions) { o.Rate = 1 })
+	text := func(id string) string {
+		return fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, id, point)
+	}
+	token := issued(t, alice, claims(flow))
+	s.post(PreparePath, text(askedID), token).read(http.StatusOK, new(PreparedDocument))
+	s.post(PreparePath, text(askedID), token).read(http.StatusOK, new(PreparedDocument))
+	s.post(PreparePath, text("11b1c2d3-e4f5-4789-abcd-ef0123456789"), issued(t, alice, claims(flow))).refused(429, "quota-exceeded", "")
+	s.asking = &Asker{Token: issued(t, mallory, claims(flow)), Unseen: true}
+	s.send(PreparePath, text(askedID)).refused(403, "not-in-workflow", "")
 }
 
 // C-6.1-c, P3: a checkpoint that is unknown, of another workflow, or of others in the same
@@ -279,6 +374,7 @@ func TestRefusals(t *testing.T) {
 		{&rollback.DependedOnError{Dependants: []string{"d1"}}, 409, "depended-on", ""},
 		{&rollback.TooManyError{}, 409, "cannot-prepare", "too-large"},
 		{&rollback.CycleError{Nodes: []string{"n"}}, 409, "cannot-prepare", "cycle"},
+		{&rollback.PlanChangedError{Hash: [32]byte{0xab}}, 409, "plan-changed", ""},
 		{rollback.ErrCheckpointUnknown, 404, "checkpoint-unknown", ""},
 		{rollback.ErrInvalid, 400, "parameter-invalid", ""},
 		{rollback.ErrStopping, 503, "shutting-down", ""},
@@ -291,6 +387,10 @@ func TestRefusals(t *testing.T) {
 		switch c.slug {
 		case "rollback-conflict":
 			if doc["conflicting_rollback_id"] != "urn:uuid:"+askedID {
+				t.Errorf("%v", doc)
+			}
+		case "plan-changed":
+			if hash, _ := doc["plan_hash"].(string); !strings.HasPrefix(hash, "ab00") || len(hash) != 64 {
 				t.Errorf("%v", doc)
 			}
 		case "depended-on":

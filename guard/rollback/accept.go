@@ -59,6 +59,14 @@ type checkedNode struct {
 	node  *workflow.Node
 	state NodeState
 	token Checkpoint // the zero value where it does not verify
+	outlook
+}
+
+// outlook is what is known of an undo before it is tried.
+type outlook struct {
+	way      string // of a call that ran
+	obstacle string // why it is in vain; empty if nothing is known
+	cause    string // of the obstacle irreversible
 }
 
 // refusal is a failed verification of the target: an error is recorded (cascade 4.2.3).
@@ -141,7 +149,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 			checked.token, err = c.verified(ctx, n.ID)
 		}
 		if err == nil {
-			checked.state, err = c.stateOf(ctx, n, &checked.token)
+			checked.state, checked.outlook, err = c.stateOf(ctx, n, &checked.token)
 		}
 		d.checkpoints = append(d.checkpoints, checked)
 		return checked.state, err
@@ -165,19 +173,37 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 		return nil, err
 	}
 	d.Due = now.Add(d.limit())
-	hash := p.Hash()
-	d.Hash = hash[:]
-	agents := make(map[string]string, len(d.checkpoints))
+	checked := make(map[string]*checkedNode, len(d.checkpoints))
 	for i := range d.checkpoints {
-		agents[d.checkpoints[i].node.ID] = d.checkpoints[i].token.Agent
+		checked[d.checkpoints[i].node.ID] = &d.checkpoints[i]
 	}
 	for _, level := range p.Levels {
-		for _, s := range level {
-			d.Agents = append(d.Agents, agents[s.Checkpoint])
+		for i := range level {
+			of := checked[level[i].Checkpoint]
+			d.Agents = append(d.Agents, of.token.Agent)
+			level[i].setOutlook(of.outlook)
 		}
 	}
 	d.Steps = len(d.Agents)
+	hash := p.Hash()
+	d.Hash = hash[:]
 	return d, nil
+}
+
+// setOutlook says what is known of the step before it is tried.
+func (s *PlanStep) setOutlook(o outlook) {
+	switch {
+	case s.What == Nothing, s.What == Block:
+		return
+	case s.What == Expired, s.Then == Expired:
+		o = outlook{obstacle: reasonExpired}
+	case (s.What == Escalate || s.Then == Escalate) && o.obstacle == "":
+		o.obstacle = string(ReasonIrreversible)
+	}
+	s.Way, s.Obstacle, s.Cause = o.way, o.obstacle, o.cause
+	if s.Obstacle != "" {
+		s.Way = ""
+	}
 }
 
 // verified is the token of a checkpoint, or the zero value if it does not verify: its step finds
@@ -190,32 +216,57 @@ func (c *Coordinator) verified(ctx context.Context, id string) (Checkpoint, erro
 	return cp, err
 }
 
-// stateOf is the state of a checkpoint by its records, the checkpoint store and the executions;
-// by its records alone if its token does not verify.
-func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Checkpoint) (NodeState, error) {
+// stateOf is the state of a checkpoint by its records, the checkpoint store and the executions,
+// with what is known of its undo; by its records alone if its token does not verify.
+func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Checkpoint) (NodeState, outlook, error) {
 	recorded := RecordedState(n)
 	if token.ID == "" {
-		return recorded, nil
+		return recorded, outlook{obstacle: reasonTampered}, nil
 	}
-	m, _, err := c.mark(ctx, n.ID)
+	m, damaged, err := c.mark(ctx, n.ID)
 	switch {
 	case err != nil:
-		return recorded, err
+		return recorded, outlook{}, err
 	case m.State == checkpoint.Undone:
-		return Undone, nil
-	case n.Group || !token.Own:
-		return recorded, nil
+		return Undone, outlook{}, nil
+	case damaged:
+		return recorded, outlook{obstacle: reasonTampered}, nil
+	case n.Group:
+		return recorded, outlook{}, nil
+	case !token.Own:
+		return recorded, outlook{obstacle: reasonForeign}, nil
 	case recorded == Undone: // P5: the checkpoint store says otherwise
 		recorded = Ran
 	}
 	s, err := c.callStatus(ctx, token, "", recorded)
 	switch {
 	case errors.Is(err, ErrStore):
-		return recorded, err
-	case err == nil:
-		return s.state, nil
+		return recorded, outlook{}, err
+	case errors.Is(err, checkpoint.ErrExpired):
+		return recorded, outlook{obstacle: reasonExpired}, nil
+	case err != nil:
+		return recorded, outlook{obstacle: reasonTampered}, nil
+	case s.opened == nil:
+		return s.state, outlook{}, nil
 	}
-	return recorded, nil
+	o := outlookOf(s.opened)
+	if s.state == InFlight && o.obstacle == string(ReasonUnfilled) { // its answer may bring the values
+		o = outlook{way: s.opened.Snapshot.Way.String()}
+	}
+	return s.state, o, nil
+}
+
+// outlookOf is what the records of a call say of its undo: its outcome may leave it to a person.
+func outlookOf(opened *checkpoint.Checkpoint) outlook {
+	switch cause, is := irreversible(opened); {
+	case cause == checkpoint.ReasonChanged:
+		return outlook{obstacle: string(ReasonChanged)}
+	case is:
+		return outlook{obstacle: string(ReasonIrreversible), cause: string(cause)}
+	case LacksValues(opened):
+		return outlook{obstacle: string(ReasonUnfilled)}
+	}
+	return outlook{way: opened.Snapshot.Way.String()}
 }
 
 // current reports whether a plan made now would be the same. If so, the draft counts as made now.
@@ -239,7 +290,7 @@ func (c *Coordinator) current(ctx context.Context, d *draft) bool {
 		if err != nil || !reflect.DeepEqual(token, known.token) {
 			return false
 		}
-		if state, err := c.stateOf(ctx, n, &token); err != nil || state != known.state {
+		if state, seen, err := c.stateOf(ctx, n, &token); err != nil || state != known.state || seen != known.outlook {
 			return false
 		}
 	}
@@ -329,9 +380,7 @@ func (c *Coordinator) Plan(ctx context.Context, r Request) (*Rollback, error) {
 		return nil, err
 	}
 	shown := d.draft.rollback()
-	for i := range shown.Steps {
-		c.previewStep(ctx, &shown.Steps[i])
-	}
+	shown.markObstacles()
 	return shown, nil
 }
 
@@ -362,6 +411,9 @@ func (c *Coordinator) Draft(ctx context.Context, r Request) (*Draft, error) {
 	}
 	shown := *d // Accept resolves the conflicts of its time
 	if _, err := shown.resolveConflicts(others); err != nil {
+		return nil, err
+	}
+	if _, err := c.reserved(ctx, &r, d); err != nil {
 		return nil, err
 	}
 	return &Draft{Request: r, draft: d, drafted: r, by: c}, nil
@@ -407,7 +459,7 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 	if err != nil {
 		return nil, err
 	}
-	lock, err := c.locks.lock(ctx, r.ID, scope)
+	lock, err := c.locks.lock(ctx, r.ID, scope, false)
 	if err != nil {
 		return nil, err
 	}
@@ -488,7 +540,7 @@ func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) 
 	if err != nil {
 		return nil, err
 	}
-	if !bytes.Equal(h.Content, r.content()) {
+	if !bytes.Equal(h.Content, r.content()) || r.Planned != [32]byte{} && !bytes.Equal(h.Hash, r.Planned[:]) {
 		return nil, ErrMismatch
 	}
 	if h.open() { // one whose acceptance landed and was not answered
@@ -517,7 +569,7 @@ func (c *Coordinator) refuse(ctx context.Context, refused *refusal) error {
 // conflicting are the unfinished rollbacks of a workflow, which may conflict.
 func (c *Coordinator) conflicting(ctx context.Context, workflow string) ([]*run, error) {
 	var all []*run
-	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(workflow))) {
+	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(kindWorkflow, workflow))) {
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", ErrStore, err)
 		}
@@ -571,15 +623,25 @@ func (d *draft) resolveConflicts(others []*run) (joins []*run, err error) {
 	return joins, nil
 }
 
-// accept decides and commits, holding the lock on acceptance.
-func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []store.Write) (*run, error) {
-	fence := store.Write{Key: c.fenceKey(d.Workflow), If: store.Absent()}
-	found, err := c.o.Store.Get(ctx, fence.Key)
+// fence is the write by which rollbacks of a workflow are decided one after the other.
+func (c *Coordinator) fence(ctx context.Context, workflow string) (store.Write, error) {
+	w := store.Write{Key: c.fenceKey(workflow), If: store.Absent()}
+	found, err := c.o.Store.Get(ctx, w.Key)
 	switch {
 	case err == nil:
-		fence.If = store.VersionIs(found.Version)
+		w.If = store.VersionIs(found.Version)
+		w.Expires = found.Expires
 	case !errors.Is(err, store.ErrNotFound):
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return w, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return w, nil
+}
+
+// accept decides and commits, holding the lock on acceptance.
+func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []store.Write) (*run, error) {
+	fence, err := c.fence(ctx, d.Workflow)
+	if err != nil {
+		return nil, err
 	}
 	others, err := c.conflicting(ctx, d.Workflow)
 	if err != nil {
@@ -588,6 +650,13 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	joins, err := d.resolveConflicts(others)
 	if err != nil {
 		return nil, err
+	}
+	held, err := c.reserved(ctx, r, d)
+	if err != nil {
+		return nil, err
+	}
+	if held.own != nil {
+		d.Prepared = held.own.Asked
 	}
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
@@ -610,6 +679,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 		return nil, b.Done(err)
 	}
 	writes := append([]store.Write{own, fence}, b.Writes()...)
+	writes = append(writes, held.writes...)
 	heads := make([]head, len(joins))
 	for i, other := range joins {
 		heads[i] = other.head
@@ -645,6 +715,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 		other.head, other.version = heads[i], version
 		other.applyHead()
 	}
+	c.locks.release(held.ids...)
 	accepted := newRun(n, &d.head, version, &d.plannedSteps)
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -655,7 +726,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 
 // acceptanceWrites adds the records of a new rollback besides its head.
 func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft, n name, b *store.Batch) error {
-	pieces, err := c.planWrites(n, &d.plannedSteps)
+	pieces, err := c.planWrites(kindPlan, n, &d.plannedSteps, time.Time{})
 	if err != nil {
 		return err
 	}
@@ -697,34 +768,4 @@ func refusedBy(err error, extra []store.Write) error {
 		return lost
 	}
 	return errAgain
-}
-
-// previewStep says whether an undo is already known to be in vain: the outcome of its call may
-// leave it to a person. What cannot be found out now is left to the step.
-func (c *Coordinator) previewStep(ctx context.Context, s *Step) {
-	if s.What != Undo && s.What != Escalate {
-		return
-	}
-	cp, err := c.o.Ledger.Checkpoint(ctx, s.Checkpoint)
-	if err == nil && !cp.Own {
-		s.What, s.Reason = Escalate, reasonForeign
-	}
-	if err != nil || !cp.Own {
-		return
-	}
-	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
-	if errors.Is(err, checkpoint.ErrTampered) {
-		s.What, s.Reason = Escalate, reasonTampered
-	}
-	if err != nil {
-		return
-	}
-	switch cause, irreversible := irreversible(opened); {
-	case cause == checkpoint.ReasonChanged:
-		s.What, s.Reason = Escalate, string(ReasonChanged)
-	case irreversible:
-		s.What, s.Reason, s.Cause = Escalate, string(ReasonIrreversible), string(cause)
-	case LacksValues(opened):
-		s.What, s.Reason, s.Unknown = Escalate, string(ReasonUnfilled), true
-	}
 }

@@ -48,6 +48,8 @@ type head struct {
 	// Behind are the rollbacks that come first, Absorbed those that give way to this one.
 	Behind   []string `json:"behind,omitempty"`
 	Absorbed []string `json:"absorbed,omitempty"`
+	// Prepared is when it was prepared; zero where it was not.
+	Prepared time.Time `json:"prepared,omitzero"`
 	// Steps and Pieces count the separate records; Hash is that of the plan.
 	Steps  int    `json:"steps"`
 	Pieces int    `json:"pieces"`
@@ -65,7 +67,7 @@ func (h *head) rollback() *Rollback {
 	r := &Rollback{
 		ID: h.ID, Checkpoint: h.Checkpoint, Workflow: h.Workflow, Scope: h.Scope, Reason: h.Reason, Urgency: h.Urgency,
 		Requester: h.Requester, Operator: h.Operator, State: h.State, Status: h.Status,
-		Asked: h.Asked, Due: h.Due, Finished: h.Finished, TimedOut: h.TimedOut, Unknown: h.Unknown, Mixed: h.Mixed,
+		Asked: h.Asked, Due: h.Due, Finished: h.Finished, TimedOut: h.TimedOut, Prepared: h.Prepared, Unknown: h.Unknown, Mixed: h.Mixed,
 		Joined: h.Joined, Start: h.Start, Complete: h.Complete, Escalations: h.Escalations,
 	}
 	copy(r.Before[:], h.Before)
@@ -216,7 +218,7 @@ func (c *Coordinator) stepWrite(n name, i int, s *Step) (store.Write, error) {
 }
 
 // planWrites are the pieces of a plan.
-func (c *Coordinator) planWrites(n name, p *plannedSteps) ([]store.Write, error) {
+func (c *Coordinator) planWrites(kind byte, n name, p *plannedSteps, expires time.Time) ([]store.Write, error) {
 	packed, err := p.encode()
 	if err != nil {
 		return nil, err
@@ -224,7 +226,9 @@ func (c *Coordinator) planWrites(n name, p *plannedSteps) ([]store.Write, error)
 	var writes []store.Write
 	for len(packed) > 0 {
 		size := min(len(packed), pieceSize)
-		writes = append(writes, c.sealed(partKey(kindPlan, n, len(writes)), packed[:size], store.Condition{}))
+		w := c.sealed(partKey(kind, n, len(writes)), packed[:size], store.Condition{})
+		w.Expires = expires
+		writes = append(writes, w)
 		packed = packed[size:]
 	}
 	return writes, nil
@@ -261,14 +265,11 @@ func (c *Coordinator) readHead(ctx context.Context, n name) (*head, store.Versio
 	return h, entry.Version, nil
 }
 
-func (c *Coordinator) load(ctx context.Context, n name) (*run, error) {
-	h, version, err := c.readHead(ctx, n)
-	if err != nil {
-		return nil, err
-	}
+// readPlan reads the plan of a head, and holds that it is the one that was accepted, or reserved.
+func (c *Coordinator) readPlan(ctx context.Context, kind byte, n name, h *head) (*plannedSteps, error) {
 	var packed []byte
 	for i := range h.Pieces {
-		entry, err := c.o.Store.Get(ctx, partKey(kindPlan, n, i))
+		entry, err := c.o.Store.Get(ctx, partKey(kind, n, i))
 		if errors.Is(err, store.ErrNotFound) {
 			return nil, unreadable(fmt.Errorf("the plan of rollback %s: %w", h.ID, err))
 		}
@@ -288,6 +289,18 @@ func (c *Coordinator) load(ctx context.Context, n name) (*run, error) {
 	// What is followed is what was accepted (C-4.3.1-d).
 	if sum := p.Plan.Hash(); subtle.ConstantTimeCompare(sum[:], h.Hash) != 1 {
 		return nil, unreadable(errors.New("the plan is not the one that was accepted"))
+	}
+	return p, nil
+}
+
+func (c *Coordinator) load(ctx context.Context, n name) (*run, error) {
+	h, version, err := c.readHead(ctx, n)
+	if err != nil {
+		return nil, err
+	}
+	p, err := c.readPlan(ctx, kindPlan, n, h)
+	if err != nil {
+		return nil, err
 	}
 	r := newRun(n, h, version, p)
 	if len(r.steps) != h.Steps {
@@ -330,7 +343,10 @@ func (c *Coordinator) readStep(r *run, entry store.Entry) error {
 //	u o name             index: those that are not finished, or whose records have no expiry yet
 //	u w workflow name    index: those of a workflow that are not finished
 //	u x name             index: those that have stopped their workflow
-//	u v workflow         changes whenever a rollback of the workflow is accepted
+//	u v workflow         changes whenever a rollback of the workflow is accepted, or reserved
+//	u r name             a reservation, sealed
+//	u q name piece       a piece of its plan, sealed
+//	u y workflow name    index: the reservations of a workflow
 const (
 	space        = 'u'
 	kindHead     = 'h'
@@ -342,6 +358,10 @@ const (
 	kindWorkflow = 'w'
 	kindStop     = 'x'
 	kindFence    = 'v'
+
+	kindReserved         = 'r'
+	kindReservedPlan     = 'q'
+	kindReservedWorkflow = 'y'
 )
 
 // name is the keyed hash of a rollback's id.
@@ -370,13 +390,14 @@ func (c *Coordinator) tokenKey(jti string) []byte {
 	return keyOf(kindToken, c.o.Sealer.Index("rollback token", jti))
 }
 
-func (c *Coordinator) workflowPrefix(workflow string) []byte {
+// workflowPrefix begins the keys of a workflow in one of the indexes by workflow.
+func (c *Coordinator) workflowPrefix(kind byte, workflow string) []byte {
 	hash := c.o.Sealer.Index("rollback workflow", workflow)
-	return append(append(make([]byte, 0, 2+16+len(name{})), space, kindWorkflow), hash[:16]...)
+	return append(append(make([]byte, 0, 2+16+len(name{})), space, kind), hash[:16]...)
 }
 
 func (c *Coordinator) workflowKey(workflow string, n name) []byte {
-	return append(c.workflowPrefix(workflow), n[:]...)
+	return append(c.workflowPrefix(kindWorkflow, workflow), n[:]...)
 }
 
 func (c *Coordinator) fenceKey(workflow string) []byte {
@@ -403,7 +424,7 @@ func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
 	c.sealing.Lock()
 	//lint:ignore SA2001 to have waited is all
 	c.sealing.Unlock()
-	for _, kind := range []byte{kindHead, kindPlan, kindStep, kindToken} {
+	for _, kind := range []byte{kindHead, kindPlan, kindStep, kindToken, kindReserved, kindReservedPlan} {
 		if err := r.Walk(ctx, []byte{space, kind}, resealPage, r.Reseal); err != nil {
 			return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
 		}

@@ -46,8 +46,10 @@ type workflowLock struct {
 	decided      chan struct{}
 	attemptsOnly bool            // it blocks further attempts of one call
 	stops        bool            // it blocks everything
+	whole        bool            // it blocks everything for a while
 	ids          map[string]bool // it blocks what follows from these
-	until        time.Time       // of one that stops: when it expires; zero is not yet known
+	reserved     bool            // it is that of a reservation
+	until        time.Time       // of a reservation and one that stops: when it expires; zero is not yet known
 }
 
 // admission is a call between its admission and its claim.
@@ -121,7 +123,7 @@ func blocked(locks []*workflowLock, parents iter.Seq2[string, error]) (wait <-ch
 			wait = w.decided
 			continue
 		}
-		if w.stops || w.attemptsOnly {
+		if w.stops || w.whole || w.attemptsOnly {
 			return nil, &BlockedError{Rollback: w.rollback, Stopped: w.stops}
 		}
 		partial = append(partial, w)
@@ -169,8 +171,9 @@ func (l *workflowLocks) leave(v *admission) {
 
 // lock holds up new calls of a workflow until the lock is decided or removed, and returns once
 // the admitted ones have claimed.
-func (l *workflowLocks) lock(ctx context.Context, rollback, workflow string) (*workflowLock, error) {
+func (l *workflowLocks) lock(ctx context.Context, rollback, workflow string, reserved bool) (*workflowLock, error) {
 	w := newWorkflowLock(rollback, workflow)
+	w.reserved = reserved
 	l.add(w)
 	for _, left := range l.admissionsEnd(workflow) {
 		select {
@@ -195,6 +198,9 @@ func (l *workflowLocks) add(w *workflowLock) {
 	defer l.mu.Unlock()
 	if l.byWorkflow == nil {
 		l.byWorkflow = map[string][]*workflowLock{}
+	}
+	for workflow := range l.byWorkflow {
+		l.removeExpired(workflow)
 	}
 	l.byWorkflow[w.workflow] = append(l.byWorkflow[w.workflow], w)
 }
@@ -242,7 +248,9 @@ func (w *workflowLock) decide() {
 // blockPlan blocks what follows from the plan's checkpoints, their actions, and the actions that
 // it passes.
 func (w *workflowLock) blockPlan(scope Scope, p *Plan) {
-	if w.stops = scope == FullWorkflow && !w.attemptsOnly; w.stops || w.attemptsOnly {
+	all := scope == FullWorkflow && !w.attemptsOnly
+	w.stops, w.whole = all && !w.reserved, all && w.reserved
+	if all || w.attemptsOnly {
 		return
 	}
 	w.ids = map[string]bool{}
@@ -259,6 +267,24 @@ func (w *workflowLock) blockPlan(scope Scope, p *Plan) {
 	}
 }
 
+// hold lets waiting calls read the lock of a reservation, and sets how long it lasts. It may end
+// early or late with a clock that is set: execute looks at the present either way.
+func (l *workflowLocks) hold(w *workflowLock, last time.Duration) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	w.until = time.Now().Add(last)
+	w.decide()
+}
+
+// release removes the locks of reservations.
+func (l *workflowLocks) release(ids ...string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for workflow := range l.byWorkflow {
+		l.remove(workflow, func(w *workflowLock) bool { return w.reserved && slices.Contains(ids, w.rollback) })
+	}
+}
+
 // unlock removes a lock and wakes the calls that wait for it.
 func (l *workflowLocks) unlock(w *workflowLock) {
 	l.mu.Lock()
@@ -272,7 +298,7 @@ func (l *workflowLocks) unlock(w *workflowLock) {
 func (l *workflowLocks) ended(h *head, keep time.Duration) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	over := func(w *workflowLock) bool { return w.rollback == h.ID && !w.stops }
+	over := func(w *workflowLock) bool { return w.rollback == h.ID && !w.stops && !w.reserved }
 	if h.Workflow == "" { // there are as many as rollbacks under way
 		for workflow := range l.byWorkflow {
 			l.remove(workflow, over)
@@ -287,7 +313,7 @@ func (l *workflowLocks) ended(h *head, keep time.Duration) {
 	l.remove(h.Workflow, over)
 }
 
-// removeExpired unlocks a terminated workflow whose rollback has expired, with mu held.
+// removeExpired removes locks whose rollback or reservation has expired, with mu held.
 func (l *workflowLocks) removeExpired(workflow string) {
 	l.remove(workflow, func(w *workflowLock) bool { return !w.until.IsZero() && !time.Now().Before(w.until) })
 }
@@ -305,9 +331,13 @@ func (l *workflowLocks) remove(workflow string, which func(*workflowLock) bool) 
 // Load restores the locks of unfinished rollbacks and terminated workflows, before the first call
 // and Start. If it fails no call may begin: it could follow from what is being undone.
 func (c *Coordinator) Load(ctx context.Context) error {
-	for _, kind := range []byte{kindStop, kindOpen} {
+	for _, kind := range []byte{kindStop, kindOpen, kindReserved} {
 		for entry, err := range c.o.Store.Scan(ctx, store.Prefix([]byte{space, kind})) {
-			if err == nil {
+			switch {
+			case err != nil:
+			case kind == kindReserved:
+				err = c.restoreReservation(ctx, entry)
+			default:
 				err = c.restore(ctx, kind == kindStop, entry)
 			}
 			if err != nil {

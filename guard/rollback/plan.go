@@ -145,6 +145,14 @@ type PlanStep struct {
 	// none between, at most 64: their calls follow from its call, or a group contains them. It is
 	// for people: the levels decide, and no hash covers it.
 	Earlier []int `json:"earlier,omitempty"`
+	// Way is how a call that ran is undone; empty if that is not known. MakePlan leaves this and
+	// what follows empty: the graph does not say it.
+	Way string `json:"way,omitempty"`
+	// Obstacle is a fixed word for why it cannot be undone, as far as that is known before it is
+	// tried; empty if nothing is known.
+	Obstacle string `json:"obstacle,omitempty"`
+	// Cause refines the obstacle irreversible. It is no part of the hash.
+	Cause string `json:"cause,omitempty"`
 }
 
 // Plan is what a rollback does.
@@ -256,8 +264,11 @@ func (d *planner) step(i int) PlanStep {
 // which they were recorded.
 func (d *planner) latestFirst(a, b int) int { return cmp.Compare(d.Seq(b), d.Seq(a)) }
 
-// hashed is what a hash begins with. Its number changes with the encoding.
-const hashed = "agent-guard rollback plan 1"
+// What a hash begins with. The number changes with the encoding.
+const (
+	hashed         = "agent-guard rollback plan 1"
+	hashedWithWays = "agent-guard rollback plan 2"
+)
 
 // Hash is what a plan is recognised by: two plans have the same one only if they say
 // the same. It is the SHA-256 of an encoding that has one form for each plan. A text is
@@ -273,9 +284,16 @@ const hashed = "agent-guard rollback plan 1"
 //	list of texts dependants
 //	list of texts missing
 //	left, in the form of a length, unless it is 0
+//
+// Of a plan with a Way or an Obstacle the first text ends with 2, and each step has texts way and
+// obstacle behind its actions.
 func (p *Plan) Hash() [sha256.Size]byte {
-	e := encoder{sha256.New()}
-	e.text(hashed)
+	e, ways := encoder{sha256.New()}, p.ways()
+	if ways {
+		e.text(hashedWithWays)
+	} else {
+		e.text(hashed)
+	}
 	e.text(p.Workflow)
 	e.text(p.Target)
 	e.text(string(p.Scope))
@@ -287,6 +305,10 @@ func (p *Plan) Hash() [sha256.Size]byte {
 			e.text(string(s.What))
 			e.text(string(s.Then))
 			e.texts(s.Actions)
+			if ways {
+				e.text(s.Way)
+				e.text(s.Obstacle)
+			}
 		}
 	}
 	e.texts(p.Passed)
@@ -297,6 +319,16 @@ func (p *Plan) Hash() [sha256.Size]byte {
 		e.length(p.Left)
 	}
 	return [sha256.Size]byte(e.Sum(nil))
+}
+
+// ways reports whether the plan says how a step is done.
+func (p *Plan) ways() bool {
+	for _, level := range p.Levels {
+		if slices.ContainsFunc(level, func(s PlanStep) bool { return s.Way != "" || s.Obstacle != "" }) {
+			return true
+		}
+	}
+	return false
 }
 
 type encoder struct{ hash.Hash }

@@ -563,7 +563,10 @@ func TestHashIsStable(t *testing.T) {
 func TestHashTellsPlansApart(t *testing.T) {
 	base := Plan{
 		Workflow: "w", Target: "C", Scope: SubDAG,
-		Levels: [][]PlanStep{{{"D", Wait, Undo, []string{"b", "a"}, nil}, {"E", Undo, "", nil, nil}}, {{"C", Undo, "", []string{"c"}, nil}}},
+		Levels: [][]PlanStep{
+			{{Checkpoint: "D", What: Wait, Then: Undo, Actions: []string{"b", "a"}}, {Checkpoint: "E", What: Undo}},
+			{{Checkpoint: "C", What: Undo, Actions: []string{"c"}}},
+		},
 		Passed: []string{"p"}, Along: []string{"l"}, Dependants: []string{"q"}, Missing: []string{"r"},
 	}
 	seen := map[[32]byte]string{base.Hash(): "base"}
@@ -577,6 +580,11 @@ func TestHashTellsPlansApart(t *testing.T) {
 		"then":             func(p *Plan) { p.Levels[0][0].Then = Escalate },
 		"actions":          func(p *Plan) { p.Levels[0][0].Actions = []string{"b"} },
 		"actions joined":   func(p *Plan) { p.Levels[0][0].Actions = []string{"ba"} },
+		"way":              func(p *Plan) { p.Levels[0][0].Way = "restore" },
+		"another way":      func(p *Plan) { p.Levels[0][0].Way = "compensate" },
+		"another's way":    func(p *Plan) { p.Levels[0][1].Way = "restore" },
+		"obstacle":         func(p *Plan) { p.Levels[0][0].Obstacle = "restore" },
+		"way of an action": func(p *Plan) { p.Levels[0][0].Actions, p.Levels[0][0].Way = []string{"b"}, "a" },
 		"barrier moves":    func(p *Plan) { p.Levels = [][]PlanStep{p.Levels[0][:1], {p.Levels[0][1], p.Levels[1][0]}} },
 		"barrier is gone":  func(p *Plan) { p.Levels = [][]PlanStep{append(p.Levels[0], p.Levels[1]...)} },
 		"no levels":        func(p *Plan) { p.Levels = nil },

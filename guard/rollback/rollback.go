@@ -52,6 +52,9 @@
 //
 // # Acceptance and execution
 //
+// [Coordinator.Prepare] says what would be done, and for whom it cannot. It changes nothing;
+// [Coordinator.Reserve] holds back, for a while, the calls that would make the answer wrong.
+//
 // [Coordinator.Execute] locks the workflow: calls that follow from what is undone do not begin
 // (see [Coordinator.Enter]). It drafts the plan behind that lock and commits it. Rollbacks of a
 // workflow that share a checkpoint conflict; the wider scope takes precedence, then the earlier
@@ -142,6 +145,8 @@ const (
 	Executing State = "executing"
 	// Finished: it has a Status, which never changes.
 	Finished State = "finished"
+	// Reserved: it was prepared, and nothing was accepted yet. It ends by itself.
+	Reserved State = "prepared"
 )
 
 // Rollback is the record of a rollback.
@@ -159,7 +164,9 @@ type Rollback struct {
 	// that is not done by then is escalated, and TimedOut. Finished is zero before its end.
 	Asked, Due, Finished time.Time
 	TimedOut             bool
-	Plan                 *Plan
+	// Prepared is when it was prepared; zero where it was asked for in one request.
+	Prepared time.Time
+	Plan     *Plan
 	// Steps are those of the plan, in the order of their levels.
 	Steps []Step
 	// Unknown says that the effect of a step is unknown, Mixed that some effects were undone and
@@ -235,6 +242,8 @@ type Request struct {
 	Checkpoint string
 	// Scope is how far to go.
 	Scope Scope
+	// Planned is the hash of the plan that is to be carried out, and no other; zero is any.
+	Planned [32]byte
 	// KeepDependants allows completed actions to stay that depend on what is undone; without it
 	// such a rollback is refused.
 	KeepDependants bool
@@ -390,6 +399,18 @@ var (
 	// ErrCursor: the text does not say where a page begins.
 	ErrCursor = errors.New("rollback: this is not where a page begins; give what an earlier page named as the next")
 )
+
+// PlanChangedError refuses to carry out another plan than the one that was prepared, or that the
+// request names. Whoever asks may prepare anew.
+type PlanChangedError struct {
+	// Hash is that of the plan as it is now.
+	Hash [32]byte
+}
+
+// Error implements error.
+func (e *PlanChangedError) Error() string {
+	return fmt.Sprintf("rollback: the plan is another one now: %x", e.Hash)
+}
 
 // ConflictError refuses a rollback that overlaps with another one, which takes
 // precedence (cascade 4.3.4).

@@ -1,0 +1,439 @@
+package rollback
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// DefaultReservation is how long a prepared rollback is reserved by default.
+const DefaultReservation = time.Minute
+
+// reasonUnknown is the obstacle of a member of a group that nobody knows.
+const reasonUnknown = "checkpoint-unknown"
+
+// Prepared is the answer to a request to prepare a rollback (cascade 4.3.2, phase 1).
+type Prepared struct {
+	// Rollback is what would be done. Its State is Reserved, or that of the rollback if it was
+	// accepted already. Without a plan it has no more than what was asked for.
+	Rollback *Rollback
+	// Until is when the reservation ends; zero without one.
+	Until time.Time
+	// Refusal says why there is no plan, or none that may be carried out: checkpoint.ErrTampered,
+	// checkpoint.ErrExpired, *DependedOnError or *ConflictError. It is nil otherwise.
+	Refusal error
+	// Obstacles are the steps of the plan that are known to be in vain.
+	Obstacles []Obstacle
+
+	request Request
+	draft   *draft // that can be reserved; nil where nothing is to be
+}
+
+// Obstacle says why a checkpoint cannot be undone.
+type Obstacle struct {
+	Checkpoint string
+	// Agent is the identity behind the call; empty if it is not known.
+	Agent string
+	// Reason is a fixed word.
+	Reason string
+	// Cause refines the reason irreversible; it may be empty.
+	Cause string
+}
+
+// Ready reports whether everything can be undone, as far as that is known before it is tried.
+func (p *Prepared) Ready() bool { return p.Refusal == nil && len(p.Obstacles) == 0 }
+
+// reservation is the record of a prepared rollback. It holds back new calls that would follow
+// from what it covers, and other rollbacks that it takes precedence over, until it ends.
+type reservation struct {
+	head
+	// Keep is the request's KeepDependants, which is said again by who executes.
+	Keep  bool      `json:"keep,omitempty"`
+	Until time.Time `json:"until"`
+
+	planned *plannedSteps
+	version store.Version
+}
+
+// of reports whether a request is about what was reserved. A reason may be given later.
+func (v *reservation) of(r *Request) bool {
+	return v.Checkpoint == r.Checkpoint && v.Scope == r.Scope && v.Requester == v.requester(r) && v.Operator == r.Operator
+}
+
+func (*reservation) requester(r *Request) string {
+	if r.Operator != "" {
+		return ""
+	}
+	return r.By
+}
+
+// prepared is the answer that a reservation stands for.
+func (v *reservation) prepared(r *Request) *Prepared {
+	d := draft{head: v.head, plannedSteps: *v.planned}
+	return &Prepared{Rollback: d.rollback(), Until: v.Until, request: *r}
+}
+
+// Prepare decides who may ask, verifies what is to be undone and makes the plan, and says what
+// stands in the way (C-4.3.2-c to -e). It changes nothing. As long as the rollback is reserved,
+// the same request gets the same answer.
+func (c *Coordinator) Prepare(ctx context.Context, r Request) (*Prepared, error) {
+	if err := r.check(); err != nil {
+		return nil, err
+	}
+	if err := r.checkID(); err != nil {
+		return nil, err
+	}
+	if found, err := c.preparedAlready(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
+		return found, err
+	}
+	d, err := c.draft(ctx, &r)
+	asked := &Rollback{
+		ID: r.ID, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
+		Requester: r.By, Operator: r.Operator, State: Reserved,
+	}
+	refused, depended, conflict := (*refusal)(nil), (*DependedOnError)(nil), (*ConflictError)(nil)
+	switch {
+	case errors.As(err, &refused):
+		asked.Workflow = refused.draft.Workflow
+		return &Prepared{Rollback: asked, Refusal: refused.error, request: r}, nil
+	case errors.As(err, &depended):
+		return &Prepared{Rollback: asked, Refusal: depended, request: r}, nil
+	case err != nil:
+		return nil, err
+	}
+	d.State = Reserved
+	p := &Prepared{Rollback: d.rollback(), Obstacles: obstacles(&d.plannedSteps), request: r}
+	p.Rollback.markObstacles()
+	others, err := c.conflicting(ctx, d.Workflow)
+	if err != nil {
+		return nil, err
+	}
+	shown := *d
+	if _, err = shown.resolveConflicts(others); err == nil {
+		_, err = c.reserved(ctx, &r, &shown)
+	}
+	switch {
+	case errors.As(err, &conflict):
+		p.Refusal = conflict
+		return p, nil
+	case err != nil:
+		return nil, err
+	}
+	if p.Ready() {
+		p.draft = d
+	}
+	return p, nil
+}
+
+// preparedAlready is the answer of a rollback that is reserved or was accepted, or ErrUnknown.
+func (c *Coordinator) preparedAlready(ctx context.Context, r *Request) (*Prepared, error) {
+	accepted, err := c.again(ctx, r)
+	if err == nil {
+		return &Prepared{Rollback: accepted, request: *r}, nil
+	}
+	if !errors.Is(err, ErrUnknown) {
+		return nil, err
+	}
+	v, err := c.reservation(ctx, c.name(r.ID))
+	switch {
+	case err != nil:
+		return nil, err
+	case !v.of(r) || v.Keep != r.KeepDependants:
+		return nil, ErrMismatch
+	}
+	return v.prepared(r), nil
+}
+
+// Prepared returns a rollback that is reserved, or was accepted after it was prepared; else
+// ErrUnknown. Until is zero once it was accepted.
+func (c *Coordinator) Prepared(ctx context.Context, id string) (*Prepared, error) {
+	found, err := c.Get(ctx, id)
+	if err == nil && !found.Prepared.IsZero() {
+		return &Prepared{Rollback: found}, nil
+	}
+	if err == nil || !errors.Is(err, ErrUnknown) {
+		return nil, errors.Join(err, ErrUnknown)
+	}
+	v, err := c.reservation(ctx, c.name(id))
+	if err != nil {
+		return nil, err
+	}
+	return v.prepared(&Request{}), nil
+}
+
+// obstacles are the steps of a plan that are in vain, in their order, and the unknown members of
+// its groups.
+func obstacles(p *plannedSteps) (all []Obstacle) {
+	i := 0
+	for _, level := range p.Plan.Levels {
+		for _, s := range level {
+			if s.Obstacle != "" {
+				all = append(all, Obstacle{s.Checkpoint, p.Agents[i], s.Obstacle, s.Cause})
+			}
+			i++
+		}
+	}
+	for _, id := range p.Plan.Missing {
+		all = append(all, Obstacle{Checkpoint: id, Reason: reasonUnknown})
+	}
+	return all
+}
+
+// markObstacles says of the steps that are known to be in vain how they would end.
+func (b *Rollback) markObstacles() {
+	for i, s := range slices.Concat(b.Plan.Levels...) {
+		if step := &b.Steps[i]; s.Obstacle != "" && (s.What == Undo || s.What == Escalate) {
+			step.What, step.Reason, step.Cause = Escalate, s.Obstacle, s.Cause
+			step.Unknown = s.Obstacle == string(ReasonUnfilled)
+		}
+	}
+}
+
+// Reserve reserves what was prepared for some time, durably, and returns the answer to the
+// request; extra is written in the same commit. Where something stands in the way, or it is
+// reserved already, it changes nothing. The plan is made anew if it is not that of now.
+func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Duration, extra ...store.Write) (*Prepared, error) {
+	if p.draft == nil {
+		return p, nil
+	}
+	if c.ending() {
+		return nil, ErrStopping
+	}
+	scope, err := c.scope(ctx, p.draft.Workflow, p.request.Checkpoint)
+	if err != nil {
+		return nil, err
+	}
+	lock, err := c.locks.lock(ctx, p.request.ID, scope, true)
+	if err != nil {
+		return nil, err
+	}
+	done, keep, err := c.reserveBehind(ctx, p, last, lock, extra)
+	if keep {
+		c.locks.hold(lock, last)
+	} else {
+		c.locks.unlock(lock)
+	}
+	return done, err
+}
+
+// reserveBehind reserves behind the lock of a workflow: earlier calls are recorded, and no others
+// come. keep says that the lock stays, since something was reserved, or may have been.
+func (c *Coordinator) reserveBehind(ctx context.Context, p *Prepared, last time.Duration, lock *workflowLock, extra []store.Write) (_ *Prepared, keep bool, err error) {
+	if !c.current(ctx, p.draft) {
+		if p, err = c.Prepare(ctx, p.request); err != nil || p.draft == nil {
+			return p, false, err
+		}
+	}
+	d := p.draft
+	c.locks.setPlan(lock, d.Scope, d.Plan)
+	c.accepting.Lock()
+	defer c.accepting.Unlock()
+	for range maxTries {
+		if found, err := c.preparedAlready(ctx, &p.request); err == nil || !errors.Is(err, ErrUnknown) {
+			return found, false, err
+		}
+		v, err := c.reserve(ctx, &p.request, d, last, extra)
+		conflict := (*ConflictError)(nil)
+		switch {
+		case errors.Is(err, errAgain):
+		case errors.As(err, &conflict):
+			p.Refusal, p.draft = conflict, nil
+			return p, false, nil
+		case err != nil:
+			return nil, errors.Is(err, store.ErrUnknown), err
+		default:
+			return v.prepared(&p.request), true, nil
+		}
+	}
+	return nil, false, fmt.Errorf("%w: others change it again and again", ErrStore)
+}
+
+// reserve commits a reservation, and ends those of others over which it takes precedence.
+func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last time.Duration, extra []store.Write) (*reservation, error) {
+	fence, err := c.fence(ctx, d.Workflow)
+	if err != nil {
+		return nil, err
+	}
+	others, err := c.conflicting(ctx, d.Workflow)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := d.resolveConflicts(others); err != nil {
+		return nil, err
+	}
+	held, err := c.reserved(ctx, r, d)
+	if err != nil {
+		return nil, err
+	}
+	now, err := c.now(ctx)
+	if err != nil {
+		return nil, err
+	}
+	v := &reservation{head: d.head, Keep: r.KeepDependants, Until: now.Add(last), planned: &d.plannedSteps}
+	v.State = Reserved
+	v.Behind, v.Absorbed = nil, nil
+	if fence.Expires.Before(v.Until) {
+		fence.Expires = v.Until
+	}
+	c.sealing.RLock()
+	defer c.sealing.RUnlock()
+	n := c.name(r.ID)
+	pieces, err := c.planWrites(kindReservedPlan, n, &d.plannedSteps, v.Until)
+	if err != nil {
+		return nil, err
+	}
+	v.Pieces = len(pieces)
+	plain, err := json.Marshal(v)
+	if err != nil {
+		return nil, err
+	}
+	own := c.sealed(keyOf(kindReserved, n), plain, store.Absent())
+	own.Expires = v.Until
+	writes := append([]store.Write{own, fence, {Key: c.reservedKey(d.Workflow, n), Expires: v.Until}}, pieces...)
+	writes = append(writes, held.writes...)
+	if _, err := c.o.Store.Commit(ctx, append(writes, extra...)...); err != nil {
+		return nil, refusedBy(err, extra)
+	}
+	c.locks.release(held.ids...)
+	return v, nil
+}
+
+// reservation reads a reservation that has not ended; ErrUnknown where there is none.
+func (c *Coordinator) reservation(ctx context.Context, n name) (*reservation, error) {
+	entry, err := c.o.Store.Get(ctx, keyOf(kindReserved, n))
+	if errors.Is(err, store.ErrNotFound) {
+		return nil, ErrUnknown
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return c.openReservation(ctx, n, entry)
+}
+
+func (c *Coordinator) openReservation(ctx context.Context, n name, entry store.Entry) (*reservation, error) {
+	plain, err := c.open(entry)
+	if err != nil {
+		return nil, err
+	}
+	v := &reservation{version: entry.Version}
+	if err := json.Unmarshal(plain, v); err != nil {
+		return nil, unreadable(err)
+	}
+	if v.planned, err = c.readPlan(ctx, kindReservedPlan, n, &v.head); err != nil {
+		// Its pieces end with it: it may be over by now.
+		if _, gone := c.o.Store.Get(ctx, entry.Key); errors.Is(gone, store.ErrNotFound) {
+			return nil, ErrUnknown
+		}
+		return nil, err
+	}
+	return v, nil
+}
+
+// held is what a rollback takes over of the reservations of its workflow: its own, and those over
+// which it takes precedence.
+type held struct {
+	own    *reservation  // nil without one
+	ids    []string      // whose locks end
+	writes []store.Write // that end them
+}
+
+func (h *held) end(c *Coordinator, v *reservation) {
+	n := c.name(v.ID)
+	h.ids = append(h.ids, v.ID)
+	h.writes = append(h.writes,
+		store.Write{Key: keyOf(kindReserved, n), If: store.VersionIs(v.version), Delete: true},
+		store.Write{Key: c.reservedKey(v.Workflow, n), Delete: true},
+	)
+	for i := range v.Pieces {
+		h.writes = append(h.writes, store.Write{Key: partKey(kindReservedPlan, n, i), Delete: true})
+	}
+}
+
+// reserved compares a draft with the reservations of its workflow. It fails with
+// *PlanChangedError where another plan was prepared, which ends that reservation, and with
+// *ConflictError where another one takes precedence (cascade 4.3.4).
+func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h held, err error) {
+	mine := precedence{ID: d.ID, Scope: d.Scope, Asked: d.Asked}
+	own, err := c.reservation(ctx, c.name(r.ID))
+	switch {
+	case errors.Is(err, ErrUnknown):
+	case err != nil:
+		return h, err
+	case !own.of(r):
+		return h, ErrMismatch
+	default:
+		h.own, mine.Asked = own, own.Asked
+		h.end(c, own)
+	}
+	prepared := h.own == nil || bytes.Equal(h.own.Hash, d.Hash)
+	if !prepared || r.Planned != [32]byte{} && !bytes.Equal(r.Planned[:], d.Hash) {
+		if h.own != nil {
+			// Where another commit was first, it has ended already.
+			if _, err := c.o.Store.Commit(ctx, h.writes...); err != nil && !errors.Is(refusedBy(err, nil), errAgain) {
+				return h, refusedBy(err, nil)
+			}
+			c.locks.release(h.ids...)
+		}
+		return h, &PlanChangedError{Hash: [32]byte(d.Hash)}
+	}
+	var names []name
+	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(kindReservedWorkflow, d.Workflow))) {
+		if err != nil {
+			return h, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		names = append(names, nameIn(entry.Key))
+	}
+	for _, n := range names {
+		other, err := c.reservation(ctx, n)
+		if errors.Is(err, ErrUnknown) || err == nil && other.ID == d.ID {
+			continue
+		}
+		if err != nil {
+			return h, err
+		}
+		switch {
+		case !overlap(other.planned.Plan, d.Plan):
+		case comparePrecedence(precedence{ID: other.ID, Scope: other.Scope, Asked: other.Asked}, mine) <= 0:
+			return h, &ConflictError{Winner: other.ID}
+		default:
+			h.end(c, other)
+		}
+	}
+	return h, nil
+}
+
+// restoreReservation restores the lock of a reservation that outlasts a restart.
+func (c *Coordinator) restoreReservation(ctx context.Context, entry store.Entry) error {
+	v, err := c.openReservation(ctx, nameIn(entry.Key), entry)
+	if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
+		return nil // it holds nothing that is executed without a look at the present
+	}
+	if err != nil {
+		return err
+	}
+	scope, err := c.scope(ctx, v.Workflow, v.Checkpoint)
+	if err != nil {
+		return err
+	}
+	now, err := c.now(ctx)
+	if err != nil {
+		return err
+	}
+	w := newWorkflowLock(v.ID, scope)
+	w.reserved = true
+	c.locks.add(w)
+	c.locks.setPlan(w, v.Scope, v.planned.Plan)
+	c.locks.hold(w, v.Until.Sub(now))
+	return nil
+}
+
+// reservedKey is that of a reservation in the index by workflow.
+func (c *Coordinator) reservedKey(workflow string, n name) []byte {
+	return append(c.workflowPrefix(kindReservedWorkflow, workflow), n[:]...)
+}

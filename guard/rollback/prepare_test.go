@@ -1,0 +1,455 @@
+package rollback_test
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+func (r *rig) prepare(q rollback.Request) *rollback.Prepared {
+	r.t.Helper()
+	p, err := r.Prepare(ctx, q)
+	if err == nil {
+		p, err = r.Reserve(ctx, p, rollback.DefaultReservation)
+	}
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return p
+}
+
+// obstacles are the reasons of what was prepared.
+func obstacles(p *rollback.Prepared) (all []string) {
+	for _, o := range p.Obstacles {
+		all = append(all, o.Checkpoint+"="+o.Reason)
+	}
+	return all
+}
+
+// Cascade 4.3.2: prepare plans and changes nothing but its reservation, which holds back what
+// would follow from the plan, over a restart too, and ends by itself. Execute runs that plan.
+func TestCascade432Prepare(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.made("2", checkpoint.Compensate, execution.Completed, "1")
+		r.made("9", checkpoint.Restore, execution.Completed)
+		r.start()
+		q := request("c1", rollback.SubDAG)
+		first := r.prepare(q)
+		if !first.Ready() || first.Rollback.State != rollback.Reserved || first.Until.Sub(r.now()) != rollback.DefaultReservation || len(first.Rollback.Steps) != 2 {
+			t.Fatalf("%+v", first)
+		}
+		if got := first.Rollback.Plan.Levels; got[0][0].Way != "compensate" || got[1][0].Way != "restore" {
+			t.Errorf("%+v", got)
+		}
+		check := func(when string) {
+			t.Helper()
+			if got := r.enters("w", "2"); got == nil || got.Stopped || got.Rollback != q.ID {
+				t.Errorf("%s: %v", when, got)
+			}
+			if r.enters("w", "9") != nil || r.enters("another", "2") != nil {
+				t.Errorf("%s: what does not follow from the plan is blocked", when)
+			}
+			again := r.prepare(q)
+			if again.Until != first.Until || again.Rollback.Plan.Hash() != first.Rollback.Plan.Hash() || !again.Rollback.Asked.Equal(first.Rollback.Asked) {
+				t.Errorf("%s: %+v, first %+v", when, again, first)
+			}
+			if _, err := r.Get(ctx, q.ID); !errors.Is(err, rollback.ErrUnknown) {
+				t.Errorf("%s: it is a rollback already: %v", when, err)
+			}
+		}
+		check("at once")
+		stop(r.Coordinator)
+		r.open()
+		if err := r.Load(ctx); err != nil {
+			t.Fatal(err)
+		}
+		r.start()
+		check("after a restart")
+		if n := len(r.recorded()); n != 0 || r.world.sends != 0 {
+			t.Errorf("%d records, %d undos", n, r.world.sends)
+		}
+
+		time.Sleep(rollback.DefaultReservation)
+		if got := r.enters("w", "2"); got != nil {
+			t.Errorf("afterwards: %v", got)
+		}
+		if _, err := r.Prepared(ctx, q.ID); !errors.Is(err, rollback.ErrUnknown) {
+			t.Errorf("afterwards: %v", err)
+		}
+		// It is judged anew, and executed.
+		r.made("3", checkpoint.Restore, execution.Completed, "2")
+		second := r.prepare(q)
+		if second.Until.Equal(first.Until) || second.Rollback.Plan.Hash() == first.Rollback.Plan.Hash() {
+			t.Errorf("%+v", second)
+		}
+		q.Planned = second.Rollback.Plan.Hash()
+		done := r.run(q)
+		wantEnd(t, done, rollback.Completed, "c3=completed c2=completed c1=completed")
+		if !done.Prepared.Equal(second.Rollback.Asked) || done.Plan.Hash() != q.Planned {
+			t.Errorf("%+v", done)
+		}
+		if got := r.enters("w", "2"); got != nil {
+			t.Errorf("when it is finished: %v", got)
+		}
+		if p, err := r.Prepare(ctx, q); err != nil || !p.Ready() || p.Rollback.Status != rollback.Completed || !p.Until.IsZero() {
+			t.Errorf("prepared again: %+v, %v", p, err)
+		}
+		q.Planned = first.Rollback.Plan.Hash()
+		if _, err := r.Execute(ctx, q); !errors.Is(err, rollback.ErrMismatch) {
+			t.Errorf("the same id for another plan: %v", err)
+		}
+	})
+}
+
+// A reservation of a whole workflow pauses it, and does not end it.
+func TestCascade432PreparedWorkflow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.start()
+		q := request("c1", rollback.FullWorkflow)
+		q.Coordinator = true
+		r.prepare(q)
+		for range 2 {
+			if got := r.enters("w"); got == nil || got.Stopped {
+				t.Errorf("%v", got)
+			}
+			stop(r.Coordinator)
+			r.open()
+			if err := r.Load(ctx); err != nil {
+				t.Fatal(err)
+			}
+		}
+		time.Sleep(rollback.DefaultReservation)
+		if got := r.enters("w"); got != nil {
+			t.Errorf("afterwards: %v", got)
+		}
+	})
+}
+
+// C-4.3.2-e: every reason why something cannot be prepared. Nothing is reserved then.
+func TestCascade432CannotPrepare(t *testing.T) {
+	for name, test := range map[string]struct {
+		make func(r *rig, q *rollback.Request)
+		want []string
+	}{
+		"irreversible": {func(r *rig, _ *rollback.Request) {
+			r.made("2", checkpoint.Irreversible, execution.Completed, "1")
+		}, []string{"c2=irreversible"}},
+		"in flight and irreversible": {func(r *rig, _ *rollback.Request) {
+			r.claimed("2", checkpoint.Irreversible, "1")
+		}, []string{"c2=irreversible"}},
+		"tampered": {func(r *rig, _ *rollback.Request) {
+			r.made("2", checkpoint.Restore, execution.Completed, "1")
+			r.ledger.tamper["c2"] = true
+		}, []string{"c2=checkpoint-tampered"}},
+		"foreign": {func(r *rig, _ *rollback.Request) {
+			r.known("c2", CheckpointNode, rollback.Ran, rollback.Checkpoint{Reversible: true, Parents: []string{"1"}})
+		}, []string{"c2=foreign"}},
+		"unknown": {func(r *rig, q *rollback.Request) {
+			r.made("2", checkpoint.Restore, execution.Completed)
+			r.group("g", "c1", "c2", "c7")
+			q.Checkpoint, q.Coordinator = "g", true
+		}, []string{"c7=checkpoint-unknown"}},
+		"expired": {func(r *rig, _ *rollback.Request) {
+			r.made("2", checkpoint.Restore, execution.Completed, "1")
+			for i := range r.ledger.nodes {
+				if n := &r.ledger.nodes[i]; n.ID == "c2" {
+					n.Expires = r.now()
+				}
+			}
+		}, []string{"c2=checkpoint-expired"}},
+		"nothing in the way": {func(r *rig, _ *rollback.Request) {
+			r.made("2", checkpoint.Irreversible, execution.Released, "1")
+		}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			r.made("1", checkpoint.Restore, execution.Completed)
+			q := request("c1", rollback.SubDAG)
+			test.make(r, &q)
+			r.start()
+			p := r.prepare(q)
+			if got := obstacles(p); !slices.Equal(got, test.want) || p.Ready() != (test.want == nil) {
+				t.Errorf("%q, want %q: %+v", got, test.want, p)
+			}
+			if reserved := !p.Until.IsZero(); reserved != p.Ready() || (r.enters("w", "1") != nil) != reserved {
+				t.Errorf("reserved %v: %+v", reserved, p)
+			}
+		})
+	}
+}
+
+// What refuses a rollback as a whole refuses to prepare it, and nothing is recorded.
+func TestCascade432Refused(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	r.start()
+	alone := request("c1", rollback.Single)
+	alone.KeepDependants = false
+	depended := (*rollback.DependedOnError)(nil)
+	if p := r.prepare(alone); !errors.As(p.Refusal, &depended) || p.Ready() || p.Rollback.Plan != nil {
+		t.Errorf("%+v", p)
+	}
+	r.ledger.tamper["c2"] = true
+	if p := r.prepare(request("c2", rollback.Single)); !errors.Is(p.Refusal, checkpoint.ErrTampered) {
+		t.Errorf("%+v", p)
+	}
+	stranger := request("c1", rollback.SubDAG)
+	stranger.By = "spiffe://example.com/stranger"
+	if _, err := r.Prepare(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) {
+		t.Errorf("a stranger: %v", err)
+	}
+	if n := len(r.recorded()); n != 0 {
+		t.Errorf("%d records", n)
+	}
+}
+
+// Settled: another state since prepare is refused with the new hash, and prepared anew.
+func TestPlanChanged(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	e, h := r.claimed("2", checkpoint.Restore, "1")
+	r.start()
+	q := request("c1", rollback.SubDAG)
+	before := r.prepare(q).Rollback.Plan.Hash()
+	r.settle("2", e, h, execution.Completed)
+	_, err := r.Execute(ctx, q)
+	changed := (*rollback.PlanChangedError)(nil)
+	if !errors.As(err, &changed) || changed.Hash == before {
+		t.Fatalf("%v", err)
+	}
+	if got := r.enters("w", "1"); got != nil {
+		t.Errorf("it is reserved still: %v", got)
+	}
+	now := r.prepare(q)
+	if now.Rollback.Plan.Hash() != changed.Hash {
+		t.Errorf("%x, and then %x", changed.Hash, now.Rollback.Plan.Hash())
+	}
+	// Who names the plan of before gets nothing else, reserved or not.
+	for range 2 {
+		stale := q
+		stale.Planned = before
+		if _, err := r.Execute(ctx, stale); !errors.As(err, &changed) {
+			t.Errorf("%v", err)
+		}
+	}
+	if r.world.sends != 0 {
+		t.Errorf("%d undos", r.world.sends)
+	}
+	q.Planned = changed.Hash
+	wantEnd(t, r.run(q), rollback.Completed, "c2=completed c1=completed")
+}
+
+// What changes nothing of the plan does not change its hash: neither a call elsewhere in the
+// workflow, nor time.
+func TestPlanUnchanged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.start()
+		q := request("c1", rollback.SubDAG)
+		r.prepare(q)
+		r.made("9", checkpoint.Restore, execution.Completed)
+		time.Sleep(rollback.DefaultReservation / 2)
+		wantEnd(t, r.run(q), rollback.Completed, "c1=completed")
+	})
+}
+
+// A reservation is for its requester, checkpoint and scope.
+func TestReservationOfAnother(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.start()
+	q := request("c1", rollback.SubDAG)
+	r.prepare(q)
+	for name, change := range map[string]func(q *rollback.Request){
+		"scope":     func(q *rollback.Request) { q.Scope = rollback.Single },
+		"requester": func(q *rollback.Request) { q.By, q.Coordinator = "spiffe://example.com/other", true },
+		"operator":  func(q *rollback.Request) { q.Operator = "ada" },
+	} {
+		other := q
+		change(&other)
+		if _, err := r.Prepare(ctx, other); !errors.Is(err, rollback.ErrMismatch) {
+			t.Errorf("prepare, %s: %v", name, err)
+		}
+		if _, err := r.Execute(ctx, other); !errors.Is(err, rollback.ErrMismatch) {
+			t.Errorf("execute, %s: %v", name, err)
+		}
+	}
+	reasoned := q
+	reasoned.Reason = "said later"
+	wantEnd(t, r.run(reasoned), rollback.Completed, "c1=completed")
+}
+
+// Cascade 4.3.4: of two that are prepared the wider goes before, then the earlier; the loser is
+// told who won. What does not overlap does not meet.
+func TestCascade434Reservations(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	r.made("9", checkpoint.Restore, execution.Completed)
+	r.start()
+	lost := func(err error, to rollback.Request) {
+		t.Helper()
+		conflict := (*rollback.ConflictError)(nil)
+		if !errors.As(err, &conflict) || conflict.Winner != to.ID {
+			t.Errorf("%v, want a conflict with %s", err, to.ID)
+		}
+	}
+	narrow := request("c2", rollback.Single)
+	r.prepare(narrow)
+	second := request("c2", rollback.Single)
+	lost(r.prepare(second).Refusal, narrow)
+	_, err := r.Execute(ctx, second)
+	lost(err, narrow)
+	if p := r.prepare(request("c9", rollback.Single)); !p.Ready() || p.Until.IsZero() {
+		t.Errorf("%+v", p)
+	}
+	wide := request("c1", rollback.SubDAG)
+	if p := r.prepare(wide); !p.Ready() || p.Until.IsZero() {
+		t.Errorf("%+v", p)
+	}
+	if _, err := r.Prepared(ctx, narrow.ID); !errors.Is(err, rollback.ErrUnknown) {
+		t.Errorf("the narrower one is reserved still: %v", err)
+	}
+	_, err = r.Execute(ctx, narrow)
+	lost(err, wide)
+	wantEnd(t, r.run(wide), rollback.Completed, "c2=completed c1=completed")
+	if got := r.enters("w", "1"); got != nil {
+		t.Errorf("when it is finished: %v", got)
+	}
+}
+
+// Two prepare what overlaps at once, in either order: one of them holds it.
+func TestCascade434PreparedAtOnce(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.start()
+	const many = 8
+	ready := make(chan bool, many)
+	for range many {
+		go func() {
+			p, err := r.Prepare(ctx, request("c1", rollback.SubDAG))
+			if err == nil {
+				p, err = r.Reserve(ctx, p, rollback.DefaultReservation)
+			}
+			if err != nil {
+				t.Error(err)
+			}
+			ready <- err == nil && p.Ready()
+		}()
+	}
+	n := 0
+	for range many {
+		if <-ready {
+			n++
+		}
+	}
+	if n != 1 {
+		t.Errorf("%d hold it", n)
+	}
+}
+
+// The process dies at any commit of prepare and execute, which lands or does not: what is
+// reserved is reserved whole, nothing is undone twice, and the rollback can be carried out.
+func TestCrashInBothPhases(t *testing.T) {
+	for dies := 0; ; dies++ {
+		over := false
+		for _, lands := range []bool{false, true} {
+			t.Run(fmt.Sprint(dies, lands), func(t *testing.T) {
+				r := newRig(t)
+				r.made("1", checkpoint.Restore, execution.Completed)
+				r.made("2", checkpoint.Compensate, execution.Completed, "1")
+				r.start()
+				r.st.mu.Lock()
+				r.st.dies, r.st.lands = r.st.commits+dies, lands
+				r.st.mu.Unlock()
+				q := request("c1", rollback.SubDAG)
+				try := func() error {
+					p, err := r.Prepare(ctx, q)
+					if err == nil {
+						p, err = r.Reserve(ctx, p, rollback.DefaultReservation)
+					}
+					if err != nil {
+						return err
+					}
+					if !p.Ready() {
+						return p.Refusal
+					}
+					q.Planned = p.Rollback.Plan.Hash()
+					if _, err = r.Execute(ctx, q); err == nil {
+						_, err = r.Wait(ctx, q.ID)
+					}
+					return err
+				}
+				ended := make(chan error, 1)
+				go func() { ended <- try() }()
+				select {
+				case err := <-ended:
+					over = err == nil && !r.st.gone()
+				case <-r.st.dead:
+				}
+				stop(r.Coordinator)
+				r.open()
+				if err := r.Load(ctx); err != nil {
+					t.Fatal(err)
+				}
+				r.start()
+				if err := try(); err != nil {
+					t.Fatal(err)
+				}
+				wantEnd(t, r.wait(q.ID), rollback.Completed, "c2=completed c1=completed")
+				for id, keys := range r.world.effects {
+					if len(keys) != 1 {
+						t.Errorf("%s was undone %d times", id, len(keys))
+					}
+				}
+				if got := r.enters("w", "1"); got != nil {
+					t.Errorf("it is held back for ever: %v", got)
+				}
+			})
+		}
+		if over {
+			return
+		}
+		if dies > 100 {
+			t.Fatal("it never ends")
+		}
+	}
+}
+
+// A use of a token that another request has taken refuses the reservation.
+func TestReservationWithWrites(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.start()
+	p, err := r.Prepare(ctx, request("c1", rollback.SubDAG))
+	if err != nil {
+		t.Fatal(err)
+	}
+	extra := store.Write{Key: []byte("zz " + uuid.NewString()), If: store.Absent(), Value: []byte("x")}
+	if _, err := r.mem.Commit(ctx, extra); err != nil {
+		t.Fatal(err)
+	}
+	lost := (*store.Conflict)(nil)
+	if _, err := r.Reserve(ctx, p, time.Minute, extra); !errors.As(err, &lost) || string(lost.Key) != string(extra.Key) {
+		t.Errorf("%v", err)
+	}
+	if got := r.enters("w", "1"); got != nil {
+		t.Errorf("it is reserved: %v", got)
+	}
+}
