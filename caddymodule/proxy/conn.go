@@ -15,6 +15,7 @@ type conn struct {
 	net.Conn
 	h2c     bool
 	stale   func() // called if the connection turns out to be closed before a request
+	peek    peek   // of Conn
 	attempt atomic.Pointer[Attempt]
 	unused  atomic.Bool // by the current attempt
 }
@@ -42,7 +43,7 @@ func (c *conn) Write(p []byte) (int, error) {
 	}
 	// If the other side has closed the connection and nobody has read that yet, the request
 	// would be lost and in doubt.
-	if c.unused.Swap(false) && gone(c.Conn) {
+	if c.unused.Swap(false) && c.peek.gone() {
 		c.stale()
 		return 0, errGone
 	}

@@ -3,8 +3,10 @@ package proxy
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"net/http"
+	"net/http/httptrace"
 	"testing"
 	"time"
 
@@ -39,6 +41,7 @@ func TestClosedConnectionIsNotWrittenTo(t *testing.T) {
 
 			stale := 0
 			c := &conn{Conn: client, stale: func() { stale++ }}
+			c.peek.begin(client)
 			_, watch := Arm(context.Background())
 			attempt := watch.Attempt()
 			c.Count(attempt)
@@ -50,7 +53,7 @@ func TestClosedConnectionIsNotWrittenTo(t *testing.T) {
 			if err := server.Close(); err != nil {
 				t.Fatal(err)
 			}
-			for deadline := time.Now().Add(20 * time.Second); !gone(client); {
+			for deadline := time.Now().Add(20 * time.Second); !c.peek.gone(); {
 				if time.Now().After(deadline) {
 					t.Fatal("the end of the connection never arrived")
 				}
@@ -74,11 +77,23 @@ func TestClosedConnectionIsNotWrittenTo(t *testing.T) {
 // Caddy's dial reads the request's variables there. Forwarding again writes them, and
 // a map that is read and written at once ends the process.
 func TestDialHasVariablesOfItsOwn(t *testing.T) {
+	for _, n := range []int{0, 1, 8, 9} { // few are kept in place, many in a map
+		seen, vars := sendRefused(t, n, context.Background())
+		vars["after"] = 2
+		if got, ok := seen.Value(caddyhttp.VarsCtxKey).(map[string]any); !ok || len(got) != n || n > 0 && got["v0"] != 0 || got["after"] != nil {
+			t.Errorf("of %d variables and one set later the dial has %v", n, got)
+		}
+	}
+}
+
+// sendRefused sends a guarded request with n variables to where no connection is, and returns the
+// dial's context.
+func sendRefused(t *testing.T, n int, parent context.Context) (dialled context.Context, vars map[string]any) {
+	t.Helper()
 	refused := errors.New("refused")
-	var seen map[string]any
 	tr := &Transport{HTTPTransport: &reverseproxy.HTTPTransport{
 		Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			seen, _ = ctx.Value(caddyhttp.VarsCtxKey).(map[string]any)
+			dialled = ctx
 			return nil, refused
 		}},
 	}}
@@ -86,8 +101,11 @@ func TestDialHasVariablesOfItsOwn(t *testing.T) {
 	if tr.guarded, err = tr.twin(); err != nil {
 		t.Fatal(err)
 	}
-	vars := map[string]any{"before": 1}
-	ctx, watch := Arm(context.WithValue(context.Background(), caddyhttp.VarsCtxKey, vars))
+	vars = map[string]any{}
+	for i := range n {
+		vars[fmt.Sprint("v", i)] = i
+	}
+	ctx, watch := Arm(context.WithValue(parent, caddyhttp.VarsCtxKey, vars))
 	defer watch.Release()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://127.0.0.1:1/", nil)
 	if err != nil {
@@ -96,8 +114,24 @@ func TestDialHasVariablesOfItsOwn(t *testing.T) {
 	if _, err := tr.RoundTrip(req); !errors.Is(err, refused) {
 		t.Fatal(err)
 	}
-	vars["after"] = 2
-	if seen["before"] != 1 || seen["after"] != nil {
-		t.Errorf("the dial has the variables %v", seen)
+	return dialled, vars
+}
+
+// Only our own hook for header fields is left out over HTTP/1. Others hear of them as behind Caddy's
+// transport, and all other hooks stay.
+func TestOthersHearOfHeaderFields(t *testing.T) {
+	ctx, _ := sendRefused(t, 1, context.Background())
+	if trace := httptrace.ContextClientTrace(ctx); trace == nil || trace.WroteHeaderField != nil || trace.GetConn == nil || trace.GotConn == nil {
+		t.Errorf("the trace of a request over HTTP/1 is %+v", trace)
+	}
+	heard := 0
+	other := &httptrace.ClientTrace{WroteHeaderField: func(string, []string) { heard++ }, GotFirstResponseByte: func() {}}
+	ctx, _ = sendRefused(t, 1, httptrace.WithClientTrace(context.Background(), other))
+	trace := httptrace.ContextClientTrace(ctx)
+	if trace == nil || trace.WroteHeaderField == nil || trace.GotFirstResponseByte == nil {
+		t.Fatalf("the trace of a request that others trace is %+v", trace)
+	}
+	if trace.WroteHeaderField("Name", nil); heard != 1 {
+		t.Errorf("the other trace has heard of %d fields", heard)
 	}
 }

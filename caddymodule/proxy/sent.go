@@ -3,9 +3,11 @@ package proxy
 import (
 	"context"
 	"errors"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptrace"
+	"reflect"
 	"sync"
 	"sync/atomic"
 
@@ -29,6 +31,7 @@ type Watch struct {
 	outside bool     // a connection was asked for by another transport than ours
 	inside  bool     // our transport's RoundTrip has not returned
 	attempt *Attempt // the last one of our transport, or nil
+	first   Attempt  // is nearly always the only one
 }
 
 type contextKey struct{}
@@ -137,18 +140,16 @@ func (w *Watch) gotConn(info httptrace.GotConnInfo) {
 		}
 		return
 	}
-	var onConn func()
+	var body *lateBody
 	if w.inside {
 		w.attempt.take(info.Conn, shared)
-		onConn = w.attempt.onConn
+		body = &w.attempt.body
 	} else {
 		w.outside = true
 	}
 	w.blown = !shared
 	w.mu.Unlock()
-	if onConn != nil {
-		onConn()
-	}
+	body.fill()
 }
 
 // wroteHeaderField blows the fuse for HTTP/2, and for transports that do not report the connection.
@@ -180,6 +181,8 @@ func forgetEarlierProxy(ctx context.Context) {
 // goroutines writing; Done makes the count final by refusing what they have not begun.
 type Attempt struct {
 	watch *Watch
+	ctx   ownContext
+	body  lateBody // filled in when there is a connection, before anything is written to it
 
 	// Guarded by watch.mu.
 	shared   net.Conn // the multiplexed connection of the request, or nil
@@ -189,7 +192,6 @@ type Attempt struct {
 	unknown  bool     // bytes may have been sent uncounted
 	sealed   bool     // no write may begin
 	unframed bool
-	onConn   func()
 }
 
 // Attempt opens the next attempt of our transport. If an earlier attempt may have sent
@@ -202,17 +204,81 @@ func (w *Watch) Attempt() *Attempt {
 		w.cancel()
 		return nil
 	}
-	w.attempt = &Attempt{watch: w}
+	if w.attempt == nil {
+		w.attempt = &w.first
+	} else {
+		w.attempt = new(Attempt) // connections may still hold the one before
+	}
+	w.attempt.watch = w
 	w.inside = true
 	return w.attempt
 }
 
-// whenConnected calls f when there is a connection, before anything is written to it. It
-// does not if the request is cut off at that point.
-func (a *Attempt) whenConnected(f func()) {
-	a.watch.mu.Lock()
-	defer a.watch.mu.Unlock()
-	a.onConn = f
+// ownContext is the context with which our transport sends a request.
+type ownContext struct {
+	context.Context
+	own    bool // vars or more are Caddy's variables
+	vars   [8]variable
+	n      int
+	more   map[string]any // instead of vars where they are too many
+	trace  httptrace.ClientTrace
+	traced context.Context // has trace; nil where Context's is used
+}
+
+type variable struct {
+	name  string
+	value any
+}
+
+// begin makes c a child of ctx with a copy of Caddy's variables. A dial reads them in a goroutine
+// that may outlive the attempt, when others write to them again. Few attempts dial, so there is a
+// map of them only where one is asked for.
+//
+// http1 says that the request goes out over HTTP/1, where the fuse needs no event of header fields
+// (see gotConn), for each of which net/http would allocate.
+func (c *ownContext) begin(ctx context.Context, http1 bool) {
+	c.Context = ctx
+	var vars map[string]any
+	if vars, c.own = ctx.Value(caddyhttp.VarsCtxKey).(map[string]any); len(vars) > len(c.vars) {
+		c.more, vars = maps.Clone(vars), nil
+	}
+	for name, value := range vars {
+		c.vars[c.n] = variable{name, value}
+		c.n++
+	}
+	if trace := httptrace.ContextClientTrace(ctx); http1 && trace != nil && onlyOurs(trace.WroteHeaderField) {
+		c.trace = *trace
+		c.trace.WroteHeaderField = nil
+		c.traced = httptrace.WithClientTrace(context.Background(), &c.trace)
+	}
+}
+
+// onlyOurs reports that nobody but a Watch hears of header fields by this hook. Hooks of several are
+// joined in another function.
+func onlyOurs(hook func(string, []string)) bool {
+	return hook != nil && reflect.ValueOf(hook).Pointer() == fieldHook
+}
+
+var fieldHook = reflect.ValueOf((*Watch)(nil).wroteHeaderField).Pointer()
+
+// Value implements context.Context.
+func (c *ownContext) Value(key any) any {
+	switch {
+	case c.own && key == caddyhttp.VarsCtxKey:
+		if c.more != nil {
+			return c.more
+		}
+		vars := make(map[string]any, c.n)
+		for _, v := range c.vars[:c.n] {
+			vars[v.name] = v.value
+		}
+		return vars
+	case c.traced != nil:
+		if value := c.traced.Value(key); value != nil {
+			return value
+		}
+	}
+	return c.Context.Value(key)
 }
 
 // Begin announces a write of bytes of the request. If it returns false, nothing may be
@@ -372,7 +438,7 @@ func (w *Watch) Proof(err error, retries int) Verdict {
 
 // verdict weighs the evidence. w.mu is held; blown is the state of the fuse before Proof.
 func (w *Watch) verdict(err error, retries int, blown bool) Verdict {
-	noConnection := errors.As(err, new(reverseproxy.DialError))
+	noConnection := err != nil && errors.As(err, new(reverseproxy.DialError))
 	switch {
 	case retries < 0:
 		// Another proxy may have sent something unseen.

@@ -356,6 +356,18 @@ func TestJSON(t *testing.T) {
 	if got := mod.(*proxy.Transport).KeepaliveGuarded; got != proxy.DefaultKeepaliveGuarded {
 		t.Errorf("keepalive_guarded is %v by default", got)
 	}
+	for config, want := range map[string]int{`{}`: 256, `{"keep_alive": {"max_idle_conns_per_host": 9}}`: 9, `{"keep_alive": {"max_idle_conns": 5}}`: 256} {
+		if mod, err = ctx.LoadModuleByID(id, json.RawMessage(config)); err != nil {
+			t.Fatal(err)
+		}
+		tr := mod.(*proxy.Transport)
+		if got := proxy.Guarded(tr).MaxIdleConnsPerHost; got != want {
+			t.Errorf("%s: %d idle connections of guarded requests to one upstream, want %d", config, got, want)
+		}
+		if got := tr.Transport.MaxIdleConnsPerHost; got != 32 && got != want {
+			t.Errorf("%s: %d idle connections of other requests", config, got)
+		}
+	}
 }
 
 // What reverse_proxy asks its transport for is answered as Caddy's own answers it.

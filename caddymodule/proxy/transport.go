@@ -20,7 +20,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"net"
 	"net/http"
 	"slices"
@@ -46,6 +45,12 @@ func init() {
 // timeout of common servers (Node.js closes after 5 s).
 const defaultKeepaliveGuarded = caddy.Duration(2 * time.Second)
 
+// defaultIdleGuarded is how many idle connections to one upstream are kept for guarded requests
+// where the configuration does not say. Those that share a sync of the log leave in one burst, and
+// idle connections beyond the limit would be closed and dialled anew with each. They live for
+// KeepaliveGuarded only.
+const defaultIdleGuarded = 256
+
 // Transport is Caddy's `http` transport for upstreams of guarded requests. It takes all options of
 // that transport, and treats requests that are not guarded exactly like it.
 //
@@ -57,7 +62,8 @@ const defaultKeepaliveGuarded = caddy.Duration(2 * time.Second)
 // Every request, guarded or not, passes the circuit breaker of its upstream.
 //
 // Because guarded requests have their own connections, max_conns_per_host and keepalive_idle_conns
-// apply to each kind of request separately.
+// apply to each kind of request separately. The default of keepalive_idle_conns_per_host is 256 for
+// guarded requests, since those that were recorded together are sent in one burst.
 type Transport struct {
 	*reverseproxy.HTTPTransport
 
@@ -79,6 +85,7 @@ type Transport struct {
 	verify   AnswerVerifier // verifies probes' answers; nil without trust
 
 	guarded *http.Transport
+	idle    int // most idle connections of guarded requests to one upstream
 	http3   bool
 	h2c     bool
 }
@@ -95,6 +102,10 @@ func (Transport) CaddyModule() caddy.ModuleInfo {
 
 // Provision sets up the embedded transport, its counting twin and the breakers.
 func (t *Transport) Provision(ctx caddy.Context) error {
+	t.idle = defaultIdleGuarded
+	if t.KeepAlive != nil && t.KeepAlive.MaxIdleConnsPerHost != 0 {
+		t.idle = t.KeepAlive.MaxIdleConnsPerHost
+	}
 	if err := t.HTTPTransport.Provision(ctx); err != nil {
 		return err
 	}
@@ -177,21 +188,15 @@ func (t *Transport) send(req *http.Request, attempt *Attempt) (*http.Response, e
 		return t.HTTPTransport.RoundTrip(req)
 	}
 	t.SetScheme(req)
-	own := req.WithContext(withOwnVars(req.Context()))
-	late := t.lateBodyOf(own, attempt)
-	res, err := t.guarded.RoundTrip(own)
-	late.close()
-	return res, err
-}
-
-// withOwnVars gives a request a copy of Caddy's variables. A dial reads them in a goroutine
-// that may outlive the attempt, when others write to them again.
-func withOwnVars(ctx context.Context) context.Context {
-	vars, ok := ctx.Value(caddyhttp.VarsCtxKey).(map[string]any)
-	if !ok {
-		return ctx
+	http1 := !t.h2c && req.URL.Scheme == "http"
+	attempt.ctx.begin(req.Context(), http1)
+	own := req.WithContext(&attempt.ctx)
+	if http1 {
+		attempt.body.begin(own)
 	}
-	return context.WithValue(ctx, caddyhttp.VarsCtxKey, maps.Clone(vars))
+	res, err := t.guarded.RoundTrip(own)
+	attempt.body.close()
+	return res, err
 }
 
 // unframed reports whether the body of res ends with its connection. gzip frames a body
@@ -393,6 +398,7 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 // loads guest modules only once.
 func (t *Transport) twin() (*http.Transport, error) {
 	rt := t.Transport.Clone()
+	rt.MaxIdleConnsPerHost = t.idle
 	// If one kept connection was closed, those of the same age will be too.
 	stale := func() { t.guarded.CloseIdleConnections() }
 	dial := countWrites(t.Transport.DialContext, stale, slices.Contains(t.Versions, "h2c"))
@@ -432,7 +438,9 @@ func countWrites(dial dialFunc, stale func(), h2c bool) dialFunc {
 		if err != nil {
 			return nil, err
 		}
-		return &conn{Conn: c, h2c: h2c, stale: stale}, nil
+		counts := &conn{Conn: c, h2c: h2c, stale: stale}
+		counts.peek.begin(c)
+		return counts, nil
 	}
 }
 
@@ -479,29 +487,26 @@ const maxAtOnce = 8 << 10
 // a second system call here, and a second wake-up of the upstream. The body of a guarded
 // call was read before the call was claimed.
 type lateBody struct {
-	from   io.ReadCloser
+	from   io.ReadCloser // nil for a body of another kind
 	length int64
 	buf    bytes.Buffer
 	read   bool
 }
 
-// lateBodyOf gives req, which is the transport's own copy, such a body if possible: only on
-// HTTP/1, which reports each connection.
-func (t *Transport) lateBodyOf(req *http.Request, attempt *Attempt) *lateBody {
-	if t.h2c || req.URL.Scheme != "http" || req.Body == nil || len(req.Trailer) > 0 ||
-		req.ContentLength <= 0 || req.ContentLength > maxAtOnce {
-		return nil
+// begin gives req, which is the transport's own copy, such a body if possible: only on HTTP/1,
+// which reports each connection.
+func (b *lateBody) begin(req *http.Request) {
+	if req.Body == nil || len(req.Trailer) > 0 || req.ContentLength <= 0 || req.ContentLength > maxAtOnce {
+		return
 	}
-	b := &lateBody{from: req.Body, length: req.ContentLength}
+	b.from, b.length = req.Body, req.ContentLength
 	req.Body = io.NopCloser(&b.buf)
-	attempt.whenConnected(b.fill)
-	return b
 }
 
 // fill reads one byte more than announced, to reach the end. Bodies of another length and
 // read errors are left to Go's transport.
 func (b *lateBody) fill() {
-	if b.read {
+	if b == nil || b.from == nil || b.read {
 		return
 	}
 	b.read = true
@@ -513,7 +518,7 @@ func (b *lateBody) fill() {
 
 // close closes a body that was not read, as http.RoundTripper requires.
 func (b *lateBody) close() {
-	if b != nil && !b.read {
+	if b.from != nil && !b.read {
 		_ = b.from.Close()
 	}
 }
