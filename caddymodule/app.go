@@ -395,7 +395,7 @@ func (a *App) openCalls() (*guard.Engine, func(), error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	return &e.forCalls, func() { _ = e.release() }, nil // closing the store logs its own errors
+	return &e.forCalls, e.giveBack, nil
 }
 
 var (

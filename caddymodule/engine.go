@@ -45,6 +45,7 @@ type engine struct {
 	recorder  circuitRecorder // records changes of breakers
 	keeping   [16]sync.Mutex  // serialise storing the state of each breaker
 	forCalls  guard.Engine    // the engine in the form that package guard needs
+	giveBack  func()          // release, for calls
 	places    places          // upstreams of undos
 
 	escalations escalating
@@ -224,6 +225,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 		Store: st, Executions: g, Checkpoints: e.checkpoints, Escalations: e.escalations.store, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
 		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(spec.logger),
 	}
+	e.giveBack = func() { _ = e.release() } // closing the store logs its own errors
 	e.startCircuits(ctx)
 	e.startResealing(ctx)
 	return e, nil

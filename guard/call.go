@@ -913,25 +913,26 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 // request is the request to forward: the call's own, with the body that was read and this
 // execution as the parent of what it causes.
 func (x *Call) request(ctx context.Context) *http.Request {
-	forwarded := &forwardedContext{
+	to := &forwardedContext{
 		Context: ctx, forwarder: forwarder{x.h.Name, forwarderOf(ctx)},
 		evidence: Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow},
 		patience: x.action.Deadline, patient: x.call.Deadline < x.action.Deadline,
 		handed: len(x.evidence.tokens.Own) > 0,
+		target: *x.r.URL, // which inner handlers rewrite, and may have to once more
+		parent: [1]string{x.call.Scope.ID}, workflow: [1]string{x.call.Workflow},
 	}
 	if x.message != nil && understood(x) { // else breakers hear from HTTP alone
-		forwarded.message = x.message
+		to.message = x.message
 	}
-	r := x.r.WithContext(forwarded)
-	target := *x.r.URL // which inner handlers rewrite, and may have to once more
-	r.URL = &target
+	r := x.r.WithContext(to)
+	r.URL = &to.target
 	r.Header = x.r.Header.Clone()
 	r.Header.Del("Expect")  // the body is here
 	r.Header.Del("Upgrade") // what is guarded stays HTTP (isTunnel)
 	r.Header.Del(HeaderExecutionID)
-	r.Header[HeaderExecutionParent] = []string{x.call.Scope.ID}
+	r.Header[HeaderExecutionParent] = to.parent[:]
 	if x.call.Workflow != "" {
-		r.Header[HeaderWorkflowID] = []string{x.call.Workflow}
+		r.Header[HeaderWorkflowID] = to.workflow[:]
 	}
 	if x.evidence.forwarded != nil {
 		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())

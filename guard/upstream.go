@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"net/http"
+	"net/url"
 	"strconv"
 	"strings"
 	"time"
@@ -165,6 +166,10 @@ type forwardedContext struct {
 	patience  time.Duration
 	patient   bool // patience counts
 	handed    bool // the guard uses the tokens of the request
+
+	// Of the request, in one piece of memory with its context.
+	target           url.URL
+	parent, workflow [1]string
 }
 
 // Value implements context.Context.

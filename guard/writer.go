@@ -44,6 +44,7 @@ type Writer struct {
 	whole  bool // a failure that waits whole
 	left   int64
 	last   []byte // what waits: a byte, or the body
+	end    [1]byte
 	sent   bool
 	gone   bool
 
@@ -138,7 +139,7 @@ func (w *Writer) Write(p []byte) (int, error) {
 				return n, nil // beyond Content-Length
 			}
 			p = p[:w.left]
-			w.last = append(w.last, p[len(p)-1])
+			w.last = append(w.end[:0], p[len(p)-1])
 			p = p[:len(p)-1]
 			w.left = 0
 		} else {

@@ -73,12 +73,12 @@ type Call struct {
 
 // Key derives the execution key of s.
 func (g *Guard) Key(s Scope) Key {
-	return g.sealer.Index("execution", s.Caller, s.Guard, s.Method, s.Path, s.ID)
+	return g.index("execution", s.Caller, s.Guard, s.Method, s.Path, s.ID)
 }
 
 // Caller derives the keyed hash of a caller's identity.
 func (g *Guard) Caller(identity string) CallerHash {
-	sum := g.sealer.Index("caller", identity)
+	sum := g.index("caller", identity)
 	return CallerHash(sum[:])
 }
 

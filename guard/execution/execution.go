@@ -153,10 +153,13 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 
 // keep records the settled execution, with its answer where tail is not nil.
 func (e *Execution) keep(ctx context.Context, record *Record, tail []byte, batches []*store.Batch) error {
-	batch := e.g.put(e.flight.key, &e.record, record, store.VersionIs(e.version), batches...)
+	room := rooms.Get().(*room)
+	defer room.free()
+	batch := e.g.putIn(room, e.flight.key, &e.record, record, store.VersionIs(e.version), batches...)
 	if tail != nil {
-		batch = append(batch, e.g.tail(e.flight.key, record, tail))
+		batch = append(batch, e.g.tail(room, e.flight.key, record, tail))
 	}
+	room.writes = batch
 	_, err := e.g.store.Commit(ctx, batch...)
 	if err == nil {
 		settled(e.usage, record)
@@ -189,7 +192,8 @@ type Flight struct {
 	checkpoint  string
 	recording   Recording
 	done        chan struct{}
-	ending      Ending // valid once done is closed
+	ending      Ending    // valid once done is closed
+	owner       Execution // what its owner holds, in one piece of memory with it
 }
 
 // Follow reads the flight's answer from its beginning; nil if it is too large for new followers.
@@ -441,10 +445,12 @@ func (p *pieces) rest(tail []byte, rec *Recording, r *Record, until time.Time) [
 	return tail
 }
 
-func (g *Guard) tail(key Key, record *Record, tail []byte) store.Write {
-	name := answerKey(key)
-	return store.Write{Key: name, Bulk: true, Value: g.sealer.Seal(make([]byte, 0, len(tail)+64), tail, name),
-		Expires: record.Result.Expires}
+// tail is the write of an answer, in memory of room.
+func (g *Guard) tail(room *room, key Key, record *Record, tail []byte) store.Write {
+	var name, sealed []byte
+	name, room.memory = cutOff(room.memory, appendAnswerKey(room.memory, key))
+	sealed, room.memory = cutOff(room.memory, g.sealer.Seal(room.memory, tail, name))
+	return store.Write{Key: name, Bulk: true, Value: sealed, Expires: record.Result.Expires}
 }
 
 // answer is the head piece of a recorded answer.

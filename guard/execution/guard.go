@@ -339,14 +339,18 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	if err != nil {
 		return nil, err
 	}
-	record := g.newRecord(c, flight.caller, now)
+	e := &flight.owner
+	*e = Execution{g: g, flight: flight, record: g.newRecord(c, flight.caller, now), usage: usage, attempt: c.Attempt}
+	record := &e.record
 	condition := store.Absent()
 	if found.Record != nil {
 		record.First = found.Record.began()
 		condition = store.VersionIs(found.version)
 	}
-	batch := c.Attempt.claims(g.put(c.Key, found.Record, &record, condition, batches...))
-	version, err := g.store.Commit(ctx, batch...)
+	room := rooms.Get().(*room)
+	defer room.free()
+	room.writes = c.Attempt.claims(g.putIn(room, c.Key, found.Record, record, condition, batches...))
+	e.version, err = g.store.Commit(ctx, room.writes...)
 	if err != nil {
 		g.quotas.leave(usage)
 		var lost *store.Conflict
@@ -364,7 +368,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	if c.Attempt != nil {
 		c.Attempt.runs(time.Time{})
 	}
-	return &Execution{g: g, flight: flight, record: record, version: version, usage: usage, attempt: c.Attempt}, nil
+	return e, nil
 }
 
 // gate counts running executions; once shut it admits no new ones.
@@ -570,4 +574,31 @@ func freeScratch(b *[]byte) {
 	if cap(*b) <= maxScratch {
 		scratch.Put(b)
 	}
+}
+
+// room is the memory of one commit's writes. A store keeps none of it (see store.Store), so it is
+// used again once Commit has returned.
+type room struct {
+	writes []store.Write
+	memory []byte // of their keys and values
+}
+
+var rooms = sync.Pool{New: func() any { return new(room) }}
+
+func (r *room) free() {
+	clear(r.writes)
+	if cap(r.memory) <= maxScratch {
+		rooms.Put(r)
+	}
+}
+
+// lists have room for the parts of an index.
+var lists = sync.Pool{New: func() any { return new([8]string) }}
+
+// index is sealer.Index of parts that are not kept: as an interface's arguments they would be
+// allocated.
+func (l *records) index(domain string, parts ...string) [32]byte {
+	list := lists.Get().(*[8]string)
+	defer lists.Put(list)
+	return l.sealer.Index(domain, append(list[:0], parts...)...)
 }

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -415,7 +416,7 @@ func (l *records) idPrefix(caller CallerHash, id string) []byte {
 }
 
 func (l *records) appendIDPrefix(b []byte, caller CallerHash, id string) []byte {
-	hash := l.sealer.Index("id", string(caller[:]), id)
+	hash := l.index("id", string(caller[:]), id)
 	return append(append(append(b, spaceCaller), caller[:]...), hash[:16]...)
 }
 
@@ -428,12 +429,30 @@ func (l *records) workflowPrefix(workflow string) []byte {
 }
 
 func (l *records) appendWorkflowPrefix(b []byte, workflow string) []byte {
-	hash := l.sealer.Index("workflow", workflow)
+	hash := l.index("workflow", workflow)
 	return append(append(b, spaceWorkflow), hash[:16]...)
 }
 
 func (l *records) appendWorkflowKey(b []byte, r *Record, key Key) []byte {
 	return append(appendTime(l.appendWorkflowPrefix(b, r.Workflow), r.Created), key[:]...)
+}
+
+// indexes are the spaces of the index entries that every record has.
+var indexes = [...]byte{spaceState, spaceCaller, spaceWorkflow}
+
+// appendIndexKey appends the key of r's entry in an index, nothing where r has none there.
+func (l *records) appendIndexKey(b []byte, space byte, r *Record, key Key) []byte {
+	switch {
+	case space == spaceState:
+		return appendStateKey(b, r.State, r.Created, key)
+	case r.State.open():
+		return b
+	case space == spaceCaller:
+		return l.appendCallerKey(b, r, key)
+	case r.Workflow == "":
+		return b
+	}
+	return l.appendWorkflowKey(b, r, key)
 }
 
 const (
@@ -466,6 +485,11 @@ func (r *Record) expires() time.Time {
 // the writes of batches. Either record may be nil. Its committer is in Guard.writers from before the
 // call until after the commit.
 func (l *records) put(key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
+	return l.putIn(&room{}, key, old, new, condition, batches...)
+}
+
+// putIn is put in the memory of room.
+func (l *records) putIn(room *room, key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
 	writes := 7 // of a settle: the record, its five index entries, its answer
 	if new != nil && new.State.open() {
 		writes = 3
@@ -478,7 +502,7 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 	for _, b := range batches {
 		writes += len(b.Writes())
 	}
-	batch := make([]store.Write, 1, writes)
+	batch := slices.Grow(room.writes[:0], writes)[:1]
 	var sealed []byte
 	size := 0 // of the new record, before it is sealed
 	plain := scratch.Get().(*[]byte)
@@ -487,7 +511,8 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 		*plain = new.encode((*plain)[:0])
 		size = len(*plain)
 	}
-	memory := make([]byte, 0, indexMemory+row+size) // for the keys and values; cutOff parts are not written again
+	// For the keys and values; cutOff parts are not written again.
+	memory := slices.Grow(room.memory[:0], indexMemory+row+size)
 	memory = appendRecordKey(memory, key)
 	name := memory[:len(memory):len(memory)]
 	if new == nil {
@@ -496,40 +521,27 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 		sealed, memory = cutOff(memory, l.sealer.Seal(memory, *plain, name))
 		batch[0] = store.Write{Key: name, If: condition, Value: sealed, Expires: new.expires()}
 	}
-	// An entry is written anew if its key, value or expiry changes. entry appends nothing for a
-	// record that has none. value may be nil.
-	keep := func(entry func(b []byte, r *Record) []byte, value func(b []byte, r *Record) []byte) {
-		var before, after, content []byte
+	// An entry is written anew if its key, value or expiry changes.
+	for _, by := range indexes {
+		var before, after, account []byte
 		if old != nil {
-			before, memory = cutOff(memory, entry(memory, old))
+			before, memory = cutOff(memory, l.appendIndexKey(memory, by, old, key))
 		}
 		if new != nil {
-			after, memory = cutOff(memory, entry(memory, new))
+			after, memory = cutOff(memory, l.appendIndexKey(memory, by, new, key))
 		}
-		if after != nil && value != nil {
-			content, memory = cutOff(memory, value(memory, new))
+		valued := after != nil && by == spaceCaller
+		if valued {
+			account, memory = cutOff(memory, accountOf(new, size).appendTo(memory))
 		}
 		same := before != nil && string(before) == string(after)
 		if before != nil && !same {
 			batch = append(batch, store.Write{Key: before, Delete: true})
 		}
-		if after != nil && !(same && value == nil && old.expires().Equal(new.expires())) {
-			batch = append(batch, store.Write{Key: after, Value: content, Expires: new.expires()})
+		if after != nil && !(same && !valued && old.expires().Equal(new.expires())) {
+			batch = append(batch, store.Write{Key: after, Value: account, Expires: new.expires()})
 		}
 	}
-	keep(func(b []byte, r *Record) []byte { return appendStateKey(b, r.State, r.Created, key) }, nil)
-	keep(func(b []byte, r *Record) []byte {
-		if r.State.open() {
-			return b
-		}
-		return l.appendCallerKey(b, r, key)
-	}, func(b []byte, r *Record) []byte { return accountOf(r, size).appendTo(b) })
-	keep(func(b []byte, r *Record) []byte {
-		if r.State.open() || r.Workflow == "" {
-			return b
-		}
-		return l.appendWorkflowKey(b, r, key)
-	}, nil)
 	grouped := func(r *Record) bool { return r != nil && !r.State.open() && r.Group != groupHash{} }
 	switch {
 	case grouped(new) && !(grouped(old) && old.State == StateCompleted):
@@ -554,6 +566,7 @@ func (l *records) put(key Key, old, new *Record, condition store.Condition, batc
 	for _, b := range batches {
 		batch = append(batch, b.Writes()...)
 	}
+	room.writes, room.memory = batch, memory
 	return batch
 }
 

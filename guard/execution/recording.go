@@ -24,7 +24,8 @@ type Recording struct {
 	body      *spool.Spool
 	memory    *spool.Budget // that bodies share
 	base      int64         // offset of the first byte that body was given
-	head      *Head
+	head      *Head         // nil until it is known, then &first
+	first     Head
 	over      bool // past the limit: not kept, readers get it live
 	skipped   bool // past the limit and nobody reads: body ends before size
 	failed    bool // bytes are missing: not kept, followers are cut
@@ -55,7 +56,8 @@ func (r *Recording) Start(status int, header map[string][]string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.head == nil {
-		r.head = &Head{Status: status, Header: header}
+		r.first = Head{Status: status, Header: header}
+		r.head = &r.first
 		r.wake()
 	}
 }

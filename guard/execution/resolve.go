@@ -57,9 +57,10 @@ func (g *Guard) appliedRecord(ctx context.Context, found Finding, answer *Head, 
 
 func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, record *Record, tail []byte, batches []*store.Batch) error {
 	defer g.writers.enter().leave()
-	batch := g.put(key, found.Record, record, store.VersionIs(found.version), batches...)
+	room := new(room)
+	batch := g.putIn(room, key, found.Record, record, store.VersionIs(found.version), batches...)
 	if tail != nil {
-		batch = append(batch, g.tail(key, record, tail))
+		batch = append(batch, g.tail(room, key, record, tail))
 	}
 	if _, err := g.store.Commit(ctx, batch...); err != nil {
 		if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {

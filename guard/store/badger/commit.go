@@ -254,6 +254,7 @@ type committer struct {
 	// Scratch, one group after the other.
 	values  []*bulkValue
 	frame   []byte
+	name    []byte // of a key
 	pending map[string][]byte
 }
 
@@ -492,7 +493,8 @@ func (c *committer) checkConditions(g *group, b *batch, now time.Time) error {
 			b.onGroup = true
 		} else {
 			var err error
-			if raw, err = c.find([]byte(b.staged[i].key)); err != nil {
+			c.name = append(c.name[:0], b.staged[i].key...)
+			if raw, err = c.find(c.name); err != nil {
 				return err
 			}
 		}

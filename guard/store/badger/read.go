@@ -128,7 +128,8 @@ func (s *Store) Get(ctx context.Context, key []byte) (store.Entry, error) {
 		return store.Entry{}, err
 	}
 	now := s.options.Now()
-	name := userKey(key)
+	var short [64]byte // on the stack: most keys are short, and what asks the overlay and the filter keeps none
+	name := append(append(short[:0], userSpace), key...)
 	if err := s.verifyRange(name, name); err != nil {
 		return store.Entry{}, err
 	}
@@ -162,6 +163,11 @@ func (s *Store) find(key []byte) ([]byte, error) {
 	if ok || s.absence.proves(key) {
 		return raw, nil
 	}
+	return s.findInTables(bytes.Clone(key), ts)
+}
+
+// findInTables is what Badger has under key at ts.
+func (s *Store) findInTables(key []byte, ts uint64) ([]byte, error) {
 	txn := s.db.NewTransactionAt(ts, false)
 	defer txn.Discard()
 	raw, err := lookUp(txn, key)
