@@ -437,6 +437,18 @@ type ExtBuilder struct {
 	values  []byte
 	members []extMember
 	err     error
+
+	// Room for what most tokens have.
+	memory [224]byte
+	few    [8]extMember
+}
+
+// begun is the buffer to append a value to.
+func (b *ExtBuilder) begun() []byte {
+	if b.values == nil {
+		b.values, b.members = b.memory[:0], b.few[:0]
+	}
+	return b.values
 }
 
 type extMember struct {
@@ -463,16 +475,16 @@ func (b *ExtBuilder) fail(err error) {
 }
 
 // Text sets a string.
-func (b *ExtBuilder) Text(m Member, v string) *ExtBuilder { return b.add(m, appendText(b.values, v)) }
+func (b *ExtBuilder) Text(m Member, v string) *ExtBuilder { return b.add(m, appendText(b.begun(), v)) }
 
 // Bool sets true or false.
 func (b *ExtBuilder) Bool(m Member, v bool) *ExtBuilder {
-	return b.add(m, strconv.AppendBool(b.values, v))
+	return b.add(m, strconv.AppendBool(b.begun(), v))
 }
 
 // Int sets a whole number.
 func (b *ExtBuilder) Int(m Member, v int64) *ExtBuilder {
-	return b.add(m, strconv.AppendInt(b.values, v, 10))
+	return b.add(m, strconv.AppendInt(b.begun(), v, 10))
 }
 
 // Number sets a number; it must be finite.
@@ -481,17 +493,17 @@ func (b *ExtBuilder) Number(m Member, v float64) *ExtBuilder {
 		b.fail(fmt.Errorf("ect: the extension %s is not a number", m))
 		v = 0
 	}
-	return b.add(m, strconv.AppendFloat(b.values, v, 'g', -1, 64))
+	return b.add(m, strconv.AppendFloat(b.begun(), v, 'g', -1, 64))
 }
 
 // Texts sets a list of strings.
 func (b *ExtBuilder) Texts(m Member, vs []string) *ExtBuilder {
-	return b.add(m, appendTexts(b.values, vs))
+	return b.add(m, appendTexts(b.begun(), vs))
 }
 
 // Outcomes sets a list like cascade.cascaded.
 func (b *ExtBuilder) Outcomes(m Member, list []Outcome) *ExtBuilder {
-	values := append(b.values, '[')
+	values := append(b.begun(), '[')
 	for i, o := range list {
 		if i > 0 {
 			values = append(values, ',')
@@ -514,7 +526,7 @@ func (b *ExtBuilder) JSON(m Member, raw string) *ExtBuilder {
 	if depth+1 > maxExtDepth {
 		b.fail(errExtSize)
 	}
-	return b.add(m, append(b.values, value...))
+	return b.add(m, append(b.begun(), value...))
 }
 
 var errExtSize = errors.New("ect: the extensions are over 4096 bytes or nest deeper than 5")

@@ -202,7 +202,7 @@ func (x *Call) recordUntil(now time.Time) time.Time {
 
 // ledgerAdmits waits while the ledger is far behind, as long as a retry would.
 func (x *Call) ledgerAdmits(ctx context.Context) error {
-	if x.evidence.policy == nil {
+	if x.evidence.policy == nil || x.evidence.policy.Evidence.Log().Ready() {
 		return nil
 	}
 	ctx, cancel := context.WithDeadline(ctx, x.wait)
@@ -284,6 +284,9 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 // their ids. It commits separately: an id taken by others meanwhile must not keep the outcome
 // from being recorded (P6).
 func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer http.Header) (ids []string) {
+	if len(answer[ect.FieldName]) == 0 {
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(ctx, upstreamErrorTime)
 	defer cancel()
 	for _, t := range x.upstreamErrors(ctx, answer) {
@@ -304,11 +307,10 @@ const upstreamErrorTime = 5 * time.Second
 // upstream_errors). Unverifiable and known ones are left out.
 func (x *Call) upstreamErrors(ctx context.Context, answer http.Header) []*ect.Token {
 	s := &x.evidence
-	lines := answer[ect.FieldName]
-	if len(lines) == 0 || s.policy.Verifier == nil {
+	if s.policy.Verifier == nil {
 		return nil
 	}
-	raws, err := ect.ParseFields(lines)
+	raws, err := ect.ParseFields(answer[ect.FieldName])
 	if err != nil || len(raws) > MaxTokens {
 		return nil
 	}

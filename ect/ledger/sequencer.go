@@ -17,10 +17,15 @@ import (
 // concurrent callers may exceed the bounds. The error is that of ctx, ErrClosed or
 // ErrTampered.
 func (l *Log) Admit(ctx context.Context) error {
-	return l.queue.wait(ctx, func() bool {
-		b := l.queue.measure()
-		return b.Entries < l.queue.entries && b.Age < l.queue.age
-	}, true)
+	return l.queue.wait(ctx, l.queue.short, true)
+}
+
+// Ready reports whether Admit would return nil at once, for callers that would make a deadline
+// for it.
+func (l *Log) Ready() bool {
+	l.queue.mu.Lock()
+	defer l.queue.mu.Unlock()
+	return l.queue.ended == nil && l.queue.short()
 }
 
 // Flush waits until all events that this process has recorded, and those that earlier
@@ -302,6 +307,12 @@ func (q *queue) measure() Backlog {
 		}
 	}
 	return b
+}
+
+// short reports whether the backlog is below its bounds. mu is held.
+func (q *queue) short() bool {
+	b := q.measure()
+	return b.Entries < q.entries && b.Age < q.age
 }
 
 // wait waits until holds returns true; it is called with mu held. The error is that of ctx,

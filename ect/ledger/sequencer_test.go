@@ -229,7 +229,11 @@ func TestBacklogBounds(t *testing.T) {
 		admitted := func() bool {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 			defer cancel()
-			return l.Admit(ctx) == nil
+			ready, err := l.Ready(), l.Admit(ctx)
+			if ready != (err == nil) {
+				t.Errorf("Ready says %t, and Admit %v", ready, err)
+			}
+			return err == nil
 		}
 		appendEvents(t, l, 0, 4)
 		if !admitted() {
@@ -274,6 +278,9 @@ func TestBacklogBounds(t *testing.T) {
 		}
 		if _, err := l.Record(testEvent(9)); !errors.Is(err, ErrClosed) {
 			t.Errorf("recorded behind the end: %v", err)
+		}
+		if l.Ready() {
+			t.Error("ready behind the end")
 		}
 
 		// What was left counts for the next life, until it is moved.

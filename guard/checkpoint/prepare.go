@@ -446,7 +446,7 @@ const mostLeft = 256
 func short(s string) string { return s[:min(len(s), mostLeft)] }
 
 func (s *Snapshot) left() []byte {
-	var e, r store.Encoder
+	e, r := store.Encoder{B: make([]byte, 0, 256)}, store.Encoder{B: make([]byte, 0, 128)}
 	e.Bytes(tagCaller, s.Caller[:])
 	e.Bytes(tagExecution, s.Execution[:])
 	e.String(tagWorkflow, short(s.Workflow))

@@ -7,7 +7,6 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"maps"
 	"net/http"
 	"net/url"
 	"path"
@@ -297,7 +296,13 @@ func (i *Image) decode(b []byte) error {
 
 // encode writes each name of the header, and then its values, which may be empty.
 func (m *Message) encode(e *store.Encoder) {
-	for _, k := range slices.Sorted(maps.Keys(m.Header)) {
+	var few [16]string
+	names := few[:0]
+	for k := range m.Header {
+		names = append(names, k)
+	}
+	slices.Sort(names)
+	for _, k := range names {
 		store.Field(e, tagHeaderName, k)
 		for _, v := range m.Header[k] {
 			store.Field(e, tagHeaderValue, v)

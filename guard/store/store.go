@@ -276,6 +276,9 @@ func (b *Batch) Commit(ctx context.Context, st Store) error {
 
 // Lost reports whether err is a Conflict of one of the writes.
 func Lost(err error, writes []Write) bool {
+	if err == nil {
+		return false
+	}
 	var lost *Conflict
 	return errors.As(err, &lost) && slices.ContainsFunc(writes, func(w Write) bool { return bytes.Equal(w.Key, lost.Key) })
 }
@@ -290,9 +293,9 @@ func Check(batch []Write) error {
 		return fmt.Errorf("%w: %d writes, at most %d", ErrInvalid, len(batch), MaxBatch)
 	}
 	size := 0
-	var seen map[string]int // where comparing all with all would take long
+	var seen map[uint64]int // where comparing all with all would take long
 	if len(batch) > fewWrites {
-		seen = make(map[string]int, len(batch))
+		seen = make(map[uint64]int, len(batch))
 	}
 	for i := range batch {
 		if err := batch[i].check(); err != nil {
@@ -315,15 +318,18 @@ func Check(batch []Write) error {
 // fewWrites is the size of a batch up to which its keys are compared with each other.
 const fewWrites = 32
 
-// before is the index of the earlier write with this key, or -1. seen, if any, has their keys,
-// and gets this one.
-func before(earlier []Write, key []byte, seen map[string]int) int {
+// hashed is the seed of the hashes by which before finds a key.
+var hashed = maphash.MakeSeed()
+
+// before is the index of the earlier write with this key, or -1. seen, if any, has the first key of
+// each hash, and gets this one.
+func before(earlier []Write, key []byte, seen map[uint64]int) int {
 	if seen != nil {
-		if j, ok := seen[string(key)]; ok {
-			return j
+		hash := maphash.Bytes(hashed, key)
+		if _, ok := seen[hash]; !ok {
+			seen[hash] = len(earlier)
+			return -1
 		}
-		seen[string(key)] = len(earlier)
-		return -1
 	}
 	for j := range earlier {
 		if bytes.Equal(key, earlier[j].Key) {
