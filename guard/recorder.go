@@ -469,7 +469,7 @@ func (p *pump) cut() {
 	p.cutOff = true
 	p.mu.Unlock()
 	p.signal()
-	_ = p.w.control.SetWriteDeadline(time.Now())
+	_ = p.w.control().SetWriteDeadline(time.Now())
 }
 
 // end waits until the client has got everything, or ctx is over. It reports whether bytes are

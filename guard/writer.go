@@ -28,7 +28,6 @@ const stallLimit = 30 * time.Second
 // errors are not returned.
 type Writer struct {
 	w       http.ResponseWriter
-	control http.ResponseController
 	head    bool // the request was HEAD
 	alarms  *alarms
 	attempt *execution.Attempt // is told when the client is answered; may be nil
@@ -60,7 +59,7 @@ func NewWriter(w http.ResponseWriter, r *http.Request) *Writer {
 }
 
 func (w *Writer) begin(to http.ResponseWriter, r *http.Request, alarms *alarms) {
-	*w = Writer{w: to, control: *http.NewResponseController(to), head: r.Method == http.MethodHead, left: -1, alarms: alarms, http1: r.ProtoMajor == 1}
+	*w = Writer{w: to, head: r.Method == http.MethodHead, left: -1, alarms: alarms, http1: r.ProtoMajor == 1}
 }
 
 // HoldFailures makes the writer hold back answers whose status says that the call has failed,
@@ -176,7 +175,9 @@ func (w *Writer) send(p []byte) {
 // ring ends a write or flush where the client stalls. A write deadline that stands while nothing
 // is written would reset a healthy HTTP/2 stream whose upstream is silent, so there is one only
 // once the write is overdue.
-func (w *Writer) ring() { _ = w.control.SetWriteDeadline(time.Now()) }
+func (w *Writer) ring() { _ = w.control().SetWriteDeadline(time.Now()) }
+
+func (w *Writer) control() *http.ResponseController { return http.NewResponseController(w.w) }
 
 // Flush sends what is buffered to the client.
 func (w *Writer) Flush() { _ = w.FlushError() }
@@ -190,7 +191,7 @@ func (w *Writer) FlushError() error {
 		return nil
 	}
 	a := w.alarms.start(stallLimit, w)
-	err := w.control.Flush()
+	err := w.control().Flush()
 	if !w.alarms.stop(a) || err != nil && !errors.Is(err, http.ErrNotSupported) {
 		w.gone = true
 	}
@@ -307,12 +308,19 @@ func Play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 
 func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 	h := w.Header()
+	n := 0
+	for _, values := range src.Head.Header {
+		n += len(values)
+	}
+	lists := make([]string, 0, n) // other clients have those of src
 	for name, values := range src.Head.Header {
 		if values == nil {
 			delete(h, name)
 			continue
 		}
-		h[name] = slices.Clone(values)
+		from := len(lists)
+		lists = append(lists, values...)
+		h[name] = lists[from:len(lists):len(lists)]
 	}
 	for name, values := range marks {
 		h[name] = values

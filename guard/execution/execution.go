@@ -619,10 +619,25 @@ func (h *Head) encode(dst []byte) []byte {
 }
 
 func decodeHead(b []byte) (*Head, error) {
-	h := &Head{Header: map[string][]string{}, Trailer: map[string][]string{}}
+	names, values := 0, 0
+	for d := (store.Decoder{B: b, Broken: errEncoding}); d.Next(); {
+		switch d.Tag {
+		case tagHeadName, tagHeadTrailerName:
+			names++
+		case tagHeadValue, tagHeadTrailerValue:
+			values++
+		}
+	}
+	h := &Head{Header: make(map[string][]string, names)}
 	var name string
 	d := store.Decoder{B: b, Broken: errEncoding}
-	text := string(b) // of which all names and values are parts: one allocation
+	text := string(b)                  // of which all names and values are parts: one allocation
+	lists := make([]string, 0, values) // of which the lists of values are parts
+	add := func(fields map[string][]string, value string) {
+		from := len(lists) - len(fields[name]) // a name's values follow each other
+		lists = append(lists, value)
+		fields[name] = lists[from:len(lists):len(lists)]
+	}
 	field := func() string {
 		end := len(text) - len(d.B)
 		return text[end-len(d.Field) : end]
@@ -645,11 +660,17 @@ func decodeHead(b []byte) (*Head, error) {
 			h.Header[name] = nil
 		case tagHeadTrailerName:
 			name = field()
+			if h.Trailer == nil {
+				h.Trailer = map[string][]string{}
+			}
 			h.Trailer[name] = nil
 		case tagHeadValue:
-			h.Header[name] = append(h.Header[name], value())
+			add(h.Header, value())
 		case tagHeadTrailerValue:
-			h.Trailer[name] = append(h.Trailer[name], value())
+			if h.Trailer == nil {
+				return nil, errEncoding
+			}
+			add(h.Trailer, value())
 		case tagHeadRecord:
 			h.record = d.Field
 		}

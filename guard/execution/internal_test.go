@@ -12,6 +12,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -401,13 +402,17 @@ func FuzzDecodeRecord(f *testing.F) {
 func FuzzDecodeHead(f *testing.F) {
 	h := Head{Status: 200, Size: 7, Header: map[string][]string{"A": {"", "b"}, "Gone": nil}, Trailer: map[string][]string{"T": {"x"}}}
 	f.Add(h.encode(nil))
+	if d, err := decodeHead(h.encode(nil)); err != nil || !maps.EqualFunc(d.Header, h.Header, slices.Equal) || !maps.EqualFunc(d.Trailer, h.Trailer, slices.Equal) {
+		f.Fatalf("%+v, %v", d, err)
+	}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		h, err := decodeHead(b)
 		if err != nil {
 			return
 		}
 		again, err := decodeHead(h.encode(nil))
-		if err != nil || again.Status != h.Status || len(again.Header) > len(h.Header) {
+		if err != nil || again.Status != h.Status || !maps.EqualFunc(again.Header, h.Header, slices.Equal) ||
+			!maps.EqualFunc(again.Trailer, h.Trailer, slices.Equal) {
 			t.Fatalf("%+v, %v", again, err)
 		}
 	})
