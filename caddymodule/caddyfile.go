@@ -76,6 +76,8 @@ func init() {
 //				timeout <duration>
 //			}
 //			keep <duration>
+//			role_issuers <issuers...>
+//			page <url>
 //		}
 //	}
 func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {

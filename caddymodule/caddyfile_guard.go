@@ -27,6 +27,8 @@ import (
 //		credentials         <fields...>
 //		require_ect
 //		operators           <callers...>
+//		role                <role> <callers...>
+//		roles_from          <placeholder>
 //		deadline_header     <field>
 //		identity            <uri>
 //		execution_id        header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>
@@ -257,7 +259,8 @@ func guardOptions() options[*Handler] {
 		"upstream":     {usage: "upstream { <handler directives...> }", parse: skipHandlers},
 		"fallback":     {usage: "fallback { <handler directives...> }", parse: skipHandlers},
 		"action":       {several: true, named: true, usage: "action <name> { ... }", parse: parseAction},
-	}.merge(within(func(h *Handler) *Policy { return &h.Policy }, policyOptions()))
+	}.merge(within(func(h *Handler) *Policy { return &h.Policy }, policyOptions())).
+		merge(within(func(h *Handler) *Roles { return &h.Roles }, roleOptions()))
 }
 
 // protocols are the words of the option `protocol`.

@@ -89,6 +89,9 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 			return who, err
 		},
 		Circuits: func(r *http.Request) (any, error) { return h.visibleCircuits(e, policy, r) },
+		Escalations: &api.Escalations{Store: e.escalations.store, Read: func(r *http.Request, body []byte) (*api.EscalationReader, error) {
+			return h.escalationReader(e, policy, r, body)
+		}},
 	}
 	if policy == nil {
 		return g, nil
@@ -146,11 +149,13 @@ func (a *App) health() (state string, ready bool) {
 }
 
 // Endpoints answers the well-known paths that do not belong to one guarded route, on a site of
-// their own: below /.well-known/cascade/ `health`, `circuits` and the pages of `problems`, and with
+// their own: below /.well-known/cascade/ `health`, `circuits`, `escalations` and the pages of `problems`, and with
 // an `identity` `jwks`, `ledger`, `workflows`, `checkpoints`, `errors` and `rollback`, also under
 // the paths of ATD and AERR. It identifies callers like an `agent_guard` without options. The paths
 // of a route are answered by its `agent_guard` handler.
 type Endpoints struct {
+	Roles
+
 	// h is a guard that guards nothing.
 	h *Handler
 }
@@ -166,6 +171,10 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 	e.h.setDefaults()
 	e.h.realm = "\x00endpoints" // no guard has this name, so its users are nobody's
 	e.h.credentials = guard.Canonical(e.h.Credentials)
+	e.h.Roles = e.Roles
+	if err := e.Roles.check(); err != nil {
+		return err
+	}
 	app, err := ctx.AppIfConfigured("agent_guard")
 	if errors.Is(err, caddy.ErrNotConfigured) {
 		return nil
@@ -187,16 +196,17 @@ func (e *Endpoints) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddy
 
 // parseEndpoints reads
 //
-//	agent_guard_endpoints [<matcher>]
+//	agent_guard_endpoints [<matcher>] {
+//		role       <role> <callers...>
+//		roles_from <placeholder>
+//	}
 func parseEndpoints(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 	h.Next() // the directive's name
 	if h.NextArg() {
 		return nil, h.ArgErr()
 	}
-	if h.NextBlock(0) {
-		return nil, h.Errf("agent_guard_endpoints has no option %q", h.Val())
-	}
-	return new(Endpoints), nil
+	e := new(Endpoints)
+	return e, roleOptions().readBlock(h.Dispenser, "agent_guard_endpoints", &e.Roles, originOf(h.Dispenser))
 }
 
 // policyDocument is the published idempotency policy of a guard. Its members are

@@ -19,6 +19,7 @@ func OptionNames() map[string][]string {
 		"rollback":             names(rollbackOptions()),
 		"store badger":         names(badgerOptions()),
 		"hitl":                 names(hitlOptions()),
+		"who decides":          names(roleOptions()),
 		"a webhook":            names(webhookOptions()),
 		"agent_guard":          names(guardOptions()),
 		"an action":            names(actionOptions()),

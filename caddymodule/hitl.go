@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
+	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -15,7 +18,9 @@ import (
 	"go.uber.org/zap/zapcore"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -31,6 +36,15 @@ type HITL struct {
 	// How long an escalation is kept after it was delivered, or after the receiver refused it for
 	// good (410). One that is still to be delivered is kept until then. Default: 2160h (90 days).
 	Keep caddy.Duration `json:"keep,omitempty"`
+
+	// The issuers whose tokens may state roles, in the extension `roles`. An agent must not be among
+	// them: it could give itself a role. Default: none.
+	RoleIssuers []string `json:"role_issuers,omitempty"`
+
+	// The URL of a site of this gateway on which operators sign in, such as https://ops.example.com.
+	// Messages of the webhook then have a link to a page that shows what is asked, and decides.
+	// Default: no link.
+	Page string `json:"page,omitempty"`
 
 	webhook *hitl.WebhookNotifier
 }
@@ -55,6 +69,14 @@ type Webhook struct {
 func (h *HITL) provision(gateway string) error {
 	if err := checkDuration(h.Keep); err != nil {
 		return fmt.Errorf("keep: %w", err)
+	}
+	for _, issuer := range h.RoleIssuers {
+		if err := checkIdentity(issuer); err != nil {
+			return fmt.Errorf("role_issuers: %w", err)
+		}
+	}
+	if err := checkPage(h.Page); err != nil {
+		return fmt.Errorf("page: %w", err)
 	}
 	if h.Webhook == nil {
 		return nil
@@ -82,6 +104,135 @@ func (h *HITL) provision(gateway string) error {
 	return err
 }
 
+// checkRole checks a role and the callers that have it.
+func checkRole(role string, callers []string) error {
+	if role == "" || len(role) > maxRole || strings.ContainsFunc(role, func(r rune) bool { return r <= ' ' || r == ',' || r == 0x7f }) {
+		return fmt.Errorf("%.40q is no role: up to %d bytes without blanks and commas", role, maxRole)
+	}
+	return checkOperators(callers)
+}
+
+// checkPage checks the URL of the site with the pages of escalations.
+func checkPage(text string) error {
+	if text == "" {
+		return nil
+	}
+	u, err := url.Parse(text)
+	if err != nil || u.Host == "" || u.User != nil || u.RawQuery != "" || u.Fragment != "" || u.Scheme != "https" && u.Scheme != "http" {
+		return fmt.Errorf("%q is no URL of a site; use one like https://ops.example.com", text)
+	}
+	return nil
+}
+
+// Roles say who has which role in decisions, on one site: the names of callers are of that site.
+type Roles struct {
+	// Callers by role, named like `operators`. Who is one of `operators` has the role `operator`, for
+	// which escalations are that require no other. Default: nobody; who has the admin API has every
+	// role.
+	Roles map[string][]string `json:"roles,omitempty"`
+
+	// A placeholder with the roles of the user whom Caddy has authenticated, separated by commas or
+	// blanks. It must not come from what a caller writes. Default: none.
+	RolesFrom string `json:"roles_from,omitempty"`
+}
+
+func (o *Roles) check() error {
+	for role, callers := range o.Roles {
+		if err := checkRole(role, callers); err != nil {
+			return fmt.Errorf("role: %w", err)
+		}
+	}
+	if o.RolesFrom == "" {
+		return nil
+	}
+	if err := checkPlaceholder(o.RolesFrom); err != nil {
+		return fmt.Errorf("roles_from: %w", err)
+	}
+	return nil
+}
+
+// roleOptions are the options of a guard and of agent_guard_endpoints that say who decides.
+func roleOptions() options[*Roles] {
+	return options[*Roles]{
+		"role": {usage: "role <role> <callers...>", several: true, parse: func(d *caddyfile.Dispenser, o *Roles) error {
+			var role string
+			var callers []string
+			if err := parseWord(d, &role); err != nil {
+				return err
+			}
+			if err := parseWords(d, &callers); err != nil {
+				return err
+			}
+			if o.Roles == nil {
+				o.Roles = map[string][]string{}
+			}
+			o.Roles[role] = append(o.Roles[role], callers...)
+			return checkRole(role, callers)
+		}},
+		"roles_from": {usage: "roles_from <placeholder>", parse: func(d *caddyfile.Dispenser, o *Roles) error {
+			if err := parseWord(d, &o.RolesFrom); err != nil {
+				return err
+			}
+			return checkPlaceholder(o.RolesFrom)
+		}},
+	}
+}
+
+// rolesOf are the roles of a caller whom the gateway knows, by its name here; token is the caller's
+// own token, or nil.
+func (h *Handler) rolesOf(r *http.Request, name string, token *ect.Token) (roles []string) {
+	if slices.Contains(h.Operators, name) {
+		roles = append(roles, hitl.DefaultRole)
+	}
+	for role, callers := range h.Roles.Roles {
+		if slices.Contains(callers, name) {
+			roles = append(roles, role)
+		}
+	}
+	switch o := h.app.HITL; {
+	case token != nil && o != nil && slices.Contains(o.RoleIssuers, token.Author()):
+		stated, _ := token.Ext().Texts("roles")
+		roles = append(roles, stated...)
+	case token == nil && h.RolesFrom != "":
+		stated, _ := host{h}.Expand(r, h.RolesFrom)
+		roles = append(roles, strings.FieldsFunc(stated, func(r rune) bool { return r <= ' ' || r == ',' })...)
+	}
+	return roles
+}
+
+// escalationReader identifies who reads or decides escalations. body is that of a decision, to which
+// a token has to be bound; nil where nothing is decided.
+func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Request, body []byte) (*api.EscalationReader, error) {
+	tokens, err := h.handler.VerifyTokens(policy.forCalls(), r, nil, false)
+	if err == nil && tokens.Late != nil {
+		err = guard.RefusedToken(tokens.Late)
+	}
+	if err == nil && body == nil {
+		err = policy.forCalls().Spend(host{h}, &tokens, r)
+	}
+	if err != nil {
+		return nil, err
+	}
+	who := new(api.EscalationReader)
+	var token *ect.Token
+	if tokens.Issuer() != "" {
+		token = tokens.Own[0]
+		if body != nil {
+			if len(tokens.Own) > 1 || token.InputHash() != ect.Sum(body) {
+				return nil, &ect.Error{Code: ect.CodeInputHash}
+			}
+			who.Signed = body
+		}
+	}
+	caller, err := h.handler.CallerOf(e.executions, r, tokens.Issuer())
+	if err != nil || !guard.VerifiedHere(caller) {
+		return who, err
+	}
+	who.Name = h.handler.OperatorName(r, caller)
+	who.Roles = h.rolesOf(r, who.Name, token)
+	return who, nil
+}
+
 // close releases what provision has opened.
 func (h *HITL) close() {
 	if h != nil && h.webhook != nil {
@@ -99,7 +250,7 @@ func parseHITL(d *caddyfile.Dispenser, a *App) error {
 		return err
 	}
 	if len(at) == 1 {
-		return errors.New("it says nothing; give webhook, keep or both")
+		return errors.New("it says nothing; leave it out for the defaults")
 	}
 	return nil
 }
@@ -107,6 +258,24 @@ func parseHITL(d *caddyfile.Dispenser, a *App) error {
 func hitlOptions() options[*App] {
 	return options[*App]{
 		"webhook": {usage: "webhook <url> { ... }", parse: parseWebhook},
+		"role_issuers": {usage: "role_issuers <issuers...>", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
+			before := len(a.HITL.RoleIssuers)
+			if err := parseWords(d, &a.HITL.RoleIssuers); err != nil {
+				return err
+			}
+			for _, issuer := range a.HITL.RoleIssuers[before:] {
+				if err := checkIdentity(issuer); err != nil {
+					return err
+				}
+			}
+			return nil
+		}},
+		"page": {usage: "page <url>", parse: func(d *caddyfile.Dispenser, a *App) error {
+			if err := parseWord(d, &a.HITL.Page); err != nil {
+				return err
+			}
+			return checkPage(a.HITL.Page)
+		}},
 		"keep": {usage: "keep <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
 			return parseDuration(d, &a.HITL.Keep)
 		}},
@@ -257,6 +426,9 @@ func (e *engine) notify(ctx context.Context, esc hitl.Escalation) error {
 	case a == nil:
 		return errNotOpen // retried with the next configuration
 	case a.HITL != nil && a.HITL.webhook != nil:
+		if a.HITL.Page != "" {
+			esc.Page = strings.TrimSuffix(a.HITL.Page, "/") + api.EscalationLink(e.escalations.store, esc.ID)
+		}
 		return a.HITL.webhook.Notify(ctx, esc)
 	}
 	level := zapcore.WarnLevel

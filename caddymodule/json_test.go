@@ -46,6 +46,7 @@ var inCaddyfile = map[string]string{
 	"Handler.actions":                 "`action <name> { ... }`",
 	"Policy.outcomes":                 "`outcome <outcome> ...`",
 	"Policy.probe":                    "`on_unknown probe <method> <uri> { ... }`",
+	"Roles.roles":                     "`role <role> <callers...>`",
 	"Approve.role":                    "`approve <role>`",
 	"Approve.quorum":                  "`approve { quorum <number> }`",
 	"Approve.within":                  "`approve { within <duration> }`",

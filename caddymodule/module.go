@@ -165,9 +165,11 @@ type Handler struct {
 	// `issuer:` with the issuer of a verified token, `certificate:dn:` with the subject of a client
 	// certificate (`certificate:uri:` with its URI if it has no subject), `user:` with a user name
 	// of Caddy's authentication, or `caller:` with a value of `caller`. Everybody else sees those
-	// of the upstreams behind this guard, and those recorded in a workflow of theirs. Default:
-	// none.
+	// of the upstreams behind this guard, and those recorded in a workflow of theirs. They also have
+	// the role `operator`, and may decide escalations. Default: none.
 	Operators []string `json:"operators,omitempty"`
+
+	Roles
 
 	// The identity of the upstream, a URI. Calls are then forwarded with a further
 	// `Execution-Context` line: a token of the gateway that names the upstream in its `aud`, and
@@ -357,6 +359,9 @@ func (h *Handler) provisionIDs() error {
 	h.credentials = guard.Canonical(h.Credentials)
 	if err := checkOperators(h.Operators); err != nil {
 		return fmt.Errorf("operators: %w", err)
+	}
+	if err := h.Roles.check(); err != nil {
+		return err
 	}
 	for i := range h.ExecutionID {
 		source := &h.ExecutionID[i]

@@ -1,14 +1,20 @@
 package e2e
 
 import (
+	"encoding/base64"
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"net/http/httptest"
+	"net/url"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/uuid"
+	"golang.org/x/crypto/bcrypt"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
 // escalationDoc is what operators see of an escalation.
@@ -210,5 +216,178 @@ func TestProcessWorkflowsWaitForPeople(t *testing.T) {
 		site.operate(t, "escalations", "approve", id, "--operator", "bob").fails(t, "who asked cannot approve")
 		site.decides(t, "approve", id)
 		s.do(charge(8))
+	}
+}
+
+// P3, and who decides: by a role of the site's users or of trusted issuers, over the gateway's paths.
+func TestWhoDecidesEscalations(t *testing.T) {
+	hash, err := bcrypt.GenerateFromPassword([]byte("secret"), bcrypt.MinCost)
+	if err != nil {
+		t.Fatal(err)
+	}
+	lab, ops, other := newRestLab(t), newAgent(t, "ops"), newAgent(t, "a")
+	users := ""
+	for _, name := range []string{"ann", "bob", "eve", "ops"} {
+		users += name + " " + string(hash) + "\n"
+	}
+	g := launch(t, setup{
+		app: trusting(t, ops, other) + "\n hitl {\n role_issuers spiffe://example.com/agent/ops\n }",
+		site: "basic_auth {\n " + users + " }\n agent_proxy " + lab.addr + " {\n operators user:ops\n role payments user:ann issuer:spiffe://example.com/agent/nobody\n role mail user:bob\n" +
+			" action pay {\n match path /charges\n approve payments\n }\n }",
+	})
+	as := func(user string, r request) request {
+		if r.header == nil {
+			r.header = map[string]string{}
+		}
+		r.header["Authorization"] = "Basic " + base64.StdEncoding.EncodeToString([]byte(user+":secret"))
+		return r
+	}
+	const all = "/.well-known/cascade/escalations"
+	get := func(user, path string) reply { return g.call(as(user, request{method: "GET", path: path})) }
+	decision := func(id, body string) request {
+		return request{path: all + "/" + id + "/decision", body: body, header: headers{"Content-Type": "application/json"}}
+	}
+	ask := func(n int) (id, hash string) {
+		t.Helper()
+		r := charge(n)
+		r.id = fmt.Sprint("order-", n)
+		got := g.call(as("eve", r))
+		id = got.escalation(t)
+		return id, document[escalationDoc](t, get("eve", all+"/"+id)).Proposal.RequestHash
+	}
+	id, of := ask(1)
+	unknown := get("bob", all+"/"+uuid.NewString())
+	unknown.terminal(t, http.StatusNotFound, "escalation-unknown")
+	for _, user := range []string{"bob", "ops"} { // another role, also that of operators, sees as much as what is not there
+		got := get(user, all+"/"+id)
+		if got.status != unknown.status || got.slug() != unknown.slug() {
+			t.Errorf("%s: %d %s", user, got.status, got.body)
+		}
+		if list := document[struct{ Escalations []escalationDoc }](t, get(user, all)); len(list.Escalations) != 0 {
+			t.Errorf("%s sees %+v", user, list)
+		}
+		g.call(as(user, decision(id, `{"decision":"approve","request_hash":"`+of+`"}`))).terminal(t, http.StatusNotFound, "escalation-unknown")
+	}
+	for _, user := range []string{"eve", "ann"} {
+		if list := document[struct{ Escalations []escalationDoc }](t, get(user, all+"?status=pending")); len(list.Escalations) != 1 || list.Escalations[0].ID != id {
+			t.Errorf("%s sees %+v", user, list)
+		}
+	}
+	approve := `{"decision":"approve","request_hash":"` + of + `","reason":"fine"}`
+	g.call(as("eve", decision(id, approve))).terminal(t, http.StatusForbidden, "decision-refused")
+	g.call(as("ann", decision(id, `{"decision":"approve","request_hash":"sha-256:0"}`))).terminal(t, http.StatusConflict, "decision-void")
+	g.call(as("ann", decision(id, `{"decision":"deny","request_hash":"`+of+`"}`))).terminal(t, http.StatusBadRequest, "parameter-invalid")
+	g.call(as("ann", decision(id, `{"decision":"approve","decision":"deny"}`))).terminal(t, http.StatusBadRequest, "parameter-invalid")
+	for name, value := range map[string]string{"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"} {
+		r := as("ann", decision(id, approve))
+		r.header[name] = value
+		if got := g.call(r); got.status != http.StatusForbidden && got.status != http.StatusBadRequest {
+			t.Errorf("%s %s: %d %s", name, value, got.status, got.body)
+		}
+	}
+	if got := document[escalationDoc](t, get("ann", all+"/"+id)); got.Status != "pending" {
+		t.Fatalf("%+v", got)
+	}
+	if got := g.call(as("ann", decision(id, approve))); got.status != http.StatusOK || document[escalationDoc](t, got).Status != "approved" {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	g.call(as("ann", decision(id, approve))).terminal(t, http.StatusConflict, "decision-void")
+	if got := document[escalationDoc](t, get("eve", all+"/"+id)); got.Status != "approved" || len(got.Decisions) != 0 {
+		t.Errorf("who asked learns who decided: %+v", got)
+	}
+
+	// Tokens: only of the issuers that are trusted with roles, bound to this very decision.
+	id, of = ask(2)
+	approve = `{"decision":"approve","escalation_id":"` + id + `","request_hash":"` + of + `"}`
+	token := func(a *agent, body string, roles ...string) *ect.Token {
+		return a.issue(ect.Claims{Action: "decide", Input: ect.Sum([]byte(body)), Ext: new(ect.ExtBuilder).Texts("roles", roles)})
+	}
+	by := func(token *ect.Token, body string) reply { return g.call(as("eve", with(token, decision(id, body)))) }
+	by(token(other, approve, "payments"), approve).terminal(t, http.StatusNotFound, "escalation-unknown")
+	by(token(ops, approve, "cooks"), approve).terminal(t, http.StatusNotFound, "escalation-unknown")
+	by(token(ops, "another", "payments"), approve).refusedFor(t, http.StatusForbidden, "inp_hash")
+	elsewhere := strings.Replace(approve, id, uuid.NewString(), 1)
+	by(token(ops, elsewhere, "payments"), elsewhere).terminal(t, http.StatusBadRequest, "parameter-invalid")
+	if got := by(token(ops, approve, "payments"), approve); got.status != http.StatusOK || document[escalationDoc](t, got).Decisions[0].By != "issuer:spiffe://example.com/agent/ops" {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	lab.wantEffects()
+}
+
+// The page of a message's link: for who has the link, a name and the role; nothing is decided by a
+// GET, from another site, or on what has changed meanwhile.
+func TestPageOfAnEscalation(t *testing.T) {
+	hash, err := bcrypt.GenerateFromPassword([]byte("secret"), bcrypt.MinCost)
+	if err != nil {
+		t.Fatal(err)
+	}
+	links := make(chan string, 8)
+	hook := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		var m struct{ Data struct{ Page string } }
+		_ = json.NewDecoder(r.Body).Decode(&m) // the test reads what came
+		links <- m.Data.Page
+	}))
+	t.Cleanup(hook.Close)
+	lab := newRestLab(t)
+	g := launch(t, setup{
+		app: "hitl {\n webhook " + hook.URL + " {\n secret whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw\n }\n page https://ops.example.com/\n }",
+		site: "basic_auth {\n ann " + string(hash) + "\n bob " + string(hash) + "\n eve " + string(hash) + "\n }\n agent_proxy " + lab.addr +
+			" {\n approve\n operators user:ann user:bob\n }",
+	})
+	send := func(user, method, path, body string, header ...string) reply {
+		r := request{method: method, path: path, body: body, header: map[string]string{
+			"Authorization": "Basic " + base64.StdEncoding.EncodeToString([]byte(user+":secret")),
+		}}
+		if body != "" {
+			r.header["Content-Type"] = "application/x-www-form-urlencoded"
+		}
+		for i := 0; i < len(header); i += 2 {
+			r.header[header[i]] = header[i+1]
+		}
+		return g.call(r)
+	}
+	pay := func() reply {
+		return send("eve", "POST", "/charges", `{"amount":7,"note":"<script>7</script>"}`, "Content-Type", "application/json", "Idempotency-Key", "order-7")
+	}
+	id := pay().escalation(t)
+	page, ok := strings.CutPrefix(wait(t, links, "the message"), "https://ops.example.com")
+	if !ok || !strings.HasPrefix(page, "/.well-known/cascade/escalations/"+id+"/page?key=") {
+		t.Fatalf("the link is %q", page)
+	}
+	seen := send("ann", "GET", page, "")
+	if seen.status != http.StatusOK || !strings.Contains(seen.body, "&lt;script&gt;7&lt;/script&gt;") || strings.Contains(seen.body, "<script") ||
+		!strings.Contains(seen.header.Get("Content-Security-Policy"), "default-src 'none'") || seen.header.Get("Cache-Control") != "no-store" ||
+		seen.header.Get("Referrer-Policy") != "no-referrer" {
+		t.Fatalf("%d %v %s", seen.status, seen.header, seen.body)
+	}
+	send("eve", "GET", page, "").terminal(t, http.StatusNotFound, "escalation-unknown")
+	send("ann", "GET", strings.TrimRight(page, "=")+"x", "").terminal(t, http.StatusNotFound, "escalation-unknown")
+	_, token, _ := strings.Cut(seen.body, `name="token" value="`)
+	token, _, _ = strings.Cut(token, `"`)
+	form := strings.Replace(page, "/page?", "/form?", 1)
+	body := func(token string) string {
+		return url.Values{"decision": {"approve"}, "reason": {"fine"}, "token": {token}}.Encode()
+	}
+	for _, c := range [][]string{
+		{"ann", body("")}, {"bob", body(token)}, // without a form's token, or with that of another person
+		{"ann", body(token), "Origin", "https://evil.example"}, {"ann", body(token), "Sec-Fetch-Site", "cross-site"},
+	} {
+		if got := send(c[0], "POST", form, c[1], c[2:]...); got.status == http.StatusOK && !strings.Contains(got.body, "Nothing was decided") {
+			t.Errorf("%q: %d %s", c, got.status, got.body)
+		}
+		if got := pay(); got.slug() != "approval-required" {
+			t.Fatalf("%q has decided: %d %s", c, got.status, got.body)
+		}
+	}
+	send("ann", "GET", form, "")
+	if got := send("ann", "POST", form, body(token), "Sec-Fetch-Site", "same-origin"); got.status != http.StatusOK || !strings.Contains(got.body, "It is recorded.") ||
+		!strings.Contains(got.body, "user:ann, approve. fine") {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	if got := send("ann", "POST", form, body(token)); !strings.Contains(got.body, "Nothing was decided") {
+		t.Errorf("again: %d %s", got.status, got.body)
+	}
+	if got := pay(); got.status != http.StatusCreated {
+		t.Errorf("approved: %d %s", got.status, got.body)
 	}
 }

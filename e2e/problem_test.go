@@ -81,6 +81,10 @@ func provoked(t *testing.T) map[string]reply {
 			match path /large
 			max_result 10
 		}
+		action asks {
+			match path /asks
+			approve
+		}
 		action snap {
 			match path /snap
 			restore
@@ -114,6 +118,7 @@ func provoked(t *testing.T) map[string]reply {
 	for _, path := range []string{"/doubt", "/doubt/2", "/y"} {
 		got["quota-exceeded"] = g.call(request{path: path, id: "k", header: ann})
 	}
+	got["approval-required"] = g.call(request{path: "/asks", id: "k"})
 	got["authentication-required"] = g.call(asking("k", nil))
 	got["execution-unknown"] = g.call(asking("k", bob))
 	got["parameter-invalid"] = g.call(asking("k?wait=soon", ann))
@@ -160,7 +165,7 @@ func provoked(t *testing.T) map[string]reply {
 // Section "Errors" and trap 28: the form of every problem, and that SDKs retry what a
 // retry can cure and nothing else.
 func TestProblems(t *testing.T) {
-	retry := map[string]bool{"body-timeout": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true}
+	retry := map[string]bool{"body-timeout": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true, "approval-required": true}
 	state := map[string]string{
 		"in-doubt": "in_doubt", "fingerprint-mismatch": "completed", "result-unavailable": "completed", "result-expired": "completed", "in-progress": "running",
 	}
@@ -173,6 +178,7 @@ func TestProblems(t *testing.T) {
 		// Package api, and TestP5RollbackOfAPut, TestP3RollbackOfOthers, bars_test.go.
 		"workflow-stopped": true, "workflow-paused": true, "coordinator-required": true, "rollback-conflict": true, "rollback-mismatch": true, "cannot-prepare": true, "plan-changed": true, "depended-on": true,
 		"checkpoint-unknown": true, "checkpoint-tampered": true,
+		"approval-denied": true, "escalation-unknown": true, "decision-refused": true, "decision-void": true, // people_test.go
 	}
 	all := provoked(t)
 	for _, k := range api.Kinds() {
@@ -231,7 +237,7 @@ func TestProblems(t *testing.T) {
 			}
 			for name := range members {
 				switch name {
-				case "type", "title", "status", "detail", "execution_id", "state", "reason", "error_type", "safe_new_key", "error":
+				case "type", "title", "status", "detail", "execution_id", "state", "reason", "error_type", "safe_new_key", "error", "escalation_id":
 				default:
 					t.Errorf("unknown member %s", name)
 				}

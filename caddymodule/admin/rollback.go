@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net/http"
 	"strconv"
-	"time"
 
 	"github.com/google/uuid"
 
@@ -225,83 +224,13 @@ func explain(ctx context.Context, st Store, doc *api.Document) {
 	doc.WorkflowName = (&names{st: st}).of(ctx, doc.Workflow, doc.CheckpointID)
 }
 
-// Escalations is the answer to GET escalations. Its members are an API.
-type Escalations struct {
-	// Escalations are sorted by age, the newest first.
-	Escalations []Escalation `json:"escalations"`
-	// Unreadable counts those that cannot be decrypted.
-	Unreadable int `json:"unreadable,omitempty"`
-	// Next is the value of `after` for the next page; empty after the last page.
-	Next string `json:"next,omitempty"`
-}
-
-// Escalation is a case that only a person can decide. Its members are an API.
-type Escalation struct {
-	// ID is the escalation's id.
-	ID string `json:"id"`
-	// Level is 1 (pause), 2 (approval) or 3 (stop), LevelName the word.
-	Level     uint8  `json:"level"`
-	LevelName string `json:"level_name"` // see Level
-	// State is open, notified or undeliverable.
-	State string `json:"state"`
-	// Cause is a fixed word, Summary a sentence.
-	Cause   string `json:"cause"`
-	Summary string `json:"summary"` // see Cause
-	// Workflow and Caller are those of the case.
-	Workflow string `json:"workflow,omitempty"`
-	Caller   string `json:"caller,omitempty"` // see Workflow
-	// WorkflowName is the caller's name of the workflow, if that is another one.
-	WorkflowName string `json:"workflow_name,omitempty"`
-	// Links has the ids of what the case is about.
-	Links EscalationLinks `json:"links"`
-	// Opened is when it was opened, Changed when its state last changed.
-	Opened  time.Time `json:"opened"`
-	Changed time.Time `json:"changed"` // see Opened
-	// Attempts counts the attempts to notify somebody, and LastError is why the last one
-	// failed; empty if it did not.
-	Attempts  int    `json:"attempts"`
-	LastError string `json:"last_error,omitempty"` // see Attempts
-	// NextAttempt is when the next attempt is due; absent if there is none.
-	NextAttempt time.Time `json:"next_attempt,omitzero"`
-	// Status is pending, approved, denied, expired or withdrawn.
-	Status string `json:"status"`
-	// Proposal is what an approval does; it is missing if there is nothing to do.
-	Proposal *EscalationProposal `json:"proposal,omitempty"`
-	// RequiredRole is that of who may decide; who has the admin API has every role. Quorum is
-	// how many have to approve, if that is more than one.
-	RequiredRole string `json:"required_role"`
-	Quorum       int    `json:"quorum,omitempty"` // see RequiredRole
-	// Requester is who asked, and cannot approve.
-	Requester string `json:"requester,omitempty"`
-	// Deadline is when it expires; missing if it does not.
-	Deadline time.Time `json:"deadline,omitzero"`
-	// Held says that it keeps new calls of its workflow from beginning.
-	Held bool `json:"held,omitempty"`
-	// Decisions are what people said, the latest last.
-	Decisions []EscalationDecision `json:"decisions,omitempty"`
-	// Token and Resolution are the ids of the tokens of its opening and its latest decision.
-	Token      string `json:"token,omitempty"`
-	Resolution string `json:"resolution,omitempty"` // see Token
-}
-
-// EscalationProposal is what an approval does.
-type EscalationProposal struct {
-	// Kind is run-call, resume, partial-rollback or continue-rollback; Text says it in words.
-	Kind string `json:"kind"`
-	Text string `json:"text,omitempty"` // see Kind
-	// RequestHash or PlanHash is what a decision has to name, if there is one.
-	RequestHash string `json:"request_hash,omitempty"`
-	PlanHash    string `json:"plan_hash,omitempty"` // see RequestHash
-}
-
-// EscalationDecision is what one person said.
-type EscalationDecision struct {
-	// By is the person's name, Decision is approve or deny, for this Reason and at that time.
-	By       string    `json:"by"`
-	Decision string    `json:"decision"`         // see By
-	Reason   string    `json:"reason,omitempty"` // see By
-	At       time.Time `json:"at"`               // see By
-}
+// The documents of escalations are those of sites.
+type (
+	// Escalations is the answer to GET escalations.
+	Escalations = api.EscalationPage
+	// Escalation is a case that only a person can decide.
+	Escalation = api.Escalation
+)
 
 // EscalationVote is the body of POST escalations/{id}/decision.
 type EscalationVote struct {
@@ -321,18 +250,6 @@ type EscalationQuestion struct {
 	Operator string `json:"operator"`
 }
 
-// EscalationLinks has the ids of what an escalation is about.
-type EscalationLinks struct {
-	// Checkpoint and Error are ids of tokens, Rollback is the id of a rollback.
-	Checkpoint string `json:"checkpoint,omitempty"`
-	Rollback   string `json:"rollback,omitempty"` // see Checkpoint
-	Error      string `json:"error,omitempty"`    // see Checkpoint
-	// Execution is the execution key in hexadecimal.
-	Execution string `json:"execution,omitempty"`
-	// Upstream is the address of an upstream.
-	Upstream string `json:"upstream,omitempty"`
-}
-
 func showEscalation(r *http.Request, st Store, p *params) (any, error) {
 	if err := p.done(); err != nil {
 		return nil, err
@@ -346,7 +263,7 @@ func seeEscalation(ctx context.Context, st Store, e *hitl.Escalation, err error)
 	if err != nil {
 		return nil, err
 	}
-	view := viewEscalation(e)
+	view := api.DescribeEscalation(e)
 	view.WorkflowName = (&names{st: st}).of(ctx, e.Workflow, e.Links.Checkpoint)
 	return view, nil
 }
@@ -412,7 +329,7 @@ func listEscalations(r *http.Request, st Store, p *params) (any, error) {
 	}
 	page := Escalations{Escalations: make([]Escalation, 0, len(found.Escalations)), Unreadable: found.Unreadable, Next: found.Next}
 	for i := range found.Escalations {
-		e := viewEscalation(&found.Escalations[i])
+		e := api.DescribeEscalation(&found.Escalations[i])
 		e.WorkflowName = known.of(r.Context(), e.Workflow, e.Links.Checkpoint)
 		page.Escalations = append(page.Escalations, e)
 	}
@@ -431,34 +348,6 @@ func escalatedAs(ctx context.Context, st Store, forms []string) (string, error) 
 		}
 	}
 	return append(forms, "")[0], nil
-}
-
-func viewEscalation(e *hitl.Escalation) Escalation {
-	var proposal *EscalationProposal
-	switch p := &e.Proposal; p.Kind {
-	case "":
-	case hitl.RunCall:
-		proposal = &EscalationProposal{Kind: string(p.Kind), Text: p.Text, RequestHash: p.Hash}
-	default:
-		proposal = &EscalationProposal{Kind: string(p.Kind), Text: p.Text, PlanHash: p.Hash}
-	}
-	var decisions []EscalationDecision
-	for i := range e.Decisions {
-		d := &e.Decisions[i]
-		word := "deny"
-		if d.Approve {
-			word = "approve"
-		}
-		decisions = append(decisions, EscalationDecision{d.By, word, d.Reason, d.At})
-	}
-	return Escalation{
-		Status: e.Status.String(), Proposal: proposal, RequiredRole: e.RequiredRole(), Quorum: e.Quorum, Requester: e.Requester,
-		Deadline: e.Deadline, Held: e.Held, Decisions: decisions, Token: e.Token, Resolution: e.Resolution,
-		ID: e.ID, Level: uint8(e.Level), LevelName: e.Level.String(), State: e.State.String(),
-		Cause: string(e.Cause), Summary: e.Summary, Workflow: e.Workflow, Caller: e.Caller, Links: EscalationLinks(e.Links),
-		Opened: e.Opened, Changed: e.Changed,
-		Attempts: e.Delivery.Attempts, LastError: e.Delivery.LastError, NextAttempt: e.Delivery.Next,
-	}
 }
 
 // level parses a level, a number or its word; 0 matches any.

@@ -186,7 +186,7 @@ func TestEscalations(t *testing.T) {
 	if !reflect.DeepEqual(newest, admin.Escalation{
 		Status: "pending", RequiredRole: "operator",
 		ID: want.ID, Level: 2, LevelName: "approval", State: "open", Cause: "irreversible_rollback", Summary: "No way back.",
-		Workflow: "w0", Caller: "ada", Links: admin.EscalationLinks{Checkpoint: "c", Rollback: "r", Error: "e", Execution: "x", Upstream: "u:1"},
+		Workflow: "w0", Caller: "ada", Links: api.EscalationLinks{Checkpoint: "c", Rollback: "r", Error: "e", Execution: "x", Upstream: "u:1"},
 		Opened: want.Opened, Changed: want.Changed, NextAttempt: want.Delivery.Next,
 	}) {
 		t.Errorf("%+v", newest)

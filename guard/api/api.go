@@ -72,6 +72,10 @@ const (
 	endpointCircuits
 	endpointExecutions
 	endpointProblems
+	endpointEscalations
+	endpointEscalation
+	endpointDecision
+	endpointEscalationPage
 )
 
 // resource is what a path of the gateway's own names.
@@ -101,6 +105,12 @@ var routes = []Route[resource]{
 	{WellKnown + "workflows/{id}", http.MethodGet, resource{endpoint: endpointWorkflow}},
 	{WellKnown + "checkpoints/{id}", http.MethodGet, resource{endpoint: endpointCheckpoint}},
 	{WellKnown + "errors", http.MethodPost, resource{endpoint: endpointErrors}},
+
+	{EscalationsPath, http.MethodGet, resource{endpoint: endpointEscalations}},
+	{EscalationsPath + "/{id}", http.MethodGet, resource{endpoint: endpointEscalation}},
+	{EscalationsPath + "/{id}/decision", http.MethodPost, resource{endpoint: endpointDecision}},
+	{EscalationsPath + "/{id}/page", http.MethodGet, resource{endpoint: endpointEscalationPage}},
+	{EscalationsPath + "/{id}/form", http.MethodPost, resource{endpoint: endpointEscalationPage}},
 
 	{RollbackPath, http.MethodPost, resource{endpointAskRollback, ect.Cascade}},
 	{PreparePath, http.MethodPost, resource{endpointPrepareRollback, ect.Cascade}},

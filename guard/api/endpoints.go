@@ -54,6 +54,8 @@ type Gateway struct {
 	// Ledger and Rollbacks are nil if the gateway has no identity.
 	Ledger    *Ledger
 	Rollbacks *Rollbacks
+	// Escalations are the questions to people.
+	Escalations *Escalations
 	// Circuits describes the circuit breakers that the caller may see.
 	Circuits func(r *http.Request) (any, error)
 	// Waits ends all waiting when the gateway shuts down.
@@ -152,6 +154,8 @@ func (e *Endpoints) ask(a responder, to route) error {
 		}
 		Respond(a.w, http.StatusOK, "application/json", "no-store", indented(doc))
 		return nil
+	case to.endpoint >= endpointEscalations:
+		return g.Escalations.serve(a, to)
 	case to.rollback():
 		if g.Rollbacks == nil {
 			http.Error(a.w, "This gateway has no identity, and so no checkpoints that could be rolled back.", http.StatusNotFound)

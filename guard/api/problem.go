@@ -637,6 +637,27 @@ var (
 		caller:   "Look whether the work is still wanted: what it follows from may be taken back. If so, send the same call again after Retry-After.",
 		operator: "`caddy agent-guard escalations show` shows what there is to look at, and `escalations approve` resumes the workflow. `caddy agent-guard rollbacks` lists what is under way.",
 	}
+	escalationUnknown = Kind{
+		Slug: "escalation-unknown", Status: http.StatusNotFound,
+		Title:    "There is no such escalation for this reader",
+		meaning:  "No escalation has this id, or the identity that asks is neither the one that asked for the decision, nor has the role that is required. These are not told apart.",
+		caller:   "Ask with the identity that made the call, or has the role.",
+		operator: "`role`, `roles` and `role_issuers` in the `hitl` block say who has which role.",
+	}
+	decisionRefused = Kind{
+		Slug: "decision-refused", Status: http.StatusForbidden,
+		Title:    "This identity cannot decide it",
+		meaning:  "`reason` says why: `role`, the required role is missing; `own`, who asked cannot approve; `origin`, the request comes from a page of another site. Nothing was decided.",
+		caller:   "Let somebody else decide.",
+		operator: "`role`, `roles` and `role_issuers` in the `hitl` block say who has which role.",
+	}
+	decisionVoid = Kind{
+		Slug: "decision-void", Status: http.StatusConflict,
+		Title:    "The decision does not count",
+		meaning:  "`reason` says why: `decided`, it was decided before; `expired`, the time to decide is over; `changed`, something else is proposed than what the decision names. Nothing was changed by it.",
+		caller:   "Read the escalation again.",
+		operator: "`caddy agent-guard escalations show` shows who decided, when and why. A workflow that is still held can be asked for again with `escalations ask`.",
+	}
 	ApprovalRequired = Kind{
 		Slug: "approval-required", Status: http.StatusConflict, SafeNewKey: true,
 		Title: "A person has to approve the call",
@@ -706,7 +727,8 @@ var (
 // rollbackKinds lists the kinds of rollbacks, in the order in which they are documented.
 func rollbackKinds() []Kind {
 	return []Kind{
-		ApprovalRequired, ApprovalDenied, notInWorkflow, coordinatorRequired, WorkflowStopped, WorkflowPaused, rollbackConflict, rollbackMismatch, dependedOn, cannotPrepare, planChanged,
+		ApprovalRequired, ApprovalDenied, escalationUnknown, decisionRefused, decisionVoid,
+		notInWorkflow, coordinatorRequired, WorkflowStopped, WorkflowPaused, rollbackConflict, rollbackMismatch, dependedOn, cannotPrepare, planChanged,
 		checkpointUnknown, checkpointExpired, checkpointTampered,
 	}
 }

@@ -146,7 +146,7 @@ func TestSafeNewKey(t *testing.T) {
 	unsafe := []string{
 		"caller-unstable", "workflow-id-invalid", "batch-mixed", "fingerprint-mismatch", "in-progress", "in-doubt", "result-expired", "result-unavailable", "store-unavailable",
 		"shutting-down", "circuit-open", "body-too-large", "body-timeout", "stream-refused", "authentication-required", "execution-unknown", "ect-invalid",
-		"ect-unavailable", "entry-unknown", "entry-pruned", "workflow-unknown", "parameter-invalid",
+		"ect-unavailable", "entry-unknown", "entry-pruned", "workflow-unknown", "parameter-invalid", "escalation-unknown", "decision-refused", "decision-void",
 	}
 	for _, k := range Kinds() {
 		if k.SafeNewKey != (safe[k.Slug] != "") || k.SafeNewKey == slices.Contains(unsafe, k.Slug) {
@@ -177,7 +177,7 @@ func TestGRPCStatuses(t *testing.T) {
 		"execution-id-missing": "3", "execution-id-invalid": "3", "workflow-id-invalid": "3", "batch-mixed": "3", "caller-unstable": "3", "parameter-invalid": "3",
 		"authentication-required": "16",
 		"ect-invalid":             "7", "not-in-workflow": "7", "coordinator-required": "7", "workflow-stopped": "7",
-		"execution-unknown": "5", "entry-unknown": "5", "workflow-unknown": "5", "checkpoint-unknown": "5",
+		"execution-unknown": "5", "entry-unknown": "5", "workflow-unknown": "5", "checkpoint-unknown": "5", "escalation-unknown": "5", "decision-refused": "7", "decision-void": "9",
 		"fingerprint-mismatch": "6", "rollback-mismatch": "6", "result-expired": "6", "result-unavailable": "6",
 		"body-too-large": "8", "quota-exceeded": "8",
 		"in-doubt": "9", "cannot-prepare": "9", "plan-changed": "9", "depended-on": "9", "checkpoint-tampered": "9", "checkpoint-expired": "9", "entry-pruned": "9",

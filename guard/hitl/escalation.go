@@ -223,6 +223,9 @@ type Escalation struct {
 	// decision; empty where no ledger is kept.
 	Token, Resolution string
 
+	// Page is the URL of a page that shows and decides it, for a Notifier. It is not stored.
+	Page string
+
 	unknown []byte // fields of a newer build, which are written back as they are
 }
 
@@ -594,6 +597,10 @@ type data struct {
 	Workflow  string `json:"workflow,omitempty"`
 	Caller    string `json:"caller,omitempty"`
 	Links     links  `json:"links"`
+	Proposal  string `json:"proposal,omitempty"`
+	// Deadline is when it counts as denied. Page needs a sign-in.
+	Deadline time.Time `json:"deadline,omitzero"`
+	Page     string    `json:"page,omitempty"`
 }
 
 type links struct {
@@ -611,6 +618,7 @@ func body(e *Escalation, gateway string) ([]byte, error) {
 		Data: data{
 			ID: e.ID, Gateway: gateway, Level: uint8(e.Level), LevelName: e.Level.String(),
 			Cause: string(e.Cause), Summary: e.Summary, Workflow: e.Workflow, Caller: e.Caller, Links: links(e.Links),
+			Proposal: string(e.Proposal.Kind), Deadline: e.Deadline, Page: e.Page,
 		},
 	})
 }

@@ -168,7 +168,10 @@ const (
 //	    "links": {                              each absent where there is none
 //	      "checkpoint": "...", "rollback": "...", "error": "...",
 //	      "execution": "...", "upstream": "..."
-//	    }
+//	    },
+//	    "proposal": "run-call",                 what an approval does; absent where it does nothing
+//	    "deadline": "2026-11-21T10:00:00Z",     when it counts as denied; absent where it does not
+//	    "page": "https://..."                   where to decide it; absent where none is configured
 //	  }
 //	}
 //
