@@ -40,8 +40,12 @@ func TestClosedConnectionIsNotWrittenTo(t *testing.T) {
 			defer server.Close()
 
 			stale := 0
-			c := &conn{Conn: client, stale: func() { stale++ }}
-			c.peek.begin(client)
+			dial := func(context.Context, string, string) (net.Conn, error) { return client, nil }
+			dialled, err := countWrites(dial, func() { stale++ }, false)(t.Context(), network, l.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := dialled.(*conn)
 			_, watch := Arm(context.Background())
 			attempt := watch.Attempt()
 			c.Count(attempt)
