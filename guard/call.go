@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -55,7 +56,8 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	if as != classGuarded {
 		return h.pass(w, r, nil, next)
 	}
-	x := &Call{h: h, r: r, action: action}
+	x := spareCalls.Get().(*Call)
+	x.h, x.r, x.action = h, r, action
 	if h.Protocol != nil && r.ContentLength <= maxMessage && h.Protocol.Reads(r) {
 		_ = x.open() // else run says so
 		begins, text := false, []byte(nil)
@@ -64,6 +66,10 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 			text, err = h.message(x)
 		}
 		if text != nil {
+			defer func() {
+				*x = Call{}
+				spareCalls.Put(x)
+			}()
 			return h.passMessage(w, x, text, next)
 		}
 		if err != nil && !h.Protocol.Guesses() {
@@ -81,6 +87,9 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	}
 	return x.unanswered(w, next, err)
 }
+
+// spareCalls are those of messages that passed. A guarded call may outlive its request.
+var spareCalls = sync.Pool{New: func() any { return new(Call) }}
 
 // unanswered ends a call that was not answered, with the problem that err is, by the fallback, or
 // unguarded. It returns the error that remains.

@@ -234,24 +234,23 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next 
 	_ = x.body.Close()
 	r.Body, r.ContentLength, r.TransferEncoding = io.NopCloser(bytes.NewReader(text)), int64(len(text)), nil
 	r.Header.Del("Expect") // the body is here
-	l := &listener{ResponseWriter: w}
+	var learn func(tool string, readOnly bool)
 	if m.Method == "tools/list" {
 		server := h.server(r)
-		l.learn = func(tool string, readOnly bool) { h.tools.Learn(server, tool, readOnly) }
+		learn = func(tool string, readOnly bool) { h.tools.Learn(server, tool, readOnly) }
 	}
-	if h.Protocol.Guesses() && m.ID != nil {
+	if judges := h.Protocol.Guesses() && m.ID != nil; judges || learn != nil {
+		l := &listener{ResponseWriter: w, learn: learn}
+		w = l
 		defer func() {
 			media, read := l.Header().Get("Content-Type"), l.Header().Get("Content-Encoding") == ""
-			if r.Context().Err() != nil || l.status/100 != 2 || strings.HasPrefix(media, "text/event-stream") {
+			if !judges || r.Context().Err() != nil || l.status/100 != 2 || strings.HasPrefix(media, "text/event-stream") {
 				return // it may go on elsewhere, or says nothing of the server
 			}
 			if l.answer == nil || !strings.HasPrefix(media, "application/json") || read && l.answer.End().Meaning == protocol.Unanswered {
 				h.proofs.withdraw()
 			}
 		}()
-		w = l
-	} else if l.learn != nil {
-		w = l
 	}
 	err := h.pass(w, r, m, next)
 	if err != nil {

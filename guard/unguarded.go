@@ -282,7 +282,7 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *proto
 		ctx = WithPatience(ctx, most)
 	}
 	r = r.WithContext(ctx)
-	if r.Body != nil && r.Body != http.NoBody {
+	if m == nil && r.Body != nil && r.Body != http.NoBody { // that of a message is here
 		r.Body = &timedBody{r.Body, c}
 	}
 	err := next.ServeHTTP(t, r)

@@ -74,10 +74,10 @@ func (u *upload) Read(p []byte) (int, error) {
 // client's fault: upstreams disconnect slow clients.
 func (u *upload) underWay() bool { return u != nil && u.begun.Load() && u.took.Load() == 0 }
 
-// uploads reports whether the body of req is read from its client while it is sent. The
-// body of a guarded call is read before it is claimed.
+// uploads reports whether the body of req is read from its client while it is sent. That of a guarded
+// call is read before it is claimed, and that of a message before it passes.
 func uploads(req *http.Request, watch *Watch) bool {
-	return watch == nil && req.Body != nil && req.Body != http.NoBody
+	return watch == nil && req.Body != nil && req.Body != http.NoBody && req.Context().Value(guard.MessageKey{}) == nil
 }
 
 // request returns req in the form in which it is sent: errors of reading the client's body

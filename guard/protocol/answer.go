@@ -266,8 +266,7 @@ func (a *Answer) finish() {
 	m := a.m
 	a.m, a.reads = answered{}, false
 	ignored := a.asked != nil && !a.answers(&m)
-	names := a.scan.names // of which only the memory is used again
-	a.scan = scanner{open: a.scan.open[:0], names: names}
+	a.scan = scanner{open: a.scan.open[:0]}
 	if !m.response || m.request {
 		a.begun = a.begun || m.method == "notifications/progress"
 		return

@@ -73,16 +73,17 @@ func (o object) get(name string) []byte {
 // clear reports whether each of the names is there at most once, and in no other case. Some servers
 // take the last of two, some the first, and those of Go's encoding/json any case.
 func (o object) clear(names []string) bool {
-	for _, name := range names {
-		seen := false
-		for i := range o {
-			if !strings.EqualFold(o[i].name, name) {
-				continue
-			}
-			if seen || o[i].name != name {
+	for i := range o {
+		is := o[i].name
+		for _, name := range names {
+			switch {
+			case is == name:
+				if slices.ContainsFunc(o[:i], func(m member) bool { return m.name == name }) {
+					return false
+				}
+			case strings.EqualFold(is, name):
 				return false
 			}
-			seen = true
 		}
 	}
 	return true

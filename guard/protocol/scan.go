@@ -27,13 +27,26 @@ const (
 // scanner follows a JSON text that comes in pieces. It knows where it is, and keeps none of it. It
 // does not validate: what is no JSON has some events or others.
 type scanner struct {
-	open      []byte              // the containers, '{' or '['
-	names     [maxPath + 1][]byte // of the member in each of the outer ones, as written
-	in        byte                // 's' in a string, 'k' in a name, 'v' in a number or literal; 0 between them
-	escaped   bool                // the next byte belongs to an escape
-	wantsName bool                // the next string is a name
-	announced bool                // begins was given for the value that comes
+	open      []byte                // the containers, '{' or '['
+	names     [maxPath + 1]nameText // of the member in each of the outer ones
+	in        byte                  // 's' in a string, 'k' in a name, 'v' in a number or literal; 0 between them
+	escaped   bool                  // the next byte belongs to an escape
+	wantsName bool                  // the next string is a name
+	announced bool                  // begins was given for the value that comes
 	broken    bool
+}
+
+// nameText is a name as written, with its quotes. Of one that is too long the size says so.
+type nameText struct {
+	size int
+	text [maxName]byte
+}
+
+func (t *nameText) add(c byte) {
+	if t.size < len(t.text) {
+		t.text[t.size] = c
+	}
+	t.size = min(t.size+1, len(t.text)+1)
 }
 
 // next takes bytes of p up to the next event.
@@ -43,10 +56,18 @@ func (s *scanner) next(p []byte) (n int, ev event) {
 		switch s.in {
 		case 's', 'k':
 			if s.in == 's' && !s.escaped && c != '"' && c != '\\' {
+				end := bytes.IndexByte(p[n:], '"') // most of a text is in strings
+				if end < 0 {
+					end = len(p) - n
+				}
+				if escape := bytes.IndexByte(p[n:n+end], '\\'); escape >= 0 {
+					end = escape
+				}
+				n += end - 1
 				continue
 			}
-			if depth := len(s.open); s.in == 'k' && depth <= maxPath && len(s.names[depth]) <= maxName {
-				s.names[depth] = append(s.names[depth], c)
+			if s.in == 'k' && len(s.open) <= maxPath {
+				s.names[len(s.open)].add(c)
 			}
 			switch {
 			case s.escaped:
@@ -84,7 +105,8 @@ func (s *scanner) next(p []byte) (n int, ev event) {
 			if s.wantsName {
 				s.in, s.wantsName = 'k', false
 				if depth := len(s.open); depth <= maxPath {
-					s.names[depth] = append(s.names[depth][:0], c)
+					s.names[depth].size = 0
+					s.names[depth].add(c)
 				}
 				continue
 			}
@@ -104,7 +126,7 @@ func (s *scanner) next(p []byte) (n int, ev event) {
 			}
 			s.open, s.wantsName = append(s.open, c), c == '{'
 			if depth := len(s.open); depth <= maxPath {
-				s.names[depth] = s.names[depth][:0]
+				s.names[depth].size = 0
 			}
 		default:
 			s.in = 'v'
@@ -149,13 +171,14 @@ func (s *scanner) path() string {
 		if depth > 1 {
 			p = append(p, '.')
 		}
-		name := s.names[depth]
+		size := s.names[depth].size
 		switch {
-		case len(name) == 0: // an element of an array
+		case size == 0: // an element of an array
 			continue
-		case len(name) > maxName:
+		case size > maxName:
 			return ""
 		}
+		name := s.names[depth].text[:size]
 		from := len(p)
 		if bytes.IndexByte(name, '\\') >= 0 {
 			p = append(p, unquote(name)...)
