@@ -376,12 +376,13 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 		return c, x.unkept(err)
 	}
 	c.Scope.ID = id
-	c.Key = x.executions.Key(c.Scope)
 	if evident || c.Origin == execution.OriginMinted && x.h.MissingID == MissingRecognize && !opens(x) {
 		if err := x.recognize(&c); err != nil {
 			return c, err
 		}
 		id = c.Scope.ID
+	} else {
+		c.Key = x.executions.Key(c.Scope)
 	}
 	c.Sent, err = x.sentAs(id)
 	return c, err

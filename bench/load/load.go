@@ -30,6 +30,9 @@ type Job struct {
 	// Line is a header line that the first answer of each connection has, if set:
 	// proof that what is measured is what is meant.
 	Line string
+	// First says that answers are streams of events in chunks, whose Latencies end with the
+	// first event. All of each is read.
+	First bool
 	// Drain, if set, returns once the server has done all that it put off. It is
 	// called before the clock starts, and after the last answer within the round.
 	Drain func(context.Context) error
@@ -91,8 +94,8 @@ func Run(ctx context.Context, j Job) (Result, error) {
 			_ = c.conn.Close()
 		}
 	}()
-	for range j.Conns {
-		c, err := dial(ctx, &j)
+	for i := range j.Conns {
+		c, err := dial(ctx, &j, i)
 		if err != nil {
 			return Result{}, err
 		}

@@ -17,6 +17,10 @@ type Request struct {
 	Method, Path string
 	// Body is sent with Content-Type application/json, if there is one.
 	Body []byte
+	// Own gives each connection a body of its own: its number takes the place of the last four n.
+	Own bool
+	// Header are further lines of the header, each with its end.
+	Header string
 	// Field is the header field that tells one call from another; empty is
 	// Idempotency-Key.
 	Field string
@@ -38,6 +42,13 @@ func Message(n int) Request {
 	const head, tail = `{"jsonrpc":"2.0","id":1,"method":"resources/read","params":{"uri":"file:///`, `"}}`
 	body := head + strings.Repeat("n", max(n-len(head)-len(tail), 0)) + tail
 	return Request{Method: http.MethodPost, Path: "/mcp", Body: []byte(body)}
+}
+
+// ToolCall is a POST of a tools/call of MCP, of n bytes, that is answered with a stream of events.
+func ToolCall(n int) Request {
+	const head, tail = `{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay","arguments":{"note":"`, `"}}}`
+	body := head + strings.Repeat("n", max(n-len(head)-len(tail), 0)) + tail
+	return Request{Method: http.MethodPost, Path: "/mcp/stream", Body: []byte(body)}
 }
 
 // KeyLength is that of a UUID, because some take nothing else.
@@ -86,9 +97,13 @@ type wire struct {
 	keys     func([]byte) []byte
 }
 
-func (r Request) wire(host string) wire {
+func (r Request) wire(host string, number int) wire {
 	var b bytes.Buffer
-	fmt.Fprintf(&b, "%s %s HTTP/1.1\r\nHost: %s\r\n", r.Method, r.Path, host)
+	fmt.Fprintf(&b, "%s %s HTTP/1.1\r\nHost: %s\r\n%s", r.Method, r.Path, host, r.Header)
+	if at := bytes.LastIndexByte(r.Body, 'n') - 3; r.Own && at > 0 {
+		r.Body = bytes.Clone(r.Body)
+		copy(r.Body[at:], fmt.Sprintf("%04d", number))
+	}
 	if len(r.Body) > 0 {
 		fmt.Fprintf(&b, "Content-Type: application/json\r\nContent-Length: %d\r\n", len(r.Body))
 	}

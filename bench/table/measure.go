@@ -1,6 +1,7 @@
 package table
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"regexp"
@@ -98,11 +99,11 @@ type side struct {
 
 // outcome is what the rounds of a side brought.
 type outcome struct {
-	rates, tails, drains []float64
-	spent                spent
+	rates, middles, tails, drains []float64
+	spent                         spent
 }
 
-func (s *scene) side(o Options, r *row, at spot, line string) (*side, error) {
+func (s *scene) side(o Options, r *row, of kind, at spot, line string) (*side, error) {
 	serve := s.serve
 	if r.sustained && sites[at.place].guarded {
 		serve = s.fresh
@@ -112,7 +113,7 @@ func (s *scene) side(o Options, r *row, at spot, line string) (*side, error) {
 		return nil, err
 	}
 	made := &side{place: at.place, server: one, job: load.Job{
-		Addr: one.addr, Request: r.request(recorded, s.keys), Conns: r.conns, For: o.Round, Limit: o.Limit, Status: 200, Line: line,
+		Addr: one.addr, Request: of.request(recorded, s.keys), Conns: r.conns, For: o.Round, Limit: o.Limit, Status: of.status(), Line: line, First: of == streamed,
 	}}
 	if sites[at.place].ledger {
 		made.job.Drain = one.gateway.Drain
@@ -165,6 +166,7 @@ func (s *side) round(ctx context.Context) error {
 	// Each connection makes a call before the clock starts.
 	s.spent.add(before, after, result.Requests+job.Conns)
 	s.rates = append(s.rates, result.Rate())
+	s.middles = append(s.middles, float64(stat.Percentile(result.Latencies, 50)))
 	s.tails = append(s.tails, float64(stat.Percentile(result.Latencies, 99)))
 	s.drains = append(s.drains, float64(result.Draining))
 	return nil
@@ -181,14 +183,14 @@ func (s *side) warm(ctx context.Context) error {
 func measure(ctx context.Context, o Options, s *scene, r *row, programs []program) (*measured, error) {
 	m := &measured{}
 	for _, p := range programs {
-		subject, err := s.side(o, r, spot{r.subject, p}, r.proof())
+		subject, err := s.side(o, r, r.kind, spot{r.subject, p}, r.proof())
 		if err != nil {
 			return nil, err
 		}
 		m.subjects = append(m.subjects, subject)
 	}
 	var err error
-	if m.reference, err = s.side(o, r, spot{place: r.reference}, ""); err != nil {
+	if m.reference, err = s.side(o, r, cmp.Or(r.against, r.kind), spot{place: r.reference}, ""); err != nil {
 		return nil, err
 	}
 	for _, subject := range m.subjects {
@@ -210,6 +212,11 @@ func measure(ctx context.Context, o Options, s *scene, r *row, programs []progra
 // prepare makes the calls that a row replays: all others are not executed.
 func (s *scene) prepare(ctx context.Context, r *row, subject *side) error {
 	switch r.kind {
+	case recognized, failed:
+		once := subject.job
+		once.Limit, once.For, once.Line = once.Conns, time.Minute, ""
+		_, err := load.Run(ctx, once)
+		return err
 	case replay:
 		once := subject.job
 		once.Conns, once.Limit, once.For, once.Line = 1, 1, time.Minute, ""

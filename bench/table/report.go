@@ -142,6 +142,10 @@ func (r *Report) add(row *row, m *measured) {
 	if row.tail > 0 {
 		add("p99 ms", subject.tails, reference.tails, float64(time.Millisecond), func(v float64) Verdict { return AtMost(v, row.tail) })
 	}
+	if row.first > 0 {
+		later := (stat.Median(subject.middles) - stat.Median(reference.middles)) / float64(time.Millisecond)
+		r.figure(row.title()+": later than from "+line.Reference, later, "ms", AtMost(later, row.first))
+	}
 	r.draining(row, subject)
 	if row.sustained {
 		r.sustained(row, m, costs[0])

@@ -11,12 +11,16 @@ import (
 type kind uint8
 
 const (
-	get     kind = iota // changes nothing, so it passes through
-	post                // each a call of its own
-	replay              // the same call again and again
-	replays             // calls that were made before, each as often as any other
-	signed              // each a call of its own, with a token that names it
-	message             // a message of MCP that changes nothing, so it is read and passes
+	get         kind = iota + 1 // changes nothing, so it passes through
+	post                        // each a call of its own
+	replay                      // the same call again and again
+	replays                     // calls that were made before, each as often as any other
+	signed                      // each a call of its own, with a token that names it
+	message                     // a message of MCP that changes nothing, so it is read and passes
+	recognized                  // retries without a key, which say that they are: a call for each connection
+	failed                      // equal calls without a key that were answered 500: a call for each connection
+	failedKeyed                 // retries of one such call with its key
+	streamed                    // calls of a tool, each of its own, answered by a stream of events
 )
 
 // row is one line of the table: a subject, and what it is compared with.
@@ -28,6 +32,10 @@ type row struct {
 	// bar is what the product has to reach, 0 where it is no promise; tail is the
 	// largest ratio of the 99th percentiles, work that of the processor times of a call.
 	bar, tail, work float64
+	// against is the kind of the reference's requests, where that is another one.
+	against kind
+	// first is how much later the first event of a stream may come than from the reference, in ms.
+	first float64
 	// sustained is for load that lasts, so that compaction is in it: on a fresh process
 	// with an empty store. memory is then the most anonymous memory at its end, in MiB, and
 	// written the most bytes that reach the device, as a multiple of the payload.
@@ -45,6 +53,7 @@ const (
 	static   place = "respond"
 	guarded  place = "agent_proxy"
 	async    place = "agent_proxy, settle async"
+	lenient  place = "agent_proxy, breaker off"
 	noop     place = "no-op handler"
 	naive    place = "naive map"
 	speaking place = "agent_proxy, protocol mcp"
@@ -75,6 +84,10 @@ var rows = []row{
 	{name: "GET, passed through", kind: get, conns: 64, subject: guarded, reference: bare, bar: 0.97},
 	{name: "GET, passed through", kind: get, conns: 256, subject: guarded, reference: bare, bar: 0.97},
 	{name: "MCP message that changes nothing", kind: message, conns: 64, subject: speaking, reference: bare, bar: 0.95},
+	{name: "first event of a tool call", kind: streamed, conns: 1, subject: speaking, reference: bare, first: 2},
+	{name: "first event of a tool call", kind: streamed, conns: 16, subject: speaking, reference: bare, first: 2},
+	{name: "retry recognised by its 500, against one with a key", kind: failed, conns: 64, subject: lenient, reference: lenient, against: failedKeyed, work: 1.1},
+	{name: "retry recognised by what it says, against one with a key", kind: recognized, conns: 64, subject: guarded, reference: guarded, against: replay, work: 1.1},
 	{name: "POST, outcome awaited", kind: post, conns: 1, subject: guarded, reference: bare, bar: 0.40},
 	{name: "POST, outcome awaited", kind: post, conns: 16, subject: guarded, reference: bare, bar: 0.50},
 	{name: "POST, outcome awaited", kind: post, conns: 64, subject: guarded, reference: bare, bar: 0.70, tail: 1.5, work: guardWork, syncs: true},
@@ -102,14 +115,30 @@ const requestSize = 200
 // title names the row with its connections, by which it is chosen.
 func (r *row) title() string { return fmt.Sprintf("%s @%d", r.name, r.conns) }
 
-// request is what the row sends. Recorded calls have ids with this prefix and numbers
+// request is what a row of this kind sends. Recorded calls have ids with this prefix and numbers
 // below keys.
-func (r *row) request(recorded string, keys int) load.Request {
-	switch r.kind {
+func (k kind) request(recorded string, keys int) load.Request {
+	switch k {
 	case get:
 		return load.Request{Method: "GET", Path: "/v1/charges"}
 	case message:
 		return load.Message(requestSize)
+	case recognized:
+		request := load.Payment(requestSize)
+		request.Own, request.Header = true, "X-Stainless-Retry-Count: 1\r\n"
+		return request
+	case failed:
+		request := load.Payment(requestSize)
+		request.Path, request.Own = "/v1/fails", true
+		return request
+	case failedKeyed:
+		request := load.Payment(requestSize)
+		request.Path, request.Key = "/v1/fails", load.NewKey()
+		return request
+	case streamed:
+		request := load.ToolCall(requestSize)
+		request.Keys = load.Fresh
+		return request
 	case replay:
 		request := load.Payment(requestSize)
 		request.Key = load.NewKey()
@@ -129,12 +158,20 @@ func (r *row) request(recorded string, keys int) load.Request {
 	}
 }
 
+// status is what such requests are answered with.
+func (k kind) status() int {
+	if k == failed || k == failedKeyed {
+		return 500
+	}
+	return 200
+}
+
 // proof is a line that an answer of the subject has where it did what the row says.
 func (r *row) proof() string {
 	switch {
 	case r.kind == get || r.kind == message || !sites[r.subject].guarded:
 		return ""
-	case r.kind == replay || r.kind == replays:
+	case r.kind == replay || r.kind == replays || r.kind == recognized || r.kind == failed:
 		return "Execution-Status: replayed"
 	default:
 		return "Execution-Status: executed"

@@ -53,15 +53,34 @@ func Run(args []string) error {
 // Body is the body of every plain answer.
 var Body = `{"id":"ch_1","note":"` + strings.Repeat("x", AnswerSize-len(`{"id":"ch_1","note":""}`)) + `"}`
 
-// plain answers 200 with Body, without think time.
+// plain answers 200 with Body, without think time; at some paths it fails, or answers with a stream.
 func plain(w http.ResponseWriter, r *http.Request) {
 	if r.Body != nil {
 		_, _ = io.Copy(io.Discard, r.Body)
 	}
+	if strings.HasSuffix(r.URL.Path, "/stream") {
+		stream(w)
+		return
+	}
 	w.Header()["Content-Type"] = []string{"application/json"}
 	w.Header()["Content-Length"] = []string{strconv.Itoa(len(Body))}
+	if strings.HasSuffix(r.URL.Path, "/fails") {
+		w.WriteHeader(http.StatusInternalServerError)
+	}
 	_, _ = io.WriteString(w, Body)
 }
+
+// stream answers a message of MCP with two events, and some time between them.
+func stream(w http.ResponseWriter) {
+	w.Header()["Content-Type"] = []string{"text/event-stream"}
+	_, _ = io.WriteString(w, "data: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/message\",\"params\":{\"level\":\"info\",\"data\":\"begun\"}}\n\n")
+	_ = http.NewResponseController(w).Flush()
+	time.Sleep(eventsApart)
+	_, _ = io.WriteString(w, "data: {\"jsonrpc\":\"2.0\",\"id\":1,\"result\":{\"content\":[]}}\n\n")
+}
+
+// eventsApart is the time between the events of a stream.
+const eventsApart = 10 * time.Millisecond
 
 // keeper executes: each request that came whole is one line of the ledger, written
 // before the answer. The file is the only truth about what was executed: gateways

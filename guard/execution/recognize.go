@@ -813,7 +813,8 @@ func (t *groups) open(ctx context.Context, g *Guard) error {
 	entry, err := g.store.Get(ctx, metaKey(marksName))
 	if errors.Is(err, store.ErrNotFound) {
 		if g.node == "node-"+g.boot {
-			return nil // the store is new
+			t.since.Store(new(time.Time)) // the store is new, so memory has everything
+			return nil
 		}
 		// Nothing was marked yet, so that nothing is known.
 		entry.Value, err = appendTime(nil, time.Unix(0, 0)), nil

@@ -722,3 +722,37 @@ func TestRecognitionModel(t *testing.T) {
 		})
 	}
 }
+
+// A store that no process has used before is not scanned: memory has everything. After a restart it is, for
+// as long as the window.
+func TestNewStoresAreNotScanned(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		mem := memory.New(memory.Options{})
+		ring := seal.Generate()
+		ask := func(again time.Duration) int {
+			t.Helper()
+			st := &leaving{Store: mem}
+			g, _, err := Open(t.Context(), st, ring)
+			if err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(again)
+			st.scans = 0
+			a, err := g.Recognize(t.Context(), Question{Scope: Scope{Caller: "user:ada", ID: "id"}, Window: testWindow, Gone: t.Context()})
+			if err != nil {
+				t.Fatal(err)
+			}
+			a.End()
+			scans := st.scans
+			if err := g.Close(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			return scans
+		}
+		for i, want := range []int{0, 1, 0} {
+			if got := ask([]time.Duration{0, 0, testWindow}[i]); got != want {
+				t.Errorf("process %d scanned the store %d times, want %d", i+1, got, want)
+			}
+		}
+	})
+}
