@@ -58,6 +58,7 @@ import (
 //		action <name> {
 //			match       <matchers> | tool <names...> | argument <pointer> <value>
 //			description <text>
+//			on_error    rollback | escalate
 //			<policy>
 //			<way>
 //		}
@@ -403,6 +404,9 @@ func actionOptions() options[*Action] {
 				return err
 			}
 			return checkDescription(a.Description)
+		}},
+		"on_error": {usage: "on_error rollback | escalate", parse: func(d *caddyfile.Dispenser, a *Action) error {
+			return parseChoice(d, &a.OnError, errorRollback, errorEscalate)
 		}},
 	}.merge(within(func(a *Action) *Policy { return &a.Policy }, policyOptions())).
 		merge(within(func(a *Action) *Ways { return &a.Ways }, waysOptions()))

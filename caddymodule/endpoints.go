@@ -267,6 +267,8 @@ type policyAction struct {
 	OnLeave string `json:"on_leave,omitempty"`
 	Keys    string `json:"keys"`
 	Settle  string `json:"settle"`
+	// OnError is set where a failed call is rolled back.
+	OnError string `json:"on_error,omitempty"`
 	// Undo are the ways in which calls are undone, in the order in which they are tried,
 	// and CheckpointTTL is for how long. Both are missing without an identity.
 	Undo          []string `json:"undo,omitempty"`
@@ -394,6 +396,9 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		}
 		if a.InDoubtAs == doubtToolResult {
 			doc.Actions[len(doc.Actions)-1].InDoubtAs = a.InDoubtAs
+		}
+		if a.OnError == errorRollback {
+			doc.Actions[len(doc.Actions)-1].OnError = a.OnError
 		}
 		if a.OnLeave == leaveCancel {
 			doc.Actions[len(doc.Actions)-1].OnLeave = a.OnLeave

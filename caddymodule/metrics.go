@@ -281,6 +281,7 @@ func (s sink) snapshot(now *storeSnapshot) {
 	if r := now.Rollbacks; r != nil {
 		s.gauge(rollbacksRunning, float64(r.Running))
 		s.gauge(rollbackOldest, r.OldestAge.Seconds())
+		s.gauge(rollbacksWaiting, float64(r.Waiting))
 	}
 	if l := now.Ledger; l != nil {
 		s.gauge(ledgerEntries, float64(l.Entries))
@@ -371,6 +372,7 @@ var (
 	rollbacks        = family("rollbacks_total", counter, "Rollbacks that are finished, by status.", "status")
 	rollbackSteps    = family("rollback_steps_total", counter, "Ended steps of rollbacks, by status.", "status")
 	rollbacksRunning = family("rollbacks_running", gauge, "Rollbacks that are not finished.")
+	rollbacksWaiting = family("rollbacks_waiting", gauge, "Errors because of which a rollback is to be asked for, once it is their turn.")
 	rollbackOldest   = family("rollback_oldest_age_seconds", gauge, "Age of the oldest unfinished rollback; 0 without one.")
 	escalations      = family("escalations", gauge, "Escalations that are kept, by level and state; counted up to 100000.", "level", "state")
 	deliveries       = family("escalation_deliveries_total", counter, "Attempts to deliver an escalation, by result.", "result")
@@ -390,7 +392,7 @@ var families = []*Family{
 	bodyMemory, storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
 	circuitState, circuitErrors, circuitOpenings, circuitRejected,
 	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
-	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest,
+	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest, rollbacksWaiting,
 	escalations, deliveries,
 	eventsDropped, info,
 }
@@ -400,6 +402,8 @@ type rollbackReport struct {
 	// of them was requested; zero if there is none.
 	Running   int
 	OldestAge time.Duration
+	// Waiting is how many errors wait for their rollback to be asked for.
+	Waiting int
 }
 
 // stepCancelled is the status of a step whose call never ran.

@@ -479,7 +479,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
 		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
 		AdvisoryKeys: a.Keys == keysAdvisory, Async: a.Settle == settleAsync, AcceptUnframed: a.Unframed == unframedComplete, Unary: a.GRPC == grpcUnary,
-		DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
+		OnError: a.OnError == errorRollback, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
 	}
 	if a.undo != nil {
 		action.Undo = &a.undo.forCalls
@@ -531,6 +531,9 @@ func (h *Handler) provisionPolicy(a *Action) error {
 		return err
 	}
 	if err := a.checkMessages(h); err != nil {
+		return err
+	}
+	if err := a.checkOnError(); err != nil {
 		return err
 	}
 	a.rules = execution.Rules{Preset: a.Preset}
@@ -840,6 +843,9 @@ func (h *Handler) checkPolicies() error {
 		if err == nil {
 			_, err = Compile(&a.Ways, &policy.Terms, h.Name, h.Credentials)
 			err = undoError(err)
+		}
+		if err == nil {
+			err = a.checkOnError()
 		}
 		if err != nil {
 			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin, h.origin)

@@ -185,6 +185,21 @@ func (a *Action) checkMessages(h *Handler) error {
 	return nil
 }
 
+// checkOnError refuses to roll back what cannot be undone.
+func (a *Action) checkOnError() error {
+	if a.OnError == "" {
+		return nil
+	}
+	err := oneOf(a.OnError, errorRollback, errorEscalate)
+	if err == nil && a.OnError == errorRollback && a.Restore == nil && a.Compensate == nil && a.Delegate == "" {
+		err = errors.New("rollback needs a way to undo the calls: add `restore`, `compensate` or `delegate`")
+	}
+	if err != nil {
+		return &invalid{[]string{"on_error"}, err}
+	}
+	return nil
+}
+
 // OutcomeRule gives certain answers an outcome.
 type OutcomeRule struct {
 	// `completed`, `released` or `in_doubt`.
@@ -222,6 +237,13 @@ type Action struct {
 	// (`cascade.description`), so it must not contain secrets. Default: the action's name.
 	Description string `json:"description,omitempty"`
 
+	// What becomes of a call that has failed: completed with a 5xx or -32603, with any error status
+	// if the upstream's own error came along, or named by the error of an agent whom it concerns.
+	// `rollback` undoes it, and what followed from it, in the gateway's name; `escalate` undoes
+	// nothing by itself. Calls in doubt are never undone by themselves. `rollback` needs a way to undo
+	// the calls. Default: `escalate`.
+	OnError string `json:"on_error,omitempty"`
+
 	matchers caddyhttp.MatcherSets
 	rules    execution.Rules
 	undo     *Plan  // nil if the calls cannot be undone
@@ -247,6 +269,9 @@ const (
 
 	doubtProblem    = "problem"
 	doubtToolResult = "tool_result"
+
+	errorEscalate = "escalate"
+	errorRollback = "rollback"
 
 	leaveContinue = "continue"
 	leaveCancel   = "cancel"

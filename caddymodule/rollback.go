@@ -494,9 +494,13 @@ func (l *observedLedger) Completed(ctx context.Context, r *rollback.Rollback) (r
 }
 
 // by returns the kind of requester.
-func by(r *rollback.Rollback) string {
-	if r.Operator != "" {
+func (e *engine) by(r *rollback.Rollback) string {
+	policy := e.latestPolicy()
+	switch {
+	case r.Operator != "":
 		return "operator"
+	case policy != nil && r.Requester == policy.Events.Identity():
+		return "gateway" // because of an error
 	}
 	return "agent"
 }
@@ -506,7 +510,7 @@ func (e *engine) rollbackStarted(r *rollback.Rollback) {
 	e.logger.Info("a rollback has begun", zap.String("rollback", r.ID), zap.String("checkpoint", r.Checkpoint),
 		zap.String("workflow", r.Workflow), zap.String("scope", string(r.Scope)), zap.Int("steps", len(r.Steps)),
 		zap.String("requester", r.Requester), zap.String("operator", r.Operator), zap.String("reason", r.Reason))
-	e.emit(eventRollbackStarted, map[string]any{"scope": string(r.Scope), "by": by(r), "steps": len(r.Steps)})
+	e.emit(eventRollbackStarted, map[string]any{"scope": string(r.Scope), "by": e.by(r), "steps": len(r.Steps)})
 }
 
 func (e *engine) rollbackFinished(r *rollback.Rollback) {
@@ -520,7 +524,7 @@ func (e *engine) rollbackFinished(r *rollback.Rollback) {
 		zap.String("workflow", r.Workflow), zap.Bool("unknown", r.Unknown), zap.Bool("mixed", r.Mixed),
 		zap.Bool("timed_out", r.TimedOut), zap.Strings("escalations", r.Escalations))
 	e.emit(eventRollbackFinished, map[string]any{
-		"scope": string(r.Scope), "by": by(r), "status": string(r.Status), "unknown": r.Unknown, "mixed": r.Mixed,
+		"scope": string(r.Scope), "by": e.by(r), "status": string(r.Status), "unknown": r.Unknown, "mixed": r.Mixed,
 		"timed_out": r.TimedOut, "steps": len(r.Steps), "escalations": len(r.Escalations),
 	})
 }
@@ -591,7 +595,7 @@ func (b *rollbackBook) report(ctx context.Context, c *rollback.Coordinator, now 
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	report := &rollbackReport{Running: len(b.asks)}
+	report := &rollbackReport{Running: len(b.asks), Waiting: c.Waiting()}
 	for _, asked := range b.asks {
 		report.OldestAge = max(report.OldestAge, now.Sub(asked))
 	}

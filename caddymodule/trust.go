@@ -25,6 +25,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -496,6 +497,9 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	for _, token := range tokens {
 		batch.Add(t.Evidence.UseWrite(token, errorUse, time.Time{}))
 	}
+	if err := t.rollBackFor(e, tokens, batch); err != nil {
+		return batch.Done(err)
+	}
 	err = batch.Commit(ctx, e.store)
 	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
 		for _, token := range tokens {
@@ -510,6 +514,40 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	}
 	if err == nil {
 		e.logger.Info("agents have reported errors", zap.Int("count", len(tokens)), zap.String("issuer", tokens[0].Issuer()))
+	}
+	return err
+}
+
+// rollBackFor asks, in the commit of agents' errors, for the rollbacks of the calls that these
+// name: by their checkpoint, or by a parent that is one (AERR, "Error ECT"). Whom the call concerns,
+// and whether errors roll it back, is found out afterwards, so that the answer does not show it (P3).
+func (t *tokenPolicy) rollBackFor(e *engine, tokens []*ect.Token, batch *store.Batch) error {
+	c, app := e.rollbacks.coordinator(), e.activeConfigs.latest()
+	if c == nil || app == nil {
+		return nil
+	}
+	var all []rollback.Failure
+	for _, token := range tokens {
+		if severity, _ := token.Ext().Text(ect.MemberSeverity); !token.Proven() || !evidence.Severe(severity) {
+			continue
+		}
+		named := token.Parents()
+		if id := evidence.NamedCheckpoint(token.Ext()); id != "" {
+			named = []string{id}
+		}
+		for _, id := range named {
+			all = append(all, rollback.Failure{
+				Checkpoint: evidence.Canonical(id), Error: token.ID(), By: t.Events.Identity(),
+				Reporter: token.Issuer(), Lineage: rollback.Lineage(app.rollbackOptions().Lineage),
+			})
+		}
+	}
+	if len(all) == 0 {
+		return nil
+	}
+	failed, err := c.Failed(all...)
+	if err == nil {
+		batch.Join(failed)
 	}
 	return err
 }

@@ -137,6 +137,9 @@ func undoHeader(o *rollback.Outgoing, configured http.Header) http.Header {
 	if o.Workflow != "" {
 		header.Set(guard.HeaderWorkflowID, o.Workflow)
 	}
+	if !proxy.Safe(o.Method) {
+		header.Set(guard.HeaderRollback, "urn:uuid:"+o.Rollback) // its failure rolls nothing back
+	}
 	if header.Get("User-Agent") == "" {
 		header.Set("User-Agent", "caddy-agent-guard")
 	}

@@ -570,10 +570,11 @@ func part(header map[string]string, credentials []string) (fields, error) {
 
 // ofGuard are header fields that only the guard sets in an undo, with the reason.
 var ofGuard = map[string]string{
-	"Idempotency-Key": "every undo has one of its own, by which it runs once",
-	headerToken:       "a token says who calls, and nobody but the guard can issue one for an undo",
-	"Workflow-Id":     "every undo has that of its call's workflow",
-	"Accept-Encoding": "bodies are compared, and so asked for without compression",
+	"Idempotency-Key":    "every undo has one of its own, by which it runs once",
+	headerToken:          "a token says who calls, and nobody but the guard can issue one for an undo",
+	"Workflow-Id":        "every undo has that of its call's workflow",
+	"Execution-Rollback": "every undo has the id of its rollback",
+	"Accept-Encoding":    "bodies are compared, and so asked for without compression",
 }
 
 const headerToken = "Execution-Context"

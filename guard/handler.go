@@ -211,6 +211,9 @@ type Action struct {
 	AcceptUnframed bool
 	// Unary marks the gRPC calls of this action as unary.
 	Unary bool
+	// OnError rolls a call back that has failed, with what followed from it. Calls in doubt are left
+	// to people.
+	OnError bool
 	// Irreversible declares the calls irreversible. Undo says how to undo them; nil if that is
 	// impossible.
 	Irreversible bool
@@ -587,6 +590,8 @@ const (
 	HeaderExecutionStatus = "Execution-Status"
 	HeaderWorkflowID      = "Workflow-Id"
 	HeaderReplayed        = "Idempotent-Replayed"
+	// HeaderRollback names the rollback of which a request is an undo.
+	HeaderRollback = "Execution-Rollback"
 
 	headerExecutionRecognized = "Execution-Recognized"
 	headerExecutionCheckpoint = "Execution-Checkpoint"

@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -241,6 +242,30 @@ func (x *Call) callRecorded(batch *store.Batch, err error) error {
 	return execution.ErrTaken // look again
 }
 
+// rollBack asks for the rollback of a call that has failed, in the commit of its outcome: so it is
+// asked for once, also after a crash (P5). If that cannot be recorded the outcome is all the same.
+func (x *Call) rollBack(came *evidence.Outcome, events *store.Batch) *store.Batch {
+	var c *rollback.Coordinator
+	if x.action.OnError && came.Failed() && x.engine.Coordinator != nil {
+		c = x.engine.Coordinator()
+	}
+	if c == nil {
+		return events
+	}
+	policy := x.evidence.policy
+	f := rollback.Failure{Checkpoint: came.Checkpoint, By: policy.Events.Identity(), Undo: x.r.Header.Get(HeaderRollback) != ""}
+	if events != nil {
+		f.Error = policy.Evidence.ErrorID(came.Checkpoint)
+	}
+	b, err := c.Failed(f)
+	if err != nil {
+		x.h.Logger.Error("the rollback of a failed call could not be asked for", slog.Any("key", x.call.Key), slog.Any("error", err))
+		return events
+	}
+	b.Join(events)
+	return b
+}
+
 // outcomeEvents makes the evidence of an outcome. If that fails the outcome is recorded all the
 // same; missing evidence is found at the next start, or not at all.
 func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer http.Header) *store.Batch {
@@ -273,11 +298,11 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 					batch.Add(w)
 				}
 			}
-			return batch
+			return x.rollBack(&came, batch)
 		}
 	}
 	x.h.Logger.Error("the outcome of a call could not be recorded in the ledger", slog.Any("key", x.call.Key), slog.Any("error", err))
-	return nil
+	return x.rollBack(&came, nil)
 }
 
 // keepUpstreamErrors records the errors that the upstream reports with its answer, and returns

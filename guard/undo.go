@@ -141,7 +141,7 @@ func (x *Call) keepSnapshot(ctx context.Context) error {
 		Request: checkpoint.Request{
 			Method: x.r.Method, Host: x.r.Host, Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery, Message: c.decision.Request,
 		},
-		Undo: c.decision.Undo,
+		Undo: c.decision.Undo, OnError: x.action.OnError,
 	}
 	if snapshot.Way == checkpoint.Restore {
 		snapshot.Image = c.image

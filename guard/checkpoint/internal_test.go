@@ -40,6 +40,7 @@ func filled(t *testing.T, v any) {
 
 func TestSnapshotKeepsEveryField(t *testing.T) {
 	s := fullSnapshot()
+	s.OnError = true
 	for _, v := range []any{s, s.Request, s.Request.Message, s.Image} {
 		filled(t, v)
 	}

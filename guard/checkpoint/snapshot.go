@@ -46,6 +46,8 @@ type Snapshot struct {
 	Request Request
 	// Image is the state of the target before the call; nil if the undo needs none.
 	Image *Image
+	// OnError says that errors roll the call back. Decided before the call leaves, like Undo.
+	OnError bool
 	// Undo is the encoded way to undo the call: decided before the call leaves, whatever the
 	// configuration says later. Empty if it cannot be undone.
 	Undo []byte
@@ -121,6 +123,7 @@ const (
 	tagUndo
 	tagUpstreamStatus
 	tagFirst
+	tagOnError
 )
 
 // The tags inside a request, an answer and an image.
@@ -155,6 +158,7 @@ func (s *Snapshot) encode() []byte {
 	e.Bytes(tagRequest, s.Request.encode())
 	s.Image.encode(&e)
 	e.Bytes(tagUndo, s.Undo)
+	e.Bool(tagOnError, s.OnError)
 	return e.B
 }
 
@@ -198,6 +202,8 @@ func decodeSnapshot(b []byte) (*Snapshot, error) {
 			d.Err = s.Image.decode(d.Field)
 		case tagUndo:
 			s.Undo = bytes.Clone(d.Field)
+		case tagOnError:
+			s.OnError = d.Int() != 0
 		}
 	}
 	if d.Err == nil && (way < int64(Restore) || way > int64(Irreversible) || s.ID == "") {

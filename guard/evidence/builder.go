@@ -176,6 +176,16 @@ func (o *Outcome) failed() bool {
 	return o.By == "" && (o.Verdict != execution.Completed || o.Status >= 400 || inBand)
 }
 
+// Failed reports that the call is known to have failed with an error that is more than a warning: not
+// that it was refused, and not that it is in doubt.
+func (o *Outcome) Failed() bool {
+	severity, _ := classify(o)
+	return o.failed() && o.Verdict == execution.Completed && Severe(severity)
+}
+
+// Severe reports whether an error of this severity is more than a warning. One that says none is.
+func Severe(severity string) bool { return severity != "info" && severity != "warning" }
+
 // NodeID is the id of the outcome of the call with this checkpoint. Each call has one, so
 // that its outcome is recorded once even if the gateway restarts. The ids are derived from
 // a secret: whoever could use one first would keep the outcome from being recorded (P6).

@@ -131,7 +131,7 @@ func (l *RollbackLedger) Checkpoint(ctx context.Context, id string) (rollback.Ch
 	ttl := TTLOf(c.Ext())
 	return rollback.Checkpoint{
 		ID: c.ID(), Workflow: c.Workflow(), Agent: agent, Own: rec.own(e), Sum: c.OutputHash().Bytes(),
-		Reversible: reversible, Expires: c.IssuedAt().Add(ttl), TTL: ttl, Parents: c.Parents(),
+		Reversible: reversible, Expires: c.IssuedAt().Add(ttl), TTL: ttl, Parents: c.Parents(), Audience: c.Audience(),
 	}, nil
 }
 

@@ -203,7 +203,7 @@ func TestCascade423Checkpoint(t *testing.T) {
 	c := b.get(strings.ToUpper(inner.ID())) // at once: it need not have its place
 	want := rollback.Checkpoint{
 		ID: inner.ID(), Workflow: workflow, Agent: alice, Own: true, Sum: state.Bytes(), Reversible: true,
-		Expires: inner.IssuedAt().Add(time.Hour), TTL: time.Hour, Parents: []string{outer.ID()},
+		Expires: inner.IssuedAt().Add(time.Hour), TTL: time.Hour, Parents: []string{outer.ID()}, Audience: []string{gateway},
 	}
 	if fmt.Sprint(c) != fmt.Sprint(want) {
 		t.Errorf("%+v, want %+v", c, want)

@@ -32,6 +32,8 @@ type Coordinator struct {
 	runs     map[name]*run // those that are not finished, as far as they were met
 	started  bool
 	stopping bool
+	failures [][]byte // keys of recorded failures that wait for their turn
+	handling int      // goroutines that handle them
 	wg       sync.WaitGroup
 
 	quit chan struct{} // closed when nothing new begins
@@ -93,11 +95,19 @@ func (c *Coordinator) Start(ctx context.Context) error {
 		}
 	}
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	c.started = true
 	for _, r := range c.runs {
 		c.launch(r)
 	}
+	c.mu.Unlock()
+	var failures [][]byte // those because of which nothing was asked for yet
+	for entry, err := range c.o.Store.Scan(ctx, store.Prefix([]byte{space, kindFailure})) {
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		failures = append(failures, entry.Key)
+	}
+	c.takeUp(failures...)
 	return nil
 }
 

@@ -37,6 +37,12 @@ func (c *Coordinator) ByToken(ctx context.Context, jti string) (string, error) {
 	return c.byToken(ctx, jti)
 }
 
+// RollbackOf is the id of the rollback that errors of a call cause.
+func (c *Coordinator) RollbackOf(checkpoint string) string { return c.rollbackOf(checkpoint) }
+
+// MaxFailures is how many of these run at once.
+const MaxFailures = maxFailures
+
 // Counted makes a plan, and says how many links were followed for it.
 func Counted(g *workflow.Graph, r PlanInput) (*Plan, int, error) {
 	target, _ := g.Index(r.Target)

@@ -257,6 +257,7 @@ type rig struct {
 	escalationStore *hitl.Store
 	undoer          *undoer
 	spec            []byte // of the calls that are made; may be nil
+	onError         bool   // errors roll the calls that are made back
 	*rollback.Coordinator
 }
 
@@ -348,7 +349,7 @@ func (r *rig) claimed(id string, way checkpoint.Way, parents ...string) (*execut
 	c := r.call(id)
 	s := checkpoint.Snapshot{
 		ID: "c" + id, Workflow: "w", Caller: r.guard.Caller(agent), Execution: c.Key, Action: "update", Way: way,
-		Request: checkpoint.Request{Method: "PUT", Path: "/" + id}, Undo: r.spec,
+		Request: checkpoint.Request{Method: "PUT", Path: "/" + id}, Undo: r.spec, OnError: r.onError,
 	}
 	if way == checkpoint.Irreversible {
 		s.Reason = checkpoint.ReasonDeclared

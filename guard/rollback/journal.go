@@ -339,6 +339,7 @@ func (c *Coordinator) readStep(r *run, entry store.Entry) error {
 //	u p name piece       a piece of the plan, sealed
 //	u s name step        what came of a step, sealed; none stands of one that was not begun
 //	u t token            the rollback that a token asked for, sealed
+//	u e failure          an error because of which a rollback is to be asked for, sealed
 //	u a asked name       index: all by age
 //	u o name             index: those that are not finished, or whose records have no expiry yet
 //	u w workflow name    index: those of a workflow that are not finished
@@ -358,6 +359,7 @@ const (
 	kindWorkflow = 'w'
 	kindStop     = 'x'
 	kindFence    = 'v'
+	kindFailure  = 'e'
 
 	kindReserved         = 'r'
 	kindReservedPlan     = 'q'
@@ -424,7 +426,7 @@ func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
 	c.sealing.Lock()
 	//lint:ignore SA2001 to have waited is all
 	c.sealing.Unlock()
-	for _, kind := range []byte{kindHead, kindPlan, kindStep, kindToken, kindReserved, kindReservedPlan} {
+	for _, kind := range []byte{kindHead, kindPlan, kindStep, kindToken, kindFailure, kindReserved, kindReservedPlan} {
 		if err := r.Walk(ctx, []byte{space, kind}, resealPage, r.Reseal); err != nil {
 			return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
 		}

@@ -306,6 +306,8 @@ type Checkpoint struct {
 	TTL     time.Duration
 	// Parents are the ids in its par.
 	Parents []string
+	// Audience are the identities in its aud: whom it was made for.
+	Audience []string
 }
 
 // Query says what a plan needs of a workflow.

@@ -1,0 +1,277 @@
+package rollback
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Failure is an error because of which the gateway may roll a call back in its own name: the call of
+// the checkpoint and what followed from it (ATD, "Error Signaling"; AERR, "Error Propagation via
+// DAG").
+type Failure struct {
+	// Checkpoint is that of the call that failed.
+	Checkpoint string `json:"checkpoint"`
+	// Error is the id of the error's token, from which the rollback follows; empty without one.
+	Error string `json:"error,omitempty"`
+	// By is the identity of the gateway.
+	By string `json:"by"`
+	// Undo says that the call was itself an undo, by its own word. It is left to a person: an undo
+	// of an undo could go on for ever.
+	Undo bool `json:"undo,omitempty"`
+	// Reporter is the agent whose error it is; empty for the outcome of the call. An agent counts if
+	// it may ask for the rollback by Lineage, or is the one that was called; and only for calls whose
+	// checkpoint says that errors roll them back.
+	Reporter string  `json:"reporter,omitempty"`
+	Lineage  Lineage `json:"lineage,omitempty"`
+}
+
+// failureReason is what a rollback that an error has caused gives as its reason.
+const failureReason = "on_error: the call has failed"
+
+// maxFailures is how many rollbacks because of errors run at once. Further ones wait in the store:
+// where an upstream is down every call fails, and every undo waits for that upstream.
+const maxFailures = 64
+
+// rollbackOf is the id of the rollback that errors of a call cause: there is one, whoever reports
+// how many errors, also after a restart (P5).
+func (c *Coordinator) rollbackOf(checkpoint string) string {
+	sum := c.o.Sealer.Index("rollback on error", checkpoint)
+	id := uuid.UUID(sum[:16])
+	id[6], id[8] = id[6]&0x0f|0x80, id[8]&0x3f|0x80 // version 8, of RFC 9562
+	return id.String()
+}
+
+// Failed returns the batch that records failures. Once it is committed the rollbacks are asked for,
+// and again at the next start until each was accepted or refused for good. Nobody may ask for a
+// second batch before the first is done.
+func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
+	b := new(store.Batch)
+	var keys [][]byte
+	c.sealing.RLock()
+	b.OnDone(func(err error) error {
+		c.sealing.RUnlock()
+		if err == nil || errors.Is(err, store.ErrUnknown) {
+			c.takeUp(keys...)
+		}
+		return err
+	})
+	for i := range all {
+		f := &all[i]
+		plain, err := json.Marshal(f)
+		if err != nil {
+			return nil, b.Done(err)
+		}
+		keys = append(keys, keyOf(kindFailure, c.o.Sealer.Index("rollback failure", f.Checkpoint+" "+f.Error+" "+f.Reporter)))
+		b.Add(c.sealed(keys[i], plain, store.Condition{}))
+	}
+	return b, nil
+}
+
+// takeUp has the recorded failures handled, each in its turn.
+func (c *Coordinator) takeUp(keys ...[]byte) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.started || c.stopping {
+		return // the next start does
+	}
+	c.failures = append(c.failures, keys...)
+	for range min(len(c.failures), maxFailures-c.handling) {
+		c.handling++
+		c.wg.Add(1)
+		go func() {
+			defer c.wg.Done()
+			for key := c.nextFailure(); key != nil; key = c.nextFailure() {
+				c.handleFailure(key)
+			}
+		}()
+	}
+}
+
+// nextFailure is the failure that waits longest; nil if the caller is to end.
+func (c *Coordinator) nextFailure() []byte {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.failures) == 0 || c.stopping {
+		c.handling--
+		return nil
+	}
+	key := c.failures[0]
+	c.failures = c.failures[1:]
+	return key
+}
+
+// Waiting is how many recorded failures wait for their turn.
+func (c *Coordinator) Waiting() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.failures)
+}
+
+// handleFailure asks for the rollback until it was accepted, waits for its end, and then leaves.
+func (c *Coordinator) handleFailure(key []byte) {
+	for pause := firstPause; !c.ending(); pause = min(2*pause, longPause) {
+		wait, err := c.askBecauseOf(c.hard, key)
+		switch {
+		case err == nil && wait == "":
+			return
+		case err == nil: // for another one, which takes precedence, or for its own
+			_, err = c.Wait(c.hard, wait)
+		}
+		switch {
+		case err == nil:
+			pause = firstPause
+			continue
+		case errors.Is(err, ErrStopping):
+			return
+		case !errors.Is(err, ErrUnknown): // else it waits for the end of a reservation
+			c.log.Warn("a rollback because of an error waits for the store or the ledger", "error", err)
+		}
+		select {
+		case <-time.After(pause):
+		case <-c.quit:
+		}
+	}
+}
+
+// askBecauseOf asks for the rollback of a recorded failure once. It returns the id of a rollback to
+// wait for before the failure is looked at again; empty if the failure is done with.
+func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string, err error) {
+	entry, err := c.o.Store.Get(ctx, key)
+	if errors.Is(err, store.ErrNotFound) {
+		return "", nil
+	}
+	if err != nil {
+		return "", fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	done := store.Write{Key: key, If: store.VersionIs(entry.Version), Delete: true}
+	var f Failure
+	plain, err := c.open(entry)
+	if err == nil {
+		err = json.Unmarshal(plain, &f)
+	}
+	if err != nil { // it is of no use any more, and nobody knows the call
+		c.log.Error("what is recorded of an error cannot be read; nothing is rolled back because of it", "error", err)
+		return "", nil
+	}
+	counts, err := c.counts(ctx, &f)
+	switch {
+	case err != nil:
+		return "", err
+	case !counts:
+		return "", c.forget(ctx, done)
+	case f.Undo:
+		return "", c.leave(ctx, &f, done, "an undo is not undone")
+	}
+	r := Request{
+		ID: c.rollbackOf(f.Checkpoint), Checkpoint: f.Checkpoint, Scope: SubDAG, Reason: failureReason,
+		Error: f.Error, By: f.By, Coordinator: true,
+	}
+	_, err = c.Execute(ctx, r)
+	var conflict *ConflictError
+	switch {
+	case err == nil, errors.Is(err, ErrMismatch): // accepted under an earlier name of the gateway
+		return r.ID, c.forget(ctx, done)
+	case errors.As(err, &conflict):
+		return conflict.Winner, nil
+	case errors.Is(err, ErrStopping):
+		return "", nil // the next start goes on
+	}
+	if why := refusedForGood(err); why != "" {
+		return "", c.leave(ctx, &f, done, why)
+	}
+	return "", err
+}
+
+// refusedForGood says in fixed words why a rollback cannot be accepted now or later; empty for
+// errors that pass.
+func refusedForGood(err error) string {
+	switch {
+	case errors.Is(err, checkpoint.ErrExpired):
+		return "the time to undo it is over"
+	case errors.Is(err, checkpoint.ErrTampered):
+		return "what is kept of it is not what was recorded"
+	case errors.Is(err, ErrCheckpointUnknown):
+		return "its checkpoint is not known"
+	case errors.As(err, new(*DependedOnError)):
+		return "completed actions that would stay depend on it"
+	case errors.As(err, new(*TooManyError)):
+		return "the workflow is too large to be planned for"
+	case errors.As(err, new(*CycleError)):
+		return "what is recorded of the workflow follows from itself"
+	case errors.Is(err, ErrInvalid):
+		return "the request breaks a rule"
+	}
+	return ""
+}
+
+// counts reports whether an error rolls its call back: the outcome of a call does, an agent's error
+// only of whom the call concerns (P3).
+func (c *Coordinator) counts(ctx context.Context, f *Failure) (bool, error) {
+	if f.Reporter == "" {
+		return true, nil
+	}
+	cp, tampered, err := c.token(ctx, f.Checkpoint)
+	if err != nil || tampered || !cp.Own {
+		return false, err
+	}
+	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
+	switch {
+	case errors.Is(err, checkpoint.ErrStore):
+		return false, fmt.Errorf("%w: %w", ErrStore, err)
+	case err != nil || !opened.Snapshot.OnError:
+		return false, nil
+	case slices.Contains(cp.Audience, f.Reporter):
+		return true, nil // it is the agent that was called
+	}
+	view, err := c.o.Ledger.Graph(ctx, Query{Target: cp.ID, Scope: SubDAG, By: f.Reporter, Lineage: f.Lineage})
+	switch {
+	case errors.Is(err, ErrUnknown), errors.Is(err, checkpoint.ErrTampered):
+		return false, nil
+	case err != nil:
+		return false, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return MayAsk(view.Graph, f.Reporter, cp.ID, f.Lineage), nil
+}
+
+// forget removes the record of a failure. Who lost to somebody else has nothing left to do.
+func (c *Coordinator) forget(ctx context.Context, done store.Write) error {
+	_, err := c.o.Store.Commit(ctx, done)
+	if errors.As(err, new(*store.Conflict)) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return nil
+}
+
+// leave leaves a failure to a person: nobody who fails is left without either (A-error-signaling-f).
+func (c *Coordinator) leave(ctx context.Context, f *Failure, done store.Write, why string) error {
+	cp, _, err := c.token(ctx, f.Checkpoint)
+	if err != nil {
+		return err
+	}
+	b := new(store.Batch)
+	b.Add(done)
+	if _, err := c.escalate(ctx, b, hitl.Opening{
+		Key: "on_error " + f.Checkpoint, Level: hitl.Approval, Cause: hitl.CauseError, Workflow: cp.Workflow,
+		Summary: "The call has failed, and it is not rolled back: " + why + ".",
+		Links:   hitl.Links{Checkpoint: f.Checkpoint, Error: f.Error},
+	}); err != nil {
+		return b.Done(err)
+	}
+	if err := b.Commit(ctx, c.o.Store); err != nil && !errors.As(err, new(*store.Conflict)) {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return nil
+}
