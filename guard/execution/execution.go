@@ -629,15 +629,12 @@ func decodeHead(b []byte) (*Head, error) {
 		}
 	}
 	h := &Head{Header: make(map[string][]string, names)}
-	var name string
 	d := store.Decoder{B: b, Broken: errEncoding}
 	text := string(b)                  // of which all names and values are parts: one allocation
 	lists := make([]string, 0, values) // of which the lists of values are parts
-	add := func(fields map[string][]string, value string) {
-		from := len(lists) - len(fields[name]) // a name's values follow each other
-		lists = append(lists, value)
-		fields[name] = lists[from:len(lists):len(lists)]
-	}
+	var fields map[string][]string     // of the name before, whose values follow it
+	var name string
+	from := 0
 	field := func() string {
 		end := len(text) - len(d.B)
 		return text[end-len(d.Field) : end]
@@ -656,21 +653,20 @@ func decodeHead(b []byte) (*Head, error) {
 		case tagHeadSize:
 			h.Size = d.Int()
 		case tagHeadName:
-			name = field()
-			h.Header[name] = nil
+			name, fields, from = field(), h.Header, len(lists)
+			fields[name] = nil
 		case tagHeadTrailerName:
-			name = field()
 			if h.Trailer == nil {
 				h.Trailer = map[string][]string{}
 			}
-			h.Trailer[name] = nil
-		case tagHeadValue:
-			add(h.Header, value())
-		case tagHeadTrailerValue:
-			if h.Trailer == nil {
+			name, fields, from = field(), h.Trailer, len(lists)
+			fields[name] = nil
+		case tagHeadValue, tagHeadTrailerValue:
+			if fields == nil {
 				return nil, errEncoding
 			}
-			add(h.Trailer, value())
+			lists = append(lists, value())
+			fields[name] = lists[from:len(lists):len(lists)]
 		case tagHeadRecord:
 			h.record = d.Field
 		}

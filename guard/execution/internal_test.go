@@ -410,6 +410,8 @@ func FuzzDecodeHead(f *testing.F) {
 		if err != nil {
 			return
 		}
+		delete(h.Header, "") // no Encoder writes an empty name, as no header has one
+		delete(h.Trailer, "")
 		again, err := decodeHead(h.encode(nil))
 		if err != nil || again.Status != h.Status || !maps.EqualFunc(again.Header, h.Header, slices.Equal) ||
 			!maps.EqualFunc(again.Trailer, h.Trailer, slices.Equal) {
