@@ -19,8 +19,10 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -363,6 +365,7 @@ func (e *engine) startEscalations(ctx context.Context) error {
 		e.logger.Error("some escalations cannot be read; they hold no workflow any more", zap.Int("unreadable", unreadable))
 	}
 	x.store.OnDecided(e.decided)
+	x.store.SetEvidence(e.escalationEvidence)
 	x.store.OnOpened(func(esc hitl.Escalation) {
 		e.emit(eventEscalated, map[string]any{
 			"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "upstream": esc.Links.Upstream,
@@ -387,6 +390,92 @@ func (e *engine) startEscalations(ctx context.Context) error {
 	}()
 	return nil
 }
+
+// escalationEvidence makes the writes that record an escalation, or what became of it, in the ledger.
+// Without an identity there is none.
+func (e *engine) escalationEvidence(ctx context.Context, old, esc *hitl.Escalation) (string, *store.Batch, error) {
+	policy := e.latestPolicy()
+	if policy == nil {
+		return "", nil, nil
+	}
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return "", nil, err
+	}
+	draft, err := policy.Events.Escalation(now, old, esc)
+	if err != nil {
+		return "", nil, err
+	}
+	batch, err := policy.Evidence.NewBatch(now.Add(keepEscalations), nil, draft)
+	return draft.ID(), batch, err
+}
+
+// escalateErrors adds to the batch that records agents' errors what they escalate (ATD "HITL
+// Escalation on Error", and "Interaction with HITL", case 1): a critical error, and any of a call
+// that cannot be undone. It is once for a call, and without one once for an issuer and a workflow,
+// so that an agent floods nobody.
+func (t *tokenPolicy) escalateErrors(ctx context.Context, e *engine, tokens []*ect.Token, batch *store.Batch) error {
+	opened := map[string]bool{}
+	for _, token := range tokens {
+		if !token.Proven() || token.Event() != ect.EventError {
+			continue
+		}
+		checkpoint := evidence.NamedCheckpoint(token.Ext())
+		about := checkpoint
+		if about == "" {
+			about = "issuer " + token.Author()
+		}
+		o := hitl.Opening{
+			Key: "error " + token.Workflow() + " " + about, Level: hitl.Approval, Workflow: token.Workflow(),
+			Links: hitl.Links{Error: token.NodeID(), Checkpoint: checkpoint},
+		}
+		irreversible, err := t.irreversible(ctx, token.Workflow(), checkpoint)
+		if err != nil {
+			return err
+		}
+		switch severity, _ := token.Ext().Text(ect.MemberSeverity); {
+		case irreversible:
+			o.Cause, o.Summary = hitl.CauseIrreversible, "An agent reports an error of a call that cannot be undone."
+		case severity == "critical":
+			o.Cause, o.Summary = hitl.CauseError, "An agent reports a critical error."
+		default:
+			continue
+		}
+		if opened[o.Key] {
+			continue // two errors of one request
+		}
+		opened[o.Key] = true
+		p, err := e.escalations.store.Prepare(ctx, o)
+		if err != nil {
+			return err
+		}
+		batch.Join(p.Batch)
+	}
+	return nil
+}
+
+// irreversible reports whether a checkpoint is recorded, and says that its call cannot be undone.
+func (t *tokenPolicy) irreversible(ctx context.Context, workflow, checkpoint string) (bool, error) {
+	if checkpoint == "" {
+		return false, nil
+	}
+	log := t.Evidence.Log()
+	entry, err := log.Lookup(ctx, workflow, checkpoint)
+	if errors.Is(err, ledger.ErrWaiting) {
+		entry, err = log.Wait(ctx, workflow, checkpoint)
+	}
+	if errors.Is(err, ledger.ErrNotFound) || errors.Is(err, ledger.ErrPruned) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	r := evidence.RecordOf(&entry, t.Events.Own(&entry))
+	return r.IsCheckpoint() && !r.Reversible, nil
+}
+
+// keepEscalations is how long the ledger keeps the tokens of escalations at least.
+const keepEscalations = 90 * 24 * time.Hour
 
 // decided logs and emits what was decided, or expired. The reason is for the record only (P8).
 func (e *engine) decided(esc hitl.Escalation) {
@@ -427,7 +516,7 @@ func (e *engine) notify(ctx context.Context, esc hitl.Escalation) error {
 		return errNotOpen // retried with the next configuration
 	case a.HITL != nil && a.HITL.webhook != nil:
 		if a.HITL.Page != "" {
-			esc.Page = strings.TrimSuffix(a.HITL.Page, "/") + api.EscalationLink(e.escalations.store, esc.ID)
+			esc.Page = strings.TrimSuffix(a.HITL.Page, "/") + api.EscalationsPath + "/" + esc.ID + "/page?key=" + e.escalations.store.LinkKey(esc.ID)
 		}
 		return a.HITL.webhook.Notify(ctx, esc)
 	}

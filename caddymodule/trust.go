@@ -25,6 +25,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -500,7 +501,13 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	if err := t.rollBackFor(e, tokens, batch); err != nil {
 		return batch.Done(err)
 	}
+	if err := t.escalateErrors(ctx, e, tokens, batch); err != nil {
+		return batch.Done(err)
+	}
 	err = batch.Commit(ctx, e.store)
+	if errors.Is(err, hitl.ErrAlreadyOpen) { // by an error that came at the same time
+		return t.record(ctx, e, tokens)
+	}
 	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
 		for _, token := range tokens {
 			status, failed := t.Evidence.UseStatus(ctx, token, errorUse)

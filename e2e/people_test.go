@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -116,6 +117,27 @@ func TestProcessApprovalBeforeTheCall(t *testing.T) {
 		t.Errorf("the other body, now: %d %s", got.status, got.body)
 	}
 	lab.arrived("POST /charges", 1)
+
+	// The trail: the call follows from the decision, and that from the escalation.
+	var decision, opened *ect.Unverified
+	follows := false
+	site.exported(t, func(token *ect.Unverified) {
+		switch {
+		case token.Action() == "escalation" && !strings.Contains(token.Payload(), id):
+		case token.Action() == "escalation":
+			opened = token
+		case token.Action() == "escalation_decision":
+			decision = token
+			if strings.Contains(token.Payload(), "ann") {
+				t.Errorf("the token names who decided: %s", token.Payload())
+			}
+		case token.Action() == "checkpoint" && decision != nil:
+			follows = follows || slices.Contains(token.Parents(), decision.ID())
+		}
+	})
+	if opened == nil || decision == nil || !slices.Contains(decision.Parents(), opened.ID()) || decision.Workflow() != s.wid || !follows {
+		t.Errorf("the trail: %v, %v, the call follows: %t", opened, decision, follows)
+	}
 
 	denied := charge(9)
 	denied.id = "order-9"
@@ -390,4 +412,62 @@ func TestPageOfAnEscalation(t *testing.T) {
 	if got := pay(); got.status != http.StatusCreated {
 		t.Errorf("approved: %d %s", got.status, got.body)
 	}
+}
+
+// ATD "HITL Escalation on Error", and "Interaction with HITL", case 1: a critical error that an agent
+// reports is escalated, and any of a call that cannot be undone; once for a call, linked to the error.
+func TestProcessErrorsAreEscalated(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	lab, a := newRestLab(t), newAgent(t, "a")
+	site := procNewSite(t, lab.addr)
+	site.app = trusting(t, a)
+	site.guard = sagaActions
+	site.start(t)
+	g := site.gateway(t)
+	s := g.saga(a)
+	charged, mail := s.do(charge(7)), s.do(request{path: "/mail"})
+	report := func(severity, checkpoint string) string {
+		t.Helper()
+		token := a.issue(ect.Claims{
+			Workflow: s.wid, Action: "error", Parents: []string{checkpoint},
+			Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, severity).Text(ect.MemberErrorType, "action_failed").
+				Text(ect.MemberCheckpointID, checkpoint).Text(ect.MemberDescription, "wrong amount"),
+		})
+		got := g.call(request{path: "/.well-known/cascade/errors", reader: nothing{}, header: map[string]string{ect.FieldName: token.Raw()}})
+		if got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		return token.ID()
+	}
+	report("warning", charged.checkpoint)
+	critical := report("critical", charged.checkpoint)
+	report("critical", charged.checkpoint) // the same call
+	irreversible := report("warning", mail.checkpoint)
+	list := procDocument[struct {
+		Escalations []struct {
+			Cause, Workflow, Token string
+			Level                  int
+			Links                  struct{ Error, Checkpoint string }
+		}
+	}](t, site.operate(t, "escalations", "list", "-o", "json").says(t)).Escalations
+	if len(list) != 2 {
+		t.Fatalf("%+v", list)
+	}
+	for i, want := range []struct{ cause, err, checkpoint string }{
+		{"irreversible_rollback", irreversible, mail.checkpoint}, {"critical_error", critical, charged.checkpoint},
+	} {
+		if got := list[i]; got.Cause != want.cause || got.Level != 2 || got.Workflow != s.wid || got.Links.Error != want.err || got.Links.Checkpoint != want.checkpoint {
+			t.Errorf("%+v, want %+v", got, want)
+		}
+	}
+	linked := 0
+	site.exported(t, func(token *ect.Unverified) {
+		if token.Action() == "escalation" && (slices.Contains(token.Parents(), critical) || slices.Contains(token.Parents(), irreversible)) {
+			linked++
+		}
+	})
+	if linked != 2 {
+		t.Errorf("%d escalations follow from their errors", linked)
+	}
+	s.do(charge(8)) // they hold nothing
 }

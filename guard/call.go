@@ -763,6 +763,9 @@ func (x *Call) approved() error {
 		refused = x.problem(api.ApprovalRequired, "The call waits until a person has approved it. Nothing was forwarded.", 0)
 		refused.RetryAfter = decisionRetry
 	case e.Status == hitl.Approved && now.Before(e.Decisions[len(e.Decisions)-1].At.Add(min(cmp.Or(a.Within, approvalTime), x.call.KeepKey))):
+		if s := &x.evidence; e.Resolution != "" && s.call.Workflow != "" && len(s.call.Parents) < ect.MaxParents && !slices.Contains(s.call.Parents, e.Resolution) {
+			s.call.Parents = append(slices.Clip(s.call.Parents), e.Resolution) // what follows from the decision
+		}
 		return nil
 	case e.Status == hitl.Approved:
 		refused.Detail = "The call was approved, and not made in time."

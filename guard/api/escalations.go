@@ -383,12 +383,6 @@ func (q *escalationRequest) count(e *hitl.Escalation, d *wantedDecision) (hitl.E
 	return got, err
 }
 
-// EscalationLink returns the path and query at which a signed-in person reads and decides an
-// escalation. The key in it is the store's: who was not notified cannot make one.
-func EscalationLink(st *hitl.Store, id string) string {
-	return EscalationsPath + "/" + url.PathEscape(id) + "/page?key=" + st.LinkKey(id)
-}
-
 // page answers GET {id}/page, what is asked, for people; and POST {id}/form, the form in it.
 // Without the key of the link, a name or the role nothing is shown (P3).
 func (q *escalationRequest) page() error {

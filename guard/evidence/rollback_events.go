@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"slices"
 	"strconv"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -309,6 +311,57 @@ func (b *EventBuilder) workflowComplete(now time.Time, r *rollback.Rollback, beg
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: b.rollbackAudience(r), ID: b.e.workflowCompleteID(r.ID), Workflow: r.Workflow,
 		Action: string(ect.EventWorkflowComplete), Parents: parents, Ext: ext.Text(ect.MemberRollbackID, rollbackURN(r.ID)),
+	})
+}
+
+// The members of tokens about escalations.
+const (
+	memberEscalation ect.Member = "agent_guard.escalation"
+	memberLevel      ect.Member = "agent_guard.level"
+	memberEscCause   ect.Member = "agent_guard.cause"
+	memberProposal   ect.Member = "agent_guard.proposal"
+	memberRole       ect.Member = "agent_guard.required_role"
+	// memberDecidedBy is the keyed hash of who decided: those who read the workflow do not learn
+	// who that was, and who knows the name and has the store can prove it.
+	memberDecidedBy ect.Member = "agent_guard.decided_by"
+)
+
+// Escalation drafts that an escalation was opened, or with old that it was decided, has expired or
+// is asked again (ATD "Interaction with HITL"). It follows from the error or the checkpoint that
+// the escalation is about, and a decision from the escalation too.
+func (b *EventBuilder) Escalation(now time.Time, old, e *hitl.Escalation) (*ect.Draft, error) {
+	ext := new(ect.ExtBuilder).
+		Text(memberEscalation, e.ID).
+		Text(memberLevel, e.Level.String()).
+		Text(memberEscCause, string(e.Cause)).
+		Text(memberRole, printable(e.RequiredRole(), maxReason)).
+		Text(ect.MemberStatus, e.Status.String())
+	if e.Proposal.Kind != "" {
+		ext.Text(memberProposal, string(e.Proposal.Kind))
+	}
+	if e.Links.Rollback != "" {
+		ext.Text(ect.MemberRollbackID, rollbackURN(e.Links.Rollback))
+	}
+	var parents []string
+	if about := cmp.Or(e.Links.Error, e.Links.Checkpoint); about != "" && e.Workflow != "" {
+		parents = append(parents, about)
+	}
+	action := ect.EventEscalation
+	if old != nil {
+		if e.Token != "" {
+			parents = append(parents, e.Token)
+		}
+		if e.Round == old.Round {
+			action = ect.EventEscalationDecision
+		}
+		if n := len(e.Decisions); n > 0 && e.Decisions[n-1].At.Equal(e.Changed) {
+			hash := b.e.sealer.Index("decider", e.Decisions[n-1].By)
+			ext.Text(memberDecidedBy, hex.EncodeToString(hash[:16])).Bool("agent_guard.approve", e.Decisions[n-1].Approve)
+		}
+	}
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: []string{b.Identity()}, ID: b.e.secretID("escalation", fmt.Sprintf("%s %d %s", e.ID, e.Changed.UnixNano(), e.Status)), Workflow: e.Workflow,
+		Action: string(action), Parents: parents, Ext: ext,
 	})
 }
 
