@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"strings"
 	"testing"
 	"time"
 
@@ -97,6 +98,37 @@ func exerciseCommit(t *testing.T, open Opener) {
 			if e := b.is(key, value); e.Version != v {
 				t.Errorf("%s has version %d, want that of its batch, %d", key, e.Version, v)
 			}
+		}
+	})
+
+	t.Run("BatchBelongsToTheCallerAgain", func(t *testing.T) { // P1: package execution writes it over
+		b := newBench(t, open)
+		large := strings.Repeat("l", 40<<10)
+		values := []string{"1", strings.Repeat("o", 300), "2", large}
+		var batch []store.Write
+		for i, value := range values {
+			batch = append(batch, store.Write{Key: []byte(fmt.Sprint("key", i)), Value: []byte(value), Expires: b.Now().Add(time.Hour), Bulk: i > 1})
+		}
+		scribble := func() {
+			for i := range batch {
+				clear(batch[i].Key)
+				clear(batch[i].Value)
+				batch[i].Delete = true
+			}
+		}
+		changed, cancel := b.Watch([]byte("key0"))
+		defer cancel()
+		b.commit(batch...)
+		scribble()
+		<-changed
+		for i, value := range values {
+			b.is(fmt.Sprint("key", i), value)
+		}
+		batch = []store.Write{put("other", "x"), insert("key0", "y")}
+		lost := b.conflict(batch...)
+		scribble()
+		if string(lost.Key) != "key0" || lost.Found == nil || string(lost.Found.Key) != "key0" || string(lost.Found.Value) != "1" {
+			t.Errorf("the conflict is %+v", lost)
 		}
 	})
 
