@@ -809,6 +809,30 @@ func TestMessagesCancelled(t *testing.T) {
 	}
 }
 
+// What a client answers to `input_required` is a step of its own under the key of the call: sent again it
+// is a retry, and the next step is none.
+func TestMessagesHaveSteps(t *testing.T) {
+	for _, protocol := range []string{"mcp", "auto"} {
+		s, addr := newToolServer(t)
+		g := start(t, "agent_proxy %s {\n protocol %s\n}", addr, protocol)
+		step := func(answers string) request {
+			return message(`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay","arguments":{}` + answers + `,"_meta":{"execution-id":"a"}}}`)
+		}
+		for i, c := range []struct{ answers, status, n string }{
+			{"", "executed", "1"}, {`,"requestState":"1"`, "executed", "2"}, {`,"inputResponses":{"a":1},"requestState":"1"`, "executed", "3"},
+			{`,"requestState":"1"`, "replayed", "2"}, {"", "replayed", "1"}, {`,"requestState":"1","inputResponses":{"a":1}`, "replayed", "3"},
+			{`,"inputResponses":{"a":2},"requestState":"1"`, "executed", "4"},
+		} {
+			if got := g.guardedAs(fmt.Sprint(protocol, " ", i), step(c.answers), c.status); !strings.Contains(got.body, `"n":`+c.n+`}`) {
+				t.Errorf("%s %d: %s, want the answer %s", protocol, i, got.body, c.n)
+			}
+		}
+		if s.count("pay") != 4 {
+			t.Errorf("%s: %d payments", protocol, s.count("pay"))
+		}
+	}
+}
+
 // With `protocol none` a message is a request as any other, whatever its server is.
 func TestMessagesWithoutProtocol(t *testing.T) {
 	s := new(sessionServer)

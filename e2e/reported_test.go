@@ -67,6 +67,19 @@ func TestReportedModelRunIsBilledOnce(t *testing.T) {
 	hold.open()
 	retry.answer().want(t, 201, "arrival 1", "attached")
 	u.arrived("/v1/runs", 1)
+
+	// As it was before that change: a key of its own for each attempt.
+	g.reload("e2e_leaves\nagent_proxy " + u.addr + " {\n keys advisory\n}")
+	again := newGate(t)
+	u.on("/v1/runs", held(again))
+	run.body, run.id = `{"model":"n"}`, "run-2"
+	g.cut(t, u, 1, run)
+	run.id = "run-3"
+	retry = g.begin(run)
+	followers(t, 1)
+	again.open()
+	retry.answer().want(t, 201, "arrival 2", "attached")
+	u.arrived("/v1/runs", 2)
 }
 
 // https://github.com/square/square-mcp-server/issues/31: the model writes a new key for each attempt.

@@ -54,6 +54,13 @@ http://:1003 {
 		breaker off
 	}
 }
+http://:1005 {
+	bind unix/{{.Dir}}/auto
+	agent_proxy {{.Upstream}} {
+		name auto
+		breaker off
+	}
+}
 http://:1004 {
 	bind unix/{{.Dir}}/a2a
 	agent_proxy {{.Upstream}} {
@@ -653,7 +660,7 @@ func TestToursOfMCP(t *testing.T) {
 					calls[3].Progress = 0
 				}
 				got := map[string]string{}
-				for _, site := range []string{"bare", "mcp"} {
+				for _, site := range []string{"bare", "mcp", "auto"} {
 					cell := newAgentCell(nothing)
 					n++
 					cell.name = fmt.Sprint("tour ", n)
@@ -665,7 +672,7 @@ func TestToursOfMCP(t *testing.T) {
 					cell.mu.Lock()
 					for tool, status := range cell.statuses {
 						want := ""
-						if site == "mcp" && !slices.Contains(reads, tool) {
+						if site != "bare" && !slices.Contains(reads, tool) {
 							want = "executed"
 						}
 						if status != want {
@@ -679,8 +686,8 @@ func TestToursOfMCP(t *testing.T) {
 					}
 					cell.mu.Unlock()
 				}
-				if got["bare"] != got["mcp"] || server != "mcp-go" && !strings.Contains(got["bare"], "1/2 2/2") {
-					t.Errorf("through the guard:\n%s\nthrough a bare proxy:\n%s", got["mcp"], got["bare"])
+				if got["bare"] != got["mcp"] || got["auto"] != got["mcp"] || server != "mcp-go" && !strings.Contains(got["bare"], "1/2 2/2") {
+					t.Errorf("through the guard:\n%s\nthat is not told the protocol:\n%s\nthrough a bare proxy:\n%s", got["mcp"], got["auto"], got["bare"])
 				}
 			})
 		}

@@ -21,21 +21,21 @@ var conformance = map[string]string{}
 
 var runName = regexp.MustCompile(`^server-(.*)-\d{4}-\d\d-\d\dT.*$`)
 
-// MCP's conformance suite has the same results behind the guard and behind a bare proxy as it has
-// without any, with the server that the Go SDK is tested with.
+// MCP's conformance suite has the same results behind the guard, told of the protocol or not, and behind
+// a bare proxy as it has without any, with the server that the Go SDK is tested with.
 func TestConformanceOfMCP(t *testing.T) {
 	s := newAgentSite(t)
 	g := newAgentGateway(t, s.Listener.Addr().String())
 	port := startConformanceServer(t)
 	s.servers["conformance"] = handTo(port)
 	urls := map[string]string{"direct": fmt.Sprintf("http://127.0.0.1:%d/mcp", port)}
-	for _, site := range []string{"bare", "mcp"} {
+	for _, site := range []string{"bare", "mcp", "auto"} {
 		cell := newAgentCell(nothing)
 		cell.name = "conformance " + site
 		urls[site] = s.line(t, g, cell, site) + "/conformance/mcp"
 	}
 	results := map[string]map[string]string{}
-	for _, way := range []string{"direct", "bare", "mcp"} {
+	for _, way := range []string{"direct", "bare", "mcp", "auto"} {
 		results[way] = runSuite(t, urls[way])
 	}
 	if n := len(results["direct"]); n < 40 {
@@ -45,7 +45,7 @@ func TestConformanceOfMCP(t *testing.T) {
 		if want != "SUCCESS" && want != "INFO" && want != "SKIPPED" {
 			t.Logf("without a proxy %s is %s", check, want)
 		}
-		for _, way := range []string{"bare", "mcp"} {
+		for _, way := range []string{"bare", "mcp", "auto"} {
 			got, reason := results[way][check], conformance[check]
 			if way == "bare" {
 				reason = ""
@@ -55,7 +55,7 @@ func TestConformanceOfMCP(t *testing.T) {
 			}
 		}
 	}
-	for _, way := range []string{"bare", "mcp"} {
+	for _, way := range []string{"bare", "mcp", "auto"} {
 		for check, got := range results[way] {
 			if _, ok := results["direct"][check]; !ok {
 				t.Errorf("%s: %s is %q, and is not made without a proxy", way, check, got)
