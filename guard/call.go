@@ -81,7 +81,16 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	x.w.begin(w, r, &h.alarms)
 	x.clock.alarms = &h.alarms
 	x.noted.outer = h.Host.Begin(r, x)
-	defer x.close()
+	defer func() {
+		h.Host.Trace(r, x)
+		x.noted.over = true
+		if x.noted.outer != nil { // else it stays, for the access log
+			h.Host.Show(r, x.noted.outer)
+		}
+		if !x.goesOn {
+			x.close()
+		}
+	}()
 	if err = x.run(); err == nil {
 		return nil
 	}
@@ -116,6 +125,11 @@ func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
 func (h *Handler) pass(w http.ResponseWriter, r *http.Request, m *protocol.Message, next Next) error {
 	err := h.verifySafe(r, m)
 	if err == nil {
+		var l *resumer
+		if l, r = h.listen(w, r); l != nil {
+			defer l.close()
+			w = l
+		}
 		err = h.passOn(w, r, m, next)
 	}
 	if err == nil {
@@ -206,6 +220,7 @@ type Call struct {
 	headerCause execution.Cause // of the doubt that the header of its answer shows; empty without one
 	found       bool            // an execution of this id was met
 	client      client          // that waits for its answer
+	goesOn      bool            // without a request
 	noted       noted
 }
 
@@ -239,13 +254,10 @@ func (x *Call) open() error {
 }
 
 func (x *Call) close() {
-	x.h.Host.Trace(x.r, x)
-	x.noted.over = true
-	if x.noted.outer != nil { // else it stays, for the access log
-		x.h.Host.Show(x.r, x.noted.outer)
-	}
 	if x.client.listed {
-		x.engine.clients.remove(&x.client)
+		if unused := x.engine.clients.remove(&x.client); unused != nil {
+			_ = unused.text.Close() // else it is settled
+		}
 	}
 	if x.call.Attempt != nil {
 		x.call.Attempt.End()
@@ -276,7 +288,8 @@ func (x *Call) prepare() error {
 	}
 	x.client.call, x.client.gone = x, x.r.Context()
 	if m := x.message; m != nil && m.Protocol == protocol.MCP && m.ID != nil && len(m.ID) <= execution.MaxID {
-		x.client.name = x.h.requestName(x.r, caller, m.ID)
+		x.client.name, x.client.id = x.h.requestName(x.r, caller, m.ID), m.ID
+		x.client.session = x.h.sessionOf(x.executions, x.r)
 		x.client.gone, x.client.leave = context.WithCancel(x.client.gone)
 	}
 	if x.call, err = x.describe(caller, fp); err != nil {
@@ -853,12 +866,16 @@ func (x *Call) execute(e *execution.Execution) error {
 	if x.client.listed {
 		x.engine.clients.left(x.call.Key, &x.client)
 	}
-	defer x.clock.stop()
+	defer func() {
+		if !x.goesOn {
+			x.clock.stop()
+		}
+	}()
 
 	var f forwarding
 	ended := false
 	defer func() {
-		if !ended { // a panic of our own: nothing is proven
+		if !ended && !x.goesOn { // a panic of our own: nothing is proven
 			if p := x.rec.pump; p != nil { // else it would write after the handler has returned
 				p.cut()
 				<-p.done
@@ -872,8 +889,12 @@ func (x *Call) execute(e *execution.Execution) error {
 		return x.unproven(e, err)
 	}
 	f = x.forward(e)
+	byHTTP := x.judge(&f)
+	outcome := x.stillInDoubt(understand(x, byHTTP))
+	if kept, err := keepOpen(x, e, &f, byHTTP, outcome); kept {
+		return err
+	}
 	x.clock.stop() // readers have all the time that they need
-	outcome := x.stillInDoubt(x.judge(&f))
 	if x.heard != nil && outcome.Verdict == execution.InDoubt {
 		outcome.Task = x.heard.End().Task
 	}
@@ -987,7 +1008,7 @@ func (x *Call) judge(f *forwarding) execution.Outcome {
 		o.Verdict, o.Cause = execution.InDoubt, x.headerCause
 		return o
 	}
-	return understand(x, x.outcomeOf(o, rec, rec.Trailer(), f.unframed))
+	return x.outcomeOf(o, rec, rec.Trailer(), f.unframed)
 }
 
 // settle records the outcome of the execution and its evidence in one commit.
@@ -1039,6 +1060,10 @@ func (x *Call) doubted(o execution.Outcome) {
 	x.doubtful = true
 	x.note(StatusInDoubt, "")
 	x.noted.cause = o.Cause
+	reportDoubt(x, o)
+}
+
+func reportDoubt(x *Call, o execution.Outcome) {
 	x.emit(EventInDoubt, map[string]any{"cause": string(o.Cause), "status": o.Status})
 	x.h.Logger.Warn("a call is in doubt", slog.Any("key", x.call.Key), slog.String("guard", x.h.Name),
 		slog.String("action", x.action.Name), slog.String("cause", string(o.Cause)), slog.Int("status", o.Status))

@@ -45,6 +45,11 @@ func (r *callSink) Start(status int, header map[string][]string) {
 	if r.x.shown != nil {
 		r.x.shown.Reset()
 	}
+	if r.x.client.session.session != "" && r.x.heard != nil && strings.HasPrefix(r.x.rec.Header().Get("Content-Type"), "text/event-stream") {
+		for _, name := range protocol.OfBody {
+			delete(header, name) // the stream may go on elsewhere
+		}
+	}
 	r.e.Recording().Start(status, header)
 }
 func (r *callSink) Write(p []byte, needed bool) bool {

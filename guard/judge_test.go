@@ -64,7 +64,7 @@ func TestOperatorsOutcomeOfMessages(t *testing.T) {
 			heard:   protocol.NewAnswer(protocol.MCP, "application/json", nil),
 			action:  &Action{Rules: execution.Rules{Status: c.status}},
 		}
-		if o := understand(x, execution.Outcome{Status: 404, Verdict: execution.Completed}); o.Verdict != c.want {
+		if o := understand(x, execution.Outcome{Status: 404, Verdict: execution.Completed, Whole: true}); o.Verdict != c.want {
 			t.Errorf("with the rules %v: %v", c.status, o.Verdict)
 		}
 	}

@@ -41,7 +41,7 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 		return nil, nil
 	}
 	if h.Protocol.Guesses() {
-		x.proves = proofOf(h, x.r)
+		x.proves = proofOf(h, x.r, false)
 	}
 	if understood(x) {
 		harmless = body
@@ -120,13 +120,17 @@ func (p *proofs) withdraw() {
 }
 
 // proofOf has all of a request that may decide which server executes it. What differs between the
-// messages of one client is left out.
-func proofOf(h *Handler, r *http.Request) proof {
+// messages of one client is left out, with get also what differs between them and its GET.
+func proofOf(h *Handler, r *http.Request, get bool) proof {
 	method, target := h.Host.Original(r)
+	forwarded := r.Method
+	if get {
+		method, forwarded = "", ""
+	}
 	var room [512]byte
 	text := room[:0]
 	add := func(part string) { text = append(binary.AppendUvarint(text, uint64(len(part))), part...) }
-	for _, part := range []string{method, target.RequestURI(), r.Method, r.URL.RequestURI(), r.Host, peerOf(r)} {
+	for _, part := range []string{method, target.RequestURI(), forwarded, r.URL.RequestURI(), r.Host, peerOf(r)} {
 		add(part)
 	}
 	if r.TLS == nil {
@@ -144,6 +148,10 @@ func proofOf(h *Handler, r *http.Request) proof {
 	names := all[:0]
 	for name := range r.Header {
 		switch name {
+		case "Content-Type", "Cache-Control", "Pragma":
+			if get {
+				continue
+			}
 		case "Content-Length", "Accept", "Expect", "Last-Event-Id", "Traceparent", "Tracestate", "Baggage", "X-Request-Id",
 			headerIdempotencyKey, HeaderExecutionID, HeaderExecutionParent, HeaderWorkflowID, ect.FieldName:
 			continue
@@ -292,9 +300,11 @@ const mostClients = 1 << 16
 
 // clients are those that wait in this process for the answers of guarded calls.
 type clients struct {
-	mu    sync.Mutex
-	named map[requestName][]*client   // by what notifications/cancelled name
-	of    map[execution.Key][]*client // by the execution whose answer they wait for
+	mu       sync.Mutex
+	named    map[requestName][]*client   // by what notifications/cancelled name
+	sessions map[requestName][]*client   // those of named whose streams may be resumed
+	of       map[execution.Key][]*client // by the execution whose answer they wait for
+	waiting  int                         // the costs of those whose requests have ended, in bytes
 }
 
 // requestName is how a client names its request. An id of JSON-RPC is unique within a session only;
@@ -304,6 +314,7 @@ type requestName struct{ guard, caller, server, session, peer, id string }
 // client is one that waits for the answer of a call.
 type client struct {
 	name      requestName
+	id        []byte // in the name, as it was sent
 	call      *Call
 	key       execution.Key
 	gone      context.Context    // ends when it has left
@@ -312,10 +323,17 @@ type client struct {
 	stop      func() bool // the watch over gone; nil without one
 	sent      bool        // the upstream has its request
 	cancelled bool        // the upstream was told that nobody waits
+	said      bool        // it has said itself that it does not
+
+	session    requestName   // whose GET streams may bring its answer, without an id; empty: none
+	answer     *resumption   // that a GET stream has brought; nil without one
+	progressed bool          // a GET stream has shown that a call of the session is at work
+	comes      chan struct{} // closed when answer is there; nil while its request goes on
+	cost       int           // in clients.waiting
 }
 
 func (h *Handler) requestName(r *http.Request, caller string, id []byte) requestName {
-	n := requestName{guard: h.Name, caller: caller, server: h.server(r), session: r.Header.Get(protocol.HeaderSession), id: string(id)}
+	n := requestName{guard: h.Name, caller: caller, server: h.server(r), session: r.Header.Get(protocol.HeaderSession), id: protocol.SameID(id)}
 	if n.session == "" {
 		n.peer = peerOf(r)
 	}
@@ -328,12 +346,15 @@ func (l *clients) add(c *client, key execution.Key) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.of == nil {
-		l.named, l.of = map[requestName][]*client{}, map[execution.Key][]*client{}
+		l.named, l.sessions, l.of = map[requestName][]*client{}, map[requestName][]*client{}, map[execution.Key][]*client{}
 	}
 	c.key, c.listed = key, true
 	l.of[key] = append(l.of[key], c)
 	if c.leave != nil && len(l.named) < mostClients {
 		l.named[c.name] = append(l.named[c.name], c)
+		if c.session.session != "" {
+			l.sessions[c.session] = append(l.sessions[c.session], c)
+		}
 	}
 	if c.call.action.CancelOnLeave {
 		c.stop = context.AfterFunc(c.gone, func() { l.left(key, nil) })
@@ -356,7 +377,7 @@ func (l *clients) left(key execution.Key, sends *client) {
 		if c.gone.Err() == nil {
 			return
 		}
-		if c.sent && c.call.action.CancelOnLeave {
+		if c.sent && c.comes == nil && c.call.action.CancelOnLeave { // else that has ended
 			sent = c
 		}
 	}
@@ -365,18 +386,24 @@ func (l *clients) left(key execution.Key, sends *client) {
 	}
 }
 
-func (l *clients) remove(c *client) {
+// remove ends the listing of c, and returns the answer that has come for it on a GET stream, if any.
+func (l *clients) remove(c *client) *resumption {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if c.stop != nil {
 		c.stop()
 	}
-	is := func(other *client) bool { return other == c }
-	if l.named[c.name] = slices.DeleteFunc(l.named[c.name], is); len(l.named[c.name]) == 0 {
-		delete(l.named, c.name)
-	}
-	if l.of[c.key] = slices.DeleteFunc(l.of[c.key], is); len(l.of[c.key]) == 0 {
-		delete(l.of, c.key)
+	c.listed = false
+	l.waiting -= c.cost
+	unlist(l.named, c.name, c)
+	unlist(l.sessions, c.session, c)
+	unlist(l.of, c.key, c)
+	return c.answer
+}
+
+func unlist[K comparable](from map[K][]*client, at K, c *client) {
+	if from[at] = slices.DeleteFunc(from[at], func(other *client) bool { return other == c }); len(from[at]) == 0 {
+		delete(from, at)
 	}
 }
 
@@ -394,6 +421,7 @@ func (l *clients) cancel(name requestName) (c, first *client) {
 		if c.call.call.Attempt != nil {
 			c.call.call.Attempt.Unanswered()
 		}
+		c.said = true
 		c.leave()
 	}
 	for _, other := range l.of[all[0].key] {
@@ -438,7 +466,7 @@ func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 				text, changed = nil, true
 				c.call.action.Counts.Cancelled(false)
 			default:
-				text, changed = m.WithRequestID([]byte(first.name.id)), changed || first.name.id != string(id)
+				text, changed = m.WithRequestID(first.id), changed || !bytes.Equal(first.id, id)
 				c.call.action.Counts.Cancelled(true)
 			}
 			if c != nil {
@@ -485,7 +513,7 @@ func messageKey(x *Call) (string, error) {
 
 // understand judges a whole answer by what it says, where HTTP says no more than that it came.
 func understand(x *Call, o execution.Outcome) execution.Outcome {
-	if x.heard == nil || o.Verdict == execution.InDoubt || !understood(x) {
+	if x.heard == nil || !o.Whole || o.Verdict == execution.InDoubt || !understood(x) {
 		return o
 	}
 	said := protocol.Judge(x.message, o.Status, x.heard.End())

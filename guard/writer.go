@@ -46,6 +46,7 @@ type Writer struct {
 	end    [1]byte
 	sent   bool
 	gone   bool
+	goesOn bool // the end of the answer is none of the call: it is to come on another stream
 
 	message *protocol.Message // without a key, that is answered over JSON-RPC; nil for others
 	reply   *protocol.Reply   // makes what is played an answer to another request; nil repeats it as it was
@@ -156,7 +157,7 @@ func (w *Writer) send(p []byte) {
 	if w.answer != nil {
 		_, _ = w.answer.Write(p) // never fails
 		if w.answer.End().Meaning != protocol.Unanswered {
-			w.attempt.Answering(w.status) // before the write
+			w.attempt.Answering(w.status, false) // before the write
 			w.answer, w.final = nil, true
 		}
 	}
@@ -202,8 +203,8 @@ func (w *Writer) FlushError() error {
 
 // Release lets the end of the answer go.
 func (w *Writer) Release() {
-	if w.attempt != nil && !w.reached {
-		w.attempt.Answering(w.status) // before the write, which a client may answer with its next call
+	if w.attempt != nil && !w.reached && !w.goesOn {
+		w.attempt.Answering(w.status, false) // before the write, which a client may answer with its next call
 		defer func() {
 			if w.http1 && w.left == 0 { // else the server writes the end later
 				w.Flush()

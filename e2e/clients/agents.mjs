@@ -37,8 +37,8 @@ async function often({ times, retries }, call) {
 	return value;
 }
 
-async function mcp({ base, key }) {
-	const client = new Client({ name: 'program', version: '1' });
+async function mcp({ base, key }, name = 'program') {
+	const client = new Client({ name, version: '1' });
 	await client.connect(new StreamableHTTPClientTransport(new URL(base + '/mcp'), { requestInit: { headers: { Authorization: 'Bearer ' + key } } }));
 	return client;
 }
@@ -114,6 +114,22 @@ export const agents = {
 		try {
 			const call = (name) => client.callTool({ name, arguments: { amount: task.amount } }).then(text, (err) => err.message);
 			return { id: await call('pay') + '\n' + await call('peek') };
+		} finally {
+			await client.close();
+		}
+	},
+	// What comes of calls that are answered on streams which have to be resumed: twice at once and once
+	// more with one key, then twice without.
+	async 'mcp-ts, resumed'(task) {
+		const client = await mcp(task, 'resuming');
+		try {
+			const call = (meta) => client.callTool({ name: 'later', arguments: { amount: task.amount }, ...meta }).then(text);
+			const keyed = { _meta: { 'idempotency-key': randomUUID() } };
+			const first = call(keyed);
+			await new Promise((resolve) => setTimeout(resolve, 150));
+			const log = await Promise.all([first, call(keyed)]);
+			log.push(await call(keyed), await call(), await call());
+			return { id: log.join('\n') };
 		} finally {
 			await client.close();
 		}

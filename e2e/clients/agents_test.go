@@ -720,6 +720,31 @@ func TestProblemsInSDKs(t *testing.T) {
 	}
 }
 
+// The stream of a call that its server closes is resumed by its client (MCP 2025-11-25), and the answer
+// comes through the guard as through a bare proxy. With one key it is executed once, and everybody gets
+// that answer; without a key, calls that were answered so are meant.
+func TestStreamsThatAreResumed(t *testing.T) {
+	s := newAgentSite(t)
+	g := newAgentGateway(t, s.Listener.Addr().String())
+	node := startNode(t)
+	for site, effects := range map[string]int{"bare": 5, "mcp": 3} {
+		cell := newAgentCell(nothing)
+		cell.name = "resumed by " + site
+		seen := node.call(t, task{Client: "mcp-ts, resumed", Base: s.line(t, g, cell, site) + "/ts", Key: "resumed", Amount: 5})
+		said := strings.Split(seen.ID, "\n")
+		if !seen.OK || len(said) != 5 || !strings.HasSuffix(said[0], " of 5") {
+			t.Fatalf("%s: %s %q", site, seen.Seen, said)
+		}
+		if n := cell.settled(t); n != effects {
+			t.Errorf("%s: %d effects, want %d", site, n, effects)
+		}
+		slices.Sort(said)
+		if n := len(slices.Compact(said)); n != effects {
+			t.Errorf("%s: %d different answers, want %d: %q", site, n, effects, said)
+		}
+	}
+}
+
 // Two sessions use the same ids of JSON-RPC, of one credential or of two, at the same time. Each
 // gets the answer to its own call.
 func TestSessionsWithEqualIDs(t *testing.T) {

@@ -5,6 +5,7 @@ import express from 'express';
 import { z } from 'zod';
 import { McpServer } from '@modelcontextprotocol/sdk/server/mcp.js';
 import { StreamableHTTPServerTransport } from '@modelcontextprotocol/sdk/server/streamableHttp.js';
+import { InMemoryEventStore } from '@modelcontextprotocol/sdk/examples/shared/inMemoryEventStore.js';
 import { isInitializeRequest } from '@modelcontextprotocol/sdk/types.js';
 import { AgentEvent, DefaultRequestHandler, InMemoryTaskStore } from '@a2a-js/sdk/server';
 import { UserBuilder, jsonRpcHandler } from '@a2a-js/sdk/server/express';
@@ -23,6 +24,13 @@ function tools() {
 		}
 		return text(`slow ${amount}`);
 	});
+	// It answers on a stream that its client has to resume.
+	server.registerTool('later', { inputSchema: { amount: z.number() } }, async ({ amount }, { closeSSEStream }) => {
+		const effect = `effect-${++effects} of ${amount}`;
+		closeSSEStream?.();
+		await new Promise((resolve) => setTimeout(resolve, 300));
+		return text(effect);
+	});
 	server.registerResource('note', 'note://1', {}, () => ({ contents: [{ uri: 'note://1', text: 'a note' }] }));
 	return server;
 }
@@ -32,7 +40,8 @@ const sessions = {};
 app.all('/mcp', express.json(), async (req, res) => {
 	let transport = sessions[req.headers['mcp-session-id']];
 	if (!transport && isInitializeRequest(req.body)) {
-		transport = new StreamableHTTPServerTransport({ sessionIdGenerator: randomUUID, onsessioninitialized: (id) => { sessions[id] = transport; } });
+		const resumable = req.body.params.clientInfo.name === 'resuming' && { eventStore: new InMemoryEventStore(), retryInterval: 50 };
+		transport = new StreamableHTTPServerTransport({ sessionIdGenerator: randomUUID, onsessioninitialized: (id) => { sessions[id] = transport; }, ...resumable });
 		await tools().connect(transport);
 	}
 	if (!transport) {

@@ -584,12 +584,13 @@ func (a *Attempt) Completed() {
 }
 
 // Answering notes that the end of the answer is about to be written: the client is answered,
-// unless it has left. Status is that of the answer.
-func (a *Attempt) Answering(status int) {
+// unless it has left. Status is that of the answer. elsewhere says that it gets the answer on another
+// connection than that of the call, which is there.
+func (a *Attempt) Answering(status int, elsewhere bool) {
 	s := a.at.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
-	a.answered = a.gone.Err() == nil
+	a.answered = elsewhere || a.gone.Err() == nil
 	if a.known.holder == a {
 		a.known.retriable = clientsRetry(status)
 	}

@@ -124,7 +124,7 @@ func (o *one) settle(v Verdict, status int) *one {
 }
 
 func (o *one) answer(status int) *one {
-	o.Answering(status)
+	o.Answering(status, false)
 	o.End()
 	return o
 }
@@ -209,21 +209,21 @@ func TestRecognize(t *testing.T) {
 		},
 		"the end could not be written": func(b *alike) {
 			a := b.call(0).settle(Completed, 200)
-			a.Answering(200)
+			a.Answering(200, false)
 			a.Unanswered()
 			a.End()
 			b.call(0).is(a, EvidenceUnanswered)
 		},
 		"closed at once": func(b *alike) {
 			a := b.call(0).settle(Completed, 200)
-			a.Answering(200)
+			a.Answering(200, false)
 			a.leave()
 			b.call(0).is(nil, "")
 			a.End()
 		},
 		"an answer that clients retry": func(b *alike) {
 			a := b.call(0).settle(Completed, 500)
-			a.Answering(500) // and the retry is there before it has ended
+			a.Answering(500, false) // and the retry is there before it has ended
 			r := b.call(0).is(a, EvidenceAnswer)
 			a.End()
 			r.answer(500)

@@ -36,7 +36,8 @@ type Outcome struct {
 	Step bool
 	// Task is the id of the task that goes on, or empty.
 	Task string
-	// Resumable says that the stream has ids of events, so that it may go on elsewhere.
+	// Resumable says that the stream ends between two events, and that the last id of an event is not
+	// empty: it may go on with a GET.
 	Resumable bool
 	// ToolError says that the tool has run and says itself that it has failed.
 	ToolError bool
@@ -71,6 +72,13 @@ const (
 
 // Answer follows an answer's body while it is written. It keeps a bounded part of it.
 type Answer struct {
+	// Part gets the text of each message of a stream of events, as it comes. Message is called at the
+	// end of each, with the id of the request that it answers as it stands there, nil where it is not
+	// certainly a response; progress says that it is news of a running request. Both or neither must
+	// be set, before the first Write.
+	Part    func(text []byte)
+	Message func(id []byte, progress bool)
+
 	protocol Protocol
 	learn    func(tool string, readOnly bool)
 	lines    lines // of a stream of events
@@ -94,6 +102,7 @@ type answered struct {
 	object            bool // the result is one
 	toolErrors        int  // members isError that are not false
 	id, state         string
+	name              []byte // the id as it stands there; only where somebody asks for it
 	version           string
 	method            string
 	code              string
@@ -132,7 +141,9 @@ func (a *Answer) End() Outcome {
 	if !a.stream {
 		a.finish()
 	}
-	return a.out
+	o := a.out
+	o.Resumable = o.Resumable && !a.lines.within
+	return o
 }
 
 // feed scans JSON and passes it on.
@@ -143,6 +154,9 @@ func (a *Answer) feed(p []byte) {
 			a.value = append(a.value, p[:n]...)
 		}
 		a.emit(p[:n])
+		if a.Part != nil {
+			a.Part(p[:n])
+		}
 		p = p[n:]
 		switch {
 		case ev == begins:
@@ -202,7 +216,9 @@ func (a *Answer) ended() {
 	switch a.at {
 	case "id", "params.progressToken":
 		if a.at == "id" {
-			a.m.id = text
+			if a.m.id = text; a.Message != nil && len(a.value) <= maxScalar {
+				a.m.name = bytes.Clone(a.value)
+			}
 		}
 		if a.rewrite != nil {
 			a.rewrite.ends(a.at, a.value, &a.m)
@@ -266,6 +282,12 @@ func (a *Answer) finish() {
 	m := a.m
 	a.m, a.reads = answered{}, false
 	ignored := a.asked != nil && !a.answers(&m)
+	if a.Message != nil {
+		if !m.response || m.request || m.result == m.erred || m.erred && !m.failed || !a.whole() {
+			m.name = nil
+		}
+		a.Message(m.name, m.method == "notifications/progress")
+	}
 	a.scan = scanner{open: a.scan.open[:0]}
 	if !m.response || m.request {
 		a.begun = a.begun || m.method == "notifications/progress"
@@ -426,21 +448,34 @@ func (a *Answer) answers(m *answered) bool {
 		id = unquote(a.asked.ID)
 	}
 	switch {
-	case a.scan.broken || len(a.scan.open) > 0 || a.scan.in != 0:
-		return false // it is not whole
+	case !a.whole():
+		return false
 	case m.failed:
 		return !m.result && m.code != "" && (m.id == id || m.id == "null" || m.id == "")
 	}
 	return m.result && !m.erred && (m.object || a.protocol == JSONRPC) && m.id == id
 }
 
+// whole reports that a message ends where its text ends.
+func (a *Answer) whole() bool { return !a.scan.broken && len(a.scan.open) == 0 && a.scan.in == 0 }
+
+// SameID is an id of JSON-RPC, as it was sent, in a form that two texts of one id share.
+func SameID(id []byte) string {
+	if len(id) > 0 && id[0] == '"' {
+		return `"` + unquote(id)
+	}
+	return string(id)
+}
+
 // lines splits a stream of events (HTML, "Server-sent events") that comes in pieces.
 type lines struct {
-	head  []byte // the beginning of a line
-	in    byte   // 'd' in a line of data, 'i' of an id, 'o' in another; 0 at its beginning
-	space bool   // one space before the data does not belong to it
-	cr    byte   // the line before had this kind and ended with a CR
-	later bool   // the first line is over, which may begin with a mark of its byte order
+	head   []byte // the beginning of a line
+	in     byte   // 'd' in a line of data, 'i' of an id, 'o' in another; 0 at its beginning
+	space  bool   // one space before the data does not belong to it
+	cr     byte   // the line before had this kind and ended with a CR
+	later  bool   // the first line is over, which may begin with a mark of its byte order
+	within bool   // an event has begun
+	id     byte   // of that event: 0 it has none, 1 it is empty, 2 it is not
 }
 
 // maxField is longer than each name that counts, with its colon and a byte order mark.
@@ -486,6 +521,8 @@ func (l *lines) split(a *Answer, p []byte) {
 			}
 			if l.in != 'i' {
 				a.emit(p[:n])
+			} else if len(bytes.TrimLeft(p[:n], " ")) > 0 {
+				l.id = 2
 			}
 			if p = p[n:]; len(p) > 0 {
 				l.end(a, p[0])
@@ -504,6 +541,7 @@ func (l *lines) begin(a *Answer, c byte) {
 		return
 	}
 	if !over {
+		l.within = l.within || c != ':' || len(l.head) > 0 // a comment belongs to no event
 		l.head = append(l.head, c)
 		if c != ':' && len(l.head) < maxField {
 			return
@@ -517,7 +555,7 @@ func (l *lines) begin(a *Answer, c byte) {
 	case "data":
 		l.in, l.space = 'd', !over
 	case "id":
-		l.in, a.out.Resumable = 'i', true
+		l.in, l.id = 'i', 1
 	default:
 		l.in = 'o'
 	}
@@ -533,6 +571,9 @@ func (l *lines) begin(a *Answer, c byte) {
 // end ends a line with c.
 func (l *lines) end(a *Answer, c byte) {
 	if l.in == 'd' { // a line's end is white space for JSON
+		if a.Part != nil {
+			a.Part([]byte{' '})
+		}
 		if _, ev := a.scan.next([]byte{'\n'}); ev == ended && a.reads {
 			a.ended()
 			_, _ = a.scan.next([]byte{'\n'})
@@ -545,6 +586,10 @@ func (l *lines) end(a *Answer, c byte) {
 		l.cr = l.in
 	}
 	if l.in == 'e' {
+		if l.id != 0 {
+			a.out.Resumable = l.id == 2
+		}
+		l.within, l.id = false, 0
 		a.finish()
 	}
 	l.in = 0
@@ -690,6 +735,8 @@ func (w *rewriting) splice(at, size int, value []byte) {
 func (w *rewriting) finish(m *answered) {
 	switch {
 	case w.drops || w.passes:
+	case w.stream && primes(w.out[w.begun:]): // for a stream that its client can resume
+		w.out = w.out[:w.begun]
 	case m.method == "notifications/progress" && w.token >= 0 && w.reply.Progress != nil:
 		w.splice(w.token, w.tokenSize, w.reply.Progress)
 	case m.method == "notifications/progress" && w.stream, w.asks && w.id >= 0 && w.stream:
@@ -697,6 +744,21 @@ func (w *rewriting) finish(m *answered) {
 	}
 	w.safe, w.begun = len(w.out), len(w.out)
 	w.passes, w.drops, w.asks, w.from, w.token, w.id = false, false, false, -1, -1, -1
+}
+
+// primes reports that an event has data, and that it is empty.
+func primes(event []byte) (empty bool) {
+	for line := range bytes.FieldsFuncSeq(event, func(c rune) bool { return c == '\r' || c == '\n' }) {
+		name, value, _ := bytes.Cut(line, []byte{':'})
+		switch {
+		case string(name) != "data":
+		case len(bytes.TrimSpace(value)) > 0:
+			return false
+		default:
+			empty = true
+		}
+	}
+	return empty
 }
 
 // Unrepeatable are header fields that a recorded answer loses as the answer to another request: they

@@ -3,10 +3,12 @@ package protocol_test
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"net/http"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"testing/iotest"
@@ -64,6 +66,15 @@ func TestMeaning(t *testing.T) {
 		{protocol.MCP, ``, protocol.Outcome{}}, {protocol.MCP, `<html>`, protocol.Outcome{}}, {protocol.MCP, `]]`, protocol.Outcome{}},
 		{protocol.MCP, "data: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\"}\n\n", protocol.Outcome{}},
 		{protocol.MCP, "id: 1\ndata:\n\n", protocol.Outcome{Resumable: true}},
+		{protocol.MCP, "data:\r\nid:1\r\n\r\n: alive\r\n", protocol.Outcome{Resumable: true}},
+		{protocol.MCP, "id: 1\ndata: {\"method\":\"ping\"}\n\ndata:\n\n", protocol.Outcome{Resumable: true}}, // its last id stays
+		// Its client has no id, or the end of an event is missing.
+		{protocol.MCP, "data:\n\n", protocol.Outcome{}},
+		{protocol.MCP, "id:\ndata:\n\n", protocol.Outcome{}},
+		{protocol.MCP, "id: 1\n\nid\n\n", protocol.Outcome{}},
+		{protocol.MCP, "id: 1\ndata:\n", protocol.Outcome{}},
+		{protocol.MCP, "id: 1\ndata:\n\nda", protocol.Outcome{}},
+		{protocol.MCP, "id: 1\ndata:\n\nretry: 1\n", protocol.Outcome{}},
 		{protocol.MCP, "event: message\ndata: {\"jsonrpc\":\"2.0\",\ndata: \"id\":1,\"result\":{}}\n\n", protocol.Outcome{Meaning: protocol.Executed}},
 		{protocol.MCP, "event: message\r\ndata: {\"jsonrpc\":\"2.0\",\r\ndata:\"id\":1,\"error\":{\"code\":-32601\r\ndata:}}\r\n\r\n", protocol.Outcome{Meaning: protocol.NotExecuted, Code: -32601}},
 		{protocol.MCP, "\ufeffdata: {\"result\":{}}\r\r", protocol.Outcome{Meaning: protocol.Executed}},
@@ -278,6 +289,7 @@ func TestReply(t *testing.T) {
 		{"no JSON", asJSON, `<id>1</id>`, `<id>1</id>`},
 		{"cut", asJSON, `{"id":1,"result":{"a`, `{"id":"new","result":{"a`},
 		{"long", asJSON, `{"result":"` + strings.ReplaceAll(long, `"`, `\"`) + `","id":1}`, `{"result":"` + strings.ReplaceAll(long, `"`, `\"`) + `","id":"new"}`},
+		{"priming", asStream, "id: 7\nretry: 5\ndata: \n\ndatabase: 1\n\n: alive\n\ndata: {\"id\":1,\"result\":{}}\n\n", "database: 1\n\n: alive\n\ndata: {\"id\":\"new\",\"result\":{}}\n\n"},
 		{"stream", asStream, "event: message\nid: 7\nretry: 5\ndata: {\"id\":1,\"result\":{}}\n\n", "event: message\nretry: 5\ndata: {\"id\":\"new\",\"result\":{}}\n\n"},
 		{"lines", asStream, "data: {\"id\":1\r\ndata: ,\"result\":{}}\r\n\r\n: x\r\n\r\nid: 9\r\n\r\n", "data: {\"id\":\"new\"\r\ndata: ,\"result\":{}}\r\n\r\n: x\r\n\r\n\r\n"},
 		{"every event", asStream, "data:{\"id\":1,\"result\":1}\n\ndata:{\"result\":2,\"id\":1}\n\n", "data:{\"id\":\"new\",\"result\":1}\n\ndata:{\"result\":2,\"id\":\"new\"}\n\n"},
@@ -341,6 +353,40 @@ func pieces(a io.Writer, body []byte, rnd *rand.Rand) {
 
 // An answer means the same in whatever pieces it comes, and what is repeated of it in pieces too.
 // A JSON answer is repeated as it is but for its id.
+// each lists the messages of an answer.
+func each(a *protocol.Answer) *[]string {
+	var all []string
+	text := ""
+	a.Part = func(part []byte) { text += string(part) }
+	a.Message = func(id []byte, progress bool) {
+		all, text = append(all, fmt.Sprintf("%s %t %s", id, progress, text)), ""
+	}
+	return &all
+}
+
+// A stream says which request each of its messages answers, and with what.
+func TestMessagesOfAStream(t *testing.T) {
+	a := protocol.NewAnswer(protocol.MCP, asStream, nil)
+	got := each(a)
+	_, _ = io.WriteString(a, "id: 1\ndata: \n\n"+
+		"data: {\"result\":{\"id\":2},\"id\":\"a\\u0031\"}\n\n"+
+		"data: {\"id\":1,\ndata:\"error\":{\"code\":1}}\n\n"+
+		"data: {\"method\":\"notifications/progress\"}\r\r"+
+		"data: {\"id\":1,\"method\":\"x\",\"result\":1}\n\ndata: {\"id\":1,\"result\":1\n\ndata: {\"id\":1,\"result\":1,\"error\":{}}\n\ndata: {\"id\":1,\"error\":1}\n\ndata: [{\"id\":1,\"result\":1}]\n\ndata: {\"id\":1,\"result\":1}")
+	want := []string{
+		" false  ", `"a\u0031" false {"result":{"id":2},"id":"a\u0031"} `, `1 false {"id":1, "error":{"code":1}} `, ` true {"method":"notifications/progress"} `,
+		` false {"id":1,"method":"x","result":1} `, ` false {"id":1,"result":1 `, ` false {"id":1,"result":1,"error":{}} `, ` false {"id":1,"error":1} `, ` false [{"id":1,"result":1}] `,
+	}
+	if !slices.Equal(*got, want) {
+		t.Errorf("%q", *got)
+	}
+	for a, b := range map[string]string{`"a\u0031"`: `"a1"`, `1`: `1`} {
+		if protocol.SameID([]byte(a)) != protocol.SameID([]byte(b)) || protocol.SameID([]byte(a)) == protocol.SameID([]byte(`"1"`)) {
+			t.Errorf("%s and %s", a, b)
+		}
+	}
+}
+
 func FuzzAnswer(f *testing.F) {
 	for _, s := range []string{
 		`{"jsonrpc":"2.0","id":1,"result":{"tools":[{"name":"a","annotations":{"readOnlyHint":true}}]}}`, `{"error":{"code":-32602},"id":"x"}`, `{"id":1,"id":2,"result":0}`,
@@ -356,9 +402,14 @@ func FuzzAnswer(f *testing.F) {
 			as = asStream
 		}
 		whole := protocol.NewAnswer(protocol.A2A, as, func(string, bool) {})
+		messages := each(whole)
 		_, _ = whole.Write(body)
 		parts := protocol.NewAnswer(protocol.A2A, as, func(string, bool) {})
+		same := each(parts)
 		pieces(parts, body, rnd)
+		if stream && !slices.Equal(*messages, *same) {
+			t.Fatalf("%q: whole %q, in pieces %q", body, *messages, *same)
+		}
 		if a, b := whole.End(), parts.End(); a != b {
 			t.Fatalf("%q: whole %+v, in pieces %+v", body, a, b)
 		}

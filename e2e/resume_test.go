@@ -1,0 +1,265 @@
+package e2e
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// resumable is a server of MCP that ends the streams of its calls at once, and answers them on GET
+// streams of their sessions (2025-11-25).
+type resumable struct {
+	mu      sync.Mutex
+	counted map[string]int         // the calls, by session
+	get     map[string]chan string // what the GET stream of a session brings
+	length  bool                   // the streams of calls have a length
+	refunds []string               // as they came
+	lasts   []string               // the Last-Event-Id of each GET
+}
+
+func newResumable(t *testing.T) (*resumable, string) {
+	s := &resumable{counted: map[string]int{}, get: map[string]chan string{}}
+	server := httptest.NewServer(s)
+	t.Cleanup(server.Close)
+	return s, strings.TrimPrefix(server.URL, "http://")
+}
+
+const priming = "id: p\nretry: 10\ndata: \n\n"
+
+func (s *resumable) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	session := r.Header.Get("Mcp-Session-Id")
+	w.Header().Set("Content-Type", "text/event-stream")
+	if r.Method == http.MethodGet {
+		w.Header().Set("X-Encoding", r.Header.Get("Accept-Encoding"))
+		events := s.stream(session)
+		s.mu.Lock()
+		s.lasts = append(s.lasts, r.Header.Get("Last-Event-Id"))
+		s.mu.Unlock()
+		_ = http.NewResponseController(w).Flush()
+		for {
+			select {
+			case event := <-events:
+				if event == "" {
+					return
+				}
+				_, _ = io.WriteString(w, event)
+				_ = http.NewResponseController(w).Flush()
+			case <-r.Context().Done():
+				return
+			}
+		}
+	}
+	body, _ := io.ReadAll(r.Body) // what is cut fits no case
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if strings.Contains(string(body), `"refund"`) {
+		s.refunds = append(s.refunds, string(body))
+		_, _ = io.WriteString(w, "data: {\"jsonrpc\":\"2.0\",\"id\":1,\"result\":{}}\n\n")
+		return
+	}
+	s.counted[session]++
+	if s.length {
+		w.Header().Set("Content-Length", fmt.Sprint(len(priming)))
+	}
+	_, _ = io.WriteString(w, priming)
+}
+
+// send has an event sent on the GET stream of a session; an empty one ends it.
+func (s *resumable) send(t *testing.T, session, event string) {
+	t.Helper()
+	select {
+	case s.stream(session) <- event:
+	case <-time.After(patience):
+		t.Fatal("no GET stream is open")
+	}
+}
+
+// stream is what the GET stream of a session takes, without a buffer.
+func (s *resumable) stream(session string) chan string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.get[session] == nil {
+		s.get[session] = make(chan string)
+	}
+	return s.get[session]
+}
+
+func (s *resumable) executed(t *testing.T, session string, want int) {
+	t.Helper()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if n := s.counted[session]; n != want {
+		t.Errorf("%d calls of %s were executed, want %d", n, session, want)
+	}
+}
+
+// resume opens a GET stream of a session, whose header has come.
+func (g *gateway) resume(session, last string) *http.Response {
+	g.t.Helper()
+	return g.resumeOn(g.client, "", session, last)
+}
+
+// resumeOn is resume by another client.
+func (g *gateway) resumeOn(client *http.Client, host, session, last string) *http.Response {
+	g.t.Helper()
+	header := map[string]string{"Accept": "text/event-stream", "Mcp-Session-Id": session, "Accept-Encoding": "gzip"}
+	if last != "" {
+		header["Last-Event-Id"] = last
+	}
+	res, err := g.send(request{method: http.MethodGet, path: "/mcp", header: header, host: host, client: client})
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	g.t.Cleanup(func() { _ = res.Body.Close() })
+	if res.StatusCode != 200 || res.Header.Get("Execution-Id") != "" {
+		g.t.Errorf("%d %v", res.StatusCode, res.Header)
+	}
+	return res
+}
+
+func answerOf(id string, n int) string {
+	return fmt.Sprintf("event: message\nid: a\ndata: {\"jsonrpc\":\"2.0\",\"id\":%s,\"result\":{\"n\":%d}}\n\n", id, n)
+}
+
+// P1, P7: the client of a call whose stream ends without an answer has that end at once, gets the answer
+// on a GET stream of its session, on another connection too, and with it everybody who calls again.
+func TestStreamsAreResumed(t *testing.T) {
+	ca := newAuthority(t)
+	for _, version := range []string{"1", "2", "1, with a length"} {
+		t.Run("HTTP/"+version, func(t *testing.T) {
+			s, addr := newResumable(t)
+			s.length = version == "1, with a length"
+			g := launch(t, setup{
+				site:    fmt.Sprintf("agent_proxy %s {\n protocol mcp\n missing_id recognize\n}\ntls %s", addr, ca.files(t, "localhost")),
+				address: func(port string) string { return "https://localhost:" + port },
+			})
+			g.client = g.newClient(ca.client(nil))
+			if version == "2" {
+				g.client = g.h2Client(ca.client(nil))
+			}
+			on := func(r request) request {
+				r.host = "localhost"
+				return r
+			}
+			if got := g.call(on(message(toolCall("3", "pay", "")))); got.body != priming || got.header.Get("Execution-Status") != "executed" {
+				t.Errorf("%v %q", got.header, got.body)
+			}
+			retry := g.begin(on(message(toolCall(`"four"`, "pay", "")))) // that end was no answer
+			followers(t, 1)
+			get := g.resumeOn(g.newClient(ca.client(nil)), "localhost", "a", "p")
+			notification := "id: n\ndata: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/message\",\"params\":{}}\n\n"
+			for _, event := range []string{notification, answerOf("3", 1)} {
+				s.send(t, "a", event)
+				got := make([]byte, len(event))
+				if _, err := io.ReadFull(get.Body, got); err != nil || string(got) != event {
+					t.Errorf("the GET has brought %q, %v", got, err)
+				}
+			}
+			got := retry.answer()
+			got.recognized(t)
+			if want := "\nevent: message\ndata: {\"jsonrpc\":\"2.0\",\"id\":\"four\",\"result\":{\"n\":1}} \n\n"; got.body != want || got.header.Get("Execution-Status") != "attached" {
+				t.Errorf("the retry gets %v %q", got.header, got.body)
+			}
+			s.send(t, "a", "")
+			if rest, err := io.ReadAll(get.Body); err != nil || len(rest) > 0 {
+				t.Errorf("%q, %v", rest, err)
+			}
+			s.executed(t, "a", 1)
+			if got := g.call(on(message(toolCall("3", "pay", "")))); got.header.Get("Execution-Recognized") != "" {
+				t.Errorf("a call that is meant: %v", got.header) // both have their answers
+			}
+			s.executed(t, "a", 2)
+		})
+	}
+}
+
+// While it waits the call is running, also over a reload; a GET through the new configuration brings its
+// answer. The status request shows both.
+func TestStreamsAreResumedAfterAReload(t *testing.T) {
+	s, addr := newResumable(t)
+	site := "agent_proxy " + addr + " {\n protocol mcp\n}"
+	g := start(t, "%s", site)
+	status := func() reply {
+		return g.call(request{method: http.MethodGet, path: executionsPath + "a", header: map[string]string{"Mcp-Session-Id": "a"}})
+	}
+	if got := g.call(message(toolCall("3", "pay", keyA))); got.body != priming {
+		t.Errorf("%q", got.body)
+	}
+	if got := status(); !strings.Contains(got.body, `"state": "running"`) {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	g.reload(site + "\nheader X-New yes")
+	get := g.resume("a", "")
+	if get.Header.Get("X-New") != "yes" || get.Header.Get("X-Encoding") != "gzip" {
+		t.Errorf("%v", get.Header)
+	}
+	s.send(t, "a", answerOf("3", 1))
+	if line, err := bufio.NewReader(get.Body).ReadString('}'); err != nil || !strings.Contains(line, `"n":1`) {
+		t.Errorf("%q, %v", line, err)
+	}
+	s.send(t, "a", "")
+	_, _ = io.ReadAll(get.Body) // its end waits for the record
+	if got := g.call(message(toolCall("5", "pay", keyA))); got.header.Get("Execution-Status") != "replayed" || !strings.Contains(got.body, `"id":5,"result":{"n":1}`) {
+		t.Errorf("%v %q", got.header, got.body)
+	}
+	if got := status(); !strings.Contains(got.body, `"state": "completed"`) {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	s.executed(t, "a", 1)
+}
+
+// P3: what comes in one session is no answer for another one, though the ids of the requests are equal.
+func TestStreamsAreResumedInTheirSession(t *testing.T) {
+	s, addr := newResumable(t)
+	g := start(t, "agent_proxy %s {\n protocol mcp\n}", addr)
+	for _, session := range []string{"a", "b"} {
+		g.call(message(toolCall("3", "pay", keyA), "Mcp-Session-Id", session))
+		if encoding := g.resume(session, "p").Header.Get("X-Encoding"); encoding != "identity" {
+			t.Errorf("a stream that is resumed may come as %q", encoding)
+		}
+	}
+	s.send(t, "b", answerOf("3", 2))
+	s.send(t, "a", answerOf("3", 1))
+	s.send(t, "a", "")
+	s.send(t, "b", "")
+	for session, n := range map[string]string{"a": `"n":1`, "b": `"n":2`} {
+		eventually(t, "it is recorded", func() bool {
+			got := g.call(message(toolCall("5", "pay", keyA), "Mcp-Session-Id", session))
+			if !strings.Contains(got.body, n) {
+				t.Errorf("%s: %s", session, got.body)
+			}
+			return got.header.Get("Execution-Status") == "replayed"
+		})
+		s.executed(t, session, 1)
+	}
+}
+
+// An answer that comes on a GET stream has the values of the undo.
+func TestStreamsThatAreResumedAreUndone(t *testing.T) {
+	s, addr := newResumable(t)
+	a := newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: `agent_proxy ` + addr + ` {
+		protocol mcp
+		default_undo compensate POST /mcp {
+			body application/json ` + "`" + `{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"refund","arguments":{{"payment":{response.json./result/n}}}}}}}` + "`" + `
+		}
+	}`})
+	saga := g.saga(a)
+	made := saga.do(message(toolCall("3", "pay", "")))
+	get := g.resume("a", "p")
+	s.send(t, "a", answerOf("3", 7))
+	s.send(t, "a", "")
+	_, _ = io.ReadAll(get.Body) // its end waits for the record
+	saga.back(rollbackBody{Checkpoint: made.checkpoint}).want(t, "completed")
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.refunds) != 1 || !strings.Contains(s.refunds[0], `{"payment":7}`) {
+		t.Errorf("%q", s.refunds)
+	}
+}
