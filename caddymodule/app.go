@@ -89,7 +89,7 @@ type App struct {
 
 	// The places in the Caddyfile of options that are checked only at load, so that errors can name
 	// them: values like `Caddyfile:12`, for the members `store`, `keys`, `identity.key_file`,
-	// `trust.N` (the Nth source of keys, if it is a file), `hitl.webhook` and
+	// `trust.N` (the Nth source of keys, if it is a file), `hitl.rules`, `hitl.webhook` and
 	// `hitl.webhook.secret.N`. Default: errors name no place.
 	WrittenAt map[string]string `json:"written_at,omitempty"`
 

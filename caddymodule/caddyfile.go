@@ -78,6 +78,7 @@ func init() {
 //			keep <duration>
 //			role_issuers <issuers...>
 //			page <url>
+//			rules <file>
 //		}
 //	}
 func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {

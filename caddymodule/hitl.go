@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/url"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -48,7 +49,13 @@ type HITL struct {
 	// Default: no link.
 	Page string `json:"page,omitempty"`
 
+	// A file with rules for errors that agents report, in the form of ATD and AERR:
+	// `{"hitl": {"rules": [...]}}`, or the list alone. They come before the gateway's own rule for
+	// critical errors. A placeholder is replaced at load. Default: none.
+	RulesFile string `json:"rules,omitempty"`
+
 	webhook *hitl.WebhookNotifier
+	rules   []hitl.Rule
 }
 
 // Webhook is a receiver of escalations. Messages are sent as POST in the format of Standard
@@ -79,6 +86,19 @@ func (h *HITL) provision(gateway string) error {
 	}
 	if err := checkPage(h.Page); err != nil {
 		return fmt.Errorf("page: %w", err)
+	}
+	if h.RulesFile != "" {
+		file, err := caddy.NewReplacer().ReplaceOrErr(h.RulesFile, true, true)
+		var text []byte
+		if err == nil {
+			text, err = os.ReadFile(file)
+		}
+		if err == nil {
+			h.rules, err = hitl.ParseRules(text)
+		}
+		if err != nil {
+			return &wrong{"hitl.rules", fmt.Errorf("rules: %s: %w", h.RulesFile, err)}
+		}
 	}
 	if h.Webhook == nil {
 		return nil
@@ -272,6 +292,10 @@ func hitlOptions() options[*App] {
 			}
 			return nil
 		}},
+		"rules": {usage: "rules <file>", parse: func(d *caddyfile.Dispenser, a *App) error {
+			a.writtenAt("hitl.rules", d.Token())
+			return parseWord(d, &a.HITL.RulesFile)
+		}},
 		"page": {usage: "page <url>", parse: func(d *caddyfile.Dispenser, a *App) error {
 			if err := parseWord(d, &a.HITL.Page); err != nil {
 				return err
@@ -429,6 +453,19 @@ func (t *tokenPolicy) escalateErrors(ctx context.Context, e *engine, tokens []*e
 			Key: "error " + token.Workflow() + " " + about, Level: hitl.Approval, Workflow: token.Workflow(),
 			Links: hitl.Links{Error: token.NodeID(), Checkpoint: checkpoint},
 		}
+		rule := e.ruleFor(token)
+		if rule != nil {
+			of := rule.Opening()
+			of.Key, of.Workflow, of.Links = "rule "+rule.ID+" "+o.Key, o.Workflow, o.Links
+			if !opened[of.Key] {
+				opened[of.Key] = true
+				p, err := e.escalations.store.Prepare(ctx, of)
+				if err != nil {
+					return err
+				}
+				batch.Join(p.Batch)
+			}
+		}
 		irreversible, err := t.irreversible(ctx, token.Workflow(), checkpoint)
 		if err != nil {
 			return err
@@ -436,7 +473,7 @@ func (t *tokenPolicy) escalateErrors(ctx context.Context, e *engine, tokens []*e
 		switch severity, _ := token.Ext().Text(ect.MemberSeverity); {
 		case irreversible:
 			o.Cause, o.Summary = hitl.CauseIrreversible, "An agent reports an error of a call that cannot be undone."
-		case severity == "critical":
+		case severity == "critical" && rule == nil:
 			o.Cause, o.Summary = hitl.CauseError, "An agent reports a critical error."
 		default:
 			continue
@@ -452,6 +489,25 @@ func (t *tokenPolicy) escalateErrors(ctx context.Context, e *engine, tokens []*e
 		batch.Join(p.Batch)
 	}
 	return nil
+}
+
+// ruleFor is the first rule of the deployment that an error fits; nil if there is none.
+func (e *engine) ruleFor(token *ect.Token) *hitl.Rule {
+	a := e.activeConfigs.latest()
+	if a == nil || a.HITL == nil {
+		return nil
+	}
+	members := map[string]string{}
+	for name, m := range map[string]ect.Member{
+		"severity": ect.MemberSeverity, "error_type": ect.MemberErrorType, "description": ect.MemberDescription,
+	} {
+		members[name], _ = token.Ext().Text(m)
+	}
+	i := slices.IndexFunc(a.HITL.rules, func(r hitl.Rule) bool { return r.Matches(members) })
+	if i < 0 {
+		return nil
+	}
+	return &a.HITL.rules[i]
 }
 
 // irreversible reports whether a checkpoint is recorded, and says that its call cannot be undone.

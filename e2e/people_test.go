@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -470,4 +471,71 @@ func TestProcessErrorsAreEscalated(t *testing.T) {
 		t.Errorf("%d escalations follow from their errors", linked)
 	}
 	s.do(charge(8)) // they hold nothing
+}
+
+// ATD "HITL Escalation on Error": a deployment's rules, in the drafts' own form. What they do not
+// understand is denied, and nobody's approval counts where they allow none.
+func TestProcessRulesOfADeployment(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	lab, a := newRestLab(t), newAgent(t, "a")
+	site := procNewSite(t, lab.addr)
+	site.app = trusting(t, a) + "\n hitl {\n rules " + site.path("rules.json") + "\n }"
+	site.guard = sagaActions
+	rules := func(text string) {
+		t.Helper()
+		if err := os.WriteFile(site.path("rules.json"), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	rules("{\"hitl\": {\n\"rules\": [{\"id\": 7}]}}")
+	if log := site.refused(t); !strings.Contains(log, "rules.json: line 2") || !strings.Contains(log, "Caddyfile:") {
+		t.Errorf("the rules are accepted: %s", log)
+	}
+	const rule = `{"id": %q, "trigger": {"kind": "keyword_match", "op": "eq", "value": %q, "input_ref": %q},
+		"required_role": "operator:oncall", "action": %q, "allow_override": %t, "override_action": "continue"}`
+	rules(fmt.Sprintf(`{"hitl": {"rules": [`+rule+","+rule+","+rule+`]}}`, "r-pause", "critical", "ext.aerr.severity", "pause", true,
+		"r-odd", "resource_exhausted", "atd.error_type", "celebrate", false, "r-final", "constraint_violation", "atd.error_type", "pause", false))
+	site.start(t)
+	g := site.gateway(t)
+	for _, c := range []struct {
+		severity, kind, slug, role string
+		final                      bool
+	}{
+		{"critical", "timeout", "workflow-paused", "operator:oncall", false},
+		{"warning", "resource_exhausted", "workflow-stopped", "operator:oncall", true},
+		{"warning", "constraint_violation", "workflow-paused", "operator:oncall", true},
+		{"warning", "timeout", "", "", false},
+	} {
+		s := g.saga(a)
+		charged := s.do(charge(7))
+		token := a.issue(ect.Claims{
+			Workflow: s.wid, Action: "error", Parents: []string{charged.checkpoint},
+			Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, c.severity).Text(ect.MemberErrorType, c.kind).
+				Text(ect.MemberCheckpointID, charged.checkpoint).Text(ect.MemberDescription, "wrong amount"),
+		})
+		if got := g.call(request{path: "/.well-known/cascade/errors", reader: nothing{}, header: map[string]string{ect.FieldName: token.Raw()}}); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		refused := s.try(charge(8))
+		if c.slug == "" {
+			if refused.status >= 300 {
+				t.Errorf("%+v: %d %s", c, refused.status, refused.body)
+			}
+			continue
+		}
+		if refused.slug() != c.slug {
+			t.Errorf("%+v: %d %s", c, refused.status, refused.body)
+			continue
+		}
+		id := refused.escalation(t)
+		if shown := procDocument[escalationDoc](t, site.operate(t, "escalations", "show", id, "-o", "json").says(t)); shown.RequiredRole != c.role {
+			t.Errorf("%+v: %+v", c, shown)
+		}
+		if c.final {
+			site.operate(t, "escalations", "approve", id, "--operator", "ann").fails(t, "allows no override")
+			continue
+		}
+		site.decides(t, "approve", id)
+		s.do(charge(8))
+	}
 }

@@ -443,7 +443,7 @@ func OperatorStatus(err error) int {
 		return http.StatusBadRequest
 	case is(hitl.ErrOwn, hitl.ErrRole):
 		return http.StatusForbidden
-	case is(execution.ErrNotInDoubt, execution.ErrTaken, hitl.ErrDecided, hitl.ErrExpired, hitl.ErrHash, hitl.ErrNotHeld):
+	case is(execution.ErrNotInDoubt, execution.ErrTaken, hitl.ErrDecided, hitl.ErrFinal, hitl.ErrExpired, hitl.ErrHash, hitl.ErrNotHeld):
 		return http.StatusConflict
 	case is(execution.ErrStore, hitl.ErrStore, store.ErrClosed, store.ErrUnhealthy):
 		return http.StatusServiceUnavailable

@@ -371,6 +371,8 @@ func (q *escalationRequest) count(e *hitl.Escalation, d *wantedDecision) (hitl.E
 		return got, refusedDecision("role", "The required role is missing.")
 	case errors.Is(err, hitl.ErrOwn):
 		return got, refusedDecision("own", "Who asked cannot approve.")
+	case errors.Is(err, hitl.ErrFinal):
+		return got, refusedDecision("final", "The rule allows no override.")
 	case errors.Is(err, hitl.ErrReason):
 		return got, badParameter("reason is missing; a denial says why.")
 	case errors.Is(err, hitl.ErrDecided):

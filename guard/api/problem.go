@@ -647,7 +647,7 @@ var (
 	decisionRefused = Kind{
 		Slug: "decision-refused", Status: http.StatusForbidden,
 		Title:    "This identity cannot decide it",
-		meaning:  "`reason` says why: `role`, the required role is missing; `own`, who asked cannot approve; `origin`, the request comes from a page of another site. Nothing was decided.",
+		meaning:  "`reason` says why: `role`, the required role is missing; `own`, who asked cannot approve; `final`, the rule allows no override; `origin`, the request comes from a page of another site. Nothing was decided.",
 		caller:   "Let somebody else decide.",
 		operator: "`role`, `roles` and `role_issuers` in the `hitl` block say who has which role.",
 	}

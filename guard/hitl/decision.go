@@ -136,6 +136,8 @@ var (
 	ErrOwn = errors.New("hitl: who asked cannot approve")
 	// ErrHash: the vote names another plan or request than the one to decide.
 	ErrHash = errors.New("hitl: the decision is about something else than what is proposed")
+	// ErrFinal: a rule allows no approval.
+	ErrFinal = errors.New("hitl: the rule allows no override, so no approval counts")
 	// ErrReason: a denial says why.
 	ErrReason = errors.New("hitl: a denial needs a reason")
 	// ErrNotHeld: only what still holds a workflow can be asked again.
@@ -187,6 +189,8 @@ func (e *Escalation) decided(v *Vote, now time.Time) (*Escalation, error) {
 		return nil, fmt.Errorf("%w: %s", ErrDecided, e.Status)
 	case e.Proposal.Hash != v.Hash:
 		return nil, ErrHash
+	case v.Approve && e.Final:
+		return nil, ErrFinal
 	case v.Approve && v.By == e.Requester:
 		return nil, ErrOwn
 	case !v.Approve && v.Reason == "":
@@ -234,6 +238,8 @@ func (e *Escalation) asked(by string, within time.Duration, now time.Time) (*Esc
 		return nil, fmt.Errorf("%w: it is pending", ErrNotHeld)
 	case !e.Held:
 		return nil, ErrNotHeld
+	case e.Final:
+		return nil, ErrFinal
 	}
 	next := *e
 	next.Status, next.Changed, next.Round, next.Requester = Pending, now, e.Round+1, shorten(by, maxText)

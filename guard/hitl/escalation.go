@@ -162,6 +162,8 @@ type Opening struct {
 	Quorum int
 	// Within is the time to decide; zero is without end. Once it is over, it counts as a denial.
 	Within time.Duration
+	// Final says that no approval counts.
+	Final bool
 	// Requester is who asked, and cannot approve; cut at 2,048 bytes, and not sent to the notifier.
 	Requester string
 }
@@ -207,8 +209,9 @@ type Escalation struct {
 
 	Status   Status
 	Proposal Proposal
-	// Role, Quorum and Requester are those of the Opening.
+	// Role, Quorum, Final and Requester are those of the Opening.
 	Role      string
+	Final     bool
 	Quorum    int
 	Requester string
 	// Deadline is when it expires undecided; zero is never.
@@ -298,6 +301,7 @@ const (
 	tagRound
 	tagToken
 	tagResolution
+	tagFinal
 )
 
 // The tags of a decision's fields.
@@ -368,6 +372,7 @@ func (e *Escalation) encode(b []byte) []byte {
 	to.Int(tagRound, int64(e.Round))
 	to.String(tagToken, e.Token)
 	to.String(tagResolution, e.Resolution)
+	to.Bool(tagFinal, e.Final)
 	return append(to.B, e.unknown...)
 }
 
@@ -439,6 +444,8 @@ func decode(b []byte) (*Escalation, error) {
 			e.Token = string(d.Field)
 		case tagResolution:
 			e.Resolution = string(d.Field)
+		case tagFinal:
+			e.Final = d.Int() != 0
 		default:
 			e.unknown = append(e.unknown, d.Raw...)
 		}

@@ -30,7 +30,7 @@ func earlier() Escalation {
 func full() Escalation {
 	e := earlier()
 	e.Status, e.Proposal, e.Role, e.Quorum, e.Requester = Denied, Proposal{Resume, "t", "h"}, "r", 2, "q"
-	e.Deadline, e.Held, e.Round, e.Token, e.Resolution = e.Opened.Add(3), true, 1, "t1", "t2"
+	e.Final, e.Deadline, e.Held, e.Round, e.Token, e.Resolution = true, e.Opened.Add(3), true, 1, "t1", "t2"
 	e.Decisions = []Decision{{By: "a", Approve: true, Reason: "b", At: e.Opened.Add(4), Round: 1}, {By: "c", At: e.Opened.Add(5)}}
 	return e
 }

@@ -119,7 +119,7 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 			Upstream: shorten(o.Links.Upstream, maxText),
 		},
 		State: Open, Opened: now, Changed: now, Delivery: Delivery{Next: now},
-		Status: Pending, Proposal: o.Proposal, Role: o.Role, Quorum: o.Quorum, Requester: shorten(o.Requester, maxText),
+		Status: Pending, Proposal: o.Proposal, Role: o.Role, Final: o.Final, Quorum: o.Quorum, Requester: shorten(o.Requester, maxText),
 		Held: o.Level != Approval && o.Workflow != "",
 	}
 	if e.Held && o.Proposal.Kind == "" {

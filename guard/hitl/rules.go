@@ -1,0 +1,132 @@
+package hitl
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+)
+
+// Rule is a deployment's rule for errors, in the form of ATD ("HITL Escalation on Error") and AERR.
+type Rule struct {
+	ID      string  `json:"id"`
+	Trigger Trigger `json:"trigger"`
+	// RequiredRole is that of who may decide; empty is DefaultRole.
+	RequiredRole string `json:"required_role"`
+	// Action is escalate (level 2), pause (1) or stop (3). Anything else stops: what is not
+	// understood is denied.
+	Action string `json:"action"`
+	// AllowOverride says that an approval counts, and OverrideAction what it does: continue, or
+	// empty for the same. Anything else is not understood, and no approval counts.
+	AllowOverride  bool   `json:"allow_override"`
+	OverrideAction string `json:"override_action"` // see AllowOverride
+	// UnreachableHuman is what happens if nobody decides: deny, or empty for the same.
+	UnreachableHuman string `json:"unreachable_human"`
+}
+
+// Trigger says which errors a rule is for.
+type Trigger struct {
+	// Kind is keyword_match, Op eq or ne. A trigger that is not understood matches.
+	Kind string `json:"kind"`
+	Op   string `json:"op"` // see Kind
+	// Value is compared with what InputRef names: severity, error_type or description, with or
+	// without ext. and atd., aerr. or cascade. before it.
+	Value    string `json:"value"`
+	InputRef string `json:"input_ref"` // see Value
+}
+
+// maxRules bounds the rules of a deployment.
+const maxRules = 256
+
+// ParseRules reads rules: {"hitl": {"rules": [...]}}, or the list alone. An error names the line.
+func ParseRules(text []byte) ([]Rule, error) {
+	d := json.NewDecoder(bytes.NewReader(text))
+	var rules []Rule
+	var err error
+	if bytes.HasPrefix(bytes.TrimSpace(text), []byte("[")) {
+		err = d.Decode(&rules)
+	} else {
+		var wrapped struct {
+			HITL *struct {
+				Rules []Rule `json:"rules"`
+			} `json:"hitl"`
+		}
+		if err = d.Decode(&wrapped); err == nil && wrapped.HITL == nil {
+			err = errors.New(`there is no "hitl"; write {"hitl": {"rules": [...]}} or the list alone`)
+		} else if err == nil {
+			rules = wrapped.HITL.Rules
+		}
+	}
+	if err == nil {
+		if _, more := d.Token(); !errors.Is(more, io.EOF) {
+			err = errors.New("something stands behind the rules")
+		}
+	}
+	if err != nil {
+		at := d.InputOffset()
+		if syntax := (*json.SyntaxError)(nil); errors.As(err, &syntax) {
+			at = syntax.Offset
+		}
+		if wrong := (*json.UnmarshalTypeError)(nil); errors.As(err, &wrong) {
+			at = wrong.Offset
+		}
+		return nil, fmt.Errorf("line %d: %w", 1+bytes.Count(text[:min(max(at, 0), int64(len(text)))], []byte("\n")), err)
+	}
+	if len(rules) == 0 || len(rules) > maxRules {
+		return nil, fmt.Errorf("there are %d rules; write 1 to %d", len(rules), maxRules)
+	}
+	for i := range rules {
+		r := &rules[i]
+		switch {
+		case r.ID == "" || len(r.ID) > maxRole:
+			return nil, fmt.Errorf("rule %d: id: give it one of up to %d bytes", i+1, maxRole)
+		case slices.ContainsFunc(rules[:i], func(other Rule) bool { return other.ID == r.ID }):
+			return nil, fmt.Errorf("rule %d: id: %q is another one's", i+1, r.ID)
+		case len(r.RequiredRole) > maxRole:
+			return nil, fmt.Errorf("rule %q: required_role: it has more than %d bytes", r.ID, maxRole)
+		case r.UnreachableHuman != "" && r.UnreachableHuman != "deny":
+			return nil, fmt.Errorf("rule %q: unreachable_human: it is %q; use deny, since nobody's silence approves", r.ID, r.UnreachableHuman)
+		}
+	}
+	return rules, nil
+}
+
+// Matches reports whether the rule is for an error with these members, by their names without a
+// vocabulary. What is not understood matches.
+func (r *Rule) Matches(members map[string]string) bool {
+	ref := strings.TrimPrefix(r.Trigger.InputRef, "ext.")
+	if _, name, ok := strings.Cut(ref, "."); ok {
+		ref = name
+	}
+	value, known := members[ref]
+	if r.Trigger.Kind != "keyword_match" || !known {
+		return true
+	}
+	switch r.Trigger.Op {
+	case "eq":
+		return value == r.Trigger.Value
+	case "ne":
+		return value != r.Trigger.Value
+	}
+	return true
+}
+
+// Opening is the escalation that the rule opens about an error, but for its key, workflow and links.
+func (r *Rule) Opening() Opening {
+	o := Opening{
+		Level: Stop, Cause: CauseError, Role: r.RequiredRole,
+		Final: !r.AllowOverride || r.OverrideAction != "" && r.OverrideAction != "continue",
+	}
+	switch r.Action {
+	case "escalate":
+		o.Level = Approval
+	case "pause":
+		o.Level = Pause
+	}
+	o.Summary = fmt.Sprintf("An agent reports an error that fits the rule %q (%s).", r.ID, cmp.Or(r.Action, "no action"))
+	return o
+}
