@@ -65,6 +65,7 @@ func init() {
 //		rollback {
 //			lineage      ancestor | workflow
 //			coordinators <issuers...>
+//			partial      allow | never
 //			rate         <number>
 //			wait         <duration>
 //			reservation  <duration>

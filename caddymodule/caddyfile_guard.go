@@ -132,7 +132,7 @@ import (
 //			header <field> <value>
 //		}
 //	}
-//	delegate <uri>
+//	delegate <uri> [<identity>]
 //	irreversible
 //
 // <evidence> is a list of statuses on the line, or a block of
@@ -720,8 +720,17 @@ func waysOptions() options[*Ways] {
 			}
 			return compensationOptions().readBlock(d, "compensate", w.Compensate, originOf(d))
 		}},
-		"delegate": {usage: "delegate <uri>", parse: func(d *caddyfile.Dispenser, w *Ways) error {
-			return parseWord(d, &w.Delegate)
+		"delegate": {usage: "delegate <uri> [<identity>]", parse: func(d *caddyfile.Dispenser, w *Ways) error {
+			args := d.RemainingArgs()
+			switch len(args) {
+			case 1:
+				w.Delegate = args[0]
+			case 2:
+				w.Delegate, w.DelegateTo = args[0], args[1]
+			default:
+				return errSyntax
+			}
+			return nil
 		}},
 		"irreversible": {usage: "irreversible", parse: func(_ *caddyfile.Dispenser, w *Ways) error {
 			w.Irreversible = true

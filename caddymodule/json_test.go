@@ -31,6 +31,7 @@ var inCaddyfile = map[string]string{
 	"App.store":                       "`store <name> ...`",
 	"App.key_file":                    "`keys file <path>`",
 	"App.key":                         "`keys value <placeholder>`",
+	"Ways.delegate_to":                "`delegate <uri> <identity>`",
 	"App.written_at":                  "not written: set when the Caddyfile is read",
 	"Handler.written_at":              "not written: set when the Caddyfile is read",
 	"Settings.written_at":             "not written: set when the Caddyfile is read",

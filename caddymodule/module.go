@@ -866,6 +866,9 @@ func (h *Handler) provisionUndo(a *Action) error {
 	if h.app.Identity == nil {
 		return fmt.Errorf("%s: %w", plan.words()[0], errUndoNeedsIdentity)
 	}
+	if a.Ways.DelegateTo != "" && h.app.Trust == nil {
+		return errors.New("delegate: the answers of a named agent count only if they verify; add `trust` with its keys to the global options, or leave the identity away")
+	}
 	if option, own := a.ownRequests(); own && h.upstream == nil {
 		return fmt.Errorf("%s: it takes requests of the guard's own, and they need an `upstream`: the handlers that lead to the upstream", option)
 	}

@@ -119,6 +119,11 @@ type Rollback struct {
 	// none.
 	Coordinators []string `json:"coordinators,omitempty"`
 
+	// What is done where a part cannot be undone. With `allow`, the rest is undone, unless what
+	// cannot be undone is the call that is asked for; with `never`, nothing is. Then a person is
+	// asked. Default: `allow`.
+	Partial string `json:"partial,omitempty"`
+
 	// How many new rollbacks one issuer may ask for per minute, and how many may be asked for per
 	// minute in one workflow. Above it the answer is 429 `quota-exceeded`; repeated requests are
 	// still answered, and operators are not counted. Default: 60.
@@ -142,12 +147,16 @@ const defaultRollbackRetain = 30 * 24 * time.Hour
 // provision checks the options and sets defaults. The zero value is valid.
 func (o *Rollback) provision() error {
 	inherit(&o.Lineage, string(rollback.Ancestor))
+	inherit(&o.Partial, partialAllow)
 	inherit(&o.Rate, api.DefaultRate)
 	inherit(&o.Wait, caddy.Duration(api.DefaultWait))
 	inherit(&o.Reservation, caddy.Duration(rollback.DefaultReservation))
 	inherit(&o.Retain, caddy.Duration(defaultRollbackRetain))
 	if err := oneOf(o.Lineage, lineages...); err != nil {
 		return fmt.Errorf("lineage: %w", err)
+	}
+	if err := oneOf(o.Partial, partials...); err != nil {
+		return fmt.Errorf("partial: %w", err)
 	}
 	for _, name := range o.Coordinators {
 		if err := checkIdentity(name); err != nil {
@@ -168,6 +177,13 @@ func (o *Rollback) provision() error {
 	}
 	return nil
 }
+
+const (
+	partialAllow = "allow"
+	partialNever = "never"
+)
+
+var partials = []string{partialAllow, partialNever}
 
 var lineages = []string{string(rollback.Ancestor), string(rollback.Workflow)}
 
@@ -199,6 +215,7 @@ func checkReservation(v caddy.Duration) error {
 //	rollback {
 //		lineage      ancestor | workflow
 //		coordinators <issuers...>
+//		partial      allow | never
 //		rate         <number>
 //		wait         <duration>
 //		reservation  <duration>
@@ -235,6 +252,9 @@ func rollbackOptions() options[*Rollback] {
 				}
 			}
 			return nil
+		}},
+		"partial": {usage: "partial allow | never", parse: func(d dispenser, o *Rollback) error {
+			return parseChoice(d, &o.Partial, partials...)
 		}},
 		"rate": {usage: "rate <number>", parse: func(d dispenser, o *Rollback) error { return parseCount(d, &o.Rate) }},
 		"wait": {usage: "wait <duration>", parse: func(d dispenser, o *Rollback) error {

@@ -389,6 +389,8 @@ func trustOptions() options[*App] {
 type tokenPolicy struct {
 	*guard.TokenPolicy
 	own *ect.Verifier // of the gateway's own tokens
+	// records makes a verifier of what another agent has recorded for itself; nil without trust.
+	records func(identity string) (*ect.Verifier, error)
 }
 
 // forCalls returns the policy in the form that package guard needs; nil for nil.
@@ -438,6 +440,9 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 	}
 	if policy.Verifier, err = t.verifier(i.Name, events.Names()[1:], algorithms, sources...); err != nil {
 		return nil, fmt.Errorf("agent_guard: trust: %w", err)
+	}
+	policy.records = func(identity string) (*ect.Verifier, error) {
+		return t.verifier(identity, nil, algorithms, sources...)
 	}
 	if t.minLevel() == ect.L1 {
 		ev.AcceptUnsigned()

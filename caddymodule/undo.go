@@ -4,12 +4,14 @@ import (
 	"bytes"
 	"context"
 	"crypto/tls"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -21,6 +23,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
@@ -289,6 +292,9 @@ func (s *undoSender) delegate(ctx context.Context, app *App, o *rollback.Outgoin
 	if policy == nil {
 		return nil, unsent(rollback.ReasonNoCredentials, errNoAsker)
 	}
+	if o.Participant != nil {
+		return s.participant(ctx, policy, target, o)
+	}
 	raw, err := policy.Events.Request(ctx, &evidence.Request{
 		Rollback: o.Rollback, Checkpoint: o.Checkpoint, Workflow: evidence.WorkflowID(o.Workflow),
 		Audience: target.Scheme + "://" + target.Host, Reason: o.Reason,
@@ -299,6 +305,126 @@ func (s *undoSender) delegate(ctx context.Context, app *App, o *rollback.Outgoin
 	header := undoHeader(o, nil)
 	header.Set(ect.FieldName, raw)
 	return s.send(ctx, o, header)
+}
+
+// participant asks an agent that takes part in both phases, for the checkpoint that its answer to
+// the call has named. Nothing has proven that name: before anything is asked for, the checkpoint
+// must verify, and follow from the call.
+func (s *undoSender) participant(ctx context.Context, policy *tokenPolicy, target *url.URL, o *rollback.Outgoing) (*rollback.Answer, error) {
+	if policy.records == nil {
+		return nil, unsent(rollback.ReasonNoCredentials, errors.New("without `trust` in the global options no answer of an agent verifies"))
+	}
+	p := o.Participant
+	asking := evidence.Request{
+		Rollback: p.Rollback, Checkpoint: p.Checkpoint, Workflow: evidence.WorkflowID(o.Workflow), Audience: p.Agent, Reason: o.Reason,
+	}
+	if o.Method != http.MethodGet {
+		if err := s.examine(ctx, policy, target, o, asking); err != nil {
+			return nil, err
+		}
+	}
+	asking.Phase = string(p.Phase)
+	header, err := s.askingHeader(ctx, policy, o, &asking)
+	if err != nil {
+		return nil, err
+	}
+	answer, err := s.send(ctx, o, header)
+	if err == nil {
+		answer.Proven = completedBy(ctx, policy.Verifier, answer.Header.Get(ect.FieldName), &asking)
+	}
+	return answer, err
+}
+
+func (s *undoSender) askingHeader(ctx context.Context, policy *tokenPolicy, o *rollback.Outgoing, asking *evidence.Request) (http.Header, error) {
+	raw, err := policy.Events.Request(ctx, asking)
+	if err != nil {
+		return nil, unsent("", err)
+	}
+	header := undoHeader(o, nil)
+	header.Set(ect.FieldName, raw)
+	return header, nil
+}
+
+// examine reads the participant's checkpoint and verifies it. Of its errors nothing was sent that
+// changes anything.
+func (s *undoSender) examine(ctx context.Context, policy *tokenPolicy, target *url.URL, o *rollback.Outgoing, asking evidence.Request) error {
+	asking.Phase = "look"
+	at := url.URL{Scheme: target.Scheme, Host: target.Host, Path: api.WellKnown + "checkpoints/" + asking.Checkpoint}
+	look := &rollback.Outgoing{Method: http.MethodGet, URL: at.String(), Workflow: o.Workflow, Rollback: o.Rollback}
+	header, err := s.askingHeader(ctx, policy, look, &asking)
+	if err != nil {
+		return err
+	}
+	answer, err := s.send(ctx, look, header)
+	if err != nil {
+		return unsent("", err)
+	}
+	switch {
+	case answer.Status >= 500, answer.Status == http.StatusTooManyRequests:
+		return unsent("", fmt.Errorf("the checkpoint of the agent cannot be read: status %d", answer.Status))
+	case answer.Status != http.StatusOK:
+		return unsent(rollback.ReasonForeign, fmt.Errorf("the agent knows no such checkpoint: status %d", answer.Status))
+	}
+	var doc struct {
+		Token string `json:"token"`
+	}
+	if err := json.Unmarshal(answer.Body, &doc); err != nil || answer.Cut {
+		return unsent(rollback.ReasonForeign, errors.New("the checkpoint of the agent cannot be read"))
+	}
+	records, err := policy.records(o.Participant.Agent)
+	if err != nil {
+		return unsent("", err)
+	}
+	token, err := records.VerifyStored(ctx, doc.Token)
+	if errors.Is(err, ect.ErrUnavailable) {
+		return unsent("", err)
+	}
+	if err == nil {
+		err = checkParticipant(token, target, o.Participant, asking.Workflow)
+	}
+	if err != nil {
+		return unsent(rollback.ReasonForeign, err)
+	}
+	return nil
+}
+
+// checkParticipant holds that a checkpoint is what the participant made for the call.
+func checkParticipant(token *ect.Token, target *url.URL, p *rollback.Participant, workflow string) error {
+	text, _ := token.Ext().Text(ect.MemberRollbackURI)
+	at, err := url.Parse(text)
+	switch {
+	case token.Issuer() != p.Agent:
+		return errors.New("the checkpoint is not one of the agent")
+	case token.Event() != ect.EventCheckpoint || evidence.Canonical(token.ID()) != evidence.Canonical(p.Checkpoint):
+		return errors.New("the token is not that of the checkpoint")
+	case token.Workflow() != workflow:
+		return errors.New("the checkpoint is of another workflow")
+	case !slices.ContainsFunc(token.Parents(), func(id string) bool { return slices.Contains(p.Of, evidence.Canonical(id)) }):
+		return errors.New("the checkpoint does not follow from the call")
+	case err != nil || at.Scheme != target.Scheme || addressOf(at) != addressOf(target):
+		return errors.New("the checkpoint is rolled back elsewhere than the configuration says")
+	}
+	return nil
+}
+
+// completedBy reports whether a token is the participant's own word that it has completed what it
+// was asked for, for this gateway.
+func completedBy(ctx context.Context, v *ect.Verifier, raw string, asked *evidence.Request) bool {
+	if raw == "" {
+		return false
+	}
+	token, err := v.VerifyStored(ctx, raw)
+	if err != nil || token.Level() < ect.L2 {
+		return false
+	}
+	said := func(m ect.Member) string {
+		text, _ := token.Ext().Text(m)
+		return text
+	}
+	id, err := api.ParseID(said(ect.MemberRollbackID))
+	return err == nil && id == asked.Rollback && token.Issuer() == asked.Audience && token.Event() == ect.EventRollbackComplete &&
+		token.Workflow() == asked.Workflow && evidence.Canonical(said(ect.MemberCheckpointID)) == evidence.Canonical(asked.Checkpoint) &&
+		said(ect.MemberStatus) == string(rollback.Completed)
 }
 
 var errNoAsker = errors.New("without `identity` in the global options there is no token by which an agent knows who asks")

@@ -164,7 +164,7 @@ func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error
 	}
 	p := &Plan{terms: *t, ways: *w, forCalls: guard.UndoPlan{
 		Spec:    rollback.Spec{Guard: name, OnLost: t.OnLost, Auth: t.UndoAuth},
-		Restore: w.Restore != nil, OnChanged: w.onChanged(t), Verify: w.Restore != nil && w.Restore.Verify != verifyOff, Delegate: w.Delegate,
+		Restore: w.Restore != nil, OnChanged: w.onChanged(t), Verify: w.Restore != nil && w.Restore.Verify != verifyOff, Delegate: w.Delegate, Agent: w.DelegateTo,
 	}}
 	p.forCalls.Header = func() (http.Header, error) { return p.Fields("") }
 	secret := slices.Clone(always)
@@ -174,6 +174,11 @@ func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error
 	if w.Delegate != "" {
 		if err := checkDelegate(w.Delegate); err != nil {
 			return nil, &Error{"delegate", err}
+		}
+		if w.DelegateTo != "" {
+			if err := checkIdentity(w.DelegateTo); err != nil {
+				return nil, &Error{"delegate_to", err}
+			}
 		}
 		if t.recorded() {
 			return nil, undoingWrong("undo_auth", "recorded: the call's credentials go to its own upstream, and delegate asks another; set undo_auth config for the action")
@@ -411,6 +416,13 @@ type Ways struct {
 	// `https://agent.example.com/.well-known/cascade/rollback`. It contains no placeholders, so
 	// that no caller can choose who is asked; plain http is accepted only for the same machine.
 	Delegate string `json:"delegate,omitempty"`
+
+	// The identity of the agent behind `delegate`, if it is another such gateway, or takes part in
+	// the two phases of a rollback in the same way: it is then asked to prepare and to execute the
+	// rollback of the checkpoint that its answer to the call has named, and its answers count only
+	// if it has signed them. Needs `trust` with its keys. Default: none; the agent is asked to undo
+	// the call by the checkpoint of this gateway.
+	DelegateTo string `json:"delegate_to,omitempty"`
 
 	// Declares that nothing undoes the calls: a rollback needs a person. Default: false, which
 	// means the same if no way is set.

@@ -20,6 +20,7 @@ type agent struct {
 	t      *testing.T
 	ring   *ect.Ring
 	issuer *ect.Issuer
+	also   []string // verifies its tokens besides the gateway
 }
 
 func newAgent(t *testing.T, name string) *agent {
@@ -32,14 +33,14 @@ func newAgent(t *testing.T, name string) *agent {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &agent{t, ring, issuer}
+	return &agent{t: t, ring: ring, issuer: issuer}
 }
 
 // issue makes a token for the gateway.
 func (a *agent) issue(c ect.Claims) *ect.Token {
 	a.t.Helper()
 	if len(c.Audience) == 0 {
-		c.Audience = []string{gatewayIdentity}
+		c.Audience = append([]string{gatewayIdentity}, a.also...)
 	}
 	if c.Action == "" {
 		c.Action = "charge_card"

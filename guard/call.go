@@ -889,6 +889,7 @@ func (x *Call) execute(e *execution.Execution) error {
 		return x.unproven(e, err)
 	}
 	f = x.forward(e)
+	x.capture.participant = f.rec.Checkpoint()
 	byHTTP := x.judge(&f)
 	outcome := x.stillInDoubt(understand(x, byHTTP))
 	if kept, err := keepOpen(x, e, &f, byHTTP, outcome); kept {

@@ -65,6 +65,7 @@ type Recorder struct {
 	size        int64
 	interrupted bool
 	neighbour   string      // the Execution-Status of another guard behind this one
+	checkpoint  string      // and its Execution-Checkpoint
 	judged      http.Header // what Sink.Judge gave
 }
 
@@ -131,6 +132,9 @@ func (r *Recorder) Status() int { return r.status }
 // Interrupted reports that the handler gave up because we had cancelled the call.
 func (r *Recorder) Interrupted() bool { return r.interrupted }
 
+// Checkpoint is the Execution-Checkpoint of another guard behind this one. Nothing proves it.
+func (r *Recorder) Checkpoint() string { return r.checkpoint }
+
 // Refused reports that the answer is another guard's refusal.
 func (r *Recorder) Refused() bool { return r.neighbour == StatusRefused }
 
@@ -171,8 +175,14 @@ func (r *Recorder) WriteHeader(status int) {
 			r.neighbour = said
 		}
 	}
+	named := r.header[headerExecutionCheckpoint]
 	r.judged = r.sink.Judge(status)
 	r.mark(r.header)
+	for _, id := range named {
+		if !slices.Contains(r.header[headerExecutionCheckpoint], id) {
+			r.checkpoint = id
+		}
+	}
 	r.length = contentLength(r.header)
 	r.sink.Start(status, difference(r.w.Header(), r.header))
 	if held, whole := r.w.holds(status, r.length); held || whole {

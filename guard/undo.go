@@ -41,6 +41,8 @@ type capture struct {
 
 	answer []byte // the beginning of the answer's body, where it is needed
 	over   bool   // the answer's body is larger than what is kept
+
+	participant string // the checkpoint that the answer has named, which nothing proves
 }
 
 // planUndo finds out how the call can be undone. It comes before the claim, so that a gateway
@@ -236,6 +238,10 @@ func (x *Call) observe(o execution.Outcome, header http.Header) {
 	case checkpoint.Compensate:
 		if x.mayHaveRun() || !rollback.HadNoEffect(result.Upstream) { // else nothing is to be undone
 			result.Answer, result.Reason = x.answered(o.Status, header)
+		}
+	case checkpoint.Delegate:
+		if c.decision.plan.Agent != "" && (x.mayHaveRun() || !rollback.HadNoEffect(result.Upstream)) {
+			result.Answer, result.Reason = rollback.NamedCheckpoint(c.participant)
 		}
 	}
 	c.result = &result
@@ -595,8 +601,9 @@ type UndoPlan struct {
 	// without. Needs are those of both.
 	Compensate, Status *template.Template
 	Needs              template.Needs
-	// Delegate is the URI where an agent is asked to undo the call, or empty.
-	Delegate string
+	// Delegate is the URI where an agent is asked to undo the call, or empty. Agent is as in
+	// rollback.Spec.
+	Delegate, Agent string
 	// Header has the configured fields of requests to the call's upstream. Nil: none.
 	Header func() (http.Header, error)
 }
@@ -657,7 +664,7 @@ func (p *UndoPlan) Decide(method string, src *template.Source, imaged bool) Deci
 		d.Way, d.Request = checkpoint.Compensate, chosen(&src.Request, names, p.ReadsRequestBody())
 		spec.Compensate, spec.Status, spec.Protocol = p.Spec.Compensate, p.Spec.Status, p.Spec.Protocol
 	case p.Delegate != "":
-		d.Way, spec.Delegate = checkpoint.Delegate, p.Delegate
+		d.Way, spec.Delegate, spec.Agent = checkpoint.Delegate, p.Delegate, p.Agent
 	case p.Restores(method):
 		d.Reason = checkpoint.ReasonNoImage
 		return d

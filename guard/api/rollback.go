@@ -99,6 +99,8 @@ type RollbackOptions struct {
 	// Lineage says which participants of a workflow may request a rollback.
 	Lineage rollback.Lineage
 
+	// Whole says that nothing is undone where a part cannot be.
+	Whole bool
 	// Coordinators are the identities with the authority of a rollback coordinator.
 	Coordinators []string
 	// Reservation is how long a prepared rollback is reserved; rollback.DefaultReservation if
@@ -332,7 +334,7 @@ func (q *rollbackRequest) check(who *Asker, body []byte) error {
 func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, error) {
 	t := who.Token
 	wanted := rollback.Request{
-		Token: t.ID(), By: t.Issuer(), Lineage: q.Lineage, Coordinator: q.coordinator(t.Issuer()),
+		Token: t.ID(), By: t.Issuer(), Lineage: q.Lineage, Coordinator: q.coordinator(t.Issuer()), Whole: q.Whole,
 	}
 	said, err := q.said(t, body)
 	if err != nil {
@@ -343,7 +345,7 @@ func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, er
 	}
 	wanted.ID, wanted.Checkpoint, wanted.Reason, wanted.Urgency = said.id, said.checkpoint, said.reason, said.urgency
 	wanted.KeepDependants = said.keep != nil && *said.keep
-	wanted.Planned, q.dry = said.planned, said.dry
+	wanted.Planned, wanted.PartOf, q.dry = said.planned, said.partOf, said.dry
 	if said.scope == "" && said.cascade == nil && q.endpoint == endpointAskRollback {
 		// Figure 10 has no scope: it is that of the rollback that was prepared, which the same
 		// requester has signed.

@@ -461,6 +461,8 @@ var remedies = map[string]string{
 	"checkpoint-tampered":                "what is kept of it is not what was recorded; examine the store, and undo it by hand",
 	"checkpoint-unknown":                 "a group has it, and nobody knows it here; find out what it stood for",
 	"foreign":                            "another gateway or agent has made the checkpoint; ask for its rollback there",
+	"policy":                             "it was not tried, since something that must be undone with it cannot be; look at the other steps, and ask again under a new id for what is to be undone all the same",
+	"conflict":                           "the agent that was asked has another rollback under way; ask again under a new id when that is over",
 	"missing":                            "the group contains checkpoints that nobody knows here; find out what they stood for",
 	"members":                            "some of what the group contains was not undone; look at the steps of those",
 	"busy":                               "another rollback has left it half undone; look at that one before you ask again under a new id",

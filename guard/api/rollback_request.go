@@ -49,6 +49,7 @@ type asked struct {
 	cascade, keep                          *bool
 	dry                                    bool     // nothing is to be done
 	planned                                [32]byte // the hash of the plan; zero without one
+	partOf                                 string   // the rollback at another gateway; empty without
 }
 
 // parseBody parses Figures 9 and 10 of the cascade draft, and AERR's request. It ignores unknown
@@ -86,6 +87,7 @@ func parseBody(body []byte, to resource) (*asked, error) {
 		a.dry = *dry
 	}
 	hash := text("plan_hash")
+	a.partOf = text("part_of")
 	if err != nil {
 		return nil, err
 	}
@@ -111,6 +113,11 @@ func parseBody(body []byte, to resource) (*asked, error) {
 		}
 		if _, err := hex.Decode(a.planned[:], []byte(hash)); err != nil {
 			return nil, badParameter(badHash)
+		}
+	}
+	if a.partOf != "" {
+		if a.partOf, err = ParseID(a.partOf); err != nil {
+			return nil, err
 		}
 	}
 	a.checkpoint = evidence.Canonical(a.checkpoint)

@@ -28,5 +28,5 @@ func (e *Evidence) RollbackCompleteID(id string) string { return e.rollbackCompl
 func (e *Evidence) WorkflowCompleteID(id string) string { return e.workflowCompleteID(id) }
 
 func (e *Evidence) RequestID(rollback, checkpoint string, now time.Time) string {
-	return e.requestID(rollback, checkpoint, now)
+	return e.requestID(&Request{Rollback: rollback, Checkpoint: checkpoint}, now)
 }

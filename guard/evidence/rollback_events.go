@@ -375,6 +375,9 @@ type Request struct {
 	Audience string
 	// Reason is that of the rollback; it may be empty.
 	Reason string
+	// Phase names what is asked for where an agent is asked for several things, each with a token
+	// of its own; empty is the only one.
+	Phase string
 }
 
 // requestTime is how long the token of a request is used: verifiers refuse tokens older
@@ -384,9 +387,13 @@ const requestTime = 10 * time.Minute
 // requestID is the id of the token that asks an agent to undo a checkpoint. It stays the same
 // for requestTime, so that the agent recognises a retry; later retries it recognises by the
 // rollback's id and the idempotency key.
-func (e *Evidence) requestID(rollback, checkpoint string, now time.Time) string {
+func (e *Evidence) requestID(r *Request, now time.Time) string {
 	span := now.Unix() / int64(requestTime/time.Second)
-	return e.secretID("rollback request", rollback+" "+checkpoint+" "+strconv.FormatInt(span, 10))
+	name := r.Rollback + " " + r.Checkpoint + " " + strconv.FormatInt(span, 10)
+	if r.Phase != "" {
+		name += " " + r.Phase
+	}
+	return e.secretID("rollback request", name)
 }
 
 // Request records the token of a request and returns it for the header field. A retry gets
@@ -399,14 +406,14 @@ func (b *EventBuilder) Request(ctx context.Context, r *Request) (string, error) 
 		return "", err
 	}
 	// The token of the previous span may still be young enough.
-	before, err := b.recordedRequest(ctx, r.Workflow, b.e.requestID(r.Rollback, r.Checkpoint, now.Add(-requestTime)))
+	before, err := b.recordedRequest(ctx, r.Workflow, b.e.requestID(r, now.Add(-requestTime)))
 	if err != nil && !errors.Is(err, ledger.ErrPruned) {
 		return "", err
 	}
 	if token, err := ect.ParseInsecure(before); err == nil && now.Sub(token.IssuedAt()) < requestTime { // the gateway's own
 		return before, nil
 	}
-	id := b.e.requestID(r.Rollback, r.Checkpoint, now)
+	id := b.e.requestID(r, now)
 	for {
 		if raw, err := b.recordedRequest(ctx, r.Workflow, id); err != nil || raw != "" {
 			return raw, err

@@ -121,7 +121,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	}
 	d := &draft{head: head{
 		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: cp.Workflow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
-		Operator: r.Operator, Token: r.Token, Content: r.content(), Asked: now,
+		Operator: r.Operator, Token: r.Token, Content: r.content(), Asked: now, PartOf: r.PartOf,
 	}}
 	if r.Operator == "" {
 		d.Requester = r.By
@@ -149,7 +149,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 			checked.token, err = c.verified(ctx, n.ID)
 		}
 		if err == nil {
-			checked.state, checked.outlook, err = c.stateOf(ctx, n, &checked.token)
+			checked.state, checked.outlook, err = d.stateFor(ctx, c, n, &checked.token)
 		}
 		d.checkpoints = append(d.checkpoints, checked)
 		return checked.state, err
@@ -216,6 +216,15 @@ func (c *Coordinator) verified(ctx context.Context, id string) (Checkpoint, erro
 	return cp, err
 }
 
+// stateFor is stateOf, but for the checkpoints of who asks for a part of a rollback: it undoes those
+// itself, in the order of its own plan, and here nothing is to be done for them.
+func (d *draft) stateFor(ctx context.Context, c *Coordinator, n *workflow.Node, token *Checkpoint) (NodeState, outlook, error) {
+	if d.PartOf != "" && d.Requester != "" && n.By == d.Requester && !token.Own && token.ID != "" {
+		return Undone, outlook{}, nil
+	}
+	return c.stateOf(ctx, n, token)
+}
+
 // stateOf is the state of a checkpoint by its records, the checkpoint store and the executions,
 // with what is known of its undo; by its records alone if its token does not verify.
 func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Checkpoint) (NodeState, outlook, error) {
@@ -234,7 +243,7 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 	case n.Group:
 		return recorded, outlook{}, nil
 	case !token.Own:
-		return recorded, outlook{obstacle: reasonForeign}, nil
+		return recorded, outlook{obstacle: string(ReasonForeign)}, nil
 	case recorded == Undone: // P5: the checkpoint store says otherwise
 		recorded = Ran
 	}
@@ -290,7 +299,7 @@ func (c *Coordinator) current(ctx context.Context, d *draft) bool {
 		if err != nil || !reflect.DeepEqual(token, known.token) {
 			return false
 		}
-		if state, seen, err := c.stateOf(ctx, n, &token); err != nil || state != known.state || seen != known.outlook {
+		if state, seen, err := d.stateFor(ctx, c, n, &token); err != nil || state != known.state || seen != known.outlook {
 			return false
 		}
 	}
@@ -455,6 +464,9 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 			return nil, err
 		}
 	}
+	if err := c.firstPhase(ctx, &r, d); err != nil {
+		return nil, err
+	}
 	scope, err := c.scope(ctx, d.Workflow, r.Checkpoint)
 	if err != nil {
 		return nil, err
@@ -487,11 +499,14 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 		}
 	}()
 	if !c.current(ctx, d) {
+		said := d.Unprepared
 		var err error
 		if d, err = c.draftOrRecordRefusal(ctx, r); err != nil {
 			return nil, err
 		}
+		d.Unprepared = said
 	}
+	d.Aborted = d.aborts(r)
 	c.locks.setPlan(lock, d.Scope, d.Plan)
 	c.accepting.Lock()
 	defer c.accepting.Unlock()
@@ -599,13 +614,17 @@ func (d *draft) resolveConflicts(others []*run) (joins []*run, err error) {
 			continue
 		}
 		r.mu.Lock()
-		there, joined := r.contender(), r.head.Joined != ""
+		there, joined, same := r.contender(), r.head.Joined != "", d.sameWhole(&r.head)
 		r.mu.Unlock()
 		if !d.Asked.After(there.Asked) { // a clock that went back gives no precedence
 			d.Asked = there.Asked.Add(time.Nanosecond)
 		}
 		comes := contender{precedence: precedence{ID: d.ID, Scope: d.Scope, Asked: d.Asked}, Plan: d.Plan}
-		switch resolveConflict(there, comes) {
+		resolution := resolveConflict(there, comes)
+		if same && resolution != noConflict {
+			resolution = newcomerWaits
+		}
+		switch resolution {
 		case noConflict:
 			continue
 		case newcomerRefused:

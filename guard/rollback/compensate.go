@@ -153,7 +153,7 @@ func (j *job) reads(out *Outgoing) func(*Answer) note {
 	if out != nil {
 		to = *out // the sender may change its own
 	}
-	read := func(a *Answer) note { return byContract(a, j.delegated()) }
+	read := j.proven(func(a *Answer) note { return byContract(a, j.delegated()) })
 	if q, is := j.message(out); is {
 		session := to.Header.Get(protocol.HeaderSession)
 		read = func(a *Answer) note {
@@ -199,11 +199,13 @@ func (j *job) conclude(ctx context.Context, n note) (Result, error) {
 	}
 	j.doubt = true // until it says how it has ended
 	out, err := j.asking(ctx)
-	read := func(a *Answer) note { return byStatus(a, j.delegated()) }
+	read := j.proven(func(a *Answer) note { return byStatus(a, j.delegated()) })
 	if session, task, is := taskIn(n.location); is {
 		out, read, err = j.askingTask(ctx, session, task)
 	} else if n.location != "" {
-		out, err = j.completeRequest(ctx, Outgoing{Method: http.MethodGet, URL: n.location, Delegated: j.delegated()})
+		out, err = j.completeRequest(ctx, Outgoing{
+			Method: http.MethodGet, URL: n.location, Delegated: j.delegated(), Participant: j.asked(PhaseExecute),
+		})
 	}
 	if why := (requestError{}); errors.As(err, &why) {
 		return j.result(why.why), nil
@@ -248,7 +250,7 @@ func (j *job) clear(ctx context.Context, found execution.Finding, last note) (*R
 	}
 	n := note{reading: absent}
 	if out != nil {
-		if n, err = j.ask(ctx, out, last, func(a *Answer) note { return byStatus(a, j.delegated()) }); err != nil {
+		if n, err = j.ask(ctx, out, last, j.proven(func(a *Answer) note { return byStatus(a, j.delegated()) })); err != nil {
 			return nil, err
 		}
 	}

@@ -98,6 +98,9 @@ type world struct {
 	answers map[string]rollback.Result // of a checkpoint; the zero value is done
 	hold    map[string]chan struct{}
 	sends   int
+
+	prepared  int               // how often somebody was asked
+	obstacles map[string]string // of a checkpoint: why it cannot be prepared
 }
 
 func (w *world) apply(key, checkpoint string) rollback.Result {
@@ -129,6 +132,13 @@ type undoer struct {
 	asked chan string // gets each checkpoint that is to be undone; may be nil
 	seen  func(rollback.Task)
 	block bool // sends nothing until ctx ends or the rollback is due
+}
+
+func (u *undoer) Prepare(_ context.Context, t rollback.Task) (string, error) {
+	u.world.mu.Lock()
+	defer u.world.mu.Unlock()
+	u.world.prepared++
+	return u.world.obstacles[t.Checkpoint.Snapshot.Root()], nil
 }
 
 func (u *undoer) Undo(ctx context.Context, t rollback.Task) (rollback.Result, error) {

@@ -48,12 +48,21 @@ type head struct {
 	// Behind are the rollbacks that come first, Absorbed those that give way to this one.
 	Behind   []string `json:"behind,omitempty"`
 	Absorbed []string `json:"absorbed,omitempty"`
+	// PartOf is as in Request.
+	PartOf string `json:"part_of,omitempty"`
+	// Aborted says that nothing is undone, since what is critical cannot be (C-4.3.2-h).
+	Aborted bool `json:"aborted,omitempty"`
 	// Prepared is when it was prepared; zero where it was not.
 	Prepared time.Time `json:"prepared,omitzero"`
 	// Steps and Pieces count the separate records; Hash is that of the plan.
 	Steps  int    `json:"steps"`
 	Pieces int    `json:"pieces"`
 	Hash   []byte `json:"hash"`
+}
+
+// sameWhole reports whether two rollbacks are parts of one at another gateway.
+func (h *head) sameWhole(other *head) bool {
+	return h.PartOf != "" && h.PartOf == other.PartOf && h.Requester == other.Requester
 }
 
 // open reports whether it still takes steps.
@@ -145,6 +154,9 @@ func some(sum [32]byte) []byte {
 type plannedSteps struct {
 	Plan   *Plan    `json:"plan"`
 	Agents []string `json:"agents"`
+	// Unprepared are the checkpoints whose participants could not prepare, with the reason. They
+	// are not asked to execute.
+	Unprepared map[string]string `json:"unprepared,omitempty"`
 }
 
 // pieceSize is how much of a plan is stored in one value.

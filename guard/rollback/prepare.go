@@ -7,8 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -125,7 +127,11 @@ func (c *Coordinator) Prepare(ctx context.Context, r Request) (*Prepared, error)
 	case err != nil:
 		return nil, err
 	}
-	if p.Ready() {
+	unprepared, err := c.askParticipants(ctx, d, true)
+	if err != nil {
+		return nil, err
+	}
+	if p.Obstacles = append(p.Obstacles, unprepared...); p.Ready() {
 		p.draft = d
 	}
 	return p, nil
@@ -204,6 +210,11 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 	}
 	if c.ending() {
 		return nil, ErrStopping
+	}
+	unprepared, err := c.askParticipants(ctx, p.draft, false)
+	if err != nil || len(unprepared) > 0 { // what the others reserve ends by itself
+		p.Obstacles, p.draft = unprepared, nil
+		return p, err
 	}
 	scope, err := c.scope(ctx, p.draft.Workflow, p.request.Checkpoint)
 	if err != nil {
@@ -371,7 +382,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		h.own, mine.Asked = own, own.Asked
 		h.end(c, own)
 	}
-	prepared := h.own == nil || bytes.Equal(h.own.Hash, d.Hash)
+	prepared := h.own == nil || bytes.Equal(h.own.Hash, d.Hash) || h.own.shrunk(d)
 	if !prepared || r.Planned != [32]byte{} && !bytes.Equal(r.Planned[:], d.Hash) {
 		if h.own != nil {
 			// Where another commit was first, it has ended already.
@@ -398,7 +409,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 			return h, err
 		}
 		switch {
-		case !overlap(other.planned.Plan, d.Plan):
+		case d.sameWhole(&other.head), !overlap(other.planned.Plan, d.Plan):
 		case comparePrecedence(precedence{ID: other.ID, Scope: other.Scope, Asked: other.Asked}, mine) <= 0:
 			return h, &ConflictError{Winner: other.ID}
 		default:
@@ -406,6 +417,27 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		}
 	}
 	return h, nil
+}
+
+// shrunk reports whether the plan is the reserved one, but for what other parts of the same
+// rollback have undone meanwhile.
+func (v *reservation) shrunk(d *draft) bool {
+	if !v.sameWhole(&d.head) || len(v.planned.Plan.Levels) != len(d.Plan.Levels) {
+		return false
+	}
+	left := *v.planned.Plan
+	left.Levels, left.Dependants = nil, d.Plan.Dependants
+	for i, level := range v.planned.Plan.Levels {
+		level = slices.Clone(level)
+		for n := range level {
+			if now := d.Plan.Levels[i]; n < len(now) && now[n].What == Nothing && now[n].Checkpoint == level[n].Checkpoint {
+				level[n] = now[n]
+			}
+		}
+		left.Levels = append(left.Levels, level)
+	}
+	hash := left.Hash()
+	return bytes.Equal(hash[:], d.Hash)
 }
 
 // restoreReservation restores the lock of a reservation that outlasts a restart.
@@ -436,4 +468,99 @@ func (c *Coordinator) restoreReservation(ctx context.Context, entry store.Entry)
 // reservedKey is that of a reservation in the index by workflow.
 func (c *Coordinator) reservedKey(workflow string, n name) []byte {
 	return append(c.workflowPrefix(kindReservedWorkflow, workflow), n[:]...)
+}
+
+// prepareTime is how long participants are asked in the first phase before they count as
+// unreachable.
+const prepareTime = 10 * time.Second
+
+// askParticipants asks all participants of a plan at once whether they can do their parts.
+func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) ([]Obstacle, error) {
+	due := time.Now().Add(prepareTime)
+	ctx, cancel := context.WithDeadline(ctx, due)
+	defer cancel()
+	var (
+		mu    sync.Mutex
+		wg    sync.WaitGroup
+		all   []Obstacle
+		first error
+		slots = make(chan struct{}, c.o.Parallel)
+	)
+	tokens := make(map[string]*Checkpoint, len(d.checkpoints))
+	for i := range d.checkpoints {
+		tokens[d.checkpoints[i].node.ID] = &d.checkpoints[i].token
+	}
+	for _, level := range d.Plan.Levels {
+		for _, s := range level {
+			if s.Way != checkpoint.Delegate.String() {
+				continue
+			}
+			cp := tokens[s.Checkpoint]
+			wg.Add(1)
+			go func() {
+				defer wg.Done()
+				slots <- struct{}{}
+				defer func() { <-slots }()
+				obstacle, err := c.askParticipant(ctx, d, cp, due, dry)
+				mu.Lock()
+				defer mu.Unlock()
+				if err != nil && first == nil {
+					first = err
+				}
+				if obstacle != "" {
+					all = append(all, Obstacle{Checkpoint: cp.ID, Agent: cp.Agent, Reason: obstacle})
+				}
+			}()
+		}
+	}
+	wg.Wait()
+	return all, first
+}
+
+func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoint, due time.Time, dry bool) (string, error) {
+	s, err := c.callStatus(ctx, cp, "", Ran)
+	switch {
+	case errors.Is(err, ErrStore):
+		return "", err
+	case err != nil || s.opened == nil || s.state != Ran:
+		return "", nil // the step finds it out
+	}
+	obstacle, err := c.o.Undoer.Prepare(ctx, Task{
+		Rollback: d.ID, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: due, Quit: c.quit, Dry: dry,
+	})
+	if errors.Is(err, ErrQuit) {
+		err = ErrStopping
+	}
+	return obstacle, err
+}
+
+// firstPhase asks the participants of a rollback that was not prepared (C-4.3.2-g). Who cannot
+// prepare is not asked to execute.
+func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) error {
+	if _, err := c.reservation(ctx, c.name(r.ID)); !errors.Is(err, ErrUnknown) {
+		return err
+	}
+	unprepared, err := c.askParticipants(ctx, d, false)
+	if err != nil {
+		return err
+	}
+	d.Unprepared = nil
+	for _, o := range unprepared {
+		if d.Unprepared == nil {
+			d.Unprepared = map[string]string{}
+		}
+		d.Unprepared[o.Checkpoint] = o.Reason
+	}
+	return nil
+}
+
+// aborts reports whether nothing is undone, since somebody cannot prepare: where that is the
+// target, which is critical, or the policy wants all or nothing (C-4.3.2-h).
+func (d *draft) aborts(r *Request) bool {
+	for _, o := range obstacles(&d.plannedSteps) {
+		if r.Whole || o.Checkpoint == d.Checkpoint {
+			return true
+		}
+	}
+	return d.Unprepared[d.Checkpoint] != "" || r.Whole && len(d.Unprepared) > 0
 }

@@ -242,8 +242,13 @@ type Request struct {
 	Checkpoint string
 	// Scope is how far to go.
 	Scope Scope
+	// PartOf is the id of the rollback at another gateway of which this one is a part; empty
+	// without. Parts of one requester's rollback do not conflict with each other.
+	PartOf string
 	// Planned is the hash of the plan that is to be carried out, and no other; zero is any.
 	Planned [32]byte
+	// Whole says that nothing is to be undone where a part cannot be: `partial never`.
+	Whole bool
 	// KeepDependants allows completed actions to stay that depend on what is undone; without it
 	// such a rollback is refused.
 	KeepDependants bool
@@ -289,6 +294,9 @@ type CallUndoer interface {
 	// Undo returns when the undo or ctx has ended. It may then be called again with the same
 	// task, and sends nothing again that was answered.
 	Undo(ctx context.Context, t Task) (Result, error)
+	// Prepare asks whoever undoes the call whether it can, until the task is due. obstacle is a
+	// fixed word for why it cannot; empty if it can, or if nobody else is to be asked.
+	Prepare(ctx context.Context, t Task) (obstacle string, err error)
 }
 
 // Checkpoint is the ledger's record of a checkpoint's token.

@@ -18,9 +18,11 @@ type run struct {
 	id       string
 	name     name
 	plan     *Plan
-	levels   [][]int        // places in steps
-	roots    map[int]string // of places, their first attempts; nil where no ttl is over
-	then     []What         // what the plan says of each step after a wait
+	levels   [][]int // places in steps
+	aborted  bool
+	refused  map[string]string // checkpoints that are not undone, and why
+	roots    map[int]string    // of places, their first attempts; nil where no ttl is over
+	then     []What            // what the plan says of each step after a wait
 	index    map[string]int
 	launched bool // guarded by Coordinator.mu
 
@@ -57,7 +59,7 @@ func (s *signal) is() bool {
 
 func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
 	r := &run{
-		id: h.ID, name: n, plan: p.Plan, head: *h, version: version,
+		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, aborted: h.Aborted, refused: p.Unprepared,
 		stepped: make(chan struct{}), joined: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
 	r.steps, r.levels = p.steps()

@@ -62,6 +62,10 @@ type Spec struct {
 	Status *template.Spec `json:"status,omitempty"`
 	// Delegate is the agent's rollback URI.
 	Delegate string `json:"delegate,omitempty"`
+	// Agent is the identity behind Delegate, which takes part in both phases: it is asked for the
+	// checkpoint that its answer to the call has named, and its answers count only if it has
+	// signed them. Empty is an agent that is asked for the call's own checkpoint.
+	Agent string `json:"agent,omitempty"`
 	// OnLost is Resend or Escalate, for compensate and delegate; empty is Resend. Escalate means
 	// that the undo is not idempotent, so that nothing in doubt is sent again.
 	OnLost string `json:"on_lost"`
@@ -152,6 +156,8 @@ func (s *Spec) Check() error {
 		return err
 	case s.Guard == "":
 		return fmt.Errorf("%w: the guard's name is missing", ErrSpec)
+	case s.Agent != "" && s.Delegate == "":
+		return fmt.Errorf("%w: an agent is named, and not where it is asked", ErrSpec)
 	case s.Compensate != nil && s.Delegate != "":
 		return fmt.Errorf("%w: compensate and delegate exclude each other", ErrSpec)
 	case s.Status != nil && s.Compensate == nil && s.Delegate == "":
@@ -247,6 +253,8 @@ type Outgoing struct {
 	// Delegated says that it goes to an agent's rollback URI; the sender adds a token of the
 	// gateway.
 	Delegated bool
+	// Participant is set where the agent takes part in both phases.
+	Participant *Participant
 	// Rollback, Checkpoint and Workflow are the ids of the undone call: of one with several
 	// attempts the first checkpoint, so that all tries of its undo name the same.
 	Rollback, Checkpoint, Workflow string
@@ -269,6 +277,8 @@ type Answer struct {
 	Body []byte
 	// Cut says that the body was longer.
 	Cut bool
+	// Proven says that the participant has signed that it has completed what it was asked for.
+	Proven bool
 }
 
 // MaxAnswer is the largest body of an answer that a Sender reads, in bytes.

@@ -17,11 +17,11 @@ import (
 const (
 	reasonTampered    = "checkpoint-tampered" // what was recorded is not what the token says
 	reasonExpired     = "checkpoint-expired"  // its ttl was over when the rollback was asked for
-	reasonForeign     = "foreign"             // another gateway or agent has made it
 	reasonMissing     = "missing"             // the group contains what nobody knows
 	reasonMembers     = "members"             // some of what the group contains was not undone
 	reasonUnavailable = "unavailable"         // the undo could not be carried on in time
 	reasonBusy        = "busy"                // another rollback has left it half undone
+	reasonPolicy      = "policy"              // it was not tried, since something critical cannot be undone
 )
 
 // stepOutcome is how a step has ended.
@@ -66,6 +66,10 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return undone(), nil
 		case r.due.is() && step.State == StepPending:
 			return escalated(string(ReasonTimeout)), nil
+		case r.refused[step.Checkpoint] != "" && step.State == StepPending:
+			return escalated(r.refused[step.Checkpoint]), nil
+		case r.aborted && step.State == StepPending && r.obstacle(i) == "":
+			return escalated(reasonPolicy), nil
 		case damaged || tampered:
 			return failed(reasonTampered), nil
 		case m.State == checkpoint.Undoing && m.Rollback != r.id:
@@ -78,12 +82,14 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			// Nothing is sent for it. Its mark must begin all the same, and be journaled:
 			// otherwise a rollback that gives way would leave it half undone forever.
 			return e, c.begin(ctx, r, i, &m)
+		case step.What == Nothing && !cp.Own:
+			return undone(), nil // its own gateway undoes it, or has undone it
 		case step.What == Escalate:
 			return c.irreversible(ctx, &cp), nil
 		case step.What == Expired:
 			return c.expired(ctx, r, step.Checkpoint)
 		case !cp.Own:
-			return escalated(reasonForeign), nil
+			return escalated(string(ReasonForeign)), nil
 		}
 		if err := c.begin(ctx, r, i, &m); err != nil {
 			return stepOutcome{}, err
@@ -99,6 +105,9 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 	end.token, end.notBegun = cp, r.step(i).State == StepPending
 	return c.retry(r, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
 }
+
+// obstacle is what the plan says is in the way of a step.
+func (r *run) obstacle(i int) string { return slices.Concat(r.plan.Levels...)[i].Obstacle }
 
 // irreversible is the end of the step of an irreversible call, with the known cause.
 func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) stepOutcome {
@@ -263,7 +272,7 @@ func (c *Coordinator) forgotten(ctx context.Context, id string) (bool, error) {
 // outcome is not known to have failed (P6).
 func statusOf(r *Result) Status {
 	switch r.Reason {
-	case ReasonIrreversible, ReasonChanged, ReasonLost, ReasonTimeout, ReasonNoPostImage,
+	case ReasonForeign, ReasonIrreversible, ReasonChanged, ReasonLost, ReasonTimeout, ReasonNoPostImage,
 		ReasonEscalated, ReasonUnfilled, ReasonOtherUpstream,
 		ReasonNoUpstream: // nothing was tried
 		return Escalated
@@ -771,7 +780,7 @@ func (r *run) opening(brief *Rollback, step *Step, end *stepOutcome) (o hitl.Ope
 		o.Cause, o.Summary = hitl.CauseIrreversible, "The call cannot be undone by the gateway."
 	case step.Reason == reasonTampered:
 		o.Cause, o.Summary = hitl.CauseTampered, "The checkpoint is not what was recorded, and nothing is undone from it."
-	case step.Reason == reasonForeign:
+	case step.Reason == string(ReasonForeign):
 		o.Cause, o.Summary = hitl.CauseIrreversible, "Somebody else has made the checkpoint; this gateway cannot undo its call."
 	case step.Status == Escalated:
 		o.Cause, o.Summary = hitl.CauseIrreversible, "The call was not undone: "+step.Reason+"."

@@ -41,6 +41,8 @@ type Task struct {
 	// Due is the end of the rollback: nothing is sent after it, but the outcome of what was sent
 	// before is asked for once more. Zero is never.
 	Due time.Time
+	// Dry says that a participant is only asked, and reserves nothing.
+	Dry bool
 	// Quit is closed when the process shuts down: a running request is awaited, and none is sent
 	// after a pause. Nil is never.
 	Quit <-chan struct{}
@@ -110,6 +112,7 @@ const (
 	ReasonEscalated     Reason = "escalated"      // the delegate has left it to a person
 	ReasonUnverified    Reason = "unverified"     // after it, something else stands there
 	ReasonNoPostImage   Reason = "no-image"       // what stood there is not known
+	ReasonForeign       Reason = "foreign"        // what the answer to the call has named is not the checkpoint of it
 )
 
 // Defaults of UndoerOptions.
@@ -368,12 +371,15 @@ func (j *job) completeRequest(ctx context.Context, o Outgoing) (*Outgoing, error
 // LacksValues reports that the request of a compensation lacks recorded values: a call whose
 // answer was lost did not leave them. It is false for what only Undo can find out.
 func LacksValues(c *checkpoint.Checkpoint) bool {
-	if c.Snapshot.Way != checkpoint.Compensate || c.Result != nil {
+	if c.Result != nil {
 		return false
 	}
 	spec, err := ParseSpec(c.Snapshot.Undo)
 	if err != nil {
 		return false
+	}
+	if c.Snapshot.Way == checkpoint.Delegate {
+		return spec.Agent != ""
 	}
 	t, err := spec.templates()
 	return err == nil && t.compensate != nil && t.compensate.Needs().Response()
@@ -381,6 +387,9 @@ func LacksValues(c *checkpoint.Checkpoint) bool {
 
 // undoing is the request of compensate and delegate that undoes the call.
 func (j *job) undoing(ctx context.Context) (*Outgoing, error) {
+	if j.participant() {
+		return j.participating(ctx, PhaseExecute)
+	}
 	if j.call.Way == checkpoint.Delegate {
 		body, err := json.Marshal(struct {
 			Rollback   string `json:"rollback_id"`

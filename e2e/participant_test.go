@@ -1,0 +1,170 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// participant is an agent that speaks the protocol of cascade 4.2.2 and 4.3.2, and lies where it
+// is told to. It has one checkpoint for each call.
+type participant struct {
+	t  *testing.T
+	as *agent
+	*httptest.Server
+
+	mu          sync.Mutex
+	made        map[string]string // its checkpoints: their tokens
+	undone      map[string]int
+	prepared    int
+	parent      func(id string) string // of the checkpoint for a call; nil is the call's
+	name        func(id string) string // of the checkpoint in the answer; nil is its own
+	rollbackURI string
+	said        map[ect.Member]string      // in a completion, in the place of the truth
+	complete    func(c *ect.Claims) *agent // who signs a completion, after a change; nil is nobody
+	answers     []int                      // to execute, before it does anything
+}
+
+func newParticipant(t *testing.T) *participant {
+	p := &participant{t: t, as: newAgent(t, "remote"), made: map[string]string{}, undone: map[string]int{}}
+	p.complete = func(*ect.Claims) *agent { return p.as }
+	p.Server = httptest.NewServer(p)
+	t.Cleanup(p.Close)
+	p.rollbackURI = p.URL + "/.well-known/cascade/rollback"
+	return p
+}
+
+func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var body struct {
+		ID         string `json:"rollback_id"`
+		Checkpoint string `json:"checkpoint_id"`
+	}
+	_ = json.NewDecoder(r.Body).Decode(&body) // calls have another one
+	field, _, _ := strings.Cut(r.Header.Get(ect.FieldName), ",")
+	token, err := ect.ParseInsecure(strings.TrimSpace(field))
+	if err != nil {
+		w.WriteHeader(http.StatusUnauthorized)
+		return
+	}
+	switch path := strings.TrimPrefix(r.URL.Path, "/.well-known/cascade/"); {
+	case strings.HasPrefix(path, "checkpoints/"):
+		_ = json.NewEncoder(w).Encode(map[string]string{"token": p.made[strings.TrimPrefix(path, "checkpoints/")]})
+	case path == "rollback/prepare":
+		p.prepared++
+		_, _ = fmt.Fprint(w, `{"status":"prepared"}`)
+	case path == "rollback" && len(p.answers) > 0:
+		w.WriteHeader(p.answers[0])
+		p.answers = p.answers[1:]
+	case path == "rollback":
+		p.undone[body.Checkpoint]++
+		c := ect.Claims{
+			Audience: []string{gatewayIdentity}, Workflow: token.Workflow(), Action: "rollback_complete", Parents: []string{token.ID()},
+			Ext: new(ect.ExtBuilder),
+		}
+		for _, m := range []struct {
+			name ect.Member
+			true string
+		}{{ect.MemberRollbackID, body.ID}, {ect.MemberCheckpointID, body.Checkpoint}, {ect.MemberStatus, "completed"}} {
+			if lie := p.said[m.name]; lie != "" {
+				m.true = lie
+			}
+			c.Ext.Text(m.name, m.true)
+		}
+		if by := p.complete(&c); by != nil {
+			w.Header().Set(ect.FieldName, by.issue(c).Raw())
+		}
+		_, _ = fmt.Fprint(w, `{"status":"completed"}`)
+	default: // a call
+		id, parent := uuid.NewString(), ""
+		for raw := range strings.SplitSeq(strings.Join(r.Header.Values(ect.FieldName), ","), ",") {
+			if one, err := ect.ParseInsecure(strings.TrimSpace(raw)); err == nil && one.Issuer() == gatewayIdentity {
+				parent = one.ID()
+			}
+		}
+		if p.parent != nil {
+			parent = p.parent(parent)
+		}
+		p.made[id] = p.as.issue(ect.Claims{
+			Audience: []string{p.as.issuer.Identity()}, ID: id, Workflow: token.Workflow(), Action: "checkpoint", Parents: []string{parent}, Output: ect.Sum([]byte(id)),
+			Ext: new(ect.ExtBuilder).Bool(ect.MemberReversible, true).Text(ect.MemberRollbackURI, p.rollbackURI).Int(ect.MemberTTL, 3600),
+		}).Raw()
+		if p.name != nil {
+			id = p.name(id)
+		}
+		if id != "" {
+			w.Header().Set("Execution-Checkpoint", id)
+		}
+		w.WriteHeader(http.StatusCreated)
+	}
+}
+
+// A participant counts as having done its part only if it has signed that itself, for this
+// rollback, checkpoint, workflow and gateway; and it is asked only for the checkpoint that it has
+// made for the call (P6).
+func TestParticipantsAreNotBelieved(t *testing.T) {
+	stranger := newAgent(t, "stranger")
+	for name, c := range map[string]struct {
+		lies           func(p *participant)
+		status, reason string
+		asked          bool
+	}{
+		"it tells the truth":          {func(*participant) {}, "completed", "", true},
+		"it is slow to come back":     {func(p *participant) { p.answers = []int{503, 429} }, "completed", "", true},
+		"no signature":                {func(p *participant) { p.complete = func(*ect.Claims) *agent { return nil } }, "escalated", "unexpected", true},
+		"another's signature":         {func(p *participant) { p.complete = func(*ect.Claims) *agent { return stranger } }, "escalated", "unexpected", true},
+		"of another rollback":         {func(p *participant) { p.said = map[ect.Member]string{ect.MemberRollbackID: rollbackID(9)} }, "escalated", "unexpected", true},
+		"of another checkpoint":       {func(p *participant) { p.said = map[ect.Member]string{ect.MemberCheckpointID: uuid.NewString()} }, "escalated", "unexpected", true},
+		"another status in the token": {func(p *participant) { p.said = map[ect.Member]string{ect.MemberStatus: "failed"} }, "failed", "refused", true},
+		"for another gateway": {func(p *participant) {
+			p.complete = func(c *ect.Claims) *agent { c.Audience = []string{"spiffe://example.com/other"}; return p.as }
+		}, "escalated", "unexpected", true},
+		"of another workflow": {func(p *participant) {
+			p.complete = func(c *ect.Claims) *agent { c.Workflow = uuid.NewString(); return p.as }
+		}, "escalated", "unexpected", true},
+		"410":                                {func(p *participant) { p.answers = []int{410} }, "escalated", "unexpected", false},
+		"a checkpoint of another call":       {func(p *participant) { p.parent = func(string) string { return uuid.NewString() } }, "escalated", "foreign", false},
+		"a checkpoint that it does not know": {func(p *participant) { p.name = func(string) string { return uuid.NewString() } }, "escalated", "foreign", false},
+		"rolled back elsewhere":              {func(p *participant) { p.rollbackURI = "http://127.0.0.1:1/rollback" }, "escalated", "foreign", false},
+		"no checkpoint":                      {func(p *participant) { p.name = func(string) string { return "" } }, "escalated", "irreversible", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, p := newAgent(t, "a"), newParticipant(t)
+			c.lies(p)
+			at := strings.TrimPrefix(p.URL, "http://")
+			g := launch(t, setup{app: trusting(t, a, p.as, stranger), site: fmt.Sprintf(
+				"agent_proxy %s {\n identity %s\n action remote {\n match path /remote\n delegate http://%[1]s/.well-known/cascade/rollback %[2]s\n }\n }", at, p.as.issuer.Identity())})
+			s := g.saga(a)
+			step := s.do(request{path: "/remote"})
+			doc := s.back(rollbackBody{Checkpoint: step.checkpoint})
+			if c.reason == "" {
+				doc.want(t, c.status)
+			} else {
+				doc.want(t, c.status, c.reason)
+			}
+			if unknown := c.reason == "unexpected"; unknown != (doc.Effect == "unknown") {
+				t.Errorf("the effect is %q", doc.Effect)
+			}
+			p.mu.Lock()
+			if asked := len(p.undone) == 1; asked != c.asked {
+				t.Errorf("it has undone %v", p.undone)
+			}
+			for id, n := range p.undone {
+				if n != 1 {
+					t.Errorf("%s was undone %d times", id, n)
+				}
+			}
+			p.mu.Unlock()
+			stop(t)
+		})
+	}
+}

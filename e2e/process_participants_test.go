@@ -1,0 +1,261 @@
+//go:build unix
+
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// star is a gateway before others, which stand before one restLab: the first of them has its
+// charges, the second its documents. Each has its own store and trusts the agent and the others.
+type star struct {
+	t       *testing.T
+	a       *agent
+	lab     *restLab
+	sites   []*procSite
+	running []*procGateway
+	saga    *saga
+}
+
+func starIdentity(n int) string {
+	if n == 0 {
+		return gatewayIdentity
+	}
+	return fmt.Sprintf("%s/%d", gatewayIdentity, n)
+}
+
+// newStar starts the gateways; options are further ones of the first one's block.
+func newStar(t *testing.T, options string) *star {
+	t.Helper()
+	const n = 3
+	c := &star{t: t, a: newAgent(t, "a"), lab: newRestLab(t)}
+	type set struct {
+		Keys []json.RawMessage `json:"keys"`
+	}
+	var all set
+	add := func(ring *ect.Ring, owner string) {
+		text, err := ring.PublicSet(time.Now(), owner)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var one set
+		if err := json.Unmarshal(text, &one); err != nil {
+			t.Fatal(err)
+		}
+		all.Keys = append(all.Keys, one.Keys...)
+	}
+	add(c.a.ring, c.a.issuer.Identity())
+	for i := range n {
+		site := procNewSite(t, c.lab.addr)
+		ring, err := ect.CreateRing(site.path("identity"), ect.ES256)
+		if err != nil {
+			t.Fatal(err)
+		}
+		add(ring, starIdentity(i))
+		if i > 0 {
+			c.a.also = append(c.a.also, starIdentity(i))
+		}
+		c.sites = append(c.sites, site)
+	}
+	text, err := json.Marshal(all)
+	if err != nil {
+		t.Fatal(err)
+	}
+	keys := filepath.Join(c.sites[0].dir, "all.jwks")
+	if err := os.WriteFile(keys, text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for i, site := range c.sites {
+		site.app = fmt.Sprintf("identity %s {\n key_file %s\n public_url http://%s\n }\n trust {\n jwks_file %s\n allow_partial\n }\n",
+			starIdentity(i), site.path("identity"), site.addr, keys)
+		site.guard = sagaActions
+		if i > 0 {
+			site.app += "rollback {\n coordinators " + gatewayIdentity + "\n }"
+		}
+	}
+	first := c.sites[0]
+	first.app += options
+	first.raw = fmt.Sprintf(`{
+	admin %s
+	persist_config off
+	agent_guard {
+		store badger %s
+		%s
+	}
+}
+http://%s {
+	bind 127.0.0.1
+	agent_guard_endpoints
+	%s
+	%s
+}`, first.admin, first.path("data"), first.app, first.addr, c.behind(1, "/charges /mail"), c.behind(2, "/docs/*"))
+	c.running = make([]*procGateway, n)
+	for i := range c.sites {
+		c.start(i)
+	}
+	c.saga = c.sites[0].gateway(t).saga(c.a)
+	return c
+}
+
+// behind is the way to the gateway at a place, for these paths.
+func (c *star) behind(n int, paths string) string {
+	at, is := c.sites[n].addr, starIdentity(n)
+	return fmt.Sprintf("@g%d path %s\n agent_proxy @g%d %s {\n name g%d\n identity %s\n action next {\n match path %s\n delegate http://%s/.well-known/cascade/rollback %s\n }\n }",
+		n, paths, n, at, n, is, paths, at, is)
+}
+
+func (c *star) start(i int) { c.running[i] = c.sites[i].start(c.t) }
+
+// Cascade 4.3.2 over three gateways: the first one's rollback is prepared at the others before
+// anything is undone, and undone by them, level by level, under the checkpoints that their answers
+// have named. It counts as done because they have signed that.
+func TestProcessParticipants(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newStar(t, "")
+	s := c.saga
+	c.lab.write("/docs/x", `{"n":1}`)
+	root := s.do(charge(1))
+	doc := s.do(put("/docs/x", `{"n":2}`), root.checkpoint)
+	leaf := s.do(charge(2), doc.checkpoint)
+	asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	first := s.prepare(asked, http.StatusOK)
+	if first.Status != "prepared" || len(first.Steps) != 3 {
+		t.Errorf("%+v", first)
+	}
+	c.lab.arrived("POST /refunds", 0)
+	// The others hold back what would follow there, too.
+	behind := *s
+	behind.g = c.sites[1].gateway(t)
+	late := behind.calling(charge(3), root.checkpoint)
+	late.header[ect.FieldName] = s.a.issue(ect.Claims{Workflow: s.wid, Parents: []string{root.checkpoint}}).Raw()
+	behind.g.call(late).problem(t, http.StatusConflict, "workflow-paused")
+
+	done := document[rollbackDoc](t, s.g.call(s.executing(asked, first.PlanHash)))
+	done.want(t, "completed")
+	c.lab.wantCharge(root.id(t), "refunded")
+	c.lab.wantCharge(leaf.id(t), "refunded")
+	c.lab.wantDoc("/docs/x", `{"n":1}`)
+	c.lab.arrived("POST /refunds", 2)
+	c.lab.wantEffects("charged "+root.id(t), "changed /docs/x", "charged "+leaf.id(t), "refunded "+leaf.id(t), "changed /docs/x", "refunded "+root.id(t))
+}
+
+// C-4.3.2-h, C-4.3.3-a to -d: who cannot prepare is not asked to execute; the others are undone,
+// and the result names the agent. Where it is the call that is asked for, nothing is undone.
+func TestProcessParticipantCannotPrepare(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newStar(t, "")
+	s := c.saga
+	c.lab.write("/docs/x", `{"n":1}`)
+	root := s.do(put("/docs/x", `{"n":2}`))
+	charged := s.do(charge(1), root.checkpoint)
+	s.do(request{path: "/mail"}, root.checkpoint)
+	asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	doc := s.prepare(asked, http.StatusConflict)
+	if doc.Status != "cannot_prepare" || len(doc.Agents) != 1 || doc.Agents[0].Reason != "irreversible" {
+		t.Errorf("%+v", doc)
+	}
+	c.lab.arrived("POST /refunds", 0)
+	done := s.back(asked)
+	done.want(t, "partial", "irreversible")
+	if len(done.Failed) == 0 || len(done.Escalations) == 0 {
+		t.Errorf("%+v", done)
+	}
+	c.lab.wantCharge(charged.id(t), "refunded")
+	c.lab.wantDoc("/docs/x", `{"n":1}`)
+
+	s = c.sites[0].gateway(t).saga(c.a)
+	c.lab.write("/docs/y", `{"n":1}`)
+	mail := s.do(request{path: "/mail"})
+	s.do(put("/docs/y", `{"n":2}`), mail.checkpoint)
+	s.back(rollbackBody{Checkpoint: mail.checkpoint, Scope: "sub_dag"}).want(t, "escalated", "policy", "irreversible")
+	c.lab.wantDoc("/docs/y", `{"n":2}`)
+}
+
+// With `partial never` nothing is undone where a part cannot be.
+func TestProcessParticipantPartialNever(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newStar(t, "rollback {\n partial never\n }")
+	s := c.saga
+	c.lab.write("/docs/x", `{"n":1}`)
+	root := s.do(put("/docs/x", `{"n":2}`))
+	s.do(request{path: "/mail"}, root.checkpoint)
+	s.back(rollbackBody{Checkpoint: root.checkpoint, Scope: "sub_dag"}).want(t, "escalated", "irreversible", "policy")
+	c.lab.wantDoc("/docs/x", `{"n":2}`)
+}
+
+// A participant that is dead at prepare cannot prepare: `unreachable`. What the others have
+// reserved ends by itself.
+func TestProcessParticipantDeadAtPrepare(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newStar(t, "")
+	s := c.saga
+	c.lab.write("/docs/x", `{"n":1}`)
+	root := s.do(charge(1))
+	s.do(put("/docs/x", `{"n":2}`), root.checkpoint)
+	c.running[2].kill()
+	asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	doc := s.prepare(asked, http.StatusConflict)
+	if len(doc.Agents) != 1 || doc.Agents[0].Reason != "unreachable" {
+		t.Errorf("%+v", doc)
+	}
+	c.lab.arrived("POST /refunds", 0)
+	s.back(asked).want(t, "partial", "unreachable")
+	c.lab.wantCharge(root.id(t), "refunded")
+	c.lab.wantDoc("/docs/x", `{"n":2}`)
+}
+
+// A participant that dies between the phases is asked until it is back; the level above it waits.
+func TestProcessParticipantDeadAtExecute(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newStar(t, "")
+	s := c.saga
+	c.lab.write("/docs/x", `{"n":1}`)
+	root := s.do(charge(1))
+	s.do(put("/docs/x", `{"n":2}`), root.checkpoint)
+	asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	hash := s.prepare(asked, http.StatusOK).PlanHash
+	c.running[2].kill()
+	r := s.executing(asked, hash)
+	r.header["Prefer"] = "wait=1"
+	if got := s.g.call(r); got.status != http.StatusAccepted {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	c.lab.arrived("POST /refunds", 0) // the barrier
+	c.start(2)
+	s.finished(asked.ID).want(t, "completed")
+	c.lab.wantCharge(root.id(t), "refunded")
+	c.lab.wantDoc("/docs/x", `{"n":1}`)
+	c.lab.arrived("POST /refunds", 1)
+}
+
+// The coordinator, and then the participant, dies while a participant undoes: the rollback goes on
+// from the journals, and nothing is undone twice.
+func TestProcessParticipantsCrash(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	for _, dies := range []int{0, 1} {
+		c := newStar(t, "")
+		s := c.saga
+		root := s.do(charge(1))
+		leaf := s.do(charge(2), root.checkpoint)
+		hold := newGate(t)
+		c.lab.on("POST /refunds", 1, restWaits(hold))
+		asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+		s.begun(asked)
+		wait(t, hold.arrived, "the refund")
+		c.running[dies].kill()
+		hold.open()
+		c.start(dies)
+		s.finished(asked.ID).want(t, "completed")
+		c.lab.wantCharge(root.id(t), "refunded")
+		c.lab.wantCharge(leaf.id(t), "refunded")
+		c.lab.wantEffects("charged ch_1", "charged ch_2", "refunded ch_2", "refunded ch_1")
+	}
+}

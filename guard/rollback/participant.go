@@ -1,0 +1,190 @@
+package rollback
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"strings"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+)
+
+// Participant is another gateway, or agent, that takes part in both phases of a rollback: it has
+// a checkpoint of its own for what it did for the call.
+type Participant struct {
+	// Agent is its identity, Checkpoint its own checkpoint, as the answer to the call has named it.
+	Agent, Checkpoint string
+	// Of are the checkpoints of the call; the participant's follows from one of them.
+	Of []string
+	// Rollback is the id of its part of the rollback. It is made of the id of the rollback and of
+	// the checkpoint, since to some agents one id is one checkpoint (cascade 4.3.4).
+	Rollback string
+	// Phase is what it is asked for; requests of one phase have one token.
+	Phase Phase
+}
+
+// Phase is a phase of a rollback (cascade 4.3.2).
+type Phase string
+
+// The phases.
+const (
+	// PhaseDry is a prepare that reserves nothing.
+	PhaseDry     Phase = "dry"
+	PhasePrepare Phase = "prepare"
+	PhaseExecute Phase = "execute"
+)
+
+// fieldCheckpoint is the field of an answer in which a gateway names its checkpoint.
+const fieldCheckpoint = "Execution-Checkpoint"
+
+// NamedCheckpoint is what is recorded of the answer of a participant: the checkpoint that it has
+// named; without one the call cannot be undone.
+func NamedCheckpoint(id string) (checkpoint.Message, checkpoint.Reason) {
+	if id == "" || len(id) > maxText/2 || strings.ContainsFunc(id, notVisible) {
+		return checkpoint.Message{}, checkpoint.ReasonAbsent
+	}
+	return checkpoint.Message{Header: map[string][]string{fieldCheckpoint: {id}}}, ""
+}
+
+// participant reports whether the call is undone by an agent that takes part in both phases.
+func (j *job) participant() bool { return j.delegated() && j.spec.Agent != "" }
+
+// asked is the participant with what it is asked for; nil if there is none, or if its checkpoint
+// is not known.
+func (j *job) asked(phase Phase) *Participant {
+	result := j.task.Checkpoint.Result
+	if !j.participant() || result == nil || len(result.Answer.Header[fieldCheckpoint]) != 1 {
+		return nil
+	}
+	id := result.Answer.Header[fieldCheckpoint][0]
+	part := uuid.NewSHA1(uuid.NameSpaceURL, []byte("urn:uuid:"+j.task.Rollback+"#"+id))
+	return &Participant{
+		Agent: j.spec.Agent, Checkpoint: id, Of: []string{j.call.ID, j.call.Root()}, Rollback: part.String(), Phase: phase,
+	}
+}
+
+// participating is the request to a participant for its part.
+func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error) {
+	p := j.asked(phase)
+	if p == nil {
+		return nil, requestError{ReasonUnfilled}
+	}
+	body, err := json.Marshal(struct {
+		Rollback   string `json:"rollback_id"`
+		Checkpoint string `json:"checkpoint_id"`
+		Phase      Phase  `json:"phase,omitempty"`
+		Dry        bool   `json:"dry_run,omitempty"`
+		// What it did for the call includes what it had others do.
+		Scope  Scope  `json:"scope"`
+		PartOf string `json:"part_of"`
+		Reason string `json:"reason,omitempty"`
+	}{"urn:uuid:" + p.Rollback, p.Checkpoint, map[Phase]Phase{PhaseExecute: PhaseExecute}[phase], phase == PhaseDry, SubDAG, "urn:uuid:" + j.task.Rollback, j.task.Reason})
+	if err != nil {
+		return nil, requestError{ReasonUnfilled}
+	}
+	to := j.spec.Delegate
+	if phase == PhasePrepare {
+		to += "/prepare"
+	}
+	return j.completeRequest(ctx, Outgoing{
+		Method: http.MethodPost, URL: to, Body: body, Delegated: true, Participant: p,
+		Header: http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {string(phase) + " " + j.idempotencyKey()}},
+	})
+}
+
+// proven reads the answers of a participant: it has done its part only if it has signed that (P6).
+func (j *job) proven(read func(*Answer) note) func(*Answer) note {
+	if !j.participant() {
+		return read
+	}
+	return func(a *Answer) note {
+		n := read(a)
+		if n.reading == done && !a.Proven { // 410 too: what it does not know it has not undone
+			n = noted(unexpected, a.Status)
+		}
+		return n
+	}
+}
+
+// Prepare asks whoever undoes the call whether it can (cascade 4.3.2, phase 1), until the task is
+// due. It returns a fixed word for why it cannot, or none; it is none for what this gateway undoes
+// itself. A dry task reserves nothing there.
+func (u *Undoer) Prepare(ctx context.Context, t Task) (obstacle string, err error) {
+	if err := t.check(); err != nil {
+		return "", err
+	}
+	phase := PhasePrepare
+	if t.Dry {
+		phase = PhaseDry
+	}
+	j, err := u.newJob(t)
+	if err != nil || !j.participant() {
+		return "", nil // what is wrong with it is an obstacle of the plan
+	}
+	pace := j.pace(j.o.Poll)
+	for {
+		out, err := j.participating(ctx, phase)
+		if why := (requestError{}); errors.As(err, &why) {
+			return string(why.why), nil
+		}
+		if err != nil {
+			return "", err
+		}
+		n, _ := j.send(ctx, out, func(a *Answer) note { return note{reading: reading(prepared(a)), after: retryAfter(a.Header)} })
+		switch {
+		case n.reason != "":
+			return string(n.reason), nil
+		case n.reading == done:
+			return "", nil
+		case n.reading != lost && n.reading != unsent && n.reading != busy:
+			return string(n.reading), nil
+		}
+		again, err := pace.wait(ctx, n.after)
+		if errors.Is(err, ErrQuit) {
+			return "", err
+		}
+		if !again || err != nil || j.overdue() {
+			return string(ReasonUnreachable), nil
+		}
+	}
+}
+
+// prepared is the answer to prepare: done, busy, or why the participant cannot prepare.
+func prepared(a *Answer) string {
+	var doc struct {
+		Status string `json:"status"`
+		Reason string `json:"reason_code"`
+		Agents []struct {
+			Reason string `json:"reason"`
+		} `json:"agents"`
+	}
+	known := json.Unmarshal(a.Body, &doc) == nil && !a.Cut
+	switch {
+	case a.Status == http.StatusOK && known && doc.Status == "prepared":
+		return string(done)
+	case known && doc.Status == "cannot_prepare":
+		reason := doc.Reason
+		for _, agent := range doc.Agents {
+			if reason == "" {
+				reason = agent.Reason
+			}
+		}
+		if fixedWord(reason) {
+			return reason
+		}
+		return string(ReasonRefused)
+	case a.Status == http.StatusUnauthorized, a.Status == http.StatusForbidden:
+		return string(ReasonUnauthorized)
+	case a.Status == http.StatusTooManyRequests, a.Status >= 500, a.Status == http.StatusConflict && known:
+		return string(busy) // such as `workflow-paused`
+	}
+	return string(ReasonRefused)
+}
+
+// fixedWord reports whether a text may be shown as a reason. It is another's text.
+func fixedWord(text string) bool {
+	return text != "" && len(text) <= longestWord && strings.Trim(text, "abcdefghijklmnopqrstuvwxyz-") == ""
+}

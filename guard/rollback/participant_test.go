@@ -1,0 +1,147 @@
+package rollback_test
+
+import (
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+)
+
+// C-4.3.2-h: whose participant cannot prepare is not asked to execute, in another life either; the
+// target is critical, and with the policy of all or nothing everything is.
+func TestCascade432Participants(t *testing.T) {
+	for name, test := range map[string]struct {
+		obstacles map[string]string
+		whole     bool
+		status    rollback.Status
+		steps     string
+	}{
+		"all can":            {nil, true, rollback.Completed, "c2=completed c1=completed"},
+		"one cannot":         {map[string]string{"c2": "unreachable"}, false, rollback.Partial, "c2=escalated(unreachable) c1=completed"},
+		"all or nothing":     {map[string]string{"c2": "unreachable"}, true, rollback.Escalated, "c2=escalated(unreachable) c1=escalated(policy)"},
+		"the target cannot":  {map[string]string{"c1": "irreversible"}, false, rollback.Escalated, "c2=escalated(policy) c1=escalated(irreversible)"},
+		"nobody can prepare": {map[string]string{"c1": "refused", "c2": "refused"}, false, rollback.Escalated, "c2=escalated(refused) c1=escalated(refused)"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			r.made("1", checkpoint.Delegate, execution.Completed)
+			r.made("2", checkpoint.Delegate, execution.Completed, "1")
+			r.world.obstacles = test.obstacles
+			q := request("c1", rollback.SubDAG)
+			q.Whole = test.whole
+			p, err := r.Prepare(ctx, q)
+			if err != nil || p.Ready() != (test.obstacles == nil) || len(p.Obstacles) != len(test.obstacles) {
+				t.Fatalf("%+v, %v", p, err)
+			}
+			r.execute(q)
+			r.world.obstacles = nil // in the next life nobody is asked again
+			asked := r.world.prepared
+			r.restart()
+			wantEnd(t, r.wait(q.ID), test.status, test.steps)
+			if r.world.prepared != asked {
+				t.Errorf("%d were asked again", r.world.prepared-asked)
+			}
+			for id := range test.obstacles {
+				if len(r.world.effects[id]) > 0 {
+					t.Errorf("%s was undone", id)
+				}
+			}
+		})
+	}
+}
+
+// What this gateway itself cannot undo counts the same: an irreversible target ends it all.
+func TestCascade432IrreversibleTarget(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Irreversible, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	r.start()
+	wantEnd(t, r.run(request("c1", rollback.SubDAG)), rollback.Escalated, "c2=escalated(policy) c1=escalated(irreversible)")
+}
+
+// Who executes what was prepared asks nobody again.
+func TestParticipantsArePreparedOnce(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Delegate, execution.Completed)
+	r.start()
+	q := request("c1", rollback.SubDAG)
+	r.prepare(q)
+	asked := r.world.prepared
+	wantEnd(t, r.run(q), rollback.Completed, "c1=completed")
+	if r.world.prepared != asked || asked != 2 { // a look, and then
+		t.Errorf("asked %d times, and then %d", asked, r.world.prepared)
+	}
+}
+
+// Parts of one rollback at another gateway do not conflict: all are prepared, and those that
+// contain others are executed as prepared after these. For another requester they do.
+func TestPartsOfOneRollback(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.made("2", checkpoint.Restore, execution.Completed, "1")
+		r.start()
+		part := func(target, of string) rollback.Request {
+			q := request(target, rollback.SubDAG)
+			q.PartOf = of
+			return q
+		}
+		const whole = "00000000-0000-4000-8000-000000000001"
+		inner, outer := part("c2", whole), part("c1", whole)
+		for _, q := range []rollback.Request{outer, inner} {
+			if p := r.prepare(q); !p.Ready() || p.Until.IsZero() {
+				t.Fatalf("%+v", p)
+			}
+		}
+		if p := r.prepare(part("c1", "00000000-0000-4000-8000-000000000002")); p.Refusal == nil {
+			t.Errorf("a part of another one: %+v", p)
+		}
+		wantEnd(t, r.run(inner), rollback.Completed, "c2=completed")
+		wantEnd(t, r.run(outer), rollback.Completed, "c2=completed c1=completed")
+		for id, keys := range r.world.effects {
+			if len(keys) != 1 {
+				t.Errorf("%s was undone %d times", id, len(keys))
+			}
+		}
+	})
+}
+
+// A part whose plan has changed otherwise is refused as ever.
+func TestPartThatChanged(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	e, h := r.claimed("2", checkpoint.Restore, "1")
+	r.start()
+	q := request("c1", rollback.SubDAG)
+	q.PartOf = "00000000-0000-4000-8000-000000000001"
+	r.prepare(q)
+	r.settle("2", e, h, execution.Completed)
+	if _, err := r.Execute(ctx, q); err == nil {
+		t.Error("another plan was accepted")
+	}
+}
+
+// A participant that never answers counts as unreachable after 10 s, and is asked again until
+// then.
+func TestParticipantUnreachable(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := undoNewRig(t)
+		began, tries := time.Now(), 0
+		r.answer = func(*rollback.Outgoing) (*rollback.Answer, error) {
+			tries++
+			return nil, &rollback.SendError{NotSent: true, Err: errors.New("no connection")}
+		}
+		one := task(checkpoint.Delegate, rollback.Spec{Guard: "g", Delegate: "https://b.example/rollback", Agent: "spiffe://b"})
+		one.Checkpoint.Result = &checkpoint.Result{Status: 200}
+		one.Checkpoint.Result.Answer, _ = rollback.NamedCheckpoint("b1")
+		one.Due = began.Add(10 * time.Second)
+		obstacle, err := r.Prepare(ctx, one)
+		if err != nil || obstacle != "unreachable" || tries < 2 || time.Since(began) > 12*time.Second {
+			t.Errorf("%q, %v: %d tries in %v", obstacle, err, tries, time.Since(began))
+		}
+	})
+}
