@@ -183,6 +183,7 @@ func TestStreamsAreResumed(t *testing.T) {
 // answer. The status request shows both.
 func TestStreamsAreResumedAfterAReload(t *testing.T) {
 	s, addr := newResumable(t)
+	s.length = true
 	site := "agent_proxy " + addr + " {\n protocol mcp\n}"
 	g := start(t, "%s", site)
 	status := func() reply {
@@ -210,6 +211,10 @@ func TestStreamsAreResumedAfterAReload(t *testing.T) {
 	}
 	if got := status(); !strings.Contains(got.body, `"state": "completed"`) {
 		t.Errorf("%d %s", got.status, got.body)
+	}
+	// What is recorded is longer than what the stream of the POST has announced.
+	if got := g.call(request{method: http.MethodGet, path: executionsPath + "a/output", header: map[string]string{"Mcp-Session-Id": "a"}}); !strings.Contains(got.body, `"n":1`) {
+		t.Errorf("%d %v %q", got.status, got.header, got.body)
 	}
 	s.executed(t, "a", 1)
 }

@@ -26,6 +26,7 @@ type resuming struct {
 	events  chan string   // what a GET brings; "" breaks it off
 	header  http.Header   // of the answer to a GET
 	over    sync.Once     // no more events
+	buffers bool          // the handler leaves flushing to the end of the stream
 }
 
 const primed = "id: 1\nretry: 500\ndata: \n\n"
@@ -49,7 +50,9 @@ func newResuming(t *testing.T, protocolName protocol.Protocol) *resuming {
 				if _, err := io.WriteString(w, event); err != nil {
 					return
 				}
-				flush(w)
+				if !s.buffers {
+					flush(w)
+				}
 			}
 		case !strings.Contains(string(body), "tools/call"):
 			s.calls.Add(-1)
@@ -387,6 +390,16 @@ func TestResumedStreamsAreEvidence(t *testing.T) {
 			s.call("ada", "3", "")
 			s.get("ada")
 			s.sends(response("3"))
+			s.call("ada", "4", "")
+			s.was(2)
+		},
+		"the answer is flushed at the end": func(s *resuming) {
+			s.buffers = true
+			s.call("ada", "3", "")
+			get := s.get("ada")
+			s.sends(response("3"))
+			s.over.Do(func() { close(s.events) })
+			<-get.ended
 			s.call("ada", "4", "")
 			s.was(2)
 		},
