@@ -158,6 +158,30 @@ func asAsked(r *http.Request) *http.Request {
 	return r
 }
 
+// Message implements guard.Host. What earlier handlers have set for r holds for the message too.
+func (host) Message(r *http.Request, w http.ResponseWriter) (own *http.Request, done func()) {
+	outer := r.Context()
+	ctx, span := oteltrace.SpanFromContext(outer).TracerProvider().Tracer("agent_guard").Start(outer, "agent_guard.message")
+	own = r.Clone(ctx)
+	sent, rewritten := outer.Value(caddyhttp.OriginalRequestCtxKey).(http.Request)
+	if rewritten && sent.URL != nil { // which PrepareRequest keeps as the original
+		target := *sent.URL
+		own.Method, own.URL, own.RequestURI = sent.Method, &target, sent.RequestURI
+	}
+	repl, known := caddy.NewReplacer(), replacer(r)
+	server, _ := outer.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
+	own = caddyhttp.PrepareRequest(own, repl, w, server)
+	target := *r.URL
+	own.Method, own.URL, own.RequestURI = r.Method, &target, r.RequestURI
+	vars, _ := outer.Value(caddyhttp.VarsCtxKey).(map[string]any)
+	for name, value := range vars {
+		caddyhttp.SetVar(own.Context(), name, value)
+	}
+	showCalls(own.Context(), repl)
+	repl.Map(known.Get)
+	return own, func() { span.End() }
+}
+
 // Begin makes the placeholders of the call available. Values are computed on demand.
 func (host) Begin(r *http.Request, c *guard.Call) (outer *guard.Call) {
 	ctx := r.Context()
@@ -169,14 +193,20 @@ func (host) Begin(r *http.Request, c *guard.Call) (outer *guard.Call) {
 		}
 		return before
 	}
-	replacer(r).Map(func(name string) (any, bool) {
+	showCalls(ctx, replacer(r))
+	return nil
+}
+
+// showCalls has the placeholders of calls show the current one of ctx.
+func showCalls(ctx context.Context, repl *caddy.Replacer) {
+	repl.Map(func(name string) (any, bool) {
 		name, ours := strings.CutPrefix(name, placeholderSpace)
-		if !ours {
+		c, begun := caddyhttp.GetVar(ctx, currentCall).(*guard.Call)
+		if !ours || !begun {
 			return nil, false
 		}
-		return caddyhttp.GetVar(ctx, currentCall).(*guard.Call).Value(name)
+		return c.Value(name)
 	})
-	return nil
 }
 
 func (host) Show(r *http.Request, c *guard.Call) { caddyhttp.SetVar(r.Context(), currentCall, c) }

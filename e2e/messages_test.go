@@ -237,8 +237,8 @@ func TestMessagesMeanings(t *testing.T) {
 	}
 }
 
-// An action is chosen by the tool and its arguments, of a generic message by its method. The
-// messages of a batch that change something have one action.
+// An action is chosen by the tool and its arguments, of a generic message by its method. The messages
+// of a batch have their own, or where its caller names it as one call, all that change something the same.
 func TestMessagesChooseTheirAction(t *testing.T) {
 	s, addr := newToolServer(t)
 	g := start(t, `agent_proxy %s {
@@ -265,8 +265,6 @@ func TestMessagesChooseTheirAction(t *testing.T) {
 		{money("pay", `{"money":{"currency":"EUR"}}`), "executed"},
 		{money("pay", `{"money":{"currency":"EUR","currency":"EUR"},"n":1}`), "executed"},
 		{money("get", `{"money":{"currency":"EUR"},"n":1}`), "executed"},
-		{"[" + ping + "," + euro + "," + euro + "]", "in_doubt"},
-		{"[" + toolCall("2", "pay", "") + "]", "executed"},
 	} {
 		if got := g.call(message(c.body)); got.header.Get("Execution-Status") != c.status {
 			t.Errorf("%s: %d %v, want %s", c.body, got.status, got.header, c.status)
@@ -277,8 +275,15 @@ func TestMessagesChooseTheirAction(t *testing.T) {
 	if got := g.call(other); got.header.Get("Execution-Status") != "executed" {
 		t.Errorf("on another path: %v", got.header)
 	}
+	named := func(key, body string) request { return message(body, "Idempotency-Key", key) }
+	if got := g.call(named("one", "["+ping+","+euro+","+euro+"]")); got.header.Get("Execution-Status") != "in_doubt" {
+		t.Errorf("a batch of one action: %v", got.header)
+	}
+	apart := batchOf(keyed("3", "pay", "other"), strings.Replace(keyed("4", "pay", "euro"), `"arguments":{}`, `"arguments":{"money":{"currency":"EUR"},"n":1}`, 1))
+	g.call(message(apart))
+	wantResponses(t, "each its own", g.call(message(apart)), map[string]string{"3": `"n":`, "4": "in-doubt"})
 	before := s.seen
-	mixed := g.call(message("[" + ping + "," + euro + "," + toolCall("2", "pay", "") + "]"))
+	mixed := g.call(named("two", "["+ping+","+euro+","+toolCall("2", "pay", "")+"]"))
 	if mixed.status != 400 || !strings.Contains(mixed.body, "batch-mixed") || !strings.Contains(mixed.body, "euros") || s.seen != before {
 		t.Errorf("a batch of two actions: %d %s", mixed.status, mixed.body)
 	}

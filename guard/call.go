@@ -33,6 +33,11 @@ import (
 // first step only. An error means that r was not answered; a StatusError has the status to answer
 // with.
 func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error {
+	return h.serve(w, r, next, nil)
+}
+
+// serve is Serve; p is the part of a batch that w is, nil for any other request.
+func (h *Handler) serve(w http.ResponseWriter, r *http.Request, next Next, p *part) error {
 	if IsOwn(r) {
 		return next.ServeHTTP(w, r)
 	}
@@ -57,7 +62,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		return h.pass(w, r, nil, next)
 	}
 	x := spareCalls.Get().(*Call)
-	x.h, x.r, x.action = h, r, action
+	x.h, x.r, x.action, x.part = h, r, action, p
 	if h.Protocol != nil && r.ContentLength <= maxMessage && h.Protocol.Reads(r) {
 		_ = x.open() // else run says so
 		begins, text := false, []byte(nil)
@@ -72,6 +77,9 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 			}()
 			return h.passMessage(w, x, text, next)
 		}
+		if x.batch != nil {
+			return serveBatch(w, x, next)
+		}
 		if err != nil && !h.Protocol.Guesses() {
 			return h.unread(w, x, err)
 		}
@@ -79,6 +87,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	}
 	x.upstream = h.Host.Upstream(next)
 	x.w.begin(w, r, &h.alarms)
+	x.w.shared = p != nil
 	x.clock.alarms = &h.alarms
 	x.noted.outer = h.Host.Begin(r, x)
 	defer func() {
@@ -201,6 +210,8 @@ type Call struct {
 	unreadable error             // why the body could not be read as a message
 	proves     proof             // that the server speaks the protocol, where nobody has configured it
 	shown      *bytes.Buffer     // what may show that; nil where nothing can
+	batch      *protocol.Request // that the body is, where each of its messages counts for itself; else nil
+	part       *part             // of a batch, that the call is; else nil
 	cancels    *protocol.Request // that the body is, where it cancels another one; else nil
 	heard      *protocol.Answer  // to the message; nil where only HTTP says what it means
 	call       execution.Call
@@ -254,6 +265,24 @@ func (x *Call) open() error {
 }
 
 func (x *Call) close() {
+	if x.part != nil {
+		x.part.call = x // whose client waits for the batch
+	} else {
+		x.waitOver()
+	}
+	x.giveTokensBack()
+	x.probed()
+	x.window.close()
+	if x.body != nil {
+		_ = x.body.Close()
+	}
+	if x.release != nil {
+		x.release()
+	}
+}
+
+// waitOver ends the wait of the client.
+func (x *Call) waitOver() {
 	if x.client.listed {
 		if unused := x.engine.clients.remove(&x.client); unused != nil {
 			_ = unused.text.Close() // else it is settled
@@ -264,15 +293,6 @@ func (x *Call) close() {
 	}
 	if x.client.leave != nil {
 		x.client.leave()
-	}
-	x.giveTokensBack()
-	x.probed()
-	x.window.close()
-	if x.body != nil {
-		_ = x.body.Close()
-	}
-	if x.release != nil {
-		x.release()
 	}
 }
 

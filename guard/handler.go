@@ -15,6 +15,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/http"
 	"net/url"
 	"slices"
@@ -296,6 +297,10 @@ type Host interface {
 	Incremental(h http.Header) bool
 	// Upstream makes next the upstream of one call.
 	Upstream(next Next) Upstream
+	// Message returns a request of its own for a message in the body of r, with its own header and
+	// variables, which begin as those of r. Its answer is written to w, and its body is set later. done
+	// is called when it is over. It may be called by many goroutines at once.
+	Message(r *http.Request, w http.ResponseWriter) (own *http.Request, done func())
 	// Begin shows logs and matchers a call. It returns the call of an enclosing guard that was
 	// shown before and is not Over.
 	Begin(r *http.Request, c *Call) (outer *Call)
@@ -530,6 +535,11 @@ func (plainHost) Incremental(h http.Header) bool { return h.Get("Incremental") =
 
 func (plainHost) Upstream(next Next) Upstream { return &plainUpstream{next: next} }
 
+func (plainHost) Message(r *http.Request, _ http.ResponseWriter) (own *http.Request, done func()) {
+	vars, _ := r.Context().Value(varsKey{}).(map[string]any)
+	return r.Clone(context.WithValue(r.Context(), varsKey{}, maps.Clone(vars))), func() {}
+}
+
 func (plainHost) Begin(*http.Request, *Call) *Call { return nil }
 
 func (plainHost) Show(*http.Request, *Call) {}
@@ -606,4 +616,5 @@ const (
 	StatusInDoubt = "in_doubt"
 
 	statusUnguarded = "unguarded"
+	statusBatch     = "batch"
 )

@@ -513,6 +513,9 @@ func (x *Call) recognize(c *execution.Call) error {
 		return x.storeFailed(err)
 	}
 	c.Attempt, c.Scope.ID, c.Key, x.w.attempt = a, a.ID, a.Key, a
+	if x.part != nil {
+		x.part.attempt, x.w.attempt = a, x.part
+	}
 	if x.message != nil && !x.message.REST {
 		x.w.message = x.message
 	}

@@ -26,8 +26,9 @@ import (
 const maxMessage = 4 << 20
 
 // message reads the body of x, which begins as one, as a message (ADR 0072), and finds the action that it belongs to.
-// harmless is the body of one that changes nothing, else nil. A batch that changes something is guarded as
-// a whole, by the rules of HTTP, so all that change something in it must belong to one action.
+// harmless is the body of one that changes nothing, else nil. A batch that changes something is taken
+// apart, or guarded as a whole, by the rules of HTTP, where all that change something in it must belong to
+// one action.
 func (h *Handler) message(x *Call) (harmless []byte, err error) {
 	if x.body.Size() > maxMessage {
 		return nil, nil
@@ -46,13 +47,17 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 	if understood(x) {
 		harmless = body
 	}
+	if q.Batch && comesApart(x, &q) {
+		x.batch = &q
+		return nil, nil
+	}
 	var chosen *Action
 	for i := range q.Messages {
 		m := &q.Messages[i]
 		if m.Cancels() != nil {
 			x.cancels = &q
 		}
-		if !h.Protocol.Changes(m, h.tools.ReadOnly(h.server(x.r), m.Tool)) {
+		if !h.changes(x, m) {
 			continue
 		}
 		if harmless = nil; !h.byMessage {
@@ -77,6 +82,11 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 		x.shown = new(bytes.Buffer)
 	}
 	return harmless, nil
+}
+
+// changes reports whether a message of x may change something.
+func (h *Handler) changes(x *Call, m *protocol.Message) bool {
+	return h.Protocol.Changes(m, h.tools.ReadOnly(h.server(x.r), m.Tool))
 }
 
 // A protocol that nobody has configured is what the caller says. So his messages count as such only
@@ -242,6 +252,9 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next 
 	_ = x.body.Close()
 	r.Body, r.ContentLength, r.TransferEncoding = io.NopCloser(bytes.NewReader(text)), int64(len(text)), nil
 	r.Header.Del("Expect") // the body is here
+	if x.part != nil {
+		r.Header.Set("Accept-Encoding", "identity") // the answer is read
+	}
 	var learn func(tool string, readOnly bool)
 	if m.Method == "tools/list" {
 		server := h.server(r)

@@ -207,7 +207,7 @@ func (r *Recorder) Write(p []byte) (int, error) {
 	case r.w.held:
 		r.sink.Write(p, false)
 		return n, nil
-	case r.w.whole, r.pump == nil && r.size <= directSize:
+	case r.w.whole, r.pump == nil && r.size <= directSize && !r.w.shared:
 		r.sink.Write(p, false)
 		return r.w.Write(p)
 	case r.pump == nil:

@@ -103,9 +103,9 @@ func (l *clients) running(session requestName, progress bool) bool {
 
 // keepOpen has an execution go on whose answer may still come on a GET stream. The stream of its client,
 // who has to know that it may resume it, ends at once. byHTTP is the outcome without the answer, o what
-// it means that there is none.
+// it means that there is none. The client of a batch could not resume the stream of one message (ADR 0077).
 func keepOpen(x *Call, e *execution.Execution, f *forwarding, byHTTP, o execution.Outcome) (kept bool, err error) {
-	if !o.Whole || o.Verdict != execution.InDoubt || o.Cause != execution.CauseTruncated ||
+	if x.part != nil || !o.Whole || o.Verdict != execution.InDoubt || o.Cause != execution.CauseTruncated ||
 		x.client.session.session == "" || !x.heard.End().Resumable {
 		return false, nil
 	}

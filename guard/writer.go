@@ -30,10 +30,11 @@ type Writer struct {
 	w       http.ResponseWriter
 	head    bool // the request was HEAD
 	alarms  *alarms
-	attempt *execution.Attempt // is told when the client is answered; may be nil
-	answer  *protocol.Answer   // to a message, until its final answer has come; may be nil
-	final   bool               // that was written, and not flushed yet
-	reached bool               // it was flushed
+	shared  bool             // a write may wait for other answers, and its stalls are noticed elsewhere
+	attempt answering        // is told when the client is answered; may be nil
+	answer  *protocol.Answer // to a message, until its final answer has come; may be nil
+	final   bool             // that was written, and not flushed yet
+	reached bool             // it was flushed
 	http1   bool
 
 	failures int64 // failures with a body of at most this wait whole
@@ -50,6 +51,13 @@ type Writer struct {
 
 	message *protocol.Message // without a key, that is answered over JSON-RPC; nil for others
 	reply   *protocol.Reply   // makes what is played an answer to another request; nil repeats it as it was
+}
+
+// answering is what hears that a client is about to be answered, and that it was not: an
+// execution.Attempt, or the batch that it belongs to.
+type answering interface {
+	Answering(status int, elsewhere bool)
+	Unanswered()
 }
 
 // NewWriter returns a Writer on w for an answer to r.
@@ -162,7 +170,7 @@ func (w *Writer) send(p []byte) {
 		}
 	}
 	defer w.unheard()
-	a := w.alarms.start(stallLimit, w)
+	a := w.alarms.start(w.longest(), w)
 	_, err := w.w.Write(p)
 	if !w.alarms.stop(a) {
 		w.ring() // it may not have come to it yet, and the end must not go out without p's
@@ -171,6 +179,14 @@ func (w *Writer) send(p []byte) {
 	if err != nil {
 		w.gone = true
 	}
+}
+
+// longest is how long a write may take.
+func (w *Writer) longest() time.Duration {
+	if w.shared {
+		return longestTime
+	}
+	return stallLimit
 }
 
 // ring ends a write or flush where the client stalls. A write deadline that stands while nothing
@@ -191,7 +207,7 @@ func (w *Writer) FlushError() error {
 	if w.held || w.whole || w.gone {
 		return nil
 	}
-	a := w.alarms.start(stallLimit, w)
+	a := w.alarms.start(w.longest(), w)
 	err := w.control().Flush()
 	if !w.alarms.stop(a) || err != nil && !errors.Is(err, http.ErrNotSupported) {
 		w.gone = true

@@ -404,9 +404,9 @@ var (
 	BatchMixed = Kind{
 		Slug: "batch-mixed", Status: http.StatusBadRequest,
 		Title:    "The messages of the batch belong to different actions",
-		meaning:  "A batch is guarded as one call, under the rules of one action. The messages of this one that change something belong to several. Nothing was forwarded.",
+		meaning:  "The batch is one call, by a header or a token of its caller or since its protocol is not configured, under the rules of one action. Its messages that change something belong to several. Nothing was forwarded.",
 		caller:   "Send the messages one by one.",
-		operator: "Actions are chosen by message with `match tool` and `match argument`.",
+		operator: "Actions are chosen by message with `match tool` and `match argument`. With `protocol mcp`, `a2a` or `jsonrpc` the calls of a batch have their own.",
 	}
 	CallerUnstable = Kind{
 		Slug: "caller-unstable", Status: http.StatusBadRequest,
@@ -501,7 +501,7 @@ var (
 	BodyTooLarge = Kind{
 		Slug: "body-too-large", Status: http.StatusRequestEntityTooLarge,
 		Title:    "The request body is too large",
-		meaning:  "A guarded call is read whole before it is forwarded, and this one is larger than the route allows. Nothing was forwarded.",
+		meaning:  "A guarded call is read whole before it is forwarded, and this one is larger than the route allows, or is a batch of more than 1000 messages. Nothing was forwarded.",
 		caller:   "Send less.",
 		operator: "`max_body` is the limit, or `request_body` where that is less.",
 	}

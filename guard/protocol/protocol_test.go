@@ -491,6 +491,11 @@ func FuzzParse(f *testing.F) {
 		}
 		for i := range q.Messages {
 			m := &q.Messages[i]
+			// A batch is taken apart by what its messages are, which they have to be alone.
+			if alone, ok := u.Parse(nil, path, m.Body); q.Batch && (!ok || alone.Batch || alone.Messages[0].Name != m.Name ||
+				alone.Messages[0].Method != m.Method || alone.Messages[0].Protocol != m.Protocol || !bytes.Equal(alone.Messages[0].ID, m.ID)) {
+				t.Fatalf("%q alone is %+v, in %q %+v", m.Body, alone, body, m)
+			}
 			if !json.Valid(m.Body) || m.ID != nil && !json.Valid(m.ID) || !bytes.Contains(body, m.Body) {
 				t.Fatalf("%q: the message %q has the id %q", body, m.Body, m.ID)
 			}

@@ -1,0 +1,279 @@
+package guard_test
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+)
+
+// batching is a guard of MCP, whose upstream answers by the tool that is called.
+func batching(t *testing.T, answer func(n int64, id, tool string, w http.ResponseWriter)) *bed {
+	b := newBed(t, func(n int64, w http.ResponseWriter, r *http.Request) {
+		var m struct {
+			ID     json.RawMessage
+			Params struct{ Name string }
+		}
+		if err := json.NewDecoder(r.Body).Decode(&m); err != nil {
+			t.Errorf("the upstream has got no single message: %v", err)
+		}
+		w.Header().Set("Content-Type", "application/json")
+		answer(n, string(m.ID), m.Params.Name, w)
+	})
+	b.config.Protocol = &protocol.Rules{Protocol: protocol.MCP}
+	b.config.MissingID = guard.MissingRecognize
+	b.start()
+	return b
+}
+
+// batch makes a batch of calls of these tools, with the index as id. A key follows after a space.
+func batch(accept string, tools ...string) *http.Request {
+	var all []string
+	for id, tool := range tools {
+		tool, key, keyed := strings.Cut(tool, " ")
+		meta := ""
+		if keyed {
+			meta = `,"_meta":{"execution-id":"` + key + `"}`
+		}
+		all = append(all, fmt.Sprintf(`{"jsonrpc":"2.0","id":%d,"method":"tools/call","params":{"name":%q%s}}`, id, tool, meta))
+	}
+	r := httptest.NewRequest(http.MethodPost, "/mcp", strings.NewReader("["+strings.Join(all, ",")+"]"))
+	r.Header.Set("Content-Type", "application/json")
+	r.Header.Set("Accept", accept)
+	r.Header.Set("Authorization", "Bearer ada")
+	return r
+}
+
+const (
+	arrays = "application/json"
+	events = "application/json, text/event-stream"
+)
+
+// answers reads the responses of a batch by their ids.
+func (b *bed) answers(r *http.Request) map[int]string {
+	b.Helper()
+	w := httptest.NewRecorder()
+	b.serve(w, r)
+	texts := strings.Split(strings.TrimSuffix(strings.TrimPrefix(w.Body.String(), "event: message\ndata: "), "\n\n"), "\n\nevent: message\ndata: ")
+	if w.Header().Get("Content-Type") == "application/json" {
+		var elements []json.RawMessage
+		if err := json.Unmarshal(w.Body.Bytes(), &elements); err != nil || fmt.Sprint(w.Body.Len()) != w.Header().Get("Content-Length") {
+			b.Fatalf("%v: %d %s", err, w.Code, w.Body)
+		}
+		texts = nil
+		for _, text := range elements {
+			texts = append(texts, string(text))
+		}
+	}
+	all := map[int]string{}
+	for _, text := range texts {
+		m := struct {
+			ID     *int
+			Method string
+		}{}
+		err := json.Unmarshal([]byte(text), &m)
+		if m.Method != "" { // an event for whom it may concern
+			continue
+		}
+		if err != nil || m.ID == nil || all[*m.ID] != "" {
+			b.Fatalf("%d, %v: %.100q", w.Code, err, text)
+		}
+		all[*m.ID] = text
+	}
+	return all
+}
+
+// P1: of hundreds of calls each is executed once, 16 of them at once.
+func TestBatchIsWorkedOnSideBySide(t *testing.T) {
+	for _, accept := range []string{arrays, events} {
+		synctest.Test(t, func(t *testing.T) {
+			var mu sync.Mutex
+			running, most := 0, 0
+			b := batching(t, func(_ int64, id, tool string, w http.ResponseWriter) {
+				mu.Lock()
+				running++
+				most = max(most, running)
+				mu.Unlock()
+				time.Sleep(time.Second)
+				mu.Lock()
+				running--
+				mu.Unlock()
+				_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":%q}`, id, tool)
+			})
+			var tools []string
+			for i := range 320 {
+				tools = append(tools, fmt.Sprintf("tool%d k%d", i, i))
+			}
+			for range 2 {
+				began := time.Now()
+				got := b.answers(batch(accept, tools...))
+				for i := range tools {
+					if !strings.Contains(got[i], fmt.Sprintf(`"result":"tool%d"`, i)) {
+						t.Errorf("%d: %s", i, got[i])
+					}
+				}
+				if took := time.Since(began); len(got) != 320 || took > 21*time.Second {
+					t.Errorf("%d answers after %v", len(got), took)
+				}
+			}
+			b.was(320)
+			if most != 16 {
+				t.Errorf("%d at once", most)
+			}
+		})
+	}
+}
+
+// P7: a handler that panics, or says what is no message, concerns its own message. Answers of any size are whole.
+func TestBatchAnswersOfEachKind(t *testing.T) {
+	large := strings.Repeat(strings.Repeat("ä", 1000)+"\\n\",\"", 700)
+	b := batching(t, func(n int64, id, tool string, w http.ResponseWriter) {
+		const response = "{\n\t\"jsonrpc\": \"2.0\", \"id\": %s,\r\n\t\"result\": [\"%s\", %d]}"
+		kind, size, _ := strings.Cut(tool, "-")
+		text := fmt.Sprintf(response, id, "", n)
+		if size == "large" {
+			text = fmt.Sprintf(response, id, large, n)
+		}
+		switch kind {
+		case "events":
+			w.Header().Set("Content-Type", "text/event-stream")
+			text = ": alive\n\ndata: " + strings.ReplaceAll(text, "\n", "\ndata: ") + "\n\nid: 7\ndata: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/message\"}\n\n"
+		case "panics":
+			panic("of the handler")
+		case "half":
+			text = text[:len(text)-1]
+		case "two":
+			text += text
+		case "nobody's":
+			text = strings.Replace(text, `"id": `+id, `"id": null`, 1)
+		case "another's":
+			text = "[" + text + "]"
+		case "coded":
+			w.Header().Set("Content-Encoding", "br")
+		case "nothing":
+			w.WriteHeader(http.StatusNoContent)
+			return
+		}
+		_, _ = io.WriteString(w, text)
+	})
+	tools := []string{"json", "json-large", "events-large", "panics", "half", "half-large", "two-large", "nobody's", "another's", "coded", "nothing"}
+	for _, accept := range []string{arrays, events} {
+		got := b.answers(batch(accept, tools...))
+		for i, tool := range tools {
+			var m struct {
+				Result []any
+				Error  struct {
+					Code    int
+					Message string
+					Data    json.RawMessage
+				}
+			}
+			if err := json.Unmarshal([]byte(got[i]), &m); err != nil {
+				t.Errorf("%s of %s: %v: %.100s", tool, accept, err, got[i])
+				continue
+			}
+			switch tool {
+			case "json":
+				if len(m.Result) != 2 {
+					t.Errorf("%s of %s: %.200s", tool, accept, got[i])
+				}
+			case "json-large", "events-large":
+				if len(m.Result) != 702 {
+					t.Errorf("%s of %s: %d, %.200s", tool, accept, len(m.Result), got[i])
+				}
+			default:
+				if m.Error.Code != -32090 || m.Error.Message == "" {
+					t.Errorf("%s of %s: %.200s", tool, accept, got[i])
+				}
+			}
+		}
+	}
+}
+
+// deaf is a client's connection that fails at a write.
+type deaf struct {
+	*httptest.ResponseRecorder
+	at   func(text string) bool
+	gone bool
+}
+
+var errDeaf = errors.New("broken pipe")
+
+func (d *deaf) Write(p []byte) (int, error) {
+	if d.gone = d.gone || d.at(string(p)); d.gone {
+		return 0, errDeaf
+	}
+	return d.ResponseRecorder.Write(p)
+}
+
+func (d *deaf) FlushError() error {
+	if d.gone {
+		return errDeaf
+	}
+	return nil
+}
+
+// P1 without keys (ADR 0070): in an array all calls are unanswered where its end cannot be written, in a
+// stream those whose event cannot.
+func TestBatchIsUnansweredWhereItIsNotWritten(t *testing.T) {
+	for _, c := range []struct {
+		accept, at string // what cannot be written
+		runs       int64  // how many calls an equal batch makes
+	}{
+		{arrays, "]", 0}, {arrays, "never", 2}, {events, `"b `, 1}, {events, "never", 2},
+	} {
+		first := make(chan struct{}) // a has been answered, or nothing is before the end
+		b := batching(t, func(n int64, id, tool string, w http.ResponseWriter) {
+			if tool == "b" && c.accept == events {
+				<-first
+			}
+			_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":"%s %d"}`, id, tool, n)
+		})
+		var once sync.Once
+		b.serve(&deaf{ResponseRecorder: httptest.NewRecorder(), at: func(text string) bool {
+			if strings.Contains(text, `"a `) {
+				once.Do(func() { close(first) })
+			}
+			return strings.HasSuffix(text, c.at) || c.accept == events && strings.Contains(text, c.at)
+		}}, batch(c.accept, "a", "b"))
+		b.was(2)
+		if got := b.answers(batch(c.accept, "a", "b")); len(got) != 2 {
+			t.Errorf("%v", got)
+		}
+		b.was(2 + c.runs)
+	}
+}
+
+// A notification is answered by the end of the answer to its batch: an equal one afterwards is meant.
+func TestBatchNotificationsAreAnswered(t *testing.T) {
+	for _, accept := range []string{arrays, events} {
+		for _, more := range []string{"", `,{"jsonrpc":"2.0","id":0,"method":"tools/call","params":{"name":"a"}}`} {
+			b := batching(t, func(_ int64, id, _ string, w http.ResponseWriter) {
+				if id == "" {
+					w.WriteHeader(http.StatusAccepted)
+					return
+				}
+				_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{}}`, id)
+			})
+			for n := range 2 {
+				r := batch(accept)
+				r.Body = io.NopCloser(strings.NewReader(`[{"jsonrpc":"2.0","method":"notify"}` + more + "]"))
+				w := httptest.NewRecorder()
+				if b.serve(w, r); w.Code != http.StatusAccepted && (more == "" || w.Code != http.StatusOK) {
+					t.Errorf("%s, %d: %d %s", accept, n, w.Code, w.Body)
+				}
+			}
+			b.was(int64(2 + 2*strings.Count(more, "jsonrpc")))
+		}
+	}
+}
