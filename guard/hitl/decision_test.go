@@ -274,6 +274,9 @@ func TestPendingIsKept(t *testing.T) {
 		stop := run(t, d, &receiver{}, hitl.DispatcherOptions{})
 		synctest.Wait()
 		stop()
+		if _, err := d.Decide(t.Context(), stopped.ID, hitl.Vote{By: "user:ann", Every: true, Reason: "not yet"}); err != nil {
+			t.Fatal(err)
+		}
 		time.Sleep(400 * 24 * time.Hour)
 		if blocks(t, d, "w") != stopped.ID {
 			t.Error("time has resumed the workflow")
@@ -285,7 +288,7 @@ func TestPendingIsKept(t *testing.T) {
 		if _, err := d.Get(t.Context(), asked.ID); !errors.Is(err, hitl.ErrNotFound) {
 			t.Error("decided and still kept:", err)
 		}
-		page, err := d.List(t.Context(), hitl.Filter{Status: hitl.Pending}, "", 10)
+		page, err := d.List(t.Context(), hitl.Filter{Status: hitl.Denied}, "", 10)
 		if err != nil || len(page.Escalations) != 1 || page.Escalations[0].ID != stopped.ID {
 			t.Errorf("%+v, %v", page, err)
 		}

@@ -541,7 +541,7 @@ func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Conditio
 	name, expires := recordKey(id), new.expires(time.Duration(d.keep.Load()))
 	batch := make([]store.Write, 1, 7)
 	batch[0] = store.Write{Key: name, If: condition, Value: d.sealer.Seal(nil, new.encode(nil), name), Expires: expires}
-	if old == nil || old.State != new.State || !old.Changed.Equal(new.Changed) {
+	if old == nil || old.State != new.State || old.Status != new.Status || !old.Changed.Equal(new.Changed) {
 		value := []byte{byte(new.Level), byte(new.State), byte(new.Status)}
 		batch = append(batch, store.Write{Key: ageKey(new.Opened, id), Value: value, Expires: expires})
 		if new.Workflow != "" {
