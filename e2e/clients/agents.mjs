@@ -109,6 +109,27 @@ export const agents = {
 		log.push(await agent.getTask({ tenant: '', id: 'nothing', historyLength: undefined }, options).then(() => 'a task', (err) => err.constructor.name));
 		return { id: log.join('\n') };
 	},
+	// What comes of two payments in one batch with a read, of one of them in another batch, and alone.
+	async 'mcp-ts, batch'(task) {
+		const client = await mcp(task);
+		const said = {};
+		client.transport.onmessage = (message) => { said[message.id] = message.result ? text(message.result) : message.error?.message; };
+		const call = (id, name, key) => ({
+			jsonrpc: '2.0', id, method: 'tools/call', params: { name, arguments: { amount: task.amount }, ...key && { _meta: { 'idempotency-key': key } } },
+		});
+		const send = async (...calls) => {
+			await client.transport.send(calls.length > 1 ? calls : calls[0]);
+			while (calls.some(({ id }) => said[id] === undefined)) await new Promise((resolve) => setTimeout(resolve, 5));
+		};
+		try {
+			await send(call(11, 'pay', 'a'), call(12, 'peek'), call(13, 'pay', 'b'));
+			await send(call(21, 'pay', 'c'), call(22, 'pay', 'a'));
+			await send(call(31, 'pay', 'c'));
+			return { id: [11, 22, 13, 21, 31, 12].map((id) => said[id]).join('\n') };
+		} finally {
+			await client.close();
+		}
+	},
 	async 'mcp-ts, in doubt'(task) {
 		const client = await mcp(task);
 		try {

@@ -720,6 +720,27 @@ func TestProblemsInSDKs(t *testing.T) {
 	}
 }
 
+// A batch that an SDK sends comes apart for each server: its calls are known again one by one.
+func TestBatchesOfSDKs(t *testing.T) {
+	s := newAgentSite(t)
+	g := newAgentGateway(t, s.Listener.Addr().String())
+	node := startNode(t)
+	for _, server := range []string{"ts", "go-sdk", "mcp-go"} {
+		t.Run(server, func(t *testing.T) {
+			cell := newAgentCell(nothing)
+			cell.name = "batch of " + server
+			seen := node.call(t, task{Client: "mcp-ts, batch", Base: s.line(t, g, cell, "mcp") + "/" + server, Key: "batch", Amount: 5})
+			said := strings.Split(seen.ID, "\n")
+			if !seen.OK || len(said) != 6 || said[0] != said[1] || said[3] != said[4] || said[0] == said[2] || said[0] == said[3] || said[2] == said[3] || said[5] != "peek 5" {
+				t.Errorf("%s %q", seen.Seen, said)
+			}
+			if n := cell.settled(t); n != 4 { // three payments and the read
+				t.Errorf("%d calls were executed", n)
+			}
+		})
+	}
+}
+
 // The stream of a call that its server closes is resumed by its client (MCP 2025-11-25), and the answer
 // comes through the guard as through a bare proxy. With one key it is executed once, and everybody gets
 // that answer; without a key, calls that were answered so are meant.
