@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -173,18 +172,18 @@ func TestNobodyDecides(t *testing.T) {
 		o := held("stopped", "w")
 		o.Within = 90 * time.Minute
 		stopped := open(t, d, o)
-		var ended []string
-		d.OnDecided(func(e hitl.Escalation) { ended = append(ended, e.ID+e.Status.String()) })
+		ended := make(chan string, 8)
+		d.OnDecided(func(e hitl.Escalation) { ended <- e.ID + e.Status.String() })
 		stop := run(t, d, &receiver{}, hitl.DispatcherOptions{Poll: 24 * time.Hour})
 		time.Sleep(time.Hour - time.Second)
 		synctest.Wait()
 		if len(ended) != 0 {
-			t.Error("too early:", ended)
+			t.Error("too early:", <-ended)
 		}
 		time.Sleep(time.Second)
 		synctest.Wait()
-		if !slices.Equal(ended, []string{e.ID + "expired"}) {
-			t.Error(ended)
+		if got := <-ended; got != e.ID+"expired" || len(ended) != 0 {
+			t.Error(got)
 		}
 		stop()
 		time.Sleep(time.Hour)
