@@ -386,7 +386,7 @@ func (e *engine) startEscalations(ctx context.Context) error {
 		return err
 	}
 	if unreadable > 0 {
-		e.logger.Error("some escalations cannot be read; they hold no workflow any more", zap.Int("unreadable", unreadable))
+		e.logger.Error("some escalations cannot be read; calls of the workflows that they hold are refused", zap.Int("unreadable", unreadable))
 	}
 	x.store.OnDecided(e.decided)
 	x.store.SetEvidence(e.escalationEvidence)

@@ -424,6 +424,7 @@ type holds struct {
 	mu        sync.RWMutex
 	workflows map[string]map[string]struct{} // ids by workflow
 	waiting   map[string]map[string]struct{} // ids of pending calls by requester
+	damaged   map[workflowHash]struct{}      // workflows whose records cannot be read
 }
 
 func (h *holds) note(e *Escalation) {
@@ -435,6 +436,15 @@ func (h *holds) note(e *Escalation) {
 	if e.waits() {
 		h.waiting = with(h.waiting, e.Requester, e.ID)
 	}
+}
+
+func (h *holds) noteDamaged(workflow workflowHash) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.damaged == nil {
+		h.damaged = map[workflowHash]struct{}{}
+	}
+	h.damaged[workflow] = struct{}{}
 }
 
 // settle forgets what the escalation does not hold any more.
@@ -470,8 +480,9 @@ func without(all map[string]map[string]struct{}, name, id string) {
 // waits reports whether a call waits for the decision.
 func (e *Escalation) waits() bool { return e.Status == Pending && e.Proposal.Kind == RunCall }
 
-// Load reads what holds workflows, before the first call. If it fails, no call may begin. What
-// cannot be read holds nothing; unreadable counts it.
+// Load reads what holds workflows, before the first call. If it fails, no call may begin. A record
+// that cannot be read goes on to hold its workflow, which its index entry names; unreadable counts
+// such records.
 func (d *Store) Load(ctx context.Context) (unreadable int, err error) {
 	for entry, err := range d.store.Scan(ctx, store.Prefix([]byte{space, kindHold})) {
 		if err != nil {
@@ -483,6 +494,9 @@ func (d *Store) Load(ctx context.Context) (unreadable int, err error) {
 		case errors.Is(err, ErrNotFound):
 		case errors.Is(err, ErrUnreadable):
 			unreadable++
+			if len(entry.Value) == len(workflowHash{}) {
+				d.holds.noteDamaged(workflowHash(entry.Value))
+			}
 		case err != nil:
 			return unreadable, err
 		default:
@@ -498,8 +512,15 @@ func (d *Store) Load(ctx context.Context) (unreadable int, err error) {
 func (d *Store) Blocks(ctx context.Context, workflow string) (*Escalation, error) {
 	d.holds.mu.RLock()
 	ids := slices.Collect(maps.Keys(d.holds.workflows[workflow]))
+	damaged := false
+	if len(d.holds.damaged) > 0 {
+		_, damaged = d.holds.damaged[d.hashOf(workflow)]
+	}
 	d.holds.mu.RUnlock()
-	if len(ids) == 0 {
+	switch {
+	case damaged:
+		return nil, fmt.Errorf("%w, and holds this workflow", ErrUnreadable)
+	case len(ids) == 0:
 		return nil, nil
 	}
 	return d.highest(ctx, ids)

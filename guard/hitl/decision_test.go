@@ -312,6 +312,28 @@ func TestP4HoldIsUnknown(t *testing.T) {
 	}
 }
 
+// P4: a record that nobody can read goes on to hold its workflow, also in a later process, and no
+// other.
+func TestDamagedRecordsHold(t *testing.T) {
+	p := newPlace()
+	d := p.escalations()
+	e := open(t, d, held("k", "w"))
+	open(t, d, ofCall("of a call"))
+	spoil(t, p, e.ID)
+	again := p.escalations()
+	if n, err := again.Load(t.Context()); n != 1 || err != nil {
+		t.Errorf("%d cannot be read, %v", n, err)
+	}
+	for name, d := range map[string]*hitl.Store{"the process that opened it": d, "a later one": again} {
+		if e, err := d.Blocks(t.Context(), "w"); e != nil || !errors.Is(err, hitl.ErrUnreadable) {
+			t.Errorf("%s: the workflow is held by %v, %v", name, e, err)
+		}
+		if e, err := d.Blocks(t.Context(), "untouched"); e != nil || err != nil {
+			t.Errorf("%s: another workflow is held by %v, %v", name, e, err)
+		}
+	}
+}
+
 // Evidence lands with the change, or neither does.
 func TestEvidenceLandsWithTheDecision(t *testing.T) {
 	p := newPlace()

@@ -475,7 +475,7 @@ func small(d *store.Decoder) uint8 {
 //	h t opened id                 index: all by age; the value is level, state and status
 //	h w workflow opened id        index: a workflow's by age; the same value
 //	h u level due id              index: those to be delivered
-//	h b id                        index: what holds a workflow, or a call waits for
+//	h b id                        index: what holds a workflow, with its hash, or a call waits for
 //	h d deadline id               index: the pending ones that expire
 const (
 	space           = 'h'
@@ -509,8 +509,16 @@ func ageKey(opened time.Time, id uuid.UUID) []byte {
 }
 
 func (d *Store) workflowPrefix(workflow string) []byte {
+	hash := d.hashOf(workflow)
+	return append([]byte{space, kindWorkflow}, hash[:]...)
+}
+
+// workflowHash is the keyed hash of a workflow's name.
+type workflowHash [16]byte
+
+func (d *Store) hashOf(workflow string) workflowHash {
 	hash := d.sealer.Index("escalation workflow", shorten(workflow, maxText))
-	return append([]byte{space, kindWorkflow}, hash[:16]...)
+	return workflowHash(hash[:])
 }
 
 // undelivered is the part of the index that holds one level.
@@ -556,7 +564,12 @@ func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Conditio
 		batch = append(batch, store.Write{Key: dueKey(new.Level, new.Delivery.Next, id)})
 	}
 	if now, before := new.Held || new.waits(), old != nil && (old.Held || old.waits()); now != before {
-		batch = append(batch, store.Write{Key: append([]byte{space, kindHold}, id[:]...), Delete: before})
+		hold := store.Write{Key: append([]byte{space, kindHold}, id[:]...), Delete: before}
+		if new.Held { // so that a damaged record holds it too
+			hash := d.hashOf(new.Workflow)
+			hold.Value = hash[:]
+		}
+		batch = append(batch, hold)
 	}
 	before := time.Time{}
 	if old != nil {
