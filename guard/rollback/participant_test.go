@@ -97,6 +97,7 @@ func TestPartsOfOneRollback(t *testing.T) {
 				t.Fatalf("%+v", p)
 			}
 		}
+		time.Sleep(time.Second) // of two that are asked for at once the ids decide
 		if p := r.prepare(part("c1", "00000000-0000-4000-8000-000000000002")); p.Refusal == nil {
 			t.Errorf("a part of another one: %+v", p)
 		}

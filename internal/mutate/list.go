@@ -93,7 +93,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "E-idempotency-a", file: "guard/rollback/accept.go",
-		old: "	if !bytes.Equal(h.Content, r.content()) {", now: "	if len(h.Content) != len(r.content()) || !bytes.Equal(h.Content, h.Content) {",
+		old: "	if !bytes.Equal(h.Content, r.content()) ||", now: "	if len(h.Content) != len(r.content()) || !bytes.Equal(h.Content, h.Content) ||",
 		breaks: "an id that was used gives its result to any request", tests: []string{"TestAERRRequests"},
 	},
 	{
