@@ -40,7 +40,7 @@ func (s *procSite) rollbacks(t *testing.T, finished int) []*api.Document {
 	t.Helper()
 	deadline := time.Now().Add(patience)
 	for {
-		all := procDocument[admin.RollbackPage](t, s.operate(t, "rollbacks", "-o", "json").says(t)).Rollbacks
+		all := procDocument[admin.RollbackPage](t, s.operate(t, "rollbacks", "list", "--limit", "1000", "-o", "json").says(t)).Rollbacks
 		n := 0
 		for _, doc := range all {
 			if doc.State == string(rollback.Finished) {

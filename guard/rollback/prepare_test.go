@@ -379,10 +379,11 @@ func TestCrashInBothPhases(t *testing.T) {
 				r.st.dies, r.st.lands = r.st.commits+dies, lands
 				r.st.mu.Unlock()
 				q := request("c1", rollback.SubDAG)
-				try := func() error {
-					p, err := r.Prepare(ctx, q)
+				// A life that has died may go on for a moment: it has a coordinator of its own.
+				try := func(c *rollback.Coordinator, q rollback.Request) error {
+					p, err := c.Prepare(ctx, q)
 					if err == nil {
-						p, err = r.Reserve(ctx, p, rollback.DefaultReservation)
+						p, err = c.Reserve(ctx, p, rollback.DefaultReservation)
 					}
 					if err != nil {
 						return err
@@ -391,13 +392,13 @@ func TestCrashInBothPhases(t *testing.T) {
 						return p.Refusal
 					}
 					q.Planned = p.Rollback.Plan.Hash()
-					if _, err = r.Execute(ctx, q); err == nil {
-						_, err = r.Wait(ctx, q.ID)
+					if _, err = c.Execute(ctx, q); err == nil {
+						_, err = c.Wait(ctx, q.ID)
 					}
 					return err
 				}
-				ended := make(chan error, 1)
-				go func() { ended <- try() }()
+				ended, c := make(chan error, 1), r.Coordinator
+				go func() { ended <- try(c, q) }()
 				select {
 				case err := <-ended:
 					over = err == nil && !r.st.gone()
@@ -409,7 +410,7 @@ func TestCrashInBothPhases(t *testing.T) {
 					t.Fatal(err)
 				}
 				r.start()
-				if err := try(); err != nil {
+				if err := try(r.Coordinator, q); err != nil {
 					t.Fatal(err)
 				}
 				wantEnd(t, r.wait(q.ID), rollback.Completed, "c2=completed c1=completed")
