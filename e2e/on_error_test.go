@@ -145,10 +145,10 @@ func TestOnErrorOfAgents(t *testing.T) {
 	report(a, "warning", checkpoint, token.ID())              // no more than a warning
 	report(a, "critical", other.checkpoint, other.checkpoint) // not on_error rollback
 	failure, _ := report(a, "error", checkpoint, token.ID())  // this one counts
-	report(a, "critical", checkpoint, token.ID())             // and this one comes too late
-	found := site.rollbacks(t, 1)
-	doc := s.finished(found[0].RollbackID)
+	doc := s.finished(site.rollbacks(t, 1)[0].RollbackID)
 	doc.want(t, "completed")
+	report(a, "critical", checkpoint, token.ID()) // this one comes too late
+	found := site.rollbacks(t, 1)
 	v := s.view()
 	if len(found) != 1 || doc.Checkpoint != checkpoint || !v.follows(doc.Tokens.Start, failure.ID()) {
 		t.Errorf("%d rollbacks, %+v", len(found), doc)

@@ -43,7 +43,9 @@ type Field struct {
 }
 
 func (f *Field) set(h http.Header) {
-	f.list[0] = f.Value
+	if f.list[0] != f.Value { // else somebody may be reading it: the client's header map has it too
+		f.list[0] = f.Value
+	}
 	h[f.Name] = f.list[:]
 }
 
