@@ -98,7 +98,7 @@ func TestTable(t *testing.T) {
 			sustained++
 		}
 	}
-	if sustained != 3 || lines["req/s"] != 25 || lines["cpu µs"] != 8 || lines["p99 ms"] != 1 {
+	if sustained != 3 || lines["req/s"] != 29 || lines["cpu µs"] != 10 || lines["p99 ms"] != 1 {
 		t.Errorf("%d sustained rows; all lines: %v", sustained, lines)
 	}
 	bars := 0
@@ -110,7 +110,7 @@ func TestTable(t *testing.T) {
 			bars++
 		}
 	}
-	if bars != 25 {
+	if bars != 27 {
 		t.Errorf("%d rows have a bar", bars)
 	}
 	figures := map[string]bool{}
