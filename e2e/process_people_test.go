@@ -472,6 +472,11 @@ func TestProcessErrorsAreEscalated(t *testing.T) {
 	if linked != 2 {
 		t.Errorf("%d escalations follow from their errors", linked)
 	}
+	for _, n := range s.view().Nodes {
+		if n.ExecAct == "escalation" && (n.Event != "escalation" || n.State != "") {
+			t.Errorf("the gateway's escalation is read as a task: %+v", n)
+		}
+	}
 	s.do(charge(8)) // they hold nothing
 }
 

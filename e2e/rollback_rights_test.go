@@ -252,3 +252,23 @@ func TestCascade61Flooding(t *testing.T) {
 	}
 	lab.arrived("POST /refunds", 1)
 }
+
+// An agent's own action may have the name of the gateway's event: it is a task as any other (ATD
+// "Node States"), and gives its agent a part in what follows from it (C-6.1-a).
+func TestActionsNamedLikeEscalations(t *testing.T) {
+	a, b := newAgent(t, "a"), newAgent(t, "b")
+	lab, g := launchLab(t, sagaActions, a, b)
+	for _, name := range []string{"escalation", "escalation_decision"} {
+		wid := uuid.NewString()
+		task := a.issue(ect.Claims{Workflow: wid, Action: name})
+		g.call(with(task, request{method: "GET", path: "/docs/none"}))
+		below := &saga{t, g, b, wid}
+		charged := below.do(charge(7), task.ID())
+		mine := &saga{t, g, a, wid}
+		if got := mine.view().state(task.ID()); got != "done" {
+			t.Errorf("the action %q is %q", name, got)
+		}
+		mine.back(rollbackBody{Checkpoint: charged.checkpoint, Reason: "a test"}).want(t, "completed")
+		lab.wantCharge(charged.id(t), "refunded")
+	}
+}

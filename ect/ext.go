@@ -38,10 +38,6 @@ const (
 	EventCascadeDetected  Event = "cascade_detected"
 	EventWorkflowStart    Event = "workflow_start"
 	EventWorkflowComplete Event = "workflow_complete"
-
-	// The drafts have no names for these two (ATD "Interaction with HITL").
-	EventEscalation         Event = "escalation"
-	EventEscalationDecision Event = "escalation_decision"
 )
 
 // Member is the name of an extension member, in the cascade vocabulary if it has one
@@ -111,8 +107,6 @@ var eventTable = [...]struct {
 	{event: EventCascadeDetected, needs: []Member{"cascade.pattern", "cascade.affected_agents", "cascade.root_cause_ect", "cascade.blast_radius"}},
 	{event: EventWorkflowStart, atd: "atd:workflow_start", needs: []Member{MemberWorkflowName, MemberDescription}, ours: true},
 	{event: EventWorkflowComplete, atd: "atd:workflow_complete", needs: []Member{MemberWorkflowName, MemberTerminalStatus}, ours: true},
-	{event: EventEscalation, ours: true},
-	{event: EventEscalationDecision, ours: true},
 }
 
 // memberTable has every extension member that vocabularies share or whose type a draft

@@ -130,9 +130,9 @@ func asUUID(id uuid.UUID) string {
 }
 
 // actionName is the exec_act of an action. The prefix keeps an action that is named like an
-// event of the drafts from being read as one.
+// event from being read as one.
 func actionName(action string) string {
-	if _, ok := ect.ParseEvent(action); ok {
+	if _, ok := readEvent(action, true); ok {
 		return "call:" + action
 	}
 	return action
@@ -200,7 +200,7 @@ func (e *Evidence) failureID(node string) string { return e.secretID("error of n
 // Outcomes are the ids under which the outcome of one of the gateway's entries is recorded,
 // a checkpoint or the node of an outcome. The index leaves these out.
 func (e *Evidence) Outcomes(entry *ledger.Entry) []string {
-	switch event, is := ect.ParseEvent(entry.Action); {
+	switch event, is := readEvent(entry.Action, true); {
 	case !is:
 		return []string{e.failureID(entry.ID)}
 	case event == ect.EventCheckpoint:

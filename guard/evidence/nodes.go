@@ -464,7 +464,7 @@ func (p *neighbourhood) enqueueSubjects(e *ledger.Entry) error {
 		return err
 	}
 	for _, parent := range parents {
-		if isTask(parent) && !p.own(parent) && isCheckpoint(e) || isCheckpoint(parent) && !p.own(parent) && (isTask(e) || isCheckpoint(e)) {
+		if p.isTask(parent) && !p.own(parent) && isCheckpoint(e) || isCheckpoint(parent) && !p.own(parent) && (p.isTask(e) || isCheckpoint(e)) {
 			p.enqueue(parent.ID)
 			if isCheckpoint(parent) && isCheckpoint(e) { // the parent's actions are also this one's
 				if err := p.enqueueSubjects(parent); err != nil {
@@ -496,7 +496,7 @@ func (p *neighbourhood) contained(target *ledger.Entry) ([]*ledger.Entry, error)
 			return nil, err
 		}
 		for _, parent := range parents {
-			counts := isTask(parent) && !p.own(parent) || isCheckpoint(parent) && !p.own(e)
+			counts := p.isTask(parent) && !p.own(parent) || isCheckpoint(parent) && !p.own(e)
 			if counts && !met[parent.ID] {
 				met[parent.ID] = true
 				all = append(all, parent)
@@ -597,7 +597,7 @@ func (p *neighbourhood) lineage(seeds []*ledger.Entry, q *rollback.Query) error 
 
 // issuedBy reports whether an entry makes the requester a participant of the workflow.
 func (p *neighbourhood) issuedBy(e *ledger.Entry, by string) bool {
-	if event, is := ect.ParseEvent(e.Action); IsUnproven(e) || is && event != ect.EventCheckpoint && event != ect.EventWorkflowStart {
+	if event, is := readEvent(e.Action, p.own(e)); IsUnproven(e) || is && event != ect.EventCheckpoint && event != ect.EventWorkflowStart {
 		return false
 	}
 	return e.Issuer == by || p.own(e) && callerName(CallerOf(e)) == by
@@ -605,12 +605,12 @@ func (p *neighbourhood) issuedBy(e *ledger.Entry, by string) bool {
 
 // reportsEntry reports whether an entry is an agent's report.
 func reportsEntry(e *ledger.Entry, own bool) bool {
-	event, is := ect.ParseEvent(e.Action)
-	return is && !own && IsReport(event)
+	event, _ := ect.ParseEvent(e.Action)
+	return !own && IsReport(event)
 }
 
-func isTask(e *ledger.Entry) bool {
-	_, is := ect.ParseEvent(e.Action)
+func (p *neighbourhood) isTask(e *ledger.Entry) bool {
+	_, is := readEvent(e.Action, p.own(e))
 	return !is
 }
 

@@ -35,7 +35,7 @@ func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 	r := workflow.Record{
 		ID: e.ID, Parents: e.Parents, Action: e.Action, Issuer: e.Issuer, Time: e.Time, Own: own,
 	}
-	event, _ := ect.ParseEvent(e.Action)
+	event, _ := readEvent(e.Action, own)
 	if r.Event = event; r.Event != "" && IsUnproven(e) {
 		r.Event = unproven
 		return r

@@ -314,6 +314,22 @@ func (b *EventBuilder) workflowComplete(now time.Time, r *rollback.Rollback, beg
 	})
 }
 
+// The events about escalations, for which the drafts have no names (ATD "Interaction with HITL").
+// Only the gateway's own tokens are read as these: an agent's action may be called the same.
+const (
+	eventEscalation         ect.Event = "escalation"
+	eventEscalationDecision ect.Event = "escalation_decision"
+)
+
+// readEvent reads the event of a token from its action, and of the gateway's own tokens also the events
+// that the drafts do not have.
+func readEvent(action string, own bool) (event ect.Event, ok bool) {
+	if event = ect.Event(action); own && (event == eventEscalation || event == eventEscalationDecision) {
+		return event, true
+	}
+	return ect.ParseEvent(action)
+}
+
 // The members of tokens about escalations.
 const (
 	memberEscalation ect.Member = "agent_guard.escalation"
@@ -346,13 +362,13 @@ func (b *EventBuilder) Escalation(now time.Time, old, e *hitl.Escalation) (*ect.
 	if about := cmp.Or(e.Links.Error, e.Links.Checkpoint); about != "" && e.Workflow != "" {
 		parents = append(parents, about)
 	}
-	action := ect.EventEscalation
+	action := eventEscalation
 	if old != nil {
 		if e.Token != "" {
 			parents = append(parents, e.Token)
 		}
 		if e.Round == old.Round {
-			action = ect.EventEscalationDecision
+			action = eventEscalationDecision
 		}
 		if n := len(e.Decisions); n > 0 && e.Decisions[n-1].At.Equal(e.Changed) {
 			hash := b.e.sealer.Index("decider", e.Decisions[n-1].By)
