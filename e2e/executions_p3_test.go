@@ -144,7 +144,7 @@ func TestP4ExecutionsOfABrokenStore(t *testing.T) {
 	u := newUpstream(t)
 	g := start(t, "agent_proxy %s", u.addr)
 	g.call(request{path: "/x", id: "k", header: ann})
-	g.store.onGet(func() error { return errBroken })
+	g.store.onGet(func([]byte) error { return errBroken })
 	for _, question := range questions {
 		g.call(asking(question, ann)).retryable(t, 503, "store-unavailable")
 	}

@@ -20,8 +20,8 @@ func TestFailOpen(t *testing.T) {
 	for name, broken := range map[string]func(){
 		"claim":      func() { g.store.failCommits(errBroken) },
 		"closed":     func() { g.store.failCommits(store.ErrUnhealthy) },
-		"look-up":    func() { g.store.onGet(func() error { return errBroken }) },
-		"everything": func() { g.store.failCommits(errBroken); g.store.onGet(func() error { return errBroken }) },
+		"look-up":    func() { g.store.onGet(func([]byte) error { return errBroken }) },
+		"everything": func() { g.store.failCommits(errBroken); g.store.onGet(func([]byte) error { return errBroken }) },
 	} {
 		broken()
 		for range 2 {

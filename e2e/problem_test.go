@@ -254,7 +254,7 @@ func TestEndpoints(t *testing.T) {
 		app:  "quota {\n stored_bytes 1MiB\n}",
 		site: fmt.Sprintf("agent_proxy %s {\n name payments\n missing_id derive 90s\n fingerprint_exclude /t\n action pay {\n match path /pay\n keys advisory\n preset stripe\n retain_key 48h\n}\n}", u.addr),
 	})
-	g.store.onGet(func() error { return errBroken })
+	g.store.onGet(func([]byte) error { return errBroken })
 	g.store.failCommits(errBroken)
 	for _, k := range api.Kinds() {
 		for accept, kind := range map[string]string{"": "text/plain", "text/html,*/*": "text/html"} {

@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"bytes"
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
@@ -242,6 +243,34 @@ func TestProcessWorkflowsWaitForPeople(t *testing.T) {
 		site.decides(t, "approve", id)
 		s.do(charge(8))
 	}
+}
+
+// P4: a workflow that people hold, or may hold, does not go on while the store cannot say so. Others
+// do, and it waits for its person again once the store is back.
+func TestP4HoldsThatCannotBeRead(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	held, other := g.saga(a), g.saga(a)
+	charged := held.do(charge(7))
+	lab.on("POST /refunds", -1, restSays(200, `{"status":"failed"}`))
+	held.back(rollbackBody{Checkpoint: charged.checkpoint, Reason: "a test"}).want(t, "failed", "refused")
+	id := held.try(charge(8)).escalation(t)
+	record := []byte("he") // of an escalation
+	g.store.onGet(func(key []byte) error {
+		if bytes.HasPrefix(key, record) {
+			return errBroken
+		}
+		return nil
+	})
+	for range 3 {
+		held.try(charge(8)).retryable(t, http.StatusServiceUnavailable, "store-unavailable")
+	}
+	other.do(charge(9))
+	g.store.onGet(nil)
+	if got := held.try(charge(8)); got.slug() != "workflow-stopped" || got.escalation(t) != id {
+		t.Errorf("once the store is back: %d %s", got.status, got.body)
+	}
+	lab.arrived("POST /charges", 2)
 }
 
 // P3, and who decides: by a role of the site's users or of trusted issuers, over the gateway's paths.

@@ -20,7 +20,7 @@ func TestClaimFails(t *testing.T) {
 	for name, broken := range map[string]func(){
 		"commit": func() { g.store.failCommits(errBroken) },
 		"closed": func() { g.store.failCommits(store.ErrUnhealthy) },
-		"get":    func() { g.store.onGet(func() error { return errBroken }) },
+		"get":    func() { g.store.onGet(func([]byte) error { return errBroken }) },
 	} {
 		broken()
 		for range 3 {

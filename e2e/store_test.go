@@ -23,7 +23,7 @@ type testStore struct {
 	mu     sync.Mutex
 	ahead  time.Duration
 	commit func([]store.Write) error
-	get    func() error
+	get    func(key []byte) error
 }
 
 // testStores finds the stores of the tests that run, by path.
@@ -61,8 +61,8 @@ func (s *testStore) onCommit(f func([]store.Write) error) {
 	s.commit = f
 }
 
-// onGet calls f before every Get; nil stops that.
-func (s *testStore) onGet(f func() error) {
+// onGet calls f before every Get of a key; nil stops that.
+func (s *testStore) onGet(f func(key []byte) error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.get = f
@@ -104,7 +104,7 @@ func (o opened) Get(ctx context.Context, key []byte) (store.Entry, error) {
 	f := o.s.get
 	o.s.mu.Unlock()
 	if f != nil {
-		if err := f(); err != nil {
+		if err := f(key); err != nil {
 			return store.Entry{}, err
 		}
 	}
