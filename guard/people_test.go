@@ -1,0 +1,158 @@
+package guard_test
+
+import (
+	"context"
+	"fmt"
+	"iter"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// counted is a store that counts what is read from it and written to it.
+type counted struct {
+	store.Store
+	reads, scanned, written atomic.Int64
+}
+
+func (c *counted) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	c.reads.Add(1)
+	return c.Store.Get(ctx, key)
+}
+
+func (c *counted) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	c.reads.Add(1)
+	return func(yield func(store.Entry, error) bool) {
+		for e, err := range c.Store.Scan(ctx, r) {
+			c.scanned.Add(1)
+			if !yield(e, err) {
+				return
+			}
+		}
+	}
+}
+
+func (c *counted) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	c.written.Add(int64(len(batch)))
+	return c.Store.Commit(ctx, batch...)
+}
+
+func (c *counted) total() [3]int64 {
+	return [3]int64{c.reads.Load(), c.scanned.Load(), c.written.Load()}
+}
+
+// besideEscalations is a guard in front of a function, over a store with so many pending
+// escalations: half of them hold a workflow, half have a call of somebody that waits.
+func besideEscalations(t testing.TB, under store.Store, pending int) (*counted, *guard.Handler) {
+	t.Helper()
+	t.Cleanup(func() {
+		if err := under.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	st := &counted{Store: under}
+	ring := seal.Generate()
+	engine, err := guard.OpenEngine(t.Context(), st, ring)
+	if err != nil {
+		t.Fatal(err)
+	}
+	batch := new(store.Batch)
+	for i := range pending {
+		o := hitl.Opening{
+			Key: fmt.Sprint(i), Level: hitl.Pause, Cause: hitl.CauseRollbackPartial, Summary: "A test.",
+			Workflow: evidence.WorkflowID(fmt.Sprint("held-", i)),
+		}
+		if i%2 == 0 {
+			o.Level, o.Cause, o.Proposal, o.Requester = hitl.Approval, hitl.CauseCall, hitl.Proposal{Kind: hitl.RunCall, Hash: "sha-256:0"}, fmt.Sprint("user:", i)
+		}
+		p, err := engine.Escalations.Prepare(t.Context(), o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if batch.Join(p.Batch); i%100 < 99 && i < pending-1 {
+			continue
+		}
+		if err := batch.Commit(t.Context(), st); err != nil {
+			t.Fatal(err)
+		}
+		batch = new(store.Batch)
+	}
+	// A new process, which has read them from the store.
+	if engine, err = guard.OpenEngine(t.Context(), st, ring); err != nil {
+		t.Fatal(err)
+	}
+	h, err := guard.New(guard.Config{Open: engine.Open, Next: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(http.StatusCreated)
+	})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return st, h
+}
+
+// callIn makes call n in a workflow, and returns its status.
+func callIn(h *guard.Handler, n int, workflow string) int {
+	r := httptest.NewRequest(http.MethodPost, "/charges", strings.NewReader(`{"amount":10}`))
+	r.Header.Set("Idempotency-Key", fmt.Sprint("k-", n))
+	r.Header.Set("Authorization", "Bearer one")
+	r.Header.Set("Workflow-Id", workflow)
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, r)
+	return w.Code
+}
+
+// However much waits for people, a call of a workflow that nobody holds reads and writes as much as
+// where nothing does. One that is held is refused.
+func TestCallsBesideEscalations(t *testing.T) {
+	var want [3]int64
+	for _, pending := range []int{0, 10_000} {
+		st, h := besideEscalations(t, memory.New(memory.Options{}), pending)
+		before := st.total()
+		for n := range 10 {
+			if got := callIn(h, n, "untouched"); got != http.StatusCreated {
+				t.Fatalf("%d", got)
+			}
+		}
+		got := st.total()
+		for i := range got {
+			got[i] -= before[i]
+		}
+		if pending == 0 {
+			want = got
+		} else if got != want {
+			t.Errorf("%d pending: 10 calls make %d reads with %d entries of scans, and %d writes; want %d", pending, got[0], got[1], got[2], want)
+		} else if got := callIn(h, 11, "held-1"); got != http.StatusConflict {
+			t.Errorf("a call of a workflow that is held: %d", got)
+		}
+	}
+	t.Logf("10 calls make %d reads with %d entries of scans, and %d writes", want[0], want[1], want[2])
+}
+
+// BenchmarkCallBesideEscalations is a call of a workflow that nobody holds, over a store on disk.
+func BenchmarkCallBesideEscalations(b *testing.B) {
+	for _, pending := range []int{0, 10_000} {
+		b.Run(fmt.Sprint(pending, "-pending"), func(b *testing.B) {
+			st, err := badger.Open(b.TempDir(), badger.Options{})
+			if err != nil {
+				b.Fatal(err)
+			}
+			_, h := besideEscalations(b, st, pending)
+			b.ReportAllocs()
+			for n := 0; b.Loop(); n++ {
+				if got := callIn(h, n, "untouched"); got != http.StatusCreated {
+					b.Fatal(got)
+				}
+			}
+		})
+	}
+}
