@@ -40,7 +40,7 @@ const (
 type Store interface {
 	// Get returns the current entry of key, or ErrNotFound. An entry whose expiry has passed (Now
 	// is at or after it) is not found, swept or not. A value that is missing or does not match
-	// its checksum is ErrDamaged.
+	// its checksum is ErrDamaged. The entry's Key may be the key that was given.
 	Get(ctx context.Context, key []byte) (Entry, error)
 
 	// Scan yields the living entries of r in the order of their keys, from one consistent

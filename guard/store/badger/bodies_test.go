@@ -217,9 +217,9 @@ func TestLargeValuesLeaveBadger(t *testing.T) {
 		t.Errorf("the segment has %d bytes, want %d: the last value alone", info.Size(), want)
 	}
 	for key, pointed := range map[string]bool{"large": true, "least": true, "less": false, "for ever": false} {
-		raw, err := s.getRaw(userKey([]byte(key)))
+		found, err := s.get(userKey([]byte(key)))
 		must(t, err)
-		r, err := decode(raw)
+		r, err := decode(found.raw)
 		if err != nil || r.bulk != pointed {
 			t.Errorf("%q: a pointer %v, %v; want %v", key, r.bulk, err, pointed)
 		}
@@ -291,9 +291,9 @@ func TestKeptSegmentsAreDropped(t *testing.T) {
 	// All but the last value of the first segment, deleted, replaced, or given an expiry.
 	last := 0
 	for raw := int64(firstKept); raw == firstKept; last++ {
-		b, err := s.getRaw(userKey(fmt.Appendf(nil, "key-%03d", last)))
+		b, err := s.get(userKey(fmt.Appendf(nil, "key-%03d", last)))
 		must(t, err)
-		r, err := decode(b)
+		r, err := decode(b.raw)
 		must(t, err)
 		raw = readPointer(r.value).segment
 	}
@@ -422,7 +422,7 @@ func TestKeptSegmentsOutliveReads(t *testing.T) {
 	m := newManual()
 	const n = 20
 	s := keptStore(t, t.TempDir(), n, Options{Now: m.Now})
-	raw, err := s.getRaw(userKey([]byte("key-000")))
+	found, err := s.get(userKey([]byte("key-000")))
 	must(t, err)
 	for i := range n {
 		mustCommit(t, s, remove(fmt.Sprintf("key-%03d", i)))
@@ -433,7 +433,7 @@ func TestKeptSegmentsOutliveReads(t *testing.T) {
 	}
 	m.advance(sweepGrace - time.Second)
 	s.sweepKept()
-	e, err := s.entry([]byte("key-000"), raw, m.Now())
+	e, err := s.entry([]byte("key-000"), found, m.Now())
 	if err != nil || !bytes.Equal(e.Value, kept("key-000", 2000).Value) {
 		t.Errorf("a read that began before the deletion: %v", err)
 	}
@@ -558,9 +558,9 @@ func TestCheckUnderLoad(t *testing.T) {
 	check := segmentCheck{s: s, segments: s.bodies.check(s.closing), now: m.Now()}
 	see := func(key string) {
 		t.Helper()
-		raw, err := s.getRaw(userKey([]byte(key)))
+		found, err := s.get(userKey([]byte(key)))
 		must(t, err)
-		check.see(userKey([]byte(key)), raw)
+		check.see(userKey([]byte(key)), found.raw)
 	}
 	for _, ttl := range []time.Duration{time.Hour, 20 * time.Hour} { // to a known segment, to a new one
 		key := "new " + ttl.String()
@@ -573,9 +573,9 @@ func TestCheckUnderLoad(t *testing.T) {
 	}
 	mustCommit(t, s, kept("pruned", 300))
 	must(t, s.drain(t.Context()))
-	raw, err := s.getRaw(userKey([]byte("pruned")))
+	found, err := s.get(userKey([]byte("pruned")))
 	must(t, err)
-	raw = bytes.Clone(raw)
+	raw := bytes.Clone(found.raw)
 	gone := pointer{segment: firstKept + 1000, length: 300}
 	gone.put(raw[headerSize:])
 	for i := range maxSuspects + 10 {

@@ -492,11 +492,12 @@ func (c *committer) checkConditions(g *group, b *batch, now time.Time) error {
 		if ok {
 			b.onGroup = true
 		} else {
-			var err error
 			c.name = append(c.name[:0], b.staged[i].key...)
-			if raw, err = c.find(c.name); err != nil {
+			stored, err := c.find(c.name)
+			if err != nil {
 				return err
 			}
+			raw = stored.raw
 		}
 		entry, living, err := livingEntry(raw, now)
 		if err != nil {

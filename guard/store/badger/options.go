@@ -130,7 +130,7 @@ func badgerOptions(dir string, o Options, failed func(error)) badgerdb.Options {
 		WithDetectConflicts(false).
 		WithMemTableSize(memTableSize).
 		WithNumMemtables(numMemTables).
-		WithBlockCacheSize(16 << 20).
+		WithBlockCacheSize(0). // blocks are mapped, and neither compressed nor encrypted
 		WithIndexCacheSize(0). // indexes are mapped, not cached, while tables are not encrypted
 		WithNumCompactors(2).
 		WithCompression(options.None). // values are sealed above, so they do not shrink

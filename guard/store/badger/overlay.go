@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"math"
 	"sync"
 	"syscall"
@@ -32,6 +33,7 @@ type overlay struct {
 	// absent caches keys that Badger does not have at durable: a claim reads its key just
 	// before it commits.
 	absent  map[string]struct{}
+	recent  recent        // what Badger has at durable
 	applied uint64        // the last frame that Badger has
 	changed chan struct{} // closed when a layer is frozen or dropped
 
@@ -58,26 +60,29 @@ func (l *layer) put(key string, value []byte) {
 
 func newOverlay(ts, seq uint64) *overlay {
 	return &overlay{
-		active: newLayer(), durable: ts, applied: seq, absent: make(map[string]struct{}),
+		active: newLayer(), durable: ts, applied: seq, absent: make(map[string]struct{}), recent: recent{seed: maphash.MakeSeed()},
 		changed: make(chan struct{}), some: make(chan struct{}, 1), full: make(chan struct{}, 1),
 	}
 }
 
-// get returns the overlay's value of key. If ok is false, Badger's value at ts is current:
-// both are read under one lock, so that no read goes back in time.
-func (o *overlay) get(key []byte) (value []byte, ok bool, ts uint64) {
+// get returns what the overlay has under key. If ok is false, Badger's value at found.ts is
+// current: both are read under one lock, so that no read goes back in time.
+func (o *overlay) get(key []byte) (found stored, ok bool) {
 	o.mu.RLock()
 	defer o.mu.RUnlock()
-	if value, ok = o.active.values[string(key)]; ok {
-		return value, true, 0
+	if found.raw, ok = o.active.values[string(key)]; ok {
+		return found, true
 	}
 	if o.frozen != nil {
-		if value, ok = o.frozen.values[string(key)]; ok {
-			return value, true, 0
+		if found.raw, ok = o.frozen.values[string(key)]; ok {
+			return found, true
 		}
 	}
+	if found, ok = o.recent.get(key); ok {
+		return found, true
+	}
 	_, ok = o.absent[string(key)]
-	return nil, ok, o.durable
+	return stored{ts: o.durable}, ok
 }
 
 // addAbsent caches that Badger has nothing under key at ts.
@@ -86,6 +91,22 @@ func (o *overlay) addAbsent(key []byte, ts uint64) {
 	defer o.mu.Unlock()
 	if o.durable == ts && len(o.absent) < maxAbsent {
 		o.absent[string(key)] = struct{}{}
+	}
+}
+
+// remember keeps what Badger has under key, value included, if it is read again and again.
+func (o *overlay) remember(key []byte, found stored, value []byte) {
+	if len(value) > maxRecentValue || !o.recent.again(key) {
+		return
+	}
+	kept := stored{raw: bytes.Clone(found.raw)}
+	if found.raw[0]&flagBulk != 0 {
+		kept.value = bytes.Clone(value)
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.durable == found.ts { // else it may have changed since
+		o.recent.put(string(key), kept)
 	}
 }
 
@@ -131,6 +152,7 @@ func (o *overlay) dropFrozen(ts uint64) {
 	l := o.frozen
 	o.frozen, o.durable, o.applied = nil, ts, l.seq
 	clear(o.absent)
+	o.recent.drop(l)
 	if l.size <= 2*maxLayer { // else its map has grown too large to keep
 		clear(l.values)
 		*l = layer{values: l.values}

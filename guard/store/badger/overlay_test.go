@@ -1,11 +1,13 @@
 package badger
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"iter"
 	"math"
+	"math/rand/v2"
 	"os"
 	"strings"
 	"sync"
@@ -502,5 +504,135 @@ func TestHint(t *testing.T) {
 	}
 	if hint(ours.AddDate(5000, 0, 0), ours) != 0 {
 		t.Error("an expiry beyond counting must be left to our own check")
+	}
+}
+
+// isRecent reports whether a read of key needs nothing of Badger, nor of a segment.
+func isRecent(s *Store, key string) bool {
+	s.overlay.mu.RLock()
+	defer s.overlay.mu.RUnlock()
+	_, ok := s.overlay.recent.get(userKey([]byte(key)))
+	return ok
+}
+
+// P1: whatever is written, deleted and expires, a read finds what was committed last, also where
+// it is read so often that it comes from memory.
+func TestValuesReadAgainAreCurrent(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+	m := newManual()
+	s, _ := newFaulty(t, Options{Now: m.Now, GroupWait: -1})
+	type entry struct {
+		value   []byte
+		expires time.Time
+	}
+	there := map[string]entry{}
+	key := func() string { return fmt.Sprintf("key %d", random.IntN(20)) }
+	hits := 0
+	for n := range 4000 {
+		switch name := key(); random.IntN(20) {
+		case 0:
+			mustCommit(t, s, remove(name))
+			delete(there, name)
+		case 1, 2:
+			w := put(name, fmt.Sprint(n))
+			if random.IntN(2) == 0 { // or it stands in a segment
+				w.Value = bytes.Repeat(w.Value, 300)
+			}
+			if random.IntN(2) == 0 {
+				w.Expires = m.Now().Add(time.Duration(1+random.IntN(60)) * time.Minute)
+			}
+			w.Bulk = random.IntN(2) == 0
+			mustCommit(t, s, w)
+			there[name] = entry{w.Value, w.Expires}
+		case 3:
+			must(t, s.drain(t.Context()))
+		case 4:
+			m.advance(time.Duration(random.IntN(60)) * time.Second)
+		default:
+			if isRecent(s, name) {
+				hits++
+			}
+			want, ok := there[name]
+			got, err := s.Get(t.Context(), []byte(name))
+			if ok = ok && (want.expires.IsZero() || m.Now().Before(want.expires)); !ok {
+				wantErr(t, name, err, store.ErrNotFound)
+			} else if err != nil || !bytes.Equal(got.Value, want.value) || string(got.Key) != name || !got.Expires.Equal(want.expires) {
+				t.Fatalf("%s after %d steps: %.40q until %v, %v; want %.40q until %v", name, n, got.Value, got.Expires, err, want.value, want.expires)
+			}
+			clear(got.Value) // it is the caller's
+		}
+	}
+	if hits == 0 {
+		t.Error("nothing came from memory")
+	}
+}
+
+// P1: what a slow reader has read of Badger is not kept once it may have changed.
+func TestLateReadsAreNotKept(t *testing.T) {
+	s, _ := newFaulty(t, Options{})
+	mustCommit(t, s, put("key", "before"))
+	must(t, s.drain(t.Context()))
+	key := userKey([]byte("key"))
+	late, err := s.get(key)
+	must(t, err)
+	mustCommit(t, s, put("key", "after"))
+	must(t, s.drain(t.Context()))
+	for range 2 {
+		s.overlay.remember(key, late, nil)
+	}
+	wantValue(t, s, "key", "after")
+	for range 2 {
+		wantValue(t, s, "key", "after")
+	}
+	if !isRecent(s, "key") {
+		t.Error("a value that is read again and again is read of Badger each time")
+	}
+}
+
+// What is kept of reads is bounded, and reading many values once keeps none.
+func TestRecentValuesAreBounded(t *testing.T) {
+	m := newManual()
+	s, _ := newFaulty(t, Options{Now: m.Now})
+	const n, size = 300, 20 << 10
+	name := func(i int) string { return fmt.Sprintf("key %d", i) }
+	for i := range n {
+		mustCommit(t, s, m.expiring(name(i), size, time.Hour))
+	}
+	mustCommit(t, s, m.bulk("large", maxRecentValue+1, time.Hour))
+	must(t, s.drain(t.Context()))
+	read := func(key string) {
+		t.Helper()
+		_, err := s.Get(t.Context(), []byte(key))
+		must(t, err)
+	}
+	kept := func() (kept int) {
+		s.overlay.mu.RLock()
+		defer s.overlay.mu.RUnlock()
+		for _, all := range []map[string]stored{s.overlay.recent.young, s.overlay.recent.old} {
+			for key, found := range all {
+				kept += len(key) + len(found.raw) + len(found.value)
+			}
+		}
+		return kept
+	}
+	for i := range n {
+		read(name(i))
+	}
+	if got := kept(); got != 0 {
+		t.Errorf("%d bytes are kept of values that were read once", got)
+	}
+	for i := range n {
+		for range 3 {
+			read(name(i))
+			read("large")
+		}
+	}
+	if got, most := kept(), 2*(maxRecent+size+1024); got < maxRecent || got > most {
+		t.Errorf("%d bytes are kept, want %d to %d", got, maxRecent, most)
+	}
+	if isRecent(s, "large") || !isRecent(s, name(n-1)) {
+		t.Error("the last values are not kept, or a large one is")
 	}
 }

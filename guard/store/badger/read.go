@@ -6,8 +6,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"iter"
 	"math"
+	"sync/atomic"
 	"time"
 
 	badgerdb "github.com/dgraph-io/badger/v4"
@@ -133,54 +135,66 @@ func (s *Store) Get(ctx context.Context, key []byte) (store.Entry, error) {
 	if err := s.verifyRange(name, name); err != nil {
 		return store.Entry{}, err
 	}
-	raw, err := s.getRaw(name)
+	found, err := s.get(name)
 	if err != nil {
 		return store.Entry{}, err
 	}
-	if raw == nil {
+	if found.raw == nil {
 		return store.Entry{}, store.ErrNotFound
 	}
-	return s.entry(append([]byte(nil), key...), raw, now)
+	e, err := s.entry(key, found, now)
+	if err == nil && found.read {
+		s.overlay.remember(name, found, e.Value)
+	}
+	return e, err
 }
 
-func (s *Store) getRaw(key []byte) ([]byte, error) {
+// stored is what is stored under a key, expired or not.
+type stored struct {
+	raw   []byte // as Badger has it, or the overlay; nil is none
+	value []byte // that raw points to; nil where it was not read, or raw has it
+	ts    uint64 // Badger's timestamp at which it is current
+	read  bool   // now, of Badger: raw is the reader's own
+}
+
+func (s *Store) get(key []byte) (stored, error) {
 	s.reading.RLock()
 	defer s.reading.RUnlock()
 	if err := s.usable(); err != nil {
-		return nil, err
+		return stored{}, err
 	}
-	raw, err := s.find(key)
+	found, err := s.find(key)
 	if err != nil {
-		return nil, fmt.Errorf("badger: reading: %w", err)
+		return stored{}, fmt.Errorf("badger: reading: %w", err)
 	}
-	return raw, nil
+	return found, nil
 }
 
-// find returns the stored value of a key, expired or not; nil is none. It may share the
-// overlay's memory. The caller holds reading.
-func (s *Store) find(key []byte) ([]byte, error) {
-	raw, ok, ts := s.overlay.get(key)
+// find returns what is stored under a key. It may share the overlay's memory. The caller holds
+// reading.
+func (s *Store) find(key []byte) (stored, error) {
+	found, ok := s.overlay.get(key)
 	if ok || s.absence.proves(key) {
-		return raw, nil
+		return found, nil
 	}
-	return s.findInTables(bytes.Clone(key), ts)
+	return s.findInTables(bytes.Clone(key), found.ts)
 }
 
 // findInTables is what Badger has under key at ts.
-func (s *Store) findInTables(key []byte, ts uint64) ([]byte, error) {
+func (s *Store) findInTables(key []byte, ts uint64) (stored, error) {
 	txn := s.db.NewTransactionAt(ts, false)
 	defer txn.Discard()
 	raw, err := lookUp(txn, key)
 	if raw == nil && err == nil {
 		s.overlay.addAbsent(key, ts)
 	}
-	return raw, err
+	return stored{raw: raw, ts: ts, read: true}, err
 }
 
-// entry decodes raw, or returns ErrNotFound if it has expired by now. The zero time ignores
-// expiry.
-func (s *Store) entry(key, raw []byte, now time.Time) (store.Entry, error) {
-	r, err := decode(raw)
+// entry decodes what was found, or returns ErrNotFound if it has expired by now. The zero time
+// ignores expiry.
+func (s *Store) entry(key []byte, found stored, now time.Time) (store.Entry, error) {
+	r, err := decode(found.raw)
 	if err != nil {
 		return store.Entry{}, fmt.Errorf("%w: %w", errCorrupt, err)
 	}
@@ -188,8 +202,15 @@ func (s *Store) entry(key, raw []byte, now time.Time) (store.Entry, error) {
 		return store.Entry{}, store.ErrNotFound
 	}
 	e := store.Entry{Key: key, Version: r.version, Expires: r.expires}
-	if !r.bulk {
+	switch {
+	case !r.bulk && found.read:
+		e.Value = r.value
+		return e, nil
+	case !r.bulk:
 		e.Value = bytes.Clone(r.value)
+		return e, nil
+	case found.value != nil:
+		e.Value = bytes.Clone(found.value)
 		return e, nil
 	}
 	e.Value, err = s.bodies.read(readPointer(r.value), key)
@@ -201,6 +222,59 @@ func (s *Store) entry(key, raw []byte, now time.Time) (store.Entry, error) {
 		return store.Entry{Key: key}, err
 	}
 	return e, nil
+}
+
+// recent keeps what was read of Badger more than once lately, as it is stored: what is sealed in
+// the store is sealed here (P8). The overlay drops what changes, under its lock.
+type recent struct {
+	seed maphash.Seed
+	once [4096]atomic.Uint32 // hashes of keys that were read last, each in the place that it has
+
+	young, old map[string]stored
+	size       int // of what was put into young, in bytes
+}
+
+const (
+	// maxRecent is the size in bytes at which the younger half of the cache becomes the older one.
+	maxRecent = 1 << 20
+	// maxRecentValue is the largest value that is kept, in bytes.
+	maxRecentValue = 64 << 10
+	// recentOverhead is about what an entry takes besides its bytes.
+	recentOverhead = 160
+)
+
+// again reports whether key was read not long ago, and notes that it is now. So who reads many
+// keys once each does not fill the cache.
+func (r *recent) again(key []byte) bool {
+	hash := maphash.Bytes(r.seed, key)
+	mark := uint32(hash>>32) | 1
+	return r.once[hash%uint64(len(r.once))].Swap(mark) == mark
+}
+
+func (r *recent) get(key []byte) (found stored, ok bool) {
+	if found, ok = r.young[string(key)]; !ok {
+		found, ok = r.old[string(key)]
+	}
+	return found, ok
+}
+
+func (r *recent) put(key string, found stored) {
+	if r.size >= maxRecent || r.young == nil {
+		r.young, r.old, r.size = make(map[string]stored), r.young, 0
+	}
+	r.young[key] = found
+	r.size += len(key) + len(found.raw) + len(found.value) + recentOverhead
+}
+
+// drop removes the keys of a layer.
+func (r *recent) drop(l *layer) {
+	if len(r.young)+len(r.old) == 0 {
+		return
+	}
+	for key := range l.values {
+		delete(r.young, key)
+		delete(r.old, key)
+	}
 }
 
 // lookUp returns a copy of Badger's value of key, expired or not; nil is none.
@@ -390,5 +464,5 @@ func (c *cursor) entry(ctx context.Context, f fetched) (store.Entry, error) {
 	if err := ctx.Err(); err != nil {
 		return store.Entry{}, err
 	}
-	return c.s.entry(f.key, f.raw, c.now)
+	return c.s.entry(f.key, stored{raw: f.raw, read: true}, c.now)
 }

@@ -181,7 +181,7 @@ func (s *Store) conflict(b *batch) error {
 	if b.found == nil {
 		return lost
 	}
-	e, err := s.entry(lost.Key, b.found, time.Time{})
+	e, err := s.entry(lost.Key, stored{raw: b.found}, time.Time{})
 	if err != nil {
 		return fmt.Errorf("badger: the condition does not hold, and the stored entry cannot be read: %w", err)
 	}

@@ -175,15 +175,16 @@ func (s *Store) verifyStored() error {
 // readAt reads the value at p, if the current entry of a key points there: it may be replaced or
 // expired.
 func (s *Store) readAt(key []byte, p pointer) error {
-	raw, err := s.getRaw(key)
-	if err != nil || raw == nil {
+	found, err := s.get(key)
+	if err != nil || found.raw == nil {
 		return err
 	}
-	r, err := decode(raw)
+	found.value = nil // it is read to see whether it is damaged
+	r, err := decode(found.raw)
 	if err != nil || !r.bulk || readPointer(r.value) != p {
 		return err
 	}
-	if _, err = s.entry(key[1:], raw, s.options.Now()); errors.Is(err, store.ErrNotFound) {
+	if _, err = s.entry(key[1:], found, s.options.Now()); errors.Is(err, store.ErrNotFound) {
 		return nil
 	}
 	return err
