@@ -112,7 +112,11 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 // playAnswer sends the answer of an execution.
 func playAnswer(w http.ResponseWriter, r *http.Request, a api.Answer, header http.Header) (sent bool, err error) {
 	to := guard.NewWriter(w, r)
-	err = guard.Play(to, r, guard.Source(a), header)
+	var marks []guard.Field
+	for name := range header {
+		marks = append(marks, guard.Field{Name: name, Value: header.Get(name)})
+	}
+	err = guard.Play(to, r, guard.Source(a), marks...)
 	return to.Sent(), err
 }
 

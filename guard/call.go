@@ -203,7 +203,7 @@ type Call struct {
 	clock      clock  // of the forwarded call
 	rec        Recorder
 	sink       callSink // what rec feeds
-	fields     [4]Field // of the answer; see marks
+	fields     [5]Field // of the answer; see marks
 	body       *spool.Spool
 	read       bool              // the request's body was read to its end
 	message    *protocol.Message // that the body is; nil for any other call
@@ -488,18 +488,17 @@ func (x *Call) replay(found execution.Finding) error {
 	x.noted.outcome, x.noted.created = execution.Completed, result.Created
 	x.action.Counts.Replayed()
 	x.call.Checkpoint = found.Record.Checkpoint
-	marks := header(x.marks("replayed", x.call.Checkpoint))
-	marks[HeaderReplayed] = []string{"true"}
 	if result.Head.Status >= http.StatusBadRequest {
 		if failed := x.recordedError(x.call.Checkpoint); failed != nil {
-			marks[ect.FieldName] = append(slices.Clone(result.Head.Header[ect.FieldName]), failed.raw)
+			result.Head.Header[ect.FieldName] = append(result.Head.Header[ect.FieldName], failed.raw)
 		}
 	}
+	marks := append(x.marks("replayed", x.call.Checkpoint), Field{Name: HeaderReplayed, Value: "true"})
 	x.w.reply = replyTo(x, false)
 	err = Play(&x.w, x.r, Source{
 		Head: &result.Head, Body: result.Body(x.r.Context()),
-		Trailer: func() map[string][]string { return result.Head.Trailer },
-	}, marks)
+		Trailer: func() map[string][]string { return result.Head.Trailer }, Own: true,
+	}, marks...)
 	return x.played(err)
 }
 
@@ -542,7 +541,7 @@ func (x *Call) attach(flight *execution.Flight) (step, error) {
 	x.w.reply = replyTo(x, true)
 	err = Play(&x.w, x.r, Source{
 		Head: head, Body: followed{x.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
-	}, header(x.marks(status, flight.Checkpoint())))
+	}, x.marks(status, flight.Checkpoint())...)
 	if err != nil && !x.w.Sent() {
 		return x.followedInVain(flight)
 	}

@@ -84,14 +84,6 @@ func (x *Call) marks(status, checkpoint string) []Field {
 	return fields
 }
 
-func header(fields []Field) http.Header {
-	h := make(http.Header, len(fields)+1)
-	for i := range fields {
-		fields[i].set(h)
-	}
-	return h
-}
-
 // outcomeOf completes the outcome o by an answer's status, header and trailer.
 func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string][]string, unframed bool) execution.Outcome {
 	var ruled bool

@@ -31,7 +31,7 @@ func TestPlayBringsTheRecordedAnswerBack(t *testing.T) {
 	to.header.Set("X-Removed", "from outside")
 	recorded := map[string][]string{"Content-Length": {"6"}, "X-Removed": nil, "X-Two": {"a", "b"}}
 	src := replayed(201, recorded, iotest.OneByteReader(strings.NewReader("abcdef")), nil)
-	err := guard.Play(guard.NewWriter(to, post()), post(), src, http.Header{"Idempotent-Replayed": {"true"}})
+	err := guard.Play(guard.NewWriter(to, post()), post(), src, guard.Field{Name: "Idempotent-Replayed", Value: "true"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -47,7 +47,7 @@ func TestPlayBringsTheRecordedAnswerBack(t *testing.T) {
 
 func TestPlayOfAnEmptyAnswer(t *testing.T) {
 	to := newClient()
-	if err := guard.Play(guard.NewWriter(to, post()), post(), replayed(204, nil, http.NoBody, nil), nil); err != nil {
+	if err := guard.Play(guard.NewWriter(to, post()), post(), replayed(204, nil, http.NoBody, nil)); err != nil {
 		t.Fatal(err)
 	}
 	if want := []string{"status 204"}; !slices.Equal(to.log, want) {
@@ -60,7 +60,7 @@ func TestALiveAnswerIsFlushed(t *testing.T) {
 	to := newClient()
 	src := replayed(200, nil, io.MultiReader(strings.NewReader("one"), strings.NewReader("two")), nil)
 	src.Live = true
-	if err := guard.Play(guard.NewWriter(to, post()), post(), src, nil); err != nil {
+	if err := guard.Play(guard.NewWriter(to, post()), post(), src); err != nil {
 		t.Fatal(err)
 	}
 	if want := []string{"status 200", "flush", "write one", "flush", "write two", "flush"}; !slices.Equal(to.log, want) {
@@ -86,7 +86,7 @@ func TestACutAnswerIsNotEnded(t *testing.T) {
 			to.header.Set("Via", "1.1 Caddy")
 			w := guard.NewWriter(to, post())
 			body := io.MultiReader(strings.NewReader("abc"), iotest.ErrReader(cut))
-			err := guard.Play(w, post(), replayed(200, c.header, body, map[string][]string{"X-Sum": {"1"}}), http.Header{"X-Mark": {"yes"}})
+			err := guard.Play(w, post(), replayed(200, c.header, body, map[string][]string{"X-Sum": {"1"}}), guard.Field{Name: "X-Mark", Value: "yes"})
 			if !errors.Is(err, cut) || w.Sent() != c.sent || !slices.Equal(to.log, c.want) {
 				t.Errorf("%v, sent %v %q; want %v, %v %q", err, w.Sent(), to.log, cut, c.sent, c.want)
 			}
@@ -119,7 +119,7 @@ func TestPlayStopsWhenTheClientHasLeft(t *testing.T) {
 	to := newClient()
 	to.gone = true
 	body := new(endless)
-	if err := guard.Play(guard.NewWriter(to, post()), post(), replayed(200, nil, body, nil), nil); err != nil {
+	if err := guard.Play(guard.NewWriter(to, post()), post(), replayed(200, nil, body, nil)); err != nil {
 		t.Error(err)
 	}
 	if body.reads != 1 {
@@ -136,7 +136,7 @@ func TestTrailersArePlayed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				src := replayed(200, header, strings.NewReader("abc"), map[string][]string{"X-Sum": {"42"}})
-				if err := guard.Play(guard.NewWriter(w, r), r, src, nil); err != nil {
+				if err := guard.Play(guard.NewWriter(w, r), r, src); err != nil {
 					t.Error(err)
 				}
 			}))
@@ -192,7 +192,7 @@ func TestGzipIsUnpackedForWhoDoesNotAcceptIt(t *testing.T) {
 				header["Etag"] = []string{c.etag}
 			}
 			to := newClient()
-			if err := guard.Play(guard.NewWriter(to, r), r, replayed(200, header, bytes.NewReader(packed), nil), nil); err != nil {
+			if err := guard.Play(guard.NewWriter(to, r), r, replayed(200, header, bytes.NewReader(packed), nil)); err != nil {
 				t.Fatal(err)
 			}
 			_, encoded := to.header["Content-Encoding"]
@@ -214,7 +214,7 @@ func TestABodyThatIsNoGzipIsNotPlayedAsWhole(t *testing.T) {
 	header := map[string][]string{"Content-Encoding": {"gzip"}}
 	for name, body := range map[string][]byte{"no gzip": []byte("something else"), "cut gzip": gzipped("hello")[:20]} {
 		t.Run(name, func(t *testing.T) {
-			if err := guard.Play(guard.NewWriter(newClient(), post()), post(), replayed(200, header, bytes.NewReader(body), nil), nil); err == nil {
+			if err := guard.Play(guard.NewWriter(newClient(), post()), post(), replayed(200, header, bytes.NewReader(body), nil)); err == nil {
 				t.Error("played to the end")
 			}
 		})
@@ -225,7 +225,7 @@ func TestEmptyBodiesMarkedAsGzip(t *testing.T) {
 	header := map[string][]string{"Content-Encoding": {"gzip"}}
 	for _, status := range []int{200, 204} {
 		to := newClient()
-		if err := guard.Play(guard.NewWriter(to, post()), post(), replayed(status, header, http.NoBody, nil), nil); err != nil || len(to.body) != 0 {
+		if err := guard.Play(guard.NewWriter(to, post()), post(), replayed(status, header, http.NoBody, nil)); err != nil || len(to.body) != 0 {
 			t.Errorf("%d: %v, body %q", status, err, to.body)
 		}
 	}
@@ -249,11 +249,11 @@ func TestP3MemoryOfAFailedWriteIsNotUsedAgain(t *testing.T) {
 	const mine = "mine, and nobody else's"
 	for range 100 { // the pool does not always give back what was put last
 		gone := &leaver{client: newClient()}
-		if err := guard.Play(guard.NewWriter(gone, post()), post(), replayed(200, nil, strings.NewReader(mine), nil), nil); err != nil {
+		if err := guard.Play(guard.NewWriter(gone, post()), post(), replayed(200, nil, strings.NewReader(mine), nil)); err != nil {
 			t.Fatal(err)
 		}
 		other := replayed(200, nil, strings.NewReader(strings.Repeat("x", 2*len(mine))), nil)
-		if err := guard.Play(guard.NewWriter(newClient(), post()), post(), other, nil); err != nil {
+		if err := guard.Play(guard.NewWriter(newClient(), post()), post(), other); err != nil {
 			t.Fatal(err)
 		}
 		if string(gone.kept) != mine {

@@ -120,10 +120,13 @@ func (w *Writer) holds(status int, length int64) (held, whole bool) {
 	return held, !held && status >= http.StatusBadRequest && 0 < length && length <= w.failures
 }
 
-// takeBack forgets an answer of which nothing was sent.
-func (w *Writer) takeBack(header http.Header) {
-	clear(w.Header())
-	maps.Copy(w.Header(), header)
+// takeBack forgets an answer of which nothing was sent. header is what was there before.
+func (w *Writer) takeBack(header []headerLines) {
+	h := w.Header()
+	clear(h)
+	for _, l := range header {
+		h[l.name] = l.values
+	}
 	w.status, w.held, w.whole, w.left, w.last = 0, false, false, -1, nil
 }
 
@@ -308,14 +311,26 @@ type Source struct {
 	Trailer func() map[string][]string
 	// Live says that the answer is still growing: every read is flushed.
 	Live bool
+	// Own says that nobody else has Head.
+	Own bool
+}
+
+// headerLines are the values of a field of a header map.
+type headerLines struct {
+	name   string
+	values []string
 }
 
 // Play sends src to the client of w, with marks as further header fields. The end
 // of the answer is released when the body has ended with io.EOF. Any other error is
 // returned: if w.Sent() then, the connection must be aborted, so that the client
 // sees that the answer is not whole; else w is as it was, for another answer.
-func Play(w *Writer, r *http.Request, src Source, marks http.Header) error {
-	before := maps.Clone(w.Header())
+func Play(w *Writer, r *http.Request, src Source, marks ...Field) error {
+	var few [8]headerLines // on the stack
+	before := few[:0]
+	for name, values := range w.Header() {
+		before = append(before, headerLines{name, values})
+	}
 	err := play(w, r, src, marks)
 	if err != nil && !w.Sent() {
 		w.takeBack(before)
@@ -323,11 +338,13 @@ func Play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 	return err
 }
 
-func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
+func play(w *Writer, r *http.Request, src Source, marks []Field) error {
 	h := w.Header()
 	n := 0
-	for _, values := range src.Head.Header {
-		n += len(values)
+	if !src.Own {
+		for _, values := range src.Head.Header {
+			n += len(values)
+		}
 	}
 	lists := make([]string, 0, n) // other clients have those of src
 	for name, values := range src.Head.Header {
@@ -335,12 +352,15 @@ func play(w *Writer, r *http.Request, src Source, marks http.Header) error {
 			delete(h, name)
 			continue
 		}
-		from := len(lists)
-		lists = append(lists, values...)
-		h[name] = lists[from:len(lists):len(lists)]
-	}
-	for name, values := range marks {
+		if !src.Own {
+			from := len(lists)
+			lists = append(lists, values...)
+			values = lists[from:len(lists):len(lists)]
+		}
 		h[name] = values
+	}
+	for i := range marks {
+		marks[i].set(h)
 	}
 	body := src.Body
 	if (unasked(h, r) || w.reply != nil && isGzip(h.Get("Content-Encoding"))) && bodyAllowed(src.Head.Status) {

@@ -28,6 +28,8 @@ type Answer struct {
 	Trailer func() map[string][]string
 	// Live says that the answer is still being received.
 	Live bool
+	// Own says that nobody else has Head.
+	Own bool
 }
 
 // executionsRequest is a request about the executions that a caller has given one id. It
@@ -363,7 +365,7 @@ func (q *executionsRequest) replay(e *execution.Recorded) error {
 	}
 	sent, err := q.play(e, Answer{
 		Head: &result.Head, Body: result.Body(ctx),
-		Trailer: func() map[string][]string { return result.Head.Trailer },
+		Trailer: func() map[string][]string { return result.Head.Trailer }, Own: true,
 	}, http.Header{headerExecutionStatus: {"replayed"}, headerReplayed: {"true"}})
 	switch {
 	case err == nil:

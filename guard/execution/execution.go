@@ -455,9 +455,8 @@ func (g *Guard) tail(room *room, key Key, record *Record, tail []byte) store.Wri
 
 // answer is the head piece of a recorded answer.
 type answer struct {
-	head   *Head
-	record Record // what a replay needs of it; empty if the answer is not under answerKey
-	rest   []byte // of the body, after the full pieces
+	result Result // its head, and the rest of the body after the full pieces
+	record Record // what a replay needs of it; empty if the answer is not under appendAnswerKey
 }
 
 func decodeAnswer(tail []byte) (*answer, error) {
@@ -465,10 +464,12 @@ func decodeAnswer(tail []byte) (*answer, error) {
 		return nil, ErrResultUnavailable
 	}
 	size := lengthSize + int(binary.BigEndian.Uint32(tail))
-	a := &answer{rest: tail[size:]}
-	var err error
-	if a.head, err = decodeHead(tail[lengthSize:size]); err == nil && a.head.record != nil {
-		err = a.record.decode(a.head.record)
+	a := new(answer)
+	a.result.rest = tail[size:]
+	head := &a.result.Head
+	err := head.decode(tail[lengthSize:size])
+	if err == nil && head.record != nil {
+		err = a.record.decode(head.record)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrResultUnavailable, err)
@@ -484,11 +485,18 @@ func (g *Guard) answerOf(ctx context.Context, key Key, r *Record) (*answer, erro
 	case !r.Result.ByKey:
 		return g.headPiece(ctx, pieceKey(key, r.Claim, earlierHead))
 	}
-	a, err := g.headPiece(ctx, answerKey(key))
+	a, err := g.answerUnder(ctx, key)
 	if err == nil && a.record.Claim != r.Claim {
 		return nil, ErrResultUnavailable
 	}
 	return a, err
+}
+
+func (g *Guard) answerUnder(ctx context.Context, key Key) (*answer, error) {
+	name := scratch.Get().(*[]byte)
+	defer freeScratch(name)
+	*name = appendAnswerKey((*name)[:0], key)
+	return g.headPiece(ctx, *name)
 }
 
 func (g *Guard) headPiece(ctx context.Context, name []byte) (*answer, error) {
@@ -510,6 +518,7 @@ type Result struct {
 	claim  [16]byte
 	pieces int
 	rest   []byte
+	reader bytes.Reader // of rest
 }
 
 // Result reads and verifies the whole answer of a Replayable finding, so that a replay does not
@@ -530,22 +539,25 @@ func (g *Guard) Result(ctx context.Context, key Key, found Finding) (*Result, er
 			return nil, err
 		}
 	}
-	if a.head.Size != int64(r.Result.Pieces)*pieceSize+int64(len(a.rest)) {
+	result := &a.result
+	if result.Head.Size != int64(r.Result.Pieces)*pieceSize+int64(len(result.rest)) {
 		return nil, ErrResultUnavailable
 	}
-	return &Result{Head: *a.head, Created: r.Created, g: g, key: key, claim: r.Claim, pieces: r.Result.Pieces, rest: a.rest}, nil
+	result.Created, result.g, result.key, result.claim, result.pieces = r.Created, g, key, r.Claim, r.Result.Pieces
+	return result, nil
 }
 
-// Body reads the body, a piece at a time.
+// Body reads the body, a piece at a time. There is one reader at a time.
 func (r *Result) Body(ctx context.Context) io.Reader {
+	r.reader.Reset(r.rest)
 	if r.pieces == 0 {
-		return bytes.NewReader(r.rest)
+		return &r.reader
 	}
 	readers := make([]io.Reader, 0, r.pieces+1)
 	for i := range r.pieces {
 		readers = append(readers, &pieceReader{ctx: ctx, result: r, piece: firstPiece + i})
 	}
-	return io.MultiReader(append(readers, bytes.NewReader(r.rest))...)
+	return io.MultiReader(append(readers, &r.reader)...)
 }
 
 // pieceReader fetches its piece at the first read.
@@ -618,7 +630,8 @@ func (h *Head) encode(dst []byte) []byte {
 	return e.B
 }
 
-func decodeHead(b []byte) (*Head, error) {
+// decode reads what encode has written, into an empty h.
+func (h *Head) decode(b []byte) error {
 	names, values := 0, 0
 	for d := (store.Decoder{B: b, Broken: errEncoding}); d.Next(); {
 		switch d.Tag {
@@ -628,7 +641,7 @@ func decodeHead(b []byte) (*Head, error) {
 			values++
 		}
 	}
-	h := &Head{Header: make(map[string][]string, names)}
+	h.Header = make(map[string][]string, names)
 	d := store.Decoder{B: b, Broken: errEncoding}
 	text := string(b)                  // of which all names and values are parts: one allocation
 	lists := make([]string, 0, values) // of which the lists of values are parts
@@ -663,7 +676,7 @@ func decodeHead(b []byte) (*Head, error) {
 			fields[name] = nil
 		case tagHeadValue, tagHeadTrailerValue:
 			if fields == nil {
-				return nil, errEncoding
+				return errEncoding
 			}
 			lists = append(lists, value())
 			fields[name] = lists[from:len(lists):len(lists)]
@@ -671,5 +684,5 @@ func decodeHead(b []byte) (*Head, error) {
 			h.record = d.Field
 		}
 	}
-	return h, d.Err
+	return d.Err
 }

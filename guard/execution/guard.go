@@ -165,7 +165,7 @@ func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay bool
 			return f.found(fp), nil
 		}
 		if replay {
-			a, err := g.headPiece(ctx, answerKey(key))
+			a, err := g.answerUnder(ctx, key)
 			if err == nil {
 				found, err := g.found(ctx, &a.record, fp)
 				found.answer = a
@@ -217,7 +217,10 @@ func (g *Guard) found(ctx context.Context, record *Record, fp Fingerprint) (Find
 }
 
 func (g *Guard) load(ctx context.Context, key Key) (*Record, store.Version, error) {
-	plain, version, err := g.read(ctx, recordKey(key))
+	name := scratch.Get().(*[]byte)
+	defer freeScratch(name)
+	*name = appendRecordKey((*name)[:0], key)
+	plain, version, err := g.read(ctx, *name)
 	if plain == nil || err != nil {
 		return nil, 0, err
 	}
@@ -243,7 +246,7 @@ func (g *Guard) read(ctx context.Context, name []byte) ([]byte, store.Version, e
 	case err != nil:
 		return nil, 0, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	plain, err := g.sealer.Open(nil, entry.Value, name)
+	plain, err := g.sealer.Open(entry.Value[:0], entry.Value, name)
 	return plain, entry.Version, unreadable(err)
 }
 

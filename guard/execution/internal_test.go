@@ -402,17 +402,18 @@ func FuzzDecodeRecord(f *testing.F) {
 func FuzzDecodeHead(f *testing.F) {
 	h := Head{Status: 200, Size: 7, Header: map[string][]string{"A": {"", "b"}, "Gone": nil}, Trailer: map[string][]string{"T": {"x"}}}
 	f.Add(h.encode(nil))
-	if d, err := decodeHead(h.encode(nil)); err != nil || !maps.EqualFunc(d.Header, h.Header, slices.Equal) || !maps.EqualFunc(d.Trailer, h.Trailer, slices.Equal) {
+	var d Head
+	if err := d.decode(h.encode(nil)); err != nil || !maps.EqualFunc(d.Header, h.Header, slices.Equal) || !maps.EqualFunc(d.Trailer, h.Trailer, slices.Equal) {
 		f.Fatalf("%+v, %v", d, err)
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
-		h, err := decodeHead(b)
-		if err != nil {
+		var h, again Head
+		if h.decode(b) != nil {
 			return
 		}
 		delete(h.Header, "") // no Encoder writes an empty name, as no header has one
 		delete(h.Trailer, "")
-		again, err := decodeHead(h.encode(nil))
+		err := again.decode(h.encode(nil))
 		if err != nil || again.Status != h.Status || !maps.EqualFunc(again.Header, h.Header, slices.Equal) ||
 			!maps.EqualFunc(again.Trailer, h.Trailer, slices.Equal) {
 			t.Fatalf("%+v, %v", again, err)
@@ -679,7 +680,7 @@ func TestBrokenFields(t *testing.T) {
 		}
 	}
 	for name, b := range map[string]string{"no mark": "\x03\x01A\x04\x01x", "an empty value": "\x03\x01A\x04\x00", "cut": "\x03\x05A"} {
-		if _, err := decodeHead([]byte(b)); err != errEncoding {
+		if err := new(Head).decode([]byte(b)); err != errEncoding {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

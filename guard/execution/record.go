@@ -99,7 +99,7 @@ type storedResult struct {
 	Inline []byte
 	// Pieces is the number of full pieces of the body kept beside the head.
 	Pieces int
-	// ByKey says that the head is under answerKey. Earlier builds kept it under its claim.
+	// ByKey says that the head is under appendAnswerKey. Earlier builds kept it under its claim.
 	ByKey bool
 	// Size is how many bytes are stored beside the record.
 	Size    int64
@@ -462,9 +462,7 @@ const (
 	firstPiece
 )
 
-// answerKey is the name of an answer's head piece, which holds the body's rest too.
-func answerKey(key Key) []byte { return appendAnswerKey(make([]byte, 0, 1+len(key)), key) }
-
+// appendAnswerKey appends the name of an answer's head piece, which holds the body's rest too.
 func appendAnswerKey(b []byte, key Key) []byte { return append(append(b, spaceResult), key[:]...) }
 
 func pieceKey(key Key, claim [16]byte, piece int) []byte {

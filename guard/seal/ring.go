@@ -126,7 +126,8 @@ func (r *Ring) Seal(dst, plaintext, name []byte) []byte {
 	return keys.sealing[keys.newest].aead.seal(dst, plaintext, name)
 }
 
-// Open appends the plaintext to dst. The error is ErrOpen.
+// Open appends the plaintext to dst. With sealed[:0] it is opened where it stands, which saves
+// memory, and sealed is gone. The error is ErrOpen.
 func (r *Ring) Open(dst, sealed, name []byte) ([]byte, error) {
 	if len(sealed) < overhead {
 		return nil, ErrOpen
@@ -135,7 +136,11 @@ func (r *Ring) Open(dst, sealed, name []byte) ([]byte, error) {
 	if !ok {
 		return nil, ErrOpen
 	}
-	plain, err := key.aead.open(dst, sealed[4:4+nonceSize], sealed[4+nonceSize:], name)
+	text := sealed[4+nonceSize:]
+	if cap(dst) > 0 && &dst[:1][0] == &sealed[0] {
+		dst = text[:0]
+	}
+	plain, err := key.aead.open(dst, sealed[4:4+nonceSize], text, name)
 	if err != nil {
 		return nil, ErrOpen
 	}

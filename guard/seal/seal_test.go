@@ -216,3 +216,30 @@ func BenchmarkIndex(b *testing.B) {
 		ring.Index("execution", "caller", "default", "POST", "/v1/charges", "0123456789")
 	}
 }
+
+// Opening a value where it stands gives what opening it elsewhere does, under its name alone.
+func TestOpenInPlace(t *testing.T) {
+	r := seal.Generate()
+	name := []byte("name")
+	for _, plain := range []string{"", "a", strings.Repeat("long ", 1000)} {
+		sealed := r.Seal(nil, []byte(plain), name)
+		got, err := r.Open(sealed[:0], sealed, name)
+		if err != nil || string(got) != plain {
+			t.Errorf("%.10q: %.10q, %v", plain, got, err)
+		}
+		if sealed = r.Seal([]byte("before"), []byte(plain), name); len(plain) > 0 {
+			sealed[len(sealed)-1] ^= 1
+		}
+		if got, err := r.Open(sealed[6:6], sealed[6:], []byte("another")); err != seal.ErrOpen || got != nil {
+			t.Errorf("%.10q under another name: %.10q, %v", plain, got, err)
+		}
+	}
+	sealed := r.Seal(nil, []byte("plain"), name)
+	allocs := testing.AllocsPerRun(100, func() {
+		again := append(make([]byte, 0, 128), sealed...)
+		_, _ = r.Open(again[:0], again, name)
+	})
+	if allocs > 1 {
+		t.Errorf("%v allocations, want that of the test's copy at most", allocs)
+	}
+}

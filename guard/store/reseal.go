@@ -11,7 +11,7 @@ import (
 type Sealer interface {
 	// Seal appends the sealed plaintext to dst; it opens under the same name only.
 	Seal(dst, plaintext, name []byte) []byte
-	// Open appends the plain value to dst.
+	// Open appends the plain value to dst. With sealed[:0] it takes sealed's place, which is then gone.
 	Open(dst, sealed, name []byte) ([]byte, error)
 	// Index derives 32 bytes from parts, stable for the life of the store.
 	Index(domain string, parts ...string) [32]byte
