@@ -78,7 +78,7 @@ func (m *mortal) Commit(ctx context.Context, batch ...store.Write) (store.Versio
 		return 0, errDead
 	}
 	if m.commits == m.dies {
-		close(m.dead)
+		defer close(m.dead) // what lands has landed before the next life reads
 		if m.lands {
 			_, _ = m.Store.Commit(ctx, batch...)
 			return 0, store.ErrUnknown
