@@ -61,7 +61,8 @@ func parseBody(body []byte, to resource) (*asked, error) {
 	}
 	executes := to == resource{endpointAskRollback, ect.Cascade}
 	for _, name := range []string{"dry_run", "plan_hash"} {
-		if _, there := members[name]; there && !executes {
+		known := executes || name == "dry_run" && to.endpoint == endpointPrepareRollback
+		if _, there := members[name]; there && !known {
 			return nil, badParameter(name + " is not known here, and nothing was done. Send it to " + RollbackPath + ".")
 		}
 	}

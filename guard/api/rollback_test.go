@@ -168,6 +168,7 @@ func TestCascade432CannotPrepareIs409(t *testing.T) {
 			s.refusal, s.obstacles = c.refusal, c.obstacles
 			for _, send := range []struct{ path, body string }{
 				{RollbackPath, body(askedID, point, `, "dry_run": true`)},
+				{PreparePath, fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "dry_run": true}`, askedID, point)},
 				{PreparePath, fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, askedID, point)},
 			} {
 				var doc PreparedDocument
@@ -175,7 +176,7 @@ func TestCascade432CannotPrepareIs409(t *testing.T) {
 				if got := fmt.Sprintf("%s %q %v %v", doc.Status, doc.Reason, doc.Irreversible, doc.Agents); got != c.want {
 					t.Errorf("%s, want %s", got, c.want)
 				}
-				reserved := c.code == 200 && send.path == PreparePath
+				reserved := c.code == 200 && !strings.Contains(send.body, "dry_run")
 				if (len(s.entered)+len(s.bound) > 0) != reserved || doc.Until.IsZero() == reserved || (doc.State == "planned") == reserved {
 					t.Errorf("%s: entered %v, bound %v: %+v", send.path, s.entered, s.bound, doc)
 				}

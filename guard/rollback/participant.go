@@ -86,7 +86,7 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 		return nil, requestError{ReasonUnfilled}
 	}
 	to := j.spec.Delegate
-	if phase == PhasePrepare {
+	if phase != PhaseExecute { // a look too: who does not know dry_run would carry it out
 		to += "/prepare"
 	}
 	return j.completeRequest(ctx, Outgoing{
