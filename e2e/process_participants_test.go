@@ -32,8 +32,9 @@ func starIdentity(n int) string {
 	return fmt.Sprintf("%s/%d", gatewayIdentity, n)
 }
 
-// newStar starts the gateways; options are further ones of the first one's block.
-func newStar(t *testing.T, options string) *star {
+// newStar starts the gateways; options are further ones of the first one's block. With stages, one
+// for each, they wait there at each commit.
+func newStar(t *testing.T, options string, stages ...*procStages) *star {
 	t.Helper()
 	const n = 3
 	c := &star{t: t, a: newAgent(t, "a"), lab: newRestLab(t)}
@@ -80,6 +81,10 @@ func newStar(t *testing.T, options string) *star {
 		if i > 0 {
 			site.app += "rollback {\n coordinators " + gatewayIdentity + "\n }"
 		}
+		site.store = "badger " + site.path("data")
+		if len(stages) > 0 {
+			site.store = "staged " + site.path("data") + " " + stages[i].url
+		}
 	}
 	first := c.sites[0]
 	first.app += options
@@ -87,7 +92,7 @@ func newStar(t *testing.T, options string) *star {
 	admin %s
 	persist_config off
 	agent_guard {
-		store badger %s
+		store %s
 		%s
 	}
 }
@@ -96,7 +101,7 @@ http://%s {
 	agent_guard_endpoints
 	%s
 	%s
-}`, first.admin, first.path("data"), first.app, first.addr, c.behind(1, "/charges /mail"), c.behind(2, "/docs/*"))
+}`, first.admin, first.store, first.app, first.addr, c.behind(1, "/charges /mail"), c.behind(2, "/docs/*"))
 	c.running = make([]*procGateway, n)
 	for i := range c.sites {
 		c.start(i)

@@ -106,28 +106,30 @@ type rollbackBody struct {
 
 // rollbackDoc is what is told of a rollback.
 type rollbackDoc struct {
-	ID         string `json:"rollback_id"`
-	Checkpoint string `json:"checkpoint_id"`
-	Scope      string
-	State      string
-	Status     string
-	Effect     string
-	Joined     string
-	TimedOut   bool   `json:"timed_out"`
-	Before     string `json:"state_hash_before"`
-	After      string `json:"state_hash_after"`
-	Cascaded   []struct{ Agent, Status string }
-	Failed     []string `json:"failed_agents"`
-	Dependants []string
-	Steps      []struct {
-		Checkpoint                    string `json:"checkpoint_id"`
-		Action, State, Status, Reason string
-		Level, Attempts               int
-	}
+	ID          string `json:"rollback_id"`
+	Checkpoint  string `json:"checkpoint_id"`
+	Scope       string
+	State       string
+	Status      string
+	Effect      string
+	Joined      string
+	TimedOut    bool   `json:"timed_out"`
+	Before      string `json:"state_hash_before"`
+	After       string `json:"state_hash_after"`
+	Cascaded    []struct{ Agent, Status string }
+	Failed      []string `json:"failed_agents"`
+	Dependants  []string
+	Steps       []rollbackStep
 	Others      int
 	Escalations []string
 	Tokens      struct{ Start, Complete string }
 	ECT         string
+}
+
+type rollbackStep struct {
+	Checkpoint                            string `json:"checkpoint_id"`
+	Action, State, Status, Effect, Reason string
+	Level, Attempts                       int
 }
 
 // ask asks for a rollback, with a token of its own.

@@ -1,0 +1,344 @@
+//go:build unix
+
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/google/uuid"
+)
+
+// starCrash is a star whose gateways are killed in its rollbacks, again and again. The ledger of
+// the restLab behind them is the only truth about what was undone.
+type starCrash struct {
+	*star
+	stages []*procStages
+	random *rand.Rand
+	rounds int
+	tally  map[string]int // how the rollbacks have ended
+}
+
+func newStarCrash(t *testing.T) *starCrash {
+	t.Helper()
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed) // kills hit where the scheduler lets them: it repeats the plan only
+	c := &starCrash{random: rand.New(rand.NewPCG(seed, 0)), tally: map[string]int{}}
+	for range 3 {
+		c.stages = append(c.stages, procNewStages(t))
+	}
+	c.star = newStar(t, "", c.stages...)
+	return c
+}
+
+// starRound is what one round has done, and how it is undone.
+type starRound struct {
+	*saga
+	asked   rollbackBody
+	undos   []string // what the ledger says of the undo of each call, in the order of the calls
+	steps   []string // the checkpoints of the calls
+	charges []string
+	effects int    // in the ledger when the rollback was asked for
+	fault   string // of an undo; empty is none
+}
+
+// build makes a workflow of calls over both gateways behind, each a consequence of the one before.
+// Those of one gateway stand beside each other or apart, so that what it knows of the workflow is
+// connected or not.
+func (c *starCrash) build(calls int) *starRound {
+	c.t.Helper()
+	c.rounds++
+	s := &starRound{saga: c.sites[0].gateway(c.t).saga(c.a)}
+	order := []int{1, 2, 1, 2}[:calls]
+	c.random.Shuffle(calls, func(i, j int) { order[i], order[j] = order[j], order[i] })
+	var after []string
+	for i, at := range order {
+		var step sagaStep
+		if at == 1 {
+			step = s.do(charge(1), after...)
+			s.charges = append(s.charges, step.id(c.t))
+			s.undos = append(s.undos, "refunded "+step.id(c.t))
+		} else {
+			name, undo := fmt.Sprintf("/docs/%d-%d", c.rounds, i), "deleted "
+			if c.random.IntN(2) == 0 {
+				c.lab.write(name, `{"n":1}`)
+				undo = "changed "
+			}
+			step = s.do(put(name, `{"n":2}`), after...)
+			s.undos = append(s.undos, undo+name)
+		}
+		s.steps, after = append(s.steps, step.checkpoint), []string{step.checkpoint}
+	}
+	s.asked = rollbackBody{ID: "urn:uuid:" + uuid.NewString(), Checkpoint: s.steps[0], Scope: "sub_dag"}
+	s.effects = len(c.lab.ledgerEffects())
+	return s
+}
+
+// disturb lets an upstream fail in the undo of one of the charges.
+func (c *starCrash) disturb(s *starRound) {
+	of := s.charges[c.random.IntN(len(s.charges))]
+	s.fault = []string{"refused", "unclear", "lost", "busy"}[c.random.IntN(4)]
+	switch s.fault {
+	case "refused": // it does nothing, and says so
+		c.lab.onFor("POST /refunds", of, -1, restSays(http.StatusOK, `{"status":"failed"}`))
+	case "unclear": // it does it, and says what nobody understands
+		c.lab.onFor("POST /refunds", of, 1, restDoes(http.StatusNotFound, ""))
+	case "lost":
+		c.lab.onFor("POST /refunds", of, 1, restLoses)
+	case "busy":
+		c.lab.onFor("POST /refunds", of, 1, restSays(http.StatusServiceUnavailable, ""))
+	}
+}
+
+// begin asks for the rollback in the background, in one phase or in two: a gateway may die of it.
+func (c *starCrash) begin(s *starRound, phases int) <-chan struct{} {
+	prepare, execute, done := s.asking(s.asked), s.g.build(s.asking(s.asked)), make(chan struct{})
+	prepare.path += "/prepare"
+	first := s.g.build(prepare)
+	go func() {
+		defer close(done)
+		for _, r := range []*http.Request{first, execute}[2-phases:] {
+			if res, err := s.g.client.Do(r); err == nil {
+				read(res)
+			}
+		}
+	}()
+	return done
+}
+
+// ended holds that a rollback comes to its end, whoever has died meanwhile, that asking again gives
+// the same, and that it says what the ledger says.
+func (c *starCrash) ended(s *starRound) {
+	c.t.Helper()
+	got, accepted := s.look(s.asked.ID), false
+	if got.status < 300 {
+		accepted = document[rollbackDoc](c.t, got).Status != "prepared"
+	} else {
+		got.problem(c.t, http.StatusForbidden, "not-in-workflow")
+	}
+	if accepted {
+		s.finished(s.asked.ID) // nobody asks for it: it goes on by itself
+	} else if now := c.lab.ledgerEffects()[s.effects:]; len(now) > 0 {
+		c.t.Errorf("P5: %v by a rollback that was not accepted", now)
+	}
+	doc := s.back(s.asked)
+	if again := s.back(s.asked); again.Status != doc.Status || again.Effect != doc.Effect || fmt.Sprint(again.Steps) != fmt.Sprint(doc.Steps) {
+		c.t.Errorf("P5: the same request got\n%+v\nand then\n%+v", doc, again)
+	}
+	c.tally[doc.Status]++
+	c.compare(s, &doc)
+}
+
+// compare compares what the rollback says with what has happened.
+func (c *starCrash) compare(s *starRound, doc *rollbackDoc) {
+	c.t.Helper()
+	var order []int
+	happened := make([]int, len(s.undos))
+	for _, e := range c.lab.ledgerEffects()[s.effects:] {
+		i := slices.Index(s.undos, e.What+" "+e.Of)
+		if i < 0 {
+			c.t.Fatalf("P1: %+v is the undo of nothing", e)
+		}
+		happened[i]++
+		order = append(order, i)
+	}
+	if !slices.IsSortedFunc(order, func(a, b int) int { return b - a }) {
+		c.t.Errorf("cascade 4.3.2: the calls were undone in the order %v", order)
+	}
+	done, undone := 0, 0
+	for i, id := range s.steps {
+		at := slices.IndexFunc(doc.Steps, func(step rollbackStep) bool { return step.Checkpoint == id })
+		if at < 0 {
+			c.t.Fatalf("there is no step of %s: %+v", id, doc)
+		}
+		step := doc.Steps[at]
+		switch {
+		case happened[i] > 1:
+			c.t.Errorf("P1: %q has happened %d times", s.undos[i], happened[i])
+		case step.Status == "completed" && happened[i] == 0:
+			c.t.Errorf("P6: %q has not happened, and counts as done", s.undos[i])
+		case step.Status != "completed" && happened[i] > 0 && step.Effect != "unknown":
+			c.t.Errorf("P6: %q has happened, and its step is %+v", s.undos[i], step)
+		case step.Status != "completed" && s.fault == "" && step.Reason != "unreachable":
+			c.t.Errorf("nothing but a death was in the way of %q, and its step is %+v", s.undos[i], step)
+		}
+		if step.Status == "completed" {
+			done++
+		}
+		undone += happened[i]
+	}
+	switch {
+	case (doc.Status == "completed") != (done == len(s.steps)):
+		c.t.Errorf("P6: the rollback is %s, and %d of %d steps are", doc.Status, done, len(s.steps))
+	case doc.Status == "completed" && doc.Effect != "":
+		c.t.Errorf("P6: it is completed, and its effect %s", doc.Effect)
+	case undone > 0 && undone < len(s.steps) && doc.Effect == "":
+		c.t.Errorf("P6: a part has happened, and it does not say so: %+v", doc)
+	}
+}
+
+// revive starts those who were killed, side by side.
+func (c *starCrash) revive(dead ...int) {
+	c.t.Helper()
+	for _, i := range dead {
+		c.stages[i].disarm()
+		c.running[i] = c.sites[i].launch(c.t)
+	}
+	for _, i := range dead {
+		if !c.running[i].ready(c.t) {
+			c.t.Fatalf("gateway %d did not start: %v\n%s", i, c.running[i].err, c.running[i].log.tail(6000))
+		}
+	}
+}
+
+// settled holds that no gateway has a rollback that goes on.
+func (c *starCrash) settled() {
+	c.t.Helper()
+	for i, g := range c.running {
+		eventuallyWithin(c.t, procBound, fmt.Sprintf("the end of all rollbacks of gateway %d", i), func() bool {
+			for after := ""; ; {
+				status, text, err := g.admin("GET", "/agent_guard/rollbacks?limit=50&after="+after, "", "")
+				var page struct {
+					Rollbacks []rollbackDoc
+					Next      string
+				}
+				if err == nil {
+					err = json.Unmarshal([]byte(text), &page)
+				}
+				if err != nil || status != http.StatusOK {
+					c.t.Fatalf("%d %s %v", status, text, err)
+				}
+				for _, doc := range page.Rollbacks {
+					if doc.State != "finished" {
+						return false
+					}
+				}
+				if after = page.Next; after == "" {
+					return true
+				}
+			}
+		})
+	}
+}
+
+// Cascade 4.3.2, 4.3.4; P1, P5, P6: SIGKILL of the coordinator, and of each participant, before and
+// after each commit that it makes while a rollback is prepared and executed.
+func TestCrashAtEveryCommitOfAParticipant(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	for victim := range 3 {
+		t.Run(starIdentity(victim), func(t *testing.T) {
+			t.Parallel()
+			c := newStarCrash(t)
+			stride := max(1, 300/crashRounds(t, 25)) // others each time
+			kills := 0
+			for n := c.random.IntN(stride); ; n += stride {
+				s := c.build(2)
+				reached := c.stages[victim].count(n)
+				ended := c.begin(s, 2)
+				select {
+				case <-reached:
+				case <-ended:
+				}
+				c.running[victim].kill()
+				point := c.stages[victim].disarm()
+				c.revive(victim)
+				<-ended
+				c.ended(s)
+				if t.Failed() {
+					t.Fatalf("killed at point %d, %q", n, point)
+				}
+				if point == "" {
+					break
+				}
+				kills++
+			}
+			c.settled()
+			t.Logf("%d kills: %v", kills, c.tally)
+		})
+	}
+}
+
+// Cascade 4.3.2, 4.3.4; P1, P5, P6: SIGKILL of any of three gateways, or of several, at random
+// moments of a rollback, and again while it goes on, with upstreams that fail.
+func TestCrashParticipantsAtRandomMoments(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	const stars = 2
+	rounds := crashRounds(t, 4)
+	for star := range stars {
+		t.Run(fmt.Sprint(star), func(t *testing.T) {
+			t.Parallel()
+			c := newStarCrash(t)
+			for round := star; round < rounds; round += stars {
+				s := c.build(4)
+				if c.random.IntN(2) == 0 {
+					c.disturb(s)
+				}
+				c.round(s)
+				c.ended(s)
+				if t.Failed() {
+					t.Fatalf("round %d of %d, with %q", round+1, rounds, s.fault)
+				}
+			}
+			c.settled()
+			t.Logf("%v", c.tally)
+		})
+	}
+}
+
+// round kills once or more often while s is rolled back, and leaves all alive.
+func (c *starCrash) round(s *starRound) {
+	c.t.Helper()
+	dead := c.random.Perm(3)[:1+c.random.IntN(3)/2]
+	hit, over := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	moment := func() { once.Do(func() { close(hit) }) }
+	before := c.random.IntN(2) == 0
+	if c.random.IntN(2) == 0 { // at an effect
+		nth, seen := 1+c.random.IntN(4), 0
+		c.lab.watch(func(restEffect) {
+			if seen++; seen == nth {
+				moment()
+				if before {
+					<-over
+				}
+			}
+		})
+	} else { // at a point of one of them
+		reached := c.stages[dead[0]].count(c.random.IntN(60))
+		go func() {
+			select {
+			case <-reached:
+				moment()
+			case <-over:
+			}
+		}()
+	}
+	ended := c.begin(s, 1+c.random.IntN(2))
+	select {
+	case <-hit:
+	case <-ended:
+	}
+	for _, i := range dead {
+		c.running[i].kill()
+	}
+	close(over)
+	c.lab.watch(nil)
+	for c.random.IntN(3) == 0 { // again, while it starts or goes on
+		i := dead[c.random.IntN(len(dead))]
+		c.stages[i].disarm()
+		reached := c.stages[i].count(c.random.IntN(40))
+		c.running[i] = c.sites[i].launch(c.t)
+		select {
+		case <-reached:
+		case <-c.running[i].log.when("serving initial configuration"):
+		}
+		c.running[i].kill()
+	}
+	c.revive(dead...)
+	<-ended
+}
