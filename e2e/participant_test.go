@@ -23,6 +23,7 @@ type participant struct {
 
 	mu          sync.Mutex
 	made        map[string]string // its checkpoints: their tokens
+	calls       []string          // their ids, in the order of the calls
 	undone      map[string]int
 	prepared    int
 	parent      func(id string) string // of the checkpoint for a call; nil is the call's
@@ -31,10 +32,20 @@ type participant struct {
 	said        map[ect.Member]string      // in a completion, in the place of the truth
 	complete    func(c *ect.Claims) *agent // who signs a completion, after a change; nil is nobody
 	answers     []int                      // to execute, before it does anything
+	results     map[string]string          // of rollbacks that it has done: their tokens
+	// before answers in its place, if it reports so; path is that below the well-known one.
+	before func(path string, w http.ResponseWriter, asked participantAsked) bool
+}
+
+// participantAsked is a request of the protocol.
+type participantAsked struct {
+	ID         string `json:"rollback_id"`
+	Checkpoint string `json:"checkpoint_id"`
+	Token      *ect.Unverified
 }
 
 func newParticipant(t *testing.T) *participant {
-	p := &participant{t: t, as: newAgent(t, "remote"), made: map[string]string{}, undone: map[string]int{}}
+	p := &participant{t: t, as: newAgent(t, "remote"), made: map[string]string{}, undone: map[string]int{}, results: map[string]string{}}
 	p.complete = func(*ect.Claims) *agent { return p.as }
 	p.Server = httptest.NewServer(p)
 	t.Cleanup(p.Close)
@@ -43,12 +54,7 @@ func newParticipant(t *testing.T) *participant {
 }
 
 func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	var body struct {
-		ID         string `json:"rollback_id"`
-		Checkpoint string `json:"checkpoint_id"`
-	}
+	var body participantAsked
 	_ = json.NewDecoder(r.Body).Decode(&body) // calls have another one
 	field, _, _ := strings.Cut(r.Header.Get(ect.FieldName), ",")
 	token, err := ect.ParseInsecure(strings.TrimSpace(field))
@@ -56,7 +62,14 @@ func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		w.WriteHeader(http.StatusUnauthorized)
 		return
 	}
-	switch path := strings.TrimPrefix(r.URL.Path, "/.well-known/cascade/"); {
+	body.Token = token
+	path := strings.TrimPrefix(r.URL.Path, "/.well-known/cascade/")
+	if p.before != nil && p.before(path, w, body) {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
 	case strings.HasPrefix(path, "checkpoints/"):
 		_ = json.NewEncoder(w).Encode(map[string]string{"token": p.made[strings.TrimPrefix(path, "checkpoints/")]})
 	case path == "rollback/prepare":
@@ -66,22 +79,8 @@ func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		w.WriteHeader(p.answers[0])
 		p.answers = p.answers[1:]
 	case path == "rollback":
-		p.undone[body.Checkpoint]++
-		c := ect.Claims{
-			Audience: []string{gatewayIdentity}, Workflow: token.Workflow(), Action: "rollback_complete", Parents: []string{token.ID()},
-			Ext: new(ect.ExtBuilder),
-		}
-		for _, m := range []struct {
-			name ect.Member
-			true string
-		}{{ect.MemberRollbackID, body.ID}, {ect.MemberCheckpointID, body.Checkpoint}, {ect.MemberStatus, "completed"}} {
-			if lie := p.said[m.name]; lie != "" {
-				m.true = lie
-			}
-			c.Ext.Text(m.name, m.true)
-		}
-		if by := p.complete(&c); by != nil {
-			w.Header().Set(ect.FieldName, by.issue(c).Raw())
+		if raw := p.result(body); raw != "" {
+			w.Header().Set(ect.FieldName, raw)
 		}
 		_, _ = fmt.Fprint(w, `{"status":"completed"}`)
 	default: // a call
@@ -94,6 +93,7 @@ func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		if p.parent != nil {
 			parent = p.parent(parent)
 		}
+		p.calls = append(p.calls, id)
 		p.made[id] = p.as.issue(ect.Claims{
 			Audience: []string{p.as.issuer.Identity()}, ID: id, Workflow: token.Workflow(), Action: "checkpoint", Parents: []string{parent}, Output: ect.Sum([]byte(id)),
 			Ext: new(ect.ExtBuilder).Bool(ect.MemberReversible, true).Text(ect.MemberRollbackURI, p.rollbackURI).Int(ect.MemberTTL, 3600),
@@ -106,6 +106,38 @@ func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 		w.WriteHeader(http.StatusCreated)
 	}
+}
+
+// result carries out what it is asked for, and returns what it signs. One id has one result (cascade
+// 4.3.4).
+func (p *participant) result(asked participantAsked) string {
+	if _, again := p.results[asked.ID]; !again {
+		p.undone[asked.Checkpoint]++
+		p.results[asked.ID] = p.completion(asked)
+	}
+	return p.results[asked.ID]
+}
+
+// completion is what it signs of a request that it has carried out; empty if nobody does.
+func (p *participant) completion(asked participantAsked) string {
+	c := ect.Claims{
+		Audience: []string{gatewayIdentity}, Workflow: asked.Token.Workflow(), Action: "rollback_complete", Parents: []string{asked.Token.ID()},
+		Ext: new(ect.ExtBuilder),
+	}
+	for _, m := range []struct {
+		name ect.Member
+		true string
+	}{{ect.MemberRollbackID, asked.ID}, {ect.MemberCheckpointID, asked.Checkpoint}, {ect.MemberStatus, "completed"}} {
+		if lie := p.said[m.name]; lie != "" {
+			m.true = lie
+		}
+		c.Ext.Text(m.name, m.true)
+	}
+	by := p.complete(&c)
+	if by == nil {
+		return ""
+	}
+	return by.issue(c).Raw()
 }
 
 // A participant counts as having done its part only if it has signed that itself, for this
