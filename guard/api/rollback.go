@@ -346,6 +346,9 @@ func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, er
 	wanted.ID, wanted.Checkpoint, wanted.Reason, wanted.Urgency = said.id, said.checkpoint, said.reason, said.urgency
 	wanted.KeepDependants = said.keep != nil && *said.keep
 	wanted.Planned, wanted.PartOf, q.dry = said.planned, said.partOf, said.dry
+	if wanted.Coordinator && wanted.PartOf != "" {
+		q.counted = counted{issuer: true, workflow: true} // at the coordinator, as one rollback
+	}
 	if said.scope == "" && said.cascade == nil && q.endpoint == endpointAskRollback {
 		// Figure 10 has no scope: it is that of the rollback that was prepared, which the same
 		// requester has signed.

@@ -202,6 +202,20 @@ func TestCascade61PrepareIsCounted(t *testing.T) {
 	s.send(PreparePath, text(askedID)).refused(403, "not-in-workflow", "")
 }
 
+// C-6.1-d: the parts of a coordinator's rollback are not counted, which is one rollback there: more of
+// them than the rate would be out of reach in the first phase. Others cannot call theirs parts.
+func TestCascade61PartsAreNotCounted(t *testing.T) {
+	s := newSite(t, func(o *RollbackOptions) { o.Rate = 1 })
+	part := func(n int) string {
+		return fmt.Sprintf(`{"rollback_id": "urn:uuid:%db1b1c2d-e4f5-4789-abcd-ef0123456789", "checkpoint_id": %q, "part_of": "urn:uuid:%s"}`, n, point, askedID)
+	}
+	for n := range 3 {
+		s.post(PreparePath, part(n), issued(t, coordinator, claims(flow))).read(http.StatusOK, new(PreparedDocument))
+	}
+	s.post(PreparePath, part(4), issued(t, alice, claims(flow))).read(http.StatusOK, new(PreparedDocument))
+	s.post(PreparePath, part(5), issued(t, alice, claims(flow))).refused(429, "quota-exceeded", "")
+}
+
 // C-6.1-c, P3: a checkpoint that is unknown, of another workflow, or of others in the same
 // one: the same answer, and nothing is recorded.
 func TestP3UnknownAndForeignAreOne(t *testing.T) {
