@@ -131,10 +131,14 @@ type undoer struct {
 	world *world
 	asked chan string // gets each checkpoint that is to be undone; may be nil
 	seen  func(rollback.Task)
-	block bool // sends nothing until ctx ends or the rollback is due
+	asks  func(rollback.Task) // before a participant is asked; may be nil
+	block bool                // sends nothing until ctx ends or the rollback is due
 }
 
 func (u *undoer) Prepare(_ context.Context, t rollback.Task) (string, error) {
+	if u.asks != nil {
+		u.asks(t)
+	}
 	u.world.mu.Lock()
 	defer u.world.mu.Unlock()
 	u.world.prepared++

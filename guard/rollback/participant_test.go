@@ -2,6 +2,7 @@ package rollback_test
 
 import (
 	"errors"
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -143,6 +144,25 @@ func TestParticipantUnreachable(t *testing.T) {
 		obstacle, err := r.Prepare(ctx, one)
 		if err != nil || obstacle != "unreachable" || tries < 2 || time.Since(began) > 12*time.Second {
 			t.Errorf("%q, %v: %d tries in %v", obstacle, err, tries, time.Since(began))
+		}
+	})
+}
+
+// Parts whose turn has not come when the time for the first phase is over are unreachable: the store
+// is not at fault, and the others are prepared.
+func TestParticipantsWithoutATurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		const parallel = 8
+		for i := range parallel + 1 {
+			r.made(fmt.Sprint(i+2), checkpoint.Delegate, execution.Completed, "1")
+		}
+		r.start()
+		r.undoer.asks = func(task rollback.Task) { time.Sleep(time.Until(task.Due) + time.Second) }
+		p, err := r.Prepare(ctx, request("c1", rollback.SubDAG))
+		if err != nil || len(p.Obstacles) != 1 || p.Obstacles[0].Reason != "unreachable" || r.world.prepared != parallel {
+			t.Errorf("%+v, %v: %d were asked", p, err, r.world.prepared)
 		}
 	})
 }

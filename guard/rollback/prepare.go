@@ -477,8 +477,6 @@ const prepareTime = 10 * time.Second
 // askParticipants asks all participants of a plan at once whether they can do their parts.
 func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) ([]Obstacle, error) {
 	due := time.Now().Add(prepareTime)
-	ctx, cancel := context.WithDeadline(ctx, due)
-	defer cancel()
 	var (
 		mu    sync.Mutex
 		wg    sync.WaitGroup
@@ -524,7 +522,11 @@ func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoi
 		return "", err
 	case err != nil || s.opened == nil || s.state != Ran:
 		return "", nil // the step finds it out
+	case !time.Now().Before(due): // before its turn came
+		return string(ReasonUnreachable), nil
 	}
+	ctx, cancel := context.WithDeadline(ctx, due)
+	defer cancel()
 	obstacle, err := c.o.Undoer.Prepare(ctx, Task{
 		Rollback: d.ID, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: due, Quit: c.quit, Dry: dry,
 	})
