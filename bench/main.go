@@ -40,6 +40,7 @@ var commands = []command{
 	{"table", "ratios to a bare reverse_proxy (about six minutes)", runTable},
 	{"compare", "two commits in one run: compare [<flags>] OLD NEW (about five minutes)", runCompare},
 	{"store", "opening and memory with a million records (about three minutes)", runStore},
+	{"rollback", "a thousand calls undone by one gateway, and by three (about two minutes)", runRollback},
 	{"soak", "minutes of load with kills and reloads, and what was executed", runSoak},
 }
 
@@ -78,7 +79,7 @@ func run(ctx context.Context, args []string, out, log io.Writer) int {
 	}
 	fmt.Fprintln(log, "usage: go run . <command> [<flags>]; -h after a command lists its flags")
 	for _, c := range commands {
-		fmt.Fprintf(log, "  %-7s  %s\n", c.name, c.what)
+		fmt.Fprintf(log, "  %-8s  %s\n", c.name, c.what)
 	}
 	return 2
 }

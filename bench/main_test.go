@@ -54,6 +54,8 @@ func TestCommandLine(t *testing.T) {
 		{"compare -rows no-op . .", 1, `no row matches "no-op"`},
 		{"store -records 0", 1, "at least 1"},
 		{"store -json -markdown", 2, "not both"},
+		{"rollback -checkpoints 1", 1, "checkpoints: at least 2"},
+		{"rollback -json -markdown", 2, "not both"},
 		{"soak -for 1ms", 1, "for: at least 1s"},
 		{"soak -clients 0", 1, "clients: at least 1"},
 		{"soak -rate -1", 1, "rate: not negative"},
@@ -171,6 +173,29 @@ func TestCosts(t *testing.T) {
 	}
 	if report.Settings["keys"] == nil || report.Machine["device"] == nil {
 		t.Errorf("the run is not described: %v, %v", report.Settings, report.Machine)
+	}
+}
+
+// Rollbacks by one gateway and by three, of too few calls to say anything: all is undone, and the
+// journals are counted.
+func TestRollback(t *testing.T) {
+	status, out, log := bench(t, "rollback", "-checkpoints", "5", "-dir", t.TempDir(), "-json")
+	var report table.Report
+	if err := json.Unmarshal([]byte(out), &report); status != 0 || err != nil {
+		t.Fatalf("exit status %d, %v\n%s\n%s", status, err, out, log)
+	}
+	figures := map[string]float64{}
+	for _, f := range report.Figures {
+		figures[f.Name] = f.Value
+	}
+	for _, name := range []string{
+		"one gateway, side by side: undone", "one gateway, one after another: the whole rollback", "one gateway, side by side, syncs",
+		"three gateways, side by side: first phase", "three gateways, one after another: undone",
+		"three gateways, one after another: coordinator, its journal at work", "three gateways, side by side: participant 2, batches committed",
+	} {
+		if figures[name] <= 0 {
+			t.Errorf("%q was not measured: %v", name, figures)
+		}
 	}
 }
 

@@ -31,7 +31,7 @@ func drain(ctx context.Context) error {
 	tick := time.NewTicker(backlogEvery)
 	defer tick.Stop()
 	for {
-		waiting, err := backlog()
+		waiting, err := metric(backlogMetric)
 		if err != nil || waiting == 0 {
 			return err
 		}
@@ -43,17 +43,17 @@ func drain(ctx context.Context) error {
 	}
 }
 
-// backlog is the number of events that wait.
-func backlog() (float64, error) {
+// metric is the value of a gauge of the product without labels, or the sum of a histogram.
+func metric(name string) (float64, error) {
 	active := caddy.ActiveContext()
 	families, err := active.GetMetricsRegistry().Gather()
 	if err != nil {
 		return 0, err
 	}
 	for _, f := range families {
-		if f.GetName() == backlogMetric && len(f.GetMetric()) == 1 {
-			return f.GetMetric()[0].GetGauge().GetValue(), nil
+		if f.GetName() == name && len(f.GetMetric()) == 1 {
+			return f.GetMetric()[0].GetGauge().GetValue() + f.GetMetric()[0].GetHistogram().GetSampleSum(), nil
 		}
 	}
-	return 0, errors.New("the gateway has no " + backlogMetric)
+	return 0, errors.New("the gateway has no " + name)
 }

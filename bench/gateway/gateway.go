@@ -127,6 +127,11 @@ func (g *Gateway) Start() error {
 // Proc is the running process, nil before the first Start.
 func (g *Gateway) Proc() *proc.Proc { return g.proc }
 
+// Admin asks the product's own admin API, with a body of JSON if there is one.
+func (g *Gateway) Admin(ctx context.Context, method, path, body string) ([]byte, error) {
+	return g.askAs(ctx, "application/json", method, path, body)
+}
+
 // Reload loads the configuration as it is now into the running process.
 func (g *Gateway) Reload(ctx context.Context) error {
 	_, err := g.ask(ctx, http.MethodPost, "/load", g.caddyfile())
@@ -149,8 +154,12 @@ func (g *Gateway) Drain(ctx context.Context) error {
 	return err
 }
 
-// ask asks the admin API.
+// ask asks the admin API; a body is a Caddyfile.
 func (g *Gateway) ask(ctx context.Context, method, path, body string) ([]byte, error) {
+	return g.askAs(ctx, "text/caddyfile", method, path, body)
+}
+
+func (g *Gateway) askAs(ctx context.Context, media, method, path, body string) ([]byte, error) {
 	transport := &http.Transport{
 		DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
@@ -164,7 +173,7 @@ func (g *Gateway) ask(ctx context.Context, method, path, body string) ([]byte, e
 		return nil, err
 	}
 	if body != "" {
-		req.Header.Set("Content-Type", "text/caddyfile")
+		req.Header.Set("Content-Type", media)
 	}
 	res, err := transport.RoundTrip(req)
 	if err != nil {
@@ -172,7 +181,7 @@ func (g *Gateway) ask(ctx context.Context, method, path, body string) ([]byte, e
 	}
 	defer res.Body.Close()
 	text, err := io.ReadAll(res.Body)
-	if err == nil && res.StatusCode != http.StatusOK {
+	if err == nil && res.StatusCode/100 != 2 {
 		err = fmt.Errorf("the admin API answers %d: %s", res.StatusCode, text)
 	}
 	return text, err

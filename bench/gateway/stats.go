@@ -35,7 +35,13 @@ type Stats struct {
 	Opening time.Duration `json:"opening"`
 	// Store are the store's counters; zero without one.
 	Store badger.Stats `json:"store"`
+	// Committing is how long groups of commits have taken so far, each until it was durable, one
+	// after another; zero without a store.
+	Committing time.Duration `json:"committing"`
 }
+
+// commitMetric is what the product itself says of its commits.
+const commitMetric = "agent_guard_store_commit_duration_seconds"
 
 // Admin serves Stats, and waits for the ledger, on Caddy's admin endpoint.
 type Admin struct{}
@@ -78,6 +84,9 @@ func readStats() Stats {
 	}
 	if o := opened.Load(); o != nil {
 		s.Opening, s.Store = o.took, o.store.Stats()
+		if seconds, err := metric(commitMetric); err == nil { // none before the first
+			s.Committing = time.Duration(seconds * float64(time.Second))
+		}
 	}
 	return s
 }
