@@ -107,7 +107,7 @@ type Handler struct {
 	// answers) or `none`. With one, messages are read: those that change nothing pass, and the guard's
 	// own errors are errors of JSON-RPC. With `auto` a body that is no message stays what it is, and
 	// messages pass only once their server has shown that it speaks MCP. Of a batch each call counts for
-	// itself; with `auto` it is one call. Default: `auto`.
+	// itself; with `auto` one of generic JSON-RPC is one call. Default: `auto`.
 	Protocol string `json:"protocol,omitempty"`
 
 	// The members of a message's `_meta` that name the effect, in order, after those of

@@ -86,6 +86,8 @@ func (s *singles) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		w.WriteHeader(http.StatusAccepted)
 	case m.ID == nil:
 		w.WriteHeader(http.StatusAccepted)
+	case m.Method == "tools/list":
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"tools":[{"name":"peek","inputSchema":{},"annotations":{"readOnlyHint":true}}]}}`, m.ID)
 	case m.Method == "initialize":
 		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"protocolVersion":"2025-03-26","capabilities":{},"serverInfo":{"name":"s"}}}`, m.ID)
 	case kind == "stream", kind == "ask":
@@ -433,22 +435,77 @@ func TestBatchStaysOneCall(t *testing.T) {
 	}
 }
 
-// P1: with auto a batch is one call, before the server has shown that it speaks MCP and after that: what names
-// a call must not come and go.
+// P1: with auto the request alone says whether a batch comes apart: the same before the server has shown that
+// it speaks MCP, after that, after a reload that forgets it, and where the protocol is configured.
 func TestBatchWithAuto(t *testing.T) {
 	s, addr := newSingles(t)
-	g := start(t, "agent_proxy %s {\n protocol auto\n}", addr)
+	site := "agent_proxy " + addr + " {\n protocol %s\n breaker off\n}"
+	g := start(t, site, "auto")
+	bare := func(body string) request { // whose client names neither session nor version
+		return hello(body, "Authorization", "Bearer a")
+	}
+	inSession := func(body string) request { return message(body, "Authorization", "Bearer a") }
+	seen := map[string]map[string]string{}
+	same := func(what string) {
+		t.Helper()
+		for form, of := range map[string]func(string) request{"bare": bare, "session": inSession} {
+			got := responses(t, g.call(of(batchOf(keyed("1", "pay-"+form, "1"+form), keyed("2", "stream-"+form, "2"+form)))))
+			if seen[form] == nil {
+				seen[form] = got
+			}
+			if len(got) != 2 || got["1"] != seen[form]["1"] || got["2"] != seen[form]["2"] || s.count("pay-"+form) != 1 || s.count("stream-"+form) != 1 {
+				t.Errorf("%s, %s: %v, %v", what, form, got, s.effect)
+			}
+		}
+	}
+	same("before a proof")
+	g.call(hello(initializes, "Authorization", "Bearer a"))
+	g.guardedAs("after a proof", bare(ping(1)), "")
+	same("after a proof")
+	g.reload(fmt.Sprintf(site, "auto"))
+	g.reloads = true
+	g.guardedAs("after a reload", bare(ping(1)), "executed")
+	same("after a reload")
+	for _, name := range []string{"mcp", "auto"} {
+		g.reload(fmt.Sprintf(site, name))
+		same("after a change to " + name)
+	}
+	wantResponses(t, "a message of another kind among them", g.call(asArray(batchOf(keyed("1", "pay-bare", "1bare"), `{"jsonrpc":"2.0","id":2,"method":"custom"}`), "Authorization", "Bearer a")),
+		map[string]string{"1": `"n":1`, "2": "{"})
+
+	// What names nobody's protocol may keep its order, or be data: it stays one call, with the same bytes.
 	const whole = `[{"jsonrpc":"2.0","id":1,"result":{"batch":true}}]`
-	two := batchOf(keyed("1", "pay", "a"), keyed("2", "pay", "b"))
-	g.call(message(two)).want(t, 200, whole, "executed")
-	g.call(hello(initializes))
-	g.guardedAs("after a proof", message(ping(1)), "")
-	g.call(message(two)).want(t, 200, whole, "executed")
+	for _, body := range []string{
+		batchOf(`{"jsonrpc":"2.0","id":1,"method":"transfer"}`, `{"jsonrpc":"2.0","id":2,"method":"transfer"}`),
+		batchOf(ping(1), ping(2)), batchOf(initializes, toolCall("2", "pay-bare", "")),
+	} {
+		g.call(bare(body)).want(t, 200, whole, "executed")
+	}
+	two := batchOf(keyed("1", "pay-bare", "1bare"), keyed("2", "pay-bare", "3"))
 	g.call(message(two, "Idempotency-Key", "k")).want(t, 200, whole, "executed")
 	g.call(message(two, "Idempotency-Key", "k")).want(t, 200, whole, "replayed")
-	if s.count("pay") != 0 {
+	if s.count("pay-bare") != 1 {
 		t.Errorf("%v", s.effect)
 	}
+}
+
+// P1: a tool that its server has announced as read-only makes a batch no other call where the server has not
+// shown anything: what is learned comes and goes.
+func TestBatchOfReadOnlyToolsWithAuto(t *testing.T) {
+	s, addr := newSingles(t)
+	g := start(t, "agent_proxy %s {\n protocol auto\n}", addr)
+	body := batchOf(keyed("1", "peek", "a"), keyed("2", "peek", "b"))
+	as := func(credential, body string) request { return hello(body, "Authorization", credential) }
+	wantResponses(t, "unknown", g.call(as("Bearer b", body)), map[string]string{"1": `"tool":"peek"`, "2": `"tool":"peek"`})
+	g.call(as("Bearer a", initializes))
+	g.call(as("Bearer a", `{"jsonrpc":"2.0","id":1,"method":"tools/list"}`))
+	g.call(as("Bearer a", toolCall("3", "peek", ""))).want(t, 200, "{\n  \"jsonrpc\": \"2.0\", \"id\": 3,\n  \"result\": {\"tool\":\"peek\",\"n\":3}\n}\n", "")
+	wantResponses(t, "known, but not of this client", g.call(as("Bearer b", body)), map[string]string{"1": `"tool":"peek"`, "2": `"tool":"peek"`})
+	if s.count("peek") != 3 {
+		t.Errorf("%v", s.effect)
+	}
+	const whole = `[{"jsonrpc":"2.0","id":1,"result":{"batch":true}}]`
+	g.call(as("Bearer a", body)).want(t, 200, whole, "") // which passes
 }
 
 // Generic JSON-RPC is answered with an array, whatever its client accepts.

@@ -8,18 +8,28 @@ import (
 	"testing"
 )
 
-// P1, P6: SIGKILL in the middle of a batch, with keys and without. What had ended is replayed, what ran is
+// P1, P6: SIGKILL in the middle of a batch, with keys and without, where the protocol is configured and where it is
+// not: what the server has shown is forgotten. What had ended is replayed, what ran is
 // in doubt, in another batch and alone.
 func TestCrashBatch(t *testing.T) {
 	t.Parallel() // its gateways are processes
+	for _, protocol := range []string{"mcp", "auto"} {
+		t.Run(protocol, func(t *testing.T) { crashBatch(t, protocol) })
+	}
+}
+
+func crashBatch(t *testing.T, protocol string) {
 	s, addr := newSingles(t)
 	site := procNewSite(t, addr)
-	site.guard = "protocol mcp\n missing_id recognize\n breaker off"
+	site.guard = "protocol " + protocol + "\n missing_id recognize\n breaker off"
 	gateway := site.start(t)
 	for name, meta := range map[string]string{"keyed": `,"_meta":{"execution-id":"%"}`, "keyless": ""} {
 		early, late := "early-"+name, "late-"+name
 		of := func(id, tool string) string { return toolCall(id, tool, strings.Replace(meta, "%", tool, 1)) }
 		post := func(body string) procCall { return procCall{path: "/mcp", body: body, header: message("").header} }
+		if protocol == "auto" { // a proof, which the next process does not know
+			gateway.post(t, procCall{path: "/mcp", body: initializes, header: hello("").header})
+		}
 		hold := s.hold(t, late)
 		lost, err := procSend(t.Context(), procDial(), site.addr, post(batchOf(of("1", early), of("2", late))))
 		if err != nil {

@@ -39,21 +39,21 @@ const (
 )
 
 // comesApart reports that the messages of a batch are handled one by one. A batch that its caller has
-// named as a whole, by an id or a token, is one call, and `initialize` must not be in any. Where nobody
-// has configured the protocol each is one call, since what shows that the server speaks it comes and goes
-// (P1): records of the calls, and one of the whole, would know nothing of each other.
+// named as a whole, by an id or a token, is one call, and `initialize` must not be in any. So is one of
+// which nothing says that its server speaks MCP or A2A: it may take the array for data, or keep its order.
+// The request alone decides (P1): a proof and an announced tool come and go, and records of the calls and
+// one of the whole would know nothing of each other.
 func comesApart(x *Call, q *protocol.Request) bool {
 	h := x.h
-	if h.Protocol.Guesses() {
-		return false
-	}
 	changes := false
 	for i := range q.Messages {
 		m := &q.Messages[i]
 		if m.Method == "initialize" {
 			return false
 		}
-		changes = changes || h.changes(x, m)
+		named := !h.Protocol.Guesses() || m.Protocol != protocol.JSONRPC
+		readOnly := understood(x) && h.tools.ReadOnly(h.server(x.r), m.Tool) // then it changes nothing either way
+		changes = changes || named && h.Protocol.Changes(m, readOnly)
 	}
 	if !changes || len(x.r.Header[ect.FieldName]) > 0 {
 		return false
