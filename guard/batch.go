@@ -69,6 +69,7 @@ type batch struct {
 	before http.Header // of the answer, as the handlers before the guard have set it
 	events bool        // the answers come as a stream of events; else as one array
 	parts  []*part
+	until  time.Time // when the answer has to be there; zero where the client does not say how long it waits
 
 	mu    sync.Mutex // for all that follows
 	out   Writer
@@ -96,6 +97,9 @@ func serveBatch(w http.ResponseWriter, x *Call, next Next) error {
 		// Generic JSON-RPC knows arrays only.
 		b.events = b.events && messages[i].Protocol != protocol.JSONRPC
 		b.parts = append(b.parts, &part{b: b, asked: &messages[i], header: b.before.Clone()})
+	}
+	if left, said := callersTime(x.r.Header, h.DeadlineHeader); said {
+		b.until = time.Now().Add(time.Duration(float64(left) * shorter))
 	}
 	b.out.begin(w, x.r, &h.alarms)
 	if e := x.engine; e != nil {
@@ -371,8 +375,29 @@ func (p *part) run() {
 	p.end()
 }
 
-// errBroken: the answer ended before its end.
-var errBroken = errors.New("the answer broke off")
+var (
+	// errBroken: the answer ended before its end.
+	errBroken = errors.New("the answer broke off")
+	// errNoTime: the message has not begun in the time of its batch.
+	errNoTime = errors.New("agent_guard: the time of the batch is over")
+)
+
+// within is d, or what is left of the time that the client waits, which is one time for all messages of
+// a batch (cascade 3.3.1). p is nil for any other request.
+func (p *part) within(d time.Duration) time.Duration {
+	if p == nil || p.b.until.IsZero() {
+		return d
+	}
+	return min(d, time.Until(p.b.until))
+}
+
+// announce has h say how long the client still waits.
+func (p *part) announce(h http.Header) {
+	if p != nil && !p.b.until.IsZero() {
+		left := max(time.Until(p.b.until).Seconds()/shorter, 1e-9)
+		h.Set(p.b.x.h.DeadlineHeader, strconv.FormatFloat(left, 'f', 9, 64))
+	}
+}
 
 func (p *part) serve(h *Handler) (err error) {
 	defer func() {
@@ -585,6 +610,9 @@ func (p *part) failure() []byte {
 		text = fmt.Sprintf("The answer to this message is larger than %d bytes.", maxPart)
 	case errors.Is(p.err, errBroken):
 		text = "The answer to this message broke off."
+	case errors.Is(p.err, errNoTime):
+		said.Status = http.StatusGatewayTimeout
+		text = "The time of the batch was over before this message began. It was not forwarded."
 	case p.status == 0 && errors.As(p.err, &known):
 		said.Status = known.Status
 		text = "The message could not be forwarded."

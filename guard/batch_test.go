@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -275,5 +276,105 @@ func TestBatchNotificationsAreAnswered(t *testing.T) {
 			}
 			b.was(int64(2 + 2*strings.Count(more, "jsonrpc")))
 		}
+	}
+}
+
+// cascade 3.3.1: the time that the client waits is that of all messages, from when the batch came: what runs
+// then is in doubt, what has not begun does not begin, and nobody waits longer for what others run.
+func TestBatchHasOneTime(t *testing.T) {
+	for _, accept := range []string{arrays, events} {
+		synctest.Test(t, func(t *testing.T) {
+			var mu sync.Mutex
+			effects, left := map[string]int{}, map[string]string{}
+			other := make(chan struct{})
+			b := newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) {
+				var m struct {
+					ID     json.RawMessage
+					Method string
+					Params struct{ Name string }
+				}
+				if err := json.NewDecoder(r.Body).Decode(&m); err != nil {
+					t.Error(err)
+				}
+				mu.Lock()
+				effects[m.Params.Name]++
+				left[m.Params.Name+m.Method] = r.Header.Get("Request-Timeout")
+				mu.Unlock()
+				takes := 4 * time.Second
+				if m.Params.Name == "long" {
+					takes = time.Hour
+				}
+				select {
+				case <-other:
+				case <-time.After(takes):
+				case <-r.Context().Done():
+					panic(http.ErrAbortHandler)
+				}
+				w.Header().Set("Content-Type", "application/json")
+				_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":%q}`, m.ID, m.Params.Name)
+			})
+			b.config.Protocol = &protocol.Rules{Protocol: protocol.MCP}
+			b.config.AttachWait = time.Hour
+			b.start()
+			first := make(chan struct{})
+			go func() {
+				defer close(first)
+				b.serve(httptest.NewRecorder(), batch(arrays, "long long"))
+			}()
+			synctest.Wait()
+
+			var tools []string
+			for i := range 63 {
+				tools = append(tools, fmt.Sprintf("tool%d k%d", i, i))
+			}
+			tools[0] = "long long"
+			r := batch(accept, tools...)
+			body, _ := io.ReadAll(r.Body)
+			text := strings.TrimSuffix(string(body), "]") + `,{"jsonrpc":"2.0","id":63,"method":"ping"}]`
+			r.Body, r.ContentLength = io.NopCloser(strings.NewReader(text)), int64(len(text))
+			r.Header.Set("Request-Timeout", "10")
+			began := time.Now()
+			got := b.answers(r)
+			if took := time.Since(began); took != 9*time.Second || len(got) != 64 {
+				t.Errorf("%s: %d answers after %v, want 64 after 9s", accept, len(got), took)
+			}
+			count := map[string]int{}
+			for i, answer := range got {
+				switch {
+				case strings.Contains(answer, `"result":"tool`):
+					count["done"]++
+				case strings.Contains(answer, "problems/in-doubt"):
+					count["doubt"]++
+				case strings.Contains(answer, "The time of the batch was over") && strings.Contains(answer, `"status":504`):
+					count["not begun"]++
+				case i == 0 && strings.Contains(answer, "problems/in-progress"):
+					count["attached"]++
+				case i == 63 && strings.Contains(answer, "-32090"): // whose request has ended before it began
+					count["ping"]++
+				default:
+					t.Errorf("%d: %s", i, answer)
+				}
+			}
+			if want := map[string]int{"done": 30, "doubt": 15, "not begun": 17, "attached": 1, "ping": 1}; !maps.Equal(count, want) {
+				t.Errorf("%s: %v, want %v", accept, count, want)
+			}
+			for at, want := range map[string]string{"tool1tools/call": "10.000000000", "tool40tools/call": "1.111111111"} {
+				if left[at] != want {
+					t.Errorf("%s was left %s, want %s", at, left[at], want)
+				}
+			}
+			close(other)
+			<-first
+			r = batch(accept, tools...)
+			b.answers(r)
+			for tool, n := range effects { // P1
+				if n != 1 && tool != "" {
+					t.Errorf("%s has run %d times", tool, n)
+				}
+			}
+			if len(effects) != 63+1 {
+				t.Errorf("%d tools have run", len(effects)-1)
+			}
+		})
 	}
 }

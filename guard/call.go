@@ -321,7 +321,7 @@ func (x *Call) prepare() error {
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
 		x.emit(EventRecognized, map[string]any{"evidence": string(a.Evidence)})
 	}
-	x.wait = time.Now().Add(x.h.AttachWait)
+	x.wait = time.Now().Add(x.part.within(x.h.AttachWait))
 	if err := x.begin(); err != nil {
 		return err
 	}
@@ -695,6 +695,9 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 	if err := x.ledgerAdmits(x.r.Context()); err != nil {
 		return nil, err
 	}
+	if x.call.Deadline = x.part.within(x.call.Deadline); x.call.Deadline <= 0 {
+		return nil, &StatusError{Status: http.StatusGatewayTimeout, Err: errNoTime}
+	}
 	return x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
 }
 
@@ -991,6 +994,7 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	if x.evidence.forwarded != nil {
 		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
 	}
+	x.part.announce(r.Header)
 	NarrowEncoding(r.Header)
 	if x.capture.decision.ReadsAnswer() || x.message != nil {
 		r.Header.Set("Accept-Encoding", "identity")

@@ -254,6 +254,7 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next 
 	r.Header.Del("Expect") // the body is here
 	if x.part != nil {
 		r.Header.Set("Accept-Encoding", "identity") // the answer is read
+		x.part.announce(r.Header)
 	}
 	var learn func(tool string, readOnly bool)
 	if m.Method == "tools/list" {
