@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -1227,5 +1228,140 @@ func TestProtocolIsNotTheCallersWord(t *testing.T) {
 				g.guardedAs("a list", message(`{"jsonrpc":"2.0","id":3,"method":"tools/list"}`), "executed")
 			}
 		})
+	}
+}
+
+// a2aForm is one of the forms in which a message is sent to an agent.
+type a2aForm struct {
+	name, send, stream string // a method, or a path
+	header             string // A2A-Version
+	working, final     string // the results of a stream
+}
+
+var a2aForms = []a2aForm{
+	{name: "0.3", send: "message/send", stream: "message/stream",
+		working: `{"kind":"task","id":"t","status":{"state":"working"}}`, final: `{"kind":"status-update","taskId":"t","status":{"state":"completed"},"final":true}`},
+	{name: "1.0", send: "SendMessage", stream: "SendStreamingMessage", header: "1.0",
+		working: `{"task":{"id":"t","status":{"state":"TASK_STATE_WORKING"}}}`, final: `{"statusUpdate":{"taskId":"t","status":{"state":"TASK_STATE_COMPLETED"}}}`},
+	{name: "1.0 over REST", send: "/message:send", stream: "/message:stream", header: "1.0",
+		working: `{"task":{"id":"t","status":{"state":"TASK_STATE_WORKING"}}}`, final: `{"statusUpdate":{"taskId":"t","status":{"state":"TASK_STATE_COMPLETED"}}}`},
+}
+
+func (f *a2aForm) rest() bool { return f.send[0] == '/' }
+
+// to is a request with a message, by a method or a path.
+func (f *a2aForm) to(method, id, message, text string) request {
+	body := `{"message":{"messageId":"` + message + `","role":"ROLE_USER","parts":[{"text":"` + text + `"}]}}`
+	r := request{path: method, body: body, header: map[string]string{"Content-Type": "application/json", "Authorization": "Bearer ada"}}
+	if !f.rest() {
+		r.path, r.body = "/agent", `{"jsonrpc":"2.0","id":`+id+`,"method":"`+method+`","params":`+body+`}`
+	}
+	if f.header != "" {
+		r.header["A2A-Version"] = f.header
+	}
+	return r
+}
+
+// result is an answer, or an event of one, to the request with this id.
+func (f *a2aForm) result(id, text string) string {
+	if f.rest() {
+		return text
+	}
+	return `{"jsonrpc":"2.0","id":` + id + `,"result":` + text + `}`
+}
+
+// A2A 0.3 and 1.0, as JSON-RPC and REST: a message is known by its messageId, answered and streamed again under
+// the id that asks, and in doubt where its answer is lost. REST has statuses and problems of its own.
+func TestMessagesOfA2A(t *testing.T) {
+	for _, protocol := range []string{"a2a", "auto"} {
+		for _, f := range a2aForms {
+			t.Run(protocol+" "+f.name, func(t *testing.T) {
+				u := newUpstream(t)
+				var mu sync.Mutex
+				effects, hold := map[string]int{}, newGate(t)
+				t.Cleanup(hold.open)
+				serve := func(w http.ResponseWriter, a *arrival) {
+					id := "null"
+					if _, rest, ok := strings.Cut(a.body, `"id":`); ok {
+						id = rest[:strings.IndexAny(rest, ",}")]
+					}
+					_, rest, _ := strings.Cut(a.body, `"text":"`)
+					text, _, _ := strings.Cut(rest, `"`)
+					mu.Lock()
+					effects[text]++
+					n := effects[text]
+					mu.Unlock()
+					event := func(text string) {
+						_, _ = io.WriteString(w, "data: "+f.result(id, text)+"\n\n")
+						_ = http.NewResponseController(w).Flush() // an error shows as a missing event
+					}
+					w.Header().Set("Content-Type", "text/event-stream")
+					switch text {
+					case "lose":
+						panic(http.ErrAbortHandler)
+					case "stream":
+						event(f.working)
+						hold.pass()
+						event(f.final)
+					case "cut":
+						event(f.working)
+					default:
+						w.Header().Set("Content-Type", "application/json")
+						_, _ = io.WriteString(w, f.result(id, fmt.Sprintf(`{"message":{"parts":[]},"n":%d}`, n)))
+					}
+				}
+				for _, path := range []string{"/agent", "/message:send", "/message:stream", "/tasks/t"} {
+					u.on(path, serve)
+				}
+				g := start(t, "agent_proxy %s {\n protocol %s\n breaker off\n}", u.addr, protocol)
+
+				g.call(f.to(f.send, "1", "m1", "pay")).want(t, 200, f.result("1", `{"message":{"parts":[]},"n":1}`), "executed")
+				g.call(f.to(f.send, `"x"`, "m1", "pay")).want(t, 200, f.result(`"x"`, `{"message":{"parts":[]},"n":1}`), "replayed")
+				g.call(f.to(f.send, "1", "m2", "pay")).want(t, 200, f.result("1", `{"message":{"parts":[]},"n":2}`), "executed")
+
+				problem := func(what, id, slug string, status int, got reply) {
+					t.Helper()
+					if f.rest() {
+						got.problem(t, status, slug)
+					} else if got.status != 200 || !strings.HasPrefix(got.body, `{"jsonrpc":"2.0","id":`+id+`,"error":{"code":-32090,`) || !strings.Contains(got.body, "/problems/"+slug) {
+						t.Errorf("%s: %d %s", what, got.status, got.body)
+					}
+				}
+				problem("the id of another message", "4", "fingerprint-mismatch", 422, g.call(f.to(f.send, "4", "m1", "other")))
+				for _, id := range []string{"5", `"six"`} {
+					problem("a lost answer", id, "in-doubt", 409, g.call(f.to(f.send, id, "m3", "lose")))
+				}
+
+				first := g.begin(f.to(f.stream, "7", "m4", "stream"))
+				wait(t, hold.arrived, "the stream")
+				second := g.begin(f.to(f.stream, `"eight"`, "m4", "stream"))
+				followers(t, 1)
+				hold.open()
+				events := func(id string) string {
+					return "data: " + f.result(id, f.working) + "\n\ndata: " + f.result(id, f.final) + "\n\n"
+				}
+				first.answer().want(t, 200, events("7"), "executed")
+				second.answer().want(t, 200, events(`"eight"`), "attached")
+				g.call(f.to(f.stream, "9", "m4", "stream")).want(t, 200, events("9"), "replayed")
+
+				want := map[string]int{"pay": 2, "lose": 1, "stream": 1}
+				if protocol == "a2a" {
+					g.call(f.to(f.stream, "1", "m5", "cut"))
+					problem("a stream without its final event", "2", "in-doubt", 409, g.call(f.to(f.stream, "2", "m5", "cut")))
+					want["cut"] = 1
+					if f.rest() {
+						g.call(request{method: http.MethodGet, path: "/tasks/t"}).passed(t, 200)
+					} else {
+						g.call(request{path: "/agent", body: `{"jsonrpc":"2.0","id":3,"method":"tasks/get","params":{"id":"t"}}`, header: map[string]string{"Content-Type": "application/json"}}).passed(t, 200)
+					}
+					want[""] = 1
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				if !maps.Equal(effects, want) {
+					t.Errorf("%v, want %v", effects, want)
+				}
+			})
+		}
 	}
 }

@@ -39,8 +39,9 @@ func (r *callSink) Start(status int, header map[string][]string) {
 		r.x.clock.pausing(idle)
 	}
 	r.x.heard = nil
-	if m, h := r.x.message, r.x.rec.Header(); m != nil && !m.REST && h.Get("Content-Encoding") == "" {
+	if m, h := r.x.message, r.x.rec.Header(); m != nil && h.Get("Content-Encoding") == "" {
 		r.x.heard = protocol.NewAnswer(m.Protocol, h.Get("Content-Type"), nil)
+		r.x.heard.REST = m.REST
 	}
 	if r.x.shown != nil {
 		r.x.shown.Reset()

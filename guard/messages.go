@@ -548,8 +548,9 @@ func understand(x *Call, o execution.Outcome) execution.Outcome {
 	case protocol.Doubtful:
 		o.Verdict, o.Cause = execution.InDoubt, execution.CauseInBand
 	case protocol.Unanswered:
-		if o.Status == http.StatusOK && x.message.ID != nil { // the stream ended before its answer
-			if !strings.HasPrefix(x.rec.Header().Get("Content-Type"), "text/event-stream") {
+		stream := strings.HasPrefix(x.rec.Header().Get("Content-Type"), "text/event-stream")
+		if o.Status == http.StatusOK && (x.message.ID != nil || x.message.REST && stream) { // it ended before its answer
+			if !stream {
 				x.h.proofs.withdraw()
 			}
 			o.Verdict, o.Cause = execution.InDoubt, execution.CauseTruncated

@@ -78,6 +78,9 @@ type Answer struct {
 	// be set, before the first Write.
 	Part    func(text []byte)
 	Message func(id []byte, progress bool)
+	// REST says that each text is a result of A2A without JSON-RPC around it, or the body of another
+	// status, which says nothing here. It is set before the first Write.
+	REST bool
 
 	protocol Protocol
 	learn    func(tool string, readOnly bool)
@@ -91,6 +94,7 @@ type Answer struct {
 	out      Outcome
 	begun    bool       // what came shows that something was executed
 	asked    *Message   // nil: any response is taken for the answer
+	wrapped  bool       // with REST: the beginning of a message was put before the text
 	rewrite  *rewriting // nil: the answer is read only
 }
 
@@ -148,6 +152,10 @@ func (a *Answer) End() Outcome {
 
 // feed scans JSON and passes it on.
 func (a *Answer) feed(p []byte) {
+	if a.REST && !a.wrapped && len(p) > 0 {
+		a.wrapped = true
+		a.feed([]byte(`{"result":`))
+	}
 	for len(p) > 0 {
 		n, ev := a.scan.next(p)
 		if a.reads && len(a.value) <= maxScalar {
@@ -280,7 +288,7 @@ func (a *Answer) finish() {
 		a.rewrite.finish(&a.m)
 	}
 	m := a.m
-	a.m, a.reads = answered{}, false
+	a.m, a.reads, a.wrapped = answered{}, false, false
 	ignored := a.asked != nil && !a.answers(&m)
 	if a.Message != nil {
 		if !m.response || m.request || m.result == m.erred || m.erred && !m.failed || !a.whole() {

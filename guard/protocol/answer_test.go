@@ -489,3 +489,37 @@ func TestProofs(t *testing.T) {
 		}
 	}
 }
+
+// The REST form of A2A has results without JSON-RPC around them, also in events.
+func TestAnswersOverREST(t *testing.T) {
+	for body, want := range map[string]protocol.Outcome{
+		`{"message":{"parts":[]}}`:                                   {Meaning: protocol.Executed},
+		`{"task":{"id":"t","status":{"state":"TASK_STATE_FAILED"}}}`: {Meaning: protocol.Executed, Task: "t", State: "failed"},
+		`{"error":{"code":-32601},"method":"x"}`:                     {Meaning: protocol.Executed},
+		"":                                                           {},
+		"data: {\"task\":{\"id\":\"t\",\"status\":{\"state\":\"TASK_STATE_WORKING\"}}}\n\n":                                         {Task: "t", State: "working"},
+		"data: {\"task\":{\"id\":\"t\"}}\n\ndata: {\"artifactUpdate\":{\"taskId\":\"t\"}}\n\n: alive\n\n":                           {Task: "t"},
+		"data: {\"task\":{\"id\":\"t\"}}\n\ndata: {\"statusUpdate\":{\"status\":\ndata: {\"state\":\"TASK_STATE_COMPLETED\"}}}\n\n": {Meaning: protocol.Executed, Task: "t", State: "completed"},
+		"data: {\"statusUpdate\":{\"taskId\":\"t\",\"final\":true}}\n\n":                                                            {Meaning: protocol.Executed, Task: "t"},
+		"data: {\"message\":{}}\n\n":           {Meaning: protocol.Executed},
+		"data: {\"message\":{}}\n":             {}, // no client has seen it
+		"data: {\"error\":{\"code\":500}}\n\n": {},
+	} {
+		as := asStream
+		if strings.HasPrefix(body, "{") || body == "" {
+			as = asJSON
+		}
+		for _, size := range []int{1, 1 << 10} {
+			a := protocol.NewAnswer(protocol.A2A, as, nil)
+			a.REST = true
+			for text := body; text != ""; {
+				n := min(size, len(text))
+				_, _ = io.WriteString(a, text[:n])
+				text = text[n:]
+			}
+			if got := a.End(); got != want {
+				t.Errorf("%q in pieces of %d: %+v, want %+v", body, size, got, want)
+			}
+		}
+	}
+}
