@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -39,6 +40,13 @@ func (s *singles) count(tool string) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.effect[tool]
+}
+
+// bodies are those of all that has come.
+func (s *singles) bodies() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.seen)
 }
 
 // hold has the calls of a tool wait after their effect.
@@ -603,5 +611,74 @@ func TestBatchUnsent(t *testing.T) {
 	g.reload("agent_proxy " + addr + " {\n protocol mcp\n breaker off\n}")
 	if got := responses(t, g.call(message(body))); len(got) != 3 || s.count("pay") != 2 {
 		t.Errorf("%v, %d effects", got, s.count("pay"))
+	}
+}
+
+// P3: tokens and trace contexts in `_meta` are those of their message, also in a batch: each proves, hashes and
+// is used up for one call, and names its workflow.
+func TestBatchMessagesCarryTokens(t *testing.T) {
+	for _, protocol := range []string{"mcp", "auto"} {
+		t.Run(protocol, func(t *testing.T) {
+			s, addr := newSingles(t)
+			a := newAgent(t, "a")
+			g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + addr + " {\n protocol " + protocol + "\n require_ect\n}"})
+			call := func(id, tool string, token *ect.Token) string {
+				return toolCall(id, tool, `,"_meta":{"execution-context":`+strconv.Quote(token.Raw())+`}`)
+			}
+			hash := func(tool string) *ect.Token {
+				return a.issue(ect.Claims{Input: ect.Sum([]byte(`{"method":"tools/call","params":{"arguments":{},"name":"` + tool + `"}}`))})
+			}
+			one, two, hashed := a.issue(ect.Claims{}), a.issue(ect.Claims{}), hash("hashed")
+			body := batchOf(call("1", "pay", one), call("2", "pay", two), call("3", "hashed", hashed), call("4", "other", hash("hashed")),
+				toolCall("5", "bare", ""), call("6", "stranger", newAgent(t, "x").issue(ect.Claims{})), ping(7), call("8", "again", one))
+			got := responses(t, g.call(asArray(body)))
+			for id, want := range map[string]string{
+				"3": `"n":1`, "4": `"reason":"inp_hash"`, "5": `"reason":"missing"`, "6": "/ect-invalid", "7": `"reason":"missing"`,
+			} {
+				if !strings.Contains(got[id], want) {
+					t.Errorf("the response for %s is %s, want %s", id, got[id], want)
+				}
+			}
+			// One token is good for one of two calls, whichever comes first.
+			used, refused := got["1"], got["8"]
+			if s.count("again") == 1 {
+				used, refused = refused, used
+			}
+			if !strings.Contains(used, `"n":`) || !strings.Contains(refused, `"reason":"replayed"`) || !strings.Contains(got["2"], `"tool":"pay"`) {
+				t.Errorf("%v", got)
+			}
+			if n := s.count("pay") + s.count("again"); n != 2 || s.count("hashed") != 1 || s.count("other")+s.count("bare")+s.count("stranger") != 0 {
+				t.Errorf("%v", s.effect)
+			}
+			// A message that comes again, alone or in another batch, is known by its token.
+			two2 := g.call(message(call("9", "pay", two)))
+			if two2.header.Get("Execution-Status") != "replayed" {
+				t.Errorf("alone: %v %s", two2.header, two2.body)
+			}
+			wantResponses(t, "in another batch", g.call(asArray(batchOf(call("1", "hashed", hashed), call("2", "fresh", a.issue(ect.Claims{}))))),
+				map[string]string{"1": `"n":1`, "2": `"n":1`})
+		})
+	}
+}
+
+// The workflow of a message of a batch is that of its own trace context.
+func TestBatchMessagesNameTheirWorkflow(t *testing.T) {
+	s, addr := newSingles(t)
+	g := start(t, "agent_proxy %s {\n protocol auto\n}", addr)
+	trace := func(n int) string { return fmt.Sprintf("%032x", n) }
+	of := func(n int) string {
+		return toolCall(strconv.Itoa(n), fmt.Sprint("tool", n), fmt.Sprintf(`,"_meta":{"traceparent":"00-%s-%016x-01"}`, trace(n), n))
+	}
+	responses(t, g.call(asArray(batchOf(of(1), of(2), toolCall("3", "tool3", "")))))
+	for i, body := range s.seen {
+		want := ""
+		for n := 1; n < 3; n++ {
+			if strings.Contains(body, fmt.Sprint(`"tool`, n)) {
+				want = trace(n)
+			}
+		}
+		if got := s.fields[i].Get("Workflow-Id"); got != want {
+			t.Errorf("%s has the workflow %q, want %q", body, got, want)
+		}
 	}
 }

@@ -4,6 +4,8 @@ package e2e
 
 import (
 	"bufio"
+	"fmt"
+	"strconv"
 	"strings"
 	"testing"
 )
@@ -56,4 +58,90 @@ func crashBatch(t *testing.T, protocol string) {
 		}
 	}
 	gateway.end(t)
+}
+
+// Section "Exit", P1, P7: SIGTERM in the middle of a batch. What runs ends and is answered, what has not begun
+// is refused such that it is sent again, and the batch that comes again runs nothing twice.
+func TestProcessExitInABatch(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	const width, all = 16, 20
+	for _, form := range []string{"application/json", "application/json, text/event-stream"} {
+		for _, slow := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/slow %v", form, slow), func(t *testing.T) {
+				s, addr := newSingles(t)
+				site := procNewSite(t, addr)
+				site.guard = "breaker off"
+				if slow { // than drain
+					site.app = "drain 300ms"
+				}
+				gateway := site.start(t)
+				var messages []string
+				var holds []*gate
+				for i := range all {
+					tool := fmt.Sprint("tool", i)
+					messages = append(messages, keyed(strconv.Itoa(i), tool, tool))
+					if i < width {
+						holds = append(holds, s.hold(t, tool))
+					}
+				}
+				call := procCall{path: "/mcp", body: batchOf(messages...), header: message("").header}
+				call.header["Accept"] = form
+				client := procDial()
+				owner := gateway.begin(t.Context(), client, call)
+				for _, hold := range holds {
+					waitWithin(t, procBound, hold.arrived, "arrival")
+				}
+				gateway.term(t)
+				waitWithin(t, procBound, gateway.log.when("exiting; byeee"), "the gateway knows")
+				if !slow {
+					eventuallyWithin(t, procBound, "the gate is shut", func() bool {
+						a, err := procPost(t.Context(), client, site.addr, procCall{id: strconv.Itoa(len(s.bodies())), path: "/mcp"})
+						return err != nil || !a.executed()
+					})
+					for _, hold := range holds {
+						hold.open()
+					}
+				}
+				first := waitWithin(t, procBound, owner, "the batch ends")
+				client.CloseIdleConnections()
+				gateway.wait(t)
+				if gateway.err != nil {
+					t.Errorf("the gateway ended with %v", gateway.err)
+				}
+				if !slow && first.err != nil {
+					t.Fatal(first.err)
+				}
+				if first.err == nil {
+					got := responses(t, reply{status: first.answer.status, header: first.answer.header, body: first.answer.body})
+					for i := range all {
+						want := `"n":1`
+						if i >= width {
+							want = "shutting-down"
+						} else if slow {
+							want = "in-doubt"
+						}
+						if !strings.Contains(got[strconv.Itoa(i)], want) {
+							t.Errorf("%d of the first: %s, want %s", i, got[strconv.Itoa(i)], want)
+						}
+					}
+				}
+				for _, hold := range holds {
+					hold.open()
+				}
+				gateway = site.start(t)
+				again := gateway.post(t, call)
+				got := responses(t, reply{status: again.status, header: again.header, body: again.body})
+				for i := range all {
+					want := `"n":1`
+					if slow && i < width {
+						want = "in-doubt"
+					}
+					if !strings.Contains(got[strconv.Itoa(i)], want) || s.count(fmt.Sprint("tool", i)) != 1 {
+						t.Errorf("%d again: %s, want %s; %d effects", i, got[strconv.Itoa(i)], want, s.count(fmt.Sprint("tool", i)))
+					}
+				}
+				gateway.end(t)
+			})
+		}
+	}
 }

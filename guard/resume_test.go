@@ -26,6 +26,7 @@ type resuming struct {
 	events  chan string   // what a GET brings; "" breaks it off
 	header  http.Header   // of the answer to a GET
 	over    sync.Once     // no more events
+	breaks  bool          // that end is none
 	buffers bool          // the handler leaves flushing to the end of the stream
 }
 
@@ -69,6 +70,9 @@ func newResuming(t *testing.T, protocolName protocol.Protocol) *resuming {
 			flush(w)
 			if s.until != nil {
 				<-s.until
+			}
+			if s.breaks {
+				panic(http.ErrAbortHandler)
 			}
 		}
 	})
@@ -585,4 +589,31 @@ func TestResumedStreamsOfProvenServers(t *testing.T) {
 		s.do(s.pay("ada", "5", "k"), "200 replayed "+resumed("3", "5"))
 		s.end()
 	})
+}
+
+// P6: a stream that is cut before its final answer is in doubt at once, though events of it had ids, by which
+// its client may go on on a GET: who calls again is told so, and does not wait.
+func TestStreamCutBeforeItsAnswerIsInDoubt(t *testing.T) {
+	for _, priming := range []string{primed, "id: 1\ndata: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\",\"params\":{\"progressToken\":1,\"progress\":1}}\n\n"} {
+		synctest.Test(t, func(t *testing.T) {
+			s := newResuming(t, protocol.MCP)
+			s.priming, s.until, s.breaks = priming, make(chan struct{}), true
+			s.begin(s.pay("ada", "3", "k"))
+			close(s.until)
+			synctest.Wait()
+			began := time.Now()
+			s.doubt("answer_truncated")
+			if waited := time.Since(began); waited != 0 {
+				t.Errorf("the doubt is told after %v", waited)
+			}
+			get := s.get("ada", "Last-Event-Id", "1") // passes, and proves nothing of what is in doubt
+			s.sends(response("3"))
+			if get.Body.String() != response("3") {
+				t.Errorf("%q", get.Body)
+			}
+			s.doubt("answer_truncated")
+			s.was(1)
+			s.end()
+		})
+	}
 }
