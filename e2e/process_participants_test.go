@@ -117,6 +117,25 @@ func (c *star) behind(n int, paths string) string {
 		n, paths, n, at, n, is, paths, at, is)
 }
 
+// parts are the rollbacks of a gateway.
+func (c *star) parts(i int) (all []rollbackDoc) {
+	c.t.Helper()
+	status, text, err := c.running[i].admin("GET", "/agent_guard/rollbacks", "", "")
+	if err != nil || status != http.StatusOK {
+		c.t.Fatalf("%d %s, %v", status, text, err)
+	}
+	var page struct{ Rollbacks []rollbackDoc }
+	if err := json.Unmarshal([]byte(text), &page); err != nil {
+		c.t.Fatal(err)
+	}
+	s := *c.saga
+	s.g = c.sites[i].gateway(c.t)
+	for _, r := range page.Rollbacks {
+		all = append(all, document[rollbackDoc](c.t, s.look(r.ID)))
+	}
+	return all
+}
+
 func (c *star) start(i int) { c.running[i] = c.sites[i].start(c.t) }
 
 // Cascade 4.3.2 over three gateways: the first one's rollback is prepared at the others before
@@ -149,6 +168,16 @@ func TestProcessParticipants(t *testing.T) {
 	c.lab.wantCharge(leaf.id(t), "refunded")
 	c.lab.wantDoc("/docs/x", `{"n":1}`)
 	c.lab.arrived("POST /refunds", 2)
+	// P6: a participant says only what it has done itself. What the coordinator undoes has no step
+	// there, and no token.
+	for _, part := range c.parts(1) {
+		if part.Status != "completed" || len(part.Steps) != 1 || len(part.Elsewhere) != 1 {
+			t.Errorf("%+v", part)
+		}
+		if state := behind.view().state(part.Elsewhere[0]); state == "rolled_back" || state == "none" {
+			t.Errorf("what the coordinator undoes is %s", state)
+		}
+	}
 	c.lab.wantEffects("charged "+root.id(t), "changed /docs/x", "charged "+leaf.id(t), "refunded "+leaf.id(t), "changed /docs/x", "refunded "+root.id(t))
 }
 

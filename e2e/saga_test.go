@@ -121,6 +121,7 @@ type rollbackDoc struct {
 	Dependants  []string
 	Steps       []rollbackStep
 	Others      int
+	Elsewhere   []string
 	Escalations []string
 	Tokens      struct{ Start, Complete string }
 	ECT         string

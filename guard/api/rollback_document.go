@@ -85,6 +85,9 @@ type Document struct {
 	Dependants []string `json:"dependants,omitempty"`
 	// Missing are members of groups that are unknown.
 	Missing []string `json:"missing,omitempty"`
+	// Elsewhere are checkpoints in the scope of a part of a rollback that whoever asks for the part
+	// undoes itself: nothing was done for them here.
+	Elsewhere []string `json:"elsewhere,omitempty"`
 	// Others is how many checkpoints under the workflow's id are not rolled back, because
 	// they are not linked to those of the requester.
 	Others int `json:"others,omitempty"`
@@ -290,6 +293,9 @@ func Describe(r *rollback.Rollback, id string) *Document {
 		doc.PlanHash = hex.EncodeToString(sum[:])
 		doc.Uncovered, doc.Along, doc.Dependants, doc.Missing = p.Passed, p.Along, p.Dependants, p.Missing
 		doc.Others = p.Left
+		for _, left := range p.Elsewhere {
+			doc.Elsewhere = append(doc.Elsewhere, left.Checkpoint)
+		}
 	}
 	for i := range r.Steps {
 		step := describeStep(&r.Steps[i])

@@ -217,10 +217,11 @@ func (c *Coordinator) verified(ctx context.Context, id string) (Checkpoint, erro
 }
 
 // stateFor is stateOf, but for the checkpoints of who asks for a part of a rollback: it undoes those
-// itself, in the order of its own plan, and here nothing is to be done for them.
+// itself, in the order of its own plan. Here nothing is done for them, and nothing is said of them
+// (P6).
 func (d *draft) stateFor(ctx context.Context, c *Coordinator, n *workflow.Node, token *Checkpoint) (NodeState, outlook, error) {
-	if d.PartOf != "" && d.Requester != "" && n.By == d.Requester && !token.Own && token.ID != "" {
-		return Undone, outlook{}, nil
+	if d.PartOf != "" && d.Requester != "" && n.By == d.Requester && !token.Own && token.ID != "" && n.ID != d.Checkpoint {
+		return Elsewhere, outlook{}, nil
 	}
 	return c.stateOf(ctx, n, token)
 }

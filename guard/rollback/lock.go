@@ -245,8 +245,8 @@ func (w *workflowLock) decide() {
 	}
 }
 
-// blockPlan blocks what follows from the plan's checkpoints, their actions, and the actions that
-// it passes.
+// blockPlan blocks what follows from the checkpoints in the plan's scope, their actions, and the
+// actions that it passes.
 func (w *workflowLock) blockPlan(scope Scope, p *Plan) {
 	all := scope == FullWorkflow && !w.attemptsOnly
 	w.stops, w.whole = all && !w.reserved, all && w.reserved
@@ -254,7 +254,7 @@ func (w *workflowLock) blockPlan(scope Scope, p *Plan) {
 		return
 	}
 	w.ids = map[string]bool{}
-	for _, level := range p.Levels {
+	for _, level := range append(slices.Clone(p.Levels), p.Elsewhere) {
 		for _, s := range level {
 			w.ids[s.Checkpoint] = true
 			for _, id := range s.Actions {

@@ -3,6 +3,7 @@ package rollback_test
 import (
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -110,6 +111,48 @@ func TestPartsOfOneRollback(t *testing.T) {
 			}
 		}
 	})
+}
+
+// P6: of a part, the checkpoints of who asks for it are left to that gateway. Here nothing was undone
+// for them, and nothing says so: no step, no mark, no token. What would follow from them waits all
+// the same.
+func TestPartLeavesTheRequestersOwn(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.action("2", "1")
+	theirs := rollback.Checkpoint{Reversible: true, Parents: []string{"2"}}
+	r.known("a2", CheckpointNode, rollback.Ran, theirs, "2")
+	r.made("3", checkpoint.Restore, execution.Completed, "a2")
+	r.start()
+	part := func(target string) rollback.Request {
+		q := request(target, rollback.SubDAG)
+		q.By, q.Coordinator, q.PartOf = gateway, true, "00000000-0000-4000-8000-000000000001"
+		return q
+	}
+	q := part("c1")
+	if p := r.prepare(q); !p.Ready() || len(p.Rollback.Steps) != 2 {
+		t.Fatalf("%+v", p)
+	}
+	for _, id := range []string{"a2", "2"} {
+		if _, err := r.Enter(ctx, "w", ids(id)); err == nil {
+			t.Errorf("a call that follows from %s has begun", id)
+		}
+	}
+	done := r.run(q)
+	wantEnd(t, done, rollback.Completed, "c3=completed c1=completed")
+	if left := done.Plan.Elsewhere; len(left) != 1 || left[0].Checkpoint != "a2" || len(done.Plan.Passed) > 0 {
+		t.Errorf("%+v", done.Plan)
+	}
+	if m, err := r.checkpoints.Mark(ctx, "a2"); err != nil || m.State != checkpoint.Active {
+		t.Errorf("%+v, %v", m, err)
+	}
+	for words := range r.recorded() {
+		if strings.HasPrefix(words, "step "+q.ID+" a2 ") {
+			t.Errorf("%q", words)
+		}
+	}
+	// The target itself is nobody else's business.
+	wantEnd(t, r.run(part("a2")), rollback.Partial, "c3=completed a2=escalated(foreign)")
 }
 
 // A part whose plan has changed otherwise is refused as ever.

@@ -50,6 +50,8 @@ const (
 	InFlight NodeState = "in_flight"
 	// NeverRan: its call was not executed, or has not come yet.
 	NeverRan NodeState = "never_ran"
+	// Elsewhere: whoever asks for the rollback undoes it itself. It has no step.
+	Elsewhere NodeState = "elsewhere"
 )
 
 // RecordedState is a checkpoint's state by its records alone. A group is not undone until all its
@@ -176,6 +178,9 @@ type Plan struct {
 	// indirectly, on what the plan undoes, ordered by id. Other attempts of undone calls are not
 	// included.
 	Dependants []string `json:"dependants,omitempty"`
+	// Elsewhere are the checkpoints that whoever asks undoes itself, with their actions. No step
+	// is about them, but what would follow from them is held back. No hash covers them.
+	Elsewhere []PlanStep `json:"elsewhere,omitempty"`
 	// Left is how many checkpoints a FullWorkflow leaves to others, since they are not linked to
 	// By's nodes. The requester does not learn which (P3).
 	Left int `json:"left,omitempty"`
@@ -353,7 +358,7 @@ func (e encoder) texts(all []string) {
 // Other reasons against executing it are in the plan.
 //
 // stateOf returns the state of each checkpoint in the plan; its error ends the planning. States
-// decide what a step does, not which steps there are.
+// decide what a step does, not which steps there are; but what is Elsewhere has none.
 func MakePlan(g *workflow.Graph, r PlanInput, stateOf func(n *workflow.Node) (NodeState, error)) (*Plan, error) {
 	if r.Scope.breadth() == 0 || r.Scope == FullWorkflow && !r.Coordinator {
 		return nil, &ScopeError{r.Scope}
@@ -387,9 +392,8 @@ func (d *planner) plan(target int, stateOf func(n *workflow.Node) (NodeState, er
 	if err := o.sort(); err != nil {
 		return nil, err
 	}
-	heights := o.heights()
+	p := &Plan{Workflow: d.Workflow, Target: d.Target, Scope: d.Scope}
 	d.states = make([]NodeState, d.Len())
-	levels := make([][]int, slices.Max(heights))
 	for i, step := range d.steps {
 		if !step {
 			continue
@@ -398,9 +402,19 @@ func (d *planner) plan(target int, stateOf func(n *workflow.Node) (NodeState, er
 		if d.states[i], err = stateOf(d.At(i)); err != nil {
 			return nil, err
 		}
-		levels[heights[i]-1] = append(levels[heights[i]-1], i)
+		if d.states[i] == Elsewhere {
+			d.steps[i] = false
+			left := d.step(i)
+			p.Elsewhere = append(p.Elsewhere, PlanStep{Checkpoint: left.Checkpoint, Actions: left.Actions})
+		}
 	}
-	p := &Plan{Workflow: d.Workflow, Target: d.Target, Scope: d.Scope}
+	heights := o.heights()
+	levels := make([][]int, slices.Max(heights))
+	for i, step := range d.steps {
+		if step {
+			levels[heights[i]-1] = append(levels[heights[i]-1], i)
+		}
+	}
 	for _, level := range levels {
 		slices.SortFunc(level, d.latestFirst)
 		steps := make([]PlanStep, len(level))
@@ -565,9 +579,13 @@ func (d *planner) attempts() []bool {
 func (d *planner) rest(p *Plan) {
 	touched := d.reach(d.effects(func(i int) bool { return d.states[i] != Undone && d.states[i] != NeverRan }))
 	same := d.attempts()
+	here := make([]bool, d.Len()) // the actions that are undone here
+	for _, i := range d.effects(func(int) bool { return true }) {
+		here[i] = true
+	}
 	for i := range d.Len() {
 		n := d.At(i)
-		if d.Scope == FullWorkflow && n.IsCheckpoint() && !d.steps[i] {
+		if d.Scope == FullWorkflow && n.IsCheckpoint() && !d.steps[i] && d.states[i] != Elsewhere {
 			p.Left++
 		}
 		switch {
@@ -575,7 +593,7 @@ func (d *planner) rest(p *Plan) {
 			if d.steps[i] && n.Group {
 				p.Missing = append(p.Missing, n.Missing...)
 			}
-		case d.covered[i] && !d.scope[i]:
+		case here[i] && !d.scope[i]:
 			p.Along = append(p.Along, n.ID)
 		case d.covered[i]:
 		case d.scope[i]:

@@ -83,7 +83,7 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			// otherwise a rollback that gives way would leave it half undone forever.
 			return e, c.begin(ctx, r, i, &m)
 		case step.What == Nothing && !cp.Own:
-			return undone(), nil // its own gateway undoes it, or has undone it
+			return undone(), nil // its own gateway has undone it, and has recorded that
 		case step.What == Escalate:
 			return c.irreversible(ctx, &cp), nil
 		case step.What == Expired:

@@ -209,10 +209,14 @@ func (d *derivation) checkpoint(i int) (State, Detail) {
 	case h.undo == undoEscalated:
 		return Escalated, detail
 	case last >= 0:
-		if detail == "" {
-			detail = d.nodes[last].Detail
+		task := d.history[last]
+		if !d.nodes[i].Own {
+			// P6: another checkpoint of the task was undone, by whoever made that. Of this one
+			// nobody has said so.
+			task.undo = notUndone
 		}
-		return d.nodes[last].State, detail
+		state, of := task.task()
+		return state, cmp.Or(detail, of)
 	case h.failed() && h.blame.escalated:
 		return Escalated, detail
 	case h.failed():
