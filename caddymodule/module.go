@@ -174,8 +174,9 @@ type Handler struct {
 
 	// The identity of the upstream, a URI. Calls are then forwarded with a further
 	// `Execution-Context` line: a token of the gateway that names the upstream in its `aud`, and
-	// that the upstream's own tokens can name as their parent. It needs `identity` in the global
-	// options. Default: no token is sent.
+	// that the upstream's own tokens can name as their parent. Tokens of the request that are for
+	// this gateway alone are not sent on. It needs `identity` in the global options. Default: no
+	// token is added, and all of the request are sent on.
 	UpstreamIdentity string `json:"identity,omitempty"`
 
 	// `off` passes the well-known paths on to the upstream instead of answering them. Default: on.

@@ -4,10 +4,12 @@ package e2e
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -32,9 +34,25 @@ func starIdentity(n int) string {
 	return fmt.Sprintf("%s/%d", gatewayIdentity, n)
 }
 
-// newStar starts the gateways; options are further ones of the first one's block. With stages, one
-// for each, they wait there at each commit.
+// newStar starts the gateways; options are further ones of the first one's block. The agent issues
+// its tokens for all of them. With stages, one for each, they wait there at each commit.
 func newStar(t *testing.T, options string, stages ...*procStages) *star {
+	t.Helper()
+	c := layStar(t)
+	for i, stage := range stages {
+		c.sites[i].store = "staged " + c.sites[i].path("data") + " " + stage.url
+	}
+	for i := 1; i < len(c.sites); i++ {
+		c.a.also = append(c.a.also, starIdentity(i))
+		c.sites[i].app += "rollback {\n coordinators " + gatewayIdentity + "\n }"
+	}
+	c.sites[0].app += options
+	c.before(0, c.behind(1, "/charges /mail"), c.behind(2, "/docs/*"))
+	return c.begin()
+}
+
+// layStar makes the sites of three gateways, each before the restLab, and starts none.
+func layStar(t *testing.T) *star {
 	t.Helper()
 	const n = 3
 	c := &star{t: t, a: newAgent(t, "a"), lab: newRestLab(t)}
@@ -61,9 +79,6 @@ func newStar(t *testing.T, options string, stages ...*procStages) *star {
 			t.Fatal(err)
 		}
 		add(ring, starIdentity(i))
-		if i > 0 {
-			c.a.also = append(c.a.also, starIdentity(i))
-		}
 		c.sites = append(c.sites, site)
 	}
 	text, err := json.Marshal(all)
@@ -78,16 +93,14 @@ func newStar(t *testing.T, options string, stages ...*procStages) *star {
 		site.app = fmt.Sprintf("identity %s {\n key_file %s\n public_url http://%s\n }\n trust {\n jwks_file %s\n allow_partial\n }\n",
 			starIdentity(i), site.path("identity"), site.addr, keys)
 		site.guard = sagaActions
-		if i > 0 {
-			site.app += "rollback {\n coordinators " + gatewayIdentity + "\n }"
-		}
 		site.store = "badger " + site.path("data")
-		if len(stages) > 0 {
-			site.store = "staged " + site.path("data") + " " + stages[i].url
-		}
 	}
-	first := c.sites[0]
-	first.app += options
+	return c
+}
+
+// before makes a gateway stand before others, instead of the restLab.
+func (c *star) before(n int, ways ...string) {
+	first := c.sites[n]
 	first.raw = fmt.Sprintf(`{
 	admin %s
 	persist_config off
@@ -100,13 +113,17 @@ http://%s {
 	bind 127.0.0.1
 	agent_guard_endpoints
 	%s
-	%s
-}`, first.admin, first.store, first.app, first.addr, c.behind(1, "/charges /mail"), c.behind(2, "/docs/*"))
-	c.running = make([]*procGateway, n)
+}`, first.admin, first.store, first.app, first.addr, strings.Join(ways, "\n\t"))
+}
+
+// begin starts the gateways.
+func (c *star) begin() *star {
+	c.t.Helper()
+	c.running = make([]*procGateway, len(c.sites))
 	for i := range c.sites {
 		c.start(i)
 	}
-	c.saga = c.sites[0].gateway(t).saga(c.a)
+	c.saga = c.sites[0].gateway(c.t).saga(c.a)
 	return c
 }
 
@@ -128,10 +145,13 @@ func (c *star) parts(i int) (all []rollbackDoc) {
 	if err := json.Unmarshal([]byte(text), &page); err != nil {
 		c.t.Fatal(err)
 	}
-	s := *c.saga
-	s.g = c.sites[i].gateway(c.t)
 	for _, r := range page.Rollbacks {
-		all = append(all, document[rollbackDoc](c.t, s.look(r.ID)))
+		status, text, err := c.running[i].admin("GET", "/agent_guard/rollback/"+r.ID, "", "")
+		var doc rollbackDoc
+		if err = errors.Join(err, json.Unmarshal([]byte(text), &doc)); err != nil || status != http.StatusOK {
+			c.t.Fatalf("%d %s, %v", status, text, err)
+		}
+		all = append(all, doc)
 	}
 	return all
 }

@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -280,6 +281,42 @@ func tokensPassTwoGuards(t *testing.T, name string) {
 		}
 	}
 	upstream.arrived("/v2/pay", 3)
+}
+
+// A token that is for the gateway alone is not sent on to an upstream with an identity, which would
+// have to refuse the call because of it (ADR 0086); one that is also for others is.
+func TestTokensForTheGatewayStayThere(t *testing.T) {
+	const name = "spiffe://example.com/upstream"
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + upstream.addr + " {\n identity " + name + "\n }", badger: true})
+	sent := func() (all []string) {
+		for _, raw := range upstream.last("/pay").Header[ect.FieldName] {
+			token, err := ect.ParseInsecure(raw)
+			if err != nil {
+				t.Fatal(err)
+			}
+			all = append(all, token.Issuer())
+		}
+		return all
+	}
+	for _, c := range []struct {
+		also []string
+		want []string
+	}{
+		{nil, []string{gatewayIdentity}},
+		{[]string{a.issuer.Identity()}, []string{gatewayIdentity}}, // its own copy
+		{[]string{name}, []string{a.issuer.Identity(), gatewayIdentity}},
+		{[]string{"https://upstream.example.com"}, []string{a.issuer.Identity(), gatewayIdentity}}, // perhaps the upstream's other name
+	} {
+		a.also = c.also
+		token := a.issue(ect.Claims{Workflow: uuid.NewString()})
+		if got := g.call(with(token, request{path: "/pay"})); got.status != http.StatusCreated {
+			t.Fatalf("%v: %d %s", c.also, got.status, got.body)
+		}
+		if got := sent(); !slices.Equal(got, c.want) {
+			t.Errorf("with %v the upstream got tokens of %v, want %v", c.also, got, c.want)
+		}
+	}
 }
 
 // P3: without a token nobody gets into a workflow of tokens by knowing its id, but by

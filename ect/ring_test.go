@@ -418,6 +418,18 @@ func TestFormerAudience(t *testing.T) {
 				t.Errorf("of %s with %v: %v", who, names, err)
 			}
 		}
+		for audience, only := range map[string]bool{
+			now: true, agent: true, "spiffe://example.com/other": false, before: names != nil, "": false,
+		} {
+			claims := ect.Claims{Audience: []string{now, audience}, Action: "pay"}
+			if audience == "" {
+				claims.Audience = []string{"spiffe://example.com/other"}
+			}
+			token := must(issuers[agent].Issue(time.Now(), claims))(t)
+			if v.OnlyFor(token) != only {
+				t.Errorf("with %v, for %q: %v", names, claims.Audience, !only)
+			}
+		}
 	}
 }
 

@@ -266,6 +266,14 @@ func (v *Verifier) checkAudience(c *claimSet) error {
 	return refuse(CodeAudience)
 }
 
+// OnlyFor reports whether a token is for nobody but the verifier: its aud has no other names but
+// those of the verifier, and of who has issued it.
+func (v *Verifier) OnlyFor(t *Token) bool {
+	return len(t.audience) > 0 && !slices.ContainsFunc(t.audience, func(name string) bool {
+		return name != t.issuer && !slices.Contains(v.p.Audience, name) && !slices.Contains(v.p.Former, name)
+	})
+}
+
 // issuedToFormerName reports whether the verifier issued the token itself, to one of its
 // earlier names.
 func (v *Verifier) issuedToFormerName(o *keySearch) bool {

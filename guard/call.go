@@ -992,6 +992,9 @@ func (x *Call) request(ctx context.Context) *http.Request {
 		r.Header[HeaderWorkflowID] = to.workflow[:]
 	}
 	if x.evidence.forwarded != nil {
+		if len(x.evidence.tokens.All) > 0 {
+			x.evidence.sendOn(r.Header, x.h.UpstreamIdentity)
+		}
 		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
 	}
 	x.part.announce(r.Header)

@@ -194,6 +194,35 @@ func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 	return batch, nil
 }
 
+// sendOn leaves those tokens in a header that may go to an upstream with an identity. It would
+// refuse the call because of one that is for this gateway alone. What only such a token follows
+// from stays here with it: to the upstream it would be a call of somebody else's.
+func (s *callEvidence) sendOn(h http.Header, upstream string) {
+	keeps := func(t *ect.Token) bool {
+		return !s.policy.Verifier.OnlyFor(t) || slices.Contains(t.Audience(), upstream)
+	}
+	if !slices.ContainsFunc(s.tokens.All, func(t *ect.Token) bool { return !keeps(t) }) {
+		return
+	}
+	var sent []string
+	follows := slices.Clone(s.forwarded.Parents())
+	for n := 0; n < len(follows); n++ {
+		for _, t := range s.tokens.All {
+			if (t.NodeID() == follows[n] || t.ID() == follows[n]) && keeps(t) && !slices.Contains(sent, t.Raw()) {
+				sent = append(sent, t.Raw())
+				follows = append(follows, t.Parents()...)
+			}
+		}
+	}
+	raws, _ := ect.ParseFields(h[ect.FieldName]) // they were verified
+	h.Del(ect.FieldName)
+	for _, raw := range raws {
+		if slices.Contains(sent, raw) {
+			h.Add(ect.FieldName, raw)
+		}
+	}
+}
+
 // recordUntil is how long the ledger keeps the records of the call at least: while it can be
 // undone, and a rollback that began in time runs.
 func (x *Call) recordUntil(now time.Time) time.Time {

@@ -19,8 +19,8 @@ type Participant struct {
 	Agent, Checkpoint string
 	// Of are the checkpoints of the call; the participant's follows from one of them.
 	Of []string
-	// Rollback is the id of its part of the rollback. It is made of the id of the rollback and of
-	// the checkpoint, since to some agents one id is one checkpoint (cascade 4.3.4).
+	// Rollback is the id of its part of the rollback. It is made of the id of the whole and of the
+	// checkpoint, since to some agents one id is one checkpoint (cascade 4.3.4).
 	Rollback string
 	// Phase is what it is asked for; requests of one phase have one token.
 	Phase Phase
@@ -60,7 +60,7 @@ func (j *job) asked(phase Phase) *Participant {
 		return nil
 	}
 	id := result.Answer.Header[fieldCheckpoint][0]
-	part := uuid.NewSHA1(uuid.NameSpaceURL, []byte("urn:uuid:"+j.task.Rollback+"#"+id))
+	part := uuid.NewSHA1(uuid.NameSpaceURL, []byte("urn:uuid:"+j.task.whole()+"#"+id))
 	return &Participant{
 		Agent: j.spec.Agent, Checkpoint: id, Of: []string{j.call.ID, j.call.Root()}, Rollback: part.String(), Phase: phase,
 	}
@@ -81,7 +81,7 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 		Scope  Scope  `json:"scope"`
 		PartOf string `json:"part_of"`
 		Reason string `json:"reason,omitempty"`
-	}{"urn:uuid:" + p.Rollback, p.Checkpoint, map[Phase]Phase{PhaseExecute: PhaseExecute}[phase], phase == PhaseDry, SubDAG, "urn:uuid:" + j.task.Rollback, j.task.Reason})
+	}{"urn:uuid:" + p.Rollback, p.Checkpoint, map[Phase]Phase{PhaseExecute: PhaseExecute}[phase], phase == PhaseDry, SubDAG, "urn:uuid:" + j.task.whole(), j.task.Reason})
 	if err != nil {
 		return nil, requestError{ReasonUnfilled}
 	}

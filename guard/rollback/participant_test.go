@@ -1,6 +1,7 @@
 package rollback_test
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
@@ -208,4 +209,41 @@ func TestParticipantsWithoutATurn(t *testing.T) {
 			t.Errorf("%+v, %v: %d were asked", p, err, r.world.prepared)
 		}
 	})
+}
+
+// ADR 0086: who takes part in a part of a rollback is asked for parts of the whole, and each
+// checkpoint has one id in it, whoever asks on the way.
+func TestParticipantBehindParticipant(t *testing.T) {
+	asked := func(rollbackID, partOf string) (id, of string) {
+		t.Helper()
+		r := undoNewRig(t)
+		r.answer = func(o *rollback.Outgoing) (*rollback.Answer, error) {
+			var body struct {
+				ID     string `json:"rollback_id"`
+				PartOf string `json:"part_of"`
+			}
+			if err := json.Unmarshal(o.Body, &body); err != nil {
+				t.Fatal(err)
+			}
+			id, of = body.ID, body.PartOf
+			return &rollback.Answer{Status: 200, Body: []byte(`{"status":"prepared"}`)}, nil
+		}
+		one := task(checkpoint.Delegate, rollback.Spec{Guard: "g", Delegate: "https://b.example/rollback", Agent: "spiffe://b"})
+		one.Checkpoint.Result = &checkpoint.Result{Status: 200}
+		one.Checkpoint.Result.Answer, _ = rollback.NamedCheckpoint("b1")
+		one.Rollback, one.PartOf = rollbackID, partOf
+		if obstacle, err := r.Prepare(ctx, one); err != nil || obstacle != "" {
+			t.Fatalf("%q, %v", obstacle, err)
+		}
+		return id, of
+	}
+	const whole, part = "00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002"
+	id, of := asked(whole, "")
+	behind, behindOf := asked(part, whole)
+	if of != "urn:uuid:"+whole || behindOf != of || behind != id {
+		t.Errorf("%s of %s, and behind a participant %s of %s", id, of, behind, behindOf)
+	}
+	if other, _ := asked(part, ""); other == id {
+		t.Error("another rollback has the same id for its part")
+	}
 }

@@ -528,7 +528,7 @@ func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoi
 	ctx, cancel := context.WithDeadline(ctx, due)
 	defer cancel()
 	obstacle, err := c.o.Undoer.Prepare(ctx, Task{
-		Rollback: d.ID, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: due, Quit: c.quit, Dry: dry,
+		Rollback: d.ID, PartOf: d.PartOf, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: due, Quit: c.quit, Dry: dry,
 	})
 	if errors.Is(err, ErrQuit) {
 		err = ErrStopping

@@ -19,6 +19,7 @@ type run struct {
 	name     name
 	plan     *Plan
 	levels   [][]int // places in steps
+	partOf   string
 	aborted  bool
 	refused  map[string]string // checkpoints that are not undone, and why
 	roots    map[int]string    // of places, their first attempts; nil where no ttl is over
@@ -59,7 +60,7 @@ func (s *signal) is() bool {
 
 func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
 	r := &run{
-		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, aborted: h.Aborted, refused: p.Unprepared,
+		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.PartOf, aborted: h.Aborted, refused: p.Unprepared,
 		stepped: make(chan struct{}), joined: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
 	r.steps, r.levels = p.steps()

@@ -230,13 +230,13 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 // first attempt.
 func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
 	brief := r.withoutSteps()
-	task := Task{Rollback: r.id, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
+	task := Task{Rollback: r.id, PartOf: r.partOf, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
 	if doubt != "" && doubt != r.id {
-		forgotten, err := c.forgotten(ctx, doubt)
+		partOf, forgotten, err := c.earlier(ctx, doubt)
 		if err != nil {
 			return stepOutcome{}, err
 		}
-		task.Rollback, task.Again, task.Forgotten = doubt, r.id, forgotten
+		task.Rollback, task.PartOf, task.Again, task.Forgotten = doubt, partOf, r.id, forgotten
 	}
 	result, err := c.o.Undoer.Undo(ctx, task)
 	switch {
@@ -256,15 +256,18 @@ func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapsho
 	return e, nil
 }
 
-// forgotten reports that neither a rollback nor its keys are recorded any more.
-func (c *Coordinator) forgotten(ctx context.Context, id string) (bool, error) {
-	switch _, _, err := c.readHead(ctx, c.name(id)); {
+// earlier is what a rollback was a part of. forgotten says that neither it nor its keys are
+// recorded any more.
+func (c *Coordinator) earlier(ctx context.Context, id string) (partOf string, forgotten bool, err error) {
+	switch h, _, err := c.readHead(ctx, c.name(id)); {
 	case errors.Is(err, ErrUnknown):
-		return true, nil
-	case err == nil, errors.Is(err, errUnreadable):
-		return false, nil
+		return "", true, nil
+	case err == nil:
+		return h.PartOf, false, nil
+	case errors.Is(err, errUnreadable):
+		return "", false, nil
 	default:
-		return false, err
+		return "", false, err
 	}
 }
 

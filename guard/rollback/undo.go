@@ -25,6 +25,8 @@ import (
 type Task struct {
 	// Rollback is the rollback's id, a UUID in its canonical form.
 	Rollback string
+	// PartOf is the rollback at another gateway of which Rollback is a part; empty without.
+	PartOf string
 	// Again is the id of a later rollback that resumes a doubt of Rollback; empty for the first.
 	// Requests still have the ids of Rollback, so that the upstream recognises them.
 	Again string
@@ -54,6 +56,10 @@ var (
 	// ErrQuit: shutting down. The same Task goes on later.
 	ErrQuit = errors.New("undo: the process ends")
 )
+
+// whole is the id of the rollback that a person or an agent has asked for. Participants behind a
+// participant are asked for parts of that, too: they do not conflict with each other.
+func (t *Task) whole() string { return cmp.Or(t.PartOf, t.Rollback) }
 
 func (t *Task) check() error {
 	switch {

@@ -1,0 +1,96 @@
+//go:build unix
+
+package e2e
+
+import (
+	"net/http"
+	"testing"
+)
+
+// newChain starts three gateways in a row: A before B before C before the restLab. Each knows its
+// neighbours, and the agent knows the names that it issues its tokens for, besides that of A.
+func newChain(t *testing.T, names ...string) *star {
+	t.Helper()
+	c := layStar(t)
+	c.a.also = names
+	for i := range c.sites[1:] {
+		c.sites[i+1].app += "rollback {\n coordinators " + starIdentity(i) + "\n }"
+		c.before(i, c.behind(i+1, "/*"))
+	}
+	return c.begin()
+}
+
+// Cascade 4.3.2 over a chain: a call goes from A over B to C, and a rollback at A undoes it at C,
+// which only B asks. Each gateway gets the tokens that are for it, and no other, whether the agent
+// knows of those behind the first or not.
+func TestProcessChain(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	for name, names := range map[string][]string{
+		"the agent knows the first":     nil,
+		"the agent knows the first two": {starIdentity(1)},
+		"the agent knows all":           {starIdentity(1), starIdentity(2)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newChain(t, names...)
+			s := c.saga
+			c.lab.write("/docs/x", `{"n":1}`)
+			root := s.do(charge(1))
+			s.do(put("/docs/x", `{"n":2}`), root.checkpoint)
+			asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+			first := s.prepare(asked, http.StatusOK)
+			if first.Status != "prepared" || len(first.Steps) != 2 {
+				t.Errorf("%+v", first)
+			}
+			c.lab.arrived("POST /refunds", 0)
+			document[rollbackDoc](t, s.g.call(s.executing(asked, first.PlanHash))).want(t, "completed")
+			c.lab.wantCharge(root.id(t), "refunded")
+			c.lab.wantDoc("/docs/x", `{"n":1}`)
+			c.lab.wantEffects("charged "+root.id(t), "changed /docs/x", "changed /docs/x", "refunded "+root.id(t))
+			for i := range c.sites[1:] {
+				parts := c.parts(i + 1)
+				if len(parts) != 2 {
+					t.Errorf("gateway %d: %+v", i+1, parts)
+				}
+				for _, part := range parts {
+					if part.Status != "completed" {
+						t.Errorf("gateway %d: %+v", i+1, part)
+					}
+				}
+			}
+		})
+	}
+}
+
+// C-4.3.2-e: what the last of a chain cannot undo, no one before it calls prepared, and nothing is
+// undone.
+func TestProcessChainCannotPrepare(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newChain(t)
+	s := c.saga
+	mail := s.do(request{path: "/mail"})
+	doc := s.prepare(rollbackBody{ID: rollbackID(1), Checkpoint: mail.checkpoint, Scope: "sub_dag"}, http.StatusConflict)
+	if doc.Status != "cannot_prepare" || len(doc.Agents) != 1 || doc.Agents[0].Reason != "irreversible" {
+		t.Errorf("%+v", doc)
+	}
+	s.back(rollbackBody{ID: rollbackID(2), Checkpoint: mail.checkpoint, Scope: "sub_dag"}).want(t, "escalated", "irreversible")
+}
+
+// The middle of a chain dies while the last one undoes: it goes on when it is back, and nothing is
+// undone twice.
+func TestProcessChainCrash(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newChain(t)
+	s := c.saga
+	root := s.do(charge(1))
+	hold := newGate(t)
+	c.lab.on("POST /refunds", 1, restWaits(hold))
+	asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	s.begun(asked)
+	wait(t, hold.arrived, "the refund")
+	c.running[1].kill()
+	hold.open()
+	c.start(1)
+	s.finished(asked.ID).want(t, "completed")
+	c.lab.wantCharge(root.id(t), "refunded")
+	c.lab.arrived("POST /refunds", 1)
+}
