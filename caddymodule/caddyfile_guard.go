@@ -59,6 +59,8 @@ import (
 //			match       <matchers> | tool <names...> | argument <pointer> <value>
 //			description <text>
 //			on_error    rollback | escalate
+//			critical
+//			severity    info | warning | error | critical
 //			<policy>
 //			<way>
 //		}
@@ -407,6 +409,13 @@ func actionOptions() options[*Action] {
 		}},
 		"on_error": {usage: "on_error rollback | escalate", parse: func(d *caddyfile.Dispenser, a *Action) error {
 			return parseChoice(d, &a.OnError, errorRollback, errorEscalate)
+		}},
+		"critical": {usage: "critical", parse: func(_ *caddyfile.Dispenser, a *Action) error {
+			a.Critical = true
+			return nil
+		}},
+		"severity": {usage: "severity info | warning | error | critical", parse: func(d *caddyfile.Dispenser, a *Action) error {
+			return parseChoice(d, &a.Severity, severities...)
 		}},
 	}.merge(within(func(a *Action) *Policy { return &a.Policy }, policyOptions())).
 		merge(within(func(a *Action) *Ways { return &a.Ways }, waysOptions()))
@@ -858,8 +867,8 @@ func (h *Handler) checkGlobals(helper httpcaddyfile.Helper) error {
 		return place(&invalid{[]string{"default_undo"}, errUndoNeedsIdentity}, h.origin)
 	}
 	for _, a := range h.Actions {
-		if way := wayOf(&a.Ways); way != "" {
-			return place(fmt.Errorf("action %s: %w", a.Name, &invalid{[]string{way}, errUndoNeedsIdentity}), a.origin)
+		if err := a.needsIdentity(); err != nil {
+			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin)
 		}
 	}
 	return nil

@@ -273,6 +273,9 @@ type policyAction struct {
 	Settle  string `json:"settle"`
 	// OnError is set where a failed call is rolled back.
 	OnError string `json:"on_error,omitempty"`
+	// Critical and Severity are set where the configuration states them.
+	Critical bool   `json:"critical,omitempty"`
+	Severity string `json:"severity,omitempty"` // see Critical
 	// Undo are the ways in which calls are undone, in the order in which they are tried,
 	// and CheckpointTTL is for how long. Both are missing without an identity.
 	Undo          []string `json:"undo,omitempty"`
@@ -394,6 +397,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		doc.Actions = append(doc.Actions, policyAction{
 			Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
 			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys, Settle: a.Settle,
+			Critical: a.Critical, Severity: a.Severity,
 		})
 		if a.OnUnknown == onUnknownResend {
 			doc.Actions[len(doc.Actions)-1].ResendFor = seconds(a.ResendFor)

@@ -481,7 +481,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
 		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
 		AdvisoryKeys: a.Keys == keysAdvisory, Async: a.Settle == settleAsync, AcceptUnframed: a.Unframed == unframedComplete, Unary: a.GRPC == grpcUnary,
-		OnError: a.OnError == errorRollback, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
+		OnError: a.OnError == errorRollback, Critical: a.Critical, Severity: a.Severity, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
 	}
 	if a.undo != nil {
 		action.Undo = &a.undo.forCalls
@@ -536,6 +536,9 @@ func (h *Handler) provisionPolicy(a *Action) error {
 		return err
 	}
 	if err := a.checkOnError(); err != nil {
+		return err
+	}
+	if err := a.checkSeverity(); err != nil {
 		return err
 	}
 	a.rules = execution.Rules{Preset: a.Preset}
@@ -849,6 +852,9 @@ func (h *Handler) checkPolicies() error {
 		if err == nil {
 			err = a.checkOnError()
 		}
+		if err == nil {
+			err = a.checkSeverity()
+		}
 		if err != nil {
 			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin, h.origin)
 		}
@@ -862,11 +868,11 @@ func (h *Handler) provisionUndo(a *Action) error {
 		return fmt.Errorf("description: %w", err)
 	}
 	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.credentials)
+	if err == nil && h.app.Identity == nil {
+		err = a.needsIdentity()
+	}
 	if err != nil || !plan.undoes() {
 		return err
-	}
-	if h.app.Identity == nil {
-		return fmt.Errorf("%s: %w", plan.words()[0], errUndoNeedsIdentity)
 	}
 	if a.Ways.DelegateTo != "" && h.app.Trust == nil {
 		return errors.New("delegate: the answers of a named agent count only if they verify; add `trust` with its keys to the global options, or leave the identity away")

@@ -21,6 +21,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 // Policy says how the outcome of guarded calls is read, and how long they are kept. A handler has
@@ -200,6 +201,34 @@ func (a *Action) checkOnError() error {
 	return nil
 }
 
+// severities are those of the drafts (ATD and AERR, "Error ECT").
+var severities = []string{"info", "warning", "error", workflow.Critical}
+
+// needsIdentity refuses what is recorded in checkpoints, where there are none.
+func (a *Action) needsIdentity() error {
+	option := wayOf(&a.Ways)
+	switch {
+	case option != "":
+	case a.Critical:
+		option = "critical"
+	case a.Severity != "":
+		option = "severity"
+	default:
+		return nil
+	}
+	return &invalid{[]string{option}, errUndoNeedsIdentity}
+}
+
+func (a *Action) checkSeverity() error {
+	if a.Severity == "" {
+		return nil
+	}
+	if err := oneOf(a.Severity, severities...); err != nil {
+		return &invalid{[]string{"severity"}, err}
+	}
+	return nil
+}
+
 // OutcomeRule gives certain answers an outcome.
 type OutcomeRule struct {
 	// `completed`, `released` or `in_doubt`.
@@ -243,6 +272,14 @@ type Action struct {
 	// nothing by itself. Calls in doubt are never undone by themselves. `rollback` needs a way to undo
 	// the calls. Default: `escalate`.
 	OnError string `json:"on_error,omitempty"`
+
+	// A rollback does not leave these calls out: where one of them cannot be undone, nothing is. Recorded with the call when it is sent. Needs `identity`. Default: false.
+	Critical bool `json:"critical,omitempty"`
+
+	// How severe it is if these calls go wrong, as their checkpoints state it: `info`, `warning`,
+	// `error` or `critical`. `critical` means the same as the option `critical`; the others only
+	// inform. Recorded with the call when it is sent. Needs `identity`. Default: none.
+	Severity string `json:"severity,omitempty"`
 
 	matchers caddyhttp.MatcherSets
 	rules    execution.Rules

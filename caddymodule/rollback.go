@@ -120,8 +120,7 @@ type Rollback struct {
 	Coordinators []string `json:"coordinators,omitempty"`
 
 	// What is done where a part cannot be undone. With `allow`, the rest is undone, unless what
-	// cannot be undone is the call that is asked for; with `never`, nothing is. Then a person is
-	// asked. Default: `allow`.
+	// cannot be undone is critical; with `never`, nothing is. Then a person is asked. Default: `allow`.
 	Partial string `json:"partial,omitempty"`
 
 	// How many new rollbacks one issuer may ask for per minute, and how many may be asked for per

@@ -69,6 +69,7 @@ func (x *Call) begin() error {
 		Key: x.call.Key, Caller: x.executions.Caller(x.call.Scope.Caller), Action: x.action.Name,
 		Workflow: evidence.WorkflowID(x.call.Workflow), Parents: s.tokens.leaves,
 		Target: x.target(), Description: x.action.Description, RollbackURI: s.policy.RollbackURI, TTL: x.action.Terms.TTL,
+		Critical: x.action.Critical, Severity: x.action.Severity,
 	}
 	s.call.Issuer = s.tokens.Issuer()
 	if x.h.UpstreamIdentity != "" {

@@ -130,6 +130,8 @@ type StepDocument struct {
 	Reason string `json:"reason,omitempty"`
 	// Cause refines the reason irreversible, in the word of the checkpoint.
 	Cause string `json:"cause,omitempty"`
+	// Critical is why a rollback does not leave it out: severity, target, action or priority.
+	Critical string `json:"critical,omitempty"`
 	// HTTPStatus is the status of the last answer to the undo.
 	HTTPStatus int `json:"http_status,omitempty"`
 	// Attempts counts how often the undo was sent.
@@ -320,7 +322,7 @@ func Describe(r *rollback.Rollback, id string) *Document {
 func describeStep(s *rollback.Step) StepDocument {
 	return StepDocument{
 		CheckpointID: s.Checkpoint, Agent: s.Agent, Level: s.Level, Action: action(s), State: s.State, Status: s.Status,
-		Effect: effect(s.Unknown, false), Reason: s.Reason, Cause: s.Cause, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
+		Effect: effect(s.Unknown, false), Reason: s.Reason, Cause: s.Cause, Critical: s.Critical, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
 		Before: hashed(s.Before), After: hashed(s.After), Token: s.Token, Escalation: s.Escalation, Begun: s.Begun.UTC(), Ended: s.Ended.UTC(),
 	}
 }

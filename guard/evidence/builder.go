@@ -30,6 +30,8 @@ const (
 	memberCaller ect.Member = "agent_guard.caller"
 	// MemberExecution is the short form of the execution key.
 	memberExecution ect.Member = "agent_guard.execution"
+	// memberCritical marks a checkpoint whose action is configured as critical.
+	memberCritical ect.Member = "agent_guard.critical"
 	// memberRetry marks an outcome that is recorded for the tokens of a retry.
 	memberRetry ect.Member = "agent_guard.retry"
 	// MemberAttempt marks the error of an upstream or a rollback that says nothing about
@@ -90,6 +92,10 @@ type Call struct {
 	Checkpoint string
 	State      ect.Hash // See Checkpoint.
 	Reversible bool     // See Checkpoint.
+	// Critical and Severity are what the configuration says of the action: whether a rollback may
+	// leave it out, and how severe it is; false and empty where nothing.
+	Critical bool
+	Severity string // See Critical.
 	// Audience are further verifiers of the checkpoint.
 	Audience []string
 	// Issuer is the identity that the caller's own tokens prove; empty for none. It is in
@@ -149,6 +155,12 @@ func (b *EventBuilder) Checkpoint(now time.Time, c *Call) (*ect.Draft, error) {
 		Int(ect.MemberTTL, int64(c.TTL/time.Second)).
 		Text(memberCaller, hex.EncodeToString(c.Caller[:])).
 		Text(memberExecution, c.Key.String())
+	if c.Critical {
+		ext.Bool(memberCritical, true)
+	}
+	if c.Severity != "" {
+		ext.Text(ect.MemberSeverity, c.Severity)
+	}
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: append([]string{b.Identity()}, c.Audience...), ID: c.Checkpoint, Workflow: c.Workflow,
 		Action: string(ect.EventCheckpoint), Parents: c.Parents, Output: c.State, Ext: ext,

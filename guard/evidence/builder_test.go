@@ -144,6 +144,51 @@ func TestNodesOfACall(t *testing.T) {
 	}
 }
 
+// What the configuration says of an action is in the checkpoints of its calls, and what an agent's
+// token claims of its own action counts where ATD puts it. Who is not the gateway cannot mark anything
+// as configured.
+func TestCriticalTokens(t *testing.T) {
+	b := newBench(t)
+	workflow := uuid.NewString()
+	for name, test := range map[string]struct {
+		event ect.Event
+		ext   *ect.ExtBuilder
+		own   bool
+		want  string
+	}{
+		"a priority": {ext: new(ect.ExtBuilder).Text("atd.resource_priority", "critical"), want: "false  critical"},
+		"a severity": {ext: new(ect.ExtBuilder).Text("atd.severity", "critical"), want: "false critical "},
+		"a mark":     {event: ect.EventCheckpoint, ext: new(ect.ExtBuilder).Bool("agent_guard.critical", true), want: "false  "},
+		"our mark":   {event: ect.EventCheckpoint, ext: new(ect.ExtBuilder).Bool("agent_guard.critical", true), own: true, want: "true  "},
+	} {
+		c := ect.Claims{Workflow: workflow, Ext: test.ext, Action: string(test.event)}
+		if test.event == "" {
+			c.Action = "act"
+		}
+		token := b.token(t, c)
+		if err := b.evidence.Append(t.Context(), time.Now().Add(time.Hour), []*ect.Token{token}); err != nil {
+			t.Fatal(err)
+		}
+		entry, err := b.evidence.Log().Wait(t.Context(), workflow, token.ID())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if r := evidence.RecordOf(&entry, test.own); fmt.Sprint(r.Critical, " ", r.Severity, " ", r.Priority) != test.want {
+			t.Errorf("%s: %+v", name, r)
+		}
+	}
+	of := call(workflow, uuid.NewString())
+	of.Critical, of.Severity = true, "critical"
+	draft, err := b.builder.Checkpoint(time.Now(), of)
+	if err != nil {
+		t.Fatal(err)
+	}
+	marked, _ := draft.Ext().Bool("agent_guard.critical")
+	if severity, _ := draft.Ext().Text(ect.MemberSeverity); !marked || severity != "critical" {
+		t.Errorf("%s", draft.Ext().JSON())
+	}
+}
+
 // Which failures there are, and how bad they are.
 func TestFailures(t *testing.T) {
 	for _, c := range []struct {

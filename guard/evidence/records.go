@@ -2,6 +2,7 @@ package evidence
 
 import (
 	"encoding/hex"
+	"encoding/json"
 	"slices"
 	"time"
 
@@ -51,6 +52,9 @@ func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 		r.UpstreamErrors, _ = ext.Texts(ect.MemberUpstreamErrors)
 		_, listed := ext.Raw(ect.MemberCascaded)
 		r.Whole = listed && event == ect.EventRollbackComplete
+		r.Critical, _ = ext.Bool(memberCritical)
+	} else if r.IsTask() {
+		r.Priority = priorityOf(ext)
 	}
 	r.CheckpointID = NamedCheckpoint(ext)
 	r.Severity = text(ect.MemberSeverity)
@@ -65,6 +69,26 @@ func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 		r.Expires = e.Time.Add(TTLOf(ext))
 	}
 	return r
+}
+
+// priorityOf is the priority that an agent's token claims (ATD "Priority Levels"): in its extensions,
+// or in the object `constraints` there, as in ATD's figure.
+func priorityOf(ext ect.Ext) string {
+	const member, object = "atd.resource_priority", "constraints"
+	if p, there := ext.Text(member); there {
+		return p
+	}
+	raw, there := ext.Raw(object)
+	if !there {
+		return ""
+	}
+	var constraints struct {
+		Priority string `json:"atd.resource_priority"`
+	}
+	if json.Unmarshal([]byte(raw), &constraints) != nil {
+		return "" // another use of this name
+	}
+	return constraints.Priority
 }
 
 // recordsOf are the records of a whole workflow.

@@ -196,7 +196,7 @@ func (p *plannedSteps) steps() (steps []Step, levels [][]int) {
 	for i, level := range p.Plan.Levels {
 		var places []int
 		for _, s := range level {
-			step := Step{Checkpoint: s.Checkpoint, Level: i, What: s.What, State: StepPending, Earlier: s.Earlier}
+			step := Step{Checkpoint: s.Checkpoint, Level: i, What: s.What, State: StepPending, Earlier: s.Earlier, Critical: s.Critical}
 			if len(steps) < len(p.Agents) {
 				step.Agent = p.Agents[len(steps)]
 			}

@@ -20,20 +20,26 @@ func TestCascade432Participants(t *testing.T) {
 	for name, test := range map[string]struct {
 		obstacles map[string]string
 		whole     bool
+		critical  string // a call whose action is configured so
 		status    rollback.Status
 		steps     string
 	}{
-		"all can":            {nil, true, rollback.Completed, "c2=completed c1=completed"},
-		"one cannot":         {map[string]string{"c2": "unreachable"}, false, rollback.Partial, "c2=escalated(unreachable) c1=completed"},
-		"all or nothing":     {map[string]string{"c2": "unreachable"}, true, rollback.Escalated, "c2=escalated(unreachable) c1=escalated(policy)"},
-		"the target cannot":  {map[string]string{"c1": "irreversible"}, false, rollback.Escalated, "c2=escalated(policy) c1=escalated(irreversible)"},
-		"nobody can prepare": {map[string]string{"c1": "refused", "c2": "refused"}, false, rollback.Escalated, "c2=escalated(refused) c1=escalated(refused)"},
+		"all can":                   {nil, true, "", rollback.Completed, "c2=completed c1=completed"},
+		"one cannot":                {map[string]string{"c2": "unreachable"}, false, "", rollback.Partial, "c2=escalated(unreachable) c1=completed"},
+		"all or nothing":            {map[string]string{"c2": "unreachable"}, true, "", rollback.Escalated, "c2=escalated(unreachable) c1=escalated(policy)"},
+		"the target cannot":         {map[string]string{"c1": "irreversible"}, false, "", rollback.Escalated, "c2=escalated(policy) c1=escalated(irreversible)"},
+		"a critical one cannot":     {map[string]string{"c2": "unreachable"}, false, "c2", rollback.Escalated, "c2=escalated(unreachable) c1=escalated(policy)"},
+		"another one than critical": {map[string]string{"c2": "unreachable"}, false, "c1", rollback.Partial, "c2=escalated(unreachable) c1=completed"},
+		"nobody can prepare":        {map[string]string{"c1": "refused", "c2": "refused"}, false, "", rollback.Escalated, "c2=escalated(refused) c1=escalated(refused)"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t)
 			r.made("1", checkpoint.Delegate, execution.Completed)
 			r.made("2", checkpoint.Delegate, execution.Completed, "1")
 			r.world.obstacles = test.obstacles
+			for i := range r.ledger.nodes {
+				r.ledger.nodes[i].Critical = r.ledger.nodes[i].ID == test.critical
+			}
 			q := request("c1", rollback.SubDAG)
 			q.Whole = test.whole
 			p, err := r.Prepare(ctx, q)

@@ -155,7 +155,18 @@ type PlanStep struct {
 	Obstacle string `json:"obstacle,omitempty"`
 	// Cause refines the obstacle irreversible. It is no part of the hash.
 	Cause string `json:"cause,omitempty"`
+	// Critical says why a rollback does not leave it out, in one word; empty where it may. It says what comes of
+	// an obstacle, not what is done, and is no part of the hash.
+	Critical string `json:"critical,omitempty"`
 }
+
+// Why a step is critical. The first that applies counts, in this order.
+const (
+	criticalSeverity = "severity" // its action, or an agent's error about it, is of severity critical
+	criticalTarget   = "target"   // it is what the rollback was asked for
+	criticalAction   = "action"   // its action is configured as critical
+	criticalPriority = "priority" // an agent's token claims the priority critical for its action
+)
 
 // Plan is what a rollback does.
 type Plan struct {
@@ -262,7 +273,29 @@ func (d *planner) step(i int) PlanStep {
 	for _, a := range guards {
 		s.Actions = append(s.Actions, d.At(a).ID)
 	}
+	d.weigh(i, &s)
 	return s
+}
+
+// weigh says whether a step is critical. What is known of the actions that a checkpoint was made for
+// counts for it.
+func (d *planner) weigh(i int, s *PlanStep) {
+	severe, urgent := false, false
+	for _, n := range append([]int{i}, d.Guarded(i)...) {
+		node := d.At(n)
+		severe = severe || node.CriticalError != "" || (node.IsTask() || node.IsCheckpoint()) && node.Severity == workflow.Critical
+		urgent = urgent || node.Priority == workflow.Critical
+	}
+	switch {
+	case severe:
+		s.Critical = criticalSeverity
+	case d.At(i).ID == d.Target:
+		s.Critical = criticalTarget
+	case d.At(i).Critical:
+		s.Critical = criticalAction
+	case urgent:
+		s.Critical = criticalPriority
+	}
 }
 
 // latestFirst orders nodes by the reverse of their start (cascade 4.1.1, Figure 7): the order in

@@ -29,6 +29,9 @@ type Node struct {
 	Done, Reversible       bool
 	State                  NodeState // of a checkpoint or a group
 	Expires                time.Time
+
+	Critical                  bool
+	Severity, Priority, Error string // Error is an agent's critical error about it
 }
 
 type NodeKind string
@@ -44,7 +47,8 @@ const (
 func (n *Node) known() workflow.Node {
 	k := workflow.Node{Record: workflow.Record{
 		ID: n.ID, Parents: n.Parents, By: n.By, Report: n.Report, Execution: n.Execution, Event: "other",
-	}}
+		Critical: n.Critical, Severity: n.Severity, Priority: n.Priority,
+	}, CriticalError: n.Error}
 	switch n.Kind {
 	case ActionNode:
 		if k.Event = ""; n.Done {
@@ -601,6 +605,53 @@ func TestHashTellsPlansApart(t *testing.T) {
 			t.Errorf("%s has the hash of %s", name, before)
 		}
 		seen[p.Hash()] = name
+	}
+}
+
+// C-4.3.2-h: critical are the target, what is configured so, and what is of severity or priority
+// critical, and nothing else. It is not in the hash, which says what is done.
+func TestCriticalSteps(t *testing.T) {
+	severe := func(word string) func(n *Node) { return func(n *Node) { n.Severity = word } }
+	blamed := func(n *Node) { n.Error = "E" }
+	for name, test := range map[string]struct {
+		target         string
+		scope          Scope
+		action, change func(n *Node) // change the action of D, and D itself
+		critical       string        // of D
+	}{
+		"nothing":                     {target: "C", scope: SubDAG},
+		"the action's configuration":  {target: "C", scope: SubDAG, change: func(n *Node) { n.Critical = true }, critical: "action"},
+		"its severity":                {target: "C", scope: SubDAG, change: severe("critical"), critical: "severity"},
+		"a lower severity":            {target: "C", scope: SubDAG, change: severe("error")},
+		"the severity of its action":  {target: "C", scope: SubDAG, action: severe("critical"), critical: "severity"},
+		"the priority of its action":  {target: "C", scope: SubDAG, action: func(n *Node) { n.Priority = "critical" }, critical: "priority"},
+		"a lower priority":            {target: "C", scope: SubDAG, action: func(n *Node) { n.Priority = "high" }},
+		"an error about it":           {target: "C", scope: SubDAG, change: blamed, critical: "severity"},
+		"an error about its action":   {target: "C", scope: SubDAG, action: blamed, critical: "severity"},
+		"of the whole workflow":       {target: "C", scope: FullWorkflow, change: blamed, critical: "severity"},
+		"it is what is asked for":     {target: "D", scope: SubDAG, change: blamed, critical: "severity"},
+		"alone":                       {target: "D", scope: Single, change: blamed, critical: "severity"},
+		"asked for, and nothing else": {target: "D", scope: SubDAG, critical: "target"},
+		"in a group":                  {target: "G", scope: SubDAG, change: blamed, critical: "severity"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			nodes := []Node{act("a"), ckpt("C", "a"), act("b", "a"), ckpt("D", "b"), group("G", "D")}
+			plain := planned(t, graph(t, nodes...), test.target, test.scope).Hash()
+			for i, f := range []func(n *Node){test.action, test.change} {
+				if f != nil {
+					f(&nodes[2+i])
+				}
+			}
+			p := planned(t, graph(t, nodes...), test.target, test.scope)
+			for _, s := range slices.Concat(p.Levels...) {
+				if s.Checkpoint == "D" && s.Critical != test.critical || s.Checkpoint != "D" && (s.Critical == "target") != (s.Checkpoint == test.target) {
+					t.Errorf("%+v", s)
+				}
+			}
+			if p.Hash() != plain {
+				t.Error("it is in the hash")
+			}
+		})
 	}
 }
 

@@ -556,13 +556,15 @@ func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) erro
 	return nil
 }
 
-// aborts reports whether nothing is undone, since somebody cannot prepare: where that is the
-// target, which is critical, or the policy wants all or nothing (C-4.3.2-h).
+// aborts reports whether nothing is undone, since somebody cannot prepare who is critical, or the
+// policy wants all or nothing (C-4.3.2-h).
 func (d *draft) aborts(r *Request) bool {
-	for _, o := range obstacles(&d.plannedSteps) {
-		if r.Whole || o.Checkpoint == d.Checkpoint {
-			return true
+	for _, level := range d.Plan.Levels {
+		for _, s := range level {
+			if obstacle := s.Obstacle != "" || d.Unprepared[s.Checkpoint] != ""; obstacle && (r.Whole || s.Critical != "") {
+				return true
+			}
 		}
 	}
-	return d.Unprepared[d.Checkpoint] != "" || r.Whole && len(d.Unprepared) > 0
+	return r.Whole && len(d.Plan.Missing) > 0
 }

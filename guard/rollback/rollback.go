@@ -229,6 +229,8 @@ type Step struct {
 	Begun, Ended time.Time
 	// Earlier are the places of the steps that come right before this one, as in the plan.
 	Earlier []int
+	// Critical is as in the plan.
+	Critical string
 
 	root string // the first attempt, whose mark this step holds; empty where it is that itself
 }

@@ -68,8 +68,12 @@ type Record struct {
 	// Whole marks the gateway's result of a whole rollback. For one checkpoint, only its own
 	// result counts.
 	Whole bool
-	// Severity of an error: info, warning, error or critical.
+	// Severity of an error, or of an action by its own token: info, warning, error or critical.
 	Severity string
+	// Priority is what an agent's token claims of its action: critical, high, normal or low.
+	Priority string
+	// Critical marks a checkpoint of the gateway whose action is configured as critical.
+	Critical bool
 	// Attempt marks the gateway's error of one attempt of a call, or of its rollback, which does
 	// not decide the call's outcome: its settlement does.
 	Attempt bool
@@ -149,6 +153,9 @@ type Node struct {
 	Detail Detail
 	// Worst is the highest severity among the errors that refer to it.
 	Worst string
+	// CriticalError is the id of an agent's critical error that refers to it; empty without one.
+	// The gateway's own do not count: each call in doubt has one.
+	CriticalError string
 	// Missing are the parents that are not recorded in this workflow.
 	Missing []string
 	// Guards are the tasks that a checkpoint was made for.
@@ -181,7 +188,10 @@ type Edge struct {
 	Kind     EdgeKind
 }
 
-var severities = map[string]int{"info": 1, "warning": 2, "error": 3, "critical": 4}
+// Critical is the highest severity, and the highest priority.
+const Critical = "critical"
+
+var severities = map[string]int{"info": 1, "warning": 2, "error": 3, Critical: 4}
 
 // worse is the higher severity of two. Unknown words rank lowest.
 func worse(a, b string) string {

@@ -234,13 +234,15 @@ type blame struct {
 	others    bool // an agent's error refers to it
 	own       int  // when the gateway's last error of it was recorded; -1 is never
 	worst     string
-	escalated bool // a human was notified
+	critical  string // an agent's critical error
+	escalated bool   // a human was notified
 }
 
 func (b *blame) add(more blame) {
 	b.others = b.others || more.others
 	b.own = max(b.own, more.own)
 	b.worst = worse(b.worst, more.worst)
+	b.critical = cmp.Or(b.critical, more.critical)
 	b.escalated = b.escalated || more.escalated
 }
 
@@ -255,6 +257,8 @@ func (d *derivation) errors() {
 		found := blame{others: !e.Own, own: -1, worst: e.Severity, escalated: e.Escalated}
 		if e.Own {
 			found.own = d.seq[i]
+		} else if e.Severity == Critical {
+			found.critical = e.ID
 		}
 		for _, p := range d.culprits(i) {
 			d.blame(p, found)
@@ -277,7 +281,7 @@ func (d *derivation) errors() {
 		}
 	}
 	for i := range d.nodes {
-		d.nodes[i].Worst = d.history[i].blame.worst
+		d.nodes[i].Worst, d.nodes[i].CriticalError = d.history[i].blame.worst, d.history[i].blame.critical
 	}
 }
 

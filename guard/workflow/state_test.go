@@ -244,6 +244,41 @@ func TestWorstSeverity(t *testing.T) {
 	}
 }
 
+// C-4.3.2-h: an agent's critical error makes critical what it is about. The gateway's own does not,
+// which each call in doubt has, nor a stranger's (P3).
+func TestCriticalError(t *testing.T) {
+	err := func(id string, change func(r *Record), parents ...string) Record {
+		r := by("a", Record{ID: id, Event: ect.EventError, Severity: Critical, Parents: parents})
+		change(&r)
+		return r
+	}
+	for name, test := range map[string]struct {
+		change func(r *Record)
+		want   string
+	}{
+		"an agent's":    {func(*Record) {}, "T C N"},
+		"of a call":     {func(r *Record) { r.Parents, r.CheckpointID = nil, "C" }, "T C N"},
+		"a lesser one":  {func(r *Record) { r.Severity = "error" }, ""},
+		"the gateway's": {func(r *Record) { r.Own = true }, ""},
+		"a stranger's":  {func(r *Record) { r.Stranger = true }, ""},
+	} {
+		g := New([]Record{task("T"), claim("C", "T"), settled("N", Completed, "T", "C"), task("U", "T"), err("E", test.change, "N", "C")})
+		var critical []string
+		for _, id := range []string{"T", "C", "N", "U", "E"} {
+			switch n, _ := node(g, id); n.CriticalError {
+			case "E":
+				critical = append(critical, id)
+			case "":
+			default:
+				t.Errorf("%s: %s: %q", name, id, n.CriticalError)
+			}
+		}
+		if got := strings.Join(critical, " "); got != test.want {
+			t.Errorf("%s: %q, want %q", name, got, test.want)
+		}
+	}
+}
+
 // Section "Workflow Boundary ECTs" and P6: how the whole stands, by ATD's words.
 func TestSummary(t *testing.T) {
 	irreversible := func(r Record) Record { r.Reversible = false; return r }
