@@ -319,7 +319,7 @@ func (x *Call) prepare() error {
 		x.engine.clients.add(&x.client, x.call.Key)
 	}
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
-		x.emit(EventRecognized, map[string]any{"evidence": string(a.Evidence)})
+		x.emit(EventRecognized, nil)
 	}
 	x.wait = time.Now().Add(x.part.within(x.h.AttachWait))
 	if err := x.begin(); err != nil {

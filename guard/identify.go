@@ -492,6 +492,9 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 		c.Origin = execution.OriginDerived
 		c.KeepResult, c.KeepKey = x.h.DeriveWindow, x.h.DeriveWindow
 		return x.executions.Derive(c.Scope, c.Fingerprint), nil
+	case MissingRecognize:
+		c.Origin = execution.OriginMinted
+		return "", nil // it is made for a new call only
 	default:
 		c.Origin = execution.OriginMinted
 		return uuid.NewString(), nil
@@ -506,7 +509,7 @@ func (x *Call) recognize(c *execution.Call) error {
 		peer = peerOf(x.r)
 	}
 	a, err := x.executions.Recognize(x.r.Context(), execution.Question{
-		Scope: c.Scope, Fingerprint: c.Fingerprint, Peer: peer, Given: c.Origin == execution.OriginGiven, Count: retryCount(x.r.Header, x.h.RetryHeaders),
+		Scope: c.Scope, Fingerprint: c.Fingerprint, Peer: peer, Given: c.Origin == execution.OriginGiven, NewID: uuid.NewString, Count: retryCount(x.r.Header, x.h.RetryHeaders),
 		Window: x.h.RecognizeWindow, Gone: x.client.gone,
 	})
 	if err != nil {
@@ -540,6 +543,9 @@ func retryCount(h http.Header, fields []string) int {
 		for part := range strings.SplitSeq(h.Get(name), ";") {
 			part = strings.TrimSpace(part)
 			number, attempts := strings.CutPrefix(part, "attempt=")
+			if number == "" || strings.Trim(number, "0123456789") != "" { // the error of Atoi would be allocated
+				continue
+			}
 			n, err := strconv.Atoi(number)
 			if attempts {
 				n--

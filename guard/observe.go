@@ -240,6 +240,9 @@ func (x *Call) emit(name string, more map[string]any) {
 		if x.identified() {
 			data["key"], data["caller"] = x.call.Key.String(), x.callerHash()
 		}
+		if name == EventRecognized { // not given, as most calls need no map
+			data["evidence"] = string(x.call.Attempt.Evidence)
+		}
 		for k, v := range more {
 			data[k] = v
 		}

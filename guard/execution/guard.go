@@ -78,6 +78,7 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	if err != nil {
 		return nil, Recovery{}, fmt.Errorf("recovering executions: %w", err)
 	}
+	g.groups.survey(ctx)
 	return g, recovery, nil
 }
 

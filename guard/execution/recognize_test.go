@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -19,11 +21,14 @@ import (
 // alike is a node whose calls are all equal, and have no key.
 type alike struct {
 	*testing.T
-	mem  *memory.Store
-	ring *seal.Ring
-	g    *Guard
-	n    int
-	fast atomic.Int64 // by how much the store's clock is
+	mem   *memory.Store
+	reads *reads // of mem
+	ring  *seal.Ring
+	g     *Guard
+	n     int
+	fast  atomic.Int64  // by how much the store's clock is
+	room  int           // for answered executions; 0 leaves it
+	asks  *atomic.Int64 // how often it was asked whether a client has left; nil where nobody counts
 }
 
 func newAlike(t *testing.T) *alike {
@@ -37,9 +42,13 @@ func newAlike(t *testing.T) *alike {
 
 func (b *alike) start() {
 	b.Helper()
-	g, _, err := Open(context.Background(), b.mem, b.ring)
+	b.reads = &reads{Store: b.mem}
+	g, _, err := Open(context.Background(), b.reads, b.ring)
 	if err != nil {
 		b.Fatal(err)
+	}
+	if b.room > 0 {
+		g.groups.room = b.room
 	}
 	b.g = g
 }
@@ -92,9 +101,12 @@ func (b *alike) keyed(id string) *one { return b.make(id, true, 0) }
 func (b *alike) make(id string, given bool, count int) *one {
 	b.Helper()
 	gone, leave := context.WithCancel(context.Background())
+	if b.asks != nil {
+		gone = watched{gone, b.asks}
+	}
 	scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: id}
 	a, err := b.g.Recognize(context.Background(), Question{
-		Scope: scope, Fingerprint: Fingerprint{1}, Given: given, Count: count, Window: testWindow, Gone: gone,
+		Scope: scope, Fingerprint: Fingerprint{1}, Given: given, NewID: func() string { return id }, Count: count, Window: testWindow, Gone: gone,
 	})
 	if err != nil {
 		b.Fatal(err)
@@ -103,16 +115,18 @@ func (b *alike) make(id string, given bool, count int) *one {
 	o := &one{Attempt: a, b: b, leave: leave, call: &Call{
 		Key: a.Key, Fingerprint: Fingerprint{1}, Scope: scope, KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 1 << 20, Attempt: a,
 	}}
-	found, err := b.g.LookUp(context.Background(), a.Key, Fingerprint{1})
-	if err != nil {
-		b.Fatal(err)
-	}
-	if found.Status == Free {
-		if o.run, err = b.g.Claim(context.Background(), o.call, found); err != nil {
+	for {
+		found, err := b.g.LookUp(context.Background(), a.Key, Fingerprint{1})
+		if err == nil && found.Status == Free {
+			o.run, err = b.g.Claim(context.Background(), o.call, found)
+		}
+		switch {
+		case err == nil:
+			return o
+		case !errors.Is(err, ErrTaken): // else its retry was first
 			b.Fatal(err)
 		}
 	}
-	return o
 }
 
 func (o *one) settle(v Verdict, status int) *one {
@@ -185,6 +199,78 @@ func TestRecognize(t *testing.T) {
 			a := b.call(0)
 			time.AfterFunc(20*time.Millisecond, a.leave)
 			b.call(0).is(a, EvidenceUnanswered)
+		},
+		"the first is answered while another one waits for its leave": func(b *alike) {
+			a := b.call(0)
+			time.AfterFunc(10*time.Millisecond, func() { a.settle(Completed, 200).answer(200) })
+			begin := time.Now()
+			b.call(0).is(nil, "")
+			if took := time.Since(begin); took != 10*time.Millisecond {
+				b.Errorf("the second one has waited for %v", took)
+			}
+		},
+		"three leave while three wait": func(b *alike) {
+			three := []*one{b.call(0), b.call(0), b.call(0)}
+			time.AfterFunc(10*time.Millisecond, func() {
+				for _, o := range three {
+					o.leave()
+				}
+			})
+			begin := time.Now()
+			var all sync.WaitGroup
+			var taken sync.Map
+			for i := range three {
+				all.Go(func() {
+					o := b.make(fmt.Sprint("retry-", i), false, 0)
+					if _, twice := taken.LoadOrStore(o.ID, true); twice || o.Evidence != EvidenceUnanswered {
+						b.Errorf("%s by %q", o.ID, o.Evidence)
+					}
+				})
+			}
+			all.Wait()
+			if took := time.Since(begin); took != 10*time.Millisecond {
+				b.Errorf("they have waited for %v", took)
+			}
+		},
+		"in doubt while three wait": func(b *alike) {
+			a := b.call(0)
+			time.AfterFunc(10*time.Millisecond, func() { a.settle(InDoubt, 502) })
+			begin := time.Now()
+			var all sync.WaitGroup
+			for i := range 3 {
+				all.Go(func() { b.make(fmt.Sprint("retry-", i), false, 0).is(a, EvidenceInDoubt) })
+			}
+			all.Wait()
+			if took := time.Since(begin); took != 10*time.Millisecond {
+				b.Errorf("they have waited for %v", took)
+			}
+		},
+		"one that waits leaves when it could be told": func(b *alike) {
+			for i := range 20 { // it is up to the scheduler which it sees first
+				a := b.call(0)
+				ctx, leave := context.WithCancel(context.Background())
+				both := []func(){a.leave, leave}
+				time.AfterFunc(10*time.Millisecond, func() {
+					both[i%2]()
+					both[1-i%2]()
+				})
+				var all sync.WaitGroup
+				all.Go(func() {
+					q := Question{NewID: func() string { return "leaves" }, Window: testWindow, Gone: ctx}
+					q.Scope, q.Fingerprint = Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/"}, Fingerprint{1}
+					if left, err := b.g.Recognize(ctx, q); err == nil {
+						left.End()
+					}
+				})
+				synctest.Wait()
+				begin := time.Now()
+				b.call(0).is(a, EvidenceUnanswered).answer(200)
+				if took := time.Since(begin); took > 10*time.Millisecond {
+					b.Fatalf("the other one has waited for %v", took)
+				}
+				all.Wait()
+				a.settle(Completed, 200).End()
+			}
 		},
 		"three have left": func(b *alike) {
 			var all []string
@@ -296,7 +382,7 @@ func TestRecognize(t *testing.T) {
 		},
 		"refused before its claim": func(b *alike) {
 			gone := context.Background()
-			a, err := b.g.Recognize(gone, Question{Window: testWindow, Gone: gone})
+			a, err := b.g.Recognize(gone, Question{NewID: func() string { return "" }, Window: testWindow, Gone: gone})
 			if err != nil {
 				b.Fatal(err)
 			}
@@ -343,15 +429,16 @@ func TestRecognize(t *testing.T) {
 			b.call(2).is(last, EvidenceStated)
 		},
 		"a refusal whose retry was refused before its claim": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(1)
 			b.call(0).settle(Released, 529).answer(529)
 			ctx := context.Background()
 			scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: "refused"}
-			a, err := b.g.Recognize(ctx, Question{Scope: scope, Fingerprint: Fingerprint{1}, Count: 1, Window: testWindow, Gone: ctx})
+			a, err := b.g.Recognize(ctx, Question{Scope: scope, Fingerprint: Fingerprint{1}, NewID: func() string { return "refused" }, Count: 1, Window: testWindow, Gone: ctx})
 			if err != nil || a.refused == nil {
 				b.Fatal(a, err)
 			}
 			a.End()
-			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
 			b.call(1).is(nil, "")
 		},
 		"unsent, and its retry leaves before it runs it": func(b *alike) {
@@ -382,21 +469,49 @@ func TestRecognize(t *testing.T) {
 			b.kill()
 			b.call(0).is(nil, "")
 		},
+		"a doubt that is settled after its window": func(b *alike) {
+			for _, asks := range []bool{false, true} {
+				a := b.call(0).settle(InDoubt, 502)
+				a.End()
+				<-time.After(testWindow)
+				if asks {
+					b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+				}
+				found, err := b.g.Get(context.Background(), a.Key)
+				if err == nil {
+					err = b.g.Resolve(context.Background(), found, Resolution{Applied: true, Operator: "o", Reason: "r"}, &Head{Status: 200}, nil)
+				}
+				if err != nil {
+					b.Fatal(err)
+				}
+				b.call(1).is(a, EvidenceUnanswered).answer(200)
+			}
+			b.call(0).is(nil, "")
+		},
 		"memory is full": func(b *alike) {
 			t := &b.g.groups
+			lost := b.call(0)
 			a := b.call(0)
+			lost.settle(Completed, 200).lost()
 			if err := a.run.Settle(b.dead(), Outcome{Verdict: InDoubt}); err == nil {
 				b.Fatal("it was recorded")
 			}
 			a.End()
-			v := view{since: t.since.Load()}
+			q := Question{Window: testWindow, Gone: context.Background()}
+			other := &Attempt{at: t, group: a.group, window: testWindow, gone: q.Gone}
+			var v view
+			if err := t.view(context.Background(), other, &q, &v); err != nil {
+				b.Fatal(err)
+			}
+			v.asked = true // of the store, before it was forgotten
 			<-time.After(2 * time.Second)
 			t.n.Add(mostKnown)
 			t.shrink()
-			if _, again := t.decide(&Attempt{at: t, group: a.group, gone: context.Background()}, &v, true); !again {
+			if next := t.decide(other, &q, &v); next != viewAnew {
 				b.Error("decided by what was forgotten")
 			}
-			b.call(0).is(a, EvidenceInDoubt) // which no row says
+			b.call(0).is(lost, EvidenceUnanswered) // which a row says
+			b.call(0).is(a, EvidenceInDoubt)       // which none says
 		},
 		"in doubt, and the store is full": func(b *alike) {
 			a := b.call(0)
@@ -649,6 +764,10 @@ func TestRecognitionModel(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			random := rand.New(rand.NewPCG(seed, 70))
 			b := newAlike(t)
+			if seed%4 < 2 {
+				b.room = 1 // nearly every answered execution is forgotten
+			}
+			b.start()
 			intended, executed := 0, 0
 			unlearned := map[string]bool{} // executions whose last attempt was not answered
 			stated := seed%2 == 0          // retries say that they are
@@ -723,36 +842,268 @@ func TestRecognitionModel(t *testing.T) {
 	}
 }
 
-// A store that no process has used before is not scanned: memory has everything. After a restart it is, for
-// as long as the window.
-func TestNewStoresAreNotScanned(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		mem := memory.New(memory.Options{})
-		ring := seal.Generate()
-		ask := func(again time.Duration) int {
-			t.Helper()
-			st := &leaving{Store: mem}
-			g, _, err := Open(t.Context(), st, ring)
-			if err != nil {
-				t.Fatal(err)
-			}
-			time.Sleep(again)
-			st.scans = 0
-			a, err := g.Recognize(t.Context(), Question{Scope: Scope{Caller: "user:ada", ID: "id"}, Window: testWindow, Gone: t.Context()})
-			if err != nil {
-				t.Fatal(err)
-			}
-			a.End()
-			scans := st.scans
-			if err := g.Close(t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			return scans
+// fits says of which execution a call with this count is a retry by looking at each (ADR 0070).
+func fits(all []*known, count int, now time.Time) (best *known) {
+	rank := -1
+	var youngest *known // that may have been executed, and that nobody waits for
+	for _, k := range all {
+		if !k.refused() && (k.holder == nil || !k.holder.waits()) && !k.over(now) && (youngest == nil || k.younger(youngest)) {
+			youngest = k
 		}
-		for i, want := range []int{0, 1, 0} {
-			if got := ask([]time.Duration{0, 0, testWindow}[i]); got != want {
-				t.Errorf("process %d scanned the store %d times, want %d", i+1, got, want)
+	}
+	for _, k := range all {
+		e := k.evidence()
+		free := k.holder == nil || !k.holder.waits() || k.state == StateInDoubt || k.count < count
+		if k.over(now) || !free || k.taken || count == 0 && e == "" {
+			continue
+		}
+		r := 0
+		if count > 0 && k.count == count-1 {
+			r += 4
+		}
+		if e != "" || k.refused() && (youngest == nil || k.younger(youngest)) {
+			r += 2
+		}
+		if k.state != StateInDoubt {
+			r++
+		}
+		if r > rank || r == rank && k.younger(best) {
+			best, rank = k, r
+		}
+	}
+	return best
+}
+
+// The table chooses as if it looked at each execution, also at those that it has forgotten: where one of them
+// could be chosen it says that the store has to be read. Otherwise a retry would run twice (P1).
+func TestChoice(t *testing.T) {
+	now := time.Now()
+	left, leave := context.WithCancel(context.Background())
+	leave()
+	alone, asked := 0, 0 // decided without the forgotten ones, and by the store
+	for seed := range uint64(5000) {
+		random := rand.New(rand.NewPCG(seed, 91))
+		tab := &groups{room: random.IntN(4)}
+		s := &tab.shards[0]
+		var all []*known
+		for i := range random.IntN(12) {
+			ended := now.Add(-time.Duration(random.Int64N(int64(testWindow * 5 / 4))))
+			k := &known{
+				key: Key{byte(i)}, window: testWindow, count: random.IntN(3), ended: ended,
+				began: ended.Add(-time.Duration(random.IntN(int(testWindow)))), state: StateCompleted,
+			}
+			switch random.IntN(8) {
+			case 0:
+				k.state = StateInDoubt
+			case 1:
+				k.released = true
+			case 2:
+				k.unanswered = true
+			case 3:
+				k.retriable = true
+			case 4:
+				k.state = StateSending
+				k.runner = &Attempt{}
+			}
+			if random.IntN(3) == 0 || k.runner != nil {
+				k.holder = &Attempt{at: tab, known: k, answered: random.IntN(2) == 0, gone: []context.Context{left, context.Background()}[random.IntN(2)]}
+			}
+			k.taken = k.refused() && random.IntN(3) == 0
+			all = append(all, k)
+		}
+		for _, k := range all {
+			tab.add(s, k)
+		}
+		forgets := false
+		for _, k := range all {
+			if k.rests() {
+				tab.rest(s, k)
 			}
 		}
+		for _, k := range all {
+			forgets = forgets || k.in == nil
+		}
+		a := &Attempt{at: tab, count: random.IntN(4), window: testWindow}
+		want := fits(all, a.count, now)
+		choose := func() (k *known, rank int) {
+			if g := s.of[a.group]; g != nil {
+				k, rank = tab.choose(s, g, a.count, now)
+			}
+			return k, rank
+		}
+		got, rank := choose()
+		if tab.unread(s, a, got, rank, now) {
+			if !forgets {
+				t.Fatalf("seed %d: the store is read for nothing", seed)
+			}
+			asked++
+			tab.list(s, a.group, &view{stored: all})
+			got, _ = choose()
+		} else if forgets {
+			alone++
+		}
+		if got != want {
+			t.Fatalf("seed %d: a call with count %d is the retry of %+v, want %+v", seed, a.count, got, want)
+		}
+	}
+	if alone < 200 || asked < 200 {
+		t.Errorf("%d times without the forgotten ones, %d times by the store", alone, asked)
+	}
+}
+
+// reads counts what is asked of a store.
+type reads struct {
+	store.Store
+	scans, gets atomic.Int64
+}
+
+func (r *reads) Scan(ctx context.Context, of store.Range) iter.Seq2[store.Entry, error] {
+	r.scans.Add(1)
+	return r.Store.Scan(ctx, of)
+}
+
+func (r *reads) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	r.gets.Add(1)
+	return r.Store.Get(ctx, key)
+}
+
+// asked counts what recognition reads of the store for a call.
+func (b *alike) asked(call func()) (scans, gets int64) {
+	b.reads.scans.Store(0)
+	b.reads.gets.Store(0)
+	call()
+	return b.reads.scans.Load(), b.reads.gets.Load()
+}
+
+// recognize makes a call that ends before it is claimed.
+func (b *alike) recognize(path string, count int) *Attempt {
+	b.Helper()
+	b.n++
+	a, err := b.g.Recognize(context.Background(), Question{
+		Scope: Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: path}, Fingerprint: Fingerprint{1},
+		NewID: func() string { return fmt.Sprint("id-", b.n) }, Count: count, Window: testWindow, Gone: context.Background(),
 	})
+	if err != nil {
+		b.Fatal(err)
+	}
+	a.End()
+	return a
+}
+
+// A store that no process has used before is not scanned: memory has everything. After a restart it is once for
+// each group of which it has rows, until the window is over.
+func TestScansOfTheStore(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newAlike(t)
+		expect := func(when, path string, count int, want int64) {
+			t.Helper()
+			if scans, gets := b.asked(func() { b.recognize(path, count) }); scans != want || want == 0 && gets != 0 {
+				t.Errorf("%s: %d scans and %d reads, want %d scans", when, scans, gets, want)
+			}
+		}
+		expect("a new store", "/", 0, 0)
+		first := b.call(0).settle(Completed, 200).answer(200)
+		expect("a retry that says so", "/", 1, 0)
+		<-time.After(2 * time.Second)
+		b.kill()
+		expect("another group after a restart", "/other", 0, 0)
+		expect("a retry of another group", "/other", 1, 0)
+		expect("the group of a row", "/", 0, 1)
+		expect("the group of a row, once more", "/", 0, 0)
+		expect("a retry that says so, after a restart", "/", 1, 0)
+		if a := b.recognize("/", 1); a.ID != first.ID {
+			t.Errorf("%s is not %s", a.ID, first.ID)
+		}
+		b.kill()
+		<-time.After(testWindow)
+		expect("after the window", "/", 0, 0)
+		expect("a retry after the window", "/", 1, 0)
+	})
+}
+
+// Where the store's clock was wrong at the start, its rows are there when it is right again.
+func TestScansAfterTheClockWasSetBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newAlike(t)
+		a := b.call(0).settle(Completed, 200).lost()
+		<-time.After(2 * time.Second)
+		b.fast.Store(int64(time.Hour))
+		b.kill()
+		b.recognize("/", 0) // and nothing is there
+		b.fast.Store(0)
+		b.call(0).is(a, EvidenceUnanswered)
+	})
+}
+
+// More rows than are looked at when the store is opened: of the groups behind them any may have some.
+func TestRowsThatAreNotLookedAt(t *testing.T) {
+	e := earlier{groups: []uint64{1, 5}, upTo: 5, epoch: 1}
+	for at, want := range map[byte]bool{0: false, 1: true, 4: false, 5: true, 6: true} {
+		if got := e.has(groupHash{7: at}, 1); got != want {
+			t.Errorf("%d: %t", at, got)
+		}
+	}
+	if !e.has(groupHash{}, 2) {
+		t.Error("after the clock was set back")
+	}
+}
+
+// watched is a context of a client, which counts how often it is asked.
+type watched struct {
+	context.Context
+	asked *atomic.Int64
+}
+
+func (w watched) Err() error {
+	w.asked.Add(1)
+	return w.Context.Err()
+}
+
+func (w watched) AfterFunc(f func()) (stop func() bool) {
+	w.asked.Add(1)
+	return context.AfterFunc(w.Context, f)
+}
+
+// What a call costs does not grow with those that equal it: neither while all run at once, nor once they
+// have ended.
+func TestManyEqualCalls(t *testing.T) {
+	for name, test := range map[string]struct {
+		count int // of half of them
+		each  func(o *one)
+	}{
+		"that are answered": {0, func(o *one) { o.settle(Completed, 200).answer(200) }},
+		"that are lost":     {0, func(o *one) { o.settle(Completed, 200).lost() }},
+		"of retries":        {1, func(o *one) { o.settle(Completed, 200).answer(200) }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			each := func(n int) (perCall float64) {
+				synctest.Test(t, func(t *testing.T) {
+					b := newAlike(t)
+					b.asks = new(atomic.Int64)
+					var all sync.WaitGroup
+					for i := range n {
+						all.Go(func() {
+							o := b.make(fmt.Sprint("id-", i), false, i%2*test.count)
+							<-time.After(time.Duration(i%100) * time.Millisecond)
+							if o.run != nil {
+								test.each(o)
+							} else {
+								o.answer(200)
+							}
+						})
+					}
+					all.Wait()
+					if scans, gets := b.asked(func() { b.recognize("/", 0) }); scans+gets > 0 {
+						t.Errorf("%d scans, %d reads", scans, gets)
+					}
+					perCall = float64(b.asks.Load()) / float64(n)
+				})
+				return perCall
+			}
+			few, many := each(50), each(800)
+			if many > 1.5*few {
+				t.Errorf("a call asks for the clients of its equals %.1f times among 50, %.1f times among 800", few, many)
+			}
+		})
+	}
 }

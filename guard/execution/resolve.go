@@ -68,6 +68,7 @@ func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, recor
 		}
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
+	g.groups.resolved(key, record)
 	g.quotas.resolved(found.Record, record)
 	return nil
 }
@@ -289,6 +290,7 @@ func (g *Guard) commitUndone(ctx context.Context, key Key, found *Finding, next 
 	var lost *store.Conflict
 	switch {
 	case err == nil && found.Status == Doubtful:
+		g.groups.resolved(key, next)
 		g.quotas.resolved(found.Record, next)
 		return nil
 	case err == nil:

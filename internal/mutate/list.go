@@ -133,7 +133,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "G-three-layer-model-a", file: "guard/execution/recognize.go",
-		old: "a.own == nil || a.Key == own || v.named != nil {", now: "a.own == nil || a.Key == own || v.named != nil || a.Evidence != \"\" {",
+		old: "!a.given || a.Key == a.own || v.named != nil {", now: "!a.given || a.Key == a.own || v.named != nil || a.Evidence != \"\" {",
 		breaks: "a new key that was recognised is a new key again", tests: []string{"TestNewKeysThatAreAdvisory"},
 	},
 }

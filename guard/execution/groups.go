@@ -1,0 +1,484 @@
+package execution
+
+import (
+	"slices"
+	"sort"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// The table of the executions that retries may be recognised as (ADR 0070, ADR 0091). What is done for
+// a call does not grow with the number of those that equal it.
+
+// groupHash is the keyed hash of what equal calls of one caller have in common.
+type groupHash [16]byte
+
+// known is an execution that a retry may be recognised as.
+type known struct {
+	key    Key
+	id     string
+	group  groupHash
+	window time.Duration
+	began  time.Time // the youngest attempt
+	order  uint64    // of those that began at the same time
+	count  int       // of its youngest attempt
+	holder *Attempt  // the attempt that waits for its answer
+	runner *Attempt  // the attempt that runs it
+
+	state      State // StateSending until it has ended, 0 before it was claimed
+	released   bool
+	unanswered bool // the last attempt has ended without a whole answer
+	retriable  bool // the last attempt's answer was one that clients retry
+	ended      time.Time
+	taken      bool      // by the retry of the refused attempt
+	unrecorded bool      // that it is in doubt is known here only
+	settling   time.Time // by the store's clock; while its outcome is being recorded
+	settled    time.Time // by the store's clock
+	mark       byte      // in its row
+	crashed    bool      // its process has ended before it could write a mark
+	pending    bool      // in the list of its shard
+	expires    time.Time // of its record; zero where that is not known
+	aliases    []Key     // that stand for it, and do not expire yet
+	forgotten  bool      // its row is to be deleted
+
+	in      *group // nil where it is not in the table
+	class   class
+	resting bool // in the queue of its shard
+}
+
+// class is what an execution is for a retry.
+type class uint8
+
+const (
+	classTaken        class = iota // a refusal that a retry has taken
+	classWaited                    // its client waits for the answer
+	classAskedInDoubt              // in doubt, and its client waits to learn that
+	classInDoubt                   // in doubt, and nobody waits
+	classRefused                   // its retry runs
+	classEvident                   // nobody waits, and there is evidence
+	classAnswered                  // nobody waits, and there is none
+)
+
+func (k *known) classify() class {
+	waits := k.holder != nil && k.holder.waits()
+	switch {
+	case k.taken:
+		return classTaken
+	case k.refused():
+		return classRefused
+	case k.state == StateInDoubt && waits:
+		return classAskedInDoubt
+	case k.state == StateInDoubt:
+		return classInDoubt
+	case waits:
+		return classWaited
+	case k.evidence() != "":
+		return classEvident
+	}
+	return classAnswered
+}
+
+// refused reports that a retry runs as a new call. One that is attached still may run it itself.
+func (k *known) refused() bool { return k.released && (k.holder == nil || k.holder.answered) }
+
+// evidence is what the execution has to say for a retry; empty without any.
+func (k *known) evidence() Evidence {
+	switch {
+	case k.refused():
+		return ""
+	case k.state == StateInDoubt:
+		return EvidenceInDoubt
+	case k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil, k.holder == nil && k.unanswered:
+		return EvidenceUnanswered
+	case k.retriable && (k.holder == nil || k.holder.answered):
+		return EvidenceAnswer
+	}
+	return ""
+}
+
+func (k *known) younger(than *known) bool {
+	if c := k.began.Compare(than.began); c != 0 {
+		return c > 0
+	}
+	return k.order > than.order
+}
+
+func (k *known) over(now time.Time) bool {
+	return k.holder == nil && k.runner == nil && now.Sub(k.ended) >= k.window
+}
+
+// group is what is known of equal calls.
+type group struct {
+	listed    []*known // by class, count and age: each look-up is a binary search
+	read      uint64   // the clock's epoch in which the rows of the store were listed; 0 if they were not
+	gap       gap
+	unwatched *Attempt   // the youngest one that waits, whose leave nobody has asked for yet
+	waiting   []*Attempt // new calls that wait for the news that another one's client has left
+}
+
+// gap describes the answered executions that were forgotten, but have rows in the store.
+type gap struct {
+	began, ended time.Time // the youngest
+	counts       uint64    // of their attempts; a bit for each
+}
+
+func (g *gap) add(other gap) {
+	if other.began.After(g.began) {
+		g.began = other.began
+	}
+	if other.ended.After(g.ended) {
+		g.ended = other.ended
+	}
+	g.counts |= other.counts
+}
+
+// end is the place behind those of a class with at most this count.
+func (g *group) end(c class, count int) int {
+	return sort.Search(len(g.listed), func(i int) bool {
+		k := g.listed[i]
+		return k.class > c || k.class == c && k.count > count
+	})
+}
+
+// place is where k stands, or would.
+func (g *group) place(k *known) int {
+	return sort.Search(len(g.listed), func(i int) bool {
+		other := g.listed[i]
+		switch {
+		case other.class != k.class:
+			return other.class > k.class
+		case other.count != k.count:
+			return other.count > k.count
+		}
+		return !k.younger(other)
+	})
+}
+
+func (g *group) insert(k *known) {
+	k.class = k.classify()
+	g.listed = slices.Insert(g.listed, g.place(k), k)
+}
+
+func (g *group) cut(k *known) {
+	i := g.place(k)
+	g.listed = slices.Delete(g.listed, i, i+1)
+}
+
+func (g *group) has(c class) bool {
+	i := g.end(c, mostCount)
+	return i > 0 && g.listed[i-1].class == c
+}
+
+const (
+	// mostKnown bounds what is kept in memory; beyond it the store is scanned.
+	mostKnown = 1 << 16
+	// mostResting bounds the answered executions of a shard; beyond it the store is scanned for a call
+	// that says that it is a retry, unless it is that of one that is kept.
+	mostResting = 1 << 8
+	// mostRefused bounds the refusals of one group.
+	mostRefused = 64
+	// mostCount bounds the number that a retry gives itself: a greater one counts as this.
+	mostCount = 63
+)
+
+// groups is the table.
+type groups struct {
+	g        *Guard
+	shards   [64]groupShard
+	n        atomic.Int64
+	room     int // for answered executions, of each shard
+	order    atomic.Uint64
+	earlier  earlier // read-only
+	clock    clock
+	crashes  []crash // of earlier processes
+	armed    atomic.Bool
+	flushing sync.Mutex
+	closed   bool
+}
+
+type groupShard struct {
+	sync.Mutex
+	of       map[groupHash]*group
+	keys     map[member]*known // all that are in a group
+	aliases  map[member]*known // by the keys that stand for them
+	removals [64]uint64        // by group
+	pending  []*known          // whose marks may have to change, or that are being settled
+	resting  []*known          // answered executions, in the order in which they are forgotten
+	gap      gap               // of all groups that are not in the table
+	since    time.Time         // memory has everything that ended later
+	shrunk   bool              // since is of this process's own forgetting
+}
+
+// member names an execution by what it was called with.
+type member struct {
+	group groupHash
+	key   Key
+}
+
+func (s *groupShard) removed(group groupHash) *uint64 { return &s.removals[group[1]%64] }
+
+func (t *groups) shard(group groupHash) *groupShard { return &t.shards[group[0]%64] }
+
+// group returns the group of a hash, which is added where it is missing.
+func (s *groupShard) group(hash groupHash) *group {
+	g := s.of[hash]
+	if g == nil {
+		if s.of == nil {
+			s.of, s.keys, s.aliases = map[groupHash]*group{}, map[member]*known{}, map[member]*known{}
+		}
+		g = &group{gap: s.gap}
+		s.of[hash] = g
+	}
+	return g
+}
+
+// add lists k in its group.
+func (t *groups) add(s *groupShard, k *known) {
+	if k.order == 0 {
+		k.order = t.order.Add(1)
+	}
+	k.in = s.group(k.group)
+	k.in.insert(k)
+	s.keys[member{k.group, k.key}] = k
+	for _, key := range k.aliases {
+		s.aliases[member{k.group, key}] = k
+	}
+	t.n.Add(1)
+}
+
+func (t *groups) remove(s *groupShard, k *known) {
+	g := k.in
+	if g == nil {
+		return
+	}
+	g.cut(k)
+	k.in = nil
+	if m := (member{k.group, k.key}); s.keys[m] == k { // else the same key has run again
+		delete(s.keys, m)
+	}
+	s.unalias(k)
+	t.n.Add(-1)
+	*s.removed(k.group)++
+	g.pass()
+	s.tidy(k.group, g)
+}
+
+// unalias removes the keys that stand for k.
+func (s *groupShard) unalias(k *known) {
+	for _, key := range k.aliases {
+		if m := (member{k.group, key}); s.aliases[m] == k {
+			delete(s.aliases, m)
+		}
+	}
+}
+
+// tidy removes a group that has nothing.
+func (s *groupShard) tidy(hash groupHash, g *group) {
+	if len(g.listed) == 0 && len(g.waiting) == 0 && s.of[hash] == g {
+		s.gap.add(g.gap)
+		delete(s.of, hash)
+	}
+}
+
+// changed lists k anew where it has become something else for a retry.
+func (k *known) changed() {
+	g := k.in
+	if g == nil || k.class == k.classify() {
+		return
+	}
+	g.cut(k)
+	g.insert(k)
+	g.pass()
+}
+
+// pass wakes the call that has waited for the longest time, where it need not wait: an equal one can
+// be taken, or none is left to wait for. Whoever is woken passes on what is left.
+func (g *group) pass() {
+	if len(g.waiting) == 0 || g.has(classWaited) && !g.has(classEvident) && !g.has(classInDoubt) && !g.has(classAskedInDoubt) {
+		return
+	}
+	a := g.waiting[0]
+	g.waiting = slices.Delete(g.waiting, 0, 1)
+	select {
+	case a.woken <- struct{}{}:
+	default: // it was woken before
+	}
+}
+
+// youngest returns the youngest execution of a class whose count is not above most; nil without one.
+func (t *groups) youngest(s *groupShard, g *group, c class, most int, now time.Time) (best *known) {
+	for count := most; count >= 0; count-- {
+		i := g.end(c, count)
+		if i == 0 || g.listed[i-1].class != c {
+			break
+		}
+		count = g.listed[i-1].count
+		if k := t.numbered(s, g, c, count, now); k != nil && (best == nil || k.younger(best)) {
+			best = k
+		}
+	}
+	return best
+}
+
+// numbered returns the youngest execution of a class with this count; nil without one. What is too
+// old is removed.
+func (t *groups) numbered(s *groupShard, g *group, c class, count int, now time.Time) *known {
+	for {
+		i := g.end(c, count)
+		if i == 0 || g.listed[i-1].class != c || g.listed[i-1].count != count {
+			return nil
+		}
+		k := g.listed[i-1]
+		if !k.over(now) {
+			return k
+		}
+		t.remove(s, k)
+	}
+}
+
+// match ranks how well an execution fits a retry.
+const (
+	matchClear  = 1 << iota // it is not in doubt
+	matchReason             // there is evidence, or it is the youngest and was refused
+	matchCount              // it has the number before that of the call
+)
+
+// choose returns the execution that a call with this count is a retry of, and how well it fits; nil for
+// a new call. A refused one makes it a new call too.
+func (t *groups) choose(s *groupShard, g *group, count int, now time.Time) (best *known, rank int) {
+	consider := func(k *known, match int) {
+		if k == nil {
+			return
+		}
+		if count > 0 && k.count == count-1 {
+			match |= matchCount
+		}
+		if best == nil || match > rank || match == rank && k.younger(best) {
+			best, rank = k, match
+		}
+	}
+	if count == 0 {
+		if consider(t.youngest(s, g, classEvident, mostCount, now), matchClear|matchReason); best != nil {
+			return best, rank
+		}
+		consider(t.youngest(s, g, classInDoubt, mostCount, now), matchReason)
+		consider(t.youngest(s, g, classAskedInDoubt, mostCount, now), matchReason)
+		return best, rank
+	}
+	var free *known // the youngest that may have been executed, and that nobody waits for
+	for _, c := range [...]class{classEvident, classInDoubt, classAnswered} {
+		if k := t.youngest(s, g, c, mostCount, now); k != nil && (free == nil || k.younger(free)) {
+			free = k
+		}
+	}
+	for _, c := range [...]struct {
+		class
+		match, most int
+	}{
+		{classEvident, matchClear | matchReason, mostCount},
+		{classInDoubt, matchReason, mostCount},
+		{classAskedInDoubt, matchReason, mostCount},
+		{classAnswered, matchClear, mostCount},
+		{classWaited, matchClear, count - 1},
+	} {
+		consider(t.numbered(s, g, c.class, count-1, now), c.match)
+		consider(t.youngest(s, g, c.class, c.most, now), c.match)
+	}
+	for _, k := range []*known{t.numbered(s, g, classRefused, count-1, now), t.youngest(s, g, classRefused, mostCount, now)} {
+		match := matchClear
+		if k != nil && (free == nil || k.younger(free)) {
+			match |= matchReason
+		}
+		consider(k, match)
+	}
+	return best, rank
+}
+
+// unread reports that the store has to say what the table does not: an execution there may fit the call
+// better than best.
+func (t *groups) unread(s *groupShard, a *Attempt, best *known, rank int, now time.Time) bool {
+	gap := s.gap
+	g := s.of[a.group]
+	if g != nil {
+		gap = g.gap
+	}
+	epoch := t.clock.epoch.Load()
+	if now.Sub(s.since) < a.window && (g == nil || g.read != epoch) && (s.shrunk || t.earlier.has(a.group, epoch)) {
+		return true
+	}
+	if a.count == 0 || now.Sub(gap.ended) >= a.window { // an answered execution fits only a call that says that it is a retry
+		return false
+	}
+	older := best != nil && best.began.After(gap.began) // all that is missing
+	return !older || rank&matchCount == 0 && gap.counts>>(a.count-1)&1 != 0
+}
+
+// rest keeps an answered execution, as far as there is room.
+func (t *groups) rest(s *groupShard, k *known) {
+	if k.resting {
+		return
+	}
+	k.resting = true
+	for s.resting = append(s.resting, k); len(s.resting) > t.room; {
+		k := s.resting[0]
+		s.resting[0] = nil
+		s.resting = s.resting[1:]
+		k.resting = false
+		if k.in == nil || !k.rests() || k.pending {
+			continue // it comes back when it rests
+		}
+		k.in.gap.add(gap{began: k.began, ended: k.ended, counts: 1 << k.count})
+		t.remove(s, k)
+	}
+}
+
+// rests reports that the execution says nothing but that it was answered.
+func (k *known) rests() bool {
+	return k.holder == nil && k.runner == nil && k.class == classAnswered && k.state != 0
+}
+
+// forget forgets the oldest refusal of a group that has no room for one more.
+func (t *groups) forget(s *groupShard, g *group) {
+	var oldest *known
+	first := g.end(classRefused-1, mostCount)
+	for i := first; i < len(g.listed) && g.listed[i].class == classRefused; i = g.end(classRefused, g.listed[i].count) {
+		if k := g.listed[i]; oldest == nil || oldest.younger(k) {
+			oldest = k
+		}
+	}
+	if oldest != nil && g.end(classRefused, mostCount)-first >= mostRefused && oldest.holder == nil {
+		oldest.forgotten = true
+		t.remove(s, oldest)
+		t.pend(s, oldest)
+	}
+}
+
+// shrink forgets what is too old, and where there still is too much what the store knows as well.
+func (t *groups) shrink() {
+	now := time.Now()
+	for _, all := range []bool{false, true} {
+		for i := range t.shards {
+			if t.n.Load() <= mostKnown {
+				return
+			}
+			s := &t.shards[i]
+			s.Lock()
+			for _, g := range s.of {
+				for _, k := range slices.Clone(g.listed) {
+					idle := k.holder == nil && k.runner == nil && !k.pending && !k.taken && !k.unrecorded
+					if k.over(now) || all && idle {
+						t.remove(s, k)
+					}
+				}
+				if all {
+					g.read = 0
+				}
+			}
+			if all {
+				s.since, s.shrunk = now, true
+			}
+			s.Unlock()
+		}
+	}
+}

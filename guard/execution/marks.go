@@ -1,0 +1,441 @@
+package execution
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// What the store knows of calls without a key: a row for each, with a mark, for the window after its end
+// (ADR 0070).
+
+// The marks of a row.
+const (
+	markNone       = 0
+	markUnanswered = 'u'
+	markReleased   = 'r'
+	markAnswered   = 'a' // after it was not, or a crash has left that open
+)
+
+// note has the mark of an execution written if it is to change.
+func (t *groups) note(s *groupShard, k *known) {
+	if k.wanted() != k.mark || k.state == StateCompleted && len(k.aliases) > 0 {
+		t.pend(s, k)
+		return
+	}
+	if k.in != nil && k.rests() {
+		t.rest(s, k)
+	}
+}
+
+// wanted is the mark that the row of an execution should have.
+func (k *known) wanted() byte {
+	switch {
+	case k.released:
+		return markReleased
+	case k.state != StateCompleted || k.runner != nil:
+		return k.mark
+	case k.holder != nil && !k.holder.answered, k.holder == nil && k.unanswered:
+		return markUnanswered
+	case k.mark != markNone || k.crashed:
+		return markAnswered
+	}
+	return markNone
+}
+
+func (t *groups) pend(s *groupShard, k *known) {
+	if !k.pending {
+		k.pending = true
+		s.pending = append(s.pending, k)
+	}
+	t.arm()
+}
+
+func (t *groups) arm() {
+	if !t.armed.Swap(true) {
+		time.AfterFunc(markEvery, func() { _ = t.flush(context.Background()) })
+	}
+}
+
+// clientsRetry reports whether clients retry a call that is answered with this status. 409 is left
+// out: ours leaves the attempt unanswered.
+func clientsRetry(status int) bool { return status == 408 || status == 429 || status >= 500 }
+
+// flush writes the marks that have changed, and that all marks are written up to now.
+func (t *groups) flush(ctx context.Context) error {
+	t.flushing.Lock()
+	defer t.flushing.Unlock()
+	if t.closed {
+		return nil
+	}
+	t.armed.Store(false)
+	upTo, err := t.g.store.Now(ctx)
+	if err != nil {
+		if !errors.Is(err, store.ErrClosed) {
+			t.arm()
+		}
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	now := upTo
+	var batch []store.Write
+	var open []*known
+	var marks []byte
+	for i := range t.shards {
+		s := &t.shards[i]
+		s.Lock()
+		pending := s.pending
+		s.pending = nil
+		for _, k := range pending {
+			k.pending = false
+			if !k.settling.IsZero() {
+				if k.settling.Before(upTo) {
+					upTo = k.settling
+				}
+				t.pend(s, k)
+				continue
+			}
+			write := func(w store.Write) {
+				open, marks, batch = append(open, k), append(marks, k.mark), append(batch, w)
+			}
+			done := true
+			if k.state == StateCompleted {
+				for _, key := range k.aliases {
+					write(store.Write{Key: aliasKey(key), Value: k.key[:], Expires: k.expires})
+				}
+				s.unalias(k)
+				done, k.aliases = len(k.aliases) == 0, nil
+			}
+			switch mark := k.wanted(); {
+			case k.forgotten:
+				write(store.Write{Key: appendRowKey(nil, k.group, k.key), Delete: true})
+			case mark != k.mark:
+				write(k.row(mark, now))
+				marks[len(marks)-1] = mark
+			case done:
+				t.note(s, k)
+			}
+		}
+		s.Unlock()
+	}
+	for len(batch) >= store.MaxBatch && err == nil {
+		n := store.MaxBatch - 1
+		if _, err = t.g.store.Commit(ctx, batch[:n]...); err == nil {
+			t.marked(open[:n], marks[:n])
+			batch, open, marks = batch[n:], open[n:], marks[n:]
+		}
+	}
+	if err == nil {
+		value := appendTime(nil, upTo)
+		for _, c := range t.crashes {
+			value = appendTime(appendTime(value, c.from), c.to)
+		}
+		_, err = t.g.store.Commit(ctx, append(batch, store.Write{Key: metaKey(marksName), Value: value})...)
+	}
+	if err != nil {
+		for _, k := range open {
+			if errors.Is(err, store.ErrClosed) {
+				break
+			}
+			s := t.shard(k.group)
+			s.Lock()
+			t.pend(s, k)
+			s.Unlock()
+		}
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	t.marked(open, marks)
+	t.shrink()
+	return nil
+}
+
+// marked notes which marks are in the store.
+func (t *groups) marked(all []*known, marks []byte) {
+	for i, k := range all {
+		s := t.shard(k.group)
+		s.Lock()
+		k.mark = marks[i]
+		t.note(s, k)
+		s.Unlock()
+	}
+}
+
+// Close writes what is still to be noted of calls without a key. It is called once, before the store
+// is closed.
+func (g *Guard) Close(ctx context.Context) error {
+	err := g.groups.flush(ctx)
+	g.groups.flushing.Lock()
+	defer g.groups.flushing.Unlock()
+	g.groups.closed = true
+	return err
+}
+
+// marksName is the name of the entry that says up to when marks are written.
+const marksName = "marks"
+
+// crash is the time between the last writing of marks by a process and the start of the next one.
+type crash struct{ from, to time.Time }
+
+// mostCrashes bounds the crashes that are remembered.
+const mostCrashes = 64
+
+// markEvery is how late marks may be written.
+const markEvery = time.Second
+
+// open reads up to when earlier processes have written their marks.
+func (t *groups) open(ctx context.Context, g *Guard) error {
+	t.g, t.room = g, mostResting
+	t.clock.start, t.clock.ahead = time.Now(), math.MinInt64/2
+	t.clock.epoch.Store(1)
+	t.clock.check(ctx, g.store)
+	entry, err := g.store.Get(ctx, metaKey(marksName))
+	if errors.Is(err, store.ErrNotFound) {
+		if g.node == "node-"+g.boot {
+			return nil // the store is new, so memory has everything
+		}
+		// Nothing was marked yet, so that nothing is known.
+		entry.Value, err = appendTime(nil, time.Unix(0, 0)), nil
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	for i := range t.shards {
+		t.shards[i].since = t.clock.start
+	}
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	upTo, crashes, err := decodeMarks(entry.Value)
+	if err != nil {
+		return unreadable(err)
+	}
+	if now.Before(upTo) { // the clock was set back
+		now = upTo.Add(time.Minute)
+	}
+	t.crashes = append(crashes, crash{upTo, now})
+	if n := len(t.crashes) - mostCrashes; n > 0 {
+		t.crashes = t.crashes[n:]
+	}
+	return nil
+}
+
+// earlier says of which groups an earlier process has left rows.
+type earlier struct {
+	groups []uint64 // the beginnings of their hashes, in order
+	upTo   uint64   // the last one that was looked at; above it any may have some
+	epoch  uint64   // of the clock
+}
+
+// mostEarlier bounds the rows that are looked at.
+const mostEarlier = 1 << 16
+
+func beginning(group groupHash) uint64 { return binary.BigEndian.Uint64(group[:]) }
+
+// has reports that there may be rows of a group.
+func (e *earlier) has(group groupHash, epoch uint64) bool {
+	at := beginning(group)
+	if e.epoch != epoch || at > e.upTo {
+		return true
+	}
+	_, found := slices.BinarySearch(e.groups, at)
+	return found
+}
+
+// survey finds of which groups there are rows, once those of what an earlier process has left open are
+// written. Others are not looked for in the store. Where it cannot be read, all are.
+func (t *groups) survey(ctx context.Context) {
+	r := store.Prefix([]byte{spaceGroup})
+	r.Limit = mostEarlier
+	e := earlier{epoch: t.clock.epoch.Load()}
+	n := 0
+	for entry, err := range t.g.store.Scan(ctx, r) {
+		if err != nil || len(entry.Key) != 1+len(groupHash{})+keySize {
+			return
+		}
+		n++
+		if at := beginning(groupHash(entry.Key[1:])); len(e.groups) == 0 || e.groups[len(e.groups)-1] != at {
+			e.groups = append(e.groups, at)
+			e.upTo = at
+		}
+	}
+	if n < mostEarlier {
+		e.upTo = math.MaxUint64
+	}
+	t.earlier = e
+}
+
+// clock notices that the store's clock was set back: what had expired may be there again.
+type clock struct {
+	start time.Time
+	epoch atomic.Uint64 // how often that was so, from 1 on
+	mu    sync.Mutex
+	ahead time.Duration // of the store's clock, at most so far
+}
+
+// check reads the clock. Where that fails nothing is known, and the store can be asked for nothing either.
+func (c *clock) check(ctx context.Context, st store.Store) {
+	now, err := st.Now(ctx)
+	if err != nil {
+		return
+	}
+	// Without the monotonic reading, which both may share.
+	ahead := now.Round(0).Sub(c.start.Round(0)) - time.Since(c.start)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if ahead < c.ahead-time.Second {
+		c.ahead = ahead
+		c.epoch.Add(1)
+	}
+	c.ahead = max(c.ahead, ahead)
+}
+
+// recovered notes a doubt of an earlier process that the store had no room for.
+func (t *groups) recovered(key Key, r *Record) {
+	t.found(key, r, known{state: StateInDoubt, unrecorded: true})
+}
+
+// resolved notes that a doubt was settled whose window may be over: its row has been written anew, as
+// Guard.put marks it. Record is nil where the call was not executed.
+func (t *groups) resolved(key Key, r *Record) {
+	if r != nil {
+		t.found(key, r, known{state: StateCompleted, mark: markUnanswered, unanswered: true, settled: r.Settled, expires: r.expires()})
+	}
+}
+
+// found adds an execution of a group, unless it is known.
+func (t *groups) found(key Key, r *Record, k known) {
+	if r.Group == (groupHash{}) {
+		return
+	}
+	s := t.shard(r.Group)
+	s.Lock()
+	defer s.Unlock()
+	now := time.Now()
+	if before := s.keys[member{r.Group, key}]; before != nil {
+		if !before.over(now) {
+			return
+		}
+		t.remove(s, before)
+	}
+	k.key, k.id, k.group, k.window, k.count = key, r.ID, r.Group, r.Window, r.Count
+	k.began, k.ended = now, now
+	t.add(s, &k)
+}
+
+func decodeMarks(b []byte) (upTo time.Time, crashes []crash, err error) {
+	if len(b)%16 != 8 {
+		return upTo, nil, errEncoding
+	}
+	next := func() time.Time {
+		at := time.Unix(0, int64(binary.BigEndian.Uint64(b)))
+		b = b[8:]
+		return at
+	}
+	upTo = next()
+	for len(b) > 0 {
+		crashes = append(crashes, crash{next(), next()})
+	}
+	return upTo, crashes, nil
+}
+
+// rowSize is the size of the key and the value of a row.
+const rowSize = 1 + len(groupHash{}) + keySize + 1 + binary.MaxVarintLen64 + 8
+
+func appendRowKey(b []byte, group groupHash, key Key) []byte {
+	return append(append(append(b, spaceGroup), group[:]...), key[:]...)
+}
+
+// aliasKey is the name of the entry that says which execution a key stands for.
+func aliasKey(key Key) []byte { return append([]byte{spaceAlias}, key[:]...) }
+
+func appendRow(b []byte, mark byte, count int, settled time.Time) []byte {
+	return appendTime(binary.AppendUvarint(append(b, mark), uint64(count)), settled)
+}
+
+// row is written where the mark of an execution changes.
+func (k *known) row(mark byte, now time.Time) store.Write {
+	if k.settled.IsZero() { // the store had no clock then
+		k.settled = now
+	}
+	w := store.Write{
+		Key: appendRowKey(nil, k.group, k.key), Value: appendRow(nil, mark, k.count, k.settled),
+		Expires: k.settled.Add(k.window),
+	}
+	if mark == markUnanswered {
+		w.Expires = now.Add(k.window) // from the leave of the client
+	}
+	return w
+}
+
+// read returns what the store knows of a group.
+func (t *groups) read(ctx context.Context, group groupHash, window time.Duration) ([]*known, error) {
+	now, err := t.g.store.Now(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	here := time.Now()
+	var all []*known
+	for entry, err := range t.g.store.Scan(ctx, store.Prefix(append([]byte{spaceGroup}, group[:]...))) {
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		k, err := decodeRow(entry)
+		if err != nil {
+			return nil, unreadable(err)
+		}
+		k.group, k.window = group, window
+		k.began = here.Add(k.settled.Sub(now))
+		k.ended = here.Add(entry.Expires.Sub(now) - window)
+		all = append(all, k)
+	}
+	return slices.DeleteFunc(all, func(k *known) bool {
+		if k.released || err != nil {
+			return false
+		}
+		var record *Record
+		if record, _, err = t.g.load(ctx, k.key); record == nil {
+			return true
+		}
+		k.id = record.ID
+		t.describe(k, record)
+		return false
+	}), err
+}
+
+// describe completes what a row says by the record.
+func (t *groups) describe(k *known, record *Record) {
+	k.state, k.expires = StateCompleted, record.expires()
+	if record.State == StateInDoubt || record.State.open() {
+		k.state = StateInDoubt
+	}
+	k.retriable = record.State == StateCompleted && clientsRetry(record.Status)
+	if !k.expires.IsZero() {
+		k.window = min(k.window, record.KeepKey)
+	}
+	k.crashed = k.mark == markNone && record.Boot != t.g.boot && slices.ContainsFunc(t.crashes, func(c crash) bool {
+		return !k.settled.Before(c.from) && !k.settled.After(c.to)
+	})
+	k.unanswered = k.mark == markUnanswered || k.crashed
+}
+
+func decodeRow(entry store.Entry) (*known, error) {
+	if len(entry.Value) < 2 {
+		return nil, errEncoding
+	}
+	count, n := binary.Uvarint(entry.Value[1:])
+	if n <= 0 || len(entry.Value) != 1+n+8 {
+		return nil, errEncoding
+	}
+	k := &known{key: keyIn(entry.Key), count: int(min(count, mostCount)), mark: entry.Value[0]}
+	k.settled = time.Unix(0, int64(binary.BigEndian.Uint64(entry.Value[1+n:])))
+	k.released = k.mark == markReleased
+	return k, nil
+}
