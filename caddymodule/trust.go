@@ -456,6 +456,7 @@ func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 	return api.NewLedger(api.LedgerOptions{
 		Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, HeadKey: t.Evidence.HeadKey(), Identities: []string{t.Events.Identity()}, Own: t.Events.Own,
 		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
+		Refused:  func(r *http.Request, raws []string) error { return t.refusedErrors(r, e, raws) },
 		Verified: t.verified, Undos: e.checkpoints, Execution: e.executionStatus, Waits: e.waits,
 		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.executions.Knows(ctx, caller) },
 	})
@@ -528,6 +529,37 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 		e.logger.Info("agents have reported errors", zap.Int("count", len(tokens)), zap.String("issuer", tokens[0].Issuer()))
 	}
 	return err
+}
+
+// refusedErrors hands the errors that were refused, since what they name is unknown to their issuer,
+// to the coordinator: that finds out afterwards whether they are about another workflow, so that the
+// answer does not show it (P3).
+func (t *tokenPolicy) refusedErrors(r *http.Request, e *engine, raws []string) error {
+	c := e.rollbacks.coordinator()
+	if c == nil || t.Verifier == nil {
+		return nil
+	}
+	for _, raw := range raws {
+		token, err := t.Verifier.Verify(r.Context(), raw, ect.Presentation{Now: time.Now(), Peer: guard.Peer(r)}) // without its parents
+		if errors.Is(err, ect.ErrUnavailable) {
+			return err
+		}
+		if err != nil || !token.Proven() || token.Event() != ect.EventError {
+			continue
+		}
+		named := slices.Clone(token.Parents())
+		if id := evidence.NamedCheckpoint(token.Ext()); id != "" && !slices.Contains(named, id) {
+			named = append(named, id)
+		}
+		batch, err := c.Failed(rollback.Failure{Named: named, Workflow: token.Workflow(), Reporter: token.Issuer()})
+		if err == nil {
+			err = batch.Commit(r.Context(), e.store)
+		}
+		if err != nil && !errors.As(err, new(*store.Conflict)) { // as many of the issuer's as may wait do
+			return err
+		}
+	}
+	return nil
 }
 
 // rollBackFor asks, in the commit of agents' errors, for the rollbacks of the calls that these

@@ -575,3 +575,117 @@ func TestProcessRulesOfADeployment(t *testing.T) {
 		s.do(charge(8))
 	}
 }
+
+// C-3.3.2-b, C-2-b: an error that names something of another workflow is refused as if that were
+// unknown (P3), and the people of that workflow are asked: once for its reporter, also over a kill,
+// and only so often that nobody is flooded.
+func TestProcessErrorsOfOtherWorkflows(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	lab, a, b := newRestLab(t), newAgent(t, "a"), newAgent(t, "b")
+	site := procNewSite(t, lab.addr)
+	site.app = trusting(t, a, b)
+	site.guard = sagaActions
+	gateway := site.start(t)
+	g := site.gateway(t)
+	charged := g.saga(a)
+	first := charged.do(charge(7))
+	elsewhere := g.saga(b)
+	own := elsewhere.do(charge(8))
+	report := func(named ...string) reply {
+		t.Helper()
+		token := b.issue(ect.Claims{
+			Workflow: elsewhere.wid, Action: "error", Parents: named,
+			Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "action_failed").Text(ect.MemberDescription, "wrong"),
+		})
+		return g.call(request{path: "/.well-known/cascade/errors", reader: nothing{}, header: map[string]string{ect.FieldName: token.Raw()}})
+	}
+	type escalation struct {
+		Cause, Workflow, Caller string
+		Level                   int
+		Held                    bool
+		Links                   struct{ Checkpoint string }
+	}
+	opened := func(n int) []escalation {
+		t.Helper()
+		var list []escalation
+		eventuallyWithin(t, procBound, fmt.Sprint(n, " escalations"), func() bool {
+			list = procDocument[struct{ Escalations []escalation }](t, site.operate(t, "escalations", "list", "--all", "-o", "json").says(t)).Escalations
+			return len(list) >= n
+		})
+		return list
+	}
+	unknown := report(uuid.NewString())
+	unknown.refusedFor(t, http.StatusForbidden, "parent-unknown")
+	crossing := report(first.checkpoint)
+	if crossing.status != unknown.status || crossing.body != unknown.body || fmt.Sprint(len(crossing.header)) != fmt.Sprint(len(unknown.header)) {
+		t.Errorf("P3: %d %s, and of an unknown id %d %s", crossing.status, crossing.body, unknown.status, unknown.body)
+	}
+	list := opened(1)
+	want := escalation{Cause: "workflow_boundary", Workflow: charged.wid, Caller: "issuer:" + b.issuer.Identity(), Level: 2}
+	want.Links.Checkpoint = first.checkpoint
+	if list[0] != want {
+		t.Errorf("%+v, want %+v", list[0], want)
+	}
+	report(first.checkpoint)                                 // again
+	report(own.checkpoint, charged.do(charge(9)).checkpoint) // another call of the same workflow, with a parent of its own
+	gateway.kill()
+	site.start(t)
+	for range 20 { // in as many workflows
+		other := g.saga(a)
+		report(other.do(charge(1)).checkpoint)
+	}
+	opened(16)
+	other := g.saga(a)
+	report(other.do(charge(1)).checkpoint)
+	charged.do(charge(10)) // it holds nothing
+	if list = opened(16); len(list) != 16 || slices.ContainsFunc(list, func(e escalation) bool { return e.Workflow == elsewhere.wid }) {
+		t.Errorf("%d escalations because of one reporter, or one of its own workflow: %+v", len(list), list)
+	}
+}
+
+// C-3.3.2-b: a rollback ends at the boundary of its workflow. What follows from it in another one
+// stays, and the people of that one are asked; who asked for the rollback does not learn of it (P3).
+func TestProcessRollbackAtTheBoundary(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	lab, a, b := newRestLab(t), newAgent(t, "a"), newAgent(t, "b")
+	site := procNewSite(t, lab.addr)
+	site.app = trusting(t, a, b) + "\n trust {\n cross_workflow\n }"
+	site.guard = sagaActions
+	site.start(t)
+	g := site.gateway(t)
+	s, other, third := g.saga(a), g.saga(b), g.saga(b)
+	task := a.issue(ect.Claims{Workflow: s.wid})
+	charged := g.call(with(task, charge(1)))
+	outside := other.do(charge(2), charged.header.Get("Execution-Checkpoint"))
+	more := third.do(charge(3), task.ID())
+	doc := s.back(rollbackBody{Checkpoint: charged.header.Get("Execution-Checkpoint"), Scope: "sub_dag", Reason: "a test"})
+	doc.want(t, "completed")
+	if len(doc.Steps) != 1 || len(doc.Escalations) != 0 {
+		t.Errorf("%+v", doc)
+	}
+	lab.wantCharge(outside.id(t), "open")
+	lab.wantCharge(more.id(t), "open")
+	var asked []string
+	for _, e := range procDocument[struct {
+		Escalations []struct {
+			Cause, Workflow string
+			Level           int
+		}
+	}](t, site.operate(t, "escalations", "list", "-o", "json").says(t)).Escalations {
+		if e.Cause != "workflow_boundary" || e.Level != 2 {
+			t.Errorf("%+v", e)
+		}
+		asked = append(asked, e.Workflow)
+	}
+	want := []string{other.wid, third.wid}
+	slices.Sort(asked)
+	slices.Sort(want)
+	if !slices.Equal(asked, want) {
+		t.Errorf("the people of %q are asked, want %q", asked, want)
+	}
+	// One that nothing follows from elsewhere asks nobody.
+	other.back(rollbackBody{Checkpoint: outside.checkpoint, Reason: "a test"}).want(t, "completed")
+	if list := site.operate(t, "escalations", "list", "-o", "json").says(t); strings.Count(list, "workflow_boundary") != 2 {
+		t.Errorf("%s", list)
+	}
+}

@@ -64,6 +64,12 @@ func TestFollowing(t *testing.T) {
 	if _, err := l.Following(t.Context(), "", "root", "", 1); !errors.Is(err, ErrInvalid) {
 		t.Error(err)
 	}
+	for _, c := range [][]string{{"w", "root", "v"}, {"v", "other", "w"}, {"u", "root", "v", "w"}, {"w", "linked-0"}} {
+		got, err := l.Elsewhere(t.Context(), c[0], c[1])
+		if slices.Sort(got); err != nil || !slices.Equal(got, c[2:]) {
+			t.Errorf("elsewhere than in %s %q follow from %s: %v", c[0], got, c[1], err)
+		}
+	}
 	mustVerify(t, l)
 	mustPrune(t, l, -1)
 	for e, err := range l.store.Scan(t.Context(), store.Prefix([]byte{space, spaceLink})) {

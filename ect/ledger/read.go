@@ -326,6 +326,43 @@ func (l *Log) Following(ctx context.Context, workflow, id string, from Cursor, l
 	})
 }
 
+// maxElsewhere is how many entries of other workflows Elsewhere reads on either side of the own one.
+const maxElsewhere = 16
+
+// Elsewhere returns other workflows than this one that have entries linked to an id (Options.Links):
+// up to 32, each once.
+func (l *Log) Elsewhere(ctx context.Context, workflow, id string) (all []string, err error) {
+	if workflow == "" || id == "" {
+		return nil, fmt.Errorf("%w: a workflow and an id", ErrInvalid)
+	}
+	own := l.idKey(workflow, id)
+	own[1] = spaceLink
+	whole := store.Prefix(own[:2+idHash])
+	for _, r := range []store.Range{{From: whole.From, To: own}, {From: store.Prefix(own).To, To: whole.To}} {
+		r.Limit = maxElsewhere
+		var linked [][]byte
+		for found, err := range l.store.Scan(ctx, r) {
+			if err != nil {
+				return nil, err
+			}
+			linked = append(linked, bytes.Clone(found.Key[len(found.Key)-16:]))
+		}
+		for _, at := range linked {
+			e, err := l.entry(ctx, logID(at[:8]), int64(binary.BigEndian.Uint64(at[8:])))
+			switch {
+			case errors.Is(err, ErrPruned):
+			case err != nil:
+				return nil, err
+			case e.Workflow == workflow || !slices.Contains(l.links(&e.Event), id):
+				return nil, fmt.Errorf("%w: entry %d is not linked to what leads to it", ErrTampered, e.Index)
+			case !slices.Contains(all, e.Workflow):
+				all = append(all, e.Workflow)
+			}
+		}
+	}
+	return all, nil
+}
+
 // page lists the entries under a prefix of keys that end with a log and an index.
 func (l *Log) page(ctx context.Context, prefix []byte, from Cursor, limit int, check func(e *Entry) error) (Page, error) {
 	r := store.Prefix(prefix)

@@ -43,6 +43,9 @@ type LedgerOptions struct {
 	// workflow, and its Raw as payload. The error is ledger.ErrDuplicate if an id is taken.
 	// Required.
 	Record func(ctx context.Context, tokens []*ect.Token) error
+	// Refused takes the tokens of a request that was refused since what they name is not known here,
+	// or not to their issuer. It must behave the same whatever they name (P3). Nil does nothing.
+	Refused func(r *http.Request, raws []string) error
 	// Verified checks the signature of one of the gateway's tokens. If nil, documents say
 	// that it is unknown.
 	Verified func(ctx context.Context, raw string) error
@@ -518,6 +521,11 @@ func (q *ledgerRequest) takeErrors() error {
 		}
 	}
 	status, err := q.keep(raws, all)
+	if code := (*ect.Error)(nil); q.Refused != nil && errors.As(err, &code) && (code.Code == ect.CodeParentUnknown || code.Code == ect.CodeExt) {
+		if failed := q.Refused(q.r, raws); failed != nil {
+			return failed
+		}
+	}
 	if err != nil {
 		return err
 	}

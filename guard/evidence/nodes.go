@@ -100,6 +100,65 @@ func (l *RollbackLedger) Unchanged(ctx context.Context, wid, version string) (bo
 	return true, nil
 }
 
+// Workflows are those in which an event with this id is recorded, whose issuer is proven.
+func (l *RollbackLedger) Workflows(ctx context.Context, id string) ([]string, error) {
+	rec, err := l.flushed(ctx)
+	if err != nil {
+		return nil, err
+	}
+	all, err := rec.Evidence.Log().Find(ctx, Canonical(id))
+	if err != nil {
+		return nil, err
+	}
+	var workflows []string
+	for i := range all {
+		if !IsUnproven(&all[i]) {
+			workflows = append(workflows, all[i].Workflow)
+		}
+	}
+	return workflows, nil
+}
+
+// maxCrossed is how many steps of a rollback are looked at for what follows in other workflows.
+const maxCrossed = 1000
+
+// Crossed are other workflows than r's in which something follows from what its Steps undo: tokens
+// with such parents are accepted with cross_workflow. What cannot be read is left out.
+func (l *RollbackLedger) Crossed(ctx context.Context, r *rollback.Rollback) (all []string, err error) {
+	rec, err := l.flushed(ctx)
+	if err != nil || r.Workflow == "" {
+		return nil, err
+	}
+	log, damaged := rec.Evidence.Log(), func(err error) bool { return errors.Is(err, ledger.ErrTampered) || errors.Is(err, ledger.ErrPruned) }
+	for i := range r.Steps[:min(len(r.Steps), maxCrossed)] {
+		id := r.Steps[i].Checkpoint
+		ids := []string{id, rec.Evidence.NodeID(id), rec.Evidence.SettledID(id)}
+		e, err := log.Lookup(ctx, r.Workflow, id)
+		if err != nil && !damaged(err) && !errors.Is(err, ledger.ErrNotFound) {
+			return nil, err
+		}
+		for _, parent := range e.Parents {
+			p, err := log.Lookup(ctx, r.Workflow, parent)
+			if err == nil && !rec.own(&p) {
+				if _, is := readEvent(p.Action, false); !is { // the action that it was made for
+					ids = append(ids, parent)
+				}
+			} else if err != nil && !damaged(err) && !errors.Is(err, ledger.ErrNotFound) {
+				return nil, err
+			}
+		}
+		for _, id := range ids {
+			found, err := log.Elsewhere(ctx, r.Workflow, id)
+			if err != nil && !damaged(err) {
+				return nil, err
+			}
+			all = append(all, found...)
+		}
+	}
+	slices.Sort(all)
+	return slices.Compact(all), nil
+}
+
 // maxRequestsSince is how many requests may come between a plan and its acceptance.
 const maxRequestsSince = 16
 

@@ -423,7 +423,7 @@ func (d *Store) expireDue(ctx context.Context) (wait time.Duration, err error) {
 type holds struct {
 	mu        sync.RWMutex
 	workflows map[string]map[string]struct{} // ids by workflow
-	waiting   map[string]map[string]struct{} // ids of pending calls by requester
+	waiting   map[string]map[string]struct{} // ids of what waits by requester
 	damaged   map[workflowHash]struct{}      // workflows whose records cannot be read
 }
 
@@ -477,8 +477,8 @@ func without(all map[string]map[string]struct{}, name, id string) {
 	}
 }
 
-// waits reports whether a call waits for the decision.
-func (e *Escalation) waits() bool { return e.Status == Pending && e.Proposal.Kind == RunCall }
+// waits reports whether it counts among those that wait for a decision because of its requester.
+func (e *Escalation) waits() bool { return e.Status == Pending && e.Requester != "" && !e.Held }
 
 // Load reads what holds workflows, before the first call. If it fails, no call may begin. A record
 // that cannot be read goes on to hold its workflow, which its index entry names; unreadable counts
@@ -542,7 +542,8 @@ func (d *Store) highest(ctx context.Context, ids []string) (*Escalation, error) 
 	return highest, nil
 }
 
-// Waits reports whether at least most calls of a requester wait for a decision.
+// Waits reports whether at least so many escalations wait for a decision because of a requester, such
+// as its calls.
 func (d *Store) Waits(ctx context.Context, requester string, most int) (bool, error) {
 	d.holds.mu.RLock()
 	ids := slices.Collect(maps.Keys(d.holds.waiting[requester]))

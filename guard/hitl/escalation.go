@@ -475,7 +475,7 @@ func small(d *store.Decoder) uint8 {
 //	h t opened id                 index: all by age; the value is level, state and status
 //	h w workflow opened id        index: a workflow's by age; the same value
 //	h u level due id              index: those to be delivered
-//	h b id                        index: what holds a workflow, with its hash, or a call waits for
+//	h b id                        index: what holds a workflow, with its hash, or counts for its requester
 //	h d deadline id               index: the pending ones that expire
 const (
 	space           = 'h'
@@ -534,10 +534,10 @@ func placeIn(name []byte) (time.Time, uuid.UUID) {
 	return time.Unix(0, int64(binary.BigEndian.Uint64(end))).UTC(), uuid.UUID(end[8:])
 }
 
-// expires is when the record expires: never before its notification, nor while it holds a workflow
-// or proposes something.
+// expires is when the record expires: never before its notification, nor while it holds a workflow,
+// proposes something or counts for its requester.
 func (e *Escalation) expires(keep time.Duration) time.Time {
-	if e.State == Open || e.Held || e.Status == Pending && e.Proposal.Kind != "" {
+	if e.State == Open || e.Held || e.Status == Pending && e.Proposal.Kind != "" || e.waits() {
 		return time.Time{}
 	}
 	return e.Changed.Add(keep)

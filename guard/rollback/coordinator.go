@@ -32,8 +32,9 @@ type Coordinator struct {
 	runs     map[name]*run // those that are not finished, as far as they were met
 	started  bool
 	stopping bool
-	failures [][]byte // keys of recorded failures that wait for their turn
-	handling int      // goroutines that handle them
+	failures [][]byte   // keys of recorded failures that wait for their turn
+	handling int        // goroutines that handle them
+	counting sync.Mutex // held while an escalation is opened of which there may be so many
 	wg       sync.WaitGroup
 
 	quit chan struct{} // closed when nothing new begins

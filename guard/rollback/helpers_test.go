@@ -184,7 +184,8 @@ func (u *undoer) Undo(ctx context.Context, t rollback.Task) (rollback.Result, er
 type ledger struct {
 	mu           sync.Mutex
 	nodes        []Node
-	more         bool // of what a Single rollback may leave
+	elsewhere    map[string][]string // the workflows of ids
+	more         bool                // of what a Single rollback may leave
 	tokens       map[string]rollback.Checkpoint
 	versionErr   error
 	records      atomic.Int64
@@ -223,6 +224,12 @@ func (l *ledger) Graph(_ context.Context, q rollback.Query) (rollback.View, erro
 
 // version is the number of nodes: tests only add some.
 func (l *ledger) version() string { return fmt.Sprint("v", len(l.nodes)) }
+
+func (l *ledger) Workflows(_ context.Context, id string) (all []string, _ error) {
+	return l.elsewhere[id], nil
+}
+
+func (l *ledger) Crossed(context.Context, *rollback.Rollback) ([]string, error) { return nil, nil }
 
 func (l *ledger) Unchanged(_ context.Context, _, version string) (bool, error) {
 	l.mu.Lock()

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/google/uuid"
@@ -33,6 +34,11 @@ type Failure struct {
 	// checkpoint says that errors roll them back.
 	Reporter string  `json:"reporter,omitempty"`
 	Lineage  Lineage `json:"lineage,omitempty"`
+	// Named are, in the place of Checkpoint, the ids that an error of Reporter names which was
+	// refused, and Workflow is the error's own: where another workflow has one of them, its people
+	// are asked (cascade 3.3.2).
+	Named    []string `json:"named,omitempty"`
+	Workflow string   `json:"workflow,omitempty"` // see Named
 }
 
 // failureReason is what a rollback that an error has caused gives as its reason.
@@ -53,7 +59,8 @@ func (c *Coordinator) rollbackOf(checkpoint string) string {
 
 // Failed returns the batch that records failures. Once it is committed the rollbacks are asked for,
 // and again at the next start until each was accepted or refused for good. Nobody may ask for a
-// second batch before the first is done.
+// second batch before the first is done. The commit is a *store.Conflict where too many refused
+// errors of a reporter wait.
 func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
 	b := new(store.Batch)
 	var keys [][]byte
@@ -71,8 +78,13 @@ func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
 		if err != nil {
 			return nil, b.Done(err)
 		}
-		keys = append(keys, keyOf(kindFailure, c.o.Sealer.Index("rollback failure", f.Checkpoint+" "+f.Error+" "+f.Reporter)))
-		b.Add(c.sealed(keys[i], plain, store.Condition{}))
+		about, free := f.Checkpoint+" "+f.Error+" "+f.Reporter, store.Condition{}
+		if len(f.Named) > 0 { // a place among those of its reporter
+			sum := c.o.Sealer.Index("refused error", f.Workflow+" "+strings.Join(f.Named, " "))
+			about, free = fmt.Sprint("refused ", f.Reporter, " ", sum[0]%maxRefused), store.Absent()
+		}
+		keys = append(keys, keyOf(kindFailure, c.o.Sealer.Index("rollback failure", about)))
+		b.Add(c.sealed(keys[i], plain, free))
 	}
 	return b, nil
 }
@@ -162,6 +174,9 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 	if err != nil { // it is of no use any more, and nobody knows the call
 		c.log.Error("what is recorded of an error cannot be read; nothing is rolled back because of it", "error", err)
 		return "", nil
+	}
+	if len(f.Named) > 0 {
+		return "", c.crossed(ctx, &f, done)
 	}
 	counts, err := c.counts(ctx, &f)
 	switch {
@@ -255,6 +270,64 @@ func (c *Coordinator) forget(ctx context.Context, done store.Write) error {
 	return nil
 }
 
+const (
+	// maxRefused is how many refused errors of a reporter may wait.
+	maxRefused = 64
+	// maxCrossings is how many escalations because of one reporter's errors in other workflows may be
+	// pending.
+	maxCrossings = 16
+)
+
+// crossed opens an escalation for each other workflow of which a refused error names something: a
+// failure does not cross the boundary by itself (cascade 3.3.2). The reporter is not told (P3), and
+// causes one for a workflow, and only so many that nobody has looked at.
+func (c *Coordinator) crossed(ctx context.Context, f *Failure, done store.Write) error {
+	b, named := new(store.Batch), map[string]string{}
+	for _, id := range f.Named {
+		workflows, err := c.o.Ledger.Workflows(ctx, id)
+		if err != nil {
+			return b.Done(fmt.Errorf("%w: %w", ErrStore, err))
+		}
+		for _, w := range workflows {
+			if w != "" && w != f.Workflow && named[w] == "" {
+				named[w] = id
+			}
+		}
+	}
+	requester := "reporter " + f.Reporter
+	c.counting.Lock()
+	defer c.counting.Unlock()
+	for w, id := range named {
+		full, err := c.o.Escalations.Waits(ctx, requester, maxCrossings)
+		if err != nil {
+			return b.Done(err)
+		}
+		if full {
+			c.log.Warn("an agent reports errors in other workflows again and again; further ones are not escalated until people have looked", "reporter", f.Reporter)
+			break
+		}
+		if _, err := c.escalate(ctx, b, hitl.Opening{
+			Key: "boundary " + f.Reporter + " " + w, Level: hitl.Approval, Cause: hitl.CauseBoundary, Workflow: w,
+			Summary: "An agent reports an error in another workflow that names something of this one. It was refused, and nothing was done because of it.",
+			Caller:  "issuer:" + f.Reporter, Requester: requester, Links: hitl.Links{Checkpoint: id},
+		}); err != nil {
+			return b.Done(err)
+		}
+	}
+	b.Add(done)
+	return c.handOver(ctx, b)
+}
+
+// handOver commits what removes a failure and opens escalations. Who lost to somebody else who has
+// removed it has nothing left to do.
+func (c *Coordinator) handOver(ctx context.Context, b *store.Batch) error {
+	err := b.Commit(ctx, c.o.Store)
+	if err == nil || errors.As(err, new(*store.Conflict)) && !errors.Is(err, hitl.ErrAlreadyOpen) {
+		return nil
+	}
+	return fmt.Errorf("%w: %w", ErrStore, err)
+}
+
 // leave leaves a failure to a person: nobody who fails is left without either (A-error-signaling-f).
 func (c *Coordinator) leave(ctx context.Context, f *Failure, done store.Write, why string) error {
 	cp, _, err := c.token(ctx, f.Checkpoint)
@@ -270,8 +343,5 @@ func (c *Coordinator) leave(ctx context.Context, f *Failure, done store.Write, w
 	}); err != nil {
 		return b.Done(err)
 	}
-	if err := b.Commit(ctx, c.o.Store); err != nil && !errors.As(err, new(*store.Conflict)) {
-		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return nil
+	return c.handOver(ctx, b)
 }

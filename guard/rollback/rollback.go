@@ -362,6 +362,10 @@ type Ledger interface {
 	// Unchanged reports whether the graph read with a version is still complete: nothing recorded
 	// since can change a plan. It is false for an empty version.
 	Unchanged(ctx context.Context, workflow, version string) (bool, error)
+	// Workflows are those in which an event with this id is recorded, whose issuer is proven.
+	Workflows(ctx context.Context, id string) ([]string, error)
+	// Crossed are other workflows than r's in which something follows from what its Steps undo.
+	Crossed(ctx context.Context, r *Rollback) ([]string, error)
 	// Started records an accepted rollback; parents are what it follows from, if anything.
 	Started(ctx context.Context, r *Rollback, parents []string) (Evidence, error)
 	// Stepped records a step that has ended: as compensate where a compensation ran, else as

@@ -517,9 +517,23 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 	if err != nil {
 		return err
 	}
+	crossed, err := c.o.Ledger.Crossed(ctx, r.snapshot())
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
 	return c.change(ctx, r, func(h *head, b *store.Batch) error {
 		if h.Joined != "" || !h.open() {
 			return fmt.Errorf("%w: it has changed", ErrStore) // look again
+		}
+		// Not among the rollback's escalations, which who asked sees (P3).
+		for _, w := range crossed[:min(len(crossed), maxCrossings)] {
+			if _, err := c.escalate(ctx, b, hitl.Opening{
+				Key: "boundary rollback " + h.ID + " " + w, Level: hitl.Approval, Cause: hitl.CauseBoundary, Workflow: w,
+				Summary: "A rollback in another workflow ends at this one's boundary: something here follows from what it was to undo, and stays.",
+				Links:   hitl.Links{Rollback: h.ID},
+			}); err != nil {
+				return err
+			}
 		}
 		h.State, h.Finished = Finished, now
 		h.Status, h.Unknown, h.Mixed = sumUp(r.plan, r.steps)
