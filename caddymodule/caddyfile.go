@@ -63,13 +63,14 @@ func init() {
 //			...
 //		}
 //		rollback {
-//			lineage      ancestor | workflow
-//			coordinators <issuers...>
-//			partial      allow | never
-//			rate         <number>
-//			wait         <duration>
-//			reservation  <duration>
-//			retain       <duration>
+//			lineage         ancestor | workflow
+//			coordinators    <issuers...>
+//			partial         allow | never
+//			rate            <number>
+//			wait            <duration>
+//			prepare_timeout <duration>
+//			reservation     <duration>
+//			retain          <duration>
 //		}
 //		hitl {
 //			webhook <url> {

@@ -103,7 +103,7 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 			Coordinator: c, Tokens: &rollbackTokens{e: e, policy: policy, keep: e.rollbacks.keep},
 			Ask: func(r *http.Request) (*api.Asker, error) { return h.rollbackAsker(e, policy, r) }, Read: g.Reader,
 			Limit: &e.rollbacks.limit, Rate: o.Rate, Lineage: rollback.Lineage(o.Lineage), Coordinators: o.Coordinators, Whole: o.Partial == partialNever,
-			Reservation: time.Duration(o.Reservation), Wait: time.Duration(o.Wait), Waits: e.waits, Logger: h.app.ctx.Slogger(),
+			Reservation: time.Duration(o.Reservation), PrepareTimeout: time.Duration(o.PrepareTimeout), Wait: time.Duration(o.Wait), Waits: e.waits, Logger: h.app.ctx.Slogger(),
 		})
 	}
 	return g, nil

@@ -53,7 +53,13 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 		Store: e.store, Sealer: e.ring, Guard: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
 		Ledger: &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
 		Undoer: rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: newUndoSender(e), Keep: keep}),
-		Keep:   keep, Logger: slogOf(e.logger.Named("rollback")),
+		PrepareTimeout: func() time.Duration {
+			if a := e.activeConfigs.latest(); a != nil {
+				return time.Duration(a.rollbackOptions().PrepareTimeout)
+			}
+			return 0
+		},
+		Keep: keep, Logger: slogOf(e.logger.Named("rollback")),
 	})
 	if err != nil {
 		return fmt.Errorf("agent_guard: rollback: %w", err)
@@ -132,6 +138,10 @@ type Rollback struct {
 	// can change it with `Prefer: wait=N`. Default: 10s.
 	Wait caddy.Duration `json:"wait,omitempty"`
 
+	// How long the other gateways and agents of a rollback are asked in the first phase, again and
+	// again, before they count as `unreachable`; at most 1m. Default: 10s.
+	PrepareTimeout caddy.Duration `json:"prepare_timeout,omitempty"`
+
 	// How long a prepared rollback is reserved, at most 10m: for so long no call begins that would
 	// follow from what it covers, unless it is carried out before. Default: 60s.
 	Reservation caddy.Duration `json:"reservation,omitempty"`
@@ -149,6 +159,7 @@ func (o *Rollback) provision() error {
 	inherit(&o.Partial, partialAllow)
 	inherit(&o.Rate, api.DefaultRate)
 	inherit(&o.Wait, caddy.Duration(api.DefaultWait))
+	inherit(&o.PrepareTimeout, caddy.Duration(rollback.DefaultPrepareTimeout))
 	inherit(&o.Reservation, caddy.Duration(rollback.DefaultReservation))
 	inherit(&o.Retain, caddy.Duration(defaultRollbackRetain))
 	if err := oneOf(o.Lineage, lineages...); err != nil {
@@ -165,10 +176,13 @@ func (o *Rollback) provision() error {
 	if o.Rate < 0 {
 		return fmt.Errorf("rate: %d is negative; it must be positive", o.Rate)
 	}
-	if err := checkRollbackWait(o.Wait); err != nil {
+	if err := checkAtMost(o.Wait, api.LongestWait); err != nil {
 		return fmt.Errorf("wait: %w", err)
 	}
-	if err := checkReservation(o.Reservation); err != nil {
+	if err := checkAtMost(o.PrepareTimeout, longestPrepare); err != nil {
+		return fmt.Errorf("prepare_timeout: %w", err)
+	}
+	if err := checkAtMost(o.Reservation, longestReservation); err != nil {
 		return fmt.Errorf("reservation: %w", err)
 	}
 	if err := checkDuration(o.Retain); err != nil {
@@ -186,39 +200,33 @@ var partials = []string{partialAllow, partialNever}
 
 var lineages = []string{string(rollback.Ancestor), string(rollback.Workflow)}
 
-func checkRollbackWait(v caddy.Duration) error {
+func checkAtMost(v caddy.Duration, longest time.Duration) error {
 	if err := checkDuration(v); err != nil {
 		return err
 	}
-	if time.Duration(v) > api.LongestWait {
-		return fmt.Errorf("%v is too long; it must be at most %v", time.Duration(v), api.LongestWait)
+	if time.Duration(v) > longest {
+		return fmt.Errorf("%v is too long; it must be at most %v", time.Duration(v), longest)
 	}
 	return nil
 }
+
+// longestPrepare bounds how long a request to prepare may take.
+const longestPrepare = time.Minute
 
 // longestReservation bounds how long calls are held back for a rollback that never comes.
 const longestReservation = 10 * time.Minute
 
-func checkReservation(v caddy.Duration) error {
-	if err := checkDuration(v); err != nil {
-		return err
-	}
-	if time.Duration(v) > longestReservation {
-		return fmt.Errorf("%v is too long; it must be at most %v", time.Duration(v), longestReservation)
-	}
-	return nil
-}
-
 // parseRollback reads
 //
 //	rollback {
-//		lineage      ancestor | workflow
-//		coordinators <issuers...>
-//		partial      allow | never
-//		rate         <number>
-//		wait         <duration>
-//		reservation  <duration>
-//		retain       <duration>
+//		lineage         ancestor | workflow
+//		coordinators    <issuers...>
+//		partial         allow | never
+//		rate            <number>
+//		wait            <duration>
+//		prepare_timeout <duration>
+//		reservation     <duration>
+//		retain          <duration>
 //	}
 func parseRollback(d *caddyfile.Dispenser, a *App) error {
 	if d.NextArg() {
@@ -260,13 +268,19 @@ func rollbackOptions() options[*Rollback] {
 			if err := parseDuration(d, &o.Wait); err != nil {
 				return err
 			}
-			return checkRollbackWait(o.Wait)
+			return checkAtMost(o.Wait, api.LongestWait)
+		}},
+		"prepare_timeout": {usage: "prepare_timeout <duration>", parse: func(d dispenser, o *Rollback) error {
+			if err := parseDuration(d, &o.PrepareTimeout); err != nil {
+				return err
+			}
+			return checkAtMost(o.PrepareTimeout, longestPrepare)
 		}},
 		"reservation": {usage: "reservation <duration>", parse: func(d dispenser, o *Rollback) error {
 			if err := parseDuration(d, &o.Reservation); err != nil {
 				return err
 			}
-			return checkReservation(o.Reservation)
+			return checkAtMost(o.Reservation, longestReservation)
 		}},
 		"retain": {usage: "retain <duration>", parse: func(d dispenser, o *Rollback) error {
 			return parseDuration(d, &o.Retain)

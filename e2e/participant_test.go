@@ -26,6 +26,7 @@ type participant struct {
 	calls       []string          // their ids, in the order of the calls
 	undone      map[string]int
 	prepared    int
+	away        bool                   // to prepare
 	parent      func(id string) string // of the checkpoint for a call; nil is the call's
 	name        func(id string) string // of the checkpoint in the answer; nil is its own
 	rollbackURI string
@@ -74,6 +75,10 @@ func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		_ = json.NewEncoder(w).Encode(map[string]string{"token": p.made[strings.TrimPrefix(path, "checkpoints/")]})
 	case path == "rollback/prepare":
 		p.prepared++
+		if p.away {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
 		_, _ = fmt.Fprint(w, `{"status":"prepared"}`)
 	case path == "rollback" && len(p.answers) > 0:
 		w.WriteHeader(p.answers[0])
@@ -198,5 +203,22 @@ func TestParticipantsAreNotBelieved(t *testing.T) {
 			p.mu.Unlock()
 			stop(t)
 		})
+	}
+}
+
+// Who does not answer within `prepare_timeout` cannot prepare: `unreachable`.
+func TestPrepareTimeout(t *testing.T) {
+	a, p := newAgent(t, "a"), newParticipant(t)
+	p.away = true
+	at := strings.TrimPrefix(p.URL, "http://")
+	g := launch(t, setup{app: trusting(t, a, p.as) + "\nrollback {\n prepare_timeout 1s\n}", site: fmt.Sprintf(
+		"agent_proxy %s {\n identity %s\n action remote {\n match path /remote\n delegate http://%[1]s/.well-known/cascade/rollback %[2]s\n }\n }", at, p.as.issuer.Identity())})
+	s := g.saga(a)
+	step := s.do(request{path: "/remote"})
+	s.back(rollbackBody{Checkpoint: step.checkpoint}).want(t, "escalated", "unreachable")
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.prepared != 1 || len(p.undone) > 0 { // the next question would come after 2s
+		t.Errorf("asked %d times, and %v undone", p.prepared, p.undone)
 	}
 }

@@ -313,3 +313,37 @@ func TestProcessParticipantsCrash(t *testing.T) {
 		c.lab.wantEffects("charged ch_1", "charged ch_2", "refunded ch_2", "refunded ch_1")
 	}
 }
+
+// Who has prepared releases it, and the participants are told: what they hold back goes on long
+// before their reservations end, the same prepare is judged anew, and the rollback can be carried
+// out afterwards.
+func TestProcessParticipantsAreReleased(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newStar(t, "")
+	s := c.saga
+	c.lab.write("/docs/x", `{"n":1}`)
+	root := s.do(charge(1))
+	s.do(put("/docs/x", `{"n":2}`), root.checkpoint)
+	asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	s.prepare(asked, http.StatusOK)
+	behind := *s
+	behind.g = c.sites[1].gateway(t)
+	follow := func() reply {
+		late := behind.calling(charge(3), root.checkpoint)
+		late.header[ect.FieldName] = s.a.issue(ect.Claims{Workflow: s.wid, Parents: []string{root.checkpoint}}).Raw()
+		return behind.g.call(late)
+	}
+	follow().problem(t, http.StatusConflict, "workflow-paused")
+	release := asked
+	release.Phase = "release"
+	for range 2 {
+		if got := s.prepare(release, http.StatusOK); got.Status != "released" {
+			t.Errorf("%+v", got)
+		}
+	}
+	eventually(t, "the participant releases it", func() bool { return follow().status == http.StatusCreated })
+	s.prepare(asked, http.StatusOK)
+	s.back(asked).want(t, "completed")
+	c.lab.wantCharge(root.id(t), "refunded")
+	c.lab.wantDoc("/docs/x", `{"n":1}`)
+}

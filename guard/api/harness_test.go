@@ -420,6 +420,7 @@ type fake struct {
 	waited    chan struct{}              // gets one for each Wait
 	readers   map[string]map[string]bool // who is linked to which id
 	reserved  map[string]*rollback.Prepared
+	released  int
 	obstacles []rollback.Obstacle // of what is prepared
 	refusal   error               // of what is prepared
 }
@@ -486,6 +487,32 @@ func (f *fake) Reserve(_ context.Context, p *rollback.Prepared, last time.Durati
 	return &reserved, nil
 }
 
+func (f *fake) Release(ctx context.Context, r rollback.Request, writes ...store.Write) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if known, ok := f.accepted[r.ID]; ok {
+		if known.Checkpoint != r.Checkpoint || known.By != r.By {
+			return rollback.ErrMismatch
+		}
+		return rollback.ErrAccepted
+	}
+	if p, ok := f.reserved[r.ID]; ok {
+		if p.Rollback.Requester != r.By {
+			return rollback.ErrMismatch
+		}
+		if err := f.bindAll(writes); err != nil {
+			return err
+		}
+		f.released++
+		delete(f.reserved, r.ID)
+		return nil
+	}
+	if r.By != alice {
+		return rollback.ErrNotInWorkflow
+	}
+	return nil
+}
+
 func (f *fake) Prepared(_ context.Context, id string) (*rollback.Prepared, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -541,6 +568,7 @@ func (f *fake) Accept(ctx context.Context, d *rollback.Draft, writes ...store.Wr
 		return nil, err
 	}
 	f.executed++
+	delete(f.reserved, r.ID)
 	f.accepted[r.ID], f.asDrafted = r, d == f.drafted
 	made := &rollback.Rollback{
 		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,

@@ -43,6 +43,9 @@ type Coordinator interface {
 	Accept(ctx context.Context, d *rollback.Draft, extra ...store.Write) (*rollback.Rollback, error)
 	// Prepare says what a rollback would do, and what stands in the way. It changes nothing.
 	Prepare(ctx context.Context, r rollback.Request) (*rollback.Prepared, error)
+	// Release ends what was reserved for a rollback. The error is rollback.ErrAccepted if it was
+	// accepted already.
+	Release(ctx context.Context, r rollback.Request, extra ...store.Write) error
 	// Reserve reserves what was prepared, for as long as last.
 	Reserve(ctx context.Context, p *rollback.Prepared, last time.Duration, extra ...store.Write) (*rollback.Prepared, error)
 	// Prepared returns a rollback that is reserved, or was accepted after it was prepared; else
@@ -84,7 +87,7 @@ type Tokens interface {
 	Result(ctx context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error)
 }
 
-// RollbackOptions are the settings of Rollbacks. All but the last five are required.
+// RollbackOptions are the settings of Rollbacks. All but the last six are required.
 type RollbackOptions struct {
 	Coordinator Coordinator
 	Tokens      Tokens
@@ -106,6 +109,9 @@ type RollbackOptions struct {
 	// Reservation is how long a prepared rollback is reserved; rollback.DefaultReservation if
 	// zero.
 	Reservation time.Duration
+	// PrepareTimeout is how long participants are asked in the first phase;
+	// rollback.DefaultPrepareTimeout if zero.
+	PrepareTimeout time.Duration
 	// Wait is how long an answer waits; DefaultWait if zero.
 	Wait time.Duration
 	// Waits ends all waiting when the gateway shuts down. Nil is never.
@@ -141,6 +147,9 @@ func NewRollbacks(o RollbackOptions) *Rollbacks {
 	if o.Reservation == 0 {
 		o.Reservation = rollback.DefaultReservation
 	}
+	if o.PrepareTimeout == 0 {
+		o.PrepareTimeout = rollback.DefaultPrepareTimeout
+	}
 	if o.Waits == nil {
 		o.Waits = context.Background()
 	}
@@ -172,6 +181,7 @@ type rollbackRequest struct {
 	route
 	counted counted
 	dry     bool // nothing is to be done
+	release bool // what is reserved is to be released
 }
 
 // coordinator reports whether an identity is a configured rollback coordinator.
@@ -270,8 +280,12 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 	return q.writeRollback(http.StatusOK, doc)
 }
 
-// acceptTime bounds how long a request may take to be accepted, which reads its workflow.
+// acceptTime bounds how long the gateway itself takes to accept a request, which reads its workflow.
 const acceptTime = 30 * time.Second
+
+// acceptTime is that, and the time in which participants are asked twice: whether they can, and to
+// prepare.
+func (s *Rollbacks) acceptTime() time.Duration { return acceptTime + 2*s.PrepareTimeout }
 
 func (q *rollbackRequest) ask() error {
 	who, err := q.Ask(q.r)
@@ -295,6 +309,9 @@ func (q *rollbackRequest) ask() error {
 	}
 	if who.Unseen {
 		return q.unseen(who.Token, wanted.Checkpoint)
+	}
+	if q.release {
+		return q.endReservation(who, wanted)
 	}
 	if q.dry || q.endpoint == endpointPrepareRollback {
 		return q.prepare(who, wanted)
@@ -345,7 +362,7 @@ func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, er
 	}
 	wanted.ID, wanted.Checkpoint, wanted.Reason, wanted.Urgency = said.id, said.checkpoint, said.reason, said.urgency
 	wanted.KeepDependants = said.keep != nil && *said.keep
-	wanted.Planned, wanted.PartOf, q.dry = said.planned, said.partOf, said.dry
+	wanted.Planned, wanted.PartOf, q.dry, q.release = said.planned, said.partOf, said.dry, said.release
 	if wanted.Coordinator && wanted.PartOf != "" {
 		q.counted = counted{issuer: true, workflow: true} // at the coordinator, as one rollback
 	}
@@ -415,7 +432,7 @@ func (q *rollbackRequest) cause(t *ect.Token, checkpoint string) (string, error)
 // unless it is a dry run. Nothing is recorded of a token whose request is refused, or changes
 // nothing; one that has prepared a rollback is good for nothing else.
 func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
-	ctx, cancel := until(q.r.Context(), q.Waits, acceptTime)
+	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
 	defer cancel()
 	use := useOf("agent_guard prepare", &wanted)
 	for {
@@ -443,7 +460,7 @@ func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 			return rollback.ErrUnnamed
 		}
 		if p.Ready() && p.Until.IsZero() && p.Rollback.State == rollback.Reserved && !q.dry {
-			p, err = q.reserve(ctx, who, p, use)
+			p, err = q.reserve(ctx, who, p, use, status)
 		}
 		if lost := (*store.Conflict)(nil); errors.As(err, &lost) && store.AwaitGroup(ctx) == nil {
 			continue // another request has used the token meanwhile
@@ -460,18 +477,83 @@ func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 }
 
 // reserve reserves what was prepared, with the use of its token.
-func (q *rollbackRequest) reserve(ctx context.Context, who *Asker, p *rollback.Prepared, use evidence.Use) (*rollback.Prepared, error) {
+func (q *rollbackRequest) reserve(ctx context.Context, who *Asker, p *rollback.Prepared, use evidence.Use, status evidence.TokenStatus) (*rollback.Prepared, error) {
 	if err := q.limit(&q.counted.workflow, q.Limit.Workflow, who.Token.Workflow()); err != nil {
 		return nil, err
 	}
 	if err := q.Tokens.Enter(ctx, who.All); err != nil {
 		return nil, err
 	}
+	if status == evidence.Same { // its reservation has ended
+		return q.Coordinator.Reserve(ctx, p, q.Reservation)
+	}
 	bound, err := q.Tokens.Bound(ctx, who.Token, use)
 	if err != nil {
 		return nil, err
 	}
 	return q.Coordinator.Reserve(ctx, p, q.Reservation, bound)
+}
+
+// endReservation ends what the same requester has reserved with the same request, and answers the
+// same where nothing is reserved any more. Nothing is recorded of a token that changes nothing; one
+// that has released a reservation is good for nothing else, and releases no later one.
+func (q *rollbackRequest) endReservation(who *Asker, wanted rollback.Request) error {
+	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
+	defer cancel()
+	use := useOf("agent_guard release", &wanted)
+	for {
+		status, err := q.unused(ctx, who, use)
+		if err != nil {
+			return err
+		}
+		var bound []store.Write
+		if status == evidence.Unused {
+			if bound, err = q.beforeRelease(ctx, who, &wanted, use); err != nil {
+				return err
+			}
+			err = q.Coordinator.Release(ctx, wanted, bound...)
+		}
+		if lost := (*store.Conflict)(nil); errors.As(err, &lost) && store.AwaitGroup(ctx) == nil {
+			continue // another request has used the token meanwhile
+		}
+		switch {
+		case errors.Is(err, rollback.ErrAccepted):
+			accepted, err := q.Coordinator.Get(ctx, wanted.ID)
+			if err != nil {
+				return err
+			}
+			return q.writeJSON(http.StatusConflict, Describe(accepted, wanted.ID))
+		case errors.Is(err, rollback.ErrMismatch):
+			return q.mismatch(ctx, who.Token, wanted.ID, err)
+		case err != nil:
+			return err
+		}
+		return q.writeJSON(http.StatusOK, &ReleasedDocument{urn(wanted.ID), wanted.Checkpoint, statusReleased})
+	}
+}
+
+// beforeRelease is what comes before a release: a request for what is not reserved counts in the
+// rates, and one for what is brings the use of its token.
+func (q *rollbackRequest) beforeRelease(ctx context.Context, who *Asker, wanted *rollback.Request, use evidence.Use) ([]store.Write, error) {
+	p, err := q.Coordinator.Prepared(ctx, wanted.ID)
+	reserved := err == nil && p.Rollback.State == rollback.Reserved
+	switch {
+	case err == nil:
+	case !errors.Is(err, rollback.ErrUnknown):
+		return nil, err
+	default:
+		if err := q.limit(&q.counted.issuer, q.Limit.Issuer, who.Token.Issuer()); err != nil {
+			return nil, err
+		}
+	}
+	if err := q.inWorkflow(ctx, who.Token, wanted.Checkpoint); err != nil || !reserved {
+		return nil, err
+	}
+	if err := q.Tokens.Enter(ctx, who.All); err != nil {
+		return nil, err
+	}
+	write, err := q.Tokens.Bound(ctx, who.Token, use)
+	return []store.Write{write}, err
 }
 
 // unused returns whether a token was used for the same before. It refuses a token that was used
@@ -493,7 +575,7 @@ func (q *rollbackRequest) unused(ctx context.Context, who *Asker, use evidence.U
 // same content finds its rollback again, even after it has expired; a token is good for
 // only one content (P5, E-idempotency-a).
 func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback.Rollback, error) {
-	ctx, cancel := until(q.r.Context(), q.Waits, acceptTime)
+	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
 	defer cancel()
 	use := useOf("agent_guard rollback", &wanted)
 	for {
@@ -638,7 +720,7 @@ func (q *rollbackRequest) unseen(t *ect.Token, checkpoint string) error {
 	if err := q.limit(&q.counted.issuer, q.Limit.Issuer, t.Issuer()); err != nil {
 		return err
 	}
-	ctx, cancel := until(q.r.Context(), q.Waits, acceptTime)
+	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
 	defer cancel()
 	if err := q.inWorkflow(ctx, t, checkpoint); err != nil {
 		return err

@@ -164,7 +164,18 @@ type StepDocument struct {
 const (
 	statusPrepared      = "prepared"
 	statusCannotPrepare = "cannot_prepare"
+	statusReleased      = "released"
 )
+
+// ReleasedDocument is the answer to a release: nothing is reserved for the rollback.
+type ReleasedDocument struct {
+	// RollbackID is the id as a URN (urn:uuid:).
+	RollbackID string `json:"rollback_id"`
+	// CheckpointID is the checkpoint that was to be rolled back.
+	CheckpointID string `json:"checkpoint_id"`
+	// Status is released.
+	Status string `json:"status"`
+}
 
 // PreparedDocument is the answer to a request to prepare a rollback: its document, with what
 // stands in the way. Its members are an API.

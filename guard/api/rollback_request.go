@@ -48,6 +48,7 @@ type asked struct {
 	id, checkpoint, scope, reason, urgency string
 	cascade, keep                          *bool
 	dry                                    bool     // nothing is to be done
+	release                                bool     // what is reserved is to be released
 	planned                                [32]byte // the hash of the plan; zero without one
 	partOf                                 string   // the rollback at another gateway; empty without
 }
@@ -83,6 +84,7 @@ func parseBody(body []byte, to resource) (*asked, error) {
 		}
 		return value
 	}
+	a.release = to.endpoint == endpointPrepareRollback && phase == phaseRelease
 	a.cascade, a.keep = truth("cascade"), truth("keep_dependants")
 	if dry := truth("dry_run"); dry != nil {
 		a.dry = *dry
@@ -101,8 +103,8 @@ func parseBody(body []byte, to resource) (*asked, error) {
 		return nil, badParameter("checkpoint_id is no id: 1 to 256 bytes without control characters.")
 	case executes && phase != "" && phase != "execute":
 		return nil, badParameter("phase is not execute; the other one is asked for at " + PreparePath + ".")
-	case to.endpoint == endpointPrepareRollback && phase != "" && phase != "prepare":
-		return nil, badParameter("phase is not prepare; the other one is asked for at " + RollbackPath + ".")
+	case to.endpoint == endpointPrepareRollback && phase != "" && phase != "prepare" && phase != phaseRelease:
+		return nil, badParameter("phase is neither prepare nor release; execute is asked for at " + RollbackPath + ".")
 	case len(a.reason) > maxReason:
 		return nil, badParameter(fmt.Sprintf("reason is longer than %d bytes.", maxReason))
 	case len(a.urgency) > maxUrgency:
@@ -128,6 +130,9 @@ func parseBody(body []byte, to resource) (*asked, error) {
 	_, err = ParseScope(a.scope, a.cascade)
 	return a, err
 }
+
+// phaseRelease ends a reservation.
+const phaseRelease = string(rollback.PhaseRelease)
 
 const badHash = "plan_hash is no SHA-256 in hexadecimal, as the prepared plan has it."
 

@@ -188,6 +188,55 @@ func TestCascade432CannotPrepareIs409(t *testing.T) {
 	}
 }
 
+// What was prepared is released by who has prepared it, with the same request: nothing is reserved
+// any more, and the same prepare is judged anew. A release that comes again, or later, says the same
+// and ends nothing else; an execute that was faster goes on.
+func TestCascade432Release(t *testing.T) {
+	s := newSite(t, func(o *RollbackOptions) { o.Rate = 4 })
+	text := func(more string) string {
+		return fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "scope": "sub_dag"%s}`, askedID, point, more)
+	}
+	release := text(`, "phase": "release"`)
+	fresh := func(by string) *ect.Token { return issued(t, by, claims(flow)) }
+	var doc ReleasedDocument
+	first := s.post(PreparePath, release, fresh(alice)) // nothing is reserved, and nothing recorded
+	first.read(http.StatusOK, &doc)
+	if doc.Status != "released" || doc.RollbackID != "urn:uuid:"+askedID || doc.CheckpointID != point || len(s.entered)+len(s.bound) > 0 {
+		t.Errorf("%+v, entered %v", doc, s.entered)
+	}
+	unknown := s.post(PreparePath, release, fresh(mallory))
+	unknown.refused(403, "not-in-workflow", "")
+
+	prepares := fresh(alice)
+	s.post(PreparePath, text(""), prepares).read(http.StatusOK, new(PreparedDocument))
+	same(t, "somebody else's", unknown, s.post(PreparePath, release, fresh(mallory)))
+	if s.released != 0 {
+		t.Fatal("a stranger has released it")
+	}
+	token := fresh(alice)
+	same(t, "what is reserved", first, s.post(PreparePath, release, token))
+	if s.released != 1 || s.bound[flow+"/"+token.ID()] == (evidence.Use{}) {
+		t.Errorf("released %d times, bound %v", s.released, s.bound)
+	}
+	s.post(RollbackPath, text(""), token).refused(403, "ect-invalid", "replayed")
+	s.post(PreparePath, text(""), token).refused(403, "ect-invalid", "replayed")
+
+	var again PreparedDocument
+	s.post(PreparePath, text(""), prepares).read(http.StatusOK, &again)
+	same(t, "the same token, later", first, s.post(PreparePath, release, token))
+	if s.released != 1 || again.Until.IsZero() {
+		t.Errorf("released %d times: %+v", s.released, again)
+	}
+	s.post(RollbackPath, text(""), fresh(alice)).document(http.StatusOK)
+	late := s.post(PreparePath, release, fresh(alice)).document(http.StatusConflict)
+	if late.State != "finished" || s.released != 1 {
+		t.Errorf("%+v", late)
+	}
+	s.post(PreparePath, text(`, "phase": "execute"`), fresh(alice)).refused(400, "parameter-invalid", "")
+	s.post(RollbackPath, release, fresh(alice)).refused(400, "parameter-invalid", "")
+	s.post(PreparePath, release, fresh(alice)).refused(429, "quota-exceeded", "") // what is not reserved counts
+}
+
 // C-6.1-d: who prepares is counted as who executes, unless it is reserved already.
 func TestCascade61PrepareIsCounted(t *testing.T) {
 	s := newSite(t, func(o *RollbackOptions) { o.Rate = 1 })

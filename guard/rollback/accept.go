@@ -474,9 +474,14 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 	}
 	lock, err := c.locks.lock(ctx, r.ID, scope, false)
 	if err != nil {
+		c.giveUp(ctx, d, nil)
 		return nil, err
 	}
-	return c.decide(ctx, &r, d, lock, extra)
+	accepted, err := c.decide(ctx, &r, d, lock, extra)
+	if err != nil {
+		c.giveUp(ctx, d, nil)
+	}
+	return accepted, err
 }
 
 // draftOrRecordRefusal is draft, and records a failed verification of the target.
@@ -735,7 +740,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 		other.head, other.version = heads[i], version
 		other.applyHead()
 	}
-	c.locks.release(held.ids...)
+	c.ended(&held)
 	accepted := newRun(n, &d.head, version, &d.plannedSteps)
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -32,9 +32,10 @@ type Coordinator struct {
 	runs     map[name]*run // those that are not finished, as far as they were met
 	started  bool
 	stopping bool
-	failures [][]byte   // keys of recorded failures that wait for their turn
-	handling int        // goroutines that handle them
-	counting sync.Mutex // held while an escalation is opened of which there may be so many
+	failures [][]byte              // keys of recorded failures that wait for their turn
+	handling int                   // goroutines that handle them
+	counting sync.Mutex            // held while an escalation is opened of which there may be so many
+	releases map[string]*releasing // by the rollback whose participants are told
 	wg       sync.WaitGroup
 
 	quit chan struct{} // closed when nothing new begins
@@ -57,7 +58,16 @@ func Open(o Options) (*Coordinator, error) {
 	if o.Parallel <= 0 {
 		o.Parallel = defaultParallel
 	}
-	c := &Coordinator{o: o, log: o.Logger, runs: map[name]*run{}, quit: make(chan struct{})}
+	configured := o.PrepareTimeout
+	o.PrepareTimeout = func() time.Duration {
+		if configured != nil {
+			if d := configured(); d > 0 {
+				return d
+			}
+		}
+		return DefaultPrepareTimeout
+	}
+	c := &Coordinator{o: o, log: o.Logger, runs: map[name]*run{}, releases: map[string]*releasing{}, quit: make(chan struct{})}
 	if c.log == nil {
 		c.log = slog.New(slog.DiscardHandler)
 	}

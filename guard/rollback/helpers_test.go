@@ -127,12 +127,13 @@ func (w *world) apply(key, checkpoint string) rollback.Result {
 
 // undoer journals before it sends and after, as the real one does.
 type undoer struct {
-	st    store.Store
-	world *world
-	asked chan string // gets each checkpoint that is to be undone; may be nil
-	seen  func(rollback.Task)
-	asks  func(rollback.Task) // before a participant is asked; may be nil
-	block bool                // sends nothing until ctx ends or the rollback is due
+	st       store.Store
+	world    *world
+	asked    chan string // gets each checkpoint that is to be undone; may be nil
+	seen     func(rollback.Task)
+	asks     func(rollback.Task) // before a participant is asked; may be nil
+	releases chan string         // gets each checkpoint that is released; may be nil
+	block    bool                // sends nothing until ctx ends or the rollback is due
 }
 
 func (u *undoer) Prepare(_ context.Context, t rollback.Task) (string, error) {
@@ -143,6 +144,17 @@ func (u *undoer) Prepare(_ context.Context, t rollback.Task) (string, error) {
 	defer u.world.mu.Unlock()
 	u.world.prepared++
 	return u.world.obstacles[t.Checkpoint.Snapshot.Root()], nil
+}
+
+func (u *undoer) Release(ctx context.Context, t rollback.Task) error {
+	if u.releases != nil {
+		select {
+		case u.releases <- t.Checkpoint.Snapshot.Root():
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
 }
 
 func (u *undoer) Undo(ctx context.Context, t rollback.Task) (rollback.Result, error) {
@@ -277,6 +289,7 @@ type rig struct {
 	checkpoints     *checkpoint.Store
 	escalationStore *hitl.Store
 	undoer          *undoer
+	prepareTimeout  time.Duration
 	spec            []byte // of the calls that are made; may be nil
 	onError         bool   // errors roll the calls that are made back
 	*rollback.Coordinator
@@ -305,6 +318,7 @@ func (r *rig) open() {
 	r.undoer = &undoer{st: r.st, world: r.world}
 	r.Coordinator, err = rollback.Open(rollback.Options{
 		Store: r.st, Sealer: r.ring, Guard: r.guard, Checkpoints: r.checkpoints, Escalations: r.escalationStore, Ledger: r.ledger, Undoer: r.undoer, Keep: keep,
+		PrepareTimeout: func() time.Duration { return r.prepareTimeout },
 	})
 	if err != nil {
 		r.t.Fatal(err)

@@ -35,6 +35,8 @@ const (
 	PhaseDry     Phase = "dry"
 	PhasePrepare Phase = "prepare"
 	PhaseExecute Phase = "execute"
+	// PhaseRelease ends what prepare has reserved.
+	PhaseRelease Phase = "release"
 )
 
 // fieldCheckpoint is the field of an answer in which a gateway names its checkpoint.
@@ -72,6 +74,10 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 	if p == nil {
 		return nil, requestError{ReasonUnfilled}
 	}
+	named := phase
+	if phase == PhaseDry || phase == PhasePrepare {
+		named = "" // as in Figure 9
+	}
 	body, err := json.Marshal(struct {
 		Rollback   string `json:"rollback_id"`
 		Checkpoint string `json:"checkpoint_id"`
@@ -81,7 +87,7 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 		Scope  Scope  `json:"scope"`
 		PartOf string `json:"part_of"`
 		Reason string `json:"reason,omitempty"`
-	}{"urn:uuid:" + p.Rollback, p.Checkpoint, map[Phase]Phase{PhaseExecute: PhaseExecute}[phase], phase == PhaseDry, SubDAG, "urn:uuid:" + j.task.whole(), j.task.Reason})
+	}{"urn:uuid:" + p.Rollback, p.Checkpoint, named, phase == PhaseDry, SubDAG, "urn:uuid:" + j.task.whole(), j.task.Reason})
 	if err != nil {
 		return nil, requestError{ReasonUnfilled}
 	}
@@ -148,6 +154,32 @@ func (u *Undoer) Prepare(ctx context.Context, t Task) (obstacle string, err erro
 		}
 		if !again || err != nil || j.overdue() {
 			return string(ReasonUnreachable), nil
+		}
+	}
+}
+
+// Release tells whoever undoes the call that it is not asked to, so that it reserves nothing any
+// more, until it has answered or the task is due. What it reserves ends by itself in any case.
+func (u *Undoer) Release(ctx context.Context, t Task) error {
+	if err := t.check(); err != nil {
+		return err
+	}
+	j, err := u.newJob(t)
+	if err != nil || !j.participant() {
+		return nil
+	}
+	pace := j.pace(j.o.Poll)
+	for {
+		out, err := j.participating(ctx, PhaseRelease)
+		if err != nil {
+			return err
+		}
+		n, _ := j.send(ctx, out, func(a *Answer) note { return note{reading: common(a.Status), after: retryAfter(a.Header)} })
+		if n.reason != "" || n.reading.final() { // it knows of nothing, or has begun to execute
+			return nil
+		}
+		if again, err := pace.wait(ctx, n.after); err != nil || !again {
+			return err
 		}
 	}
 }

@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/http"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -252,4 +254,171 @@ func TestParticipantBehindParticipant(t *testing.T) {
 	if other, _ := asked(part, ""); other == id {
 		t.Error("another rollback has the same id for its part")
 	}
+}
+
+// How long participants are asked is what the configuration of the time says.
+func TestPrepareTimeout(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Delegate, execution.Completed)
+		var asked []time.Duration
+		r.undoer.asks = func(t rollback.Task) { asked = append(asked, time.Until(t.Due)) }
+		for _, r.prepareTimeout = range []time.Duration{0, 3 * time.Second} {
+			if _, err := r.Prepare(ctx, request("c1", rollback.SubDAG)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if want := []time.Duration{rollback.DefaultPrepareTimeout, 3 * time.Second}; !slices.Equal(asked, want) {
+			t.Errorf("%v, want %v", asked, want)
+		}
+	})
+}
+
+// Where a rollback is given up, those who have prepared for it, or may have, are told so at once:
+// one cannot prepare, the plan has changed, another one takes precedence, or it is aborted.
+func TestParticipantsAreReleased(t *testing.T) {
+	for name, test := range map[string]struct {
+		obstacles map[string]string
+		give      func(r *rig, q rollback.Request)
+		want      []string
+	}{
+		"another cannot prepare": {map[string]string{"c2": "irreversible"}, func(r *rig, q rollback.Request) {
+			p, err := r.Prepare(ctx, q)
+			if err != nil || p.Ready() {
+				r.t.Fatalf("%+v, %v", p, err)
+			}
+		}, nil}, // it was only looked at
+		"another cannot any more": {nil, func(r *rig, q rollback.Request) {
+			p, err := r.Prepare(ctx, q)
+			r.world.obstacles = map[string]string{"c2": "irreversible"}
+			if err == nil {
+				p, err = r.Reserve(ctx, p, time.Minute)
+			}
+			if err != nil || p.Ready() {
+				r.t.Fatalf("%+v, %v", p, err)
+			}
+		}, []string{"c1"}},
+		"another is silent": {nil, func(r *rig, q rollback.Request) {
+			p, err := r.Prepare(ctx, q)
+			r.world.obstacles = map[string]string{"c2": "unreachable"}
+			if err == nil {
+				p, err = r.Reserve(ctx, p, time.Minute)
+			}
+			if err != nil || p.Ready() {
+				r.t.Fatalf("%+v, %v", p, err)
+			}
+		}, []string{"c1", "c2"}},
+		"the plan has changed": {nil, func(r *rig, q rollback.Request) {
+			r.prepare(q)
+			r.made("3", checkpoint.Restore, execution.Completed, "2")
+			if _, err := r.Execute(ctx, q); !errors.As(err, new(*rollback.PlanChangedError)) {
+				r.t.Fatal(err)
+			}
+		}, []string{"c1", "c2"}},
+		"a wider one takes its place": {nil, func(r *rig, q rollback.Request) {
+			r.prepare(q)
+			wide := request("c1", rollback.FullWorkflow)
+			wide.Coordinator = true
+			r.prepare(wide)
+		}, []string{"c1", "c2"}},
+		"it is aborted": {map[string]string{"c1": "irreversible"}, func(r *rig, q rollback.Request) {
+			wantEnd(r.t, r.run(q), rollback.Escalated, "c2=escalated(policy) c1=escalated(irreversible)")
+		}, []string{"c2"}},
+		"it is refused": {nil, func(r *rig, q rollback.Request) {
+			q.Planned[0] = 1
+			if _, err := r.Execute(ctx, q); !errors.As(err, new(*rollback.PlanChangedError)) {
+				r.t.Fatal(err)
+			}
+		}, []string{"c1", "c2"}},
+		"it is carried out": {nil, func(r *rig, q rollback.Request) {
+			r.prepare(q)
+			wantEnd(r.t, r.run(q), rollback.Completed, "c2=completed c1=completed")
+		}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := newRig(t)
+				r.made("1", checkpoint.Delegate, execution.Completed)
+				r.made("2", checkpoint.Delegate, execution.Completed, "1")
+				r.start()
+				r.undoer.releases = make(chan string, 10)
+				r.world.obstacles = test.obstacles
+				test.give(r, request("c1", rollback.SubDAG))
+				synctest.Wait()
+				close(r.undoer.releases)
+				var got []string
+				for id := range r.undoer.releases {
+					got = append(got, id)
+				}
+				slices.Sort(got)
+				if !slices.Equal(got, test.want) {
+					t.Errorf("%q, want %q", got, test.want)
+				}
+				r.undoer.releases = nil
+			})
+		})
+	}
+}
+
+// A release that is on its way when the rollback is prepared again ends first, and so does not end
+// what is reserved then. One that reaches nobody is given up after the time of a prepare.
+func TestReleaseOnItsWay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Delegate, execution.Completed)
+		r.start()
+		q := request("c1", rollback.SubDAG)
+		r.undoer.releases = make(chan string) // nobody takes it
+		began := time.Now()
+		r.prepare(q)
+		if err := r.Release(ctx, q); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		r.prepare(q)
+		synctest.Wait()
+		select {
+		case id := <-r.undoer.releases:
+			t.Errorf("%s is released after it was prepared", id)
+		default:
+		}
+		if err := r.Release(ctx, q); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(rollback.DefaultPrepareTimeout + time.Second)
+		synctest.Wait()
+		select {
+		case id := <-r.undoer.releases:
+			t.Errorf("%s is released %s later", id, time.Since(began))
+		default:
+		}
+	})
+}
+
+// A participant is told until it has answered, with the request that it has prepared.
+func TestParticipantIsReleased(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := undoNewRig(t)
+		one := task(checkpoint.Delegate, rollback.Spec{Guard: "g", Delegate: "https://b.example/rollback", Agent: "spiffe://b"})
+		one.Checkpoint.Result = &checkpoint.Result{Status: 200}
+		one.Checkpoint.Result.Answer, _ = rollback.NamedCheckpoint("b1")
+		one.Due = time.Now().Add(10 * time.Second)
+		for _, last := range []int{200, 403, 404, 409} {
+			var seen []string
+			r.answer = func(o *rollback.Outgoing) (*rollback.Answer, error) {
+				seen = append(seen, o.Method+" "+o.URL+" "+string(o.Body))
+				if len(seen) == 1 {
+					return nil, &rollback.SendError{NotSent: true, Err: errors.New("no connection")}
+				}
+				return &rollback.Answer{Status: last, Header: http.Header{}}, nil
+			}
+			if err := r.Release(ctx, one); err != nil {
+				t.Fatal(err)
+			}
+			if len(seen) != 2 || seen[0] != seen[1] || !strings.HasPrefix(seen[0], "POST https://b.example/rollback/prepare ") ||
+				!strings.Contains(seen[0], `"phase":"release"`) || !strings.Contains(seen[0], `"checkpoint_id":"b1"`) {
+				t.Errorf("%d: %q", last, seen)
+			}
+		}
+	})
 }

@@ -20,6 +20,8 @@ type phasesState struct {
 	life     int  // of the coordinator: how often it has begun anew, at most one
 	finished bool // with the result in completed
 	complete bool
+	gaveUp   bool    // once, before it was accepted: its requester may come again
+	releases [2]bool // on their way, for as long as the network likes
 
 	alive     [2]bool
 	can       [2]bool // what stands in the way at a participant does not change
@@ -51,7 +53,7 @@ func (s phasesStep) ended() bool { return s >= stepDone }
 
 // phasesRules are what the protocol relies on; a test leaves out one after the other.
 type phasesRules struct {
-	oneID, barrier, keepsRefusals, onlySigned, aborts bool
+	oneID, barrier, keepsRefusals, onlySigned, aborts, executeWins bool
 }
 
 // next are the states that can follow.
@@ -69,6 +71,20 @@ func (r phasesRules) next(s phasesState) (all []phasesState) {
 			add(func(n *phasesState) { n.alive[i] = false })
 		} else {
 			add(func(n *phasesState) { n.alive[i] = true })
+		}
+	}
+	for i := range 2 {
+		if !s.releases[i] {
+			continue
+		}
+		add(func(n *phasesState) { n.releases[i] = false }) // it is lost
+		if s.alive[i] {
+			add(func(n *phasesState) {
+				n.releases[i] = false
+				if n.asked[i] == 0 || !r.executeWins {
+					n.reserved[i], n.asked[i] = false, 0
+				}
+			})
 		}
 	}
 	if s.finished {
@@ -104,6 +120,11 @@ func (r phasesRules) next(s phasesState) (all []phasesState) {
 			}
 		}
 		if s.answered[0] != unasked && s.answered[1] != unasked {
+			if !s.gaveUp {
+				add(func(n *phasesState) {
+					n.gaveUp, n.releases, n.answered = true, [2]bool{true, true}, [2]phasesAnswer{}
+				})
+			}
 			add(func(n *phasesState) {
 				n.accepted = true
 				for i := range 2 {
@@ -118,7 +139,7 @@ func (r phasesRules) next(s phasesState) (all []phasesState) {
 		switch {
 		case s.step[i].ended(), i == 1 && r.barrier && !s.step[0].ended():
 		case s.step[i] == stepPending && (s.refused[i] || s.aborted):
-			add(func(n *phasesState) { n.step[i] = stepEscalated })
+			add(func(n *phasesState) { n.step[i], n.releases[i] = stepEscalated, true })
 		case s.step[i] == stepPending:
 			add(func(n *phasesState) { n.step[i] = stepSent })
 		default:
@@ -228,7 +249,7 @@ func (r phasesRules) explore(t *testing.T, rest bool) (broken []string, states i
 // The invariants hold in every state, and an end can be reached from each; without any one of the
 // rules one of them does not.
 func TestModelOfTwoPhases(t *testing.T) {
-	rules := phasesRules{oneID: true, barrier: true, keepsRefusals: true, onlySigned: true, aborts: true}
+	rules := phasesRules{oneID: true, barrier: true, keepsRefusals: true, onlySigned: true, aborts: true, executeWins: true}
 	broken, states := rules.explore(t, true)
 	if len(broken) > 0 {
 		t.Errorf("%q", broken)
@@ -236,17 +257,21 @@ func TestModelOfTwoPhases(t *testing.T) {
 	if states < 1000 {
 		t.Errorf("only %d states", states)
 	}
-	for what, leave := range map[string]func(r *phasesRules){
-		"undone twice":                   func(r *phasesRules) { r.oneID = false },
-		"out of order":                   func(r *phasesRules) { r.barrier = false },
-		"undone without having prepared": func(r *phasesRules) { r.keepsRefusals = false },
-		"completed, and not undone":      func(r *phasesRules) { r.onlySigned = false },
-		"undone below what cannot be":    func(r *phasesRules) { r.aborts = false },
+	for _, less := range []struct {
+		breaks string
+		leave  func(r *phasesRules)
+	}{
+		{"undone twice", func(r *phasesRules) { r.oneID = false }},
+		{"undone twice", func(r *phasesRules) { r.executeWins = false }},
+		{"out of order", func(r *phasesRules) { r.barrier = false }},
+		{"undone without having prepared", func(r *phasesRules) { r.keepsRefusals = false }},
+		{"completed, and not undone", func(r *phasesRules) { r.onlySigned = false }},
+		{"undone below what cannot be", func(r *phasesRules) { r.aborts = false }},
 	} {
-		less := rules
-		leave(&less)
-		if broken, _ := less.explore(t, false); !slices.Contains(broken, what) {
-			t.Errorf("the model does not need the rule against %q: %q", what, broken)
+		left := rules
+		less.leave(&left)
+		if broken, _ := left.explore(t, false); !slices.Contains(broken, less.breaks) {
+			t.Errorf("the model does not need the rule against %q: %q", less.breaks, broken)
 		}
 	}
 }

@@ -14,6 +14,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
+// DefaultPrepareTimeout is how long participants are asked in the first phase by default.
+const DefaultPrepareTimeout = 10 * time.Second
+
 // DefaultReservation is how long a prepared rollback is reserved by default.
 const DefaultReservation = time.Minute
 
@@ -211,11 +214,22 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 	if c.ending() {
 		return nil, ErrStopping
 	}
-	unprepared, err := c.askParticipants(ctx, p.draft, false)
-	if err != nil || len(unprepared) > 0 { // what the others reserve ends by itself
+	d := p.draft
+	unprepared, err := c.askParticipants(ctx, d, false)
+	if err != nil || len(unprepared) > 0 {
+		c.giveUp(ctx, d, unprepared)
 		p.Obstacles, p.draft = unprepared, nil
 		return p, err
 	}
+	done, err := c.reserveLocked(ctx, p, last, extra)
+	if err != nil || done.Until.IsZero() {
+		c.giveUp(ctx, d, nil)
+	}
+	return done, err
+}
+
+// reserveLocked reserves what participants have prepared.
+func (c *Coordinator) reserveLocked(ctx context.Context, p *Prepared, last time.Duration, extra []store.Write) (*Prepared, error) {
 	scope, err := c.scope(ctx, p.draft.Workflow, p.request.Checkpoint)
 	if err != nil {
 		return nil, err
@@ -311,7 +325,7 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	if _, err := c.o.Store.Commit(ctx, append(writes, extra...)...); err != nil {
 		return nil, refusedBy(err, extra)
 	}
-	c.locks.release(held.ids...)
+	c.ended(&held)
 	return v, nil
 }
 
@@ -349,9 +363,10 @@ func (c *Coordinator) openReservation(ctx context.Context, n name, entry store.E
 // held is what a rollback takes over of the reservations of its workflow: its own, and those over
 // which it takes precedence.
 type held struct {
-	own    *reservation  // nil without one
-	ids    []string      // whose locks end
-	writes []store.Write // that end them
+	own    *reservation   // nil without one
+	others []*reservation // that it takes precedence over
+	ids    []string       // whose locks end
+	writes []store.Write  // that end them
 }
 
 func (h *held) end(c *Coordinator, v *reservation) {
@@ -390,6 +405,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 				return h, refusedBy(err, nil)
 			}
 			c.locks.release(h.ids...)
+			c.release(&h.own.head, h.own.planned.Plan, nil)
 		}
 		return h, &PlanChangedError{Hash: [32]byte(d.Hash)}
 	}
@@ -414,9 +430,18 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 			return h, &ConflictError{Winner: other.ID}
 		default:
 			h.end(c, other)
+			h.others = append(h.others, other)
 		}
 	}
 	return h, nil
+}
+
+// ended is called when the writes of h are committed.
+func (c *Coordinator) ended(h *held) {
+	c.locks.release(h.ids...)
+	for _, other := range h.others {
+		c.release(&other.head, other.planned.Plan, nil)
+	}
 }
 
 // shrunk reports whether the plan is the reserved one, but for what other parts of the same
@@ -470,13 +495,16 @@ func (c *Coordinator) reservedKey(workflow string, n name) []byte {
 	return append(c.workflowPrefix(kindReservedWorkflow, workflow), n[:]...)
 }
 
-// prepareTime is how long participants are asked in the first phase before they count as
-// unreachable.
-const prepareTime = 10 * time.Second
-
 // askParticipants asks all participants of a plan at once whether they can do their parts.
 func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) ([]Obstacle, error) {
-	due := time.Now().Add(prepareTime)
+	c.mu.Lock()
+	release := c.releases[d.ID]
+	c.mu.Unlock()
+	if release != nil && !dry { // it could end what is reserved now
+		release.cancel()
+		<-release.over
+	}
+	due := time.Now().Add(c.o.PrepareTimeout())
 	var (
 		mu    sync.Mutex
 		wg    sync.WaitGroup
@@ -544,6 +572,7 @@ func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) erro
 	}
 	unprepared, err := c.askParticipants(ctx, d, false)
 	if err != nil {
+		c.giveUp(ctx, d, nil)
 		return err
 	}
 	d.Unprepared = nil
@@ -567,4 +596,151 @@ func (d *draft) aborts(r *Request) bool {
 		}
 	}
 	return r.Whole && len(d.Plan.Missing) > 0
+}
+
+// Release ends the reservation of a rollback at once, here and at its participants; extra is
+// written in the same commit. Only who has prepared it may ask, for what was prepared. Where nothing
+// is reserved, it changes nothing. The error is ErrAccepted if an execute was faster, which goes on,
+// and ErrMismatch for another's.
+func (c *Coordinator) Release(ctx context.Context, r Request, extra ...store.Write) error {
+	if err := r.check(); err != nil {
+		return err
+	}
+	if err := r.checkID(); err != nil {
+		return err
+	}
+	n := c.name(r.ID)
+	for range maxTries {
+		h, _, err := c.readHead(ctx, n)
+		switch {
+		case err == nil && bytes.Equal(h.Content, r.content()):
+			return ErrAccepted
+		case err == nil:
+			return ErrMismatch
+		case !errors.Is(err, ErrUnknown):
+			return err
+		}
+		v, err := c.reservation(ctx, n)
+		switch {
+		case errors.Is(err, ErrUnknown): // P3: who could not have prepared it learns nothing
+			_, err = c.draft(ctx, &r)
+			if errors.As(err, new(*refusal)) || errors.As(err, new(*DependedOnError)) {
+				return nil
+			}
+			return err
+		case err != nil:
+			return err
+		case !v.of(&r):
+			return ErrMismatch
+		case r.Unnamed && r.Error == "":
+			return ErrUnnamed
+		}
+		var ended held
+		ended.end(c, v) // on the condition that no execute has taken it
+		_, err = c.o.Store.Commit(ctx, append(ended.writes, extra...)...)
+		if err == nil {
+			c.locks.release(r.ID)
+			c.release(&v.head, v.planned.Plan, nil)
+			return nil
+		}
+		if err = refusedBy(err, extra); !errors.Is(err, errAgain) {
+			return err
+		}
+	}
+	return fmt.Errorf("%w: others change it again and again", ErrStore)
+}
+
+// releasing is a release on its way to the participants.
+type releasing struct {
+	cancel context.CancelFunc
+	over   chan struct{}
+}
+
+// giveUp releases what participants may have reserved for a rollback that does not come, but for
+// those that could not prepare: unless it was reserved or accepted all the same, or nobody knows.
+func (c *Coordinator) giveUp(ctx context.Context, d *draft, unprepared []Obstacle) {
+	ctx = context.WithoutCancel(ctx) // its requester may have left
+	n := c.name(d.ID)
+	if _, err := c.reservation(ctx, n); !errors.Is(err, ErrUnknown) {
+		return
+	}
+	if _, _, err := c.readHead(ctx, n); !errors.Is(err, ErrUnknown) {
+		return
+	}
+	refused := map[string]bool{}
+	for _, o := range unprepared {
+		refused[o.Checkpoint] = o.Reason != string(ReasonUnreachable) // else only its answer may be lost
+	}
+	c.release(&d.head, d.Plan, func(s *PlanStep) bool { return !refused[s.Checkpoint] })
+}
+
+// release tells the participants of a plan, those for which is true, that they are not asked to
+// execute. It goes on by itself; what it does not reach in the time of a prepare ends by itself, as
+// after a crash.
+func (c *Coordinator) release(h *head, p *Plan, which func(s *PlanStep) bool) {
+	var ids []string
+	for _, level := range p.Levels {
+		for i := range level {
+			if s := &level[i]; s.Way == checkpoint.Delegate.String() && (which == nil || which(s)) {
+				ids = append(ids, s.Checkpoint)
+			}
+		}
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(ids) == 0 || c.stopping || c.releases[h.ID] != nil {
+		return
+	}
+	due := time.Now().Add(c.o.PrepareTimeout())
+	ctx, cancel := context.WithDeadline(c.hard, due)
+	r := &releasing{cancel, make(chan struct{})}
+	c.releases[h.ID] = r
+	id, partOf, reason := h.ID, h.PartOf, h.Reason
+	c.wg.Add(1)
+	go func() {
+		defer c.wg.Done()
+		c.inParallel(ids, func(checkpoint string) {
+			if err := c.releaseOne(ctx, Task{Rollback: id, PartOf: partOf, Step: checkpoint, Reason: reason, Due: due, Quit: c.quit}); err != nil {
+				c.log.Info("what a participant has reserved ends by itself", "rollback", id, "error", err)
+			}
+		})
+		cancel()
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		delete(c.releases, id)
+		close(r.over)
+	}()
+}
+
+func (c *Coordinator) releaseOne(ctx context.Context, t Task) error {
+	cp, err := c.verified(ctx, t.Step)
+	if err != nil || cp.ID == "" {
+		return err
+	}
+	s, err := c.callStatus(ctx, &cp, "", Ran)
+	if err != nil || s.opened == nil {
+		return err
+	}
+	t.Checkpoint = s.opened
+	return c.o.Undoer.Release(ctx, t)
+}
+
+// inParallel does something for each, Options.Parallel at once.
+func (c *Coordinator) inParallel(all []string, do func(string)) {
+	var wg sync.WaitGroup
+	next := make(chan string)
+	for range min(c.o.Parallel, len(all)) {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			for one := range next {
+				do(one)
+			}
+		}()
+	}
+	for _, one := range all {
+		next <- one
+	}
+	close(next)
+	wg.Wait()
 }

@@ -454,3 +454,97 @@ func TestReservationWithWrites(t *testing.T) {
 		t.Errorf("it is reserved: %v", got)
 	}
 }
+
+// Who has prepared a rollback releases it: what was held back goes on at once, over a restart too,
+// the participants are told, and the same prepare is judged anew.
+func TestRelease(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Delegate, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	r.start()
+	r.undoer.releases = make(chan string, 10)
+	q := request("c1", rollback.SubDAG)
+	if err := r.Release(ctx, q); err != nil {
+		t.Errorf("nothing is reserved: %v", err)
+	}
+	first := r.prepare(q)
+	for name, change := range map[string]func(q *rollback.Request){
+		"scope":     func(q *rollback.Request) { q.Scope = rollback.Single },
+		"requester": func(q *rollback.Request) { q.By, q.Coordinator = "spiffe://example.com/other", true },
+		"operator":  func(q *rollback.Request) { q.Operator = "ada" },
+	} {
+		other := q
+		change(&other)
+		if err := r.Release(ctx, other); !errors.Is(err, rollback.ErrMismatch) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	stranger := request("c1", rollback.SubDAG)
+	stranger.By = "spiffe://example.com/stranger"
+	if err := r.Release(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) {
+		t.Errorf("a stranger: %v", err)
+	}
+	if r.enters("w", "1") == nil {
+		t.Fatal("others have released it")
+	}
+	lost := store.Write{Key: []byte("zz"), If: store.VersionIs(1), Value: []byte("x")}
+	if err := r.Release(ctx, q, lost); !errors.As(err, new(*store.Conflict)) || r.enters("w", "1") == nil {
+		t.Errorf("with a write that is refused: %v", err)
+	}
+	if err := r.Release(ctx, q); err != nil {
+		t.Fatal(err)
+	}
+	if id := <-r.undoer.releases; id != "c1" {
+		t.Errorf("%s is released", id)
+	}
+	if got := r.enters("w", "1"); got != nil {
+		t.Errorf("it is held back still: %v", got)
+	}
+	if err := r.Release(ctx, q); err != nil {
+		t.Errorf("again: %v", err)
+	}
+	r.restart()
+	if err := r.Load(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if got := r.enters("w", "1"); got != nil {
+		t.Errorf("after a restart: %v", got)
+	}
+	if second := r.prepare(q); second.Rollback.Asked.Equal(first.Rollback.Asked) || second.Until.IsZero() {
+		t.Errorf("%+v, first %+v", second, first)
+	}
+	wantEnd(t, r.run(q), rollback.Completed, "c2=completed c1=completed")
+	if err := r.Release(ctx, q); !errors.Is(err, rollback.ErrAccepted) {
+		t.Errorf("afterwards: %v", err)
+	}
+}
+
+// A release and an execute at once: the execute goes on to its end, or is prepared and executed
+// after the release; nothing is undone twice, and nothing stays reserved.
+func TestReleaseRacesExecute(t *testing.T) {
+	for range 20 {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.start()
+		q := request("c1", rollback.SubDAG)
+		r.prepare(q)
+		released := make(chan error, 1)
+		go func() { released <- r.Release(ctx, q) }()
+		r.execute(q)
+		if err := <-released; err != nil && !errors.Is(err, rollback.ErrAccepted) {
+			t.Fatal(err)
+		}
+		wantEnd(t, r.wait(q.ID), rollback.Completed, "c1=completed")
+		if n := len(r.world.effects["c1"]); n != 1 {
+			t.Errorf("undone %d times", n)
+		}
+		if _, err := r.Prepared(ctx, q.ID); err == nil {
+			if err := r.Release(ctx, q); !errors.Is(err, rollback.ErrAccepted) {
+				t.Errorf("%v", err)
+			}
+		}
+		if got := r.enters("w", "1"); got != nil {
+			t.Errorf("held back: %v", got)
+		}
+	}
+}

@@ -273,7 +273,7 @@ type Request struct {
 	Operator string
 }
 
-// Options configure a Coordinator. All but Now and Logger are required.
+// Options configure a Coordinator. All but the last three are required.
 type Options struct {
 	Store       store.Store
 	Sealer      store.Sealer
@@ -287,6 +287,9 @@ type Options struct {
 	Keep time.Duration
 	// Parallel is how many steps of a level run at once; 0 is 8.
 	Parallel int
+	// PrepareTimeout is how long participants are asked in the first phase before they count as
+	// unreachable, as it is configured now; nil, and zero, is DefaultPrepareTimeout.
+	PrepareTimeout func() time.Duration
 	// Logger gets what no answer and no record says; nil is none.
 	Logger *slog.Logger
 }
@@ -299,6 +302,9 @@ type CallUndoer interface {
 	// Prepare asks whoever undoes the call whether it can, until the task is due. obstacle is a
 	// fixed word for why it cannot; empty if it can, or if nobody else is to be asked.
 	Prepare(ctx context.Context, t Task) (obstacle string, err error)
+	// Release tells whoever has prepared to undo the call that it is not asked to, until the task
+	// is due.
+	Release(ctx context.Context, t Task) error
 }
 
 // Checkpoint is the ledger's record of a checkpoint's token.
@@ -403,6 +409,8 @@ var (
 	// ErrUnnamed: the token that asks names neither the checkpoint nor an error that follows
 	// from it. Only who may ask for the checkpoint learns this.
 	ErrUnnamed = errors.New("rollback: the token names neither the checkpoint nor an error that follows from it")
+	// ErrAccepted: the rollback was accepted, so that what it has reserved is not released.
+	ErrAccepted = errors.New("rollback: it was accepted and goes on")
 	// ErrMismatch: the id, or the token that asks, was used for another rollback.
 	ErrMismatch = errors.New("rollback: the id or the token was used for another request")
 	// ErrStore: the store or the ledger did not answer. Nothing was begun (P4).

@@ -196,6 +196,9 @@ func (c *Coordinator) change(ctx context.Context, r *run, make func(h *head, b *
 // drive runs a rollback, from any state.
 func (c *Coordinator) drive(r *run) {
 	defer func() {
+		if r.done.is() {
+			c.releaseRest(r)
+		}
 		if r.done.is() && c.settleDown(r) == nil {
 			c.mu.Lock()
 			delete(c.runs, r.name)
@@ -244,6 +247,18 @@ func (c *Coordinator) drive(r *run) {
 			return c.halt(ctx, r)
 		}
 		return c.finish(ctx, r)
+	})
+}
+
+// releaseRest releases what participants have reserved for steps that were not begun: the rollback
+// was aborted, its time is over, or it gave way.
+func (c *Coordinator) releaseRest(r *run) {
+	r.mu.Lock()
+	h := r.head
+	r.mu.Unlock()
+	c.release(&h, r.plan, func(s *PlanStep) bool {
+		why := r.refused[s.Checkpoint]
+		return r.step(r.index[s.Checkpoint]).Begun.IsZero() && (why == "" || why == string(ReasonUnreachable))
 	})
 }
 
