@@ -16,6 +16,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -69,13 +70,13 @@ type batch struct {
 	before http.Header // of the answer, as the handlers before the guard have set it
 	events bool        // the answers come as a stream of events; else as one array
 	parts  []*part
-	until  time.Time // when the answer has to be there; zero where the client does not say how long it waits
+	begun  atomic.Bool // the stream has begun
+	until  time.Time   // when the answer has to be there; zero where the client does not say how long it waits
 
-	mu    sync.Mutex // for all that follows
-	out   Writer
-	begun bool    // the stream has begun
-	torn  bool    // an event could not be written to its end
-	last  []*part // whose clients the end of the answer answers
+	mu   sync.Mutex // for all that follows
+	out  Writer
+	torn bool    // an event could not be written to its end
+	last []*part // whose clients the end of the answer answers
 }
 
 // serveBatch handles the messages of x, and gives their answers as those of a batch.
@@ -165,7 +166,7 @@ func (b *batch) close() {
 func (b *batch) finish() error {
 	requests := slices.DeleteFunc(slices.Clone(b.parts), func(p *part) bool { return p.asked.ID == nil })
 	switch {
-	case b.begun:
+	case b.begun.Load():
 	case len(requests) == 0:
 		refused := slices.IndexFunc(b.parts, func(p *part) bool { return p.refusal() != 0 })
 		return b.passOn(b.parts[max(refused, 0)])
@@ -292,10 +293,9 @@ func (b *batch) head(p *part) {
 
 // begin begins the stream with the header of p. The caller holds mu.
 func (b *batch) begin(p *part) {
-	if b.begun {
+	if !b.begun.CompareAndSwap(false, true) {
 		return
 	}
-	b.begun = true
 	b.head(p)
 	h := b.out.Header()
 	h.Set("Content-Type", "text/event-stream")
@@ -432,7 +432,7 @@ func (p *part) WriteHeader(status int) {
 	p.events = isEvents(p.header.Get("Content-Type")) && !p.coded
 	p.answer = protocol.NewAnswer(p.asked.Protocol, p.header.Get("Content-Type"), nil)
 	p.answer.Part, p.answer.Message = p.piece, p.message
-	if p.events && p.b.events && status == http.StatusOK {
+	if p.events && p.b.events && status == http.StatusOK && !p.b.begun.Load() { // else an event may be on its way to a slow client
 		p.b.mu.Lock()
 		defer p.b.mu.Unlock()
 		p.b.begin(p)
@@ -549,7 +549,7 @@ func (p *part) end() {
 	p.b.mu.Lock()
 	defer p.b.mu.Unlock()
 	p.over = true
-	if p.b.begun && !p.answered && p.asked.ID != nil {
+	if p.b.begun.Load() && !p.answered && p.asked.ID != nil {
 		p.b.event(p, io.NopCloser(bytes.NewReader(p.failure())), true)
 	}
 }

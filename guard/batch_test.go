@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -376,5 +377,78 @@ func TestBatchHasOneTime(t *testing.T) {
 				t.Errorf("%d tools have run", len(effects)-1)
 			}
 		})
+	}
+}
+
+// stuck is a client's connection that takes nothing from a text on, until it is given up.
+type stuck struct {
+	*httptest.ResponseRecorder
+	at      string
+	reached chan struct{} // closed when it takes nothing any more
+	free    chan struct{}
+	once    sync.Once
+	given   atomic.Bool // its write deadline has passed
+}
+
+func (s *stuck) Write(p []byte) (int, error) {
+	if strings.Contains(string(p), s.at) {
+		s.once.Do(func() { close(s.reached) })
+		<-s.free
+	}
+	return s.ResponseRecorder.Write(p)
+}
+
+func (s *stuck) SetWriteDeadline(time.Time) error {
+	if s.given.CompareAndSwap(false, true) {
+		close(s.free)
+	}
+	return nil
+}
+
+// P7: a client that does not read the stream of its batch holds up none of its calls, nor who waits for them.
+func TestBatchOfASlowClientHoldsUpNobody(t *testing.T) {
+	for _, stream := range []bool{false, true} {
+		t.Run(fmt.Sprintf("stream %v", stream), func(t *testing.T) { batchOfASlowClient(t, stream) })
+	}
+}
+
+func batchOfASlowClient(t *testing.T, stream bool) {
+	others, come := make(chan struct{}), make(chan struct{})
+	b := batching(t, func(_ int64, id, tool string, w http.ResponseWriter) {
+		if tool == "b" {
+			close(come)
+			<-others
+		}
+		text := fmt.Sprintf(`{"jsonrpc":"2.0","id":%s,"result":%q}`, id, tool+strings.Repeat("x", 1<<20))
+		if stream {
+			w.Header().Set("Content-Type", "text/event-stream")
+			text = "data: " + text + "\n\n"
+		}
+		_, _ = io.WriteString(w, text)
+	})
+	w := &stuck{ResponseRecorder: httptest.NewRecorder(), at: `"id":0`, reached: make(chan struct{}), free: make(chan struct{})}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		b.serve(w, batch(events, "a k", "b l"))
+	}()
+	<-w.reached
+	<-come
+	close(others)
+	one := batch(arrays, "b l")
+	got := b.answers(one)[0]
+	if stream {
+		got = strings.TrimPrefix(got, "\n")
+	}
+	if !strings.Contains(got, `"result":"bxxx`) || w.given.Load() {
+		t.Errorf("%.100s, after the other client was given up: %v", got, w.given.Load())
+	}
+	b.was(2)
+	if w.given.CompareAndSwap(false, true) {
+		close(w.free)
+	}
+	<-ended
+	if all := w.Body.String(); strings.Count(all, "event: message") != 2 {
+		t.Errorf("%d bytes have come", len(all))
 	}
 }

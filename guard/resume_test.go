@@ -617,3 +617,41 @@ func TestStreamCutBeforeItsAnswerIsInDoubt(t *testing.T) {
 		})
 	}
 }
+
+// P7: who does not read the stream of a session holds up nobody who waits for an answer that has come on it, nor
+// another stream of the session. Nothing is kept for him: his server waits, as behind a bare proxy.
+func TestResumedStreamsOfSlowClients(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newResuming(t, protocol.MCP)
+		s.agents.open = true
+		s.call("ada", "3", "k")
+		s.call("ada", "4", "l")
+		began := time.Now()
+		waits := s.begin(s.pay("ada", "5", "k"))
+		slow := s.get("ada", "Last-Event-Id", "1")
+		slow.slow = time.Hour
+		s.sends(response("3"))
+		s.answered(waits, "attached "+resumed("3", "5"))
+		s.do(s.pay("ada", "6", "k"), "200 replayed "+resumed("3", "6"))
+		select {
+		case s.events <- response("4"):
+			t.Error("the server has gone on")
+		default:
+		}
+		other := s.get("ada", "Last-Event-Id", "1")
+		s.sends(response("4"))
+		if other.Body.String() != response("4") {
+			t.Errorf("%q", other.Body)
+		}
+		s.do(s.pay("ada", "7", "l"), "200 replayed "+resumed("4", "7"))
+		if waited := time.Since(began); waited != 0 {
+			t.Errorf("they have waited for %v", waited)
+		}
+		s.was(2)
+		s.over.Do(func() { close(s.events) })
+		<-slow.ended
+		if slow.Body.String() != response("3") {
+			t.Errorf("%q", slow.Body)
+		}
+	})
+}
