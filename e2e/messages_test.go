@@ -1365,3 +1365,80 @@ func TestMessagesOfA2A(t *testing.T) {
 		}
 	}
 }
+
+// MCP 2025-03-26 to 2026-07-28: what changes nothing passes, a call with a key runs once and is answered under
+// the id that asks. The header fields of a revision reach the server and come back as they are.
+func TestMessagesOfEachRevision(t *testing.T) {
+	for _, c := range []struct {
+		version, session string
+		opens            string // the method
+		mirrors          bool   // the header says what the body does
+	}{
+		{"", "", "initialize", false}, // 2025-03-26 has no field for it
+		{"", "s", "initialize", false},
+		{"2025-06-18", "s", "initialize", false},
+		{"2025-11-25", "s", "initialize", false},
+		{"2026-07-28", "", "server/discover", true},
+	} {
+		t.Run(c.version+" "+c.session, func(t *testing.T) {
+			u := newUpstream(t)
+			u.on("/mcp", func(w http.ResponseWriter, a *arrival) {
+				_, rest, _ := strings.Cut(a.body, `"id":`)
+				id := rest[:strings.IndexAny(rest, ",}")]
+				w.Header().Set("Content-Type", "text/event-stream")
+				w.Header().Set("X-Accel-Buffering", "no")
+				result := `{"resultType":"complete"}`
+				if strings.Contains(a.body, `"tools/list"`) {
+					result = `{"tools":[{"name":"get","inputSchema":{},"annotations":{"readOnlyHint":true}},{"name":"look","inputSchema":{},"annotations":{"readOnlyHint":true}}]}`
+				}
+				_, _ = fmt.Fprintf(w, "id: 1\ndata: {\"jsonrpc\":\"2.0\",\"id\":%s,\"result\":%s}\n\n", id, result)
+			})
+			g := start(t, "agent_proxy %s {\n protocol mcp\n exempt tool peek\n consequential tool look\n}", u.addr)
+			send := func(id, method, tool, more string) request {
+				body := `{"jsonrpc":"2.0","id":` + id + `,"method":"` + method + `","params":{}}`
+				if tool != "" {
+					body = toolCall(id, tool, more)
+				}
+				r := message(body)
+				delete(r.header, "Mcp-Session-Id")
+				delete(r.header, "Mcp-Protocol-Version")
+				if c.session != "" {
+					r.header["Mcp-Session-Id"] = c.session
+				}
+				if c.version != "" {
+					r.header["Mcp-Protocol-Version"] = c.version
+				}
+				if c.mirrors {
+					r.header["Mcp-Method"] = method
+					if tool != "" {
+						r.header["Mcp-Name"], r.header["Mcp-Param-Region"] = tool, "eu"
+					}
+				}
+				return r
+			}
+			for _, method := range []string{c.opens, "ping", "tools/list", "resources/read", "prompts/get"} {
+				g.call(send("1", method, "", "")).passed(t, 200)
+			}
+			g.call(send("1", "tools/call", "peek", "")).passed(t, 200)
+			g.call(send("1", "tools/call", "get", "")).passed(t, 200) // by its server's word
+			if got := g.call(send("1", "tools/call", "look", "")); got.header.Get("Execution-Status") != "executed" {
+				t.Errorf("the operator's word does not go first: %v", got.header)
+			}
+			first := g.call(send("3", "tools/call", "pay", keyA))
+			if !strings.Contains(first.body, `"id":3,`) || first.header.Get("Execution-Status") != "executed" || first.header.Get("X-Accel-Buffering") != "no" {
+				t.Errorf("%v %q", first.header, first.body)
+			}
+			in := u.last("/mcp")
+			for name, value := range send("3", "tools/call", "pay", keyA).header {
+				if strings.HasPrefix(name, "Mcp-") && in.Header.Get(name) != value {
+					t.Errorf("%s came as %q, not %q", name, in.Header.Get(name), value)
+				}
+			}
+			n := u.total()
+			again := g.call(send(`"four"`, "tools/call", "pay", keyA))
+			if !strings.Contains(again.body, `"id":"four",`) || strings.Contains(again.body, "id: 1") || again.header.Get("Execution-Status") != "replayed" || u.total() != n {
+				t.Errorf("%v %q, %d calls", again.header, again.body, u.total()-n)
+			}
+		})
+	}
+}
