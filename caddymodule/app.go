@@ -195,6 +195,9 @@ func (a *App) provision(ctx caddy.Context) error {
 		if err := a.Rollback.provision(); err != nil {
 			return fmt.Errorf("agent_guard: rollback: %w", err)
 		}
+		if err := a.checkParticipants(); err != nil {
+			return fmt.Errorf("agent_guard: rollback: %w", err)
+		}
 	}
 	if a.HITL != nil {
 		gateway := ""
@@ -630,6 +633,14 @@ func (a *App) checkTrust() error {
 		return err
 	}
 	return a.Trust.checkLevel()
+}
+
+// checkParticipants checks `participants` against `trust`.
+func (a *App) checkParticipants() error {
+	if a.Rollback == nil || len(a.Rollback.Participants) == 0 || a.Trust != nil {
+		return nil
+	}
+	return &invalid{[]string{"participants"}, errors.New("what an agent answers counts only if it verifies; add `trust` with the keys of the agents, or leave them out")}
 }
 
 // provisionMetrics registers the counts of the app's store with the registry of its configuration.

@@ -65,6 +65,7 @@ func init() {
 //		rollback {
 //			lineage         ancestor | workflow
 //			coordinators    <issuers...>
+//			participants    <uri> <identity>
 //			partial         allow | never
 //			rate            <number>
 //			wait            <duration>
@@ -100,6 +101,9 @@ func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
 		if err := app.checkTrust(); err != nil {
 			return nil, place(fmt.Errorf("trust: %w", err), app.Trust.origin)
 		}
+	}
+	if err := app.checkParticipants(); err != nil {
+		return nil, place(fmt.Errorf("rollback: %w", err), app.Rollback.origin)
 	}
 	return httpcaddyfile.App{Name: "agent_guard", Value: caddyconfig.JSON(app, nil)}, nil
 }

@@ -32,6 +32,8 @@ var inCaddyfile = map[string]string{
 	"App.key_file":                    "`keys file <path>`",
 	"App.key":                         "`keys value <placeholder>`",
 	"Ways.delegate_to":                "`delegate <uri> <identity>`",
+	"Participant.uri":                 "`participants <uri> <identity>`",
+	"Participant.identity":            "`participants <uri> <identity>`",
 	"App.written_at":                  "not written: set when the Caddyfile is read",
 	"Handler.written_at":              "not written: set when the Caddyfile is read",
 	"Settings.written_at":             "not written: set when the Caddyfile is read",

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -51,8 +52,9 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 	u.keep = keep
 	c, err := rollback.Open(rollback.Options{
 		Store: e.store, Sealer: e.ring, Guard: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
-		Ledger: &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
-		Undoer: rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: newUndoSender(e), Keep: keep}),
+		Ledger:       &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
+		Undoer:       rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: newUndoSender(e), Keep: keep}),
+		Participants: e.participantAt,
 		PrepareTimeout: func() time.Duration {
 			if a := e.activeConfigs.latest(); a != nil {
 				return time.Duration(a.rollbackOptions().PrepareTimeout)
@@ -125,6 +127,10 @@ type Rollback struct {
 	// none.
 	Coordinators []string `json:"coordinators,omitempty"`
 
+	// The agents that are asked to roll back checkpoints that they have made themselves, and that
+	// came with calls as tokens. All others are left to people. It needs `trust`. Default: none.
+	Participants []Participant `json:"participants,omitempty"`
+
 	// What is done where a part cannot be undone. With `allow`, the rest is undone, unless what
 	// cannot be undone is critical; with `never`, nothing is. Then a person is asked. Default: `allow`.
 	Partial string `json:"partial,omitempty"`
@@ -149,6 +155,43 @@ type Rollback struct {
 	// How long a finished rollback is kept, so that the same request gets the same answer. At least
 	// as long as the longest `retain_key`. Default: 30d.
 	Retain caddy.Duration `json:"retain,omitempty"`
+
+	origin origin // of a Caddyfile's options, the last of each
+}
+
+// Participant is an agent, or another gateway, that rolls back its own checkpoints.
+type Participant struct {
+	// Where it is asked: https, or http on the same machine. The `cascade.rollback_uri` of its
+	// checkpoints must have the same scheme, host and port; its path may be another one.
+	URI string `json:"uri,omitempty"`
+
+	// Its identity, which must have issued the checkpoint, and must sign what it has done.
+	Identity string `json:"identity,omitempty"`
+}
+
+func (p *Participant) check() error {
+	if err := checkDelegate(p.URI); err != nil {
+		return err
+	}
+	return checkIdentity(p.Identity)
+}
+
+// participantAt is where the issuer of a checkpoint is asked, whose token names rollbackURI; empty
+// if it must not be. Nobody but the configuration chooses the address: of the token only the path
+// counts.
+func (o *Rollback) participantAt(issuer, rollbackURI string) string {
+	named, err := parseWhole(rollbackURI)
+	if err != nil || checkDelegate(rollbackURI) != nil || named.RawQuery != "" || named.ForceQuery || strings.Trim(named.Path, "/") == "" {
+		return ""
+	}
+	for i := range o.Participants {
+		p := &o.Participants[i]
+		at, err := parseWhole(p.URI)
+		if err == nil && p.Identity == issuer && at.Scheme == named.Scheme && addressOf(at) == addressOf(named) {
+			return at.Scheme + "://" + at.Host + strings.TrimRight(named.EscapedPath(), "/")
+		}
+	}
+	return ""
 }
 
 const defaultRollbackRetain = 30 * 24 * time.Hour
@@ -171,6 +214,11 @@ func (o *Rollback) provision() error {
 	for _, name := range o.Coordinators {
 		if err := checkIdentity(name); err != nil {
 			return fmt.Errorf("coordinators: %w", err)
+		}
+	}
+	for i := range o.Participants {
+		if err := o.Participants[i].check(); err != nil {
+			return fmt.Errorf("participants: %w", err)
 		}
 	}
 	if o.Rate < 0 {
@@ -221,6 +269,7 @@ const longestReservation = 10 * time.Minute
 //	rollback {
 //		lineage         ancestor | workflow
 //		coordinators    <issuers...>
+//		participants    <uri> <identity>
 //		partial         allow | never
 //		rate            <number>
 //		wait            <duration>
@@ -232,8 +281,8 @@ func parseRollback(d *caddyfile.Dispenser, a *App) error {
 	if d.NextArg() {
 		return errSyntax
 	}
-	a.Rollback = new(Rollback)
 	at := originOf(d)
+	a.Rollback = &Rollback{origin: at}
 	if err := rollbackOptions().readBlock(d, "rollback", a.Rollback, at); err != nil {
 		return err
 	}
@@ -258,6 +307,18 @@ func rollbackOptions() options[*Rollback] {
 					return err
 				}
 			}
+			return nil
+		}},
+		"participants": {usage: "participants <uri> <identity>", several: true, parse: func(d dispenser, o *Rollback) error {
+			uri, identity, err := parsePair(d)
+			if err != nil {
+				return err
+			}
+			p := Participant{uri, identity}
+			if err := p.check(); err != nil {
+				return err
+			}
+			o.Participants = append(o.Participants, p)
 			return nil
 		}},
 		"partial": {usage: "partial allow | never", parse: func(d dispenser, o *Rollback) error {

@@ -318,7 +318,7 @@ func (s *undoSender) participant(ctx context.Context, policy *tokenPolicy, targe
 	asking := evidence.Request{
 		Rollback: p.Rollback, Checkpoint: p.Checkpoint, Workflow: evidence.WorkflowID(o.Workflow), Audience: p.Agent, Reason: o.Reason,
 	}
-	if o.Method != http.MethodGet {
+	if o.Method != http.MethodGet && len(p.Of) > 0 { // else its token came with a request, and was verified
 		if err := s.examine(ctx, policy, target, o, asking); err != nil {
 			return nil, err
 		}
@@ -343,6 +343,17 @@ func (s *undoSender) askingHeader(ctx context.Context, policy *tokenPolicy, o *r
 	header := undoHeader(o, nil)
 	header.Set(ect.FieldName, raw)
 	return header, nil
+}
+
+// participantAt is where an agent is asked to roll back a checkpoint of its own, by the latest
+// configuration.
+func (e *engine) participantAt(issuer, rollbackURI string) (string, error) {
+	app := e.activeConfigs.latest()
+	if app == nil {
+		return "", errNotOpen // between two configurations
+	}
+	o := app.rollbackOptions()
+	return o.participantAt(issuer, rollbackURI), nil
 }
 
 // examine reads the participant's checkpoint and verifies it. Of its errors nothing was sent that

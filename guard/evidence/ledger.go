@@ -128,9 +128,10 @@ func (l *RollbackLedger) Checkpoint(ctx context.Context, id string) (rollback.Ch
 		return found, asTampered(err)
 	}
 	reversible, _ := c.Ext().Bool(ect.MemberReversible)
+	rollbackURI, _ := c.Ext().Text(ect.MemberRollbackURI)
 	ttl := TTLOf(c.Ext())
 	return rollback.Checkpoint{
-		ID: c.ID(), Workflow: c.Workflow(), Agent: agent, Own: rec.own(e), Sum: c.OutputHash().Bytes(),
+		ID: c.ID(), Workflow: c.Workflow(), Agent: agent, Own: rec.own(e), Issuer: c.Issuer(), RollbackURI: rollbackURI, Sum: c.OutputHash().Bytes(),
 		Reversible: reversible, Expires: c.IssuedAt().Add(ttl), TTL: ttl, Parents: c.Parents(), Audience: c.Audience(),
 	}, nil
 }

@@ -244,7 +244,16 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 	case n.Group:
 		return recorded, outlook{}, nil
 	case !token.Own:
-		return recorded, outlook{obstacle: string(ReasonForeign)}, nil
+		theirs, err := c.foreign(token)
+		switch {
+		case err != nil:
+			return recorded, outlook{}, err
+		case theirs == nil:
+			return recorded, outlook{obstacle: string(ReasonForeign)}, nil
+		case recorded == Undone:
+			return Undone, outlook{}, nil
+		}
+		return Ran, outlook{way: checkpoint.Delegate.String()}, nil // a call that was released here says nothing of it
 	case recorded == Undone: // P5: the checkpoint store says otherwise
 		recorded = Ran
 	}
@@ -264,6 +273,31 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 		o = outlook{way: s.opened.Snapshot.Way.String()}
 	}
 	return s.state, o, nil
+}
+
+// foreignGuard stands in the place of the guard of a call, for checkpoints that others have made. No
+// guard has this name.
+const foreignGuard = "(participants)"
+
+// foreign is how a checkpoint is undone that somebody else has made: its agent is asked in both
+// phases, if the configuration names it (C-4.3.1-e). It is nil where it does not.
+func (c *Coordinator) foreign(cp *Checkpoint) (*checkpoint.Checkpoint, error) {
+	named, lacking := NamedCheckpoint(cp.ID)
+	if c.o.Participants == nil || lacking != "" {
+		return nil, nil
+	}
+	uri, err := c.o.Participants(cp.Issuer, cp.RollbackURI)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if uri == "" {
+		return nil, nil
+	}
+	spec := Spec{Guard: foreignGuard, Delegate: uri, Agent: cp.Issuer, OnLost: Resend, Auth: AuthConfig}
+	return &checkpoint.Checkpoint{
+		Snapshot: &checkpoint.Snapshot{ID: cp.ID, Workflow: cp.Workflow, Way: checkpoint.Delegate, Undo: spec.Encode()},
+		Result:   &checkpoint.Result{Answer: named},
+	}, nil
 }
 
 // outlookOf is what the records of a call say of its undo: its outcome may leave it to a person.

@@ -292,6 +292,7 @@ type rig struct {
 	prepareTimeout  time.Duration
 	spec            []byte // of the calls that are made; may be nil
 	onError         bool   // errors roll the calls that are made back
+	participants    func(issuer, rollbackURI string) (string, error)
 	*rollback.Coordinator
 }
 
@@ -319,6 +320,12 @@ func (r *rig) open() {
 	r.Coordinator, err = rollback.Open(rollback.Options{
 		Store: r.st, Sealer: r.ring, Guard: r.guard, Checkpoints: r.checkpoints, Escalations: r.escalationStore, Ledger: r.ledger, Undoer: r.undoer, Keep: keep,
 		PrepareTimeout: func() time.Duration { return r.prepareTimeout },
+		Participants: func(issuer, uri string) (string, error) {
+			if r.participants == nil {
+				return "", nil
+			}
+			return r.participants(issuer, uri)
+		},
 	})
 	if err != nil {
 		r.t.Fatal(err)

@@ -17,7 +17,8 @@ import (
 type Participant struct {
 	// Agent is its identity, Checkpoint its own checkpoint, as the answer to the call has named it.
 	Agent, Checkpoint string
-	// Of are the checkpoints of the call; the participant's follows from one of them.
+	// Of are the checkpoints of the call; the participant's follows from one of them. None says that
+	// the checkpoint's own token is in the ledger, and nothing has to be examined.
 	Of []string
 	// Rollback is the id of its part of the rollback. It is made of the id of the whole and of the
 	// checkpoint, since to some agents one id is one checkpoint (cascade 4.3.4).
@@ -62,9 +63,13 @@ func (j *job) asked(phase Phase) *Participant {
 		return nil
 	}
 	id := result.Answer.Header[fieldCheckpoint][0]
+	var of []string
+	if !j.task.Foreign {
+		of = []string{j.call.ID, j.call.Root()}
+	}
 	part := uuid.NewSHA1(uuid.NameSpaceURL, []byte("urn:uuid:"+j.task.whole()+"#"+id))
 	return &Participant{
-		Agent: j.spec.Agent, Checkpoint: id, Of: []string{j.call.ID, j.call.Root()}, Rollback: part.String(), Phase: phase,
+		Agent: j.spec.Agent, Checkpoint: id, Of: of, Rollback: part.String(), Phase: phase,
 	}
 }
 

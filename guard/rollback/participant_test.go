@@ -422,3 +422,83 @@ func TestParticipantIsReleased(t *testing.T) {
 		}
 	})
 }
+
+// C-4.3.1-e, C-4.1.1-d: a checkpoint that an agent has made itself is asked for at its rollback_uri,
+// in both phases and in its place in the order, if the configuration names the agent; else it is
+// left to a person. Whom it may be sent to is decided anew in each life.
+func TestForeignCheckpointsAreAskedFor(t *testing.T) {
+	const remote, uri = "spiffe://example.com/remote", "https://remote.example/rollback"
+	theirs := func(r *rig) {
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.action("2", "1")
+		r.known("x2", CheckpointNode, rollback.Ran, rollback.Checkpoint{Issuer: remote, RollbackURI: uri, Reversible: true, Parents: []string{"2"}}, "2")
+		r.made("3", checkpoint.Restore, execution.Completed, "x2")
+		r.participants = func(issuer, at string) (string, error) {
+			if issuer != remote {
+				return "", nil
+			}
+			return at, nil
+		}
+		r.start()
+	}
+	t.Run("asked", func(t *testing.T) {
+		r := newRig(t)
+		theirs(r)
+		r.undoer.seen = func(task rollback.Task) {
+			spec, err := rollback.ParseSpec(task.Checkpoint.Snapshot.Undo)
+			if foreign := task.Checkpoint.Snapshot.ID == "x2"; err == nil && foreign != task.Foreign || foreign && (err != nil || spec.Delegate != uri || spec.Agent != remote) {
+				t.Errorf("%+v, %+v, %v", task, spec, err)
+			}
+		}
+		q := request("c1", rollback.SubDAG)
+		if p := r.prepare(q); !p.Ready() || r.world.prepared != 2 { // a look, and then
+			t.Fatalf("%+v, asked %d times", p, r.world.prepared)
+		}
+		wantEnd(t, r.run(q), rollback.Completed, "c3=completed x2=completed c1=completed")
+		if got := r.world.order; !slices.Equal(got, []string{"c3", "x2", "c1"}) {
+			t.Errorf("undone in the order %q", got)
+		}
+	})
+	t.Run("cannot prepare", func(t *testing.T) {
+		r := newRig(t)
+		theirs(r)
+		r.world.obstacles = map[string]string{"x2": "unreachable"}
+		wantEnd(t, r.run(request("c1", rollback.SubDAG)), rollback.Partial, "c3=completed x2=escalated(unreachable) c1=completed")
+		if len(r.world.effects["x2"]) > 0 {
+			t.Error("it was asked to execute")
+		}
+	})
+	t.Run("as the target", func(t *testing.T) {
+		r := newRig(t)
+		theirs(r)
+		wantEnd(t, r.run(request("x2", rollback.SubDAG)), rollback.Completed, "c3=completed x2=completed")
+		wantEnd(t, r.run(request("x2", rollback.SubDAG)), rollback.Completed, "c3=completed x2=completed")
+		if n := len(r.world.effects["x2"]); n != 1 {
+			t.Errorf("undone %d times", n)
+		}
+	})
+	t.Run("not named any more", func(t *testing.T) {
+		r := newRig(t)
+		theirs(r)
+		r.undoer.block, r.undoer.asked = true, make(chan string, 1)
+		r.world.answers = map[string]rollback.Result{}
+		q := request("x2", rollback.Single)
+		r.execute(q)
+		<-r.undoer.asked
+		r.participants = nil
+		r.restart()
+		done := r.wait(q.ID)
+		wantEnd(t, done, rollback.Escalated, "x2=escalated(foreign)")
+		if !done.Unknown {
+			t.Error("P6: it may have been asked")
+		}
+	})
+	t.Run("no configuration yet", func(t *testing.T) {
+		r := newRig(t)
+		theirs(r)
+		r.participants = func(string, string) (string, error) { return "", errors.New("not open") }
+		if _, err := r.Prepare(ctx, request("c1", rollback.SubDAG)); !errors.Is(err, rollback.ErrStore) {
+			t.Errorf("P4: %v", err)
+		}
+	})
+}

@@ -320,7 +320,7 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	}
 	own := c.sealed(keyOf(kindReserved, n), plain, store.Absent())
 	own.Expires = v.Until
-	writes := append([]store.Write{own, fence, {Key: c.reservedKey(&d.head, n), Expires: v.Until}}, pieces...)
+	writes := append([]store.Write{own, fence, {Key: c.reservedKey(d.Workflow, n), Expires: v.Until}}, pieces...)
 	writes = append(writes, held.writes...)
 	if _, err := c.o.Store.Commit(ctx, append(writes, extra...)...); err != nil {
 		return nil, refusedBy(err, extra)
@@ -374,7 +374,7 @@ func (h *held) end(c *Coordinator, v *reservation) {
 	h.ids = append(h.ids, v.ID)
 	h.writes = append(h.writes,
 		store.Write{Key: keyOf(kindReserved, n), If: store.VersionIs(v.version), Delete: true},
-		store.Write{Key: c.reservedKey(&v.head, n), Delete: true},
+		store.Write{Key: c.reservedKey(v.Workflow, n), Delete: true},
 	)
 	for i := range v.Pieces {
 		h.writes = append(h.writes, store.Write{Key: partKey(kindReservedPlan, n, i), Delete: true})
@@ -410,16 +410,11 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		return h, &PlanChangedError{Hash: [32]byte(d.Hash)}
 	}
 	var names []name
-	whole := c.reservedKey(&d.head, name{})
-	whole = whole[:len(whole)-len(name{})]
 	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(kindReservedWorkflow, d.Workflow))) {
 		if err != nil {
 			return h, fmt.Errorf("%w: %w", ErrStore, err)
 		}
-		// A rollback has as many parts here as it has calls: each of them would read all others.
-		if d.PartOf == "" || !bytes.HasPrefix(entry.Key, whole) {
-			names = append(names, nameIn(entry.Key))
-		}
+		names = append(names, nameIn(entry.Key))
 	}
 	for _, n := range names {
 		other, err := c.reservation(ctx, n)
@@ -495,11 +490,9 @@ func (c *Coordinator) restoreReservation(ctx context.Context, entry store.Entry)
 	return nil
 }
 
-// reservedKey is that of a reservation in the index by workflow. Parts of one whole have the same
-// beginning.
-func (c *Coordinator) reservedKey(h *head, n name) []byte {
-	whole := c.o.Sealer.Index("rollback whole", h.PartOf+" "+h.Requester)
-	return append(append(c.workflowPrefix(kindReservedWorkflow, h.Workflow), whole[:16]...), n[:]...)
+// reservedKey is that of a reservation in the index by workflow.
+func (c *Coordinator) reservedKey(workflow string, n name) []byte {
+	return append(c.workflowPrefix(kindReservedWorkflow, workflow), n[:]...)
 }
 
 // askParticipants asks all participants of a plan at once whether they can do their parts.
@@ -551,7 +544,7 @@ func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) (
 }
 
 func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoint, due time.Time, dry bool) (string, error) {
-	s, err := c.callStatus(ctx, cp, "", Ran)
+	s, err := c.asking(ctx, cp)
 	switch {
 	case errors.Is(err, ErrStore):
 		return "", err
@@ -563,12 +556,21 @@ func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoi
 	ctx, cancel := context.WithDeadline(ctx, due)
 	defer cancel()
 	obstacle, err := c.o.Undoer.Prepare(ctx, Task{
-		Rollback: d.ID, PartOf: d.PartOf, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: due, Quit: c.quit, Dry: dry,
+		Rollback: d.ID, PartOf: d.PartOf, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: due, Quit: c.quit, Dry: dry, Foreign: s.foreign,
 	})
 	if errors.Is(err, ErrQuit) {
 		err = ErrStopping
 	}
 	return obstacle, err
+}
+
+// asking is what a participant is asked about: a call of this gateway, or its own checkpoint.
+func (c *Coordinator) asking(ctx context.Context, cp *Checkpoint) (callSnapshot, error) {
+	if cp.Own {
+		return c.callStatus(ctx, cp, "", Ran)
+	}
+	theirs, err := c.foreign(cp)
+	return callSnapshot{state: Ran, opened: theirs, foreign: true}, err
 }
 
 // firstPhase asks the participants of a rollback that was not prepared (C-4.3.2-g). Who cannot
@@ -724,11 +726,11 @@ func (c *Coordinator) releaseOne(ctx context.Context, t Task) error {
 	if err != nil || cp.ID == "" {
 		return err
 	}
-	s, err := c.callStatus(ctx, &cp, "", Ran)
+	s, err := c.asking(ctx, &cp)
 	if err != nil || s.opened == nil {
 		return err
 	}
-	t.Checkpoint = s.opened
+	t.Checkpoint, t.Foreign = s.opened, s.foreign
 	return c.o.Undoer.Release(ctx, t)
 }
 

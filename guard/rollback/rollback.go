@@ -273,7 +273,7 @@ type Request struct {
 	Operator string
 }
 
-// Options configure a Coordinator. All but the last three are required.
+// Options configure a Coordinator. All but Participants and the last three are required.
 type Options struct {
 	Store       store.Store
 	Sealer      store.Sealer
@@ -285,6 +285,10 @@ type Options struct {
 	// Keep is how long a finished rollback is kept to answer repeated requests; at least as long
 	// as its checkpoints' execution keys.
 	Keep time.Duration
+	// Participants is where an agent is asked to roll back a checkpoint of its own, by its identity
+	// and the checkpoint's rollback_uri; empty where nobody is to be asked. An error says nothing,
+	// and it is called again. Nil asks nobody.
+	Participants func(issuer, rollbackURI string) (uri string, err error)
 	// Parallel is how many steps of a level run at once; 0 is 8.
 	Parallel int
 	// PrepareTimeout is how long participants are asked in the first phase before they count as
@@ -312,8 +316,9 @@ type Checkpoint struct {
 	ID, Workflow string
 	// Agent is the identity behind the call.
 	Agent string
-	// Own says that this gateway made it.
-	Own bool
+	// Own says that this gateway made it; else Issuer did, and names RollbackURI.
+	Own                 bool
+	Issuer, RollbackURI string
 	// Sum is its out_hash.
 	Sum        [32]byte
 	Reversible bool

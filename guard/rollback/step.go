@@ -60,6 +60,12 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 	if err != nil {
 		return err
 	}
+	var theirs *checkpoint.Checkpoint
+	if !cp.Own {
+		if theirs, err = c.foreign(&cp); err != nil {
+			return err
+		}
+	}
 	end, err := func() (stepOutcome, error) {
 		switch {
 		case m.State == checkpoint.Undone:
@@ -88,11 +94,16 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return c.irreversible(ctx, &cp), nil
 		case step.What == Expired:
 			return c.expired(ctx, r, step.Checkpoint)
-		case !cp.Own:
-			return escalated(string(ReasonForeign)), nil
+		case !cp.Own && theirs == nil:
+			e := escalated(string(ReasonForeign))
+			e.Unknown = step.State == StepRunning // P6: it may have been asked before a reload
+			return e, nil
 		}
 		if err := c.begin(ctx, r, i, &m); err != nil {
 			return stepOutcome{}, err
+		}
+		if !cp.Own {
+			return c.send(ctx, r, cp.ID, callSnapshot{state: Ran, opened: theirs, foreign: true}, m.Doubt)
 		}
 		return c.undo(ctx, r, i, &cp)
 	}()
@@ -230,7 +241,7 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 // first attempt.
 func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
 	brief := r.withoutSteps()
-	task := Task{Rollback: r.id, PartOf: r.partOf, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit}
+	task := Task{Rollback: r.id, PartOf: r.partOf, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit, Foreign: s.foreign}
 	if doubt != "" && doubt != r.id {
 		partOf, forgotten, err := c.earlier(ctx, doubt)
 		if err != nil {
@@ -496,6 +507,8 @@ type callSnapshot struct {
 	call execution.Undoing
 	// opened is the record from before the call; nil if it is gone.
 	opened *checkpoint.Checkpoint
+	// foreign says that somebody else has made the checkpoint; opened says whom to ask.
+	foreign bool
 }
 
 // callStatus finds the outcome of the call of this gateway's checkpoint. recorded is the state by

@@ -43,6 +43,9 @@ type Task struct {
 	// Due is the end of the rollback: nothing is sent after it, but the outcome of what was sent
 	// before is asked for once more. Zero is never.
 	Due time.Time
+	// Foreign says that Checkpoint stands for one that the participant itself has made, and whose
+	// token is verified.
+	Foreign bool
 	// Dry says that a participant is only asked, and reserves nothing.
 	Dry bool
 	// Quit is closed when the process shuts down: a running request is awaited, and none is sent
