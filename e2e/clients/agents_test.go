@@ -720,24 +720,27 @@ func TestProblemsInSDKs(t *testing.T) {
 	}
 }
 
-// A batch that an SDK sends comes apart for each server: its calls are known again one by one.
+// A batch that an SDK sends comes apart for each server, whether the guard is told the protocol or not: its
+// calls are known again one by one.
 func TestBatchesOfSDKs(t *testing.T) {
 	s := newAgentSite(t)
 	g := newAgentGateway(t, s.Listener.Addr().String())
 	node := startNode(t)
-	for _, server := range []string{"ts", "go-sdk", "mcp-go"} {
-		t.Run(server, func(t *testing.T) {
-			cell := newAgentCell(nothing)
-			cell.name = "batch of " + server
-			seen := node.call(t, task{Client: "mcp-ts, batch", Base: s.line(t, g, cell, "mcp") + "/" + server, Key: "batch", Amount: 5})
-			said := strings.Split(seen.ID, "\n")
-			if !seen.OK || len(said) != 6 || said[0] != said[1] || said[3] != said[4] || said[0] == said[2] || said[0] == said[3] || said[2] == said[3] || said[5] != "peek 5" {
-				t.Errorf("%s %q", seen.Seen, said)
-			}
-			if n := cell.settled(t); n != 4 { // three payments and the read
-				t.Errorf("%d calls were executed", n)
-			}
-		})
+	for _, site := range []string{"mcp", "auto"} {
+		for _, server := range []string{"ts", "go-sdk", "mcp-go"} {
+			t.Run(site+" "+server, func(t *testing.T) {
+				cell := newAgentCell(nothing)
+				cell.name = "batch of " + server + " by " + site
+				seen := node.call(t, task{Client: "mcp-ts, batch", Base: s.line(t, g, cell, site) + "/" + server, Key: "batch", Amount: 5})
+				said := strings.Split(seen.ID, "\n")
+				if !seen.OK || len(said) != 6 || said[0] != said[1] || said[3] != said[4] || said[0] == said[2] || said[0] == said[3] || said[2] == said[3] || said[5] != "peek 5" {
+					t.Errorf("%s %q", seen.Seen, said)
+				}
+				if n := cell.settled(t); n != 4 { // three payments and the read
+					t.Errorf("%d calls were executed", n)
+				}
+			})
+		}
 	}
 }
 
