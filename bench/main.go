@@ -40,7 +40,7 @@ var commands = []command{
 	{"table", "ratios to a bare reverse_proxy (about six minutes)", runTable},
 	{"compare", "two commits in one run: compare [<flags>] OLD NEW (about five minutes)", runCompare},
 	{"store", "opening and memory with a million records (about three minutes)", runStore},
-	{"rollback", "a thousand calls undone by one gateway, and by three (about two minutes)", runRollback},
+	{"rollback", "a thousand calls undone by one gateway, and by three (about five minutes)", runRollback},
 	{"soak", "minutes of load with kills and reloads, and what was executed", runSoak},
 }
 

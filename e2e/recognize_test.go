@@ -423,3 +423,42 @@ func TestRecognizedAfterARefusal(t *testing.T) {
 	g.call(r).want(t, 201, "arrival 2", "executed")
 	u.arrived("/x", 2)
 }
+
+// A caller that asks for the answer of a call whose client had left has got it then (ADR 0091): what it
+// calls afterwards is meant. Another caller's question says nothing, nor does one that nobody waits for.
+func TestNotRecognizedAfterTheAnswerWasRead(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, "e2e_leaves\nagent_proxy %s {\n breaker off\n keys advisory\n}", u.addr)
+	for name, test := range map[string]struct {
+		read func(path string)
+		also bool // the retry is answered by the first call
+	}{
+		"by the caller": {func(path string) {
+			g.call(request{method: "GET", path: path, header: map[string]string{"Authorization": "Bearer ada"}}).want(t, 201, "arrival 1", "replayed")
+		}, false},
+		"by another caller": {func(path string) {
+			g.call(request{method: "GET", path: path, header: map[string]string{"Authorization": "Bearer eve"}}).terminal(t, 404, "execution-unknown")
+		}, true},
+		"only whether it has ended": {func(path string) {
+			g.call(request{method: "GET", path: strings.TrimSuffix(path, "/output"), header: map[string]string{"Authorization": "Bearer ada"}})
+		}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			path := "/" + strings.ReplaceAll(name, " ", "-")
+			hold := newGate(t)
+			u.on(path, held(hold))
+			g.cut(t, u, 1, equal(path, "Idempotency-Key", path[1:]))
+			hold.open()
+			idle(t)
+			test.read(executionsPath + path[1:] + "/output")
+			got := g.call(equal(path, "Idempotency-Key", "another"+path[1:]))
+			if test.also {
+				got.want(t, 201, "arrival 1", "replayed")
+				got.recognized(t)
+				return
+			}
+			got.want(t, 201, "arrival 2", "executed")
+			got.itsOwn(t)
+		})
+	}
+}

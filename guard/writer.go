@@ -313,6 +313,9 @@ type Source struct {
 	Live bool
 	// Own says that nobody else has Head.
 	Own bool
+	// Reader is the caller of the execution, where its client asks for the answer by another request
+	// than the call; nil otherwise.
+	Reader *execution.Reader
 }
 
 // headerLines are the values of a field of a header map.
@@ -326,6 +329,9 @@ type headerLines struct {
 // returned: if w.Sent() then, the connection must be aborted, so that the client
 // sees that the answer is not whole; else w is as it was, for another answer.
 func Play(w *Writer, r *http.Request, src Source, marks ...Field) error {
+	if src.Reader != nil {
+		w.attempt = src.Reader
+	}
 	var few [8]headerLines // on the stack
 	before := few[:0]
 	for name, values := range w.Header() {

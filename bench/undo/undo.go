@@ -128,7 +128,7 @@ func (r *run) gateways(others int) (all []*gateway.Gateway, err error) {
 			first.Site += fmt.Sprintf("@g%d path /%[1]d/*\n agent_proxy @g%[1]d %[2]s {\n name g%[1]d\n identity %[3]s\n action next {\n delegate http://%[2]s/.well-known/cascade/rollback %[3]s\n }\n }\n",
 				i+1, g.Addr, own(i+1))
 		}
-		first.Options += "}\n"
+		first.Options += "}\nrollback {\n prepare_timeout 1m\n }\n"
 	}
 	for _, g := range all {
 		if err := g.Start(); err != nil {
@@ -297,7 +297,11 @@ func (r *run) undo(ctx context.Context, g *gateway.Gateway, target string) (took
 	}
 	took.whole = time.Since(begin)
 	if err == nil && (doc.Status != "completed" || len(doc.Steps) != r.Checkpoints) {
-		err = fmt.Errorf("the rollback is %q, of %d steps, the last one %+v", doc.Status, len(doc.Steps), doc.Steps[max(0, len(doc.Steps)-1):])
+		reasons := map[string]int{}
+		for _, s := range doc.Steps {
+			reasons[s.Status+" "+s.Reason]++
+		}
+		err = fmt.Errorf("after %v, of which %v was the first phase, the rollback is %q, with these steps: %v", took.whole, took.prepare, doc.Status, reasons)
 	}
 	return took, err
 }

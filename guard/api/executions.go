@@ -30,6 +30,8 @@ type Answer struct {
 	Live bool
 	// Own says that nobody else has Head.
 	Own bool
+	// Reader is the caller of the execution, who is answered by this; nil for nobody.
+	Reader *execution.Reader
 }
 
 // executionsRequest is a request about the executions that a caller has given one id. It
@@ -416,6 +418,7 @@ type followed struct {
 func (f followed) Read(p []byte) (int, error) { return f.f.Read(f.ctx, p) }
 
 func (q *executionsRequest) play(e *execution.Recorded, a Answer, marks http.Header) (sent bool, err error) {
+	a.Reader = q.Executions.Reader(q.r.Context(), e)
 	marks[headerExecutionID] = []string{q.id}
 	return q.Play(&outputWriter{ResponseWriter: q.w, bodiless: e.Record.Method == http.MethodHead}, q.r, a, marks)
 }

@@ -41,6 +41,7 @@ type known struct {
 	expires    time.Time // of its record; zero where that is not known
 	aliases    []Key     // that stand for it, and do not expire yet
 	forgotten  bool      // its row is to be deleted
+	learned    bool      // its caller has got the answer by another request since the last attempt
 
 	in      *group // nil where it is not in the table
 	class   class
@@ -89,7 +90,7 @@ func (k *known) evidence() Evidence {
 		return ""
 	case k.state == StateInDoubt:
 		return EvidenceInDoubt
-	case k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil, k.holder == nil && k.unanswered:
+	case !k.learned && (k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil || k.holder == nil && k.unanswered):
 		return EvidenceUnanswered
 	case k.retriable && (k.holder == nil || k.holder.answered):
 		return EvidenceAnswer
@@ -403,8 +404,7 @@ func (t *groups) unread(s *groupShard, a *Attempt, best *known, rank int, now ti
 	if g != nil {
 		gap = g.gap
 	}
-	epoch := t.clock.epoch.Load()
-	if now.Sub(s.since) < a.window && (g == nil || g.read != epoch) && (s.shrunk || t.earlier.has(a.group, epoch)) {
+	if t.unlisted(s, a.group, a.window, now) {
 		return true
 	}
 	if a.count == 0 || now.Sub(gap.ended) >= a.window { // an answered execution fits only a call that says that it is a retry
@@ -412,6 +412,13 @@ func (t *groups) unread(s *groupShard, a *Attempt, best *known, rank int, now ti
 	}
 	older := best != nil && best.began.After(gap.began) // all that is missing
 	return !older || rank&matchCount == 0 && gap.counts>>(a.count-1)&1 != 0
+}
+
+// unlisted reports that the store may have rows of a group from before memory had everything.
+func (t *groups) unlisted(s *groupShard, group groupHash, window time.Duration, now time.Time) bool {
+	epoch := t.clock.epoch.Load()
+	g := s.of[group]
+	return now.Sub(s.since) < window && (g == nil || g.read != epoch) && (s.shrunk || t.earlier.has(group, epoch))
 }
 
 // rest keeps an answered execution, as far as there is room.

@@ -43,7 +43,7 @@ func (k *known) wanted() byte {
 		return markReleased
 	case k.state != StateCompleted || k.runner != nil:
 		return k.mark
-	case k.holder != nil && !k.holder.answered, k.holder == nil && k.unanswered:
+	case !k.learned && (k.holder != nil && !k.holder.answered || k.holder == nil && k.unanswered):
 		return markUnanswered
 	case k.mark != markNone || k.crashed:
 		return markAnswered

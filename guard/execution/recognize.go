@@ -386,7 +386,7 @@ func (t *groups) hold(s *groupShard, a *Attempt, k *known, now time.Time) {
 		k.in.cut(k)
 	}
 	k.count, k.began, k.order = max(k.count, a.count), now, t.order.Add(1)
-	k.holder, k.unanswered, k.retriable = a, false, false
+	k.holder, k.unanswered, k.retriable, k.learned = a, false, false, false
 	a.known = k
 	if k.in != nil {
 		k.in.insert(k)
@@ -546,4 +546,78 @@ func (t *groups) released(s *groupShard, k *known, unanswered bool) {
 	}
 	k.changed()
 	t.note(s, k)
+}
+
+// Reader is the caller of an execution who asks for its answer by another request than a call (ADR 0091).
+// Where no client of a call waits for it, the answer is that to the call.
+type Reader struct {
+	at   *groups
+	of   member
+	gone context.Context
+	read *known // that was answered so; nil before
+	turn uint64 // of its attempt
+}
+
+// Reader returns the reader of an execution that equal calls are recognised as, whose client leaves when
+// ctx ends; nil for any other execution, and where what is known of it cannot be read: then its client
+// counts as not answered, as before.
+func (g *Guard) Reader(ctx context.Context, e *Recorded) *Reader {
+	if e.Record.Group == (groupHash{}) || g.groups.listed(ctx, e.Record.Group, e.Record.Window) != nil {
+		return nil
+	}
+	return &Reader{at: &g.groups, of: member{e.Record.Group, e.Key}, gone: ctx}
+}
+
+// listed returns when memory has what the store knows of a group.
+func (t *groups) listed(ctx context.Context, group groupHash, window time.Duration) error {
+	for {
+		s := t.shard(group)
+		s.Lock()
+		v := view{removals: *s.removed(group), epoch: t.clock.epoch.Load()}
+		unlisted := t.unlisted(s, group, window, time.Now())
+		s.Unlock()
+		if !unlisted {
+			return nil
+		}
+		if v.stored, v.unread = t.read(ctx, group, window); v.unread != nil {
+			return v.unread
+		}
+		s.Lock()
+		current := *s.removed(group) == v.removals
+		if current {
+			t.list(s, group, &v)
+			t.settle(s, group, &v)
+		}
+		s.Unlock()
+		if current {
+			return nil
+		}
+	}
+}
+
+// Answering notes that the end of the answer with this status is about to be written.
+func (r *Reader) Answering(status int, _ bool) {
+	s := r.at.shard(r.of.group)
+	s.Lock()
+	defer s.Unlock()
+	k := s.keys[r.of]
+	if k == nil || r.gone.Err() != nil || k.holder != nil && k.holder.waits() {
+		return
+	}
+	r.read, r.turn = k, k.order
+	k.learned, k.retriable = true, clientsRetry(status)
+	k.changed()
+	r.at.note(s, k)
+}
+
+// Unanswered takes Answering back.
+func (r *Reader) Unanswered() {
+	s := r.at.shard(r.of.group)
+	s.Lock()
+	defer s.Unlock()
+	if k := r.read; k != nil && k.order == r.turn {
+		k.learned = false
+		k.changed()
+		r.at.note(s, k)
+	}
 }

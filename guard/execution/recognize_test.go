@@ -734,6 +734,102 @@ func TestRecognizeNewKeys(t *testing.T) {
 	}
 }
 
+// reader asks for the answer of an execution by another request (ADR 0091).
+func (o *one) reader(ctx context.Context) *Reader {
+	o.b.Helper()
+	found, err := o.b.g.Get(context.Background(), o.Key)
+	if err != nil {
+		o.b.Fatal(err)
+	}
+	return o.b.g.Reader(ctx, &found)
+}
+
+// A caller that has read the answer of a call has got it, unless a client of a call waits for it.
+func TestReader(t *testing.T) {
+	for name, test := range map[string]func(b *alike){
+		"when its client had left": func(b *alike) {
+			a := b.call(0).settle(Completed, 200).lost()
+			a.reader(context.Background()).Answering(200, false)
+			b.call(0).is(nil, "")
+		},
+		"over a restart": func(b *alike) {
+			a := b.call(0).settle(Completed, 200).lost()
+			<-time.After(2 * time.Second)
+			b.kill()
+			a.reader(context.Background()).Answering(200, false)
+			<-time.After(2 * time.Second)
+			b.kill()
+			b.call(0).is(nil, "")
+		},
+		"while it runs without a client": func(b *alike) {
+			a := b.call(0)
+			a.leave()
+			r := a.reader(context.Background())
+			a.settle(Completed, 200)
+			r.Answering(200, false)
+			a.Answering(200, false)
+			a.Unanswered()
+			a.End()
+			b.call(0).is(nil, "")
+		},
+		"while its client waits, and leaves then": func(b *alike) {
+			a := b.call(0).settle(Completed, 200)
+			a.reader(context.Background()).Answering(200, false)
+			a.lost()
+			b.call(0).is(a, EvidenceUnanswered)
+		},
+		"and a retry is lost then": func(b *alike) {
+			a := b.call(0).settle(Completed, 200).lost()
+			r := a.reader(context.Background())
+			b.call(0).is(a, EvidenceUnanswered).lost()
+			r.Answering(200, false)
+			b.call(1).is(a, EvidenceStated).lost()
+			b.call(0).is(a, EvidenceUnanswered)
+		},
+		"not, as the write fails": func(b *alike) {
+			a := b.call(0).settle(Completed, 200).lost()
+			r := a.reader(context.Background())
+			r.Answering(200, false)
+			r.Unanswered()
+			b.call(0).is(a, EvidenceUnanswered)
+		},
+		"once more after a retry, as the first write fails": func(b *alike) {
+			a := b.call(0).settle(Completed, 200).lost()
+			r := a.reader(context.Background())
+			r.Answering(200, false)
+			b.call(1).is(a, EvidenceStated).lost()
+			a.reader(context.Background()).Answering(200, false)
+			r.Unanswered()
+			b.call(0).is(nil, "")
+		},
+		"not, as its own client has left": func(b *alike) {
+			a := b.call(0).settle(Completed, 200).lost()
+			a.reader(b.dead()).Answering(200, false)
+			b.call(0).is(a, EvidenceUnanswered)
+		},
+		"a failure that clients retry": func(b *alike) {
+			a := b.call(0).settle(Completed, 500).lost()
+			a.reader(context.Background()).Answering(500, false)
+			b.call(0).is(a, EvidenceAnswer)
+		},
+		"of a call that nobody recognises": func(b *alike) {
+			a := b.call(0).settle(Completed, 200).lost()
+			found, err := b.g.Get(context.Background(), a.Key)
+			if err != nil {
+				b.Fatal(err)
+			}
+			found.Record.Group = groupHash{}
+			if r := b.g.Reader(context.Background(), &found); r != nil {
+				b.Error("it has a reader")
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { test(newAlike(t)) })
+		})
+	}
+}
+
 // Thousands of equal refusals cost the calls that equal them no more than a few.
 func TestRecognizeAfterManyRefusals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

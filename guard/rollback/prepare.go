@@ -320,7 +320,7 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	}
 	own := c.sealed(keyOf(kindReserved, n), plain, store.Absent())
 	own.Expires = v.Until
-	writes := append([]store.Write{own, fence, {Key: c.reservedKey(d.Workflow, n), Expires: v.Until}}, pieces...)
+	writes := append([]store.Write{own, fence, {Key: c.reservedKey(&d.head, n), Expires: v.Until}}, pieces...)
 	writes = append(writes, held.writes...)
 	if _, err := c.o.Store.Commit(ctx, append(writes, extra...)...); err != nil {
 		return nil, refusedBy(err, extra)
@@ -374,7 +374,7 @@ func (h *held) end(c *Coordinator, v *reservation) {
 	h.ids = append(h.ids, v.ID)
 	h.writes = append(h.writes,
 		store.Write{Key: keyOf(kindReserved, n), If: store.VersionIs(v.version), Delete: true},
-		store.Write{Key: c.reservedKey(v.Workflow, n), Delete: true},
+		store.Write{Key: c.reservedKey(&v.head, n), Delete: true},
 	)
 	for i := range v.Pieces {
 		h.writes = append(h.writes, store.Write{Key: partKey(kindReservedPlan, n, i), Delete: true})
@@ -410,11 +410,16 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		return h, &PlanChangedError{Hash: [32]byte(d.Hash)}
 	}
 	var names []name
+	whole := c.reservedKey(&d.head, name{})
+	whole = whole[:len(whole)-len(name{})]
 	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(kindReservedWorkflow, d.Workflow))) {
 		if err != nil {
 			return h, fmt.Errorf("%w: %w", ErrStore, err)
 		}
-		names = append(names, nameIn(entry.Key))
+		// A rollback has as many parts here as it has calls: each of them would read all others.
+		if d.PartOf == "" || !bytes.HasPrefix(entry.Key, whole) {
+			names = append(names, nameIn(entry.Key))
+		}
 	}
 	for _, n := range names {
 		other, err := c.reservation(ctx, n)
@@ -490,9 +495,11 @@ func (c *Coordinator) restoreReservation(ctx context.Context, entry store.Entry)
 	return nil
 }
 
-// reservedKey is that of a reservation in the index by workflow.
-func (c *Coordinator) reservedKey(workflow string, n name) []byte {
-	return append(c.workflowPrefix(kindReservedWorkflow, workflow), n[:]...)
+// reservedKey is that of a reservation in the index by workflow. Parts of one whole have the same
+// beginning.
+func (c *Coordinator) reservedKey(h *head, n name) []byte {
+	whole := c.o.Sealer.Index("rollback whole", h.PartOf+" "+h.Requester)
+	return append(append(c.workflowPrefix(kindReservedWorkflow, h.Workflow), whole[:16]...), n[:]...)
 }
 
 // askParticipants asks all participants of a plan at once whether they can do their parts.
