@@ -347,3 +347,73 @@ func TestProcessParticipantsAreReleased(t *testing.T) {
 	c.lab.wantCharge(root.id(t), "refunded")
 	c.lab.wantDoc("/docs/x", `{"n":1}`)
 }
+
+// Cascade 4.3.4 over gateways: two of them coordinate rollbacks that overlap at one of them. The one
+// that was asked for first has what they share; the other one is refused as a whole, with the id of
+// the first, holds nothing back, and can be carried out when that is over. Where they come at once,
+// nothing waits for ever and nothing is undone twice.
+func TestProcessTwoCoordinators(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newStar(t, "")
+	one := c.saga
+	two := *one
+	two.g = c.sites[1].gateway(t)
+	c.lab.write("/docs/x", `{"n":1}`)
+	root := one.do(charge(1))
+	edit := one.do(put("/docs/x", `{"n":2}`), root.checkpoint)
+	leaf := two.do(charge(2), root.checkpoint)
+	wide := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	narrow := rollbackBody{ID: rollbackID(2), Checkpoint: leaf.checkpoint, Scope: "sub_dag"}
+
+	hash := two.prepare(narrow, http.StatusOK).PlanHash
+	if doc := one.prepare(wide, http.StatusConflict); doc.Status != "cannot_prepare" || doc.Code != "conflict" || doc.Conflicting != narrow.ID {
+		t.Errorf("%+v", doc)
+	}
+	if got := one.ask(wide); got.status != http.StatusConflict || !strings.Contains(got.body, narrow.ID) {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	three := *one
+	three.g = c.sites[2].gateway(t)
+	eventually(t, "what another participant has prepared is released", func() bool {
+		return three.try(charge(9), edit.checkpoint).status < 300
+	})
+	c.lab.arrived("POST /refunds", 0)
+	document[rollbackDoc](t, two.g.call(two.executing(narrow, hash))).want(t, "completed")
+	one.back(wide).want(t, "completed")
+	c.lab.wantCharge(root.id(t), "refunded")
+	c.lab.wantCharge(leaf.id(t), "refunded")
+	c.lab.wantDoc("/docs/x", `{"n":1}`)
+	c.lab.arrived("POST /refunds", 3)
+
+	one = c.sites[0].gateway(t).saga(c.a) // another workflow
+	two = *one
+	two.g = c.sites[1].gateway(t)
+	root = one.do(charge(3))
+	leaf = two.do(charge(4), root.checkpoint)
+	wide.ID, wide.Checkpoint = rollbackID(3), root.checkpoint
+	narrow.ID, narrow.Checkpoint = rollbackID(4), leaf.checkpoint
+	asking := []request{one.asking(wide), two.asking(narrow)}
+	answers := make(chan reply, 2)
+	for i, g := range []*gateway{one.g, two.g} {
+		go func() { answers <- g.call(asking[i]) }()
+	}
+	refused := 0
+	for range 2 {
+		got := <-answers
+		switch {
+		case got.status == http.StatusConflict:
+			refused++
+			got.problem(t, http.StatusConflict, "rollback-conflict")
+		case got.status >= 300:
+			t.Errorf("%d %s", got.status, got.body)
+		}
+	}
+	if refused > 1 {
+		t.Error("both are refused")
+	}
+	two.back(narrow).want(t, "completed")
+	one.back(wide).want(t, "completed")
+	c.lab.wantCharge(root.id(t), "refunded")
+	c.lab.wantCharge(leaf.id(t), "refunded")
+	c.lab.arrived("POST /refunds", 5)
+}

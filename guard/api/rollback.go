@@ -365,6 +365,7 @@ func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, er
 	wanted.Planned, wanted.PartOf, q.dry, q.release = said.planned, said.partOf, said.dry, said.release
 	if wanted.Coordinator && wanted.PartOf != "" {
 		q.counted = counted{issuer: true, workflow: true} // at the coordinator, as one rollback
+		wanted.Precedence = said.precedence
 	}
 	if said.scope == "" && said.cascade == nil && q.endpoint == endpointAskRollback {
 		// Figure 10 has no scope: it is that of the rollback that was prepared, which the same

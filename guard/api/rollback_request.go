@@ -47,10 +47,11 @@ func (q *rollbackRequest) body() ([]byte, error) {
 type asked struct {
 	id, checkpoint, scope, reason, urgency string
 	cascade, keep                          *bool
-	dry                                    bool     // nothing is to be done
-	release                                bool     // what is reserved is to be released
-	planned                                [32]byte // the hash of the plan; zero without one
-	partOf                                 string   // the rollback at another gateway; empty without
+	dry                                    bool                // nothing is to be done
+	release                                bool                // what is reserved is to be released
+	planned                                [32]byte            // the hash of the plan; zero without one
+	partOf                                 string              // the rollback at another gateway; empty without
+	precedence                             rollback.Precedence // of that; zero without
 }
 
 // parseBody parses Figures 9 and 10 of the cascade draft, and AERR's request. It ignores unknown
@@ -118,6 +119,9 @@ func parseBody(body []byte, to resource) (*asked, error) {
 			return nil, badParameter(badHash)
 		}
 	}
+	if a.precedence, err = parsePrecedence(members["precedence"]); err != nil {
+		return nil, err
+	}
 	if a.partOf != "" {
 		if a.partOf, err = ParseID(a.partOf); err != nil {
 			return nil, err
@@ -129,6 +133,25 @@ func parseBody(body []byte, to resource) (*asked, error) {
 	}
 	_, err = ParseScope(a.scope, a.cascade)
 	return a, err
+}
+
+// parsePrecedence parses what decides between the rollback of a part and others; zero without.
+func parsePrecedence(raw json.RawMessage) (p rollback.Precedence, err error) {
+	if raw == nil {
+		return p, nil
+	}
+	if json.Unmarshal(raw, &p) != nil || p.Asked.IsZero() {
+		return p, badParameter("precedence has no rollback_id, scope and time (asked, RFC 3339).")
+	}
+	p.Asked = p.Asked.Round(0).UTC()
+	if p.ID, err = ParseID(p.ID); err != nil {
+		return p, err
+	}
+	if p.Scope == "" {
+		return p, badParameter("scope of precedence is missing.")
+	}
+	_, err = ParseScope(string(p.Scope), nil)
+	return p, err
 }
 
 // phaseRelease ends a reservation.

@@ -850,3 +850,38 @@ func TestEveryReasonHasARemedy(t *testing.T) {
 		t.Errorf("of what has expired it is said %q", lines)
 	}
 }
+
+// A coordinator says what decides between its rollback and others, for a part of it; nobody else
+// can say that, and what cannot be read is refused.
+func TestCascade434PrecedenceOfAPart(t *testing.T) {
+	const whole = "21b1c2d3-e4f5-4789-abcd-ef0123456789"
+	text := func(more string) string { return body(askedID, point, `, "scope": "sub_dag"`+more) }
+	said := `, "precedence": {"rollback_id": "urn:uuid:` + whole + `", "scope": "full_workflow", "asked": "2026-11-25T12:00:00.000000001Z"}`
+	for name, c := range map[string]struct {
+		by, more string
+		want     rollback.Precedence
+	}{
+		"a coordinator": {coordinator, `, "part_of": "urn:uuid:` + whole + `"` + said, rollback.Precedence{
+			ID: whole, Scope: rollback.FullWorkflow, Asked: time.Date(2026, 11, 25, 12, 0, 0, 1, time.UTC),
+		}},
+		"of no part":  {coordinator, said, rollback.Precedence{}},
+		"another":     {alice, `, "part_of": "urn:uuid:` + whole + `"` + said, rollback.Precedence{}},
+		"without one": {coordinator, `, "part_of": "urn:uuid:` + whole + `"`, rollback.Precedence{}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newSite(t)
+			s.post(RollbackPath, text(c.more), issued(t, c.by, claims(flow))).document(http.StatusOK)
+			if got := s.accepted[askedID].Precedence; got != c.want {
+				t.Errorf("%+v, want %+v", got, c.want)
+			}
+		})
+	}
+	s := newSite(t)
+	for _, wrong := range []string{`1`, `{}`, `{"rollback_id": "x", "scope": "single", "asked": "2026-11-25T12:00:00Z"}`,
+		`{"rollback_id": "urn:uuid:` + whole + `", "scope": "all", "asked": "2026-11-25T12:00:00Z"}`,
+		`{"rollback_id": "urn:uuid:` + whole + `", "asked": "2026-11-25T12:00:00Z"}`,
+		`{"rollback_id": "urn:uuid:` + whole + `", "scope": "single", "asked": "noon"}`,
+	} {
+		s.post(RollbackPath, text(`, "part_of": "urn:uuid:`+whole+`", "precedence": `+wrong), issued(t, coordinator, claims(flow))).refused(400, "parameter-invalid", "")
+	}
+}

@@ -121,7 +121,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	}
 	d := &draft{head: head{
 		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: cp.Workflow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
-		Operator: r.Operator, Token: r.Token, Content: r.content(), Asked: now, PartOf: r.PartOf,
+		Operator: r.Operator, Token: r.Token, Content: r.content(), Asked: now, PartOf: r.PartOf, Precedence: r.Precedence,
 	}}
 	if r.Operator == "" {
 		d.Requester = r.By
@@ -539,12 +539,12 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 		}
 	}()
 	if !c.current(ctx, d) {
-		said := d.Unprepared
+		said, precedence := d.Unprepared, d.Precedence
 		var err error
 		if d, err = c.draftOrRecordRefusal(ctx, r); err != nil {
 			return nil, err
 		}
-		d.Unprepared = said
+		d.Unprepared, d.Precedence = said, precedence
 	}
 	d.Aborted = d.aborts(r)
 	c.locks.setPlan(lock, d.Scope, d.Plan)
@@ -655,21 +655,22 @@ func (d *draft) resolveConflicts(others []*run) (joins []*run, err error) {
 		}
 		r.mu.Lock()
 		there, joined, same := r.contender(), r.head.Joined != "", d.sameWhole(&r.head)
+		part, asked := r.head.PartOf != "", r.head.Asked
 		r.mu.Unlock()
-		if !d.Asked.After(there.Asked) { // a clock that went back gives no precedence
-			d.Asked = there.Asked.Add(time.Nanosecond)
+		if !d.Asked.After(asked) { // a clock that went back gives no precedence
+			d.Asked = asked.Add(time.Nanosecond)
 		}
-		comes := contender{precedence: precedence{ID: d.ID, Scope: d.Scope, Asked: d.Asked}, Plan: d.Plan}
+		comes := contender{Precedence: d.precedence(), Plan: d.Plan}
 		resolution := resolveConflict(there, comes)
-		if same && resolution != noConflict {
-			resolution = newcomerWaits
+		if same && resolution != noConflict || part && resolution == earlierJoins {
+			resolution = newcomerWaits // a part has a result of its own
 		}
 		switch resolution {
 		case noConflict:
 			continue
 		case newcomerRefused:
 			if !joined { // else the one that it gives way to decides
-				return nil, &ConflictError{Winner: r.id}
+				return nil, &ConflictError{Winner: there.ID}
 			}
 		case earlierJoins: // those beyond the bound go on to their end instead
 			if !joined && len(joins) < maxJoins {
@@ -715,7 +716,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 		return nil, err
 	}
 	if held.own != nil {
-		d.Prepared = held.own.Asked
+		d.Prepared, d.Precedence = held.own.Asked, held.own.Precedence
 	}
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()

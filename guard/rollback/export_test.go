@@ -9,7 +9,6 @@ import (
 
 type (
 	Contender          = contender
-	Precedence         = precedence
 	ConflictResolution = conflictResolution
 	UnknownError       = unknownError
 )

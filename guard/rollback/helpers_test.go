@@ -100,6 +100,7 @@ type world struct {
 	sends   int
 
 	prepared  int               // how often somebody was asked
+	winners   map[string]string // of a checkpoint: the rollback that takes precedence there
 	obstacles map[string]string // of a checkpoint: why it cannot be prepared
 }
 
@@ -143,7 +144,11 @@ func (u *undoer) Prepare(_ context.Context, t rollback.Task) (string, error) {
 	u.world.mu.Lock()
 	defer u.world.mu.Unlock()
 	u.world.prepared++
-	return u.world.obstacles[t.Checkpoint.Snapshot.Root()], nil
+	id := t.Checkpoint.Snapshot.Root()
+	if winner := u.world.winners[id]; winner != "" {
+		return "", &rollback.ConflictError{Winner: winner}
+	}
+	return u.world.obstacles[id], nil
 }
 
 func (u *undoer) Release(ctx context.Context, t rollback.Task) error {

@@ -50,6 +50,8 @@ type head struct {
 	Absorbed []string `json:"absorbed,omitempty"`
 	// PartOf is as in Request.
 	PartOf string `json:"part_of,omitempty"`
+	// Precedence is that of the whole, and what participants were told of it; zero is its own.
+	Precedence Precedence `json:"precedence,omitzero"`
 	// Aborted says that nothing is undone, since what is critical cannot be (C-4.3.2-h).
 	Aborted bool `json:"aborted,omitempty"`
 	// Prepared is when it was prepared; zero where it was not.
@@ -62,7 +64,16 @@ type head struct {
 
 // sameWhole reports whether two rollbacks are parts of one at another gateway.
 func (h *head) sameWhole(other *head) bool {
-	return h.PartOf != "" && h.PartOf == other.PartOf && h.Requester == other.Requester
+	return h.PartOf != "" && h.PartOf == other.PartOf &&
+		(h.Requester == other.Requester || h.Precedence.ID != "" && h.Precedence == other.Precedence)
+}
+
+// precedence decides conflicts with others, here and at the participants.
+func (h *head) precedence() Precedence {
+	if h.Precedence.ID != "" {
+		return h.Precedence
+	}
+	return Precedence{ID: h.ID, Scope: h.Scope, Asked: h.Asked}
 }
 
 // open reports whether it still takes steps.

@@ -83,6 +83,10 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 	if phase == PhaseDry || phase == PhasePrepare {
 		named = "" // as in Figure 9
 	}
+	var decides *Precedence
+	if j.task.Precedence.ID != "" {
+		decides = &j.task.Precedence
+	}
 	body, err := json.Marshal(struct {
 		Rollback   string `json:"rollback_id"`
 		Checkpoint string `json:"checkpoint_id"`
@@ -91,8 +95,10 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 		// What it did for the call includes what it had others do.
 		Scope  Scope  `json:"scope"`
 		PartOf string `json:"part_of"`
-		Reason string `json:"reason,omitempty"`
-	}{"urn:uuid:" + p.Rollback, p.Checkpoint, named, phase == PhaseDry, SubDAG, "urn:uuid:" + j.task.whole(), j.task.Reason})
+		// So that all participants decide between this rollback and others in the same way.
+		Precedence *Precedence `json:"precedence,omitempty"`
+		Reason     string      `json:"reason,omitempty"`
+	}{"urn:uuid:" + p.Rollback, p.Checkpoint, named, phase == PhaseDry, SubDAG, "urn:uuid:" + j.task.whole(), decides, j.task.Reason})
 	if err != nil {
 		return nil, requestError{ReasonUnfilled}
 	}
@@ -113,6 +119,14 @@ func (j *job) proven(read func(*Answer) note) func(*Answer) note {
 	}
 	return func(a *Answer) note {
 		n := read(a)
+		var problem struct {
+			Type   string `json:"type"`
+			Winner string `json:"conflicting_rollback_id"`
+		}
+		if a.Status == http.StatusConflict && json.Unmarshal(a.Body, &problem) == nil &&
+			strings.HasSuffix(problem.Type, "/rollback-conflict") && problem.Winner != "" {
+			return note{reading: busy} // cascade 4.3.4: another one is there first, and nothing was begun
+		}
 		if n.reading == done && !a.Proven { // 410 too: what it does not know it has not undone
 			n = noted(unexpected, a.Status)
 		}
@@ -144,8 +158,15 @@ func (u *Undoer) Prepare(ctx context.Context, t Task) (obstacle string, err erro
 		if err != nil {
 			return "", err
 		}
-		n, _ := j.send(ctx, out, func(a *Answer) note { return note{reading: reading(prepared(a)), after: retryAfter(a.Header)} })
+		winner := ""
+		n, _ := j.send(ctx, out, func(a *Answer) note {
+			why, id := prepared(a)
+			winner = id
+			return note{reading: reading(why), after: retryAfter(a.Header)}
+		})
 		switch {
+		case winner != "":
+			return "", &ConflictError{Winner: winner}
 		case n.reason != "":
 			return string(n.reason), nil
 		case n.reading == done:
@@ -189,11 +210,13 @@ func (u *Undoer) Release(ctx context.Context, t Task) error {
 	}
 }
 
-// prepared is the answer to prepare: done, busy, or why the participant cannot prepare.
-func prepared(a *Answer) string {
+// prepared is the answer to prepare: done, busy, or why the participant cannot prepare; and the
+// rollback that takes precedence there.
+func prepared(a *Answer) (why, winner string) {
 	var doc struct {
 		Status string `json:"status"`
 		Reason string `json:"reason_code"`
+		Winner string `json:"conflicting_rollback_id"`
 		Agents []struct {
 			Reason string `json:"reason"`
 		} `json:"agents"`
@@ -201,7 +224,7 @@ func prepared(a *Answer) string {
 	known := json.Unmarshal(a.Body, &doc) == nil && !a.Cut
 	switch {
 	case a.Status == http.StatusOK && known && doc.Status == "prepared":
-		return string(done)
+		return string(done), ""
 	case known && doc.Status == "cannot_prepare":
 		reason := doc.Reason
 		for _, agent := range doc.Agents {
@@ -209,16 +232,19 @@ func prepared(a *Answer) string {
 				reason = agent.Reason
 			}
 		}
-		if fixedWord(reason) {
-			return reason
+		if id, err := uuid.Parse(doc.Winner); err == nil {
+			return reason, id.String()
 		}
-		return string(ReasonRefused)
+		if fixedWord(reason) {
+			return reason, ""
+		}
+		return string(ReasonRefused), ""
 	case a.Status == http.StatusUnauthorized, a.Status == http.StatusForbidden:
-		return string(ReasonUnauthorized)
+		return string(ReasonUnauthorized), ""
 	case a.Status == http.StatusTooManyRequests, a.Status >= 500, a.Status == http.StatusConflict && known:
-		return string(busy) // such as `workflow-paused`
+		return string(busy), "" // such as `workflow-paused`
 	}
-	return string(ReasonRefused)
+	return string(ReasonRefused), ""
 }
 
 // fixedWord reports whether a text may be shown as a reason. It is another's text.

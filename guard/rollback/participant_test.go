@@ -502,3 +502,200 @@ func TestForeignCheckpointsAreAskedFor(t *testing.T) {
 		}
 	})
 }
+
+// Cascade 4.3.4 over gateways: every participant decides between the parts of two rollbacks by the
+// wholes, in whichever order they come, and not by its own clock; so one of them has all. The loser
+// is told the id of the whole that has won.
+func TestCascade434OverGateways(t *testing.T) {
+	const one, two = "00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002"
+	noon := time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
+	for name, test := range map[string]struct{ wins, loses rollback.Precedence }{
+		"earlier":     {rollback.Precedence{ID: two, Scope: rollback.SubDAG, Asked: noon}, rollback.Precedence{ID: one, Scope: rollback.SubDAG, Asked: noon.Add(1)}},
+		"equal times": {rollback.Precedence{ID: one, Scope: rollback.SubDAG, Asked: noon}, rollback.Precedence{ID: two, Scope: rollback.SubDAG, Asked: noon}},
+		"wider":       {rollback.Precedence{ID: two, Scope: rollback.FullWorkflow, Asked: noon.Add(time.Hour)}, rollback.Precedence{ID: one, Scope: rollback.SubDAG, Asked: noon}},
+	} {
+		for _, order := range []string{"the winner first", "the loser first"} {
+			t.Run(name+", "+order, func(t *testing.T) {
+				r := newRig(t)
+				r.made("1", checkpoint.Restore, execution.Completed)
+				r.made("2", checkpoint.Restore, execution.Completed, "1")
+				r.start()
+				part := func(target string, p rollback.Precedence) rollback.Request {
+					q := request(target, rollback.SubDAG)
+					q.By, q.Coordinator, q.PartOf, q.Precedence = "spiffe://example.com/"+p.ID, true, p.ID, p
+					return q
+				}
+				wins, loses := part("c1", test.wins), part("c2", test.loses)
+				if order == "the loser first" {
+					if p := r.prepare(loses); !p.Ready() || p.Until.IsZero() {
+						t.Fatalf("%+v", p)
+					}
+				}
+				if p := r.prepare(wins); !p.Ready() || p.Until.IsZero() {
+					t.Fatalf("%+v", p)
+				}
+				lost := func(err error) {
+					t.Helper()
+					conflict := (*rollback.ConflictError)(nil)
+					if !errors.As(err, &conflict) || conflict.Winner != test.wins.ID {
+						t.Errorf("%v, want a conflict with %s", err, test.wins.ID)
+					}
+				}
+				lost(r.prepare(loses).Refusal)
+				_, err := r.Execute(ctx, loses)
+				lost(err)
+				r.restart()
+				_, err = r.Execute(ctx, loses)
+				lost(err)
+				wantEnd(t, r.run(wins), rollback.Completed, "c2=completed c1=completed")
+				wantEnd(t, r.run(loses), rollback.Completed, "c2=completed") // nothing is left of it
+			})
+		}
+	}
+}
+
+// What was begun at a participant goes on to its end, and the one that takes precedence waits for it:
+// each has a result of its own, that its coordinator believes, and nothing is undone twice.
+func TestCascade434BegunAtAParticipant(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	r.start()
+	hold := make(chan struct{})
+	r.world.hold["c2"] = hold
+	part := func(target, of string, scope rollback.Scope, after time.Duration) rollback.Request {
+		q := request(target, rollback.SubDAG)
+		q.By, q.Coordinator, q.PartOf = "spiffe://example.com/"+of, true, of
+		q.Precedence = rollback.Precedence{ID: of, Scope: scope, Asked: r.now().Add(after)}
+		return q
+	}
+	loses := part("c2", "00000000-0000-4000-8000-000000000001", rollback.SubDAG, 0)
+	wins := part("c1", "00000000-0000-4000-8000-000000000002", rollback.FullWorkflow, time.Hour)
+	r.execute(loses)
+	r.execute(wins)
+	close(hold)
+	for _, end := range []struct {
+		q     rollback.Request
+		steps string
+	}{{loses, "c2=completed"}, {wins, "c2=completed c1=completed"}} {
+		done := r.wait(end.q.ID)
+		wantEnd(t, done, rollback.Completed, end.steps)
+		if done.Joined != "" {
+			t.Errorf("it has the result of %s", done.Joined)
+		}
+	}
+	for id, keys := range r.world.effects {
+		if len(keys) != 1 {
+			t.Errorf("%s was undone %d times", id, len(keys))
+		}
+	}
+}
+
+// Cascade 4.3.4: a rollback that loses at one participant is refused as a whole, with the id of the
+// one that has won, and those who have prepared for it are released.
+func TestCascade434LostAtAParticipant(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const winner = "00000000-0000-4000-8000-000000000001"
+		r := newRig(t)
+		r.made("1", checkpoint.Delegate, execution.Completed)
+		r.made("2", checkpoint.Delegate, execution.Completed, "1")
+		r.start()
+		r.undoer.releases = make(chan string, 10)
+		lost := func(err error) {
+			t.Helper()
+			conflict := (*rollback.ConflictError)(nil)
+			if !errors.As(err, &conflict) || conflict.Winner != winner {
+				t.Errorf("%v, want a conflict with %s", err, winner)
+			}
+		}
+		q := request("c1", rollback.SubDAG)
+		p, err := r.Prepare(ctx, q)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.world.winners = map[string]string{"c2": winner}
+		if p, err = r.Reserve(ctx, p, time.Minute); err != nil || !p.Until.IsZero() {
+			t.Fatalf("%+v, %v", p, err)
+		}
+		lost(p.Refusal)
+		lost(r.prepare(q).Refusal)
+		_, err = r.Execute(ctx, q)
+		lost(err)
+		synctest.Wait()
+		if len(r.undoer.releases) != 4 || r.enters("w", "1") != nil {
+			t.Errorf("%d are released", len(r.undoer.releases))
+		}
+		if _, err := r.Get(ctx, q.ID); !errors.Is(err, rollback.ErrUnknown) {
+			t.Errorf("it was accepted: %v", err)
+		}
+		r.world.winners = nil
+		wantEnd(t, r.run(q), rollback.Completed, "c2=completed c1=completed")
+	})
+}
+
+// Participants are told the same in both phases, and over restarts: what the rollback had when they
+// were asked first.
+func TestParticipantsAreToldThePrecedence(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Delegate, execution.Completed)
+		var seen []rollback.Precedence
+		note := func(t rollback.Task) { seen = append(seen, t.Precedence) }
+		r.undoer.asks = func(t rollback.Task) { note(t); time.Sleep(time.Second) }
+		r.undoer.seen = note
+		r.start()
+		q := request("c1", rollback.SubDAG)
+		asked := r.now()
+		r.prepare(q)
+		r.undoer.block = true
+		r.execute(q)
+		synctest.Wait()
+		stop(r.Coordinator)
+		r.open()
+		r.undoer.seen = note
+		r.start()
+		wantEnd(t, r.wait(q.ID), rollback.Completed, "c1=completed")
+		if len(seen) != 4 {
+			t.Errorf("asked %d times", len(seen))
+		}
+		for _, p := range seen {
+			if p.ID != q.ID || p.Scope != rollback.SubDAG || !p.Asked.Equal(asked) {
+				t.Errorf("%+v, asked at %s", p, asked)
+			}
+		}
+	})
+}
+
+// The answer of a participant where another rollback takes precedence: at prepare it names the one
+// that has won, at execute the part is asked for again until that has ended.
+func TestConflictAtAParticipant(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const winner = "00000000-0000-4000-8000-000000000001"
+		r := undoNewRig(t)
+		one := task(checkpoint.Delegate, rollback.Spec{Guard: "g", Delegate: "https://b.example/rollback", Agent: "spiffe://b"})
+		one.Checkpoint.Result = &checkpoint.Result{Status: 200}
+		one.Checkpoint.Result.Answer, _ = rollback.NamedCheckpoint("b1")
+		one.Due = time.Now().Add(time.Minute)
+		one.Precedence = rollback.Precedence{ID: winner, Scope: rollback.SubDAG, Asked: time.Date(2026, 11, 25, 12, 0, 0, 1, time.UTC)}
+		r.answer = func(o *rollback.Outgoing) (*rollback.Answer, error) {
+			if !strings.Contains(string(o.Body), `"precedence":{"rollback_id":"`+winner+`","scope":"sub_dag","asked":"2026-11-25T12:00:00.000000001Z"}`) {
+				t.Errorf("%s", o.Body)
+			}
+			return &rollback.Answer{Status: 409, Header: http.Header{}, Body: []byte(`{"status":"cannot_prepare","reason_code":"conflict","conflicting_rollback_id":"urn:uuid:` + winner + `"}`)}, nil
+		}
+		conflict := (*rollback.ConflictError)(nil)
+		if _, err := r.Prepare(ctx, one); !errors.As(err, &conflict) || conflict.Winner != winner {
+			t.Errorf("%v", err)
+		}
+		tries := 0
+		r.answer = func(*rollback.Outgoing) (*rollback.Answer, error) {
+			if tries++; tries < 3 {
+				return &rollback.Answer{Status: 409, Header: http.Header{}, Body: []byte(`{"type":"/.well-known/cascade/problems/rollback-conflict","conflicting_rollback_id":"urn:uuid:` + winner + `"}`)}, nil
+			}
+			return &rollback.Answer{Status: 200, Header: http.Header{}, Body: []byte(`{"status":"completed"}`), Proven: true}, nil
+		}
+		if got, err := r.Undo(ctx, one); err != nil || !got.Done || got.Unknown || tries != 3 {
+			t.Errorf("%+v, %v: %d tries", got, err, tries)
+		}
+	})
+}

@@ -865,20 +865,21 @@ func (t *tarjan) visit(p int) {
 	}
 }
 
-// precedence decides between two rollbacks (cascade 4.3.4).
-type precedence struct {
+// Precedence decides between two rollbacks (cascade 4.3.4). Parts of a rollback at other gateways
+// have that of the whole, so that all of them decide in the same way.
+type Precedence struct {
 	// ID is the rollback's id, which is unique.
-	ID string
+	ID string `json:"rollback_id"`
 	// Scope is how far it goes.
-	Scope Scope
-	// Asked is when it was recorded, by the store's clock and not the requester's.
-	Asked time.Time
+	Scope Scope `json:"scope"`
+	// Asked is when it was recorded, by the clock of its coordinator's store and not the requester's.
+	Asked time.Time `json:"asked"`
 }
 
 // comparePrecedence is negative if a takes precedence over b, positive if b does over a, and zero
 // only if they are the same. The wider scope wins, then the earlier time, then the lower id. An
 // unknown scope is the narrowest.
-func comparePrecedence(a, b precedence) int {
+func comparePrecedence(a, b Precedence) int {
 	return cmp.Or(
 		cmp.Compare(b.Scope.breadth(), a.Scope.breadth()),
 		a.Asked.Compare(b.Asked),
@@ -888,7 +889,7 @@ func comparePrecedence(a, b precedence) int {
 
 // contender is a rollback that takes steps, or asks to.
 type contender struct {
-	precedence
+	Precedence
 	Plan *Plan
 }
 
@@ -920,7 +921,7 @@ func resolveConflict(there, comes contender) conflictResolution {
 	switch {
 	case !overlap(there.Plan, comes.Plan):
 		return noConflict
-	case comparePrecedence(there.precedence, comes.precedence) <= 0:
+	case comparePrecedence(there.Precedence, comes.Precedence) <= 0:
 		return newcomerRefused
 	case there.Scope.breadth() < comes.Scope.breadth() && len(comes.Plan.lacks(there.Plan)) == 0:
 		return earlierJoins

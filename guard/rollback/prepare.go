@@ -131,6 +131,10 @@ func (c *Coordinator) Prepare(ctx context.Context, r Request) (*Prepared, error)
 		return nil, err
 	}
 	unprepared, err := c.askParticipants(ctx, d, true)
+	if errors.As(err, &conflict) {
+		p.Refusal = conflict
+		return p, nil
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -219,6 +223,9 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 	if err != nil || len(unprepared) > 0 {
 		c.giveUp(ctx, d, unprepared)
 		p.Obstacles, p.draft = unprepared, nil
+		if conflict := (*ConflictError)(nil); errors.As(err, &conflict) {
+			p.Refusal, err = conflict, nil
+		}
 		return p, err
 	}
 	done, err := c.reserveLocked(ctx, p, last, extra)
@@ -250,12 +257,14 @@ func (c *Coordinator) reserveLocked(ctx context.Context, p *Prepared, last time.
 // reserveBehind reserves behind the lock of a workflow: earlier calls are recorded, and no others
 // come. keep says that the lock stays, since something was reserved, or may have been.
 func (c *Coordinator) reserveBehind(ctx context.Context, p *Prepared, last time.Duration, lock *workflowLock, extra []store.Write) (_ *Prepared, keep bool, err error) {
+	precedence := p.draft.Precedence
 	if !c.current(ctx, p.draft) {
 		if p, err = c.Prepare(ctx, p.request); err != nil || p.draft == nil {
 			return p, false, err
 		}
 	}
 	d := p.draft
+	d.Precedence = precedence
 	c.locks.setPlan(lock, d.Scope, d.Plan)
 	c.accepting.Lock()
 	defer c.accepting.Unlock()
@@ -385,7 +394,7 @@ func (h *held) end(c *Coordinator, v *reservation) {
 // *PlanChangedError where another plan was prepared, which ends that reservation, and with
 // *ConflictError where another one takes precedence (cascade 4.3.4).
 func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h held, err error) {
-	mine := precedence{ID: d.ID, Scope: d.Scope, Asked: d.Asked}
+	mine := d.precedence()
 	own, err := c.reservation(ctx, c.name(r.ID))
 	switch {
 	case errors.Is(err, ErrUnknown):
@@ -394,7 +403,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 	case !own.of(r):
 		return h, ErrMismatch
 	default:
-		h.own, mine.Asked = own, own.Asked
+		h.own, mine = own, own.precedence()
 		h.end(c, own)
 	}
 	prepared := h.own == nil || bytes.Equal(h.own.Hash, d.Hash) || h.own.shrunk(d)
@@ -431,8 +440,8 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		}
 		switch {
 		case d.sameWhole(&other.head), !overlap(other.planned.Plan, d.Plan):
-		case comparePrecedence(precedence{ID: other.ID, Scope: other.Scope, Asked: other.Asked}, mine) <= 0:
-			return h, &ConflictError{Winner: other.ID}
+		case comparePrecedence(other.precedence(), mine) <= 0:
+			return h, &ConflictError{Winner: other.precedence().ID}
 		default:
 			h.end(c, other)
 			h.others = append(h.others, other)
@@ -528,13 +537,14 @@ func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) (
 			if s.Way != checkpoint.Delegate.String() {
 				continue
 			}
-			cp := tokens[s.Checkpoint]
+			d.Precedence = d.precedence() // which they are told: from now on, whatever its time will be
+			cp, precedence := tokens[s.Checkpoint], d.Precedence
 			wg.Add(1)
 			go func() {
 				defer wg.Done()
 				slots <- struct{}{}
 				defer func() { <-slots }()
-				obstacle, err := c.askParticipant(ctx, d, cp, due, dry)
+				obstacle, err := c.askParticipant(ctx, d, cp, due, dry, precedence)
 				mu.Lock()
 				defer mu.Unlock()
 				if err != nil && first == nil {
@@ -550,7 +560,7 @@ func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) (
 	return all, first
 }
 
-func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoint, due time.Time, dry bool) (string, error) {
+func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoint, due time.Time, dry bool, precedence Precedence) (string, error) {
 	s, err := c.asking(ctx, cp)
 	switch {
 	case errors.Is(err, ErrStore):
@@ -563,7 +573,7 @@ func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoi
 	ctx, cancel := context.WithDeadline(ctx, due)
 	defer cancel()
 	obstacle, err := c.o.Undoer.Prepare(ctx, Task{
-		Rollback: d.ID, PartOf: d.PartOf, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: due, Quit: c.quit, Dry: dry, Foreign: s.foreign,
+		Rollback: d.ID, PartOf: d.PartOf, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: due, Quit: c.quit, Dry: dry, Precedence: precedence, Foreign: s.foreign,
 	})
 	if errors.Is(err, ErrQuit) {
 		err = ErrStopping

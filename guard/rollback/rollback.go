@@ -247,6 +247,8 @@ type Request struct {
 	// PartOf is the id of the rollback at another gateway of which this one is a part; empty
 	// without. Parts of one requester's rollback do not conflict with each other.
 	PartOf string
+	// Precedence is that of the rollback of which this one is a part; zero is its own.
+	Precedence Precedence
 	// Planned is the hash of the plan that is to be carried out, and no other; zero is any.
 	Planned [32]byte
 	// Whole says that nothing is to be undone where a part cannot be: `partial never`.

@@ -15,17 +15,18 @@ import (
 
 // run is an unfinished rollback, with what its goroutines share.
 type run struct {
-	id       string
-	name     name
-	plan     *Plan
-	levels   [][]int // places in steps
-	partOf   string
-	aborted  bool
-	refused  map[string]string // checkpoints that are not undone, and why
-	roots    map[int]string    // of places, their first attempts; nil where no ttl is over
-	then     []What            // what the plan says of each step after a wait
-	index    map[string]int
-	launched bool // guarded by Coordinator.mu
+	id         string
+	name       name
+	plan       *Plan
+	levels     [][]int // places in steps
+	partOf     string
+	precedence Precedence // which does not change
+	aborted    bool
+	refused    map[string]string // checkpoints that are not undone, and why
+	roots      map[int]string    // of places, their first attempts; nil where no ttl is over
+	then       []What            // what the plan says of each step after a wait
+	index      map[string]int
+	launched   bool // guarded by Coordinator.mu
 
 	mu      sync.Mutex
 	head    head
@@ -60,7 +61,7 @@ func (s *signal) is() bool {
 
 func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
 	r := &run{
-		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.PartOf, aborted: h.Aborted, refused: p.Unprepared,
+		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.PartOf, precedence: h.precedence(), aborted: h.Aborted, refused: p.Unprepared,
 		stepped: make(chan struct{}), joined: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
 	r.steps, r.levels = p.steps()
@@ -157,9 +158,7 @@ func (r *run) nextEnd() <-chan struct{} {
 
 // contender is the rollback in conflicts with others. mu is held.
 func (r *run) contender() contender {
-	return contender{
-		precedence: precedence{ID: r.id, Scope: r.head.Scope, Asked: r.head.Asked}, Plan: r.plan,
-	}
+	return contender{Precedence: r.precedence, Plan: r.plan}
 }
 
 // change changes the head, in one commit with the batch. make gets a copy, and may be called

@@ -241,7 +241,7 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 // first attempt.
 func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
 	brief := r.withoutSteps()
-	task := Task{Rollback: r.id, PartOf: r.partOf, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit, Foreign: s.foreign}
+	task := Task{Rollback: r.id, PartOf: r.partOf, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit, Precedence: r.precedence, Foreign: s.foreign}
 	if doubt != "" && doubt != r.id {
 		partOf, forgotten, err := c.earlier(ctx, doubt)
 		if err != nil {

@@ -43,6 +43,8 @@ type Task struct {
 	// Due is the end of the rollback: nothing is sent after it, but the outcome of what was sent
 	// before is asked for once more. Zero is never.
 	Due time.Time
+	// Precedence decides between Rollback and others at participants.
+	Precedence Precedence
 	// Foreign says that Checkpoint stands for one that the participant itself has made, and whose
 	// token is verified.
 	Foreign bool
