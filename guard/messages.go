@@ -319,6 +319,7 @@ type clients struct {
 	sessions map[requestName][]*client   // those of named whose streams may be resumed
 	of       map[execution.Key][]*client // by the execution whose answer they wait for
 	waiting  int                         // the costs of those whose requests have ended, in bytes
+	used     usedIDs
 }
 
 // requestName is how a client names its request. An id of JSON-RPC is unique within a session only;
@@ -344,6 +345,7 @@ type client struct {
 	progressed bool          // a GET stream has shown that a call of the session is at work
 	comes      chan struct{} // closed when answer is there; nil while its request goes on
 	cost       int           // in clients.waiting
+	reused     bool          // its session has had its id before
 }
 
 func (h *Handler) requestName(r *http.Request, caller string, id []byte) requestName {
@@ -383,8 +385,11 @@ var errLeft = errors.New("agent_guard: no client waits for the answer")
 func (l *clients) left(key execution.Key, sends *client) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if sends != nil {
+	if sends != nil && !sends.sent {
 		sends.sent = true
+		if sends.session.session != "" {
+			sends.reused = l.used.again(sends.session, sends.name.id)
+		}
 	}
 	var sent *client
 	for _, c := range l.of[key] {

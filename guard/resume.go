@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"hash/maphash"
 	"io"
 	"log/slog"
 	"net/http"
@@ -63,8 +64,30 @@ func (l *clients) wait(c *client, cost int) (comes <-chan struct{}) {
 	return c.comes
 }
 
+// usedIDs remembers which ids the calls of sessions have had: 4,096 at least, as hashes.
+type usedIDs struct {
+	seed       maphash.Seed
+	young, old map[uint64]struct{}
+}
+
+// again reports that a session has had an id before, and remembers it.
+func (u *usedIDs) again(session requestName, id string) bool {
+	if len(u.young) >= 4096 || u.young == nil {
+		if u.young == nil {
+			u.seed = maphash.MakeSeed()
+		}
+		u.young, u.old = map[uint64]struct{}{}, u.young
+	}
+	session.id = id
+	hash := maphash.Comparable(u.seed, session)
+	_, young := u.young[hash]
+	_, old := u.old[hash]
+	u.young[hash] = struct{}{}
+	return young || old
+}
+
 // resumed hands an answer to the one call of a session that it belongs to. It returns nil where none
-// fits, or more than one. A call that waits for it is settled at once, which ends waits for.
+// fits, or more than one, or where it may be that of an earlier call with the same id. A call that waits for it is settled at once, which ends waits for.
 func (l *clients) resumed(session requestName, way proof, id []byte, text *spool.Spool, ends *sync.WaitGroup) *client {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -78,7 +101,7 @@ func (l *clients) resumed(session requestName, way proof, id []byte, text *spool
 		}
 		c = other
 	}
-	if c == nil || c.answer != nil { // that is the same once more
+	if c == nil || c.reused || c.answer != nil { // that is the same once more
 		return nil
 	}
 	c.answer = &resumption{text: text, written: make(chan struct{}), settled: func() {}}

@@ -187,6 +187,26 @@ func TestResumedStreams(t *testing.T) {
 	const notification = "data: {\"jsonrpc\":\"2.0\",\"method\":\"notifications/message\",\"params\":{}}\n\n"
 	const asked = "data: {\"jsonrpc\":\"2.0\",\"id\":3,\"method\":\"elicitation/create\",\"params\":{}}\n\n"
 	for name, test := range map[string]func(s *resuming){
+		"an id that its session has had": func(s *resuming) {
+			s.call("ada", "3", "first")
+			s.get("ada", "Last-Event-Id", "1")
+			s.sends(response("3"))
+			s.call("ada", "3", "k")
+			s.sends(response("3")) // of the first one once more, or of this one
+			s.open()
+			s.end()
+			s.doubt("answer_truncated")
+			s.calls.Add(-1) // the first one
+		},
+		"an id that another session has had": func(s *resuming) {
+			s.call("eve", "3", "first")
+			s.call("ada", "3", "k")
+			s.get("ada", "Last-Event-Id", "1")
+			s.sends(response("3"))
+			s.do(s.pay("ada", "4", "k"), "200 replayed "+resumed("3", "4"))
+			s.calls.Add(-1) // the first one
+			s.end()
+		},
 		"everybody gets its answer": func(s *resuming) {
 			s.call("ada", "3", "k")
 			retry := s.begin(s.pay("ada", "4", "k"))
@@ -580,13 +600,13 @@ func TestResumedStreamsOfProvenServers(t *testing.T) {
 		s.do(s.pay("ada", "4", "j"), "200 replayed ") // by the rules of HTTP
 		hello := s.message("ada", `{"jsonrpc":"2.0","id":0,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{},"clientInfo":{"name":"c","version":"1"}}}`)
 		s.serve(httptest.NewRecorder(), hello)
-		s.call("ada", "3", "k")
+		s.call("ada", "7", "k")
 		s.get("ada", "X-Tenant", "other")
-		s.sends(response("3"), "")
+		s.sends(response("7"), "")
 		s.open()
 		s.get("ada", "Cache-Control", "no-store", "Last-Event-Id", "1")
-		s.sends(response("3"))
-		s.do(s.pay("ada", "5", "k"), "200 replayed "+resumed("3", "5"))
+		s.sends(response("7"))
+		s.do(s.pay("ada", "5", "k"), "200 replayed "+resumed("7", "5"))
 		s.end()
 	})
 }
