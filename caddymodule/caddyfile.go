@@ -78,6 +78,9 @@ func init() {
 //				secret  <placeholder>...
 //				timeout <duration>
 //			}
+//			unreachable_human deny | abort | pause | escalate <role> {
+//				within <duration>
+//			}
 //			keep <duration>
 //			role_issuers <issuers...>
 //			page <url>

@@ -49,13 +49,50 @@ type HITL struct {
 	// Default: no link.
 	Page string `json:"page,omitempty"`
 
+	// What happens where nobody decides in time about a call that cannot be undone: a rollback has
+	// come to it, or an agent reports an error of it. It may stand in the file of `rules` instead.
+	// Default: it waits until somebody decides.
+	UnreachableHuman *UnreachableHuman `json:"unreachable_human,omitempty"`
+
 	// A file with rules for errors that agents report, in the form of ATD and AERR:
 	// `{"hitl": {"rules": [...]}}`, or the list alone. They come before the gateway's own rule for
 	// critical errors. A placeholder is replaced at load. Default: none.
 	RulesFile string `json:"rules,omitempty"`
 
-	webhook *hitl.WebhookNotifier
-	rules   []hitl.Rule
+	webhook     *hitl.WebhookNotifier
+	rules       []hitl.Rule
+	unreachable *hitl.Unreachable
+}
+
+// UnreachableHuman says what happens where nobody decides in time. Nobody's silence approves.
+type UnreachableHuman struct {
+	// `deny`, or `abort` for the same: the escalation expires, and nothing else happens. `pause`: it
+	// expires, and its workflow is paused until a person resumes it. `escalate`: another role is
+	// asked and notified, once. Required.
+	Do string `json:"do,omitempty"`
+
+	// The role that `escalate` asks. Required with it.
+	Role string `json:"role,omitempty"`
+
+	// How long people have, each time. Default: 24h.
+	Within caddy.Duration `json:"within,omitempty"`
+}
+
+func (u *UnreachableHuman) read() (*hitl.Unreachable, error) {
+	if u == nil {
+		return nil, nil
+	}
+	if u.Do == "" {
+		return nil, errors.New("unreachable_human: it does not say what happens; use deny, abort, pause, or escalate with a role")
+	}
+	if err := checkDuration(u.Within); err != nil {
+		return nil, fmt.Errorf("unreachable_human: within: %w", err)
+	}
+	read := &hitl.Unreachable{Do: hitl.UnreachableKind(u.Do), Role: u.Role, Within: time.Duration(u.Within)}
+	if err := read.Check(); err != nil {
+		return nil, fmt.Errorf("unreachable_human: %w", err)
+	}
+	return read, nil
 }
 
 // Webhook is a receiver of escalations. Messages are sent as POST in the format of Standard
@@ -87,15 +124,27 @@ func (h *HITL) provision(gateway string) error {
 	if err := checkPage(h.Page); err != nil {
 		return fmt.Errorf("page: %w", err)
 	}
+	var err error
+	if h.unreachable, err = h.UnreachableHuman.read(); err != nil {
+		return err
+	}
 	if h.RulesFile != "" {
 		file, err := caddy.NewReplacer().ReplaceOrErr(h.RulesFile, true, true)
 		var text []byte
 		if err == nil {
 			text, err = os.ReadFile(file)
 		}
+		var set hitl.RuleSet
 		if err == nil {
-			h.rules, err = hitl.ParseRules(text)
+			set, err = hitl.ParseRules(text)
 		}
+		if err == nil && set.Unreachable != nil && h.unreachable != nil {
+			err = errors.New("unreachable_human stands in the configuration too; leave it out in one of them")
+		}
+		if set.Unreachable != nil {
+			h.unreachable = set.Unreachable
+		}
+		h.rules = set.Rules
 		if err != nil {
 			return &wrong{"hitl.rules", fmt.Errorf("rules: %s: %w", h.RulesFile, err)}
 		}
@@ -105,7 +154,6 @@ func (h *HITL) provision(gateway string) error {
 	}
 	repl := caddy.NewReplacer()
 	c := hitl.WebhookConfig{Timeout: time.Duration(h.Webhook.Timeout), Gateway: gateway}
-	var err error
 	// An unset variable must not change the receiver or weaken a secret.
 	if c.URL, err = repl.ReplaceOrErr(h.Webhook.URL, true, true); err == nil {
 		err = hitl.CheckURL(c.URL)
@@ -301,6 +349,29 @@ func hitlOptions() options[*App] {
 				return err
 			}
 			return checkPage(a.HITL.Page)
+		}},
+		"unreachable_human": {usage: "unreachable_human deny | abort | pause | escalate <role> { within <duration> }", parse: func(d *caddyfile.Dispenser, a *App) error {
+			u := new(UnreachableHuman)
+			a.HITL.UnreachableHuman = u
+			at := originOf(d)
+			if err := parseWord(d, &u.Do); err != nil {
+				return err
+			}
+			if d.NextArg() {
+				u.Role = d.Val()
+			}
+			if d.NextArg() {
+				return errSyntax
+			}
+			err := options[*UnreachableHuman]{
+				"within": {usage: "within <duration>", parse: func(d *caddyfile.Dispenser, u *UnreachableHuman) error {
+					return parseDuration(d, &u.Within)
+				}},
+			}.readBlock(d, "unreachable_human", u, at)
+			if err == nil {
+				_, err = u.read()
+			}
+			return err
 		}},
 		"keep": {usage: "keep <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
 			return parseDuration(d, &a.HITL.Keep)
@@ -549,11 +620,11 @@ func (e *engine) decided(esc hitl.Escalation) {
 
 // adopt applies the options of the latest configuration.
 func (x *escalating) adopt(o *HITL) {
-	keep := time.Duration(0)
+	keep, unreachable := time.Duration(0), (*hitl.Unreachable)(nil)
 	if o != nil {
-		keep = time.Duration(o.Keep)
+		keep, unreachable = time.Duration(o.Keep), o.unreachable
 	}
-	x.store.SetKeep(keep)
+	x.store.Configure(keep, unreachable)
 	x.begin()
 }
 

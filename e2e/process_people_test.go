@@ -689,3 +689,52 @@ func TestProcessRollbackAtTheBoundary(t *testing.T) {
 		t.Errorf("%s", list)
 	}
 }
+
+// A-checkpoint-ect-format-c: a rollback of what cannot be undone asks people; where none of them is
+// reached in time, it goes by unreachable_human: a denial, a pause of the workflow, or another role.
+// Nobody's silence approves.
+func TestProcessUnreachableHuman(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	for option, want := range map[string]struct {
+		status, role, slug string
+		held               bool
+	}{
+		"deny":          {status: "expired", role: "operator"},
+		"pause":         {status: "expired", role: "operator", slug: "workflow-paused", held: true},
+		"escalate lead": {status: "pending", role: "lead"},
+	} {
+		lab, a := newRestLab(t), newAgent(t, "a")
+		site := procNewSite(t, lab.addr)
+		site.guard = sagaActions
+		within := "2s"
+		if want.status == "pending" {
+			within = "5s" // and then again
+		}
+		site.app = trusting(t, a) + "\n hitl {\n unreachable_human continue\n }"
+		if log := site.refused(t); !strings.Contains(log, "nobody's silence approves") || !strings.Contains(log, "Caddyfile:") {
+			t.Errorf("silence approves: %s", log)
+		}
+		site.app = trusting(t, a) + "\n hitl {\n unreachable_human " + option + " {\n within " + within + "\n }\n }"
+		site.start(t)
+		s := site.gateway(t).saga(a)
+		doc := s.back(rollbackBody{Checkpoint: s.do(request{path: "/mail"}).checkpoint, Reason: "a test"})
+		doc.want(t, "escalated", "irreversible")
+		if len(doc.Escalations) != 1 {
+			t.Fatalf("%+v", doc)
+		}
+		show := func() escalationDoc {
+			return procDocument[escalationDoc](t, site.operate(t, "escalations", "show", doc.Escalations[0], "-o", "json").says(t))
+		}
+		var got escalationDoc
+		eventuallyWithin(t, procBound, option, func() bool {
+			got = show()
+			return got.Status == want.status && got.RequiredRole == want.role
+		})
+		if got.Held != want.held || len(got.Decisions) != 0 {
+			t.Errorf("%s: %+v", option, got)
+		}
+		if next := s.try(charge(8)); next.status < 300 == (want.slug != "") || want.slug != "" && next.slug() != want.slug {
+			t.Errorf("%s: %d %s", option, next.status, next.body)
+		}
+	}
+}

@@ -61,6 +61,10 @@ type Escalation struct {
 	Requester string `json:"requester,omitempty"`
 	// Deadline is when it expires; missing if it does not.
 	Deadline time.Time `json:"deadline,omitzero"`
+	// UnreachableHuman is what happens at the deadline, if that is more than a denial: pause, or
+	// escalate to NextRole.
+	UnreachableHuman string `json:"unreachable_human,omitempty"`
+	NextRole         string `json:"next_role,omitempty"` // see UnreachableHuman
 	// Held says that it keeps new calls of its workflow from beginning.
 	Held bool `json:"held,omitempty"`
 	// Decisions are what people said, the latest last.
@@ -120,6 +124,9 @@ func DescribeEscalation(e *hitl.Escalation) Escalation {
 		Attempts: e.Delivery.Attempts, LastError: e.Delivery.LastError, NextAttempt: e.Delivery.Next,
 		Status: e.Status.String(), RequiredRole: e.RequiredRole(), Quorum: e.Quorum, Requester: e.Requester,
 		Deadline: e.Deadline, Held: e.Held, Token: e.Token, Resolution: e.Resolution,
+	}
+	if u := &e.Unreachable; u.Do == hitl.UnreachablePause || u.Do == hitl.UnreachableEscalate {
+		doc.UnreachableHuman, doc.NextRole = string(u.Do), u.Role
 	}
 	if p := &e.Proposal; p.Kind == hitl.RunCall {
 		doc.Proposal = &EscalationProposal{Kind: string(p.Kind), Text: p.Text, RequestHash: p.Hash}

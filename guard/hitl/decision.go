@@ -83,6 +83,54 @@ type Proposal struct {
 	Hash string
 }
 
+// Unreachable is what happens where nobody has decided in time. It never approves (ATD, "HITL
+// Escalation on Error": unreachable_human). The zero value denies.
+type Unreachable struct {
+	// Do is one of the kinds below; empty is UnreachableDeny.
+	Do UnreachableKind
+	// Role is asked next by UnreachableEscalate, at most 128 bytes.
+	Role string
+	// Within is the time to decide, also for Role; zero is 24 h.
+	Within time.Duration
+}
+
+// UnreachableKind is a kind of Unreachable.
+type UnreachableKind string
+
+// The kinds. Abort is the word of the drafts' companion for deny.
+const (
+	// UnreachableDeny: the escalation expires, which counts as a denial.
+	UnreachableDeny  UnreachableKind = "deny"
+	UnreachableAbort UnreachableKind = "abort" // see UnreachableDeny
+	// UnreachablePause: it expires, and its workflow is paused until somebody resumes it.
+	UnreachablePause UnreachableKind = "pause"
+	// UnreachableEscalate: another role is asked, once.
+	UnreachableEscalate UnreachableKind = "escalate"
+)
+
+// defaultWithin is the time to decide where one is needed and none is given.
+const defaultWithin = 24 * time.Hour
+
+// Check reports what is wrong with u.
+func (u *Unreachable) Check() error {
+	switch u.Do {
+	case "", UnreachableDeny, UnreachableAbort, UnreachablePause, UnreachableEscalate:
+	default:
+		return fmt.Errorf("%q is not known; use deny, abort, pause, or escalate with a role: nobody's silence approves", u.Do)
+	}
+	switch {
+	case u.Do == UnreachableEscalate && u.Role == "":
+		return errors.New("escalate needs the role that is asked next")
+	case u.Do != UnreachableEscalate && u.Role != "":
+		return errors.New("a role is asked next by escalate only")
+	case len(u.Role) > maxRole:
+		return fmt.Errorf("the role has more than %d bytes", maxRole)
+	case u.Within < 0:
+		return errors.New("the time to decide is negative")
+	}
+	return nil
+}
+
 // DefaultRole decides where an escalation requires no other role.
 const DefaultRole = "operator"
 
@@ -221,6 +269,20 @@ func (e *Escalation) decided(v *Vote, now time.Time) (*Escalation, error) {
 	return &next, nil
 }
 
+// unreached is the escalation after its time to decide is over.
+func (e *Escalation) unreached(now time.Time) *Escalation {
+	if e.Unreachable.Do != UnreachableEscalate {
+		next := e.ended(Expired, now)
+		next.Held = e.Held || e.Unreachable.Do == UnreachablePause && e.Workflow != ""
+		return next
+	}
+	next := *e
+	next.Changed, next.Round, next.Role = now, e.Round+1, e.Unreachable.Role
+	next.Deadline, next.Unreachable = now.Add(cmp.Or(e.Unreachable.Within, defaultWithin)), Unreachable{}
+	next.State, next.Delivery = Open, Delivery{Next: now}
+	return &next
+}
+
 // ended is the escalation after it has expired or was withdrawn.
 func (e *Escalation) ended(as Status, now time.Time) *Escalation {
 	next := *e
@@ -243,7 +305,7 @@ func (e *Escalation) asked(by string, within time.Duration, now time.Time) (*Esc
 	}
 	next := *e
 	next.Status, next.Changed, next.Round, next.Requester = Pending, now, e.Round+1, shorten(by, maxText)
-	next.Proposal, next.Deadline = resumption(), time.Time{}
+	next.Proposal, next.Deadline, next.Unreachable = resumption(), time.Time{}, Unreachable{}
 	if within > 0 {
 		next.Deadline = now.Add(within)
 	}
@@ -296,8 +358,9 @@ func (d *Store) change(ctx context.Context, id string, make func(e *Escalation, 
 			return Escalation{}, err
 		}
 		next, refusal := make(e, now)
-		if e.overdue(now) {
-			next = e.ended(Expired, now)
+		late := e.overdue(now)
+		if late {
+			next = e.unreached(now)
 			if refusal == nil {
 				refusal = ErrExpired
 			}
@@ -306,6 +369,7 @@ func (d *Store) change(ctx context.Context, id string, make func(e *Escalation, 
 			return *e, refusal
 		}
 		switch err := d.commit(ctx, parsed, e, next, version); {
+		case err == nil && late && next.Status == Pending: // another role is asked, and may be who comes
 		case err == nil:
 			return *next, refusal
 		case !errors.Is(err, errChanged):
@@ -338,6 +402,10 @@ func (d *Store) commit(ctx context.Context, id uuid.UUID, old, next *Escalation,
 	d.mu.Lock()
 	close(d.decisions)
 	d.decisions = make(chan struct{})
+	if next.due() && !old.due() { // another role is to be notified
+		close(d.news)
+		d.news = make(chan struct{})
+	}
 	decided := d.onDecided
 	d.mu.Unlock()
 	if next.Status != Pending {

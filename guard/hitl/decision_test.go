@@ -197,6 +197,94 @@ func TestNobodyDecides(t *testing.T) {
 	})
 }
 
+// Where nobody is reached, nothing is approved: it is denied, the workflow is paused, or another role
+// is asked, once, and notified; over a restart too (ATD: unreachable_human).
+func TestUnreachable(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPlace()
+		d, r := p.escalations(), &receiver{}
+		about := func(key string, u hitl.Unreachable) hitl.Opening {
+			return hitl.Opening{
+				Key: key, Level: hitl.Approval, Cause: hitl.CauseError, Summary: "s", Workflow: "w-" + key, Within: time.Hour, Unreachable: u,
+			}
+		}
+		denied := open(t, d, about("deny", hitl.Unreachable{Do: hitl.UnreachableDeny}))
+		aborted := open(t, d, about("abort", hitl.Unreachable{Do: hitl.UnreachableAbort}))
+		paused := open(t, d, about("pause", hitl.Unreachable{Do: hitl.UnreachablePause}))
+		next := open(t, d, about("escalate", hitl.Unreachable{Do: hitl.UnreachableEscalate, Role: "lead", Within: 2 * time.Hour}))
+		stop := run(t, d, r, hitl.DispatcherOptions{Poll: 24 * time.Hour})
+		time.Sleep(time.Hour - time.Second)
+		synctest.Wait()
+		if n := len(r.attempts(next.ID)); n != 1 || blocks(t, d, "w-pause") != "" {
+			t.Errorf("before the end: %d notifications", n)
+		}
+		time.Sleep(time.Second)
+		synctest.Wait()
+		for _, id := range []string{denied.ID, aborted.ID} {
+			if got := get(t, d, id); got.Status != hitl.Expired || got.Held {
+				t.Errorf("%+v", got)
+			}
+		}
+		if got := get(t, d, paused.ID); got.Status != hitl.Expired || blocks(t, d, "w-pause") != paused.ID {
+			t.Errorf("%+v", got)
+		}
+		got := get(t, d, next.ID)
+		if got.Status != hitl.Pending || got.Role != "lead" || got.Round != 1 || got.State != hitl.Notified || len(r.attempts(next.ID)) != 2 || blocks(t, d, "w-escalate") != "" {
+			t.Errorf("%+v, %d notifications", got, len(r.attempts(next.ID)))
+		}
+		if _, err := d.Decide(t.Context(), next.ID, hitl.Vote{By: "user:ann", Roles: []string{hitl.DefaultRole}, Approve: true}); !errors.Is(err, hitl.ErrRole) {
+			t.Error("the role that was not reached decides:", err)
+		}
+		stop()
+		time.Sleep(2 * time.Hour)
+		d = p.escalations()
+		if _, err := d.Load(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if got := get(t, d, next.ID); got.Status != hitl.Expired || got.Round != 1 || got.Held {
+			t.Errorf("nobody of the next role: %+v", got)
+		}
+		if blocks(t, d, "w-pause") != paused.ID {
+			t.Error("the pause is forgotten")
+		}
+		if _, err := d.AskAgain(t.Context(), paused.ID, "user:bob", 0); err != nil {
+			t.Error(err)
+		}
+		if got, err := d.Decide(t.Context(), paused.ID, hitl.Vote{By: "user:ann", Every: true, Approve: true}); err != nil || got.Held || blocks(t, d, "w-pause") != "" {
+			t.Errorf("%+v, %v", got, err)
+		}
+
+		// Who is asked next may be the first who comes after the deadline.
+		late := open(t, d, about("late", hitl.Unreachable{Do: hitl.UnreachableEscalate, Role: "lead"}))
+		time.Sleep(time.Hour)
+		if got, err := d.Decide(t.Context(), late.ID, hitl.Vote{By: "user:lea", Roles: []string{"lead"}, Approve: true}); err != nil || got.Status != hitl.Approved {
+			t.Errorf("%+v, %v", got, err)
+		}
+	})
+}
+
+// What cannot be undone gets the time and the kind of its gateway, as it is when it is opened.
+func TestUnreachableOfTheIrreversible(t *testing.T) {
+	d := newPlace().escalations()
+	cannot := func(key string) hitl.Escalation {
+		return open(t, d, hitl.Opening{Key: key, Level: hitl.Approval, Cause: hitl.CauseIrreversible, Summary: "s", Workflow: "w"})
+	}
+	if e := cannot("before"); !e.Deadline.IsZero() {
+		t.Errorf("%+v", e)
+	}
+	d.Configure(0, &hitl.Unreachable{Do: hitl.UnreachablePause, Within: time.Minute})
+	if e := cannot("with"); e.Deadline.Sub(e.Opened) != time.Minute || e.Unreachable.Do != hitl.UnreachablePause {
+		t.Errorf("%+v", e)
+	}
+	if e := open(t, d, hitl.Opening{Key: "other", Level: hitl.Approval, Cause: hitl.CauseOther, Summary: "s", Workflow: "w"}); !e.Deadline.IsZero() {
+		t.Errorf("another cause: %+v", e)
+	}
+	d.Configure(0, nil)
+	if e := cannot("after"); !e.Deadline.IsZero() {
+		t.Errorf("%+v", e)
+	}
+}
+
 // A workflow stays stopped until it is resumed: over denials and restarts, and nothing else is.
 func TestHoldsUntilResumed(t *testing.T) {
 	p := newPlace()

@@ -330,8 +330,9 @@ func (c *Dispatcher) settle(ctx context.Context, l *lease, outcome error, cut bo
 		if err != nil {
 			return nil, err
 		}
-		// A delivery counts whoever has the lease; a failure only from its holder.
-		if !old.due() || outcome != nil && !old.Delivery.Next.Equal(until) {
+		// A delivery counts whoever has the lease, but for another role that is asked by now; a failure
+		// only from its holder.
+		if !old.due() || old.Round != l.escalation.Round || outcome != nil && !old.Delivery.Next.Equal(until) {
 			return nil, nil
 		}
 	}

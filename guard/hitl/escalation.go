@@ -160,8 +160,10 @@ type Opening struct {
 	Role string
 	// Quorum is how many have to approve, at most 16; zero is one. One denial denies.
 	Quorum int
-	// Within is the time to decide; zero is without end. Once it is over, it counts as a denial.
-	Within time.Duration
+	// Within is the time to decide; zero is without end. Once it is over, it counts as a denial, or
+	// Unreachable says more.
+	Within      time.Duration
+	Unreachable Unreachable // see Within
 	// Final says that no approval counts.
 	Final bool
 	// Requester is who asked, and cannot approve; cut at 2,048 bytes, and not sent to the notifier.
@@ -185,6 +187,8 @@ func (o *Opening) check() error {
 		return fmt.Errorf("%w: proposal is %q, which nothing carries out", ErrOpening, o.Proposal.Kind)
 	case len(o.Proposal.Hash) > maxHash || len(o.Role) > maxRole:
 		return fmt.Errorf("%w: hash or role is longer than 128 bytes", ErrOpening)
+	case o.Unreachable.Check() != nil:
+		return fmt.Errorf("%w: %w", ErrOpening, o.Unreachable.Check())
 	case o.Quorum < 0 || o.Quorum > maxQuorum || o.Within < 0:
 		return fmt.Errorf("%w: quorum is %d and the time %s; use up to %d, and no negative time", ErrOpening, o.Quorum, o.Within, maxQuorum)
 	}
@@ -214,8 +218,9 @@ type Escalation struct {
 	Final     bool
 	Quorum    int
 	Requester string
-	// Deadline is when it expires undecided; zero is never.
-	Deadline time.Time
+	// Deadline is when it expires undecided, and Unreachable happens; zero is never.
+	Deadline    time.Time
+	Unreachable Unreachable // see Deadline
 	// Held says that it keeps new calls of its workflow from beginning, until it is approved.
 	Held bool
 	// Decisions are what people said, the latest last. Round counts how often the question was
@@ -302,6 +307,9 @@ const (
 	tagToken
 	tagResolution
 	tagFinal
+	tagUnreachable
+	tagNextRole
+	tagNextWithin
 )
 
 // The tags of a decision's fields.
@@ -373,6 +381,9 @@ func (e *Escalation) encode(b []byte) []byte {
 	to.String(tagToken, e.Token)
 	to.String(tagResolution, e.Resolution)
 	to.Bool(tagFinal, e.Final)
+	to.String(tagUnreachable, string(e.Unreachable.Do))
+	to.String(tagNextRole, e.Unreachable.Role)
+	to.Int(tagNextWithin, int64(e.Unreachable.Within))
 	return append(to.B, e.unknown...)
 }
 
@@ -446,6 +457,12 @@ func decode(b []byte) (*Escalation, error) {
 			e.Resolution = string(d.Field)
 		case tagFinal:
 			e.Final = d.Int() != 0
+		case tagUnreachable:
+			e.Unreachable.Do = UnreachableKind(d.Field)
+		case tagNextRole:
+			e.Unreachable.Role = string(d.Field)
+		case tagNextWithin:
+			e.Unreachable.Within = time.Duration(d.Int())
 		default:
 			e.unknown = append(e.unknown, d.Raw...)
 		}

@@ -31,6 +31,7 @@ func full() Escalation {
 	e := earlier()
 	e.Status, e.Proposal, e.Role, e.Quorum, e.Requester = Denied, Proposal{Resume, "t", "h"}, "r", 2, "q"
 	e.Final, e.Deadline, e.Held, e.Round, e.Token, e.Resolution = true, e.Opened.Add(3), true, 1, "t1", "t2"
+	e.Unreachable = Unreachable{UnreachableEscalate, "n", time.Minute}
 	e.Decisions = []Decision{{By: "a", Approve: true, Reason: "b", At: e.Opened.Add(4), Round: 1}, {By: "c", At: e.Opened.Add(5)}}
 	return e
 }

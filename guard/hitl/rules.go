@@ -9,6 +9,7 @@ import (
 	"io"
 	"slices"
 	"strings"
+	"time"
 )
 
 // Rule is a deployment's rule for errors, in the form of ATD ("HITL Escalation on Error") and AERR.
@@ -24,8 +25,42 @@ type Rule struct {
 	// empty for the same. Anything else is not understood, and no approval counts.
 	AllowOverride  bool   `json:"allow_override"`
 	OverrideAction string `json:"override_action"` // see AllowOverride
-	// UnreachableHuman is what happens if nobody decides: deny, or empty for the same.
-	UnreachableHuman string `json:"unreachable_human"`
+	unreachable
+}
+
+// unreachable are the members of a rule, or of all rules that have none, that say what happens where
+// nobody decides.
+type unreachable struct {
+	// UnreachableHuman is an UnreachableKind. With it, or TimeoutS, there is a time to decide: so
+	// many seconds, or 24 h. Without both there is none.
+	UnreachableHuman UnreachableKind `json:"unreachable_human"`
+	NextRole         string          `json:"next_role"` // is asked by UnreachableEscalate
+	TimeoutS         float64         `json:"timeout_s"` // see UnreachableHuman
+}
+
+// read is what they say; nil if they say nothing.
+func (u *unreachable) read() (*Unreachable, error) {
+	if *u == (unreachable{}) {
+		return nil, nil
+	}
+	if !(u.TimeoutS >= 0 && u.TimeoutS <= maxTimeout.Seconds()) {
+		return nil, fmt.Errorf("timeout_s: it is %v; use seconds, up to a year", u.TimeoutS)
+	}
+	read := &Unreachable{Do: u.UnreachableHuman, Role: u.NextRole, Within: time.Duration(u.TimeoutS * float64(time.Second))}
+	if err := read.Check(); err != nil {
+		return nil, fmt.Errorf("unreachable_human: %w", err)
+	}
+	return read, nil
+}
+
+const maxTimeout = 365 * 24 * time.Hour
+
+// RuleSet is a deployment's policy.
+type RuleSet struct {
+	Rules []Rule
+	// Unreachable is for rules that do not say what happens where nobody decides, and for calls that
+	// cannot be undone; nil is nothing.
+	Unreachable *Unreachable
 }
 
 // Trigger says which errors a rule is for.
@@ -43,9 +78,11 @@ type Trigger struct {
 const maxRules = 256
 
 // ParseRules reads rules: {"hitl": {"rules": [...]}}, or the list alone. An error names the line.
-func ParseRules(text []byte) ([]Rule, error) {
+// Beside rules, unreachable_human may stand, with next_role and timeout_s.
+func ParseRules(text []byte) (RuleSet, error) {
 	d := json.NewDecoder(bytes.NewReader(text))
 	var rules []Rule
+	var all unreachable
 	var err error
 	if bytes.HasPrefix(bytes.TrimSpace(text), []byte("[")) {
 		err = d.Decode(&rules)
@@ -53,12 +90,13 @@ func ParseRules(text []byte) ([]Rule, error) {
 		var wrapped struct {
 			HITL *struct {
 				Rules []Rule `json:"rules"`
+				unreachable
 			} `json:"hitl"`
 		}
 		if err = d.Decode(&wrapped); err == nil && wrapped.HITL == nil {
 			err = errors.New(`there is no "hitl"; write {"hitl": {"rules": [...]}} or the list alone`)
 		} else if err == nil {
-			rules = wrapped.HITL.Rules
+			rules, all = wrapped.HITL.Rules, wrapped.HITL.unreachable
 		}
 	}
 	if err == nil {
@@ -74,25 +112,33 @@ func ParseRules(text []byte) ([]Rule, error) {
 		if wrong := (*json.UnmarshalTypeError)(nil); errors.As(err, &wrong) {
 			at = wrong.Offset
 		}
-		return nil, fmt.Errorf("line %d: %w", 1+bytes.Count(text[:min(max(at, 0), int64(len(text)))], []byte("\n")), err)
+		return RuleSet{}, fmt.Errorf("line %d: %w", 1+bytes.Count(text[:min(max(at, 0), int64(len(text)))], []byte("\n")), err)
 	}
 	if len(rules) == 0 || len(rules) > maxRules {
-		return nil, fmt.Errorf("there are %d rules; write 1 to %d", len(rules), maxRules)
+		return RuleSet{}, fmt.Errorf("there are %d rules; write 1 to %d", len(rules), maxRules)
+	}
+	set := RuleSet{Rules: rules}
+	if set.Unreachable, err = all.read(); err != nil {
+		return RuleSet{}, err
 	}
 	for i := range rules {
 		r := &rules[i]
+		if r.unreachable == (unreachable{}) {
+			r.unreachable = all
+		}
+		_, err := r.unreachable.read()
 		switch {
 		case r.ID == "" || len(r.ID) > maxRole:
-			return nil, fmt.Errorf("rule %d: id: give it one of up to %d bytes", i+1, maxRole)
+			return RuleSet{}, fmt.Errorf("rule %d: id: give it one of up to %d bytes", i+1, maxRole)
 		case slices.ContainsFunc(rules[:i], func(other Rule) bool { return other.ID == r.ID }):
-			return nil, fmt.Errorf("rule %d: id: %q is another one's", i+1, r.ID)
+			return RuleSet{}, fmt.Errorf("rule %d: id: %q is another one's", i+1, r.ID)
 		case len(r.RequiredRole) > maxRole:
-			return nil, fmt.Errorf("rule %q: required_role: it has more than %d bytes", r.ID, maxRole)
-		case r.UnreachableHuman != "" && r.UnreachableHuman != "deny":
-			return nil, fmt.Errorf("rule %q: unreachable_human: it is %q; use deny, since nobody's silence approves", r.ID, r.UnreachableHuman)
+			return RuleSet{}, fmt.Errorf("rule %q: required_role: it has more than %d bytes", r.ID, maxRole)
+		case err != nil:
+			return RuleSet{}, fmt.Errorf("rule %q: %w", r.ID, err)
 		}
 	}
-	return rules, nil
+	return set, nil
 }
 
 // Matches reports whether the rule is for an error with these members, by their names without a
@@ -120,6 +166,9 @@ func (r *Rule) Opening() Opening {
 	o := Opening{
 		Level: Stop, Cause: CauseError, Role: r.RequiredRole,
 		Final: !r.AllowOverride || r.OverrideAction != "" && r.OverrideAction != "continue",
+	}
+	if u, err := r.unreachable.read(); err == nil && u != nil {
+		o.Unreachable, o.Within = *u, cmp.Or(u.Within, defaultWithin)
 	}
 	switch r.Action {
 	case "escalate":

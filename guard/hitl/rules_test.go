@@ -4,6 +4,7 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 )
@@ -29,7 +30,8 @@ func TestRulesOfTheDrafts(t *testing.T) {
 		"wrapped":       `{"hitl": {"rules": [` + atdRule + `]}}`,
 		"AERR's figure": `{"hitl": {"rules": [` + strings.Replace(atdRule, "atd.severity", "ext.aerr.severity", 1) + `]}}`,
 	} {
-		rules, err := hitl.ParseRules([]byte(text))
+		set, err := hitl.ParseRules([]byte(text))
+		rules := set.Rules
 		if err != nil || len(rules) != 1 {
 			t.Fatalf("%s: %v", name, err)
 		}
@@ -56,7 +58,8 @@ func TestRulesFailClosed(t *testing.T) {
 		`"escalate">"escalate"`:           false,
 	} {
 		from, to, _ := strings.Cut(change, ">")
-		rules, err := hitl.ParseRules([]byte("[" + strings.Replace(atdRule, from, to, 1) + "]"))
+		set, err := hitl.ParseRules([]byte("[" + strings.Replace(atdRule, from, to, 1) + "]"))
+		rules := set.Rules
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -76,7 +79,8 @@ func TestRulesFailClosed(t *testing.T) {
 		`"continue">"retry"`:     {hitl.Approval, true},
 	} {
 		from, to, _ := strings.Cut(change, ">")
-		rules, err := hitl.ParseRules([]byte("[" + strings.Replace(atdRule, from, to, 1) + "]"))
+		set, err := hitl.ParseRules([]byte("[" + strings.Replace(atdRule, from, to, 1) + "]"))
+		rules := set.Rules
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -95,11 +99,43 @@ func TestRulesAreChecked(t *testing.T) {
 		`[]`:                                           "there are 0 rules",
 		"[{}]":                                         "rule 1: id",
 		"[" + atdRule + "," + atdRule + "]":            `"r-critical-error" is another one's`,
-		`[{"id": "a", "unreachable_human": "continue"}]`: "nobody's silence approves",
+		`[{"id": "a", "unreachable_human": "continue"}]`:                     `rule "a": unreachable_human: "continue" is not known; use deny, abort, pause, or escalate with a role: nobody's silence approves`,
+		`[{"id": "a", "unreachable_human": "escalate"}]`:                     "escalate needs the role",
+		`[{"id": "a", "unreachable_human": "deny", "next_role": "x"}]`:       "a role is asked next by escalate only",
+		`[{"id": "a", "timeout_s": -1}]`:                                     "timeout_s",
+		`{"hitl": {"rules": [{"id": "a"}], "unreachable_human": "approve"}}`: "nobody's silence approves",
 	} {
 		if _, err := hitl.ParseRules([]byte(text)); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v, want ...%s", text, err, want)
 		}
+	}
+}
+
+// A rule says what happens where nobody decides, or the policy does for it.
+func TestRulesOfUnreachablePeople(t *testing.T) {
+	const text = `{"hitl": {"rules": [
+		{"id": "of its own", "unreachable_human": "escalate", "next_role": "lead", "timeout_s": 60},
+		{"id": "without"}, {"id": "another time", "unreachable_human": "deny"}], "unreachable_human": "pause", "timeout_s": 0.5}}`
+	set, err := hitl.ParseRules([]byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pause := hitl.Unreachable{Do: hitl.UnreachablePause, Within: time.Second / 2}
+	if set.Unreachable == nil || *set.Unreachable != pause {
+		t.Errorf("%+v", set.Unreachable)
+	}
+	for i, want := range []hitl.Opening{
+		{Within: time.Minute, Unreachable: hitl.Unreachable{Do: hitl.UnreachableEscalate, Role: "lead", Within: time.Minute}},
+		{Within: time.Second / 2, Unreachable: pause},
+		{Within: 24 * time.Hour, Unreachable: hitl.Unreachable{Do: hitl.UnreachableDeny}},
+	} {
+		if o := set.Rules[i].Opening(); o.Within != want.Within || o.Unreachable != want.Unreachable {
+			t.Errorf("%q: %s, %+v", set.Rules[i].ID, o.Within, o.Unreachable)
+		}
+	}
+	set, err = hitl.ParseRules([]byte("[" + atdRule + "]"))
+	if o := set.Rules[0].Opening(); err != nil || set.Unreachable != nil || o.Within != 0 || o.Unreachable != (hitl.Unreachable{}) {
+		t.Errorf("a rule that says nothing: %+v, %v", o, err)
 	}
 }
 
@@ -125,7 +161,8 @@ func FuzzParseRules(f *testing.F) {
 	f.Add([]byte("[" + atdRule + "]"))
 	f.Add([]byte(`{"hitl": {"rules": [{"id": "a"}]}}`))
 	f.Fuzz(func(t *testing.T, text []byte) {
-		rules, err := hitl.ParseRules(text)
+		set, err := hitl.ParseRules(text)
+		rules := set.Rules
 		if err != nil {
 			return
 		}

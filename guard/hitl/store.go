@@ -2,6 +2,7 @@ package hitl
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/base64"
 	"errors"
@@ -37,6 +38,8 @@ type Store struct {
 	store  store.Store
 	sealer store.Sealer
 	keep   atomic.Int64 // nanoseconds
+	// unreachable is for what cannot be undone, where the opening has no time to decide of its own.
+	unreachable atomic.Pointer[Unreachable]
 
 	holds holds
 
@@ -56,16 +59,19 @@ func NewStore(st store.Store, sealer store.Sealer, keep time.Duration) *Store {
 	d := &Store{
 		store: st, sealer: sealer, news: make(chan struct{}), decisions: make(chan struct{}), onOpened: nobody, onDecided: nobody,
 	}
-	d.SetKeep(keep)
+	d.Configure(keep, nil)
 	return d
 }
 
-// SetKeep changes that time for later changes of state; zero is 90 days.
-func (d *Store) SetKeep(keep time.Duration) {
+// Configure changes that time for later changes of state; zero is 90 days. unreachable says what
+// happens where nobody decides in time about a call that cannot be undone (ATD, "Checkpoint ECT
+// Format"), for later openings of CauseIrreversible; nil is no time to decide at all.
+func (d *Store) Configure(keep time.Duration, unreachable *Unreachable) {
 	if keep <= 0 {
 		keep = defaultKeep
 	}
 	d.keep.Store(int64(keep))
+	d.unreachable.Store(unreachable)
 }
 
 // OnOpened calls f for each escalation opened here from now on, after its commit, on the opening
@@ -122,6 +128,10 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 		Status: Pending, Proposal: o.Proposal, Role: o.Role, Final: o.Final, Quorum: o.Quorum, Requester: shorten(o.Requester, maxText),
 		Held: o.Level != Approval && o.Workflow != "",
 	}
+	if u := d.unreachable.Load(); u != nil && o.Cause == CauseIrreversible && o.Within == 0 {
+		o.Unreachable, o.Within = *u, cmp.Or(u.Within, defaultWithin)
+	}
+	e.Unreachable = o.Unreachable
 	if e.Held && o.Proposal.Kind == "" {
 		e.Proposal = resumption()
 	}

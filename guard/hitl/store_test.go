@@ -614,7 +614,7 @@ func TestCountAndHear(t *testing.T) {
 			hitl.Approval: {hitl.Open: 4, hitl.Notified: 0, hitl.Undeliverable: 0},
 			hitl.Stop:     {hitl.Open: 4, hitl.Notified: 0, hitl.Undeliverable: 0},
 		}))
-		d.SetKeep(time.Hour)
+		d.Configure(time.Hour, nil)
 		end := run(t, d, hitl.NotifierFunc(func(_ context.Context, e hitl.Escalation) error {
 			if refused[e.ID] {
 				return hitl.ErrRefused

@@ -236,9 +236,13 @@ func (n *WebhookNotifier) Notify(ctx context.Context, e Escalation) error {
 	timestamp := strconv.FormatInt(time.Now().Unix(), 10)
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("User-Agent", "caddy-agent-guard")
-	req.Header.Set("webhook-id", e.ID)
+	id := e.ID
+	if e.Round > 0 { // another message: another role is asked
+		id += "-" + strconv.Itoa(e.Round)
+	}
+	req.Header.Set("webhook-id", id)
 	req.Header.Set("webhook-timestamp", timestamp)
-	req.Header.Set("webhook-signature", sign(n.keys, e.ID, timestamp, content))
+	req.Header.Set("webhook-signature", sign(n.keys, id, timestamp, content))
 
 	resp, err := n.client.Do(req)
 	if err != nil {
