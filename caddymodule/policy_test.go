@@ -71,6 +71,7 @@ func judged(a *Action, status int, header http.Header) execution.Verdict {
 func provisioned(t *testing.T, p Policy) *Action {
 	t.Helper()
 	h := defaulted(t, Handler{})
+	h.app = new(App)
 	a := &Action{Name: "a", Policy: p}
 	if err := h.provisionPolicy(a); err != nil {
 		t.Fatal(err)
