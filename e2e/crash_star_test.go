@@ -328,7 +328,7 @@ func (c *starCrash) round(s *starRound) {
 	}
 	close(over)
 	c.lab.watch(nil)
-	if !slices.Contains(dead, 0) && c.random.IntN(3) == 0 {
+	if !slices.Contains(dead, 0) && c.random.IntN(8) == 0 {
 		<-ended // away for as long as it is asked to prepare
 	}
 	for c.random.IntN(3) == 0 { // again, while it starts or goes on
