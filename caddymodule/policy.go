@@ -273,11 +273,13 @@ type Action struct {
 	// the calls. Default: `escalate`.
 	OnError string `json:"on_error,omitempty"`
 
-	// A rollback does not leave these calls out: where one of them cannot be undone, nothing is. Recorded with the call when it is sent. Needs `identity`. Default: false.
+	// A rollback does not leave these calls out: where one of them cannot be undone, nothing is, unless
+	// a person approves that. Recorded with the call when it is sent. Needs `identity`. Default: false.
 	Critical bool `json:"critical,omitempty"`
 
 	// How severe it is if these calls go wrong, as their checkpoints state it: `info`, `warning`,
-	// `error` or `critical`. `critical` means the same as the option `critical`; the others only
+	// `error` or `critical`. Calls of severity `critical` are critical as with that option, and a
+	// person is asked before a rollback that goes on to one of them undoes it; the other words only
 	// inform. Recorded with the call when it is sent. Needs `identity`. Default: none.
 	Severity string `json:"severity,omitempty"`
 

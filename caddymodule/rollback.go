@@ -132,7 +132,8 @@ type Rollback struct {
 	Participants []Participant `json:"participants,omitempty"`
 
 	// What is done where a part cannot be undone. With `allow`, the rest is undone, unless what
-	// cannot be undone is critical; with `never`, nothing is. Then a person is asked. Default: `allow`.
+	// cannot be undone is critical; with `never`, nothing is. Then a person is asked whether the rest
+	// is undone all the same. Default: `allow`.
 	Partial string `json:"partial,omitempty"`
 
 	// How many new rollbacks one issuer may ask for per minute, and how many may be asked for per

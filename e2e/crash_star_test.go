@@ -122,6 +122,7 @@ func (c *starCrash) ended(s *starRound) {
 		got.problem(c.t, http.StatusForbidden, "not-in-workflow")
 	}
 	if accepted {
+		c.decide(s)
 		s.finished(s.asked.ID) // nobody asks for it: it goes on by itself
 	} else if now := c.lab.ledgerEffects()[s.effects:]; len(now) > 0 {
 		c.t.Errorf("P5: %v by a rollback that was not accepted", now)
@@ -132,6 +133,26 @@ func (c *starCrash) ended(s *starRound) {
 	}
 	c.tally[doc.Status]++
 	c.compare(s, &doc)
+}
+
+// decide answers people's question, if the rollback has one: what it was asked for could not prepare.
+func (c *starCrash) decide(s *starRound) {
+	c.t.Helper()
+	var doc waitingDoc
+	eventuallyWithin(c.t, patience, "a question, or the end", func() bool {
+		doc = document[waitingDoc](c.t, s.look(s.asked.ID))
+		return doc.Waits != "" || doc.Status != ""
+	})
+	if doc.Waits == "" {
+		return
+	}
+	verb := []string{"approve", "deny"}[c.random.IntN(2)]
+	status, text, err := c.running[0].admin("POST", "/agent_guard/escalations/"+doc.Waits+"/decision", "application/json",
+		fmt.Sprintf(`{"decision":%q,"plan_hash":%q,"operator":"ann","reason":"a test"}`, verb, doc.PlanHash))
+	if err != nil || status != http.StatusOK {
+		c.t.Errorf("%s: %d %s %v", verb, status, text, err)
+	}
+	c.tally[verb]++
 }
 
 // compare compares what the rollback says with what has happened.
@@ -164,7 +185,7 @@ func (c *starCrash) compare(s *starRound, doc *rollbackDoc) {
 			c.t.Errorf("P6: %q has not happened, and counts as done", s.undos[i])
 		case step.Status != "completed" && happened[i] > 0 && step.Effect != "unknown":
 			c.t.Errorf("P6: %q has happened, and its step is %+v", s.undos[i], step)
-		case step.Status != "completed" && s.fault == "" && step.Reason != "unreachable" && step.Reason != "policy":
+		case step.Status != "completed" && s.fault == "" && step.Reason != "unreachable" && step.Reason != "policy" && step.Reason != "denied":
 			c.t.Errorf("nothing but a death was in the way of %q, and its step is %+v", s.undos[i], step)
 		}
 		if step.Status == "completed" {

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"net/http"
+	"slices"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -40,6 +41,28 @@ func (s *saga) errs(severity, checkpoint string) string {
 	return token.ID()
 }
 
+// waitingDoc is a rollback that waits for people: its document, and what they are asked.
+type waitingDoc struct {
+	rollbackDoc
+	Waits    string `json:"waits_for"`
+	PlanHash string `json:"plan_hash"`
+}
+
+// waits asks for a rollback that waits for people.
+func (s *saga) waits(b rollbackBody) waitingDoc {
+	s.t.Helper()
+	s.begun(b)
+	var doc waitingDoc
+	eventuallyWithin(s.t, patience, "a question to people", func() bool {
+		doc = document[waitingDoc](s.t, s.look(b.ID))
+		return doc.Waits != "" || doc.Status != ""
+	})
+	if doc.Waits == "" || !slices.Contains(doc.Escalations, doc.Waits) || doc.State != "executing" {
+		s.t.Fatalf("nobody is asked: %+v", doc)
+	}
+	return doc
+}
+
 // C-4.3.2-h: what is critical is decided when the call is sent, for its action, and by the tokens of
 // agents; a later configuration changes none of it. Nothing else is critical.
 func TestCascade432Critical(t *testing.T) {
@@ -65,8 +88,8 @@ func TestCascade432Critical(t *testing.T) {
 		failed.checkpoint: "severity", plain.checkpoint: "",
 	}
 	for _, step := range doc.Steps {
-		if word, known := want[step.Checkpoint]; !known || step.Critical != word {
-			t.Errorf("%s: %q, want %q", step.Checkpoint, step.Critical, word)
+		if word, known := want[step.Checkpoint]; !known || step.Critical != word || step.Review != (word == "severity") {
+			t.Errorf("%s: %q, reviewed: %t, want %q", step.Checkpoint, step.Critical, step.Review, word)
 		}
 		delete(want, step.Checkpoint)
 	}

@@ -141,7 +141,7 @@ func TestOnErrorOfAgents(t *testing.T) {
 		}
 		return token, got
 	}
-	report(b, "critical", checkpoint, later.ID())             // it comes after, and may not ask
+	report(b, "error", checkpoint, later.ID())                // it comes after, and may not ask
 	report(a, "warning", checkpoint, token.ID())              // no more than a warning
 	report(a, "critical", other.checkpoint, other.checkpoint) // not on_error rollback
 	failure, _ := report(a, "error", checkpoint, token.ID())  // this one counts

@@ -202,7 +202,8 @@ func TestProcessParticipants(t *testing.T) {
 }
 
 // C-4.3.2-h, C-4.3.3-a to -d: who cannot prepare is not asked to execute; the others are undone,
-// and the result names the agent. Where it is the call that is asked for, nothing is undone.
+// and the result names the agent. Where it is the call that is asked for, nothing is undone
+// without an approval.
 func TestProcessParticipantCannotPrepare(t *testing.T) {
 	t.Parallel() // its gateways are processes
 	c := newStar(t, "")
@@ -229,11 +230,13 @@ func TestProcessParticipantCannotPrepare(t *testing.T) {
 	c.lab.write("/docs/y", `{"n":1}`)
 	mail := s.do(request{path: "/mail"})
 	s.do(put("/docs/y", `{"n":2}`), mail.checkpoint)
-	s.back(rollbackBody{Checkpoint: mail.checkpoint, Scope: "sub_dag"}).want(t, "escalated", "policy", "irreversible")
+	b := rollbackBody{ID: rollbackID(2), Checkpoint: mail.checkpoint, Scope: "sub_dag"}
+	c.sites[0].decides(t, "deny", s.waits(b).Waits)
+	s.finished(b.ID).want(t, "escalated", "denied", "irreversible")
 	c.lab.wantDoc("/docs/y", `{"n":2}`)
 }
 
-// With `partial never` nothing is undone where a part cannot be.
+// With `partial never` nothing is undone where a part cannot be, unless people approve that.
 func TestProcessParticipantPartialNever(t *testing.T) {
 	t.Parallel() // its gateways are processes
 	c := newStar(t, "rollback {\n partial never\n }")
@@ -241,7 +244,9 @@ func TestProcessParticipantPartialNever(t *testing.T) {
 	c.lab.write("/docs/x", `{"n":1}`)
 	root := s.do(put("/docs/x", `{"n":2}`))
 	s.do(request{path: "/mail"}, root.checkpoint)
-	s.back(rollbackBody{Checkpoint: root.checkpoint, Scope: "sub_dag"}).want(t, "escalated", "irreversible", "policy")
+	b := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	c.sites[0].decides(t, "deny", s.waits(b).Waits)
+	s.finished(b.ID).want(t, "escalated", "irreversible", "denied")
 	c.lab.wantDoc("/docs/x", `{"n":2}`)
 }
 

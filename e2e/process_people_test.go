@@ -33,6 +33,7 @@ type escalationDoc struct {
 	Proposal                     struct {
 		Kind, Text  string
 		RequestHash string `json:"request_hash"`
+		PlanHash    string `json:"plan_hash"`
 	}
 	Decisions []struct{ By, Decision, Reason string }
 }
@@ -54,7 +55,7 @@ func (s *procSite) decides(t *testing.T, verb, id string) escalationDoc {
 	t.Helper()
 	shown := procDocument[escalationDoc](t, s.operate(t, "escalations", "show", id, "-o", "json").says(t))
 	args := []string{"escalations", verb, id, "--operator", "ann", "--reason", "seen", "-o", "json"}
-	if hash := shown.Proposal.RequestHash; hash != "" {
+	if hash := shown.Proposal.RequestHash + shown.Proposal.PlanHash; hash != "" {
 		args = append(args, "--hash", hash)
 	}
 	return procDocument[escalationDoc](t, s.operate(t, args...).says(t))

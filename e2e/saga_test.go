@@ -131,6 +131,7 @@ type rollbackStep struct {
 	Checkpoint                            string `json:"checkpoint_id"`
 	Action, State, Status, Effect, Reason string
 	Critical                              string
+	Review                                bool
 	Level, Attempts                       int
 }
 

@@ -215,8 +215,9 @@ type Action struct {
 	// OnError rolls a call back that has failed, with what followed from it. Calls in doubt are left
 	// to people.
 	OnError bool
-	// Critical says that a rollback does not leave a call out. Severity, if given, is info, warning,
-	// error or critical, which means the same.
+	// Critical says that a rollback does not leave a call out without asking people. Severity, if
+	// given, is info, warning, error or critical: people are asked before a rollback that goes on to
+	// a critical call undoes it.
 	Critical bool
 	Severity string
 	// Irreversible declares the calls irreversible. Undo says how to undo them; nil if that is

@@ -102,6 +102,8 @@ type Document struct {
 	After string `json:"state_hash_after,omitempty"`
 	// Escalations are the ids of the escalations to people.
 	Escalations []string `json:"escalations,omitempty"`
+	// Waits is the escalation whose decision it waits for.
+	Waits string `json:"waits_for,omitempty"`
 	// FollowUp lists in sentences what a person must still do; it may be empty.
 	FollowUp []string `json:"follow_up,omitempty"`
 	// Tokens are the ids of the rollback's tokens.
@@ -132,6 +134,8 @@ type StepDocument struct {
 	Cause string `json:"cause,omitempty"`
 	// Critical is why a rollback does not leave it out: severity, target, action or priority.
 	Critical string `json:"critical,omitempty"`
+	// Review says that people are asked before it is undone.
+	Review bool `json:"review,omitempty"`
 	// HTTPStatus is the status of the last answer to the undo.
 	HTTPStatus int `json:"http_status,omitempty"`
 	// Attempts counts how often the undo was sent.
@@ -292,7 +296,7 @@ func Describe(r *rollback.Rollback, id string) *Document {
 		Reason: r.Reason, Urgency: r.Urgency, Requester: r.Requester, Operator: r.Operator,
 		State: string(r.State), Status: r.Status, Effect: effect(r.Unknown, r.Mixed),
 		Prepared: r.Prepared.UTC(), Asked: r.Asked.UTC(), Due: r.Due.UTC(), Finished: r.Finished.UTC(), TimedOut: r.TimedOut,
-		Steps: []StepDocument{}, Cascaded: []AgentDocument{}, Escalations: r.Escalations,
+		Steps: []StepDocument{}, Cascaded: []AgentDocument{}, Escalations: r.Escalations, Waits: r.Waits,
 		Before: hashed(r.Before), After: hashed(r.After),
 	}
 	if r.Joined != "" {
@@ -333,7 +337,7 @@ func Describe(r *rollback.Rollback, id string) *Document {
 func describeStep(s *rollback.Step) StepDocument {
 	return StepDocument{
 		CheckpointID: s.Checkpoint, Agent: s.Agent, Level: s.Level, Action: action(s), State: s.State, Status: s.Status,
-		Effect: effect(s.Unknown, false), Reason: s.Reason, Cause: s.Cause, Critical: s.Critical, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
+		Effect: effect(s.Unknown, false), Reason: s.Reason, Cause: s.Cause, Critical: s.Critical, Review: s.Review, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
 		Before: hashed(s.Before), After: hashed(s.After), Token: s.Token, Escalation: s.Escalation, Begun: s.Begun.UTC(), Ended: s.Ended.UTC(),
 	}
 }
@@ -358,6 +362,7 @@ func (d *Document) Drawing() *drawing.Drawing {
 	if d.TimedOut {
 		note("not done in time")
 	}
+	note(labelled("waits for the decision of people on escalation", d.Waits))
 	note(labelled("effect", d.Effect))
 	note(labelled("joined", d.Joined))
 	if n := len(d.Uncovered); n > 0 {
@@ -481,6 +486,8 @@ var remedies = map[string]string{
 	"checkpoint-unknown":                 "a group has it, and nobody knows it here; find out what it stood for",
 	"foreign":                            "another gateway or agent has made the checkpoint; ask for its rollback there",
 	"policy":                             "it was not tried, since something that must be undone with it cannot be; look at the other steps, and ask again under a new id for what is to be undone all the same",
+	"denied":                             "people have not approved that it is undone, and it stays as it is",
+	"plan-changed":                       "what people have approved is another plan by now, and nothing was undone; ask again under a new id",
 	"conflict":                           "the agent that was asked has another rollback under way; ask again under a new id when that is over",
 	"missing":                            "the group contains checkpoints that nobody knows here; find out what they stood for",
 	"members":                            "some of what the group contains was not undone; look at the steps of those",
@@ -504,6 +511,9 @@ func followUp(r *rollback.Rollback) []string {
 		default:
 			all = append(all, fmt.Sprintf(format, args...))
 		}
+	}
+	if r.Waits != "" {
+		add("Escalation %s asks people whether it goes on.", r.Waits)
 	}
 	for i := range r.Steps {
 		s := &r.Steps[i]

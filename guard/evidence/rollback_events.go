@@ -113,7 +113,7 @@ func (b *EventBuilder) step(now time.Time, r *rollback.Rollback, s *rollback.Ste
 	addEffect(ext, s.Unknown, false)
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: b.rollbackAudience(r), ID: b.e.rollbackStepID(r.ID, s.Checkpoint), Workflow: r.Workflow,
-		Action: string(event), Parents: parents, Output: hashOf(s.After), Ext: ext,
+		Action: string(event), Parents: decided(r, parents), Output: hashOf(s.After), Ext: ext,
 	})
 }
 
@@ -133,7 +133,7 @@ func (b *EventBuilder) RollbackComplete(now time.Time, r *rollback.Rollback) (*e
 	addEffect(ext, r.Unknown, r.Mixed)
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: b.rollbackAudience(r), ID: b.e.rollbackCompleteID(r.ID), Workflow: r.Workflow,
-		Action: string(ect.EventRollbackComplete), Parents: startOf(r, r.Checkpoint), Output: hashOf(r.After), Ext: ext,
+		Action: string(ect.EventRollbackComplete), Parents: decided(r, startOf(r, r.Checkpoint)), Output: hashOf(r.After), Ext: ext,
 	})
 }
 
@@ -194,6 +194,16 @@ func startOf(r *rollback.Rollback, checkpoint string) []string {
 		return []string{checkpoint}
 	}
 	return []string{r.Start}
+}
+
+// decided adds the decisions of people that an event of a rollback follows from, the latest first.
+func decided(r *rollback.Rollback, parents []string) []string {
+	for _, id := range slices.Backward(r.Decisions) {
+		if len(parents) < ect.MaxParents {
+			parents = append(parents, id)
+		}
+	}
+	return parents
 }
 
 // RollbackAgents returns the outcome of each agent behind the steps of a rollback, without

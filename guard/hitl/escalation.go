@@ -65,7 +65,7 @@ const (
 	CauseRollbackFailed Cause = "rollback_failed"
 	// CauseRollbackTimeout: a rollback was not done within half of the checkpoint's ttl.
 	CauseRollbackTimeout Cause = "rollback_timeout"
-	// CauseRollbackPartial: a rollback undid a part.
+	// CauseRollbackPartial: a rollback undid a part, or can undo no more than a part.
 	CauseRollbackPartial Cause = "rollback_partial"
 	// CauseBreakerOpen: an upstream does not come back (ATD, HITL case 4).
 	CauseBreakerOpen Cause = "breaker_permanently_open"
@@ -81,7 +81,7 @@ const (
 	CauseError Cause = "critical_error"
 	// CauseReach: an error or a plan reaches more than three agents (cascade 3.4.3).
 	CauseReach Cause = "many_agents"
-	// CauseCritical: a rollback is about to undo a critical node (ATD, HITL case 3).
+	// CauseCritical: a rollback is about to undo a critical node (ATD, HITL case 3), or cannot.
 	CauseCritical Cause = "critical_node"
 	// CauseOther: see the summary.
 	CauseOther Cause = "other"

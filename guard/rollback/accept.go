@@ -546,7 +546,9 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 		}
 		d.Unprepared, d.Precedence = said, precedence
 	}
-	d.Aborted = d.aborts(r)
+	if d.Aborted = d.aborts(r); d.Aborted {
+		d.Terms = &terms{Keep: r.KeepDependants, Lineage: r.Lineage, Coordinator: r.Coordinator}
+	}
 	c.locks.setPlan(lock, d.Scope, d.Plan)
 	c.accepting.Lock()
 	defer c.accepting.Unlock()

@@ -54,12 +54,43 @@ type head struct {
 	Precedence Precedence `json:"precedence,omitzero"`
 	// Aborted says that nothing is undone, since what is critical cannot be (C-4.3.2-h).
 	Aborted bool `json:"aborted,omitempty"`
+	// Questions are what people were asked; Terms, of one that is aborted, what of the request a plan is made of once more.
+	Questions []question `json:"questions,omitempty"`
+	Terms     *terms     `json:"terms,omitempty"`
 	// Prepared is when it was prepared; zero where it was not.
 	Prepared time.Time `json:"prepared,omitzero"`
 	// Steps and Pieces count the separate records; Hash is that of the plan.
 	Steps  int    `json:"steps"`
 	Pieces int    `json:"pieces"`
 	Hash   []byte `json:"hash"`
+}
+
+// question is what people are asked before a rollback goes on.
+type question struct {
+	// Level is the place of the level that waits; wholePlan for a partial rollback.
+	Level      int    `json:"level"`
+	Escalation string `json:"escalation"`
+	// Answer is a fixed word; empty while nobody has decided.
+	Answer string `json:"answer,omitempty"`
+	// Token is the id of the decision's token; empty without one.
+	Token string `json:"token,omitempty"`
+}
+
+// wholePlan is the level of a question about all of the plan.
+const wholePlan = -1
+
+// The answers of people. Others than an approval are the reason of what is not undone.
+const (
+	answerApproved = "approved"
+	answerDenied   = "denied"
+	answerChanged  = "plan-changed" // approved, and it is another plan by now
+)
+
+// terms are what the plan of a request depends on besides what else the head has.
+type terms struct {
+	Keep        bool    `json:"keep,omitempty"`
+	Lineage     Lineage `json:"lineage,omitempty"`
+	Coordinator bool    `json:"coordinator,omitempty"`
 }
 
 // sameWhole reports whether two rollbacks are parts of one at another gateway.
@@ -92,6 +123,14 @@ func (h *head) rollback() *Rollback {
 	}
 	copy(r.Before[:], h.Before)
 	copy(r.After[:], h.After)
+	for _, q := range h.Questions {
+		switch {
+		case q.Answer == "" && h.open() && !h.TimedOut:
+			r.Waits = q.Escalation
+		case q.Token != "":
+			r.Decisions = append(r.Decisions, q.Token)
+		}
+	}
 	return r
 }
 
@@ -207,7 +246,7 @@ func (p *plannedSteps) steps() (steps []Step, levels [][]int) {
 	for i, level := range p.Plan.Levels {
 		var places []int
 		for _, s := range level {
-			step := Step{Checkpoint: s.Checkpoint, Level: i, What: s.What, State: StepPending, Earlier: s.Earlier, Critical: s.Critical}
+			step := Step{Checkpoint: s.Checkpoint, Level: i, What: s.What, State: StepPending, Earlier: s.Earlier, Critical: s.Critical, Review: s.Review}
 			if len(steps) < len(p.Agents) {
 				step.Agent = p.Agents[len(steps)]
 			}

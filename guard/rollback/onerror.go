@@ -195,7 +195,17 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 	var conflict *ConflictError
 	switch {
 	case err == nil, errors.Is(err, ErrMismatch): // accepted under an earlier name of the gateway
-		return r.ID, c.forget(ctx, done)
+		if err := c.forget(ctx, done); err != nil {
+			return "", err
+		}
+		if accepted := c.known(c.name(r.ID)); accepted != nil { // one that waits for people holds up no others
+			select {
+			case <-accepted.done.c:
+			case <-accepted.asks.c:
+			case <-c.quit:
+			}
+		}
+		return "", nil
 	case errors.As(err, &conflict):
 		return conflict.Winner, nil
 	case errors.Is(err, ErrStopping):

@@ -28,50 +28,62 @@ func TestCascade432Participants(t *testing.T) {
 	}{
 		"all can":                   {nil, true, "", rollback.Completed, "c2=completed c1=completed"},
 		"one cannot":                {map[string]string{"c2": "unreachable"}, false, "", rollback.Partial, "c2=escalated(unreachable) c1=completed"},
-		"all or nothing":            {map[string]string{"c2": "unreachable"}, true, "", rollback.Escalated, "c2=escalated(unreachable) c1=escalated(policy)"},
-		"the target cannot":         {map[string]string{"c1": "irreversible"}, false, "", rollback.Escalated, "c2=escalated(policy) c1=escalated(irreversible)"},
-		"a critical one cannot":     {map[string]string{"c2": "unreachable"}, false, "c2", rollback.Escalated, "c2=escalated(unreachable) c1=escalated(policy)"},
+		"all or nothing":            {map[string]string{"c2": "unreachable"}, true, "", rollback.Escalated, "c2=escalated(unreachable) c1=escalated(denied)"},
+		"the target cannot":         {map[string]string{"c1": "irreversible"}, false, "", rollback.Escalated, "c2=escalated(denied) c1=escalated(irreversible)"},
+		"a critical one cannot":     {map[string]string{"c2": "unreachable"}, false, "c2", rollback.Escalated, "c2=escalated(unreachable) c1=escalated(denied)"},
 		"another one than critical": {map[string]string{"c2": "unreachable"}, false, "c1", rollback.Partial, "c2=escalated(unreachable) c1=completed"},
 		"nobody can prepare":        {map[string]string{"c1": "refused", "c2": "refused"}, false, "", rollback.Escalated, "c2=escalated(refused) c1=escalated(refused)"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			r := newRig(t)
-			r.made("1", checkpoint.Delegate, execution.Completed)
-			r.made("2", checkpoint.Delegate, execution.Completed, "1")
-			r.world.obstacles = test.obstacles
-			for i := range r.ledger.nodes {
-				r.ledger.nodes[i].Critical = r.ledger.nodes[i].ID == test.critical
-			}
-			q := request("c1", rollback.SubDAG)
-			q.Whole = test.whole
-			p, err := r.Prepare(ctx, q)
-			if err != nil || p.Ready() != (test.obstacles == nil) || len(p.Obstacles) != len(test.obstacles) {
-				t.Fatalf("%+v, %v", p, err)
-			}
-			r.execute(q)
-			r.world.obstacles = nil // in the next life nobody is asked again
-			asked := r.world.prepared
-			r.restart()
-			wantEnd(t, r.wait(q.ID), test.status, test.steps)
-			if r.world.prepared != asked {
-				t.Errorf("%d were asked again", r.world.prepared-asked)
-			}
-			for id := range test.obstacles {
-				if len(r.world.effects[id]) > 0 {
-					t.Errorf("%s was undone", id)
+			synctest.Test(t, func(t *testing.T) {
+				r := newRig(t)
+				r.made("1", checkpoint.Delegate, execution.Completed)
+				r.made("2", checkpoint.Delegate, execution.Completed, "1")
+				r.world.obstacles = test.obstacles
+				for i := range r.ledger.nodes {
+					r.ledger.nodes[i].Critical = r.ledger.nodes[i].ID == test.critical
 				}
-			}
+				q := request("c1", rollback.SubDAG)
+				q.Whole = test.whole
+				p, err := r.Prepare(ctx, q)
+				if err != nil || p.Ready() != (test.obstacles == nil) || len(p.Obstacles) != len(test.obstacles) {
+					t.Fatalf("%+v, %v", p, err)
+				}
+				r.execute(q)
+				r.world.obstacles = nil // in the next life nobody is asked again
+				asked := r.world.prepared
+				r.restart()
+				if strings.Contains(test.steps, "denied") {
+					r.says(r.question(q.ID), false)
+				}
+				wantEnd(t, r.wait(q.ID), test.status, test.steps)
+				if r.world.prepared != asked {
+					t.Errorf("%d were asked again", r.world.prepared-asked)
+				}
+				for id := range test.obstacles {
+					if len(r.world.effects[id]) > 0 {
+						t.Errorf("%s was undone", id)
+					}
+				}
+				stop(r.Coordinator)
+			})
 		})
 	}
 }
 
-// What this gateway itself cannot undo counts the same: an irreversible target ends it all.
+// What this gateway itself cannot undo counts the same: an irreversible target ends it all, unless people approve the rest.
 func TestCascade432IrreversibleTarget(t *testing.T) {
-	r := newRig(t)
-	r.made("1", checkpoint.Irreversible, execution.Completed)
-	r.made("2", checkpoint.Restore, execution.Completed, "1")
-	r.start()
-	wantEnd(t, r.run(request("c1", rollback.SubDAG)), rollback.Escalated, "c2=escalated(policy) c1=escalated(irreversible)")
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Irreversible, execution.Completed)
+		r.made("2", checkpoint.Restore, execution.Completed, "1")
+		r.start()
+		q := request("c1", rollback.SubDAG)
+		r.execute(q)
+		r.says(r.question(q.ID), false)
+		wantEnd(t, r.wait(q.ID), rollback.Escalated, "c2=escalated(denied) c1=escalated(irreversible)")
+		stop(r.Coordinator)
+	})
 }
 
 // Who executes what was prepared asks nobody again.
@@ -322,7 +334,9 @@ func TestParticipantsAreReleased(t *testing.T) {
 			r.prepare(wide)
 		}, []string{"c1", "c2"}},
 		"it is aborted": {map[string]string{"c1": "irreversible"}, func(r *rig, q rollback.Request) {
-			wantEnd(r.t, r.run(q), rollback.Escalated, "c2=escalated(policy) c1=escalated(irreversible)")
+			r.execute(q)
+			r.says(r.question(q.ID), false)
+			wantEnd(r.t, r.wait(q.ID), rollback.Escalated, "c2=escalated(denied) c1=escalated(irreversible)")
 		}, []string{"c2"}},
 		"it is refused": {nil, func(r *rig, q rollback.Request) {
 			q.Planned[0] = 1

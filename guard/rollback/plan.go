@@ -158,6 +158,12 @@ type PlanStep struct {
 	// Critical says why a rollback does not leave it out, in one word; empty where it may. It says what comes of
 	// an obstacle, not what is done, and is no part of the hash.
 	Critical string `json:"critical,omitempty"`
+	// Review says that people are asked before it is undone: it is of severity critical, and the
+	// rollback was not asked for it, but goes on to it (ATD "Interaction with HITL", case 3). It is no
+	// part of the hash either.
+	Review bool `json:"review,omitempty"`
+	// Error is the id of an agent's critical error about it; empty without one.
+	Error string `json:"error,omitempty"`
 }
 
 // Why a step is critical. The first that applies counts, in this order.
@@ -215,6 +221,27 @@ func (p *Plan) Partial() error {
 // not.
 func overlap(a, b *Plan) bool {
 	return a.Workflow == b.Workflow && len(b.lacks(a)) < a.steps()
+}
+
+// stands reports whether a plan that is made now is still the one that was accepted, but for calls
+// that were under way then and have ended as it says.
+func (p *Plan) stands(now *Plan) bool {
+	left := *now
+	left.Levels = nil
+	for i, level := range now.Levels {
+		level = slices.Clone(level)
+		for n := range level {
+			if i >= len(p.Levels) || n >= len(p.Levels[i]) {
+				return false
+			}
+			s := &p.Levels[i][n]
+			if s.What == Wait && s.Checkpoint == level[n].Checkpoint && s.Then == level[n].What && s.Obstacle == level[n].Obstacle {
+				level[n] = *s
+			}
+		}
+		left.Levels = append(left.Levels, level)
+	}
+	return left.Hash() == p.Hash()
 }
 
 func (p *Plan) steps() int {
@@ -283,12 +310,14 @@ func (d *planner) weigh(i int, s *PlanStep) {
 	severe, urgent := false, false
 	for _, n := range append([]int{i}, d.Guarded(i)...) {
 		node := d.At(n)
+		s.Error = cmp.Or(s.Error, node.CriticalError)
 		severe = severe || node.CriticalError != "" || (node.IsTask() || node.IsCheckpoint()) && node.Severity == workflow.Critical
 		urgent = urgent || node.Priority == workflow.Critical
 	}
 	switch {
 	case severe:
 		s.Critical = criticalSeverity
+		s.Review = d.Scope != Single && !d.asked[d.At(i).ID] && !d.asked[d.At(i).Execution]
 	case d.At(i).ID == d.Target:
 		s.Critical = criticalTarget
 	case d.At(i).Critical:
@@ -411,11 +440,12 @@ type planner struct {
 
 	followed int // links that were followed, which a test holds to be few
 
-	steps   []bool      // nodes: the checkpoints in the plan
-	states  []NodeState // nodes: of these, what is known of their calls
-	covered []bool      // nodes: the actions that these were made for
-	scope   []bool      // places: what the rollback is about
-	wide    []bool      // places: that, what is covered, and all that follows
+	asked   map[string]bool // ids of the target and all that it contains, and their executions
+	steps   []bool          // nodes: the checkpoints in the plan
+	states  []NodeState     // nodes: of these, what is known of their calls
+	covered []bool          // nodes: the actions that these were made for
+	scope   []bool          // places: what the rollback is about
+	wide    []bool          // places: that, what is covered, and all that follows
 }
 
 // plan makes the plan of going back to a target.
@@ -464,6 +494,13 @@ func (d *planner) plan(target int, stateOf func(n *workflow.Node) (NodeState, er
 // measure marks how far the plan goes.
 func (d *planner) measure(target int) {
 	roots := contained(d.Graph, target)
+	d.asked = make(map[string]bool, 2*len(roots))
+	for _, i := range roots {
+		d.asked[d.At(i).ID] = true
+		if name := d.At(i).Execution; name != "" { // another attempt of the same call
+			d.asked[name] = true
+		}
+	}
 	d.steps, d.covered = make([]bool, d.Len()), make([]bool, d.Len())
 	switch d.Scope {
 	case Single:

@@ -181,6 +181,10 @@ type Rollback struct {
 	Before, After [32]byte
 	// Escalations are the ids of its escalations to people.
 	Escalations []string
+	// Waits is the id of the escalation whose decision it waits for; empty while it goes on.
+	Waits string
+	// Decisions are the ids of the tokens of the decisions on it; empty without.
+	Decisions []string
 }
 
 // StepState is the state of a step.
@@ -229,8 +233,9 @@ type Step struct {
 	Begun, Ended time.Time
 	// Earlier are the places of the steps that come right before this one, as in the plan.
 	Earlier []int
-	// Critical is as in the plan.
+	// Critical and Review are as in the plan.
 	Critical string
+	Review   bool // see Critical
 
 	root string // the first attempt, whose mark this step holds; empty where it is that itself
 }

@@ -1,10 +1,13 @@
 package rollback
 
 import (
+	"cmp"
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -20,8 +23,7 @@ type run struct {
 	plan       *Plan
 	levels     [][]int // places in steps
 	partOf     string
-	precedence Precedence // which does not change
-	aborted    bool
+	precedence Precedence        // which does not change
 	refused    map[string]string // checkpoints that are not undone, and why
 	roots      map[int]string    // of places, their first attempts; nil where no ttl is over
 	then       []What            // what the plan says of each step after a wait
@@ -35,6 +37,7 @@ type run struct {
 	stepped chan struct{} // closed, and made anew, where a step has ended
 
 	joined signal // it gives way after its level
+	asks   signal // it has asked people
 	due    signal // its time is over
 	halted signal // it takes no more steps
 	done   signal // it is finished, or has given way
@@ -61,8 +64,8 @@ func (s *signal) is() bool {
 
 func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
 	r := &run{
-		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.PartOf, precedence: h.precedence(), aborted: h.Aborted, refused: p.Unprepared,
-		stepped: make(chan struct{}), joined: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
+		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.PartOf, precedence: h.precedence(), refused: p.Unprepared,
+		stepped: make(chan struct{}), joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
 	r.steps, r.levels = p.steps()
 	r.index = make(map[string]int, len(r.steps))
@@ -83,6 +86,9 @@ func (r *run) applyHead() {
 	}
 	if r.head.Joined != "" {
 		r.joined.set()
+	}
+	if len(r.head.Questions) > 0 {
+		r.asks.set()
 	}
 	if !r.head.open() {
 		r.halted.set()
@@ -227,7 +233,13 @@ func (c *Coordinator) drive(r *run) {
 	if c.retry(r, "the attempts of its calls", func(ctx context.Context) error { return c.arrange(ctx, r) }) != nil {
 		return
 	}
-	for _, level := range r.levels {
+	if r.aborted() && !c.consent(r, wholePlan, slices.Concat(r.levels...)) {
+		return
+	}
+	for i, level := range r.levels {
+		if !c.consent(r, i, level) {
+			return
+		}
 		if r.joined.is() && !r.begun(level) {
 			break // it finishes its level, in its next life too
 		}
@@ -276,6 +288,225 @@ func (c *Coordinator) waitBehind(r *run, behind []string) error {
 		}
 	}
 	return nil
+}
+
+// aborted reports that nothing is undone, and that nobody has approved a part of it.
+func (r *run) aborted() bool {
+	q := r.question(wholePlan)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.head.Aborted && q.Answer != answerApproved
+}
+
+// question is what people were asked about a level; the zero value if nothing.
+func (r *run) question(level int) question {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	i := slices.IndexFunc(r.head.Questions, func(q question) bool { return q.Level == level })
+	if i < 0 {
+		return question{}
+	}
+	return r.head.Questions[i]
+}
+
+// refusal is the question whose answer ends the rollback; the zero value without one.
+func (r *run) refusal() question {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	i := slices.IndexFunc(r.head.Questions, func(q question) bool { return q.Answer != "" && q.Answer != answerApproved })
+	if i < 0 {
+		return question{}
+	}
+	return r.head.Questions[i]
+}
+
+// consent asks people before a level with something of severity critical is carried out (ATD
+// "Interaction with HITL", case 3), and before a part of a plan is whose rest cannot be (C-4.3.2-h),
+// and waits for what they decide, in its next life too. It is false where the process ends.
+func (c *Coordinator) consent(r *run, level int, places []int) bool {
+	return c.retry(r, "what people decide", func(ctx context.Context) error {
+		q := r.question(level)
+		if q.Answer != "" || r.due.is() || r.refusal().Escalation != "" {
+			return nil
+		}
+		if q.Escalation == "" {
+			if r.joined.is() {
+				return nil
+			}
+			asks, err := c.asksFor(ctx, r, level, places)
+			if err != nil || len(asks) == 0 {
+				return err
+			}
+			if err := c.ask(ctx, r, level, asks); err != nil {
+				return err
+			}
+			q = r.question(level)
+		}
+		e, err := c.decision(r, q.Escalation)
+		switch {
+		case r.joined.is(): // the one that it gives way to asks for itself
+			_, err := c.o.Escalations.Withdraw(ctx, q.Escalation)
+			if errors.Is(err, hitl.ErrStore) || errors.Is(err, hitl.ErrUnreadable) {
+				return err
+			}
+			return nil
+		case err != nil:
+			return err
+		case e.Status == hitl.Pending: // the time of the rollback is over
+			return nil
+		case e.Status == hitl.Expired: // with that time, which is recorded first
+			if err := c.overdue(r); err != nil || r.due.is() {
+				return err
+			}
+		}
+		answer := answerDenied
+		if e.Status == hitl.Approved && e.Round == 0 { // later rounds only resume the workflow
+			answer = answerApproved
+		}
+		if answer == answerApproved && level == wholePlan {
+			same, err := c.unchanged(ctx, r)
+			if err != nil {
+				return err
+			}
+			if !same {
+				answer = answerChanged
+			}
+		}
+		return c.change(ctx, r, func(h *head, _ *store.Batch) error {
+			h.Questions = slices.Clone(h.Questions)
+			for i := range h.Questions {
+				if h.Questions[i].Level == level {
+					h.Questions[i].Answer, h.Questions[i].Token = answer, e.Resolution
+				}
+			}
+			return nil
+		})
+	}) == nil
+}
+
+// asksFor are the steps because of which people are asked: those of severity critical that a level
+// is about to undo, or all that a part of the plan would undo.
+func (c *Coordinator) asksFor(ctx context.Context, r *run, level int, places []int) (asks []int, err error) {
+	planned := slices.Concat(r.plan.Levels...)
+	for _, i := range places {
+		s := &planned[i]
+		undoes := s.What == Undo || s.Then == Undo
+		if !undoes || s.Obstacle != "" || r.refused[s.Checkpoint] != "" || level != wholePlan && !s.Review || r.step(i).State != StepPending {
+			continue
+		}
+		m, _, err := c.mark(ctx, s.Checkpoint)
+		if err != nil {
+			return nil, err
+		}
+		if m.State != checkpoint.Undone { // another rollback has done it
+			asks = append(asks, i)
+		}
+	}
+	return asks, nil
+}
+
+// ask opens the escalation of a question, in the commit that records the question.
+func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) error {
+	now, err := c.now(ctx)
+	if err != nil {
+		return err
+	}
+	steps := slices.Concat(r.plan.Levels...)
+	first := &steps[asks[0]]
+	hash := r.plan.Hash()
+	o := hitl.Opening{
+		Links: hitl.Links{Checkpoint: first.Checkpoint, Rollback: r.id, Error: first.Error},
+		Key:   fmt.Sprintf("rollback question %s %d", r.id, level),
+	}
+	var text strings.Builder
+	say := func(format string, args ...any) { _, _ = fmt.Fprintf(&text, format+"\n", args...) } // never fails
+	if level == wholePlan {
+		o.Level, o.Cause, o.Proposal.Kind = hitl.Approval, hitl.CauseRollbackPartial, hitl.PartialRollback
+		o.Links.Checkpoint, o.Links.Error = r.plan.Target, ""
+		o.Summary = "A part of the rollback cannot be carried out, and `partial` is `never`."
+		say("What can be undone is undone, and the rest stays as it is.")
+		for i := range steps {
+			s := &steps[i]
+			switch why := cmp.Or(s.Obstacle, r.refused[s.Checkpoint]); {
+			case why != "" && s.Critical != "":
+				o.Cause, o.Summary = hitl.CauseCritical, "Something critical of the rollback cannot be undone."
+				say("stays: checkpoint %s (%s; critical: %s)", s.Checkpoint, why, s.Critical)
+			case why != "":
+				say("stays: checkpoint %s (%s)", s.Checkpoint, why)
+			case slices.Contains(asks, i):
+				say("is undone: checkpoint %s (%s, %s)", s.Checkpoint, s.Way, r.step(i).Agent)
+			}
+		}
+	} else {
+		o.Level, o.Cause, o.Proposal.Kind = hitl.Pause, hitl.CauseCritical, hitl.ContinueRollback
+		o.Summary = "A rollback is about to undo what is of severity critical."
+		say("Level %d of %d, and then the rest of the rollback, is carried out. Of severity critical in that level are", level+1, len(r.levels))
+		for _, i := range asks {
+			say("checkpoint %s (%s, %s)", steps[i].Checkpoint, steps[i].Way, r.step(i).Agent)
+		}
+	}
+	o.Proposal.Text, o.Proposal.Hash = text.String(), hex.EncodeToString(hash[:])
+	return c.change(ctx, r, func(h *head, b *store.Batch) error {
+		if o.Within = h.Due.Sub(now); o.Within <= 0 || h.Joined != "" {
+			return fmt.Errorf("%w: its time is over, or another one has taken it over", ErrStore) // look again
+		}
+		switch o.Workflow = h.Workflow; { // by the names with which people decide
+		case h.Operator != "":
+			o.Requester = "operator:" + h.Operator
+		case h.Requester != "":
+			o.Requester = "issuer:" + h.Requester
+		}
+		id, err := c.escalate(ctx, b, o)
+		if err != nil {
+			return err
+		}
+		h.Questions = append(h.Questions[:len(h.Questions):len(h.Questions)], question{Level: level, Escalation: id})
+		h.Escalations = append(h.Escalations[:len(h.Escalations):len(h.Escalations)], id)
+		return nil
+	})
+}
+
+// decision waits until people have decided, the time of the rollback is over, or a wider one takes
+// it over. A decision that nobody can make any more is a denial.
+func (c *Coordinator) decision(r *run, id string) (e hitl.Escalation, err error) {
+	ctx, stop := context.WithCancel(c.hard)
+	defer stop()
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		e, err = c.o.Escalations.Wait(ctx, id)
+	}()
+	select {
+	case <-ended:
+		if errors.Is(err, hitl.ErrNotFound) {
+			return hitl.Escalation{Status: hitl.Denied}, nil
+		}
+		return e, err
+	case <-r.due.c:
+	case <-r.joined.c:
+	case <-c.quit:
+		stop()
+		<-ended
+		return e, errShutdown
+	}
+	stop()
+	<-ended
+	return hitl.Escalation{Status: hitl.Pending}, nil
+}
+
+// unchanged reports whether the plan of a rollback that has begun nothing is still the accepted one.
+func (c *Coordinator) unchanged(ctx context.Context, r *run) (bool, error) {
+	r.mu.Lock()
+	h := r.head
+	r.mu.Unlock()
+	d, err := c.draft(ctx, &Request{
+		ID: h.ID, Checkpoint: h.Checkpoint, Scope: h.Scope, PartOf: h.PartOf, By: h.Requester, Operator: h.Operator,
+		KeepDependants: h.Terms.Keep, Lineage: h.Terms.Lineage, Coordinator: h.Terms.Coordinator,
+	})
+	if errors.Is(err, ErrStore) {
+		return false, err
+	}
+	return err == nil && r.plan.stands(d.Plan), nil
 }
 
 func (r *run) begun(places []int) bool {
@@ -496,7 +727,10 @@ func (c *Coordinator) overdue(r *run) error {
 			return err
 		}
 		r.mu.Lock()
-		none := r.head.TimedOut || !r.head.open() || now.Before(r.head.Due) && !r.gaveUp()
+		// An undo may be given up because its time is over by this process's clock, which may be a
+		// little ahead of the store's.
+		gaveUp := slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(ReasonTimeout) })
+		none := r.head.TimedOut || !r.head.open() || now.Before(r.head.Due) && !gaveUp
 		r.mu.Unlock()
 		if none {
 			return nil
@@ -517,12 +751,6 @@ func (c *Coordinator) overdue(r *run) error {
 			return err
 		})
 	})
-}
-
-// gaveUp reports whether an undo was given up because its time was over by this process's clock,
-// which may be a little ahead of the store's. mu is held.
-func (r *run) gaveUp() bool {
-	return slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(ReasonTimeout) })
 }
 
 // finish records the outcome of a rollback, once all its steps have ended.

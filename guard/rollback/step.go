@@ -22,6 +22,7 @@ const (
 	reasonUnavailable = "unavailable"         // the undo could not be carried on in time
 	reasonBusy        = "busy"                // another rollback has left it half undone
 	reasonPolicy      = "policy"              // it was not tried, since something critical cannot be undone
+	// What people have not approved has their answer as its reason.
 )
 
 // stepOutcome is how a step has ended.
@@ -34,6 +35,7 @@ type stepOutcome struct {
 	notBegun  bool              // its checkpoint's mark is not held by this step
 	call      execution.Undoing // what is refused from now on, where it is completed
 	token     Checkpoint
+	asked     string // the escalation that has decided it; empty where it needs one of its own
 }
 
 func undone() stepOutcome { return stepOutcome{status: Completed} }
@@ -66,6 +68,7 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return err
 		}
 	}
+	answer := r.refusal()
 	end, err := func() (stepOutcome, error) {
 		switch {
 		case m.State == checkpoint.Undone:
@@ -74,7 +77,11 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return escalated(string(ReasonTimeout)), nil
 		case r.refused[step.Checkpoint] != "" && step.State == StepPending:
 			return escalated(r.refused[step.Checkpoint]), nil
-		case r.aborted && step.State == StepPending && r.obstacle(i) == "":
+		case answer.Escalation != "" && step.State == StepPending && r.obstacle(i) == "":
+			e := escalated(answer.Answer)
+			e.asked = answer.Escalation
+			return e, nil
+		case r.aborted() && step.State == StepPending && r.obstacle(i) == "":
 			return escalated(reasonPolicy), nil
 		case damaged || tampered:
 			return failed(reasonTampered), nil
@@ -672,7 +679,9 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 		}
 		token = record(b, t)
 	}
-	if o, needed := r.opening(brief, step, end); needed {
+	if step.Escalation = end.asked; end.asked != "" {
+		// People have decided, and are not asked again.
+	} else if o, needed := r.opening(brief, step, end); needed {
 		o.Links.Error = token
 		id, err := c.escalate(ctx, b, o)
 		if err != nil {
