@@ -868,11 +868,14 @@ func (h *Handler) provisionUndo(a *Action) error {
 		return fmt.Errorf("description: %w", err)
 	}
 	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.credentials)
-	if err == nil && h.app.Identity == nil {
-		err = a.needsIdentity()
-	}
-	if err != nil || !plan.undoes() {
+	if err != nil {
 		return err
+	}
+	if err := a.needsIdentity(); err != nil && h.app.Identity == nil {
+		return err
+	}
+	if !plan.undoes() {
+		return nil
 	}
 	if a.Ways.DelegateTo != "" && h.app.Trust == nil {
 		return errors.New("delegate: the answers of a named agent count only if they verify; add `trust` with its keys to the global options, or leave the identity away")
